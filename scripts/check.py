@@ -1,0 +1,372 @@
+#!/usr/bin/env python3
+"""Everything that must hold before a commit, in one command (the second one of the README).
+
+    python scripts/check.py             all steps, cheapest first; stops at the first that fails
+    python scripts/check.py --list      what the steps are
+    python scripts/check.py --only lint --only docs
+
+The steps work on copies of the tree in a temporary folder and change no tracked file. The tests in tests/ run against the
+built wheel, not against the source tree. Needs the [dev] extra: pip install -c constraints.txt ".[dev]"."""
+import argparse
+import atexit
+import difflib
+import functools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import zipfile
+from configparser import ConfigParser
+from email import message_from_string
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ROOT / "scripts"
+IMPORT_BUDGET = 0.5   # seconds that `import turboquant_nb` may take beyond `import torch`
+STEPS = {}
+closing_line = ""     # what pytest said last
+
+
+class Failed(Exception):
+    "A step did not hold; the message says what and what to do."
+
+
+def step(f):
+    "Register a step; its docstring is what --list shows."
+    STEPS[f.__name__.removeprefix("step_")] = f
+    return f
+
+
+# ---------------------------------------------------------------- helpers
+
+@functools.cache
+def settings():
+    "settings.ini as a dict."
+    config = ConfigParser(delimiters=["="])
+    config.read(ROOT / "settings.ini", encoding="utf-8")
+    return dict(config["DEFAULT"])
+
+
+@functools.cache
+def scratch():
+    "One temporary folder for the whole run."
+    path = Path(tempfile.mkdtemp(prefix="turboquant-check-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
+
+
+def copy_tree(name):
+    "A copy of what git would carry (without git: all but build products), as scratch()/name."
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        from preview_docs import copy_tree as copy
+    finally:
+        sys.path.remove(str(SCRIPTS))
+    target = scratch() / name
+    shutil.rmtree(target, ignore_errors=True)
+    copy(target)
+    return target
+
+
+def run(args, cwd=ROOT, env=None, show=False):
+    "Run a command; returns (exit status, output). With show=True its lines also appear at once."
+    env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"} | (env or {})
+    lines = []
+    with subprocess.Popen([str(a) for a in args], cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace") as process:
+        for line in process.stdout:
+            lines.append(line)
+            if show:
+                print("    " + line, end="", flush=True)
+    return process.returncode, "".join(lines)
+
+
+def must(args, hint, **kwargs):
+    "Run a command that has to succeed; returns its output."
+    status, output = run(args, **kwargs)
+    if status:
+        shown = "" if kwargs.get("show") else "\n" + output[-6000:].rstrip()
+        raise Failed(f"{hint}{shown}")
+    return output
+
+
+def tool(name):
+    "A console script of this very environment."
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if not found:
+        raise Failed(f'{name} is not installed here: pip install -c constraints.txt ".[dev]"')
+    return found
+
+
+def notebooks():
+    return sorted((ROOT / settings()["nbs_path"]).glob("*.ipynb"))
+
+
+def text_of(value):
+    return value if isinstance(value, str) else "".join(value)
+
+
+def compare(old, new, names):
+    "Unified diffs of the files that differ between two folders."
+    out = []
+    for name in names:
+        texts = [p.read_text(encoding="utf-8").splitlines() if (p := folder / name).exists() else [] for folder in (old, new)]
+        out += difflib.unified_diff(*texts, f"committed/{name}", f"expected/{name}", lineterm="", n=1)
+    return out
+
+
+def listing(lines, most=40):
+    more = [f"... and {len(lines) - most} more lines"] if len(lines) > most else []
+    return "\n".join([*lines[:most], *more])
+
+
+# ---------------------------------------------------------------- steps
+
+INSTALL = re.compile(r"""#\| eval: false
+# On Colab, run this once: it installs the package that the cells below import\.
+!pip install -q "turboquant-nb(\[[a-z,]+\])? @ git\+https://github\.com/turboquant-nb/turboquant-nb"\Z""")
+
+
+def notebook_problems(path):
+    "What a notebook's first cells and outputs lack."
+    cfg = settings()
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    sources = [text_of(cell["source"]).strip() for cell in cells]
+    head = [line for line in sources[0].splitlines() if line.strip()] if cells else []
+    if len(head) < 2 or not head[0].startswith("# ") or not head[1].startswith("> ") or any(not line.startswith("- ") for line in head[2:]):
+        yield "the first cell must be `# Title` and one `> line`, nothing else: nbdev turns it into front matter and the rest would vanish from the site"
+    if path.name != cfg["readme_nb"]:
+        address = f"https://colab.research.google.com/github/{cfg['user']}/{cfg['repo']}/blob/{cfg['branch']}/{cfg['nbs_path']}/{path.name}"
+        badge = f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({address})"
+        if badge not in sources[:5]:
+            yield f"one of the first five cells must be the Colab badge and nothing else: {badge}"
+        elif not INSTALL.match(sources[sources.index(badge) + 1]):
+            yield "the cell after the Colab badge must be the install cell (see CONTRIBUTING.md)"
+        if not any(re.match(r"#\| *default_exp +\S", source) for source in sources[:3]):
+            yield "one of the first three cells must be `#| default_exp name`"
+    if any(out["output_type"] == "error" for cell in cells for out in cell.get("outputs", [])):
+        yield "a cell's saved output is an error"
+
+
+@step
+def step_notebooks():
+    "notebooks are clean (nbdev_clean changes nothing), begin as agreed, and nbs/nbdev.yml fits settings.ini"
+    problems = [f"{path.name}: {problem}" for path in notebooks() for problem in notebook_problems(path)]
+    if problems:
+        raise Failed(listing(problems))
+    tree = copy_tree("clean")
+    must([tool("nbdev_clean")], "nbdev_clean failed", cwd=tree)
+    nbs = settings()["nbs_path"]
+    dirty = [path.name for path in notebooks() if path.read_bytes() != (tree / nbs / path.name).read_bytes()]
+    if dirty:
+        raise Failed(f"not clean: {', '.join(dirty)} (run nbdev_clean)")
+    must([sys.executable, "-c", "from nbdev.quarto import refresh_quarto_yml; refresh_quarto_yml()"], "nbdev could not write nbdev.yml", cwd=tree)
+    different = compare(ROOT / nbs, tree / nbs, ["nbdev.yml"])
+    if different:
+        raise Failed("nbs/nbdev.yml is not what settings.ini gives:\n" + listing(different))
+    return f"{len(notebooks())} notebooks"
+
+
+@step
+def step_export():
+    "the package is what the notebooks export"
+    tree, lib = copy_tree("export"), settings()["lib_path"]
+    for path in (tree / lib).rglob("*.py"):
+        if re.match(r"(?s).{0,300}(AUTOGENERATED! DO NOT EDIT|Autogenerated by nbdev)", path.read_text(encoding="utf-8")):
+            path.unlink()
+    must([tool("nbdev_export")], "nbdev_export failed", cwd=tree)
+    names = sorted({p.relative_to(base / lib) for base in (ROOT, tree) for p in (base / lib).rglob("*.py")})
+    different = compare(ROOT / lib, tree / lib, names)
+    if different:
+        raise Failed(f"{lib}/ is not what the notebooks export (run nbdev_export):\n" + listing(different))
+    return f"{len(names)} modules"
+
+
+@step
+def step_readme():
+    "README.md is what index.ipynb gives, and its test command is the one that .ci/run calls"
+    must([sys.executable, SCRIPTS / "make_readme.py", "--check"], "README.md is out of date (run scripts/make_readme.py):")
+    command = (ROOT / ".ci" / "run").read_text(encoding="utf-8").rstrip().splitlines()[-1]
+    lines = [line.strip() for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines()]
+    if command not in lines:
+        raise Failed(f"README.md has no line that is exactly what .ci/run calls:\n{command}")
+    if "scripts/check.py" not in command:
+        raise Failed(f".ci/run must end with the test command, not with: {command}")
+    demo = 'pip install -c constraints.txt ".[demo]" && turboquant demo'
+    if demo not in lines:
+        raise Failed(f"README.md has no line that installs and runs the main job:\n{demo}")
+    return command
+
+
+@step
+def step_lint():
+    "ruff finds nothing in the package, scripts/ and tests/"
+    folders = [name for name in (settings()["lib_path"], "scripts", "tests", "setup.py") if (ROOT / name).exists()]
+    must([sys.executable, "-m", "ruff", "check", "--no-cache", *folders], "ruff:")
+    exported = [p for p in (ROOT / settings()["lib_path"]).rglob("*.py") if re.search(r"^\s*assert\b", p.read_text(encoding="utf-8"), re.M)]
+    exported = [p.name for p in exported if p.name != "testing.py"]
+    if exported:
+        raise Failed(f"bare assert in exported code (raise ValueError or TypeError instead): {', '.join(exported)}")
+
+
+@functools.cache
+def built():
+    "(wheel, sdist): the sdist of a clean copy, and the wheel built from that sdist."
+    tree, dist = copy_tree("source"), scratch() / "dist"
+    must([sys.executable, "-m", "build", "--no-isolation", "--outdir", dist], "the package does not build:", cwd=tree)
+    return next(dist.glob("*.whl")), next(dist.glob("*.tar.gz"))
+
+
+@functools.cache
+def installed():
+    "The wheel, installed alone into a folder of its own."
+    target = scratch() / "installed"
+    must([sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--target", target, built()[0]], "the wheel does not install:")
+    return target
+
+
+@step
+def step_wheel():
+    "sdist and wheel build; the wheel holds the package with its data and nothing else; the metadata fit settings.ini"
+    cfg, (wheel, sdist) = settings(), built()
+    lib = cfg["lib_path"]
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if not name.endswith("/")}
+        info = next(name.split("/")[0] for name in names if ".dist-info/" in name)
+        meta = message_from_string(archive.read(f"{info}/METADATA").decode())
+        scripts = archive.read(f"{info}/entry_points.txt").decode()
+    tree = scratch() / "source"
+    wanted = {p.relative_to(tree).as_posix() for p in (tree / lib).rglob("*") if p.is_file()}
+    inside = {name for name in names if not name.startswith(info)}
+    if inside != wanted:
+        raise Failed(f"the wheel lacks {sorted(wanted - inside)} and has too much {sorted(inside - wanted)}")
+    version = "".join(re.findall(r'^__version__ = "(.*?)"', (ROOT / lib / "__init__.py").read_text(encoding="utf-8"), re.M))
+    extras = {key.removesuffix("_requirements") for key in cfg if key.endswith("_requirements")}
+    checks = {
+        "Version": (meta["Version"], cfg["version"]), "__version__": (version, cfg["version"]), "Name": (meta["Name"], cfg["lib_name"]),
+        "Requires-Python": (meta["Requires-Python"], ">=" + cfg["min_python"]), "extras": (set(meta.get_all("Provides-Extra") or []), extras),
+        "requirements": (sum("extra ==" not in r for r in meta.get_all("Requires-Dist")), len(cfg["requirements"].split())),
+        "console script": (cfg["console_scripts"].replace("=", " = ") in scripts, True), "license file": (any("LICENSE" in n for n in names), True),
+    }
+    wrong = [f"{what}: {got!r}, expected {expected!r}" for what, (got, expected) in checks.items() if got != expected]
+    with tarfile.open(sdist) as archive:
+        source = {name.partition("/")[2] for name in archive.getnames()}
+    wrong += [f"the sdist lacks {name}" for name in ("settings.ini", "README.md", "LICENSE", "CHANGELOG.md", "constraints.txt") if name not in source]
+    if wrong:
+        raise Failed(listing(wrong))
+    return f"{wheel.name}, {len(inside)} files, {wheel.stat().st_size / 1024:.0f} kB"
+
+
+OPTIONAL = ("transformers", "triton", "matplotlib", "gguf", "accelerate", "esm", "nbdev", "fastcore", "tqdm", "IPython")
+TIMED = "import time; t = time.perf_counter(); import {0}; print(time.perf_counter() - t)"
+BLOCKED = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {optional!r}:
+            raise ModuleNotFoundError("No module named " + repr(name) + " (left out for this check)", name=name)
+sys.meta_path.insert(0, Block())
+import importlib
+for name in {modules!r}:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        if "pip install \\"{package}[" not in str(error):  # a module may ask for its extra, if it says how to get it
+            raise
+        print(name)
+"""
+
+
+@step
+def step_imports():
+    "import turboquant_nb needs no extra, loads no heavy library and takes little longer than import torch"
+    target, lib = installed(), settings()["lib_path"]
+    kwargs = {"cwd": scratch(), "env": {"PYTHONPATH": str(target)}}
+    kept = must([sys.executable, "-c", f"import {lib}, sys; print(*[m for m in {OPTIONAL!r} if m in sys.modules])"], f"import {lib} failed:", **kwargs).split()
+    kept = [name for name in kept if name in ("transformers", "triton", "matplotlib")]
+    if kept:
+        raise Failed(f"import {lib} also imports {', '.join(kept)}")
+    files = [p for p in (target / lib).rglob("*.py") if p.name != "_modidx.py"]
+    modules = sorted(".".join(p.relative_to(target).with_suffix("").parts).removesuffix(".__init__") for p in files)
+    code = BLOCKED.format(optional=OPTIONAL, modules=modules, package=settings()["lib_name"])
+    asking = must([sys.executable, "-c", code], "a module cannot be imported with the core requirements alone:", **kwargs).split()
+    times = {name: [] for name in ("torch", lib)}
+    for _ in range(3):
+        for name, taken in times.items():
+            taken.append(float(must([sys.executable, "-c", TIMED.format(name)], f"import {name} failed:", **kwargs).split()[-1]))
+    base, ours = min(times["torch"]), min(times[lib])
+    if ours - base > IMPORT_BUDGET:
+        raise Failed(f"import {lib} takes {ours:.2f} s, import torch {base:.2f} s: more than {IMPORT_BUDGET} s on top")
+    return f"{len(modules)} modules ({', '.join(asking) or 'none'} asks for an extra); import torch {base:.2f} s, import {lib} {ours:.2f} s"
+
+
+@step
+def step_docs():
+    "every page of the site renders; links, formulas, figures and the sidebar hold"
+    return must([sys.executable, SCRIPTS / "preview_docs.py", "--check"], "the pages have problems:").strip().splitlines()[-1]
+
+
+@step
+def step_nbtest():
+    "every notebook runs from top to bottom (nbdev_test)"
+    tree = copy_tree("nbtest")
+    env = {"PYTHONPATH": str(tree), "MPLBACKEND": "agg"}
+    must([tool("nbdev_test"), "--n_workers", "2", "--do_print", "--timing"], "nbdev_test failed (its output is above)", cwd=tree, env=env, show=True)
+    return f"{len(notebooks())} notebooks"
+
+
+@step
+def step_tests():
+    "pytest over tests/, importing the built wheel and not the source tree"
+    global closing_line
+    target, lib, tree = installed(), settings()["lib_path"], copy_tree("tests")
+    shutil.rmtree(tree / lib)  # nothing but the wheel is left to import
+    kwargs = {"cwd": tree, "env": {"PYTHONPATH": str(target)}}
+    where = Path(must([sys.executable, "-c", f"import {lib}; print({lib}.__file__)"], "the wheel cannot be imported:", **kwargs).split()[-1])
+    if target not in where.parents:
+        raise Failed(f"the tests would import {where}, not the wheel in {target}")
+    status, output = run([sys.executable, "-m", "pytest", "tests", "-q", "-p", "no:cacheprovider", "--durations=10"], show=True, **kwargs)
+    said = [line.strip() for line in output.splitlines() if re.search(r"\b(passed|failed|error|errors|no tests ran|skipped)\b.* in [\d.]+s", line)]
+    closing_line = said[-1] if said else ""
+    if status:
+        raise Failed(f"pytest ended with status {status}: {closing_line or 'no closing line'}")
+    return closing_line
+
+
+# ---------------------------------------------------------------- main
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", action="append", choices=list(STEPS), metavar="STEP", help="run only this step (may be repeated)")
+    parser.add_argument("--list", action="store_true", help="list the steps")
+    args = parser.parse_args(argv)
+    if args.list:
+        for name, f in STEPS.items():
+            print(f"{name:10} {f.__doc__}")
+        return 0
+    chosen = [name for name in STEPS if not args.only or name in args.only]
+    start = time.perf_counter()
+    for i, name in enumerate(chosen, 1):
+        print(f"[{i}/{len(chosen)}] {name}: {STEPS[name].__doc__}", flush=True)
+        begin = time.perf_counter()
+        try:
+            said = STEPS[name]()
+        except Failed as error:
+            print(f"FAILED {name} after {time.perf_counter() - begin:.1f} s: {error}", flush=True)
+            if closing_line:
+                print(closing_line)
+            return 1
+        print(f"    ok, {time.perf_counter() - begin:.1f} s{': ' + said if said else ''}", flush=True)
+    print(f"all {len(chosen)} steps passed in {time.perf_counter() - start:.0f} s")
+    if closing_line:
+        print(closing_line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

