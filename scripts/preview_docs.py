@@ -7,8 +7,8 @@
 
 nbdev prepares the notebooks exactly as it does for Quarto (exported cells become signatures, names become links); pandoc,
 from the pypandoc_binary wheel, turns each into a page with MathML. Then every page is checked: links and anchors resolve,
-formulas convert, cited figures and equations exist, no directive or fence leaks into the text, pictures stay small, and
-the sidebar of _quarto.yml names every notebook. Exit 1 with a list if anything is wrong.
+formulas convert, cited figures and equations exist, no section is empty, no directive or fence leaks into the text, pictures
+stay small, and the sidebar of _quarto.yml names every notebook. Exit 1 with a list if anything is wrong.
 The work happens in a copy of the tree, so no tracked file changes."""
 import argparse
 import base64
@@ -94,7 +94,8 @@ def prepare(tree):
     env = os.environ | {"PYTHONPATH": str(tree), "MPLBACKEND": "agg", "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run([sys.executable, "-c", code], cwd=tree, env=env, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(f"nbdev could not process the notebooks:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        where = "\n".join(line for line in done.stderr.splitlines() if "Error in notebook" in line)
+        sys.exit(f"nbdev could not process the notebooks. {where}\n{done.stderr[:3000].rstrip()}")
     return tree / "_proc"
 
 
@@ -288,6 +289,13 @@ class Shape:
             if content is not None:
                 self.first(content)
 
+    def empty_sections(self, blocks):
+        "A heading with nothing under it: its cells were exported private code, which the page hides."
+        blocks = [b for b in blocks if b["t"] not in ("HorizontalRule", "RawBlock")]
+        for block, following in zip(blocks, [*blocks[1:], None]):
+            if block["t"] == "Header" and (following is None or (following["t"] == "Header" and following["c"][0] <= block["c"][0])):
+                self.problems.add(self.page, f"the section '{stringify(block['c'][2])}' is empty (show its code with `#| exports` or add prose)")
+
     def equations(self, inlines):
         "`$$..$$ {#eq-x}` becomes a numbered block."
         out, i = [], 0
@@ -412,6 +420,7 @@ def render(path, site, sections, pages, cfg, problems):
     front, markdown = notebook_markdown(path, site, problems)
     tree = json.loads(pandoc(["-f", PANDOC_FORMAT, "-t", "json"], markdown, page, problems) or '{"blocks": []}')
     shape = Shape(page, pages, site_address(cfg), problems)
+    shape.empty_sections(tree["blocks"])
     shape.first(tree["blocks"])
     shape.second(tree["blocks"])
     template = site / ".template.html"
@@ -558,8 +567,8 @@ def screenshots(site, target):
         sys.exit("--screenshots needs chromium on the PATH (Debian: apt-get install chromium)")
     target.mkdir(parents=True, exist_ok=True)
     for file in sorted(site.glob("*.html")):
-        height = 1200 + file.stat().st_size // 25
-        args = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size=1360,{min(height, 14000)}", f"--screenshot={target / (file.stem + '.png')}", file.as_uri()]
+        height = 1500 + file.stat().st_size // 9
+        args = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size=1360,{min(height, 16000)}", f"--screenshot={target / (file.stem + '.png')}", file.as_uri()]
         subprocess.run([browser, *args], check=True, capture_output=True)
         print(f"  {target / (file.stem + '.png')}")
 

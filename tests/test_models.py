@@ -323,5 +323,5 @@ def test_damaged_dense_copy_is_not_used(tmp_path):
 
 
 def test_import_is_light():
-    code = "import sys, turboquant_nb.models; sys.exit(any(m in sys.modules for m in ('transformers', 'gguf', 'tqdm', 'huggingface_hub')))"
+    code = "import sys, turboquant_nb.models; sys.exit(any(m in sys.modules for m in ('transformers', 'gguf', 'huggingface_hub')))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

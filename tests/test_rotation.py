@@ -15,6 +15,15 @@ KINDS = ("identity", "haar", "hadamard")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    "Small matrices: more threads only get in each other's way on a busy machine."
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def seeded(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# %% ../nbs/08_packing.ipynb #0b693bee
+# %% ../nbs/08_packing.ipynb #13548d23
 TILE = 256  # tokens of a tile
 SLOT = (0, 4, 2, 6)  # bit position of token quarter i in a byte
 WIDTHS = {1: (1,), 2: (2,), 3: (2, 1), 4: (2, 1, 1)}  # bits of each plane, most significant first
 
-# %% ../nbs/08_packing.ipynb #ec6194d9
+# %% ../nbs/08_packing.ipynb #aa59007e
 @dataclass(frozen=True)
 class Layout:
     "Where the bits of a tile of codes are. Raises ValueError if bits is not 1-4, d < 1 or tile is not a multiple of 4."
@@ -54,7 +54,7 @@ class Layout:
         "Tiles that hold so many tokens."
         return -(-tokens // self.tile)
 
-# %% ../nbs/08_packing.ipynb #9a5406c7
+# %% ../nbs/08_packing.ipynb #8018d17c
 def _crumbs(codes: Tensor, layout: Layout) -> list:
     "One tensor of crumbs (0-3) per plane: [..., d] for the crumb plane, [..., ceil(d/2)] for a bit plane."
     out, left = [], layout.bits
@@ -100,7 +100,7 @@ def quarter_bytes(
 
 _MASK = tuple(3 << s for s in SLOT)
 
-# %% ../nbs/08_packing.ipynb #1e918071
+# %% ../nbs/08_packing.ipynb #89050c57
 def pack(
     codes: Tensor,  # [..., T, d] uint8, every code below 2**bits
     layout: Layout,
@@ -116,7 +116,7 @@ def pack(
         planes = [p | q for p, q in zip(planes, quarter_bytes(quarters[i], layout, i))]
     return tuple(p.contiguous() for p in planes)
 
-# %% ../nbs/08_packing.ipynb #03fbfb1a
+# %% ../nbs/08_packing.ipynb #95cf846b
 def unpack(
     planes: tuple,  # one uint8 tensor per plane: [..., tiles, *plane_shape]
     layout: Layout,
@@ -143,7 +143,7 @@ def _check_planes(planes, layout: Layout):
         if p.ndim < 3 or tuple(p.shape[-2:]) != shape:
             raise ValueError(f"plane {n} must have shape [..., tiles, {shape[0]}, {shape[1]}], got {tuple(p.shape)}")
 
-# %% ../nbs/08_packing.ipynb #c9005ef9
+# %% ../nbs/08_packing.ipynb #7fd8953f
 def write(
     planes: list,  # uint8 [..., tiles, *plane_shape], changed in place
     layout: Layout,
@@ -169,7 +169,7 @@ def write(
             rows.bitwise_and_(255 - _MASK[quarter]).bitwise_or_(new)
         i += run
 
-# %% ../nbs/08_packing.ipynb #a836b2ec
+# %% ../nbs/08_packing.ipynb #efd975eb
 def drop_plane(
     planes: tuple,  # planes of a code of `layout.bits` bits
     layout: Layout,

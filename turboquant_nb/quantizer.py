@@ -17,7 +17,7 @@ from torch import Tensor
 from .codebook import Codebook, affine, lloyd_max
 from .rotation import Rotation, make_rotation
 
-# %% ../nbs/04_quantizer.ipynb #16825f36
+# %% ../nbs/04_quantizer.ipynb #2e37881d
 def _choice(name, value, allowed):
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
@@ -49,7 +49,7 @@ class Spec:
         _choice("center", self.center, ("none", "prompt"))
         _choice("scale_dtype", self.scale_dtype, ("float16", "bfloat16", "float32"))
 
-# %% ../nbs/04_quantizer.ipynb #de60d8d8
+# %% ../nbs/04_quantizer.ipynb #ed5407c3
 @dataclass(frozen=True)
 class Recipe:
     "How a cache is coded: one `Spec` for keys, one for values, and how many tokens stay exact. Raises ValueError/TypeError on fields that are not allowed."
@@ -107,7 +107,7 @@ def as_recipe(
         return recipe
     return replace(recipe, key=replace(recipe.key, bits=bits), value=replace(recipe.value, bits=bits))
 
-# %% ../nbs/04_quantizer.ipynb #4b31aed4
+# %% ../nbs/04_quantizer.ipynb #97a63746
 class Coded(NamedTuple):
     "What is stored of vectors [..., d]."
     codes: Tensor  # [..., d] uint8
@@ -166,7 +166,7 @@ def _store_scale(scale: Tensor, dtype: torch.dtype, name: str) -> Tensor:
         raise ValueError(f"{name} needs a scale of {float(scale.abs().max()):.3g}, above the largest {dtype} ({top:.3g}); use Spec(scale_dtype='bfloat16')")
     return scale.to(dtype)
 
-# %% ../nbs/04_quantizer.ipynb #6b307bc0
+# %% ../nbs/04_quantizer.ipynb #e4d12793
 def _encode_block(q: Quantizer, x: Tensor, mean: Tensor | None):
     "Codes and fp32 scale of a block [n, d]; a zero vector gets scale 0."
     y = q.rotation.apply(x if mean is None else x.float() - mean.float())
@@ -199,7 +199,7 @@ def encode(
         codes[part], scale[part] = _encode_block(q, flat[part], None if means is None else means[part])
     return Coded(codes.view(x.shape), _store_scale(scale, q.scale_dtype, name).view(x.shape[:-1]))
 
-# %% ../nbs/04_quantizer.ipynb #d6760ddc
+# %% ../nbs/04_quantizer.ipynb #fbe3a82d
 def decode_rotated(q: Quantizer, coded: Coded) -> Tensor:  # [..., d] fp32
     "Levels times scale, still rotated and centred: what attention works on."
     return q.codebook.decode(coded.codes) * coded.scale.float().unsqueeze(-1)

@@ -39,7 +39,7 @@ def machine() -> dict:
         return {"kind": torch.cuda.get_device_name(), "count": torch.cuda.device_count(), "cuda": torch.version.cuda}
     return {"kind": platform.machine() + " CPU", "count": torch.get_num_threads(), "cuda": None}
 
-# %% ../nbs/70_results.ipynb #1dd768ce
+# %% ../nbs/70_results.ipynb #97480cb4
 def record(
     experiment: str,
     rows: list,  # one dict per measurement
@@ -61,7 +61,7 @@ def record(
         "machine": machine(), "versions": versions, "model": model, "data": data, "seeds": seeds, "gate": gate, "rows": rows,
     }
 
-# %% ../nbs/70_results.ipynb #a7ece4ca
+# %% ../nbs/70_results.ipynb #6538ee9e
 def check(result: dict, name: str = "result") -> dict:
     "The result itself, if it is complete and its gate passed; ValueError that names what is missing otherwise."
     missing = [k for k in REQUIRED if k not in result]

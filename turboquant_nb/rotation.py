@@ -75,11 +75,11 @@ def paley(
     if q % 4 == 3: return C + I
     return torch.kron(C, torch.tensor([[1, 1], [1, -1]], **_cpu64)) + torch.kron(I, torch.tensor([[1, -1], [-1, -1]], **_cpu64))
 
-# %% ../nbs/02_rotation.ipynb #aef8835b
+# %% ../nbs/02_rotation.ipynb #8453aeb5
 @lru_cache(None)
 def hadamard_factors(
     d: int,                       # order wanted, >= 1
-) -> tuple[int, ...] | None:      # factors, largest first, whose product is d; None: no construction here reaches d
+) -> tuple[int, ...] | None:      # largest first; None: out of reach
     "Orders of the Paley and Sylvester (2) matrices whose Kronecker product has order d, with the smallest sum."
     if d == 1: return ()
     best = None

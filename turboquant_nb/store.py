@@ -19,7 +19,7 @@ from torch import Tensor
 from .packing import TILE, Layout, unpack, write
 from .quantizer import Coded, Quantizer, Recipe, as_recipe, check_finite, decode, encode
 
-# %% ../nbs/09_store.ipynb #1370ca59
+# %% ../nbs/09_store.ipynb #7a4dc81c
 def prompt_mean(
     x: Tensor,  # [B, H, n, d] states of the first chunk
     skip: int = 0,  # leading tokens to leave out (attention sinks)
@@ -34,7 +34,7 @@ def prompt_mean(
     keep = (1 - noise / mean.square().sum(-1, keepdim=True).clamp(min=1e-30)).clamp(min=0)
     return (mean * keep).to(torch.bfloat16)
 
-# %% ../nbs/09_store.ipynb #644ea82c
+# %% ../nbs/09_store.ipynb #bff684e0
 class _Side:
     "The tensors of keys or of values: planes and scales of every token, exact sinks and window, the mean."
 
@@ -67,7 +67,7 @@ class _Side:
                 out[name][:, :, : t.shape[2]] = t
         return out
 
-# %% ../nbs/09_store.ipynb #5759f43b
+# %% ../nbs/09_store.ipynb #01984a06
 class _Held:
     "What a store holds: two sides, the length, and the range of each sequence."
 
@@ -132,7 +132,24 @@ def _check_append(store, k: Tensor, v: Tensor, names: tuple):
     if store.max_length is not None and store.length - store.offset + k.shape[2] > store.max_length:
         raise ValueError(f"max_length is {store.max_length}: cannot append {k.shape[2]} tokens to {store.length}")
 
-# %% ../nbs/09_store.ipynb #061cd6bc
+# %% ../nbs/09_store.ipynb #01c16374
+def _keep_window(store, side, x):
+    "Copy the newest tokens of x into the ring of the window: position p is in slot p mod W."
+    n, window = x.shape[2], store.recipe.window
+    last = min(n, window)
+    if last:
+        slots = torch.arange(store.length + n - last, store.length + n, device=x.device) % window
+        side.tensors["window"].index_copy_(2, slots, x[:, :, n - last :])
+
+
+def _keep_sinks(store, side, x, first):
+    "Copy those tokens of x, which starts at position `first`, that are sinks of their sequence."
+    at = store.start[:, None] + torch.arange(store.recipe.sinks, device=x.device) - first
+    inside = ((at >= 0) & (at < x.shape[2]))[:, None, :, None]
+    index = at.clamp(0, x.shape[2] - 1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
+    side.tensors["sinks"] = torch.where(inside, x.gather(2, index), side.tensors["sinks"])
+
+# %% ../nbs/09_store.ipynb #de03153f
 class _Writing(_Held):
     "Appending. Everything that can fail (checks, coding, allocation) happens before the first write."
 
@@ -157,8 +174,8 @@ class _Writing(_Held):
             if m is not None:
                 side.tensors["mean"] = m
             self._write(side, c)
-            self._keep_window(side, x)
-            self._keep_sinks(side, x, self.length)
+            _keep_window(self, side, x)
+            _keep_sinks(self, side, x, self.length)
         self.length += n
 
     def _first_mean(self, side, x):
@@ -170,31 +187,7 @@ class _Writing(_Held):
         write(side.planes, side.layout, coded.codes, at)
         side.tensors["scale"].flatten(2)[:, :, at : at + coded.scale.shape[2]] = coded.scale
 
-    def _keep_window(self, side, x):
-        n, window = x.shape[2], self.recipe.window
-        last = min(n, window)
-        if last:
-            slots = torch.arange(self.length + n - last, self.length + n, device=x.device) % window
-            side.tensors["window"].index_copy_(2, slots, x[:, :, n - last :])
-
-    def _keep_sinks(self, side, x, first):
-        at = self.start[:, None] + torch.arange(self.recipe.sinks, device=x.device) - first
-        inside = ((at >= 0) & (at < x.shape[2]))[:, None, :, None]
-        index = at.clamp(0, x.shape[2] - 1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
-        side.tensors["sinks"] = torch.where(inside, x.gather(2, index), side.tensors["sinks"])
-
-# %% ../nbs/09_store.ipynb #6c90980b
-def _range(name, value, batch, device, low, high):
-    "A [batch] long tensor with every entry from low to high, from an int or a tensor."
-    t = torch.as_tensor(value, dtype=torch.long, device=device)
-    if t.ndim > 1 or t.numel() not in (1, batch):
-        raise ValueError(f"{name} must be an int or a vector of {batch}, got shape {list(t.shape)}")
-    t = t.expand(batch).clone()
-    if t.numel() and (int(t.min()) < low or int(t.max()) > high):
-        raise ValueError(f"{name} must be from {low} to {high}, got {t.tolist()}")
-    return t
-
-
+# %% ../nbs/09_store.ipynb #9909592f
 class _Reading(_Writing):
     "Looking at what is stored."
 
@@ -224,6 +217,21 @@ class _Reading(_Writing):
         positions = torch.cat([sinks.where(sinks < self.length, -1), held.where(~taken, -1)], 1)
         return torch.cat([s.tensors["sinks"], window], 2), positions
 
+# %% ../nbs/09_store.ipynb #1a6e9ca3
+def _range(name, value, batch, device, low, high):
+    "A [batch] long tensor with every entry from low to high, from an int or a tensor."
+    t = torch.as_tensor(value, dtype=torch.long, device=device)
+    if t.ndim > 1 or t.numel() not in (1, batch):
+        raise ValueError(f"{name} must be an int or a vector of {batch}, got shape {list(t.shape)}")
+    t = t.expand(batch).clone()
+    if t.numel() and (int(t.min()) < low or int(t.max()) > high):
+        raise ValueError(f"{name} must be from {low} to {high}, got {t.tolist()}")
+    return t
+
+
+class _Decoding(_Reading):
+    "Dense states, and which of them are real."
+
     def read(self, first: int | None = None) -> tuple:
         "Decoded keys and values [B, H, length-first, d] in the model's dtype, sinks and window exact."
         first = self.offset if first is None else first
@@ -247,12 +255,12 @@ class _Reading(_Writing):
                     raise ValueError(f"to move start after tokens were added, pass k and v of all {self.length} tokens")
                 self.start = new
                 for side, x in ((self.key, k), (self.value, v)):
-                    self._keep_sinks(side, x, 0)
+                    _keep_sinks(self, side, x, 0)
             self.start = new
         self.end = None if end is None else _range("end", end, self.batch, self.device, 0, self.length)
 
-# %% ../nbs/09_store.ipynb #1c943a2d
-class _Moving(_Reading):
+# %% ../nbs/09_store.ipynb #027f2bae
+class _Moving(_Decoding):
     "Changing what is stored without coding anything again."
 
     def _map(self, f):
@@ -287,6 +295,10 @@ class _Moving(_Reading):
         self._map(lambda x: x.repeat_interleave(times, 0))
         self.batch *= times
 
+# %% ../nbs/09_store.ipynb #b22ef56c
+class _Freeing(_Moving):
+    "Giving memory back, or moving it elsewhere."
+
     def evict(self, before: int) -> None:
         "Free whole tiles of positions below `before`, which nothing attends to any more (sliding windows)."
         tiles = (min(before, self.length) - self.offset) // self.tile
@@ -308,8 +320,8 @@ class _Moving(_Reading):
             side.q = Quantizer(side.q.spec, side.q.d, device, side.q.rotation)
         self.device = self.start.device
 
-# %% ../nbs/09_store.ipynb #399f001d
-class _Counting(_Moving):
+# %% ../nbs/09_store.ipynb #2a763d13
+class _Counting(_Freeing):
     "Bytes, counted on the tensors and by formula."
 
     def parts(self) -> dict:
@@ -388,7 +400,20 @@ def read_file(path) -> tuple:  # (tensors, header)
         raise ValueError(f"{path} was changed after it was written: its contents do not match their SHA-256")
     return tensors, header
 
-# %% ../nbs/09_store.ipynb #eeeee6ed
+# %% ../nbs/09_store.ipynb #1ee46007
+def _restore(side, name, tensors, tiles):
+    "Put saved tensors of `tiles` tiles into a new side. Raises ValueError if one is missing or of another shape or type."
+    for n, t in side.tensors.items():
+        new = tensors.get(f"{name}.{n}")
+        tiled = n.startswith("plane") or n == "scale"
+        want = (*t.shape[:2], tiles, *t.shape[3:]) if tiled else tuple(t.shape)
+        if new is None or tuple(new.shape) != want or new.dtype != t.dtype:
+            raise ValueError(f"{name}.{n} must be {t.dtype} of shape {want}, got {'nothing' if new is None else (new.dtype, tuple(new.shape))}")
+        if tiled:
+            side.tensors[n] = t.new_zeros(*t.shape[:2], max(tiles, t.shape[2]), *t.shape[3:])
+        side.tensors[n][:, :, : new.shape[2]] = new.to(t.device)
+
+# %% ../nbs/09_store.ipynb #3303d88b
 class KVStore(_Counting):
     "Codes of the keys and values of one layer, with exact sinks and window. Every token is coded when it arrives. Positions count from the first token ever appended."
 
@@ -412,16 +437,8 @@ class KVStore(_Counting):
         "The inverse of `state`. Raises ValueError if tensors and header do not fit each other."
         h = header
         store = cls(Recipe.from_json(h["recipe"]), h["batch"], h["heads"], *h["d"], getattr(torch, h["dtype"]), device, h["max_length"], h["tile"])
-        held = math.ceil((h["length"] - h["offset"]) / h["tile"])
         for name in ("key", "value"):
-            for n, t in getattr(store, name).tensors.items():
-                new = tensors.get(f"{name}.{n}")
-                want = (*t.shape[:2], held, *t.shape[3:]) if n.startswith("plane") or n == "scale" else tuple(t.shape)
-                if new is None or tuple(new.shape) != want or new.dtype != t.dtype:
-                    raise ValueError(f"{name}.{n} must be {t.dtype} of shape {want}, got {'nothing' if new is None else (new.dtype, tuple(new.shape))}")
-                full = t.new_zeros(*t.shape[:2], max(held, t.shape[2]), *t.shape[3:]) if want != tuple(t.shape) else t
-                full[:, :, : new.shape[2]] = new.to(device)
-                getattr(store, name).tensors[n] = full
+            _restore(getattr(store, name), name, tensors, math.ceil((h["length"] - h["offset"]) / h["tile"]))
         for n in ("length", "offset", "_window_from"):
             setattr(store, n, h[n])
         store.start, end = tensors["start"].to(device), tensors.get("end")

@@ -35,7 +35,7 @@ def _bits(t: Tensor) -> Tensor:  # [n, bytes per element] uint8
     flat = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
     return flat.detach().resolve_neg().contiguous().view(-1).view(torch.uint8).view(t.numel(), -1)
 
-# %% ../nbs/00_testing.ipynb #3c5fad23
+# %% ../nbs/00_testing.ipynb #401c65f1
 def same(
     a: Tensor,                  # what was computed
     b: Tensor,                  # what was expected
@@ -46,7 +46,7 @@ def same(
         if not isinstance(t, Tensor): raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
     for what in ("device", "dtype", "shape"):
         x, y = getattr(a, what), getattr(b, what)
-        if x != y: raise AssertionError(f"{what} differs: {x} against {y}")
+        if x != y: raise AssertionError(f"{what} differs: {x} against {y}".replace("torch.Size", ""))
     if a.numel() == 0:
         if allow_empty: return
         raise ValueError(f"nothing to compare: both tensors are empty, shape {tuple(a.shape)}; allow_empty=True if that is meant")
