@@ -4,7 +4,7 @@
 Each window is 1,024 tokens of real text: the first 512 fill the cache (prefill attends exactly), the next 512 are scored. Two protocols:
 `chunk` scores them in one forward pass, which attends to 512 coded tokens and, exactly, to its own; `decode` scores them token by token, as
 generate() does, so that every scored token is coded before the next one attends to it. All recipes see the same windows, and differences are
-paired by token. The gate compares attention on codes with dense attention over decoded states on the first window."""
+paired by token; the standard error is over windows. The gate compares attention on codes with dense attention over decoded states on the first window."""
 import argparse
 import time
 from pathlib import Path
@@ -123,7 +123,7 @@ def main():
             per_window = gap.mean(1)
             rows.append(dict(
                 recipe=name, json=recipe.to_json(), protocol=protocol, ppl=float(loss.mean().exp()), percent=100 * float(gap.mean().expm1()),
-                stderr=100 * float(per_window.std() / len(per_window) ** 0.5), n=loss.numel(), unit="perplexity",
+                stderr=100 * float(gap.mean().exp() * per_window.std() / len(per_window) ** 0.5), n=loss.numel(), unit="perplexity",
                 bits_per_value=cache.report()["bits_per_value"], tokens=cache.get_seq_length(),
             ))
             r = rows[-1]

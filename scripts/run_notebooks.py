@@ -25,6 +25,7 @@ def run(path):
     from execnb.nbio import read_nb, write_nb
     from execnb.shell import CaptureShell
 
+    os.chdir(path.parent)  # as nbdev_test does: notebooks read ../results
     nb = read_nb(path)
     shell = CaptureShell(path)
     shell.run_all(nb, exc_stop=True, preproc=lambda cell: skipped(cell))
@@ -34,7 +35,7 @@ def run(path):
 def main(names):
     paths = [Path(name).resolve() for name in names] or sorted((root / "nbs").glob("*.ipynb"))
     for path in paths:
-        print(path.relative_to(root), flush=True)
+        print(path.name, flush=True)
         run(path)
 
 

@@ -1,0 +1,24 @@
+__version__ = "0.1.0"
+# The one module that is written by hand: names are imported on first use, so that `import turboquant_nb` needs no extra.
+_HOME = {
+    "TurboQuantCache": "hf",
+    "Recipe": "quantizer",
+    "Spec": "quantizer",
+    "Quantizer": "quantizer",
+    "preset": "quantizer",
+    "KVStore": "store",
+    "attend": "attention",
+}
+__all__ = list(_HOME)
+
+
+def __getattr__(name):
+    if name not in _HOME:
+        raise AttributeError(f"module 'turboquant_nb' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__():
+    return sorted({*globals(), *_HOME})

@@ -178,10 +178,10 @@ def _count_edges(x, edges, chunk=1 << 17):
         for e in edges: c += (a > e).view(torch.uint8)
     return codes
 
-# %% ../nbs/01_codebook.ipynb #74e80fc3
+# %% ../nbs/01_codebook.ipynb #9be37622
 @dataclass(frozen=True, eq=False)
 class Codebook:
-    "2**bits levels and the edges between them: `encode` finds the nearest level, `decode` looks it up."
+    "The `2**bits` levels and the edges between them: `encode` finds the nearest level, `decode` looks it up."
     levels: Tensor        # [2**bits] fp32, ascending
     edges: Tensor         # [2**bits - 1] fp32; the code of x is the number of edges below x
     mse: float            # mean squared error D under the law

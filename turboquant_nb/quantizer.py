@@ -6,9 +6,9 @@
 __all__ = ['PRESETS', 'Spec', 'Recipe', 'preset', 'as_recipe', 'Coded', 'check_finite', 'Quantizer', 'encode', 'decode_rotated',
            'decode']
 
-# %% ../nbs/04_quantizer.ipynb #106e0307
+# %% ../nbs/04_quantizer.ipynb #b03fafe3
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -49,14 +49,14 @@ class Spec:
         _choice("center", self.center, ("none", "prompt"))
         _choice("scale_dtype", self.scale_dtype, ("float16", "bfloat16", "float32"))
 
-# %% ../nbs/04_quantizer.ipynb #ed5407c3
+# %% ../nbs/04_quantizer.ipynb #1e5ca7a2
 @dataclass(frozen=True)
 class Recipe:
     "How a cache is coded: one `Spec` for keys, one for values, and how many tokens stay exact. Raises ValueError/TypeError on fields that are not allowed."
-    key: Spec = field(default_factory=Spec)
-    value: Spec = field(default_factory=Spec)
+    key: Spec = Spec(center="prompt")
+    value: Spec = Spec()
     sinks: int = 4  # first tokens of each sequence kept in the model's dtype
-    window: int = 0  # most recent tokens kept in the model's dtype
+    window: int = 16  # most recent tokens kept in the model's dtype
 
     def __post_init__(self):
         for name in ("key", "value"):
@@ -78,18 +78,18 @@ class Recipe:
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"not a recipe: {error}") from None
 
-# %% ../nbs/04_quantizer.ipynb #851efd0e
+# %% ../nbs/04_quantizer.ipynb #39cab915
 PRESETS = {f"k{k}v{v}": (k, v) for k, v in ((4, 4), (4, 3), (3, 3), (4, 2), (3, 2), (2, 2), (1, 1))}
 
 
 def preset(
     name: str,  # "k4v4", "k3v3", "k4v2", "k2v2", …
 ) -> Recipe:
-    "A recipe by name: bits of keys, bits of values. Raises ValueError for a name that is not in `PRESETS`."
+    "A recipe by name: bits of keys, bits of values; 4 sinks, a window of 16, or of 64 where a side has 1 or 2 bits. Raises ValueError for a name that is not in `PRESETS`."
     if name not in PRESETS:
         raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {name!r}")
     k, v = PRESETS[name]
-    return Recipe(key=Spec(bits=k, center="prompt"), value=Spec(bits=v))
+    return Recipe(key=Spec(bits=k, center="prompt"), value=Spec(bits=v), window=16 if min(k, v) > 2 else 64)
 
 
 def as_recipe(

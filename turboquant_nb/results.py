@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-# %% ../nbs/70_results.ipynb #a3941f57
+# %% ../nbs/70_results.ipynb #b5c3f31c
 SCHEMA = 1
 REQUIRED = ("schema", "experiment", "command", "commit", "dirty", "utc", "machine", "versions", "model", "data", "seeds", "gate", "rows")
 
@@ -33,13 +33,19 @@ def _version(name):
     return getattr(module, "__version__", None)
 
 
+def _command(argv) -> str:
+    "The command line with folders cut off: they belong to one machine."
+    names = [Path(x).name if "/" in x and Path(x).is_absolute() else x for x in argv[1:]]
+    return " ".join(["python", f"scripts/{Path(argv[0]).name}", *names])
+
+
 def machine() -> dict:
     "What the program runs on: GPU or processor, counts and driver-side versions."
     if torch.cuda.is_available():
         return {"kind": torch.cuda.get_device_name(), "count": torch.cuda.device_count(), "cuda": torch.version.cuda}
     return {"kind": platform.machine() + " CPU", "count": torch.get_num_threads(), "cuda": None}
 
-# %% ../nbs/70_results.ipynb #97480cb4
+# %% ../nbs/70_results.ipynb #3cc22f5e
 def record(
     experiment: str,
     rows: list,  # one dict per measurement
@@ -48,15 +54,15 @@ def record(
     data: dict,  # {"id": …, "n": …}
     seeds: list,
 ) -> dict:
-    "A result with its provenance. Without git, the commit comes from the environment variable TURBOQUANT_COMMIT. Raises ValueError if neither tells it."
+    "A result with its provenance. TURBOQUANT_COMMIT and TURBOQUANT_DIRTY (0 or 1) speak for a copy without its git history. Raises ValueError if there is no commit."
     commit = os.environ.get("TURBOQUANT_COMMIT") or _git("rev-parse", "HEAD")
     if not commit:
         raise ValueError("no commit: run inside the git repository, or set TURBOQUANT_COMMIT")
-    status = _git("status", "--porcelain", "--untracked-files=no")
-    dirty = bool(status) if status is not None else os.environ.get("TURBOQUANT_DIRTY", "1") != "0"
+    told = os.environ.get("TURBOQUANT_DIRTY")
+    dirty = told != "0" if told is not None else _git("status", "--porcelain", "--untracked-files=no") != ""
     versions = {"python": platform.python_version()} | {n: _version(n) for n in ("torch", "triton", "transformers", "numpy")}
     return {
-        "schema": SCHEMA, "experiment": experiment, "command": " ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "schema": SCHEMA, "experiment": experiment, "command": _command(sys.argv),
         "commit": commit, "dirty": dirty, "utc": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "machine": machine(), "versions": versions, "model": model, "data": data, "seeds": seeds, "gate": gate, "rows": rows,
     }

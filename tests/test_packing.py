@@ -1,0 +1,219 @@
+"Bit planes: exact for every code at every position, and byte for byte what an independent reading of the book's layout gives."
+import numpy as np
+import pytest
+import torch
+
+from turboquant_nb.packing import SLOT, WIDTHS, Layout, drop_plane, pack, quarter_bytes, unpack, write
+from turboquant_nb.testing import same
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TILES = (4, 8, 12, 64, 256)
+
+
+def model_planes(codes, bits, along, tile):
+    """The layout from the book's prose, in numpy and bit by bit: byte (t, j) serves tokens t, t+R, t+2R, t+3R of a tile, quarter i at bit 0, 4, 2, 6.
+    Two most significant bits: the crumb plane. Every other bit: a plane of half as many channels, channel j below channel j + ceil(d/2)."""
+    tokens, d = codes.shape
+    tiles, rows, half = -(-tokens // tile), tile // 4, -(-d // 2)
+    crumb_first = bits >= 2
+    singles = bits - 2 if crumb_first else bits
+    planes = ([np.zeros((tiles, rows, d), np.uint8)] if crumb_first else []) + [np.zeros((tiles, rows, half), np.uint8) for _ in range(singles)]
+    for token in range(tokens):
+        at, rest = divmod(token, tile)
+        slot = {0: 0, 1: 4, 2: 2, 3: 6}[rest // rows]
+        t = rest % rows
+        for j in range(d):
+            bit = [int(codes[token, j]) >> (bits - 1 - i) & 1 for i in range(bits)]  # most significant first
+            if crumb_first:
+                planes[0][at, t, j] |= (2 * bit[0] + bit[1]) << slot
+                bit = bit[2:]
+            for plane, one in zip(planes[crumb_first:], bit):
+                plane[at, t, j % half] |= one << (slot + j // half)
+    return [p if along == "channel" else p.transpose(0, 2, 1) for p in planes]
+
+
+def random_codes(gen, bits, *shape):
+    return torch.randint(0, 2**bits, shape, generator=gen, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("along", ["channel", "token"])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_bytes_equal_an_independent_model(bits, along, gen):
+    for trial in range(12):
+        d, tile = 1 + int(torch.randint(0, 11, (), generator=gen)), TILES[trial % 4]
+        tokens = 1 + int(torch.randint(0, 3 * tile, (), generator=gen))
+        codes = random_codes(gen, bits, tokens, d)
+        planes = pack(codes, Layout(bits, d, along, tile))
+        want = model_planes(codes.numpy(), bits, along, tile)
+        assert len(planes) == len(want)
+        for got, ref in zip(planes, want):
+            same(got, torch.from_numpy(np.ascontiguousarray(ref)))
+
+
+def test_the_model_can_fail(gen):
+    "Mutant: quarters at 0, 2, 4, 6 give other bytes."
+    codes = random_codes(gen, 2, 16, 4)
+    planes = pack(codes, Layout(2, 4, "channel", 16))[0][0]
+    naive = sum(codes.view(4, 4, 4)[i] << 2 * i for i in range(4))
+    assert not torch.equal(planes, naive)
+    assert SLOT == (0, 4, 2, 6) and WIDTHS == {1: (1,), 2: (2,), 3: (2, 1), 4: (2, 1, 1)}
+
+
+@pytest.mark.parametrize("along", ["channel", "token"])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_every_code_at_every_position(bits, along):
+    "Each code alone at each (token, channel) of a tile: read back, and no bit anywhere else."
+    for d in (1, 2, 5):
+        layout = Layout(bits, d, along, 12)
+        cells = 12 * d
+        codes = torch.zeros(2**bits, cells, 12 * d, dtype=torch.uint8)
+        codes += torch.eye(cells, dtype=torch.uint8) * torch.arange(2**bits, dtype=torch.uint8)[:, None, None]
+        codes = codes.view(-1, 12, d)
+        planes = pack(codes, layout)
+        same(unpack(planes, layout), codes)
+        ones = sum(np.unpackbits(p.numpy().reshape(len(codes), -1), axis=1).sum(1) for p in planes)
+        value = codes.flatten(1).max(1).values.numpy()
+        assert (ones == [int(v).bit_count() for v in value]).all()
+
+
+@pytest.mark.parametrize("along", ["channel", "token"])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_round_trip_random(bits, along, gen):
+    for trial in range(30):
+        r = lambda low, high: int(torch.randint(low, high, (), generator=gen))  # noqa: E731
+        d, tile, tokens = r(1, 40), 4 * r(1, 65), r(1, 600)
+        lead = ((), (2,), (2, 3))[trial % 3]
+        codes = random_codes(gen, bits, *lead, tokens, d)
+        layout = Layout(bits, d, along, tile)
+        planes = pack(codes, layout)
+        assert all(p.is_contiguous() and p.dtype == torch.uint8 for p in planes)
+        same(unpack(planes, layout, tokens), codes)
+        assert sum(p.nbytes for p in planes) == codes[..., 0, 0].numel() * layout.tiles(tokens) * layout.bytes_per_tile
+        if d % 2 == 0:
+            assert layout.bytes_per_tile * 8 == tile * d * bits
+        else:
+            assert layout.bytes_per_tile * 8 == tile * (d * bits + (bits if bits == 1 else bits - 2))
+
+
+@pytest.mark.parametrize("along", ["channel", "token"])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_write_against_the_model(bits, along, gen):
+    "Overwriting at random offsets: always the bytes of the model for the codes as they are now; neighbours untouched."
+    for tile in (4, 8, 16):
+        d, room = 5, 4 * tile
+        layout = Layout(bits, d, along, tile)
+        now = random_codes(gen, bits, 2, room, d)
+        planes = [p.clone() for p in pack(now, layout)]
+        for _ in range(12):
+            n = int(torch.randint(0, room + 1, (), generator=gen))
+            first = int(torch.randint(0, room - n + 1, (), generator=gen))
+            new = random_codes(gen, bits, 2, n, d)
+            now[:, first : first + n] = new
+            write(planes, layout, new, first)
+            for row in range(2):
+                for got, ref in zip(planes, model_planes(now[row].numpy(), bits, along, tile)):
+                    same(got[row], torch.from_numpy(np.ascontiguousarray(ref)))
+
+
+def test_non_contiguous_and_expanded_codes(gen):
+    layout = Layout(3, 6, "token", 8)
+    base = random_codes(gen, 3, 6, 20)
+    same(unpack(pack(base.t(), layout), layout, 20), base.t().contiguous())
+    wide = random_codes(gen, 3, 1, 20, 6).expand(4, -1, -1)
+    same(unpack(pack(wide, layout), layout, 20), wide.contiguous())
+    strided = random_codes(gen, 3, 40, 12)[::2, ::2]
+    same(unpack(pack(strided, layout), layout, 20), strided.contiguous())
+
+
+def test_empty_and_zero_tokens():
+    layout = Layout(3, 4)
+    planes = pack(torch.zeros(2, 0, 4, dtype=torch.uint8), layout)
+    assert [tuple(p.shape) for p in planes] == [(2, 0, 64, 4), (2, 0, 64, 2)]
+    assert unpack(planes, layout).shape == (2, 0, 4)
+    full = [p.clone() for p in pack(torch.ones(1, 256, 4, dtype=torch.uint8), layout)]
+    before = [p.clone() for p in full]
+    write(full, layout, torch.zeros(1, 0, 4, dtype=torch.uint8), 256)
+    for a, b in zip(full, before):
+        same(a, b)
+    assert layout.tiles(0) == 0 and layout.tiles(1) == 1 and layout.tiles(256) == 1 and layout.tiles(257) == 2
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_drop_plane_halves_codes(bits, gen):
+    layout = Layout(bits, 7, "token", 16)
+    codes = random_codes(gen, bits, 2, 37, 7)
+    planes, smaller = drop_plane(pack(codes, layout), layout)
+    assert smaller == Layout(bits - 1, 7, "token", 16)
+    same(unpack(planes, smaller, 37), codes >> 1)
+
+
+@pytest.mark.parametrize("quarter", range(4))
+def test_quarter_bytes_stay_in_their_slot(quarter, gen):
+    for bits in (1, 2, 3, 4):
+        for p in quarter_bytes(random_codes(gen, bits, 9, 6), Layout(bits, 6), quarter):
+            assert int((p & (255 - (3 << SLOT[quarter]))).max()) == 0
+
+
+@pytest.mark.parametrize("kwargs, name", [
+    (dict(bits=0, d=4), "bits"), (dict(bits=9, d=4), "bits"), (dict(bits=True, d=4), "bits"), (dict(bits="3", d=4), "bits"), (dict(bits=None, d=4), "bits"),
+    (dict(bits=3.0, d=4), "bits"), (dict(bits=[3], d=4), "bits"),
+    (dict(bits=3, d=0), "d "), (dict(bits=3, d=-1), "d "), (dict(bits=3, d=4.0), "d "), (dict(bits=3, d=4, tile=6), "tile"), (dict(bits=3, d=4, tile=0), "tile"),
+    (dict(bits=3, d=4, along="row"), "along"),
+])
+def test_layout_refuses(kwargs, name):
+    with pytest.raises(ValueError, match=name):
+        Layout(**kwargs)
+
+
+def test_pack_and_unpack_refuse():
+    layout = Layout(3, 4)
+    good = torch.zeros(5, 4, dtype=torch.uint8)
+    with pytest.raises(TypeError, match="codes must be a uint8 tensor, got torch.int64"):
+        pack(good.long(), layout)
+    with pytest.raises(TypeError, match="codes"):
+        pack([[1, 2, 3, 4]], layout)
+    with pytest.raises(ValueError, match="codes must have shape"):
+        pack(good[:, :3], layout)
+    with pytest.raises(ValueError, match="codes must have shape"):
+        pack(good[0], layout)
+    with pytest.raises(ValueError, match="below .* 8, got 8"):
+        pack(good + 8, layout)
+    planes = pack(good, layout)
+    with pytest.raises(ValueError, match="2 planes, got 1"):
+        unpack(planes[:1], layout)
+    with pytest.raises(TypeError, match="plane 0"):
+        unpack([p.int() for p in planes], layout)
+    with pytest.raises(ValueError, match="plane 1"):
+        unpack([planes[0], planes[0]], layout)
+    for tokens in (-1, 257):
+        with pytest.raises(ValueError, match="tokens"):
+            unpack(planes, layout, tokens)
+    for bits in (1, 2):
+        with pytest.raises(ValueError, match="single plane"):
+            drop_plane(pack(good % 2, Layout(bits, 4)), Layout(bits, 4))
+
+
+@pytest.mark.parametrize("bad, error, name", [
+    (lambda c: c.long(), TypeError, "codes"), (lambda c: c[..., :3], ValueError, "codes"), (lambda c: c[..., :1], ValueError, "codes"),
+    (lambda c: c + 8, ValueError, "codes"), (lambda c: c.float(), TypeError, "codes"),
+])
+def test_write_refuses_before_it_writes(bad, error, name, gen):
+    "A run before, over and after whole tiles: a bad code must be found before the first byte changes."
+    layout = Layout(3, 4, "channel", 8)
+    planes = [p.clone() for p in pack(random_codes(gen, 3, 1, 32, 4), layout)]
+    before = [p.clone() for p in planes]
+    with pytest.raises(error, match=name):
+        write(planes, layout, bad(random_codes(gen, 3, 1, 21, 4)), 5)
+    for a, b in zip(planes, before):
+        same(a, b)
+
+
+@pytest.mark.parametrize("first, n", [(-1, 2), (30, 3), (32, 1), (0, 33)])
+def test_write_refuses_positions(first, n, gen):
+    layout = Layout(2, 4, "channel", 8)
+    planes = [p.clone() for p in pack(random_codes(gen, 2, 1, 32, 4), layout)]
+    before = [p.clone() for p in planes]
+    with pytest.raises(ValueError, match="planes hold 32 tokens"):
+        write(planes, layout, random_codes(gen, 2, 1, n, 4), first)
+    for a, b in zip(planes, before):
+        same(a, b)
