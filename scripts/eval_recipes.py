@@ -6,6 +6,7 @@ Each window is 1,024 tokens of real text: the first 512 fill the cache (prefill 
 generate() does, so that every scored token is coded before the next one attends to it. All recipes see the same windows, and differences are
 paired by token; the standard error is over windows. The gate compares attention on codes with dense attention over decoded states on the first window."""
 import argparse
+import re
 import time
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from transformers import DynamicCache
 from turboquant_nb import results
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.models import load_model, sample_text
-from turboquant_nb.quantizer import Recipe, Spec
+from turboquant_nb.quantizer import Recipe, Spec, preset
 
 
 def recipes():
@@ -30,9 +31,14 @@ def recipes():
         for window in (16, 64):
             yield f"{b} bits, 4 sinks, K mean, window {window}", Recipe(mean, plain, 4, window), decode
     for field, value in (("rotation", "haar"), ("rotation", "identity"), ("scale", "norm"), ("scale", "unbiased"), ("table", "gaussian"), ("table", "affine")):
-        yield f"3 bits, 4 sinks, K mean, {field} {value}", Recipe(Spec(bits=3, center="prompt", **{field: value}), Spec(bits=3, **{field: value}), 4, 0), chunk
+        specs = Spec(bits=3, center="prompt", **{field: value}), Spec(bits=3, **{field: value})
+        yield f"3 bits, 4 sinks, K mean, {value} {field}", Recipe(*specs, 4, 0), chunk
+        if value == "haar":
+            yield f"3 bits, 4 sinks, K mean, {value} {field}, window 16", Recipe(*specs, 4, 16), decode
     for k, v in ((4, 3), (3, 4), (4, 2), (2, 4)):
         yield f"k{k}v{v}, 4 sinks, K mean", Recipe(Spec(bits=k, center="prompt"), Spec(bits=v), 4, 0), chunk
+    for name in ("k4v3", "k4v2"):
+        yield f"preset {name}", preset(name), decode
 
 
 def nll(logits, targets):
@@ -88,7 +94,7 @@ def main():
     p.add_argument("--windows", type=int, default=8)
     p.add_argument("--half", type=int, default=512)
     p.add_argument("--protocols", nargs="*", default=["chunk", "decode"])
-    p.add_argument("--match", default="", help="only recipes whose name contains this")
+    p.add_argument("--match", default="", help="only recipes whose name matches this regular expression")
     p.add_argument("--out", required=True)
     a = p.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -116,7 +122,7 @@ def main():
     rows = [dict(recipe="uncompressed", protocol=x, ppl=float(r.mean().exp()), n=r.numel(), unit="perplexity") for x, r in reference.items()]
     model.set_attn_implementation("turboquant")
     for name, recipe, protocols in recipes():
-        for protocol in [x for x in protocols if x in a.protocols and a.match in name]:
+        for protocol in [x for x in protocols if x in a.protocols and re.search(a.match, name)]:
             began, cache = time.time(), filled(model, recipe, states)
             loss = score(model, cache, windows, a.half, protocol).double()
             gap = loss - reference[protocol]
