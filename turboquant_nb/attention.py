@@ -14,9 +14,10 @@ from torch import Tensor
 
 from .store import KVStore
 
-# %% ../nbs/10_attention.ipynb #6968f6f5
+# %% ../nbs/10_attention.ipynb #9071a4a0
 class _Softmax:
-    "Online softmax over pieces: running maximum, sum and weighted sums, fp32. Source: Milakov and Gimelshein 2018 (arXiv 1805.02867)."
+    """Online softmax over pieces: running maximum, sum and weighted sums, fp32. Source: Milakov
+    and Gimelshein 2018 (arXiv 1805.02867)."""
 
     def __init__(self, shape, device, d_value):
         make = lambda *s: torch.zeros(*s, device=device)  # noqa: E731
@@ -32,7 +33,11 @@ class _Softmax:
         p = (scores - safe).exp()
         part = p.sum(-1, keepdim=True)
         self.total = self.total * fade + part
-        self.coded, self.exact, self.coded_total = self.coded * fade, self.exact * fade, self.coded_total * fade
+        self.coded, self.exact, self.coded_total = (
+            self.coded * fade,
+            self.exact * fade,
+            self.coded_total * fade,
+        )
         if value_scale is None:
             self.exact = self.exact + p @ values
         else:
@@ -40,10 +45,11 @@ class _Softmax:
             self.coded_total = self.coded_total + part
         self.top = top
 
-# %% ../nbs/10_attention.ipynb #4d3de375
+# %% ../nbs/10_attention.ipynb #6f65b24c
 @dataclass(frozen=True)
 class _Query:
-    "Queries of one call: in the model's basis and rotated, grouped by KV head, softmax scale folded in."
+    """Queries of one call: in the model's basis and rotated, grouped by KV head, softmax scale
+    folded in."""
 
     plain: Tensor  # [B, H, g*n, d] fp32
     turned: Tensor  # the same, rotated like the keys
@@ -57,7 +63,9 @@ class _Query:
             return None
         if mask.shape[1] == 1:
             return mask.repeat(1, 1, self.groups, 1)
-        return mask.reshape(mask.shape[0], self.plain.shape[1], self.groups * self.tokens, mask.shape[-1])
+        return mask.reshape(
+            mask.shape[0], self.plain.shape[1], self.groups * self.tokens, mask.shape[-1]
+        )
 
 
 def _query(q: Tensor, store: KVStore, scaling: float) -> _Query:
@@ -87,19 +95,30 @@ def _masked(scores: Tensor, mask: Tensor | None, softcap: float | None) -> Tenso
         scores = softcap * torch.tanh(scores / softcap)
     return scores if mask is None else scores.masked_fill(~mask, -math.inf)
 
-# %% ../nbs/10_attention.ipynb #f2866645
+# %% ../nbs/10_attention.ipynb #6f55d10c
 def _add_coded(soft, query, store, see, first, past, softcap, block):
-    "Coded tokens in blocks: levels times the rotated query, then the scale of each token. Exact tokens are left out."
+    """Coded tokens in blocks: levels times the rotated query, then the scale of each token. Exact
+    tokens are left out."""
     for lo in range(first, past, block):
         hi = min(lo + block, past)
         positions = torch.arange(lo, hi, device=store.device)[None]
-        exact = (positions >= store.past_exact_from) | (positions < store.start[:, None] + store.recipe.sinks)
+        exact = (positions >= store.past_exact_from) | (
+            positions < store.start[:, None] + store.recipe.sinks
+        )
         seen = see(positions) & ~exact[:, None, None, :]
         k, v = store.coded("key", lo, hi), store.coded("value", lo, hi)
-        scores = query.turned @ store.key.q.codebook.decode(k.codes).transpose(-1, -2) * k.scale.float().unsqueeze(-2)
-        soft.add(_masked(scores + query.offset, seen, softcap), store.value.q.codebook.decode(v.codes), v.scale.float())
+        scores = (
+            query.turned
+            @ store.key.q.codebook.decode(k.codes).transpose(-1, -2)
+            * k.scale.float().unsqueeze(-2)
+        )
+        soft.add(
+            _masked(scores + query.offset, seen, softcap),
+            store.value.q.codebook.decode(v.codes),
+            v.scale.float(),
+        )
 
-
+# %% ../nbs/10_attention.ipynb #976d3347
 def _add_exact(soft, query, store, see, first, past, softcap):
     "Sinks and window, in the model's basis."
     k, positions = store.exact("key")
@@ -121,54 +140,85 @@ def _finish(soft, q, store):
     shape = (q.shape[0], q.shape[1], q.shape[2])
     return out.reshape(*shape, store.value.q.d).to(q.dtype), lse.reshape(shape)
 
-# %% ../nbs/10_attention.ipynb #2179d74b
+# %% ../nbs/10_attention.ipynb #177ff9b0
 def _check_attend(q, store, k, v, mask, first, softcap, window):
     if not isinstance(q, Tensor) or not q.is_floating_point():
-        raise TypeError(f"q must be a floating-point tensor, got {getattr(q, 'dtype', type(q).__name__)}")
-    if q.ndim != 4 or q.shape[0] != store.batch or q.shape[1] % store.heads or q.shape[3] != store.key.q.d:
-        raise ValueError(f"q must have shape [{store.batch}, a multiple of {store.heads}, n, {store.key.q.d}], got {list(q.shape)}")
+        raise TypeError(
+            f"q must be a floating-point tensor, got {getattr(q, 'dtype', type(q).__name__)}"
+        )
+    if (
+        q.ndim != 4
+        or q.shape[0] != store.batch
+        or q.shape[1] % store.heads
+        or q.shape[3] != store.key.q.d
+    ):
+        raise ValueError(
+            f"q must have shape [{store.batch}, a multiple of {store.heads}, n, {store.key.q.d}], got {list(q.shape)}"
+        )
     if q.device != store.device:
         raise ValueError(f"q must be on {store.device} like the store, got {q.device}")
     if (k is None) != (v is None):
         raise ValueError("k and v must be given together")
     for name, x, side in (("k", k, store.key), ("v", v, store.value)):
-        if x is not None and (x.shape[2] > store.length or list(x.shape) != [store.batch, store.heads, x.shape[2], side.q.d]):
-            raise ValueError(f"{name} must have shape [{store.batch}, {store.heads}, at most {store.length}, {side.q.d}], got {list(x.shape)}")
+        if x is not None and (
+            x.shape[2] > store.length
+            or list(x.shape) != [store.batch, store.heads, x.shape[2], side.q.d]
+        ):
+            raise ValueError(
+                f"{name} must have shape [{store.batch}, {store.heads}, at most {store.length}, {side.q.d}], got {list(x.shape)}"
+            )
     if mask is not None:
         want = [store.length - first]
-        if mask.dtype != torch.bool or mask.ndim != 4 or mask.shape[-1] != want[0] or mask.shape[-2] != q.shape[2]:
-            raise ValueError(f"mask must be bool [B or 1, heads or 1, {q.shape[2]}, {want[0]}], got {mask.dtype} {list(mask.shape)}")
+        if (
+            mask.dtype != torch.bool
+            or mask.ndim != 4
+            or mask.shape[-1] != want[0]
+            or mask.shape[-2] != q.shape[2]
+        ):
+            raise ValueError(
+                f"mask must be bool [B or 1, heads or 1, {q.shape[2]}, {want[0]}], got {mask.dtype} {list(mask.shape)}"
+            )
     for name, x in (("softcap", softcap), ("window", window)):
         if x is not None and x <= 0:
             raise ValueError(f"{name} must be positive, got {x}")
 
-# %% ../nbs/10_attention.ipynb #254f7ad3
+# %% ../nbs/10_attention.ipynb #4ecfd311
+def _sight(query: _Query, store: KVStore, mask, first: int, causal: bool, window):
+    "A function from positions [B|1, T] to the mask of all query rows there."
+
+    def see(positions):
+        if mask is None:
+            seen = _visible(store, query.tokens, positions, causal, window)
+        else:
+            index = (positions - first).clamp(min=0)[:, None, None, :]
+            index = index.expand(store.batch, mask.shape[1], query.tokens, -1)
+            seen = mask.expand(store.batch, -1, -1, -1).gather(-1, index)
+            seen = seen & (positions >= first)[:, None, None, :]
+        return query.grouped(seen)
+
+    return see
+
+# %% ../nbs/10_attention.ipynb #a54870e8
 def attend(
-    q: Tensor,  # [B, Hq, n, d_key] queries after RoPE; query i is token length-n+i of the store
+    q: Tensor,  # [B, Hq, n, d_key] queries after RoPE; query i is token length-n+i
     store: KVStore,
-    k: Tensor | None = None,  # [B, H, m, d_key] exact states of the last m tokens, used instead of their codes
-    v: Tensor | None = None,  # [B, H, m, d_value]
+    k: Tensor | None = None,  # [B, H, m, d_key] exact states of the last m tokens
+    v: Tensor | None = None,  # [B, H, m, d_value]; both are used instead of the codes
     scaling: float | None = None,  # softmax scale; d_key**-0.5 if None
-    mask: Tensor | None = None,  # bool [B|1, Hq|1, n, length-first]; replaces causal, window and the store's ranges
+    mask: Tensor | None = None,  # bool [B|1, Hq|1, n, length-first], replaces what follows
     first: int | None = None,  # position of the mask's first column; the store's first if None
     causal: bool = True,
     window: int | None = None,  # sliding window: token i sees i-window+1 … i
     softcap: float | None = None,  # scores become softcap·tanh(score/softcap)
     block: int = 1024,  # coded tokens decoded at a time
 ) -> tuple:  # (output [B, Hq, n, d_value] in q's dtype, log-sum-exp [B, Hq, n] fp32)
-    "Attention straight on codes. A row that may see nothing gives 0 and -inf. Raises ValueError/TypeError on shapes, dtypes or devices that do not fit."
+    """Attention straight on codes. A row that may see nothing gives 0 and -inf. Raises
+    ValueError/TypeError on shapes, dtypes or devices that do not fit."""
     first = store.offset if first is None else first
     _check_attend(q, store, k, v, mask, first, softcap, window)
     query = _query(q, store, q.shape[3] ** -0.5 if scaling is None else scaling)
+    see = _sight(query, store, mask, first, causal, window)
     soft = _Softmax(query.plain.shape[:3], q.device, store.value.q.d)
-
-    def see(positions):
-        "Mask of the rows for `positions` [B|1, T]; a position below `first` is never seen."
-        if mask is None:
-            return query.grouped(_visible(store, query.tokens, positions, causal, window))
-        index = (positions - first).clamp(min=0)[:, None, None, :].expand(store.batch, mask.shape[1], query.tokens, -1)
-        return query.grouped(mask.expand(store.batch, -1, -1, -1).gather(-1, index) & (positions >= first)[:, None, None, :])
-
     past = store.length - (0 if k is None else k.shape[2])
     _add_coded(soft, query, store, see, max(first, store.offset), past, softcap, block)
     _add_exact(soft, query, store, see, first, past, softcap)
@@ -177,7 +227,7 @@ def attend(
         soft.add(_masked(query.plain @ k.float().transpose(-1, -2), seen, softcap), v.float())
     return _finish(soft, q, store)
 
-# %% ../nbs/10_attention.ipynb #9a50c4e2
+# %% ../nbs/10_attention.ipynb #26c81a16
 def dense_attention(
     q: Tensor,  # [B, Hq, n, d]
     k: Tensor,  # [B, H, T, d]
@@ -197,7 +247,9 @@ def dense_attention(
     for i in range(0, n, rows):
         part = q[:, :, i : i + rows].float()
         scores = part @ k.transpose(-1, -2) * scaling
-        at = torch.arange(k.shape[2] - n + i, k.shape[2] - n + i + part.shape[2], device=q.device)[:, None]
+        at = torch.arange(k.shape[2] - n + i, k.shape[2] - n + i + part.shape[2], device=q.device)[
+            :, None
+        ]
         p = torch.arange(k.shape[2], device=q.device)
         seen = mask[:, :, i : i + rows] if mask is not None else (p <= at) | (not causal)
         if window is not None and mask is None:

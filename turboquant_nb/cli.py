@@ -168,7 +168,7 @@ def _hushed():
         try: yield
         finally: logging.set_verbosity(level)
 
-# %% ../nbs/18_cli.ipynb #a07333bf
+# %% ../nbs/18_cli.ipynb #905cf825
 def read_recipe(
     text: str,                  # a preset, a JSON object, or the name of a file that holds one
     bits: int | None = None,    # replaces the bits of keys and values
@@ -178,10 +178,10 @@ def read_recipe(
     "The Recipe that a user typed. Raises _Usage, which says what was expected."
     from turboquant_nb.quantizer import PRESETS, Recipe, as_recipe
 
-    source = f"recipe {text}"
+    source = "recipe" if text.lstrip().startswith("{") else f"recipe {text}"
     try:
         if text in PRESETS: recipe = as_recipe(text)
-        elif text.lstrip().startswith("{"): source, recipe = "recipe", Recipe.from_json(text)
+        elif source == "recipe": recipe = Recipe.from_json(text)
         elif Path(text).is_file(): recipe = Recipe.from_json(Path(text).read_text(encoding="utf-8"))
         else: raise _Usage(f"recipe must be one of {', '.join(PRESETS)}, a JSON object or the name of a file; got {text!r}")
         fields = {name: x for name, x in (("sinks", sinks), ("window", window)) if x is not None}

@@ -6,7 +6,7 @@
 __all__ = ['NAME', 'MARGIN', 'CodedStates', 'TurboQuantLayer', 'turboquant_mask', 'turboquant_attention', 'Report',
            'TurboQuantCache']
 
-# %% ../nbs/14_hf.ipynb #3d5e53e7
+# %% ../nbs/14_hf.ipynb #c5019876
 from collections import Counter
 
 import torch
@@ -14,19 +14,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 try:
-    from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+    from transformers.cache_utils import (
+        Cache,
+        CacheLayerMixin,
+        DynamicCache,
+        DynamicLayer,
+        DynamicSlidingWindowLayer,
+    )
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
     from transformers.modeling_utils import AttentionInterface
 except ImportError as error:
-    raise ImportError('turboquant_nb.hf needs transformers 5.17 or newer: pip install "turboquant-nb[hf]"') from error
+    raise ImportError(
+        'turboquant_nb.hf needs transformers 5.17 or newer: pip install "turboquant-nb[hf]"'
+    ) from error
 
 from .attention import attend, dense_attention
 from .quantizer import Recipe, as_recipe
 from .store import KVStore, read_file, write_file
 
-# %% ../nbs/14_hf.ipynb #6b82602b
+# %% ../nbs/14_hf.ipynb #34bb28ee
 class CodedStates:
-    "What `TurboQuantLayer.update` returns in place of dense keys or values when the model attends on codes."
+    """What `TurboQuantLayer.update` returns in place of dense keys or values when the model
+    attends on codes."""
 
     def __init__(self, layer, side: str, chunk: Tensor, first: int):
         self.layer, self.side, self.chunk, self.first = layer, side, chunk, first
@@ -46,13 +55,20 @@ class CodedStates:
             "(model.set_attn_implementation('turboquant')), and its layers must call the attention interface directly."
         )
 
-# %% ../nbs/14_hf.ipynb #36eb3305
+# %% ../nbs/14_hf.ipynb #4e269537
 class _Layer(CacheLayerMixin):
     "What a layer knows: its recipe, its store, and how the model attends."
 
     is_croppable, is_compileable, supports_early_init = True, False, False
 
-    def __init__(self, recipe: Recipe, config=None, sliding_window: int | None = None, max_length: int | None = None, index: int = 0):
+    def __init__(
+        self,
+        recipe: Recipe,
+        config=None,
+        sliding_window: int | None = None,
+        max_length: int | None = None,
+        index: int = 0,
+    ):
         super().__init__()
         self.recipe, self.config, self.sliding_window = recipe, config, sliding_window
         self.max_length, self.index, self.store, self.start = max_length, index, None, None
@@ -60,14 +76,16 @@ class _Layer(CacheLayerMixin):
         self.calls = Counter()  # how each update was served: "prefill", "codes" or "dense"
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        "Build the store from the shapes of the first chunk; head counts are the local ones under tensor parallelism."
+        """Build the store from the shapes of the first chunk; head counts are the local ones under
+        tensor parallelism."""
         (b, h, _, dk), dv = key_states.shape, value_states.shape[3]
         length = None if self.is_sliding else self.max_length
         store = KVStore(self.recipe, b, h, dk, dv, key_states.dtype, key_states.device, length)
-        if self.start is not None:  # generate() repeats each row for beams and samples, neighbours together
-            if b % len(self.start):
-                raise ValueError(f"set_padding was given {len(self.start)} sequences, the first update has {b}")
-            store.set_range(start=self.start.repeat_interleave(b // len(self.start)))
+        if self.start is not None:  # generate() repeats rows for beams and samples, side by side
+            rows = len(self.start)
+            if b % rows:
+                raise ValueError(f"set_padding was given {rows} sequences, the first update has {b}")
+            store.set_range(start=self.start.repeat_interleave(b // rows))
         self.store, self.is_initialized = store, True
 
     @property
@@ -81,18 +99,23 @@ class _Layer(CacheLayerMixin):
         "Whether the model attends on codes now."
         return getattr(self.config, "_attn_implementation", None) == NAME
 
-# %% ../nbs/14_hf.ipynb #f39f4e37
+# %% ../nbs/14_hf.ipynb #e584c165
 class _Updating(_Layer):
     "Taking tokens in."
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple:
-        "Code n tokens; return handles for the 'turboquant' attention, dense tensors for any other. A refused update changes nothing."
+        """Code n tokens; return handles for the 'turboquant' attention, dense tensors for any
+        other. A refused update changes nothing."""
         fresh = not self.is_initialized
         if fresh:
             self.lazy_initialization(key_states, value_states)
         first, past = self.first, self.store.length
         try:
-            self.store.append(key_states, value_states, names=(f"keys of layer {self.index}", f"values of layer {self.index}"))
+            self.store.append(
+                key_states,
+                value_states,
+                names=(f"keys of layer {self.index}", f"values of layer {self.index}"),
+            )
         except Exception:
             if fresh:
                 self.reset()
@@ -101,7 +124,9 @@ class _Updating(_Layer):
             self.store.evict(first - MARGIN)
         self.calls["prefill" if past == 0 else "codes" if self.on_codes else "dense"] += 1
         if self.on_codes:
-            return CodedStates(self, "key", key_states, first), CodedStates(self, "value", value_states, first)
+            return CodedStates(self, "key", key_states, first), CodedStates(
+                self, "value", value_states, first
+            )
         if past == 0:
             return key_states, value_states
         dense = self.store.read(first)
@@ -127,22 +152,9 @@ class _Sized(_Updating):
 
     get_max_cache_shape = get_max_length  # its name up to transformers 5.17
 
-# %% ../nbs/14_hf.ipynb #0bd49deb
-class TurboQuantLayer(_Sized):
-    "One layer of a `TurboQuantCache`. With `sliding_window`, tiles that no query can see any more are freed."
-
-    def reset(self) -> None:
-        "Forget everything; the next update builds a new store."
-        self.store, self.is_initialized, self.start = None, False, None
-
-    def crop(self, tokens_to_remove: int) -> None:
-        "Forget the last tokens; transformers passes a negative count. Raises ValueError for a positive one or if they are freed already."
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop takes a negative number of tokens to remove, got {tokens_to_remove}")
-        if self.is_initialized:
-            if self.is_sliding and self.store.length + tokens_to_remove - self.sliding_window + 1 < self.store.offset > 0:
-                raise ValueError(f"cannot crop {-tokens_to_remove} tokens: a sliding layer keeps {MARGIN} tokens beyond its window of {self.sliding_window}")
-            self.store.crop(tokens_to_remove)
+# %% ../nbs/14_hf.ipynb #6637544b
+class _Rows(_Sized):
+    "Operations on the batch."
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         "Row i becomes old row beam_idx[i]."
@@ -158,6 +170,29 @@ class TurboQuantLayer(_Sized):
         if self.is_initialized:
             self.store.repeat(repeats)
 
+# %% ../nbs/14_hf.ipynb #b08e07da
+class TurboQuantLayer(_Rows):
+    """One layer of a `TurboQuantCache`. With `sliding_window`, tiles that no query can see any
+    more are freed."""
+
+    def reset(self) -> None:
+        "Forget everything; the next update builds a new store."
+        self.store, self.is_initialized, self.start = None, False, None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens; transformers passes a negative count. Raises ValueError for a
+        positive one or if they are freed already."""
+        n = -tokens_to_remove
+        if n < 0:
+            raise ValueError(f"crop takes a negative number of tokens to remove, got {-n}")
+        if not self.is_initialized:
+            return
+        oldest = self.store.length - n - (self.sliding_window or 0) + 1  # that must be visible then
+        if self.is_sliding and oldest < self.store.offset and self.store.offset:
+            kept = f"its window of {self.sliding_window} and {MARGIN} tokens more"
+            raise ValueError(f"cannot crop {n} tokens: a sliding layer keeps {kept}")
+        self.store.crop(n)
+
     def offload(self) -> None:
         "Move the codes to the CPU."
         if self.is_initialized:
@@ -168,35 +203,42 @@ class TurboQuantLayer(_Sized):
         if self.is_initialized and self.store.device != self.store.home:
             self.store.to(self.store.home)
 
-# %% ../nbs/14_hf.ipynb #b6d2ae01
+# %% ../nbs/14_hf.ipynb #5b18918c
 NAME = "turboquant"  # of the attention implementation
-MARGIN = 256  # tokens a sliding layer keeps beyond its window, so that rejected drafts can be cropped
+MARGIN = (
+    256  # tokens a sliding layer keeps beyond its window, so that rejected drafts can be cropped
+)
 
 
 def turboquant_mask(*args, **kwargs):
-    "The mask for the 'turboquant' attention: bool [B, 1, n, T], or None where it is plainly causal. Takes what transformers gives every mask function."
+    """The mask for the 'turboquant' attention: bool [B, 1, n, T], or None where it is plainly
+    causal. Takes what transformers gives every mask function."""
     return sdpa_mask(*args, **kwargs)
 
 
 def _as_bool(mask: Tensor | None) -> Tensor | None:
-    "A bool mask from a bool or a 0/-inf mask. Raises ValueError for a mask that adds other numbers (a bias)."
+    """A bool mask from a bool or a 0/-inf mask. Raises ValueError for a mask that adds other
+    numbers (a bias)."""
     if mask is None or mask.dtype == torch.bool:
         return mask
     low = mask <= torch.finfo(mask.dtype).min / 2
     if not bool((low | (mask == 0)).all()):
-        raise ValueError("the 'turboquant' attention takes masks that allow or forbid; this one adds a bias to scores")
+        raise ValueError(
+            "the 'turboquant' attention takes masks that allow or forbid; this one adds a bias to scores"
+        )
     return ~low
 
 
 def _learn_padding(handle: CodedStates, value: CodedStates, mask: Tensor | None):
-    "At prefill, take the start of each sequence from the mask, so that sinks are real tokens and not padding."
+    """At prefill, take the start of each sequence from the mask, so that sinks are real tokens and
+    not padding."""
     store = handle.layer.store
     if mask is not None and handle.layer.start is None:
         seen = mask[:, 0].any(-2)
         start = seen.long().argmax(-1).expand(store.batch)
         store.set_range(start=start, k=handle.chunk, v=value.chunk)
 
-# %% ../nbs/14_hf.ipynb #179c46d2
+# %% ../nbs/14_hf.ipynb #1b3fedf8
 def turboquant_attention(
     module,  # the attention module that calls
     query: Tensor,  # [B, Hq, n, d]
@@ -209,13 +251,18 @@ def turboquant_attention(
     s_aux: Tensor | None = None,  # [Hq] a learnt extra logit per head (gpt-oss)
     **kwargs,
 ) -> tuple:  # ([B, n, Hq, d], None)
-    "transformers' attention interface on codes. The prefill chunk attends exactly. Raises TypeError without a `TurboQuantCache`."
+    """transformers' attention interface on codes. The prefill chunk attends exactly. Raises
+    TypeError without a `TurboQuantCache`."""
     if dropout:
-        raise ValueError(f"the 'turboquant' attention has no dropout; it is for inference, got dropout={dropout}")
+        raise ValueError(
+            f"the 'turboquant' attention has no dropout; it is for inference, got dropout={dropout}"
+        )
     mask = _as_bool(attention_mask)
     if isinstance(key, Tensor):
         if getattr(module, "is_causal", True):
-            raise TypeError("the 'turboquant' attention needs a TurboQuantCache: pass past_key_values=TurboQuantCache(model), or set another attention")
+            raise TypeError(
+                "the 'turboquant' attention needs a TurboQuantCache: pass past_key_values=TurboQuantCache(model), or set another attention"
+            )
         out, _ = _exact(query, key, value, mask, scaling, softcap, s_aux, causal=False)
         return out.transpose(1, 2).contiguous(), None
     store = key.layer.store
@@ -223,32 +270,42 @@ def turboquant_attention(
         _learn_padding(key, value, mask)
         out, _ = _exact(query, key.chunk, value.chunk, mask, scaling, softcap, s_aux)
     else:
-        out, lse = attend(query, store, key.chunk, value.chunk, scaling, mask, key.first, softcap=softcap)
+        out, lse = attend(
+            query, store, key.chunk, value.chunk, scaling, mask, key.first, softcap=softcap
+        )
         out = _with_sink_logit(out, lse, s_aux)
     return out.transpose(1, 2).contiguous(), None
 
-# %% ../nbs/14_hf.ipynb #2a920974
+# %% ../nbs/14_hf.ipynb #87a14b06
 def _with_sink_logit(out, lse, s_aux):
     "Add one learnt logit to the softmax: every weight shrinks by sigmoid(lse - s_aux)."
-    return out if s_aux is None else (out * torch.sigmoid(lse - s_aux.float()[None, :, None])[..., None]).to(out.dtype)
+    return (
+        out
+        if s_aux is None
+        else (out * torch.sigmoid(lse - s_aux.float()[None, :, None])[..., None]).to(out.dtype)
+    )
 
 
 def _exact(query, key, value, mask, scaling, softcap, s_aux, causal=True):
-    "Attention on dense tensors: torch's own where it can, the reference where scores are capped or a logit is added."
+    """Attention on dense tensors: torch's own where it can, the reference where scores are capped
+    or a logit is added."""
     if softcap is not None or s_aux is not None:
         out, lse = dense_attention(query, key, value, scaling, mask, causal=causal, softcap=softcap)
         return _with_sink_logit(out, lse, s_aux), lse
     causal = causal and mask is None and query.shape[2] > 1
     gqa = query.shape[1] != key.shape[1]
-    return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=scaling, enable_gqa=gqa), None
+    return F.scaled_dot_product_attention(
+        query, key, value, mask, is_causal=causal, scale=scaling, enable_gqa=gqa
+    ), None
 
 
 AttentionInterface.register(NAME, turboquant_attention)
 AttentionMaskInterface.register(NAME, turboquant_mask)
 
-# %% ../nbs/14_hf.ipynb #a7d3c943
+# %% ../nbs/14_hf.ipynb #94ab84b9
 def _layers(config, recipe: Recipe, max_length: int | None) -> list:
-    "A layer of ours for each layer of attention; layers without keys and values stay transformers' own. Raises ValueError naming a kind that cannot be served."
+    """A layer of ours for each layer of attention; layers without keys and values stay
+    transformers' own. Raises ValueError naming a kind that cannot be served."""
     out = []
     for i, layer in enumerate(DynamicCache(config=config).layers):
         kind = type(layer)
@@ -259,12 +316,16 @@ def _layers(config, recipe: Recipe, max_length: int | None) -> list:
         elif kind.__name__ in ("LinearAttentionLayer", "DummyLayer"):
             out.append(layer)
         else:
-            raise ValueError(f"layer {i} caches {kind.__name__}, which TurboQuantCache does not serve: only full and sliding-window keys and values are coded")
+            raise ValueError(
+                f"layer {i} caches {kind.__name__}, which TurboQuantCache does not serve: only full and sliding-window keys and values are coded"
+            )
     if not any(isinstance(x, TurboQuantLayer) for x in out):
-        raise ValueError(f"{config.model_type} has no attention layer whose keys and values could be coded")
+        raise ValueError(
+            f"{config.model_type} has no attention layer whose keys and values could be coded"
+        )
     return out
 
-# %% ../nbs/14_hf.ipynb #b821ac29
+# %% ../nbs/14_hf.ipynb #d30ca0b0
 class _CodedCache(Cache):
     "Building the cache from a model, and its padding."
 
@@ -277,9 +338,13 @@ class _CodedCache(Cache):
     ):
         config = getattr(model_or_config, "config", model_or_config)
         if not hasattr(config, "get_text_config"):
-            raise TypeError(f"model_or_config must be a transformers model or config, got {type(model_or_config).__name__}")
+            raise TypeError(
+                f"model_or_config must be a transformers model or config, got {type(model_or_config).__name__}"
+            )
         config = config.get_text_config(decoder=True)
-        if max_length is not None and (isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1):
+        if max_length is not None and (
+            isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1
+        ):
             raise ValueError(f"max_length must be a positive integer or None, got {max_length!r}")
         self.recipe, self.config, self.max_length = as_recipe(recipe, bits), config, max_length
         super().__init__(layers=_layers(config, self.recipe, max_length))
@@ -290,12 +355,15 @@ class _CodedCache(Cache):
         return [x for x in self.layers if isinstance(x, TurboQuantLayer)]
 
     def set_padding(self, attention_mask: Tensor) -> None:
-        "Tell an empty cache which leading tokens are padding ([B, T], 1 = real), so that sinks are real tokens under any attention. 'turboquant' finds out by itself."
+        """Tell an empty cache which leading tokens are padding ([B, T], 1 = real), so that sinks
+        are real tokens under any attention. 'turboquant' finds out by itself."""
         if self.get_seq_length():
             raise ValueError("set_padding must come before the first token")
         real = attention_mask.bool()
         start = real.long().argmax(-1)
-        if attention_mask.ndim != 2 or not bool((real == (torch.arange(real.shape[1], device=real.device) >= start[:, None])).all()):
+        if attention_mask.ndim != 2 or not bool(
+            (real == (torch.arange(real.shape[1], device=real.device) >= start[:, None])).all()
+        ):
             raise ValueError("attention_mask must be [B, T] with padding on the left only")
         for layer in self.coded_layers:
             layer.start = start
@@ -314,53 +382,73 @@ class Report(dict):
             f"{r['ratio_fp16']:.2f}x smaller than fp16, {r['ratio_fp32']:.2f}x smaller than fp32 (bytes: {parts})"
         )
 
-# %% ../nbs/14_hf.ipynb #85fb894c
+# %% ../nbs/14_hf.ipynb #f874e6b0
 def _report(cache) -> Report:
-    "Bytes held, summed over real tensors (tables, slack, sinks and window included), and the ratio to a dense cache of the same tokens."
+    """Bytes held, summed over real tensors (tables, slack, sinks and window included), and the
+    ratio to a dense cache of the same tokens."""
     stores = [x.store for x in cache.coded_layers if x.store is not None]
     parts = Counter()
     for s in stores:
         parts.update(s.parts())
     tables = {t.data_ptr(): t.nbytes for s in stores for t in s.tables()}
     parts["tables"] = sum(tables.values())
-    values = sum(s.batch * s.heads * (s.length - s.offset) * (s.key.q.d + s.value.q.d) for s in stores)
+    values = sum(
+        s.batch * s.heads * (s.length - s.offset) * (s.key.q.d + s.value.q.d) for s in stores
+    )
     total = sum(parts.values())
     return Report(
-        tokens=cache.get_seq_length(), batch=stores[0].batch if stores else 0, layers=len(stores), values=values, nbytes=total, parts=dict(parts),
-        bits_per_value=8 * total / values if values else 0.0, ratio_fp16=2 * values / total if values else 0.0, ratio_fp32=4 * values / total if values else 0.0,
-        per_layer=[s.nbytes for s in stores], served=dict(sum((x.calls for x in cache.coded_layers), Counter())), recipe=cache.recipe.to_json(),
+        tokens=cache.get_seq_length(),
+        batch=stores[0].batch if stores else 0,
+        layers=len(stores),
+        values=values,
+        nbytes=total,
+        parts=dict(parts),
+        bits_per_value=8 * total / values if values else 0.0,
+        ratio_fp16=2 * values / total if values else 0.0,
+        ratio_fp32=4 * values / total if values else 0.0,
+        per_layer=[s.nbytes for s in stores],
+        served=dict(sum((x.calls for x in cache.coded_layers), Counter())),
+        recipe=cache.recipe.to_json(),
     )
 
-# %% ../nbs/14_hf.ipynb #1365eab9
+# %% ../nbs/14_hf.ipynb #326e86bd
 class TurboQuantCache(_CodedCache):
-    "A transformers cache whose keys and values are TurboQuant codes. Works with any attention implementation; with 'turboquant' no dense copy is made."
+    """A transformers cache whose keys and values are TurboQuant codes. Works with any attention
+    implementation; with 'turboquant' no dense copy is made."""
 
     def report(self) -> Report:
-        "Bytes held, summed over real tensors (tables, slack, sinks and window included), and the ratio to a dense cache of the same tokens."
+        """Bytes held, summed over real tensors (tables, slack, sinks and window included), and the
+        ratio to a dense cache of the same tokens."""
         return _report(self)
 
     def save(self, path) -> None:
-        "All layers to one safetensors file. Raises ValueError for an empty cache or one with layers that are not codes."
-        if len(self.coded_layers) != len(self.layers) or not all(x.is_initialized for x in self.layers):
+        """All layers to one safetensors file. Raises ValueError for an empty cache or one with
+        layers that are not codes."""
+        coded = self.coded_layers
+        if len(coded) != len(self.layers) or not all(x.is_initialized for x in coded):
             raise ValueError("only a filled cache whose layers are all coded can be saved")
         tensors, headers = {}, []
         for i, layer in enumerate(self.layers):
             t, h = layer.store.state()
             tensors |= {f"{i}.{n}": x for n, x in t.items()}
             headers.append(h)
-        write_file(path, tensors, {"layers": headers, "model_type": self.config.model_type, "recipe": self.recipe.to_json()})
+        about = {"model_type": self.config.model_type, "recipe": self.recipe.to_json()}
+        write_file(path, tensors, about | {"layers": headers})
 
     @classmethod
     def load(cls, path, model_or_config, device: torch.device | str = "cpu") -> "TurboQuantCache":
-        "Read a cache back for the same model. Raises ValueError for a wrong, truncated or changed file, or another model's."
+        """Read a cache back for the same model. Raises ValueError for a wrong, truncated or
+        changed file, or another model's."""
         tensors, header = read_file(path)
         if "layers" not in header:
             raise ValueError(f"{path} holds a single store, not a cache; read it with KVStore.load")
         cache = cls(model_or_config, Recipe.from_json(header["recipe"]))
-        have, want = (header["model_type"], len(header["layers"])), (cache.config.model_type, len(cache.layers))
+        have = f"a {header['model_type']} with {len(header['layers'])} layers"
+        want = f"a {cache.config.model_type} with {len(cache.layers)} layers"
         if have != want:
-            raise ValueError(f"{path} is of a {have[0]} with {have[1]} layers, the model is a {want[0]} with {want[1]}")
+            raise ValueError(f"{path} is of {have}, the model is {want}")
         for i, (layer, h) in enumerate(zip(cache.layers, header["layers"])):
-            part = {n.split(".", 1)[1]: t for n, t in tensors.items() if n.split(".", 1)[0] == str(i)}
+            mine = f"{i}."
+            part = {n.removeprefix(mine): t for n, t in tensors.items() if n.startswith(mine)}
             layer.store, layer.is_initialized = KVStore.from_state(part, h, device), True
         return cache

@@ -16,24 +16,27 @@ TILE = 256  # tokens of a tile
 SLOT = (0, 4, 2, 6)  # bit position of token quarter i in a byte
 WIDTHS = {1: (1,), 2: (2,), 3: (2, 1), 4: (2, 1, 1)}  # bits of each plane, most significant first
 
-# %% ../nbs/08_packing.ipynb #aa59007e
+# %% ../nbs/08_packing.ipynb #45664b7e
 @dataclass(frozen=True)
 class Layout:
-    "Where the bits of a tile of codes are. Raises ValueError if bits is not 1-4, d < 1 or tile is not a multiple of 4."
+    """Where the bits of a tile of codes are. Raises ValueError if bits is not 1-4, d < 1 or tile
+    is not a multiple of 4."""
+
     bits: int  # bits per code, 1-4
     d: int  # channels of one head
     along: str = "channel"  # contiguous index in memory: "channel" (keys) or "token" (values)
     tile: int = TILE  # tokens per tile, a multiple of 4
 
     def __post_init__(self):
-        if isinstance(self.bits, bool) or self.bits not in WIDTHS:
+        if type(self.bits) is not int or self.bits not in WIDTHS:
             raise ValueError(f"bits must be 1, 2, 3 or 4, got {self.bits!r}")
-        if not isinstance(self.d, int) or self.d < 1:
+        if type(self.d) is not int or self.d < 1:
             raise ValueError(f"d must be a positive integer, got {self.d!r}")
-        if not isinstance(self.tile, int) or self.tile < 4 or self.tile % 4:
+        if type(self.tile) is not int or self.tile < 4 or self.tile % 4:
             raise ValueError(f"tile must be a positive multiple of 4, got {self.tile!r}")
         if self.along not in ("channel", "token"):
             raise ValueError(f"along must be 'channel' or 'token', got {self.along!r}")
+
     @property
     def rows(self) -> int:
         "Byte rows of a tile: a quarter of its tokens."
@@ -54,9 +57,10 @@ class Layout:
         "Tiles that hold so many tokens."
         return -(-tokens // self.tile)
 
-# %% ../nbs/08_packing.ipynb #8018d17c
+# %% ../nbs/08_packing.ipynb #8ab688ca
 def _crumbs(codes: Tensor, layout: Layout) -> list:
-    "One tensor of crumbs (0-3) per plane: [..., d] for the crumb plane, [..., ceil(d/2)] for a bit plane."
+    """One tensor of crumbs (0-3) per plane: [..., d] for the crumb plane, [..., ceil(d/2)] for a
+    bit plane."""
     out, left = [], layout.bits
     for width in WIDTHS[layout.bits]:
         left -= width
@@ -78,12 +82,16 @@ def _codes(crumbs: list, layout: Layout) -> Tensor:
         code = part if code is None else code << width | part
     return code
 
-# %% ../nbs/08_packing.ipynb #afb62660
+# %% ../nbs/08_packing.ipynb #13a46f63
 def _check_codes(codes: Tensor, layout: Layout):
     if not isinstance(codes, Tensor) or codes.dtype != torch.uint8:
-        raise TypeError(f"codes must be a uint8 tensor, got {getattr(codes, 'dtype', type(codes).__name__)}")
+        raise TypeError(
+            f"codes must be a uint8 tensor, got {getattr(codes, 'dtype', type(codes).__name__)}"
+        )
     if codes.ndim < 2 or codes.shape[-1] != layout.d:
-        raise ValueError(f"codes must have shape [..., tokens, {layout.d}], got {tuple(codes.shape)}")
+        raise ValueError(
+            f"codes must have shape [..., tokens, {layout.d}], got {tuple(codes.shape)}"
+        )
     if codes.numel() and int(codes.max()) >= 2**layout.bits:
         raise ValueError(f"codes must be below 2**bits = {2**layout.bits}, got {int(codes.max())}")
 
@@ -93,20 +101,27 @@ def quarter_bytes(
     layout: Layout,
     quarter: int,  # 0-3
 ) -> tuple:  # one uint8 tensor per plane, [..., n, d_w] or transposed
-    "The bits that tokens of one quarter of a tile contribute to their bytes; the other bits are 0. `_MASK[quarter]` covers them."
+    """The bits that tokens of one quarter of a tile contribute to their bytes; the other bits are
+    0. `_MASK[quarter]` covers them."""
     parts = [part << SLOT[quarter] for part in _crumbs(codes, layout)]
     return tuple(part if layout.along == "channel" else part.transpose(-1, -2) for part in parts)
 
 
 _MASK = tuple(3 << s for s in SLOT)
 
-# %% ../nbs/08_packing.ipynb #89050c57
+# %% ../nbs/08_packing.ipynb #ff561253
 def pack(
     codes: Tensor,  # [..., T, d] uint8, every code below 2**bits
     layout: Layout,
 ) -> tuple:  # one uint8 tensor per plane: [..., tiles, *plane_shape]
-    "Codes to planes. Raises TypeError if codes are not uint8, ValueError on a wrong d or a code that does not fit."
+    """Codes to planes. Raises TypeError if codes are not uint8, ValueError on a wrong d or a code
+    that does not fit."""
     _check_codes(codes, layout)
+    return _pack(codes, layout)
+
+
+def _pack(codes, layout):
+    "`pack` without checks."
     tokens = codes.shape[-2]
     tiles = layout.tiles(tokens)
     full = torch.nn.functional.pad(codes, (0, 0, 0, tiles * layout.tile - tokens))
@@ -116,13 +131,14 @@ def pack(
         planes = [p | q for p, q in zip(planes, quarter_bytes(quarters[i], layout, i))]
     return tuple(p.contiguous() for p in planes)
 
-# %% ../nbs/08_packing.ipynb #95cf846b
+# %% ../nbs/08_packing.ipynb #69d68aba
 def unpack(
     planes: tuple,  # one uint8 tensor per plane: [..., tiles, *plane_shape]
     layout: Layout,
     tokens: int | None = None,  # keep so many; all tiles if None
 ) -> Tensor:  # [..., T, d] uint8
-    "Planes to codes. Raises ValueError on a wrong number of planes, a wrong shape, or more tokens than the planes hold."
+    """Planes to codes. Raises ValueError on a wrong number of planes, a wrong shape, or more
+    tokens than the planes hold."""
     _check_planes(planes, layout)
     if layout.along == "token":
         planes = [p.transpose(-1, -2) for p in planes]
@@ -141,24 +157,37 @@ def _check_planes(planes, layout: Layout):
         if p.dtype != torch.uint8:
             raise TypeError(f"plane {n} must be uint8, got {p.dtype}")
         if p.ndim < 3 or tuple(p.shape[-2:]) != shape:
-            raise ValueError(f"plane {n} must have shape [..., tiles, {shape[0]}, {shape[1]}], got {tuple(p.shape)}")
+            raise ValueError(
+                f"plane {n} must have shape [..., tiles, {shape[0]}, {shape[1]}], got {tuple(p.shape)}"
+            )
 
-# %% ../nbs/08_packing.ipynb #7fd8953f
+# %% ../nbs/08_packing.ipynb #5db8fcbc
 def write(
     planes: list,  # uint8 [..., tiles, *plane_shape], changed in place
     layout: Layout,
     codes: Tensor,  # [..., n, d] uint8
     first: int,  # token index at which codes[..., 0, :] goes
 ) -> None:
-    "Write n tokens into planes that exist already. Raises ValueError if they do not hold so many tokens. Earlier bits at these tokens are replaced."
+    """Write n tokens into planes that exist already; earlier bits at these tokens are replaced.
+    Raises TypeError/ValueError as `pack` and `unpack` do, or if the planes do not hold so many
+    tokens; nothing is written then."""
+    _check_codes(codes, layout)
+    _check_planes(planes, layout)
+    room = planes[0].shape[-3] * layout.tile
+    if first < 0 or first + codes.shape[-2] > room:
+        last = first + codes.shape[-2]
+        raise ValueError(f"planes hold {room} tokens, cannot write tokens {first} to {last}")
+    _write(planes, layout, codes, first)
+
+
+def _write(planes, layout, codes, first):
+    "`write` without checks: they read every code once more and, on a GPU, wait for the answer."
     n, i = codes.shape[-2], 0
-    if first < 0 or layout.tiles(first + n) > planes[0].shape[-3]:
-        raise ValueError(f"planes hold {planes[0].shape[-3] * layout.tile} tokens, cannot write tokens {first} to {first + n}")
     while i < n:
         tile, r = divmod(first + i, layout.tile)
         if r == 0 and n - i >= layout.tile:
             whole = (n - i) // layout.tile
-            for p, new in zip(planes, pack(codes[..., i : i + whole * layout.tile, :], layout)):
+            for p, new in zip(planes, _pack(codes[..., i : i + whole * layout.tile, :], layout)):
                 p[..., tile : tile + whole, :, :] = new
             i += whole * layout.tile
             continue
@@ -169,12 +198,15 @@ def write(
             rows.bitwise_and_(255 - _MASK[quarter]).bitwise_or_(new)
         i += run
 
-# %% ../nbs/08_packing.ipynb #efd975eb
+# %% ../nbs/08_packing.ipynb #e42e31e7
 def drop_plane(
     planes: tuple,  # planes of a code of `layout.bits` bits
     layout: Layout,
 ) -> tuple:  # (planes, layout) of one bit less
-    "Forget the least significant bit of every code without touching the rest. Raises ValueError below 3 bits, where the last plane is the crumb itself."
+    """Forget the least significant bit of every code without touching the rest. Raises ValueError
+    below 3 bits, where the last plane is the crumb itself."""
     if layout.bits < 3:
-        raise ValueError(f"a {layout.bits}-bit code has a single plane; dropping it would leave nothing")
+        raise ValueError(
+            f"a {layout.bits}-bit code has a single plane; dropping it would leave nothing"
+        )
     return tuple(planes[:-1]), Layout(layout.bits - 1, layout.d, layout.along, layout.tile)

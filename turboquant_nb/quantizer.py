@@ -17,27 +17,36 @@ from torch import Tensor
 from .codebook import Codebook, affine, lloyd_max
 from .rotation import Rotation, make_rotation
 
-# %% ../nbs/04_quantizer.ipynb #2e37881d
+# %% ../nbs/04_quantizer.ipynb #3608105c
 def _choice(name, value, allowed):
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
 
 
 def _count(name, value, low, high=None):
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or value < low
+        or (high is not None and value > high)
+    ):
         span = f"from {low} to {high}" if high is not None else f"of at least {low}"
         raise ValueError(f"{name} must be an integer {span}, got {value!r}")
 
 
 @dataclass(frozen=True)
 class Spec:
-    "How one side, keys or values, is coded. Raises ValueError for a value that is not allowed, naming it."
+    """How one side, keys or values, is coded. Raises ValueError for a value that is not allowed,
+    naming it."""
+
     bits: int = 3  # bits per channel, 1-4
     rotation: str = "hadamard"  # "hadamard", "haar" or "identity"
     seed: int = 0  # seed of the rotation
     scale: str = "mse"  # "norm" (‖y‖/√d), "mse" (least squares) or "unbiased" (‖y‖²/⟨y,ŷ⟩)
     table: str = "sphere"  # "sphere" (exact law at this d), "gaussian" or "affine"
-    center: str = "none"  # "none", or "prompt": subtract the mean of the first chunk that a cache sees
+    center: str = (
+        "none"  # "none", or "prompt": subtract the mean of the first chunk that a cache sees
+    )
     scale_dtype: str = "float16"  # how the scale is stored: "float16", "bfloat16" or "float32"
 
     def __post_init__(self):
@@ -49,10 +58,12 @@ class Spec:
         _choice("center", self.center, ("none", "prompt"))
         _choice("scale_dtype", self.scale_dtype, ("float16", "bfloat16", "float32"))
 
-# %% ../nbs/04_quantizer.ipynb #1e5ca7a2
+# %% ../nbs/04_quantizer.ipynb #6022fa86
 @dataclass(frozen=True)
 class Recipe:
-    "How a cache is coded: one `Spec` for keys, one for values, and how many tokens stay exact. Raises ValueError/TypeError on fields that are not allowed."
+    """How a cache is coded: one `Spec` for keys, one for values, and how many tokens stay exact.
+    Raises ValueError/TypeError on fields that are not allowed."""
+
     key: Spec = Spec(center="prompt")
     value: Spec = Spec()
     sinks: int = 4  # first tokens of each sequence kept in the model's dtype
@@ -78,52 +89,68 @@ class Recipe:
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"not a recipe: {error}") from None
 
-# %% ../nbs/04_quantizer.ipynb #39cab915
+# %% ../nbs/04_quantizer.ipynb #f9debebe
 PRESETS = {f"k{k}v{v}": (k, v) for k, v in ((4, 4), (4, 3), (3, 3), (4, 2), (3, 2), (2, 2), (1, 1))}
 
 
 def preset(
     name: str,  # "k4v4", "k3v3", "k4v2", "k2v2", …
 ) -> Recipe:
-    "A recipe by name: bits of keys, bits of values; 4 sinks, a window of 16, or of 64 where a side has 1 or 2 bits. Raises ValueError for a name that is not in `PRESETS`."
+    """A recipe by name: bits of keys, bits of values; 4 sinks, a window of 16, or of 64 where a
+    side has 1 or 2 bits. Raises ValueError for a name that is not in `PRESETS`."""
     if name not in PRESETS:
         raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {name!r}")
     k, v = PRESETS[name]
-    return Recipe(key=Spec(bits=k, center="prompt"), value=Spec(bits=v), window=16 if min(k, v) > 2 else 64)
+    return Recipe(
+        key=Spec(bits=k, center="prompt"), value=Spec(bits=v), window=16 if min(k, v) > 2 else 64
+    )
 
 
 def as_recipe(
     recipe: "Recipe | str | None" = None,  # a Recipe, a preset's name, or None for k3v3
     bits: int | None = None,  # replaces the bits of both sides
 ) -> Recipe:
-    "What a user may pass where a recipe is expected. Raises TypeError or ValueError with what was expected."
+    """What a user may pass where a recipe is expected. Raises TypeError or ValueError with what
+    was expected."""
     if recipe is None:
         recipe = preset("k3v3")
     elif isinstance(recipe, str):
         recipe = preset(recipe)
     elif not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe must be a Recipe, a preset name or None, got {type(recipe).__name__}")
+        raise TypeError(
+            f"recipe must be a Recipe, a preset name or None, got {type(recipe).__name__}"
+        )
     if bits is None:
         return recipe
-    return replace(recipe, key=replace(recipe.key, bits=bits), value=replace(recipe.value, bits=bits))
+    return replace(
+        recipe, key=replace(recipe.key, bits=bits), value=replace(recipe.value, bits=bits)
+    )
 
-# %% ../nbs/04_quantizer.ipynb #97a63746
+# %% ../nbs/04_quantizer.ipynb #3a2de7c3
 class Coded(NamedTuple):
     "What is stored of vectors [..., d]."
+
     codes: Tensor  # [..., d] uint8
     scale: Tensor  # [...] in the spec's scale_dtype
 
 
 def check_finite(x: Tensor, name: str):
-    "Raise TypeError if x is not a floating tensor and ValueError, with a count, if it has NaN or Inf."
+    """Raise TypeError if x is not a floating tensor and ValueError, with a count, if it has NaN or
+    Inf."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise TypeError(f"{name} must be a floating-point tensor, got {getattr(x, 'dtype', type(x).__name__)}")
-    if torch.isfinite(x.sum(dtype=torch.float32)):  # NaN and Inf survive a sum; one pass, no temporary
+        raise TypeError(
+            f"{name} must be a floating-point tensor, got {getattr(x, 'dtype', type(x).__name__)}"
+        )
+    if torch.isfinite(
+        x.sum(dtype=torch.float32)
+    ):  # NaN and Inf survive a sum; one pass, no temporary
         return
     if not bool(torch.isfinite(x).all()):  # or the sum of large finite values overflowed
-        raise ValueError(f"{name} must be finite, got {int(x.isnan().sum())} NaN and {int(x.isinf().sum())} Inf of {x.numel()} values")
+        raise ValueError(
+            f"{name} must be finite, got {int(x.isnan().sum())} NaN and {int(x.isinf().sum())} Inf of {x.numel()} values"
+        )
 
-# %% ../nbs/04_quantizer.ipynb #4cb1af77
+# %% ../nbs/04_quantizer.ipynb #cc1448b9
 def _table(spec: Spec, d: int) -> Codebook:
     "The codebook that a spec names, at head size d."
     if spec.table == "affine":
@@ -132,7 +159,8 @@ def _table(spec: Spec, d: int) -> Codebook:
 
 
 class Quantizer:
-    "Codes vectors of one head size by one `Spec`. Source: Zandieh et al. 2025 (arXiv 2504.19874), Algorithm 1, with the scale of this chapter."
+    """Codes vectors of one head size by one `Spec`. Source: Zandieh et al. 2025 (arXiv
+    2504.19874), Algorithm 1, with the scale of this chapter."""
 
     def __init__(
         self,
@@ -143,15 +171,18 @@ class Quantizer:
     ):
         if rotation is not None and rotation.d != d:
             raise ValueError(f"rotation must have d = {d}, got d = {rotation.d}")
-        self.spec, self.d, self.device = spec, d, torch.device(device)
-        self.rotation = (rotation or make_rotation(spec.rotation, d, seed=spec.seed)).to(self.device)
+        self.spec, self.d = spec, d
+        self.device = torch.zeros(0, device=device).device  # "cuda" becomes "cuda:0"
+        self.rotation = (rotation or make_rotation(spec.rotation, d, seed=spec.seed)).to(
+            self.device
+        )
         self.codebook = _table(spec, d).to(self.device)
         self.scale_dtype = getattr(torch, spec.scale_dtype)
 
     def __repr__(self):
         return f"Quantizer(d={self.d}, {self.spec})"
 
-# %% ../nbs/04_quantizer.ipynb #4f3d1809
+# %% ../nbs/04_quantizer.ipynb #f8f7c3ce
 def _check_input(q: Quantizer, x: Tensor, name: str):
     check_finite(x, name)
     if x.ndim < 1 or x.shape[-1] != q.d:
@@ -163,16 +194,20 @@ def _check_input(q: Quantizer, x: Tensor, name: str):
 def _store_scale(scale: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     top = torch.finfo(dtype).max
     if scale.numel() and float(scale.abs().max()) > top:
-        raise ValueError(f"{name} needs a scale of {float(scale.abs().max()):.3g}, above the largest {dtype} ({top:.3g}); use Spec(scale_dtype='bfloat16')")
+        raise ValueError(
+            f"{name} needs a scale of {float(scale.abs().max()):.3g}, above the largest {dtype} ({top:.3g}); use Spec(scale_dtype='bfloat16')"
+        )
     return scale.to(dtype)
 
-# %% ../nbs/04_quantizer.ipynb #e4d12793
+# %% ../nbs/04_quantizer.ipynb #1b17332f
 def _encode_block(q: Quantizer, x: Tensor, mean: Tensor | None):
     "Codes and fp32 scale of a block [n, d]; a zero vector gets scale 0."
     y = q.rotation.apply(x if mean is None else x.float() - mean.float())
     power = y.square().sum(-1)
     unit = (power / q.d).sqrt()
-    codes = q.codebook.encode(y / unit.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1), check_finite=False)
+    codes = q.codebook.encode(
+        y / unit.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1), check_finite=False
+    )
     if q.spec.scale == "norm":
         return codes, unit
     level = q.codebook.decode(codes)
@@ -188,7 +223,8 @@ def encode(
     name: str = "x",  # how errors call it
     block: int = 8192,  # vectors per block
 ) -> Coded:
-    "Center, rotate, scale, code. Raises TypeError/ValueError for a wrong dtype, device, shape, NaN or Inf, and for a scale that its dtype cannot hold."
+    """Center, rotate, scale, code. Raises TypeError/ValueError for a wrong dtype, device, shape,
+    NaN or Inf, and for a scale that its dtype cannot hold."""
     _check_input(q, x, name)
     flat = x.reshape(-1, q.d)
     means = None if mean is None else mean.expand_as(x).reshape(-1, q.d)
@@ -196,10 +232,12 @@ def encode(
     scale = torch.empty(len(flat), dtype=torch.float32, device=x.device)
     for i in range(0, len(flat), block):
         part = slice(i, i + block)
-        codes[part], scale[part] = _encode_block(q, flat[part], None if means is None else means[part])
+        codes[part], scale[part] = _encode_block(
+            q, flat[part], None if means is None else means[part]
+        )
     return Coded(codes.view(x.shape), _store_scale(scale, q.scale_dtype, name).view(x.shape[:-1]))
 
-# %% ../nbs/04_quantizer.ipynb #fbe3a82d
+# %% ../nbs/04_quantizer.ipynb #4d373cb7
 def decode_rotated(q: Quantizer, coded: Coded) -> Tensor:  # [..., d] fp32
     "Levels times scale, still rotated and centred: what attention works on."
     return q.codebook.decode(coded.codes) * coded.scale.float().unsqueeze(-1)
@@ -211,8 +249,11 @@ def decode(
     mean: Tensor | None = None,  # what was subtracted
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # [..., d]
-    "The vectors that the codes stand for. Raises ValueError if codes and scale do not fit each other or d."
+    """The vectors that the codes stand for. Raises ValueError if codes and scale do not fit each
+    other or d."""
     if coded.codes.shape[-1] != q.d or coded.scale.shape != coded.codes.shape[:-1]:
-        raise ValueError(f"codes must be [..., {q.d}] and scale [...]; got {tuple(coded.codes.shape)} and {tuple(coded.scale.shape)}")
+        raise ValueError(
+            f"codes must be [..., {q.d}] and scale [...]; got {tuple(coded.codes.shape)} and {tuple(coded.scale.shape)}"
+        )
     x = q.rotation.inverse(decode_rotated(q, coded))
     return (x if mean is None else x + mean.float()).to(dtype)

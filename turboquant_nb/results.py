@@ -16,14 +16,17 @@ from pathlib import Path
 
 import torch
 
-# %% ../nbs/70_results.ipynb #b5c3f31c
+# %% ../nbs/70_results.ipynb #2c3abd27
 SCHEMA = 1
-REQUIRED = ("schema", "experiment", "command", "commit", "dirty", "utc", "machine", "versions", "model", "data", "seeds", "gate", "rows")
+REQUIRED = "schema experiment command commit dirty utc machine versions model data seeds gate rows"
+REQUIRED = tuple(REQUIRED.split())
 
 
 def _git(*args):
     try:
-        return subprocess.run(["git", *args], capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", *args], capture_output=True, text=True, check=True
+        ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 
@@ -42,10 +45,14 @@ def _command(argv) -> str:
 def machine() -> dict:
     "What the program runs on: GPU or processor, counts and driver-side versions."
     if torch.cuda.is_available():
-        return {"kind": torch.cuda.get_device_name(), "count": torch.cuda.device_count(), "cuda": torch.version.cuda}
+        return {
+            "kind": torch.cuda.get_device_name(),
+            "count": torch.cuda.device_count(),
+            "cuda": torch.version.cuda,
+        }
     return {"kind": platform.machine() + " CPU", "count": torch.get_num_threads(), "cuda": None}
 
-# %% ../nbs/70_results.ipynb #3cc22f5e
+# %% ../nbs/70_results.ipynb #dbaf4acb
 def record(
     experiment: str,
     rows: list,  # one dict per measurement
@@ -54,25 +61,39 @@ def record(
     data: dict,  # {"id": …, "n": …}
     seeds: list,
 ) -> dict:
-    "A result with its provenance. TURBOQUANT_COMMIT and TURBOQUANT_DIRTY (0 or 1) speak for a copy without its git history. Raises ValueError if there is no commit."
+    """A result with its provenance. TURBOQUANT_COMMIT and TURBOQUANT_DIRTY (0 or 1) speak for a
+    copy without its git history. Raises ValueError if there is no commit."""
     commit = os.environ.get("TURBOQUANT_COMMIT") or _git("rev-parse", "HEAD")
     if not commit:
         raise ValueError("no commit: run inside the git repository, or set TURBOQUANT_COMMIT")
-    told = os.environ.get("TURBOQUANT_DIRTY")
-    dirty = told != "0" if told is not None else _git("status", "--porcelain", "--untracked-files=no") != ""
-    versions = {"python": platform.python_version()} | {n: _version(n) for n in ("torch", "triton", "transformers", "numpy")}
+    dirty = os.environ.get("TURBOQUANT_DIRTY", _git("status", "--porcelain", "-uno"))
+    names = ("torch", "triton", "transformers", "numpy")
+    versions = {"python": platform.python_version()} | {n: _version(n) for n in names}
     return {
-        "schema": SCHEMA, "experiment": experiment, "command": _command(sys.argv),
-        "commit": commit, "dirty": dirty, "utc": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "machine": machine(), "versions": versions, "model": model, "data": data, "seeds": seeds, "gate": gate, "rows": rows,
+        "schema": SCHEMA,
+        "experiment": experiment,
+        "command": _command(sys.argv),
+        "commit": commit,
+        "dirty": dirty not in ("", "0"),
+        "utc": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "machine": machine(),
+        "versions": versions,
+        "model": model,
+        "data": data,
+        "seeds": seeds,
+        "gate": gate,
+        "rows": rows,
     }
 
-# %% ../nbs/70_results.ipynb #6538ee9e
+# %% ../nbs/70_results.ipynb #fc4fe033
 def check(result: dict, name: str = "result") -> dict:
-    "The result itself, if it is complete and its gate passed; ValueError that names what is missing otherwise."
+    """The result itself, if it is complete and its gate passed; ValueError that names what is
+    missing otherwise."""
     missing = [k for k in REQUIRED if k not in result]
     if missing:
-        raise ValueError(f"{name} has no {', '.join(missing)}: a number without its origin is not shown")
+        raise ValueError(
+            f"{name} has no {', '.join(missing)}: a number without its origin is not shown"
+        )
     if result["schema"] != SCHEMA:
         raise ValueError(f"{name} must have schema {SCHEMA}, got {result['schema']!r}")
     if result["gate"].get("passed") is not True:
@@ -81,7 +102,7 @@ def check(result: dict, name: str = "result") -> dict:
         raise ValueError(f"{name} has no rows")
     return result
 
-
+# %% ../nbs/70_results.ipynb #90c65e5c
 def save(result: dict, path) -> None:
     "Write a checked result as JSON, one row per line, atomically."
     path = Path(path)
@@ -89,12 +110,15 @@ def save(result: dict, path) -> None:
     rows = ",\n  ".join(json.dumps(r, sort_keys=True) for r in result["rows"])
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n  {rows}\n ]\n}}\n', encoding="utf-8")
+    part.write_text(
+        json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n  {rows}\n ]\n}}\n', encoding="utf-8"
+    )
     os.replace(part, path)
 
 
 def load(path) -> dict:
-    "Read a result. Raises FileNotFoundError, or ValueError if it is not JSON, incomplete, or its gate is red."
+    """Read a result. Raises FileNotFoundError, or ValueError if it is not JSON, incomplete, or its
+    gate is red."""
     path = Path(path)
     try:
         return check(json.loads(path.read_text(encoding="utf-8")), path.name)

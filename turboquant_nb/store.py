@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FORMAT', 'prompt_mean', 'write_file', 'read_file', 'KVStore']
 
-# %% ../nbs/09_store.ipynb #3f39e2e5
+# %% ../nbs/09_store.ipynb #d54f1b39
 import hashlib
 import json
 import math
@@ -16,15 +16,24 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .packing import TILE, Layout, unpack, write
-from .quantizer import Coded, Quantizer, Recipe, as_recipe, check_finite, decode, encode
+from .packing import TILE, Layout, _write, unpack
+from turboquant_nb.quantizer import (
+    Coded,
+    Quantizer,
+    Recipe,
+    as_recipe,
+    check_finite,
+    decode,
+    encode,
+)
 
-# %% ../nbs/09_store.ipynb #7a4dc81c
+# %% ../nbs/09_store.ipynb #5a0a1ad2
 def prompt_mean(
     x: Tensor,  # [B, H, n, d] states of the first chunk
     skip: int = 0,  # leading tokens to leave out (attention sinks)
 ) -> Tensor:  # [B, H, 1, d] bf16
-    "Mean over tokens, shrunk towards 0 by its own sampling noise (positive-part James-Stein); 0 for fewer than two tokens."
+    """Mean over tokens, shrunk towards 0 by its own sampling noise (positive-part James-Stein); 0
+    for fewer than two tokens."""
     x = x[:, :, skip:].float()
     n = x.shape[2]
     if n < 2:
@@ -34,15 +43,21 @@ def prompt_mean(
     keep = (1 - noise / mean.square().sum(-1, keepdim=True).clamp(min=1e-30)).clamp(min=0)
     return (mean * keep).to(torch.bfloat16)
 
-# %% ../nbs/09_store.ipynb #bff684e0
+# %% ../nbs/09_store.ipynb #0499bafc
 class _Side:
-    "The tensors of keys or of values: planes and scales of every token, exact sinks and window, the mean."
+    """The tensors of keys or of values: planes and scales of every token, exact sinks and window,
+    the mean."""
 
     def __init__(self, spec, recipe, batch, heads, d, dtype, device, along, tile):
         self.q = Quantizer(spec, d, device)
         self.layout = Layout(spec.bits, d, along, tile)
-        make = lambda *shape, dtype=dtype: torch.zeros(batch, heads, *shape, dtype=dtype, device=device)  # noqa: E731
-        self.tensors = {f"plane{i}": make(0, *s, dtype=torch.uint8) for i, s in enumerate(self.layout.plane_shapes)}
+        make = lambda *shape, dtype=dtype: torch.zeros(
+            batch, heads, *shape, dtype=dtype, device=device
+        )  # noqa: E731
+        self.tensors = {
+            f"plane{i}": make(0, *s, dtype=torch.uint8)
+            for i, s in enumerate(self.layout.plane_shapes)
+        }
         self.tensors |= {"scale": make(0, tile, dtype=self.q.scale_dtype)}
         self.tensors |= {"sinks": make(recipe.sinks, d), "window": make(recipe.window, d)}
         if spec.center != "none":
@@ -67,7 +82,7 @@ class _Side:
                 out[name][:, :, : t.shape[2]] = t
         return out
 
-# %% ../nbs/09_store.ipynb #01984a06
+# %% ../nbs/09_store.ipynb #c324858e
 class _Held:
     "What a store holds: two sides, the length, and the range of each sequence."
 
@@ -88,7 +103,9 @@ class _Held:
         _check_store_args(batch, heads, max_length, dtype)
         args = (self.recipe, batch, heads)
         self.key = _Side(self.recipe.key, *args, d_key, dtype, self.device, "channel", tile)
-        self.value = _Side(self.recipe.value, *args, d_value or d_key, dtype, self.device, "token", tile)
+        self.value = _Side(
+            self.recipe.value, *args, d_value or d_key, dtype, self.device, "token", tile
+        )
         self.tile, self.max_length = tile, max_length
         self.start = torch.zeros(batch, dtype=torch.long, device=self.device)
         self.end = None
@@ -108,9 +125,13 @@ class _Held:
         for side, tensors in zip((self.key, self.value), grown):
             side.tensors |= tensors
 
-# %% ../nbs/09_store.ipynb #156ad56b
+# %% ../nbs/09_store.ipynb #05d0109d
 def _check_store_args(batch, heads, max_length, dtype):
-    for name, value in (("batch", batch), ("heads", heads), ("max_length", 1 if max_length is None else max_length)):
+    for name, value in (
+        ("batch", batch),
+        ("heads", heads),
+        ("max_length", 1 if max_length is None else max_length),
+    ):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -122,15 +143,25 @@ def _check_append(store, k: Tensor, v: Tensor, names: tuple):
         want = (store.batch, store.heads, "n", side.q.d)
         check_finite(x, name)
         if x.ndim != 4 or (*x.shape[:2], x.shape[3]) != (store.batch, store.heads, side.q.d):
-            raise ValueError(f"{name} must have shape [{', '.join(map(str, want))}], got {list(x.shape)}")
+            raise ValueError(
+                f"{name} must have shape [{', '.join(map(str, want))}], got {list(x.shape)}"
+            )
         if x.dtype != store.dtype or x.device != store.device:
-            raise ValueError(f"{name} must be {store.dtype} on {store.device} like the store, got {x.dtype} on {x.device}")
+            raise ValueError(
+                f"{name} must be {store.dtype} on {store.device} like the store, got {x.dtype} on {x.device}"
+            )
     if k.shape[2] != v.shape[2]:
-        raise ValueError(f"{names[0]} and {names[1]} must have equally many tokens, got {k.shape[2]} and {v.shape[2]}")
+        raise ValueError(
+            f"{names[0]} and {names[1]} must have equally many tokens, got {k.shape[2]} and {v.shape[2]}"
+        )
     if store.end is not None:
-        raise ValueError("the store has per-sequence ends (set_range); clear them with set_range(end=None) before appending")
+        raise ValueError(
+            "the store has per-sequence ends (set_range); clear them with set_range(end=None) before appending"
+        )
     if store.max_length is not None and store.length - store.offset + k.shape[2] > store.max_length:
-        raise ValueError(f"max_length is {store.max_length}: cannot append {k.shape[2]} tokens to {store.length}")
+        raise ValueError(
+            f"max_length is {store.max_length}: cannot append {k.shape[2]} tokens to {store.length}"
+        )
 
 # %% ../nbs/09_store.ipynb #01c16374
 def _keep_window(store, side, x):
@@ -149,9 +180,10 @@ def _keep_sinks(store, side, x, first):
     index = at.clamp(0, x.shape[2] - 1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
     side.tensors["sinks"] = torch.where(inside, x.gather(2, index), side.tensors["sinks"])
 
-# %% ../nbs/09_store.ipynb #de03153f
+# %% ../nbs/09_store.ipynb #f8ff1403
 class _Writing(_Held):
-    "Appending. Everything that can fail (checks, coding, allocation) happens before the first write."
+    """Appending. Everything that can fail (checks, coding, allocation) happens before the first
+    write."""
 
     def append(
         self,
@@ -159,13 +191,17 @@ class _Writing(_Held):
         v: Tensor,  # [B, H, n, d_value]
         names: tuple = ("k", "v"),  # how errors call them
     ) -> None:
-        "Code n tokens and add them. Raises ValueError/TypeError on a wrong shape, dtype, device, NaN, Inf or a full store, which then is as before."
+        """Code n tokens and add them. Raises ValueError/TypeError on a wrong shape, dtype, device,
+        NaN, Inf or a full store, which then is as before."""
         _check_append(self, k, v, names)
         n = k.shape[2]
         if n == 0:
             return
         means = [self._first_mean(side, x) for side, x in ((self.key, k), (self.value, v))]
-        coded = [encode(side.q, x, m, name) for side, x, m, name in zip((self.key, self.value), (k, v), means, names)]
+        coded = [
+            encode(side.q, x, m, name)
+            for side, x, m, name in zip((self.key, self.value), (k, v), means, names)
+        ]
         need = math.ceil((self.length - self.offset + n) / self.tile)
         have = self.capacity // self.tile
         if need > have:
@@ -184,10 +220,10 @@ class _Writing(_Held):
 
     def _write(self, side, coded):
         at = self.length - self.offset
-        write(side.planes, side.layout, coded.codes, at)
+        _write(side.planes, side.layout, coded.codes, at)
         side.tensors["scale"].flatten(2)[:, :, at : at + coded.scale.shape[2]] = coded.scale
 
-# %% ../nbs/09_store.ipynb #9909592f
+# %% ../nbs/09_store.ipynb #1a97324e
 class _Reading(_Writing):
     "Looking at what is stored."
 
@@ -197,17 +233,23 @@ class _Reading(_Writing):
         return max(self._window_from, self.length - self.recipe.window)
 
     def coded(self, side: str, first: int, last: int) -> Coded:
-        "Codes [B, H, last-first, d] and scales of positions [first, last) of `side` ('key' or 'value')."
+        """Codes [B, H, last-first, d] and scales of positions [first, last) of `side` ('key' or
+        'value')."""
         if not self.offset <= first <= last <= self.length:
-            raise ValueError(f"positions must lie in [{self.offset}, {self.length}], got [{first}, {last})")
+            raise ValueError(
+                f"positions must lie in [{self.offset}, {self.length}], got [{first}, {last})"
+            )
         s = getattr(self, side)
         a, b = (first - self.offset) // self.tile, math.ceil((last - self.offset) / self.tile)
         cut = slice(first - self.offset - a * self.tile, last - self.offset - a * self.tile)
         codes = unpack([p[:, :, a:b] for p in s.planes], s.layout)[:, :, cut]
-        return Coded(codes, s.tensors["scale"].flatten(2)[:, :, first - self.offset : last - self.offset])
+        return Coded(
+            codes, s.tensors["scale"].flatten(2)[:, :, first - self.offset : last - self.offset]
+        )
 
     def exact(self, side: str) -> tuple:
-        "Exact states with their positions: ([B, H, S+W, d], positions [B, S+W]); position -1 marks an empty slot."
+        """Exact states with their positions: ([B, H, S+W, d], positions [B, S+W]); position -1
+        marks an empty slot."""
         s, r = getattr(self, side), self.recipe
         sinks = self.start[:, None] + torch.arange(r.sinks, device=self.device)
         slots = torch.arange(self.length - r.window, self.length, device=self.device)
@@ -217,7 +259,7 @@ class _Reading(_Writing):
         positions = torch.cat([sinks.where(sinks < self.length, -1), held.where(~taken, -1)], 1)
         return torch.cat([s.tensors["sinks"], window], 2), positions
 
-# %% ../nbs/09_store.ipynb #1a6e9ca3
+# %% ../nbs/09_store.ipynb #d958562f
 def _range(name, value, batch, device, low, high):
     "A [batch] long tensor with every entry from low to high, from an int or a tensor."
     t = torch.as_tensor(value, dtype=torch.long, device=device)
@@ -228,12 +270,13 @@ def _range(name, value, batch, device, low, high):
         raise ValueError(f"{name} must be from {low} to {high}, got {t.tolist()}")
     return t
 
-
+# %% ../nbs/09_store.ipynb #c97ae1ae
 class _Decoding(_Reading):
     "Dense states, and which of them are real."
 
     def read(self, first: int | None = None) -> tuple:
-        "Decoded keys and values [B, H, length-first, d] in the model's dtype, sinks and window exact."
+        """Decoded keys and values [B, H, length-first, d] in the model's dtype, sinks and window
+        exact."""
         first = self.offset if first is None else first
         out = []
         for name in ("key", "value"):
@@ -246,20 +289,34 @@ class _Decoding(_Reading):
             out.append(x)
         return tuple(out)
 
-    def set_range(self, start=None, end=None, k: Tensor | None = None, v: Tensor | None = None) -> None:
-        "Which positions [start, end) of each sequence are real; ints or [B] tensors. Moving start after tokens came needs `k`, `v` of all of them, for the sinks."
+    def set_range(
+        self, start=None, end=None, k: Tensor | None = None, v: Tensor | None = None
+    ) -> None:
+        """Which positions [start, end) of each sequence are real; ints or [B] tensors. Moving
+        start after tokens came needs `k`, `v` of all of them, for the sinks."""
         if start is not None:
-            new = _range("start", start, self.batch, self.device, 0, max(self.length, 1 if self.length else 2**31))
+            new = _range(
+                "start",
+                start,
+                self.batch,
+                self.device,
+                0,
+                max(self.length, 1 if self.length else 2**31),
+            )
             if self.length and not torch.equal(new, self.start):
                 if any(x is None or x.shape[2] != self.length for x in (k, v)):
-                    raise ValueError(f"to move start after tokens were added, pass k and v of all {self.length} tokens")
+                    raise ValueError(
+                        f"to move start after tokens were added, pass k and v of all {self.length} tokens"
+                    )
                 self.start = new
                 for side, x in ((self.key, k), (self.value, v)):
                     _keep_sinks(self, side, x, 0)
             self.start = new
-        self.end = None if end is None else _range("end", end, self.batch, self.device, 0, self.length)
+        self.end = (
+            None if end is None else _range("end", end, self.batch, self.device, 0, self.length)
+        )
 
-# %% ../nbs/09_store.ipynb #027f2bae
+# %% ../nbs/09_store.ipynb #e2e7d2d1
 class _Moving(_Decoding):
     "Changing what is stored without coding anything again."
 
@@ -270,7 +327,8 @@ class _Moving(_Decoding):
         self.end = None if self.end is None else f(self.end)
 
     def crop(self, tokens: int) -> None:
-        "Forget the last `tokens` tokens (transformers passes a negative count). Raises ValueError if so many are not held."
+        """Forget the last `tokens` tokens (transformers passes a negative count). Raises
+        ValueError if so many are not held."""
         n = abs(int(tokens))
         if n > self.length - self.offset:
             raise ValueError(f"cannot crop {n} tokens of {self.length - self.offset} held")
@@ -280,11 +338,16 @@ class _Moving(_Decoding):
             self.end = None if self.end is None else self.end.clamp(max=self.length)
 
     def select(self, indices: Tensor) -> None:
-        "Keep, repeat or reorder sequences: row i becomes old row indices[i]. Raises ValueError for an index out of range."
+        """Keep, repeat or reorder sequences: row i becomes old row indices[i]. Raises ValueError
+        for an index out of range."""
         index = torch.as_tensor(indices, device=self.device)
         index = index.nonzero().flatten() if index.dtype == torch.bool else index.long()
-        if index.ndim != 1 or (len(index) and (int(index.min()) < -self.batch or int(index.max()) >= self.batch)):
-            raise ValueError(f"indices must be a vector of rows 0 to {self.batch - 1}, got {index.tolist()}")
+        if index.ndim != 1 or (
+            len(index) and (int(index.min()) < -self.batch or int(index.max()) >= self.batch)
+        ):
+            raise ValueError(
+                f"indices must be a vector of rows 0 to {self.batch - 1}, got {index.tolist()}"
+            )
         self._map(lambda x: x[index % self.batch])
         self.batch = len(index)
 
@@ -295,12 +358,13 @@ class _Moving(_Decoding):
         self._map(lambda x: x.repeat_interleave(times, 0))
         self.batch *= times
 
-# %% ../nbs/09_store.ipynb #b22ef56c
+# %% ../nbs/09_store.ipynb #a376940d
 class _Freeing(_Moving):
     "Giving memory back, or moving it elsewhere."
 
     def evict(self, before: int) -> None:
-        "Free whole tiles of positions below `before`, which nothing attends to any more (sliding windows)."
+        """Free whole tiles of positions below `before`, which nothing attends to any more (sliding
+        windows)."""
         tiles = (min(before, self.length) - self.offset) // self.tile
         if tiles < 1:
             return
@@ -320,45 +384,72 @@ class _Freeing(_Moving):
             side.q = Quantizer(side.q.spec, side.q.d, device, side.q.rotation)
         self.device = self.start.device
 
-# %% ../nbs/09_store.ipynb #2a763d13
+# %% ../nbs/09_store.ipynb #3871dd31
 class _Counting(_Freeing):
     "Bytes, counted on the tensors and by formula."
 
     def parts(self) -> dict:
-        "Bytes that each kind of tensor holds: planes, scale, exact (sinks and window), mean, range."
-        out = dict(planes=0, scale=0, exact=0, mean=0, range=self.start.nbytes + (0 if self.end is None else self.end.nbytes))
+        """Bytes that each kind of tensor holds: planes, scale, exact (sinks and window), mean,
+        range."""
+        out = dict(
+            planes=0,
+            scale=0,
+            exact=0,
+            mean=0,
+            range=self.start.nbytes + (0 if self.end is None else self.end.nbytes),
+        )
         for side in (self.key, self.value):
             for name, t in side.tensors.items():
-                part = "planes" if name.startswith("plane") else "exact" if name in ("sinks", "window") else name
+                part = (
+                    "planes"
+                    if name.startswith("plane")
+                    else "exact"
+                    if name in ("sinks", "window")
+                    else name
+                )
                 out[part] += t.nbytes
         return out
 
     @property
     def nbytes(self) -> int:
-        "Bytes held by this layer's tensors, slack included. Tables are shared between layers; see `tables`."
+        """Bytes held by this layer's tensors, slack included. Tables are shared between layers;
+        see `tables`."""
         return sum(self.parts().values())
 
     def tables(self) -> list:
         "Rotation and codebook tensors in use; several stores may share them."
-        return [t for s in (self.key, self.value) for t in (s.q.rotation.matrix, s.q.codebook.levels, s.q.codebook.edges)]
+        return [
+            t
+            for s in (self.key, self.value)
+            for t in (s.q.rotation.matrix, s.q.codebook.levels, s.q.codebook.edges)
+        ]
+
+# %% ../nbs/09_store.ipynb #37ad22ef
+class _Formula(_Counting):
+    "The same bytes from the recipe, without looking at the tensors."
 
     def expected_nbytes(self) -> int:
-        "The same from the recipe: what `nbytes` must equal."
-        rows, total = self.batch * self.heads, 8 * self.batch * (1 if self.end is None else 2)
-        for side, spec in ((self.key, self.recipe.key), (self.value, self.recipe.value)):
+        "What `nbytes` must equal."
+        rows, r = self.batch * self.heads, self.recipe
+        total = 8 * self.batch * (1 if self.end is None else 2)
+        for side, spec in ((self.key, r.key), (self.value, r.value)):
             d, scale = side.q.d, {"float32": 4}.get(spec.scale_dtype, 2)
             bit_planes = 1 if spec.bits == 1 else spec.bits - 2
             codes = self.tile // 4 * (d * (spec.bits > 1) + (d + 1) // 2 * bit_planes)
+            exact = (r.sinks + r.window) * self.dtype.itemsize
+            mean = 0 if spec.center == "none" else 2
             total += rows * (self.capacity // self.tile) * (codes + self.tile * scale)
-            total += rows * d * ((self.recipe.sinks + self.recipe.window) * self.dtype.itemsize + 2 * (spec.center != "none"))
+            total += rows * d * (exact + mean)
         return total
 
     def bits_per_value(self) -> float:
         "8 * nbytes over the number of key and value entries stored; nan when empty."
-        values = self.batch * self.heads * (self.length - self.offset) * (self.key.q.d + self.value.q.d)
+        values = (
+            self.batch * self.heads * (self.length - self.offset) * (self.key.q.d + self.value.q.d)
+        )
         return 8 * self.nbytes / values if values else math.nan
 
-# %% ../nbs/09_store.ipynb #09500708
+# %% ../nbs/09_store.ipynb #d953eecc
 FORMAT = "turboquant-nb store 1"
 
 
@@ -373,19 +464,27 @@ def _digest(tensors: dict) -> str:
 
 
 def write_file(path, tensors: dict, header: dict) -> None:
-    "Tensors and a JSON header with their digest to one safetensors file, written beside the target and then moved over it."
+    """Tensors and a JSON header with their digest to one safetensors file, written beside the
+    target and then moved over it."""
     tensors = {k: t.detach().cpu().contiguous().clone() for k, t in tensors.items()}
     temporary = f"{path}.part"
     try:
-        save_file(tensors, temporary, metadata={"header": json.dumps(header | {"format": FORMAT, "sha256": _digest(tensors)})})
+        save_file(
+            tensors,
+            temporary,
+            metadata={
+                "header": json.dumps(header | {"format": FORMAT, "sha256": _digest(tensors)})
+            },
+        )
         os.replace(temporary, path)
     finally:
         if os.path.exists(temporary):
             os.remove(temporary)
 
-
+# %% ../nbs/09_store.ipynb #f85eee8c
 def read_file(path) -> tuple:  # (tensors, header)
-    "The inverse of `write_file`. Raises ValueError for a file of another kind, a truncated or a changed one; FileNotFoundError if there is none."
+    """The inverse of `write_file`. Raises ValueError for a file of another kind, a truncated or a
+    changed one; FileNotFoundError if there is none."""
     if not os.path.exists(path):
         raise FileNotFoundError(f"no such file: {path}")
     try:
@@ -393,52 +492,86 @@ def read_file(path) -> tuple:  # (tensors, header)
             header = json.loads((f.metadata() or {}).get("header", "{}"))
             tensors = {k: f.get_tensor(k) for k in f.keys()}
     except (SafetensorError, json.JSONDecodeError, OSError) as error:
-        raise ValueError(f"{path} is not a readable store: truncated or of another kind ({error})") from None
+        raise ValueError(
+            f"{path} is not a readable store: truncated or of another kind ({error})"
+        ) from None
     if header.get("format") != FORMAT:
         raise ValueError(f"{path} must have format {FORMAT!r}, got {header.get('format')!r}")
     if header.get("sha256") != _digest(tensors):
-        raise ValueError(f"{path} was changed after it was written: its contents do not match their SHA-256")
+        raise ValueError(
+            f"{path} was changed after it was written: its contents do not match their SHA-256"
+        )
     return tensors, header
 
-# %% ../nbs/09_store.ipynb #1ee46007
+# %% ../nbs/09_store.ipynb #c32c7cda
 def _restore(side, name, tensors, tiles):
-    "Put saved tensors of `tiles` tiles into a new side. Raises ValueError if one is missing or of another shape or type."
+    """Put saved tensors of `tiles` tiles into a new side. Raises ValueError if one is missing or
+    of another shape or type."""
     for n, t in side.tensors.items():
         new = tensors.get(f"{name}.{n}")
         tiled = n.startswith("plane") or n == "scale"
         want = (*t.shape[:2], tiles, *t.shape[3:]) if tiled else tuple(t.shape)
         if new is None or tuple(new.shape) != want or new.dtype != t.dtype:
-            raise ValueError(f"{name}.{n} must be {t.dtype} of shape {want}, got {'nothing' if new is None else (new.dtype, tuple(new.shape))}")
+            raise ValueError(
+                f"{name}.{n} must be {t.dtype} of shape {want}, got {'nothing' if new is None else (new.dtype, tuple(new.shape))}"
+            )
         if tiled:
             side.tensors[n] = t.new_zeros(*t.shape[:2], max(tiles, t.shape[2]), *t.shape[3:])
         side.tensors[n][:, :, : new.shape[2]] = new.to(t.device)
 
-# %% ../nbs/09_store.ipynb #3303d88b
-class KVStore(_Counting):
-    "Codes of the keys and values of one layer, with exact sinks and window. Every token is coded when it arrives. Positions count from the first token ever appended."
-
-    def __repr__(self):
-        return f"KVStore(batch={self.batch}, heads={self.heads}, length={self.length}, {self.bits_per_value():.2f} bits per value)"
+# %% ../nbs/09_store.ipynb #b443e229
+class _Saving(_Formula):
+    "What goes to disk."
 
     def state(self) -> tuple:  # (tensors, header)
         "All tensors, without slack, and what is needed to build the store again."
         tiles = math.ceil((self.length - self.offset) / self.tile)
         cut = lambda n, t: t[:, :, :tiles] if n.startswith("plane") or n == "scale" else t  # noqa: E731
-        tensors = {f"{s}.{n}": cut(n, t) for s in ("key", "value") for n, t in getattr(self, s).tensors.items()}
+        tensors = {
+            f"{s}.{n}": cut(n, t)
+            for s in ("key", "value")
+            for n, t in getattr(self, s).tensors.items()
+        }
         tensors["start"] = self.start
         if self.end is not None:
             tensors["end"] = self.end
         names = ("batch", "heads", "tile", "max_length", "length", "offset", "_window_from")
-        header = {n: getattr(self, n) for n in names} | {"recipe": self.recipe.to_json(), "dtype": str(self.dtype).split(".")[1]}
+        header = {n: getattr(self, n) for n in names} | {
+            "recipe": self.recipe.to_json(),
+            "dtype": str(self.dtype).split(".")[1],
+        }
         return tensors, header | {"d": [self.key.q.d, self.value.q.d]}
+
+# %% ../nbs/09_store.ipynb #18e7b3e8
+class KVStore(_Saving):
+    """Codes of the keys and values of one layer, with exact sinks and window. Every token is coded
+    when it arrives. Positions count from the first token ever appended."""
+
+    def __repr__(self):
+        size = f"{self.batch} x {self.heads} heads x {self.length} tokens"
+        return f"KVStore({size}, {self.bits_per_value():.2f} bits per value)"
 
     @classmethod
     def from_state(cls, tensors: dict, header: dict, device="cpu") -> "KVStore":
         "The inverse of `state`. Raises ValueError if tensors and header do not fit each other."
         h = header
-        store = cls(Recipe.from_json(h["recipe"]), h["batch"], h["heads"], *h["d"], getattr(torch, h["dtype"]), device, h["max_length"], h["tile"])
+        store = cls(
+            Recipe.from_json(h["recipe"]),
+            h["batch"],
+            h["heads"],
+            *h["d"],
+            getattr(torch, h["dtype"]),
+            device,
+            h["max_length"],
+            h["tile"],
+        )
         for name in ("key", "value"):
-            _restore(getattr(store, name), name, tensors, math.ceil((h["length"] - h["offset"]) / h["tile"]))
+            _restore(
+                getattr(store, name),
+                name,
+                tensors,
+                math.ceil((h["length"] - h["offset"]) / h["tile"]),
+            )
         for n in ("length", "offset", "_window_from"):
             setattr(store, n, h[n])
         store.start, end = tensors["start"].to(device), tensors.get("end")

@@ -1,0 +1,348 @@
+"Coding single vectors: every field of a Spec, every bad input, and the distortion of the theory."
+import math
+from dataclasses import asdict, replace
+from itertools import product
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from turboquant_nb.codebook import lloyd_max
+from turboquant_nb.quantizer import PRESETS, Coded, Quantizer, Recipe, Spec, as_recipe, check_finite, decode, decode_rotated, encode, preset
+from turboquant_nb.rotation import make_rotation
+from turboquant_nb.testing import raises, same, within_z
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# Mean squared error of the optimal b-bit scalar code at unit variance: Gaussian (classical tables), and the exact law of a coordinate of a unit vector times d.
+GAUSSIAN = {1: 0.36338, 2: 0.11748, 3: 0.03455, 4: 0.00950}
+SPHERE = {64: (0.35839, 0.11453, 0.03339, 0.00913), 128: (0.36089, 0.11600, 0.03397, 0.00931), 256: (0.36214, 0.11674, 0.03426, 0.00941)}
+
+
+def relative(q, x, mean=None):
+    return float((decode(q, encode(q, x, mean), mean) - x.float()).norm() / x.float().norm())
+
+
+# --- Spec, Recipe ---------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("field, bad", [
+    ("bits", 0), ("bits", 9), ("bits", 5), ("bits", 2.0), ("bits", True), ("bits", "3"), ("bits", None), ("seed", -1), ("seed", 1.5),
+    ("rotation", "svd"), ("rotation", None), ("rotation", ["haar"]), ("scale", "l2"), ("table", "uniform"), ("center", "mean"), ("scale_dtype", "float64"),
+    ("scale_dtype", torch.float16),
+])
+def test_spec_refuses(field, bad):
+    with pytest.raises(ValueError, match=field) as info:
+        Spec(**{field: bad})
+    assert repr(bad) in str(info.value)
+
+
+@pytest.mark.parametrize("kwargs, error, name", [
+    (dict(key=3), TypeError, "key"), (dict(value=None), TypeError, "value"), (dict(sinks=-1), ValueError, "sinks"), (dict(sinks=1.0), ValueError, "sinks"),
+    (dict(window=-5), ValueError, "window"), (dict(window=True), ValueError, "window"),
+])
+def test_recipe_refuses(kwargs, error, name):
+    with pytest.raises(error, match=name):
+        Recipe(**kwargs)
+
+
+def test_recipe_json_round_trip_and_hash():
+    for bits, rotation, scale in product((1, 4), ("hadamard", "haar", "identity"), ("norm", "mse", "unbiased")):
+        for table, center, dtype in product(("sphere", "gaussian", "affine"), ("none", "prompt"), ("float16", "bfloat16", "float32")):
+            key = Spec(bits, rotation, 7, scale, table, center, dtype)
+            recipe = Recipe(key=key, value=Spec(bits=2), sinks=3, window=5)
+            again = Recipe.from_json(recipe.to_json())
+            assert again == recipe and hash(again) == hash(recipe) and again.to_json() == recipe.to_json()
+            assert recipe != replace(recipe, window=6) and asdict(again) == asdict(recipe)
+    assert len({Recipe(), Recipe(), preset("k3v3")}) == 2
+    with pytest.raises(AttributeError):
+        Recipe().sinks = 9
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", "", "null", '"k3v3"', '{"key":{}}', '{"key":{},"value":{},"foo":1}', '{"key":[],"value":{}}', '{"key":{"bit":3},"value":{}}'])
+def test_recipe_from_bad_json(text):
+    with pytest.raises(ValueError, match="not a recipe"):
+        Recipe.from_json(text)
+
+
+def test_recipe_from_json_names_the_field():
+    with pytest.raises(ValueError, match="bits"):
+        Recipe.from_json('{"key":{"bits":9},"value":{}}')
+
+
+def test_presets_and_as_recipe():
+    for name, (k, v) in PRESETS.items():
+        r = preset(name)
+        assert (r.key.bits, r.value.bits) == (k, v) and name == f"k{k}v{v}" and as_recipe(name) == r
+    assert as_recipe() == as_recipe(None) == preset("k3v3") and as_recipe(Recipe()) == Recipe()
+    assert as_recipe("k4v2", bits=1) == replace(preset("k4v2"), key=replace(preset("k4v2").key, bits=1), value=replace(preset("k4v2").value, bits=1))
+    for bad in (0, 9, 5, "3", 2.5, True):
+        with pytest.raises(ValueError, match="bits"):
+            as_recipe("k3v3", bits=bad)
+    with pytest.raises(ValueError, match="k9v9"):
+        as_recipe("k9v9")
+    for bad in (3, Spec(), b"k3v3", {"key": 1}):
+        with pytest.raises(TypeError, match="recipe"):
+            as_recipe(bad)
+
+
+# --- encode and decode ----------------------------------------------------------------------------
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rotation, scale, table", list(product(("hadamard", "haar", "identity"), ("norm", "mse", "unbiased"), ("sphere", "gaussian", "affine"))))
+def test_all_specs(rotation, scale, table, dtype, gen):
+    for bits, d, scale_dtype in ((1, 17, "float16"), (2, 64, "bfloat16"), (3, 33, "float32"), (4, 7, "float16")):
+        q = Quantizer(Spec(bits, rotation, 3, scale, table, "none", scale_dtype), d)
+        x = torch.randn(2, 3, 40, d, generator=gen).to(dtype)
+        c = encode(q, x)
+        assert c.codes.shape == x.shape and c.codes.dtype == torch.uint8 and int(c.codes.max()) < 2**bits
+        assert c.scale.shape == x.shape[:-1] and c.scale.dtype == getattr(torch, scale_dtype)
+        same(encode(q, x.float()).codes, c.codes)  # computed in fp32 whatever comes
+        y = decode(q, c, dtype=dtype)
+        assert y.dtype == dtype and y.shape == x.shape
+        bound = {1: 0.75, 2: 0.45, 3: 0.27, 4: 0.16}[bits] * (1.15 if scale == "unbiased" else 1)  # sqrt(D), 20 % and more above theory
+        assert relative(q, x) < bound, (bits, relative(q, x))
+        same(q.rotation.inverse(decode_rotated(q, c)), decode(q, c))
+
+
+@pytest.mark.parametrize("d", [1, 2, 3, 5, 16, 24, 63, 80, 127, 320])
+def test_any_head_size(d, gen):
+    for table in ("sphere", "gaussian", "affine"):
+        q = Quantizer(Spec(bits=4, table=table), d)
+        assert relative(q, torch.randn(50, d, generator=gen)) < 0.2
+
+
+def test_blocks_do_not_matter(gen):
+    q = Quantizer(Spec(bits=3), 16)
+    x, mean = torch.randn(3, 50, 16, generator=gen), torch.randn(3, 1, 16, generator=gen)
+    want = encode(q, x, mean)
+    for block in (1, 7, 50, 149, 150, 151):
+        got = encode(q, x, mean, block=block)
+        same(got.codes, want.codes)
+        same(got.scale, want.scale)
+
+
+def test_non_contiguous_expanded_and_mean_forms(gen):
+    q = Quantizer(Spec(bits=3, center="prompt"), 24)
+    base = torch.randn(2, 30, 4, 24, generator=gen)
+    x, dense = base.transpose(1, 2), base.transpose(1, 2).contiguous()
+    same(encode(q, x).codes, encode(q, dense).codes)
+    row = torch.randn(1, 1, 1, 24, generator=gen)
+    same(encode(q, row.expand(2, 3, 4, 24)).codes, encode(q, row.expand(2, 3, 4, 24).contiguous()).codes)
+    mean = torch.randn(2, 4, 1, 24, generator=gen).bfloat16()
+    for m in (mean, mean.expand_as(x), mean.expand_as(x).contiguous(), mean.float()):
+        got = encode(q, x, m)
+        same(got.codes, encode(q, dense - mean.float()).codes)
+    same(decode(q, got, mean), decode(q, got) + mean.float())
+    same(encode(q, x, mean[:1, :1, 0, :]).codes, encode(q, x, mean[:1, :1].expand(2, 4, 1, 24)).codes)
+    assert encode(q, torch.zeros(24)).codes.shape == (24,) and encode(q, torch.zeros(24)).scale.shape == ()
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 3, 8)])
+def test_empty(shape):
+    q = Quantizer(Spec(), 8)
+    c = encode(q, torch.zeros(shape))
+    assert c.codes.shape == shape and c.scale.shape == shape[:-1] and decode(q, c).shape == shape
+    assert encode(q, torch.zeros(shape), torch.zeros(1, 8)).codes.shape == shape
+
+
+def test_zeros_constants_outliers(gen):
+    for scale in ("norm", "mse", "unbiased"):
+        q = Quantizer(Spec(bits=3, scale=scale), 64)
+        zero = encode(q, torch.zeros(3, 64))
+        assert float(zero.scale.abs().max()) == 0 and float(decode(q, zero).abs().max()) == 0
+        for value in (1.0, -3.5, 1e-3):
+            assert relative(q, torch.full((2, 64), value)) < 0.3
+        x = torch.randn(64, 64, generator=gen)
+        x[:, 5] *= 1000
+        got = decode(q, encode(q, x))
+        assert got.isfinite().all() and relative(q, x) < 0.3
+        both = torch.randn(5, 64, generator=gen)
+        both[2] = 0
+        same(decode(q, encode(q, both))[2], torch.zeros(64))
+
+
+def test_scale_invariance(gen):
+    "A power of two changes the scale by that factor and no code, as long as nothing over- or underflows."
+    q = Quantizer(Spec(bits=3, scale_dtype="float32"), 64)
+    x = torch.randn(20, 64, generator=gen)
+    want = encode(q, x)
+    for k in (-40, -10, 1, 20, 55):
+        got = encode(q, x * 2.0**k)
+        same(got.codes, want.codes)
+        same(got.scale, want.scale * 2.0**k)
+
+
+@pytest.mark.parametrize("size", [1e19, 1e20, 1e30, 1e37])
+def test_huge_values_are_right_or_refused(size, gen):
+    q = Quantizer(Spec(bits=3, scale_dtype="bfloat16"), 64)
+    x = torch.randn(4, 64, generator=gen) * size
+    try:
+        error = float(((decode(q, encode(q, x)) / size - x / size).norm()) / (x / size).norm())
+    except ValueError as refused:
+        assert str(refused).startswith("x ")
+        return
+    assert error < 0.25
+
+
+def test_fp64_beyond_fp32_is_refused():
+    with pytest.raises((ValueError, TypeError), match="x"):
+        encode(Quantizer(Spec(), 8), torch.full((2, 8), 1e300, dtype=torch.float64))
+
+
+def test_scale_overflow_names_what_to_do(gen):
+    x = torch.randn(4, 64, generator=gen) * 1e6
+    q = Quantizer(Spec(), 64)
+    with raises(ValueError, "keys of layer 3 needs a scale of"):
+        encode(q, x, name="keys of layer 3")
+    with raises(ValueError, "bfloat16"):
+        encode(q, x)
+    for wide in ("bfloat16", "float32"):
+        assert relative(Quantizer(Spec(scale_dtype=wide), 64), x) < 0.25
+
+
+@pytest.mark.parametrize("bad, error, text", [
+    (lambda x: x.long(), TypeError, "int64"), (lambda x: x.tolist(), TypeError, "list"), (lambda x: None, TypeError, "NoneType"),
+    (lambda x: x.bool(), TypeError, "bool"), (lambda x: x.to(torch.complex64), TypeError, "complex64"),
+    (lambda x: x[..., :7], ValueError, "[..., 8]"), (lambda x: x.sum(), ValueError, "[..., 8]"), (lambda x: x.to("meta"), ValueError, "meta"),
+    (lambda x: x.index_fill(0, torch.tensor(1), math.nan), ValueError, "8 NaN"), (lambda x: x.index_fill(1, torch.tensor(1), math.inf), ValueError, "3 Inf"),
+    (lambda x: x.index_fill(1, torch.tensor(1), -math.inf), ValueError, "3 Inf"),
+    (lambda x: torch.cat([x, x * math.nan, torch.full_like(x, math.inf)]).half(), ValueError, "24 Inf"),
+])
+def test_encode_refuses(bad, error, text):
+    q = Quantizer(Spec(), 8)
+    with pytest.raises(error) as info:
+        encode(q, bad(torch.ones(3, 8)), name="values of layer 2")
+    assert str(info.value).startswith("values of layer 2") and text in str(info.value)
+
+
+def test_finite_large_values_are_no_inf():
+    "The sum overflows although every value is finite."
+    check_finite(torch.full((4,), 3e38), "x")
+    check_finite(torch.full((4000,), 65504.0, dtype=torch.float16), "x")
+    check_finite(torch.zeros(0), "x")
+
+
+def test_bad_mean():
+    q, x = Quantizer(Spec(), 8), torch.ones(4, 8)
+    for mean in (torch.full((8,), math.nan), torch.zeros(3, 8), torch.zeros(7)):
+        with pytest.raises(ValueError, match="mean"):
+            encode(q, x, mean)
+
+
+def test_quantizer_arguments():
+    for d in (0, -3, 2.5, "8", None):
+        with pytest.raises((TypeError, ValueError), match="d must"):
+            Quantizer(Spec(), d)
+    with pytest.raises(TypeError, match="spec"):
+        Quantizer("k3v3", 8)
+    with pytest.raises(ValueError, match="d = 8, got d = 16"):
+        Quantizer(Spec(), 8, rotation=make_rotation("haar", 16))
+    own = make_rotation("matrix", 8, matrix=torch.eye(8)[torch.randperm(8)])
+    assert Quantizer(Spec(rotation="identity"), 8, rotation=own).rotation.kind == "matrix"
+    assert "bits=3" in repr(Quantizer(Spec(), 8))
+
+
+def test_decode_refuses():
+    q = Quantizer(Spec(), 8)
+    c = encode(q, torch.ones(3, 8))
+    for codes, scale in ((c.codes[:, :7], c.scale), (c.codes, c.scale[:2]), (c.codes, c.scale[:, None]), (c.codes[:2], c.scale)):
+        with pytest.raises(ValueError, match="codes"):
+            decode(q, Coded(codes, scale))
+    with pytest.raises(ValueError, match="codes"):
+        decode(q, Coded(torch.full((3, 8), 9, dtype=torch.uint8), c.scale))
+
+
+def test_seeds_differ_and_repeat(gen):
+    x = torch.randn(10, 32, generator=gen)
+    a, b, c = (encode(Quantizer(Spec(seed=s), 32), x).codes for s in (1, 1, 2))
+    same(a, b)
+    assert not torch.equal(a, c)
+
+
+def test_global_random_state_is_not_touched():
+    before = torch.get_rng_state()
+    Quantizer(Spec(rotation="haar", seed=99), 40)
+    Quantizer(Spec(rotation="hadamard", seed=99), 40)
+    same(torch.get_rng_state(), before)
+
+
+# --- theory ---------------------------------------------------------------------------------------
+
+def law(d, bits):
+    "(mean, sd) of ‖y - ŷ‖²/‖y‖² of one vector with the exact table and the norm scale, from 4 M fresh uniform unit vectors' coordinates; mean must be the table's D."
+    book = lloyd_max(bits, d)
+    g = torch.Generator().manual_seed(d + bits)
+    x = torch.randn(2_000_000 // d, d, generator=g)
+    x = x / x.norm(dim=1, keepdim=True) * math.sqrt(d)
+    error = (x - book.decode(book.encode(x))).square().mean(1)
+    return book.mse, float(error.std())
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_distortion_table(bits, d, gen):
+    """For any fixed vector and a Haar rotation, E‖x-x̂‖²/‖x‖² = D(b, d). A fixed x with an independent rotation each time is the same as a uniform x, so uniform unit vectors go
+    through the whole pipeline. The width: coordinates of a unit vector are negatively correlated only to O(1/d), so the sd of the mean over d of a function f is at most sd(f)/√d."""
+    mean = SPHERE[d][bits - 1]
+    book = lloyd_max(bits, d)
+    assert abs(book.mse - mean) < 6e-6 and abs(lloyd_max(bits).mse - GAUSSIAN[bits]) < 6e-6
+    x = torch.randn(6000, d, generator=gen)
+    q = Quantizer(Spec(bits, "haar", 5, "norm", scale_dtype="float32"), d)
+    error = (decode(q, encode(q, x)) - x).square().sum(1) / x.square().sum(1)
+    grid = torch.linspace(-8, 8, 200_001, dtype=torch.float64)
+    inside = (1 - grid**2 / d).clamp(min=0) ** ((d - 3) / 2)
+    weight = inside / inside.sum()
+    f = (grid - book.decode(book.encode(grid)).double()) ** 2
+    sd = float(((f - (f * weight).sum()) ** 2 * weight).sum().sqrt()) / math.sqrt(d)
+    within_z(error, book.mse, sd, name=f"b={bits} d={d}")
+    assert abs(float(error.mean()) - mean) < 5 * sd / math.sqrt(len(error)) + 6e-6
+    assert float(error.mean()) < math.sqrt(3) * math.pi / 2 * 4.0**-bits and float(error.mean()) > 4.0**-bits
+    with raises(AssertionError):  # mutant: the table of one bit fewer or more
+        within_z(error, SPHERE[d][bits % 4], sd)
+    wrong = Quantizer(Spec(bits, "identity", 5, "norm", scale_dtype="float32"), d)
+    spiky = torch.zeros(2000, d).index_fill(1, torch.tensor([3]), 1.0)
+    with raises(AssertionError):  # mutant: no rotation
+        within_z((decode(wrong, encode(wrong, spiky)) - spiky).square().sum(1), book.mse, sd)
+    spiky_error = (decode(q, encode(q, spiky)) - spiky).square().sum(1)
+    assert float(spiky_error.max()) < 3 * book.mse  # one direction, one rotation: near D but not a mean
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_scales_do_what_they_promise(bits, gen):
+    "mse: no other factor is nearer. unbiased: ⟨x, x̂⟩ = ‖x‖² for every vector."
+    x = torch.randn(500, 64, generator=gen)
+    make = lambda scale: Quantizer(Spec(bits, scale=scale, scale_dtype="float32"), 64)  # noqa: E731
+    norm, mse, fair = ((decode(make(s), encode(make(s), x))) for s in ("norm", "mse", "unbiased"))
+    error = lambda y: (y - x).square().sum(1)  # noqa: E731
+    for y in (norm, fair, mse * 1.01, mse * 0.99):
+        assert (error(mse) <= error(y) * (1 + 1e-5)).all()
+    assert torch.allclose((fair * x).sum(1), x.square().sum(1), rtol=1e-4)
+    shrink = ((norm * x).sum(1) / x.square().sum(1)).mean()
+    assert abs(float(shrink) - (1 - lloyd_max(bits, 64).mse)) < 0.01
+
+
+class Count(TorchDispatchMode):
+    "How many operators run."
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_work_is_vectorised(gen):
+    "20 M look-ups: the number of operators depends on blocks of 8,192 vectors, never on vectors or channels."
+    book = lloyd_max(3, 128)
+    with Count() as count:
+        codes = book.encode(torch.empty(20_000_000).uniform_(-3, 3, generator=gen))
+        book.decode(codes)
+    assert count.calls < 500, count.calls
+    q, x = Quantizer(Spec(bits=3), 128), torch.randn(3 * 8192, 128, generator=gen)
+    calls = []
+    for n in (8192, 3 * 8192):
+        with Count() as count:
+            encode(q, x[:n])
+        calls.append(count.calls)
+    assert calls[0] < 600 and calls[1] < 3 * calls[0]
