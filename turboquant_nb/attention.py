@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = ['attend', 'dense_attention']
 
-# %% ../nbs/10_attention.ipynb #288d2254
+# %% ../nbs/10_attention.ipynb #0727d3c8
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from .quantizer import check_float
 from .store import KVStore
 
 # %% ../nbs/10_attention.ipynb #9071a4a0
@@ -95,30 +96,21 @@ def _masked(scores: Tensor, mask: Tensor | None, softcap: float | None) -> Tenso
         scores = softcap * torch.tanh(scores / softcap)
     return scores if mask is None else scores.masked_fill(~mask, -math.inf)
 
-# %% ../nbs/10_attention.ipynb #6f55d10c
+# %% ../nbs/10_attention.ipynb #87c2a08d
 def _add_coded(soft, query, store, see, first, past, softcap, block):
     """Coded tokens in blocks: levels times the rotated query, then the scale of each token. Exact
     tokens are left out."""
     for lo in range(first, past, block):
         hi = min(lo + block, past)
         positions = torch.arange(lo, hi, device=store.device)[None]
-        exact = (positions >= store.past_exact_from) | (
-            positions < store.start[:, None] + store.recipe.sinks
-        )
+        exact = (positions >= store.past_exact_from) | store.is_sink(positions)
         seen = see(positions) & ~exact[:, None, None, :]
         k, v = store.coded("key", lo, hi), store.coded("value", lo, hi)
-        scores = (
-            query.turned
-            @ store.key.q.codebook.decode(k.codes).transpose(-1, -2)
-            * k.scale.float().unsqueeze(-2)
-        )
-        soft.add(
-            _masked(scores + query.offset, seen, softcap),
-            store.value.q.codebook.decode(v.codes),
-            v.scale.float(),
-        )
+        k_levels, v_levels = store.levels("key", k.codes), store.levels("value", v.codes)
+        scores = query.turned @ k_levels.transpose(-1, -2) * k.scale.float().unsqueeze(-2)
+        soft.add(_masked(scores + query.offset, seen, softcap), v_levels, v.scale.float())
 
-# %% ../nbs/10_attention.ipynb #976d3347
+# %% ../nbs/10_attention.ipynb #4a2ea7a0
 def _add_exact(soft, query, store, see, first, past, softcap):
     "Sinks and window, in the model's basis."
     k, positions = store.exact("key")
@@ -135,54 +127,46 @@ def _finish(soft, q, store):
     out = store.value.q.rotation.inverse(soft.coded) + soft.exact
     if store.value.mean is not None:
         out = out + soft.coded_total * store.value.mean.float()
-    out = torch.where(soft.total > 0, out / soft.total, 0.0)
+    out = torch.where(soft.total == 0, 0.0, out / soft.total)  # NaN in q stays NaN
     lse = soft.top + soft.total.log()
     shape = (q.shape[0], q.shape[1], q.shape[2])
     return out.reshape(*shape, store.value.q.d).to(q.dtype), lse.reshape(shape)
 
-# %% ../nbs/10_attention.ipynb #177ff9b0
-def _check_attend(q, store, k, v, mask, first, softcap, window):
-    if not isinstance(q, Tensor) or not q.is_floating_point():
-        raise TypeError(
-            f"q must be a floating-point tensor, got {getattr(q, 'dtype', type(q).__name__)}"
-        )
-    if (
-        q.ndim != 4
-        or q.shape[0] != store.batch
-        or q.shape[1] % store.heads
-        or q.shape[3] != store.key.q.d
-    ):
-        raise ValueError(
-            f"q must have shape [{store.batch}, a multiple of {store.heads}, n, {store.key.q.d}], got {list(q.shape)}"
-        )
+# %% ../nbs/10_attention.ipynb #c5b904f6
+def _check_attend(q, store, k, v, first, block, softcap, window):
+    check_float(q, "q")
+    (b, h, dk), length = (store.batch, store.heads, store.key.q.d), store.length
+    if q.ndim != 4 or q.shape[0] != b or q.shape[1] % h or q.shape[3] != dk:
+        raise ValueError(f"q must have shape [{b}, a multiple of {h}, n, {dk}], got {list(q.shape)}")
+    if q.shape[2] > length:
+        raise ValueError(f"q must be of the last {length} tokens in the store, got {q.shape[2]}")
     if q.device != store.device:
         raise ValueError(f"q must be on {store.device} like the store, got {q.device}")
-    if (k is None) != (v is None):
-        raise ValueError("k and v must be given together")
+    if (k is None) != (v is None) or (k is not None and k.shape[2] != v.shape[2]):
+        raise ValueError("k and v must be given together, with equally many tokens")
     for name, x, side in (("k", k, store.key), ("v", v, store.value)):
-        if x is not None and (
-            x.shape[2] > store.length
-            or list(x.shape) != [store.batch, store.heads, x.shape[2], side.q.d]
-        ):
-            raise ValueError(
-                f"{name} must have shape [{store.batch}, {store.heads}, at most {store.length}, {side.q.d}], got {list(x.shape)}"
-            )
-    if mask is not None:
-        want = [store.length - first]
-        if (
-            mask.dtype != torch.bool
-            or mask.ndim != 4
-            or mask.shape[-1] != want[0]
-            or mask.shape[-2] != q.shape[2]
-        ):
-            raise ValueError(
-                f"mask must be bool [B or 1, heads or 1, {q.shape[2]}, {want[0]}], got {mask.dtype} {list(mask.shape)}"
-            )
-    for name, x in (("softcap", softcap), ("window", window)):
+        if x is not None and list(x.shape) != [b, h, min(x.shape[2], length), side.q.d]:
+            want = f"[{b}, {h}, at most {length}, {side.q.d}]"
+            raise ValueError(f"{name} must have shape {want}, got {list(x.shape)}")
+    if not store.offset <= first <= length:
+        raise ValueError(f"first must be from {store.offset} to {length}, got {first}")
+    for name, x in (("block", block), ("softcap", softcap), ("window", window)):
         if x is not None and x <= 0:
             raise ValueError(f"{name} must be positive, got {x}")
 
-# %% ../nbs/10_attention.ipynb #4ecfd311
+
+def _check_mask(mask, q, store, first):
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        raise TypeError(f"mask must be a bool tensor, got {getattr(mask, 'dtype', type(mask))}")
+    (b, h, n, _), width = q.shape, store.length - first
+    ok = mask.ndim == 4 and mask.shape[0] in (1, b) and mask.shape[1] in (1, h)
+    if not ok or list(mask.shape[2:]) != [n, width]:
+        want = f"[{b} or 1, {h} or 1, {n}, {width}]"
+        raise ValueError(f"mask must have shape {want}, got {list(mask.shape)}")
+
+# %% ../nbs/10_attention.ipynb #e5da4c92
 def _sight(query: _Query, store: KVStore, mask, first: int, causal: bool, window):
     "A function from positions [B|1, T] to the mask of all query rows there."
 
@@ -193,12 +177,11 @@ def _sight(query: _Query, store: KVStore, mask, first: int, causal: bool, window
             index = (positions - first).clamp(min=0)[:, None, None, :]
             index = index.expand(store.batch, mask.shape[1], query.tokens, -1)
             seen = mask.expand(store.batch, -1, -1, -1).gather(-1, index)
-            seen = seen & (positions >= first)[:, None, None, :]
-        return query.grouped(seen)
+        return query.grouped(seen & (positions >= first)[:, None, None, :])
 
     return see
 
-# %% ../nbs/10_attention.ipynb #a54870e8
+# %% ../nbs/10_attention.ipynb #82d4c706
 def attend(
     q: Tensor,  # [B, Hq, n, d_key] queries after RoPE; query i is token length-n+i
     store: KVStore,
@@ -215,7 +198,8 @@ def attend(
     """Attention straight on codes. A row that may see nothing gives 0 and -inf. Raises
     ValueError/TypeError on shapes, dtypes or devices that do not fit."""
     first = store.offset if first is None else first
-    _check_attend(q, store, k, v, mask, first, softcap, window)
+    _check_attend(q, store, k, v, first, block, softcap, window)
+    _check_mask(mask, q, store, first)
     query = _query(q, store, q.shape[3] ** -0.5 if scaling is None else scaling)
     see = _sight(query, store, mask, first, causal, window)
     soft = _Softmax(query.plain.shape[:3], q.device, store.value.q.d)

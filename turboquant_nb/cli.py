@@ -5,11 +5,13 @@
 # %% auto #0
 __all__ = ['same_start', 'change', 'read_once', 'filled', 'greedy', 'score', 'held', 'read_recipe', 'version', 'price', 'main']
 
-# %% ../nbs/18_cli.ipynb #281c98e5
+# %% ../nbs/18_cli.ipynb #aac8b075
 import argparse
 import json
+import math
 import os
 import sys
+import textwrap
 import time
 import warnings
 from contextlib import contextmanager, nullcontext
@@ -17,32 +19,34 @@ from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
-# %% ../nbs/18_cli.ipynb #ad5b14c8
+# %% ../nbs/18_cli.ipynb #48e9bf0d
 def same_start(
     a: list,  # tokens
     b: list,  # tokens
-) -> int:     # 0 … min(len(a), len(b))
+) -> int:  # 0 … min(len(a), len(b))
     "How many leading tokens two answers share (k above)."
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
-# %% ../nbs/18_cli.ipynb #0fe24b37
+# %% ../nbs/18_cli.ipynb #06f702de
 def change(
-    loss,       # [n] float64, nats per token on the compressed cache
+    loss,  # [n] float64, nats per token on the compressed cache
     reference,  # [n] float64, on the uncompressed cache
-) -> tuple:     # (relative change of perplexity, its standard error), both as fractions
-    "Relative change of perplexity, paired by token. ValueError unless both are 1-D, of one length of at least 2."
+) -> tuple:  # (relative change of perplexity, its standard error), both as fractions
+    "Relative change of perplexity, paired by token. ValueError unless both are [n], n >= 2."
     if loss.ndim != 1 or loss.shape != reference.shape or len(loss) < 2:
-        raise ValueError(f"loss and reference must be [n] with one n >= 2, got {tuple(loss.shape)} and {tuple(reference.shape)}")
+        raise ValueError(
+            f"loss and reference must be [n] with one n >= 2, got {tuple(loss.shape)} and {tuple(reference.shape)}"
+        )
     gap = loss - reference
     return float(gap.mean().expm1()), float(gap.std() / len(gap) ** 0.5)
 
-# %% ../nbs/18_cli.ipynb #3ba19507
+# %% ../nbs/18_cli.ipynb #908e13c6
 def read_once(
     model,
-    ids,                     # [1, T] tokens
-    tick=lambda: None,       # called after each layer
-) -> tuple:                  # ([(keys, values)] for each layer, each [1, heads, T, d]; the greedy next token)
-    "One exact prefill. RuntimeError for a model with layers whose memory is not keys and values."
+    ids,  # [1, T] tokens
+    tick=lambda: None,  # called after each layer
+) -> tuple:  # ([(keys, values)] for each layer, each [1, heads, T, d]; the greedy next token)
+    "One exact prefill. RuntimeError if some layer does not keep all keys and values."
     import torch
     from transformers import DynamicCache
 
@@ -57,15 +61,19 @@ def read_once(
     cache.update = update
     with torch.no_grad():
         first = int(model(ids, past_key_values=cache, logits_to_keep=1).logits[0, -1].argmax())
-    if (lost := len(cache.layers) - len(states)) or any(k.shape[2] != ids.shape[1] for k, _ in states.values()):
-        raise RuntimeError(f"{lost or 'some'} of the {len(cache.layers)} layers keep something else than all keys and values; use: turboquant generate --compare")
+    if (lost := len(cache.layers) - len(states)) or any(
+        k.shape[2] != ids.shape[1] for k, _ in states.values()
+    ):
+        raise RuntimeError(
+            f"{lost or 'some'} of the {len(cache.layers)} layers keep something else than all keys and values; use: turboquant generate --compare"
+        )
     return [states[i] for i in sorted(states)], first
 
-# %% ../nbs/18_cli.ipynb #63110246
+# %% ../nbs/18_cli.ipynb #602e407c
 def filled(
     model,
-    states: list,               # from `read_once`
-    recipe=None,                # None: an uncompressed cache
+    states: list,  # from `read_once`
+    recipe=None,  # None: an uncompressed cache
     length: int | None = None,  # only so many tokens
 ):
     "A cache that holds the prompt, or its beginning."
@@ -78,159 +86,225 @@ def filled(
         cache.update(k[:, :, :length], v[:, :, :length], i)
     return cache
 
-# %% ../nbs/18_cli.ipynb #66956c7c
+# %% ../nbs/18_cli.ipynb #b29d2d52
 def greedy(
     model,
-    cache,              # holds the prompt
-    first: int,         # first token of the answer
-    limit: int,         # most tokens
-    stop: set,          # tokens that end an answer
+    cache,  # holds the prompt
+    first: int,  # first token of the answer
+    limit: int,  # most tokens
+    stop: set,  # tokens that end an answer
     tick=lambda: None,  # called for each token
-) -> list:              # 1 … limit tokens, a stop token included
+) -> tuple:  # (1 … limit tokens, a stop token included; odds of each, None for the first)
     "The greedy continuation of the prompt in `cache`."
     import torch
 
-    out = [first]
+    out, odds = [first], [None]
     with torch.no_grad():
         while len(out) < limit and out[-1] not in stop:
-            out.append(int(model(torch.tensor([[out[-1]]], device=model.device), past_key_values=cache).logits[0, -1].argmax()))
+            logits = (
+                model(torch.tensor([[out[-1]]], device=model.device), past_key_values=cache)
+                .logits[0, -1]
+                .float()
+            )
+            best, second = logits.topk(2).values.tolist()
+            out.append(int(logits.argmax()))
+            odds.append(math.exp(min(best - second, 80.0)))
             tick()
-    return out
+    return out, odds
 
 def score(
     model,
-    cache,   # holds the tokens before `ids`
-    ids,     # [1, n + 1]
+    cache,  # holds the tokens before `ids`
+    ids,  # [1, n + 1]
 ) -> tuple:  # (losses of tokens 1…n, [n] float64 in nats; most likely tokens, [n])
     "Teacher forcing in one pass."
     import torch
 
-    with torch.no_grad(): logits = model(ids[:, :-1], past_key_values=cache).logits[0].float()
-    return torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none").double(), logits.argmax(-1)
+    with torch.no_grad():
+        logits = model(ids[:, :-1], past_key_values=cache).logits[0].float()
+    return torch.nn.functional.cross_entropy(
+        logits, ids[0, 1:], reduction="none"
+    ).double(), logits.argmax(-1)
 
-# %% ../nbs/18_cli.ipynb #7cc6d14a
+# %% ../nbs/18_cli.ipynb #7df87efb
 def held(cache) -> dict:
-    "Bytes held, bits per value and the ratios to fp16 and fp32 of any of our caches or of an uncompressed one."
+    "Bytes held, bits per value, ratios to fp16 and fp32: of our caches or an uncompressed one."
     if hasattr(cache, "report"):
-        return {key: cache.report()[key] for key in ("tokens", "nbytes", "bits_per_value", "ratio_fp16", "ratio_fp32")}
+        report = cache.report()
+        return {
+            key: report[key]
+            for key in ("tokens", "nbytes", "bits_per_value", "ratio_fp16", "ratio_fp32")
+        }
     tensors = [x for layer in cache.layers for x in (layer.keys, layer.values)]
     nbytes, values = sum(x.nbytes for x in tensors), sum(x.numel() for x in tensors)
-    return dict(tokens=cache.get_seq_length(), nbytes=nbytes, bits_per_value=8 * nbytes / values, ratio_fp16=2 * values / nbytes, ratio_fp32=4 * values / nbytes)
+    return dict(
+        tokens=cache.get_seq_length(),
+        nbytes=nbytes,
+        bits_per_value=8 * nbytes / values,
+        ratio_fp16=2 * values / nbytes,
+        ratio_fp32=4 * values / nbytes,
+    )
 
-# %% ../nbs/18_cli.ipynb #a92c954a
+# %% ../nbs/18_cli.ipynb #56cc04bf
 class _Usage(Exception):
     "The input is at fault: exit code 2."
 
+# %% ../nbs/18_cli.ipynb #a6e2de4d
 class _Stage:
-    "Progress of one stage on stderr: a bar on a terminal with tqdm, one line elsewhere, nothing when `on` is false."
+    "Progress on stderr: a bar on a terminal with tqdm, else one line; nothing if not `on`."
+
     def __init__(self, label: str, total: int, on: bool):
         self.bar, self.left = None, total
-        if not on: return
+        if not on:
+            return
         if sys.stderr.isatty():
             try:
                 from tqdm import tqdm
+
                 self.bar = tqdm(total=total, desc=label, leave=False)
-            except ImportError: pass
-        if self.bar is None: print(f"turboquant: {label}", file=sys.stderr, flush=True)
+            except ImportError:
+                pass
+        if self.bar is None:
+            print(f"turboquant: {label}", file=sys.stderr, flush=True)
 
     def tick(self, *_):
         "One unit done; the bar vanishes with the last, before a text is streamed."
         self.left -= 1
         if self.bar is not None:
             self.bar.update()
-            if self.left <= 0: self.bar.close()
+            if self.left <= 0:
+                self.bar.close()
 
-    put = tick               # transformers takes a stage for a streamer: once for the prompt, once for each token
-    def end(self): pass
+    put = tick  # transformers takes a stage for a streamer: once for the prompt, then per token
+
+    end = __enter__ = lambda self: self
 
     def watch(self, cache):
         "Tick whenever a layer hands its keys and values to `cache`."
         plain = cache.update
+
         def update(*args, **kwargs):
-            if self.left > 0: self.tick()
+            if self.left > 0:
+                self.tick()
             return plain(*args, **kwargs)
+
         cache.update = update
         return cache
 
-    def __enter__(self): return self
     def __exit__(self, *exc):
-        if self.bar is not None: self.bar.close()
+        if self.bar is not None:
+            self.bar.close()
 
-# %% ../nbs/18_cli.ipynb #cdc98eb7
+# %% ../nbs/18_cli.ipynb #e7cde521
 @contextmanager
 def _hushed():
     "Hold back warnings and log lines of transformers; restored at the end."
     from transformers.utils import logging
+
     level = logging.get_verbosity()
     logging.set_verbosity_error()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try: yield
-        finally: logging.set_verbosity(level)
+        try:
+            yield
+        finally:
+            logging.set_verbosity(level)
 
-# %% ../nbs/18_cli.ipynb #905cf825
+# %% ../nbs/18_cli.ipynb #39f07acf
 def read_recipe(
-    text: str,                  # a preset, a JSON object, or the name of a file that holds one
-    bits: int | None = None,    # replaces the bits of keys and values
-    sinks: int | None = None,   # replaces the number of first tokens kept exact
+    text: str,  # a preset, a JSON object, or the name of a file that holds one
+    bits: int | None = None,  # replaces the bits of keys and values
+    sinks: int | None = None,  # replaces the number of first tokens kept exact
     window: int | None = None,  # replaces the number of recent tokens kept exact
 ):
-    "The Recipe that a user typed. Raises _Usage, which says what was expected."
+    "The Recipe that a user typed. A usage error says what was expected."
     from turboquant_nb.quantizer import PRESETS, Recipe, as_recipe
 
     source = "recipe" if text.lstrip().startswith("{") else f"recipe {text}"
     try:
-        if text in PRESETS: recipe = as_recipe(text)
-        elif source == "recipe": recipe = Recipe.from_json(text)
-        elif Path(text).is_file(): recipe = Recipe.from_json(Path(text).read_text(encoding="utf-8"))
-        else: raise _Usage(f"recipe must be one of {', '.join(PRESETS)}, a JSON object or the name of a file; got {text!r}")
+        if text in PRESETS:
+            recipe = as_recipe(text)
+        elif source == "recipe":
+            recipe = Recipe.from_json(text)
+        elif Path(text).is_file():
+            recipe = Recipe.from_json(Path(text).read_text(encoding="utf-8"))
+        else:
+            raise _Usage(
+                f"recipe must be one of {', '.join(PRESETS)}, a JSON object or the name of a file; got {text!r}"
+            )
         fields = {name: x for name, x in (("sinks", sinks), ("window", window)) if x is not None}
         return replace(as_recipe(recipe, bits), **fields)
     except (OSError, ValueError) as err:
-        raise _Usage(f"{source}: {'not JSON: ' if isinstance(err, json.JSONDecodeError) else ''}{err}") from err
+        raise _Usage(
+            f"{source}: {'not JSON: ' if isinstance(err, json.JSONDecodeError) else ''}{err}"
+        ) from err
 
-# %% ../nbs/18_cli.ipynb #07b233e8
+# %% ../nbs/18_cli.ipynb #50920027
 def _read_text(args) -> str:
     "The prompt that was asked for; _Usage if it is missing, empty, unreadable or not UTF-8."
-    if args.stdin not in (None, "-"): raise _Usage(f"what is {args.stdin!r}? A prompt is given by --prompt TEXT, --file PATH, or - for standard input")
+    if args.stdin not in (None, "-"):
+        raise _Usage(
+            f"what is {args.stdin!r}? A prompt is given by --prompt TEXT, --file PATH, or - for standard input"
+        )
     path = args.stdin or args.file
     where = "standard input" if path == "-" else f"the file {path}" if path else "--prompt"
-    if args.prompt is not None: text = args.prompt
-    elif path is None: raise _Usage("a prompt is needed: --prompt TEXT, --file PATH, or - for standard input")
+    if args.prompt is not None:
+        text = args.prompt
+    elif path is None:
+        raise _Usage("a prompt is needed: --prompt TEXT, --file PATH, or - for standard input")
     else:
         try:
-            data = getattr(sys.stdin, "buffer", sys.stdin).read() if path == "-" else Path(path).read_bytes()
+            data = (
+                getattr(sys.stdin, "buffer", sys.stdin).read()
+                if path == "-"
+                else Path(path).read_bytes()
+            )
             text = data if isinstance(data, str) else data.decode("utf-8-sig")
-        except UnicodeDecodeError as err: raise _Usage(f"{where} is not UTF-8 text (byte {err.start})") from err
-        except OSError as err: raise _Usage(f"{where} cannot be read: {err.strerror}") from err
-    if not text.strip(): raise _Usage(f"the prompt is empty ({where})")
+        except UnicodeDecodeError as err:
+            raise _Usage(f"{where} is not UTF-8 text (byte {err.start})") from err
+        except OSError as err:
+            raise _Usage(f"{where} cannot be read: {err.strerror}") from err
+    if not text.strip():
+        raise _Usage(f"the prompt is empty ({where})")
     return text
 
 def _encode(tokenizer, text: str, chat: bool | None):  # [1, T] tokens
     "Tokens of a prompt. chat=None: with the chat template if there is one."
-    if chat and not tokenizer.chat_template: raise _Usage("--chat: this tokenizer has no chat template; use --no-chat")
+    if chat and not tokenizer.chat_template:
+        raise _Usage("--chat: this tokenizer has no chat template; use --no-chat")
     if tokenizer.chat_template and chat is not False:
-        text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        )
         return tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
     return tokenizer(text, return_tensors="pt").input_ids
 
-# %% ../nbs/18_cli.ipynb #22e5f945
+# %% ../nbs/18_cli.ipynb #332d76ef
 def _load(args) -> tuple:  # (model, tokenizer, attention that the model came with)
     "The model that was asked for, on its device, with the asked-for attention."
     import torch
 
     from turboquant_nb.models import load_model
 
-    try: device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as err: raise _Usage(f"--device {args.device}: not a device of torch, e.g. cpu or cuda") from err
-    if device.type == "cuda" and not torch.cuda.is_available(): raise RuntimeError(f"--device {args.device}: torch finds no CUDA device here")
+    try:
+        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as err:
+        raise _Usage(f"--device {args.device}: not a device of torch, e.g. cpu or cuda") from err
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(f"--device {args.device}: torch finds no CUDA device here")
     dtype = getattr(torch, args.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
-    if not args.quiet: print(f"turboquant: loading {args.model}", file=sys.stderr, flush=True)
-    try: model, tokenizer = load_model(args.model, dtype=dtype, device=device, progress=not args.quiet)
-    except (FileNotFoundError, TypeError, ValueError) as err: raise _Usage(f"--model: {err}") from err
+    if not args.quiet:
+        print(f"turboquant: loading {args.model}", file=sys.stderr, flush=True)
+    try:
+        model, tokenizer = load_model(
+            args.model, dtype=dtype, device=device, progress=not args.quiet
+        )
+    except (FileNotFoundError, TypeError, ValueError) as err:
+        raise _Usage(f"--model: {err}") from err
     plain = model.config._attn_implementation if args.attention == "turboquant" else args.attention
     return model, tokenizer, plain
 
+# %% ../nbs/18_cli.ipynb #a574de17
 def _context(model) -> int:
     "Most tokens that the model can read."
     return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 62
@@ -238,17 +312,29 @@ def _context(model) -> int:
 def _machine(args, model) -> dict:
     "What a record of a run needs."
     import torch
-    return dict(command=args.command, version=version(), model=args.model, dtype=str(model.dtype).removeprefix("torch."), device=str(model.device),
-                threads=torch.get_num_threads(), attention=args.attention)
 
-# %% ../nbs/18_cli.ipynb #d589959a
+    return dict(
+        command=args.command,
+        version=version(),
+        model=args.model,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
+        threads=torch.get_num_threads(),
+        attention=args.attention,
+    )
+
+# %% ../nbs/18_cli.ipynb #1e57a726
 def version() -> str:
     "Version of the installed package."
-    try: return metadata.version("turboquant-nb")
-    except metadata.PackageNotFoundError: return "unknown (not installed)"
+    try:
+        return metadata.version("turboquant-nb")
+    except metadata.PackageNotFoundError:
+        return "unknown (not installed)"
 
-# %% ../nbs/18_cli.ipynb #708eebc3
-def _demo_prompt(tokenizer) -> tuple:  # (tokens [1, T], index after the last token of the book, question)
+# %% ../nbs/18_cli.ipynb #cd0d9460
+def _demo_prompt(
+    tokenizer,
+) -> tuple:  # (tokens [1, T], index after the last token of the book, question)
     "A chat message with the book and a question, at least 2,000 tokens."
     from turboquant_nb.models import DEMO_QUESTION, demo_message, sample_text
 
@@ -261,8 +347,10 @@ def _demo_prompt(tokenizer) -> tuple:  # (tokens [1, T], index after the last to
     cut = _encode(tokenizer, message[: message.index(chapter) + len(chapter)], None)
     return ids, same_start(ids[0].tolist(), cut[0].tolist()), DEMO_QUESTION
 
-# %% ../nbs/18_cli.ipynb #f5f22db0
-def _one(args, model, name: str, recipe, prompt: tuple, reference: dict | None) -> tuple:  # (row, tensors to compare with)
+# %% ../nbs/18_cli.ipynb #80c6b67e
+def _one(
+    args, model, name: str, recipe, prompt: tuple, reference: dict | None
+) -> tuple:  # (row, tensors to compare with)
     "All that is measured of one cache."
     ids, end, states, first, stop = prompt
     start = end - args.score_tokens - 1
@@ -271,126 +359,215 @@ def _one(args, model, name: str, recipe, prompt: tuple, reference: dict | None) 
     coded, size = time.monotonic() - begin, held(cache)
     with _Stage(f"answering, {name}", args.new_tokens, not args.quiet) as stage:
         begin = time.monotonic()
-        answer = greedy(model, cache, first, args.new_tokens, stop, stage.tick)
+        answer, odds = greedy(model, cache, first, args.new_tokens, stop, stage.tick)
         took = time.monotonic() - begin
-    with _Stage(f"scoring {args.score_tokens} tokens, {name}", len(states), not args.quiet) as stage:
-        loss, best = score(model, stage.watch(filled(model, states, recipe, start)), ids[:, start:end])
-    ref = reference or dict(answer=answer, loss=loss, best=best)
-    rel, se = change(loss, ref["loss"])
+    with _Stage(
+        f"scoring {args.score_tokens} tokens, {name}", len(states), not args.quiet
+    ) as stage:
+        loss, best = score(
+            model, stage.watch(filled(model, states, recipe, start)), ids[:, start:end]
+        )
+    ref = reference or dict(answer=answer, loss=loss, best=best, odds=odds)
+    (rel, se), k = change(loss, ref["loss"]), same_start(answer, ref["answer"])
     row = dict(
-        cache=name, recipe=json.loads(recipe.to_json()) if recipe else None, answer_tokens=len(answer), same_tokens=same_start(answer, ref["answer"]),
-        answer_same=answer == ref["answer"], top1_agreement=float((best == ref["best"]).double().mean()), perplexity=float(loss.mean().exp()),
-        perplexity_change=rel, perplexity_change_se=se, **size, coding_seconds=coded, decode_seconds=took,
-        tokens_per_second=(len(answer) - 1) / took if len(answer) > 1 else None)
-    return row, dict(answer=answer, loss=loss, best=best)
+        cache=name,
+        recipe=json.loads(recipe.to_json()) if recipe else None,
+        answer_tokens=len(answer),
+        same_tokens=k,
+        of_tokens=len(ref["answer"]),
+        answer_same=answer == ref["answer"],
+        odds_where_parted=None if answer == ref["answer"] else ref["odds"][k],
+        top1_agreement=float((best == ref["best"]).double().mean()),
+        perplexity=float(loss.mean().exp()),
+        perplexity_change=rel,
+        perplexity_change_se=se,
+        **size,
+        coding_seconds=coded,
+        decode_seconds=took,
+        tokens_per_second=(len(answer) - 1) / took if len(answer) > 1 else None,
+    )
+    return row, dict(answer=answer, loss=loss, best=best, odds=odds)
 
-# %% ../nbs/18_cli.ipynb #d3296048
-_COLUMNS = (
-    ("cache", "", lambda r: r["cache"]), ("answer same", "to token", lambda r: f"{r['same_tokens']}/{r['of_tokens']}"),
-    ("same next", "token", lambda r: f"{r['top1_agreement']:.1%}"), ("perplexity", "", lambda r: f"{r['perplexity']:.3f}"),
-    ("change", "± s.e.", lambda r: "" if r["recipe"] is None else f"{r['perplexity_change']:+.2%} ± {r['perplexity_change_se']:.2%}"),
-    ("bytes", "held", lambda r: f"{r['nbytes']:,}"), ("bits per", "value", lambda r: f"{r['bits_per_value']:.3f}"),
-    ("smaller", "than fp16", lambda r: f"{r['ratio_fp16']:.2f}x"), ("smaller", "than fp32", lambda r: f"{r['ratio_fp32']:.2f}x"),
-    ("decode", "seconds", lambda r: f"{r['decode_seconds']:.2f}"), ("tokens", "per s", lambda r: f"{r['tokens_per_second'] or 0:.1f}"))
+# %% ../nbs/18_cli.ipynb #63cb1606
+_LINES = (
+    ("answer same up to token", lambda r: f"{r['same_tokens']} of {r['of_tokens']}"),
+    ("odds where it parts", lambda r: "" if r["answer_same"] else f"{r['odds_where_parted']:.2f}"),
+    ("same next token", lambda r: f"{r['top1_agreement']:.1%}"),
+    ("perplexity", lambda r: f"{r['perplexity']:.3f}"),
+    ("  change", lambda r: f"{r['perplexity_change']:+.2%}" if r["recipe"] else ""),
+    ("  its standard error", lambda r: f"{r['perplexity_change_se']:.2%}" if r["recipe"] else ""),
+    ("bytes held", lambda r: f"{r['nbytes']:,}"),
+    ("bits per value", lambda r: f"{r['bits_per_value']:.3f}"),
+    ("smaller than fp16", lambda r: f"{r['ratio_fp16']:.2f}x"),
+    ("smaller than fp32", lambda r: f"{r['ratio_fp32']:.2f}x"),
+    ("decoding, seconds", lambda r: f"{r['decode_seconds']:.2f}"),
+    ("  tokens per second", lambda r: f"{r['tokens_per_second'] or 0:.1f}"),
+)
 
 def _table(rows: list) -> str:
-    "Rows of the demonstration as aligned text."
-    cells = [[c[0] for c in _COLUMNS], [c[1] for c in _COLUMNS]] + [[c[2](r) for c in _COLUMNS] for r in rows]
-    width = [max(len(line[i]) for line in cells) for i in range(len(_COLUMNS))]
-    return "\n".join("  ".join(x.ljust(w) if i == 0 else x.rjust(w) for i, (x, w) in enumerate(zip(line, width))).rstrip() for line in cells)
+    "The demonstration as aligned text, a column for each cache."
+    cells = [["", *(r["cache"] for r in rows)]] + [[name, *map(f, rows)] for name, f in _LINES]
+    width = [max(len(line[i]) for line in cells) for i in range(len(rows) + 1)]
+    return "\n".join(
+        "   ".join(
+            [line[0].ljust(width[0]), *(x.rjust(w) for x, w in zip(line[1:], width[1:]))]
+        ).rstrip()
+        for line in cells
+    )
 
+# %% ../nbs/18_cli.ipynb #f06fda58
 def _seen(rows: list, scored: int) -> str:
-    "One sentence about the rows; the first is the uncompressed cache."
+    "What the rows show; the first is the uncompressed cache."
     unchanged = [r for r in rows[1:] if r["answer_same"]]
-    if not unchanged:
-        r = max(rows[1:], key=lambda r: r["same_tokens"])
-        return f"No compressed cache gave the uncompressed answer; {r['cache']} kept to it longest, for {r['same_tokens']} of {r['of_tokens']} tokens."
-    r = min(unchanged, key=lambda r: r["nbytes"])
-    return (f"The smallest cache whose answer is unchanged is {r['cache']}: {r['bits_per_value']:.2f} bits per value, {r['ratio_fp16']:.2f}x smaller than fp16; "
-            f"it predicts the same next token as the uncompressed cache at {r['top1_agreement']:.1%} of {scored} positions.")
+    if unchanged:
+        r = min(unchanged, key=lambda r: r["nbytes"])
+        start = f"The smallest cache whose answer is unchanged is {r['cache']}"
+    else:
+        r = max(rows[1:], key=lambda r: (r["same_tokens"], -r["nbytes"]))
+        start = (
+            f"Every compressed cache parts from the uncompressed answer; {r['cache']} keeps to it for {r['same_tokens']} of {r['of_tokens']} tokens, "
+            f"up to where the best token of the uncompressed cache is {r['odds_where_parted']:.2f} times as likely as the second"
+        )
+    return (
+        f"{start}. {r['cache']} holds {r['bits_per_value']:.2f} bits per value, {r['ratio_fp16']:.2f}x smaller than fp16, and predicts the same next token "
+        f"as the uncompressed cache at {r['top1_agreement']:.1%} of {scored} positions of the book."
+    )
 
-# %% ../nbs/18_cli.ipynb #e1a861d1
+# %% ../nbs/18_cli.ipynb #7e5dff07
+def _check_demo(args) -> list:  # [(name, recipe)]
+    "Ranges of the numbers and the recipes, before the model is loaded."
+    for name, x, low in (
+        ("--new-tokens", args.new_tokens, 1),
+        ("--score-tokens", args.score_tokens, 2),
+    ):
+        if x < low:
+            raise _Usage(f"{name} must be at least {low}, got {x}")
+    names = [x if len(x) < 13 else f"recipe {i}" for i, x in enumerate(args.recipes, 1)]
+    return list(zip(names, map(read_recipe, args.recipes)))
+
+def _read_prompt(args, model, tokenizer) -> tuple:  # (what `_one` needs, record of the run)
+    "The one prefill of the demonstration."
+    ids, end, question = _demo_prompt(tokenizer)
+    n, room = ids.shape[1], _context(model)
+    if (need := n + args.new_tokens) > room:
+        raise RuntimeError(f"the demo needs a context of {need:,} tokens, this model reads {room:,}")
+    if end - args.score_tokens < 2:
+        most = f"at most {end - 2:,} with this tokenizer"
+        raise _Usage(f"--score-tokens must be {most}, got {args.score_tokens:,}")
+    layers, begin = model.config.get_text_config().num_hidden_layers, time.monotonic()
+    with _Stage(f"reading {n:,} tokens", layers, not args.quiet) as stage:
+        states, first = read_once(model, ids.to(model.device), stage.tick)
+    about = dict(prompt_tokens=n, prefix_tokens=end - args.score_tokens - 1)
+    about |= dict(scored_tokens=args.score_tokens, question=question)
+    about |= dict(prefill_seconds=time.monotonic() - begin)
+    prompt = ids.to(model.device), end, states, first, _stop_tokens(model)
+    return prompt, _machine(args, model) | about
+
+# %% ../nbs/18_cli.ipynb #24c9e952
 def _demo(args) -> None:
     "turboquant demo"
-    if args.new_tokens < 1: raise _Usage(f"--new-tokens must be at least 1, got {args.new_tokens}")
-    if args.score_tokens < 2: raise _Usage(f"--score-tokens must be at least 2, got {args.score_tokens}")
-    recipes = [(text if len(text) < 13 else f"recipe {i + 1}", read_recipe(text)) for i, text in enumerate(args.recipes)]
+    recipes = _check_demo(args)
     model, tokenizer, plain = _load(args)
+    say = (lambda *a: None) if args.json else (lambda *a: print(*a, flush=True))
     with _hushed():
-        ids, end, question = _demo_prompt(tokenizer)
-        if (need := ids.shape[1] + args.new_tokens) > _context(model): raise RuntimeError(f"the demo needs a context of {need:,} tokens, this model reads {_context(model):,}")
-        if end - args.score_tokens < 2: raise _Usage(f"--score-tokens must be at most {end - 2:,} with this tokenizer, got {args.score_tokens:,}")
-        ids = ids.to(model.device)
         model.set_attn_implementation(plain)
-        begin = time.monotonic()
-        with _Stage(f"reading {ids.shape[1]:,} tokens", model.config.get_text_config().num_hidden_layers, not args.quiet) as stage:
-            states, first = read_once(model, ids, stage.tick)
-        about = _machine(args, model) | dict(prompt_tokens=ids.shape[1], prefix_tokens=end - args.score_tokens - 1, scored_tokens=args.score_tokens,
-                                             question=question, prefill_seconds=time.monotonic() - begin)
-        stop = _stop_tokens(model)
-        say = (lambda *a: None) if args.json else (lambda *a: print(*a, flush=True))
-        say(f"Prompt: {ids.shape[1]:,} tokens, the beginning of Moby-Dick and the question\n  {question}\n\nAnswers:")
+        prompt, about = _read_prompt(args, model, tokenizer)
+        say(f"Prompt: {about['prompt_tokens']:,} tokens, the beginning of Moby-Dick and the question")
+        say(f"  {about['question']}\n\nAnswers:")
         rows, reference = [], None
         for name, recipe in [("uncompressed", None), *recipes]:
             model.set_attn_implementation(args.attention if recipe else plain)
-            row, tensors = _one(args, model, name, recipe, (ids, end, states, first, stop), reference)
+            row, tensors = _one(args, model, name, recipe, prompt, reference)
             reference = reference or tensors
-            row |= dict(of_tokens=len(reference["answer"]), answer=tokenizer.decode(tensors["answer"], skip_special_tokens=True).strip())
-            say(f"  {name:13} {row['answer']}")
-            rows.append(row)
-    _tell_demo(args, about, rows, model)
+            text = tokenizer.decode(tensors["answer"], skip_special_tokens=True).strip()
+            rows.append(row | dict(answer=text))
+            say(f"  {name:13} " + text.replace("\n", "\n" + " " * 16))
+    _tell_demo(args, about, rows)
 
-# %% ../nbs/18_cli.ipynb #15760e62
+# %% ../nbs/18_cli.ipynb #83a99956
 def _stop_tokens(model) -> set:
     "Tokens that end an answer."
     eos = model.generation_config.eos_token_id
     return set(eos) if isinstance(eos, (list, tuple)) else set() if eos is None else {eos}
 
-def _tell_demo(args, about: dict, rows: list, model) -> None:
+def _tell_demo(args, about: dict, rows: list) -> None:
     "The result of the demonstration on stdout."
     seen = _seen(rows, args.score_tokens)
-    if args.json: return print(json.dumps(about | dict(caches=rows, seen=seen)))
+    if args.json:
+        return print(json.dumps(about | dict(caches=rows, seen=seen)))
     print(f"\n{_table(rows)}\n")
-    print(f"Answer: greedy, up to {args.new_tokens} tokens; its first token comes from the prompt, which is read exactly. Next token, perplexity: {args.score_tokens} tokens of the book\n"
-          f"after {about['prefix_tokens']:,} of its prompt. Bytes: with {about['prompt_tokens']:,} tokens held. Seconds: wall time on this machine, {about['device']}, "
-          f"{about['threads']} threads,\n{about['dtype']} weights, attention {args.attention}; reading the prompt took {about['prefill_seconds']:.1f} s.")
-    print(f"\n{seen}")
+    legend = (
+        f"Answer: greedy, up to {args.new_tokens} tokens; the first comes from the prompt, which is read exactly. "
+        "Odds: of the best token against the second, uncompressed, where the answer parts. "
+        f"Next token and perplexity: {args.score_tokens} tokens of the book after {about['prefix_tokens']:,} of its prompt. "
+        f"Bytes: with all {about['prompt_tokens']:,} tokens of the prompt held. Seconds: wall time on this machine "
+        f"({about['device']}, {about['threads']} threads, {about['dtype']} weights, attention {args.attention}); "
+        f"reading the prompt took {about['prefill_seconds']:.1f} s."
+    )
+    print(f"{textwrap.fill(legend, 95)}\n\n{textwrap.fill(seen, 95)}")
 
-# %% ../nbs/18_cli.ipynb #f55e86f3
+# %% ../nbs/18_cli.ipynb #042859b8
 def _room(args, model, tokens: int) -> int:
     "How many tokens may be generated; _Usage if the prompt itself is too long."
-    for limit, what in ((_context(model), "this model's context"), (args.max_length, "--max-length")):
+    for limit, what in (
+        (_context(model), "this model's context"),
+        (args.max_length, "--max-length"),
+    ):
         if limit is not None and tokens >= limit:
-            raise _Usage(f"the prompt has {tokens:,} tokens, {what} is {limit:,}: it leaves no room for an answer")
+            raise _Usage(
+                f"the prompt has {tokens:,} tokens, {what} is {limit:,}: it leaves no room for an answer"
+            )
     room = min(_context(model), args.max_length or 1 << 62) - tokens
     if room < args.max_new_tokens and not args.quiet:
-        print(f"turboquant: only {room:,} tokens fit after the prompt; the answer stops there", file=sys.stderr)
+        print(
+            f"turboquant: only {room:,} tokens fit after the prompt; the answer stops there",
+            file=sys.stderr,
+        )
     return min(room, args.max_new_tokens)
 
 def _check_generate(args) -> None:
     "Ranges of the numbers, before the model is loaded."
     for name, x in (("--max-new-tokens", args.max_new_tokens), ("--max-length", args.max_length)):
-        if x is not None and x < 1: raise _Usage(f"{name} must be at least 1, got {x}")
-    for name, x in (("--temperature", args.temperature), ("--top-p", args.top_p), ("--seed", args.seed)):
-        if x is not None and not args.sample: raise _Usage(f"{name} has a meaning only with --sample")
-    if args.temperature is not None and not 0 < args.temperature < float("inf"): raise _Usage(f"--temperature must be above 0, got {args.temperature:g}")
-    if args.top_p is not None and not 0 < args.top_p <= 1: raise _Usage(f"--top-p must be above 0 and at most 1, got {args.top_p:g}")
+        if x is not None and x < 1:
+            raise _Usage(f"{name} must be at least 1, got {x}")
+    for name, x in (
+        ("--temperature", args.temperature),
+        ("--top-p", args.top_p),
+        ("--seed", args.seed),
+    ):
+        if x is not None and not args.sample:
+            raise _Usage(f"{name} has a meaning only with --sample")
+    if args.temperature is not None and not 0 < args.temperature < float("inf"):
+        raise _Usage(f"--temperature must be above 0, got {args.temperature:g}")
+    if args.top_p is not None and not 0 < args.top_p <= 1:
+        raise _Usage(f"--top-p must be above 0 and at most 1, got {args.top_p:g}")
 
-# %% ../nbs/18_cli.ipynb #d529b769
+# %% ../nbs/18_cli.ipynb #93371da5
 def _write(args, model, ids, cache, limit: int, streamer) -> list:  # tokens of the answer
     "One call of generate(); sampling draws from --seed and leaves the global random state alone."
     import torch
 
     how = dict(do_sample=False, temperature=None, top_p=None, top_k=None)
-    if args.sample: how = dict(do_sample=True, temperature=args.temperature or 1.0, top_p=args.top_p or 1.0, top_k=0)
+    if args.sample:
+        how = dict(
+            do_sample=True, temperature=args.temperature or 1.0, top_p=args.top_p or 1.0, top_k=0
+        )
     pad = model.generation_config.pad_token_id
     with torch.random.fork_rng() if args.sample else nullcontext():
-        if args.sample: torch.random.manual_seed(args.seed or 0)
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=limit, streamer=streamer,
-                             pad_token_id=min(_stop_tokens(model), default=0) if pad is None else pad, **how)
-    return out[0, ids.shape[1]:].tolist()
+        if args.sample:
+            torch.random.manual_seed(args.seed or 0)
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            max_new_tokens=limit,
+            streamer=streamer,
+            pad_token_id=min(_stop_tokens(model), default=0) if pad is None else pad,
+            **how,
+        )
+    return out[0, ids.shape[1] :].tolist()
 
-# %% ../nbs/18_cli.ipynb #d84705cf
+# %% ../nbs/18_cli.ipynb #9fc0fa27
 def _generate(args) -> None:
     "turboquant generate"
     _check_generate(args)
@@ -399,6 +576,7 @@ def _generate(args) -> None:
     from transformers import DynamicCache, TextStreamer
 
     from turboquant_nb.hf import TurboQuantCache
+
     with _hushed():
         ids = _encode(tokenizer, text, args.chat).to(model.device)
         limit = _room(args, model, ids.shape[1])
@@ -406,123 +584,242 @@ def _generate(args) -> None:
         cache = TurboQuantCache(model, recipe, max_length=args.max_length)
         label, begin = f"reading {ids.shape[1]:,} tokens", time.monotonic()
         if args.json:
-            with _Stage(f"{label}, writing up to {limit:,}", limit + 1, not args.quiet) as stage: tokens = _write(args, model, ids, cache, limit, stage)
+            with _Stage(f"{label}, writing up to {limit:,}", limit + 1, not args.quiet) as stage:
+                tokens = _write(args, model, ids, cache, limit, stage)
         else:
             streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-            with _Stage(label, len(cache.layers), not args.quiet) as stage: tokens = _write(args, model, ids, stage.watch(cache), limit, streamer)
-        out = _machine(args, model) | dict(prompt_tokens=ids.shape[1], new_tokens=len(tokens), text=tokenizer.decode(tokens, skip_special_tokens=True),
-                                           seconds=time.monotonic() - begin, cache=dict(cache.report()))
+            with _Stage(label, len(cache.layers), not args.quiet) as stage:
+                tokens = _write(args, model, ids, stage.watch(cache), limit, streamer)
+        out = _machine(args, model) | dict(
+            prompt_tokens=ids.shape[1],
+            new_tokens=len(tokens),
+            text=tokenizer.decode(tokens, skip_special_tokens=True),
+            seconds=time.monotonic() - begin,
+            cache=dict(cache.report()),
+        )
         if args.compare:
             model.set_attn_implementation(plain)
             with _Stage("the same on an uncompressed cache", limit + 1, not args.quiet) as stage:
                 other = _write(args, model, ids, DynamicCache(config=model.config), limit, stage)
-            out["compare"] = dict(text=tokenizer.decode(other, skip_special_tokens=True), new_tokens=len(other), same_tokens=same_start(tokens, other), same=tokens == other)
+            out["compare"] = dict(
+                text=tokenizer.decode(other, skip_special_tokens=True),
+                new_tokens=len(other),
+                same_tokens=same_start(tokens, other),
+                same=tokens == other,
+            )
     _tell_generate(args, out, cache)
 
-# %% ../nbs/18_cli.ipynb #f93bde92
+# %% ../nbs/18_cli.ipynb #8f7cb946
 def _tell_generate(args, out: dict, cache) -> None:
     "The end of generate: JSON on stdout, or the cache report on stderr (the text is on stdout already)."
-    if args.json: return print(json.dumps(out))
+    if args.json:
+        return print(json.dumps(out))
     sys.stdout.flush()
-    if not args.quiet: print(f"\n{cache.report()}", file=sys.stderr)
+    if not args.quiet:
+        print(f"\n{cache.report()}", file=sys.stderr)
     if other := out.get("compare"):
         k, n = other["same_tokens"], other["new_tokens"]
-        if other["same"]: print(f"\nAn uncompressed cache gives the same {n} tokens.")
-        else: print(f"\nAn uncompressed cache gives the same first {k} of {n} tokens; its text is:\n{other['text']}")
+        if other["same"]:
+            print(f"\nAn uncompressed cache gives the same {n} tokens.")
+        else:
+            print(
+                f"\nAn uncompressed cache gives the same first {k} of {n} tokens; its text is:\n{other['text']}"
+            )
 
-# %% ../nbs/18_cli.ipynb #2e2e44ef
+# %% ../nbs/18_cli.ipynb #de641b8d
 def price(
-    recipe,                # a Recipe
+    recipe,  # a Recipe
     d: int | None = None,  # head size; None: codes alone
-) -> float:                # bits per value, mean of keys and values
+) -> float:  # bits per value, mean of keys and values
     "Bits per value of a coded token: codes, and with `d` the stored scale."
-    if d is not None and d < 1: raise ValueError(f"d must be at least 1, got {d}")
-    return sum(s.bits + (0 if d is None else (32 if s.scale_dtype == "float32" else 16) / d) for s in (recipe.key, recipe.value)) / 2
+    if d is not None and d < 1:
+        raise ValueError(f"d must be at least 1, got {d}")
+    return (
+        sum(
+            s.bits + (0 if d is None else (32 if s.scale_dtype == "float32" else 16) / d)
+            for s in (recipe.key, recipe.value)
+        )
+        / 2
+    )
 
 def _recipe(args) -> None:
     "turboquant recipe"
     recipe = read_recipe(args.recipe, args.bits, args.sinks, args.window)
     costs = {"64": price(recipe, 64), "128": price(recipe, 128)}
-    if args.json: return print(json.dumps(dict(recipe=json.loads(recipe.to_json()), nominal_bits=price(recipe), bits_with_scale=costs)))
+    if args.json:
+        return print(
+            json.dumps(
+                dict(
+                    recipe=json.loads(recipe.to_json()),
+                    nominal_bits=price(recipe),
+                    bits_with_scale=costs,
+                )
+            )
+        )
     print(recipe.to_json(), flush=True)
     if not args.quiet:
-        print(f"{price(recipe):g} bits per value nominal, with scale {costs['64']:g} at d = 64 and {costs['128']:g} at d = 128; "
-              f"{recipe.sinks} first and {recipe.window} last tokens exact", file=sys.stderr)
+        print(
+            f"{price(recipe):g} bits per value nominal, with scale {costs['64']:g} at d = 64 and {costs['128']:g} at d = 128; "
+            f"{recipe.sinks} first and {recipe.window} last tokens exact",
+            file=sys.stderr,
+        )
 
-# %% ../nbs/18_cli.ipynb #de18be16
+# %% ../nbs/18_cli.ipynb #0cdfe6b2
 class _Parser(argparse.ArgumentParser):
     "argparse with errors of one line and examples that keep their lines."
+
     def __init__(self, **kwargs):
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **kwargs)
+        super().__init__(
+            formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **kwargs
+        )
 
     def error(self, message):
         print(f"{self.prog}: {message} (see {self.prog} --help)", file=sys.stderr)
         raise SystemExit(2)
 
+# %% ../nbs/18_cli.ipynb #b5e2b927
 def _shared(p, json_help: str, model: bool = True) -> None:
     "Options that the commands have in common."
     if model:
-        p.add_argument("--model", default="embedded", metavar="PATH_OR_HUB_ID", help="a folder, a .gguf file, a hub id, or embedded (SmolLM2-135M-Instruct, downloaded once); default: embedded")
-        p.add_argument("--attention", default="turboquant", choices=("turboquant", "sdpa", "eager"), help="turboquant reads the codes; the others get decoded keys and values; default: turboquant")
-        p.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="of the weights; default: float32 on a CPU, bfloat16 elsewhere")
+        p.add_argument(
+            "--model",
+            default="embedded",
+            metavar="PATH_OR_HUB_ID",
+            help="a folder, a .gguf file, a hub id, or embedded (SmolLM2-135M-Instruct, downloaded once); default: embedded",
+        )
+        p.add_argument(
+            "--attention",
+            default="turboquant",
+            choices=("turboquant", "sdpa", "eager"),
+            help="turboquant reads the codes; the others get decoded keys and values; default: turboquant",
+        )
+        p.add_argument(
+            "--dtype",
+            choices=("float32", "float16", "bfloat16"),
+            help="of the weights; default: float32 on a CPU, bfloat16 elsewhere",
+        )
         p.add_argument("--device", help="cpu, cuda, cuda:1, …; default: cuda if there is one")
     p.add_argument("--json", action="store_true", help=json_help)
-    p.add_argument("-q", "--quiet", action="store_true", help="nothing but errors on standard error")
+    p.add_argument(
+        "-q", "--quiet", action="store_true", help="nothing but errors on standard error"
+    )
     p.add_argument("--debug", action="store_true", help="show the whole stack trace of an error")
+
+# %% ../nbs/18_cli.ipynb #62d3c1d6
+def _length_options(p) -> None:
+    "How much is generated, and how tokens are chosen."
+    p.add_argument("--max-new-tokens", type=int, default=128, help="default: 128")
+    p.add_argument(
+        "--max-length",
+        type=int,
+        help="allocate the cache for so many tokens at once and use no more",
+    )
+    p.add_argument(
+        "--sample",
+        action="store_true",
+        help="draw tokens at random instead of taking the most likely one",
+    )
+    p.add_argument("--temperature", type=float, help="with --sample; default: 1")
+    p.add_argument(
+        "--top-p",
+        type=float,
+        help="with --sample: only the most likely tokens that together have this probability; default: 1",
+    )
+    p.add_argument("--seed", type=int, help="with --sample; default: 0")
 
 def _recipe_options(p) -> None:
     "Options that change a recipe."
     p.add_argument("--bits", type=int, help="1-4, instead of the recipe's bits for keys and values")
     p.add_argument("--sinks", type=int, help="first tokens kept exact, instead of the recipe's")
-    p.add_argument("--window", type=int, help="most recent tokens kept exact, instead of the recipe's")
+    p.add_argument(
+        "--window", type=int, help="most recent tokens kept exact, instead of the recipe's"
+    )
 
-# %% ../nbs/18_cli.ipynb #8adb07b5
+# %% ../nbs/18_cli.ipynb #03b9fc82
 def _demo_parser(commands) -> None:
-    p = commands.add_parser("demo", help="a real model answers on compressed caches", description="The model reads a chapter of Moby-Dick and answers a question, on an uncompressed cache and on compressed ones.",
-                            epilog="example:\n  turboquant demo\n  turboquant demo --recipes k4v2 k3v3 --json > demo.json")
-    p.add_argument("--recipes", nargs="+", default=["k4v4", "k3v3", "k2v2"], metavar="RECIPE", help="presets, JSON objects or files; default: k4v4 k3v3 k2v2")
-    p.add_argument("--new-tokens", type=int, default=64, help="most tokens of an answer; default: 64")
-    p.add_argument("--score-tokens", type=int, default=256, help="tokens of the book on which the caches are scored; default: 256")
+    p = commands.add_parser(
+        "demo",
+        help="a real model answers on compressed caches",
+        description="The model reads a chapter of Moby-Dick and answers a question, on an uncompressed cache and on compressed ones.",
+        epilog="example:\n  turboquant demo\n  turboquant demo --recipes k4v2 k3v3 --json > demo.json",
+    )
+    p.add_argument(
+        "--recipes",
+        nargs="+",
+        default=["k4v4", "k3v3", "k2v2"],
+        metavar="RECIPE",
+        help="presets, JSON objects or files; default: k4v4 k3v3 k2v2",
+    )
+    p.add_argument(
+        "--new-tokens", type=int, default=64, help="most tokens of an answer; default: 64"
+    )
+    p.add_argument(
+        "--score-tokens",
+        type=int,
+        default=256,
+        help="tokens of the book on which the caches are scored; default: 256",
+    )
     _shared(p, "one JSON object on standard output, nothing else")
     p.set_defaults(run=_demo)
 
+# %% ../nbs/18_cli.ipynb #9c850f4f
 def _generate_parser(commands) -> None:
-    p = commands.add_parser("generate", help="generate text on a compressed cache", description="Generate text on a compressed cache. The text goes to standard output, the cache report to standard error.",
-                            epilog="example:\n  turboquant generate --prompt 'Name three whales.'\n  turboquant generate --model Qwen/Qwen2.5-0.5B-Instruct --recipe k4v4 --file notes.txt --compare\n"
-                                   "  cat notes.txt | turboquant generate --recipe k3v3 --window 64 -")
+    p = commands.add_parser(
+        "generate",
+        help="generate text on a compressed cache",
+        description="Generate text on a compressed cache. The text goes to standard output, the cache report to standard error.",
+        epilog="example:\n  turboquant generate --prompt 'Name three whales.'\n"
+        "  turboquant generate --model Qwen/Qwen2.5-0.5B-Instruct --recipe k4v4 --file notes.txt\n"
+        "  cat notes.txt | turboquant generate --recipe k3v3 --window 64 -",
+    )
     source = p.add_mutually_exclusive_group()
     source.add_argument("--prompt", metavar="TEXT", help="the prompt itself")
     source.add_argument("--file", metavar="PATH", help="a UTF-8 text file that holds it")
     source.add_argument("stdin", nargs="?", metavar="-", help="read it from standard input")
-    p.add_argument("--recipe", default="k3v3", help="a preset, a JSON object or a file (see turboquant recipe); default: k3v3")
+    p.add_argument(
+        "--recipe",
+        default="k3v3",
+        help="a preset, a JSON object or a file (see turboquant recipe); default: k3v3",
+    )
     _recipe_options(p)
-    p.add_argument("--max-new-tokens", type=int, default=128, help="default: 128")
-    p.add_argument("--max-length", type=int, help="allocate the cache for so many tokens at once and use no more")
-    p.add_argument("--sample", action="store_true", help="draw tokens at random instead of taking the most likely one")
-    p.add_argument("--temperature", type=float, help="with --sample; default: 1")
-    p.add_argument("--top-p", type=float, help="with --sample: only the most likely tokens that together have this probability; default: 1")
-    p.add_argument("--seed", type=int, help="with --sample; default: 0")
-    p.add_argument("--chat", action=argparse.BooleanOptionalAction, help="whether to use the tokenizer's chat template; default: if it has one")
-    p.add_argument("--compare", action="store_true", help="generate on an uncompressed cache too, and say where the texts part")
+    _length_options(p)
+    p.add_argument(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        help="whether to use the tokenizer's chat template; default: if it has one",
+    )
+    p.add_argument(
+        "--compare",
+        action="store_true",
+        help="generate on an uncompressed cache too, and say where the texts part",
+    )
     _shared(p, "one JSON object on standard output at the end, instead of streaming")
     p.set_defaults(run=_generate)
 
-# %% ../nbs/18_cli.ipynb #f540c859
+# %% ../nbs/18_cli.ipynb #2ad5c4d1
 def _parser() -> _Parser:
-    p = _Parser(prog="turboquant", description="A language model's key-value cache in 1 to 4 bits per value.", epilog="example:\n  turboquant demo\n  turboquant generate --prompt 'Name three whales.'")
+    p = _Parser(
+        prog="turboquant",
+        description="A language model's key-value cache in 1 to 4 bits per value.",
+        epilog="example:\n  turboquant demo\n  turboquant generate --prompt 'Name three whales.'",
+    )
     p.add_argument("--version", action="version", version=f"turboquant {version()}")
     commands = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _demo_parser(commands)
     _generate_parser(commands)
-    r = commands.add_parser("recipe", help="print a recipe as JSON, and its bits", description="Print a recipe as JSON on standard output, and its bits per value on standard error.",
-                            epilog="example:\n  turboquant recipe k3v3\n  turboquant recipe k4v2 --window 64 > mine.json && turboquant generate --recipe mine.json --prompt 'Name three whales.'")
+    r = commands.add_parser(
+        "recipe",
+        help="print a recipe as JSON, and its bits",
+        description="Print a recipe as JSON on standard output, and its bits per value on standard error.",
+        epilog="example:\n  turboquant recipe k3v3\n  turboquant recipe k4v2 --window 64 > mine.json && turboquant generate --recipe mine.json --prompt 'Name three whales.'",
+    )
     r.add_argument("recipe", metavar="RECIPE", help="a preset, a JSON object or a file")
     _recipe_options(r)
     _shared(r, "recipe and bits in one JSON object", model=False)
     r.set_defaults(run=_recipe)
     return p
 
-# %% ../nbs/18_cli.ipynb #7a1c224e
+# %% ../nbs/18_cli.ipynb #e686399d
 def _message(err: Exception) -> str:
     "An error on one line; a message with indented advice keeps its lines."
     text = str(err).strip() or type(err).__name__
@@ -530,19 +827,25 @@ def _message(err: Exception) -> str:
 
 def main(
     argv: list | None = None,  # arguments; None: those of the process
-) -> int:                      # the exit code
+) -> int:  # the exit code
     "The `turboquant` command. Never raises, except with --debug."
-    try: args = _parser().parse_args(argv)
-    except SystemExit as stop: return int(stop.code or 0)
+    try:
+        args = _parser().parse_args(argv)
+    except SystemExit as stop:
+        return int(stop.code or 0)
     try:
         args.run(args)
         sys.stdout.flush()
         return 0
-    except KeyboardInterrupt: return 130
+    except KeyboardInterrupt:
+        return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)   # so that the interpreter's own flush at exit is silent
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), 1
+        )  # so that the interpreter's own flush at exit is silent
         return 1
     except Exception as err:
-        if args.debug: raise
+        if args.debug:
+            raise
         print(f"turboquant {args.command}: {_message(err)}", file=sys.stderr)
         return 2 if isinstance(err, _Usage) else 1

@@ -55,7 +55,7 @@ class CodedStates:
             "(model.set_attn_implementation('turboquant')), and its layers must call the attention interface directly."
         )
 
-# %% ../nbs/14_hf.ipynb #4e269537
+# %% ../nbs/14_hf.ipynb #cf7034d1
 class _Layer(CacheLayerMixin):
     "What a layer knows: its recipe, its store, and how the model attends."
 
@@ -87,12 +87,6 @@ class _Layer(CacheLayerMixin):
                 raise ValueError(f"set_padding was given {rows} sequences, the first update has {b}")
             store.set_range(start=self.start.repeat_interleave(b // rows))
         self.store, self.is_initialized = store, True
-
-    @property
-    def first(self) -> int:
-        "First past position that the next token can see."
-        n = self.get_seq_length()
-        return max(0, n - self.sliding_window + 1) if self.is_sliding else 0
 
     @property
     def on_codes(self) -> bool:
@@ -134,9 +128,15 @@ class _Updating(_Layer):
             x[:, :, past - first :] = chunk
         return dense
 
-# %% ../nbs/14_hf.ipynb #4ac9214f
+# %% ../nbs/14_hf.ipynb #a450f7f6
 class _Sized(_Updating):
     "What transformers asks a layer about its length."
+
+    @property
+    def first(self) -> int:
+        "First past position that the next token can see."
+        n = self.get_seq_length()
+        return max(0, n - self.sliding_window + 1) if self.is_sliding else 0
 
     def get_seq_length(self) -> int:
         "Tokens seen so far, freed ones included."
@@ -203,7 +203,7 @@ class TurboQuantLayer(_Rows):
         if self.is_initialized and self.store.device != self.store.home:
             self.store.to(self.store.home)
 
-# %% ../nbs/14_hf.ipynb #5b18918c
+# %% ../nbs/14_hf.ipynb #b4ddbaee
 NAME = "turboquant"  # of the attention implementation
 MARGIN = (
     256  # tokens a sliding layer keeps beyond its window, so that rejected drafts can be cropped
@@ -234,7 +234,7 @@ def _learn_padding(handle: CodedStates, value: CodedStates, mask: Tensor | None)
     not padding."""
     store = handle.layer.store
     if mask is not None and handle.layer.start is None:
-        seen = mask[:, 0].any(-2)
+        seen = mask.any(1).any(-2)
         start = seen.long().argmax(-1).expand(store.batch)
         store.set_range(start=start, k=handle.chunk, v=value.chunk)
 
@@ -302,7 +302,7 @@ def _exact(query, key, value, mask, scaling, softcap, s_aux, causal=True):
 AttentionInterface.register(NAME, turboquant_attention)
 AttentionMaskInterface.register(NAME, turboquant_mask)
 
-# %% ../nbs/14_hf.ipynb #94ab84b9
+# %% ../nbs/14_hf.ipynb #dde9b2f8
 def _layers(config, recipe: Recipe, max_length: int | None) -> list:
     """A layer of ours for each layer of attention; layers without keys and values stay
     transformers' own. Raises ValueError naming a kind that cannot be served."""
@@ -316,35 +316,29 @@ def _layers(config, recipe: Recipe, max_length: int | None) -> list:
         elif kind.__name__ in ("LinearAttentionLayer", "DummyLayer"):
             out.append(layer)
         else:
-            raise ValueError(
-                f"layer {i} caches {kind.__name__}, which TurboQuantCache does not serve: only full and sliding-window keys and values are coded"
-            )
+            only = "only full and sliding-window keys and values are coded"
+            raise ValueError(f"layer {i} caches {kind.__name__}, which cannot be served: {only}")
     if not any(isinstance(x, TurboQuantLayer) for x in out):
-        raise ValueError(
-            f"{config.model_type} has no attention layer whose keys and values could be coded"
-        )
+        raise ValueError(f"{config.model_type} has no layer whose keys and values could be coded")
     return out
 
-# %% ../nbs/14_hf.ipynb #d30ca0b0
+# %% ../nbs/14_hf.ipynb #1beeca79
 class _CodedCache(Cache):
     "Building the cache from a model, and its padding."
 
     def __init__(
         self,
-        model_or_config,  # a model, or its config (the very object: the cache reads the attention implementation from it)
+        model_or_config,  # a model or its config; the cache reads the attention's name there
         recipe: Recipe | str | None = None,  # a Recipe, a preset's name, or None for k3v3
         bits: int | None = None,  # replaces the bits of keys and values
         max_length: int | None = None,  # allocate so many tokens at once and refuse more
     ):
         config = getattr(model_or_config, "config", model_or_config)
         if not hasattr(config, "get_text_config"):
-            raise TypeError(
-                f"model_or_config must be a transformers model or config, got {type(model_or_config).__name__}"
-            )
+            got = type(model_or_config).__name__
+            raise TypeError(f"model_or_config must be a transformers model or config, got {got}")
         config = config.get_text_config(decoder=True)
-        if max_length is not None and (
-            isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1
-        ):
+        if max_length is not None and (type(max_length) is not int or max_length < 1):
             raise ValueError(f"max_length must be a positive integer or None, got {max_length!r}")
         self.recipe, self.config, self.max_length = as_recipe(recipe, bits), config, max_length
         super().__init__(layers=_layers(config, self.recipe, max_length))
@@ -361,9 +355,8 @@ class _CodedCache(Cache):
             raise ValueError("set_padding must come before the first token")
         real = attention_mask.bool()
         start = real.long().argmax(-1)
-        if attention_mask.ndim != 2 or not bool(
-            (real == (torch.arange(real.shape[1], device=real.device) >= start[:, None])).all()
-        ):
+        left = torch.arange(real.shape[-1], device=real.device) >= start.unsqueeze(-1)
+        if real.ndim != 2 or not torch.equal(real, left):
             raise ValueError("attention_mask must be [B, T] with padding on the left only")
         for layer in self.coded_layers:
             layer.start = start

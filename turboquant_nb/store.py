@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['FORMAT', 'prompt_mean', 'write_file', 'read_file', 'KVStore']
 
-# %% ../nbs/09_store.ipynb #d54f1b39
+# %% ../nbs/09_store.ipynb #6bb4a1a5
 import hashlib
 import json
 import math
 import os
+from functools import wraps
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,14 +24,15 @@ from turboquant_nb.quantizer import (
     Recipe,
     as_recipe,
     check_finite,
+    check_float,
     decode,
     encode,
 )
 
-# %% ../nbs/09_store.ipynb #5a0a1ad2
+# %% ../nbs/09_store.ipynb #b0e0a5f1
 def prompt_mean(
     x: Tensor,  # [B, H, n, d] states of the first chunk
-    skip: int = 0,  # leading tokens to leave out (attention sinks)
+    skip: int = 0,  # leading tokens to leave out: padding and sinks
 ) -> Tensor:  # [B, H, 1, d] bf16
     """Mean over tokens, shrunk towards 0 by its own sampling noise (positive-part James-Stein); 0
     for fewer than two tokens."""
@@ -42,6 +44,18 @@ def prompt_mean(
     noise = (x - mean).square().sum((2, 3), keepdim=True) / (n - 1) / n
     keep = (1 - noise / mean.square().sum(-1, keepdim=True).clamp(min=1e-30)).clamp(min=0)
     return (mean * keep).to(torch.bfloat16)
+
+# %% ../nbs/09_store.ipynb #f3cdf40b
+def _plain(f):
+    """Run f without autograd and outside inference mode, so that what it stores keeps no graph
+    alive and can be written to later in any mode."""
+
+    @wraps(f)
+    def run(*args, **kwargs):
+        with torch.inference_mode(False), torch.no_grad():
+            return f(*args, **kwargs)
+
+    return run
 
 # %% ../nbs/09_store.ipynb #0499bafc
 class _Side:
@@ -82,10 +96,11 @@ class _Side:
                 out[name][:, :, : t.shape[2]] = t
         return out
 
-# %% ../nbs/09_store.ipynb #c324858e
+# %% ../nbs/09_store.ipynb #74f9a9d9
 class _Held:
     "What a store holds: two sides, the length, and the range of each sequence."
 
+    @_plain
     def __init__(
         self,
         recipe: Recipe | str,
@@ -99,19 +114,17 @@ class _Held:
         tile: int = TILE,
     ):
         self.recipe, self.batch, self.heads, self.dtype = as_recipe(recipe), batch, heads, dtype
-        self.home = self.device = torch.zeros(0, device=device).device
         _check_store_args(batch, heads, max_length, dtype)
+        self.home = self.device = torch.zeros(0, device=device).device
         args = (self.recipe, batch, heads)
         self.key = _Side(self.recipe.key, *args, d_key, dtype, self.device, "channel", tile)
-        self.value = _Side(
-            self.recipe.value, *args, d_value or d_key, dtype, self.device, "token", tile
-        )
+        dv = d_key if d_value is None else d_value
+        self.value = _Side(self.recipe.value, *args, dv, dtype, self.device, "token", tile)
         self.tile, self.max_length = tile, max_length
         self.start = torch.zeros(batch, dtype=torch.long, device=self.device)
         self.end = None
         self.length = self.offset = self._window_from = 0
-        if max_length is not None:
-            self._adopt(self._grown(math.ceil(max_length / tile)))
+        self._adopt(self._grown(math.ceil((max_length or 0) / tile)))
 
     @property
     def capacity(self) -> int:
@@ -125,7 +138,7 @@ class _Held:
         for side, tensors in zip((self.key, self.value), grown):
             side.tensors |= tensors
 
-# %% ../nbs/09_store.ipynb #05d0109d
+# %% ../nbs/09_store.ipynb #6e1012e5
 def _check_store_args(batch, heads, max_length, dtype):
     for name, value in (
         ("batch", batch),
@@ -140,30 +153,34 @@ def _check_store_args(batch, heads, max_length, dtype):
 
 def _check_append(store, k: Tensor, v: Tensor, names: tuple):
     for name, x, side in zip(names, (k, v), (store.key, store.value)):
-        want = (store.batch, store.heads, "n", side.q.d)
-        check_finite(x, name)
+        check_float(x, name)
+        want = f"[{store.batch}, {store.heads}, n, {side.q.d}]"
         if x.ndim != 4 or (*x.shape[:2], x.shape[3]) != (store.batch, store.heads, side.q.d):
-            raise ValueError(
-                f"{name} must have shape [{', '.join(map(str, want))}], got {list(x.shape)}"
-            )
+            raise ValueError(f"{name} must have shape {want}, got {list(x.shape)}")
         if x.dtype != store.dtype or x.device != store.device:
-            raise ValueError(
-                f"{name} must be {store.dtype} on {store.device} like the store, got {x.dtype} on {x.device}"
-            )
-    if k.shape[2] != v.shape[2]:
-        raise ValueError(
-            f"{names[0]} and {names[1]} must have equally many tokens, got {k.shape[2]} and {v.shape[2]}"
-        )
+            want, got = f"{store.dtype} on {store.device}", f"{x.dtype} on {x.device}"
+            raise ValueError(f"{name} must be {want} like the store, got {got}")
+        check_finite(x, name)
+    n, held = k.shape[2], store.length - store.offset
+    if n != v.shape[2]:
+        got = f"{n} and {v.shape[2]}"
+        raise ValueError(f"{' and '.join(names)} must have equally many tokens, got {got}")
     if store.end is not None:
-        raise ValueError(
-            "the store has per-sequence ends (set_range); clear them with set_range(end=None) before appending"
-        )
-    if store.max_length is not None and store.length - store.offset + k.shape[2] > store.max_length:
-        raise ValueError(
-            f"max_length is {store.max_length}: cannot append {k.shape[2]} tokens to {store.length}"
-        )
+        raise ValueError("sequences have ends; set_range(end=None) clears them before an append")
+    if store.max_length is not None and held + n > store.max_length:
+        raise ValueError(f"max_length is {store.max_length}: cannot append {n} tokens to {held}")
 
-# %% ../nbs/09_store.ipynb #01c16374
+# %% ../nbs/09_store.ipynb #67dbc9f2
+def _mean_for(store, side, x):
+    "The mean to subtract: that of the first chunk's real tokens, from then on the one held."
+    if side.mean is None or store.length > 0:
+        return side.mean
+    starts = (store.start + store.recipe.sinks).tolist()
+    if len(set(starts)) == 1:
+        return prompt_mean(x, starts[0])
+    return torch.cat([prompt_mean(x[i : i + 1], s) for i, s in enumerate(starts)])
+
+
 def _keep_window(store, side, x):
     "Copy the newest tokens of x into the ring of the window: position p is in slot p mod W."
     n, window = x.shape[2], store.recipe.window
@@ -180,11 +197,12 @@ def _keep_sinks(store, side, x, first):
     index = at.clamp(0, x.shape[2] - 1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
     side.tensors["sinks"] = torch.where(inside, x.gather(2, index), side.tensors["sinks"])
 
-# %% ../nbs/09_store.ipynb #f8ff1403
+# %% ../nbs/09_store.ipynb #ac5216a8
 class _Writing(_Held):
     """Appending. Everything that can fail (checks, coding, allocation) happens before the first
     write."""
 
+    @_plain
     def append(
         self,
         k: Tensor,  # [B, H, n, d_key] in the store's dtype
@@ -197,33 +215,28 @@ class _Writing(_Held):
         n = k.shape[2]
         if n == 0:
             return
-        means = [self._first_mean(side, x) for side, x in ((self.key, k), (self.value, v))]
-        coded = [
-            encode(side.q, x, m, name)
-            for side, x, m, name in zip((self.key, self.value), (k, v), means, names)
-        ]
+        sides = (self.key, self.value)
+        means = [_mean_for(self, side, x) for side, x in zip(sides, (k, v))]
+        given = zip(sides, (k, v), means, names)
+        coded = [encode(side.q, x, mean, name) for side, x, mean, name in given]
         need = math.ceil((self.length - self.offset + n) / self.tile)
         have = self.capacity // self.tile
         if need > have:
             self._adopt(self._grown(max(need, have + math.ceil(have / 8))))
-        for side, c, m, x in zip((self.key, self.value), coded, means, (k, v)):
-            if m is not None:
-                side.tensors["mean"] = m
+        for side, c, mean, x in zip(sides, coded, means, (k, v)):
+            if mean is not None:
+                side.tensors["mean"] = mean
             self._write(side, c)
             _keep_window(self, side, x)
             _keep_sinks(self, side, x, self.length)
         self.length += n
-
-    def _first_mean(self, side, x):
-        fresh = side.mean is not None and self.length == 0
-        return prompt_mean(x, self.recipe.sinks) if fresh else side.mean
 
     def _write(self, side, coded):
         at = self.length - self.offset
         _write(side.planes, side.layout, coded.codes, at)
         side.tensors["scale"].flatten(2)[:, :, at : at + coded.scale.shape[2]] = coded.scale
 
-# %% ../nbs/09_store.ipynb #1a97324e
+# %% ../nbs/09_store.ipynb #9996436d
 class _Reading(_Writing):
     "Looking at what is stored."
 
@@ -232,6 +245,11 @@ class _Reading(_Writing):
         "First position whose exact states are in the window."
         return max(self._window_from, self.length - self.recipe.window)
 
+    def is_sink(self, positions: Tensor) -> Tensor:
+        "Which of `positions` [B|1, T] are sinks of their sequence: [B, T] bool."
+        start = self.start[:, None]
+        return (positions >= start) & (positions < start + self.recipe.sinks)
+
     def coded(self, side: str, first: int, last: int) -> Coded:
         """Codes [B, H, last-first, d] and scales of positions [first, last) of `side` ('key' or
         'value')."""
@@ -239,6 +257,8 @@ class _Reading(_Writing):
             raise ValueError(
                 f"positions must lie in [{self.offset}, {self.length}], got [{first}, {last})"
             )
+        if side not in ("key", "value"):
+            raise ValueError(f"side must be 'key' or 'value', got {side!r}")
         s = getattr(self, side)
         a, b = (first - self.offset) // self.tile, math.ceil((last - self.offset) / self.tile)
         cut = slice(first - self.offset - a * self.tile, last - self.offset - a * self.tile)
@@ -246,6 +266,14 @@ class _Reading(_Writing):
         return Coded(
             codes, s.tensors["scale"].flatten(2)[:, :, first - self.offset : last - self.offset]
         )
+
+    def levels(self, side: str, codes: Tensor) -> Tensor:
+        "Levels of codes, fp32, still rotated and without their scale."
+        return getattr(self, side).q.codebook.decode(codes, check_range=False)
+
+# %% ../nbs/09_store.ipynb #271b54bb
+class _Exact(_Reading):
+    "Tokens whose states are held as they came."
 
     def exact(self, side: str) -> tuple:
         """Exact states with their positions: ([B, H, S+W, d], positions [B, S+W]); position -1
@@ -255,23 +283,23 @@ class _Reading(_Writing):
         slots = torch.arange(self.length - r.window, self.length, device=self.device)
         window = s.tensors["window"][:, :, slots % r.window if r.window else slots]
         held = slots.expand(self.batch, -1)
-        taken = (held < self.past_exact_from) | (held < self.start[:, None] + r.sinks)
+        taken = (held < self.past_exact_from) | self.is_sink(held)
         positions = torch.cat([sinks.where(sinks < self.length, -1), held.where(~taken, -1)], 1)
         return torch.cat([s.tensors["sinks"], window], 2), positions
 
-# %% ../nbs/09_store.ipynb #d958562f
-def _range(name, value, batch, device, low, high):
-    "A [batch] long tensor with every entry from low to high, from an int or a tensor."
+# %% ../nbs/09_store.ipynb #24867e2f
+def _range(name, value, batch, device, high):
+    "A [batch] long tensor with every entry from 0 to high, from an int or a tensor."
     t = torch.as_tensor(value, dtype=torch.long, device=device)
     if t.ndim > 1 or t.numel() not in (1, batch):
         raise ValueError(f"{name} must be an int or a vector of {batch}, got shape {list(t.shape)}")
     t = t.expand(batch).clone()
-    if t.numel() and (int(t.min()) < low or int(t.max()) > high):
-        raise ValueError(f"{name} must be from {low} to {high}, got {t.tolist()}")
+    if t.numel() and (int(t.min()) < 0 or int(t.max()) > high):
+        raise ValueError(f"{name} must be from 0 to {high}, got {t.tolist()}")
     return t
 
-# %% ../nbs/09_store.ipynb #c97ae1ae
-class _Decoding(_Reading):
+# %% ../nbs/09_store.ipynb #dacc9e6e
+class _Decoding(_Exact):
     "Dense states, and which of them are real."
 
     def read(self, first: int | None = None) -> tuple:
@@ -289,37 +317,28 @@ class _Decoding(_Reading):
             out.append(x)
         return tuple(out)
 
-    def set_range(
-        self, start=None, end=None, k: Tensor | None = None, v: Tensor | None = None
-    ) -> None:
-        """Which positions [start, end) of each sequence are real; ints or [B] tensors. Moving
-        start after tokens came needs `k`, `v` of all of them, for the sinks."""
+    @_plain
+    def set_range(self, start=None, end=None, k: Tensor | None = None, v: Tensor | None = None):
+        """Which positions [start, end) of each sequence are real; ints or [B] tensors. Where start
+        moves after tokens came, `k` and `v` of all of them are coded again: sinks and the mean of
+        the prompt depend on it."""
         if start is not None:
-            new = _range(
-                "start",
-                start,
-                self.batch,
-                self.device,
-                0,
-                max(self.length, 1 if self.length else 2**31),
-            )
-            if self.length and not torch.equal(new, self.start):
-                if any(x is None or x.shape[2] != self.length for x in (k, v)):
-                    raise ValueError(
-                        f"to move start after tokens were added, pass k and v of all {self.length} tokens"
-                    )
-                self.start = new
-                for side, x in ((self.key, k), (self.value, v)):
-                    _keep_sinks(self, side, x, 0)
-            self.start = new
-        self.end = (
-            None if end is None else _range("end", end, self.batch, self.device, 0, self.length)
-        )
+            start = _range("start", start, self.batch, self.device, self.length or 2**31)
+        if end is not None:
+            end = _range("end", end, self.batch, self.device, self.length)
+        if start is not None and not torch.equal(start, self.start):
+            if self.length and any(x is None or x.shape[2] != self.length for x in (k, v)):
+                raise ValueError(f"to move start now, pass k and v of all {self.length} tokens")
+            again, self.length, self.start, self.end = self.length > 0, 0, start, None
+            if again:
+                self.append(k, v)
+        self.end = end
 
-# %% ../nbs/09_store.ipynb #e2e7d2d1
+# %% ../nbs/09_store.ipynb #0ba3848f
 class _Moving(_Decoding):
     "Changing what is stored without coding anything again."
 
+    @_plain
     def _map(self, f):
         for side in (self.key, self.value):
             side.tensors = {name: f(x) for name, x in side.tensors.items()}
@@ -342,12 +361,9 @@ class _Moving(_Decoding):
         for an index out of range."""
         index = torch.as_tensor(indices, device=self.device)
         index = index.nonzero().flatten() if index.dtype == torch.bool else index.long()
-        if index.ndim != 1 or (
-            len(index) and (int(index.min()) < -self.batch or int(index.max()) >= self.batch)
-        ):
-            raise ValueError(
-                f"indices must be a vector of rows 0 to {self.batch - 1}, got {index.tolist()}"
-            )
+        if index.ndim != 1 or not bool(((index >= -self.batch) & (index < self.batch)).all()):
+            want = f"a vector of rows 0 to {self.batch - 1}"
+            raise ValueError(f"indices must be {want}, got {index.tolist()}")
         self._map(lambda x: x[index % self.batch])
         self.batch = len(index)
 
@@ -358,10 +374,11 @@ class _Moving(_Decoding):
         self._map(lambda x: x.repeat_interleave(times, 0))
         self.batch *= times
 
-# %% ../nbs/09_store.ipynb #a376940d
+# %% ../nbs/09_store.ipynb #b2890e94
 class _Freeing(_Moving):
     "Giving memory back, or moving it elsewhere."
 
+    @_plain
     def evict(self, before: int) -> None:
         """Free whole tiles of positions below `before`, which nothing attends to any more (sliding
         windows)."""
@@ -449,39 +466,37 @@ class _Formula(_Counting):
         )
         return 8 * self.nbytes / values if values else math.nan
 
-# %% ../nbs/09_store.ipynb #d953eecc
+# %% ../nbs/09_store.ipynb #110052f5
 FORMAT = "turboquant-nb store 1"
 
 
-def _digest(tensors: dict) -> str:
-    "SHA-256 over names, shapes, dtypes and bytes."
-    h = hashlib.sha256()
+def _digest(tensors: dict, header: dict) -> str:
+    "SHA-256 over the header and the names, shapes, dtypes and bytes of all tensors."
+    said = {k: v for k, v in header.items() if k != "sha256"}
+    h = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
     for name in sorted(tensors):
         t = tensors[name]
         h.update(f"{name}|{t.dtype}|{tuple(t.shape)}|".encode())
-        h.update(t.contiguous().view(-1).view(torch.uint8).numpy().data if t.numel() else b"")
+        h.update(t.reshape(-1).view(torch.uint8).numpy().data if t.numel() else b"")
     return h.hexdigest()
 
 
 def write_file(path, tensors: dict, header: dict) -> None:
     """Tensors and a JSON header with their digest to one safetensors file, written beside the
     target and then moved over it."""
-    tensors = {k: t.detach().cpu().contiguous().clone() for k, t in tensors.items()}
+    plain = torch.contiguous_format
+    tensors = {k: t.detach().cpu().clone(memory_format=plain) for k, t in tensors.items()}
+    header = header | {"format": FORMAT}
+    header["sha256"] = _digest(tensors, header)
     temporary = f"{path}.part"
     try:
-        save_file(
-            tensors,
-            temporary,
-            metadata={
-                "header": json.dumps(header | {"format": FORMAT, "sha256": _digest(tensors)})
-            },
-        )
+        save_file(tensors, temporary, metadata={"header": json.dumps(header)})
         os.replace(temporary, path)
     finally:
         if os.path.exists(temporary):
             os.remove(temporary)
 
-# %% ../nbs/09_store.ipynb #f85eee8c
+# %% ../nbs/09_store.ipynb #bb571b2c
 def read_file(path) -> tuple:  # (tensors, header)
     """The inverse of `write_file`. Raises ValueError for a file of another kind, a truncated or a
     changed one; FileNotFoundError if there is none."""
@@ -492,18 +507,15 @@ def read_file(path) -> tuple:  # (tensors, header)
             header = json.loads((f.metadata() or {}).get("header", "{}"))
             tensors = {k: f.get_tensor(k) for k in f.keys()}
     except (SafetensorError, json.JSONDecodeError, OSError) as error:
-        raise ValueError(
-            f"{path} is not a readable store: truncated or of another kind ({error})"
-        ) from None
-    if header.get("format") != FORMAT:
-        raise ValueError(f"{path} must have format {FORMAT!r}, got {header.get('format')!r}")
-    if header.get("sha256") != _digest(tensors):
-        raise ValueError(
-            f"{path} was changed after it was written: its contents do not match their SHA-256"
-        )
+        said = f"truncated or of another kind ({error})"
+        raise ValueError(f"{path} is not a readable store: {said}") from None
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise ValueError(f"{path} must have format {FORMAT!r}, got {str(header)[:60]!r}")
+    if header.get("sha256") != _digest(tensors, header):
+        raise ValueError(f"{path} was changed after it was written: its SHA-256 does not match")
     return tensors, header
 
-# %% ../nbs/09_store.ipynb #c32c7cda
+# %% ../nbs/09_store.ipynb #2d7395ef
 def _restore(side, name, tensors, tiles):
     """Put saved tensors of `tiles` tiles into a new side. Raises ValueError if one is missing or
     of another shape or type."""
@@ -512,9 +524,8 @@ def _restore(side, name, tensors, tiles):
         tiled = n.startswith("plane") or n == "scale"
         want = (*t.shape[:2], tiles, *t.shape[3:]) if tiled else tuple(t.shape)
         if new is None or tuple(new.shape) != want or new.dtype != t.dtype:
-            raise ValueError(
-                f"{name}.{n} must be {t.dtype} of shape {want}, got {'nothing' if new is None else (new.dtype, tuple(new.shape))}"
-            )
+            got = "nothing" if new is None else f"{new.dtype} of shape {tuple(new.shape)}"
+            raise ValueError(f"{name}.{n} must be {t.dtype} of shape {want}, got {got}")
         if tiled:
             side.tensors[n] = t.new_zeros(*t.shape[:2], max(tiles, t.shape[2]), *t.shape[3:])
         side.tensors[n][:, :, : new.shape[2]] = new.to(t.device)
@@ -542,7 +553,7 @@ class _Saving(_Formula):
         }
         return tensors, header | {"d": [self.key.q.d, self.value.q.d]}
 
-# %% ../nbs/09_store.ipynb #18e7b3e8
+# %% ../nbs/09_store.ipynb #7ab039f7
 class KVStore(_Saving):
     """Codes of the keys and values of one layer, with exact sinks and window. Every token is coded
     when it arrives. Positions count from the first token ever appended."""
@@ -552,26 +563,18 @@ class KVStore(_Saving):
         return f"KVStore({size}, {self.bits_per_value():.2f} bits per value)"
 
     @classmethod
+    @_plain
     def from_state(cls, tensors: dict, header: dict, device="cpu") -> "KVStore":
         "The inverse of `state`. Raises ValueError if tensors and header do not fit each other."
-        h = header
-        store = cls(
-            Recipe.from_json(h["recipe"]),
-            h["batch"],
-            h["heads"],
-            *h["d"],
-            getattr(torch, h["dtype"]),
-            device,
-            h["max_length"],
-            h["tile"],
-        )
+        if "d" not in header or "start" not in tensors:
+            raise ValueError("these tensors are not the state of a single store")
+        h, dtype = header, getattr(torch, header["dtype"])
+        sizes = (h["batch"], h["heads"], *h["d"])
+        recipe = Recipe.from_json(h["recipe"])
+        store = cls(recipe, *sizes, dtype, device, h["max_length"], h["tile"])
+        tiles = math.ceil((h["length"] - h["offset"]) / h["tile"])
         for name in ("key", "value"):
-            _restore(
-                getattr(store, name),
-                name,
-                tensors,
-                math.ceil((h["length"] - h["offset"]) / h["tile"]),
-            )
+            _restore(getattr(store, name), name, tensors, tiles)
         for n in ("length", "offset", "_window_from"):
             setattr(store, n, h[n])
         store.start, end = tensors["start"].to(device), tensors.get("end")

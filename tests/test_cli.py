@@ -1,0 +1,408 @@
+"The turboquant command: what goes to standard output and standard error, exit codes, and every bad input."
+import io
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
+
+from turboquant_nb import cli
+from turboquant_nb.hf import TurboQuantCache
+from turboquant_nb.models import load_model, sample_text
+from turboquant_nb.quantizer import PRESETS, Recipe, Spec, as_recipe, preset
+
+SIZE = dict(vocab_size=400, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+            initializer_range=0.1, bos_token_id=0, eos_token_id=1)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def save(folder, model, template=True):
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator([sample_text()[:20000]], trainers.BpeTrainer(vocab_size=400, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>")
+    if template:
+        tokenizer.chat_template = "<s>{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}</s>{% endif %}"
+    model.eval().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    "A random Llama whose tokenizer has a chat template."
+    torch.manual_seed(0)
+    return save(tmp_path_factory.mktemp("tiny"), LlamaForCausalLM(LlamaConfig(**SIZE, max_position_embeddings=8192)))
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory):
+    "A random Llama with a context of 128 tokens and no chat template."
+    torch.manual_seed(1)
+    return save(tmp_path_factory.mktemp("plain"), LlamaForCausalLM(LlamaConfig(**SIZE, max_position_embeddings=128)), template=False)
+
+
+@pytest.fixture
+def call(capsys):
+    "Run the command; returns (exit code, standard output, standard error)."
+    def run(*argv):
+        code = cli.main([str(a) for a in argv])
+        out = capsys.readouterr()
+        return code, out.out, out.err
+    return run
+
+
+def refused(result, *words, code=2):
+    "One line on standard error, nothing on standard output."
+    got, out, err = result
+    assert got == code and out == "" and err.count("\n") == 1 and "Traceback" not in err, result
+    assert err.startswith("turboquant") and all(w in err for w in words), err
+
+
+# ---------------------------------------------------------------- help and usage
+
+@pytest.mark.parametrize("command", ["demo", "generate", "recipe"])
+def test_help_has_an_example(call, command):
+    code, out, err = call(command, "--help")
+    assert code == 0 and "example:" in out and f"turboquant {command}" in out.split("example:")[1] and err == ""
+    assert all(option in out for option in ("--json", "--quiet", "--debug"))
+
+
+def test_version_and_main_help(call):
+    assert call("--version")[:2] == (0, f"turboquant {metadata.version('turboquant-nb')}\n")
+    code, out, _ = call("--help")
+    assert code == 0 and all(c in out for c in ("demo", "generate", "recipe", "example:"))
+
+
+def test_help_loads_nothing_heavy():
+    code = "import sys; from turboquant_nb.cli import main; main(['--help']); heavy = {'torch', 'transformers', 'scipy', 'numpy'} & set(sys.modules); sys.exit(str(heavy) if heavy else 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("argv, words", [
+    ([], ["COMMAND", "--help"]), (["dance"], ["dance"]), (["demo", "--bogus"], ["--bogus"]), (["generate", "--prompt"], ["--prompt"]),
+    (["generate", "--prompt", "a", "--file", "b"], ["not allowed with"]), (["generate", "--prompt", "a", "-"], ["not allowed with"]),
+    (["generate", "--prompt", "a", "--bits", "three"], ["--bits", "three"]), (["generate", "--prompt", "a", "--attention", "flash"], ["flash"]),
+    (["generate", "--prompt", "a", "--dtype", "int8"], ["int8"]), (["demo", "--recipes"], ["--recipes"]), (["recipe"], ["RECIPE"]),
+])
+def test_usage(call, argv, words):
+    refused(call(*argv), *words)
+
+
+# ---------------------------------------------------------------- recipe
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_recipe_prints_what_can_be_passed_on(call, name):
+    code, out, err = call("recipe", name)
+    assert code == 0 and Recipe.from_json(out) == preset(name) and "bits per value" in err
+    assert call("recipe", out.strip(), "--quiet") == (0, out, "")
+
+
+def test_recipe_options_and_file(call, tmp_path):
+    code, out, _ = call("recipe", "k4v2", "--bits", 3, "--sinks", 1, "--window", 7)
+    assert Recipe.from_json(out) == cli.replace(as_recipe("k4v2", 3), sinks=1, window=7)
+    file = tmp_path / "mine.json"
+    file.write_text(out)
+    assert call("recipe", file)[1] == out
+    got = json.loads(call("recipe", "k4v2", "--json")[1])
+    assert got["nominal_bits"] == 3 and got["bits_with_scale"] == {"64": 3.25, "128": 3.125} and got["recipe"]["key"]["bits"] == 4
+    assert cli.price(Recipe(Spec(bits=2, scale_dtype="float32"), Spec(bits=3)), 16) == (2 + 2 + 3 + 1) / 2
+    with pytest.raises(ValueError, match="d must be"):
+        cli.price(preset("k3v3"), 0)
+
+
+@pytest.mark.parametrize("text, words", [
+    ("k9v9", ["k4v4", "'k9v9'"]), ("{", ["not JSON"]), ("{}", ["not a recipe", "key"]), ('{"key": {"bits": 0}, "value": {}}', ["bits", "got 0"]),
+    ('{"key": {"beats": 3}, "value": {}}', ["beats"]), ('{"key": {}, "value": {}, "sinks": -1}', ["sinks", "-1"]), ("", ["must be one of"]), ("x" * 5000, ["recipe"]),
+])
+def test_bad_recipes(call, tiny, text, words):
+    refused(call("recipe", text), *words)
+    refused(call("generate", "--model", tiny, "--prompt", "x", "--recipe", text), *words)
+    refused(call("demo", "--model", tiny, "--recipes", "k4v4", text), *words)
+
+
+@pytest.mark.parametrize("argv, words", [(["--bits", "9"], ["bits", "got 9"]), (["--sinks", "-1"], ["sinks", "-1"]), (["--window", "-1"], ["window", "-1"])])
+def test_bad_recipe_options(call, argv, words):
+    refused(call("recipe", "k3v3", *argv), *words)
+
+
+def test_recipe_files_that_cannot_be_read(call, tmp_path):
+    (tmp_path / "bad.json").write_bytes(b"\xff\xfe{")
+    (tmp_path / "list.json").write_text("[1]")
+    refused(call("recipe", tmp_path / "bad.json"), "bad.json")
+    refused(call("recipe", tmp_path / "list.json"), "not a recipe")
+    refused(call("recipe", tmp_path), "must be one of")
+
+
+# ---------------------------------------------------------------- generate
+
+def test_generate_text_and_report(call, tiny):
+    code, out, err = call("generate", "--model", tiny, "--prompt", sample_text()[:600], "--max-new-tokens", 8)
+    assert code == 0 and out.strip() and "bits per value" in err and "smaller than fp16" in err and "Traceback" not in err
+    again = call("generate", "--model", tiny, "--prompt", sample_text()[:600], "--max-new-tokens", 8, "--quiet")
+    assert again == (0, out, "")
+
+
+def test_generate_is_what_the_library_does(call, tiny):
+    model, tokenizer = load_model(tiny, progress=False)
+    ids = tokenizer(sample_text()[:600], return_tensors="pt").input_ids
+    for attention in ("sdpa", "turboquant"):
+        model.set_attn_implementation(attention)
+        want = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=TurboQuantCache(model, "k4v4"), max_new_tokens=8, do_sample=False)
+        code, out, err = call("generate", "--model", tiny, "--prompt", sample_text()[:600], "--no-chat", "--max-new-tokens", 8, "--recipe", "k4v4", "--attention", attention, "--json")
+        got = json.loads(out)
+        assert code == 0 and got["text"] == tokenizer.decode(want[0, ids.shape[1]:], skip_special_tokens=True)
+        assert got["prompt_tokens"] == ids.shape[1] and got["cache"]["tokens"] == want.shape[1] - 1 and got["cache"]["recipe"] == preset("k4v4").to_json()
+
+
+def test_generate_json_is_all_of_stdout(call, tiny):
+    code, out, err = call("generate", "--model", tiny, "--prompt", "Call me", "--max-new-tokens", 5, "--json", "--compare", "--quiet")
+    got = json.loads(out)
+    assert code == 0 and err == "" and out.count("\n") == 1
+    assert {"command", "version", "model", "dtype", "device", "threads", "attention", "prompt_tokens", "new_tokens", "text", "seconds", "cache", "compare"} == set(got)
+    assert got["new_tokens"] <= 5 and got["compare"]["same_tokens"] <= got["compare"]["new_tokens"] and got["cache"]["nbytes"] > 0
+
+
+def test_generate_sources_agree(call, tiny, tmp_path, monkeypatch):
+    text = "Call me Ishmael. Möwe und Wal."
+    file = tmp_path / "p.txt"
+    file.write_text(text, encoding="utf-8")
+    options = ["generate", "--model", tiny, "--max-new-tokens", 4, "--quiet", "--recipe", "k4v4"]
+    want = call(*options, "--prompt", text)
+    assert want[0] == 0 and call(*options, "--file", file) == want
+    for dash in (["-"], ["--file", "-"]):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        assert call(*options, *dash) == want
+
+
+def test_generate_chat(call, tiny, plain):
+    def tokens(model, *more):
+        return json.loads(call("generate", "--model", model, "--prompt", "Call me", "--max-new-tokens", 1, "--json", *more)[1])["prompt_tokens"]
+    assert tokens(tiny) == tokens(tiny, "--chat") == tokens(tiny, "--no-chat") + 2
+    assert tokens(plain) == tokens(plain, "--no-chat")
+    refused(call("generate", "--model", plain, "--prompt", "x", "--chat", "--quiet"), "no chat template")
+
+
+def test_generate_samples_by_seed_and_leaves_the_generator_alone(call, tiny):
+    def text(*more):
+        return json.loads(call("generate", "--model", tiny, "--prompt", "Call me", "--max-new-tokens", 12, "--json", "--sample", *more)[1])["text"]
+    torch.manual_seed(5)
+    want = torch.rand(1)
+    torch.manual_seed(5)
+    assert text("--seed", 1) == text("--seed", 1) != text("--seed", 2)
+    assert torch.rand(1) == want
+    assert text("--seed", 1, "--top-p", 1e-6) == text("--seed", 2, "--top-p", 1e-6)
+    assert text("--seed", 1, "--temperature", 0.001) == text("--seed", 2, "--temperature", 0.001)
+
+
+def test_generate_compare(call, tiny):
+    code, out, err = call("generate", "--model", tiny, "--prompt", sample_text()[:600], "--max-new-tokens", 24, "--recipe", "k1v1", "--sinks", 0, "--window", 0, "--compare", "--quiet")
+    assert code == 0 and "An uncompressed cache gives the same first" in out
+    code, out, err = call("generate", "--model", tiny, "--prompt", sample_text()[:600], "--max-new-tokens", 24, "--window", 4096, "--compare", "--quiet")
+    assert code == 0 and "An uncompressed cache gives the same 24 tokens." in out
+
+
+def test_generate_lengths(call, plain):
+    long, fits = "whale " * 200, "whale " * 20
+    refused(call("generate", "--model", plain, "--prompt", long, "--quiet"), "context is 128")
+    refused(call("generate", "--model", plain, "--prompt", fits, "--max-length", 10, "--quiet"), "--max-length is 10")
+    n = json.loads(call("generate", "--model", plain, "--prompt", fits, "--max-new-tokens", 1, "--json")[1])["prompt_tokens"]
+    code, out, err = call("generate", "--model", plain, "--prompt", fits, "--json", "--max-new-tokens", 500)
+    assert code == 0 and json.loads(out)["new_tokens"] <= 128 - n and f"only {128 - n} tokens fit" in err
+    code, out, err = call("generate", "--model", plain, "--prompt", fits, "--json", "--max-length", n + 3, "--quiet")
+    assert code == 0 and json.loads(out)["new_tokens"] <= 3 and err == ""
+
+
+@pytest.mark.parametrize("argv, words", [
+    ([], ["prompt is needed"]), (["--prompt", ""], ["empty"]), (["--prompt", " \n\t"], ["empty"]), (["hello"], ["hello", "--prompt"]),
+    (["--prompt", "x", "--max-new-tokens", "0"], ["--max-new-tokens", "got 0"]), (["--prompt", "x", "--max-length", "0"], ["--max-length", "got 0"]),
+    (["--prompt", "x", "--temperature", "1"], ["--sample"]), (["--prompt", "x", "--top-p", "1"], ["--sample"]), (["--prompt", "x", "--seed", "1"], ["--sample"]),
+    (["--prompt", "x", "--sample", "--temperature", "0"], ["--temperature", "above 0"]), (["--prompt", "x", "--sample", "--temperature", "nan"], ["--temperature"]),
+    (["--prompt", "x", "--sample", "--top-p", "1.5"], ["--top-p", "1.5"]), (["--prompt", "x", "--device", "abacus"], ["abacus"]),
+    (["--prompt", "x", "--model", "/no/such/model"], ["/no/such/model"]), (["--prompt", "x", "--model", ""], ["--model"]), (["--prompt", "x", "--model", __file__], [".gguf"]),
+    (["--file", "/no/such/file.txt"], ["/no/such/file.txt", "cannot be read"]), (["--file", os.path.dirname(__file__)], ["cannot be read"]),
+])
+def test_generate_bad_input(call, tiny, argv, words):
+    model = [] if "--model" in argv else ["--model", tiny]
+    refused(call("generate", *model, *argv, "--quiet"), *words)
+
+
+@pytest.mark.parametrize("data, words", [(b"", ["empty"]), (b"\n\n", ["empty"]), ("Möwe".encode("latin-1"), ["UTF-8", "byte 1"]), ("Wal".encode("utf-16"), ["UTF-8"])])
+def test_generate_bad_files(call, tiny, tmp_path, monkeypatch, data, words):
+    file = tmp_path / "in.txt"
+    file.write_bytes(data)
+    refused(call("generate", "--model", tiny, "--file", file), "in.txt", *words)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    refused(call("generate", "--model", tiny, "-"), "standard input", *words)
+
+
+# ---------------------------------------------------------------- what could not be done
+
+def test_a_broken_model_folder(call, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    refused(call("generate", "--model", tmp_path, "--prompt", "x", "--quiet"), "could not be loaded", code=1)
+    (tmp_path / "empty").mkdir()
+    refused(call("generate", "--model", tmp_path / "empty", "--prompt", "x", "--quiet"), "config.json")
+
+
+def test_failures_inside(call, tiny, monkeypatch):
+    argv = ["generate", "--model", tiny, "--prompt", "x", "--quiet"]
+    for err, code in ((KeyboardInterrupt(), 130), (RuntimeError("out of\nmemory"), 1), (ValueError("x"), 1), (MemoryError(), 1)):
+        def fail(*args, err=err):
+            raise err
+        monkeypatch.setattr(cli, "_write", fail)
+        if code == 130:
+            assert call(*argv) == (130, "", "")
+        else:
+            refused(call(*argv), str(err).replace("\n", " ") or "MemoryError", code=1)
+    with pytest.raises(MemoryError):
+        cli.main([*argv, "--debug"])
+
+
+def test_no_cuda(call, tiny):
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    refused(call("demo", "--model", tiny, "--device", "cuda", "--quiet"), "no CUDA device", code=1)
+
+
+def test_the_embedded_model_cannot_be_fetched(call, monkeypatch):
+    from turboquant_nb import models as m
+    def fail(*args, **kwargs):
+        raise RuntimeError("the embedded model is not available: no network\nNothing was added. What you can do:\n  use another model:  --model PATH_OR_HUB_ID")
+    monkeypatch.setattr(m, "embedded_path", fail)
+    code, out, err = call("demo", "--quiet")
+    assert code == 1 and out == "" and "\n  use another model:  --model PATH_OR_HUB_ID" in err and "Traceback" not in err
+
+
+def test_a_closed_pipe_is_quiet(tiny):
+    code = f"from turboquant_nb.cli import main; import sys; sys.exit(main(['generate', '--model', {tiny!r}, '--prompt', 'Call me', '--max-new-tokens', '64', '--quiet']))"
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    child.stdout.close()
+    assert (child.stderr.read(), child.wait()) == ("", 1)
+
+
+# ---------------------------------------------------------------- demo
+
+KEYS = {"cache", "recipe", "answer", "answer_tokens", "answer_same", "same_tokens", "of_tokens", "odds_where_parted", "top1_agreement", "perplexity", "perplexity_change",
+        "perplexity_change_se", "tokens", "nbytes", "bits_per_value", "ratio_fp16", "ratio_fp32", "coding_seconds", "decode_seconds", "tokens_per_second"}
+
+
+@pytest.fixture(scope="session")
+def demo(tiny):
+    "The demonstration on the small model, as JSON."
+    from contextlib import redirect_stderr, redirect_stdout
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        code = cli.main(["demo", "--model", tiny, "--new-tokens", "12", "--score-tokens", "64", "--json", "--quiet"])
+    assert code == 0 and err.getvalue() == "" and out.getvalue().count("\n") == 1
+    return json.loads(out.getvalue())
+
+
+def test_demo_json(demo):
+    rows = demo["caches"]
+    assert [r["cache"] for r in rows] == ["uncompressed", "k4v4", "k3v3", "k2v2"] and all(set(r) == KEYS for r in rows)
+    assert demo["prompt_tokens"] >= 2000 and demo["prefix_tokens"] >= 2048 and demo["scored_tokens"] == 64
+    first = rows[0]
+    assert first["recipe"] is None and first["answer_same"] and first["top1_agreement"] == 1 and first["perplexity_change"] == 0 and first["bits_per_value"] == 32
+    assert first["nbytes"] == demo["prompt_tokens"] * 2 * 2 * 32 * 4 and first["ratio_fp16"] == 0.5 and first["ratio_fp32"] == 1
+    for r in rows[1:]:
+        assert r["recipe"] == json.loads(preset(r["cache"]).to_json()) and r["tokens"] == demo["prompt_tokens"]
+        assert 1 <= r["same_tokens"] <= r["of_tokens"] == first["answer_tokens"] and (r["odds_where_parted"] is None) == r["answer_same"]
+        assert r["odds_where_parted"] is None or r["odds_where_parted"] >= 1
+        assert abs(r["perplexity"] / first["perplexity"] - 1 - r["perplexity_change"]) < 1e-9
+        assert abs(r["bits_per_value"] * r["ratio_fp16"] - 16) < 1e-9
+    assert [r["nbytes"] for r in rows] == sorted((r["nbytes"] for r in rows), reverse=True)
+    assert demo["seen"].endswith("positions of the book.")
+
+
+def test_demo_numbers_are_those_of_the_library(demo, tiny):
+    model, tokenizer = load_model(tiny, progress=False)
+    ids, end, _ = cli._demo_prompt(tokenizer)
+    assert tokenizer.decode(ids[0, :end]).endswith(sample_text().split("CHAPTER 2.")[0].strip()[-40:])
+    model.set_attn_implementation("turboquant")
+    cache = TurboQuantCache(model, "k3v3")
+    with torch.no_grad():
+        out = model(ids, past_key_values=cache, logits_to_keep=1)
+    answer = [int(out.logits[0, -1].argmax())]
+    assert cache.report()["nbytes"] == demo["caches"][2]["nbytes"]
+    with torch.no_grad():
+        while len(answer) < 12 and answer[-1] != 1:
+            answer.append(int(model(torch.tensor([answer[-1:]]), past_key_values=cache).logits[0, -1].argmax()))
+    assert tokenizer.decode(answer, skip_special_tokens=True).strip() == demo["caches"][2]["answer"]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
+def test_fed_states_equal_a_prefill_through_the_cache(tiny, attention):
+    model, tokenizer = load_model(tiny, progress=False)
+    ids = tokenizer(sample_text()[:2500], return_tensors="pt").input_ids
+    states, first = cli.read_once(model, ids)
+    model.set_attn_implementation(attention)
+    for name in ("k4v4", "k1v1"):
+        through = TurboQuantCache(model, name)
+        with torch.no_grad():
+            logits = model(ids, past_key_values=through, logits_to_keep=1).logits
+        fed = cli.filled(model, states, preset(name))
+        assert int(logits[0, -1].argmax()) == first
+        for a, b in zip(fed.layers, through.layers):
+            (x, h), (y, g) = a.store.state(), b.store.state()
+            assert h == g and x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
+
+
+def test_demo_table(call, tiny):
+    code, out, err = call("demo", "--model", tiny, "--new-tokens", 4, "--score-tokens", 16, "--recipes", "k4v4", Recipe().to_json())
+    assert code == 0 and "reading" in err and "answering, k4v4" in err
+    lines = out.splitlines()
+    head = next(i for i, line in enumerate(lines) if line.startswith("cache "))
+    assert [line.split()[0] for line in lines[head + 2 : head + 5]] == ["uncompressed", "k4v4", "recipe"]
+    assert max(map(len, lines[head : head + 5])) < 140 and "wall time" in out and out.rstrip().endswith("positions of the book.")
+
+
+def test_demo_on_sliding_windows(call, tmp_path):
+    torch.manual_seed(2)
+    folder = save(tmp_path, MistralForCausalLM(MistralConfig(**SIZE, max_position_embeddings=8192, sliding_window=100)))
+    code, out, err = call("demo", "--model", folder, "--new-tokens", 6, "--score-tokens", 32, "--recipes", "k4v4", "--json", "--quiet")
+    assert code == 0, err
+    assert json.loads(out)["caches"][1]["top1_agreement"] > 0.5
+
+
+@pytest.mark.parametrize("argv, words, code", [
+    (["--new-tokens", "0"], ["--new-tokens"], 2), (["--score-tokens", "1"], ["--score-tokens"], 2), (["--score-tokens", "100000"], ["--score-tokens", "at most"], 2),
+    (["--new-tokens", "100000"], ["context"], 1),
+])
+def test_demo_bad_input(call, tiny, argv, words, code):
+    refused(call("demo", "--model", tiny, "--quiet", *argv), *words, code=code)
+
+
+def test_demo_model_too_short(call, plain):
+    refused(call("demo", "--model", plain, "--quiet"), "reads 128", code=1)
+
+
+def test_seen():
+    def row(name, same, nbytes, k=3):
+        return dict(cache=name, answer_same=same, nbytes=nbytes, bits_per_value=3.0, ratio_fp16=5.0, top1_agreement=0.5, same_tokens=k, of_tokens=9, odds_where_parted=None if same else 1.25)
+    base = row("uncompressed", True, 100)
+    assert cli._seen([base, row("a", True, 50), row("b", True, 40), row("c", False, 30)], 7).startswith("The smallest cache whose answer is unchanged is b. b holds 3.00 bits")
+    assert "; b keeps to it for 5 of 9 tokens, up to where the best token of the uncompressed cache is 1.25 times" in cli._seen([base, row("a", False, 50, 5), row("b", False, 40, 5), row("c", False, 30, 4)], 7)
+
+
+def test_change_and_same_start():
+    loss = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
+    assert cli.change(loss, loss) == (0, 0) and cli.same_start([1, 2], [1, 2, 3]) == 2 and cli.same_start([1], [2]) == 0 and cli.same_start([], [1]) == 0
+    rel, se = cli.change(loss + torch.tensor([0.1, 0.2, 0.3]), loss)
+    assert abs(rel - (torch.tensor(0.2).exp() - 1)) < 1e-6 and abs(se - 0.1 / 3 ** 0.5) < 1e-6
+    for bad in (loss[:1], loss[None]):
+        with pytest.raises(ValueError, match="loss and reference"):
+            cli.change(bad, bad)

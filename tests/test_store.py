@@ -1,0 +1,501 @@
+"The store against a dense model of it: random sequences of every operation, byte counts, files, and refusals that change nothing."
+import copy
+import json
+import random
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from turboquant_nb.quantizer import Quantizer, Recipe, Spec, decode, encode
+from turboquant_nb.store import FORMAT, KVStore, prompt_mean, read_file, write_file
+from turboquant_nb.testing import same
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def make(recipe="k3v3", batch=2, heads=2, d=8, dv=None, **kwargs):
+    return KVStore(recipe, batch, heads, d, dv, **kwargs)
+
+
+def states(store, n, seed=0, scale=1.0):
+    g = torch.Generator().manual_seed(seed)
+    shape = (store.batch, store.heads, n)
+    return tuple((torch.randn(*shape, side.q.d, generator=g) * scale + 0.5).to(store.dtype) for side in (store.key, store.value))
+
+
+def snapshot(store):
+    out = {f"{n}.{k}": t.clone() for n in ("key", "value") for k, t in getattr(store, n).tensors.items()}
+    return out | {"start": store.start.clone(), "end": None if store.end is None else store.end.clone(), "numbers": (store.length, store.offset, store._window_from, store.batch)}
+
+
+def assert_same_snapshot(a, b):
+    assert a.keys() == b.keys()
+    for n in a:
+        if isinstance(a[n], torch.Tensor):
+            same(a[n], b[n], allow_empty=True)
+        else:
+            assert a[n] == b[n], n
+
+
+class Dense:
+    """What a store must hold, in the slowest way: the raw states of each row, and what coding them gives with the mean of the first chunk. A position is exact if it is one of the
+    first `sinks` of its row, or within the last `window` positions, unless a crop has uncovered it (then it was overwritten: coded is right too)."""
+
+    def __init__(self, store):
+        self.recipe, self.dtype = store.recipe, store.dtype
+        self.raw = [torch.zeros(store.batch, store.heads, 0, s.q.d, dtype=store.dtype) for s in (store.key, store.value)]
+        self.coded = [x.clone() for x in self.raw]
+        self.means, self.start, self.uncovered = [None, None], store.start.clone(), 0
+
+    @property
+    def length(self):
+        return self.raw[0].shape[2]
+
+    def append(self, *new):
+        for i, (x, spec) in enumerate(zip(new, (self.recipe.key, self.recipe.value))):
+            if self.raw[i].shape[2] == 0 and spec.center != "none":
+                self.means[i] = self.mean(x)
+            q = Quantizer(spec, x.shape[3])
+            coded = decode(q, encode(q, x, self.means[i]), self.means[i], self.dtype)
+            self.raw[i], self.coded[i] = torch.cat([self.raw[i], x], 2), torch.cat([self.coded[i], coded], 2)
+
+    def mean(self, x):
+        return prompt_mean(x, self.recipe.sinks)
+
+    def crop(self, n):
+        if n:
+            self.uncovered = max(self.uncovered, self.length - self.recipe.window)
+            self.raw, self.coded = ([x[:, :, : self.length - n] for x in pair] for pair in (self.raw, self.coded))
+
+    def rows(self, f):
+        self.raw, self.coded = [f(x) for x in self.raw], [f(x) for x in self.coded]
+        self.means, self.start = [None if m is None else f(m) for m in self.means], f(self.start)
+
+    def read(self, first=0):
+        p = torch.arange(self.length)
+        window = (p >= self.length - self.recipe.window) & (p >= self.uncovered)
+        sink = (p >= self.start[:, None]) & (p < self.start[:, None] + self.recipe.sinks)
+        exact = (window | sink)[:, None, :, None]
+        return [torch.where(exact, raw, coded)[:, :, first:] for raw, coded in zip(self.raw, self.coded)]
+
+
+def check(store, dense):
+    assert store.length == dense.length and store.nbytes == store.expected_nbytes() == sum(store.parts().values())
+    got, want = store.read(), dense.read(store.offset)
+    real = (torch.arange(store.offset, store.length) >= store.start[:, None])[:, None, :, None]  # padding may be exact or coded
+    for a, b in zip(got, want):
+        assert a.dtype == store.dtype and a.shape == b.shape
+        same(a.where(real, 0), b.where(real, 0), allow_empty=True)
+    if store.length > store.offset:
+        total = sum(t.nbytes for s in (store.key, store.value) for t in s.tensors.values()) + store.start.nbytes + (0 if store.end is None else store.end.nbytes)
+        assert total == store.nbytes
+        values = store.batch * store.heads * (store.length - store.offset) * (store.key.q.d + store.value.q.d)
+        assert store.bits_per_value() == 8 * store.nbytes / values
+
+
+def random_recipe(rng):
+    spec = lambda: Spec(  # noqa: E731
+        rng.choice((1, 2, 3, 4)), rng.choice(("hadamard", "haar", "identity")), rng.randrange(3), rng.choice(("norm", "mse", "unbiased")),
+        rng.choice(("sphere", "gaussian", "affine")), rng.choice(("none", "prompt")), rng.choice(("float16", "bfloat16", "float32")))
+    return Recipe(spec(), spec(), rng.choice((0, 1, 2, 4, 7)), rng.choice((0, 0, 1, 3, 8, 20)))
+
+
+@pytest.mark.parametrize("block", range(20))
+def test_random_operation_sequences(block, tmp_path):
+    "20 x 16 sequences of about 15 operations; after each one, every byte that can be read and every count."
+    for trial in range(16):
+        rng = random.Random(1000 * block + trial)
+        dtype = rng.choice((torch.float32, torch.float16, torch.bfloat16))
+        tile, limit = rng.choice((4, 8, 16)), rng.choice((None, None, 90))
+        store = make(random_recipe(rng), rng.randint(1, 3), rng.randint(1, 2), rng.choice((4, 5, 8)), rng.choice((None, 4, 7)), dtype=dtype, max_length=limit, tile=tile)
+        if rng.random() < 0.4:
+            store.set_range(start=torch.tensor([rng.randint(0, 6) for _ in range(store.batch)]))
+            if any(s.center != "none" for s in (store.recipe.key, store.recipe.value)):
+                store.set_range(start=0)  # which tokens enter the mean of a padded row has a test of its own
+        dense = Dense(store)
+        for step in range(rng.randint(6, 18)):
+            what = rng.choice(("append",) * 5 + ("crop", "crop", "select", "repeat", "file", "to", "evict", "copy", "state"))
+            if what == "append":
+                n = rng.choice((0, 1, 1, 2, 3, 7, 17, 30))
+                k, v = states(store, n, seed=rng.randrange(10**6))
+                if limit is not None and store.length - store.offset + n > limit:
+                    before = snapshot(store)
+                    with pytest.raises(ValueError, match="max_length is 90"):
+                        store.append(k, v)
+                    assert_same_snapshot(snapshot(store), before)
+                    continue
+                if n:
+                    dense.append(k, v)
+                store.append(k, v)
+            elif what == "crop":
+                n = rng.randint(0, store.length - store.offset)
+                if n == store.length > 0 and rng.random() < 0.7:
+                    n //= 2
+                if store.offset and store.length - n < store.offset + 1:
+                    continue
+                store.crop(rng.choice((n, -n)))
+                dense.crop(n)
+            elif what == "select" and store.batch:
+                index = torch.tensor([rng.randrange(-store.batch, store.batch) for _ in range(rng.randint(1, 3))])
+                store.select(index)
+                dense.rows(lambda x: x[index])  # noqa: B023
+            elif what == "repeat" and store.batch < 3:
+                store.repeat(2)
+                dense.rows(lambda x: x.repeat_interleave(2, 0))
+            elif what == "file":
+                store.save(tmp_path / "s")
+                store = KVStore.load(tmp_path / "s")
+            elif what == "state":
+                store = KVStore.from_state(*store.state())
+            elif what == "to":
+                store.to("cpu")
+            elif what == "copy":
+                store = copy.deepcopy(store)
+            elif what == "evict":
+                before = rng.randint(0, store.length + 3)
+                old = store.offset
+                store.evict(before)
+                assert old <= store.offset <= max(old, before) and (store.offset - old) % tile == 0 and store.length - store.offset >= 0
+            check(store, dense)
+
+
+def test_the_dense_model_can_fail():
+    "Mutants: a forgotten sink, a window too long, another mean."
+    store = make(Recipe(Spec(center="prompt"), Spec(), sinks=2, window=3))
+    dense = Dense(store)
+    k, v = states(store, 20)
+    store.append(k, v)
+    dense.append(k, v)
+    check(store, dense)
+    for field, wrong in (("sinks", 3), ("window", 4), ("sinks", 1), ("window", 2)):
+        other = Dense(make(Recipe(store.recipe.key, store.recipe.value, **{"sinks": 2, "window": 3, field: wrong})))
+        other.raw, other.coded = dense.raw, dense.coded
+        with pytest.raises(AssertionError):
+            check(store, other)
+
+
+# --- mean, ranges ---------------------------------------------------------------------------------
+
+def test_prompt_mean(gen):
+    x = torch.randn(3, 2, 50, 8, generator=gen) + 4
+    m = prompt_mean(x, 4)
+    assert m.shape == (3, 2, 1, 8) and m.dtype == torch.bfloat16
+    assert torch.allclose(m.float(), x[:, :, 4:].mean(2, keepdim=True), rtol=0.05, atol=0.05)
+    assert float(prompt_mean(x[:, :, :5], 4).abs().max()) == 0 and float(prompt_mean(x[:, :, :2], 4).abs().max()) == 0
+    assert float(prompt_mean(torch.randn(1, 1, 4, 64, generator=gen)).abs().max()) < 1.5
+    assert float(prompt_mean(torch.zeros(1, 1, 10, 8)).abs().max()) == 0
+
+
+def test_mean_of_a_padded_row_ignores_its_padding(gen):
+    "A row that starts at 5 is coded as if the padding were not there."
+    recipe = Recipe(Spec(center="prompt"), Spec(center="prompt"), sinks=2)
+    k, v = torch.randn(1, 2, 30, 8, generator=gen) + 3, torch.randn(1, 2, 30, 8, generator=gen) - 3
+    alone = make(recipe, 1)
+    alone.append(k, v)
+    for padding in (1, 5, 40):
+        pad = torch.randn(1, 2, padding, 8, generator=gen) * 10
+        padded = make(recipe, 1)
+        padded.set_range(start=padding)
+        padded.append(torch.cat([pad, k], 2), torch.cat([pad, v], 2))
+        for a, b in zip(padded.read(padding), alone.read()):
+            same(a, b)
+        late = make(recipe, 1)  # the padding is found out after the first chunk, as under the 'turboquant' attention
+        late.append(torch.cat([pad, k], 2), torch.cat([pad, v], 2))
+        late.set_range(start=padding, k=torch.cat([pad, k], 2), v=torch.cat([pad, v], 2))
+        for a, b in zip(late.read(padding), alone.read()):
+            same(a, b)
+
+
+def test_ragged_start_keeps_the_first_real_tokens(gen):
+    for late in (False, True):
+        store = make(Recipe(sinks=3, window=2), 3)
+        k, v = states(store, 12)
+        start = torch.tensor([0, 5, 9])
+        if not late:
+            store.set_range(start=start)
+        store.append(k[:, :, :7], v[:, :, :7])
+        if late:
+            store.set_range(start=start.clamp(max=7), k=k[:, :, :7], v=v[:, :, :7])
+            start = start.clamp(max=7)
+        store.append(k[:, :, 7:], v[:, :, 7:])
+        got, _ = store.read()
+        for row, s in enumerate(start.tolist()):
+            same(got[row, :, s : s + 3], k[row, :, s : s + 3])
+            exact = (got[row] == k[row]).all(-1).all(0)
+            assert exact.nonzero().flatten().tolist() == sorted({*range(s, s + 3), 10, 11})
+
+
+def test_set_range_refuses():
+    store = make(batch=2)
+    for bad in (-1, [1, 2, 3], torch.zeros(2, 2)):
+        with pytest.raises(ValueError, match="start"):
+            store.set_range(start=bad)
+    k, v = states(store, 6)
+    store.append(k, v)
+    before = snapshot(store)
+    for kwargs, name in ((dict(start=3), "pass k and v"), (dict(start=3, k=k[:, :, :2], v=v[:, :, :2]), "pass k and v"), (dict(start=7, k=k, v=v), "start"),
+                         (dict(end=7), "end"), (dict(end=-1), "end"), (dict(end=[1, 2, 3]), "end"), (dict(start=2, end=9, k=k, v=v), "end")):
+        with pytest.raises(ValueError, match=name):
+            store.set_range(**kwargs)
+        assert_same_snapshot(snapshot(store), before)
+    store.set_range(end=torch.tensor([3, 6]))
+    assert store.nbytes == store.expected_nbytes() == before["start"].nbytes * 2 + make_bytes(before)
+    with pytest.raises(ValueError, match="ends"):
+        store.append(*states(store, 1))
+    store.set_range(end=None)
+    store.append(*states(store, 1))
+
+
+def make_bytes(snap):
+    return sum(t.nbytes for n, t in snap.items() if n.startswith(("key.", "value.")))
+
+
+# --- size, growth ---------------------------------------------------------------------------------
+
+def test_append_is_amortised():
+    "Token by token: few allocations, slack at most an eighth and one tile."
+    plain = Recipe(Spec(), Spec(), sinks=0, window=0)
+    store, seen = make(plain, 1, 1, 4, tile=4), set()
+    k, v = states(store, 600)
+    for i in range(600):
+        store.append(k[:, :, i : i + 1], v[:, :, i : i + 1])
+        seen.add(store.capacity)
+        assert store.capacity <= (store.length + 3) // 4 * 4 * 9 / 8 + 2 * 4
+    assert len(seen) < 45
+    whole = make(plain, 1, 1, 4, tile=4)
+    whole.append(k, v)
+    for a, b in zip(store.read(), whole.read()):
+        same(a, b)
+
+
+def test_max_length_allocates_once():
+    store = make(max_length=100, tile=16)
+    size, pointers = store.nbytes, [t.data_ptr() for t in store.key.planes + store.value.planes]
+    assert store.capacity == 112
+    for n in (1, 50, 49):
+        store.append(*states(store, n))
+    assert store.nbytes == size and [t.data_ptr() for t in store.key.planes + store.value.planes] == pointers
+    with pytest.raises(ValueError, match="max_length is 100: cannot append 1 tokens to 100"):
+        store.append(*states(store, 1))
+    store.crop(-10)
+    store.append(*states(store, 10))
+
+
+def test_evict_frees_bytes():
+    store = make(Recipe(sinks=1, window=4), tile=8)
+    store.append(*states(store, 200))
+    before, want = store.nbytes, [x[:, :, 96:] for x in store.read()]
+    store.evict(100)
+    assert store.offset == 96 and store.nbytes < before * 0.6 and store.nbytes == store.expected_nbytes()
+    for a, b in zip(store.read(), want):
+        same(a, b.contiguous())
+    for first in (95, 201, -1):
+        with pytest.raises(ValueError, match="positions"):
+            store.read(first)
+    with pytest.raises(ValueError, match="cannot crop 105"):
+        store.crop(105)
+    store.evict(10)
+    assert store.offset == 96
+    for _ in range(50):  # a sliding window for ever: bounded memory
+        store.append(*states(store, 9))
+        store.evict(store.length - 40)
+    assert store.capacity <= 80 and store.nbytes == store.expected_nbytes()
+
+
+@pytest.mark.parametrize("preset, limit", [("k3v3", 3.6), ("k4v4", 4.6), ("k2v2", 3.4), ("k1v1", 2.4)])
+def test_bits_per_value_at_2048_tokens(preset, limit):
+    "Planes, scales, sinks and window, means, ranges and the rotation and level tables of one layer shared by 30, d = 64."
+    store = KVStore(preset, 1, 3, 64)
+    store.append(*states(store, 2048))
+    shared = sum({t.data_ptr(): t.nbytes for t in store.tables()}.values()) / 30
+    assert 8 * (store.nbytes + shared) / (2048 * 3 * 128) <= limit
+    assert store.bits_per_value() > int(preset[1])
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+BAD = {
+    "dtype": (lambda k, v: (k.half(), v.half()), ValueError, "k"), "dtype of v": (lambda k, v: (k, v.double()), ValueError, "v"),
+    "int": (lambda k, v: (k.long(), v), TypeError, "k"), "list": (lambda k, v: (k.tolist(), v), TypeError, "k"), "none": (lambda k, v: (k, None), TypeError, "v"),
+    "batch": (lambda k, v: (k[:1], v), ValueError, "k"), "heads": (lambda k, v: (k, v[:, :1]), ValueError, "v"), "d": (lambda k, v: (k[..., :7], v), ValueError, "k"),
+    "ndim": (lambda k, v: (k[0], v), ValueError, "k"), "tokens": (lambda k, v: (k, v[:, :, :2]), ValueError, "equally many"),
+    "nan in k": (lambda k, v: (k * float("nan"), v), ValueError, "k"), "nan in v": (lambda k, v: (k, v.index_fill(2, torch.tensor(1), float("nan"))), ValueError, "v"),
+    "inf": (lambda k, v: (k, v / 0), ValueError, "v"), "meta": (lambda k, v: (k.to("meta"), v.to("meta")), ValueError, "k"),
+    "scale of k": (lambda k, v: (k * 1e7, v), ValueError, "k"), "scale of v": (lambda k, v: (k, v * 1e7), ValueError, "v"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_refused_append_changes_nothing(what):
+    change, error, name = BAD[what]
+    for filled in (0, 5, 300):
+        store = make(Recipe(Spec(center="prompt"), Spec(), sinks=4, window=6))
+        if filled:
+            store.append(*states(store, filled))
+        before = snapshot(store)
+        with pytest.raises(error) as info:
+            store.append(*change(*states(store, 4)), names=("k of layer 7", "v of layer 7"))
+        assert name in str(info.value) and ("layer 7" in str(info.value))
+        assert_same_snapshot(snapshot(store), before)
+        store.append(*states(store, 4))
+
+
+@pytest.mark.parametrize("kwargs, error, name", [
+    (dict(batch=0), ValueError, "batch"), (dict(heads=0), ValueError, "heads"), (dict(heads=1.0), ValueError, "heads"), (dict(max_length=0), ValueError, "max_length"),
+    (dict(max_length=2.5), ValueError, "max_length"), (dict(dtype=torch.int8), TypeError, "dtype"), (dict(dtype="float16"), TypeError, "dtype"), (dict(tile=6), ValueError, "tile"),
+    (dict(d=0), ValueError, "d"), (dict(d=2.0), TypeError, "d"), (dict(dv=-1), ValueError, "d"), (dict(dv=0), ValueError, "d"), (dict(recipe=7), TypeError, "recipe"), (dict(recipe="k9v9"), ValueError, "k9v9"),
+])
+def test_constructor_refuses(kwargs, error, name):
+    with pytest.raises(error, match=name):
+        make(**kwargs)
+
+
+def test_moving_refuses():
+    store = make()
+    store.append(*states(store, 10))
+    before = snapshot(store)
+    for f in (lambda: store.crop(11), lambda: store.crop(-11), lambda: store.select(torch.tensor([2])), lambda: store.select(torch.tensor([-3])),
+              lambda: store.select(torch.zeros(1, 1, dtype=torch.long)), lambda: store.repeat(0), lambda: store.repeat(-1),
+              lambda: store.coded("key", 3, 2), lambda: store.coded("key", 0, 11)):
+        with pytest.raises(ValueError):
+            f()
+        assert_same_snapshot(snapshot(store), before)
+
+
+def test_bool_select_and_one_row():
+    store = make(batch=3)
+    store.append(*states(store, 10))
+    k, v = store.read()
+    store.select(torch.tensor([True, False, True]))
+    same(store.read()[0], k[[0, 2]])
+    store.select([-1])
+    same(store.read()[1], v[[2]])
+
+
+def test_autograd_does_not_enter():
+    "A forward without no_grad must not chain the whole dense graph to the cache."
+    store = make(Recipe(Spec(center="prompt"), Spec(center="prompt"), sinks=2, window=3))
+    k, v = (x.requires_grad_() for x in states(store, 9))
+    store.append(k * 2, v * 2)
+    assert not any(t.requires_grad for s in (store.key, store.value) for t in s.tensors.values())
+    copy.deepcopy(store)
+    store.set_range(start=1, k=k * 2, v=v * 2)
+    assert not any(t.requires_grad for s in (store.key, store.value) for t in s.tensors.values())
+
+
+def test_inference_mode_then_no_grad():
+    with torch.inference_mode():
+        store = make(Recipe(Spec(center="prompt"), Spec(), sinks=2, window=3))
+        k, v = states(store, 9)
+        store.append(k, v)
+    with torch.no_grad():
+        store.append(k.clone(), v.clone())
+        store.crop(4)
+        store.select([1, 0])
+    with torch.inference_mode():
+        store.append(k[:, :, :1], v[:, :, :1])
+    store.append(k[:, :, :1].clone(), v[:, :, :1].clone())
+    assert store.length == 16 and store.nbytes == store.expected_nbytes()
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+@pytest.fixture
+def saved(tmp_path):
+    store = make(Recipe(Spec(center="prompt"), Spec(bits=4), sinks=2, window=5), dtype=torch.bfloat16)
+    store.append(*states(store, 300))
+    store.crop(3)
+    path = tmp_path / "a.safetensors"
+    store.save(path)
+    return store, path
+
+
+def test_file_is_bit_exact_and_goes_on(saved):
+    store, path = saved
+    again = KVStore.load(path)
+    assert (again.length, again.offset, again.recipe, again.dtype, again.tile) == (store.length, store.offset, store.recipe, store.dtype, store.tile)
+    k, v = states(store, 30, seed=4)
+    for s in (store, again):
+        s.append(k, v)
+        s.crop(2)
+    for a, b in zip(store.read(), again.read()):
+        same(a, b)
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_empty_store_to_file(tmp_path):
+    make().save(tmp_path / "e")
+    again = KVStore.load(tmp_path / "e")
+    assert again.length == 0
+    again.append(*states(again, 3))
+
+
+@pytest.mark.parametrize("cut", [0, 1, 7, 8, 100, 1000, -1, -64])
+def test_truncated_file(saved, cut):
+    path = saved[1]
+    data = path.read_bytes()
+    path.write_bytes(data[:cut])
+    with pytest.raises(ValueError, match="readable store"):
+        KVStore.load(path)
+
+
+def test_any_flipped_byte_is_found(saved):
+    path = saved[1]
+    data = path.read_bytes()
+    rng = random.Random(5)
+    for at in [rng.randrange(len(data)) for _ in range(60)] + list(range(len(data) - 5, len(data))):
+        broken = bytearray(data)
+        broken[at] ^= 1 << rng.randrange(8)
+        path.write_bytes(broken)
+        with pytest.raises(ValueError):
+            KVStore.load(path)
+
+
+@pytest.mark.parametrize("field, value", [
+    ("length", 290), ("length", -1), ("length", 10**7), ("_window_from", 5), ("offset", 3), ("batch", 1), ("d", [8]), ("dtype", "float32"), ("dtype", "foo"),
+    ("recipe", "{}"), ("tile", 128), ("max_length", 5), ("length", None), ("recipe", None), ("format", "other"), ("sha256", "0" * 64),
+])
+def test_changed_header(saved, field, value):
+    "None: the field is missing."
+    path = saved[1]
+    with safe_open(path, "pt") as f:
+        header, tensors = json.loads(f.metadata()["header"]), {k: f.get_tensor(k) for k in f.keys()}
+    if value is None:
+        del header[field]
+    else:
+        assert header[field] != value
+        header[field] = value
+    save_file(tensors, path, metadata={"header": json.dumps(header)})
+    with pytest.raises(ValueError):
+        KVStore.load(path)
+
+
+def test_other_files(tmp_path):
+    path = tmp_path / "x"
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        KVStore.load(path)
+    with pytest.raises(ValueError):
+        KVStore.load(tmp_path)
+    for data in (b"", b"hello", b"\0" * 100):
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match="readable store"):
+            KVStore.load(path)
+    for metadata in (None, {"header": "{"}, {"header": "[]"}, {"header": '{"format": "gguf"}'}):
+        save_file({"a": torch.zeros(2)}, path, metadata=metadata)
+        with pytest.raises(ValueError, match="x"):
+            KVStore.load(path)
+    write_file(path, {"a": torch.zeros(2)}, {"layers": []})
+    with pytest.raises(ValueError):
+        KVStore.load(path)
+    assert read_file(path)[1]["format"] == FORMAT
+
+
+def test_failed_write_leaves_the_old_file(saved, monkeypatch):
+    store, path = saved
+    old = path.read_bytes()
+    monkeypatch.setattr("turboquant_nb.store.save_file", lambda *a, **k: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        store.save(path)
+    assert path.read_bytes() == old and len(list(path.parent.iterdir())) == 1
