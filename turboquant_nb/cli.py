@@ -145,18 +145,13 @@ def held(cache) -> dict:
         ratio_fp32=4 * values / nbytes,
     )
 
-# %% ../nbs/18_cli.ipynb #56cc04bf
-class _Usage(Exception):
-    "The input is at fault: exit code 2."
-
-# %% ../nbs/18_cli.ipynb #a6e2de4d
+# %% ../nbs/18_cli.ipynb #6712f73b
 class _Stage:
     "Progress on stderr: a bar on a terminal with tqdm, else one line; nothing if not `on`."
 
     def __init__(self, label: str, total: int, on: bool):
         self.bar, self.left = None, total
-        if not on:
-            return
+        if not on: return
         if sys.stderr.isatty():
             try:
                 from tqdm import tqdm
@@ -172,8 +167,7 @@ class _Stage:
         self.left -= 1
         if self.bar is not None:
             self.bar.update()
-            if self.left <= 0:
-                self.bar.close()
+            if self.left <= 0: self.bar.close()
 
     put = tick  # transformers takes a stage for a streamer: once for the prompt, then per token
 
@@ -184,18 +178,19 @@ class _Stage:
         plain = cache.update
 
         def update(*args, **kwargs):
-            if self.left > 0:
-                self.tick()
+            if self.left > 0: self.tick()
             return plain(*args, **kwargs)
 
         cache.update = update
         return cache
 
     def __exit__(self, *exc):
-        if self.bar is not None:
-            self.bar.close()
+        if self.bar is not None: self.bar.close()
 
-# %% ../nbs/18_cli.ipynb #e7cde521
+# %% ../nbs/18_cli.ipynb #71fb7903
+class _Usage(Exception):
+    "The input is at fault: exit code 2."
+
 @contextmanager
 def _hushed():
     "Hold back warnings and log lines of transformers; restored at the end."
@@ -210,7 +205,7 @@ def _hushed():
         finally:
             logging.set_verbosity(level)
 
-# %% ../nbs/18_cli.ipynb #39f07acf
+# %% ../nbs/18_cli.ipynb #5bbafbc3
 def read_recipe(
     text: str,  # a preset, a JSON object, or the name of a file that holds one
     bits: int | None = None,  # replaces the bits of keys and values
@@ -235,9 +230,7 @@ def read_recipe(
         fields = {name: x for name, x in (("sinks", sinks), ("window", window)) if x is not None}
         return replace(as_recipe(recipe, bits), **fields)
     except (OSError, ValueError) as err:
-        raise _Usage(
-            f"{source}: {'not JSON: ' if isinstance(err, json.JSONDecodeError) else ''}{err}"
-        ) from err
+        raise _Usage(f"{source}: {err}") from err
 
 # %% ../nbs/18_cli.ipynb #50920027
 def _read_text(args) -> str:
@@ -304,7 +297,7 @@ def _load(args) -> tuple:  # (model, tokenizer, attention that the model came wi
     plain = model.config._attn_implementation if args.attention == "turboquant" else args.attention
     return model, tokenizer, plain
 
-# %% ../nbs/18_cli.ipynb #a574de17
+# %% ../nbs/18_cli.ipynb #aa9f327d
 def _context(model) -> int:
     "Most tokens that the model can read."
     return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 62
@@ -323,7 +316,6 @@ def _machine(args, model) -> dict:
         attention=args.attention,
     )
 
-# %% ../nbs/18_cli.ipynb #1e57a726
 def version() -> str:
     "Version of the installed package."
     try:
