@@ -212,20 +212,22 @@ def _store_scale(scale: Tensor, dtype: torch.dtype, name: str) -> Tensor:
         raise ValueError(f"{name} needs a scale of {largest:.3g}, {remedy}")
     return scale.to(dtype)
 
-# %% ../nbs/04_quantizer.ipynb #ee4ab29b
+# %% ../nbs/04_quantizer.ipynb #62d0bd4e
 def _encode_block(q: Quantizer, x: Tensor, mean: Tensor | None):
     "Codes and fp32 scale of a block [n, d]; a zero vector gets scale 0."
     y = q.rotation.apply(x if mean is None else x.float() - mean.float())
-    power = y.square().sum(-1)
+    power = torch.linalg.vector_norm(y, dim=-1).square()
     unit = (power / q.d).sqrt()
     codes = q.codebook.encode(
         y / unit.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1), check_finite=False
     )
     if q.spec.scale == "norm":
         return codes, unit.nan_to_num(float("inf"))
-    level = q.codebook.decode(codes, check_range=False)
+    level = q.codebook.levels.index_select(0, codes.view(-1).int()).view_as(y)
     dot = (y * level).sum(-1)
-    top, bottom = (dot, level.square().sum(-1)) if q.spec.scale == "mse" else (power, dot)
+    top, bottom = power, dot
+    if q.spec.scale == "mse":
+        top, bottom = dot, torch.linalg.vector_norm(level, dim=-1).square()
     scale = torch.where(power > 0, top / bottom, 0.0)
     return codes, scale.where(power.isfinite(), float("inf"))  # refused by `_store_scale`
 
@@ -235,7 +237,7 @@ def encode(
     x: Tensor,  # [..., d] fp32/fp16/bf16
     mean: Tensor | None = None,  # broadcastable to x
     name: str = "x",  # how errors call it
-    block: int = 8192,  # vectors per block
+    block: int = 4096,  # vectors per block
 ) -> Coded:
     """Center, rotate, scale, code. Raises TypeError/ValueError for a wrong dtype, device, shape,
     NaN or Inf, and for a scale that its dtype cannot hold."""
