@@ -20,12 +20,7 @@ SIZE = dict(vocab_size=400, hidden_size=64, intermediate_size=96, num_hidden_lay
             initializer_range=0.1, bos_token_id=0, eos_token_id=1)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def save(folder, model, template=True):

@@ -13,13 +13,7 @@ PAIRINGS = ("half", "interleaved")
 ULP = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 0.02, torch.float16: 2e-3}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    "Small matrices: more threads only get in each other's way on a busy machine."
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def seeded(*shape, seed=0, dtype=torch.float64):

@@ -15,13 +15,7 @@ KINDS = ("identity", "haar", "hadamard")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    "Small matrices: more threads only get in each other's way on a busy machine."
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def seeded(*shape, seed=0, dtype=torch.float32):
