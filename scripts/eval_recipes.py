@@ -51,6 +51,8 @@ def prefill(model, windows, half):
     "Exact keys and values of the first half of every window, layer by layer."
     cache = DynamicCache(config=model.config)
     model(windows[:, :half], past_key_values=cache, logits_to_keep=1)
+    if any(layer.keys.shape[2] != half for layer in cache.layers):
+        raise SystemExit("a layer keeps fewer tokens than the prompt has (sliding window): take a shorter --half")
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 

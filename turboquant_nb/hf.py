@@ -407,19 +407,19 @@ class Report(dict):
             f"{r['ratio_fp16']:.2f}x smaller than fp16, {r['ratio_fp32']:.2f}x smaller than fp32 (bytes: {parts})"
         )
 
-# %% ../nbs/14_hf.ipynb #f874e6b0
+# %% ../nbs/14_hf.ipynb #39dacd98
 def _report(cache) -> Report:
-    """Bytes held, summed over real tensors (tables, slack, sinks and window included), and the
-    ratio to a dense cache of the same tokens."""
-    stores = [x.store for x in cache.coded_layers if x.store is not None]
+    """Bytes held, summed over real tensors (tables, slack, sinks, window and margins included),
+    per value that an uncompressed cache of this model would hold."""
+    layers = [x for x in cache.coded_layers if x.store is not None]
+    stores = [x.store for x in layers]
     parts = Counter()
     for s in stores:
         parts.update(s.parts())
     tables = {t.data_ptr(): t.nbytes for s in stores for t in s.tables()}
     parts["tables"] = sum(tables.values())
-    values = sum(
-        s.batch * s.heads * (s.length - s.offset) * (s.key.q.d + s.value.q.d) for s in stores
-    )
+    row = [s.batch * s.heads * (s.key.q.d + s.value.q.d) for s in stores]
+    values = sum(n * (x.get_seq_length() - x.first) for n, x in zip(row, layers))
     total = sum(parts.values())
     return Report(
         tokens=cache.get_seq_length(),
@@ -436,14 +436,14 @@ def _report(cache) -> Report:
         recipe=cache.recipe.to_json(),
     )
 
-# %% ../nbs/14_hf.ipynb #42b4a255
+# %% ../nbs/14_hf.ipynb #b3623002
 class TurboQuantCache(_PaddedCache):
     """A transformers cache whose keys and values are TurboQuant codes. Works with any attention
     implementation; with 'turboquant' no dense copy is made."""
 
     def report(self) -> Report:
-        """Bytes held, summed over real tensors (tables, slack, sinks and window included), and the
-        ratio to a dense cache of the same tokens."""
+        """Bytes held, summed over real tensors (tables, slack, sinks, window and margins
+        included), bits per value and ratios to the uncompressed cache of the same model."""
         return _report(self)
 
     def save(self, path) -> None:
