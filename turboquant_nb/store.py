@@ -29,13 +29,13 @@ from turboquant_nb.quantizer import (
     encode,
 )
 
-# %% ../nbs/09_store.ipynb #b0e0a5f1
+# %% ../nbs/09_store.ipynb #d0c2d1b8
 def prompt_mean(
     x: Tensor,  # [B, H, n, d] states of the first chunk
     skip: int = 0,  # leading tokens to leave out: padding and sinks
 ) -> Tensor:  # [B, H, 1, d] bf16
-    """Mean over tokens, shrunk towards 0 by its own sampling noise (positive-part James-Stein); 0
-    for fewer than two tokens."""
+    """Mean over tokens, shrunk towards 0 by its own sampling noise, as positive-part James-Stein
+    does for independent tokens; 0 for fewer than two tokens."""
     x = x[:, :, skip:].float()
     n = x.shape[2]
     if n < 2:
@@ -334,7 +334,7 @@ class _Decoding(_Exact):
                 self.append(k, v)
         self.end = end
 
-# %% ../nbs/09_store.ipynb #0ba3848f
+# %% ../nbs/09_store.ipynb #a7c2e216
 class _Moving(_Decoding):
     "Changing what is stored without coding anything again."
 
@@ -354,6 +354,7 @@ class _Moving(_Decoding):
         if n:
             self._window_from = max(self._window_from, self.length - self.recipe.window)
             self.length -= n
+            self._window_from = min(self._window_from, self.length)  # new tokens enter the ring
             self.end = None if self.end is None else self.end.clamp(max=self.length)
 
     def select(self, indices: Tensor) -> None:
@@ -441,9 +442,9 @@ class _Counting(_Freeing):
             for t in (s.q.rotation.matrix, s.q.codebook.levels, s.q.codebook.edges)
         ]
 
-# %% ../nbs/09_store.ipynb #37ad22ef
+# %% ../nbs/09_store.ipynb #0b62686e
 class _Formula(_Counting):
-    "The same bytes from the recipe, without looking at the tensors."
+    "The same bytes from the recipe and the number of tiles."
 
     def expected_nbytes(self) -> int:
         "What `nbytes` must equal."
