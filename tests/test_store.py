@@ -499,3 +499,17 @@ def test_failed_write_leaves_the_old_file(saved, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         store.save(path)
     assert path.read_bytes() == old and len(list(path.parent.iterdir())) == 1
+
+
+def test_the_window_serves_new_tokens_after_a_deep_crop():
+    "A crop beyond the window leaves nothing exact of it; the tokens that come next are exact again at once."
+    store = make(Recipe(Spec(), Spec(), sinks=0, window=5))
+    k, v = states(store, 40)
+    store.append(k, v)
+    store.crop(-20)
+    assert store.past_exact_from == store.length == 20
+    more = states(store, 3)
+    store.append(*more)
+    for dense, new in zip(store.read(), more):
+        assert torch.equal(dense[:, :, -3:], new)
+    assert store.past_exact_from == 20
