@@ -41,19 +41,21 @@ def assert_same_snapshot(a, b):
 
 class Dense:
     """What a store must hold, in the slowest way: the raw states of each row, and what coding them gives with the mean of the first chunk. A position is exact if it is one of the
-    first `sinks` of its row, or within the last `window` positions, unless a crop has uncovered it (then it was overwritten: coded is right too)."""
+    first `sinks` of its row, or the last that was written to its slot of a ring of `window` slots."""
 
     def __init__(self, store):
         self.recipe, self.dtype = store.recipe, store.dtype
         self.raw = [torch.zeros(store.batch, store.heads, 0, s.q.d, dtype=store.dtype) for s in (store.key, store.value)]
         self.coded = [x.clone() for x in self.raw]
-        self.means, self.start, self.uncovered = [None, None], store.start.clone(), 0
+        self.means, self.start, self.slots = [None, None], store.start.clone(), {}
 
     @property
     def length(self):
         return self.raw[0].shape[2]
 
     def append(self, *new):
+        window = self.recipe.window
+        self.slots |= {p % window: p for p in range(self.length, self.length + new[0].shape[2]) if window}
         for i, (x, spec) in enumerate(zip(new, (self.recipe.key, self.recipe.value))):
             if self.raw[i].shape[2] == 0 and spec.center != "none":
                 self.means[i] = self.mean(x)
@@ -66,7 +68,6 @@ class Dense:
 
     def crop(self, n):
         if n:
-            self.uncovered = max(self.uncovered, self.length - self.recipe.window)
             self.raw, self.coded = ([x[:, :, : self.length - n] for x in pair] for pair in (self.raw, self.coded))
 
     def rows(self, f):
@@ -75,7 +76,7 @@ class Dense:
 
     def read(self, first=0):
         p = torch.arange(self.length)
-        window = (p >= self.length - self.recipe.window) & (p >= self.uncovered)
+        window = torch.tensor([self.recipe.window > 0 and self.slots.get(i % self.recipe.window) == i for i in range(self.length)], dtype=torch.bool)
         sink = (p >= self.start[:, None]) & (p < self.start[:, None] + self.recipe.sinks)
         exact = (window | sink)[:, None, :, None]
         return [torch.where(exact, raw, coded)[:, :, first:] for raw, coded in zip(self.raw, self.coded)]
