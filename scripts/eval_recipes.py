@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache
 
 from turboquant_nb import results
-from turboquant_nb.hf import TurboQuantCache
+from turboquant_nb.cli import filled
 from turboquant_nb.models import load_model, sample_text
 from turboquant_nb.quantizer import Recipe, Spec, preset
 
@@ -65,14 +65,6 @@ def score(model, cache, windows, half, protocol):
     return torch.cat(steps, 1)
 
 
-def filled(model, recipe, states):
-    "A cache of ours (or a plain one) with the prompt in it."
-    cache = DynamicCache(config=model.config) if recipe is None else TurboQuantCache(model, recipe)
-    for i, (k, v) in enumerate(states):
-        cache.update(k, v, i)
-    return cache
-
-
 def gate(model, windows, half):
     "Largest difference between logits on codes and logits on decoded states, first window, k3v3."
     first, out = windows[:1], []
@@ -80,7 +72,7 @@ def gate(model, windows, half):
         model.set_attn_implementation("sdpa")
         states = prefill(model, first, half)
         model.set_attn_implementation(attention)
-        cache = filled(model, Recipe(), states)
+        cache = filled(model, states, Recipe())
         with torch.no_grad():
             out.append(model(first[:, half : half + 32], past_key_values=cache).logits)
     worst = float((out[0] - out[1]).abs().max() / out[0].abs().max())
@@ -120,12 +112,12 @@ def main():
 
     model.set_attn_implementation("sdpa")
     states = prefill(model, windows, a.half)
-    reference = {x: score(model, filled(model, None, states), windows, a.half, x).double() for x in a.protocols}
+    reference = {x: score(model, filled(model, states), windows, a.half, x).double() for x in a.protocols}
     rows = [dict(recipe="uncompressed", protocol=x, ppl=float(r.mean().exp()), n=r.numel(), unit="perplexity") for x, r in reference.items()]
     model.set_attn_implementation("turboquant")
     for name, recipe, protocols in recipes():
         for protocol in [x for x in protocols if x in a.protocols and re.search(a.match, name)]:
-            began, cache = time.time(), filled(model, recipe, states)
+            began, cache = time.time(), filled(model, states, recipe)
             loss = score(model, cache, windows, a.half, protocol).double()
             gap = loss - reference[protocol]
             per_window = gap.mean(1)

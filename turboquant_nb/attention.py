@@ -181,7 +181,7 @@ def _sight(query: _Query, store: KVStore, mask, first: int, causal: bool, window
 
     return see
 
-# %% ../nbs/10_attention.ipynb #82d4c706
+# %% ../nbs/10_attention.ipynb #8d73ab4b
 def attend(
     q: Tensor,  # [B, Hq, n, d_key] queries after RoPE; query i is token length-n+i
     store: KVStore,
@@ -204,7 +204,7 @@ def attend(
     see = _sight(query, store, mask, first, causal, window)
     soft = _Softmax(query.plain.shape[:3], q.device, store.value.q.d)
     past = store.length - (0 if k is None else k.shape[2])
-    _add_coded(soft, query, store, see, max(first, store.offset), past, softcap, block)
+    _add_coded(soft, query, store, see, first, past, softcap, block)
     _add_exact(soft, query, store, see, first, past, softcap)
     if k is not None and k.shape[2]:
         seen = see(torch.arange(past, store.length, device=q.device)[None])

@@ -33,7 +33,7 @@ from .attention import attend, dense_attention
 from .quantizer import Recipe, as_recipe
 from .store import KVStore, read_file, write_file
 
-# %% ../nbs/14_hf.ipynb #a11cb4ac
+# %% ../nbs/14_hf.ipynb #b55536f5
 NOT_A_TENSOR = (
     "these keys and values are codes, not a tensor. The 'turboquant' attention serves models whose "
     "layers hand them to the attention interface as they come from the cache; set another one"
@@ -44,8 +44,8 @@ class CodedStates:
     """What `TurboQuantLayer.update` returns in place of dense keys or values when the model
     attends on codes."""
 
-    def __init__(self, layer, side: str, chunk: Tensor, first: int):
-        self.layer, self.side, self.chunk, self.first = layer, side, chunk, first
+    def __init__(self, layer, chunk: Tensor, first: int):
+        self.layer, self.chunk, self.first = layer, chunk, first
 
     @property
     def shape(self):
@@ -101,7 +101,7 @@ class _Layer(CacheLayerMixin):
         "Whether the model attends on codes now."
         return getattr(self.config, "_attn_implementation", None) == NAME
 
-# %% ../nbs/14_hf.ipynb #a9d31277
+# %% ../nbs/14_hf.ipynb #b27bf3ee
 class _Updating(_Layer):
     "Taking tokens in."
 
@@ -113,8 +113,7 @@ class _Updating(_Layer):
         kind = "prefill" if past == 0 else "codes" if self.on_codes else "dense"
         self.calls[kind] += 1
         if self.on_codes:
-            pair = (("key", key_states), ("value", value_states))
-            return tuple(CodedStates(self, side, x, first) for side, x in pair)
+            return tuple(CodedStates(self, x, first) for x in (key_states, value_states))
         if past == 0:
             self.free(self.first)
             return key_states, value_states
