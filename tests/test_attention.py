@@ -1,9 +1,12 @@
 "Attention on codes against plain attention over the decoded states, in every configuration."
 import math
 import random
+from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from turboquant_nb.attention import attend, dense_attention
 from turboquant_nb.quantizer import Recipe, Spec, decode
@@ -76,10 +79,18 @@ def compare(got, want, dtype):
     assert float((lse.double() - want[1])[seen].abs().max() if seen.any() else 0) < 1e-4
 
 
-def draw(rng):
-    spec = lambda: Spec(  # noqa: E731
-        rng.choice((1, 2, 3, 4)), rng.choice(("hadamard", "haar", "identity")), 0, rng.choice(("norm", "mse", "unbiased")), "sphere", rng.choice(("none", "prompt")))
-    return Recipe(spec(), spec(), rng.choice((0, 1, 4)), rng.choice((0, 3, 10)))
+def draw(rng, d, dv):
+    "Any bits and residuals; decay where there is something to drop."
+    def spec(d):
+        bits = rng.choice((1, 2, 3, 4, 2, 3, 4, rng.randint(1, 3) + rng.randint(1, d - 1) / d, tuple(rng.randint(1, 4) for _ in range(d))))
+        residual = rng.choice(("none", "sign", "qjl")) if isinstance(bits, int) and bits > 1 else "none"
+        return Spec(bits, rng.choice(("hadamard", "haar", "identity")), 0, rng.choice(("norm", "mse", "unbiased")), "sphere", rng.choice(("none", "prompt")), residual=residual)
+
+    recipe = Recipe(spec(d), spec(dv), rng.choice((0, 1, 4)), rng.choice((0, 3, 10)))
+    try:
+        return replace(recipe, decay=rng.choice((None, 4, 20)))
+    except ValueError:
+        return recipe
 
 
 @pytest.mark.parametrize("block", range(12))
@@ -91,7 +102,7 @@ def test_random_configurations(block):
         d, dv, tokens = rng.choice((4, 7, 16)), rng.choice((4, 9, 16)), rng.randint(1, 70)
         n, dtype = rng.randint(1, min(20, tokens)), rng.choice((torch.float32, torch.float32, torch.float16, torch.bfloat16))
         start = torch.tensor([rng.randint(0, 12) for _ in range(batch)]) if rng.random() < 0.5 else None
-        store, k, v = filled(draw(rng), batch, heads, d, dv, tokens, rng.randrange(99), dtype, 8, start, rng.randint(1, 3))
+        store, k, v = filled(draw(rng, d, dv), batch, heads, d, dv, tokens, rng.randrange(99), dtype, 8, start, rng.randint(1, 3))
         if rng.random() < 0.4:
             store.evict(rng.randint(0, max(0, tokens - n)))
         if rng.random() < 0.25:
@@ -113,6 +124,53 @@ def test_random_configurations(block):
         expect = reference(q, store, chunk, want, first, **kwargs)
         for block_size in (rng.choice((1, 2, 5)), rng.choice((8, 13, 64)), 1024):
             compare(attend(q, store, *(chunk or (None, None)), block=block_size, **call), expect, dtype)
+
+
+CODES = [Spec(b, residual=r) for r in ("none", "sign", "qjl") for b in (2, 3, 4)] + [Spec(1), Spec(2.25), Spec(3.5), Spec((4, 1, 2, 3) * 4), Spec(3, scale="unbiased")]
+
+
+@pytest.mark.parametrize("decay", [None, 10])
+@pytest.mark.parametrize("key", CODES, ids=lambda s: f"{s.bits}-{s.residual}-{s.scale}")
+def test_every_code_of_keys_with_every_code_of_values(key, decay):
+    for value, dtype in product(CODES, (torch.float32, torch.bfloat16)):
+        if decay and "qjl" in (key.residual, value.residual):
+            continue
+        try:
+            recipe = Recipe(replace(key, center="prompt"), value, 1, 3, decay)
+        except ValueError:  # nothing to drop
+            continue
+        store, k, v = filled(recipe, 2, 2, 16, 16, 50, 3, dtype, 8, torch.tensor([0, 5]), 3)
+        assert store.key.thin + store.value.thin > 0 if decay else store.key.thin == store.value.thin == 0
+        q = torch.randn(2, 4, 5, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
+        mask = seen_by(store, 5, 0, True, None)
+        for chunk in (None, (k[:, :, -5:], v[:, :, -5:])):
+            for block in (7, 1024):
+                compare(attend(q, store, *(chunk or (None, None)), block=block), reference(q, store, chunk, mask, 0), dtype)
+
+
+class Products(TorchDispatchMode):
+    "Rows that are multiplied with one matrix."
+
+    def __init__(self, matrix):
+        super().__init__()
+        self.pointer, self.rows = matrix.data_ptr(), []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default) and args[1].data_ptr() == self.pointer:
+            self.rows.append(args[0].numel() // args[0].shape[-1])
+        return func(*args, **(kwargs or {}))
+
+
+def test_sketch_meets_queries_and_sums_only():
+    "Sq once, and its transpose once on what was summed over tokens: 2 heads of 3 queries, not 64 tokens."
+    for key, value, times in (("qjl", "none", 1), ("none", "qjl", 1), ("qjl", "qjl", 2)):
+        store, _, _ = filled(Recipe(Spec(3, residual=key), Spec(3, residual=value), 0, 0), 1, 1, 8, 8, 64)
+        with Products((store.key if key == "qjl" else store.value).q.sketch) as seen:
+            attend(torch.ones(1, 2, 3, 8), store, block=16)
+        assert seen.rows == [6] * times
+    with Products(store.key.q.sketch) as seen:  # decoding tokens is what this rules out
+        store.read()
+    assert seen.rows == [64, 64]
 
 
 def test_first_without_a_mask():

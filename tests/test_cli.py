@@ -91,7 +91,7 @@ def test_help_loads_nothing_heavy():
 @pytest.mark.parametrize("argv, words", [
     ([], ["COMMAND", "--help"]), (["dance"], ["dance"]), (["demo", "--bogus"], ["--bogus"]), (["generate", "--prompt"], ["--prompt"]),
     (["generate", "--prompt", "a", "--file", "b"], ["not allowed with"]), (["generate", "--prompt", "a", "-"], ["not allowed with"]),
-    (["generate", "--prompt", "a", "--bits", "three"], ["--bits", "three"]), (["generate", "--prompt", "a", "--attention", "flash"], ["flash"]),
+    (["generate", "--prompt", "a", "--bits", "three"], ["--bits", "a number from 1 to 4 such as 3 or 2.5, got 'three'"]), (["generate", "--prompt", "a", "--attention", "flash"], ["flash"]),
     (["generate", "--prompt", "a", "--dtype", "int8"], ["int8"]), (["demo", "--recipes"], ["--recipes"]), (["recipe"], ["RECIPE"]),
 ])
 def test_usage(call, argv, words):
@@ -120,6 +120,41 @@ def test_recipe_options_and_file(call, tmp_path):
         cli.price(preset("k3v3"), 0)
 
 
+@pytest.mark.parametrize("recipe, nominal, costs, words", [
+    (as_recipe("k3v3", 2.5), 2.5, {"64": 2.75, "128": 2.625}, "2.5 bits per value nominal, with scale 2.75 at d = 64 and 2.625 at d = 128"),
+    (Recipe(residual="prod"), 3, {"64": 3.375, "128": 3.1875}, "3.375 at d = 64 and 3.1875 at d = 128"),  # the keys' second number
+    (Recipe(residual="sign"), 3, {"64": 3.25, "128": 3.125}, "3.25 at d = 64"),
+    (Recipe(Spec((4, 2) * 8), Spec((1,) * 16)), 2, {"16": 3.0}, "2 bits per value nominal, with scale 3 at d = 16;"),
+    (as_recipe("k3v3", 2.3), 2.3, {}, "which neither d = 64 nor d = 128 allows"),
+    (Recipe(Spec((4,) * 8), Spec((2,) * 4)), 3, {}, "nominal"),
+])
+def test_prices(call, recipe, nominal, costs, words):
+    got = json.loads(call("recipe", recipe.to_json(), "--json")[1])
+    assert got["nominal_bits"] == pytest.approx(nominal) and got["bits_with_scale"] == costs == cli._price_at(recipe)
+    assert words in call("recipe", recipe.to_json())[2]
+
+
+@pytest.mark.parametrize("text, bits", [("3", 3), ("2.5", 2.5), ("3.0", 3), ("3.9", 3.9)])
+def test_bits_option(call, text, bits):
+    code, out, _ = call("recipe", "k4v2", "--bits", text)
+    got = Recipe.from_json(out)
+    assert code == 0 and got == as_recipe("k4v2", bits) and type(got.key.bits) is type(bits)
+
+
+def test_price_is_what_is_stored():
+    from turboquant_nb.rates import make_quantizer
+
+    for recipe in (as_recipe("k4v2", 2.5), Recipe(residual="prod"), Recipe(residual="sign"), Recipe(Spec((4, 2) * 16), Spec(1, scale_dtype="float32"))):
+        total = 0
+        for spec in (recipe.key, recipe.value):
+            q = make_quantizer(spec, 32)
+            coded = q.encode(torch.ones(32))
+            total += sum(q.channel_bits) + 8 * coded.scale.nbytes
+            if coded.signs is not None:  # the last bit of each channel, and a second number
+                total += coded.signs.numel() + 8 * coded.residual_norm.nbytes
+        assert cli.price(recipe, 32) == total / 64
+
+
 @pytest.mark.parametrize("text, words", [
     ("k9v9", ["k4v4", "'k9v9'"]), ("{", ["recipe: "]), ("{}", ["not a recipe", "key"]), ('{"key": {"bits": 0}, "value": {}}', ["bits", "got 0"]),
     ('{"key": {"beats": 3}, "value": {}}', ["beats"]), ('{"key": {}, "value": {}, "sinks": -1}', ["sinks", "-1"]), ("", ["must be one of"]), ("x" * 5000, ["recipe"]),
@@ -130,7 +165,7 @@ def test_bad_recipes(call, tiny, text, words):
     refused(call("demo", "--model", tiny, "--recipes", "k4v4", text), *words)
 
 
-@pytest.mark.parametrize("argv, words", [(["--bits", "9"], ["bits", "got 9"]), (["--sinks", "-1"], ["sinks", "-1"]), (["--window", "-1"], ["window", "-1"])])
+@pytest.mark.parametrize("argv, words", [(["--bits", "9"], ["bits", "got 9"]), (["--bits", "4.5"], ["bits", "got 4.5"]), (["--bits", "nan"], ["bits", "got nan"]), (["--bits", "inf"], ["bits", "got inf"]), (["--sinks", "-1"], ["sinks", "-1"]), (["--window", "-1"], ["window", "-1"])])
 def test_bad_recipe_options(call, argv, words):
     refused(call("recipe", "k3v3", *argv), *words)
 

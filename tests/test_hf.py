@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, DynamicCache  # noqa: E402
 from transformers.cache_utils import Cache  # noqa: E402
 
 from turboquant_nb.hf import CodedStates, TurboQuantCache, TurboQuantLayer  # noqa: E402
-from turboquant_nb.quantizer import Recipe, Spec  # noqa: E402
+from turboquant_nb.quantizer import Recipe, Spec, as_recipe  # noqa: E402
+from turboquant_nb.rates import by_layer  # noqa: E402
 from turboquant_nb.testing import same  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
@@ -55,7 +56,7 @@ _made = {}
 
 def tiny(name="llama", seed=0, **changes):
     "A random model with weights large enough that its tokens depend on the context."
-    key = (name, seed, tuple(sorted(changes.items())))
+    key = (name, seed, repr(sorted(changes.items())))
     if key not in _made:
         prefix, extra = FAMILIES.get(name, (name, {}))
         config = getattr(transformers, prefix + ("TextConfig" if name == "gemma3_text" else "Config"))(**{k: x for k, x in {**BASE, **extra, **changes}.items() if x != DROP})
@@ -341,6 +342,102 @@ def test_load_refuses_another_model(tmp_path):
         wide = tiny(head_dim=16)
         with torch.no_grad():
             wide(prompt(1, 1)["input_ids"], past_key_values=TurboQuantCache.load(tmp_path / "c", wide))
+
+
+# --- everything a recipe can say ------------------------------------------------------------------
+
+def tiny_long(name="llama"):
+    "Room for more than a tile of 256 tokens."
+    return tiny(name, max_position_embeddings=512)
+
+
+def rich(model):
+    "Recipes beyond the presets; what they need at head size 8."
+    layers = len(TurboQuantCache(model).coded_layers)
+    mixed = by_layer("k4v4", layers, {layers - 1: Recipe(Spec(4, residual="sign"), Spec(3.25), decay=20)})
+    return {
+        **{r: Recipe(Spec(3, center="prompt"), Spec(4), residual=r) for r in ("none", "sign", "prod", "rescale")},
+        "prod of both": Recipe(Spec(4, residual="qjl"), Spec(3, residual="qjl")), "sign of both": Recipe(Spec(2, residual="sign"), Spec(4, residual="sign")),
+        "2.5 bits": as_recipe("k4v4", bits=2.5), "3.25 and 1.5": Recipe(Spec(3.25), Spec(1.5)), "tuple": Recipe(Spec((4, 1, 3, 3, 2, 2, 4, 3)), Spec((4,) * 8)),
+        "decay": Recipe(decay=20), "decay of signs": Recipe(Spec(4, residual="sign"), Spec(3, residual="sign"), 2, 5, 20), "decay of 3.5": Recipe(Spec(3.5), Spec(2), decay=1),
+        "by layer": mixed,
+    }
+
+
+RICH = [("llama", x) for x in rich(tiny())] + [(m, x) for m in ("gemma3_text", "gpt_oss", "qwen3_next") for x in ("prod", "sign", "tuple", "decay", "by layer")]
+
+
+@pytest.mark.parametrize("name, which", RICH)
+def test_every_recipe_on_codes_and_dense(which, name, tmp_path):
+    "The same greedy tokens from both paths, over a tile boundary; every byte counted; files and copies go on alike."
+    model, inputs = tiny_long(name), prompt(2, 285)
+    recipe, results = rich(model)[which], []
+    for attention in three(model):
+        out, cache = generate(model, inputs, attention, recipe, max_new_tokens=6)
+        results.append(out)
+        r = cache.report()
+        assert r["nbytes"] == walk_bytes(cache.coded_layers) == sum(r["parts"].values())
+        thin = [s.thin for x in cache.coded_layers for s in (x.store.key, x.store.value)]
+        assert any(thin) == any(x.recipe.decay is not None and not x.is_sliding for x in cache.coded_layers) or name in SLIDING
+    assert all(torch.equal(x, results[0]) for x in results[1:])
+    if name in HYBRID:
+        return
+    cache.save(tmp_path / "c")
+    copies = [copy.deepcopy(cache), TurboQuantCache.load(tmp_path / "c", model)]
+    step = prompt(2, 1, seed=5, padded=False)["input_ids"]
+    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 6, dtype=torch.long)], 1)
+    with torch.no_grad():
+        want = model(step, attention_mask=mask, past_key_values=cache).logits
+        for other in copies:
+            assert other.recipe == cache.recipe
+            same(model(step, attention_mask=mask, past_key_values=other).logits, want)
+            assert other.report()["nbytes"] == cache.report()["nbytes"] and other.report()["recipe"] == cache.report()["recipe"]
+
+
+def test_decay_in_the_cache_frees_and_changes():
+    "Less memory than without; other logits, since something was lost; the window and the young part are as before."
+    model, inputs = tiny_long(), prompt(1, 300, padded=False)
+    whole, thin = (TurboQuantCache(model, Recipe(decay=x)) for x in (None, 30))
+    with torch.no_grad():
+        for cache in (whole, thin):
+            model(**inputs, past_key_values=cache)
+        a, b = (model(inputs["input_ids"][:, :1], past_key_values=c).logits for c in (whole, thin))
+    assert not torch.equal(a, b)
+    for x, y in zip(whole.layers, thin.layers):
+        assert x.store.parts()["planes"] - y.store.parts()["planes"] == 2 * 2 * 256 * 8 // 8
+        for p, q in zip(x.store.read(256), y.store.read(256)):
+            assert x.index > 0 or torch.equal(p, q)  # later layers saw other states
+
+
+def test_recipe_per_layer():
+    model, inputs = tiny("qwen3_next", num_hidden_layers=4, layer_types=["linear_attention", "full_attention"] * 2), prompt(1, 20, padded=False)
+    recipes = ["k4v4", Recipe(Spec(3), Spec(2.5), residual="rescale")]
+    cache = TurboQuantCache(model, recipes)  # two of the four layers hold keys and values
+    assert [x.recipe for x in cache.coded_layers] == cache.recipes == cache.recipe == [as_recipe(r) for r in recipes]
+    model.generate(**inputs, past_key_values=cache, max_new_tokens=2, do_sample=False)
+    assert cache.report()["recipe"] == [as_recipe(r).to_json() for r in recipes]
+    assert cache.coded_layers[0].store.recipe == as_recipe("k4v4") and cache.report()["per_layer"][0] != cache.report()["per_layer"][1]
+    for bad in (["k3v3"], ["k3v3"] * 4, [], ()):
+        with pytest.raises(ValueError, match=f"one recipe for each of the 2 layers with keys and values, got a list of {len(bad)}"):
+            TurboQuantCache(model, bad)
+    with pytest.raises(TypeError, match="recipe must be"):
+        TurboQuantCache(model, ["k3v3", 3])
+    with pytest.raises(ValueError, match="k9v9"):
+        TurboQuantCache(model, ["k3v3", "k9v9"])
+    with pytest.raises(ValueError, match="max_length"):
+        TurboQuantCache(model, ["k3v3", Recipe(decay=5)], max_length=100)
+    same_for_all = TurboQuantCache(model, ("k4v4", "k4v4"), bits=2.5)
+    assert same_for_all.recipe == as_recipe("k4v4", bits=2.5)
+
+
+def test_bits_that_do_not_fit_the_heads_leave_the_cache_empty():
+    model, inputs = tiny(), prompt(2, 9)
+    for bits, text in (((3, 2), "length d = 8, got 2"), (2.3, "2.3 at d = 8")):
+        cache = TurboQuantCache(model, bits=bits)
+        cache.set_padding(inputs["attention_mask"])
+        with torch.no_grad(), pytest.raises(ValueError, match=text):
+            model(**inputs, past_key_values=cache)
+        assert cache.get_seq_length() == 0 and cache.report()["nbytes"] == 0
 
 
 # --- bytes: everything counted, nothing hidden ----------------------------------------------------

@@ -1,4 +1,5 @@
 "Coding single vectors: every field of a Spec, every bad input, and the distortion of the theory."
+import json
 import math
 from dataclasses import asdict, replace
 from itertools import product
@@ -8,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from turboquant_nb.codebook import lloyd_max
-from turboquant_nb.quantizer import PRESETS, Coded, Quantizer, Recipe, Spec, as_recipe, check_finite, decode, decode_rotated, encode, preset
+from turboquant_nb.quantizer import PRESETS, Coded, Quantizer, Recipe, Spec, as_recipe, channel_bits, check_finite, decode, decode_rotated, encode, preset, scalar_table
 from turboquant_nb.rotation import make_rotation
 from turboquant_nb.testing import raises, same, within_z
 
@@ -26,7 +27,8 @@ def relative(q, x, mean=None):
 # --- Spec, Recipe ---------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("field, bad", [
-    ("bits", 0), ("bits", 9), ("bits", 5), ("bits", 2.0), ("bits", True), ("bits", "3"), ("bits", None), ("seed", -1), ("seed", 1.5),
+    ("bits", 0), ("bits", 9), ("bits", 5), ("bits", 2.0), ("bits", True), ("bits", "3"), ("bits", None), ("bits", 0.5), ("bits", 4.25), ("bits", float("nan")), ("bits", float("inf")),
+    ("bits", ()), ("bits", (3, 0)), ("bits", (3, 2.5)), ("bits", (3, True)), ("residual", "prod"), ("residual", None), ("residual", True), ("seed", -1), ("seed", 1.5),
     ("rotation", "svd"), ("rotation", None), ("rotation", ["haar"]), ("scale", "l2"), ("table", "uniform"), ("center", "mean"), ("scale_dtype", "float64"),
     ("scale_dtype", torch.float16),
 ])
@@ -58,6 +60,95 @@ def test_recipe_json_round_trip_and_hash():
         Recipe().sinks = 9
 
 
+BITS = (1, 4, 2.5, 3.875, 1.25, (4, 3, 2, 1), (3,))
+
+
+def test_bits_and_residuals_round_trip():
+    for bits, residual, decay in product(BITS, ("none", "sign", "qjl"), (None, 7)):
+        if residual != "none" and bits != 4:
+            with pytest.raises(ValueError, match="bits must be an integer of at least 2"):
+                Spec(bits, residual=residual)
+            continue
+        if residual == "qjl" and decay:
+            continue
+        recipe = Recipe(Spec(bits, residual=residual), Spec(3), decay=decay)
+        again = Recipe.from_json(recipe.to_json())
+        assert again == recipe and hash(again) == hash(recipe) and again.key.bits == bits and type(again.key.bits) is type(bits)
+    assert Spec(bits=[3, 2]) == Spec(bits=(3, 2))
+
+
+def test_residual_shorthand():
+    base = Recipe(Spec(4, center="prompt", seed=5), Spec(2), 1, 2)
+    for name, key in (("none", {}), ("sign", dict(residual="sign")), ("prod", dict(residual="qjl")), ("rescale", dict(scale="unbiased"))):
+        r = Recipe(base.key, base.value, 1, 2, residual=name)
+        assert r == replace(base, key=replace(base.key, **key)) == replace(base, residual=name) == as_recipe(r)
+        assert Recipe.from_json(r.to_json()) == r == replace(r, window=2) and "decay" in r.to_json()
+        body = {"key": asdict(base.key), "value": asdict(base.value), "sinks": 1, "window": 2, "residual": name}
+        assert Recipe.from_json(json.dumps(body)) == r
+    assert Recipe(Spec(4, residual="sign"), Spec(), residual="none").key.residual == "none"
+    assert as_recipe(Recipe(residual="prod"), bits=2).key == Spec(2, center="prompt", residual="qjl")
+    for bad in ("qjl", "", 1, True):
+        with pytest.raises(ValueError, match="residual must be one of"):
+            Recipe(residual=bad)
+    with pytest.raises(ValueError, match="residual='sign' bits must be"):
+        Recipe(Spec(1), Spec(4), residual="sign")
+    with pytest.raises(ValueError, match="residual='qjl' bits must be"):
+        as_recipe(Recipe(residual="prod"), bits=2.5)
+
+
+@pytest.mark.parametrize("kwargs, text", [
+    (dict(decay=0), "decay"), (dict(decay=-1), "decay"), (dict(decay=2.0), "decay"), (dict(decay=True), "decay"), (dict(decay=9, residual="prod"), "qjl"),
+    (dict(key=Spec(2), value=Spec(2), decay=9), "at most 2"), (dict(key=Spec(1.5), value=Spec((2, 1)), decay=9), "at most 2"),
+])
+def test_decay_refuses(kwargs, text):
+    with pytest.raises(ValueError, match=text):
+        Recipe(**kwargs)
+    Recipe(Spec(2.5), Spec(1), decay=9)
+    Recipe(Spec(2), Spec((1, 3)), decay=9)
+
+
+def test_channel_bits():
+    assert channel_bits(3, 5) == (3,) * 5 and channel_bits(2.5, 6) == (3, 3, 3, 2, 2, 2) and channel_bits([4, 1], 2) == (4, 1)
+    for d in (8, 10, 64, 80, 128):
+        for n in range(1, d):
+            for low in (1, 2, 3):
+                assert channel_bits(low + n / d, d) == (low + 1,) * n + (low,) * (d - n)
+    for bits, d, text in ((2.5, 7, "d = 7"), (2.25, 6, "2.25"), ((3, 2), 3, "must have length d = 3, got 2"), (3, 0, "d must")):
+        with pytest.raises(ValueError, match=text):
+            channel_bits(bits, d)
+    with pytest.raises(TypeError, match="d must"):
+        channel_bits(3, 2.0)
+
+
+def test_own_codebook():
+    "Only encode, decode and to are used; a spec that one table cannot serve asks for one."
+    class Shifted:
+        def __init__(self, book):
+            self.book = book
+
+        def encode(self, x, check_finite=True):
+            return self.book.encode(x) + 100
+
+        def decode(self, codes, check_range=True):
+            return self.book.decode(codes - 100)
+
+        def to(self, device):
+            return Shifted(self.book.to(device))
+
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+    for spec in (Spec(3, residual="sign"), Spec(2.5), Spec((3,) * 8)):
+        with pytest.raises(ValueError, match="make_quantizer"):
+            Quantizer(spec, 8)
+        q, plain = Quantizer(spec, 8, codebook=Shifted(scalar_table("sphere", 3, 8).snap())), Quantizer(Spec(3), 8)
+        a, b = encode(q, x), encode(plain, x)
+        same(a.codes, b.codes + 100)
+        same(decode(q, a), decode(plain, b))
+        assert a.signs is None and a.residual_norm is None and q.channel_bits == channel_bits(spec.bits, 8)
+    for bits, text in ((2.3, "2.3 at d = 8"), ((3, 2), "length d = 8, got 2")):
+        with pytest.raises(ValueError, match=text):
+            Quantizer(Spec(bits), 8)
+
+
 @pytest.mark.parametrize("text", ["[1]", "{", "", "null", '"k3v3"', '{"key":{}}', '{"key":{},"value":{},"foo":1}', '{"key":[],"value":{}}', '{"key":{"bit":3},"value":{}}'])
 def test_recipe_from_bad_json(text):
     with pytest.raises(ValueError, match="not a recipe"):
@@ -75,7 +166,7 @@ def test_presets_and_as_recipe():
         assert (r.key.bits, r.value.bits) == (k, v) and name == f"k{k}v{v}" and as_recipe(name) == r
     assert as_recipe() == as_recipe(None) == preset("k3v3") and as_recipe(Recipe()) == Recipe()
     assert as_recipe("k4v2", bits=1) == replace(preset("k4v2"), key=replace(preset("k4v2").key, bits=1), value=replace(preset("k4v2").value, bits=1))
-    for bad in (0, 9, 5, "3", 2.5, True):
+    for bad in (0, 9, 5, "3", 2.0, 4.5, True):
         with pytest.raises(ValueError, match="bits"):
             as_recipe("k3v3", bits=bad)
     with pytest.raises(ValueError, match="k9v9"):

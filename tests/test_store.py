@@ -8,7 +8,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from turboquant_nb.quantizer import Quantizer, Recipe, Spec, decode, encode
+from turboquant_nb.quantizer import Quantizer, Recipe, Spec, channel_bits, decode
+from turboquant_nb.rates import make_quantizer, truncate
 from turboquant_nb.store import FORMAT, KVStore, prompt_mean, read_file, write_file
 from turboquant_nb.testing import same
 
@@ -27,7 +28,7 @@ def states(store, n, seed=0, scale=1.0):
 
 def snapshot(store):
     out = {f"{n}.{k}": t.clone() for n in ("key", "value") for k, t in getattr(store, n).tensors.items()}
-    return out | {"start": store.start.clone(), "end": None if store.end is None else store.end.clone(), "numbers": (store.length, store.offset, store._window_from, store.batch)}
+    return out | {"start": torch.tensor(store.start.tolist()), "end": None if store.end is None else torch.tensor(store.end.tolist()), "numbers": (store.length, store.offset, store._window_from, store.batch, store.key.thin, store.value.thin)}
 
 
 def assert_same_snapshot(a, b):
@@ -41,12 +42,12 @@ def assert_same_snapshot(a, b):
 
 class Dense:
     """What a store must hold, in the slowest way: the raw states of each row, and what coding them gives with the mean of the first chunk. A position is exact if it is one of the
-    first `sinks` of its row, or the last that was written to its slot of a ring of `window` slots."""
+    first `sinks` of its row, or the last that was written to its slot of a ring of `window` slots. Positions below `thin` have lost the last bit of codes of 3 and 4 bits."""
 
     def __init__(self, store):
-        self.recipe, self.dtype = store.recipe, store.dtype
+        self.recipe, self.dtype, self.tile, self.thin = store.recipe, store.dtype, store.tile, 0
         self.raw = [torch.zeros(store.batch, store.heads, 0, s.q.d, dtype=store.dtype) for s in (store.key, store.value)]
-        self.coded = [x.clone() for x in self.raw]
+        self.coded, self.thinned = [x.clone() for x in self.raw], [x.clone() for x in self.raw]
         self.means, self.start, self.slots = [None, None], store.start.clone(), {}
 
     @property
@@ -59,19 +60,34 @@ class Dense:
         for i, (x, spec) in enumerate(zip(new, (self.recipe.key, self.recipe.value))):
             if self.raw[i].shape[2] == 0 and spec.center != "none":
                 self.means[i] = self.mean(x)
-            q = Quantizer(spec, x.shape[3])
-            coded = decode(q, encode(q, x, self.means[i]), self.means[i], self.dtype)
+            q = make_quantizer(spec, x.shape[3])
+            code = q.encode(x, self.means[i])
+            coded = decode(q, code, self.means[i], self.dtype)
             self.raw[i], self.coded[i] = torch.cat([self.raw[i], x], 2), torch.cat([self.coded[i], coded], 2)
+            self.thinned[i] = torch.cat([self.thinned[i], self.shortened(q, code, self.means[i])], 2)
+        if self.recipe.decay:
+            self.decay(self.length - self.recipe.decay)
+
+    def shortened(self, q, code, mean):
+        drop = torch.tensor([b > 2 for b in q.channel_bits])
+        if q.spec.residual == "qjl" or not drop.any():
+            return decode(q, code, mean, self.dtype)
+        short = Quantizer(q.spec, q.d, codebook=truncate(q.codebook, keep=2))
+        return decode(short, code._replace(codes=code.codes >> drop.to(torch.uint8)), mean, self.dtype)
+
+    def decay(self, before):
+        self.thin = max(self.thin, min(before, self.length) // self.tile * self.tile)
 
     def mean(self, x):
         return prompt_mean(x, self.recipe.sinks)
 
     def crop(self, n):
         if n:
-            self.raw, self.coded = ([x[:, :, : self.length - n] for x in pair] for pair in (self.raw, self.coded))
+            self.raw, self.coded, self.thinned = ([x[:, :, : self.length - n] for x in pair] for pair in (self.raw, self.coded, self.thinned))
+            self.thin = min(self.thin, -(-self.length // self.tile) * self.tile)
 
     def rows(self, f):
-        self.raw, self.coded = [f(x) for x in self.raw], [f(x) for x in self.coded]
+        self.raw, self.coded, self.thinned = ([f(x) for x in pair] for pair in (self.raw, self.coded, self.thinned))
         self.means, self.start = [None if m is None else f(m) for m in self.means], f(self.start)
 
     def read(self, first=0):
@@ -79,7 +95,8 @@ class Dense:
         window = torch.tensor([self.recipe.window > 0 and self.slots.get(i % self.recipe.window) == i for i in range(self.length)], dtype=torch.bool)
         sink = (p >= self.start[:, None]) & (p < self.start[:, None] + self.recipe.sinks)
         exact = (window | sink)[:, None, :, None]
-        return [torch.where(exact, raw, coded)[:, :, first:] for raw, coded in zip(self.raw, self.coded)]
+        old = (p < self.thin)[:, None]
+        return [torch.where(exact, raw, torch.where(old, thin, coded))[:, :, first:] for raw, thin, coded in zip(self.raw, self.thinned, self.coded)]
 
 
 def check(store, dense):
@@ -96,11 +113,26 @@ def check(store, dense):
         assert store.bits_per_value() == 8 * store.nbytes / values
 
 
-def random_recipe(rng):
-    spec = lambda: Spec(  # noqa: E731
-        rng.choice((1, 2, 3, 4)), rng.choice(("hadamard", "haar", "identity")), rng.randrange(3), rng.choice(("norm", "mse", "unbiased")),
-        rng.choice(("sphere", "gaussian", "affine")), rng.choice(("none", "prompt")), rng.choice(("float16", "bfloat16", "float32")))
-    return Recipe(spec(), spec(), rng.choice((0, 1, 2, 4, 7)), rng.choice((0, 0, 1, 3, 8, 20)))
+def random_bits(rng, d):
+    return rng.choice((1, 2, 3, 4, 3, 4, rng.randint(1, 3) + rng.randint(1, d - 1) / d, tuple(rng.randint(1, 4) for _ in range(d))))
+
+
+def random_recipe(rng, d, dv, limit=None):
+    def spec(d):
+        bits = random_bits(rng, d)
+        residual = rng.choice(("none", "sign", "qjl")) if isinstance(bits, int) and bits > 1 else "none"
+        return Spec(bits, rng.choice(("hadamard", "haar", "identity")), rng.randrange(3), rng.choice(("norm", "mse", "unbiased")),
+                    rng.choice(("sphere", "gaussian", "affine")), rng.choice(("none", "prompt")), rng.choice(("float16", "bfloat16", "float32")), residual)
+
+    recipe = Recipe(spec(d), spec(dv or d), rng.choice((0, 1, 2, 4, 7)), rng.choice((0, 0, 1, 3, 8, 20)))
+    decay = rng.choice((None, 1, 6, 25)) if limit is None and fades(recipe, d, dv or d) else None
+    return Recipe(recipe.key, recipe.value, recipe.sinks, recipe.window, decay)
+
+
+def fades(recipe, d, dv):
+    "Whether tokens of such a store can lose a bit."
+    sides = ((recipe.key, d), (recipe.value, dv))
+    return all(s.residual != "qjl" for s, _ in sides) and any(max(channel_bits(s.bits, n)) > 2 for s, n in sides)
 
 
 @pytest.mark.parametrize("block", range(20))
@@ -110,14 +142,15 @@ def test_random_operation_sequences(block, tmp_path):
         rng = random.Random(1000 * block + trial)
         dtype = rng.choice((torch.float32, torch.float16, torch.bfloat16))
         tile, limit = rng.choice((4, 8, 16)), rng.choice((None, None, 90))
-        store = make(random_recipe(rng), rng.randint(1, 3), rng.randint(1, 2), rng.choice((4, 5, 8)), rng.choice((None, 4, 7)), dtype=dtype, max_length=limit, tile=tile)
+        d, dv = rng.choice((4, 5, 8)), rng.choice((None, 4, 7))
+        store = make(random_recipe(rng, d, dv, limit), rng.randint(1, 3), rng.randint(1, 2), d, dv, dtype=dtype, max_length=limit, tile=tile)
         if rng.random() < 0.4:
             store.set_range(start=torch.tensor([rng.randint(0, 6) for _ in range(store.batch)]))
             if any(s.center != "none" for s in (store.recipe.key, store.recipe.value)):
                 store.set_range(start=0)  # which tokens enter the mean of a padded row has a test of its own
         dense = Dense(store)
         for step in range(rng.randint(6, 18)):
-            what = rng.choice(("append",) * 5 + ("crop", "crop", "select", "repeat", "file", "to", "evict", "copy", "state"))
+            what = rng.choice(("append",) * 5 + ("crop", "crop", "select", "repeat", "file", "to", "evict", "copy", "state", "decay"))
             if what == "append":
                 n = rng.choice((0, 1, 1, 2, 3, 7, 17, 30))
                 k, v = states(store, n, seed=rng.randrange(10**6))
@@ -154,6 +187,15 @@ def test_random_operation_sequences(block, tmp_path):
                 store.to("cpu")
             elif what == "copy":
                 store = copy.deepcopy(store)
+            elif what == "decay":
+                before, at = snapshot(store), rng.randint(-3, store.length + 9)
+                if limit is None and fades(store.recipe, store.key.q.d, store.value.q.d):
+                    store.decay(at)
+                    dense.decay(at)
+                else:
+                    with pytest.raises(ValueError, match="decay"):
+                        store.decay(at)
+                    assert_same_snapshot(snapshot(store), before)
             elif what == "evict":
                 before = rng.randint(0, store.length + 3)
                 old = store.offset
@@ -172,7 +214,7 @@ def test_the_dense_model_can_fail():
     check(store, dense)
     for field, wrong in (("sinks", 3), ("window", 4), ("sinks", 1), ("window", 2)):
         other = Dense(make(Recipe(store.recipe.key, store.recipe.value, **{"sinks": 2, "window": 3, field: wrong})))
-        other.raw, other.coded = dense.raw, dense.coded
+        other.raw, other.coded, other.thinned = dense.raw, dense.coded, dense.thinned
         with pytest.raises(AssertionError):
             check(store, other)
 
@@ -313,6 +355,148 @@ def test_bits_per_value_at_2048_tokens(preset, limit):
     shared = sum({t.data_ptr(): t.nbytes for t in store.tables()}.values()) / 30
     assert 8 * (store.nbytes + shared) / (2048 * 3 * 128) <= limit
     assert store.bits_per_value() > int(preset[1])
+
+
+# --- bits as a vector, residuals, decay -----------------------------------------------------------
+
+@pytest.mark.parametrize("bits, names", [(1, [(4, 4)]), (2, [(4, 8)]), (3, [(4, 8), (4, 4)]), (4, [(4, 8), (4, 4), (4, 4)])])
+def test_uniform_codes_keep_their_planes(bits, names):
+    "The layout that files and kernels know: plane0, plane1, … and scale; with a sign residual too."
+    for residual in ("none", "sign")[: 1 + (bits > 1)]:
+        store = make(Recipe(Spec(bits, residual=residual), Spec(bits), sinks=0, window=0), tile=16)
+        store.append(*states(store, 20))
+        t = store.key.tensors
+        assert list(t) == [*(f"plane{i}" for i in range(len(names))), "scale", "sinks", "window"]
+        assert [tuple(p.shape) for p in store.key.planes] == [(2, 2, 2, *shape) for shape in names] and t["scale"].shape == (2, 2, 2, 16)
+        assert store.key.layout.bits == bits
+        uniform = make(Recipe(Spec((bits,) * 8), Spec(bits), sinks=0, window=0), tile=16)
+        if residual == "none":  # a tuple of equal numbers is the same code
+            uniform.append(*states(store, 20))
+            for name in t:
+                same(uniform.key.tensors[name], t[name], allow_empty=True)
+
+
+def test_bytes_of_every_kind():
+    "By hand at d = 16, tile 64: bits per token of codes, signs and numbers."
+    for spec, per_token in ((Spec(3), 48 + 16), (Spec(3, residual="sign"), 48 + 16), (Spec(3, residual="qjl"), 48 + 32), (Spec(2, residual="qjl", scale_dtype="float32"), 32 + 64),
+                            (Spec(2.5), 40 + 16), (Spec(2.125), 34 + 16), (Spec((4, 1) * 8), 40 + 16), (Spec(1.25), 20 + 16),
+                            (Spec((3,) * 5 + (1,) * 11), 10 + 6 + 12 + 16)):  # groups of odd size pay half a slot per bit plane
+        store = make(Recipe(spec, spec, sinks=0, window=0), 1, 1, 16, tile=64)
+        store.append(*states(store, 128))
+        assert store.nbytes - 8 == 2 * 128 * per_token // 8 == store.expected_nbytes() - 8, spec
+        parts = store.parts()
+        assert parts["signs"] == (2 * 128 * 2 if spec.residual == "qjl" else 0) and parts["residual_norm"] == (parts["scale"] if spec.residual == "qjl" else 0)
+
+
+def test_decay_frees_exactly_one_bit_per_value():
+    for spec, freed in ((Spec(3), 1), (Spec(4), 1), (Spec(4, residual="sign"), 1), (Spec(2.5), 0.5), (Spec(3.5), 1), (Spec((4, 2, 1, 3) * 4), 0.5)):
+        store = make(Recipe(spec, Spec(2), sinks=0, window=0), 2, 3, 16, tile=64)
+        store.append(*states(store, 200))
+        before, data = store.nbytes, {n: t.data_ptr() for n, t in store.key.tensors.items()}
+        for at in (-5, 0, 63):
+            store.decay(at)
+        assert store.nbytes == before and data == {n: t.data_ptr() for n, t in store.key.tensors.items()}  # not one whole tile: nothing moves
+        store.decay(130)
+        assert before - store.nbytes == 2 * 3 * 128 * 16 * freed / 8 and store.nbytes == store.expected_nbytes()
+        held = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for s in (store.key, store.value) for t in s.tensors.values()}.values())
+        assert held + store.start.nbytes == store.nbytes  # freed, not hidden behind a view
+        store.decay(64)
+        store.decay(10**9)
+        assert (store.key.thin, store.value.thin) == (3, 0) and before - store.nbytes == 2 * 3 * 192 * 16 * freed / 8
+
+
+def test_decay_by_recipe_does_not_depend_on_the_chunks():
+    recipe = Recipe(Spec(4, center="prompt"), Spec(3), sinks=2, window=5, decay=30)
+    stores = []
+    for sizes in ([150], [20, 130], [20] + [1] * 130, [20, 7, 60, 63]):
+        store = make(recipe, tile=16)
+        k, v = states(store, 150)
+        store.append(k[:, :, :20], v[:, :, :20])
+        at = 20
+        for n in sizes[1:] or [130]:
+            store.append(k[:, :, at : at + n], v[:, :, at : at + n])
+            assert store.key.thin == max(0, (at + n - 30) // 16) and store.nbytes == store.expected_nbytes()
+            at += n
+        stores.append(store.read())
+    for other in stores[1:]:
+        for a, b in zip(other, stores[0]):
+            same(a, b)
+
+
+def test_decay_with_padding_found_late_and_with_eviction():
+    recipe = Recipe(Spec(3, center="prompt"), Spec(4), sinks=2, window=5, decay=10)
+    early, late = make(recipe, tile=8), make(recipe, tile=8)
+    k, v = states(early, 60)
+    early.set_range(start=torch.tensor([0, 9]))
+    early.append(k, v)
+    late.append(k, v)
+    late.set_range(start=torch.tensor([0, 9]), k=k, v=v)
+    for a, b in zip(early.read(9), late.read(9)):
+        same(a, b)
+    want = early.read(32)
+    for store in (early, late):
+        store.evict(35)
+        assert store.key.thin == 2 and store.nbytes == store.expected_nbytes()
+        for a, b in zip(store.read(), want):
+            same(a, b)
+        store.evict(57)
+        assert store.key.thin == 0 and store.nbytes == store.expected_nbytes()
+        store.append(k[:, :, :30], v[:, :, :30])
+        assert store.key.thin == 3
+
+
+def test_decay_refuses():
+    for store, text in ((make(max_length=50), "max_length"), (make("k2v2"), "3 or 4 bits"), (make(Recipe(residual="prod")), "qjl"), (make(Recipe(Spec(4), Spec(3, residual="qjl"))), "qjl")):
+        store.append(*states(store, 20))
+        before = snapshot(store)
+        with pytest.raises(ValueError, match=text):
+            store.decay(10)
+        assert_same_snapshot(snapshot(store), before)
+    with pytest.raises(ValueError, match="decay frees nothing"):
+        make(Recipe(decay=5), max_length=50)
+    with pytest.raises(ValueError, match="length d = 8, got 2"):
+        make(Recipe(Spec((3, 2))))
+    with pytest.raises(ValueError, match="2.3 at d = 8"):
+        make(Recipe(Spec(2.3)))
+
+
+def test_files_from_before_these_fields(tmp_path):
+    "A header without thin and a recipe without residual and decay still load; what decayed loads bit for bit."
+    store = make("k3v3", tile=16)
+    store.append(*states(store, 40))
+    tensors, header = store.state()
+    recipe = json.loads(header["recipe"])
+    for side in ("key", "value"):
+        del recipe[side]["residual"]
+    del recipe["decay"]
+    assert "thin" not in header
+    write_file(tmp_path / "old", tensors, header | {"recipe": json.dumps(recipe)})
+    for a, b in zip(KVStore.load(tmp_path / "old").read(), store.read()):
+        same(a, b)
+    store.decay(20)
+    tensors, header = store.state()
+    assert header["thin"] == [1, 1]
+    for wrong in ([0, 1], [2, 1], [9, 9]):
+        with pytest.raises(ValueError, match="plane1 must be"):
+            KVStore.from_state(tensors, header | {"thin": wrong})
+    again = KVStore.from_state(tensors, header)
+    for s in (store, again):
+        s.append(*states(s, 3, seed=8))
+        s.to("cpu")
+    for a, b in zip(again.read(), store.read()):
+        same(a, b)
+
+
+def test_tables_hold_every_tensor_of_a_quantizer():
+    for spec in (Spec(3), Spec(2.5), Spec((3, 1) * 4), Spec(4, residual="sign"), Spec(3, residual="qjl")):
+        store = make(Recipe(spec, Spec(4)), tile=8)
+        store.append(*states(store, 40))
+        if spec.residual != "qjl":
+            store.decay(20)
+        tables = {t.data_ptr() for t in store.tables()}
+        q = store.key.q
+        inside = [q.rotation.matrix, *(x for x in vars(q).values() if isinstance(x, torch.Tensor)), *(x for x in vars(q.codebook).values() if isinstance(x, torch.Tensor))]
+        assert {t.data_ptr() for t in inside} <= tables and len(inside) >= (1 if hasattr(q.codebook, "groups") else 3)
 
 
 # --- refusals -------------------------------------------------------------------------------------

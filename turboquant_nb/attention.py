@@ -15,38 +15,43 @@ from torch import Tensor
 from .quantizer import check_float
 from .store import KVStore
 
-# %% ../nbs/10_attention.ipynb #9071a4a0
+# %% ../nbs/10_attention.ipynb #b6cc0c6d
 class _Softmax:
     """Online softmax over pieces: running maximum, sum and weighted sums, fp32. Source: Milakov
     and Gimelshein 2018 (arXiv 1805.02867)."""
 
-    def __init__(self, shape, device, d_value):
+    def __init__(self, shape, device, d_value, sketch=0):
         make = lambda *s: torch.zeros(*s, device=device)  # noqa: E731
         self.top = torch.full((*shape, 1), -math.inf, device=device)
         self.total, self.coded_total = make(*shape, 1), make(*shape, 1)
-        self.coded, self.exact = make(*shape, d_value), make(*shape, d_value)
+        self.exact = make(*shape, d_value)
+        self.coded = [make(*shape, n) for n in (d_value, sketch) if n]  # levels, and QJL signs
 
-    def add(self, scores: Tensor, values: Tensor, value_scale: Tensor | None = None):
-        "Scores [.., rows, T] and values [.., T, d]; coded values come with their scale [.., T]."
+    def _rescale(self, scores: Tensor):
+        "Weights [.., rows, T] of new scores; everything so far fades to the new maximum."
         top = torch.maximum(self.top, scores.amax(-1, keepdim=True))
         safe = top.clamp(min=-1e38)
         fade = (self.top - safe).exp()
-        p = (scores - safe).exp()
-        part = p.sum(-1, keepdim=True)
-        self.total = self.total * fade + part
-        self.coded, self.exact, self.coded_total = (
-            self.coded * fade,
-            self.exact * fade,
-            self.coded_total * fade,
-        )
-        if value_scale is None:
-            self.exact = self.exact + p @ values
-        else:
-            self.coded = self.coded + (p * value_scale.unsqueeze(-2)) @ values
-            self.coded_total = self.coded_total + part
-        self.top = top
+        self.top, self.total = top, self.total * fade
+        self.coded, self.exact = [x * fade for x in self.coded], self.exact * fade
+        self.coded_total = self.coded_total * fade
+        return (scores - safe).exp()
 
-# %% ../nbs/10_attention.ipynb #6f65b24c
+    def add(self, scores: Tensor, values: Tensor):
+        "Scores [.., rows, T] and exact values [.., T, d]."
+        p = self._rescale(scores)
+        self.total = self.total + p.sum(-1, keepdim=True)
+        self.exact = self.exact + p @ values
+
+    def add_coded(self, scores: Tensor, terms: list):
+        "Scores and the terms of coded values: (vectors [.., T, w], weights [.., T])."
+        p = self._rescale(scores)
+        part = p.sum(-1, keepdim=True)
+        self.total, self.coded_total = self.total + part, self.coded_total + part
+        new = [(p * w.unsqueeze(-2)) @ x for x, w in terms]
+        self.coded = [a + b for a, b in zip(self.coded, new)]
+
+# %% ../nbs/10_attention.ipynb #a28132f7
 @dataclass(frozen=True)
 class _Query:
     """Queries of one call: in the model's basis and rotated, grouped by KV head, softmax scale
@@ -54,6 +59,7 @@ class _Query:
 
     plain: Tensor  # [B, H, g*n, d] fp32
     turned: Tensor  # the same, rotated like the keys
+    sketched: Tensor | None  # S times the rotated one, where keys have a QJL residual
     offset: Tensor | float  # ⟨q, μ⟩, [B, H, g*n, 1]: what centring took out of the coded scores
     groups: int
     tokens: int
@@ -74,7 +80,9 @@ def _query(q: Tensor, store: KVStore, scaling: float) -> _Query:
     plain = q.float().reshape(b, store.heads, heads // store.heads * n, d) * scaling
     mean = store.key.mean
     shift = 0.0 if mean is None else plain @ mean.float().transpose(-1, -2)
-    return _Query(plain, store.key.q.rotation.apply(plain), shift, heads // store.heads, n)
+    turned = store.key.q.rotation.apply(plain)
+    sketched = turned @ store.key.q.sketch.T if store.key.signs else None
+    return _Query(plain, turned, sketched, shift, heads // store.heads, n)
 
 # %% ../nbs/10_attention.ipynb #ccd34244
 def _visible(store: KVStore, n: int, positions: Tensor, causal: bool, window: int | None) -> Tensor:
@@ -96,7 +104,17 @@ def _masked(scores: Tensor, mask: Tensor | None, softcap: float | None) -> Tenso
         scores = softcap * torch.tanh(scores / softcap)
     return scores if mask is None else scores.masked_fill(~mask, -math.inf)
 
-# %% ../nbs/10_attention.ipynb #87c2a08d
+# %% ../nbs/10_attention.ipynb #4ae8ddb1
+def _terms(store, side, coded):
+    """What coded vectors are sums of: levels with their scales and, with a QJL residual, signs with
+    their weights: [(vectors [.., T, w], weights [.., T])]."""
+    out = [(store.levels(side, coded.codes), coded.scale.float())]
+    if coded.signs is not None:
+        factor = math.sqrt(math.pi / 2) / coded.signs.shape[-1]
+        out.append((coded.signs.float() * 2 - 1, coded.residual_norm.float() * factor))
+    return out
+
+
 def _add_coded(soft, query, store, see, first, past, softcap, block):
     """Coded tokens in blocks: levels times the rotated query, then the scale of each token. Exact
     tokens are left out."""
@@ -105,12 +123,12 @@ def _add_coded(soft, query, store, see, first, past, softcap, block):
         positions = torch.arange(lo, hi, device=store.device)[None]
         exact = (positions >= store.past_exact_from) | store.is_sink(positions)
         seen = see(positions) & ~exact[:, None, None, :]
-        k, v = store.coded("key", lo, hi), store.coded("value", lo, hi)
-        k_levels, v_levels = store.levels("key", k.codes), store.levels("value", v.codes)
-        scores = query.turned @ k_levels.transpose(-1, -2) * k.scale.float().unsqueeze(-2)
-        soft.add(_masked(scores + query.offset, seen, softcap), v_levels, v.scale.float())
+        k, v = (_terms(store, side, store.coded(side, lo, hi)) for side in ("key", "value"))
+        parts = zip((query.turned, query.sketched), k)
+        scores = sum(q @ x.transpose(-1, -2) * w.unsqueeze(-2) for q, (x, w) in parts)
+        soft.add_coded(_masked(scores + query.offset, seen, softcap), v)
 
-# %% ../nbs/10_attention.ipynb #4a2ea7a0
+# %% ../nbs/10_attention.ipynb #04366c1c
 def _add_exact(soft, query, store, see, first, past, softcap):
     "Sinks and window, in the model's basis."
     k, positions = store.exact("key")
@@ -123,8 +141,9 @@ def _add_exact(soft, query, store, see, first, past, softcap):
 
 
 def _finish(soft, q, store):
-    "Un-rotate the coded part once, add the mean's share, divide."
-    out = store.value.q.rotation.inverse(soft.coded) + soft.exact
+    "Un-sketch and un-rotate the coded part once, add the mean's share, divide."
+    coded = soft.coded[0] + (soft.coded[1] @ store.value.q.sketch if store.value.signs else 0)
+    out = store.value.q.rotation.inverse(coded) + soft.exact
     if store.value.mean is not None:
         out = out + soft.coded_total * store.value.mean.float()
     out = torch.where(soft.total == 0, 0.0, out / soft.total)  # NaN in q stays NaN
@@ -132,12 +151,14 @@ def _finish(soft, q, store):
     shape = (q.shape[0], q.shape[1], q.shape[2])
     return out.reshape(*shape, store.value.q.d).to(q.dtype), lse.reshape(shape)
 
-# %% ../nbs/10_attention.ipynb #c5b904f6
+# %% ../nbs/10_attention.ipynb #32ba5d54
 def _check_attend(q, store, k, v, first, block, softcap, window):
     check_float(q, "q")
     (b, h, dk), length = (store.batch, store.heads, store.key.q.d), store.length
     if q.ndim != 4 or q.shape[0] != b or q.shape[1] % h or q.shape[3] != dk:
-        raise ValueError(f"q must have shape [{b}, a multiple of {h}, n, {dk}], got {list(q.shape)}")
+        raise ValueError(
+            f"q must have shape [{b}, a multiple of {h}, n, {dk}], got {list(q.shape)}"
+        )
     if q.shape[2] > length:
         raise ValueError(f"q must be of the last {length} tokens in the store, got {q.shape[2]}")
     if q.device != store.device:
@@ -181,7 +202,7 @@ def _sight(query: _Query, store: KVStore, mask, first: int, causal: bool, window
 
     return see
 
-# %% ../nbs/10_attention.ipynb #8d73ab4b
+# %% ../nbs/10_attention.ipynb #bfd629c2
 def attend(
     q: Tensor,  # [B, Hq, n, d_key] queries after RoPE; query i is token length-n+i
     store: KVStore,
@@ -202,7 +223,8 @@ def attend(
     _check_mask(mask, q, store, first)
     query = _query(q, store, q.shape[3] ** -0.5 if scaling is None else scaling)
     see = _sight(query, store, mask, first, causal, window)
-    soft = _Softmax(query.plain.shape[:3], q.device, store.value.q.d)
+    sketch = len(store.value.q.sketch) if store.value.signs else 0
+    soft = _Softmax(query.plain.shape[:3], q.device, store.value.q.d, sketch)
     past = store.length - (0 if k is None else k.shape[2])
     _add_coded(soft, query, store, see, first, past, softcap, block)
     _add_exact(soft, query, store, see, first, past, softcap)

@@ -168,7 +168,7 @@ def _check_codes(codes, device, n):
     lo, hi = (int(v) for v in codes.aminmax())
     if lo < 0 or hi >= n: raise ValueError(f"codes must lie in 0..{n - 1}, got {lo}..{hi}")
 
-# %% ../nbs/01_codebook.ipynb #7abeb379
+# %% ../nbs/01_codebook.ipynb #c22d4d8b
 def _count_edges(x, edges, chunk=1 << 17):
     "Codes by counting the edges below x, in chunks that stay in the processor's cache."
     codes = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
@@ -178,10 +178,8 @@ def _count_edges(x, edges, chunk=1 << 17):
         for e in edges: c += (a > e).view(torch.uint8)
     return codes
 
-# %% ../nbs/01_codebook.ipynb #9be37622
 @dataclass(frozen=True, eq=False)
-class Codebook:
-    "The `2**bits` levels and the edges between them: `encode` finds the nearest level, `decode` looks it up."
+class _Table:
     levels: Tensor        # [2**bits] fp32, ascending
     edges: Tensor         # [2**bits - 1] fp32; the code of x is the number of edges below x
     mse: float            # mean squared error D under the law
@@ -191,7 +189,17 @@ class Codebook:
     levels64: np.ndarray  # [2**bits] fp64, the levels before rounding to fp32
     means: np.ndarray     # [2**bits] fp64, mean of the law in each cell
     probs: np.ndarray     # [2**bits] fp64, probability of each cell
+    grid: object = None   # Int8Grid or None; set by `snap`: the levels are exactly its step times its integers
 
+    @property
+    def entropy(self) -> float:
+        "Entropy of the code in bits."
+        return float(entr(self.probs).sum() / math.log(2))
+
+# %% ../nbs/01_codebook.ipynb #9d114bc6
+@dataclass(frozen=True, eq=False)
+class Codebook(_Table):
+    "The `2**bits` levels and the edges between them: `encode` finds the nearest level, `decode` looks it up."
     def encode(self, x: Tensor, check_finite: bool = True) -> Tensor:
         "x [...] float -> uint8 codes [...], the lower level on an exact tie. ValueError for NaN or Inf (unless `check_finite=False`) or another device."
         x = _check_x(x, self.levels.device, check_finite)
@@ -201,25 +209,25 @@ class Codebook:
     def decode(self, codes: Tensor, dtype: torch.dtype = torch.float32, check_range: bool = True) -> Tensor:
         "codes [...] integers -> levels [...] of `dtype`. ValueError for a code outside 0..2**bits-1 (unless `check_range=False`) or another device."
         _check_codes(codes, self.levels.device, 2 ** self.bits if check_range else None)
-        return self.levels.to(dtype)[codes.int()]
+        return self.levels.to(dtype).index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
     def to(self, device) -> "Codebook":
         "The same codebook with its tables on `device`."
-        return replace(self, levels=self.levels.to(device), edges=self.edges.to(device))
+        grid = self.grid and replace(self.grid, levels=self.grid.levels.to(device))
+        return replace(self, levels=self.levels.to(device), edges=self.edges.to(device), grid=grid)
 
     def int8(self) -> "Int8Grid":
         "The table as a step times int8 levels, with the step of least distortion; computed once."
-        return self._int8
+        return self.grid or self._int8
 
-    @property
-    def entropy(self) -> float:
-        "Entropy of the code in bits."
-        return float(entr(self.probs).sum() / math.log(2))
+    def snap(self) -> "Codebook":
+        "The same edges with the levels of `int8()`: exactly an fp32 step times int8. ValueError where two levels meet, as at 8 bits. Computed once."
+        return self if self.grid else self._snapped
 
-    @cached_property
-    def _int8(self): return _int8_grid(self)
+    _int8 = cached_property(lambda self: _int8_grid(self))
+    _snapped = cached_property(lambda self: _snap(self))
 
-# %% ../nbs/01_codebook.ipynb #99af104b
+# %% ../nbs/01_codebook.ipynb #f2f01c9d
 def _make(y, m0, means, mse, bits, law, dim):
     "Codebook from fp64 levels `y` and the mass and mean of the law in each cell."
     levels = y.astype(np.float32)
@@ -240,7 +248,6 @@ def _from_half(y, bits, law, d):
     means = np.divide(m1, m0, out=y.copy(), where=m0 > 0)
     return _make(np.append(-y[::-1], y), np.append(m0[::-1], m0), np.append(-means[::-1], means), mse, bits, law, d)
 
-# %% ../nbs/01_codebook.ipynb #2d9e772b
 @lru_cache(maxsize=None)
 def _solve(bits, d):
     "Newton's method with step halving, until the steps stop shrinking at rounding level."
@@ -369,7 +376,7 @@ def lloyd_max_samples(
     mse = (w * (x - np.repeat(y, np.diff(cut))) ** 2).sum()
     return _make(y, m0, y.copy(), mse, bits, "samples", None)
 
-# %% ../nbs/01_codebook.ipynb #c5901a03
+# %% ../nbs/01_codebook.ipynb #4ed37db1
 @dataclass(frozen=True, eq=False)
 class Int8Grid:
     "The table of a codebook rounded to `step` times an int8."
@@ -378,8 +385,11 @@ class Int8Grid:
     mse: float      # mean squared error when the codes of the codebook are decoded with this table
 
 def _int8_grid(cb):
-    "The best step over every way of rounding the levels to int8."
+    "The best step over every way of rounding the levels to int8; odd integers for evenly spaced levels, which stay so."
     y = cb.levels64
+    if cb.law == "affine" and cb.bits < 8:
+        odd = torch.arange(1 - 2**cb.bits, 2**cb.bits, 2, dtype=torch.int8, device=cb.levels.device)
+        return Int8Grid(odd, float(y[-1]) / (2**cb.bits - 1), cb.mse)
     size = np.unique(np.abs(y)[np.abs(y) > 0])
     cuts = (np.arange(127) + .5) / size[:, None]                # 1/step at which some level changes its integer
     cuts = np.unique(cuts[cuts < 254 / size[-1]])
@@ -392,4 +402,18 @@ def _int8_grid(cb):
         i = int((extra < extra.min() + 1e-15).argmax())
         best = min(best, (float(extra[i]), float(step[i]), n[i]), key=lambda r: r[0])
     extra, step, n = best
-    return Int8Grid(torch.tensor(n, dtype=torch.int8, device=cb.levels.device), step, cb.mse + extra)
+    with torch.inference_mode(False):
+        return Int8Grid(torch.tensor(n, dtype=torch.int8, device=cb.levels.device), step, cb.mse + extra)
+
+# %% ../nbs/01_codebook.ipynb #fb6dfa12
+def _snap(cb):
+    "`Codebook.snap`: levels and distortion from the int8 grid, its step rounded to fp32."
+    n, step = cb.int8().levels, float(np.float32(cb.int8().step))
+    y = step * n.double().cpu().numpy()  # exact: 24 bits times 7 bits
+    if not (np.diff(y) > 0).all():
+        raise ValueError(f"snap needs levels that stay apart as int8, got {len(np.unique(y))} different ones of {len(y)} for {cb.bits} bits")
+    mse = cb.mse + float((cb.probs * ((y - cb.means) ** 2 - (cb.levels64 - cb.means) ** 2)).sum())
+    y.setflags(write=False)
+    with torch.inference_mode(False):
+        levels = torch.tensor(y, dtype=torch.float32, device=cb.levels.device)
+    return replace(cb, levels=levels, levels64=y, mse=mse, grid=Int8Grid(n, step, mse))

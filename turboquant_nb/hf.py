@@ -63,7 +63,7 @@ class CodedStates:
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         raise TypeError(f"{getattr(func, '__name__', func)}: {NOT_A_TENSOR}")
 
-# %% ../nbs/14_hf.ipynb #da987c59
+# %% ../nbs/14_hf.ipynb #9985f7b1
 class _Layer(CacheLayerMixin):
     "What a layer knows: its recipe, its store, and how the model attends."
 
@@ -92,7 +92,9 @@ class _Layer(CacheLayerMixin):
         if self.start is not None:  # generate() repeats rows for beams and samples, side by side
             rows = len(self.start)
             if b % rows:
-                raise ValueError(f"set_padding was given {rows} sequences, the first update has {b}")
+                raise ValueError(
+                    f"set_padding was given {rows} sequences, the first update has {b}"
+                )
             store.set_range(start=self.start.repeat_interleave(b // rows))
         self.store, self.is_initialized, self.start = store, True, None
 
@@ -314,35 +316,73 @@ def _exact(query, key, value, mask, scaling, softcap, s_aux, causal=True):
 AttentionInterface.register(NAME, turboquant_attention)
 AttentionMaskInterface.register(NAME, turboquant_mask)
 
-# %% ../nbs/14_hf.ipynb #dde9b2f8
-def _layers(config, recipe: Recipe, max_length: int | None) -> list:
-    """A layer of ours for each layer of attention; layers without keys and values stay
-    transformers' own. Raises ValueError naming a kind that cannot be served."""
-    out = []
-    for i, layer in enumerate(DynamicCache(config=config).layers):
-        kind = type(layer)
-        if kind is DynamicSlidingWindowLayer:
-            out.append(TurboQuantLayer(recipe, config, layer.sliding_window, max_length, i))
-        elif kind is DynamicLayer:
-            out.append(TurboQuantLayer(recipe, config, None, max_length, i))
-        elif kind.__name__ in ("LinearAttentionLayer", "DummyLayer"):
-            out.append(layer)
-        else:
+# %% ../nbs/14_hf.ipynb #ee1acf09
+def _kinds(config) -> list:
+    """transformers' own layers for a model, of which we replace those of attention. Raises
+    ValueError naming a kind that cannot be served."""
+    layers = DynamicCache(config=config).layers
+    served = ("DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer")
+    for i, layer in enumerate(layers):
+        if (kind := type(layer).__name__) not in served:
             only = "only full and sliding-window keys and values are coded"
-            raise ValueError(f"layer {i} caches {kind.__name__}, which cannot be served: {only}")
-    if not any(isinstance(x, TurboQuantLayer) for x in out):
+            raise ValueError(f"layer {i} caches {kind}, which cannot be served: {only}")
+    if not any(map(_is_coded, layers)):
         raise ValueError(f"{config.model_type} has no layer whose keys and values could be coded")
+    return layers
+
+
+def _is_coded(layer) -> bool:
+    "Whether a layer of transformers' own keeps keys and values."
+    return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+
+# %% ../nbs/14_hf.ipynb #f991480a
+def _layers(config, kinds: list, recipes: list, max_length: int | None) -> list:
+    """A layer of ours for each layer of attention, with its recipe; layers without keys and values
+    stay transformers' own."""
+    given = iter(recipes)
+    out = []
+    for i, layer in enumerate(kinds):
+        if _is_coded(layer):
+            window = getattr(layer, "sliding_window", None)
+            layer = TurboQuantLayer(next(given), config, window, max_length, i)
+        out.append(layer)
     return out
 
-# %% ../nbs/14_hf.ipynb #c215dcdc
+# %% ../nbs/14_hf.ipynb #aea755a5
+def _recipes(recipe, bits, coded: int, max_length: int | None) -> list:
+    """One recipe for each of `coded` layers. Raises TypeError/ValueError for what is no recipe, a
+    list of another length, or decay with max_length."""
+    if isinstance(recipe, (list, tuple)):
+        if len(recipe) != coded:
+            want = f"one recipe for each of the {coded} layers with keys and values"
+            raise ValueError(f"recipe must be {want}, got a list of {len(recipe)}")
+        out = [as_recipe(r, bits) for r in recipe]
+    else:
+        out = [as_recipe(recipe, bits)] * coded
+    if max_length is not None and any(r.decay is not None for r in out):
+        raise ValueError("max_length allocates once, so decay frees nothing; choose one of them")
+    return out
+
+
+def _recipes_to_json(recipes: list) -> str | list:
+    "The JSON of the recipe that all layers share, or a list with that of each layer."
+    texts = [r.to_json() for r in recipes]
+    return texts[0] if len(set(texts)) == 1 else texts
+
+
+def _recipes_from_json(said: str | list) -> Recipe | list:
+    "What a cache takes, from what `_recipes_to_json` gave."
+    return [Recipe.from_json(x) for x in said] if isinstance(said, list) else Recipe.from_json(said)
+
+# %% ../nbs/14_hf.ipynb #8da32ef2
 class _CodedCache(Cache):
     "Building the cache from a model."
 
     def __init__(
         self,
         model_or_config,  # a model or its config; the cache reads the attention's name there
-        recipe: Recipe | str | None = None,  # a Recipe, a preset's name, or None for k3v3
-        bits: int | None = None,  # replaces the bits of keys and values
+        recipe: Recipe | str | list | None = None,  # a Recipe, a preset, None for k3v3, or a list
+        bits: int | float | tuple | None = None,  # replaces the bits of keys and values
         max_length: int | None = None,  # allocate so many tokens at once and refuse more
     ):
         config = getattr(model_or_config, "config", model_or_config)
@@ -354,23 +394,31 @@ class _CodedCache(Cache):
         config = config.get_text_config(decoder=True)
         if max_length is not None and (type(max_length) is not int or max_length < 1):
             raise ValueError(f"max_length must be a positive integer or None, got {max_length!r}")
-        self.recipe, self.config, self.max_length = as_recipe(recipe, bits), config, max_length
-        super().__init__(layers=_layers(config, self.recipe, max_length))
+        kinds = _kinds(config)
+        self.recipes = _recipes(recipe, bits, sum(map(_is_coded, kinds)), max_length)
+        self.config, self.max_length = config, max_length
+        super().__init__(layers=_layers(config, kinds, self.recipes, max_length))
 
     @property
     def coded_layers(self) -> list:
         "The layers that hold codes."
         return [x for x in self.layers if isinstance(x, TurboQuantLayer)]
 
-# %% ../nbs/14_hf.ipynb #de6d3f91
+# %% ../nbs/14_hf.ipynb #baa291c4
 class _PaddedCache(_CodedCache):
     "Padding, and copies that stay tied to the same model."
+
+    @property
+    def recipe(self) -> Recipe | list:
+        "The recipe that all layers share, or the list with one for each layer that holds codes."
+        return self.recipes[0] if len(set(self.recipes)) == 1 else self.recipes
 
     def __deepcopy__(self, memo):
         shared = [self.config]
         for layer in self.coded_layers:
             sides = [layer.store.key, layer.store.value] if layer.is_initialized else []
             shared += [x for s in sides for x in (s.q.rotation, s.q.codebook)]
+            shared += [s.q.sketch for s in sides if s.signs]
         memo |= {id(x): x for x in shared}  # the model's config and the tables are not copied
         new = memo[id(self)] = object.__new__(type(self))
         new.__dict__ = copy.deepcopy(self.__dict__, memo)
@@ -406,7 +454,7 @@ class Report(dict):
             f"{r['ratio_fp16']:.2f}x smaller than fp16, {r['ratio_fp32']:.2f}x smaller than fp32 (bytes: {parts})"
         )
 
-# %% ../nbs/14_hf.ipynb #39dacd98
+# %% ../nbs/14_hf.ipynb #d27e0bb7
 def _report(cache) -> Report:
     """Bytes held, summed over real tensors (tables, slack, sinks, window and margins included),
     per value that an uncompressed cache of this model would hold."""
@@ -432,10 +480,10 @@ def _report(cache) -> Report:
         ratio_fp32=4 * values / total if values else 0.0,
         per_layer=[s.nbytes for s in stores],
         served=dict(sum((x.calls for x in cache.coded_layers), Counter())),
-        recipe=cache.recipe.to_json(),
+        recipe=_recipes_to_json(cache.recipes),
     )
 
-# %% ../nbs/14_hf.ipynb #b3623002
+# %% ../nbs/14_hf.ipynb #b92fd084
 class TurboQuantCache(_PaddedCache):
     """A transformers cache whose keys and values are TurboQuant codes. Works with any attention
     implementation; with 'turboquant' no dense copy is made."""
@@ -448,15 +496,14 @@ class TurboQuantCache(_PaddedCache):
     def save(self, path) -> None:
         """All layers to one safetensors file. Raises ValueError for an empty cache or one with
         layers that are not codes."""
-        coded = self.coded_layers
-        if len(coded) != len(self.layers) or not all(x.is_initialized for x in coded):
+        if not all(isinstance(x, TurboQuantLayer) and x.is_initialized for x in self.layers):
             raise ValueError("only a filled cache whose layers are all coded can be saved")
         tensors, headers = {}, []
         for i, layer in enumerate(self.layers):
             t, h = layer.store.state()
             tensors |= {f"{i}.{n}": x for n, x in t.items()}
             headers.append(h)
-        about = {"model_type": self.config.model_type, "recipe": self.recipe.to_json()}
+        about = {"model_type": self.config.model_type, "recipe": _recipes_to_json(self.recipes)}
         write_file(path, tensors, about | {"layers": headers})
 
     @classmethod
@@ -466,11 +513,12 @@ class TurboQuantCache(_PaddedCache):
         tensors, header = read_file(path)
         if "layers" not in header:
             raise ValueError(f"{path} holds a single store, not a cache; read it with KVStore.load")
-        cache = cls(model_or_config, Recipe.from_json(header["recipe"]))
+        cache = cls(model_or_config)
         have = f"a {header['model_type']} with {len(header['layers'])} layers"
         want = f"a {cache.config.model_type} with {len(cache.layers)} layers"
         if have != want:
             raise ValueError(f"{path} is of {have}, the model is {want}")
+        cache = cls(model_or_config, _recipes_from_json(header["recipe"]))
         for i, (layer, h) in enumerate(zip(cache.layers, header["layers"])):
             mine = f"{i}."
             part = {n.removeprefix(mine): t for n, t in tensors.items() if n.startswith(mine)}

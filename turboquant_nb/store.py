@@ -5,29 +5,30 @@
 # %% auto #0
 __all__ = ['FORMAT', 'prompt_mean', 'write_file', 'read_file', 'KVStore']
 
-# %% ../nbs/09_store.ipynb #6bb4a1a5
+# %% ../nbs/09_store.ipynb #d0f2355f
 import hashlib
 import json
 import math
 import os
-from functools import wraps
+from dataclasses import dataclass
+from functools import lru_cache, wraps
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .packing import TILE, Layout, _write, unpack
+from .packing import TILE, Layout, _write, drop_plane, unpack
 from turboquant_nb.quantizer import (
     Coded,
-    Quantizer,
     Recipe,
     as_recipe,
+    channel_bits,
     check_finite,
     check_float,
     decode,
-    encode,
 )
+from .rates import make_quantizer, truncate
 
 # %% ../nbs/09_store.ipynb #d0c2d1b8
 def prompt_mean(
@@ -57,25 +58,81 @@ def _plain(f):
 
     return run
 
-# %% ../nbs/09_store.ipynb #0499bafc
-class _Side:
+# %% ../nbs/09_store.ipynb #68f7bea4
+def _tiled(name: str) -> bool:
+    "Whether a tensor of this name has tiles of tokens in its third dimension."
+    return name.startswith("plane") or name in ("scale", "signs", "residual_norm")
+
+
+@dataclass(frozen=True)
+class _Group:
+    "Channels whose codes have equally many bits."
+
+    layout: Layout
+    channels: slice | list  # where they are in the head
+    names: tuple  # of their planes, most significant first
+
+    @property
+    def fades(self) -> bool:
+        "Whether its last plane can be dropped."
+        return self.layout.bits > 2
+
+
+def _groups(bits: tuple, along: str, tile: int) -> list:
+    "Groups of equal bits, most bits first; their planes are numbered through."
+    out, n = [], 0
+    for b in sorted(set(bits), reverse=True):
+        at = [j for j, x in enumerate(bits) if x == b]
+        run = slice(at[0], at[-1] + 1) if at[-1] - at[0] < len(at) else at
+        layout = Layout(b, len(at), along, tile)
+        names = tuple(f"plane{n + i}" for i in range(len(layout.plane_shapes)))
+        out, n = [*out, _Group(layout, run, names)], n + len(names)
+    return out
+
+# %% ../nbs/09_store.ipynb #f5abe602
+class _Tensors:
     """The tensors of keys or of values: planes and scales of every token, exact sinks and window,
     the mean."""
 
     def __init__(self, spec, recipe, batch, heads, d, dtype, device, along, tile):
-        self.q = Quantizer(spec, d, device)
-        self.layout = Layout(spec.bits, d, along, tile)
+        self.q = make_quantizer(spec, d, device)
+        self.groups, self.tile = _groups(self.q.channel_bits, along, tile), tile
+        self.signs = Layout(1, len(self.q.sketch), along, tile) if spec.residual == "qjl" else None
+        self.thin = 0  # leading tiles without the last plane of groups that fade
         make = lambda *shape, dtype=dtype: torch.zeros(
             batch, heads, *shape, dtype=dtype, device=device
         )  # noqa: E731
-        self.tensors = {
-            f"plane{i}": make(0, *s, dtype=torch.uint8)
-            for i, s in enumerate(self.layout.plane_shapes)
-        }
-        self.tensors |= {"scale": make(0, tile, dtype=self.q.scale_dtype)}
+        scale = make(0, tile, dtype=self.q.scale_dtype)
+        shapes = [x for g in self.groups for x in zip(g.names, g.layout.plane_shapes)]
+        self.tensors = {name: make(0, *s, dtype=torch.uint8) for name, s in shapes}
+        self.tensors["scale"] = scale
+        if self.signs:
+            self.tensors["signs"] = make(0, *self.signs.plane_shapes[0], dtype=torch.uint8)
+            self.tensors["residual_norm"] = scale.clone()
         self.tensors |= {"sinks": make(recipe.sinks, d), "window": make(recipe.window, d)}
         if spec.center != "none":
             self.tensors["mean"] = make(1, d, dtype=torch.bfloat16)
+
+    @property
+    def mean(self):
+        "[B, H, 1, d] or None."
+        return self.tensors.get("mean")
+
+    @property
+    def fading(self):
+        "Names of the planes that `KVStore.decay` drops."
+        return [g.names[-1] for g in self.groups if g.fades]
+
+# %% ../nbs/09_store.ipynb #52dd935c
+def _cut(planes, layout, first, last):
+    "Codes of tokens [first, last); only the tiles that they lie in are unpacked."
+    a, b = first // layout.tile, math.ceil(last / layout.tile)
+    codes = unpack([p[:, :, a:b] for p in planes], layout)
+    return codes[:, :, first - a * layout.tile : last - a * layout.tile]
+
+
+class _Pieces(_Tensors):
+    "Thinned tiles and the tiles after them."
 
     @property
     def planes(self):
@@ -83,20 +140,145 @@ class _Side:
         return [t for name, t in self.tensors.items() if name.startswith("plane")]
 
     @property
-    def mean(self):
-        "[B, H, 1, d] or None."
-        return self.tensors.get("mean")
+    def layout(self):
+        "The layout of the first group, which is the only one where all channels have equal bits."
+        return self.groups[0].layout
 
-    def grown(self, tiles):
-        "New tensors for so many tiles, holding the old ones; nothing changes yet."
+    def split(self, first, last):
+        "The range as (thinned?, first, last); after the thinned tiles tokens count from their end."
+        edge = self.thin * self.tile
+        both = (True, first, min(last, edge)), (False, max(first, edge) - edge, last - edge)
+        return [x for x in both if x[1] < x[2]] or [(True, first, first)]
+
+    def piece(self, group, thinned):
+        "Planes of a group and their layout, in the thinned tiles or in those after them."
+        planes = [self.tensors[n] for n in group.names]
+        if thinned:
+            planes = [p[:, :, : self.thin] for p in planes]
+            return drop_plane(planes, group.layout) if group.fades else (planes, group.layout)
+        cut = [p if n in self.fading else p[:, :, self.thin :] for n, p in zip(group.names, planes)]
+        return cut, group.layout
+
+# %% ../nbs/09_store.ipynb #2b1fc0e3
+class _Coding(_Pieces):
+    "Codes in and out of the planes; tokens count from the first tile."
+
+    def write(self, coded, at):
+        "Put coded tokens at `at`; in a thinned tile the last bit of a code that fades is dropped."
+        last = at + coded.scale.shape[2]
+        done = 0
+        for thinned, lo, hi in self.split(at, last):
+            new = coded.codes[:, :, done : done + hi - lo]
+            done += hi - lo
+            for g in self.groups:
+                planes, layout = self.piece(g, thinned)
+                _write(planes, layout, new[..., g.channels] >> (g.layout.bits - layout.bits), lo)
+        self.tensors["scale"].flatten(2)[:, :, at:last] = coded.scale
+        if self.signs:
+            _write([self.tensors["signs"]], self.signs, coded.signs, at)
+            self.tensors["residual_norm"].flatten(2)[:, :, at:last] = coded.residual_norm
+
+    def read(self, first, last):
+        "What was written at [first, last); codes of thinned tiles are those of `_Aging`."
+        codes = [self._codes(*x) for x in self.split(first, last)]
+        codes = codes[0] if len(codes) == 1 else torch.cat(codes, 2)
+        pick = lambda name: self.tensors[name].flatten(2)[:, :, first:last]  # noqa: E731
+        if not self.signs:
+            return Coded(codes, pick("scale"))
+        signs = _cut([self.tensors["signs"]], self.signs, first, last)
+        return Coded(codes, pick("scale"), signs, pick("residual_norm"))
+
+    def _codes(self, thinned, first, last):
+        parts = [_cut(*self.piece(g, thinned), first, last) for g in self.groups]
+        codes = parts[0]
+        if len(parts) > 1:
+            codes = codes.new_empty(*codes.shape[:3], self.q.d)
+            for g, part in zip(self.groups, parts):
+                codes[..., g.channels] = part
+        return codes + 2 ** max(self.q.channel_bits) if thinned and self.fading else codes
+
+# %% ../nbs/09_store.ipynb #502067d9
+class _Aging:
+    """A codebook and its truncation in one table: code c from 2**bits on stands for code
+    c - 2**bits that has lost its last bit."""
+
+    def __init__(self, book):
+        self.book, self.bits = book, book.bits
+        self.levels = torch.cat([book.levels, truncate(book, keep=2).levels], -1)
+        rows, width = self.levels[..., 0], self.levels.shape[-1]
+        self.row = torch.arange(rows.numel(), device=rows.device).view(rows.shape) * width
+
+    def encode(self, x, check_finite=True):
+        "Codes of the new kind."
+        return self.book.encode(x, check_finite)
+
+    def decode(self, codes, dtype=torch.float32, check_range=True):
+        "Levels of codes of both kinds. Raises ValueError for a code outside the table."
+        width = self.levels.shape[-1]
+        if check_range and codes.numel() and int(codes.max()) >= width:
+            raise ValueError(f"codes must lie in 0..{width - 1}, got {int(codes.max())}")
+        index = (codes.int() + self.row).flatten()
+        return self.levels.to(dtype).flatten().index_select(0, index).view(codes.shape)
+
+    def to(self, device):
+        "The same on `device`."
+        return _aging(self.book.to(device))
+
+
+@lru_cache(maxsize=64)
+def _aging(book):
+    "One shared table for each codebook."
+    return _Aging(book)
+
+
+def _table_tensors(x) -> list:
+    "The tensors of a codebook of any kind."
+    if isinstance(x, _Aging):
+        return [x.levels, x.row, *_table_tensors(x.book)]
+    if hasattr(x, "groups"):  # a table per group of channels
+        return [t for *_, book in x.groups for t in _table_tensors(book)]
+    return [x.levels, x.edges] + ([x.grid.levels] if x.grid else [])
+
+# %% ../nbs/09_store.ipynb #f09ca8f9
+class _Side(_Coding):
+    "Keys or values of one layer."
+
+    def tiles_before(self, name):
+        "Tiles that a tensor lacks at its front."
+        return self.thin if name in self.fading else 0
+
+    def resized(self, drop, tiles):
+        """Tiled tensors without their first `drop` tiles, for `tiles` tiles after them; nothing
+        changes yet."""
         out = {}
-        for name, t in self.tensors.items():
-            if name.startswith("plane") or name == "scale":
-                out[name] = t.new_zeros(*t.shape[:2], tiles, *t.shape[3:])
-                out[name][:, :, : t.shape[2]] = t
+        for name in filter(_tiled, self.tensors):
+            t, skip = self.tensors[name], self.tiles_before(name)
+            t, left = t[:, :, max(0, drop - skip) :], max(0, skip - drop)
+            out[name] = t.new_zeros(*t.shape[:2], tiles - left, *t.shape[3:])
+            n = min(t.shape[2], tiles - left)
+            out[name][:, :, :n] = t[:, :, :n]
         return out
 
-# %% ../nbs/09_store.ipynb #74f9a9d9
+    def age(self, tiles):
+        "Have so many thinned tiles in front; going back fills the last planes with 0."
+        for name in self.fading:
+            t, more = self.tensors[name], tiles - self.thin
+            front = t.new_zeros(*t.shape[:2], max(0, -more), *t.shape[3:])
+            self.tensors[name] = torch.cat([front, t[:, :, max(0, more) :]], 2)
+        self.thin = tiles if self.fading else 0
+        self.two_ages()
+
+    def two_ages(self):
+        "From the first thinned tile on, decode codes of both ages."
+        if self.thin and not isinstance(self.q.codebook, _Aging):
+            self.q.codebook = _aging(self.q.codebook)
+
+    def to(self, device):
+        "The quantizer on another device."
+        self.q = make_quantizer(self.q.spec, self.q.d, device, self.q.rotation)
+        self.two_ages()
+
+# %% ../nbs/09_store.ipynb #aeab6a00
 class _Held:
     "What a store holds: two sides, the length, and the range of each sequence."
 
@@ -114,7 +296,7 @@ class _Held:
         tile: int = TILE,
     ):
         self.recipe, self.batch, self.heads, self.dtype = as_recipe(recipe), batch, heads, dtype
-        _check_store_args(batch, heads, max_length, dtype)
+        _check_store_args(batch, heads, max_length, dtype, self.recipe.decay)
         self.home = self.device = torch.zeros(0, device=device).device
         args = (self.recipe, batch, heads)
         self.key = _Side(self.recipe.key, *args, d_key, dtype, self.device, "channel", tile)
@@ -132,14 +314,14 @@ class _Held:
         return self.key.tensors["scale"].shape[2] * self.tile
 
     def _grown(self, tiles):
-        return [side.grown(tiles) for side in (self.key, self.value)]
+        return [side.resized(0, tiles) for side in (self.key, self.value)]
 
     def _adopt(self, grown):
         for side, tensors in zip((self.key, self.value), grown):
             side.tensors |= tensors
 
-# %% ../nbs/09_store.ipynb #6e1012e5
-def _check_store_args(batch, heads, max_length, dtype):
+# %% ../nbs/09_store.ipynb #f0f01e76
+def _check_store_args(batch, heads, max_length, dtype, decay):
     for name, value in (
         ("batch", batch),
         ("heads", heads),
@@ -149,6 +331,8 @@ def _check_store_args(batch, heads, max_length, dtype):
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating-point torch dtype, got {dtype!r}")
+    if max_length is not None and decay is not None:
+        raise ValueError("max_length allocates once, so decay frees nothing; choose one of them")
 
 
 def _check_append(store, k: Tensor, v: Tensor, names: tuple):
@@ -197,7 +381,7 @@ def _keep_sinks(store, side, x, first):
     index = at.clamp(0, x.shape[2] - 1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
     side.tensors["sinks"] = torch.where(inside, x.gather(2, index), side.tensors["sinks"])
 
-# %% ../nbs/09_store.ipynb #ac5216a8
+# %% ../nbs/09_store.ipynb #8c69a7ee
 class _Writing(_Held):
     """Appending. Everything that can fail (checks, coding, allocation) happens before the first
     write."""
@@ -218,7 +402,7 @@ class _Writing(_Held):
         sides = (self.key, self.value)
         means = [_mean_for(self, side, x) for side, x in zip(sides, (k, v))]
         given = zip(sides, (k, v), means, names)
-        coded = [encode(side.q, x, mean, name) for side, x, mean, name in given]
+        coded = [side.q.encode(x, mean, name) for side, x, mean, name in given]
         need = math.ceil((self.length - self.offset + n) / self.tile)
         have = self.capacity // self.tile
         if need > have:
@@ -226,17 +410,14 @@ class _Writing(_Held):
         for side, c, mean, x in zip(sides, coded, means, (k, v)):
             if mean is not None:
                 side.tensors["mean"] = mean
-            self._write(side, c)
+            side.write(c, self.length - self.offset)
             _keep_window(self, side, x)
             _keep_sinks(self, side, x, self.length)
         self.length += n
+        if self.recipe.decay is not None:
+            self.decay(self.length - self.recipe.decay)
 
-    def _write(self, side, coded):
-        at = self.length - self.offset
-        _write(side.planes, side.layout, coded.codes, at)
-        side.tensors["scale"].flatten(2)[:, :, at : at + coded.scale.shape[2]] = coded.scale
-
-# %% ../nbs/09_store.ipynb #9996436d
+# %% ../nbs/09_store.ipynb #3cd24798
 class _Reading(_Writing):
     "Looking at what is stored."
 
@@ -251,21 +432,15 @@ class _Reading(_Writing):
         return (positions >= start) & (positions < start + self.recipe.sinks)
 
     def coded(self, side: str, first: int, last: int) -> Coded:
-        """Codes [B, H, last-first, d] and scales of positions [first, last) of `side` ('key' or
-        'value')."""
+        """Codes [B, H, last-first, d], scales and residual of positions [first, last) of `side`
+        ('key' or 'value'). Codes of thinned tiles are for `levels` of this side."""
         if not self.offset <= first <= last <= self.length:
             raise ValueError(
                 f"positions must lie in [{self.offset}, {self.length}], got [{first}, {last})"
             )
         if side not in ("key", "value"):
             raise ValueError(f"side must be 'key' or 'value', got {side!r}")
-        s = getattr(self, side)
-        a, b = (first - self.offset) // self.tile, math.ceil((last - self.offset) / self.tile)
-        cut = slice(first - self.offset - a * self.tile, last - self.offset - a * self.tile)
-        codes = unpack([p[:, :, a:b] for p in s.planes], s.layout)[:, :, cut]
-        return Coded(
-            codes, s.tensors["scale"].flatten(2)[:, :, first - self.offset : last - self.offset]
-        )
+        return getattr(self, side).read(first - self.offset, last - self.offset)
 
     def levels(self, side: str, codes: Tensor) -> Tensor:
         "Levels of codes, fp32, still rotated and without their scale."
@@ -287,7 +462,7 @@ class _Exact(_Reading):
         positions = torch.cat([sinks.where(sinks < self.length, -1), held.where(~taken, -1)], 1)
         return torch.cat([s.tensors["sinks"], window], 2), positions
 
-# %% ../nbs/09_store.ipynb #24867e2f
+# %% ../nbs/09_store.ipynb #641ed41e
 def _range(name, value, batch, device, high):
     "A [batch] long tensor with every entry from 0 to high, from an int or a tensor."
     t = torch.as_tensor(value, dtype=torch.long, device=device)
@@ -298,7 +473,16 @@ def _range(name, value, batch, device, high):
         raise ValueError(f"{name} must be from 0 to {high}, got {t.tolist()}")
     return t
 
-# %% ../nbs/09_store.ipynb #dacc9e6e
+
+@_plain
+def _trim_thin(store):
+    "A thinned tile that holds no token any more is a whole one again."
+    used = max(0, math.ceil((store.length - store.offset) / store.tile))
+    for side in (store.key, store.value):
+        if side.thin > used:
+            side.age(used)
+
+# %% ../nbs/09_store.ipynb #adcf6643
 class _Decoding(_Exact):
     "Dense states, and which of them are real."
 
@@ -330,11 +514,12 @@ class _Decoding(_Exact):
             if self.length and any(x is None or x.shape[2] != self.length for x in (k, v)):
                 raise ValueError(f"to move start now, pass k and v of all {self.length} tokens")
             again, self.length, self.start, self.end = self.length > 0, 0, start, None
+            _trim_thin(self)
             if again:
                 self.append(k, v)
         self.end = end
 
-# %% ../nbs/09_store.ipynb #a7c2e216
+# %% ../nbs/09_store.ipynb #49dc73b0
 class _Moving(_Decoding):
     "Changing what is stored without coding anything again."
 
@@ -356,6 +541,7 @@ class _Moving(_Decoding):
             self.length -= n
             self._window_from = min(self._window_from, self.length)  # new tokens enter the ring
             self.end = None if self.end is None else self.end.clamp(max=self.length)
+            _trim_thin(self)
 
     def select(self, indices: Tensor) -> None:
         """Keep, repeat or reorder sequences: row i becomes old row indices[i]. Raises ValueError
@@ -375,7 +561,7 @@ class _Moving(_Decoding):
         self._map(lambda x: x.repeat_interleave(times, 0))
         self.batch *= times
 
-# %% ../nbs/09_store.ipynb #b2890e94
+# %% ../nbs/09_store.ipynb #e8f973a9
 class _Freeing(_Moving):
     "Giving memory back, or moving it elsewhere."
 
@@ -389,43 +575,54 @@ class _Freeing(_Moving):
         live = math.ceil((self.length - self.offset) / self.tile) - tiles
         keep = self.capacity // self.tile if self.max_length is not None else live
         for side in (self.key, self.value):
-            for name in [n for n in side.tensors if n.startswith("plane") or n == "scale"]:
-                old = side.tensors[name]
-                side.tensors[name] = old.new_zeros(*old.shape[:2], keep, *old.shape[3:])
-                side.tensors[name][:, :, :live] = old[:, :, tiles : tiles + live]
+            side.tensors |= side.resized(tiles, keep)
+            side.thin = max(0, side.thin - tiles)
         self.offset += tiles * self.tile
 
+    @_plain
     def to(self, device) -> None:
         "Move everything to a device (offloading). Codes stay as they are."
         self._map(lambda x: x.to(device))
         for side in (self.key, self.value):
-            side.q = Quantizer(side.q.spec, side.q.d, device, side.q.rotation)
+            side.to(device)
         self.device = self.start.device
 
-# %% ../nbs/09_store.ipynb #3871dd31
-class _Counting(_Freeing):
+# %% ../nbs/09_store.ipynb #9f57a6af
+class _Decaying(_Freeing):
+    "Old tokens with fewer bits."
+
+    @_plain
+    def decay(self, before: int) -> None:
+        """Drop the last plane of codes of 3 or 4 bits in whole tiles of positions below `before`.
+        Raises ValueError where that is not possible."""
+        if self.max_length is not None:
+            raise ValueError(
+                "max_length allocates once, so decay frees nothing; choose one of them"
+            )
+        if self.key.signs or self.value.signs:
+            raise ValueError(
+                "decay drops the last plane of codes; residual 'qjl' keeps signs apart"
+            )
+        if not self.key.fading and not self.value.fading:
+            raise ValueError("decay needs a side with channels of 3 or 4 bits")
+        tiles = (min(before, self.length) - self.offset) // self.tile
+        for side in (self.key, self.value):
+            if side.thin < tiles:
+                side.age(tiles)
+
+# %% ../nbs/09_store.ipynb #fd7f4490
+class _Counting(_Decaying):
     "Bytes, counted on the tensors and by formula."
 
     def parts(self) -> dict:
-        """Bytes that each kind of tensor holds: planes, scale, exact (sinks and window), mean,
-        range."""
-        out = dict(
-            planes=0,
-            scale=0,
-            exact=0,
-            mean=0,
-            range=self.start.nbytes + (0 if self.end is None else self.end.nbytes),
-        )
+        """Bytes that each kind of tensor holds: planes, scale, signs and residual_norm (QJL), exact
+        (sinks and window), mean, range."""
+        out = dict.fromkeys(("planes", "scale", "signs", "residual_norm", "exact", "mean"), 0)
+        out["range"] = self.start.nbytes + (0 if self.end is None else self.end.nbytes)
+        kinds = {"sinks": "exact", "window": "exact"}
         for side in (self.key, self.value):
             for name, t in side.tensors.items():
-                part = (
-                    "planes"
-                    if name.startswith("plane")
-                    else "exact"
-                    if name in ("sinks", "window")
-                    else name
-                )
-                out[part] += t.nbytes
+                out["planes" if name.startswith("plane") else kinds.get(name, name)] += t.nbytes
         return out
 
     @property
@@ -435,14 +632,28 @@ class _Counting(_Freeing):
         return sum(self.parts().values())
 
     def tables(self) -> list:
-        "Rotation and codebook tensors in use; several stores may share them."
-        return [
-            t
-            for s in (self.key, self.value)
-            for t in (s.q.rotation.matrix, s.q.codebook.levels, s.q.codebook.edges)
-        ]
+        "Rotation, codebook and sketch tensors in use; several stores may share them."
+        out = []
+        for s in (self.key, self.value):
+            out += [s.q.rotation.matrix, *_table_tensors(s.q.codebook)]
+            out += [s.q.sketch] if s.signs else []
+        return out
 
-# %% ../nbs/09_store.ipynb #0b62686e
+# %% ../nbs/09_store.ipynb #b9efdb40
+def _coded_bytes(spec, d, tile, tiles, thin):
+    "Bytes of one head's codes, scales and residual: `tiles` tiles, `thin` of them without last planes."
+    scale = {"float32": 4}.get(spec.scale_dtype, 2)
+    qjl = spec.residual == "qjl"  # bits - 1 in the table, a plane of d signs, a norm
+    total = tiles * tile * scale * (2 if qjl else 1)
+    total += tiles * (tile // 4) * ((d + 1) // 2) * qjl
+    bits = [b - qjl for b in channel_bits(spec.bits, d)]
+    for b in set(bits):
+        n, half = bits.count(b), (bits.count(b) + 1) // 2
+        row = half if b == 1 else n + half * (b - 2)  # a bit plane, or a crumb and bit planes
+        total += (tile // 4) * (tiles * row - (thin * half if b > 2 else 0))
+    return total
+
+# %% ../nbs/09_store.ipynb #6df02c59
 class _Formula(_Counting):
     "The same bytes from the recipe and the number of tiles."
 
@@ -451,12 +662,10 @@ class _Formula(_Counting):
         rows, r = self.batch * self.heads, self.recipe
         total = 8 * self.batch * (1 if self.end is None else 2)
         for side, spec in ((self.key, r.key), (self.value, r.value)):
-            d, scale = side.q.d, {"float32": 4}.get(spec.scale_dtype, 2)
-            bit_planes = 1 if spec.bits == 1 else spec.bits - 2
-            codes = self.tile // 4 * (d * (spec.bits > 1) + (d + 1) // 2 * bit_planes)
+            d, tiles = side.q.d, self.capacity // self.tile
             exact = (r.sinks + r.window) * self.dtype.itemsize
             mean = 0 if spec.center == "none" else 2
-            total += rows * (self.capacity // self.tile) * (codes + self.tile * scale)
+            total += rows * (_coded_bytes(spec, d, self.tile, tiles, side.thin))
             total += rows * d * (exact + mean)
         return total
 
@@ -516,34 +725,33 @@ def read_file(path) -> tuple:  # (tensors, header)
         raise ValueError(f"{path} was changed after it was written: its SHA-256 does not match")
     return tensors, header
 
-# %% ../nbs/09_store.ipynb #2d7395ef
+# %% ../nbs/09_store.ipynb #a3d1b715
 def _restore(side, name, tensors, tiles):
     """Put saved tensors of `tiles` tiles into a new side. Raises ValueError if one is missing or
     of another shape or type."""
     for n, t in side.tensors.items():
         new = tensors.get(f"{name}.{n}")
-        tiled = n.startswith("plane") or n == "scale"
-        want = (*t.shape[:2], tiles, *t.shape[3:]) if tiled else tuple(t.shape)
+        held = max(0, tiles - side.tiles_before(n))
+        want = (*t.shape[:2], held, *t.shape[3:]) if _tiled(n) else tuple(t.shape)
         if new is None or tuple(new.shape) != want or new.dtype != t.dtype:
             got = "nothing" if new is None else f"{new.dtype} of shape {tuple(new.shape)}"
             raise ValueError(f"{name}.{n} must be {t.dtype} of shape {want}, got {got}")
-        if tiled:
-            side.tensors[n] = t.new_zeros(*t.shape[:2], max(tiles, t.shape[2]), *t.shape[3:])
+        if _tiled(n):
+            side.tensors[n] = t.new_zeros(*t.shape[:2], max(held, t.shape[2]), *t.shape[3:])
         side.tensors[n][:, :, : new.shape[2]] = new.to(t.device)
 
-# %% ../nbs/09_store.ipynb #b443e229
+# %% ../nbs/09_store.ipynb #c95f1bdc
 class _Saving(_Formula):
     "What goes to disk."
 
     def state(self) -> tuple:  # (tensors, header)
         "All tensors, without slack, and what is needed to build the store again."
         tiles = math.ceil((self.length - self.offset) / self.tile)
-        cut = lambda n, t: t[:, :, :tiles] if n.startswith("plane") or n == "scale" else t  # noqa: E731
-        tensors = {
-            f"{s}.{n}": cut(n, t)
-            for s in ("key", "value")
-            for n, t in getattr(self, s).tensors.items()
-        }
+        tensors = {}
+        for name, side in (("key", self.key), ("value", self.value)):
+            for n, t in side.tensors.items():
+                cut = t[:, :, : tiles - side.tiles_before(n)] if _tiled(n) else t
+                tensors[f"{name}.{n}"] = cut
         tensors["start"] = self.start
         if self.end is not None:
             tensors["end"] = self.end
@@ -552,9 +760,11 @@ class _Saving(_Formula):
             "recipe": self.recipe.to_json(),
             "dtype": str(self.dtype).split(".")[1],
         }
+        if self.key.thin or self.value.thin:
+            header["thin"] = [self.key.thin, self.value.thin]
         return tensors, header | {"d": [self.key.q.d, self.value.q.d]}
 
-# %% ../nbs/09_store.ipynb #7ab039f7
+# %% ../nbs/09_store.ipynb #ac28a566
 class KVStore(_Saving):
     """Codes of the keys and values of one layer, with exact sinks and window. Every token is coded
     when it arrives. Positions count from the first token ever appended."""
@@ -574,8 +784,10 @@ class KVStore(_Saving):
         recipe = Recipe.from_json(h["recipe"])
         store = cls(recipe, *sizes, dtype, device, h["max_length"], h["tile"])
         tiles = math.ceil((h["length"] - h["offset"]) / h["tile"])
-        for name in ("key", "value"):
-            _restore(getattr(store, name), name, tensors, tiles)
+        for name, thin in zip(("key", "value"), h.get("thin", (0, 0))):
+            side = getattr(store, name)
+            side.age(thin)
+            _restore(side, name, tensors, tiles)
         for n in ("length", "offset", "_window_from"):
             setattr(store, n, h[n])
         store.start, end = tensors["start"].to(device), tensors.get("end")

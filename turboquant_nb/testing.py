@@ -29,11 +29,12 @@ def raises(
         print(f"raised {got.splitlines()[0]}")
     else: raise AssertionError(f"expected {exc_type.__name__}, nothing was raised")
 
-# %% ../nbs/00_testing.ipynb #aa73b283
+# %% ../nbs/00_testing.ipynb #912ffa43
 def _bits(t: Tensor) -> Tensor:  # [n, bytes per element] uint8
     "The raw bytes of every element of `t`."
-    flat = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
-    return flat.detach().resolve_neg().contiguous().view(-1).view(torch.uint8).view(t.numel(), -1)
+    flat = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).detach().resolve_neg()
+    flat = torch.empty(flat.shape, dtype=flat.dtype, device=flat.device).copy_(flat)  # whatever the strides were
+    return flat.view(-1).view(torch.uint8).view(t.numel(), -1)
 
 # %% ../nbs/00_testing.ipynb #401c65f1
 def same(

@@ -1,0 +1,490 @@
+"The sign sketch: exact mean and variance for every kind that claims them, bits byte for byte, scores from bytes equal to the dense formula."
+import math
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import torch
+
+from turboquant_nb.qjl import (
+    pack_signs, qjl_decode, qjl_encode, qjl_scores, qjl_variance, sign_bits, sketch_matrix, unpack_signs,
+)
+from turboquant_nb.rotation import haar, hadamard, hadamard_form
+from turboquant_nb.testing import bounded, no_worse_than, same, within_z
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+KINDS = ("gaussian", "orthogonal", "hadamard")
+C = math.sqrt(math.pi / 2)
+
+
+def mean_length(d):
+    "E‖g‖ by another way than the package: the product Π over the recursion L_{d+2} = L_d (d+1)/d."
+    length, at = (math.sqrt(2 / math.pi), 1) if d % 2 else (math.sqrt(math.pi / 2), 2)
+    while at < d:
+        length, at = length * (at + 1) / at, at + 2
+    return length
+
+
+def dense(q, bits, norm, S):
+    "The formula with ±1 floats, in fp64."
+    return (q.double() @ S.double().T) @ (2 * bits.double() - 1).mT * (norm.double() * C / len(S)).unsqueeze(-2)
+
+
+@lru_cache(maxsize=1)  # pairs vary fastest below, so each set of sketches is drawn once
+def sketches(kind, d, m, n):
+    return sketch_matrix(n * (m if kind == "gaussian" else d), d, kind).view(n, -1, d)[:, :m].double()
+
+
+def terms(kind, q, r, m, n):
+    "n independent estimates of ⟨q, r⟩ from m <= d rows, fp64."
+    S = sketches(kind, len(r), m, n)
+    return float(r.norm()) * C * ((S @ q) * (2.0 * (S @ r > 0) - 1)).mean(-1)
+
+
+# ---- the matrix
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("m,d", [(1, 1), (3, 1), (1, 8), (7, 8), (8, 8), (9, 8), (40, 16), (130, 64), (5, 96), (100, 80), (31, 23)])
+def test_matrix(kind, m, d):
+    S = sketch_matrix(m, d, kind, seed=3)
+    assert S.shape == (m, d) and S.dtype == torch.float32 and S.device.type == "cpu" and S.is_contiguous()
+    assert not S.is_inference() and S.isfinite().all()
+    same(sketch_matrix(m, d, kind, seed=3), S)
+    same(sketch_matrix(m + d + 1, d, kind, seed=3)[:m], S)  # more rows are appended
+    if m * d >= 8:
+        assert not torch.equal(sketch_matrix(m, d, kind, seed=4), S)
+    if kind != "gaussian":
+        for block in S.split(d):
+            gram = block.double() @ block.double().T / mean_length(d) ** 2
+            torch.testing.assert_close(gram, torch.eye(len(block), dtype=torch.float64), atol=2e-6, rtol=0)
+
+
+def test_matrix_in_inference_mode_can_be_used_in_autograd():
+    with torch.inference_mode():
+        S = sketch_matrix(8, 4, "orthogonal")
+    q = torch.ones(1, 4, requires_grad=True)
+    qjl_scores(q, *qjl_encode(torch.ones(2, 4), S), S).sum().backward()
+    assert q.grad.isfinite().all()
+
+
+def test_global_state_is_untouched():
+    before = torch.get_rng_state()
+    torch.set_default_dtype(torch.float64)
+    for kind in KINDS:
+        assert sketch_matrix(9, 8, kind).dtype == torch.float32
+    torch.set_default_dtype(torch.float32)
+    same(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("d", [16, 64])
+def test_sketch_shares_no_draws_with_the_rotation_of_its_seed(d):
+    Q = sketch_matrix(d, d, "orthogonal", 0) / mean_length(d)
+    assert float((Q.abs() - haar(d, 0).abs()).abs().max()) > 0.1
+    H, R = sketch_matrix(d, d, "hadamard", 0).sign(), hadamard(d, 0).sign()
+    signs = lambda M: set(map(tuple, (M * M[:1]).int().tolist()))  # rows relative to one row: the Hadamard group
+    assert signs(H) == signs(R)  # the same matrix up to signs and order: only the draws differ
+    assert not set(map(tuple, H.int().tolist())) & set(map(tuple, R.int().tolist()))  # other signs of the columns
+
+
+def test_gaussian_moments():
+    S = sketch_matrix(4000, 50, "gaussian", 1)
+    within_z(S, 0, 1, name="mean")
+    within_z(S.square(), 1, math.sqrt(2), name="variance")
+    within_z(S[:-1] * S[1:], 0, 1, name="neighbouring rows")
+
+
+# ---- mean and variance
+
+PAIRS = {"plain": (0, 1), "same": (1, 1), "one-hot": (0, 2), "both hot": (2, 2), "hot apart": (3, 2)}
+
+
+def vectors(d):
+    gen = torch.Generator().manual_seed(d)
+    v = torch.randn(4, d, generator=gen, dtype=torch.float64)
+    v[2:] = 0
+    v[2, d // 2], v[3, 0] = -2, 0.5
+    return v
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("kind,d,m", [("gaussian", 8, 1), ("gaussian", 8, 8), ("gaussian", 20, 33),
+                                      ("orthogonal", 2, 2), ("orthogonal", 8, 1), ("orthogonal", 8, 5), ("orthogonal", 8, 8), ("orthogonal", 24, 24)])
+def test_unbiased(kind, d, m, pair):
+    v = vectors(d)
+    q, r = (v[i] for i in PAIRS[pair])
+    got, exact = terms(kind, q, r, m, 6000), float(q @ r)
+    sd = float(qjl_variance(q, r, m, kind)) ** 0.5
+    within_z(got, exact, sd)
+    if abs(exact) * (1 - 1 / C) > 8 * sd / math.sqrt(6000):  # where 6,000 draws can tell
+        with pytest.raises(AssertionError):
+            within_z(got / C, exact, sd)  # mutant: no √(π/2)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("d,m", [(8, 1), (8, 8), (20, 33)])
+def test_gaussian_variance(d, m, pair):
+    v = vectors(d)
+    q, r = (v[i] for i in PAIRS[pair])
+    V, exact = float(qjl_variance(q, r, m)), float(q @ r)
+    assert V == pytest.approx((math.pi / 2 * float(q @ q) * float(r @ r) - exact**2) / m, rel=1e-12)
+    sd = math.sqrt(2 * V * V + 2 * (math.pi - 3) * exact**4 / m**3)
+    error = (terms("gaussian", q, r, m, 6000) - exact).square()
+    within_z(error, V, sd)
+    for wrong in (V * 2 / math.pi, V * 1.5):
+        with pytest.raises(AssertionError):
+            within_z(error, wrong, sd)
+
+
+def exact_orthogonal_variance(alpha, beta, m, d):
+    "V through the moments of A = Σ|c_i| and B instead of covariances; ‖r‖ = 1, m <= d, d >= 2."
+    L, mu = mean_length(d), math.sqrt(2 / math.pi)
+    a1, a2 = m * mu / L, (m * (1 - mu**2) + (m * mu) ** 2) / d
+    return (C * L / m) ** 2 * (alpha**2 * (a2 - a1**2) + beta**2 * (m - a2) / (d - 1))
+
+
+@pytest.mark.parametrize("d", [2, 3, 8, 64, 129])
+def test_orthogonal_variance_two_ways(d):
+    r, across = torch.eye(d, dtype=torch.float64)[:2]
+    for m in sorted({1, 2, d // 2 + 1, d - 1, d} & set(range(1, d + 1))):
+        for alpha, beta in ((1, 0), (0, 1), (0.6, 0.8), (-2, 0.3)):
+            got = float(qjl_variance(alpha * r + beta * across, 3 * r, m, "orthogonal"))
+            assert got == pytest.approx(9 * exact_orthogonal_variance(alpha, beta, m, d), rel=1e-9, abs=1e-13)
+    blocks = [qjl_variance(across, r, k, "orthogonal") * k * k for k in (d, d, 1)]  # m = 2d + 1
+    assert float(qjl_variance(across, r, 2 * d + 1, "orthogonal")) == pytest.approx(float(sum(blocks)) / (2 * d + 1) ** 2, rel=1e-12)
+
+
+def across_cumulants(m, d):
+    "Second and fourth cumulant of an estimate from m <= d orthogonal rows, q across r, unit length: E[B^4 | c] = 3 (m - A^2)^2 / ((d-1)(d+1))."
+    L, mu = mean_length(d), math.sqrt(2 / math.pi)
+    k1, k2, k3, k4 = (m * k for k in (mu, 1 - mu**2, mu * (2 * mu**2 - 1), 8 * (math.pi - 3) / math.pi**2))
+    a2 = (k2 + k1**2) / d
+    a4 = (k4 + 4 * k3 * k1 + 3 * k2**2 + 6 * k2 * k1**2 + k1**4) / (d * (d + 2))
+    V = (C * L / m) ** 2 * (m - a2) / (d - 1)
+    return V, (C * L / m) ** 4 * 3 * (m * m - 2 * m * a2 + a4) / ((d - 1) * (d + 1)) - 3 * V * V
+
+
+@pytest.mark.parametrize("d,m", [(4, 2), (16, 16), (16, 40)])
+def test_orthogonal_variance_measured(d, m):
+    r, q = torch.eye(d, dtype=torch.float64)[:2]
+    n, sizes = 4000, [d] * (m // d) + [m % d] * (m % d > 0)
+    S = sketch_matrix(n * len(sizes) * d, d, "orthogonal", 5).view(n, -1, d)[:, :m].double()
+    e = C * ((S @ q) * (2.0 * (S @ r > 0) - 1)).mean(-1)
+    parts = [(k / m, *across_cumulants(k, d)) for k in sizes]  # independent blocks: cumulants add
+    V, k4 = sum(w**2 * v for w, v, _ in parts), sum(w**4 * k for w, _, k in parts)
+    assert float(qjl_variance(q, r, m, "orthogonal")) == pytest.approx(V, rel=1e-9)
+    within_z(e.square(), V, math.sqrt(k4 + 2 * V * V))
+    with pytest.raises(AssertionError):
+        within_z(e.square(), float(qjl_variance(q, r, m)), math.sqrt(k4 + 2 * V * V))  # mutant: Gaussian
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "orthogonal"])
+def test_orthogonal_never_worse_and_never_negative(kind, gen):
+    q, r = torch.randn(50, 12, generator=gen), torch.randn(50, 12, generator=gen)
+    for m in range(1, 40):
+        V = qjl_variance(q, r, m, kind)
+        assert V.dtype == torch.float64 and V.shape == (50,) and (V > 0).all()
+        assert (qjl_variance(q, r, m, "orthogonal") <= qjl_variance(q, r, m) * (1 + 1e-12)).all()
+    assert qjl_variance(q[:, None], r[:3], 5, kind).shape == (50, 3)
+    at_one = qjl_variance(torch.ones(1), torch.ones(1), 3, "orthogonal")  # d = 1: the sign is everything
+    assert 0 <= float(at_one) < 1e-12
+
+
+def test_hadamard_bias_of_sparse_vectors():
+    d = 16
+    unit = C * mean_length(d) / math.sqrt(d)
+    for k, want in ((1, unit), (2, unit / math.sqrt(2))):
+        r = torch.zeros(d, dtype=torch.float64)
+        r[:k] = 1 / math.sqrt(k)
+        got = terms("hadamard", r, r, d, 50)
+        bounded((got - want).abs(), 1e-5)
+        bounded(0.1, abs(want - 1))
+    S = sketch_matrix(4000 * d, d, "hadamard").view(4000, d, d)[:, :1].double()  # ties: two equal channels, one row
+    r = torch.zeros(d, dtype=torch.float64)
+    r[:2] = 1 / math.sqrt(2)
+    q = torch.tensor([1.0, -1.0] + [0.0] * (d - 2), dtype=torch.float64)
+    ties = (S @ r).abs() < 1e-9
+    within_z(ties, 0.5, 0.5, name="share of ties")
+    e = C * (S @ q) * (2.0 * (S @ r > 1e-9) - 1)
+    within_z(e, 0, C * mean_length(d) * math.sqrt(2 / d), name="ties read as negative leave no bias")
+
+
+def test_hadamard_rows_come_in_random_order():
+    "Rows without replacement of a balanced column: variance (π/2)(L²/d)(d-m)/(m(d-1)). The first rows of Sylvester's matrix repeat along the channels and average nothing."
+    d, m, n = 16, 4, 6000
+    r, q = torch.eye(d, dtype=torch.float64)[[0, 4]]
+    e = terms("hadamard", q, r, m, n)
+    V = math.pi / 2 * mean_length(d) ** 2 / d * (d - m) / (m * (d - 1))
+    top = math.pi / 2 * mean_length(d) ** 2 / d  # largest possible square, so sd of the square <= √(V top)
+    within_z(e.square(), V, math.sqrt(V * top))
+    H = hadamard(d, 0).double()[:m] * mean_length(d)  # mutant: the first rows
+    bounded(3 * V, float((C * (H @ q) * (2.0 * (H @ r > 0) - 1)).mean() ** 2))
+    assert hadamard_form(d) == "sylvester"
+
+
+def test_hadamard_equals_orthogonal_on_random_directions(gen):
+    d, n = 32, 6000
+    r = torch.nn.functional.normalize(torch.randn(n, d, generator=gen, dtype=torch.float64), dim=-1)
+    S = sketch_matrix(n * d, d, "hadamard", 2).view(n, d, d).double()
+    e = C * (S @ r[..., None]).abs().mean(1)[:, 0]  # q = r
+    V = float(qjl_variance(r[0], r[0], d, "orthogonal"))
+    within_z(e, 1, math.sqrt(V))
+    with pytest.raises(AssertionError):
+        within_z(e * math.sqrt(d) / mean_length(d), 1, math.sqrt(V))  # mutant: rows of length √d
+
+
+# ---- signs and bytes
+
+@pytest.mark.parametrize("m", list(range(1, 20)) + [64, 100, 127, 128])
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (0,), (2, 0, 3)])
+def test_pack_round_trip(m, shape, gen):
+    bits = torch.randint(0, 2, (*shape, m), generator=gen, dtype=torch.uint8)
+    packed = pack_signs(bits)
+    assert packed.shape == (*shape, -(-m // 8)) and packed.dtype == torch.uint8
+    same(packed, torch.from_numpy(np.packbits(bits.numpy(), axis=-1, bitorder="little")), allow_empty=True)
+    same(unpack_signs(packed, m), bits, allow_empty=True)
+    if m % 8 and packed.numel():
+        noisy = packed.clone()
+        noisy[..., -1] |= 0xFF << (m % 8) & 0xFF
+        assert not torch.equal(noisy, packed)
+        same(unpack_signs(noisy, m), bits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_signs_and_norm(dtype, gen):
+    S = sketch_matrix(37, 20)
+    r = torch.randn(6, 3, 20, generator=gen).to(dtype)
+    bits = sign_bits(r, S)
+    same(bits, (r.double() @ S.double().T > 0).to(torch.uint8))
+    packed, norm = qjl_encode(r, S)
+    same(packed, pack_signs(bits))
+    torch.testing.assert_close(norm, r.double().norm(dim=-1).float(), rtol=1e-6, atol=0)
+    same(sign_bits(r.transpose(0, 1), S), bits.transpose(0, 1).contiguous())
+    assert norm.dtype == torch.float32
+
+
+@pytest.mark.parametrize("scale", [1e-38, 1e-30, 1e-10, 1e10, 1e30, 1e37])
+def test_scale_changes_no_sign(scale, gen):
+    S, r = sketch_matrix(64, 32, "orthogonal"), torch.randn(200, 32, generator=gen)
+    packed, norm = qjl_encode(r * scale, S)
+    differ = unpack_signs(packed, 64) != sign_bits(r, S)
+    near = (r @ S.T).abs() / r.norm(dim=-1, keepdim=True) < 1e-4  # rounding of r * scale may move these
+    assert not (differ & ~near).any()
+    torch.testing.assert_close(norm.double(), (r * scale).double().norm(dim=-1), rtol=1e-5, atol=1e-44)
+
+
+def test_zero_tie_and_negation(gen):
+    S = sketch_matrix(16, 8)
+    packed, norm = qjl_encode(torch.zeros(3, 8), S)
+    same(packed, torch.zeros(3, 2, dtype=torch.uint8))
+    same(norm, torch.zeros(3))
+    assert (qjl_scores(torch.ones(2, 8), packed, norm, S) == 0).all() and (qjl_decode(packed, norm, S) == 0).all()
+    r = torch.randn(5, 8, generator=gen)
+    same(sign_bits(-r, S), 1 - sign_bits(r, S))
+    tie = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
+    same(sign_bits(torch.tensor([1.0, -1.0]), tie), torch.tensor([0, 1], dtype=torch.uint8))
+
+
+def test_autocast_leaves_the_arithmetic_in_fp32(gen):
+    S, r, q = sketch_matrix(64, 64), torch.randn(500, 64, generator=gen), torch.randn(7, 64, generator=gen)
+    packed, norm = qjl_encode(r, S)
+    scores, vector = qjl_scores(q, packed, norm, S), qjl_decode(packed, norm, S)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        same(qjl_encode(r, S)[0], packed)
+        same(qjl_scores(q, packed, norm, S), scores)
+        same(qjl_decode(packed, norm, S), vector)
+
+
+# ---- scores
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("m", [1, 7, 8, 9, 64, 100, 128])
+@pytest.mark.parametrize("d", [1, 4, 64, 80])
+def test_scores_equal_the_dense_formula(kind, m, d, gen):
+    S = sketch_matrix(m, d, kind)
+    q, r = torch.randn(2, 9, d, generator=gen), torch.randn(2, 120, d, generator=gen)
+    packed, norm = qjl_encode(r, S)
+    bits = sign_bits(r, S)
+    plain = (q @ S.T) @ (2 * bits.float() - 1).mT * (norm * (C / m)).unsqueeze(-2)
+    exact = dense(q, bits, norm, S)
+    no_worse_than(qjl_scores(q, packed, norm, S), plain, exact, factor=3)
+    no_worse_than(q @ qjl_decode(packed, norm, S).mT, plain, exact, factor=4)
+    same(qjl_decode(bits, norm, S), qjl_decode(packed, norm, S))
+
+
+def test_scores_mutants(gen):
+    S, q, r = sketch_matrix(100, 32), torch.randn(9, 32, generator=gen), torch.randn(120, 32, generator=gen)
+    packed, norm = qjl_encode(r, S)
+    bits = sign_bits(r, S)
+    exact = dense(q, bits, norm, S)
+    plain = (q @ S.T) @ (2 * bits.float() - 1).mT * (norm * (C / 100)).unsqueeze(-2)
+    other_end = torch.from_numpy(np.packbits(bits.numpy(), axis=-1))
+    for wrong in (qjl_scores(q, other_end, norm, S), qjl_scores(q, packed.flip(-1), norm, S), qjl_scores(q, packed, norm, S) / C,
+                  qjl_scores(q, packed, torch.ones_like(norm), S), qjl_scores(q, packed, norm, S / 10)):
+        with pytest.raises(AssertionError):
+            no_worse_than(wrong, plain, exact)
+
+
+@pytest.mark.parametrize("lead_q,lead_r", [((), ()), ((3,), ()), ((), (3,)), ((2, 1), (1, 3)), ((2, 3), (2, 3)), ((4, 1, 2), (2,))])
+def test_scores_broadcast_as_matmul(lead_q, lead_r, gen):
+    S = sketch_matrix(21, 16)
+    q, r = torch.randn(*lead_q, 5, 16, generator=gen), torch.randn(*lead_r, 7, 16, generator=gen)
+    packed, norm = qjl_encode(r, S)
+    got, want = qjl_scores(q, packed, norm, S), q @ qjl_decode(packed, norm, S).mT
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert qjl_scores(q[..., :0, :], packed, norm, S).shape == (*want.shape[:-2], 0, 7)
+    assert qjl_scores(q, packed[..., :0, :], norm[..., :0], S).shape == (*want.shape[:-2], 5, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_low_precision_arguments_mean_their_fp32_values(dtype, gen):
+    S = sketch_matrix(24, 16)
+    q, r = torch.randn(5, 16, generator=gen).to(dtype), torch.randn(7, 16, generator=gen)
+    packed, norm = qjl_encode(r, S)
+    low = norm.to(dtype)
+    same(qjl_scores(q, packed, low, S), qjl_scores(q.float(), packed, low.float(), S))
+    same(qjl_decode(packed, low, S), qjl_decode(packed, low.float(), S))
+
+
+def test_noise_in_unused_bits_is_ignored(gen):
+    S = sketch_matrix(13, 16)
+    packed, norm = qjl_encode(torch.randn(7, 16, generator=gen), S)
+    noisy = packed.clone()
+    noisy[:, -1] |= 0b1110_0000
+    q = torch.randn(5, 16, generator=gen)
+    same(qjl_scores(q, noisy, norm, S), qjl_scores(q, packed, norm, S))
+    same(qjl_decode(noisy, norm, S), qjl_decode(packed, norm, S))
+
+
+def test_scores_never_hold_one_float_per_sign(gen):
+    "Peak of a single allocation: the output and the tables, not T × m floats."
+    S, T = sketch_matrix(128, 64), 4096
+    packed, norm = qjl_encode(torch.randn(T, 64, generator=gen), S)
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for t in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(t, torch.Tensor):
+                    largest = max(largest, t.untyped_storage().nbytes())
+            return out
+
+    with Watch():
+        qjl_scores(torch.randn(1, 64, generator=gen), packed, norm, S)
+    bounded(largest, T * 128, name="largest tensor in bytes")  # a quarter of ±1 floats
+    with Watch():
+        qjl_decode(packed, norm, S)
+    bounded(T * 128 * 4, largest, name="decode does hold them")
+
+
+# ---- errors
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize("m,d,kind,seed,error,text", [
+    (0, 8, "gaussian", 0, ValueError, "m must be an integer >= 1, got 0"),
+    (-3, 8, "gaussian", 0, ValueError, "m must"), (8, 0, "gaussian", 0, ValueError, "d must"), (8, 8, "gaussian", -1, ValueError, "seed must"),
+    (2.0, 8, "gaussian", 0, TypeError, "m must be an integer, got float"), (True, 8, "gaussian", 0, TypeError, "m must"), (8, "8", "gaussian", 0, TypeError, "d must"),
+    (8, 8, ["gaussian"], 0, ValueError, "kind must be one of"), (8, 8, None, 0, ValueError, "kind must be one of"),
+    (8, 8, "haar", 0, ValueError, "kind must be one of 'gaussian', 'orthogonal', 'hadamard', got 'haar'"),
+])
+def test_bad_matrix(m, d, kind, seed, error, text):
+    with pytest.raises(error, match=text):
+        sketch_matrix(m, d, kind, seed)
+
+
+@pytest.mark.parametrize("f", [sign_bits, qjl_encode])
+def test_bad_vectors(f):
+    S, r = sketch_matrix(11, 8), torch.ones(3, 8)
+    for bad in (NAN, INF, -INF):
+        with pytest.raises(ValueError, match="r must be finite"):
+            f(torch.tensor([1.0] * 7 + [bad]), S)
+        with pytest.raises(ValueError, match="S must be finite"):
+            f(r, S.clone().index_fill(0, torch.tensor([2]), bad))
+    for wrong in (torch.ones(3, 7), torch.ones(3, 9), torch.tensor(1.0)):
+        with pytest.raises(ValueError, match=r"r must have shape \[..., d\] with d = 8"):
+            f(wrong, S)
+    for wrong in (torch.ones(3, 8, dtype=torch.int32), [1.0] * 8, None):
+        with pytest.raises(TypeError, match="r must be a floating-point tensor"):
+            f(wrong, S)
+    with pytest.raises(TypeError, match="S must be a floating-point tensor"):
+        f(r, S.int())
+    for wrong in (S[0], S[None], S[:0], S[:, :0]):
+        with pytest.raises(ValueError, match=r"S must have shape \[m, d\]"):
+            f(r, wrong)
+    with pytest.raises(ValueError, match="r must be on cpu as the sketch is, got meta"):
+        f(r.to("meta"), S)
+    with pytest.raises(ValueError, match="r must be finite"):
+        f(torch.full((8,), 1e39, dtype=torch.float64), S)  # Inf in float32
+
+
+def test_norm_overflow():
+    S = sketch_matrix(11, 8)
+    with pytest.raises(ValueError, match="its norm overflows float32"):
+        qjl_encode(torch.full((8,), 3e38), S)
+    assert sign_bits(torch.full((8,), 3e38), S).shape == (11,)
+
+
+def test_bad_bits_and_bytes():
+    for wrong in (torch.ones(8), torch.ones(8, dtype=torch.bool), torch.ones(8, dtype=torch.long), [0, 1]):
+        with pytest.raises(TypeError, match="bits must be a uint8 tensor"):
+            pack_signs(wrong)
+        with pytest.raises(TypeError, match="packed must be a uint8 tensor"):
+            unpack_signs(wrong, 8)
+    for wrong in (torch.tensor(1, dtype=torch.uint8), torch.ones(3, 0, dtype=torch.uint8)):
+        with pytest.raises(ValueError, match="bits must have shape"):
+            pack_signs(wrong)
+    with pytest.raises(ValueError, match="bits must be 0 or 1, got 7"):
+        pack_signs(torch.tensor([0, 7], dtype=torch.uint8))
+    packed = torch.zeros(3, 2, dtype=torch.uint8)
+    for m in (1, 8, 17, 100):
+        with pytest.raises(ValueError, match="packed must have shape"):
+            unpack_signs(packed, m)
+    for m, error in ((0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)):
+        with pytest.raises(error, match="m must be an integer"):
+            unpack_signs(packed, m)
+
+
+def test_bad_scores_and_decode(gen):
+    S, q = sketch_matrix(20, 8), torch.randn(4, 8, generator=gen)
+    packed, norm = qjl_encode(torch.randn(5, 8, generator=gen), S)
+    cases = [
+        (ValueError, "q must have shape", (q[0], packed, norm, S)), (ValueError, "q must have shape", (q[:, :7], packed, norm, S)),
+        (ValueError, "a score overflows float32", (q * 1e38, packed, norm, S)), (ValueError, "a score overflows float32", (q * 1e4, packed, norm * 2e37, S)),
+        (TypeError, "q must be a floating-point", (q.int(), packed, norm, S)), (ValueError, "q must be finite", (q * INF, packed, norm, S)),
+        (ValueError, r"packed must have shape \[..., T, 3\] for m = 20", (q, packed[:, :2], norm, S)),
+        (ValueError, r"packed must have shape \[..., T, 3\]", (q, packed[0], norm[0], S)),
+        (TypeError, "packed must be a uint8 tensor, got torch.int64", (q, packed.long(), norm, S)),
+        (ValueError, r"norm must have shape \(5,\), one per vector, got \(4,\)", (q, packed, norm[:4], S)),
+        (TypeError, "norm must be a floating-point", (q, packed, norm.int(), S)), (ValueError, "norm must be finite", (q, packed, norm / 0, S)),
+        (ValueError, "norm must not be negative", (q, packed, -norm, S)), (ValueError, "S must be finite", (q, packed, norm, S / 0)),
+        (ValueError, "packed must be on cpu", (q, packed.to("meta"), norm, S)), (ValueError, "norm must be on cpu", (q, packed, norm.to("meta"), S)),
+        (ValueError, r"leading dimensions of q and packed must broadcast, got \(2,\) and \(3,\)", (q.expand(2, 4, 8), packed.expand(3, 5, 3), norm.expand(3, 5), S)),
+    ]
+    for error, text, args in cases:
+        with pytest.raises(error, match=text):
+            qjl_scores(*args)
+    bits = sign_bits(torch.ones(5, 8), S)
+    for error, text, args in [
+        (ValueError, r"signs must have shape \[..., 3\] packed or \[..., 20\] as bits, got \(5, 2\)", (packed[:, :2], norm, S)),
+        (ValueError, "signs must be 0 or 1, got 2", (bits + 1, norm, S)), (TypeError, "signs must be a uint8", (bits.bool(), norm, S)),
+        (ValueError, "norm must have shape", (bits, norm[:2], S)), (ValueError, "signs must be on cpu", (bits.to("meta"), norm, S)),
+    ]:
+        with pytest.raises(error, match=text):
+            qjl_decode(*args)
+
+
+def test_bad_variance():
+    x = torch.ones(3, 8)
+    for error, text, args in [
+        (ValueError, "m must", (x, x, 0)), (TypeError, "m must", (x, x, 1.5)), (ValueError, "kind must be one of 'gaussian', 'orthogonal', got 'hadamard'", (x, x, 4, "hadamard")),
+        (TypeError, "q must be a floating-point", (x.int(), x, 4)), (TypeError, "r must be a floating-point", (x, x.int(), 4)), (ValueError, "r must be finite", (x, x * NAN, 4)),
+        (ValueError, r"q and r must have shape \[..., d\]", (x, x[:, :7], 4)), (ValueError, "q and r must have shape", (x, torch.tensor(1.0), 4)),
+        (ValueError, "q and r must be on one device", (x, x.to("meta"), 4)),
+        (ValueError, "q and r must have shape", (x[:, :0], x[:, :0], 4)), (ValueError, "leading dimensions of q and r must broadcast", (x, x[:2], 4)),
+    ]:
+        with pytest.raises(error, match=text):
+            qjl_variance(*args)

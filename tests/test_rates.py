@@ -1,0 +1,401 @@
+"""Bits as a vector over many shapes, dtypes and bad inputs."""
+
+import itertools
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from turboquant_nb.codebook import Codebook, affine, lloyd_max, lloyd_max_samples
+from turboquant_nb.quantizer import Quantizer, Recipe, Spec, decode, encode, preset, scalar_table
+from turboquant_nb.rates import (
+    MixedCodebook,
+    allocate,
+    by_layer,
+    entropy_decode,
+    entropy_encode,
+    make_quantizer,
+    mixture_mse,
+    truncate,
+    water_filling,
+)
+from turboquant_nb.residual import ProdQuantizer, sign_table
+
+D = [1.0] + [lloyd_max(b).mse for b in range(1, 9)]
+
+
+def gen(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def mixed(bits, d=None, std=None):
+    return MixedCodebook({b: lloyd_max(b, d) for b in set(bits) if b}, bits, std)
+
+
+VECTORS = [
+    (3,),
+    (0, 0),
+    (1, 2, 3, 4),
+    (4, 4, 2, 2),
+    (2, 4, 2, 4, 0, 1),
+    (8, 5, 0, 1),
+    (3,) * 8 + (2,) * 8,
+]
+
+
+@pytest.mark.parametrize("bits", VECTORS)
+@pytest.mark.parametrize("shape", [(), (5,), (0,), (2, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_groups_equal_the_padded_table(bits, shape, dtype):
+    book = mixed(bits)
+    x = torch.randn(*shape, len(bits), generator=gen()).to(dtype)
+    codes = book.encode(x)
+    assert codes.dtype == torch.uint8 and codes.shape == x.shape
+    assert torch.equal(codes, (x.float()[..., None] > book.edges).sum(-1).to(torch.uint8))
+    back = book.levels[torch.arange(len(bits)), codes.long()]
+    assert torch.equal(book.decode(codes), back)
+    assert book.levels.shape == (len(bits), 2 ** max(bits))
+    assert book.edges.shape == (len(bits), 2 ** max(bits) - 1)
+
+
+def test_groups_partition_the_channels():
+    for bits in VECTORS:
+        seen = []
+        for b, index, book in mixed(bits).groups:
+            part = list(range(len(bits)))[index] if isinstance(index, slice) else index
+            seen += part
+            assert all(bits[j] == b for j in part) and (book is None) == (b == 0)
+        assert sorted(seen) == list(range(len(bits)))
+
+
+def test_std_stretches_the_table():
+    std = torch.tensor([2.0, 0.5, 1.0])
+    book, plain = mixed((3, 2, 0), std=std), mixed((3, 2, 0))
+    x = torch.randn(50, 3, generator=gen())
+    assert torch.equal(book.encode(x), plain.encode(x / std))
+    assert torch.equal(book.decode(book.encode(x)), plain.decode(plain.encode(x / std)) * std)
+    assert book.mse == pytest.approx((4 * D[3] + 0.25 * D[2] + 1) / 3)
+    assert torch.equal(book.to("cpu").levels, book.levels)
+
+
+def test_mixed_non_contiguous_and_meta():
+    book = mixed((3, 2, 3, 2))
+    x = torch.randn(4, 6, 5, generator=gen()).transpose(1, 2)[..., :4]
+    assert torch.equal(book.encode(x), book.encode(x.contiguous()))
+    assert book.to("meta").levels.device.type == "meta"
+    moved = book.to("cpu")
+    assert [b for b, _, _ in moved.groups] == [b for b, _, _ in book.groups]
+
+
+@pytest.mark.parametrize("d", [64, 80, 128, 256])
+@pytest.mark.parametrize("rate", [1.5, 2.25, 2.5, 2.75, 3.25, 3.5, 3.75])
+def test_fraction(d, rate):
+    q = make_quantizer(Spec(bits=rate, rotation="haar", scale="norm"), d)
+    bits = q.codebook.channel_bits
+    assert sum(bits) == rate * d and list(bits) == sorted(bits, reverse=True)
+    x = torch.randn(2000, d, generator=gen(d))
+    error = (x - decode(q, encode(q, x))).square().sum(-1) / x.square().sum(-1)
+    assert float(error.mean()) == pytest.approx(mixture_mse(bits, d), rel=0.02)
+    assert q.codebook.mse == pytest.approx(mixture_mse(bits, d), rel=2e-3)  # snapping the levels costs this much
+    assert q.codebook.mse == pytest.approx(np.mean([lloyd_max(b, d).snap().mse for b in bits]), rel=1e-12)
+    best = make_quantizer(Spec(bits=rate, rotation="haar"), d)
+    least = (x - decode(best, encode(best, x))).square().sum(-1) / x.square().sum(-1)
+    assert float(least.mean()) < float(error.mean())
+
+
+@pytest.mark.parametrize("table", ["sphere", "gaussian", "affine"])
+@pytest.mark.parametrize("bits", [1, 3, 2.5, (4, 1) * 8])
+def test_make_quantizer_tables(table, bits):
+    q = make_quantizer(Spec(bits=bits, table=table), 16)
+    x = torch.randn(3, 5, 16, generator=gen())
+    assert decode(q, encode(q, x)).shape == x.shape
+    if isinstance(bits, int):
+        want = Quantizer(Spec(bits=bits, table=table), 16)
+        assert torch.equal(encode(q, x).codes, encode(want, x).codes)
+    else:
+        make = affine if table == "affine" else lloyd_max
+        law = None if table == "gaussian" else 16
+        have = [b.mse for b in q.codebook.books]
+        assert have == [make(b, law).snap().mse for b in q.codebook.channel_bits]
+
+
+@pytest.mark.parametrize("table", ["sphere", "gaussian", "affine"])
+def test_make_quantizer_residuals(table):
+    sign = make_quantizer(Spec(bits=3, residual="sign", table=table), 16)
+    assert sign.codebook.bits == 3
+    if table == "sphere":
+        assert torch.equal(sign.codebook.levels, sign_table(3, 16).snap().levels)
+    assert isinstance(make_quantizer(Spec(bits=3, residual="qjl", table=table), 16), ProdQuantizer)
+
+
+@pytest.mark.parametrize("d", [16, 64, 80, 128])
+@pytest.mark.parametrize("table", ["sphere", "gaussian", "affine"])
+@pytest.mark.parametrize("spec", [dict(bits=b) for b in (1, 2, 3, 4, 2.5, 3.75)] + [dict(bits=b, residual=r) for r in ("sign", "qjl") for b in (2, 3, 4)], ids=str)
+def test_every_table_is_snapped(spec, table, d):
+    "What a kernel relies on: levels are one fp32 step times int8, edges are those of the best table."
+    q = make_quantizer(Spec(table=table, **spec), d)
+    books = [b for *_, b in q.codebook.groups] if isinstance(q.codebook, MixedCodebook) else [q.codebook]
+    for book in books:
+        grid = book.int8()
+        assert isinstance(book, Codebook) and book.snap() is book and book.grid is grid
+        assert int(grid.levels.int().abs().max()) <= 127 and (grid.levels.int().diff() > 0).all()
+        assert torch.equal(book.levels, torch.tensor(grid.step) * grid.levels)
+        if "residual" not in spec:
+            best = scalar_table(table, book.bits, d)
+            assert torch.equal(book.edges, best.edges) and torch.equal(grid.levels, best.int8().levels)
+    codes = q.codebook.encode(torch.randn(50, d, generator=gen()))
+    cut = truncate(q.codebook) if q.codebook.bits > 1 and not isinstance(q.codebook, MixedCodebook) else None
+    assert cut is None or (cut.grid is None and torch.equal(cut.encode(torch.zeros(1)), q.codebook.encode(torch.zeros(1)) >> 1))
+    assert q.codebook.decode(codes).shape == codes.shape
+
+
+def test_a_vector_of_equal_bits_is_the_plain_code():
+    x = torch.randn(100, 32, generator=gen())
+    a, b = make_quantizer(Spec(bits=3), 32), make_quantizer(Spec(bits=(3,) * 32), 32)
+    for one, other in zip(encode(a, x)[:2], encode(b, x)[:2]):
+        assert torch.equal(one, other)
+
+
+def test_calibrated_codebook_through_the_quantizer():
+    d = 16
+    v = 1 / np.arange(1, d + 1)
+    v /= v.mean()
+    bits = allocate(v, 3 * d)
+    book = mixed(tuple(bits.tolist()), std=torch.tensor(v).sqrt().float())
+    q = Quantizer(Spec(rotation="identity", scale="norm"), d, codebook=book)
+    plain = Quantizer(Spec(rotation="identity", scale="norm"), d)
+    x = torch.randn(4000, d, generator=gen()) * book.std
+    error = [float((x - decode(k, encode(k, x))).square().mean()) for k in (q, plain)]
+    assert error[0] < error[1] / 2
+
+
+@pytest.mark.parametrize("d", [None, 16, 64, 128])
+@pytest.mark.parametrize("make", [lloyd_max, affine, sign_table])
+def test_truncate_uniform(make, d):
+    x = torch.randn(20_000, generator=gen())
+    for bits in (2, 3, 4, 6):
+        book = make(bits, d)
+        for planes in range(1, bits):
+            cut = truncate(book, planes)
+            assert cut.bits == bits - planes and len(cut.levels) == 2**cut.bits
+            assert torch.equal(book.encode(x) >> planes, cut.encode(x))
+            assert cut.probs.sum() == pytest.approx(1)
+            best = lloyd_max(cut.bits, d).mse
+            assert best - 1e-12 <= cut.mse < (1.7 if make is affine else 1.07) * best
+            again = truncate(truncate(book, 1), planes - 1) if planes > 1 else cut
+            np.testing.assert_allclose(again.levels64, cut.levels64, rtol=0, atol=1e-12)
+            assert again.mse == pytest.approx(cut.mse)
+
+
+def test_truncate_known_values():
+    assert truncate(lloyd_max(4)).mse == pytest.approx(0.03485, abs=5e-6)
+    assert truncate(lloyd_max(4), 2).mse == pytest.approx(0.12029, abs=5e-6)
+    assert truncate(sign_table(4)).mse == pytest.approx(lloyd_max(3).mse)
+
+
+def test_truncate_of_samples_is_the_conditional_mean():
+    x = torch.randn(5000, generator=gen()) ** 3
+    book = lloyd_max_samples(x, 3)
+    cut = truncate(book)
+    codes = book.encode(x) >> 1
+    for c in range(4):
+        assert float(x[codes == c].double().mean()) == pytest.approx(float(cut.levels[c]), rel=1e-4)
+    assert float((x - cut.decode(codes)).double().square().mean()) == pytest.approx(
+        cut.mse, rel=1e-4
+    )
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_truncate_a_snapped_table(bits):
+    "Its int8 grid is its own, not that of the table it was cut from."
+    cut, plain = truncate(lloyd_max(bits).snap()), truncate(lloyd_max(bits))
+    assert cut.grid is None and torch.equal(cut.levels, plain.levels) and torch.equal(cut.edges, plain.edges)
+    assert cut.mse == pytest.approx(plain.mse, rel=1e-12) and len(cut.int8().levels) == 2 ** (bits - 1) == len(cut.snap().levels)
+
+
+def test_truncate_mixed():
+    book = mixed((2, 4, 3, 0, 2, 4), d=64)
+    cut = truncate(book, keep=2)
+    assert cut.channel_bits == (2, 3, 2, 0, 2, 3)
+    assert [g[1] for g in cut.groups] == [g[1] for g in book.groups]  # planes stay where they are
+    x = torch.randn(100, 6, generator=gen())
+    drop = torch.tensor([0, 1, 1, 0, 0, 1], dtype=torch.uint8)
+    assert torch.equal(book.encode(x) >> drop, cut.encode(x))
+    assert truncate(book).channel_bits == (1, 3, 2, 0, 1, 3)
+    assert cut.books[0] is book.books[0]
+
+
+@pytest.mark.parametrize("rate", [0, 0.1, 1, 3.3, 12])
+@pytest.mark.parametrize("d", [1, 2, 7, 128])
+def test_water_filling(d, rate):
+    v = torch.rand(d, generator=gen(d)) ** 4 + 1e-6
+    bits, mse = water_filling(v, rate)
+    v = v.double().numpy()
+    assert bits.mean() == pytest.approx(rate, abs=1e-9) and (bits >= 0).all()
+    error = v * 4.0**-bits
+    assert mse == pytest.approx(error.mean())
+    theta = error.max()
+    np.testing.assert_allclose(error, np.minimum(theta, v), rtol=1e-9)
+    np.testing.assert_allclose(water_filling(7 * v, rate)[0], bits, atol=1e-9)
+
+
+def test_bfloat16_variances():
+    v = torch.tensor([4.0, 1.0, 0.5])
+    assert water_filling(v.bfloat16(), 2.0)[1] == water_filling(v, 2.0)[1]
+    assert torch.equal(allocate(v.bfloat16(), 6), allocate(v, 6))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_allocate_is_optimal(seed):
+    v = torch.rand(4, generator=gen(seed)) ** 3 + 1e-3
+    lo, hi = seed % 2, 4
+    for budget in range(4 * lo, 4 * hi + 1):
+        bits = allocate(v, budget, lo, hi)
+        assert bits.dtype == torch.int64 and int(bits.sum()) == budget
+        assert lo <= int(bits.min()) and int(bits.max()) <= hi
+        cost = lambda b: sum(x * D[k] for x, k in zip(v.tolist(), b))  # noqa: E731
+        options = itertools.product(range(lo, hi + 1), repeat=4)
+        best = min(cost(b) for b in options if sum(b) == budget)
+        assert cost(bits.tolist()) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("n", [2, 3, 16, 256])
+@pytest.mark.parametrize("shape", [(1,), (7,), (5, 64), (2, 3, 8), (0, 4), (4, 0)])
+@pytest.mark.parametrize("rows", [False, True])
+def test_entropy_round_trip(n, shape, rows):
+    codes = torch.randint(0, n, shape, generator=gen(n))
+    for dtype in (torch.uint8, torch.int16, torch.int64):
+        if n == 256 and dtype == torch.int16:
+            continue
+        d = max(1, shape[-1])
+        if rows and shape[-1] == 0:
+            continue
+        weights = torch.rand(*((d, n) if rows else (n,)), generator=gen(1)) + 1e-3
+        data = entropy_encode(codes.to(dtype), weights)
+        assert isinstance(data, bytes) and len(data) % 4 == 0
+        assert torch.equal(entropy_decode(data, weights, shape), codes.to(torch.uint8))
+
+
+def test_entropy_reaches_the_cross_entropy():
+    book = lloyd_max(3)
+    codes = book.encode(torch.randn(200_000, 1, generator=gen()))
+    data = entropy_encode(codes, book.probs)
+    assert 8 * len(data) / codes.numel() == pytest.approx(book.entropy, abs=0.01)
+    uniform = entropy_encode(codes, torch.ones(8))
+    assert 8 * len(uniform) / codes.numel() == pytest.approx(3, abs=0.01)
+    assert entropy_encode(codes, book.probs) == entropy_encode(codes, 5 * book.probs)
+
+
+def test_entropy_notices_damage():
+    p = torch.tensor([0.6, 0.3, 0.1])
+    codes = torch.randint(0, 3, (100, 4), generator=gen())
+    data = entropy_encode(codes, p)
+    for wrong in (data[:-4], data + data[:4], bytes([data[0] ^ 1]) + data[1:]):
+        with pytest.raises(ValueError):
+            entropy_decode(wrong, p, codes.shape)
+    for shape in ((99, 4), (101, 4)):
+        with pytest.raises(ValueError, match="another shape"):
+            entropy_decode(data, p, shape)
+    with pytest.raises(ValueError, match="other weights"):
+        entropy_decode(data, torch.tensor([0.5, 0.3, 0.2]), codes.shape)
+
+
+def test_entropy_without_the_library(monkeypatch):
+    monkeypatch.setitem(sys.modules, "constriction", None)
+    for call in (
+        lambda: entropy_encode(torch.zeros(2, dtype=torch.uint8), torch.ones(2)),
+        lambda: entropy_decode(b"1234", torch.ones(2), (2,)),
+    ):
+        with pytest.raises(ImportError, match=r'pip install "turboquant-nb\[entropy\]"'):
+            call()
+
+
+def test_by_layer():
+    special = Recipe(key=Spec(bits=2.5))
+    got = by_layer("k3v3", 5, {0: "k4v4", -1: special, 2: "k4v2"})
+    want = ["k4v4", "k3v3", "k4v2", "k3v3"]
+    assert got == [preset(name) for name in want] + [special]
+    assert by_layer(special, 2, {}) == [special, special]
+
+
+NAN = float("nan")
+BAD = [
+    (lambda: MixedCodebook({2: lloyd_max(2)}, (2, 3)), ValueError, "a table of 3 bits"),
+    (lambda: MixedCodebook({2: lloyd_max(3)}, (2, 2)), ValueError, "channel 0 must have 2 bits"),
+    (lambda: MixedCodebook([lloyd_max(2)], (2, 2)), ValueError, "length d = 1, got 2"),
+    (lambda: MixedCodebook({2: lloyd_max(2)}, ()), ValueError, "at least one channel"),
+    (lambda: MixedCodebook({2: lloyd_max(2)}, 2), TypeError, "one integer per channel"),
+    (lambda: MixedCodebook({2: lloyd_max(2)}, (2, 2.5)), ValueError, "got 2.5 for channel 1"),
+    (lambda: MixedCodebook({2: lloyd_max(2)}, (2, True)), ValueError, "got True"),
+    (lambda: mixed((2, 2), std=torch.tensor([1.0, 0.0])), ValueError, "std must be 2"),
+    (lambda: mixed((2, 2), std=torch.ones(3)), ValueError, "std must be 2"),
+    (lambda: mixed((2, 2), std=torch.tensor([1.0, NAN])), ValueError, "std must be 2"),
+    (lambda: mixed((2, 2)).encode(torch.ones(3)), ValueError, r"\[\.\.\., 2\]"),
+    (lambda: mixed((2, 2)).encode(torch.tensor(1.0)), ValueError, r"\[\.\.\., 2\]"),
+    (lambda: mixed((2, 2)).encode([1.0, 2.0]), TypeError, "torch.Tensor"),
+    (lambda: mixed((2, 2)).encode(torch.tensor([1.0, NAN])), ValueError, "finite"),
+    (lambda: mixed((2, 2)).encode(torch.ones(2, dtype=torch.int32)), TypeError, "float"),
+    (lambda: mixed((2, 1)).decode(torch.tensor([3, 3])), ValueError, r"0\.\.1"),
+    (lambda: mixed((2, 1)).decode(torch.tensor([[3]])), ValueError, r"\[\.\.\., 2\]"),
+    (lambda: make_quantizer(3, 64), TypeError, "spec must be a Spec"),
+    (lambda: make_quantizer(Spec(bits=(3, 2)), 4), ValueError, "length d = 4, got 2"),
+    (lambda: make_quantizer(Spec(bits=2.3), 64), ValueError, "d = 64"),
+    (lambda: truncate(lloyd_max(1)), ValueError, "at least 1 of 1 bits"),
+    (lambda: truncate(lloyd_max(3), 2, keep=2), ValueError, "at least 2 of 3"),
+    (lambda: truncate(lloyd_max(3), 0), ValueError, "planes must be"),
+    (lambda: truncate(lloyd_max(3), 1.0), ValueError, "planes must be"),
+    (lambda: truncate(lloyd_max(3), keep=0), ValueError, "keep must be"),
+    (lambda: truncate(mixed((1, 1))), ValueError, "at least 1 of 1"),
+    (lambda: truncate(3), TypeError, "Codebook"),
+    (lambda: mixture_mse([2, 9]), ValueError, "from 0 to 8"),
+    (lambda: mixture_mse([]), ValueError, "at least one"),
+    (lambda: water_filling([1.0, -1.0], 2), ValueError, "positive, got -1"),
+    (lambda: water_filling([1.0, NAN], 2), ValueError, "positive, got nan"),
+    (lambda: water_filling([[1.0]], 2), ValueError, "vector"),
+    (lambda: water_filling([], 2), ValueError, "vector"),
+    (lambda: water_filling([1.0], -0.5), ValueError, "rate"),
+    (lambda: water_filling([1.0], NAN), ValueError, "rate"),
+    (lambda: water_filling([1.0], "2"), ValueError, "rate"),
+    (lambda: allocate([1.0, 1.0], -1), ValueError, "budget"),
+    (lambda: allocate([1.0, 1.0], 13), ValueError, "from 0 to 12"),
+    (lambda: allocate([1.0, 1.0], 1, lo=1), ValueError, "from 2 to 12"),
+    (lambda: allocate([1.0, 1.0], 2.0), ValueError, "budget"),
+    (lambda: allocate([1.0, 0.0], 2), ValueError, "positive"),
+    (lambda: allocate([1.0], 2, lo=3, hi=2), ValueError, "lo must not exceed hi"),
+    (lambda: allocate([1.0], 2, hi=9), ValueError, "hi must be"),
+    (lambda: by_layer("k3v3", 0, {}), ValueError, "n_layers"),
+    (lambda: by_layer("k3v3", 2, {2: "k4v4"}), ValueError, "from -2 to 1"),
+    (lambda: by_layer("k3v3", 2, {1: "k4v4", -1: "k4v4"}), ValueError, "same one"),
+    (lambda: by_layer("k3v3", 2, {1: 4}), TypeError, "recipe must be"),
+    (lambda: by_layer("k3v3", 2, ["k4v4"]), TypeError, "dict"),
+    (lambda: entropy_encode(torch.tensor(1), torch.ones(2)), ValueError, "single number"),
+    (lambda: entropy_encode(torch.ones(2), torch.ones(2)), TypeError, "integers"),
+    (lambda: entropy_encode([1, 0], torch.ones(2)), TypeError, "integers"),
+    (lambda: entropy_encode(torch.tensor([2]), torch.ones(2)), ValueError, r"0\.\.1"),
+    (lambda: entropy_encode(torch.tensor([-1]), torch.ones(2)), ValueError, r"0\.\.1"),
+    (lambda: entropy_encode(torch.tensor([1]), torch.ones(1)), ValueError, "probs must have shape"),
+    (lambda: entropy_encode(torch.tensor([1]), torch.ones(2, 2)), ValueError, "a row for each"),
+    (lambda: entropy_encode(torch.tensor([1]), torch.zeros(2)), ValueError, "positive"),
+    (lambda: entropy_decode(b"123", torch.ones(2), (2,)), ValueError, "whole 32-bit"),
+    (lambda: entropy_decode(b"", torch.ones(2), (2,)), ValueError, "whole 32-bit"),
+    (lambda: entropy_encode(torch.tensor([2**32 + 1]), torch.ones(2)), ValueError, r"got 4294967297\.\."),  # would wrap to 1
+    (lambda: entropy_decode(b"1234", torch.ones(2), (-1,)), ValueError, "shape must be"),
+    (lambda: entropy_decode(b"1234", torch.ones(2), ()), ValueError, "shape must be"),
+    (lambda: entropy_decode(b"1234", torch.ones(2), 4), ValueError, "shape must be"),
+    (lambda: entropy_decode(b"1234", torch.ones(2), (2.0,)), ValueError, "shape must be"),
+    (lambda: entropy_decode(None, torch.ones(2), (2,)), TypeError, "data must be bytes"),
+    (lambda: MixedCodebook(None, (2, 2)), TypeError, "one Codebook per channel"),
+    (lambda: MixedCodebook("ab", (2, 2)), TypeError, "one Codebook per channel"),
+    (lambda: MixedCodebook((2, 2), (2, 2)), TypeError, "channel 0 must be a Codebook, got int"),
+    (lambda: mixed((2, 2), std=[1.0, 2.0]), TypeError, "std must be a torch.Tensor"),
+    (lambda: mixed((2, 0)).encode(torch.tensor([1.0, NAN])), ValueError, "finite"),  # also where nothing is stored
+    (lambda: mixed((2, 0)).decode(torch.tensor([1, 3])), ValueError, "without bits must be 0"),
+    (lambda: mixed((0, 0)).decode(torch.zeros(2)), TypeError, "integer dtype"),
+]
+
+
+@pytest.mark.parametrize("call,kind,text", BAD)
+def test_bad_input(call, kind, text):
+    with pytest.raises(kind, match=text):
+        call()

@@ -1,0 +1,304 @@
+"The sign stage as a table, the prod code, and unbiasedness by scale: wide matrices of shapes, dtypes and bad inputs."
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from turboquant_nb.codebook import affine, lloyd_max, lloyd_max_samples, partial_moments
+from turboquant_nb.qjl import pack_signs, qjl_decode, qjl_scores, sign_bits
+from turboquant_nb.quantizer import Coded, Quantizer, Spec, decode, decode_rotated, encode
+from turboquant_nb.rates import truncate
+from turboquant_nb.residual import ProdQuantizer, prod_decode_rotated, prod_encode, sign_gain, sign_table
+from turboquant_nb.rotation import make_rotation
+from turboquant_nb.testing import same
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+DIMS = (None, 2, 3, 16, 64, 256)
+
+
+def prod(bits=3, d=64, kind="gaussian", **kw):
+    return ProdQuantizer(Spec(bits=bits, residual="qjl", **kw), d, kind=kind)
+
+
+# --- the sign stage -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("d", DIMS)
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_sign_table_is_a_nearest_level_code(bits, d):
+    base, t = lloyd_max(bits - 1, d), sign_table(bits, d)
+    step = math.sqrt(sign_gain(base))
+    assert t.levels.shape == (2**bits,) and t.edges.shape == (2**bits - 1,) and t.bits == bits
+    assert (t.levels.diff() > 0).all() and (t.edges.diff() > 0).all()
+    union = np.sort(np.concatenate([base.levels64, (base.levels64[1:] + base.levels64[:-1]) / 2]))
+    np.testing.assert_allclose(t.edges.double().numpy(), union, atol=2e-6)
+    np.testing.assert_allclose(np.sort(np.concatenate([base.levels64 - step, base.levels64 + step])), t.levels64)
+    assert abs(t.probs.sum() - 1) < 1e-12
+    assert t.mse == pytest.approx(base.mse - step**2, abs=1e-12)
+    assert t.mse >= lloyd_max(bits, d).mse - 1e-12
+
+
+@pytest.mark.parametrize("d", DIMS)
+@pytest.mark.parametrize("bits", (2, 3, 4, 6))
+def test_sign_table_error_from_moments(bits, d):
+    "D = Σ over cells of ∫(x - level)² f, by another route than the gain."
+    t = sign_table(bits, d)
+    mid = (t.levels64[1:] + t.levels64[:-1]) / 2
+    m0, m1, m2 = partial_moments(np.append(-np.inf, mid), np.append(mid, np.inf), d)
+    assert float((m2 - 2 * t.levels64 * m1 + t.levels64**2 * m0).sum()) == pytest.approx(t.mse, abs=1e-11)
+
+
+def test_gain_of_one_bit_in_closed_form():
+    "Half normal: E|e| = 2[φ(0) - 2(φ(0) - φ(a))] + …; here by plain sums over a fine grid."
+    a = lloyd_max(1).levels64[1]
+    x = (np.arange(400_000) + 0.5) / 400_000 * 10
+    size = (np.abs(x - a) * np.exp(-x * x / 2)).sum() * 2 * 10 / 400_000 / math.sqrt(2 * math.pi)
+    assert sign_gain(lloyd_max(1)) == pytest.approx(size**2, rel=1e-7)
+
+
+def test_known_figure():
+    assert sign_table(4).mse == pytest.approx(0.01217, abs=1e-5)
+    assert lloyd_max(4).mse == pytest.approx(0.00950, abs=1e-5)
+
+
+@pytest.mark.parametrize("bits", (2, 3, 4, 5))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16, torch.float64))
+def test_two_stages_equal_one_table(bits, dtype, gen):
+    base, t = lloyd_max(bits - 1, 64), sign_table(bits, 64)
+    step = math.sqrt(sign_gain(base))
+    x = (torch.randn(20_000, generator=gen) * 1.3).to(dtype)
+    level = base.decode(base.encode(x))
+    expected = level + torch.where(x.float() > level, step, -step)
+    got = t.decode(t.encode(x))
+    border = torch.cat([base.levels, base.edges])
+    near = (x.float()[:, None] - border).abs().amin(-1) < 1e-6
+    assert ((got - expected).abs()[~near] < 1e-5).all() and near.float().mean() < 0.01
+
+
+def test_sign_table_is_cached_and_other_bases():
+    assert sign_table(3, 64) is sign_table(3, 64) is sign_table(3, base=lloyd_max(2, 64))
+    assert sign_table(np.int64(3), 64) is sign_table(3, 64)
+    even = sign_table(4, base=affine(3, 128))
+    assert even.law == "sign" and even.dim == 128 and even.mse < affine(3, 128).mse
+    twice = sign_table(4, base=sign_table(3))  # two signs
+    assert lloyd_max(4).mse < twice.mse < sign_table(3).mse
+    assert sign_table(2, 64, base=lloyd_max(1, 64)).dim == 64
+    with torch.inference_mode():
+        fresh = sign_table(5, 77)
+    assert not fresh.levels.is_inference()
+
+
+def test_gain_uses_the_cells_of_the_table():
+    "Levels that are not in the middle between edges: a truncated and a snapped table, by quadrature."
+    x = (np.arange(400_000) + 0.5) / 400_000 * 16 - 8
+    w = np.exp(-x * x / 2) / np.exp(-x * x / 2).sum()
+    for book in (truncate(lloyd_max(4)), lloyd_max(3).snap(), truncate(lloyd_max(4), 2), lloyd_max(2)):
+        e = x - book.levels64[np.searchsorted(book.edges.double().numpy(), x)]
+        assert sign_gain(book) == pytest.approx(float(w @ np.abs(e)) ** 2, rel=1e-5)
+        t = sign_table(book.bits + 1, base=book)
+        error = x - t.levels64[np.searchsorted(t.edges.double().numpy(), x)]
+        assert t.mse == pytest.approx(float(w @ error**2), rel=1e-5)  # of the nearest-level code that it is
+
+
+@pytest.mark.parametrize("d", (16, 64, 96, 128))
+def test_sign_table_in_a_quantizer(d, gen):
+    x = torch.randn(2, 3, 50, d, generator=gen)
+    q = Quantizer(Spec(bits=3, residual="sign", scale="norm", rotation="haar"), d, codebook=sign_table(3, d))
+    coded = encode(q, x)
+    assert coded.signs is None and coded.codes.max() < 8
+    error = (decode(q, coded) - x).square().sum(-1) / x.square().sum(-1)
+    assert float(error.mean()) == pytest.approx(sign_table(3, d).mse, rel=0.08)
+
+
+@pytest.mark.parametrize("bits, error", ((1, ValueError), (0, ValueError), (9, ValueError), (2.5, TypeError), (True, TypeError), ("3", TypeError)))
+def test_sign_table_refuses_bits(bits, error):
+    with pytest.raises(error, match="bits must be"):
+        sign_table(bits)
+
+
+def test_sign_table_refuses_bases():
+    with pytest.raises(ValueError, match="base must have 2 bits, got 3 bits"):
+        sign_table(3, base=lloyd_max(3))
+    with pytest.raises(ValueError, match="d = 64, got 2 bits and d = 128"):
+        sign_table(3, 64, base=lloyd_max(2, 128))
+    with pytest.raises(TypeError, match="base must be a Codebook, got int"):
+        sign_table(3, base=2)
+    samples = lloyd_max_samples(torch.linspace(-1, 1, 99), 2)
+    with pytest.raises(ValueError, match="known law"):
+        sign_table(3, base=samples)
+    uneven = replace(lloyd_max(2, 68), levels64=np.array([-3.0, -1e-3, 1e-3, 3.0]))
+    with pytest.raises(ValueError, match="more than 2 E"):
+        sign_table(3, base=uneven)
+    for bad in (None, torch.ones(3), 3):
+        with pytest.raises(TypeError, match="codebook must be a Codebook"):
+            sign_gain(bad)
+
+
+# --- unbiased by scale ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("d", (2, 5, 16, 64))
+@pytest.mark.parametrize("bits", (1, 2, 3, 4))
+@pytest.mark.parametrize("table", ("sphere", "gaussian", "affine"))
+def test_mirrored_rotations_average_to_the_vector(bits, d, table, gen):
+    x = torch.randn(d, generator=gen).exp()
+    turn = make_rotation("haar", d, seed=bits)
+    mirror = (2 * torch.outer(x.double(), x.double()) / x.double().square().sum() - torch.eye(d, dtype=torch.float64))
+    twin = make_rotation("matrix", d, matrix=(turn.matrix.double() @ mirror).float())
+    spec = Spec(bits=bits, table=table, scale="unbiased", scale_dtype="float32")
+    both = [decode(q, encode(q, x)) for q in (Quantizer(spec, d, rotation=r) for r in (turn, twin))]
+    assert float((sum(both) / 2 - x).norm() / x.norm()) < 1e-5
+
+
+def test_mirror_holds_for_the_sign_residual_too(gen):
+    d = 32
+    x = torch.randn(d, generator=gen)
+    turn = make_rotation("haar", d)
+    twin = make_rotation("matrix", d, matrix=turn.matrix @ (2 * torch.outer(x, x) / (x @ x) - torch.eye(d)))
+    for scale, good in (("unbiased", True), ("mse", False)):
+        spec = Spec(bits=3, residual="sign", scale=scale, scale_dtype="float32")
+        both = [decode(q, encode(q, x)) for q in (Quantizer(spec, d, rotation=r, codebook=sign_table(3, d)) for r in (turn, twin))]
+        assert (float((sum(both) / 2 - x).norm() / x.norm()) < 1e-5) == good
+
+
+# --- prod -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ("gaussian", "orthogonal", "hadamard"))
+@pytest.mark.parametrize("shape", ((64,), (0, 64), (7, 64), (2, 3, 0, 64), (2, 3, 5, 64), (3, 20), (4, 5), (2, 36), (9, 2)))
+@pytest.mark.parametrize("bits", (2, 3, 4))
+def test_shapes_and_parts(kind, shape, bits, gen):
+    d = shape[-1]
+    q = prod(bits, d, kind)
+    coded = q.encode(torch.randn(shape, generator=gen))
+    assert coded.codes.shape == shape and coded.codes.dtype == torch.uint8
+    assert coded.signs.shape == shape and coded.signs.dtype == torch.uint8
+    assert coded.scale.shape == coded.residual_norm.shape == shape[:-1]
+    assert coded.scale.dtype == coded.residual_norm.dtype == torch.float16
+    assert q.sketch.shape == (d, d) and q.channel_bits == (bits - 1,) * d and q.spec.bits == bits
+    if coded.codes.numel():
+        assert coded.codes.max() < 2 ** (bits - 1) and coded.signs.max() <= 1
+    out = decode(q, coded)
+    assert out.shape == shape and out.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16))
+@pytest.mark.parametrize("scale_dtype", ("float16", "bfloat16", "float32"))
+@pytest.mark.parametrize("scale", ("norm", "mse", "unbiased"))
+def test_residual_is_against_the_stored_scale(dtype, scale_dtype, scale, gen):
+    q = prod(3, 48, scale_dtype=scale_dtype, scale=scale, rotation="haar")
+    x = torch.randn(4, 11, 48, generator=gen).to(dtype)
+    coded = prod_encode(q, x)
+    plain = encode(q, x)
+    same(coded.codes, plain.codes)
+    same(coded.scale, plain.scale)
+    r = q.rotation.apply(x) - q.codebook.decode(coded.codes) * coded.scale.float().unsqueeze(-1)
+    assert (coded.signs != sign_bits(r, q.sketch)).float().mean() < 1e-3  # a tie may round the other way
+    torch.testing.assert_close(coded.residual_norm, r.norm(dim=-1).to(coded.scale.dtype), rtol=1e-2, atol=0)
+    assert coded.residual_norm.dtype == getattr(torch, scale_dtype)
+    out = prod_decode_rotated(q, coded)
+    torch.testing.assert_close(out, decode_rotated(q, coded) + qjl_decode(coded.signs, coded.residual_norm.float(), q.sketch))
+    assert out.dtype == torch.float32
+    assert decode(q, coded, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("d, lead", ((64, (2, 3)), (20, ()), (128, (4,))))
+def test_scores_on_codes(d, lead, gen):
+    q = prod(3, d)
+    k, query = torch.randn(*lead, 33, d, generator=gen), torch.randn(*lead, 5, d, generator=gen)
+    coded, turned = q.encode(k), q.rotation.apply(query)
+    levels = q.codebook.decode(coded.codes)
+    direct = turned @ levels.mT * coded.scale.float().unsqueeze(-2)
+    direct = direct + qjl_scores(turned, pack_signs(coded.signs), coded.residual_norm, q.sketch)
+    torch.testing.assert_close(direct, query @ decode(q, coded).mT, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mean_shape", ((64,), (1, 64), (3, 1, 64), (3, 10, 64)))
+def test_mean(mean_shape, gen):
+    q, x, mean = prod(), torch.randn(3, 10, 64, generator=gen), 5 * torch.randn(mean_shape, generator=gen)
+    with_mean = decode(q, q.encode(x + mean, mean), mean)
+    assert float((with_mean - x - mean).square().mean()) < 0.4 * float(x.square().mean())
+    with pytest.raises(ValueError, match="must broadcast"):
+        q.encode(x, torch.ones(4, 1, 64))
+
+
+def test_blocks_do_not_change_the_code(gen):
+    q, x = prod(), torch.randn(100, 64, generator=gen)
+    whole, parts = prod_encode(q, x), prod_encode(q, x, block=7)
+    assert (whole.codes != parts.codes).float().mean() < 1e-3  # rounding at an edge
+    assert (whole.signs != parts.signs).float().mean() < 2e-3
+    torch.testing.assert_close(whole.residual_norm, parts.residual_norm, rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("kind, factor", (("gaussian", math.pi / 2), ("orthogonal", math.pi / 2 - 1), ("hadamard", math.pi / 2 - 1)))
+@pytest.mark.parametrize("bits", (2, 3, 4))
+def test_error_is_the_noise_of_the_sketch(kind, factor, bits, gen):
+    d = 128
+    x = torch.randn(3000, d, generator=gen)
+    q = prod(bits, d, kind, rotation="haar")
+    error = float(((decode(q, q.encode(x)) - x).square().sum(-1) / x.square().sum(-1)).mean())
+    assert error == pytest.approx(factor * lloyd_max(bits - 1, d).mse, rel=0.06)
+
+
+def test_sketch_is_shared_seeded_and_leaves_the_rng_alone():
+    before = torch.get_rng_state()
+    a, b, c = prod(seed=1), prod(seed=1, bits=4), prod(seed=2)
+    assert a.sketch is b.sketch
+    assert not torch.equal(a.sketch, c.sketch)
+    assert torch.equal(before, torch.get_rng_state())
+    with torch.inference_mode():
+        assert not prod(d=22, seed=3).sketch.is_inference()
+
+
+def test_table_and_rotation_of_the_caller(gen):
+    turn = make_rotation("haar", 16, seed=4)
+    q = ProdQuantizer(Spec(bits=3, residual="qjl"), 16, rotation=turn, codebook=affine(2, 16))
+    assert q.rotation is turn and q.codebook.law == "affine"
+    assert decode(q, q.encode(torch.randn(3, 16, generator=gen))).shape == (3, 16)
+    assert "ProdQuantizer" in repr(q) and "qjl" in repr(q)
+    assert ProdQuantizer(Spec(bits=3, residual="qjl", table="affine"), 16).codebook.law == "affine"
+
+
+def test_zeros_constants_and_outliers():
+    q = prod()
+    same(decode(q, q.encode(torch.zeros(2, 3, 64))), torch.zeros(2, 3, 64))
+    spike = torch.ones(64)
+    spike[9] = 1e4
+    for x in (torch.full((64,), 3.0), spike, torch.full((64,), 1e-4)):
+        assert decode(q, q.encode(x)).isfinite().all()
+
+
+def test_refusals(gen):
+    q, x = prod(), torch.randn(3, 64, generator=gen)
+    for spec in (Spec(bits=3), Spec(bits=3, residual="sign")):
+        with pytest.raises(ValueError, match="spec must have residual='qjl'"):
+            ProdQuantizer(spec, 64)
+    with pytest.raises(TypeError, match="spec must be a Spec, got int"):
+        ProdQuantizer(3, 64)
+    with pytest.raises(ValueError, match="kind must be one of"):
+        ProdQuantizer(Spec(bits=3, residual="qjl"), 64, kind="sparse")
+    for bits in (1, 3, 4):  # one bit of the three is the sign
+        with pytest.raises(ValueError, match="codebook must have 2 bits, one less than the spec"):
+            ProdQuantizer(Spec(bits=3, residual="qjl"), 64, codebook=lloyd_max(bits, 64))
+    for bits in (1, 2.5, (2,) * 64):
+        with pytest.raises(ValueError, match="bits must be an integer of at least 2"):
+            Spec(bits=bits, residual="qjl")
+    with pytest.raises(TypeError, match="must be a ProdQuantizer, got Quantizer"):
+        prod_encode(Quantizer(Spec(bits=3), 64), x)
+    with pytest.raises(TypeError, match="must be a ProdQuantizer"):
+        prod_decode_rotated(Quantizer(Spec(bits=3), 64), q.encode(x))
+    with pytest.raises(ValueError, match="signs and residual_norm"):
+        q.decode_rotated(encode(q, x))
+    coded = q.encode(x)
+    with pytest.raises(ValueError, match="signs and residual_norm"):
+        q.decode_rotated(coded._replace(residual_norm=None))
+    with pytest.raises(ValueError):
+        q.decode_rotated(coded._replace(signs=coded.signs[..., :-9]))
+    with pytest.raises(ValueError, match=r"\[\.\.\., 64\]"):
+        q.encode(torch.ones(3, 63))
+    with pytest.raises(TypeError, match="keys must be a floating-point"):
+        q.encode(torch.ones(3, 64, dtype=torch.long), name="keys")
+    for bad in (math.nan, math.inf):
+        with pytest.raises(ValueError, match="keys must be finite"):
+            q.encode(torch.full((64,), bad), name="keys")
+    with pytest.raises(ValueError, match="the residual of keys needs a scale"):
+        q.encode(4e4 * x, name="keys")
+    wide = prod(scale_dtype="bfloat16")
+    assert decode(wide, wide.encode(4e4 * x)).isfinite().all()
+    assert isinstance(coded, Coded)
