@@ -118,6 +118,9 @@ def test_channel_bits():
             channel_bits(bits, d)
     with pytest.raises(TypeError, match="d must"):
         channel_bits(3, 2.0)
+    for bad in (0, 5, 7.5, 2.0, True, "3", None, float("nan"), (9, 9), [3, "a"], torch.tensor([3, 3])):
+        with pytest.raises(ValueError, match="bits must be an integer from 1 to 4, a fraction"):
+            channel_bits(bad, 2)
 
 
 def test_own_codebook():

@@ -153,6 +153,14 @@ def test_other_files_are_refused(tmp_path):
     save_file({"x": torch.zeros(2)}, str(tmp_path / "b.safetensors"))
     with raises(ValueError, "b.safetensors is not an index"):
         CodedIndex.load(tmp_path / "b.safetensors")
+    CodedIndex(8).add(torch.eye(8)).save(tmp_path / "c.safetensors")
+    data = (tmp_path / "c.safetensors").read_bytes()
+    for wrong in (data[:-9], data[:5], b"", b"hello"):
+        (tmp_path / "c.safetensors").write_bytes(wrong)
+        with raises(ValueError, "c.safetensors is not an index, or was cut"):
+            CodedIndex.load(tmp_path / "c.safetensors")
+    with raises(FileNotFoundError):
+        CodedIndex.load(tmp_path / "none")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])

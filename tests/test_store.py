@@ -487,6 +487,59 @@ def test_files_from_before_these_fields(tmp_path):
         same(a, b)
 
 
+def test_a_refused_move_of_start_changes_nothing():
+    "Bad states, an end that was set, or tokens that were freed: an error, and length, ranges, thinned tiles and bits as before."
+    for recipe, decay in (("k3v3", None), (Recipe(Spec(4), Spec(3.5), 2, 5), 20), (Recipe(residual="prod"), None)):
+        store = make(recipe, tile=8)
+        k, v = states(store, 50)
+        store.append(k, v)
+        if decay:
+            store.decay(decay)
+        store.set_range(end=40)
+        before = snapshot(store)
+        nan, huge = k.clone(), v * 1e7  # refused before and after coding
+        nan[0, 0, 3, 1] = torch.nan
+        for bad in ((nan, v), (k, huge), (k[..., :3], v), (k, v.half()), (k, None), (None, None), (k[:, :, :9], v[:, :, :9])):
+            with pytest.raises((ValueError, TypeError)):
+                store.set_range(start=3, k=bad[0], v=bad[1])
+            assert_same_snapshot(snapshot(store), before)
+        store.set_range(start=3, k=k, v=v)
+        assert store.start.tolist() == [3, 3] and store.end is None and store.key.thin == 0
+        fresh = make(recipe, tile=8)
+        fresh.set_range(start=3)
+        fresh.append(k, v)
+        for a, b in zip(store.read(), fresh.read()):
+            same(a, b)
+        store.evict(17)
+        before = snapshot(store)
+        with pytest.raises(ValueError, match="start cannot move any more: positions below 16 were freed"):
+            store.set_range(start=0, k=k, v=v)
+        assert_same_snapshot(snapshot(store), before)
+
+
+def test_a_moved_start_fills_the_window_again():
+    "After a crop part of the window is stale; coding all tokens again makes it whole."
+    store = make(Recipe(sinks=2, window=8), tile=8)
+    k, v = states(store, 50)
+    store.append(k, v)
+    store.crop(6)
+    assert store.past_exact_from == 42
+    store.set_range(start=1, k=k[:, :, :44], v=v[:, :, :44])
+    assert store.past_exact_from == 36
+    same(store.read()[0][:, :, 36:], k[:, :, 36:44])
+
+
+def test_positions_are_integers():
+    store = make("k3v3", tile=8)
+    store.append(*states(store, 50))
+    before = snapshot(store)
+    for f in (store.decay, store.evict):
+        for bad in (30.0, None, True, "9"):
+            with pytest.raises(TypeError, match="before must be an integer"):
+                f(bad)
+    assert_same_snapshot(snapshot(store), before)
+
+
 def test_tables_hold_every_tensor_of_a_quantizer():
     for spec in (Spec(3), Spec(2.5), Spec((3, 1) * 4), Spec(4, residual="sign"), Spec(3, residual="qjl")):
         store = make(Recipe(spec, Spec(4)), tile=8)

@@ -77,18 +77,21 @@ class Spec:
         _choice("center", self.center, ("none", "prompt"))
         _choice("scale_dtype", self.scale_dtype, ("float16", "bfloat16", "float32"))
 
-# %% ../nbs/04_quantizer.ipynb #b8f63fd7
+# %% ../nbs/04_quantizer.ipynb #8be12a34
 def channel_bits(
     bits: int | float | tuple,  # as in a `Spec`
     d: int,  # head size
 ) -> tuple:  # d integers
     """Bits of each channel; a fraction gives the first channels one bit more than the others. Raises
-    ValueError for a tuple of another length than d, or if d times the bits is not an integer."""
+    ValueError for bits that a `Spec` refuses, for a tuple of another length than d, or if d times
+    the bits is not an integer."""
     d = _whole("d", d, 1)
-    if isinstance(bits, (tuple, list)):
+    bits = tuple(bits) if isinstance(bits, list) else bits
+    _check_bits(bits, "none")
+    if isinstance(bits, tuple):
         if len(bits) != d:
             raise ValueError(f"bits must have length d = {d}, got {len(bits)}")
-        return tuple(bits)
+        return bits
     low = math.floor(bits)
     more = (bits - low) * d
     if abs(more - round(more)) > 1e-6:
@@ -119,7 +122,7 @@ def _check_decay(decay, sides):
             f"decay needs a side with channels of 3 or 4 bits, got at most {max(most)}"
         )
 
-# %% ../nbs/04_quantizer.ipynb #284cc398
+# %% ../nbs/04_quantizer.ipynb #cc446a58
 @dataclass(frozen=True)
 class Recipe:
     """How a cache is coded: one `Spec` for keys, one for values, and how many tokens stay exact.
@@ -130,7 +133,7 @@ class Recipe:
     sinks: int = 4  # first tokens of each sequence kept in the model's dtype
     window: int = 16  # most recent tokens kept in the model's dtype
     decay: int | None = None  # older tokens lose the last bit of codes of 3 or 4; None: never
-    residual: InitVar[str | None] = None  # of the keys: "none", "sign", "prod" or "rescale"
+    residual: InitVar[str | None] = None  # "none", "sign", "prod" or "rescale": only sets `key`
 
     def __post_init__(self, residual):
         for name in ("key", "value"):

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['code_bytes', 'exact_search', 'recall', 'CodedIndex']
 
-# %% ../nbs/81_vector_search.ipynb #9852a1e8
+# %% ../nbs/81_vector_search.ipynb #49993284
 import json
 import math
 from dataclasses import asdict
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -189,7 +189,7 @@ def _decoded(index, b: _Block) -> Tensor:
     x, _ = _parted(index, x)
     return x + center + b.along.float()[:, None] * center / torch.linalg.vector_norm(center)
 
-# %% ../nbs/81_vector_search.ipynb #c77b47d9
+# %% ../nbs/81_vector_search.ipynb #49ca855f
 def _save(index, path):
     tensors = {} if index.center is None else {"center": index.center}
     for i, b in enumerate(index._blocks):
@@ -205,10 +205,18 @@ def _save(index, path):
 
 
 def _load(cls, path, device):
+    name = Path(path).name
+    try:
+        return _opened(cls, path, name, device)
+    except SafetensorError as error:
+        raise ValueError(f"{name} is not an index, or was cut: {error}") from None
+
+
+def _opened(cls, path, name, device):
     with safe_open(str(path), framework="pt", device=str(device)) as f:
         about, names = f.metadata() or {}, set(f.keys())
         if about.get("format") != "turboquant-index-1":
-            raise ValueError(f"{Path(path).name} is not an index written by CodedIndex.save")
+            raise ValueError(f"{name} is not an index written by CodedIndex.save")
         get = lambda name: f.get_tensor(name) if name in names else None  # noqa: E731
         index = cls(int(about["d"]), Spec(**json.loads(about["spec"])), get("center"), device)
         count = len(WIDTHS[index._layout.bits])
@@ -249,7 +257,7 @@ def _parts(index) -> dict:
     sizes["tables"] = sum(t.nbytes for t in tables if t is not None)
     return sizes
 
-# %% ../nbs/81_vector_search.ipynb #87017bdd
+# %% ../nbs/81_vector_search.ipynb #cfab31e8
 class _Held:
     "What an index holds, and its file."
 
@@ -273,7 +281,7 @@ class _Held:
 
     @classmethod
     def load(cls, path, device="cpu") -> "CodedIndex":
-        "Read what `save` wrote. Raises ValueError for another file."
+        "Read what `save` wrote. Raises ValueError for another file or one that was cut."
         return _load(cls, path, device)
 
     def __len__(self):

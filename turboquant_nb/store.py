@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['FORMAT', 'prompt_mean', 'write_file', 'read_file', 'KVStore']
 
-# %% ../nbs/09_store.ipynb #d0f2355f
+# %% ../nbs/09_store.ipynb #da4ab103
 import hashlib
 import json
 import math
 import os
 from dataclasses import dataclass
-from functools import lru_cache, wraps
+from functools import wraps
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -197,7 +197,7 @@ class _Coding(_Pieces):
                 codes[..., g.channels] = part
         return codes + 2 ** max(self.q.channel_bits) if thinned and self.fading else codes
 
-# %% ../nbs/09_store.ipynb #502067d9
+# %% ../nbs/09_store.ipynb #7f579592
 class _Aging:
     """A codebook and its truncation in one table: code c from 2**bits on stands for code
     c - 2**bits that has lost its last bit."""
@@ -220,16 +220,6 @@ class _Aging:
         index = (codes.int() + self.row).flatten()
         return self.levels.to(dtype).flatten().index_select(0, index).view(codes.shape)
 
-    def to(self, device):
-        "The same on `device`."
-        return _aging(self.book.to(device))
-
-
-@lru_cache(maxsize=64)
-def _aging(book):
-    "One shared table for each codebook."
-    return _Aging(book)
-
 
 def _table_tensors(x) -> list:
     "The tensors of a codebook of any kind."
@@ -239,7 +229,7 @@ def _table_tensors(x) -> list:
         return [t for *_, book in x.groups for t in _table_tensors(book)]
     return [x.levels, x.edges] + ([x.grid.levels] if x.grid else [])
 
-# %% ../nbs/09_store.ipynb #f09ca8f9
+# %% ../nbs/09_store.ipynb #bfa44c02
 class _Side(_Coding):
     "Keys or values of one layer."
 
@@ -271,7 +261,7 @@ class _Side(_Coding):
     def two_ages(self):
         "From the first thinned tile on, decode codes of both ages."
         if self.thin and not isinstance(self.q.codebook, _Aging):
-            self.q.codebook = _aging(self.q.codebook)
+            self.q.codebook = _Aging(self.q.codebook)
 
     def to(self, device):
         "The quantizer on another device."
@@ -462,7 +452,7 @@ class _Exact(_Reading):
         positions = torch.cat([sinks.where(sinks < self.length, -1), held.where(~taken, -1)], 1)
         return torch.cat([s.tensors["sinks"], window], 2), positions
 
-# %% ../nbs/09_store.ipynb #641ed41e
+# %% ../nbs/09_store.ipynb #cef6ebec
 def _range(name, value, batch, device, high):
     "A [batch] long tensor with every entry from 0 to high, from an int or a tensor."
     t = torch.as_tensor(value, dtype=torch.long, device=device)
@@ -482,7 +472,23 @@ def _trim_thin(store):
         if side.thin > used:
             side.age(used)
 
-# %% ../nbs/09_store.ipynb #adcf6643
+
+def _code_again(store, start, k, v):
+    "Move start and code all tokens again; after an error everything is as before."
+    held = store.length, store.start, store.end, store._window_from
+    sides = [(side, side.thin, dict(side.tensors)) for side in (store.key, store.value)]
+    store.length, store.start, store.end, store._window_from = 0, start, None, 0
+    _trim_thin(store)
+    try:
+        if held[0]:
+            store.append(k, v)
+    except Exception:
+        store.length, store.start, store.end, store._window_from = held
+        for side, thin, tensors in sides:
+            side.thin, side.tensors = thin, tensors
+        raise
+
+# %% ../nbs/09_store.ipynb #08df5f8d
 class _Decoding(_Exact):
     "Dense states, and which of them are real."
 
@@ -505,7 +511,8 @@ class _Decoding(_Exact):
     def set_range(self, start=None, end=None, k: Tensor | None = None, v: Tensor | None = None):
         """Which positions [start, end) of each sequence are real; ints or [B] tensors. Where start
         moves after tokens came, `k` and `v` of all of them are coded again: sinks and the mean of
-        the prompt depend on it."""
+        the prompt depend on it. Raises ValueError/TypeError for a range or states that do not fit,
+        or where tokens were freed already; the store is then as before."""
         if start is not None:
             start = _range("start", start, self.batch, self.device, self.length or 2**31)
         if end is not None:
@@ -513,10 +520,10 @@ class _Decoding(_Exact):
         if start is not None and not torch.equal(start, self.start):
             if self.length and any(x is None or x.shape[2] != self.length for x in (k, v)):
                 raise ValueError(f"to move start now, pass k and v of all {self.length} tokens")
-            again, self.length, self.start, self.end = self.length > 0, 0, start, None
-            _trim_thin(self)
-            if again:
-                self.append(k, v)
+            if self.offset:
+                freed = f"positions below {self.offset} were freed"
+                raise ValueError(f"start cannot move any more: {freed}")
+            _code_again(self, start, k, v)
         self.end = end
 
 # %% ../nbs/09_store.ipynb #49dc73b0
@@ -561,7 +568,12 @@ class _Moving(_Decoding):
         self._map(lambda x: x.repeat_interleave(times, 0))
         self.batch *= times
 
-# %% ../nbs/09_store.ipynb #e8f973a9
+# %% ../nbs/09_store.ipynb #1b2491b4
+def _check_position(before):
+    if isinstance(before, bool) or not isinstance(before, int):
+        raise TypeError(f"before must be an integer, a position, got {before!r}")
+
+
 class _Freeing(_Moving):
     "Giving memory back, or moving it elsewhere."
 
@@ -569,6 +581,7 @@ class _Freeing(_Moving):
     def evict(self, before: int) -> None:
         """Free whole tiles of positions below `before`, which nothing attends to any more (sliding
         windows)."""
+        _check_position(before)
         tiles = (min(before, self.length) - self.offset) // self.tile
         if tiles < 1:
             return
@@ -587,7 +600,7 @@ class _Freeing(_Moving):
             side.to(device)
         self.device = self.start.device
 
-# %% ../nbs/09_store.ipynb #9f57a6af
+# %% ../nbs/09_store.ipynb #450b193f
 class _Decaying(_Freeing):
     "Old tokens with fewer bits."
 
@@ -605,6 +618,7 @@ class _Decaying(_Freeing):
             )
         if not self.key.fading and not self.value.fading:
             raise ValueError("decay needs a side with channels of 3 or 4 bits")
+        _check_position(before)
         tiles = (min(before, self.length) - self.offset) // self.tile
         for side in (self.key, self.value):
             if side.thin < tiles:
