@@ -1,0 +1,66 @@
+"""Compile the decode kernel for GPUs that are not there, and print registers, spilled bytes and shared memory of each variant as JSON
+lines; run by test_decode_kernel.py in a process of its own, because the interpreter and the compiler exclude each other."""
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+
+import triton
+import triton.backends.nvidia as nvidia
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from turboquant_nb.kernels import decode as kernel
+
+PTXAS = os.path.join(os.path.dirname(nvidia.__file__), "bin", "ptxas")
+TYPES = dict(TURNED="*fp32", RK_="*fp32", RV_="*fp32", MK="*bf16", MV="*bf16", KS="*fp16", VS="*fp16", TABLE="*i32", START="*i64", END="*i64",
+             LENGTH="*i32", PAGES="*i32", O="*fp32", LSE="*fp32", scaling="fp32", k_step="fp32", v_step="fp32", cap_at="fp32")
+TYPES |= dict.fromkeys(("QUERY", "SK", "SV", "WK", "WV", "CK", "CV"), "*bf16") | dict.fromkeys(("K0", "K1", "K2", "V0", "V1", "V2"), "*u8")
+
+
+def source(fn, kind, types, constants):
+    "What Triton compiles, with every pointer aligned to 16 bytes as torch allocates."
+    index = {name: (i,) for i, name in enumerate(fn.arg_names)}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in fn.arg_names}
+    attrs = {index[n]: [["tt.divisibility", 16]] for n, t in signature.items() if t.startswith("*")}
+    return kind(fn, signature, {index[n]: v for n, v in constants.items()}, attrs)
+
+
+def build(capability=90, d=128, bits=(3, 3), rows=4, sliding=False, capped=False, regs=None):
+    "The decode kernel as `_fragments` asks for it."
+    form = kernel.decode_form(d, d, rows, *bits)
+    flags = dict(HAS_END=False, HAS_LENGTH=False, PAGED=False, FAST=d in (64, 128, 256), EXACT=True, MEAN_K=True, MEAN_V=False,
+                 SLIDING=sliding, CAPPED=capped, PDL=capability >= 90, G=form)
+    options = dict(num_warps=1, **({"maxnreg": regs} if regs else {}))
+    src = source(kernel._decode_kernel, GluonASTSource, TYPES, flags)
+    return triton.compile(src, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def combine(capability=90, d=128, fast=True):
+    "The combine kernel."
+    types = dict(OUT_PARTS="*fp32", LSE_PARTS="*fp32", OUT="*bf16" if fast else "*fp32", LSE="*fp32", REST="*fp32")
+    constants = dict(DV=d, DVP=1 << (d - 1).bit_length(), Q=4, SB=16, FAST=fast, PDL=capability >= 90)
+    options = dict(num_warps=4, **({"launch_pdl": True} if capability >= 90 else {}))
+    return triton.compile(source(kernel._combine_kernel, ASTSource, types, constants), target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def usage(compiled, capability):
+    "Registers a thread, bytes of stack and of spills a thread, bytes of shared memory."
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as f:
+        f.write(compiled.asm["ptx"])
+        f.flush()
+        said = subprocess.run([PTXAS, "-v", f"--gpu-name=sm_{capability}{'a' if capability >= 90 else ''}", f.name, "-o", os.devnull], capture_output=True, text=True)
+    text = said.stdout + said.stderr
+    spills = sum(map(int, re.findall(r"(\d+) bytes spill", text)))
+    return {"registers": int(re.search(r"Used (\d+) registers", text)[1]), "stack": int(re.search(r"(\d+) bytes stack", text)[1]), "spills": spills, "shared": compiled.metadata.shared}
+
+
+if __name__ == "__main__":
+    for text in sys.argv[1:]:
+        case = json.loads(text)
+        make = {"decode": build, "combine": combine}[case.get("kernel", "decode")]
+        built = make(**{k: v for k, v in case.items() if k != "kernel"})
+        print(json.dumps(case | usage(built, case.get("capability", 90))), flush=True)

@@ -1,0 +1,437 @@
+"""The decode kernels: the portable one in Triton's interpreter against `attend`, the PTX of the other one emulated, its compiled form
+ahead of time, and all of it on a GPU where there is one. `python tests/test_decode_kernel.py` runs the GPU matrix without pytest."""
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+try:
+    import pytest
+except ImportError:  # a machine that has a GPU but no pytest
+    pytest = None
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+
+try:
+    import triton
+except ImportError:
+    triton = None
+
+from turboquant_nb.attention import attend  # noqa: E402
+from turboquant_nb.kernels import decode as kernel  # noqa: E402
+from turboquant_nb.kernels.decode import decode_attention, supports  # noqa: E402
+from turboquant_nb.quantizer import Recipe, Spec  # noqa: E402
+from turboquant_nb.store import KVStore  # noqa: E402
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+if pytest is None:
+    mark = SimpleNamespace(parametrize=lambda *a, **k: lambda f: f, skipif=lambda *a, **k: lambda f: f)
+else:
+    mark, pytestmark = pytest.mark, pytest.mark.usefixtures("one_thread")
+needs_triton = mark.skipif(triton is None, reason="needs Triton")
+needs_gpu = mark.skipif(not CUDA, reason="needs a CUDA device")
+cpu_only = mark.skipif(CUDA, reason="Triton's interpreter, where there is no GPU")
+
+
+def setup(B=2, H=2, G=2, d=32, dv=None, T=300, kb=3, vb=3, n=1, dtype=torch.float32, center="prompt", vcenter="none", sinks=4, win=16,
+          m=0, start=None, end=None, scale="mse", rot="hadamard", tile=256, residual="none", evict=0, big=False, scale_dtype="float16", table="sphere"):
+    "A query, a store with T tokens, and the last m of them exact."
+    g = torch.Generator().manual_seed(1)
+    rand = lambda *s: torch.randn(*s, generator=g)
+    dv = dv or d
+    spec = dict(scale=scale, rotation=rot, scale_dtype=scale_dtype, table=table)
+    recipe = Recipe(Spec(bits=kb, center=center, residual=residual, **spec), Spec(bits=vb, center=vcenter, **spec), sinks=sinks, window=win)
+    store = KVStore(recipe, B, H, d, dv, dtype, DEVICE, tile=tile)
+    if start is not None:
+        store.set_range(start=torch.tensor(start))
+    k, v = rand(B, H, T, d) + 2 * rand(1, H, 1, d), rand(B, H, T, dv) + rand(1, H, 1, dv)
+    q = rand(B, n, H * G, d).transpose(1, 2)
+    if big:
+        v[:, :, T // 2] *= 1000
+        q[..., 0] *= 1000
+    q, k, v = (x.to(DEVICE, dtype) for x in (q, k, v))
+    store.append(k[:, :, :-n], v[:, :, :-n])
+    store.append(k[:, :, -n:], v[:, :, -n:])
+    if end is not None:
+        store.set_range(end=torch.tensor(end))
+    if evict:
+        store.evict(evict)
+    return q, store, dict(k=k[:, :, -m:], v=v[:, :, -m:]) if m else {}
+
+
+def agree(case, options, kernel_name, limit):
+    "Output and log-sum-exp of a kernel against `attend` in fp32; on a GPU twice, for the same bits."
+    q, store, chunk = setup(**case)
+    out, lse = decode_attention(q, store, **chunk, **options, kernel=kernel_name)
+    splits = options.get("splits")
+    want, want_lse = attend(q.float(), store, **chunk, **{k: x for k, x in options.items() if k != "splits"})
+    assert out.dtype == q.dtype and out.shape == want.shape and lse.dtype == torch.float32 and lse.shape == want_lse.shape, splits
+    rounding = float((want.to(q.dtype).float() - want).norm() / want.norm())
+    error = float((out.float() - want).norm() / want.norm())
+    assert error <= max(limit, 1.5 * rounding), f"{case} {options}: {error:.2e}, rounding {rounding:.1e}"
+    seen = want_lse.isfinite()
+    assert torch.equal(lse.isfinite(), seen) and (lse - want_lse)[seen].abs().max() < (1e-5 if limit < 1e-4 else 2e-3) * max(1, float(want_lse[seen].abs().max()))
+    if not CUDA:
+        return error
+    again = decode_attention(q, store, **chunk, **options, kernel=kernel_name)
+    assert torch.equal(out, again[0]) and torch.equal(lse, again[1]), f"{case} {options}: not deterministic"
+    return error
+
+
+def agree_with(q, store):
+    return float((decode_attention(q, store)[0] - attend(q, store)[0]).norm()) < 1e-3 * float(attend(q, store)[0].norm())
+
+
+FEATURES = [
+    (dict(G=1), {}), (dict(G=16, H=1), {}), (dict(G=5, n=5, H=1), {}), (dict(n=16, T=40), {}), (dict(n=2), {}), (dict(n=5, m=3), {}),
+    (dict(n=3, m=5), {}), (dict(n=4, m=4), dict(window=300)), (dict(n=5, m=5), dict(softcap=5.0, window=20)), (dict(m=1), {}),
+    (dict(), dict(softcap=5.0)), (dict(), dict(window=50)), (dict(), dict(window=7)), (dict(), dict(scaling=0.3)),
+    (dict(start=[0, 37]), {}), (dict(start=[290, 5], n=2), {}), (dict(end=[200, 260]), {}), (dict(end=[200, 260], start=[3, 250]), {}),
+    (dict(start=[0, 280], n=3, m=3), dict(window=40)), (dict(sinks=0, win=0), {}), (dict(sinks=0, win=0, m=2), {}), (dict(sinks=0), {}),
+    (dict(win=64), {}), (dict(win=0), {}), (dict(T=5), {}), (dict(T=21), {}), (dict(T=257), {}), (dict(T=600), dict(splits=3)), (dict(T=600), dict(splits=7)),
+    (dict(rot="haar", vcenter="prompt"), {}), (dict(rot="identity"), {}), (dict(vcenter="prompt"), {}), (dict(center="none"), {}),
+    (dict(scale="unbiased"), {}), (dict(scale="norm"), {}), (dict(residual="sign"), {}), (dict(table="affine"), {}), (dict(table="gaussian"), {}),
+    (dict(scale_dtype="bfloat16"), {}), (dict(scale_dtype="float32"), {}), (dict(dtype=torch.float16), {}), (dict(dtype=torch.bfloat16), {}),
+    (dict(T=700, evict=300), {}), (dict(T=700, evict=600, n=3), dict(window=100)), (dict(big=True), {}),
+]
+
+
+# ---- the portable kernel, in the interpreter
+@needs_triton
+@mark.parametrize("kb", (1, 2, 3, 4))
+@mark.parametrize("vb", (1, 2, 3, 4))
+def test_portable_bits(kb, vb):
+    agree(dict(kb=kb, vb=vb, B=1, H=1, T=280), {}, "portable", 1e-6)
+
+
+@needs_triton
+@mark.parametrize("case,options", FEATURES)
+def test_portable_features(case, options):
+    agree(dict(d=16, H=1) | case, options, "portable", 1e-6 if not case.get("big") else 1e-5)
+
+
+@needs_triton
+@mark.parametrize("d,dv", ((16, 48), (80, 64), (96, 112), (256, 16)))
+def test_portable_head_sizes(d, dv):
+    agree(dict(d=d, dv=dv, B=1, H=1, T=270), {}, "portable", 1e-6)
+
+
+@needs_triton
+@mark.parametrize("tile", (64, 128, 512))
+def test_portable_tiles(tile):
+    agree(dict(tile=tile, T=530, B=1, H=1), {}, "portable", 1e-6)
+
+
+@needs_triton
+def test_nothing_seen():
+    "A row whose range is empty gives 0 and -inf, as `attend` does."
+    q, store, _ = setup(n=2, start=[0, 299])
+    out, lse = decode_attention(q, store, kernel="portable")
+    assert (out[1, :, 0] == 0).all() and (lse[1, :, 0] == -torch.inf).all() and lse[1, :, 1].isfinite().all()
+
+
+def poison(function, *args, **kwargs):
+    "Run with every `torch.empty` full of NaN: whatever is not written shows."
+    empty, like = torch.empty, torch.empty_like
+    fill = lambda t: t.fill_(float("nan")) if t.is_floating_point() else t
+    torch.empty, torch.empty_like = (lambda *a, **k: fill(empty(*a, **k))), (lambda *a, **k: fill(like(*a, **k)))
+    try:
+        return function(*args, **kwargs)
+    finally:
+        torch.empty, torch.empty_like = empty, like
+
+
+def check_poison_and_nan(name, **case):
+    for more in (dict(), dict(T=20), dict(sinks=0, win=0), dict(T=700 if CUDA else 270, n=3, m=3)):
+        q, store, chunk = setup(**(dict(G=3) | case | more))
+        out, lse = poison(decode_attention, q, store, **chunk, splits=4, kernel=name)  # more splits than tiles
+        clean, clean_lse = decode_attention(q, store, **chunk, splits=4, kernel=name)
+        assert torch.equal(out, clean) and torch.equal(lse, clean_lse) and out.isfinite().all()
+        for bad in (float("nan"), float("inf")):
+            broken = q.clone()
+            broken[0, 1, 0, 3] = bad
+            got, got_lse = decode_attention(broken, store, **chunk, splits=4, kernel=name)
+            rows = torch.zeros(q.shape[:3], dtype=torch.bool, device=q.device)
+            rows[0, 1, 0] = True
+            assert got[rows].isnan().all() and got_lse[rows].isnan().all(), (more, bad)
+            assert torch.equal(got[~rows], out[~rows]) and torch.equal(got_lse[~rows], lse[~rows])
+
+
+@needs_triton
+@mark.skipif(CUDA, reason="the interpreter's arithmetic on NaN is checked where it runs")
+def test_portable_poison_and_nan():
+    check_poison_and_nan("portable", B=1, H=1, d=16)
+
+
+# ---- the operator
+@needs_triton
+def test_operator():
+    "Schema, fake implementation and dispatch, as torch checks them."
+    q, store, chunk = setup(B=1, H=1, T=40, d=64 if CUDA else 16, n=2, m=2)
+    args = kernel._arguments(q, store, chunk["k"], chunk["v"], None, 30, 5.0, None, "auto")
+    torch.library.opcheck(kernel._operator, args)
+
+
+@needs_triton
+def test_torch_compile():
+    "Compiled code calls the operator and follows a store that grows."
+    q, store, _ = setup(B=1, H=1, T=40, d=64 if CUDA else 16)
+    backend = "inductor" if CUDA else "aot_eager"
+    f = torch.compile(lambda q: decode_attention(q * 2, store)[0] + 1, backend=backend)
+    for step in range(3):
+        assert torch.equal(f(q), decode_attention(q * 2, store)[0] + 1), step
+        new = torch.randn(1, 1, 1, q.shape[3], device=DEVICE)
+        store.append(new, new)
+    args = kernel._arguments(q, store, None, None, None, None, None, None, "auto")
+    whole = torch.compile(lambda *a: torch.ops.turboquant_nb.decode_attention(*a)[0] + 1, backend=backend, fullgraph=True)
+    assert torch.equal(whole(*args), decode_attention(q, store)[0] + 1)
+
+
+# ---- what is refused, and why
+REFUSALS = [
+    (dict(), dict(mask=torch.ones(1, 1, 1, 1, dtype=torch.bool)), "mask"),
+    (dict(n=17), {}, "1 to 16 query tokens"),
+    (dict(G=17), {}, "16 query heads"),
+    (dict(kb=2.5), {}, "equally many bits"),
+    (dict(kb=(1, 2, 3, 4) * 8), {}, "equally many bits"),
+    (dict(residual="qjl"), {}, "QJL"),
+    (dict(d=24), {}, "multiple of 16"),
+    (dict(d=272), {}, "multiple of 16"),
+    (dict(tile=60), {}, "power of two"),
+    (dict(dtype=torch.float64), {}, "float16, bfloat16 or float32"),
+]
+FRAGMENT_REFUSALS = [
+    (dict(kb=1, d=64), "2 to 4 bits"), (dict(d=128, dv=64), "same power of two"), (dict(d=64, tile=128), "256 tokens"),
+]
+
+
+@needs_triton
+@mark.parametrize("case,options,why", REFUSALS)
+def test_refusals(case, options, why):
+    q, store, _ = setup(**(dict(B=1, H=1, T=40) | case))
+    ok, reason = supports(q, store, **options)
+    assert ok is False and why in reason
+    if not options:
+        with pytest.raises(ValueError, match="decode_attention cannot serve this") as error:
+            decode_attention(q, store)
+        assert reason in str(error.value)
+
+
+@needs_triton
+@mark.parametrize("case,why", FRAGMENT_REFUSALS)
+def test_fragment_refusals(case, why):
+    q, store, _ = setup(**(dict(B=1, H=1, T=40) | case))
+    ok, reason = supports(q, store, kernel="fragments")
+    assert ok is False and why in reason
+    assert supports(q, store) == supports(q, store, kernel="portable") == (True, "")  # the portable kernel serves it
+
+
+@needs_triton
+def test_more_refusals():
+    q, store, _ = setup(B=1, H=1, T=40, d=64)
+    q.requires_grad_()
+    assert supports(q, store) == (False, "there is no gradient; call under torch.no_grad()")
+    with torch.no_grad():
+        assert supports(q, store) == (True, "")
+    q = q.detach()
+    _, thin, _ = setup(B=1, H=1, T=600, d=64, sinks=0, win=0)
+    thin.decay(600)
+    assert "decay" in supports(q, thin)[1]
+    thin.crop(600)
+    new = torch.randn(1, 1, 9, 64, device=DEVICE)
+    thin.append(new, new)
+    assert supports(q[:, :1], thin) == (True, "") and agree_with(q, thin)  # no tile is thin any more; the table is that of before
+    store.key.tensors["plane0"] = store.key.tensors["plane0"].mT.contiguous().mT
+    assert "contiguous" in supports(q, store)[1]
+    with pytest.raises(ValueError, match="'auto', 'fragments' or 'portable'"):
+        supports(q, store, kernel="fast")
+
+
+@cpu_only
+@needs_triton
+def test_no_gpu():
+    q, store, _ = setup(B=1, H=1, T=40, d=64)
+    assert supports(q, store, kernel="fragments") == (False, "an NVIDIA GPU is needed, the store is on cpu")
+    with pytest.raises(ValueError, match="NVIDIA GPU"):
+        decode_attention(q, store, kernel="fragments")
+
+
+@needs_triton
+def test_bad_arguments():
+    q, store, chunk = setup(B=1, H=1, T=40, m=2)
+    bad = [
+        (dict(q=q[0]), "q must have shape"), (dict(q=q[..., :8]), "q must have shape"), (dict(k=chunk["k"]), "given together"),
+        (dict(k=chunk["k"], v=chunk["v"][:, :, :1]), "given together"), (dict(k=chunk["k"][..., :8], v=chunk["v"]), "k must have shape"),
+        (dict(window=0), "window must be positive"), (dict(softcap=-1.0), "softcap must be positive"), (dict(splits=0), "splits must be positive"),
+    ]
+    for arguments, why in bad:
+        with pytest.raises(ValueError, match=why):
+            decode_attention(**(dict(q=q, store=store) | arguments))
+    with pytest.raises(TypeError, match="q must be"):
+        decode_attention(q.int(), store)
+
+
+def test_without_triton():
+    "The module imports, and says what is missing."
+    code = """
+import sys
+sys.modules["triton"] = None
+import torch
+from turboquant_nb.kernels.decode import decode_attention, lookup_asm, supports
+from turboquant_nb.store import KVStore
+store = KVStore("k3v3", 1, 1, 64)
+store.append(torch.randn(1, 1, 9, 64), torch.randn(1, 1, 9, 64))
+q = torch.randn(1, 1, 1, 64)
+assert supports(q, store) == (False, "Triton is not installed (pip install 'turboquant-nb[triton]')"), supports(q, store)
+try:
+    decode_attention(q, store)
+except ValueError as error:
+    assert "Triton is not installed" in str(error)
+else:
+    raise AssertionError("nothing raised")
+print("fine", len(lookup_asm(3, True)[0]) > 100)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "fine True\n", done.stderr
+
+
+# ---- compiled ahead of time: registers, spilled bytes, shared memory
+QUICK = [
+    (dict(bits=[3, 3], regs=168), 168, 40), (dict(bits=[4, 4]), 240, 0), (dict(bits=[2, 2], capability=80, regs=168), 168, 40),
+    (dict(d=256, rows=8), 255, 1300), (dict(kernel="combine"), 80, 0),
+]
+SLOW = [
+    *((dict(bits=[k, v], capability=c, regs=168 if max(k, v) < 4 else None), 168 if max(k, v) < 4 else 245, 40)
+      for k, v, c in itertools.product((2, 3, 4), (2, 3, 4), (80, 90))),
+    *((dict(d=d, rows=r, bits=[3, 3]), 255, 1300 if (d, r) == (256, 8) else 40) for d in (64, 96, 128, 256) for r in (4, 8)),
+    (dict(sliding=True, capped=True), 255, 40), (dict(kernel="combine", fast=False, d=96), 80, 0), (dict(kernel="combine", capability=80), 80, 0),
+]
+
+
+def compiled(limits):
+    "Registers, spills and shared memory within limits; one process for all, without the interpreter."
+    command = [sys.executable, str(Path(__file__).with_name("aot_decode.py")), *(json.dumps(case) for case, *_ in limits)]
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == len(limits)
+    for row, (_, registers, spills) in zip(rows, limits):
+        assert row["registers"] <= registers and row["spills"] <= spills and row["shared"] <= 48 * 1024, row
+
+
+@needs_triton
+def test_compiled_ahead_of_time():
+    compiled(QUICK)
+
+
+@needs_triton
+@mark.skipif(not os.environ.get("TURBOQUANT_SLOW"), reason="a minute; TURBOQUANT_SLOW=1 runs it")
+def test_all_compiled_ahead_of_time():
+    compiled(SLOW)
+
+
+# ---- on a GPU
+GPU = [
+    *((dict(kb=k, vb=v), {}) for k in (2, 3, 4) for v in (2, 3, 4)), *((dict(d=d), {}) for d in (64, 80, 96, 112, 160, 192, 240, 256)),
+    *((dict(d=d, dv=e), {}) for d, e in ((96, 128), (128, 80), (256, 144))), *((dict(G=g), {}) for g in (1, 2, 3, 7, 8, 16)),
+    *((dict(n=n), {}) for n in (2, 5, 16)), *((dict(n=n, m=n), {}) for n in (1, 3, 16)), (dict(G=8, d=64, kb=4, vb=4, dtype=torch.bfloat16), {}),
+    (dict(T=20_000, kb=4, vb=2), {}), (dict(B=40, T=300, n=3, m=3), {}), *FEATURES,
+]
+
+
+@needs_gpu
+@needs_triton
+@mark.parametrize("case,options", GPU)
+def test_gpu_fragments(case, options):
+    agree(dict(G=4, d=128, T=1000) | case, options, "fragments", 1e-3)
+
+
+@needs_gpu
+@needs_triton
+@mark.parametrize("case,options", GPU[:20] + FEATURES[:10])
+def test_gpu_portable(case, options):
+    agree(dict(G=4, d=128, T=1000) | case, options, "portable", 1e-5)
+
+
+@needs_gpu
+@needs_triton
+def test_gpu_poison_and_nan():
+    for case in (dict(d=128), dict(d=96), dict(d=64, kb=4, vb=2), dict(d=128, rot="haar"), dict(d=128, G=7)):
+        check_poison_and_nan("fragments", **case)
+
+
+@needs_gpu
+@needs_triton
+def test_gpu_graph():
+    "A replayed graph gives the same bits, and reads what has changed in place."
+    for case in (dict(d=128), dict(d=96, n=3, m=3)):
+        q, store, chunk = setup(**(dict(G=4, T=3000) | case))
+        want = decode_attention(q, store, **chunk)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = decode_attention(q, store, **chunk)
+        for x in got:
+            x.fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(got, want))
+        q.mul_(0.5)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(got, decode_attention(q, store, **chunk)))
+
+
+@needs_gpu
+@needs_triton
+def test_gpu_strides_and_launches():
+    "Strided and misaligned queries and chunks, and the second launch, which skips Triton's own look-up."
+    for offset in (0, 1, 8):
+        q, store, chunk = setup(d=128, G=4, T=600, n=2, m=2)
+        wide = torch.zeros(q.numel() + 16, device=DEVICE)
+        moved = wide[offset : offset + q.numel()].view(q.shape).copy_(q)
+        parts = {name: torch.cat([x, x], -1)[..., : x.shape[3]] for name, x in chunk.items()}
+        want = decode_attention(q.contiguous(), store, **chunk)
+        for _ in range(3):
+            got = decode_attention(moved, store, **parts)
+            assert all(torch.equal(a, b) for a, b in zip(got, want))
+
+
+@needs_gpu
+@needs_triton
+def test_gpu_autocast_and_inference_mode():
+    q, store, _ = setup(d=96, G=4, T=600)
+    want = decode_attention(q, store)
+    with torch.autocast("cuda"), torch.inference_mode():
+        got = decode_attention(q, store)
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
+
+
+def main():
+    "The GPU matrix as a script."
+    bad = 0
+    for name, cases, limit in (("fragments", GPU, 1e-3), ("portable", GPU[:20] + FEATURES[:10], 1e-5)):
+        for case, options in cases:
+            try:
+                agree(dict(G=4, d=128, T=1000) | case, options, name, limit)
+            except Exception as error:
+                bad += 1
+                print("FAILED", name, case, options, type(error).__name__, str(error)[:300], flush=True)
+        print(name, len(cases), "cases,", bad, "failures", flush=True)
+    for test in (test_gpu_poison_and_nan, test_gpu_graph, test_gpu_strides_and_launches, test_gpu_autocast_and_inference_mode, test_operator, test_torch_compile):
+        try:
+            test()
+            print("passed", test.__name__, flush=True)
+        except Exception as error:
+            bad += 1
+            print("FAILED", test.__name__, type(error).__name__, str(error)[:500], flush=True)
+    return bad
+
+
+if __name__ == "__main__":
+    sys.exit(bool(main()))

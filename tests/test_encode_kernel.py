@@ -1,0 +1,265 @@
+"The fused encode kernel: in Triton's interpreter against the PyTorch path, and compiled ahead of time. Skipped without Triton."
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+pytest.importorskip("triton")
+
+from turboquant_nb.kernels import encode as kernel  # noqa: E402
+from turboquant_nb.packing import pack, unpack  # noqa: E402
+from turboquant_nb.quantizer import Recipe, Spec, preset  # noqa: E402
+from turboquant_nb.store import KVStore  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NEAR = 1e-5 if DEVICE == "cpu" else 2e-5  # rounding of a coordinate over its unit; edges nearer than this may go either way
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def states(b, h, n, d, dtype=torch.bfloat16, seed=0, shift=0.0):
+    gen = torch.Generator().manual_seed(seed)
+    mean = torch.randn(b, h, 1, d, generator=gen) * shift
+    return (torch.randn(b, h, n, d, generator=gen) * torch.rand(b, h, n, 1, generator=gen).exp2() + mean).to(dtype).to(DEVICE)
+
+
+def near_edges(side, x, mean):
+    "Entries of rotated states within rounding of an edge."
+    x = x.double() - (0 if mean is None else mean.double())
+    y = x @ side.q.rotation.matrix.double().T
+    u = y / (y.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-30))
+    book = getattr(side.q.codebook, "book", side.q.codebook)
+    return ((u.unsqueeze(-1) - book.edges.double()).abs() < NEAR).any(-1)
+
+
+def agree(fused, plain, chunks, ties=3e-3):
+    "Same planes and scales in both stores, but for ties; `chunks` are the k and v that were appended."
+    for name, i in (("key", 0), ("value", 1)):
+        a, b = getattr(fused, name), getattr(plain, name)
+        x = torch.cat([c[i] for c in chunks], 2)[:, :, plain.offset :]
+        near = near_edges(b, x, b.mean)
+        assert near.float().mean() < ties
+        one, two = fused.coded(name, fused.offset, fused.length), plain.coded(name, plain.offset, plain.length)
+        differ = one.codes != two.codes
+        assert not (differ & ~near).any() and differ.sum() <= 2 + 1e-4 * differ.numel()
+        assert one.scale.dtype == two.scale.dtype
+        torch.testing.assert_close(one.scale, two.scale, rtol=2e-3 if differ.any() else max(2e-6, 1.01 * torch.finfo(one.scale.dtype).eps), atol=0)
+        assert set(a.tensors) == set(b.tensors)
+        for n, t in b.tensors.items():
+            u = a.tensors[n]
+            assert u.shape == t.shape and u.dtype == t.dtype and u.is_contiguous() == t.is_contiguous(), n
+            if n.startswith("plane") and not differ.any():
+                assert torch.equal(u, t), n
+            elif n in ("mean", "sinks", "window"):
+                assert torch.equal(u, t), n
+    assert fused.length == plain.length
+
+
+def both(recipe, chunks, dtype=torch.bfloat16, ties=3e-3, **kwargs):
+    (b, h, _, dk), dv = chunks[0][0].shape, chunks[0][1].shape[3]
+    fused, plain = (KVStore(recipe, b, h, dk, dv, dtype, device=DEVICE, **kwargs) for _ in range(2))
+    for k, v in chunks:
+        kernel.append(fused, k, v)
+        plain.append(k, v)
+    agree(fused, plain, chunks, ties)
+    return fused, plain
+
+
+def chunks(lengths, b=1, h=2, dk=32, dv=None, dtype=torch.bfloat16, shift=0.5):
+    return [(states(b, h, n, dk, dtype, 2 * i, shift), states(b, h, n, dv or dk, dtype, 2 * i + 1)) for i, n in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("bk", (1, 2, 3, 4))
+@pytest.mark.parametrize("bv", (1, 2, 3, 4))
+def test_bits(bk, bv):
+    both(Recipe(Spec(bits=bk, center="prompt"), Spec(bits=bv)), chunks((70, 1)))
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+@pytest.mark.parametrize("rotation", ("hadamard", "haar", "identity"))
+def test_dtypes_and_rotations(dtype, rotation):
+    spec = Spec(rotation=rotation, center="prompt")
+    both(Recipe(spec, replace(spec, center="none", bits=4)), chunks((70,), dtype=dtype), dtype)
+
+
+@pytest.mark.parametrize("lengths", ((1, 1, 1), (62, 5), (254, 5), (200, 300), (600,), (256, 256), (63, 1, 1, 190, 2, 300)))
+def test_positions(lengths):
+    "One token at every class of position, runs over a quarter and over tiles, whole tiles."
+    both(Recipe(Spec(center="prompt"), Spec(bits=2)), chunks(lengths))
+
+
+@pytest.mark.parametrize("first", (0, 1, 63, 64, 127, 128, 191, 192, 255, 256))
+def test_one_token_leaves_others_alone(first):
+    "Planes full of random codes change in the slots of one token only."
+    recipe = Recipe(Spec(bits=3), Spec(bits=4), sinks=0, window=0)
+    store = KVStore(recipe, 1, 2, 32, dtype=torch.bfloat16, device=DEVICE, max_length=512)
+    gen, before = torch.Generator().manual_seed(1), {}
+    for name, side in (("key", store.key), ("value", store.value)):
+        layout = side.groups[0].layout
+        before[name] = torch.randint(0, 2**layout.bits, (1, 2, 512, 32), dtype=torch.uint8, generator=gen).to(DEVICE)
+        for n, p in zip(side.groups[0].names, pack(before[name], layout)):
+            side.tensors[n].copy_(p)
+        side.tensors["scale"].fill_(7)
+    k, v = states(1, 2, 1, 32), states(1, 2, 1, 32, seed=1)
+    kernel.encode_append(k, v, kernel.target(store.key), kernel.target(store.value), first)
+    for name, side, x in (("key", store.key, k), ("value", store.value, v)):
+        codes = unpack([side.tensors[n] for n in side.groups[0].names], side.groups[0].layout)
+        want = side.q.encode(x)
+        assert not ((codes[:, :, first : first + 1] != want.codes) & ~near_edges(side, x, None)).any()
+        others = torch.arange(512) != first
+        assert torch.equal(codes[:, :, others], before[name][:, :, others])
+        scale = side.tensors["scale"].flatten(2)
+        assert (scale[:, :, others] == 7).all() and torch.allclose(scale[:, :, first : first + 1].float(), want.scale.float(), rtol=1e-3)
+
+
+@pytest.mark.parametrize("dk,dv", ((16, 48), (64, 80), (96, 64), (112, 240), (128, 128), (256, 16)))
+def test_head_sizes(dk, dv):
+    both(preset("k4v3"), chunks((66,), dk=dk, dv=dv, h=1))
+
+
+@pytest.mark.parametrize("scale", ("mse", "norm", "unbiased"))
+@pytest.mark.parametrize("kind", ("float16", "bfloat16", "float32"))
+def test_scales(scale, kind):
+    both(Recipe(Spec(scale=scale, scale_dtype=kind), Spec(bits=2, scale=scale, scale_dtype=kind)), chunks((40,)))
+
+
+@pytest.mark.parametrize("table", ("gaussian", "affine"))
+def test_tables_and_sign_residual(table):
+    both(Recipe(Spec(bits=4, table=table), Spec(bits=3, residual="sign")), chunks((40,)))
+
+
+@pytest.mark.parametrize("tile", (16, 100))
+def test_tiles(tile):
+    both(preset("k3v3"), chunks((7, 60), h=1, b=2), tile=tile)
+
+
+def test_strides():
+    "Transposed, sliced and reversed views are read in place."
+    a = states(2, 70, 3, 64)
+    k, v = a.transpose(1, 2)[..., ::2], torch.cat([a, a], -1)[..., 7:39].transpose(1, 2)
+    assert not k.is_contiguous() and k.stride(-1) == 2
+    both(preset("k3v3"), [(k, v)])
+    wide = states(1, 2, 8, 32).expand(3, 2, 8, 32)
+    both(preset("k3v3"), [(wide, wide)])
+
+
+def test_decay_evict_crop():
+    "Planes without their first tiles, and a write after crop over old codes."
+    recipe = Recipe(Spec(bits=3), Spec(bits=4), decay=64)
+    parts = chunks((300, 300, 5))
+    fused, plain = both(recipe, parts, tile=64)
+    for store in (fused, plain):
+        assert store.key.thin > 0
+        store.crop(30)
+        store.evict(200)
+    more = chunks((50,), shift=0)
+    kernel.append(fused, *more[0])
+    plain.append(*more[0])
+    for name in ("key", "value"):
+        a, b = fused.coded(name, fused.offset, fused.length), plain.coded(name, plain.offset, plain.length)
+        assert (a.codes != b.codes).float().mean() < 1e-4
+
+
+def test_zero_vectors_and_outliers():
+    x = states(1, 2, 70, 64)
+    x[:, :, 3] = 0  # one token, all of its coordinates on the middle edge
+    x[:, :, 5, 7] = 3000
+    x[:, :, 6] = 0
+    x[:, :, 6, 2] = 1
+    both(preset("k3v3"), [(x, x)], ties=0.05)
+
+
+def test_refused_states_leave_the_store():
+    x = states(1, 2, 8, 32, torch.float32)
+    for bad, said in ((float("nan"), "finite"), (float("inf"), "finite"), (3e6, "needs a scale"), (3e38, "overflows")):
+        store = KVStore(preset("k3v3"), 1, 2, 32, device=DEVICE)
+        kernel.append(store, x, x)
+        before = [t.clone() for t in store.read()]
+        y = x.clone()
+        y[0, 1, 3] = bad
+        for k, v in ((x, y), (y, x)):
+            with pytest.raises(ValueError, match=said):
+                kernel.append(store, k, v)
+        assert store.length == 8 and all(torch.equal(a, b) for a, b in zip(before, store.read()))
+
+
+def test_flags_without_checks():
+    "The low-level call does not look at values; it says afterwards what was wrong, and where."
+    store = KVStore(Recipe(Spec(), Spec(), 0, 0), 1, 2, 32, device=DEVICE, max_length=256)
+    x = states(1, 2, 8, 32, torch.float32)
+    call = lambda k, v: kernel.encode_append(k, v, kernel.target(store.key), kernel.target(store.value), 0).tolist()  # noqa: E731
+    y, z = x.clone(), x.clone()
+    y[0, 0, 0, 0], z[0, 0, 0, 0] = float("nan"), 3e6
+    assert call(x, x) == [0, 0, 0, 0]
+    assert call(y, x) == [1, 1, 0, 0]
+    assert call(x, z) == [0, 0, 0, 1]
+
+
+def test_supports():
+    for recipe, args, why in (
+        (preset("k3v3"), (72,), "multiple of 16"),
+        (preset("k3v3"), (512,), "up to 256"),
+        (Recipe(key=Spec(bits=2.5)), (64,), "keys: bits must be one integer"),
+        (Recipe(value=Spec(bits=(3,) * 64)), (64,), "values: bits"),
+        (Recipe(residual="prod"), (64,), "QJL"),
+        (preset("k3v3"), (64, None, torch.float64), "dtype"),
+        (preset("k3v3"), (64, None, torch.bfloat16, DEVICE, 70000), "65535"),
+    ):
+        ok, reason = kernel.supports(recipe, *args)
+        assert not ok and why in reason
+    assert kernel.supports("k3v3", 64, device=DEVICE) == (True, "")
+
+
+def test_bad_arguments():
+    store = KVStore(preset("k3v3"), 1, 2, 32, device=DEVICE, dtype=torch.bfloat16, max_length=256)
+    key, value, x = kernel.target(store.key), kernel.target(store.value), states(1, 2, 4, 32)
+    with pytest.raises(TypeError, match="k must be bfloat16"):
+        kernel.encode_append(x.double(), x, key, value, 0)
+    with pytest.raises(ValueError, match="multiple of 16"):
+        kernel.encode_append(x, x[..., :24], key, value, 0)
+    with pytest.raises(ValueError, match="planes of v"):
+        kernel.encode_append(x, x, key, key, 0)
+    with pytest.raises(ValueError, match="tokens must lie"):
+        kernel.encode_append(x, x, key, value, 254)
+    with pytest.raises(ValueError, match="contiguous"):
+        kernel.encode_append(x, x, key._replace(mean=x[:, :, :1, :1].expand(1, 2, 1, 32)), value, 0)
+    with pytest.raises(ValueError, match="cannot serve"):
+        kernel.append(KVStore(Recipe(residual="prod"), 1, 2, 32, dtype=torch.bfloat16, device=DEVICE), x, x)
+
+
+LIMITS = [  # (what is compiled, most registers a thread, most bytes of spills a thread, most kB of shared memory)
+    ({"capability": 80}, 168, 160, 64),
+    ({"capability": 80, "n": 1}, 168, 0, 48),
+    ({"capability": 80, "d": 256}, 255, 256, 99),
+    ({"capability": 90}, 168, 160, 74),
+    ({"capability": 90, "bits": [4, 4]}, 168, 320, 74),
+    ({"capability": 90, "n": 1}, 168, 0, 48),
+    ({"capability": 90, "d": 64}, 168, 0, 40),
+    ({"capability": 90, "d": 256}, 255, 256, 99),
+    ({"capability": 90, "parts": 3}, 255, 64, 99),
+]
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    "What each variant uses, from one process that compiles."
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, str(Path(__file__).with_name("aot_encode.py")), *(json.dumps(case) for case, *_ in LIMITS)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    if done.returncode:
+        raise AssertionError(done.stderr[-2000:])
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("i", range(len(LIMITS)), ids=[" ".join(f"{k}={v}" for k, v in case.items()) for case, *_ in LIMITS])
+def test_compiled_ahead_of_time(compiled, i):
+    case, registers, stack, shared = LIMITS[i]
+    used = compiled[i]
+    assert case.items() <= used.items()
+    assert used["registers"] <= registers and used["stack"] <= stack and used["shared"] <= shared * 1024, used

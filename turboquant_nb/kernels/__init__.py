@@ -1,0 +1,1 @@
+"Kernels in Triton; nothing here is imported until it is needed."
