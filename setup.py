@@ -1,5 +1,4 @@
 "Packaging: everything comes from settings.ini; each `*_requirements` entry there is an extra."
-import re
 import shlex
 from configparser import ConfigParser
 from pathlib import Path
@@ -13,9 +12,8 @@ cfg = config["DEFAULT"]
 
 
 def requirements(text):
-    "Split on spaces, but keep an environment marker (`name; marker`) with its requirement."
-    marked = re.match(r"^(.*?;.*)$", text.strip())
-    return [marked[1]] if marked else shlex.split(text)
+    "Split on spaces; a requirement with an environment marker is quoted: \"name; marker\"."
+    return shlex.split(text)
 
 
 def readme():

@@ -47,6 +47,15 @@ def combine(capability=90, d=128, fast=True):
     return triton.compile(source(kernel._combine_kernel, ASTSource, types, constants), target=GPUTarget("cuda", capability, 32), options=options)
 
 
+def portable(capability=90, d=128, bits=(3, 3)):
+    "The portable kernel."
+    types = TYPES | dict.fromkeys(("SHIFT", "MV", "QUERY", "TABLE", "CK", "CV"), "*fp32") | dict.fromkeys(("KSCALE", "VSCALE"), "*fp16")
+    padded = 1 << (d - 1).bit_length()
+    constants = dict(D=d, DP=padded, DV=d, DVP=padded, R=64, BR=16, KB=bits[0], VB=bits[1], Q=16, HAS_END=False, SLIDING=False, CAPPED=False)
+    src = source(kernel._portable_kernel, ASTSource, types, constants)
+    return triton.compile(src, target=GPUTarget("cuda", capability, 32), options=dict(num_warps=8 if d > 128 else 4, num_stages=1))
+
+
 def usage(compiled, capability):
     "Registers a thread, bytes of stack and of spills a thread, bytes of shared memory."
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as f:
@@ -61,6 +70,6 @@ def usage(compiled, capability):
 if __name__ == "__main__":
     for text in sys.argv[1:]:
         case = json.loads(text)
-        make = {"decode": build, "combine": combine}[case.get("kernel", "decode")]
+        make = {"decode": build, "combine": combine, "portable": portable}[case.get("kernel", "decode")]
         built = make(**{k: v for k, v in case.items() if k != "kernel"})
         print(json.dumps(case | usage(built, case.get("capability", 90))), flush=True)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 
 try:
@@ -26,7 +27,10 @@ except ImportError:
 from turboquant_nb.attention import attend  # noqa: E402
 from turboquant_nb.kernels import decode as kernel  # noqa: E402
 from turboquant_nb.kernels.decode import decode_attention, supports  # noqa: E402
+from turboquant_nb.codebook import affine, lloyd_max  # noqa: E402
+from turboquant_nb.packing import Layout, pack  # noqa: E402
 from turboquant_nb.quantizer import Recipe, Spec  # noqa: E402
+from turboquant_nb.residual import sign_table  # noqa: E402
 from turboquant_nb.store import KVStore  # noqa: E402
 
 CUDA = torch.cuda.is_available()
@@ -302,16 +306,49 @@ print("fine", len(lookup_asm(3, True)[0]) > 100)
     assert done.stdout == "fine True\n", done.stderr
 
 
+# ---- the PTX, emulated
+def looked_up(codes, levels, along):
+    "int8 levels of a tile [256, d] as the generated PTX finds them: [256, d]."
+    bits, half = len(levels).bit_length() - 1, codes.shape[1] // 2
+    planes = [p[0] if along == "channel" else p[0].T for p in pack(codes, Layout(bits, codes.shape[1], along))]
+    inputs = [x if along == "channel" else x.T for x in (planes[0][:, :half], planes[0][:, half:], *planes[1:])]
+    inputs = [x.contiguous().numpy().view(np.uint32) for x in inputs]
+    table = [np.int64(w) for w in kernel.table_words(levels)[: {2: 1, 3: 2, 4: 4}[bits]] for _ in range(4)]
+    out = kernel._run_ptx(kernel.lookup_asm(bits, along == "channel")[0], inputs + table)
+    out = torch.from_numpy(np.stack(out).view(np.int8)).view(2, 2, 2, *inputs[0].shape, 4)  # half, pair, which, .., word, byte
+    if along == "channel":
+        return out.flatten(1, 2).flatten(3).permute(1, 2, 0, 3).reshape(256, -1)  # half, quarter, row, channel
+    out = out.unflatten(-1, (2, 2))  # half, pair, which two of four tokens, channel, word, token, quarter
+    return out.permute(1, 6, 4, 2, 5, 0, 3).reshape(256, -1)
+
+
+@mark.parametrize("bits", (2, 3, 4))
+@mark.parametrize("along", ("channel", "token"))
+@mark.parametrize("d", (16, 64, 96, 128, 256))
+def test_ptx_emulated(bits, along, d):
+    g = torch.Generator().manual_seed(0)
+    for book in (lloyd_max(bits), lloyd_max(bits, d), affine(bits), sign_table(bits)):
+        codes = torch.randint(0, 2**bits, (256, d), dtype=torch.uint8, generator=g)
+        levels = book.snap().int8().levels
+        assert torch.equal(looked_up(codes, levels, along), levels[codes.int()])
+    wild = torch.randint(-128, 128, (2**bits,), generator=g).to(torch.int8)  # any table of int8, symmetric or not
+    assert torch.equal(looked_up(codes, wild, along), wild[codes.int()])
+    wrong = wild.clone()
+    wrong[-1] ^= 1
+    assert not torch.equal(looked_up(codes, wrong, along), wild[codes.int()])
+
+
 # ---- compiled ahead of time: registers, spilled bytes, shared memory
 QUICK = [
     (dict(bits=[3, 3], regs=168), 168, 40), (dict(bits=[4, 4]), 240, 0), (dict(bits=[2, 2], capability=80, regs=168), 168, 40),
-    (dict(d=256, rows=8), 255, 1300), (dict(kernel="combine"), 80, 0),
+    (dict(d=256, rows=8), 255, 1300), (dict(kernel="combine"), 80, 0), (dict(kernel="portable", capability=75), 128, 0),
 ]
 SLOW = [
     *((dict(bits=[k, v], capability=c, regs=168 if max(k, v) < 4 else None), 168 if max(k, v) < 4 else 245, 40)
       for k, v, c in itertools.product((2, 3, 4), (2, 3, 4), (80, 90))),
     *((dict(d=d, rows=r, bits=[3, 3]), 255, 1300 if (d, r) == (256, 8) else 40) for d in (64, 96, 128, 256) for r in (4, 8)),
     (dict(sliding=True, capped=True), 255, 40), (dict(kernel="combine", fast=False, d=96), 80, 0), (dict(kernel="combine", capability=80), 80, 0),
+    *((dict(kernel="portable", d=d), 128, 40) for d in (16, 64, 256)),
 ]
 
 

@@ -5,14 +5,19 @@
 # %% auto #0
 __all__ = ['explain', 'attend', 'append']
 
-# %% ../nbs/13_ops.ipynb #a31672cb
-import torch
+# %% ../nbs/13_ops.ipynb #907fb0cf
 from torch import Tensor
 
 from . import attention
 from .store import KVStore
 
-# %% ../nbs/13_ops.ipynb #c8a97829
+# %% ../nbs/13_ops.ipynb #ba566a3f
+def _device_reason(store) -> str:
+    "Why kernels are not for this store's device; Triton's interpreter is for tests, not for use."
+    kind = store.device.type
+    return "" if kind == "cuda" else f"an NVIDIA GPU is needed, the store is on {kind}"
+
+
 def _triton_reason(q, store, k, v, mask, first, causal, window, softcap) -> str:
     "Why the decode kernel cannot serve a call; empty if it can."
     if mask is not None:
@@ -21,6 +26,8 @@ def _triton_reason(q, store, k, v, mask, first, causal, window, softcap) -> str:
         return f"the kernel starts at the store's first position {store.offset}, not at {first}"
     if not causal and q.shape[2] > 1:
         return "the kernel is causal"
+    if why := _device_reason(store):
+        return why
     from turboquant_nb.kernels import decode
 
     served, why = decode.supports(q, store, k, v, window=window, softcap=softcap)
@@ -80,7 +87,7 @@ def attend(
 
     return decode.decode_attention(q, store, k, v, scaling, window=window, softcap=softcap)
 
-# %% ../nbs/13_ops.ipynb #957203ab
+# %% ../nbs/13_ops.ipynb #767c224f
 def append(
     store: KVStore,
     k: Tensor,  # [B, H, n, d_key] in the store's dtype
@@ -94,6 +101,8 @@ def append(
     d = store.key.q.d, store.value.q.d
     rows = store.batch * store.heads
     can = encode.supports(store.recipe, *d, store.dtype, store.device, rows)
+    if why := _device_reason(store):
+        can = False, can[1] or why
     name = _pick(backend, {"triton": can, "torch": (True, "")}, "this store")
     store.append(k, v) if name == "torch" else encode.append(store, k, v)
     return name
