@@ -126,7 +126,7 @@ def gate(cases):
     worst, kinds = 0.0, {}
     for case in cases:
         kinds.setdefault((case[3], case[2] > 4), case)  # what the kernel is compiled for
-    for batch, heads, group, d, tokens in kinds.values():
+    for batch, _, group, d, tokens in kinds.values():
         for k_bits, v_bits in BITS:
             for outlier in (False, True):
                 q, k, v = states(min(batch, 2), 2, group, d, min(tokens, 8192), torch.float32, outlier)

@@ -271,7 +271,9 @@ class Block:
         if name.split(".")[0] in {optional!r}:
             raise ModuleNotFoundError("No module named " + repr(name) + " (left out for this check)", name=name)
 sys.meta_path.insert(0, Block())
-import importlib
+import importlib.util
+found = importlib.util.find_spec  # says None for what is not installed; torch asks it
+importlib.util.find_spec = lambda name, package=None: None if name.split(".")[0] in {optional!r} else found(name, package)
 for name in {modules!r}:
     try:
         importlib.import_module(name)

@@ -144,12 +144,12 @@ def _rotate(
             hi = _add_half(hi, x, W, c + k, 1, D, HALF, XP, WP, WIDE)
     return lo, hi
 
-# %% ../../nbs/11_encode.ipynb #ab2d69c0
+# %% ../../nbs/11_encode.ipynb #04c89ffb
 def code_table(
     edges: Tensor,  # [2**bits - 1] fp32, ascending
     levels: Tensor,  # [2**bits] fp32, ascending
 ) -> Tensor:  # [16] fp32: positive edges from 0, positive levels from 8, with their codes inside
-    "The half of a symmetric table that `_code` needs. Raises ValueError if it is not symmetric."
+    "The half of a symmetric table that coding needs. Raises ValueError if it is not symmetric."
     half = len(levels) // 2
     if len(levels) not in (2, 4, 8, 16) or len(edges) != len(levels) - 1:
         got = f"{len(levels)} and {len(edges)}"
