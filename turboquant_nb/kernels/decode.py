@@ -931,9 +931,9 @@ def _decode_kernel(
     if begin < end:
         _finish(ACC, RV_, MV, O, out_row, bh, total, v_step, SH, FAST, MEAN_V, G)
 
-# %% ../../nbs/12_decode.ipynb #72f9f599
+# %% ../../nbs/12_decode.ipynb #b5a50118
 class Form(SimpleNamespace):
-    """What `_decode_kernel` is compiled for: sizes (D, DV; bits KB, VB; Q rows; HK, HV halves of a
+    """What the fragments kernel is compiled for: sizes (D, DV; bits KB, VB; Q rows; HK, HV halves of a
     head, padded; NK, NV pieces of RK, RV blocks of 16 rows; lanes with C runs of W words; PL slots
     of a block) and the layouts L*: which lane and register holds what. All are constexprs."""
 
@@ -998,7 +998,7 @@ def _float_layouts(HK: int, HV: int, blocks: int, rows: int) -> dict:
         LQ=apart(HK), LQA=near(2 * HK), LQB=apart(2 * HK), LVA=near(2 * HV), LVB=apart(2 * HV),
     )  # fmt: skip
 
-# %% ../../nbs/12_decode.ipynb #b966e48d
+# %% ../../nbs/12_decode.ipynb #e459dee4
 _READY = {}  # compiled kernels by everything that Triton specialises on
 
 
@@ -1025,7 +1025,7 @@ def _device(index: int) -> tuple:  # (multiprocessors, programmatic dependent la
 
 
 def _config(d: int, rows: int, bits: int) -> tuple:
-    "Programs to aim at for each multiprocessor, and how `_decode_kernel` is compiled."
+    "Programs to aim at for each multiprocessor, and how the fragments kernel is compiled."
     return 8, {"maxnreg": 168} if d <= 128 and rows == 4 and bits < 4 else {}
 
 # %% ../../nbs/12_decode.ipynb #46399fb8
@@ -1121,9 +1121,9 @@ def _combine(
         out = (out + _turned(rest, c.value_turn)).to(q.dtype)  # value_turn is R, so this is Rᵀ o
     return out, lse
 
-# %% ../../nbs/12_decode.ipynb #dd59494d
+# %% ../../nbs/12_decode.ipynb #312c0e19
 def _fragments(c: _Call) -> tuple:
-    "Decode with `_decode_kernel`."
+    "Decode with the fragments kernel."
     q, exact = c.q, c.exact
     rows, Q = c.group * c.n, 4 if c.group * c.n <= 4 else 8
     blocks = -(-rows // Q)
@@ -1163,9 +1163,9 @@ def _fragments(c: _Call) -> tuple:
     _launch(_decode_kernel, base * each, args, key, num_warps=1, **options)
     return _combine(c, parts, lse, splits, each, blocks, Q, fast, pdl)
 
-# %% ../../nbs/12_decode.ipynb #4b690d97
+# %% ../../nbs/12_decode.ipynb #caa43b5b
 def _portable(c: _Call) -> tuple:
-    "Decode with `_portable_kernel`."
+    "Decode with the portable kernel."
     q, rows, Q = c.q, c.group * c.n, 16
     blocks = -(-rows // Q)
     base = c.b * c.heads * blocks
@@ -1218,14 +1218,14 @@ def _decode_fake(q, *args):
     shape = (*q.shape[:3], args[7].shape[0])
     return q.new_empty(shape), q.new_empty(shape[:3], dtype=torch.float32)
 
-# %% ../../nbs/12_decode.ipynb #1a4b50a3
+# %% ../../nbs/12_decode.ipynb #158c467f
 class _Plan(NamedTuple):
     "What stays the same from call to call of one store."
 
     key: object  # the quantizers that it was made for
     value: object
     why: str = ""  # why no kernel can serve this store; empty if one can
-    why_fragments: str = ""  # the same for `_decode_kernel`
+    why_fragments: str = ""  # the same for the fragments kernel
     words: Tensor | None = None  # [8] int32
     levels: Tensor | None = None  # [2, 16] fp32
     steps: tuple = ()
@@ -1242,9 +1242,9 @@ def _plan(store: KVStore) -> _Plan:
         plan = _PLANS[store] = _make_plan(store)
     return plan
 
-# %% ../../nbs/12_decode.ipynb #c04ee844
+# %% ../../nbs/12_decode.ipynb #e582bdc0
 def _fragment_reason(store: KVStore) -> str:
-    "Why `_decode_kernel` cannot read a store that the portable kernel can; empty if it can."
+    "Why the fragments kernel cannot read a store that the portable kernel can; empty if it can."
     sizes = [store.key.q.d, store.value.q.d]
     if min(len(s.q.codebook.levels) for s in (store.key, store.value)) < 4:
         return "codes must have 2 to 4 bits"
