@@ -505,7 +505,7 @@ def _high_stages(x, D: gl.constexpr, Q: gl.constexpr):
         y = _butterfly(y, 7, D, Q)
     return y
 
-# %% ../../nbs/12_decode.ipynb #db12518a
+# %% ../../nbs/12_decode.ipynb #58d9e085
 # fmt: off
 @gluon.jit
 def _queries(QUERY, TURNED, R, MU, row_at, row, ok, bh, scaling, step,
@@ -524,19 +524,19 @@ def _queries(QUERY, TURNED, R, MU, row_at, row, ok, bh, scaling, step,
             shift = gl.sum(x * gl.load(MU + bh.to(gl.int64) * D + d).to(gl.float32)[:, None], 0)
         y = _low_stages(x * gl.load(R + d)[:, None], D, Q)  # first row of the rotation: the signs over the root of d
         y = _high_stages(gl.convert_layout(y, G.LQB), D, Q)
-        lower, upper = gl.split(gl.permute(gl.reshape(y, [2, HK, Q]), [1, 2, 0]))
-        lower = gl.convert_layout(lower, LQ)
-        upper = gl.convert_layout(upper, LQ)
     else:
         if MEAN:
             x = gl.load(QUERY + row_at[None, :] + d[:, None], mask=(d[:, None] < D) & ok[None, :], other=0.0).to(gl.float32) * scaling
             shift = gl.sum(x * gl.load(MU + bh.to(gl.int64) * D + d, mask=d < D, other=0.0).to(gl.float32)[:, None], 0)
-        k = gl.arange(0, HK, layout=gl.SliceLayout(1, LQ))
-        j = gl.arange(0, Q, layout=gl.SliceLayout(0, LQ))
-        here = TURNED + (row + j[None, :]) * D + k[:, None]
-        real = (k < D // 2)[:, None] & (j >= 0)[None, :]
-        lower = gl.load(here, mask=real, other=0.0) * scaling
-        upper = gl.load(here + D // 2, mask=real, other=0.0) * scaling
+        channel = gl.where(d < HK, d, d - HK + D // 2)
+        real = gl.where(d < HK, d < D // 2, channel < D)
+        j = gl.arange(0, Q, layout=gl.SliceLayout(0, LQA))
+        here = TURNED + (row + j[None, :]) * D + channel[:, None]
+        y = gl.load(here, mask=real[:, None] & (j >= 0)[None, :], other=0.0) * scaling
+        y = gl.convert_layout(y, G.LQB)  # loaded in LQ at once, Triton 3.6 mixes channels up where HK = 32
+    lower, upper = gl.split(gl.permute(gl.reshape(y, [2, HK, Q]), [1, 2, 0]))
+    lower = gl.convert_layout(lower, LQ)
+    upper = gl.convert_layout(upper, LQ)
     top = gl.maximum(gl.max(gl.abs(lower), 0), gl.max(gl.abs(upper), 0))
     s = gl.where(top > 0, top / 127.0, 1.0)
     bad = gl.sum((lower + upper) * 0.0, 0)  # NaN where the query has NaN or Inf, so that the answer has it too
