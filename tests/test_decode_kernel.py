@@ -35,6 +35,7 @@ from turboquant_nb.store import KVStore  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
+PORTABLE = 2e-5 if CUDA else 1e-6  # on a GPU the products are three tf32 products; 8.5e-6 was seen on an H200
 if pytest is None:
     mark = SimpleNamespace(parametrize=lambda *a, **k: lambda f: f, skipif=lambda *a, **k: lambda f: f)
 else:
@@ -112,25 +113,25 @@ FEATURES = [
 @mark.parametrize("kb", (1, 2, 3, 4))
 @mark.parametrize("vb", (1, 2, 3, 4))
 def test_portable_bits(kb, vb):
-    agree(dict(kb=kb, vb=vb, B=1, H=1, T=280), {}, "portable", 1e-6)
+    agree(dict(kb=kb, vb=vb, B=1, H=1, T=280), {}, "portable", PORTABLE)
 
 
 @needs_triton
 @mark.parametrize("case,options", FEATURES)
 def test_portable_features(case, options):
-    agree(dict(d=16, H=1) | case, options, "portable", 1e-6 if not case.get("big") else 1e-5)
+    agree(dict(d=16, H=1) | case, options, "portable", PORTABLE if not case.get("big") else 1e-5)
 
 
 @needs_triton
 @mark.parametrize("d,dv", ((16, 48), (80, 64), (96, 112), (256, 16)))
 def test_portable_head_sizes(d, dv):
-    agree(dict(d=d, dv=dv, B=1, H=1, T=270), {}, "portable", 1e-6)
+    agree(dict(d=d, dv=dv, B=1, H=1, T=270), {}, "portable", PORTABLE)
 
 
 @needs_triton
 @mark.parametrize("tile", (64, 128, 512))
 def test_portable_tiles(tile):
-    agree(dict(tile=tile, T=530, B=1, H=1), {}, "portable", 1e-6)
+    agree(dict(tile=tile, T=530, B=1, H=1), {}, "portable", PORTABLE)
 
 
 @needs_triton
