@@ -22,36 +22,40 @@ TYPES |= dict.fromkeys(("QUERY", "SK", "SV", "WK", "WV", "CK", "CV"), "*bf16") |
 
 
 def source(fn, kind, types, constants):
-    "What Triton compiles, with every pointer aligned to 16 bytes as torch allocates."
+    "What Triton compiles, with every pointer aligned to 16 bytes and strides that are multiples of 16 elements, as torch allocates."
     index = {name: (i,) for i, name in enumerate(fn.arg_names)}
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in fn.arg_names}
-    attrs = {index[n]: [["tt.divisibility", 16]] for n, t in signature.items() if t.startswith("*")}
+    strides = ("sb", "sh", "sn", "ckb", "ckh", "ckn", "cvb", "cvh", "cvn")
+    attrs = {index[n]: [["tt.divisibility", 16]] for n, t in signature.items() if t.startswith("*") or n in strides}
     return kind(fn, signature, {index[n]: v for n, v in constants.items()}, attrs)
 
 
-def build(capability=90, d=128, bits=(3, 3), rows=4, sliding=False, capped=False, regs=None):
+def build(capability=90, d=128, bits=(3, 3), rows=4, sliding=False, capped=False, regs=None, page=256, paged=False, length=False):
     "The decode kernel as `_fragments` asks for it."
-    form = kernel.decode_form(d, d, rows, *bits)
-    flags = dict(HAS_END=False, HAS_LENGTH=False, PAGED=False, FAST=d in (64, 128, 256), EXACT=True, MEAN_K=True, MEAN_V=False,
+    form = kernel.decode_form(d, d, rows, *bits, page)
+    flags = dict(HAS_START=False, HAS_END=False, HAS_LENGTH=length, PAGED=paged, FAST=d in (64, 128, 256), MEAN_K=True, MEAN_V=False,
                  SLIDING=sliding, CAPPED=capped, PDL=capability >= 90, G=form)
     options = dict(num_warps=1, **({"maxnreg": regs} if regs else {}))
     src = source(kernel._decode_kernel, GluonASTSource, TYPES, flags)
     return triton.compile(src, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def combine(capability=90, d=128, fast=True):
+def combine(capability=90, d=128, fast=True, together=1, each=16):
     "The combine kernel."
-    types = dict(OUT_PARTS="*fp32", LSE_PARTS="*fp32", OUT="*bf16" if fast else "*fp32", LSE="*fp32", REST="*fp32")
-    constants = dict(DV=d, DVP=1 << (d - 1).bit_length(), Q=4, SB=16, FAST=fast, PDL=capability >= 90)
+    types = TYPES | dict(OUT_PARTS="*fp32", LSE_PARTS="*fp32", OUT="*bf16" if fast else "*fp32", REST="*fp32")
+    padded = 1 << (d - 1).bit_length()
+    constants = dict(D=d, DP=padded, DV=d, DVP=padded, Q=4, R=together, SB=16, EB=each, HAS_START=False, HAS_END=False, HAS_LENGTH=False,
+                     SLIDING=False, CAPPED=False, FAST=fast, PDL=capability >= 90)
     options = dict(num_warps=4, **({"launch_pdl": True} if capability >= 90 else {}))
     return triton.compile(source(kernel._combine_kernel, ASTSource, types, constants), target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def portable(capability=90, d=128, bits=(3, 3)):
     "The portable kernel."
-    types = TYPES | dict.fromkeys(("SHIFT", "MV", "QUERY", "TABLE", "CK", "CV"), "*fp32") | dict.fromkeys(("KSCALE", "VSCALE"), "*fp16")
+    types = TYPES | dict.fromkeys(("SHIFT", "MV", "TABLE"), "*fp32") | dict.fromkeys(("KSCALE", "VSCALE"), "*fp16")
     padded = 1 << (d - 1).bit_length()
-    constants = dict(D=d, DP=padded, DV=d, DVP=padded, R=64, BR=16, KB=bits[0], VB=bits[1], Q=16, HAS_END=False, SLIDING=False, CAPPED=False)
+    constants = dict(D=d, DP=padded, DV=d, DVP=padded, R=64, BR=16, KB=bits[0], VB=bits[1], Q=16, HAS_START=False, HAS_END=False, HAS_LENGTH=False,
+                     PAGED=False, SLIDING=False, CAPPED=False)
     src = source(kernel._portable_kernel, ASTSource, types, constants)
     return triton.compile(src, target=GPUTarget("cuda", capability, 32), options=dict(num_warps=8 if d > 128 else 4, num_stages=1))
 
