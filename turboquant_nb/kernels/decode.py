@@ -972,7 +972,7 @@ def _float_layouts(HK: int, HV: int, blocks: int, rows: int) -> dict:
         LQ=apart(HK), LQA=near(2 * HK), LQB=apart(2 * HK), LVA=near(2 * HV), LVB=apart(2 * HV),
     )  # fmt: skip
 
-# %% ../../nbs/12_decode.ipynb #e459dee4
+# %% ../../nbs/12_decode.ipynb #a35f14ee
 _READY = {}  # compiled kernels by everything that Triton specialises on
 
 
@@ -985,11 +985,17 @@ def _launch(kernel, grid: int, args: tuple, key: tuple, **options):
         ready[(grid, 1, 1)](*args)
 
 
-def _kind(x) -> tuple:
-    "What Triton compiles for, of a tensor or an integer."
-    if isinstance(x, Tensor):
-        return x.dtype, x.data_ptr() % 16 == 0
-    return x == 1, x % 16 == 0, x >> 31
+def _kinds(tensors: tuple, numbers: tuple) -> tuple:
+    "What Triton compiles for: dtypes and alignment of tensors, and which integers are 1 or multiples of 16."
+    every = 0
+    for x in tensors:
+        every |= x.data_ptr()
+    aligned = every % 16 == 0 or tuple(x.data_ptr() % 16 == 0 for x in tensors)
+    return (
+        tuple(x.dtype for x in tensors),
+        aligned,
+        tuple((x == 1, x % 16 == 0, x >> 31) for x in numbers),
+    )
 
 
 @lru_cache(maxsize=16)
@@ -1069,7 +1075,7 @@ class _Call(_Arguments):
             -tiles // each
         )  # no split is empty: an idle program still takes another one's place
 
-# %% ../../nbs/12_decode.ipynb #1a0aa95f
+# %% ../../nbs/12_decode.ipynb #53444d06
 def _turned(x: Tensor, matrix: Tensor) -> Tensor:
     "x times a [d, d] fp32 matrix, in fp32 whatever autocast says."
     with torch.autocast(x.device.type, enabled=False):
@@ -1125,7 +1131,7 @@ def _combine(
         *tensors[7:10], strides[9], splits, *fixed, c.recent_from, c.chunk, c.length, c.offset, c.window or 0, c.scaling,
         c.softcap or 1.0, *flags,
     )  # fmt: skip
-    key = ("combine", q.device, *flags, fixed, *map(_kind, tensors), *map(_kind, strides))
+    key = ("combine", q.device, *flags, fixed, *_kinds(tensors, strides))
     options = {"launch_pdl": True} if pdl else {}
     grid = c.b * c.heads * -(-c.group * c.n // together)
     _launch(_combine_kernel, grid, args, key, num_warps=4, **options)
@@ -1135,7 +1141,7 @@ def _combine(
         )  # value_turn is R, so this is Rᵀ o
     return out, lse
 
-# %% ../../nbs/12_decode.ipynb #e23018d1
+# %% ../../nbs/12_decode.ipynb #19f28c5e
 def _fragments(c: _Call) -> tuple:
     "Decode with the fragments kernel."
     q, rows, Q = c.q, c.group * c.n, 4 if c.group * c.n <= 4 else 8
@@ -1172,7 +1178,7 @@ def _fragments(c: _Call) -> tuple:
         c.length, c.n, c.sinks, c.recent, c.recent_from, c.chunk, c.offset, c.window or 0, c.scaling, c.key_step,
         c.value_step, c.softcap or 1.0, *flags,
     )  # fmt: skip
-    key = ("decode", q.device, *flags, fixed, _kind(q), *map(_kind, tensors), *map(_kind, strides))
+    key = ("decode", q.device, *flags, fixed, *_kinds((q, *tensors), strides))
     _launch(_decode_kernel, base * splits, args, key, num_warps=1, **options)
     return _combine(c, parts, lse, splits, blocks, Q, fast, pdl)
 
