@@ -1,20 +1,20 @@
 #!/usr/bin/env python3
 """How fast the fused kernel codes keys and values: bench_encode_kernel.py --out FILE [--tune].
 
-Gate: on this device the kernel writes the codes of the PyTorch path, except within rounding of an edge, for all bits, dtypes, head
-sizes, rotations and positions below. Then medians of triton's do_bench (20 and 80 % quantiles too) on bf16 states:
-- bulk: 8 sequences x 8 heads x 32,768 tokens (16,384 at d = 256); a vector is one key or one value of one head;
-- append: one token of all heads, with a cold L2 (do_bench flushes it) and as a CUDA graph of 20 calls, the L2 warm;
+Gate: on this device the kernel writes the codes of the PyTorch path, except within rounding of an edge, for the bits, dtypes, head
+sizes, rotations, centres and positions below. Then medians (20 and 80 % quantiles too) on bf16 states:
+- bulk: 8 sequences x 8 heads x 32,768 tokens (16,384 at d = 256) by do_bench; a vector is one key or one value of one head;
+- append: new tokens of all heads with their exact copies, a layer's share of a decoding step: as a CUDA graph of 20 calls, the L2
+  warm, and the host's time of an eager call;
 - torch: the PyTorch path on the same states, and a copy of the input as the floor.
 --tune also prints launch options beside the packaged ones."""
 import argparse
-import itertools
 import multiprocessing
 import time
 
 import torch
 import triton
-from triton.testing import do_bench, do_bench_cudagraph
+from triton.testing import do_bench
 
 from turboquant_nb import results
 from turboquant_nb.kernels import encode as kernel
@@ -30,9 +30,13 @@ def states(b, h, n, d, dtype, seed, shift=0.0):
     return x.to(dtype).transpose(1, 2)  # as a model gives them: a transposed view
 
 
+def frequencies(d):
+    return 10_000.0 ** (-torch.arange(d // 2) / (d // 2))
+
+
 def compare(recipe, lengths, d, dtype):
     "(entries that differ, entries that differ away from an edge, largest relative difference of scales)."
-    fused, plain = (KVStore(recipe, 2, 3, d, dtype=dtype, device="cuda") for _ in range(2))
+    fused, plain = (KVStore(recipe, 2, 3, d, dtype=dtype, device="cuda", inv_freq=frequencies(d)) for _ in range(2))
     given = []
     for i, n in enumerate(lengths):
         k, v = states(2, 3, n, d, dtype, 2 * i, 0.5), states(2, 3, n, d, dtype, 2 * i + 1)
@@ -44,7 +48,9 @@ def compare(recipe, lengths, d, dtype):
     for i, name in enumerate(("key", "value")):
         side = getattr(plain, name)
         a, b = fused.coded(name, 0, fused.length), plain.coded(name, 0, plain.length)
-        x = torch.cat([g[i] for g in given], 2).double() - (0 if side.mean is None else side.mean.double())
+        x = torch.cat([g[i] for g in given], 2).double() 
+        center = plain.center(name, 0, plain.length)
+        x = x if center is None else x - center.double()
         y = x @ side.q.rotation.matrix.double().T
         u = y / y.square().mean(-1, keepdim=True).sqrt()
         near = ((u.unsqueeze(-1) - side.q.codebook.edges.double()).abs() < NEAR).any(-1)
@@ -56,18 +62,25 @@ def compare(recipe, lengths, d, dtype):
 
 
 def gate_cases():
-    "(bits of k and v, d, dtype, rotation, lengths of the appends)."
-    types = (torch.bfloat16, torch.float16, torch.float32)
-    plan = [(bits, 128, torch.bfloat16, "hadamard", (700, 1, 5, 300)) for bits in itertools.product((1, 2, 3, 4), repeat=2)]
-    plan += [((3, 4), d, dtype, "hadamard", (300, 1, 70)) for d in (64, 80, 96, 112, 128, 256) for dtype in types]
-    return plan + [((4, 2), d, dtype, "haar", (300, 1, 70)) for d in (64, 128, 256) for dtype in types]
+    "(bits of k and v, d, dtype, rotation, centre, lengths of the appends)."
+    half, types = torch.bfloat16, (torch.float16, torch.float32)
+    plan = [(bits, 128, half, "hadamard", "prompt", (700, 1, 5, 300)) for bits in ((1, 2), (2, 3), (3, 4), (4, 1), (3, 3), (2, 2), (4, 4), (1, 1))]
+    plan += [((3, 4), d, half, "hadamard", "prompt", (300, 1, 70)) for d in (64, 80, 96, 112, 256)]
+    plan += [((3, 4), d, dtype, "hadamard", "prompt", (300, 1, 70)) for d in (64, 128, 256) for dtype in types]
+    plan += [((3, 3), 128, half, "hadamard", "none", (300, 1))]
+    plan += [((3, 3), d, dtype, "hadamard", "rope", (300, 1, 70)) for d in (64, 128, 256) for dtype in (half, torch.float32)]
+    return plan + [((4, 2), d, half, "haar", "prompt", (300, 1, 70)) for d in (64, 128, 256)] + [((4, 2), 128, t, "haar", "prompt", (300, 1)) for t in types]
 
 
 def gate_case(case):
     "The case and what `compare` says of it."
-    (bk, bv), d, dtype, rotation, lengths = case
-    recipe = Recipe(Spec(bits=bk, rotation=rotation, center="prompt"), Spec(bits=bv, rotation=rotation))
-    return case, compare(recipe, lengths, d, dtype)
+    (bk, bv), d, dtype, rotation, center, lengths = case
+    recipe = Recipe(Spec(bits=bk, rotation=rotation, center=center), Spec(bits=bv, rotation=rotation))
+    try:
+        return case, compare(recipe, lengths, d, dtype)
+    except Exception as error:  # counts as wrong, and the other cases are still compared
+        print("gate:", case, str(error)[:300], flush=True)
+        return case, (0, 1, 0.0)
 
 
 def job(task):
@@ -85,7 +98,7 @@ def gate(workers, more=()):
             if not isinstance(answer, tuple):
                 continue
             case, (a, b, c) = answer
-            ties, wrong, worst, codes = ties + a, wrong + b, max(worst, c), codes + 2 * 6 * case[1] * sum(case[4])
+            ties, wrong, worst, codes = ties + a, wrong + b, max(worst, c), codes + 2 * 6 * case[1] * sum(case[-1])
             if b or not c <= limit:
                 print("gate:", case, a, b, c, flush=True)
     said = f"{len(cases)} cases: {ties} of {codes} codes differ from the PyTorch path's, {wrong} of them further than {NEAR} from an edge; scales within {worst:.1e}"
@@ -93,28 +106,30 @@ def gate(workers, more=()):
     return {"cmd": said, "passed": wrong == 0 and worst <= limit}
 
 
-def targets(b, h, n, d, bk, bv, center=True, dtype=torch.bfloat16):
-    recipe = Recipe(Spec(bits=bk, center="prompt" if center else "none"), Spec(bits=bv), 0, 0)
-    store = KVStore(recipe, b, h, d, dtype=dtype, device="cuda", max_length=n)
-    mean = torch.randn(b, h, 1, d, device="cuda").bfloat16() if center else None
-    return store, kernel.target(store.key, mean), kernel.target(store.value)
+def targets(b, h, n, d, bk, bv, center="prompt", dtype=torch.bfloat16):
+    recipe = Recipe(Spec(bits=bk, center=center), Spec(bits=bv), 0, 0)
+    store = KVStore(recipe, b, h, d, dtype=dtype, device="cuda", max_length=n, inv_freq=frequencies(d))
+    store._make_room(n)
+    mean = None if center == "none" else torch.randn(b, h, 1, d, device="cuda").bfloat16()
+    return store, kernel.target(store.key, mean, store), kernel.target(store.value)
 
 
-def timed(f, graph=False):
+def timed(f):
     "p20, p50, p80 in µs."
-    if graph:
-        f()
-        return [t * 1e3 for t in do_bench_cudagraph(f, rep=20, quantiles=[0.2, 0.5, 0.8])]
     return [t * 1e3 for t in do_bench(f, warmup=10, rep=60, quantiles=[0.2, 0.5, 0.8])]
 
 
-def small(d, bk, bv, n=256, center=True, dtype=torch.bfloat16, config=None):
-    "Compile what a case needs."
+def quantiles(times):
+    return torch.tensor(times, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
+
+
+def small(d, bk, bv, center="prompt", dtype=torch.bfloat16, config=None):
+    "Compile what a bulk case needs."
     packaged = kernel._config
     if config:
         kernel._config = lambda *_: config
     store, key, value = targets(1, 2, 1024, d, bk, bv, center, dtype)
-    k, v = states(1, 2, n, d, dtype, 0), states(1, 2, n, d, dtype, 1)
+    k, v = states(1, 2, 512, d, dtype, 0), states(1, 2, 512, d, dtype, 1)
     try:
         kernel.encode_append(k, v, key, value, 0).tolist()
     except Exception as error:
@@ -123,7 +138,12 @@ def small(d, bk, bv, n=256, center=True, dtype=torch.bfloat16, config=None):
         kernel._config = packaged
 
 
-def bulk_case(d, bk, bv, b=8, h=8, n=32768, center=True, dtype=torch.bfloat16, torch_path=False):
+def short(b, h, d, n, center):
+    "Compile what an append needs."
+    append_store(b, h, d, n, True, center), append_store(b, h, d, n, False, center)
+
+
+def bulk_case(d, bk, bv, b=8, h=8, n=32768, center="prompt", dtype=torch.bfloat16, torch_path=False):
     store, key, value = targets(b, h, n, d, bk, bv, center, dtype)
     k, v = states(b, h, n, d, dtype, 0), states(b, h, n, d, dtype, 1)
     flags = torch.zeros(4, dtype=torch.int32, device="cuda")
@@ -146,30 +166,63 @@ def bulk_case(d, bk, bv, b=8, h=8, n=32768, center=True, dtype=torch.bfloat16, t
     return row
 
 
-def append_case(b, h, d, bk, bv, n=1, first=70):
-    store, key, value = targets(b, h, 1024, d, bk, bv)
-    k, v = states(b, h, n, d, torch.bfloat16, 0), states(b, h, n, d, torch.bfloat16, 1)
-    flags = torch.zeros(4, dtype=torch.int32, device="cuda")
-    f = lambda: kernel.encode_append(k, v, key, value, first, flags)  # noqa: E731
-    p20, p50, p80 = timed(f)
-    warm = timed(f, graph=True)
+def append_store(b, h, d, n, static, center="prompt"):
+    "A store in use, and n more tokens, appended once."
+    recipe = Recipe(Spec(bits=3, center=center), Spec(bits=3))
+    store = KVStore(recipe, b, h, d, dtype=torch.bfloat16, device="cuda", max_length=2048, static=static, inv_freq=frequencies(d))
+    kernel.append(store, states(b, h, 70, d, torch.bfloat16, 0, 0.5), states(b, h, 70, d, torch.bfloat16, 1))
+    k, v = states(b, h, n, d, torch.bfloat16, 2, 0.5), states(b, h, n, d, torch.bfloat16, 3)
+    kernel.append(store, k, v)
+    return store, k, v
+
+
+def graph_times(b, h, d, n, center, calls=20):
+    "µs of an append in a CUDA graph."
+    store, k, v = append_store(b, h, d, n, True, center)
+    graph, start, end = torch.cuda.CUDAGraph(), *(torch.cuda.Event(enable_timing=True) for _ in "ab")
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            kernel.append(store, k, v)
+    out = []
+    for _ in range(40):
+        store.position.fill_(70)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        out.append(start.elapsed_time(end) * 1e3 / calls)
+    store.sync()
+    if store.length != 70 + calls * n:
+        raise SystemExit(f"{store.length} tokens after the replay, expected {70 + calls * n}")
+    return out[10:]
+
+
+def host_times(b, h, d, n, center, calls=50):
+    "µs that Python takes to launch an append."
+    out, (store, k, v) = [], append_store(b, h, d, n, False, center)
+    for _ in range(20):
+        store.length = 70  # what comes after is written again
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(calls):
+            kernel.append(store, k, v)
+        out.append((time.perf_counter() - began) / calls * 1e6)
     torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(200):
-        f()
-    host = (time.perf_counter() - began) / 200 * 1e6
-    torch.cuda.synchronize()
-    row = dict(case="append", d=d, k=bk, v=bv, batch=b, heads=h, tokens=n, p20=p20, p50=p50, p80=p80, unit="us", n=1)
-    return row | dict(graph_p20=warm[0], graph_p50=warm[1], graph_p80=warm[2], host_us=host)
+    return out[5:]
+
+
+def append_case(b, h, d, n, center):
+    p20, p50, p80 = quantiles(graph_times(b, h, d, n, center))
+    host = quantiles(host_times(b, h, d, n, center))[1]
+    return dict(case="append", center=center, d=d, k=3, v=3, batch=b, heads=h, tokens=n, p20=p20, p50=p50, p80=p80, unit="us", n=30, host_us=host)
 
 
 def tune_cases():
-    "(d, (byte rows, quarters, launch options)) beside the packaged ones, k3v3; 1 token where there is one quarter."
+    "(d, (byte rows, launch options)) beside the packaged ones, k3v3."
     regs = lambda r: {"maxnreg": r} if r else {}  # noqa: E731
-    wide = [(128, (m, 4, dict(num_warps=w, num_stages=s) | regs(r))) for m, w, s, r in ((64, 4, 2, 0), (64, 4, 3, 0), (64, 4, 2, 168), (64, 4, 3, 168), (64, 4, 1, 168), (64, 8, 2, 128), (32, 4, 2, 128), (32, 2, 2, 0))]
-    wide += [(64, (m, 4, dict(num_warps=w, num_stages=s) | regs(r))) for m, w, s, r in ((64, 4, 2, 0), (64, 4, 3, 128), (64, 4, 2, 96), (32, 2, 2, 0))]
-    wide += [(256, (m, 4, dict(num_warps=w, num_stages=s) | regs(r))) for m, w, s, r in ((64, 8, 2, 0), (64, 8, 3, 0), (64, 8, 2, 128), (32, 8, 2, 128), (32, 4, 2, 0))]
-    return wide + [(128, (16, 1, dict(num_warps=w, num_stages=1))) for w in (2, 4, 8)]
+    plan = {128: ((64, 4, 1, 168), (64, 4, 2, 0), (64, 4, 3, 168), (64, 4, 3, 0), (64, 8, 2, 128), (64, 8, 2, 96), (64, 8, 3, 128), (32, 4, 2, 128))}
+    plan |= {64: ((64, 4, 2, 0), (64, 4, 2, 128), (64, 4, 3, 128)), 256: ((64, 8, 2, 0), (64, 8, 2, 168))}
+    return [(d, (m, dict(num_warps=w, num_stages=s) | regs(r))) for d, cases in plan.items() for m, w, s, r in cases]
 
 
 def tune():
@@ -178,8 +231,8 @@ def tune():
     for d, config in tune_cases():
         kernel._config = lambda *_, c=config: c
         try:
-            row = append_case(8, 8, d, 3, 3) if config[1] == 1 else bulk_case(d, 3, 3, b=4, n=32768 if d < 256 else 16384)
-            print(d, config, {k: round(v, 2) for k, v in row.items() if k in ("p50", "giga_vectors", "terabytes", "graph_p50", "host_us")}, flush=True)
+            row = bulk_case(d, 3, 3, b=4, n=32768 if d < 256 else 16384)
+            print(d, config, {k: round(v, 2) for k, v in row.items() if k in ("p50", "giga_vectors", "terabytes")}, flush=True)
         except Exception as error:
             print(d, config, str(error)[:80], flush=True)
         finally:
@@ -187,18 +240,17 @@ def tune():
 
 
 BITS = ((3, 3), (2, 2), (4, 4), (4, 2), (1, 1))
-INPUTS = (dict(center=False), dict(dtype=torch.float16), dict(dtype=torch.float32, n=16384), dict(b=1, n=4096))
+INPUTS = (dict(center="none"), dict(center="rope"), dict(dtype=torch.float16), dict(dtype=torch.float32, n=16384), dict(b=1, n=4096))
 SIZES = ((64, 32768), (96, 32768), (256, 16384))
-APPENDS = ((1, 8, 128, 1), (8, 8, 128, 1), (64, 8, 128, 1), (8, 8, 64, 1), (8, 8, 256, 1), (8, 8, 128, 5))
+APPENDS = [(b, h, d, n, "prompt") for b, h, d, n in ((1, 8, 128, 1), (8, 8, 128, 1), (64, 8, 128, 1), (8, 8, 64, 1), (8, 8, 256, 1), (8, 8, 128, 5))] + [(8, 8, 128, 1, "rope")]
 
 
 def to_compile(tuning):
     "Everything that will be timed."
     jobs = [dict(d=128, bk=bk, bv=bv) for bk, bv in BITS] + [dict(d=d, bk=3, bv=3) for d, _ in SIZES]
     jobs += [dict(d=128, bk=3, bv=3, **{k: v for k, v in x.items() if k in ("center", "dtype")}) for x in INPUTS]
-    jobs += [dict(d=d, bk=3, bv=3, n=n) for _, _, d, n in APPENDS]
-    jobs += [dict(d=d, bk=3, bv=3, n=1 if c[1] == 1 else 256, config=c) for d, c in tune_cases()] if tuning else []
-    return [(small, (), x) for x in jobs]
+    jobs += [dict(d=d, bk=3, bv=3, config=c) for d, c in tune_cases()] if tuning else []
+    return [(small, (), x) for x in jobs] + [(short, x, {}) for x in APPENDS]
 
 
 def main():
@@ -216,8 +268,8 @@ def main():
         rows.append(row)
         print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
 
-    for b, h, d, n in APPENDS:
-        add(append_case(b, h, d, 3, 3, n))
+    for case in APPENDS:
+        add(append_case(*case))
     for bk, bv in BITS:
         add(bulk_case(128, bk, bv, torch_path=(bk, bv) == (3, 3)))
     for case in INPUTS:

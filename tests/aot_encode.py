@@ -19,29 +19,40 @@ NAMES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"
 TOOL = os.path.join(os.path.dirname(nvidia.__file__), "bin", "cuobjdump")
 
 
-def build(capability=90, n=1000, d=128, bits=(3, 3), dtype=torch.bfloat16, parts=1, center=True, config=None):
-    "The compiled kernel as `_launch` asks for it."
-    m, steps, options = config or kernel._config(n, d, 64, parts)
-    x = torch.empty(1, 1, 1, d, dtype=dtype)
-    turn = kernel.Turn(torch.empty(parts, d, d), 1.0)
-    consts = []
-    for b, mean in zip(bits, (torch.empty(1, 1, 1, d, dtype=torch.bfloat16) if center else None, None)):
-        consts.append(kernel._constants(x, kernel.Target([], torch.empty(0, dtype=torch.float16), turn, None, mean=mean), b))
-    constants = {"KC": consts[0], "VC": consts[1], "R": 64, "M": m, "STEPS": steps, "WIDE": False, "ksd": 1, "vsd": 1}
+def consts(d, dtype, bits, parts, center, capability, r):
+    "The constants of keys and of values."
+    turn = kernel.Turn(torch.empty(parts, d, d), 1.0, parts == 1)
+    return [kernel._constants(d, dtype, b, turn, "mse", mean, torch.float16, capability >= 90, r) for b, mean, r in zip(bits, (torch.bfloat16 if center else None, None), (r, 0))]
+
+
+def compiled(f, constants, dtype, capability, options):
+    "A kernel for pointers and numbers as `append` gives them."
     types = {}
-    for name in kernel._encode_kernel.arg_names:
+    for name in f.arg_names:
         kind = name[1:]
         if name in constants:
             types[name] = "constexpr"
-        elif kind in ("X", "W", "MEAN", "TAB", "SCALE") or name == "FLAG":
-            types[name] = {"X": NAMES[dtype], "W": "*bf16", "MEAN": "*bf16", "TAB": "*fp32", "SCALE": "*fp16"}.get(kind, "*i32")
+        elif name in ("START", "POSITION", "FLAG") or kind in ("X", "W", "MEAN", "TAB", "SCALE", "SINKS", "RING", "URNS"):
+            of_mean = "*fp32" if f is kernel._encode_kernel and not constants["KC"][11] else "*bf16"
+            types[name] = {"X": NAMES[dtype], "SINKS": NAMES[dtype], "RING": NAMES[dtype], "W": "*bf16", "MEAN": of_mean, "TAB": "*fp32", "SCALE": "*fp16", "TART": "*i64", "URNS": "*fp16"}.get(kind, "*i32")
         else:
             types[name] = "*u8" if kind in ("P0", "P1", "P2") else "fp32" if kind == "factor" else "i32"
-    index = {name: (i,) for i, name in enumerate(kernel._encode_kernel.arg_names)}
-    aligned = [n for n, t in types.items() if t.startswith("*") or n[1:] in ("sb", "sh", "sn")]
-    attrs = {index[n]: [["tt.divisibility", 16]] for n in aligned}
-    source = ASTSource(kernel._encode_kernel, types, {index[n]: v for n, v in constants.items()}, attrs)
+    index = {name: (i,) for i, name in enumerate(f.arg_names)}
+    aligned = [n for n, t in types.items() if t.startswith("*") or n[1:] in ("sb", "sh", "sn") and n not in constants]
+    source = ASTSource(f, types, {index[n]: v for n, v in constants.items()}, {index[n]: [["tt.divisibility", 16]] for n in aligned})
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def build(capability=90, n=1000, d=128, bits=(3, 3), dtype=torch.bfloat16, parts=1, center=True, config=None, static=False, whole=True, r=0):
+    "The compiled kernel as `append` asks for it: the short one for at most 64 tokens."
+    both = dict(zip(("KC", "VC"), consts(d, dtype, bits, parts, center, capability, r)))
+    shared = both | {"R": 64, "STATIC": static, "WIDE": False}
+    if n > 64:
+        m, options = config or kernel._config(d, 64, parts, capability >= 90, dtype.itemsize, r)
+        return compiled(kernel._encode_kernel, shared | {"M": m, "ksd": 1, "vsd": 1, "WHOLE": whole}, dtype, capability, options)
+    m, options = config or kernel._short_config(d, capability >= 90)
+    more = {"M": m, "sinks": 4, "ring": 64} | ({"n": 1} if n == 1 else {})
+    return compiled(kernel._short_kernel, shared | more, dtype, capability, options)
 
 
 def usage(compiled):

@@ -16,9 +16,9 @@ from turboquant_nb.testing import same
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def filled(recipe, batch, heads, d, dv, tokens, seed=0, dtype=torch.float32, tile=8, start=None, chunks=1):
+def filled(recipe, batch, heads, d, dv, tokens, seed=0, dtype=torch.float32, tile=8, start=None, chunks=1, **kwargs):
     g = torch.Generator().manual_seed(seed)
-    store = KVStore(recipe, batch, heads, d, dv, dtype, tile=tile)
+    store = KVStore(recipe, batch, heads, d, dv, dtype, tile=tile, inv_freq=0.6 ** torch.arange(1.0, max(d // 2 - seed % 2, 1) + 1), **kwargs)
     k, v = (torch.randn(batch, heads, tokens, x, generator=g).to(dtype) for x in (d, dv))
     if start is not None:
         store.set_range(start=start)
@@ -41,7 +41,7 @@ def seen_by(store, n, first, causal, window):
 def read_unrounded(store, name):
     "What `store.read` gives before it is rounded to the model's dtype: [B, H, length - offset, d] fp64."
     side = getattr(store, name)
-    x = decode(side.q, store.coded(name, store.offset, store.length), side.mean).double()
+    x = decode(side.q, store.coded(name, store.offset, store.length), store.center(name, store.offset, store.length)).double()
     states, positions = store.exact(name)
     for row, slot in (positions >= store.offset).nonzero().tolist():
         x[row, :, int(positions[row, slot]) - store.offset] = states[row, :, slot].double()
@@ -81,12 +81,12 @@ def compare(got, want, dtype):
 
 def draw(rng, d, dv):
     "Any bits and residuals; decay where there is something to drop."
-    def spec(d):
+    def spec(d, *centers):
         bits = rng.choice((1, 2, 3, 4, 2, 3, 4, rng.randint(1, 3) + rng.randint(1, d - 1) / d, tuple(rng.randint(1, 4) for _ in range(d))))
         residual = rng.choice(("none", "sign", "qjl")) if isinstance(bits, int) and bits > 1 else "none"
-        return Spec(bits, rng.choice(("hadamard", "haar", "identity")), 0, rng.choice(("norm", "mse", "unbiased")), "sphere", rng.choice(("none", "prompt")), residual=residual)
+        return Spec(bits, rng.choice(("hadamard", "haar", "identity")), 0, rng.choice(("norm", "mse", "unbiased")), "sphere", rng.choice(("none", "prompt", *centers)), residual=residual)
 
-    recipe = Recipe(spec(d), spec(dv), rng.choice((0, 1, 4)), rng.choice((0, 3, 10)))
+    recipe = Recipe(spec(d, "rope", "rope"), spec(dv), rng.choice((0, 1, 4)), rng.choice((0, 3, 10)))
     try:
         return replace(recipe, decay=rng.choice((None, 4, 20)))
     except ValueError:
@@ -171,6 +171,46 @@ def test_sketch_meets_queries_and_sums_only():
     with Products(store.key.q.sketch) as seen:  # decoding tokens is what this rules out
         store.read()
     assert seen.rows == [64, 64]
+
+
+@pytest.mark.parametrize("softcap", (None, 2.0))
+def test_a_turning_centre_does_not_cancel(softcap):
+    "Mutants: its share of the scores left out, and a mean that is taken for a fixed one."
+    store, _, _ = filled(Recipe(Spec(2, center="rope"), Spec(2), 1, 3), 2, 2, 16, 16, 60, start=torch.tensor([0, 5]))
+    store.key.mean.copy_(2 * torch.randn(store.key.mean.shape))
+    q, mask = torch.randn(2, 4, 5, 16), seen_by(store, 5, 0, True, None)
+    want = reference(q, store, None, mask, 0, softcap=softcap)
+    compare(attend(q, store, softcap=softcap), want, torch.float32)
+    turns, mean = store._turns, store.key.mean.clone()
+    store._turns = None  # a fixed mean
+    with pytest.raises(AssertionError):
+        compare(attend(q, store, softcap=softcap), want, torch.float32)
+    store._turns = turns
+    store.key.mean.zero_()  # no share at all
+    with pytest.raises(AssertionError):
+        compare(attend(q, store, softcap=softcap), want, torch.float32)
+    store.key.mean.copy_(mean)
+    compare(attend(q, store, softcap=softcap), want, torch.float32)
+
+
+@pytest.mark.parametrize("center", ("none", "prompt", "rope"))
+def test_where_the_device_counts(center):
+    "Compiled attention to a static store reads its position; one compilation serves all steps."
+    torch._dynamo.reset()
+    recipe, steps = Recipe(Spec(3, center=center), Spec(4), 2, 5), []
+    store, _, _ = filled(recipe, 2, 2, 16, 16, 30, start=torch.tensor([0, 5]), max_length=60, static=True)
+
+    @torch.compile(backend=lambda graph, _: steps.append(1) or graph.forward, fullgraph=True)
+    def step(q, k, v):
+        store.append(k, v)
+        return attend(q, store, window=20)
+
+    for i in range(20):
+        q, k, v = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 1, 16), torch.randn(2, 2, 1, 16)
+        got = step(q, k, v)
+        store.sync()
+        compare(got, reference(q, store, None, seen_by(store, 1, 0, True, 20), 0), torch.float32)
+    assert len(steps) <= 2 and store.length == 50
 
 
 def test_first_without_a_mask():

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from turboquant_nb.quantizer import Quantizer, Recipe, Spec, channel_bits, decode
 from turboquant_nb.rates import make_quantizer, truncate
-from turboquant_nb.store import FORMAT, KVStore, prompt_mean, read_file, write_file
+from turboquant_nb.store import FORMAT, KVStore, _append_by_position, prompt_mean, read_file, write_file
 from turboquant_nb.testing import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -24,6 +24,14 @@ def states(store, n, seed=0, scale=1.0):
     g = torch.Generator().manual_seed(seed)
     shape = (store.batch, store.heads, n)
     return tuple((torch.randn(*shape, side.q.d, generator=g) * scale + 0.5).to(store.dtype) for side in (store.key, store.value))
+
+
+def turned(x, positions, inv_freq):
+    "x [.., n, d] turned pair by pair as complex numbers, cosines and sines in fp16."
+    angle, half = torch.as_tensor(positions).float()[:, None] * inv_freq, len(inv_freq)
+    by = torch.complex(angle.cos().half().float(), angle.sin().half().float())
+    z = torch.complex(x[..., :half].float(), x[..., half : 2 * half].float()) * by
+    return torch.cat([z.real, z.imag, x[..., 2 * half :].float()], -1)
 
 
 def snapshot(store):
@@ -48,7 +56,7 @@ class Dense:
         self.recipe, self.dtype, self.tile, self.thin = store.recipe, store.dtype, store.tile, 0
         self.raw = [torch.zeros(store.batch, store.heads, 0, s.q.d, dtype=store.dtype) for s in (store.key, store.value)]
         self.coded, self.thinned = [x.clone() for x in self.raw], [x.clone() for x in self.raw]
-        self.means, self.start, self.slots = [None, None], store.start.clone(), {}
+        self.means, self.start, self.slots, self.inv_freq = [None, None], store.start.clone(), {}, store.inv_freq
 
     @property
     def length(self):
@@ -58,13 +66,16 @@ class Dense:
         window = self.recipe.window
         self.slots |= {p % window: p for p in range(self.length, self.length + new[0].shape[2]) if window}
         for i, (x, spec) in enumerate(zip(new, (self.recipe.key, self.recipe.value))):
+            at = torch.arange(x.shape[2]) + self.raw[i].shape[2]
             if self.raw[i].shape[2] == 0 and spec.center != "none":
-                self.means[i] = self.mean(x)
-            q = make_quantizer(spec, x.shape[3])
-            code = q.encode(x, self.means[i])
-            coded = decode(q, code, self.means[i], self.dtype)
+                self.means[i] = self.mean(x if spec.center == "prompt" else turned(x, -at, self.inv_freq))
+            q, mean = make_quantizer(spec, x.shape[3]), self.means[i]
+            if spec.center == "rope":
+                mean = turned(mean.expand(-1, -1, len(at), -1), at, self.inv_freq)
+            code = q.encode(x, mean)
+            coded = decode(q, code, mean, self.dtype)
             self.raw[i], self.coded[i] = torch.cat([self.raw[i], x], 2), torch.cat([self.coded[i], coded], 2)
-            self.thinned[i] = torch.cat([self.thinned[i], self.shortened(q, code, self.means[i])], 2)
+            self.thinned[i] = torch.cat([self.thinned[i], self.shortened(q, code, mean)], 2)
         if self.recipe.decay:
             self.decay(self.length - self.recipe.decay)
 
@@ -107,7 +118,7 @@ def check(store, dense):
         assert a.dtype == store.dtype and a.shape == b.shape
         same(a.where(real, 0), b.where(real, 0), allow_empty=True)
     if store.length > store.offset:
-        total = sum(t.nbytes for s in (store.key, store.value) for t in s.tensors.values()) + store.start.nbytes + (0 if store.end is None else store.end.nbytes)
+        total = sum(t.nbytes for s in (store.key, store.value) for t in s.tensors.values()) + sum(0 if t is None else t.nbytes for t in (store.start, store.end, store.position, store.flags))
         assert total == store.nbytes
         values = store.batch * store.heads * (store.length - store.offset) * (store.key.q.d + store.value.q.d)
         assert store.bits_per_value() == 8 * store.nbytes / values
@@ -117,14 +128,14 @@ def random_bits(rng, d):
     return rng.choice((1, 2, 3, 4, 3, 4, rng.randint(1, 3) + rng.randint(1, d - 1) / d, tuple(rng.randint(1, 4) for _ in range(d))))
 
 
-def random_recipe(rng, d, dv, limit=None):
-    def spec(d):
+def random_recipe(rng, d, dv, limit=None, static=False):
+    def spec(d, *centers):
         bits = random_bits(rng, d)
-        residual = rng.choice(("none", "sign", "qjl")) if isinstance(bits, int) and bits > 1 else "none"
+        residual = rng.choice(("none", "sign", "sign" if static else "qjl")) if isinstance(bits, int) and bits > 1 else "none"
         return Spec(bits, rng.choice(("hadamard", "haar", "identity")), rng.randrange(3), rng.choice(("norm", "mse", "unbiased")),
-                    rng.choice(("sphere", "gaussian", "affine")), rng.choice(("none", "prompt")), rng.choice(("float16", "bfloat16", "float32")), residual)
+                    rng.choice(("sphere", "gaussian", "affine")), rng.choice(("none", "prompt", *centers)), rng.choice(("float16", "bfloat16", "float32")), residual)
 
-    recipe = Recipe(spec(d), spec(dv or d), rng.choice((0, 1, 2, 4, 7)), rng.choice((0, 0, 1, 3, 8, 20)))
+    recipe = Recipe(spec(d, "rope"), spec(dv or d), rng.choice((0, 1, 2, 4, 7)), rng.choice((0, 0, 1, 3, 8, 20)))
     decay = rng.choice((None, 1, 6, 25)) if limit is None and fades(recipe, d, dv or d) else None
     return Recipe(recipe.key, recipe.value, recipe.sinks, recipe.window, decay)
 
@@ -143,7 +154,9 @@ def test_random_operation_sequences(block, tmp_path):
         dtype = rng.choice((torch.float32, torch.float16, torch.bfloat16))
         tile, limit = rng.choice((4, 8, 16)), rng.choice((None, None, 90))
         d, dv = rng.choice((4, 5, 8)), rng.choice((None, 4, 7))
-        store = make(random_recipe(rng, d, dv, limit), rng.randint(1, 3), rng.randint(1, 2), d, dv, dtype=dtype, max_length=limit, tile=tile)
+        static, freq = limit is not None and rng.random() < 0.6, 0.7 ** torch.arange(1.0, rng.randint(1, d // 2) + 1)
+        more = dict(dtype=dtype, max_length=limit, tile=tile, static=static, inv_freq=freq)
+        store = make(random_recipe(rng, d, dv, limit, static), rng.randint(1, 3), rng.randint(1, 2), d, dv, **more)
         if rng.random() < 0.4:
             store.set_range(start=torch.tensor([rng.randint(0, 6) for _ in range(store.batch)]))
             if any(s.center != "none" for s in (store.recipe.key, store.recipe.value)):
@@ -172,10 +185,10 @@ def test_random_operation_sequences(block, tmp_path):
                 store.crop(rng.choice((n, -n)))
                 dense.crop(n)
             elif what == "select" and store.batch:
-                index = torch.tensor([rng.randrange(-store.batch, store.batch) for _ in range(rng.randint(1, 3))])
+                index = torch.tensor([rng.randrange(-store.batch, store.batch) for _ in range(store.batch if static else rng.randint(1, 3))])
                 store.select(index)
                 dense.rows(lambda x: x[index])  # noqa: B023
-            elif what == "repeat" and store.batch < 3:
+            elif what == "repeat" and store.batch < 3 and not static:
                 store.repeat(2)
                 dense.rows(lambda x: x.repeat_interleave(2, 0))
             elif what == "file":
@@ -196,7 +209,7 @@ def test_random_operation_sequences(block, tmp_path):
                     with pytest.raises(ValueError, match="decay"):
                         store.decay(at)
                     assert_same_snapshot(snapshot(store), before)
-            elif what == "evict":
+            elif what == "evict" and not static:
                 before = rng.randint(0, store.length + 3)
                 old = store.offset
                 store.evict(before)
@@ -217,6 +230,168 @@ def test_the_dense_model_can_fail():
         other.raw, other.coded, other.thinned = dense.raw, dense.coded, dense.thinned
         with pytest.raises(AssertionError):
             check(store, other)
+
+
+# --- a mean that turns ----------------------------------------------------------------------------
+
+FREQ = 0.5 ** torch.arange(1.0, 4)  # 6 of 8 channels turn
+TURNING = Recipe(Spec(2, center="rope"), Spec(), sinks=0, window=0)
+
+
+def test_a_turning_mean_finds_a_bias_that_turns(gen):
+    "Keys that are a turned bias and noise: the error is that of the noise alone, whatever else arrives."
+    bias, noise = 30 * torch.randn(1, 2, 1, 8, generator=gen), torch.randn(1, 2, 300, 8, generator=gen)
+    k = turned(bias + noise, torch.arange(300), FREQ)
+    plain = make(Recipe(Spec(2), Spec(), 0, 0), 1)
+    plain.append(noise, noise)
+    want = float((plain.read()[0] - noise).square().mean())
+    for center, low, high in (("rope", 0, 1.2 * want), ("prompt", 50 * want, 1e9)):
+        store = make(Recipe(Spec(2, center=center), Spec(), 0, 0), 1, inv_freq=FREQ)
+        for part in k.split((100, 1, 199), 2):
+            store.append(part, part)
+        assert low <= float((store.read()[0] - k).square().mean()) <= high
+
+
+def test_positions_of_a_turning_mean_count_from_the_first_real_token(gen):
+    "Rows with and without left padding hold the same codes and the same mean."
+    k = turned(5 + torch.randn(1, 2, 40, 8, generator=gen), torch.arange(40), FREQ)
+    padded = torch.cat([torch.randn(1, 2, 3, 8, generator=gen), k], 2)
+    whole = torch.cat([k, torch.randn(1, 2, 3, 8, generator=gen)], 2)
+    store, alone = make(TURNING, 2, inv_freq=FREQ), make(TURNING, 1, inv_freq=FREQ)
+    store.set_range(start=torch.tensor([3, 0]))
+    x = torch.cat([padded, whole])
+    store.append(x, x)
+    alone.append(k, k)
+    torch.testing.assert_close(store.read()[0][:1, :, 3:], alone.read()[0], rtol=0, atol=0.02)  # the mean's sum in another order
+    late = make(TURNING, 2, inv_freq=FREQ)  # padding that is found out later
+    late.append(x, x)
+    late.set_range(torch.tensor([3, 0]), k=x, v=x)
+    for a, b in zip(late.read(), store.read()):
+        same(a, b)
+
+
+def test_one_table_for_all_stores():
+    "It grows with the longest, is counted once, and another model has another."
+    a, b = (make(TURNING, 1, inv_freq=FREQ) for _ in range(2))
+    c, fixed = make(TURNING, 1, inv_freq=FREQ * 2), make(TURNING, 1, inv_freq=FREQ, max_length=50, static=True)
+    held = fixed.turns
+    a.append(*states(a, 700))
+    a.read()
+    assert len(a.turns) == 768  # whole tiles; reading takes no room for more
+    assert [t.shape[0] for t in a.tables()[:2]] == [3, 768] and [t.shape[0] for t in b.tables()[:2]] == [3, 0]  # each counts what it needs
+    assert a.turns is b.turns and len(a.turns) >= 700 and a.turns.shape[1] == 6 and a.turns.dtype == torch.float16
+    assert c.turns is not a.turns and len(c.turns) == 0 and fixed.turns is held and len(held) == 50
+    pointers = [t.data_ptr() for t in a.tables()]
+    assert a.turns.data_ptr() in pointers and a.inv_freq.data_ptr() in pointers
+    b.append(*states(b, 1))
+    for t in range(0, 700, 99):
+        torch.testing.assert_close(b.turns[t].float(), torch.cat([(t * FREQ).cos(), (t * FREQ).sin()]), rtol=0, atol=6e-4)
+
+
+def test_a_turning_mean_to_file_and_back(tmp_path):
+    store = make(TURNING, inv_freq=FREQ, tile=8)
+    store.append(*states(store, 30))
+    store.evict(17)
+    store.save(tmp_path / "s")
+    again = KVStore.load(tmp_path / "s")
+    same(again.inv_freq, FREQ)
+    for s in (store, again):
+        s.append(*states(s, 9, seed=3))
+    for a, b in zip(again.read(), store.read()):
+        same(a, b)
+    tensors, header = store.state()
+    with pytest.raises(TypeError, match="inv_freq"):
+        KVStore.from_state({n: t for n, t in tensors.items() if n != "inv_freq"}, header)
+
+
+def test_inv_freq_is_refused():
+    for bad, error in ((None, TypeError), ([1.0], TypeError), (torch.ones(2, dtype=torch.long), TypeError), (torch.ones(5), ValueError),
+                       (torch.ones(0), ValueError), (torch.ones(2, 2), ValueError), (torch.tensor([1.0, torch.inf]), ValueError)):
+        with pytest.raises(error, match="inv_freq must be a float vector of at most 4 frequencies, which center='rope' needs"):
+            make(TURNING, inv_freq=bad)
+    assert make("k3v3", inv_freq=FREQ).inv_freq is None  # nothing turns
+
+
+# --- static ---------------------------------------------------------------------------------------
+
+def recorded(store, k, v):
+    "What a recording of an append runs."
+    _append_by_position(*store._by_position(k, v))
+
+
+@pytest.mark.parametrize("recipe", ("k3v3", "k4v2", Recipe(Spec(2.5, center="prompt"), Spec((1, 2, 3, 4) * 2), sinks=2, window=3), TURNING, Recipe(Spec(3, residual="sign"), Spec(1), 0, 5)))
+@pytest.mark.parametrize("padding", ((0, 0), (0, 5)))
+def test_where_the_device_counts(recipe, padding):
+    "Eager and recorded appends to a static store leave what a plain store holds, and no tensor moves."
+    plain = make(recipe, tile=16, max_length=90, inv_freq=FREQ)
+    lengths = (20, 1, 1, 30, 1, 7)
+    torch._dynamo.reset()
+    for add in (KVStore.append, recorded, torch.compile(KVStore.append, backend="eager", fullgraph=True)):
+        store = make(recipe, tile=16, max_length=90, static=True, inv_freq=FREQ)
+        held = [t.data_ptr() for t in (*store._fixed(), store.position, store.flags, *store.tables())]
+        for s in (store, plain):
+            s.crop(s.length)
+            s.set_range(start=torch.tensor(padding))
+        for i, n in enumerate(lengths):
+            k, v = states(store, n, seed=i)
+            add(store, k, v)
+            plain.append(k, v)
+            assert int(store.position) == plain.length
+        assert store.sync() == store.length == plain.length and store.nbytes == store.expected_nbytes() == plain.nbytes + 4 + 24
+        real = (torch.arange(plain.length) >= plain.start[:, None])[:, None, :, None]
+        for a, b in zip(store.read(), plain.read()):
+            torch.testing.assert_close(a.where(real, 0), b.where(real, 0), rtol=0, atol=0.02)  # the mean of padded rows is summed in another order
+        assert held == [t.data_ptr() for t in (*store._fixed(), store.position, store.flags, *store.tables())]
+
+
+def test_what_a_recording_cannot_refuse():
+    "Bad states and too many tokens become NaN, and `sync` says so, once."
+    store = make("k3v3", max_length=30, static=True)
+    good = states(store, 10)
+    store.append(*good)
+    bad = good[1].clone()
+    bad[0, 1, 2, 3] = torch.nan
+    recorded(store, good[0], bad)
+    assert store.value.tensors["scale"].flatten(2)[:, :, :20].isnan().nonzero().tolist() == [[0, 1, 12]]
+    with pytest.raises(ValueError, match="values that were not finite"):
+        store.sync()
+    assert store.sync() == 20
+    for n in (5, 7):
+        recorded(store, good[0][:, :, :n], good[1][:, :, :n])
+    assert int(store.position) == 25
+    with pytest.raises(ValueError, match="more tokens than max_length"):
+        store.sync()
+    assert store.sync() == 25 and store.key.tensors["scale"].flatten(2)[:, :, 24].isnan().all()
+    store.crop(15)
+    store.append(*good)
+    assert store.length == int(store.position) == 20 and not any(x.isnan().any() for x in store.read())
+
+
+def test_static_refuses():
+    for kwargs, why in ((dict(static=True), "needs max_length"), (dict(static=True, max_length=9, recipe=Recipe(residual="prod")), "QJL")):
+        with pytest.raises(ValueError, match=why):
+            make(**kwargs)
+    store = make(max_length=40, static=True)
+    store.append(*states(store, 10))
+    before = snapshot(store)
+    for f, why in ((lambda: store.evict(5), "frees nothing"), (lambda: store.select([0]), "keeps its 2"), (lambda: store.repeat(2), "keeps its 2"),
+                   (lambda: store.set_range(end=3), "no ends"), (lambda: store.to("meta"), "stays on cpu"), (lambda: store.decay(3), "max_length allocates once"),
+                   (lambda: store.append(*states(store, 31)), "cannot append 31 tokens to 10"), (lambda: recorded(store, *states(store, 41)), "cannot append 41")):
+        with pytest.raises(ValueError, match=why):
+            f()
+    assert_same_snapshot(snapshot(store), before)
+
+
+def test_static_to_file_and_back():
+    store = make(max_length=40, static=True)
+    recorded(store, *states(store, 10))
+    again = KVStore.from_state(*store.state())
+    assert again.static and int(again.position) == again.length == 10
+    for s in (store, again):
+        recorded(s, *states(s, 4, seed=1))
+        s.sync()
+    for a, b in zip(store.read(), again.read()):
+        same(a, b)
 
 
 # --- mean, ranges ---------------------------------------------------------------------------------
@@ -368,7 +543,7 @@ def test_uniform_codes_keep_their_planes(bits, names):
         t = store.key.tensors
         assert list(t) == [*(f"plane{i}" for i in range(len(names))), "scale", "sinks", "window"]
         assert [tuple(p.shape) for p in store.key.planes] == [(2, 2, 2, *shape) for shape in names] and t["scale"].shape == (2, 2, 2, 16)
-        assert store.key.layout.bits == bits
+        assert store.key.groups[0].layout.bits == bits
         uniform = make(Recipe(Spec((bits,) * 8), Spec(bits), sinks=0, window=0), tile=16)
         if residual == "none":  # a tuple of equal numbers is the same code
             uniform.append(*states(store, 20))
@@ -487,6 +662,19 @@ def test_files_from_before_these_fields(tmp_path):
         same(a, b)
 
 
+def test_format_1_is_refused_with_the_reason(saved, tmp_path):
+    "Its codes stand for levels that were changed since."
+    store, path = saved
+    with safe_open(path, "pt") as f:
+        header = json.loads(f.metadata()["header"])
+        tensors = {k: f.get_tensor(k) for k in f.keys()}
+    assert header["format"] == FORMAT == "turboquant-nb store 2"
+    header["format"] = "turboquant-nb store 1"
+    save_file(tensors, tmp_path / "old", metadata={"header": json.dumps(header)})
+    with pytest.raises(ValueError, match="has format 1, this version reads 'turboquant-nb store 2': its codes stand for levels that are slightly different"):
+        KVStore.load(tmp_path / "old")
+
+
 def test_a_refused_move_of_start_changes_nothing():
     "Bad states, an end that was set, or tokens that were freed: an error, and length, ranges, thinned tiles and bits as before."
     for recipe, decay in (("k3v3", None), (Recipe(Spec(4), Spec(3.5), 2, 5), 20), (Recipe(residual="prod"), None)):
@@ -538,6 +726,29 @@ def test_positions_are_integers():
             with pytest.raises(TypeError, match="before must be an integer"):
                 f(bad)
     assert_same_snapshot(snapshot(store), before)
+
+
+@pytest.mark.parametrize("device", ("cpu", "meta"))
+@pytest.mark.parametrize("spec", (Spec(3), Spec(2.5), Spec((3, 1) * 4), Spec(4, residual="sign"), Spec(3, residual="qjl"), Spec(2, "haar", table="affine")))
+def test_layers_share_their_tables(spec, device):
+    "Thirty stores hold the tensors of one, on any device; thinning one changes no other."
+    stores = [KVStore(Recipe(spec, Spec(4)), 1, 2, 8, device=device) for _ in range(30)]
+    ids = {tuple(map(id, s.tables())) for s in stores}
+    assert len(ids) == 1
+    if device == "cpu" and spec.residual != "qjl":
+        first, second = stores[:2]
+        for s in (first, second):
+            s.append(*states(s, 600))
+        first.decay(300)
+        assert first.value.q.codebook is not second.value.q.codebook
+        third = make(Recipe(spec, Spec(4)), 1)
+        third.append(*states(third, 600))
+        third.decay(300)
+        assert tuple(map(id, first.tables())) == tuple(map(id, third.tables()))
+        second.to("cpu")
+        assert tuple(map(id, second.tables())) in ids
+        other = copy.deepcopy(second)
+        assert tuple(map(id, other.tables())) in ids and not {t.data_ptr() for t in other._fixed()} & {t.data_ptr() for t in second._fixed()}
 
 
 def test_tables_hold_every_tensor_of_a_quantizer():

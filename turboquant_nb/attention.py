@@ -51,7 +51,7 @@ class _Softmax:
         new = [(p * w.unsqueeze(-2)) @ x for x, w in terms]
         self.coded = [a + b for a, b in zip(self.coded, new)]
 
-# %% ../nbs/10_attention.ipynb #a28132f7
+# %% ../nbs/10_attention.ipynb #5b4d1d7b
 @dataclass(frozen=True)
 class _Query:
     """Queries of one call: in the model's basis and rotated, grouped by KV head, softmax scale
@@ -61,6 +61,7 @@ class _Query:
     turned: Tensor  # the same, rotated like the keys
     sketched: Tensor | None  # S times the rotated one, where keys have a QJL residual
     offset: Tensor | float  # ⟨q, μ⟩, [B, H, g*n, 1]: what centring took out of the coded scores
+    swing: Tensor | None  # where it turned: what cosines and sines are weighed with, [B, H, g*n, r]
     groups: int
     tokens: int
 
@@ -75,19 +76,27 @@ class _Query:
         )
 
 
+def _turned(q: Tensor, mean: Tensor, r: int) -> tuple:
+    """What ⟨q, R_t m⟩ is made of: weights [..., r] of the cosines and sines, and the share [..., 1]
+    of channels that do not turn."""
+    (a, b), (x, y) = ((z[..., : r // 2], z[..., r // 2 : r]) for z in (q, mean))
+    still = q[..., r:] @ mean[..., r:].transpose(-1, -2)
+    return torch.cat([a * x + b * y, b * x - a * y], -1), still
+
+
 def _query(q: Tensor, store: KVStore, scaling: float) -> _Query:
     b, heads, n, d = q.shape
     plain = q.float().reshape(b, store.heads, heads // store.heads * n, d) * scaling
-    mean = store.key.mean
-    shift = 0.0 if mean is None else plain @ mean.float().transpose(-1, -2)
+    mean, r = store.key.mean, 0 if store.turns is None else store.turns.shape[1]
+    swing, shift = (None, 0.0) if mean is None else _turned(plain, mean.float(), r)
     turned = store.key.q.rotation.apply(plain)
     sketched = turned @ store.key.q.sketch.T if store.key.signs else None
-    return _Query(plain, turned, sketched, shift, heads // store.heads, n)
+    return _Query(plain, turned, sketched, shift, swing if r else None, heads // store.heads, n)
 
-# %% ../nbs/10_attention.ipynb #ccd34244
+# %% ../nbs/10_attention.ipynb #b1ea91c6
 def _visible(store: KVStore, n: int, positions: Tensor, causal: bool, window: int | None) -> Tensor:
     "Which of `positions` [B|1, T] the last n tokens may look at: [B, 1, n, T] bool."
-    at = torch.arange(store.length - n, store.length, device=store.device)[:, None]
+    at = (torch.arange(n, device=store.device) + (store._now - n))[:, None]
     p = positions[:, None, None, :]
     ok = (p >= store.start[:, None, None, None]).expand(-1, 1, n, -1)
     if causal:
@@ -104,7 +113,7 @@ def _masked(scores: Tensor, mask: Tensor | None, softcap: float | None) -> Tenso
         scores = softcap * torch.tanh(scores / softcap)
     return scores if mask is None else scores.masked_fill(~mask, -math.inf)
 
-# %% ../nbs/10_attention.ipynb #4ae8ddb1
+# %% ../nbs/10_attention.ipynb #b560610b
 def _terms(store, side, coded):
     """What coded vectors are sums of: levels with their scales and, with a QJL residual, signs with
     their weights: [(vectors [.., T, w], weights [.., T])]."""
@@ -118,15 +127,21 @@ def _terms(store, side, coded):
 def _add_coded(soft, query, store, see, first, past, softcap, block):
     """Coded tokens in blocks: levels times the rotated query, then the scale of each token. Exact
     tokens are left out."""
-    for lo in range(first, past, block):
-        hi = min(lo + block, past)
+    end = store._bound if store._by_device else past
+    for lo in range(first, end, block):
+        hi = min(lo + block, end)
         positions = torch.arange(lo, hi, device=store.device)[None]
         exact = (positions >= store.past_exact_from) | store.is_sink(positions)
         seen = see(positions) & ~exact[:, None, None, :]
         k, v = (_terms(store, side, store.coded(side, lo, hi)) for side in ("key", "value"))
+        if store._by_device:  # what lies beyond the length may be anything
+            held = positions < past
+            seen, v = seen & held[:, None, None, :], [(x, w.where(held[:, None], 0)) for x, w in v]
         parts = zip((query.turned, query.sketched), k)
-        scores = sum(q @ x.transpose(-1, -2) * w.unsqueeze(-2) for q, (x, w) in parts)
-        soft.add_coded(_masked(scores + query.offset, seen, softcap), v)
+        scores = query.offset + sum(q @ x.mT * w.unsqueeze(-2) for q, (x, w) in parts)
+        if query.swing is not None:
+            scores = scores + query.swing @ store._rows(lo, hi).float().mT
+        soft.add_coded(_masked(scores, seen, softcap), v)
 
 # %% ../nbs/10_attention.ipynb #04366c1c
 def _add_exact(soft, query, store, see, first, past, softcap):
@@ -151,10 +166,10 @@ def _finish(soft, q, store):
     shape = (q.shape[0], q.shape[1], q.shape[2])
     return out.reshape(*shape, store.value.q.d).to(q.dtype), lse.reshape(shape)
 
-# %% ../nbs/10_attention.ipynb #32ba5d54
+# %% ../nbs/10_attention.ipynb #5f3c427d
 def _check_attend(q, store, k, v, first, block, softcap, window):
     check_float(q, "q")
-    (b, h, dk), length = (store.batch, store.heads, store.key.q.d), store.length
+    (b, h, dk), length = (store.batch, store.heads, store.key.q.d), store._bound
     if q.ndim != 4 or q.shape[0] != b or q.shape[1] % h or q.shape[3] != dk:
         raise ValueError(
             f"q must have shape [{b}, a multiple of {h}, n, {dk}], got {list(q.shape)}"
@@ -181,7 +196,7 @@ def _check_mask(mask, q, store, first):
         return
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         raise TypeError(f"mask must be a bool tensor, got {getattr(mask, 'dtype', type(mask))}")
-    (b, h, n, _), width = q.shape, store.length - first
+    (b, h, n, _), width = q.shape, store._bound - first
     ok = mask.ndim == 4 and mask.shape[0] in (1, b) and mask.shape[1] in (1, h)
     if not ok or list(mask.shape[2:]) != [n, width]:
         want = f"[{b} or 1, {h} or 1, {n}, {width}]"
@@ -202,7 +217,7 @@ def _sight(query: _Query, store: KVStore, mask, first: int, causal: bool, window
 
     return see
 
-# %% ../nbs/10_attention.ipynb #bfd629c2
+# %% ../nbs/10_attention.ipynb #10007ca2
 def attend(
     q: Tensor,  # [B, Hq, n, d_key] queries after RoPE; query i is token length-n+i
     store: KVStore,
@@ -216,8 +231,11 @@ def attend(
     softcap: float | None = None,  # scores become softcap·tanh(score/softcap)
     block: int = 1024,  # coded tokens decoded at a time
 ) -> tuple:  # (output [B, Hq, n, d_value] in q's dtype, log-sum-exp [B, Hq, n] fp32)
-    """Attention straight on codes. A row that may see nothing gives 0 and -inf. Raises
-    ValueError/TypeError on shapes, dtypes or devices that do not fit."""
+    """Attention straight on codes. A row that may see nothing gives 0 and -inf. Where a static store
+    is recorded, masks reach to its max_length. Raises ValueError/TypeError on shapes, dtypes or
+    devices that do not fit."""
+    if store.static and not store._by_device:
+        store.sync()
     first = store.offset if first is None else first
     _check_attend(q, store, k, v, first, block, softcap, window)
     _check_mask(mask, q, store, first)
@@ -225,11 +243,12 @@ def attend(
     see = _sight(query, store, mask, first, causal, window)
     sketch = len(store.value.q.sketch) if store.value.signs else 0
     soft = _Softmax(query.plain.shape[:3], q.device, store.value.q.d, sketch)
-    past = store.length - (0 if k is None else k.shape[2])
+    chunk = 0 if k is None else k.shape[2]
+    past = store._now - chunk
     _add_coded(soft, query, store, see, first, past, softcap, block)
     _add_exact(soft, query, store, see, first, past, softcap)
-    if k is not None and k.shape[2]:
-        seen = see(torch.arange(past, store.length, device=q.device)[None])
+    if chunk:
+        seen = see(torch.arange(chunk, device=q.device)[None] + past)
         soft.add(_masked(query.plain @ k.float().transpose(-1, -2), seen, softcap), v.float())
     return _finish(soft, q, store)
 

@@ -48,7 +48,7 @@ def _check_bits(bits, residual):
         want = "bits must be an integer of at least 2, one of them for the sign"
         raise ValueError(f"with residual={residual!r} {want}; got {bits!r}")
 
-# %% ../nbs/04_quantizer.ipynb #58c1963f
+# %% ../nbs/04_quantizer.ipynb #f1bd16a1
 @dataclass(frozen=True)
 class Spec:
     """How one side, keys or values, is coded. Raises ValueError for a value that is not allowed,
@@ -59,9 +59,7 @@ class Spec:
     seed: int = 0  # seed of the rotation
     scale: str = "mse"  # "norm" (‖y‖/√d), "mse" (least squares) or "unbiased" (‖y‖²/⟨y,ŷ⟩)
     table: str = "sphere"  # "sphere" (exact law at this d), "gaussian" or "affine"
-    center: str = (
-        "none"  # "none", or "prompt": subtract the mean of the first chunk that a cache sees
-    )
+    center: str = "none"  # "none", "prompt" (the mean of the first chunk) or "rope" (it turns)
     scale_dtype: str = "float16"  # how the scale is stored: "float16", "bfloat16" or "float32"
     residual: str = "none"  # what the last bit is spent on: "none" (more levels), "sign" or "qjl"
 
@@ -74,7 +72,7 @@ class Spec:
         _choice("rotation", self.rotation, ("hadamard", "haar", "identity"))
         _choice("scale", self.scale, ("norm", "mse", "unbiased"))
         _choice("table", self.table, ("sphere", "gaussian", "affine"))
-        _choice("center", self.center, ("none", "prompt"))
+        _choice("center", self.center, ("none", "prompt", "rope"))
         _choice("scale_dtype", self.scale_dtype, ("float16", "bfloat16", "float32"))
 
 # %% ../nbs/04_quantizer.ipynb #8be12a34
@@ -122,7 +120,7 @@ def _check_decay(decay, sides):
             f"decay needs a side with channels of 3 or 4 bits, got at most {max(most)}"
         )
 
-# %% ../nbs/04_quantizer.ipynb #cc446a58
+# %% ../nbs/04_quantizer.ipynb #dd5b400e
 @dataclass(frozen=True)
 class Recipe:
     """How a cache is coded: one `Spec` for keys, one for values, and how many tokens stay exact.
@@ -139,6 +137,8 @@ class Recipe:
         for name in ("key", "value"):
             if not isinstance(getattr(self, name), Spec):
                 raise TypeError(f"{name} must be a Spec, got {type(getattr(self, name)).__name__}")
+        if self.value.center == "rope":
+            raise ValueError("center='rope' is for keys: RoPE turns no values; use 'prompt'")
         _count("sinks", self.sinks, 0)
         _count("window", self.window, 0)
         if residual is not None:

@@ -5,26 +5,30 @@
 # %% auto #0
 __all__ = ['FORMAT', 'prompt_mean', 'write_file', 'read_file', 'KVStore']
 
-# %% ../nbs/09_store.ipynb #da4ab103
+# %% ../nbs/09_store.ipynb #2d51fe37
 import hashlib
 import json
 import math
 import os
-from dataclasses import dataclass
-from functools import wraps
+from copy import copy
+from dataclasses import asdict, dataclass
+from functools import lru_cache, wraps
+from types import SimpleNamespace
+from weakref import WeakValueDictionary
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .packing import TILE, Layout, _write, drop_plane, unpack
+from .packing import SLOT, TILE, Layout, _crumbs, _write, drop_plane, unpack
 from turboquant_nb.quantizer import (
     Coded,
     Recipe,
+    Spec,
+    _encode_block,
     as_recipe,
     channel_bits,
-    check_finite,
     check_float,
     decode,
 )
@@ -45,6 +49,54 @@ def prompt_mean(
     noise = (x - mean).square().sum((2, 3), keepdim=True) / (n - 1) / n
     keep = (1 - noise / mean.square().sum(-1, keepdim=True).clamp(min=1e-30)).clamp(min=0)
     return (mean * keep).to(torch.bfloat16)
+
+# %% ../nbs/09_store.ipynb #23dd8160
+def _turn(x, rows, back=False):
+    "x [..., n or 1, d] turned by rows [..., n, r] of cosines and sines, or turned back."
+    cos, sin = rows.float().chunk(2, -1)
+    half, r = cos.shape[-1], rows.shape[-1]
+    a, b, sin = x[..., :half], x[..., half:r], -sin if back else sin
+    turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    return torch.cat([turned, x[..., r:].expand(*turned.shape[:-1], -1)], -1)
+
+
+class _Turns:
+    "What RoPE turns by, on one device."
+
+    def __init__(self, inv_freq):
+        self.inv_freq = inv_freq  # [r/2] fp32
+        self.table = torch.zeros(0, 2 * len(inv_freq), dtype=torch.float16, device=inv_freq.device)
+
+    def __deepcopy__(self, memo):
+        return self  # shared by copies too
+
+    def reach(self, tokens):
+        "The table, with rows for so many positions at least, in whole tiles."
+        have, need = len(self.table), -(-tokens // TILE) * TILE
+        if need > have:
+            with torch.inference_mode(False), torch.no_grad():
+                t = torch.arange(have, need, device=self.inv_freq.device)
+                angle = t.float()[:, None] * self.inv_freq
+                more = torch.cat([angle.cos(), angle.sin()], -1).half()
+                self.table = torch.cat([self.table, more])
+        return self.table
+
+# %% ../nbs/09_store.ipynb #f2074717
+_held_turns = WeakValueDictionary()
+
+
+def _turns(inv_freq, d, device) -> _Turns:
+    "The shared turns of these frequencies. Raises TypeError/ValueError for what are none."
+    want = f"a float vector of at most {d // 2} frequencies, which center='rope' needs"
+    if not isinstance(inv_freq, Tensor) or not inv_freq.is_floating_point():
+        got = getattr(inv_freq, "dtype", type(inv_freq).__name__)
+        raise TypeError(f"inv_freq must be {want}, got {got}")
+    if inv_freq.ndim != 1 or not 1 <= len(inv_freq) <= d // 2 or not inv_freq.isfinite().all():
+        got = f"shape {list(inv_freq.shape)}"
+        raise ValueError(f"inv_freq must be {want}, got {got} or values that are not finite")
+    inv_freq = inv_freq.detach().to(device, torch.float32, copy=True)
+    name = inv_freq.device, *inv_freq.tolist()
+    return _held_turns.setdefault(name, _Turns(inv_freq))
 
 # %% ../nbs/09_store.ipynb #f3cdf40b
 def _plain(f):
@@ -89,13 +141,20 @@ def _groups(bits: tuple, along: str, tile: int) -> list:
         out, n = [*out, _Group(layout, run, names)], n + len(names)
     return out
 
-# %% ../nbs/09_store.ipynb #f5abe602
+# %% ../nbs/09_store.ipynb #dd94ed9f
+@lru_cache(maxsize=256)
+def _shared(spec: Spec, d: int, device: torch.device):
+    "The one quantizer of its kind; a side takes a shallow copy, as its codebook may age."
+    with torch.inference_mode(False):
+        return make_quantizer(spec, d, device)
+
+# %% ../nbs/09_store.ipynb #0b020179
 class _Tensors:
     """The tensors of keys or of values: planes and scales of every token, exact sinks and window,
     the mean."""
 
     def __init__(self, spec, recipe, batch, heads, d, dtype, device, along, tile):
-        self.q = make_quantizer(spec, d, device)
+        self.q = copy(_shared(spec, d, device))
         self.groups, self.tile = _groups(self.q.channel_bits, along, tile), tile
         self.signs = Layout(1, len(self.q.sketch), along, tile) if spec.residual == "qjl" else None
         self.thin = 0  # leading tiles without the last plane of groups that fade
@@ -113,6 +172,13 @@ class _Tensors:
         if spec.center != "none":
             self.tensors["mean"] = make(1, d, dtype=torch.bfloat16)
 
+    @_plain
+    def __deepcopy__(self, memo):
+        "Tensors are copied; tables stay shared."
+        out = copy(self)
+        out.q, out.tensors = copy(self.q), {name: t.clone() for name, t in self.tensors.items()}
+        return out
+
     @property
     def mean(self):
         "[B, H, 1, d] or None."
@@ -123,7 +189,7 @@ class _Tensors:
         "Names of the planes that `KVStore.decay` drops."
         return [g.names[-1] for g in self.groups if g.fades]
 
-# %% ../nbs/09_store.ipynb #52dd935c
+# %% ../nbs/09_store.ipynb #a51212b6
 def _cut(planes, layout, first, last):
     "Codes of tokens [first, last); only the tiles that they lie in are unpacked."
     a, b = first // layout.tile, math.ceil(last / layout.tile)
@@ -139,10 +205,9 @@ class _Pieces(_Tensors):
         "Planes, most significant first."
         return [t for name, t in self.tensors.items() if name.startswith("plane")]
 
-    @property
-    def layout(self):
-        "The layout of the first group, which is the only one where all channels have equal bits."
-        return self.groups[0].layout
+    def tiles_before(self, name):
+        "Tiles that a tensor lacks at its front."
+        return self.thin if name in self.fading else 0
 
     def split(self, first, last):
         "The range as (thinned?, first, last); after the thinned tiles tokens count from their end."
@@ -197,7 +262,7 @@ class _Coding(_Pieces):
                 codes[..., g.channels] = part
         return codes + 2 ** max(self.q.channel_bits) if thinned and self.fading else codes
 
-# %% ../nbs/09_store.ipynb #7f579592
+# %% ../nbs/09_store.ipynb #d76dd408
 class _Aging:
     """A codebook and its truncation in one table: code c from 2**bits on stands for code
     c - 2**bits that has lost its last bit."""
@@ -221,6 +286,12 @@ class _Aging:
         return self.levels.to(dtype).flatten().index_select(0, index).view(codes.shape)
 
 
+@lru_cache(maxsize=256)
+def _aging(book) -> _Aging:
+    with torch.inference_mode(False):
+        return _Aging(book)
+
+
 def _table_tensors(x) -> list:
     "The tensors of a codebook of any kind."
     if isinstance(x, _Aging):
@@ -229,13 +300,9 @@ def _table_tensors(x) -> list:
         return [t for *_, book in x.groups for t in _table_tensors(book)]
     return [x.levels, x.edges] + ([x.grid.levels] if x.grid else [])
 
-# %% ../nbs/09_store.ipynb #bfa44c02
+# %% ../nbs/09_store.ipynb #3d526374
 class _Side(_Coding):
     "Keys or values of one layer."
-
-    def tiles_before(self, name):
-        "Tiles that a tensor lacks at its front."
-        return self.thin if name in self.fading else 0
 
     def resized(self, drop, tiles):
         """Tiled tensors without their first `drop` tiles, for `tiles` tiles after them; nothing
@@ -249,27 +316,108 @@ class _Side(_Coding):
             out[name][:, :, :n] = t[:, :, :n]
         return out
 
-    def age(self, tiles):
-        "Have so many thinned tiles in front; going back fills the last planes with 0."
+    def aged(self, tiles) -> tuple:
+        """What `age` needs to have so many thinned tiles in front; nothing changes yet. Going back
+        fills the last planes with 0."""
+        planes = {}
         for name in self.fading:
             t, more = self.tensors[name], tiles - self.thin
             front = t.new_zeros(*t.shape[:2], max(0, -more), *t.shape[3:])
-            self.tensors[name] = torch.cat([front, t[:, :, max(0, more) :]], 2)
-        self.thin = tiles if self.fading else 0
-        self.two_ages()
+            planes[name] = torch.cat([front, t[:, :, max(0, more) :]], 2)
+        book = self.q.codebook
+        if tiles and planes and not isinstance(book, _Aging):
+            book = _aging(book)  # decodes codes of both ages
+        return tiles if planes else 0, planes, book
 
-    def two_ages(self):
-        "From the first thinned tile on, decode codes of both ages."
-        if self.thin and not isinstance(self.q.codebook, _Aging):
-            self.q.codebook = _Aging(self.q.codebook)
+    def age(self, thin, planes, book):
+        "Take what `aged` made."
+        self.thin, self.q.codebook = thin, book
+        self.tensors |= planes
 
     def to(self, device):
         "The quantizer on another device."
-        self.q = make_quantizer(self.q.spec, self.q.d, device, self.q.rotation)
-        self.two_ages()
+        self.q = copy(_shared(self.q.spec, self.q.d, device))
+        if self.thin:
+            self.q.codebook = _aging(self.q.codebook)
 
-# %% ../nbs/09_store.ipynb #aeab6a00
-class _Held:
+# %% ../nbs/09_store.ipynb #e91ba803
+def _rows_at(table, start, at):
+    "Rows for tokens at `at` [n] of sequences that begin at `start` [B]: [B, 1, n, r]."
+    return table[(at - start[:, None]).clamp(min=0)][:, None]
+
+
+class _Turning:
+    "The table that the centre of keys turns by, if it turns."
+
+    @property
+    def inv_freq(self):
+        "[r/2] fp32, the frequencies that the centre of keys turns with; None if it does not."
+        return self._turns and self._turns.inv_freq
+
+    @property
+    def turns(self):
+        "[positions, r] fp16: their cosines, then sines, one row a position; None without."
+        if self._turns is None or self._table is not None:
+            return self._table
+        return self._turns.reach(self.length)
+
+    def _rows(self, first, last):
+        "Rows of `turns` for tokens [first, last), whose positions count from `start`: [B, 1, n, r]."
+        table = self._turns.reach(last) if self._table is None else self._table
+        return _rows_at(table, self.start, torch.arange(first, last, device=self.device))
+
+# %% ../nbs/09_store.ipynb #7f3ab786
+class _Room(_Turning):
+    "Room for tokens."
+
+    @property
+    def capacity(self) -> int:
+        "Tokens that fit without allocating."
+        return self.key.tensors["scale"].shape[2] * self.tile
+
+    def _grown(self, tiles):
+        return [side.resized(0, tiles) for side in (self.key, self.value)]
+
+    def _adopt(self, grown):
+        for side, tensors in zip((self.key, self.value), grown):
+            side.tensors |= tensors
+
+    def _make_room(self, n):
+        "Grow, by an eighth at least, if n more tokens do not fit; nothing else changes."
+        have = self.key.tensors["scale"].shape[2]
+        need = -(-(self.length - self.offset + n) // self.tile)
+        if need > have:
+            self._adopt(self._grown(max(need, have + math.ceil(have / 8))))
+        if self._turns and not self.static:
+            self._turns.reach(self.length + n)
+
+# %% ../nbs/09_store.ipynb #1657396e
+class _Fixing(_Room):
+    "What a static store has besides."
+
+    def _fixed(self) -> list:
+        "Every tensor with a row for each sequence; those of a static store never move."
+        return [*self.key.tensors.values(), *self.value.tensors.values(), self.start]
+
+    def _need_flags(self):
+        "[6] int32: keys not finite, keys too large, the same of values, too many tokens; a counter."
+        if self.flags is None:
+            self.flags = torch.zeros(6, dtype=torch.int32, device=self.device)
+        return self.flags
+
+    def _fix(self):
+        "What a static store has besides; CUDA graphs of compiled code write to it in place."
+        self.position = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._need_flags()
+        code = ((self.key, "channel"), (self.value, "token"))
+        self._said = [json.dumps((asdict(s.q.spec), s.q.d, a, self.tile)) for s, a in code]
+        for text in self._said:
+            _coder(text, self.device)  # a recording can make no tensor from numbers
+        for t in (*self.tables(), *self._fixed(), self.position, self.flags):
+            torch._dynamo.mark_static_address(t)
+
+# %% ../nbs/09_store.ipynb #c8c01c87
+class _Held(_Fixing):
     "What a store holds: two sides, the length, and the range of each sequence."
 
     @_plain
@@ -284,34 +432,29 @@ class _Held:
         device: torch.device | str = "cpu",
         max_length: int | None = None,  # allocate so many tokens now and never more; None grows
         tile: int = TILE,
+        static: bool = False,  # with max_length: no tensor ever moves, and the device counts tokens
+        inv_freq: Tensor | None = None,  # [r/2] the model's RoPE frequencies, for center="rope"
     ):
         self.recipe, self.batch, self.heads, self.dtype = as_recipe(recipe), batch, heads, dtype
-        _check_store_args(batch, heads, max_length, dtype, self.recipe.decay)
+        _check_store_args(batch, heads, max_length, dtype, self.recipe, static)
         self.home = self.device = torch.zeros(0, device=device).device
         args = (self.recipe, batch, heads)
         self.key = _Side(self.recipe.key, *args, d_key, dtype, self.device, "channel", tile)
         dv = d_key if d_value is None else d_value
         self.value = _Side(self.recipe.value, *args, dv, dtype, self.device, "token", tile)
-        self.tile, self.max_length = tile, max_length
+        self.tile, self.max_length, self.static = tile, max_length, static
+        turning = self.recipe.key.center == "rope"
+        self._turns = _turns(inv_freq, d_key, self.device) if turning else None
         self.start = torch.zeros(batch, dtype=torch.long, device=self.device)
-        self.end = None
+        self.end = self.position = self.flags = None
         self.length = self.offset = self._window_from = 0
         self._adopt(self._grown(math.ceil((max_length or 0) / tile)))
+        self._table = self._turns.reach(max_length)[:max_length] if static and turning else None
+        if static:
+            self._fix()
 
-    @property
-    def capacity(self) -> int:
-        "Tokens that fit without allocating."
-        return self.key.tensors["scale"].shape[2] * self.tile
-
-    def _grown(self, tiles):
-        return [side.resized(0, tiles) for side in (self.key, self.value)]
-
-    def _adopt(self, grown):
-        for side, tensors in zip((self.key, self.value), grown):
-            side.tensors |= tensors
-
-# %% ../nbs/09_store.ipynb #f0f01e76
-def _check_store_args(batch, heads, max_length, dtype, decay):
+# %% ../nbs/09_store.ipynb #530b4fc7
+def _check_store_args(batch, heads, max_length, dtype, recipe, static):
     for name, value in (
         ("batch", batch),
         ("heads", heads),
@@ -321,11 +464,18 @@ def _check_store_args(batch, heads, max_length, dtype, decay):
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating-point torch dtype, got {dtype!r}")
-    if max_length is not None and decay is not None:
+    if max_length is not None and recipe.decay is not None:
         raise ValueError("max_length allocates once, so decay frees nothing; choose one of them")
+    if static and max_length is None:
+        raise ValueError("static=True needs max_length: tensors that never move cannot grow")
+    if static and "qjl" in (recipe.key.residual, recipe.value.residual):
+        raise ValueError(
+            "static=True does not serve a QJL residual: its coding waits for the device"
+        )
 
-
-def _check_append(store, k: Tensor, v: Tensor, names: tuple):
+# %% ../nbs/09_store.ipynb #e06336d0
+def _check_states(store, k: Tensor, v: Tensor, names: tuple):
+    "Everything that can be refused without looking at values."
     for name, x, side in zip(names, (k, v), (store.key, store.value)):
         check_float(x, name)
         want = f"[{store.batch}, {store.heads}, n, {side.q.d}]"
@@ -334,49 +484,292 @@ def _check_append(store, k: Tensor, v: Tensor, names: tuple):
         if x.dtype != store.dtype or x.device != store.device:
             want, got = f"{store.dtype} on {store.device}", f"{x.dtype} on {x.device}"
             raise ValueError(f"{name} must be {want} like the store, got {got}")
-        check_finite(x, name)
-    n, held = k.shape[2], store.length - store.offset
-    if n != v.shape[2]:
-        got = f"{n} and {v.shape[2]}"
+    if k.shape[2] != v.shape[2]:
+        got = f"{k.shape[2]} and {v.shape[2]}"
         raise ValueError(f"{' and '.join(names)} must have equally many tokens, got {got}")
     if store.end is not None:
         raise ValueError("sequences have ends; set_range(end=None) clears them before an append")
+
+
+def _check_room(store, n: int):
+    held = store.length - store.offset
     if store.max_length is not None and held + n > store.max_length:
         raise ValueError(f"max_length is {store.max_length}: cannot append {n} tokens to {held}")
 
-# %% ../nbs/09_store.ipynb #67dbc9f2
+# %% ../nbs/09_store.ipynb #b337ce70
 def _mean_for(store, side, x):
-    "The mean to subtract: that of the first chunk's real tokens, from then on the one held."
+    "The mean: that of the first chunk's real tokens, from then on the one held."
     if side.mean is None or store.length > 0:
         return side.mean
+    if side.q.spec.center == "rope":
+        x = _turn(x.float(), store._rows(0, x.shape[2]), back=True)
     starts = (store.start + store.recipe.sinks).tolist()
     if len(set(starts)) == 1:
         return prompt_mean(x, starts[0])
     return torch.cat([prompt_mean(x[i : i + 1], s) for i, s in enumerate(starts)])
 
 
-def _keep_window(store, side, x):
-    "Copy the newest tokens of x into the ring of the window: position p is in slot p mod W."
-    n, window = x.shape[2], store.recipe.window
+def _new_window(side, x, first):
+    "Slots of the ring for the newest tokens of x, and those: position p is in slot p mod W."
+    n, window = x.shape[2], side.tensors["window"].shape[2]
     last = min(n, window)
-    if last:
-        slots = torch.arange(store.length + n - last, store.length + n, device=x.device) % window
-        side.tensors["window"].index_copy_(2, slots, x[:, :, n - last :])
+    slots = torch.arange(first + n - last, first + n, device=x.device)
+    return slots.remainder_(max(window, 1)), x[:, :, n - last :]
 
-
-def _keep_sinks(store, side, x, first):
-    "Copy those tokens of x, which starts at position `first`, that are sinks of their sequence."
-    at = store.start[:, None] + torch.arange(store.recipe.sinks, device=x.device) - first
+# %% ../nbs/09_store.ipynb #ad5e9b92
+def _new_sinks(side, x, start, first):
+    "The sinks, with those tokens of x, which starts at position `first`, that are among them."
+    sinks = side.tensors["sinks"]
+    at = start[:, None] + torch.arange(sinks.shape[2], device=x.device) - first
     inside = ((at >= 0) & (at < x.shape[2]))[:, None, :, None]
     index = at.clamp(0, x.shape[2] - 1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
-    side.tensors["sinks"] = torch.where(inside, x.gather(2, index), side.tensors["sinks"])
+    return torch.where(inside, x.gather(2, index), sinks)
 
-# %% ../nbs/09_store.ipynb #8c69a7ee
-class _Writing(_Held):
-    """Appending. Everything that can fail (checks, coding, allocation) happens before the first
-    write."""
+# %% ../nbs/09_store.ipynb #6c5f9a20
+class _Taking(_Held):
+    "What every append does besides coding."
 
-    @_plain
+    def _rewind(self, length, start, end, window_from):
+        "Go back to another state of the numbers, in place."
+        self.length, self.end, self._window_from = length, end, window_from
+        self.start.copy_(start)
+        if self.static:
+            self.position.fill_(length)
+
+    def _took(self, states, means):
+        """States were coded: note means, exact copies, length and age. Memory may run out, so
+        everything is allocated before anything changes."""
+        sides, length = (self.key, self.value), self.length + states[0].shape[2]
+        rings = [_new_window(side, x, self.length) for side, x in zip(sides, states)]
+        sinks = [_new_sinks(side, x, self.start, self.length) for side, x in zip(sides, states)]
+        decay = self.recipe.decay
+        older = [] if decay is None else self._older(length - decay, length)
+        for side, ring, sink, mean in zip(sides, rings, sinks, means):
+            if mean is not None and mean is not side.mean:
+                side.mean.copy_(mean)
+            side.tensors["window"].index_copy_(2, *ring)
+            side.tensors["sinks"].copy_(sink)
+        for side, made in older:
+            side.age(*made)
+        self.length = length
+        if self.static:
+            self.position.fill_(length)
+
+    def _older(self, before, length) -> list:
+        "[(side, what `age` takes)] for whole tiles below `before`, where that changes something."
+        tiles = (min(before, length) - self.offset) // self.tile
+        return [(s, s.aged(tiles)) for s in (self.key, self.value) if s.thin < tiles]
+
+# %% ../nbs/09_store.ipynb #a8f309dc
+class _Waiting(_Taking):
+    "What was taken without waiting."
+
+    def sync(self) -> int:  # tokens held
+        """Wait for the device; a static store reads its `position` into `length`. Raises ValueError,
+        once, if states were taken without waiting that were not finite, too large or too many."""
+        if self.static:
+            self.length = int(self.position)
+        raised = [] if self.flags is None else self.flags.tolist()[:5]
+        if any(raised):
+            self.flags.zero_()
+            what = [text for text, bad in zip(_REFUSED, raised) if bad]
+            raise ValueError(f"{', '.join(what)}; attention to such tokens gives NaN")
+        return self.length
+
+
+_REFUSED = (
+    *(f"{x} that {w}" for x in ("keys", "values") for w in ("were not finite", "were too large")),
+    "more tokens than max_length",
+)
+
+# %% ../nbs/09_store.ipynb #937b5a87
+@dataclass(frozen=True, eq=False)
+class _Coder:
+    "What coding takes besides the tensors of one side."
+
+    q: object
+    groups: list
+    along: str
+    tile: int
+    slots: Tensor  # of the quarters of a tile
+
+    def put(self, tensors, coded, at, fits):
+        "Codes and scales of at most a quarter of a tile at positions `at` [n], where `fits` [1]."
+        tile, t = at // self.tile, at % self.tile
+        rows = self.tile // 4
+        slot = self.slots[t // rows][:, None]
+        keep, t = (255 - (3 << slot)).to(torch.uint8), t % rows
+        for g in self.groups:
+            parts = _crumbs(coded.codes[..., g.channels], g.layout)
+            for plane, part in zip((tensors[n] for n in g.names), parts):
+                by_row = plane if self.along == "channel" else plane.transpose(-1, -2)
+                old = by_row[:, :, tile, t]
+                new = old & keep | (part << slot).to(torch.uint8)
+                by_row[:, :, tile, t] = torch.where(fits, new, old)
+        scales = tensors["scale"].flatten(2)
+        scales[:, :, at] = torch.where(fits, coded.scale, scales[:, :, at])
+
+# %% ../nbs/09_store.ipynb #aabd93ad
+@lru_cache(maxsize=64)
+def _coder(said: str, device: torch.device) -> _Coder:
+    "From the JSON of (spec, head size, order of the planes, tile)."
+    spec, d, along, tile = json.loads(said)
+    with torch.inference_mode(False):
+        slots = torch.tensor(SLOT, device=device)
+    q = _shared(Spec(**spec), d, device)
+    return _Coder(q, _groups(q.channel_bits, along, tile), along, tile, slots)
+
+# %% ../nbs/09_store.ipynb #2943b236
+def _encode_quietly(q, x, mean, flags, block=4096):
+    "Codes and scales; a state that cannot be coded gets the scale NaN and raises a flag."
+    flat = x.reshape(-1, q.d)
+    means = None if mean is None else mean.expand_as(x).reshape(-1, q.d)
+    parts = [slice(i, i + block) for i in range(0, len(flat), block)]
+    coded = [_encode_block(q, flat[p], None if means is None else means[p]) for p in parts]
+    codes, scale = (torch.cat(c) for c in zip(*coded))
+    large = ~(scale <= torch.finfo(q.scale_dtype).max)
+    endless = ~flat.isfinite().all(-1)
+    flags.bitwise_or_(torch.stack([endless.any(), (large & ~endless).any()]).int())
+    scale = scale.masked_fill(large | endless, math.nan).to(q.scale_dtype)
+    return Coded(codes.view(x.shape), scale.view(x.shape[:-1]))
+
+
+def _masked_mean(x, skip, rows):
+    "`prompt_mean` with its own number of leading tokens to leave out for each row, on the device."
+    x = x.float() if rows is None else _turn(x.float(), rows, back=True)
+    real = (torch.arange(x.shape[2], device=x.device) >= skip[:, None])[:, None, :, None].float()
+    n = real.sum(2, keepdim=True)
+    mean = (x * real).sum(2, keepdim=True) / n.clamp(min=1)
+    noise = ((x - mean) * real).square().sum((2, 3), keepdim=True) / (n * (n - 1)).clamp(min=1)
+    keep = (1 - noise / mean.square().sum(-1, keepdim=True).clamp(min=1e-30)).clamp(min=0)
+    return torch.where(n < 2, 0.0, mean * keep).to(torch.bfloat16)
+
+# %% ../nbs/09_store.ipynb #71caa39e
+def _sides(k, v, key, value, said):
+    "Keys and values with what coding them takes."
+    out = []
+    for x, tensors, text in zip((k, v), (key, value), said):
+        coder = _coder(text, x.device)
+        names = [name for g in coder.groups for name in g.names]
+        t = dict(zip([*names, "scale", "sinks", "window", "mean"], tensors))
+        turning = coder.q.spec.center == "rope"
+        given = dict(x=x, coder=coder, t=t, mean=t.get("mean"), turning=turning, text=text)
+        out.append(SimpleNamespace(**given))
+    return out
+
+# %% ../nbs/09_store.ipynb #47756f20
+def _take_mean(s, start, position, turns):
+    "Where the store is empty, the mean of its first chunk; as `_mean_for`, on the device."
+    n, skip = s.x.shape[2], s.t["sinks"].shape[2]
+    if s.mean is None or n - skip < 2:  # it is 0, which an empty store holds
+        return
+    rows = _rows_at(turns, start, torch.arange(n, device=s.x.device)) if s.turning else None
+    taken = _masked_mean(s.x, start + skip, rows)
+    s.mean.copy_(torch.where(position == 0, taken, s.mean))
+
+
+def _keep_exact(x, scale, sinks, ring, start, position, fits):
+    "Exact copies by position; if x does not fit, NaN for the last token held, its scale and copy."
+    last, scales = (position - 1).clamp(min=0), scale.flatten(2)
+    scales[:, :, last] = torch.where(fits, scales[:, :, last], math.nan)
+    n, window = x.shape[2], ring.shape[2]
+    last = min(n, window)
+    if last:
+        at = (position + n - last + torch.arange(last, device=x.device)) % window
+        ring[:, :, at] = torch.where(fits, x[:, :, n - last :], ring[:, :, at])
+        at = (position - 1) % window
+        ring[:, :, at] = torch.where(fits, ring[:, :, at], math.nan)
+    if sinks.shape[2]:
+        at = start[:, None] + torch.arange(sinks.shape[2], device=x.device) - position
+        inside = ((at >= 0) & (at < n) & fits)[:, None, :, None]
+        index = at.clamp(0, n - 1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
+        sinks.copy_(torch.where(inside, x.gather(2, index), sinks))
+
+# %% ../nbs/09_store.ipynb #97d37b9f
+_APPEND = """(Tensor k, Tensor v, Tensor(a!)[] key, Tensor(b!)[] value, Tensor start, Tensor(c!) position,
+ Tensor(d!) flags, Tensor? turns, str[] said, int max_length) -> ()"""
+
+
+def _code_at(sides, start, position, flags, turns, max_length):
+    "Codes of both sides from `position` on, a quarter of a tile at a time."
+    n, device = sides[0].x.shape[2], position.device
+    fits = position + n <= max_length
+    at = position.long() * fits + torch.arange(n, device=device)  # from 0 if it does not fit
+    for i, s in enumerate(sides):
+        rows = s.coder.tile // 4
+        mean = _turn(s.mean.float(), _rows_at(turns, start, at)) if s.turning else s.mean
+        coded = _encode_quietly(s.coder.q, s.x, mean, flags[2 * i : 2 * i + 2])
+        for j in range(0, n, rows):
+            part = Coded(coded.codes[:, :, j : j + rows], coded.scale[:, :, j : j + rows])
+            s.coder.put(s.t, part, at[j : j + rows], fits)
+
+# %% ../nbs/09_store.ipynb #723eac8c
+def _append_by_position(
+    k, v, key, value, start, position, flags, turns, said, max_length, code=_code_at
+):
+    "Append where `position` says. Planes first in `key` and `value`, then scale, sinks, window, mean."
+    sides = _sides(k, v, key, value, said)
+    for s in sides:
+        _take_mean(s, start, position, turns)
+    code(sides, start, position, flags, turns, max_length)
+    fits = position + k.shape[2] <= max_length
+    flags[4:5].bitwise_or_((~fits).int())
+    for s in sides:
+        exact = (s.t[name] for name in ("scale", "sinks", "window"))
+        _keep_exact(s.x, *exact, start, position.long(), fits)
+    position.add_(k.shape[2] * fits)
+
+
+_append_op = torch.library.custom_op(
+    "turboquant_nb::append",
+    _append_by_position,
+    mutates_args=("key", "value", "position", "flags"),
+    schema=_APPEND,
+)
+_append_op.register_fake(lambda *args: None)
+
+# %% ../nbs/09_store.ipynb #ab96a418
+class _Recording(_Waiting):
+    "Appending inside a CUDA graph or compiled code."
+
+    def _recorded(self) -> bool:
+        "Whether what runs now will run again without Python."
+        if torch.compiler.is_compiling():
+            return True
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _by_position(self, k, v) -> tuple:
+        "The operator's arguments. Raises as `append` for what shapes and types tell."
+        _check_states(self, k, v, ("k", "v"))
+        if k.shape[2] > self.max_length:
+            raise ValueError(f"max_length is {self.max_length}: cannot append {k.shape[2]} tokens")
+        sides = [list(side.tensors.values()) for side in (self.key, self.value)]
+        numbers = (self.start, self.position, self.flags, self.turns)
+        return k.detach(), v.detach(), *sides, *numbers, self._said, self.max_length
+
+# %% ../nbs/09_store.ipynb #4e2ad921
+def _encoded(store, states, means, names):
+    "New states coded by PyTorch."
+    sides, n = (store.key, store.value), states[0].shape[2]
+    if store.inv_freq is not None:
+        rows = store._rows(store.length, store.length + n)
+        means = _turn(means[0].float(), rows), means[1]
+    given = zip(sides, states, means, names)
+    return [side.q.encode(x, mean, name) for side, x, mean, name in given]
+
+
+def _code(store, states, means, names):
+    "Codes and scales of new states, put where nothing reads yet."
+    coded = _encoded(store, states, means, names)
+    store._make_room(states[0].shape[2])
+    for side, c in zip((store.key, store.value), coded):
+        side.write(c, store.length - store.offset)
+
+# %% ../nbs/09_store.ipynb #5909a8da
+class _Writing(_Recording):
+    """Appending. Everything that can fail (checks, coding, allocation) happens before anything
+    that is read is written."""
+
     def append(
         self,
         k: Tensor,  # [B, H, n, d_key] in the store's dtype
@@ -384,37 +777,55 @@ class _Writing(_Held):
         names: tuple = ("k", "v"),  # how errors call them
     ) -> None:
         """Code n tokens and add them. Raises ValueError/TypeError on a wrong shape, dtype, device,
-        NaN, Inf or a full store, which then is as before."""
-        _check_append(self, k, v, names)
-        n = k.shape[2]
-        if n == 0:
-            return
-        sides = (self.key, self.value)
-        means = [_mean_for(self, side, x) for side, x in zip(sides, (k, v))]
-        given = zip(sides, (k, v), means, names)
-        coded = [side.q.encode(x, mean, name) for side, x, mean, name in given]
-        need = math.ceil((self.length - self.offset + n) / self.tile)
-        have = self.capacity // self.tile
-        if need > have:
-            self._adopt(self._grown(max(need, have + math.ceil(have / 8))))
-        for side, c, mean, x in zip(sides, coded, means, (k, v)):
-            if mean is not None:
-                side.tensors["mean"] = mean
-            side.write(c, self.length - self.offset)
-            _keep_window(self, side, x)
-            _keep_sinks(self, side, x, self.length)
-        self.length += n
-        if self.recipe.decay is not None:
-            self.decay(self.length - self.recipe.decay)
+        NaN, Inf or a full store, which then is as before. Where a static store is recorded, values
+        are not looked at, see `sync`, and whoever replays adds n to `length`."""
+        if self.static and self._recorded():
+            _append_op(*self._by_position(k, v))
+        else:
+            self._append_now(k, v, names)
 
-# %% ../nbs/09_store.ipynb #3cd24798
-class _Reading(_Writing):
-    "Looking at what is stored."
+    @_plain
+    def _append_now(self, k, v, names, code=_code):
+        if self.static:
+            self.sync()
+        _check_states(self, k, v, names)
+        _check_room(self, k.shape[2])
+        if not k.shape[2]:
+            return
+        states = k, v
+        means = [_mean_for(self, s, x) for s, x in zip((self.key, self.value), states)]
+        code(self, states, means, names)
+        self._took(states, means)
+
+# %% ../nbs/09_store.ipynb #23e00dc2
+class _Length(_Writing):
+    "How long the store is, and who knows it."
 
     @property
-    def past_exact_from(self) -> int:
+    def past_exact_from(self):
         "First position whose exact states are in the window."
+        if self._by_device:
+            return self._now - self.recipe.window
         return max(self._window_from, self.length - self.recipe.window)
+
+    @property
+    def _by_device(self) -> bool:
+        "Whether the length is known to the device only."
+        return self.static and self._recorded()
+
+    @property
+    def _bound(self) -> int:
+        "The length, or where only the device knows it the longest that it may be."
+        return self.max_length if self._by_device else self.length
+
+    @property
+    def _now(self):
+        "The length: a number, or a 0-dimensional tensor where only the device knows it."
+        return self.position[0].long() if self._by_device else self.length
+
+# %% ../nbs/09_store.ipynb #a4de368c
+class _Reading(_Length):
+    "Looking at what is stored."
 
     def is_sink(self, positions: Tensor) -> Tensor:
         "Which of `positions` [B|1, T] are sinks of their sequence: [B, T] bool."
@@ -424,35 +835,44 @@ class _Reading(_Writing):
     def coded(self, side: str, first: int, last: int) -> Coded:
         """Codes [B, H, last-first, d], scales and residual of positions [first, last) of `side`
         ('key' or 'value'). Codes of thinned tiles are for `levels` of this side."""
-        if not self.offset <= first <= last <= self.length:
+        length = self._bound
+        if not self.offset <= first <= last <= length:
             raise ValueError(
-                f"positions must lie in [{self.offset}, {self.length}], got [{first}, {last})"
+                f"positions must lie in [{self.offset}, {length}], got [{first}, {last})"
             )
         if side not in ("key", "value"):
             raise ValueError(f"side must be 'key' or 'value', got {side!r}")
         return getattr(self, side).read(first - self.offset, last - self.offset)
 
+    def center(self, side: str, first: int, last: int) -> Tensor | None:
+        """What coding subtracted from positions [first, last) of `side`: a mean [B, H, 1, d], one
+        that turned [B, H, last-first, d], or None."""
+        mean = getattr(self, side).mean
+        if side == "value" or self._turns is None:
+            return mean
+        return _turn(mean.float(), self._rows(first, last))
+
     def levels(self, side: str, codes: Tensor) -> Tensor:
         "Levels of codes, fp32, still rotated and without their scale."
         return getattr(self, side).q.codebook.decode(codes, check_range=False)
 
-# %% ../nbs/09_store.ipynb #271b54bb
+# %% ../nbs/09_store.ipynb #9965e647
 class _Exact(_Reading):
     "Tokens whose states are held as they came."
 
     def exact(self, side: str) -> tuple:
         """Exact states with their positions: ([B, H, S+W, d], positions [B, S+W]); position -1
         marks an empty slot."""
-        s, r = getattr(self, side), self.recipe
+        s, r, length = getattr(self, side), self.recipe, self._now
         sinks = self.start[:, None] + torch.arange(r.sinks, device=self.device)
-        slots = torch.arange(self.length - r.window, self.length, device=self.device)
+        slots = torch.arange(r.window, device=self.device) + (length - r.window)
         window = s.tensors["window"][:, :, slots % r.window if r.window else slots]
         held = slots.expand(self.batch, -1)
         taken = (held < self.past_exact_from) | self.is_sink(held)
-        positions = torch.cat([sinks.where(sinks < self.length, -1), held.where(~taken, -1)], 1)
+        positions = torch.cat([sinks.where(sinks < length, -1), held.where(~taken, -1)], 1)
         return torch.cat([s.tensors["sinks"], window], 2), positions
 
-# %% ../nbs/09_store.ipynb #cef6ebec
+# %% ../nbs/09_store.ipynb #6dd1a079
 def _range(name, value, batch, device, high):
     "A [batch] long tensor with every entry from 0 to high, from an int or a tensor."
     t = torch.as_tensor(value, dtype=torch.long, device=device)
@@ -470,36 +890,39 @@ def _trim_thin(store):
     used = max(0, math.ceil((store.length - store.offset) / store.tile))
     for side in (store.key, store.value):
         if side.thin > used:
-            side.age(used)
+            side.age(*side.aged(used))
 
 
 def _code_again(store, start, k, v):
     "Move start and code all tokens again; after an error everything is as before."
-    held = store.length, store.start, store.end, store._window_from
+    held = store.length, store.start.clone(), store.end, store._window_from
     sides = [(side, side.thin, dict(side.tensors)) for side in (store.key, store.value)]
-    store.length, store.start, store.end, store._window_from = 0, start, None, 0
+    store._rewind(0, start, None, 0)
     _trim_thin(store)
     try:
         if held[0]:
             store.append(k, v)
     except Exception:
-        store.length, store.start, store.end, store._window_from = held
+        store._rewind(*held)
         for side, thin, tensors in sides:
             side.thin, side.tensors = thin, tensors
         raise
 
-# %% ../nbs/09_store.ipynb #08df5f8d
+# %% ../nbs/09_store.ipynb #8328ba84
 class _Decoding(_Exact):
-    "Dense states, and which of them are real."
+    "Dense states."
 
     def read(self, first: int | None = None) -> tuple:
         """Decoded keys and values [B, H, length-first, d] in the model's dtype, sinks and window
         exact."""
+        if self.static:
+            self.sync()
         first = self.offset if first is None else first
         out = []
         for name in ("key", "value"):
             side = getattr(self, name)
-            x = decode(side.q, self.coded(name, first, self.length), side.mean, self.dtype)
+            coded = self.coded(name, first, self.length)
+            x = decode(side.q, coded, self.center(name, first, self.length), self.dtype)
             states, positions = self.exact(name)
             hit = positions >= first
             b, slot = hit.nonzero(as_tuple=True)
@@ -507,12 +930,20 @@ class _Decoding(_Exact):
             out.append(x)
         return tuple(out)
 
+# %% ../nbs/09_store.ipynb #34077796
+class _Ranging(_Decoding):
+    "Which positions are real."
+
     @_plain
     def set_range(self, start=None, end=None, k: Tensor | None = None, v: Tensor | None = None):
         """Which positions [start, end) of each sequence are real; ints or [B] tensors. Where start
         moves after tokens came, `k` and `v` of all of them are coded again: sinks and the mean of
         the prompt depend on it. Raises ValueError/TypeError for a range or states that do not fit,
         or where tokens were freed already; the store is then as before."""
+        if self.static:
+            self.sync()
+            if end is not None:
+                raise ValueError("a static store has no ends: what is recorded would not see them")
         if start is not None:
             start = _range("start", start, self.batch, self.device, self.length or 2**31)
         if end is not None:
@@ -526,8 +957,8 @@ class _Decoding(_Exact):
             _code_again(self, start, k, v)
         self.end = end
 
-# %% ../nbs/09_store.ipynb #49dc73b0
-class _Moving(_Decoding):
+# %% ../nbs/09_store.ipynb #6ef67c17
+class _Moving(_Ranging):
     "Changing what is stored without coding anything again."
 
     @_plain
@@ -537,44 +968,75 @@ class _Moving(_Decoding):
         self.start = f(self.start)
         self.end = None if self.end is None else f(self.end)
 
+    @_plain
+    def _rearrange(self, f, batch):
+        if self.static and batch != self.batch:
+            raise ValueError(f"a static store keeps its {self.batch} sequences, got {batch}")
+        if not self.static:
+            self._map(f)
+        for t in self._fixed() if self.static else ():
+            t.copy_(f(t))
+        self.batch = batch
+
+    def select(self, indices: Tensor) -> None:
+        """Keep, repeat or reorder sequences: row i becomes old row indices[i]. Raises ValueError
+        for an index out of range, and for another number of rows where the store is static."""
+        index = torch.as_tensor(indices, device=self.device)
+        index = index.nonzero().flatten() if index.dtype == torch.bool else index.long()
+        if index.ndim != 1 or not bool(((index >= -self.batch) & (index < self.batch)).all()):
+            want = f"a vector of rows 0 to {self.batch - 1}"
+            raise ValueError(f"indices must be {want}, got {index.tolist()}")
+        self._rearrange(lambda x: x[index % self.batch], len(index))
+
+    def repeat(self, times: int) -> None:
+        "Repeat every sequence `times` times, neighbours together. Raises ValueError if times < 1."
+        if times < 1:
+            raise ValueError(f"times must be at least 1, got {times}")
+        self._rearrange(lambda x: x.repeat_interleave(times, 0), self.batch * times)
+
+# %% ../nbs/09_store.ipynb #7449ddf7
+class _Cropping(_Moving):
+    "Forgetting the last tokens."
+
     def crop(self, tokens: int) -> None:
         """Forget the last `tokens` tokens (transformers passes a negative count). Raises
         ValueError if so many are not held."""
         n = abs(int(tokens))
+        if self.static:
+            self.sync()
         if n > self.length - self.offset:
             raise ValueError(f"cannot crop {n} tokens of {self.length - self.offset} held")
-        if n:
+        if n and self.static:
+            self._refill(self.length - n)
+            self._rewind(self.length - n, self.start, None, 0)
+        elif n:
             self._window_from = max(self._window_from, self.length - self.recipe.window)
             self.length -= n
             self._window_from = min(self._window_from, self.length)  # new tokens enter the ring
             self.end = None if self.end is None else self.end.clamp(max=self.length)
             _trim_thin(self)
 
-    def select(self, indices: Tensor) -> None:
-        """Keep, repeat or reorder sequences: row i becomes old row indices[i]. Raises ValueError
-        for an index out of range."""
-        index = torch.as_tensor(indices, device=self.device)
-        index = index.nonzero().flatten() if index.dtype == torch.bool else index.long()
-        if index.ndim != 1 or not bool(((index >= -self.batch) & (index < self.batch)).all()):
-            want = f"a vector of rows 0 to {self.batch - 1}"
-            raise ValueError(f"indices must be {want}, got {index.tolist()}")
-        self._map(lambda x: x[index % self.batch])
-        self.batch = len(index)
+    @_plain
+    def _refill(self, length):
+        """Before a static store goes back to `length` tokens: slots of the ring that later tokens
+        overwrote get what their codes say, as what was recorded reads the whole ring."""
+        window, size = self.recipe.window, self.length
+        lo, hi = max(0, length - window), max(0, min(size - window, length))
+        if lo < hi:
+            slots = torch.arange(lo, hi, device=self.device) % window
+            for side, x in zip((self.key, self.value), self.read(lo)):
+                side.tensors["window"].index_copy_(2, slots, x[:, :, : hi - lo])
+        for side in (self.key, self.value):
+            if length == 0 and side.mean is not None:
+                side.mean.zero_()
 
-    def repeat(self, times: int) -> None:
-        "Repeat every sequence `times` times, neighbours together. Raises ValueError if times < 1."
-        if times < 1:
-            raise ValueError(f"times must be at least 1, got {times}")
-        self._map(lambda x: x.repeat_interleave(times, 0))
-        self.batch *= times
-
-# %% ../nbs/09_store.ipynb #1b2491b4
+# %% ../nbs/09_store.ipynb #caf5913a
 def _check_position(before):
     if isinstance(before, bool) or not isinstance(before, int):
         raise TypeError(f"before must be an integer, a position, got {before!r}")
 
 
-class _Freeing(_Moving):
+class _Freeing(_Cropping):
     "Giving memory back, or moving it elsewhere."
 
     @_plain
@@ -582,6 +1044,8 @@ class _Freeing(_Moving):
         """Free whole tiles of positions below `before`, which nothing attends to any more (sliding
         windows)."""
         _check_position(before)
+        if self.static:
+            raise ValueError("a static store frees nothing: none of its tensors may move")
         tiles = (min(before, self.length) - self.offset) // self.tile
         if tiles < 1:
             return
@@ -595,12 +1059,19 @@ class _Freeing(_Moving):
     @_plain
     def to(self, device) -> None:
         "Move everything to a device (offloading). Codes stay as they are."
+        if self.static and torch.zeros(0, device=device).device != self.device:
+            raise ValueError(f"a static store stays on {self.device}, got {device}")
+        if self.flags is not None:
+            self.flags = self.flags.to(device)
         self._map(lambda x: x.to(device))
-        for side in (self.key, self.value):
-            side.to(device)
         self.device = self.start.device
+        for side in (self.key, self.value):
+            side.to(self.device)
+        if self._turns:
+            self._turns = _turns(self.inv_freq, self.key.q.d, self.device)
+            self._turns.reach(self.length)
 
-# %% ../nbs/09_store.ipynb #450b193f
+# %% ../nbs/09_store.ipynb #30c51f3c
 class _Decaying(_Freeing):
     "Old tokens with fewer bits."
 
@@ -619,20 +1090,19 @@ class _Decaying(_Freeing):
         if not self.key.fading and not self.value.fading:
             raise ValueError("decay needs a side with channels of 3 or 4 bits")
         _check_position(before)
-        tiles = (min(before, self.length) - self.offset) // self.tile
-        for side in (self.key, self.value):
-            if side.thin < tiles:
-                side.age(tiles)
+        for side, made in self._older(before, self.length):
+            side.age(*made)
 
-# %% ../nbs/09_store.ipynb #fd7f4490
+# %% ../nbs/09_store.ipynb #89280ba5
 class _Counting(_Decaying):
     "Bytes, counted on the tensors and by formula."
 
     def parts(self) -> dict:
         """Bytes that each kind of tensor holds: planes, scale, signs and residual_norm (QJL), exact
-        (sinks and window), mean, range."""
+        (sinks and window), mean, range (also the counter and flags, where there are any)."""
         out = dict.fromkeys(("planes", "scale", "signs", "residual_norm", "exact", "mean"), 0)
-        out["range"] = self.start.nbytes + (0 if self.end is None else self.end.nbytes)
+        numbers = (self.start, self.end, self.position, self.flags)
+        out["range"] = sum(t.nbytes for t in numbers if t is not None)
         kinds = {"sinks": "exact", "window": "exact"}
         for side in (self.key, self.value):
             for name, t in side.tensors.items():
@@ -646,8 +1116,11 @@ class _Counting(_Decaying):
         return sum(self.parts().values())
 
     def tables(self) -> list:
-        "Rotation, codebook and sketch tensors in use; several stores may share them."
-        out = []
+        """Rotation, codebook, sketch and turning tensors in use; several stores may share them. Of
+        the table of turns, the tiles that this store needs."""
+        out, rows = [], -(-self.length // TILE) * TILE
+        if self._turns:
+            out = [self.inv_freq, self.turns if self.static else self.turns[:rows]]
         for s in (self.key, self.value):
             out += [s.q.rotation.matrix, *_table_tensors(s.q.codebook)]
             out += [s.q.sketch] if s.signs else []
@@ -667,7 +1140,7 @@ def _coded_bytes(spec, d, tile, tiles, thin):
         total += (tile // 4) * (tiles * row - (thin * half if b > 2 else 0))
     return total
 
-# %% ../nbs/09_store.ipynb #6df02c59
+# %% ../nbs/09_store.ipynb #e9999875
 class _Formula(_Counting):
     "The same bytes from the recipe and the number of tiles."
 
@@ -675,6 +1148,7 @@ class _Formula(_Counting):
         "What `nbytes` must equal."
         rows, r = self.batch * self.heads, self.recipe
         total = 8 * self.batch * (1 if self.end is None else 2)
+        total += 4 * self.static + (0 if self.flags is None else 24)
         for side, spec in ((self.key, r.key), (self.value, r.value)):
             d, tiles = side.q.d, self.capacity // self.tile
             exact = (r.sinks + r.window) * self.dtype.itemsize
@@ -690,8 +1164,8 @@ class _Formula(_Counting):
         )
         return 8 * self.nbytes / values if values else math.nan
 
-# %% ../nbs/09_store.ipynb #110052f5
-FORMAT = "turboquant-nb store 1"
+# %% ../nbs/09_store.ipynb #95b75941
+FORMAT = "turboquant-nb store 2"  # 1: before levels were on their int8 grid
 
 
 def _digest(tensors: dict, header: dict) -> str:
@@ -720,7 +1194,7 @@ def write_file(path, tensors: dict, header: dict) -> None:
         if os.path.exists(temporary):
             os.remove(temporary)
 
-# %% ../nbs/09_store.ipynb #bb571b2c
+# %% ../nbs/09_store.ipynb #d6ac21bf
 def read_file(path) -> tuple:  # (tensors, header)
     """The inverse of `write_file`. Raises ValueError for a file of another kind, a truncated or a
     changed one; FileNotFoundError if there is none."""
@@ -733,6 +1207,9 @@ def read_file(path) -> tuple:  # (tensors, header)
     except (SafetensorError, json.JSONDecodeError, OSError) as error:
         said = f"truncated or of another kind ({error})"
         raise ValueError(f"{path} is not a readable store: {said}") from None
+    if isinstance(header, dict) and header.get("format") == "turboquant-nb store 1":
+        why = "its codes stand for levels that are slightly different today"
+        raise ValueError(f"{path} has format 1, this version reads {FORMAT!r}: {why}; code again")
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise ValueError(f"{path} must have format {FORMAT!r}, got {str(header)[:60]!r}")
     if header.get("sha256") != _digest(tensors, header):
@@ -754,12 +1231,13 @@ def _restore(side, name, tensors, tiles):
             side.tensors[n] = t.new_zeros(*t.shape[:2], max(held, t.shape[2]), *t.shape[3:])
         side.tensors[n][:, :, : new.shape[2]] = new.to(t.device)
 
-# %% ../nbs/09_store.ipynb #c95f1bdc
+# %% ../nbs/09_store.ipynb #d71dbe02
 class _Saving(_Formula):
     "What goes to disk."
 
     def state(self) -> tuple:  # (tensors, header)
         "All tensors, without slack, and what is needed to build the store again."
+        self.sync()
         tiles = math.ceil((self.length - self.offset) / self.tile)
         tensors = {}
         for name, side in (("key", self.key), ("value", self.value)):
@@ -767,6 +1245,8 @@ class _Saving(_Formula):
                 cut = t[:, :, : tiles - side.tiles_before(n)] if _tiled(n) else t
                 tensors[f"{name}.{n}"] = cut
         tensors["start"] = self.start
+        if self._turns:
+            tensors["inv_freq"] = self.inv_freq
         if self.end is not None:
             tensors["end"] = self.end
         names = ("batch", "heads", "tile", "max_length", "length", "offset", "_window_from")
@@ -776,9 +1256,11 @@ class _Saving(_Formula):
         }
         if self.key.thin or self.value.thin:
             header["thin"] = [self.key.thin, self.value.thin]
+        if self.static:
+            header["static"] = True
         return tensors, header | {"d": [self.key.q.d, self.value.q.d]}
 
-# %% ../nbs/09_store.ipynb #ac28a566
+# %% ../nbs/09_store.ipynb #2645e0fc
 class KVStore(_Saving):
     """Codes of the keys and values of one layer, with exact sinks and window. Every token is coded
     when it arrives. Positions count from the first token ever appended."""
@@ -793,19 +1275,22 @@ class KVStore(_Saving):
         "The inverse of `state`. Raises ValueError if tensors and header do not fit each other."
         if "d" not in header or "start" not in tensors:
             raise ValueError("these tensors are not the state of a single store")
+        if list(tensors["start"].shape) != [header["batch"]]:
+            got = list(tensors["start"].shape)
+            raise ValueError(f"start must have shape [{header['batch']}], got {got}")
         h, dtype = header, getattr(torch, header["dtype"])
         sizes = (h["batch"], h["heads"], *h["d"])
-        recipe = Recipe.from_json(h["recipe"])
-        store = cls(recipe, *sizes, dtype, device, h["max_length"], h["tile"])
+        more = dtype, device, h["max_length"], h["tile"], h.get("static", False)
+        store = cls(Recipe.from_json(h["recipe"]), *sizes, *more, tensors.get("inv_freq"))
         tiles = math.ceil((h["length"] - h["offset"]) / h["tile"])
         for name, thin in zip(("key", "value"), h.get("thin", (0, 0))):
             side = getattr(store, name)
-            side.age(thin)
+            side.age(*side.aged(thin))
             _restore(side, name, tensors, tiles)
         for n in ("length", "offset", "_window_from"):
             setattr(store, n, h[n])
-        store.start, end = tensors["start"].to(device), tensors.get("end")
-        store.end = None if end is None else end.to(device)
+        start, end = (x if x is None else x.to(device) for x in map(tensors.get, ("start", "end")))
+        store._rewind(store.length, start, end, store._window_from)
         return store
 
     def save(self, path) -> None:
