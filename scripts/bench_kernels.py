@@ -5,11 +5,12 @@ Gate: for every head size, group and bit count the kernel's output agrees with f
 of its norm, on smaller batches; outliers of 1,000 in the query and in one value included. No row is written on a red gate.
 
 Then, in one run, medians of triton's do_bench with 20th and 80th percentiles (the L2 cache is emptied before each call), launched from
-Python ("eager") and replayed from a CUDA graph ("graph"). Ours is the whole of attention as a cache calls it: rotation of the query, key
-mean, 4 exact sinks, 16 exact recent tokens, codes, un-rotation, output in bf16. Baselines: torch's scaled_dot_product_attention (flash,
+Python ("eager") and replayed from a CUDA graph ("graph"). Ours is the whole of attention as a cache calls it: rotation of the query, mean of the keys (or a
+centre that turns with RoPE: one more launch), 4 exact sinks, 16 exact recent tokens, codes, un-rotation, output in bf16. Baselines: torch's scaled_dot_product_attention (flash,
 enable_gqa) and a split-KV Triton kernel on bf16 and on fp8 (e4m3, one scale for the tensor, which is what fp8 caches store), each the
 fastest of several splits. `speedup` is the fastest bf16 of the same row kind over ours."""
 import argparse
+import itertools
 import math
 import multiprocessing
 
@@ -101,10 +102,11 @@ def graphed(f):
     return graph.replay
 
 
-def fill(batch, heads, d, tokens, k_bits, v_bits, k, v):
+def fill(batch, heads, d, tokens, k_bits, v_bits, k, v, center="prompt"):
     "A store that holds the codes of k and v, as a cache with recipe k{bits}v{bits} does."
-    recipe = Recipe(key=Spec(bits=k_bits, center="prompt"), value=Spec(bits=v_bits))
-    store = KVStore(recipe, batch, heads, d, d, k.dtype, k.device, max_length=tokens)
+    recipe = Recipe(key=Spec(bits=k_bits, center=center), value=Spec(bits=v_bits))
+    inv_freq = 10000.0 ** (-torch.arange(0, d, 2) / d) if center == "rope" else None
+    store = KVStore(recipe, batch, heads, d, d, k.dtype, k.device, max_length=tokens, inv_freq=inv_freq)
     step = max(256, 2**24 // (batch * heads * d))
     for i in range(0, tokens, step):
         store.append(k[:, :, i : i + step], v[:, :, i : i + step])
@@ -128,20 +130,21 @@ def gate(cases):
         kinds.setdefault((case[3], case[2] > 4), case)  # what the kernel is compiled for
     for batch, _, group, d, tokens in kinds.values():
         for k_bits, v_bits in BITS:
-            for outlier in (False, True):
+            for outlier, center in ((False, "prompt"), (True, "prompt"), (False, "rope")):
                 q, k, v = states(min(batch, 2), 2, group, d, min(tokens, 8192), torch.float32, outlier)
-                store = fill(min(batch, 2), 2, d, k.shape[2], k_bits, v_bits, k, v)
+                store = fill(min(batch, 2), 2, d, k.shape[2], k_bits, v_bits, k, v, center)
                 want, _ = attend(q, store)
                 got, _ = decode_attention(q, store)
                 worst = max(worst, float((got - want).norm() / want.norm()))
-    return {"cmd": "decode kernel against attention.attend on the same codes in fp32: every head size and group, 4, 3 and 2 bits, outliers x1000 in the query and in one value", "passed": worst <= 1e-3, "worst": worst}
+    return {"cmd": "decode kernel against attention.attend on the same codes in fp32: every head size and group, 4, 3 and 2 bits, outliers x1000 in the query and in one value, a turning centre", "passed": worst <= 1e-3, "worst": worst}
 
 
 def compile_one(task):
     "Compile what one row needs; the result lies in Triton's cache for the other processes."
     case, bits, dtype = task
     q, k, v = states(1, case[1], case[2], case[3], 600, dtype)
-    decode_attention(q, fill(1, case[1], case[3], 600, *bits, k, v))
+    for center in ("prompt", "rope"):
+        decode_attention(q, fill(1, case[1], case[3], 600, *bits, k, v, center))
     torch.cuda.synchronize()
 
 
@@ -185,8 +188,10 @@ def measure(case, bits, seconds):
         for launch, wrap in (("eager", lambda f: f), ("graph", graphed)):
             add(method=name, launch=launch, bits=stored, config=str(best[2]), **timed(wrap(best[1]), seconds))
         del kk, vv
-    for k_bits, v_bits in bits:
-        store = fill(batch, heads, d, tokens, k_bits, v_bits, k, v)
+    for (k_bits, v_bits), center in itertools.product(bits, ("prompt", "rope")):
+        if center == "rope" and k_bits != v_bits:
+            continue
+        store = fill(batch, heads, d, tokens, k_bits, v_bits, k, v, center)
         served, why = supports(q, store)
         if not served:
             raise SystemExit(f"{case}: {why}")
@@ -194,7 +199,7 @@ def measure(case, bits, seconds):
             f = wrap(lambda store=store: decode_attention(q, store))
             row = timed(f, seconds)
             best = min(r["p50"] for r in rows if r["launch"] == launch and r["bits"] == 16)
-            add(method="codes", launch=launch, k_bits=k_bits, v_bits=v_bits, bits=(k_bits + v_bits) / 2 + 16 / d, held=store.bits_per_value(), speedup=best / row["p50"], **row)
+            add(method="codes" if center == "prompt" else "codes, turning centre", launch=launch, k_bits=k_bits, v_bits=v_bits, bits=(k_bits + v_bits) / 2 + 16 / d, held=store.bits_per_value(), speedup=best / row["p50"], **row)
     return rows
 
 

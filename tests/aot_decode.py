@@ -17,7 +17,7 @@ from turboquant_nb.kernels import decode as kernel
 
 PTXAS = os.path.join(os.path.dirname(nvidia.__file__), "bin", "ptxas")
 TYPES = dict(TURNED="*fp32", RK_="*fp32", RV_="*fp32", MK="*bf16", MV="*bf16", KS="*fp16", VS="*fp16", TABLE="*i32", START="*i64", END="*i64",
-             LENGTH="*i32", PAGES="*i32", O="*fp32", LSE="*fp32", scaling="fp32", k_step="fp32", v_step="fp32", cap_at="fp32")
+             LENGTH="*i32", PAGES="*i32", BIAS="*fp32", reach="i32", TURNS="*fp16", M="*bf16", factor="fp32", O="*fp32", LSE="*fp32", scaling="fp32", k_step="fp32", v_step="fp32", cap_at="fp32")
 TYPES |= dict.fromkeys(("QUERY", "SK", "SV", "WK", "WV", "CK", "CV"), "*bf16") | dict.fromkeys(("K0", "K1", "K2", "V0", "V1", "V2"), "*u8")
 
 
@@ -25,15 +25,15 @@ def source(fn, kind, types, constants):
     "What Triton compiles, with every pointer aligned to 16 bytes and strides that are multiples of 16 elements, as torch allocates."
     index = {name: (i,) for i, name in enumerate(fn.arg_names)}
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in fn.arg_names}
-    strides = ("sb", "sh", "sn", "ckb", "ckh", "ckn", "cvb", "cvh", "cvn")
+    strides = ("bias_stride", "sb", "sh", "sn", "ckb", "ckh", "ckn", "cvb", "cvh", "cvn")
     attrs = {index[n]: [["tt.divisibility", 16]] for n, t in signature.items() if t.startswith("*") or n in strides}
     return kind(fn, signature, {index[n]: v for n, v in constants.items()}, attrs)
 
 
-def build(capability=90, d=128, bits=(3, 3), rows=4, sliding=False, capped=False, regs=None, page=256, paged=False, length=False):
+def build(capability=90, d=128, bits=(3, 3), rows=4, sliding=False, capped=False, regs=None, page=256, paged=False, length=False, biased=False):
     "The decode kernel as `_fragments` asks for it."
     form = kernel.decode_form(d, d, rows, *bits, page)
-    flags = dict(HAS_START=False, HAS_END=False, HAS_LENGTH=length, PAGED=paged, FAST=d in (64, 128, 256), MEAN_K=True, MEAN_V=False,
+    flags = dict(HAS_START=False, HAS_END=False, HAS_LENGTH=length, PAGED=paged, FAST=d in (64, 128, 256), MEAN_K=not biased, MEAN_V=False, BIASED=biased,
                  SLIDING=sliding, CAPPED=capped, PDL=capability >= 90, G=form)
     options = dict(num_warps=1, **({"maxnreg": regs} if regs else {}))
     src = source(kernel._decode_kernel, GluonASTSource, TYPES, flags)
@@ -55,9 +55,18 @@ def portable(capability=90, d=128, bits=(3, 3)):
     types = TYPES | dict.fromkeys(("SHIFT", "MV", "TABLE"), "*fp32") | dict.fromkeys(("KSCALE", "VSCALE"), "*fp16")
     padded = 1 << (d - 1).bit_length()
     constants = dict(D=d, DP=padded, DV=d, DVP=padded, R=64, BR=16, KB=bits[0], VB=bits[1], Q=16, HAS_START=False, HAS_END=False, HAS_LENGTH=False,
-                     PAGED=False, SLIDING=False, CAPPED=False)
+                     PAGED=False, BIASED=False, SLIDING=False, CAPPED=False)
     src = source(kernel._portable_kernel, ASTSource, types, constants)
     return triton.compile(src, target=GPUTarget("cuda", capability, 32), options=dict(num_warps=8 if d > 128 else 4, num_stages=1))
+
+
+def turning(capability=90, d=128, rotary=None):
+    "The kernel of a turning centre."
+    half = (rotary or d) // 2
+    padded = max(16, 1 << (half - 1).bit_length())
+    constants = dict(D=d, H2=half, HP=padded, REST=max(0, d - 2 * half), ROWS=32, BT=128, HAS_START=True, HAS_LENGTH=False)
+    src = source(kernel._turning_kernel, ASTSource, TYPES, constants)
+    return triton.compile(src, target=GPUTarget("cuda", capability, 32), options=dict(num_warps=4))
 
 
 def usage(compiled, capability):
@@ -74,6 +83,6 @@ def usage(compiled, capability):
 if __name__ == "__main__":
     for text in sys.argv[1:]:
         case = json.loads(text)
-        make = {"decode": build, "combine": combine, "portable": portable}[case.get("kernel", "decode")]
+        make = {"decode": build, "combine": combine, "portable": portable, "turning": turning}[case.get("kernel", "decode")]
         built = make(**{k: v for k, v in case.items() if k != "kernel"})
         print(json.dumps(case | usage(built, case.get("capability", 90))), flush=True)

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,14 +48,16 @@ cpu_only = mark.skipif(CUDA, reason="Triton's interpreter, where there is no GPU
 
 
 def setup(B=2, H=2, G=2, d=32, dv=None, T=300, kb=3, vb=3, n=1, dtype=torch.float32, center="prompt", vcenter="none", sinks=4, win=16,
-          m=0, start=None, end=None, scale="mse", rot="hadamard", tile=256, residual="none", evict=0, big=False, scale_dtype="float16", table="sphere"):
+          m=0, start=None, end=None, turning=None, static=False, scale="mse", rot="hadamard", tile=256, residual="none", evict=0, big=False, scale_dtype="float16", table="sphere"):
     "A query, a store with T tokens, and the last m of them exact."
     g = torch.Generator().manual_seed(1)
     rand = lambda *s: torch.randn(*s, generator=g)
     dv = dv or d
     spec = dict(scale=scale, rotation=rot, scale_dtype=scale_dtype, table=table)
     recipe = Recipe(Spec(bits=kb, center=center, residual=residual, **spec), Spec(bits=vb, center=vcenter, **spec), sinks=sinks, window=win)
-    store = KVStore(recipe, B, H, d, dv, dtype, DEVICE, tile=tile)
+    inv_freq = 10000.0 ** (-torch.arange(0, turning or d, 2) / (turning or d)) if center == "rope" else None
+    fixed = dict(max_length=T + 8, static=True) if static else {}
+    store = KVStore(recipe, B, H, d, dv, dtype, DEVICE, tile=tile, inv_freq=inv_freq, **fixed)
     if start is not None:
         store.set_range(start=torch.tensor(start))
     k, v = rand(B, H, T, d) + 2 * rand(1, H, 1, d), rand(B, H, T, dv) + rand(1, H, 1, dv)
@@ -105,7 +108,8 @@ FEATURES = [
     (dict(rot="haar", vcenter="prompt"), {}), (dict(rot="identity"), {}), (dict(vcenter="prompt"), {}), (dict(center="none"), {}),
     (dict(scale="unbiased"), {}), (dict(scale="norm"), {}), (dict(residual="sign"), {}), (dict(table="affine"), {}), (dict(table="gaussian"), {}),
     (dict(scale_dtype="bfloat16"), {}), (dict(scale_dtype="float32"), {}), (dict(dtype=torch.float16), {}), (dict(dtype=torch.bfloat16), {}),
-    (dict(T=700, evict=300), {}), (dict(T=700, evict=600, n=3), dict(window=100)), (dict(big=True), {}),
+    (dict(center="rope"), {}), (dict(center="rope", n=3, m=3, start=[0, 37], turning=8), dict(softcap=9.0)), (dict(center="rope", static=True, big=True), {}),
+    (dict(center="rope", T=700, evict=300), dict(window=300)), (dict(static=True, start=[5, 0]), {}), (dict(T=700, evict=300), {}), (dict(T=700, evict=600, n=3), dict(window=100)), (dict(big=True), {}),
 ]
 
 
@@ -205,6 +209,117 @@ def test_torch_compile():
     args = kernel._arguments(q, store, None, None, None, None, None, None, "auto")
     whole = torch.compile(lambda *a: torch.ops.turboquant_nb.decode_attention(*a)[0] + 1, backend=backend, fullgraph=True)
     assert torch.equal(whole(*args), decode_attention(q, store)[0] + 1)
+
+
+def recorded(monkeypatch):
+    "Launches of the fragments kernel as a list of (kernel, grid, arguments), without a GPU."
+    launches = []
+
+    def launch(function, grid, args, key, slots, **options):
+        grid = grid if isinstance(grid, tuple) else (grid, 1, 1)
+        run = lambda *args: launches.append((function, grid, args))  # noqa: E731
+        run(*args)
+        return {grid: run}, grid, args, [(function.arg_names.index(a), name) for a, name in slots.items() if a in function.arg_names]
+
+    monkeypatch.setattr(kernel, "_launch", launch)
+    monkeypatch.setattr(kernel, "_device", lambda index: (132, True, "9.0"))
+    return launches
+
+
+def function_index(function, name):
+    return function.arg_names.index(name)
+
+
+def same_arguments(one, two, store):
+    "Two lists of launches pass the same numbers and the same inputs; what is written has the same shape."
+    held = {id(x) for x in kernel._state(store)[0]} | {id(store.turns)}
+    assert len(one) == len(two)
+    for (f, grid, a), (g, other, b) in zip(one, two):
+        assert f is g and grid == other and len(a) == len(b)
+        for name, x, y in zip(f.arg_names, a, b):
+            if not isinstance(x, torch.Tensor):
+                assert x is y or x == y, name
+            elif id(x) in held or id(y) in held or name in ("QUERY", "CK", "CV"):
+                assert x.data_ptr() == y.data_ptr() and x.stride() == y.stride(), name
+            else:
+                assert x.shape == y.shape and x.dtype == y.dtype, name
+
+
+@cpu_only
+@needs_triton
+@mark.parametrize("case", (dict(), dict(center="rope"), dict(sinks=0, win=0, n=3, m=3), dict(start=[0, 40], n=2), dict(static=True, center="rope"), dict(n=2, m=2)))
+def test_repeats_pass_what_a_fresh_call_passes(case, monkeypatch):
+    "While a store grows, is cropped, evicted, padded or replaced, a repeated call is refused or passes what a new one would."
+    q, store, chunk = setup(**(dict(d=64, G=4, T=250) | case))
+    launches, options, kinds, refused = recorded(monkeypatch), (None, None, None, None, "fragments"), {}, 0
+    monkeypatch.setattr(kernel, "_device_reason", lambda device, portable: "")
+    kinds_of = lambda: kernel._kind(q, chunk.get("k"), chunk.get("v"), options)
+
+    def fresh():
+        launches.clear()
+        c = kernel._Call(*kernel._arguments(q, store, chunk.get("k"), chunk.get("v"), *options))
+        again = kernel._fragments(c)[2]
+        return kernel._Repeat(c, store, *again), list(launches)
+
+    def step(x):
+        nonlocal refused, q
+        n = q.shape[2]
+        store.append(x, -x)
+        q = torch.randn_like(q)
+        for name in chunk:
+            chunk[name] = torch.randn_like(chunk[name])
+        repeat, want = fresh()
+        old = kinds.setdefault(kinds_of(), repeat)
+        launches.clear()
+        done = old(q, chunk.get("k"), chunk.get("v"), store)
+        if done is None:
+            refused += 1
+            kinds[kinds_of()] = repeat
+            assert not launches
+            done = repeat(q, chunk.get("k"), chunk.get("v"), store)
+        out, lse = done
+        assert out.shape == q.shape and lse.shape == q.shape[:3] and n == out.shape[2]
+        same_arguments(launches, want, store)
+
+    tokens = lambda n: torch.randn(2, 2, n, 64)
+    for n in (1,) * 4 if store.static else (1, 1, 1, 300, 1, 1, 700, 1):
+        step(tokens(n))
+    if not store.static:
+        assert refused >= 2  # more splits, and a store that grew
+        for change in (lambda: store.crop(-5), lambda: store.evict(256), lambda: store.crop(store.length - store.offset)):
+            change()
+            step(tokens(20))
+        if store.length == 20 and not store.offset:
+            store.crop(20)
+            store.set_range(start=torch.tensor([0, 3]))
+            step(tokens(20))
+    launches.clear()
+    repeat = kinds[kinds_of()]
+    run, args, slots, kept = repeat.launches[-1]
+    planes = weakref.ref(store.key.tensors["plane0"])
+    store.key.tensors["plane0"] = planes().clone()
+    assert planes() is None  # repeats hold no tensor of a store
+    assert repeat(q, chunk.get("k"), chunk.get("v"), store) is None
+    step(tokens(1))
+    repeat = kinds[kinds_of()]
+    run, args, slots, kept = repeat.launches[-1]
+    args[function_index(kernel._combine_kernel, "length")] = store.length
+    repeat.launches[-1] = run, args, [x for x in slots if x[1] != "length"], kept
+    with pytest.raises(AssertionError):  # the mutant: a number that is not renewed
+        step(tokens(1)) if not store.static else same_arguments([], [0], store)
+
+
+@cpu_only
+@needs_triton
+def test_what_is_not_repeated(monkeypatch):
+    "A chunk of another dtype than the store's is copied on each call; half a chunk is an error each time."
+    q, store, chunk = setup(d=64, G=4, T=250, n=2, m=2, dtype=torch.bfloat16)
+    recorded(monkeypatch)
+    monkeypatch.setattr(kernel, "_device_reason", lambda device, portable: "")
+    other = {name: x.half() for name, x in chunk.items()}
+    call = lambda more: kernel._fragments(kernel._Call(*kernel._arguments(q, store, more["k"], more["v"], None, None, None, None, "fragments")))
+    assert call(other)[2] is None and call(chunk)[2] is not None
+    assert kernel._kind(q, chunk["k"], None, ()) is None and kernel._kind(q, None, None, ()) is not None
 
 
 # ---- what is refused, and why
@@ -363,11 +478,15 @@ def pooled(store, lengths, seed=0):
     table = torch.full((b, tiles + 2), 2**30, dtype=torch.int32, device=DEVICE)
     table[:, :tiles] = order.view(b, tiles)
     lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    return kernel.Pages(store.key.q, store.value.q, *sides[0], *sides[1], table[:, : tiles + 1], lengths, kt.get("mean"), vt.get("mean"))
+    turns = store.turns if store.recipe.key.center == "rope" else None
+    if turns is not None:
+        turns = torch.cat([turns, torch.full(((tiles + 1) * store.tile, turns.shape[1]), float("nan"), dtype=turns.dtype, device=DEVICE)])
+    return kernel.Pages(store.key.q, store.value.q, *sides[0], *sides[1], table[:, : tiles + 1], lengths, kt.get("mean"), vt.get("mean"), turns)
 
 
 PAGES = [(p, case, options) for p in (16, 32, 64, 128, 256) for case, options in (
-    (dict(), {}), (dict(n=3, G=4), dict(window=100)), (dict(n=5, m=5, d=80), dict(softcap=5.0)), (dict(kb=2, vb=4, rot="haar", vcenter="prompt"), {}))]
+    (dict(), {}), (dict(n=3, G=4), dict(window=100)), (dict(n=5, m=5, d=80), dict(softcap=5.0)), (dict(kb=2, vb=4, rot="haar", vcenter="prompt"), {}),
+    (dict(center="rope", n=2), {}))]
 
 
 def check_pages(name, limit, page, case, options):
@@ -384,7 +503,7 @@ def check_pages(name, limit, page, case, options):
         chunk = {name: x.clone() for name, x in chunk.items()}
     out, lse = kernel.decode_pages(q, pages, **chunk, **options, kernel=name)
     for row, length in enumerate(lengths):
-        one = KVStore(store.recipe, 1, store.heads, store.key.q.d, store.value.q.d, store.dtype, DEVICE, tile=page)
+        one = KVStore(store.recipe, 1, store.heads, store.key.q.d, store.value.q.d, store.dtype, DEVICE, tile=page, inv_freq=store.inv_freq)
         one.key.tensors, one.value.tensors = ({n: t[row : row + 1] for n, t in s.tensors.items()} for s in (store.key, store.value))
         one.length = length
         want, want_lse = attend(q[row : row + 1], one, **{n: x[row : row + 1] for n, x in chunk.items()}, **options)
@@ -415,9 +534,19 @@ def test_pages_refuse():
         (dict(table=p.table.long()), TypeError, "table must be int32"), (dict(lengths=p.lengths[:0]), ValueError, "must have shapes"),
         (dict(key_planes=p.key_planes[:1]), ValueError, "key_planes must be"), (dict(value_scale=p.value_scale[:2]), ValueError, "one shape"),
         (dict(key_planes=[x.float() for x in p.key_planes]), ValueError, "uint8"),
+        (dict(turns=torch.ones(9, 64)), ValueError, "center is 'rope'"),
     ):
         with pytest.raises(error, match=message):
             kernel.Pages(**args | wrong)
+    _, turning, _ = setup(sinks=0, win=0, d=64, B=1, H=1, center="rope")
+    p2 = pooled(turning, [300])
+    args2 = dict(args, key=p2.key, value=p2.value, key_mean=p2.key_mean, turns=p2.turns)
+    for wrong, message in (
+        (dict(turns=None), "center is 'rope'"), (dict(key_mean=None), "needs key_mean"), (dict(turns=p2.turns[:9]), "float16 .at least"),
+        (dict(turns=p2.turns.float()), "float16"), (dict(turns=p2.turns[:, :1]), "float16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kernel.Pages(**args2 | wrong)
     q = torch.randn(1, 2, 1, 64, device=DEVICE)
     with pytest.raises(ValueError, match="q must have shape"):
         kernel.decode_pages(q[..., :32], p)
@@ -430,14 +559,15 @@ def test_pages_refuse():
 # ---- compiled ahead of time: registers, spilled bytes, shared memory
 QUICK = [
     (dict(bits=[3, 3], regs=168), 168, 120), (dict(bits=[4, 4]), 255, 0), (dict(bits=[2, 2], capability=80, regs=168), 168, 40),
-    (dict(d=256, rows=8), 255, 1300), (dict(kernel="combine", each=8), 80, 0), (dict(kernel="portable", capability=75), 128, 0),
+    (dict(d=256, rows=8), 255, 1300), (dict(biased=True), 255, 0), (dict(kernel="turning"), 168, 0), (dict(kernel="combine", each=8), 80, 0), (dict(kernel="portable", capability=75), 128, 0),
 ]
 SLOW = [
     *((dict(bits=[k, v], capability=c, regs=168 if max(k, v) < 4 else None), 168 if max(k, v) < 4 else 255, 120)
       for k, v, c in itertools.product((2, 3, 4), (2, 3, 4), (80, 90))),
     *((dict(d=d, rows=r, bits=[3, 3]), 255, 1300 if (d, r) == (256, 8) else 120) for d in (64, 96, 128, 256) for r in (4, 8)),
     (dict(sliding=True, capped=True), 255, 120), (dict(page=16, paged=True, length=True), 255, 40), (dict(kernel="combine", fast=False, d=96), 128, 0),
-    (dict(kernel="combine", capability=80), 128, 0), (dict(kernel="combine", together=4, each=8), 168, 0),
+    *((dict(biased=True, d=d, rows=r, bits=[b, b]), 255, 1300 if (d, r) == (256, 8) else 120) for d in (64, 256) for r in (4, 8) for b in (3, 4)),
+    (dict(kernel="turning", rotary=64, capability=80), 168, 0), (dict(kernel="combine", capability=80), 128, 0), (dict(kernel="combine", together=4, each=8), 168, 0),
     *((dict(kernel="portable", d=d), 128, 40) for d in (16, 64, 256)),
 ]
 
@@ -531,6 +661,33 @@ def test_gpu_strides_and_launches():
 
 @needs_gpu
 @needs_triton
+def test_gpu_repeats():
+    "Later calls on a store repeat launches; they see tokens that arrived, a store that grew, was cropped or padded, and other chunks."
+    for center in ("prompt", "rope"):
+        q, store, chunk = setup(d=128, G=4, T=600, n=2, m=2, center=center)
+        new = torch.randn(2, 2, 1, 128, device=DEVICE)
+        for step in range(600):
+            if step in (3, 300):
+                store.crop(-2)
+            store.append(new, -new)
+            last = store.read(store.length - 2) if step % 2 else (None, None)
+            if step % 97 < 6:
+                out, lse = decode_attention(q, store, *last)
+                fresh = kernel._decode(*kernel._arguments(q, store, *last, None, None, None, None, "auto"))
+                assert torch.equal(out, fresh[0]) and torch.equal(lse, fresh[1]), step
+                want = attend(q, store, *last)[0]
+                assert (out - want).norm() <= 1e-3 * want.norm(), step
+        assert len(kernel._REPEATS[store]) == 2 and store.length > 1024
+        store.crop(store.length)
+        store.set_range(start=torch.tensor([0, 500]))  # start is written in place
+        x = torch.randn(2, 2, 600, 128, device=DEVICE)
+        store.append(x, x)
+        want = attend(q, store)[0]
+        assert (decode_attention(q, store)[0] - want).norm() <= 1e-3 * want.norm()
+
+
+@needs_gpu
+@needs_triton
 def test_gpu_autocast_and_inference_mode():
     q, store, _ = setup(d=96, G=4, T=600)
     want = decode_attention(q, store)
@@ -563,7 +720,7 @@ def main(workers=15):
         except Exception as error:
             bad += 1
             print("FAILED pages", case, type(error).__name__, str(error)[:300], flush=True)
-    for test in (test_gpu_poison_and_nan, test_gpu_graph, test_gpu_strides_and_launches, test_gpu_autocast_and_inference_mode, test_operator, test_torch_compile):
+    for test in (test_gpu_repeats, test_gpu_poison_and_nan, test_gpu_graph, test_gpu_strides_and_launches, test_gpu_autocast_and_inference_mode, test_operator, test_torch_compile):
         try:
             test()
             print("passed", test.__name__, flush=True)
