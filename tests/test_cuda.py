@@ -161,6 +161,248 @@ def test_generate_with_a_recipe_per_layer():
     assert torch.equal(*outs)
 
 
+# --- generate() on kernels -------------------------------------------------------------------------
+
+def llama(dtype=torch.float32, layers=3, sliding=False, **sizes):
+    "A random model with weights large enough that its tokens depend on the context."
+    import transformers
+
+    shape = dict(vocab_size=128, hidden_size=128, intermediate_size=256, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, head_dim=64, pad_token_id=0, bos_token_id=1,
+                 eos_token_id=None, max_position_embeddings=200_000) | sizes
+    if sliding:
+        shape |= dict(sliding_window=100, query_pre_attn_scalar=64, layer_types=["sliding_attention", "full_attention", "sliding_attention"][:layers])
+    make = ("Gemma3TextConfig", "Gemma3ForCausalLM") if sliding else ("LlamaConfig", "LlamaForCausalLM")
+    torch.manual_seed(0)
+    model = getattr(transformers, make[1])(getattr(transformers, make[0])(**shape)).eval().to(DEVICE, dtype)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim > 1:
+                p.normal_(0, 0.08)
+    model.set_attn_implementation("turboquant")
+    return model
+
+
+def prompts(batch=3, length=300, padded=True):
+    ids = torch.randint(2, 128, (batch, length), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    if padded:
+        for row, n in enumerate((0, 7, 130)[:batch]):
+            ids[row, :n], mask[row, :n] = 0, 0
+    return dict(input_ids=ids.to(DEVICE), attention_mask=mask.to(DEVICE))
+
+
+def served_by_kernels(cache, chunks=0):
+    r = cache.report()
+    assert set(r["served"]) - {"chunk"} == {"prefill", "kernel"} and r["served"].get("chunk", 0) == chunks, r["served"]
+    assert r["reasons"] == {} and set(r["coded"]) == {"kernel"}, (r["reasons"], r["coded"])
+    return True
+
+
+def test_every_way_of_generating_runs_on_kernels():
+    "No mask, no PyTorch on codes, nothing dense: the counts say so; and the tokens that PyTorch's attention on codes gives."
+    from turboquant_nb.hf import TurboQuantCache
+
+    ways = {"greedy": {}, "beams": dict(num_beams=3), "sampling": dict(do_sample=True, top_k=5, num_return_sequences=2), "chunks": dict(prefill_chunk_size=128)}
+    for sliding in (False, True):
+        model, inputs = llama(sliding=sliding), prompts()
+        for recipe in ("k4v4", "k3v3", "k4v2"):
+            for name, way in ways.items():
+                outs = []
+                for backend in ("triton", "torch"):
+                    cache = TurboQuantCache(model, recipe, backend=backend)
+                    torch.manual_seed(1)
+                    outs.append(model.generate(**inputs, past_key_values=cache, max_new_tokens=10, **{"do_sample": False, **way}))
+                    if backend == "triton":
+                        served_by_kernels(cache, 2 * 3 if name == "chunks" else 0)
+                agree = (outs[0] == outs[1])[:, 300:].float().mean()  # near ties may fall to the other side
+                print(sliding, recipe, name, float(agree))
+                assert agree > 0.7, (sliding, recipe, name, outs)
+        auto = TurboQuantCache(model)
+        model.generate(**inputs, past_key_values=auto, max_new_tokens=3, do_sample=False)
+        served_by_kernels(auto)
+
+
+def test_drafts_run_on_kernels():
+    import copy
+
+    from turboquant_nb.hf import TurboQuantCache
+
+    for sliding in (False, True):
+        model = llama(sliding=sliding)
+        twin = copy.deepcopy(model)
+        twin.set_attn_implementation("sdpa")
+        ids = prompts(1, 40, padded=False)["input_ids"].repeat(1, 4)
+        assisted = [] if sliding else [dict(assistant_model=twin)]  # transformers 5.17 fails with a sliding assistant
+        for way in (dict(prompt_lookup_num_tokens=5), *assisted):
+            cache = TurboQuantCache(model, "k4v4", backend="triton")
+            model.generate(ids, past_key_values=cache, max_new_tokens=20, do_sample=False, **way)
+            served_by_kernels(cache)
+
+
+def test_logits_of_kernels_are_those_of_pytorch():
+    "Teacher-forced: prompt, drafts of 5, single tokens, a long chunk, single tokens again; fp32 and bf16, with and without a sliding window."
+    from turboquant_nb.hf import TurboQuantCache
+
+    for sliding in (False, True):
+        for dtype, limit in ((torch.float32, 5e-3), (torch.bfloat16, 5e-2)):
+            model, inputs = llama(dtype, sliding=sliding), prompts(3, 600)
+            caches = [TurboQuantCache(model, "k4v4", backend=b) for b in ("triton", "torch")]
+            at = 0
+            for n in (270, 5, 1, 1, 100, 1, 16, 1):
+                mask = inputs["attention_mask"][:, : at + n]
+                position = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)[:, at : at + n]
+                call = dict(input_ids=inputs["input_ids"][:, at : at + n], attention_mask=mask, position_ids=position)
+                with torch.no_grad():
+                    a, b = (model(**call, past_key_values=c).logits[mask[:, -n:].bool()].float() for c in caches)
+                error = float((a - b).norm() / b.norm())
+                assert error < limit, (sliding, dtype, n, error)
+                at += n
+            served_by_kernels(caches[0], 3)
+
+
+def fill(cache, model, batch, tokens, step=16384):
+    "Random states in place of a prompt."
+    c = model.config
+    g = torch.Generator(DEVICE).manual_seed(0)
+    for i in range(c.num_hidden_layers):
+        for a in range(0, tokens, step):
+            n = min(step, tokens - a)
+            x = torch.randn(2, batch, c.num_key_value_heads, n, c.head_dim, generator=g, device=DEVICE, dtype=model.dtype)
+            cache.layers[i]._append(x[0], x[1], a == 0)
+            del x
+
+
+def peak_of(f):
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    f()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def test_no_dense_copy_of_the_past_is_made():
+    "Decode steps after 100,000 tokens: what is allocated beside the cache is a small part of one layer's dense keys; a long chunk takes as much after 16,384 tokens as after 98,304."
+    from turboquant_nb.hf import TurboQuantCache
+
+    model = llama(torch.bfloat16, layers=2)
+    peaks = {}
+    for tokens in (16384, 98304):
+        cache = TurboQuantCache(model, "k3v3", max_length=100_000, backend="triton")
+        fill(cache, model, 2, tokens)
+        ids = prompts(2, 500, padded=False)["input_ids"]
+        run = lambda n, c=cache: model(ids[:, :n], past_key_values=c)  # noqa: E731
+        with torch.no_grad():
+            run(1)
+            run(300)
+            peaks[tokens] = peak_of(lambda: run(1)), peak_of(lambda: run(300))
+        assert set(cache.report()["served"]) == {"kernel", "chunk"} and cache.report()["reasons"] == {}
+        dense = 2 * 2 * tokens * 64 * 2  # keys of one layer in bf16
+        print(tokens, peaks[tokens], dense)
+    assert peaks[98304][0] < dense / 10 and peaks[98304][1] <= 1.1 * peaks[16384][1]
+
+
+def graph_of(model, cache, batch):
+    "A decode step as a CUDA graph: (graph, token ids in, positions in, logits out). The cache ends as it was."
+    ids, at = (torch.zeros(batch, 1, dtype=torch.long, device=DEVICE) for _ in range(2))
+    held, side = cache.layers[0].held, torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.no_grad(), torch.cuda.stream(side):
+        for _ in range(2):
+            model(ids, position_ids=at, past_key_values=cache)
+    torch.cuda.current_stream().wait_stream(side)
+    cache.crop(held - cache.layers[0].held)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        logits = model(ids, position_ids=at, past_key_values=cache).logits
+    assert cache.layers[0].held == held
+    return graph, ids, at, logits
+
+
+def test_cuda_graphs():
+    "Captured once, replayed over tile borders and for a second, padded prompt: the logits of eager steps on a static cache to the bit, and of a cache that grows but for the order of sums."
+    from turboquant_nb.hf import TurboQuantCache
+
+    for sliding in (False, True):
+        model, graph = llama(sliding=sliding), None
+        cache, twin = (TurboQuantCache(model, "k4v4", max_length=600, static=True) for _ in range(2))
+        grows, tokens = TurboQuantCache(model, "k4v4"), prompts(2, 20, padded=False)["input_ids"].flip(1)
+        for turn in range(2):
+            inputs = prompts(2, 250, padded=turn == 1)
+            real = inputs["attention_mask"].sum(1, keepdim=True)
+            with torch.no_grad():
+                for c in (cache, twin, grows):
+                    c.reset()
+                    model(**inputs, past_key_values=c)
+            if graph is None:
+                graph, ids, at, logits = graph_of(model, cache, 2)
+            for i in range(20):
+                ids.copy_(tokens[:, i : i + 1])
+                at.copy_(real + i)
+                with torch.no_grad():
+                    exact, want = (model(ids, position_ids=at, past_key_values=c).logits for c in (twin, grows))
+                graph.replay()
+                error = float((logits - want).norm() / want.norm())
+                assert torch.equal(logits, exact) and error < 1e-2, (sliding, turn, i, error)
+            assert cache.layers[0].held == grows.layers[0].held
+        assert cache.report()["recorded_by"] == {"coding": [("triton", "")], "attention": [("triton", "")]}
+
+
+def test_generate_compiles_a_static_cache():
+    "transformers compiles the decode step of a static cache by itself on a GPU."
+    from turboquant_nb.hf import TurboQuantCache
+
+    model, inputs = llama(layers=2), prompts(2, 100)
+    outs = []
+    for make in (lambda: TurboQuantCache(model, "k4v4"), lambda: TurboQuantCache(model, "k4v4", max_length=200, static=True)):
+        cache = make()
+        outs.append(model.generate(**inputs, past_key_values=cache, max_new_tokens=12, do_sample=False))
+    assert cache.layers[0].calls == {"prefill": 1} and cache.report()["tokens"] == 111
+    assert (outs[0] == outs[1]).float().mean() > 0.95, outs
+
+
+def test_weights_on_the_processor_and_the_cache_on_the_gpu():
+    import copy
+
+    import accelerate
+
+    from turboquant_nb.hf import TurboQuantCache
+
+    model, inputs = llama(), prompts(2, 60)
+    options = dict(max_new_tokens=6, do_sample=False)
+    want = model.generate(**inputs, past_key_values=TurboQuantCache(model, "k4v4"), **options)
+    away = accelerate.cpu_offload(copy.deepcopy(model).cpu(), execution_device=torch.device(DEVICE))
+    cache = TurboQuantCache(away, "k4v4")
+    got = away.generate(**inputs, past_key_values=cache, **options)
+    assert torch.equal(got, want) and served_by_kernels(cache) and cache.layers[0].store.device.type == "cuda"
+    assert all(p.device.type == "meta" for p in away.model.layers.parameters())
+
+
+def test_not_finite_and_out_of_memory():
+    "A state that is not finite is told at the latest by `check`; memory that runs out in the first chunk leaves the cache empty."
+    from turboquant_nb.hf import TurboQuantCache
+
+    model, inputs = llama(torch.bfloat16), prompts(1, 50, padded=False)
+    cache = TurboQuantCache(model, "k3v3")
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache)
+    bad = torch.full((1, 2, 1, 64), torch.nan, device=DEVICE, dtype=torch.bfloat16)
+    try:
+        cache.update(bad, bad, 0)
+        cache.check()
+    except ValueError as error:
+        assert "finite" in str(error) or "NaN" in str(error)
+    else:
+        raise AssertionError("NaN was not told")
+    huge = torch.empty(1, device=DEVICE, dtype=torch.bfloat16).expand(1, 2, 1 << 31, 64)
+    cache = TurboQuantCache(model, "k3v3")
+    try:
+        cache.update(huge, huge, 0)
+    except (torch.OutOfMemoryError, RuntimeError, ValueError):
+        assert cache.get_seq_length() == 0 and cache.report()["nbytes"] == 0
+    torch.cuda.empty_cache()
+
+
 if __name__ == "__main__":
     for name, test in list(globals().items()):
         if name.startswith("test_"):

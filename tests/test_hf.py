@@ -9,7 +9,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM, DynamicCache  # noqa: E402
 from transformers.cache_utils import Cache  # noqa: E402
 
-from turboquant_nb.hf import CodedStates, TurboQuantCache, TurboQuantLayer  # noqa: E402
+from turboquant_nb.hf import CodedStates, TurboQuantCache, TurboQuantLayer, rope_frequencies  # noqa: E402
 from turboquant_nb.quantizer import Recipe, Spec, as_recipe  # noqa: E402
 from turboquant_nb.rates import by_layer  # noqa: E402
 from turboquant_nb.testing import same  # noqa: E402
@@ -360,11 +360,12 @@ def rich(model):
         "prod of both": Recipe(Spec(4, residual="qjl"), Spec(3, residual="qjl")), "sign of both": Recipe(Spec(2, residual="sign"), Spec(4, residual="sign")),
         "2.5 bits": as_recipe("k4v4", bits=2.5), "3.25 and 1.5": Recipe(Spec(3.25), Spec(1.5)), "tuple": Recipe(Spec((4, 1, 3, 3, 2, 2, 4, 3)), Spec((4,) * 8)),
         "decay": Recipe(decay=20), "decay of signs": Recipe(Spec(4, residual="sign"), Spec(3, residual="sign"), 2, 5, 20), "decay of 3.5": Recipe(Spec(3.5), Spec(2), decay=1),
-        "by layer": mixed,
+        "by layer": mixed, "turning": TURNING,
     }
 
 
-RICH = [("llama", x) for x in rich(tiny())] + [(m, x) for m in ("gemma3_text", "gpt_oss", "qwen3_next") for x in ("prod", "sign", "tuple", "decay", "by layer")]
+TURNING = Recipe(Spec(4, center="rope"), Spec(4, center="prompt"), 2, 5)
+RICH = [("llama", x) for x in rich(tiny())] + [(m, x) for m in ("gemma3_text", "gpt_oss", "qwen3_next") for x in ("prod", "sign", "tuple", "decay", "by layer", "turning")]
 
 
 @pytest.mark.parametrize("name, which", RICH)
@@ -392,6 +393,58 @@ def test_every_recipe_on_codes_and_dense(which, name, tmp_path):
             assert other.recipe == cache.recipe
             same(model(step, attention_mask=mask, past_key_values=other).logits, want)
             assert other.report()["nbytes"] == cache.report()["nbytes"] and other.report()["recipe"] == cache.report()["recipe"]
+
+
+STILL = {"gpt2": "no rotary embedding", "opt": "no rotary embedding", "cohere": "pairs the channels", "cohere2": "pairs the channels", "glm4": "pairs the channels", "deepseek_v3": "one that is still"}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_rope_turns_by(name):
+    "Turned back by the frequencies that were found, keys are what their projection gave; where RoPE is another, the reason is said, and a centre that turns is refused."
+    model = tiny(name)
+    config = model.config.get_text_config(decoder=True)
+    found, why = rope_frequencies(config)
+    assert len(found) == config.num_hidden_layers
+    if name in STILL:
+        assert STILL[name] in why and set(found) == {None}
+        with pytest.raises(ValueError, match="center='rope' needs RoPE in each of its layers"):
+            TurboQuantCache(model, TURNING)
+        return
+    assert not why and sum(x is None for x in found) == (name == "smollm3")  # whose second layer has no RoPE
+    if name not in ("llama", "mistral", "qwen2", "gemma", "gemma2", "phi", "stablelm", "granite", "gpt_oss", "mixtral", "starcoder2", "smollm3"):
+        return  # keys are normalised, or projected with the rest, before RoPE
+    made, attention = {}, [m for n, m in model.named_modules() if n.endswith("self_attn")]
+    hooks = [m.k_proj.register_forward_hook(lambda m, i, o, at=i: made.update({at: o})) for i, m in enumerate(attention)]
+    cache, inputs = DynamicCache(config=config), prompt(2, 40 if name not in SLIDING else 11, padded=False)
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache)
+    for hook in hooks:
+        hook.remove()
+    for i, freq in enumerate(found):
+        k = cache.layers[i].keys
+        plain = made[i].view(k.shape[0], k.shape[2], k.shape[1], -1).transpose(1, 2)
+        if freq is not None:
+            r, angle = 2 * len(freq), -torch.arange(k.shape[2])[:, None] * freq
+            a, b = k[..., :r].chunk(2, -1)
+            k = torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), k[..., r:]], -1)
+        size = k.norm() / plain.norm()  # YaRN stretches
+        assert torch.allclose(k, plain * size, atol=2e-4 * float(k.abs().max())), i
+
+
+def test_a_turning_centre_follows_a_bias():
+    "Keys that are a bias and little else, turned by RoPE: the centre that turns leaves little to code, the one that does not leaves the bias."
+    model = copy.deepcopy(tiny("qwen2"))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.bias.normal_(0, 30, generator=torch.Generator().manual_seed(0))
+    dense, inputs, error = DynamicCache(config=model.config), prompt(2, 200, padded=False), {}
+    with torch.no_grad():
+        model(**inputs, past_key_values=dense)
+    for center in ("none", "prompt", "rope"):
+        _, cache = generate(model, inputs, "turboquant", Recipe(Spec(3, center=center), Spec(3), 0, 0), max_new_tokens=1)
+        k = dense.layers[0].keys
+        error[center] = float((cache.layers[0].store.read()[0] - k).norm() / k.norm())
+    assert error["rope"] < error["prompt"] / 10 < error["none"], error
 
 
 def test_decay_in_the_cache_frees_and_changes():
@@ -778,8 +831,10 @@ def test_refused_updates_change_nothing(attention):
     model.set_attn_implementation(attention)
     for filled in (False, True):
         cache = TurboQuantCache(model, "k3v3", max_length=40)
-        if filled:
-            with torch.no_grad():
+        others = TurboQuantCache(model, "k3v3")  # shares the table of turns, which grows with tokens that are tried
+        with torch.no_grad():
+            model(**prompt(1, 60), past_key_values=others)
+            if filled:
                 model(**prompt(2, 20), past_key_values=cache)
         before, calls = walk_snapshot(cache), [dict(x.calls) for x in cache.layers]
         k, v = torch.randn(2, 2, 3, 8), torch.randn(2, 2, 3, 8)
@@ -945,7 +1000,7 @@ def test_sliding_layers_free_tiles(attention):
     with torch.no_grad():
         for i in range(12):
             logits = model(prompt(1, 200, seed=i, padded=False)["input_ids"], past_key_values=cache).logits
-            sizes.append(cache.report()["nbytes"])
+            sizes.append(sum(cache.report()["per_layer"]))  # the table of turns grows with the length
     assert logits.isfinite().all() and cache.get_seq_length() == 2400 and sizes[-1] <= max(sizes[:6])
     layer = cache.layers[0]
     assert layer.store.offset > 1500 and layer.store.nbytes == layer.store.expected_nbytes()

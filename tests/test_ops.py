@@ -42,13 +42,13 @@ def test_without_a_device_the_reason_is_about_devices_or_triton():
 
 def test_explain_lists_torch_last_and_always():
     store, q = filled()
-    assert list(ops.explain(q, store)) == ["triton", "torch"] and ops.explain(q, store)["torch"] == (True, "")
+    assert list(ops.explain(q, store)) == ["triton", "flash", "torch"] and ops.explain(q, store)["torch"] == (True, "")
 
 
 @pytest.mark.parametrize("backend", ["cuda", "", None])
 def test_unknown_names(backend):
     store, q = filled()
-    with pytest.raises(ValueError, match="backend must be 'auto', 'triton', 'torch'"):
+    with pytest.raises(ValueError, match="backend must be 'auto', 'triton', 'flash', 'torch'"):
         ops.attend(q, store, backend=backend)
     with pytest.raises(ValueError, match="backend must be 'auto'"):
         ops.append(store, q[:, :2], q[:, :2], backend=backend)
@@ -82,6 +82,87 @@ def test_a_refused_append_changes_nothing(bad):
     with pytest.raises(ValueError):
         ops.append(store, k, k)
     assert store.length == 300 and all(torch.equal(t, before[n]) for n, t in store.key.tensors.items())
+
+
+# --- long chunks -----------------------------------------------------------------------------------
+
+CHUNKS = [dict(), dict(window=20), dict(window=120), dict(window=400), dict(scaling=0.3)]
+KINDS = {"plain": Recipe(), "mean": Recipe(key=Spec(center="prompt"), value=Spec(center="prompt")), "qjl": Recipe(residual="prod"), "bits": Recipe(key=Spec(bits=2.5)), "decay": Recipe(decay=256),
+         "exact": Recipe(sinks=3, window=100), "turning": Recipe(key=Spec(center="rope"))}
+
+
+@pytest.mark.parametrize("call", CHUNKS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("start", [(0, 0), (0, 130), (299, 310)])
+def test_long_chunks_are_the_reference(call, kind, start, monkeypatch):
+    "Blocks joined by their log-sum-exps, over block borders, padding and window borders; rows that see nothing give 0 and -inf."
+    monkeypatch.setattr(ops, "BLOCK", 128)
+    device = "cuda" if CUDA else "cpu"
+    g = torch.Generator().manual_seed(0)
+    new = lambda h, n: torch.randn(2, h, n, 64, generator=g).to(device)  # noqa: E731
+    turns = dict(inv_freq=1e4 ** -(torch.arange(32) / 32)) if kind == "turning" else {}
+    store = KVStore(KINDS[kind], 2, 2, 64, device=device, **turns)
+    store.set_range(start=torch.tensor(start))
+    store.append(new(2, 300) + 3, new(2, 300))
+    k, v, q = new(2, 70), new(2, 70), new(8, 70)
+    store.append(k, v)
+    assert ops.choose(q, store, k, v, window=call.get("window"))[0] == "flash"
+    got, want = ops.attend(q, store, k, v, **call), attention.attend(q, store, k, v, **call)
+    assert torch.allclose(got[0], want[0], atol=2e-5), (got[0] - want[0]).abs().max()
+    assert torch.equal(got[1].isinf(), want[1].isinf())
+    seen = ~want[1].isinf()
+    assert torch.allclose(got[1][seen], want[1][seen], atol=2e-5) and not got[0][~seen].any()
+
+
+@pytest.mark.parametrize("dtype, limit", [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+@pytest.mark.parametrize("call", [dict(), dict(window=100)])
+def test_long_chunks_in_half_precision(dtype, limit, call):
+    device = "cuda" if CUDA else "cpu"
+    new = lambda h, n: torch.randn(2, h, n, 64, generator=torch.Generator().manual_seed(h + n)).to(device, dtype)  # noqa: E731
+    store = KVStore(Recipe(), 2, 2, 64, dtype=dtype, device=device)
+    store.set_range(start=torch.tensor([0, 40]))
+    store.append(new(2, 300), new(2, 300))
+    k, v, q = new(2, 70), new(2, 70), new(8, 70)
+    store.append(k, v)
+    got, want = ops.attend(q, store, k, v, backend="flash", **call), attention.attend(q, store, k, v, **call)
+    assert got[0].dtype == dtype and got[1].dtype == torch.float32
+    assert (got[0] - want[0]).float().norm() < limit * want[0].float().norm()
+    assert (got[1] - want[1]).abs().max() < 2e-2
+
+
+@pytest.mark.parametrize("call, n, why", [
+    (dict(), 16, "up to 16 tokens"), (dict(softcap=20.0), 20, "softcap"), (dict(causal=False), 20, "not masks"), (dict(mask=torch.ones(2, 1, 20, 320, dtype=torch.bool)), 20, "not masks"),
+])
+def test_what_long_chunks_refuse(call, n, why):
+    store, _ = filled()
+    q, k = torch.randn(2, 8, n, 64), torch.randn(2, 2, n, 64)
+    store.append(k, k)
+    with torch.no_grad(), pytest.raises(ValueError, match=f"'flash' cannot serve this call: .*{why}"):
+        ops.attend(q, store, k, k, backend="flash", **call)
+    with pytest.raises(ValueError, match="whole chunk"):
+        ops.attend(torch.randn(2, 8, 20, 64), store, k[:, :, :9], k[:, :, :9], backend="flash")
+    k.requires_grad_()
+    with pytest.raises(ValueError, match="no gradient|up to 16"):
+        ops.attend(q, store, k, k, backend="flash")
+
+
+def test_an_answer_is_kept_and_given_up_when_it_no_longer_holds():
+    "Per store and question; a decayed tile, another device or a gradient is another question."
+    store, q = filled()
+    asked = []
+    original = ops.explain
+    try:
+        ops.explain = lambda *a, **k: asked.append(1) or original(*a, **k)
+        for _ in range(5):
+            ops.choose(q, store)
+        assert len(asked) == 1
+        ops.choose(q[:, :, :1], store)
+        store.decay(256)
+        ops.choose(q, store)
+        ops.choose(q.clone().requires_grad_(), store)
+        assert len(asked) == 4
+    finally:
+        ops.explain = original
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")

@@ -1,0 +1,388 @@
+#!/usr/bin/env python3
+"""Decode steps of a whole model on one NVIDIA GPU: bench_generate.py [--tiny] [--quick] [--seconds S] --out FILE.
+
+Llama-3.1-8B shapes with random bf16 weights (speed does not depend on their values). Caches are filled with random states in place of a prompt, so that no time goes
+into prefill; a step is the model's own forward pass for one new token of each sequence, without sampling. One process, medians with 20th and 80th percentiles of CUDA
+events around single steps, in ms. `tokens_s` = batch / median. `cache_bytes` is what filling the cache took from the allocator.
+
+Caches: `dynamic` transformers' DynamicCache, `static` its StaticCache (both with torch's SDPA), `flash` keys and values in place in preallocated tensors and torch's
+flash attention on them, grouped heads shared and no mask: the best that bf16 does here; `quanto`, `hqq` transformers' QuantizedCache where these packages are installed;
+`turboquant` this package with attention on codes. mode `eager` launches from Python, `graph` replays one CUDA graph of the whole step, appending included (flash with
+its length fixed at capture, which favours it). Other modes: `launches` of an eager step, `host` Python's time for one layer, `fits` the context at three bits in the
+memory that bf16 takes for 8 x 32,768 tokens, `largest` the longest context of eight sequences that fits on the GPU, `prefill` a prompt at once or in chunks.
+
+Gate, on a small model of the same kind: logits after filling are those after a prompt; of kernels those of PyTorch's attention on codes; of replayed graphs those of
+eager steps; and no timed step of ours was served by anything but kernels. No row is written on a red gate."""
+import argparse
+import time
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+import transformers
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.utils import is_hqq_available, is_optimum_quanto_available
+
+from turboquant_nb import results
+from turboquant_nb.hf import TurboQuantCache
+
+LLAMA = dict(vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+             rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, max_position_embeddings=1 << 18)
+TINY = dict(vocab_size=256, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2, head_dim=64, max_position_embeddings=1 << 18)
+CASES = [(8, 32768), (4, 131072), (1, 8192), (8, 8192), (1, 4096), (1, 32768), (8, 131072), (1, 131072)]  # the file is written after each
+STOCK = [(1, 8192), (8, 8192), (8, 32768)]  # where transformers' own caches are timed too
+QUICK = [(1, 8192), (8, 32768)]
+BEGAN = time.perf_counter()
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def make_model(sizes, dtype=torch.bfloat16):
+    "Random weights, made where they are used."
+    config = LlamaConfig(**sizes)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    model = model.to(dtype).to_empty(device=DEVICE).eval()
+    g = torch.Generator(DEVICE).manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, 0.02, generator=g) if p.ndim > 1 else p.fill_(1)
+    model.model.rotary_emb = LlamaRotaryEmbedding(config).to(DEVICE)
+    return model
+
+
+# --- the best that bf16 does: flash attention on preallocated tensors --------------------------------
+
+class FlashCache(transformers.Cache):
+    "Keys and values in place; handed to the `in_place` attention as views of the tokens held."
+
+    def __init__(self, config, batch, length, held):
+        shape = (batch, config.num_key_value_heads, length, config.head_dim)
+        super().__init__(layers=[])
+        self.k, self.v = ([torch.empty(shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(config.num_hidden_layers)] for _ in range(2))
+        self.held, self.at = held, torch.full((1,), held, dtype=torch.long, device=DEVICE)
+
+    def get_seq_length(self, layer_idx=0):
+        return self.at[0]
+
+    def get_mask_sizes(self, query_length, layer_idx):
+        return self.held + query_length, 0
+
+    def update(self, k, v, layer_idx, *args, **kwargs):
+        kc, vc = self.k[layer_idx], self.v[layer_idx]
+        kc.index_copy_(2, self.at, k)
+        vc.index_copy_(2, self.at, v)
+        return kc[:, :, : self.held + 1], vc[:, :, : self.held + 1]
+
+
+def in_place(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    return F.scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=True).transpose(1, 2), None
+
+
+AttentionInterface.register("in_place", in_place)
+AttentionMaskInterface.register("in_place", lambda *a, **k: None)
+
+
+# --- caches filled with random states ----------------------------------------------------------------
+
+def states(config, batch, n, seed):
+    g = torch.Generator(DEVICE).manual_seed(seed)
+    shape = (2, batch, config.num_key_value_heads, n, config.head_dim)
+    return torch.randn(shape, generator=g, device=DEVICE, dtype=torch.bfloat16)
+
+
+def empty(kind, recipe, config, batch, tokens, graph):
+    "A cache of a kind with room for `tokens` and 256 more."
+    if kind == "turboquant":
+        return TurboQuantCache(config, recipe, max_length=tokens + 256, static=graph, backend="triton" if DEVICE == "cuda" else "auto")
+    if kind == "dynamic":
+        return DynamicCache(config=config)
+    if kind == "static":
+        return StaticCache(config=config, max_cache_len=tokens + 256)
+    if kind == "flash":
+        return FlashCache(config, batch, tokens + 256, tokens)
+    return transformers.QuantizedCache(kind, config, nbits=recipe, residual_length=128)
+
+
+def put(cache, kind, layer, at, k, v):
+    "Tokens from position `at` on, as a prompt would bring them."
+    if kind == "turboquant":
+        cache.layers[layer]._append(k, v, at == 0)
+    elif kind == "flash":
+        cache.k[layer][:, :, at : at + k.shape[2]], cache.v[layer][:, :, at : at + k.shape[2]] = k, v
+    else:
+        cache.update(k, v, layer)
+
+
+def filled(kind, recipe, config, batch, tokens, graph):
+    "A cache of a kind that holds `tokens` random tokens."
+    cache, step = empty(kind, recipe, config, batch, tokens, graph), max(1024, 262144 // batch)
+    for i in range(config.num_hidden_layers):
+        for a in range(0, tokens, step):
+            x = states(config, batch, min(step, tokens - a), i)
+            put(cache, kind, i, a, x[0], x[1])
+            del x
+    return cache
+
+
+# --- time ----------------------------------------------------------------------------------------------
+
+def timed(run, seconds):
+    "Milliseconds of single steps: (p20, p50, p80, n)."
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    times, began = [], time.perf_counter()
+    while len(times) < 10 or (time.perf_counter() - began < seconds and len(times) < 100):
+        pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        pair[0].record()
+        run()
+        pair[1].record()
+        torch.cuda.synchronize()
+        times.append(pair[0].elapsed_time(pair[1]))
+    q = torch.tensor(times).quantile(torch.tensor([0.2, 0.5, 0.8])).tolist()
+    return {"p20": q[0], "p50": q[1], "p80": q[2], "n": len(times), "unit": "ms"}
+
+
+def capture(step):
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+NAMES = {"turboquant": "turboquant", "flash": "in_place"}
+
+
+def on_kernels(cache):
+    "Raises if anything else served, or would serve a replayed step."
+    r = cache.report()
+    recorded = {answer for answers in r["recorded_by"].values() for answer in answers}
+    if set(r["served"]) != {"kernel"} or r["reasons"] or set(r["coded"]) != {"kernel"} or recorded - {("triton", "")}:
+        raise RuntimeError(f"not served by kernels: {r['served']} {r['reasons']} {r['coded']} {recorded}")
+    return r
+
+
+def measure(model, kind, recipe, batch, tokens, mode, seconds):
+    "One row, or one that says that memory ran out."
+    row = {"cache": kind, "recipe": str(recipe or "bf16"), "batch": batch, "tokens": tokens, "mode": mode}
+    torch.cuda.empty_cache()
+    weights = torch.cuda.memory_allocated()
+    cache = step = run = None
+    try:
+        model.set_attn_implementation(NAMES.get(kind, "sdpa"))
+        cache = filled(kind, recipe, model.config, batch, tokens, mode == "graph")
+        torch.cuda.synchronize()
+        row["cache_bytes"] = torch.cuda.memory_allocated() - weights
+        torch.cuda.reset_peak_memory_stats()
+        ids = torch.ones(batch, 1, dtype=torch.long, device=DEVICE)
+        step = partial(model, ids, past_key_values=cache, logits_to_keep=1)
+        run = capture(step) if mode == "graph" else step
+        row |= timed(run, seconds)
+        row |= {"tokens_s": batch / row["p50"] * 1e3, "peak_bytes": torch.cuda.max_memory_allocated() - weights}
+        if kind == "turboquant":
+            row["bits_per_value"] = on_kernels(cache)["bits_per_value"]
+    except torch.OutOfMemoryError:
+        row["error"] = "out of memory"
+    except Exception as error:  # another package's cache may fail; ours may not
+        if kind == "turboquant":
+            raise
+        row["error"] = repr(error)[:200]
+    finally:
+        cache = step = run = None
+        torch.cuda.empty_cache()
+    print(f"{time.perf_counter() - BEGAN:6.1f} s", {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+    return row
+
+
+def launches(model, kind, recipe, batch=1, tokens=2048):
+    "Kernel launches of one eager decode step, how often the host waits in it, and its time on the host."
+    from torch.profiler import ProfilerActivity, profile
+
+    model.set_attn_implementation(NAMES.get(kind, "sdpa"))
+    cache, layers = filled(kind, recipe, model.config, batch, tokens, False), model.config.num_hidden_layers
+    step, host = partial(model, torch.ones(batch, 1, dtype=torch.long, device=DEVICE), past_key_values=cache, logits_to_keep=1), []
+    for _ in range(8):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        step()
+        host.append(time.perf_counter() - began)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
+        step()
+        torch.cuda.synchronize()
+    on_gpu = [e.name for e in prof.events() if str(e.device_type).endswith("CUDA") and not e.name.startswith(("Memcpy", "Memset"))]
+    waits = sum(e.name in ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize") for e in prof.events()) - 1
+    row = {"cache": kind, "recipe": str(recipe or "bf16"), "batch": batch, "tokens": tokens, "mode": "launches", "n": 1, "unit": "launches a step", "p20": len(on_gpu), "p50": len(on_gpu),
+           "p80": len(on_gpu), "per_layer": len(on_gpu) / layers, "waits": waits, "host_us_per_layer": sorted(host)[4] / layers * 1e6}
+    print(row, flush=True)
+    return row
+
+
+def host_cost(model):
+    "Microseconds of Python that update and attention of one layer take in an eager step."
+    from turboquant_nb.hf import turboquant_attention
+
+    model.set_attn_implementation("turboquant")
+    cache = filled("turboquant", "k3v3", model.config, 1, 2048, False)
+    c = model.config
+    k = states(c, 1, 1, 0)[0]
+    q = torch.randn(1, c.num_attention_heads, 1, c.head_dim, device=DEVICE, dtype=torch.bfloat16)
+    took = {"whole": [], "update": []}
+    for _ in range(5):
+        for what, times in took.items():
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(20):
+                handles = cache.layers[0].update(k, k)
+                if what == "whole":
+                    turboquant_attention(None, q, *handles, None, 0.1)
+            times.append((time.perf_counter() - began) / 20 * 1e6)
+    out, update = sorted(took["whole"]), sorted(took["update"])[2]
+    row = {"cache": "turboquant", "recipe": "k3v3", "batch": 1, "tokens": 2048, "mode": "host", "p20": out[1], "p50": out[2], "p80": out[3], "n": 150, "unit": "us a layer", "update": update}
+    print(row, flush=True)
+    return row
+
+
+# --- memory --------------------------------------------------------------------------------------------
+
+def contexts(model, rows):
+    "The context at three bits in the memory of bf16's 8 x 32,768 tokens, and the longest that fits on this GPU for both; filled, and a few steps taken."
+    took = {r["cache"]: r["cache_bytes"] / (r["tokens"] + 256) for r in rows if (r["batch"], r["tokens"], r["mode"]) == (8, 32768, "graph") and r["recipe"] in ("bf16", "k3v3")}
+    dense = took["flash"] * (32768 + 256)
+    fits = int(dense / took["turboquant"]) // 256 * 256 - 256
+    row = measure(model, "turboquant", "k3v3", 8, fits, "eager", 0.1)
+    out = [row | {"mode": "fits", "fits_in_bytes": dense, "ratio": (fits + 256) / (32768 + 256)}]
+    free = torch.cuda.mem_get_info()[0] - 3 * 2**30
+    for kind, recipe in (("flash", None), ("turboquant", "k3v3")):
+        row = measure(model, kind, recipe, 8, int(free / took[kind]) // 1024 * 1024, "eager", 0.1)
+        out.append(row | {"mode": "largest"})
+    print("context in the same memory:", out[0]["ratio"], "x; largest:", [(r["cache"], r["tokens"], r.get("error")) for r in out[1:]], flush=True)
+    return out
+
+
+def prefills(model, lengths, chunk=2048):
+    "Peak memory beside weights and cache of generate() for one token, the prompt at once or in chunks."
+    rows = []
+    model.set_attn_implementation("turboquant")
+    for tokens in lengths:
+        ids = torch.randint(256, (1, tokens), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+        for size in (None, chunk):
+            cache = empty("turboquant", "k3v3", model.config, 1, tokens, False)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            weights, began = torch.cuda.memory_allocated(), time.perf_counter()
+            model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False, prefill_chunk_size=size)
+            torch.cuda.synchronize()
+            seconds, held = time.perf_counter() - began, cache.report()["nbytes"]
+            rows.append({"cache": "turboquant", "recipe": "k3v3", "batch": 1, "tokens": tokens, "mode": "prefill", "chunk": size or tokens, "p20": seconds * 1e3, "p50": seconds * 1e3, "p80": seconds * 1e3,
+                         "n": 1, "unit": "ms", "cache_bytes": held, "peak_bytes": torch.cuda.max_memory_allocated() - weights - held, "served": cache.report()["served"]})
+            print(rows[-1], flush=True)
+            del cache
+    return rows
+
+
+# --- gate ------------------------------------------------------------------------------------------------
+
+def apart(a, b):
+    "Relative difference of logits."
+    return float((a.float() - b.float()).norm() / b.float().norm())
+
+
+def filling(model, prompt):
+    "Logits of a step after filling with the states that a prompt brings, against those after the prompt itself."
+    model.set_attn_implementation("sdpa")
+    seen, step = DynamicCache(config=model.config), prompt[:, :1]
+    model(prompt, past_key_values=seen)
+    pieces = [(x.keys.clone(), x.values.clone()) for x in seen.layers]
+    dense, worst = model(step, past_key_values=seen).logits, {}
+    for kind, recipe in (("dynamic", None), ("static", None), ("flash", None), ("turboquant", "k3v3")):
+        model.set_attn_implementation(NAMES.get(kind, "sdpa"))
+        cache, want = empty(kind, recipe, model.config, len(prompt), prompt.shape[1], False), dense
+        for i, (k, v) in enumerate(pieces):
+            put(cache, kind, i, 0, k, v)
+        if kind == "turboquant":
+            model.set_attn_implementation("sdpa")  # the very states that were recorded
+            told = empty(kind, recipe, model.config, len(prompt), prompt.shape[1], False)
+            model(prompt, past_key_values=told)
+            model.set_attn_implementation("turboquant")
+            want = model(step, past_key_values=told).logits
+        worst[kind] = apart(model(step, past_key_values=cache).logits, want)
+    return worst
+
+
+def replaying(model, recipe, prompt):
+    "Logits of kernels against PyTorch's on codes, and of replayed steps against eager ones."
+    model.set_attn_implementation("turboquant")
+    caches = [TurboQuantCache(model, recipe, backend=b) for b in ("triton", "torch")] + [TurboQuantCache(model, recipe, max_length=600, static=True)]
+    for c in caches:
+        model(prompt[:, :500], past_key_values=c)
+    ids, worst = torch.zeros(2, 1, dtype=torch.long, device=DEVICE), 0.0
+    step = partial(model, ids, past_key_values=caches[2])
+    step()
+    step()
+    caches[2].crop(-2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = step().logits
+    for i in range(8):
+        ids.copy_(prompt[:, i : i + 1])
+        a, b = (model(ids, past_key_values=c).logits for c in caches[:2])
+        graph.replay()
+        worst = max(worst, apart(a, b), apart(logits, a))
+    return worst
+
+
+def gate():
+    "Whether all logits agree to 3 %; filling is exact up to the shapes of products."
+    model, prompt = make_model(TINY), torch.randint(256, (2, 500), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    fill = filling(model, prompt)
+    replay = {recipe: replaying(model, recipe, prompt) for recipe in ("k3v3", "k4v4")}
+    print("gate: filling", fill, "replaying", replay, flush=True)
+    return max(*fill.values(), *replay.values()) < 0.03
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--tiny", action="store_true", help="a small model: does the script run?")
+    p.add_argument("--quick", action="store_true", help="two sizes")
+    p.add_argument("--seconds", type=float, default=0.6, help="for each row")
+    p.add_argument("--out", required=True)
+    a = p.parse_args()
+    with torch.no_grad():
+        passed = gate()
+        peers = [kind for kind, there in (("quanto", is_optimum_quanto_available()), ("hqq", is_hqq_available())) if there]
+        model = make_model(TINY if a.tiny else LLAMA)
+        print(f"{sum(x.nbytes for x in model.parameters()) / 1e9:.2f} GB of weights, {time.perf_counter() - BEGAN:.1f} s", flush=True)
+        rows = [host_cost(model)]
+        rows += [launches(model, kind, recipe) for kind, recipe in (("static", None), ("flash", None), ("turboquant", "k3v3"))]
+        for case in QUICK if a.quick else CASES:
+            plan = [(*x, m) for x in (("flash", None), ("turboquant", "k3v3")) for m in ("eager", "graph")] + [("turboquant", "k4v4", "graph")]
+            plan += [("static", None, m) for m in ("eager", "graph") if case in STOCK] + [("dynamic", None, "eager")] * (case in STOCK)
+            plan += [(kind, 4, "eager") for kind in peers if case == (1, 8192)]
+            rows += [measure(model, kind, recipe, *case, m, a.seconds) for kind, recipe, m in plan]
+            save(rows, passed, a)
+        rows += prefills(model, (512, 4096) if a.tiny else (8192, 32768))
+        if not a.tiny:
+            save(rows, passed, a)
+            rows += contexts(model, rows)
+    save(rows, passed, a)
+    print(f"{time.perf_counter() - BEGAN:.1f} s", flush=True)
+
+
+def save(rows, passed, a):
+    "What there is so far."
+    gates = {"cmd": "logits after filling and after a prompt, of kernels and of PyTorch on codes, of replayed graphs and of eager steps agree to 3 %; timed steps ran on kernels", "passed": passed}
+    data = {"id": "random states in place of a prompt, normal", "n": len(rows)}
+    shape = {"id": "tiny" if a.tiny else "random weights, Llama-3.1-8B shapes", "revision": "none"}
+    results.save(results.record("generate", rows, gates, shape, data, [0]), a.out)
+
+
+if __name__ == "__main__":
+    main()
