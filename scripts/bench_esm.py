@@ -1,0 +1,203 @@
+#!/usr/bin/env python3
+"""Memory and time of ESM-2 650M on compressed states, random weights: bench_esm.py --out FILE [--layers 33].
+
+Times and bytes do not depend on the values of weights, except that codes of random maps are as good as any. Prefill is compared with the original
+model's; decode with the same model on exact states in the same dtype; variants with passes over the whole protein, one per residue."""
+import argparse
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from transformers import EsmConfig, EsmForMaskedLM
+
+from turboquant_nb import ops, results
+from turboquant_nb.esm import MASK, RESIDUES, TurboEsm, fingerprint, masked_marginals, tokens
+from turboquant_nb.quantizer import Recipe, Spec
+from turboquant_nb.store import KVStore
+from turboquant_nb.transform import RECIPES, SideCode, TransformCode
+
+
+def random_code(model, bits, spread=2, turn=True, seed=0):
+    "A code of the model's shape with random maps and tables, `bits` on average, from bits - spread to bits + spread."
+    c, g = model.config, torch.Generator().manual_seed(seed)
+    shape = c.num_hidden_layers, c.num_attention_heads, c.hidden_size // c.num_attention_heads
+
+    def side(bits, turn):
+        n = shape[0] * shape[1] * shape[2]
+        more = torch.randint(-min(spread, bits - 1), min(spread, bits - 1) + 1, (n // 2,), generator=g)
+        flat = torch.cat([bits + more, bits - more])[torch.randperm(n, generator=g)].to(torch.uint8)
+        into = torch.linalg.qr(torch.randn(*shape[:2], shape[2], shape[2], generator=g))[0]
+        count = {b: int((flat == b).sum()) for b in flat.unique().tolist()}
+        levels = {b: torch.randn(n, 2**b, generator=g).sort(1).values for b, n in count.items()}
+        edges = {b: (x[:, 1:] + x[:, :-1]) / 2 for b, x in levels.items()}
+        freq = model.esm.rotary_embeddings.inv_freq.float().cpu() if turn else None
+        return SideCode(torch.zeros(shape), into, into.transpose(-1, -2).contiguous(), flat.view(shape), levels, edges, freq)
+
+    k, v = bits if isinstance(bits, tuple) else (bits, bits)
+    header = {"fingerprint": fingerprint(model.esm)}
+    return TransformCode(side(k, turn), side(v, False), RECIPES["water3"], header, torch.zeros(1, dtype=torch.long)).to(model.device)
+
+
+def timed(f, n=12, warm=3):
+    "p20, median and p80 of n calls, in ms."
+    for _ in range(warm):
+        f()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(n):
+        a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        a.record()
+        f()
+        b.record()
+        torch.cuda.synchronize()
+        times.append(a.elapsed_time(b))
+    t = torch.tensor(times)
+    return dict(zip(("p20", "p50", "p80"), (round(t.quantile(q).item(), 4) for q in (0.2, 0.5, 0.8))), n=n, unit="ms")
+
+
+def graphed(f):
+    "f replayed from a CUDA graph."
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            f()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        f()
+    return graph.replay
+
+
+def protein(n, seed=0):
+    return "".join(RESIDUES[i] for i in torch.randint(0, 20, (n,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+PLAIN = {f"plain {b} bits": Recipe(Spec(bits=b), Spec(bits=b), sinks=0, window=0) for b in (4, 3, 2)}
+
+
+def codes(model):
+    shapes = {"turboesm": random_code(model, (4, 3), 0, False)} | {f"water{b}": random_code(model, b) for b in (4, 3, 2)}
+    return {"exact": None} | shapes | PLAIN | {"k3v3": "k3v3"}
+
+
+def gate(model, use):
+    "Prefill gives the model's bits; decode on exact states gives one masked pass; kernels and torch agree on one layer."
+    ids, mask = tokens([protein(60), protein(41, 1)], "cuda")
+    with torch.no_grad():
+        want = model(ids, attention_mask=mask).logits
+    equal = []
+    for code in use.values():
+        with TurboEsm(model, code) as turbo:
+            equal.append(torch.equal(turbo.prefill(ids, mask).logits, want))
+            turbo.decode(ids[:, 1:2])
+    x = torch.randn(3, 1, 20, 300, 64, device="cuda", dtype=torch.bfloat16)
+    store = KVStore(PLAIN["plain 3 bits"], 1, heads=20, d_key=64, dtype=torch.bfloat16, device="cuda")
+    ops.append(store, x[1], x[2])
+    q = x[0][:, :, :1]
+    k, v = (t.float() for t in store.read())
+    far = (ops.attend(q, store, None, None, 0.125)[0].float() - F.scaled_dot_product_attention(q.float(), k, v, scale=0.125)).abs().max().item()
+    return {"cmd": "prefill bit-equal for every code; attention on 3-bit codes against dense attention on what they stand for <= 1e-2 (bf16)", "passed": all(equal) and far <= 1e-2, "worst": far}
+
+
+def memory(model, use, length=1024):
+    ids, _ = tokens([protein(length - 2)], "cuda")
+    for name, code in use.items():
+        with TurboEsm(model, code, max_length=length) as turbo:
+            turbo.prefill(ids)
+            r = turbo.report()
+        fp32 = 8 * turbo.shape[0] * turbo.shape[1] * turbo.shape[2] * length
+        yield dict(what="memory", name=name, fp32=fp32, **r)
+
+
+def prefill(model, use, dtype):
+    for t in (32, 143, 165, 512, 1024):
+        ids, _ = tokens([protein(t - 2)], "cuda")
+        with torch.no_grad():
+            base = timed(partial(model, ids))
+        yield dict(what="prefill", name="original", dtype=dtype, tokens=t, **base)
+        for name in ("exact", "turboesm", "water3", "plain 3 bits"):
+            with TurboEsm(model, use[name]) as turbo:
+                yield dict(what="prefill", name=name, dtype=dtype, tokens=t, **timed(partial(turbo.prefill, ids)))
+
+
+def decode(model, use, dtype):
+    for t in (256, 1000):
+        ids, _ = tokens([protein(t - 2)], "cuda")
+        for name in ("exact", "water3", "plain 3 bits"):
+            with TurboEsm(model, use[name], max_length=1100) as turbo:
+                turbo.prefill(ids)
+                yield dict(what="decode step", name=name, dtype=dtype, tokens=t, **timed(partial(turbo.decode, ids[:, 1:2]), n=10))
+
+
+def attention():
+    "One layer's decode attention, 20 heads of 64, replayed from graphs."
+    for batch in (1, 16, 128):
+        for t in (256, 1024):
+            q = torch.randn(batch, 20, 1, 64, device="cuda", dtype=torch.bfloat16)
+            k, v = torch.randn(2, batch, 20, t, 64, device="cuda", dtype=torch.bfloat16)
+            dense = graphed(partial(F.scaled_dot_product_attention, q, k, v, scale=0.125))
+            yield dict(what="attention", name="sdpa bf16", batch=batch, tokens=t, **timed(dense))
+            for name, recipe in PLAIN.items():
+                store = KVStore(recipe, batch, heads=20, d_key=64, dtype=torch.bfloat16, device="cuda", max_length=t)
+                ops.append(store, k, v)
+                try:
+                    f = graphed(partial(ops.attend, q, store, None, None, 0.125))
+                except Exception as error:
+                    yield dict(what="attention", name=name, batch=batch, tokens=t, failed=f"{type(error).__name__}: {error}"[:200])
+                    continue
+                yield dict(what="attention", name=name, batch=batch, tokens=t, **timed(f))
+
+
+def variants(model, use, dtype):
+    for length in (100, 300, 1022):
+        s = protein(length)
+        ids, _ = tokens([s], "cuda")
+        at = torch.arange(1, length + 1, device="cuda")
+        size = max(1, 16384 // (length + 2))
+        batch = ids.repeat(size, 1)
+        batch[torch.arange(size), at[:size]] = MASK
+        with torch.no_grad():
+            one = timed(partial(model, batch), n=3, warm=1)
+        exact = {p: one[p] * length / size for p in ("p20", "p50", "p80")}
+        yield dict(what="variants", name="exact passes", dtype=dtype, length=length, **exact, n=3, unit="ms", note=f"{size} of {length} passes timed")
+        for name in ("exact", "water3", "plain 3 bits"):
+            with TurboEsm(model, use[name]) as turbo:
+                time = timed(partial(masked_marginals, turbo, s), n=5, warm=2)
+                yield dict(what="variants", name=f"frozen, {name}", dtype=dtype, length=length, speed_up=exact["p50"] / time["p50"], nbytes=turbo.report()["nbytes"], **time)
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--layers", type=int, default=33)
+    a = p.parse_args()
+    config = EsmConfig(vocab_size=33, hidden_size=1280, num_hidden_layers=a.layers, num_attention_heads=20, intermediate_size=5120, pad_token_id=1, mask_token_id=32,
+                       token_dropout=True, position_embedding_type="rotary", max_position_embeddings=1026, layer_norm_eps=1e-5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = EsmForMaskedLM(config).eval()
+    rows = []
+
+    def note(found, more=None):
+        for row in found:
+            rows.append({k: round(v, 6) if isinstance(v, float) else v for k, v in row.items()})
+            print(rows[-1], flush=True)
+            made = {"id": "ESM-2 650M shapes", "revision": "random weights, seed 0"}
+            results.save(results.record("esm bench", rows, passed, made, {"id": "random proteins", "n": 1}, [0]), a.out)
+
+    use = codes(model)
+    passed = gate(model, use)
+    print(passed, flush=True)
+    note(memory(model, use))
+    note(prefill(model, use, "float32"))
+    model.to(torch.bfloat16)
+    use = codes(model)
+    note(variants(model, use, "bfloat16"))
+    note(prefill(model, use, "bfloat16"))
+    note(attention())
+    note(decode(model, use, "bfloat16"))
+
+
+if __name__ == "__main__":
+    main()
