@@ -2,6 +2,7 @@
 import hashlib
 import os
 import signal
+import shutil
 import subprocess
 import sys
 import threading
@@ -320,6 +321,30 @@ def test_damaged_dense_copy_is_not_used(tmp_path):
     weights.write_bytes(weights.read_bytes()[:-1])
     assert not models._intact(tmp_path / "m")
     assert not models._intact(tmp_path / "nowhere")
+
+
+def test_a_copy_that_another_process_made_stays(tmp_path, monkeypatch):
+    "Two processes unpack at once: the second leaves the first one's copy alone, because somebody may be reading it."
+    tiny_llama(tmp_path / "tiny")
+    (tmp_path / "tiny" / "generation_config.json").write_text("{}")
+    monkeypatch.setattr(models, "embedded_path", lambda *a, **k: tmp_path / "embedded.gguf")
+    dense = tmp_path / f"embedded-{models.SMOLLM2.model_sha256[:8]}-float32"
+
+    class Late:  # what the second process has unpacked
+        def save_pretrained(self, folder):
+            folder.mkdir(exist_ok=True)
+            (folder / "late").touch()
+
+    def unpack(*args):  # the first process finishes while the second is still at it
+        shutil.copytree(tmp_path / "tiny", dense)
+        return Late(), Late()
+
+    monkeypatch.setattr(models, "_from_pretrained", unpack)
+    assert models._embedded(False, True) == (str(dense), None) and not (dense / "late").exists()
+    (dense / "model.safetensors").write_bytes(b"broken")
+    monkeypatch.setattr(models, "_from_pretrained", lambda *args: (Late(), Late()))
+    models._embedded(False, True)
+    assert (dense / "late").exists()  # a broken copy is replaced
 
 
 def test_import_is_light():

