@@ -136,9 +136,13 @@ def test_interrupt_stops_pip_and_leaves_nothing(toy):
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGINT)
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
-        embedded_path(False, spec=spec, pip=slow, folder=folder)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            embedded_path(False, spec=spec, pip=slow, folder=folder)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not folder.exists()
     with pytest.raises(ProcessLookupError):
         os.kill(int(told.read_text()), 0)
