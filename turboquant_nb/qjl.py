@@ -5,15 +5,15 @@
 # %% auto #0
 __all__ = ['sketch_matrix', 'qjl_variance', 'sign_bits', 'pack_signs', 'unpack_signs', 'qjl_encode', 'qjl_scores', 'qjl_decode']
 
-# %% ../nbs/05_qjl.ipynb #4a46ff09
+# %% ../nbs/05_qjl.ipynb #01b9a726
 import math
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from .quantizer import check_finite, check_float
-from .rotation import _generator, _whole, block_order, haar_qr, hadamard_matrix
+from .rotation import _generator, _no_autocast, _whole
+from .rotation import block_order, haar_qr, hadamard_matrix
 
 # %% ../nbs/05_qjl.ipynb #7614ff7b
 def _gaussian_block(d: int, generator: torch.Generator) -> Tensor:
@@ -159,12 +159,10 @@ def _check_vectors(x: Tensor, S: Tensor, name: str, ndim: int = 1) -> Tensor:
     check_finite(x, name)
     return x
 
-# %% ../nbs/05_qjl.ipynb #4bd48dab
+# %% ../nbs/05_qjl.ipynb #77355746
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
     "a @ b in float32, with autocast off."
-    kind = a.device.type
-    off = torch.amp.is_autocast_available(kind)
-    with torch.autocast(kind, enabled=False) if off else nullcontext():
+    with _no_autocast(a):
         return a.float() @ b.float()
 
 

@@ -154,6 +154,11 @@ class Rotation:
         return self if self.matrix.device == torch.device(device) else replace(self, matrix=self.matrix.to(device))
 
 # %% ../nbs/02_rotation.ipynb #4e3df03d
+def _no_autocast(x: Tensor):
+    "A context in which products on the device of x keep float32."
+    kind = x.device.type  # is_autocast_available() would say it too, but torch.compile of PyTorch 2.11 cannot trace it
+    return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
+
 def _times(x: Tensor, M: Tensor, rotation: Rotation, name: str) -> Tensor:
     "x @ M in float32 with autocast off, after the checks that every caller deserves."
     if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -163,8 +168,7 @@ def _times(x: Tensor, M: Tensor, rotation: Rotation, name: str) -> Tensor:
     if x.device != M.device:
         raise ValueError(f"{name} must be on {M.device} like the rotation, got {x.device}: use rotation.to({str(x.device)!r})")
     if rotation.kind == "identity": return x.to(torch.float32, copy=True)
-    kind = x.device.type
-    with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
+    with _no_autocast(x):
         return x.to(torch.float32) @ M
 
 # %% ../nbs/02_rotation.ipynb #1519a686

@@ -416,7 +416,7 @@ class _Fixing(_Room):
         for t in (*self.tables(), *self._fixed(), self.position, self.flags):
             torch._dynamo.mark_static_address(t)
 
-# %% ../nbs/09_store.ipynb #c8c01c87
+# %% ../nbs/09_store.ipynb #52fedbc5
 class _Held(_Fixing):
     "What a store holds: two sides, the length, and the range of each sequence."
 
@@ -449,7 +449,8 @@ class _Held(_Fixing):
         self.end = self.position = self.flags = None
         self.length = self.offset = self._window_from = 0
         self._adopt(self._grown(math.ceil((max_length or 0) / tile)))
-        self._table = self._turns.reach(max_length)[:max_length] if static and turning else None
+        table = self._turns.reach(max_length or 0) if turning else None
+        self._table = table[:max_length] if static and turning else None
         if static:
             self._fix()
 
