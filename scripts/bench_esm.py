@@ -154,7 +154,7 @@ def variants(model, use, dtype):
         s = protein(length)
         ids, _ = tokens([s], "cuda")
         at = torch.arange(1, length + 1, device="cuda")
-        size = max(1, 16384 // (length + 2))
+        size = min(length, max(1, 16384 // (length + 2)))
         batch = ids.repeat(size, 1)
         batch[torch.arange(size), at[:size]] = MASK
         with torch.no_grad():

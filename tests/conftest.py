@@ -1,6 +1,7 @@
 "Shared fixtures: one thread for small tensors, seeded generators, and nothing left behind in torch's global state."
 import os
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,3 +31,54 @@ def one_thread():
 def gen():
     "A generator with a fixed seed."
     return torch.Generator().manual_seed(1234)
+
+
+def _extents(args):
+    "Where each tensor among a kernel's arguments begins and ends, by address."
+    for x in args:
+        if isinstance(x, tuple):
+            yield from _extents(x)
+        elif hasattr(x, "data_ptr") and x.numel():
+            reach = sum((n - 1) * s for n, s in zip(x.shape, x.stride()))
+            yield x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _accesses_stay_inside():
+    "In Triton's interpreter, a kernel that reads or writes beside the tensors it was given fails: what memcheck says on a GPU."
+    try:
+        from triton.runtime import interpreter
+    except ImportError:
+        yield
+        return
+    inside = [np.zeros(0, np.uint64)] * 2
+    builder, executor, patch = interpreter.InterpreterBuilder, interpreter.GridExecutor, pytest.MonkeyPatch()
+    prepare, load, store = executor._init_args_hst, builder.create_masked_load, builder.create_masked_store
+
+    def check(what, ptrs, mask):
+        at = ptrs.data[mask.data.astype(bool)].astype(np.uint64)
+        i = np.maximum(np.searchsorted(inside[0], at, "right"), 1) - 1
+        size = max(1, ptrs.get_element_ty().primitive_bitwidth // 8)
+        beside = (at < inside[0][i]) | (at + np.uint64(size) > inside[1][i])
+        if beside.any():
+            raise IndexError(f"{what} of {int(beside.sum())} of {at.size} elements beside every tensor of the call")
+
+    def prepared(self, *args):
+        out = prepare(self, *args)
+        extents = np.array(sorted(_extents([*out[0], *out[1].values()])), np.uint64).reshape(-1, 2)
+        inside[:] = extents[:, 0], np.maximum.accumulate(extents[:, 1])
+        return out
+
+    def checked_load(self, ptrs, mask, *rest):
+        check("load", ptrs, mask)
+        return load(self, ptrs, mask, *rest)
+
+    def checked_store(self, ptrs, value, mask, *rest):
+        check("store", ptrs, mask)
+        return store(self, ptrs, value, mask, *rest)
+
+    patch.setattr(executor, "_init_args_hst", prepared)
+    patch.setattr(builder, "create_masked_load", checked_load)
+    patch.setattr(builder, "create_masked_store", checked_store)
+    yield
+    patch.undo()

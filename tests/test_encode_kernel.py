@@ -114,6 +114,12 @@ def test_turning_centre(d, r, dtype):
         assert torch.equal(fused.turns, plain.turns) and fused.key.mean.abs().max() > 0.5
 
 
+def test_turning_centre_of_fewer_rows_than_a_program_has():
+    "One sequence, three heads: a short append has rows to spare, which must not look for a centre (conftest.py sees it)."
+    recipe, freq = turning(128, 128)
+    both(recipe, chunks((40, 1, 2), h=3, dk=128), inv_freq=freq)
+
+
 @pytest.mark.parametrize("rotation", ("haar", "identity"))
 def test_turning_centre_with_other_rotations(rotation):
     recipe, freq = turning(64, 64)

@@ -89,7 +89,7 @@ def _add_product(acc, x, w0, w1, w2, XP: tl.constexpr, WP: tl.constexpr, WIDE: t
         acc = _dot(a0, w1, acc, WIDE)
     return _dot(a0, w0, acc, WIDE)
 
-# %% ../../nbs/11_encode.ipynb #8479b800
+# %% ../../nbs/11_encode.ipynb #d4b07fca
 @triton.jit
 def _weights(W, part, k, half, TYPE: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr):
     "Rows k of Wᵀ, columns of one half of the output channels."
@@ -119,8 +119,9 @@ def _uncentre(x, k, mean, turn, seen, C: tl.constexpr):
     N: tl.constexpr = TURN // 2
     k = k[None, :]
     pair, turning = tl.where(k < N, k, k - N), k < TURN
-    m = tl.load(mean + k, mask=k < D, other=0.0).to(tl.float32)
-    other = tl.load(mean + tl.where(k < N, k + N, pair), mask=turning, other=0.0).to(tl.float32)
+    m = tl.load(mean + k, mask=(k < D) & seen, other=0.0).to(tl.float32)
+    other = tl.where(k < N, k + N, pair)
+    other = tl.load(mean + other, mask=turning & seen, other=0.0).to(tl.float32)
     cos = tl.load(turn + pair, mask=turning & seen, other=1.0).to(tl.float32)
     sin = tl.load(turn + N + pair, mask=turning & seen, other=0.0).to(tl.float32)
     return x.to(tl.float32) - (m * cos + tl.where(k < N, -other, other) * sin)
