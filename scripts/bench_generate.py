@@ -6,7 +6,8 @@ into prefill; a step is the model's own forward pass for one new token of each s
 events around single steps, in ms. `tokens_s` = batch / median. `cache_bytes` is what filling the cache took from the allocator.
 
 Caches: `dynamic` transformers' DynamicCache, `static` its StaticCache (both with torch's SDPA), `flash` keys and values in place in preallocated tensors and torch's
-flash attention on them, grouped heads shared and no mask: the best that bf16 does here; `quanto`, `hqq` transformers' QuantizedCache where these packages are installed;
+flash attention on them, grouped heads shared and no mask: the best that bf16 does here (`dynamic` is no yardstick on PyTorch
+2.11, whose SDPA takes cuDNN for it, which plans anew on the host for each new length); `quanto`, `hqq` transformers' QuantizedCache where these packages are installed;
 `turboquant` this package with attention on codes. mode `eager` launches from Python, `graph` replays one CUDA graph of the whole step, appending included (flash with
 its length fixed at capture, which favours it). Other modes: `launches` of an eager step, `host` Python's time for one layer, `fits` the context at three bits in the
 memory that bf16 takes for 8 x 32,768 tokens, `largest` the longest context of eight sequences that fits on the GPU, `prefill` a prompt at once or in chunks.
@@ -26,6 +27,7 @@ from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
 from turboquant_nb import results
 from turboquant_nb.hf import TurboQuantCache
+from turboquant_nb.quantizer import preset
 
 LLAMA = dict(vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
              rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, max_position_embeddings=1 << 18)
@@ -33,6 +35,7 @@ TINY = dict(vocab_size=256, hidden_size=256, intermediate_size=512, num_hidden_l
 CASES = [(8, 32768), (4, 131072), (1, 8192), (8, 8192), (1, 4096), (1, 32768), (8, 131072), (1, 131072)]  # the file is written after each
 STOCK = [(1, 8192), (8, 8192), (8, 32768)]  # where transformers' own caches are timed too
 QUICK = [(1, 8192), (8, 32768)]
+PLAIN = {f"{name}, prompt mean": preset(name) for name in ("k3v3", "k4v4")}  # by name alone the centre of keys turns with RoPE where the model has it
 BEGAN = time.perf_counter()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -94,7 +97,7 @@ def states(config, batch, n, seed):
 def empty(kind, recipe, config, batch, tokens, graph):
     "A cache of a kind with room for `tokens` and 256 more."
     if kind == "turboquant":
-        return TurboQuantCache(config, recipe, max_length=tokens + 256, static=graph, backend="triton" if DEVICE == "cuda" else "auto")
+        return TurboQuantCache(config, PLAIN.get(recipe, recipe), max_length=tokens + 256, static=graph, backend="triton" if DEVICE == "cuda" else "auto")
     if kind == "dynamic":
         return DynamicCache(config=config)
     if kind == "static":
@@ -363,7 +366,8 @@ def main():
         rows = [host_cost(model)]
         rows += [launches(model, kind, recipe) for kind, recipe in (("static", None), ("flash", None), ("turboquant", "k3v3"))]
         for case in QUICK if a.quick else CASES:
-            plan = [(*x, m) for x in (("flash", None), ("turboquant", "k3v3")) for m in ("eager", "graph")] + [("turboquant", "k4v4", "graph")]
+            plan = [(*x, m) for x in (("flash", None), ("turboquant", "k3v3")) for m in ("eager", "graph")]
+            plan += [("turboquant", recipe, "graph") for recipe in ("k4v4", *PLAIN)]
             plan += [("static", None, m) for m in ("eager", "graph") if case in STOCK] + [("dynamic", None, "eager")] * (case in STOCK)
             plan += [(kind, 4, "eager") for kind in peers if case == (1, 8192)]
             rows += [measure(model, kind, recipe, *case, m, a.seconds) for kind, recipe, m in plan]

@@ -230,19 +230,21 @@ def function_index(function, name):
     return function.arg_names.index(name)
 
 
-def same_arguments(one, two, store):
-    "Two lists of launches pass the same numbers and the same inputs; what is written has the same shape."
-    held = {id(x) for x in kernel._state(store)[0]} | {id(store.turns)}
+WRITTEN = {"OUT_PARTS", "LSE_PARTS", "O", "LSE", "OUT", "REST", "TURNED", "BIAS"}
+
+
+def same_arguments(one, two):
+    "Two lists of launches pass the same numbers and the same inputs, the first of them addresses in place of tensors."
     assert len(one) == len(two)
     for (f, grid, a), (g, other, b) in zip(one, two):
         assert f is g and grid == other and len(a) == len(b)
         for name, x, y in zip(f.arg_names, a, b):
-            if not isinstance(x, torch.Tensor):
+            if not isinstance(y, torch.Tensor):
                 assert x is y or x == y, name
-            elif id(x) in held or id(y) in held or name in ("QUERY", "CK", "CV"):
-                assert x.data_ptr() == y.data_ptr() and x.stride() == y.stride(), name
+            elif name not in WRITTEN or y.data_ptr() % 16:
+                assert x == y.data_ptr(), name
             else:
-                assert x.shape == y.shape and x.dtype == y.dtype, name
+                assert type(x) is int and x % 16 == 0, name
 
 
 @cpu_only
@@ -270,6 +272,7 @@ def test_repeats_pass_what_a_fresh_call_passes(case, monkeypatch):
             chunk[name] = torch.randn_like(chunk[name])
         repeat, want = fresh()
         old = kinds.setdefault(kinds_of(), repeat)
+        assert old.out == repeat.out
         launches.clear()
         done = old(q, chunk.get("k"), chunk.get("v"), store)
         if done is None:
@@ -277,9 +280,11 @@ def test_repeats_pass_what_a_fresh_call_passes(case, monkeypatch):
             kinds[kinds_of()] = repeat
             assert not launches
             done = repeat(q, chunk.get("k"), chunk.get("v"), store)
+        elif old is not repeat:
+            assert old.shapes == repeat.shapes
         out, lse = done
         assert out.shape == q.shape and lse.shape == q.shape[:3] and n == out.shape[2]
-        same_arguments(launches, want, store)
+        same_arguments(launches, want)
 
     tokens = lambda n: torch.randn(2, 2, n, 64)
     for n in (1,) * 4 if store.static else (1, 1, 1, 300, 1, 1, 700, 1):
@@ -295,18 +300,17 @@ def test_repeats_pass_what_a_fresh_call_passes(case, monkeypatch):
             step(tokens(20))
     launches.clear()
     repeat = kinds[kinds_of()]
-    run, args, slots, kept = repeat.launches[-1]
     planes = weakref.ref(store.key.tensors["plane0"])
     store.key.tensors["plane0"] = planes().clone()
     assert planes() is None  # repeats hold no tensor of a store
     assert repeat(q, chunk.get("k"), chunk.get("v"), store) is None
     step(tokens(1))
     repeat = kinds[kinds_of()]
-    run, args, slots, kept = repeat.launches[-1]
+    run, args, slots = repeat.launches[-1]
     args[function_index(kernel._combine_kernel, "length")] = store.length
-    repeat.launches[-1] = run, args, [x for x in slots if x[1] != "length"], kept
+    repeat.launches[-1] = run, args, [x for x in slots if x[1] != "length"]
     with pytest.raises(AssertionError):  # the mutant: a number that is not renewed
-        step(tokens(1)) if not store.static else same_arguments([], [0], store)
+        step(tokens(1)) if not store.static else same_arguments([], [0])
 
 
 @cpu_only

@@ -1636,26 +1636,30 @@ _arguments_uncompiled = torch.compiler.disable(_arguments)
 def _run(args: tuple) -> tuple:
     return _decode(*args) if type(args[0]) is Tensor else _operator(*args)
 
-# %% ../../nbs/12_decode.ipynb #298481ef
+# %% ../../nbs/12_decode.ipynb #20569d53
 class _Repeat:
     """The launches of a call on a store, for calls of the same kind. Keeps no tensor of the store or
-    of the call alive."""
+    of the call alive: of those it has the address, and sees before each use that they are the same."""
 
     def __init__(self, c: _Call, store, splits: int, parts: tuple, shapes: dict, launches: list):
         self.splits, self.parts, self.chunk, self.least = splits, parts, c.chunk, max(c.n, c.chunk)
         self.out, self.shapes = (*c.q.shape[:3], c.dv), {n: x for n, x in shapes.items() if x}
         state, self.zero = _state(store)
         self.state = [weakref.ref(x) if x is not None else _nothing for x in state]
-        places = {id(x): i for i, x in enumerate(state) if x is not None}
-        self.launches = [self._settled(places, *launch) for launch in launches]
+        self.others, known = [], {id(x) for x in state}  # tables and matrices, which stay
+        self.launches = [self._settled(known, *launch) for launch in launches]
 
-    def _settled(self, places: dict, ready, grid: tuple, args: tuple, slots: list) -> tuple:
-        "(launcher, arguments, places of what a call brings, places of what the store has)."
+    def _settled(self, known: set, ready, grid: tuple, args: tuple, slots: list) -> tuple:
+        "(launcher, arguments, places of what a call brings). Triton reads an address faster than a tensor."
         args, now = list(args), dict(slots)
-        kept = [(i, places[id(x)]) for i, x in enumerate(args) if i not in now and id(x) in places]
-        for i in (*now, *(i for i, _ in kept)):
-            args[i] = None
-        return ready[grid], args, slots, kept
+        for i, x in enumerate(args):
+            if i in now:
+                args[i] = None
+            elif isinstance(x, Tensor):
+                args[i] = x.data_ptr()
+                if id(x) not in known:
+                    self.others.append(x)
+        return ready[grid], args, slots
 
     def __call__(self, q, k, v, store) -> tuple | None:  # None: the store is not what it was
         state, zero = _state(store)
@@ -1670,16 +1674,14 @@ class _Repeat:
             return None
         empty = partial(torch.empty, dtype=torch.float32, device=q.device)
         new = {name: empty(shape) for name, shape in self.shapes.items()}
-        out = torch.empty(self.out, dtype=q.dtype, device=q.device)
-        lse = empty(self.out[:3])
+        out, lse = torch.empty(self.out, dtype=q.dtype, device=q.device), empty(self.out[:3])
         new |= dict(q=q, k=k, v=v, out=out, lse=lse, turns=store.turns)
-        new |= dict(length=store.length, offset=store.offset, recent_from=store._window_from)
-        for run, args, slots, kept in self.launches:
+        at = {name: x.data_ptr() for name, x in new.items() if x is not None}
+        at |= dict(length=store.length, offset=store.offset, recent_from=store._window_from)
+        for run, args, slots in self.launches:
             args = list(args)
             for i, name in slots:
-                args[i] = new[name]
-            for i, j in kept:
-                args[i] = state[j]
+                args[i] = at[name]
             run(*args)
         return out, lse
 
