@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Decode steps of a whole model on one NVIDIA GPU: bench_generate.py [--tiny] [--quick] [--seconds S] --out FILE.
+"""Decode steps of a whole model on one NVIDIA GPU: bench_generate.py [--tiny] [--quick] [--seconds S] [--after FILE] --out FILE.
 
 Llama-3.1-8B shapes with random bf16 weights (speed does not depend on their values). Caches are filled with random states in place of a prompt, so that no time goes
 into prefill; a step is the model's own forward pass for one new token of each sequence, without sampling. One process, medians with 20th and 80th percentiles of CUDA
@@ -15,8 +15,10 @@ memory that bf16 takes for 8 x 32,768 tokens, `largest` the longest context of e
 Gate, on a small model of the same kind: logits after filling are those after a prompt; of kernels those of PyTorch's attention on codes; of replayed graphs those of
 eager steps; and no timed step of ours was served by anything but kernels. No row is written on a red gate."""
 import argparse
+import json
 import time
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -356,16 +358,23 @@ def main():
     p.add_argument("--tiny", action="store_true", help="a small model: does the script run?")
     p.add_argument("--quick", action="store_true", help="two sizes")
     p.add_argument("--seconds", type=float, default=0.6, help="for each row")
+    p.add_argument("--after", type=Path, help="a file of this script: its rows are kept, with their commit, and not measured again")
     p.add_argument("--out", required=True)
     a = p.parse_args()
+    before = json.loads(a.after.read_text()) if a.after else {"rows": []}
+    rows = [{"commit": before["commit"]} | row for row in before["rows"]]
+    done = {(r["batch"], r["tokens"]) for r in rows if r["mode"] in ("eager", "graph")}
     with torch.no_grad():
         passed = gate()
         peers = [kind for kind, there in (("quanto", is_optimum_quanto_available()), ("hqq", is_hqq_available())) if there]
         model = make_model(TINY if a.tiny else LLAMA)
         print(f"{sum(x.nbytes for x in model.parameters()) / 1e9:.2f} GB of weights, {time.perf_counter() - BEGAN:.1f} s", flush=True)
-        rows = [host_cost(model)]
-        rows += [launches(model, kind, recipe) for kind, recipe in (("static", None), ("flash", None), ("turboquant", "k3v3"))]
+        if not rows:
+            rows = [host_cost(model)]
+            rows += [launches(model, kind, recipe) for kind, recipe in (("static", None), ("flash", None), ("turboquant", "k3v3"))]
         for case in QUICK if a.quick else CASES:
+            if case in done:
+                continue
             plan = [(*x, m) for x in (("flash", None), ("turboquant", "k3v3")) for m in ("eager", "graph")]
             plan += [("turboquant", recipe, "graph") for recipe in ("k4v4", *PLAIN)]
             plan += [("static", None, m) for m in ("eager", "graph") if case in STOCK] + [("dynamic", None, "eager")] * (case in STOCK)
