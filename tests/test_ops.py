@@ -96,7 +96,7 @@ KINDS = {"plain": Recipe(), "mean": Recipe(key=Spec(center="prompt"), value=Spec
 @pytest.mark.parametrize("start", [(0, 0), (0, 130), (299, 310)])
 def test_long_chunks_are_the_reference(call, kind, start, monkeypatch):
     "Blocks joined by their log-sum-exps, over block borders, padding and window borders; rows that see nothing give 0 and -inf."
-    monkeypatch.setattr(ops, "BLOCK", 128)
+    monkeypatch.setattr(ops, "BLOCK", 2 * 2 * 64 * 128)
     device = "cuda" if CUDA else "cpu"
     g = torch.Generator().manual_seed(0)
     new = lambda h, n: torch.randn(2, h, n, 64, generator=g).to(device)  # noqa: E731

@@ -43,8 +43,13 @@ def _triton_reason(q, store, k, v, mask, first, causal, window, softcap, named) 
     served, why = decode.supports(q, store, k, v, window=window, softcap=softcap)
     return "" if served else why
 
-# %% ../nbs/13_ops.ipynb #de5366b5
-BLOCK = 2048  # past tokens decoded at a time for a long chunk
+# %% ../nbs/13_ops.ipynb #3bdce418
+BLOCK = 2**24  # keys decoded at a time for a long chunk, counted in channels
+
+
+def _block(store) -> int:
+    "Past tokens decoded at a time: few blocks, as each costs Python's time, of bounded memory."
+    return max(128, BLOCK // (store.batch * store.heads * store.key.q.d) // 128 * 128)
 
 
 def _merge(a: tuple | None, b: tuple) -> tuple:
@@ -83,7 +88,7 @@ def _dense(store: KVStore, first: int, last: int) -> list:
         out.append(x)
     return out
 
-# %% ../nbs/13_ops.ipynb #a7ce2720
+# %% ../nbs/13_ops.ipynb #016b2c4b
 def _bias(store, q, first: int, last: int, window, low: float) -> Tensor:
     "0 where the last n tokens may look at positions [first, last), else `low`: [B, 1, g * n, w]."
     width = (last - first + 15) // 16 * 16  # rows start aligned
@@ -102,9 +107,10 @@ def _flash(q, store, k, v, scaling, window) -> tuple:
     first = store.offset if window is None else max(store.offset, past - window + 1)
     rows = q.reshape(b, h, g * n, d)
     plain = begin <= past and (window is None or window >= n)  # the chunk needs no bias
-    blocks = [(a, min(a + BLOCK, past)) for a in range(first, past, BLOCK)]
+    size = _block(store)
+    blocks = [(a, min(a + size, past)) for a in range(first, past, size)]
     if not plain:
-        blocks += [(a, min(a + BLOCK, store.length)) for a in range(past, store.length, BLOCK)]
+        blocks += [(a, min(a + size, store.length)) for a in range(past, store.length, size)]
     for a, z in blocks:
         kb, vb = _dense(store, a, z) if a < past else (x[:, :, a - past : z - past] for x in (k, v))
         bias, whole = None, window is None or a > store.length - 1 - window
