@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from bench_kernels import graphed
 from transformers import EsmConfig, EsmForMaskedLM
 
 from turboquant_nb import ops, results
@@ -55,19 +56,6 @@ def timed(f, n=12, warm=3):
         times.append(a.elapsed_time(b))
     t = torch.tensor(times)
     return dict(zip(("p20", "p50", "p80"), (round(t.quantile(q).item(), 4) for q in (0.2, 0.5, 0.8))), n=n, unit="ms")
-
-
-def graphed(f):
-    "f replayed from a CUDA graph."
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            f()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        f()
-    return graph.replay
 
 
 def protein(n, seed=0):

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import transformers
+from bench_kernels import graphed
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
@@ -149,19 +150,6 @@ def timed(run, seconds):
     return {"p20": q[0], "p50": q[1], "p80": q[2], "n": len(times), "unit": "ms"}
 
 
-def capture(step):
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
-
-
 NAMES = {"turboquant": "turboquant", "flash": "in_place"}
 
 
@@ -188,7 +176,7 @@ def measure(model, kind, recipe, batch, tokens, mode, seconds):
         torch.cuda.reset_peak_memory_stats()
         ids = torch.ones(batch, 1, dtype=torch.long, device=DEVICE)
         step = partial(model, ids, past_key_values=cache, logits_to_keep=1)
-        run = capture(step) if mode == "graph" else step
+        run = graphed(step) if mode == "graph" else step
         row |= timed(run, seconds)
         row |= {"tokens_s": batch / row["p50"] * 1e3, "peak_bytes": torch.cuda.max_memory_allocated() - weights}
         if kind == "turboquant":

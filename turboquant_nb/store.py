@@ -1165,7 +1165,7 @@ class _Formula(_Counting):
         )
         return 8 * self.nbytes / values if values else math.nan
 
-# %% ../nbs/09_store.ipynb #95b75941
+# %% ../nbs/09_store.ipynb #ce26b53e
 FORMAT = "turboquant-nb store 2"  # 1: before levels were on their int8 grid
 
 
@@ -1180,12 +1180,12 @@ def _digest(tensors: dict, header: dict) -> str:
     return h.hexdigest()
 
 
-def write_file(path, tensors: dict, header: dict) -> None:
-    """Tensors and a JSON header with their digest to one safetensors file, written beside the
-    target and then moved over it."""
+def write_file(path, tensors: dict, header: dict, format: str = FORMAT) -> None:
+    """Tensors and a JSON header with their format and digest to one safetensors file, written
+    beside the target and then moved over it."""
     plain = torch.contiguous_format
     tensors = {k: t.detach().cpu().clone(memory_format=plain) for k, t in tensors.items()}
-    header = header | {"format": FORMAT}
+    header = header | {"format": format}
     header["sha256"] = _digest(tensors, header)
     temporary = f"{path}.part"
     try:
@@ -1195,9 +1195,9 @@ def write_file(path, tensors: dict, header: dict) -> None:
         if os.path.exists(temporary):
             os.remove(temporary)
 
-# %% ../nbs/09_store.ipynb #d6ac21bf
-def read_file(path) -> tuple:  # (tensors, header)
-    """The inverse of `write_file`. Raises ValueError for a file of another kind, a truncated or a
+# %% ../nbs/09_store.ipynb #be6537b5
+def read_file(path, format: str = FORMAT, what: str = "store") -> tuple:  # (tensors, header)
+    """The inverse of `write_file`; `what` the file holds is for errors. Raises ValueError for a file of another kind, a truncated or a
     changed one; FileNotFoundError if there is none."""
     if not os.path.exists(path):
         raise FileNotFoundError(f"no such file: {path}")
@@ -1207,12 +1207,12 @@ def read_file(path) -> tuple:  # (tensors, header)
             tensors = {k: f.get_tensor(k) for k in f.keys()}
     except (SafetensorError, json.JSONDecodeError, OSError) as error:
         said = f"truncated or of another kind ({error})"
-        raise ValueError(f"{path} is not a readable store: {said}") from None
+        raise ValueError(f"{path} is not a readable {what}: {said}") from None
     if isinstance(header, dict) and header.get("format") == "turboquant-nb store 1":
         why = "its codes stand for levels that are slightly different today"
         raise ValueError(f"{path} has format 1, this version reads {FORMAT!r}: {why}; code again")
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise ValueError(f"{path} must have format {FORMAT!r}, got {str(header)[:60]!r}")
+    if not isinstance(header, dict) or header.get("format") != format:
+        raise ValueError(f"{path} must have format {format!r}, got {str(header)[:60]!r}")
     if header.get("sha256") != _digest(tensors, header):
         raise ValueError(f"{path} was changed after it was written: its SHA-256 does not match")
     return tensors, header

@@ -7,21 +7,18 @@ __all__ = ['RECIPES', 'FORMAT', 'attention_weights', 'stake', 'SideSpec', 'Trans
            'Moments', 'fit_maps', 'Counts', 'lloyd_rows', 'spread_bits', 'SideCode', 'code_states', 'mapped_states',
            'TransformCode', 'text_hash', 'fit_code', 'save_code', 'load_code']
 
-# %% ../nbs/15_transform.ipynb #606e2333
+# %% ../nbs/15_transform.ipynb #ae4f1154
 import hashlib
-import json
 import math
-import os
 from dataclasses import asdict, dataclass, field, replace
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from .quantizer import check_finite
 from .rotation import make_rotation
+from .store import read_file, write_file
 
 # %% ../nbs/15_transform.ipynb #051d802c
 def attention_weights(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
@@ -656,7 +653,7 @@ def fit_code(
     hashes = torch.tensor(sorted(map(text_hash, texts)))
     return TransformCode(*sides, recipe, header, hashes)
 
-# %% ../nbs/15_transform.ipynb #5627edec
+# %% ../nbs/15_transform.ipynb #091ba91f
 FORMAT = "turboquant-nb transform code 1"
 
 
@@ -665,24 +662,14 @@ def save_code(code: TransformCode, path) -> None:
     tensors = {"hashes": code.hashes}
     for name, side in (("key", code.key), ("value", code.value)):
         tensors |= {f"{name}.{n}": t.cpu().contiguous() for n, t in side.tensors().items()}
-    header = code.header | {"format": FORMAT, "recipe": asdict(code.recipe)}
-    part = f"{path}.part"
-    save_file(tensors, part, metadata={"header": json.dumps(header)})
-    os.replace(part, path)
+    write_file(path, tensors, code.header | {"recipe": asdict(code.recipe)}, FORMAT)
 
 
 def load_code(path, device: torch.device | str = "cpu") -> TransformCode:
-    "Read it back. Raises FileNotFoundError, or ValueError for a file of another kind."
-    if not os.path.exists(path):
-        raise FileNotFoundError(f"no such file: {path}")
-    try:
-        with safe_open(path, "pt") as f:
-            header = json.loads((f.metadata() or {}).get("header", "{}"))
-            tensors = {k: f.get_tensor(k) for k in f.keys()}
-    except (SafetensorError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not a readable code: {error}") from None
-    if header.get("format") != FORMAT:
-        raise ValueError(f"{path} must have format {FORMAT!r}, got {header.get('format')!r}")
+    """Read it back. Raises FileNotFoundError, or ValueError for a file of another kind, a truncated
+    or a changed one."""
+    tensors, header = read_file(path, FORMAT, "code")
+    header.pop("sha256")
     recipe = header.pop("recipe")
     recipe = TransformRecipe(**recipe | {n: SideSpec(**recipe[n]) for n in ("key", "value")})
     sides = [
