@@ -896,6 +896,56 @@ def _eval(args) -> None:
 
     print(json.dumps(record) if args.json else table(rows))
 
+# %% ../nbs/18_cli.ipynb #786b0602
+def _fold_texts(args) -> list | None:
+    "The texts to calibrate on; _Usage for one that cannot be read or is empty."
+    out = []
+    for name in args.text or []:
+        try:
+            out.append(Path(name).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as err:
+            raise _Usage(f"--text {name}: {err}") from err
+        if not out[-1].strip():
+            raise _Usage(f"--text {name}: it is empty")
+    return out or None
+
+
+def _fold(args) -> None:
+    "turboquant fold"
+    out = Path(args.out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise _Usage(f"--out {out}: it is not an empty folder")
+    for name in ("windows", "length"):
+        if getattr(args, name) < 1:
+            raise _Usage(f"--{name} must be positive, got {getattr(args, name)}")
+    texts = _fold_texts(args)
+    model, tokenizer, _ = _load(args)
+    from turboquant_nb.evaluate import text_windows
+    from turboquant_nb.fold import write_folded
+
+    ids = text_windows(tokenizer, texts, None, min(args.length, _context(model)))[: args.windows]
+    with _hushed(), _Stage(f"reading {len(ids)} windows", len(ids), not args.quiet) as stage:
+        done = 0
+
+        def progress(n):
+            nonlocal done
+            for _ in range(n - done):
+                stage.tick()
+            done = n
+
+        found = write_folded(model, tokenizer, ids, out, progress)
+    moved = sum(int((s != 1).sum()) for s in found.scales)
+    total = sum(s.numel() for s in found.scales)
+    if args.json:
+        return print(
+            json.dumps(
+                dict(version=version(), out=str(out), moved=moved, channels=total, **found.header)
+            )
+        )
+    print(
+        f"{out}: {moved:,} of {total:,} channels of keys scaled, from {found.header['tokens']:,} tokens"
+    )
+
 # %% ../nbs/18_cli.ipynb #60533ae9
 def _told(row: dict) -> str:
     "One claim as text, at most 95 columns."
@@ -929,7 +979,7 @@ def _claims(args) -> None:
         return print(json.dumps(dict(version=version(), claims=rows, seen=claims.summary(rows))))
     print("\n\n".join(map(_told, rows)) + f"\n\n{claims.summary(rows)}")
 
-# %% ../nbs/18_cli.ipynb #b7f43dc7
+# %% ../nbs/18_cli.ipynb #39c60376
 class _Parser(argparse.ArgumentParser):
     "argparse with errors of one line and examples that keep their lines."
 
@@ -941,6 +991,25 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message):
         print(f"{self.prog}: {message} (see {self.prog} --help)", file=sys.stderr)
         raise SystemExit(2)
+
+
+def _fold_parser(commands) -> None:
+    p = commands.add_parser(
+        "fold",
+        help="write a checkpoint that computes the same and is easier to code",
+        description="Calibrate on text, move powers of two from keys to queries inside the weights, and write the checkpoint. Its outputs are the same to the bit.",
+        epilog="example:\n  turboquant fold --out smollm2-folded\n  turboquant fold --model Qwen/Qwen2.5-0.5B --text a.txt b.txt --out folded",
+    )
+    p.add_argument("--out", required=True, metavar="FOLDER", help="a folder that is new or empty")
+    p.add_argument(
+        "--text", nargs="+", metavar="FILE", help="UTF-8 text; default: a sample of the package"
+    )
+    p.add_argument(
+        "--windows", type=int, default=32, help="most windows that are read; default: 32"
+    )
+    p.add_argument("--length", type=int, default=512, help="tokens of a window; default: 512")
+    _shared(p, "one JSON object", attention=False)
+    p.set_defaults(run=_fold, attention="sdpa")
 
 
 def _report_parser(commands) -> None:
@@ -1173,7 +1242,7 @@ def _window_options(add, measure: str) -> None:
             help="what is exact and what is coded; default: decode",
         )
 
-# %% ../nbs/18_cli.ipynb #28a2328f
+# %% ../nbs/18_cli.ipynb #81e445d6
 def _parser() -> _Parser:
     p = _Parser(
         prog="turboquant",
@@ -1185,6 +1254,7 @@ def _parser() -> _Parser:
     _demo_parser(commands)
     _generate_parser(commands)
     _eval_parser(commands)
+    _fold_parser(commands)
     r = commands.add_parser(
         "recipe",
         help="print a recipe as JSON, and its bits",
