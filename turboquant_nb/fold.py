@@ -66,7 +66,7 @@ def _layers(model) -> list:
         out.append(_Layer(q, k, k.out_features // d, d, turning))
     return out
 
-# %% ../nbs/20_fold.ipynb #32087ce7
+# %% ../nbs/20_fold.ipynb #3cc5608d
 class _Sums:
     "Sums over tokens of what one projection gives."
 
@@ -86,7 +86,7 @@ def _paired(x: Tensor, turning: int) -> Tensor:  # [H, d] -> [H, d]
     both = (x[:, :half] + x[:, half:turning]) / 2
     return torch.cat([both, both, x[:, turning:]], 1)
 
-
+# %% ../nbs/20_fold.ipynb #24042f5d
 def best_scales(
     queries: Tensor,  # [H, d] second moments of the queries that read a KV head
     keys: Tensor,  # [H, d] variances of its keys
@@ -111,7 +111,7 @@ def best_scales(
     cost = (c * tried.square()).sum(2) * (m / tried.square()).sum(2)
     return tried.gather(0, cost.argmin(0)[None, :, None].expand(1, *log.shape))[0].float()
 
-# %% ../nbs/20_fold.ipynb #eff7c3eb
+# %% ../nbs/20_fold.ipynb #9626edb4
 def calibrate(
     model,  # a decoder of transformers
     ids: Tensor,  # [windows, tokens] token ids
@@ -149,14 +149,14 @@ def calibrate(
     header = dict(model=config.model_type, shape=shape, tokens=sums[0][0].n, skip=skip)
     return Fold(scales, header)
 
-
+# %% ../nbs/20_fold.ipynb #2ac3cf0c
 def _scales(layer: _Layer, q: _Sums, k: _Sums) -> Tensor:
     mean = k.total / k.n
     energy = (q.square / q.n).view(layer.heads, layer.group, layer.d).sum(1)
     spread = (k.square / k.n - mean.square()).clamp(min=0).view(layer.heads, layer.d)
     return best_scales(energy, spread, layer.turning)
 
-# %% ../nbs/20_fold.ipynb #82bc1f31
+# %% ../nbs/20_fold.ipynb #ce03cd13
 def _check(model, f: Fold) -> list:
     layers = _layers(model)
     have = [len(layers), layers[0].heads, layers[0].d]
@@ -190,7 +190,7 @@ def _write(module: nn.Linear, rows: Tensor):
     if bias is not None:
         module.bias.data.copy_(bias)
 
-
+# %% ../nbs/20_fold.ipynb #f4bf1ec6
 def fold(model, f: Fold) -> None:
     """Move the scales into the weights, in place; outputs stay the same to the bit. Raises ValueError,
     with nothing changed, for the fold of another model, for a model that is folded already, and where
