@@ -29,3 +29,6 @@ for name, options in {"greedy": {}, "chunks": dict(prefill_chunk_size=128), "bea
     results[name] = dict(tokens=made.sequences.cpu(), logits=torch.stack(made.logits).cpu(), heads=cache.layers[0].store.heads, served=report["served"],
                          nbytes=report["nbytes"] - report["parts"]["tables"])
 torch.save(results, f"{out}.{rank}")
+if world > 1:  # a rank that leaves while threads of the other's connections run is aborted now and then
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
