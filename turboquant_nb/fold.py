@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .hf import rope_frequencies
 from .store import read_file, write_file
 
-# %% ../nbs/20_fold.ipynb #7b1bddbc
+# %% ../nbs/20_fold.ipynb #8ca997a5
 FORMAT = "turboquant-nb fold 1"
 
 
@@ -23,7 +23,7 @@ FORMAT = "turboquant-nb fold 1"
 class Fold:
     "Powers of two for the channels of keys. `header` says of what model and from how many tokens."
 
-    scales: list  # of each layer: [H, d] fp32, or None where nothing can be folded
+    scales: list  # of each layer: [H, d] fp32, on the CPU
     header: dict
 
 
