@@ -15,7 +15,6 @@ from eval_search import Codes, gate, recipe, stored_bits
 from turboquant_nb import evaluate, results
 from turboquant_nb.evaluate import contender, paired, prefill, score, text_windows
 from turboquant_nb.fold import calibrate, fold, unfold
-from turboquant_nb.models import load_model
 
 
 def main():
@@ -30,12 +29,11 @@ def main():
     if a.text and {Path(f).resolve() for f in a.text} & {Path(f).resolve() for f in a.calibrate}:
         raise SystemExit("texts to calibrate on must not be among those that are measured")
     began = time.time()
-    model, ids, batch, origin = opened(a)
-    _, tokenizer = load_model(a.model, dtype=torch.float32)
+    model, tokenizer, ids, batch, origin = opened(a)
     texts = [Path(f).read_text(encoding="utf-8") for f in a.calibrate]
     found = calibrate(model, text_windows(tokenizer, texts, len(texts), a.length))
     passed = gate(model, ids)
-    starts = [prefill(model, x[:, : a.prompt]) for x in ids.split(batch)]
+    starts = {}  # prompts as the plain and the folded model read them
     plain = score(model, ids, None, "decode", a.prompt, batch).loss
     rows = [dict(cache="uncompressed", protocol="all", ppl=float(plain.mean().exp()), n=plain.numel(), unit="perplexity")]
     evaluate._TwinLayer, evaluate._count = Codes, lambda *x: 0.0
@@ -55,11 +53,10 @@ def main():
                     raise SystemExit("out of time; what is measured is saved")
                 if how == "folded":
                     fold(model, found)
-                    starts_here = [prefill(model, x[:, : a.prompt]) for x in ids.split(batch)]
-                else:
-                    starts_here = starts
+                if protocol == "decode" and how not in starts:
+                    starts[how] = [prefill(model, x[:, : a.prompt]) for x in ids.split(batch)]
                 r = recipe(float(b), float(b), 4, 16, "rope")
-                loss = losses[how] = score(model, ids, contender(model, r, how), protocol, a.prompt, batch, starts=starts_here).loss
+                loss = losses[how] = score(model, ids, contender(model, r, how), protocol, a.prompt, batch, starts=starts.get(how)).loss
                 if how == "folded":
                     unfold(model)
                 percent, stderr = paired(loss, plain)

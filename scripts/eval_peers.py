@@ -99,7 +99,7 @@ def measure(a, requirement):
 
     name, variants = PEERS[requirement]
     began = time.time()
-    model, ids, batch, origin = opened(a)
+    model, _, ids, batch, origin = opened(a)
     gate = one_pass_gate(model, ids)
     starts = [prefill(model, x[:, : a.prompt]) for x in ids.split(batch)]
     plain, rows = score(model, ids, None, "decode", a.prompt, batch), []

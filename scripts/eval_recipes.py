@@ -88,13 +88,13 @@ def add_options(p):
 
 
 def opened(a):
-    "(model, windows [n, length], windows at a time, what records say of the model)."
+    "(model, tokenizer, windows [n, length], windows at a time, what records say of the model)."
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_model(a.model, dtype=torch.float32, device=device)
     texts = [Path(f).read_text(encoding="utf-8") for f in a.text] if a.text else None
     ids = text_windows(tokenizer, texts, a.windows, a.length).to(device)
     origin = {"id": a.model if a.model == "embedded" else Path(a.model).name, "revision": a.revision}
-    return model, ids, a.batch or (len(ids) if device == "cuda" else 2), origin
+    return model, tokenizer, ids, a.batch or (len(ids) if device == "cuda" else 2), origin
 
 
 def main():
@@ -107,7 +107,7 @@ def main():
     p.add_argument("--out", required=True)
     a = p.parse_args()
     began = time.time()
-    model, ids, batch, origin = opened(a)
+    model, _, ids, batch, origin = opened(a)
     gate = one_pass_gate(model, ids)
     print(f"{gate}, {time.time() - began:.0f} s", flush=True)
     if not gate["passed"]:

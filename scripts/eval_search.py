@@ -116,7 +116,7 @@ def main():
         first["rows"] += [r for x in rest for r in x["rows"] if r["cache"] != "uncompressed"]
         return results.save(first, a.out)
     began = time.time()
-    model, ids, batch, origin = opened(a)
+    model, _, ids, batch, origin = opened(a)
     passed = gate(model, ids)
     print(passed, flush=True)
     starts = [prefill(model, x[:, : a.prompt]) for x in ids.split(batch)]

@@ -172,3 +172,10 @@ def test_the_command_refuses(argv, words, tmp_path, capsys):
     assert main(["fold", *out, *argv]) == 2
     said = capsys.readouterr()
     assert words in said.err and said.err.count("\n") == 1 and not (tmp_path / "x").exists()
+
+
+def test_a_decoder_without_layers_says_so(monkeypatch):
+    model = made("llama")
+    monkeypatch.setattr(type(model), "get_decoder", lambda self: torch.nn.Identity())
+    with pytest.raises(ValueError, match="llama cannot be folded: its decoder has no `layers`"):
+        calibrate(model, tokens())

@@ -753,20 +753,26 @@ def _contenders(args, model) -> list:
             raise _Usage(str(err)) from err
     return out
 
-# %% ../nbs/18_cli.ipynb #9fa554b6
+# %% ../nbs/18_cli.ipynb #c86fa0cb
+def _texts(args) -> list | None:
+    "The texts of --text; _Usage for one that cannot be read."
+    if not args.text:
+        return None
+    try:
+        return [Path(x).read_text(encoding="utf-8") for x in args.text]
+    except OSError as err:
+        raise _Usage(f"--text {err.filename}: {err.strerror}") from err
+    except UnicodeDecodeError as err:
+        raise _Usage(f"--text: not UTF-8 text (byte {err.start})") from err
+
+
 def _eval_windows(args, model, tokenizer) -> tuple:  # (tokens [n, L], what the text was)
     "Windows of --text or of the sample text; _Usage where there is too little of it."
     from turboquant_nb.evaluate import text_windows
 
-    texts, label = None, "turboquant_nb sample text (Moby-Dick, ch. 1-3)"
-    if args.text:
+    texts, label = _texts(args), "turboquant_nb sample text (Moby-Dick, ch. 1-3)"
+    if texts:
         label = ", ".join(Path(x).name for x in args.text)
-        try:
-            texts = [Path(x).read_text(encoding="utf-8") for x in args.text]
-        except OSError as err:
-            raise _Usage(f"--text {err.filename}: {err.strerror}") from err
-        except UnicodeDecodeError as err:
-            raise _Usage(f"--text: not UTF-8 text (byte {err.start})") from err
     try:
         ids = text_windows(tokenizer, texts, args.windows, args.length)
     except ValueError as err:
@@ -896,20 +902,7 @@ def _eval(args) -> None:
 
     print(json.dumps(record) if args.json else table(rows))
 
-# %% ../nbs/18_cli.ipynb #786b0602
-def _fold_texts(args) -> list | None:
-    "The texts to calibrate on; _Usage for one that cannot be read or is empty."
-    out = []
-    for name in args.text or []:
-        try:
-            out.append(Path(name).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as err:
-            raise _Usage(f"--text {name}: {err}") from err
-        if not out[-1].strip():
-            raise _Usage(f"--text {name}: it is empty")
-    return out or None
-
-
+# %% ../nbs/18_cli.ipynb #e37ba3ed
 def _fold(args) -> None:
     "turboquant fold"
     out = Path(args.out)
@@ -918,22 +911,17 @@ def _fold(args) -> None:
     for name in ("windows", "length"):
         if getattr(args, name) < 1:
             raise _Usage(f"--{name} must be positive, got {getattr(args, name)}")
-    texts = _fold_texts(args)
+    texts = _texts(args)
+    for name, text in zip(args.text or (), texts or ()):
+        if not text.strip():
+            raise _Usage(f"--text {name}: it is empty")
     model, tokenizer, _ = _load(args)
     from turboquant_nb.evaluate import text_windows
     from turboquant_nb.fold import write_folded
 
     ids = text_windows(tokenizer, texts, None, min(args.length, _context(model)))[: args.windows]
     with _hushed(), _Stage(f"reading {len(ids)} windows", len(ids), not args.quiet) as stage:
-        done = 0
-
-        def progress(n):
-            nonlocal done
-            for _ in range(n - done):
-                stage.tick()
-            done = n
-
-        found = write_folded(model, tokenizer, ids, out, progress)
+        found = write_folded(model, tokenizer, ids, out, stage.tick)
     moved = sum(int((s != 1).sum()) for s in found.scales)
     total = sum(s.numel() for s in found.scales)
     if args.json:

@@ -41,7 +41,7 @@ class _Layer:
     def group(self) -> int:
         return self.q.out_features // (self.heads * self.d)
 
-# %% ../nbs/20_fold.ipynb #71bcc33a
+# %% ../nbs/20_fold.ipynb #ff1b072f
 def _layers(model) -> list:
     """The layers of a decoder whose queries and keys come from linear layers and RoPE alone. Raises
     ValueError, with the reason, for a model that has another kind."""
@@ -51,7 +51,10 @@ def _layers(model) -> list:
         raise ValueError(f"{config.model_type} cannot be folded: {why}")
     d = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     out = []
-    for i, layer in enumerate(model.get_decoder().layers):
+    layers = getattr(model.get_decoder(), "layers", None)
+    if layers is None:
+        raise ValueError(f"{config.model_type} cannot be folded: its decoder has no `layers`")
+    for i, layer in enumerate(layers):
         attention = getattr(layer, "self_attn", None)
         q, k = (getattr(attention, name, None) for name in ("q_proj", "k_proj"))
         if not all(type(x) is nn.Linear for x in (q, k)):
@@ -111,13 +114,13 @@ def best_scales(
     cost = (c * tried.square()).sum(2) * (m / tried.square()).sum(2)
     return tried.gather(0, cost.argmin(0)[None, :, None].expand(1, *log.shape))[0].float()
 
-# %% ../nbs/20_fold.ipynb #9626edb4
+# %% ../nbs/20_fold.ipynb #c3f6366f
 def calibrate(
     model,  # a decoder of transformers
     ids: Tensor,  # [windows, tokens] token ids
     skip: int = 4,  # first tokens of a window that do not count: sinks
     batch: int = 4,
-    progress=None,  # called with the windows done
+    progress=None,  # called once for each window that is done
 ) -> Fold:
     """Sums over the windows, in memory that does not depend on their number, and the best scales.
     Raises ValueError for a model that cannot be folded or was, and for too few tokens."""
@@ -138,8 +141,8 @@ def calibrate(
         with torch.no_grad():
             for i in range(0, len(ids), batch):
                 model.get_decoder()(ids[i : i + batch].to(device), use_cache=False)
-                if progress:
-                    progress(min(i + batch, len(ids)))
+                for _ in ids[i : i + batch] if progress else ():
+                    progress()
     finally:
         for hook in hooks:
             hook.remove()
@@ -156,7 +159,7 @@ def _scales(layer: _Layer, q: _Sums, k: _Sums) -> Tensor:
     spread = (k.square / k.n - mean.square()).clamp(min=0).view(layer.heads, layer.d)
     return best_scales(energy, spread, layer.turning)
 
-# %% ../nbs/20_fold.ipynb #ce03cd13
+# %% ../nbs/20_fold.ipynb #28898455
 def _check(model, f: Fold) -> list:
     layers = _layers(model)
     have = [len(layers), layers[0].heads, layers[0].d]
@@ -167,30 +170,24 @@ def _check(model, f: Fold) -> list:
     return layers
 
 
-@torch.no_grad()
-def _multiplied(module: nn.Linear, rows: Tensor):
-    "Weight and bias with their rows multiplied, and whether dividing gives the same bits again."
-    out, exact = [], True
-    for x in (module.weight, module.bias):
-        factor = rows.to(module.weight.device, module.weight.dtype)
-        factor = factor[:, None] if x is not None and x.ndim == 2 else factor
-        y = None if x is None else x * factor
-        exact &= x is None or bool(y.isfinite().all() and torch.equal(y / factor, x))
-        out.append(y)
-    return *out, exact
+def _scaled(module: nn.Linear, rows: Tensor):
+    "Weight and bias, if there is one: (tensor, the factors of its rows)."
+    factor = rows.to(module.weight.device, module.weight.dtype)
+    yield module.weight.data, factor[:, None]
+    if module.bias is not None:
+        yield module.bias.data, factor
+
+
+def _exact(x: Tensor, factor: Tensor) -> bool:
+    "Whether x comes back, to the bit, when it is multiplied and divided."
+    y = x * factor
+    return bool(y.isfinite().all() and torch.equal(y / factor, x))
 
 
 def _rows(layer: _Layer, s: Tensor) -> list:  # [(module, factor of each row)]
     return [(layer.k, s.flatten()), (layer.q, (1 / s).repeat_interleave(layer.group, 0).flatten())]
 
-
-def _write(module: nn.Linear, rows: Tensor):
-    weight, bias, _ = _multiplied(module, rows)
-    module.weight.data.copy_(weight)
-    if bias is not None:
-        module.bias.data.copy_(bias)
-
-# %% ../nbs/20_fold.ipynb #f4bf1ec6
+# %% ../nbs/20_fold.ipynb #d00cabdc
 def fold(model, f: Fold) -> None:
     """Move the scales into the weights, in place; outputs stay the same to the bit. Raises ValueError,
     with nothing changed, for the fold of another model, for a model that is folded already, and where
@@ -200,13 +197,14 @@ def fold(model, f: Fold) -> None:
         raise ValueError("the model is folded already: unfold it first")
     jobs = [job for layer, s in zip(layers, f.scales) for job in _rows(layer, s)]
     for module, rows in jobs:
-        if not _multiplied(module, rows)[2]:
+        if not all(_exact(x, factor) for x, factor in _scaled(module, rows)):
             kind = str(module.weight.dtype)[6:]
             raise ValueError(
                 f"scaling is not exact in {kind} for these weights: load the model in bfloat16 or float32"
             )
     for module, rows in jobs:
-        _write(module, rows)
+        for x, factor in _scaled(module, rows):
+            x.mul_(factor)
     model._folded = f
 
 
@@ -217,7 +215,8 @@ def unfold(model) -> Fold:
         raise ValueError("the model is not folded")
     for layer, s in zip(_check(model, f), f.scales):
         for module, rows in _rows(layer, s):
-            _write(module, 1 / rows)
+            for x, factor in _scaled(module, rows):
+                x.div_(factor)
     del model._folded
     return f
 
@@ -234,13 +233,13 @@ def load_fold(path) -> Fold:
     header = {k: v for k, v in header.items() if k not in ("sha256", "format")}
     return Fold([tensors[name] for name in sorted(tensors)], header)
 
-# %% ../nbs/20_fold.ipynb #7dc0b49e
+# %% ../nbs/20_fold.ipynb #b131cdc2
 def write_folded(
     model,  # a decoder of transformers; it is folded in place
     tokenizer,  # written beside it; None: none
     ids: Tensor,  # [windows, tokens] to calibrate on
     out,  # folder to write
-    progress=None,  # called with the windows done
+    progress=None,  # called once for each window that is done
 ) -> Fold:
     """Calibrate, fold, and write the checkpoint, its tokenizer and `fold.safetensors`. Raises ValueError
     as `calibrate` and `fold` do; FileExistsError for a folder that is not empty."""

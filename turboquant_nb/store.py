@@ -1195,10 +1195,10 @@ def write_file(path, tensors: dict, header: dict, format: str = FORMAT) -> None:
         if os.path.exists(temporary):
             os.remove(temporary)
 
-# %% ../nbs/09_store.ipynb #be6537b5
+# %% ../nbs/09_store.ipynb #3703ec59
 def read_file(path, format: str = FORMAT, what: str = "store") -> tuple:  # (tensors, header)
-    """The inverse of `write_file`; `what` the file holds is for errors. Raises ValueError for a file of another kind, a truncated or a
-    changed one; FileNotFoundError if there is none."""
+    """The inverse of `write_file`; errors call the file by `what`. Raises ValueError for one of another
+    kind, a truncated or a changed one; FileNotFoundError if there is none."""
     if not os.path.exists(path):
         raise FileNotFoundError(f"no such file: {path}")
     try:
