@@ -89,7 +89,7 @@ def gate(model, use):
     return {"cmd": "prefill bit-equal for every code; attention on 3-bit codes against dense attention on what they stand for <= 1e-2 (bf16)", "passed": all(equal) and far <= 1e-2, "worst": far}
 
 
-def memory(model, use, length=1024):
+def memory(model, use, dtype, length=1024):
     ids, _ = tokens([protein(length - 2)], "cuda")
     for name, code in use.items():
         with TurboEsm(model, code, max_length=length) as turbo:
@@ -119,7 +119,7 @@ def decode(model, use, dtype):
                 yield dict(what="decode step", name=name, dtype=dtype, tokens=t, **timed(partial(turbo.decode, ids[:, 1:2]), n=10))
 
 
-def attention():
+def attention(model, use, dtype):
     "One layer's decode attention, 20 heads of 64, replayed from graphs."
     for batch in (1, 16, 128):
         for t in (256, 1024):
@@ -156,11 +156,15 @@ def variants(model, use, dtype):
                 yield dict(what="variants", name=f"frozen, {name}", dtype=dtype, length=length, speed_up=exact["p50"] / time["p50"], nbytes=turbo.report()["nbytes"], **time)
 
 
+STEPS = {"memory": memory, "prefill": prefill, "variants": variants, "prefill bf16": prefill, "attention": attention, "decode": decode}
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--layers", type=int, default=33)
-    p.add_argument("--after", type=Path, help="a file of this script: its rows, in float32, are kept, with their commit, and not measured again")
+    p.add_argument("--after", type=Path, help="a file of this script: its rows are kept, with their commit")
+    p.add_argument("--only", nargs="*", choices=[*STEPS], default=[*STEPS], help="what to measure")
     a = p.parse_args()
     config = EsmConfig(vocab_size=33, hidden_size=1280, num_hidden_layers=a.layers, num_attention_heads=20, intermediate_size=5120, pad_token_id=1, mask_token_id=32,
                        token_dropout=True, position_embedding_type="rotary", max_position_embeddings=1026, layer_norm_eps=1e-5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)  # fmt: skip
@@ -180,15 +184,12 @@ def main():
     use = codes(model)
     passed = gate(model, use)
     print(passed, flush=True)
-    if not rows:
-        note(memory(model, use))
-        note(prefill(model, use, "float32"))
-    model.to(torch.bfloat16)
-    use = codes(model)
-    note(variants(model, use, "bfloat16"))
-    note(prefill(model, use, "bfloat16"))
-    note(attention())
-    note(decode(model, use, "bfloat16"))
+    for dtype, steps in (("float32", ("memory", "prefill")), ("bfloat16", ("variants", "prefill bf16", "attention", "decode"))):
+        model.to(getattr(torch, dtype))
+        use = codes(model)
+        for step in steps:
+            if step in a.only:
+                note(STEPS[step](model, use, dtype))
 
 
 if __name__ == "__main__":

@@ -254,7 +254,10 @@ def contexts(model, rows):
     out = [row | {"mode": "fits", "fits_in_bytes": dense, "ratio": (fits + 256) / (32768 + 256)}]
     free = torch.cuda.mem_get_info()[0] - 3 * 2**30
     for kind, recipe in (("flash", None), ("turboquant", "k3v3")):
-        row = measure(model, kind, recipe, 8, int(free / took[kind]) // 1024 * 1024, "eager", 0.1)
+        for part in (1, 0.97, 0.94, 0.9):  # the allocator leaves holes
+            row = measure(model, kind, recipe, 8, int(part * free / took[kind]) // 1024 * 1024, "eager", 0.1)
+            if "error" not in row:
+                break
         out.append(row | {"mode": "largest"})
     print("context in the same memory:", out[0]["ratio"], "x; largest:", [(r["cache"], r["tokens"], r.get("error")) for r in out[1:]], flush=True)
     return out
