@@ -15,6 +15,7 @@ memory that bf16 takes for 8 x 32,768 tokens, `largest` the longest context of e
 Gate, on a small model of the same kind: logits after filling are those after a prompt; of kernels those of PyTorch's attention on codes; of replayed graphs those of
 eager steps; and no timed step of ours was served by anything but kernels. No row is written on a red gate."""
 import argparse
+import gc
 import json
 import time
 from functools import partial
@@ -165,6 +166,7 @@ def on_kernels(cache):
 def measure(model, kind, recipe, batch, tokens, mode, seconds):
     "One row, or one that says that memory ran out."
     row = {"cache": kind, "recipe": str(recipe or "bf16"), "batch": batch, "tokens": tokens, "mode": mode}
+    gc.collect()  # a cache that refers to itself
     torch.cuda.empty_cache()
     weights = torch.cuda.memory_allocated()
     cache = step = run = None
@@ -252,6 +254,8 @@ def contexts(model, rows):
     fits = int(dense / took["turboquant"]) // 256 * 256 - 256
     row = measure(model, "turboquant", "k3v3", 8, fits, "eager", 0.1)
     out = [row | {"mode": "fits", "fits_in_bytes": dense, "ratio": (fits + 256) / (32768 + 256)}]
+    gc.collect()
+    torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0] - 3 * 2**30
     for kind, recipe in (("flash", None), ("turboquant", "k3v3")):
         for part in (1, 0.97, 0.94, 0.9):  # the allocator leaves holes

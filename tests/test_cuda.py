@@ -167,6 +167,8 @@ def llama(dtype=torch.float32, layers=3, sliding=False, **sizes):
     "A random model with weights large enough that its tokens depend on the context."
     import transformers
 
+    import turboquant_nb.hf  # noqa: F401  registers attn_implementation="turboquant"
+
     shape = dict(vocab_size=128, hidden_size=128, intermediate_size=256, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, head_dim=64, pad_token_id=0, bos_token_id=1,
                  eos_token_id=None, max_position_embeddings=200_000) | sizes
     if sliding:
