@@ -19,10 +19,12 @@ NAMES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"
 TOOL = os.path.join(os.path.dirname(nvidia.__file__), "bin", "cuobjdump")
 
 
-def consts(d, dtype, bits, parts, center, capability, r):
+def consts(d, dtype, bits, parts, center, capability, r, maps=False):
     "The constants of keys and of values."
     turn = kernel.Turn(torch.empty(parts, d, d), 1.0, parts == 1)
-    return [kernel._constants(d, dtype, b, turn, "mse", mean, torch.float16, capability >= 90, r) for b, mean, r in zip(bits, (torch.bfloat16 if center else None, None), (r, 0))]
+    turns = kernel.Turn(torch.empty(8, 1, d, d), 1.0) if maps else turn, turn
+    sides = zip(bits, (torch.bfloat16 if center else None, None), (r, 0), turns)
+    return [kernel._constants(d, dtype, b, turn, "mse", mean, torch.float16, capability >= 90, r) for b, mean, r, turn in sides]
 
 
 def compiled(f, constants, dtype, capability, options):
@@ -43,9 +45,9 @@ def compiled(f, constants, dtype, capability, options):
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def build(capability=90, n=1000, d=128, bits=(3, 3), dtype=torch.bfloat16, parts=1, center=True, config=None, static=False, whole=True, r=0):
+def build(capability=90, n=1000, d=128, bits=(3, 3), dtype=torch.bfloat16, parts=1, center=True, config=None, static=False, whole=True, r=0, maps=False):
     "The compiled kernel as `append` asks for it: the short one for at most 64 tokens."
-    both = dict(zip(("KC", "VC"), consts(d, dtype, bits, parts, center, capability, r)))
+    both = dict(zip(("KC", "VC"), consts(d, dtype, bits, parts, center, capability, r, maps)))
     shared = both | {"R": 64, "STATIC": static, "WIDE": False}
     if n > 64:
         m, options = config or kernel._config(d, 64, parts, capability >= 90, dtype.itemsize, r)

@@ -30,6 +30,7 @@ from turboquant_nb.attention import attend  # noqa: E402
 from turboquant_nb.kernels import decode as kernel  # noqa: E402
 from turboquant_nb.kernels.decode import decode_attention, supports  # noqa: E402
 from turboquant_nb.codebook import affine, lloyd_max  # noqa: E402
+from turboquant_nb.maps import register_maps  # noqa: E402
 from turboquant_nb.packing import Layout, pack  # noqa: E402
 from turboquant_nb.quantizer import Recipe, Spec  # noqa: E402
 from turboquant_nb.residual import sign_table  # noqa: E402
@@ -53,8 +54,9 @@ def setup(B=2, H=2, G=2, d=32, dv=None, T=300, kb=3, vb=3, n=1, dtype=torch.floa
     g = torch.Generator().manual_seed(1)
     rand = lambda *s: torch.randn(*s, generator=g)
     dv = dv or d
-    spec = dict(scale=scale, rotation=rot, scale_dtype=scale_dtype, table=table)
-    recipe = Recipe(Spec(bits=kb, center=center, residual=residual, **spec), Spec(bits=vb, center=vcenter, **spec), sinks=sinks, window=win)
+    spec = dict(scale=scale, scale_dtype=scale_dtype, table=table)
+    of_keys, of_values = (random_maps(H, d).name, "hadamard") if rot == "maps" else (rot, rot)
+    recipe = Recipe(Spec(bits=kb, center=center, residual=residual, rotation=of_keys, **spec), Spec(bits=vb, center=vcenter, rotation=of_values, **spec), sinks=sinks, window=win)
     inv_freq = 10000.0 ** (-torch.arange(0, turning or d, 2) / (turning or d)) if center == "rope" else None
     fixed = dict(max_length=T + 8, static=True) if static else {}
     store = KVStore(recipe, B, H, d, dv, dtype, DEVICE, tile=tile, inv_freq=inv_freq, **fixed)
@@ -73,6 +75,13 @@ def setup(B=2, H=2, G=2, d=32, dv=None, T=300, kb=3, vb=3, n=1, dtype=torch.floa
     if evict:
         store.evict(evict)
     return q, store, dict(k=k[:, :, -m:], v=v[:, :, -m:]) if m else {}
+
+
+def random_maps(heads, d):
+    "Matrices that are no rotations, other ones for each head."
+    g = torch.Generator().manual_seed(heads * 1000 + d)
+    u, v = torch.linalg.qr(torch.randn(2, heads, d, d, generator=g))[0]
+    return register_maps(u * torch.linspace(0.3, 2, d) @ v)
 
 
 def agree(case, options, kernel_name, limit):
@@ -105,7 +114,8 @@ FEATURES = [
     (dict(start=[0, 37]), {}), (dict(start=[290, 5], n=2), {}), (dict(end=[200, 260]), {}), (dict(end=[200, 260], start=[3, 250]), {}),
     (dict(start=[0, 280], n=3, m=3), dict(window=40)), (dict(sinks=0, win=0), {}), (dict(sinks=0, win=0, m=2), {}), (dict(sinks=0), {}),
     (dict(win=64), {}), (dict(win=0), {}), (dict(T=5), {}), (dict(T=21), {}), (dict(T=257), {}), (dict(T=600), dict(splits=3)), (dict(T=600), dict(splits=7)),
-    (dict(rot="haar", vcenter="prompt"), {}), (dict(rot="identity"), {}), (dict(vcenter="prompt"), {}), (dict(center="none"), {}),
+    (dict(rot="haar", vcenter="prompt"), {}), (dict(rot="identity"), {}), (dict(rot="maps", H=2), {}), (dict(rot="maps", H=2, center="rope", n=3, m=3, vcenter="prompt"), dict(softcap=9.0)),
+    (dict(rot="maps", H=2, center="none", G=5), dict(window=50)), (dict(rot="maps", static=True, dtype=torch.bfloat16), {}), (dict(vcenter="prompt"), {}), (dict(center="none"), {}),
     (dict(scale="unbiased"), {}), (dict(scale="norm"), {}), (dict(residual="sign"), {}), (dict(table="affine"), {}), (dict(table="gaussian"), {}),
     (dict(scale_dtype="bfloat16"), {}), (dict(scale_dtype="float32"), {}), (dict(dtype=torch.float16), {}), (dict(dtype=torch.bfloat16), {}),
     (dict(center="rope"), {}), (dict(center="rope", n=3, m=3, start=[0, 37], turning=8), dict(softcap=9.0)), (dict(center="rope", static=True, big=True), {}),
@@ -561,7 +571,7 @@ def test_pages_refuse():
 # ---- compiled ahead of time: registers, spilled bytes, shared memory
 QUICK = [
     (dict(bits=[3, 3], regs=168), 168, 120), (dict(bits=[4, 4]), 255, 0), (dict(bits=[2, 2], capability=80, regs=168), 168, 40),
-    (dict(d=256, rows=8), 255, 1300), (dict(biased=True), 255, 0), (dict(kernel="turning"), 168, 0), (dict(kernel="combine", each=8), 80, 0), (dict(kernel="portable", capability=75), 128, 0),
+    (dict(d=256, rows=8), 255, 1300), (dict(biased=True), 255, 0), (dict(biased=True, maps=True), 255, 0), (dict(kernel="turning"), 168, 0), (dict(kernel="combine", each=8), 80, 0), (dict(kernel="portable", capability=75), 128, 0),
 ]
 SLOW = [
     *((dict(bits=[k, v], capability=c, regs=168 if max(k, v) < 4 else None), 168 if max(k, v) < 4 else 255, 120)

@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from turboquant_nb.kernels import encode as kernel  # noqa: E402
+from turboquant_nb.maps import register_maps  # noqa: E402
 from turboquant_nb.packing import pack, unpack  # noqa: E402
 from turboquant_nb.quantizer import Recipe, Spec, preset  # noqa: E402
 from turboquant_nb.store import KVStore  # noqa: E402
@@ -32,7 +33,7 @@ def states(b, h, n, d, dtype=torch.bfloat16, seed=0, shift=0.0):
 def near_edges(side, x, mean):
     "Entries of rotated states within rounding of an edge."
     x = x.double() - (0 if mean is None else mean.double())
-    y = x @ side.q.rotation.matrix.double().T
+    y = x @ side.q.rotation.matrix.double().mT
     u = y / (y.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-30))
     book = getattr(side.q.codebook, "book", side.q.codebook)
     return ((u.unsqueeze(-1) - book.edges.double()).abs() < NEAR).any(-1)
@@ -124,6 +125,35 @@ def test_turning_centre_of_fewer_rows_than_a_program_has():
 def test_turning_centre_with_other_rotations(rotation):
     recipe, freq = turning(64, 64)
     both(replace(recipe, key=replace(recipe.key, rotation=rotation)), chunks((70, 3), dk=64, shift=2.0), inv_freq=freq)
+
+
+def mapped(heads, d, **kwargs):
+    "A recipe whose keys have a matrix of their own in each head, none of them a rotation."
+    u, v = torch.linalg.qr(torch.randn(2, heads, d, d, generator=torch.Generator().manual_seed(d)))[0]
+    name = register_maps(u * torch.linspace(0.3, 2, d) @ v).name
+    return Recipe(Spec(rotation=name, **kwargs), Spec(bits=2))
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+@pytest.mark.parametrize("center", ("none", "prompt", "rope"))
+def test_maps(dtype, center):
+    "Whole and partly new tiles, short appends of fewer and of more rows than a program has."
+    freq = {"inv_freq": turning(64, 64)[1]} if center == "rope" else {}
+    both(mapped(3, 64, center=center), chunks((70, 1, 18, 5, 200), b=2, h=3, dk=64, dtype=dtype, shift=2.0), dtype, tile=128, **freq)
+
+
+@pytest.mark.parametrize("d", (16, 80, 128, 256))
+def test_maps_of_other_sizes(d):
+    both(mapped(2, d, center="prompt", bits=4), chunks((70, 2), dk=d), ties=2e-2)
+
+
+def test_maps_of_a_static_store():
+    "Appends that a device places, as in a recording."
+    recipe, parts = mapped(2, 32, center="prompt"), chunks((70, 1, 1), b=2)
+    fused, plain = both(recipe, parts, max_length=100, static=True)
+    assert int(fused.position) == int(plain.position) == 72
+    with pytest.raises(ValueError, match="maps of 2 heads cannot serve 3"):
+        KVStore(recipe, 1, 3, 32)
 
 
 def test_turning_centre_after_evict_crop_and_growth():
@@ -394,6 +424,8 @@ LIMITS = [  # (what is compiled, most registers a thread, most bytes of spills a
     ({"capability": 90, "parts": 3, "whole": False}, 255, 64, 99),
     ({"capability": 90, "r": 128}, 168, 0, 99),
     ({"capability": 90, "n": 1, "r": 128}, 168, 0, 48),
+    ({"capability": 90, "r": 128, "maps": True}, 168, 0, 99),
+    ({"capability": 90, "n": 1, "r": 128, "maps": True}, 168, 0, 48),
 ]
 
 

@@ -51,7 +51,7 @@ class _Softmax:
         new = [(p * w.unsqueeze(-2)) @ x for x, w in terms]
         self.coded = [a + b for a, b in zip(self.coded, new)]
 
-# %% ../nbs/10_attention.ipynb #5b4d1d7b
+# %% ../nbs/10_attention.ipynb #b0327ecd
 @dataclass(frozen=True)
 class _Query:
     """Queries of one call: in the model's basis and rotated, grouped by KV head, softmax scale
@@ -89,7 +89,7 @@ def _query(q: Tensor, store: KVStore, scaling: float) -> _Query:
     plain = q.float().reshape(b, store.heads, heads // store.heads * n, d) * scaling
     mean, r = store.key.mean, 0 if store.turns is None else store.turns.shape[1]
     swing, shift = (None, 0.0) if mean is None else _turned(plain, mean.float(), r)
-    turned = store.key.q.rotation.apply(plain)
+    turned = store.key.q.rotation.query(plain)
     sketched = turned @ store.key.q.sketch.T if store.key.signs else None
     return _Query(plain, turned, sketched, shift, swing if r else None, heads // store.heads, n)
 

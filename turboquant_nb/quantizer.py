@@ -6,7 +6,7 @@
 __all__ = ['KEY_RESIDUALS', 'PRESETS', 'Spec', 'channel_bits', 'Recipe', 'preset', 'as_recipe', 'Coded', 'check_float',
            'check_finite', 'scalar_table', 'Quantizer', 'encode', 'decode_rotated', 'decode']
 
-# %% ../nbs/04_quantizer.ipynb #e3a37935
+# %% ../nbs/04_quantizer.ipynb #6df47394
 import json
 import math
 from dataclasses import InitVar, asdict, dataclass, replace
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .codebook import Codebook, affine, lloyd_max
+from .maps import find_maps, is_map
 from .rotation import Rotation, _whole, make_rotation
 
 # %% ../nbs/04_quantizer.ipynb #63d17d47
@@ -48,14 +49,14 @@ def _check_bits(bits, residual):
         want = "bits must be an integer of at least 2, one of them for the sign"
         raise ValueError(f"with residual={residual!r} {want}; got {bits!r}")
 
-# %% ../nbs/04_quantizer.ipynb #f1bd16a1
+# %% ../nbs/04_quantizer.ipynb #d8371c50
 @dataclass(frozen=True)
 class Spec:
     """How one side, keys or values, is coded. Raises ValueError for a value that is not allowed,
     naming it."""
 
     bits: int | float | tuple = 3  # per channel, 1-4: one integer, a fraction, or one per channel
-    rotation: str = "hadamard"  # "hadamard", "haar" or "identity"
+    rotation: str = "hadamard"  # "hadamard", "haar", "identity" or the name of maps, "map-…"
     seed: int = 0  # seed of the rotation
     scale: str = "mse"  # "norm" (‖y‖/√d), "mse" (least squares) or "unbiased" (‖y‖²/⟨y,ŷ⟩)
     table: str = "sphere"  # "sphere" (exact law at this d), "gaussian" or "affine"
@@ -69,7 +70,10 @@ class Spec:
         _choice("residual", self.residual, ("none", "sign", "qjl"))
         _check_bits(self.bits, self.residual)
         _count("seed", self.seed, 0)
-        _choice("rotation", self.rotation, ("hadamard", "haar", "identity"))
+        if not is_map(self.rotation):
+            _choice("rotation", self.rotation, ("hadamard", "haar", "identity", "map-…"))
+        elif self.residual == "qjl":
+            raise ValueError("a QJL residual is of rotated vectors, not of mapped ones")
         _choice("scale", self.scale, ("norm", "mse", "unbiased"))
         _choice("table", self.table, ("sphere", "gaussian", "affine"))
         _choice("center", self.center, ("none", "prompt", "rope"))
@@ -120,7 +124,7 @@ def _check_decay(decay, sides):
             f"decay needs a side with channels of 3 or 4 bits, got at most {max(most)}"
         )
 
-# %% ../nbs/04_quantizer.ipynb #dd5b400e
+# %% ../nbs/04_quantizer.ipynb #2101c814
 @dataclass(frozen=True)
 class Recipe:
     """How a cache is coded: one `Spec` for keys, one for values, and how many tokens stay exact.
@@ -139,6 +143,8 @@ class Recipe:
                 raise TypeError(f"{name} must be a Spec, got {type(getattr(self, name)).__name__}")
         if self.value.center == "rope":
             raise ValueError("center='rope' is for keys: RoPE turns no values; use 'prompt'")
+        if is_map(self.value.rotation):
+            raise ValueError("maps are for keys: for values they gain nothing (chapter 21)")
         _count("sinks", self.sinks, 0)
         _count("window", self.window, 0)
         if residual is not None:
@@ -222,7 +228,7 @@ def check_finite(x: Tensor, name: str):
         bad = f"{int(x.isnan().sum())} NaN and {int(x.isinf().sum())} Inf"
         raise ValueError(f"{name} must be finite, got {bad} of {x.numel()} values")
 
-# %% ../nbs/04_quantizer.ipynb #e818cb29
+# %% ../nbs/04_quantizer.ipynb #0d945a41
 def scalar_table(
     kind: str,  # "sphere", "gaussian" or "affine", as in a `Spec`
     bits: int,  # 1-4
@@ -234,6 +240,16 @@ def scalar_table(
     return lloyd_max(bits, d if kind == "sphere" and d > 1 else None)
 
 
+def _rotation(spec: Spec, d: int):  # a Rotation or HeadMaps
+    "The rotation, or the maps, that a spec names."
+    if not is_map(spec.rotation):
+        return make_rotation(spec.rotation, d, seed=spec.seed)
+    maps = find_maps(spec.rotation)
+    if maps.d != d:
+        raise ValueError(f"{spec.rotation} is for head size {maps.d}, not {d}")
+    return maps
+
+
 def _table(spec: Spec, d: int) -> Codebook:
     "The codebook that a spec names, where one table without residual is enough."
     if type(spec.bits) is not int or spec.residual != "none":
@@ -241,7 +257,7 @@ def _table(spec: Spec, d: int) -> Codebook:
         raise ValueError(f"{what} need a codebook of their own; use rates.make_quantizer(spec, d)")
     return scalar_table(spec.table, spec.bits, d).snap()
 
-# %% ../nbs/04_quantizer.ipynb #481666a3
+# %% ../nbs/04_quantizer.ipynb #5cf69282
 class Quantizer:
     """Codes vectors of one head size by one `Spec`. Source: Zandieh et al. 2025 (arXiv
     2504.19874), Algorithm 1, with the scale of this chapter."""
@@ -260,8 +276,7 @@ class Quantizer:
             raise ValueError(f"rotation must have d = {d}, got d = {rotation.d}")
         self.spec, self.d = spec, d
         self.device = torch.zeros(0, device=device).device  # "cuda" becomes "cuda:0"
-        rotation = rotation or make_rotation(spec.rotation, d, seed=spec.seed)
-        self.rotation = rotation.to(self.device)
+        self.rotation = (rotation or _rotation(spec, d)).to(self.device)
         self.channel_bits = channel_bits(spec.bits, d)
         self.codebook = (_table(spec, d) if codebook is None else codebook).to(self.device)
         self.scale_dtype = getattr(torch, spec.scale_dtype)
@@ -307,10 +322,11 @@ def _store_scale(scale: Tensor, dtype: torch.dtype, name: str) -> Tensor:
         raise ValueError(f"{name} needs a scale of {largest:.3g}, {remedy}")
     return scale.to(dtype)
 
-# %% ../nbs/04_quantizer.ipynb #a1cc95d2
+# %% ../nbs/04_quantizer.ipynb #256e8bd4
 def _encode_block(q: Quantizer, x: Tensor, mean: Tensor | None):
-    "Codes and fp32 scale of a block [n, d]; a zero vector gets scale 0."
-    y = q.rotation.apply(x if mean is None else x.float() - mean.float())
+    "Codes and fp32 scale of a block [n, d]; a zero vector gets scale 0. Mapped vectors: see `_flat`."
+    x = x if mean is None else x.float() - mean.float()
+    y = x.float() if q.rotation.kind == "map" else q.rotation.apply(x)
     power = torch.linalg.vector_norm(y, dim=-1).square()
     unit = (power / q.d).sqrt()
     codes = q.codebook.encode(
@@ -327,6 +343,13 @@ def _encode_block(q: Quantizer, x: Tensor, mean: Tensor | None):
     return codes, scale.where(power.isfinite(), float("inf"))  # refused by `_store_scale`
 
 
+def _flat(q: Quantizer, x: Tensor, mean: Tensor | None) -> tuple:
+    "x and its mean, if it has one, as rows [n, d]; what a head's own matrix does is done before."
+    if q.rotation.kind == "map":
+        x, mean = q.rotation.apply(x if mean is None else x.float() - mean.float()), None
+    return x.reshape(-1, q.d), None if mean is None else mean.reshape(-1, q.d)
+
+
 def encode(
     q: Quantizer,
     x: Tensor,  # [..., d] fp32/fp16/bf16
@@ -337,8 +360,7 @@ def encode(
     """Center, rotate, scale, code. Raises TypeError/ValueError for a wrong dtype, device, shape,
     NaN or Inf, and for a scale that its dtype cannot hold."""
     _check_input(q, x, name)
-    flat = x.reshape(-1, q.d)
-    means = None if mean is None else _check_mean(q, mean, x, name).reshape(-1, q.d)
+    flat, means = _flat(q, x, None if mean is None else _check_mean(q, mean, x, name))
     codes = torch.empty(flat.shape, dtype=torch.uint8, device=x.device)
     scale = torch.empty(len(flat), dtype=torch.float32, device=x.device)
     for i in range(0, len(flat), block):

@@ -142,10 +142,15 @@ class Rotation:
     @property
     def form(self) -> str: return hadamard_form(self.d) if self.kind == "hadamard" else self.kind
     @property
+    def query_matrix(self) -> Tensor: return self.matrix
+    @property
     def nbytes(self) -> int: return self.matrix.numel() * self.matrix.element_size()
     def apply(self, x: Tensor) -> Tensor:
         "R x for x [..., d] of any float dtype, as a new float32 tensor accumulated in float32."
         return _times(x, self.matrix.T, self, "x")
+    def query(self, q: Tensor) -> Tensor:
+        "What reads R k: R q, as Rᵀ R = I. Maps that are no rotations differ here (chapter 21)."
+        return self.apply(q)
     def inverse(self, y: Tensor) -> Tensor:
         "Rᵀ y for y [..., d] of any float dtype, as a new float32 tensor accumulated in float32."
         return _times(y, self.matrix, self, "y")

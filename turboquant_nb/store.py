@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FORMAT', 'prompt_mean', 'write_file', 'read_file', 'KVStore']
 
-# %% ../nbs/09_store.ipynb #2d51fe37
+# %% ../nbs/09_store.ipynb #897555f6
 import hashlib
 import json
 import math
@@ -21,12 +21,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from .maps import register_maps
 from .packing import SLOT, TILE, Layout, _crumbs, _write, drop_plane, unpack
 from turboquant_nb.quantizer import (
     Coded,
     Recipe,
     Spec,
     _encode_block,
+    _flat,
     as_recipe,
     channel_bits,
     check_float,
@@ -148,13 +150,15 @@ def _shared(spec: Spec, d: int, device: torch.device):
     with torch.inference_mode(False):
         return make_quantizer(spec, d, device)
 
-# %% ../nbs/09_store.ipynb #0b020179
+# %% ../nbs/09_store.ipynb #e474ed8e
 class _Tensors:
     """The tensors of keys or of values: planes and scales of every token, exact sinks and window,
     the mean."""
 
     def __init__(self, spec, recipe, batch, heads, d, dtype, device, along, tile):
         self.q = copy(_shared(spec, d, device))
+        if self.q.rotation.kind == "map" and self.q.rotation.heads != heads:
+            raise ValueError(f"maps of {self.q.rotation.heads} heads cannot serve {heads}")
         self.groups, self.tile = _groups(self.q.channel_bits, along, tile), tile
         self.signs = Layout(1, len(self.q.sketch), along, tile) if spec.residual == "qjl" else None
         self.thin = 0  # leading tiles without the last plane of groups that fade
@@ -610,8 +614,8 @@ class _Coder:
         scales = tensors["scale"].flatten(2)
         scales[:, :, at] = torch.where(fits, coded.scale, scales[:, :, at])
 
-# %% ../nbs/09_store.ipynb #aabd93ad
-@lru_cache(maxsize=64)
+# %% ../nbs/09_store.ipynb #99714837
+@lru_cache(maxsize=512)  # maps differ from layer to layer
 def _coder(said: str, device: torch.device) -> _Coder:
     "From the JSON of (spec, head size, order of the planes, tile)."
     spec, d, along, tile = json.loads(said)
@@ -620,11 +624,10 @@ def _coder(said: str, device: torch.device) -> _Coder:
     q = _shared(Spec(**spec), d, device)
     return _Coder(q, _groups(q.channel_bits, along, tile), along, tile, slots)
 
-# %% ../nbs/09_store.ipynb #2943b236
+# %% ../nbs/09_store.ipynb #fca8aeba
 def _encode_quietly(q, x, mean, flags, block=4096):
     "Codes and scales; a state that cannot be coded gets the scale NaN and raises a flag."
-    flat = x.reshape(-1, q.d)
-    means = None if mean is None else mean.expand_as(x).reshape(-1, q.d)
+    flat, means = _flat(q, x, None if mean is None else mean.expand_as(x))
     parts = [slice(i, i + block) for i in range(0, len(flat), block)]
     coded = [_encode_block(q, flat[p], None if means is None else means[p]) for p in parts]
     codes, scale = (torch.cat(c) for c in zip(*coded))
@@ -1094,7 +1097,7 @@ class _Decaying(_Freeing):
         for side, made in self._older(before, self.length):
             side.age(*made)
 
-# %% ../nbs/09_store.ipynb #89280ba5
+# %% ../nbs/09_store.ipynb #00146328
 class _Counting(_Decaying):
     "Bytes, counted on the tensors and by formula."
 
@@ -1124,6 +1127,7 @@ class _Counting(_Decaying):
             out = [self.inv_freq, self.turns if self.static else self.turns[:rows]]
         for s in (self.key, self.value):
             out += [s.q.rotation.matrix, *_table_tensors(s.q.codebook)]
+            out += [s.q.rotation.back] if s.q.rotation.kind == "map" else []
             out += [s.q.sketch] if s.signs else []
         return out
 
@@ -1232,7 +1236,7 @@ def _restore(side, name, tensors, tiles):
             side.tensors[n] = t.new_zeros(*t.shape[:2], max(held, t.shape[2]), *t.shape[3:])
         side.tensors[n][:, :, : new.shape[2]] = new.to(t.device)
 
-# %% ../nbs/09_store.ipynb #d71dbe02
+# %% ../nbs/09_store.ipynb #505b05b7
 class _Saving(_Formula):
     "What goes to disk."
 
@@ -1246,6 +1250,8 @@ class _Saving(_Formula):
                 cut = t[:, :, : tiles - side.tiles_before(n)] if _tiled(n) else t
                 tensors[f"{name}.{n}"] = cut
         tensors["start"] = self.start
+        if self.key.q.rotation.kind == "map":
+            tensors["map"] = self.key.q.rotation.matrix
         if self._turns:
             tensors["inv_freq"] = self.inv_freq
         if self.end is not None:
@@ -1261,7 +1267,7 @@ class _Saving(_Formula):
             header["static"] = True
         return tensors, header | {"d": [self.key.q.d, self.value.q.d]}
 
-# %% ../nbs/09_store.ipynb #2645e0fc
+# %% ../nbs/09_store.ipynb #0d5c4dd0
 class KVStore(_Saving):
     """Codes of the keys and values of one layer, with exact sinks and window. Every token is coded
     when it arrives. Positions count from the first token ever appended."""
@@ -1279,6 +1285,8 @@ class KVStore(_Saving):
         if list(tensors["start"].shape) != [header["batch"]]:
             got = list(tensors["start"].shape)
             raise ValueError(f"start must have shape [{header['batch']}], got {got}")
+        if "map" in tensors:
+            register_maps(tensors["map"])
         h, dtype = header, getattr(torch, header["dtype"])
         sizes = (h["batch"], h["heads"], *h["d"])
         more = dtype, device, h["max_length"], h["tile"], h.get("static", False)

@@ -855,14 +855,14 @@ def _value_pieces(keys, values, ACC, K, tiles, following, go, P, fade, top, tabl
             ACC.index(c * G.RV + r).store(gl.convert_layout(acc, G.LA, assert_trivial=True))
         _copy_k(keys, c, c, K, tiles, following, go, PAGED, G)
 
-# %% ../../nbs/12_decode.ipynb #9d744811
+# %% ../../nbs/12_decode.ipynb #a584d32c
 # fmt: off
 @gluon.jit(do_not_specialize=["page_stride", "cap", "splits", "length", "recent_from", "chunk", "offset", "window"])
 def _decode_kernel(
     QUERY, sb, sh, sn, TURNED, RK_, RV_, MK, MV, K0, K1, K2, KS, V0, V1, V2, VS, TABLE, START, END, LENGTH, each_length,
     PAGES, page_stride, BIAS, bias_stride, O, LSE, heads, group, cap, blocks, splits, length, n, sinks, recent, recent_from,
     chunk, offset, window, scaling, k_step, v_step, cap_at,
-    HAS_START: gl.constexpr, HAS_END: gl.constexpr, HAS_LENGTH: gl.constexpr, PAGED: gl.constexpr, FAST: gl.constexpr,
+    HAS_START: gl.constexpr, HAS_END: gl.constexpr, HAS_LENGTH: gl.constexpr, PAGED: gl.constexpr, FAST_K: gl.constexpr, FAST: gl.constexpr,
     MEAN_K: gl.constexpr, MEAN_V: gl.constexpr, BIASED: gl.constexpr, SLIDING: gl.constexpr, CAPPED: gl.constexpr,
     PDL: gl.constexpr, G: gl.constexpr,
 ):
@@ -904,7 +904,7 @@ def _decode_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     q_lo, q_hi, unit, shift_q = _queries(QUERY, TURNED, RK_, MK, row_at, (base * Q).to(gl.int64), ok_q, bh, scaling, k_step,
-                                         FAST, MEAN_K, CAPPED, G)
+                                         FAST_K, MEAN_K, CAPPED, G)
     words_k = (_word(k0), _word(k1), _word(k2), _word(k3))  # here, so that these loads wait together with those of the query
     words_v = (_word(v0), _word(v1), _word(v2), _word(v3))
     q_lo = _query_fragment(q_lo, G.C, G.W, Q, operand)
@@ -1130,7 +1130,7 @@ def _config(capability: str, d: int, rows: int, bits: int, biased: bool) -> tupl
     limit = found.get("maxnreg")
     return found.get("programs", 8), {"maxnreg": limit} if limit else {}
 
-# %% ../../nbs/12_decode.ipynb #381e07c6
+# %% ../../nbs/12_decode.ipynb #f55b0e1c
 class _Arguments(NamedTuple):
     "The arguments of the operator."
 
@@ -1162,7 +1162,8 @@ class _Arguments(NamedTuple):
     window: int | None
     softcap: float | None
     splits: int | None
-    hadamard: bool
+    hadamard: bool  # are keys rotated by a Sylvester matrix, so that kernels do it themselves?
+    value_hadamard: bool
     portable: bool
 
 # %% ../../nbs/12_decode.ipynb #79edf973
@@ -1210,11 +1211,17 @@ def _splits(
     each = -(-tiles // max(1, round(want / base)))
     return -(-tiles // each)  # no split is empty: an idle program still takes another one's place
 
-# %% ../../nbs/12_decode.ipynb #ea3c8461
+# %% ../../nbs/12_decode.ipynb #23c9b0ec
 def _turned(x: Tensor, matrix: Tensor) -> Tensor:
-    "x times a [d, d] fp32 matrix, in fp32 whatever autocast says."
+    "x times a [d, d] fp32 matrix, or [B, H, n, d] times those of heads, in fp32 whatever autocast says."
     with torch.autocast(x.device.type, enabled=False):
         return x.float() @ matrix
+
+
+def _turned_query(q: Tensor, heads: int, turn: Tensor) -> Tensor:  # [B, H, g * n, d] fp32
+    "Rows of queries as they read the codes; turn: [d, d], or [H, d, d] where heads have their own."
+    b, _, _, d = q.shape
+    return _turned(q.reshape(b, heads, -1, d), turn.mT)
 
 
 def _size(d: int) -> int:
@@ -1314,7 +1321,7 @@ def _biases(
 # %% ../../nbs/12_decode.ipynb #1865206b
 _DECODE_SLOTS = _NUMBERS | dict(QUERY="q", TURNED="parts", O="parts", LSE="lse_parts")
 
-# %% ../../nbs/12_decode.ipynb #76f42317
+# %% ../../nbs/12_decode.ipynb #6f243b21
 def _fragments(c: _Call) -> tuple:  # (output, log-sum-exp, how to do it again or None)
     "Decode with the fragments kernel."
     q, rows, Q = c.q, c.group * c.n, 4 if c.group * c.n <= 4 else 8
@@ -1325,16 +1332,18 @@ def _fragments(c: _Call) -> tuple:  # (output, log-sum-exp, how to do it again o
     programs, options = _config(capability, size, Q, max(c.kb, c.vb), c.turns is not None)
     parts_of = c.parts(base, programs * count, 256)
     splits = _splits(c.length - c.offset - c.chunk, *parts_of)
-    fast = c.hadamard and c.d == c.dv and c.d in (64, 128, 256)
+    fast = c.value_hadamard and c.d == c.dv and c.d in (64, 128, 256)
+    fast_k = fast and c.hadamard
     bias, launches = _biases(c, blocks * Q, c.scaling * (1.0 if c.softcap else _LOG2E.value))
     parts = torch.empty(base, splits, Q, c.dv, dtype=torch.float32, device=q.device)
     lse = torch.empty(base, splits, Q, dtype=torch.float32, device=q.device)
     turned, value_mean, words = parts, c.value_mean, c.words  # words: where a tensor is missing
-    if not fast:
-        turned = q.new_zeros(c.b, c.heads, blocks * Q, c.d, dtype=torch.float32)
-        turned[:, :, :rows] = _turned(q, c.key_turn.T).reshape(c.b, c.heads, rows, c.d)
-        if value_mean is not None:
-            value_mean = _turned(value_mean, c.value_turn.T)
+    if not fast_k:
+        turned = _turned_query(q, c.heads, c.key_turn)
+        if rows < blocks * Q:
+            turned = torch.nn.functional.pad(turned, (0, 0, 0, blocks * Q - rows))
+    if not fast and value_mean is not None:
+        value_mean = _turned(value_mean, c.value_turn.T)
     centred = c.key_mean is not None and bias is None
     planes = [[*p, p[0], p[0]][:3] for p in (c.key_planes, c.value_planes)]
     tensors = (
@@ -1346,7 +1355,7 @@ def _fragments(c: _Call) -> tuple:  # (output, log-sum-exp, how to do it again o
     strides = (*q.stride()[:3], int(c.position is not None and len(c.position) > 1))
     fixed = (c.heads, c.group, blocks, c.n, c.sinks, c.recent)
     flags = (
-        c.start is not None, c.end is not None, c.position is not None, c.table is not None, fast, centred,
+        c.start is not None, c.end is not None, c.position is not None, c.table is not None, fast_k, fast, centred,
         value_mean is not None, bias is not None, c.window is not None, c.softcap is not None, pdl,
         decode_form(c.d, c.dv, Q, c.kb, c.vb, c.tile),
     )  # fmt: skip
@@ -1358,14 +1367,16 @@ def _fragments(c: _Call) -> tuple:  # (output, log-sum-exp, how to do it again o
     )  # fmt: skip
     key = ("decode", q.device, *flags, fixed, *_kinds((q, *tensors), (*strides, c.width)))
     slots = _DECODE_SLOTS | ({} if bias is None else dict(BIAS="bias"))
+    slots |= {} if fast_k else dict(TURNED="turned")
     grid = base * splits
     launches.append(_launch(_decode_kernel, grid, args, key, slots, num_warps=1, **options))
     out, lse_all, last = _combine(c, parts, lse, splits, blocks, Q, fast, pdl)
     shapes = dict(parts=parts.shape, lse_parts=lse.shape, bias=None if bias is None else bias.shape)
-    again = (splits, parts_of, shapes, [*launches, last]) if last else None
+    turn = None if fast_k else (c.key_turn, blocks * Q)
+    again = (splits, parts_of, shapes, [*launches, last], turn) if last else None
     return out, lse_all, again
 
-# %% ../../nbs/12_decode.ipynb #ee2095e6
+# %% ../../nbs/12_decode.ipynb #5f13f3dc
 def _portable(c: _Call) -> tuple:
     "Decode with the portable kernel."
     q, rows, Q = c.q, c.group * c.n, 16
@@ -1383,7 +1394,7 @@ def _portable(c: _Call) -> tuple:
     kp, vp = ([*p, p[0], p[0]][:3] for p in (c.key_planes, c.value_planes))
     words = c.words  # where a tensor is missing
     args = (
-        _turned(plain, c.key_turn.T), shift.contiguous(), _turned(mean, c.value_turn.T), *kp, c.key_scale, *vp, c.value_scale,
+        _turned(plain, c.key_turn.mT), shift.contiguous(), _turned(mean, c.value_turn.T), *kp, c.key_scale, *vp, c.value_scale,
         c.levels, words if c.start is None else c.start, words if c.end is None else c.end,
         words if c.position is None else c.position, int(c.position is not None and len(c.position) > 1),
         words if c.table is None else c.table, 0 if c.table is None else c.table.stride(0), words if bias is None else bias,
@@ -1396,12 +1407,12 @@ def _portable(c: _Call) -> tuple:
     _portable_kernel[(base * splits,)](*args, num_warps=warps, num_stages=1)
     return _combine(c, parts, lse, splits, blocks, Q, False, False)
 
-# %% ../../nbs/12_decode.ipynb #e6f7980f
+# %% ../../nbs/12_decode.ipynb #3c9e0382
 _SCHEMA = """(Tensor q, Tensor[] key_planes, Tensor key_scale, Tensor[] value_planes, Tensor value_scale,
  Tensor words, Tensor levels, Tensor key_turn, Tensor value_turn, Tensor? key_mean, Tensor? value_mean,
  Tensor[] exact, Tensor? k, Tensor? v, Tensor? start, Tensor? end, Tensor? position, Tensor? table, Tensor? turns, float key_step, float value_step,
  SymInt length, SymInt offset, SymInt recent_from, float scaling, SymInt? window, float? softcap,
- SymInt? splits, bool hadamard, bool portable) -> (Tensor, Tensor)"""
+ SymInt? splits, bool hadamard, bool value_hadamard, bool portable) -> (Tensor, Tensor)"""
 
 
 def _decode(*args) -> tuple:
@@ -1427,7 +1438,7 @@ def _decode_fake(q, *args):
     shape = (*q.shape[:3], args[7].shape[0])
     return q.new_empty(shape), q.new_empty(shape[:3], dtype=torch.float32)
 
-# %% ../../nbs/12_decode.ipynb #b05ec759
+# %% ../../nbs/12_decode.ipynb #6872e4aa
 class _Plan(NamedTuple):
     "What stays the same from call to call of one store."
 
@@ -1438,7 +1449,7 @@ class _Plan(NamedTuple):
     words: Tensor | None = None  # [8] int32
     levels: Tensor | None = None  # [2, 16] fp32
     steps: tuple = ()
-    hadamard: bool = False
+    hadamard: tuple = (False, False)  # are keys, and values, rotated by a Sylvester matrix?
     start: tuple = (None, 0)  # this `start` of a store, at this version of it, is zero everywhere
 
 
@@ -1458,7 +1469,7 @@ def _make_plan(key, value, tile: int, device, start: Tensor | None = None) -> _P
         words=torch.tensor(words, dtype=torch.int32, device=device),
         levels=levels.to(device),
         steps=tuple(float(book.int8().step) for book in books),
-        hadamard=all(q.rotation.form == "sylvester" for q in sides),
+        hadamard=tuple(q.rotation.form == "sylvester" for q in sides),
         start=_all_zero(start),
     )
 
@@ -1570,7 +1581,7 @@ def _choose(plan: _Plan, device, kernel: str) -> tuple:  # (portable?, reason)
     other = _device_reason(device, True)
     return True, other and (other if kernel == "portable" else why)
 
-# %% ../../nbs/12_decode.ipynb #033b4b10
+# %% ../../nbs/12_decode.ipynb #ae952624
 def supports(
     q: Tensor,  # [B, Hq, n, d_key]
     store: KVStore,
@@ -1593,7 +1604,7 @@ def _options(q, plan, scaling, window, softcap, splits, portable) -> tuple:
         raise ValueError(f"splits must be positive, got {splits}")
     scaling = float(q.shape[3] ** -0.5 if scaling is None else scaling)
     softcap = None if softcap is None else float(softcap)
-    return scaling, window, softcap, splits, plan.hadamard, portable
+    return scaling, window, softcap, splits, *plan.hadamard, portable
 
 
 def _last(x: Tensor | None) -> Tensor | None:
@@ -1602,7 +1613,7 @@ def _last(x: Tensor | None) -> Tensor | None:
         return None
     return x if x.stride(-1) == 1 else x.contiguous()
 
-# %% ../../nbs/12_decode.ipynb #030f8063
+# %% ../../nbs/12_decode.ipynb #8bbdb0a2
 def _arguments(q, store, k, v, scaling, window, softcap, splits, kernel) -> tuple:
     "The operator's arguments. Raises ValueError for a call that does not fit or is not supported."
     _check_attend(q, store, k, v, store.offset, None, softcap, window)
@@ -1614,7 +1625,7 @@ def _arguments(q, store, k, v, scaling, window, softcap, splits, kernel) -> tupl
     kt, vt = store.key.tensors, store.value.tensors
     return (
         _last(q), store.key.planes, kt["scale"], store.value.planes, vt["scale"], plan.words, plan.levels,
-        store.key.q.rotation.matrix, store.value.q.rotation.matrix, kt.get("mean"), vt.get("mean"),
+        store.key.q.rotation.query_matrix, store.value.q.rotation.matrix, kt.get("mean"), vt.get("mean"),
         [kt["sinks"], kt["window"], vt["sinks"], vt["window"]], _last(k), _last(v), None if _unpadded(store, plan) else store.start, store.end,
         store.position, None, _turns(store), *plan.steps, store.length, store.offset, store._window_from,
         *_options(q, plan, scaling, window, softcap, splits, portable),
@@ -1636,12 +1647,18 @@ _arguments_uncompiled = torch.compiler.disable(_arguments)
 def _run(args: tuple) -> tuple:
     return _decode(*args) if type(args[0]) is Tensor else _operator(*args)
 
-# %% ../../nbs/12_decode.ipynb #20569d53
+# %% ../../nbs/12_decode.ipynb #94afbde4
 class _Repeat:
     """The launches of a call on a store, for calls of the same kind. Keeps no tensor of the store or
     of the call alive: of those it has the address, and sees before each use that they are the same."""
 
-    def __init__(self, c: _Call, store, splits: int, parts: tuple, shapes: dict, launches: list):
+    def __init__(
+        self, c: _Call, store, splits: int, parts: tuple, shapes: dict, launches: list, turn
+    ):
+        self.turn = turn and (
+            c.heads,
+            *turn,
+        )  # queries are multiplied before: (heads, matrices, rows)
         self.splits, self.parts, self.chunk, self.least = splits, parts, c.chunk, max(c.n, c.chunk)
         self.out, self.shapes = (*c.q.shape[:3], c.dv), {n: x for n, x in shapes.items() if x}
         state, self.zero = _state(store)
@@ -1676,6 +1693,10 @@ class _Repeat:
         new = {name: empty(shape) for name, shape in self.shapes.items()}
         out, lse = torch.empty(self.out, dtype=q.dtype, device=q.device), empty(self.out[:3])
         new |= dict(q=q, k=k, v=v, out=out, lse=lse, turns=store.turns)
+        if self.turn:
+            heads, matrix, rows = self.turn
+            turned = _turned_query(q, heads, matrix)
+            new["turned"] = torch.nn.functional.pad(turned, (0, 0, 0, rows - turned.shape[2]))
         at = {name: x.data_ptr() for name, x in new.items() if x is not None}
         at |= dict(length=store.length, offset=store.offset, recent_from=store._window_from)
         for run, args, slots in self.launches:
@@ -1824,7 +1845,7 @@ def _check_pages(p: Pages, pages: int) -> None:
             f"all tensors must be on one device, got {sorted({str(x.device) for x in tensors})}"
         )
 
-# %% ../../nbs/12_decode.ipynb #161ea24b
+# %% ../../nbs/12_decode.ipynb #313b9792
 def decode_pages(
     q: Tensor,  # [B, Hq, n, d_key] queries after RoPE; query i of row b is token lengths[b]-n+i
     pages: Pages,
@@ -1855,7 +1876,7 @@ def decode_pages(
         raise ValueError(f"decode_pages cannot serve this: {why}")
     return _run((
         _last(q), pages.key_planes, pages.key_scale, pages.value_planes, pages.value_scale, plan.words, plan.levels,
-        pages.key.rotation.matrix, pages.value.rotation.matrix, pages.key_mean, pages.value_mean, [none] * 4, _last(k),
+        pages.key.rotation.query_matrix, pages.value.rotation.matrix, pages.key_mean, pages.value_mean, [none] * 4, _last(k),
         _last(v), None, None, pages.lengths, pages.table, pages.turns, *plan.steps, 0, 0, 2**31 - 1,
         *_options(q, plan, scaling, window, softcap, splits, portable),
     ))  # fmt: skip

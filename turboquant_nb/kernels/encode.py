@@ -36,21 +36,33 @@ except ImportError:  # `supports` says so; everything that needs no kernel works
     triton = SimpleNamespace(jit=lambda f=None, **_: f or (lambda g: g), language=None)
     tl = SimpleNamespace(constexpr=lambda x: x)
 
-# %% ../../nbs/11_encode.ipynb #14d26fa6
+# %% ../../nbs/11_encode.ipynb #97509b67
 @dataclass(frozen=True, eq=False)
 class Turn:
     "A rotation as a kernel wants it: minus a factor times a sum of bf16 matrices."
 
-    parts: Tensor  # [1 or 3, d, d] bf16
+    parts: Tensor  # [1 or 3, d, d] bf16; of maps [H, 1, d, d]
     factor: float
     halves: bool = False  # is it [[A, B], [A, -B]]?
+
+    @property
+    def apart(self) -> bool:
+        "Whether each head has a matrix of its own."
+        return self.parts.ndim == 4
+
+    @property
+    def count(self) -> int:
+        "Parts of a matrix."
+        return self.parts.shape[-3]
 
     @classmethod
     def of(
         cls,
-        matrix: Tensor,  # [d, d] fp32, orthogonal
+        matrix: Tensor,  # [d, d] fp32, orthogonal, or [H, d, d] bf16: maps
     ) -> "Turn":
-        "One part where all entries are 0 or ±c (Hadamard, identity), three otherwise."
+        "One part where all entries are 0 or ±c (Hadamard, identity) or bf16 (maps), three otherwise."
+        if matrix.ndim == 3:
+            return cls(-matrix[:, None].contiguous(), 1.0)
         factor = float(matrix.abs().max())
         signs = (matrix / factor).round()
         if float((matrix - factor * signs).abs().max()) <= 1e-6 * factor:
@@ -378,7 +390,7 @@ def _partial(x_at, hop, sd, W, w0, w1, m_lo, m_hi, mean, TURNS, t0, TAB, P0, P1,
     tl.store(FLAG + 1 + row * 0, 1, mask=~fitting)
     _store(P0, P1, P2, word, at, old, row, 255 - new, new != 0, C, BY_TOKEN, R, False)
 
-# %% ../../nbs/11_encode.ipynb #31773f7d
+# %% ../../nbs/11_encode.ipynb #3b752378
 @triton.jit
 def _side(X, sb, sh, sn, sd, W, MEAN, TAB, P0, P1, P2, SCALE, FLAG, TURNS, START, factor, thin, heads, first, base, n, tiles, each,
           C: tl.constexpr, BY_TOKEN: tl.constexpr, R: tl.constexpr, M: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
@@ -394,6 +406,8 @@ def _side(X, sb, sh, sn, sd, W, MEAN, TAB, P0, P1, P2, SCALE, FLAG, TURNS, START
     BLOCKS: tl.constexpr = (R + M - 1) // M
     chunk, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     bh = tl.program_id(1).to(tl.int64)
+    if C[12]:
+        W += (bh % heads) * (C[7] * D * D)
     row, j, k = block * M + tl.arange(0, M), tl.arange(0, HALF), tl.arange(0, K)
     m_lo = tl.zeros((1, HALF), tl.float32)
     m_hi = m_lo
@@ -469,12 +483,12 @@ def _copy(X_AT, SINKS, RING, START, heads, bh, i, first, n, seen, lost, sinks: t
         at = SINKS + (bh * sinks + s)[:, None] * D + k
         tl.store(at, x, mask=(seen & (s >= 0) & (s < sinks))[:, None] & ok)
 
-# %% ../../nbs/11_encode.ipynb #357f2699
+# %% ../../nbs/11_encode.ipynb #a9313fb1
 @triton.jit
 def _short(X, sb, sh, sn, W, MEAN, TAB, P0, P1, P2, SCALE, SINKS, RING, factor, thin, START, TURNS, FLAG, heads, rows, first, base, n, tiles, limit,
            C: tl.constexpr, BY_TOKEN: tl.constexpr, sinks: tl.constexpr, ring: tl.constexpr, R: tl.constexpr, M: tl.constexpr,
-           WIDE: tl.constexpr):  # fmt: skip
-    "M of the rows (head, token): exact copies, codes and scales."
+           WIDE: tl.constexpr, APART: tl.constexpr):  # fmt: skip
+    "M of the rows (head, token), of one head where heads have their own matrices: exact copies, codes and scales."
     D: tl.constexpr = C[0]
     HALF: tl.constexpr = C[1]
     BITS: tl.constexpr = C[3]
@@ -482,8 +496,17 @@ def _short(X, sb, sh, sn, W, MEAN, TAB, P0, P1, P2, SCALE, SINKS, RING, factor, 
     MP: tl.constexpr = C[6]  # parts of the mean; 0: none, or it turns
     TURN: tl.constexpr = C[11]
     TYPE: tl.constexpr = X.dtype.element_ty if XP == 1 else tl.bfloat16
-    r = tl.program_id(0) * M + tl.arange(0, M)
+    pid, head = tl.program_id(0), 0
+    if APART:
+        rows = rows // heads
+        blocks = (rows + M - 1) // M
+        pid, head = pid % blocks, pid // blocks
+    r = pid * M + tl.arange(0, M)
     bh, i = (r // n).to(tl.int64), r % n
+    if APART:
+        bh = bh * heads + head
+    if C[12]:
+        W += head * (C[7] * D * D)
     p, fits = first + i, first + n <= limit
     seen, lost = (r < rows) & fits, (r < rows) & (i == 0) & (first > 0) & (fits == 0)
     x_at = X + (bh // heads) * sb + (bh % heads) * sh + i * sn
@@ -517,7 +540,7 @@ def _short(X, sb, sh, sn, W, MEAN, TAB, P0, P1, P2, SCALE, SINKS, RING, factor, 
     old = (bh * (tiles - thin) + tile - thin)[:, None]
     _store(P0, P1, P2, word, at, old, t % R, 255 - (3 << slot), seen, C, BY_TOKEN, R, False)
 
-# %% ../../nbs/11_encode.ipynb #9df40eba
+# %% ../../nbs/11_encode.ipynb #d62e6de5
 @triton.jit(do_not_specialize=["kthin", "vthin", "rows", "first", "base", "tiles", "limit"])
 def _short_kernel(
     KX, ksb, ksh, ksn, KW, KTAB, kfactor, kthin, KP0, KP1, KP2, KSCALE, KSINKS, KRING, KMEAN,
@@ -530,10 +553,10 @@ def _short_kernel(
         first = tl.load(POSITION)
     if tl.program_id(1) == 0:
         _short(KX, ksb, ksh, ksn, KW, KMEAN, KTAB, KP0, KP1, KP2, KSCALE, KSINKS, KRING, kfactor, kthin, START, TURNS, FLAG,
-               heads, rows, first, base, n, tiles, limit, KC, False, sinks, ring, R, M, WIDE)  # fmt: skip
+               heads, rows, first, base, n, tiles, limit, KC, False, sinks, ring, R, M, WIDE, KC[12] + VC[12] > 0)  # fmt: skip
     else:
         _short(VX, vsb, vsh, vsn, VW, VMEAN, VTAB, VP0, VP1, VP2, VSCALE, VSINKS, VRING, vfactor, vthin, START, TURNS, FLAG + 2,
-               heads, rows, first, base, n, tiles, limit, VC, True, sinks, ring, R, M, WIDE)  # fmt: skip
+               heads, rows, first, base, n, tiles, limit, VC, True, sinks, ring, R, M, WIDE, KC[12] + VC[12] > 0)  # fmt: skip
     if STATIC:
         fits = first + n <= limit
         tl.store(FLAG + 4, 1, mask=fits == 0)
@@ -591,7 +614,7 @@ def supports(
     reason = _backend(device)
     return not reason, reason
 
-# %% ../../nbs/11_encode.ipynb #c08a78a7
+# %% ../../nbs/11_encode.ipynb #3d887303
 class Target(NamedTuple):
     "How one side is coded, and where its planes and scales are."
 
@@ -616,15 +639,15 @@ def _constants(
 ):
     """The tuple `C` of the kernels; mean (or None) and scale: their dtypes; large: see `_processors`;
     r: channels in which the mean turns."""
-    half, parts = max(16, 1 << (d // 2 - 1).bit_length()), len(turn.parts)
+    half, parts = max(16, 1 << (d // 2 - 1).bit_length()), turn.count
     slice_ = 2 * half if parts == 1 and half <= 64 else 64 if parts == 1 else 32
     fly = large and turn.halves and half > 64 and d == 2 * half
     of_x = 1 if parts == 1 and dtype == torch.float16 else _PARTS[dtype]  # ±1 is exact in fp16 too
     top, of_mean = torch.finfo(scale).max, 0 if mean is None or r else _PARTS[mean]
     head = d, half, slice_, bits, _MODES[mode], 3 if r else of_x, of_mean, parts, top
-    return *head, fly, half > 64 and not fly, r
+    return *head, fly, half > 64 and not fly, r, turn.apart
 
-# %% ../../nbs/11_encode.ipynb #96c8f0aa
+# %% ../../nbs/11_encode.ipynb #48a84f38
 def _check_target(name: str, x: Tensor, target: Target, along: str, tile: int) -> int:
     "Bits of a target. Raises ValueError if tensors do not fit each other."
     b, h, _, d = x.shape
@@ -646,6 +669,8 @@ def _check_target(name: str, x: Tensor, target: Target, along: str, tile: int) -
         raise ValueError(f"a mean of {name} that turns needs mean and start, {b} positions")
     if tuple(target.scale.shape) != (b, h, tiles, tile) or target.turn.parts.shape[-1] != d:
         raise ValueError(f"scale and rotation of {name} must fit {tuple(x.shape)}")
+    if target.turn.apart and len(target.turn.parts) != h:
+        raise ValueError(f"maps of {name} must be of {h} heads, got {len(target.turn.parts)}")
     for t in (*target.planes, target.scale, target.turn.parts, target.table, *mean):
         if t.device != x.device or not t.is_contiguous():
             raise ValueError(f"tensors of {name} must be contiguous and on {x.device}")
@@ -680,7 +705,7 @@ def _processors(device: torch.device) -> tuple:  # (how many, has each 200 kB of
     p = torch.cuda.get_device_properties(device)
     return p.multi_processor_count, p.shared_memory_per_block_optin > 200 << 10
 
-# %% ../../nbs/11_encode.ipynb #32a856cb
+# %% ../../nbs/11_encode.ipynb #781ebb16
 @lru_cache(maxsize=16)
 def _wide(device: torch.device) -> bool:
     "Whether there are no bf16 products and no PTX."
@@ -693,8 +718,8 @@ def _turned(target: Target) -> Tensor:
     if target.mean is None or target.turns is not None:
         return target.table if target.mean is None else target.mean
     with torch.autocast(target.mean.device.type, enabled=False):
-        x = target.mean.float().flatten(0, 2)
-        return sum(x @ part.float().T for part in target.turn.parts.unbind())
+        x, parts = target.mean.float(), target.turn.parts.unbind(-3)
+        return sum(x @ part.float().mT for part in parts).flatten(0, 2)
 
 
 def _arguments(x, t: Target) -> tuple:
@@ -703,10 +728,10 @@ def _arguments(x, t: Target) -> tuple:
     turned = t.turn.parts, _turned(t), t.table
     return x, *x.stride(), *turned, *p, t.scale, t.turn.factor, t.thin
 
-# %% ../../nbs/11_encode.ipynb #cb2194f0
+# %% ../../nbs/11_encode.ipynb #487bf355
 def _launch_long(k, v, key, value, consts, first, flags, tile, position=None, limit=2**31 - 1):
     (b, h, n, d), rows, static = k.shape, tile // 4, position is not None
-    parts = max(len(key.turn.parts), len(value.turn.parts))
+    parts = max(key.turn.count, value.turn.count)
     r = 0 if key.turns is None else key.turns.shape[1]
     processors, large = _processors(k.device)
     m, options = _config(max(d, v.shape[-1]), rows, parts, large, k.itemsize, r)
@@ -771,7 +796,7 @@ def encode_append(
         _launch_long(k, v, key, value, consts, first, flags, tile)
     return flags
 
-# %% ../../nbs/11_encode.ipynb #fabe0061
+# %% ../../nbs/11_encode.ipynb #f0cf1f80
 @lru_cache(maxsize=64)
 def _seeded_turn(kind: str, d: int, seed: int | None, device: torch.device) -> Turn:
     turn = Turn.of(make_rotation(kind, d, seed or 0).matrix)
@@ -784,7 +809,7 @@ _tables = WeakKeyDictionary()  # Quantizer -> (Turn, table)
 def _quantizer_tables(q) -> tuple:
     if q not in _tables:
         r, book = q.rotation, getattr(q.codebook, "book", q.codebook)
-        seeded = r.kind != "matrix"
+        seeded = r.kind not in ("matrix", "map")
         turn = _seeded_turn(r.kind, q.d, r.seed, q.device) if seeded else Turn.of(r.matrix)
         codes = torch.arange(2**book.bits, device=q.device)
         _tables[q] = turn, code_table(book.edges, book.decode(codes))
@@ -833,7 +858,7 @@ class _Prepared:
         self.wide = _wide(device)
         self.ready = _READY.setdefault((device, dtype, heads, *self.fixed), {})
 
-# %% ../../nbs/11_encode.ipynb #486a7052
+# %% ../../nbs/11_encode.ipynb #3c1eb618
 class _Plan(_Prepared):
     "How a short append is launched."
 
@@ -851,7 +876,10 @@ class _Plan(_Prepared):
             at[1], *vs[:3], *vt, thin[1], *vp(list(map(read, value))), *map(read, numbers),
             h, b * h * n, first, base, n, key[self.scale].shape[2], limit, *self.fixed, static, self.wide,
         )  # fmt: skip
-        grid = (-(-b * h * n // self.rows), 2, 1)
+        each = (
+            h if self.consts[0][12] or self.consts[1][12] else 1
+        )  # heads have programs of their own
+        grid = (each * -(-b * h * n // each // self.rows), 2, 1)
         if ready is None:
             self.ready[name] = _short_kernel[grid](*args, **self.options)
         else:
@@ -920,8 +948,8 @@ def _code_and_wait(store, states, means, names):
         _encoded(store, states, means, names)  # raises what the PyTorch path raises
         raise ValueError(f"{' or '.join(names)} cannot be coded: a norm or a scale overflows")
 
-# %% ../../nbs/11_encode.ipynb #a4d0a1cf
-@lru_cache(maxsize=64)
+# %% ../../nbs/11_encode.ipynb #ef23b3a5
+@lru_cache(maxsize=256)
 def _plan_of(
     said: tuple, dtype, device, heads: int, sinks: int, ring: int, tile: int, r: int
 ) -> _Plan:
