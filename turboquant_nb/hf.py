@@ -631,7 +631,7 @@ def rope_frequencies(
     still = [not x for x in getattr(config, "no_rope_layers", None) or [True] * n]
     return [None if s else own(kind) for kind, s in zip(kinds, still)], ""
 
-# %% ../nbs/14_hf.ipynb #aca0f62e
+# %% ../nbs/14_hf.ipynb #5c528b16
 def _recipes(recipe, bits, config, coded: list, max_length: int | None) -> tuple:
     """A recipe and the frequencies of RoPE for each layer of `coded`. Raises TypeError/ValueError for
     what is no recipe, a list of another length, decay with max_length, or a centre that cannot turn."""
@@ -661,6 +661,15 @@ def _turned(recipes: list, config, coded: list) -> tuple:
     turns = [found[i] if r.key.center == "prompt" else None for i, r in zip(coded, recipes)]
     turning = lambda r: replace(r, key=replace(r.key, center="rope"))  # noqa: E731
     return [r if t is None else turning(r) for r, t in zip(recipes, turns)], turns
+
+
+def _calibrated(calibration, recipes: list, config) -> list:
+    "Recipes with the maps of a calibration. Raises ValueError for that of another model."
+    from turboquant_nb.calibrate import load_calibration  # a later chapter, which imports this one
+
+    found = load_calibration(calibration)
+    found.check(config)
+    return found.recipes(recipes)
 
 
 def _recipes_to_json(recipes: list) -> str | list:
@@ -693,7 +702,7 @@ def _check_settings(max_length, backend, static) -> None:
     if static and max_length is None:
         raise ValueError("static=True needs max_length: tensors that never move cannot grow")
 
-# %% ../nbs/14_hf.ipynb #faa44190
+# %% ../nbs/14_hf.ipynb #748698fe
 class _CodedCache(Cache):
     "Building the cache from a model."
 
@@ -705,6 +714,7 @@ class _CodedCache(Cache):
         max_length: int | None = None,  # allocate so many tokens at once and refuse more
         backend: str = "auto",  # "triton" demands kernels, "torch" goes without
         static: bool = False,  # with max_length: for torch.compile and CUDA graphs
+        calibration=None,  # maps for keys: a file, a hub id or a Calibration (chapter 23)
     ):
         self.config = _text_config(model_or_config)
         _check_settings(max_length, backend, static)
@@ -712,6 +722,8 @@ class _CodedCache(Cache):
         kinds, settings = _kinds(self.config), (max_length, backend, static)
         coded = [i for i, kind in enumerate(kinds) if _is_coded(kind)]
         self.recipes, turns = _recipes(recipe, bits, self.config, coded, max_length)
+        if calibration is not None:
+            self.recipes = _calibrated(calibration, self.recipes, self.config)
         given = zip(self.recipes, turns)
         super().__init__(layers=_layers(self.config, kinds, given, *settings))
         self.coded_layers = [x for x in self.layers if isinstance(x, TurboQuantLayer)]
