@@ -10,7 +10,8 @@ flash attention on them, grouped heads shared and no mask: the best that bf16 do
 2.11, whose SDPA takes cuDNN for it, which plans anew on the host for each new length); `quanto`, `hqq` transformers' QuantizedCache where these packages are installed;
 `turboquant` this package with attention on codes. mode `eager` launches from Python, `graph` replays one CUDA graph of the whole step, appending included (flash with
 its length fixed at capture, which favours it). Other modes: `launches` of an eager step, `host` Python's time for one layer, `fits` the context at three bits in the
-memory that bf16 takes for 8 x 32,768 tokens, `largest` the longest context of eight sequences that fits on the GPU, `prefill` a prompt at once or in chunks.
+memory that bf16 takes for 8 x 32,768 tokens, `largest` the longest context of eight sequences that fits on the GPU, with what was tried, `prefill` a prompt at once or in
+chunks, after one that is not timed. `filling_peak_bytes` is the most that was allocated while a cache was filled, `reserved_bytes` with the allocator's holes.
 
 Gate, on a small model of the same kind: logits after filling are those after a prompt; of kernels those of PyTorch's attention on codes; of replayed graphs those of
 eager steps; and no timed step of ours was served by anything but kernels. No row is written on a red gate."""
@@ -122,13 +123,16 @@ def put(cache, kind, layer, at, k, v):
 
 
 def filled(kind, recipe, config, batch, tokens, graph):
-    "A cache of a kind that holds `tokens` random tokens."
+    """A cache of a kind that holds `tokens` random tokens. Of ours all layers get a short chunk first: a store allocates at its first chunk, beside float32 copies of it,
+    and the next layer's planes would be cut out of what such large copies leave, with a hole each."""
     cache, step = empty(kind, recipe, config, batch, tokens, graph), max(1024, 262144 // batch)
-    for i in range(config.num_hidden_layers):
-        for a in range(0, tokens, step):
-            x = states(config, batch, min(step, tokens - a), i)
-            put(cache, kind, i, a, x[0], x[1])
-            del x
+    first = min(1024 if kind == "turboquant" else step, tokens)
+    pieces = [(i, 0, first) for i in range(config.num_hidden_layers)]
+    pieces += [(i, a, min(a + step, tokens)) for i in range(config.num_hidden_layers) for a in range(first, tokens, step)]
+    for i, a, z in pieces:
+        x = states(config, batch, z - a, i)
+        put(cache, kind, i, a, x[0], x[1])
+        del x
     return cache
 
 
@@ -163,11 +167,17 @@ def on_kernels(cache):
     return r
 
 
+def memory(name, weights):
+    "The most that was allocated since the peak was reset, and reserved with the allocator's holes."
+    return {name: torch.cuda.max_memory_allocated() - weights, "reserved_bytes": torch.cuda.max_memory_reserved() - weights}
+
+
 def measure(model, kind, recipe, batch, tokens, mode, seconds):
     "One row, or one that says that memory ran out."
     row = {"cache": kind, "recipe": str(recipe or "bf16"), "batch": batch, "tokens": tokens, "mode": mode}
     gc.collect()  # a cache that refers to itself
     torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     weights = torch.cuda.memory_allocated()
     cache = step = run = None
     try:
@@ -175,6 +185,7 @@ def measure(model, kind, recipe, batch, tokens, mode, seconds):
         cache = filled(kind, recipe, model.config, batch, tokens, mode == "graph")
         torch.cuda.synchronize()
         row["cache_bytes"] = torch.cuda.memory_allocated() - weights
+        row |= memory("filling_peak_bytes", weights)
         torch.cuda.reset_peak_memory_stats()
         ids = torch.ones(batch, 1, dtype=torch.long, device=DEVICE)
         step = partial(model, ids, past_key_values=cache, logits_to_keep=1)
@@ -184,7 +195,7 @@ def measure(model, kind, recipe, batch, tokens, mode, seconds):
         if kind == "turboquant":
             row["bits_per_value"] = on_kernels(cache)["bits_per_value"]
     except torch.OutOfMemoryError:
-        row["error"] = "out of memory"
+        row |= {"error": "out of memory"} | memory("peak_bytes" if "cache_bytes" in row else "filling_peak_bytes", weights)
     except Exception as error:  # another package's cache may fail; ours may not
         if kind == "turboquant":
             raise
@@ -258,19 +269,40 @@ def contexts(model, rows):
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0] - 3 * 2**30
     for kind, recipe in (("flash", None), ("turboquant", "k3v3")):
-        for part in (1, 0.97, 0.94, 0.9):  # the allocator leaves holes
-            row = measure(model, kind, recipe, 8, int(part * free / took[kind]) // 1024 * 1024, "eager", 0.1)
-            if "error" not in row:
-                break
-        out.append(row | {"mode": "largest"})
+        out.append(longest(lambda tokens, what=(kind, recipe): measure(model, *what, 8, tokens, "eager", 0.1), int(free / took[kind])))
     print("context in the same memory:", out[0]["ratio"], "x; largest:", [(r["cache"], r["tokens"], r.get("error")) for r in out[1:]], flush=True)
     return out
+
+
+def longest(measured, estimate, least=0.6, near=0.02):
+    "The row of the longest context that fits: the estimate, or else between `least` of it and that by halves, to `near` of it. If not even that fits, the row that says so."
+    tried = []
+
+    def attempt(part):
+        row = measured(int(part * estimate) // 1024 * 1024)
+        tried.append([row["tokens"], row.get("error", "fits")])
+        return row
+
+    row, high = attempt(1), 1.0
+    if "error" in row:
+        row, low = attempt(least), least
+        while "error" not in row and high - low > near:
+            middle = (low + high) / 2
+            found = attempt(middle)
+            if "error" in found:
+                high = middle
+            else:
+                row, low = found, middle
+    return row | {"mode": "largest", "estimate": estimate, "tried": tried}
 
 
 def prefills(model, lengths, chunk=2048):
     "Peak memory beside weights and cache of generate() for one token, the prompt at once or in chunks."
     rows = []
     model.set_attn_implementation("turboquant")
+    for size in (None, chunk):  # kernels are compiled and chosen outside of what is timed
+        model.generate(torch.zeros(1, 2 * chunk, dtype=torch.long, device=DEVICE), past_key_values=empty("turboquant", "k3v3", model.config, 1, 2 * chunk, False), max_new_tokens=1,
+                       do_sample=False, prefill_chunk_size=size)
     for tokens in lengths:
         ids = torch.randint(256, (1, tokens), generator=torch.Generator().manual_seed(0)).to(DEVICE)
         for size in (None, chunk):
@@ -357,7 +389,8 @@ def main():
     p.add_argument("--out", required=True)
     a = p.parse_args()
     before = json.loads(a.after.read_text()) if a.after else {"rows": []}
-    rows = [{"commit": before["commit"]} | row for row in before["rows"]]
+    again = ("prefill", "fits", "largest")  # these are measured in every run
+    rows = [{"commit": before["commit"]} | row for row in before["rows"] if row["mode"] not in again]
     done = {(r["batch"], r["tokens"]) for r in rows if r["mode"] in ("eager", "graph")}
     with torch.no_grad():
         passed = gate()

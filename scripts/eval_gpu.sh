@@ -1,5 +1,5 @@
 #!/bin/sh
-# All of the leaderboard on one GPU in about 150 s: eval_gpu.sh MODEL TEXT_FOLDER OUT_FOLDER [SECONDS] [PACKAGES].
+# The leaderboard on one GPU, as much of it as SECONDS allow (130 s were not enough for all of it on an H200): eval_gpu.sh MODEL TEXT_FOLDER OUT_FOLDER [SECONDS] [PACKAGES].
 # Model and texts as notebook 83 names them; PACKAGES is a folder of unpacked wheels (eval_peers.py --packages), without it packages are installed from PyPI.
 # Outside a git checkout set TURBOQUANT_COMMIT and TURBOQUANT_DIRTY. Rows are saved as they come; a process that is cut off keeps what it has.
 model=$1 texts=$2 out=$3 seconds=${4:-110}
