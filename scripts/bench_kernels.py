@@ -106,9 +106,9 @@ def graphed(f):
     return graph.replay
 
 
-def fill(batch, heads, d, tokens, k_bits, v_bits, k, v, center="prompt"):
+def fill(batch, heads, d, tokens, k_bits, v_bits, k, v, center="prompt", rotation="hadamard"):
     "A store that holds the codes of k and v, as a cache with recipe k{bits}v{bits} does."
-    recipe = Recipe(key=Spec(bits=k_bits, center=center), value=Spec(bits=v_bits))
+    recipe = Recipe(key=Spec(bits=k_bits, center=center, rotation=rotation), value=Spec(bits=v_bits))
     inv_freq = 10000.0 ** (-torch.arange(0, d, 2) / d) if center == "rope" else None
     store = KVStore(recipe, batch, heads, d, d, k.dtype, k.device, max_length=tokens, inv_freq=inv_freq)
     step = max(256, 2**24 // (batch * heads * d))

@@ -532,8 +532,30 @@ def test_protein_commands_are_listed_and_handed_on(call, tmp_path, monkeypatch):
     from turboquant_nb import esm
 
     def stop(argv):
-        assert argv == ["calibrate", "x"]
+        assert argv == ["calibrate", "--fasta", "x"]
         raise KeyboardInterrupt
 
     monkeypatch.setattr(esm, "main", stop)
-    assert call("calibrate", "x") == (130, "", "")
+    assert call("calibrate", "--fasta", "x") == (130, "", "")
+
+
+def test_calibrate_writes_maps_that_the_other_commands_take(call, plain, tmp_path):
+    "One file for demo, generate and eval; what is missing or of another model is said in one line."
+    file = tmp_path / "maps.safetensors"
+    code, out, err = call("calibrate", "--model", plain, "--windows", 2, "--length", 64, "--out", file, "--json", "--quiet")
+    about = json.loads(out)
+    assert code == 0 and err == "" and about["tokens"] == 2 * 60 and len(about["gain"]) == about["about"]["layers"] and file.stat().st_size > 0
+    shared = ["--model", plain, "--quiet", "--calibration", file]
+    code, out, _ = call("eval", "ppl", *SHORT, *shared, "--recipe", "k3v3", "--against", "k3v3", "--json")
+    rows = json.loads(out)["rows"]
+    names = [r["cache"] for r in rows]
+    assert code == 0 and "k3v3 + maps" in names and "k3v3" in names
+    assert "map-" in json.dumps(rows[names.index("k3v3 + maps")]["recipe"]) and "map-" not in json.dumps(rows[names.index("k3v3")]["recipe"])
+    code, out, _ = call("generate", "--prompt", "a b", "--max-new-tokens", 3, *shared, "--json")
+    assert code == 0 and "map-" in json.dumps(json.loads(out)["cache"]["recipe"])
+    for wrong, says in ((["--calibration", tmp_path / "none"], "is neither a file"), (["--calibration", __file__], "is not a readable calibration")):
+        code, out, err = call("generate", "--prompt", "a", "--model", plain, "--quiet", *wrong)
+        assert code == 2 and out == "" and says in err and err.count("\n") == 1
+    for argv, says in ((["--out", tmp_path / "no" / "f"], "there is no such folder"), (["--out", file, "--windows", 0], "--windows must be positive"), (["--out", file, "--length", 3], "ids must be")):
+        code, out, err = call("calibrate", "--model", plain, "--quiet", *argv)
+        assert code == 2 and out == "" and says in err and err.count("\n") == 1

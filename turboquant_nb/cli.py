@@ -217,7 +217,7 @@ def _hushed():
         finally:
             logging.set_verbosity(level)
 
-# %% ../nbs/18_cli.ipynb #12a172af
+# %% ../nbs/18_cli.ipynb #d363414a
 def read_recipe(
     text: str,  # a preset, a JSON object, or the name of a file that holds one
     bits: int | float | None = None,  # replaces the bits of keys and values
@@ -245,16 +245,22 @@ def read_recipe(
         raise _Usage(f"{source}: {err}") from err
 
 
-def _for_model(model, text: str, recipe):
-    "A preset as this model gets it: with a centre that turns where RoPE does. Others as they are."
+def _for_model(model, text: str, recipe, calibration: str | None = None):
+    """A preset as this model gets it: with a centre that turns where RoPE does; others as they are.
+    With the maps of a calibration if there is one."""
     from turboquant_nb.hf import TurboQuantCache
     from turboquant_nb.quantizer import PRESETS
 
-    if text not in PRESETS:
+    if text in PRESETS:
+        own = TurboQuantCache(model, text).recipe
+        with_center = lambda r: replace(recipe, key=replace(recipe.key, center=r.key.center))  # noqa: E731
+        recipe = [with_center(r) for r in own] if isinstance(own, list) else with_center(own)
+    if not calibration:
         return recipe
-    own = TurboQuantCache(model, text).recipe
-    with_center = lambda r: replace(recipe, key=replace(recipe.key, center=r.key.center))  # noqa: E731
-    return [with_center(r) for r in own] if isinstance(own, list) else with_center(own)
+    try:
+        return TurboQuantCache(model, recipe, calibration=calibration).recipes
+    except (FileNotFoundError, ValueError) as err:
+        raise _Usage(f"--calibration {calibration}: {err}") from err
 
 
 def _as_data(recipe):
@@ -492,7 +498,7 @@ def _read_prompt(args, model, tokenizer) -> tuple:  # (what `_one` needs, record
     prompt = ids.to(model.device), end, states, first, _stop_tokens(model)
     return prompt, _machine(args, model) | about
 
-# %% ../nbs/18_cli.ipynb #5de6c8cb
+# %% ../nbs/18_cli.ipynb #ec81dec2
 def _demo(args) -> None:
     "turboquant demo"
     recipes = _check_demo(args)
@@ -507,7 +513,7 @@ def _demo(args) -> None:
         say(f"  {about['question']}\n\nAnswers:")
         rows, reference = [], None
         for name, text, recipe in [("uncompressed", "", None), *recipes]:
-            recipe = recipe and _for_model(model, text, recipe)
+            recipe = recipe and _for_model(model, text, recipe, args.calibration)
             model.set_attn_implementation(args.attention if recipe else plain)
             row, tensors = _one(args, model, name, recipe, prompt, reference)
             reference = reference or tensors
@@ -601,7 +607,7 @@ def _write(args, model, ids, cache, limit: int, streamer) -> list:  # tokens of 
         )
     return out[0, ids.shape[1] :].tolist()
 
-# %% ../nbs/18_cli.ipynb #030e26c5
+# %% ../nbs/18_cli.ipynb #c7f2982e
 def _generate(args) -> None:
     "turboquant generate"
     _check_generate(args)
@@ -615,7 +621,7 @@ def _generate(args) -> None:
         ids = _encode(tokenizer, text, args.chat).to(model.device)
         limit = _room(args, model, ids.shape[1])
         model.set_attn_implementation(args.attention)
-        recipe = _for_model(model, args.recipe, recipe)
+        recipe = _for_model(model, args.recipe, recipe, args.calibration)
         cache = TurboQuantCache(model, recipe, max_length=args.max_length)
         label, begin = f"reading {ids.shape[1]:,} tokens", time.monotonic()
         if args.json:
@@ -716,8 +722,8 @@ def _recipe(args) -> None:
             file=sys.stderr,
         )
 
-# %% ../nbs/18_cli.ipynb #5e8c9c8b
-def _recipe_or_other(text: str, args, model):
+# %% ../nbs/18_cli.ipynb #a3d8a478
+def _recipe_or_other(text: str, args, model, calibration: str | None):
     "What a user may name: one of OTHERS, a recipe, or a JSON list of recipes, one per layer."
     from turboquant_nb.evaluate import OTHERS
 
@@ -727,7 +733,7 @@ def _recipe_or_other(text: str, args, model):
     said = Path(text).read_text("utf-8") if not inline and Path(text).is_file() else text
     if not said.lstrip().startswith("["):
         recipe = read_recipe(text, args.bits, args.sinks, args.window)
-        return _for_model(model, text, recipe)
+        return _for_model(model, text, recipe, calibration)
     try:
         return [read_recipe(json.dumps(x)) for x in json.loads(said)]
     except json.JSONDecodeError as err:
@@ -741,10 +747,12 @@ def _contenders(args, model) -> list:
     out = []
     for i, text in enumerate([*args.recipe, *args.against], 1):
         try:
-            what = _recipe_or_other(text, args, model)
+            calibration = args.calibration if i <= len(args.recipe) else None
+            what = _recipe_or_other(text, args, model, calibration)
         except _Usage as err:
             raise _Usage(f"{err}; --against also takes {', '.join(OTHERS)}") from err
         name = text if len(text) < 25 else f"recipe {i}"
+        name += " + maps" if calibration and not isinstance(what, str) else ""
         length = None if args.measure == "needle" else args.length
         try:
             out.append(contender(model, what, name, max_length=length))
@@ -934,6 +942,33 @@ def _fold(args) -> None:
         f"{out}: {moved:,} of {total:,} channels of keys scaled, from {found.header['tokens']:,} tokens"
     )
 
+# %% ../nbs/18_cli.ipynb #64b7a941
+def _calibrate(args) -> None:
+    "turboquant calibrate"
+    out = Path(args.out)
+    if not out.parent.is_dir():
+        raise _Usage(f"--out {out}: there is no such folder")
+    for name in ("windows", "length"):
+        if getattr(args, name) < 1:
+            raise _Usage(f"--{name} must be positive, got {getattr(args, name)}")
+    texts = _texts(args)
+    model, tokenizer, _ = _load(args)
+    from turboquant_nb.calibrate import calibrate, save_calibration
+    from turboquant_nb.evaluate import text_windows
+
+    try:
+        ids = text_windows(tokenizer, texts, None, min(args.length, _context(model)))
+        ids = ids[: args.windows]
+        with _hushed(), _Stage(f"reading {len(ids)} windows", len(ids), not args.quiet) as stage:
+            found = calibrate(model, ids, progress=stage.tick)
+    except ValueError as err:
+        raise _Usage(str(err)) from err
+    save_calibration(found, out)
+    if args.json:
+        about = dict(version=version(), out=str(out), nbytes=found.nbytes)
+        return print(json.dumps(about | found.header))
+    print(f"{out}: {found}")
+
 # %% ../nbs/18_cli.ipynb #60533ae9
 def _told(row: dict) -> str:
     "One claim as text, at most 95 columns."
@@ -967,7 +1002,7 @@ def _claims(args) -> None:
         return print(json.dumps(dict(version=version(), claims=rows, seen=claims.summary(rows))))
     print("\n\n".join(map(_told, rows)) + f"\n\n{claims.summary(rows)}")
 
-# %% ../nbs/18_cli.ipynb #39c60376
+# %% ../nbs/18_cli.ipynb #2de1e7c5
 class _Parser(argparse.ArgumentParser):
     "argparse with errors of one line and examples that keep their lines."
 
@@ -998,6 +1033,26 @@ def _fold_parser(commands) -> None:
     p.add_argument("--length", type=int, default=512, help="tokens of a window; default: 512")
     _shared(p, "one JSON object", attention=False)
     p.set_defaults(run=_fold, attention="sdpa")
+
+
+def _calibrate_parser(commands) -> None:
+    p = commands.add_parser(
+        "calibrate",
+        help="find the best maps for a model's keys, or with --fasta a code for ESM-2",
+        description="Read some text once and write maps for the keys of a language model to one file. With --fasta FILE it fits a code for a protein model instead: see turboquant calibrate --fasta --help.",
+        epilog="example:\n  turboquant calibrate --out smollm2.safetensors && turboquant demo --calibration smollm2.safetensors\n"
+        "  turboquant calibrate --model Qwen/Qwen2.5-0.5B --text a.txt b.txt --out qwen.safetensors",
+    )
+    p.add_argument("--out", required=True, metavar="FILE", help="the calibration to write")
+    p.add_argument(
+        "--text", nargs="+", metavar="FILE", help="UTF-8 text; default: a sample of the package"
+    )
+    p.add_argument(
+        "--windows", type=int, default=16, help="most windows that are read; default: 16"
+    )
+    p.add_argument("--length", type=int, default=1024, help="tokens of a window; default: 1024")
+    _shared(p, "one JSON object", attention=False)
+    p.set_defaults(run=_calibrate, attention="sdpa")
 
 
 def _report_parser(commands) -> None:
@@ -1082,7 +1137,15 @@ def _recipe_options(p) -> None:
         "--window", type=int, help="most recent tokens kept exact, instead of the recipe's"
     )
 
-# %% ../nbs/18_cli.ipynb #03b9fc82
+# %% ../nbs/18_cli.ipynb #797aeefa
+def _calibration_option(p) -> None:
+    p.add_argument(
+        "--calibration",
+        metavar="FILE_OR_HUB_ID",
+        help="maps for keys, from turboquant calibrate; default: none, codes are data-free",
+    )
+
+
 def _demo_parser(commands) -> None:
     p = commands.add_parser(
         "demo",
@@ -1106,10 +1169,11 @@ def _demo_parser(commands) -> None:
         default=256,
         help="tokens of the book on which the caches are scored; default: 256",
     )
+    _calibration_option(p)
     _shared(p, "one JSON object on standard output, nothing else")
     p.set_defaults(run=_demo)
 
-# %% ../nbs/18_cli.ipynb #9c850f4f
+# %% ../nbs/18_cli.ipynb #fe582f86
 def _generate_parser(commands) -> None:
     p = commands.add_parser(
         "generate",
@@ -1129,6 +1193,7 @@ def _generate_parser(commands) -> None:
         help="a preset, a JSON object or a file (see turboquant recipe); default: k3v3",
     )
     _recipe_options(p)
+    _calibration_option(p)
     _length_options(p)
     p.add_argument(
         "--chat",
@@ -1168,7 +1233,7 @@ def _eval_parser(commands) -> None:
         _shared(m, "the whole record as one JSON object on standard output", attention=False)
         m.set_defaults(run=_eval, attention="sdpa")
 
-# %% ../nbs/18_cli.ipynb #14c953ed
+# %% ../nbs/18_cli.ipynb #728dd129
 def _eval_options(p, measure: str) -> None:
     "Options of one measure; what it does not use has its default all the same."
     add = p.add_argument
@@ -1187,6 +1252,7 @@ def _eval_options(p, measure: str) -> None:
         help="further recipes, or dense, fp8, quanto4, quanto2, hqq4, hqq2 (optimum-quanto and hqq must be installed)",
     )
     _recipe_options(p)
+    _calibration_option(p)
     add("--batch", type=int, default=4, help="windows at a time; default: 4")
     add("--out", metavar="FILE", help="write rows, machine, versions and commit as JSON")
     add("--plot", metavar="FILE", help="draw the rows into a picture (.png, .svg, .pdf)")
@@ -1230,7 +1296,7 @@ def _window_options(add, measure: str) -> None:
             help="what is exact and what is coded; default: decode",
         )
 
-# %% ../nbs/18_cli.ipynb #81e445d6
+# %% ../nbs/18_cli.ipynb #f67befbe
 def _parser() -> _Parser:
     p = _Parser(
         prog="turboquant",
@@ -1243,6 +1309,7 @@ def _parser() -> _Parser:
     _generate_parser(commands)
     _eval_parser(commands)
     _fold_parser(commands)
+    _calibrate_parser(commands)
     r = commands.add_parser(
         "recipe",
         help="print a recipe as JSON, and its bits",
@@ -1258,13 +1325,16 @@ def _parser() -> _Parser:
         commands.add_parser(name, help=text, add_help=False)
     return p
 
-# %% ../nbs/18_cli.ipynb #02f9e867
-_PROTEINS = {  # commands of the chapter on proteins, with parsers of their own
-    "calibrate": "fit a transform code for ESM-2 to a FASTA file",
-    "variants": "score substitutions of proteins with ESM-2",
-}
+# %% ../nbs/18_cli.ipynb #be04f24d
+_PROTEINS = {"variants": "score substitutions of proteins with ESM-2"}  # with parsers of their own
 
-# %% ../nbs/18_cli.ipynb #6d523078
+
+def _of_proteins(argv: list) -> bool:
+    "Whether the chapter on proteins answers: its commands, and `calibrate` with --fasta."
+    fasta = any(x == "--fasta" or x.startswith("--fasta=") for x in argv)
+    return bool(argv) and (argv[0] in _PROTEINS or (argv[0] == "calibrate" and fasta))
+
+# %% ../nbs/18_cli.ipynb #39c70e1d
 def _message(err: Exception) -> str:
     "An error on one line; a message with indented advice keeps its lines."
     text = str(err).strip() or type(err).__name__
@@ -1277,7 +1347,7 @@ def main(
     "The `turboquant` command. Never raises, except with --debug."
     argv = [str(x) for x in (sys.argv[1:] if argv is None else argv)]
     try:
-        if argv and argv[0] in _PROTEINS:
+        if _of_proteins(argv):
             from turboquant_nb.esm import main as proteins  # a chapter of its own
 
             return proteins(argv)
