@@ -1,0 +1,154 @@
+#!/usr/bin/env python3
+"""Perplexity of data-free, folded and mapped codes (notebooks 20, 23 and 83): eval_calibrated.py --calibrate FILE ... --out FILE [options of eval_recipes.py].
+
+The windows, recipes and protocols of eval_search.py, whose codes without packing it takes. `--parts` names what is measured: `main` (the texts of --text, all bits and both
+protocols), `domains` (--domain NAME=FILE: other kinds of text, calibrated as before), `tokens` (less text to calibrate on) and `length` (windows longer than those of the
+calibration). Maps are fitted to one window of --calibrate-length tokens of each file of --calibrate, which are none of those measured. Rows say how keys were coded (plain, folded, mapped), the
+change of perplexity against the uncompressed model and against plain codes, paired, and true bits per value: with tables and maps held for this one window, for one sequence of 4,096
+and of 102,400 tokens."""
+import argparse
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from eval_recipes import add_options, opened
+from eval_search import Codes, gate, recipe
+
+from turboquant_nb import evaluate, results
+from turboquant_nb.calibrate import calibrate, collect
+from turboquant_nb.evaluate import contender, paired, prefill, score, text_windows
+from turboquant_nb.fold import calibrate as find_fold
+from turboquant_nb.fold import fold, unfold
+from turboquant_nb.hf import TurboQuantCache, rope_frequencies
+from turboquant_nb.maps import map_gain
+from turboquant_nb.store import KVStore
+
+PLAIN = dict(k4v4=(4, 4), k4v3=(4, 3), k3v3=(3, 3), k3v2=(3, 2), k2v2=(2, 2))
+
+
+def recipes_of(model, bits, sinks, window, calibration=None):
+    "Recipes of all layers: around a centre that turns where RoPE does, with or without maps."
+    turns = rope_frequencies(model.config.get_text_config())[0]
+    turning = all(t is not None for t in turns)
+    r = recipe(*map(float, bits), sinks, window, "rope" if turning else "prompt")
+    cache = TurboQuantCache(model, r, calibration=calibration)
+    return cache.recipe if calibration else r
+
+
+def true_bits(model, recipes, tokens):
+    "Bits per value of a cache of one sequence, from a store of each layer's kind; the tables of all layers once, maps of each."
+    config = model.config.get_text_config()
+    h, layers = config.num_key_value_heads, config.num_hidden_layers
+    d = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    each = recipes if isinstance(recipes, list) else [recipes] * layers
+    turns = rope_frequencies(config)[0][0]
+    inv = torch.as_tensor(turns) if each[0].key.center == "rope" else None
+    store = KVStore(each[0], 1, h, d, dtype=torch.bfloat16, max_length=tokens, inv_freq=inv)
+    tables = sum({t.data_ptr(): t.nbytes for t in store.tables()}.values())
+    maps = 6 * h * d * d * sum(r.key.rotation.startswith("map-") for r in each[1:])  # those of the first layer are among its tables
+    total = layers * store.nbytes + tables
+    return 8 * (total + maps) / (layers * 2 * h * d * tokens)
+
+
+class Run:
+    "A model, what is measured of it, and the rows so far."
+
+    def __init__(self, a):
+        self.a, self.began = a, time.time()
+        self.model, self.tokenizer, self.ids, self.batch, self.origin = opened(a)
+        self.rows, self.passed = [], gate(self.model, self.ids)
+        print(self.passed, f"{time.time() - self.began:.0f} s", flush=True)
+        if not self.passed["passed"]:
+            raise SystemExit("the gate did not pass; nothing is measured")
+        texts = [Path(f).read_text(encoding="utf-8") for f in a.calibrate]
+        self.source = text_windows(self.tokenizer, texts, len(texts), a.calibrate_length)
+        began = time.time()
+        self.found = calibrate(self.model, self.source)
+        seconds = time.time() - began
+        self.note(dict(part="calibration", seconds=seconds, tokens=self.found.header["tokens"], gain=self.found.header["gain"], bytes=self.found.nbytes, unit="seconds"))
+        evaluate._TwinLayer, evaluate._count = Codes, lambda *x: 0.0
+
+    def note(self, row):
+        self.rows.append(row)
+        data = {"id": self.a.data_id, "n": len(self.ids), "calibration": f"{self.source.numel()} tokens, one window of each of {len(self.source)} other texts of the same source"}
+        results.save(results.record("calibrated", self.rows, self.passed, self.origin, data, [0]), self.a.out)
+        print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items() if k != "gain"}, f"{time.time() - self.began:.0f} s", flush=True)
+
+    def losses(self, ids, r, protocol, prompt, starts):
+        return score(self.model, ids, contender(self.model, r, "x"), protocol, prompt, self.batch, starts=starts).loss
+
+    def measure(self, part, ids, ways, bits, protocols, prompt, **more):
+        "Rows of some windows: each way of coding keys, of bits and of protocol."
+        starts, plain = {}, score(self.model, ids, None, "decode", prompt, self.batch).loss
+        self.note(dict(part=part, cache="uncompressed", protocol="all", ppl=float(plain.mean().exp()), n=plain.numel(), unit="perplexity", **more))
+        for name in bits:
+            for protocol in protocols:
+                losses = {}
+                for how, found in ways.items():
+                    if time.time() - self.began > self.a.seconds:
+                        raise SystemExit("out of time; what is measured is saved")
+                    r = recipes_of(self.model, PLAIN[name], 4, 16, None if how in ("plain", "folded") else found)
+                    if how == "folded":
+                        fold(self.model, found)
+                    if protocol == "decode" and (how == "folded") not in starts:
+                        starts[how == "folded"] = [prefill(self.model, x[:, :prompt]) for x in ids.split(self.batch)]
+                    loss = losses[how] = self.losses(ids, r, protocol, prompt, starts.get(how == "folded"))
+                    if how == "folded":
+                        unfold(self.model)
+                    percent, stderr = paired(loss, plain)
+                    row = dict(part=part, cache=f"{name} s4 w16", how=how, protocol=protocol, ppl=float(loss.mean().exp()), percent=percent, stderr=stderr, windows=len(ids), n=loss.numel(), unit="perplexity", **more)
+                    counted = [replace(x, window=0) if protocol == "stress" else x for x in (r if isinstance(r, list) else [r])]
+                    counted = counted if isinstance(r, list) else counted[0]
+                    row |= {f"bits{label}": true_bits(self.model, counted, n) for label, n in (("", ids.shape[1]), ("_4k", 4096), ("_100k", 102400))}
+                    if how != "plain" and "plain" in losses:
+                        row["against_plain"] = paired(loss, losses["plain"])
+                    self.note(row)
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(p)
+    p.set_defaults(batch=8)
+    p.add_argument("--calibrate", nargs="+", required=True, help="texts, of which one window each is read")
+    p.add_argument("--calibrate-length", type=int, default=1024)
+    p.add_argument("--parts", nargs="+", default=["main"], choices=("main", "domains", "tokens", "length"))
+    p.add_argument("--domain", nargs="*", default=[], metavar="NAME=FILE")
+    p.add_argument("--ways", nargs="+", default=["plain", "folded", "mapped"])
+    p.add_argument("--bits", nargs="+", default=["k3v3", "k2v2", "k4v4"], choices=[*PLAIN])
+    p.add_argument("--protocols", nargs="+", default=["stress", "decode"])
+    p.add_argument("--out", required=True)
+    a = p.parse_args()
+    if a.text and {Path(f).resolve() for f in a.text} & {Path(f).resolve() for f in a.calibrate}:
+        raise SystemExit("texts to calibrate on must not be among those that are measured")
+    run = Run(a)
+    ways = {how: run.found for how in a.ways}
+    if "folded" in ways:
+        try:
+            ways["folded"] = find_fold(run.model, run.source)
+        except ValueError as error:
+            del ways["folded"]
+            run.note(dict(part="fold", refused=str(error), unit="perplexity"))
+    if "main" in a.parts:
+        run.measure("main", run.ids, ways, a.bits, a.protocols, a.prompt)
+    if "tokens" in a.parts:
+        for windows, length in ((1, 64), (1, 256), (1, 1024), (2, 1024), (4, 1024)):
+            found = calibrate(run.model, run.source[:windows, :length])
+            run.measure("tokens", run.ids, {"plain": None, "mapped": found}, ["k2v2"], ["stress"], a.prompt, tokens=found.header["tokens"])
+    for said in a.domain if "domains" in a.parts else ():
+        name, file = said.split("=", 1)
+        ids = text_windows(run.tokenizer, Path(file).read_text(encoding="utf-8"), 16, a.length).to(run.ids.device)
+        m = collect(run.model, ids[:4])
+        gains = [float(map_gain(m.queries[i] / m.tokens, m.keys[i] / m.tokens, x.matrix.double().mT @ x.matrix.double()).mean()) for i, x in zip(sorted(m.keys), run.found.maps)]
+        run.note(dict(part="domain gain", domain=name, gain=gains, mean=sum(gains) / len(gains), unit="bits"))
+        run.measure("domains", ids, ways, ["k3v3", "k2v2"], ["stress"], a.prompt, domain=name)
+    if "length" in a.parts:
+        run.batch = 1
+        texts = [Path(f).read_text(encoding="utf-8") for f in a.text]
+        ids = text_windows(run.tokenizer, texts, 8, 4096).to(run.ids.device)
+        short = calibrate(run.model, run.source[:, :512])
+        run.measure("length", ids, {"plain": None, "mapped": run.found, "mapped at 512": short}, ["k3v3", "k2v2"], ["stress"], 2048, length=4096)
+
+
+if __name__ == "__main__":
+    main()
