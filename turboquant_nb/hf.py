@@ -889,19 +889,22 @@ def _recorded_by(layers: list) -> dict:
 class _Filed(_Watching):
     "To disk and back."
 
-    def save(self, path) -> None:
-        """All layers to one safetensors file. Raises ValueError for an empty cache or one with
-        layers that are not codes."""
+    def states(self) -> tuple:  # ([(tensors, header) of each layer], header of all)
+        """What is saved, uncopied. Raises ValueError for an empty cache or one with layers that are
+        not codes."""
         if not all(isinstance(x, TurboQuantLayer) and x.is_initialized for x in self.layers):
             raise ValueError("only a filled cache whose layers are all coded can be saved")
         self.check()
-        tensors, headers = {}, []
-        for i, layer in enumerate(self.layers):
-            t, h = layer.store.state()
-            tensors |= {f"{i}.{n}": x for n, x in t.items()}
-            headers.append(h)
         about = {"model_type": self.config.model_type, "recipe": _recipes_to_json(self.recipes)}
-        write_file(path, tensors, about | {"layers": headers})
+        states = [layer.store.state() for layer in self.layers]
+        return states, about | {"layers": [h for _, h in states]}
+
+    def save(self, path) -> None:
+        "All layers to one safetensors file. Raises as `states`."
+        states, header = self.states()
+        write_file(
+            path, {f"{i}.{n}": x for i, (t, _) in enumerate(states) for n, x in t.items()}, header
+        )
 
     @classmethod
     def load(cls, path, model_or_config, device: torch.device | str = "cpu") -> "TurboQuantCache":
@@ -910,6 +913,16 @@ class _Filed(_Watching):
         tensors, header = read_file(path)
         if "layers" not in header:
             raise ValueError(f"{path} holds a single store, not a cache; read it with KVStore.load")
+        part = lambda i: {k[len(i) :]: t for k, t in tensors.items() if k.startswith(i)}  # noqa: E731
+        states = (part(f"{i}.") for i in range(len(header["layers"])))
+        return cls.from_states(states, header, model_or_config, device, path)
+
+    @classmethod
+    def from_states(
+        cls, states, header: dict, model_or_config, device="cpu", path="this"
+    ) -> "TurboQuantCache":
+        """The inverse of `states`; `states` gives the tensors of one layer at a time. Raises ValueError
+        for another model's, called by `path`."""
         cache = cls(model_or_config)
         have = f"a {header['model_type']} with {len(header['layers'])} layers"
         want = f"a {cache.config.model_type} with {len(cache.layers)} layers"
@@ -919,8 +932,7 @@ class _Filed(_Watching):
         longest = max((h["max_length"] for h in stores if h["max_length"]), default=None)
         static = any(h.get("static") for h in stores)
         cache = cls(model_or_config, recipes, max_length=longest, static=static)
-        for i, (layer, h) in enumerate(zip(cache.layers, stores)):
-            part = {n.partition(".")[2]: t for n, t in tensors.items() if n.startswith(f"{i}.")}
+        for layer, part, h in zip(cache.layers, states, stores):
             layer.store, layer.is_initialized = KVStore.from_state(part, h, device), True
             layer.starts = tuple(layer.store.start.tolist())
             if static:
