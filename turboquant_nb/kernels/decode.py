@@ -1028,6 +1028,28 @@ def _halves(x):
     hi = x.to(tl.float16)
     return hi, ((x - hi.to(tl.float32)) * 2048.0).to(tl.float16)
 
+# %% ../../nbs/12_decode.ipynb #43735dd3
+@triton.jit(do_not_specialize=["batch"])
+def _mapping_kernel(
+    QUERY, sb, sh, sn, TURN, th, tc, te, OUT, batch, heads, group, n, rows,
+    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    "OUT[b, h, j, c] = sum of QUERY[b, h, j, e] TURN[h, c, e] for ROWS rows of one head and COLS channels c; 0 in rows that only pad."
+    h = tl.program_id(1)
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    b, j = (r // rows).to(tl.int64), r % rows
+    e = tl.arange(0, DP)
+    c = tl.program_id(2) * COLS + tl.arange(0, COLS)
+    ok = (b < batch) & (j < group * n)
+    at = QUERY + b * sb + (h * group + j // n).to(tl.int64) * sh + (j % n).to(tl.int64) * sn
+    q = tl.load(at[:, None] + e[None, :], mask=ok[:, None] & (e < D)[None, :], other=0.0)
+    inside = (c < D)[None, :] & (e < D)[:, None]
+    turn = TURN + h.to(tl.int64) * th + c[None, :] * tc + e[:, None] * te
+    turn = tl.load(turn, mask=inside, other=0.0)
+    out = tl.dot(q.to(tl.float32), turn, input_precision="tf32x3")
+    place = OUT + ((b * heads + h) * rows + j)[:, None] * D + c[None, :]
+    tl.store(place, out, mask=(b < batch)[:, None] & (c < D)[None, :])
+
 # %% ../../nbs/12_decode.ipynb #345aa5de
 @triton.jit(do_not_specialize=["length", "offset", "reach"])
 def _turning_kernel(
@@ -1211,17 +1233,11 @@ def _splits(
     each = -(-tiles // max(1, round(want / base)))
     return -(-tiles // each)  # no split is empty: an idle program still takes another one's place
 
-# %% ../../nbs/12_decode.ipynb #23c9b0ec
+# %% ../../nbs/12_decode.ipynb #17021c82
 def _turned(x: Tensor, matrix: Tensor) -> Tensor:
     "x times a [d, d] fp32 matrix, or [B, H, n, d] times those of heads, in fp32 whatever autocast says."
     with torch.autocast(x.device.type, enabled=False):
         return x.float() @ matrix
-
-
-def _turned_query(q: Tensor, heads: int, turn: Tensor) -> Tensor:  # [B, H, g * n, d] fp32
-    "Rows of queries as they read the codes; turn: [d, d], or [H, d, d] where heads have their own."
-    b, _, _, d = q.shape
-    return _turned(q.reshape(b, heads, -1, d), turn.mT)
 
 
 def _size(d: int) -> int:
@@ -1280,8 +1296,31 @@ def _combine(
         out = (out + _turned(tensors[10], c.value_turn)).to(q.dtype)
     return out, lse, again if fast and not mixed else None
 
-# %% ../../nbs/12_decode.ipynb #f6b97e4f
+# %% ../../nbs/12_decode.ipynb #f0f4fcc1
 _TURNING_SLOTS = _NUMBERS | dict(QUERY="q", TURNS="turns", BIAS="bias")
+_MAPPING_SLOTS = dict(QUERY="q", OUT="turned")
+
+
+def _mapped_query(c: _Call, rows: int) -> tuple:  # ([B, H, rows, d] fp32, how to launch it again)
+    "Queries times the matrices that read the codes, where the decode kernel does not rotate them; rows of a KV head, padded."
+    q, turn, d = c.q, c.key_turn, c.d
+    out = torch.empty(c.b, c.heads, rows, d, dtype=torch.float32, device=q.device)
+    block = min(64 if d <= 128 else 32, max(16, 1 << (c.b * rows - 1).bit_length()))
+    strides = (*q.stride()[:3], turn.stride(0) if turn.ndim == 3 else 0, *turn.stride()[-2:])
+    flags = (d, _size(d), block, 32)
+    args = (q, *strides[:3], turn, *strides[3:], out, c.b, c.heads, c.group, c.n, rows, *flags)
+    key = (
+        "mapping",
+        q.device,
+        *flags,
+        c.heads,
+        c.group,
+        c.n,
+        rows,
+        *_kinds((q, turn, out), strides),
+    )
+    grid = -(-c.b * rows // block), c.heads, -(-d // 32)
+    return out, _launch(_mapping_kernel, grid, args, key, _MAPPING_SLOTS, num_warps=4)
 
 
 def _biases(
@@ -1321,7 +1360,7 @@ def _biases(
 # %% ../../nbs/12_decode.ipynb #1865206b
 _DECODE_SLOTS = _NUMBERS | dict(QUERY="q", TURNED="parts", O="parts", LSE="lse_parts")
 
-# %% ../../nbs/12_decode.ipynb #6f243b21
+# %% ../../nbs/12_decode.ipynb #cdf8baf5
 def _fragments(c: _Call) -> tuple:  # (output, log-sum-exp, how to do it again or None)
     "Decode with the fragments kernel."
     q, rows, Q = c.q, c.group * c.n, 4 if c.group * c.n <= 4 else 8
@@ -1339,9 +1378,8 @@ def _fragments(c: _Call) -> tuple:  # (output, log-sum-exp, how to do it again o
     lse = torch.empty(base, splits, Q, dtype=torch.float32, device=q.device)
     turned, value_mean, words = parts, c.value_mean, c.words  # words: where a tensor is missing
     if not fast_k:
-        turned = _turned_query(q, c.heads, c.key_turn)
-        if rows < blocks * Q:
-            turned = torch.nn.functional.pad(turned, (0, 0, 0, blocks * Q - rows))
+        turned, launch = _mapped_query(c, blocks * Q)
+        launches.append(launch)
     if not fast and value_mean is not None:
         value_mean = _turned(value_mean, c.value_turn.T)
     centred = c.key_mean is not None and bias is None
@@ -1372,8 +1410,8 @@ def _fragments(c: _Call) -> tuple:  # (output, log-sum-exp, how to do it again o
     launches.append(_launch(_decode_kernel, grid, args, key, slots, num_warps=1, **options))
     out, lse_all, last = _combine(c, parts, lse, splits, blocks, Q, fast, pdl)
     shapes = dict(parts=parts.shape, lse_parts=lse.shape, bias=None if bias is None else bias.shape)
-    turn = None if fast_k else (c.key_turn, blocks * Q)
-    again = (splits, parts_of, shapes, [*launches, last], turn) if last else None
+    shapes["turned"] = None if fast_k else turned.shape
+    again = (splits, parts_of, shapes, [*launches, last]) if last else None
     return out, lse_all, again
 
 # %% ../../nbs/12_decode.ipynb #5f13f3dc
@@ -1647,18 +1685,12 @@ _arguments_uncompiled = torch.compiler.disable(_arguments)
 def _run(args: tuple) -> tuple:
     return _decode(*args) if type(args[0]) is Tensor else _operator(*args)
 
-# %% ../../nbs/12_decode.ipynb #94afbde4
+# %% ../../nbs/12_decode.ipynb #20569d53
 class _Repeat:
     """The launches of a call on a store, for calls of the same kind. Keeps no tensor of the store or
     of the call alive: of those it has the address, and sees before each use that they are the same."""
 
-    def __init__(
-        self, c: _Call, store, splits: int, parts: tuple, shapes: dict, launches: list, turn
-    ):
-        self.turn = turn and (
-            c.heads,
-            *turn,
-        )  # queries are multiplied before: (heads, matrices, rows)
+    def __init__(self, c: _Call, store, splits: int, parts: tuple, shapes: dict, launches: list):
         self.splits, self.parts, self.chunk, self.least = splits, parts, c.chunk, max(c.n, c.chunk)
         self.out, self.shapes = (*c.q.shape[:3], c.dv), {n: x for n, x in shapes.items() if x}
         state, self.zero = _state(store)
@@ -1693,10 +1725,6 @@ class _Repeat:
         new = {name: empty(shape) for name, shape in self.shapes.items()}
         out, lse = torch.empty(self.out, dtype=q.dtype, device=q.device), empty(self.out[:3])
         new |= dict(q=q, k=k, v=v, out=out, lse=lse, turns=store.turns)
-        if self.turn:
-            heads, matrix, rows = self.turn
-            turned = _turned_query(q, heads, matrix)
-            new["turned"] = torch.nn.functional.pad(turned, (0, 0, 0, rows - turned.shape[2]))
         at = {name: x.data_ptr() for name, x in new.items() if x is not None}
         at |= dict(length=store.length, offset=store.offset, recent_from=store._window_from)
         for run, args, slots in self.launches:
