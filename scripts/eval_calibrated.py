@@ -146,8 +146,9 @@ def main():
         run.batch = 1
         texts = [Path(f).read_text(encoding="utf-8") for f in a.text]
         ids = text_windows(run.tokenizer, texts, 8, 4096).to(run.ids.device)
-        short = calibrate(run.model, run.source[:, :512])
-        run.measure("length", ids, {"plain": None, "mapped": run.found, "mapped at 512": short}, ["k3v3", "k2v2"], ["stress"], 2048, length=4096)
+        texts = [Path(f).read_text(encoding="utf-8") for f in a.calibrate]
+        ways = {f"mapped at {n}": calibrate(run.model, text_windows(run.tokenizer, texts, len(texts), n), batch=1) for n in (512, 1024, 4096)}
+        run.measure("length", ids, {"plain": None} | ways, ["k3v3", "k2v2"], ["stress"], 2048, length=4096)
 
 
 if __name__ == "__main__":

@@ -483,12 +483,12 @@ def _copy(X_AT, SINKS, RING, START, heads, bh, i, first, n, seen, lost, sinks: t
         at = SINKS + (bh * sinks + s)[:, None] * D + k
         tl.store(at, x, mask=(seen & (s >= 0) & (s < sinks))[:, None] & ok)
 
-# %% ../../nbs/11_encode.ipynb #a9313fb1
+# %% ../../nbs/11_encode.ipynb #d3649d12
 @triton.jit
 def _short(X, sb, sh, sn, W, MEAN, TAB, P0, P1, P2, SCALE, SINKS, RING, factor, thin, START, TURNS, FLAG, heads, rows, first, base, n, tiles, limit,
            C: tl.constexpr, BY_TOKEN: tl.constexpr, sinks: tl.constexpr, ring: tl.constexpr, R: tl.constexpr, M: tl.constexpr,
-           WIDE: tl.constexpr, APART: tl.constexpr):  # fmt: skip
-    "M of the rows (head, token), of one head where heads have their own matrices: exact copies, codes and scales."
+           WIDE: tl.constexpr):  # fmt: skip
+    "M of the rows (sequence, token) of one head: exact copies, codes and scales."
     D: tl.constexpr = C[0]
     HALF: tl.constexpr = C[1]
     BITS: tl.constexpr = C[3]
@@ -496,15 +496,10 @@ def _short(X, sb, sh, sn, W, MEAN, TAB, P0, P1, P2, SCALE, SINKS, RING, factor, 
     MP: tl.constexpr = C[6]  # parts of the mean; 0: none, or it turns
     TURN: tl.constexpr = C[11]
     TYPE: tl.constexpr = X.dtype.element_ty if XP == 1 else tl.bfloat16
-    pid, head = tl.program_id(0), 0
-    if APART:
-        rows = rows // heads
-        blocks = (rows + M - 1) // M
-        pid, head = pid % blocks, pid // blocks
-    r = pid * M + tl.arange(0, M)
-    bh, i = (r // n).to(tl.int64), r % n
-    if APART:
-        bh = bh * heads + head
+    blocks = (rows + M - 1) // M
+    head = tl.program_id(0) // blocks
+    r = tl.program_id(0) % blocks * M + tl.arange(0, M)
+    bh, i = (r // n).to(tl.int64) * heads + head, r % n
     if C[12]:
         W += head * (C[7] * D * D)
     p, fits = first + i, first + n <= limit
@@ -540,7 +535,7 @@ def _short(X, sb, sh, sn, W, MEAN, TAB, P0, P1, P2, SCALE, SINKS, RING, factor, 
     old = (bh * (tiles - thin) + tile - thin)[:, None]
     _store(P0, P1, P2, word, at, old, t % R, 255 - (3 << slot), seen, C, BY_TOKEN, R, False)
 
-# %% ../../nbs/11_encode.ipynb #d62e6de5
+# %% ../../nbs/11_encode.ipynb #9df40eba
 @triton.jit(do_not_specialize=["kthin", "vthin", "rows", "first", "base", "tiles", "limit"])
 def _short_kernel(
     KX, ksb, ksh, ksn, KW, KTAB, kfactor, kthin, KP0, KP1, KP2, KSCALE, KSINKS, KRING, KMEAN,
@@ -553,10 +548,10 @@ def _short_kernel(
         first = tl.load(POSITION)
     if tl.program_id(1) == 0:
         _short(KX, ksb, ksh, ksn, KW, KMEAN, KTAB, KP0, KP1, KP2, KSCALE, KSINKS, KRING, kfactor, kthin, START, TURNS, FLAG,
-               heads, rows, first, base, n, tiles, limit, KC, False, sinks, ring, R, M, WIDE, KC[12] + VC[12] > 0)  # fmt: skip
+               heads, rows, first, base, n, tiles, limit, KC, False, sinks, ring, R, M, WIDE)  # fmt: skip
     else:
         _short(VX, vsb, vsh, vsn, VW, VMEAN, VTAB, VP0, VP1, VP2, VSCALE, VSINKS, VRING, vfactor, vthin, START, TURNS, FLAG + 2,
-               heads, rows, first, base, n, tiles, limit, VC, True, sinks, ring, R, M, WIDE, KC[12] + VC[12] > 0)  # fmt: skip
+               heads, rows, first, base, n, tiles, limit, VC, True, sinks, ring, R, M, WIDE)  # fmt: skip
     if STATIC:
         fits = first + n <= limit
         tl.store(FLAG + 4, 1, mask=fits == 0)
@@ -858,7 +853,7 @@ class _Prepared:
         self.wide = _wide(device)
         self.ready = _READY.setdefault((device, dtype, heads, *self.fixed), {})
 
-# %% ../../nbs/11_encode.ipynb #3c1eb618
+# %% ../../nbs/11_encode.ipynb #d049450a
 class _Plan(_Prepared):
     "How a short append is launched."
 
@@ -874,12 +869,9 @@ class _Plan(_Prepared):
         args = (
             at[0], *ks[:3], *kt, thin[0], *kp(list(map(read, key))),
             at[1], *vs[:3], *vt, thin[1], *vp(list(map(read, value))), *map(read, numbers),
-            h, b * h * n, first, base, n, key[self.scale].shape[2], limit, *self.fixed, static, self.wide,
+            h, b * n, first, base, n, key[self.scale].shape[2], limit, *self.fixed, static, self.wide,
         )  # fmt: skip
-        each = (
-            h if self.consts[0][12] or self.consts[1][12] else 1
-        )  # heads have programs of their own
-        grid = (each * -(-b * h * n // each // self.rows), 2, 1)
+        grid = (h * -(-b * n // self.rows), 2, 1)  # each head has programs of its own
         if ready is None:
             self.ready[name] = _short_kernel[grid](*args, **self.options)
         else:
