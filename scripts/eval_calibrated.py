@@ -2,8 +2,8 @@
 """Perplexity of data-free, folded and mapped codes (notebooks 20, 23 and 83): eval_calibrated.py --calibrate FILE ... --out FILE [options of eval_recipes.py].
 
 The windows, recipes and protocols of eval_search.py, whose codes without packing it takes. `--parts` names what is measured: `main` (the texts of --text, all bits and both
-protocols), `domains` (--domain NAME=FILE: other kinds of text, calibrated as before), `tokens` (less text to calibrate on) and `length` (windows longer than those of the
-calibration). Maps are fitted to one window of --calibrate-length tokens of each file of --calibrate, which are none of those measured. Rows say how keys were coded (plain, folded, mapped), the
+protocols), `domains` (--domain NAME=FILE: other kinds of text, calibrated as before), `tokens` (less text to calibrate on) `length` (windows longer than those of the
+calibration) and `gains` (the same by formula). Maps are fitted to one window of --calibrate-length tokens of each file of --calibrate, which are none of those measured. Rows say how keys were coded (plain, folded, mapped), the
 change of perplexity against the uncompressed model and against plain codes, paired, and true bits per value: with tables and maps held for this one window, for one sequence of 4,096
 and of 102,400 tokens."""
 import argparse
@@ -49,6 +49,12 @@ def true_bits(model, recipes, tokens):
     maps = 6 * h * d * d * sum(r.key.rotation.startswith("map-") for r in each[1:])  # those of the first layer are among its tables
     total = layers * store.nbytes + tables
     return 8 * (total + maps) / (layers * 2 * h * d * tokens)
+
+
+def gains_of(found, m):
+    "What a calibration gains on other moments by the formula of notebook 21: bits a channel of keys, of each layer."
+    pairs = ((i, x.matrix.double()) for i, x in zip(sorted(m.keys), found.maps))
+    return [float(map_gain(m.queries[i] / m.tokens, m.keys[i] / m.tokens, w.mT @ w).mean()) for i, w in pairs]
 
 
 class Run:
@@ -112,7 +118,7 @@ def main():
     p.set_defaults(batch=8)
     p.add_argument("--calibrate", nargs="+", required=True, help="texts, of which one window each is read")
     p.add_argument("--calibrate-length", type=int, default=1024)
-    p.add_argument("--parts", nargs="+", default=["main"], choices=("main", "domains", "tokens", "length"))
+    p.add_argument("--parts", nargs="+", default=["main"], choices=("main", "domains", "tokens", "length", "gains"))
     p.add_argument("--domain", nargs="*", default=[], metavar="NAME=FILE")
     p.add_argument("--ways", nargs="+", default=["plain", "folded", "mapped"])
     p.add_argument("--bits", nargs="+", default=["k3v3", "k2v2", "k4v4"], choices=[*PLAIN])
@@ -138,16 +144,22 @@ def main():
     for said in a.domain if "domains" in a.parts else ():
         name, file = said.split("=", 1)
         ids = text_windows(run.tokenizer, Path(file).read_text(encoding="utf-8"), 16, a.length).to(run.ids.device)
-        m = collect(run.model, ids[:4])
-        gains = [float(map_gain(m.queries[i] / m.tokens, m.keys[i] / m.tokens, x.matrix.double().mT @ x.matrix.double()).mean()) for i, x in zip(sorted(m.keys), run.found.maps)]
+        gains = gains_of(run.found, collect(run.model, ids[:4]))
         run.note(dict(part="domain gain", domain=name, gain=gains, mean=sum(gains) / len(gains), unit="bits"))
         run.measure("domains", ids, ways, ["k3v3", "k2v2"], ["stress"], a.prompt, domain=name)
-    if "length" in a.parts:
+    if {"length", "gains"} & {*a.parts}:
         run.batch = 1
-        texts = [Path(f).read_text(encoding="utf-8") for f in a.text]
-        ids = text_windows(run.tokenizer, texts, 8, 4096).to(run.ids.device)
         texts = [Path(f).read_text(encoding="utf-8") for f in a.calibrate]
         ways = {f"mapped at {n}": calibrate(run.model, text_windows(run.tokenizer, texts, len(texts), n), batch=1) for n in (512, 1024, 4096)}
+        texts = [Path(f).read_text(encoding="utf-8") for f in a.text]
+    if "gains" in a.parts:
+        for n in (1024, 4096):
+            m = collect(run.model, text_windows(run.tokenizer, texts, 4, n), batch=1)
+            for how, found in ways.items():
+                gains = gains_of(found, m)
+                run.note(dict(part="length gain", length=n, how=how, gain=gains, mean=sum(gains) / len(gains), unit="bits"))
+    if "length" in a.parts:
+        ids = text_windows(run.tokenizer, texts, 8, 4096).to(run.ids.device)
         run.measure("length", ids, {"plain": None} | ways, ["k3v3", "k2v2"], ["stress"], 2048, length=4096)
 
 

@@ -69,6 +69,15 @@ def turning(capability=90, d=128, rotary=None):
     return triton.compile(src, target=GPUTarget("cuda", capability, 32), options=dict(num_warps=4))
 
 
+def mapping(capability=90, d=128, rows=32):
+    "The kernel that multiplies queries by the matrices of their heads."
+    types = TYPES | dict(TURN="*fp32", OUT="*fp32")
+    constants = dict(D=d, SLICE=32, ROWS=rows, COLS=32)
+    built = triton.compile(source(kernel._mapping_kernel, ASTSource, types, constants), target=GPUTarget("cuda", capability, 32), options=dict(num_warps=4, num_stages=1))
+    assert "wgmma" not in built.asm["ptx"]  # Triton 3.6 computes a pipelined one wrongly
+    return built
+
+
 def usage(compiled, capability):
     "Registers a thread, bytes of stack and of spills a thread, bytes of shared memory."
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as f:
@@ -83,6 +92,6 @@ def usage(compiled, capability):
 if __name__ == "__main__":
     for text in sys.argv[1:]:
         case = json.loads(text)
-        make = {"decode": build, "combine": combine, "portable": portable, "turning": turning}[case.get("kernel", "decode")]
+        make = {"decode": build, "combine": combine, "portable": portable, "turning": turning, "mapping": mapping}[case.get("kernel", "decode")]
         built = make(**{k: v for k, v in case.items() if k != "kernel"})
         print(json.dumps(case | usage(built, case.get("capability", 90))), flush=True)

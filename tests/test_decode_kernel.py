@@ -568,10 +568,27 @@ def test_pages_refuse():
         kernel.decode_pages(q.expand(1, 2, 17, 64), p)
 
 
+@needs_triton
+@mark.parametrize("batch,heads,group,n,d,rows", ((2, 3, 4, 1, 64, 4), (1, 2, 3, 2, 96, 8), (20, 2, 4, 1, 32, 4), (1, 1, 1, 1, 256, 4)))
+@mark.parametrize("own", (True, False))
+def test_mapped_queries(batch, heads, group, n, d, rows, own):
+    "Rows of strided queries times the matrix of their head, or the one of all; rows that only pad are 0."
+    q = torch.randn(batch, n, heads * group, d, device=DEVICE).transpose(1, 2)
+    turn = torch.randn(*((heads,) if own else ()), d, d, device=DEVICE).mT
+    out = torch.full((batch, heads, rows, d), float("nan"), device=DEVICE)
+    block = 16 if batch * rows <= 16 else 32
+    strides = turn.stride(0) if own else 0, *turn.stride()[-2:]
+    grid = -(-batch * rows // block), heads, -(-d // 32)
+    kernel._mapping_kernel[grid](q, *q.stride()[:3], turn, *strides, out, batch, heads, group, n, rows, d, min(32, kernel._size(d)), block, 32)
+    want = torch.zeros_like(out)
+    want[:, :, : group * n] = q.reshape(batch, heads, group * n, d) @ turn.mT
+    assert (out - want).abs().max() < 1e-4 * d**0.5
+
+
 # ---- compiled ahead of time: registers, spilled bytes, shared memory
 QUICK = [
     (dict(bits=[3, 3], regs=168), 168, 120), (dict(bits=[4, 4]), 255, 0), (dict(bits=[2, 2], capability=80, regs=168), 168, 40),
-    (dict(d=256, rows=8), 255, 1300), (dict(biased=True), 255, 0), (dict(biased=True, maps=True), 255, 0), (dict(kernel="turning"), 168, 0), (dict(kernel="combine", each=8), 80, 0), (dict(kernel="portable", capability=75), 128, 0),
+    (dict(d=256, rows=8), 255, 1300), (dict(biased=True), 255, 0), (dict(biased=True, maps=True), 255, 0), (dict(kernel="turning"), 168, 0), (dict(kernel="mapping"), 168, 0), (dict(kernel="combine", each=8), 80, 0), (dict(kernel="portable", capability=75), 128, 0),
 ]
 SLOW = [
     *((dict(bits=[k, v], capability=c, regs=168 if max(k, v) < 4 else None), 168 if max(k, v) < 4 else 255, 120)
@@ -579,7 +596,7 @@ SLOW = [
     *((dict(d=d, rows=r, bits=[3, 3]), 255, 1300 if (d, r) == (256, 8) else 120) for d in (64, 96, 128, 256) for r in (4, 8)),
     (dict(sliding=True, capped=True), 255, 120), (dict(page=16, paged=True, length=True), 255, 40), (dict(kernel="combine", fast=False, d=96), 128, 0),
     *((dict(biased=True, d=d, rows=r, bits=[b, b]), 255, 1300 if (d, r) == (256, 8) else 120) for d in (64, 256) for r in (4, 8) for b in (3, 4)),
-    (dict(kernel="turning", rotary=64, capability=80), 168, 0), (dict(kernel="combine", capability=80), 128, 0), (dict(kernel="combine", together=4, each=8), 168, 0),
+    (dict(kernel="turning", rotary=64, capability=80), 168, 0), (dict(kernel="mapping", d=256), 168, 0), (dict(kernel="mapping", capability=80), 168, 0), (dict(kernel="combine", capability=80), 128, 0), (dict(kernel="combine", together=4, each=8), 168, 0),
     *((dict(kernel="portable", d=d), 128, 40) for d in (16, 64, 256)),
 ]
 
@@ -641,7 +658,7 @@ def test_gpu_poison_and_nan():
 @needs_triton
 def test_gpu_graph():
     "A replayed graph gives the same bits, and reads what has changed in place."
-    for case in (dict(d=128), dict(d=96, n=3, m=3)):
+    for case in (dict(d=128), dict(d=96, n=3, m=3), dict(d=128, rot="maps", center="rope")):
         q, store, chunk = setup(**(dict(G=4, T=3000) | case))
         want = decode_attention(q, store, **chunk)
         graph = torch.cuda.CUDAGraph()
@@ -675,8 +692,8 @@ def test_gpu_strides_and_launches():
 @needs_triton
 def test_gpu_repeats():
     "Later calls on a store repeat launches; they see tokens that arrived, a store that grew, was cropped or padded, and other chunks."
-    for center in ("prompt", "rope"):
-        q, store, chunk = setup(d=128, G=4, T=600, n=2, m=2, center=center)
+    for center, rot in (("prompt", "hadamard"), ("rope", "hadamard"), ("rope", "maps")):
+        q, store, chunk = setup(d=128, G=4, T=600, n=2, m=2, center=center, rot=rot)
         new = torch.randn(2, 2, 1, 128, device=DEVICE)
         for step in range(600):
             if step in (3, 300):

@@ -103,7 +103,7 @@ def collect(
         raise ValueError(f"{config.model_type} does not show its keys: the pass saw {got}")
     return moments
 
-# %% ../nbs/23_calibrate.ipynb #bd437baf
+# %% ../nbs/23_calibrate.ipynb #bbdbe257
 def _about(config) -> dict:
     "What a calibration and a model must have in common."
     config = config.get_text_config(decoder=True)
@@ -118,7 +118,7 @@ def _about(config) -> dict:
         "vocabulary": config.vocab_size,
     }
 
-
+# %% ../nbs/23_calibrate.ipynb #b0969cdd
 @dataclass(frozen=True, eq=False)
 class Calibration:
     "Maps for the keys of one model, a layer at a time, and their provenance."

@@ -73,7 +73,19 @@ def map_gain(
         least = trace(c @ p) * trace(torch.linalg.solve(p, m))
     return 0.5 * (trace(c) * trace(m) / least).log2()
 
-# %% ../nbs/21_maps.ipynb #59dde6f7
+# %% ../nbs/21_maps.ipynb #c9f2adb7
+def _head_times(x: Tensor, matrix: Tensor) -> Tensor:
+    "x [..., H, n, d] times the matrices [H, d, d] of its heads, fp32, whatever autocast says."
+    heads, d, _ = matrix.shape
+    if x.ndim < 3 or (x.shape[-3], x.shape[-1]) != (heads, d):
+        want = f"[..., {heads}, n, {d}]"
+        raise ValueError(f"maps of {heads} heads take {want}, got {list(x.shape)}")
+    if x.device != matrix.device:
+        raise ValueError(f"x must be on {matrix.device} like the maps, got {x.device}")
+    with _no_autocast(x):
+        return x.float() @ matrix
+
+# %% ../nbs/21_maps.ipynb #610351fd
 @dataclass(frozen=True, eq=False)
 class HeadMaps:
     """An invertible map for every head: y = W x, and queries times the inverse transpose. Shared
@@ -93,24 +105,15 @@ class HeadMaps:
 
     def apply(self, x: Tensor) -> Tensor:
         "W x for x [..., H, n, d] of any float dtype, fp32. Raises ValueError for another shape or device."
-        return self._times(x, self.matrix.float().mT)
+        return _head_times(x, self.matrix.float().mT)
 
     def inverse(self, y: Tensor) -> Tensor:
         "The inverse of `apply`."
-        return self._times(y, self.back.mT)
+        return _head_times(y, self.back.mT)
 
     def query(self, q: Tensor) -> Tensor:
         "W^-T q for q [..., H, n, d]: its product with W k is that of q with k."
-        return self._times(q, self.back)
-
-    def _times(self, x, matrix):
-        if x.ndim < 3 or (x.shape[-3], x.shape[-1]) != (self.heads, self.d):
-            want = f"[..., {self.heads}, n, {self.d}]"
-            raise ValueError(f"maps of {self.heads} heads take {want}, got {list(x.shape)}")
-        if x.device != matrix.device:
-            raise ValueError(f"x must be on {matrix.device} like the maps, got {x.device}")
-        with _no_autocast(x):
-            return x.float() @ matrix
+        return _head_times(q, self.back)
 
     def to(self, device) -> "HeadMaps":
         "The same on another device."
@@ -118,7 +121,7 @@ class HeadMaps:
             return self
         return replace(self, matrix=self.matrix.to(device), back=self.back.to(device))
 
-# %% ../nbs/21_maps.ipynb #8626e676
+# %% ../nbs/21_maps.ipynb #14858ada
 _KNOWN = {}  # name -> HeadMaps on the CPU
 
 
@@ -153,7 +156,7 @@ def find_maps(name: str) -> HeadMaps:
         raise ValueError(f"{name} is not known here: load the calibration that it is of first")
     return _KNOWN[name]
 
-
+# %% ../nbs/21_maps.ipynb #caa5d1f2
 def make_maps(
     queries: Tensor,  # [H, d, d]
     keys: Tensor,  # [H, d, d]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-# %% ../nbs/70_results.ipynb #df82ebc0
+# %% ../nbs/70_results.ipynb #178aff8f
 SCHEMA = 1
 REQUIRED = "schema experiment command commit dirty utc machine versions model data seeds gate rows"
 REQUIRED = tuple(REQUIRED.split())
@@ -41,7 +41,8 @@ def _version(name):
 
 def _command(argv) -> str:
     "The command line with folders cut off: they belong to one machine."
-    names = [Path(x).name if "/" in x and Path(x).is_absolute() else x for x in argv[1:]]
+    cut = lambda x: Path(x).name if "/" in x and Path(x).is_absolute() else x  # noqa: E731
+    names = ["=".join(map(cut, x.split("=", 1))) for x in argv[1:]]  # also in --option=FILE
     return " ".join(["python", f"scripts/{Path(argv[0]).name}", *names])
 
 

@@ -1028,25 +1028,25 @@ def _halves(x):
     hi = x.to(tl.float16)
     return hi, ((x - hi.to(tl.float32)) * 2048.0).to(tl.float16)
 
-# %% ../../nbs/12_decode.ipynb #43735dd3
+# %% ../../nbs/12_decode.ipynb #15652175
 @triton.jit(do_not_specialize=["batch"])
 def _mapping_kernel(
     QUERY, sb, sh, sn, TURN, th, tc, te, OUT, batch, heads, group, n, rows,
-    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    D: tl.constexpr, SLICE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     "OUT[b, h, j, c] = sum of QUERY[b, h, j, e] TURN[h, c, e] for ROWS rows of one head and COLS channels c; 0 in rows that only pad."
     h = tl.program_id(1)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     b, j = (r // rows).to(tl.int64), r % rows
-    e = tl.arange(0, DP)
     c = tl.program_id(2) * COLS + tl.arange(0, COLS)
     ok = (b < batch) & (j < group * n)
     at = QUERY + b * sb + (h * group + j // n).to(tl.int64) * sh + (j % n).to(tl.int64) * sn
-    q = tl.load(at[:, None] + e[None, :], mask=ok[:, None] & (e < D)[None, :], other=0.0)
-    inside = (c < D)[None, :] & (e < D)[:, None]
-    turn = TURN + h.to(tl.int64) * th + c[None, :] * tc + e[:, None] * te
-    turn = tl.load(turn, mask=inside, other=0.0)
-    out = tl.dot(q.to(tl.float32), turn, input_precision="tf32x3")
+    turn, out = TURN + h.to(tl.int64) * th + c[None, :] * tc, tl.zeros((ROWS, COLS), tl.float32)
+    for first in range(0, D, SLICE):
+        e = first + tl.arange(0, SLICE)
+        q = tl.load(at[:, None] + e[None, :], mask=ok[:, None] & (e < D)[None, :], other=0.0)
+        m = tl.load(turn + e[:, None] * te, mask=(c < D)[None, :] & (e < D)[:, None], other=0.0)
+        out = tl.dot(q.to(tl.float32), m, out, input_precision="tf32x3")
     place = OUT + ((b * heads + h) * rows + j)[:, None] * D + c[None, :]
     tl.store(place, out, mask=(b < batch)[:, None] & (c < D)[None, :])
 
@@ -1296,7 +1296,7 @@ def _combine(
         out = (out + _turned(tensors[10], c.value_turn)).to(q.dtype)
     return out, lse, again if fast and not mixed else None
 
-# %% ../../nbs/12_decode.ipynb #f0f4fcc1
+# %% ../../nbs/12_decode.ipynb #e9d720b6
 _TURNING_SLOTS = _NUMBERS | dict(QUERY="q", TURNS="turns", BIAS="bias")
 _MAPPING_SLOTS = dict(QUERY="q", OUT="turned")
 
@@ -1305,9 +1305,11 @@ def _mapped_query(c: _Call, rows: int) -> tuple:  # ([B, H, rows, d] fp32, how t
     "Queries times the matrices that read the codes, where the decode kernel does not rotate them; rows of a KV head, padded."
     q, turn, d = c.q, c.key_turn, c.d
     out = torch.empty(c.b, c.heads, rows, d, dtype=torch.float32, device=q.device)
-    block = min(64 if d <= 128 else 32, max(16, 1 << (c.b * rows - 1).bit_length()))
+    block = (
+        16 if c.b * rows <= 16 else 32
+    )  # 64 would be a pipelined wgmma, which Triton 3.6 computes wrongly
     strides = (*q.stride()[:3], turn.stride(0) if turn.ndim == 3 else 0, *turn.stride()[-2:])
-    flags = (d, _size(d), block, 32)
+    flags = (d, min(32, _size(d)), block, 32)
     args = (q, *strides[:3], turn, *strides[3:], out, c.b, c.heads, c.group, c.n, rows, *flags)
     key = (
         "mapping",
@@ -1320,7 +1322,8 @@ def _mapped_query(c: _Call, rows: int) -> tuple:  # ([B, H, rows, d] fp32, how t
         *_kinds((q, turn, out), strides),
     )
     grid = -(-c.b * rows // block), c.heads, -(-d // 32)
-    return out, _launch(_mapping_kernel, grid, args, key, _MAPPING_SLOTS, num_warps=4)
+    options = dict(num_warps=4, num_stages=1)
+    return out, _launch(_mapping_kernel, grid, args, key, _MAPPING_SLOTS, **options)
 
 
 def _biases(
