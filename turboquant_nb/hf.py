@@ -103,7 +103,7 @@ class _Layer(CacheLayerMixin):
         "Whether a CUDA graph or torch.compile records this call, to run it again without Python."
         return self.static and self.is_initialized and self.store._recorded()
 
-# %% ../nbs/14_hf.ipynb #fe56c8d6
+# %% ../nbs/14_hf.ipynb #1518b6d4
 class _Building(_Layer):
     "From the first chunk to a store."
 
@@ -122,7 +122,8 @@ class _Building(_Layer):
     def _decide(self, key_states):
         "Who will serve recorded steps: Python does not run there, so it is settled now."
         b, h, _, d = key_states.shape
-        group = self.config.num_attention_heads // self.config.num_key_value_heads
+        heads = self.config.num_attention_heads  # some models have no other number
+        group = heads // (getattr(self.config, "num_key_value_heads", None) or heads)
         q = key_states.new_empty(b, h * group, 1, d).detach()
         coder = ops.choose_coder(self.store, self.backend)
         server = ops.choose(q, self.store, window=self.sliding_window, backend=self.backend)
