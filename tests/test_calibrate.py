@@ -6,15 +6,15 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
 from safetensors import safe_open  # noqa: E402
-from test_hf import BASE, DROP, exact_recipe, generate, prompt, three, tiny  # noqa: E402
-from turboquant_nb import attention, calibrate as C, maps as M, ops  # noqa: E402
+from test_hf import BASE, DROP, caches_latents, exact_recipe, generate, prompt, three, tiny  # noqa: E402
+from turboquant_nb import calibrate as C, maps as M, ops  # noqa: E402
+from turboquant_nb.attention import attend, dense_attention  # noqa: E402
 from turboquant_nb.calibrate import calibrate, collect, load_calibration, save_calibration  # noqa: E402
 from turboquant_nb.hf import TurboQuantCache  # noqa: E402
 from turboquant_nb.quantizer import Quantizer, Recipe, Spec, as_recipe, decode, encode  # noqa: E402
@@ -139,15 +139,21 @@ def test_a_model_with_eyes_keeps_the_attention_of_each_part():
     assert TurboQuantCache(model, calibration=found).recipes[0].key.rotation == found.maps[0].name
 
 
-def test_what_a_pass_cannot_serve_is_said_before_it_reads():
-    "Latents in the cache, and attention of a model's own."
+def test_latents_are_refused_before_reading():
     latents = tiny("deepseek_v3")
+    if not caches_latents(latents):
+        pytest.skip("this transformers caches expanded keys and values")
     with pytest.raises(ValueError, match="deepseek_v3 caches .* a token in layer 0 and attends to 4 x 12"):
         calibrate(latents, texts(), progress=lambda: pytest.fail("it began to read"))
     assert latents.config._attn_implementation != C.NAME
+
+
+def test_what_shows_no_keys_is_refused_before_reading():
+    "Attention of a model's own, and what is no model."
     gptj = transformers.GPTJForCausalLM(transformers.GPTJConfig(vocab_size=61, n_embd=32, n_layer=2, n_head=4, rotary_dim=8, n_positions=64, bos_token_id=1, eos_token_id=2))
-    with pytest.raises(ValueError, match=r"gptj does not show its keys: the pass saw layers \[\] of \[0, 1\]"):
-        calibrate(gptj, texts())
+    if not gptj._can_set_attn_implementation():
+        with pytest.raises(ValueError, match=r"gptj does not show its keys: the pass saw layers \[\] of \[0, 1\]"):
+            calibrate(gptj, texts(), progress=lambda: pytest.fail("it began to read"))
     for bad in (3, None, torch.nn.Linear(2, 2)):
         with pytest.raises(TypeError, match="must be a transformers model"):
             calibrate(bad, texts())
@@ -165,6 +171,21 @@ def test_half_precision(dtype):
     assert out.shape == (2, 24) and cache.layers[0].store.dtype == dtype
 
 
+def test_autocast_and_other_default_dtypes():
+    "Sums stay in fp32; a default dtype is not the model's."
+    model, _ = made("llama")
+    want = calibrate(model, texts())
+    metric = lambda m: m.matrix.double().mT @ m.matrix.double()  # noqa: E731
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = calibrate(model, texts())
+    assert all((metric(a) - metric(b)).norm() < 0.05 * metric(b).norm() for a, b in zip(cast.maps, want.maps))
+    tokens, _ = generate(model, prompt(), "turboquant", cache=with_maps(model, want), padding=False)
+    for dtype in (torch.bfloat16, torch.float64):
+        torch.set_default_dtype(dtype)  # conftest.py puts it back
+        assert [m.name for m in calibrate(model, texts()).maps] == [m.name for m in want.maps]
+        assert torch.equal(generate(model, prompt(), "turboquant", cache=with_maps(model, want), padding=False)[0], tokens)
+
+
 # --- a cache with maps -----------------------------------------------------------------------------
 
 def with_maps(model, found, recipe="k4v4", mask=None, **kwargs):
@@ -172,6 +193,18 @@ def with_maps(model, found, recipe="k4v4", mask=None, **kwargs):
     if mask is not None:
         cache.set_padding(mask)
     return cache
+
+
+def test_maps_are_counted_once():
+    "A report has their bytes among its tables; they are the same tensors in every cache."
+    model, found = made("llama")
+    model.set_attn_implementation("turboquant")
+    bytes_of = []
+    for c in (None, found, found):
+        cache = TurboQuantCache(model, "k3v3", calibration=c)
+        logits(model, texts(), past_key_values=cache)
+        bytes_of.append(cache.report()["parts"]["tables"])
+    assert bytes_of[1] - bytes_of[0] == found.nbytes == sum(6 * 2 * 8 * 8 for _ in found.maps) and bytes_of[2] == bytes_of[1]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -219,9 +252,9 @@ def test_maps_help_the_model_that_they_are_of():
         cache = TurboQuantCache(model, recipe, calibration=c)
         logits(model, ids, past_key_values=cache)
         keys = [x.store.read()[0].double() for x in cache.layers]
-        exact = keys if name == "exact" else exact
+        if name == "exact":
+            exact = keys
         errors[name] = torch.tensor([float(torch.einsum("bhnd,hde,bhne->", a - b, asked[i], a - b)) for i, (a, b) in enumerate(zip(keys, exact))])
-    print(errors)
     assert (errors["maps"] < 0.8 * errors["rotation"]).all() and (errors["exchanged"] > errors["rotation"]).all(), errors
 
 
@@ -325,9 +358,9 @@ def test_attention_on_codes_is_dense_attention(key, dtype):
         call = dict(window=window, softcap=softcap)
         for m in (0, n):  # codes alone, then with the exact chunk
             kd, vd = (torch.cat([x[:, :, : length - m], c[:, :, length - m :].float()], 2) for x, c in zip(dense, (k, v)))
-            want = attention.dense_attention(q, kd, vd, mask=mask, softcap=softcap)
+            want = dense_attention(q, kd, vd, mask=mask, softcap=softcap)
             chunk = (k[:, :, -m:], v[:, :, -m:]) if m else ()
-            assert error(attention.attend(q, store, *chunk, **call), want, dtype) < 1
+            assert error(attend(q, store, *chunk, **call), want, dtype) < 1
             assert error(ops.attend(q, store, *chunk, **call), want, dtype) < 1
 
 
@@ -344,7 +377,7 @@ def test_long_chunks_by_fused_attention(key, dtype):
         mask = (p <= at) & (p >= store.start[:, None, None, None]) & (p > at - (window or 701))
         call = q, store, k[:, :, -n:], v[:, :, -n:]
         assert ops.choose(*call, window=window)[0] == "flash"
-        got, want = ops.attend(*call, window=window), attention.dense_attention(q, kd, vd, mask=mask)
+        got, want = ops.attend(*call, window=window), dense_attention(q, kd, vd, mask=mask)
         lse = 1e-4 if dtype == torch.float32 else 20 * SHARP[dtype]  # fused attention rounds on its way
         assert (got[0].float() - want[0].float()).abs().max() < 2 * SHARP[dtype] * want[0].abs().max() and (got[1] - want[1]).abs().max() < lse
 
@@ -353,10 +386,10 @@ def test_the_law_fails_for_a_query_that_is_turned_like_a_key(monkeypatch):
     "The mutant: what is right for a rotation."
     store, k, v = filled(KEYS["prompt"], torch.float32)
     q = drawn(moments()[0].repeat(2, 1, 1), 2, 4, 1)
-    want = attention.dense_attention(q, *plain(store), mask=(torch.arange(700) >= store.start[:, None, None, None]))
-    assert error(attention.attend(q, store), want, torch.float32) < 1
+    want = dense_attention(q, *plain(store), mask=(torch.arange(700) >= store.start[:, None, None, None]))
+    assert error(attend(q, store), want, torch.float32) < 1
     monkeypatch.setattr(M.HeadMaps, "query", M.HeadMaps.apply)
-    assert error(attention.attend(q, store), want, torch.float32) > 100
+    assert error(attend(q, store), want, torch.float32) > 100
 
 
 @pytest.mark.parametrize("spec", [Spec(2), Spec(3), Spec(4), Spec(2.5), Spec(3, residual="sign")], ids=str)
@@ -374,8 +407,7 @@ def test_mapped_codes_beat_the_rotation_and_exchanged_ones_do_not(spec):
     gain = M.map_gain(m, c, M.best_metric(m, c))
     assert (gain > 0.4).all()
     measured = 0.5 * (errors["rotation"] / errors["maps"]).log2()
-    print(measured, gain)
-    assert ((measured - gain).abs() < 0.25).all(), (measured, gain)
+    assert ((measured - gain).abs() < 0.15).all(), (measured, gain)
     assert (errors["exchanged"] > errors["rotation"]).all()
 
 
@@ -514,9 +546,8 @@ def test_calibrations_come_back_and_others_do_not(tmp_path):
 
 
 FRESH = """
-import sys, torch
+import torch
 torch.set_num_threads(1)
-sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from turboquant_nb import maps, store
 from turboquant_nb.calibrate import load_calibration
@@ -531,6 +562,9 @@ for file in sorted(here.glob("*.saved")):
     cache = file.name.startswith("cache") or file.name.startswith("static")
     reader = load_compressed if "compressed" in file.name else TurboQuantCache.load if cache else store.KVStore.load
     got = reader(file, config) if cache else reader(file)
+    for x in [layer.store for layer in got.layers] if cache else [got]:
+        k, v = (torch.linspace(-3, 2, x.batch * x.heads * 5 * s.q.d).sin().view(x.batch, x.heads, 5, -1).to(x.dtype) for s in (x.key, x.value))
+        x.append(k, v)
     out[file.name] = [t for x in (got.layers if cache else [got]) for t in (*(x.store if cache else x).read(), *(x.store if cache else x).state()[0].values())]
 maps._KNOWN.clear()
 store._shared.cache_clear()
@@ -557,13 +591,14 @@ def written(folder):
         _, things[name] = generate(model, inputs, "turboquant", cache=with_maps(model, found, "k3v2", **more), padding=False, disable_compile=True)
     for name, x in things.items():
         stores = [layer.store for layer in x.layers] if isinstance(x, TurboQuantCache) else [x]
-        tensors = [t.clone() for s in stores for t in (*s.read(), *s.state()[0].values())]
         x.save(folder / f"{name}.saved")
-        out[f"{name}.saved"] = tensors
         if SQUEEZES:
             sizes = save_compressed(x, folder / f"{name}-compressed.saved")
             assert sizes["map"][0] == sum(s.key.q.rotation.matrix.nbytes for s in stores) and sizes["file"][0] == sum(a for k, (a, _) in sizes.items() if k != "file")
-            out[f"{name}-compressed.saved"] = tensors
+        for s in stores:  # in both processes five tokens more are coded
+            s.append(*(torch.linspace(-3, 2, s.batch * s.heads * 5 * side.q.d).sin().view(s.batch, s.heads, 5, -1).to(s.dtype) for side in (s.key, s.value)))
+        tensors = [t.clone() for s in stores for t in (*s.read(), *s.state()[0].values())]
+        out |= {f"{name}{kind}.saved": tensors for kind in ("", "-compressed")[: 1 + SQUEEZES]}
     return model, found, out
 
 
@@ -580,13 +615,13 @@ def fresh(tmp_path_factory):
     snapshot.mkdir(parents=True)
     save_calibration(found, snapshot / "calibration.safetensors")
     env = os.environ | {"HF_HOME": str(folder), "HF_HUB_CACHE": str(folder / "hub"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", FRESH, str(Path(__file__).parent)], cwd=folder, env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-c", FRESH], cwd=folder, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return found, want, torch.load(folder / "out")
 
 
 def test_saved_states_bring_their_maps_into_a_fresh_process(fresh):
-    "Stores and caches, growing and static, by `save` and entropy coded: every tensor, bit for bit, and what they stand for."
+    "Stores and caches, growing and static, by `save` and entropy coded: every tensor, bit for bit, what they stand for, and what they code next."
     _, want, got = fresh
     assert len(want) == (10 if SQUEEZES else 5)
     for name, tensors in want.items():

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['NAME', 'FORMAT', 'Moments', 'collect', 'Calibration', 'calibrate', 'save_calibration', 'load_calibration']
 
-# %% ../nbs/23_calibrate.ipynb #b7c3b404
+# %% ../nbs/23_calibrate.ipynb #d59be6ae
 import hashlib
 import os
 from dataclasses import dataclass, replace
@@ -28,9 +28,10 @@ from turboquant_nb.hf import (
     turboquant_mask,
 )
 from .maps import make_maps, map_gain, register_maps
+from .rotation import _no_autocast
 from .store import _turn, _turns, prompt_mean, read_file, write_file
 
-# %% ../nbs/23_calibrate.ipynb #a73be988
+# %% ../nbs/23_calibrate.ipynb #2495c0fe
 NAME = "turboquant_calibrate"  # of the attention that watches
 
 
@@ -52,15 +53,15 @@ class Moments:
             rows = _turns(inv_freq, d, key.device).reach(n)[:n]
             x = _turn(x, rows, back=True)
         mean = prompt_mean(x, self.skip).float()
-        x = key.float() - (mean if rows is None else _turn(mean, rows))
+        x = (key.float() - (mean if rows is None else _turn(mean, rows)))[:, :, self.skip :]
         q = query.float().reshape(b, h, -1, n, d)[:, :, :, self.skip :]
-        self._add(self.keys, layer, torch.einsum("bhnd,bhne->hde", *[x[:, :, self.skip :]] * 2))
+        self._add(self.keys, layer, torch.einsum("bhnd,bhne->hde", x, x))
         self._add(self.queries, layer, torch.einsum("bhgnd,bhgne->hde", q, q))
 
     def _add(self, sums: dict, layer: int, more: Tensor):
         sums[layer] = more.double() + sums.get(layer, 0.0)
 
-# %% ../nbs/23_calibrate.ipynb #b537cba1
+# %% ../nbs/23_calibrate.ipynb #6e53957b
 _takers = []  # the `Moments` of the pass that runs
 
 
@@ -69,7 +70,8 @@ def _watching(
 ):  # fmt: skip
     "transformers' attention interface: exact, and the states are added up."
     if _takers:
-        _takers[-1].take(module.layer_idx, query, key)
+        with _no_autocast(key):
+            _takers[-1].take(module.layer_idx, query, key)
     out = _exact(query, key, value, _as_bool(attention_mask), scaling, softcap, s_aux)
     return out.transpose(1, 2).contiguous(), None
 

@@ -579,7 +579,7 @@ def _layers(config, kinds: list, given, max_length, *settings) -> list:
         out.append(layer)
     return out
 
-# %% ../nbs/14_hf.ipynb #5c4ea599
+# %% ../nbs/14_hf.ipynb #82146086
 def _rotary(config) -> tuple:  # (modeling module, its rotary embedding), or (None, reason)
     module = importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
     mine = lambda c: isinstance(c, type) and c.__module__ == module.__name__  # noqa: E731
@@ -594,7 +594,8 @@ def _rotary(config) -> tuple:  # (modeling module, its rotary embedding), or (No
 
 def _half_split(module, rotary, kind, freq) -> bool:
     "Whether the model pairs channel j with j + r/2 and turns them by these frequencies."
-    x = torch.randn(1, 1, 4, 2 * len(freq), generator=torch.Generator().manual_seed(0))
+    kept = dict(dtype=torch.float32, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(1, 1, 4, 2 * len(freq), **kept)
     more = () if hasattr(rotary, "inv_freq") else (kind,)
     cos, sin = rotary(x, torch.arange(4)[None] * 3, *more)
     angle = torch.arange(4)[:, None] * 3 * freq
