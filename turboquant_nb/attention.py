@@ -15,14 +15,14 @@ from torch import Tensor
 from .quantizer import check_float
 from .store import KVStore
 
-# %% ../nbs/10_attention.ipynb #b6cc0c6d
+# %% ../nbs/10_attention.ipynb #7afea176
 class _Softmax:
     """Online softmax over pieces: running maximum, sum and weighted sums, fp32. Source: Milakov
     and Gimelshein 2018 (arXiv 1805.02867)."""
 
     def __init__(self, shape, device, d_value, sketch=0):
-        make = lambda *s: torch.zeros(*s, device=device)  # noqa: E731
-        self.top = torch.full((*shape, 1), -math.inf, device=device)
+        make = lambda *s: torch.zeros(*s, dtype=torch.float32, device=device)  # noqa: E731
+        self.top = torch.full((*shape, 1), -math.inf, dtype=torch.float32, device=device)
         self.total, self.coded_total = make(*shape, 1), make(*shape, 1)
         self.exact = make(*shape, d_value)
         self.coded = [make(*shape, n) for n in (d_value, sketch) if n]  # levels, and QJL signs

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['NAME', 'FORMAT', 'Moments', 'collect', 'Calibration', 'calibrate', 'save_calibration', 'load_calibration']
 
-# %% ../nbs/23_calibrate.ipynb #bf7b6f01
+# %% ../nbs/23_calibrate.ipynb #d59be6ae
 import hashlib
 import os
 from dataclasses import dataclass, replace
@@ -14,14 +14,24 @@ from pathlib import Path
 import torch
 import transformers
 from torch import Tensor
+from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from .hf import _as_bool, _exact, _is_coded, _kinds, rope_frequencies, turboquant_mask
+from turboquant_nb.hf import (
+    _as_bool,
+    _exact,
+    _is_coded,
+    _kinds,
+    _text_config,
+    rope_frequencies,
+    turboquant_mask,
+)
 from .maps import make_maps, map_gain, register_maps
+from .rotation import _no_autocast
 from .store import _turn, _turns, prompt_mean, read_file, write_file
 
-# %% ../nbs/23_calibrate.ipynb #a73be988
+# %% ../nbs/23_calibrate.ipynb #2495c0fe
 NAME = "turboquant_calibrate"  # of the attention that watches
 
 
@@ -43,15 +53,15 @@ class Moments:
             rows = _turns(inv_freq, d, key.device).reach(n)[:n]
             x = _turn(x, rows, back=True)
         mean = prompt_mean(x, self.skip).float()
-        x = key.float() - (mean if rows is None else _turn(mean, rows))
+        x = (key.float() - (mean if rows is None else _turn(mean, rows)))[:, :, self.skip :]
         q = query.float().reshape(b, h, -1, n, d)[:, :, :, self.skip :]
-        self._add(self.keys, layer, torch.einsum("bhnd,bhne->hde", *[x[:, :, self.skip :]] * 2))
+        self._add(self.keys, layer, torch.einsum("bhnd,bhne->hde", x, x))
         self._add(self.queries, layer, torch.einsum("bhgnd,bhgne->hde", q, q))
 
     def _add(self, sums: dict, layer: int, more: Tensor):
         sums[layer] = more.double() + sums.get(layer, 0.0)
 
-# %% ../nbs/23_calibrate.ipynb #b537cba1
+# %% ../nbs/23_calibrate.ipynb #6e53957b
 _takers = []  # the `Moments` of the pass that runs
 
 
@@ -60,7 +70,8 @@ def _watching(
 ):  # fmt: skip
     "transformers' attention interface: exact, and the states are added up."
     if _takers:
-        _takers[-1].take(module.layer_idx, query, key)
+        with _no_autocast(key):
+            _takers[-1].take(module.layer_idx, query, key)
     out = _exact(query, key, value, _as_bool(attention_mask), scaling, softcap, s_aux)
     return out.transpose(1, 2).contiguous(), None
 
@@ -68,7 +79,39 @@ def _watching(
 AttentionInterface.register(NAME, _watching)
 AttentionMaskInterface.register(NAME, turboquant_mask)
 
-# %% ../nbs/23_calibrate.ipynb #1e89c5d3
+# %% ../nbs/23_calibrate.ipynb #c7ef1f6f
+def _check_ids(ids, skip, batch) -> None:
+    "Raise TypeError/ValueError for what are no windows."
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"ids must be a tensor [windows, tokens], got {type(ids).__name__}")
+    for name, value, low in (("skip", skip, 0), ("batch", batch, 1)):
+        if type(value) is not int or value < low:
+            raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
+    whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    if not whole or ids.ndim != 2 or ids.shape[1] < skip + 2 or len(ids) == 0:
+        want = f"[windows, at least {skip + 2} tokens] of integers"
+        raise ValueError(f"ids must be {want}, got {list(ids.shape)} of {ids.dtype}")
+
+
+def _check_shown(decoder, config, id: Tensor) -> None:
+    "Raise ValueError unless the layers show attention the keys that they cache, by a pass of one token."
+    coded = [i for i, kind in enumerate(_kinds(config)) if _is_coded(kind)]
+    cache, seen = DynamicCache(config=config), Moments({}, {}, 0, [None] * len(_kinds(config)), 0)
+    _takers.append(seen)
+    try:
+        decoder(id, past_key_values=cache)
+    finally:
+        _takers.pop()
+    if sorted(seen.keys) != coded:
+        got = f"layers {sorted(seen.keys)} of {coded}"
+        raise ValueError(f"{config.model_type} does not show its keys: the pass saw {got}")
+    for i in coded:
+        (_, h, _, d), shown = cache.layers[i].keys.shape, list(seen.keys[i].shape[:2])
+        if [h, d] != shown:
+            what = f"{h} x {d} a token in layer {i} and attends to {shown[0]} x {shown[1]}"
+            raise ValueError(f"{config.model_type} caches {what}: maps cannot serve it")
+
+# %% ../nbs/23_calibrate.ipynb #ef6a74eb
 def collect(
     model,  # a decoder of transformers
     ids: Tensor,  # [windows, tokens] token ids, without padding
@@ -76,34 +119,29 @@ def collect(
     batch: int = 2,  # windows at a time
     progress=None,  # called once for each window that is done
 ) -> Moments:
-    """Read the windows once. Raises ValueError for too few tokens, for a model whose keys are not served,
-    and for one that does not call the attention interface."""
-    if ids.ndim != 2 or ids.is_floating_point() or ids.shape[1] < skip + 2 or len(ids) == 0:
-        want = f"[windows, at least {skip + 2} tokens] of integers"
-        raise ValueError(f"ids must be {want}, got {list(ids.shape)} of {ids.dtype}")
-    config = model.config.get_text_config(decoder=True)
-    coded = [i for i, kind in enumerate(_kinds(config)) if _is_coded(kind)]
+    """Read the windows once. Raises TypeError/ValueError for what is no model or no windows, for a model
+    whose keys are not served, and for one that does not call the attention interface."""
+    _check_ids(ids, skip, batch)
+    config, decoder = _text_config(model), model.get_decoder()
     turns = [None if t is None else torch.as_tensor(t) for t in rope_frequencies(config)[0]]
     moments, before = Moments({}, {}, 0, turns, skip), config._attn_implementation
     device = model.get_input_embeddings().weight.device
-    model.set_attn_implementation(NAME)
+    decoder.set_attn_implementation(NAME)  # what else the model has, such as eyes, keeps its own
     _takers.append(moments)
     try:
         with torch.no_grad():
+            _check_shown(decoder, config, ids[:1, :1].to(device, torch.long))
             for part in ids.split(batch):
-                model.get_decoder()(part.to(device), use_cache=False)
+                decoder(part.to(device, torch.long), use_cache=False)
                 moments.tokens += len(part) * (ids.shape[1] - skip)
                 for _ in part if progress else ():
                     progress()
     finally:
         _takers.pop()
-        model.set_attn_implementation(before)
-    if sorted(moments.keys) != coded:
-        got = f"layers {sorted(moments.keys)} of {coded}"
-        raise ValueError(f"{config.model_type} does not show its keys: the pass saw {got}")
+        decoder.set_attn_implementation(before)
     return moments
 
-# %% ../nbs/23_calibrate.ipynb #bbdbe257
+# %% ../nbs/23_calibrate.ipynb #efa4ef60
 def _about(config) -> dict:
     "What a calibration and a model must have in common."
     config = config.get_text_config(decoder=True)
@@ -112,7 +150,7 @@ def _about(config) -> dict:
         "model type": config.model_type,
         "layers": config.num_hidden_layers,
         "query heads": config.num_attention_heads,
-        "KV heads": config.num_key_value_heads,
+        "KV heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         "head size": d,
         "hidden size": config.hidden_size,
         "vocabulary": config.vocab_size,

@@ -103,7 +103,7 @@ class _Layer(CacheLayerMixin):
         "Whether a CUDA graph or torch.compile records this call, to run it again without Python."
         return self.static and self.is_initialized and self.store._recorded()
 
-# %% ../nbs/14_hf.ipynb #fe56c8d6
+# %% ../nbs/14_hf.ipynb #1518b6d4
 class _Building(_Layer):
     "From the first chunk to a store."
 
@@ -122,7 +122,8 @@ class _Building(_Layer):
     def _decide(self, key_states):
         "Who will serve recorded steps: Python does not run there, so it is settled now."
         b, h, _, d = key_states.shape
-        group = self.config.num_attention_heads // self.config.num_key_value_heads
+        heads = self.config.num_attention_heads  # some models have no other number
+        group = heads // (getattr(self.config, "num_key_value_heads", None) or heads)
         q = key_states.new_empty(b, h * group, 1, d).detach()
         coder = ops.choose_coder(self.store, self.backend)
         server = ops.choose(q, self.store, window=self.sliding_window, backend=self.backend)
@@ -578,7 +579,7 @@ def _layers(config, kinds: list, given, max_length, *settings) -> list:
         out.append(layer)
     return out
 
-# %% ../nbs/14_hf.ipynb #5c4ea599
+# %% ../nbs/14_hf.ipynb #82146086
 def _rotary(config) -> tuple:  # (modeling module, its rotary embedding), or (None, reason)
     module = importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
     mine = lambda c: isinstance(c, type) and c.__module__ == module.__name__  # noqa: E731
@@ -593,7 +594,8 @@ def _rotary(config) -> tuple:  # (modeling module, its rotary embedding), or (No
 
 def _half_split(module, rotary, kind, freq) -> bool:
     "Whether the model pairs channel j with j + r/2 and turns them by these frequencies."
-    x = torch.randn(1, 1, 4, 2 * len(freq), generator=torch.Generator().manual_seed(0))
+    kept = dict(dtype=torch.float32, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(1, 1, 4, 2 * len(freq), **kept)
     more = () if hasattr(rotary, "inv_freq") else (kind,)
     cos, sin = rotary(x, torch.arange(4)[None] * 3, *more)
     angle = torch.arange(4)[:, None] * 3 * freq
