@@ -30,6 +30,17 @@ def run(folder, out, ranks):
     return [torch.load(f"{out}.{r}") for r in range(ranks)]
 
 
+def test_calibrating_with_offloaded_weights():
+    "Weights that accelerate streams in give the maps of resident ones."
+    accelerate = pytest.importorskip("accelerate")
+    from turboquant_nb.calibrate import calibrate
+
+    ids = torch.randint(1, 50, (2, 40), generator=torch.Generator().manual_seed(0))
+    here = calibrate(tiny(), ids)
+    away = calibrate(accelerate.cpu_offload(tiny(), execution_device=torch.device("cpu")), ids)
+    assert [m.name for m in here.maps] == [m.name for m in away.maps]
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="torchrun with gloo")
 def test_two_ranks_equal_one(tmp_path):
     "transformers' own plan: each rank codes its half of the KV heads, in half the bytes; tokens are those of one rank, logits to rounding."

@@ -111,7 +111,7 @@ def _check_shown(decoder, config, id: Tensor) -> None:
             what = f"{h} x {d} a token in layer {i} and attends to {shown[0]} x {shown[1]}"
             raise ValueError(f"{config.model_type} caches {what}: maps cannot serve it")
 
-# %% ../nbs/23_calibrate.ipynb #ef6a74eb
+# %% ../nbs/23_calibrate.ipynb #7e9e1ddf
 def collect(
     model,  # a decoder of transformers
     ids: Tensor,  # [windows, tokens] token ids, without padding
@@ -126,6 +126,7 @@ def collect(
     turns = [None if t is None else torch.as_tensor(t) for t in rope_frequencies(config)[0]]
     moments, before = Moments({}, {}, 0, turns, skip), config._attn_implementation
     device = model.get_input_embeddings().weight.device
+    device = ids.device if device.type == "meta" else device  # accelerate streams the weights in
     decoder.set_attn_implementation(NAME)  # what else the model has, such as eyes, keeps its own
     _takers.append(moments)
     try:

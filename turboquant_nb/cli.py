@@ -1002,7 +1002,7 @@ def _claims(args) -> None:
         return print(json.dumps(dict(version=version(), claims=rows, seen=claims.summary(rows))))
     print("\n\n".join(map(_told, rows)) + f"\n\n{claims.summary(rows)}")
 
-# %% ../nbs/18_cli.ipynb #2de1e7c5
+# %% ../nbs/18_cli.ipynb #4487365a
 class _Parser(argparse.ArgumentParser):
     "argparse with errors of one line and examples that keep their lines."
 
@@ -1047,10 +1047,13 @@ def _calibrate_parser(commands) -> None:
     p.add_argument(
         "--text", nargs="+", metavar="FILE", help="UTF-8 text; default: a sample of the package"
     )
+    p.add_argument("--windows", type=int, default=4, help="most windows that are read; default: 4")
     p.add_argument(
-        "--windows", type=int, default=16, help="most windows that are read; default: 16"
+        "--length",
+        type=int,
+        default=4096,
+        help="tokens of a window, as long as the contexts that will be used; default: 4096, or the most that the model reads",
     )
-    p.add_argument("--length", type=int, default=1024, help="tokens of a window; default: 1024")
     _shared(p, "one JSON object", attention=False)
     p.set_defaults(run=_calibrate, attention="sdpa")
 
