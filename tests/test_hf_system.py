@@ -1,4 +1,5 @@
 "What surrounds a cache: tensor parallel ranks, weights that stream in, files of a hundred thousand tokens, and the wrong model."
+import copy
 import os
 import socket
 import subprocess
@@ -37,7 +38,7 @@ def test_calibrating_with_offloaded_weights():
 
     ids = torch.randint(1, 50, (2, 40), generator=torch.Generator().manual_seed(0))
     here = calibrate(tiny(), ids)
-    away = calibrate(accelerate.cpu_offload(tiny(), execution_device=torch.device("cpu")), ids)
+    away = calibrate(accelerate.cpu_offload(copy.deepcopy(tiny()), execution_device=torch.device("cpu")), ids)
     assert [m.name for m in here.maps] == [m.name for m in away.maps]
 
 
