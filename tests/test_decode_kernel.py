@@ -32,7 +32,7 @@ from turboquant_nb.kernels.decode import decode_attention, supports  # noqa: E40
 from turboquant_nb.codebook import affine, lloyd_max  # noqa: E402
 from turboquant_nb.maps import register_maps  # noqa: E402
 from turboquant_nb.packing import Layout, pack  # noqa: E402
-from turboquant_nb.quantizer import Recipe, Spec  # noqa: E402
+from turboquant_nb.quantizer import Quantizer, Recipe, Spec  # noqa: E402
 from turboquant_nb.residual import sign_table  # noqa: E402
 from turboquant_nb.store import KVStore  # noqa: E402
 
@@ -547,6 +547,7 @@ def test_pages_refuse():
         (dict(key_planes=p.key_planes[:1]), ValueError, "key_planes must be"), (dict(value_scale=p.value_scale[:2]), ValueError, "one shape"),
         (dict(key_planes=[x.float() for x in p.key_planes]), ValueError, "uint8"),
         (dict(turns=torch.ones(9, 64)), ValueError, "center is 'rope'"),
+        (dict(key=Quantizer(Spec(rotation=random_maps(3, 64).name), 64, DEVICE)), ValueError, "maps of 3 heads cannot serve 1"),
     ):
         with pytest.raises(error, match=message):
             kernel.Pages(**args | wrong)

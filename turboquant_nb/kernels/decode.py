@@ -1799,7 +1799,7 @@ def decode_attention(
         held[kind] = _Repeat(c, store, *again)
     return out, lse
 
-# %% ../../nbs/12_decode.ipynb #c0a5e971
+# %% ../../nbs/12_decode.ipynb #6b9b8de5
 class Pages:
     """Codes of many sequences in a pool of pages of P = 16, 32, 64, 128 or 256 tokens, as a serving
     engine keeps them. `table` and `lengths` may change in place between calls. Raises ValueError or
@@ -1832,6 +1832,8 @@ class Pages:
         self.plan = _make_plan(key, value, self.size, key_scale.device)
         if self.plan.why:
             raise ValueError(f"no kernel reads these codes: {self.plan.why}")
+        if key.rotation.kind == "map" and key.rotation.heads != self.heads:
+            raise ValueError(f"maps of {key.rotation.heads} heads cannot serve {self.heads}")
         _check_turns(self)
         _check_pages(self, pages)
 
