@@ -5,28 +5,19 @@
 # %% auto #0
 __all__ = ['NAME', 'FORMAT', 'Moments', 'collect', 'Calibration', 'calibrate', 'save_calibration', 'load_calibration']
 
-# %% ../nbs/23_calibrate.ipynb #d59be6ae
+# %% ../nbs/23_calibrate.ipynb #72cfdaed
 import hashlib
 import os
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
-import transformers
 from torch import Tensor
-from transformers.cache_utils import DynamicCache
-from transformers.masking_utils import AttentionMaskInterface
-from transformers.modeling_utils import AttentionInterface
 
-from turboquant_nb.hf import (
-    _as_bool,
-    _exact,
-    _is_coded,
-    _kinds,
-    _text_config,
-    rope_frequencies,
-    turboquant_mask,
-)
+from .hf import AttentionInterface, AttentionMaskInterface, DynamicCache
+from .hf import _as_bool, _exact, _is_coded, _kinds, _text_config
+from .hf import rope_frequencies, turboquant_mask
 from .maps import make_maps, map_gain, register_maps
 from .rotation import _no_autocast
 from .store import _turn, _turns, prompt_mean, read_file, write_file
@@ -195,7 +186,7 @@ class Calibration:
         bits = f"{sum(gain) / len(gain):.2f} bits a channel of keys"
         return f"Calibration({what}, {self.header['tokens']:,} tokens, {bits})"
 
-# %% ../nbs/23_calibrate.ipynb #1990416c
+# %% ../nbs/23_calibrate.ipynb #bc396d7c
 def calibrate(
     model,  # a decoder of transformers
     ids: Tensor,  # [windows, tokens] token ids, without padding
@@ -212,7 +203,7 @@ def calibrate(
         maps.append(make_maps(m, c, shrink))
         w = maps[-1].matrix.double()
         gain.append(float(map_gain(m, c, w.mT @ w).mean()))
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    versions = {"torch": torch.__version__, "transformers": version("transformers")}
     name = str(getattr(model.config, "_name_or_path", "") or "")
     header = {
         "about": _about(model.config),
