@@ -31,15 +31,15 @@ def frequencies(d):
 
 def gate():
     worst, differing = 0.0, 0.0
-    for d, group, center in ((128, 4, "rope"), (64, 3, "rope"), (256, 4, "rope"), (128, 8, "prompt"), (96, 4, "rope")):
-        q, k, v = states(2, 2, group, d, 3000, torch.float32)
-        store = fill(2, 2, d, 3000, 3, 3, k, v, center, random_maps(2, d))
+    for batch, d, group, center in ((2, 128, 4, "rope"), (2, 64, 3, "rope"), (2, 256, 4, "rope"), (2, 128, 8, "prompt"), (2, 96, 4, "rope"), (8, 128, 4, "rope"), (64, 128, 4, "prompt")):
+        q, k, v = states(batch, 2, group, d, 3000, torch.float32)
+        store = fill(batch, 2, d, 3000, 3, 3, k, v, center, random_maps(2, d))
         for _ in range(2):  # launched, and launched again without Triton's look-up
             got = decode_attention(q, store, kernel="fragments")[0]
             want = attend(q, store)[0]
             worst = max(worst, float((got - want).norm() / want.norm()))
         k, v = k.bfloat16(), v.bfloat16()
-        pair = [KVStore(Recipe(Spec(center=center, rotation=random_maps(2, d)), Spec()), 2, 2, d, dtype=torch.bfloat16, device="cuda", inv_freq=frequencies(d)) for _ in range(2)]
+        pair = [KVStore(Recipe(Spec(center=center, rotation=random_maps(2, d)), Spec()), batch, 2, d, dtype=torch.bfloat16, device="cuda", inv_freq=frequencies(d)) for _ in range(2)]
         for a, b in ((0, 300), (300, 301), (301, 340)):
             encode.append(pair[0], k[:, :, a:b], v[:, :, a:b])
             pair[1].append(k[:, :, a:b], v[:, :, a:b])

@@ -5,6 +5,7 @@ Long chunks are left out: torch's own flash attention (2.11, 70 queries, head si
 import torch
 
 from turboquant_nb.kernels import decode, encode
+from turboquant_nb.maps import register_maps
 from turboquant_nb.quantizer import Recipe, Spec
 from turboquant_nb.store import KVStore
 
@@ -15,13 +16,17 @@ CASES = [  # batch, KV heads, group, head size, key bits, value bits, centre of 
     (1, 3, 4, 96, 3, 4, "prompt", False, "fragments"),
     (1, 1, 1, 256, 4, 4, "rope", False, "fragments"),
     (1, 3, 2, 48, 3, 1, "rope", False, "portable"),
+    (2, 3, 4, 128, 3, 3, "rope maps", False, "fragments"),
+    (1, 1, 3, 64, 4, 2, "prompt maps", True, "fragments"),
 ]
 
 
 def main():
     device = "cuda"
     for batch, heads, group, d, k_bits, v_bits, center, static, name in CASES:
-        recipe = Recipe(Spec(k_bits, center=center), Spec(v_bits))
+        center, *maps = center.split()
+        rotation = register_maps(torch.eye(d).repeat(heads, 1, 1) + 0.1 * torch.randn(heads, d, d) / d**0.5).name if maps else "hadamard"
+        recipe = Recipe(Spec(k_bits, center=center, rotation=rotation), Spec(v_bits))
         inv_freq = 10000.0 ** (-torch.arange(0, d, 2) / d) if center == "rope" else None
         length = 300 if static else None
         store = KVStore(recipe, batch, heads, d, dtype=torch.bfloat16, device=device, inv_freq=inv_freq, max_length=length, static=static)
