@@ -166,9 +166,9 @@ def bulk_case(d, bk, bv, b=8, h=8, n=32768, center="prompt", dtype=torch.bfloat1
     return row
 
 
-def append_store(b, h, d, n, static, center="prompt"):
+def append_store(b, h, d, n, static, center="prompt", rotation="hadamard"):
     "A store in use, and n more tokens, appended once."
-    recipe = Recipe(Spec(bits=3, center=center), Spec(bits=3))
+    recipe = Recipe(Spec(bits=3, center=center, rotation=rotation), Spec(bits=3))
     store = KVStore(recipe, b, h, d, dtype=torch.bfloat16, device="cuda", max_length=2048, static=static, inv_freq=frequencies(d))
     kernel.append(store, states(b, h, 70, d, torch.bfloat16, 0, 0.5), states(b, h, 70, d, torch.bfloat16, 1))
     k, v = states(b, h, n, d, torch.bfloat16, 2, 0.5), states(b, h, n, d, torch.bfloat16, 3)
@@ -176,9 +176,9 @@ def append_store(b, h, d, n, static, center="prompt"):
     return store, k, v
 
 
-def graph_times(b, h, d, n, center, calls=20):
+def graph_times(b, h, d, n, center, rotation="hadamard", calls=20):
     "µs of an append in a CUDA graph."
-    store, k, v = append_store(b, h, d, n, True, center)
+    store, k, v = append_store(b, h, d, n, True, center, rotation)
     graph, start, end = torch.cuda.CUDAGraph(), *(torch.cuda.Event(enable_timing=True) for _ in "ab")
     with torch.cuda.graph(graph):
         for _ in range(calls):

@@ -6,6 +6,7 @@ Gate: the decode kernel agrees with attention.attend on the same codes to 1e-3, 
 import argparse
 
 import torch
+from bench_encode_kernel import frequencies, graph_times, quantiles
 from bench_kernels import fill, graphed, states, timed
 
 from turboquant_nb import results
@@ -25,10 +26,6 @@ def random_maps(heads, d):
     return register_maps(u * torch.linspace(0.3, 2, d) @ v).name
 
 
-def frequencies(d):
-    return 10000.0 ** (-torch.arange(0, d, 2) / d)
-
-
 def gate():
     worst, differing = 0.0, 0.0
     for batch, d, group, center in ((2, 128, 4, "rope"), (2, 64, 3, "rope"), (2, 256, 4, "rope"), (2, 128, 8, "prompt"), (2, 96, 4, "rope"), (8, 128, 4, "rope"), (64, 128, 4, "prompt")):
@@ -46,31 +43,6 @@ def gate():
         one, two = (s.coded("key", 0, 340).codes for s in pair)
         differing = max(differing, float((one != two).float().mean()))
     return {"cmd": "with maps: decode kernel against attention.attend, relative; codes that the encode kernel gives unlike PyTorch, share", "worst": worst, "differing": differing, "passed": worst <= 1e-3 and differing <= 2e-4}
-
-
-def appended(d, rotation, n=1, calls=20):
-    "Microseconds of a short append in a CUDA graph."
-    recipe = Recipe(Spec(center="rope", rotation=rotation), Spec())
-    store = KVStore(recipe, 8, 8, d, dtype=torch.bfloat16, device="cuda", max_length=2048, static=True, inv_freq=frequencies(d))
-    _, k, v = states(8, 8, 1, d, 70)
-    encode.append(store, k, v)
-    k, v = k[:, :, :n].contiguous(), v[:, :, :n].contiguous()
-    encode.append(store, k, v)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            encode.append(store, k, v)
-    times = []
-    for _ in range(40):
-        store.position.fill_(70)
-        pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        pair[0].record()
-        graph.replay()
-        pair[1].record()
-        torch.cuda.synchronize()
-        times.append(pair[0].elapsed_time(pair[1]) * 1e3 / calls)
-    p20, p50, p80 = torch.tensor(times[10:]).quantile(torch.tensor([0.2, 0.5, 0.8])).tolist()
-    return dict(p20=p20, p50=p50, p80=p80, n=30)
 
 
 def main():
@@ -113,7 +85,8 @@ def main():
             flags = torch.zeros(4, dtype=torch.int32, device="cuda")
             codes = "maps" if rotation[:3] == "map" else "rotation"
             add(what="coding", codes=codes, d=d, batch=8, heads=8, tokens=16384, n=1, **timed(lambda to=to, k=k, v=v, flags=flags: encode.encode_append(k, v, *to, 0, flags), a.seconds))
-            add(what="append", codes=codes, d=d, batch=8, heads=8, tokens=1, **appended(d, rotation))
+            times = dict(zip(("p20", "p50", "p80"), quantiles(graph_times(8, 8, d, 1, "rope", rotation))))
+            add(what="append", codes=codes, d=d, batch=8, heads=8, tokens=1, n=30, **times)
 
 
 if __name__ == "__main__":

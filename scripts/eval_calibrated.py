@@ -7,13 +7,12 @@ calibration) and `gains` (the same by formula). Maps are fitted to one window of
 change of perplexity against the uncompressed model and against plain codes, paired, and true bits per value: with tables and maps held for this one window, for one sequence of 4,096
 and of 102,400 tokens."""
 import argparse
+import json
 import time
-from dataclasses import replace
 from pathlib import Path
 
-import torch
 from eval_recipes import add_options, opened
-from eval_search import Codes, gate, recipe
+from eval_search import Codes, gate, recipe, stored_bits
 
 from turboquant_nb import evaluate, results
 from turboquant_nb.calibrate import calibrate, collect
@@ -22,7 +21,7 @@ from turboquant_nb.fold import calibrate as find_fold
 from turboquant_nb.fold import fold, unfold
 from turboquant_nb.hf import TurboQuantCache, rope_frequencies
 from turboquant_nb.maps import map_gain
-from turboquant_nb.store import KVStore
+from turboquant_nb.models import load_model
 
 PLAIN = dict(k4v4=(4, 4), k4v3=(4, 3), k3v3=(3, 3), k3v2=(3, 2), k2v2=(2, 2))
 
@@ -36,19 +35,10 @@ def recipes_of(model, bits, sinks, window, calibration=None):
     return cache.recipe if calibration else r
 
 
-def true_bits(model, recipes, tokens):
-    "Bits per value of a cache of one sequence, from a store of each layer's kind; the tables of all layers once, maps of each."
-    config = model.config.get_text_config()
-    h, layers = config.num_key_value_heads, config.num_hidden_layers
-    d = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    each = recipes if isinstance(recipes, list) else [recipes] * layers
-    turns = rope_frequencies(config)[0][0]
-    inv = torch.as_tensor(turns) if each[0].key.center == "rope" else None
-    store = KVStore(each[0], 1, h, d, dtype=torch.bfloat16, max_length=tokens, inv_freq=inv)
-    tables = sum({t.data_ptr(): t.nbytes for t in store.tables()}.values())
-    maps = 6 * h * d * d * sum(r.key.rotation.startswith("map-") for r in each[1:])  # those of the first layer are among its tables
-    total = layers * store.nbytes + tables
-    return 8 * (total + maps) / (layers * 2 * h * d * tokens)
+def bits_of(model, codes, protocol, mapped, tokens):
+    "Bits per value: of one sequence of so many tokens, of 4,096 and of 102,400."
+    r = recipes_of(model, PLAIN[codes], 4, 0 if protocol == "stress" else 16)
+    return {f"bits{label}": stored_bits(model, r, n, mapped) for label, n in (("", tokens), ("_4k", 4096), ("_100k", 102400))}
 
 
 def gains_of(found, m):
@@ -104,27 +94,41 @@ class Run:
                         unfold(self.model)
                     percent, stderr = paired(loss, plain)
                     row = dict(part=part, cache=f"{name} s4 w16", how=how, protocol=protocol, ppl=float(loss.mean().exp()), percent=percent, stderr=stderr, windows=len(ids), n=loss.numel(), unit="perplexity", **more)
-                    counted = [replace(x, window=0) if protocol == "stress" else x for x in (r if isinstance(r, list) else [r])]
-                    counted = counted if isinstance(r, list) else counted[0]
-                    row |= {f"bits{label}": true_bits(self.model, counted, n) for label, n in (("", ids.shape[1]), ("_4k", 4096), ("_100k", 102400))}
+                    row |= bits_of(self.model, name, protocol, isinstance(r, list), ids.shape[1])
                     if how != "plain" and "plain" in losses:
                         row["against_plain"] = paired(loss, losses["plain"])
                     self.note(row)
+
+
+def recount(a):
+    "Bits of the rows of files again, from the shape of their model; nothing else in them changes."
+    model, _ = load_model(a.model)
+    for path in map(Path, a.recount):
+        record = json.loads(path.read_text())
+        for r in record["rows"]:
+            if "bits" in r:
+                r |= bits_of(model, r["cache"].split()[0], r["protocol"], r["how"] not in ("plain", "folded"), r.get("length", a.length))
+        results.save(record | {"recounted": "bits, by eval_calibrated.py --recount"}, path)
 
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(p)
     p.set_defaults(batch=8)
-    p.add_argument("--calibrate", nargs="+", required=True, help="texts, of which one window each is read")
+    p.add_argument("--calibrate", nargs="+", help="texts, of which one window each is read")
+    p.add_argument("--recount", nargs="+", metavar="FILE", help="count the bits of these results of --model again, and measure nothing")
     p.add_argument("--calibrate-length", type=int, default=1024)
     p.add_argument("--parts", nargs="+", default=["main"], choices=("main", "domains", "tokens", "length", "gains"))
     p.add_argument("--domain", nargs="*", default=[], metavar="NAME=FILE")
     p.add_argument("--ways", nargs="+", default=["plain", "folded", "mapped"])
     p.add_argument("--bits", nargs="+", default=["k3v3", "k2v2", "k4v4"], choices=[*PLAIN])
     p.add_argument("--protocols", nargs="+", default=["stress", "decode"])
-    p.add_argument("--out", required=True)
+    p.add_argument("--out")
     a = p.parse_args()
+    if a.recount:
+        return recount(a)
+    if not (a.calibrate and a.out):
+        p.error("--calibrate and --out are needed")
     if a.text and {Path(f).resolve() for f in a.text} & {Path(f).resolve() for f in a.calibrate}:
         raise SystemExit("texts to calibrate on must not be among those that are measured")
     run = Run(a)
