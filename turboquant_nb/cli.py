@@ -910,24 +910,36 @@ def _eval(args) -> None:
 
     print(json.dumps(record) if args.json else table(rows))
 
-# %% ../nbs/18_cli.ipynb #e37ba3ed
+# %% ../nbs/18_cli.ipynb #4abc43f2
+def _texts_to_read(args) -> list | None:
+    "The texts of a calibration; _Usage for sizes that are not positive."
+    for name in ("windows", "length"):
+        if getattr(args, name) < 1:
+            raise _Usage(f"--{name} must be positive, got {getattr(args, name)}")
+    return _texts(args)
+
+
+def _windows_to_read(args, model, tokenizer, texts):
+    "Windows of a calibration: as long as was asked for, or as the model reads."
+    from turboquant_nb.evaluate import text_windows
+
+    length = min(args.length, _context(model))
+    return text_windows(tokenizer, texts, None, length)[: args.windows]
+
+
 def _fold(args) -> None:
     "turboquant fold"
     out = Path(args.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise _Usage(f"--out {out}: it is not an empty folder")
-    for name in ("windows", "length"):
-        if getattr(args, name) < 1:
-            raise _Usage(f"--{name} must be positive, got {getattr(args, name)}")
-    texts = _texts(args)
+    texts = _texts_to_read(args)
     for name, text in zip(args.text or (), texts or ()):
         if not text.strip():
             raise _Usage(f"--text {name}: it is empty")
     model, tokenizer, _ = _load(args)
-    from turboquant_nb.evaluate import text_windows
     from turboquant_nb.fold import write_folded
 
-    ids = text_windows(tokenizer, texts, None, min(args.length, _context(model)))[: args.windows]
+    ids = _windows_to_read(args, model, tokenizer, texts)
     with _hushed(), _Stage(f"reading {len(ids)} windows", len(ids), not args.quiet) as stage:
         found = write_folded(model, tokenizer, ids, out, stage.tick)
     moved = sum(int((s != 1).sum()) for s in found.scales)
@@ -942,23 +954,18 @@ def _fold(args) -> None:
         f"{out}: {moved:,} of {total:,} channels of keys scaled, from {found.header['tokens']:,} tokens"
     )
 
-# %% ../nbs/18_cli.ipynb #64b7a941
+# %% ../nbs/18_cli.ipynb #f0f64a78
 def _calibrate(args) -> None:
     "turboquant calibrate"
     out = Path(args.out)
     if not out.parent.is_dir():
         raise _Usage(f"--out {out}: there is no such folder")
-    for name in ("windows", "length"):
-        if getattr(args, name) < 1:
-            raise _Usage(f"--{name} must be positive, got {getattr(args, name)}")
-    texts = _texts(args)
+    texts = _texts_to_read(args)
     model, tokenizer, _ = _load(args)
     from turboquant_nb.calibrate import calibrate, save_calibration
-    from turboquant_nb.evaluate import text_windows
 
     try:
-        ids = text_windows(tokenizer, texts, None, min(args.length, _context(model)))
-        ids = ids[: args.windows]
+        ids = _windows_to_read(args, model, tokenizer, texts)
         with _hushed(), _Stage(f"reading {len(ids)} windows", len(ids), not args.quiet) as stage:
             found = calibrate(model, ids, progress=stage.tick)
     except ValueError as err:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .rotation import _no_autocast, make_rotation
 
-# %% ../nbs/21_maps.ipynb #80dce73c
+# %% ../nbs/21_maps.ipynb #064d37ff
 def _root(x: Tensor, power: float) -> Tensor:
     "A power of symmetric positive matrices [..., d, d], fp64."
     values, u = torch.linalg.eigh(x)
@@ -25,6 +25,8 @@ def _root(x: Tensor, power: float) -> Tensor:
 def _moments(queries: Tensor, keys: Tensor, shrink: float) -> tuple:
     "Both in fp64 and shrunk towards a multiple of the identity. Raises ValueError for what are no moments."
     for name, x in (("queries", queries), ("keys", keys)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor [H, d, d], got {type(x).__name__}")
         if x.ndim != 3 or x.shape[1] != x.shape[2] or x.shape != queries.shape:
             got = f"{list(queries.shape)} and {list(keys.shape)}"
             raise ValueError(f"queries and keys must be [H, d, d] alike, got {got}")
@@ -121,7 +123,7 @@ class HeadMaps:
             return self
         return replace(self, matrix=self.matrix.to(device), back=self.back.to(device))
 
-# %% ../nbs/21_maps.ipynb #14858ada
+# %% ../nbs/21_maps.ipynb #a1908da1
 _KNOWN = {}  # name -> HeadMaps on the CPU
 
 
@@ -133,8 +135,10 @@ def is_map(rotation: str) -> bool:
 def register_maps(
     matrix: Tensor,  # [H, d, d] of any float dtype; rounded to bf16
 ) -> HeadMaps:
-    """Maps that a `Spec` can name by their `name`. Raises ValueError for another shape, and for matrices
-    that are not finite or that an inverse in fp32 cannot serve."""
+    """Maps that a `Spec` can name by their `name`. Raises TypeError for no tensor, ValueError for another
+    shape, and for matrices that are not finite or that an inverse in fp32 cannot serve."""
+    if not isinstance(matrix, Tensor):
+        raise TypeError(f"matrix must be a tensor [H, d, d], got {type(matrix).__name__}")
     if matrix.ndim != 3 or matrix.shape[1] != matrix.shape[2] or not matrix.is_floating_point():
         raise ValueError(f"matrix must be a float tensor [H, d, d], got {list(matrix.shape)}")
     with torch.inference_mode(False), torch.no_grad():
