@@ -2,7 +2,7 @@
 """Perplexity of many data-free recipes at once: eval_search.py --model M --text FILE ... --part I/N --out FILE [--seconds S].
 
 A grid of bits for keys and values, sinks, windows and centres under both protocols of notebook 19. Codes are decoded at once and never packed, which is
-several times faster than filling a cache and gives the same numbers: the gate compares the two. Bits per value are counted on a store of the same shape.
+several times faster than filling a cache and gives the same numbers: the gate compares the codes of the two. Bits per value are counted on a store of the same shape.
 Run it in N processes with --part 0/N … N-1/N, then join with --join FILE ... --out FILE."""
 import argparse
 import json
@@ -41,7 +41,7 @@ def grid():
 class Codes(evaluate._TwinLayer):
     "Codes and decodes, without a store."
 
-    past = None
+    past = codes = None
 
     def center(self, x, first, last, sign=1):
         "Keys' centre at positions first … last, or x turned back (sign -1)."
@@ -60,8 +60,11 @@ class Codes(evaluate._TwinLayer):
             if kind != "none":
                 self.m = prompt_mean(self.center(k, 0, n, -1) if kind == "rope" else k, skip).float()
         c = 0.0 if kind == "none" else self.m if kind == "prompt" else self.center(self.m, self.past, self.past + n)
-        for q, x, mid, out in zip(self.q, (k, v), (c, 0.0), self.hats):
-            out.append(decode(q, encode(q, x - mid, None, "x", block=1 << 22)) + mid)
+        for i, (q, x, mid, out) in enumerate(zip(self.q, (k, v), (c, 0.0), self.hats)):
+            coded = encode(q, x - mid, None, "x", block=1 << 22)
+            out.append(decode(q, coded) + mid)
+            if self.codes:
+                self.codes[i].append(coded.codes)
         self.past += n
 
     def append(self, k, v):
@@ -87,22 +90,46 @@ def stored_bits(model, r, tokens, mapped=False):
     return 8 * (layers * store.nbytes + sum(tables.values()) + angles + maps) / (layers * 2 * h * d * tokens)
 
 
+class Beside(Codes):
+    "Codes, and the real store beside them."
+
+    made = []
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.codes = [], []
+        self.made.append(self)
+
+    def append(self, k, v):
+        STORE.append(self, k, v)
+        super().append(k, v)
+
+    def differing(self):
+        "Share of codes that the store has otherwise."
+        s = self.layer.store
+        return max(float((torch.cat(codes, 2) != s.coded(name, 0, s.length).codes).float().mean()) for name, codes in zip(("key", "value"), self.codes))
+
+
+STORE = evaluate._TwinLayer
+
+
 def gate(model, ids, prompt=96, length=160):
-    "Losses without packing against those of the real store, one window, both protocols."
-    part, worst, repeat, twin = ids[:1, :length], 0.0, 0.0, evaluate._TwinLayer
+    """Codes without packing against those of the real store of the same states, one window, both protocols. A GPU adds in another order for another shape, so a
+    few values lie on the other side of an edge; what that does to the loss is told, not judged: noise of a later layer takes another course with the first of them."""
+    part, worst, loss = ids[:1, :length], 0.0, 0.0
     for protocol in ("decode", "stress"):
-        who, loss = contender(model, recipe(4.0, 4.0, 1, 16, "rope"), "gate"), []
-        for kind in (twin, twin, Codes):
+        who, got = contender(model, recipe(4.0, 4.0, 1, 16, "rope"), "gate"), []
+        for kind in (STORE, Beside):
             evaluate._TwinLayer = kind
             count, evaluate._count = evaluate._count, lambda *x: 0.0
             try:
-                loss.append(score(model, part, who, protocol, prompt).loss)
+                got.append(score(model, part, who, protocol, prompt).loss)
             finally:
-                evaluate._TwinLayer, evaluate._count = twin, count
-        repeat = max(repeat, abs(float((loss[0] - loss[1]).mean())))
-        worst = max(worst, abs(float((loss[0] - loss[2]).mean())))
-    passed = worst < max(1e-4, 2 * repeat)  # a GPU need not give the same bits twice, and keys of hundreds in bf16 make much of the last bit
-    return {"cmd": "mean loss without packing against the real store, k4v4, decode and stress, nats; limit 1e-4 or twice what the store differs from itself", "value": worst, "repeat": repeat, "limit": 1e-4, "passed": passed}
+                evaluate._TwinLayer, evaluate._count = STORE, count
+        loss = max(loss, abs(float((got[0] - got[1]).mean())))
+        worst = max(worst, *(layer.differing() for layer in Beside.made))
+        Beside.made.clear()
+    return {"cmd": "codes without packing against the real store, k4v4, decode and stress, largest share that differs; what it does to the mean loss, nats", "value": worst, "limit": 1e-4, "loss": loss, "passed": worst < 1e-4}
 
 
 def main():

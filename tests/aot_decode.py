@@ -64,18 +64,17 @@ def turning(capability=90, d=128, rotary=None):
     "The kernel of a turning centre."
     half = (rotary or d) // 2
     padded = max(16, 1 << (half - 1).bit_length())
-    constants = dict(D=d, H2=half, HP=padded, REST=max(0, d - 2 * half), ROWS=32, BT=128, HAS_START=True, HAS_LENGTH=False)
+    constants = dict(D=d, H2=half, HP=padded, REST=max(0, d - 2 * half), ROWS=32, BT=128, HAS_START=True, HAS_LENGTH=False, PDL=capability >= 90)
     src = source(kernel._turning_kernel, ASTSource, TYPES, constants)
     return triton.compile(src, target=GPUTarget("cuda", capability, 32), options=dict(num_warps=4))
 
 
-def mapping(capability=90, d=128, rows=32):
+def mapping(capability=90, d=128, rows=16):
     "The kernel that multiplies queries by the matrices of their heads."
     types = TYPES | dict(TURN="*fp32", OUT="*fp32")
-    constants = dict(D=d, SLICE=32, ROWS=rows, COLS=32)
-    built = triton.compile(source(kernel._mapping_kernel, ASTSource, types, constants), target=GPUTarget("cuda", capability, 32), options=dict(num_warps=4, num_stages=1))
-    assert "wgmma" not in built.asm["ptx"]  # Triton 3.6 computes a pipelined one wrongly
-    return built
+    constants = dict(D=d, DP=kernel._size(d), ROWS=rows, COLS=16, AFTER=capability >= 90, PDL=capability >= 90)
+    options = dict(num_warps=4, **({"launch_pdl": True} if capability >= 90 else {}))
+    return triton.compile(source(kernel._mapping_kernel, ASTSource, types, constants), target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def usage(compiled, capability):

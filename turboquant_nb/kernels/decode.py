@@ -855,7 +855,7 @@ def _value_pieces(keys, values, ACC, K, tiles, following, go, P, fade, top, tabl
             ACC.index(c * G.RV + r).store(gl.convert_layout(acc, G.LA, assert_trivial=True))
         _copy_k(keys, c, c, K, tiles, following, go, PAGED, G)
 
-# %% ../../nbs/12_decode.ipynb #a584d32c
+# %% ../../nbs/12_decode.ipynb #2108cc67
 # fmt: off
 @gluon.jit(do_not_specialize=["page_stride", "cap", "splits", "length", "recent_from", "chunk", "offset", "window"])
 def _decode_kernel(
@@ -902,6 +902,8 @@ def _decode_kernel(
         inside = token // 64 * G.RP + row % G.RP
         token = row // G.RP * (4 * G.RP) + inside  # place in the tile
     if PDL:
+        if not FAST_K:
+            tl.extra.cuda.gdc_wait()  # for the mapped query
         tl.extra.cuda.gdc_launch_dependents()
     q_lo, q_hi, unit, shift_q = _queries(QUERY, TURNED, RK_, MK, row_at, (base * Q).to(gl.int64), ok_q, bh, scaling, k_step,
                                          FAST_K, MEAN_K, CAPPED, G)
@@ -1028,36 +1030,42 @@ def _halves(x):
     hi = x.to(tl.float16)
     return hi, ((x - hi.to(tl.float32)) * 2048.0).to(tl.float16)
 
-# %% ../../nbs/12_decode.ipynb #15652175
+# %% ../../nbs/12_decode.ipynb #78e8bd42
 @triton.jit(do_not_specialize=["batch"])
 def _mapping_kernel(
     QUERY, sb, sh, sn, TURN, th, tc, te, OUT, batch, heads, group, n, rows,
-    D: tl.constexpr, SLICE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, AFTER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     "OUT[b, h, j, c] = sum of QUERY[b, h, j, e] TURN[h, c, e] for ROWS rows of one head and COLS channels c; 0 in rows that only pad."
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     h = tl.program_id(1)
-    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    b, j = (r // rows).to(tl.int64), r % rows
     c = tl.program_id(2) * COLS + tl.arange(0, COLS)
-    ok = (b < batch) & (j < group * n)
-    at = QUERY + b * sb + (h * group + j // n).to(tl.int64) * sh + (j % n).to(tl.int64) * sn
-    turn, out = TURN + h.to(tl.int64) * th + c[None, :] * tc, tl.zeros((ROWS, COLS), tl.float32)
-    for first in range(0, D, SLICE):
-        e = first + tl.arange(0, SLICE)
+    e = tl.arange(0, DP)
+    at = TURN + h.to(tl.int64) * th + c[:, None] * tc + e[None, :] * te
+    turn = tl.load(at, mask=(c < D)[:, None] & (e < D)[None, :], other=0.0)
+    for first in tl.static_range(0, ROWS, 4):
+        r = tl.program_id(0) * ROWS + first + tl.arange(0, 4)
+        b, j = (r // rows).to(tl.int64), r % rows
+        ok = (b < batch) & (j < group * n)
+        at = QUERY + b * sb + (h * group + j // n).to(tl.int64) * sh + (j % n).to(tl.int64) * sn
         q = tl.load(at[:, None] + e[None, :], mask=ok[:, None] & (e < D)[None, :], other=0.0)
-        m = tl.load(turn + e[:, None] * te, mask=(c < D)[None, :] & (e < D)[:, None], other=0.0)
-        out = tl.dot(q.to(tl.float32), m, out, input_precision="tf32x3")
-    place = OUT + ((b * heads + h) * rows + j)[:, None] * D + c[None, :]
-    tl.store(place, out, mask=(b < batch)[:, None] & (c < D)[None, :])
+        out = tl.sum(q.to(tl.float32)[:, None, :] * turn[None, :, :], 2)
+        place = OUT + ((b * heads + h) * rows + j)[:, None] * D + c[None, :]
+        tl.store(place, out, mask=(b < batch)[:, None] & (c < D)[None, :])
+    if AFTER:  # the kernel before must be done, too, when this one is
+        tl.extra.cuda.gdc_wait()
 
-# %% ../../nbs/12_decode.ipynb #345aa5de
+# %% ../../nbs/12_decode.ipynb #db0583d1
 @triton.jit(do_not_specialize=["length", "offset", "reach"])
 def _turning_kernel(
     QUERY, sb, sh, sn, M, TURNS, START, LENGTH, each_length, BIAS, bias_stride, heads, group, n, rows, length, offset, reach, factor,
     D: tl.constexpr, H2: tl.constexpr, HP: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, BT: tl.constexpr,
-    HAS_START: tl.constexpr, HAS_LENGTH: tl.constexpr,
+    HAS_START: tl.constexpr, HAS_LENGTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     "BIAS[i, t] for ROWS query rows of a sequence and BT tokens: factor times the query's product with the centre at t."
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     i = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     b = tl.program_id(2)
     slot = tl.program_id(0) * BT + tl.arange(0, BT)
@@ -1296,40 +1304,31 @@ def _combine(
         out = (out + _turned(tensors[10], c.value_turn)).to(q.dtype)
     return out, lse, again if fast and not mixed else None
 
-# %% ../../nbs/12_decode.ipynb #e9d720b6
+# %% ../../nbs/12_decode.ipynb #61bc46ca
 _TURNING_SLOTS = _NUMBERS | dict(QUERY="q", TURNS="turns", BIAS="bias")
 _MAPPING_SLOTS = dict(QUERY="q", OUT="turned")
 
 
-def _mapped_query(c: _Call, rows: int) -> tuple:  # ([B, H, rows, d] fp32, how to launch it again)
-    "Queries times the matrices that read the codes, where the decode kernel does not rotate them; rows of a KV head, padded."
+def _mapped_query(c: _Call, rows: int, after: bool, pdl: bool) -> tuple:
+    """Queries times the matrices that read the codes, where the decode kernel does not rotate them:
+    [B, H, rows, d] fp32, padded; how to launch it again. after: it follows the turning kernel."""
     q, turn, d = c.q, c.key_turn, c.d
     out = torch.empty(c.b, c.heads, rows, d, dtype=torch.float32, device=q.device)
-    block = (
-        16 if c.b * rows <= 16 else 32
-    )  # 64 would be a pipelined wgmma, which Triton 3.6 computes wrongly
     strides = (*q.stride()[:3], turn.stride(0) if turn.ndim == 3 else 0, *turn.stride()[-2:])
-    flags = (d, min(32, _size(d)), block, 32)
+    block, columns = 4 if c.b * c.heads * rows <= 1024 else 16, 16
+    flags = (d, _size(d), block, columns, after and pdl, pdl)
     args = (q, *strides[:3], turn, *strides[3:], out, c.b, c.heads, c.group, c.n, rows, *flags)
-    key = (
-        "mapping",
-        q.device,
-        *flags,
-        c.heads,
-        c.group,
-        c.n,
-        rows,
-        *_kinds((q, turn, out), strides),
-    )
-    grid = -(-c.b * rows // block), c.heads, -(-d // 32)
-    options = dict(num_warps=4, num_stages=1)
-    return out, _launch(_mapping_kernel, grid, args, key, _MAPPING_SLOTS, **options)
+    fixed = (c.heads, c.group, c.n, rows)
+    key = ("mapping", q.device, *flags, fixed, *_kinds((q, turn, out), strides))
+    grid = -(-c.b * rows // block), c.heads, -(-d // columns)
+    options = {"launch_pdl": True} if after and pdl else {}
+    return out, _launch(_mapping_kernel, grid, args, key, _MAPPING_SLOTS, num_warps=4, **options)
 
 
 def _biases(
-    c: _Call, rows: int, factor: float
+    c: _Call, rows: int, factor: float, pdl: bool = False
 ) -> tuple:  # (bias [B * H * rows, width] or None, launches)
-    "What a turning centre adds to the scores; rows of a KV head, padded."
+    "What a turning centre adds to the scores; rows of a KV head, padded. pdl: the next kernel may start early."
     if c.turns is None:
         return None, []
     q, half = c.q, c.turns.shape[1] // 2
@@ -1342,7 +1341,7 @@ def _biases(
     )
     flags = (
         c.d, half, _size(half), _size(c.d - 2 * half) if c.d > 2 * half else 0, block, tokens, c.start is not None,
-        c.position is not None,
+        c.position is not None, pdl,
     )  # fmt: skip
     strides = (*q.stride()[:3], int(c.position is not None and len(c.position) > 1))
     fixed = (c.width, c.heads, c.group, c.n, rows)
@@ -1363,7 +1362,7 @@ def _biases(
 # %% ../../nbs/12_decode.ipynb #1865206b
 _DECODE_SLOTS = _NUMBERS | dict(QUERY="q", TURNED="parts", O="parts", LSE="lse_parts")
 
-# %% ../../nbs/12_decode.ipynb #cdf8baf5
+# %% ../../nbs/12_decode.ipynb #4fac3e6b
 def _fragments(c: _Call) -> tuple:  # (output, log-sum-exp, how to do it again or None)
     "Decode with the fragments kernel."
     q, rows, Q = c.q, c.group * c.n, 4 if c.group * c.n <= 4 else 8
@@ -1376,15 +1375,17 @@ def _fragments(c: _Call) -> tuple:  # (output, log-sum-exp, how to do it again o
     splits = _splits(c.length - c.offset - c.chunk, *parts_of)
     fast = c.value_hadamard and c.d == c.dv and c.d in (64, 128, 256)
     fast_k = fast and c.hadamard
-    bias, launches = _biases(c, blocks * Q, c.scaling * (1.0 if c.softcap else _LOG2E.value))
+    factor = c.scaling * (1.0 if c.softcap else _LOG2E.value)
+    bias, launches = _biases(c, blocks * Q, factor, pdl and not fast_k)
     parts = torch.empty(base, splits, Q, c.dv, dtype=torch.float32, device=q.device)
     lse = torch.empty(base, splits, Q, dtype=torch.float32, device=q.device)
     turned, value_mean, words = parts, c.value_mean, c.words  # words: where a tensor is missing
-    if not fast_k:
-        turned, launch = _mapped_query(c, blocks * Q)
-        launches.append(launch)
     if not fast and value_mean is not None:
         value_mean = _turned(value_mean, c.value_turn.T)
+    if not fast_k:
+        turned, launch = _mapped_query(c, blocks * Q, bias is not None, pdl)
+        launches.append(launch)
+        options = options | ({"launch_pdl": True} if pdl else {})
     centred = c.key_mean is not None and bias is None
     planes = [[*p, p[0], p[0]][:3] for p in (c.key_planes, c.value_planes)]
     tensors = (
