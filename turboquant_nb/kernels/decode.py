@@ -1030,15 +1030,13 @@ def _halves(x):
     hi = x.to(tl.float16)
     return hi, ((x - hi.to(tl.float32)) * 2048.0).to(tl.float16)
 
-# %% ../../nbs/12_decode.ipynb #78e8bd42
+# %% ../../nbs/12_decode.ipynb #2731dc6e
 @triton.jit(do_not_specialize=["batch"])
 def _mapping_kernel(
     QUERY, sb, sh, sn, TURN, th, tc, te, OUT, batch, heads, group, n, rows,
     D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, AFTER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     "OUT[b, h, j, c] = sum of QUERY[b, h, j, e] TURN[h, c, e] for ROWS rows of one head and COLS channels c; 0 in rows that only pad."
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     h = tl.program_id(1)
     c = tl.program_id(2) * COLS + tl.arange(0, COLS)
     e = tl.arange(0, DP)
@@ -1055,6 +1053,8 @@ def _mapping_kernel(
         tl.store(place, out, mask=(b < batch)[:, None] & (c < D)[None, :])
     if AFTER:  # the kernel before must be done, too, when this one is
         tl.extra.cuda.gdc_wait()
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
 
 # %% ../../nbs/12_decode.ipynb #db0583d1
 @triton.jit(do_not_specialize=["length", "offset", "reach"])
