@@ -72,7 +72,7 @@ def turning(capability=90, d=128, rotary=None):
 def mapping(capability=90, d=128, rows=16):
     "The kernel that multiplies queries by the matrices of their heads."
     types = TYPES | dict(TURN="*fp32", OUT="*fp32")
-    constants = dict(D=d, DP=kernel._size(d), ROWS=rows, COLS=16, AFTER=capability >= 90, PDL=capability >= 90)
+    constants = dict(D=d, DP=kernel._size(d), ROWS=rows, COLS=16, AFTER=capability >= 90)
     options = dict(num_warps=4, **({"launch_pdl": True} if capability >= 90 else {}))
     return triton.compile(source(kernel._mapping_kernel, ASTSource, types, constants), target=GPUTarget("cuda", capability, 32), options=options)
 

@@ -580,7 +580,7 @@ def test_mapped_queries(batch, heads, group, n, d, rows, own):
     strides = turn.stride(0) if own else 0, *turn.stride()[-2:]
     for block in (4, 16):
         grid = -(-batch * rows // block), heads, -(-d // 16)
-        kernel._mapping_kernel[grid](q, *q.stride()[:3], turn, *strides, out.fill_(float("nan")), batch, heads, group, n, rows, d, kernel._size(d), block, 16, False, False)
+        kernel._mapping_kernel[grid](q, *q.stride()[:3], turn, *strides, out.fill_(float("nan")), batch, heads, group, n, rows, d, kernel._size(d), block, 16, False)
         want = torch.zeros_like(out)
         want[:, :, : group * n] = q.reshape(batch, heads, group * n, d) @ turn.mT
         assert (out - want).abs().max() < 1e-5 * d**0.5

@@ -855,7 +855,7 @@ def _value_pieces(keys, values, ACC, K, tiles, following, go, P, fade, top, tabl
             ACC.index(c * G.RV + r).store(gl.convert_layout(acc, G.LA, assert_trivial=True))
         _copy_k(keys, c, c, K, tiles, following, go, PAGED, G)
 
-# %% ../../nbs/12_decode.ipynb #2108cc67
+# %% ../../nbs/12_decode.ipynb #a584d32c
 # fmt: off
 @gluon.jit(do_not_specialize=["page_stride", "cap", "splits", "length", "recent_from", "chunk", "offset", "window"])
 def _decode_kernel(
@@ -902,8 +902,6 @@ def _decode_kernel(
         inside = token // 64 * G.RP + row % G.RP
         token = row // G.RP * (4 * G.RP) + inside  # place in the tile
     if PDL:
-        if not FAST_K:
-            tl.extra.cuda.gdc_wait()  # for the mapped query
         tl.extra.cuda.gdc_launch_dependents()
     q_lo, q_hi, unit, shift_q = _queries(QUERY, TURNED, RK_, MK, row_at, (base * Q).to(gl.int64), ok_q, bh, scaling, k_step,
                                          FAST_K, MEAN_K, CAPPED, G)
@@ -1030,11 +1028,11 @@ def _halves(x):
     hi = x.to(tl.float16)
     return hi, ((x - hi.to(tl.float32)) * 2048.0).to(tl.float16)
 
-# %% ../../nbs/12_decode.ipynb #2731dc6e
+# %% ../../nbs/12_decode.ipynb #6b7f8499
 @triton.jit(do_not_specialize=["batch"])
 def _mapping_kernel(
     QUERY, sb, sh, sn, TURN, th, tc, te, OUT, batch, heads, group, n, rows,
-    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, AFTER: tl.constexpr, PDL: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, AFTER: tl.constexpr,
 ):  # fmt: skip
     "OUT[b, h, j, c] = sum of QUERY[b, h, j, e] TURN[h, c, e] for ROWS rows of one head and COLS channels c; 0 in rows that only pad."
     h = tl.program_id(1)
@@ -1053,8 +1051,6 @@ def _mapping_kernel(
         tl.store(place, out, mask=(b < batch)[:, None] & (c < D)[None, :])
     if AFTER:  # the kernel before must be done, too, when this one is
         tl.extra.cuda.gdc_wait()
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
 
 # %% ../../nbs/12_decode.ipynb #db0583d1
 @triton.jit(do_not_specialize=["length", "offset", "reach"])
@@ -1304,7 +1300,7 @@ def _combine(
         out = (out + _turned(tensors[10], c.value_turn)).to(q.dtype)
     return out, lse, again if fast and not mixed else None
 
-# %% ../../nbs/12_decode.ipynb #61bc46ca
+# %% ../../nbs/12_decode.ipynb #2982834d
 _TURNING_SLOTS = _NUMBERS | dict(QUERY="q", TURNS="turns", BIAS="bias")
 _MAPPING_SLOTS = dict(QUERY="q", OUT="turned")
 
@@ -1316,7 +1312,7 @@ def _mapped_query(c: _Call, rows: int, after: bool, pdl: bool) -> tuple:
     out = torch.empty(c.b, c.heads, rows, d, dtype=torch.float32, device=q.device)
     strides = (*q.stride()[:3], turn.stride(0) if turn.ndim == 3 else 0, *turn.stride()[-2:])
     block, columns = 4 if c.b * c.heads * rows <= 1024 else 16, 16
-    flags = (d, _size(d), block, columns, after and pdl, pdl)
+    flags = (d, _size(d), block, columns, after and pdl)
     args = (q, *strides[:3], turn, *strides[3:], out, c.b, c.heads, c.group, c.n, rows, *flags)
     fixed = (c.heads, c.group, c.n, rows)
     key = ("mapping", q.device, *flags, fixed, *_kinds((q, turn, out), strides))
@@ -1362,7 +1358,7 @@ def _biases(
 # %% ../../nbs/12_decode.ipynb #1865206b
 _DECODE_SLOTS = _NUMBERS | dict(QUERY="q", TURNED="parts", O="parts", LSE="lse_parts")
 
-# %% ../../nbs/12_decode.ipynb #4fac3e6b
+# %% ../../nbs/12_decode.ipynb #17b3327c
 def _fragments(c: _Call) -> tuple:  # (output, log-sum-exp, how to do it again or None)
     "Decode with the fragments kernel."
     q, rows, Q = c.q, c.group * c.n, 4 if c.group * c.n <= 4 else 8
@@ -1385,7 +1381,6 @@ def _fragments(c: _Call) -> tuple:  # (output, log-sum-exp, how to do it again o
     if not fast_k:
         turned, launch = _mapped_query(c, blocks * Q, bias is not None, pdl)
         launches.append(launch)
-        options = options | ({"launch_pdl": True} if pdl else {})
     centred = c.key_mean is not None and bias is None
     planes = [[*p, p[0], p[0]][:3] for p in (c.key_planes, c.value_planes)]
     tensors = (
