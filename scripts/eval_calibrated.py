@@ -1,20 +1,22 @@
 #!/usr/bin/env python3
-"""Perplexity of data-free, folded and mapped codes (notebooks 20, 23 and 83): eval_calibrated.py --calibrate FILE ... --out FILE [options of eval_recipes.py].
+"""Perplexity of data-free, folded and mapped codes, and of bits by layer (notebooks 20, 23, 24 and 83): eval_calibrated.py --calibrate FILE ... --out FILE [options of eval_recipes.py].
 
 The windows, recipes and protocols of eval_search.py, whose codes without packing it takes. `--parts` names what is measured: `main` (the texts of --text, all bits and both
 protocols), `domains` (--domain NAME=FILE: other kinds of text, calibrated as before), `tokens` (less text to calibrate on) `length` (windows longer than those of the
-calibration) and `gains` (the same by formula). Maps are fitted to one window of --calibrate-length tokens of each file of --calibrate, which are none of those measured. Rows say how keys were coded (plain, folded, mapped), the
+calibration), `gains` (the same by formula) and `layers` (bits spent layer by layer, notebook 24, for each of --budgets). Maps are fitted to one window of --calibrate-length tokens of each file of --calibrate, which are none of those measured. Rows say how keys were coded (plain, folded, mapped), the
 change of perplexity against the uncompressed model and against plain codes, paired, and true bits per value: with tables and maps held for this one window, for one sequence of 4,096
 and of 102,400 tokens."""
 import argparse
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from eval_recipes import add_options, opened
 from eval_search import Codes, gate, recipe, stored_bits
 
 from turboquant_nb import evaluate, results
+from turboquant_nb.allocate import measure_layers
 from turboquant_nb.calibrate import calibrate, collect
 from turboquant_nb.evaluate import contender, paired, prefill, score, text_windows
 from turboquant_nb.fold import calibrate as find_fold
@@ -39,6 +41,11 @@ def bits_of(model, codes, protocol, mapped, tokens):
     "Bits per value: of one sequence of so many tokens, of 4,096 and of 102,400."
     r = recipes_of(model, PLAIN[codes], 4, 0 if protocol == "stress" else 16)
     return {f"bits{label}": stored_bits(model, r, n, mapped) for label, n in (("", tokens), ("_4k", 4096), ("_100k", 102400))}
+
+
+def unmapped(r):
+    "A recipe without its map, which `stored_bits` counts by itself."
+    return replace(r, key=replace(r.key, rotation="hadamard"))
 
 
 def gains_of(found, m):
@@ -100,6 +107,30 @@ class Run:
                     self.note(row)
 
 
+    def measure_budgets(self, budgets, protocols, prompt):
+        "Rows of bits spent layer by layer, with maps and without, measured on windows of the calibration."
+        ids = self.ids
+        starts, plain = [prefill(self.model, x[:, :prompt]) for x in ids.split(self.batch)], score(self.model, ids, None, "decode", prompt, self.batch).loss
+        self.note(dict(part="layers", cache="uncompressed", protocol="all", ppl=float(plain.mean().exp()), n=plain.numel(), unit="perplexity"))
+        for how, found in (("plain", None), ("mapped", self.found)):
+            began = time.time()
+            found = measure_layers(self.model, self.source[:4], found)
+            self.note(dict(part="losses", how=how, seconds=time.time() - began, unit="nats", **found.header["losses"]))
+            base = recipes_of(self.model, (2, 2), 4, 16)
+            for budget in budgets:
+                r = TurboQuantCache(self.model, base, calibration=found, budget=budget).recipes
+                spent = [[x.key.bits, x.value.bits] for x in r]
+                for protocol in protocols:
+                    if time.time() - self.began > self.a.seconds:
+                        raise SystemExit("out of time; what is measured is saved")
+                    loss = self.losses(ids, r, protocol, prompt, starts)
+                    percent, stderr = paired(loss, plain)
+                    row = dict(part="layers", cache=f"{budget:g} bits s4 w16", how=how, budget=budget, spent=spent, protocol=protocol, ppl=float(loss.mean().exp()), percent=percent, stderr=stderr, windows=len(ids), n=loss.numel(), unit="perplexity")
+                    counted = [unmapped(x) if protocol == "decode" else replace(unmapped(x), window=0) for x in r]
+                    row |= {f"bits{label}": stored_bits(self.model, counted, n, how == "mapped") for label, n in (("", ids.shape[1]), ("_4k", 4096), ("_100k", 102400))}
+                    self.note(row)
+
+
 def recount(a):
     "Bits of the rows of files again, from the shape of their model; nothing else in them changes."
     model, _ = load_model(a.model)
@@ -118,7 +149,8 @@ def main():
     p.add_argument("--calibrate", nargs="+", help="texts, of which one window each is read")
     p.add_argument("--recount", nargs="+", metavar="FILE", help="count the bits of these results of --model again, and measure nothing")
     p.add_argument("--calibrate-length", type=int, default=1024)
-    p.add_argument("--parts", nargs="+", default=["main"], choices=("main", "domains", "tokens", "length", "gains"))
+    p.add_argument("--parts", nargs="+", default=["main"], choices=("main", "domains", "tokens", "length", "gains", "layers"))
+    p.add_argument("--budgets", nargs="+", type=float, default=[2, 2.125, 2.25, 2.5, 3, 3.5, 4])
     p.add_argument("--domain", nargs="*", default=[], metavar="NAME=FILE")
     p.add_argument("--ways", nargs="+", default=["plain", "folded", "mapped"])
     p.add_argument("--bits", nargs="+", default=["k3v3", "k2v2", "k4v4"], choices=[*PLAIN])
@@ -141,6 +173,8 @@ def main():
             run.note(dict(part="fold", refused=str(error), unit="perplexity"))
     if "main" in a.parts:
         run.measure("main", run.ids, ways, a.bits, a.protocols, a.prompt)
+    if "layers" in a.parts:
+        run.measure_budgets(a.budgets, a.protocols, a.prompt)
     if "tokens" in a.parts:
         for windows, length in ((1, 64), (1, 256), (1, 1024), (2, 1024), (4, 1024)):
             found = calibrate(run.model, run.source[:windows, :length])

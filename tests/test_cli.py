@@ -559,3 +559,33 @@ def test_calibrate_writes_maps_that_the_other_commands_take(call, plain, tmp_pat
     for argv, says in ((["--out", tmp_path / "no" / "f"], "there is no such folder"), (["--out", file, "--windows", 0], "--windows must be positive"), (["--out", file, "--length", 3], "ids must be")):
         code, out, err = call("calibrate", "--model", plain, "--quiet", *argv)
         assert code == 2 and out == "" and says in err and err.count("\n") == 1
+
+
+def test_layers_are_measured_and_a_budget_is_spent(call, plain, tmp_path):
+    "With maps and without; a budget needs layers that were measured."
+    shared = ["--model", plain, "--quiet", "--json"]
+    for more, maps in ((["--no-maps"], False), ([], True)):
+        file = tmp_path / f"layers{maps}.safetensors"
+        code, out, _ = call("calibrate", *shared, "--windows", 1, "--length", 64, "--out", file, "--layers", *more)
+        about = json.loads(out)
+        assert code == 0 and about["losses"]["bits"] == [2, 3, 4] and bool(about["nbytes"]) == maps
+        assert len(about["losses"]["key"]) == len(about["losses"]["value"]) == about["about"]["layers"]
+        with_file = [*shared, "--calibration", file, "--budget", 2.5]
+        code, out, _ = call("generate", "--prompt", "a b", "--max-new-tokens", 3, *with_file)
+        said = json.loads(out)["cache"]["recipe"]
+        recipes = [json.loads(x) for x in said] if isinstance(said, list) else [said]  # one that all layers share
+        bits = [r[side]["bits"] for r in recipes for side in ("key", "value")]
+        assert code == 0 and sum(bits) == 2.5 * len(bits) and ("map-" in json.dumps(recipes)) == maps
+        code, out, _ = call("eval", "ppl", *SHORT, *with_file, "--recipe", "k2v2")
+        names = [r["cache"] for r in json.loads(out)["rows"]]
+        assert code == 0 and ("k2v2 + maps at 2.5 bits" if maps else "k2v2 at 2.5 bits") in names
+    unmeasured = tmp_path / "maps.safetensors"
+    assert call("calibrate", *shared, "--windows", 1, "--length", 64, "--out", unmeasured)[0] == 0
+    for argv, says in (
+        (["--budget", 2.5], "--budget needs --calibration"), (["--calibration", file, "--budget", 5], "budget must be from 2 to 4"),
+        (["--calibration", unmeasured, "--budget", 2.5], "a budget needs layers that were measured"),
+    ):
+        code, out, err = call("generate", "--prompt", "a", "--model", plain, "--quiet", *argv)
+        assert code == 2 and out == "" and says in err and err.count("\n") == 1
+    code, out, err = call("calibrate", *shared, "--out", file, "--no-maps")
+    assert code == 2 and out == "" and "--no-maps leaves nothing to find" in err

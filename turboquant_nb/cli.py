@@ -217,7 +217,7 @@ def _hushed():
         finally:
             logging.set_verbosity(level)
 
-# %% ../nbs/18_cli.ipynb #d363414a
+# %% ../nbs/18_cli.ipynb #8556783a
 def read_recipe(
     text: str,  # a preset, a JSON object, or the name of a file that holds one
     bits: int | float | None = None,  # replaces the bits of keys and values
@@ -245,9 +245,11 @@ def read_recipe(
         raise _Usage(f"{source}: {err}") from err
 
 
-def _for_model(model, text: str, recipe, calibration: str | None = None):
+def _for_model(
+    model, text: str, recipe, calibration: str | None = None, budget: float | None = None
+):
     """A preset as this model gets it: with a centre that turns where RoPE does; others as they are.
-    With the maps of a calibration if there is one."""
+    With the maps of a calibration if there is one, and the bits of a budget."""
     from turboquant_nb.hf import TurboQuantCache
     from turboquant_nb.quantizer import PRESETS
 
@@ -256,9 +258,13 @@ def _for_model(model, text: str, recipe, calibration: str | None = None):
         with_center = lambda r: replace(recipe, key=replace(recipe.key, center=r.key.center))  # noqa: E731
         recipe = [with_center(r) for r in own] if isinstance(own, list) else with_center(own)
     if not calibration:
+        if budget is not None:
+            raise _Usage(
+                "--budget needs --calibration FILE_OR_HUB_ID, from turboquant calibrate --layers"
+            )
         return recipe
     try:
-        return TurboQuantCache(model, recipe, calibration=calibration).recipes
+        return TurboQuantCache(model, recipe, calibration=calibration, budget=budget).recipes
     except (FileNotFoundError, ValueError) as err:
         raise _Usage(f"--calibration {calibration}: {err}") from err
 
@@ -498,7 +504,7 @@ def _read_prompt(args, model, tokenizer) -> tuple:  # (what `_one` needs, record
     prompt = ids.to(model.device), end, states, first, _stop_tokens(model)
     return prompt, _machine(args, model) | about
 
-# %% ../nbs/18_cli.ipynb #ec81dec2
+# %% ../nbs/18_cli.ipynb #c88d0845
 def _demo(args) -> None:
     "turboquant demo"
     recipes = _check_demo(args)
@@ -513,7 +519,7 @@ def _demo(args) -> None:
         say(f"  {about['question']}\n\nAnswers:")
         rows, reference = [], None
         for name, text, recipe in [("uncompressed", "", None), *recipes]:
-            recipe = recipe and _for_model(model, text, recipe, args.calibration)
+            recipe = recipe and _for_model(model, text, recipe, args.calibration, args.budget)
             model.set_attn_implementation(args.attention if recipe else plain)
             row, tensors = _one(args, model, name, recipe, prompt, reference)
             reference = reference or tensors
@@ -607,7 +613,7 @@ def _write(args, model, ids, cache, limit: int, streamer) -> list:  # tokens of 
         )
     return out[0, ids.shape[1] :].tolist()
 
-# %% ../nbs/18_cli.ipynb #c7f2982e
+# %% ../nbs/18_cli.ipynb #5742f31c
 def _generate(args) -> None:
     "turboquant generate"
     _check_generate(args)
@@ -621,7 +627,7 @@ def _generate(args) -> None:
         ids = _encode(tokenizer, text, args.chat).to(model.device)
         limit = _room(args, model, ids.shape[1])
         model.set_attn_implementation(args.attention)
-        recipe = _for_model(model, args.recipe, recipe, args.calibration)
+        recipe = _for_model(model, args.recipe, recipe, args.calibration, args.budget)
         cache = TurboQuantCache(model, recipe, max_length=args.max_length)
         label, begin = f"reading {ids.shape[1]:,} tokens", time.monotonic()
         if args.json:
@@ -722,8 +728,8 @@ def _recipe(args) -> None:
             file=sys.stderr,
         )
 
-# %% ../nbs/18_cli.ipynb #a3d8a478
-def _recipe_or_other(text: str, args, model, calibration: str | None):
+# %% ../nbs/18_cli.ipynb #9827e03a
+def _recipe_or_other(text: str, args, model, calibration: str | None, budget: float | None):
     "What a user may name: one of OTHERS, a recipe, or a JSON list of recipes, one per layer."
     from turboquant_nb.evaluate import OTHERS
 
@@ -733,11 +739,18 @@ def _recipe_or_other(text: str, args, model, calibration: str | None):
     said = Path(text).read_text("utf-8") if not inline and Path(text).is_file() else text
     if not said.lstrip().startswith("["):
         recipe = read_recipe(text, args.bits, args.sinks, args.window)
-        return _for_model(model, text, recipe, calibration)
+        return _for_model(model, text, recipe, calibration, budget)
     try:
         return [read_recipe(json.dumps(x)) for x in json.loads(said)]
     except json.JSONDecodeError as err:
         raise _Usage(f"recipe {text}: {err}") from err
+
+
+def _extras(what, budget: float | None) -> str:
+    "What the name of a contender does not say: maps, and bits by layer."
+    recipes = what if isinstance(what, list) else []
+    maps = any(r.key.rotation.startswith("map-") for r in recipes)
+    return (" + maps" if maps else "") + (f" at {budget:g} bits" if budget and recipes else "")
 
 
 def _contenders(args, model) -> list:
@@ -747,12 +760,12 @@ def _contenders(args, model) -> list:
     out = []
     for i, text in enumerate([*args.recipe, *args.against], 1):
         try:
-            calibration = args.calibration if i <= len(args.recipe) else None
-            what = _recipe_or_other(text, args, model, calibration)
+            given = (args.calibration, args.budget) if i <= len(args.recipe) else (None, None)
+            what = _recipe_or_other(text, args, model, *given)
         except _Usage as err:
             raise _Usage(f"{err}; --against also takes {', '.join(OTHERS)}") from err
         name = text if len(text) < 25 else f"recipe {i}"
-        name += " + maps" if calibration and not isinstance(what, str) else ""
+        name += _extras(what, given[1])
         length = None if args.measure == "needle" else args.length
         try:
             out.append(contender(model, what, name, max_length=length))
@@ -954,20 +967,32 @@ def _fold(args) -> None:
         f"{out}: {moved:,} of {total:,} channels of keys scaled, from {found.header['tokens']:,} tokens"
     )
 
-# %% ../nbs/18_cli.ipynb #f0f64a78
+# %% ../nbs/18_cli.ipynb #4c6ede5c
 def _calibrate(args) -> None:
     "turboquant calibrate"
     out = Path(args.out)
     if not out.parent.is_dir():
         raise _Usage(f"--out {out}: there is no such folder")
+    if args.no_maps and not args.layers:
+        raise _Usage("--no-maps leaves nothing to find without --layers")
     texts = _texts_to_read(args)
     model, tokenizer, _ = _load(args)
+    from turboquant_nb.allocate import measure_layers
     from turboquant_nb.calibrate import calibrate, save_calibration
+    from turboquant_nb.hf import TurboQuantCache
 
     try:
-        ids = _windows_to_read(args, model, tokenizer, texts)
-        with _hushed(), _Stage(f"reading {len(ids)} windows", len(ids), not args.quiet) as stage:
-            found = calibrate(model, ids, progress=stage.tick)
+        ids, found = _windows_to_read(args, model, tokenizer, texts), None
+        if not args.no_maps:
+            with (
+                _hushed(),
+                _Stage(f"reading {len(ids)} windows", len(ids), not args.quiet) as stage,
+            ):
+                found = calibrate(model, ids, progress=stage.tick)
+        if args.layers:
+            passes = len(ids) * 6 * len(TurboQuantCache(model).recipes)
+            with _hushed(), _Stage("measuring layers", passes, not args.quiet) as stage:
+                found = measure_layers(model, ids[:, :1024], found, progress=stage.tick)
     except ValueError as err:
         raise _Usage(str(err)) from err
     save_calibration(found, out)
@@ -1009,7 +1034,7 @@ def _claims(args) -> None:
         return print(json.dumps(dict(version=version(), claims=rows, seen=claims.summary(rows))))
     print("\n\n".join(map(_told, rows)) + f"\n\n{claims.summary(rows)}")
 
-# %% ../nbs/18_cli.ipynb #4487365a
+# %% ../nbs/18_cli.ipynb #9dfdfa12
 class _Parser(argparse.ArgumentParser):
     "argparse with errors of one line and examples that keep their lines."
 
@@ -1046,7 +1071,7 @@ def _calibrate_parser(commands) -> None:
     p = commands.add_parser(
         "calibrate",
         help="find the best maps for a model's keys, or with --fasta a code for ESM-2",
-        description="Read some text once and write maps for the keys of a language model to one file. With --fasta FILE it fits a code for a protein model instead: see turboquant calibrate --fasta --help.",
+        description="Read some text once and write maps for the keys of a language model, and with --layers what each layer loses by codes, to one file. With --fasta FILE it fits a code for a protein model instead: see turboquant calibrate --fasta --help.",
         epilog="example:\n  turboquant calibrate --out smollm2.safetensors && turboquant demo --calibration smollm2.safetensors\n"
         "  turboquant calibrate --model Qwen/Qwen2.5-0.5B --text a.txt b.txt --out qwen.safetensors",
     )
@@ -1061,6 +1086,12 @@ def _calibrate_parser(commands) -> None:
         default=4096,
         help="tokens of a window, as long as the contexts that will be used; default: 4096, or the most that the model reads",
     )
+    p.add_argument(
+        "--layers",
+        action="store_true",
+        help="also measure what each layer loses at 2, 3 and 4 bits, for --budget: six passes a layer over the first 1,024 tokens of each window",
+    )
+    p.add_argument("--no-maps", action="store_true", help="with --layers: measure layers only")
     _shared(p, "one JSON object", attention=False)
     p.set_defaults(run=_calibrate, attention="sdpa")
 
@@ -1147,12 +1178,18 @@ def _recipe_options(p) -> None:
         "--window", type=int, help="most recent tokens kept exact, instead of the recipe's"
     )
 
-# %% ../nbs/18_cli.ipynb #797aeefa
+# %% ../nbs/18_cli.ipynb #a307d33f
 def _calibration_option(p) -> None:
     p.add_argument(
         "--calibration",
         metavar="FILE_OR_HUB_ID",
-        help="maps for keys, from turboquant calibrate; default: none, codes are data-free",
+        help="maps for keys and losses of layers, from turboquant calibrate; default: none, codes are data-free",
+    )
+    p.add_argument(
+        "--budget",
+        type=float,
+        metavar="BITS",
+        help="with a calibration that measured layers: bits on average, spent on the layers that need them, instead of the recipe's",
     )
 
 

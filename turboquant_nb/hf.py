@@ -633,7 +633,7 @@ def rope_frequencies(
     still = [not x for x in getattr(config, "no_rope_layers", None) or [True] * n]
     return [None if s else own(kind) for kind, s in zip(kinds, still)], ""
 
-# %% ../nbs/14_hf.ipynb #5c528b16
+# %% ../nbs/14_hf.ipynb #74160bb6
 def _recipes(recipe, bits, config, coded: list, max_length: int | None) -> tuple:
     """A recipe and the frequencies of RoPE for each layer of `coded`. Raises TypeError/ValueError for
     what is no recipe, a list of another length, decay with max_length, or a centre that cannot turn."""
@@ -665,13 +665,19 @@ def _turned(recipes: list, config, coded: list) -> tuple:
     return [r if t is None else turning(r) for r, t in zip(recipes, turns)], turns
 
 
-def _calibrated(calibration, recipes: list, config) -> list:
-    "Recipes with the maps of a calibration. Raises ValueError for that of another model."
-    from turboquant_nb.calibrate import load_calibration  # a later chapter, which imports this one
+def _calibrated(calibration, budget, recipes: list, config) -> list:
+    "Recipes with the maps of a calibration, and the bits of a budget. Raises ValueError for that of another model."
+    if calibration is None:
+        if budget is not None:
+            raise ValueError("a budget needs a calibration, which says where bits are worth most")
+        return recipes
+    from turboquant_nb.allocate import spend  # later chapters, which import this one
+    from turboquant_nb.calibrate import load_calibration
 
     found = load_calibration(calibration)
     found.check(config)
-    return found.recipes(recipes)
+    recipes = found.recipes(recipes)
+    return recipes if budget is None else spend(recipes, found, budget)
 
 
 def _recipes_to_json(recipes: list) -> str | list:
@@ -704,7 +710,7 @@ def _check_settings(max_length, backend, static) -> None:
     if static and max_length is None:
         raise ValueError("static=True needs max_length: tensors that never move cannot grow")
 
-# %% ../nbs/14_hf.ipynb #748698fe
+# %% ../nbs/14_hf.ipynb #2e37f5d7
 class _CodedCache(Cache):
     "Building the cache from a model."
 
@@ -717,6 +723,7 @@ class _CodedCache(Cache):
         backend: str = "auto",  # "triton" demands kernels, "torch" goes without
         static: bool = False,  # with max_length: for torch.compile and CUDA graphs
         calibration=None,  # maps for keys: a file, a hub id or a Calibration (chapter 23)
+        budget: float | None = None,  # average bits, spent by a calibration's losses (chapter 24)
     ):
         self.config = _text_config(model_or_config)
         _check_settings(max_length, backend, static)
@@ -724,8 +731,7 @@ class _CodedCache(Cache):
         kinds, settings = _kinds(self.config), (max_length, backend, static)
         coded = [i for i, kind in enumerate(kinds) if _is_coded(kind)]
         self.recipes, turns = _recipes(recipe, bits, self.config, coded, max_length)
-        if calibration is not None:
-            self.recipes = _calibrated(calibration, self.recipes, self.config)
+        self.recipes = _calibrated(calibration, budget, self.recipes, self.config)
         given = zip(self.recipes, turns)
         super().__init__(layers=_layers(self.config, kinds, given, *settings))
         self.coded_layers = [x for x in self.layers if isinstance(x, TurboQuantLayer)]
