@@ -69,12 +69,19 @@ def turning(capability=90, d=128, rotary=None):
     return triton.compile(src, target=GPUTarget("cuda", capability, 32), options=dict(num_warps=4))
 
 
-def mapping(capability=90, d=128, rows=16):
-    "The kernel that multiplies queries by the matrices of their heads."
+def mapping(capability=90, d=128, rows=4):
+    "The kernels that multiply queries by the matrices of their heads: plain sums for 4 rows of a program, tensor cores for more."
     types = TYPES | dict(TURN="*fp32", OUT="*fp32")
-    constants = dict(D=d, DP=kernel._size(d), ROWS=rows, COLS=16, AFTER=capability >= 90)
-    options = dict(num_warps=4, **({"launch_pdl": True} if capability >= 90 else {}))
-    return triton.compile(source(kernel._mapping_kernel, ASTSource, types, constants), target=GPUTarget("cuda", capability, 32), options=options)
+    few, options = rows == 4, dict(num_warps=4)
+    if few:
+        fn, constants = kernel._mapping_kernel, dict(D=d, DP=kernel._size(d), ROWS=rows, COLS=16, AFTER=capability >= 90)
+        options |= {"launch_pdl": True} if capability >= 90 else {}
+    else:
+        fn, constants = kernel._mapping_rows_kernel, dict(D=d, SLICE=32, ROWS=rows, COLS=32)
+        options |= {"num_stages": 1}
+    built = triton.compile(source(fn, ASTSource, types, constants), target=GPUTarget("cuda", capability, 32), options=options)
+    assert "wgmma" not in built.asm["ptx"]  # Triton 3.6 computes a pipelined one wrongly
+    return built
 
 
 def usage(compiled, capability):

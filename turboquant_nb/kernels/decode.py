@@ -1052,6 +1052,28 @@ def _mapping_kernel(
     if AFTER:  # the kernel before must be done, too, when this one is
         tl.extra.cuda.gdc_wait()
 
+# %% ../../nbs/12_decode.ipynb #c2c34650
+@triton.jit(do_not_specialize=["batch"])
+def _mapping_rows_kernel(
+    QUERY, sb, sh, sn, TURN, th, tc, te, OUT, batch, heads, group, n, rows,
+    D: tl.constexpr, SLICE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    "The same for many rows, on tensor cores."
+    h = tl.program_id(1)
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    b, j = (r // rows).to(tl.int64), r % rows
+    c = tl.program_id(2) * COLS + tl.arange(0, COLS)
+    ok = (b < batch) & (j < group * n)
+    at = QUERY + b * sb + (h * group + j // n).to(tl.int64) * sh + (j % n).to(tl.int64) * sn
+    turn, out = TURN + h.to(tl.int64) * th + c[None, :] * tc, tl.zeros((ROWS, COLS), tl.float32)
+    for first in range(0, D, SLICE):
+        e = first + tl.arange(0, SLICE)
+        q = tl.load(at[:, None] + e[None, :], mask=ok[:, None] & (e < D)[None, :], other=0.0)
+        m = tl.load(turn + e[:, None] * te, mask=(c < D)[None, :] & (e < D)[:, None], other=0.0)
+        out = tl.dot(q.to(tl.float32), m, out, input_precision="tf32x3")
+    place = OUT + ((b * heads + h) * rows + j)[:, None] * D + c[None, :]
+    tl.store(place, out, mask=(b < batch)[:, None] & (c < D)[None, :])
+
 # %% ../../nbs/12_decode.ipynb #db0583d1
 @triton.jit(do_not_specialize=["length", "offset", "reach"])
 def _turning_kernel(
@@ -1300,25 +1322,28 @@ def _combine(
         out = (out + _turned(tensors[10], c.value_turn)).to(q.dtype)
     return out, lse, again if fast and not mixed else None
 
-# %% ../../nbs/12_decode.ipynb #2982834d
+# %% ../../nbs/12_decode.ipynb #f1554c06
 _TURNING_SLOTS = _NUMBERS | dict(QUERY="q", TURNS="turns", BIAS="bias")
 _MAPPING_SLOTS = dict(QUERY="q", OUT="turned")
 
 
-def _mapped_query(c: _Call, rows: int, after: bool, pdl: bool) -> tuple:
+def _mapped_query(c: _Call, rows: int, after: bool) -> tuple:
     """Queries times the matrices that read the codes, where the decode kernel does not rotate them:
-    [B, H, rows, d] fp32, padded; how to launch it again. after: it follows the turning kernel."""
+    [B, H, rows, d] fp32, padded; how to launch it again. after: a kernel before lets this one start early."""
     q, turn, d = c.q, c.key_turn, c.d
     out = torch.empty(c.b, c.heads, rows, d, dtype=torch.float32, device=q.device)
     strides = (*q.stride()[:3], turn.stride(0) if turn.ndim == 3 else 0, *turn.stride()[-2:])
-    block, columns = 4 if c.b * c.heads * rows <= 1024 else 16, 16
-    flags = (d, _size(d), block, columns, after and pdl)
+    if c.b * c.heads * rows <= 512:
+        kernel, block, columns, flags = _mapping_kernel, 4, 16, (d, _size(d), 4, 16, after)
+        options = {"launch_pdl": True} if after else {}
+    else:  # 64 rows would be a pipelined wgmma, which Triton 3.6 computes wrongly
+        kernel, block, columns = _mapping_rows_kernel, 32, 32
+        flags, options = (d, min(32, _size(d)), 32, 32), {"num_stages": 1}
     args = (q, *strides[:3], turn, *strides[3:], out, c.b, c.heads, c.group, c.n, rows, *flags)
     fixed = (c.heads, c.group, c.n, rows)
     key = ("mapping", q.device, *flags, fixed, *_kinds((q, turn, out), strides))
     grid = -(-c.b * rows // block), c.heads, -(-d // columns)
-    options = {"launch_pdl": True} if after and pdl else {}
-    return out, _launch(_mapping_kernel, grid, args, key, _MAPPING_SLOTS, num_warps=4, **options)
+    return out, _launch(kernel, grid, args, key, _MAPPING_SLOTS, num_warps=4, **options)
 
 
 def _biases(
@@ -1358,7 +1383,7 @@ def _biases(
 # %% ../../nbs/12_decode.ipynb #1865206b
 _DECODE_SLOTS = _NUMBERS | dict(QUERY="q", TURNED="parts", O="parts", LSE="lse_parts")
 
-# %% ../../nbs/12_decode.ipynb #17b3327c
+# %% ../../nbs/12_decode.ipynb #6810a3f0
 def _fragments(c: _Call) -> tuple:  # (output, log-sum-exp, how to do it again or None)
     "Decode with the fragments kernel."
     q, rows, Q = c.q, c.group * c.n, 4 if c.group * c.n <= 4 else 8
@@ -1379,7 +1404,7 @@ def _fragments(c: _Call) -> tuple:  # (output, log-sum-exp, how to do it again o
     if not fast and value_mean is not None:
         value_mean = _turned(value_mean, c.value_turn.T)
     if not fast_k:
-        turned, launch = _mapped_query(c, blocks * Q, bias is not None, pdl)
+        turned, launch = _mapped_query(c, blocks * Q, pdl and bias is not None)
         launches.append(launch)
     centred = c.key_mean is not None and bias is None
     planes = [[*p, p[0], p[0]][:3] for p in (c.key_planes, c.value_planes)]
