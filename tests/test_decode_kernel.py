@@ -597,7 +597,7 @@ SLOW = [
       for k, v, c in itertools.product((2, 3, 4), (2, 3, 4), (80, 90))),
     *((dict(d=d, rows=r, bits=[3, 3]), 255, 1300 if (d, r) == (256, 8) else 120) for d in (64, 96, 128, 256) for r in (4, 8)),
     (dict(sliding=True, capped=True), 255, 120), (dict(page=16, paged=True, length=True), 255, 40), (dict(kernel="combine", fast=False, d=96), 128, 0),
-    *((dict(biased=True, d=d, rows=r, bits=[b, b]), 255, 1300 if (d, r) == (256, 8) else 120) for d in (64, 256) for r in (4, 8) for b in (3, 4)),
+    *((dict(biased=True, d=d, rows=r, bits=[b, b]), 255, {8: 1300, 4: 160}[r] if d == 256 else 120) for d in (64, 256) for r in (4, 8) for b in (3, 4)),
     (dict(kernel="turning", rotary=64, capability=80), 168, 0), (dict(kernel="mapping", d=256), 168, 0), (dict(kernel="mapping", capability=80), 168, 0), (dict(kernel="combine", capability=80), 128, 0), (dict(kernel="combine", together=4, each=8), 168, 0),
     *((dict(kernel="portable", d=d), 128, 40) for d in (16, 64, 256)),
 ]
