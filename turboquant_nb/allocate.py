@@ -99,7 +99,7 @@ def _check_measure(bits, calibration, config) -> list:
         calibration.check(config)
     return sorted(bits)
 
-# %% ../nbs/24_allocate.ipynb #9522e1f5
+# %% ../nbs/24_allocate.ipynb #d752aba8
 def measure_layers(
     model,  # a decoder of transformers
     ids: Tensor,  # [windows, tokens] token ids, without padding
@@ -109,7 +109,8 @@ def measure_layers(
     progress=None,  # called after each pass
 ) -> Calibration:
     """The calibration, or one without maps, with what coding each side of each layer alone costs: a pass of
-    each window for each of them and each number of bits. Raises TypeError/ValueError as `collect`."""
+    each window for each of them and each number of bits. Raises TypeError/ValueError as `collect`, and
+    ValueError for a model whose probabilities are not finite."""
     _check_ids(ids, skip, 1)
     config, decoder = _text_config(model), model.get_decoder()
     bits = _check_measure(bits, calibration, config)
@@ -136,6 +137,11 @@ def measure_layers(
     finally:
         _probes.pop()
         decoder.set_attn_implementation(before)
+    odd = [f"{side} of layer {i}" for (i, side, _), x in lost.items() if not math.isfinite(x)]
+    if odd:
+        raise ValueError(
+            f"the divergence is not finite where {odd[0]} are coded: does the model work?"
+        )
     tokens = len(ids) * (ids.shape[1] - skip)
     curves = {s: [[lost[i, s, b] / tokens for b in bits] for i in coded] for s in ("key", "value")}
     layers = dict(bits=bits, **curves, size=[list(probe.sizes[i]) for i in coded], tokens=tokens)
