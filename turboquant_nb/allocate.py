@@ -158,7 +158,7 @@ def _check_probed(decoder, config, id: Tensor, coded: list) -> None:
     decoder.set_attn_implementation(watching)
     _check_shown(decoder, config, id)
 
-# %% ../nbs/24_allocate.ipynb #cd83bb70
+# %% ../nbs/24_allocate.ipynb #0e74d9e9
 def _next(curve: list, at: int, bits: list, size: int, left: int) -> tuple:
     "The step from a point of a curve that gains most a bit and fits: (gain a bit, where to); (0, at) if there is none."
     ahead = range(at + 1, len(bits))
@@ -168,7 +168,7 @@ def _next(curve: list, at: int, bits: list, size: int, left: int) -> tuple:
 
 
 def allocate(
-    losses: dict,  # what `measure_layers` found: header["losses"]
+    losses: dict,  # header["losses"] of what measure_layers gave
     budget: float,  # average bits of all keys and values, within those measured
 ) -> list:  # (bits of keys, bits of values) of each layer that is coded
     "Where bits are worth most. Raises TypeError/ValueError for a budget that no choice of the measured bits meets."
