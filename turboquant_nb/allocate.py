@@ -99,7 +99,7 @@ def _check_measure(bits, calibration, config) -> list:
         calibration.check(config)
     return sorted(bits)
 
-# %% ../nbs/24_allocate.ipynb #d752aba8
+# %% ../nbs/24_allocate.ipynb #fac6ab9c
 def measure_layers(
     model,  # a decoder of transformers
     ids: Tensor,  # [windows, tokens] token ids, without padding
@@ -124,7 +124,7 @@ def measure_layers(
     _probes.append(probe)
     try:
         with torch.no_grad():
-            _check_probed(decoder, config, ids[:1, :1].to(device, torch.long), coded)
+            _check_probed(decoder, config, ids[:1, :1].to(device, torch.long))
             decoder.set_attn_implementation(NAME)
             for window in ids.to(device, torch.long):
                 logits = model(window[None], use_cache=False).logits[0, skip:]
@@ -151,7 +151,7 @@ def measure_layers(
     return replace(calibration, header=calibration.header | {"losses": layers})
 
 
-def _check_probed(decoder, config, id: Tensor, coded: list) -> None:
+def _check_probed(decoder, config, id: Tensor) -> None:
     "Raise ValueError unless the attention of all layers can be watched."
     from turboquant_nb.calibrate import NAME as watching
 
@@ -192,8 +192,12 @@ def allocate(
         at[i] = to
     return [(bits[k], bits[v]) for k, v in zip(at[::2], at[1::2])]
 
-# %% ../nbs/24_allocate.ipynb #ab4f7798
-def spend(recipes: list, calibration: Calibration, budget: float) -> list:
+# %% ../nbs/24_allocate.ipynb #0d2bd4a8
+def spend(
+    recipes: list,  # one for each layer that is coded
+    calibration: Calibration,  # with losses
+    budget: float,  # average bits, within those measured
+) -> list:  # the recipes with other bits
     "Recipes of all coded layers with the bits that a budget buys. Raises ValueError where layers were not measured."
     losses = calibration.header.get("losses")
     if losses is None:
