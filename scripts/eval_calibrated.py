@@ -37,10 +37,14 @@ def recipes_of(model, bits, sinks, window, calibration=None):
     return cache.recipe if calibration else r
 
 
-def bits_of(model, codes, protocol, mapped, tokens):
+def counted(model, r, mapped, tokens):
     "Bits per value: of one sequence of so many tokens, of 4,096 and of 102,400."
-    r = recipes_of(model, PLAIN[codes], 4, 0 if protocol == "stress" else 16)
     return {f"bits{label}": stored_bits(model, r, n, mapped) for label, n in (("", tokens), ("_4k", 4096), ("_100k", 102400))}
+
+
+def bits_of(model, codes, protocol, mapped, tokens):
+    "The same of codes by name."
+    return counted(model, recipes_of(model, PLAIN[codes], 4, 0 if protocol == "stress" else 16), mapped, tokens)
 
 
 def unmapped(r):
@@ -126,8 +130,8 @@ class Run:
                     loss = self.losses(ids, r, protocol, prompt, starts)
                     percent, stderr = paired(loss, plain)
                     row = dict(part="layers", cache=f"{budget:g} bits s4 w16", how=how, budget=budget, spent=spent, protocol=protocol, ppl=float(loss.mean().exp()), percent=percent, stderr=stderr, windows=len(ids), n=loss.numel(), unit="perplexity")
-                    counted = [unmapped(x) if protocol == "decode" else replace(unmapped(x), window=0) for x in r]
-                    row |= {f"bits{label}": stored_bits(self.model, counted, n, how == "mapped") for label, n in (("", ids.shape[1]), ("_4k", 4096), ("_100k", 102400))}
+                    held = [unmapped(x) if protocol == "decode" else replace(unmapped(x), window=0) for x in r]
+                    row |= counted(self.model, held, how == "mapped", ids.shape[1])
                     self.note(row)
 
 

@@ -7,7 +7,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 from test_calibrate import MODELS, generate, logits, made, prompt, texts, tiny  # noqa: E402
-from turboquant_nb import allocate as A  # noqa: E402
+from turboquant_nb import allocate as A, calibrate as C  # noqa: E402
 from turboquant_nb.allocate import allocate, measure_layers  # noqa: E402
 from turboquant_nb.calibrate import Calibration, load_calibration, save_calibration  # noqa: E402
 from turboquant_nb.evaluate import contender, score  # noqa: E402
@@ -27,7 +27,7 @@ def test_losses_are_what_the_cache_loses(name, mapped):
     before, kind = logits(model, ids), model.config._attn_implementation
     found = measure_layers(model, ids, maps if mapped else None)
     same(logits(model, ids), before)
-    assert model.config._attn_implementation == kind and not A._probes
+    assert model.config._attn_implementation == kind and not C._watchers
     losses = found.header["losses"]
     layers = model.config.num_hidden_layers
     assert losses["bits"] == [2, 3, 4] and losses["tokens"] == 2 * 36 and len(losses["key"]) == len(losses["value"]) == layers
@@ -125,7 +125,7 @@ def test_what_is_refused():
         broken.lm_head.weight[0, 0] = math.inf
     with pytest.raises(ValueError, match="is not finite where key of layer 0"):
         measure_layers(broken, texts())
-    assert not A._probes and broken.config._attn_implementation != A.NAME
+    assert not C._watchers and broken.config._attn_implementation != C.NAME
 
 
 def test_an_error_in_the_middle_leaves_the_model_as_it_was():
@@ -137,4 +137,4 @@ def test_an_error_in_the_middle_leaves_the_model_as_it_was():
 
     with pytest.raises(KeyboardInterrupt):
         measure_layers(model, texts(), progress=stop)
-    assert model.config._attn_implementation == kind and not A._probes
+    assert model.config._attn_implementation == kind and not C._watchers
