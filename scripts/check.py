@@ -262,7 +262,7 @@ def step_wheel():
     return f"{wheel.name}, {len(inside)} files, {wheel.stat().st_size / 1024:.0f} kB"
 
 
-OPTIONAL = ("transformers", "triton", "matplotlib", "gguf", "accelerate", "esm", "nbdev", "fastcore", "tqdm", "IPython")
+OPTIONAL = ("transformers", "triton", "matplotlib", "gguf", "accelerate", "esm", "nbdev", "tqdm", "IPython")
 TIMED = "import time; t = time.perf_counter(); import {0}; print(time.perf_counter() - t)"
 BLOCKED = """
 import sys
