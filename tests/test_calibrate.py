@@ -12,7 +12,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 from safetensors import safe_open  # noqa: E402
-from test_hf import BASE, DROP, caches_latents, exact_recipe, generate, prompt, three, tiny  # noqa: E402
+from test_hf import BASE, DROP, caches_latents, exact_recipe, fused, generate, prompt, three, tiny  # noqa: E402
 from turboquant_nb import calibrate as C, maps as M, ops  # noqa: E402
 from turboquant_nb.attention import attend, dense_attention  # noqa: E402
 from turboquant_nb.calibrate import calibrate, collect, load_calibration, save_calibration  # noqa: E402
@@ -50,7 +50,7 @@ def made(name):
                     p.mul_(torch.randn(len(p), 1, generator=g).exp2())
         _found[name] = model, calibrate(model, texts(4, 60, seed=3))
     model, found = _found[name]
-    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    model.set_attn_implementation("sdpa" if fused(model) else "eager")
     return model, found
 
 

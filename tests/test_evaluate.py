@@ -52,16 +52,38 @@ def runs(model, recipe, ids, prompt, protocol="decode", other=None):
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("kind", ["llama", "gemma"])
 def test_one_pass_is_token_by_token(request, kind, name):
-    a, b = runs(request.getfixturevalue(kind), RECIPES[name], tokens(), 40)
-    assert (a.loss - b.loss).abs().max() < 1e-4
-    assert a.loss.shape == (2, 20)
+    "The same vectors on the same states. Losses of two runs may part where a code flips; where nothing is coded they may not."
+    model = request.getfixturevalue(kind)
+    assert e.one_pass_gap(model, tokens(), RECIPES[name], 40) < e.gap_limit(model, RECIPES[name])
+    a, b = runs(model, RECIPES[name], tokens(), 40)
+    assert a.loss.shape == b.loss.shape == (2, 20)
+    if name == "all exact":
+        assert (a.loss - b.loss).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("change", [dict(window=8), dict(window=6), dict(sinks=0), dict(sinks=2)])
 def test_one_pass_notices_one_token_more_or_less(llama, change):
     r = RECIPES["window"]
-    a, b = runs(llama, r, tokens(), 40, other=replace(r, **change))
-    assert (a.loss - b.loss).abs().mean() > 1e-3
+    assert e.one_pass_gap(llama, tokens(), r, 40, against=replace(r, **change)) > 50 * e.gap_limit(llama, r)
+
+
+def test_a_softcap_is_not_lost():
+    "SDPA has none: with transformers 5.17 Gemma 2 would be scored without it, with 5.23 not at all."
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    torch.manual_seed(2)
+    kinds = ["sliding_attention", "full_attention"]
+    model = Gemma2ForCausalLM(Gemma2Config(num_hidden_layers=2, sliding_window=8, layer_types=kinds, attn_logit_softcapping=1.0, **SIZE)).eval()
+    for name in ("sdpa", "eager"):
+        try:
+            model.set_attn_implementation(name)
+        except ValueError:  # as newer transformers answer
+            continue
+        got = e.score(model, tokens(), None, "decode", 40).loss
+    with torch.no_grad():
+        want = torch.nn.functional.cross_entropy(model(tokens()).logits[:, 39:-1].flatten(0, 1), tokens()[:, 40:].flatten(), reduction="none").view(2, -1)
+    assert (got - want).abs().max() < 1e-4
+    assert e.one_pass_gap(model, tokens(), RECIPES["window"], 40) < e.gap_limit(model, RECIPES["window"])
 
 
 def test_everything_exact_is_uncompressed(llama):
@@ -73,10 +95,8 @@ def test_everything_exact_is_uncompressed(llama):
 
 def test_recipes_per_layer(llama):
     many = [RECIPES["window"], RECIPES["plain"], RECIPES["fractional"]]
-    a, b = runs(llama, many, tokens(), 40)
-    assert (a.loss - b.loss).abs().max() < 1e-4
-    _, c = runs(llama, many[::-1], tokens(), 40)
-    assert (a.loss - c.loss).abs().mean() > 1e-3
+    assert e.one_pass_gap(llama, tokens(), many, 40) < e.gap_limit(llama, many)
+    assert e.one_pass_gap(llama, tokens(), many, 40, against=many[::-1]) > 50 * e.gap_limit(llama, many)
 
 
 def test_decay_is_stepped_through(llama):
@@ -105,10 +125,8 @@ def test_stress_has_no_window_and_keeps_sinks(llama):
 
 def test_stress_of_one_pass_is_the_real_cache_read_back(llama):
     r = Recipe(Spec(bits=4), Spec(bits=4), 0, 5)
-    a, b = runs(llama, r, tokens(), 40, "stress")
-    assert (a.loss - b.loss).abs().mean() < 1e-4
-    _, c = runs(llama, replace(r, value=Spec(bits=3)), tokens(), 40, "stress")
-    assert (a.loss - c.loss).abs().mean() > 1e-3
+    assert e.one_pass_gap(llama, tokens(), r, 40, protocol="stress") < e.gap_limit(llama, r)
+    assert e.one_pass_gap(llama, tokens(), r, 40, replace(r, value=Spec(bits=3)), "stress") > 50 * e.gap_limit(llama, r)
 
 
 @pytest.mark.parametrize("protocol", ["decode", "stress", "chunk"])
@@ -269,7 +287,7 @@ def test_real_model(smollm):
     model, tokenizer = smollm
     ids = e.text_windows(tokenizer, n=2, length=112)
     gate = e.one_pass_gate(model, ids, "k2v2", steps=12)
-    assert gate["passed"] and gate["value"] < gate["limit"] == 1e-4
+    assert gate["passed"] and gate["value"] < gate["limit"] == e.gap_limit(model, "k2v2") < 0.002
     bare = [e.contender(model, Recipe(Spec(bits=b, center="prompt"), Spec(bits=b), 1, 0), f"{b}") for b in (4, 1)]
     for protocol in ("decode", "stress"):
         plain, fine, coarse = (r["percent"] for r in e.perplexity(model, ids, bare, protocol, 80))

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from test_hf import exact_recipe, generate, prompt, tiny  # noqa: E402
+from test_hf import exact_recipe, fused, generate, prompt, tiny  # noqa: E402
 from turboquant_nb import ops  # noqa: E402
 from turboquant_nb.hf import TurboQuantCache  # noqa: E402
 from turboquant_nb.quantizer import Recipe  # noqa: E402
@@ -27,7 +27,7 @@ def addresses(cache):
 def test_static_is_dynamic(name, attention):
     "Greedy, left-padded, prompt lookup, a second turn, in eager mode: the tokens of a cache that grows; no tensor moved."
     model, inputs = tiny(name), prompt(2, 20)
-    if attention == "sdpa" and not model._supports_sdpa:
+    if attention == "sdpa" and not fused(model):
         attention = "eager"
     want, _ = generate(model, inputs, attention)
     cache = static(model)

@@ -307,7 +307,8 @@ def test_scores_equal_the_dense_formula(kind, m, d, gen):
     plain = (q @ S.T) @ (2 * bits.float() - 1).mT * (norm * (C / m)).unsqueeze(-2)
     exact = dense(q, bits, norm, S)
     no_worse_than(qjl_scores(q, packed, norm, S), plain, exact, factor=3)
-    no_worse_than(q @ qjl_decode(packed, norm, S).mT, plain, exact, factor=4)
+    vectors = (2 * bits.float() - 1) @ S * (norm * (C / m)).unsqueeze(-1)  # another order of the same sums, so a reference of its own: with few rows
+    no_worse_than(q @ qjl_decode(packed, norm, S).mT, q @ vectors.mT, exact, factor=2)  # `plain` has only 2 x 9 x m roundings, and its largest may be small by luck
     same(qjl_decode(bits, norm, S), qjl_decode(packed, norm, S))
 
 

@@ -61,11 +61,19 @@ def _merge(a: tuple | None, b: tuple) -> tuple:
     return weigh(a) + weigh(b), lse
 
 # %% ../nbs/13_ops.ipynb #09ee8ba6
+# AVX2 multiplies no 16-bit numbers; and where only PyTorch's kernels are held to it, their packing of 16-bit keys stops with "only supported when avx512 is supported"
+_WIDEN_ON_CPU = not torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+
+
 def _fused(q: Tensor, k: Tensor, v: Tensor, scaling: float, bias, causal: bool) -> tuple:
     "torch's fused attention with its log-sum-exp: (output, [B, H, n] fp32)."
     aten, half = torch.ops.aten, (torch.float16, torch.bfloat16)
     if q.device.type != "cuda":
         run = aten._scaled_dot_product_flash_attention_for_cpu
+        if q.dtype in half and _WIDEN_ON_CPU:
+            bias = bias if bias is None else bias.float()
+            out, lse = run(q.float(), k.float(), v.float(), 0.0, causal, attn_mask=bias, scale=scaling)
+            return out.to(q.dtype), lse
         return run(q, k, v, 0.0, causal, attn_mask=bias, scale=scaling)
     if bias is None and q.dtype in half:
         run = aten._scaled_dot_product_flash_attention

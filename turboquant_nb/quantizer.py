@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['KEY_RESIDUALS', 'PRESETS', 'Spec', 'channel_bits', 'Recipe', 'preset', 'as_recipe', 'Coded', 'check_float',
-           'check_finite', 'scalar_table', 'Quantizer', 'encode', 'decode_rotated', 'decode']
+           'check_finite', 'scalar_table', 'Quantizer', 'encode', 'decode_rotated', 'decode', 'decided']
 
 # %% ../nbs/04_quantizer.ipynb #6df47394
 import json
@@ -390,3 +390,25 @@ def decode(
         )
     x = q.rotation.inverse(q.decode_rotated(coded))
     return (x if mean is None else x + mean.float()).to(dtype)
+
+# %% ../nbs/04_quantizer.ipynb #4e610feb
+def decided(
+    q: Quantizer,  # with a rotation; any codebook that has `edges` [n] or [d, n]
+    x: Tensor,  # [..., d], finite
+    mean: Tensor | None = None,  # broadcastable to x
+) -> Tensor:  # [..., d] bool
+    """True where every float32 program gives the same code, whatever the order of its sums: no edge
+    lies within the rounding of the coordinate. Raises TypeError for per-head matrices. Source: Higham
+    2002, Accuracy and Stability of Numerical Algorithms, §3.1."""
+    if not isinstance(q.rotation, Rotation):
+        raise TypeError(f"decided is about a Rotation, got {type(q.rotation).__name__}")
+    gamma = lambda n: n * 2.0**-24 / (1 - n * 2.0**-24)  # noqa: E731
+    x = x.double() if mean is None else x.double() - mean.double()
+    matrix = q.rotation.matrix.double()
+    y, e = x @ matrix.mT, gamma(q.d + 2) * (x.abs() @ matrix.abs().mT)
+    power = y.square().sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    eta = ((y.abs() * e).sum(-1, keepdim=True) + e.square().sum(-1, keepdim=True) / 2) / power
+    unit = (power / q.d).sqrt()
+    reach = (e + y.abs() * (eta + gamma(q.d + 8))) / unit
+    far = (y / unit).unsqueeze(-1) - q.codebook.edges.double()
+    return (far.abs() > reach.unsqueeze(-1)).all(-1)
