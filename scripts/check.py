@@ -156,7 +156,7 @@ print(json.dumps({"capability": b.cpu.get_cpu_capability(), "threads": torch.get
 def arithmetic(name):
     "The environment variables of one setting; those of the other settings are taken away (None). One thread, unless the setting or the caller says otherwise."
     others = {variable: None for variables in NUMERICS.values() for variable in variables}
-    return others | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} | NUMERICS[name]
+    return others | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or "1"} | NUMERICS[name]
 
 
 @functools.cache
@@ -180,8 +180,8 @@ def why_not(name):
 
 def same_as_native(name):
     "Whether a setting chooses what this processor does anyway."
-    at_most_avx2 = name in ("avx2", "onednn-avx2") and probe()["capability"] == "AVX2"
-    return name != "native" and (at_most_avx2 or arithmetic(name) == arithmetic("native"))
+    own = {"AVX2": ("avx2", "onednn-avx2"), "DEFAULT": ("default",)}.get(probe()["capability"], ())
+    return name != "native" and (name in own or arithmetic(name) == arithmetic("native"))
 
 
 def foreign():
@@ -192,7 +192,8 @@ def foreign():
 
 def workers(name):
     "Processes at once: as many as keep every core busy with one thread each and no more."
-    return max(1, min(MOST_WORKERS, (os.cpu_count() or 1) // int(arithmetic(name)["OMP_NUM_THREADS"])))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(MOST_WORKERS, cores // int(arithmetic(name)["OMP_NUM_THREADS"])))
 
 
 def announce(name):
