@@ -4,6 +4,10 @@
     python scripts/check.py             all steps, cheapest first; stops at the first that fails
     python scripts/check.py --list      what the steps are
     python scripts/check.py --only lint --only docs
+    python scripts/check.py --only tests --numerics default       under another arithmetic of the processor; `all`: under each
+
+The notebooks and the tests run under named settings of the arithmetic (CONTRIBUTING.md says why). Without --numerics they run
+under `native`; without --only too, the notebooks run a second time, under a setting that is not this processor's own.
 
 The steps work on copies of the tree in a temporary folder and change no tracked file. The tests in tests/ run against the
 built wheel, not against the source tree. Needs the [dev] extra: pip install -c constraints.txt ".[dev]"."""
@@ -28,6 +32,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
 IMPORT_BUDGET = 0.5   # seconds that `import turboquant_nb` may take beyond `import torch`
+MOST_WORKERS = 4      # processes that run notebooks or tests at once, where there are as many cores
 STEPS = {}
 closing_line = ""     # what pytest said last
 
@@ -74,8 +79,10 @@ def copy_tree(name):
 
 
 def run(args, cwd=ROOT, env=None, show=False):
-    "Run a command; returns (exit status, output). With show=True its lines also appear at once, with the seconds since its start."
-    env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"} | (env or {})
+    """Run a command; returns (exit status, output). With show=True its lines also appear at once, with the seconds since its start.
+    A variable of env that is None is taken away."""
+    env = {"PYTHONDONTWRITEBYTECODE": "1"} | os.environ | {"PYTHONUNBUFFERED": "1"} | (env or {})  # .ci/run lets modules be compiled
+    env = {name: value for name, value in env.items() if value is not None}
     lines, start = [], time.perf_counter()
     with subprocess.Popen([str(a) for a in args], cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace") as process:
         for line in process.stdout:
@@ -123,6 +130,79 @@ def compare(old, new, names):
 def listing(lines, most=40):
     more = [f"... and {len(lines) - most} more lines"] if len(lines) > most else []
     return "\n".join([*lines[:most], *more])
+
+
+# ---------------------------------------------------------------- the processor's arithmetic
+
+# A sum in another order has another last bit, and a value that lies at the edge of a code then gets the code beside it. The order
+# depends on the vector unit, on the libraries that multiply matrices, and on the number of threads; each can be chosen before
+# torch is imported.
+NUMERICS = {
+    "native": {},
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2"},
+    "default": {"ATEN_CPU_CAPABILITY": "default"},
+    "onednn-avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "mkl-compatible": {"MKL_CBWR": "COMPATIBLE"},
+    "threads-1": {"OMP_NUM_THREADS": "1"},
+    "threads-2": {"OMP_NUM_THREADS": "2"},
+}
+PROBE = """
+import json, os, torch
+b = torch.backends
+print(json.dumps({"capability": b.cpu.get_cpu_capability(), "threads": torch.get_num_threads(), "mkl": b.mkl.is_available(), "onednn": b.mkldnn.is_available(), "cuda": torch.cuda.is_available()}))
+"""
+
+
+def arithmetic(name):
+    "The environment variables of one setting; those of the other settings are taken away (None). One thread, unless the setting or the caller says otherwise."
+    others = {variable: None for variables in NUMERICS.values() for variable in variables}
+    return others | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or "1"} | NUMERICS[name]
+
+
+@functools.cache
+def probe(name="native"):
+    "What torch says about itself in a new process under a setting."
+    return json.loads(must([sys.executable, "-c", PROBE], f"torch cannot be imported under the numerics {name}:", env=arithmetic(name)).splitlines()[-1])
+
+
+def why_not(name):
+    "Why this processor cannot compute as the setting says; an empty text if it can."
+    has = probe()
+    x86 = has["capability"] in ("AVX2", "AVX512")
+    if name in ("avx2", "onednn-avx2") and not x86:
+        return f"torch finds no AVX2 here ({has['capability']})"
+    if name == "onednn-avx2" and not has["onednn"]:
+        return "this torch has no oneDNN"
+    if name == "mkl-compatible" and not has["mkl"]:
+        return "this torch has no MKL"
+    return ""
+
+
+def same_as_native(name):
+    "Whether a setting chooses what this processor does anyway."
+    own = {"AVX2": ("avx2", "onednn-avx2"), "DEFAULT": ("default",)}.get(probe()["capability"], ())
+    return name != "native" and (name in own or arithmetic(name) == arithmetic("native"))
+
+
+def foreign():
+    "A setting that computes otherwise than this processor does: the next narrower vectors, else another library, else other threads."
+    narrower = {"AVX512": "avx2", "DEFAULT": None}.get(probe()["capability"], "default")
+    return next(name for name in (narrower, "mkl-compatible", "threads-2") if name and not why_not(name))
+
+
+def workers(name):
+    "Processes at once: as many as keep every core busy with one thread each and no more."
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(MOST_WORKERS, cores // int(arithmetic(name)["OMP_NUM_THREADS"])))
+
+
+def announce(name):
+    "Print a setting and what torch makes of it; Failed if torch did not take it."
+    said, chosen = probe(name), " ".join(f"{k}={v}" for k, v in NUMERICS[name].items()) or "the processor's own"
+    print(f"    numerics {name}: {chosen}; torch says {said['capability']}, {said['threads']} thread{'s' * (said['threads'] > 1)}; {workers(name)} at once", flush=True)
+    wanted = {"avx2": "AVX2", "default": "DEFAULT"}.get(name, said["capability"])
+    if said["capability"] != wanted or str(said["threads"]) != arithmetic(name)["OMP_NUM_THREADS"]:
+        raise Failed(f"the numerics {name} did not reach torch")
 
 
 # ---------------------------------------------------------------- steps
@@ -314,29 +394,28 @@ def step_docs():
 
 
 @step
-def step_nbtest():
+def step_nbtest(numerics="native"):
     "every notebook runs from top to bottom (nbdev_test)"
     tree = copy_tree("nbtest")
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 2) // 2)))  # two workers share the cores
-    env = {"PYTHONPATH": str(tree), "MPLBACKEND": "agg", "OMP_NUM_THREADS": threads}
-    import torch
-    if not torch.cuda.is_available():  # kernels run in Triton's interpreter, which is chosen when Triton is first imported
+    env = arithmetic(numerics) | {"PYTHONPATH": str(tree), "MPLBACKEND": "agg"}
+    if not probe()["cuda"]:  # kernels run in Triton's interpreter, which is chosen when Triton is first imported
         env["TRITON_INTERPRET"] = "1"
-    must([tool("nbdev_test"), "--n_workers", "2", "--do_print", "--timing"], "nbdev_test failed (its output is above)", cwd=tree, env=env, show=True)
+    must([sys.executable, SCRIPTS / "test_notebooks.py", "--n_workers", workers(numerics), "--do_print", "--timing"], "nbdev_test failed (its output is above)", cwd=tree, env=env, show=True)
     return f"{len(notebooks())} notebooks"
 
 
 @step
-def step_tests():
+def step_tests(numerics="native"):
     "pytest over tests/, importing the built wheel and not the source tree"
     global closing_line
     target, lib, tree = installed(), settings()["lib_path"], copy_tree("tests")
     shutil.rmtree(tree / lib)  # nothing but the wheel is left to import
-    kwargs = {"cwd": tree, "env": {"PYTHONPATH": str(target)}}
+    kwargs = {"cwd": tree, "env": arithmetic(numerics) | {"PYTHONPATH": str(target)}}
     where = Path(must([sys.executable, "-c", f"import {lib}; print({lib}.__file__)"], "the wheel cannot be imported:", **kwargs).split()[-1])
     if target not in where.parents:
         raise Failed(f"the tests would import {where}, not the wheel in {target}")
-    status, output = run([sys.executable, "-m", "pytest", "tests", "-q", "-p", "no:cacheprovider", "--durations=10"], show=True, **kwargs)
+    several = ["-n", workers(numerics), "--dist", "loadfile", "--no-loadscope-reorder"] if workers(numerics) > 1 else []  # conftest.py puts the longest files first
+    status, output = run([sys.executable, "-m", "pytest", "tests", "-q", "-p", "no:cacheprovider", "--durations=10", *several], show=True, **kwargs)
     said = [line.strip() for line in output.splitlines() if re.search(r"\b(passed|failed|error|errors|no tests ran|skipped)\b.* in [\d.]+s", line)]
     closing_line = said[-1] if said else ""
     if status:
@@ -344,31 +423,63 @@ def step_tests():
     return closing_line
 
 
+NUMERIC = ("nbtest", "tests")  # the steps that compute
+
+
 # ---------------------------------------------------------------- main
+
+def under(numerics):
+    "The settings to run under; what is left out is said."
+    if numerics is None:
+        return ["native"]
+    out = []
+    for name in NUMERICS if numerics == "all" else [numerics]:
+        reason = why_not(name) or ("what native does here" if numerics == "all" and same_as_native(name) else "")
+        if reason:
+            print(f"numerics {name}: left out, {reason}", flush=True)
+        else:
+            out.append(name)
+    return out
+
+
+def plan(only, numerics):
+    "What to run, in order: (step, setting), the setting None for steps that do not compute."
+    chosen = [name for name in STEPS if not only or name in only]
+    chosen_settings = under(numerics) if any(name in NUMERIC for name in chosen) else []
+    runs = [(name, each) for name in chosen for each in (chosen_settings if name in NUMERIC else [None])]
+    if not only and not numerics:
+        runs.append(("nbtest", foreign()))
+    return runs
+
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", action="append", choices=list(STEPS), metavar="STEP", help="run only this step (may be repeated)")
-    parser.add_argument("--list", action="store_true", help="list the steps")
+    parser.add_argument("--numerics", choices=[*NUMERICS, "all"], metavar="NAME", help=f"run {' and '.join(NUMERIC)} under this setting of the processor's arithmetic, or under `all`")
+    parser.add_argument("--list", action="store_true", help="list the steps and the settings of --numerics")
     args = parser.parse_args(argv)
     if args.list:
         for name, f in STEPS.items():
-            print(f"{name:10} {f.__doc__}")
+            print(f"{name:14} {f.__doc__}")
+        print()
+        for name, variables in NUMERICS.items():
+            print(f"{name:14} " + (" ".join(f"{k}={v}" for k, v in variables.items()) or "the processor as it is"))
         return 0
-    chosen = [name for name in STEPS if not args.only or name in args.only]
-    start = time.perf_counter()
-    for i, name in enumerate(chosen, 1):
-        print(f"[{i}/{len(chosen)}] {name}: {STEPS[name].__doc__}", flush=True)
+    start, runs = time.perf_counter(), plan(args.only, args.numerics)
+    for i, (name, numerics) in enumerate(runs, 1):
+        print(f"[{i}/{len(runs)}] {name}{f' ({numerics})' if numerics else ''}: {STEPS[name].__doc__}", flush=True)
         begin = time.perf_counter()
         try:
-            said = STEPS[name]()
+            if numerics:
+                announce(numerics)
+            said = STEPS[name](*[numerics] * bool(numerics))
         except Failed as error:
-            print(f"FAILED {name} after {time.perf_counter() - begin:.1f} s: {error}", flush=True)
+            print(f"FAILED {name}{f' ({numerics})' if numerics else ''} after {time.perf_counter() - begin:.1f} s: {error}", flush=True)
             if closing_line:
                 print(closing_line)
             return 1
         print(f"    ok, {time.perf_counter() - begin:.1f} s{': ' + said if said else ''}", flush=True)
-    print(f"all {len(chosen)} steps passed in {time.perf_counter() - start:.0f} s")
+    print(f"all {len(runs)} steps passed in {time.perf_counter() - start:.0f} s")
     if closing_line:
         print(closing_line)
     return 0

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from configparser import ConfigParser
 from html.parser import HTMLParser
 from pathlib import Path
@@ -28,6 +29,7 @@ from urllib.parse import unquote, urlsplit
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_PICTURE = 100_000
+WORKERS = min(4, os.cpu_count() or 1)
 KINDS = {"fig": "Figure", "eq": "Equation", "tbl": "Table"}
 
 LAYOUT_CSS = """
@@ -90,8 +92,8 @@ def copy_tree(dst):
 
 def prepare(tree):
     "Run nbdev's processors over the copy; returns the folder with the processed notebooks."
-    code = "import warnings; warnings.filterwarnings('ignore', message='Found cells containing')\nfrom nbdev.serve import proc_nbs\nproc_nbs(force=True, n_workers=0)"
-    env = os.environ | {"PYTHONPATH": str(tree), "MPLBACKEND": "agg", "PYTHONDONTWRITEBYTECODE": "1"}
+    code = f"import warnings; warnings.filterwarnings('ignore', message='Found cells containing')\nfrom nbdev.serve import proc_nbs\nproc_nbs(force=True, n_workers={WORKERS})"
+    env = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"} | os.environ | {"PYTHONPATH": str(tree), "MPLBACKEND": "agg"}
     done = subprocess.run([sys.executable, "-c", code], cwd=tree, env=env, capture_output=True, text=True)
     if done.returncode:
         where = "\n".join(line for line in done.stderr.splitlines() if "Error in notebook" in line)
@@ -423,7 +425,7 @@ def render(path, site, sections, pages, cfg, problems):
     shape.empty_sections(tree["blocks"])
     shape.first(tree["blocks"])
     shape.second(tree["blocks"])
-    template = site / ".template.html"
+    template = site / f".template-{page}"
     template.write_text(PANDOC_TEMPLATE, encoding="utf-8")
     args = ["-f", "json", "-t", "html5", "--mathml", "--standalone", "--toc", "--toc-depth=3", f"--template={template}", "--metadata=title:x", "--fail-if-warnings"]
     parts = pandoc(args, json.dumps(tree), page, problems).split("<!--split-->")
@@ -585,8 +587,11 @@ def build(tree, site, problems):
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(file, target)
     (site / "layout.css").write_text(LAYOUT_CSS, encoding="utf-8")
-    for name in notebooks:
-        render(processed / name, site, sections, set(notebooks), cfg, problems)
+    with ThreadPoolExecutor(WORKERS) as pool:  # the work is pandoc's, in processes of its own
+        found = [(name, Problems()) for name in notebooks]
+        list(pool.map(lambda page: render(processed / page[0], site, sections, set(notebooks), cfg, page[1]), found))
+    for _, more in found:
+        problems += more
     check(site, tree, sections, notebooks, cfg, problems)
     return len(notebooks)
 

@@ -5,8 +5,19 @@ import numpy as np
 import pytest
 import torch
 
+SLOW = bool(os.environ.get("TURBOQUANT_SLOW"))  # everything; without it the widest matrices are thinned (CONTRIBUTING.md says which)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run in Triton's interpreter; it counts when Triton is imported, by whatever test
+
+
+# Files that take longest, which several processes (pytest-xdist, one file each at a time) begin with: no long file is left for the end.
+LONGEST = "hf_model hf hf_random attention models cli hf_system calibrate hf_static evaluate hf_kernels store decode_kernel".split()
+
+
+def pytest_collection_modifyitems(items):
+    "The longest files first; within a file the order stays."
+    place = {f"test_{name}": i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,5 @@
 "Losses of layers and budgets as a stranger would try them: every kind of decoder, files, generation, and what is refused."
+import copy
 import json
 import math
 
@@ -63,6 +64,36 @@ def test_a_budget_runs_and_comes_back(name, tmp_path):
         for a, b in zip(cache.coded_layers, back.coded_layers):
             for x, y in zip(a.store.read(), b.store.read()):
                 same(x, y)
+
+
+def test_a_pass_that_begins_late_gives_the_same_numbers(monkeypatch):
+    "Layers before the coded one give what they gave in the exact pass: the losses are those of whole passes to the bit, and the model is as it was."
+    model, ids = copy.deepcopy(tiny("llama")), texts(2, 24)
+    found = measure_layers(model, ids).header["losses"]
+    assert not any("forward" in vars(x) or x._forward_hooks for x in model.model.layers)
+    runs = []
+    monkeypatch.setattr(A._Prefix, "try_out", lambda self, *a: setattr(self, "sound", False))
+    model.model.layers[0].register_forward_hook(lambda *a: runs.append(1))
+    assert measure_layers(model, ids).header["losses"] == found
+    assert len(runs) == 2 * (1 + 2 * 2 * 3) + 1  # windows, of the exact pass and of each side, layer and bits; one token to see the keys
+
+
+def test_a_model_that_hands_on_more_than_its_output_is_measured_whole(monkeypatch):
+    "The last layer adds what the first one noted on its way. The mutant leaves the first one out all the same."
+    model, ids = copy.deepcopy(tiny("llama")), texts(2, 24)
+    first, last, note = model.model.layers[0], model.model.layers[-1], {}
+    one, two = first.forward, last.forward
+
+    def noting(x, *args, **kwargs):
+        note["x"] = one(x, *args, **kwargs)
+        return note["x"]
+
+    first.forward, last.forward = noting, lambda *args, **kwargs: two(*args, **kwargs) + note["x"].roll(1, 1)
+    found = measure_layers(model, ids).header["losses"]
+    assert first.forward is noting
+    for sound in (False, True):
+        monkeypatch.setattr(A._Prefix, "try_out", lambda self, *a: setattr(self, "sound", sound))  # noqa: B023
+        assert (measure_layers(model, ids).header["losses"] == found) is not sound
 
 
 def test_a_layer_that_does_not_matter_gets_no_bits():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from conftest import SLOW
 from turboquant_nb.attention import attend, dense_attention
 from turboquant_nb.quantizer import Recipe, Spec, decode
 from turboquant_nb.store import KVStore
@@ -43,15 +44,15 @@ def read_unrounded(store, name):
     side = getattr(store, name)
     x = decode(side.q, store.coded(name, store.offset, store.length), store.center(name, store.offset, store.length)).double()
     states, positions = store.exact(name)
-    for row, slot in (positions >= store.offset).nonzero().tolist():
-        x[row, :, int(positions[row, slot]) - store.offset] = states[row, :, slot].double()
+    rows, slots = (positions >= store.offset).nonzero(as_tuple=True)
+    x[rows, :, positions[rows, slots] - store.offset] = states[rows, :, slots].double()
     same(x.to(store.dtype), store.read()[name == "value"])
     return x
 
 
-def reference(q, store, chunk, mask, first, **kwargs):
-    "fp64 softmax over `store.read`, with the exact chunk in place of its codes."
-    k, v = (read_unrounded(store, side) for side in ("key", "value"))
+def reference(q, store, chunk, mask, first, states=None, **kwargs):
+    "fp64 softmax over `store.read` (`states`, if it was read before), with the exact chunk in place of its codes."
+    k, v = states or (read_unrounded(store, side) for side in ("key", "value"))
     k, v = k[:, :, first - store.offset :].clone(), v[:, :, first - store.offset :].clone()
     if chunk is not None:
         for dense, exact in ((k, chunk[0]), (v, chunk[1])):
@@ -132,7 +133,9 @@ CODES = [Spec(b, residual=r) for r in ("none", "sign", "qjl") for b in (2, 3, 4)
 @pytest.mark.parametrize("decay", [None, 10])
 @pytest.mark.parametrize("key", CODES, ids=lambda s: f"{s.bits}-{s.residual}-{s.scale}")
 def test_every_code_of_keys_with_every_code_of_values(key, decay):
-    for value, dtype in product(CODES, (torch.float32, torch.bfloat16)):
+    for i, (value, dtype) in enumerate(product(CODES, (torch.float32, torch.bfloat16))):
+        if not SLOW and (i // 2 + i + CODES.index(key) + bool(decay)) % 2:  # each pair in one of the two dtypes, each code in both
+            continue
         if decay and "qjl" in (key.residual, value.residual):
             continue
         try:
@@ -143,9 +146,11 @@ def test_every_code_of_keys_with_every_code_of_values(key, decay):
         assert store.key.thin + store.value.thin > 0 if decay else store.key.thin == store.value.thin == 0
         q = torch.randn(2, 4, 5, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
         mask = seen_by(store, 5, 0, True, None)
+        states = [read_unrounded(store, side) for side in ("key", "value")]
         for chunk in (None, (k[:, :, -5:], v[:, :, -5:])):
+            want = reference(q, store, chunk, mask, 0, states)
             for block in (7, 1024):
-                compare(attend(q, store, *(chunk or (None, None)), block=block), reference(q, store, chunk, mask, 0), dtype)
+                compare(attend(q, store, *(chunk or (None, None)), block=block), want, dtype)
 
 
 class Products(TorchDispatchMode):
