@@ -208,9 +208,11 @@ def stamp(
     names = [x if x.startswith("release") else x[:8] for x in commits(result | {"rows": rows})]
     days = sorted({r.get("utc", result["utc"])[:10] for r in rows})
     days = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    parts = result.get("joined")
+    more = f" and {len(parts) - 1} parts more" if isinstance(parts, list) else ""
     loose = " with uncommitted changes" if result["dirty"] else ""
     loose += ", a draft" if result.get("draft") else ""
-    return f"{result['machine']['kind']}, torch {v['torch']}, transformers {v['transformers']}, commit{'s' * (len(names) > 1)} {', '.join(names)}{loose}, {days}; {result['command']}"
+    return f"{result['machine']['kind']}, torch {v['torch']}, transformers {v['transformers']}, commit{'s' * (len(names) > 1)} {', '.join(names)}{loose}, {days}; {result['command']}{more}"
 
 # %% ../nbs/70_results.ipynb #9f9bdb0a
 def _same(files, keys):
