@@ -173,6 +173,10 @@ def test_drafts_are_not_extended_or_joined(tmp_path):
         results.joined([tmp_path / "a.json", tmp_path / "b.json"])
     with pytest.raises(ValueError, match="is a draft"):
         results.check(results.joined([tmp_path / "b.json", tmp_path / "a.json"], draft=True))
+    loose = results.record("example", [{"bits": 3}], *FIXED, Tree(B, (" M scripts/x.py",)))
+    results.save(loose, tmp_path / "b.json", draft=True)
+    with pytest.raises(ValueError, match="uncommitted"):
+        results.check(results.joined([tmp_path / "a.json", tmp_path / "b.json"], draft=True))
 
 
 @pytest.mark.parametrize("other", [{"experiment": "b"}, {"model": {"id": "b"}}, {"data": {"id": "b"}}, {"seeds": [1]}, {"machine": {"kind": "b"}}])
