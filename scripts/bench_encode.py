@@ -38,7 +38,7 @@ def main():
     p.add_argument("--vectors", type=int, default=1_000_000)
     p.add_argument("--repeat", type=int, default=7)
     p.add_argument("--out", required=True)
-    a = p.parse_args()
+    a = results.parse(p)
     verdict = gate()
     if not verdict["passed"]:
         raise SystemExit("the gate did not pass; nothing is measured")
@@ -52,7 +52,7 @@ def main():
             rate = [a.vectors / s / 1e6 for s in (t[int(0.8 * len(t))], statistics.median(t), t[int(0.2 * len(t))])]
             rows.append(dict(d=d, bits=bits, p20=rate[0], p50=rate[1], p80=rate[2], n=a.repeat, unit="million vectors per second", copy=a.vectors / copy / 1e6))
             print(rows[-1], flush=True)
-    results.save(results.record("encode", rows, verdict, {"id": "none"}, {"id": "normal vectors", "n": a.vectors}, [0, 1]), a.out)
+    results.write(a, "encode", rows, verdict, {"id": "none"}, {"id": "normal vectors", "n": a.vectors}, [0, 1])
 
 
 if __name__ == "__main__":

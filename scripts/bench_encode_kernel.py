@@ -258,7 +258,7 @@ def main():
     p.add_argument("--out")
     p.add_argument("--tune", action="store_true")
     p.add_argument("--workers", type=int, default=12, help="processes that compile")
-    a = p.parse_args()
+    a = results.parse(p)
     verdict = gate(a.workers, to_compile(a.tune))
     if not verdict["passed"]:
         raise SystemExit("the gate did not pass; nothing is timed")
@@ -278,7 +278,7 @@ def main():
         add(bulk_case(d, 3, 3, n=n))
     if a.out:
         rows = [{k: round(v, 4) if isinstance(v, float) else v for k, v in r.items()} for r in rows]
-        results.save(results.record("encode_kernel", rows, verdict, {"id": "none"}, {"id": "normal states", "n": 8 * 8 * 32768}, [0, 1]), a.out)
+        results.write(a, "encode_kernel", rows, verdict, {"id": "none"}, {"id": "normal states", "n": 8 * 8 * 32768}, [0, 1])
     if a.tune:
         tune()
 

@@ -4,7 +4,6 @@
 Times and bytes do not depend on the values of weights, except that codes of random maps are as good as any. Prefill is compared with the original
 model's; decode with the same model on exact states in the same dtype; variants with passes over the whole protein, one per residue."""
 import argparse
-import json
 from functools import partial
 from pathlib import Path
 
@@ -165,21 +164,20 @@ def main():
     p.add_argument("--layers", type=int, default=33)
     p.add_argument("--after", type=Path, help="a file of this script: its rows are kept, with their commit")
     p.add_argument("--only", nargs="*", choices=[*STEPS], default=[*STEPS], help="what to measure")
-    a = p.parse_args()
+    a = results.parse(p)
     config = EsmConfig(vocab_size=33, hidden_size=1280, num_hidden_layers=a.layers, num_attention_heads=20, intermediate_size=5120, pad_token_id=1, mask_token_id=32,
                        token_dropout=True, position_embedding_type="rotary", max_position_embeddings=1026, layer_norm_eps=1e-5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)  # fmt: skip
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = EsmForMaskedLM(config).eval()
-    before = json.loads(a.after.read_text()) if a.after else {"rows": []}
-    rows = [{"commit": before["commit"]} | row for row in before["rows"]]
+    rows = results.earlier(a.after, a.draft) if a.after else []
 
     def note(found):
         for row in found:
             rows.append({k: round(v, 6) if isinstance(v, float) else v for k, v in row.items()})
             print(rows[-1], flush=True)
             made = {"id": "ESM-2 650M shapes", "revision": "random weights, seed 0"}
-            results.save(results.record("esm bench", rows, passed, made, {"id": "random proteins", "n": 1}, [0]), a.out)
+            results.write(a, "esm bench", rows, passed, made, {"id": "random proteins", "n": 1}, [0])
 
     use = codes(model)
     passed = gate(model, use)

@@ -17,7 +17,6 @@ Gate, on a small model of the same kind: logits after filling are those after a 
 eager steps; and no timed step of ours was served by anything but kernels. No row is written on a red gate."""
 import argparse
 import gc
-import json
 import time
 from functools import partial
 from pathlib import Path
@@ -387,10 +386,9 @@ def main():
     p.add_argument("--seconds", type=float, default=0.6, help="for each row")
     p.add_argument("--after", type=Path, help="a file of this script: its rows are kept, with their commit, and not measured again")
     p.add_argument("--out", required=True)
-    a = p.parse_args()
-    before = json.loads(a.after.read_text()) if a.after else {"rows": []}
+    a = results.parse(p)
     again = ("prefill", "fits", "largest")  # these are measured in every run
-    rows = [{"commit": before["commit"]} | row for row in before["rows"] if row["mode"] not in again]
+    rows = [row for row in (results.earlier(a.after, a.draft) if a.after else ()) if row["mode"] not in again]
     done = {(r["batch"], r["tokens"]) for r in rows if r["mode"] in ("eager", "graph")}
     with torch.no_grad():
         passed = gate()
@@ -422,7 +420,7 @@ def save(rows, passed, a):
     gates = {"cmd": "logits after filling and after a prompt, of kernels and of PyTorch on codes, of replayed graphs and of eager steps agree to 3 %; timed steps ran on kernels", "passed": passed}
     data = {"id": "random states in place of a prompt, normal", "n": len(rows)}
     shape = {"id": "tiny" if a.tiny else "random weights, Llama-3.1-8B shapes", "revision": "none"}
-    results.save(results.record("generate", rows, gates, shape, data, [0]), a.out)
+    results.write(a, "generate", rows, gates, shape, data, [0])
 
 
 if __name__ == "__main__":

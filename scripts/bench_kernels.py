@@ -213,7 +213,7 @@ def main():
     p.add_argument("--seconds", type=float, default=0.1, help="measuring time of one row")
     p.add_argument("--workers", type=int, default=0, help="processes that compile beforehand")
     p.add_argument("--out", required=True)
-    a = p.parse_args()
+    a = results.parse(p)
     if not torch.cuda.is_available():
         raise SystemExit("bench_kernels.py needs an NVIDIA GPU")
     cases = QUICK if a.quick else CASES
@@ -226,7 +226,7 @@ def main():
     rows = []
     for i, case in enumerate(cases):
         rows += measure(case, ALL_BITS if i == 0 and not a.quick else BITS, a.seconds)
-    results.save(results.record("decode", rows, verdict, {"id": "none"}, {"id": "normal states", "n": len(cases)}, [0]), a.out)
+    results.write(a, "decode", rows, verdict, {"id": "none"}, {"id": "normal states", "n": len(cases)}, [0])
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--seconds", type=float, default=0.05)
     p.add_argument("--out", required=True)
-    a = p.parse_args()
+    a = results.parse(p)
     verdict, rows = gate(), []
     print(verdict, flush=True)
     if not verdict["passed"]:
@@ -58,7 +58,7 @@ def main():
     def add(**row):
         rows.append(dict(unit="us") | row)
         print({k: round(v, 2) if isinstance(v, float) else v for k, v in rows[-1].items()}, flush=True)
-        results.save(results.record("maps", rows, verdict, {"id": "none"}, {"id": "normal states", "n": len(CASES)}, [0]), a.out)
+        results.write(a, "maps", rows, verdict, {"id": "none"}, {"id": "normal states", "n": len(CASES)}, [0])
 
     for case in CASES:
         batch, heads, group, d, tokens = case

@@ -7,7 +7,6 @@ calibration), `gains` (the same by formula) and `layers` (bits spent layer by la
 change of perplexity against the uncompressed model and against plain codes, paired, and true bits per value: with tables and maps held for this one window, for one sequence of 4,096
 and of 102,400 tokens."""
 import argparse
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -79,7 +78,7 @@ class Run:
     def note(self, row):
         self.rows.append(row)
         data = {"id": self.a.data_id, "n": len(self.ids), "calibration": f"{self.source.numel()} tokens, one window of each of {len(self.source)} other texts of the same source"}
-        results.save(results.record("calibrated", self.rows, self.passed, self.origin, data, [0]), self.a.out)
+        results.write(self.a, "calibrated", self.rows, self.passed, self.origin, data, [0])
         print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items() if k != "gain"}, f"{time.time() - self.began:.0f} s", flush=True)
 
     def losses(self, ids, r, protocol, prompt, starts):
@@ -138,12 +137,14 @@ class Run:
 def recount(a):
     "Bits of the rows of files again, from the shape of their model; nothing else in them changes."
     model, _ = load_model(a.model)
+    code = results.tree()
     for path in map(Path, a.recount):
-        record = json.loads(path.read_text())
+        record = results.load(path, a.draft)
         for r in record["rows"]:
             if "bits" in r:
                 r |= bits_of(model, r["cache"].split()[0], r["protocol"], r["how"] not in ("plain", "folded"), r.get("length", a.length))
-        results.save(record | {"recounted": "bits, by eval_calibrated.py --recount"}, path)
+        said = {"recounted": f"bits, by eval_calibrated.py --recount of commit {code.commit}"}
+        results.save(record | said | ({"dirty": True, "changes": code.changes} if code.changes else {}), path, a.draft)
 
 
 def main():
@@ -160,7 +161,7 @@ def main():
     p.add_argument("--bits", nargs="+", default=["k3v3", "k2v2", "k4v4"], choices=[*PLAIN])
     p.add_argument("--protocols", nargs="+", default=["stress", "decode"])
     p.add_argument("--out")
-    a = p.parse_args()
+    a = results.parse(p)
     if a.recount:
         return recount(a)
     if not (a.calibrate and a.out):

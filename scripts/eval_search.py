@@ -140,11 +140,11 @@ def main():
     p.add_argument("--part", default="0/1")
     p.add_argument("--join", nargs="+", help="results of the parts")
     p.add_argument("--out", required=True)
-    a = p.parse_args()
+    a = results.parse(p)
     if a.join:
-        first, *rest = map(results.load, a.join)
-        first["rows"] += [r for x in rest for r in x["rows"] if r["cache"] != "uncompressed"]
-        return results.save(first, a.out)
+        x, seen = results.joined(a.join, a.draft), set()
+        x["rows"] = [r for r in x["rows"] if not ((name := (r["cache"], r["protocol"])) in seen or seen.add(name))]  # each part has the uncompressed row
+        return results.save(x, a.out, a.draft)
     began = time.time()
     model, _, ids, batch, origin = opened(a)
     passed = gate(model, ids)
@@ -161,7 +161,7 @@ def main():
         percent, stderr = paired(loss, plain)
         rows.append(dict(cache=label, protocol=protocol, ppl=float(loss.mean().exp()), percent=percent, stderr=stderr, bits=stored_bits(model, r if protocol == "decode" else replace(r, window=0), a.length - 1),
                          windows=len(ids), n=loss.numel(), unit="perplexity", recipe=json.loads(r.to_json())))
-        results.save(results.record("search", rows, passed, origin, {"id": a.data_id, "n": len(ids)}, [0]), a.out)
+        results.write(a, "search", rows, passed, origin, {"id": a.data_id, "n": len(ids)}, [0])
         print(f"{label:30} {protocol:7} {percent:+9.2f} % ± {stderr:.2f}  {rows[-1]['bits']:.3f} bits", flush=True)
 
 

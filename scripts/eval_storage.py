@@ -90,7 +90,7 @@ def main():
     p.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096], help="tokens held, at most --length")
     p.add_argument("--repeat", type=int, default=3, help="how often each file is timed")
     p.add_argument("--out", required=True)
-    a = p.parse_args()
+    a = results.parse(p)
     if max(a.lengths) > a.length:
         p.error(f"--lengths must be at most --length, {a.length}")
     model, _, ids, _, origin = opened(a)
@@ -109,7 +109,7 @@ def main():
                 rows.append(row)
                 print(row, flush=True)
     gate = {"cmd": "every tensor of every loaded layer equal to what was saved, all rows", "passed": passed}
-    results.save(results.record("storage", rows, gate, origin, {"id": a.data_id, "n": len(ids)}, []), a.out)
+    results.write(a, "storage", rows, gate, origin, {"id": a.data_id, "n": len(ids)}, [])
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def main():
     p.add_argument("--only", default="", help="forms whose name contains this")
     p.add_argument("--write", action="store_true", help="write the winners into the package")
     p.add_argument("--out", required=True)
-    a = p.parse_args()
+    a = results.parse(p)
     if not torch.cuda.is_available():
         raise SystemExit("tune.py needs an NVIDIA GPU")
     forms = [form for form in FORMS if a.only in name_of(form)]
@@ -102,7 +102,7 @@ def main():
         if winner:
             found[name_of(form)] = {k: v for k, v in winner.items() if v}
     gate = {"cmd": "every candidate's output within 1e-2 of the default's, bf16", "passed": True}
-    results.save(results.record("tune decode", rows, gate, {"id": "none"}, {"id": "normal states", "n": len(CASES)}, [0]), a.out)
+    results.write(a, "tune decode", rows, gate, {"id": "none"}, {"id": "normal states", "n": len(CASES)}, [0])
     if a.write:
         known = json.loads(CONFIGS.read_text()) if CONFIGS.exists() else {}
         capability = "{}.{}".format(*torch.cuda.get_device_capability())

@@ -496,6 +496,16 @@ def test_eval_outside_a_repository_names_the_release(call, plain, monkeypatch):
     assert json.loads(said)["commit"] == f"release {cli.version()}" and "TURBOQUANT_COMMIT" not in os.environ
 
 
+@pytest.mark.parametrize("dirty", [True, False])
+def test_eval_of_uncommitted_code_is_marked_as_a_draft(call, plain, monkeypatch, tmp_path, dirty):
+    from turboquant_nb import results
+
+    monkeypatch.setenv("TURBOQUANT_COMMIT", "0" * 40)
+    monkeypatch.setenv("TURBOQUANT_DIRTY", str(int(dirty)))
+    code, _, _ = call("eval", "ppl", "--model", plain, *SHORT, "--recipe", "k4v4", "--out", tmp_path / "r.json")
+    assert code == 0 and results.load(tmp_path / "r.json", draft=dirty).get("draft", False) == dirty
+
+
 @pytest.mark.parametrize("argv, says", [
     (("ppl", "--windows", "1"), "--windows must be at least 2"),
     (("ppl", "--length", "64", "--prompt", "60"), "--prompt from 16"),

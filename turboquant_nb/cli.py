@@ -882,7 +882,8 @@ def _eval_record(args, model, rows: list, gate: dict, label: str) -> dict:
     except ValueError:  # no commit
         with _release():
             record = results.record(*what)
-    return results.check(record | {"command": "turboquant " + " ".join(args.typed)}, "the result")
+    record |= {"command": "turboquant " + " ".join(args.typed)}
+    return results.check(record, "the result", draft=record["dirty"])
 
 # %% ../nbs/18_cli.ipynb #e9e9505d
 def _picture(rows: list, title: str, path: str) -> None:
@@ -916,7 +917,7 @@ def _eval(args) -> None:
     if args.out:
         from turboquant_nb import results
 
-        results.save(record, args.out)
+        results.save(record, args.out, draft=record["dirty"])
     if args.plot:
         _picture(rows, f"{record['model']['id']}, {record['data']['n']} windows", args.plot)
     from turboquant_nb.evaluate import table
