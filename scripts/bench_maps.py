@@ -78,7 +78,7 @@ def main():
         for rotation in ("hadamard", random_maps(8, d)):
             store = KVStore(Recipe(Spec(center="rope", rotation=rotation), Spec()), 8, 8, d, dtype=torch.bfloat16, device="cuda", max_length=16384, inv_freq=frequencies(d))
             encode.append(store, k[:, :, :256], v[:, :, :256])
-            store._turns.reach(16384)
+            store.cos_sin.reach(16384)
             means = [s.mean for s in (store.key, store.value)]
             store.length = 16384  # as after a long append: the table of turns is as long
             to = [encode.target(s, m, store) for s, m in zip((store.key, store.value), means)]

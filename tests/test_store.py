@@ -1,16 +1,18 @@
 "The store against a dense model of it: random sequences of every operation, byte counts, files, and refusals that change nothing."
 import copy
 import json
+import pickle
 import random
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from turboquant_nb.quantizer import Quantizer, Recipe, Spec, channel_bits, decode
 from turboquant_nb.rates import make_quantizer, truncate
-from turboquant_nb.store import FORMAT, KVStore, _append_by_position, prompt_mean, read_file, write_file
+from turboquant_nb.store import FORMAT, ExactTokens, KVStore, Ranges, Side, _append_by_position, prompt_mean, read_file, write_file
 from turboquant_nb.testing import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -962,3 +964,97 @@ def test_the_window_serves_new_tokens_after_a_deep_crop():
     for dense, new in zip(store.read(), more):
         assert torch.equal(dense[:, :, -3:], new)
     assert store.past_exact_from == 20
+
+
+@pytest.mark.parametrize("name", ("grown", "static"))
+def test_files_of_version_0_1_0(name, tmp_path):
+    """Written before the store was composed of sides, exact tokens and ranges: decayed, evicted, with ends and a pre-RoPE mean; and static. Every tensor loads as it is in the file,
+    what is read is what was read then, and saving again writes the same tensors and header."""
+    path = Path(__file__).parent / "data" / f"store_2_{name}.safetensors"
+    store, (tensors, header), then = KVStore.load(path), read_file(path), load_file(path.with_stem(f"{path.stem}_read"))
+    assert (store.static, store.length, store.offset, store.key.thin) == {"grown": (False, 30, 8, 1), "static": (True, 16, 0, 0)}[name]
+    store.save(tmp_path / "again")
+    again, said = read_file(tmp_path / "again")
+    assert said == header and list(again) == list(tensors)
+    for n, t in tensors.items():
+        same(again[n], t, allow_empty=True)
+    for x, want in zip(store.read(), (then["key"], then["value"])):
+        torch.testing.assert_close(x, want)  # one place of the dtype: sums in another order
+    b, slot = (store.exact("key")[1] >= store.offset).nonzero(as_tuple=True)
+    at = store.exact("key")[1][b, slot]
+    same(store.read()[0][b, :, at - store.offset], then["key"][b, :, at - store.offset])
+    if store.end is not None:
+        store.set_range(end=None)
+    store.append(*states(store, 3))
+    assert store.nbytes == store.expected_nbytes()
+
+
+# --- its parts ------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("static", (False, True))
+def test_copies_share_tables_and_nothing_else(static):
+    "A deep copy and a pickled one read and go on as the store, which they do not change."
+    store = make(Recipe(Spec(3, center="rope"), Spec(2.5, center="prompt"), 2, 5), inv_freq=FREQ, tile=8, **(dict(max_length=60, static=True) if static else {}))
+    store.append(*states(store, 30))
+    before = snapshot(store)
+    for other in (copy.deepcopy(store), pickle.loads(pickle.dumps(store))):
+        assert_same_snapshot(snapshot(other), before)
+        for s in (other, copy.deepcopy(store)):
+            s.append(*states(s, 9, seed=1))
+            s.crop(20)
+            assert s.sync() == 19 and s.static == static
+        assert_same_snapshot(snapshot(store), before)
+    assert copy.deepcopy(store).cos_sin is store.cos_sin
+
+
+def test_classes_are_whole():
+    "No private parents: each is one class."
+    for cls in (KVStore, Side, ExactTokens, Ranges):
+        assert cls.__mro__ == (cls, object)
+
+
+@pytest.mark.parametrize("sinks, window", ((0, 0), (0, 3), (2, 0), (3, 5)))
+def test_exact_tokens_by_number_and_by_device(sinks, window, gen):
+    "In chunks of any size both hold the first real tokens and the last ones; without room only the last is spoilt."
+    x, start, yes = torch.randn(2, 1, 40, 4, generator=gen), torch.tensor([0, 6]), torch.tensor([True])
+    one, two = (ExactTokens({"sinks": torch.zeros(2, 1, sinks, 4), "window": torch.zeros(2, 1, window, 4)}) for _ in range(2))
+    at = 0
+    for n in (1, 2, 7, 1, 20, 9):
+        part = x[:, :, at : at + n]
+        before = [t.clone() for t in one.tensors.values()]
+        new = one.prepare(part, at, start)
+        assert all(torch.equal(a, b) for a, b in zip(before, one.tensors.values()))  # preparing changes nothing
+        one.put(new)
+        two.put_at(part, start, torch.tensor([at]), yes)
+        at += n
+    for name, t in one.tensors.items():
+        same(two.tensors[name], t, allow_empty=True)
+    states = one.states(40)
+    same(states[:, :, sinks:], x[:, :, 40 - window :], allow_empty=True)
+    for row, first in enumerate(start.tolist()):
+        same(states[row, :, :sinks], x[row, :, first : first + sinks], allow_empty=True)
+    two.put_at(x[:, :, :2], start, torch.tensor([40]), ~yes)
+    spoilt = two.window.isnan().all(-1)[0, 0].nonzero().flatten().tolist()
+    assert spoilt == ([39 % window] if window else [])
+    same(two.sinks, one.sinks, allow_empty=True)
+
+
+def test_a_side_alone(gen):
+    "Written in any order, truncated and whole again, dropped at the front: codes are where they were put."
+    side = Side(Spec((4, 1, 3, 2)), 4, "token", tile=8).allocate(1, 2)
+    side.tensors |= side.resized(drop=0, tiles=4)
+    coded = side.q.encode(torch.randn(1, 2, 32, 4, generator=gen))
+    for first, last in ((16, 32), (3, 16), (0, 3)):
+        side.write(coded._replace(codes=coded.codes[:, :, first:last], scale=coded.scale[:, :, first:last]), first)
+    same(side.read(0, 32).codes, coded.codes)
+    size = sum(t.nbytes for t in side.tensors.values())
+    made = side.truncation(2)
+    assert sum(t.nbytes for t in side.tensors.values()) == size and side.thin == 0  # making changes nothing
+    side.adopt(made)
+    assert size - sum(t.nbytes for t in side.tensors.values()) == 2 * 2 * (1 + 1) * 2  # two heads, two tiles, half a slot for each odd group of 8 tokens
+    same(side.read(16, 32).codes, coded.codes[:, :, 16:])
+    kept = coded.codes[:, :, :16] >> torch.tensor([1, 0, 1, 0], dtype=torch.uint8)
+    same(side.read(0, 16).codes, kept + 16)
+    side.tensors |= side.resized(drop=1, tiles=3)
+    side.thin -= 1
+    same(side.read(8, 24).codes, coded.codes[:, :, 16:])

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['rope_frequencies', 'rope_angles', 'plane_channels', 'pairing_permutation', 'plane_matrix', 'apply_rope',
-           'commutant_part', 'commutes']
+           'apply_cos_sin', 'commutant_part', 'commutes']
 
 # %% ../nbs/03_rope.ipynb #079153b6
 import math
@@ -113,6 +113,19 @@ def apply_rope(
     a, b = y[..., first], y[..., second]
     y[..., first], y[..., second] = a * cos - b * sin, b * cos + a * sin
     return y.to(x.dtype)
+
+# %% ../nbs/03_rope.ipynb #a0c05517
+def apply_cos_sin(
+    x: Tensor,              # [..., n or 1, d] fp32
+    cos_sin: Tensor,        # [..., n, r] of each position: r/2 cosines, then r/2 sines; r ≤ d
+    inverse: bool = False,  # undo RoPE
+) -> Tensor:                # [..., n, d]
+    "RoPE (half-split) of the first r channels by a table; x of one position is taken to all n. Source: as `apply_rope`."
+    cos, sin = cos_sin.float().chunk(2, -1)
+    half, r = cos.shape[-1], cos_sin.shape[-1]
+    a, b, sin = x[..., :half], x[..., half:r], -sin if inverse else sin
+    y = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    return torch.cat([y, x[..., r:].expand(*y.shape[:-1], -1)], -1)
 
 # %% ../nbs/03_rope.ipynb #2aa088a0
 def commutant_part(
