@@ -17,7 +17,7 @@ from .checkpoints import tokens
 from .codes import prefix_visible
 from .model import TurboEsm, fingerprint
 from turboquant_nb.transform import (
-    Moments, TransformCode, TransformRecipe, as_transform, fit_code, rope,
+    Moments, TransformCode, TransformRecipe, _positions, as_transform, fit_code, rope,
 )  # fmt: skip
 
 # %% ../../nbs/16d_esm_calibration.ipynb #f16989e9
@@ -64,8 +64,7 @@ def _key_mean(turbo, sequences, inv_freq) -> Tensor:  # [L, H, d] fp64
 
     def take(layer, q, k, v, real, visible):
         nonlocal n
-        at = -torch.arange(k.shape[2], device=k.device).expand(len(k), -1)
-        x = rope(k.float(), at, inv_freq).transpose(1, 2)[real]
+        x = rope(k.float(), -_positions(k), inv_freq).transpose(1, 2)[real]
         total[layer] += x.sum(0).double().cpu()
         n += len(x) * (layer == 0)
 

@@ -167,7 +167,7 @@ def _load_fair(path, regression):
         raise ValueError(f"{path}: not an ESM-2 checkpoint; {text}")
     return model.eval()
 
-
+# %% ../../nbs/16a_esm_checkpoints.ipynb #4f2dd37e
 def load_esm(
     source,  # a fair-esm .pt file, or a folder or hub id for transformers
     dtype: torch.dtype = torch.float32,

@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import ops
 from ..store import KVStore
 from turboquant_nb.transform import (
-    SideCode, TransformCode, code_states, mapped_states, turned,
+    SideCode, TransformCode, _positions, code_states, mapped_states, turned,
 )  # fmt: skip
 
 # %% ../../nbs/16b_esm_codes.ipynb #b01cc5a7
@@ -84,7 +84,7 @@ def prefix_visible(
     n: int,  # tokens
     prefix: Tensor,  # [B] how many of them were read together
 ) -> Tensor:  # bool [B, n, n]: row i sees column j
-    "Who sees whom: the prefix itself, and each later token the prefix and what came since."
+    "Visibility of tokens: the prefix to itself, and to each later token the prefix and what came since."
     at, prefix = torch.arange(n, device=prefix.device), prefix[:, None, None]
     return (at < prefix) | ((at <= at[:, None]) & (at[:, None] >= prefix))
 
@@ -388,9 +388,8 @@ def recoded(
         store = KVStore(code[layer], b, heads, d_key=d, dtype=k.dtype, device=k.device)
         ops.append(store, k, v)
         return store.read()
-    out, positions = [], torch.arange(k.shape[2], device=k.device).expand(len(k), -1)
-    far = False
-    for side, x in ((code.key, k), (code.value, v)):
+    out, far, positions = [], False, _positions(k)
+    for side, x in zip(code.sides, (k, v)):
         packed, over = coded(side, x[None], positions, layer, code.recipe.strays)
         far, z = far | over, mapped_states(side, packed, layer)
         mean = turned(side.mean[layer], positions, side.turn)

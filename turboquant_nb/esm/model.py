@@ -18,7 +18,6 @@ from .codes import check_recodable, open_past, prefix_visible, recoded
 from ..quantizer import as_recipe
 from ..transform import TransformCode, attention_weights
 
-# %% ../../nbs/16c_esm_model.ipynb #dc2b5aa3
 _transformers()  # says which extra installs it
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.esm.modeling_esm import (
@@ -354,7 +353,7 @@ def reread(self: TurboEsm, ids: Tensor, mask: Tensor | None = None, attentions: 
 
     return self.run(hook, ids, mask)
 
-
+# %% ../../nbs/16c_esm_model.ipynb #f246d68a
 @patch
 def contacts(self: TurboEsm, ids: Tensor, mask: Tensor | None = None) -> Tensor:  # [B, T-2, T-2]
     "Contact probabilities of the model's own head, from the attention of `reread`."
