@@ -4,7 +4,10 @@ import argparse
 import copy
 import json
 import math
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +26,8 @@ from turboquant_nb.esm import (
     calibrate,
     load_esm,
     masked_marginals,
+    random_esm,
+    random_proteins,
     read_fasta,
     read_mutations,
     score_mutations,
@@ -41,26 +46,11 @@ from turboquant_nb.transform import (
 )
 
 
-def tiny(d=16, heads=2, layers=2, seed=0, kind=EsmForMaskedLM, **more):
-    torch.manual_seed(seed)
-    config = EsmConfig(
-        vocab_size=33, hidden_size=d * heads, num_hidden_layers=layers, num_attention_heads=heads,
-        intermediate_size=2 * d * heads, pad_token_id=1, mask_token_id=32, token_dropout=True,
-        position_embedding_type="rotary", max_position_embeddings=1026, layer_norm_eps=1e-5,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, initializer_range=0.3, **more,
-    )  # fmt: skip
-    model = kind(config).eval()
-    for p in model.parameters():  # biases as real models have them
-        if p.ndim == 1:
-            p.data += 0.3 * torch.randn_like(p)
-    return model
+def tiny(d=16, heads=2, layers=2, seed=0, **more):
+    return random_esm(layers, heads, d, seed, **more)
 
 
-def proteins(n, low=20, high=50, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    size = torch.randint(low, high, (n,), generator=g).tolist()
-    draw = lambda k: "".join(RESIDUES[i] for i in torch.randint(0, 20, (k,), generator=g).tolist())  # noqa: E731
-    return [draw(k) for k in size]
+proteins = random_proteins
 
 
 @pytest.fixture(scope="module")
@@ -441,6 +431,23 @@ def test_file(model, code, tmp_path):
         load_code(path)
 
 
+def test_file_of_the_first_format():
+    "A code written before this package was cut into modules; what it says of a model, that model still accepts."
+    path = Path(__file__).parent / "data" / "esm-code-1.safetensors"
+    c, m = load_code(path), tiny(4)
+    assert c.header["tokens"] == 264 and c.recipe.sinks == 1 and c.recipe.strays == 0.25
+    with pytest.raises(ValueError, match="in the calibration set"):
+        c.check_held_out(proteins(8))
+    ids, mask = tokens(proteins(2, seed=4))
+    with TurboEsm(m, c, max_length=64) as t:
+        t.prefill(ids, mask)
+        assert t.decode(ids[:, :1]).hidden.isfinite().all()
+        exact, apart = 2 * 2 * 2 * 2 * 4 * 4, sum(2 * 2 * 4 * 2 * len(x.row) + 2 * 8 * len(x.row) for x in t.past.strays)
+        assert t.report()["nbytes"] == 2 * 64 * 12 + exact + 2 * 8 + apart and t.report()["tables_nbytes"] == 2376
+    with pytest.raises(ValueError, match="another model"):
+        TurboEsm(tiny(4, seed=1), c)
+
+
 def test_refusals_of_calibration(model, code):
     seqs = proteins(24)
     with pytest.raises(ValueError, match="in the calibration set"):
@@ -747,3 +754,29 @@ def test_decoder_protein_models(kind):
             model(ids, past_key_values=TurboQuantCache(model, "k4v4")).logits,
         )
     torch.testing.assert_close(own, exact, rtol=1e-4, atol=1e-4)
+
+
+# --- the package
+
+
+def test_every_name_is_found_and_files_need_no_transformers(tmp_path):
+    assert {"TurboEsm", "tokens", "load_esm", "CodedPast", "calibrate", "variants", "main"} <= set(M.__all__) <= set(dir(M))
+    assert all(getattr(M, n) is not None for n in M.__all__) and callable(M.variants)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        M.nothing
+    light = "from turboquant_nb.esm import CodedPast, read_fasta, tokens; import sys; print('transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", light], capture_output=True, text=True)
+    assert done.stdout.split() == ["False"], done.stderr
+    blocked = "import sys; sys.modules['transformers'] = None\nfrom turboquant_nb.esm import tokens, random_esm\n"
+    for use in ("random_esm()", "from turboquant_nb.esm import TurboEsm"):
+        done = subprocess.run([sys.executable, "-c", blocked + use], capture_output=True, text=True)
+        assert 'pip install "turboquant-nb[hf]"' in done.stderr.splitlines()[-1]
+
+
+def test_random_models_leave_the_random_state():
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    a, b = random_esm(1, 2, 8, seed=3), random_esm(1, 2, 8, seed=4)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(a.lm_head.dense.weight, b.lm_head.dense.weight)
+    assert torch.equal(a.lm_head.dense.weight, random_esm(1, 2, 8, seed=3).lm_head.dense.weight)

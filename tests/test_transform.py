@@ -1,6 +1,7 @@
 """Transform codes: specs, allocation, layout and files, without a model."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -128,3 +129,20 @@ def test_file_and_held_out(tmp_path):
     back.check_held_out(["AAA"])
     with pytest.raises(FileNotFoundError):
         load_code(tmp_path / "b")
+
+
+def test_file_of_the_first_format():
+    "A file written by version 0.1.0: recipe, tables, and what given bytes stand for, to the bit."
+    code = load_code(Path(__file__).parent / "data" / "esm-code-1.safetensors")
+    want = TransformRecipe(SideSpec(2.0, center="rope"), SideSpec(2.0), sinks=1, strays=0.25)
+    assert code.recipe == want and code.header["format"] == M.FORMAT and code.header["name"] == "custom"
+    assert code.bits_per_value == 3.0 and code.tables_nbytes == 2376
+    assert code.key.bits.flatten().tolist() == [3, 3, 3, 1, 4, 4, 3, 2, 1, 1, 1, 1, 2, 1, 1, 1]
+    means = {
+        "key": [-0.021849308162927628, -0.02669123187661171, -0.025320617482066154, -0.014073430560529232, -0.029652411118149757],
+        "value": [-0.21021448075771332, 0.32613062858581543, -0.12159892171621323, -0.028813159093260765, 0.15753409266471863],
+    }
+    for name, values in means.items():
+        s = getattr(code, name)
+        packed = (torch.arange(3 * s.width(1)) * 37 % 256).to(torch.uint8).view(1, 3, -1)
+        assert mapped_states(s, packed, 1).flatten()[::5].tolist() == values

@@ -1,0 +1,22 @@
+"ESM-2 on compressed keys and values. Written by hand: names are imported on first use, so that files and letters need no transformers."
+_HOME = {
+    "checkpoints": ["TOKENS", "RESIDUES", "CLS", "PAD", "EOS", "UNK", "MASK", "_INDEX", "tokens", "read_fasta", "load_esm", "random_esm", "random_proteins"],
+    "codes": ["Past", "CodedPast", "StorePast"],
+    "model": ["TurboSelfAttention", "EsmOutput", "fingerprint", "TurboEsm"],
+    "calibration": ["gather_moments", "fit_esm", "calibrate"],
+    "mutations": ["masked_marginals", "score_mutations", "variants", "read_mutations", "main"],
+}
+_HOME = {name: module for module, names in _HOME.items() for name in names}
+__all__ = [name for name in _HOME if not name.startswith("_")]
+
+
+def __getattr__(name):
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})
