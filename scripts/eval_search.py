@@ -45,7 +45,7 @@ class Codes(evaluate._TwinLayer):
 
     def center(self, x, first, last, sign=1):
         "Keys' centre at positions first … last, or x turned back (sign -1)."
-        at = torch.arange(first, last, device=x.device)[:, None] * torch.as_tensor(self.layer.turns, device=x.device)
+        at = torch.arange(first, last, device=x.device)[:, None] * torch.as_tensor(self.layer.inv_freq, device=x.device)
         cos, sin = (torch.cat([f(at).half().float()] * 2, -1) for f in (torch.cos, torch.sin))  # as the store has them
         x = x.expand(-1, -1, last - first, -1) if x.shape[2] == 1 else x
         half = x.shape[-1] // 2

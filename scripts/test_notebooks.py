@@ -4,7 +4,7 @@
 nbdev_test starts notebooks by name. A long one near the end then runs alone while the other processes wait."""
 import nbdev.test
 
-LONGEST = "19_evaluate 24_allocate 06_residual 23_calibrate 14_hf 22_storage 80_claims 17_models 20_fold 05_qjl 07_rates".split()
+LONGEST = "19_evaluate 24_allocate 06_residual 23_calibrate 14f_hf 14b_cache 80_claims 17_models 20_fold 05_qjl 07_rates".split()
 parallel = nbdev.test.parallel
 
 

@@ -7,10 +7,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache  # noqa: E402
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function  # noqa: E402
 
 from test_hf import FAMILIES, HYBRID, MODES, exact_recipe, generate, prompt, three, tiny  # noqa: E402
-from turboquant_nb import hf, ops  # noqa: E402
+from turboquant_nb import ops  # noqa: E402
 from turboquant_nb.hf import TurboQuantCache  # noqa: E402
+from turboquant_nb.hf import attention as hf_attention  # noqa: E402
 from turboquant_nb.quantizer import Recipe, Spec  # noqa: E402
 
 CUDA = torch.cuda.is_available()
@@ -23,7 +25,7 @@ def no_masks(monkeypatch):
     "Making a mask is an error."
     def made(*args, **kwargs):
         raise AssertionError("a mask was made")
-    monkeypatch.setattr(hf, "sdpa_mask", made)
+    monkeypatch.setattr(hf_attention, "sdpa_mask", made)
 
 
 # --- masks -----------------------------------------------------------------------------------------
@@ -70,6 +72,51 @@ UNUSUAL = {
     "4D": (lambda i: dict(attention_mask=torch.ones(2, 1, 30, 30, dtype=torch.bool).tril()), "a mask was given"),
     "additive": (lambda i: dict(attention_mask=torch.full((2, 1, 30, 30), torch.finfo(torch.float32).min).triu(1)), "a mask was given"),
 }
+
+
+def known(cache):
+    "All that the layers know, and every number that their stores hold."
+    layers = [{k: str(v) for k, v in vars(x).items() if k not in ("store", "config")} for x in cache.layers]
+    return layers, [None if x.store is None else (x.store.length, [t.clone() for t in x.store.state()[0].values()]) for x in cache.layers]
+
+
+def unchanged(cache, before):
+    layers, stores = known(cache)
+    return layers == before[0] and all(
+        a is b if a is None or b is None else a[0] == b[0] and all(torch.equal(x, y) for x, y in zip(a[1], b[1])) for a, b in zip(stores, before[1])
+    )
+
+
+@pytest.mark.parametrize("filled", ["empty", "prompt", "row of padding", "static"])
+def test_asking_about_masks_changes_nothing(filled):
+    "Twice, and about other masks: the answer is the same and no layer changes. Only `turboquant_mask`, which acts on it, stores padding."
+    model, inputs = tiny(), prompt(2, 30)
+    model.set_attn_implementation("turboquant")
+    cache = TurboQuantCache(model, "k4v4", **dict(max_length=64, static=True) if filled == "static" else {})
+    mask, n = inputs["attention_mask"].clone(), 30
+    assert not mask[0, 0] or not mask[1, 0], "one row is padded"
+    if filled != "empty":
+        if filled == "row of padding":
+            mask[0] = 0
+        with torch.no_grad():
+            model(**inputs | {"attention_mask": mask}, past_key_values=cache)
+        mask, n = torch.cat([mask, torch.ones(2, 4, dtype=torch.long)], 1), 4
+    later = mask.clone()
+    later[0, -2] = 0  # holes
+    late = mask.clone()
+    late[0, :-1] = 0  # longer padding than was known
+    asked = (mask, mask.flip(0), later, late, torch.ones_like(mask), mask[:, 1:], mask[:, None, None], None)
+    functions = (causal_mask_function, sliding_window_causal_mask_function(8), lambda *a: True)
+    before, answers = known(cache), []
+    for _ in range(2):
+        answers.append([hf_attention._mask_reason(cache, x, n, f, m) for x in cache.layers for f in functions for m in asked])
+        assert unchanged(cache, before)
+    assert answers[0] == answers[1] and len(set(answers[0])) > 3
+    length = cache.get_mask_sizes(n)[0]
+    length = type(length).of(mask.shape[1], cache, cache.layers[0])
+    tell = late if filled == "row of padding" else mask.flip(0)
+    hf_attention.turboquant_mask(2, n, length, attention_mask=tell)
+    assert not unchanged(cache, before)  # the mutant of the question: the deed
 
 
 @pytest.mark.parametrize("which", UNUSUAL)

@@ -14,10 +14,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from .calibrate import Calibration, _check_ids, provenance, watched, window_center
+from .calibrate import _check_ids, provenance, watched, window_center
 from .hf import TurboQuantCache, _is_coded, _kinds, _text_config, rope_frequencies
+from .quant.calibration import Calibration, allocate, spend
 from .quantizer import decode, encode
 from .rates import make_quantizer
+
+_all_ = ["allocate", "spend"]
 
 # %% ../nbs/24_allocate.ipynb #9ca949b6
 @dataclass
@@ -158,53 +161,3 @@ def measure_layers(
     if calibration is None:
         calibration = Calibration([], provenance(model, ids, skip) | {"tokens": 0, "gain": []})
     return replace(calibration, header=calibration.header | {"losses": layers})
-
-# %% ../nbs/24_allocate.ipynb #0e74d9e9
-def _next(curve: list, at: int, bits: list, size: int, left: int) -> tuple:
-    "The step from a point of a curve that gains most a bit and fits: (gain a bit, where to); (0, at) if there is none."
-    ahead = range(at + 1, len(bits))
-    cost = {j: (bits[j] - bits[at]) * size for j in ahead}
-    steps = [((curve[at] - curve[j]) / cost[j], j) for j in ahead if cost[j] <= left]
-    return max(steps, default=(0.0, at))
-
-
-def allocate(
-    losses: dict,  # header["losses"] of what measure_layers gave
-    budget: float,  # average bits of all keys and values, within those measured
-) -> list:  # (bits of keys, bits of values) of each layer that is coded
-    "Where bits are worth most. Raises TypeError/ValueError for a budget that no choice of the measured bits meets."
-    bits = losses["bits"]
-    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
-        raise TypeError(f"budget must be a number, got {type(budget).__name__}")
-    if not bits[0] <= budget <= bits[-1]:
-        raise ValueError(f"budget must be from {bits[0]} to {bits[-1]}, as measured, got {budget}")
-    curves = [x for pair in zip(losses["key"], losses["value"]) for x in pair]
-    sizes = [n for pair in losses["size"] for n in pair]
-    left = math.floor((budget - bits[0]) * sum(sizes) + 1e-6)
-    at = [0] * len(curves)
-    while True:
-        steps = [
-            (*_next(c, a, bits, n, left), i) for i, (c, a, n) in enumerate(zip(curves, at, sizes))
-        ]
-        gain, to, i = max(steps, key=lambda s: s[0])
-        if gain <= 0:
-            break
-        left -= (bits[to] - bits[at[i]]) * sizes[i]
-        at[i] = to
-    return [(bits[k], bits[v]) for k, v in zip(at[::2], at[1::2])]
-
-# %% ../nbs/24_allocate.ipynb #0d2bd4a8
-def spend(
-    recipes: list,  # one for each layer that is coded
-    calibration: Calibration,  # with losses
-    budget: float,  # average bits, within those measured
-) -> list:  # the recipes with other bits
-    "Recipes of all coded layers with the bits that a budget buys. Raises ValueError where layers were not measured."
-    losses = calibration.header.get("losses")
-    if losses is None:
-        raise ValueError("a budget needs layers that were measured: turboquant calibrate --layers")
-    if len(recipes) != len(losses["key"]):
-        got = f"{len(losses['key'])} layers, got {len(recipes)} recipes"
-        raise ValueError(f"the calibration has measured {got}")
-    given = lambda r, k, v: replace(r, key=replace(r.key, bits=k), value=replace(r.value, bits=v))  # noqa: E731
-    return [given(r, *b) for r, b in zip(recipes, allocate(losses, budget))]
