@@ -140,7 +140,7 @@ def _check_rows(result, name):
     if (carried or "commits" in result) and result.get("commits") != found:
         raise ValueError(f"{name}: rows are of {found}, its head names {result.get('commits')}")
 
-
+# %% ../nbs/70_results.ipynb #8524a55f
 def check(
     result: dict,
     name: str = "result",
@@ -169,7 +169,7 @@ def check(
         raise ValueError(f"{name} is a draft: measure again without --draft, or say draft=True")
     return result
 
-# %% ../nbs/70_results.ipynb #8524a55f
+# %% ../nbs/70_results.ipynb #84019c01
 def save(
     result: dict,
     path,
@@ -188,7 +188,7 @@ def save(
     )
     os.replace(part, path)
 
-
+# %% ../nbs/70_results.ipynb #0e3a42d3
 def load(path, draft: bool = False) -> dict:
     """Read a result. Raises FileNotFoundError, or ValueError if it is not JSON, incomplete, its
     gate is red, or it is a draft or of code that was not committed."""
