@@ -8,12 +8,12 @@ __all__ = ['main']
 # %% ../../nbs/18j_cli.ipynb #b48b2327
 import sys
 
-from . import calibrate, measure, proteins, use  # noqa: F401  each registers its commands
-from .app import app, run, version
+from . import app, calibrate, measure, proteins, use  # noqa: F401  each registers its commands
+from .app import version  # noqa: F401  for others to ask
 
 # %% ../../nbs/18j_cli.ipynb #99817950
 def main(
     argv: list | None = None,  # arguments; None: those of the process
 ) -> int:  # 0, 1, 2 or 130
     "The `turboquant` command. Never raises, except with --debug."
-    return run(app, [str(x) for x in (sys.argv[1:] if argv is None else argv)])
+    return app.run(app.app, [str(x) for x in (sys.argv[1:] if argv is None else argv)])

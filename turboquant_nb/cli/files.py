@@ -82,9 +82,19 @@ def writing(
     try:
         new = Path(scratch) / path.name
         yield new
+        _set_mode(new)
         _move(new, path)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _set_mode(new: Path) -> None:
+    "Give a file, or all files of a folder, the permissions of a file that is made here and now."
+    probe = new.with_name(".mode")
+    probe.touch()
+    for file in [x for x in (new, *new.rglob("*")) if x.is_file()]:
+        file.chmod(probe.stat().st_mode & 0o777)
+    probe.unlink()
 
 
 def _move(new: Path, path: Path) -> None:

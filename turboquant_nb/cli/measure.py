@@ -21,7 +21,6 @@ import typer
 from turboquant_nb.cli.app import (
     Output,
     Usage,
-    app,
     at_fault,
     command,
     group,
@@ -346,8 +345,9 @@ def _picture_target(name: str | None) -> Path | None:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
         raise ImportError("--plot needs matplotlib: pip install matplotlib") from error
-    kinds = tuple(FigureCanvasBase.get_supported_filetypes())
-    return target_file(name if Path(name).suffix else f"{name}.png", "--plot", kinds)
+    if not Path(name).suffix and target_file(name, "--plot"):  # refuses a folder or a device
+        name += ".png"
+    return target_file(name, "--plot", tuple(FigureCanvasBase.get_supported_filetypes()))
 
 
 def _save_picture(rows: list, title: str, path: Path) -> None:
