@@ -13,6 +13,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
 
 from turboquant_nb import cli
+from turboquant_nb.cli import app as conventions
+from turboquant_nb.cli import compare, files, use
+from turboquant_nb.cli.output import Stage, show_table
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.models import load_model, sample_text
 from turboquant_nb.quantizer import PRESETS, Recipe, Spec, as_recipe, preset
@@ -90,7 +93,7 @@ def test_help_loads_nothing_heavy():
 
 
 @pytest.mark.parametrize("argv, words", [
-    ([], ["COMMAND", "--help"]), (["dance"], ["dance"]), (["demo", "--bogus"], ["--bogus"]), (["generate", "--prompt"], ["--prompt"]),
+    ([], ["Missing command", "--help"]), (["dance"], ["dance"]), (["demo", "--bogus"], ["--bogus"]), (["generate", "--prompt"], ["--prompt"]),
     (["generate", "--prompt", "a", "--file", "b"], ["not allowed with"]), (["generate", "--prompt", "a", "-"], ["not allowed with"]),
     (["generate", "--prompt", "a", "--bits", "three"], ["--bits", "a number from 1 to 4 such as 3 or 2.5, got 'three'"]), (["generate", "--prompt", "a", "--attention", "flash"], ["flash"]),
     (["generate", "--prompt", "a", "--dtype", "int8"], ["int8"]), (["demo", "--recipes"], ["--recipes"]), (["recipe"], ["RECIPE"]),
@@ -110,15 +113,15 @@ def test_recipe_prints_what_can_be_passed_on(call, name):
 
 def test_recipe_options_and_file(call, tmp_path):
     code, out, _ = call("recipe", "k4v2", "--bits", 3, "--sinks", 1, "--window", 7)
-    assert Recipe.from_json(out) == cli.replace(as_recipe("k4v2", 3), sinks=1, window=7)
+    assert Recipe.from_json(out) == replace(as_recipe("k4v2", 3), sinks=1, window=7)
     file = tmp_path / "mine.json"
     file.write_text(out)
     assert call("recipe", file)[1] == out
     got = json.loads(call("recipe", "k4v2", "--json")[1])
     assert got["nominal_bits"] == 3 and got["bits_with_scale"] == {"64": 3.25, "128": 3.125} and got["recipe"]["key"]["bits"] == 4
-    assert cli.price(Recipe(Spec(bits=2, scale_dtype="float32"), Spec(bits=3)), 16) == (2 + 2 + 3 + 1) / 2
+    assert use.bits_per_value(Recipe(Spec(bits=2, scale_dtype="float32"), Spec(bits=3)), 16) == (2 + 2 + 3 + 1) / 2
     with pytest.raises(ValueError, match="d must be"):
-        cli.price(preset("k3v3"), 0)
+        use.bits_per_value(preset("k3v3"), 0)
 
 
 @pytest.mark.parametrize("recipe, nominal, costs, words", [
@@ -131,7 +134,7 @@ def test_recipe_options_and_file(call, tmp_path):
 ])
 def test_prices(call, recipe, nominal, costs, words):
     got = json.loads(call("recipe", recipe.to_json(), "--json")[1])
-    assert got["nominal_bits"] == pytest.approx(nominal) and got["bits_with_scale"] == costs == cli._price_at(recipe)
+    assert got["nominal_bits"] == pytest.approx(nominal) and got["bits_with_scale"] == costs == use.bits_by_head_size(recipe)
     assert words in call("recipe", recipe.to_json())[2]
 
 
@@ -153,7 +156,7 @@ def test_price_is_what_is_stored():
             total += sum(q.channel_bits) + 8 * coded.scale.nbytes
             if coded.signs is not None:  # the last bit of each channel, and a second number
                 total += coded.signs.numel() + 8 * coded.residual_norm.nbytes
-        assert cli.price(recipe, 32) == total / 64
+        assert use.bits_per_value(recipe, 32) == total / 64
 
 
 @pytest.mark.parametrize("text, words", [
@@ -295,7 +298,7 @@ def test_failures_inside(call, tiny, monkeypatch):
     for err, code in ((KeyboardInterrupt(), 130), (RuntimeError("out of\nmemory"), 1), (ValueError("x"), 1), (MemoryError(), 1)):
         def fail(*args, err=err):
             raise err
-        monkeypatch.setattr(cli, "_write", fail)
+        monkeypatch.setattr(use, "_generated", fail)
         if code == 130:
             assert call(*argv) == (130, "", "")
         else:
@@ -363,7 +366,8 @@ def test_demo_json(demo):
 
 def test_demo_numbers_are_those_of_the_library(demo, tiny):
     model, tokenizer = load_model(tiny, progress=False)
-    ids, end, _ = cli._demo_prompt(tokenizer)
+    question = compare.demo_question(tokenizer)
+    ids, end = question.ids, question.end
     assert tokenizer.decode(ids[0, :end]).endswith(sample_text().split("CHAPTER 2.")[0].strip()[-40:])
     model.set_attn_implementation("turboquant")
     cache = TurboQuantCache(model, "k3v3")
@@ -381,14 +385,14 @@ def test_demo_numbers_are_those_of_the_library(demo, tiny):
 def test_fed_states_equal_a_prefill_through_the_cache(tiny, attention):
     model, tokenizer = load_model(tiny, progress=False)
     ids = tokenizer(sample_text()[:2500], return_tensors="pt").input_ids
-    states, first = cli.read_once(model, ids)
+    prompt = compare.read_once(model, ids)
     model.set_attn_implementation(attention)
     for name in ("k4v4", "k1v1"):
         through = TurboQuantCache(model, name)
         with torch.no_grad():
             logits = model(ids, past_key_values=through, logits_to_keep=1).logits
-        fed = cli.filled(model, states, name)
-        assert int(logits[0, -1].argmax()) == first
+        fed = compare.filled(model, prompt, name)
+        assert int(logits[0, -1].argmax()) == prompt.first
         for a, b in zip(fed.layers, through.layers):
             (x, h), (y, g) = a.store.state(), b.store.state()
             assert h == g and x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
@@ -399,8 +403,8 @@ def test_demo_table(call, tiny):
     assert code == 0 and "reading" in err and "answering, k4v4" in err
     lines = out.splitlines()
     head = next(i for i, line in enumerate(lines) if line.split()[:2] == ["uncompressed", "k4v4"])
-    table = {line[:24].strip(): line[24:].split() for line in lines[head + 1 : head + 1 + len(cli._LINES)]}
-    assert lines[head].split() == ["uncompressed", "k4v4", "recipe", "2"] and set(table) == {name.strip() for name, _ in cli._LINES}
+    table = {line[:24].strip(): line[24:].split() for line in lines[head + 1 : head + 1 + len(use._LINES)]}
+    assert lines[head].split() == ["uncompressed", "k4v4", "recipe", "2"] and set(table) == {line.name.strip() for line in use._LINES}
     assert len(table["bytes held"]) == len(table["perplexity"]) == 3 and len(table["change"]) == 2 and table["same next token"][0] == "100.0%"
     assert max(map(len, lines[head:])) < 96 and "wall time" in " ".join(out.split()) and " ".join(out.split()).endswith("positions of the book.")
 
@@ -429,18 +433,20 @@ def test_seen():
     def row(name, same, nbytes, k=3):
         return dict(cache=name, answer_same=same, nbytes=nbytes, bits_per_value=3.0, ratio_fp16=5.0, top1_agreement=0.5, same_tokens=k, of_tokens=9, odds_where_parted=None if same else 1.25)
     base = row("uncompressed", True, 100)
-    assert cli._seen([base, row("a", True, 50), row("b", True, 40), row("c", False, 30)], 7).startswith("The smallest cache whose answer is unchanged is b. b holds 3.00 bits")
-    assert "; b keeps to it for 5 of 9 tokens, up to where the best token of the uncompressed cache is 1.25 times" in cli._seen([base, row("a", False, 50, 5), row("b", False, 40, 5), row("c", False, 30, 4)], 7)
+    assert use._seen([base, row("a", True, 50), row("b", True, 40), row("c", False, 30)], 7).startswith("The smallest cache whose answer is unchanged is b. b holds 3.00 bits")
+    assert "; b keeps to it for 5 of 9 tokens, up to where the best token of the uncompressed cache is 1.25 times" in use._seen([base, row("a", False, 50, 5), row("b", False, 40, 5), row("c", False, 30, 4)], 7)
 
 
 def test_change_and_same_start():
     loss = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
-    assert cli.change(loss, loss) == (0, 0) and cli.same_start([1, 2], [1, 2, 3]) == 2 and cli.same_start([1], [2]) == 0 and cli.same_start([], [1]) == 0
-    rel, se = cli.change(loss + torch.tensor([0.1, 0.2, 0.3]), loss)
+    assert compare.ppl_change(loss, loss) == compare.Change(0, 0)
+    assert compare.common_prefix([1, 2], [1, 2, 3]) == 2 and compare.common_prefix([1], [2]) == 0 and compare.common_prefix([], [1]) == 0
+    change = compare.ppl_change(loss + torch.tensor([0.1, 0.2, 0.3]), loss)
+    rel, se = change.relative, change.stderr
     assert abs(rel - (torch.tensor(0.2).exp() - 1)) < 1e-6 and abs(se - 0.1 / 3 ** 0.5) < 1e-6
     for bad in (loss[:1], loss[None]):
         with pytest.raises(ValueError, match="loss and reference"):
-            cli.change(bad, bad)
+            compare.ppl_change(bad, bad)
 
 
 SHORT = ["--windows", "2", "--length", "64", "--quiet"]
@@ -532,21 +538,22 @@ def test_eval_of_a_cache_that_is_not_installed(call, plain, monkeypatch):
     assert code == 1 and "pip install optimum-quanto" in err
 
 
-def test_protein_commands_are_listed_and_handed_on(call, tmp_path, monkeypatch):
-    "Their own parser answers; a bad option and Ctrl-C end like those of the other commands."
+def test_protein_commands_end_like_the_others(call, tmp_path, monkeypatch):
+    "A bad option and Ctrl-C end like those of the other commands."
     code, said, _ = call("--help")
     assert code == 0 and "calibrate" in said and "variants" in said
     code, said, _ = call("variants", "--help")
     assert code == 0 and "--fasta" in said
-    assert call("variants", "--nothing")[0] == 2
+    refused(call("variants", "--nothing"), "--nothing")
     from turboquant_nb import esm
 
-    def stop(argv):
-        assert argv == ["calibrate", "--fasta", "x"]
+    def stop(path):
+        assert path == "x"
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(esm, "main", stop)
-    assert call("calibrate", "--fasta", "x") == (130, "", "")
+    monkeypatch.setattr(esm, "read_fasta", stop)
+    assert call("calibrate", "--fasta", "x", "--model", "m", "--out", tmp_path / "c.st") == (130, "", "")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_calibrate_writes_maps_that_the_other_commands_take(call, plain, tmp_path):
@@ -599,3 +606,291 @@ def test_layers_are_measured_and_a_budget_is_spent(call, plain, tmp_path):
         assert code == 2 and out == "" and says in err and err.count("\n") == 1
     code, out, err = call("calibrate", *shared, "--out", file, "--no-maps")
     assert code == 2 and out == "" and "--no-maps leaves nothing to find" in err
+
+
+# ---------------------------------------------------------------- the conventions of all commands
+
+MODEL, SHARED = "--model --dtype --device", "--json --quiet -q --debug --help -h"
+CHANGES = "--bits --sinks --window --calibration --budget"
+EVAL = f"--recipe --against {CHANGES} --batch --out --plot {MODEL} {SHARED}"
+OPTIONS = {  # every option that a command line could have before there was typer
+    "demo": f"--recipes --new-tokens --score-tokens --calibration --budget --attention {MODEL} {SHARED}",
+    "generate": f"- --prompt --file --recipe {CHANGES} --max-new-tokens --max-length --sample --temperature --top-p --seed --chat --no-chat --compare --attention {MODEL} {SHARED}",
+    "eval ppl": f"--text --windows --length --prompt --protocol {EVAL}",
+    "eval logits": f"--text --windows --length --prompt --protocol {EVAL}",
+    "eval attention": f"--text --windows --length --prompt {EVAL}",
+    "eval needle": f"--lengths --depths --trials --seed {EVAL}",
+    "fold": f"--out --text --windows --length {MODEL} {SHARED}",
+    "calibrate": f"--out --text --windows --length --layers --no-maps --fasta --recipe --held-out {MODEL} {SHARED}",
+    "recipe": f"RECIPE --bits --sinks --window {SHARED}",
+    "report claims": f"--only {SHARED}",
+    "variants": f"--fasta --mutations --code --method --model --device {SHARED}",
+}
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_every_option_is_there_and_shown(call, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, err = call(*command.split(), "--help")
+    words = out.replace("│", " ").replace(",", " ").split()
+    assert code == 0 and err == "" and set(OPTIONS[command].split()) <= set(words)
+    assert f"turboquant {command}" in out.split("example:")[1]
+
+
+def test_commands_are_listed_by_panel(call):
+    out = call("-h")[1]
+    places = [out.index(f" {word} ") for word in ("Use it", "demo", "generate", "Measure it", "eval", "report", "Calibrate", "calibrate", "fold", "Proteins", "variants", "Recipes")]
+    assert places == sorted(places) and all(x in out for x in ("--version", "--install-completion", "--show-completion"))
+
+
+KNOWN = {"--recipe": conventions.Takes(True, True), "--bits": conventions.Takes(True), "--json": conventions.Takes(False)}
+
+
+@pytest.mark.parametrize("typed, want", [
+    ("--recipe a b --json c", "--recipe a --recipe b --json c"), ("--recipe a --recipe b", "--recipe a --recipe b"), ("--recipe=a b", "--recipe=a b"),
+    ("--bits 3 4", "--bits 3 4"), ("--recipe a -- b", "--recipe a -- b"), ("--recipe 0 -1 -.5 - x", "--recipe 0 --recipe -1 --recipe -.5 --recipe - --recipe x"),
+    ("--recipe a -q", "--recipe a -q"), ("--bits -1", "--bits -1"), ("--recipe a --bits=3 b", "--recipe a --bits=3 b"), ("", ""),
+])
+def test_several_values(typed, want):
+    assert conventions.spread(typed.split(), KNOWN) == want.split()
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["generate", "--prompt", "--json"], ["--prompt", "got the option --json"]), (["fold", "--out"], ["--out", "got nothing"]), (["demo", "--new-tokens", "ten"], ["whole number", "'ten'"]),
+    (["eval", "needle", "--depths", "0", "half"], ["expected a number", "'half'"]), (["eval"], ["turboquant eval: Missing command"]), (["report", "claims", "x"], ["unexpected extra argument", "x"]),
+    (["eval", "ppl", "--protocol", "all"], ["'all'", "'decode', 'stress', 'chunk'"]), (["variants", "--fasta", "x"], ["--model"]), (["demo", "--quiet=yes"], ["--quiet"]),
+])
+def test_usage_says_what_came(call, argv, words):
+    refused(call(*argv), *words, "--help")
+
+
+def test_typer_is_not_asked_to_draw_errors(tiny):
+    "From a shell, with colours forced: one line and no box."
+    code = "import sys; from turboquant_nb.cli import main; sys.exit(main())"
+    env = os.environ | {"FORCE_COLOR": "1", "COLUMNS": "60"}
+    for argv in (["dance"], ["recipe", "k9v9"], ["demo", "--bogus"]):
+        done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, env=env)
+        refused((done.returncode, done.stdout, done.stderr))
+        assert "\x1b" not in done.stderr and "│" not in done.stderr
+
+
+def test_completion_is_quick_and_needs_no_torch():
+    "A shell asks; the answer loads nothing heavy, also behind an option of several values."
+    code = "import sys; from turboquant_nb.cli import main; code = main([]); heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules); sys.exit(code or sorted(heavy) or 0)"
+    for line, want in (("turboquant rec", ["recipe"]), ("turboquant eval ", ["attention", "logits", "needle", "ppl"]), ("turboquant eval ppl --recipe k3v3 k4v4 --ag", ["--against"]),
+                       ("turboquant generate --attention s", ["sdpa"]), ("turboquant demo --recipes --js", ["--json"])):
+        env = os.environ | {"_TURBOQUANT_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split(" ")) - 1)}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+        assert (done.returncode, done.stdout.split(), done.stderr) == (0, want, "")
+
+
+def processor_seconds(code):
+    "Time of the processor, which other programs do not change; the best of three."
+    probe = f"import sys, time\n{code}\nprint(time.process_time(), file=sys.stderr)"
+    runs = [subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True) for _ in range(3)]
+    return min(float(done.stderr.split()[-1]) for done in runs)
+
+
+def test_help_answers_within_half_a_second():
+    took = processor_seconds("from turboquant_nb.cli import main; main(['--help'])") - processor_seconds("pass")
+    assert took < 0.5
+
+
+# ---------------------------------------------------------------- what is printed where
+
+class Terminal(io.StringIO):
+    isatty = lambda self: True
+
+
+def test_tables_on_a_terminal_and_elsewhere(monkeypatch, capsys):
+    rows = [["name", "bits"], ["k3v3", "3.25"], ["a[b]", "10"]]
+    show_table(rows)
+    show_table(rows, tabs=True)
+    assert capsys.readouterr().out == "name   bits\nk3v3   3.25\na[b]     10\nk3v3\t3.25\na[b]\t10\n"
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    show_table(rows, tabs=True)
+    assert "│ a[b] │   10 │" in sys.stdout.getvalue() and "name" in sys.stdout.getvalue()
+
+
+def test_progress_is_a_bar_on_a_terminal_alone(monkeypatch):
+    for where, bar in ((io.StringIO(), False), (Terminal(), True)):
+        monkeypatch.setattr(sys, "stderr", where)
+        with Stage("reading [x]", 2, True) as stage:
+            stage.tick()
+            stage.at(2, 2)
+        assert ("\x1b" in where.getvalue()) == bar and "reading [x]" in where.getvalue() and stage.left == 0
+        before = where.getvalue()
+        with Stage("quiet", 2, False) as stage:
+            stage.tick()
+        assert where.getvalue() == before
+
+
+def test_eval_on_a_terminal_draws_its_table(call, plain, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert cli.main(["eval", "attention", "--model", plain, *SHORT, "--recipe", "k4v4"]) == 0
+    assert "│ k4v4  │     0 │" in sys.stdout.getvalue()
+
+
+# ---------------------------------------------------------------- files
+
+COMMANDS = {
+    "eval": ["eval", "ppl", "--model", "/no/such/model"], "plot": ["eval", "ppl", "--model", "/no/such/model"],
+    "calibrate": ["calibrate", "--model", "/no/such/model"], "fasta": ["calibrate", "--fasta", "none.fasta", "--model", "/no/such/model"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("target, words", [("folder.png", "got a folder"), ("/dev/null", "got a device"), ("pipe.png", "got a device, a pipe"), ("no/r.png", "no such folder"), ("/proc/r.png", "cannot be written"), ("circle.png", "circle.png")])
+def test_targets_are_refused_before_the_work(call, tmp_path, monkeypatch, command, target, words):
+    "The model does not exist: a message about it would mean that the target was not looked at first."
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("folder.png")
+    os.mkfifo("pipe.png")
+    os.symlink("circle.png", "circle.png")
+    if target == "/proc/r.png" and not os.path.isdir("/proc"):
+        pytest.skip("there is no /proc")
+    option = "--plot" if command == "plot" else "--out"
+    refused(call(*COMMANDS[command], option, target), option, words)
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["circle.png", "folder.png", "pipe.png"]
+
+
+def test_an_unwritable_folder_is_refused(call, tmp_path, monkeypatch):
+    def no(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(files.tempfile, "mkdtemp", no)
+    for argv in (["calibrate", "--out", tmp_path / "c.st"], ["fold", "--out", tmp_path / "a" / "b"], ["eval", "ppl", "--out", tmp_path / "r.json"]):
+        refused(call(*argv), "cannot be written (Permission denied)")
+
+
+def test_a_picture_of_an_unknown_kind_is_refused_first(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused(call("eval", "ppl", "--model", "/no/such/model", "--plot", "p.xyz"), "--plot p.xyz", ".png", "got 'p.xyz'")
+
+
+def test_the_table_comes_before_the_picture(call, plain, tmp_path, monkeypatch):
+    "A picture that cannot be drawn costs the picture and nothing else."
+    from turboquant_nb import evaluate
+
+    def fail(*args):
+        raise RuntimeError("no ink")
+
+    monkeypatch.setattr(evaluate, "plot", fail)
+    code, out, err = call("eval", "attention", "--model", plain, *SHORT, "--recipe", "k4v4", "--out", tmp_path / "r.json", "--plot", tmp_path / "r.png")
+    assert code == 1 and out.startswith("cache") and len(out.splitlines()) == 3 and err == "turboquant eval: no ink\n"
+    assert [x.name for x in tmp_path.iterdir()] == ["r.json"] and json.loads((tmp_path / "r.json").read_text())["rows"]
+
+
+def test_a_picture_without_an_ending_is_a_png(call, plain, tmp_path):
+    assert call("eval", "attention", "--model", plain, *SHORT, "--recipe", "k4v4", "--plot", tmp_path / "r")[0] == 0
+    assert (tmp_path / "r.png").read_bytes()[1:4] == b"PNG" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_files_are_written_whole_through_links_with_the_mode_of_the_umask(call, plain, tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link.json").symlink_to(tmp_path / "there" / "r.json")
+    ask = ["eval", "attention", "--model", plain, *SHORT, "--recipe", "k4v4"]
+    before = os.umask(0o027)
+    try:
+        for _ in range(2):  # a new file, then one that is there already
+            assert call(*ask, "--out", tmp_path / "link.json")[0] == 0
+            assert (tmp_path / "link.json").is_symlink() and (tmp_path / "there" / "r.json").stat().st_mode & 0o777 == 0o640
+        assert call("calibrate", "--model", plain, "--windows", 1, "--length", 64, "--quiet", "--out", tmp_path / "c.st")[0] == 0
+        assert (tmp_path / "c.st").stat().st_mode & 0o777 == 0o640
+        assert call("fold", "--model", plain, "--windows", 1, "--length", 64, "--quiet", "--out", tmp_path / "folded")[0] == 0
+        assert {x.stat().st_mode & 0o777 for x in (tmp_path / "folded").iterdir()} == {0o640}
+    finally:
+        os.umask(before)
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["c.st", "folded", "link.json", "there"] and [x.name for x in (tmp_path / "there").iterdir()] == ["r.json"]
+
+
+@pytest.mark.parametrize("error, code", [(KeyboardInterrupt(), 130), (RuntimeError("disk full"), 1)])
+def test_what_stops_while_it_writes_leaves_nothing(call, plain, tmp_path, monkeypatch, error, code):
+    from turboquant_nb import calibrate, fold, results
+
+    def stop(*args):
+        path = next(x for x in args if isinstance(x, os.PathLike))
+        path.with_suffix(".part").write_text("half")
+        raise error
+
+    (tmp_path / "old").write_text("old")
+    monkeypatch.setattr(results, "save", stop)
+    monkeypatch.setattr(calibrate, "save_calibration", stop)
+    monkeypatch.setattr(fold, "save_fold", stop)
+    small = ["--windows", 2, "--length", 64, "--quiet", "--model", plain]
+    assert call("eval", "attention", *small, "--recipe", "k4v4", "--out", tmp_path / "old")[0] == code
+    assert call("calibrate", *small, "--out", tmp_path / "old")[0] == code
+    assert call("fold", *small, "--out", tmp_path / "a" / "folded")[0] == code
+    assert [x.name for x in tmp_path.iterdir()] == ["old"] and (tmp_path / "old").read_text() == "old"
+
+
+def test_a_target_that_has_changed_is_not_replaced(tmp_path):
+    path = files.target_file(str(tmp_path / "r.json"), "--out")
+    with pytest.raises(OSError, match="it was not replaced"):
+        with files.writing(path) as new:
+            new.write_text("rows")
+            os.mkfifo(path)
+    assert [x.name for x in tmp_path.iterdir()] == ["r.json"] and not path.is_file()
+
+
+def test_fold_writes_new_and_empty_folders(call, plain, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "a/new/one"):
+        code, out, err = call("fold", "--model", plain, "--windows", 1, "--length", 64, "--out", tmp_path / name, "--json", "--quiet")
+        about = json.loads(out)
+        assert code == 0 and about["out"] == str(tmp_path / name) and {"moved", "channels", "tokens", "version"} <= set(about)
+        assert {"config.json", "model.safetensors", "fold.safetensors", "tokenizer.json"} <= {x.name for x in (tmp_path / name).iterdir()}
+    refused(call("fold", "--out", tmp_path / "empty"), "it is not an empty folder")
+
+
+# ---------------------------------------------------------------- proteins
+
+@pytest.fixture(scope="session")
+def esm2(tmp_path_factory):
+    "A random ESM-2, ten proteins, and another one."
+    from transformers import EsmConfig, EsmForMaskedLM
+
+    folder, g = tmp_path_factory.mktemp("esm"), torch.Generator().manual_seed(1)
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, vocab_size=33, pad_token_id=1, mask_token_id=32)
+    EsmForMaskedLM(EsmConfig(**sizes, position_embedding_type="rotary", token_dropout=True, emb_layer_norm_before=False)).eval().save_pretrained(folder / "model")
+    draw = lambda: "".join("LAGVSERTIDPKQNFYMHWC"[i] for i in torch.randint(0, 20, (30,), generator=g))
+    (folder / "many.fasta").write_text("".join(f">p{i}\n{draw()}\n" for i in range(10)))
+    (folder / "one.fasta").write_text(">mine\nMKTAYIAKQRQISF\n")
+    return folder
+
+
+def test_proteins(call, esm2, tmp_path):
+    "A code is fitted by `calibrate --fasta`, wherever that option stands, and `variants` takes it."
+    common = ["--model", esm2 / "model", "--device", "cpu"]
+    fit = ["calibrate", *common, "--recipe", "water2", "--held-out", esm2 / "one.fasta"]
+    code, out, err = call(*fit, "--out", tmp_path / "c.st", "--fasta", esm2 / "many.fasta")
+    assert code == 0 and out.startswith(f"{tmp_path / 'c.st'}: ") and "bits per value" in out and "10 sequences" in out and "reading 10 sequences twice" in err
+    code, out, err = call(*fit, "--out", tmp_path / "d.st", f"--fasta={esm2 / 'many.fasta'}", "--json", "--quiet")
+    assert code == 0 and json.loads(out)["sequences"] == 10 and json.loads(out)["bits_per_value"] > 2 and out.count("\n") == 1
+    assert (tmp_path / "c.st").read_bytes() == (tmp_path / "d.st").read_bytes() and len(list(tmp_path.iterdir())) == 2
+    ask = ["variants", *common, "--fasta", esm2 / "one.fasta", "--code", tmp_path / "c.st", "--quiet"]
+    code, out, _ = call(*ask)
+    rows = [x.split("\t") for x in out.splitlines()]
+    assert code == 0 and len(rows) == 19 * 14 and rows[0][0] == "mine"
+    table = json.loads(call(*ask, "--json")[1])
+    assert [(x["name"], x["mutation"], f"{x['score']:.4f}") for x in table] == [tuple(r) for r in rows]
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["--fasta", "many.fasta"], ["--fasta needs --model"]), (["--recipe", "water2"], ["--recipe", "only with --fasta"]), (["--held-out", "one.fasta"], ["--held-out", "only with --fasta"]),
+    (["--fasta", "many.fasta", "--model", "model", "--text", "a.txt"], ["--text", "no meaning with --fasta"]), (["--fasta", "many.fasta", "--model", "model", "--windows", "4"], ["--windows"]),
+    (["--fasta", "many.fasta", "--model", "model", "--layers"], ["--layers"]), (["--fasta", "many.fasta", "--model", "model", "--dtype", "float16"], ["--dtype"]),
+    (["--fasta", "none.fasta", "--model", "model"], ["none.fasta: No such file"]), (["--fasta", "one.fasta", "--model", "model", "--quiet"], ["at least 8"]),
+    (["--fasta", "many.fasta", "--model", "model", "--held-out", "many.fasta", "--quiet"], ["is held out"]), (["--fasta", "many.fasta", "--model", "model", "--recipe", "water9", "--quiet"], ["water9"]),
+])
+def test_calibrate_for_the_wrong_kind_of_model(call, esm2, tmp_path, monkeypatch, argv, words):
+    from transformers.utils import logging
+
+    monkeypatch.chdir(esm2)
+    logging.disable_progress_bar()  # transformers' own bar for weights
+    try:
+        refused(call("calibrate", *argv, "--out", tmp_path / "c.st"), *words)
+    finally:
+        logging.enable_progress_bar()
+    assert list(tmp_path.iterdir()) == []

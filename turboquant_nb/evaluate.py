@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PROTOCOLS', 'TWIN', 'OTHERS', 'RECORD', 'Contender', 'contender', 'held_bytes', 'prefill', 'Scores', 'score',
            'one_pass_gap', 'gap_limit', 'one_pass_gate', 'paired', 'text_windows', 'perplexity', 'next_token', 'needle',
-           'attention_error', 'table', 'plot']
+           'attention_error', 'table_cells', 'table', 'plot']
 
 # %% ../nbs/19_evaluate.ipynb #311a9372
 import math
@@ -863,16 +863,24 @@ def _kind(rows: list) -> str:
     return kinds[0]
 
 
-def table(
+def table_cells(
     rows: list,  # of one measure
-) -> str:
-    "Rows as aligned text. Raises ValueError for rows of no measure, or of several."
+) -> list:  # of lists of str, the headings first
+    "Rows as text, cell by cell. Raises ValueError for rows of no measure, or of several."
     columns = [x.rsplit(" ", 2) for x in _COLUMNS[_kind(rows)].split(", ")]
     two = "protocol" in rows[0]
     lines = [["cache", *["protocol"] * two, *(c[0].replace(",", " ") for c in columns)]]
     for r in rows:
         numbers = [format(r[key], form) for _, key, form in columns]
         lines.append([r["cache"], *[r.get("protocol")] * two, *numbers])
+    return lines
+
+
+def table(
+    rows: list,  # of one measure
+) -> str:
+    "Rows as aligned text. Raises ValueError for rows of no measure, or of several."
+    lines = table_cells(rows)
     width = [max(map(len, c)) for c in zip(*lines)]
     row = lambda c: [c[0].ljust(width[0]), *(x.rjust(w) for x, w in zip(c[1:], width[1:]))]  # noqa: E731
     return "\n".join("   ".join(row(c)) for c in lines)
