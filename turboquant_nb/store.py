@@ -435,10 +435,18 @@ class KVStore:
         "[B] first real position of each sequence."
         return self.ranges.start
 
+    @start.setter
+    def start(self, start: Tensor):
+        self.ranges.start = start
+
     @property
     def end(self) -> Tensor | None:
         "[B] where each sequence ends, or None."
         return self.ranges.end
+
+    @end.setter
+    def end(self, end: Tensor | None):
+        self.ranges.end = end
 
     @property
     def static(self) -> bool:
