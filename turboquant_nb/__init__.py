@@ -4,10 +4,10 @@ _HOME = {
     "TurboQuantCache": "hf",
     "Recipe": "quantizer",
     "Spec": "quantizer",
-    "Quantizer": "quantizer",
     "preset": "quantizer",
     "KVStore": "store",
-    "attend": "attention",
+    "attend": "ops",  # the one that chooses a backend
+    "load_calibration": "quant.calibration",
 }
 __all__ = list(_HOME)
 
