@@ -21,7 +21,7 @@ from turboquant_nb.attention import dense_attention  # noqa: E402
 from turboquant_nb.hf import MARGIN, TurboQuantCache, rope_frequencies, turboquant_attention  # noqa: E402
 from turboquant_nb.quantizer import Coded, Recipe, Spec  # noqa: E402
 from turboquant_nb.rates import make_quantizer  # noqa: E402
-from turboquant_nb.store import KVStore, _Aging, prompt_mean  # noqa: E402
+from turboquant_nb.store import KVStore, _EmbeddedCodebook, prompt_mean  # noqa: E402
 
 SEQUENCES = int(os.environ.get("TURBOQUANT_SEQUENCES", 60 if SLOW else 12))
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
@@ -74,7 +74,7 @@ class Dense:
         thin = coded = back(self.q, coded), coded
         if self.recipe.decay is not None:
             old = make_quantizer(self.q.spec, D)
-            old.codebook = _Aging(old.codebook)
+            old.codebook = _EmbeddedCodebook(old.codebook)
             thin = back(old, Coded((coded[1].codes >> 1) + 2**self.q.spec.bits, coded[1].scale)), None
         self.exact, self.coded, self.thin = (torch.cat([a, b], 2) for a, b in ((self.exact, x), (self.coded, coded[0]), (self.thin, thin[0])))
         n = self.exact.shape[2]

@@ -23,7 +23,8 @@ from .hf import rope_frequencies, turboquant_mask
 from .maps import make_maps, map_gain
 from .quant.calibration import FORMAT, Calibration, load_calibration, model_facts, save_calibration
 from .rotation import _no_autocast
-from .store import _turn, _turns, prompt_mean
+from .rope import apply_cos_sin
+from .store import prompt_mean, shared_cos_sin
 
 _all_ = ["FORMAT", "Calibration", "load_calibration", "save_calibration"]
 
@@ -39,8 +40,8 @@ def window_center(
     "What a cache subtracts from the states of a first chunk: `prompt_mean`, that of the un-turned states turned to each position."
     if inv_freq is None:
         return prompt_mean(x, skip).float()
-    rows = _turns(inv_freq, x.shape[3], x.device).reach(x.shape[2])[: x.shape[2]]
-    return _turn(prompt_mean(_turn(x.float(), rows, back=True), skip).float(), rows)
+    rows = shared_cos_sin(inv_freq, x.shape[3], x.device).reach(x.shape[2])[: x.shape[2]]
+    return apply_cos_sin(prompt_mean(apply_cos_sin(x.float(), rows, inverse=True), skip).float(), rows)
 
 
 @dataclass

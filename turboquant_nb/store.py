@@ -1525,29 +1525,3 @@ def save(self: KVStore, path) -> None:
 def load(cls: KVStore, path, device="cpu") -> KVStore:
     "Read a store back, bit for bit. Raises ValueError for a wrong, truncated or changed file."
     return cls.from_state(*read_file(path), device=device)
-
-# %% ../nbs/09_store.ipynb #534cf31f
-@patch(as_prop=True)
-def _said(self: KVStore) -> list:
-    "Texts of both sides of a static store: `storage.texts`."
-    return self.storage.texts
-
-
-@patch(as_prop=True)
-def _turns(self: KVStore) -> CosSinCache | None:
-    "`cos_sin`."
-    return self.cos_sin
-
-
-@patch(as_prop=True)
-def _table(self: KVStore) -> Tensor | None:
-    "The rows of cosines and sines that a static store holds on to: `storage.cos_sin`."
-    return self.storage.cos_sin if self.static else None
-
-
-def _turn(x, rows, back=False):
-    "`apply_cos_sin`."
-    return apply_cos_sin(x, rows, inverse=back)
-
-
-_turns, _Aging = shared_cos_sin, _EmbeddedCodebook

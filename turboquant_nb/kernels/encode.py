@@ -894,7 +894,7 @@ def _plan(store: KVStore) -> _Plan:
         sizes = (store.heads, r.sinks, r.window, store.tile, turning)
         plan = _plans[store] = _Plan(qs, store.dtype, store.device, *sizes)
         if store.static:  # a recording finds its own plan ready
-            _plan_of(tuple(store._said), store.dtype, store.device, *sizes)
+            _plan_of(tuple(store.storage.texts), store.dtype, store.device, *sizes)
     return plan
 
 
