@@ -808,7 +808,7 @@ def test_files_are_written_whole_through_links_with_the_mode_of_the_umask(call, 
 def test_what_stops_while_it_writes_leaves_nothing(call, plain, tmp_path, monkeypatch, error, code):
     from turboquant_nb import calibrate, fold, results
 
-    def stop(*args):
+    def stop(*args, **kwargs):
         path = next(x for x in args if isinstance(x, os.PathLike))
         path.with_suffix(".part").write_text("half")
         raise error

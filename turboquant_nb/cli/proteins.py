@@ -49,6 +49,7 @@ class Fit:
 def fit_code(ask: Fit, output: Output) -> None:
     "Fit a code for an ESM-2 model and write it. Raises Usage for what does not fit."
     from turboquant_nb import esm
+    from turboquant_nb.transform import save_code
 
     sequences = list(read_input("--fasta", ask.fasta, esm.read_fasta).values())
     held_out = read_input("--held-out", ask.held_out, esm.read_fasta) if ask.held_out else {}
@@ -58,7 +59,7 @@ def fit_code(ask: Fit, output: Output) -> None:
         with Stage(f"reading {n} sequences twice", 2 * n, not output.quiet) as stage:
             code = esm.calibrate(model, sequences, ask.recipe, list(held_out.values()), stage.at)
     with writing(ask.out) as new:
-        esm.save_code(code, new)
+        save_code(code, new)
     sizes = dict(bits_per_value=code.bits_per_value, tables_nbytes=code.tables_nbytes)
     if output.json:
         return print_json(dict(version=version(), out=ask.said, **sizes) | code.header)
@@ -122,10 +123,11 @@ class Scores:
 def variants(proteins: Proteins, scores: Scores, output: Output) -> None:
     "Score substitutions of proteins with ESM-2."
     from turboquant_nb import esm
+    from turboquant_nb.transform import load_code
 
     sequences = read_input("--fasta", proteins.fasta, esm.read_fasta)
     asked = read_input("--mutations", scores.mutations, esm.read_mutations) if scores.mutations else None
-    code = read_input("--code", scores.code, esm.load_code) if scores.code else None
+    code = read_input("--code", scores.code, load_code) if scores.code else None
     model = _load(proteins.model, proteins.device)
     n = len(sequences)
     with at_fault(ValueError, TypeError):
