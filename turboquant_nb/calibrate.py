@@ -126,6 +126,7 @@ def watched(model, ids: Tensor, watcher):  # gives the ids where the model reads
     device, before = model.get_input_embeddings().weight.device, config._attn_implementation
     device = ids.device if device.type == "meta" else device  # accelerate streams the weights in
     ids = ids.to(device, torch.long)
+    AttentionInterface.register(NAME, _watching)  # this one's, also where a page registered its own
     decoder.set_attn_implementation(NAME)  # what else the model has, such as eyes, keeps its own
     _watchers.append(watcher)
     try:
