@@ -143,10 +143,10 @@ def _dense_attention(model) -> str:
 
 
 @contextmanager
-def _attending(model, name: str):
-    "Run with another attention implementation."
+def _attending(model, name: str | None = None):
+    "Run with another attention implementation; None: transformers' own."
     before = model.config._attn_implementation
-    model.set_attn_implementation(name)
+    model.set_attn_implementation(name or _dense_attention(model))
     try:
         yield
     finally:
@@ -319,7 +319,7 @@ def prefill(
         return plain(k, v, layer, *args, **kwargs)
 
     cache.update = update
-    with _attending(model, _dense_attention(model)):
+    with _attending(model):
         last = model(ids, past_key_values=cache, logits_to_keep=1).logits
     if len(states) != sum(map(_is_coded, cache.layers)):
         raise ValueError("a layer did not hand its keys and values to the cache")
@@ -337,7 +337,7 @@ def _steps(model, ids, cache, first: int, block: int) -> list:
     last = ids.shape[1] - 1
     at = {i for a in range(first, last, block) for i in (a, a + block - 1)} if block else {first}
     at = sorted({i for i in at if i < last} | {last})
-    with _attending(model, _dense_attention(model)):
+    with _attending(model):
         return [model(ids[:, a:b], past_key_values=cache).logits for a, b in zip(at, at[1:])]
 
 
@@ -364,7 +364,7 @@ def _logits(model, ids, who, protocol, prompt, start=None, one_pass=True) -> tup
     "(logits [b, L - P, V], cache) for one batch; `start` is what `prefill` gave."
     keep, ours = ids.shape[1] - prompt, who is not None and who.recipe is not None
     if who is None:
-        with _attending(model, _dense_attention(model)):
+        with _attending(model):
             return model(ids[:, :-1], use_cache=False, logits_to_keep=keep).logits, None
     once = one_pass and protocol != "chunk" and ours and not who.decays
     dtype, stress = who.dtype or model.dtype, protocol == "stress"
@@ -372,14 +372,14 @@ def _logits(model, ids, who, protocol, prompt, start=None, one_pass=True) -> tup
     if stress:
         if not once:
             _Echo(cache, who.flush)
-        with _attending(model, TWIN if once else _dense_attention(model)):
+        with _attending(model, TWIN if once else None):
             return model(ids[:, :-1], past_key_values=cache, logits_to_keep=keep).logits, cache
     states, last = start or prefill(model, ids[:, :prompt])
     if protocol == "decode" and not once:
-        with _attending(model, _dense_attention(model)):
+        with _attending(model):
             _fill(cache, states)
         return torch.cat([last, *_steps(model, ids, cache, prompt, who.block)], 1), cache
-    with _attending(model, TWIN if once else _dense_attention(model)):
+    with _attending(model, TWIN if once else None):
         rest = model(ids[:, prompt:-1], past_key_values=_fill(cache, states)).logits
     return torch.cat([last, rest], 1), cache
 
@@ -402,7 +402,7 @@ def _count(model, ids, who, cache, prompt) -> float:
     if not twins:
         return _bits(cache, model, len(ids))
     real = who.new()
-    with _attending(model, _dense_attention(model)):
+    with _attending(model):
         for part in (slice(0, prompt), slice(prompt, None)):
             for i, x in twins:
                 real.update(x.keys[:1, :, part], x.values[:1, :, part], i)
