@@ -11,7 +11,8 @@ from test_calibrate import MODELS, generate, logits, made, prompt, texts, tiny  
 from turboquant_nb import allocate as A, calibrate as C  # noqa: E402
 from turboquant_nb.allocate import allocate, measure_layers  # noqa: E402
 from turboquant_nb.calibrate import Calibration, load_calibration, save_calibration  # noqa: E402
-from turboquant_nb.evaluate import contender, score  # noqa: E402
+from turboquant_nb.evaluation.candidates import as_candidate  # noqa: E402
+from turboquant_nb.evaluation.score import score  # noqa: E402
 from turboquant_nb.hf import TurboQuantCache  # noqa: E402
 from turboquant_nb.quantizer import Recipe, Spec  # noqa: E402
 from turboquant_nb.testing import same  # noqa: E402
@@ -39,7 +40,7 @@ def test_losses_are_what_the_cache_loses(name, mapped):
     if name in ("mistral", "gemma3_text", "gemma2"):
         return  # stress needs a cache that returns all tokens of every layer
     recipe = TurboQuantCache(model, Recipe(Spec(2, center="prompt"), Spec(2), sinks=4, window=0), calibration=maps if mapped else None).recipes
-    both = score(model, ids, contender(model, recipe, "x", dtype=None), "stress", 8, distributions=True)
+    both = score(model, ids, as_candidate(model, recipe, "x", dtype=None), "stress", 8, distributions=True)
     alone = sum(x[0] for side in ("key", "value") for x in losses[side])
     assert 0.3 < alone / float(both.kl.mean()) < 3
 

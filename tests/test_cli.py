@@ -392,7 +392,7 @@ def test_fed_states_equal_a_prefill_through_the_cache(tiny, attention):
         with torch.no_grad():
             logits = model(ids, past_key_values=through, logits_to_keep=1).logits
         fed = compare.filled(model, prompt, name)
-        assert int(logits[0, -1].argmax()) == prompt.first
+        assert int(logits[0, -1].argmax()) == compare.first_token(prompt)
         for a, b in zip(fed.layers, through.layers):
             (x, h), (y, g) = a.store.state(), b.store.state()
             assert h == g and x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
@@ -531,9 +531,9 @@ def test_eval_says_what_is_wrong_in_one_line(call, plain, argv, says):
 
 
 def test_eval_of_a_cache_that_is_not_installed(call, plain, monkeypatch):
-    import turboquant_nb.evaluate as e
+    from turboquant_nb.evaluation import candidates
 
-    monkeypatch.setattr(e, "find_spec", lambda name: None)
+    monkeypatch.setattr(candidates, "find_spec", lambda name: None)
     code, _, err = call("eval", "ppl", "--model", plain, *SHORT, "--against", "quanto4")
     assert code == 1 and "pip install optimum-quanto" in err
 
@@ -770,12 +770,12 @@ def test_a_picture_of_an_unknown_kind_is_refused_first(call, tmp_path, monkeypat
 
 def test_the_table_comes_before_the_picture(call, plain, tmp_path, monkeypatch):
     "A picture that cannot be drawn costs the picture and nothing else."
-    from turboquant_nb import evaluate
+    from turboquant_nb.evaluation import tasks
 
     def fail(*args):
         raise RuntimeError("no ink")
 
-    monkeypatch.setattr(evaluate, "plot", fail)
+    monkeypatch.setattr(tasks, "plot", fail)
     code, out, err = call("eval", "attention", "--model", plain, *SHORT, "--recipe", "k4v4", "--out", tmp_path / "r.json", "--plot", tmp_path / "r.png")
     assert code == 1 and out.startswith("cache") and len(out.splitlines()) == 3 and err == "turboquant eval: no ink\n"
     assert [x.name for x in tmp_path.iterdir()] == ["r.json"] and json.loads((tmp_path / "r.json").read_text())["rows"]

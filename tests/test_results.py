@@ -207,9 +207,19 @@ def test_every_file_of_results_is_of_committed_code():
 
 @pytest.mark.skipif(not FILES, reason="results/ is not beside the tests")
 def test_every_script_that_measures_takes_the_one_path():
-    for path in sorted((ROOT / "scripts").glob("*.py")):
+    found = [path for path in sorted((ROOT / "scripts").rglob("*.py")) if any(call in path.read_text(encoding="utf-8") for call in ("results.write(", "results.save("))]
+    assert {path.relative_to(ROOT / "scripts").as_posix() for path in found} >= {"bench/run.py", "eval/recipes.py", "tools/tune.py"}
+    for path in found:
         text = path.read_text(encoding="utf-8")
-        if "results." in text and "import results" in text:
-            assert "results.parse(p)" in text and "p.parse_args(" not in text, path
-            assert "results.record(" not in text, path
-            assert all("a.draft)" in line for line in text.splitlines() if "results.save(" in line), path
+        assert "results.parse(p" in text and "p.parse_args(" not in text, path
+        assert "results.record(" not in text, path
+        assert all("a.draft)" in line for line in text.splitlines() if "results.save(" in line), path
+
+
+@pytest.mark.parametrize("said, wanted", [
+    ("scripts/eval/search.py", "scripts/eval/search.py"), ("/home/me/scripts/turboquant-nb/scripts/bench/run.py", "scripts/bench/run.py"),
+    ("./scripts/tools/tune.py", "scripts/tools/tune.py"), ("x.py", "scripts/x.py"),
+])
+def test_a_command_names_its_script_from_the_root_of_the_repository(said, wanted):
+    "The folder below scripts/ is part of the name; what lies above it belongs to one machine."
+    assert results._command([said, "decode", "--out=/tmp/a.json"]) == f"python {wanted} decode --out=a.json"
