@@ -21,8 +21,8 @@ step() { # name, then the command
 for name in $steps; do
     case $name in
         tests)
-            step decode-tests python tests/test_decode_kernel.py
-            step cuda-tests python -m pytest -q tests/test_cuda.py tests/test_encode_kernel.py tests/test_ops.py tests/test_hf_kernels.py tests/test_hf_static.py
+            step decode-tests python tests/kernels/test_decode_kernel.py
+            step cuda-tests python -m pytest -q tests/kernels/test_cuda.py tests/kernels/test_encode_kernel.py tests/kernels/test_ops.py tests/hf/test_hf_kernels.py tests/hf/test_hf_static.py
             ;;
         encode) step encode python scripts/bench/run.py encode_kernel --workers "$workers" --out "$out/encode_kernel.json" ;;
         decode) step decode python scripts/bench/run.py decode_kernel --workers "$workers" --seconds 0.04 --out "$out/decode.json" ;;

@@ -9,7 +9,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache  # noqa: E402
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function  # noqa: E402
 
-from test_hf import FAMILIES, HYBRID, MODES, exact_recipe, generate, prompt, three, tiny  # noqa: E402
+from tests.helpers import FAMILIES, HYBRID, MODES, exact_recipe, generate, prompt, three, tiny  # noqa: E402
 from turboquant_nb import ops  # noqa: E402
 from turboquant_nb.hf import TurboQuantCache  # noqa: E402
 from turboquant_nb.hf import attention as hf_attention  # noqa: E402

@@ -8,7 +8,7 @@ import tempfile
 import pytest
 import torch
 
-from conftest import SLOW  # noqa: E402
+from tests.helpers import SLOW  # noqa: E402
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("hypothesis")

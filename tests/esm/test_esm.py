@@ -7,7 +7,6 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 pytest.importorskip("transformers")
 from transformers import EsmConfig, EsmForMaskedLM
 
+from tests.helpers import DATA  # noqa: E402
 from turboquant_nb import esm as M
 from turboquant_nb import transform
 from turboquant_nb.esm import (
@@ -433,7 +433,7 @@ def test_file(model, code, tmp_path):
 
 def test_file_of_the_first_format():
     "A code written before this package was cut into modules; what it says of a model, that model still accepts."
-    path = Path(__file__).parent / "data" / "esm-code-1.safetensors"
+    path = DATA / "esm-code-1.safetensors"
     c, m = load_code(path), tiny(4)
     assert c.header["tokens"] == 264 and c.recipe.sinks == 1 and c.recipe.strays == 0.25
     with pytest.raises(ValueError, match="in the calibration set"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from conftest import SLOW
+from tests.helpers import SLOW
 from turboquant_nb.attention import attend, dense_attention
 from turboquant_nb.quantizer import Recipe, Spec, decode
 from turboquant_nb.store import KVStore

@@ -1,17 +1,16 @@
 "Files that an earlier version wrote (commit 3b70b000, the last before the cache became a package of modules) load today, with the same bits."
 import json
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
 
+from tests.helpers import DATA  # noqa: E402
 from turboquant_nb.hf import TurboQuantCache  # noqa: E402
 from turboquant_nb.quant.calibration import load_calibration, save_calibration  # noqa: E402
 
-DATA = Path(__file__).parent / "data"
 FACTS = json.loads((DATA / "archives.json").read_text())
 CONFIG = transformers.LlamaConfig(
     vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, pad_token_id=0

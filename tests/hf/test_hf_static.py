@@ -5,7 +5,7 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from test_hf import exact_recipe, fused, generate, prompt, tiny  # noqa: E402
+from tests.helpers import exact_recipe, fused, generate, prompt, tiny  # noqa: E402
 from turboquant_nb import ops  # noqa: E402
 from turboquant_nb.hf import TurboQuantCache  # noqa: E402
 from turboquant_nb.quantizer import Recipe  # noqa: E402

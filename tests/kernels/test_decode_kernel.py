@@ -1,5 +1,5 @@
 """The decode kernels: the portable one in Triton's interpreter against `attend`, the PTX of the other one emulated, its compiled form
-ahead of time, and all of it on a GPU where there is one. `python tests/test_decode_kernel.py` runs the GPU matrix without pytest."""
+ahead of time, and all of it on a GPU where there is one. `python tests/kernels/test_decode_kernel.py` runs the GPU matrix without pytest."""
 import itertools
 import json
 import multiprocessing

@@ -9,7 +9,7 @@ import pytest
 from turboquant_nb import results
 from turboquant_nb.results import Tree
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 A, B, C = (x * 40 for x in "abc")
 FIXED = ({"cmd": "none needed", "passed": True}, {"id": "none"}, {"id": "none", "n": 0}, [0])
 

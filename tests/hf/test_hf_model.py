@@ -9,7 +9,7 @@ pytest.importorskip("gguf")
 from transformers import DynamicCache  # noqa: E402
 from transformers.modeling_utils import AttentionInterface  # noqa: E402
 
-from conftest import SLOW  # noqa: E402
+from tests.helpers import SLOW  # noqa: E402
 from turboquant_nb import hf  # noqa: E402
 from turboquant_nb.hf import TurboQuantCache  # noqa: E402
 from turboquant_nb.models import load_model, sample_text  # noqa: E402

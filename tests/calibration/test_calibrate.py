@@ -12,7 +12,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 from safetensors import safe_open  # noqa: E402
-from test_hf import BASE, DROP, caches_latents, exact_recipe, fused, generate, prompt, three, tiny  # noqa: E402
+from tests.helpers import BASE, MODELS, caches_latents, exact_recipe, generate, logits, made, prompt, texts, three, tiny  # noqa: E402
 from turboquant_nb import calibrate as C, maps as M, ops  # noqa: E402
 from turboquant_nb.attention import attend, dense_attention  # noqa: E402
 from turboquant_nb.calibrate import calibrate, collect, load_calibration, save_calibration  # noqa: E402
@@ -23,44 +23,7 @@ from turboquant_nb.store import KVStore  # noqa: E402
 from turboquant_nb.testing import same  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
-MODELS = {
-    "llama": {},
-    "qwen2": {},  # a bias of keys
-    "mistral": {},  # all layers slide
-    "gemma3_text": dict(head_dim=16),  # norms of q and k, two bases of RoPE, a head size that is not hidden / heads
-    "gemma2": {},  # softcap
-    "qwen3": {},  # norms of q and k
-    "stablelm": {},  # RoPE on a quarter of the channels
-    "gpt_neox": dict(num_key_value_heads=DROP),  # RoPE on half of them; its config knows no KV heads
-}
 SQUEEZES = importlib.util.find_spec("constriction") is not None
-_found = {}
-
-
-def made(name):
-    "A random model of its own, whose channels of queries and keys are of unequal size, and its calibration."
-    if name not in _found:
-        model = tiny(name, seed=5, **MODELS[name])
-        g = torch.Generator().manual_seed(6)
-        with torch.no_grad():
-            for n, p in model.named_parameters():
-                if any(x in n for x in ("k_proj.bias", "q_norm", "k_norm")):
-                    p.normal_(0, 1, generator=g)
-                elif p.ndim > 1 and ("k_proj" in n or "q_proj" in n):
-                    p.mul_(torch.randn(len(p), 1, generator=g).exp2())
-        _found[name] = model, calibrate(model, texts(4, 60, seed=3))
-    model, found = _found[name]
-    model.set_attn_implementation("sdpa" if fused(model) else "eager")
-    return model, found
-
-
-def texts(n=2, length=40, seed=0):
-    return prompt(n, length, seed, padded=False)["input_ids"]
-
-
-def logits(model, ids, **kwargs):
-    with torch.no_grad():
-        return model(ids, **kwargs).logits
 
 
 def moments(heads=2, d=16, seed=0, decay=1.5):

@@ -1,4 +1,4 @@
-"""One rank of two: torchrun --nproc-per-node 2 tests/tp_generate.py MODEL_FOLDER OUT. Without torchrun, the whole model. Run by test_hf_system.py (gloo, CPU); on a
+"""One rank of two: torchrun --nproc-per-node 2 tests/hf/tp_generate.py MODEL_FOLDER OUT. Without torchrun, the whole model. Run by test_hf_system.py (gloo, CPU); on a
 machine with two GPUs the same command uses them, through NCCL."""
 import os
 import sys

@@ -1,11 +1,11 @@
 """Transform codes: specs, allocation, layout and files, without a model."""
 
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.helpers import DATA
 from turboquant_nb import transform as M
 from turboquant_nb.transform import (
     RECIPES,
@@ -133,7 +133,7 @@ def test_file_and_held_out(tmp_path):
 
 def test_file_of_the_first_format():
     "A file written by version 0.1.0: recipe, tables, and what given bytes stand for, to the bit."
-    code = load_code(Path(__file__).parent / "data" / "esm-code-1.safetensors")
+    code = load_code(DATA / "esm-code-1.safetensors")
     want = TransformRecipe(SideSpec(2.0, center="rope"), SideSpec(2.0), sinks=1, strays=0.25)
     assert code.recipe == want and code.header["format"] == M.FORMAT and code.header["name"] == "custom"
     assert code.bits_per_value == 3.0 and code.tables_nbytes == 2376

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from test_hf import generate, prompt, tiny  # noqa: E402
+from tests.helpers import generate, prompt, tiny  # noqa: E402
 from turboquant_nb.hf import TurboQuantCache  # noqa: E402
 from turboquant_nb.testing import same  # noqa: E402
 

@@ -3,13 +3,13 @@ import copy
 import json
 import pickle
 import random
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from tests.helpers import DATA
 from turboquant_nb.quantizer import Quantizer, Recipe, Spec, channel_bits, decode
 from turboquant_nb.rates import make_quantizer, truncate
 from turboquant_nb.store import FORMAT, ExactTokens, KVStore, Ranges, Side, _append_by_position, prompt_mean, read_file, write_file
@@ -970,7 +970,7 @@ def test_the_window_serves_new_tokens_after_a_deep_crop():
 def test_files_of_version_0_1_0(name, tmp_path):
     """Written before the store was composed of sides, exact tokens and ranges: decayed, evicted, with ends and a pre-RoPE mean; and static. Every tensor loads as it is in the file,
     what is read is what was read then, and saving again writes the same tensors and header."""
-    path = Path(__file__).parent / "data" / f"store_2_{name}.safetensors"
+    path = DATA / f"store_2_{name}.safetensors"
     store, (tensors, header), then = KVStore.load(path), read_file(path), load_file(path.with_stem(f"{path.stem}_read"))
     assert (store.static, store.length, store.offset, store.key.thin) == {"grown": (False, 30, 8, 1), "static": (True, 16, 0, 0)}[name]
     store.save(tmp_path / "again")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from test_calibrate import MODELS, generate, logits, made, prompt, texts, tiny  # noqa: E402
+from tests.helpers import MODELS, generate, logits, made, prompt, texts, tiny  # noqa: E402
 from turboquant_nb import allocate as A, calibrate as C  # noqa: E402
 from turboquant_nb.allocate import allocate, measure_layers  # noqa: E402
 from turboquant_nb.calibrate import Calibration, load_calibration, save_calibration  # noqa: E402

@@ -1,4 +1,4 @@
-"The same numbers on a GPU as on the processor; skipped where there is none. Runs as a script too: python tests/test_cuda.py."
+"The same numbers on a GPU as on the processor; skipped where there is none. Runs as a script too: python tests/kernels/test_cuda.py."
 import torch
 
 try:
