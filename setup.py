@@ -19,7 +19,7 @@ def requirements(text):
 def readme():
     "README.md with its pictures addressed where PyPI can find them."
     raw = f"https://raw.githubusercontent.com/{cfg['user']}/{cfg['repo']}/{cfg['branch']}"
-    return (here / "README.md").read_text(encoding="utf-8").replace("](index_files/", f"]({raw}/index_files/")
+    return (here / "README.md").read_text(encoding="utf-8").replace("](nbs/index_files/", f"]({raw}/nbs/index_files/")
 
 
 extras = {key.removesuffix("_requirements"): requirements(value) for key, value in cfg.items() if key.endswith("_requirements")}

@@ -30,7 +30,7 @@ from email import message_from_string
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ROOT / "scripts"
+TOOLS = ROOT / "scripts" / "tools"
 IMPORT_BUDGET = 0.5   # seconds that `import turboquant_nb` may take beyond `import torch`
 MOST_WORKERS = 4      # processes that run notebooks or tests at once, where there are as many cores
 STEPS = {}
@@ -67,11 +67,11 @@ def scratch():
 
 def copy_tree(name):
     "A copy of what git would carry (without git: all but build products), as scratch()/name."
-    sys.path.insert(0, str(SCRIPTS))
+    sys.path.insert(0, str(TOOLS))
     try:
         from preview_docs import copy_tree as copy
     finally:
-        sys.path.remove(str(SCRIPTS))
+        sys.path.remove(str(TOOLS))
     target = scratch() / name
     shutil.rmtree(target, ignore_errors=True)
     copy(target)
@@ -270,7 +270,7 @@ def step_export():
 @step
 def step_readme():
     "README.md is what index.ipynb gives, and its test command is the one that .ci/run calls"
-    must([sys.executable, SCRIPTS / "make_readme.py", "--check"], "README.md is out of date (run scripts/make_readme.py):")
+    must([sys.executable, TOOLS / "make_readme.py", "--check"], "README.md is out of date (run scripts/tools/make_readme.py):")
     command = (ROOT / ".ci" / "run").read_text(encoding="utf-8").rstrip().splitlines()[-1]
     lines = [line.strip() for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines()]
     if command not in lines:
@@ -390,7 +390,7 @@ def step_imports():
 @step
 def step_docs():
     "every page of the site renders; links, formulas, figures and the sidebar hold"
-    return must([sys.executable, SCRIPTS / "preview_docs.py", "--check"], "the pages have problems:").strip().splitlines()[-1]
+    return must([sys.executable, TOOLS / "preview_docs.py", "--check"], "the pages have problems:").strip().splitlines()[-1]
 
 
 @step
@@ -400,7 +400,7 @@ def step_nbtest(numerics="native"):
     env = arithmetic(numerics) | {"PYTHONPATH": str(tree), "MPLBACKEND": "agg"}
     if not probe()["cuda"]:  # kernels run in Triton's interpreter, which is chosen when Triton is first imported
         env["TRITON_INTERPRET"] = "1"
-    must([sys.executable, SCRIPTS / "test_notebooks.py", "--n_workers", workers(numerics), "--do_print", "--timing"], "nbdev_test failed (its output is above)", cwd=tree, env=env, show=True)
+    must([sys.executable, TOOLS / "test_notebooks.py", "--n_workers", workers(numerics), "--do_print", "--timing"], "nbdev_test failed (its output is above)", cwd=tree, env=env, show=True)
     return f"{len(notebooks())} notebooks"
 
 

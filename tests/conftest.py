@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 import torch
 
-SLOW = bool(os.environ.get("TURBOQUANT_SLOW"))  # everything; without it the widest matrices are thinned (CONTRIBUTING.md says which)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run in Triton's interpreter; it counts when Triton is imported, by whatever test
 

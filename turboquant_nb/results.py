@@ -34,7 +34,12 @@ def _command(argv) -> str:
     "The command line with folders cut off: they belong to one machine."
     cut = lambda x: Path(x).name if "/" in x and Path(x).is_absolute() else x  # noqa: E731
     names = ["=".join(map(cut, x.split("=", 1))) for x in argv[1:]]  # also in --option=FILE
-    return " ".join(["python", f"scripts/{Path(argv[0]).name}", *names])
+    parts = Path(argv[0]).parts
+    if "scripts" in parts:  # from the repository's root
+        parts = parts[len(parts) - 1 - parts[::-1].index("scripts") :]
+    else:
+        parts = "scripts", *parts[-1:]
+    return " ".join(["python", "/".join(parts), *names])
 
 
 def machine() -> dict:

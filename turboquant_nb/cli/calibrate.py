@@ -26,7 +26,7 @@ def _checked_texts(names: list, windows: int, length: int) -> list | None:
 
 
 def _windows(model, tokenizer, texts: list | None, windows: int, length: int):  # [windows, length] tokens
-    from turboquant_nb.evaluate import text_windows
+    from turboquant_nb.evaluation.score import text_windows
 
     return text_windows(tokenizer, texts, None, min(length, context_length(model)))[:windows]
 

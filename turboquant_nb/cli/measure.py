@@ -67,7 +67,7 @@ class Caches:
 
 def _recipe_or_other(model, text: str, changes: Changes, calibrated: Calibrated):
     "What a user may name: one of OTHERS, a recipe, or a JSON list of recipes, one per layer."
-    from turboquant_nb.evaluate import OTHERS
+    from turboquant_nb.evaluation.candidates import OTHERS
 
     if text in OTHERS:
         return text
@@ -86,9 +86,9 @@ def _extras(what, budget: float | None) -> str:
     return (" + maps" if maps else "") + (f" at {budget:g} bits" if budget and recipes else "")
 
 
-def _contenders(model, caches: Caches, changes, calibrated, length: int | None) -> list:
-    "What `evaluate` compares; Usage for a name that is nothing, ImportError for a missing package."
-    from turboquant_nb.evaluate import OTHERS, contender
+def _candidates(model, caches: Caches, changes, calibrated, length: int | None) -> list:
+    "What is compared; Usage for a name that is nothing, ImportError for a missing package."
+    from turboquant_nb.evaluation.candidates import OTHERS, as_candidate
 
     out = []
     for i, text in enumerate([*caches.recipe, *caches.against], 1):
@@ -99,7 +99,7 @@ def _contenders(model, caches: Caches, changes, calibrated, length: int | None) 
             raise Usage(f"{error}; --against also takes {', '.join(OTHERS)}") from error
         name = (text if len(text) < 25 else f"recipe {i}") + _extras(what, given.budget)
         with at_fault(ValueError):
-            out.append(contender(model, what, name, max_length=length))
+            out.append(as_candidate(model, what, name, max_length=length))
             out[-1].new()  # what is missing is missed now, not after an hour
     return out
 
@@ -181,7 +181,7 @@ class Record:
 # %% ../../nbs/18g_cli_measure.ipynb #8b96068c
 @dataclass(frozen=True)
 class WindowMeasure:
-    "A measure of `evaluate` on windows of text."
+    "A measure of `evaluation.tasks` on windows of text."
 
     name: str  # ppl, logits or attention
     asked: Windows
@@ -223,7 +223,7 @@ class WindowMeasure:
         return each.get(self.name, self.asked.windows)
 
     def read(self, model, tokenizer):  # [windows, length] tokens
-        from turboquant_nb.evaluate import text_windows
+        from turboquant_nb.evaluation.score import text_windows
 
         x = self.asked
         advice = "give --text FILE ..., fewer --windows or a shorter --length"
@@ -234,11 +234,11 @@ class WindowMeasure:
         return ids.to(model.device)
 
     def rows(self, model, tokenizer, ids, caches: list, tick: Callable) -> list:
-        from turboquant_nb import evaluate
+        from turboquant_nb.evaluation import tasks
 
         if self.name == "attention":
-            return evaluate.attention_error(model, ids, caches, self.prompt, tick)
-        measure = evaluate.perplexity if self.name == "ppl" else evaluate.next_token
+            return tasks.attention_error(model, ids, caches, self.prompt, tick)
+        measure = tasks.perplexity if self.name == "ppl" else tasks.next_token
         how = dict(prompt=self.prompt, batch=self.batch, tick=tick)
         return [r for p in self.protocols for r in measure(model, ids, caches, p, **how)]
 
@@ -276,12 +276,12 @@ class NeedleMeasure:
         return len(self.asked.lengths) * len(self.asked.depths) * (caches + 1)
 
     def read(self, model, tokenizer):  # [1, 80] tokens: the gate needs some text
-        from turboquant_nb.evaluate import text_windows
+        from turboquant_nb.evaluation.score import text_windows
 
         return text_windows(tokenizer, None, 1, 80).to(model.device)
 
     def rows(self, model, tokenizer, _ids, caches: list, tick: Callable) -> list:
-        from turboquant_nb.evaluate import needle
+        from turboquant_nb.evaluation.tasks import needle
 
         x = self.asked
         what = dict(lengths=x.lengths, depths=x.depths, trials=x.trials, seed=x.seed)
@@ -354,7 +354,7 @@ def _picture_target(name: str | None) -> Path | None:
 def _save_picture(rows: list, title: str, path: Path) -> None:
     from matplotlib.figure import Figure
 
-    from turboquant_nb.evaluate import plot
+    from turboquant_nb.evaluation.tasks import plot
 
     fig = Figure(figsize=(7, 4.5), layout="constrained")  # no window, no global state
     ax = fig.subplots()
@@ -369,21 +369,23 @@ def _evaluate(measure, caches: Caches, changes, calibrated, weights, record: Rec
     measure.check()
     out, picture = target_file(record.out, "--out"), _picture_target(record.plot)
     loaded = load(replace(weights, dtype=weights.dtype or "float32"), output.quiet)
-    from turboquant_nb import evaluate, results
+    from turboquant_nb import results
+    from turboquant_nb.evaluation.score import one_pass_gate
+    from turboquant_nb.evaluation.tasks import table_cells
 
     model, tokenizer = loaded.model, loaded.tokenizer
     if measure.tokens > (most := context_length(model)):
         raise Usage(f"this model reads {most:,} tokens; {measure.tokens:,} were asked for")
     with hushed():
-        whos = _contenders(model, caches, changes, calibrated, measure.cache_length)
+        candidates = _candidates(model, caches, changes, calibrated, measure.cache_length)
         ids = measure.read(model, tokenizer)
-        gate = evaluate.one_pass_gate(model, ids, prompt=min(64, ids.shape[1] - 16))
-        label = f"measuring {len(whos)} caches, {measure.name}"
-        with Stage(label, measure.units(len(whos)), not output.quiet) as stage:
-            rows = measure.rows(model, tokenizer, ids, whos, stage.tick)
+        gate = one_pass_gate(model, ids, prompt=min(64, ids.shape[1] - 16))
+        label = f"measuring {len(candidates)} caches, {measure.name}"
+        with Stage(label, measure.units(len(candidates)), not output.quiet) as stage:
+            rows = measure.rows(model, tokenizer, ids, candidates, stage.tick)
     words = ctx.obj.words if ctx.obj else ()
     found = _record(measure, _Measured(rows, gate, model, weights.model, words))
-    print_json(found) if output.json else show_table(evaluate.table_cells(rows))
+    print_json(found) if output.json else show_table(table_cells(rows))
     if out:
         with writing(out) as new:
             results.save(found, new, draft=found["dirty"])

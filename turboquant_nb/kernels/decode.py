@@ -1166,7 +1166,7 @@ def _device(index: int) -> tuple:  # (multiprocessors, programmatic dependent la
 # %% ../../nbs/12_decode.ipynb #fd03fd45
 @lru_cache(maxsize=1)
 def _configs() -> dict:
-    "What `scripts/tune.py` found, by compute capability and form."
+    "What `scripts/tools/tune.py` found, by compute capability and form."
     return json.loads((resources.files("turboquant_nb") / "configs" / "decode.json").read_text())
 
 

@@ -1,0 +1,84 @@
+"""What is measured: the shapes of every bench in one place, and random states of a shape."""
+from typing import NamedTuple
+
+import torch
+
+from turboquant_nb.quantizer import Recipe, Spec
+from turboquant_nb.store import KVStore
+
+
+class Shape(NamedTuple):
+    "Attention of one new token."
+
+    batch: int
+    heads: int  # KV heads
+    group: int  # query heads for each
+    d: int  # head size
+    tokens: int
+
+
+class Append(NamedTuple):
+    "New tokens of one layer."
+
+    batch: int
+    heads: int
+    d: int
+    tokens: int  # that are new
+    center: str
+
+
+class Context(NamedTuple):
+    "A whole model's cache."
+
+    batch: int
+    tokens: int
+
+
+DECODE = [Shape(*s) for s in (
+    (8, 8, 4, 128, 32768), (1, 8, 4, 128, 131072), (64, 8, 4, 128, 4096),
+    (8, 8, 3, 64, 32768), (8, 8, 4, 256, 32768), (8, 8, 1, 128, 32768), (8, 8, 7, 128, 32768), (8, 8, 8, 128, 32768),
+    (1, 8, 4, 128, 1024), (1, 8, 4, 128, 4096), (1, 8, 4, 128, 16384), (8, 8, 4, 128, 4096), (8, 8, 4, 128, 1024),
+)]  # fmt: skip
+CASES = {  # bench, or bench and what it is thinned to
+    "decode_kernel": DECODE,
+    "decode_kernel, quick": DECODE[:3] + DECODE[8:9],
+    "maps": [*DECODE[:4], Shape(8, 8, 4, 256, 16384), Shape(1, 8, 4, 128, 4096)],
+    "encode_kernel": [Append(*s, 128, n, "prompt") for s, n in (((1, 8), 1), ((8, 8), 1), ((64, 8), 1))]
+    + [Append(8, 8, 64, 1, "prompt"), Append(8, 8, 256, 1, "prompt"), Append(8, 8, 128, 5, "prompt"), Append(8, 8, 128, 1, "rope")],
+    "generate": [Context(*c) for c in ((8, 32768), (4, 131072), (1, 8192), (8, 8192), (1, 4096), (1, 32768), (8, 131072), (1, 131072))],
+    "generate, transformers' caches": [Context(1, 8192), Context(8, 8192), Context(8, 32768)],
+    "generate, quick": [Context(1, 8192), Context(8, 32768)],
+    "encode": (64, 128),  # head sizes
+    "proteins, prefill": (32, 143, 165, 512, 1024),  # tokens
+    "proteins, decode": (256, 1000),
+    "proteins, variants": (100, 300, 1022),  # residues
+}
+
+
+def frequencies(d):
+    "Of RoPE, base 10,000."
+    return 10000.0 ** (-torch.arange(0, d, 2) / d)
+
+
+def states(shape: Shape, dtype=torch.bfloat16, outlier=False, seed=0):
+    "Random query [batch, heads * group, 1, d] and keys and values [batch, heads, tokens, d] on the GPU."
+    batch, heads, group, d, tokens = shape
+    g = torch.Generator("cuda").manual_seed(seed)
+    make = lambda *size: torch.randn(*size, generator=g, device="cuda", dtype=dtype)  # noqa: E731
+    q, k, v = make(batch, heads * group, 1, d), make(batch, heads, tokens, d), make(batch, heads, tokens, d)
+    if outlier:
+        q[..., 0] *= 1000
+        v[:, :, tokens // 2] *= 1000
+    return q, k, v
+
+
+def filled(k, v, k_bits, v_bits, center="prompt", rotation="hadamard"):
+    "A store that holds the codes of k and v, as a cache with recipe k{bits}v{bits} does."
+    batch, heads, tokens, d = k.shape
+    recipe = Recipe(key=Spec(bits=k_bits, center=center, rotation=rotation), value=Spec(bits=v_bits))
+    inv_freq = frequencies(d) if center == "rope" else None
+    store = KVStore(recipe, batch, heads, d, d, k.dtype, k.device, max_length=tokens, inv_freq=inv_freq)
+    step = max(256, 2**24 // (batch * heads * d))
+    for i in range(0, tokens, step):
+        store.append(k[:, :, i : i + step], v[:, :, i : i + step])
+    return store

@@ -1,0 +1,393 @@
+"""Decode steps of a whole model on one NVIDIA GPU: run.py generate [--tiny] [--quick] [--seconds S] [--after FILE] --out FILE.
+
+Llama-3.1-8B shapes with random bf16 weights (speed does not depend on their values). Caches are filled with random states in place of a prompt, so that no time goes
+into prefill; a step is the model's own forward pass for one new token of each sequence, without sampling. One process, medians with 20th and 80th percentiles of CUDA
+events around single steps, in ms. `tokens_s` = batch / median. `cache_bytes` is what filling the cache took from the allocator.
+
+Caches: `dynamic` transformers' DynamicCache, `static` its StaticCache (both with torch's SDPA), `flash` keys and values in place in preallocated tensors and torch's
+flash attention on them, grouped heads shared and no mask: the best that bf16 does here (`dynamic` is no yardstick on PyTorch
+2.11, whose SDPA takes cuDNN for it, which plans anew on the host for each new length); `quanto`, `hqq` transformers' QuantizedCache where these packages are installed;
+`turboquant` this package with attention on codes. mode `eager` launches from Python, `graph` replays one CUDA graph of the whole step, appending included (flash with
+its length fixed at capture, which favours it). Other modes: `launches` of an eager step, `host` Python's time for one layer, `fits` the context at three bits in the
+memory that bf16 takes for 8 x 32,768 tokens, `largest` the longest context of eight sequences that fits on the GPU, with what was tried, `prefill` a prompt at once or in
+chunks, after one that is not timed. `filling_peak_bytes` is the most that was allocated while a cache was filled, `reserved_bytes` with the allocator's holes.
+
+Gate, on a small model of the same kind: logits after filling are those after a prompt; of kernels those of PyTorch's attention on codes; of replayed graphs those of
+eager steps; and no timed step of ours was served by anything but kernels. No row is written on a red gate."""
+import gc
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import transformers
+from cases import CASES, Context
+from plan import Plan
+from timing import host_times, replayed, step_times
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.utils import is_hqq_available, is_optimum_quanto_available
+
+from turboquant_nb import results
+from turboquant_nb.hf import TurboQuantCache
+from turboquant_nb.quantizer import preset
+
+LLAMA = dict(vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+             rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, max_position_embeddings=1 << 18)
+TINY = dict(vocab_size=256, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2, head_dim=64, max_position_embeddings=1 << 18)
+PLAIN = {f"{name}, prompt mean": preset(name) for name in ("k3v3", "k4v4")}  # by name alone the centre of keys turns with RoPE where the model has it
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def make_model(sizes, dtype=torch.bfloat16):
+    "Random weights, made where they are used."
+    config = LlamaConfig(**sizes)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    model = model.to(dtype).to_empty(device=DEVICE).eval()
+    g = torch.Generator(DEVICE).manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, 0.02, generator=g) if p.ndim > 1 else p.fill_(1)
+    model.model.rotary_emb = LlamaRotaryEmbedding(config).to(DEVICE)
+    return model
+
+
+# --- the best that bf16 does: flash attention on preallocated tensors --------------------------------
+
+class FlashCache(transformers.Cache):
+    "Keys and values in place; handed to the `in_place` attention as views of the tokens held."
+
+    def __init__(self, config, batch, length, held):
+        shape = (batch, config.num_key_value_heads, length, config.head_dim)
+        super().__init__(layers=[])
+        self.k, self.v = ([torch.empty(shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(config.num_hidden_layers)] for _ in range(2))
+        self.held, self.at = held, torch.full((1,), held, dtype=torch.long, device=DEVICE)
+
+    def get_seq_length(self, layer_idx=0):
+        return self.at[0]
+
+    def get_mask_sizes(self, query_length, layer_idx):
+        return self.held + query_length, 0
+
+    def update(self, k, v, layer_idx, *args, **kwargs):
+        kc, vc = self.k[layer_idx], self.v[layer_idx]
+        kc.index_copy_(2, self.at, k)
+        vc.index_copy_(2, self.at, v)
+        return kc[:, :, : self.held + 1], vc[:, :, : self.held + 1]
+
+
+def in_place(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    return F.scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=True).transpose(1, 2), None
+
+
+AttentionInterface.register("in_place", in_place)
+AttentionMaskInterface.register("in_place", lambda *a, **k: None)
+
+
+# --- caches filled with random states ----------------------------------------------------------------
+
+def states(config, batch, n, seed):
+    g = torch.Generator(DEVICE).manual_seed(seed)
+    shape = (2, batch, config.num_key_value_heads, n, config.head_dim)
+    return torch.randn(shape, generator=g, device=DEVICE, dtype=torch.bfloat16)
+
+
+def empty(kind, recipe, config, batch, tokens, graph):
+    "A cache of a kind with room for `tokens` and 256 more."
+    if kind == "turboquant":
+        return TurboQuantCache(config, PLAIN.get(recipe, recipe), max_length=tokens + 256, static=graph, backend="triton" if DEVICE == "cuda" else "auto")
+    if kind == "dynamic":
+        return DynamicCache(config=config)
+    if kind == "static":
+        return StaticCache(config=config, max_cache_len=tokens + 256)
+    if kind == "flash":
+        return FlashCache(config, batch, tokens + 256, tokens)
+    return transformers.QuantizedCache(kind, config, nbits=recipe, residual_length=128)
+
+
+def put(cache, kind, layer, at, k, v):
+    "Tokens from position `at` on, as a prompt would bring them."
+    if kind == "turboquant":
+        cache.layers[layer]._append(k, v, at == 0)
+    elif kind == "flash":
+        cache.k[layer][:, :, at : at + k.shape[2]], cache.v[layer][:, :, at : at + k.shape[2]] = k, v
+    else:
+        cache.update(k, v, layer)
+
+
+def filled(kind, recipe, config, batch, tokens, graph):
+    """A cache of a kind that holds `tokens` random tokens. Of ours all layers get a short chunk first: a store allocates at its first chunk, beside float32 copies of it,
+    and the next layer's planes would be cut out of what such large copies leave, with a hole each."""
+    cache, step = empty(kind, recipe, config, batch, tokens, graph), max(1024, 262144 // batch)
+    first = min(1024 if kind == "turboquant" else step, tokens)
+    pieces = [(i, 0, first) for i in range(config.num_hidden_layers)]
+    pieces += [(i, a, min(a + step, tokens)) for i in range(config.num_hidden_layers) for a in range(first, tokens, step)]
+    for i, a, z in pieces:
+        x = states(config, batch, z - a, i)
+        put(cache, kind, i, a, x[0], x[1])
+        del x
+    return cache
+
+
+# --- time ----------------------------------------------------------------------------------------------
+
+NAMES = {"turboquant": "turboquant", "flash": "in_place"}
+
+
+def on_kernels(cache):
+    "Raises if anything else served, or would serve a replayed step."
+    r = cache.report()
+    recorded = {answer for answers in r["recorded_by"].values() for answer in answers}
+    if set(r["served"]) != {"kernel"} or r["reasons"] or set(r["coded"]) != {"kernel"} or recorded - {("triton", "")}:
+        raise RuntimeError(f"not served by kernels: {r['served']} {r['reasons']} {r['coded']} {recorded}")
+    return r
+
+
+def memory(name, weights):
+    "The most that was allocated since the peak was reset, and reserved with the allocator's holes."
+    return {name: torch.cuda.max_memory_allocated() - weights, "reserved_bytes": torch.cuda.max_memory_reserved() - weights}
+
+
+def measure(model, kind, recipe, case: Context, mode, seconds):
+    "One row, or one that says that memory ran out."
+    batch, tokens = case
+    row = {"cache": kind, "recipe": str(recipe or "bf16"), "batch": batch, "tokens": tokens, "mode": mode}
+    gc.collect()  # a cache that refers to itself
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    weights = torch.cuda.memory_allocated()
+    cache = step = run = None
+    try:
+        model.set_attn_implementation(NAMES.get(kind, "sdpa"))
+        cache = filled(kind, recipe, model.config, batch, tokens, mode == "graph")
+        torch.cuda.synchronize()
+        row["cache_bytes"] = torch.cuda.memory_allocated() - weights
+        row |= memory("filling_peak_bytes", weights)
+        torch.cuda.reset_peak_memory_stats()
+        ids = torch.ones(batch, 1, dtype=torch.long, device=DEVICE)
+        step = partial(model, ids, past_key_values=cache, logits_to_keep=1)
+        run = replayed(step) if mode == "graph" else step
+        row |= step_times(run, seconds=seconds)
+        row |= {"tokens_s": batch / row["p50"] * 1e3, "peak_bytes": torch.cuda.max_memory_allocated() - weights}
+        if kind == "turboquant":
+            row["bits_per_value"] = on_kernels(cache)["bits_per_value"]
+    except torch.OutOfMemoryError:
+        row |= {"error": "out of memory"} | memory("peak_bytes" if "cache_bytes" in row else "filling_peak_bytes", weights)
+    except Exception as error:  # another package's cache may fail; ours may not
+        if kind == "turboquant":
+            raise
+        row["error"] = repr(error)[:200]
+    finally:
+        cache = step = run = None
+        torch.cuda.empty_cache()
+    return row
+
+
+def launches(model, kind, recipe, batch=1, tokens=2048):
+    "Kernel launches of one eager decode step, how often the host waits in it, and its time on the host."
+    from torch.profiler import ProfilerActivity, profile
+
+    model.set_attn_implementation(NAMES.get(kind, "sdpa"))
+    cache, layers = filled(kind, recipe, model.config, batch, tokens, False), model.config.num_hidden_layers
+    step, host = partial(model, torch.ones(batch, 1, dtype=torch.long, device=DEVICE), past_key_values=cache, logits_to_keep=1), []
+    for _ in range(8):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        step()
+        host.append(time.perf_counter() - began)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
+        step()
+        torch.cuda.synchronize()
+    on_gpu = [e.name for e in prof.events() if str(e.device_type).endswith("CUDA") and not e.name.startswith(("Memcpy", "Memset"))]
+    waits = sum(e.name in ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize") for e in prof.events()) - 1
+    row = {"cache": kind, "recipe": str(recipe or "bf16"), "batch": batch, "tokens": tokens, "mode": "launches", "n": 1, "unit": "launches a step", "p20": len(on_gpu), "p50": len(on_gpu),
+           "p80": len(on_gpu), "per_layer": len(on_gpu) / layers, "waits": waits, "host_us_per_layer": sorted(host)[4] / layers * 1e6}
+    return row
+
+
+def host_cost(model):
+    "Microseconds of Python that update and attention of one layer take in an eager step."
+    from turboquant_nb.hf import turboquant_attention
+
+    model.set_attn_implementation("turboquant")
+    cache = filled("turboquant", "k3v3", model.config, 1, 2048, False)
+    c = model.config
+    k = states(c, 1, 1, 0)[0]
+    q = torch.randn(1, c.num_attention_heads, 1, c.head_dim, device=DEVICE, dtype=torch.bfloat16)
+    update = lambda: cache.layers[0].update(k, k)  # noqa: E731
+    whole = lambda: turboquant_attention(None, q, *update(), None, 0.1)  # noqa: E731
+    took = {what: host_times(f, 20, 5) for what, f in (("whole", whole), ("update", update))}
+    out, update = sorted(took["whole"]), sorted(took["update"])[2]
+    row = {"cache": "turboquant", "recipe": "k3v3", "batch": 1, "tokens": 2048, "mode": "host", "p20": out[1], "p50": out[2], "p80": out[3], "n": 150, "unit": "us a layer", "update": update}
+    return row
+
+
+# --- memory --------------------------------------------------------------------------------------------
+
+def contexts(model, rows):
+    "The context at three bits in the memory of bf16's 8 x 32,768 tokens, and the longest that fits on this GPU for both; filled, and a few steps taken."
+    took = {r["cache"]: r["cache_bytes"] / (r["tokens"] + 256) for r in rows if (r["batch"], r["tokens"], r["mode"]) == (8, 32768, "graph") and r["recipe"] in ("bf16", "k3v3")}
+    dense = took["flash"] * (32768 + 256)
+    fits = int(dense / took["turboquant"]) // 256 * 256 - 256
+    row = measure(model, "turboquant", "k3v3", Context(8, fits), "eager", 0.1)
+    out = [row | {"mode": "fits", "fits_in_bytes": dense, "ratio": (fits + 256) / (32768 + 256)}]
+    gc.collect()
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0] - 3 * 2**30
+    for kind, recipe in (("flash", None), ("turboquant", "k3v3")):
+        out.append(longest(lambda tokens, what=(kind, recipe): measure(model, *what, Context(8, tokens), "eager", 0.1), int(free / took[kind])))
+    return out
+
+
+def longest(measured, estimate, least=0.6, near=0.02):
+    "The row of the longest context that fits: the estimate, or else between `least` of it and that by halves, to `near` of it. If not even that fits, the row that says so."
+    tried = []
+
+    def attempt(part):
+        row = measured(int(part * estimate) // 1024 * 1024)
+        tried.append([row["tokens"], row.get("error", "fits")])
+        return row
+
+    row, high = attempt(1), 1.0
+    if "error" in row:
+        row, low = attempt(least), least
+        while "error" not in row and high - low > near:
+            middle = (low + high) / 2
+            found = attempt(middle)
+            if "error" in found:
+                high = middle
+            else:
+                row, low = found, middle
+    return row | {"mode": "largest", "estimate": estimate, "tried": tried}
+
+
+def prefills(model, lengths, chunk=2048):
+    "Peak memory beside weights and cache of generate() for one token, the prompt at once or in chunks."
+    rows = []
+    model.set_attn_implementation("turboquant")
+    for size in (None, chunk):  # kernels are compiled and chosen outside of what is timed
+        model.generate(torch.zeros(1, 2 * chunk, dtype=torch.long, device=DEVICE), past_key_values=empty("turboquant", "k3v3", model.config, 1, 2 * chunk, False), max_new_tokens=1,
+                       do_sample=False, prefill_chunk_size=size)
+    for tokens in lengths:
+        ids = torch.randint(256, (1, tokens), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+        for size in (None, chunk):
+            cache = empty("turboquant", "k3v3", model.config, 1, tokens, False)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            weights, began = torch.cuda.memory_allocated(), time.perf_counter()
+            model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False, prefill_chunk_size=size)
+            torch.cuda.synchronize()
+            seconds, held = time.perf_counter() - began, cache.report()["nbytes"]
+            rows.append({"cache": "turboquant", "recipe": "k3v3", "batch": 1, "tokens": tokens, "mode": "prefill", "chunk": size or tokens, "p20": seconds * 1e3, "p50": seconds * 1e3, "p80": seconds * 1e3,
+                         "n": 1, "unit": "ms", "cache_bytes": held, "peak_bytes": torch.cuda.max_memory_allocated() - weights - held, "served": cache.report()["served"]})
+            del cache
+    return rows
+
+
+# --- gate ------------------------------------------------------------------------------------------------
+
+def apart(a, b):
+    "Relative difference of logits."
+    return float((a.float() - b.float()).norm() / b.float().norm())
+
+
+def filling(model, prompt):
+    "Logits of a step after filling with the states that a prompt brings, against those after the prompt itself."
+    model.set_attn_implementation("sdpa")
+    seen, step = DynamicCache(config=model.config), prompt[:, :1]
+    model(prompt, past_key_values=seen)
+    pieces = [(x.keys.clone(), x.values.clone()) for x in seen.layers]
+    dense, worst = model(step, past_key_values=seen).logits, {}
+    for kind, recipe in (("dynamic", None), ("static", None), ("flash", None), ("turboquant", "k3v3")):
+        model.set_attn_implementation(NAMES.get(kind, "sdpa"))
+        cache, want = empty(kind, recipe, model.config, len(prompt), prompt.shape[1], False), dense
+        for i, (k, v) in enumerate(pieces):
+            put(cache, kind, i, 0, k, v)
+        if kind == "turboquant":
+            model.set_attn_implementation("sdpa")  # the very states that were recorded
+            told = empty(kind, recipe, model.config, len(prompt), prompt.shape[1], False)
+            model(prompt, past_key_values=told)
+            model.set_attn_implementation("turboquant")
+            want = model(step, past_key_values=told).logits
+        worst[kind] = apart(model(step, past_key_values=cache).logits, want)
+    return worst
+
+
+def replaying(model, recipe, prompt):
+    "Logits of kernels against PyTorch's on codes, and of replayed steps against eager ones."
+    model.set_attn_implementation("turboquant")
+    caches = [TurboQuantCache(model, recipe, backend=b) for b in ("triton", "torch")] + [TurboQuantCache(model, recipe, max_length=600, static=True)]
+    for c in caches:
+        model(prompt[:, :500], past_key_values=c)
+    ids, worst = torch.zeros(2, 1, dtype=torch.long, device=DEVICE), 0.0
+    step = partial(model, ids, past_key_values=caches[2])
+    step()
+    step()
+    caches[2].crop(-2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = step().logits
+    for i in range(8):
+        ids.copy_(prompt[:, i : i + 1])
+        a, b = (model(ids, past_key_values=c).logits for c in caches[:2])
+        graph.replay()
+        worst = max(worst, apart(a, b), apart(logits, a))
+    return worst
+
+
+@torch.no_grad()
+def gate():
+    "Whether all logits agree to 3 %; filling is exact up to the shapes of products."
+    model, prompt = make_model(TINY), torch.randint(256, (2, 500), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    fill = filling(model, prompt)
+    replay = {recipe: replaying(model, recipe, prompt) for recipe in ("k3v3", "k4v4")}
+    print("gate: filling", fill, "replaying", replay, flush=True)
+    cmd = "logits after filling and after a prompt, of kernels and of PyTorch on codes, of replayed graphs and of eager steps agree to 3 %; timed steps ran on kernels"
+    return {"cmd": cmd, "passed": max(*fill.values(), *replay.values()) < 0.03}
+
+
+def options(p):
+    p.add_argument("--tiny", action="store_true", help="a small model: does the bench run?")
+    p.add_argument("--quick", action="store_true", help="two sizes")
+    p.add_argument("--seconds", type=float, default=0.6, help="for each row")
+    p.add_argument("--after", type=Path, help="a file of this bench: its rows are kept, with their commit, and not measured again")
+
+
+def measured(case: Context, peers):
+    "(cache, recipe, mode) of the rows of one size."
+    yield from ((*x, mode) for x in (("flash", None), ("turboquant", "k3v3")) for mode in ("eager", "graph"))
+    yield from (("turboquant", recipe, "graph") for recipe in ("k4v4", *PLAIN))
+    if case in CASES["generate, transformers' caches"]:
+        yield from (("static", None, "eager"), ("static", None, "graph"), ("dynamic", None, "eager"))
+    if case == Context(1, 8192):
+        yield from ((kind, 4, "eager") for kind in peers)
+
+
+@torch.no_grad()
+def rows(a, before):
+    model, found = make_model(TINY if a.tiny else LLAMA), [*before]
+    print(f"{sum(x.nbytes for x in model.parameters()) / 1e9:.2f} GB of weights", flush=True)
+    if not before:
+        yield host_cost(model)
+        for kind, recipe in (("static", None), ("flash", None), ("turboquant", "k3v3")):
+            yield launches(model, kind, recipe)
+    peers = [kind for kind, there in (("quanto", is_optimum_quanto_available()), ("hqq", is_hqq_available())) if there]
+    done = {Context(r["batch"], r["tokens"]) for r in before if r["mode"] in ("eager", "graph")}
+    for case in CASES["generate, quick" if a.quick else "generate"]:
+        for kind, recipe, mode in measured(case, peers) if case not in done else ():
+            found.append(measure(model, kind, recipe, case, mode, a.seconds))
+            yield found[-1]
+    yield from prefills(model, (512, 4096) if a.tiny else (8192, 32768))
+    if not a.tiny:
+        yield from contexts(model, found)
+
+
+def plan(a):
+    again = ("prefill", "fits", "largest")  # these are measured in every run
+    before = [row for row in (results.earlier(a.after, a.draft) if a.after else ()) if row["mode"] not in again]
+    shape = {"id": "tiny" if a.tiny else "random weights, Llama-3.1-8B shapes", "revision": "none"}
+    data = {"id": "random states in place of a prompt, normal", "n": len(CASES["generate, quick" if a.quick else "generate"])}
+    return Plan("generate", gate(), rows(a, before), data, shape, before=before)

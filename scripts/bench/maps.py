@@ -1,0 +1,91 @@
+"""What maps cost on one NVIDIA GPU: decode attention and coding with a matrix for every head (notebook 21) against the rotation, same bits: run.py maps --out FILE.
+
+Gate: the decode kernel agrees with attention.attend on the same codes to 1e-3, and the encode kernel gives the codes of PyTorch but for ties, both with maps. Then medians with
+20th and 80th percentiles: whole attention as a cache calls it, launched from Python and replayed from a CUDA graph; long appends; short appends in a graph."""
+import torch
+from cases import CASES, Append, Shape, filled, frequencies, states
+from encode_kernel import graph_times
+from plan import Plan
+from timing import kernel_times, quantiles, replayed
+
+from turboquant_nb.attention import attend
+from turboquant_nb.kernels import encode
+from turboquant_nb.kernels.decode import decode_attention
+from turboquant_nb.maps import register_maps
+from turboquant_nb.quantizer import Recipe, Spec
+from turboquant_nb.store import KVStore
+
+
+def random_maps(heads, d):
+    "Matrices that are no rotations."
+    u, v = torch.linalg.qr(torch.randn(2, heads, d, d, generator=torch.Generator().manual_seed(d)))[0]
+    return register_maps(u * torch.linspace(0.3, 2, d) @ v).name
+
+
+def gate():
+    worst, differing = 0.0, 0.0
+    for batch, d, group, center in ((2, 128, 4, "rope"), (2, 64, 3, "rope"), (2, 256, 4, "rope"), (2, 128, 8, "prompt"), (2, 96, 4, "rope"), (8, 128, 4, "rope"), (64, 128, 4, "prompt")):
+        q, k, v = states(Shape(batch, 2, group, d, 3000), torch.float32)
+        store = filled(k, v, 3, 3, center, random_maps(2, d))
+        for _ in range(2):  # launched, and launched again without Triton's look-up
+            got = decode_attention(q, store, kernel="fragments")[0]
+            want = attend(q, store)[0]
+            worst = max(worst, float((got - want).norm() / want.norm()))
+        k, v = k.bfloat16(), v.bfloat16()
+        pair = [KVStore(Recipe(Spec(center=center, rotation=random_maps(2, d)), Spec()), batch, 2, d, dtype=torch.bfloat16, device="cuda", inv_freq=frequencies(d)) for _ in range(2)]
+        for a, b in ((0, 300), (300, 301), (301, 340)):
+            encode.append(pair[0], k[:, :, a:b], v[:, :, a:b])
+            pair[1].append(k[:, :, a:b], v[:, :, a:b])
+        one, two = (s.coded("key", 0, 340).codes for s in pair)
+        differing = max(differing, float((one != two).float().mean()))
+    return {"cmd": "with maps: decode kernel against attention.attend, relative; codes that the encode kernel gives unlike PyTorch, share", "worst": worst, "differing": differing, "passed": worst <= 1e-3 and differing <= 2e-4}
+
+
+def options(p):
+    p.add_argument("--seconds", type=float, default=0.05)
+
+
+def codes_of(rotation):
+    return "maps" if rotation.startswith("map") else "rotation"
+
+
+def attention_rows(case: Shape, bits, seconds):
+    "Whole attention as a cache calls it."
+    q, k, v = states(case)
+    for b in bits:
+        for center in ("rope", "prompt"):
+            for rotation in ("hadamard", random_maps(case.heads, case.d)):
+                store = filled(k, v, b, b, center, rotation)
+                how = dict(what="attention", codes=codes_of(rotation), center=center, bits=b) | case._asdict()
+                for launch, wrap in (("graph", replayed), ("eager", lambda f: f)):
+                    f = wrap(lambda store=store: decode_attention(q, store))
+                    yield dict(unit="us", launch=launch, n=1) | how | kernel_times(f, seconds)
+
+
+def coding_rows(d, seconds, tokens=16384):
+    "Long appends, and short ones in a graph."
+    _, k, v = states(Shape(8, 8, 1, d, tokens))
+    for rotation in ("hadamard", random_maps(8, d)):
+        store = KVStore(Recipe(Spec(center="rope", rotation=rotation), Spec()), 8, 8, d, dtype=torch.bfloat16, device="cuda", max_length=tokens, inv_freq=frequencies(d))
+        encode.append(store, k[:, :, :256], v[:, :, :256])
+        store.cos_sin.reach(tokens)
+        means = [s.mean for s in (store.key, store.value)]
+        store.length = tokens  # as after a long append: the table of cosines and sines is as long
+        to = [encode.target(s, m, store) for s, m in zip((store.key, store.value), means)]
+        flags = torch.zeros(4, dtype=torch.int32, device="cuda")
+        what = dict(unit="us", codes=codes_of(rotation), d=d, batch=8, heads=8)
+        long = kernel_times(lambda to=to, flags=flags: encode.encode_append(k, v, *to, 0, flags), seconds)
+        yield what | dict(what="coding", tokens=tokens, n=1) | long
+        yield what | dict(what="append", tokens=1, n=30) | quantiles(graph_times(Append(8, 8, d, 1, "rope"), rotation))
+
+
+def rows(cases, seconds):
+    for i, case in enumerate(cases):
+        yield from attention_rows(case, (3,) if i else (3, 2, 4), seconds)
+    for d in (64, 128, 256):
+        yield from coding_rows(d, seconds)
+
+
+def plan(a):
+    cases = CASES["maps"]
+    return Plan("maps", gate(), rows(cases, a.seconds), {"id": "normal states", "n": len(cases)})

@@ -1,0 +1,92 @@
+"""How every bench takes time: kernels by Triton's `do_bench`, whole steps by CUDA events, Python by the clock; quantiles said once.
+
+`do_bench_cudagraph` leaves the L2 cache as it is, so a replayed kernel is timed by `kernel_times(replayed(f))`, which empties it as for a launched one."""
+import resource
+import time
+
+import torch
+
+QUANTILES = {"p20": 0.2, "p50": 0.5, "p80": 0.8}
+
+
+def quantiles(times):
+    "20th, 50th and 80th percentile of some times, in their unit."
+    found = torch.tensor(times, dtype=torch.float64).quantile(torch.tensor([*QUANTILES.values()], dtype=torch.float64))
+    return dict(zip(QUANTILES, found.tolist()))
+
+
+def kernel_times(f, seconds=0.06):
+    "Quantiles of one call in µs, the L2 cache emptied before each; about so many seconds of calls."
+    from triton.testing import do_bench
+
+    times = do_bench(f, warmup=10, rep=int(1000 * seconds), quantiles=[*QUANTILES.values()])
+    return {name: 1e3 * t for name, t in zip(QUANTILES, times)}
+
+
+def replayed(f):
+    "The same work as a replayed CUDA graph."
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # what is made in the first calls is not recorded
+        for _ in range(2):
+            f()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        f()
+    return graph.replay
+
+
+def event_time(f):
+    "Milliseconds of one call between two CUDA events."
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    f()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def step_times(f, least=10, most=100, seconds=0.0, warm=3):
+    "Quantiles in ms of a step that runs again and again, as decoding does (no cache is emptied): `least` calls, and up to `most` while `seconds` last."
+    for _ in range(warm):
+        f()
+    torch.cuda.synchronize()
+    times, began = [], time.perf_counter()
+    while len(times) < least or (time.perf_counter() - began < seconds and len(times) < most):
+        times.append(event_time(f))
+    return quantiles(times) | {"n": len(times), "unit": "ms"}
+
+
+def host_times(f, calls, repeats, before=lambda: None):
+    "µs that Python takes for one of `calls` calls in a row, `repeats` times; the device is idle when they begin."
+    out = []
+    for _ in range(repeats):
+        before()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(calls):
+            f()
+        out.append((time.perf_counter() - began) / calls * 1e6)
+    return out
+
+
+def clock_times(f, repeats):
+    "Seconds of some calls on a CPU, the first (warm-up) left out."
+    return [t / 1e6 for t in host_times(f, 1, repeats + 1)[1:]]
+
+
+class Clock:
+    "Wall and processor seconds of a block."
+
+    def __enter__(self):
+        self.start = self.now()
+        return self
+
+    def __exit__(self, *_):
+        self.wall, self.cpu = (b - a for a, b in zip(self.start, self.now()))
+
+    @staticmethod
+    def now():
+        return time.perf_counter(), sum(resource.getrusage(resource.RUSAGE_SELF)[:2])

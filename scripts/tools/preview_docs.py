@@ -1,0 +1,623 @@
+#!/usr/bin/env python3
+"""Render the website without Quarto, and check it.
+
+    scripts/tools/preview_docs.py                     write _site/ (open _site/index.html)
+    scripts/tools/preview_docs.py --check             write to a temporary folder, only report
+    scripts/tools/preview_docs.py --screenshots DIR   also photograph every page (needs chromium)
+
+nbdev prepares the notebooks exactly as it does for Quarto (exported cells become signatures, names become links); pandoc,
+from the pypandoc_binary wheel, turns each into a page with MathML. Then every page is checked: links and anchors resolve,
+formulas convert, cited figures and equations exist, no section is empty, no directive or fence leaks into the text, pictures
+stay small, and the sidebar of _quarto.yml names every notebook. Exit 1 with a list if anything is wrong.
+The work happens in a copy of the tree, so no tracked file changes."""
+import argparse
+import base64
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from configparser import ConfigParser
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+ROOT = Path(__file__).resolve().parents[2]
+MAX_PICTURE = 100_000
+WORKERS = min(4, os.cpu_count() or 1)
+KINDS = {"fig": "Figure", "eq": "Equation", "tbl": "Table"}
+
+LAYOUT_CSS = """
+:root { --line:#e2e8f0; --ink:#1e293b; --soft:#64748b; --link:#1d4ed8; --bar:#0f3d5e; }
+* { box-sizing:border-box; } html { scroll-padding-top:4rem; }
+body { margin:0; color:var(--ink); font:16px/1.65 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif; }
+a { color:var(--link); text-decoration:none; } a:hover { text-decoration:underline; }
+header.bar { position:sticky; top:0; z-index:2; background:var(--bar); padding:.6rem 1.4rem; display:flex; justify-content:space-between; }
+header.bar a { color:#fff; font-weight:600; }
+.page { display:grid; grid-template-columns:13rem minmax(0,54rem) 13rem; gap:2rem; max-width:88rem; margin:0 auto; padding:1.4rem; }
+nav.side,nav.toc { font-size:.9rem; position:sticky; top:4.2rem; align-self:start; max-height:calc(100vh - 5rem); overflow-y:auto; }
+nav ul { list-style:none; margin:0 0 .8rem; padding:0; } nav li { margin:.25rem 0; } nav li li { padding-left:.9rem; }
+nav .section { font-weight:600; margin:.9rem 0 .2rem; } nav a { color:var(--soft); } nav a.here { color:var(--link); font-weight:600; }
+main { min-width:0; } h1 { font-size:2rem; line-height:1.2; margin:.2rem 0 .3rem; } h2 { margin:2.2rem 0 .6rem; padding-bottom:.2rem; border-bottom:1px solid var(--line); font-size:1.45rem; }
+h3 { margin:1.5rem 0 .4rem; font-size:1.15rem; } p.description { color:var(--soft); font-size:1.1rem; margin:.2rem 0 1.2rem; }
+code { font:.875em/1.5 ui-monospace,"SFMono-Regular",Menlo,Consolas,"DejaVu Sans Mono",monospace; background:#f1f5f9; padding:.08em .28em; border-radius:.25em; }
+pre { overflow-x:auto; line-height:1.45; } pre code { background:none; padding:0; font-size:.8rem; }
+main > pre, section > pre, li > pre { background:#f8fafc; border:1px solid var(--line); border-radius:.4rem; padding:.5rem .8rem; }
+div.sourceCode { background:#f3f6f9; border:1px solid var(--line); border-radius:.4rem; padding:.1rem .8rem; margin:.7rem 0 .5rem; }
+div.sourceCode pre { margin:.45rem 0; }
+table { border-collapse:collapse; margin:1rem 0; display:block; overflow-x:auto; } th,td { padding:.35rem .7rem; border-bottom:1px solid var(--line); vertical-align:top; }
+thead th { border-bottom:2px solid #94a3b8; } img { max-width:100%; height:auto; } figure { margin:1rem 0; text-align:center; }
+figcaption { color:var(--soft); font-size:.92rem; text-align:left; margin-top:.3rem; } caption { caption-side:top; color:var(--soft); text-align:left; }
+blockquote { margin:1rem 0; padding:.1rem 1rem; border-left:3px solid var(--line); color:var(--soft); }
+.equation { display:grid; grid-template-columns:1fr auto; align-items:center; gap:1rem; } .equation .number { color:var(--soft); }
+.callout { border:1px solid var(--line); border-left:5px solid #3b82f6; border-radius:.4rem; padding:.5rem 1rem; margin:1.1rem 0; background:#f8fbff; }
+.callout > p:first-child { margin-top:.3rem; } .callout > .callout-title { font-weight:600; margin:.1rem 0; }
+.callout-tip { border-left-color:#16a34a; background:#f6fdf8; } .callout-warning,.callout-caution { border-left-color:#d97706; background:#fffaf0; } .callout-important { border-left-color:#dc2626; background:#fff6f6; }
+details.code summary { cursor:pointer; color:var(--soft); font-size:.9rem; } hr { border:0; border-top:1px solid var(--line); margin:1.6rem 0; }
+footer { display:flex; justify-content:space-between; margin:3rem 0 1rem; padding-top:1rem; border-top:1px solid var(--line); }
+@media (max-width:70rem) { .page { grid-template-columns:13rem minmax(0,1fr); } nav.toc { display:none; } }
+@media (max-width:48rem) { .page { grid-template-columns:minmax(0,1fr); } nav.side { position:static; max-height:none; order:2; } }
+"""
+
+PANDOC_TEMPLATE = "$toc$\n<!--split-->\n$highlighting-css$\n<!--split-->\n$body$\n"
+
+
+class Problems(list):
+    "What is wrong, as `page: message` lines, in the order found."
+
+    def add(self, page, message):
+        self.append(f"{page}: {message}")
+
+
+# ---------------------------------------------------------------- the notebooks as nbdev hands them to Quarto
+
+def copy_tree(dst):
+    "Copy what git would carry (or, without git, everything that is not a build product) to `dst`."
+    listed = subprocess.run(["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode == 0:
+        for name in filter(None, listed.stdout.split("\0")):
+            source, target = ROOT / name, dst / name
+            if source.is_symlink() or source.is_file():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(source, target, follow_symlinks=False)
+        return
+    ignore = shutil.ignore_patterns(".git", "_proc", "_docs", "_site", "build", "dist", "*.egg-info", "__pycache__", ".venv*", "venv", ".*_cache", ".ipynb_checkpoints")
+    shutil.copytree(ROOT, dst, symlinks=True, dirs_exist_ok=True, ignore=ignore)
+
+
+def prepare(tree):
+    "Run nbdev's processors over the copy; returns the folder with the processed notebooks."
+    code = f"import warnings; warnings.filterwarnings('ignore', message='Found cells containing')\nfrom nbdev.serve import proc_nbs\nproc_nbs(force=True, n_workers={WORKERS})"
+    env = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"} | os.environ | {"PYTHONPATH": str(tree), "MPLBACKEND": "agg"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tree, env=env, capture_output=True, text=True)
+    if done.returncode:
+        where = "\n".join(line for line in done.stderr.splitlines() if "Error in notebook" in line)
+        sys.exit(f"nbdev could not process the notebooks. {where}\n{done.stderr[:3000].rstrip()}")
+    return tree / "_proc"
+
+
+def settings(tree):
+    "settings.ini as a dict."
+    config = ConfigParser(delimiters=["="])
+    config.read(tree / "settings.ini", encoding="utf-8")
+    return config["DEFAULT"]
+
+
+def page_name(path):
+    "01_codebook.ipynb -> codebook.html, as nbdev does."
+    return re.sub(r"^\d+[a-zA-Z0-9]*_", "", Path(path).stem) + ".html"
+
+
+def site_address(cfg):
+    "Where the published site lives, with a slash at the end."
+    return (cfg["doc_host"] + cfg["doc_baseurl"]).rstrip("/") + "/"
+
+
+# ---------------------------------------------------------------- one notebook -> pandoc markdown
+
+def text_of(value):
+    "Notebook fields are a string or a list of lines."
+    return value if isinstance(value, str) else "".join(value)
+
+
+def fence(text, attrs):
+    "A fenced block whose fence is longer than any fence inside."
+    ticks = "`" * max([3] + [len(m[0]) + 1 for m in re.finditer(r"^`{3,}", text, re.M)])
+    return f"{ticks}{attrs}\n{text.rstrip()}\n{ticks}\n"
+
+
+def options(source):
+    "Split `#| key: value` lines from a cell; unknown ones stay away from the reader too, like in Quarto."
+    opts, lines = {}, []
+    for line in source.splitlines():
+        found = re.match(r"^#\|\s*([\w.-]+)\s*:?\s*(.*)$", line)
+        if found:
+            opts[found[1]] = found[2].strip().strip("\"'")
+        else:
+            lines.append(line)
+    return opts, "\n".join(lines).strip("\n")
+
+
+def picture(data, where, name, opts, page, problems):
+    "Write one output picture; returns the markdown that shows it."
+    suffix = "png" if "image/png" in data else "svg"
+    raw = base64.b64decode(text_of(data["image/png"])) if suffix == "png" else text_of(data["image/svg+xml"]).encode()
+    (where / f"{name}.{suffix}").write_bytes(raw)
+    if len(raw) > MAX_PICTURE:
+        problems.add(page, f"picture {name} has {len(raw) // 1000} kB, the limit is {MAX_PICTURE // 1000}")
+    label = f"{{#{opts['label']}}}" if opts.get("label", "").startswith("fig-") else ""
+    if label and not opts.get("fig-cap"):
+        problems.add(page, f"{opts['label']} has a label but no fig-cap")
+    alt = opts.get("fig-alt", "")
+    attrs = label or (f'{{fig-alt="{alt}"}}' if alt else "")
+    return f"![{opts.get('fig-cap', '')}]({name}.{suffix}){attrs}\n"
+
+
+def output_markdown(out, opts, where, name, page, problems):
+    "One output of a code cell as markdown."
+    if out["output_type"] == "error":
+        problems.add(page, f"a cell ends in {out.get('ename')}: {out.get('evalue')}")
+        return ""
+    if out["output_type"] == "stream":
+        if out.get("name") == "stderr":
+            return ""
+        text = text_of(out["text"])
+        return text if opts.get("output") == "asis" else f"::: {{.cell-output}}\n{fence(text, '')}:::\n"
+    data = out.get("data", {})
+    if "image/png" in data or "image/svg+xml" in data:
+        return picture(data, where, name, opts, page, problems)
+    if "text/markdown" in data:
+        return text_of(data["text/markdown"]) + "\n"
+    if "text/html" in data:
+        return fence(text_of(data["text/html"]), "{=html}")
+    if "text/plain" in data:
+        return f"::: {{.cell-output}}\n{fence(text_of(data['text/plain']), '')}:::\n"
+    return ""
+
+
+def cell_markdown(cell, number, where, stem, page, problems):
+    "One processed cell as markdown."
+    source = text_of(cell.get("source") or "")
+    if cell["cell_type"] == "markdown":
+        if "{{<" in source:
+            problems.add(page, "a Quarto shortcode ({{< >}}), which this preview and GitHub do not show")
+        return source + "\n"
+    if cell["cell_type"] != "code":
+        return ""
+    opts, code = options(source)
+    if opts.get("include") == "false":
+        return ""
+    parts = []
+    if code and opts.get("echo") != "false":
+        block = fence(code, "python")
+        if opts.get("code-fold") in ("true", "show"):
+            is_open = " open" if opts["code-fold"] == "show" else ""
+            block = f"```{{=html}}\n<details class=\"code\"{is_open}><summary>{opts.get('code-summary', 'Code')}</summary>\n```\n\n{block}\n```{{=html}}\n</details>\n```\n"
+        parts.append(block)
+    if opts.get("output") != "false":
+        outs = cell.get("outputs", [])
+        parts += [output_markdown(o, opts, where, f"{stem}-{number}-{i}", page, problems) for i, o in enumerate(outs)]
+    return "\n".join(parts)
+
+
+def notebook_markdown(path, site, problems):
+    "A processed notebook as (front matter, pandoc markdown)."
+    import yaml
+    page, stem = page_name(path), page_name(path).removesuffix(".html")
+    nb = json.loads(path.read_text(encoding="utf-8"))
+    front, chunks = {}, []
+    for i, cell in enumerate(nb["cells"]):
+        source = text_of(cell.get("source") or "")
+        if cell["cell_type"] == "raw" and source.strip().startswith("---"):
+            front |= yaml.safe_load(source.strip().strip("-")) or {}
+        else:
+            chunks.append(cell_markdown(cell, i, site, stem, page, problems))
+    return front, "\n\n".join(chunk for chunk in chunks if chunk.strip())
+
+
+# ---------------------------------------------------------------- pandoc: numbering, citations, links
+
+PANDOC_FORMAT = "markdown-yaml_metadata_block+lists_without_preceding_blankline+autolink_bare_uris-implicit_header_references"
+
+
+def pandoc(args, text, page, problems):
+    "Run pandoc with warnings as errors."
+    import pypandoc
+    exe = pypandoc.get_pandoc_path()
+    done = subprocess.run([exe, *args], input=text, capture_output=True, text=True)
+    for line in done.stderr.splitlines():
+        if line.strip():
+            problems.add(page, f"pandoc: {line.strip()}")
+    if done.returncode or done.stderr.strip():
+        problems.add(page, "pandoc reports a warning or an error (above)")
+    return done.stdout
+
+
+def stringify(node):
+    "The plain text of a piece of pandoc's tree."
+    if isinstance(node, dict):
+        if node.get("t") in ("Space", "SoftBreak", "LineBreak"):
+            return " "
+        return node["c"] if node.get("t") == "Str" else stringify(node.get("c", []))
+    if isinstance(node, list):
+        return "".join(map(stringify, node))
+    return ""
+
+
+class Shape:
+    "Walks pandoc's tree: numbers equations, figures and tables, resolves @citations of them, rewrites notebook links."
+
+    def __init__(self, page, pages, own_site, problems):
+        self.page, self.pages, self.own_site, self.problems, self.numbers = page, pages, own_site, problems, {}
+        self.counts = dict.fromkeys(KINDS, 0)
+
+    def number(self, label):
+        kind = label.split("-")[0]
+        if label in self.numbers:
+            self.problems.add(self.page, f"the label {label} is used twice")
+        self.counts[kind] += 1
+        self.numbers[label] = self.counts[kind]
+        return self.counts[kind]
+
+    def caption(self, label, blocks):
+        "Put `Figure N:` in front of a caption's first paragraph."
+        head = [{"t": "Str", "c": f"{KINDS[label.split('-')[0]]}\u00a0{self.number(label)}:"}, {"t": "Space"}]
+        if blocks:
+            blocks[0]["c"] = head + blocks[0]["c"]
+
+    def first(self, node):
+        "First walk: number what carries a label."
+        if isinstance(node, list):
+            node[:] = self.equations(node)
+            for item in node:
+                self.first(item)
+        elif isinstance(node, dict):
+            kind, content = node.get("t"), node.get("c")
+            if kind == "Figure" and content[0][0].startswith("fig-"):
+                self.caption(content[0][0], content[1][1])
+            if kind == "Table" and content[1][1]:
+                last = content[1][1][-1]["c"]
+                found = re.fullmatch(r"\{#(tbl-[\w-]+)\}", stringify(last[-1:]))
+                if found:
+                    del last[-1:]
+                    content[0][0] = found[1]
+                if content[0][0].startswith("tbl-"):
+                    self.caption(content[0][0], content[1][1])
+            if content is not None:
+                self.first(content)
+
+    def empty_sections(self, blocks):
+        "A heading with nothing under it: its cells were exported private code, which the page hides."
+        blocks = [b for b in blocks if b["t"] not in ("HorizontalRule", "RawBlock")]
+        for block, following in zip(blocks, [*blocks[1:], None]):
+            if block["t"] == "Header" and (following is None or (following["t"] == "Header" and following["c"][0] <= block["c"][0])):
+                self.problems.add(self.page, f"the section '{stringify(block['c'][2])}' is empty (show its code with `#| exports` or add prose)")
+
+    def equations(self, inlines):
+        "`$$..$$ {#eq-x}` becomes a numbered block."
+        out, i = [], 0
+        while i < len(inlines):
+            item = inlines[i]
+            rest = [x for x in inlines[i + 1:i + 3] if isinstance(x, dict)]
+            label = re.fullmatch(r"\{#(eq-[\w-]+)\}([.,;:]?)", stringify(rest[-1:])) if rest else None
+            is_display = isinstance(item, dict) and item.get("t") == "Math" and item["c"][0]["t"] == "DisplayMath"
+            if is_display and not label and rest and rest[0].get("t") == "Str":
+                label, rest = re.fullmatch(r"\{#(eq-[\w-]+)\}([.,;:]?)", rest[0]["c"]), rest[:1]
+            tag = re.search(r"\s*\\tag\{([^{}]*)\}\s*$", item["c"][1]) if is_display else None
+            if tag:  # pandoc's MathML does not know \tag, which KaTeX (the real site), Jupyter and Colab do
+                item["c"][1] = item["c"][1][:tag.start()]
+                number = {"t": "Span", "c": [["", ["number"], []], [{"t": "Str", "c": f"({tag[1]})"}]]}
+                out.append({"t": "Span", "c": [["", ["equation"], []], [item, number]]})
+                i += 1
+            elif is_display and label:
+                number = {"t": "Span", "c": [["", ["number"], []], [{"t": "Str", "c": f"({self.number(label[1])})"}]]}
+                out.append({"t": "Span", "c": [[label[1], ["equation"], []], [item, number]]})
+                i += 1 + len(rest)
+            else:
+                out.append(item)
+                i += 1
+        return out
+
+    def second(self, node):
+        "Second walk: citations and links."
+        if isinstance(node, list):
+            node[:] = [self.replace(item) for item in node]
+            for item in node:
+                self.second(item)
+        elif isinstance(node, dict) and node.get("c") is not None:
+            self.second(node["c"])
+
+    def replace(self, item):
+        if not isinstance(item, dict):
+            return item
+        if item.get("t") == "Cite":
+            return self.cite(item)
+        if item.get("t") == "Link":
+            target = item["c"][2]
+            target[0] = self.link(target[0])
+        if item.get("t") == "Div":
+            self.callout(item)
+        return item
+
+    def cite(self, item):
+        label = item["c"][0][0]["citationId"]
+        kind = label.split("-")[0]
+        if kind not in KINDS or "-" not in label:
+            if kind == "sec":
+                return {"t": "Link", "c": [["", [], []], [{"t": "Str", "c": "the section"}], [f"#{label}", ""]]}
+            return {"t": "Span", "c": [["", [], []], item["c"][1]]}
+        if label not in self.numbers:
+            self.problems.add(self.page, f"@{label} is cited but not defined on this page")
+            return {"t": "Str", "c": "?"}
+        text = f"{KINDS[kind]}\u00a0{self.numbers[label]}"
+        return {"t": "Link", "c": [["", [], []], [{"t": "Str", "c": text}], [f"#{label}", ""]]}
+
+    def link(self, url):
+        "nbdev writes whole addresses of the published site and authors write notebook names: both become pages here."
+        url = url.removeprefix(self.own_site)
+        parts = urlsplit(url)
+        if parts.scheme or parts.netloc or not parts.path.endswith(".ipynb"):
+            return url
+        name = Path(unquote(parts.path)).name
+        if name not in self.pages:
+            self.problems.add(self.page, f"a link to {url}, but nbs/ has no such notebook")
+        return page_name(name) + (f"#{parts.fragment}" if parts.fragment else "")
+
+    def callout(self, div):
+        (ident, classes, attrs), blocks = div["c"]
+        kinds = [c for c in classes if c.startswith("callout-") and c != "callout-title"]
+        if not kinds:
+            return
+        title = dict(attrs).get("title") or kinds[0].removeprefix("callout-").capitalize()
+        inner = [{"t": "Str", "c": title}]
+        if blocks and blocks[0]["t"] == "Header":
+            inner = blocks.pop(0)["c"][2]
+        head = {"t": "Div", "c": [["", ["callout-title"], []], [{"t": "Plain", "c": inner}]]}
+        div["c"] = [[ident, ["callout", *kinds], []], [head, *blocks]]
+
+
+# ---------------------------------------------------------------- pages
+
+def sidebar(tree):
+    "The hand-written sidebar: [(section, [(text, notebook)])]."
+    import yaml
+    config = yaml.safe_load((tree / "_quarto.yml").read_text(encoding="utf-8"))
+    sections = []
+    for entry in config["website"]["sidebar"]["contents"]:
+        items = entry.get("contents", [entry])
+        sections.append((entry.get("section", ""), [(item["text"], item["href"]) for item in items]))
+    return sections
+
+
+def side_html(sections, page):
+    rows = []
+    for name, items in sections:
+        rows.append(f'<div class="section">{html.escape(name)}</div><ul>')
+        for text, href in items:
+            here = ' class="here"' if page_name(href) == page else ""
+            rows.append(f'<li><a{here} href="{page_name(href)}">{html.escape(text)}</a></li>')
+        rows.append("</ul>")
+    return "\n".join(rows)
+
+
+def neighbours(sections, page):
+    "Links to the page before and after, in reading order."
+    order = [item for _, items in sections for item in items]
+    at = [i for i, (_, href) in enumerate(order) if page_name(href) == page]
+    before = order[at[0] - 1] if at and at[0] > 0 else None
+    after = order[at[0] + 1] if at and at[0] + 1 < len(order) else None
+    left = f'<a href="{page_name(before[1])}">← {html.escape(before[0])}</a>' if before else "<span></span>"
+    right = f'<a href="{page_name(after[1])}">{html.escape(after[0])} →</a>' if after else "<span></span>"
+    return left + right
+
+
+def render(path, site, sections, pages, cfg, problems):
+    "One processed notebook to one page."
+    page = page_name(path)
+    front, markdown = notebook_markdown(path, site, problems)
+    tree = json.loads(pandoc(["-f", PANDOC_FORMAT, "-t", "json"], markdown, page, problems) or '{"blocks": []}')
+    shape = Shape(page, pages, site_address(cfg), problems)
+    shape.empty_sections(tree["blocks"])
+    shape.first(tree["blocks"])
+    shape.second(tree["blocks"])
+    template = site / f".template-{page}"
+    template.write_text(PANDOC_TEMPLATE, encoding="utf-8")
+    args = ["-f", "json", "-t", "html5", "--mathml", "--standalone", "--toc", "--toc-depth=3", f"--template={template}", "--metadata=title:x", "--fail-if-warnings"]
+    parts = pandoc(args, json.dumps(tree), page, problems).split("<!--split-->")
+    template.unlink()
+    toc, highlight, body = parts if len(parts) == 3 else ("", "", "".join(parts))
+    title, description = str(front.get("title", page)), str(front.get("description", ""))
+    site_title = html.escape(cfg["title"])
+    inline = pandoc(["-f", "markdown", "-t", "html5", "--mathml", "--fail-if-warnings"], description, page, problems) if description else ""
+    inline = re.sub(r"^<p>|</p>\s*$", "", inline.strip())
+    description_html = f'<p class="description">{inline}</p>' if inline else ""
+    toc_html = f'<div class="section">On this page</div>{toc}' if toc.strip() else ""
+    text = f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{html.escape(title)} – {site_title}</title><style>{highlight}</style>
+<link rel="stylesheet" href="layout.css"><link rel="stylesheet" href="styles.css"></head>
+<body><header class="bar"><a href="index.html">{site_title}</a><a href="{cfg["git_url"]}">GitHub</a></header>
+<div class="page"><nav class="side">{side_html(sections, page)}</nav>
+<main><h1>{html.escape(title)}</h1>{description_html}
+{body}
+<footer>{neighbours(sections, page)}</footer></main>
+<nav class="toc">{toc_html}</nav></div></body></html>
+"""
+    (site / page).write_text(text, encoding="utf-8")
+
+
+# ---------------------------------------------------------------- checks
+
+class PageReader(HTMLParser):
+    "Collects ids, links, pictures and the text that a reader sees outside code and formulas."
+    void = {"img", "br", "hr", "meta", "link", "input", "col", "wbr"}
+
+    def __init__(self):
+        super().__init__(convert_charrefs=True)
+        self.ids, self.links, self.images, self.prose, self.code, self.stack = set(), [], [], [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        if attrs.get("id"):
+            self.ids.add(attrs["id"])
+        if tag == "a" and "href" in attrs:
+            self.links.append(attrs["href"] or "")
+        if tag == "img":
+            self.images.append(attrs.get("src") or "")
+        if tag not in self.void:
+            self.stack.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag in self.stack:
+            while self.stack and self.stack.pop() != tag:
+                pass
+
+    def handle_data(self, data):
+        inside = set(self.stack)
+        if inside & {"style", "script", "annotation", "title"}:
+            return
+        if inside & {"pre", "code"}:
+            self.code.append(data)
+        elif "math" not in inside:
+            self.prose.append(data)
+
+
+LEAKS = [
+    (r"\$\$", "an unrendered $$"),
+    (r"\$[^\s$\d][^$\n]{0,80}\$", "an unrendered $formula$"),
+    (r"\\(?:[a-zA-Z]{2,}|\(|\[)", "TeX outside a formula"),
+    (r":::", "a ::: fence (needs blank lines around it, opened and closed in one cell)"),
+    (r"\{#[\w-]+\}|\{\.[\w-]+", "an unread {#label} or {.class}"),
+    (r"(?<![\w`])@(?:fig|eq|tbl|sec)-\w", "an unresolved @reference"),
+    (r"(?<!\w)#\|", "a #| directive"),
+    (r"\*\*\S", "unread ** emphasis"),
+    (r"\]\([^)\s]+\)", "an unread [link](target)"),
+    (r"<!--", "an HTML comment"),
+]
+
+
+def check_leaks(page, reader, problems):
+    prose = "".join(reader.prose)
+    for pattern, what in LEAKS:
+        for found in list(re.finditer(pattern, prose))[:3]:
+            near = " ".join(prose[max(0, found.start() - 30):found.end() + 30].split())
+            problems.add(page, f"{what}: …{near}…")
+    for text in re.findall(r"^#\|.*$", "".join(reader.code), re.M)[:3]:
+        problems.add(page, f"a directive shows in code: {text}")
+
+
+def check_links(page, reader, readers, site, tree, absent, cfg, problems):
+    "Links, anchors and pictures of one page. `absent` pages are reported once, with the sidebar."
+    blob = re.compile(r"^(?:https://colab\.research\.google\.com/github/|https://github\.com/)" + re.escape(f"{cfg['user']}/{cfg['repo']}") + rf"/blob/{re.escape(cfg['branch'])}/([^#?]+)")
+    for url in reader.links:
+        inside = blob.match(url)
+        if inside and not (tree / unquote(inside[1])).exists():
+            problems.add(page, f"link to {url}, but the repository has no {inside[1]}")
+        parts = urlsplit(url)
+        if parts.scheme or parts.netloc:
+            continue
+        target = unquote(parts.path) or page
+        if target in absent:
+            continue
+        if target in readers:
+            name = unquote(parts.fragment)
+            owner = name.split(".")[0]  # nbdev links `Class.method`; a method without its own show_doc is found at its class
+            if name and name not in readers[target].ids and not ("." in name and owner in readers[target].ids):
+                problems.add(page, f"link to {url}: {target} has no such anchor")
+        elif not (site / target).is_file():
+            problems.add(page, f"link to {url}: no such page")
+    for src in reader.images:
+        if urlsplit(src).scheme in ("http", "https", "data"):
+            continue
+        file = site / unquote(src)
+        if not file.is_file():
+            problems.add(page, f"missing picture {src}")
+        elif file.stat().st_size > MAX_PICTURE:
+            problems.add(page, f"picture {src} has {file.stat().st_size // 1000} kB, the limit is {MAX_PICTURE // 1000}")
+
+
+def check(site, tree, sections, notebooks, cfg, problems):
+    "Read the finished pages as a reader would."
+    readers = {}
+    for file in sorted(site.glob("*.html")):
+        readers[file.name] = PageReader()
+        readers[file.name].feed(file.read_text(encoding="utf-8"))
+    listed = [href for _, items in sections for _, href in items]
+    absent = {page_name(name) for name in listed} - readers.keys()
+    for page, reader in readers.items():
+        check_leaks(page, reader, problems)
+        check_links(page, reader, readers, site, tree, absent, cfg, problems)
+    for name in notebooks:
+        if name not in listed:
+            problems.add("_quarto.yml", f"the sidebar does not name {name}")
+    for name in listed:
+        if name not in notebooks:
+            problems.add("_quarto.yml", f"the sidebar names {name}, which nbs/ does not have")
+
+
+# ---------------------------------------------------------------- main
+
+def screenshots(site, target):
+    "Photograph every page with headless Chromium."
+    browser = next((exe for name in ("chromium", "chromium-browser", "google-chrome") if (exe := shutil.which(name))), None)
+    if not browser:
+        sys.exit("--screenshots needs chromium on the PATH (Debian: apt-get install chromium)")
+    target.mkdir(parents=True, exist_ok=True)
+    for file in sorted(site.glob("*.html")):
+        height = 1500 + file.stat().st_size // 9
+        args = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size=1360,{min(height, 16000)}", f"--screenshot={target / (file.stem + '.png')}", file.as_uri()]
+        subprocess.run([browser, *args], check=True, capture_output=True)
+        print(f"  {target / (file.stem + '.png')}")
+
+
+def build(tree, site, problems):
+    "All pages of the tree into `site`; returns how many."
+    cfg, sections = settings(tree), sidebar(tree)
+    processed = prepare(tree)
+    notebooks = sorted(p.name for p in (tree / "nbs").glob("*.ipynb"))
+    site.mkdir(parents=True, exist_ok=True)
+    for file in processed.rglob("*"):
+        if file.is_file() and file.suffix in {".png", ".svg", ".jpg", ".css"}:
+            target = site / file.relative_to(processed)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(file, target)
+    (site / "layout.css").write_text(LAYOUT_CSS, encoding="utf-8")
+    with ThreadPoolExecutor(WORKERS) as pool:  # the work is pandoc's, in processes of its own
+        found = [(name, Problems()) for name in notebooks]
+        list(pool.map(lambda page: render(processed / page[0], site, sections, set(notebooks), cfg, page[1]), found))
+    for _, more in found:
+        problems += more
+    check(site, tree, sections, notebooks, cfg, problems)
+    return len(notebooks)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="render to a temporary folder and only report")
+    parser.add_argument("--out", type=Path, default=ROOT / "_site", help="where the pages go (default: _site)")
+    parser.add_argument("--screenshots", type=Path, metavar="DIR", help="also photograph every page")
+    args = parser.parse_args(argv)
+    start, problems = time.perf_counter(), Problems()
+    with tempfile.TemporaryDirectory() as tmp:
+        tree, site = Path(tmp) / "tree", Path(tmp) / "site"
+        copy_tree(tree)
+        count = build(tree, site, problems)
+        if not args.check:
+            shutil.rmtree(args.out, ignore_errors=True)
+            shutil.copytree(site, args.out)
+        if args.screenshots:
+            screenshots(site, args.screenshots)
+    for line in problems:
+        print(f"  {line}")
+    where = "checked" if args.check else f"written to {args.out}"
+    print(f"{count} pages {where} in {time.perf_counter() - start:.1f} s, {len(problems)} problems")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+#!/usr/bin/env python3
+"""Execute notebooks in place and keep their outputs: run_notebooks.py [NB ...] (default: all of nbs/, in order).
+
+`nbdev_test` runs notebooks but does not save what they print. Cells that it skips (`#| gpu`, `#| slow`, `#| notest`,
+`#| eval: false`) keep the outputs they have, so outputs made on a GPU survive a run on a CPU. Exit 1 if a cell fails."""
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
+root = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(root))
+
+
+def skipped(cell):
+    "True for a cell that is not code or carries a directive under which `nbdev_test` does not run it."
+    if cell.cell_type != "code":
+        return True
+    head = [line.lstrip("#| ").strip() for line in cell.source.splitlines() if line.startswith("#|")]
+    return any(word in {"notest", "gpu", "slow", "eval: false"} for word in head)
+
+
+def run(path):
+    "Run one notebook in its own folder and write its outputs back."
+    from execnb.nbio import read_nb, write_nb
+    from execnb.shell import CaptureShell
+
+    os.chdir(path.parent)  # as nbdev_test does: notebooks read ../results
+    nb = read_nb(path)
+    shell = CaptureShell(path)
+    shell.run_all(nb, exc_stop=True, preproc=lambda cell: skipped(cell))
+    write_nb(nb, path)
+
+
+def main(names):
+    paths = [Path(name).resolve() for name in names] or sorted((root / "nbs").glob("*.ipynb"))
+    for path in paths:
+        print(path.name, flush=True)
+        run(path)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

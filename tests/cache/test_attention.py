@@ -1,0 +1,319 @@
+"Attention on codes against plain attention over the decoded states, in every configuration."
+import math
+import random
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.helpers import SLOW
+from turboquant_nb.attention import attend, dense_attention
+from turboquant_nb.quantizer import Recipe, Spec, decode
+from turboquant_nb.store import KVStore
+from turboquant_nb.testing import same
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def filled(recipe, batch, heads, d, dv, tokens, seed=0, dtype=torch.float32, tile=8, start=None, chunks=1, **kwargs):
+    g = torch.Generator().manual_seed(seed)
+    store = KVStore(recipe, batch, heads, d, dv, dtype, tile=tile, inv_freq=0.6 ** torch.arange(1.0, max(d // 2 - seed % 2, 1) + 1), **kwargs)
+    k, v = (torch.randn(batch, heads, tokens, x, generator=g).to(dtype) for x in (d, dv))
+    if start is not None:
+        store.set_range(start=start)
+    for a, b in zip(k.chunk(chunks, 2), v.chunk(chunks, 2)):
+        store.append(a, b)
+    return store, k, v
+
+
+def seen_by(store, n, first, causal, window):
+    "Which positions first … length the last n tokens may look at, from the definition: [B, 1, n, T]."
+    at = torch.arange(store.length - n, store.length)[:, None]
+    p = torch.arange(first, store.length)[None]
+    ok = torch.ones(n, p.shape[1], dtype=torch.bool)
+    ok = ok & (p <= at) if causal else ok
+    ok = ok & (p > at - window) if window else ok
+    ok = ok[None].expand(store.batch, -1, -1) & (p >= store.start[:, None])[:, None]
+    return (ok if store.end is None else ok & (p < store.end[:, None])[:, None])[:, None]
+
+
+def read_unrounded(store, name):
+    "What `store.read` gives before it is rounded to the model's dtype: [B, H, length - offset, d] fp64."
+    side = getattr(store, name)
+    x = decode(side.q, store.coded(name, store.offset, store.length), store.center(name, store.offset, store.length)).double()
+    states, positions = store.exact(name)
+    rows, slots = (positions >= store.offset).nonzero(as_tuple=True)
+    x[rows, :, positions[rows, slots] - store.offset] = states[rows, :, slots].double()
+    same(x.to(store.dtype), store.read()[name == "value"])
+    return x
+
+
+def reference(q, store, chunk, mask, first, states=None, **kwargs):
+    "fp64 softmax over `store.read` (`states`, if it was read before), with the exact chunk in place of its codes."
+    k, v = states or (read_unrounded(store, side) for side in ("key", "value"))
+    k, v = k[:, :, first - store.offset :].clone(), v[:, :, first - store.offset :].clone()
+    if chunk is not None:
+        for dense, exact in ((k, chunk[0]), (v, chunk[1])):
+            m = min(exact.shape[2], dense.shape[2])
+            dense[:, :, dense.shape[2] - m :] = exact[:, :, exact.shape[2] - m :].double()
+    groups = q.shape[1] // store.heads
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = q.double() @ k.transpose(-1, -2) * (kwargs.get("scaling") or q.shape[3] ** -0.5)
+    cap = kwargs.get("softcap")
+    scores = cap * torch.tanh(scores / cap) if cap else scores
+    scores = scores.masked_fill(~mask, -math.inf)
+    lse = scores.logsumexp(-1)
+    p = (scores - lse.clamp(min=-1e300)[..., None]).exp()
+    return p @ v, lse
+
+
+def compare(got, want, dtype):
+    out, lse = got
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    tolerance = {torch.float32: 2e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]  # half a unit of the output's last place, doubled, plus fp32 sums
+    error = (out.double() - want[0]).abs()
+    assert bool((error <= tolerance * (1 + want[0].abs())).all()), float(error.max())
+    seen = want[1] > -math.inf
+    assert torch.equal(lse > -math.inf, seen) and bool((out[~seen] == 0).all())
+    assert float((lse.double() - want[1])[seen].abs().max() if seen.any() else 0) < 1e-4
+
+
+def draw(rng, d, dv):
+    "Any bits and residuals; decay where there is something to drop."
+    def spec(d, *centers):
+        bits = rng.choice((1, 2, 3, 4, 2, 3, 4, rng.randint(1, 3) + rng.randint(1, d - 1) / d, tuple(rng.randint(1, 4) for _ in range(d))))
+        residual = rng.choice(("none", "sign", "qjl")) if isinstance(bits, int) and bits > 1 else "none"
+        return Spec(bits, rng.choice(("hadamard", "haar", "identity")), 0, rng.choice(("norm", "mse", "unbiased")), "sphere", rng.choice(("none", "prompt", *centers)), residual=residual)
+
+    recipe = Recipe(spec(d, "rope", "rope"), spec(dv), rng.choice((0, 1, 4)), rng.choice((0, 3, 10)))
+    try:
+        return replace(recipe, decay=rng.choice((None, 4, 20)))
+    except ValueError:
+        return recipe
+
+
+@pytest.mark.parametrize("block", range(12))
+def test_random_configurations(block):
+    "12 x 20 of them: groups, sizes, padding, ends, windows, caps, masks per head, chunks, eviction, dtypes, block sizes."
+    for trial in range(20):
+        rng = random.Random(500 * block + trial)
+        batch, heads, groups = rng.randint(1, 3), rng.randint(1, 3), rng.randint(1, 8)
+        d, dv, tokens = rng.choice((4, 7, 16)), rng.choice((4, 9, 16)), rng.randint(1, 70)
+        n, dtype = rng.randint(1, min(20, tokens)), rng.choice((torch.float32, torch.float32, torch.float16, torch.bfloat16))
+        start = torch.tensor([rng.randint(0, 12) for _ in range(batch)]) if rng.random() < 0.5 else None
+        store, k, v = filled(draw(rng, d, dv), batch, heads, d, dv, tokens, rng.randrange(99), dtype, 8, start, rng.randint(1, 3))
+        if rng.random() < 0.4:
+            store.evict(rng.randint(0, max(0, tokens - n)))
+        if rng.random() < 0.25:
+            store.set_range(start=store.start if int(store.start.max()) <= tokens else None, end=torch.tensor([rng.randint(0, tokens) for _ in range(batch)]))
+        chunk = (k[:, :, tokens - n :], v[:, :, tokens - n :]) if rng.random() < 0.6 else None
+        g = torch.Generator().manual_seed(trial)
+        q = torch.randn(batch, heads * groups, n, d, generator=g).to(dtype)
+        kwargs = dict(scaling=rng.choice((None, 0.3)), softcap=rng.choice((None, None, 2.0)))
+        causal, window, first = True, None, store.offset
+        if rng.random() < 0.5:
+            first = rng.randint(store.offset, tokens - 1)
+            mask = torch.rand(rng.choice((1, batch)), rng.choice((1, heads * groups)), n, tokens - first, generator=g) < 0.6
+            if rng.random() < 0.5:
+                mask[:, :, rng.randrange(n)] = False
+            call, want = dict(kwargs, mask=mask, first=first), mask
+        else:
+            causal, window = rng.random() < 0.8, rng.choice((None, None, 1, 5, 30))
+            call, want = dict(kwargs, causal=causal, window=window), seen_by(store, n, first, causal, window)
+        expect = reference(q, store, chunk, want, first, **kwargs)
+        for block_size in (rng.choice((1, 2, 5)), rng.choice((8, 13, 64)), 1024):
+            compare(attend(q, store, *(chunk or (None, None)), block=block_size, **call), expect, dtype)
+
+
+CODES = [Spec(b, residual=r) for r in ("none", "sign", "qjl") for b in (2, 3, 4)] + [Spec(1), Spec(2.25), Spec(3.5), Spec((4, 1, 2, 3) * 4), Spec(3, scale="unbiased")]
+
+
+@pytest.mark.parametrize("decay", [None, 10])
+@pytest.mark.parametrize("key", CODES, ids=lambda s: f"{s.bits}-{s.residual}-{s.scale}")
+def test_every_code_of_keys_with_every_code_of_values(key, decay):
+    for i, (value, dtype) in enumerate(product(CODES, (torch.float32, torch.bfloat16))):
+        if not SLOW and (i // 2 + i + CODES.index(key) + bool(decay)) % 2:  # each pair in one of the two dtypes, each code in both
+            continue
+        if decay and "qjl" in (key.residual, value.residual):
+            continue
+        try:
+            recipe = Recipe(replace(key, center="prompt"), value, 1, 3, decay)
+        except ValueError:  # nothing to drop
+            continue
+        store, k, v = filled(recipe, 2, 2, 16, 16, 50, 3, dtype, 8, torch.tensor([0, 5]), 3)
+        assert store.key.thin + store.value.thin > 0 if decay else store.key.thin == store.value.thin == 0
+        q = torch.randn(2, 4, 5, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
+        mask = seen_by(store, 5, 0, True, None)
+        states = [read_unrounded(store, side) for side in ("key", "value")]
+        for chunk in (None, (k[:, :, -5:], v[:, :, -5:])):
+            want = reference(q, store, chunk, mask, 0, states)
+            for block in (7, 1024):
+                compare(attend(q, store, *(chunk or (None, None)), block=block), want, dtype)
+
+
+class Products(TorchDispatchMode):
+    "Rows that are multiplied with one matrix."
+
+    def __init__(self, matrix):
+        super().__init__()
+        self.pointer, self.rows = matrix.data_ptr(), []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default) and args[1].data_ptr() == self.pointer:
+            self.rows.append(args[0].numel() // args[0].shape[-1])
+        return func(*args, **(kwargs or {}))
+
+
+def test_sketch_meets_queries_and_sums_only():
+    "Sq once, and its transpose once on what was summed over tokens: 2 heads of 3 queries, not 64 tokens."
+    for key, value, times in (("qjl", "none", 1), ("none", "qjl", 1), ("qjl", "qjl", 2)):
+        store, _, _ = filled(Recipe(Spec(3, residual=key), Spec(3, residual=value), 0, 0), 1, 1, 8, 8, 64)
+        with Products((store.key if key == "qjl" else store.value).q.sketch) as seen:
+            attend(torch.ones(1, 2, 3, 8), store, block=16)
+        assert seen.rows == [6] * times
+    with Products(store.key.q.sketch) as seen:  # decoding tokens is what this rules out
+        store.read()
+    assert seen.rows == [64, 64]
+
+
+@pytest.mark.parametrize("softcap", (None, 2.0))
+def test_a_turning_centre_does_not_cancel(softcap):
+    "Mutants: its share of the scores left out, and a mean that is taken for a fixed one."
+    store, _, _ = filled(Recipe(Spec(2, center="rope"), Spec(2), 1, 3), 2, 2, 16, 16, 60, start=torch.tensor([0, 5]))
+    store.key.mean.copy_(2 * torch.randn(store.key.mean.shape))
+    q, mask = torch.randn(2, 4, 5, 16), seen_by(store, 5, 0, True, None)
+    want = reference(q, store, None, mask, 0, softcap=softcap)
+    compare(attend(q, store, softcap=softcap), want, torch.float32)
+    cos_sin, mean = store.cos_sin, store.key.mean.clone()
+    store.cos_sin = None  # a fixed mean
+    with pytest.raises(AssertionError):
+        compare(attend(q, store, softcap=softcap), want, torch.float32)
+    store.cos_sin = cos_sin
+    store.key.mean.zero_()  # no share at all
+    with pytest.raises(AssertionError):
+        compare(attend(q, store, softcap=softcap), want, torch.float32)
+    store.key.mean.copy_(mean)
+    compare(attend(q, store, softcap=softcap), want, torch.float32)
+
+
+@pytest.mark.parametrize("center", ("none", "prompt", "rope"))
+def test_where_the_device_counts(center):
+    "Compiled attention to a static store reads its position; one compilation serves all steps."
+    torch._dynamo.reset()
+    recipe, steps = Recipe(Spec(3, center=center), Spec(4), 2, 5), []
+    store, _, _ = filled(recipe, 2, 2, 16, 16, 30, start=torch.tensor([0, 5]), max_length=60, static=True)
+
+    @torch.compile(backend=lambda graph, _: steps.append(1) or graph.forward, fullgraph=True)
+    def step(q, k, v):
+        store.append(k, v)
+        return attend(q, store, window=20)
+
+    for i in range(20):
+        q, k, v = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 1, 16), torch.randn(2, 2, 1, 16)
+        got = step(q, k, v)
+        store.sync()
+        compare(got, reference(q, store, None, seen_by(store, 1, 0, True, 20), 0), torch.float32)
+    assert len(steps) <= 2 and store.length == 50
+
+
+def test_first_without_a_mask():
+    "`first` hides what is before it, also inside the exact chunk."
+    store, k, v = filled(Recipe(sinks=2, window=5), 1, 1, 8, 8, 30)
+    q = torch.randn(1, 2, 6, 8)
+    for first in (0, 3, 20, 25, 27):
+        for chunk in (None, (k[:, :, -6:], v[:, :, -6:])):
+            mask = seen_by(store, 6, first, True, None)
+            compare(attend(q, store, *(chunk or (None, None)), first=first), reference(q, store, chunk, mask, first), torch.float32)
+
+
+def test_mask_before_the_start_of_a_row():
+    "A mask replaces the store's ranges: what it shows is seen, padding or not."
+    for window in (0, 9):
+        store, k, v = filled(Recipe(sinks=2, window=window), 2, 1, 8, 8, 10, start=torch.tensor([0, 3]))
+        q, mask = torch.randn(2, 2, 1, 8), torch.ones(1, 1, 1, 10, dtype=torch.bool)
+        compare(attend(q, store, mask=mask), reference(q, store, None, mask, 0), torch.float32)
+
+
+def test_dense_attention_is_the_reference():
+    "The library's own oracle against fp64, and its row blocks."
+    g = torch.Generator().manual_seed(3)
+    for causal, window, cap in ((True, None, None), (False, None, 3.0), (True, 4, None)):
+        q, k, v = torch.randn(2, 6, 9, 8, generator=g), torch.randn(2, 3, 14, 8, generator=g), torch.randn(2, 3, 14, 5, generator=g)
+        at, p = torch.arange(5, 14)[:, None], torch.arange(14)
+        mask = ((p <= at) | (not causal)) & (p > at - (window or 99))
+        kk, vv = (x.double().repeat_interleave(2, 1) for x in (k, v))
+        scores = q.double() @ kk.transpose(-1, -2) / math.sqrt(8)
+        scores = (cap * torch.tanh(scores / cap) if cap else scores).masked_fill(~mask, -math.inf)
+        compare(dense_attention(q, k, v, causal=causal, window=window, softcap=cap), (scores.softmax(-1) @ vv, scores.logsumexp(-1)), torch.float32)
+        compare(dense_attention(q, k, v, causal=causal, window=window, softcap=cap, rows=2), (scores.softmax(-1) @ vv, scores.logsumexp(-1)), torch.float32)
+    nothing = torch.zeros(1, 1, 9, 14, dtype=torch.bool)
+    out, lse = dense_attention(q, k, v, mask=nothing)
+    assert float(out.abs().max()) == 0 and bool((lse == -math.inf).all())
+
+
+def test_all_masked_rows_and_empty():
+    store, k, v = filled(Recipe(sinks=2, window=3), 2, 2, 8, 8, 20)
+    q = torch.randn(2, 4, 3, 8)
+    out, lse = attend(q, store, mask=torch.zeros(2, 1, 3, 20, dtype=torch.bool))
+    assert float(out.abs().max()) == 0 and bool((lse == -math.inf).all())
+    out, lse = attend(q[:, :, :0], store)
+    assert out.shape == (2, 4, 0, 8) and lse.shape == (2, 4, 0)
+    store.set_range(start=20, k=k, v=v)
+    out, lse = attend(q, store)
+    assert float(out.abs().max()) == 0 and bool((lse == -math.inf).all())
+
+
+def test_extreme_scores():
+    "Scores of ±1e4 and queries of zero: no overflow, no NaN."
+    store, k, v = filled(Recipe(sinks=0, window=0), 1, 1, 8, 8, 40)
+    for size in (0.0, 1e4):
+        q = torch.randn(1, 3, 2, 8) * size
+        out, lse = attend(q, store, block=4)
+        want = reference(q, store, None, seen_by(store, 2, 0, True, None), 0)
+        assert out.isfinite().all() and lse.isfinite().all()
+        assert float((out.double() - want[0]).abs().max()) < (1e-5 if size == 0 else 0.02)
+
+
+def test_nan_in_queries_is_not_hidden():
+    store, _, _ = filled(Recipe(), 1, 1, 8, 8, 40)
+    q = torch.randn(1, 2, 1, 8)
+    q[0, 0, 0, 3] = math.nan
+    try:
+        out, _ = attend(q, store)
+    except ValueError as refused:
+        assert "q" in str(refused)
+        return
+    assert out[0, 0].isnan().all() and out[0, 1].isfinite().all()
+
+
+def test_inputs_are_not_changed():
+    store, k, v = filled(Recipe(sinks=2, window=3), 1, 2, 8, 8, 20)
+    q = torch.randn(1, 4, 3, 8)
+    before = [x.clone() for x in (q, k, v)] + [t.clone() for s in (store.key, store.value) for t in s.tensors.values()]
+    a, b = (attend(q, store, k[:, :, -3:], v[:, :, -3:])[0] for _ in range(2))
+    same(a, b)
+    for x, y in zip([q, k, v] + [t for s in (store.key, store.value) for t in s.tensors.values()], before):
+        same(x, y)
+    strided = torch.randn(1, 3, 4, 8).transpose(1, 2)
+    same(attend(strided, store)[0], attend(strided.contiguous(), store)[0])
+
+
+@pytest.mark.parametrize("kwargs, error, name", [
+    (dict(q=[1.0]), TypeError, "q"), (dict(q=torch.ones(1, 4, 2, 8, dtype=torch.long)), TypeError, "q"), (dict(q=torch.ones(1, 4, 8)), ValueError, "q"),
+    (dict(q=torch.ones(2, 4, 2, 8)), ValueError, "q"), (dict(q=torch.ones(1, 3, 2, 8)), ValueError, "q"), (dict(q=torch.ones(1, 4, 2, 7)), ValueError, "q"),
+    (dict(q=torch.ones(1, 4, 2, 8, device="meta")), ValueError, "q"), (dict(q=torch.ones(1, 4, 21, 8)), ValueError, "q"),
+    (dict(k=torch.ones(1, 2, 2, 8)), ValueError, "k and v"), (dict(v=torch.ones(1, 2, 2, 8)), ValueError, "k and v"),
+    (dict(k=torch.ones(1, 2, 2, 7), v=torch.ones(1, 2, 2, 8)), ValueError, "k"), (dict(k=torch.ones(1, 2, 2, 8), v=torch.ones(1, 2, 3, 8)), ValueError, "v"),
+    (dict(k=torch.ones(1, 2, 21, 8), v=torch.ones(1, 2, 21, 8)), ValueError, "k"),
+    (dict(mask=torch.ones(1, 1, 2, 19, dtype=torch.bool)), ValueError, "mask"), (dict(mask=torch.ones(1, 1, 2, 20)), TypeError, "mask"),
+    (dict(mask=torch.ones(1, 1, 3, 20, dtype=torch.bool)), ValueError, "mask"), (dict(mask=torch.ones(2, 20, dtype=torch.bool)), ValueError, "mask"),
+    (dict(mask=torch.ones(1, 3, 2, 20, dtype=torch.bool)), ValueError, "mask"), (dict(mask=torch.ones(3, 1, 2, 20, dtype=torch.bool)), ValueError, "mask"),
+    (dict(mask=[[True]]), (TypeError, ValueError), "mask"), (dict(first=-1), ValueError, "first"), (dict(first=21), ValueError, "first"),
+    (dict(softcap=0.0), ValueError, "softcap"), (dict(softcap=-1.0), ValueError, "softcap"), (dict(window=0), ValueError, "window"), (dict(block=0), ValueError, "block"),
+])
+def test_refuses(kwargs, error, name):
+    store, _, _ = filled(Recipe(), 1, 2, 8, 8, 20)
+    with pytest.raises(error, match=name):
+        attend(kwargs.pop("q", torch.ones(1, 4, 2, 8)), store, **kwargs)

@@ -1,0 +1,1060 @@
+"The store against a dense model of it: random sequences of every operation, byte counts, files, and refusals that change nothing."
+import copy
+import json
+import pickle
+import random
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from tests.helpers import DATA
+from turboquant_nb.quantizer import Quantizer, Recipe, Spec, channel_bits, decode
+from turboquant_nb.rates import make_quantizer, truncate
+from turboquant_nb.store import FORMAT, ExactTokens, KVStore, Ranges, Side, _append_by_position, prompt_mean, read_file, write_file
+from turboquant_nb.testing import same
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def make(recipe="k3v3", batch=2, heads=2, d=8, dv=None, **kwargs):
+    return KVStore(recipe, batch, heads, d, dv, **kwargs)
+
+
+def states(store, n, seed=0, scale=1.0):
+    g = torch.Generator().manual_seed(seed)
+    shape = (store.batch, store.heads, n)
+    return tuple((torch.randn(*shape, side.q.d, generator=g) * scale + 0.5).to(store.dtype) for side in (store.key, store.value))
+
+
+def turned(x, positions, inv_freq):
+    "x [.., n, d] turned pair by pair as complex numbers, cosines and sines in fp16."
+    angle, half = torch.as_tensor(positions).float()[:, None] * inv_freq, len(inv_freq)
+    by = torch.complex(angle.cos().half().float(), angle.sin().half().float())
+    z = torch.complex(x[..., :half].float(), x[..., half : 2 * half].float()) * by
+    return torch.cat([z.real, z.imag, x[..., 2 * half :].float()], -1)
+
+
+def snapshot(store):
+    out = {f"{n}.{k}": t.clone() for n in ("key", "value") for k, t in getattr(store, n).tensors.items()}
+    return out | {"start": torch.tensor(store.start.tolist()), "end": None if store.end is None else torch.tensor(store.end.tolist()), "numbers": (store.length, store.offset, store._window_from, store.batch, store.key.thin, store.value.thin)}
+
+
+def assert_same_snapshot(a, b):
+    assert a.keys() == b.keys()
+    for n in a:
+        if isinstance(a[n], torch.Tensor):
+            same(a[n], b[n], allow_empty=True)
+        else:
+            assert a[n] == b[n], n
+
+
+class Dense:
+    """What a store must hold, in the slowest way: the raw states of each row, and what coding them gives with the mean of the first chunk. A position is exact if it is one of the
+    first `sinks` of its row, or the last that was written to its slot of a ring of `window` slots. Positions below `thin` have lost the last bit of codes of 3 and 4 bits."""
+
+    def __init__(self, store):
+        self.recipe, self.dtype, self.tile, self.thin = store.recipe, store.dtype, store.tile, 0
+        self.raw = [torch.zeros(store.batch, store.heads, 0, s.q.d, dtype=store.dtype) for s in (store.key, store.value)]
+        self.coded, self.thinned = [x.clone() for x in self.raw], [x.clone() for x in self.raw]
+        self.means, self.start, self.slots, self.inv_freq = [None, None], store.start.clone(), {}, store.inv_freq
+
+    @property
+    def length(self):
+        return self.raw[0].shape[2]
+
+    def append(self, *new):
+        window = self.recipe.window
+        self.slots |= {p % window: p for p in range(self.length, self.length + new[0].shape[2]) if window}
+        for i, (x, spec) in enumerate(zip(new, (self.recipe.key, self.recipe.value))):
+            at = torch.arange(x.shape[2]) + self.raw[i].shape[2]
+            if self.raw[i].shape[2] == 0 and spec.center != "none":
+                self.means[i] = self.mean(x if spec.center == "prompt" else turned(x, -at, self.inv_freq))
+            q, mean = make_quantizer(spec, x.shape[3]), self.means[i]
+            if spec.center == "rope":
+                mean = turned(mean.expand(-1, -1, len(at), -1), at, self.inv_freq)
+            code = q.encode(x, mean)
+            coded = decode(q, code, mean, self.dtype)
+            self.raw[i], self.coded[i] = torch.cat([self.raw[i], x], 2), torch.cat([self.coded[i], coded], 2)
+            self.thinned[i] = torch.cat([self.thinned[i], self.shortened(q, code, mean)], 2)
+        if self.recipe.decay:
+            self.decay(self.length - self.recipe.decay)
+
+    def shortened(self, q, code, mean):
+        drop = torch.tensor([b > 2 for b in q.channel_bits])
+        if q.spec.residual == "qjl" or not drop.any():
+            return decode(q, code, mean, self.dtype)
+        short = Quantizer(q.spec, q.d, codebook=truncate(q.codebook, keep=2))
+        return decode(short, code._replace(codes=code.codes >> drop.to(torch.uint8)), mean, self.dtype)
+
+    def decay(self, before):
+        self.thin = max(self.thin, min(before, self.length) // self.tile * self.tile)
+
+    def mean(self, x):
+        return prompt_mean(x, self.recipe.sinks)
+
+    def crop(self, n):
+        if n:
+            self.raw, self.coded, self.thinned = ([x[:, :, : self.length - n] for x in pair] for pair in (self.raw, self.coded, self.thinned))
+            self.thin = min(self.thin, -(-self.length // self.tile) * self.tile)
+
+    def rows(self, f):
+        self.raw, self.coded, self.thinned = ([f(x) for x in pair] for pair in (self.raw, self.coded, self.thinned))
+        self.means, self.start = [None if m is None else f(m) for m in self.means], f(self.start)
+
+    def read(self, first=0):
+        p = torch.arange(self.length)
+        window = torch.tensor([self.recipe.window > 0 and self.slots.get(i % self.recipe.window) == i for i in range(self.length)], dtype=torch.bool)
+        sink = (p >= self.start[:, None]) & (p < self.start[:, None] + self.recipe.sinks)
+        exact = (window | sink)[:, None, :, None]
+        old = (p < self.thin)[:, None]
+        return [torch.where(exact, raw, torch.where(old, thin, coded))[:, :, first:] for raw, thin, coded in zip(self.raw, self.thinned, self.coded)]
+
+
+def check(store, dense):
+    assert store.length == dense.length and store.nbytes == store.expected_nbytes() == sum(store.parts().values())
+    got, want = store.read(), dense.read(store.offset)
+    real = (torch.arange(store.offset, store.length) >= store.start[:, None])[:, None, :, None]  # padding may be exact or coded
+    for a, b in zip(got, want):
+        assert a.dtype == store.dtype and a.shape == b.shape
+        same(a.where(real, 0), b.where(real, 0), allow_empty=True)
+    if store.length > store.offset:
+        total = sum(t.nbytes for s in (store.key, store.value) for t in s.tensors.values()) + sum(0 if t is None else t.nbytes for t in (store.start, store.end, store.position, store.flags))
+        assert total == store.nbytes
+        values = store.batch * store.heads * (store.length - store.offset) * (store.key.q.d + store.value.q.d)
+        assert store.bits_per_value() == 8 * store.nbytes / values
+
+
+def random_bits(rng, d):
+    return rng.choice((1, 2, 3, 4, 3, 4, rng.randint(1, 3) + rng.randint(1, d - 1) / d, tuple(rng.randint(1, 4) for _ in range(d))))
+
+
+def random_recipe(rng, d, dv, limit=None, static=False):
+    def spec(d, *centers):
+        bits = random_bits(rng, d)
+        residual = rng.choice(("none", "sign", "sign" if static else "qjl")) if isinstance(bits, int) and bits > 1 else "none"
+        return Spec(bits, rng.choice(("hadamard", "haar", "identity")), rng.randrange(3), rng.choice(("norm", "mse", "unbiased")),
+                    rng.choice(("sphere", "gaussian", "affine")), rng.choice(("none", "prompt", *centers)), rng.choice(("float16", "bfloat16", "float32")), residual)
+
+    recipe = Recipe(spec(d, "rope"), spec(dv or d), rng.choice((0, 1, 2, 4, 7)), rng.choice((0, 0, 1, 3, 8, 20)))
+    decay = rng.choice((None, 1, 6, 25)) if limit is None and fades(recipe, d, dv or d) else None
+    return Recipe(recipe.key, recipe.value, recipe.sinks, recipe.window, decay)
+
+
+def fades(recipe, d, dv):
+    "Whether tokens of such a store can lose a bit."
+    sides = ((recipe.key, d), (recipe.value, dv))
+    return all(s.residual != "qjl" for s, _ in sides) and any(max(channel_bits(s.bits, n)) > 2 for s, n in sides)
+
+
+@pytest.mark.parametrize("block", range(20))
+def test_random_operation_sequences(block, tmp_path):
+    "20 x 16 sequences of about 15 operations; after each one, every byte that can be read and every count."
+    for trial in range(16):
+        rng = random.Random(1000 * block + trial)
+        dtype = rng.choice((torch.float32, torch.float16, torch.bfloat16))
+        tile, limit = rng.choice((4, 8, 16)), rng.choice((None, None, 90))
+        d, dv = rng.choice((4, 5, 8)), rng.choice((None, 4, 7))
+        static, freq = limit is not None and rng.random() < 0.6, 0.7 ** torch.arange(1.0, rng.randint(1, d // 2) + 1)
+        more = dict(dtype=dtype, max_length=limit, tile=tile, static=static, inv_freq=freq)
+        store = make(random_recipe(rng, d, dv, limit, static), rng.randint(1, 3), rng.randint(1, 2), d, dv, **more)
+        if rng.random() < 0.4:
+            store.set_range(start=torch.tensor([rng.randint(0, 6) for _ in range(store.batch)]))
+            if any(s.center != "none" for s in (store.recipe.key, store.recipe.value)):
+                store.set_range(start=0)  # which tokens enter the mean of a padded row has a test of its own
+        dense = Dense(store)
+        for step in range(rng.randint(6, 18)):
+            what = rng.choice(("append",) * 5 + ("crop", "crop", "select", "repeat", "file", "to", "evict", "copy", "state", "decay"))
+            if what == "append":
+                n = rng.choice((0, 1, 1, 2, 3, 7, 17, 30))
+                k, v = states(store, n, seed=rng.randrange(10**6))
+                if limit is not None and store.length - store.offset + n > limit:
+                    before = snapshot(store)
+                    with pytest.raises(ValueError, match="max_length is 90"):
+                        store.append(k, v)
+                    assert_same_snapshot(snapshot(store), before)
+                    continue
+                if n:
+                    dense.append(k, v)
+                store.append(k, v)
+            elif what == "crop":
+                n = rng.randint(0, store.length - store.offset)
+                if n == store.length > 0 and rng.random() < 0.7:
+                    n //= 2
+                if store.offset and store.length - n < store.offset + 1:
+                    continue
+                store.crop(rng.choice((n, -n)))
+                dense.crop(n)
+            elif what == "select" and store.batch:
+                index = torch.tensor([rng.randrange(-store.batch, store.batch) for _ in range(store.batch if static else rng.randint(1, 3))])
+                store.select(index)
+                dense.rows(lambda x: x[index])  # noqa: B023
+            elif what == "repeat" and store.batch < 3 and not static:
+                store.repeat(2)
+                dense.rows(lambda x: x.repeat_interleave(2, 0))
+            elif what == "file":
+                store.save(tmp_path / "s")
+                store = KVStore.load(tmp_path / "s")
+            elif what == "state":
+                store = KVStore.from_state(*store.state())
+            elif what == "to":
+                store.to("cpu")
+            elif what == "copy":
+                store = copy.deepcopy(store)
+            elif what == "decay":
+                before, at = snapshot(store), rng.randint(-3, store.length + 9)
+                if limit is None and fades(store.recipe, store.key.q.d, store.value.q.d):
+                    store.decay(at)
+                    dense.decay(at)
+                else:
+                    with pytest.raises(ValueError, match="decay"):
+                        store.decay(at)
+                    assert_same_snapshot(snapshot(store), before)
+            elif what == "evict" and not static:
+                before = rng.randint(0, store.length + 3)
+                old = store.offset
+                store.evict(before)
+                assert old <= store.offset <= max(old, before) and (store.offset - old) % tile == 0 and store.length - store.offset >= 0
+            check(store, dense)
+
+
+def test_the_dense_model_can_fail():
+    "Mutants: a forgotten sink, a window too long, another mean."
+    store = make(Recipe(Spec(center="prompt"), Spec(), sinks=2, window=3))
+    dense = Dense(store)
+    k, v = states(store, 20)
+    store.append(k, v)
+    dense.append(k, v)
+    check(store, dense)
+    for field, wrong in (("sinks", 3), ("window", 4), ("sinks", 1), ("window", 2)):
+        other = Dense(make(Recipe(store.recipe.key, store.recipe.value, **{"sinks": 2, "window": 3, field: wrong})))
+        other.raw, other.coded, other.thinned = dense.raw, dense.coded, dense.thinned
+        with pytest.raises(AssertionError):
+            check(store, other)
+
+
+# --- a mean that turns ----------------------------------------------------------------------------
+
+FREQ = 0.5 ** torch.arange(1.0, 4)  # 6 of 8 channels turn
+TURNING = Recipe(Spec(2, center="rope"), Spec(), sinks=0, window=0)
+
+
+def test_a_turning_mean_finds_a_bias_that_turns(gen):
+    "Keys that are a turned bias and noise: the error is that of the noise alone, whatever else arrives."
+    bias, noise = 30 * torch.randn(1, 2, 1, 8, generator=gen), torch.randn(1, 2, 300, 8, generator=gen)
+    k = turned(bias + noise, torch.arange(300), FREQ)
+    plain = make(Recipe(Spec(2), Spec(), 0, 0), 1)
+    plain.append(noise, noise)
+    want = float((plain.read()[0] - noise).square().mean())
+    for center, low, high in (("rope", 0, 1.2 * want), ("prompt", 50 * want, 1e9)):
+        store = make(Recipe(Spec(2, center=center), Spec(), 0, 0), 1, inv_freq=FREQ)
+        for part in k.split((100, 1, 199), 2):
+            store.append(part, part)
+        assert low <= float((store.read()[0] - k).square().mean()) <= high
+
+
+def test_positions_of_a_turning_mean_count_from_the_first_real_token(gen):
+    "Rows with and without left padding hold the same codes and the same mean."
+    k = turned(5 + torch.randn(1, 2, 40, 8, generator=gen), torch.arange(40), FREQ)
+    padded = torch.cat([torch.randn(1, 2, 3, 8, generator=gen), k], 2)
+    whole = torch.cat([k, torch.randn(1, 2, 3, 8, generator=gen)], 2)
+    store, alone = make(TURNING, 2, inv_freq=FREQ), make(TURNING, 1, inv_freq=FREQ)
+    store.set_range(start=torch.tensor([3, 0]))
+    x = torch.cat([padded, whole])
+    store.append(x, x)
+    alone.append(k, k)
+    torch.testing.assert_close(store.read()[0][:1, :, 3:], alone.read()[0], rtol=0, atol=0.02)  # the mean's sum in another order
+    late = make(TURNING, 2, inv_freq=FREQ)  # padding that is found out later
+    late.append(x, x)
+    late.set_range(torch.tensor([3, 0]), k=x, v=x)
+    for a, b in zip(late.read(), store.read()):
+        same(a, b)
+
+
+def test_one_table_for_all_stores():
+    "It grows with the longest, is counted once, and another model has another."
+    a, b = (make(TURNING, 1, inv_freq=FREQ) for _ in range(2))
+    c, fixed = make(TURNING, 1, inv_freq=FREQ * 2), make(TURNING, 1, inv_freq=FREQ, max_length=50, static=True)
+    held = fixed.turns
+    a.append(*states(a, 700))
+    a.read()
+    assert len(a.turns) == 768  # whole tiles; reading takes no room for more
+    assert [t.shape[0] for t in a.tables()[:2]] == [3, 768] and [t.shape[0] for t in b.tables()[:2]] == [3, 0]  # each counts what it needs
+    assert a.turns is b.turns and len(a.turns) >= 700 and a.turns.shape[1] == 6 and a.turns.dtype == torch.float16
+    assert c.turns is not a.turns and len(c.turns) == 0 and fixed.turns is held and len(held) == 50
+    pointers = [t.data_ptr() for t in a.tables()]
+    assert a.turns.data_ptr() in pointers and a.inv_freq.data_ptr() in pointers
+    b.append(*states(b, 1))
+    for t in range(0, 700, 99):
+        torch.testing.assert_close(b.turns[t].float(), torch.cat([(t * FREQ).cos(), (t * FREQ).sin()]), rtol=0, atol=6e-4)
+
+
+def test_a_turning_mean_to_file_and_back(tmp_path):
+    store = make(TURNING, inv_freq=FREQ, tile=8)
+    store.append(*states(store, 30))
+    store.evict(17)
+    store.save(tmp_path / "s")
+    again = KVStore.load(tmp_path / "s")
+    same(again.inv_freq, FREQ)
+    for s in (store, again):
+        s.append(*states(s, 9, seed=3))
+    for a, b in zip(again.read(), store.read()):
+        same(a, b)
+    tensors, header = store.state()
+    with pytest.raises(TypeError, match="inv_freq"):
+        KVStore.from_state({n: t for n, t in tensors.items() if n != "inv_freq"}, header)
+
+
+def test_inv_freq_is_refused():
+    for bad, error in ((None, TypeError), ([1.0], TypeError), (torch.ones(2, dtype=torch.long), TypeError), (torch.ones(5), ValueError),
+                       (torch.ones(0), ValueError), (torch.ones(2, 2), ValueError), (torch.tensor([1.0, torch.inf]), ValueError)):
+        with pytest.raises(error, match="inv_freq must be a float vector of at most 4 frequencies, which center='rope' needs"):
+            make(TURNING, inv_freq=bad)
+    assert make("k3v3", inv_freq=FREQ).inv_freq is None  # nothing turns
+
+
+# --- static ---------------------------------------------------------------------------------------
+
+def recorded(store, k, v):
+    "What a recording of an append runs."
+    _append_by_position(*store._by_position(k, v))
+
+
+@pytest.mark.parametrize("recipe", ("k3v3", "k4v2", Recipe(Spec(2.5, center="prompt"), Spec((1, 2, 3, 4) * 2), sinks=2, window=3), TURNING, Recipe(Spec(3, residual="sign"), Spec(1), 0, 5)))
+@pytest.mark.parametrize("padding", ((0, 0), (0, 5)))
+def test_where_the_device_counts(recipe, padding):
+    "Eager and recorded appends to a static store leave what a plain store holds, and no tensor moves."
+    plain = make(recipe, tile=16, max_length=90, inv_freq=FREQ)
+    lengths = (20, 1, 1, 30, 1, 7)
+    torch._dynamo.reset()
+    for add in (KVStore.append, recorded, torch.compile(KVStore.append, backend="eager", fullgraph=True)):
+        store = make(recipe, tile=16, max_length=90, static=True, inv_freq=FREQ)
+        held = [t.data_ptr() for t in (*store._fixed(), store.position, store.flags, *store.tables())]
+        for s in (store, plain):
+            s.crop(s.length)
+            s.set_range(start=torch.tensor(padding))
+        for i, n in enumerate(lengths):
+            k, v = states(store, n, seed=i)
+            add(store, k, v)
+            plain.append(k, v)
+            assert int(store.position) == plain.length
+        assert store.sync() == store.length == plain.length and store.nbytes == store.expected_nbytes() == plain.nbytes + 4 + 24
+        real = (torch.arange(plain.length) >= plain.start[:, None])[:, None, :, None]
+        for a, b in zip(store.read(), plain.read()):
+            torch.testing.assert_close(a.where(real, 0), b.where(real, 0), rtol=0, atol=0.02)  # the mean of padded rows is summed in another order
+        assert held == [t.data_ptr() for t in (*store._fixed(), store.position, store.flags, *store.tables())]
+
+
+def test_what_a_recording_cannot_refuse():
+    "Bad states and too many tokens become NaN, and `sync` says so, once."
+    store = make("k3v3", max_length=30, static=True)
+    good = states(store, 10)
+    store.append(*good)
+    bad = good[1].clone()
+    bad[0, 1, 2, 3] = torch.nan
+    recorded(store, good[0], bad)
+    assert store.value.tensors["scale"].flatten(2)[:, :, :20].isnan().nonzero().tolist() == [[0, 1, 12]]
+    with pytest.raises(ValueError, match="values that were not finite"):
+        store.sync()
+    assert store.sync() == 20
+    for n in (5, 7):
+        recorded(store, good[0][:, :, :n], good[1][:, :, :n])
+    assert int(store.position) == 25
+    with pytest.raises(ValueError, match="more tokens than max_length"):
+        store.sync()
+    assert store.sync() == 25 and store.key.tensors["scale"].flatten(2)[:, :, 24].isnan().all()
+    store.crop(15)
+    store.append(*good)
+    assert store.length == int(store.position) == 20 and not any(x.isnan().any() for x in store.read())
+
+
+def test_static_refuses():
+    for kwargs, why in ((dict(static=True), "needs max_length"), (dict(static=True, max_length=9, recipe=Recipe(residual="prod")), "QJL")):
+        with pytest.raises(ValueError, match=why):
+            make(**kwargs)
+    store = make(max_length=40, static=True)
+    store.append(*states(store, 10))
+    before = snapshot(store)
+    for f, why in ((lambda: store.evict(5), "frees nothing"), (lambda: store.select([0]), "keeps its 2"), (lambda: store.repeat(2), "keeps its 2"),
+                   (lambda: store.set_range(end=3), "no ends"), (lambda: store.to("meta"), "stays on cpu"), (lambda: store.decay(3), "max_length allocates once"),
+                   (lambda: store.append(*states(store, 31)), "cannot append 31 tokens to 10"), (lambda: recorded(store, *states(store, 41)), "cannot append 41")):
+        with pytest.raises(ValueError, match=why):
+            f()
+    assert_same_snapshot(snapshot(store), before)
+
+
+def test_static_to_file_and_back():
+    store = make(max_length=40, static=True)
+    recorded(store, *states(store, 10))
+    again = KVStore.from_state(*store.state())
+    assert again.static and int(again.position) == again.length == 10
+    for s in (store, again):
+        recorded(s, *states(s, 4, seed=1))
+        s.sync()
+    for a, b in zip(store.read(), again.read()):
+        same(a, b)
+
+
+# --- mean, ranges ---------------------------------------------------------------------------------
+
+def test_prompt_mean(gen):
+    x = torch.randn(3, 2, 50, 8, generator=gen) + 4
+    m = prompt_mean(x, 4)
+    assert m.shape == (3, 2, 1, 8) and m.dtype == torch.bfloat16
+    assert torch.allclose(m.float(), x[:, :, 4:].mean(2, keepdim=True), rtol=0.05, atol=0.05)
+    assert float(prompt_mean(x[:, :, :5], 4).abs().max()) == 0 and float(prompt_mean(x[:, :, :2], 4).abs().max()) == 0
+    assert float(prompt_mean(torch.randn(1, 1, 4, 64, generator=gen)).abs().max()) < 1.5
+    assert float(prompt_mean(torch.zeros(1, 1, 10, 8)).abs().max()) == 0
+
+
+def test_mean_of_a_padded_row_ignores_its_padding(gen):
+    "A row that starts at 5 is coded as if the padding were not there."
+    recipe = Recipe(Spec(center="prompt"), Spec(center="prompt"), sinks=2)
+    k, v = torch.randn(1, 2, 30, 8, generator=gen) + 3, torch.randn(1, 2, 30, 8, generator=gen) - 3
+    alone = make(recipe, 1)
+    alone.append(k, v)
+    for padding in (1, 5, 40):
+        pad = torch.randn(1, 2, padding, 8, generator=gen) * 10
+        padded = make(recipe, 1)
+        padded.set_range(start=padding)
+        padded.append(torch.cat([pad, k], 2), torch.cat([pad, v], 2))
+        for a, b in zip(padded.read(padding), alone.read()):
+            same(a, b)
+        late = make(recipe, 1)  # the padding is found out after the first chunk, as under the 'turboquant' attention
+        late.append(torch.cat([pad, k], 2), torch.cat([pad, v], 2))
+        late.set_range(start=padding, k=torch.cat([pad, k], 2), v=torch.cat([pad, v], 2))
+        for a, b in zip(late.read(padding), alone.read()):
+            same(a, b)
+
+
+def test_ragged_start_keeps_the_first_real_tokens(gen):
+    for late in (False, True):
+        store = make(Recipe(sinks=3, window=2), 3)
+        k, v = states(store, 12)
+        start = torch.tensor([0, 5, 9])
+        if not late:
+            store.set_range(start=start)
+        store.append(k[:, :, :7], v[:, :, :7])
+        if late:
+            store.set_range(start=start.clamp(max=7), k=k[:, :, :7], v=v[:, :, :7])
+            start = start.clamp(max=7)
+        store.append(k[:, :, 7:], v[:, :, 7:])
+        got, _ = store.read()
+        for row, s in enumerate(start.tolist()):
+            same(got[row, :, s : s + 3], k[row, :, s : s + 3])
+            exact = (got[row] == k[row]).all(-1).all(0)
+            assert exact.nonzero().flatten().tolist() == sorted({*range(s, s + 3), 10, 11})
+
+
+def test_set_range_refuses():
+    store = make(batch=2)
+    for bad in (-1, [1, 2, 3], torch.zeros(2, 2)):
+        with pytest.raises(ValueError, match="start"):
+            store.set_range(start=bad)
+    k, v = states(store, 6)
+    store.append(k, v)
+    before = snapshot(store)
+    for kwargs, name in ((dict(start=3), "pass k and v"), (dict(start=3, k=k[:, :, :2], v=v[:, :, :2]), "pass k and v"), (dict(start=7, k=k, v=v), "start"),
+                         (dict(end=7), "end"), (dict(end=-1), "end"), (dict(end=[1, 2, 3]), "end"), (dict(start=2, end=9, k=k, v=v), "end")):
+        with pytest.raises(ValueError, match=name):
+            store.set_range(**kwargs)
+        assert_same_snapshot(snapshot(store), before)
+    store.set_range(end=torch.tensor([3, 6]))
+    assert store.nbytes == store.expected_nbytes() == before["start"].nbytes * 2 + make_bytes(before)
+    with pytest.raises(ValueError, match="ends"):
+        store.append(*states(store, 1))
+    store.set_range(end=None)
+    store.append(*states(store, 1))
+
+
+def make_bytes(snap):
+    return sum(t.nbytes for n, t in snap.items() if n.startswith(("key.", "value.")))
+
+
+# --- size, growth ---------------------------------------------------------------------------------
+
+def test_append_is_amortised():
+    "Token by token: few allocations, slack at most an eighth and one tile."
+    plain = Recipe(Spec(), Spec(), sinks=0, window=0)
+    store, seen = make(plain, 1, 1, 4, tile=4), set()
+    k, v = states(store, 600)
+    for i in range(600):
+        store.append(k[:, :, i : i + 1], v[:, :, i : i + 1])
+        seen.add(store.capacity)
+        assert store.capacity <= (store.length + 3) // 4 * 4 * 9 / 8 + 2 * 4
+    assert len(seen) < 45
+    whole = make(plain, 1, 1, 4, tile=4)
+    whole.append(k, v)
+    for a, b in zip(store.read(), whole.read()):
+        same(a, b)
+
+
+def test_max_length_allocates_once():
+    store = make(max_length=100, tile=16)
+    size, pointers = store.nbytes, [t.data_ptr() for t in store.key.planes + store.value.planes]
+    assert store.capacity == 112
+    for n in (1, 50, 49):
+        store.append(*states(store, n))
+    assert store.nbytes == size and [t.data_ptr() for t in store.key.planes + store.value.planes] == pointers
+    with pytest.raises(ValueError, match="max_length is 100: cannot append 1 tokens to 100"):
+        store.append(*states(store, 1))
+    store.crop(-10)
+    store.append(*states(store, 10))
+
+
+def test_evict_frees_bytes():
+    store = make(Recipe(sinks=1, window=4), tile=8)
+    store.append(*states(store, 200))
+    before, want = store.nbytes, [x[:, :, 96:] for x in store.read()]
+    store.evict(100)
+    assert store.offset == 96 and store.nbytes < before * 0.6 and store.nbytes == store.expected_nbytes()
+    for a, b in zip(store.read(), want):
+        same(a, b.contiguous())
+    for first in (95, 201, -1):
+        with pytest.raises(ValueError, match="positions"):
+            store.read(first)
+    with pytest.raises(ValueError, match="cannot crop 105"):
+        store.crop(105)
+    store.evict(10)
+    assert store.offset == 96
+    for _ in range(50):  # a sliding window for ever: bounded memory
+        store.append(*states(store, 9))
+        store.evict(store.length - 40)
+    assert store.capacity <= 80 and store.nbytes == store.expected_nbytes()
+
+
+@pytest.mark.parametrize("preset, limit", [("k3v3", 3.6), ("k4v4", 4.6), ("k2v2", 3.4), ("k1v1", 2.4)])
+def test_bits_per_value_at_2048_tokens(preset, limit):
+    "Planes, scales, sinks and window, means, ranges and the rotation and level tables of one layer shared by 30, d = 64."
+    store = KVStore(preset, 1, 3, 64)
+    store.append(*states(store, 2048))
+    shared = sum({t.data_ptr(): t.nbytes for t in store.tables()}.values()) / 30
+    assert 8 * (store.nbytes + shared) / (2048 * 3 * 128) <= limit
+    assert store.bits_per_value() > int(preset[1])
+
+
+# --- bits as a vector, residuals, decay -----------------------------------------------------------
+
+@pytest.mark.parametrize("bits, names", [(1, [(4, 4)]), (2, [(4, 8)]), (3, [(4, 8), (4, 4)]), (4, [(4, 8), (4, 4), (4, 4)])])
+def test_uniform_codes_keep_their_planes(bits, names):
+    "The layout that files and kernels know: plane0, plane1, … and scale; with a sign residual too."
+    for residual in ("none", "sign")[: 1 + (bits > 1)]:
+        store = make(Recipe(Spec(bits, residual=residual), Spec(bits), sinks=0, window=0), tile=16)
+        store.append(*states(store, 20))
+        t = store.key.tensors
+        assert list(t) == [*(f"plane{i}" for i in range(len(names))), "scale", "sinks", "window"]
+        assert [tuple(p.shape) for p in store.key.planes] == [(2, 2, 2, *shape) for shape in names] and t["scale"].shape == (2, 2, 2, 16)
+        assert store.key.groups[0].layout.bits == bits
+        uniform = make(Recipe(Spec((bits,) * 8), Spec(bits), sinks=0, window=0), tile=16)
+        if residual == "none":  # a tuple of equal numbers is the same code
+            uniform.append(*states(store, 20))
+            for name in t:
+                same(uniform.key.tensors[name], t[name], allow_empty=True)
+
+
+def test_bytes_of_every_kind():
+    "By hand at d = 16, tile 64: bits per token of codes, signs and numbers."
+    for spec, per_token in ((Spec(3), 48 + 16), (Spec(3, residual="sign"), 48 + 16), (Spec(3, residual="qjl"), 48 + 32), (Spec(2, residual="qjl", scale_dtype="float32"), 32 + 64),
+                            (Spec(2.5), 40 + 16), (Spec(2.125), 34 + 16), (Spec((4, 1) * 8), 40 + 16), (Spec(1.25), 20 + 16),
+                            (Spec((3,) * 5 + (1,) * 11), 10 + 6 + 12 + 16)):  # groups of odd size pay half a slot per bit plane
+        store = make(Recipe(spec, spec, sinks=0, window=0), 1, 1, 16, tile=64)
+        store.append(*states(store, 128))
+        assert store.nbytes - 8 == 2 * 128 * per_token // 8 == store.expected_nbytes() - 8, spec
+        parts = store.parts()
+        assert parts["signs"] == (2 * 128 * 2 if spec.residual == "qjl" else 0) and parts["residual_norm"] == (parts["scale"] if spec.residual == "qjl" else 0)
+
+
+def test_decay_frees_exactly_one_bit_per_value():
+    for spec, freed in ((Spec(3), 1), (Spec(4), 1), (Spec(4, residual="sign"), 1), (Spec(2.5), 0.5), (Spec(3.5), 1), (Spec((4, 2, 1, 3) * 4), 0.5)):
+        store = make(Recipe(spec, Spec(2), sinks=0, window=0), 2, 3, 16, tile=64)
+        store.append(*states(store, 200))
+        before, data = store.nbytes, {n: t.data_ptr() for n, t in store.key.tensors.items()}
+        for at in (-5, 0, 63):
+            store.decay(at)
+        assert store.nbytes == before and data == {n: t.data_ptr() for n, t in store.key.tensors.items()}  # not one whole tile: nothing moves
+        store.decay(130)
+        assert before - store.nbytes == 2 * 3 * 128 * 16 * freed / 8 and store.nbytes == store.expected_nbytes()
+        held = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for s in (store.key, store.value) for t in s.tensors.values()}.values())
+        assert held + store.start.nbytes == store.nbytes  # freed, not hidden behind a view
+        store.decay(64)
+        store.decay(10**9)
+        assert (store.key.thin, store.value.thin) == (3, 0) and before - store.nbytes == 2 * 3 * 192 * 16 * freed / 8
+
+
+def test_decay_by_recipe_does_not_depend_on_the_chunks():
+    recipe = Recipe(Spec(4, center="prompt"), Spec(3), sinks=2, window=5, decay=30)
+    stores = []
+    for sizes in ([150], [20, 130], [20] + [1] * 130, [20, 7, 60, 63]):
+        store = make(recipe, tile=16)
+        k, v = states(store, 150)
+        store.append(k[:, :, :20], v[:, :, :20])
+        at = 20
+        for n in sizes[1:] or [130]:
+            store.append(k[:, :, at : at + n], v[:, :, at : at + n])
+            assert store.key.thin == max(0, (at + n - 30) // 16) and store.nbytes == store.expected_nbytes()
+            at += n
+        stores.append(store.read())
+    for other in stores[1:]:
+        for a, b in zip(other, stores[0]):
+            same(a, b)
+
+
+def test_decay_with_padding_found_late_and_with_eviction():
+    recipe = Recipe(Spec(3, center="prompt"), Spec(4), sinks=2, window=5, decay=10)
+    early, late = make(recipe, tile=8), make(recipe, tile=8)
+    k, v = states(early, 60)
+    early.set_range(start=torch.tensor([0, 9]))
+    early.append(k, v)
+    late.append(k, v)
+    late.set_range(start=torch.tensor([0, 9]), k=k, v=v)
+    for a, b in zip(early.read(9), late.read(9)):
+        same(a, b)
+    want = early.read(32)
+    for store in (early, late):
+        store.evict(35)
+        assert store.key.thin == 2 and store.nbytes == store.expected_nbytes()
+        for a, b in zip(store.read(), want):
+            same(a, b)
+        store.evict(57)
+        assert store.key.thin == 0 and store.nbytes == store.expected_nbytes()
+        store.append(k[:, :, :30], v[:, :, :30])
+        assert store.key.thin == 3
+
+
+def test_decay_refuses():
+    for store, text in ((make(max_length=50), "max_length"), (make("k2v2"), "3 or 4 bits"), (make(Recipe(residual="prod")), "qjl"), (make(Recipe(Spec(4), Spec(3, residual="qjl"))), "qjl")):
+        store.append(*states(store, 20))
+        before = snapshot(store)
+        with pytest.raises(ValueError, match=text):
+            store.decay(10)
+        assert_same_snapshot(snapshot(store), before)
+    with pytest.raises(ValueError, match="decay frees nothing"):
+        make(Recipe(decay=5), max_length=50)
+    with pytest.raises(ValueError, match="length d = 8, got 2"):
+        make(Recipe(Spec((3, 2))))
+    with pytest.raises(ValueError, match="2.3 at d = 8"):
+        make(Recipe(Spec(2.3)))
+
+
+def test_files_from_before_these_fields(tmp_path):
+    "A header without thin and a recipe without residual and decay still load; what decayed loads bit for bit."
+    store = make("k3v3", tile=16)
+    store.append(*states(store, 40))
+    tensors, header = store.state()
+    recipe = json.loads(header["recipe"])
+    for side in ("key", "value"):
+        del recipe[side]["residual"]
+    del recipe["decay"]
+    assert "thin" not in header
+    write_file(tmp_path / "old", tensors, header | {"recipe": json.dumps(recipe)})
+    for a, b in zip(KVStore.load(tmp_path / "old").read(), store.read()):
+        same(a, b)
+    store.decay(20)
+    tensors, header = store.state()
+    assert header["thin"] == [1, 1]
+    for wrong in ([0, 1], [2, 1], [9, 9]):
+        with pytest.raises(ValueError, match="plane1 must be"):
+            KVStore.from_state(tensors, header | {"thin": wrong})
+    again = KVStore.from_state(tensors, header)
+    for s in (store, again):
+        s.append(*states(s, 3, seed=8))
+        s.to("cpu")
+    for a, b in zip(again.read(), store.read()):
+        same(a, b)
+
+
+def test_format_1_is_refused_with_the_reason(saved, tmp_path):
+    "Its codes stand for levels that were changed since."
+    store, path = saved
+    with safe_open(path, "pt") as f:
+        header = json.loads(f.metadata()["header"])
+        tensors = {k: f.get_tensor(k) for k in f.keys()}
+    assert header["format"] == FORMAT == "turboquant-nb store 2"
+    header["format"] = "turboquant-nb store 1"
+    save_file(tensors, tmp_path / "old", metadata={"header": json.dumps(header)})
+    with pytest.raises(ValueError, match="has format 1, this version reads 'turboquant-nb store 2': its codes stand for levels that are slightly different"):
+        KVStore.load(tmp_path / "old")
+
+
+def test_a_refused_move_of_start_changes_nothing():
+    "Bad states, an end that was set, or tokens that were freed: an error, and length, ranges, thinned tiles and bits as before."
+    for recipe, decay in (("k3v3", None), (Recipe(Spec(4), Spec(3.5), 2, 5), 20), (Recipe(residual="prod"), None)):
+        store = make(recipe, tile=8)
+        k, v = states(store, 50)
+        store.append(k, v)
+        if decay:
+            store.decay(decay)
+        store.set_range(end=40)
+        before = snapshot(store)
+        nan, huge = k.clone(), v * 1e7  # refused before and after coding
+        nan[0, 0, 3, 1] = torch.nan
+        for bad in ((nan, v), (k, huge), (k[..., :3], v), (k, v.half()), (k, None), (None, None), (k[:, :, :9], v[:, :, :9])):
+            with pytest.raises((ValueError, TypeError)):
+                store.set_range(start=3, k=bad[0], v=bad[1])
+            assert_same_snapshot(snapshot(store), before)
+        store.set_range(start=3, k=k, v=v)
+        assert store.start.tolist() == [3, 3] and store.end is None and store.key.thin == 0
+        fresh = make(recipe, tile=8)
+        fresh.set_range(start=3)
+        fresh.append(k, v)
+        for a, b in zip(store.read(), fresh.read()):
+            same(a, b)
+        store.evict(17)
+        before = snapshot(store)
+        with pytest.raises(ValueError, match="start cannot move any more: positions below 16 were freed"):
+            store.set_range(start=0, k=k, v=v)
+        assert_same_snapshot(snapshot(store), before)
+
+
+def test_a_moved_start_fills_the_window_again():
+    "After a crop part of the window is stale; coding all tokens again makes it whole."
+    store = make(Recipe(sinks=2, window=8), tile=8)
+    k, v = states(store, 50)
+    store.append(k, v)
+    store.crop(6)
+    assert store.past_exact_from == 42
+    store.set_range(start=1, k=k[:, :, :44], v=v[:, :, :44])
+    assert store.past_exact_from == 36
+    same(store.read()[0][:, :, 36:], k[:, :, 36:44])
+
+
+def test_positions_are_integers():
+    store = make("k3v3", tile=8)
+    store.append(*states(store, 50))
+    before = snapshot(store)
+    for f in (store.decay, store.evict):
+        for bad in (30.0, None, True, "9"):
+            with pytest.raises(TypeError, match="before must be an integer"):
+                f(bad)
+    assert_same_snapshot(snapshot(store), before)
+
+
+@pytest.mark.parametrize("device", ("cpu", "meta"))
+@pytest.mark.parametrize("spec", (Spec(3), Spec(2.5), Spec((3, 1) * 4), Spec(4, residual="sign"), Spec(3, residual="qjl"), Spec(2, "haar", table="affine")))
+def test_layers_share_their_tables(spec, device):
+    "Thirty stores hold the tensors of one, on any device; thinning one changes no other."
+    stores = [KVStore(Recipe(spec, Spec(4)), 1, 2, 8, device=device) for _ in range(30)]
+    ids = {tuple(map(id, s.tables())) for s in stores}
+    assert len(ids) == 1
+    if device == "cpu" and spec.residual != "qjl":
+        first, second = stores[:2]
+        for s in (first, second):
+            s.append(*states(s, 600))
+        first.decay(300)
+        assert first.value.q.codebook is not second.value.q.codebook
+        third = make(Recipe(spec, Spec(4)), 1)
+        third.append(*states(third, 600))
+        third.decay(300)
+        assert tuple(map(id, first.tables())) == tuple(map(id, third.tables()))
+        second.to("cpu")
+        assert tuple(map(id, second.tables())) in ids
+        other = copy.deepcopy(second)
+        assert tuple(map(id, other.tables())) in ids and not {t.data_ptr() for t in other._fixed()} & {t.data_ptr() for t in second._fixed()}
+
+
+def test_tables_hold_every_tensor_of_a_quantizer():
+    for spec in (Spec(3), Spec(2.5), Spec((3, 1) * 4), Spec(4, residual="sign"), Spec(3, residual="qjl")):
+        store = make(Recipe(spec, Spec(4)), tile=8)
+        store.append(*states(store, 40))
+        if spec.residual != "qjl":
+            store.decay(20)
+        tables = {t.data_ptr() for t in store.tables()}
+        q = store.key.q
+        inside = [q.rotation.matrix, *(x for x in vars(q).values() if isinstance(x, torch.Tensor)), *(x for x in vars(q.codebook).values() if isinstance(x, torch.Tensor))]
+        assert {t.data_ptr() for t in inside} <= tables and len(inside) >= (1 if hasattr(q.codebook, "groups") else 3)
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+BAD = {
+    "dtype": (lambda k, v: (k.half(), v.half()), ValueError, "k"), "dtype of v": (lambda k, v: (k, v.double()), ValueError, "v"),
+    "int": (lambda k, v: (k.long(), v), TypeError, "k"), "list": (lambda k, v: (k.tolist(), v), TypeError, "k"), "none": (lambda k, v: (k, None), TypeError, "v"),
+    "batch": (lambda k, v: (k[:1], v), ValueError, "k"), "heads": (lambda k, v: (k, v[:, :1]), ValueError, "v"), "d": (lambda k, v: (k[..., :7], v), ValueError, "k"),
+    "ndim": (lambda k, v: (k[0], v), ValueError, "k"), "tokens": (lambda k, v: (k, v[:, :, :2]), ValueError, "equally many"),
+    "nan in k": (lambda k, v: (k * float("nan"), v), ValueError, "k"), "nan in v": (lambda k, v: (k, v.index_fill(2, torch.tensor(1), float("nan"))), ValueError, "v"),
+    "inf": (lambda k, v: (k, v / 0), ValueError, "v"), "meta": (lambda k, v: (k.to("meta"), v.to("meta")), ValueError, "k"),
+    "scale of k": (lambda k, v: (k * 1e7, v), ValueError, "k"), "scale of v": (lambda k, v: (k, v * 1e7), ValueError, "v"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_refused_append_changes_nothing(what):
+    change, error, name = BAD[what]
+    for filled in (0, 5, 300):
+        store = make(Recipe(Spec(center="prompt"), Spec(), sinks=4, window=6))
+        if filled:
+            store.append(*states(store, filled))
+        before = snapshot(store)
+        with pytest.raises(error) as info:
+            store.append(*change(*states(store, 4)), names=("k of layer 7", "v of layer 7"))
+        assert name in str(info.value) and ("layer 7" in str(info.value))
+        assert_same_snapshot(snapshot(store), before)
+        store.append(*states(store, 4))
+
+
+@pytest.mark.parametrize("kwargs, error, name", [
+    (dict(batch=0), ValueError, "batch"), (dict(heads=0), ValueError, "heads"), (dict(heads=1.0), ValueError, "heads"), (dict(max_length=0), ValueError, "max_length"),
+    (dict(max_length=2.5), ValueError, "max_length"), (dict(dtype=torch.int8), TypeError, "dtype"), (dict(dtype="float16"), TypeError, "dtype"), (dict(tile=6), ValueError, "tile"),
+    (dict(d=0), ValueError, "d"), (dict(d=2.0), TypeError, "d"), (dict(dv=-1), ValueError, "d"), (dict(dv=0), ValueError, "d"), (dict(recipe=7), TypeError, "recipe"), (dict(recipe="k9v9"), ValueError, "k9v9"),
+])
+def test_constructor_refuses(kwargs, error, name):
+    with pytest.raises(error, match=name):
+        make(**kwargs)
+
+
+def test_moving_refuses():
+    store = make()
+    store.append(*states(store, 10))
+    before = snapshot(store)
+    for f in (lambda: store.crop(11), lambda: store.crop(-11), lambda: store.select(torch.tensor([2])), lambda: store.select(torch.tensor([-3])),
+              lambda: store.select(torch.zeros(1, 1, dtype=torch.long)), lambda: store.repeat(0), lambda: store.repeat(-1),
+              lambda: store.coded("key", 3, 2), lambda: store.coded("key", 0, 11)):
+        with pytest.raises(ValueError):
+            f()
+        assert_same_snapshot(snapshot(store), before)
+
+
+def test_bool_select_and_one_row():
+    store = make(batch=3)
+    store.append(*states(store, 10))
+    k, v = store.read()
+    store.select(torch.tensor([True, False, True]))
+    same(store.read()[0], k[[0, 2]])
+    store.select([-1])
+    same(store.read()[1], v[[2]])
+
+
+def test_autograd_does_not_enter():
+    "A forward without no_grad must not chain the whole dense graph to the cache."
+    store = make(Recipe(Spec(center="prompt"), Spec(center="prompt"), sinks=2, window=3))
+    k, v = (x.requires_grad_() for x in states(store, 9))
+    store.append(k * 2, v * 2)
+    assert not any(t.requires_grad for s in (store.key, store.value) for t in s.tensors.values())
+    copy.deepcopy(store)
+    store.set_range(start=1, k=k * 2, v=v * 2)
+    assert not any(t.requires_grad for s in (store.key, store.value) for t in s.tensors.values())
+
+
+def test_inference_mode_then_no_grad():
+    with torch.inference_mode():
+        store = make(Recipe(Spec(center="prompt"), Spec(), sinks=2, window=3))
+        k, v = states(store, 9)
+        store.append(k, v)
+    with torch.no_grad():
+        store.append(k.clone(), v.clone())
+        store.crop(4)
+        store.select([1, 0])
+    with torch.inference_mode():
+        store.append(k[:, :, :1], v[:, :, :1])
+    store.append(k[:, :, :1].clone(), v[:, :, :1].clone())
+    assert store.length == 16 and store.nbytes == store.expected_nbytes()
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+@pytest.fixture
+def saved(tmp_path):
+    store = make(Recipe(Spec(center="prompt"), Spec(bits=4), sinks=2, window=5), dtype=torch.bfloat16)
+    store.append(*states(store, 300))
+    store.crop(3)
+    path = tmp_path / "a.safetensors"
+    store.save(path)
+    return store, path
+
+
+def test_file_is_bit_exact_and_goes_on(saved):
+    store, path = saved
+    again = KVStore.load(path)
+    assert (again.length, again.offset, again.recipe, again.dtype, again.tile) == (store.length, store.offset, store.recipe, store.dtype, store.tile)
+    k, v = states(store, 30, seed=4)
+    for s in (store, again):
+        s.append(k, v)
+        s.crop(2)
+    for a, b in zip(store.read(), again.read()):
+        same(a, b)
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_empty_store_to_file(tmp_path):
+    make().save(tmp_path / "e")
+    again = KVStore.load(tmp_path / "e")
+    assert again.length == 0
+    again.append(*states(again, 3))
+
+
+@pytest.mark.parametrize("cut", [0, 1, 7, 8, 100, 1000, -1, -64])
+def test_truncated_file(saved, cut):
+    path = saved[1]
+    data = path.read_bytes()
+    path.write_bytes(data[:cut])
+    with pytest.raises(ValueError, match="readable store"):
+        KVStore.load(path)
+
+
+def test_any_flipped_byte_is_found(saved):
+    path = saved[1]
+    data = path.read_bytes()
+    rng = random.Random(5)
+    for at in [rng.randrange(len(data)) for _ in range(60)] + list(range(len(data) - 5, len(data))):
+        broken = bytearray(data)
+        broken[at] ^= 1 << rng.randrange(8)
+        path.write_bytes(broken)
+        with pytest.raises(ValueError):
+            KVStore.load(path)
+
+
+@pytest.mark.parametrize("field, value", [
+    ("length", 290), ("length", -1), ("length", 10**7), ("_window_from", 5), ("offset", 3), ("batch", 1), ("d", [8]), ("dtype", "float32"), ("dtype", "foo"),
+    ("recipe", "{}"), ("tile", 128), ("max_length", 5), ("length", None), ("recipe", None), ("format", "other"), ("sha256", "0" * 64),
+])
+def test_changed_header(saved, field, value):
+    "None: the field is missing."
+    path = saved[1]
+    with safe_open(path, "pt") as f:
+        header, tensors = json.loads(f.metadata()["header"]), {k: f.get_tensor(k) for k in f.keys()}
+    if value is None:
+        del header[field]
+    else:
+        assert header[field] != value
+        header[field] = value
+    save_file(tensors, path, metadata={"header": json.dumps(header)})
+    with pytest.raises(ValueError):
+        KVStore.load(path)
+
+
+def test_other_files(tmp_path):
+    path = tmp_path / "x"
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        KVStore.load(path)
+    with pytest.raises(ValueError):
+        KVStore.load(tmp_path)
+    for data in (b"", b"hello", b"\0" * 100):
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match="readable store"):
+            KVStore.load(path)
+    for metadata in (None, {"header": "{"}, {"header": "[]"}, {"header": '{"format": "gguf"}'}):
+        save_file({"a": torch.zeros(2)}, path, metadata=metadata)
+        with pytest.raises(ValueError, match="x"):
+            KVStore.load(path)
+    write_file(path, {"a": torch.zeros(2)}, {"layers": []})
+    with pytest.raises(ValueError):
+        KVStore.load(path)
+    assert read_file(path)[1]["format"] == FORMAT
+
+
+def test_failed_write_leaves_the_old_file(saved, monkeypatch):
+    store, path = saved
+    old = path.read_bytes()
+    monkeypatch.setattr("turboquant_nb.store.save_file", lambda *a, **k: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        store.save(path)
+    assert path.read_bytes() == old and len(list(path.parent.iterdir())) == 1
+
+
+def test_the_window_serves_new_tokens_after_a_deep_crop():
+    "A crop beyond the window leaves nothing exact of it; the tokens that come next are exact again at once."
+    store = make(Recipe(Spec(), Spec(), sinks=0, window=5))
+    k, v = states(store, 40)
+    store.append(k, v)
+    store.crop(-20)
+    assert store.past_exact_from == store.length == 20
+    more = states(store, 3)
+    store.append(*more)
+    for dense, new in zip(store.read(), more):
+        assert torch.equal(dense[:, :, -3:], new)
+    assert store.past_exact_from == 20
+
+
+@pytest.mark.parametrize("name", ("grown", "static"))
+def test_files_of_version_0_1_0(name, tmp_path):
+    """Written before the store was composed of sides, exact tokens and ranges: decayed, evicted, with ends and a pre-RoPE mean; and static. Every tensor loads as it is in the file,
+    what is read is what was read then, and saving again writes the same tensors and header."""
+    path = DATA / f"store_2_{name}.safetensors"
+    store, (tensors, header), then = KVStore.load(path), read_file(path), load_file(path.with_stem(f"{path.stem}_read"))
+    assert (store.static, store.length, store.offset, store.key.thin) == {"grown": (False, 30, 8, 1), "static": (True, 16, 0, 0)}[name]
+    store.save(tmp_path / "again")
+    again, said = read_file(tmp_path / "again")
+    assert said == header and list(again) == list(tensors)
+    for n, t in tensors.items():
+        same(again[n], t, allow_empty=True)
+    for x, want in zip(store.read(), (then["key"], then["value"])):
+        torch.testing.assert_close(x, want)  # one place of the dtype: sums in another order
+    b, slot = (store.exact("key")[1] >= store.offset).nonzero(as_tuple=True)
+    at = store.exact("key")[1][b, slot]
+    same(store.read()[0][b, :, at - store.offset], then["key"][b, :, at - store.offset])
+    if store.end is not None:
+        store.set_range(end=None)
+    store.append(*states(store, 3))
+    assert store.nbytes == store.expected_nbytes()
+
+
+# --- its parts ------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("static", (False, True))
+def test_copies_share_tables_and_nothing_else(static):
+    "A deep copy and a pickled one read and go on as the store, which they do not change."
+    store = make(Recipe(Spec(3, center="rope"), Spec(2.5, center="prompt"), 2, 5), inv_freq=FREQ, tile=8, **(dict(max_length=60, static=True) if static else {}))
+    store.append(*states(store, 30))
+    before = snapshot(store)
+    for other in (copy.deepcopy(store), pickle.loads(pickle.dumps(store))):
+        assert_same_snapshot(snapshot(other), before)
+        for s in (other, copy.deepcopy(store)):
+            s.append(*states(s, 9, seed=1))
+            s.crop(20)
+            assert s.sync() == 19 and s.static == static
+        assert_same_snapshot(snapshot(store), before)
+    assert copy.deepcopy(store).cos_sin is store.cos_sin
+
+
+def test_classes_are_whole():
+    "No private parents: each is one class."
+    for cls in (KVStore, Side, ExactTokens, Ranges):
+        assert cls.__mro__ == (cls, object)
+
+
+@pytest.mark.parametrize("sinks, window", ((0, 0), (0, 3), (2, 0), (3, 5)))
+def test_exact_tokens_by_number_and_by_device(sinks, window, gen):
+    "In chunks of any size both hold the first real tokens and the last ones; without room only the last is spoilt."
+    x, start, yes = torch.randn(2, 1, 40, 4, generator=gen), torch.tensor([0, 6]), torch.tensor([True])
+    one, two = (ExactTokens({"sinks": torch.zeros(2, 1, sinks, 4), "window": torch.zeros(2, 1, window, 4)}) for _ in range(2))
+    at = 0
+    for n in (1, 2, 7, 1, 20, 9):
+        part = x[:, :, at : at + n]
+        before = [t.clone() for t in one.tensors.values()]
+        new = one.prepare(part, at, start)
+        assert all(torch.equal(a, b) for a, b in zip(before, one.tensors.values()))  # preparing changes nothing
+        one.put(new)
+        two.put_at(part, start, torch.tensor([at]), yes)
+        at += n
+    for name, t in one.tensors.items():
+        same(two.tensors[name], t, allow_empty=True)
+    states = one.states(40)
+    same(states[:, :, sinks:], x[:, :, 40 - window :], allow_empty=True)
+    for row, first in enumerate(start.tolist()):
+        same(states[row, :, :sinks], x[row, :, first : first + sinks], allow_empty=True)
+    two.put_at(x[:, :, :2], start, torch.tensor([40]), ~yes)
+    spoilt = two.window.isnan().all(-1)[0, 0].nonzero().flatten().tolist()
+    assert spoilt == ([39 % window] if window else [])
+    same(two.sinks, one.sinks, allow_empty=True)
+
+
+def test_a_side_alone(gen):
+    "Written in any order, truncated and whole again, dropped at the front: codes are where they were put."
+    side = Side(Spec((4, 1, 3, 2)), 4, "token", tile=8).allocate(1, 2)
+    side.tensors |= side.resized(drop=0, tiles=4)
+    coded = side.q.encode(torch.randn(1, 2, 32, 4, generator=gen))
+    for first, last in ((16, 32), (3, 16), (0, 3)):
+        side.write(coded._replace(codes=coded.codes[:, :, first:last], scale=coded.scale[:, :, first:last]), first)
+    same(side.read(0, 32).codes, coded.codes)
+    size = sum(t.nbytes for t in side.tensors.values())
+    made = side.truncation(2)
+    assert sum(t.nbytes for t in side.tensors.values()) == size and side.thin == 0  # making changes nothing
+    side.adopt(made)
+    assert size - sum(t.nbytes for t in side.tensors.values()) == 2 * 2 * (1 + 1) * 2  # two heads, two tiles, half a slot for each odd group of 8 tokens
+    same(side.read(16, 32).codes, coded.codes[:, :, 16:])
+    kept = coded.codes[:, :, :16] >> torch.tensor([1, 0, 1, 0], dtype=torch.uint8)
+    same(side.read(0, 16).codes, kept + 16)
+    side.tensors |= side.resized(drop=1, tiles=3)
+    side.thin -= 1
+    same(side.read(8, 24).codes, coded.codes[:, :, 16:])

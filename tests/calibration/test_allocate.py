@@ -1,0 +1,174 @@
+"Losses of layers and budgets as a stranger would try them: every kind of decoder, files, generation, and what is refused."
+import copy
+import json
+import math
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+from tests.helpers import MODELS, generate, logits, made, prompt, texts, tiny  # noqa: E402
+from turboquant_nb import allocate as A, calibrate as C  # noqa: E402
+from turboquant_nb.allocate import allocate, measure_layers  # noqa: E402
+from turboquant_nb.calibrate import Calibration, load_calibration, save_calibration  # noqa: E402
+from turboquant_nb.evaluation.candidates import as_candidate  # noqa: E402
+from turboquant_nb.evaluation.score import score  # noqa: E402
+from turboquant_nb.hf import TurboQuantCache  # noqa: E402
+from turboquant_nb.quantizer import Recipe, Spec  # noqa: E402
+from turboquant_nb.testing import same  # noqa: E402
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("mapped", (False, True))
+def test_losses_are_what_the_cache_loses(name, mapped):
+    "The loss of one side of one layer is that of a cache that codes it so and the rest with many bits, by the stress protocol; the model stays as it was."
+    model, maps = made(name)
+    ids = texts(2, 40, seed=7)
+    before, kind = logits(model, ids), model.config._attn_implementation
+    found = measure_layers(model, ids, maps if mapped else None)
+    same(logits(model, ids), before)
+    assert model.config._attn_implementation == kind and not C._watchers
+    losses = found.header["losses"]
+    layers = model.config.num_hidden_layers
+    assert losses["bits"] == [2, 3, 4] and losses["tokens"] == 2 * 36 and len(losses["key"]) == len(losses["value"]) == layers
+    assert bool(found.maps) == mapped
+    for side in ("key", "value"):
+        for a, b, c in losses[side]:
+            assert a > 0 and b > 0 and c > 0 and a > c, "fewer bits, more loss"
+    if name in ("mistral", "gemma3_text", "gemma2"):
+        return  # stress needs a cache that returns all tokens of every layer
+    recipe = TurboQuantCache(model, Recipe(Spec(2, center="prompt"), Spec(2), sinks=4, window=0), calibration=maps if mapped else None).recipes
+    both = score(model, ids, as_candidate(model, recipe, "x", dtype=None), "stress", 8, distributions=True)
+    alone = sum(x[0] for side in ("key", "value") for x in losses[side])
+    assert 0.3 < alone / float(both.kl.mean()) < 3
+
+
+@pytest.mark.parametrize("name", ("llama", "gemma3_text", "gpt_neox"))
+def test_a_budget_runs_and_comes_back(name, tmp_path):
+    "Every layer gets its bits; generation, saving and loading keep them; one file serves all budgets."
+    model, maps = made(name)
+    found = measure_layers(model, texts(1, 32), maps)
+    save_calibration(found, tmp_path / "f.safetensors")
+    again = load_calibration(tmp_path / "f.safetensors")
+    assert again.header == found.header and json.dumps(found.header)
+    for budget in (2, 2.5, 3.3, 4):
+        cache = TurboQuantCache(model, "k3v3", calibration=tmp_path / "f.safetensors", budget=budget)
+        bits = [b for r in cache.recipes for b in (r.key.bits, r.value.bits)]
+        assert budget - 1 / len(bits) < sum(bits) / len(bits) <= budget
+        assert all(r.key.rotation.startswith("map-") and r.sinks == 4 for r in cache.recipes)
+        out, _ = generate(model, prompt(2, 40, padded=False), "turboquant", cache=cache)
+        cache.save(tmp_path / "cache")
+        back = TurboQuantCache.load(tmp_path / "cache", model)
+        assert out.shape[1] > 40 and back.recipes == cache.recipes
+        for a, b in zip(cache.coded_layers, back.coded_layers):
+            for x, y in zip(a.store.read(), b.store.read()):
+                same(x, y)
+
+
+def test_a_pass_that_begins_late_gives_the_same_numbers(monkeypatch):
+    "Layers before the coded one give what they gave in the exact pass: the losses are those of whole passes to the bit, and the model is as it was."
+    model, ids = copy.deepcopy(tiny("llama")), texts(2, 24)
+    kept = lambda: [(vars(x).get("forward"), dict(x._forward_hooks)) for x in model.model.layers]  # noqa: E731
+    before = kept()  # a model that other tests used may carry hooks of transformers' own
+    found = measure_layers(model, ids).header["losses"]
+    assert kept() == before
+    runs = []
+    monkeypatch.setattr(A._Prefix, "try_out", lambda self, *a: setattr(self, "sound", False))
+    model.model.layers[0].register_forward_hook(lambda *a: runs.append(1))
+    assert measure_layers(model, ids).header["losses"] == found
+    assert len(runs) == 2 * (1 + 2 * 2 * 3) + 1  # windows, of the exact pass and of each side, layer and bits; one token to see the keys
+
+
+def test_a_model_that_hands_on_more_than_its_output_is_measured_whole(monkeypatch):
+    "The last layer adds what the first one noted on its way. The mutant leaves the first one out all the same."
+    model, ids = copy.deepcopy(tiny("llama")), texts(2, 24)
+    first, last, note = model.model.layers[0], model.model.layers[-1], {}
+    one, two = first.forward, last.forward
+
+    def noting(x, *args, **kwargs):
+        note["x"] = one(x, *args, **kwargs)
+        return note["x"]
+
+    first.forward, last.forward = noting, lambda *args, **kwargs: two(*args, **kwargs) + note["x"].roll(1, 1)
+    found = measure_layers(model, ids).header["losses"]
+    assert first.forward is noting
+    for sound in (False, True):
+        monkeypatch.setattr(A._Prefix, "try_out", lambda self, *a: setattr(self, "sound", sound))  # noqa: B023
+        assert (measure_layers(model, ids).header["losses"] == found) is not sound
+
+
+def test_a_layer_that_does_not_matter_gets_no_bits():
+    "Values of a layer whose output is thrown away lose nothing; the budget goes elsewhere."
+    model = tiny("llama", seed=9)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.o_proj.weight.zero_()
+    losses = measure_layers(model, texts(2, 40)).header["losses"]
+    assert max(losses["key"][0] + losses["value"][0]) < 1e-6 < losses["value"][1][0]
+    assert allocate(losses, 2.5 if len(losses["key"]) == 2 else 2.25)[0] == (2, 2)
+
+
+def test_budgets_never_overspend():
+    "For any curves and sizes: whole bits that were measured, at most the budget, and no affordable step that would gain is left."
+    g = torch.Generator().manual_seed(1)
+    for _ in range(200):
+        n = int(torch.randint(1, 6, (), generator=g))
+        bits = sorted({int(b) for b in torch.randint(1, 5, (3,), generator=g)})
+        curve = lambda: torch.rand(len(bits), generator=g).double().tolist()  # noqa: E731
+        sizes = (16 * torch.randint(1, 9, (n, 2), generator=g)).tolist()
+        losses = dict(bits=bits, key=[curve() for _ in range(n)], value=[curve() for _ in range(n)], size=sizes)
+        budget = bits[0] + float(torch.rand((), generator=g)) * (bits[-1] - bits[0])
+        got = allocate(losses, budget)
+        spent = sum(b * s for pair, size in zip(got, sizes) for b, s in zip(pair, size))
+        left = budget * sum(map(sum, sizes)) - spent
+        assert left > -1e-3 and {b for pair in got for b in pair} <= {*bits}
+        for i, pair in enumerate(got):
+            for side, (b, size) in enumerate(zip(pair, sizes[i])):
+                line = losses[("key", "value")[side]][i]
+                gains = [line[bits.index(b)] - line[bits.index(x)] for x in bits if x > b and (x - b) * size <= left - 1e-3]
+                assert all(x <= 0 for x in gains)
+
+
+def test_what_is_refused():
+    model, maps = made("llama")
+    found = measure_layers(model, texts(1, 32), bits=(2, 4))
+    for budget, error, says in (
+        (1, ValueError, "from 2 to 4"), (4.5, ValueError, "from 2 to 4"), (math.nan, ValueError, "from 2 to 4"), (math.inf, ValueError, "from 2 to 4"),
+        ("3", TypeError, "must be a number, got str"), (True, TypeError, "must be a number, got bool"),
+    ):
+        with pytest.raises(error, match=says):
+            TurboQuantCache(model, calibration=found, budget=budget)
+    with pytest.raises(ValueError, match="needs a calibration"):
+        TurboQuantCache(model, budget=3)
+    with pytest.raises(ValueError, match="needs layers that were measured"):
+        TurboQuantCache(model, calibration=maps, budget=3)
+    with pytest.raises(ValueError, match="is of another model"):
+        TurboQuantCache(tiny("qwen2"), calibration=found, budget=3)
+    with pytest.raises(ValueError, match="is of another model"):
+        measure_layers(tiny("qwen2"), texts(), maps)
+    with pytest.raises(ValueError, match="has measured 2 layers, got 1"):
+        A.spend([Recipe()], Calibration([], found.header), 3)
+    with pytest.raises(TypeError, match="ids must be a tensor"):
+        measure_layers(model, [[1, 2]])
+    for bad in ((0,), (2, 5), (2.0,), "2"):
+        with pytest.raises(ValueError, match="different integers from 1 to 4"):
+            measure_layers(model, texts(), bits=bad)
+    broken = tiny("llama", seed=3)
+    with torch.no_grad():
+        broken.lm_head.weight[0, 0] = math.inf
+    with pytest.raises(ValueError, match="is not finite where key of layer 0"):
+        measure_layers(broken, texts())
+    assert not C._watchers and broken.config._attn_implementation != C.NAME
+
+
+def test_an_error_in_the_middle_leaves_the_model_as_it_was():
+    model, _ = made("llama")
+    kind = model.config._attn_implementation
+
+    def stop():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure_layers(model, texts(), progress=stop)
+    assert model.config._attn_implementation == kind and not C._watchers

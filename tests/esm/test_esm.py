@@ -1,0 +1,782 @@
+"""ESM-2 on compressed keys and values: exactness, decoding, variant scores, files and refusals."""
+
+import argparse
+import copy
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("transformers")
+from transformers import EsmConfig, EsmForMaskedLM
+
+from tests.helpers import DATA  # noqa: E402
+from turboquant_nb import esm as M
+from turboquant_nb import transform
+from turboquant_nb.esm import (
+    EOS,
+    MASK,
+    RESIDUES,
+    TurboEsm,
+    calibrate,
+    load_esm,
+    masked_marginals,
+    random_esm,
+    random_proteins,
+    read_fasta,
+    read_mutations,
+    score_mutations,
+    tokens,
+    variants,
+)
+from turboquant_nb.quantizer import Recipe, Spec
+from turboquant_nb.transform import (
+    RECIPES,
+    SideSpec,
+    TransformRecipe,
+    code_states,
+    load_code,
+    mapped_states,
+    save_code,
+)
+
+
+def tiny(d=16, heads=2, layers=2, seed=0, **more):
+    return random_esm(layers, heads, d, seed, **more)
+
+
+proteins = random_proteins
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny()
+
+
+@pytest.fixture(scope="module")
+def code(model):
+    return calibrate(model, proteins(24), "water4")
+
+
+PLAIN = Recipe(Spec(bits=4), Spec(bits=4), sinks=0, window=0)
+TURNING = Recipe(Spec(bits=4, center="rope"), Spec(bits=4), sinks=1, window=4)
+
+
+# --- exactness of the wrapped model
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize("d, heads", [(16, 4), (24, 2), (32, 2), (64, 2), (128, 1)])
+def test_prefill_bit_equal(d, heads, attn):
+    m = tiny(d, heads)
+    m.set_attn_implementation(attn)
+    ids, mask = tokens(proteins(3))
+    with torch.no_grad():
+        want = m(ids, attention_mask=mask, output_hidden_states=True)
+    with TurboEsm(m) as t:
+        out = t.prefill(ids, mask)
+        assert torch.equal(out.logits, want.logits)
+        assert torch.equal(out.hidden, want.hidden_states[-1])
+        with torch.no_grad():  # a plain call of the wrapped model, nothing kept
+            assert torch.equal(m(ids, attention_mask=mask).logits, want.logits)
+    assert all(type(x.attention.self).__name__ == "EsmSelfAttention" for x in m.esm.encoder.layer)
+    with torch.no_grad():
+        assert torch.equal(m(ids, attention_mask=mask).logits, want.logits)
+
+
+def test_weights_are_shared_and_undone(model):
+    before = {n: p.data_ptr() for n, p in model.named_parameters()}
+    t = TurboEsm(model)
+    assert {n: p.data_ptr() for n, p in model.named_parameters()} == before
+    with pytest.raises(ValueError, match="wrapped already"):
+        TurboEsm(model)
+    t.undo()
+    t.undo()
+    assert {n: p.data_ptr() for n, p in model.named_parameters()} == before
+
+
+def test_contacts(model):
+    ids, mask = tokens(proteins(3))
+    m = copy.deepcopy(model)
+    m.set_attn_implementation("eager")
+    with torch.no_grad():
+        want = m.predict_contacts(ids, mask)
+    with TurboEsm(model) as t:
+        torch.testing.assert_close(t.contacts(ids, mask), want, rtol=1e-4, atol=1e-5)
+    with TurboEsm(model, "k3v3") as t, pytest.raises(ValueError, match="without sinks"):
+        t.contacts(ids)
+
+
+# --- decoding
+
+
+def causal_reference(model, ids, prefix, block=False):
+    "The same tokens in one pass with a mask: the prefix sees itself, the rest what came before."
+    base, n = model.esm, ids.shape[1]
+    at = torch.arange(n)
+    seen = (at[None] < prefix) | ((at[None] <= at[:, None]) & (at[:, None] >= prefix))
+    if block:
+        seen = (at[None] < prefix) | (at[:, None] >= prefix).expand(n, n)
+    with TurboEsm(model) as t:
+        hook = lambda i, q, k, v, m: (
+            k,
+            v,
+            F.scaled_dot_product_attention(q, k, v, seen, scale=1.0),
+        )  # noqa: E731
+        return t._run(hook, lambda: base(ids).last_hidden_state).hidden
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("steps", [[1] * 12, [3, 1, 8], [12]])
+def test_decode_continues_exactly(model, steps, causal):
+    if not causal and steps != [12]:
+        steps = [12]
+    ids, _ = tokens(["".join(proteins(1, 30, 31))])
+    prefix = ids.shape[1] - 12
+    want = causal_reference(model, ids, prefix, not causal)
+    with TurboEsm(model) as t:
+        t.prefill(ids[:, :prefix])
+        out, at = [], prefix
+        for n in steps:
+            out.append(t.decode(ids[:, at : at + n], causal=causal).hidden)
+            at += n
+        assert t.length.tolist() == [ids.shape[1]]
+    torch.testing.assert_close(torch.cat(out, 1), want[:, prefix:], rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["exact", "code", "recipe", "list", "turning"])
+def test_ragged_batches_are_single_sequences(model, code, kind):
+    kinds = {"exact": None, "code": code, "recipe": PLAIN, "list": [PLAIN, "k4v4"], "turning": TURNING}
+    use = kinds[kind]
+    seqs = proteins(3, 15, 40, seed=5)
+    more = torch.randint(4, 24, (3, 4), generator=torch.Generator().manual_seed(1))
+    ids, mask = tokens(seqs)
+    with TurboEsm(model, use) as t:
+        t.prefill(ids, mask)
+        batch = [t.decode(more[:, :3]).hidden, t.decode(more[:, 3:]).hidden]
+        assert t.length.tolist() == [len(s) + 2 + 4 for s in seqs]
+        for i, s in enumerate(seqs):
+            t.prefill(tokens([s])[0])
+            one = [t.decode(more[i : i + 1, :3]).hidden, t.decode(more[i : i + 1, 3:]).hidden]
+            for a, b in zip(batch, one):
+                torch.testing.assert_close(a[i : i + 1], b, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("kind", ["exact", "code", "recipe"])
+def test_replay_is_prefill_and_decode(model, code, kind):
+    seqs = proteins(3, 15, 40, seed=6)
+    prefix = torch.tensor([(len(s) + 2) // 2 for s in seqs])
+    ids, mask = tokens(seqs)
+    with TurboEsm(model, {"exact": None, "code": code, "recipe": PLAIN}[kind]) as t:
+        got = t.replay(ids, prefix, mask).hidden
+        for i, (s, n) in enumerate(zip(seqs, prefix.tolist())):
+            one, _ = tokens([s])
+            want = [t.prefill(one[:, :n]).hidden]
+            want += [t.decode(one[:, j : j + 1]).hidden for j in range(n, one.shape[1])]
+            real = got[i : i + 1, : one.shape[1]]
+            torch.testing.assert_close(real, torch.cat(want, 1), rtol=2e-3, atol=2e-3)
+        if kind == "code":
+            exact = t.replay(ids, prefix, mask, layers=()).hidden
+            assert (exact - got).abs().max() > 1e-3
+    with TurboEsm(model, "k3v3") as t, pytest.raises(ValueError, match="without sinks"):
+        t.replay(ids, prefix, mask)
+
+
+def test_decode_with_masked_tokens(model):
+    "ESM's correction for masked tokens goes on: the ratio of all tokens so far."
+    ids, _ = tokens(proteins(1))
+    ids[0, 3] = MASK
+    with TurboEsm(model) as t:
+        t.prefill(ids)
+        new = torch.tensor([[MASK, 5]])
+        x = t._embed(new, torch.tensor([2 / (ids.shape[1] + 2)]))
+        assert not x[0, 0].any() and x.isfinite().all()
+        e = model.esm.embeddings.word_embeddings.weight[5]
+        torch.testing.assert_close(x[0, 1], e * 0.88 / (1 - 2 / (ids.shape[1] + 2)))
+        assert t.decode(new).hidden.isfinite().all()
+        assert t.masked.tolist() == [2]
+
+
+def test_errors_and_rollback(model, code):
+    ids, mask = tokens(proteins(2))
+    for use in (None, code, PLAIN):
+        with TurboEsm(model, use, max_length=ids.shape[1] + 2) as t:
+            with pytest.raises(ValueError, match="call prefill first"):
+                t.decode(ids[:, :1])
+            t.prefill(ids, mask)
+            for _ in range(2):
+                t.decode(ids[:, 1:2])
+            held = t.report()["nbytes"]
+            with pytest.raises(ValueError, match="max_length"):
+                t.decode(ids[:, 1:2])
+            with pytest.raises(ValueError, match=r"\[2, n\]"):
+                t.decode(ids[:1, 1:2])
+            assert t.report()["nbytes"] == held and t.report()["tokens"] == ids.shape[1] + 2
+            t.reset()
+            with pytest.raises(ValueError, match="call prefill first"):
+                t.report()
+            t.prefill(ids, mask)
+    with TurboEsm(model, max_length=4) as t, pytest.raises(ValueError, match="max_length is 4"):
+        t.prefill(ids, mask)
+    with TurboEsm(model) as t:
+        for bad in (1 - mask, mask.flip(1), torch.zeros_like(mask)):
+            with pytest.raises(ValueError, match="padding on the right"):
+                t.prefill(ids, bad)
+        with pytest.raises(ValueError, match="shape of ids"):
+            t.prefill(ids, mask[:, 1:])
+        with pytest.raises(ValueError, match="integers"):
+            t.prefill(ids.float())
+
+
+@pytest.mark.parametrize("kind", ["exact", "code", "recipe"])
+def test_failed_decode_leaves_the_past(model, code, kind):
+    use = {"exact": None, "code": code, "recipe": PLAIN}[kind]
+    ids, _ = tokens(proteins(1))
+    with TurboEsm(model, use) as t:
+        t.prefill(ids)
+        plain = t.decode(ids[:, 1:2]).hidden
+        t.prefill(ids)
+        last, f = model.esm.encoder.layer[-1].output, model.esm.encoder.layer[-1].output.forward
+        last.forward = lambda *a: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            t.decode(ids[:, 2:3])
+        last.forward = f
+        assert t.hook is None and t.past.length == ids.shape[1]
+        assert torch.equal(t.decode(ids[:, 1:2]).hidden, plain)
+
+
+# --- the code
+
+
+def test_code_round_trip(code):
+    "What is read back is the nearest level of every channel, and channels without bits read 0."
+    side, g = code.key, torch.Generator().manual_seed(3)
+    layers, heads, d = side.shape
+    x = torch.randn(layers, 2, heads, 7, d, generator=g)
+    at = torch.arange(7).expand(2, -1) + torch.tensor([[0], [5]])
+    packed = code_states(side, x, at)
+    assert packed.shape == (2, 7, sum(side.width(i) for i in range(layers)))
+    parts = torch.cat([code_states(side, x[i : i + 1], at, i) for i in range(layers)], -1)
+    assert torch.equal(packed, parts)
+    cut = [0, *torch.tensor([side.width(i) for i in range(layers)]).cumsum(0).tolist()]
+    z = torch.stack(
+        [mapped_states(side, packed[..., cut[i] : cut[i + 1]], i) for i in range(layers)]
+    )
+    centre = transform.turned(side.mean, at, side.turn)
+    exact = torch.einsum("lhde,lbhne->lbhnd", side.into, x - centre)
+    flat, z, exact = (
+        side.bits.flatten(),
+        z.permute(0, 2, 4, 1, 3).flatten(0, 2),
+        exact.permute(0, 2, 4, 1, 3).flatten(0, 2),
+    )
+    for b, levels in side.levels.items():
+        near = (exact[flat == b].flatten(1)[..., None] - levels[:, None]).abs().min(-1).values
+        got = (exact[flat == b] - z[flat == b]).abs().flatten(1)
+        torch.testing.assert_close(got, near, rtol=1e-3, atol=1e-5)
+    assert not z[flat == 0].any()
+
+
+def test_maps_are_inverse(code):
+    for side in (code.key, code.value):
+        eye = torch.eye(side.shape[2]).expand_as(side.into)
+        torch.testing.assert_close(side.into @ side.back, eye, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_recipes_fit(model, name):
+    c = calibrate(model, proteins(12), name)
+    want = {"turboesm": (4.0, 3.0)}.get(name)
+    bits = [s.bits.float().mean().item() for s in (c.key, c.value)]
+    if want:
+        assert tuple(bits) == want
+        m, rot = c.value.into, c.key.into
+        assert torch.equal(m, torch.eye(m.shape[-1]).expand_as(m))
+        torch.testing.assert_close(
+            rot @ rot.transpose(-1, -2), torch.eye(16).expand_as(rot), rtol=1e-4, atol=1e-4
+        )
+    else:
+        assert sum(bits) / 2 == pytest.approx(float(name[5]), abs=0.01)
+        assert min(int(s.bits.min()) for s in (c.key, c.value)) >= 1
+    assert c.bits_per_value >= sum(bits) / 2
+
+
+def test_more_bits_come_closer(model):
+    seqs, held = proteins(24), proteins(4, seed=9)
+    ids, mask = tokens(held)
+    error = []
+    with torch.no_grad():
+        want = model.esm(ids, attention_mask=mask).last_hidden_state
+    for name in ("water2", "water3", "water4"):
+        with TurboEsm(model, calibrate(model, seqs, name)) as t:
+            error.append(float((t.reread(ids, mask).hidden - want)[mask.bool()].square().mean()))
+    assert error[0] > 2 * error[1] > 4 * error[2] > 0
+
+
+def test_bytes_are_what_the_formula_says(model, code):
+    ids, mask = tokens(proteins(2))
+    layers = code.key.shape[0]
+    wide = sum(s.width(i) for s in (code.key, code.value) for i in range(layers))
+    with TurboEsm(model, code, max_length=64) as t:
+        t.prefill(ids, mask)
+        assert t.report()["nbytes"] == 2 * 64 * wide + 2 * 8
+    with TurboEsm(model, code) as t:  # no slack for a prefill
+        t.prefill(ids, mask)
+        assert t.report()["nbytes"] == 2 * ids.shape[1] * wide + 2 * 8
+        assert t.report()["tables_nbytes"] == code.tables_nbytes
+    sinks = replace(code, recipe=replace(code.recipe, sinks=2))
+    with TurboEsm(model, sinks, max_length=64) as t:
+        t.prefill(ids, mask)
+        exact = 2 * 2 * layers * 2 * 2 * 16 * 4
+        assert t.report()["nbytes"] == 2 * 64 * wide + 2 * 8 + exact
+
+
+def test_sinks_are_exact(model, code):
+    ids, mask = tokens(proteins(2))
+    with TurboEsm(model) as t:
+        t.prefill(ids, mask)
+        exact = [t.past.states(i) for i in range(2)]
+        start = t.past.start
+    with TurboEsm(model, replace(code, recipe=replace(code.recipe, sinks=2))) as t:
+        t.prefill(ids, mask)
+        for i in range(2):
+            k, v = t.past.states(i)
+            for side, z, x in ((code.key, k, exact[i][0]), (code.value, v, exact[i][1])):
+                x = x if side is code.key else x - side.mean[i][:, None]
+                want = x @ side.into[i].transpose(-1, -2)
+                for b, s in enumerate(start.tolist()):
+                    torch.testing.assert_close(
+                        z[b, :, s : s + 2], want[b, :, s : s + 2], rtol=1e-4, atol=1e-4
+                    )
+                    assert (z[b, :, s + 2 :] - want[b, :, s + 2 :]).abs().max() > 1e-3
+
+
+def test_strays_are_kept(code):
+    far = replace(code, recipe=replace(code.recipe, strays=0.5))
+    g = torch.Generator().manual_seed(0)
+    layers, heads, d = code.key.shape
+    past = M.CodedPast(far, torch.tensor([0, 3]), None, torch.float32)
+    chunks = torch.randn(2, layers, 2, heads, 6, d, generator=g)
+    chunks[1, 1, 0, :, 2] *= 300  # values of layer 1, sequence 0, slot 2
+    chunks[0, 0, 1, :, 1] *= 300  # before sequence 1 starts: nobody's
+    for i in range(layers):
+        past.take(i, chunks[0, i], chunks[1, i])
+    plain = 6 * sum(e[-1] for e in past.edges) * 2 + 16
+    assert past.nbytes() == plain
+    past.commit(6)
+    ((layer, row, slot, k, v),) = past.strays
+    assert (layer, row.tolist(), slot.tolist()) == (1, [0], [2]) and k.dtype == torch.float16
+    assert past.nbytes() == plain + 2 * 2 * heads * d + 2 * 8
+    z = past.states(1)[1][0, :, 2]
+    want = (chunks[1, 1, 0, :, 2] - code.value.mean[1])[:, None] @ code.value.into[1].transpose(-1, -2)
+    torch.testing.assert_close(z, want[:, 0], rtol=1e-2, atol=1e-2)
+    other = M.CodedPast(code, torch.tensor([0, 3]), None, torch.float32)
+    for i in range(layers):
+        other.take(i, chunks[0, i], chunks[1, i])
+    other.commit(6)
+    assert (other.states(1)[1][0, :, 2] - want[:, 0]).norm() > 0.5 * want.norm()
+    rest = [i for i in range(6) if i != 2]
+    assert torch.equal(past.states(1)[1][0, :, rest], other.states(1)[1][0, :, rest])
+    for i in range(layers):  # a chunk that is given up leaves nothing
+        past.take(i, 300 * chunks[0, i, :, :, :1], chunks[1, i, :, :, :1])
+    assert past.found
+    past.rollback()
+    past.commit(0)
+    assert len(past.strays) == 1
+
+
+def test_strays_in_a_model(model, code):
+    many = replace(code, recipe=replace(code.recipe, strays=1e-3))
+    ids, mask = tokens(proteins(2, 20, 30, seed=8))
+    base = model.esm
+    with torch.no_grad():
+        exact = base(ids, attention_mask=mask).last_hidden_state[mask.bool()]
+    error, held = [], []
+    for c in (code, many):
+        with TurboEsm(model, c) as t:
+            t.prefill(ids, mask)
+            held.append(t.report()["nbytes"])
+            error.append((t.reread(ids, mask).hidden[mask.bool()] - exact).square().mean())
+            one = ids[:1]
+            t.prefill(one[:, :12])
+            steps = torch.cat([t.decode(one[:, i : i + 1]).hidden for i in range(12, 20)], 1)
+            replay = t.replay(one[:, :20], torch.tensor([12])).hidden[:, 12:]
+            torch.testing.assert_close(replay, steps, rtol=1e-2, atol=1e-2)
+    assert error[1] < 0.9 * error[0] and held[1] > held[0]
+
+
+def test_file(model, code, tmp_path):
+    path = tmp_path / "a.safetensors"
+    save_code(code, path)
+    back = load_code(path)
+    assert back.recipe == code.recipe and back.header == code.header | {"format": transform.FORMAT}
+    for a, b in ((code.key, back.key), (code.value, back.value)):
+        assert set(a.tensors()) == set(b.tensors())
+        assert all(torch.equal(a.tensors()[n], b.tensors()[n]) for n in a.tensors())
+    ids, _ = tokens(proteins(1, seed=4))
+    out = []
+    for c in (code, back):
+        with TurboEsm(model, c) as t:
+            t.prefill(ids)
+            out.append(t.decode(ids[:, :1]).hidden)
+    assert torch.equal(*out)
+    with pytest.raises(FileNotFoundError):
+        load_code(tmp_path / "b.safetensors")
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="not a readable code"):
+        load_code(path)
+
+
+def test_file_of_the_first_format():
+    "A code written before this package was cut into modules; what it says of a model, that model still accepts."
+    path = DATA / "esm-code-1.safetensors"
+    c, m = load_code(path), tiny(4)
+    assert c.header["tokens"] == 264 and c.recipe.sinks == 1 and c.recipe.strays == 0.25
+    with pytest.raises(ValueError, match="in the calibration set"):
+        c.check_held_out(proteins(8))
+    ids, mask = tokens(proteins(2, seed=4))
+    with TurboEsm(m, c, max_length=64) as t:
+        t.prefill(ids, mask)
+        assert t.decode(ids[:, :1]).hidden.isfinite().all()
+        exact, apart = 2 * 2 * 2 * 2 * 4 * 4, sum(2 * 2 * 4 * 2 * len(x.row) + 2 * 8 * len(x.row) for x in t.past.strays)
+        assert t.report()["nbytes"] == 2 * 64 * 12 + exact + 2 * 8 + apart and t.report()["tables_nbytes"] == 2376
+    with pytest.raises(ValueError, match="another model"):
+        TurboEsm(tiny(4, seed=1), c)
+
+
+def test_refusals_of_calibration(model, code):
+    seqs = proteins(24)
+    with pytest.raises(ValueError, match="in the calibration set"):
+        code.check_held_out([seqs[3].lower()])
+    code.check_held_out(proteins(5, seed=77))
+    with pytest.raises(ValueError, match="held out"):
+        calibrate(model, seqs, held_out=[seqs[0]])
+    with pytest.raises(ValueError, match="at least 8"):
+        calibrate(model, seqs[:7] * 2)
+    with pytest.raises(ValueError, match="recipe must be"):
+        calibrate(model, seqs, "k9")
+    with pytest.raises(ValueError, match="another model"):
+        TurboEsm(tiny(seed=1), code)
+    with pytest.raises(ValueError, match="layers, heads, head size"):
+        TurboEsm(tiny(32), code)
+    with pytest.raises(ValueError, match="one recipe for each"):
+        TurboEsm(model, ["k3v3"])
+    with pytest.raises(TypeError, match="EsmModel"):
+        TurboEsm(torch.nn.Linear(2, 2))
+    for bad in (dict(water="x"), dict(least=4), dict(sinks=-1), dict(strays=-1.0), dict(one_table=True),
+                dict(key=SideSpec(table="head")), dict(value=SideSpec(center="rope"))):  # fmt: skip
+        with pytest.raises(ValueError):
+            TransformRecipe(**bad)
+    for bad in (
+        dict(bits=0),
+        dict(rotation="x"),
+        dict(table="x"),
+        dict(center="x"),
+        dict(bits=1.0, sign=True),
+    ):
+        with pytest.raises(ValueError):
+            SideSpec(**bad)
+    ids, _ = tokens(seqs[:1])
+    with TurboEsm(model, code) as t:
+        with pytest.raises(ValueError, match="finite"):
+            t.past = M.CodedPast(t.code, torch.zeros(1, dtype=torch.long), None, torch.float32)
+            for i in range(2):
+                t.past.take(i, torch.full((1, 2, 3, 16), math.nan), torch.zeros(1, 2, 3, 16))
+    with pytest.raises(ValueError, match="rotary"):
+        TurboEsm(EsmForMaskedLM(replace_config(model.config, position_embedding_type="absolute")))
+
+
+def replace_config(config, **more):
+    return EsmConfig(**{**config.to_dict(), **more})
+
+
+# --- rows and variants
+
+
+def one_row_exact(model, ids, at, token):
+    "One row by hand: every layer's other states are those of the unmasked sequence."
+    with TurboEsm(model) as t:
+        t.prefill(ids)
+        states = [t.past.states(i) for i in range(t.shape[0])]
+        x = t._embed(torch.tensor([[token]]), torch.zeros(1))
+
+        def hook(layer, q, k, v, _):
+            pk, pv = (s.clone() for s in states[layer])
+            pk[:, :, at], pv[:, :, at] = k[:, :, 0], v[:, :, 0]
+            return k, v, F.scaled_dot_product_attention(q, pk, pv, scale=1.0)
+
+        return t._run(hook, lambda: t._encode(x, torch.tensor([[at]]))).hidden[0, 0]
+
+
+@pytest.mark.parametrize("block", [5, 1024])
+def test_rows_are_the_frozen_context(model, block):
+    ids, _ = tokens(proteins(1))
+    at = torch.arange(1, ids.shape[1] - 1)
+    with TurboEsm(model) as t:
+        t.prefill(ids)
+        got = t.rows(torch.full_like(at, MASK), at, block=block).hidden
+        same = t.rows(ids[0], torch.arange(ids.shape[1])).hidden
+        assert t.past.length == ids.shape[1]
+    for i in (0, 7, len(at) - 1):
+        torch.testing.assert_close(
+            got[i], one_row_exact(model, ids, int(at[i]), MASK), rtol=2e-4, atol=2e-4
+        )
+    with torch.no_grad():  # rows of the sequence itself are its own hidden states
+        torch.testing.assert_close(same, model.esm(ids).last_hidden_state[0], rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["code", "recipe", "exact"])
+def test_rows_of_one_sequence_of_a_batch(model, code, kind):
+    use = {"exact": None, "code": code, "recipe": PLAIN}[kind]
+    seqs = proteins(3, 15, 40, seed=5)
+    ids, mask = tokens(seqs)
+    with TurboEsm(model, use) as t:
+        for i, s in enumerate(seqs):
+            at = torch.tensor([1, len(s), 4])
+            t.prefill(ids, mask)
+            a = t.rows(torch.tensor([MASK, 5, MASK]), at, sequence=i).hidden
+            t.prefill(tokens([s])[0])
+            b = t.rows(torch.tensor([MASK, 5, MASK]), at).hidden
+            torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
+        for bad in (torch.tensor([-1]), torch.tensor([len(seqs[-1]) + 2])):
+            with pytest.raises(ValueError, match="at must be from 0"):
+                t.rows(torch.tensor([MASK]), bad)
+        with pytest.raises(ValueError, match="one length"):
+            t.rows(torch.tensor([MASK]), torch.tensor([1, 2]))
+
+
+def test_exact_marginals(model):
+    s = proteins(1)[0]
+    with TurboEsm(model) as t:
+        got = masked_marginals(t, s, "exact", block=8)
+        every = masked_marginals(t, s, "every", passes=len(s))
+        fewer = masked_marginals(t, s, "every", passes=3)
+        frozen = masked_marginals(t, s)
+    ids, _ = tokens([s])
+    for i in (0, 5, len(s) - 1):
+        x = ids.clone()
+        x[0, i + 1] = MASK
+        with torch.no_grad():
+            p = model(x).logits[0, i + 1].log_softmax(-1)
+        columns = torch.tensor([M._INDEX[r] for r in RESIDUES])
+        torch.testing.assert_close(got[i], p[columns] - p[ids[0, i + 1]], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(every, got, rtol=1e-3, atol=1e-3)
+    assert frozen.shape == got.shape == fewer.shape == (len(s), 20)
+    wild = torch.tensor([RESIDUES.index(r) for r in s])
+    assert not frozen[torch.arange(len(s)), wild].any()
+    assert (frozen - got).abs().max() > 1e-3 and (fewer - got).abs().max() > 1e-3
+    with pytest.raises(ValueError, match="method"), TurboEsm(model) as t:
+        masked_marginals(t, s, "x")
+    with pytest.raises(ValueError, match="head"), TurboEsm(model.esm) as t:
+        masked_marginals(t, s)
+
+
+def test_mutations(model, tmp_path):
+    s = "MKV" + proteins(1)[0]
+    table = torch.randn(len(s), 20)
+    score = lambda m: float(table[int(m[1:-1]) - 1, RESIDUES.index(m[-1])])  # noqa: E731
+    got = score_mutations(table, s, ["M1A", "M1A:V3L", "k2r"])
+    assert got == pytest.approx([score("M1A"), score("M1A") + score("V3L"), score("K2R")])
+    for bad, text in (
+        ("A1G", "has M1"),
+        ("M1", "like A5G"),
+        ("M1Z", "like A5G"),
+        ("M0A", "residues"),
+        ("A999G", "residues"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            score_mutations(table, s, [bad])
+    fasta = tmp_path / "a.fasta"
+    fasta.write_text(f">p1 a protein\n{s[:10].lower()}\n{s[10:]}*\n\n>p2\nACDEF\n")
+    sequences = read_fasta(fasta)
+    assert sequences == {"p1": s, "p2": "ACDEF"}
+    with TurboEsm(model) as t:
+        rows = variants(t, sequences)
+        assert len(rows) == 19 * (len(s) + 5) and {r[0] for r in rows} == {"p1", "p2"}
+        assert not any(m[0] == m[-1] for _, m, _ in rows)
+        some = variants(t, sequences, {"p2": ["A1C", "C2D:F5A"]})
+        find = {r[:2]: r[2] for r in rows}
+        assert some[0] == ("p2", "A1C", find["p2", "A1C"])
+        assert some[1][2] == pytest.approx(find["p2", "C2D"] + find["p2", "F5A"])
+        with pytest.raises(ValueError, match="p3"):
+            variants(t, sequences, {"p3": ["A1C"]})
+    plain, named = tmp_path / "m.txt", tmp_path / "n.txt"
+    plain.write_text("# one a line\nA1C\n\nC2D:F5A\n")
+    named.write_text("p2\tA1C\np2 C2D\np1 M1A\n")
+    assert read_mutations(plain) == ["A1C", "C2D:F5A"]
+    assert read_mutations(named) == {"p2": ["A1C", "C2D"], "p1": ["M1A"]}
+    for bad in ("", "A1C\np1 A1C\n", "a b c\n"):
+        plain.write_text(bad)
+        with pytest.raises(ValueError, match="must hold"):
+            read_mutations(plain)
+    for bad, text in (
+        ("ACD\n", 'expected ">"'),
+        ("", "no sequence"),
+        (">a\nAC\n>a\nAC\n", "second"),
+        (">a\n>b\nAC\n", "letters"),
+        (">a\nA1C\n", "letters"),
+    ):
+        fasta.write_text(bad)
+        with pytest.raises(ValueError, match=text):
+            read_fasta(fasta)
+
+
+def test_command_line(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    model.save_pretrained("model")
+    seqs = proteins(10)
+    (tmp_path / "a.fasta").write_text("".join(f">p{i}\n{s}\n" for i, s in enumerate(seqs)))
+    (tmp_path / "b.fasta").write_text(f">mine\n{proteins(1, seed=50)[0]}\n")
+    common = ["--model", "model", "--fasta", "a.fasta", "--device", "cpu"]
+    assert M.main(["calibrate", *common, "--recipe", "water2", "--out", "c.st", "--held-out", "b.fasta"]) == 0
+    out = capsys.readouterr()
+    assert "bits per value" in out.out and "20 of 20 sequences" in out.err
+    common[3] = "b.fasta"
+    assert M.main(["variants", *common, "--code", "c.st", "--quiet"]) == 0
+    rows = [x.split("\t") for x in capsys.readouterr().out.splitlines()]
+    assert len(rows) == 19 * len(proteins(1, seed=50)[0]) and rows[0][0] == "mine"
+    assert M.main(["variants", *common, "--code", "c.st", "--json", "--quiet"]) == 0
+    table = json.loads(capsys.readouterr().out)
+    assert [x["mutation"] for x in table] == [r[1] for r in rows]
+    common[3] = "a.fasta"
+    assert M.main(["calibrate", *common, "--out", "c.st", "--held-out", "a.fasta"]) == 1
+    assert "is held out" in capsys.readouterr().err
+    common[3] = "none.fasta"
+    assert M.main(["variants", *common]) == 1 and "none.fasta" in capsys.readouterr().err
+
+
+def test_tokens():
+    ids, mask = tokens(["LAG", "mx?"])
+    assert ids.tolist() == [[0, 4, 5, 6, 2], [0, 20, 24, 3, 2]] and mask.all()
+    ids, mask = tokens(["L", "LAG"])
+    assert ids[0].tolist() == [0, 4, EOS, 1, 1] and mask[0].tolist() == [1, 1, 1, 0, 0]
+    for bad in ([], [""]):
+        with pytest.raises(ValueError):
+            tokens(bad)
+    with pytest.raises(TypeError):
+        tokens("LAG")
+
+
+# --- fair-esm
+
+
+@pytest.mark.parametrize("layers, heads, dim", [(2, 4, 64), (3, 2, 48)])
+def test_fair_esm_checkpoint(tmp_path, layers, heads, dim):
+    fair = pytest.importorskip("esm")
+    from esm.model.esm2 import ESM2
+
+    torch.manual_seed(0)
+    alphabet = fair.data.Alphabet.from_architecture("ESM-1b")
+    theirs = ESM2(layers, dim, heads, alphabet).eval()
+    for p in theirs.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    state = theirs.state_dict()
+    regression = {n: state.pop(n) for n in list(state) if n.startswith("contact_head")}
+    state = {
+        f"encoder.{n}" if n.startswith("lm_head") else f"encoder.sentence_encoder.{n}": t
+        for n, t in state.items()
+    }
+    config = argparse.Namespace(
+        encoder_layers=layers,
+        encoder_embed_dim=dim,
+        encoder_attention_heads=heads,
+        token_dropout=True,
+    )
+    torch.save({"model": state, "cfg": {"model": config}}, tmp_path / "a.pt")
+    torch.save({"model": regression}, tmp_path / "a-contact-regression.pt")
+    ours = load_esm(tmp_path / "a.pt")
+    names, _, ids = alphabet.get_batch_converter()([("a", "MKTAYIAK"), ("b", "LAG<mask>VW")])[:3]
+    own, mask = tokens(["MKTAYIAK"])
+    assert own[0].tolist() == ids[0].tolist() and list(alphabet.all_toks) == list(M.TOKENS)
+    with torch.no_grad():
+        want = theirs(ids, repr_layers=[layers], return_contacts=True)
+        got = ours(ids, attention_mask=(ids != 1).long())
+        ours.set_attn_implementation("eager")
+        contacts = ours.predict_contacts(ids, (ids != 1).long())
+    real = ids != 1
+    torch.testing.assert_close(got.logits[real], want["logits"][real], rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(
+        contacts[0, :8, :8], want["contacts"][0, :8, :8], rtol=1e-3, atol=1e-4
+    )
+    bad = {"encoder.sentence_encoder.embed_tokens.weight": torch.zeros(33, 8)}
+    torch.save({"model": bad}, tmp_path / "b.pt")
+    with pytest.raises(ValueError, match="ESM-2"):
+        load_esm(tmp_path / "b.pt")
+
+
+def test_folder(model, tmp_path):
+    model.save_pretrained(tmp_path / "lm")
+    model.esm.save_pretrained(tmp_path / "trunk")
+    lm, trunk = load_esm(tmp_path / "lm"), load_esm(tmp_path / "trunk")
+    assert isinstance(lm, EsmForMaskedLM) and not isinstance(trunk, EsmForMaskedLM)
+    ids, _ = tokens(proteins(1))
+    with torch.no_grad():
+        assert torch.equal(lm(ids).logits, model(ids).logits)
+        assert torch.equal(trunk(ids).last_hidden_state, model.esm(ids).last_hidden_state)
+
+
+# --- decoder protein models through the ordinary cache
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gptj", "codegen", "gpt_neox", "llama", "mistral"])
+def test_decoder_protein_models(kind):
+    """ProtGPT2 and IgLM are GPT-2; ProGen2 is CodeGen's block with GPT-J's rotary; newer ones are
+    Llama or Mistral. Their plain causal caches need nothing of this module."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from turboquant_nb import TurboQuantCache
+
+    sizes = {
+        "gpt2": dict(n_embd=64, n_layer=2, n_head=2), "gptj": dict(n_embd=64, n_layer=2, n_head=2, rotary_dim=16),
+        "codegen": dict(n_embd=64, n_layer=2, n_head=4, rotary_dim=8),
+    }.get(kind, dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128))  # fmt: skip
+    if kind in ("llama", "mistral"):
+        sizes["num_key_value_heads"] = 1
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        kind, vocab_size=32, bos_token_id=0, eos_token_id=1, pad_token_id=1, **sizes
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.randint(2, 32, (2, 40), generator=torch.Generator().manual_seed(0))
+    cache = TurboQuantCache(model, "k4v4")
+    out = model.generate(
+        ids, past_key_values=cache, max_new_tokens=8, do_sample=False, min_new_tokens=8
+    )
+    assert out.shape == (2, 48) and cache.get_seq_length() == 47
+    assert 0 < cache.report()["bits_per_value"]
+    with torch.no_grad():
+        exact, own = (
+            model(ids).logits,
+            model(ids, past_key_values=TurboQuantCache(model, "k4v4")).logits,
+        )
+    torch.testing.assert_close(own, exact, rtol=1e-4, atol=1e-4)
+
+
+# --- the package
+
+
+def test_every_name_is_found_and_files_need_no_transformers(tmp_path):
+    assert {"TurboEsm", "tokens", "load_esm", "CodedPast", "calibrate", "variants", "main"} <= set(M.__all__) <= set(dir(M))
+    assert all(getattr(M, n) is not None for n in M.__all__) and callable(M.variants)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        M.nothing
+    light = "from turboquant_nb.esm import CodedPast, read_fasta, tokens; import sys; print('transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", light], capture_output=True, text=True)
+    assert done.stdout.split() == ["False"], done.stderr
+    blocked = "import sys; sys.modules['transformers'] = None\nfrom turboquant_nb.esm import tokens, random_esm\n"
+    for use in ("random_esm()", "from turboquant_nb.esm import TurboEsm"):
+        done = subprocess.run([sys.executable, "-c", blocked + use], capture_output=True, text=True)
+        assert 'pip install "turboquant-nb[hf]"' in done.stderr.splitlines()[-1]
+
+
+def test_random_models_leave_the_random_state():
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    a, b = random_esm(1, 2, 8, seed=3), random_esm(1, 2, 8, seed=4)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(a.lm_head.dense.weight, b.lm_head.dense.weight)
+    assert torch.equal(a.lm_head.dense.weight, random_esm(1, 2, 8, seed=3).lm_head.dense.weight)

@@ -1,0 +1,172 @@
+"What several tests share: where files of older versions lie, tiny random models of every family, and how they generate."
+import os
+from pathlib import Path
+
+import torch
+
+from turboquant_nb.quantizer import Recipe
+
+SLOW = bool(os.environ.get("TURBOQUANT_SLOW"))  # everything; without it the widest matrices are thinned (CONTRIBUTING.md says which)
+DATA = Path(__file__).parent / "data"
+VOCAB, DROP = 61, "drop this entry"
+BASE = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+            max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=None)
+MOE = dict(num_local_experts=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+FAMILIES = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", dict(sliding_window=12)),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {}),
+    "gemma": ("Gemma", {}),
+    "gemma2": ("Gemma2", dict(sliding_window=12, query_pre_attn_scalar=8)),
+    "gemma3_text": ("Gemma3", dict(sliding_window=12, query_pre_attn_scalar=8, layer_types=["sliding_attention", "full_attention"])),
+    "phi3": ("Phi3", dict(sliding_window=None)),
+    "gpt2": ("GPT2", dict(n_embd=32, n_layer=2, n_head=4, n_positions=256)),
+    "gpt_neox": ("GPTNeoX", dict(rotary_pct=0.5)),
+    "opt": ("OPT", dict(ffn_dim=48, word_embed_proj_dim=32)),
+    "falcon": ("Falcon", dict(new_decoder_architecture=True, num_kv_heads=2, alibi=False, head_dim=DROP)),
+    "stablelm": ("StableLm", {}),
+    "cohere": ("Cohere", {}),
+    "cohere2": ("Cohere2", dict(sliding_window=12, layer_types=["sliding_attention", "full_attention"])),
+    "olmo2": ("Olmo2", {}),
+    "granite": ("Granite", {}),
+    "gpt_oss": ("GptOss", dict(MOE, sliding_window=12, layer_types=["sliding_attention", "full_attention"])),
+    "smollm3": ("SmolLM3", dict(no_rope_layers=[1, 0])),
+    "mixtral": ("Mixtral", dict(MOE, sliding_window=None)),
+    "phi": ("Phi", {}),
+    "starcoder2": ("Starcoder2", dict(sliding_window=None)),
+    "glm4": ("Glm4", {}),
+    "deepseek_v3": ("DeepseekV3", dict(MOE, n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1, kv_lora_rank=8, q_lora_rank=16, qk_rope_head_dim=4,
+                                       qk_nope_head_dim=8, v_head_dim=6, num_key_value_heads=4, head_dim=4)),
+    "qwen3_next": ("Qwen3Next", dict(MOE, shared_expert_intermediate_size=16, layer_types=["linear_attention", "full_attention"], linear_num_value_heads=2,
+                                     linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, decoder_sparse_step=1)),
+    "lfm2": ("Lfm2", dict(layer_types=["conv", "full_attention"])),
+}
+HYBRID = ("qwen3_next", "lfm2")  # layers with a recurrent state: transformers' own, not to be cropped
+SLIDING = ("mistral", "gemma2", "gemma3_text", "cohere2", "gpt_oss")
+MODES = {
+    "beams": dict(num_beams=3),
+    "beams returned": dict(num_beams=4, num_return_sequences=2, length_penalty=0.7),
+    "sampling": dict(do_sample=True, num_return_sequences=2, top_k=20, temperature=0.8),
+    "beam sampling": dict(num_beams=2, do_sample=True),
+    "prefill in chunks": dict(prefill_chunk_size=8),
+    "repetition penalty": dict(repetition_penalty=1.3),
+}
+_made = {}
+
+
+def tiny(name="llama", seed=0, **changes):
+    "A random model with weights large enough that its tokens depend on the context."
+    key = (name, seed, repr(sorted(changes.items())))
+    if key not in _made:
+        import transformers
+
+        prefix, extra = FAMILIES.get(name, (name, {}))
+        config = getattr(transformers, prefix + ("TextConfig" if name == "gemma3_text" else "Config"))(**{k: x for k, x in {**BASE, **extra, **changes}.items() if x != DROP})
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.ndim > 1:
+                    p.normal_(0, 0.15, generator=generator)
+        model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
+        _made[key] = model
+    model = _made[key]
+    model.set_attn_implementation("sdpa" if fused(model) else "eager")
+    return model
+
+
+def fused(model):
+    "Whether SDPA computes what the model says: it knows no softcap, and transformers 5.17 drops Gemma 2's without a word."
+    return model._supports_sdpa and getattr(model.config, "attn_logit_softcapping", None) is None
+
+
+def prompt(batch=3, length=30, seed=0, padded=True):
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(2, VOCAB, (batch, length), generator=g)
+    mask = torch.ones_like(ids)
+    if padded:
+        for row, n in enumerate((0, 7, 13)[:batch]):
+            ids[row, :n], mask[row, :n] = 0, 0
+    return dict(input_ids=ids, attention_mask=mask)
+
+
+def generate(model, inputs, attention, recipe="k4v4", cache=None, padding=True, **kwargs):
+    "(tokens, cache) under one attention implementation."
+    model.set_attn_implementation(attention)
+    if cache is None:
+        from turboquant_nb.hf import TurboQuantCache
+
+        cache = TurboQuantCache(model, recipe)
+        if padding and "attention_mask" in inputs:
+            cache.set_padding(inputs["attention_mask"])
+    torch.manual_seed(7)
+    return model.generate(**inputs, **{"max_new_tokens": 8, "do_sample": False, "past_key_values": cache, **kwargs}), cache
+
+
+def exact_recipe():
+    "Everything lies in the window: the cache must then equal transformers' own."
+    return Recipe(sinks=0, window=512)
+
+
+def three(model):
+    "The attentions to compare."
+    names = [a for a in ("eager", "sdpa", "turboquant") if a != "sdpa" or fused(model)]
+    return names[:-1] if caches_latents(model) else names
+
+
+def caches_latents(model):
+    "Multi-head latent attention in newer transformers: the cache holds latents that each layer expands, so only dense modes can serve it."
+    if model.config.model_type not in ("deepseek_v3", "deepseek_v2"):
+        return False
+    model.set_attn_implementation("eager")
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.ones(1, 2, dtype=torch.long), past_key_values=cache)
+    return cache.layers[0].keys.shape[1] != model.config.num_attention_heads
+
+
+# --- calibrated ones
+
+MODELS = {  # to calibrate: name and what changes
+    "llama": {},
+    "qwen2": {},  # a bias of keys
+    "mistral": {},  # all layers slide
+    "gemma3_text": dict(head_dim=16),  # norms of q and k, two bases of RoPE, a head size that is not hidden / heads
+    "gemma2": {},  # softcap
+    "qwen3": {},  # norms of q and k
+    "stablelm": {},  # RoPE on a quarter of the channels
+    "gpt_neox": dict(num_key_value_heads=DROP),  # RoPE on half of them; its config knows no KV heads
+}
+_found = {}
+
+
+def made(name):
+    "A random model of its own, whose channels of queries and keys are of unequal size, and its calibration."
+    from turboquant_nb.calibrate import calibrate
+
+    if name not in _found:
+        model = tiny(name, seed=5, **MODELS[name])
+        g = torch.Generator().manual_seed(6)
+        with torch.no_grad():
+            for n, p in model.named_parameters():
+                if any(x in n for x in ("k_proj.bias", "q_norm", "k_norm")):
+                    p.normal_(0, 1, generator=g)
+                elif p.ndim > 1 and ("k_proj" in n or "q_proj" in n):
+                    p.mul_(torch.randn(len(p), 1, generator=g).exp2())
+        _found[name] = model, calibrate(model, texts(4, 60, seed=3))
+    model, found = _found[name]
+    model.set_attn_implementation("sdpa" if fused(model) else "eager")
+    return model, found
+
+
+def texts(n=2, length=40, seed=0):
+    return prompt(n, length, seed, padded=False)["input_ids"]
+
+
+def logits(model, ids, **kwargs):
+    with torch.no_grad():
+        return model(ids, **kwargs).logits

@@ -1,0 +1,75 @@
+"Files that an earlier version wrote (commit 3b70b000, the last before the cache became a package of modules) load today, with the same bits."
+import json
+import warnings
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from tests.helpers import DATA  # noqa: E402
+from turboquant_nb.hf import TurboQuantCache  # noqa: E402
+from turboquant_nb.quant.calibration import load_calibration, save_calibration  # noqa: E402
+
+FACTS = json.loads((DATA / "archives.json").read_text())
+CONFIG = transformers.LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, pad_token_id=0
+)
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+
+
+def load(name):
+    if name != "compressed":
+        return TurboQuantCache.load(DATA / f"{name}.safetensors", CONFIG)
+    pytest.importorskip("constriction")
+    from turboquant_nb.storage import load_compressed
+    return load_compressed(DATA / "compressed.safetensors", CONFIG)
+
+
+@pytest.mark.parametrize("name", ["cache", "static", "compressed"])
+def test_a_cache_of_an_earlier_version_loads(name):
+    "Its size, recipe, padding, and what its codes stand for are what the earlier version said."
+    cache, facts = load(name), FACTS[name]
+    report = cache.report()
+    for key in ("nbytes", "tokens", "recipe"):
+        assert report[key] == facts[key], key
+    assert cache.static == (name == "static") and all(list(x.starts) == facts["starts"] == x.store.start.tolist() for x in cache.layers)
+    for layer, norms in zip(cache.layers, facts["norms"]):
+        for x, norm in zip(layer.store.read(), norms):
+            assert abs(float(x.double().norm()) / norm - 1) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["cache", "static"])
+def test_saved_again_it_is_the_same_file(name, tmp_path):
+    load(name).save(tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == (DATA / f"{name}.safetensors").read_bytes()
+
+
+def test_the_compressed_file_holds_the_same_tensors():
+    plain, compressed = load("cache").states()[0], load("compressed").states()[0]
+    for (a, ha), (b, hb) in zip(plain, compressed):
+        assert ha == hb and a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+@pytest.mark.parametrize("name", ["cache", "compressed"])
+def test_a_changed_file_is_refused(name, tmp_path):
+    from turboquant_nb.storage import load_compressed
+    data = bytearray((DATA / f"{name}.safetensors").read_bytes())
+    data[-2000] ^= 1
+    (tmp_path / "changed").write_bytes(data)
+    with pytest.raises(ValueError, match="was changed after it was written"):
+        TurboQuantCache.load(tmp_path / "changed", CONFIG) if name == "cache" else load_compressed(tmp_path / "changed", CONFIG)
+
+
+def test_a_calibration_of_an_earlier_version_loads(tmp_path):
+    "The same transforms by name, the same recipes for a budget, the same file again."
+    path, facts = DATA / "calibration.safetensors", FACTS["calibration"]
+    found = load_calibration(path)
+    found.check(CONFIG)
+    assert [m.name for m in found.maps] == facts["maps"]
+    recipes = TurboQuantCache(CONFIG, "k3v3", calibration=path, budget=facts["budget"]).recipes
+    assert [r.to_json() for r in recipes] == facts["recipes"]
+    save_calibration(found, tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == path.read_bytes()
+    with warnings.catch_warnings(), pytest.raises(ValueError, match="the calibration is of another model: it has layers 2, not 3"):
+        TurboQuantCache(transformers.LlamaConfig(**CONFIG.to_dict() | {"num_hidden_layers": 3}), calibration=path)

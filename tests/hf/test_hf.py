@@ -1,0 +1,903 @@
+"The transformers cache: every decoder family that is quick to build, every way of generating, and no silent wrong answer."
+import copy
+import gc
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+from transformers import AutoModelForCausalLM, DynamicCache  # noqa: E402
+from transformers.cache_utils import Cache  # noqa: E402
+
+from turboquant_nb.hf import CodedStates, TurboQuantCache, TurboQuantLayer, rope_frequencies  # noqa: E402
+from turboquant_nb.quantizer import Recipe, Spec, as_recipe  # noqa: E402
+from turboquant_nb.rates import by_layer  # noqa: E402
+from turboquant_nb.testing import same  # noqa: E402
+from tests.helpers import BASE, DROP, FAMILIES, HYBRID, MODES, MOE, SLIDING, VOCAB, caches_latents, exact_recipe, generate, prompt, three, tiny  # noqa: E402
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+
+
+def test_latent_caches_are_refused_on_codes():
+    model = tiny("deepseek_v3")
+    if not caches_latents(model):
+        pytest.skip("this transformers caches expanded keys and values")
+    model.set_attn_implementation("turboquant")
+    with torch.no_grad(), pytest.raises((TypeError, AttributeError), match="codes, not a tensor"):
+        model(prompt(1, 5)["input_ids"], past_key_values=TurboQuantCache(model))
+
+
+# --- every family ---------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family(name):
+    "Greedy, left-padded: the same tokens from all attentions, and the tokens of transformers' own cache when every token is in the exact window."
+    model, inputs = tiny(name), prompt()
+    model.set_attn_implementation("eager")
+    own = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    assert len({tuple(r) for r in own[:, 30:].tolist()}) > 1  # the rows differ: padding and context matter
+    results = []
+    for attention in three(model):
+        exact, _ = generate(model, inputs, attention, exact_recipe())
+        assert torch.equal(exact, own), attention
+        coded, cache = generate(model, inputs, attention)
+        results.append(coded)
+        assert all(x.store.length == 37 for x in cache.coded_layers)
+        served = cache.report()["served"]
+        assert served["prefill"] == len(cache.coded_layers) and set(served) == {"prefill", "codes" if model.config._attn_implementation == "turboquant" else "dense"}
+    assert all(torch.equal(x, results[0]) for x in results[1:])
+
+
+@pytest.mark.parametrize("name", [n for n in FAMILIES if n not in ("lfm2",)])
+def test_logits_of_codes_equal_logits_of_dense(name):
+    "The two modes of one cache, chunk after chunk (also chunks longer than a sliding window), to fp32 rounding; with and without a mask."
+    model = tiny(name)
+    if "turboquant" not in three(model):
+        pytest.skip("caches latents")
+    for padded in (False, True):
+        inputs = prompt(2, 60, padded=padded)
+        out = {}
+        for attention in ("eager", "turboquant"):  # sdpa has no softcap in older transformers
+            model.set_attn_implementation(attention)
+            cache, logits, at = TurboQuantCache(model, "k3v3"), [], 0
+            if padded:
+                cache.set_padding(inputs["attention_mask"])
+            for n in (9, 1, 20, 1, 1, 17, 11) if name not in HYBRID else (40, 1, 1, 1):
+                mask = dict(attention_mask=inputs["attention_mask"][:, : at + n]) if padded else {}
+                position = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)[:, at : at + n]
+                extra = {} if name in ("opt",) else dict(position_ids=position)
+                with torch.no_grad():
+                    logits.append(model(inputs["input_ids"][:, at : at + n], past_key_values=cache, **mask, **extra).logits)
+                at += n
+            logits = torch.cat(logits, 1)
+            out[attention] = logits if not padded else logits[inputs["attention_mask"][:, :at].bool()]
+        a, b = out.values()
+        assert float((a - b).abs().max()) < 2e-4 * float(a.abs().max()), (name, padded)
+
+
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "qwen3_next"])
+def test_ways_of_generating(name, mode):
+    model, inputs = tiny(name), prompt(2, 30)
+    if mode == "prefill in chunks" and name in HYBRID:
+        pytest.skip("transformers feeds a recurrent layer chunk by chunk only for some models")
+    own = None
+    for recipe in (exact_recipe(), "k3v3"):
+        results = [generate(model, inputs, a, recipe, **MODES[mode])[0] for a in three(model)]
+        assert all(torch.equal(x, results[0]) for x in results[1:])
+        if own is None and name not in HYBRID:  # the exact window: as transformers' own cache
+            model.set_attn_implementation("eager")
+            torch.manual_seed(7)
+            own = model.generate(**inputs, max_new_tokens=8, **{"do_sample": False, **MODES[mode]}, **({"past_key_values": DynamicCache(config=model.config)} if mode == "prefill in chunks" else {}))
+            assert torch.equal(own, results[0])
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "gpt_oss"])
+def test_prompt_lookup_and_assisted(name):
+    "Drafts are checked and cropped: the result is greedy's, in every mode."
+    model, assistant = tiny(name), tiny(name, seed=3)
+    model.set_attn_implementation("eager")
+    twin = copy.deepcopy(model)  # agrees with every draft; a drafting model keeps a cache of its own, so its attention stays dense
+    ids = prompt(1, 12, padded=False)["input_ids"].repeat(1, 3)
+    inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
+    for attention in three(model):
+        plain, _ = generate(model, inputs, attention, exact_recipe(), max_new_tokens=25)
+        for kwargs in (dict(prompt_lookup_num_tokens=4), dict(assistant_model=assistant), dict(assistant_model=twin)):
+            got, cache = generate(model, inputs, attention, exact_recipe(), max_new_tokens=25, **kwargs)
+            assert torch.equal(got, plain)
+            got, cache = generate(model, inputs, attention, "k4v4", max_new_tokens=25, **kwargs)
+            assert got.shape == plain.shape and cache.get_seq_length() <= 61
+            assert cache.report()["nbytes"] == walk_bytes(cache)
+
+
+# --- conversations, cropping, copying, files -------------------------------------------------------
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "gpt_oss", "qwen3_next"])
+def test_conversation_continues(name):
+    model, results, exact = tiny(name), [], []
+    for attention in three(model):
+        for recipe, into in (("k3v3", results), (exact_recipe(), exact)):
+            inputs = prompt(2, 20)
+            out, cache = generate(model, inputs, attention, recipe)
+            turn = torch.cat([out, prompt(2, 5, seed=9, padded=False)["input_ids"]], 1)
+            mask = torch.cat([inputs["attention_mask"], torch.ones(2, turn.shape[1] - 20, dtype=torch.long)], 1)
+            again, _ = generate(model, dict(input_ids=turn, attention_mask=mask), attention, cache=cache)
+            assert cache.get_seq_length() == 40
+            into.append(again)
+    assert all(torch.equal(x, results[0]) for x in results[1:]) and all(torch.equal(x, exact[0]) for x in exact[1:])
+    model.set_attn_implementation("eager")
+    whole = model.generate(input_ids=exact[0][:, :33], attention_mask=mask, max_new_tokens=8, do_sample=False)
+    assert torch.equal(whole, exact[0])
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
+def test_crop_then_again(attention):
+    "Cropped back, the same continuation gives the same tokens; crop takes what transformers gives."
+    model, inputs = tiny(), prompt(2, 25)
+    model.set_attn_implementation(attention)
+    cache = TurboQuantCache(model, Recipe(window=0))
+    cache.set_padding(inputs["attention_mask"])
+    step = prompt(2, 4, seed=5, padded=False)["input_ids"]
+    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 4, dtype=torch.long)], 1)
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache)
+        first = model(step, attention_mask=mask, past_key_values=cache).logits
+        cache.crop(-4)
+        assert cache.get_seq_length() == 25
+        same(model(step, attention_mask=mask, past_key_values=cache).logits, first)
+    for bad in (-100, 3):
+        before = walk_snapshot(cache)
+        with pytest.raises(ValueError):
+            cache.layers[0].crop(bad)
+        assert_same(walk_snapshot(cache), before)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
+def test_reorder_select_repeat(attention):
+    model, inputs = tiny("mistral"), prompt(3, 25)
+    model.set_attn_implementation(attention)
+    cache = TurboQuantCache(model, "k4v4")
+    cache.set_padding(inputs["attention_mask"])
+    step, one = prompt(3, 1, seed=5, padded=False)["input_ids"], torch.ones(3, 1, dtype=torch.long)
+    mask = torch.cat([inputs["attention_mask"], one], 1)
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache)
+        logits = model(step, attention_mask=mask, past_key_values=copy.deepcopy(cache)).logits
+        for change, index in ((lambda c: c.reorder_cache(torch.tensor([2, 2, 0])), [2, 2, 0]), (lambda c: c.batch_select_indices(torch.tensor([1])), [1]),
+                              (lambda c: c.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2])):
+            other = copy.deepcopy(cache)
+            change(other)
+            got = model(step[index], attention_mask=mask[index], past_key_values=other).logits
+            assert torch.allclose(got, logits[index], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
+def test_deepcopy_save_load_offload(attention, tmp_path):
+    model, inputs = tiny("gemma3_text"), prompt(2, 40)
+    model.set_attn_implementation(attention)
+    cache = TurboQuantCache(model, "k3v3")
+    step, mask = prompt(2, 1, seed=5, padded=False)["input_ids"], torch.cat([inputs["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache)
+        cache.save(tmp_path / "c")
+        copies = [copy.deepcopy(cache), TurboQuantCache.load(tmp_path / "c", model), TurboQuantCache.load(tmp_path / "c", model.config)]
+        for layer in copies[0].layers:
+            layer.offload()
+            layer.prefetch()
+        want = model(step, attention_mask=mask, past_key_values=cache).logits
+        for other in copies:
+            same(model(step, attention_mask=mask, past_key_values=other).logits, want)
+            assert other.report()["nbytes"] == cache.report()["nbytes"] == walk_bytes(cache)
+
+
+def test_a_copy_follows_its_model():
+    "The prompt-caching pattern: prefill once, deepcopy for each request, in whichever attention the model uses now."
+    model, inputs = tiny(), prompt(2, 20)
+    base = TurboQuantCache(model, "k3v3")
+    base.set_padding(inputs["attention_mask"])
+    with torch.no_grad():
+        model(**inputs, past_key_values=base)
+    step, mask = prompt(2, 1, seed=5, padded=False)["input_ids"], torch.cat([inputs["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
+    out = []
+    for attention in ("sdpa", "turboquant", "eager"):
+        model.set_attn_implementation(attention)
+        other = copy.deepcopy(base)
+        with torch.no_grad():
+            out.append(model(step, attention_mask=mask, past_key_values=other).logits)
+        assert other.config is model.config
+    for x in out[1:]:
+        assert torch.allclose(x, out[0], atol=1e-4)
+
+
+def test_load_refuses_another_model(tmp_path):
+    model = tiny()
+    with torch.no_grad():
+        cache = TurboQuantCache(model, "k3v3")
+        with pytest.raises(ValueError, match="filled"):
+            cache.save(tmp_path / "c")
+        model(**prompt(1, 8, padded=False), past_key_values=cache)
+    cache.save(tmp_path / "c")
+    with pytest.raises(ValueError, match="llama with 2 layers, the model is a qwen3"):
+        TurboQuantCache.load(tmp_path / "c", tiny("qwen3"))
+    with pytest.raises(ValueError, match="layers"):
+        TurboQuantCache.load(tmp_path / "c", tiny(num_hidden_layers=3))
+    cache.layers[0].store.save(tmp_path / "s")
+    with pytest.raises(ValueError, match="single store"):
+        TurboQuantCache.load(tmp_path / "s", model)
+    data = (tmp_path / "c").read_bytes()
+    (tmp_path / "c").write_bytes(data[:-30])
+    with pytest.raises(ValueError):
+        TurboQuantCache.load(tmp_path / "c", model)
+    with pytest.raises(ValueError):  # the same family and depth, other head sizes
+        (tmp_path / "c").write_bytes(data)
+        wide = tiny(head_dim=16)
+        with torch.no_grad():
+            wide(prompt(1, 1)["input_ids"], past_key_values=TurboQuantCache.load(tmp_path / "c", wide))
+
+
+# --- everything a recipe can say ------------------------------------------------------------------
+
+def tiny_long(name="llama"):
+    "Room for more than a tile of 256 tokens."
+    return tiny(name, max_position_embeddings=512)
+
+
+def rich(model):
+    "Recipes beyond the presets; what they need at head size 8."
+    layers = len(TurboQuantCache(model).coded_layers)
+    mixed = by_layer("k4v4", layers, {layers - 1: Recipe(Spec(4, residual="sign"), Spec(3.25), decay=20)})
+    return {
+        **{r: Recipe(Spec(3, center="prompt"), Spec(4), residual=r) for r in ("none", "sign", "prod", "rescale")},
+        "prod of both": Recipe(Spec(4, residual="qjl"), Spec(3, residual="qjl")), "sign of both": Recipe(Spec(2, residual="sign"), Spec(4, residual="sign")),
+        "2.5 bits": as_recipe("k4v4", bits=2.5), "3.25 and 1.5": Recipe(Spec(3.25), Spec(1.5)), "tuple": Recipe(Spec((4, 1, 3, 3, 2, 2, 4, 3)), Spec((4,) * 8)),
+        "decay": Recipe(decay=20), "decay of signs": Recipe(Spec(4, residual="sign"), Spec(3, residual="sign"), 2, 5, 20), "decay of 3.5": Recipe(Spec(3.5), Spec(2), decay=1),
+        "by layer": mixed, "turning": TURNING,
+    }
+
+
+TURNING = Recipe(Spec(4, center="rope"), Spec(4, center="prompt"), 2, 5)
+RICH = [("llama", x) for x in rich(tiny())] + [(m, x) for m in ("gemma3_text", "gpt_oss", "qwen3_next") for x in ("prod", "sign", "tuple", "decay", "by layer", "turning")]
+
+
+@pytest.mark.parametrize("name, which", RICH)
+def test_every_recipe_on_codes_and_dense(which, name, tmp_path):
+    "The same greedy tokens from both paths, over a tile boundary; every byte counted; files and copies go on alike."
+    model, inputs = tiny_long(name), prompt(2, 285)
+    recipe, results = rich(model)[which], []
+    for attention in three(model):
+        out, cache = generate(model, inputs, attention, recipe, max_new_tokens=6)
+        results.append(out)
+        r = cache.report()
+        assert r["nbytes"] == walk_bytes(cache.coded_layers) == sum(r["parts"].values())
+        thin = [s.thin for x in cache.coded_layers for s in (x.store.key, x.store.value)]
+        assert any(thin) == any(x.recipe.decay is not None and not x.is_sliding for x in cache.coded_layers) or name in SLIDING
+    assert all(torch.equal(x, results[0]) for x in results[1:])
+    if name in HYBRID:
+        return
+    cache.save(tmp_path / "c")
+    copies = [copy.deepcopy(cache), TurboQuantCache.load(tmp_path / "c", model)]
+    step = prompt(2, 1, seed=5, padded=False)["input_ids"]
+    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 6, dtype=torch.long)], 1)
+    with torch.no_grad():
+        want = model(step, attention_mask=mask, past_key_values=cache).logits
+        for other in copies:
+            assert other.recipe == cache.recipe
+            same(model(step, attention_mask=mask, past_key_values=other).logits, want)
+            assert other.report()["nbytes"] == cache.report()["nbytes"] and other.report()["recipe"] == cache.report()["recipe"]
+
+
+STILL = {"gpt2": "no rotary embedding", "opt": "no rotary embedding", "cohere": "pairs the channels", "cohere2": "pairs the channels", "glm4": "pairs the channels", "deepseek_v3": "one that is still"}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_rope_turns_by(name):
+    "Turned back by the frequencies that were found, keys are what their projection gave; where RoPE is another, the reason is said, and a centre that turns is refused."
+    model = tiny(name)
+    config = model.config.get_text_config(decoder=True)
+    found, why = rope_frequencies(config)
+    assert len(found) == config.num_hidden_layers
+    if name in STILL:
+        assert STILL[name] in why and set(found) == {None}
+        with pytest.raises(ValueError, match="center='rope' needs RoPE in each of its layers"):
+            TurboQuantCache(model, TURNING)
+        return
+    assert not why and sum(x is None for x in found) == (name == "smollm3")  # whose second layer has no RoPE
+    if name not in ("llama", "mistral", "qwen2", "gemma", "gemma2", "phi", "stablelm", "granite", "gpt_oss", "mixtral", "starcoder2", "smollm3"):
+        return  # keys are normalised, or projected with the rest, before RoPE
+    made, attention = {}, [m for n, m in model.named_modules() if n.endswith("self_attn")]
+    hooks = [m.k_proj.register_forward_hook(lambda m, i, o, at=i: made.update({at: o})) for i, m in enumerate(attention)]
+    cache, inputs = DynamicCache(config=config), prompt(2, 40 if name not in SLIDING else 11, padded=False)
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache)
+    for hook in hooks:
+        hook.remove()
+    for i, freq in enumerate(found):
+        k = cache.layers[i].keys
+        plain = made[i].view(k.shape[0], k.shape[2], k.shape[1], -1).transpose(1, 2)
+        if freq is not None:
+            r, angle = 2 * len(freq), -torch.arange(k.shape[2])[:, None] * freq
+            a, b = k[..., :r].chunk(2, -1)
+            k = torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), k[..., r:]], -1)
+        size = k.norm() / plain.norm()  # YaRN stretches
+        assert torch.allclose(k, plain * size, atol=2e-4 * float(k.abs().max())), i
+
+
+def test_a_turning_centre_follows_a_bias():
+    "Keys that are a bias and little else, turned by RoPE: the centre that turns leaves little to code, the one that does not leaves the bias."
+    model = copy.deepcopy(tiny("qwen2"))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.bias.normal_(0, 30, generator=torch.Generator().manual_seed(0))
+    dense, inputs, error = DynamicCache(config=model.config), prompt(2, 200, padded=False), {}
+    with torch.no_grad():
+        model(**inputs, past_key_values=dense)
+    for center in ("none", "prompt", "rope"):
+        _, cache = generate(model, inputs, "turboquant", Recipe(Spec(3, center=center), Spec(3), 0, 0), max_new_tokens=1)
+        k = dense.layers[0].keys
+        error[center] = float((cache.layers[0].store.read()[0] - k).norm() / k.norm())
+    assert error["rope"] < error["prompt"] / 10 < error["none"], error
+
+
+def test_decay_in_the_cache_frees_and_changes():
+    "Less memory than without; other logits, since something was lost; the window and the young part are as before."
+    model, inputs = tiny_long(), prompt(1, 300, padded=False)
+    whole, thin = (TurboQuantCache(model, Recipe(decay=x)) for x in (None, 30))
+    with torch.no_grad():
+        for cache in (whole, thin):
+            model(**inputs, past_key_values=cache)
+        a, b = (model(inputs["input_ids"][:, :1], past_key_values=c).logits for c in (whole, thin))
+    assert not torch.equal(a, b)
+    for x, y in zip(whole.layers, thin.layers):
+        assert x.store.parts()["planes"] - y.store.parts()["planes"] == 2 * 2 * 256 * 8 // 8
+        for p, q in zip(x.store.read(256), y.store.read(256)):
+            assert x.index > 0 or torch.equal(p, q)  # later layers saw other states
+
+
+def test_recipe_per_layer():
+    model, inputs = tiny("qwen3_next", num_hidden_layers=4, layer_types=["linear_attention", "full_attention"] * 2), prompt(1, 20, padded=False)
+    recipes = ["k4v4", Recipe(Spec(3), Spec(2.5), residual="rescale")]
+    cache = TurboQuantCache(model, recipes)  # two of the four layers hold keys and values
+    assert [x.recipe for x in cache.coded_layers] == cache.recipes == cache.recipe == [as_recipe(r) for r in recipes]
+    model.generate(**inputs, past_key_values=cache, max_new_tokens=2, do_sample=False)
+    assert cache.report()["recipe"] == [as_recipe(r).to_json() for r in recipes]
+    assert cache.coded_layers[0].store.recipe == as_recipe("k4v4") and cache.report()["per_layer"][0] != cache.report()["per_layer"][1]
+    for bad in (["k3v3"], ["k3v3"] * 4, [], ()):
+        with pytest.raises(ValueError, match=f"one recipe for each of the 2 layers with keys and values, got a list of {len(bad)}"):
+            TurboQuantCache(model, bad)
+    with pytest.raises(TypeError, match="recipe must be"):
+        TurboQuantCache(model, ["k3v3", 3])
+    with pytest.raises(ValueError, match="k9v9"):
+        TurboQuantCache(model, ["k3v3", "k9v9"])
+    with pytest.raises(ValueError, match="max_length"):
+        TurboQuantCache(model, ["k3v3", Recipe(decay=5)], max_length=100)
+    same_for_all = TurboQuantCache(model, ("k4v4", "k4v4"), bits=2.5)
+    assert same_for_all.recipe == as_recipe("k4v4", bits=2.5)
+
+
+def test_bits_that_do_not_fit_the_heads_leave_the_cache_empty():
+    model, inputs = tiny(), prompt(2, 9)
+    for bits, text in (((3, 2), "length d = 8, got 2"), (2.3, "2.3 at d = 8")):
+        cache = TurboQuantCache(model, bits=bits)
+        cache.set_padding(inputs["attention_mask"])
+        with torch.no_grad(), pytest.raises(ValueError, match=text):
+            model(**inputs, past_key_values=cache)
+        assert cache.get_seq_length() == 0 and cache.report()["nbytes"] == 0
+
+
+# --- bytes: everything counted, nothing hidden ----------------------------------------------------
+
+def walk(obj, seen=None):
+    "All tensors that the cache reaches through attributes and containers, the model's configuration left out."
+    seen = {} if seen is None else seen
+    if id(obj) in seen or isinstance(obj, (str, bytes, int, float, type(None), type, torch.dtype, torch.device)):
+        return []
+    seen[id(obj)] = obj
+    if isinstance(obj, torch.Tensor):
+        return [obj]
+    if isinstance(obj, dict):
+        items = list(obj.values())
+    elif isinstance(obj, (list, tuple, set, frozenset)):
+        items = list(obj)
+    elif hasattr(obj, "__dict__") and not isinstance(obj, transformers.PreTrainedConfig) and not callable(obj):
+        items = list(vars(obj).values())
+    else:
+        return []
+    return [t for x in items for t in walk(x, seen)]
+
+
+def walk_bytes(cache):
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in walk(cache) if t.numel()}.values())
+
+
+def walk_snapshot(cache):
+    return [t.clone() for t in walk(cache)] + [(x.store.length, x.store.offset) for x in cache.coded_layers if x.store is not None]
+
+
+def assert_same(a, b):
+    assert len(a) == len(b)
+    for x, y in zip(a, b):
+        same(x, y, allow_empty=True) if isinstance(x, torch.Tensor) else None
+        assert isinstance(x, torch.Tensor) or x == y
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "deepseek_v3"])
+def test_report_counts_every_tensor(name, attention):
+    model = tiny(name)
+    if attention not in three(model):
+        pytest.skip("caches latents")
+    for batch, kwargs in ((1, {}), (2, dict(max_length=64)), (3, {})):
+        model.set_attn_implementation(attention)
+        inputs = prompt(batch, 30)
+        cache = TurboQuantCache(model, "k3v3", **kwargs)
+        assert str(cache.report()) == "TurboQuantCache: empty" and cache.report()["nbytes"] == 0
+        cache.set_padding(inputs["attention_mask"])
+        model.generate(**inputs, past_key_values=cache, max_new_tokens=5, do_sample=False)
+        r = cache.report()
+        assert r["nbytes"] == walk_bytes(cache) == sum(r["parts"].values()), (r["parts"], walk_bytes(cache))
+        assert r["tokens"] == 34 and r["batch"] == batch and r["layers"] == 2 and len(r["per_layer"]) == 2
+        assert abs(r["bits_per_value"] - 8 * r["nbytes"] / r["values"]) < 1e-9 and abs(r["ratio_fp32"] - 2 * r["ratio_fp16"]) < 1e-9
+        assert "bits per value" in str(r) and Recipe.from_json(r["recipe"]) == cache.recipe
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "turboquant"])
+def test_tokens_of_decode_are_coded(attention):
+    "During decode the planes change, the decoded states are not the raw ones, and no floating tensor grows with the tokens except scales."
+    model, inputs = tiny(), prompt(1, 300, padded=False)
+    model.config.max_position_embeddings = 512
+    model.set_attn_implementation(attention)
+    cache, raw = TurboQuantCache(model, Recipe(sinks=2, window=3), max_length=512), []
+    layer = cache.layers[1]
+    original = layer.update
+    layer.update = lambda k, v, *a, **kw: (raw.append((k.clone(), v.clone())), original(k, v, *a, **kw))[1]
+    with torch.no_grad():
+        ids = model(inputs["input_ids"], past_key_values=cache).logits[:, -1:].argmax(-1)
+        for step in range(20):
+            planes = [p.clone() for p in layer.store.key.planes + layer.store.value.planes]
+            ids = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+            assert layer.store.length == 301 + step
+            assert any(not torch.equal(a, b) for a, b in zip(planes, layer.store.key.planes + layer.store.value.planes))
+    del layer.update
+    k, v = (torch.cat(x, 2) for x in zip(*raw))
+    got_k, got_v = layer.store.read()
+    for got, exact in ((got_k, k), (got_v, v)):
+        differs = (got != exact).any(-1).any(1)[0]
+        assert differs[2:-3].all() and not differs[:2].any() and not differs[-3:].any()
+        assert 0.01 < float((got - exact)[:, :, 300:-3].norm() / exact[:, :, 300:-3].norm()) < 0.35
+    for t in walk(cache):
+        if t.is_floating_point():
+            assert t.numel() <= 512 * 2 or t.shape == (8, 8), (t.shape, t.dtype)  # scales: one per token and head; a dense copy would have 8 times as many
+    assert not any(isinstance(x, CodedStates) and x.layer is layer for x in gc.get_objects())
+
+
+def test_forward_with_autograd_keeps_no_graph():
+    model, inputs = tiny(), prompt(1, 12, padded=False)
+    for attention in ("sdpa", "turboquant"):
+        model.set_attn_implementation(attention)
+        cache = TurboQuantCache(model, "k3v3")
+        with torch.enable_grad():
+            model(**inputs, past_key_values=cache)
+            model(inputs["input_ids"][:, :2], past_key_values=cache)
+        assert not any(t.requires_grad for t in walk(cache))
+
+
+def test_grad_modes_mix():
+    model, inputs, out = tiny(), prompt(1, 12, padded=False), []
+    for attention in ("sdpa", "turboquant"):
+        model.set_attn_implementation(attention)
+        for first, second in ((torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode), (torch.inference_mode, torch.inference_mode)):
+            cache = TurboQuantCache(model, "k3v3")
+            with first():
+                model(**inputs, past_key_values=cache)
+            with second():
+                out.append(model(inputs["input_ids"][:, :1], past_key_values=cache).logits.clone())
+    for x in out[1:]:
+        assert torch.allclose(x, out[0], atol=1e-5)
+
+
+# --- padding --------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "gpt_oss", "gpt2", "deepseek_v3"])
+@pytest.mark.parametrize("attention, told", [("sdpa", True), ("turboquant", True), ("turboquant", False)])
+def test_padding_is_ignored(name, attention, told):
+    "Each row of a left-padded batch is answered, and coded, as if it were alone."
+    model, inputs = tiny(name), prompt(3, 30)
+    if attention == "turboquant" and attention not in three(model):
+        pytest.skip("caches latents")
+    attention = attention if attention in three(model) else "eager"
+    together, cache = generate(model, inputs, attention, padding=told, output_logits=True, return_dict_in_generate=True)
+    for row, n in enumerate((0, 7, 13)):
+        alone, one = generate(model, {k: x[row : row + 1, n:] for k, x in inputs.items()}, attention, output_logits=True, return_dict_in_generate=True)
+        for i, (a, b) in enumerate(zip(together.logits, alone.logits)):
+            assert torch.allclose(a[row], b[0], atol=2e-3 * float(b.abs().max())), (row, i, float((a[row] - b[0]).abs().max()))
+        assert torch.equal(together.sequences[row, 30:], alone.sequences[0, 30 - n :])
+        for x, y in zip(cache.coded_layers, one.coded_layers):
+            if x.store.offset == 0:
+                got, want = x.store.read(n)[0][row], y.store.read()[0][0]
+                assert float((got - want).norm() / want.norm()) < 1e-2
+
+
+def test_sinks_of_a_padded_row_are_real_tokens():
+    model, inputs = tiny(), prompt(3, 30)
+    for attention, told in (("sdpa", True), ("turboquant", False)):
+        _, cache = generate(model, inputs, attention, padding=told)
+        assert all(x.store.start.tolist() == [0, 7, 13] for x in cache.coded_layers)
+
+
+def test_set_padding_refuses():
+    model = tiny()
+    cache = TurboQuantCache(model)
+    for bad in (torch.tensor([[1, 1, 0]]), torch.tensor([[0, 1, 0, 1]]), torch.ones(3), torch.ones(1, 1, 2, 2), [[1, 1]], None):
+        with pytest.raises((ValueError, TypeError), match="attention_mask"):
+            cache.set_padding(bad)
+    with torch.no_grad():
+        model(**prompt(2, 5, padded=False), past_key_values=cache)
+    with pytest.raises(ValueError, match="before the first token"):
+        cache.set_padding(torch.ones(2, 5))
+    other = TurboQuantCache(model)
+    other.set_padding(torch.ones(2, 5))
+    with torch.no_grad(), pytest.raises(ValueError, match="2 sequences.* 3"):
+        model(**prompt(3, 5, padded=False), past_key_values=other)
+    assert other.get_seq_length() == 0 and not other.layers[0].is_initialized
+
+
+def test_right_padding():
+    "Training-style batches: masked tokens at the end must not be seen later."
+    model, ids = tiny(), prompt(2, 20, padded=False)["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[1, 14:] = 0
+    step, position = prompt(2, 1, seed=5, padded=False)["input_ids"], torch.tensor([[20], [14]])
+    longer = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
+    out = []
+    for attention in three(model):
+        model.set_attn_implementation(attention)
+        cache = TurboQuantCache(model, Recipe(window=0))
+        with torch.no_grad():
+            model(ids, attention_mask=mask, past_key_values=cache)
+            out.append(model(step, attention_mask=longer, position_ids=position, past_key_values=cache).logits)
+            noise = ids.clone()
+            noise[1, 14:] = 5
+            other = TurboQuantCache(model, Recipe(Spec(), Spec(), window=0))
+            plain = TurboQuantCache(model, Recipe(Spec(), Spec(), window=0))
+            for c, x in ((other, noise), (plain, ids)):
+                model(x, attention_mask=mask, past_key_values=c)
+            a, b = (model(step, attention_mask=longer, position_ids=position, past_key_values=c).logits for c in (other, plain))
+        assert torch.allclose(a, b, atol=1e-5)
+    for x in out[1:]:
+        assert torch.allclose(x, out[0], atol=1e-4)
+
+
+# --- masks ----------------------------------------------------------------------------------------
+
+def test_four_dimensional_masks():
+    "A tree of drafts: a 4-D mask, bool or 0/-inf, at prefill and later, one for all heads."
+    model, ids = tiny(), prompt(2, 20, padded=False)["input_ids"]
+    g = torch.Generator().manual_seed(2)
+    pre = torch.ones(20, 20, dtype=torch.bool).tril() & ((torch.rand(20, 20, generator=g) < 0.7) | torch.eye(20, dtype=torch.bool))
+    post = torch.cat([torch.rand(4, 20, generator=g) < 0.7, torch.ones(4, 4, dtype=torch.bool).tril()], 1)
+    low = torch.finfo(torch.float32).min
+    results = []
+    for attention in three(model):
+        model.set_attn_implementation(attention)
+        for additive in (False, True):
+            if attention == "eager" and not additive:
+                continue
+            form = lambda m: torch.zeros(2, 1, *m.shape).masked_fill(~m, low) if additive else m.expand(2, 1, *m.shape)  # noqa: B023,E731
+            cache = TurboQuantCache(model, Recipe(Spec(bits=4), Spec(bits=4), sinks=2, window=4))
+            with torch.no_grad():
+                a = model(ids, attention_mask=form(pre), past_key_values=cache).logits
+                b = model(ids[:, :4], attention_mask=form(post), past_key_values=cache).logits
+            results.append(torch.cat([a, b], 1))
+    for x in results[1:]:
+        assert torch.allclose(x, results[0], atol=2e-4), float((x - results[0]).abs().max())
+
+
+def test_mask_that_hides_the_first_tokens_at_prefill_only():
+    "What a mask hides in one call it may show in the next: nothing may be lost."
+    model, ids = tiny(), prompt(1, 12, padded=False)["input_ids"]
+    pre = torch.ones(12, 12, dtype=torch.bool).tril()
+    pre[:, :3] = torch.eye(12, dtype=torch.bool)[:, :3] & False
+    pre[range(12), range(12)] = True
+    pre[:3] = False
+    pre[:3, 11] = True  # rows 0-2 look elsewhere, so columns 0-2 are seen by no one
+    post, results = torch.ones(1, 13, dtype=torch.bool), []
+    for attention in ("sdpa", "turboquant"):
+        model.set_attn_implementation(attention)
+        cache = TurboQuantCache(model, Recipe(Spec(bits=4), Spec(bits=4), sinks=0, window=0))
+        with torch.no_grad():
+            model(ids, attention_mask=pre[None, None], past_key_values=cache)
+            results.append(model(ids[:, :1], attention_mask=post[None, None], past_key_values=cache).logits)
+    assert torch.allclose(*results, atol=2e-4), float((results[0] - results[1]).abs().max())
+
+
+def test_bias_masks_are_refused():
+    model, ids = tiny(), prompt(1, 6, padded=False)["input_ids"]
+    model.set_attn_implementation("turboquant")
+    with torch.no_grad(), pytest.raises(ValueError, match="bias"):
+        model(ids, attention_mask=torch.full((1, 1, 6, 6), -1.5), past_key_values=TurboQuantCache(model))
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+def test_turboquant_attention_needs_the_cache():
+    model = tiny()
+    model.set_attn_implementation("turboquant")
+    inputs = prompt(1, 6, padded=False)
+    for kwargs in (dict(use_cache=False), {}, dict(past_key_values=DynamicCache(config=model.config))):
+        with torch.no_grad(), pytest.raises(TypeError, match="needs a TurboQuantCache"):
+            model(**inputs, **kwargs)
+    with pytest.raises(TypeError, match="needs a TurboQuantCache"):
+        model.generate(**inputs, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("bad, error, name", [(None, TypeError, "model_or_config"), ("llama", TypeError, "model_or_config"), (torch.nn.Linear(2, 2), TypeError, "model_or_config"), (3, TypeError, "model_or_config")])
+def test_constructor_refuses_models(bad, error, name):
+    with pytest.raises(error, match=name):
+        TurboQuantCache(bad)
+
+
+def test_constructor_arguments():
+    model = tiny()
+    for kwargs, error, name in ((dict(recipe="k9v9"), ValueError, "k9v9"), (dict(recipe=3), TypeError, "recipe"), (dict(bits=0), ValueError, "bits"), (dict(bits=9), ValueError, "bits"),
+                                (dict(max_length=0), ValueError, "max_length"), (dict(max_length=1.5), ValueError, "max_length"), (dict(max_length=True), ValueError, "max_length")):
+        with pytest.raises(error, match=name):
+            TurboQuantCache(model, **kwargs)
+    a, b = TurboQuantCache(model, bits=2), TurboQuantCache(model.config, "k3v3")
+    assert a.recipe.key.bits == a.recipe.value.bits == 2 and isinstance(b, Cache) and len(b) == 2
+    inputs = prompt(2, 12)
+    for attention in ("sdpa", "turboquant"):  # model and config are the same thing
+        assert torch.equal(generate(model, inputs, attention, cache=TurboQuantCache(model.config, "k3v3"))[0], generate(model, inputs, attention, cache=TurboQuantCache(model, "k3v3"))[0])
+
+
+def _config(name, **kwargs):
+    return getattr(transformers, name)(**{**BASE, **kwargs})
+
+
+UNSERVED = {
+    "falcon_h1": (lambda: _config("FalconH1Config", mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8), "LinearAttentionAndFullAttentionLayer"),
+    "mamba": (lambda: transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=VOCAB), "mamba"),
+    "bart": (lambda: transformers.BartConfig(d_model=32, encoder_layers=1, decoder_layers=1, vocab_size=VOCAB), "encoder"),
+    "t5": (lambda: transformers.T5Config(d_model=32, num_layers=1, num_heads=4, d_kv=8, vocab_size=VOCAB), "encoder"),
+}
+
+
+@pytest.mark.parametrize("name", UNSERVED)
+def test_unserved_models_say_so(name):
+    config, text = UNSERVED[name]
+    with pytest.raises((NotImplementedError, ValueError), match=text):
+        TurboQuantCache(config())
+
+
+@pytest.mark.parametrize("name, kwargs", [
+    ("Bloom", dict(n_layer=2, n_head=4)), ("Falcon", dict(head_dim=DROP, alibi=True, new_decoder_architecture=False, multi_query=True)), ("Mpt", dict(d_model=32, n_heads=4, n_layers=2, max_seq_len=256)),
+    ("Llama4Text", dict(MOE, attention_chunk_size=8, intermediate_size_mlp=48, layer_types=["chunked_attention", "full_attention"], no_rope_layers=[1, 0])),
+    ("Gemma3nText", dict(num_hidden_layers=4, num_kv_shared_layers=2, sliding_window=8, layer_types=["sliding_attention", "full_attention"] * 2, hidden_size_per_layer_input=4,
+                         vocab_size_per_layer_input=VOCAB, laurel_rank=4, altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 4)),
+    ("GPTJ", dict(n_embd=32, n_layer=2, n_head=4, rotary_dim=4)), ("GPTNeo", dict(num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=8)), ("CodeGen", dict(n_embd=32, n_layer=2, n_head=4, rotary_dim=4)), ("GPTBigCode", dict(n_embd=32, n_layer=2, n_head=4)),
+    ("DeepseekV2", dict(MOE, n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1, kv_lora_rank=8, q_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=6, num_key_value_heads=4)),
+    ("Exaone4", dict(sliding_window=12, layer_types=["sliding_attention", "full_attention"])), ("Doge", {}), ("Jamba", dict(MOE, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1, use_mamba_kernels=False)),
+])
+def test_difficult_models_are_right_or_refuse(name, kwargs):
+    "Models that bring their own attention: in each mode the tokens of transformers' own cache (everything in the exact window), or an error with a reason. Never a silent wrong answer."
+    if not hasattr(transformers, name + "Config"):
+        pytest.skip("not in this transformers")
+    try:
+        model = tiny(name, **kwargs) if all(not isinstance(v, list) for v in kwargs.values()) else _unhashed(name, kwargs)
+    except (TypeError, ValueError, KeyError, ImportError, AttributeError) as error:
+        pytest.skip(f"this tiny configuration is not a model here: {error}")
+    inputs = prompt(2, 30)
+    model.set_attn_implementation("eager")
+    try:
+        own = model.generate(**inputs, past_key_values=DynamicCache(config=model.config), max_new_tokens=10, do_sample=False)
+    except RuntimeError as error:
+        pytest.skip(f"transformers' own cache does not work there either: {error}")
+    served = {}
+    for attention in ("eager", "turboquant"):
+        try:
+            got, cache = generate(model, inputs, attention, exact_recipe(), max_new_tokens=10)
+        except (NotImplementedError, TypeError, ValueError, AttributeError) as refused:
+            assert len(str(refused)) > 20
+            served[attention] = f"{type(refused).__name__}: {refused}"
+            continue
+        assert torch.equal(got, own), attention
+        served[attention] = "right"
+    print(name, served)
+
+
+def _unhashed(name, kwargs):
+    config = getattr(transformers, name + "Config")(**{**BASE, **kwargs})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim > 1:
+                p.normal_(0, 0.15)
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
+    return model
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
+def test_refused_updates_change_nothing(attention):
+    model = tiny()
+    model.set_attn_implementation(attention)
+    for filled in (False, True):
+        cache = TurboQuantCache(model, "k3v3", max_length=40)
+        others = TurboQuantCache(model, "k3v3")  # shares the table of turns, which grows with tokens that are tried
+        with torch.no_grad():
+            model(**prompt(1, 60), past_key_values=others)
+            if filled:
+                model(**prompt(2, 20), past_key_values=cache)
+        before, calls = walk_snapshot(cache), [dict(x.calls) for x in cache.layers]
+        k, v = torch.randn(2, 2, 3, 8), torch.randn(2, 2, 3, 8)
+        nan = k.clone()
+        nan[1, 0, 2, 5] = float("nan")
+        bad = [(nan, v, "keys of layer 1"), (k, nan, "values of layer 1"), (k / 0, v, "keys of layer 1"), (k * 1e8, v, "keys of layer 1"),
+               (k, v[:, :, :2], "equally many"), (torch.randn(2, 2, 41, 8), torch.randn(2, 2, 41, 8), "max_length")]
+        bad += [(k.long(), v, "keys of layer 1"), (k.half(), v.half(), "keys of layer 1"), (k[:1], v[:1], "keys of layer 1"), (k[:, :1], v[:, :1], "keys of layer 1"), (k[..., :4], v[..., :4], "keys of layer 1")] if filled else []
+        for key, value, text in bad:
+            with pytest.raises((ValueError, TypeError), match=text):
+                cache.update(key, value, 1)
+            assert_same(walk_snapshot(cache), before)
+            assert [dict(x.calls) for x in cache.layers] == calls and cache.layers[1].is_initialized is filled
+
+
+def test_max_length_is_refused_before_anything_changes():
+    model, inputs = tiny(), prompt(2, 20)
+    for attention in ("sdpa", "turboquant"):
+        model.set_attn_implementation(attention)
+        cache = TurboQuantCache(model, "k3v3", max_length=24)
+        assert cache.get_max_length() == 24
+        with pytest.raises(ValueError, match="max_length is 24"):
+            model.generate(**inputs, past_key_values=cache, max_new_tokens=12, do_sample=False)
+        assert {x.store.length for x in cache.layers} == {24}
+        cache.reset()
+        with torch.no_grad(), pytest.raises(ValueError, match="max_length is 24"):
+            model(**prompt(2, 25, padded=False), past_key_values=cache)
+        assert cache.get_seq_length() == 0
+        model.generate(**inputs, past_key_values=cache, max_new_tokens=5, do_sample=False)
+
+
+def test_cache_implementation_conflicts():
+    model = tiny()
+    with pytest.raises(ValueError):
+        model.generate(**prompt(1, 6, padded=False), past_key_values=TurboQuantCache(model), cache_implementation="static", max_new_tokens=2)
+
+
+def test_output_attentions():
+    "Weights exist only where transformers computes them; 'turboquant' may refuse or warn but not invent."
+    model, inputs = tiny(), prompt(1, 6, padded=False)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        out = model(**inputs, past_key_values=TurboQuantCache(model), output_attentions=True)
+        assert len(out.attentions) == 2 and out.attentions[0].shape == (1, 4, 6, 6)
+        model.set_attn_implementation("turboquant")
+        try:
+            out = model(**inputs, past_key_values=TurboQuantCache(model), output_attentions=True)
+        except (ValueError, NotImplementedError) as refused:
+            assert "attention" in str(refused)
+        else:
+            assert out.attentions is None or all(x is None for x in out.attentions)
+
+
+def test_dropout_is_refused():
+    model = tiny(attention_dropout=0.5)
+    model.set_attn_implementation("turboquant")
+    model.train()
+    try:
+        with torch.no_grad(), pytest.raises(ValueError, match="dropout"):
+            model(**prompt(1, 6, padded=False), past_key_values=TurboQuantCache(model))
+    finally:
+        model.eval()
+
+
+def test_handles_are_not_tensors():
+    model = tiny()
+    model.set_attn_implementation("turboquant")
+    cache = TurboQuantCache(model, "k3v3")
+    handle, _ = cache.update(torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8), 0)
+    assert handle.shape == (1, 2, 5, 8) and handle.dtype == torch.float32 and handle.device.type == "cpu"
+    for use in (lambda: handle.transpose(1, 2), lambda: handle.repeat_interleave(2, 1)):
+        with pytest.raises((AttributeError, TypeError), match="codes, not a tensor"):
+            use()
+    with pytest.raises(TypeError):
+        torch.matmul(torch.randn(1, 2, 5, 8), handle)
+
+
+def test_switching_attention_in_mid_conversation():
+    model, inputs = tiny("mistral"), prompt(2, 20)
+    out, cache = generate(model, inputs, "sdpa", "k3v3")
+    want, _ = generate(model, inputs, "sdpa", "k3v3", max_new_tokens=14)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 8, dtype=torch.long)], 1)
+    got, _ = generate(model, dict(input_ids=out, attention_mask=mask), "turboquant", cache=cache, max_new_tokens=6)
+    assert torch.equal(got, want)
+    assert set(cache.report()["served"]) == {"prefill", "dense", "codes"}
+
+
+def test_reset_and_another_batch_size():
+    model = tiny()
+    for attention in ("sdpa", "turboquant"):
+        model.set_attn_implementation(attention)
+        cache = TurboQuantCache(model, "k3v3")
+        for batch, length in ((3, 30), (2, 12), (1, 20)):
+            inputs = prompt(batch, length, padded=batch > 1)
+            fresh, _ = generate(model, inputs, attention, "k3v3")
+            cache.set_padding(inputs["attention_mask"])
+            got, _ = generate(model, inputs, attention, cache=cache)
+            assert torch.equal(got, fresh) and cache.report()["batch"] == batch
+            assert cache.report()["served"]["prefill"] >= 2
+            cache.reset()
+            assert cache.get_seq_length() == 0 and cache.report()["nbytes"] == 0
+        with torch.no_grad():
+            model(**prompt(2, 8, padded=False), past_key_values=cache)
+            before = walk_snapshot(cache)
+            with pytest.raises(ValueError, match="keys of layer 0"):
+                model(**prompt(3, 2, padded=False), past_key_values=cache)
+        assert_same(walk_snapshot(cache), before)
+
+
+def test_two_models_and_one_cache():
+    "A cache reads the attention of the model it was made for; another model of other heads or attention is an error, not an answer."
+    a, b = tiny(seed=0), tiny(seed=1)
+    a.set_attn_implementation("turboquant")
+    b.set_attn_implementation("sdpa")
+    cache = TurboQuantCache(a, "k3v3")
+    with torch.no_grad(), pytest.raises((AttributeError, TypeError)):
+        b(**prompt(1, 6, padded=False), past_key_values=cache)
+    a.set_attn_implementation("sdpa")
+    b.set_attn_implementation("turboquant")
+    with torch.no_grad(), pytest.raises(TypeError):
+        b(**prompt(1, 6, padded=False), past_key_values=TurboQuantCache(a, "k3v3"))
+
+
+def test_explicit_positions():
+    "position_ids given by the caller are the model's business; the cache stores what comes."
+    model, ids, out = tiny(), prompt(1, 10, padded=False)["input_ids"], []
+    for attention in three(model):
+        model.set_attn_implementation(attention)
+        cache = TurboQuantCache(model, "k4v4")
+        with torch.no_grad():
+            model(ids, position_ids=torch.arange(5, 15)[None], past_key_values=cache)
+            out.append(model(ids[:, :3], position_ids=torch.tensor([[40, 41, 42]]), past_key_values=cache).logits)
+    for x in out[1:]:
+        assert torch.allclose(x, out[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_half_precision(name, dtype):
+    "Logits of the two modes agree to the dtype's rounding, and stay in the dtype."
+    model = copy.deepcopy(tiny(name)).to(dtype)
+    inputs, out = prompt(2, 24), {}
+    for attention in ("eager", "turboquant"):
+        model.set_attn_implementation(attention)
+        cache = TurboQuantCache(model, "k4v4")
+        cache.set_padding(inputs["attention_mask"])
+        mask = torch.cat([inputs["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
+        with torch.no_grad():
+            model(**inputs, past_key_values=cache)
+            out[attention] = model(inputs["input_ids"][:, :1], attention_mask=mask, past_key_values=cache).logits
+        assert cache.layers[0].store.dtype == dtype and cache.layers[0].store.read()[0].dtype == dtype
+    a, b = out.values()
+    assert a.dtype == b.dtype == dtype
+    assert float((a.float() - b.float()).abs().max() / a.float().abs().max()) < (0.01 if dtype == torch.float16 else 0.08)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
+def test_sliding_layers_free_tiles(attention):
+    "A long run: the bytes of a sliding layer stop growing, and the tokens are those of both modes."
+    model = tiny("mistral", max_position_embeddings=4096)
+    model.set_attn_implementation(attention)
+    cache, sizes = TurboQuantCache(model, "k3v3"), []
+    with torch.no_grad():
+        for i in range(12):
+            logits = model(prompt(1, 200, seed=i, padded=False)["input_ids"], past_key_values=cache).logits
+            sizes.append(sum(cache.report()["per_layer"]))  # the table of turns grows with the length
+    assert logits.isfinite().all() and cache.get_seq_length() == 2400 and sizes[-1] <= max(sizes[:6])
+    layer = cache.layers[0]
+    assert layer.store.offset > 1500 and layer.store.nbytes == layer.store.expected_nbytes()
+    with pytest.raises(ValueError, match="cannot crop"):
+        cache.crop(-700)
+    cache.crop(-100)
+    assert cache.get_seq_length() == 2300 and isinstance(layer, TurboQuantLayer)

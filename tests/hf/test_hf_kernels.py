@@ -1,0 +1,368 @@
+"What generate() reaches: masks that are not made, kernels that serve (in Triton's interpreter where there is no GPU), and reasons where they do not."
+import copy
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+transformers = pytest.importorskip("transformers")
+from transformers import DynamicCache  # noqa: E402
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function  # noqa: E402
+
+from tests.helpers import FAMILIES, HYBRID, MODES, exact_recipe, generate, prompt, three, tiny  # noqa: E402
+from turboquant_nb import ops  # noqa: E402
+from turboquant_nb.hf import TurboQuantCache  # noqa: E402
+from turboquant_nb.hf import attention as hf_attention  # noqa: E402
+from turboquant_nb.quantizer import Recipe, Spec  # noqa: E402
+
+CUDA = torch.cuda.is_available()
+OWN = ("deepseek_v3", "falcon")  # caches latents; has an attention of its own that transformers cannot replace
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture
+def no_masks(monkeypatch):
+    "Making a mask is an error."
+    def made(*args, **kwargs):
+        raise AssertionError("a mask was made")
+    monkeypatch.setattr(hf_attention, "sdpa_mask", made)
+
+
+# --- masks -----------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", [n for n in FAMILIES if n not in OWN])
+@pytest.mark.parametrize("padded", [False, True])
+def test_no_mask_is_made(name, padded, no_masks):
+    "Causal order, left padding and sliding windows are ranges; the tokens are those of transformers' own cache when every token is in the exact window."
+    model, inputs = tiny(name), prompt(padded=padded)
+    model.set_attn_implementation("eager")
+    own = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+    out, cache = generate(model, inputs, "turboquant", exact_recipe(), padding=False, max_new_tokens=6)
+    assert torch.equal(out, own)
+    assert {x.starts for x in cache.coded_layers} == {(0, 7, 13) if padded else (0, 0, 0)}
+    assert all(x.store.start.tolist() == list(x.starts) for x in cache.coded_layers)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
+def test_no_mask_in_any_way_of_generating(name, mode, no_masks):
+    model = tiny(name)
+    generate(model, prompt(2, 30), "turboquant", "k3v3", padding=False, **MODES[mode])
+    ids = prompt(1, 12, padded=False)["input_ids"].repeat(1, 3)
+    generate(model, dict(input_ids=ids), "turboquant", "k3v3", padding=False, prompt_lookup_num_tokens=3)
+
+
+def test_a_second_turn_needs_no_mask(no_masks):
+    model, inputs = tiny("gemma3_text"), prompt(2, 30)
+    out, cache = generate(model, inputs, "turboquant", padding=False)
+    turn = torch.cat([out, prompt(2, 25, seed=9, padded=False)["input_ids"]], 1)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(2, turn.shape[1] - 30, dtype=torch.long)], 1)
+    generate(model, dict(input_ids=turn, attention_mask=mask), "turboquant", cache=cache)
+    assert cache.report()["served"]["chunk"] == 2  # 25 new tokens and the last one of the first turn
+
+
+def holes(inputs):
+    mask = inputs["attention_mask"].clone()
+    mask[0, 20] = 0
+    return mask
+
+
+UNUSUAL = {
+    "holes": (lambda i: dict(attention_mask=holes(i)), "an attention mask with holes"),
+    "4D": (lambda i: dict(attention_mask=torch.ones(2, 1, 30, 30, dtype=torch.bool).tril()), "a mask was given"),
+    "additive": (lambda i: dict(attention_mask=torch.full((2, 1, 30, 30), torch.finfo(torch.float32).min).triu(1)), "a mask was given"),
+}
+
+
+def known(cache):
+    "All that the layers know, and every number that their stores hold."
+    layers = [{k: str(v) for k, v in vars(x).items() if k not in ("store", "config")} for x in cache.layers]
+    return layers, [None if x.store is None else (x.store.length, [t.clone() for t in x.store.state()[0].values()]) for x in cache.layers]
+
+
+def unchanged(cache, before):
+    layers, stores = known(cache)
+    return layers == before[0] and all(
+        a is b if a is None or b is None else a[0] == b[0] and all(torch.equal(x, y) for x, y in zip(a[1], b[1])) for a, b in zip(stores, before[1])
+    )
+
+
+@pytest.mark.parametrize("filled", ["empty", "prompt", "row of padding", "static"])
+def test_asking_about_masks_changes_nothing(filled):
+    "Twice, and about other masks: the answer is the same and no layer changes. Only `turboquant_mask`, which acts on it, stores padding."
+    model, inputs = tiny(), prompt(2, 30)
+    model.set_attn_implementation("turboquant")
+    cache = TurboQuantCache(model, "k4v4", **dict(max_length=64, static=True) if filled == "static" else {})
+    mask, n = inputs["attention_mask"].clone(), 30
+    assert not mask[0, 0] or not mask[1, 0], "one row is padded"
+    if filled != "empty":
+        if filled == "row of padding":
+            mask[0] = 0
+        with torch.no_grad():
+            model(**inputs | {"attention_mask": mask}, past_key_values=cache)
+        mask, n = torch.cat([mask, torch.ones(2, 4, dtype=torch.long)], 1), 4
+    later = mask.clone()
+    later[0, -2] = 0  # holes
+    late = mask.clone()
+    late[0, :-1] = 0  # longer padding than was known
+    asked = (mask, mask.flip(0), later, late, torch.ones_like(mask), mask[:, 1:], mask[:, None, None], None)
+    functions = (causal_mask_function, sliding_window_causal_mask_function(8), lambda *a: True)
+    before, answers = known(cache), []
+    for _ in range(2):
+        answers.append([hf_attention._mask_reason(cache, x, n, f, m) for x in cache.layers for f in functions for m in asked])
+        assert unchanged(cache, before)
+    assert answers[0] == answers[1] and len(set(answers[0])) > 3
+    length = cache.get_mask_sizes(n)[0]
+    length = type(length).of(mask.shape[1], cache, cache.layers[0])
+    tell = late if filled == "row of padding" else mask.flip(0)
+    hf_attention.turboquant_mask(2, n, length, attention_mask=tell)
+    assert not unchanged(cache, before)  # the mutant of the question: the deed
+
+
+@pytest.mark.parametrize("which", UNUSUAL)
+def test_an_unusual_mask_goes_to_pytorch_and_says_so(which):
+    model, inputs = tiny(), prompt(2, 30, padded=False)
+    extra, why = UNUSUAL[which][0](inputs), UNUSUAL[which][1]
+    out = {}
+    for attention in ("sdpa", "turboquant"):
+        model.set_attn_implementation(attention)
+        cache = DynamicCache(config=model.config) if attention == "sdpa" else TurboQuantCache(model, exact_recipe())
+        with torch.no_grad():
+            logits = model(inputs["input_ids"], past_key_values=cache, **extra).logits
+            step = torch.cat([extra["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1) if which == "holes" else None
+            out[attention] = logits, model(inputs["input_ids"][:, :1], past_key_values=cache, attention_mask=step).logits
+    r = cache.report()
+    assert r["reasons"].pop(f"prefill: {why}") == 2 and r["served"] == {"prefill": 2, "codes": 2}
+    if which == "holes":
+        assert r["reasons"] == {"an attention mask unlike the prompt's": 2}
+    for a, b in zip(*out.values()):
+        assert torch.allclose(a, b, atol=1e-4)
+
+
+def test_a_mask_that_changes_its_mind():
+    "Padding of the prompt that a later mask calls real: the mask is obeyed."
+    model, inputs = tiny(), prompt(2, 30)
+    out = []
+    for attention in ("eager", "turboquant"):
+        model.set_attn_implementation(attention)
+        cache = TurboQuantCache(model, "k4v4")
+        cache.set_padding(inputs["attention_mask"])
+        with torch.no_grad():
+            model(**inputs, past_key_values=cache)
+            out.append(model(inputs["input_ids"][:, :1], past_key_values=cache, attention_mask=torch.ones(2, 31, dtype=torch.long)).logits)
+    assert cache.report()["reasons"] == {**cache.report()["reasons"], "an attention mask unlike the prompt's": 2}
+    assert torch.allclose(out[0][0], out[1][0], atol=1e-4)  # the row without padding
+
+
+# --- kernels ---------------------------------------------------------------------------------------
+
+SMALL = dict(head_dim=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+WAYS = {
+    "llama": ("llama", dict(max_new_tokens=2)),
+    "window of 12": ("mistral", dict(max_new_tokens=2)),
+    "drafts": ("llama", dict(max_new_tokens=4, prompt_lookup_num_tokens=3)),
+    "beams": ("llama", dict(max_new_tokens=2, num_beams=2)),
+    "softcap": ("gemma2", dict(max_new_tokens=2, layer_types=["full_attention"])),
+    "sampling": ("llama", dict(max_new_tokens=2, do_sample=True, top_k=3, num_return_sequences=2)),
+    "assisted": ("llama", dict(max_new_tokens=4, assisted=True)),
+    "hybrid": ("qwen3_next", dict(max_new_tokens=2, layer_types=["full_attention", "linear_attention"], num_hidden_layers=2)),
+    "chunks": ("llama", dict(max_new_tokens=2, prefill_chunk_size=5)),
+    "second turn": ("llama", dict(max_new_tokens=2, turn=True)),
+}
+
+
+def kernel_cache(model, recipe="k4v4"):
+    return TurboQuantCache(model, recipe, backend="triton")
+
+
+@pytest.mark.skipif(not CUDA and not ops._interpreted(), reason="needs Triton")
+@pytest.mark.parametrize("way", WAYS)
+def test_kernels_serve_generate(way):
+    """Left-padded batches decode on kernels alone, from coding to attention, and give the tokens of PyTorch's attention on codes. Without a GPU this is the portable
+    kernel in Triton's interpreter, which only `backend="triton"` reaches."""
+    name, kwargs = WAYS[way]
+    kwargs, alone = dict(kwargs), way in ("drafts", "assisted")
+    sizes = SMALL | {k: kwargs.pop(k) for k in ("layer_types", "num_hidden_layers") if k in kwargs}
+    turn, assisted = kwargs.pop("turn", False), kwargs.pop("assisted", False)
+    model = tiny(name, **sizes).to("cuda" if CUDA else "cpu")
+    if assisted:  # nearly the same model, with a cache of its own
+        kwargs["assistant_model"] = copy.deepcopy(model)
+    try:
+        inputs = {k: x.to(model.device) for k, x in prompt(1 if alone else 2, 14, padded=not alone).items()}
+        outs, served = [], []
+        for backend in ("torch", "triton"):
+            cache = TurboQuantCache(model, "k4v4", backend=backend)
+            out = generate(model, inputs, "turboquant", cache=cache, **kwargs)[0]
+            if turn:
+                mask = torch.cat([inputs["attention_mask"], torch.ones_like(out[:, 14:])], 1)
+                out = generate(model, dict(input_ids=out, attention_mask=mask), "turboquant", cache=cache, **kwargs)[0]
+            outs.append(out)
+            served.append(cache.report())
+        assert torch.equal(*outs)
+        a, b = served
+        assert set(a["served"]) == {"prefill", "codes"} and set(b["served"]) == {"prefill", "kernel"} and b["reasons"] == {}
+        assert a["coded"] == {"torch": sum(a["served"].values())} and b["coded"] == {"kernel": sum(b["served"].values())}
+        if not CUDA:
+            assert set(a["reasons"]) == {"an NVIDIA GPU is needed, the store is on cpu"}
+    finally:
+        model.to("cpu")
+
+
+def test_auto_never_takes_the_interpreter():
+    model = tiny(**SMALL)
+    _, cache = generate(model, prompt(1, 5), "turboquant", max_new_tokens=2)
+    assert CUDA or (cache.report()["served"] == {"prefill": 1, "codes": 1} and cache.report()["coded"] == {"torch": 2})
+
+
+REFUSED = {
+    "residual": (Recipe(residual="prod"), {}, "QJL"),
+    "fractions": (Recipe(Spec(2.5), Spec(3)), {}, "bits must be one integer"),
+    "head size": (Recipe(), dict(head_dim=8), "multiple of 16"),
+}
+
+
+@pytest.mark.parametrize("which", REFUSED)
+def test_demanding_kernels_raises_before_anything_is_stored(which):
+    recipe, sizes, why = REFUSED[which]
+    model = tiny(**{**SMALL, **sizes})
+    model.set_attn_implementation("turboquant")
+    cache = kernel_cache(model, recipe)
+    with torch.no_grad(), pytest.raises(ValueError, match=f"'triton' cannot serve this store: .*{why}"):
+        model(**prompt(1, 5, padded=False), past_key_values=cache)
+    assert cache.get_seq_length() == 0 and cache.report()["nbytes"] == 0
+
+
+def test_demanding_kernels_without_a_gpu_or_interpreter(monkeypatch):
+    if CUDA:
+        pytest.skip("there is one")
+    monkeypatch.setattr(ops, "_interpreted", lambda: False)
+    model = tiny(**SMALL)
+    with pytest.raises(ValueError, match="'triton' cannot serve this store: an NVIDIA GPU is needed, the store is on cpu"):
+        generate(model, prompt(1, 5), "turboquant", cache=kernel_cache(model))
+
+
+@pytest.mark.parametrize("backend", ["flash", "cuda", None, 3])
+def test_unknown_backends(backend):
+    with pytest.raises(ValueError, match="backend must be 'auto', 'triton' or 'torch'"):
+        TurboQuantCache(tiny(), backend=backend)
+
+
+# --- long chunks -----------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", [n for n in FAMILIES if n not in HYBRID + OWN])
+@pytest.mark.parametrize("padded", [False, True])
+def test_chunked_prefill(name, padded, no_masks):
+    "transformers' prefill_chunk_size: the logits of dense decoding of the same codes, and flat memory: no block of the past is larger than ops.BLOCK."
+    model = tiny(name, max_position_embeddings=512)
+    if "turboquant" not in three(model):
+        pytest.skip("caches latents")
+    inputs, outs = prompt(2, 90, padded=padded), []
+    for attention in ("eager", "turboquant"):
+        cache = TurboQuantCache(model, "k4v4")
+        if padded:
+            cache.set_padding(inputs["attention_mask"])
+        model.set_attn_implementation(attention)
+        outs.append(model.generate(**inputs, past_key_values=cache, prefill_chunk_size=40, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True))
+    for a, b in zip(outs[0].logits, outs[1].logits):
+        assert float((a - b).abs().max()) < 2e-4 * float(a.abs().max())
+    served = cache.report()["served"]
+    layers = len(cache.coded_layers)
+    slow = model.config.model_type == "gemma2"  # softcap
+    assert served["prefill"] == layers and served.get("codes" if slow else "chunk", 0) >= layers  # 40, 40, and 10 on codes
+
+
+def test_a_chunk_that_is_all_padding(no_masks):
+    "The first chunk of a row is padding alone: where its tokens start is learnt from the next."
+    model, inputs = tiny("gemma3_text", max_position_embeddings=512), prompt(3, 90)
+    inputs["attention_mask"][2, :50] = 0
+    outs = []
+    for attention in ("eager", "turboquant"):
+        cache = TurboQuantCache(model, "k4v4")
+        if attention == "eager":
+            cache.set_padding(inputs["attention_mask"])
+        model.set_attn_implementation(attention)
+        outs.append(model.generate(**inputs, past_key_values=cache, prefill_chunk_size=40, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True))
+    for a, b in zip(outs[0].logits, outs[1].logits):
+        assert float((a - b).abs().max()) < 2e-4 * float(a.abs().max())
+    assert cache.layers[0].starts == (0, 7, 50) == tuple(cache.layers[1].store.start.tolist())
+
+
+class Largest(TorchDispatchMode):
+    "The largest tensor that torch makes, in bytes."
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in given:
+                self.bytes = max(self.bytes, t.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.skipif(not CUDA and not ops._interpreted(), reason="needs Triton")
+def test_a_step_makes_nothing_as_large_as_the_past():
+    "Of decoding after 500 tokens: on kernels no tensor is a third of one layer's dense keys; the dense path makes one."
+    model = tiny(**SMALL | dict(head_dim=64), max_position_embeddings=1100).to("cuda" if CUDA else "cpu")
+    try:
+        ids, most = prompt(1, 500, padded=False)["input_ids"].to(model.device), {}
+        for attention in ("turboquant", "sdpa"):
+            model.set_attn_implementation(attention)
+            cache = kernel_cache(model) if attention == "turboquant" else TurboQuantCache(model, "k4v4")
+            with torch.no_grad():
+                model(ids, past_key_values=cache)
+                model(ids[:, :1], past_key_values=cache)  # what grows does so by an eighth, and seldom
+                with Largest() as seen:
+                    for i in range(2):
+                        model(ids[:, i : i + 1], past_key_values=cache)
+            most[attention] = seen.bytes
+        dense = 500 * 64 * 4
+        assert most["turboquant"] < dense / 3 and most["sdpa"] >= dense, most
+    finally:
+        model.to("cpu")
+
+
+@pytest.mark.skipif(not CUDA and not ops._interpreted(), reason="needs Triton")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
+def test_what_a_kernel_took_is_told_later(bad):
+    "Nothing waits in the pass that took it; a pass or two later, or `check`, says which layer."
+    model = tiny(**SMALL | dict(num_hidden_layers=2)).to("cuda" if CUDA else "cpu")
+    try:
+        model.set_attn_implementation("turboquant")
+        cache, inputs = kernel_cache(model), prompt(1, 9, padded=False)["input_ids"].to(model.device)
+        with torch.no_grad():
+            model(inputs, past_key_values=cache)
+            x = torch.zeros(1, 1, 1, 16, device=model.device)
+            cache.update(x, x, 0)
+            cache.update(torch.full_like(x, bad), x, 1)
+            twin = copy.deepcopy(cache)
+            with pytest.raises(ValueError, match="layer 1: keys that were (not finite|too large)"):
+                twin.check()
+            twin.check()  # once
+            with pytest.raises(ValueError, match="layer 1: keys that were (not finite|too large)"):
+                for _ in range(3):
+                    model(inputs[:, :1], past_key_values=cache)
+                    if CUDA:
+                        torch.cuda.synchronize()
+    finally:
+        model.to("cpu")
+
+
+@pytest.mark.parametrize("length", [3000, 6000])
+def test_memory_of_a_chunk_does_not_grow_with_the_past(length, monkeypatch):
+    "The largest tensor made while a chunk attends, past 3,000 or 6,000 tokens, in blocks of 2,048."
+    from turboquant_nb.store import KVStore
+
+    monkeypatch.setattr(ops, "BLOCK", 2 * 16 * 2048)
+    g = torch.Generator().manual_seed(0)
+    store = KVStore(Recipe(), 1, 2, 16)
+    store.append(*(torch.randn(1, 2, length, 16, generator=g) for _ in range(2)))
+    k, v = (torch.randn(1, 2, 64, 16, generator=g) for _ in range(2))
+    store.append(k, v)
+    q = torch.randn(1, 4, 64, 16, generator=g)
+    held = max(t.nbytes for s in (store.key, store.value) for t in s.tensors.values())
+    assert ops.choose(q, store, k, v)[0] == "flash"
+    with Largest() as seen:
+        ops.attend(q, store, k, v)
+    block = 2 * ops.BLOCK * 4  # twice, for a table's index in int64 or two pieces at once
+    assert seen.bytes <= max(block, held), (seen.bytes, block)

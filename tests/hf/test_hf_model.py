@@ -1,0 +1,121 @@
+"A real language model on a real text: agreement of the two modes, bits per value, perplexity."
+import math
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("gguf")
+from transformers import DynamicCache  # noqa: E402
+from transformers.modeling_utils import AttentionInterface  # noqa: E402
+
+from tests.helpers import SLOW  # noqa: E402
+from turboquant_nb import hf  # noqa: E402
+from turboquant_nb.hf import TurboQuantCache  # noqa: E402
+from turboquant_nb.models import load_model, sample_text  # noqa: E402
+
+PREFILL, SCORE, WINDOWS = 512, 512, 8 if SLOW else 4
+TOKENS = 100 if SLOW else 40  # of greedy decoding
+
+
+@pytest.fixture(scope="module")
+def real():
+    "(model, tokens of the text [1, n])"
+    try:
+        model, tokenizer = load_model(progress=False)
+    except RuntimeError as error:
+        if "not available" not in str(error):
+            raise
+        pytest.skip(f"the embedded model cannot be fetched here: {str(error).splitlines()[0]}")
+    model.requires_grad_(False)
+    return model, tokenizer(sample_text(), return_tensors="pt")["input_ids"]
+
+
+@pytest.fixture(scope="module")
+def windows(real):
+    """For each of 4 or 8 windows: tokens [1, 1024], exact states of the first 512 in every layer, and the negative log-likelihood of the last 512 in fp32. One forward gives both: a state
+    never depends on later tokens. The 8 windows together are the first 8,192 tokens of the text."""
+    model, ids = real
+    model.set_attn_implementation("sdpa")
+    out = []
+    for i in range(WINDOWS):
+        part = ids[:, i * (PREFILL + SCORE) : (i + 1) * (PREFILL + SCORE)]
+        assert part.shape[1] == PREFILL + SCORE
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            logits = model(part, past_key_values=cache, logits_to_keep=SCORE + 1).logits[:, :-1]
+        states = [(x.keys[:, :, :PREFILL].clone(), x.values[:, :, :PREFILL].clone()) for x in cache.layers]
+        out.append((part, states, nll(logits, part)))
+    return out
+
+
+def nll(logits, part):
+    return torch.nn.functional.cross_entropy(logits[0].float(), part[0, PREFILL:]).item()
+
+
+def perplexity(model, windows, recipe, attention="sdpa"):
+    """exp of the mean negative log-likelihood: 512 tokens coded (from exact states, as in `generate`), 512 scored in one chunk after them. Both modes give the same to fp32
+    rounding (test_hf.py); the dense one is cheaper for a chunk of 512."""
+    model.set_attn_implementation(attention)
+    total = 0.0
+    for part, states, _ in windows:
+        cache = TurboQuantCache(model, recipe)
+        for i, (k, v) in enumerate(states):
+            cache.update(k, v, i)
+        with torch.no_grad():
+            # one token earlier, so that the first scored token has its prediction
+            cache.crop(-1)
+            logits = model(part[:, PREFILL - 1 : -1], past_key_values=cache).logits
+        total += nll(logits, part)
+    return math.exp(total / len(windows))
+
+
+def test_perplexity_of_k4v4_is_within_two_percent(real, windows):
+    exact = math.exp(sum(w[2] for w in windows) / WINDOWS)
+    coded = perplexity(real[0], windows, "k4v4")
+    print(f"perplexity of {WINDOWS} windows: fp32 {exact:.3f}, k4v4 {coded:.3f} ({100 * (coded / exact - 1):+.2f} %)")
+    assert 5 < exact < 60 and abs(coded / exact - 1) < 0.02
+
+
+def test_bits_per_value_of_real_tokens(real, windows):
+    "2,048 real tokens in each of 30 layers, everything counted; the table of turns is .09 bits of so small a model."
+    model, recipes = real[0], {"k3v3": 3.7, "k4v4": 4.7}
+    for recipe, limit in recipes.items():
+        cache = TurboQuantCache(model, recipe)
+        for _, states, _ in windows[:4]:
+            for i, (k, v) in enumerate(states):
+                cache.update(k, v, i)
+        r = cache.report()
+        print(f"{recipe}: {r['bits_per_value']:.3f} bits per value, {r['ratio_fp16']:.2f}x of fp16")
+        assert r["tokens"] == 2048 and r["layers"] == 30 and r["values"] == 2048 * 30 * 3 * 128
+        assert int(recipe[1]) < r["bits_per_value"] <= limit
+        assert r["nbytes"] == sum(r["per_layer"]) + r["parts"]["tables"] and abs(r["bits_per_value"] - 8 * r["nbytes"] / r["values"]) < 1e-9
+
+
+def test_greedy_on_codes_is_dense_attention_on_the_same_codes(real, monkeypatch):
+    """40 or 100 greedy tokens on a 3-bit cache. In every layer and step, attention on codes against SDPA on what these very codes stand for, in float64: apart by the rounding of float32 at most.
+    (Two runs, one on codes and one dense, may part where a state that differs in its last bit gets another code.) The mutant reads values that are one token off."""
+    model, ids = real
+    gamma, seen, on_codes = lambda n: n * 2.0**-24 / (1 - n * 2.0**-24), [], hf.turboquant_attention  # noqa: E731
+
+    def checked(module, query, key, value, attention_mask, scaling=None, **kwargs):
+        out = on_codes(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        if query.shape[2] == 1:
+            k, v = (x.double().repeat_interleave(query.shape[1] // x.shape[1], 1) for x in key.layer.store.read())
+            q, d, n = query.double(), query.shape[3], k.shape[2]
+            dense = lambda v: torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scaling).transpose(1, 2)  # noqa: E731
+            # a score is a sum of d products of sums of d products: off by ds; softmax moves by at most 2 ds, and the output is a sum of n products of sums of d
+            ds = gamma(3 * d) * scaling * q.norm(dim=-1) * k.norm(dim=-1).amax(-1, keepdim=True)
+            limit = ((2 * ds + gamma(n + 3 * d)) * v.norm(dim=-1).amax(-1, keepdim=True)).transpose(1, 2)[..., None]
+            seen.append([float(((out[0] - dense(x)).abs() / limit).max()) for x in (v, v.roll(1, 2))])
+        return out
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "turboquant", checked)
+    model.set_attn_implementation("turboquant")
+    cache = TurboQuantCache(model, "k3v3")
+    tokens = model.generate(ids[:, :200], attention_mask=torch.ones(1, 200, dtype=torch.long), past_key_values=cache, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)
+    assert cache.get_seq_length() == 199 + TOKENS and cache.report()["served"] == {"prefill": 30, "codes": (TOKENS - 1) * 30}
+    apart, mutant = torch.tensor(seen).T
+    print(f"largest distance {apart.max():.3f} of the bound, median {apart.median():.3f}; mutant: median {mutant.median():.0f} times the bound")
+    assert len(seen) == (TOKENS - 1) * 30 and apart.max() <= 1 and mutant.median() > 20
+    assert len(set(tokens[0, 200:].tolist())) > 8  # not a loop of one token

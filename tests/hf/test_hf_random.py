@@ -1,0 +1,328 @@
+"""Random sequences of operations on a cache against a dense model of it, and memory that runs out at every place.
+
+TURBOQUANT_SEQUENCES sets how many sequences of up to 40 operations are run (12 if unset, 60 with TURBOQUANT_SLOW=1; 10,000 before a release)."""
+import copy
+import os
+import tempfile
+
+import pytest
+import torch
+
+from tests.helpers import SLOW  # noqa: E402
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("hypothesis")
+from hypothesis import HealthCheck, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+from turboquant_nb.attention import dense_attention  # noqa: E402
+from turboquant_nb.hf import MARGIN, TurboQuantCache, rope_frequencies, turboquant_attention  # noqa: E402
+from turboquant_nb.quantizer import Coded, Recipe, Spec  # noqa: E402
+from turboquant_nb.rates import make_quantizer  # noqa: E402
+from turboquant_nb.store import KVStore, _EmbeddedCodebook, prompt_mean  # noqa: E402
+
+SEQUENCES = int(os.environ.get("TURBOQUANT_SEQUENCES", 60 if SLOW else 12))
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+HEADS, GROUP, D, WINDOW = 1, 2, 16, 20  # WINDOW: of the sliding layer 0; layer 1 sees everything
+RECIPES = {
+    "k3v3": Recipe(sinks=2, window=5),
+    "no window": Recipe(Spec(4, center="prompt"), Spec(2), sinks=0, window=0),
+    "signs": Recipe(Spec(3, residual="sign"), Spec(3), sinks=1, window=3),
+    "qjl": Recipe(Spec(3, residual="qjl", center="prompt"), Spec(4), sinks=1, window=7),
+    "fractions": Recipe(Spec(2.5), Spec(3.25), sinks=3, window=16),
+    "decay": Recipe(Spec(4, center="prompt"), Spec(3), sinks=2, window=4, decay=30),
+    "turning": Recipe(Spec(3, center="rope"), Spec(3), sinks=2, window=5),
+}
+
+
+def config():
+    c = transformers.Gemma3TextConfig(vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=HEADS * GROUP,
+                                      num_key_value_heads=HEADS, head_dim=D, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])
+    c._attn_implementation = "turboquant"
+    return c
+
+
+class Dense:
+    "One side of one layer: what every token was, and what is left of it once it is coded."
+
+    def __init__(self, spec, recipe, starts, freq):
+        self.q, self.recipe, self.starts, self.mean = make_quantizer(spec, D), recipe, starts, None
+        self.freq = freq if spec.center == "rope" else None
+        self.exact = self.coded = self.thin = torch.zeros(len(starts), HEADS, 0, D)
+        self.fresh = torch.zeros(0, dtype=torch.bool)  # tokens that have not left the window yet
+
+    def turn(self, x, n, back):
+        "As RoPE turns the next n tokens of each row, or back."
+        if self.freq is None:
+            return x
+        at = torch.arange(n) + self.exact.shape[2] - torch.tensor(self.starts)[:, None]
+        angle = at.clamp(min=0)[:, None, :, None].float() * self.freq
+        c, s = (f(angle).half().float() * (-1 if back and f is torch.sin else 1) for f in (torch.cos, torch.sin))
+        a, b = x.float().chunk(2, -1)
+        return torch.cat([a * c - b * s, b * c + a * s], -1)
+
+    def append(self, x):
+        if self.mean is None and self.q.spec.center != "none":
+            skips, still = [s + self.recipe.sinks for s in self.starts], self.turn(x, x.shape[2], True)
+            self.mean = torch.cat([prompt_mean(still[i : i + 1], s) for i, s in enumerate(skips)])
+        center = None if self.mean is None else self.turn(self.mean, x.shape[2], False)
+        mean = 0 if center is None else center.float()
+        coded = self.q.encode(x, center, "x")
+        back = lambda q, c: q.rotation.inverse(q.decode_rotated(c)) + mean  # noqa: E731
+        thin = coded = back(self.q, coded), coded
+        if self.recipe.decay is not None:
+            old = make_quantizer(self.q.spec, D)
+            old.codebook = _EmbeddedCodebook(old.codebook)
+            thin = back(old, Coded((coded[1].codes >> 1) + 2**self.q.spec.bits, coded[1].scale)), None
+        self.exact, self.coded, self.thin = (torch.cat([a, b], 2) for a, b in ((self.exact, x), (self.coded, coded[0]), (self.thin, thin[0])))
+        n = self.exact.shape[2]
+        self.fresh = torch.cat([self.fresh, torch.ones(x.shape[2], dtype=torch.bool)]) & (torch.arange(n) >= n - self.recipe.window)
+
+    def crop(self, n):
+        keep = self.exact.shape[2] - n
+        self.exact, self.coded, self.thin = (x[:, :, :keep] for x in (self.exact, self.coded, self.thin))
+        self.fresh = self.fresh[:keep]
+
+    def rows(self, index):
+        self.exact, self.coded, self.thin = (x[index] for x in (self.exact, self.coded, self.thin))
+        self.mean = None if self.mean is None else self.mean[index]
+        self.starts = [self.starts[i] for i in index]
+
+    def is_exact(self):
+        "[B, 1, T, 1]: sinks and window."
+        p, start = torch.arange(self.exact.shape[2]), torch.tensor(self.starts)[:, None]
+        return (((p >= start) & (p < start + self.recipe.sinks)) | self.fresh)[:, None, :, None]
+
+    def check(self, got, first):
+        "What the cache reads from position `first` on is what it must be."
+        exact, coded, thin = (x[:, :, first:] for x in (self.exact, self.coded, self.thin))
+        assert got.shape == exact.shape
+        kept = self.is_exact()[:, :, first:].expand_as(got)
+        assert torch.equal(got[kept], exact[kept])
+        near = lambda x: (got - x).abs() <= 1e-5 * (1 + x.abs())  # noqa: E731
+        ok = (near(coded).all(-1) | near(thin).all(-1))[..., None].expand_as(got)
+        assert bool((ok | kept).all()), (got - coded).abs().amax(-1)
+
+    def seen(self, got, chunk):
+        "What attention sees: the cache's own tokens (just checked), the chunk exactly."
+        return torch.cat([got[:, :, : got.shape[2] - chunk], self.exact[:, :, self.exact.shape[2] - chunk :]], 2)
+
+
+class Machine(RuleBasedStateMachine):
+    @initialize(recipe=st.sampled_from(sorted(RECIPES)), batch=st.integers(1, 3), seed=st.integers(0, 999), data=st.data())
+    def start(self, recipe, batch, seed, data):
+        self.config, self.recipe, self.g = config(), RECIPES[recipe], torch.Generator().manual_seed(seed)
+        starts = data.draw(st.lists(st.integers(0, 9), min_size=batch, max_size=batch))
+        self.cache = TurboQuantCache(self.config, self.recipe)
+        self.cache.set_padding((torch.arange(10) >= torch.tensor(starts)[:, None]).long())
+        freqs = rope_frequencies(self.config)[0]
+        self.dense = [[Dense(spec, self.recipe, starts, freq) for spec in (self.recipe.key, self.recipe.value)] for freq in freqs]
+        self.length = self.longest = 0
+        self.take(data.draw(st.sampled_from([10, 11, 35, 300])), True)
+
+    @property
+    def batch(self):
+        return len(self.dense[0][0].starts)
+
+    def take(self, n, on_codes):
+        "A chunk through both layers: what attention gives, or what `update` returns, is checked against dense attention over what the cache must hold."
+        self.config._attn_implementation = "turboquant" if on_codes else "sdpa"
+        past = self.length
+        self.length += n
+        self.longest = max(self.longest, self.length)  # what was freed, was freed then
+        for i, (layer, sides) in enumerate(zip(self.cache.layers, self.dense)):
+            k, v = (torch.randn(self.batch, HEADS, n, D, generator=self.g) for _ in range(2))
+            visible = max(0, past - WINDOW + 1) if i == 0 else 0
+            for side, x in zip(sides, (k, v)):
+                side.append(x)
+            q = torch.randn(self.batch, HEADS * GROUP, n, D, generator=self.g)
+            handles = self.cache.update(k, v, i)
+            if not on_codes:
+                assert all(torch.equal(h[:, :, past - visible :], x) for h, x in zip(handles, (k, v)))
+                if past:
+                    for side, h in zip(sides, handles):
+                        rest = side.fresh.clone()
+                        side.fresh[past:] = True  # dense layers get their own chunk exactly
+                        side.check(h, visible)
+                        side.fresh = rest
+                continue
+            got = [x[:, :, visible - layer.store.offset :] for x in layer.store.read()]  # before the sliding layer frees
+            out = turboquant_attention(None, q, *handles, None, 0.25)[0].transpose(1, 2)
+            seen = [side.seen(x, n) if past else side.exact[:, :, visible:] for side, x in zip(sides, got)]
+            at, p = torch.arange(past, self.length)[:, None], torch.arange(visible, self.length)
+            mask = (p <= at) & (p >= torch.tensor(sides[0].starts)[:, None, None, None])
+            mask = mask & (p > at - WINDOW) if i == 0 else mask
+            want = dense_attention(q, *seen, 0.25, mask=mask)[0]
+            real = mask.any(-1)[..., None].expand_as(out)
+            assert torch.allclose(out[real], want[real], atol=2e-5)
+
+    @rule(n=st.sampled_from([1, 1, 1, 2, 5, 17, 40, 260]), on_codes=st.booleans())
+    def append(self, n, on_codes):
+        if self.length < 1500:
+            self.take(n, on_codes)
+
+    @rule(n=st.integers(1, 40))
+    def crop(self, n):
+        n = min(n, self.length - 10)
+        if n > 0:
+            self.cache.crop(-n)
+            self.length -= n
+            for sides in self.dense:
+                for side in sides:
+                    side.crop(n)
+
+    @rule(n=st.integers(100, 900))
+    def crop_too_much(self, n):
+        "A sliding layer that freed what would be needed refuses, and stays as it was."
+        layer = self.cache.layers[0]
+        if n < self.length and layer.store.offset and self.length - n - WINDOW + 1 < layer.store.offset:
+            with pytest.raises(ValueError, match="cannot crop"):
+                layer.crop(-n)
+            assert self.longest - self.length + n > MARGIN
+
+    def rows(self, index):
+        for sides in self.dense:
+            for side in sides:
+                side.rows(index)
+
+    @rule(data=st.data())
+    def reorder(self, data):
+        index = data.draw(st.lists(st.integers(0, self.batch - 1), min_size=self.batch, max_size=self.batch))
+        self.cache.reorder_cache(torch.tensor(index))
+        self.rows(index)
+
+    @rule(data=st.data())
+    def select(self, data):
+        index = data.draw(st.lists(st.integers(0, self.batch - 1), min_size=1, max_size=self.batch))
+        self.cache.batch_select_indices(torch.tensor(index))
+        self.rows(index)
+
+    @precondition(lambda self: self.batch < 3)
+    @rule()
+    def repeat(self):
+        self.cache.batch_repeat_interleave(2)
+        self.rows([i for i in range(self.batch) for _ in range(2)])
+
+    @rule()
+    def save_and_load(self):
+        with tempfile.TemporaryDirectory() as folder:
+            self.cache.save(f"{folder}/c")
+            self.cache = TurboQuantCache.load(f"{folder}/c", self.config)
+
+    @rule()
+    def offload(self):
+        for layer in self.cache.layers:
+            layer.offload()
+            layer.prefetch()
+
+    @rule()
+    def deepcopy(self):
+        self.cache = copy.deepcopy(self.cache)
+
+    @rule(what=st.sampled_from(["nan", "heads", "dtype", "batch", "layer"]))
+    def refuse(self, what):
+        "States that do not fit change nothing; the invariant looks."
+        x = torch.randn(self.batch + (what == "batch"), HEADS + (what == "heads"), 2, D, dtype=torch.float64 if what == "dtype" else torch.float32)
+        if what == "nan":
+            x[0, 0, 1, 3] = torch.nan
+        with pytest.raises(ValueError, match="must be|must have|no layer 2"):
+            self.cache.update(x, x, 2 if what == "layer" else 1)
+
+    @invariant()
+    def equals_the_dense_model(self):
+        if not hasattr(self, "cache"):
+            return
+        assert self.cache.get_seq_length() == self.length
+        for layer, sides in zip(self.cache.layers, self.dense):
+            store = layer.store
+            assert store.length == self.length and store.nbytes == store.expected_nbytes()
+            assert list(layer.starts) == store.start.tolist() == sides[0].starts
+            first = max(layer.first, store.offset)
+            assert first == layer.first
+            for side, got in zip(sides, store.read(first)):
+                side.check(got, first)
+
+
+Machine.TestCase.settings = settings(max_examples=SEQUENCES, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=SEQUENCES <= 60)
+test_random_sequences = pytest.mark.usefixtures("one_thread")(Machine.TestCase)
+
+
+# --- memory that runs out --------------------------------------------------------------------------
+
+class Failing(TorchDispatchMode):
+    "From the k-th allocation on, torch is out of memory."
+
+    def __init__(self, k):
+        super().__init__()
+        self.left = k
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in self.tensors((args, kwargs))}
+        if any(t.untyped_storage().data_ptr() not in given and t.numel() for t in self.tensors(out)):
+            self.left -= 1
+            if self.left < 0:
+                raise torch.OutOfMemoryError("simulated")
+        return out
+
+    def tensors(self, x):
+        if isinstance(x, torch.Tensor):
+            return [x]
+        if isinstance(x, dict):
+            x = list(x.values())
+        return [t for y in x for t in self.tensors(y)] if isinstance(x, (list, tuple)) else []
+
+
+def snapshot(store):
+    numbers = (store.length, store.offset, store._window_from, store.past_exact_from, store.key.thin, store.value.thin, store.batch)
+    return numbers, store.start.clone(), [x.clone() for x in store.read()], [x.clone() for side in ("key", "value") for x in store.exact(side)]
+
+
+def same_state(a, b):
+    return a[0] == b[0] and torch.equal(a[1], b[1]) and all(torch.equal(x, y) for x, y in zip(a[2] + a[3], b[2] + b[3]))
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+@pytest.mark.parametrize("held, n", [(0, 20), (30, 1), (30, 5), (250, 10), (256, 1), (300, 300)])
+def test_out_of_memory_in_an_append_leaves_the_old_state(recipe, held, n):
+    "At each allocation in turn, until there is one too few left to fail."
+    g = torch.Generator().manual_seed(0)
+    turns = dict(inv_freq=10.0 ** -torch.arange(D // 2)) if recipe == "turning" else {}
+    store = KVStore(RECIPES[recipe], 2, HEADS, D, **turns)
+    states = lambda n: [torch.randn(2, HEADS, n, D, generator=g) for _ in range(2)]  # noqa: E731
+    store.set_range(start=torch.tensor([0, 3]))
+    if held:
+        store.append(*states(held))
+    k, v = states(n)
+    before, want = snapshot(store), copy.deepcopy(store)
+    want.append(k, v)
+    for at in range(1000):
+        try:
+            with Failing(at):
+                store.append(k, v)
+            break
+        except torch.OutOfMemoryError:
+            assert same_state(snapshot(store), before), at
+            assert store.nbytes == store.expected_nbytes(), at
+    assert at > 10 and same_state(snapshot(store), snapshot(want))
+
+
+@pytest.mark.parametrize("held", [0, 30])
+def test_out_of_memory_in_a_cache(held):
+    "A layer that failed is as before; the layers before it have taken the chunk, and `recover` gives it back."
+    cache = TurboQuantCache(config(), RECIPES["k3v3"])
+    g = torch.Generator().manual_seed(0)
+    states = lambda n: [torch.randn(2, HEADS, n, D, generator=g) for _ in range(2)]  # noqa: E731
+    for i in range(2 if held else 0):
+        cache.update(*states(held), i)
+    k, v = states(4)
+    cache.update(k, v, 0)
+    with pytest.raises(torch.OutOfMemoryError), Failing(12):
+        cache.update(k, v, 1)
+    assert cache.layers[0].store.length == held + 4 and cache.layers[1].get_seq_length() == held
+    assert cache.recover() == held and [x.get_seq_length() for x in cache.layers] == [held, held]
+    for i in range(2):
+        cache.update(k, v, i)
+    assert cache.get_seq_length() == held + 4

@@ -1,0 +1,193 @@
+"What surrounds a cache: tensor parallel ranks, weights that stream in, files of a hundred thousand tokens, and the wrong model."
+import copy
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+from tests.helpers import generate, prompt, tiny  # noqa: E402
+from turboquant_nb.hf import TurboQuantCache  # noqa: E402
+from turboquant_nb.testing import same  # noqa: E402
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+SCRIPT = Path(__file__).with_name("tp_generate.py")
+
+
+# --- tensor parallel -------------------------------------------------------------------------------
+
+def run(folder, out, ranks):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    gpus = {} if torch.cuda.device_count() >= 2 else {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(port)] if ranks > 1 else [sys.executable]
+    done = subprocess.run([*command, str(SCRIPT), str(folder), str(out)], capture_output=True, text=True, timeout=240, env=os.environ | gpus | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [torch.load(f"{out}.{r}") for r in range(ranks)]
+
+
+def test_calibrating_with_offloaded_weights():
+    "Weights that accelerate streams in give the maps of resident ones."
+    accelerate = pytest.importorskip("accelerate")
+    from turboquant_nb.calibrate import calibrate
+
+    ids = torch.randint(1, 50, (2, 40), generator=torch.Generator().manual_seed(0))
+    here = calibrate(tiny(), ids)
+    away = calibrate(accelerate.cpu_offload(copy.deepcopy(tiny()), execution_device=torch.device("cpu")), ids)
+    assert [m.name for m in here.maps] == [m.name for m in away.maps]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="torchrun with gloo")
+def test_two_ranks_equal_one(tmp_path):
+    "transformers' own plan: each rank codes its half of the KV heads, in half the bytes; tokens are those of one rank, logits to rounding."
+    config = transformers.LlamaConfig(vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0)
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    (one,) = run(tmp_path / "model", tmp_path / "one", 1)
+    ranks = run(tmp_path / "model", tmp_path / "two", 2)
+    for name, want in one.items():
+        assert want["heads"] == 2
+        for rank in ranks:
+            got = rank[name]
+            assert got["heads"] == 1 and got["served"] == want["served"]
+            assert torch.equal(got["tokens"], want["tokens"]), name
+            assert torch.allclose(got["logits"], want["logits"], atol=1e-4)
+            assert 0.5 <= got["nbytes"] / want["nbytes"] < 0.51  # ranges of the rows are on both
+
+
+# --- weights that are elsewhere --------------------------------------------------------------------
+
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_offloaded_weights_and_a_resident_cache(where, tmp_path):
+    "accelerate streams each layer's weights in; the cache stays where it computes, and the tokens are the same."
+    accelerate = pytest.importorskip("accelerate")
+    import copy
+
+    model, inputs = tiny("llama"), prompt(2, 30)
+    want, _ = generate(model, inputs, "turboquant", max_new_tokens=6)
+    away = copy.deepcopy(model)
+    if where == "disk":
+        away = accelerate.disk_offload(away, str(tmp_path), execution_device=torch.device("cpu"))
+    else:
+        away = accelerate.cpu_offload(away, execution_device=torch.device("cpu"))
+    assert all(p.device.type == "meta" for p in away.model.layers.parameters())
+    got, cache = generate(away, inputs, "turboquant", max_new_tokens=6)
+    assert torch.equal(got, want)
+    assert all(x.store.device.type == "cpu" for x in cache.layers) and all(p.device.type == "meta" for p in away.model.layers.parameters())
+
+
+# --- files -----------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def long_cache():
+    "100,000 tokens in two layers, one of them padded."
+    model = tiny("llama")
+    cache = TurboQuantCache(model, "k3v3")
+    cache.set_padding(torch.tensor([[0, 0, 1], [1, 1, 1]]))
+    g = torch.Generator().manual_seed(0)
+    for n in (60_000, 1, 39_999):
+        for i in range(2):
+            cache.layers[i]._append(torch.randn(2, 2, n, 8, generator=g), torch.randn(2, 2, n, 8, generator=g), n == 60_000)
+    return model, cache
+
+
+def test_a_hundred_thousand_tokens_to_disk_and_back(long_cache, tmp_path):
+    model, cache = long_cache
+    assert cache.get_seq_length() == 100_000
+    cache.save(tmp_path / "c")
+    back = TurboQuantCache.load(tmp_path / "c", model)
+    for a, b in zip(cache.layers, back.layers):
+        assert a.starts == b.starts == (2, 0)
+        one, two = a.store.state(), b.store.state()
+        assert one[1] == two[1] and one[0].keys() == two[0].keys()
+        for name, t in one[0].items():
+            same(two[0][name], t, allow_empty=True)
+    size = (tmp_path / "c").stat().st_size
+    assert size < 1.01 * cache.report()["nbytes"]
+    back.save(tmp_path / "d")
+    assert (tmp_path / "c").read_bytes() == (tmp_path / "d").read_bytes()
+
+
+def test_truncated_and_changed_files_are_refused(long_cache, tmp_path):
+    "Cut anywhere, or any byte changed anywhere: in the lengths, the header, the tensors."
+    model, cache = long_cache
+    cache.save(tmp_path / "c")
+    whole = bytearray((tmp_path / "c").read_bytes())
+    g = torch.Generator().manual_seed(0)
+    cuts = [0, 1, 7, 8, 9, 100, len(whole) // 2, len(whole) - 1] + torch.randint(len(whole), (4,), generator=g).tolist()
+    head = int.from_bytes(whole[:8], "little")
+    places = [0, 3, 7, 8, 30, head // 2, head, head + 7, head + 8, len(whole) - 1] + torch.randint(len(whole), (6,), generator=g).tolist()
+    bad = tmp_path / "bad"
+    for n in cuts:
+        bad.write_bytes(whole[:n])
+        with pytest.raises(ValueError):
+            TurboQuantCache.load(bad, model)
+    for at in places:
+        changed = bytearray(whole)
+        changed[at] ^= 0x15
+        bad.write_bytes(changed)
+        with pytest.raises(ValueError):
+            TurboQuantCache.load(bad, model)
+    bad.write_bytes(whole + b"x")
+    with pytest.raises(ValueError):
+        TurboQuantCache.load(bad, model)
+    bad.write_bytes(whole)
+    assert TurboQuantCache.load(bad, model).get_seq_length() == 100_000
+
+
+# --- the wrong model, dtype, device ----------------------------------------------------------------
+
+WRONG = {
+    "more layers": (lambda: tiny(num_hidden_layers=3), "a llama with 2 layers.*layer 2"),
+    "other heads": (lambda: tiny(num_key_value_heads=4), r"keys of layer 0 must have shape \[1, 2, n, 8\], got \[1, 4, 1, 8\]"),
+    "other head size": (lambda: tiny(head_dim=16), r"keys of layer 0 must have shape \[1, 2, n, 8\], got \[1, 2, 1, 16\]"),
+    "other dtype": (lambda: tiny().to(torch.bfloat16), "keys of layer 0 must be torch.float32 on cpu like the store, got torch.bfloat16"),
+    "other device": (lambda: tiny().to("meta"), "keys of layer 0 must be torch.float32 on cpu like the store, got torch.float32 on meta"),
+}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
+@pytest.mark.parametrize("which", WRONG)
+def test_the_wrong_model_is_told(which, attention):
+    import copy
+
+    model = copy.deepcopy(tiny())
+    model.set_attn_implementation(attention)
+    cache = TurboQuantCache(model, "k3v3")
+    with torch.no_grad():
+        model(**prompt(1, 9, padded=False), past_key_values=cache)
+    before = [x.clone() for layer in cache.layers for x in layer.store.read()]
+    make, text = WRONG[which]
+    other = copy.deepcopy(tiny()).to(torch.bfloat16) if which == "other dtype" else copy.deepcopy(tiny()).to("meta") if which == "other device" else copy.deepcopy(make())
+    other.set_attn_implementation(attention)
+    ids = torch.ones(1, 1, dtype=torch.long, device=other.device)
+    with torch.no_grad(), pytest.raises(ValueError, match=text):
+        other(ids, past_key_values=cache)
+    if which == "more layers":
+        assert cache.recover() == 10  # its two layers took the token
+        cache.crop(-1)
+    assert cache.get_seq_length() == 9
+    for a, b in zip([x for layer in cache.layers for x in layer.store.read()], before):
+        assert a.shape == b.shape
+
+
+def test_a_forward_pass_that_broke_off():
+    "An error in the second layer: the next pass says so, and after `recover` it is as if nothing had been."
+    model, inputs = tiny(), prompt(1, 9, padded=False)
+    model.set_attn_implementation("turboquant")
+    cache, step = TurboQuantCache(model, "k3v3"), prompt(1, 1, padded=False, seed=4)["input_ids"]
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache)
+        broken = model.model.layers[1].self_attn.q_proj.register_forward_pre_hook(lambda *a: (_ for _ in ()).throw(torch.OutOfMemoryError("simulated")))
+        with pytest.raises(torch.OutOfMemoryError):
+            model(step, past_key_values=cache)
+        broken.remove()
+        with pytest.raises(ValueError, match=r"cache.recover\(\)"):
+            model(step, past_key_values=cache)
+        assert cache.recover() == 9
+        assert model(step, past_key_values=cache).logits.isfinite().all() and cache.get_seq_length() == 10

@@ -1,0 +1,421 @@
+"The same numbers on a GPU as on the processor; skipped where there is none. Runs as a script too: python tests/kernels/test_cuda.py."
+import torch
+
+try:
+    import pytest
+
+    pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+except ImportError:  # a machine that has a GPU but no pytest
+    pytest = None
+
+from turboquant_nb.attention import attend, dense_attention
+from turboquant_nb.quantizer import Quantizer, Recipe, Spec, as_recipe, encode, preset
+from turboquant_nb.rates import make_quantizer
+from turboquant_nb.store import KVStore
+
+DEVICE = "cuda"  # "cpu" executes the bodies below where there is no GPU
+
+RICH = {  # what a side can be beyond one table of whole bits
+    "prod": Recipe(residual="prod"),
+    "qjl on both sides": Recipe(Spec(4, center="prompt", residual="qjl"), Spec(2, residual="qjl")),
+    "sign": Recipe(residual="sign"),
+    "rescale": Recipe(residual="rescale"),
+    "2.5 bits": as_recipe("k3v3", 2.5),
+    "a number per channel": Recipe(Spec((4, 1, 2, 3) * 16, center="prompt"), Spec(3.25)),
+    "decay": Recipe(Spec(4, center="prompt"), Spec(3), decay=300),
+    "decay of fractions": Recipe(Spec(3.5, center="prompt"), Spec(2.5), decay=300),
+    "decay of signs": Recipe(Spec(4, residual="sign"), Spec((3, 2) * 32), decay=300),
+}
+
+
+def states(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_codes_agree_up_to_ties():
+    "Rotations are summed in another order on a GPU, so a coordinate within rounding of an edge may fall on its other side."
+    x = states(20_000, 128)
+    for bits in (1, 2, 3, 4):
+        here, there = Quantizer(Spec(bits=bits), 128), Quantizer(Spec(bits=bits), 128, "cuda")
+        a, b = encode(here, x), encode(there, x.cuda())
+        differ = a.codes != b.codes.cpu()
+        assert differ.float().mean() < 1e-5
+        torch.testing.assert_close(b.scale.cpu()[~differ.any(-1)], a.scale[~differ.any(-1)], rtol=1e-3, atol=0)
+
+
+def test_attention_equals_dense_and_offload_keeps_bits():
+    store = KVStore(preset("k3v3"), 2, 3, 64, device="cuda")
+    store.set_range(start=torch.tensor([0, 5]))
+    for n in (300, 1, 7):
+        store.append(states(2, 3, n, 64).cuda(), states(2, 3, n, 64, seed=1).cuda())
+    q = states(2, 6, 7, 64, seed=2).cuda()
+    k, v = store.read()
+    at = torch.arange(store.length - 7, store.length, device="cuda")[:, None]
+    p = torch.arange(store.length, device="cuda")
+    seen = (p <= at) & (p >= store.start[:, None, None, None])
+    out, want = attend(q, store), dense_attention(q, k, v, mask=seen)
+    torch.testing.assert_close(out[0], want[0], rtol=0, atol=2e-5)
+    torch.testing.assert_close(out[1], want[1], rtol=0, atol=2e-5)
+    before = [t.clone() for t in store.key.tensors.values()]
+    store.to("cpu")
+    assert store.device.type == "cpu" and store.home.type == "cuda"
+    store.to(store.home)
+    assert all(torch.equal(a, b) for a, b in zip(before, store.key.tensors.values()))
+
+
+def test_generate_on_codes_equals_dense():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from turboquant_nb.hf import TurboQuantCache
+
+    torch.manual_seed(0)
+    shape = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=128, pad_token_id=0, **shape)).eval().cuda()
+    ids = torch.randint(1, 128, (2, 9), generator=torch.Generator().manual_seed(0)).cuda()
+    outs = []
+    for attention in ("sdpa", "turboquant"):
+        model.set_attn_implementation(attention)
+        cache = TurboQuantCache(model, "k4v4")
+        outs.append(model.generate(ids, past_key_values=cache, max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=None))
+    assert torch.equal(*outs)
+    cache.layers[0].offload()
+    cache.layers[0].prefetch()
+    assert cache.layers[0].store.device.type == "cuda"
+
+
+def test_every_table_is_the_same_grid():
+    "An fp32 step times int8, on either device: what kernels multiply."
+    for spec in (*(Spec(b) for b in (1, 2, 3, 4)), Spec(3, residual="sign"), Spec(3, residual="qjl"), Spec(2.5), Spec((4, 1) * 32)):
+        here, there = make_quantizer(spec, 64).codebook, make_quantizer(spec, 64, DEVICE).codebook
+        pairs = zip(here.groups, there.groups) if hasattr(here, "groups") else [((here,), (there,))]
+        for (*_, a), (*_, b) in pairs:
+            assert b.levels.device.type == b.edges.device.type == b.int8().levels.device.type == torch.device(DEVICE).type
+            assert torch.equal(b.levels, torch.tensor(b.int8().step, device=DEVICE) * b.int8().levels)
+            for x, y in ((a.levels, b.levels), (a.edges, b.edges), (a.int8().levels, b.int8().levels)):
+                assert torch.equal(x, y.cpu())
+
+
+def test_residuals_and_fractions_code_alike():
+    "Codes, scales and signs of 20,000 vectors; what differs lies within rounding of an edge, or of zero for a sign."
+    x = states(20_000, 64)
+    for name, recipe in RICH.items():
+        a, b = (make_quantizer(recipe.key, 64, device).encode(x.to(device)) for device in ("cpu", DEVICE))
+        differ = (a.codes != b.codes.cpu()).any(-1)
+        assert differ.float().mean() < 1e-3, (name, float(differ.float().mean()))
+        torch.testing.assert_close(b.scale.cpu()[~differ], a.scale[~differ], rtol=1e-3, atol=0)
+        assert (a.signs is None) == (b.signs is None) == (recipe.key.residual != "qjl")
+        if a.signs is not None:
+            assert (a.signs != b.signs.cpu())[~differ].float().mean() < 1e-4, name
+            torch.testing.assert_close(b.residual_norm.cpu()[~differ], a.residual_norm[~differ], rtol=2e-3, atol=0)
+
+
+def test_rich_stores_read_and_attend_alike():
+    "A store filled on the GPU, its copy on the processor: the same bits, and attention on both equals dense attention over what is read."
+    for name, recipe in RICH.items():
+        store = KVStore(recipe, 2, 3, 64, device=DEVICE)
+        store.set_range(start=torch.tensor([0, 5]))
+        for n in (700, 1, 7):  # with decay 300 the first tile has lost its last plane
+            store.append(states(2, 3, n, 64, seed=n).to(DEVICE), states(2, 3, n, 64, seed=n + 1).to(DEVICE))
+        assert store.nbytes == store.expected_nbytes(), name
+        copy = KVStore.from_state(*store.state())
+        assert copy.device.type == "cpu" and copy.parts() == store.parts(), name
+        for a, b in zip(store.read(), copy.read()):
+            torch.testing.assert_close(a.cpu(), b, rtol=0, atol=2e-5)
+        q = states(2, 6, 7, 64, seed=2)
+        at, p = torch.arange(store.length - 7, store.length)[:, None], torch.arange(store.length)
+        seen = (p <= at) & (p >= copy.start[:, None, None, None])
+        want = dense_attention(q, *copy.read(), mask=seen)
+        for got in (attend(q, copy), attend(q.to(DEVICE), store)):
+            for a, b in zip(got, want):
+                torch.testing.assert_close(a.cpu(), b, rtol=0, atol=2e-5)
+        back = KVStore.from_state(*copy.state(), device=DEVICE)
+        same = zip(back.state()[0].items(), store.state()[0].items())
+        assert all(i == j and torch.equal(a.cpu(), b.cpu()) for (i, a), (j, b) in same), name
+
+
+def test_decay_on_the_gpu():
+    "Both sides lose a plane of whole tiles, and the memory comes back."
+    for recipe, freed in ((Recipe(Spec(4), Spec(3), sinks=0, window=0), 2), (Recipe(Spec(2.5), Spec(3, residual="sign"), sinks=0, window=0), 1.5)):
+        store = KVStore(recipe, 2, 3, 64, device=DEVICE)
+        store.append(states(2, 3, 1000, 64).to(DEVICE), states(2, 3, 1000, 64, seed=1).to(DEVICE))
+        before = store.nbytes
+        store.decay(600)  # two tiles of 256
+        assert before - store.nbytes == 2 * 3 * 512 * 64 * freed / 8 and store.nbytes == store.expected_nbytes()
+        assert all(t.device.type == torch.device(DEVICE).type for side in (store.key, store.value) for t in side.tensors.values())
+
+
+def test_generate_with_a_recipe_per_layer():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from turboquant_nb.hf import TurboQuantCache
+
+    torch.manual_seed(0)
+    shape = dict(hidden_size=256, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=128, pad_token_id=0, **shape)).eval().to(DEVICE)
+    ids = torch.randint(1, 128, (2, 400), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    outs = []
+    for attention in ("sdpa", "turboquant"):
+        model.set_attn_implementation(attention)
+        cache = TurboQuantCache(model, [RICH[name] for name in ("prod", "2.5 bits", "decay", "sign")])
+        outs.append(model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None))
+    assert torch.equal(*outs)
+
+
+# --- generate() on kernels -------------------------------------------------------------------------
+
+def llama(dtype=torch.float32, layers=3, sliding=False, **sizes):
+    "A random model with weights large enough that its tokens depend on the context."
+    import transformers
+
+    import turboquant_nb.hf  # noqa: F401  registers attn_implementation="turboquant"
+
+    shape = dict(vocab_size=128, hidden_size=128, intermediate_size=256, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, head_dim=64, pad_token_id=0, bos_token_id=1,
+                 eos_token_id=None, max_position_embeddings=200_000) | sizes
+    if sliding:
+        shape |= dict(sliding_window=100, query_pre_attn_scalar=64, layer_types=["sliding_attention", "full_attention", "sliding_attention"][:layers])
+    make = ("Gemma3TextConfig", "Gemma3ForCausalLM") if sliding else ("LlamaConfig", "LlamaForCausalLM")
+    torch.manual_seed(0)
+    model = getattr(transformers, make[1])(getattr(transformers, make[0])(**shape)).eval().to(DEVICE, dtype)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim > 1:
+                p.normal_(0, 0.08)
+    model.set_attn_implementation("turboquant")
+    return model
+
+
+def prompts(batch=3, length=300, padded=True):
+    ids = torch.randint(2, 128, (batch, length), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    if padded:
+        for row, n in enumerate((0, 7, 130)[:batch]):
+            ids[row, :n], mask[row, :n] = 0, 0
+    return dict(input_ids=ids.to(DEVICE), attention_mask=mask.to(DEVICE))
+
+
+def served_by_kernels(cache, chunks=0):
+    r = cache.report()
+    assert set(r["served"]) - {"chunk"} == {"prefill", "kernel"} and r["served"].get("chunk", 0) == chunks, r["served"]
+    assert r["reasons"] == {} and set(r["coded"]) == {"kernel"}, (r["reasons"], r["coded"])
+    return True
+
+
+def test_every_way_of_generating_runs_on_kernels():
+    "No mask, no PyTorch on codes, nothing dense: the counts say so; and the tokens that PyTorch's attention on codes gives."
+    from turboquant_nb.hf import TurboQuantCache
+
+    ways = {"greedy": {}, "beams": dict(num_beams=3), "sampling": dict(do_sample=True, top_k=5, num_return_sequences=2), "chunks": dict(prefill_chunk_size=128)}
+    for sliding in (False, True):
+        model, inputs = llama(sliding=sliding), prompts()
+        for recipe in ("k4v4", "k3v3", "k4v2"):
+            for name, way in ways.items():
+                outs = []
+                for backend in ("triton", "torch"):
+                    cache = TurboQuantCache(model, recipe, backend=backend)
+                    torch.manual_seed(1)
+                    outs.append(model.generate(**inputs, past_key_values=cache, max_new_tokens=10, **{"do_sample": False, **way}))
+                    if backend == "triton":
+                        served_by_kernels(cache, 2 * 3 if name == "chunks" else 0)
+                agree = (outs[0] == outs[1])[:, 300:].float().mean()  # near ties may fall to the other side
+                print(sliding, recipe, name, float(agree))
+                assert agree > 0.7, (sliding, recipe, name, outs)
+        auto = TurboQuantCache(model)
+        model.generate(**inputs, past_key_values=auto, max_new_tokens=3, do_sample=False)
+        served_by_kernels(auto)
+
+
+def test_drafts_run_on_kernels():
+    import copy
+
+    from turboquant_nb.hf import TurboQuantCache
+
+    for sliding in (False, True):
+        model = llama(sliding=sliding)
+        twin = copy.deepcopy(model)
+        twin.set_attn_implementation("sdpa")
+        ids = prompts(1, 40, padded=False)["input_ids"].repeat(1, 4)
+        assisted = [] if sliding else [dict(assistant_model=twin)]  # transformers 5.17 fails with a sliding assistant
+        for way in (dict(prompt_lookup_num_tokens=5), *assisted):
+            cache = TurboQuantCache(model, "k4v4", backend="triton")
+            model.generate(ids, past_key_values=cache, max_new_tokens=20, do_sample=False, **way)
+            served_by_kernels(cache)
+
+
+def test_logits_of_kernels_are_those_of_pytorch():
+    "Teacher-forced: prompt, drafts of 5, single tokens, a long chunk, single tokens again; fp32 and bf16, with and without a sliding window."
+    from turboquant_nb.hf import TurboQuantCache
+
+    for sliding in (False, True):
+        for dtype, limit in ((torch.float32, 5e-3), (torch.bfloat16, 5e-2)):
+            model, inputs = llama(dtype, sliding=sliding), prompts(3, 600)
+            caches = [TurboQuantCache(model, "k4v4", backend=b) for b in ("triton", "torch")]
+            at = 0
+            for n in (270, 5, 1, 1, 100, 1, 16, 1):
+                mask = inputs["attention_mask"][:, : at + n]
+                position = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)[:, at : at + n]
+                call = dict(input_ids=inputs["input_ids"][:, at : at + n], attention_mask=mask, position_ids=position)
+                with torch.no_grad():
+                    a, b = (model(**call, past_key_values=c).logits[mask[:, -n:].bool()].float() for c in caches)
+                error = float((a - b).norm() / b.norm())
+                assert error < limit, (sliding, dtype, n, error)
+                at += n
+            served_by_kernels(caches[0], 3)
+
+
+def fill(cache, model, batch, tokens, step=16384):
+    "Random states in place of a prompt."
+    c = model.config
+    g = torch.Generator(DEVICE).manual_seed(0)
+    for i in range(c.num_hidden_layers):
+        for a in range(0, tokens, step):
+            n = min(step, tokens - a)
+            x = torch.randn(2, batch, c.num_key_value_heads, n, c.head_dim, generator=g, device=DEVICE, dtype=model.dtype)
+            cache.layers[i]._append(x[0], x[1], a == 0)
+            del x
+
+
+def peak_of(f):
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    f()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def test_no_dense_copy_of_the_past_is_made(monkeypatch):
+    """Decode steps after 100,000 tokens: what is allocated beside the cache is a small part of one layer's dense keys; a long chunk takes as much after 16,384
+    tokens as after 98,304. A turning centre takes one float32 more for each row of queries (a multiple of 4 for each KV head) and each position of the cache."""
+    monkeypatch.setattr("turboquant_nb.ops.BLOCK", 2 * 2 * 64 * 2048)  # blocks of 2,048 tokens, as of a larger model
+    model = llama(torch.bfloat16, layers=2)
+    for recipe, biases in ((preset("k3v3"), 0), ("k3v3", 4 * (2 * 2 * 4) * 100_096)):
+        check_peaks(model, recipe, biases)
+
+
+def check_peaks(model, recipe, biases):
+    from turboquant_nb.hf import TurboQuantCache
+
+    peaks = {}
+    for tokens in (16384, 98304):
+        cache = TurboQuantCache(model, recipe, max_length=100_000, backend="triton")
+        fill(cache, model, 2, tokens)
+        ids = prompts(2, 500, padded=False)["input_ids"]
+        run = lambda n, c=cache: model(ids[:, :n], past_key_values=c)  # noqa: E731
+        with torch.no_grad():
+            run(1)
+            run(300)
+            peaks[tokens] = peak_of(lambda: run(1)), peak_of(lambda: run(300))
+        assert set(cache.report()["served"]) == {"kernel", "chunk"} and cache.report()["reasons"] == {}
+        dense = 2 * 2 * tokens * 64 * 2  # keys of one layer in bf16
+        print(tokens, peaks[tokens], dense)
+    assert peaks[98304][0] < dense / 10 + biases and peaks[98304][1] <= 1.1 * peaks[16384][1]
+    assert not biases or cache.layers[0].store.recipe.key.center == "rope"
+
+
+def graph_of(model, cache, batch):
+    "A decode step as a CUDA graph: (graph, token ids in, positions in, logits out). Fill the cache again before it is replayed: the steps that warm up take exact copies of the window."
+    ids, at = (torch.zeros(batch, 1, dtype=torch.long, device=DEVICE) for _ in range(2))
+    held, side = cache.layers[0].held, torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.no_grad(), torch.cuda.stream(side):
+        for _ in range(2):
+            model(ids, position_ids=at, past_key_values=cache)
+    torch.cuda.current_stream().wait_stream(side)
+    cache.crop(held - cache.layers[0].held)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        logits = model(ids, position_ids=at, past_key_values=cache).logits
+    assert cache.layers[0].held == held
+    return graph, ids, at, logits
+
+
+def test_cuda_graphs():
+    "Captured once, replayed over tile borders and for a second, padded prompt: the logits of eager steps on a static cache to the bit, and of a cache that grows but for the order of sums."
+    from turboquant_nb.hf import TurboQuantCache
+
+    for sliding in (False, True):
+        model, graph = llama(sliding=sliding), None
+        cache, twin = (TurboQuantCache(model, "k4v4", max_length=600, static=True) for _ in range(2))
+        grows, tokens = TurboQuantCache(model, "k4v4"), prompts(2, 20, padded=False)["input_ids"].flip(1)
+        for turn in range(2):
+            inputs = prompts(2, 250, padded=turn == 1)
+            real = inputs["attention_mask"].sum(1, keepdim=True)
+            with torch.no_grad():
+                if graph is None:
+                    model(**inputs, past_key_values=cache)
+                    graph, ids, at, logits = graph_of(model, cache, 2)
+                for c in (cache, twin, grows):
+                    c.reset()
+                    model(**inputs, past_key_values=c)
+            for i in range(20):
+                ids.copy_(tokens[:, i : i + 1])
+                at.copy_(real + i)
+                with torch.no_grad():
+                    exact, want = (model(ids, position_ids=at, past_key_values=c).logits for c in (twin, grows))
+                graph.replay()
+                error = float((logits - want).norm() / want.norm())
+                assert torch.equal(logits, exact) and error < 1e-2, (sliding, turn, i, error)
+            assert cache.layers[0].held == grows.layers[0].held
+        assert cache.report()["recorded_by"] == {"coding": [("triton", "")], "attention": [("triton", "")]}
+
+
+def test_generate_compiles_a_static_cache():
+    "transformers compiles the decode step of a static cache by itself on a GPU."
+    from turboquant_nb.hf import TurboQuantCache
+
+    model, inputs = llama(layers=2), prompts(2, 100)
+    outs = []
+    for make in (lambda: TurboQuantCache(model, "k4v4"), lambda: TurboQuantCache(model, "k4v4", max_length=200, static=True)):
+        cache = make()
+        outs.append(model.generate(**inputs, past_key_values=cache, max_new_tokens=12, do_sample=False))
+    assert cache.layers[0].calls == {"prefill": 1} and cache.report()["tokens"] == 111
+    assert (outs[0] == outs[1]).float().mean() > 0.95, outs
+
+
+def test_weights_on_the_processor_and_the_cache_on_the_gpu():
+    import copy
+
+    import accelerate
+
+    from turboquant_nb.hf import TurboQuantCache
+
+    model, inputs = llama(), prompts(2, 60)
+    options = dict(max_new_tokens=6, do_sample=False)
+    want = model.generate(**inputs, past_key_values=TurboQuantCache(model, "k4v4"), **options)
+    away = accelerate.cpu_offload(copy.deepcopy(model).cpu(), execution_device=torch.device(DEVICE))
+    cache = TurboQuantCache(away, "k4v4")
+    got = away.generate(**inputs, past_key_values=cache, **options)
+    assert torch.equal(got, want) and served_by_kernels(cache) and cache.layers[0].store.device.type == "cuda"
+    assert all(p.device.type == "meta" for p in away.model.layers.parameters())
+
+
+def test_not_finite_and_out_of_memory():
+    "A state that is not finite is told at the latest by `check`; memory that runs out in the first chunk leaves the cache empty."
+    from turboquant_nb.hf import TurboQuantCache
+
+    model, inputs = llama(torch.bfloat16), prompts(1, 50, padded=False)
+    cache = TurboQuantCache(model, "k3v3")
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache)
+    bad = torch.full((1, 2, 1, 64), torch.nan, device=DEVICE, dtype=torch.bfloat16)
+    try:
+        cache.update(bad, bad, 0)
+        cache.check()
+    except ValueError as error:
+        assert "finite" in str(error) or "NaN" in str(error)
+    else:
+        raise AssertionError("NaN was not told")
+    huge = torch.empty(1, device=DEVICE, dtype=torch.bfloat16).expand(1, 2, 1 << 31, 64)
+    cache = TurboQuantCache(model, "k3v3")
+    try:
+        cache.update(huge, huge, 0)
+    except (torch.OutOfMemoryError, RuntimeError, ValueError):
+        assert cache.get_seq_length() == 0 and cache.report()["nbytes"] == 0
+    torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    for name, test in list(globals().items()):
+        if name.startswith("test_"):
+            test()
+            print("passed", name)

@@ -1,0 +1,787 @@
+"""The decode kernels: the portable one in Triton's interpreter against `attend`, the PTX of the other one emulated, its compiled form
+ahead of time, and all of it on a GPU where there is one. `python tests/kernels/test_decode_kernel.py` runs the GPU matrix without pytest."""
+import itertools
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+try:
+    import pytest
+except ImportError:  # a machine that has a GPU but no pytest
+    pytest = None
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+
+try:
+    import triton
+except ImportError:
+    triton = None
+
+from turboquant_nb.attention import attend  # noqa: E402
+from turboquant_nb.kernels import decode as kernel  # noqa: E402
+from turboquant_nb.kernels.decode import decode_attention, supports  # noqa: E402
+from turboquant_nb.codebook import affine, lloyd_max  # noqa: E402
+from turboquant_nb.maps import register_maps  # noqa: E402
+from turboquant_nb.packing import Layout, pack  # noqa: E402
+from turboquant_nb.quantizer import Quantizer, Recipe, Spec  # noqa: E402
+from turboquant_nb.residual import sign_table  # noqa: E402
+from turboquant_nb.store import KVStore  # noqa: E402
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+PORTABLE = 2e-5 if CUDA else 1e-6  # on a GPU the products are three tf32 products; 8.5e-6 was seen on an H200
+if pytest is None:
+    mark = SimpleNamespace(parametrize=lambda *a, **k: lambda f: f, skipif=lambda *a, **k: lambda f: f)
+else:
+    mark, pytestmark = pytest.mark, pytest.mark.usefixtures("one_thread")
+needs_triton = mark.skipif(triton is None, reason="needs Triton")
+needs_gpu = mark.skipif(not CUDA, reason="needs a CUDA device")
+cpu_only = mark.skipif(CUDA, reason="Triton's interpreter, where there is no GPU")
+
+
+def setup(B=2, H=2, G=2, d=32, dv=None, T=300, kb=3, vb=3, n=1, dtype=torch.float32, center="prompt", vcenter="none", sinks=4, win=16,
+          m=0, start=None, end=None, turning=None, static=False, scale="mse", rot="hadamard", tile=256, residual="none", evict=0, big=False, scale_dtype="float16", table="sphere"):
+    "A query, a store with T tokens, and the last m of them exact."
+    g = torch.Generator().manual_seed(1)
+    rand = lambda *s: torch.randn(*s, generator=g)
+    dv = dv or d
+    spec = dict(scale=scale, scale_dtype=scale_dtype, table=table)
+    of_keys, of_values = (random_maps(H, d).name, "hadamard") if rot == "maps" else (rot, rot)
+    recipe = Recipe(Spec(bits=kb, center=center, residual=residual, rotation=of_keys, **spec), Spec(bits=vb, center=vcenter, rotation=of_values, **spec), sinks=sinks, window=win)
+    inv_freq = 10000.0 ** (-torch.arange(0, turning or d, 2) / (turning or d)) if center == "rope" else None
+    fixed = dict(max_length=T + 8, static=True) if static else {}
+    store = KVStore(recipe, B, H, d, dv, dtype, DEVICE, tile=tile, inv_freq=inv_freq, **fixed)
+    if start is not None:
+        store.set_range(start=torch.tensor(start))
+    k, v = rand(B, H, T, d) + 2 * rand(1, H, 1, d), rand(B, H, T, dv) + rand(1, H, 1, dv)
+    q = rand(B, n, H * G, d).transpose(1, 2)
+    if big:
+        v[:, :, T // 2] *= 1000
+        q[..., 0] *= 1000
+    q, k, v = (x.to(DEVICE, dtype) for x in (q, k, v))
+    store.append(k[:, :, :-n], v[:, :, :-n])
+    store.append(k[:, :, -n:], v[:, :, -n:])
+    if end is not None:
+        store.set_range(end=torch.tensor(end))
+    if evict:
+        store.evict(evict)
+    return q, store, dict(k=k[:, :, -m:], v=v[:, :, -m:]) if m else {}
+
+
+def random_maps(heads, d):
+    "Matrices that are no rotations, other ones for each head."
+    g = torch.Generator().manual_seed(heads * 1000 + d)
+    u, v = torch.linalg.qr(torch.randn(2, heads, d, d, generator=g))[0]
+    return register_maps(u * torch.linspace(0.3, 2, d) @ v)
+
+
+def agree(case, options, kernel_name, limit):
+    "Output and log-sum-exp of a kernel against `attend` in fp32; on a GPU twice, for the same bits."
+    q, store, chunk = setup(**case)
+    out, lse = decode_attention(q, store, **chunk, **options, kernel=kernel_name)
+    splits = options.get("splits")
+    want, want_lse = attend(q.float(), store, **chunk, **{k: x for k, x in options.items() if k != "splits"})
+    assert out.dtype == q.dtype and out.shape == want.shape and lse.dtype == torch.float32 and lse.shape == want_lse.shape, splits
+    rounding = float((want.to(q.dtype).float() - want).norm() / want.norm())
+    error = float((out.float() - want).norm() / want.norm())
+    assert error <= max(limit, 1.5 * rounding), f"{case} {options}: {error:.2e}, rounding {rounding:.1e}"
+    seen = want_lse.isfinite()
+    assert torch.equal(lse.isfinite(), seen) and (lse - want_lse)[seen].abs().max() < (1e-5 if limit < 1e-4 else 2e-3) * max(1, float(want_lse[seen].abs().max()))
+    if not CUDA:
+        return error
+    again = decode_attention(q, store, **chunk, **options, kernel=kernel_name)
+    assert torch.equal(out, again[0]) and torch.equal(lse, again[1]), f"{case} {options}: not deterministic"
+    return error
+
+
+def agree_with(q, store):
+    return float((decode_attention(q, store)[0] - attend(q, store)[0]).norm()) < 1e-3 * float(attend(q, store)[0].norm())
+
+
+FEATURES = [
+    (dict(G=1), {}), (dict(G=16, H=1), {}), (dict(G=5, n=5, H=1), {}), (dict(n=16, T=40), {}), (dict(n=2), {}), (dict(n=5, m=3), {}),
+    (dict(n=3, m=5), {}), (dict(n=4, m=4), dict(window=300)), (dict(n=5, m=5), dict(softcap=5.0, window=20)), (dict(m=1), {}),
+    (dict(), dict(softcap=5.0)), (dict(), dict(window=50)), (dict(), dict(window=7)), (dict(), dict(scaling=0.3)),
+    (dict(start=[0, 37]), {}), (dict(start=[290, 5], n=2), {}), (dict(end=[200, 260]), {}), (dict(end=[200, 260], start=[3, 250]), {}),
+    (dict(start=[0, 280], n=3, m=3), dict(window=40)), (dict(sinks=0, win=0), {}), (dict(sinks=0, win=0, m=2), {}), (dict(sinks=0), {}),
+    (dict(win=64), {}), (dict(win=0), {}), (dict(T=5), {}), (dict(T=21), {}), (dict(T=257), {}), (dict(T=600), dict(splits=3)), (dict(T=600), dict(splits=7)),
+    (dict(rot="haar", vcenter="prompt"), {}), (dict(rot="identity"), {}), (dict(rot="maps", H=2), {}), (dict(rot="maps", H=2, center="rope", n=3, m=3, vcenter="prompt"), dict(softcap=9.0)),
+    (dict(rot="maps", H=2, center="none", G=5), dict(window=50)), (dict(rot="maps", static=True, dtype=torch.bfloat16), {}), (dict(vcenter="prompt"), {}), (dict(center="none"), {}),
+    (dict(scale="unbiased"), {}), (dict(scale="norm"), {}), (dict(residual="sign"), {}), (dict(table="affine"), {}), (dict(table="gaussian"), {}),
+    (dict(scale_dtype="bfloat16"), {}), (dict(scale_dtype="float32"), {}), (dict(dtype=torch.float16), {}), (dict(dtype=torch.bfloat16), {}),
+    (dict(center="rope"), {}), (dict(center="rope", n=3, m=3, start=[0, 37], turning=8), dict(softcap=9.0)), (dict(center="rope", static=True, big=True), {}),
+    (dict(center="rope", T=700, evict=300), dict(window=300)), (dict(static=True, start=[5, 0]), {}), (dict(T=700, evict=300), {}), (dict(T=700, evict=600, n=3), dict(window=100)), (dict(big=True), {}),
+]
+
+
+# ---- the portable kernel, in the interpreter
+@needs_triton
+@mark.parametrize("kb", (1, 2, 3, 4))
+@mark.parametrize("vb", (1, 2, 3, 4))
+def test_portable_bits(kb, vb):
+    agree(dict(kb=kb, vb=vb, B=1, H=1, T=280), {}, "portable", PORTABLE)
+
+
+@needs_triton
+@mark.parametrize("case,options", FEATURES)
+def test_portable_features(case, options):
+    agree(dict(d=16, H=1) | case, options, "portable", PORTABLE if not case.get("big") else 1e-5)
+
+
+@needs_triton
+@mark.parametrize("d,dv", ((16, 48), (80, 64), (96, 112), (256, 16)))
+def test_portable_head_sizes(d, dv):
+    agree(dict(d=d, dv=dv, B=1, H=1, T=270), {}, "portable", PORTABLE)
+
+
+@needs_triton
+@mark.parametrize("tile", (64, 128, 512))
+def test_portable_tiles(tile):
+    agree(dict(tile=tile, T=530, B=1, H=1), {}, "portable", PORTABLE)
+
+
+@needs_triton
+def test_nothing_seen():
+    "A row whose range is empty gives 0 and -inf, as `attend` does."
+    q, store, _ = setup(n=2, start=[0, 299])
+    out, lse = decode_attention(q, store, kernel="portable")
+    assert (out[1, :, 0] == 0).all() and (lse[1, :, 0] == -torch.inf).all() and lse[1, :, 1].isfinite().all()
+
+
+def poison(function, *args, **kwargs):
+    "Run with every `torch.empty` full of NaN: whatever is not written shows."
+    empty, like = torch.empty, torch.empty_like
+    fill = lambda t: t.fill_(float("nan")) if t.is_floating_point() else t
+    torch.empty, torch.empty_like = (lambda *a, **k: fill(empty(*a, **k))), (lambda *a, **k: fill(like(*a, **k)))
+    try:
+        return function(*args, **kwargs)
+    finally:
+        torch.empty, torch.empty_like = empty, like
+
+
+def check_poison_and_nan(name, **case):
+    for more in (dict(), dict(T=20), dict(sinks=0, win=0), dict(T=700 if CUDA else 270, n=3, m=3)):
+        q, store, chunk = setup(**(dict(G=3) | case | more))
+        out, lse = poison(decode_attention, q, store, **chunk, splits=4, kernel=name)  # more splits than tiles
+        clean, clean_lse = decode_attention(q, store, **chunk, splits=4, kernel=name)
+        assert torch.equal(out, clean) and torch.equal(lse, clean_lse) and out.isfinite().all()
+        for bad in (float("nan"), float("inf")):
+            broken = q.clone()
+            broken[0, 1, 0, 3] = bad
+            got, got_lse = decode_attention(broken, store, **chunk, splits=4, kernel=name)
+            rows = torch.zeros(q.shape[:3], dtype=torch.bool, device=q.device)
+            rows[0, 1, 0] = True
+            assert got[rows].isnan().all() and got_lse[rows].isnan().all(), (more, bad)
+            assert torch.equal(got[~rows], out[~rows]) and torch.equal(got_lse[~rows], lse[~rows])
+        if not more:  # a state that was refused after it had been written: its scale is NaN, and so is what sees it
+            for side in (store.key, store.value):
+                held = side.tensors["scale"].clone()
+                side.tensors["scale"][0, 0, 0, 100] = float("nan")
+                got, _ = decode_attention(q, store, kernel=name)
+                assert got[0, : q.shape[1] // store.heads].isnan().all() and got[1:].isfinite().all()
+                side.tensors["scale"].copy_(held)
+
+
+@needs_triton
+@mark.skipif(CUDA, reason="the interpreter's arithmetic on NaN is checked where it runs")
+def test_portable_poison_and_nan():
+    check_poison_and_nan("portable", B=1, H=1, d=16)
+
+
+# ---- the operator
+@needs_triton
+def test_operator():
+    "Schema, fake implementation and dispatch, as torch checks them."
+    q, store, chunk = setup(B=1, H=1, T=40, d=64 if CUDA else 16, n=2, m=2)
+    args = kernel._arguments(q, store, chunk["k"], chunk["v"], None, 30, 5.0, None, "auto")
+    torch.library.opcheck(kernel._operator, args)
+
+
+@needs_triton
+def test_torch_compile():
+    "Compiled code calls the operator and follows a store that grows."
+    q, store, _ = setup(B=1, H=1, T=40, d=64 if CUDA else 16)
+    backend = "inductor" if CUDA else "aot_eager"
+    f = torch.compile(lambda q: decode_attention(q * 2, store)[0] + 1, backend=backend)
+    for step in range(3):
+        assert torch.equal(f(q), decode_attention(q * 2, store)[0] + 1), step
+        new = torch.randn(1, 1, 1, q.shape[3], device=DEVICE)
+        store.append(new, new)
+    args = kernel._arguments(q, store, None, None, None, None, None, None, "auto")
+    whole = torch.compile(lambda *a: torch.ops.turboquant_nb.decode_attention(*a)[0] + 1, backend=backend, fullgraph=True)
+    assert torch.equal(whole(*args), decode_attention(q, store)[0] + 1)
+
+
+def recorded(monkeypatch):
+    "Launches of the fragments kernel as a list of (kernel, grid, arguments), without a GPU."
+    launches = []
+
+    def launch(function, grid, args, key, slots, **options):
+        grid = grid if isinstance(grid, tuple) else (grid, 1, 1)
+        run = lambda *args: launches.append((function, grid, args))  # noqa: E731
+        run(*args)
+        return {grid: run}, grid, args, [(function.arg_names.index(a), name) for a, name in slots.items() if a in function.arg_names]
+
+    monkeypatch.setattr(kernel, "_launch", launch)
+    monkeypatch.setattr(kernel, "_device", lambda index: (132, True, "9.0"))
+    return launches
+
+
+def function_index(function, name):
+    return function.arg_names.index(name)
+
+
+WRITTEN = {"OUT_PARTS", "LSE_PARTS", "O", "LSE", "OUT", "REST", "TURNED", "BIAS"}
+
+
+def same_arguments(one, two):
+    "Two lists of launches pass the same numbers and the same inputs, the first of them addresses in place of tensors."
+    assert len(one) == len(two)
+    for (f, grid, a), (g, other, b) in zip(one, two):
+        assert f is g and grid == other and len(a) == len(b)
+        for name, x, y in zip(f.arg_names, a, b):
+            if not isinstance(y, torch.Tensor):
+                assert x is y or x == y, name
+            else:
+                assert type(x) is int and (x == y.data_ptr() or name in WRITTEN and x % 16 == 0), name
+
+
+@cpu_only
+@needs_triton
+@mark.parametrize("case", (dict(), dict(center="rope"), dict(sinks=0, win=0, n=3, m=3), dict(start=[0, 40], n=2), dict(static=True, center="rope"), dict(n=2, m=2)))
+def test_repeats_pass_what_a_fresh_call_passes(case, monkeypatch):
+    "While a store grows, is cropped, evicted, padded or replaced, a repeated call is refused or passes what a new one would."
+    q, store, chunk = setup(**(dict(d=64, G=4, T=250) | case))
+    launches, options, kinds, refused = recorded(monkeypatch), (None, None, None, None, "fragments"), {}, 0
+    monkeypatch.setattr(kernel, "_device_reason", lambda device, portable: "")
+    kinds_of = lambda: kernel._kind(q, chunk.get("k"), chunk.get("v"), options)
+
+    def fresh():
+        launches.clear()
+        c = kernel._Call(*kernel._arguments(q, store, chunk.get("k"), chunk.get("v"), *options))
+        again = kernel._fragments(c)[2]
+        return kernel._Repeat(c, store, *again), list(launches)
+
+    def step(x):
+        nonlocal refused, q
+        n = q.shape[2]
+        store.append(x, -x)
+        q = torch.randn_like(q)
+        for name in chunk:
+            chunk[name] = torch.randn_like(chunk[name])
+        repeat, want = fresh()
+        old = kinds.setdefault(kinds_of(), repeat)
+        assert old.out == repeat.out
+        launches.clear()
+        done = old(q, chunk.get("k"), chunk.get("v"), store)
+        if done is None:
+            refused += 1
+            kinds[kinds_of()] = repeat
+            assert not launches
+            done = repeat(q, chunk.get("k"), chunk.get("v"), store)
+        elif old is not repeat:
+            assert old.shapes == repeat.shapes
+        out, lse = done
+        assert out.shape == q.shape and lse.shape == q.shape[:3] and n == out.shape[2]
+        same_arguments(launches, want)
+
+    tokens = lambda n: torch.randn(2, 2, n, 64)
+    for n in (1,) * 4 if store.static else (1, 1, 1, 300, 1, 1, 700, 1):
+        step(tokens(n))
+    if not store.static:
+        assert refused >= 2  # more splits, and a store that grew
+        for change in (lambda: store.crop(-5), lambda: store.evict(256), lambda: store.crop(store.length - store.offset)):
+            change()
+            step(tokens(20))
+        if store.length == 20 and not store.offset:
+            store.crop(20)
+            store.set_range(start=torch.tensor([0, 3]))
+            step(tokens(20))
+    launches.clear()
+    repeat = kinds[kinds_of()]
+    planes = weakref.ref(store.key.tensors["plane0"])
+    store.key.tensors["plane0"] = planes().clone()
+    assert planes() is None  # repeats hold no tensor of a store
+    assert repeat(q, chunk.get("k"), chunk.get("v"), store) is None
+    step(tokens(1))
+    repeat = kinds[kinds_of()]
+    run, args, slots = repeat.launches[-1]
+    args[function_index(kernel._combine_kernel, "length")] = store.length
+    repeat.launches[-1] = run, args, [x for x in slots if x[1] != "length"]
+    with pytest.raises(AssertionError):  # the mutant: a number that is not renewed
+        step(tokens(1)) if not store.static else same_arguments([], [0])
+
+
+@cpu_only
+@needs_triton
+def test_what_is_not_repeated(monkeypatch):
+    "A chunk of another dtype than the store's is copied on each call; half a chunk is an error each time."
+    q, store, chunk = setup(d=64, G=4, T=250, n=2, m=2, dtype=torch.bfloat16)
+    recorded(monkeypatch)
+    monkeypatch.setattr(kernel, "_device_reason", lambda device, portable: "")
+    other = {name: x.half() for name, x in chunk.items()}
+    call = lambda more: kernel._fragments(kernel._Call(*kernel._arguments(q, store, more["k"], more["v"], None, None, None, None, "fragments")))
+    assert call(other)[2] is None and call(chunk)[2] is not None
+    assert kernel._kind(q, chunk["k"], None, ()) is None and kernel._kind(q, None, None, ()) is not None
+
+
+# ---- what is refused, and why
+REFUSALS = [
+    (dict(), dict(mask=torch.ones(1, 1, 1, 1, dtype=torch.bool)), "mask"),
+    (dict(n=17), {}, "1 to 16 query tokens"),
+    (dict(G=17), {}, "16 query heads"),
+    (dict(kb=2.5), {}, "equally many bits"),
+    (dict(kb=(1, 2, 3, 4) * 8), {}, "equally many bits"),
+    (dict(residual="qjl"), {}, "QJL"),
+    (dict(d=24), {}, "multiple of 16"),
+    (dict(d=272), {}, "multiple of 16"),
+    (dict(tile=60), {}, "power of two"),
+    (dict(dtype=torch.float64), {}, "float16, bfloat16 or float32"),
+]
+FRAGMENT_REFUSALS = [
+    (dict(kb=1, d=64), "2 to 4 bits"), (dict(d=128, dv=64), "same power of two"), (dict(d=64, tile=512), "at most 256 tokens"),
+]
+
+
+@needs_triton
+@mark.parametrize("case,options,why", REFUSALS)
+def test_refusals(case, options, why):
+    q, store, _ = setup(**(dict(B=1, H=1, T=40) | case))
+    ok, reason = supports(q, store, **options)
+    assert ok is False and why in reason
+    if not options:
+        with pytest.raises(ValueError, match="decode_attention cannot serve this") as error:
+            decode_attention(q, store)
+        assert reason in str(error.value)
+
+
+@needs_triton
+@mark.parametrize("case,why", FRAGMENT_REFUSALS)
+def test_fragment_refusals(case, why):
+    q, store, _ = setup(**(dict(B=1, H=1, T=40) | case))
+    ok, reason = supports(q, store, kernel="fragments")
+    assert ok is False and why in reason
+    assert supports(q, store) == supports(q, store, kernel="portable") == (True, "")  # the portable kernel serves it
+
+
+@needs_triton
+def test_more_refusals():
+    q, store, _ = setup(B=1, H=1, T=40, d=64)
+    q.requires_grad_()
+    assert supports(q, store) == (False, "there is no gradient; call under torch.no_grad()")
+    with torch.no_grad():
+        assert supports(q, store) == (True, "")
+    q = q.detach()
+    _, thin, _ = setup(B=1, H=1, T=600, d=64, sinks=0, win=0)
+    thin.decay(600)
+    assert "decay" in supports(q, thin)[1]
+    thin.crop(600)
+    new = torch.randn(1, 1, 9, 64, device=DEVICE)
+    thin.append(new, new)
+    assert supports(q[:, :1], thin) == (True, "") and agree_with(q, thin)  # no tile is thin any more; the table is that of before
+    store.key.tensors["plane0"] = store.key.tensors["plane0"].mT.contiguous().mT
+    assert "contiguous" in supports(q, store)[1]
+    with pytest.raises(ValueError, match="'auto', 'fragments' or 'portable'"):
+        supports(q, store, kernel="fast")
+
+
+@cpu_only
+@needs_triton
+def test_no_gpu():
+    q, store, _ = setup(B=1, H=1, T=40, d=64)
+    assert supports(q, store, kernel="fragments") == (False, "an NVIDIA GPU is needed, the store is on cpu")
+    with pytest.raises(ValueError, match="NVIDIA GPU"):
+        decode_attention(q, store, kernel="fragments")
+
+
+@needs_triton
+def test_bad_arguments():
+    q, store, chunk = setup(B=1, H=1, T=40, m=2)
+    bad = [
+        (dict(q=q[0]), "q must have shape"), (dict(q=q[..., :8]), "q must have shape"), (dict(k=chunk["k"]), "given together"),
+        (dict(k=chunk["k"], v=chunk["v"][:, :, :1]), "given together"), (dict(k=chunk["k"][..., :8], v=chunk["v"]), "k must have shape"),
+        (dict(window=0), "window must be positive"), (dict(softcap=-1.0), "softcap must be positive"), (dict(splits=0), "splits must be positive"),
+    ]
+    for arguments, why in bad:
+        with pytest.raises(ValueError, match=why):
+            decode_attention(**(dict(q=q, store=store) | arguments))
+    with pytest.raises(TypeError, match="q must be"):
+        decode_attention(q.int(), store)
+
+
+def test_without_triton():
+    "The module imports, and says what is missing."
+    code = """
+import sys
+sys.modules["triton"] = None
+import torch
+from turboquant_nb.kernels.decode import decode_attention, lookup_asm, supports
+from turboquant_nb.store import KVStore
+store = KVStore("k3v3", 1, 1, 64)
+store.append(torch.randn(1, 1, 9, 64), torch.randn(1, 1, 9, 64))
+q = torch.randn(1, 1, 1, 64)
+assert supports(q, store) == (False, "Triton is not installed (pip install 'turboquant-nb[triton]')"), supports(q, store)
+try:
+    decode_attention(q, store)
+except ValueError as error:
+    assert "Triton is not installed" in str(error)
+else:
+    raise AssertionError("nothing raised")
+print("fine", len(lookup_asm(3, True)[0]) > 100)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "fine True\n", done.stderr
+
+
+# ---- the PTX, emulated
+def looked_up(codes, levels, along):
+    "int8 levels of a tile [256, d] as the generated PTX finds them: [256, d]."
+    bits, half = len(levels).bit_length() - 1, codes.shape[1] // 2
+    planes = [p[0] if along == "channel" else p[0].T for p in pack(codes, Layout(bits, codes.shape[1], along))]
+    inputs = [x if along == "channel" else x.T for x in (planes[0][:, :half], planes[0][:, half:], *planes[1:])]
+    inputs = [x.contiguous().numpy().view(np.uint32) for x in inputs]
+    table = [np.int64(w) for w in kernel.table_words(levels)[: {2: 1, 3: 2, 4: 4}[bits]] for _ in range(4)]
+    out = kernel._run_ptx(kernel.lookup_asm(bits, along == "channel")[0], inputs + table)
+    out = torch.from_numpy(np.stack(out).view(np.int8)).view(2, 2, 2, *inputs[0].shape, 4)  # half, pair, which, .., word, byte
+    if along == "channel":
+        return out.flatten(1, 2).flatten(3).permute(1, 2, 0, 3).reshape(256, -1)  # half, quarter, row, channel
+    out = out.unflatten(-1, (2, 2))  # half, pair, which two of four tokens, channel, word, token, quarter
+    return out.permute(1, 6, 4, 2, 5, 0, 3).reshape(256, -1)
+
+
+@mark.parametrize("bits", (2, 3, 4))
+@mark.parametrize("along", ("channel", "token"))
+@mark.parametrize("d", (16, 64, 96, 128, 256))
+def test_ptx_emulated(bits, along, d):
+    g = torch.Generator().manual_seed(0)
+    for book in (lloyd_max(bits), lloyd_max(bits, d), affine(bits), sign_table(bits)):
+        codes = torch.randint(0, 2**bits, (256, d), dtype=torch.uint8, generator=g)
+        levels = book.snap().int8().levels
+        assert torch.equal(looked_up(codes, levels, along), levels[codes.int()])
+    wild = torch.randint(-128, 128, (2**bits,), generator=g).to(torch.int8)  # any table of int8, symmetric or not
+    assert torch.equal(looked_up(codes, wild, along), wild[codes.int()])
+    wrong = wild.clone()
+    wrong[-1] ^= 1
+    assert not torch.equal(looked_up(codes, wrong, along), wild[codes.int()])
+
+
+# ---- pages
+def pooled(store, lengths, seed=0):
+    "The tiles of a store as shuffled pages, unused entries of the pool poisoned; a longer table than is needed, whose tail is out of range."
+    kt, vt = store.key.tensors, store.value.tensors
+    b, tiles = store.batch, kt["scale"].shape[2]
+    order = torch.randperm(b * tiles + 3, generator=torch.Generator().manual_seed(seed))[: b * tiles].to(DEVICE)
+
+    def pool(x):
+        fill = float("nan") if x.dtype.is_floating_point else 255
+        x = x.transpose(1, 2).flatten(0, 1)
+        return torch.full((len(x) + 3, *x.shape[1:]), fill, dtype=x.dtype, device=DEVICE).index_copy_(0, order, x)
+
+    sides = [([pool(p) for p in s.planes], pool(s.tensors["scale"])) for s in (store.key, store.value)]
+    table = torch.full((b, tiles + 2), 2**30, dtype=torch.int32, device=DEVICE)
+    table[:, :tiles] = order.view(b, tiles)
+    lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    turns = store.turns if store.recipe.key.center == "rope" else None
+    if turns is not None:
+        turns = torch.cat([turns, torch.full(((tiles + 1) * store.tile, turns.shape[1]), float("nan"), dtype=turns.dtype, device=DEVICE)])
+    return kernel.Pages(store.key.q, store.value.q, *sides[0], *sides[1], table[:, : tiles + 1], lengths, kt.get("mean"), vt.get("mean"), turns)
+
+
+PAGES = [(p, case, options) for p in (16, 32, 64, 128, 256) for case, options in (
+    (dict(), {}), (dict(n=3, G=4), dict(window=100)), (dict(n=5, m=5, d=80), dict(softcap=5.0)), (dict(kb=2, vb=4, rot="haar", vcenter="prompt"), {}),
+    (dict(center="rope", n=2), {}))]
+
+
+def check_pages(name, limit, page, case, options):
+    "Each sequence against `attend` on a store of its own length; nothing beyond the lengths is read."
+    lengths = [300, 171]
+    q, store, chunk = setup(**(dict(sinks=0, win=0, tile=page, d=64) | case))
+    pages, n = pooled(store, lengths), q.shape[2]
+    for side in (pages.key_scale, pages.value_scale):  # tokens that were never written
+        for row, length in enumerate(lengths):
+            for t in range(length, pages.table.shape[1] * page - page):
+                side[pages.table[row, t // page], :, t % page] = float("nan")
+    m = chunk["k"].shape[2] if chunk else 0
+    if m:
+        chunk = {name: x.clone() for name, x in chunk.items()}
+    out, lse = kernel.decode_pages(q, pages, **chunk, **options, kernel=name)
+    for row, length in enumerate(lengths):
+        one = KVStore(store.recipe, 1, store.heads, store.key.q.d, store.value.q.d, store.dtype, DEVICE, tile=page, inv_freq=store.inv_freq)
+        one.key.tensors, one.value.tensors = ({n: t[row : row + 1] for n, t in s.tensors.items()} for s in (store.key, store.value))
+        one.length = length
+        want, want_lse = attend(q[row : row + 1], one, **{n: x[row : row + 1] for n, x in chunk.items()}, **options)
+        assert (out[row] - want[0]).norm() <= limit * want.norm(), (page, case, options, row, float((out[row] - want[0]).norm() / want.norm()))
+        assert (lse[row] - want_lse[0]).abs().max() < 1e-3
+    assert n == out.shape[2]
+
+
+@needs_triton
+@mark.parametrize("page,case,options", PAGES)
+def test_portable_pages(page, case, options):
+    check_pages("portable", PORTABLE, page, case, options)
+
+
+@needs_gpu
+@needs_triton
+@mark.parametrize("page,case,options", PAGES)
+def test_gpu_pages(page, case, options):
+    check_pages("fragments", 1e-3, page, case, options)
+
+
+@needs_triton
+def test_pages_refuse():
+    _, store, _ = setup(sinks=0, win=0, d=64, B=1, H=1)
+    p = pooled(store, [300, 171][:1])
+    args = dict(key=p.key, value=p.value, key_planes=p.key_planes, key_scale=p.key_scale, value_planes=p.value_planes, value_scale=p.value_scale, table=p.table, lengths=p.lengths)
+    for wrong, error, message in (
+        (dict(table=p.table.long()), TypeError, "table must be int32"), (dict(lengths=p.lengths[:0]), ValueError, "must have shapes"),
+        (dict(key_planes=p.key_planes[:1]), ValueError, "key_planes must be"), (dict(value_scale=p.value_scale[:2]), ValueError, "one shape"),
+        (dict(key_planes=[x.float() for x in p.key_planes]), ValueError, "uint8"),
+        (dict(turns=torch.ones(9, 64)), ValueError, "center is 'rope'"),
+        (dict(key=Quantizer(Spec(rotation=random_maps(3, 64).name), 64, DEVICE)), ValueError, "maps of 3 heads cannot serve 1"),
+    ):
+        with pytest.raises(error, match=message):
+            kernel.Pages(**args | wrong)
+    _, turning, _ = setup(sinks=0, win=0, d=64, B=1, H=1, center="rope")
+    p2 = pooled(turning, [300])
+    args2 = dict(args, key=p2.key, value=p2.value, key_mean=p2.key_mean, turns=p2.turns)
+    for wrong, message in (
+        (dict(turns=None), "center is 'rope'"), (dict(key_mean=None), "needs key_mean"), (dict(turns=p2.turns[:9]), "float16 .at least"),
+        (dict(turns=p2.turns.float()), "float16"), (dict(turns=p2.turns[:, :1]), "float16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kernel.Pages(**args2 | wrong)
+    q = torch.randn(1, 2, 1, 64, device=DEVICE)
+    with pytest.raises(ValueError, match="q must have shape"):
+        kernel.decode_pages(q[..., :32], p)
+    with pytest.raises(ValueError, match="given together"):
+        kernel.decode_pages(q, p, k=q)
+    with pytest.raises(ValueError, match="1 to 16 query tokens"):
+        kernel.decode_pages(q.expand(1, 2, 17, 64), p)
+
+
+@needs_triton
+@mark.parametrize("batch,heads,group,n,d,rows", ((2, 3, 4, 1, 64, 4), (1, 2, 3, 2, 96, 8), (20, 2, 4, 1, 32, 4), (1, 1, 1, 1, 256, 4)))
+@mark.parametrize("own", (True, False))
+def test_mapped_queries(batch, heads, group, n, d, rows, own):
+    "Rows of strided queries times the matrix of their head, or the one of all; rows that only pad are 0."
+    q = torch.randn(batch, n, heads * group, d, device=DEVICE).transpose(1, 2)
+    turn = torch.randn(*((heads,) if own else ()), d, d, device=DEVICE).mT
+    out = torch.empty(batch, heads, rows, d, device=DEVICE)
+    strides = turn.stride(0) if own else 0, *turn.stride()[-2:]
+    want = torch.zeros_like(out)
+    want[:, :, : group * n] = q.reshape(batch, heads, group * n, d) @ turn.mT
+    few, many = (kernel._mapping_kernel, 4, 16, (kernel._size(d), 4, 16, False)), (kernel._mapping_rows_kernel, 32, 32, (min(32, kernel._size(d)), 32, 32))
+    for fn, block, columns, flags in (few, many):
+        grid = -(-batch * rows // block), heads, -(-d // columns)
+        fn[grid](q, *q.stride()[:3], turn, *strides, out.fill_(float("nan")), batch, heads, group, n, rows, d, *flags)
+        assert (out - want).abs().max() < (1e-5 if fn is few[0] else 1e-4) * d**0.5
+
+
+# ---- compiled ahead of time: registers, spilled bytes, shared memory
+QUICK = [
+    (dict(bits=[3, 3], regs=168), 168, 120), (dict(bits=[4, 4]), 255, 0), (dict(bits=[2, 2], capability=80, regs=168), 168, 40),
+    (dict(d=256, rows=8), 255, 1300), (dict(biased=True), 255, 0), (dict(biased=True, maps=True), 255, 0), (dict(kernel="turning"), 168, 0), (dict(kernel="mapping"), 168, 0), (dict(kernel="mapping", rows=32), 168, 0), (dict(kernel="combine", each=8), 80, 0), (dict(kernel="portable", capability=75), 128, 0),
+]
+SLOW = [
+    *((dict(bits=[k, v], capability=c, regs=168 if max(k, v) < 4 else None), 168 if max(k, v) < 4 else 255, 120)
+      for k, v, c in itertools.product((2, 3, 4), (2, 3, 4), (80, 90))),
+    *((dict(d=d, rows=r, bits=[3, 3]), 255, 1300 if (d, r) == (256, 8) else 120) for d in (64, 96, 128, 256) for r in (4, 8)),
+    (dict(sliding=True, capped=True), 255, 120), (dict(page=16, paged=True, length=True), 255, 40), (dict(kernel="combine", fast=False, d=96), 128, 0),
+    *((dict(biased=True, d=d, rows=r, bits=[b, b]), 255, {8: 1300, 4: 160}[r] if d == 256 else 120) for d in (64, 256) for r in (4, 8) for b in (3, 4)),
+    (dict(kernel="turning", rotary=64, capability=80), 168, 0), (dict(kernel="mapping", d=256), 168, 0), (dict(kernel="mapping", capability=80), 168, 0), (dict(kernel="combine", capability=80), 128, 0), (dict(kernel="combine", together=4, each=8), 168, 0),
+    *((dict(kernel="portable", d=d), 128, 40) for d in (16, 64, 256)),
+]
+
+
+def compiled(limits):
+    "Registers, spills and shared memory within limits; one process for all, without the interpreter."
+    command = [sys.executable, str(Path(__file__).with_name("aot_decode.py")), *(json.dumps(case) for case, *_ in limits)]
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == len(limits)
+    for row, (_, registers, spills) in zip(rows, limits):
+        assert row["registers"] <= registers and row["spills"] <= spills and row["shared"] <= 48 * 1024, row
+
+
+@needs_triton
+def test_compiled_ahead_of_time():
+    compiled(QUICK)
+
+
+@needs_triton
+@mark.skipif(not os.environ.get("TURBOQUANT_SLOW"), reason="a minute; TURBOQUANT_SLOW=1 runs it")
+def test_all_compiled_ahead_of_time():
+    compiled(SLOW)
+
+
+# ---- on a GPU
+GPU = [
+    *((dict(kb=k, vb=v), {}) for k in (2, 3, 4) for v in (2, 3, 4)), *((dict(tile=t), {}) for t in (16, 32, 64, 128)), *((dict(d=d), {}) for d in (64, 80, 96, 112, 160, 192, 240, 256)),
+    *((dict(d=d, dv=e), {}) for d, e in ((96, 128), (128, 80), (256, 144))), *((dict(G=g), {}) for g in (1, 2, 3, 7, 8, 16)),
+    *((dict(n=n), {}) for n in (2, 5, 16)), *((dict(n=n, m=n), {}) for n in (1, 3, 16)), (dict(G=8, d=64, kb=4, vb=4, dtype=torch.bfloat16), {}),
+    (dict(T=20_000, kb=4, vb=2), {}), (dict(B=40, T=300, n=3, m=3), {}), *FEATURES,
+]
+
+
+@needs_gpu
+@needs_triton
+@mark.parametrize("case,options", GPU)
+def test_gpu_fragments(case, options):
+    agree(dict(G=4, d=128, T=1000) | case, options, "fragments", 1e-3)
+
+
+@needs_gpu
+@needs_triton
+@mark.parametrize("case,options", GPU[:20] + FEATURES[:10])
+def test_gpu_portable(case, options):
+    agree(dict(G=4, d=128, T=1000) | case, options, "portable", PORTABLE)
+
+
+@needs_gpu
+@needs_triton
+def test_gpu_poison_and_nan():
+    for case in (dict(d=128), dict(d=96), dict(d=64, kb=4, vb=2), dict(d=128, rot="haar"), dict(d=128, G=7)):
+        check_poison_and_nan("fragments", **case)
+
+
+@needs_gpu
+@needs_triton
+def test_gpu_graph():
+    "A replayed graph gives the same bits, and reads what has changed in place."
+    for case in (dict(d=128), dict(d=96, n=3, m=3), dict(d=128, rot="maps", center="rope")):
+        q, store, chunk = setup(**(dict(G=4, T=3000) | case))
+        want = decode_attention(q, store, **chunk)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = decode_attention(q, store, **chunk)
+        for x in got:
+            x.fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(got, want))
+        q.mul_(0.5)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(got, decode_attention(q, store, **chunk)))
+
+
+@needs_gpu
+@needs_triton
+def test_gpu_strides_and_launches():
+    "Strided and misaligned queries and chunks, and the second launch, which skips Triton's own look-up."
+    for offset in (0, 1, 8):
+        q, store, chunk = setup(d=128, G=4, T=600, n=2, m=2)
+        wide = torch.zeros(q.numel() + 16, device=DEVICE)
+        moved = wide[offset : offset + q.numel()].view(q.shape).copy_(q)
+        parts = {name: torch.cat([x, x], -1)[..., : x.shape[3]] for name, x in chunk.items()}
+        want = decode_attention(q.contiguous(), store, **chunk)
+        for _ in range(3):
+            got = decode_attention(moved, store, **parts)
+            assert all(torch.equal(a, b) for a, b in zip(got, want))
+
+
+@needs_gpu
+@needs_triton
+def test_gpu_repeats():
+    "Later calls on a store repeat launches; they see tokens that arrived, a store that grew, was cropped or padded, and other chunks."
+    for center, rot in (("prompt", "hadamard"), ("rope", "hadamard"), ("rope", "maps")):
+        q, store, chunk = setup(d=128, G=4, T=600, n=2, m=2, center=center, rot=rot)
+        new = torch.randn(2, 2, 1, 128, device=DEVICE)
+        for step in range(600):
+            if step in (3, 300):
+                store.crop(-2)
+            store.append(new, -new)
+            last = store.read(store.length - 2) if step % 2 else (None, None)
+            if step % 97 < 6:
+                out, lse = decode_attention(q, store, *last)
+                fresh = kernel._decode(*kernel._arguments(q, store, *last, None, None, None, None, "auto"))
+                assert torch.equal(out, fresh[0]) and torch.equal(lse, fresh[1]), step
+                want = attend(q, store, *last)[0]
+                assert (out - want).norm() <= 1e-3 * want.norm(), step
+        assert len(kernel._REPEATS[store]) == 2 and store.length > 1024
+        store.crop(store.length)
+        store.set_range(start=torch.tensor([0, 500]))  # start is written in place
+        x = torch.randn(2, 2, 600, 128, device=DEVICE)
+        store.append(x, x)
+        want = attend(q, store)[0]
+        assert (decode_attention(q, store)[0] - want).norm() <= 1e-3 * want.norm()
+
+
+@needs_gpu
+@needs_triton
+def test_gpu_overlapping_launches():
+    "Kernels that start before their predecessors end do not read too early: queued without a pause, and one at a time."
+    for center, tokens, batch in (("rope", 30000, 2), ("prompt", 30000, 2), ("rope", 300, 64), ("prompt", 300, 64)):
+        _, store, _ = setup(d=128, G=4, B=batch, T=tokens, center=center, rot="maps", dtype=torch.bfloat16)
+        queries = [torch.randn(batch, 2 * 4, 1, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(100)]
+        queued = [decode_attention(q, store)[0] for q in queries]
+        for q, got in zip(queries, queued):
+            torch.cuda.synchronize()
+            assert torch.equal(decode_attention(q, store)[0], got)
+        graph, static, out = torch.cuda.CUDAGraph(), queries[0].clone(), []
+        with torch.cuda.graph(graph):
+            for _ in range(20):  # layer upon layer
+                out.append(decode_attention(static if not out else out[-1], store)[0])
+        graph.replay()
+        for got in out:
+            torch.cuda.synchronize()
+            assert torch.equal(decode_attention(static, store)[0], got)
+            static = got
+
+
+@needs_gpu
+@needs_triton
+def test_gpu_autocast_and_inference_mode():
+    q, store, _ = setup(d=96, G=4, T=600)
+    want = decode_attention(q, store)
+    with torch.autocast("cuda"), torch.inference_mode():
+        got = decode_attention(q, store)
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
+
+
+def attempt(task):
+    "One case of the matrix in a process of its own; None, or what went wrong."
+    name, case, options, limit = task
+    try:
+        agree(dict(G=4, d=128, T=1000) | case, options, name, limit)
+    except Exception as error:
+        return f"FAILED {name} {case} {options} {type(error).__name__} {str(error)[:300]}"
+
+
+def main(workers=15):
+    "The GPU matrix as a script: compilation takes most of the time, so the cases share several processes."
+    bad = 0
+    tasks = [(name, *c, limit) for name, cases, limit in (("fragments", GPU, 1e-3), ("portable", GPU[:20] + FEATURES[:10], PORTABLE)) for c in cases]
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        for line in filter(None, pool.imap_unordered(attempt, tasks)):
+            bad += 1
+            print(line, flush=True)
+    print(len(tasks), "cases,", bad, "failures", flush=True)
+    for case in PAGES:
+        try:
+            check_pages("fragments", 1e-3, *case)
+        except Exception as error:
+            bad += 1
+            print("FAILED pages", case, type(error).__name__, str(error)[:300], flush=True)
+    for test in (test_gpu_repeats, test_gpu_overlapping_launches, test_gpu_poison_and_nan, test_gpu_graph, test_gpu_strides_and_launches, test_gpu_autocast_and_inference_mode, test_operator, test_torch_compile):
+        try:
+            test()
+            print("passed", test.__name__, flush=True)
+        except Exception as error:
+            bad += 1
+            print("FAILED", test.__name__, type(error).__name__, str(error)[:500], flush=True)
+    return bad
+
+
+if __name__ == "__main__":
+    sys.exit(bool(main()))

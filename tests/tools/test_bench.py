@@ -1,0 +1,81 @@
+"The benches' runner: every bench is named and complete, a red gate measures nothing, rows are saved as they come, quantiles are those of numpy."
+import argparse
+import ast
+import importlib
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
+pytestmark = pytest.mark.skipif(not BENCH.exists(), reason="scripts/ is not beside the tests")
+OURS = ("cases", "plan", "run", "timing")
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    "Import a module of scripts/bench as a run does, and forget it afterwards."
+    monkeypatch.syspath_prepend(str(BENCH))
+    yield importlib.import_module
+    for name in OURS:
+        sys.modules.pop(name, None)
+
+
+def functions(path):
+    return {x.name for x in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(x, ast.FunctionDef)}
+
+
+def test_every_bench_is_named_and_complete(bench):
+    found = {path.stem for path in BENCH.glob("*.py") if "plan" in functions(path)}
+    assert found == {*bench("run").BENCHES}
+    assert all("options" in functions(BENCH / f"{name}.py") for name in found)
+
+
+def test_shapes_have_names(bench):
+    cases = bench("cases")
+    assert all(isinstance(c, cases.Shape) and c.d in (64, 128, 256) and c.tokens >= 1024 for c in cases.CASES["decode_kernel"])
+    assert set(cases.CASES["decode_kernel, quick"]) < set(cases.CASES["decode_kernel"])
+    assert set(cases.CASES["generate, quick"]) < set(cases.CASES["generate"])
+
+
+def arguments(tmp_path, monkeypatch):
+    from turboquant_nb import results
+
+    monkeypatch.setenv("TURBOQUANT_COMMIT", "0" * 40)
+    monkeypatch.setenv("TURBOQUANT_DIRTY", "0")
+    p = argparse.ArgumentParser()
+    p.add_argument("--out")
+    return results, results.parse(p, ["--out", str(tmp_path / "r.json")])
+
+
+def test_a_red_gate_measures_nothing(bench, tmp_path, monkeypatch):
+    _, a = arguments(tmp_path, monkeypatch)
+    rows = (pytest.fail("measured") for _ in range(1))
+    with pytest.raises(SystemExit, match="nothing is measured"):
+        bench("run").measure(a, bench("plan").Plan("x", {"cmd": "c", "passed": False}, rows))
+    assert not list(tmp_path.iterdir())
+
+
+def test_rows_are_saved_as_they_come(bench, tmp_path, monkeypatch):
+    "The first row is in the file when the second is asked for, beside those of an earlier run."
+    results, a = arguments(tmp_path, monkeypatch)
+    old = {"x": 0, "unit": "s", "commit": "1" * 40, "utc": "2026-01-01T00:00:00Z"}
+
+    def rows():
+        yield {"x": 1, "unit": "s"}
+        assert [r["x"] for r in results.load(tmp_path / "r.json")["rows"]] == [0, 1]
+        yield {"x": 2, "unit": "s"}
+
+    bench("run").measure(a, bench("plan").Plan("x", {"cmd": "c", "passed": True}, rows(), model={"id": "m"}, before=[old]))
+    assert [r["x"] for r in results.load(tmp_path / "r.json")["rows"]] == [0, 1, 2]
+
+
+def test_times(bench):
+    timing = bench("timing")
+    x = torch.rand(37, dtype=torch.float64).tolist()
+    assert [*timing.quantiles(x).values()] == pytest.approx(np.quantile(x, [0.2, 0.5, 0.8]))
+    calls = []
+    assert len(timing.host_times(lambda: calls.append(1), 5, 3)) == 3 and len(calls) == 15
+    assert len(timing.clock_times(lambda: calls.append(1), 4)) == 4 and len(calls) == 20
