@@ -16,7 +16,7 @@ from turboquant_nb import evaluate, results
 from turboquant_nb.evaluate import contender, paired, prefill, score
 from turboquant_nb.hf import rope_frequencies
 from turboquant_nb.quantizer import Recipe, Spec, decode, encode
-from turboquant_nb.rates import make_quantizer
+from turboquant_nb.mixed_precision import make_quantizer
 from turboquant_nb.store import KVStore, prompt_mean
 
 PAIRS = "4 4,3 3,2 2,3 2,4 3,4 2,2 1,3.5 2.5,2.5 1.5,1.5 1,4 2.5,3.5 3,3 1.5,2 1.5,2.5 2,3 2.5,1 1,3.5 2,2.5 2.5,3 1,3.5 3.5,4 3.5,1.5 1.5,2.5 1"

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache  # noqa: E402
 
 from turboquant_nb.hf import CodedStates, TurboQuantCache, TurboQuantLayer, rope_frequencies  # noqa: E402
 from turboquant_nb.quantizer import Recipe, Spec, as_recipe  # noqa: E402
-from turboquant_nb.rates import by_layer  # noqa: E402
+from turboquant_nb.mixed_precision import by_layer  # noqa: E402
 from turboquant_nb.testing import same  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]

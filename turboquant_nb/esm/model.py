@@ -13,6 +13,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 
+from .. import checks
 from .checkpoints import _transformers
 from .codes import check_recodable, open_past, prefix_visible, recoded
 from ..quantizer import as_recipe
@@ -151,8 +152,8 @@ class TurboEsm:
     `with` block, gives the model back. Raises TypeError/ValueError for what does not fit."""
 
     def __init__(self, model, code=None, max_length: int | None = None):
-        if max_length is not None and (type(max_length) is not int or max_length < 1):
-            raise ValueError(f"max_length must be a positive integer or None, got {max_length!r}")
+        if max_length is not None:
+            checks.whole(max_length, "max_length", 1)
         self.base, self.model, self.head = _trunk(model), model, getattr(model, "lm_head", None)
         self.attention = HookedAttention(self.base)
         self.past, self.max_length = None, max_length
