@@ -95,3 +95,9 @@ def test_the_metadata_hold_format_and_digest(path):
     with safe_open(path, "pt") as f:
         header = json.loads(f.metadata()["header"])
     assert header["format"] == KIND and len(header["sha256"]) == 64 and header["n"] == 3
+
+
+def test_the_header_of_another_file_may_be_written_again(path):
+    "With the format and the digest that it had there; both are set anew."
+    write_file(path, TENSORS, HEADER | {"format": "other", "sha256": "0" * 64}, KIND)
+    assert read_file(path, KIND, "test")[1] == HEADER

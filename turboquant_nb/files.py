@@ -37,7 +37,7 @@ def write_file(
     "Tensors and header to one safetensors file, written beside the target and then moved over it."
     plain = torch.contiguous_format
     tensors = {k: t.detach().cpu().clone(memory_format=plain) for k, t in tensors.items()}
-    header = header | {"format": format}
+    header = {k: v for k, v in header.items() if k != "sha256"} | {"format": format}
     header["sha256"] = digest(tensors, header)
     temporary = f"{path}.part"
     try:
