@@ -12,9 +12,11 @@ under `native`; without --only too, the notebooks run a second time, under a set
 The steps work on copies of the tree in a temporary folder and change no tracked file. The tests in tests/ run against the
 built wheel, not against the source tree. Needs the [dev] extra: pip install -c constraints.txt ".[dev]"."""
 import argparse
+import ast
 import atexit
 import difflib
 import functools
+import graphlib
 import json
 import os
 import re
@@ -292,6 +294,82 @@ def step_lint():
     exported = [p.name for p in exported if p.name != "testing.py"]
     if exported:
         raise Failed(f"bare assert in exported code (raise ValueError or TypeError instead): {', '.join(exported)}")
+
+
+# Imports that go up today, "importer -> imported", with what will end each. The step prints them, and fails where one is gone and still listed.
+MENDED_BY = {"renumbering": "the chapter will have a higher number", "theory": "transforms and calibration data move below the quantizer"}
+UPWARD = {
+    "cli.calibrate -> allocate": "renumbering",
+    "cli.calibrate -> calibrate": "renumbering",
+    "cli.calibrate -> evaluate": "renumbering",
+    "cli.calibrate -> fold": "renumbering",
+    "cli.compare -> evaluate": "renumbering",
+    "cli.measure -> claims": "renumbering",
+    "cli.measure -> evaluate": "renumbering",
+    "cli.measure -> results": "renumbering",
+    "quant.calibration -> maps": "theory",
+    "quantizer -> maps": "theory",
+    "store -> maps": "theory",
+}
+
+
+def imported(path, name, modules):
+    "(line, module of the package) of every import, inside functions too, and of every import_module of a literal."
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        found = []
+        if isinstance(node, ast.Import):
+            found = [x.name for x in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: package.count(".") + 2 - node.level] if node.level else []
+            base = ".".join([*above, *filter(None, [node.module])])
+            found = [full if (full := f"{base}.{x.name}") in modules else base for x in node.names]
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module":
+            found = [x.value for x in node.args[:1] if isinstance(x, ast.Constant)]
+        yield from ((node.lineno, x) for x in found if x in modules and x != name)
+
+
+def upward(root):
+    """({"importer -> imported": where}, a circle or None, number of imports) of the exported package under root. The order of chapters is that
+    of the names of their files; a module that several export stands with the last of them. A package's hand-written front (it imports on
+    first use) stands with its folder's last chapter, the root's above all."""
+    lib = settings()["lib_path"]
+    place = {path.name: i for i, path in enumerate(notebooks())}
+    paths = {".".join(p.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): p for p in (root / lib).rglob("*.py") if p.name != "_modidx.py"}
+    texts = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
+    cells = {name: [(text.count("\n", 0, m.start()) + 1, m[1]) for m in re.finditer(r"^# %% \S*?([^/\s]+\.ipynb) #", text, re.M)] for name, text in texts.items()}
+    last = {name: max((notebook for _, notebook in cells[name]), key=place.get, default=None) for name in paths}
+    for name in sorted(paths, key=len, reverse=True):
+        if last[name] is None and "import_module" in texts[name]:
+            last[name] = max((last[x] for x in paths if x.startswith(name + ".") and last[x]), key=place.get)
+    bad, graph, count, short = {}, {}, 0, lambda name: name.removeprefix(lib + ".")
+    for name in sorted(set(paths) - {lib}):
+        for line, other in imported(paths[name], name, paths):
+            count += 1
+            graph.setdefault(name, set()).add(other)
+            chapter = max((x for x in cells[name] if x[0] <= line), default=(0, last[name]))[1]
+            if other == lib or last[other] and place[last[other]] >= place[chapter]:
+                bad.setdefault(f"{short(name)} -> {short(other)}", f"{paths[name].relative_to(root)}:{line}, {chapter} imports {last[other]}")
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return bad, " -> ".join(map(short, error.args[1][::-1])), count
+    return bad, None, count
+
+
+@step
+def step_order():
+    "an exported cell imports only modules of lower chapters, inside functions too, and there is no circle"
+    bad, circle, count = upward(ROOT)
+    if new := [f"{pair}  ({where})" for pair, where in bad.items() if pair not in UPWARD]:
+        raise Failed("imports that go up (move what is needed down):\n" + listing(new))
+    if gone := sorted(UPWARD.keys() - bad.keys()):
+        raise Failed(f"these go up no more, take them out of UPWARD: {', '.join(gone)}")
+    if circle:
+        raise Failed(f"modules import each other: {circle}")
+    for pair, reason in UPWARD.items():
+        print(f"    known to go up: {pair}; {MENDED_BY[reason]}", flush=True)
+    return f"{count} imports, {len(bad)} known to go up"
 
 
 @functools.cache

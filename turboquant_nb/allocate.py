@@ -18,7 +18,7 @@ from .calibrate import _check_ids, provenance, watched, window_center
 from .hf import TurboQuantCache, _is_coded, _kinds, _text_config, rope_frequencies
 from .quant.calibration import Calibration, allocate, spend
 from .quantizer import decode, encode
-from .rates import make_quantizer
+from .mixed_precision import make_quantizer
 
 _all_ = ["allocate", "spend"]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .quantizer import check_float
+from . import checks
 from .store import KVStore
 
 # %% ../nbs/10_attention.ipynb #7afea176
@@ -168,7 +168,7 @@ def _finish(soft, q, store):
 
 # %% ../nbs/10_attention.ipynb #5f3c427d
 def _check_attend(q, store, k, v, first, block, softcap, window):
-    check_float(q, "q")
+    checks.floats(q, "q")
     (b, h, dk), length = (store.batch, store.heads, store.key.q.d), store._bound
     if q.ndim != 4 or q.shape[0] != b or q.shape[1] % h or q.shape[3] != dk:
         raise ValueError(
@@ -176,8 +176,7 @@ def _check_attend(q, store, k, v, first, block, softcap, window):
         )
     if q.shape[2] > length:
         raise ValueError(f"q must be of the last {length} tokens in the store, got {q.shape[2]}")
-    if q.device != store.device:
-        raise ValueError(f"q must be on {store.device} like the store, got {q.device}")
+    checks.device(q, "q", store.device, "the store")
     if (k is None) != (v is None) or (k is not None and k.shape[2] != v.shape[2]):
         raise ValueError("k and v must be given together, with equally many tokens")
     for name, x, side in (("k", k, store.key), ("v", v, store.value)):
@@ -187,15 +186,14 @@ def _check_attend(q, store, k, v, first, block, softcap, window):
     if not store.offset <= first <= length:
         raise ValueError(f"first must be from {store.offset} to {length}, got {first}")
     for name, x in (("block", block), ("softcap", softcap), ("window", window)):
-        if x is not None and x <= 0:
-            raise ValueError(f"{name} must be positive, got {x}")
+        if x is not None:
+            checks.number(x, name, above=0)
 
 
 def _check_mask(mask, q, store, first):
     if mask is None:
         return
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        raise TypeError(f"mask must be a bool tensor, got {getattr(mask, 'dtype', type(mask))}")
+    checks.dtype(mask, "mask", torch.bool)
     (b, h, n, _), width = q.shape, store._bound - first
     ok = mask.ndim == 4 and mask.shape[0] in (1, b) and mask.shape[1] in (1, h)
     if not ok or list(mask.shape[2:]) != [n, width]:

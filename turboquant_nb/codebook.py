@@ -8,7 +8,6 @@ __all__ = ['coordinate_pdf', 'coordinate_cdf', 'partial_moments', 'Codebook', 'l
 
 # %% ../nbs/01_codebook.ipynb #639cca0c
 import math
-import numbers
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -17,21 +16,12 @@ import torch
 from scipy.special import betainc, betaincinv, entr, gammaln, ndtr, ndtri
 from torch import Tensor
 
-# %% ../nbs/01_codebook.ipynb #132b5fc3
-def _check_bits(bits):
-    "Return `bits` as an int from 1 to 8 or raise."
-    if isinstance(bits, bool) or not isinstance(bits, numbers.Integral):
-        raise TypeError(f"bits must be an integer from 1 to 8, got {bits!r} ({type(bits).__name__})")
-    if not 1 <= bits <= 8: raise ValueError(f"bits must be an integer from 1 to 8, got {bits}")
-    return int(bits)
+from . import checks
 
-def _check_d(d, gaussian=True):
-    "Return `d` as an int of at least 2, or as None where that may stand for the Gaussian, or raise."
-    if d is None and gaussian: return None
-    expected = f"d must be {'None or ' if gaussian else ''}an integer of at least 2"
-    if isinstance(d, bool) or not isinstance(d, numbers.Integral): raise TypeError(f"{expected}, got {d!r} ({type(d).__name__})")
-    if d < 2: raise ValueError(f"{expected}, got {d}")
-    return int(d)
+# %% ../nbs/01_codebook.ipynb #132b5fc3
+def _bits(bits) -> int: return checks.whole(bits, "bits", 1, 8)
+
+def _dim(d) -> int | None: return None if d is None else checks.whole(d, "d", 2)
 
 # %% ../nbs/01_codebook.ipynb #500cd123
 def _log_c(d):
@@ -46,7 +36,7 @@ def coordinate_pdf(
     d: int,         # dimension of the vector, at least 2
 ) -> np.ndarray:    # fp64, same shape
     "Density of one coordinate of a uniform unit vector in R^d. Zero outside [-1, 1]. Source: TurboQuant, Lemma 1."
-    t, d = np.asarray(t, np.float64), _check_d(d, gaussian=False)
+    t, d = np.asarray(t, np.float64), checks.whole(d, "d", 2)
     with np.errstate(divide="ignore"):
         f = np.exp(_log_c(d)) * np.clip((1 - t) * (1 + t), 0, None) ** ((d - 3) / 2)
     return np.where(np.abs(t) <= 1, f, np.where(np.isnan(t), np.nan, 0.))
@@ -71,7 +61,7 @@ def coordinate_cdf(
     d: int,         # dimension of the vector, at least 2
 ) -> np.ndarray:    # fp64, same shape
     "P(coordinate <= t) for a uniform unit vector in R^d, through the regularised incomplete beta function."
-    t, d = np.asarray(t, np.float64), _check_d(d, gaussian=False)
+    t, d = np.asarray(t, np.float64), checks.whole(d, "d", 2)
     upper, _ = _tail(np.abs(t) * math.sqrt(d), d)
     return np.where(t < 0, upper, 1 - upper)
 
@@ -82,7 +72,7 @@ def partial_moments(
     d: int | None = None,  # None: N(0,1); otherwise the sphere law of dimension d
 ) -> tuple:                # (m0, m1, m2), fp64: ∫f, ∫x f, ∫x² f over [lo, hi]
     "Closed-form partial moments of the law at unit variance."
-    d, lo, hi = _check_d(d), np.asarray(lo, np.float64), np.asarray(hi, np.float64)
+    d, lo, hi = _dim(d), np.asarray(lo, np.float64), np.asarray(hi, np.float64)
     end = 40. if d is None else math.sqrt(d)
     def above(a):  # the three moments over [a, end]
         a = np.clip(a, -end, end)
@@ -137,36 +127,16 @@ def _start(bits, d):
     return np.sqrt(d * betaincinv(.5, (d / 3 + 1) / 2, u))
 
 # %% ../nbs/01_codebook.ipynb #c8cc04df
-def _check_float(x, name):
-    "Raise TypeError unless `x` is a tensor of a float dtype."
-    if not isinstance(x, Tensor): raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    if not x.is_floating_point(): raise TypeError(f"{name} must have a float dtype, got {x.dtype}")
-
-def _check_finite(x, name):
-    "Raise ValueError when `x` holds NaN or Inf; one sum settles it in the usual case."
-    if x.numel() == 0 or x.sum(dtype=torch.float32).isfinite() or x.isfinite().all(): return
-    raise ValueError(f"{name} must be finite, got {int(x.isnan().sum())} NaN and {int(x.isinf().sum())} Inf in shape {tuple(x.shape)}")
-
-def _check_device(x, device, name):
-    "Raise ValueError when `x` is not on the device of the codebook."
-    if x.device != device: raise ValueError(f"{name} must be on the device of the codebook, {device}, got {x.device}; Codebook.to moves it")
-
 def _check_x(x, device, finite):
     "`x` detached, when `Codebook.encode` can take it."
-    _check_float(x, "x")
-    _check_device(x, device, "x")
-    if finite: _check_finite(x, "x")
+    checks.device(checks.floats(x, "x"), "x", device, "the codebook")
+    if finite: checks.finite(x, "x")
     return x.detach()
 
 def _check_codes(codes, device, n):
     "Raise unless `codes` are integers on `device` from 0 to n-1; `n` None leaves the range unchecked."
-    if not isinstance(codes, Tensor): raise TypeError(f"codes must be a torch.Tensor, got {type(codes).__name__}")
-    if codes.is_floating_point() or codes.is_complex() or codes.dtype == torch.bool:
-        raise TypeError(f"codes must have an integer dtype, got {codes.dtype}")
-    _check_device(codes, device, "codes")
-    if n is None or codes.numel() == 0 or (n == 256 and codes.dtype == torch.uint8): return
-    lo, hi = (int(v) for v in codes.aminmax())
-    if lo < 0 or hi >= n: raise ValueError(f"codes must lie in 0..{n - 1}, got {lo}..{hi}")
+    checks.device(checks.integers(codes, "codes"), "codes", device, "the codebook")
+    if n is not None and not (n == 256 and codes.dtype == torch.uint8): checks.within(codes, "codes", 0, n - 1)
 
 # %% ../nbs/01_codebook.ipynb #c22d4d8b
 def _count_edges(x, edges, chunk=1 << 17):
@@ -178,8 +148,10 @@ def _count_edges(x, edges, chunk=1 << 17):
         for e in edges: c += (a > e).view(torch.uint8)
     return codes
 
+# %% ../nbs/01_codebook.ipynb #9d114bc6
 @dataclass(frozen=True, eq=False)
-class _Table:
+class Codebook:
+    "The `2**bits` levels and the edges between them: `encode` finds the nearest level, `decode` looks it up."
     levels: Tensor        # [2**bits] fp32, ascending
     edges: Tensor         # [2**bits - 1] fp32; the code of x is the number of edges below x
     mse: float            # mean squared error D under the law
@@ -196,10 +168,6 @@ class _Table:
         "Entropy of the code in bits."
         return float(entr(self.probs).sum() / math.log(2))
 
-# %% ../nbs/01_codebook.ipynb #9d114bc6
-@dataclass(frozen=True, eq=False)
-class Codebook(_Table):
-    "The `2**bits` levels and the edges between them: `encode` finds the nearest level, `decode` looks it up."
     def encode(self, x: Tensor, check_finite: bool = True) -> Tensor:
         "x [...] float -> uint8 codes [...], the lower level on an exact tie. ValueError for NaN or Inf (unless `check_finite=False`) or another device."
         x = _check_x(x, self.levels.device, check_finite)
@@ -265,22 +233,21 @@ def lloyd_max(
     d: int | None = None,  # None: N(0,1); d >= 2: sqrt(d) times a coordinate of a uniform unit vector in R^d
 ) -> Codebook:             # unit-variance scale; cached, so treat its tensors as read-only
     "The symmetric stationary code of smallest mean squared error. Source: Lloyd 1982, Max 1960; TurboQuant, Eq. 4."
-    return _solve(_check_bits(bits), _check_d(d))
+    return _solve(_bits(bits), _dim(d))
 
 # %% ../nbs/01_codebook.ipynb #4de7c607
 def shannon_rate(
     mse: float,  # distortion D at unit variance, 0 < D <= 1
 ) -> float:      # bits
     "Shannon's R(D) = ½ log2(1/D) of a Gaussian source: no code of any length does with fewer bits per value."
-    if not 0 < mse <= 1: raise ValueError(f"mse must lie in (0, 1], got {mse}")
-    return .5 * math.log2(1 / mse)
+    return .5 * math.log2(1 / checks.number(mse, "mse", above=0, high=1))
 
 def high_rate_mse(
     bits: int,             # 1..8
     d: int | None = None,  # the law, as in `lloyd_max`
 ) -> float:                # (∫ f^(1/3))^3 / 12 · 4^-bits
     "Panter and Dite's high-rate distortion; for the Gaussian it is √3π/2 · 4^-bits, the upper bound of TurboQuant's Theorem 1."
-    bits, d = _check_bits(bits), _check_d(d)
+    bits, d = _bits(bits), _dim(d)
     if d is None: return math.sqrt(3) * math.pi / 2 * 4. ** -bits
     return d / 12 * math.exp(_log_c(d) - 3 * _log_c(d / 3 + 2)) * 4. ** -bits
 
@@ -300,16 +267,16 @@ def affine(
     d: int | None = None,  # the law, as in `lloyd_max`
 ) -> Codebook:
     "Evenly spaced symmetric levels with the step that minimises the mean squared error under the law."
-    return _affine(_check_bits(bits), _check_d(d))
+    return _affine(_bits(bits), _dim(d))
 
 # %% ../nbs/01_codebook.ipynb #4207cfd3
 def _distinct(samples, weights):
     "Distinct values of positive weight, ascending, and their weights, which sum to 1; fp64."
-    _check_float(samples, "samples"); _check_finite(samples, "samples")
+    checks.finite(checks.floats(samples, "samples"), "samples")
     if samples.numel() == 0: raise ValueError("samples must not be empty")
     x = samples.detach().cpu().double().reshape(-1).numpy()
     if weights is None: x, w = np.unique(x, return_counts=True); return x, w / w.sum()
-    _check_float(weights, "weights"); _check_finite(weights, "weights")
+    checks.finite(checks.floats(weights, "weights"), "weights")
     if weights.shape != samples.shape: raise ValueError(f"weights must have the shape of samples, {tuple(samples.shape)}, got {tuple(weights.shape)}")
     if weights.min() < 0: raise ValueError(f"weights must not be negative, got {weights.min().item()}")
     x, inv = np.unique(x, return_inverse=True)
@@ -360,7 +327,7 @@ def lloyd_max_samples(
     weights: Tensor | None = None,  # same shape, float, not negative: how much each sample counts
 ) -> Codebook:                      # in the units of the samples
     "Lloyd-Max levels of given samples. ValueError for fewer distinct values than levels. Source: Lloyd 1982, method I."
-    bits = _check_bits(bits)
+    bits = _bits(bits)
     k, (x, w) = 2 ** bits, _distinct(samples, weights)
     if len(x) < k: raise ValueError(f"samples must hold at least {k} distinct values of positive weight for {bits} bits, got {len(x)}")
     z = (x - (w * x).sum()) / np.ptp(x)

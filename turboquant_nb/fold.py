@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .hf import rope_frequencies
-from .store import read_file, write_file
+from .files import read_file, write_file
 
 # %% ../nbs/20_fold.ipynb #8ca997a5
 FORMAT = "turboquant-nb fold 1"
@@ -230,7 +230,6 @@ def load_fold(path) -> Fold:
     """Read them back. Raises FileNotFoundError, or ValueError for a file of another kind, a truncated
     or a changed one."""
     tensors, header = read_file(path, FORMAT, "fold")
-    header = {k: v for k, v in header.items() if k not in ("sha256", "format")}
     return Fold([tensors[name] for name in sorted(tensors)], header)
 
 # %% ../nbs/20_fold.ipynb #b131cdc2

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from . import checks
+
 # %% ../nbs/08_packing.ipynb #13548d23
 TILE = 256  # tokens of a tile
 SLOT = (0, 4, 2, 6)  # bit position of token quarter i in a byte
@@ -19,8 +21,8 @@ WIDTHS = {1: (1,), 2: (2,), 3: (2, 1), 4: (2, 1, 1)}  # bits of each plane, most
 # %% ../nbs/08_packing.ipynb #45664b7e
 @dataclass(frozen=True)
 class Layout:
-    """Where the bits of a tile of codes are. Raises ValueError if bits is not 1-4, d < 1 or tile
-    is not a multiple of 4."""
+    """Where the bits of a tile of codes are. Raises TypeError/ValueError if bits is not 1-4, d < 1 or
+    tile is not a multiple of 4."""
 
     bits: int  # bits per code, 1-4
     d: int  # channels of one head
@@ -28,14 +30,11 @@ class Layout:
     tile: int = TILE  # tokens per tile, a multiple of 4
 
     def __post_init__(self):
-        if type(self.bits) is not int or self.bits not in WIDTHS:
-            raise ValueError(f"bits must be 1, 2, 3 or 4, got {self.bits!r}")
-        if type(self.d) is not int or self.d < 1:
-            raise ValueError(f"d must be a positive integer, got {self.d!r}")
-        if type(self.tile) is not int or self.tile < 4 or self.tile % 4:
-            raise ValueError(f"tile must be a positive multiple of 4, got {self.tile!r}")
-        if self.along not in ("channel", "token"):
-            raise ValueError(f"along must be 'channel' or 'token', got {self.along!r}")
+        for name, low, high in (("bits", 1, 4), ("d", 1, None), ("tile", 4, None)):
+            object.__setattr__(self, name, checks.whole(getattr(self, name), name, low, high))
+        if self.tile % 4:
+            raise ValueError(f"tile must be a multiple of 4, got {self.tile}")
+        checks.one_of(self.along, "along", ("channel", "token"))
 
     @property
     def rows(self) -> int:
@@ -84,16 +83,8 @@ def _codes(crumbs: list, layout: Layout) -> Tensor:
 
 # %% ../nbs/08_packing.ipynb #13a46f63
 def _check_codes(codes: Tensor, layout: Layout):
-    if not isinstance(codes, Tensor) or codes.dtype != torch.uint8:
-        raise TypeError(
-            f"codes must be a uint8 tensor, got {getattr(codes, 'dtype', type(codes).__name__)}"
-        )
-    if codes.ndim < 2 or codes.shape[-1] != layout.d:
-        raise ValueError(
-            f"codes must have shape [..., tokens, {layout.d}], got {tuple(codes.shape)}"
-        )
-    if codes.numel() and int(codes.max()) >= 2**layout.bits:
-        raise ValueError(f"codes must be below 2**bits = {2**layout.bits}, got {int(codes.max())}")
+    checks.shape(checks.dtype(codes, "codes", torch.uint8), "codes", ..., "tokens", layout.d)
+    checks.within(codes, "codes", 0, 2**layout.bits - 1)
 
 
 def quarter_bytes(
@@ -154,12 +145,7 @@ def _check_planes(planes, layout: Layout):
     if len(planes) != len(shapes):
         raise ValueError(f"a {layout.bits}-bit code has {len(shapes)} planes, got {len(planes)}")
     for n, (p, shape) in enumerate(zip(planes, shapes)):
-        if p.dtype != torch.uint8:
-            raise TypeError(f"plane {n} must be uint8, got {p.dtype}")
-        if p.ndim < 3 or tuple(p.shape[-2:]) != shape:
-            raise ValueError(
-                f"plane {n} must have shape [..., tiles, {shape[0]}, {shape[1]}], got {tuple(p.shape)}"
-            )
+        checks.shape(checks.dtype(p, f"plane {n}", torch.uint8), f"plane {n}", ..., "tiles", *shape)
 
 # %% ../nbs/08_packing.ipynb #5db8fcbc
 def write(

@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from .quantizer import check_finite, check_float
-from .rotation import _generator, _no_autocast, _whole
+from . import checks
+from .rotation import _generator, _no_autocast
 from .rotation import block_order, haar_qr, hadamard_matrix
 
 # %% ../nbs/05_qjl.ipynb #7614ff7b
@@ -24,10 +24,6 @@ def _gaussian_block(d: int, generator: torch.Generator) -> Tensor:
 _BLOCKS = {"gaussian": _gaussian_block}
 
 
-def _check_kind(kind: str, known: dict):
-    if not isinstance(kind, str) or kind not in known:
-        raise ValueError(f"kind must be one of {', '.join(map(repr, known))}, got {kind!r}")
-
 # %% ../nbs/05_qjl.ipynb #d8b70b91
 def sketch_matrix(
     m: int,  # number of signs, >= 1; need not be a multiple of 8 or of d
@@ -37,8 +33,8 @@ def sketch_matrix(
 ) -> Tensor:  # [m, d] float32 on the CPU; a larger m only appends rows
     """The rows whose signs are kept, in blocks of d. TypeError/ValueError for a bad m, d, kind or
     seed. Source: Zandieh et al. 2024 (QJL), Definition 3.1; Yu et al. 2016 for orthogonal rows."""
-    m, d, seed = _whole("m", m, 1), _whole("d", d, 1), _whole("seed", seed, 0)
-    _check_kind(kind, _BLOCKS)
+    m, d, seed = checks.whole(m, "m", 1), checks.whole(d, "d", 1), checks.whole(seed, "seed", 0)
+    checks.one_of(kind, "kind", _BLOCKS)
     generator = _generator(f"qjl-{kind}", seed)  # no draws in common with a rotation of this seed
     with torch.inference_mode(False):  # the matrix must stay usable in autograd
         S = torch.empty(m, d, dtype=torch.float32, device="cpu")
@@ -73,19 +69,17 @@ def qjl_variance(
 ) -> Tensor:  # [...] float64, variance of the estimate of ⟨q, r⟩ over the draw of the sketch
     """Exact for these kinds. TypeError/ValueError for a bad dtype, shape, m or kind. Source: this
     chapter; for iid rows an upper bound is Lemma 4 of Zandieh et al. 2025 (TurboQuant)."""
-    m = _whole("m", m, 1)
-    _check_kind(kind, _VARIANCE)
-    check_float(q, "q")
-    check_float(r, "r")
+    m = checks.whole(m, "m", 1)
+    checks.one_of(kind, "kind", _VARIANCE)
+    checks.floats(q, "q")
+    checks.floats(r, "r")
     if not (q.ndim and r.ndim and q.shape[-1] == r.shape[-1] > 0):
         got = f"{tuple(q.shape)} and {tuple(r.shape)}"
         raise ValueError(f"q and r must have shape [..., d] with one d >= 1, got {got}")
     _lead(q, r, (1, 1), "q and r")
     if q.device != r.device:
         raise ValueError(f"q and r must be on one device, got {q.device} and {r.device}")
-    check_finite(q, "q")
-    check_finite(r, "r")
-    q, r = q.double(), r.double()
+    q, r = checks.finite(q, "q").double(), checks.finite(r, "r").double()
     along, total = (q * r).sum(-1).square(), q.square().sum(-1) * r.square().sum(-1)
     return _VARIANCE[kind](along, total, m, r.shape[-1])
 
@@ -136,28 +130,17 @@ def _hadamard_block(d: int, generator: torch.Generator) -> Tensor:
 _BLOCKS["hadamard"] = _hadamard_block
 
 # %% ../nbs/05_qjl.ipynb #1b3d268e
-def _check_device(x: Tensor, S: Tensor, name: str):
-    if x.device != S.device:
-        raise ValueError(f"{name} must be on {S.device} as the sketch is, got {x.device}")
-
-
 def _check_sketch(S: Tensor):
-    check_float(S, "S")
-    if S.ndim != 2 or 0 in S.shape:
-        raise ValueError(f"S must have shape [m, d] with m, d >= 1, got {tuple(S.shape)}")
-    check_finite(S, "S")
+    checks.finite(checks.shape(checks.floats(S, "S"), "S", "m", "d"), "S")
+    if 0 in S.shape:
+        raise ValueError(f"S must have shape [m, d] with m, d >= 1, got {list(S.shape)}")
 
 
-def _check_vectors(x: Tensor, S: Tensor, name: str, ndim: int = 1) -> Tensor:
-    "x as float32, when the sketch S can take it."
-    check_float(x, name)
-    shape, d = "[..., n, d]" if ndim == 2 else "[..., d]", S.shape[1]
-    if x.ndim < ndim or x.shape[-1] != d:
-        raise ValueError(f"{name} must have shape {shape} with d = {d}, got {tuple(x.shape)}")
-    _check_device(x, S, name)
-    x = x.float()
-    check_finite(x, name)
-    return x
+def _check_vectors(x: Tensor, S: Tensor, name: str, *lead) -> Tensor:
+    "x [..., *lead, d] as float32, when the sketch S can take it."
+    checks.shape(checks.floats(x, name), name, ..., *lead, S.shape[1])
+    checks.device(x, name, S.device, "the sketch")
+    return checks.finite(x.float(), name)
 
 # %% ../nbs/05_qjl.ipynb #77355746
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -183,18 +166,11 @@ def sign_bits(
     return _signs_and_norm(_check_vectors(r, S, "r"), S)[0]
 
 # %% ../nbs/05_qjl.ipynb #d864cdcd
-def _check_bytes(x: Tensor, name: str):
-    if not isinstance(x, Tensor) or x.dtype != torch.uint8:
-        got = getattr(x, "dtype", type(x).__name__)
-        raise TypeError(f"{name} must be a uint8 tensor, got {got}")
-
-
 def _check_bits(bits: Tensor, name: str):
-    _check_bytes(bits, name)
-    if bits.ndim < 1 or bits.shape[-1] < 1:
-        raise ValueError(f"{name} must have shape [..., m] with m >= 1, got {tuple(bits.shape)}")
-    if bits.numel() and int(bits.max()) > 1:
-        raise ValueError(f"{name} must be 0 or 1, got {int(bits.max())}")
+    checks.shape(checks.dtype(bits, name, torch.uint8), name, ..., "m")
+    if bits.shape[-1] < 1:
+        raise ValueError(f"{name} must have shape [..., m] with m >= 1, got {list(bits.shape)}")
+    checks.within(bits, name, 0, 1)
 
 
 def pack_signs(
@@ -212,12 +188,9 @@ def pack_signs(
     return (padded << place).sum(-1, dtype=torch.uint8)
 
 # %% ../nbs/05_qjl.ipynb #23264bc0
-def _check_packed(packed: Tensor, m: int, ndim: int = 1):
-    _check_bytes(packed, "packed")
-    width = -(-m // 8)
-    if packed.ndim < ndim or packed.shape[-1] != width:
-        shape = f"[..., {'T, ' * (ndim > 1)}{width}]"
-        raise ValueError(f"packed must have shape {shape} for m = {m}, got {tuple(packed.shape)}")
+def _check_packed(packed: Tensor, m: int, *lead):
+    "Raise unless packed is [..., *lead, ceil(m/8)] uint8."
+    checks.shape(checks.dtype(packed, "packed", torch.uint8), "packed", ..., *lead, -(-m // 8))
 
 
 def unpack_signs(
@@ -225,7 +198,7 @@ def unpack_signs(
     m: int,  # number of signs, >= 1
 ) -> Tensor:  # [..., m] uint8, 0 or 1
     "The inverse of `pack_signs`. TypeError/ValueError for a bad dtype, m or width."
-    m = _whole("m", m, 1)
+    m = checks.whole(m, "m", 1)
     _check_packed(packed, m)
     place = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return ((packed.unsqueeze(-1) >> place) & 1).flatten(-2)[..., :m]
@@ -254,12 +227,9 @@ def _byte_tables(p: Tensor) -> Tensor:
 
 # %% ../nbs/05_qjl.ipynb #4dffa8e7
 def _check_norm(norm: Tensor, shape: torch.Size, S: Tensor):
-    check_float(norm, "norm")
-    if norm.shape != shape:
-        got = f"one per vector, got {tuple(norm.shape)}"
-        raise ValueError(f"norm must have shape {tuple(shape)}, {got}")
-    _check_device(norm, S, "norm")
-    check_finite(norm, "norm")
+    checks.shape(checks.floats(norm, "norm"), "norm", *shape)
+    checks.device(norm, "norm", S.device, "the sketch")
+    checks.finite(norm, "norm")
     if norm.numel() and float(norm.min()) < 0:
         raise ValueError(f"norm must not be negative, got {float(norm.min()):g}")
 
@@ -285,9 +255,9 @@ def qjl_scores(
     orthogonal sketch. TypeError/ValueError for a bad dtype, shape, device or value, and for scores
     above the range of float32. Source: Zandieh et al. 2024 (QJL), Definition 3.1."""
     _check_sketch(S)
-    q, m = _check_vectors(q, S, "q", ndim=2), len(S)
-    _check_packed(packed, m, ndim=2)
-    _check_device(packed, S, "packed")
+    q, m = _check_vectors(q, S, "q", "n"), len(S)
+    _check_packed(packed, m, "T")
+    checks.device(packed, "packed", S.device, "the sketch")
     _check_norm(norm, packed.shape[:-1], S)
     scale = norm.float() * (math.sqrt(math.pi / 2) / m)
     out = _look_up(_byte_tables(_matmul(q, S.T)), packed) * scale.unsqueeze(-2)
@@ -305,11 +275,11 @@ def qjl_decode(
     TypeError/ValueError for a bad dtype, shape, device or value."""
     _check_sketch(S)
     m, width = len(S), -(-len(S) // 8)
-    _check_bytes(signs, "signs")
+    checks.dtype(signs, "signs", torch.uint8)
     if signs.ndim < 1 or signs.shape[-1] not in (width, m):
         shape = f"[..., {width}] packed or [..., {m}] as bits"
-        raise ValueError(f"signs must have shape {shape}, got {tuple(signs.shape)}")
-    _check_device(signs, S, "signs")
+        raise ValueError(f"signs must have shape {shape}, got {list(signs.shape)}")
+    checks.device(signs, "signs", S.device, "the sketch")
     _check_norm(norm, signs.shape[:-1], S)
     if signs.shape[-1] == width:  # for m = 1 the two forms are the same
         signs = unpack_signs(signs, m)

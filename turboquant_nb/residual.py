@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import checks
 from .codebook import Codebook, _make, lloyd_max, partial_moments
 from .qjl import qjl_decode, sign_bits, sketch_matrix
 from .quantizer import Coded, Quantizer, Spec, _store_scale, decode_rotated, encode
@@ -26,8 +27,7 @@ def sign_gain(
     """What one sign per channel takes off the error of a table: levels move by ±E|e| towards the
     value. Raises TypeError/ValueError for anything but a table under a known law. Source: the
     residual stage of TurboESM (arXiv 2603.26110), Eqs. 6 and 7."""
-    if not isinstance(codebook, Codebook):
-        raise TypeError(f"codebook must be a Codebook, got {type(codebook).__name__}")
+    checks.instance(codebook, "codebook", Codebook)
     if codebook.law == "samples":
         raise ValueError("codebook must be under a known law, got one fitted to samples")
     y, edges = codebook.levels64, codebook.edges.double().cpu().numpy()
@@ -62,14 +62,10 @@ def sign_table(
 ) -> Codebook:  # 2**bits levels c_i ± E|e|, sorted; law "sign"
     """A (bits-1)-bit table followed by the sign of its error, as the one table that it is. Raises
     TypeError/ValueError if bits leave no table or base does not fit. Source: TurboESM, Eq. 7."""
-    if isinstance(bits, bool) or not hasattr(bits, "__index__"):
-        raise TypeError(f"bits must be an integer from 2 to 8, got {bits!r}")
-    if not 2 <= bits <= 8:
-        raise ValueError(f"bits must be from 2 to 8, one of them the sign, got {bits}")
+    bits = checks.whole(bits, "bits", 2, 8)  # one of them is the sign
     if base is None:
         return _split(lloyd_max(bits - 1, d))
-    if not isinstance(base, Codebook):
-        raise TypeError(f"base must be a Codebook, got {type(base).__name__}")
+    checks.instance(base, "base", Codebook)
     if base.bits != bits - 1 or d not in (None, base.dim):
         want = f"{bits - 1} bits" + ("" if d is None else f" and d = {d}")
         raise ValueError(f"base must have {want}, got {base.bits} bits and d = {base.dim}")
@@ -97,8 +93,7 @@ class ProdQuantizer(Quantizer):
         codebook: Codebook | None = None,  # a table of bits - 1 bits to use instead of the spec's
         kind: str = "gaussian",  # rows of the sketch: "gaussian" (the paper's), "orthogonal", "hadamard"
     ):
-        if not isinstance(spec, Spec):
-            raise TypeError(f"spec must be a Spec, got {type(spec).__name__}")
+        checks.instance(spec, "spec", Spec)
         if spec.residual != "qjl":
             raise ValueError(f"spec must have residual='qjl', got {spec.residual!r}")
         if codebook is not None and codebook.bits != spec.bits - 1:
@@ -118,11 +113,6 @@ class ProdQuantizer(Quantizer):
         return prod_decode_rotated(self, coded)
 
 # %% ../nbs/06_residual.ipynb #8c6350a4
-def _check_prod(q):
-    if not isinstance(q, ProdQuantizer):
-        raise TypeError(f"q must be a ProdQuantizer, got {type(q).__name__}")
-
-
 def prod_encode(
     q: ProdQuantizer,
     x: Tensor,  # [..., d] fp32/fp16/bf16
@@ -133,7 +123,7 @@ def prod_encode(
     """The code of `encode`, then signs of the sketch of what is left after the scale as stored.
     Raises as `encode`, and ValueError if scale_dtype cannot hold the residual's norm. Source:
     TurboQuant, Algorithm 2."""
-    _check_prod(q)
+    checks.instance(q, "q", ProdQuantizer)
     coded = encode(q, x, mean, name, block)
     flat, base = x.reshape(-1, q.d), decode_rotated(q, coded).view(-1, q.d)
     means = None if mean is None else mean.expand_as(x).reshape(-1, q.d)
@@ -155,7 +145,7 @@ def prod_decode_rotated(
 ) -> Tensor:  # [..., d] fp32, still rotated and centred
     """levels · scale + ‖r‖ √(π/2)/m Sᵀσ: linear in what is stored, so that inner products with it
     are the paper's estimates. Raises ValueError for a code without signs."""
-    _check_prod(q)
+    checks.instance(q, "q", ProdQuantizer)
     if coded.signs is None or coded.residual_norm is None:
         raise ValueError("coded must hold signs and residual_norm; it comes from prod_encode")
     base = decode_rotated(q, coded)

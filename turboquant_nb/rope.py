@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['rope_frequencies', 'rope_angles', 'plane_channels', 'pairing_permutation', 'plane_matrix', 'apply_rope',
-           'apply_cos_sin', 'commutant_part', 'commutes']
+           'cos_sin_table', 'apply_cos_sin', 'commutant_part', 'commutes']
 
 # %% ../nbs/03_rope.ipynb #079153b6
 import math
@@ -12,22 +12,21 @@ import math
 import torch
 from torch import Tensor
 
+from . import checks
+
 # %% ../nbs/03_rope.ipynb #29afe7da
 def _even(name: str, value: int) -> int:
     "`value` as a positive even int; TypeError or ValueError naming the argument otherwise."
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
-    if value.__index__() < 2 or value.__index__() % 2:
-        raise ValueError(f"{name} must be a positive even integer, got {value}")
-    return value.__index__()
+    n = checks.whole(value, name)
+    if n < 2 or n % 2: raise ValueError(f"{name} must be a positive even integer, got {n}")
+    return n
 
 def rope_frequencies(
     d: int,                  # number of rotated channels, even
     theta: float = 10000.0,  # base, positive
 ) -> Tensor:                 # [d/2] float64 on the CPU, radians per position, fastest first
     "ω_i = θ^(-2i/d). ValueError for odd d or a theta that is not positive. Source: Su et al. 2021, equation 15."
-    d = _even("d", d)
-    if not (theta > 0 and math.isfinite(theta)): raise ValueError(f"theta must be positive and finite, got {theta}")
+    d, theta = _even("d", d), checks.number(theta, "theta", above=0)
     return theta ** (-torch.arange(0, d, 2, dtype=torch.float64, device="cpu") / d)
 
 # %% ../nbs/03_rope.ipynb #79d8b603
@@ -40,11 +39,8 @@ def rope_angles(
     "Angle of every plane at every position. TypeError for non-integer positions, ValueError for odd d or a wrong inv_freq."
     omega = rope_frequencies(d, theta)
     if inv_freq is not None:
-        if tuple(inv_freq.shape) != (d // 2,): raise ValueError(f"inv_freq must have shape ({d // 2},), got {tuple(inv_freq.shape)}")
-        omega = inv_freq.detach().cpu().double()
-    positions = torch.as_tensor(positions)
-    if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
-        raise TypeError(f"positions must be integers, got {positions.dtype}")
+        omega = checks.shape(inv_freq, "inv_freq", d // 2).detach().cpu().double()
+    positions = checks.integers(torch.as_tensor(positions), "positions")
     if positions.device.type == "mps": positions = positions.cpu()  # MPS has no float64
     return positions.to(torch.float64)[..., None] * omega.to(positions.device)
 
@@ -55,9 +51,8 @@ def plane_channels(
 ) -> tuple[Tensor, Tensor]:  # two [d/2] int64 tensors: first and second channel of every plane
     "Which two channels form plane i. ValueError for odd d or an unknown pairing."
     i = torch.arange(_even("d", d) // 2, device="cpu")
-    if pairing == "half": return i, i + d // 2
-    if pairing == "interleaved": return 2 * i, 2 * i + 1
-    raise ValueError(f"pairing must be 'half' or 'interleaved', got {pairing!r}")
+    if checks.one_of(pairing, "pairing", ("half", "interleaved")) == "half": return i, i + d // 2
+    return 2 * i, 2 * i + 1
 
 def pairing_permutation(
     d: int,    # number of rotated channels, even
@@ -99,9 +94,7 @@ def apply_rope(
     scale: float = 1.0,              # multiplies the turned channels
 ) -> Tensor:                         # [..., d], broadcast of x and positions, dtype of x
     "Turn plane i of x by position·ω_i. TypeError for a dtype, ValueError for odd or mismatched sizes. Source: Su et al. 2021, eq. 34."
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise TypeError(f"x must be a floating-point tensor, got {x.dtype if isinstance(x, Tensor) else type(x).__name__}")
-    d = x.shape[-1] if x.ndim else 0
+    d = x.shape[-1] if checks.floats(x, "x").ndim else 0
     r = _rotary("x", d, rotary_dim)
     first, second = (c.to(x.device) for c in plane_channels(r, pairing))
     angles = rope_angles(positions, r, theta, inv_freq)
@@ -115,6 +108,14 @@ def apply_rope(
     return y.to(x.dtype)
 
 # %% ../nbs/03_rope.ipynb #a0c05517
+def cos_sin_table(
+    positions: Tensor,  # [...] integers
+    inv_freq: Tensor,   # [r/2] fp32 frequencies, on the same device
+) -> Tensor:            # [..., r] fp32: r/2 cosines of position times frequency, then r/2 sines
+    "The table that `apply_cos_sin` reads."
+    angle = positions[..., None].float() * inv_freq
+    return torch.cat([angle.cos(), angle.sin()], -1)
+
 def apply_cos_sin(
     x: Tensor,              # [..., n or 1, d] fp32
     cos_sin: Tensor,        # [..., n, r] of each position: r/2 cosines, then r/2 sines; r ≤ d

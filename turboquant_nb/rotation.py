@@ -15,6 +15,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from . import checks
+
 # %% ../nbs/02_rotation.ipynb #5b550ebe
 def haar_qr(
     Z: Tensor,  # [..., d, d] float64, iid N(0,1): the only source of randomness
@@ -27,14 +29,6 @@ def haar_qr(
 # %% ../nbs/02_rotation.ipynb #76b3ee9a
 _cpu64 = dict(device="cpu", dtype=torch.float64)  # explicit: callers may have changed the default device or dtype
 
-def _whole(name: str, value: int, low: int) -> int:
-    "`value` as a Python int not below `low`; TypeError or ValueError naming the argument otherwise."
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
-    if value.__index__() < low:
-        raise ValueError(f"{name} must be an integer >= {low}, got {value}")
-    return value.__index__()
-
 def _generator(kind: str, seed: int) -> torch.Generator:
     "A CPU generator whose state depends on the kind and the seed."
     salt = int.from_bytes(kind.encode()[:7], "big")
@@ -46,7 +40,7 @@ def haar(
     seed: int = 0,  # >= 0; the same seed gives the same matrix on every device
 ) -> Tensor:        # [d, d] float32 on the CPU, orthogonal to float32 rounding
     "A Haar-distributed orthogonal matrix, O(d³) to make. TypeError/ValueError for a bad d or seed. Source: Mezzadri 2007."
-    d, seed = _whole("d", d, 1), _whole("seed", seed, 0)
+    d, seed = checks.whole(d, "d", 1), checks.whole(seed, "seed", 0)
     Z = torch.randn(d, d, generator=_generator("haar", seed), **_cpu64)
     return haar_qr(Z).float().contiguous()
 
@@ -63,7 +57,7 @@ def paley(
     n: int,    # order: q+1 for a prime q = 3 (mod 4), or 2(q+1) for a prime q = 1 (mod 4)
 ) -> Tensor:   # [n, n] float64 on the CPU, entries ±1, H Hᵀ = n I
     "Hadamard matrix from the squares modulo a prime. ValueError if n has no such prime. Source: Paley 1933."
-    q = _paley_q(_whole("n", n, 1))
+    q = _paley_q(checks.whole(n, "n", 1))
     if not q: raise ValueError(f"n must be q+1 (prime q = 3 mod 4) or 2(q+1) (prime q = 1 mod 4), got {n}")
     i = torch.arange(q, device="cpu")
     chi = torch.full((q,), -1.0, **_cpu64)
@@ -94,7 +88,7 @@ def hadamard_matrix(
     d: int,   # an order for which `hadamard_factors(d)` is not None
 ) -> Tensor:  # [d, d] float64 on the CPU, entries ±1, H Hᵀ = d I; shared, so never write into it
     "The unscaled Hadamard matrix of order d as a Kronecker product. ValueError if no construction here reaches d."
-    factors = hadamard_factors(_whole("d", d, 1))
+    factors = hadamard_factors(checks.whole(d, "d", 1))
     if factors is None: raise ValueError(f"d must be a product of 2s and Paley orders, got {d}")
     with torch.inference_mode(False):  # a cached tensor must stay usable in autograd
         H = torch.ones(1, 1, **_cpu64)
@@ -106,7 +100,7 @@ def hadamard_form(
     d: int,  # size of the vectors, >= 1
 ) -> str:    # "sylvester" | "paley" | "kronecker" | "block"
     "How `hadamard(d)` is built; all but `block` are true Hadamard matrices (every entry ±1/√d)."
-    factors = hadamard_factors(_whole("d", d, 1))
+    factors = hadamard_factors(checks.whole(d, "d", 1))
     if factors is None: return "block"
     return "sylvester" if set(factors) <= {2} else "paley" if len(factors) == 1 else "kronecker"
 
@@ -114,7 +108,7 @@ def block_order(
     d: int,  # size of the vectors, >= 1
 ) -> int:    # p <= d; p == d exactly when a true Hadamard matrix exists here
     "Order of the Hadamard matrix inside `hadamard(d)`: the largest p <= d with a construction."
-    return next(p for p in range(_whole("d", d, 1), 0, -1) if hadamard_factors(p) is not None)
+    return next(p for p in range(checks.whole(d, "d", 1), 0, -1) if hadamard_factors(p) is not None)
 
 # %% ../nbs/02_rotation.ipynb #a494b62c
 def hadamard(
@@ -122,7 +116,7 @@ def hadamard(
     seed: int = 0,  # >= 0, seeds the random signs
 ) -> Tensor:        # [d, d] float32 on the CPU, orthogonal to float32 rounding
     "Randomised Hadamard H·diag(±1)/√d where H exists, two overlapping blocks of it otherwise. Source: Ailon & Chazelle 2006."
-    d, seed = _whole("d", d, 1), _whole("seed", seed, 0)
+    d, seed = checks.whole(d, "d", 1), checks.whole(seed, "seed", 0)
     p, generator = block_order(d), _generator("hadamard", seed)
     signs = lambda: torch.randint(0, 2, (p,), generator=generator, device="cpu").double() * 2 - 1
     R = torch.eye(d, **_cpu64)
@@ -166,12 +160,8 @@ def _no_autocast(x: Tensor):
 
 def _times(x: Tensor, M: Tensor, rotation: Rotation, name: str) -> Tensor:
     "x @ M in float32 with autocast off, after the checks that every caller deserves."
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise TypeError(f"{name} must be a floating-point tensor, got {x.dtype if isinstance(x, Tensor) else type(x).__name__}")
-    if x.ndim == 0 or x.shape[-1] != rotation.d:
-        raise ValueError(f"{name} must have last dimension {rotation.d}, got shape {tuple(x.shape)}")
-    if x.device != M.device:
-        raise ValueError(f"{name} must be on {M.device} like the rotation, got {x.device}: use rotation.to({str(x.device)!r})")
+    checks.shape(checks.floats(x, name), name, ..., rotation.d)
+    checks.device(x, name, M.device, "the rotation")
     if rotation.kind == "identity": return x.to(torch.float32, copy=True)
     with _no_autocast(x):
         return x.to(torch.float32) @ M
@@ -179,11 +169,8 @@ def _times(x: Tensor, M: Tensor, rotation: Rotation, name: str) -> Tensor:
 # %% ../nbs/02_rotation.ipynb #1519a686
 def _given(d: int, matrix: Tensor) -> Rotation:
     "A validated rotation around a copy of the caller's matrix."
-    if not isinstance(matrix, Tensor) or not matrix.is_floating_point():
-        raise TypeError(f"matrix must be a floating-point tensor, got {matrix.dtype if isinstance(matrix, Tensor) else type(matrix).__name__}")
-    if tuple(matrix.shape) != (d, d): raise ValueError(f"matrix must have shape ({d}, {d}), got {tuple(matrix.shape)}")
+    checks.finite(checks.shape(checks.floats(matrix, "matrix"), "matrix", d, d), "matrix")
     M = matrix.detach().cpu().double()
-    if not M.isfinite().all(): raise ValueError("matrix must be finite, got NaN or Inf")
     off = (M @ M.T - torch.eye(d, **_cpu64)).abs().max().item()
     if off > 1e-4: raise ValueError(f"matrix must be orthogonal: M Mᵀ may differ from I by at most 1e-4, got {off:.3g}")
     return Rotation("matrix", d, None, matrix.detach().to(torch.float32, copy=True))
@@ -203,9 +190,8 @@ def make_rotation(
     matrix: Tensor | None = None,   # [d, d], orthogonal to 1e-4, for "matrix" and only then
 ) -> Rotation:                      # one shared object per (kind, d, seed)
     "The rotation of that kind, on the CPU (or where `matrix` lies). ValueError/TypeError name the argument that is wrong."
-    d, seed = _whole("d", d, 1), _whole("seed", seed, 0)
-    if kind not in ("identity", "haar", "hadamard", "matrix"):
-        raise ValueError(f"kind must be one of identity, haar, hadamard, matrix, got {kind!r}")
+    d, seed = checks.whole(d, "d", 1), checks.whole(seed, "seed", 0)
+    checks.one_of(kind, "kind", ("identity", "haar", "hadamard", "matrix"))
     if (kind == "matrix") != (matrix is not None):
         raise ValueError(f"matrix must be given for kind 'matrix' and only then, got kind {kind!r} {'without' if matrix is None else 'with'} one")
     return _given(d, matrix) if kind == "matrix" else _seeded(kind, d, None if kind == "identity" else seed)
@@ -215,9 +201,7 @@ def fwht(
     x: Tensor,  # [..., d], any float dtype, d a power of two
 ) -> Tensor:    # [..., d] float32: H x/√d with the Sylvester matrix H
     "Orthonormal fast Walsh-Hadamard transform, its own inverse. TypeError for a dtype, ValueError for a d it cannot serve."
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise TypeError(f"x must be a floating-point tensor, got {x.dtype if isinstance(x, Tensor) else type(x).__name__}")
-    d = x.shape[-1] if x.ndim else 0
+    d = x.shape[-1] if checks.floats(x, "x").ndim else 0
     if d < 1 or d & (d - 1): raise ValueError(f"x must have a power of two as last dimension, got shape {tuple(x.shape)}")
     y, h = x.to(torch.float32, copy=True), 1
     while h < d:

@@ -17,10 +17,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from . import checks
+from .mixed_precision import make_quantizer
 from .packing import WIDTHS, Layout, pack, unpack
 from .qjl import pack_signs, unpack_signs
-from .quantizer import Coded, Spec, _store_scale, check_finite, check_float
-from .rates import make_quantizer
+from .quantizer import Coded, Spec, _store_scale
 from .store import _table_tensors
 
 # %% ../nbs/81_vector_search.ipynb #6cb8b39e
@@ -42,18 +43,9 @@ def code_bytes(
 # %% ../nbs/81_vector_search.ipynb #5b892e8b
 def _rows(x: Tensor, d: int, device: torch.device, name: str) -> Tensor:
     "x, checked to be [n, d] of finite floats on the device."
-    check_float(x, name)
-    if x.ndim != 2 or x.shape[1] != d:
-        raise ValueError(f"{name} must have shape [n, {d}], got {tuple(x.shape)}")
-    if x.device != device:
-        raise ValueError(f"{name} must be on {device}, got {x.device}")
-    check_finite(x, name)
-    return x
-
-
-def _check_k(k: int, n: int):
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= n:
-        raise ValueError(f"k must be an integer from 1 to the {n} vectors held, got {k!r}")
+    checks.shape(checks.floats(x, name), name, "n", d)
+    checks.device(x, name, device, "the index")
+    return checks.finite(x, name)
 
 
 def _best(blocks, k: int) -> tuple:
@@ -77,12 +69,10 @@ def exact_search(
 ) -> tuple:  # scores [m, k] fp32, descending; ids [m, k] int64
     """The k largest inner products, by brute force. Raises TypeError/ValueError for a bad dtype,
     shape, device, value or k."""
-    check_float(base, "base")
-    if base.ndim != 2:
-        raise ValueError(f"base must have shape [n, d], got {tuple(base.shape)}")
+    checks.shape(checks.floats(base, "base"), "base", "n", "d")
     _rows(base, base.shape[1], base.device, "base")
     queries = _rows(queries, base.shape[1], base.device, "queries").float()
-    _check_k(k, len(base))
+    k = checks.whole(k, "k", 1, len(base))
     return _best((queries @ part.float().T for part in base.split(block)), k)
 
 
@@ -97,8 +87,7 @@ def recall(
         raise ValueError(
             f"ids must be [m, K] and nearest [m], got {tuple(ids.shape)} and {tuple(nearest.shape)}"
         )
-    if not 1 <= k <= ids.shape[1]:
-        raise ValueError(f"k must be from 1 to the {ids.shape[1]} ids per query, got {k}")
+    k = checks.whole(k, "k", 1, ids.shape[1])
     return (ids[:, :k] == nearest[:, None]).any(1).float().mean().item()
 
 # %% ../nbs/81_vector_search.ipynb #9a51cdc6
@@ -228,18 +217,15 @@ def _opened(cls, path, name, device):
 
 # %% ../nbs/81_vector_search.ipynb #c276f9c5
 def _checked(d, spec):
-    if isinstance(d, bool) or not isinstance(d, int) or d < 2:
-        raise ValueError(f"d must be an integer of at least 2, got {d!r}")
-    if not isinstance(spec, Spec):
-        raise TypeError(f"spec must be a Spec, got {type(spec).__name__}")
+    checks.whole(d, "d", 2)
+    checks.instance(spec, "spec", Spec)
     code_bytes(spec, d)
     if spec.center != "none":
         raise ValueError(f"spec.center is for caches, pass center=; got {spec.center!r}")
 
 
 def _checked_center(center, d, device) -> Tensor:
-    check_float(center, "center")
-    center = _rows(center.reshape(1, -1), d, device, "center")[0].float().clone()
+    center = _rows(checks.floats(center, "center").reshape(1, -1), d, device, "center")[0].float().clone()
     if not float(center.abs().max()) > 0:
         raise ValueError("center must not be zero; pass None for no centre")
     return center
@@ -319,5 +305,7 @@ class CodedIndex(_Held):
     def search(self, queries: Tensor, k: int = 10) -> tuple:
         "Queries [m, d] -> scores [m, k] fp32, descending, and ids [m, k] int64; ties in any order."
         queries = _rows(queries, self.d, self.device, "queries").float()
-        _check_k(k, len(self))
+        if not len(self):
+            raise ValueError("the index holds no vectors")
+        k = checks.whole(k, "k", 1, len(self))
         return _search(self, queries, k)

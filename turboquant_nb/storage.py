@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .files import digest, read_file, write_file
 from .packing import Layout, pack, unpack
 from .rates import entropy_decode, entropy_encode
-from .store import KVStore, _digest, read_file, write_file
+from .store import KVStore
 
 # %% ../nbs/22_storage.ipynb #d5be475b
 FORMAT = "turboquant-nb compressed 1"
@@ -281,25 +282,23 @@ def save_compressed(
         for name, x in t.items():
             held[_part(name)] += x.nbytes
         data = _layer_out(t, about, sizes)
-        layers.append([abouts.index(about), _digest({k: x.cpu() for k, x in t.items()}, state)])
+        layers.append([abouts.index(about), digest({k: x.cpu() for k, x in t.items()}, state)])
         tensors[f"{i:04}"] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     more = {k: v for k, v in header.items() if k != "layers"}
-    write_file(
-        path, tensors, {"format": FORMAT} | more | dict(abouts=abouts, layers=layers), FORMAT
-    )
+    write_file(path, tensors, {"format": FORMAT} | more | dict(abouts=abouts, layers=layers), FORMAT)
     out = {k: (held[k], sizes[k]) for k in held}
     return out | {"file": (sum(held.values()), os.path.getsize(path))}
 
 # %% ../nbs/22_storage.ipynb #0c5afb85
 def _states(tensors: dict, header: dict, path):
     "Tensors of each layer, one after the other. Raises ValueError if they are not what was saved."
-    for i, (n, digest) in enumerate(header["layers"]):
+    for i, (n, written) in enumerate(header["layers"]):
         about = header["abouts"][n]
         try:
             out = _layer_in(tensors.pop(f"{i:04}").numpy().tobytes(), about)
         except (ValueError, TypeError, KeyError, IndexError, struct.error, RuntimeError) as error:
             raise ValueError(f"{path}: layer {i} cannot be decoded ({error})") from None
-        if _digest(out, about["state"]) != digest:
+        if digest(out, about["state"]) != written:
             raise ValueError(f"{path}: layer {i} decodes to other tensors than were saved")
         yield out
 

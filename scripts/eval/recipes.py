@@ -17,7 +17,7 @@ from turboquant_nb.evaluation.candidates import OTHERS, as_candidate
 from turboquant_nb.evaluation.score import one_pass_gate, paired, prefill, score, text_windows
 from turboquant_nb.models import load_model
 from turboquant_nb.quantizer import PRESETS, Recipe, Spec, preset
-from turboquant_nb.rates import by_layer
+from turboquant_nb.mixed_precision import by_layer
 
 
 def recipe(k, v, sinks=4, window=0, center="rope", vmean=False, **both):

@@ -18,7 +18,7 @@ from turboquant_nb.evaluation.pairs import PairLayer
 from turboquant_nb.evaluation.score import OnePass, paired, predict, prefill, score, token_losses
 from turboquant_nb.hf import rope_frequencies
 from turboquant_nb.quantizer import Recipe, Spec, decode, encode
-from turboquant_nb.rates import make_quantizer
+from turboquant_nb.mixed_precision import make_quantizer
 from turboquant_nb.rope import apply_cos_sin
 from turboquant_nb.store import KVStore, prompt_mean, shared_cos_sin
 

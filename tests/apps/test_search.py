@@ -8,7 +8,7 @@ import torch
 from turboquant_nb.packing import Layout, unpack
 from turboquant_nb.qjl import qjl_scores
 from turboquant_nb.quantizer import Spec, decode
-from turboquant_nb.rates import make_quantizer
+from turboquant_nb.mixed_precision import make_quantizer
 from turboquant_nb.search import CodedIndex, code_bytes, exact_search, recall
 from turboquant_nb.testing import raises, same
 
@@ -236,7 +236,7 @@ def test_bad_arguments(gen):
     x, q = data(gen, 30, 8)
     index = CodedIndex(8, Spec(bits=3), x.mean(0)).add(x)
     for d in (1, 0, 2.0, True, "8"):
-        with raises(ValueError, "d must be an integer of at least 2"):
+        with raises(ValueError if type(d) is int else TypeError, "d must be an integer of at least 2"):
             CodedIndex(d)
     with raises(TypeError, "spec must be a Spec, got int"):
         CodedIndex(8, 3)
@@ -249,20 +249,20 @@ def test_bad_arguments(gen):
             CodedIndex(8, Spec(), center)
     with raises(TypeError, "center must be a floating-point tensor"):
         CodedIndex(8, Spec(), [1.0] * 8)
-    with raises(ValueError, "x must have shape [n, 8], got (30, 7)"):
+    with raises(ValueError, "x must have shape [n, 8], got [30, 7]"):
         index.add(x[:, :7])
-    with raises(ValueError, "x must have shape [n, 8], got (8,)"):
+    with raises(ValueError, "x must have shape [n, 8], got [8]"):
         index.add(x[0])
     with raises(TypeError, "x must be a floating-point tensor"):
         index.add(torch.ones(2, 8, dtype=torch.long))
     with raises(ValueError, "queries must have shape [n, 8]"):
         index.search(q[:, :3])
     for k in (0, 31, 2.0, True):
-        with raises(ValueError, "k must be an integer from 1 to the 30 vectors held"):
+        with raises(ValueError if type(k) is int else TypeError, "k must be an integer from 1 to 30"):
             index.search(q, k)
-    with raises(ValueError, "0 vectors held"):
+    with raises(ValueError, "holds no vectors"):
         CodedIndex(8).search(q, 1)
-    with raises(ValueError, "k must be from 1 to the 3 ids"):
+    with raises(ValueError, "k must be an integer from 1 to 3"):
         recall(torch.zeros(2, 3), torch.zeros(2), 4)
     with raises(ValueError, "ids must be [m, K]"):
         recall(torch.zeros(2, 3), torch.zeros(3), 1)

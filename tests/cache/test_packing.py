@@ -161,7 +161,8 @@ def test_quarter_bytes_stay_in_their_slot(quarter, gen):
     (dict(bits=3, d=4, along="row"), "along"),
 ])
 def test_layout_refuses(kwargs, name):
-    with pytest.raises(ValueError, match=name):
+    whole = all(type(v) is int for n, v in kwargs.items() if n != "along")
+    with pytest.raises(ValueError if whole else TypeError, match=name):
         Layout(**kwargs)
 
 
@@ -176,7 +177,7 @@ def test_pack_and_unpack_refuse():
         pack(good[:, :3], layout)
     with pytest.raises(ValueError, match="codes must have shape"):
         pack(good[0], layout)
-    with pytest.raises(ValueError, match="below .* 8, got 8"):
+    with pytest.raises(ValueError, match=r"codes must lie in 0\.\.7, got \d\.\.8"):
         pack(good + 8, layout)
     planes = pack(good, layout)
     with pytest.raises(ValueError, match="2 planes, got 1"):

@@ -11,8 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.helpers import DATA
 from turboquant_nb.quantizer import Quantizer, Recipe, Spec, channel_bits, decode
-from turboquant_nb.rates import make_quantizer, truncate
-from turboquant_nb.store import FORMAT, ExactTokens, KVStore, Ranges, Side, _append_by_position, prompt_mean, read_file, write_file
+from turboquant_nb.files import read_file, write_file
+from turboquant_nb.mixed_precision import make_quantizer
+from turboquant_nb.rates import truncate
+from turboquant_nb.store import FORMAT, ExactTokens, KVStore, Ranges, Side, _append_by_position, prompt_mean
 from turboquant_nb.testing import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -647,7 +649,7 @@ def test_files_from_before_these_fields(tmp_path):
         del recipe[side]["residual"]
     del recipe["decay"]
     assert "thin" not in header
-    write_file(tmp_path / "old", tensors, header | {"recipe": json.dumps(recipe)})
+    write_file(tmp_path / "old", tensors, header | {"recipe": json.dumps(recipe)}, FORMAT)
     for a, b in zip(KVStore.load(tmp_path / "old").read(), store.read()):
         same(a, b)
     store.decay(20)
@@ -673,7 +675,7 @@ def test_format_1_is_refused_with_the_reason(saved, tmp_path):
     assert header["format"] == FORMAT == "turboquant-nb store 2"
     header["format"] = "turboquant-nb store 1"
     save_file(tensors, tmp_path / "old", metadata={"header": json.dumps(header)})
-    with pytest.raises(ValueError, match="has format 1, this version reads 'turboquant-nb store 2': its codes stand for levels that are slightly different"):
+    with pytest.raises(ValueError, match="has format 'turboquant-nb store 1', this version reads 'turboquant-nb store 2': its codes stand for levels that are slightly different"):
         KVStore.load(tmp_path / "old")
 
 
@@ -794,8 +796,8 @@ def test_refused_append_changes_nothing(what):
 
 
 @pytest.mark.parametrize("kwargs, error, name", [
-    (dict(batch=0), ValueError, "batch"), (dict(heads=0), ValueError, "heads"), (dict(heads=1.0), ValueError, "heads"), (dict(max_length=0), ValueError, "max_length"),
-    (dict(max_length=2.5), ValueError, "max_length"), (dict(dtype=torch.int8), TypeError, "dtype"), (dict(dtype="float16"), TypeError, "dtype"), (dict(tile=6), ValueError, "tile"),
+    (dict(batch=0), ValueError, "batch"), (dict(heads=0), ValueError, "heads"), (dict(heads=1.0), TypeError, "heads"), (dict(max_length=0), ValueError, "max_length"),
+    (dict(max_length=2.5), TypeError, "max_length"), (dict(dtype=torch.int8), TypeError, "dtype"), (dict(dtype="float16"), TypeError, "dtype"), (dict(tile=6), ValueError, "tile"),
     (dict(d=0), ValueError, "d"), (dict(d=2.0), TypeError, "d"), (dict(dv=-1), ValueError, "d"), (dict(dv=0), ValueError, "d"), (dict(recipe=7), TypeError, "recipe"), (dict(recipe="k9v9"), ValueError, "k9v9"),
 ])
 def test_constructor_refuses(kwargs, error, name):
@@ -937,16 +939,16 @@ def test_other_files(tmp_path):
         save_file({"a": torch.zeros(2)}, path, metadata=metadata)
         with pytest.raises(ValueError, match="x"):
             KVStore.load(path)
-    write_file(path, {"a": torch.zeros(2)}, {"layers": []})
+    write_file(path, {"a": torch.zeros(2)}, {"layers": []}, FORMAT)
     with pytest.raises(ValueError):
         KVStore.load(path)
-    assert read_file(path)[1]["format"] == FORMAT
+    assert read_file(path, FORMAT, "store")[1] == {"layers": []}
 
 
 def test_failed_write_leaves_the_old_file(saved, monkeypatch):
     store, path = saved
     old = path.read_bytes()
-    monkeypatch.setattr("turboquant_nb.store.save_file", lambda *a, **k: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr("turboquant_nb.files.save_file", lambda *a, **k: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         store.save(path)
     assert path.read_bytes() == old and len(list(path.parent.iterdir())) == 1
@@ -971,10 +973,10 @@ def test_files_of_version_0_1_0(name, tmp_path):
     """Written before the store was composed of sides, exact tokens and ranges: decayed, evicted, with ends and a pre-RoPE mean; and static. Every tensor loads as it is in the file,
     what is read is what was read then, and saving again writes the same tensors and header."""
     path = DATA / f"store_2_{name}.safetensors"
-    store, (tensors, header), then = KVStore.load(path), read_file(path), load_file(path.with_stem(f"{path.stem}_read"))
+    store, (tensors, header), then = KVStore.load(path), read_file(path, FORMAT, "store"), load_file(path.with_stem(f"{path.stem}_read"))
     assert (store.static, store.length, store.offset, store.key.thin) == {"grown": (False, 30, 8, 1), "static": (True, 16, 0, 0)}[name]
     store.save(tmp_path / "again")
-    again, said = read_file(tmp_path / "again")
+    again, said = read_file(tmp_path / "again", FORMAT, "store")
     assert said == header and list(again) == list(tensors)
     for n, t in tensors.items():
         same(again[n], t, allow_empty=True)

@@ -358,7 +358,7 @@ def test_the_law_fails_for_a_query_that_is_turned_like_a_key(monkeypatch):
 @pytest.mark.parametrize("spec", [Spec(2), Spec(3), Spec(4), Spec(2.5), Spec(3, residual="sign")], ids=str)
 def test_mapped_codes_beat_the_rotation_and_exchanged_ones_do_not(spec):
     "The error of scores on fresh vectors, against what the formula promises; the wrong way round loses."
-    from turboquant_nb.rates import make_quantizer
+    from turboquant_nb.mixed_precision import make_quantizer
 
     d = 64
     m, c = moments(3, d, decay=1.0)

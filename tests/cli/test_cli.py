@@ -146,7 +146,7 @@ def test_bits_option(call, text, bits):
 
 
 def test_price_is_what_is_stored():
-    from turboquant_nb.rates import make_quantizer
+    from turboquant_nb.mixed_precision import make_quantizer
 
     for recipe in (as_recipe("k4v2", 2.5), Recipe(residual="prod"), Recipe(residual="sign"), Recipe(Spec((4, 2) * 16), Spec(1, scale_dtype="float32"))):
         total = 0

@@ -227,9 +227,9 @@ def test_errors_and_rollback(model, code):
         for bad in (1 - mask, mask.flip(1), torch.zeros_like(mask)):
             with pytest.raises(ValueError, match="padding on the right"):
                 t.prefill(ids, bad)
-        with pytest.raises(ValueError, match="shape of ids"):
+        with pytest.raises(ValueError, match=r"mask must have shape \["):
             t.prefill(ids, mask[:, 1:])
-        with pytest.raises(ValueError, match="integers"):
+        with pytest.raises(TypeError, match="integers"):
             t.prefill(ids.float())
 
 
@@ -413,7 +413,7 @@ def test_file(model, code, tmp_path):
     path = tmp_path / "a.safetensors"
     save_code(code, path)
     back = load_code(path)
-    assert back.recipe == code.recipe and back.header == code.header | {"format": transform.FORMAT}
+    assert back.recipe == code.recipe and back.header == code.header
     for a, b in ((code.key, back.key), (code.value, back.value)):
         assert set(a.tensors()) == set(b.tensors())
         assert all(torch.equal(a.tensors()[n], b.tensors()[n]) for n in a.tensors())

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from turboquant_nb.attention import dense_attention  # noqa: E402
 from turboquant_nb.hf import MARGIN, TurboQuantCache, rope_frequencies, turboquant_attention  # noqa: E402
 from turboquant_nb.quantizer import Coded, Recipe, Spec  # noqa: E402
-from turboquant_nb.rates import make_quantizer  # noqa: E402
+from turboquant_nb.mixed_precision import make_quantizer  # noqa: E402
 from turboquant_nb.store import KVStore, _EmbeddedCodebook, prompt_mean  # noqa: E402
 
 SEQUENCES = int(os.environ.get("TURBOQUANT_SEQUENCES", 60 if SLOW else 12))

@@ -10,7 +10,7 @@ except ImportError:  # a machine that has a GPU but no pytest
 
 from turboquant_nb.attention import attend, dense_attention
 from turboquant_nb.quantizer import Quantizer, Recipe, Spec, as_recipe, encode, preset
-from turboquant_nb.rates import make_quantizer
+from turboquant_nb.mixed_precision import make_quantizer
 from turboquant_nb.store import KVStore
 
 DEVICE = "cuda"  # "cpu" executes the bodies below where there is no GPU

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from turboquant_nb.rope import (
-    apply_rope, commutant_part, commutes, pairing_permutation, plane_channels, plane_matrix, rope_angles, rope_frequencies,
+    apply_cos_sin, apply_rope, commutant_part, commutes, cos_sin_table, pairing_permutation, plane_channels, plane_matrix, rope_angles, rope_frequencies,
 )
 from turboquant_nb.rotation import haar
 
@@ -166,10 +166,10 @@ def test_bad_input_is_named():
     x = torch.zeros(2, 3, 8)
     for call, text in ((lambda: apply_rope(torch.zeros(3, 7), 0), "last dimension of x must be a positive even integer, got 7"),
                        (lambda: apply_rope(torch.tensor(1.0), 0), "even"), (lambda: apply_rope(x, torch.arange(4)), "positions must broadcast"),
-                       (lambda: apply_rope(x, 0, pairing="adjacent"), "'half' or 'interleaved', got 'adjacent'"),
+                       (lambda: apply_rope(x, 0, pairing="adjacent"), "'half', 'interleaved', got 'adjacent'"),
                        (lambda: apply_rope(x, 0, rotary_dim=10), "at most"), (lambda: apply_rope(x, 0, rotary_dim=3), "rotary_dim"),
                        (lambda: apply_rope(x, 0, theta=-1.0), "theta"), (lambda: apply_rope(x, 0, theta=math.nan), "theta"),
-                       (lambda: apply_rope(x, 0, inv_freq=torch.ones(5)), r"\(4,\), got \(5,\)"),
+                       (lambda: apply_rope(x, 0, inv_freq=torch.ones(5)), r"\[4\], got \[5\]"),
                        (lambda: rope_frequencies(0), "d must be"), (lambda: pairing_permutation(5), "got 5"),
                        (lambda: plane_matrix(torch.ones(3), torch.ones(2)), "one length"),
                        (lambda: commutes(torch.zeros(4, 6)), "square"), (lambda: commutes(torch.zeros(5, 5)), "even")):
@@ -195,3 +195,17 @@ def test_transformers_layouts():
     angle = rope_angles(torch.arange(40), 16)
     cos, sin = (torch.cat((f(angle), f(angle)), -1).float()[None] for f in (torch.cos, torch.sin))
     assert torch.allclose(modeling_gpt_neox.apply_rotary_pos_emb(q, k, cos, sin)[0], apply_rope(q, torch.arange(40), rotary_dim=16), atol=1e-6)
+
+
+@pytest.mark.parametrize("d", [2, 4, 16])
+def test_a_table_there_and_back(d):
+    "By the negative position and by `inverse`, to the same bits; kills a sine that keeps its sign."
+    g = torch.Generator().manual_seed(d)
+    x, at = torch.randn(2, 3, 5, d, generator=g), torch.randint(0, 900, (2, 5), generator=g)
+    inv_freq = 10000 ** -torch.arange(0, 1, 2 / d)
+    table = cos_sin_table(at, inv_freq)[:, None]
+    y = apply_cos_sin(x, table)
+    back = apply_cos_sin(y, table, inverse=True)
+    torch.testing.assert_close(back, x, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1))
+    assert torch.equal(back, apply_cos_sin(y, cos_sin_table(-at, inv_freq)[:, None]))

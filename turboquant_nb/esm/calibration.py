@@ -16,8 +16,9 @@ from torch import Tensor
 from .checkpoints import tokens
 from .codes import prefix_visible
 from .model import TurboEsm, fingerprint
+from ..rope import apply_cos_sin, cos_sin_table
 from turboquant_nb.transform import (
-    Moments, TransformCode, TransformRecipe, _positions, as_transform, fit_code, rope,
+    Moments, TransformCode, TransformRecipe, _positions, as_transform, fit_code,
 )  # fmt: skip
 
 # %% ../../nbs/16d_esm_calibration.ipynb #f16989e9
@@ -64,7 +65,7 @@ def _key_mean(turbo, sequences, inv_freq) -> Tensor:  # [L, H, d] fp64
 
     def take(layer, q, k, v, real, visible):
         nonlocal n
-        x = rope(k.float(), -_positions(k), inv_freq).transpose(1, 2)[real]
+        x = apply_cos_sin(k.float(), cos_sin_table(-_positions(k), inv_freq)[:, None]).transpose(1, 2)[real]
         total[layer] += x.sum(0).double().cpu()
         n += len(x) * (layer == 0)
 

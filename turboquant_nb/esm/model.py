@@ -13,6 +13,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 
+from .. import checks
 from .checkpoints import _transformers
 from .codes import check_recodable, open_past, prefix_visible, recoded
 from ..quantizer import as_recipe
@@ -132,14 +133,13 @@ def _code_for(code, base: EsmModel, shape: tuple):  # None, TransformCode or [Re
 
 
 def _padding(ids: Tensor, mask: Tensor | None) -> Tensor:  # [B] padding tokens of each row
-    "Padding on the right. Raises ValueError for ids or a mask that are not what they must be."
-    if ids.ndim != 2 or ids.is_floating_point() or not ids.numel():
-        raise ValueError(f"ids must be integers [B, T], got {ids.dtype} {list(ids.shape)}")
+    "Padding on the right. Raises TypeError/ValueError for ids or a mask that are not what they must be."
+    checks.shape(checks.integers(ids, "ids"), "ids", "B", "T")
+    if not ids.numel():
+        raise ValueError(f"ids must hold at least one token, got {list(ids.shape)}")
     if mask is None:
         return torch.zeros(len(ids), dtype=torch.long, device=ids.device)
-    if mask.shape != ids.shape:
-        raise ValueError(f"mask must have the shape of ids {list(ids.shape)}, got {list(mask.shape)}")
-    m = mask.long()
+    m = checks.shape(mask, "mask", *ids.shape).long()
     if bool((m.diff(dim=1) > 0).any()) or bool((m[:, 0] != 1).any()):
         raise ValueError("mask must be 1 for the tokens of a row and then 0 for padding on the right")
     return ids.shape[1] - m.sum(1)
@@ -151,8 +151,8 @@ class TurboEsm:
     `with` block, gives the model back. Raises TypeError/ValueError for what does not fit."""
 
     def __init__(self, model, code=None, max_length: int | None = None):
-        if max_length is not None and (type(max_length) is not int or max_length < 1):
-            raise ValueError(f"max_length must be a positive integer or None, got {max_length!r}")
+        if max_length is not None:
+            checks.whole(max_length, "max_length", 1)
         self.base, self.model, self.head = _trunk(model), model, getattr(model, "lm_head", None)
         self.attention = HookedAttention(self.base)
         self.past, self.max_length = None, max_length

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .. import checks
 from .calibration import calibrate
 from .checkpoints import _INDEX, MASK, RESIDUES, load_esm, read_fasta, tokens
 from .model import TurboEsm
@@ -56,8 +57,7 @@ def masked_marginals(
     ValueError for a model without a head. Source of the score: Meier et al. 2021, Eq. 1."""
     if turbo.head is None:
         raise ValueError("the model has no language-model head, so it gives no probabilities")
-    if method not in ("frozen", "exact", "every"):
-        raise ValueError(f"method must be 'frozen', 'exact' or 'every', got {method!r}")
+    checks.one_of(method, "method", ("frozen", "exact", "every"))
     ids, _ = tokens([sequence], turbo.base.device)
     inside = torch.arange(1, ids.shape[1] - 1, device=ids.device)
     if method == "frozen":

@@ -9,9 +9,10 @@ __all__ = []
 import torch
 from fastcore.basics import patch
 
+from ..files import read_file, write_file
 from .cache import TurboQuantCache, TurboQuantLayer
 from .model_info import _recipes_from_json, _recipes_to_json
-from ..store import KVStore, read_file, write_file
+from ..store import FORMAT, RETIRED, KVStore
 
 # %% ../../nbs/14e_archive.ipynb #01c9b8c8
 @patch
@@ -31,7 +32,7 @@ def save(self: TurboQuantCache, path) -> None:
     "All layers to one safetensors file. Raises as `states`."
     states, header = self.states()
     tensors = {f"{i}.{n}": x for i, (t, _) in enumerate(states) for n, x in t.items()}
-    write_file(path, tensors, header)
+    write_file(path, tensors, header, FORMAT)
 
 # %% ../../nbs/14e_archive.ipynb #53ac52b4
 @patch
@@ -69,7 +70,7 @@ def load(
 ) -> TurboQuantCache:
     """Read a cache back for the same model. Raises ValueError for a wrong, truncated or
     changed file, or another model's."""
-    tensors, header = read_file(path)
+    tensors, header = read_file(path, FORMAT, "store", RETIRED)
     if "layers" not in header:
         raise ValueError(f"{path} holds a single store, not a cache; read it with KVStore.load")
     part = lambda i: {k[len(i) :]: t for k, t in tensors.items() if k.startswith(i)}  # noqa: E731

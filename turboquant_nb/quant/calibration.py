@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..maps import register_maps
-from ..store import read_file, write_file
+from ..files import read_file, write_file
 
 # %% ../../nbs/13b_calibration.ipynb #efa4ef60
 def model_facts(
@@ -99,7 +99,6 @@ def load_calibration(
     if not path.is_file():
         path = _from_hub(str(source))
     tensors, header = read_file(path, FORMAT, "calibration")
-    header = {k: v for k, v in header.items() if k not in ("sha256", "format")}
     return Calibration([register_maps(tensors[n]) for n in sorted(tensors)], header)
 
 

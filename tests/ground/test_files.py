@@ -1,0 +1,103 @@
+"""Files of tensors and a header: there and back, and everything that is refused. What is written into them is tested where it is made."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from turboquant_nb.files import digest, read_file, write_file
+from turboquant_nb.testing import same
+
+KIND = "turboquant-nb test 2"
+HEADER = {"n": 3, "text": "ü", "list": [1, None, {"a": 2.5}]}
+TENSORS = {
+    "bytes": torch.arange(7, dtype=torch.uint8), "half": torch.tensor([0.5, torch.nan], dtype=torch.float16), "brain": torch.tensor(1.5, dtype=torch.bfloat16),
+    "turned": torch.arange(6.0).view(2, 3).T, "spread": torch.tensor([1, 2]).expand(3, 2), "empty": torch.empty(0, 4), "flag": torch.tensor([True, False]),
+}
+
+
+@pytest.fixture
+def path(tmp_path):
+    write_file(tmp_path / "x", TENSORS, HEADER, KIND)
+    return tmp_path / "x"
+
+
+def test_there_and_back(path):
+    "Every dtype and layout, and the header as it was given; kills a header that keeps what the file adds."
+    before = dict(HEADER)
+    tensors, header = read_file(path, KIND, "test")
+    assert header == HEADER == before and tensors.keys() == TENSORS.keys()
+    for name, t in TENSORS.items():
+        same(tensors[name], t.contiguous(), allow_empty=True)
+    again = path.with_name("again")
+    write_file(again, tensors, header, KIND)
+    assert again.read_bytes() == path.read_bytes()
+
+
+def test_the_digest_sees_everything():
+    "Header, name, dtype, shape and bytes; not the order. Kills a digest of the bytes alone."
+    t = {"a": torch.zeros(4, dtype=torch.uint8), "b": torch.ones(2)}
+    seen = {digest(t, {"x": 1})}
+    others = [(t, {"x": 2}), ({"c": t["a"], "b": t["b"]}, {"x": 1}), (t | {"a": torch.zeros(2, 2, dtype=torch.uint8)}, {"x": 1}), (t | {"a": torch.zeros(1)}, {"x": 1}),
+              (t | {"a": torch.zeros(4, dtype=torch.int8)}, {"x": 1}), (t | {"b": torch.tensor([1.0, -1.0])}, {"x": 1}), (t | {"none": torch.empty(0)}, {"x": 1})]  # fmt: skip
+    for tensors, header in others:
+        assert (d := digest(tensors, header)) not in seen
+        seen.add(d)
+    assert digest(dict(reversed(t.items())), {"x": 1}) in seen and digest(t, {"y": 2, "x": 1}) == digest(t, {"x": 1, "y": 2})
+
+
+def test_damage_is_refused(path):
+    data = path.read_bytes()
+    for at in range(len(data)):
+        for bit in (1, 128):
+            broken = bytearray(data)
+            broken[at] ^= bit
+            path.write_bytes(broken)
+            with pytest.raises(ValueError):
+                read_file(path, KIND, "test")
+    for size in (0, 7, 8, 100, len(data) - 1):
+        path.write_bytes(data[:size])
+        with pytest.raises(ValueError, match="is not a readable test: truncated or of another kind"):
+            read_file(path, KIND, "test")
+
+
+def test_other_kinds_are_refused(path, tmp_path):
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        read_file(tmp_path / "missing", KIND, "test")
+    with pytest.raises(ValueError, match="is not a readable test"):
+        read_file(tmp_path, KIND, "test")
+    with pytest.raises(ValueError, match="must have format 'turboquant-nb test 3'"):
+        read_file(path, "turboquant-nb test 3", "test")
+    with pytest.raises(ValueError, match="has format 'turboquant-nb test 2', this version reads 'turboquant-nb test 3': too old$"):
+        read_file(path, "turboquant-nb test 3", "test", {KIND: "too old"})
+    assert read_file(path, KIND, "test", {"turboquant-nb test 1": "too old"})[1] == HEADER
+    for metadata in (None, {"header": "{"}, {"header": "[]"}, {"header": '{"format": ["a"]}'}, {"header": json.dumps({"format": KIND})}):
+        save_file({"a": torch.zeros(2)}, tmp_path / "y", metadata=metadata)
+        with pytest.raises(ValueError, match="y"):
+            read_file(tmp_path / "y", KIND, "test")
+
+
+def test_a_failed_write_leaves_the_old_file(path, monkeypatch):
+    def full(tensors, to, **kwargs):
+        open(to, "wb").write(b"half")
+        raise OSError("disk full")
+
+    old = path.read_bytes()
+    monkeypatch.setattr("turboquant_nb.files.save_file", full)
+    with pytest.raises(OSError, match="disk full"):
+        write_file(path, TENSORS, {}, KIND)
+    assert path.read_bytes() == old and [x.name for x in path.parent.iterdir()] == ["x"]
+
+
+def test_the_metadata_hold_format_and_digest(path):
+    with safe_open(path, "pt") as f:
+        header = json.loads(f.metadata()["header"])
+    assert header["format"] == KIND and len(header["sha256"]) == 64 and header["n"] == 3
+
+
+def test_the_header_of_another_file_may_be_written_again(path):
+    "With the format and the digest that it had there; both are set anew."
+    write_file(path, TENSORS, HEADER | {"format": "other", "sha256": "0" * 64}, KIND)
+    assert read_file(path, KIND, "test")[1] == HEADER
