@@ -8,7 +8,7 @@ from turboquant_nb.codebook import affine, lloyd_max
 from turboquant_nb.quant.calibration import allocate
 from turboquant_nb.quantizer import PRESETS, Quantizer, Recipe, Spec, decided, preset, scalar_table
 from turboquant_nb.rates import MixedCodebook
-from turboquant_nb.store import KVStore, _masked_mean
+from turboquant_nb.store import KVStore, _encode_quietly, _masked_mean
 from turboquant_nb.testing import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -240,3 +240,14 @@ def test_a_vector_of_zeros_has_scale_zero_in_the_kernel(scale):
     for name in ("key", "value"):
         scales = store.coded(name, 0, 5).scale.flatten()
         assert scales[2] == 0 and scales.isfinite().all() and (scales[[0, 1, 3, 4]] > 0).all()
+
+
+# (`fits` of the kernel: test_states_taken_without_waiting in test_encode_kernel.py)
+
+
+def test_a_scale_that_does_not_fit_is_nan_until_it_is_said():
+    "Not infinite and not the largest: who waits for nobody must give an attention that shows the loss."
+    x, flags = torch.randn(1, 1, 5, 32, generator=torch.Generator().manual_seed(0)), torch.zeros(2, dtype=torch.int32)
+    x[:, :, 2] = 3e6
+    scale = _encode_quietly(Quantizer(Spec(3), 32), x, None, flags).scale.flatten()
+    assert scale[2].isnan() and scale[[0, 1, 3, 4]].isfinite().all() and flags.tolist() == [0, 1]
