@@ -5,6 +5,7 @@
     python scripts/check.py --list      what the steps are
     python scripts/check.py --only lint --only docs
     python scripts/check.py --only tests --numerics default       under another arithmetic of the processor; `all`: under each
+    python scripts/check.py --mutants 1200                        instead of the steps: do the tests notice small changes of the code?
 
 The notebooks and the tests run under named settings of the arithmetic (CONTRIBUTING.md says why). Without --numerics they run
 under `native`; without --only too, the notebooks run a second time, under a setting that is not this processor's own.
@@ -534,6 +535,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", action="append", choices=list(STEPS), metavar="STEP", help="run only this step (may be repeated)")
     parser.add_argument("--numerics", choices=[*NUMERICS, "all"], metavar="NAME", help=f"run {' and '.join(NUMERIC)} under this setting of the processor's arithmetic, or under `all`")
+    parser.add_argument("--mutants", nargs="?", type=float, const=600, metavar="SECONDS", help="run scripts/tools/mutants.py for so long (default: 600) instead of the steps")
     parser.add_argument("--list", action="store_true", help="list the steps and the settings of --numerics")
     args = parser.parse_args(argv)
     if args.list:
@@ -543,6 +545,8 @@ def main(argv=None):
         for name, variables in NUMERICS.items():
             print(f"{name:14} " + (" ".join(f"{k}={v}" for k, v in variables.items()) or "the processor as it is"))
         return 0
+    if args.mutants is not None:  # no step: a sample, whose score is read and not passed
+        return subprocess.call([sys.executable, str(TOOLS / "mutants.py"), "--seconds", str(args.mutants)], cwd=ROOT)
     start, runs = time.perf_counter(), plan(args.only, args.numerics)
     for i, (name, numerics) in enumerate(runs, 1):
         print(f"[{i}/{len(runs)}] {name}{f' ({numerics})' if numerics else ''}: {STEPS[name].__doc__}", flush=True)

@@ -516,7 +516,10 @@ def test_eval_of_uncommitted_code_is_marked_as_a_draft(call, plain, monkeypatch,
     (("ppl", "--windows", "1"), "--windows must be at least 2"),
     (("ppl", "--length", "64", "--prompt", "60"), "--prompt from 16"),
     (("logits", "--recipe", "k9v9"), "--against also takes dense, fp8"),
-    (("logits", "--recipe", "[{]"), "recipe [{]"),
+    (("logits", "--recipe", "[{]"), "recipe: Expecting"),
+    (("ppl", "--recipe", "[3]"), "one JSON object for each layer, got a list of 1 with [3]"),
+    (("ppl", "--batch", "0"), "--batch must be at least 1, got 0"),
+    (("ppl", "--out", "a.png", "--plot", "a.png"), "two files, got a.png for both"),
     (("ppl", "--recipe", "[]"), "got a list of 0"),
     (("attention", "--text", "missing.txt"), "missing.txt: No such file"),
     (("ppl", "--windows", "9999"), "need a longer one"),
@@ -570,7 +573,7 @@ def test_calibrate_writes_maps_that_the_other_commands_take(call, plain, tmp_pat
     assert "map-" in json.dumps(rows[names.index("k3v3 + maps")]["recipe"]) and "map-" not in json.dumps(rows[names.index("k3v3")]["recipe"])
     code, out, _ = call("generate", "--prompt", "a b", "--max-new-tokens", 3, *shared, "--json")
     assert code == 0 and "map-" in json.dumps(json.loads(out)["cache"]["recipe"])
-    for wrong, says in ((["--calibration", tmp_path / "none"], "is neither a file"), (["--calibration", __file__], "is not a readable calibration")):
+    for wrong, says in ((["--calibration", tmp_path / "none"], "no such file or folder"), (["--calibration", __file__], "is not a readable calibration")):
         code, out, err = call("generate", "--prompt", "a", "--model", plain, "--quiet", *wrong)
         assert code == 2 and out == "" and says in err and err.count("\n") == 1
     for argv, says in ((["--out", tmp_path / "no" / "f"], "there is no such folder"), (["--out", file, "--windows", 0], "--windows must be positive"), (["--out", file, "--length", 3], "ids must be")):
@@ -873,7 +876,9 @@ def test_proteins(call, esm2, tmp_path):
     code, out, _ = call(*ask)
     rows = [x.split("\t") for x in out.splitlines()]
     assert code == 0 and len(rows) == 19 * 14 and rows[0][0] == "mine"
-    table = json.loads(call(*ask, "--json")[1])
+    found = json.loads(call(*ask, "--json")[1])
+    table = found["variants"]
+    assert (found["method"], found["code"], found["model"]) == ("frozen", str(tmp_path / "c.st"), str(esm2 / "model"))
     assert [(x["name"], x["mutation"], f"{x['score']:.4f}") for x in table] == [tuple(r) for r in rows]
 
 
@@ -894,3 +899,168 @@ def test_calibrate_for_the_wrong_kind_of_model(call, esm2, tmp_path, monkeypatch
     finally:
         logging.enable_progress_bar()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("files, words", [
+    ({"fasta": ">a\nMKT-AY.IAK\n"}, ["--fasta", "line 2, column 4", "'-'"]), ({"fasta": b"\x1f\x8b\x08"}, ["--fasta", "UTF-8"]), ({"mutations": "K2A:K2G\n"}, ["--mutations", "K2 twice"]),
+    ({"mutations": "K99A\n"}, ["--mutations", "14 residues"]), ({"mutations": b"\xff\n"}, ["--mutations", "UTF-8"]), ({"mutations": "other K2A\n"}, ["'other'"]), ({"code": "x"}, ["--code", "not a readable code"]),
+])
+def test_variants_reads_its_files_before_the_model(call, esm2, tmp_path, files, words):
+    "The model does not exist: a message about it would mean that a file was not looked at first."
+    ask = {"fasta": esm2 / "one.fasta"}
+    for name, content in files.items():
+        ask[name] = tmp_path / name
+        ask[name].write_bytes(content if isinstance(content, bytes) else content.encode())
+    argv = [x for name, path in ask.items() for x in (f"--{name}", path)]
+    refused(call("variants", "--model", "/no/such/model", *argv), *words)
+    refused(call("variants", "--model", "/no/such/model", "--fasta", esm2 / "one.fasta"), "--model /no/such/model: there is no such file or folder")
+
+
+# ---------------------------------------------------------------- names that are mistyped
+
+class Hub:
+    "A hub with one repository, or none that can be asked."
+
+    def __init__(self, monkeypatch, there="org/model", reached=True):
+        import huggingface_hub
+        from huggingface_hub import constants
+        from huggingface_hub.errors import RepositoryNotFoundError
+
+        self.asked = []
+
+        def head(url, timeout):
+            self.asked.append(url)
+            if not reached:
+                raise OSError("no route\nto the hub")
+            if there not in url:
+                raise RepositoryNotFoundError.__new__(RepositoryNotFoundError)
+
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", head)
+
+
+@pytest.mark.parametrize("command", ["generate --prompt x", "demo", "eval ppl", "fold --out new", "calibrate --out new.st"])
+def test_a_mistyped_model_is_refused_at_once(call, monkeypatch, tmp_path, command):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2").mkdir()
+    hub = Hub(monkeypatch)
+    for name in ("smolm2", "org/smolm2"):
+        refused(call(*command.split(), "--model", name), f"--model {name}: it is neither a file or folder here nor a repository on the hub", *["; did you mean smollm2?"] * (name == "smolm2"))
+    assert len(hub.asked) == 2 and all(x.endswith("config.json") for x in hub.asked)  # once each, with no second try
+    refused(call(*command.split(), "--model", "./smolm2"), "no such file or folder; did you mean smollm2?")
+    assert len(hub.asked) == 2
+    Hub(monkeypatch, reached=False)
+    refused(call(*command.split(), "--model", "org/model"), "the hub cannot be asked (no route to the hub)", code=1)
+
+
+@pytest.mark.parametrize("command", ["generate --prompt x", "demo", "eval ppl"])
+def test_a_mistyped_calibration_is_refused_before_the_model(call, monkeypatch, tmp_path, command):
+    "The model does not exist: a message about it would mean that the calibration was not looked at first."
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "maps.safetensors").write_text("no calibration")
+    hub = Hub(monkeypatch)
+    ask = [*command.split(), "--model", "/no/such/model"]
+    refused(call(*ask, "--calibration", "map.safetensors"), "--calibration map.safetensors: there is no such file or folder; did you mean maps.safetensors?")
+    refused(call(*ask, "--calibration", "."), "got a folder")
+    refused(call(*ask, "--calibration", "maps.safetensors"), "is not a readable calibration")
+    refused(call(*ask, "--budget", "3"), "--budget needs --calibration")
+    assert hub.asked == []
+    refused(call(*ask, "--calibration", "org/maps"), "nor a repository on the hub")
+    assert len(hub.asked) == 1
+
+
+# ---------------------------------------------------------------- words
+
+@pytest.mark.parametrize("recipe, words", [
+    ('{"key": {"rotaton": "haar"}, "value": {}}', ["Spec has no field 'rotaton'; did you mean 'rotation'?"]), ('{"key": {}, "value": {}, "sink": 3}', ["Recipe has no field 'sink'; did you mean 'sinks'?"]),
+    ('{"key": {"xyzxyz": 3}, "value": {}}', ["'xyzxyz'; there are bits, rotation"]), ('{"key": 3, "value": {}}', ["key must be a JSON object, got 3"]), ("[]", ["got a list of 0"]), ('[{"key": {}, "value": {}}]', ["prints one"]),
+])
+def test_what_is_wrong_with_a_recipe(call, recipe, words):
+    refused(call("recipe", recipe), *words)
+
+
+def test_a_recipe_per_layer(call, tiny):
+    rows = [json.loads(preset(n).to_json()) for n in ("k4v4", "k2v2")]
+    ask = ["generate", "--model", tiny, "--prompt", "Call me", "--max-new-tokens", 3, "--json", "--quiet", "--recipe"]
+    said = json.loads(call(*ask, json.dumps(rows), "--window", 5)[1])["cache"]["recipe"]
+    assert [(r["key"]["bits"], r["window"]) for r in map(json.loads, said)] == [(4, 5), (2, 5)]
+    refused(call(*ask, json.dumps(rows[:1])), "each of the 2 layers", "got a list of 1")
+
+
+def test_a_text_that_is_not_utf8_is_named(call, tmp_path):
+    (tmp_path / "good.txt").write_text("Wal")
+    (tmp_path / "latin.txt").write_bytes("M\u00f6we".encode("latin-1"))
+    for command in (["eval", "ppl"], ["fold", "--out", tmp_path / "f"], ["calibrate", "--out", tmp_path / "c"]):
+        refused(call(*command, "--model", "/no/such/model", "--text", tmp_path / "good.txt", tmp_path / "latin.txt"), f"--text {tmp_path / 'latin.txt'}: not UTF-8 text (byte 1)")
+
+
+def test_a_short_cache_is_told_to_be_larger_and_pays_where_it_says(call, tiny):
+    code, out, err = call("generate", "--model", tiny, "--prompt", "Name three whales.", "--max-new-tokens", 4)
+    assert code == 0 and "smaller than fp16" not in err and "x larger than fp16: codes take whole tiles of 256 tokens" in err
+    model, _ = load_model(tiny, progress=False)
+    for recipe in ("k3v3", "k4v4"):
+        ratio = lambda n: filled_with(model, recipe, n).report()["ratio_fp16"]
+        cache = filled_with(model, recipe, 16)
+        pays = use._pays_from(cache, cache.report())
+        assert ratio(pays - 1) < 1 <= ratio(pays)
+    assert use._told_report(TurboQuantCache(model)) == "TurboQuantCache: empty"
+    enough = filled_with(model, "k3v3", 1000)
+    assert use._told_report(enough) == str(enough.report())
+
+
+def filled_with(model, recipe, n):
+    cache = TurboQuantCache(model, recipe)
+    for layer in range(2):
+        cache.update(torch.randn(1, 1, n, 32), torch.randn(1, 1, n, 32), layer)
+    return cache
+
+
+def test_quiet_is_quiet_for_transformers_too(call, tiny, esm2, tmp_path):
+    "Its bars are drawn on standard error wherever that is; they are back when the command ends."
+    from transformers.utils import logging
+
+    small = ["--windows", 1, "--length", 64, "--quiet"]
+    for argv in (["fold", "--model", tiny, "--out", tmp_path / "f", *small], ["calibrate", "--model", tiny, "--out", tmp_path / "c.st", *small],
+                 ["variants", "--model", esm2 / "model", "--fasta", esm2 / "one.fasta", "--quiet"]):
+        code, _, err = call(*argv)
+        assert (code, err) == (0, "") and logging.is_progress_bar_enabled()
+
+
+@pytest.mark.parametrize("shell, code, words", [
+    ("recipe k3v3 >&-", 1, "turboquant: standard output is closed\n"), ("--version >&-", 1, "turboquant: standard output is closed\n"), ("recipe k3v3 >/dev/full", 1, "No space left"),
+    ("recipe --help >/dev/full", 1, "No space left"), ("--version >/dev/full", 1, "No space left"), ("recipe k3v3 --quiet 2>&-", 0, ""), ("recipe k9v9 2>&-", 2, ""),
+])
+def test_closed_and_full_streams(shell, code, words):
+    if "/dev/full" in shell and not os.path.exists("/dev/full"):
+        pytest.skip("there is no /dev/full")
+    program = "import sys; from turboquant_nb.cli import main; sys.exit(main())"
+    done = subprocess.run(["sh", "-c", f'"$0" -c "$1" {shell}', sys.executable, program], capture_output=True, text=True)
+    assert done.returncode == code and words in done.stderr and "Traceback" not in done.stderr and "Exception" not in done.stderr, done
+    assert (done.stdout == "") == (code != 0), done.stdout
+
+
+def test_a_prompt_without_tokens(call, tiny, monkeypatch):
+    monkeypatch.setattr(use, "tokens_of", lambda *a: torch.zeros(1, 0, dtype=torch.long))
+    refused(call("generate", "--model", tiny, "--prompt", "x", "--quiet"), "the prompt has no tokens")
+
+
+def test_a_full_disk_is_seen_before_the_work(call, tiny, tmp_path, monkeypatch):
+    def full(self, data):
+        raise OSError(28, "No space left on device")
+
+    usage = files.shutil.disk_usage
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: usage(path)._replace(free=1000))
+    refused(call("fold", "--model", tiny, "--windows", 1, "--length", 64, "--quiet", "--out", tmp_path / "f"), "bytes, and 1,000 are free there", code=1)
+    monkeypatch.setattr(files.Path, "write_bytes", full)
+    refused(call("calibrate", "--model", "/no/such/model", "--out", tmp_path / "c.st"), "cannot be written (No space left on device)")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_gradient_checkpointing_is_named(tiny):
+    "transformers takes the cache away in training with checkpointing; the message about the missing cache says so."
+    model, _ = load_model(tiny, progress=False)
+    model.set_attn_implementation("turboquant")
+    model.train()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(TypeError, match="gradient checkpointing takes every cache away"):
+        model(torch.ones(1, 8, dtype=torch.long), past_key_values=TurboQuantCache(model, "k3v3"))

@@ -2,7 +2,6 @@
 
 import argparse
 import copy
-import json
 import math
 import subprocess
 import sys
@@ -33,6 +32,7 @@ from turboquant_nb.esm import (
     score_mutations,
     tokens,
     variants,
+    variants_of,
 )
 from turboquant_nb.quantizer import Recipe, Spec
 from turboquant_nb.transform import (
@@ -617,36 +617,49 @@ def test_mutations(model, tmp_path):
         ("ACD\n", 'expected ">"'),
         ("", "no sequence"),
         (">a\nAC\n>a\nAC\n", "second"),
-        (">a\n>b\nAC\n", "letters"),
-        (">a\nA1C\n", "letters"),
+        (">a\n>b\nAC\n", "'a' is empty"),
+        (">a\nA1C\n", "letter"),
     ):
         fasta.write_text(bad)
         with pytest.raises(ValueError, match=text):
             read_fasta(fasta)
 
 
-def test_command_line(model, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    model.save_pretrained("model")
-    seqs = proteins(10)
-    (tmp_path / "a.fasta").write_text("".join(f">p{i}\n{s}\n" for i, s in enumerate(seqs)))
-    (tmp_path / "b.fasta").write_text(f">mine\n{proteins(1, seed=50)[0]}\n")
-    common = ["--model", "model", "--fasta", "a.fasta", "--device", "cpu"]
-    assert M.main(["calibrate", *common, "--recipe", "water2", "--out", "c.st", "--held-out", "b.fasta"]) == 0
-    out = capsys.readouterr()
-    assert "bits per value" in out.out and "20 of 20 sequences" in out.err
-    common[3] = "b.fasta"
-    assert M.main(["variants", *common, "--code", "c.st", "--quiet"]) == 0
-    rows = [x.split("\t") for x in capsys.readouterr().out.splitlines()]
-    assert len(rows) == 19 * len(proteins(1, seed=50)[0]) and rows[0][0] == "mine"
-    assert M.main(["variants", *common, "--code", "c.st", "--json", "--quiet"]) == 0
-    table = json.loads(capsys.readouterr().out)
-    assert [x["mutation"] for x in table] == [r[1] for r in rows]
-    common[3] = "a.fasta"
-    assert M.main(["calibrate", *common, "--out", "c.st", "--held-out", "a.fasta"]) == 1
-    assert "is held out" in capsys.readouterr().err
-    common[3] = "none.fasta"
-    assert M.main(["variants", *common]) == 1 and "none.fasta" in capsys.readouterr().err
+def test_places_in_fasta_files(tmp_path):
+    "Each mutant of a file is refused with its place; the place is that of the raw line."
+    fasta = tmp_path / "a.fasta"
+    for text, place in (
+        (">a\nMKT-AY.IAK\n", r"line 2, column 4: .* of 'a', got '-'; take the gaps out"),
+        (">a\nMKT\n>b\n  AY.I\n", r"line 4, column 5: .* of 'b', got '\.'; take the gaps out"),
+        (">a\nMKTAY\nIA1K\n", "line 3, column 3: .* of 'a', got '1'$"),
+        (">a\nMK T\n", "line 2, column 3: .* got ' '"),
+        (">a\nMKT\u00e9\n", "line 2, column 4"),
+        (">a\nMK*T\n", r"line 2, column 3: .* got '\*'; a stop ends a sequence"),
+        (">a\nMKT*\nAYI\n", "line 3, column 1: .* got 'A'; a stop ends a sequence"),
+        (">a\n*\n", "'a' is empty"),
+    ):
+        fasta.write_text(text, encoding="utf-8")
+        with pytest.raises(ValueError, match=place):
+            read_fasta(fasta)
+    fasta.write_text("\ufeff>a\nmkt\nay**\n>b\nJBX\n", encoding="utf-8")
+    assert read_fasta(fasta) == {"a": "MKTAY", "b": "JBX"}
+    fasta.write_bytes(b">a\nMK\xff\xfe")
+    for read, want in ((read_fasta, "a FASTA file in UTF-8, got something else at byte 5"), (read_mutations, "lines of mutations in UTF-8, .* byte 5")):
+        with pytest.raises(ValueError, match=want):
+            read(fasta)
+
+
+def test_variants_are_checked_without_a_model():
+    sequences = {"p1": "MKV", "p2": "ACK"}
+    assert variants_of(sequences, {"p2": ["A1C:C2D"]}) == {"p1": [], "p2": ["A1C:C2D"]}
+    assert len(variants_of(sequences)["p1"]) == 3 * 19 and variants_of({"x": "MKV"}, ["K2A"]) == {"x": ["K2A"]}
+    for bad, words in ((["K2A:K2G"], "p1: K2A:K2G must name each residue once, got K2 twice"), (["M1A", "A1C"], "p1: A1C does not fit"), ({"p3": []}, "p3"), (["K2"], "like A5G")):
+        with pytest.raises(ValueError, match=words):
+            variants_of(sequences, bad)
+        with pytest.raises(ValueError, match=words):
+            variants(None, sequences, bad)  # before anything is computed
+    with pytest.raises(ValueError, match="K2 twice"):
+        score_mutations(torch.zeros(3, 20), "MKV", ["K2A/V3A,k2G"])
 
 
 def test_tokens():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-spec = importlib.util.spec_from_file_location("check", Path(__file__).parents[1] / "scripts" / "check.py")
+spec = importlib.util.spec_from_file_location("check", Path(__file__).parents[2] / "scripts" / "check.py")
 check = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(check)
 

@@ -312,10 +312,17 @@ def run(
     name: str = "turboquant",
 ) -> int:  # exit code
     "Parse and run a command. Raises nothing, except what `--debug` lets through."
+    if sys.stderr is None:  # closed: what is printed there would go to standard output
+        sys.stderr = open(os.devnull, "w")
+    if sys.stdout is None:
+        print(f"{name}: standard output is closed", file=sys.stderr)
+        return 1
     try:
         command = typer.main.get_command(group)
         how = dict(prog_name=name, standalone_mode=False, obj=Typed(tuple(argv)))
-        return command.main(list(argv), **how) or 0
+        code = command.main(list(argv), **how) or 0
+        sys.stdout.flush()
+        return code
     except UsageError as error:
         path = error.ctx.command_path if error.ctx else name
         text = " ".join(error.format_message().split()).replace("Value error, ", "").rstrip(".")
@@ -327,3 +334,8 @@ def run(
         return int(stop.code or 0)
     except KeyboardInterrupt:
         return 130
+    except OSError as error:  # of help and the version, which run no command
+        if not isinstance(error, BrokenPipeError):
+            print(f"{name}: {message(error)}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nothing more is tried at exit
+        return 1

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from .app import Output, Usage, app, at_fault, command, options, version, whole
-from .files import target_file, target_folder, writing
+from .files import check_space, target_file, target_folder, writing
 from .inputs import Weights, context_length, load, read_texts
 from .output import Stage, hushed, print_json
 from .proteins import Fit, fit_code
@@ -65,6 +65,7 @@ def fold(ask: Folding, weights: Weights, output: Output) -> None:
     from turboquant_nb.fold import write_folded
 
     model, tokenizer = loaded.model, loaded.tokenizer
+    check_space(out, sum(x.nbytes for x in model.state_dict().values()), "--out")
     ids = _windows(model, tokenizer, texts, ask.windows, ask.length)
     with hushed(), Stage(f"reading {len(ids)} windows", len(ids), not output.quiet) as stage:
         with writing(out) as new:

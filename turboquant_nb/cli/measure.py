@@ -7,7 +7,6 @@ __all__ = ['EVAL', 'REPORT', 'Caches', 'Windows', 'Protocol', 'Protocols', 'Need
            'ppl', 'logits', 'needle', 'attention', 'Chosen', 'claims']
 
 # %% ../../nbs/18g_cli_measure.ipynb #6e3340f3
-import json
 import os
 import textwrap
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ from turboquant_nb.cli.inputs import (
     Calibrated,
     Changes,
     Weights,
+    check_calibrated,
     context_length,
     load,
     read_recipe,
@@ -65,18 +65,27 @@ class Caches:
     ] = ()
 
 
-def _recipe_or_other(model, text: str, changes: Changes, calibrated: Calibrated):
-    "What a user may name: one of OTHERS, a recipe, or a JSON list of recipes, one per layer."
+@dataclass(frozen=True)
+class _Named:
+    "A cache that a user named, and what that is: one of OTHERS, a Recipe, or a list of them."
+
+    text: str
+    what: Any
+    calibrated: Calibrated
+
+
+def _named(caches: Caches, changes: Changes, calibrated: Calibrated) -> list:  # of _Named
+    "What was named, before a model is loaded. Raises Usage for a name that is nothing."
     from turboquant_nb.evaluation.candidates import OTHERS
 
-    if text in OTHERS:
-        return text
-    inline = text.lstrip().startswith(("[", "{"))
-    said = Path(text).read_text("utf-8") if not inline and Path(text).is_file() else text
-    if not said.lstrip().startswith("["):
-        return recipe_for(model, text, read_recipe(text, changes), calibrated)
-    with at_fault(json.JSONDecodeError, where=f"recipe {text}: "):
-        return [read_recipe(json.dumps(x)) for x in json.loads(said)]
+    out = []
+    for i, text in enumerate([*caches.recipe, *caches.against]):
+        try:
+            what = text if text in OTHERS else read_recipe(text, changes)
+        except Usage as error:
+            raise Usage(f"{error}; --against also takes {', '.join(OTHERS)}") from error
+        out.append(_Named(text, what, calibrated if i < len(caches.recipe) else Calibrated()))
+    return out
 
 
 def _extras(what, budget: float | None) -> str:
@@ -86,20 +95,18 @@ def _extras(what, budget: float | None) -> str:
     return (" + maps" if maps else "") + (f" at {budget:g} bits" if budget and recipes else "")
 
 
-def _candidates(model, caches: Caches, changes, calibrated, length: int | None) -> list:
-    "What is compared; Usage for a name that is nothing, ImportError for a missing package."
-    from turboquant_nb.evaluation.candidates import OTHERS, as_candidate
+def _candidates(model, named: list, length: int | None) -> list:
+    "What is compared; Usage for a recipe that does not fit the model, ImportError for a missing package."
+    from turboquant_nb.evaluation.candidates import as_candidate
 
     out = []
-    for i, text in enumerate([*caches.recipe, *caches.against], 1):
-        given = calibrated if i <= len(caches.recipe) else Calibrated()
-        try:
-            what = _recipe_or_other(model, text, changes, given)
-        except Usage as error:
-            raise Usage(f"{error}; --against also takes {', '.join(OTHERS)}") from error
-        name = (text if len(text) < 25 else f"recipe {i}") + _extras(what, given.budget)
+    for i, asked in enumerate(named, 1):
+        what = asked.what
+        if not isinstance(what, str):
+            what = recipe_for(model, asked.text, what, asked.calibrated)
+        name = asked.text if len(asked.text) < 25 else f"recipe {i}"
         with at_fault(ValueError):
-            out.append(as_candidate(model, what, name, max_length=length))
+            out.append(as_candidate(model, what, name + _extras(what, asked.calibrated.budget), max_length=length))
             out[-1].new()  # what is missing is missed now, not after an hour
     return out
 
@@ -367,7 +374,13 @@ def _save_picture(rows: list, title: str, path: Path) -> None:
 def _evaluate(measure, caches: Caches, changes, calibrated, weights, record: Record, output, ctx) -> None:
     "One measure, from the options to the files."
     measure.check()
+    if record.batch < 1:
+        raise Usage(f"--batch must be at least 1, got {record.batch}")
     out, picture = target_file(record.out, "--out"), _picture_target(record.plot)
+    if out and out == picture:
+        raise Usage(f"--out and --plot must be two files, got {record.out} for both")
+    named = _named(caches, changes, calibrated)
+    check_calibrated(calibrated)
     loaded = load(replace(weights, dtype=weights.dtype or "float32"), output.quiet)
     from turboquant_nb import results
     from turboquant_nb.evaluation.score import one_pass_gate
@@ -377,7 +390,7 @@ def _evaluate(measure, caches: Caches, changes, calibrated, weights, record: Rec
     if measure.tokens > (most := context_length(model)):
         raise Usage(f"this model reads {most:,} tokens; {measure.tokens:,} were asked for")
     with hushed():
-        candidates = _candidates(model, caches, changes, calibrated, measure.cache_length)
+        candidates = _candidates(model, named, measure.cache_length)
         ids = measure.read(model, tokenizer)
         gate = one_pass_gate(model, ids, prompt=min(64, ids.shape[1] - 16))
         label = f"measuring {len(candidates)} caches, {measure.name}"

@@ -121,14 +121,17 @@ def watched(
 
 @contextmanager
 def hushed():
-    "Hold back warnings and log lines of transformers; restored at the end."
+    "Hold back warnings, log lines and bars of transformers; restored at the end."
     from transformers.utils import logging
 
-    level = logging.get_verbosity()
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             yield
         finally:
             logging.set_verbosity(level)
+            if bars:
+                logging.enable_progress_bar()

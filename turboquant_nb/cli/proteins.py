@@ -6,6 +6,7 @@
 __all__ = ['read_input', 'Fit', 'fit_code', 'Method', 'Proteins', 'Scores', 'variants']
 
 # %% ../../nbs/18h_cli_proteins.ipynb #66f0eedf
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -15,8 +16,8 @@ import typer
 
 from .app import Output, Usage, app, at_fault, command, options, version
 from .files import writing
-from .inputs import pick_device
-from .output import Stage, print_json, show_table
+from .inputs import check_name, pick_device
+from .output import Stage, hushed, print_json, show_table
 
 # %% ../../nbs/18h_cli_proteins.ipynb #4e8b432b
 def read_input(
@@ -49,11 +50,13 @@ class Fit:
 def fit_code(ask: Fit, output: Output) -> None:
     "Fit a code for an ESM-2 model and write it. Raises Usage for what does not fit."
     from turboquant_nb import esm
-    from turboquant_nb.transform import save_code
+    from turboquant_nb.transform import as_transform, save_code
 
     sequences = list(read_input("--fasta", ask.fasta, esm.read_fasta).values())
     held_out = read_input("--held-out", ask.held_out, esm.read_fasta) if ask.held_out else {}
-    model = _load(ask.model, ask.device)
+    with at_fault(ValueError, TypeError):
+        as_transform(ask.recipe)
+    model = _load(ask.model, ask.device, output.quiet)
     n = len(sequences)
     with at_fault(ValueError, TypeError):
         with Stage(f"reading {n} sequences twice", 2 * n, not output.quiet) as stage:
@@ -67,11 +70,14 @@ def fit_code(ask: Fit, output: Output) -> None:
     print(f"{ask.said}: {text}, {code.header['sequences']} sequences")
 
 
-def _load(model: str, device: str | None):
+def _load(model: str, device: str | None, quiet: bool):
+    "An ESM-2 model; Usage for a name that is nothing."
     from turboquant_nb.esm import load_esm
 
+    check_name(model, "--model", "config.json", (".pt", ".safetensors", ".bin"))
     with at_fault(FileNotFoundError, TypeError, ValueError, where="--model: "):
-        return load_esm(model, device=pick_device(device))
+        with hushed() if quiet or Path(model).exists() else nullcontext():  # bars are for downloads
+            return load_esm(model, device=pick_device(device))
 
 # %% ../../nbs/18h_cli_proteins.ipynb #2522d77d
 class Method(StrEnum):
@@ -127,8 +133,10 @@ def variants(proteins: Proteins, scores: Scores, output: Output) -> None:
 
     sequences = read_input("--fasta", proteins.fasta, esm.read_fasta)
     asked = read_input("--mutations", scores.mutations, esm.read_mutations) if scores.mutations else None
+    with at_fault(ValueError, where="--mutations: "):
+        esm.variants_of(sequences, asked)
     code = read_input("--code", scores.code, load_code) if scores.code else None
-    model = _load(proteins.model, proteins.device)
+    model = _load(proteins.model, proteins.device, output.quiet)
     n = len(sequences)
     with at_fault(ValueError, TypeError):
         with esm.TurboEsm(model, code) as turbo:
@@ -136,5 +144,6 @@ def variants(proteins: Proteins, scores: Scores, output: Output) -> None:
                 rows = esm.variants(turbo, sequences, asked, scores.method.value, stage.at)
     names = ["name", "mutation", "score"]
     if output.json:
-        return print_json([dict(zip(names, row)) for row in rows])
+        about = dict(version=version(), model=proteins.model, method=scores.method.value, code=scores.code)
+        return print_json(about | dict(variants=[dict(zip(names, row)) for row in rows]))
     show_table([names, *([name, m, f"{score:.4f}"] for name, m, score in rows)], tabs=True)

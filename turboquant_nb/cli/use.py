@@ -17,13 +17,14 @@ from typing import Annotated
 
 import typer
 
-from .app import Output, Usage, app, command, number, options, whole
+from .app import Output, Usage, app, at_fault, command, number, options, whole
 from turboquant_nb.cli.inputs import (
     Calibrated,
     Changes,
     Prompt,
     Source,
     about_run,
+    check_calibrated,
     context_length,
     load,
     plain_attention,
@@ -88,6 +89,8 @@ def recipe(named: OneRecipe, changes: Changes, output: Output) -> None:
 
     The recipe goes to standard output, its bits per value to standard error."""
     found = read_recipe(named.recipe, changes)
+    if isinstance(found, list):
+        raise Usage(f"a list has a recipe for each layer, this command prints one: got {len(found)}")
     nominal, costs = bits_per_value(found), bits_by_head_size(found)
     if output.json:
         data = json.loads(found.to_json())
@@ -174,6 +177,8 @@ def _check_generate(length: Length, sampling: Sampling) -> None:
 # %% ../../nbs/18f_cli_use.ipynb #5b8e45ab
 def _room(length: Length, model, tokens: int, quiet: bool) -> int:
     "How many tokens may be generated; Usage if the prompt itself is too long."
+    if not tokens:
+        raise Usage("the prompt has no tokens: this tokenizer makes nothing of it")
     context = context_length(model)
     limits = {"this model's context": context, "--max-length": length.max_length}
     for what, limit in limits.items():
@@ -236,6 +241,7 @@ def generate(
     The text goes to standard output, the cache report to standard error."""
     _check_generate(length, sampling)
     recipe, text = read_recipe(coding.recipe, changes), read_prompt(prompt)
+    check_calibrated(calibrated)
     loaded = load(source, output.quiet)
     from transformers import DynamicCache, TextStreamer
 
@@ -249,7 +255,8 @@ def generate(
         limit = _room(length, model, ids.shape[1], output.quiet)
         model.set_attn_implementation(source.attention.value)
         recipe = recipe_for(model, coding.recipe, recipe, calibrated)
-        cache = TurboQuantCache(model, recipe, max_length=length.max_length)
+        with at_fault(ValueError):
+            cache = TurboQuantCache(model, recipe, max_length=length.max_length)
         label, begin = f"reading {ids.shape[1]:,} tokens", time.monotonic()
         if output.json:
             with Stage(f"{label}, writing up to {limit:,}", limit + 1, on) as stage:
@@ -285,7 +292,7 @@ def _tell_generate(output: Output, found: dict, cache) -> None:
         return print_json(found)
     sys.stdout.flush()
     if not output.quiet:
-        print(f"\n{cache.report()}", file=sys.stderr)
+        print(f"\n{_told_report(cache)}", file=sys.stderr)
     if other := found.get("compare"):
         k, n = other["same_tokens"], other["new_tokens"]
         if other["same"]:
@@ -293,6 +300,30 @@ def _tell_generate(output: Output, found: dict, cache) -> None:
         else:
             begin = f"An uncompressed cache gives the same first {k} of {n} tokens"
             print(f"\n{begin}; its text is:\n{other['text']}")
+
+
+def _told_report(cache) -> str:
+    "What the cache holds; of one that is larger than fp16, why, and from how many tokens on it is smaller."
+    report = cache.report()
+    if not report["values"] or report["ratio_fp16"] >= 1:
+        return str(report)
+    store, from_tokens = cache.coded_layers[0].store, _pays_from(cache, report)
+    larger = f"{1 / report['ratio_fp16']:.2f}x larger than fp16: codes take whole tiles of {store.tile} tokens, beside the exact ones"
+    pays = "" if from_tokens is None else f"; from about {from_tokens:,} tokens on it is smaller"
+    return f"{str(report).splitlines()[0]}\n{larger}{pays}"
+
+
+def _pays_from(cache, report: dict) -> int | None:
+    "The first length at which such a cache holds fewer bytes than one in fp16; None if it never does, or forgets tokens."
+    store, parts = cache.coded_layers[0].store, report["parts"]
+    if any(x.is_sliding for x in cache.coded_layers):
+        return None
+    each = sum(parts.get(x, 0) for x in ("planes", "scale", "signs", "residual_norm")) * store.tile / store.capacity
+    fixed, dense = report["nbytes"] - each * store.capacity / store.tile, 2 * report["values"] / report["tokens"]
+    if each >= dense * store.tile:
+        return None
+    tiles = 1 + int(fixed / (dense * store.tile - each))  # so many, filled, are smaller; perhaps already the last in part
+    return max((tiles - 1) * store.tile, int((fixed + tiles * each) / dense)) + 1
 
 # %% ../../nbs/18f_cli_use.ipynb #a75473d4
 @dataclass(frozen=True)
@@ -393,6 +424,7 @@ def demo(ask: Demo, calibrated: Calibrated, source: Source, output: Output) -> N
 
     The model reads a chapter of Moby-Dick and answers a question, on an uncompressed cache and on compressed ones."""
     caches = _check_demo(ask)
+    check_calibrated(calibrated)
     loaded = load(source, output.quiet)
     from turboquant_nb.cli import compare
 
@@ -402,6 +434,7 @@ def demo(ask: Demo, calibrated: Calibrated, source: Source, output: Output) -> N
     with hushed():
         plain = plain_attention(model, source)
         model.set_attn_implementation(plain)
+        caches = [replace(x, recipe=recipe_for(model, x.text, x.recipe, calibrated)) for x in caches]
         question = compare.demo_question(tokenizer)
         _check_fit(ask, model, question)
         question = replace(question, ids=question.ids.to(model.device))
@@ -420,10 +453,9 @@ def demo(ask: Demo, calibrated: Calibrated, source: Source, output: Output) -> N
         say(f"  {question.text}\n\nAnswers:")
         rows, reference = [], None
         for cache in [_Compared("uncompressed", "", None), *caches]:
-            recipe = cache.recipe and recipe_for(model, cache.text, cache.recipe, calibrated)
-            model.set_attn_implementation(source.attention.value if recipe else plain)
+            model.set_attn_implementation(source.attention.value if cache.recipe else plain)
             sizes = dict(new_tokens=ask.new_tokens, score_tokens=ask.score_tokens, stage=stage)
-            run = compare.run_on(model, cache.name, recipe, question, prompt, **sizes)
+            run = compare.run_on(model, cache.name, cache.recipe, question, prompt, **sizes)
             reference = reference or run
             text = tokenizer.decode(run.answer.tokens, skip_special_tokens=True).strip()
             rows.append(compare.row(run, reference) | dict(answer=text))

@@ -4,7 +4,7 @@ _HOME = {
     "codes": ["Past", "CodedPast", "StorePast"],
     "model": ["TurboSelfAttention", "EsmOutput", "fingerprint", "TurboEsm"],
     "calibration": ["gather_moments", "fit_esm", "calibrate"],
-    "mutations": ["masked_marginals", "score_mutations", "variants", "read_mutations", "main"],
+    "mutations": ["masked_marginals", "score_mutations", "variants_of", "variants", "read_mutations"],
 }
 _HOME = {name: module for module, names in _HOME.items() for name in names}
 __all__ = [name for name in _HOME if not name.startswith("_")]

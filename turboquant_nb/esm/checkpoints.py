@@ -90,11 +90,16 @@ def random_proteins(
 def read_fasta(
     path,  # a FASTA file
 ) -> dict:  # name (up to the first blank) -> sequence, upper case
-    """Sequences of a FASTA file. Raises ValueError for text before the first ">", a name that
-    comes twice, an empty sequence or a file without any; FileNotFoundError if there is none."""
+    """Sequences of a FASTA file; a `*` after the last residue is left out. Raises ValueError that names the line for text
+    before the first ">", a name that comes twice, and what is no letter (a gap, a digit); ValueError for an empty sequence, a
+    file without any, and what is no text; FileNotFoundError if there is none."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must be a FASTA file in UTF-8, got something else at byte {error.start}") from None
     out, name = {}, None
-    for n, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-        line = line.strip()
+    for n, raw in enumerate(lines, 1):
+        line = raw.strip()
         if line.startswith(">"):
             name = (line[1:].split() or [f"line{n}"])[0]
             if name in out:
@@ -103,13 +108,22 @@ def read_fasta(
         elif line and name is None:
             raise ValueError(f'{path}, line {n}: expected ">" and a name, got {line[:20]!r}')
         elif line:
-            out[name] += line.upper().rstrip("*")
-    for name, s in out.items():
-        if not s or not re.fullmatch(r"[A-Z.-]+", s):
-            raise ValueError(f"{path}: {name!r} must be letters of residues, got {s[:30]!r}")
+            out[name] += _residues(line, f"{path}, line {n}, column", raw.index(line) + 1, name, out[name])
+    if empty := [name for name, s in out.items() if not s.rstrip("*")]:
+        raise ValueError(f"{path}: the sequence {empty[0]!r} is empty")
     if not out:
         raise ValueError(f"{path} holds no sequence")
-    return out
+    return {name: s.rstrip("*") for name, s in out.items()}
+
+
+def _residues(line: str, where: str, column: int, name: str, before: str) -> str:
+    "A line of a sequence, upper case. Raises ValueError for what is no letter; a stop `*` may only end the sequence."
+    bad = re.search(r"[^A-Za-z*]|\*(?=[^*])", line) if not before.endswith("*") else re.match(".", line)
+    if bad is None:
+        return line.upper()
+    why = {"-": "; take the gaps out of an alignment", ".": "; take the gaps out of an alignment"}.get(bad[0], "")
+    why = "; a stop ends a sequence" if "*" in (bad[0], before[-1:]) else why
+    raise ValueError(f"{where} {column + bad.start()}: expected a letter for each residue of {name!r}, got {bad[0]!r}{why}")
 
 # %% ../../nbs/16a_esm_checkpoints.ipynb #fd3bf7ed
 _FAIR = [  # fair-esm's names -> those of transformers

@@ -238,6 +238,7 @@ def turboquant_attention(
     if isinstance(key, Tensor):
         if getattr(module, "is_causal", True):
             remedy = "pass past_key_values=TurboQuantCache(model), or set another attention"
+            remedy += " (gradient checkpointing takes every cache away)" if module.training else ""
             raise TypeError(f"the 'turboquant' attention needs a TurboQuantCache: {remedy}")
         out = _exact(query, key, value, mask, scaling, softcap, s_aux, causal=False)
     else:

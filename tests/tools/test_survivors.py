@@ -1,0 +1,253 @@
+"Mutants that no other test noticed: each test names the change that it must notice. More are found by scripts/tools/mutants.py."
+import pytest
+import torch
+import torch.nn.functional as F
+
+from turboquant_nb import codebook, maps, transform
+from turboquant_nb.codebook import affine, lloyd_max
+from turboquant_nb.quant.calibration import allocate
+from turboquant_nb.quantizer import PRESETS, Quantizer, Recipe, Spec, decided, preset, scalar_table
+from turboquant_nb.rates import MixedCodebook
+from turboquant_nb.store import KVStore, _encode_quietly, _masked_mean
+from turboquant_nb.testing import same
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# ---------------------------------------------------------------- tables and bits
+
+def test_the_window_is_long_where_either_side_is_coarse():
+    "`min(k, v) > 2`, not `k > 2` or `v > 2`."
+    windows = {name: preset(name).window for name in PRESETS}
+    assert windows == {"k4v4": 16, "k4v3": 16, "k3v3": 16, "k4v2": 64, "k3v2": 64, "k2v2": 64, "k1v1": 64}
+
+
+def test_the_affine_table_is_that_of_the_head_size():
+    "`affine(bits, d)`, not `affine(bits, None)`."
+    for d in (3, 8, 64):
+        assert torch.equal(scalar_table("affine", 3, d).levels, affine(3, d).levels) and not torch.equal(affine(3, d).levels, affine(3).levels)
+    assert torch.equal(scalar_table("affine", 3, 1).levels, affine(3).levels)
+
+
+def test_samples_of_next_to_no_weight_are_left_out():
+    "Less than 1e-12 of all weight is lost in the rounding of the sums, 1e-11 is not."
+    x, w = codebook._distinct(torch.tensor([3.0, 1.0, 2.0]).double(), torch.tensor([1e-11, 1.0, 1e-13]).double())
+    assert x.tolist() == [1.0, 3.0] and w.sum() == 1 and w[1] == pytest.approx(1e-11)
+
+
+def test_samples_must_not_be_empty():
+    "Said by name, and not by what divides by the sum of no weights."
+    for samples in (torch.zeros(0), torch.zeros(3, 0)):
+        with pytest.raises(ValueError, match="samples must not be empty"):
+            codebook.lloyd_max_samples(samples, 2)
+
+
+def test_rows_are_decided_each_for_itself():
+    "`decided`: most coordinates are, one on an edge is not, and a row of another size beside it changes nothing."
+    q = Quantizer(Spec(3, rotation="haar"), 16)
+    x = torch.randn(40, 16, generator=torch.Generator().manual_seed(0))
+    alone = torch.cat([decided(q, row[None]) for row in x])
+    assert alone.float().mean() > 0.9
+    assert torch.equal(decided(q, x * 10.0 ** torch.arange(-5, 5).repeat(4)[:, None]), torch.cat([decided(q, row[None] * 10.0 ** (i % 10 - 5)) for i, row in enumerate(x)]))
+    plain = Quantizer(Spec(2, rotation="identity"), 16)  # whose middle edge is 0
+    x[:, 3] = 0
+    assert not decided(plain, x)[:, 3].any() and decided(plain, x)[:, 4:].float().mean() > 0.9
+
+
+def test_a_shorter_row_of_levels_repeats_its_last_one():
+    "A table of mixed bits is rectangular; nothing that pads it may look like a level."
+    book = MixedCodebook({b: lloyd_max(b) for b in (1, 3)}, (3, 1, 0))
+    three, one = lloyd_max(3).levels, lloyd_max(1).levels
+    assert torch.equal(book.levels, torch.stack([three, torch.cat([one, one[-1:].expand(6)]), torch.zeros(8)]))
+    assert torch.equal(book.edges[1], torch.cat([lloyd_max(1).edges, torch.full((6,), torch.inf)]))
+
+
+def test_a_budget_is_rounded_down():
+    "2.45 bits of 6 numbers buy 2.7 bits more than two each: not the 3 of one step."
+    losses = dict(bits=[2, 3, 4], key=[[1.0, 0.5, 0.1]], value=[[0.9, 0.4, 0.1]], size=[[3, 3]])
+    assert allocate(losses, 2.45) == [(2, 2)] and allocate(losses, 2.5) == [(3, 2)]
+
+
+# ---------------------------------------------------------------- transforms
+
+def of_moments(mean, second, query):
+    "Moments of one layer and head, of one token each."
+    one = lambda x: x[None, None].double()
+    kinds = ("key", "value", "rope")
+    eye = torch.eye(len(mean)).double()
+    return transform.Moments(1, one(torch.zeros_like(mean)), torch.ones(len(mean) // 2), {k: one(mean) for k in kinds}, {k: one(second) for k in kinds}, one(query), one(eye), torch.ones(1).double())
+
+
+@pytest.mark.parametrize("rotation", ("svd", "none"))
+def test_a_centred_transform_is_of_the_covariance(rotation):
+    "`second - outer`, twice: the axes are those of what is left when the mean is gone, and so are the variances."
+    covariance, mean = torch.diag(torch.tensor([4.0, 1.0, 2.0, 0.5])), torch.tensor([0.0, 30.0, 0.0, 0.0])
+    m = of_moments(mean, covariance + mean[:, None] * mean, torch.eye(4))
+    fit = transform.fit_maps(m, "key", transform.SideSpec(center="mean", rotation=rotation, aware=False))
+    want = [4.0, 2.0, 1.0, 0.5] if rotation == "svd" else [4.0, 1.0, 2.0, 0.5]
+    assert fit["var"][0, 0].tolist() == pytest.approx(want) and fit["mean"][0, 0].tolist() == mean.tolist()
+
+
+def test_the_best_metric_keeps_the_energy_of_keys():
+    "tr(CP) = tr(C): the scale of P, which a common factor of all scales would hide."
+    g = torch.Generator().manual_seed(0)
+    queries, keys = (x @ x.mT for x in torch.randn(2, 3, 6, 6, generator=g).double())
+    p, trace = maps.best_metric(queries, keys, shrink=0.0), lambda x: x.diagonal(dim1=1, dim2=2).sum(1)
+    assert torch.allclose(trace(keys @ p), trace(keys), rtol=1e-9) and not torch.allclose(trace(p), trace(keys), rtol=0.1)
+
+
+def test_a_map_whose_inverse_fp32_cannot_serve_is_refused():
+    "The limit of the condition is 1e4, with powers of two on both sides of it."
+    matrix = lambda power: torch.diag(torch.tensor([2.0**power, 1.0]))[None]
+    assert torch.equal(maps.register_maps(matrix(13)).back[0], matrix(-13)[0])
+    with pytest.raises(ValueError, match="below 1e4.*got 1.64e"):
+        maps.register_maps(matrix(14))
+
+
+# ---------------------------------------------------------------- the store
+
+def states(n, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(2, 2, n, 8, generator=g) for _ in "kv"]
+
+
+def test_freed_tiles_of_a_bounded_store_stay_allocated():
+    "With max_length its tensors have one size for ever: what is freed in front is room behind."
+    store = KVStore(Recipe(sinks=1, window=4), 2, 2, 8, tile=8, max_length=64)
+    store.append(*states(40))
+    before, want = store.capacity, [x[:, :, 16:] for x in store.read()]
+    store.evict(20)
+    assert store.offset == 16 and store.capacity == before and store.nbytes == store.expected_nbytes()
+    for a, b in zip(store.read(), want):
+        same(a, b.contiguous())
+
+
+def test_a_crop_takes_the_ends_of_rows_along():
+    "An end beyond what is left would hide nothing now and show too much later."
+    store = KVStore(Recipe(sinks=1, window=4), 2, 2, 8, tile=8)
+    store.append(*states(40))
+    store.set_range(end=torch.tensor([38, 20]))
+    store.crop(10)
+    assert store.length == 30 and store.end.tolist() == [30, 20]
+
+
+def test_a_row_of_padding_has_the_mean_zero():
+    "No token is left to take a mean of; 0 / 0 would make every code of the row meaningless."
+    mean = _masked_mean(torch.full((2, 1, 4, 8), 3.0), torch.tensor([4, 0]), None)
+    assert mean.shape[0] == 2 and (mean[0] == 0).all() and (mean[1] == 3).all()
+
+
+# ---------------------------------------------------------------- transformers' side
+
+def sliding_cache(window):
+    "A cache of a random model with sliding windows, and the function that feeds its first layer n tokens."
+    transformers = pytest.importorskip("transformers")
+    from turboquant_nb.hf import TurboQuantCache
+
+    sizes = dict(vocab_size=40, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+    config = transformers.MistralConfig(**sizes, sliding_window=window, max_position_embeddings=4096)
+    cache = TurboQuantCache(transformers.MistralForCausalLM(config).eval(), "k3v3")
+    return cache.layers[0], lambda n, batch=1: cache.update(torch.randn(batch, 1, n, 16), torch.randn(batch, 1, n, 16), 0)
+
+
+def test_a_crop_needs_the_whole_window_before_the_new_end():
+    "`length - n - window + 1`, not `length - n`: the token at the new end still looks back."
+    layer, feed = sliding_cache(100)
+    for _ in range(30):
+        feed(100)
+    store = layer.store
+    assert store.offset > 0
+    lost = store.length - store.offset - 5  # five tokens are left: their windows are freed
+    with pytest.raises(ValueError, match="a sliding layer keeps its window of 100"):
+        layer.crop(-lost)
+    n = store.length - store.offset - 99  # the new end sees exactly what is there
+    layer.crop(-n)
+    assert store.length - store.offset == 99
+
+
+@pytest.mark.parametrize("n, window, rows", [(50, 5, 8), (50, 1, 16), (50, 16, 16), (50, 49, 7), (1030, 20, 1024)])
+def test_sliding_attention_by_blocks(n, window, rows):
+    "Blocks of queries see the keys that one mask shows them; only prompts beyond 1,024 tokens have a second block."
+    pytest.importorskip("transformers")
+    from turboquant_nb.hf.attention import _sliding
+
+    g = torch.Generator().manual_seed(n)
+    q, k, v = torch.randn(3, 1, 2, n, 8, generator=g)
+    at = torch.arange(n)
+    mask = (at <= at[:, None]) & (at > at[:, None] - window)
+    want = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), mask, scale=0.3)
+    assert (_sliding(q, k, v, 0.3, window, rows) - want).abs().max() < 1e-5
+
+
+def test_repeated_rows_keep_their_padding():
+    "Neighbours together: row 0 twice, then row 1 twice."
+    layer, feed = sliding_cache(None)
+    layer.starts = (0, 3)
+    feed(9, batch=2)
+    layer.batch_repeat_interleave(2)
+    assert layer.starts == (0, 0, 3, 3) and layer.store.start.tolist() == [0, 0, 3, 3]
+
+
+# ---------------------------------------------------------------- the encode kernel
+
+try:
+    import triton
+    import triton.language as tl
+
+    from turboquant_nb.kernels.encode import _add_product
+except ImportError:
+    triton = None
+else:
+
+    @triton.jit
+    def _product_kernel(X, W0, W1, W2, OUT, XP: tl.constexpr, WP: tl.constexpr, WIDE: tl.constexpr):
+        i = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+        acc = tl.zeros((16, 16), tl.float32)
+        tl.store(OUT + i, _add_product(acc, tl.load(X + i), tl.load(W0 + i), tl.load(W1 + i), tl.load(W2 + i), XP, WP, WIDE))
+
+
+@pytest.mark.skipif(triton is None, reason="needs Triton")
+def test_a_product_in_parts_has_all_its_terms():
+    "x (w0 + w1 + w2) with x in three parts: dropping any of the six products is seen, since the parts of w are alike in size."
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    g = torch.Generator().manual_seed(0)
+    x, *w = torch.randn(4, 16, 16, generator=g).to(device)
+    w = [y.bfloat16() for y in w]
+    parts, rest = [], x
+    for _ in range(3):
+        parts.append(rest.bfloat16())
+        rest = rest - parts[-1].float()
+    a, (w0, w1, w2) = [y.double() for y in parts], [y.double() for y in w]
+    for XP, WP, want in ((1, 1, a[0] @ w0), (3, 1, (a[0] + a[1] + a[2]) @ w0), (3, 3, a[0] @ (w0 + w1 + w2) + a[1] @ (w0 + w1) + a[2] @ w0)):
+        out = torch.full((16, 16), torch.nan, device=device)
+        _product_kernel[(1,)](x, *w, out, XP, WP, device == "cpu")
+        assert (out - want).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("scale", ("norm", "mse", "unbiased"))
+def test_a_vector_of_zeros_has_scale_zero_in_the_kernel(scale):
+    "`power / dot` is 0 / 0 there; the PyTorch path gives 0."
+    pytest.importorskip("triton")
+    from turboquant_nb.kernels import encode
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    recipe = Recipe(Spec(3, scale=scale), Spec(2, scale=scale), sinks=0, window=0)
+    store = KVStore(recipe, 1, 1, 32, dtype=torch.bfloat16, device=device)
+    x = torch.randn(1, 1, 5, 32, generator=torch.Generator().manual_seed(0)).bfloat16().to(device)
+    x[:, :, 2] = 0
+    encode.append(store, x, x)
+    store.sync()
+    for name in ("key", "value"):
+        scales = store.coded(name, 0, 5).scale.flatten()
+        assert scales[2] == 0 and scales.isfinite().all() and (scales[[0, 1, 3, 4]] > 0).all()
+
+
+# (`fits` of the kernel: test_states_taken_without_waiting in test_encode_kernel.py)
+
+
+def test_a_scale_that_does_not_fit_is_nan_until_it_is_said():
+    "Not infinite and not the largest: who waits for nobody must give an attention that shows the loss."
+    x, flags = torch.randn(1, 1, 5, 32, generator=torch.Generator().manual_seed(0)), torch.zeros(2, dtype=torch.int32)
+    x[:, :, 2] = 3e6
+    scale = _encode_quietly(Quantizer(Spec(3), 32), x, None, flags).scale.flatten()
+    assert scale[2].isnan() and scale[[0, 1, 3, 4]].isfinite().all() and flags.tolist() == [0, 1]
