@@ -13,7 +13,7 @@ from turboquant_nb import results
 from turboquant_nb.attention import attend
 from turboquant_nb.kernels import encode
 from turboquant_nb.kernels.decode import decode_attention
-from turboquant_nb.maps import register_maps
+from turboquant_nb.transforms import HeadTransform, register_transform
 from turboquant_nb.quantizer import Recipe, Spec
 from turboquant_nb.store import KVStore
 
@@ -23,7 +23,7 @@ CASES = [(8, 8, 4, 128, 32768), (1, 8, 4, 128, 131072), (64, 8, 4, 128, 4096), (
 def random_maps(heads, d):
     "Matrices that are no rotations."
     u, v = torch.linalg.qr(torch.randn(2, heads, d, d, generator=torch.Generator().manual_seed(d)))[0]
-    return register_maps(u * torch.linspace(0.3, 2, d) @ v).name
+    return register_transform(HeadTransform.of(u * torch.linspace(0.3, 2, d) @ v)).name
 
 
 def gate():

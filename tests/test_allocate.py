@@ -32,7 +32,7 @@ def test_losses_are_what_the_cache_loses(name, mapped):
     losses = found.header["losses"]
     layers = model.config.num_hidden_layers
     assert losses["bits"] == [2, 3, 4] and losses["tokens"] == 2 * 36 and len(losses["key"]) == len(losses["value"]) == layers
-    assert bool(found.maps) == mapped
+    assert bool(found.transforms) == mapped
     for side in ("key", "value"):
         for a, b, c in losses[side]:
             assert a > 0 and b > 0 and c > 0 and a > c, "fewer bits, more loss"

@@ -120,12 +120,12 @@ class _Prefix:
 def measure_layers(
     model,  # a decoder of transformers
     ids: Tensor,  # [windows, tokens] token ids, without padding
-    calibration: Calibration | None = None,  # whose maps the keys are coded with; None: without
+    calibration: Calibration | None = None,  # whose transforms the keys are coded with; None: without
     bits: tuple = (2, 3, 4),  # 1 has no fused kernel on a GPU
     skip: int = 4,  # first tokens of a window that stay exact: sinks
     progress=None,  # called after each pass
 ) -> Calibration:
-    """The calibration, or one without maps, with what coding each side of each layer alone costs: a pass of
+    """The calibration, or one without transforms, with what coding each side of each layer alone costs: a pass of
     each window, from that layer on, for each of them and each number of bits. Raises TypeError/ValueError as `collect`, and
     ValueError for a model whose probabilities are not finite."""
     _check_ids(ids, skip, 1)

@@ -23,7 +23,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .maps import register_maps
 from .packing import SLOT, TILE, Layout, _crumbs, _write, drop_plane, unpack
 from turboquant_nb.quantizer import (
     Coded,
@@ -38,6 +37,7 @@ from turboquant_nb.quantizer import (
 )
 from .rates import make_quantizer, truncate
 from .rope import apply_cos_sin
+from .transforms import restore_transforms
 
 # %% ../nbs/09_store.ipynb #68f7bea4
 def _plain(f):
@@ -134,8 +134,7 @@ class Side:
         dtype: torch.dtype = torch.float32,  # of exact tokens
     ) -> "Side":  # itself
         "Make tensors for no token yet. Raises ValueError if a transform per head is for other heads."
-        if self.q.rotation.kind == "map" and self.q.rotation.heads != heads:
-            raise ValueError(f"maps of {self.q.rotation.heads} heads cannot serve {heads}")
+        self.q.rotation.check_heads(heads)
         self.q = copy(self.q)  # truncation puts another codebook into it
 
         def make(*shape, dtype):
@@ -1062,8 +1061,7 @@ def tables(self: KVStore) -> list:
     if self.cos_sin is not None:
         out = [self.inv_freq, self.turns if self.static else self.turns[:rows]]
     for s in self.sides:
-        out += [s.q.rotation.matrix, *_table_tensors(s.q.codebook)]
-        out += [s.q.rotation.back] if s.q.rotation.kind == "map" else []
+        out += [*s.q.rotation.tables, *_table_tensors(s.q.codebook)]
         out += [s.q.sketch] if s.signs else []
     return out
 
@@ -1452,8 +1450,7 @@ def state(self: KVStore) -> tuple:  # (tensors, header)
             cut = t[:, :, : tiles - side.tiles_before(n)] if _tiled(n) else t
             tensors[f"{name}.{n}"] = cut
     tensors["start"] = self.start
-    if self.key.q.rotation.kind == "map":
-        tensors["map"] = self.key.q.rotation.matrix
+    tensors |= self.key.q.rotation.stored
     if self.cos_sin is not None:
         tensors["inv_freq"] = self.inv_freq
     if self.end is not None:
@@ -1495,8 +1492,7 @@ def from_state(cls: KVStore, tensors: dict, header: dict, device="cpu") -> KVSto
     if list(tensors["start"].shape) != [h["batch"]]:
         got = list(tensors["start"].shape)
         raise ValueError(f"start must have shape [{h['batch']}], got {got}")
-    if "map" in tensors:
-        register_maps(tensors["map"])
+    restore_transforms(tensors)
     d_key, d_value = h["d"]
     store = cls(
         Recipe.from_json(h["recipe"]), h["batch"], h["heads"], d_key, d_value,
