@@ -52,8 +52,8 @@ def unmapped(r):
 
 def gains_of(found, m):
     "What a calibration gains on other moments by the formula of notebook 21: bits a channel of keys, of each layer."
-    pairs = ((i, x.matrix.double()) for i, x in zip(sorted(m.keys), found.transforms))
-    return [float(coding_gain(m.queries[i] / m.tokens, m.keys[i] / m.tokens, w.mT @ w).mean()) for i, w in pairs]
+    pairs = ((i, x.matrix.double()) for i, x in zip(m.layers("key"), found.transforms))
+    return [float(coding_gain(m.mean_square("query", i), m.mean_square("key", i), w.mT @ w).mean()) for i, w in pairs]
 
 
 class Run:

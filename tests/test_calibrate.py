@@ -90,17 +90,17 @@ def test_the_pass_sees_what_a_cache_codes_and_changes_nothing(name, monkeypatch)
     assert model.config._attn_implementation == attention and not C._watchers and not any(m.training for m in model.modules())
     same(logits(model, ids), before)
     layers = model.config.num_hidden_layers
-    assert sorted(seen.keys) == sorted(seen.queries) == list(range(layers)) and seen.tokens == 2 * 36
+    assert seen.layers("key") == seen.layers("query") == list(range(layers)) and seen.tokens == 2 * 36
     cache = TurboQuantCache(model, [replace(r, window=64) for r in TurboQuantCache(model).recipes])  # the window holds all keys as they are
     logits(model, ids, past_key_values=cache)
     queries = [q for q in queries if q.shape[2] == 40]  # the first token is asked alone what a cache would hold
     for i, layer in enumerate(cache.layers):
         x = (layer.store.read()[0] - layer.store.center("key", 0, 40).float())[:, :, 4:].double()
         want = torch.einsum("bhnd,bhne->hde", x, x)
-        assert (seen.keys[i] - want).norm() < 1e-4 * want.norm() and (heads is None or len(want) == heads)
+        assert (seen.second["key", i] - want).norm() < 1e-4 * want.norm() and (heads is None or len(want) == heads)
         q = queries[i][:, :, 4:].double().reshape(2, len(want), -1, want.shape[-1])
         want = torch.einsum("bhnd,bhne->hde", q, q)
-        assert (seen.queries[i] - want).norm() < 1e-4 * want.norm()
+        assert (seen.second["query", i] - want).norm() < 1e-4 * want.norm()
 
 
 @pytest.mark.parametrize("where", ["progress", "layer", "first token"])
@@ -245,8 +245,8 @@ def test_maps_help_the_model_that_they_are_of():
     "The error of scores of another text's keys, in every layer, against the rotation; maps of queries and keys exchanged lose."
     model, found = made("llama")
     seen, ids = collect(model, texts(4, 60, seed=3)), texts(8, 100, seed=11)
-    wrong = replace(found, transforms=[M.fit_head_transform(seen.keys[i], seen.queries[i]) for i in sorted(seen.keys)])
-    asked, errors = collect(model, ids).queries, {}
+    wrong = replace(found, transforms=[M.fit_head_transform(seen.second["key", i], seen.second["query", i]) for i in seen.layers("key")])
+    asked, errors = collect(model, ids).second, {}
     for name, c in (("exact", None), ("rotation", None), ("maps", found), ("exchanged", wrong)):
         recipe = Recipe(Spec(3, center="prompt"), window=128 if name == "exact" else 0)
         cache = TurboQuantCache(model, recipe, calibration=c)
@@ -254,7 +254,7 @@ def test_maps_help_the_model_that_they_are_of():
         keys = [x.store.read()[0].double() for x in cache.layers]
         if name == "exact":
             exact = keys
-        errors[name] = torch.tensor([float(torch.einsum("bhnd,hde,bhne->", a - b, asked[i], a - b)) for i, (a, b) in enumerate(zip(keys, exact))])
+        errors[name] = torch.tensor([float(torch.einsum("bhnd,hde,bhne->", a - b, asked["query", i], a - b)) for i, (a, b) in enumerate(zip(keys, exact))])
     assert (errors["maps"] < 0.8 * errors["rotation"]).all() and (errors["exchanged"] > errors["rotation"]).all(), errors
 
 

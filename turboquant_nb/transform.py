@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['RECIPES', 'FORMAT', 'rope', 'turned', 'SideCode', 'code_states', 'mapped_states', 'SideSpec', 'TransformRecipe',
-           'as_transform', 'Moments', 'fit_transform', 'Counts', 'lloyd_rows', 'TransformCode', 'text_hash', 'fit_code',
-           'save_code', 'load_code']
+           'as_transform', 'CodeStatistics', 'fit_transform', 'Counts', 'lloyd_rows', 'TransformCode', 'text_hash',
+           'fit_code', 'save_code', 'load_code']
 
 # %% ../nbs/15_transform.ipynb #ae4f1154
 import hashlib
@@ -20,7 +20,7 @@ from .quantizer import check_finite
 from .rates import allocate_bits
 from .rotation import make_rotation
 from .store import read_file, write_file
-from .transforms import attention_weights, sensitivity
+from .transforms import Moments, attention_weights, sensitivity
 
 # %% ../nbs/15_transform.ipynb #221c3118
 def rope(x: Tensor, positions: Tensor, turn: Tensor) -> Tensor:
@@ -289,44 +289,40 @@ def as_transform(recipe) -> tuple:  # (name, TransformRecipe)
 
 # %% ../nbs/15_transform.ipynb #e779cc2f
 @dataclass
-class Moments:
-    """Sums over calibration tokens, per layer and head; fp64 on the CPU. Kinds: "key" and "value" as
-    they are, "rope" for keys minus their pre-RoPE mean at each position."""
+class CodeStatistics:
+    """What a transform code is fitted to: moments of all layers and heads, and what errors cost. Kinds of
+    moments: "key" and "value" as they are, "rope" for keys minus their pre-RoPE mean at each position, "query"."""
 
-    n: int  # tokens
     center: Tensor  # [L, H, d] mean of the keys before RoPE
     turn: Tensor  # [d/2] frequencies of RoPE
-    total: dict  # kind -> [L, H, d]
-    gram: dict  # kind -> [L, H, d, d]
-    query: Tensor  # [L, H, d, d] sum of w q qᵀ, w the sensitivity of the query
     output: Tensor  # [L, H, d, d] W_oᵀ W_o
     gain: Tensor  # [L] energy of the final states' change over that of a layer's output
+    moments: Moments = field(default_factory=Moments)
 
-    @classmethod
-    def empty(cls, center, turn, output, gain) -> "Moments":
-        "Sums over nothing."
-        make = lambda like: {n: torch.zeros_like(like) for n in ("key", "value", "rope")}  # noqa: E731
-        total, gram = make(center), make(output)
-        return cls(0, center, turn, total, gram, torch.zeros_like(output), output, gain)
+    def mean(self, kind: str) -> Tensor:
+        "[L, H, d] fp64 on the CPU."
+        return torch.stack([self.moments.mean(kind, i).cpu() for i in range(len(self.gain))])
+
+    def mean_square(self, kind: str) -> Tensor:
+        "[L, H, d, d] fp64 on the CPU; of queries weighed by their sensitivity."
+        return torch.stack([self.moments.mean_square(kind, i).cpu() for i in range(len(self.gain))])
 
     def metric(self, side: str) -> Tensor:
         "[L, H, d, d]: errors e of this side count as eᵀ M e."
         gain = self.gain[:, None, None, None]
-        return gain * (self.query / self.n if side == "key" else self.output)
+        return gain * (self.mean_square("query") if side == "key" else self.output)
 
-    def take(self, layer, q, k, v, real, seen):
+    def take(self, layer, q, k, v, real, visible):
         "Add the states [B, H, T, d] of one layer; `real` [B, T] is False for padding."
         q, k, v = q.float(), k.float(), v.float()
         flat = lambda x: x.transpose(1, 2)[real]  # noqa: E731 [N, H, d]
         move = lambda x: x[layer].float().to(k.device)  # noqa: E731
         centred = k - turned(move(self.center), _positions(k), self.turn.to(k.device))
-        for name, x in {"key": k, "value": v, "rope": centred}.items():
-            x = flat(x)
-            self.total[name][layer] += x.sum(0).double().cpu()
-            self.gram[name][layer] += torch.einsum("nhd,nhe->hde", x, x).double().cpu()
-        x, w = flat(q), flat(sensitivity(q, k, v, seen, move(self.output)))
-        self.query[layer] += torch.einsum("nhd,nhe->hde", x * w[..., None], x).double().cpu()
-        self.n += len(x) * (layer == 0)
+        for kind, x in {"key": k, "value": v, "rope": centred}.items():
+            self.moments.add(kind, layer, flat(x))
+        rows = flat(q)
+        self.moments.add("query", layer, rows, flat(sensitivity(q, k, v, visible, move(self.output))))
+        self.moments.tokens += len(rows) * (layer == 0)
 
 # %% ../nbs/15_transform.ipynb #129de249
 def _root(m: Tensor) -> tuple:  # (M^½, M^-½), fp64
@@ -338,13 +334,13 @@ def _root(m: Tensor) -> tuple:  # (M^½, M^-½), fp64
 
 
 def fit_transform(
-    m: Moments,
+    m: CodeStatistics,
     side: str,  # "key" or "value"
     spec: SideSpec,
 ) -> dict:  # mean, into, back; and of the transformed channels: off (their mean), var; fp64
     "Mean and transform of every head."
     kind = "rope" if spec.center == "rope" else side
-    mu, second = m.total[kind] / m.n, m.gram[kind] / m.n
+    mu, second = m.mean(kind), m.mean_square(kind)
     outer = mu[..., :, None] * mu[..., None, :]
     eye = torch.eye(mu.shape[-1], dtype=mu.dtype).expand_as(second)
     root, inverse = _root(m.metric(side)) if spec.aware else (eye, eye)
@@ -470,7 +466,7 @@ class _Mapped:
 
 # %% ../nbs/15_transform.ipynb #409ed8d5
 class _Histograms:
-    "Fills histograms of the transformed channels; `take` as in `Moments`."
+    "Fills histograms of the transformed channels; `take` as in `CodeStatistics`."
 
     def __init__(self, maps, recipe, inv_freq, shape):
         self.out, self.at = _grid(maps, recipe, shape)
@@ -517,16 +513,16 @@ class _Errors:
 
 
 class _Costs:
-    "What 0 … most bits for one channel leave wrong in the final states; `take` as in `Moments`."
+    "What 0 … most bits for one channel leave wrong in the final states; `take` as in `CodeStatistics`."
 
-    def __init__(self, moments, maps, counts, recipe, dense, most=7):
-        self.most, self.dense, self.moments = most, dense, moments
-        self.mapped = _Mapped(maps, recipe, moments.turn)
+    def __init__(self, statistics, maps, counts, recipe, dense, most=7):
+        self.most, self.dense, self.statistics = most, dense, statistics
+        self.mapped = _Mapped(maps, recipe, statistics.turn)
         self.errors = {s: _Errors(h, most) for s, h in counts.items()}
         shape = (*maps["key"]["mean"].shape, most + 1)
         self.out = {s: torch.zeros(shape, dtype=torch.float64) for s in counts}
         self.back = {s: maps[s]["back"].float() for s in counts}
-        metric = moments.metric("value").float()
+        metric = statistics.metric("value").float()
         self.weight = (self.back["value"] * (metric @ self.back["value"])).sum(-2)
         self.generator = torch.Generator().manual_seed(0)
 
@@ -536,7 +532,7 @@ class _Costs:
         r = torch.randn(len(w), generator=self.generator).to(w)  # E (r·x)² = ‖x‖²
         u = torch.einsum("bhtd,hd->bht", v, (r @ w).view(v.shape[1], -1))[..., None]
         mean, query = p @ u, q @ self.back["key"][layer].to(q)
-        gain = float(self.moments.gain[layer])
+        gain = float(self.statistics.gain[layer])
         for b in range(self.most + 1):
             e = self.errors["key"](self.mapped("key", layer, k), layer, b)
             self._add("key", layer, b, (p @ (e * u) - mean * (p @ e)) * query, real, gain)
@@ -613,22 +609,22 @@ def text_hash(text: str) -> int:
 
 # %% ../nbs/15_transform.ipynb #f8210236
 def fit_code(
-    moments: Moments,
+    statistics: CodeStatistics,
     recipe: TransformRecipe,
-    over,  # over(take): a pass over the data, take as `Moments.take`
+    over,  # over(take): a pass over the data, take as `CodeStatistics.take`
     some,  # the same over a part: measuring the cost of bits is slower
     dense: list,  # [L] output projections W_o [D, H·d]
     header: dict,
     texts: list,  # the calibration texts, to be remembered by their hashes
 ) -> TransformCode:
-    "Transforms from the moments, then tables and bits from further passes."
-    maps = {s: fit_transform(moments, s, getattr(recipe, s)) for s in ("key", "value")}
+    "Transforms from the statistics, then tables and bits from further passes."
+    maps = {s: fit_transform(statistics, s, getattr(recipe, s)) for s in ("key", "value")}
     shape = tuple(maps["key"]["mean"].shape)
-    fill = _Histograms(maps, recipe, moments.turn, shape)
+    fill = _Histograms(maps, recipe, statistics.turn, shape)
     over(fill.take)
     costs = None
     if recipe.water != "none":
-        measure = _Costs(moments, maps, fill.out, recipe, dense)
+        measure = _Costs(statistics, maps, fill.out, recipe, dense)
         some(measure.take)
         costs = measure.out
     bits, sides = _allocate(costs, recipe, shape), []
@@ -636,7 +632,7 @@ def fit_code(
         spec = getattr(recipe, s)
         tables = _tables(fill.out[s], spec, bits[s], fill.at[s])
         fixed = (m[n].float().contiguous() for n in ("mean", "into", "back"))
-        turn = moments.turn.float() if spec.center == "rope" else None
+        turn = statistics.turn.float() if spec.center == "rope" else None
         sides.append(SideCode(*fixed, bits[s], *tables, turn))
     hashes = torch.tensor(sorted(map(text_hash, texts)))
     return TransformCode(*sides, recipe, header, hashes)
