@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What maps cost on one NVIDIA GPU: decode attention and coding with a matrix for every head (notebook 21) against the rotation, same bits: bench_maps.py --out FILE.
+"""What maps cost on one NVIDIA GPU: decode attention and coding with a matrix for every head (chapter transforms) against the rotation, same bits: bench_maps.py --out FILE.
 
 Gate: the decode kernel agrees with attention.attend on the same codes to 1e-3, and the encode kernel gives the codes of PyTorch but for ties, both with maps. Then medians with
 20th and 80th percentiles: whole attention as a cache calls it, launched from Python and replayed from a CUDA graph; long appends; short appends in a graph."""

@@ -51,7 +51,7 @@ def unmapped(r):
 
 
 def gains_of(found, m):
-    "What a calibration gains on other moments by the formula of notebook 21: bits a channel of keys, of each layer."
+    "What a calibration gains on other moments by the formula of chapter transforms: bits a channel of keys, of each layer."
     pairs = ((i, x.matrix.double()) for i, x in zip(m.layers("key"), found.transforms))
     return [float(coding_gain(m.mean_square("query", i), m.mean_square("key", i), w.mT @ w).mean()) for i, w in pairs]
 

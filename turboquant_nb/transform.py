@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .quantizer import check_finite
+from .quantizer import TwoSides, check_finite
 from .rates import allocate_bits
 from .rotation import make_rotation
 from .store import read_file, write_file
@@ -232,7 +232,7 @@ class SideSpec:
 
 # %% ../nbs/15_transform.ipynb #33e45060
 @dataclass(frozen=True)
-class TransformRecipe:
+class TransformRecipe(TwoSides):
     "A calibrated recipe for a model. Raises ValueError for a combination that makes no sense."
 
     key: SideSpec = SideSpec(center="rope")
@@ -244,6 +244,8 @@ class TransformRecipe:
     strays: float = (
         0.0  # tokens that leave the tables by this share of their reach are kept apart; 0: none
     )
+
+    side_class = SideSpec
 
     def __post_init__(self):
         sides = (self.key, self.value)
@@ -654,8 +656,7 @@ def load_code(path, device: torch.device | str = "cpu") -> TransformCode:
     or a changed one."""
     tensors, header = read_file(path, FORMAT, "code")
     header.pop("sha256")
-    recipe = header.pop("recipe")
-    recipe = TransformRecipe(**recipe | {n: SideSpec(**recipe[n]) for n in ("key", "value")})
+    recipe = TransformRecipe.from_dict(header.pop("recipe"))
     sides = [
         SideCode.of({n[len(s) + 1 :]: t for n, t in tensors.items() if n.startswith(f"{s}.")})
         for s in ("key", "value")
