@@ -527,7 +527,7 @@ def test_calibrations_come_back_and_others_do_not(tmp_path):
         bad.write_bytes(changed)
         with pytest.raises(ValueError, match="not a readable calibration|must have format|was changed"):
             load_calibration(bad)
-    fold.save_fold(fold.calibrate(model, texts()), bad)
+    fold.save_fold(fold.fit_fold(model, texts()), bad)
     with pytest.raises(ValueError, match="must have format 'turboquant-nb calibration 1'"):
         load_calibration(bad)
     store, *_ = filled(KEYS["none"], torch.float32, n=350)
