@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .calibration import calibrate
+from .calibration import calibrate_esm
 from .checkpoints import _INDEX, MASK, RESIDUES, load_esm, read_fasta, tokens
 from .model import TurboEsm
 from ..transform import load_code, save_code
@@ -175,7 +175,7 @@ def _run_calibrate(args) -> int:
     held_out = list(read_fasta(args.held_out).values()) if args.held_out else []
     sequences = list(read_fasta(args.fasta).values())
     model = load_esm(args.model, device=args.device)
-    code = calibrate(model, sequences, args.recipe, held_out, _progress(args))
+    code = calibrate_esm(model, sequences, args.recipe, held_out, _progress(args))
     save_code(code, args.out)
     text = f"{code.bits_per_value:.3f} bits per value, {code.tables_nbytes:,} bytes of tables"
     print(f"{args.out}: {text}, {code.header['sequences']} sequences")
