@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from .calibrate import _check_ids, provenance, watched, window_center
+from .calibrate import _check_ids, provenance, observed, window_center
 from .hf import TurboQuantCache, _is_coded, _kinds, _text_config, rope_frequencies
 from .quant.calibration import Calibration, allocate, spend
 from .quantizer import decode, encode
@@ -33,7 +33,7 @@ class _Probe:
     bits: dict  # (layer, side) -> bits, of what is coded now
     sizes: dict  # layer -> numbers of keys, and of values, of a token
 
-    def see(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple:
+    def observe(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple:
         "Keys and values [B, H, n, d] of whole windows, coded where that is asked for."
         self.sizes[layer] = key.shape[1] * key.shape[3], value.shape[1] * value.shape[3]
         return self._coded(layer, "key", key), self._coded(layer, "value", value)
@@ -120,12 +120,12 @@ class _Prefix:
 def measure_layers(
     model,  # a decoder of transformers
     ids: Tensor,  # [windows, tokens] token ids, without padding
-    calibration: Calibration | None = None,  # whose maps the keys are coded with; None: without
+    calibration: Calibration | None = None,  # whose transforms the keys are coded with; None: without
     bits: tuple = (2, 3, 4),  # 1 has no fused kernel on a GPU
     skip: int = 4,  # first tokens of a window that stay exact: sinks
     progress=None,  # called after each pass
 ) -> Calibration:
-    """The calibration, or one without maps, with what coding each side of each layer alone costs: a pass of
+    """The calibration, or one without transforms, with what coding each side of each layer alone costs: a pass of
     each window, from that layer on, for each of them and each number of bits. Raises TypeError/ValueError as `collect`, and
     ValueError for a model whose probabilities are not finite."""
     _check_ids(ids, skip, 1)
@@ -136,7 +136,7 @@ def measure_layers(
     probe = _Probe(dict(zip(coded, recipes)), rope_frequencies(config)[0], skip, {}, {})
     jobs = [(i, side, b) for i in coded for side in ("key", "value") for b in bits]
     lost, prefix = dict.fromkeys(jobs, 0.0), _Prefix(model, len(_kinds(config)))
-    with watched(model, ids, probe) as windows:
+    with observed(model, ids, probe) as windows:
         for window in windows:
             probe.bits = {}
             with prefix.kept():

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['coordinate_pdf', 'coordinate_cdf', 'partial_moments', 'Codebook', 'lloyd_max', 'shannon_rate', 'high_rate_mse',
-           'affine', 'lloyd_max_samples', 'Int8Grid']
+           'affine', 'from_levels', 'lloyd_max_samples', 'Int8Grid']
 
 # %% ../nbs/01_codebook.ipynb #639cca0c
 import math
@@ -268,6 +268,18 @@ def affine(
 ) -> Codebook:
     "Evenly spaced symmetric levels with the step that minimises the mean squared error under the law."
     return _affine(_bits(bits), _dim(d))
+
+# %% ../nbs/01_codebook.ipynb #df58f875
+def from_levels(
+    levels: Tensor,        # [2**bits] float, ascending, symmetric about 0, at unit variance
+    d: int | None = None,  # the law, as in `lloyd_max`
+) -> Codebook:
+    "The code of given levels: a value goes to the nearest. TypeError/ValueError for levels that are not such a table."
+    checks.finite(checks.floats(levels, "levels"), "levels")
+    y, bits = levels.detach().cpu().double().numpy(), max(0, levels.numel()).bit_length() - 1
+    if y.ndim != 1 or len(y) != 2**bits: raise ValueError(f"levels must be [2**bits], got {tuple(levels.shape)}")
+    if (np.diff(y) <= 0).any() or np.abs(y + y[::-1]).max() > 1e-6 * y[-1]: raise ValueError(f"levels must be ascending and symmetric about 0, got {y.tolist()}")
+    return _from_half(y[len(y) // 2:], _bits(bits), "gaussian" if d is None else "sphere", _dim(d))
 
 # %% ../nbs/01_codebook.ipynb #4207cfd3
 def _distinct(samples, weights):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['haar_qr', 'haar', 'paley', 'hadamard_factors', 'hadamard_matrix', 'hadamard_form', 'block_order', 'hadamard',
-           'Rotation', 'make_rotation', 'fwht']
+           'Transform', 'Rotation', 'make_rotation', 'fwht']
 
 # %% ../nbs/02_rotation.ipynb #a1c45dea
 import math
@@ -124,9 +124,47 @@ def hadamard(
     if p < d: R[d - p:] = (hadamard_matrix(p) * signs() / math.sqrt(p)) @ R[d - p:]
     return R.float()
 
+# %% ../nbs/02_rotation.ipynb #1d199c55
+class Transform:
+    """An invertible linear map that stands between vectors and their codes: what quantizers, stores, files and kernels ask of it.
+    A subclass has `name`, `d`, `matrix`, `apply`, `inverse` and `to`; one that is not orthogonal also `query` and `query_matrix`."""
+    name: str         # what `Spec.rotation` calls it
+    d: int            # size of the vectors
+    matrix: Tensor    # [d, d]; with a matrix for every head, [heads, d, d]
+    per_head = False  # whether each head has its own; vectors are [..., heads, n, d] then
+    form = "matrix"   # "sylvester" tells kernels that butterflies of ±1 will do
+    seeded = False    # whether `make_rotation(kind, d, seed)` makes it again
+
+    @property
+    def query_matrix(self) -> Tensor:
+        "What a query is multiplied by."
+        return self.matrix
+    @property
+    def tables(self) -> list:
+        "Tensors held, whatever the number of vectors."
+        return [self.matrix]
+    @property
+    def nbytes(self) -> int: return sum(t.nbytes for t in self.tables)
+    @property
+    def stored(self) -> dict:
+        "Tensors that a file must carry because `name` alone does not make the transform again."
+        return {}
+
+    def query(self, q: Tensor) -> Tensor:
+        "What reads transformed keys in place of q; for an orthogonal matrix R it is R q, as Rᵀ R = I."
+        return self.apply(q)
+    def check_heads(self, heads: int):
+        "Raise ValueError if it cannot serve so many heads."
+        if self.per_head and len(self.matrix) != heads:
+            raise ValueError(f"a transform of {len(self.matrix)} heads cannot serve {heads}")
+    @classmethod
+    def supports(cls, use: str) -> tuple[bool, str]:
+        "Whether it may stand before `use`, \"values\" or \"qjl\" (a residual's sketch), and the reason if not."
+        return True, ""
+
 # %% ../nbs/02_rotation.ipynb #5855a522
 @dataclass(frozen=True, eq=False)
-class Rotation:
+class Rotation(Transform):
     "An orthogonal map y = R x of the last dimension. The table may be shared between callers: never write into `matrix`."
     kind: str         # "identity" | "haar" | "hadamard" | "matrix"
     d: int            # size of the last dimension
@@ -136,15 +174,12 @@ class Rotation:
     @property
     def form(self) -> str: return hadamard_form(self.d) if self.kind == "hadamard" else self.kind
     @property
-    def query_matrix(self) -> Tensor: return self.matrix
+    def name(self) -> str: return self.kind
     @property
-    def nbytes(self) -> int: return self.matrix.numel() * self.matrix.element_size()
+    def seeded(self) -> bool: return self.kind != "matrix"
     def apply(self, x: Tensor) -> Tensor:
         "R x for x [..., d] of any float dtype, as a new float32 tensor accumulated in float32."
         return _times(x, self.matrix.T, self, "x")
-    def query(self, q: Tensor) -> Tensor:
-        "What reads R k: R q, as Rᵀ R = I. Maps that are no rotations differ here (chapter 21)."
-        return self.apply(q)
     def inverse(self, y: Tensor) -> Tensor:
         "Rᵀ y for y [..., d] of any float dtype, as a new float32 tensor accumulated in float32."
         return _times(y, self.matrix, self, "y")

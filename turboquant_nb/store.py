@@ -21,7 +21,6 @@ from torch import Tensor
 
 from . import checks
 from .files import read_file, write_file
-from .maps import register_maps
 from .mixed_precision import make_quantizer
 from .packing import SLOT, TILE, Layout, _crumbs, _write, drop_plane, unpack
 from turboquant_nb.quantizer import (
@@ -36,6 +35,7 @@ from turboquant_nb.quantizer import (
 )
 from .rates import truncate
 from .rope import apply_cos_sin, cos_sin_table
+from .transforms import restore_transforms
 
 # %% ../nbs/09_store.ipynb #68f7bea4
 def _plain(f):
@@ -132,8 +132,7 @@ class Side:
         dtype: torch.dtype = torch.float32,  # of exact tokens
     ) -> "Side":  # itself
         "Make tensors for no token yet. Raises ValueError if a transform per head is for other heads."
-        if self.q.rotation.kind == "map" and self.q.rotation.heads != heads:
-            raise ValueError(f"maps of {self.q.rotation.heads} heads cannot serve {heads}")
+        self.q.rotation.check_heads(heads)
         self.q = copy(self.q)  # truncation puts another codebook into it
 
         def make(*shape, dtype):
@@ -1045,8 +1044,7 @@ def tables(self: KVStore) -> list:
     if self.cos_sin is not None:
         out = [self.inv_freq, self.turns if self.static else self.turns[:rows]]
     for s in self.sides:
-        out += [s.q.rotation.matrix, *_table_tensors(s.q.codebook)]
-        out += [s.q.rotation.back] if s.q.rotation.kind == "map" else []
+        out += [*s.q.rotation.tables, *_table_tensors(s.q.codebook)]
         out += [s.q.sketch] if s.signs else []
     return out
 
@@ -1387,8 +1385,7 @@ def state(self: KVStore) -> tuple:  # (tensors, header)
             cut = t[:, :, : tiles - side.tiles_before(n)] if _tiled(n) else t
             tensors[f"{name}.{n}"] = cut
     tensors["start"] = self.start
-    if self.key.q.rotation.kind == "map":
-        tensors["map"] = self.key.q.rotation.matrix
+    tensors |= self.key.q.rotation.stored
     if self.cos_sin is not None:
         tensors["inv_freq"] = self.inv_freq
     if self.end is not None:
@@ -1430,8 +1427,7 @@ def from_state(cls: KVStore, tensors: dict, header: dict, device="cpu") -> KVSto
     if list(tensors["start"].shape) != [h["batch"]]:
         got = list(tensors["start"].shape)
         raise ValueError(f"start must have shape [{h['batch']}], got {got}")
-    if "map" in tensors:
-        register_maps(tensors["map"])
+    restore_transforms(tensors)
     d_key, d_value = h["d"]
     store = cls(
         Recipe.from_json(h["recipe"]), h["batch"], h["heads"], d_key, d_value,

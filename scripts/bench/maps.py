@@ -1,4 +1,4 @@
-"""What maps cost on one NVIDIA GPU: decode attention and coding with a matrix for every head (notebook 21) against the rotation, same bits: run.py maps --out FILE.
+"""What maps cost on one NVIDIA GPU: decode attention and coding with a matrix for every head (chapter transforms) against the rotation, same bits: run.py maps --out FILE.
 
 Gate: the decode kernel agrees with attention.attend on the same codes to 1e-3, and the encode kernel gives the codes of PyTorch but for ties, both with maps. Then medians with
 20th and 80th percentiles: whole attention as a cache calls it, launched from Python and replayed from a CUDA graph; long appends; short appends in a graph."""
@@ -11,7 +11,7 @@ from timing import kernel_times, quantiles, replayed
 from turboquant_nb.attention import attend
 from turboquant_nb.kernels import encode
 from turboquant_nb.kernels.decode import decode_attention
-from turboquant_nb.maps import register_maps
+from turboquant_nb.transforms import HeadTransform, register_transform
 from turboquant_nb.quantizer import Recipe, Spec
 from turboquant_nb.store import KVStore
 
@@ -19,7 +19,7 @@ from turboquant_nb.store import KVStore
 def random_maps(heads, d):
     "Matrices that are no rotations."
     u, v = torch.linalg.qr(torch.randn(2, heads, d, d, generator=torch.Generator().manual_seed(d)))[0]
-    return register_maps(u * torch.linspace(0.3, 2, d) @ v).name
+    return register_transform(HeadTransform.of(u * torch.linspace(0.3, 2, d) @ v)).name
 
 
 def gate():

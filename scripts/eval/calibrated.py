@@ -19,10 +19,9 @@ from turboquant_nb.allocate import measure_layers
 from turboquant_nb.calibrate import calibrate, collect
 from turboquant_nb.evaluation.candidates import as_candidate
 from turboquant_nb.evaluation.score import paired, prefill, score, text_windows
-from turboquant_nb.fold import calibrate as find_fold
-from turboquant_nb.fold import fold, unfold
+from turboquant_nb.fold import fit_fold, fold, unfold
 from turboquant_nb.hf import TurboQuantCache, rope_frequencies
-from turboquant_nb.maps import map_gain
+from turboquant_nb.transforms import coding_gain
 from turboquant_nb.models import load_model
 
 PLAIN = dict(k4v4=(4, 4), k4v3=(4, 3), k3v3=(3, 3), k3v2=(3, 2), k2v2=(2, 2))
@@ -53,9 +52,9 @@ def unmapped(r):
 
 
 def gains_of(found, m):
-    "What a calibration gains on other moments by the formula of notebook 21: bits a channel of keys, of each layer."
-    pairs = ((i, x.matrix.double()) for i, x in zip(sorted(m.keys), found.maps))
-    return [float(map_gain(m.queries[i] / m.tokens, m.keys[i] / m.tokens, w.mT @ w).mean()) for i, w in pairs]
+    "What a calibration gains on other moments by the formula of chapter transforms: bits a channel of keys, of each layer."
+    pairs = ((i, x.matrix.double()) for i, x in zip(m.layers("key"), found.transforms))
+    return [float(coding_gain(m.mean_square("query", i), m.mean_square("key", i), w.mT @ w).mean()) for i, w in pairs]
 
 
 class Run:
@@ -172,7 +171,7 @@ def main():
     ways = {how: run.found for how in a.ways}
     if "folded" in ways:
         try:
-            ways["folded"] = find_fold(run.model, run.source)
+            ways["folded"] = fit_fold(run.model, run.source)
         except ValueError as error:
             del ways["folded"]
             run.note(dict(part="fold", refused=str(error), unit="perplexity"))

@@ -21,7 +21,7 @@ from transformers import EsmForMaskedLM
 from transformers.utils import logging
 
 from turboquant_nb import results
-from turboquant_nb.esm import MASK, TurboEsm, fit_esm, gather_moments, load_esm, masked_marginals, tokens
+from turboquant_nb.esm import MASK, TurboEsm, fit_esm, gather_statistics, load_esm, masked_marginals, tokens
 from turboquant_nb.models import load_model, sample_text
 from turboquant_nb.quantizer import Recipe, Spec
 from turboquant_nb.transform import (
@@ -151,7 +151,7 @@ class Lab:
         self.sets["α only"] = [s for c, s in self.data["calibration"] if c == "a"][:128]
         self.sets["all classes, as many"] = self.sets["mixed"][:128]
         self.sets |= {f"{n} chains": self.sets["mixed"][:n] for n in (8, 32, 128)}
-        self.moments, self.codes = {}, a.codes
+        self.statistics, self.codes = {}, a.codes
         self.exact = decoded(self.model, None, self.test)
         self.centre = torch.cat(decoded(self.model, None, self.sets["mixed"][:64])).mean(0)
 
@@ -166,9 +166,9 @@ class Lab:
         if path and path.exists():
             return load_code(path)
         with TurboEsm(self.model) as turbo:
-            if which not in self.moments:
-                self.moments[which] = gather_moments(turbo, self.sets[which])
-            code = fit_esm(turbo, self.sets[which], self.moments[which], recipe)
+            if which not in self.statistics:
+                self.statistics[which] = gather_statistics(turbo, self.sets[which])
+            code = fit_esm(turbo, self.sets[which], self.statistics[which], recipe)
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)
             save_code(code, path)

@@ -5,7 +5,7 @@ Long chunks are left out: torch's own flash attention (2.11, 70 queries, head si
 import torch
 
 from turboquant_nb.kernels import decode, encode
-from turboquant_nb.maps import register_maps
+from turboquant_nb.transforms import HeadTransform, register_transform
 from turboquant_nb.quantizer import Recipe, Spec
 from turboquant_nb.store import KVStore
 
@@ -25,7 +25,7 @@ def main():
     device = "cuda"
     for batch, heads, group, d, k_bits, v_bits, center, static, name in CASES:
         center, *maps = center.split()
-        rotation = register_maps(torch.eye(d).repeat(heads, 1, 1) + 0.1 * torch.randn(heads, d, d) / d**0.5).name if maps else "hadamard"
+        rotation = register_transform(HeadTransform.of(torch.eye(d).repeat(heads, 1, 1) + 0.1 * torch.randn(heads, d, d) / d**0.5)).name if maps else "hadamard"
         recipe = Recipe(Spec(k_bits, center=center, rotation=rotation), Spec(v_bits))
         inv_freq = 10000.0 ** (-torch.arange(0, d, 2) / d) if center == "rope" else None
         length = 300 if static else None

@@ -29,11 +29,11 @@ def test_losses_are_what_the_cache_loses(name, mapped):
     before, kind = logits(model, ids), model.config._attn_implementation
     found = measure_layers(model, ids, maps if mapped else None)
     same(logits(model, ids), before)
-    assert model.config._attn_implementation == kind and not C._watchers
+    assert model.config._attn_implementation == kind and not C._observers
     losses = found.header["losses"]
     layers = model.config.num_hidden_layers
     assert losses["bits"] == [2, 3, 4] and losses["tokens"] == 2 * 36 and len(losses["key"]) == len(losses["value"]) == layers
-    assert bool(found.maps) == mapped
+    assert bool(found.transforms) == mapped
     for side in ("key", "value"):
         for a, b, c in losses[side]:
             assert a > 0 and b > 0 and c > 0 and a > c, "fewer bits, more loss"
@@ -159,7 +159,7 @@ def test_what_is_refused():
         broken.lm_head.weight[0, 0] = math.inf
     with pytest.raises(ValueError, match="is not finite where key of layer 0"):
         measure_layers(broken, texts())
-    assert not C._watchers and broken.config._attn_implementation != C.NAME
+    assert not C._observers and broken.config._attn_implementation != C.NAME
 
 
 def test_an_error_in_the_middle_leaves_the_model_as_it_was():
@@ -171,4 +171,4 @@ def test_an_error_in_the_middle_leaves_the_model_as_it_was():
 
     with pytest.raises(KeyboardInterrupt):
         measure_layers(model, texts(), progress=stop)
-    assert model.config._attn_implementation == kind and not C._watchers
+    assert model.config._attn_implementation == kind and not C._observers

@@ -13,7 +13,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 from safetensors import safe_open  # noqa: E402
 from tests.helpers import BASE, MODELS, caches_latents, exact_recipe, generate, logits, made, prompt, texts, three, tiny  # noqa: E402
-from turboquant_nb import calibrate as C, maps as M, ops  # noqa: E402
+from turboquant_nb import calibrate as C, ops, transforms as M  # noqa: E402
 from turboquant_nb.attention import attend, dense_attention  # noqa: E402
 from turboquant_nb.calibrate import calibrate, collect, load_calibration, save_calibration  # noqa: E402
 from turboquant_nb.hf import TurboQuantCache  # noqa: E402
@@ -50,20 +50,20 @@ def test_the_pass_sees_what_a_cache_codes_and_changes_nothing(name, monkeypatch)
     before, queries, exact = logits(model, ids), [], C._exact
     monkeypatch.setattr(C, "_exact", lambda q, *rest: (queries.append(q), exact(q, *rest))[1])
     seen = collect(model, ids)
-    assert model.config._attn_implementation == attention and not C._watchers and not any(m.training for m in model.modules())
+    assert model.config._attn_implementation == attention and not C._observers and not any(m.training for m in model.modules())
     same(logits(model, ids), before)
     layers = model.config.num_hidden_layers
-    assert sorted(seen.keys) == sorted(seen.queries) == list(range(layers)) and seen.tokens == 2 * 36
+    assert seen.layers("key") == seen.layers("query") == list(range(layers)) and seen.tokens == 2 * 36
     cache = TurboQuantCache(model, [replace(r, window=64) for r in TurboQuantCache(model).recipes])  # the window holds all keys as they are
     logits(model, ids, past_key_values=cache)
     queries = [q for q in queries if q.shape[2] == 40]  # the first token is asked alone what a cache would hold
     for i, layer in enumerate(cache.layers):
         x = (layer.store.read()[0] - layer.store.center("key", 0, 40).float())[:, :, 4:].double()
         want = torch.einsum("bhnd,bhne->hde", x, x)
-        assert (seen.keys[i] - want).norm() < 1e-4 * want.norm() and (heads is None or len(want) == heads)
+        assert (seen.second["key", i] - want).norm() < 1e-4 * want.norm() and (heads is None or len(want) == heads)
         q = queries[i][:, :, 4:].double().reshape(2, len(want), -1, want.shape[-1])
         want = torch.einsum("bhnd,bhne->hde", q, q)
-        assert (seen.queries[i] - want).norm() < 1e-4 * want.norm()
+        assert (seen.second["query", i] - want).norm() < 1e-4 * want.norm()
 
 
 @pytest.mark.parametrize("where", ["progress", "layer", "first token"])
@@ -83,7 +83,7 @@ def test_an_error_in_the_middle_leaves_the_model_as_it_was(where):
         collect(model, ids, progress=stop if where == "progress" else None)
     if hook:
         hook.remove()
-    assert model.config._attn_implementation == "eager" and not C._watchers
+    assert model.config._attn_implementation == "eager" and not C._observers
     same(logits(model, ids), before)
     calls = []
     calibrate(model, ids, progress=lambda: calls.append(1))
@@ -98,8 +98,8 @@ def test_a_model_with_eyes_keeps_the_attention_of_each_part():
     named = lambda: [c._attn_implementation for c in (model.config, model.config.text_config, model.config.vision_config)]  # noqa: E731
     before = named()
     found = calibrate(model, texts())
-    assert named() == before and before[2] == "eager" and len(found.maps) == 2
-    assert TurboQuantCache(model, calibration=found).recipes[0].key.rotation == found.maps[0].name
+    assert named() == before and before[2] == "eager" and len(found.transforms) == 2
+    assert TurboQuantCache(model, calibration=found).recipes[0].key.rotation == found.transforms[0].name
 
 
 def test_latents_are_refused_before_reading():
@@ -127,7 +127,7 @@ def test_half_precision(dtype):
     model, found = made("llama")
     half = copy.deepcopy(model).to(dtype)
     own = calibrate(half, texts(4, 60, seed=3))
-    for a, b in zip(own.maps, found.maps):
+    for a, b in zip(own.transforms, found.transforms):
         p, q = (x.matrix.double().mT @ x.matrix.double() for x in (a, b))
         assert (p - q).norm() < 0.1 * q.norm()
     out, cache = generate(half, prompt(2, 20), "turboquant", cache=TurboQuantCache(half, "k4v4", calibration=own), padding=False, max_new_tokens=4)
@@ -141,11 +141,11 @@ def test_autocast_and_other_default_dtypes():
     metric = lambda m: m.matrix.double().mT @ m.matrix.double()  # noqa: E731
     with torch.autocast("cpu", torch.bfloat16):
         cast = calibrate(model, texts())
-    assert all((metric(a) - metric(b)).norm() < 0.05 * metric(b).norm() for a, b in zip(cast.maps, want.maps))
+    assert all((metric(a) - metric(b)).norm() < 0.05 * metric(b).norm() for a, b in zip(cast.transforms, want.transforms))
     tokens, _ = generate(model, prompt(), "turboquant", cache=with_maps(model, want), padding=False)
     for dtype in (torch.bfloat16, torch.float64):
         torch.set_default_dtype(dtype)  # conftest.py puts it back
-        assert [m.name for m in calibrate(model, texts()).maps] == [m.name for m in want.maps]
+        assert [m.name for m in calibrate(model, texts()).transforms] == [m.name for m in want.transforms]
         assert torch.equal(generate(model, prompt(), "turboquant", cache=with_maps(model, want), padding=False)[0], tokens)
 
 
@@ -167,7 +167,7 @@ def test_maps_are_counted_once():
         cache = TurboQuantCache(model, "k3v3", calibration=c)
         logits(model, texts(), past_key_values=cache)
         bytes_of.append(cache.report()["parts"]["tables"])
-    assert bytes_of[1] - bytes_of[0] == found.nbytes == sum(6 * 2 * 8 * 8 for _ in found.maps) and bytes_of[2] == bytes_of[1]
+    assert bytes_of[1] - bytes_of[0] == found.nbytes == sum(6 * 2 * 8 * 8 for _ in found.transforms) and bytes_of[2] == bytes_of[1]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -182,7 +182,7 @@ def test_every_attention_gives_the_same_tokens(name):
         for mode, more in (("greedy", {}), ("beams", dict(num_beams=3))):
             out, cache = generate(model, inputs, attention, cache=with_maps(model, found, mask=inputs["attention_mask"]), **more)
             results.setdefault(mode, []).append(out)
-            assert all(x.store.key.q.rotation.name == m.name for x, m in zip(cache.coded_layers, found.maps))
+            assert all(x.store.key.q.rotation.name == m.name for x, m in zip(cache.coded_layers, found.transforms))
         exact, _ = generate(model, inputs, attention, cache=with_maps(model, found, exact_recipe(), inputs["attention_mask"]))
         assert torch.equal(exact, own)
         fixed, _ = generate(model, inputs, attention, cache=with_maps(model, found, mask=inputs["attention_mask"], max_length=64, static=True), disable_compile=True)
@@ -208,8 +208,8 @@ def test_maps_help_the_model_that_they_are_of():
     "The error of scores of another text's keys, in every layer, against the rotation; maps of queries and keys exchanged lose."
     model, found = made("llama")
     seen, ids = collect(model, texts(4, 60, seed=3)), texts(8, 100, seed=11)
-    wrong = replace(found, maps=[M.make_maps(seen.keys[i], seen.queries[i]) for i in sorted(seen.keys)])
-    asked, errors = collect(model, ids).queries, {}
+    wrong = replace(found, transforms=[M.fit_head_transform(seen.second["key", i], seen.second["query", i]) for i in seen.layers("key")])
+    asked, errors = collect(model, ids).second, {}
     for name, c in (("exact", None), ("rotation", None), ("maps", found), ("exchanged", wrong)):
         recipe = Recipe(Spec(3, center="prompt"), window=128 if name == "exact" else 0)
         cache = TurboQuantCache(model, recipe, calibration=c)
@@ -217,7 +217,7 @@ def test_maps_help_the_model_that_they_are_of():
         keys = [x.store.read()[0].double() for x in cache.layers]
         if name == "exact":
             exact = keys
-        errors[name] = torch.tensor([float(torch.einsum("bhnd,hde,bhne->", a - b, asked[i], a - b)) for i, (a, b) in enumerate(zip(keys, exact))])
+        errors[name] = torch.tensor([float(torch.einsum("bhnd,hde,bhne->", a - b, asked["query", i], a - b)) for i, (a, b) in enumerate(zip(keys, exact))])
     assert (errors["maps"] < 0.8 * errors["rotation"]).all() and (errors["exchanged"] > errors["rotation"]).all(), errors
 
 
@@ -225,17 +225,17 @@ def test_recipes_and_what_a_calibration_refuses():
     model, found = made("llama")
     each = [replace(as_recipe("k4v4"), window=3), replace(as_recipe("k2v2"), key=Spec(2.5))]
     got = TurboQuantCache(model, each, calibration=found).recipes
-    assert [r.key.rotation for r in got] == [m.name for m in found.maps] and [(r.key.bits, r.window) for r in got] == [(4, 3), (2.5, 64)]
+    assert [r.key.rotation for r in got] == [m.name for m in found.transforms] and [(r.key.bits, r.window) for r in got] == [(4, 3), (2.5, 64)]
     assert [replace(r, key=replace(r.key, rotation="hadamard")) for r in got] == each and len({r.to_json() for r in got}) == 2
     assert all(r.value.rotation == "hadamard" for r in got) and Recipe.from_json(got[0].to_json()) == got[0]
     with pytest.raises(ValueError, match="one recipe for each of the 2 layers"):
         TurboQuantCache(model, each[:1], calibration=found)
-    for rotation in ("haar", "identity", found.maps[0].name):
+    for rotation in ("haar", "identity", found.transforms[0].name):
         with pytest.raises(ValueError, match=f"replaces the rotation of keys, got '{rotation}'"):
             TurboQuantCache(model, Recipe(Spec(rotation=rotation)), calibration=found)
     with pytest.raises(ValueError, match="QJL"):
         TurboQuantCache(model, Recipe(residual="prod"), calibration=found)
-    for bad in (3, ["a"], found.maps, object()):
+    for bad in (3, ["a"], found.transforms, object()):
         with pytest.raises(TypeError, match="calibration must be a file, a hub id or a Calibration, got"):
             TurboQuantCache(model, calibration=bad)
 
@@ -278,7 +278,7 @@ SHARP = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 def filled(key, dtype, n=700, heads=2, d=16):
     "(store, keys, values): two rows, one of them padded; a prompt, chunks, single tokens."
     q, k = moments(heads, d)
-    name = M.make_maps(q, k).name
+    name = M.fit_head_transform(q, k).name
     recipe = Recipe(replace(key, rotation=name), Spec(4), sinks=3, window=9, decay=300 if key == KEYS["decay"] else None)
     more = dict(inv_freq=0.1 ** torch.arange(3)) if key.center == "rope" else {}
     store = KVStore(recipe, 2, heads, d, dtype=dtype, **more)
@@ -351,7 +351,7 @@ def test_the_law_fails_for_a_query_that_is_turned_like_a_key(monkeypatch):
     q = drawn(moments()[0].repeat(2, 1, 1), 2, 4, 1)
     want = dense_attention(q, *plain(store), mask=(torch.arange(700) >= store.start[:, None, None, None]))
     assert error(attend(q, store), want, torch.float32) < 1
-    monkeypatch.setattr(M.HeadMaps, "query", M.HeadMaps.apply)
+    monkeypatch.setattr(M.HeadTransform, "query", M.HeadTransform.apply)
     assert error(attend(q, store), want, torch.float32) > 100
 
 
@@ -364,10 +364,10 @@ def test_mapped_codes_beat_the_rotation_and_exchanged_ones_do_not(spec):
     m, c = moments(3, d, decay=1.0)
     q, k = drawn(m, 4, 3, 100, seed=1), drawn(c, 4, 3, 1000, seed=2)
     errors = {}
-    for name, rotation in (("rotation", "hadamard"), ("maps", M.make_maps(m, c).name), ("exchanged", M.make_maps(c, m).name)):
+    for name, rotation in (("rotation", "hadamard"), ("maps", M.fit_head_transform(m, c).name), ("exchanged", M.fit_head_transform(c, m).name)):
         coder = make_quantizer(replace(spec, rotation=rotation), d)
         errors[name] = (q @ (decode(coder, coder.encode(k)) - k).mT).square().mean((0, 2, 3))
-    gain = M.map_gain(m, c, M.best_metric(m, c))
+    gain = M.coding_gain(m, c, M.best_metric(m, c))
     assert (gain > 0.4).all()
     measured = 0.5 * (errors["rotation"] / errors["maps"]).log2()
     assert ((measured - gain).abs() < 0.15).all(), (measured, gain)
@@ -392,16 +392,16 @@ def test_ids_that_are_no_windows():
             calibrate(model, ids, shrink=bad)
     with pytest.raises(IndexError):
         collect(model, ids + 1000)
-    assert model.config._attn_implementation == "sdpa" and not C._watchers
+    assert model.config._attn_implementation == "sdpa" and not C._observers
     want = calibrate(model, ids)
     for kind in (torch.int32, torch.uint8):
-        assert [m.name for m in calibrate(model, ids.to(kind), batch=1).maps] == [m.name for m in want.maps]
+        assert [m.name for m in calibrate(model, ids.to(kind), batch=1).transforms] == [m.name for m in want.transforms]
     assert calibrate(model, ids[:, :6]).header["tokens"] == 4 and calibrate(model, ids[:, :2], skip=0).header["tokens"] == 4
 
 
 def usable(found, model):
     "The maps are well conditioned, and a cache with them answers."
-    for m in found.maps:
+    for m in found.transforms:
         assert float(torch.linalg.cond(m.matrix.double()).max()) < 1e4
         x = torch.randn(1, m.heads, 9, m.d)
         assert (m.inverse(m.apply(x)) - x).abs().max() < 1e-3
@@ -427,7 +427,7 @@ def test_heads_that_say_nothing(what):
     found = calibrate(model, texts(4))
     usable(found, model)
     if what == "both":
-        p = found.maps[0].matrix[0].double().mT @ found.maps[0].matrix[0].double()
+        p = found.transforms[0].matrix[0].double().mT @ found.transforms[0].matrix[0].double()
         assert (p / p[0, 0] - torch.eye(8)).abs().max() < 0.05  # nothing known: a rotation
 
 
@@ -441,14 +441,14 @@ def test_states_that_are_not_finite(bad):
 
 
 def test_maps_that_a_store_cannot_take():
-    good = M.make_maps(*moments()).name
+    good = M.fit_head_transform(*moments()).name
     with pytest.raises(ValueError, match="map-0123456789abcdef is not known here: load the calibration"):
         KVStore(Recipe(Spec(rotation="map-0123456789abcdef")), 1, 2, 16)  # a recipe is text: it may name what comes later
     with pytest.raises(ValueError, match="is for head size 16, not 8"):
         KVStore(Recipe(Spec(rotation=good)), 1, 2, 8)
-    with pytest.raises(ValueError, match="maps of 2 heads cannot serve 4"):
+    with pytest.raises(ValueError, match="a transform of 2 heads cannot serve 4"):
         KVStore(Recipe(Spec(rotation=good)), 1, 4, 16)
-    with pytest.raises(ValueError, match="maps are for keys"):
+    with pytest.raises(ValueError, match="head transforms are for keys"):
         Recipe(value=Spec(rotation=good))
     with pytest.raises(ValueError, match="QJL residual"):
         Spec(rotation=good, residual="qjl")
@@ -456,11 +456,11 @@ def test_maps_that_a_store_cannot_take():
         Recipe(Spec(rotation=good), residual="prod")
     coder = Quantizer(Spec(rotation=good), 16)
     for shape in ((16,), (5, 16), (3, 5, 16)):
-        with pytest.raises(ValueError, match=r"maps of 2 heads take \[..., 2, n, 16\]"):
+        with pytest.raises(ValueError, match=r"a transform of 2 heads takes \[..., 2, n, 16\]"):
             encode(coder, torch.ones(shape))
     for bad in (torch.zeros(2, 4, 4), torch.full((1, 4, 4), torch.inf), torch.ones(4, 4), torch.ones(1, 4, 5), torch.ones(1, 2, 2).long()):
         with pytest.raises(ValueError, match="matrix must be"):
-            M.register_maps(bad)
+            M.HeadTransform.of(bad)
 
 
 # --- files -----------------------------------------------------------------------------------------
@@ -474,7 +474,7 @@ def test_calibrations_come_back_and_others_do_not(tmp_path):
     save_calibration(found, path)
     back = load_calibration(str(path))
     assert back.header == found.header and repr(back) == repr(found) and load_calibration(found) is found
-    assert all(a is b for a, b in zip(back.maps, found.maps))  # one copy in a process
+    assert all(a is b for a, b in zip(back.transforms, found.transforms))  # one copy in a process
     assert TurboQuantCache(model, calibration=path).recipes == TurboQuantCache(model, calibration=found).recipes
     with safe_open(path, "pt") as f:
         assert len(list(f.keys())) == 2 and json.loads(f.metadata()["header"])["about"]["head size"] == 8
@@ -490,7 +490,7 @@ def test_calibrations_come_back_and_others_do_not(tmp_path):
         bad.write_bytes(changed)
         with pytest.raises(ValueError, match="not a readable calibration|must have format|was changed"):
             load_calibration(bad)
-    fold.save_fold(fold.calibrate(model, texts()), bad)
+    fold.save_fold(fold.fit_fold(model, texts()), bad)
     with pytest.raises(ValueError, match="must have format 'turboquant-nb calibration 1'"):
         load_calibration(bad)
     store, *_ = filled(KEYS["none"], torch.float32, n=350)
@@ -512,7 +512,7 @@ FRESH = """
 import torch
 torch.set_num_threads(1)
 from pathlib import Path
-from turboquant_nb import maps, store
+from turboquant_nb import store, transforms
 from turboquant_nb.calibrate import load_calibration
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.storage import load_compressed
@@ -520,7 +520,7 @@ from turboquant_nb.storage import load_compressed
 here, out = Path("."), {}
 config = torch.load("config", weights_only=False)
 for file in sorted(here.glob("*.saved")):
-    maps._KNOWN.clear()  # of the file before
+    transforms._registered.clear()  # of the file before
     store._shared.cache_clear(), store._coder.cache_clear()
     cache = file.name.startswith("cache") or file.name.startswith("static")
     reader = load_compressed if "compressed" in file.name else TurboQuantCache.load if cache else store.KVStore.load
@@ -529,7 +529,7 @@ for file in sorted(here.glob("*.saved")):
         k, v = (torch.linspace(-3, 2, x.batch * x.heads * 5 * s.q.d).sin().view(x.batch, x.heads, 5, -1).to(x.dtype) for s in (x.key, x.value))
         x.append(k, v)
     out[file.name] = [t for x in (got.layers if cache else [got]) for t in (*(x.store if cache else x).read(), *(x.store if cache else x).state()[0].values())]
-maps._KNOWN.clear()
+transforms._registered.clear()
 store._shared.cache_clear()
 try:
     store.KVStore(got.recipe, 1, 2, 16)
@@ -596,6 +596,6 @@ def test_saved_states_bring_their_maps_into_a_fresh_process(fresh):
 
 def test_a_calibration_on_the_hub_without_a_network(fresh):
     found, _, got = fresh
-    assert got["hub"] == found.maps[0].name
+    assert got["hub"] == found.transforms[0].name
     for name in ("some-one/else", "nothing-at-all", "./no/such/file.safetensors"):
         assert got[name].startswith(f"{name} is neither a file nor found on the hub: "), got[name]

@@ -6,8 +6,9 @@ import torch
 import transformers
 
 from turboquant_nb.cli import main
-from turboquant_nb.fold import Fold, best_scales, calibrate, fold, load_fold, save_fold, unfold, write_folded
+from turboquant_nb.fold import Fold, fit_fold, fold, load_fold, save_fold, unfold, write_folded
 from turboquant_nb.quantizer import Quantizer, Spec, decode, encode
+from turboquant_nb.transforms import best_scales
 
 SMALL = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 CONFIGS = {  # name: (config, what it has besides)
@@ -45,7 +46,7 @@ def logits(model, ids):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_not_a_bit_changes(name, dtype):
     model, ids = made(name, dtype), tokens()
-    found = calibrate(model, tokens(seed=1))
+    found = fit_fold(model, tokens(seed=1))
     before, weights = logits(model, ids), {n: p.clone() for n, p in model.named_parameters()}
     assert any((s != 1).any() for s in found.scales)
     fold(model, found)
@@ -77,7 +78,7 @@ def test_scores_of_coded_keys_err_less():
     model, ids = made("llama", num_key_value_heads=4), tokens(8, 60)
     attention, d = model.model.layers[0].self_attn, 16
     x = torch.randn(4000, 32, generator=torch.Generator().manual_seed(2))
-    found = calibrate(model, ids)
+    found = fit_fold(model, ids)
 
     def errors():
         with torch.no_grad():
@@ -110,12 +111,12 @@ def test_what_cannot_be_read_is_left_alone():
 @pytest.mark.parametrize("name,why", [("Qwen3Config", "normalises"), ("Phi3Config", "q_proj"), ("GPTNeoXConfig", "cannot be folded|self_attn|RoPE")])
 def test_models_that_cannot_be_folded(name, why):
     with pytest.raises(ValueError, match=why):
-        calibrate(made(name), tokens())
+        fit_fold(made(name), tokens())
 
 
 def test_refusals_change_nothing(tmp_path):
     model = made("llama")
-    found = calibrate(model, tokens())
+    found = fit_fold(model, tokens())
     weights = {n: p.clone() for n, p in model.named_parameters()}
     same = lambda m, w=weights: all(torch.equal(p, w[n]) for n, p in m.named_parameters())
     with pytest.raises(ValueError, match="not folded"):
@@ -131,9 +132,9 @@ def test_refusals_change_nothing(tmp_path):
     assert same(half, before) and same(model)
     for ids in (tokens()[:, :4], tokens()[0], tokens().float(), tokens()[:0]):
         with pytest.raises(ValueError, match="ids must be"):
-            calibrate(model, ids)
+            fit_fold(model, ids)
     fold(model, found)
-    for again in (lambda: fold(model, found), lambda: calibrate(model, tokens())):
+    for again in (lambda: fold(model, found), lambda: fit_fold(model, tokens())):
         with pytest.raises(ValueError, match="folded already"):
             again()
     assert not [h for m in model.modules() for h in m._forward_hooks]
@@ -141,7 +142,7 @@ def test_refusals_change_nothing(tmp_path):
 
 def test_files(tmp_path):
     model, path = made("bias"), tmp_path / "a.fold"
-    found = calibrate(model, tokens())
+    found = fit_fold(model, tokens())
     save_fold(found, path)
     again = load_fold(path)
     assert again.header == found.header and all(map(torch.equal, again.scales, found.scales))
@@ -178,4 +179,4 @@ def test_a_decoder_without_layers_says_so(monkeypatch):
     model = made("llama")
     monkeypatch.setattr(type(model), "get_decoder", lambda self: torch.nn.Identity())
     with pytest.raises(ValueError, match="llama cannot be folded: its decoder has no `layers`"):
-        calibrate(model, tokens())
+        fit_fold(model, tokens())

@@ -22,7 +22,7 @@ from turboquant_nb.esm import (
     MASK,
     RESIDUES,
     TurboEsm,
-    calibrate,
+    calibrate_esm,
     load_esm,
     masked_marginals,
     random_esm,
@@ -60,7 +60,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def code(model):
-    return calibrate(model, proteins(24), "water4")
+    return calibrate_esm(model, proteins(24), "water4")
 
 
 PLAIN = Recipe(Spec(bits=4), Spec(bits=4), sinks=0, window=0)
@@ -289,7 +289,7 @@ def test_maps_are_inverse(code):
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_recipes_fit(model, name):
-    c = calibrate(model, proteins(12), name)
+    c = calibrate_esm(model, proteins(12), name)
     want = {"turboesm": (4.0, 3.0)}.get(name)
     bits = [s.bits.float().mean().item() for s in (c.key, c.value)]
     if want:
@@ -312,7 +312,7 @@ def test_more_bits_come_closer(model):
     with torch.no_grad():
         want = model.esm(ids, attention_mask=mask).last_hidden_state
     for name in ("water2", "water3", "water4"):
-        with TurboEsm(model, calibrate(model, seqs, name)) as t:
+        with TurboEsm(model, calibrate_esm(model, seqs, name)) as t:
             error.append(float((t.reread(ids, mask).hidden - want)[mask.bool()].square().mean()))
     assert error[0] > 2 * error[1] > 4 * error[2] > 0
 
@@ -454,11 +454,11 @@ def test_refusals_of_calibration(model, code):
         code.check_held_out([seqs[3].lower()])
     code.check_held_out(proteins(5, seed=77))
     with pytest.raises(ValueError, match="held out"):
-        calibrate(model, seqs, held_out=[seqs[0]])
+        calibrate_esm(model, seqs, held_out=[seqs[0]])
     with pytest.raises(ValueError, match="at least 8"):
-        calibrate(model, seqs[:7] * 2)
+        calibrate_esm(model, seqs[:7] * 2)
     with pytest.raises(ValueError, match="recipe must be"):
-        calibrate(model, seqs, "k9")
+        calibrate_esm(model, seqs, "k9")
     with pytest.raises(ValueError, match="another model"):
         TurboEsm(tiny(seed=1), code)
     with pytest.raises(ValueError, match="layers, heads, head size"):
@@ -773,7 +773,7 @@ def test_decoder_protein_models(kind):
 
 
 def test_every_name_is_found_and_files_need_no_transformers(tmp_path):
-    assert {"TurboEsm", "tokens", "load_esm", "CodedPast", "calibrate", "variants", "main"} <= set(M.__all__) <= set(dir(M))
+    assert {"TurboEsm", "tokens", "load_esm", "CodedPast", "calibrate_esm", "variants", "main"} <= set(M.__all__) <= set(dir(M))
     assert all(getattr(M, n) is not None for n in M.__all__) and callable(M.variants)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         M.nothing

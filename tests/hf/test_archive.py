@@ -66,7 +66,7 @@ def test_a_calibration_of_an_earlier_version_loads(tmp_path):
     path, facts = DATA / "calibration.safetensors", FACTS["calibration"]
     found = load_calibration(path)
     found.check(CONFIG)
-    assert [m.name for m in found.maps] == facts["maps"]
+    assert [m.name for m in found.transforms] == facts["maps"]
     recipes = TurboQuantCache(CONFIG, "k3v3", calibration=path, budget=facts["budget"]).recipes
     assert [r.to_json() for r in recipes] == facts["recipes"]
     save_calibration(found, tmp_path / "again")

@@ -39,7 +39,7 @@ def test_calibrating_with_offloaded_weights():
     ids = torch.randint(1, 50, (2, 40), generator=torch.Generator().manual_seed(0))
     here = calibrate(tiny(), ids)
     away = calibrate(accelerate.cpu_offload(copy.deepcopy(tiny()), execution_device=torch.device("cpu")), ids)
-    assert [m.name for m in here.maps] == [m.name for m in away.maps]
+    assert [m.name for m in here.transforms] == [m.name for m in away.transforms]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="torchrun with gloo")

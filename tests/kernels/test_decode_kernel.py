@@ -30,7 +30,7 @@ from turboquant_nb.attention import attend  # noqa: E402
 from turboquant_nb.kernels import decode as kernel  # noqa: E402
 from turboquant_nb.kernels.decode import decode_attention, supports  # noqa: E402
 from turboquant_nb.codebook import affine, lloyd_max  # noqa: E402
-from turboquant_nb.maps import register_maps  # noqa: E402
+from turboquant_nb.transforms import HeadTransform, register_transform  # noqa: E402
 from turboquant_nb.packing import Layout, pack  # noqa: E402
 from turboquant_nb.quantizer import Quantizer, Recipe, Spec  # noqa: E402
 from turboquant_nb.residual import sign_table  # noqa: E402
@@ -81,7 +81,7 @@ def random_maps(heads, d):
     "Matrices that are no rotations, other ones for each head."
     g = torch.Generator().manual_seed(heads * 1000 + d)
     u, v = torch.linalg.qr(torch.randn(2, heads, d, d, generator=g))[0]
-    return register_maps(u * torch.linspace(0.3, 2, d) @ v)
+    return register_transform(HeadTransform.of(u * torch.linspace(0.3, 2, d) @ v))
 
 
 def agree(case, options, kernel_name, limit):
@@ -547,7 +547,7 @@ def test_pages_refuse():
         (dict(key_planes=p.key_planes[:1]), ValueError, "key_planes must be"), (dict(value_scale=p.value_scale[:2]), ValueError, "one shape"),
         (dict(key_planes=[x.float() for x in p.key_planes]), ValueError, "uint8"),
         (dict(turns=torch.ones(9, 64)), ValueError, "center is 'rope'"),
-        (dict(key=Quantizer(Spec(rotation=random_maps(3, 64).name), 64, DEVICE)), ValueError, "maps of 3 heads cannot serve 1"),
+        (dict(key=Quantizer(Spec(rotation=random_maps(3, 64).name), 64, DEVICE)), ValueError, "a transform of 3 heads cannot serve 1"),
     ):
         with pytest.raises(error, match=message):
             kernel.Pages(**args | wrong)

@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from turboquant_nb.kernels import encode as kernel  # noqa: E402
-from turboquant_nb.maps import register_maps  # noqa: E402
+from turboquant_nb.transforms import HeadTransform, register_transform  # noqa: E402
 from turboquant_nb.packing import pack, unpack  # noqa: E402
 from turboquant_nb.quantizer import Recipe, Spec, preset  # noqa: E402
 from turboquant_nb.store import KVStore  # noqa: E402
@@ -130,7 +130,7 @@ def test_turning_centre_with_other_rotations(rotation):
 def mapped(heads, d, **kwargs):
     "A recipe whose keys have a matrix of their own in each head, none of them a rotation."
     u, v = torch.linalg.qr(torch.randn(2, heads, d, d, generator=torch.Generator().manual_seed(d)))[0]
-    name = register_maps(u * torch.linspace(0.3, 2, d) @ v).name
+    name = register_transform(HeadTransform.of(u * torch.linspace(0.3, 2, d) @ v)).name
     return Recipe(Spec(rotation=name, **kwargs), Spec(bits=2))
 
 
@@ -152,7 +152,7 @@ def test_maps_of_a_static_store():
     recipe, parts = mapped(2, 32, center="prompt"), chunks((70, 1, 1), b=2)
     fused, plain = both(recipe, parts, max_length=100, static=True)
     assert int(fused.position) == int(plain.position) == 72
-    with pytest.raises(ValueError, match="maps of 2 heads cannot serve 3"):
+    with pytest.raises(ValueError, match="a transform of 2 heads cannot serve 3"):
         KVStore(recipe, 1, 3, 32)
 
 

@@ -17,7 +17,6 @@ from turboquant_nb.transform import (
     load_code,
     mapped_states,
     save_code,
-    spread_bits,
 )
 
 
@@ -72,21 +71,6 @@ def test_width_counts_whole_bytes():
     assert side(nine).width(0) == 2
 
 
-@pytest.mark.parametrize("n, most, budget", [(3, 3, 5), (4, 2, 8), (2, 4, 0), (3, 3, 4)])
-def test_spread_bits_is_optimal(n, most, budget):
-    g = torch.Generator().manual_seed(budget)
-    gains = torch.rand(n, most, generator=g).sort(1, descending=True).values  # convex losses
-    bits = spread_bits(gains, budget)
-    value = lambda b: sum(float(gains[i, :x].sum()) for i, x in enumerate(b))  # noqa: E731
-    ways = (b for b in itertools.product(range(most + 1), repeat=n) if sum(b) == budget)
-    assert int(bits.sum()) == budget and int(bits.max()) <= most
-    assert value(bits.tolist()) == pytest.approx(max(map(value, ways)))
-
-
-def test_spread_bits_refuses():
-    for bad in (-1, 7):
-        with pytest.raises(ValueError, match="budget must be from 0 to 6"):
-            spread_bits(torch.ones(2, 3), bad)
 
 
 def test_recipes():

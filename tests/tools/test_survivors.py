@@ -3,7 +3,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from turboquant_nb import codebook, maps, transform
+from turboquant_nb import codebook, transform, transforms
 from turboquant_nb.codebook import affine, lloyd_max
 from turboquant_nb.quant.calibration import allocate
 from turboquant_nb.quantizer import PRESETS, Quantizer, Recipe, Spec, decided, preset, scalar_table
@@ -75,7 +75,7 @@ def of_moments(mean, second, query):
     one = lambda x: x[None, None].double()
     kinds = ("key", "value", "rope")
     eye = torch.eye(len(mean)).double()
-    return transform.Moments(1, one(torch.zeros_like(mean)), torch.ones(len(mean) // 2), {k: one(mean) for k in kinds}, {k: one(second) for k in kinds}, one(query), one(eye), torch.ones(1).double())
+    return transform.CodeStatistics(1, one(torch.zeros_like(mean)), torch.ones(len(mean) // 2), {k: one(mean) for k in kinds}, {k: one(second) for k in kinds}, one(query), one(eye), torch.ones(1).double())
 
 
 @pytest.mark.parametrize("rotation", ("svd", "none"))
@@ -83,7 +83,7 @@ def test_a_centred_transform_is_of_the_covariance(rotation):
     "`second - outer`, twice: the axes are those of what is left when the mean is gone, and so are the variances."
     covariance, mean = torch.diag(torch.tensor([4.0, 1.0, 2.0, 0.5])), torch.tensor([0.0, 30.0, 0.0, 0.0])
     m = of_moments(mean, covariance + mean[:, None] * mean, torch.eye(4))
-    fit = transform.fit_maps(m, "key", transform.SideSpec(center="mean", rotation=rotation, aware=False))
+    fit = transform.fit_transform(m, "key", transform.SideSpec(center="mean", rotation=rotation, aware=False))
     want = [4.0, 2.0, 1.0, 0.5] if rotation == "svd" else [4.0, 1.0, 2.0, 0.5]
     assert fit["var"][0, 0].tolist() == pytest.approx(want) and fit["mean"][0, 0].tolist() == mean.tolist()
 
@@ -92,16 +92,16 @@ def test_the_best_metric_keeps_the_energy_of_keys():
     "tr(CP) = tr(C): the scale of P, which a common factor of all scales would hide."
     g = torch.Generator().manual_seed(0)
     queries, keys = (x @ x.mT for x in torch.randn(2, 3, 6, 6, generator=g).double())
-    p, trace = maps.best_metric(queries, keys, shrink=0.0), lambda x: x.diagonal(dim1=1, dim2=2).sum(1)
+    p, trace = transforms.best_metric(queries, keys, shrink=0.0), lambda x: x.diagonal(dim1=1, dim2=2).sum(1)
     assert torch.allclose(trace(keys @ p), trace(keys), rtol=1e-9) and not torch.allclose(trace(p), trace(keys), rtol=0.1)
 
 
 def test_a_map_whose_inverse_fp32_cannot_serve_is_refused():
     "The limit of the condition is 1e4, with powers of two on both sides of it."
     matrix = lambda power: torch.diag(torch.tensor([2.0**power, 1.0]))[None]
-    assert torch.equal(maps.register_maps(matrix(13)).back[0], matrix(-13)[0])
+    assert torch.equal(transforms.HeadTransform.of(matrix(13)).back[0], matrix(-13)[0])
     with pytest.raises(ValueError, match="below 1e4.*got 1.64e"):
-        maps.register_maps(matrix(14))
+        transforms.HeadTransform.of(matrix(14))
 
 
 # ---------------------------------------------------------------- the store

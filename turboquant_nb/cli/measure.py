@@ -90,8 +90,10 @@ def _named(caches: Caches, changes: Changes, calibrated: Calibrated) -> list:  #
 
 def _extras(what, budget: float | None) -> str:
     "What the name of a cache does not say: maps, and bits by layer."
+    from turboquant_nb.transforms import transform_class
+
     recipes = what if isinstance(what, list) else []
-    maps = any(r.key.rotation.startswith("map-") for r in recipes)
+    maps = any(transform_class(r.key.rotation).per_head for r in recipes)
     return (" + maps" if maps else "") + (f" at {budget:g} bits" if budget and recipes else "")
 
 

@@ -60,7 +60,7 @@ def fit_code(ask: Fit, output: Output) -> None:
     n = len(sequences)
     with at_fault(ValueError, TypeError):
         with Stage(f"reading {n} sequences twice", 2 * n, not output.quiet) as stage:
-            code = esm.calibrate(model, sequences, ask.recipe, list(held_out.values()), stage.at)
+            code = esm.calibrate_esm(model, sequences, ask.recipe, list(held_out.values()), stage.at)
     with writing(ask.out) as new:
         save_code(code, new)
     sizes = dict(bits_per_value=code.bits_per_value, tables_nbytes=code.tables_nbytes)

@@ -3,7 +3,7 @@ _HOME = {
     "checkpoints": ["TOKENS", "RESIDUES", "CLS", "PAD", "EOS", "UNK", "MASK", "_INDEX", "tokens", "read_fasta", "load_esm", "random_esm", "random_proteins"],
     "codes": ["Past", "CodedPast", "StorePast"],
     "model": ["TurboSelfAttention", "EsmOutput", "fingerprint", "TurboEsm"],
-    "calibration": ["gather_moments", "fit_esm", "calibrate"],
+    "calibration": ["gather_statistics", "fit_esm", "calibrate_esm"],
     "mutations": ["masked_marginals", "score_mutations", "variants_of", "variants", "read_mutations"],
 }
 _HOME = {name: module for module, names in _HOME.items() for name in names}

@@ -1853,8 +1853,7 @@ class Pages:
         self.plan = _make_plan(key, value, self.size, key_scale.device)
         if self.plan.why:
             raise ValueError(f"no kernel reads these codes: {self.plan.why}")
-        if key.rotation.kind == "map" and key.rotation.heads != self.heads:
-            raise ValueError(f"maps of {key.rotation.heads} heads cannot serve {self.heads}")
+        key.rotation.check_heads(self.heads)
         _check_turns(self)
         _check_pages(self, pages)
 

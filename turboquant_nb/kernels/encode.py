@@ -804,8 +804,7 @@ _tables = WeakKeyDictionary()  # Quantizer -> (Turn, table)
 def _quantizer_tables(q) -> tuple:
     if q not in _tables:
         r, book = q.rotation, getattr(q.codebook, "book", q.codebook)
-        seeded = r.kind not in ("matrix", "map")
-        turn = _seeded_turn(r.kind, q.d, r.seed, q.device) if seeded else Turn.of(r.matrix)
+        turn = _seeded_turn(r.kind, q.d, r.seed, q.device) if r.seeded else Turn.of(r.matrix)
         codes = torch.arange(2**book.bits, device=q.device)
         _tables[q] = turn, code_table(book.edges, book.decode(codes))
     return _tables[q]

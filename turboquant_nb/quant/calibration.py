@@ -11,8 +11,9 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..maps import register_maps
 from ..files import read_file, write_file
+from ..rates import allocate_bits
+from ..transforms import HeadTransform, register_transform
 
 # %% ../../nbs/13b_calibration.ipynb #efa4ef60
 def model_facts(
@@ -36,7 +37,7 @@ def model_facts(
 class Calibration:
     "Key transforms of one model, a layer at a time, what its layers lose by codes, and their provenance."
 
-    maps: list  # one HeadMaps for each layer that holds keys and values; empty without maps
+    transforms: list  # a HeadTransform for each layer that holds keys and values; or none
     header: dict  # about (model), tokens, length, skip, shrink, gain of each layer, data, versions; losses
 
     def check(self, config) -> None:
@@ -47,28 +48,28 @@ class Calibration:
             raise ValueError(f"the calibration is of another model: it has {'; '.join(differ)}")
 
     def recipes(self, recipes: list) -> list:
-        """Recipes of all layers that hold keys and values, with the maps, if there are any, in place of
+        """Recipes of all layers that hold keys and values, with the transforms, if there are any, in place of
         their rotation. Raises ValueError for another number of layers, and for a rotation that was chosen."""
-        if not self.maps:
+        if not self.transforms:
             return recipes
-        if len(recipes) != len(self.maps):
-            got = f"{len(self.maps)} layers, got {len(recipes)} recipes"
+        if len(recipes) != len(self.transforms):
+            got = f"{len(self.transforms)} layers, got {len(recipes)} recipes"
             raise ValueError(f"the calibration has {got}")
         chosen = {r.key.rotation for r in recipes} - {"hadamard"}
         if chosen:
             raise ValueError(f"a calibration replaces the rotation of keys, got {chosen.pop()!r}")
-        mapped = lambda r, m: replace(r, key=replace(r.key, rotation=m.name))  # noqa: E731
-        return [mapped(r, m) for r, m in zip(recipes, self.maps)]
+        named = lambda r, m: replace(r, key=replace(r.key, rotation=m.name))  # noqa: E731
+        return [named(r, m) for r, m in zip(recipes, self.transforms)]
 
     @property
     def nbytes(self) -> int:
-        "Bytes of all maps: once for a model, whatever its caches hold."
-        return sum(m.nbytes for m in self.maps)
+        "Bytes of all transforms: once for a model, whatever its caches hold."
+        return sum(m.nbytes for m in self.transforms)
 
     def __repr__(self):
         a, gain, losses = (self.header.get(x) for x in ("about", "gain", "losses"))
         parts = [f"{a['model type']}, {a['layers']} layers of {a['KV heads']} x {a['head size']}"]
-        if self.maps:
+        if self.transforms:
             bits = f"{sum(gain) / len(gain):.2f} bits a channel of keys"
             parts.append(f"{self.header['tokens']:,} tokens, {bits}")
         if losses:
@@ -82,7 +83,7 @@ FORMAT = "turboquant-nb calibration 1"
 
 def save_calibration(c: Calibration, path) -> None:
     "Write transforms and header to one safetensors file."
-    write_file(path, {f"map{i:04}": m.matrix for i, m in enumerate(c.maps)}, c.header, FORMAT)
+    write_file(path, {f"map{i:04}": m.matrix for i, m in enumerate(c.transforms)}, c.header, FORMAT)
 
 
 def load_calibration(
@@ -99,7 +100,7 @@ def load_calibration(
     if not path.is_file():
         path = _from_hub(str(source))
     tensors, header = read_file(path, FORMAT, "calibration")
-    return Calibration([register_maps(tensors[n]) for n in sorted(tensors)], header)
+    return Calibration([register_transform(HeadTransform.of(tensors[n])) for n in sorted(tensors)], header)
 
 
 def _from_hub(name: str) -> Path:
@@ -113,14 +114,6 @@ def _from_hub(name: str) -> Path:
         raise FileNotFoundError(f"{name} is neither a file nor found on the hub: {why}") from None
 
 # %% ../../nbs/13b_calibration.ipynb #0e74d9e9
-def _next(curve: list, at: int, bits: list, size: int, left: int) -> tuple:
-    "The step from a point of a curve that gains most a bit and fits: (gain a bit, where to); (0, at) if there is none."
-    ahead = range(at + 1, len(bits))
-    cost = {j: (bits[j] - bits[at]) * size for j in ahead}
-    steps = [((curve[at] - curve[j]) / cost[j], j) for j in ahead if cost[j] <= left]
-    return max(steps, default=(0.0, at))
-
-
 def allocate(
     losses: dict,  # header["losses"] of what measure_layers gave
     budget: float,  # average bits of all keys and values, within those measured
@@ -133,18 +126,8 @@ def allocate(
         raise ValueError(f"budget must be from {bits[0]} to {bits[-1]}, as measured, got {budget}")
     curves = [x for pair in zip(losses["key"], losses["value"]) for x in pair]
     sizes = [n for pair in losses["size"] for n in pair]
-    left = math.floor((budget - bits[0]) * sum(sizes) + 1e-6)
-    at = [0] * len(curves)
-    while True:
-        steps = [
-            (*_next(c, a, bits, n, left), i) for i, (c, a, n) in enumerate(zip(curves, at, sizes))
-        ]
-        gain, to, i = max(steps, key=lambda s: s[0])
-        if gain <= 0:
-            break
-        left -= (bits[to] - bits[at[i]]) * sizes[i]
-        at[i] = to
-    return [(bits[k], bits[v]) for k, v in zip(at[::2], at[1::2])]
+    each = allocate_bits(curves, math.floor(budget * sum(sizes) + 1e-6), bits, sizes)
+    return list(zip(each[::2], each[1::2]))
 
 # %% ../../nbs/13b_calibration.ipynb #0d2bd4a8
 def spend(
