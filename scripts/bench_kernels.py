@@ -21,7 +21,7 @@ import triton.language as tl
 
 from turboquant_nb import results
 from turboquant_nb.attention import attend
-from turboquant_nb.kernels.decode import decode_attention, supports
+from turboquant_nb.kernels.launch import decode_attention, supports
 from turboquant_nb.quantizer import Recipe, Spec
 from turboquant_nb.store import KVStore
 

@@ -12,7 +12,7 @@ from bench_kernels import fill, graphed, states, timed
 from turboquant_nb import results
 from turboquant_nb.attention import attend
 from turboquant_nb.kernels import encode
-from turboquant_nb.kernels.decode import decode_attention
+from turboquant_nb.kernels.launch import decode_attention
 from turboquant_nb.maps import register_maps
 from turboquant_nb.quantizer import Recipe, Spec
 from turboquant_nb.store import KVStore

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from . import attention
-from .kernels import decode, encode
+from .kernels import encode, launch
+from .kernels.decode import is_interpreted
 from .quantizer import decode as decode_codes
 from .store import KVStore
 
 # %% ../nbs/13_ops.ipynb #5f41a5c3
 def _interpreted() -> bool:
     "Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1 when it was imported)."
-    return decode._interpreted()
+    return is_interpreted()
 
 
 def _device_reason(store, named: bool) -> str:
@@ -40,7 +41,7 @@ def _triton_reason(q, store, k, v, mask, first, causal, window, softcap, named) 
         return "the kernel is causal"
     if why := _device_reason(store, named):
         return why
-    served, why = decode.supports(q, store, k, v, window=window, softcap=softcap)
+    served, why = launch.supports(q, store, k, v, window=window, softcap=softcap)
     return "" if served else why
 
 # %% ../nbs/13_ops.ipynb #3bdce418
@@ -245,7 +246,7 @@ def attend_by(name, q, store, k, v, scaling, mask, first, causal, window, softca
     if name == "flash":
         attention._check_attend(q, store, k, v, store.offset, None, softcap, window)
         return _flash(q, store, k, v, scaling, window)
-    return decode.decode_attention(q, store, k, v, scaling, window=window, softcap=softcap)
+    return launch.decode_attention(q, store, k, v, scaling, window=window, softcap=softcap)
 
 # %% ../nbs/13_ops.ipynb #dfce742e
 _CODERS = WeakKeyDictionary()  # store -> {what an answer depends on: the answer}
