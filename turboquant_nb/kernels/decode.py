@@ -455,7 +455,7 @@ class Launcher:
         tensors = [n for n in parameters if n not in constants and n[0].isupper()]
         numbers = [n for n in parameters if n not in general and n[0].islower()]
         self.kernel, self.places = kernel, {name: i for i, name in enumerate(parameters)}
-        pick = lambda names: operator.itemgetter(*names) if len(names) > 1 else tuple  # noqa: E731
+        pick = lambda names: operator.itemgetter(*names) if len(names) > 1 else lambda named: tuple(named[n] for n in names)  # noqa: E731
         self.ordered, self.constants, self.tensors, self.numbers = map(pick, (list(parameters), constants, tensors, numbers))
 
     def kind(self, named: dict) -> tuple:

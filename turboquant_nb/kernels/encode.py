@@ -911,11 +911,10 @@ class SidePlan:
         "As tensors, for Triton to look at."
         return ShortSide(x, *x.stride()[:3], *self.tensors, self.factor, truncated, *self.pick(tensors))
 
-    def pointers(self, x: Tensor, tensors: list, truncated: int) -> ShortSide:
+    def pointers(self, x: int, strides: tuple, tensors: list, truncated: int) -> ShortSide:
         "As addresses, for a kernel that is compiled already."
-        sb, sh, sn, _ = x.stride()
-        planes_and_more = self.pick([t.data_ptr() for t in tensors])
-        return ShortSide(x.data_ptr(), sb, sh, sn, *self.addresses, self.factor, truncated, *planes_and_more)
+        (rotation, table), (sb, sh, sn, _) = self.addresses, strides
+        return ShortSide(x, sb, sh, sn, rotation, table, self.factor, truncated, *self.pick(list(map(Tensor.data_ptr, tensors))))
 
 # %% ../../nbs/11_encode.ipynb #d049450a
 _READY = {}  # compiled kernels, by what they are compiled for
@@ -938,13 +937,15 @@ class AppendPlan:
 
     def launch(self, k, v, key, value, truncated, numbers: "AppendNumbers", first, base, limit, static):
         "key, value: the tensors of each side, which have lost `truncated` tiles of their last planes."
-        b, h, n, _ = k.shape
-        name = n, k.stride(), v.stride(), k.data_ptr() % 16, v.data_ptr() % 16, static
-        ready, (cut, cut_value) = self.ready.get(name), truncated
+        (b, h, n, _), (cut, cut_value) = k.shape, truncated
+        k_at, v_at, ks, vs = k.data_ptr(), v.data_ptr(), k.stride(), v.stride()
+        name = n, ks, vs, k_at % 16, v_at % 16, static
+        ready = self.ready.get(name)
         if ready is None:
             sides = *self.key.arguments(k, key, cut), *self.value.arguments(v, value, cut_value), *numbers
         else:
-            sides = *self.key.pointers(k, key, cut), *self.value.pointers(v, value, cut_value), *[t.data_ptr() for t in numbers]
+            one, two = self.key.pointers(k_at, ks, key, cut), self.value.pointers(v_at, vs, value, cut_value)
+            sides = *one, *two, *map(Tensor.data_ptr, numbers)
         tiles, rows = key[self.key.scale_at].shape[2], b * n
         args = *sides, h, rows, first, base, n, tiles, limit, *self.fixed, static, self.wide
         grid = (h * -(-rows // self.rows), 2, 1)  # each head has programs of its own
