@@ -162,7 +162,7 @@ def _rotate_many_kernel(
     place = OUT + ((b * heads + h) * rows + j)[:, None] * D + c[None, :]
     tl.store(place, out, mask=(b < batch)[:, None] & (c < D)[None, :])
 
-# %% ../../nbs/12b_query.ipynb #44c111e6
+# %% ../../nbs/12b_query.ipynb #8f145c1c
 _few_launcher, _many_launcher = Launcher(_rotate_few_kernel), Launcher(_rotate_many_kernel)
 _ROTATE_SLOTS = dict(QUERY="q", OUT="rotated")
 
