@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RotationOperand', 'CodingConstants', 'code_table', 'supports', 'Target', 'LongSide', 'encode_append', 'target',
-           'ShortSide', 'SidePlan', 'AppendPlan', 'AppendNumbers', 'prepare', 'append']
+           'ShortSide', 'SidePlan', 'AppendPlan', 'prepare', 'append']
 
 # %% ../../nbs/11_encode.ipynb #02770075
 from dataclasses import dataclass, replace
@@ -901,8 +901,8 @@ class SidePlan:
         bits, centred, (rotation, table) = max(q.channel_bits), q.spec.center != "none", _quantizer_tables(q)
         of = dict(mode=q.spec.scale, mean=torch.bfloat16 if centred else None, scale=q.scale_dtype)
         self.constants = CodingConstants.of(q.d, dtype, bits, rotation, **of, large=_processors(device)[1], rope=rope)
-        self.tensors = rotation.parts, table
-        self.addresses, self.factor = tuple(t.data_ptr() for t in self.tensors), rotation.factor
+        self.tensors, self.factor = (rotation.parts, table), rotation.factor
+        self.known = rotation.parts.data_ptr(), table.data_ptr(), rotation.factor
         n = max(1, bits - 1)  # planes; then come scale, sinks, window and mean
         self.scale_at = n
         self.pick = itemgetter(0, min(1, n - 1), n - 1, n, n + 1, n + 2, n + 3 if centred else 0)
@@ -911,10 +911,9 @@ class SidePlan:
         "As tensors, for Triton to look at."
         return ShortSide(x, *x.stride()[:3], *self.tensors, self.factor, truncated, *self.pick(tensors))
 
-    def pointers(self, x: int, strides: tuple, tensors: list, truncated: int) -> ShortSide:
-        "As addresses, for a kernel that is compiled already."
-        (rotation, table), (sb, sh, sn, _) = self.addresses, strides
-        return ShortSide(x, sb, sh, sn, rotation, table, self.factor, truncated, *self.pick(list(map(Tensor.data_ptr, tensors))))
+    def pointers(self, x: int, strides: tuple, tensors: list, truncated: int) -> tuple:
+        "The same as addresses, for a kernel that is compiled already; a plain tuple, as this is done for every token."
+        return (x, *strides[:3], *self.known, truncated, *self.pick(list(map(Tensor.data_ptr, tensors))))
 
 # %% ../../nbs/11_encode.ipynb #d049450a
 _READY = {}  # compiled kernels, by what they are compiled for
@@ -935,33 +934,25 @@ class AppendPlan:
     def constants(self) -> tuple:
         return self.key.constants, self.value.constants
 
-    def launch(self, k, v, key, value, truncated, numbers: "AppendNumbers", first, base, limit, static):
-        "key, value: the tensors of each side, which have lost `truncated` tiles of their last planes."
+    def launch(self, k, v, key, value, truncated, numbers, first, base, limit, static):
+        """key, value: the tensors of each side, which have lost `truncated` tiles of their last planes;
+        numbers: start, cosines and sines, position, flags (any tensor for what is not needed)."""
         (b, h, n, _), (cut, cut_value) = k.shape, truncated
         k_at, v_at, ks, vs = k.data_ptr(), v.data_ptr(), k.stride(), v.stride()
         name = n, ks, vs, k_at % 16, v_at % 16, static
         ready = self.ready.get(name)
         if ready is None:
-            sides = *self.key.arguments(k, key, cut), *self.value.arguments(v, value, cut_value), *numbers
+            one, two, shared = self.key.arguments(k, key, cut), self.value.arguments(v, value, cut_value), numbers
         else:
             one, two = self.key.pointers(k_at, ks, key, cut), self.value.pointers(v_at, vs, value, cut_value)
-            sides = *one, *two, *map(Tensor.data_ptr, numbers)
+            shared = map(Tensor.data_ptr, numbers)
         tiles, rows = key[self.key.scale_at].shape[2], b * n
-        args = *sides, h, rows, first, base, n, tiles, limit, *self.fixed, static, self.wide
+        args = *one, *two, *shared, h, rows, first, base, n, tiles, limit, *self.fixed, static, self.wide
         grid = (h * -(-rows // self.rows), 2, 1)  # each head has programs of its own
         if ready is None:
             self.ready[name] = _short_kernel[grid](*args, **self.options)
         else:
             ready[grid](*args)
-
-
-class AppendNumbers(NamedTuple):
-    "What both sides of an append share on the device."
-
-    start: Tensor  # [B]
-    cos_sin: Tensor  # any tensor where no mean lies before RoPE
-    position: Tensor  # any tensor where the host counts
-    flags: Tensor
 
 # %% ../../nbs/11_encode.ipynb #2199f06a
 _plans = WeakKeyDictionary()
@@ -1059,7 +1050,7 @@ def _append_at(*operands):
     sides = _sides(k, v, new.key, new.value, new.said)
     for s in sides:
         _take_mean(s, new.start, new.position, new.turns)
-    numbers = AppendNumbers(new.start, new.flags if new.turns is None else new.turns, new.position, new.flags)
+    numbers = new.start, new.flags if new.turns is None else new.turns, new.position, new.flags
     plan = _plan_of_sides(sides, new.turns)
     plan.launch(k, v, new.key, new.value, (0, 0), numbers, 0, 0, new.max_length, True)
 
@@ -1089,7 +1080,8 @@ def append(
         return store._append_now(k, v, names, _code_and_wait)
     sides, flags, at = (store.key, store.value), store._need_flags(), store.length - store.offset
     tensors, truncated = [list(s.tensors.values()) for s in sides], [s.thin for s in sides]
-    numbers = AppendNumbers(store.start, flags if store.inv_freq is None else store.turns, store.position if store.static else flags, flags)
+    cos_sin, position = flags if store.inv_freq is None else store.turns, store.position if store.static else flags
+    numbers = store.start, cos_sin, position, flags
     if store.static:
         plan.launch(k, v, *tensors, truncated, numbers, 0, 0, store.max_length, True)
     else:
