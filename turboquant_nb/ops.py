@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from . import attention
-from .kernels import decode, encode
-from .quantizer import decode as decode_codes
+from .kernels import encode, launch
+from .kernels.decode import is_interpreted
 from .store import KVStore
 
 # %% ../nbs/13_ops.ipynb #5f41a5c3
 def _interpreted() -> bool:
     "Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1 when it was imported)."
-    return decode._interpreted()
+    return is_interpreted()
 
 
 def _device_reason(store, named: bool) -> str:
@@ -40,7 +40,7 @@ def _triton_reason(q, store, k, v, mask, first, causal, window, softcap, named) 
         return "the kernel is causal"
     if why := _device_reason(store, named):
         return why
-    served, why = decode.supports(q, store, k, v, window=window, softcap=softcap)
+    served, why = launch.supports(q, store, k, v, window=window, softcap=softcap)
     return "" if served else why
 
 # %% ../nbs/13_ops.ipynb #3bdce418
@@ -82,20 +82,6 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, scaling: float, bias, causal: bool) 
     out, lse = run(q, k, v, bias, True, 0.0, causal, scale=scaling)[:2]
     return out, lse[..., : q.shape[2]]  # rows are padded to 32
 
-
-def _dense(store: KVStore, first: int, last: int) -> list:
-    "Keys and values [B, H, last-first, d] of these positions; sinks and window exact."
-    out = []
-    for name in ("key", "value"):
-        side = getattr(store, name)
-        coded = store.coded(name, first, last)
-        x = decode_codes(side.q, coded, store.center(name, first, last), store.dtype)
-        states, positions = store.exact(name)
-        b, slot = ((positions >= first) & (positions < last)).nonzero(as_tuple=True)
-        x[b, :, positions[b, slot] - first] = states[b, :, slot]
-        out.append(x)
-    return out
-
 # %% ../nbs/13_ops.ipynb #016b2c4b
 def _bias(store, q, first: int, last: int, window, low: float) -> Tensor:
     "0 where the last n tokens may look at positions [first, last), else `low`: [B, 1, g * n, w]."
@@ -120,7 +106,7 @@ def _flash(q, store, k, v, scaling, window) -> tuple:
     if not plain:
         blocks += [(a, min(a + size, store.length)) for a in range(past, store.length, size)]
     for a, z in blocks:
-        kb, vb = _dense(store, a, z) if a < past else (x[:, :, a - past : z - past] for x in (k, v))
+        kb, vb = store.read(a, z) if a < past else (x[:, :, a - past : z - past] for x in (k, v))
         bias, whole = None, window is None or a > store.length - 1 - window
         if begin > a or z > past or not whole:
             bias = _bias(store, q, a, z, window, low).expand(b, h, -1, -1)
@@ -245,7 +231,7 @@ def attend_by(name, q, store, k, v, scaling, mask, first, causal, window, softca
     if name == "flash":
         attention._check_attend(q, store, k, v, store.offset, None, softcap, window)
         return _flash(q, store, k, v, scaling, window)
-    return decode.decode_attention(q, store, k, v, scaling, window=window, softcap=softcap)
+    return launch.decode_attention(q, store, k, v, scaling, window=window, softcap=softcap)
 
 # %% ../nbs/13_ops.ipynb #dfce742e
 _CODERS = WeakKeyDictionary()  # store -> {what an answer depends on: the answer}

@@ -541,18 +541,18 @@ class KVStore:
 
     # --- reading
 
-    def read(self, first: int | None = None) -> tuple:
-        """Decoded keys and values [B, H, length-first, d] in the model's dtype, sinks and window
-        exact. Waits for the device where that counts, see `sync`."""
-        if self.static:
-            self.sync()
+    def read(self, first: int | None = None, last: int | None = None) -> tuple:
+        """Decoded keys and values [B, H, last-first, d] in the model's dtype, sinks and window exact;
+        all that is held if no positions are given. Without `last`, waits for the device where that
+        counts, see `sync`."""
+        if last is None:
+            last = self.sync() if self.static else self.length
         first = self.offset if first is None else first
         out = []
         for name, side in zip(("key", "value"), self.sides):
-            coded = self.coded(name, first, self.length)
-            x = decode(side.q, coded, self.center(name, first, self.length), self.dtype)
+            x = decode(side.q, self.coded(name, first, last), self.center(name, first, last), self.dtype)
             states, positions = self.exact(name)
-            b, slot = (positions >= first).nonzero(as_tuple=True)
+            b, slot = ((positions >= first) & (positions < last)).nonzero(as_tuple=True)
             x[b, :, positions[b, slot] - first] = states[b, :, slot]
             out.append(x)
         return tuple(out)

@@ -21,7 +21,7 @@ from plan import Plan
 from timing import kernel_times, replayed
 
 from turboquant_nb.attention import attend
-from turboquant_nb.kernels.decode import decode_attention, supports
+from turboquant_nb.kernels.launch import decode_attention, supports
 
 BITS = [(4, 4), (3, 3), (2, 2)]
 ALL_BITS = [(k, v) for k in (4, 3, 2) for v in (4, 3, 2)]

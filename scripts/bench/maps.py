@@ -10,7 +10,7 @@ from timing import kernel_times, quantiles, replayed
 
 from turboquant_nb.attention import attend
 from turboquant_nb.kernels import encode
-from turboquant_nb.kernels.decode import decode_attention
+from turboquant_nb.kernels.launch import decode_attention
 from turboquant_nb.transforms import HeadTransform, register_transform
 from turboquant_nb.quantizer import Recipe, Spec
 from turboquant_nb.store import KVStore

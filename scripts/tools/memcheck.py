@@ -4,7 +4,7 @@ tensor is an allocation of its own, and reading one element beside it is reporte
 Long chunks are left out: torch's own flash attention (2.11, 70 queries, head size 96) writes one log-sum-exp beside its tensor, which the cache's rounding hides."""
 import torch
 
-from turboquant_nb.kernels import decode, encode
+from turboquant_nb.kernels import encode, launch
 from turboquant_nb.transforms import HeadTransform, register_transform
 from turboquant_nb.quantizer import Recipe, Spec
 from turboquant_nb.store import KVStore
@@ -37,7 +37,7 @@ def main():
                 continue
             for repeat in range(2):
                 q = torch.randn(batch, heads * group, n, d, device=device, dtype=torch.bfloat16)
-                out, lse = decode.decode_attention(q, store, *(x if repeat else ()), kernel=name)
+                out, lse = launch.decode_attention(q, store, *(x if repeat else ()), kernel=name)
                 assert out.isfinite().all() and lse.isfinite().all()
         torch.cuda.synchronize()
         print(f"ran batch {batch}, {heads} KV heads, group {group}, d={d}, {k_bits}/{v_bits} bits, centre {center}, {'static' if static else 'growing'}, {name}", flush=True)

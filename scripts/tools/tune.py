@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from turboquant_nb import results
-from turboquant_nb.kernels import decode as kernel
+from turboquant_nb.kernels import decode, decode_mma, launch
 from turboquant_nb.quantizer import Recipe, Spec
 from turboquant_nb.store import KVStore
 
@@ -39,9 +39,9 @@ def name_of(form) -> str:
 
 def use(programs, limit):
     "From now on calls are compiled and split like this."
-    kernel._READY.clear()
-    kernel._REPEATS.clear()
-    kernel._config = lambda *_: (programs, {"maxnreg": limit} if limit else {})
+    decode.READY.clear()
+    launch.REPEATS.clear()
+    decode_mma.packaged_config = lambda *_: (programs, {"maxnreg": limit} if limit else {})
 
 
 def setting(form, case):
@@ -61,7 +61,7 @@ def compile_one(task):
     "Compile a candidate; the result lies in Triton's cache for the timing process."
     form, limit = task
     use(8, limit)
-    kernel.decode_attention(*setting(form, (1, 8, 600)))
+    launch.decode_attention(*setting(form, (1, 8, 600)))
     torch.cuda.synchronize()
 
 
@@ -73,10 +73,10 @@ def tune(form, seconds):
         query_and_store = setting(form, case)
         for programs, limit in sorted(itertools.product(PROGRAMS, LIMITS), key=lambda c: c != (8, None)):
             use(programs, limit)
-            out = kernel.decode_attention(*query_and_store)[0]
+            out = launch.decode_attention(*query_and_store)[0]
             first = want.setdefault(case, out)
             assert (out.float() - first.float()).norm() <= 1e-2 * first.float().norm(), (form, programs, limit)
-            t = kernel_times(replayed(partial(kernel.decode_attention, *query_and_store)), seconds)
+            t = kernel_times(replayed(partial(launch.decode_attention, *query_and_store)), seconds)
             rows.append(dict(form=name_of(form), batch=case[0], heads=case[1], tokens=case[2], programs=programs, maxnreg=limit or 0, unit="microseconds", n=1) | t)
             total[programs, limit] = total.get((programs, limit), 0) + math.log(t["p50"])
         del query_and_store

@@ -13,11 +13,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from turboquant_nb.kernels import decode as kernel
+from turboquant_nb.kernels import decode, decode_mma, query
 
 PTXAS = os.path.join(os.path.dirname(nvidia.__file__), "bin", "ptxas")
-TYPES = dict(TURNED="*fp32", RK_="*fp32", RV_="*fp32", MK="*bf16", MV="*bf16", KS="*fp16", VS="*fp16", TABLE="*i32", START="*i64", END="*i64",
-             LENGTH="*i32", PAGES="*i32", BIAS="*fp32", reach="i32", TURNS="*fp16", M="*bf16", factor="fp32", O="*fp32", LSE="*fp32", scaling="fp32", k_step="fp32", v_step="fp32", cap_at="fp32")
+TYPES = dict(ROTATED="*fp32", RK_="*fp32", RV_="*fp32", MK="*bf16", MV="*bf16", KS="*fp16", VS="*fp16", TABLE="*i32", START="*i64", END="*i64",
+             LENGTH="*i32", PAGES="*i32", BIAS="*fp32", reach="i32", COS_SIN="*fp16", M="*bf16", factor="fp32", O="*fp32", LSE="*fp32", scaling="fp32", k_step="fp32", v_step="fp32", cap_at="fp32")
 TYPES |= dict.fromkeys(("QUERY", "SK", "SV", "WK", "WV", "CK", "CV"), "*bf16") | dict.fromkeys(("K0", "K1", "K2", "V0", "V1", "V2"), "*u8")
 
 
@@ -31,12 +31,12 @@ def source(fn, kind, types, constants):
 
 
 def build(capability=90, d=128, bits=(3, 3), rows=4, sliding=False, capped=False, regs=None, page=256, paged=False, length=False, biased=False, maps=False):
-    "The decode kernel as `_fragments` asks for it."
-    form = kernel.decode_form(d, d, rows, *bits, page)
+    "The decode kernel as `mma_attention` asks for it."
+    form = decode_mma.decode_form(d, d, rows, *bits, page)
     flags = dict(HAS_START=False, HAS_END=False, HAS_LENGTH=length, PAGED=paged, FAST_K=not maps and d in (64, 128, 256), FAST=d in (64, 128, 256), MEAN_K=not biased, MEAN_V=False, BIASED=biased,
                  SLIDING=sliding, CAPPED=capped, PDL=capability >= 90, G=form)
     options = dict(num_warps=1, **({"maxnreg": regs} if regs else {}))
-    src = source(kernel._decode_kernel, GluonASTSource, TYPES, flags)
+    src = source(decode_mma._decode_kernel, GluonASTSource, TYPES, flags)
     return triton.compile(src, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -47,7 +47,7 @@ def combine(capability=90, d=128, fast=True, together=1, each=16):
     constants = dict(D=d, DP=padded, DV=d, DVP=padded, Q=4, R=together, SB=16, EB=each, HAS_START=False, HAS_END=False, HAS_LENGTH=False,
                      SLIDING=False, CAPPED=False, FAST=fast, PDL=capability >= 90)
     options = dict(num_warps=4, **({"launch_pdl": True} if capability >= 90 else {}))
-    return triton.compile(source(kernel._combine_kernel, ASTSource, types, constants), target=GPUTarget("cuda", capability, 32), options=options)
+    return triton.compile(source(decode._combine_kernel, ASTSource, types, constants), target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def portable(capability=90, d=128, bits=(3, 3)):
@@ -56,28 +56,28 @@ def portable(capability=90, d=128, bits=(3, 3)):
     padded = 1 << (d - 1).bit_length()
     constants = dict(D=d, DP=padded, DV=d, DVP=padded, R=64, BR=16, KB=bits[0], VB=bits[1], Q=16, HAS_START=False, HAS_END=False, HAS_LENGTH=False,
                      PAGED=False, BIASED=False, SLIDING=False, CAPPED=False)
-    src = source(kernel._portable_kernel, ASTSource, types, constants)
+    src = source(decode._portable_kernel, ASTSource, types, constants)
     return triton.compile(src, target=GPUTarget("cuda", capability, 32), options=dict(num_warps=8 if d > 128 else 4, num_stages=1))
 
 
 def turning(capability=90, d=128, rotary=None):
-    "The kernel of a turning centre."
+    "The kernel of the bias of a pre-RoPE mean."
     half = (rotary or d) // 2
     padded = max(16, 1 << (half - 1).bit_length())
     constants = dict(D=d, H2=half, HP=padded, REST=max(0, d - 2 * half), ROWS=32, BT=128, HAS_START=True, HAS_LENGTH=False, PDL=capability >= 90)
-    src = source(kernel._turning_kernel, ASTSource, TYPES, constants)
+    src = source(query._mean_bias_kernel, ASTSource, TYPES, constants)
     return triton.compile(src, target=GPUTarget("cuda", capability, 32), options=dict(num_warps=4))
 
 
 def mapping(capability=90, d=128, rows=4):
     "The kernels that multiply queries by the matrices of their heads: plain sums for 4 rows of a program, tensor cores for more."
-    types = TYPES | dict(TURN="*fp32", OUT="*fp32")
+    types = TYPES | dict(ROTATION="*fp32", OUT="*fp32")
     few, options = rows == 4, dict(num_warps=4)
     if few:
-        fn, constants = kernel._mapping_kernel, dict(D=d, DP=kernel._size(d), ROWS=rows, COLS=16, AFTER=capability >= 90)
+        fn, constants = query._rotate_few_kernel, dict(D=d, DP=decode.padded_size(d), ROWS=rows, COLS=16, AFTER=capability >= 90)
         options |= {"launch_pdl": True} if capability >= 90 else {}
     else:
-        fn, constants = kernel._mapping_rows_kernel, dict(D=d, SLICE=32, ROWS=rows, COLS=32)
+        fn, constants = query._rotate_many_kernel, dict(D=d, SLICE=32, ROWS=rows, COLS=32)
         options |= {"num_stages": 1}
     built = triton.compile(source(fn, ASTSource, types, constants), target=GPUTarget("cuda", capability, 32), options=options)
     assert "wgmma" not in built.asm["ptx"]  # Triton 3.6 computes a pipelined one wrongly

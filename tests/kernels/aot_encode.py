@@ -21,10 +21,11 @@ TOOL = os.path.join(os.path.dirname(nvidia.__file__), "bin", "cuobjdump")
 
 def consts(d, dtype, bits, parts, center, capability, r, maps=False):
     "The constants of keys and of values."
-    turn = kernel.Turn(torch.empty(parts, d, d), 1.0, parts == 1)
-    turns = kernel.Turn(torch.empty(8, 1, d, d), 1.0) if maps else turn, turn
-    sides = zip(bits, (torch.bfloat16 if center else None, None), (r, 0), turns)
-    return [kernel._constants(d, dtype, b, turn, "mse", mean, torch.float16, capability >= 90, r) for b, mean, r, turn in sides]
+    one = kernel.RotationOperand(torch.empty(parts, d, d), 1.0, parts == 1)
+    rotations = kernel.RotationOperand(torch.empty(8, 1, d, d), 1.0) if maps else one, one
+    sides = zip(bits, (torch.bfloat16 if center else None, None), (r, 0), rotations)
+    more = dict(mode="mse", scale=torch.float16, large=capability >= 90)
+    return [kernel.CodingConstants.of(d, dtype, b, rotation, mean=mean, rope=r, **more) for b, mean, r, rotation in sides]
 
 
 def compiled(f, constants, dtype, capability, options):
@@ -34,9 +35,9 @@ def compiled(f, constants, dtype, capability, options):
         kind = name[1:]
         if name in constants:
             types[name] = "constexpr"
-        elif name in ("START", "POSITION", "FLAG") or kind in ("X", "W", "MEAN", "TAB", "SCALE", "SINKS", "RING", "URNS"):
-            of_mean = "*fp32" if f is kernel._encode_kernel and not constants["KC"][11] else "*bf16"
-            types[name] = {"X": NAMES[dtype], "SINKS": NAMES[dtype], "RING": NAMES[dtype], "W": "*bf16", "MEAN": of_mean, "TAB": "*fp32", "SCALE": "*fp16", "TART": "*i64", "URNS": "*fp16"}.get(kind, "*i32")
+        elif name in ("START", "POSITION", "FLAG", "COS_SIN") or kind in ("X", "W", "MEAN", "TAB", "SCALE", "SINKS", "RING"):
+            of_mean = "*fp32" if f is kernel._encode_kernel and not constants["KC"].ROPE else "*bf16"
+            types[name] = {"X": NAMES[dtype], "SINKS": NAMES[dtype], "RING": NAMES[dtype], "W": "*bf16", "MEAN": of_mean, "TAB": "*fp32", "SCALE": "*fp16", "TART": "*i64", "OS_SIN": "*fp16"}.get(kind, "*i32")
         else:
             types[name] = "*u8" if kind in ("P0", "P1", "P2") else "fp32" if kind == "factor" else "i32"
     index = {name: (i,) for i, name in enumerate(f.arg_names)}

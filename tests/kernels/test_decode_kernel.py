@@ -27,8 +27,8 @@ except ImportError:
     triton = None
 
 from turboquant_nb.attention import attend  # noqa: E402
-from turboquant_nb.kernels import decode as kernel  # noqa: E402
-from turboquant_nb.kernels.decode import decode_attention, supports  # noqa: E402
+from turboquant_nb.kernels import decode, decode_mma, launch, paged, query  # noqa: E402
+from turboquant_nb.kernels.launch import decode_attention, supports  # noqa: E402
 from turboquant_nb.codebook import affine, lloyd_max  # noqa: E402
 from turboquant_nb.transforms import HeadTransform, register_transform  # noqa: E402
 from turboquant_nb.packing import Layout, pack  # noqa: E402
@@ -202,8 +202,8 @@ def test_portable_poison_and_nan():
 def test_operator():
     "Schema, fake implementation and dispatch, as torch checks them."
     q, store, chunk = setup(B=1, H=1, T=40, d=64 if CUDA else 16, n=2, m=2)
-    args = kernel._arguments(q, store, chunk["k"], chunk["v"], None, 30, 5.0, None, "auto")
-    torch.library.opcheck(kernel._operator, args)
+    args = launch.checked_operands(q, store, chunk["k"], chunk["v"], None, 30, 5.0, None, "auto")
+    torch.library.opcheck(launch._operator, args)
 
 
 @needs_triton
@@ -216,7 +216,7 @@ def test_torch_compile():
         assert torch.equal(f(q), decode_attention(q * 2, store)[0] + 1), step
         new = torch.randn(1, 1, 1, q.shape[3], device=DEVICE)
         store.append(new, new)
-    args = kernel._arguments(q, store, None, None, None, None, None, None, "auto")
+    args = launch.checked_operands(q, store, None, None, None, None, None, None, "auto")
     whole = torch.compile(lambda *a: torch.ops.turboquant_nb.decode_attention(*a)[0] + 1, backend=backend, fullgraph=True)
     assert torch.equal(whole(*args), decode_attention(q, store)[0] + 1)
 
@@ -225,14 +225,15 @@ def recorded(monkeypatch):
     "Launches of the fragments kernel as a list of (kernel, grid, arguments), without a GPU."
     launches = []
 
-    def launch(function, grid, args, key, slots, **options):
-        grid = grid if isinstance(grid, tuple) else (grid, 1, 1)
-        run = lambda *args: launches.append((function, grid, args))  # noqa: E731
+    def note(self, grid, named, slots, **options):
+        grid, args = grid if isinstance(grid, tuple) else (grid, 1, 1), self.ordered(named)
+        assert len(args) == len(self.kernel.arg_names) and self.kind(named)
+        run = lambda *args: launches.append((self.kernel, grid, args))  # noqa: E731
         run(*args)
-        return {grid: run}, grid, args, [(function.arg_names.index(a), name) for a, name in slots.items() if a in function.arg_names]
+        return decode.Launch({grid: run}, grid, args, self.places, slots)
 
-    monkeypatch.setattr(kernel, "_launch", launch)
-    monkeypatch.setattr(kernel, "_device", lambda index: (132, True, "9.0"))
+    monkeypatch.setattr(decode.Launcher, "__call__", note)
+    monkeypatch.setattr(decode_mma, "device_properties", lambda index: (132, True, "9.0"))
     return launches
 
 
@@ -240,7 +241,7 @@ def function_index(function, name):
     return function.arg_names.index(name)
 
 
-WRITTEN = {"OUT_PARTS", "LSE_PARTS", "O", "LSE", "OUT", "REST", "TURNED", "BIAS"}
+WRITTEN = {"OUT_PARTS", "LSE_PARTS", "O", "LSE", "OUT", "REST", "ROTATED", "BIAS"}
 
 
 def same_arguments(one, two):
@@ -262,14 +263,13 @@ def test_repeats_pass_what_a_fresh_call_passes(case, monkeypatch):
     "While a store grows, is cropped, evicted, padded or replaced, a repeated call is refused or passes what a new one would."
     q, store, chunk = setup(**(dict(d=64, G=4, T=250) | case))
     launches, options, kinds, refused = recorded(monkeypatch), (None, None, None, None, "fragments"), {}, 0
-    monkeypatch.setattr(kernel, "_device_reason", lambda device, portable: "")
-    kinds_of = lambda: kernel._kind(q, chunk.get("k"), chunk.get("v"), options)
+    monkeypatch.setattr(launch, "_device_reason", lambda device, portable: "")
+    kinds_of = lambda: launch._kind(q, chunk.get("k"), chunk.get("v"), options)
 
     def fresh():
         launches.clear()
-        c = kernel._Call(*kernel._arguments(q, store, chunk.get("k"), chunk.get("v"), *options))
-        again = kernel._fragments(c)[2]
-        return kernel._Repeat(c, store, *again), list(launches)
+        x = launch.checked_operands(q, store, chunk.get("k"), chunk.get("v"), *options)
+        return launch.Repeat(x, store, decode_mma.mma_attention(x)[2]), list(launches)
 
     def step(x):
         nonlocal refused, q
@@ -315,7 +315,7 @@ def test_repeats_pass_what_a_fresh_call_passes(case, monkeypatch):
     step(tokens(1))
     repeat = kinds[kinds_of()]
     run, args, slots = repeat.launches[-1]
-    args[function_index(kernel._combine_kernel, "length")] = store.length
+    args[function_index(decode._combine_kernel, "length")] = store.length
     repeat.launches[-1] = run, args, [x for x in slots if x[1] != "length"]
     with pytest.raises(AssertionError):  # the mutant: a number that is not renewed
         step(tokens(1)) if not store.static else same_arguments([], [0])
@@ -327,11 +327,11 @@ def test_what_is_not_repeated(monkeypatch):
     "A chunk of another dtype than the store's is copied on each call; half a chunk is an error each time."
     q, store, chunk = setup(d=64, G=4, T=250, n=2, m=2, dtype=torch.bfloat16)
     recorded(monkeypatch)
-    monkeypatch.setattr(kernel, "_device_reason", lambda device, portable: "")
+    monkeypatch.setattr(launch, "_device_reason", lambda device, portable: "")
     other = {name: x.half() for name, x in chunk.items()}
-    call = lambda more: kernel._fragments(kernel._Call(*kernel._arguments(q, store, more["k"], more["v"], None, None, None, None, "fragments")))
+    call = lambda more: decode_mma.mma_attention(launch.checked_operands(q, store, more["k"], more["v"], None, None, None, None, "fragments"))
     assert call(other)[2] is None and call(chunk)[2] is not None
-    assert kernel._kind(q, chunk["k"], None, ()) is None and kernel._kind(q, None, None, ()) is not None
+    assert launch._kind(q, chunk["k"], None, ()) is None and launch._kind(q, None, None, ()) is not None
 
 
 # ---- what is refused, and why
@@ -424,7 +424,8 @@ def test_without_triton():
 import sys
 sys.modules["triton"] = None
 import torch
-from turboquant_nb.kernels.decode import decode_attention, lookup_asm, supports
+from turboquant_nb.kernels.decode_mma import lookup_asm
+from turboquant_nb.kernels.launch import decode_attention, supports
 from turboquant_nb.store import KVStore
 store = KVStore("k3v3", 1, 1, 64)
 store.append(torch.randn(1, 1, 9, 64), torch.randn(1, 1, 9, 64))
@@ -449,8 +450,8 @@ def looked_up(codes, levels, along):
     planes = [p[0] if along == "channel" else p[0].T for p in pack(codes, Layout(bits, codes.shape[1], along))]
     inputs = [x if along == "channel" else x.T for x in (planes[0][:, :half], planes[0][:, half:], *planes[1:])]
     inputs = [x.contiguous().numpy().view(np.uint32) for x in inputs]
-    table = [np.int64(w) for w in kernel.table_words(levels)[: {2: 1, 3: 2, 4: 4}[bits]] for _ in range(4)]
-    out = kernel._run_ptx(kernel.lookup_asm(bits, along == "channel")[0], inputs + table)
+    table = [np.int64(w) for w in decode.pack_lut(levels)[: {2: 1, 3: 2, 4: 4}[bits]] for _ in range(4)]
+    out = decode_mma._run_ptx(decode_mma.lookup_asm(bits, along == "channel")[0], inputs + table)
     out = torch.from_numpy(np.stack(out).view(np.int8)).view(2, 2, 2, *inputs[0].shape, 4)  # half, pair, which, .., word, byte
     if along == "channel":
         return out.flatten(1, 2).flatten(3).permute(1, 2, 0, 3).reshape(256, -1)  # half, quarter, row, channel
@@ -493,7 +494,7 @@ def pooled(store, lengths, seed=0):
     turns = store.turns if store.recipe.key.center == "rope" else None
     if turns is not None:
         turns = torch.cat([turns, torch.full(((tiles + 1) * store.tile, turns.shape[1]), float("nan"), dtype=turns.dtype, device=DEVICE)])
-    return kernel.Pages(store.key.q, store.value.q, *sides[0], *sides[1], table[:, : tiles + 1], lengths, kt.get("mean"), vt.get("mean"), turns)
+    return paged.Pages(store.key.q, store.value.q, *sides[0], *sides[1], table[:, : tiles + 1], lengths, kt.get("mean"), vt.get("mean"), turns)
 
 
 PAGES = [(p, case, options) for p in (16, 32, 64, 128, 256) for case, options in (
@@ -513,7 +514,7 @@ def check_pages(name, limit, page, case, options):
     m = chunk["k"].shape[2] if chunk else 0
     if m:
         chunk = {name: x.clone() for name, x in chunk.items()}
-    out, lse = kernel.decode_pages(q, pages, **chunk, **options, kernel=name)
+    out, lse = paged.decode_pages(q, pages, **chunk, **options, kernel=name)
     for row, length in enumerate(lengths):
         one = KVStore(store.recipe, 1, store.heads, store.key.q.d, store.value.q.d, store.dtype, DEVICE, tile=page, inv_freq=store.inv_freq)
         one.key.tensors, one.value.tensors = ({n: t[row : row + 1] for n, t in s.tensors.items()} for s in (store.key, store.value))
@@ -550,7 +551,7 @@ def test_pages_refuse():
         (dict(key=Quantizer(Spec(rotation=random_maps(3, 64).name), 64, DEVICE)), ValueError, "a transform of 3 heads cannot serve 1"),
     ):
         with pytest.raises(error, match=message):
-            kernel.Pages(**args | wrong)
+            paged.Pages(**args | wrong)
     _, turning, _ = setup(sinks=0, win=0, d=64, B=1, H=1, center="rope")
     p2 = pooled(turning, [300])
     args2 = dict(args, key=p2.key, value=p2.value, key_mean=p2.key_mean, turns=p2.turns)
@@ -559,20 +560,20 @@ def test_pages_refuse():
         (dict(turns=p2.turns.float()), "float16"), (dict(turns=p2.turns[:, :1]), "float16"),
     ):
         with pytest.raises(ValueError, match=message):
-            kernel.Pages(**args2 | wrong)
+            paged.Pages(**args2 | wrong)
     q = torch.randn(1, 2, 1, 64, device=DEVICE)
     with pytest.raises(ValueError, match="q must have shape"):
-        kernel.decode_pages(q[..., :32], p)
+        paged.decode_pages(q[..., :32], p)
     with pytest.raises(ValueError, match="given together"):
-        kernel.decode_pages(q, p, k=q)
+        paged.decode_pages(q, p, k=q)
     with pytest.raises(ValueError, match="1 to 16 query tokens"):
-        kernel.decode_pages(q.expand(1, 2, 17, 64), p)
+        paged.decode_pages(q.expand(1, 2, 17, 64), p)
 
 
 @needs_triton
 @mark.parametrize("batch,heads,group,n,d,rows", ((2, 3, 4, 1, 64, 4), (1, 2, 3, 2, 96, 8), (20, 2, 4, 1, 32, 4), (1, 1, 1, 1, 256, 4)))
 @mark.parametrize("own", (True, False))
-def test_mapped_queries(batch, heads, group, n, d, rows, own):
+def test_rotated_queries(batch, heads, group, n, d, rows, own):
     "Rows of strided queries times the matrix of their head, or the one of all; rows that only pad are 0."
     q = torch.randn(batch, n, heads * group, d, device=DEVICE).transpose(1, 2)
     turn = torch.randn(*((heads,) if own else ()), d, d, device=DEVICE).mT
@@ -580,7 +581,8 @@ def test_mapped_queries(batch, heads, group, n, d, rows, own):
     strides = turn.stride(0) if own else 0, *turn.stride()[-2:]
     want = torch.zeros_like(out)
     want[:, :, : group * n] = q.reshape(batch, heads, group * n, d) @ turn.mT
-    few, many = (kernel._mapping_kernel, 4, 16, (kernel._size(d), 4, 16, False)), (kernel._mapping_rows_kernel, 32, 32, (min(32, kernel._size(d)), 32, 32))
+    size = decode.padded_size(d)
+    few, many = (query._rotate_few_kernel, 4, 16, (size, 4, 16, False)), (query._rotate_many_kernel, 32, 32, (min(32, size), 32, 32))
     for fn, block, columns, flags in (few, many):
         grid = -(-batch * rows // block), heads, -(-d // columns)
         fn[grid](q, *q.stride()[:3], turn, *strides, out.fill_(float("nan")), batch, heads, group, n, rows, d, *flags)
@@ -704,11 +706,11 @@ def test_gpu_repeats():
             last = store.read(store.length - 2) if step % 2 else (None, None)
             if step % 97 < 6:
                 out, lse = decode_attention(q, store, *last)
-                fresh = kernel._decode(*kernel._arguments(q, store, *last, None, None, None, None, "auto"))
+                fresh = launch.run_kernel(launch.checked_operands(q, store, *last, None, None, None, None, "auto"))
                 assert torch.equal(out, fresh[0]) and torch.equal(lse, fresh[1]), step
                 want = attend(q, store, *last)[0]
                 assert (out - want).norm() <= 1e-3 * want.norm(), step
-        assert len(kernel._REPEATS[store]) == 2 and store.length > 1024
+        assert len(launch.REPEATS[store]) == 2 and store.length > 1024
         store.crop(store.length)
         store.set_range(start=torch.tensor([0, 500]))  # start is written in place
         x = torch.randn(2, 2, 600, 128, device=DEVICE)

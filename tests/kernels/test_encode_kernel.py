@@ -429,6 +429,38 @@ LIMITS = [  # (what is compiled, most registers a thread, most bytes of spills a
 ]
 
 
+def names_of(fields, side):
+    "The kernel's names of one side's arguments: K or k before those of keys, V or v before those of values."
+    return [(side.upper() if name[0].isupper() else side) + name for name in fields]
+
+
+def test_arguments_stand_where_the_kernels_have_them():
+    "Sides are handed over by position: their fields are the kernels' parameters. The mutant: two fields change places."
+    for side, f, rest in (
+        (kernel.ShortSide, kernel._short_kernel, ["START", "COS_SIN", "POSITION", "FLAG", "heads", "rows", "first", "base", "n", "tiles", "limit", "KC", "VC", "sinks", "ring", "R", "M", "STATIC", "WIDE"]),
+        (kernel.LongSide, kernel._encode_kernel, None),
+    ):
+        names, fields = list(f.arg_names), list(side._fields)
+        want = names_of(fields, "k") + names_of(fields, "v")
+        assert names[: len(want)] == want
+        assert rest is None or names[len(want) :] == rest
+        fields[1], fields[2] = fields[2], fields[1]
+        assert names[: len(want)] != names_of(fields, "k") + names_of(fields, "v")
+
+
+def test_addresses_are_those_of_the_tensors():
+    "What a compiled kernel is given is what Triton was given the first time, tensors as addresses."
+    store = KVStore("k3v2", 2, 2, 64, dtype=torch.bfloat16, device=DEVICE)
+    x = states(2, 2, 1, 64)
+    plan = kernel._plan(store)
+    for side, one in ((plan.key, store.key), (plan.value, store.value)):
+        tensors = list(one.tensors.values())
+        given, addresses = side.arguments(x, tensors, 3), side.pointers(x.data_ptr(), x.stride(), tensors, 3)
+        for name, a, b in zip(given._fields, given, addresses):
+            assert b == (a.data_ptr() if isinstance(a, torch.Tensor) else a), name
+        assert given.P0 is one.tensors["plane0"] and given.SCALE is one.tensors["scale"] and given.RING is one.tensors["window"]
+
+
 @pytest.fixture(scope="module")
 def compiled():
     "What each variant uses, from one process that compiles."

@@ -173,3 +173,19 @@ def test_triton_agrees_on_a_gpu(call):
     got, want = ops.attend(q, store, backend="triton", **call), attention.attend(q, store, **call)
     assert (got[0] - want[0]).norm() <= 1e-3 * want[0].norm()
     assert (got[1] - want[1]).abs().max() < 1e-2
+
+
+@pytest.mark.parametrize("window,start", ((0, None), (16, [0, 37]), (16, None)))
+def test_a_range_is_read_as_a_part_of_the_whole(window, start):
+    "`KVStore.read(first, last)`, which long chunks go through, block by block; exact tokens of other blocks stay out. The mutant is the next range."
+    g = torch.Generator().manual_seed(0)
+    store = KVStore(Recipe(Spec(3, center="prompt"), Spec(3), sinks=4, window=window), 2, 2, 64)
+    if start is not None:
+        store.set_range(start=torch.tensor(start))
+    for n in (290, 10):
+        store.append(*torch.randn(2, 2, 2, n, 64, generator=g))
+    whole = store.read()
+    for first, last in ((0, 5), (3, 128), (128, 290), (280, 299), (0, 300)):
+        for part, x in zip(store.read(first, last), whole):
+            torch.testing.assert_close(part, x[:, :, first:last], rtol=0, atol=1e-6)
+        assert not torch.equal(store.read(first, last - 1)[0], whole[0][:, :, first + 1 : last])

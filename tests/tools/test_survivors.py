@@ -72,10 +72,11 @@ def test_a_budget_is_rounded_down():
 
 def of_moments(mean, second, query):
     "Moments of one layer and head, of one token each."
-    one = lambda x: x[None, None].double()
+    one = lambda x: x[None].double()
     kinds = ("key", "value", "rope")
+    sums = transforms.Moments(1, {(k, 0): one(mean) for k in kinds}, {(k, 0): one(second) for k in kinds} | {("query", 0): one(query)})
     eye = torch.eye(len(mean)).double()
-    return transform.CodeStatistics(1, one(torch.zeros_like(mean)), torch.ones(len(mean) // 2), {k: one(mean) for k in kinds}, {k: one(second) for k in kinds}, one(query), one(eye), torch.ones(1).double())
+    return transform.CodeStatistics(torch.zeros_like(mean)[None, None], torch.ones(len(mean) // 2), eye[None, None], torch.ones(1).double(), sums)
 
 
 @pytest.mark.parametrize("rotation", ("svd", "none"))
