@@ -631,6 +631,87 @@ def test_padding_is_ignored(name, attention, told):
                 assert float((got - want).norm() / want.norm()) < 1e-2
 
 
+def doubled(name):
+    "A model in float64: rounding is far below what moves a code, so padded and unpadded rows hold the same codes on every processor."
+    return copy.deepcopy(tiny(name)).double()
+
+
+def loop(model, inputs, cache, steps=6):
+    "A plain forward loop, greedy: (logits of every step, tokens)."
+    ids, mask, out, new = inputs["input_ids"], inputs["attention_mask"], [], []
+    for _ in range(steps):
+        position = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        with torch.no_grad():
+            logits = model(ids, attention_mask=mask, position_ids=position, past_key_values=cache).logits[:, -1]
+        ids = logits.argmax(-1, keepdim=True)
+        mask = torch.cat([mask, torch.ones_like(ids)], 1)
+        out.append(logits), new.append(ids)
+    return torch.stack(out, 1), torch.cat(new, 1)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_tells_its_padding(name):
+    "One padded pass under each attention: every coded layer knows where the rows begin."
+    model, inputs = tiny(name), prompt(3, 30)
+    for attention in three(model):
+        model.set_attn_implementation(attention)
+        cache = TurboQuantCache(model, "k3v3")
+        with torch.no_grad():
+            model(**inputs, past_key_values=cache)
+        assert all(x.store.start.tolist() == [0, 7, 13] for x in cache.coded_layers), attention
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3_text", "gpt2", "opt", "falcon", "smollm3"])
+def test_padding_is_learnt_under_any_attention(name):
+    "Nobody calls set_padding: logits, tokens, sinks and means of each row of a left-padded batch are those of the row alone. Today's cache took padding for sinks."
+    inputs, double = prompt(3, 30), doubled(name)
+    for attention in three(double):
+        exact = attention != "eager"  # whose softmax makes NaN of float64 rows that see nothing
+        model = double if exact else tiny(name)
+        model.set_attn_implementation(attention)
+        cache = TurboQuantCache(model, "k3v3")
+        logits, tokens = loop(model, inputs, cache)
+        with torch.no_grad():
+            by_generate, other = generate(model, inputs, attention, "k3v3", padding=False, max_new_tokens=6)
+        assert torch.equal(by_generate[:, 30:], tokens) or not exact
+        assert {x.starts for c in (cache, other) for x in c.coded_layers} == {(0, 7, 13)}
+        for row, n in enumerate((0, 7, 13)):
+            one = TurboQuantCache(model, "k3v3")
+            alone, same_tokens = loop(model, {k: x[row : row + 1, n:] for k, x in inputs.items()}, one)
+            steps = 6 if exact else 1  # in float32 rounding may move a code, and later logits with it; the prefill is exact
+            assert float((logits[row] - alone[0])[:steps].abs().max()) < 1e-4 * float(alone.abs().max()), (attention, row)
+            assert torch.equal(tokens[row], same_tokens[0]) or not exact
+            for x, y in zip(cache.coded_layers, one.coded_layers):
+                for a, b in zip(x.store.sides, y.store.sides):
+                    assert torch.allclose(a.tensors["sinks"][row], b.tensors["sinks"][0], atol=1e-4), "exact tokens are the row's first real ones"
+                    assert a.mean is None or torch.allclose(a.mean[row].float(), b.mean[0].float(), atol=1e-2)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "turboquant"])
+def test_padding_of_a_prompt_in_chunks(attention):
+    "The first chunk is padding alone in one row: where that row begins is learnt from the next chunk, under any attention."
+    model, inputs = tiny("llama"), prompt(3, 30)
+    model.set_attn_implementation(attention)
+    cache, mask = TurboQuantCache(model, "k4v4"), inputs["attention_mask"]
+    with torch.no_grad():
+        for a, z in ((0, 10), (10, 30)):
+            model(inputs["input_ids"][:, a:z], attention_mask=mask[:, :z], past_key_values=cache)
+    assert {x.starts for x in cache.coded_layers} == {(0, 7, 13)}
+    assert all(x.store.start.tolist() == [0, 7, 13] for x in cache.coded_layers)
+
+
+def test_listening_leaves_masks_alone():
+    "The mask functions of transformers give what they gave, for other caches and without one; one listener for each, however many caches are made."
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+    for _ in range(2):
+        TurboQuantCache(tiny())
+    heard = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    assert heard.listens and heard.__wrapped__ is sdpa_mask and "turboquant" not in ALL_MASK_ATTENTION_FUNCTIONS._local_mapping
+    mask = prompt(3, 9)["attention_mask"].bool()
+    args = dict(batch_size=3, q_length=9, kv_length=9, attention_mask=mask, device="cpu")
+    assert torch.equal(heard(**args), sdpa_mask(**args))
+
+
 def test_sinks_of_a_padded_row_are_real_tokens():
     model, inputs = tiny(), prompt(3, 30)
     for attention, told in (("sdpa", True), ("turboquant", False)):

@@ -16,7 +16,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from .. import ops
 from ..attention import dense_attention
-from .cache import NAME, CodedStates, _Padding
+from .cache import NAME, CodedStates, _pads_longer, _Padding, _store_padding
 
 # %% ../../nbs/14c_hf_attention.ipynb #85ef7537
 def _window_of(mask_function):
@@ -38,12 +38,6 @@ class _MaskAnswer:
 
     reason: str = ""  # why one must be made; empty if the ranges of the store say all of it
     starts: tuple | None = None  # padding of each row, where it is new
-
-
-def _pads_longer(old: tuple, new: tuple, past: int) -> bool:
-    """Whether only rows that were padding alone so far start later than was known, as in a prompt
-    that comes in chunks."""
-    return all(b == a or (b > a == past) for a, b in zip(old, new))
 
 
 def _mask_reason(cache, layer, n: int, mask_function, attention_mask) -> _MaskAnswer:
@@ -76,14 +70,6 @@ def _mask_reason(cache, layer, n: int, mask_function, attention_mask) -> _MaskAn
     return _MaskAnswer("", padding.starts)
 
 # %% ../../nbs/14c_hf_attention.ipynb #8ffb6ff7
-def _store_padding(cache, starts: tuple, filled: bool) -> None:
-    "Note the padding of each row in every layer, and in the stores where they are filled already."
-    for x in cache.coded_layers:
-        x.starts = starts
-        if filled:
-            x.store.start.copy_(torch.tensor(starts))
-
-
 def turboquant_mask(
     batch_size, q_length, kv_length, q_offset=0, kv_offset=0,
     mask_function=causal_mask_function, attention_mask=None, **kwargs,
