@@ -1044,6 +1044,33 @@ def test_two_models_and_one_cache():
         b(**prompt(1, 6, padded=False), past_key_values=TurboQuantCache(a, "k3v3"))
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "turboquant"])
+@pytest.mark.parametrize("change, word", [(dict(num_key_value_heads=4), "KV heads 2, not 4"), (dict(num_attention_heads=2), "query heads 4, not 2"), (dict(head_dim=16), "head size 8, not 16"),
+                                          (dict(num_hidden_layers=1), "layers 2, not 1"), (dict(num_hidden_layers=3), "layers 2, not 3"),
+                                          (dict(rope_parameters={"rope_type": "default", "rope_theta": 500.0}), "RoPE .*10000.* not .*500.0")])
+def test_another_models_cache_is_refused(attention, change, word):
+    "The first pass says what differs, before anything is stored. Today all but a missing layer are taken without a word."
+    model, cache = tiny("llama", **change), TurboQuantCache(tiny("llama"))
+    model.set_attn_implementation(attention)
+    cache.config._attn_implementation = attention
+    for run in (lambda: model(**prompt(2, 9), past_key_values=cache), lambda: model.generate(**prompt(2, 9), past_key_values=cache, max_new_tokens=2)):
+        with torch.no_grad(), pytest.raises(ValueError, match=f"built for another model: .*{word}"):
+            run()
+        assert cache.get_seq_length() == 0 and not cache.layers[0].is_initialized
+
+
+@pytest.mark.parametrize("name", [n for n in FAMILIES])
+def test_an_equal_config_is_served(name):
+    "A cache of the config as it was saved serves the model that was loaded again."
+    model = tiny(name)
+    model.set_attn_implementation("eager")
+    config = type(model.config).from_dict(model.config.to_dict())
+    cache = TurboQuantCache(config)
+    with torch.no_grad():
+        model(**prompt(2, 9), past_key_values=cache)
+    assert cache.get_seq_length() == 9
+
+
 def test_explicit_positions():
     "position_ids given by the caller are the model's business; the cache stores what comes."
     model, ids, out = tiny(), prompt(1, 10, padded=False)["input_ids"], []

@@ -85,6 +85,8 @@ def turboquant_mask(
     cache = getattr(kv_length, "cache", None)
     if cache is None:
         return sdpa_mask(*args, **kwargs)
+    if not kv_length.layer.capturing:
+        cache.check_model(kwargs.get("config"))
     answer = _mask_reason(cache, kv_length.layer, q_length, mask_function, attention_mask)
     if answer.starts is not None:
         _store_padding(cache, answer.starts, filled=kv_length.layer.held > 0)

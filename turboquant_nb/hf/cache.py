@@ -521,13 +521,14 @@ def learn_padding(self: TurboQuantCache, n: int, attention_mask: Tensor | None) 
 
 
 def _listening(make_mask):
-    "A mask function that tells the cache of a pass about its padding, then does what it did."
+    "A mask function that tells the cache of a pass its model and its padding, then does what it did."
 
     @wraps(make_mask)
     def run(*args, **kwargs):
         if not torch.compiler.is_compiling():
             cache = getattr(kwargs.get("kv_length"), "cache", None)
             if cache is not None and not cache.coded_layers[0].capturing:
+                cache.check_model(kwargs.get("config"))
                 cache.learn_padding(kwargs["q_length"], kwargs.get("attention_mask"))
         return make_mask(*args, **kwargs)
 
@@ -540,6 +541,30 @@ def listen_to_masks() -> None:
     for name, make_mask in ALL_MASK_ATTENTION_FUNCTIONS.items():
         if name != NAME and not hasattr(make_mask, "listens"):
             ALL_MASK_ATTENTION_FUNCTIONS[name] = _listening(make_mask)
+
+# %% ../../nbs/14b_cache.ipynb #f4ab46df
+def _structure(info: ModelInfo) -> dict:
+    "What a cache and the model that uses it must have in common."
+    names = ("layers", "query heads", "KV heads", "head size")
+    return {n: info.facts[n] for n in names} | {
+        "RoPE": getattr(info.config, "rope_parameters", None),
+        "sliding windows": [x.sliding_window for x in info.coded],
+        "kinds of layers": [x.kind for x in info.layers],
+    }
+
+
+@patch
+def check_model(self: TurboQuantCache, config) -> None:
+    """Raise ValueError, saying what differs, if an empty cache was built for another model than the
+    one with this config. Without a config there is nothing to compare."""
+    if config is None or config.get_text_config(decoder=True) is self.config:
+        return
+    if self.coded_layers[0].held:
+        return
+    mine, other = _structure(self.info), _structure(ModelInfo(config))
+    differ = [f"{n} {mine[n]}, not {x}" for n, x in other.items() if mine[n] != x]
+    if differ:
+        raise ValueError(f"this cache was built for another model: it has {'; '.join(differ)}")
 
 # %% ../../nbs/14b_cache.ipynb #bfd4fd53
 @patch
