@@ -506,6 +506,49 @@ def test_what_rope_turns_by(name):
         assert torch.allclose(k, plain * size, atol=2e-4 * float(k.abs().max())), i
 
 
+AXES = {"Qwen2_5_VLText": dict(mrope_section=[2, 1, 1]), "Qwen2VLText": dict(mrope_section=[2, 1, 1]), "Qwen3VLText": dict(mrope_section=[2, 1, 1]), "Qwen3_5Text": {}, "Glm4vText": dict(mrope_section=[2, 1, 1])}
+
+
+@pytest.mark.parametrize("name", AXES)
+def test_multi_axis_rope_takes_the_prompts_mean(name):
+    "Such a model gives three positions for a token of a video; a mean before RoPE that turns by the place in the store would be wrong. Before, presets took it for Qwen-VL."
+    config = getattr(transformers, name + "Config")(**BASE, layer_types=["full_attention"] * 2, rope_parameters={"rope_type": "default", "rope_theta": 1e4, **AXES[name]})
+    found, why = rope_frequencies(config)
+    assert set(found) == {None} and "several positions" in why
+    assert all(r.key.center == "prompt" for r in TurboQuantCache(config, "k3v3").recipes)
+    with pytest.raises(ValueError, match="several positions of each token"):
+        TurboQuantCache(config, TURNING)
+
+
+def test_a_video_is_centred_as_well_as_text():
+    "Keys with a large bias, turned by a video's times, heights and widths: a preset's key error is that of the prompt's mean; the mutant, a mean that turns by slots, is worse than none."
+    config = transformers.Qwen2_5_VLTextConfig(**BASE, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]})
+    torch.manual_seed(0)
+    model = transformers.AutoModel.from_config(config, attn_implementation="sdpa").eval()
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.self_attn.k_proj.bias.normal_(0, 30, generator=torch.Generator().manual_seed(0))
+    ids, grid = prompt(1, 200, padded=False)["input_ids"], torch.arange(200)
+    positions = torch.stack([grid // 64, grid % 64 // 8, grid % 8])[:, None]  # 64 parts of an image at each time
+    dense = DynamicCache(config=config)
+    freq = tuple((1e4 ** -(torch.arange(4) / 4)).tolist())
+
+    def error(cache):
+        with torch.no_grad():
+            model(ids, position_ids=positions, past_key_values=cache)
+        k = dense.layers[0].keys
+        return float((cache.layers[0].store.read()[0] - k).norm() / k.norm())
+
+    with torch.no_grad():
+        model(ids, position_ids=positions, past_key_values=dense)
+    by_slot = TurboQuantCache(config, Recipe(Spec(3, center="prompt"), Spec(3), 0, 0))
+    for x in by_slot.coded_layers:
+        x.recipe, x.inv_freq = Recipe(Spec(3, center="rope"), Spec(3), 0, 0), freq
+    preset, mean = TurboQuantCache(config, "k3v3"), TurboQuantCache(config, Recipe(Spec(3, center="prompt"), Spec(3)))
+    preset_error, mean_error, mutant = error(preset), error(mean), error(by_slot)
+    assert preset_error == mean_error < mutant / 1.5, (preset_error, mean_error, mutant)
+
+
 def test_a_turning_centre_follows_a_bias():
     "Keys that are a bias and little else, turned by RoPE: the centre that turns leaves little to code, the one that does not leaves the bias."
     model = copy.deepcopy(tiny("qwen2"))
