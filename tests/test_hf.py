@@ -271,7 +271,7 @@ def test_a_chunk_is_its_tokens_one_by_one(name, kind):
         got, lost = run(once, at, at + n), run(mutant, at, at + n)
         for cache in (once, mutant):
             for x in cache.coded_layers:
-                x.store.tail = None if cache is mutant else x.store.tail
+                x.tail = None if cache is mutant else x.tail
             cache.crop(keep - n)
         want = torch.cat([run(steps, i, i + 1) for i in range(at, at + keep)], 1)
         limit = 1e-4 * float(want.abs().max())

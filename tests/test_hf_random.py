@@ -22,7 +22,7 @@ from turboquant_nb.hf import MARGIN, TurboQuantCache, rope_frequencies, turboqua
 from turboquant_nb.hf.cache import STEPS  # noqa: E402
 from turboquant_nb.quantizer import Coded, Recipe, Spec, decode  # noqa: E402
 from turboquant_nb.rates import make_quantizer  # noqa: E402
-from turboquant_nb.store import TAIL, KVStore, _EmbeddedCodebook, prompt_mean  # noqa: E402
+from turboquant_nb.store import KVStore, _EmbeddedCodebook, prompt_mean  # noqa: E402
 
 SEQUENCES = int(os.environ.get("TURBOQUANT_SEQUENCES", 60 if SLOW else 12))
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
@@ -79,7 +79,7 @@ class Dense:
             old.codebook = _EmbeddedCodebook(old.codebook)
             thin = back(old, Coded((coded[1].codes >> 1) + 2**self.q.spec.bits, coded[1].scale)), None
         old, recent = self.exact.shape[2], self.fresh.nonzero()
-        self.tail = (int(recent[0]) if len(recent) else old, old) if 1 < x.shape[2] <= TAIL and old and self.recipe.window else None
+        self.tail = (int(recent[0]) if len(recent) else old, old) if 1 < x.shape[2] <= STEPS and old and self.recipe.window else None
         self.exact, self.coded, self.thin = (torch.cat([a, b], 2) for a, b in ((self.exact, x), (self.coded, coded[0]), (self.thin, thin[0])))
         n = self.exact.shape[2]
         self.fresh = torch.cat([self.fresh, torch.ones(x.shape[2], dtype=torch.bool)]) & (torch.arange(n) >= n - self.recipe.window)
@@ -95,7 +95,7 @@ class Dense:
     def rows(self, index):
         self.exact, self.coded, self.thin = (x[index] for x in (self.exact, self.coded, self.thin))
         self.mean = None if self.mean is None else self.mean[index]
-        self.starts = [self.starts[i] for i in index]
+        self.starts, self.tail = [self.starts[i] for i in index], None
 
     def is_exact(self):
         "[B, 1, T, 1]: sinks and window."

@@ -219,6 +219,8 @@ def _on_codes(query, key: CodedStates, value: CodedStates, mask, scaling, softca
     layer.calls[_SERVED[name]] += 1
     if name == "torch":
         layer.reasons[why if mask is None else layer.mask_reason or "a mask was given"] += 1
+    if layer.canary is not None and mask is None:
+        layer.canary.look(layer, query, scaling, softcap)
     layer.free(key.first)
     return _with_sink_logit(out, lse, s_aux)
 
