@@ -49,7 +49,7 @@ MODES = {
     "beams returned": dict(num_beams=4, num_return_sequences=2, length_penalty=0.7),
     "sampling": dict(do_sample=True, num_return_sequences=2, top_k=20, temperature=0.8),
     "beam sampling": dict(num_beams=2, do_sample=True),
-    "prefill in chunks": dict(prefill_chunk_size=8),
+    "prefill in chunks": dict(prefill_chunk_size=18),
     "repetition penalty": dict(repetition_penalty=1.3),
 }
 _made = {}

@@ -124,18 +124,30 @@ def _terms(store, side, coded):
     return out
 
 
-def _add_coded(soft, query, store, see, first, past, softcap, block):
+def _reads_exactly(query, store, positions, past, recent):
+    """Which of `positions` [B|1, T] are read exactly: the same for all rows [B, 1, 1, T], or with
+    `recent` for each [B, 1, g*n, T]."""
+    sinks, p = store.is_sink(positions)[:, None, None, :], positions[:, None, None, :]
+    since = store.past_exact_from
+    if recent is None:
+        return sinks | (p >= since)
+    since = torch.minimum(since, past) if store._by_device else min(since, past)
+    at = (torch.arange(query.tokens, device=store.device) + (store._now - query.tokens))[:, None]
+    return query.grouped(sinks | ((p >= since) & (p > at - recent)))
+
+
+def _add_coded(soft, query, store, see, first, past, softcap, block, recent):
     """Coded tokens in blocks: levels times the rotated query, then the scale of each token. Exact
     tokens are left out."""
-    end = store._bound if store._by_device else past
+    last = past if recent is None else store._now  # with `recent`, some rows read the chunk's codes
+    end = store._bound if store._by_device else last
     for lo in range(first, end, block):
         hi = min(lo + block, end)
         positions = torch.arange(lo, hi, device=store.device)[None]
-        exact = (positions >= store.past_exact_from) | store.is_sink(positions)
-        seen = see(positions) & ~exact[:, None, None, :]
+        seen = see(positions) & ~_reads_exactly(query, store, positions, past, recent)
         k, v = (_terms(store, side, store.coded(side, lo, hi)) for side in ("key", "value"))
         if store._by_device:  # what lies beyond the length may be anything
-            held = positions < past
+            held = positions < last
             seen, v = seen & held[:, None, None, :], [(x, w.where(held[:, None], 0)) for x, w in v]
         parts = zip((query.turned, query.sketched), k)
         scores = query.offset + sum(q @ x.mT * w.unsqueeze(-2) for q, (x, w) in parts)
@@ -144,7 +156,7 @@ def _add_coded(soft, query, store, see, first, past, softcap, block):
         soft.add_coded(_masked(scores, seen, softcap), v)
 
 # %% ../nbs/10_attention.ipynb #04366c1c
-def _add_exact(soft, query, store, see, first, past, softcap):
+def _add_exact(soft, query, store, see, first, past, softcap, recent):
     "Sinks and window, in the model's basis."
     k, positions = store.exact("key")
     v, _ = store.exact("value")
@@ -152,6 +164,8 @@ def _add_exact(soft, query, store, see, first, past, softcap):
         return
     real = ((positions >= first) & (positions < past))[:, None, None, :]
     seen = see(positions.clamp(min=first)) & real
+    if recent is not None:
+        seen = seen & _reads_exactly(query, store, positions, past, recent)
     soft.add(_masked(query.plain @ k.float().transpose(-1, -2), seen, softcap), v.float())
 
 
@@ -167,7 +181,7 @@ def _finish(soft, q, store):
     return out.reshape(*shape, store.value.q.d).to(q.dtype), lse.reshape(shape)
 
 # %% ../nbs/10_attention.ipynb #5f3c427d
-def _check_attend(q, store, k, v, first, block, softcap, window):
+def _check_attend(q, store, k, v, first, block, softcap, window, recent=None):
     checks.floats(q, "q")
     (b, h, dk), length = (store.batch, store.heads, store.key.q.d), store._bound
     if q.ndim != 4 or q.shape[0] != b or q.shape[1] % h or q.shape[3] != dk:
@@ -185,7 +199,9 @@ def _check_attend(q, store, k, v, first, block, softcap, window):
             raise ValueError(f"{name} must have shape {want}, got {list(x.shape)}")
     if not store.offset <= first <= length:
         raise ValueError(f"first must be from {store.offset} to {length}, got {first}")
-    for name, x in (("block", block), ("softcap", softcap), ("window", window)):
+    if recent is not None and (k is None or k.shape[2] < q.shape[2]):
+        raise ValueError(f"recent needs exact k and v of the last {q.shape[2]} tokens at least")
+    for name, x in (("block", block), ("softcap", softcap), ("window", window), ("recent", recent)):
         if x is not None:
             checks.number(x, name, above=0)
 
@@ -228,6 +244,7 @@ def attend(
     window: int | None = None,  # sliding window: token i sees i-window+1 … i
     softcap: float | None = None,  # scores become softcap·tanh(score/softcap)
     block: int = 1024,  # coded tokens decoded at a time
+    recent: int | None = None,  # of k and v each query reads only its own last ones, itself included
 ) -> tuple:  # (output [B, Hq, n, d_value] in q's dtype, log-sum-exp [B, Hq, n] fp32)
     """Attention straight on codes. A row that may see nothing gives 0 and -inf. Where a static store
     is recorded, masks reach to its max_length. Raises ValueError/TypeError on shapes, dtypes or
@@ -235,7 +252,7 @@ def attend(
     if store.static and not store._by_device:
         store.sync()
     first = store.offset if first is None else first
-    _check_attend(q, store, k, v, first, block, softcap, window)
+    _check_attend(q, store, k, v, first, block, softcap, window, recent)
     _check_mask(mask, q, store, first)
     query = _query(q, store, q.shape[3] ** -0.5 if scaling is None else scaling)
     see = _sight(query, store, mask, first, causal, window)
@@ -243,10 +260,13 @@ def attend(
     soft = _Softmax(query.plain.shape[:3], q.device, store.value.q.d, sketch)
     chunk = 0 if k is None else k.shape[2]
     past = store._now - chunk
-    _add_coded(soft, query, store, see, first, past, softcap, block)
-    _add_exact(soft, query, store, see, first, past, softcap)
+    _add_coded(soft, query, store, see, first, past, softcap, block, recent)
+    _add_exact(soft, query, store, see, first, past, softcap, recent)
     if chunk:
-        seen = see(torch.arange(chunk, device=q.device)[None] + past)
+        positions = torch.arange(chunk, device=q.device)[None] + past
+        seen = see(positions)
+        if recent is not None:
+            seen = seen & _reads_exactly(query, store, positions, past, recent)
         soft.add(_masked(query.plain @ k.float().transpose(-1, -2), seen, softcap), v.float())
     return _finish(soft, q, store)
 

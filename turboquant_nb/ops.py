@@ -30,7 +30,7 @@ def _device_reason(store, named: bool) -> str:
     return f"an NVIDIA GPU is needed, the store is on {kind}"
 
 
-def _triton_reason(q, store, k, v, mask, first, causal, window, softcap, named) -> str:
+def _triton_reason(q, store, k, v, mask, first, causal, window, softcap, recent, named) -> str:
     "Why the decode kernel cannot serve a call; empty if it can."
     if mask is not None:
         return "the kernel knows ranges of positions, not masks"
@@ -40,6 +40,8 @@ def _triton_reason(q, store, k, v, mask, first, causal, window, softcap, named) 
         return "the kernel is causal"
     if why := _device_reason(store, named):
         return why
+    if recent is not None:  # the kernel is fed one query at a time, with the exact tokens of that query
+        q, k, v = q[:, :, :1], *(x if x is None else x[:, :, :recent] for x in (k, v))
     served, why = launch.supports(q, store, k, v, window=window, softcap=softcap)
     return "" if served else why
 
@@ -121,11 +123,13 @@ def _flash(q, store, k, v, scaling, window) -> tuple:
     return out, lse.masked_fill(none, -torch.inf).reshape(b, heads, n)
 
 # %% ../nbs/13_ops.ipynb #903c00da
-def _flash_reason(q, store, k, v, mask, first, causal, window, softcap) -> str:
+def _flash_reason(q, store, k, v, mask, first, causal, window, softcap, recent) -> str:
     "Why long chunks cannot be served by torch's fused attention; empty if they can."
     n, d = q.shape[2], q.shape[3]
     if n <= 16:
         return "up to 16 tokens are served on codes"
+    if recent is not None:
+        return "the blocks have one set of exact tokens, not one for each query"
     if mask is not None or first not in (None, store.offset) or not causal:
         return "the blocks know ranges of positions, not masks"
     if softcap is not None:
@@ -154,9 +158,10 @@ def explain(
     window: int | None = None,
     softcap: float | None = None,
     backend: str = "auto",  # for "triton", its interpreter counts as a device
+    recent: int | None = None,
 ) -> dict:  # backend -> (bool, reason); the first that says True is what "auto" takes
     "Which backends can serve this call of `attend`, best first, and why the others cannot."
-    call = (q, store, k, v, mask, first, causal, window, softcap)
+    call = (q, store, k, v, mask, first, causal, window, softcap, recent)
     why = _triton_reason(*call, backend == "triton"), _flash_reason(*call)
     return {"triton": (not why[0], why[0]), "flash": (not why[1], why[1]), "torch": (True, "")}
 
@@ -189,17 +194,18 @@ def choose(
     window=None,
     softcap=None,
     backend="auto",
+    recent=None,
 ) -> tuple:  # (backend that serves, why no kernel does; "" if one does)
     "What `attend` would do with these arguments. Raises as it does."
     chunk = None if k is None else (k.shape[2], k.dtype, v.shape[3])
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v))
     place = (first in (None, store.offset), store.key.thin + store.value.thin, store.device)
-    key = (backend, q.shape, q.dtype, chunk, grad, mask is None, causal, window, softcap, place)
+    key = (backend, q.shape, q.dtype, chunk, grad, mask is None, causal, window, softcap, recent, place)
     answers = _CHOSEN.setdefault(store, {})
     if key not in answers:
         if len(answers) > 64:  # chunks of many lengths
             answers.clear()
-        reasons = explain(q, store, k, v, mask, first, causal, window, softcap, backend)
+        reasons = explain(q, store, k, v, mask, first, causal, window, softcap, backend, recent)
         answers[key] = _pick(backend, reasons, "this call"), reasons["triton"][1]
     return answers[key]
 
@@ -216,21 +222,41 @@ def attend(
     window: int | None = None,  # sliding window: token i sees i-window+1 … i
     softcap: float | None = None,  # scores become softcap·tanh(score/softcap)
     backend: str = "auto",  # "auto", "triton", "flash" or "torch"
+    recent: int | None = None,  # of k and v each query reads only its own last ones, itself included
 ) -> tuple:  # (output [B, Hq, n, d_value] in q's dtype, log-sum-exp [B, Hq, n] fp32)
     """Attention on codes by the best backend that can serve, or by the one named. Raises
     ValueError with the reason if that one cannot, ValueError/TypeError on arguments that do not
     fit."""
-    name, _ = choose(q, store, k, v, mask, first, causal, window, softcap, backend)
-    return attend_by(name, q, store, k, v, scaling, mask, first, causal, window, softcap)
+    name, _ = choose(q, store, k, v, mask, first, causal, window, softcap, backend, recent)
+    return attend_by(name, q, store, k, v, scaling, mask, first, causal, window, softcap, recent)
 
 
-def attend_by(name, q, store, k, v, scaling, mask, first, causal, window, softcap) -> tuple:
+def _each_query(q, store, k, v, scaling, window, softcap, recent) -> tuple:
+    """The kernel, one query at a time: the store as it was when that token came, and as its chunk the
+    exact tokens that this query reads."""
+    n, m, parts = q.shape[2], k.shape[2], []
+    for i in range(n):
+        end = m - (n - 1 - i)
+        near = (x[:, :, max(0, end - recent) : end] for x in (k, v))
+        with store.as_of(m - end):
+            one = q[:, :, i : i + 1], store, *near, scaling
+            parts.append(launch.decode_attention(*one, window=window, softcap=softcap))
+    return tuple(torch.cat(x, 2) for x in zip(*parts))
+
+
+def attend_by(
+    name, q, store, k, v, scaling, mask, first, causal, window, softcap, recent=None
+) -> tuple:
     "`attend` by a backend that `choose` gave, without asking again."
     if name == "torch":
-        return attention.attend(q, store, k, v, scaling, mask, first, causal, window, softcap)
+        call = scaling, mask, first, causal, window, softcap
+        return attention.attend(q, store, k, v, *call, recent=recent)
     if name == "flash":
         attention._check_attend(q, store, k, v, store.offset, None, softcap, window)
         return _flash(q, store, k, v, scaling, window)
+    if recent is not None and q.shape[2]:
+        attention._check_attend(q, store, k, v, store.offset, None, softcap, window, recent)
+        return _each_query(q, store, k, v, scaling, window, softcap, recent)
     return launch.decode_attention(q, store, k, v, scaling, window=window, softcap=softcap)
 
 # %% ../nbs/13_ops.ipynb #dfce742e

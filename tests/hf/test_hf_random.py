@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from turboquant_nb.attention import dense_attention  # noqa: E402
 from turboquant_nb.hf import MARGIN, TurboQuantCache, rope_frequencies, turboquant_attention  # noqa: E402
-from turboquant_nb.quantizer import Coded, Recipe, Spec  # noqa: E402
+from turboquant_nb.hf.cache import STEPS  # noqa: E402
 from turboquant_nb.mixed_precision import make_quantizer  # noqa: E402
+from turboquant_nb.quantizer import Coded, Recipe, Spec, decode  # noqa: E402
 from turboquant_nb.store import KVStore, _EmbeddedCodebook, prompt_mean  # noqa: E402
 
 SEQUENCES = int(os.environ.get("TURBOQUANT_SEQUENCES", 60 if SLOW else 12))
@@ -52,6 +53,7 @@ class Dense:
         self.freq = freq if spec.center == "rope" else None
         self.exact = self.coded = self.thin = torch.zeros(len(starts), HEADS, 0, D)
         self.fresh = torch.zeros(0, dtype=torch.bool)  # tokens that have not left the window yet
+        self.tail = None  # (first exact position, first of the chunk) while the last chunk was one of a few tokens
 
     def turn(self, x, n, back):
         "As RoPE turns the next n tokens of each row, or back."
@@ -76,6 +78,8 @@ class Dense:
             old = make_quantizer(self.q.spec, D)
             old.codebook = _EmbeddedCodebook(old.codebook)
             thin = back(old, Coded((coded[1].codes >> 1) + 2**self.q.spec.bits, coded[1].scale)), None
+        old, recent = self.exact.shape[2], self.fresh.nonzero()
+        self.tail = (int(recent[0]) if len(recent) else old, old) if 1 < x.shape[2] <= STEPS and old and self.recipe.window else None
         self.exact, self.coded, self.thin = (torch.cat([a, b], 2) for a, b in ((self.exact, x), (self.coded, coded[0]), (self.thin, thin[0])))
         n = self.exact.shape[2]
         self.fresh = torch.cat([self.fresh, torch.ones(x.shape[2], dtype=torch.bool)]) & (torch.arange(n) >= n - self.recipe.window)
@@ -84,11 +88,14 @@ class Dense:
         keep = self.exact.shape[2] - n
         self.exact, self.coded, self.thin = (x[:, :, :keep] for x in (self.exact, self.coded, self.thin))
         self.fresh = self.fresh[:keep]
+        self.tail = self.tail if self.tail and self.tail[1] <= keep else None
+        if self.tail:  # the window as the tokens that are left would have made it
+            self.fresh = torch.arange(keep) >= max(self.tail[0], keep - self.recipe.window)
 
     def rows(self, index):
         self.exact, self.coded, self.thin = (x[index] for x in (self.exact, self.coded, self.thin))
         self.mean = None if self.mean is None else self.mean[index]
-        self.starts = [self.starts[i] for i in index]
+        self.starts, self.tail = [self.starts[i] for i in index], None
 
     def is_exact(self):
         "[B, 1, T, 1]: sinks and window."
@@ -104,6 +111,15 @@ class Dense:
         near = lambda x: (got - x).abs() <= 1e-5 * (1 + x.abs())  # noqa: E731
         ok = (near(coded).all(-1) | near(thin).all(-1))[..., None].expand_as(got)
         assert bool((ok | kept).all()), (got - coded).abs().amax(-1)
+
+    def steps(self, coded, first, n):
+        "What each of the last n queries sees from position `first` on: sinks and its own recent tokens exactly, the rest as it is coded."
+        length = self.exact.shape[2]
+        p, start = torch.arange(first, length), torch.tensor(self.starts)[:, None]
+        sink = ((p >= start) & (p < start + self.recipe.sinks))[:, None, :, None]
+        for at in range(length - n, length):
+            near = (p > at - max(self.recipe.window, 1)) & (p >= (self.tail[0] if self.tail else length - n))
+            yield torch.where(sink | near[:, None], self.exact[:, :, first:], coded)
 
     def seen(self, got, chunk):
         "What attention sees: the cache's own tokens (just checked), the chunk exactly."
@@ -149,16 +165,22 @@ class Machine(RuleBasedStateMachine):
                         side.fresh = rest
                 continue
             got = [x[:, :, visible - layer.store.offset :] for x in layer.store.read()]  # before the sliding layer frees
+            names = ("key", "value")
+            center = lambda name: layer.store.center(name, visible, self.length)  # noqa: B023,E731
+            coded = [decode(s.q, layer.store.coded(name, visible, self.length), center(name), torch.float32) for s, name in zip(layer.store.sides, names)]
             out = turboquant_attention(None, q, *handles, None, 0.25)[0].transpose(1, 2)
             seen = [side.seen(x, n) if past else side.exact[:, :, visible:] for side, x in zip(sides, got)]
             at, p = torch.arange(past, self.length)[:, None], torch.arange(visible, self.length)
             mask = (p <= at) & (p >= torch.tensor(sides[0].starts)[:, None, None, None])
             mask = mask & (p > at - WINDOW) if i == 0 else mask
             want = dense_attention(q, *seen, 0.25, mask=mask)[0]
+            if past and 1 < n <= STEPS:
+                pairs = zip(*(side.steps(x, visible, n) for side, x in zip(sides, coded)))
+                want = torch.cat([dense_attention(q[:, :, j : j + 1], *pair, 0.25, mask=mask[:, :, j : j + 1])[0] for j, pair in enumerate(pairs)], 2)
             real = mask.any(-1)[..., None].expand_as(out)
             assert torch.allclose(out[real], want[real], atol=2e-5)
 
-    @rule(n=st.sampled_from([1, 1, 1, 2, 5, 17, 40, 260]), on_codes=st.booleans())
+    @rule(n=st.sampled_from([1, 1, 1, 2, 5, 9, 16, 17, 40, 260]), on_codes=st.booleans())
     def append(self, n, on_codes):
         if self.length < 1500:
             self.take(n, on_codes)
@@ -210,6 +232,9 @@ class Machine(RuleBasedStateMachine):
         with tempfile.TemporaryDirectory() as folder:
             self.cache.save(f"{folder}/c")
             self.cache = TurboQuantCache.load(f"{folder}/c", self.config)
+        for sides in self.dense:
+            for side in sides:
+                side.tail = None
 
     @rule()
     def offload(self):

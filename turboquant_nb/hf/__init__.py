@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['MARGIN', 'NAME', 'NOT_A_TENSOR', 'TURNING', 'CodedStates', 'LayerInfo', 'LayerPlan', 'ModelInfo', 'Report',
-           'TurboQuantCache', 'TurboQuantLayer', 'plan_layers', 'rope_frequencies', 'turboquant_attention',
-           'turboquant_mask']
+           'TurboQuantCache', 'TurboQuantLayer', 'Watch', 'Canary', 'CanaryError', 'Check', 'check_layer',
+           'plan_layers', 'rope_frequencies', 'turboquant_attention', 'turboquant_mask']
 
 # %% ../../nbs/14f_hf.ipynb #228b9a2d
 from turboquant_nb.hf.model_info import (  # noqa: F401
@@ -38,6 +38,7 @@ from turboquant_nb.hf.attention import (  # noqa: F401
     turboquant_attention,
     turboquant_mask,
 )
+from .canary import Canary, CanaryError, Check, Watch, check_layer  # noqa: F401
 from . import archive, graphs  # noqa: F401
 
-_all_ = ["MARGIN", "NAME", "NOT_A_TENSOR", "TURNING", "CodedStates", "LayerInfo", "LayerPlan", "ModelInfo", "Report", "TurboQuantCache", "TurboQuantLayer", "plan_layers", "rope_frequencies", "turboquant_attention", "turboquant_mask"]
+_all_ = ["MARGIN", "NAME", "NOT_A_TENSOR", "TURNING", "CodedStates", "LayerInfo", "LayerPlan", "ModelInfo", "Report", "TurboQuantCache", "TurboQuantLayer", "Watch", "Canary", "CanaryError", "Check", "check_layer", "plan_layers", "rope_frequencies", "turboquant_attention", "turboquant_mask"]

@@ -16,7 +16,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from .. import ops
 from ..attention import dense_attention
-from .cache import NAME, CodedStates, _Padding
+from .cache import NAME, CodedStates, _pads_longer, _Padding, _store_padding
 
 # %% ../../nbs/14c_hf_attention.ipynb #85ef7537
 def _window_of(mask_function):
@@ -38,12 +38,6 @@ class _MaskAnswer:
 
     reason: str = ""  # why one must be made; empty if the ranges of the store say all of it
     starts: tuple | None = None  # padding of each row, where it is new
-
-
-def _pads_longer(old: tuple, new: tuple, past: int) -> bool:
-    """Whether only rows that were padding alone so far start later than was known, as in a prompt
-    that comes in chunks."""
-    return all(b == a or (b > a == past) for a, b in zip(old, new))
 
 
 def _mask_reason(cache, layer, n: int, mask_function, attention_mask) -> _MaskAnswer:
@@ -76,14 +70,6 @@ def _mask_reason(cache, layer, n: int, mask_function, attention_mask) -> _MaskAn
     return _MaskAnswer("", padding.starts)
 
 # %% ../../nbs/14c_hf_attention.ipynb #8ffb6ff7
-def _store_padding(cache, starts: tuple, filled: bool) -> None:
-    "Note the padding of each row in every layer, and in the stores where they are filled already."
-    for x in cache.coded_layers:
-        x.starts = starts
-        if filled:
-            x.store.start.copy_(torch.tensor(starts))
-
-
 def turboquant_mask(
     batch_size, q_length, kv_length, q_offset=0, kv_offset=0,
     mask_function=causal_mask_function, attention_mask=None, **kwargs,
@@ -99,6 +85,8 @@ def turboquant_mask(
     cache = getattr(kv_length, "cache", None)
     if cache is None:
         return sdpa_mask(*args, **kwargs)
+    if not kv_length.layer.capturing:
+        cache.check_model(kwargs.get("config"))
     answer = _mask_reason(cache, kv_length.layer, q_length, mask_function, attention_mask)
     if answer.starts is not None:
         _store_padding(cache, answer.starts, filled=kv_length.layer.held > 0)
@@ -168,6 +156,8 @@ def _exact(query, key, value, mask, scaling, softcap, s_aux, window=None, causal
 def _prefill(query, key: CodedStates, value: CodedStates, mask, *call):
     "The first chunk, exactly. What padding sees is 0."
     layer, k, v = key.layer, key.chunk, value.chunk
+    if key.drafts and mask is None:
+        return _prefill_and_drafts(query, key, value, *call)
     layer.calls["prefill"] += 1
     if mask is not None:
         mask = mask[..., : k.shape[2]]  # a static layer asked for more
@@ -184,6 +174,17 @@ def _prefill(query, key: CodedStates, value: CodedStates, mask, *call):
     return out
 
 
+def _prefill_and_drafts(query, key, value, *call):
+    "A prompt exactly, then the drafts behind it as if they came one by one."
+    layer, n, drafts = key.layer, query.shape[2], key.drafts
+    prompt = (CodedStates(layer, x.chunk[:, :, : n - drafts], x.first, True) for x in (key, value))
+    out = _prefill(query[:, :, : n - drafts], *prompt, None, *call)
+    rest = (
+        CodedStates(layer, x.chunk[:, :, n - drafts :], x.first, False, x.near) for x in (key, value)
+    )
+    return torch.cat([out, _on_codes(query[:, :, n - drafts :], *rest, None, *call)], 2)
+
+
 def _store_starts_of(mask: Tensor, layer, k: Tensor, v: Tensor) -> None:
     "At prefill with a mask of its own kind, take the start of each row from it."
     start = mask.any(1).any(-2).long().argmax(-1).expand(layer.store.batch)
@@ -195,25 +196,31 @@ _SERVED = {"triton": "kernel", "flash": "chunk", "torch": "codes"}
 
 
 def _on_codes(query, key: CodedStates, value: CodedStates, mask, scaling, softcap, s_aux):
-    "A later chunk: its own tokens exactly, the past from codes."
+    "A later chunk: few tokens as if they came one by one, many with their own tokens exactly."
     layer, k, v, n = key.layer, key.chunk, value.chunk, query.shape[2]
+    recent = None
+    if mask is None and layer.serves_steps(n):
+        k, v, recent = key.near, value.near, max(layer.recipe.window, 1)
     if layer.capturing:
-        out, lse = layer.attend_captured(query, k, v, mask, scaling, softcap)
+        out, lse = layer.attend_captured(query, k, v, mask, scaling, softcap, recent)
         return _with_sink_logit(out, lse, s_aux)
     args, demanded = (query, layer.store, k, v), layer.backend
     if mask is not None:
         mask = mask[..., : layer.store.length - key.first]  # a static layer asked for more
     call = dict(window=layer.sliding_window) if mask is None else dict(mask=mask, first=key.first)
-    ask = "auto" if demanded == "triton" and n > 16 else demanded
+    call |= {"recent": recent}
+    ask = "auto" if demanded == "triton" and n > 16 and recent is None else demanded
     name, why = ops.choose(*args, **call, softcap=softcap, backend=ask)
     if name == "torch" and demanded == "triton":
         why = ops.explain(*args, **call, softcap=softcap)["flash"][1]
         raise ValueError(f"backend 'triton' cannot serve a chunk of {n} tokens: {why}")
     first, window = call.get("first"), call.get("window")
-    out, lse = ops.attend_by(name, *args, scaling, mask, first, True, window, softcap)
+    out, lse = ops.attend_by(name, *args, scaling, mask, first, True, window, softcap, recent)
     layer.calls[_SERVED[name]] += 1
     if name == "torch":
         layer.reasons[why if mask is None else layer.mask_reason or "a mask was given"] += 1
+    if layer.canary is not None and mask is None:
+        layer.canary.look(layer, query, scaling, softcap)
     layer.free(key.first)
     return _with_sink_logit(out, lse, s_aux)
 

@@ -33,16 +33,19 @@ def append_captured(self: TurboQuantLayer, key_states: Tensor, value_states: Ten
     "`update` in a captured step. Raises ValueError where the model does not attend on codes."
     if not self.on_codes:
         raise ValueError("recorded steps need the 'turboquant' attention")
-    ops.append_by(self.captured_backends["coding"][0], self.store, key_states, value_states)
-    return tuple(CodedStates(self, x, 0, False) for x in (key_states, value_states))
+    states = key_states, value_states
+    few = self.recipe.window and self.serves_steps(key_states.shape[2])
+    near = self.store.tail_with(*states)[2:] if few else states
+    ops.append_by(self.captured_backends["coding"][0], self.store, *states)
+    return tuple(CodedStates(self, x, 0, False, t) for x, t in zip(states, near))
 
 
 @patch
 def attend_captured(
-    self: TurboQuantLayer, query: Tensor, k: Tensor, v: Tensor, mask, scaling, softcap
+    self: TurboQuantLayer, query: Tensor, k: Tensor, v: Tensor, mask, scaling, softcap, recent=None
 ) -> tuple:  # (out, lse), see `ops.attend_by`
     "Attention in a captured step: the settled backend, PyTorch for what it was not asked about."
     few = mask is None and query.shape[2] <= 16
     name = self.captured_backends["attention"][0] if few else "torch"
-    call = scaling, mask, None, True, self.sliding_window, softcap
+    call = scaling, mask, None, True, self.sliding_window, softcap, recent
     return ops.attend_by(name, query, self.store, k, v, *call)

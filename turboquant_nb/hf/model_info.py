@@ -116,6 +116,18 @@ def _rotary(config) -> tuple:  # (modeling module, its rotary embedding), or (No
     return module, found[0](config)
 
 
+def _has_axes(rotary, kind) -> bool:
+    "Whether RoPE takes several positions for a token: time, height and width of a part of an image or a video."
+    if any("rope_section" in name and value for name, value in vars(rotary).items()):
+        return True
+    more = () if hasattr(rotary, "inv_freq") else (kind,)
+    try:
+        cos, _ = rotary(torch.zeros(1, 1, 4, 8), torch.arange(4).expand(3, 1, 4), *more)
+    except (RuntimeError, TypeError, ValueError, IndexError):  # knows [B, T] only
+        return False
+    return cos.ndim == 3 and cos.shape[0] == 1  # of three positions it makes one angle
+
+
 def _is_half_split(module, rotary, kind, inv_freq) -> bool:
     "Whether the model's own RoPE is `apply_rope` with these frequencies."
     probe = dict(dtype=torch.float32, generator=torch.Generator().manual_seed(0))
@@ -135,7 +147,7 @@ def rope_frequencies(
     config,  # of a decoder
 ) -> tuple:  # ([frequencies [r/2] or None, of each layer], why there are none)
     """By what RoPE rotates the keys of each layer: None for a layer that has no RoPE, and for all
-    layers, with a reason, of a model whose RoPE is not the half-split one with fixed frequencies."""
+    layers, with a reason, of a model whose RoPE is not the half-split one with fixed frequencies and one position a token."""
     n = config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or [None] * n
     module, rotary = _rotary(config)
@@ -145,6 +157,8 @@ def rope_frequencies(
     types = {p.get("rope_type") for p in (given, *given.values()) if isinstance(p, dict)}
     if types & {"dynamic", "longrope"}:
         return [None] * n, f"{config.model_type} turns by frequencies that change with the length"
+    if any(_has_axes(rotary, kind) for kind in set(kinds)):
+        return [None] * n, f"{config.model_type} turns by several positions of each token"
     own = lambda kind: getattr(rotary, f"{kind}_inv_freq", getattr(rotary, "inv_freq", None))  # noqa: E731
     for kind in set(kinds):
         if own(kind) is not None and not _is_half_split(module, rotary, kind, own(kind)):
