@@ -7,7 +7,10 @@ __all__ = ['NAME', 'MARGIN', 'NOT_A_TENSOR', 'CodedStates', 'TurboQuantLayer', '
 
 # %% ../../nbs/14b_cache.ipynb #fa496ed6
 import copy
+import math
+import warnings
 from collections import Counter
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -56,6 +59,16 @@ class CodedStates:
         raise TypeError(f"{getattr(func, '__name__', func)}: {NOT_A_TENSOR}")
 
 # %% ../../nbs/14b_cache.ipynb #7060c67b
+@lru_cache
+def _say_slow(attention: str | None) -> None:
+    "Once: what makes a GPU slow."
+    warnings.warn(
+        f"attn_implementation={attention!r} gets all past tokens decoded, in every layer and step. Several times faster, "
+        f"where the model allows it: model.set_attn_implementation({NAME!r})",
+        stacklevel=2,
+    )
+
+
 class TurboQuantLayer(CacheLayerMixin):
     """One layer of a `TurboQuantCache`: a store of codes with the interface of transformers. With
     `sliding_window`, tiles that no query can see any more are freed."""
@@ -82,7 +95,8 @@ class TurboQuantLayer(CacheLayerMixin):
         self.starts = None  # leading tokens of each row that are padding; None: not known, so none
         self.calls, self.coded = Counter(), Counter()  # who attended, who coded: see `Report`
         self.reasons, self.mask_reason = Counter(), ""  # why no kernel served; why there was a mask
-        self.captured_backends = {}  # of a static layer: who serves steps that a graph captures
+        self.captured_backends = {}  # of a static store: who serves steps that a graph captures
+        self.patience = 0  # steps to run eagerly before one is captured: tokens were cropped
 
     @property
     def on_codes(self) -> bool:
@@ -92,7 +106,7 @@ class TurboQuantLayer(CacheLayerMixin):
     @property
     def capturing(self) -> bool:
         "Whether a CUDA graph or torch.compile captures this call, to run it again without Python."
-        return self.static and self.is_initialized and self.store._recorded()
+        return self.is_initialized and self.store.static and self.store._recorded()
 
     @property
     def held(self) -> int:
@@ -131,6 +145,8 @@ class TurboQuantLayer(CacheLayerMixin):
         if self.on_codes:
             return tuple(CodedStates(self, x, first, past == 0) for x in states)
         self.calls["dense" if past else "prefill"] += 1
+        if past and key_states.device.type == "cuda":
+            _say_slow(getattr(self.config, "_attn_implementation", None))
         dense = self.store.read(first) if past else states
         for x, chunk in zip(dense, states):
             if past:
@@ -149,6 +165,8 @@ class TurboQuantLayer(CacheLayerMixin):
                 self.lazy_initialization(key_states, value_states)
             if first_chunk:
                 self._place_starts(len(key_states))
+            elif self.store.length + key_states.shape[2] > (self.store.max_length or math.inf):
+                self.make_growing()  # it may grow again
             names = (f"keys of layer {self.index}", f"values of layer {self.index}")
             coder = ops.append(self.store, key_states, value_states, self.backend, names)
         except BaseException:  # out of memory, or interrupted
@@ -167,7 +185,7 @@ class TurboQuantLayer(CacheLayerMixin):
             )
         # generate() repeats rows for beams and samples, side by side
         self.starts = tuple(x for x in known for _ in range(batch // len(known)))
-        if self.static or any(self.starts):
+        if self.store.ranges.starts != self.starts:
             self.store.set_range(start=torch.tensor(self.starts))
 
     def free(self, first: int) -> None:
@@ -261,9 +279,10 @@ class TurboQuantCache(Cache):
         bits: int | float | tuple | None = None,  # replaces the bits of keys and values
         max_length: int | None = None,  # allocate so many tokens at once and refuse more
         backend: str = "auto",  # "triton" demands kernels, "torch" goes without
-        static: bool = False,  # with max_length: for torch.compile and CUDA graphs
+        static: bool = False,  # with max_length: for torch.compile and CUDA graphs of your own
         calibration=None,  # transforms of keys: a file, a hub id or a Calibration
         budget: float | None = None,  # average bits, spent by the calibration's losses
+        graphs=True,  # replay decoding steps on a GPU; False: never; or a recorder of `hf.graphs`
     ):
         self.info = ModelInfo(model_or_config)
         self.config = self.info.config
@@ -278,6 +297,12 @@ class TurboQuantCache(Cache):
         super().__init__(layers=layers)
         self.coded_layers = [x for x in self.layers if isinstance(x, TurboQuantLayer)]
         self._flags = _Flags()
+        self.runner = self.make_runner(model_or_config, graphs)
+
+    @property
+    def is_compileable(self) -> bool:
+        "Whether `generate` should compile its steps: where it is static and replays no graphs."
+        return self.static and super().is_compileable and not self.runner.wanted
 
     @property
     def recipe(self) -> Recipe | list:
@@ -301,15 +326,25 @@ class TurboQuantCache(Cache):
             have = f"a {self.config.model_type} with {len(self.layers)} layers"
             raise ValueError(f"this cache is for {have}: there is no layer {layer_idx}")
         layer = self.layers[layer_idx]
-        if not self.static and layer is self.coded_layers[0]:
-            self._read_flags()
+        if layer is self.coded_layers[0] and not torch.compiler.is_compiling():
+            self._begin_pass()
         return layer.update(key_states, value_states, *args, **kwargs)
 
-    def _read_flags(self) -> None:
-        "Once a pass: raise what kernels found in earlier tokens, as soon as it costs no waiting."
+    def _begin_pass(self) -> None:
+        "Once a pass, before its first layer: what concerns the cache and not a layer."
         store = self.coded_layers[0].store
-        if store is not None and not torch.compiler.is_compiling() and store._recorded():
-            raise ValueError("only a static cache can be recorded: give max_length and static=True")
+        if store is not None and store._recorded():
+            if not store.static:
+                raise ValueError(
+                    "only a static cache can be recorded: give max_length and static=True"
+                )
+            return
+        self.runner.attach()
+        if not self.static:
+            self._read_flags()
+
+    def _read_flags(self) -> None:
+        "Raise what kernels found in earlier tokens, as soon as it costs no waiting."
         if self._flags.arrived:
             raised = self._flags.raised
             self._flags.send(self.coded_layers)
@@ -320,6 +355,7 @@ class TurboQuantCache(Cache):
         """Wait for the device. Raises ValueError if states that kernels took without waiting were not
         finite or too large; attention to them gives NaN, as with dense states."""
         self._flags = _Flags()
+        self.runner.check()
         for x in self.coded_layers:
             try:
                 if x.is_initialized:
@@ -341,6 +377,7 @@ class Report(dict):
         return (
             f"{r['tokens']:,} tokens x {r['batch']} in {r['layers']} layers: {r['nbytes']:,} bytes, {r['bits_per_value']:.3f} bits per value\n"
             f"{r['ratio_fp16']:.2f}x smaller than fp16, {r['ratio_fp32']:.2f}x smaller than fp32 (bytes: {parts})"
+            f"{r['graphs'].get('line', '')}"
         )
 
 
@@ -381,6 +418,7 @@ def report(self: TurboQuantCache) -> Report:
         reasons=count("reasons"),
         coded=count("coded"),
         recorded_by=_captured_by(layers),
+        graphs=self.runner.report(),
         recipe=_recipes_to_json(self.recipes),
     )
 
@@ -396,6 +434,9 @@ def crop(self: TurboQuantLayer, tokens_to_remove: int) -> None:
         return
     if self.static:
         return self.store.crop(min(n, self.held))
+    if n:
+        self.make_growing()
+        self.patience = 8  # of drafts that are rejected again and again no graph is worth it
     oldest = self.store.length - n - (self.sliding_window or 0) + 1  # that must be visible then
     if self.is_sliding and oldest < self.store.offset and self.store.offset:
         kept = f"its window of {self.sliding_window} and {MARGIN} tokens more"
@@ -417,11 +458,13 @@ def recover(self: TurboQuantCache) -> int:  # tokens held
 
 # %% ../../nbs/14b_cache.ipynb #0d18cb0e
 @patch
-def take_rows(self: TurboQuantLayer, index: Tensor, order: list) -> None:
-    "Row i becomes old row order[i], in range; index says the same on a device."
+def take_rows(self: TurboQuantLayer, index: Tensor, order: list | None) -> None:
+    """Row i becomes old row order[i], in range; index says the same on a device. None: all rows
+    have the same padding, and the host need not know."""
     if self.is_initialized:
         rows = index.to(self.store.device)
-        self.store._rearrange(lambda x: x[rows], len(order))
+        self.store._rearrange(lambda x: x[rows], len(index))
+        order = [0] * len(index) if order is None else order
         self.starts = tuple(self.starts[i] for i in order)
 
 
@@ -429,6 +472,7 @@ def take_rows(self: TurboQuantLayer, index: Tensor, order: list) -> None:
 def batch_select_indices(self: TurboQuantLayer, indices: Tensor) -> None:
     "Keep the rows `indices`, or those that a bool mask says."
     if self.is_initialized:
+        self.make_growing()
         self.store.select(indices)
         self.starts = tuple(self.store.start.tolist())
 
@@ -443,14 +487,17 @@ def reorder_cache(self: TurboQuantLayer, beam_idx: Tensor) -> None:
 def batch_repeat_interleave(self: TurboQuantLayer, repeats: int) -> None:
     "Repeat every row, neighbours together."
     if self.is_initialized:
+        self.make_growing()
         self.store.repeat(repeats)
         self.starts = tuple(x for x in self.starts for _ in range(repeats))
 
 
 @patch
 def reorder_cache(self: TurboQuantCache, beam_idx: Tensor) -> None:  # noqa: F811
-    "Row i becomes old row beam_idx[i], in every layer; the device is waited for once."
-    order = beam_idx.tolist()
+    """Row i becomes old row beam_idx[i], in every layer; the device is waited for once, and only
+    where rows differ in their padding."""
+    padded = any(len(set(x.starts or ())) > 1 for x in self.coded_layers)
+    order = beam_idx.tolist() if padded else None
     for layer in self.layers:
         coded = isinstance(layer, TurboQuantLayer)
         layer.take_rows(beam_idx, order) if coded else layer.reorder_cache(beam_idx)
@@ -505,6 +552,7 @@ def __deepcopy__(self: TurboQuantCache, memo):
 def offload(self: TurboQuantLayer) -> None:
     "Move the codes to the CPU."
     if self.is_initialized:
+        self.make_growing()
         self.store.to("cpu")
 
 

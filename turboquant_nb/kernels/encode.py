@@ -893,8 +893,9 @@ def _plan(store: KVStore) -> _Plan:
         turning = 0 if store.turns is None else store.turns.shape[1]
         sizes = (store.heads, r.sinks, r.window, store.tile, turning)
         plan = _plans[store] = _Plan(qs, store.dtype, store.device, *sizes)
-        if store.static:  # a recording finds its own plan ready
-            _plan_of(tuple(store.storage.texts), store.dtype, store.device, *sizes)
+        if store.static:  # a recording finds its own plan ready, and a graph its tables alive
+            texts = tuple(store.storage.texts)
+            plan.captured = _plan_of(texts, store.dtype, store.device, *sizes)
     return plan
 
 
