@@ -460,6 +460,24 @@ def test_a_replayed_step_waits_for_nothing_and_is_faster():
     assert took[True] < 0.7 * took[False], took
 
 
+def test_another_attention_is_told_once():
+    import warnings
+
+    from turboquant_nb.hf import TurboQuantCache
+    from turboquant_nb.hf import cache as module
+
+    module._say_slow.cache_clear()
+    model, inputs = llama(), prompts(2, 60)
+    model.set_attn_implementation("sdpa")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            cache = TurboQuantCache(model, "k4v4")
+            model.generate(**inputs, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    assert len([w for w in said if "model.set_attn_implementation('turboquant')" in str(w.message)]) == 1
+    assert cache.report()["graphs"]["why_not"] == "the model attends by 'sdpa', not 'turboquant'"
+
+
 def test_weights_on_the_processor_and_the_cache_on_the_gpu():
     import copy
 

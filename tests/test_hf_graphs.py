@@ -3,6 +3,8 @@ steps, one recording for all of them, and what cannot be recorded says why. (tes
 import copy
 import functools
 import gc
+import inspect
+import warnings
 
 import pytest
 import torch
@@ -94,8 +96,7 @@ def test_a_replay_reads_nothing(monkeypatch):
 
     def watched(self, step):
         self.replayed += self.replayed % 16 == 15  # every 16th looks at what went wrong, where that costs no waiting
-        with monkeypatch.context() as m, NoReads():
-            m.setattr(torch.Tensor, "tolist", lambda self: pytest.fail("the host waits"))
+        with NoReads():
             return replay(self, step)
 
     monkeypatch.setattr(StepRunner, "_replay", watched)
@@ -194,7 +195,7 @@ def test_copies_files_and_the_models_own_forward(tmp_path):
     model = copy.deepcopy(deep())
     caches = pair(model)
     out = same_tokens(model, prompt(2, 20), caches)
-    assert "forward" in model.__dict__ and list(model.__dict__["forward"].__signature__.parameters) == list(__import__("inspect").signature(type(model).forward).parameters)[1:]
+    assert "forward" in model.__dict__ and list(model.__dict__["forward"].__signature__.parameters) == list(inspect.signature(type(model).forward).parameters)[1:]
     other = copy.deepcopy(model)
     other.set_attn_implementation("turboquant")
     assert torch.equal(generate(other, prompt(2, 20), "turboquant", cache=TurboQuantCache(other, "k4v4"))[0], out)
@@ -209,3 +210,20 @@ def test_copies_files_and_the_models_own_forward(tmp_path):
     del caches
     gc.collect()
     assert "forward" not in model.__dict__
+
+
+def test_another_attention_is_told_once_where_it_is_slow():
+    "On a GPU (test_cuda.py): the line to write, once. Elsewhere nothing is said."
+    from turboquant_nb.hf import cache as module
+
+    module._say_slow.cache_clear()
+    model = tiny("llama")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        generate(model, prompt(1, 9, padded=False), "sdpa", cache=TurboQuantCache(model), max_new_tokens=3)
+        assert not [w for w in said if "set_attn_implementation" in str(w.message)]
+        for _ in range(2):
+            module._say_slow("sdpa")
+    assert len(said := [w for w in said if "attn_implementation='sdpa'" in str(w.message)]) == 1
+    assert "model.set_attn_implementation('turboquant')" in str(said[0].message)
+    module._say_slow.cache_clear()

@@ -200,7 +200,7 @@ class TurboQuantLayer(CacheLayerMixin):
             self.store.crop(self.held)
         else:
             self.store, self.is_initialized = None, False
-        self.starts = None
+        self.starts, self.mask_reason, self.patience = None, "", 0
 
     def get_seq_length(self) -> int | Tensor:
         "Tokens seen so far, freed ones included; of a static layer a tensor on the device."
@@ -302,7 +302,8 @@ class TurboQuantCache(Cache):
     @property
     def is_compileable(self) -> bool:
         "Whether `generate` should compile its steps: where it is static and replays no graphs."
-        return self.static and super().is_compileable and not self.runner.wanted
+        kinds = self.static and all(x.is_compileable for x in self.layers)
+        return kinds and (torch.compiler.is_compiling() or not self.runner.wanted)
 
     @property
     def recipe(self) -> Recipe | list:

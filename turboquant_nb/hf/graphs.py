@@ -60,6 +60,9 @@ def attend_captured(
     return ops.attend_by(name, query, self.store, k, v, *call)
 
 # %% ../../nbs/14d_graphs.ipynb #024f6c1b
+_SIDE = {}  # device -> the stream on which graphs are recorded: one, since each has a workspace of its own
+
+
 class CudaGraph:
     "A step as one CUDA graph: recording runs nothing, replaying runs no Python."
 
@@ -69,8 +72,9 @@ class CudaGraph:
     def record(self, step, held: list):
         "What `step` returns; every replay overwrites it. `held` are tensors that must stay as they are."
         with torch.cuda.device(self.device):
-            here, side, collects = torch.cuda.current_stream(), torch.cuda.Stream(), gc.isenabled()
-            self.graph = torch.cuda.CUDAGraph()
+            here, collects = torch.cuda.current_stream(), gc.isenabled()
+            side = _SIDE.get(self.device) or torch.cuda.Stream()
+            _SIDE[self.device], self.graph = side, torch.cuda.CUDAGraph()
             side.wait_stream(here)
             gc.disable()  # what it frees may not be freed now
             try:
@@ -338,9 +342,10 @@ class StepRunner:
         try:
             self._capture(forward, step)
         except Exception as error:  # of a model that no graph can hold; of a kind that was proved, once more
-            self.forget()
-            self.failed = "" if self.proof in proved else f"recording failed: {type(error).__name__}: {error}"
+            known = self.proof in proved
             proved.discard(self.proof)
+            self.forget()
+            self.failed = "" if known else f"recording failed: {type(error).__name__}: {error}"
             return False
         self.recorded, self.seconds = self.recorded + 1, self.seconds + time.perf_counter() - began
         return True
@@ -433,12 +438,16 @@ class StepRunner:
             )
 
     def report(self) -> dict:
-        "Graphs recorded, steps replayed, and why not where none was."
-        if not self.wanted:
-            return {}
+        "Graphs recorded, steps replayed, and why not where none was; empty where none was wanted."
         layer = self.cache().coded_layers[0]
+        lost = self.graphs is True and self.model is None  # whose forward, nobody said
+        lost = lost and layer.is_initialized and layer.store.device.type == "cuda"
+        if not self.wanted and not lost:
+            return {}
         why = self.why or ("" if self.replayed or self.recorded else "no step yet")
-        if not layer.on_codes:
+        if lost:
+            why = "the cache was made from a config, not from the model"
+        elif not layer.on_codes:
             why = f"the model attends by {layer.config._attn_implementation!r}, not {NAME!r}"
         graphs = f"{self.recorded} graph{'s' * (self.recorded != 1)} recorded in {self.seconds:.2f} s"
         line = f"\n{self.replayed:,} steps replayed, {graphs}" + (f"; eager: {why}" if why else "")
