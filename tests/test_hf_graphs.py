@@ -82,6 +82,25 @@ def test_a_full_cache_refuses_and_is_as_before():
     assert {x.held for x in cache.layers} == {24} and cache.report()["graphs"]["why_not"] == "the cache is full"
 
 
+def test_a_model_that_changes_is_recorded_again():
+    "Other weights in other tensors, or a switch in a module, between two prompts of a cache that keeps its graph. Kills: a graph that goes on with what the model was."
+    model = copy.deepcopy(tiny("llama"))
+    layer = model.model.layers[0].mlp
+    layer.scale, own = 1.0, layer.forward
+    layer.forward = lambda x: own(x) * layer.scale
+    caches, outs = pair(model, max_length=64, static=True), []
+    for again in range(4):
+        if again == 1:
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0).clone())
+        if again == 2:
+            layer.scale = -3.0
+        outs.append(same_tokens(model, prompt(2, 20), caches, disable_compile=True))
+        assert caches[1].runner.recorded == (1, 2, 3, 3)[again]
+        for c in caches:
+            c.reset()
+    assert not torch.equal(outs[0], outs[1]) and not torch.equal(outs[1], outs[2]) and torch.equal(outs[2], outs[3])
+
+
 class NoReads(TorchDispatchMode):
     "Raises where the host asks for a number."
 

@@ -202,6 +202,15 @@ class _Step:
 _PROVED = WeakKeyDictionary()  # model -> kinds of steps whose replay was compared with an eager step
 
 
+def _settings(model: torch.nn.Module) -> int:
+    "What a graph of the model has of it besides the values of its weights: where they are, and the plain attributes of its modules, such as which adapter is active."
+    where = [(x.data_ptr(), x.dtype) for x in (*model.parameters(), *model.buffers())]
+    plain = lambda x: isinstance(x, (bool, int, float, str)) or (isinstance(x, (list, tuple)) and all(map(plain, x)))  # noqa: E731
+    said = [(name, repr(x)) for m in model.modules() for name, x in m.__dict__.items() if plain(x)]
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    return hash((*where, *said, *hooks))
+
+
 class StepRunner:
     """Runs the decoding steps of one cache and model: eagerly, or as a graph of the whole forward
     pass. Records by itself, at the first step; `why` says why it does not."""
@@ -289,6 +298,8 @@ class StepRunner:
             self.forget()
             same = False
         if step is None or not all(x.is_initialized for x in layers):
+            if same and self.settings != _settings(self.model()):  # looked at once a prompt
+                self.forget()
             return forward(*args, **kwargs)
         if same and self._fits(step):
             new = self.proof not in _PROVED.get(self.model(), ())
@@ -317,7 +328,8 @@ class StepRunner:
             if layer.store.length >= (layer.store.max_length or 0):
                 layer.make_growing()
             layer.make_static()
-        self.proof = (repr(step.kind), tuple(cache.recipes), cache.backend, layers[0].store.dtype, self.graphs)
+        self.settings = _settings(self.model())
+        self.proof = (repr(step.kind), tuple(cache.recipes), cache.backend, layers[0].store.dtype, self.graphs, self.settings)
         if self.proof in _PROVED.setdefault(self.model(), set()):
             return self._replay(step) if self._record(forward, step) else forward(*args, **kwargs)
         out = forward(*args, **kwargs)  # kernels are compiled here
