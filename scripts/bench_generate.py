@@ -437,7 +437,7 @@ def wall(model, cache, mode, batch, prompt, new, repeats):
                 row["bits_per_value"] = used.report()["bits_per_value"]
             del used
         row |= {"first_ms": 1e3 * min(x for x, _ in took), "steps_ms": [1e3 * x for _, x in took]}
-        row |= {"step_ms": sorted(row["steps_ms"])[repeats // 2], "peak_bytes": torch.cuda.max_memory_allocated()}
+        row |= {"step_ms": sorted(row["steps_ms"])[(repeats - 1) // 2], "peak_bytes": torch.cuda.max_memory_allocated()}
         row["tokens_s"] = batch / row["step_ms"] * 1e3
     except torch.OutOfMemoryError:
         row["error"] = "out of memory"
@@ -452,7 +452,7 @@ def wall(model, cache, mode, batch, prompt, new, repeats):
 def walls(model, shapes, new, repeats, skip):
     "Rows of all modes for each shape, with their speedup."
     for batch, prompt in shapes:
-        rows = [wall(model, *how, batch, prompt, new, repeats if batch * prompt < 100_000 else 1) for how in WALL if how[1] not in skip]
+        rows = [wall(model, *how, batch, prompt, new, repeats if batch * prompt < 100_000 else 2) for how in WALL if "/".join(how) not in skip]
         best = max((r["tokens_s"] for r in rows if "tokens_s" in r and not r["cache"].startswith("turboquant")), default=None)
         for r in rows:
             r |= {"speedup": r["tokens_s"] / best} if best and "tokens_s" in r else {}
@@ -490,8 +490,8 @@ def main():
     p.add_argument("--after", type=Path, help="a file of this script: its rows are kept, with their commit, and not measured again")
     p.add_argument("--wall", nargs="+", metavar="BxT", help="measure whole calls of generate() for these batches and prompts, and nothing else")
     p.add_argument("--new", type=int, default=65, help="with --wall: tokens that a call makes")
-    p.add_argument("--repeats", type=int, default=3, help="with --wall: calls of each kind; one where they hold more than 100,000 tokens")
-    p.add_argument("--skip", nargs="*", default=(), help="with --wall: modes left out")
+    p.add_argument("--repeats", type=int, default=3, help="with --wall: calls of each kind, of which the (lower) median counts; two where they hold more than 100,000 tokens")
+    p.add_argument("--skip", nargs="*", default=(), help="with --wall: caches and modes left out, as in 'turboquant k3v3/eager'")
     p.add_argument("--out", required=True)
     a = results.parse(p)
     if a.wall:

@@ -18,12 +18,11 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from .. import ops
 from .cache import NAME, CodedStates, TurboQuantCache, TurboQuantLayer
 from ..quant.calibration import model_facts
-from ..store import CAPTURE, Growing, KVStore, Static, _plain
+from ..store import CAPTURE, KVStore, Static, _plain
 
 # %% ../../nbs/14d_graphs.ipynb #8c645051
 @patch
@@ -119,18 +118,23 @@ class Tape(TorchDispatchMode):
             CAPTURE.tape = False
             for x, old in zip(held, before):
                 x.copy_(old)
-        self.out = [x for x in tree_leaves(dict(out)) if isinstance(x, Tensor)]
+        self.out = [x for x in out.values() if isinstance(x, Tensor)]
         return out
 
     def replay(self) -> None:
         new = {}  # id of a tensor of the recording -> what stands in its place now
-        place = lambda x: new.get(id(x), x) if isinstance(x, Tensor) else x  # noqa: E731
+
+        def now(x):
+            if isinstance(x, (list, tuple)):
+                return [now(y) for y in x]
+            return new.get(id(x), x) if isinstance(x, Tensor) else x
+
         for func, args, kwargs, out in self.calls:
-            args, kwargs = tree_map(place, (args, kwargs))
-            for old, now in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs))):
-                new[id(old)] = now
+            got = func(*map(now, args), **{name: now(x) for name, x in kwargs.items()})
+            pairs = [(out, got)] if isinstance(out, Tensor) else zip(out or (), got or ())
+            new |= {id(old): x for old, x in pairs}
         for x in self.out:
-            x.copy_(place(x))
+            x.copy_(now(x))
 
 # %% ../../nbs/14d_graphs.ipynb #e7df7699
 ROOM = 512  # tokens that a store can take at least, when it is made static without a max_length
@@ -159,15 +163,6 @@ def make_static(self: TurboQuantLayer) -> None:
     if not self.store.static:
         self.store = self.store.as_static(self.max_length)
         self.select_backends(self.store.key.tensors["sinks"])
-
-
-@patch
-def make_growing(self: TurboQuantLayer) -> None:
-    """Undo `make_static`: the store may grow, move and change its rows. What was recorded on it
-    must not be replayed any more."""
-    if self.is_initialized and self.store.static and not self.static:
-        self.store = copy(self.store)
-        self.store.storage, self.store.max_length = Growing(), self.max_length
 
 # %% ../../nbs/14d_graphs.ipynb #a1e2ab51
 @dataclass
@@ -216,6 +211,8 @@ class StepRunner:
     pass. Records by itself, at the first step; `why` says why it does not."""
 
     def __init__(self, cache: TurboQuantCache, model, graphs):
+        if not isinstance(graphs, bool) and not callable(graphs):
+            raise TypeError(f"graphs must be True, False or a class like CudaGraph, got {graphs!r}")
         self.cache = weakref.ref(cache)
         self.model = weakref.ref(model) if isinstance(model, torch.nn.Module) else None
         self.graphs = graphs  # True, False, or a class like CudaGraph
@@ -328,6 +325,10 @@ class StepRunner:
             if layer.store.length >= (layer.store.max_length or 0):
                 layer.make_growing()
             layer.make_static()
+        answers = [a for x in layers for a in x.captured_backends.values() if a[0] != "triton"]
+        if answers and self.graphs is True:  # what PyTorch does here waits for the device
+            self.why = self.failed = f"kernels do not serve: {answers[0][1] or 'PyTorch was asked for'}"
+            return forward(*args, **kwargs)
         self.settings = _settings(self.model())
         self.proof = (repr(step.kind), tuple(cache.recipes), cache.backend, layers[0].store.dtype, self.graphs, self.settings)
         if self.proof in _PROVED.setdefault(self.model(), set()):
@@ -467,12 +468,7 @@ class StepRunner:
         return took | dict(why_not=why, line=line)
 
 
-@patch
-def make_runner(self: TurboQuantCache, model, graphs) -> StepRunner:
-    "What runs its decoding steps. Raises TypeError for `graphs` that is neither bool nor a recorder."
-    if not isinstance(graphs, bool) and not callable(graphs):
-        raise TypeError(f"graphs must be True, False or a class like CudaGraph, got {graphs!r}")
-    return StepRunner(self, model, graphs)
+TurboQuantCache.make_runner = StepRunner
 
 # %% ../../nbs/14d_graphs.ipynb #d0e2730a
 class _Forward:
