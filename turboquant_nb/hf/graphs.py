@@ -90,6 +90,7 @@ class CudaGraph:
         return out
 
     def replay(self) -> None:
+        "Run it again, on the same tensors."
         self.graph.replay()
 
 # %% ../../nbs/14d_graphs.ipynb #d5298d60
@@ -122,6 +123,7 @@ class Tape(TorchDispatchMode):
         return out
 
     def replay(self) -> None:
+        "Run it again, on the same tensors."
         new = {}  # id of a tensor of the recording -> what stands in its place now
 
         def now(x):
@@ -251,6 +253,8 @@ class StepRunner:
         cache, layers = self.cache(), self.cache().coded_layers
         if self.failed:
             return self.failed
+        if (getattr(self.model(), "_tp_size", None) or 1) > 1:
+            return "the model runs on several devices at once"
         if len(layers) < len(cache.layers):
             return "a layer keeps something other than codes"
         if not layers[0].on_codes:
@@ -364,6 +368,7 @@ class StepRunner:
         return True
 
     def _capture(self, forward, step) -> None:
+        "Have a recorder follow the step."
         cache = self.cache()
         self._buffers(step)
         self.stores, first = [x.store for x in cache.coded_layers], cache.coded_layers[0].store
