@@ -1,4 +1,4 @@
-"""Decode steps of a whole model on one NVIDIA GPU: run.py generate [--tiny] [--quick] [--seconds S] [--after FILE] --out FILE.
+"""Decode steps of a whole model on one NVIDIA GPU: run.py generate [--tiny] [--quick] [--seconds S] [--after FILE] [--wall 1x8192 …] --out FILE.
 
 Llama-3.1-8B shapes with random bf16 weights (speed does not depend on their values). Caches are filled with random states in place of a prompt, so that no time goes
 into prefill; a step is the model's own forward pass for one new token of each sequence, without sampling. One process, medians with 20th and 80th percentiles of CUDA
@@ -11,6 +11,10 @@ flash attention on them, grouped heads shared and no mask: the best that bf16 do
 its length fixed at capture, which favours it). Other modes: `launches` of an eager step, `host` Python's time for one layer, `fits` the context at three bits in the
 memory that bf16 takes for 8 x 32,768 tokens, `largest` the longest context of eight sequences that fits on the GPU, with what was tried, `prefill` a prompt at once or in
 chunks, after one that is not timed. `filling_peak_bytes` is the most that was allocated while a cache was filled, `reserved_bytes` with the allocator's holes.
+
+--wall BxT measures whole calls of generate() instead, by the clock, on prompts of random ids: `first_ms` until the first token's logits, `step_ms` what each of the `new - 1`
+tokens after it took on average, recording a graph included; every mode once before that on a short prompt, for kernels and compilers. `cache kept`: one cache for all calls,
+emptied by reset(). `speedup`: tokens/s of a row over those of transformers' best mode for the shape.
 
 Gate, on a small model of the same kind: logits after filling are those after a prompt; of kernels those of PyTorch's attention on codes; of replayed graphs those of
 eager steps; and no timed step of ours was served by anything but kernels. No row is written on a red gate."""
@@ -319,7 +323,8 @@ def filling(model, prompt):
 def replaying(model, recipe, prompt):
     "Logits of kernels against PyTorch's on codes, and of replayed steps against eager ones."
     model.set_attn_implementation("turboquant")
-    caches = [TurboQuantCache(model, recipe, backend=b) for b in ("triton", "torch")] + [TurboQuantCache(model, recipe, max_length=600, static=True)]
+    caches = [TurboQuantCache(model, recipe, backend=b, graphs=False) for b in ("triton", "torch")]
+    caches += [TurboQuantCache(model, recipe, max_length=600, static=True, graphs=False)]
     for c in caches:
         model(prompt[:, :500], past_key_values=c)
     ids, worst = torch.zeros(2, 1, dtype=torch.long, device=DEVICE), 0.0
@@ -338,6 +343,101 @@ def replaying(model, recipe, prompt):
     return worst
 
 
+# --- whole calls of generate() -------------------------------------------------------------------------
+
+WALL = [("dynamic", "eager"), ("static", "compiled"), ("turboquant k3v3", "eager"), ("turboquant k3v3", "graphs"), ("turboquant k3v3", "graphs, cache kept")]
+
+
+class Clock(transformers.LogitsProcessor):
+    "Notes when the logits of the first token are there."
+
+    def __init__(self):
+        self.at = None
+
+    def __call__(self, ids, scores):
+        if self.at is None:
+            torch.cuda.synchronize()
+            self.at = time.perf_counter()
+        return scores
+
+
+def call(model, batch, prompt, new, seed, **options):
+    "(seconds to the first token, seconds for each further one, tokens) of one call."
+    ids = torch.randint(5, min(model.config.vocab_size, 1000), (batch, prompt), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    clock = Clock()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, logits_processor=[clock], pad_token_id=0, **options)
+    torch.cuda.synchronize()
+    return clock.at - began, (time.perf_counter() - clock.at) / (new - 1), out[:, prompt:]
+
+
+def wall(model, cache, mode, batch, prompt, new, repeats):
+    "One row of a shape and a mode."
+    ours = cache.startswith("turboquant")
+    model.set_attn_implementation("turboquant" if ours else "sdpa")
+    length, kept = -(-(prompt + new) // 256) * 256, None
+    if cache == "static":
+        kept = StaticCache(config=model.config, max_cache_len=length)
+    elif mode.endswith("kept"):
+        kept = TurboQuantCache(model, "k3v3", max_length=length, static=True)
+
+    def fresh():
+        if kept is None:
+            return TurboQuantCache(model, "k3v3", graphs=mode != "eager") if ours else None
+        kept.reset()
+        return kept
+
+    row = {"cache": cache, "mode": mode, "batch": batch, "prompt": prompt, "new": new, "n": repeats, "unit": "ms"}
+    options = {"prefill_chunk_size": 8192} if batch * prompt > 300_000 and cache != "static" else {}  # of a static cache chunks are compiled too
+    row |= options
+    try:
+        call(model, batch, 600, 6, 0, past_key_values=fresh())
+        took = []
+        for i in range(repeats):
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            used = fresh()
+            took.append(call(model, batch, prompt, new, 1 + i, past_key_values=used, **options)[:2])
+            if ours:
+                row["graphs"] = {k: x for k, x in used.report()["graphs"].items() if k != "line"}
+                row["bits_per_value"] = used.report()["bits_per_value"]
+            del used
+        row |= {"first_ms": 1e3 * min(x for x, _ in took), "steps_ms": [1e3 * x for _, x in took]}
+        row |= {"step_ms": sorted(row["steps_ms"])[(repeats - 1) // 2], "peak_bytes": torch.cuda.max_memory_allocated()}
+        row["tokens_s"] = batch / row["step_ms"] * 1e3
+    except torch.OutOfMemoryError:
+        row["error"] = "out of memory"
+    except Exception as error:
+        if ours:
+            raise
+        row["error"] = repr(error)[:200]
+    return row
+
+
+def walls(model, shapes, new, repeats, skip):
+    "Rows of all modes for each shape, with their speedup over transformers' best mode."
+    for batch, prompt in shapes:
+        found = [wall(model, *how, batch, prompt, new, repeats if batch * prompt < 100_000 else 2) for how in WALL if "/".join(how) not in skip]
+        best = max((r["tokens_s"] for r in found if "tokens_s" in r and not r["cache"].startswith("turboquant")), default=None)
+        for r in found:
+            yield r | ({"speedup": r["tokens_s"] / best} if best and "tokens_s" in r else {})
+
+
+def replayed_tokens():
+    "Whether generate() gives the same tokens with replayed steps as with eager ones, padded and over a tile's border."
+    model, ids = make_model(TINY), torch.randint(5, 256, (3, 240), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    model.set_attn_implementation("turboquant")
+    mask, outs = torch.ones_like(ids), []
+    mask[1, :9] = 0
+    for graphs in (True, False):
+        cache = TurboQuantCache(model, "k3v3", max_length=512, graphs=graphs)
+        outs.append(model.generate(ids, attention_mask=mask, max_new_tokens=60, do_sample=False, pad_token_id=0, past_key_values=cache))
+        print("gate:", cache.report()["graphs"], flush=True)
+    return torch.equal(*outs)
+
+
 @torch.no_grad()
 def gate():
     "Whether all logits agree to 3 %; filling is exact up to the shapes of products."
@@ -354,6 +454,10 @@ def options(p):
     p.add_argument("--quick", action="store_true", help="two sizes")
     p.add_argument("--seconds", type=float, default=0.6, help="for each row")
     p.add_argument("--after", type=Path, help="a file of this bench: its rows are kept, with their commit, and not measured again")
+    p.add_argument("--wall", nargs="+", metavar="BxT", help="measure whole calls of generate() for these batches and prompts, and nothing else")
+    p.add_argument("--new", type=int, default=65, help="with --wall: tokens that a call makes")
+    p.add_argument("--repeats", type=int, default=3, help="with --wall: calls of each kind, of which the (lower) median counts; two where they hold more than 100,000 tokens")
+    p.add_argument("--skip", nargs="*", default=(), help="with --wall: caches and modes left out, as in 'turboquant k3v3/eager'")
 
 
 def measured(case: Context, peers):
@@ -385,7 +489,20 @@ def rows(a, before):
         yield from contexts(model, found)
 
 
+def by_the_clock(a, before):
+    "Rows of whole calls of generate() for the shapes that were asked for."
+    with torch.no_grad():
+        model = make_model(TINY if a.tiny else LLAMA)
+    model.generation_config.eos_token_id = None
+    yield from walls(model, [tuple(map(int, x.split("x"))) for x in a.wall], a.new, a.repeats, a.skip)
+
+
 def plan(a):
+    if a.wall:
+        before, logits = results.earlier(a.after, a.draft) if a.after else [], gate()
+        checked = {"cmd": "tokens of replayed steps are those of eager ones; " + logits["cmd"], "passed": bool(replayed_tokens() and logits["passed"])}
+        shape = {"id": "tiny" if a.tiny else "random weights, Llama-3.1-8B shapes", "revision": "none"}
+        return Plan("generate", checked, by_the_clock(a, before), {"id": "random ids", "n": len(a.wall)}, shape, before=before)
     again = ("prefill", "fits", "largest")  # these are measured in every run
     before = [row for row in (results.earlier(a.after, a.draft) if a.after else ()) if row["mode"] not in again]
     shape = {"id": "tiny" if a.tiny else "random weights, Llama-3.1-8B shapes", "revision": "none"}

@@ -360,16 +360,122 @@ def test_cuda_graphs():
 
 
 def test_generate_compiles_a_static_cache():
-    "transformers compiles the decode step of a static cache by itself on a GPU."
+    "transformers compiles the decode step of a static cache by itself on a GPU, where no graphs are replayed."
     from turboquant_nb.hf import TurboQuantCache
 
     model, inputs = llama(layers=2), prompts(2, 100)
     outs = []
-    for make in (lambda: TurboQuantCache(model, "k4v4"), lambda: TurboQuantCache(model, "k4v4", max_length=200, static=True)):
+    for make in (lambda: TurboQuantCache(model, "k4v4"), lambda: TurboQuantCache(model, "k4v4", max_length=200, static=True, graphs=False)):
         cache = make()
         outs.append(model.generate(**inputs, past_key_values=cache, max_new_tokens=12, do_sample=False))
     assert cache.layers[0].calls == {"prefill": 1} and cache.report()["tokens"] == 111
     assert (outs[0] == outs[1]).float().mean() > 0.95, outs
+
+
+def same_tokens(model, inputs, make, **options):
+    "generate() under two caches, one after the other: the tokens are the same; the caches."
+    caches, outs = [make(graphs=False), make()], []
+    for cache in caches:
+        torch.manual_seed(3)
+        outs.append(model.generate(**inputs, past_key_values=cache, **dict(do_sample=False, max_new_tokens=24) | options))
+    assert torch.equal(*outs), (options, outs)
+    return caches
+
+
+def test_generate_replays_its_steps():
+    """Greedy, sampled, padded, beams, a second turn and a second prompt in the same cache, over the border of a tile: tokens of replayed steps are those of eager ones on equally long
+    tensors, one graph serves them all, and a cache that grows records again where it grew."""
+    from functools import partial
+
+    from turboquant_nb.hf import TurboQuantCache
+
+    model = llama(torch.bfloat16, layers=12)
+    make = partial(TurboQuantCache, model, "k3v3", max_length=600)
+    for padded in (False, True):
+        inputs = prompts(3, 250, padded=padded)
+        for options in (dict(), dict(do_sample=True), dict(num_beams=3), dict(do_sample=True, num_return_sequences=2)):
+            caches = same_tokens(model, inputs, make, **options)
+            r = caches[1].report()["graphs"]
+            assert r["recorded"] == 1 and r["replayed"] >= 21 and r["seconds"] < 3 and not r["why_not"], r
+            assert set(caches[1].report()["recorded_by"]["attention"]) == {("triton", "")}
+    for again in range(2):  # the same tensors, from the start
+        for c in caches:
+            c.reset()
+        outs = []
+        for c in caches:
+            ids = prompts(6, 40 + again, padded=False)["input_ids"]
+            for turn in range(2):
+                ids = model.generate(torch.cat([ids, ids[:, : 5 * turn]], 1), past_key_values=c, max_new_tokens=12, do_sample=False)
+            outs.append(ids)
+        assert torch.equal(*outs)
+    fixed = TurboQuantCache(model, "k3v3", max_length=600, static=True)
+    for again in range(2):
+        fixed.reset()
+        got = model.generate(**prompts(3, 250), past_key_values=fixed, max_new_tokens=24, do_sample=False)
+        want = model.generate(**prompts(3, 250), past_key_values=make(graphs=False), max_new_tokens=24, do_sample=False)
+        assert torch.equal(got, want) and fixed.report()["graphs"]["recorded"] == 1
+    grows = TurboQuantCache(model, "k3v3")
+    model.generate(**prompts(2, 250), past_key_values=grows, max_new_tokens=900, do_sample=False)
+    r = grows.report()
+    assert r["tokens"] == 1149 and r["graphs"]["recorded"] == 2 and r["graphs"]["replayed"] > 890, r["graphs"]
+    grows.check()
+    del caches, fixed, grows, c
+    import gc
+
+    gc.collect()
+    assert "forward" not in model.__dict__
+
+
+def test_a_replayed_step_waits_for_nothing_and_is_faster():
+    "The runner's share of a step has no wait for the device; and the whole generate() with graphs takes less time than without."
+    import time
+
+    from turboquant_nb.hf import TurboQuantCache
+
+    model = llama(torch.bfloat16, layers=12)
+    inputs, took = prompts(2, 300), {}
+    for graphs in (True, False):
+        cache = TurboQuantCache(model, "k3v3", max_length=600, static=True, graphs=graphs)
+        options = dict(past_key_values=cache, do_sample=False, disable_compile=True)
+        model.generate(**inputs, max_new_tokens=8, **options)
+        cache.reset()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        model.generate(**inputs, max_new_tokens=100, **options)
+        torch.cuda.synchronize()
+        took[graphs] = time.perf_counter() - began
+        if graphs:
+            mask = torch.ones(2, int(cache.layers[0].held) + 1, dtype=torch.long, device=DEVICE)
+            mask[1, :7] = 0
+            ids, at = inputs["input_ids"][:, :1], mask.sum(1, keepdim=True) - 1
+            before = cache.runner.replayed
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                with torch.no_grad():
+                    model(ids, attention_mask=mask, position_ids=at, past_key_values=cache, use_cache=True, return_dict=True, logits_to_keep=1)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            assert cache.runner.replayed == before + 1, cache.report()["graphs"]
+    print("seconds with and without graphs", took)
+    assert took[True] < 0.7 * took[False], took
+
+
+def test_another_attention_is_told_once():
+    import warnings
+
+    from turboquant_nb.hf import TurboQuantCache
+    from turboquant_nb.hf import cache as module
+
+    module._say_slow.cache_clear()
+    model, inputs = llama(), prompts(2, 60)
+    model.set_attn_implementation("sdpa")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            cache = TurboQuantCache(model, "k4v4")
+            model.generate(**inputs, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    assert len([w for w in said if "model.set_attn_implementation('turboquant')" in str(w.message)]) == 1
+    assert cache.report()["graphs"]["why_not"] == "the model attends by 'sdpa', not 'turboquant'"
 
 
 def test_weights_on_the_processor_and_the_cache_on_the_gpu():

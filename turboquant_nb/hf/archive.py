@@ -22,6 +22,8 @@ def states(self: TurboQuantCache) -> tuple:  # ([(tensors, header) of each layer
     if not all(isinstance(x, TurboQuantLayer) and x.is_initialized for x in self.layers):
         raise ValueError("only a filled cache whose layers are all coded can be saved")
     self.check()
+    for layer in self.layers:
+        layer.make_growing()  # where a graph replays steps, which no file knows of
     about = {"model_type": self.config.model_type, "recipe": _recipes_to_json(self.recipes)}
     states = [layer.store.state() for layer in self.layers]
     return states, about | {"layers": [h for _, h in states]}

@@ -967,8 +967,8 @@ def _plan(store: KVStore) -> AppendPlan:
             raise ValueError(f"the kernel cannot serve this store: {why}")
         sizes = (store.heads, r.sinks, r.window, store.tile, 0 if store.turns is None else store.turns.shape[1])
         plan = _plans[store] = AppendPlan(qs, store.dtype, store.device, *sizes)
-        if store.static:  # a capture finds its own plan ready
-            _plan_of(tuple(store.storage.texts), store.dtype, store.device, *sizes)
+        if store.static:  # a capture finds its own plan ready, and a graph its tables alive
+            plan.captured = _plan_of(tuple(store.storage.texts), store.dtype, store.device, *sizes)
     return plan
 
 

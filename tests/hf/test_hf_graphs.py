@@ -1,0 +1,248 @@
+"""generate() by recorded steps, without a GPU: a `Tape` notes the operators of a step and runs them again with the numbers that Python had then, as a CUDA graph does. The same tokens as eager
+steps, one recording for all of them, and what cannot be recorded says why. (test_cuda.py: the same on a GPU.)"""
+import copy
+import functools
+import gc
+import inspect
+import warnings
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+from tests.helpers import FAMILIES, HYBRID, SLIDING, caches_latents, generate, prompt, tiny  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+from turboquant_nb.hf import TurboQuantCache  # noqa: E402
+from turboquant_nb.hf.graphs import StepRunner, Tape  # noqa: E402
+from turboquant_nb.quantizer import Recipe, Spec  # noqa: E402
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+
+
+def deep():
+    return tiny("llama", num_hidden_layers=12)
+
+
+def pair(model, recipe="k4v4", **kwargs):
+    "A cache whose steps are eager, one whose steps are recorded."
+    return TurboQuantCache(model, recipe, graphs=False, **kwargs), TurboQuantCache(model, recipe, graphs=Tape, **kwargs)
+
+
+def same_tokens(model, inputs, caches, **options):
+    outs = [generate(model, inputs, "turboquant", cache=c, **options)[0] for c in caches]
+    assert torch.equal(*outs), outs
+    return outs[0]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("options", [dict(), dict(do_sample=True), dict(num_beams=3), dict(do_sample=True, num_return_sequences=2)], ids=["greedy", "sampled", "beams", "returned"])
+def test_tokens_of_recorded_steps_are_those_of_eager_ones(options, padded):
+    "12 layers: one recording, and every step after the two that come before it is a replay. Kills: a length, a position or padding that Python baked into the recording."
+    model = deep()
+    caches = pair(model, max_length=64)
+    same_tokens(model, prompt(3, 20, padded=padded), caches, max_new_tokens=9, **options)
+    r = caches[1].report()["graphs"]
+    assert r["recorded"] == 1 and r["replayed"] >= 6 and r["why_not"] == "" and caches[0].report()["graphs"] == {}
+    assert caches[1].report()["tokens"] == caches[0].report()["tokens"] == 28
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_second_turn_and_a_second_prompt(static):
+    "In the same cache: a static one keeps its graph through reset(), the other records again on its new tensors; nothing is compared twice."
+    model = deep()
+    caches = pair(model, max_length=64, static=static)
+    for again in range(2):
+        out = same_tokens(model, dict(input_ids=prompt(2, 12 + again, seed=again, padded=False)["input_ids"]), caches, max_new_tokens=6, disable_compile=True)
+        turn = torch.cat([out, prompt(2, 5, seed=9, padded=False)["input_ids"]], 1)
+        before = caches[1].runner.replayed
+        same_tokens(model, dict(input_ids=turn, attention_mask=torch.ones_like(turn)), caches, max_new_tokens=6, disable_compile=True)
+        r = caches[1].report()["graphs"]
+        assert r["replayed"] == before + 5 and r["recorded"] == (1 if static else 1 + again), r
+        for c in caches:
+            c.reset()
+    assert not caches[1].is_compileable and caches[0].is_compileable == static
+
+
+def test_a_cache_that_grows_records_again():
+    "And where it grew the tokens are still those of eager steps."
+    model = tiny("llama", num_hidden_layers=1)
+    caches = pair(model)
+    same_tokens(model, prompt(1, 185, padded=False), caches, max_new_tokens=80)
+    r = caches[1].report()
+    assert r["graphs"]["recorded"] == 2 and r["graphs"]["replayed"] == 78 and caches[1].layers[0].store.capacity > 256, r["graphs"]
+    assert "78 steps replayed, 2 graphs recorded" in str(r)
+
+
+def test_a_full_cache_refuses_and_is_as_before():
+    model = deep()
+    _, cache = pair(model, max_length=24)
+    with pytest.raises(ValueError, match="max_length is 24"):
+        generate(model, prompt(2, 20), "turboquant", cache=cache, max_new_tokens=9)
+    assert {x.held for x in cache.layers} == {24} and cache.report()["graphs"]["why_not"] == "the cache is full"
+
+
+def test_a_model_that_changes_is_recorded_again():
+    "Other weights in other tensors, or a switch in a module, between two prompts of a cache that keeps its graph. Kills: a graph that goes on with what the model was."
+    model = copy.deepcopy(tiny("llama"))
+    layer = model.model.layers[0].mlp
+    layer.scale, own = 1.0, layer.forward
+    layer.forward = lambda x: own(x) * layer.scale
+    caches, outs = pair(model, max_length=64, static=True), []
+    for again in range(4):
+        if again == 1:
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0).clone())
+        if again == 2:
+            layer.scale = -3.0
+        outs.append(same_tokens(model, prompt(2, 20), caches, disable_compile=True))
+        assert caches[1].runner.recorded == (1, 2, 3, 3)[again]
+        for c in caches:
+            c.reset()
+    assert not torch.equal(outs[0], outs[1]) and not torch.equal(outs[1], outs[2]) and torch.equal(outs[2], outs[3])
+
+
+class NoReads(TorchDispatchMode):
+    "Raises where the host asks for a number."
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten._local_scalar_dense.default, "the host waits"
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_replay_reads_nothing(monkeypatch):
+    "No number comes to the host in a replayed step. Kills: a look at the mask, the length or the flags in every step."
+    model, replay = deep(), StepRunner._replay
+
+    def watched(self, step):
+        self.replayed += self.replayed % 16 == 15  # every 16th looks at what went wrong, where that costs no waiting
+        with NoReads():
+            return replay(self, step)
+
+    monkeypatch.setattr(StepRunner, "_replay", watched)
+    caches = pair(model, max_length=64)
+    same_tokens(model, prompt(2, 20), caches)
+    assert caches[1].runner.replayed > 4
+
+
+def test_a_mask_unlike_the_prompts_is_told():
+    model = deep()
+    _, cache = pair(model, max_length=64)
+    inputs = prompt(2, 20)
+    out, _ = generate(model, inputs, "turboquant", cache=cache)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 8, dtype=torch.long)], 1)
+    call = dict(past_key_values=cache, position_ids=mask.sum(1, keepdim=True) - 1, use_cache=True, return_dict=True, logits_to_keep=1)
+    call |= {} if "logits_to_keep" in cache.runner.kind[3] else {"logits_to_keep": None}
+    before = cache.runner.replayed
+    with torch.no_grad():
+        model(out[:, -1:], attention_mask=mask, **call)
+    cache.check()
+    assert cache.runner.replayed == before + 1
+    mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
+    mask[1, 15] = 0  # a hole
+    with torch.no_grad():
+        model(out[:, -1:], attention_mask=mask, **call)
+    with pytest.raises(ValueError, match="an attention mask unlike the prompt's"):
+        cache.check()
+
+
+def spoiled(model, spoil):
+    "The model with a `forward` that does something between its arguments and its own."
+    new = copy.deepcopy(model)
+    own = new.forward
+    new.forward = functools.wraps(own)(lambda *args, **kwargs: own(*args, **spoil(kwargs)))
+    return new
+
+
+def baked(kwargs):
+    "Positions by what Python knows: right in every eager step, wrong in every replay after the first."
+    length, ids = kwargs["past_key_values"].get_seq_length(), kwargs["input_ids"]
+    return kwargs | dict(position_ids=torch.arange(length, length + ids.shape[1])[None])
+
+
+def reading(kwargs):
+    "A number of the device, as models take that leave experts out."
+    return kwargs | dict(use_cache=bool(kwargs["input_ids"].max() >= 0))
+
+
+@pytest.mark.parametrize("spoil, why", [(baked, "differed from the eager one"), (reading, "recording failed")])
+def test_a_model_that_no_graph_can_hold_runs_eagerly(spoil, why):
+    "Mutants of a model: the first replay is compared with an eager step, and what differs is never used. The tokens stay those of eager steps."
+    model = spoiled(deep(), spoil)
+    caches = pair(model, max_length=64)
+    same_tokens(model, prompt(2, 20, padded=False), caches)
+    r = caches[1].report()["graphs"]
+    assert why in r["why_not"] and r["replayed"] == 0, r
+    assert caches[1].report()["tokens"] == 27
+
+
+@pytest.mark.parametrize("name", [n for n in FAMILIES if n not in HYBRID])
+def test_families(name):
+    "Every family: the tokens of eager steps, by replays or with a reason."
+    model = tiny(name)
+    if caches_latents(model):
+        pytest.skip("its cache holds latents, which the 'turboquant' attention does not serve")
+    for padded in (False, True):
+        caches = pair(model, max_length=64, static=name in SLIDING)
+        same_tokens(model, prompt(2, 20, padded=padded), caches, max_new_tokens=6, disable_compile=True)
+        r = caches[1].report()["graphs"]
+        assert r["replayed"] >= 4 and not r["why_not"] or r["why_not"], r
+        if name in ("llama", "mistral", "qwen3", "gemma3_text", "phi3", "olmo2", "smollm3"):
+            assert r["replayed"] >= 4, r
+
+
+@pytest.mark.parametrize("recipe, name, why", [(Recipe(decay=30), "llama", "decay"), ("k4v4", "mistral", "a sliding layer frees tokens"), (Recipe(Spec(4, residual="qjl")), "llama", "QJL")])
+def test_what_is_not_recorded_says_why(recipe, name, why):
+    model = tiny(name)
+    caches = pair(model, recipe)
+    same_tokens(model, prompt(2, 20), caches)
+    r = caches[1].report()["graphs"]
+    assert why in r["why_not"] and r["replayed"] == 0, r
+    with pytest.raises(TypeError, match="graphs must be True, False or a class"):
+        TurboQuantCache(model, graphs=3)
+
+
+def test_drafts_are_served_eagerly():
+    "Tokens that are cropped again and again: no recording for each of them."
+    model = tiny("llama")
+    caches = pair(model, max_length=80)
+    same_tokens(model, dict(input_ids=prompt(1, 12, padded=False)["input_ids"].repeat(1, 2)), caches, padding=False, prompt_lookup_num_tokens=3, max_new_tokens=20)
+    assert caches[1].report()["graphs"]["recorded"] <= 1
+
+
+def test_copies_files_and_the_models_own_forward(tmp_path):
+    "A copy records for itself; a file knows nothing of graphs; with the last cache the model's own `forward` is back, also on a copy of the model that was made meanwhile."
+    model = copy.deepcopy(deep())
+    caches = pair(model)
+    out = same_tokens(model, prompt(2, 20), caches)
+    assert "forward" in model.__dict__ and list(model.__dict__["forward"].__signature__.parameters) == list(inspect.signature(type(model).forward).parameters)[1:]
+    other = copy.deepcopy(model)
+    other.set_attn_implementation("turboquant")
+    assert torch.equal(generate(other, prompt(2, 20), "turboquant", cache=TurboQuantCache(other, "k4v4"))[0], out)
+    caches += (copy.deepcopy(caches[1]),)
+    caches[1].save(tmp_path / "c")
+    caches += (TurboQuantCache.load(tmp_path / "c", model),)
+    step = dict(input_ids=out[:, -1:], position_ids=torch.tensor([[27], [20]]), use_cache=True)
+    with torch.no_grad():
+        logits = [model(**step, past_key_values=c).logits for c in caches]
+    assert all(torch.allclose(x, logits[0], atol=1e-5) for x in logits) and not caches[3].static
+    assert {c.get_seq_length() for c in caches} == {28}
+    del caches
+    gc.collect()
+    assert "forward" not in model.__dict__
+
+
+def test_another_attention_is_told_once_where_it_is_slow():
+    "On a GPU (test_cuda.py): the line to write, once. Elsewhere nothing is said."
+    from turboquant_nb.hf import cache as module
+
+    module._say_slow.cache_clear()
+    model = tiny("llama")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        generate(model, prompt(1, 9, padded=False), "sdpa", cache=TurboQuantCache(model), max_new_tokens=3)
+        assert not [w for w in said if "set_attn_implementation" in str(w.message)]
+        for _ in range(2):
+            module._say_slow("sdpa")
+    assert len(said := [w for w in said if "attn_implementation='sdpa'" in str(w.message)]) == 1
+    assert "model.set_attn_implementation('turboquant')" in str(said[0].message)
+    module._say_slow.cache_clear()
