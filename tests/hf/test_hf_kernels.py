@@ -262,13 +262,13 @@ def test_chunked_prefill(name, padded, no_masks):
         if padded:
             cache.set_padding(inputs["attention_mask"])
         model.set_attn_implementation(attention)
-        outs.append(model.generate(**inputs, past_key_values=cache, prefill_chunk_size=40, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True))
+        outs.append(model.generate(**inputs, past_key_values=cache, prefill_chunk_size=45, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True))
     for a, b in zip(outs[0].logits, outs[1].logits):
         assert float((a - b).abs().max()) < 2e-4 * float(a.abs().max())
     served = cache.report()["served"]
     layers = len(cache.coded_layers)
     slow = model.config.model_type == "gemma2"  # softcap
-    assert served["prefill"] == layers and served.get("codes" if slow else "chunk", 0) >= layers  # 40, 40, and 10 on codes
+    assert served["prefill"] == layers and served.get("codes" if slow else "chunk", 0) >= layers  # 45 and 45: a rest of up to 16 would be served as single steps, which dense attention cannot do
 
 
 def test_a_chunk_that_is_all_padding(no_masks):
@@ -281,7 +281,7 @@ def test_a_chunk_that_is_all_padding(no_masks):
         if attention == "eager":
             cache.set_padding(inputs["attention_mask"])
         model.set_attn_implementation(attention)
-        outs.append(model.generate(**inputs, past_key_values=cache, prefill_chunk_size=40, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True))
+        outs.append(model.generate(**inputs, past_key_values=cache, prefill_chunk_size=45, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True))
     for a, b in zip(outs[0].logits, outs[1].logits):
         assert float((a - b).abs().max()) < 2e-4 * float(a.abs().max())
     assert cache.layers[0].starts == (0, 7, 50) == tuple(cache.layers[1].store.start.tolist())
