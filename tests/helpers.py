@@ -107,7 +107,7 @@ def generate(model, inputs, attention, recipe="k4v4", cache=None, padding=True, 
 
 def exact_recipe():
     "Everything lies in the window: the cache must then equal transformers' own."
-    return Recipe(sinks=0, window=512)
+    return Recipe(sinks=0, recent=512)
 
 
 def three(model):

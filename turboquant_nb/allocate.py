@@ -28,7 +28,7 @@ class _Probe:
     "Codes one side of some layers: what they are, and what is coded now."
 
     recipes: dict  # layer -> recipe
-    turns: list  # of each layer of the model: [r/2] frequencies of RoPE, or None
+    inv_freqs: list  # of each layer of the model: [r/2] frequencies of RoPE, or None
     skip: int  # first tokens of a window that stay exact
     bits: dict  # (layer, side) -> bits, of what is coded now
     sizes: dict  # layer -> numbers of keys, and of values, of a token
@@ -45,8 +45,8 @@ class _Probe:
         spec = replace(getattr(self.recipes[layer], side), bits=bits)
         coder, c = make_quantizer(spec, x.shape[3], x.device), 0.0
         if spec.center != "none":
-            turns = self.turns[layer] if spec.center == "rope" else None
-            c = window_center(x, turns, self.skip)
+            inv_freqs = self.inv_freqs[layer] if spec.center == "pre_rope" else None
+            c = window_center(x, inv_freqs, self.skip)
         y = decode(coder, encode(coder, x.float() - c, None, "x")) + c
         return torch.cat([x[:, :, : self.skip], y.to(x.dtype)[:, :, self.skip :]], 2)
 

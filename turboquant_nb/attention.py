@@ -31,10 +31,10 @@ class _Softmax:
         "Weights [.., rows, T] of new scores; everything so far fades to the new maximum."
         top = torch.maximum(self.top, scores.amax(-1, keepdim=True))
         safe = top.clamp(min=-1e38)
-        fade = (self.top - safe).exp()
-        self.top, self.total = top, self.total * fade
-        self.coded, self.exact = [x * fade for x in self.coded], self.exact * fade
-        self.coded_total = self.coded_total * fade
+        rescale = (self.top - safe).exp()
+        self.top, self.total = top, self.total * rescale
+        self.coded, self.exact = [x * rescale for x in self.coded], self.exact * rescale
+        self.coded_total = self.coded_total * rescale
         return (scores - safe).exp()
 
     def add(self, scores: Tensor, values: Tensor):
@@ -58,10 +58,10 @@ class _Query:
     folded in."""
 
     plain: Tensor  # [B, H, g*n, d] fp32
-    turned: Tensor  # the same, rotated like the keys
+    rotated: Tensor  # the same, rotated like the keys
     sketched: Tensor | None  # S times the rotated one, where keys have a QJL residual
     offset: Tensor | float  # ⟨q, μ⟩, [B, H, g*n, 1]: what centring took out of the coded scores
-    swing: Tensor | None  # where it turned: what cosines and sines are weighed with, [B, H, g*n, r]
+    rope_coefficients: Tensor | None  # where it turned: what cosines and sines are weighed with, [B, H, g*n, r]
     groups: int
     tokens: int
 
@@ -76,7 +76,7 @@ class _Query:
         )
 
 
-def _turned(q: Tensor, mean: Tensor, r: int) -> tuple:
+def _pre_rope_terms(q: Tensor, mean: Tensor, r: int) -> tuple:
     """What ⟨q, R_t m⟩ is made of: weights [..., r] of the cosines and sines, and the share [..., 1]
     of channels that do not turn."""
     (a, b), (x, y) = ((z[..., : r // 2], z[..., r // 2 : r]) for z in (q, mean))
@@ -87,22 +87,22 @@ def _turned(q: Tensor, mean: Tensor, r: int) -> tuple:
 def _query(q: Tensor, store: KVStore, scaling: float) -> _Query:
     b, heads, n, d = q.shape
     plain = q.float().reshape(b, store.heads, heads // store.heads * n, d) * scaling
-    mean, r = store.key.mean, 0 if store.turns is None else store.turns.shape[1]
-    swing, shift = (None, 0.0) if mean is None else _turned(plain, mean.float(), r)
-    turned = store.key.q.rotation.query(plain)
-    sketched = turned @ store.key.q.sketch.T if store.key.signs else None
-    return _Query(plain, turned, sketched, shift, swing if r else None, heads // store.heads, n)
+    mean, r = store.key.mean, 0 if store.rope_table is None else store.rope_table.shape[1]
+    rope_coefficients, shift = (None, 0.0) if mean is None else _pre_rope_terms(plain, mean.float(), r)
+    rotated = store.key.q.rotation.query(plain)
+    sketched = rotated @ store.key.q.sketch.T if store.key.signs else None
+    return _Query(plain, rotated, sketched, shift, rope_coefficients if r else None, heads // store.heads, n)
 
 # %% ../nbs/10_attention.ipynb #b1ea91c6
-def _visible(store: KVStore, n: int, positions: Tensor, causal: bool, window: int | None) -> Tensor:
+def _visible(store: KVStore, n: int, positions: Tensor, causal: bool, sliding_window: int | None) -> Tensor:
     "Which of `positions` [B|1, T] the last n tokens may look at: [B, 1, n, T] bool."
     at = (torch.arange(n, device=store.device) + (store._now - n))[:, None]
     p = positions[:, None, None, :]
     ok = (p >= store.start[:, None, None, None]).expand(-1, 1, n, -1)
     if causal:
         ok = ok & (p <= at)
-    if window is not None:
-        ok = ok & (p > at - window)
+    if sliding_window is not None:
+        ok = ok & (p > at - sliding_window)
     if store.end is not None:
         ok = ok & (p < store.end[:, None, None, None])
     return ok
@@ -149,10 +149,10 @@ def _add_coded(soft, query, store, see, first, past, softcap, block, recent):
         if store._by_device:  # what lies beyond the length may be anything
             held = positions < last
             seen, v = seen & held[:, None, None, :], [(x, w.where(held[:, None], 0)) for x, w in v]
-        parts = zip((query.turned, query.sketched), k)
+        parts = zip((query.rotated, query.sketched), k)
         scores = query.offset + sum(q @ x.mT * w.unsqueeze(-2) for q, (x, w) in parts)
-        if query.swing is not None:
-            scores = scores + query.swing @ store._rows(lo, hi).float().mT
+        if query.rope_coefficients is not None:
+            scores = scores + query.rope_coefficients @ store._rows(lo, hi).float().mT
         soft.add_coded(_masked(scores, seen, softcap), v)
 
 # %% ../nbs/10_attention.ipynb #04366c1c
@@ -181,7 +181,7 @@ def _finish(soft, q, store):
     return out.reshape(*shape, store.value.q.d).to(q.dtype), lse.reshape(shape)
 
 # %% ../nbs/10_attention.ipynb #5f3c427d
-def _check_attend(q, store, k, v, first, block, softcap, window, recent=None):
+def _check_attend(q, store, k, v, first, block, softcap, sliding_window, recent=None):
     checks.floats(q, "q")
     (b, h, dk), length = (store.batch, store.heads, store.key.q.d), store._bound
     if q.ndim != 4 or q.shape[0] != b or q.shape[1] % h or q.shape[3] != dk:
@@ -201,7 +201,7 @@ def _check_attend(q, store, k, v, first, block, softcap, window, recent=None):
         raise ValueError(f"first must be from {store.offset} to {length}, got {first}")
     if recent is not None and (k is None or k.shape[2] < q.shape[2]):
         raise ValueError(f"recent needs exact k and v of the last {q.shape[2]} tokens at least")
-    for name, x in (("block", block), ("softcap", softcap), ("window", window), ("recent", recent)):
+    for name, x in (("block", block), ("softcap", softcap), ("sliding_window", sliding_window), ("recent", recent)):
         if x is not None:
             checks.number(x, name, above=0)
 
@@ -217,12 +217,12 @@ def _check_mask(mask, q, store, first):
         raise ValueError(f"mask must have shape {want}, got {list(mask.shape)}")
 
 # %% ../nbs/10_attention.ipynb #e5da4c92
-def _sight(query: _Query, store: KVStore, mask, first: int, causal: bool, window):
+def _sight(query: _Query, store: KVStore, mask, first: int, causal: bool, sliding_window):
     "A function from positions [B|1, T] to the mask of all query rows there."
 
     def see(positions):
         if mask is None:
-            seen = _visible(store, query.tokens, positions, causal, window)
+            seen = _visible(store, query.tokens, positions, causal, sliding_window)
         else:
             index = (positions - first).clamp(min=0)[:, None, None, :]
             index = index.expand(store.batch, mask.shape[1], query.tokens, -1)
@@ -241,7 +241,7 @@ def attend(
     mask: Tensor | None = None,  # bool [B|1, Hq|1, n, length-first], replaces what follows
     first: int | None = None,  # position of the mask's first column; the store's first if None
     causal: bool = True,
-    window: int | None = None,  # sliding window: token i sees i-window+1 … i
+    sliding_window: int | None = None,  # sliding window: token i sees i-window+1 … i
     softcap: float | None = None,  # scores become softcap·tanh(score/softcap)
     block: int = 1024,  # coded tokens decoded at a time
     recent: int | None = None,  # of k and v each query reads only its own last ones, itself included
@@ -252,10 +252,10 @@ def attend(
     if store.static and not store._by_device:
         store.sync()
     first = store.offset if first is None else first
-    _check_attend(q, store, k, v, first, block, softcap, window, recent)
+    _check_attend(q, store, k, v, first, block, softcap, sliding_window, recent)
     _check_mask(mask, q, store, first)
     query = _query(q, store, q.shape[3] ** -0.5 if scaling is None else scaling)
-    see = _sight(query, store, mask, first, causal, window)
+    see = _sight(query, store, mask, first, causal, sliding_window)
     sketch = len(store.value.q.sketch) if store.value.signs else 0
     soft = _Softmax(query.plain.shape[:3], q.device, store.value.q.d, sketch)
     chunk = 0 if k is None else k.shape[2]
@@ -278,7 +278,7 @@ def dense_attention(
     scaling: float | None = None,
     mask: Tensor | None = None,  # bool [B|1, Hq|1, n, T]; replaces causal and window
     causal: bool = True,  # query i is token T-n+i
-    window: int | None = None,
+    sliding_window: int | None = None,
     softcap: float | None = None,
     rows: int = 256,  # queries at a time
 ) -> tuple:  # (output in q's dtype, log-sum-exp fp32)
@@ -295,8 +295,8 @@ def dense_attention(
         ]
         p = torch.arange(k.shape[2], device=q.device)
         seen = mask[:, :, i : i + rows] if mask is not None else (p <= at) | (not causal)
-        if window is not None and mask is None:
-            seen = seen & (p > at - window)
+        if sliding_window is not None and mask is None:
+            seen = seen & (p > at - sliding_window)
         scores = _masked(scores, seen, softcap)
         lse = scores.logsumexp(-1)
         outs.append((scores - lse.clamp(min=-1e38)[..., None]).exp() @ v)

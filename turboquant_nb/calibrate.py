@@ -49,13 +49,13 @@ class MomentsObserver:
     "Adds up the keys and queries that a cache would code: `observe` gets the states of one layer after the other."
 
     moments: Moments  # "key": centred keys; "query": the queries that read them
-    turns: list  # of each layer: [r/2] frequencies of RoPE, or None
+    inv_freqs: list  # of each layer: [r/2] frequencies of RoPE, or None
     skip: int  # first tokens of a window that do not count
 
     def observe(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple:
         "Add the states [B, Hq, n, d] and [B, H, n, d] of whole windows; keys and values go on as they are."
         b, h, n, d = key.shape
-        x = key.float() - window_center(key, self.turns[layer], self.skip)
+        x = key.float() - window_center(key, self.inv_freqs[layer], self.skip)
         q = query.float().reshape(b, h, -1, n, d)
         rows = lambda x: x[..., self.skip :, :].movedim(1, -2).reshape(-1, h, d)  # noqa: E731 [tokens, H, d]
         self.moments.add("key", layer, rows(x))
@@ -143,11 +143,11 @@ def collect(
     """Read the windows once. Raises TypeError/ValueError for what is no model or no windows, for a model
     whose keys are not served, and for one that does not call the attention interface."""
     _check_ids(ids, skip, batch)
-    turns = [
+    inv_freqs = [
         None if t is None else torch.as_tensor(t) for t in rope_frequencies(_text_config(model))[0]
     ]
     moments = Moments()
-    with observed(model, ids, MomentsObserver(moments, turns, skip)) as ids:
+    with observed(model, ids, MomentsObserver(moments, inv_freqs, skip)) as ids:
         for part in ids.split(batch):
             model.get_decoder()(part, use_cache=False)
             moments.tokens += len(part) * (ids.shape[1] - skip)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['coordinate_pdf', 'coordinate_cdf', 'partial_moments', 'Codebook', 'lloyd_max', 'shannon_rate', 'high_rate_mse',
-           'affine', 'from_levels', 'lloyd_max_samples', 'Int8Grid']
+           'uniform', 'from_levels', 'lloyd_max_samples', 'Int8Grid']
 
 # %% ../nbs/01_codebook.ipynb #639cca0c
 import math
@@ -156,7 +156,7 @@ class Codebook:
     edges: Tensor         # [2**bits - 1] fp32; the code of x is the number of edges below x
     mse: float            # mean squared error D under the law
     bits: int             # 1..8
-    law: str              # "gaussian", "sphere", "samples" or "affine"
+    law: str              # "gaussian", "sphere", "samples" or "uniform"
     dim: int | None       # d of the sphere law; None for the Gaussian and for samples
     levels64: np.ndarray  # [2**bits] fp64, the levels before rounding to fp32
     means: np.ndarray     # [2**bits] fp64, mean of the law in each cell
@@ -188,12 +188,12 @@ class Codebook:
         "The table as a step times int8 levels, with the step of least distortion; computed once."
         return self.grid or self._int8
 
-    def snap(self) -> "Codebook":
+    def to_int8_grid(self) -> "Codebook":
         "The same edges with the levels of `int8()`: exactly an fp32 step times int8. ValueError where two levels meet, as at 8 bits. Computed once."
-        return self if self.grid else self._snapped
+        return self if self.grid else self._on_int8_grid
 
     _int8 = cached_property(lambda self: _int8_grid(self))
-    _snapped = cached_property(lambda self: _snap(self))
+    _on_int8_grid = cached_property(lambda self: _to_int8_grid(self))
 
 # %% ../nbs/01_codebook.ipynb #f2f01c9d
 def _make(y, m0, means, mse, bits, law, dim):
@@ -253,21 +253,21 @@ def high_rate_mse(
 
 # %% ../nbs/01_codebook.ipynb #ebd7a070
 @lru_cache(maxsize=None)
-def _affine(bits, d):
+def _uniform(bits, d):
     k = np.arange(2 ** (bits - 1)) + .5
     lo, hi = 0., (8. if d is None else min(8., math.sqrt(d))) / k[-1]
     for _ in range(60):
         step = (lo + hi) / 2
         _, m0, m1 = _half_moments(k * step, d)
         lo, hi = (step, hi) if (k * (k * step * m0 - m1)).sum() < 0 else (lo, step)
-    return _from_half(k * step, bits, "affine", d)
+    return _from_half(k * step, bits, "uniform", d)
 
-def affine(
+def uniform(
     bits: int,             # 1..8
     d: int | None = None,  # the law, as in `lloyd_max`
 ) -> Codebook:
     "Evenly spaced symmetric levels with the step that minimises the mean squared error under the law."
-    return _affine(_bits(bits), _dim(d))
+    return _uniform(_bits(bits), _dim(d))
 
 # %% ../nbs/01_codebook.ipynb #df58f875
 def from_levels(
@@ -366,7 +366,7 @@ class Int8Grid:
 def _int8_grid(cb):
     "The best step over every way of rounding the levels to int8; odd integers for evenly spaced levels, which stay so."
     y = cb.levels64
-    if cb.law == "affine" and cb.bits < 8:
+    if cb.law == "uniform" and cb.bits < 8:
         odd = torch.arange(1 - 2**cb.bits, 2**cb.bits, 2, dtype=torch.int8, device=cb.levels.device)
         return Int8Grid(odd, float(y[-1]) / (2**cb.bits - 1), cb.mse)
     size = np.unique(np.abs(y)[np.abs(y) > 0])
@@ -385,7 +385,7 @@ def _int8_grid(cb):
         return Int8Grid(torch.tensor(n, dtype=torch.int8, device=cb.levels.device), step, cb.mse + extra)
 
 # %% ../nbs/01_codebook.ipynb #fb6dfa12
-def _snap(cb):
+def _to_int8_grid(cb):
     "`Codebook.snap`: levels and distortion from the int8 grid, its step rounded to fp32."
     n, step = cb.int8().levels, float(np.float32(cb.int8().step))
     y = step * n.double().cpu().numpy()  # exact: 24 bits times 7 bits

@@ -36,7 +36,7 @@ class _Layer:
     k: nn.Linear
     heads: int
     d: int
-    turning: int  # channels that RoPE turns
+    rotary_dim: int  # channels that RoPE turns
 
     @property
     def group(self) -> int:
@@ -47,7 +47,7 @@ def _layers(model) -> list:
     """The layers of a decoder whose queries and keys come from linear layers and RoPE alone. Raises
     ValueError, with the reason, for a model that has another kind."""
     config = model.config.get_text_config()
-    turns, why = rope_frequencies(config)
+    inv_freqs, why = rope_frequencies(config)
     if why:
         raise ValueError(f"{config.model_type} cannot be folded: {why}")
     d = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -66,8 +66,8 @@ def _layers(model) -> list:
             raise ValueError(
                 f"layer {i} normalises queries or keys after their projection, which undoes a scale"
             )
-        turning = 0 if turns[i] is None else 2 * len(turns[i])
-        out.append(_Layer(q, k, k.out_features // d, d, turning))
+        rotary_dim = 0 if inv_freqs[i] is None else 2 * len(inv_freqs[i])
+        out.append(_Layer(q, k, k.out_features // d, d, rotary_dim))
     return out
 
 # %% ../nbs/20_fold.ipynb #3cc5608d
@@ -126,7 +126,7 @@ def _scales(layer: _Layer, q: _Sums, k: _Sums) -> Tensor:
     mean = k.total / k.n
     energy = (q.square / q.n).view(layer.heads, layer.group, layer.d).sum(1)
     spread = (k.square / k.n - mean.square()).clamp(min=0).view(layer.heads, layer.d)
-    return best_scales(energy, spread, layer.turning)
+    return best_scales(energy, spread, layer.rotary_dim)
 
 # %% ../nbs/20_fold.ipynb #28898455
 def _check(model, f: Fold) -> list:

@@ -9,9 +9,9 @@ __all__ = ['make_quantizer', 'by_layer']
 import torch
 
 from . import checks
-from .quantizer import Quantizer, Recipe, Spec, as_recipe, channel_bits, scalar_table
+from .quantizer import Quantizer, Recipe, Spec, as_recipe, channel_bits, scalar_codebook
 from .rates import MixedCodebook
-from .residual import ProdQuantizer, sign_table
+from .residual import ProdQuantizer, sign_codebook
 from .rotation import Rotation
 
 # %% ../nbs/07b_mixed_precision.ipynb #a8988747
@@ -28,11 +28,11 @@ def make_quantizer(
         return ProdQuantizer(spec, d, device, rotation)
     bits = channel_bits(spec.bits, d)
     if spec.residual == "sign":
-        book = sign_table(spec.bits, base=scalar_table(spec.table, spec.bits - 1, d)).snap()
+        book = sign_codebook(spec.bits, base=scalar_codebook(spec.codebook, spec.bits - 1, d)).to_int8_grid()
     elif isinstance(spec.bits, int):
         book = None  # the spec's own
     else:
-        book = MixedCodebook({b: scalar_table(spec.table, b, d).snap() for b in set(bits)}, bits)
+        book = MixedCodebook({b: scalar_codebook(spec.codebook, b, d).to_int8_grid() for b in set(bits)}, bits)
     return Quantizer(spec, d, device, rotation, book)
 
 # %% ../nbs/07b_mixed_precision.ipynb #1f6d7dd5

@@ -30,7 +30,7 @@ def _device_reason(store, named: bool) -> str:
     return f"an NVIDIA GPU is needed, the store is on {kind}"
 
 
-def _triton_reason(q, store, k, v, mask, first, causal, window, softcap, recent, named) -> str:
+def _triton_reason(q, store, k, v, mask, first, causal, sliding_window, softcap, recent, named) -> str:
     "Why the decode kernel cannot serve a call; empty if it can."
     if mask is not None:
         return "the kernel knows ranges of positions, not masks"
@@ -42,7 +42,7 @@ def _triton_reason(q, store, k, v, mask, first, causal, window, softcap, recent,
         return why
     if recent is not None:  # the kernel is fed one query at a time, with the exact tokens of that query
         q, k, v = q[:, :, :1], *(x if x is None else x[:, :, :recent] for x in (k, v))
-    served, why = launch.supports(q, store, k, v, window=window, softcap=softcap)
+    served, why = launch.supports(q, store, k, v, sliding_window=sliding_window, softcap=softcap)
     return "" if served else why
 
 # %% ../nbs/13_ops.ipynb #3bdce418
@@ -85,33 +85,33 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, scaling: float, bias, causal: bool) 
     return out, lse[..., : q.shape[2]]  # rows are padded to 32
 
 # %% ../nbs/13_ops.ipynb #016b2c4b
-def _bias(store, q, first: int, last: int, window, low: float) -> Tensor:
+def _bias(store, q, first: int, last: int, sliding_window, low: float) -> Tensor:
     "0 where the last n tokens may look at positions [first, last), else `low`: [B, 1, g * n, w]."
     width = (last - first + 15) // 16 * 16  # rows start aligned
     at = torch.arange(first, first + width, device=store.device)[None]
-    seen = attention._visible(store, q.shape[2], at, True, window)
+    seen = attention._visible(store, q.shape[2], at, True, sliding_window)
     bias = torch.zeros(seen.shape, dtype=q.dtype, device=store.device).masked_fill_(~seen, low)
     return bias.repeat(1, 1, q.shape[1] // store.heads, 1)[..., : last - first]
 
 
-def _flash(q, store, k, v, scaling, window) -> tuple:
+def _flash(q, store, k, v, scaling, sliding_window) -> tuple:
     "Past blocks and the chunk by torch's fused attention, joined by @eq-merge."
     (b, heads, n, d), h, past = q.shape, store.heads, store.length - q.shape[2]
     g, low = heads // h, max(-1e30, torch.finfo(q.dtype).min / 2)
     scaling = d**-0.5 if scaling is None else scaling
     begin, total = int(store.start.max()), None  # from here on no position is padding
-    first = store.offset if window is None else max(store.offset, past - window + 1)
+    first = store.offset if sliding_window is None else max(store.offset, past - sliding_window + 1)
     rows = q.reshape(b, h, g * n, d)
-    plain = begin <= past and (window is None or window >= n)  # the chunk needs no bias
+    plain = begin <= past and (sliding_window is None or sliding_window >= n)  # the chunk needs no bias
     size = _block(store)
     blocks = [(a, min(a + size, past)) for a in range(first, past, size)]
     if not plain:
         blocks += [(a, min(a + size, store.length)) for a in range(past, store.length, size)]
     for a, z in blocks:
         kb, vb = store.read(a, z) if a < past else (x[:, :, a - past : z - past] for x in (k, v))
-        bias, whole = None, window is None or a > store.length - 1 - window
+        bias, whole = None, sliding_window is None or a > store.length - 1 - sliding_window
         if begin > a or z > past or not whole:
-            bias = _bias(store, q, a, z, window, low).expand(b, h, -1, -1)
+            bias = _bias(store, q, a, z, sliding_window, low).expand(b, h, -1, -1)
         total = _merge(total, _fused(rows, kb, vb, scaling, bias, False))
     if plain:
         k, v = (x.repeat_interleave(g, 1) for x in (k, v))
@@ -123,7 +123,7 @@ def _flash(q, store, k, v, scaling, window) -> tuple:
     return out, lse.masked_fill(none, -torch.inf).reshape(b, heads, n)
 
 # %% ../nbs/13_ops.ipynb #903c00da
-def _flash_reason(q, store, k, v, mask, first, causal, window, softcap, recent) -> str:
+def _flash_reason(q, store, k, v, mask, first, causal, sliding_window, softcap, recent) -> str:
     "Why long chunks cannot be served by torch's fused attention; empty if they can."
     n, d = q.shape[2], q.shape[3]
     if n <= 16:
@@ -155,13 +155,13 @@ def explain(
     mask: Tensor | None = None,
     first: int | None = None,
     causal: bool = True,
-    window: int | None = None,
+    sliding_window: int | None = None,
     softcap: float | None = None,
     backend: str = "auto",  # for "triton", its interpreter counts as a device
     recent: int | None = None,
 ) -> dict:  # backend -> (bool, reason); the first that says True is what "auto" takes
     "Which backends can serve this call of `attend`, best first, and why the others cannot."
-    call = (q, store, k, v, mask, first, causal, window, softcap, recent)
+    call = (q, store, k, v, mask, first, causal, sliding_window, softcap, recent)
     why = _triton_reason(*call, backend == "triton"), _flash_reason(*call)
     return {"triton": (not why[0], why[0]), "flash": (not why[1], why[1]), "torch": (True, "")}
 
@@ -191,7 +191,7 @@ def choose(
     mask=None,
     first=None,
     causal=True,
-    window=None,
+    sliding_window=None,
     softcap=None,
     backend="auto",
     recent=None,
@@ -199,13 +199,13 @@ def choose(
     "What `attend` would do with these arguments. Raises as it does."
     chunk = None if k is None else (k.shape[2], k.dtype, v.shape[3])
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v))
-    place = (first in (None, store.offset), store.key.thin + store.value.thin, store.device)
-    key = (backend, q.shape, q.dtype, chunk, grad, mask is None, causal, window, softcap, recent, place)
+    place = (first in (None, store.offset), store.key.truncated_tiles + store.value.truncated_tiles, store.device)
+    key = (backend, q.shape, q.dtype, chunk, grad, mask is None, causal, sliding_window, softcap, recent, place)
     answers = _CHOSEN.setdefault(store, {})
     if key not in answers:
         if len(answers) > 64:  # chunks of many lengths
             answers.clear()
-        reasons = explain(q, store, k, v, mask, first, causal, window, softcap, backend, recent)
+        reasons = explain(q, store, k, v, mask, first, causal, sliding_window, softcap, backend, recent)
         answers[key] = _pick(backend, reasons, "this call"), reasons["triton"][1]
     return answers[key]
 
@@ -219,7 +219,7 @@ def attend(
     mask: Tensor | None = None,  # bool [B|1, Hq|1, n, length-first], replaces what follows
     first: int | None = None,  # position of the mask's first column; the store's first if None
     causal: bool = True,
-    window: int | None = None,  # sliding window: token i sees i-window+1 … i
+    sliding_window: int | None = None,  # sliding window: token i sees i-window+1 … i
     softcap: float | None = None,  # scores become softcap·tanh(score/softcap)
     backend: str = "auto",  # "auto", "triton", "flash" or "torch"
     recent: int | None = None,  # of k and v each query reads only its own last ones, itself included
@@ -227,11 +227,11 @@ def attend(
     """Attention on codes by the best backend that can serve, or by the one named. Raises
     ValueError with the reason if that one cannot, ValueError/TypeError on arguments that do not
     fit."""
-    name, _ = choose(q, store, k, v, mask, first, causal, window, softcap, backend, recent)
-    return attend_by(name, q, store, k, v, scaling, mask, first, causal, window, softcap, recent)
+    name, _ = choose(q, store, k, v, mask, first, causal, sliding_window, softcap, backend, recent)
+    return attend_by(name, q, store, k, v, scaling, mask, first, causal, sliding_window, softcap, recent)
 
 
-def _each_query(q, store, k, v, scaling, window, softcap, recent) -> tuple:
+def _each_query(q, store, k, v, scaling, sliding_window, softcap, recent) -> tuple:
     """The kernel, one query at a time: the store as it was when that token came, and as its chunk the
     exact tokens that this query reads."""
     n, m, parts = q.shape[2], k.shape[2], []
@@ -240,24 +240,24 @@ def _each_query(q, store, k, v, scaling, window, softcap, recent) -> tuple:
         near = (x[:, :, max(0, end - recent) : end] for x in (k, v))
         with store.as_of(m - end):
             one = q[:, :, i : i + 1], store, *near, scaling
-            parts.append(launch.decode_attention(*one, window=window, softcap=softcap))
+            parts.append(launch.decode_attention(*one, sliding_window=sliding_window, softcap=softcap))
     return tuple(torch.cat(x, 2) for x in zip(*parts))
 
 
 def attend_by(
-    name, q, store, k, v, scaling, mask, first, causal, window, softcap, recent=None
+    name, q, store, k, v, scaling, mask, first, causal, sliding_window, softcap, recent=None
 ) -> tuple:
     "`attend` by a backend that `choose` gave, without asking again."
     if name == "torch":
-        call = scaling, mask, first, causal, window, softcap
+        call = scaling, mask, first, causal, sliding_window, softcap
         return attention.attend(q, store, k, v, *call, recent=recent)
     if name == "flash":
-        attention._check_attend(q, store, k, v, store.offset, None, softcap, window)
-        return _flash(q, store, k, v, scaling, window)
+        attention._check_attend(q, store, k, v, store.offset, None, softcap, sliding_window)
+        return _flash(q, store, k, v, scaling, sliding_window)
     if recent is not None and q.shape[2]:
-        attention._check_attend(q, store, k, v, store.offset, None, softcap, window, recent)
-        return _each_query(q, store, k, v, scaling, window, softcap, recent)
-    return launch.decode_attention(q, store, k, v, scaling, window=window, softcap=softcap)
+        attention._check_attend(q, store, k, v, store.offset, None, softcap, sliding_window, recent)
+        return _each_query(q, store, k, v, scaling, sliding_window, softcap, recent)
+    return launch.decode_attention(q, store, k, v, scaling, sliding_window=sliding_window, softcap=softcap)
 
 # %% ../nbs/13_ops.ipynb #dfce742e
 _CODERS = WeakKeyDictionary()  # store -> {what an answer depends on: the answer}

@@ -57,7 +57,7 @@ class Layout:
         return -(-tokens // self.tile)
 
 # %% ../nbs/08_packing.ipynb #8ab688ca
-def _crumbs(codes: Tensor, layout: Layout) -> list:
+def _plane_codes(codes: Tensor, layout: Layout) -> list:
     """One tensor of crumbs (0-3) per plane: [..., d] for the crumb plane, [..., ceil(d/2)] for a
     bit plane."""
     out, left = [], layout.bits
@@ -72,10 +72,10 @@ def _crumbs(codes: Tensor, layout: Layout) -> list:
     return out
 
 
-def _codes(crumbs: list, layout: Layout) -> Tensor:
+def _codes(parts: list, layout: Layout) -> Tensor:
     "The inverse of `_crumbs`."
     code, d = None, layout.d
-    for width, part in zip(WIDTHS[layout.bits], crumbs):
+    for width, part in zip(WIDTHS[layout.bits], parts):
         if width == 1:
             part = torch.cat([part & 1, part >> 1], dim=-1)[..., :d]
         code = part if code is None else code << width | part
@@ -94,7 +94,7 @@ def quarter_bytes(
 ) -> tuple:  # one uint8 tensor per plane, [..., n, d_w] or transposed
     """The bits that tokens of one quarter of a tile contribute to their bytes; the other bits are
     0. `_MASK[quarter]` covers them."""
-    parts = [part << SLOT[quarter] for part in _crumbs(codes, layout)]
+    parts = [part << SLOT[quarter] for part in _plane_codes(codes, layout)]
     return tuple(part if layout.along == "channel" else part.transpose(-1, -2) for part in parts)
 
 

@@ -97,9 +97,9 @@ def _parts(store: KVStore, held: int) -> list:  # tokens held
     out, tile = [], store.tile
     for name, side in (("key", store.key), ("value", store.value)):
         for g in side.groups:
-            edges = 0, side.thin, math.ceil(held / tile)
-            for thinned, first, last in zip((True, False), edges, edges[1:]):
-                lost = thinned and g.fades
+            edges = 0, side.truncated_tiles, math.ceil(held / tile)
+            for truncated, first, last in zip((True, False), edges, edges[1:]):
+                lost = truncated and g.truncates
                 names = g.names[:-1] if lost else g.names
                 planes = [[f"{name}.{n}", first - side.tiles_before(n)] for n in names]
                 layout = [g.layout.bits - lost, g.layout.d, g.layout.along, tile]
@@ -225,7 +225,7 @@ def _layer_out(tensors: dict, about: dict, sizes: Counter) -> bytes:
 def _part(name: str) -> str:
     "What `KVStore.parts` calls a tensor."
     name = name.rpartition(".")[2]
-    other = {"sinks": "exact", "window": "exact", "start": "range", "end": "range"}
+    other = {"sinks": "exact", "recent": "exact", "start": "range", "end": "range"}
     return "planes" if name.startswith("plane") else other.get(name, name)
 
 # %% ../nbs/22_storage.ipynb #3fba3550

@@ -24,7 +24,7 @@ from torch import Tensor
 from . import checks
 from .files import read_file, write_file
 from .mixed_precision import make_quantizer
-from .packing import SLOT, TILE, Layout, _crumbs, _write, drop_plane, unpack
+from .packing import SLOT, TILE, Layout, _plane_codes, _write, drop_plane, unpack
 from turboquant_nb.quantizer import (
     Coded,
     Recipe,
@@ -66,7 +66,7 @@ class _Group:
     names: tuple  # of their planes, most significant first
 
     @property
-    def fades(self) -> bool:
+    def truncates(self) -> bool:
         "Whether its last plane can be dropped."
         return self.layout.bits > 2
 
@@ -121,7 +121,7 @@ class Side:
         self.q, self.along, self.tile = _shared(spec, d, device), along, tile
         self.groups = _groups(self.q.channel_bits, along, tile)
         self.signs = Layout(1, len(self.q.sketch), along, tile) if spec.residual == "qjl" else None
-        self.thin = 0  # truncated tiles, all at the front
+        self.truncated_tiles = 0  # truncated tiles, all at the front
         self.tensors = {}
 
     @_plain
@@ -130,7 +130,7 @@ class Side:
         batch: int,
         heads: int,
         sinks: int = 0,  # exact tokens at the front
-        window: int = 0,  # and at the end
+        recent: int = 0,  # and at the end
         dtype: torch.dtype = torch.float32,  # of exact tokens
     ) -> "Side":  # itself
         "Make tensors for no token yet. Raises ValueError if a transform per head is for other heads."
@@ -147,7 +147,7 @@ class Side:
             (shape,) = self.signs.plane_shapes
             out["signs"] = make(0, *shape, dtype=torch.uint8)
             out["residual_norm"] = out["scale"].clone()
-        out |= {"sinks": make(sinks, self.q.d, dtype=dtype), "window": make(window, self.q.d, dtype=dtype)}
+        out |= {"sinks": make(sinks, self.q.d, dtype=dtype), "recent": make(recent, self.q.d, dtype=dtype)}
         if self.q.spec.center != "none":
             out["mean"] = make(1, self.q.d, dtype=torch.bfloat16)
         self.tensors = out
@@ -181,13 +181,13 @@ class Side:
         return self.tensors["scale"].shape[2]
 
     @property
-    def fading(self) -> list:
+    def truncated_planes(self) -> list:
         "Names of the planes that truncation drops."
-        return [g.names[-1] for g in self.groups if g.fades]
+        return [g.names[-1] for g in self.groups if g.truncates]
 
     def tiles_before(self, name: str) -> int:
         "Tiles that a tensor lacks at its front."
-        return self.thin if name in self.fading else 0
+        return self.truncated_tiles if name in self.truncated_planes else 0
 
     def resized(self, drop: int, tiles: int) -> dict:
         """Tiled tensors without their first `drop` tiles, with room for `tiles` tiles after them;
@@ -228,7 +228,7 @@ class Side:
 
     def _pieces(self, first, last):
         "[first, last) as one or two `_Piece`."
-        edge = self.thin * self.tile
+        edge = self.truncated_tiles * self.tile
         both = _Piece(True, first, min(last, edge)), _Piece(False, max(first, edge) - edge, last - edge)
         return [x for x in both if x.first < x.last] or [_Piece(True, first, first)]
 
@@ -236,9 +236,9 @@ class Side:
         "Planes of a group and their layout, in the truncated tiles or in those after them."
         planes = [self.tensors[n] for n in group.names]
         if truncated:
-            planes = [p[:, :, : self.thin] for p in planes]
-            return drop_plane(planes, group.layout) if group.fades else (planes, group.layout)
-        cut = [p if n in self.fading else p[:, :, self.thin :] for n, p in zip(group.names, planes)]
+            planes = [p[:, :, : self.truncated_tiles] for p in planes]
+            return drop_plane(planes, group.layout) if group.truncates else (planes, group.layout)
+        cut = [p if n in self.truncated_planes else p[:, :, self.truncated_tiles :] for n, p in zip(group.names, planes)]
         return cut, group.layout
 
     def _codes(self, piece):
@@ -248,7 +248,7 @@ class Side:
             codes = codes.new_empty(*codes.shape[:3], self.q.d)
             for g, part in zip(self.groups, parts):
                 codes[..., g.channels] = part
-        return codes + 2 ** max(self.q.channel_bits) if piece.truncated and self.fading else codes
+        return codes + 2 ** max(self.q.channel_bits) if piece.truncated and self.truncated_planes else codes
 
 # %% ../nbs/09_store.ipynb #8e5b99cb
 class _NewExact(NamedTuple):
@@ -273,14 +273,14 @@ class ExactTokens:
         return self.tensors["sinks"]
 
     @property
-    def window(self) -> Tensor:
+    def recent(self) -> Tensor:
         "[B, H, W, d]; position p is in slot p mod W."
-        return self.tensors["window"]
+        return self.tensors["recent"]
 
     def slots(self, length) -> Tensor:
         "[W] positions of the last W of `length` tokens; below 0 where there are fewer."
-        window = self.window.shape[2]
-        return torch.arange(window, device=self.window.device) + (length - window)
+        recent = self.recent.shape[2]
+        return torch.arange(recent, device=self.recent.device) + (length - recent)
 
     def prepare(
         self,
@@ -289,24 +289,24 @@ class ExactTokens:
         start: Tensor,  # [B] first real position of each sequence
     ) -> _NewExact:
         "What `put` takes to hold new tokens; nothing changes yet."
-        n, window = x.shape[2], self.window.shape[2]
-        last = min(n, window)
+        n, recent = x.shape[2], self.recent.shape[2]
+        last = min(n, recent)
         slots = torch.arange(first + n - last, first + n, device=x.device)
         at = start[:, None] + torch.arange(self.sinks.shape[2], device=x.device) - first
         inside = ((at >= 0) & (at < n))[:, None, :, None]
         index = at.clamp(0, n - 1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
         sinks = torch.where(inside, x.gather(2, index), self.sinks)
-        return _NewExact(slots.remainder_(max(window, 1)), x[:, :, n - last :], sinks)
+        return _NewExact(slots.remainder_(max(recent, 1)), x[:, :, n - last :], sinks)
 
     def put(self, new: _NewExact) -> None:
         "Copy what `prepare` made."
-        self.window.index_copy_(2, new.slots, new.newest)
+        self.recent.index_copy_(2, new.slots, new.newest)
         self.sinks.copy_(new.sinks)
 
     def states(self, length) -> Tensor:
         "[B, H, S+W, d]: the sinks, then the last W of `length` tokens."
-        slots, window = self.slots(length), self.window.shape[2]
-        recent = self.window[:, :, slots % window if window else slots]
+        slots, recent = self.slots(length), self.recent.shape[2]
+        recent = self.recent[:, :, slots % recent if recent else slots]
         return torch.cat([self.sinks, recent], 2)
 
 # %% ../nbs/09_store.ipynb #1e8c1497
@@ -429,20 +429,20 @@ class KVStore:
         max_length: int | None = None,  # allocate so many tokens now and never more; None grows
         tile: int = TILE,
         static: bool = False,  # with max_length: no tensor ever moves, and the device counts tokens
-        inv_freq: Tensor | None = None,  # [r/2] the model's RoPE frequencies, for center="rope"
+        inv_freq: Tensor | None = None,  # [r/2] the model's RoPE frequencies, for center="pre_rope"
     ):
         self.recipe, self.batch, self.heads, self.dtype = as_recipe(recipe), batch, heads, dtype
         _check_store_args(batch, heads, max_length, dtype, self.recipe, static)
         self.home = self.device = torch.zeros(0, device=device).device
         self.tile, self.max_length, r = tile, max_length, self.recipe
-        more = dict(batch=batch, heads=heads, sinks=r.sinks, window=r.window, dtype=dtype)
+        more = dict(batch=batch, heads=heads, sinks=r.sinks, recent=r.recent, dtype=dtype)
         dv = d_key if d_value is None else d_value
         self.key = Side(r.key, d_key, "channel", tile, self.device).allocate(**more)
         self.value = Side(r.value, dv, "token", tile, self.device).allocate(**more)
         self.ranges, self.flags, self.cos_sin = Ranges(batch, self.device), None, None
         self.length = self.offset = 0  # tokens ever appended; of these, freed at the front
-        self._window_from = 0  # first position whose slot of the ring was not overwritten and cropped
-        if r.key.center == "rope":
+        self._recent_from = 0  # first position whose slot of the ring was not overwritten and cropped
+        if r.key.center == "pre_rope":
             self.cos_sin = shared_cos_sin(inv_freq, d_key, self.device)
             self.cos_sin.reach(max_length or 0)
         for side in self.sides:
@@ -625,8 +625,8 @@ class KVStore:
     def past_exact_from(self):
         "First position whose exact states are in the window."
         if self._by_device:
-            return self._now - self.recipe.window
-        return max(self._window_from, self.length - self.recipe.window)
+            return self._now - self.recipe.recent
+        return max(self._recent_from, self.length - self.recipe.recent)
 
     @property
     def _by_device(self) -> bool:
@@ -700,7 +700,7 @@ def prompt_mean(
 @patch
 def _first_mean(self: KVStore, side: Side, x: Tensor) -> Tensor:
     "The mean of the first chunk's real tokens, before RoPE where the recipe says so."
-    if side.q.spec.center == "rope":
+    if side.q.spec.center == "pre_rope":
         x = apply_cos_sin(x.float(), self._rows(0, x.shape[2]), inverse=True)
     starts = [start + self.recipe.sinks for start in self.ranges.starts]
     if len(set(starts)) == 1:
@@ -737,7 +737,7 @@ def shared_cos_sin(
     device: torch.device | str,
 ) -> CosSinCache:
     "The one table of these frequencies on a device. Raises TypeError/ValueError for what are none."
-    want = f"a float vector of at most {d // 2} frequencies, which center='rope' needs"
+    want = f"a float vector of at most {d // 2} frequencies, which center='pre_rope' needs"
     if not isinstance(inv_freq, Tensor) or not inv_freq.is_floating_point():
         got = getattr(inv_freq, "dtype", type(inv_freq).__name__)
         raise TypeError(f"inv_freq must be {want}, got {got}")
@@ -764,7 +764,7 @@ def inv_freq(self: KVStore) -> Tensor | None:
 
 
 @patch(as_prop=True)
-def turns(self: KVStore) -> Tensor | None:
+def rope_table(self: KVStore) -> Tensor | None:
     "[positions, r] fp16: cosines, then sines, for the positions held and perhaps more; None without a pre-RoPE mean."
     return None if self.cos_sin is None else self.storage.table(self.cos_sin)
 
@@ -772,7 +772,7 @@ def turns(self: KVStore) -> Tensor | None:
 @patch
 def _rows(self: KVStore, first: int, last: int) -> Tensor:
     "Rows of `turns` for tokens [first, last): [B, 1, n, r]."
-    return _rows_at(self.turns, self.start, torch.arange(first, last, device=self.device))
+    return _rows_at(self.rope_table, self.start, torch.arange(first, last, device=self.device))
 
 # %% ../nbs/09_store.ipynb #a4de368c
 @patch
@@ -788,9 +788,9 @@ def is_sink(self: KVStore, positions: Tensor) -> Tensor:
 
 # %% ../nbs/09_store.ipynb #34077796
 @patch
-def _rewind(self: KVStore, *, length, start, end, window_from):
+def _rewind(self: KVStore, *, length, start, end, recent_from):
     "Go back to another state of the numbers, in place."
-    self.length, self._window_from = length, window_from
+    self.length, self._recent_from = length, recent_from
     self.ranges.end = end
     self.start.copy_(start)
     self.storage.count(length)
@@ -799,17 +799,17 @@ def _rewind(self: KVStore, *, length, start, end, window_from):
 @patch
 def _code_again(self: KVStore, start, k, v):
     "Move start and code all tokens again; after an error everything is as before."
-    held = dict(length=self.length, start=self.start.clone(), end=self.end, window_from=self._window_from)
-    sides = [(side, side.thin, dict(side.tensors)) for side in self.sides]
-    self._rewind(length=0, start=start, end=None, window_from=0)
+    held = dict(length=self.length, start=self.start.clone(), end=self.end, recent_from=self._recent_from)
+    sides = [(side, side.truncated_tiles, dict(side.tensors)) for side in self.sides]
+    self._rewind(length=0, start=start, end=None, recent_from=0)
     self._make_whole()
     try:
         if held["length"]:
             self.append(k, v)
     except Exception:
         self._rewind(**held)
-        for side, thin, tensors in sides:
-            side.thin, side.tensors = thin, tensors
+        for side, truncated_tiles, tensors in sides:
+            side.truncated_tiles, side.tensors = truncated_tiles, tensors
         raise
 
 
@@ -843,7 +843,7 @@ def _make_whole(self: KVStore):
     "Truncated tiles that hold no token any more are whole ones again."
     used = max(0, math.ceil((self.length - self.offset) / self.tile))
     for side in self.sides:
-        if side.thin > used:
+        if side.truncated_tiles > used:
             side.adopt(side.truncation(used))
 
 # %% ../nbs/09_store.ipynb #6ef67c17
@@ -892,11 +892,11 @@ def repeat(self: KVStore, times: int) -> None:
 def tail_with(self: KVStore, k: Tensor, v: Tensor, names: tuple = ("k", "v")) -> Tail:
     "Before an append of k and v: the exact tokens of the window in order, then these. Raises as `append`."
     _check_states(self, k, v, names)
-    now, window = self._now, self.recipe.window
-    first = now - window if self._by_device else max(0, self.past_exact_from)
-    count = window if self._by_device else now - first
-    slots = (torch.arange(count, device=self.device) + first) % max(window, 1)
-    key, value = (torch.cat([s.exact.window[:, :, slots], x], 2) for s, x in zip(self.sides, (k, v)))
+    now, recent = self._now, self.recipe.recent
+    first = now - recent if self._by_device else max(0, self.past_exact_from)
+    count = recent if self._by_device else now - first
+    slots = (torch.arange(count, device=self.device) + first) % max(recent, 1)
+    key, value = (torch.cat([s.exact.recent[:, :, slots], x], 2) for s, x in zip(self.sides, (k, v)))
     return Tail(first, now, key, value)
 
 
@@ -904,11 +904,11 @@ def tail_with(self: KVStore, k: Tensor, v: Tensor, names: tuple = ("k", "v")) ->
 @_plain
 def _restore_window(self: KVStore, tail: Tail) -> None:
     "After a crop within the last chunk: the window from the tail, which ends with the store."
-    window = self.recipe.window
-    n = min(self.length - tail.first, window)
-    slots = torch.arange(self.length - n, self.length, device=self.device) % window
+    recent = self.recipe.recent
+    n = min(self.length - tail.first, recent)
+    slots = torch.arange(self.length - n, self.length, device=self.device) % recent
     for side, x in zip(self.sides, (tail.key, tail.value)):
-        side.exact.window.index_copy_(2, slots, x[:, :, x.shape[2] - n :].to(self.device))
+        side.exact.recent.index_copy_(2, slots, x[:, :, x.shape[2] - n :].to(self.device))
 
 
 @patch
@@ -930,12 +930,12 @@ def crop(
     within = tail is not None and tail.end == self.length and tail.past <= length
     if self.static:
         self._refill(length)
-        self._rewind(length=length, start=self.start, end=None, window_from=0)
+        self._rewind(length=length, start=self.start, end=None, recent_from=0)
     else:
         if not within:
-            self._window_from = max(self._window_from, self.length - self.recipe.window)
+            self._recent_from = max(self._recent_from, self.length - self.recipe.recent)
         self.length = length
-        self._window_from = min(self._window_from, self.length)  # new tokens enter the ring
+        self._recent_from = min(self._recent_from, self.length)  # new tokens enter the ring
         self.ranges.end = None if self.end is None else self.end.clamp(max=self.length)
         self._make_whole()
     if not within:
@@ -950,26 +950,26 @@ def crop(
 def as_of(self: KVStore, tokens: int):
     """The store as it was before its last `tokens` tokens, for kernels that read one query at a time.
     Exact tokens that were overwritten since are not used."""
-    held = self.length, self._window_from, self.storage
+    held = self.length, self._recent_from, self.storage
     if not self.static:
-        self._window_from = max(self._window_from, self.length - self.recipe.window)
+        self._recent_from = max(self._recent_from, self.length - self.recipe.recent)
     self.length, self.storage = self.length - tokens, self.storage.earlier(tokens)
     try:
         yield self
     finally:
-        self.length, self._window_from, self.storage = held
+        self.length, self._recent_from, self.storage = held
 
 
 @patch
 @_plain
 def _refill(self: KVStore, length: int):
     "Before a static store goes back to `length` tokens: overwritten slots of the ring from their codes."
-    window, size = self.recipe.window, self.length
-    lo, hi = max(0, length - window), max(0, min(size - window, length))
+    recent, size = self.recipe.recent, self.length
+    lo, hi = max(0, length - recent), max(0, min(size - recent, length))
     if lo < hi:
-        slots = torch.arange(lo, hi, device=self.device) % window
+        slots = torch.arange(lo, hi, device=self.device) % recent
         for side, x in zip(self.sides, self.read(lo)):
-            side.exact.window.index_copy_(2, slots, x[:, :, : hi - lo])
+            side.exact.recent.index_copy_(2, slots, x[:, :, : hi - lo])
     for side in self.sides:
         if length == 0 and side.mean is not None:
             side.mean.zero_()
@@ -990,7 +990,7 @@ def evict(self: KVStore, before: int) -> None:
     keep = self.capacity // self.tile if self.max_length is not None else live
     for side in self.sides:
         side.tensors |= side.resized(drop=tiles, tiles=keep)
-        side.thin = max(0, side.thin - tiles)
+        side.truncated_tiles = max(0, side.truncated_tiles - tiles)
     self.offset += tiles * self.tile
 
 
@@ -998,7 +998,7 @@ def evict(self: KVStore, before: int) -> None:
 def move_to(self: Side, device: torch.device) -> None:
     "Use the quantizer of another device; tensors move with the store."
     self.q = copy(_shared(self.q.spec, self.q.d, device))
-    if self.thin:
+    if self.truncated_tiles:
         self.q.codebook = _embedded(self.q.codebook)
 
 
@@ -1063,8 +1063,8 @@ class _Truncation:
 def truncation(self: Side, tiles: int) -> _Truncation:
     """What makes so many tiles at the front truncated ones; nothing changes yet. Going back fills
     the last planes with 0."""
-    planes, more = {}, tiles - self.thin
-    for name in self.fading:
+    planes, more = {}, tiles - self.truncated_tiles
+    for name in self.truncated_planes:
         t = self.tensors[name]
         front = t.new_zeros(*t.shape[:2], max(0, -more), *t.shape[3:])
         planes[name] = torch.cat([front, t[:, :, max(0, more) :]], 2)
@@ -1077,7 +1077,7 @@ def truncation(self: Side, tiles: int) -> _Truncation:
 @patch
 def adopt(self: Side, new: _Truncation) -> None:
     "Take what `truncation` made."
-    self.thin, self.q.codebook = new.tiles, new.codebook
+    self.truncated_tiles, self.q.codebook = new.tiles, new.codebook
     self.tensors |= new.planes
 
 # %% ../nbs/09_store.ipynb #30c51f3c
@@ -1085,7 +1085,7 @@ def adopt(self: Side, new: _Truncation) -> None:
 def _truncations(self: KVStore, before: int, length: int) -> list:
     "[(side, `_Truncation`)] for whole tiles below `before`, where that changes something."
     tiles = (min(before, length) - self.offset) // self.tile
-    return [(s, s.truncation(tiles)) for s in self.sides if s.thin < tiles]
+    return [(s, s.truncation(tiles)) for s in self.sides if s.truncated_tiles < tiles]
 
 
 @patch
@@ -1097,7 +1097,7 @@ def decay(self: KVStore, before: int) -> None:
         raise ValueError("max_length allocates once, so decay frees nothing; choose one of them")
     if self.key.signs or self.value.signs:
         raise ValueError("decay drops the last plane of codes; residual 'qjl' keeps signs apart")
-    if not self.key.fading and not self.value.fading:
+    if not self.key.truncated_planes and not self.value.truncated_planes:
         raise ValueError("decay needs a side with channels of 3 or 4 bits")
     before = checks.whole(before, "before")
     for side, truncation in self._truncations(before, self.length):
@@ -1120,7 +1120,7 @@ def parts(self: KVStore) -> dict:
     out = dict.fromkeys(("planes", "scale", "signs", "residual_norm", "exact", "mean"), 0)
     numbers = (self.start, self.end, self.position, self.flags)
     out["range"] = sum(t.nbytes for t in numbers if t is not None)
-    kinds = {"sinks": "exact", "window": "exact"}
+    kinds = {"sinks": "exact", "recent": "exact"}
     for side in self.sides:
         for name, t in side.tensors.items():
             out["planes" if name.startswith("plane") else kinds.get(name, name)] += t.nbytes
@@ -1133,7 +1133,7 @@ def tables(self: KVStore) -> list:
     table of cosines and sines, the tiles that this store needs."""
     out, rows = [], -(-self.length // TILE) * TILE
     if self.cos_sin is not None:
-        out = [self.inv_freq, self.turns if self.static else self.turns[:rows]]
+        out = [self.inv_freq, self.rope_table if self.static else self.rope_table[:rows]]
     for s in self.sides:
         out += [*s.q.rotation.tables, *_table_tensors(s.q.codebook)]
         out += [s.q.sketch] if s.signs else []
@@ -1145,7 +1145,7 @@ def _coded_bytes(
     d: int,
     tile: int,
     tiles: int,
-    thin: int,  # of these without last planes
+    truncated_tiles: int,  # of these without last planes
 ) -> int:
     "Bytes of one head's codes, scales and residual."
     scale = {"float32": 4}.get(spec.scale_dtype, 2)
@@ -1156,7 +1156,7 @@ def _coded_bytes(
     for b in set(bits):
         n, half = bits.count(b), (bits.count(b) + 1) // 2
         row = half if b == 1 else n + half * (b - 2)  # a bit plane, or a 2-bit base plane and bit planes
-        total += (tile // 4) * (tiles * row - (thin * half if b > 2 else 0))
+        total += (tile // 4) * (tiles * row - (truncated_tiles * half if b > 2 else 0))
     return total
 
 
@@ -1168,9 +1168,9 @@ def expected_nbytes(self: KVStore) -> int:
     total += 4 * self.static + (0 if self.flags is None else 24)
     for side, spec in zip(self.sides, (r.key, r.value)):
         d, tiles = side.q.d, self.capacity // self.tile
-        exact = (r.sinks + r.window) * self.dtype.itemsize
+        exact = (r.sinks + r.recent) * self.dtype.itemsize
         mean = 0 if spec.center == "none" else 2
-        total += rows * _coded_bytes(spec, d=d, tile=self.tile, tiles=tiles, thin=side.thin)
+        total += rows * _coded_bytes(spec, d=d, tile=self.tile, tiles=tiles, truncated_tiles=side.truncated_tiles)
         total += rows * d * (exact + mean)
     return total
 
@@ -1250,7 +1250,7 @@ def write_at(
     slot = _slots(at.device)[t // rows][:, None]
     keep, t = (255 - (3 << slot)).to(torch.uint8), t % rows
     for g in self.groups:
-        parts = _crumbs(coded.codes[..., g.channels], g.layout)
+        parts = _plane_codes(coded.codes[..., g.channels], g.layout)
         for plane, part in zip((self.tensors[n] for n in g.names), parts):
             by_row = plane if self.along == "channel" else plane.transpose(-1, -2)
             old = by_row[:, :, tile, t]
@@ -1269,13 +1269,13 @@ def put_at(
     fits: Tensor,  # [1] bool; if not, NaN for the last token held
 ) -> None:
     "`put` at places that only the device knows."
-    sinks, ring = self.sinks, self.window
-    n, window = x.shape[2], ring.shape[2]
-    last = min(n, window)
+    sinks, ring = self.sinks, self.recent
+    n, recent = x.shape[2], ring.shape[2]
+    last = min(n, recent)
     if last:
-        at = (position + n - last + torch.arange(last, device=x.device)) % window
+        at = (position + n - last + torch.arange(last, device=x.device)) % recent
         ring[:, :, at] = torch.where(fits, x[:, :, n - last :], ring[:, :, at])
-        at = (position - 1) % window
+        at = (position - 1) % recent
         ring[:, :, at] = torch.where(fits, ring[:, :, at], math.nan)
     if sinks.shape[2]:
         at = start[:, None] + torch.arange(sinks.shape[2], device=x.device) - position
@@ -1318,7 +1318,7 @@ class AppendOperands(NamedTuple):
     start: Tensor  # [B]
     position: Tensor  # [1] int32
     flags: Tensor  # [6] int32, see `KVStore.sync`
-    turns: Tensor | None  # [positions, r] fp16
+    rope_table: Tensor | None  # [positions, r] fp16
     said: list  # texts of both sides, see `Side.text`
     max_length: int
 
@@ -1334,7 +1334,7 @@ class _NewStates:
     coder = property(lambda self: self.side, doc="How they are coded.")
     t = property(lambda self: self.side.tensors, doc="Tensors by name.")
     mean = property(lambda self: self.side.mean, doc="The side's mean.")
-    turning = property(lambda self: self.side.q.spec.center == "rope", doc="Is it a pre-RoPE mean?")
+    pre_rope = property(lambda self: self.side.q.spec.center == "pre_rope", doc="Is it a pre-RoPE mean?")
 
 
 def _sides(k, v, key, value, said) -> list:
@@ -1343,17 +1343,17 @@ def _sides(k, v, key, value, said) -> list:
     for x, tensors, text in zip((k, v), (key, value), said):
         side = copy(_coder(text, x.device))
         names = [name for g in side.groups for name in g.names]
-        side.tensors = dict(zip([*names, "scale", "sinks", "window", "mean"], tensors))
+        side.tensors = dict(zip([*names, "scale", "sinks", "recent", "mean"], tensors))
         out.append(_NewStates(x, side, text))
     return out
 
 
-def _take_mean(s: _NewStates, start, position, turns):
+def _take_mean(s: _NewStates, start, position, rope_table):
     "Where the store is empty, the mean of its first chunk; as `_first_mean`, on the device."
     n, skip = s.x.shape[2], s.t["sinks"].shape[2]
     if s.mean is None or n - skip < 2:  # it is 0, which an empty store holds
         return
-    rows = _rows_at(turns, start, torch.arange(n, device=s.x.device)) if s.turning else None
+    rows = _rows_at(rope_table, start, torch.arange(n, device=s.x.device)) if s.pre_rope else None
     taken = _masked_mean(s.x, start + skip, rows)
     s.mean.copy_(torch.where(position == 0, taken, s.mean))
 
@@ -1362,14 +1362,14 @@ _APPEND = """(Tensor k, Tensor v, Tensor(a!)[] key, Tensor(b!)[] value, Tensor s
  Tensor(d!) flags, Tensor? turns, str[] said, int max_length) -> ()"""
 
 
-def _code_at(sides, start, position, flags, turns, max_length):
+def _code_at(sides, start, position, flags, rope_table, max_length):
     "Codes of both sides from `position` on, a quarter of a tile at a time."
     n, device = sides[0].x.shape[2], position.device
     fits = position + n <= max_length
     at = position.long() * fits + torch.arange(n, device=device)  # from 0 if it does not fit
     for s, raised in zip(sides, (flags[0:2], flags[2:4])):
         rows = s.side.tile // 4
-        mean = apply_cos_sin(s.mean.float(), _rows_at(turns, start, at)) if s.turning else s.mean
+        mean = apply_cos_sin(s.mean.float(), _rows_at(rope_table, start, at)) if s.pre_rope else s.mean
         coded = _encode_quietly(s.side.q, s.x, mean, raised)
         for j in range(0, n, rows):
             part = Coded(coded.codes[:, :, j : j + rows], coded.scale[:, :, j : j + rows])
@@ -1377,13 +1377,13 @@ def _code_at(sides, start, position, flags, turns, max_length):
 
 
 def _append_by_position(
-    k, v, key, value, start, position, flags, turns, said, max_length, code=_code_at
+    k, v, key, value, start, position, flags, rope_table, said, max_length, code=_code_at
 ):
     "Append `AppendOperands` where `position` says."
     sides = _sides(k, v, key, value, said)
     for s in sides:
-        _take_mean(s, start, position, turns)
-    code(sides, start, position, flags, turns, max_length)
+        _take_mean(s, start, position, rope_table)
+    code(sides, start, position, flags, rope_table, max_length)
     fits = position + k.shape[2] <= max_length
     flags[4:5].bitwise_or_((~fits).int())
     last = (position.long() - 1).clamp(min=0)
@@ -1462,7 +1462,7 @@ def _by_position(self: KVStore, k, v) -> AppendOperands:
     if k.shape[2] > self.max_length:
         raise ValueError(f"max_length is {self.max_length}: cannot append {k.shape[2]} tokens")
     key, value = ([*side.tensors.values()] for side in self.sides)
-    numbers = dict(start=self.start, position=self.position, flags=self.flags, turns=self.turns)
+    numbers = dict(start=self.start, position=self.position, flags=self.flags, rope_table=self.rope_table)
     more = dict(said=self.storage.texts, max_length=self.max_length)
     return AppendOperands(k.detach(), v.detach(), key, value, **numbers, **more)
 
@@ -1471,7 +1471,8 @@ FORMAT = "turboquant-nb store 2"
 RETIRED = {
     "turboquant-nb store 1": "its codes stand for levels that are slightly different today; code again"
 }
-_NUMBERS = ("length", "offset", "_window_from")  # of a store, as its header calls them
+_NUMBERS = ("length", "offset", "_recent_from")  # of a store, as its header calls them
+_FORMER = {"_recent_from": "_window_from", "truncated": "thin"}  # what headers of before say
 
 
 @patch
@@ -1495,8 +1496,8 @@ def state(self: KVStore) -> tuple:  # (tensors, header)
         "recipe": self.recipe.to_json(),
         "dtype": str(self.dtype).split(".")[1],
     }
-    if self.key.thin or self.value.thin:
-        header["thin"] = [self.key.thin, self.value.thin]
+    if self.key.truncated_tiles or self.value.truncated_tiles:
+        header["truncated"] = [self.key.truncated_tiles, self.value.truncated_tiles]
     if self.static:
         header["static"] = True
     return tensors, header | {"d": [self.key.q.d, self.value.q.d]}
@@ -1506,7 +1507,7 @@ def _restore(side, name, tensors, tiles):
     """Put saved tensors of `tiles` tiles into a new side. Raises ValueError if one is missing or
     of another shape or type."""
     for n, t in side.tensors.items():
-        new = tensors.get(f"{name}.{n}")
+        new = tensors.get(f"{name}.{n}", tensors.get(f"{name}.window") if n == "recent" else None)
         held = max(0, tiles - side.tiles_before(n))
         want = (*t.shape[:2], held, *t.shape[3:]) if _tiled(n) else tuple(t.shape)
         if new is None or tuple(new.shape) != want or new.dtype != t.dtype:
@@ -1521,7 +1522,7 @@ def _restore(side, name, tensors, tiles):
 @_plain
 def from_state(cls: KVStore, tensors: dict, header: dict, device="cpu") -> KVStore:
     "The inverse of `state`. Raises ValueError if tensors and header do not fit each other."
-    h = header
+    h = header | {new: header[old] for new, old in _FORMER.items() if old in header}
     if "d" not in h or "start" not in tensors:
         raise ValueError("these tensors are not the state of a single store")
     if list(tensors["start"].shape) != [h["batch"]]:
@@ -1535,13 +1536,13 @@ def from_state(cls: KVStore, tensors: dict, header: dict, device="cpu") -> KVSto
         static=h.get("static", False), inv_freq=tensors.get("inv_freq"),
     )  # fmt: skip
     tiles = math.ceil((h["length"] - h["offset"]) / h["tile"])
-    for name, side, thin in zip(("key", "value"), store.sides, h.get("thin", (0, 0))):
-        side.adopt(side.truncation(thin))
+    for name, side, truncated_tiles in zip(("key", "value"), store.sides, h.get("truncated", (0, 0))):
+        side.adopt(side.truncation(truncated_tiles))
         _restore(side, name, tensors, tiles)
     for n in _NUMBERS:
         setattr(store, n, h[n])
     start, end = (x if x is None else x.to(device) for x in map(tensors.get, ("start", "end")))
-    store._rewind(length=store.length, start=start, end=end, window_from=store._window_from)
+    store._rewind(length=store.length, start=start, end=end, recent_from=store._recent_from)
     store._reach(store.length)
     return store
 

@@ -206,7 +206,7 @@ class SideSpec:
 
     bits: float = 3.0  # mean per channel; an integer unless the recipe allocates
     rotation: str = "svd"  # "svd" (per head), "hadamard" or "none"
-    center: str = "mean"  # of each head: "rope" (keys: the mean before RoPE), "mean" or "none"
+    center: str = "mean"  # of each head: "pre_rope" (keys: the mean before RoPE), "mean" or "none"
     aware: bool = True  # weigh errors by what attention makes of them
     table: str = "channel"  # levels fitted per "channel" or per "head"
     sign: bool = False  # the last bit is the sign of the error of the others
@@ -214,7 +214,7 @@ class SideSpec:
     def __post_init__(self):
         choices = dict(
             rotation=("svd", "hadamard", "none"),
-            center=("rope", "mean", "none"),
+            center=("pre_rope", "mean", "none"),
             table=("channel", "head"),
         )
         for name, allowed in choices.items():
@@ -230,7 +230,7 @@ class SideSpec:
 class TransformRecipe(TwoSides):
     "A calibrated recipe for a model. Raises ValueError for a combination that makes no sense."
 
-    key: SideSpec = SideSpec(center="rope")
+    key: SideSpec = SideSpec(center="pre_rope")
     value: SideSpec = SideSpec()
     water: str = "model"  # where bits are spread: over the "model", each "layer", or "none"
     least: int = 1  # bits that every channel has at least
@@ -246,8 +246,8 @@ class TransformRecipe(TwoSides):
         sides = (self.key, self.value)
         if self.water not in ("model", "layer", "none"):
             raise ValueError(f"water must be 'model', 'layer' or 'none', got {self.water!r}")
-        if self.value.center == "rope":
-            raise ValueError("center='rope' is for keys; values do not turn")
+        if self.value.center == "pre_rope":
+            raise ValueError("center='pre_rope' is for keys; values do not turn")
         if self.water == "none" and any(s.bits != int(s.bits) for s in sides):
             raise ValueError("without allocation bits must be an integer")
         if self.water != "none" and any(s.sign or s.table == "head" for s in sides):
@@ -269,7 +269,7 @@ RECIPES = {
         replace(_PLAIN, bits=4.0, sign=True), replace(_PLAIN, rotation="none"), "none"
     )
 } | {
-    f"water{b}": TransformRecipe(SideSpec(float(b), center="rope"), SideSpec(float(b)))
+    f"water{b}": TransformRecipe(SideSpec(float(b), center="pre_rope"), SideSpec(float(b)))
     for b in (2, 3, 4)
 }
 RECIPES |= {f"{n}+": replace(r, strays=0.01) for n, r in RECIPES.items() if n[0] == "w"}
@@ -336,7 +336,7 @@ def fit_transform(
     spec: SideSpec,
 ) -> dict:  # mean, into, back; and of the transformed channels: off (their mean), var; fp64
     "Mean and transform of every head."
-    kind = "rope" if spec.center == "rope" else side
+    kind = "rope" if spec.center == "pre_rope" else side
     mu, second = m.mean(kind), m.mean_square(kind)
     outer = mu[..., :, None] * mu[..., None, :]
     eye = torch.eye(mu.shape[-1], dtype=mu.dtype).expand_as(second)
@@ -349,8 +349,8 @@ def fit_transform(
     else:
         rotation = eye
     into, back = rotation @ root, inverse @ rotation.transpose(-1, -2)
-    center = {"rope": m.center, "mean": mu, "none": torch.zeros_like(mu)}[spec.center]
-    off = (into @ (mu if spec.center == "rope" else mu - center)[..., None])[..., 0]
+    center = {"pre_rope": m.center, "mean": mu, "none": torch.zeros_like(mu)}[spec.center]
+    off = (into @ (mu if spec.center == "pre_rope" else mu - center)[..., None])[..., 0]
     var = (into @ (second - outer) @ into.transpose(-1, -2)).diagonal(dim1=-2, dim2=-1)
     return dict(mean=center, into=into, back=back, off=off, var=var.clamp(min=1e-30))
 
@@ -458,7 +458,7 @@ class _Mapped:
     def __call__(self, side, layer, x):
         spec, m = getattr(self.recipe, side), self.maps[side]
         mean, into = (m[n][layer].to(x.device) for n in ("mean", "into"))
-        inv_freq = self.inv_freq.to(x.device) if spec.center == "rope" else None
+        inv_freq = self.inv_freq.to(x.device) if spec.center == "pre_rope" else None
         return (x.float() - turned(mean, _positions(x), inv_freq)) @ into.transpose(-1, -2)
 
 # %% ../nbs/15_transform.ipynb #409ed8d5
@@ -629,7 +629,7 @@ def fit_code(
         spec = getattr(recipe, s)
         tables = _tables(fill.out[s], spec, bits[s], fill.at[s])
         fixed = (m[n].float().contiguous() for n in ("mean", "into", "back"))
-        turn = statistics.turn.float() if spec.center == "rope" else None
+        turn = statistics.turn.float() if spec.center == "pre_rope" else None
         sides.append(SideCode(*fixed, bits[s], *tables, turn))
     hashes = torch.tensor(sorted(map(text_hash, texts)))
     return TransformCode(*sides, recipe, header, hashes)

@@ -72,11 +72,11 @@ def states(shape: Shape, dtype=torch.bfloat16, outlier=False, seed=0):
     return q, k, v
 
 
-def filled(k, v, k_bits, v_bits, center="prompt", rotation="hadamard"):
+def filled(k, v, k_bits, v_bits, center="prompt_mean", rotation="hadamard"):
     "A store that holds the codes of k and v, as a cache with recipe k{bits}v{bits} does."
     batch, heads, tokens, d = k.shape
     recipe = Recipe(key=Spec(bits=k_bits, center=center, rotation=rotation), value=Spec(bits=v_bits))
-    inv_freq = frequencies(d) if center == "rope" else None
+    inv_freq = frequencies(d) if center == "pre_rope" else None
     store = KVStore(recipe, batch, heads, d, d, k.dtype, k.device, max_length=tokens, inv_freq=inv_freq)
     step = max(256, 2**24 // (batch * heads * d))
     for i in range(0, tokens, step):

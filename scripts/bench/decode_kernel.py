@@ -145,7 +145,7 @@ def measure(case: Shape, bits, seconds):
             add(method=name, launch=launch, bits=stored, config=str(best[2]), **kernel_times(wrap(best[1]), seconds))
         del kk, vv
     for (k_bits, v_bits), center in itertools.product(bits, ("prompt", "rope")):
-        if center == "rope" and k_bits != v_bits:
+        if center == "pre_rope" and k_bits != v_bits:
             continue
         store = filled(k, v, k_bits, v_bits, center)
         served, why = supports(q, store)
@@ -155,7 +155,7 @@ def measure(case: Shape, bits, seconds):
             f = wrap(lambda store=store: decode_attention(q, store))
             row = kernel_times(f, seconds)
             best = min(r["p50"] for r in rows if r["launch"] == launch and r["bits"] == 16)
-            add(method="codes" if center == "prompt" else "codes, turning centre", launch=launch, k_bits=k_bits, v_bits=v_bits, bits=(k_bits + v_bits) / 2 + 16 / d, held=store.bits_per_value(), speedup=best / row["p50"], **row)
+            add(method="codes" if center == "prompt_mean" else "codes, turning centre", launch=launch, k_bits=k_bits, v_bits=v_bits, bits=(k_bits + v_bits) / 2 + 16 / d, held=store.bits_per_value(), speedup=best / row["p50"], **row)
     return rows
 
 

@@ -99,7 +99,7 @@ def gate(workers, more=()):
     return {"cmd": said, "passed": wrong == 0 and worst <= limit}
 
 
-def targets(b, h, n, d, bk, bv, center="prompt", dtype=torch.bfloat16):
+def targets(b, h, n, d, bk, bv, center="prompt_mean", dtype=torch.bfloat16):
     recipe = Recipe(Spec(bits=bk, center=center), Spec(bits=bv), 0, 0)
     store = KVStore(recipe, b, h, d, dtype=dtype, device="cuda", max_length=n, inv_freq=frequencies(d))
     store._make_room(n)
@@ -107,7 +107,7 @@ def targets(b, h, n, d, bk, bv, center="prompt", dtype=torch.bfloat16):
     return store, kernel.target(store.key, mean, store), kernel.target(store.value)
 
 
-def small(d, bk, bv, center="prompt", dtype=torch.bfloat16, config=None):
+def small(d, bk, bv, center="prompt_mean", dtype=torch.bfloat16, config=None):
     "Compile what a bulk case needs."
     packaged = kernel._config
     if config:
@@ -127,7 +127,7 @@ def short(case: Append):
     append_store(case, True), append_store(case, False)
 
 
-def bulk_case(d, bk, bv, b=8, h=8, n=32768, center="prompt", dtype=torch.bfloat16, torch_path=False):
+def bulk_case(d, bk, bv, b=8, h=8, n=32768, center="prompt_mean", dtype=torch.bfloat16, torch_path=False):
     store, key, value = targets(b, h, n, d, bk, bv, center, dtype)
     k, v = states(b, h, n, d, dtype, 0), states(b, h, n, d, dtype, 1)
     flags = torch.zeros(4, dtype=torch.int32, device="cuda")
@@ -212,7 +212,7 @@ def tune():
 
 
 BITS = ((3, 3), (2, 2), (4, 4), (4, 2), (1, 1))
-INPUTS = (dict(center="none"), dict(center="rope"), dict(dtype=torch.float16), dict(dtype=torch.float32, n=16384), dict(b=1, n=4096))
+INPUTS = (dict(center="none"), dict(center="pre_rope"), dict(dtype=torch.float16), dict(dtype=torch.float32, n=16384), dict(b=1, n=4096))
 SIZES = ((64, 32768), (96, 32768), (256, 16384))
 
 

@@ -66,7 +66,7 @@ def coding_rows(d, seconds, tokens=16384):
     "Long appends, and short ones in a graph."
     _, k, v = states(Shape(8, 8, 1, d, tokens))
     for rotation in ("hadamard", random_maps(8, d)):
-        store = KVStore(Recipe(Spec(center="rope", rotation=rotation), Spec()), 8, 8, d, dtype=torch.bfloat16, device="cuda", max_length=tokens, inv_freq=frequencies(d))
+        store = KVStore(Recipe(Spec(center="pre_rope", rotation=rotation), Spec()), 8, 8, d, dtype=torch.bfloat16, device="cuda", max_length=tokens, inv_freq=frequencies(d))
         encode.append(store, k[:, :, :256], v[:, :, :256])
         store.cos_sin.reach(tokens)
         means = [s.mean for s in (store.key, store.value)]

@@ -44,7 +44,7 @@ def protein(n, seed=0):
     return "".join(RESIDUES[i] for i in torch.randint(0, 20, (n,), generator=torch.Generator().manual_seed(seed)).tolist())
 
 
-PLAIN = {f"plain {b} bits": Recipe(Spec(bits=b), Spec(bits=b), sinks=0, window=0) for b in (4, 3, 2)}
+PLAIN = {f"plain {b} bits": Recipe(Spec(bits=b), Spec(bits=b), sinks=0, recent=0) for b in (4, 3, 2)}
 
 
 def codes(model):

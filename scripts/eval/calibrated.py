@@ -29,8 +29,8 @@ PLAIN = dict(k4v4=(4, 4), k4v3=(4, 3), k3v3=(3, 3), k3v2=(3, 2), k2v2=(2, 2))
 
 def recipes_of(model, bits, sinks, window, calibration=None):
     "Recipes of all layers: around a centre that turns where RoPE does, with or without maps."
-    turns = rope_frequencies(model.config.get_text_config())[0]
-    turning = all(t is not None for t in turns)
+    inv_freqs = rope_frequencies(model.config.get_text_config())[0]
+    turning = all(t is not None for t in inv_freqs)
     r = recipe(*map(float, bits), sinks, window, "rope" if turning else "prompt")
     cache = TurboQuantCache(model, r, calibration=calibration)
     return cache.recipe if calibration else r
@@ -128,7 +128,7 @@ class Run:
                     loss = self.losses(ids, r, protocol, prompt, starts)
                     percent, stderr = paired(loss, plain)
                     row = dict(part="layers", cache=f"{budget:g} bits s4 w16", how=how, budget=budget, spent=spent, protocol=protocol, ppl=float(loss.mean().exp()), percent=percent, stderr=stderr, windows=len(ids), n=loss.numel(), unit="perplexity")
-                    held = [unmapped(x) if protocol == "decode" else replace(unmapped(x), window=0) for x in r]
+                    held = [unmapped(x) if protocol == "decode" else replace(unmapped(x), recent=0) for x in r]
                     row |= counted(self.model, held, how == "mapped", ids.shape[1])
                     self.note(row)
 

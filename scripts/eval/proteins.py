@@ -100,7 +100,7 @@ def recipes() -> dict:
     k, v = paper.key, paper.value
     key, value = ours.key, ours.value
     turned_random = SideSpec(3.0, "hadamard", "none", False, "head")
-    free = lambda b: Recipe(Spec(bits=b), Spec(bits=b), sinks=0, window=0)  # noqa: E731
+    free = lambda b: Recipe(Spec(bits=b), Spec(bits=b), sinks=0, recent=0)  # noqa: E731
     return {
         "turboesm": paper,
         "turboesm, no rotation": replace(paper, key=replace(k, rotation="none")),
@@ -109,7 +109,7 @@ def recipes() -> dict:
         "turboesm, one table": replace(paper, one_table=True),
         "turboesm, table a channel": replace(paper, key=replace(k, table="channel"), value=replace(v, table="channel")),
         "turboesm, mean centres": replace(paper, key=replace(k, center="mean"), value=replace(v, center="mean")),
-        "turboesm, turning centre": replace(paper, key=replace(k, center="rope"), value=replace(v, center="mean")),
+        "turboesm, turning centre": replace(paper, key=replace(k, center="pre_rope"), value=replace(v, center="mean")),
         "rotation only, 3 bits": TransformRecipe(turned_random, turned_random, "none"),
         "water4": RECIPES["water4"],
         "water3": ours,

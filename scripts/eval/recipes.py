@@ -20,15 +20,15 @@ from turboquant_nb.quantizer import PRESETS, Recipe, Spec, preset
 from turboquant_nb.mixed_precision import by_layer
 
 
-def recipe(k, v, sinks=4, window=0, center="rope", vmean=False, **both):
+def recipe(k, v, sinks=4, recent=0, center="pre_rope", vmean=False, **both):
     "A recipe by bits, and the centre of its keys."
-    return Recipe(Spec(bits=k, center=center, **both), Spec(bits=v, center="prompt" if vmean else "none", **both), sinks, window)
+    return Recipe(Spec(bits=k, center=center, **both), Spec(bits=v, center="prompt_mean" if vmean else "none", **both), sinks, recent)
 
 
 def turned(name):
     "A preset as a model with RoPE gets it: keys coded around a centre that turns."
     r = preset(name)
-    return replace(r, key=replace(r.key, center="rope"), window=16)
+    return replace(r, key=replace(r.key, center="pre_rope"), recent=16)
 
 
 def ablation():
@@ -44,7 +44,7 @@ def ablation():
         yield f"{b} bits, 4 sinks, turning centre, V mean, window 16", recipe(b, b, 4, 16, vmean=True), both
         for w in (0, 4, 8, 32, 64, 128):
             yield f"{b} bits, 4 sinks, turning centre, window {w}", recipe(b, b, 4, w), decode
-    for field, value in (("rotation", "identity"), ("rotation", "haar"), ("scale", "norm"), ("scale", "unbiased"), ("table", "gaussian"), ("table", "affine")):
+    for field, value in (("rotation", "identity"), ("rotation", "haar"), ("scale", "norm"), ("scale", "unbiased"), ("table", "gaussian"), ("table", "uniform")):
         yield f"3 bits, 4 sinks, turning centre, window 16, {value} {field}", recipe(3, 3, 4, 16, **{field: value}), both
     for k, v in ((4, 3), (3, 4), (4, 2), (2, 4), (3, 2), (2, 3), (2, 1), (1, 2)):
         yield f"k{k}v{v}, 4 sinks, turning centre, window 16", recipe(k, v, 4, 16), both
@@ -53,7 +53,7 @@ def ablation():
 def centers():
     "What the centre of keys buys, all else equal."
     for b in (4, 3, 2):
-        for center in ("none", "prompt", "rope"):
+        for center in ("none", "prompt_mean", "pre_rope"):
             yield f"k{b}v{b} c={center}", recipe(b, b, 4, 16, center), ("decode", "stress")
 
 

@@ -35,7 +35,7 @@ def grid():
     "(label, recipe, protocol): centres first, then sinks and windows; no window helps under stress."
     both, decode = ("decode", "stress"), ("decode",)
     name = lambda k, v, s, w, c: f"k{k:g}v{v:g} s{s} w{w} c={c}"  # noqa: E731
-    jobs = [(*p, s, 16, c, both) for p in PAIRS[:4] for c in ("none", "prompt") for s in (0, 4)]
+    jobs = [(*p, s, 16, c, both) for p in PAIRS[:4] for c in ("none", "prompt_mean") for s in (0, 4)]
     for p in PAIRS:
         jobs += [(*p, 1, 16, "rope", both), *((*p, 1, w, "rope", decode) for w in (4, 8, 32, 64)), (*p, 4, 16, "rope", both)]
     return [(name(*j[:5]), recipe(*j[:5]), protocol) for j in jobs for protocol in j[5]]
@@ -86,7 +86,7 @@ def stored_bits(model, r, tokens, mapped=False):
     h, layers = config.num_key_value_heads, config.num_hidden_layers
     d = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     recipes = r if isinstance(r, list) else [r] * layers
-    turns = [torch.as_tensor(t) for t in rope_frequencies(config)[0] if t is not None] if recipes[0].key.center == "rope" else []
+    turns = [torch.as_tensor(t) for t in rope_frequencies(config)[0] if t is not None] if recipes[0].key.center == "pre_rope" else []
     stores = {x: KVStore(x, 1, h, d, dtype=torch.bfloat16, max_length=tokens, inv_freq=turns[0] if turns else None) for x in set(recipes)}
     tables = {t.data_ptr(): t.nbytes for store in stores.values() for t in store.tables() if t.dtype != torch.float16}
     angles = tokens * sum(4 * len(t) for t in {tuple(t.tolist()) for t in turns})  # cosines and sines in float16, a row a position, for all layers that turn alike
@@ -149,7 +149,7 @@ def main():
             raise SystemExit("out of time; what is measured is saved")
         loss = score(model, ids, as_candidate(model, r, label), protocol, a.prompt, batch, starts=starts, backend=UNPACKED).loss
         percent, stderr = paired(loss, plain)
-        rows.append(dict(cache=label, protocol=protocol, ppl=float(loss.mean().exp()), percent=percent, stderr=stderr, bits=stored_bits(model, r if protocol == "decode" else replace(r, window=0), a.length - 1),
+        rows.append(dict(cache=label, protocol=protocol, ppl=float(loss.mean().exp()), percent=percent, stderr=stderr, bits=stored_bits(model, r if protocol == "decode" else replace(r, recent=0), a.length - 1),
                          windows=len(ids), n=loss.numel(), unit="perplexity", recipe=json.loads(r.to_json())))
         results.write(a, "search", rows, passed, origin, {"id": a.data_id, "n": len(ids)}, [0])
         print(f"{label:30} {protocol:7} {percent:+9.2f} % ± {stderr:.2f}  {rows[-1]['bits']:.3f} bits", flush=True)

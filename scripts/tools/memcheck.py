@@ -27,7 +27,7 @@ def main():
         center, *maps = center.split()
         rotation = register_transform(HeadTransform.of(torch.eye(d).repeat(heads, 1, 1) + 0.1 * torch.randn(heads, d, d) / d**0.5)).name if maps else "hadamard"
         recipe = Recipe(Spec(k_bits, center=center, rotation=rotation), Spec(v_bits))
-        inv_freq = 10000.0 ** (-torch.arange(0, d, 2) / d) if center == "rope" else None
+        inv_freq = 10000.0 ** (-torch.arange(0, d, 2) / d) if center == "pre_rope" else None
         length = 300 if static else None
         store = KVStore(recipe, batch, heads, d, dtype=torch.bfloat16, device=device, inv_freq=inv_freq, max_length=length, static=static)
         for n in (255, 1, 1, 3, 33):

@@ -21,10 +21,10 @@ SPECS = [
     Spec(bits=2, residual="sign"),
     Spec(bits=4, residual="sign", scale="unbiased"),
     Spec(bits=3, rotation="haar", seed=7),
-    Spec(bits=3, rotation="identity", table="gaussian"),
-    Spec(bits=4, table="affine"),
+    Spec(bits=3, rotation="identity", codebook="gaussian"),
+    Spec(bits=4, codebook="uniform"),
 ]
-name = lambda s: f"{s.bits}-{s.scale}-{s.residual}-{s.rotation}-{s.table}-{s.scale_dtype}"  # noqa: E731
+name = lambda s: f"{s.bits}-{s.scale}-{s.residual}-{s.rotation}-{s.codebook}-{s.scale_dtype}"  # noqa: E731
 
 
 def data(gen, n, d, m=7):
@@ -243,7 +243,7 @@ def test_bad_arguments(gen):
     with raises(ValueError, "one integer bit count, got bits=2.5"):
         CodedIndex(8, Spec(bits=2.5))
     with raises(ValueError, "pass center="):
-        CodedIndex(8, Spec(center="prompt"))
+        CodedIndex(8, Spec(center="prompt_mean"))
     for center, what in ((torch.zeros(8), "must not be zero"), (torch.ones(9), "[n, 8]"), (torch.full((8,), torch.nan), "finite")):
         with raises(ValueError, what):
             CodedIndex(8, Spec(), center)

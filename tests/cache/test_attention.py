@@ -28,13 +28,13 @@ def filled(recipe, batch, heads, d, dv, tokens, seed=0, dtype=torch.float32, til
     return store, k, v
 
 
-def seen_by(store, n, first, causal, window):
+def seen_by(store, n, first, causal, sliding_window):
     "Which positions first … length the last n tokens may look at, from the definition: [B, 1, n, T]."
     at = torch.arange(store.length - n, store.length)[:, None]
     p = torch.arange(first, store.length)[None]
     ok = torch.ones(n, p.shape[1], dtype=torch.bool)
     ok = ok & (p <= at) if causal else ok
-    ok = ok & (p > at - window) if window else ok
+    ok = ok & (p > at - sliding_window) if sliding_window else ok
     ok = ok[None].expand(store.batch, -1, -1) & (p >= store.start[:, None])[:, None]
     return (ok if store.end is None else ok & (p < store.end[:, None])[:, None])[:, None]
 
@@ -85,7 +85,7 @@ def draw(rng, d, dv):
     def spec(d, *centers):
         bits = rng.choice((1, 2, 3, 4, 2, 3, 4, rng.randint(1, 3) + rng.randint(1, d - 1) / d, tuple(rng.randint(1, 4) for _ in range(d))))
         residual = rng.choice(("none", "sign", "qjl")) if isinstance(bits, int) and bits > 1 else "none"
-        return Spec(bits, rng.choice(("hadamard", "haar", "identity")), 0, rng.choice(("norm", "mse", "unbiased")), "sphere", rng.choice(("none", "prompt", *centers)), residual=residual)
+        return Spec(bits, rng.choice(("hadamard", "haar", "identity")), 0, rng.choice(("norm", "mse", "unbiased")), "sphere", rng.choice(("none", "prompt_mean", *centers)), residual=residual)
 
     recipe = Recipe(spec(d, "rope", "rope"), spec(dv), rng.choice((0, 1, 4)), rng.choice((0, 3, 10)))
     try:
@@ -112,7 +112,7 @@ def test_random_configurations(block):
         g = torch.Generator().manual_seed(trial)
         q = torch.randn(batch, heads * groups, n, d, generator=g).to(dtype)
         kwargs = dict(scaling=rng.choice((None, 0.3)), softcap=rng.choice((None, None, 2.0)))
-        causal, window, first = True, None, store.offset
+        causal, sliding_window, first = True, None, store.offset
         if rng.random() < 0.5:
             first = rng.randint(store.offset, tokens - 1)
             mask = torch.rand(rng.choice((1, batch)), rng.choice((1, heads * groups)), n, tokens - first, generator=g) < 0.6
@@ -120,8 +120,8 @@ def test_random_configurations(block):
                 mask[:, :, rng.randrange(n)] = False
             call, want = dict(kwargs, mask=mask, first=first), mask
         else:
-            causal, window = rng.random() < 0.8, rng.choice((None, None, 1, 5, 30))
-            call, want = dict(kwargs, causal=causal, window=window), seen_by(store, n, first, causal, window)
+            causal, sliding_window = rng.random() < 0.8, rng.choice((None, None, 1, 5, 30))
+            call, want = dict(kwargs, causal=causal, sliding_window=sliding_window), seen_by(store, n, first, causal, sliding_window)
         expect = reference(q, store, chunk, want, first, **kwargs)
         for block_size in (rng.choice((1, 2, 5)), rng.choice((8, 13, 64)), 1024):
             compare(attend(q, store, *(chunk or (None, None)), block=block_size, **call), expect, dtype)
@@ -139,7 +139,7 @@ def test_every_code_of_keys_with_every_code_of_values(key, decay):
         if decay and "qjl" in (key.residual, value.residual):
             continue
         try:
-            recipe = Recipe(replace(key, center="prompt"), value, 1, 3, decay)
+            recipe = Recipe(replace(key, center="prompt_mean"), value, 1, 3, decay)
         except ValueError:  # nothing to drop
             continue
         store, k, v = filled(recipe, 2, 2, 16, 16, 50, 3, dtype, 8, torch.tensor([0, 5]), 3)
@@ -181,7 +181,7 @@ def test_sketch_meets_queries_and_sums_only():
 @pytest.mark.parametrize("softcap", (None, 2.0))
 def test_a_turning_centre_does_not_cancel(softcap):
     "Mutants: its share of the scores left out, and a mean that is taken for a fixed one."
-    store, _, _ = filled(Recipe(Spec(2, center="rope"), Spec(2), 1, 3), 2, 2, 16, 16, 60, start=torch.tensor([0, 5]))
+    store, _, _ = filled(Recipe(Spec(2, center="pre_rope"), Spec(2), 1, 3), 2, 2, 16, 16, 60, start=torch.tensor([0, 5]))
     store.key.mean.copy_(2 * torch.randn(store.key.mean.shape))
     q, mask = torch.randn(2, 4, 5, 16), seen_by(store, 5, 0, True, None)
     want = reference(q, store, None, mask, 0, softcap=softcap)
@@ -198,7 +198,7 @@ def test_a_turning_centre_does_not_cancel(softcap):
     compare(attend(q, store, softcap=softcap), want, torch.float32)
 
 
-@pytest.mark.parametrize("center", ("none", "prompt", "rope"))
+@pytest.mark.parametrize("center", ("none", "prompt_mean", "pre_rope"))
 def test_where_the_device_counts(center):
     "Compiled attention to a static store reads its position; one compilation serves all steps."
     torch._dynamo.reset()
@@ -208,7 +208,7 @@ def test_where_the_device_counts(center):
     @torch.compile(backend=lambda graph, _: steps.append(1) or graph.forward, fullgraph=True)
     def step(q, k, v):
         store.append(k, v)
-        return attend(q, store, window=20)
+        return attend(q, store, sliding_window=20)
 
     for i in range(20):
         q, k, v = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 1, 16), torch.randn(2, 2, 1, 16)
@@ -220,7 +220,7 @@ def test_where_the_device_counts(center):
 
 def test_first_without_a_mask():
     "`first` hides what is before it, also inside the exact chunk."
-    store, k, v = filled(Recipe(sinks=2, window=5), 1, 1, 8, 8, 30)
+    store, k, v = filled(Recipe(sinks=2, recent=5), 1, 1, 8, 8, 30)
     q = torch.randn(1, 2, 6, 8)
     for first in (0, 3, 20, 25, 27):
         for chunk in (None, (k[:, :, -6:], v[:, :, -6:])):
@@ -230,8 +230,8 @@ def test_first_without_a_mask():
 
 def test_mask_before_the_start_of_a_row():
     "A mask replaces the store's ranges: what it shows is seen, padding or not."
-    for window in (0, 9):
-        store, k, v = filled(Recipe(sinks=2, window=window), 2, 1, 8, 8, 10, start=torch.tensor([0, 3]))
+    for sliding_window in (0, 9):
+        store, k, v = filled(Recipe(sinks=2, recent=sliding_window), 2, 1, 8, 8, 10, start=torch.tensor([0, 3]))
         q, mask = torch.randn(2, 2, 1, 8), torch.ones(1, 1, 1, 10, dtype=torch.bool)
         compare(attend(q, store, mask=mask), reference(q, store, None, mask, 0), torch.float32)
 
@@ -239,22 +239,22 @@ def test_mask_before_the_start_of_a_row():
 def test_dense_attention_is_the_reference():
     "The library's own oracle against fp64, and its row blocks."
     g = torch.Generator().manual_seed(3)
-    for causal, window, cap in ((True, None, None), (False, None, 3.0), (True, 4, None)):
+    for causal, sliding_window, cap in ((True, None, None), (False, None, 3.0), (True, 4, None)):
         q, k, v = torch.randn(2, 6, 9, 8, generator=g), torch.randn(2, 3, 14, 8, generator=g), torch.randn(2, 3, 14, 5, generator=g)
         at, p = torch.arange(5, 14)[:, None], torch.arange(14)
-        mask = ((p <= at) | (not causal)) & (p > at - (window or 99))
+        mask = ((p <= at) | (not causal)) & (p > at - (sliding_window or 99))
         kk, vv = (x.double().repeat_interleave(2, 1) for x in (k, v))
         scores = q.double() @ kk.transpose(-1, -2) / math.sqrt(8)
         scores = (cap * torch.tanh(scores / cap) if cap else scores).masked_fill(~mask, -math.inf)
-        compare(dense_attention(q, k, v, causal=causal, window=window, softcap=cap), (scores.softmax(-1) @ vv, scores.logsumexp(-1)), torch.float32)
-        compare(dense_attention(q, k, v, causal=causal, window=window, softcap=cap, rows=2), (scores.softmax(-1) @ vv, scores.logsumexp(-1)), torch.float32)
+        compare(dense_attention(q, k, v, causal=causal, sliding_window=sliding_window, softcap=cap), (scores.softmax(-1) @ vv, scores.logsumexp(-1)), torch.float32)
+        compare(dense_attention(q, k, v, causal=causal, sliding_window=sliding_window, softcap=cap, rows=2), (scores.softmax(-1) @ vv, scores.logsumexp(-1)), torch.float32)
     nothing = torch.zeros(1, 1, 9, 14, dtype=torch.bool)
     out, lse = dense_attention(q, k, v, mask=nothing)
     assert float(out.abs().max()) == 0 and bool((lse == -math.inf).all())
 
 
 def test_all_masked_rows_and_empty():
-    store, k, v = filled(Recipe(sinks=2, window=3), 2, 2, 8, 8, 20)
+    store, k, v = filled(Recipe(sinks=2, recent=3), 2, 2, 8, 8, 20)
     q = torch.randn(2, 4, 3, 8)
     out, lse = attend(q, store, mask=torch.zeros(2, 1, 3, 20, dtype=torch.bool))
     assert float(out.abs().max()) == 0 and bool((lse == -math.inf).all())
@@ -267,7 +267,7 @@ def test_all_masked_rows_and_empty():
 
 def test_extreme_scores():
     "Scores of ±1e4 and queries of zero: no overflow, no NaN."
-    store, k, v = filled(Recipe(sinks=0, window=0), 1, 1, 8, 8, 40)
+    store, k, v = filled(Recipe(sinks=0, recent=0), 1, 1, 8, 8, 40)
     for size in (0.0, 1e4):
         q = torch.randn(1, 3, 2, 8) * size
         out, lse = attend(q, store, block=4)
@@ -289,7 +289,7 @@ def test_nan_in_queries_is_not_hidden():
 
 
 def test_inputs_are_not_changed():
-    store, k, v = filled(Recipe(sinks=2, window=3), 1, 2, 8, 8, 20)
+    store, k, v = filled(Recipe(sinks=2, recent=3), 1, 2, 8, 8, 20)
     q = torch.randn(1, 4, 3, 8)
     before = [x.clone() for x in (q, k, v)] + [t.clone() for s in (store.key, store.value) for t in s.tensors.values()]
     a, b = (attend(q, store, k[:, :, -3:], v[:, :, -3:])[0] for _ in range(2))
@@ -311,7 +311,7 @@ def test_inputs_are_not_changed():
     (dict(mask=torch.ones(1, 1, 3, 20, dtype=torch.bool)), ValueError, "mask"), (dict(mask=torch.ones(2, 20, dtype=torch.bool)), ValueError, "mask"),
     (dict(mask=torch.ones(1, 3, 2, 20, dtype=torch.bool)), ValueError, "mask"), (dict(mask=torch.ones(3, 1, 2, 20, dtype=torch.bool)), ValueError, "mask"),
     (dict(mask=[[True]]), (TypeError, ValueError), "mask"), (dict(first=-1), ValueError, "first"), (dict(first=21), ValueError, "first"),
-    (dict(softcap=0.0), ValueError, "softcap"), (dict(softcap=-1.0), ValueError, "softcap"), (dict(window=0), ValueError, "window"), (dict(block=0), ValueError, "block"),
+    (dict(softcap=0.0), ValueError, "softcap"), (dict(softcap=-1.0), ValueError, "softcap"), (dict(sliding_window=0), ValueError, "sliding_window"), (dict(block=0), ValueError, "block"),
 ])
 def test_refuses(kwargs, error, name):
     store, _, _ = filled(Recipe(), 1, 2, 8, 8, 20)

@@ -40,7 +40,7 @@ def turned(x, positions, inv_freq):
 
 def snapshot(store):
     out = {f"{n}.{k}": t.clone() for n in ("key", "value") for k, t in getattr(store, n).tensors.items()}
-    return out | {"start": torch.tensor(store.start.tolist()), "end": None if store.end is None else torch.tensor(store.end.tolist()), "numbers": (store.length, store.offset, store._window_from, store.batch, store.key.thin, store.value.thin)}
+    return out | {"start": torch.tensor(store.start.tolist()), "end": None if store.end is None else torch.tensor(store.end.tolist()), "numbers": (store.length, store.offset, store._recent_from, store.batch, store.key.truncated_tiles, store.value.truncated_tiles)}
 
 
 def assert_same_snapshot(a, b):
@@ -57,9 +57,9 @@ class Dense:
     first `sinks` of its row, or the last that was written to its slot of a ring of `window` slots. Positions below `thin` have lost the last bit of codes of 3 and 4 bits."""
 
     def __init__(self, store):
-        self.recipe, self.dtype, self.tile, self.thin = store.recipe, store.dtype, store.tile, 0
+        self.recipe, self.dtype, self.tile, self.truncated_tiles = store.recipe, store.dtype, store.tile, 0
         self.raw = [torch.zeros(store.batch, store.heads, 0, s.q.d, dtype=store.dtype) for s in (store.key, store.value)]
-        self.coded, self.thinned = [x.clone() for x in self.raw], [x.clone() for x in self.raw]
+        self.coded, self.truncated = [x.clone() for x in self.raw], [x.clone() for x in self.raw]
         self.means, self.start, self.slots, self.inv_freq = [None, None], store.start.clone(), {}, store.inv_freq
 
     @property
@@ -67,19 +67,19 @@ class Dense:
         return self.raw[0].shape[2]
 
     def append(self, *new):
-        window = self.recipe.window
-        self.slots |= {p % window: p for p in range(self.length, self.length + new[0].shape[2]) if window}
+        recent = self.recipe.recent
+        self.slots |= {p % recent: p for p in range(self.length, self.length + new[0].shape[2]) if recent}
         for i, (x, spec) in enumerate(zip(new, (self.recipe.key, self.recipe.value))):
             at = torch.arange(x.shape[2]) + self.raw[i].shape[2]
             if self.raw[i].shape[2] == 0 and spec.center != "none":
-                self.means[i] = self.mean(x if spec.center == "prompt" else turned(x, -at, self.inv_freq))
+                self.means[i] = self.mean(x if spec.center == "prompt_mean" else turned(x, -at, self.inv_freq))
             q, mean = make_quantizer(spec, x.shape[3]), self.means[i]
-            if spec.center == "rope":
+            if spec.center == "pre_rope":
                 mean = turned(mean.expand(-1, -1, len(at), -1), at, self.inv_freq)
             code = q.encode(x, mean)
             coded = decode(q, code, mean, self.dtype)
             self.raw[i], self.coded[i] = torch.cat([self.raw[i], x], 2), torch.cat([self.coded[i], coded], 2)
-            self.thinned[i] = torch.cat([self.thinned[i], self.shortened(q, code, mean)], 2)
+            self.truncated[i] = torch.cat([self.truncated[i], self.shortened(q, code, mean)], 2)
         if self.recipe.decay:
             self.decay(self.length - self.recipe.decay)
 
@@ -91,27 +91,27 @@ class Dense:
         return decode(short, code._replace(codes=code.codes >> drop.to(torch.uint8)), mean, self.dtype)
 
     def decay(self, before):
-        self.thin = max(self.thin, min(before, self.length) // self.tile * self.tile)
+        self.truncated_tiles = max(self.truncated_tiles, min(before, self.length) // self.tile * self.tile)
 
     def mean(self, x):
         return prompt_mean(x, self.recipe.sinks)
 
     def crop(self, n):
         if n:
-            self.raw, self.coded, self.thinned = ([x[:, :, : self.length - n] for x in pair] for pair in (self.raw, self.coded, self.thinned))
-            self.thin = min(self.thin, -(-self.length // self.tile) * self.tile)
+            self.raw, self.coded, self.truncated = ([x[:, :, : self.length - n] for x in pair] for pair in (self.raw, self.coded, self.truncated))
+            self.truncated_tiles = min(self.truncated_tiles, -(-self.length // self.tile) * self.tile)
 
     def rows(self, f):
-        self.raw, self.coded, self.thinned = ([f(x) for x in pair] for pair in (self.raw, self.coded, self.thinned))
+        self.raw, self.coded, self.truncated = ([f(x) for x in pair] for pair in (self.raw, self.coded, self.truncated))
         self.means, self.start = [None if m is None else f(m) for m in self.means], f(self.start)
 
     def read(self, first=0):
         p = torch.arange(self.length)
-        window = torch.tensor([self.recipe.window > 0 and self.slots.get(i % self.recipe.window) == i for i in range(self.length)], dtype=torch.bool)
+        recent = torch.tensor([self.recipe.recent > 0 and self.slots.get(i % self.recipe.recent) == i for i in range(self.length)], dtype=torch.bool)
         sink = (p >= self.start[:, None]) & (p < self.start[:, None] + self.recipe.sinks)
-        exact = (window | sink)[:, None, :, None]
-        old = (p < self.thin)[:, None]
-        return [torch.where(exact, raw, torch.where(old, thin, coded))[:, :, first:] for raw, thin, coded in zip(self.raw, self.thinned, self.coded)]
+        exact = (recent | sink)[:, None, :, None]
+        old = (p < self.truncated_tiles)[:, None]
+        return [torch.where(exact, raw, torch.where(old, truncated_tiles, coded))[:, :, first:] for raw, truncated_tiles, coded in zip(self.raw, self.truncated, self.coded)]
 
 
 def check(store, dense):
@@ -137,14 +137,14 @@ def random_recipe(rng, d, dv, limit=None, static=False):
         bits = random_bits(rng, d)
         residual = rng.choice(("none", "sign", "sign" if static else "qjl")) if isinstance(bits, int) and bits > 1 else "none"
         return Spec(bits, rng.choice(("hadamard", "haar", "identity")), rng.randrange(3), rng.choice(("norm", "mse", "unbiased")),
-                    rng.choice(("sphere", "gaussian", "affine")), rng.choice(("none", "prompt", *centers)), rng.choice(("float16", "bfloat16", "float32")), residual)
+                    rng.choice(("sphere", "gaussian", "uniform")), rng.choice(("none", "prompt_mean", *centers)), rng.choice(("float16", "bfloat16", "float32")), residual)
 
     recipe = Recipe(spec(d, "rope"), spec(dv or d), rng.choice((0, 1, 2, 4, 7)), rng.choice((0, 0, 1, 3, 8, 20)))
-    decay = rng.choice((None, 1, 6, 25)) if limit is None and fades(recipe, d, dv or d) else None
-    return Recipe(recipe.key, recipe.value, recipe.sinks, recipe.window, decay)
+    decay = rng.choice((None, 1, 6, 25)) if limit is None and truncates(recipe, d, dv or d) else None
+    return Recipe(recipe.key, recipe.value, recipe.sinks, recipe.recent, decay)
 
 
-def fades(recipe, d, dv):
+def truncates(recipe, d, dv):
     "Whether tokens of such a store can lose a bit."
     sides = ((recipe.key, d), (recipe.value, dv))
     return all(s.residual != "qjl" for s, _ in sides) and any(max(channel_bits(s.bits, n)) > 2 for s, n in sides)
@@ -206,7 +206,7 @@ def test_random_operation_sequences(block, tmp_path):
                 store = copy.deepcopy(store)
             elif what == "decay":
                 before, at = snapshot(store), rng.randint(-3, store.length + 9)
-                if limit is None and fades(store.recipe, store.key.q.d, store.value.q.d):
+                if limit is None and truncates(store.recipe, store.key.q.d, store.value.q.d):
                     store.decay(at)
                     dense.decay(at)
                 else:
@@ -223,15 +223,15 @@ def test_random_operation_sequences(block, tmp_path):
 
 def test_the_dense_model_can_fail():
     "Mutants: a forgotten sink, a window too long, another mean."
-    store = make(Recipe(Spec(center="prompt"), Spec(), sinks=2, window=3))
+    store = make(Recipe(Spec(center="prompt_mean"), Spec(), sinks=2, recent=3))
     dense = Dense(store)
     k, v = states(store, 20)
     store.append(k, v)
     dense.append(k, v)
     check(store, dense)
-    for field, wrong in (("sinks", 3), ("window", 4), ("sinks", 1), ("window", 2)):
-        other = Dense(make(Recipe(store.recipe.key, store.recipe.value, **{"sinks": 2, "window": 3, field: wrong})))
-        other.raw, other.coded, other.thinned = dense.raw, dense.coded, dense.thinned
+    for field, wrong in (("sinks", 3), ("recent", 4), ("sinks", 1), ("recent", 2)):
+        other = Dense(make(Recipe(store.recipe.key, store.recipe.value, **{"sinks": 2, "recent": 3, field: wrong})))
+        other.raw, other.coded, other.truncated = dense.raw, dense.coded, dense.truncated
         with pytest.raises(AssertionError):
             check(store, other)
 
@@ -239,7 +239,7 @@ def test_the_dense_model_can_fail():
 # --- a mean that turns ----------------------------------------------------------------------------
 
 FREQ = 0.5 ** torch.arange(1.0, 4)  # 6 of 8 channels turn
-TURNING = Recipe(Spec(2, center="rope"), Spec(), sinks=0, window=0)
+TURNING = Recipe(Spec(2, center="pre_rope"), Spec(), sinks=0, recent=0)
 
 
 def test_a_turning_mean_finds_a_bias_that_turns(gen):
@@ -278,18 +278,18 @@ def test_one_table_for_all_stores():
     "It grows with the longest, is counted once, and another model has another."
     a, b = (make(TURNING, 1, inv_freq=FREQ) for _ in range(2))
     c, fixed = make(TURNING, 1, inv_freq=FREQ * 2), make(TURNING, 1, inv_freq=FREQ, max_length=50, static=True)
-    held = fixed.turns
+    held = fixed.rope_table
     a.append(*states(a, 700))
     a.read()
-    assert len(a.turns) == 768  # whole tiles; reading takes no room for more
+    assert len(a.rope_table) == 768  # whole tiles; reading takes no room for more
     assert [t.shape[0] for t in a.tables()[:2]] == [3, 768] and [t.shape[0] for t in b.tables()[:2]] == [3, 0]  # each counts what it needs
-    assert a.turns is b.turns and len(a.turns) >= 700 and a.turns.shape[1] == 6 and a.turns.dtype == torch.float16
-    assert c.turns is not a.turns and len(c.turns) == 0 and fixed.turns is held and len(held) == 50
+    assert a.rope_table is b.rope_table and len(a.rope_table) >= 700 and a.rope_table.shape[1] == 6 and a.rope_table.dtype == torch.float16
+    assert c.rope_table is not a.rope_table and len(c.rope_table) == 0 and fixed.rope_table is held and len(held) == 50
     pointers = [t.data_ptr() for t in a.tables()]
-    assert a.turns.data_ptr() in pointers and a.inv_freq.data_ptr() in pointers
+    assert a.rope_table.data_ptr() in pointers and a.inv_freq.data_ptr() in pointers
     b.append(*states(b, 1))
     for t in range(0, 700, 99):
-        torch.testing.assert_close(b.turns[t].float(), torch.cat([(t * FREQ).cos(), (t * FREQ).sin()]), rtol=0, atol=6e-4)
+        torch.testing.assert_close(b.rope_table[t].float(), torch.cat([(t * FREQ).cos(), (t * FREQ).sin()]), rtol=0, atol=6e-4)
 
 
 def test_a_turning_mean_to_file_and_back(tmp_path):
@@ -311,7 +311,7 @@ def test_a_turning_mean_to_file_and_back(tmp_path):
 def test_inv_freq_is_refused():
     for bad, error in ((None, TypeError), ([1.0], TypeError), (torch.ones(2, dtype=torch.long), TypeError), (torch.ones(5), ValueError),
                        (torch.ones(0), ValueError), (torch.ones(2, 2), ValueError), (torch.tensor([1.0, torch.inf]), ValueError)):
-        with pytest.raises(error, match="inv_freq must be a float vector of at most 4 frequencies, which center='rope' needs"):
+        with pytest.raises(error, match="inv_freq must be a float vector of at most 4 frequencies, which center='pre_rope' needs"):
             make(TURNING, inv_freq=bad)
     assert make("k3v3", inv_freq=FREQ).inv_freq is None  # nothing turns
 
@@ -323,7 +323,7 @@ def recorded(store, k, v):
     _append_by_position(*store._by_position(k, v))
 
 
-@pytest.mark.parametrize("recipe", ("k3v3", "k4v2", Recipe(Spec(2.5, center="prompt"), Spec((1, 2, 3, 4) * 2), sinks=2, window=3), TURNING, Recipe(Spec(3, residual="sign"), Spec(1), 0, 5)))
+@pytest.mark.parametrize("recipe", ("k3v3", "k4v2", Recipe(Spec(2.5, center="prompt_mean"), Spec((1, 2, 3, 4) * 2), sinks=2, recent=3), TURNING, Recipe(Spec(3, residual="sign"), Spec(1), 0, 5)))
 @pytest.mark.parametrize("padding", ((0, 0), (0, 5)))
 def test_where_the_device_counts(recipe, padding):
     "Eager and recorded appends to a static store leave what a plain store holds, and no tensor moves."
@@ -412,7 +412,7 @@ def test_prompt_mean(gen):
 
 def test_mean_of_a_padded_row_ignores_its_padding(gen):
     "A row that starts at 5 is coded as if the padding were not there."
-    recipe = Recipe(Spec(center="prompt"), Spec(center="prompt"), sinks=2)
+    recipe = Recipe(Spec(center="prompt_mean"), Spec(center="prompt_mean"), sinks=2)
     k, v = torch.randn(1, 2, 30, 8, generator=gen) + 3, torch.randn(1, 2, 30, 8, generator=gen) - 3
     alone = make(recipe, 1)
     alone.append(k, v)
@@ -432,7 +432,7 @@ def test_mean_of_a_padded_row_ignores_its_padding(gen):
 
 def test_ragged_start_keeps_the_first_real_tokens(gen):
     for late in (False, True):
-        store = make(Recipe(sinks=3, window=2), 3)
+        store = make(Recipe(sinks=3, recent=2), 3)
         k, v = states(store, 12)
         start = torch.tensor([0, 5, 9])
         if not late:
@@ -470,15 +470,15 @@ def test_set_range_refuses():
     store.append(*states(store, 1))
 
 
-def make_bytes(snap):
-    return sum(t.nbytes for n, t in snap.items() if n.startswith(("key.", "value.")))
+def make_bytes(to_int8_grid):
+    return sum(t.nbytes for n, t in to_int8_grid.items() if n.startswith(("key.", "value.")))
 
 
 # --- size, growth ---------------------------------------------------------------------------------
 
 def test_append_is_amortised():
     "Token by token: few allocations, slack at most an eighth and one tile."
-    plain = Recipe(Spec(), Spec(), sinks=0, window=0)
+    plain = Recipe(Spec(), Spec(), sinks=0, recent=0)
     store, seen = make(plain, 1, 1, 4, tile=4), set()
     k, v = states(store, 600)
     for i in range(600):
@@ -506,7 +506,7 @@ def test_max_length_allocates_once():
 
 
 def test_evict_frees_bytes():
-    store = make(Recipe(sinks=1, window=4), tile=8)
+    store = make(Recipe(sinks=1, recent=4), tile=8)
     store.append(*states(store, 200))
     before, want = store.nbytes, [x[:, :, 96:] for x in store.read()]
     store.evict(100)
@@ -542,13 +542,13 @@ def test_bits_per_value_at_2048_tokens(preset, limit):
 def test_uniform_codes_keep_their_planes(bits, names):
     "The layout that files and kernels know: plane0, plane1, … and scale; with a sign residual too."
     for residual in ("none", "sign")[: 1 + (bits > 1)]:
-        store = make(Recipe(Spec(bits, residual=residual), Spec(bits), sinks=0, window=0), tile=16)
+        store = make(Recipe(Spec(bits, residual=residual), Spec(bits), sinks=0, recent=0), tile=16)
         store.append(*states(store, 20))
         t = store.key.tensors
-        assert list(t) == [*(f"plane{i}" for i in range(len(names))), "scale", "sinks", "window"]
+        assert list(t) == [*(f"plane{i}" for i in range(len(names))), "scale", "sinks", "recent"]
         assert [tuple(p.shape) for p in store.key.planes] == [(2, 2, 2, *shape) for shape in names] and t["scale"].shape == (2, 2, 2, 16)
         assert store.key.groups[0].layout.bits == bits
-        uniform = make(Recipe(Spec((bits,) * 8), Spec(bits), sinks=0, window=0), tile=16)
+        uniform = make(Recipe(Spec((bits,) * 8), Spec(bits), sinks=0, recent=0), tile=16)
         if residual == "none":  # a tuple of equal numbers is the same code
             uniform.append(*states(store, 20))
             for name in t:
@@ -560,7 +560,7 @@ def test_bytes_of_every_kind():
     for spec, per_token in ((Spec(3), 48 + 16), (Spec(3, residual="sign"), 48 + 16), (Spec(3, residual="qjl"), 48 + 32), (Spec(2, residual="qjl", scale_dtype="float32"), 32 + 64),
                             (Spec(2.5), 40 + 16), (Spec(2.125), 34 + 16), (Spec((4, 1) * 8), 40 + 16), (Spec(1.25), 20 + 16),
                             (Spec((3,) * 5 + (1,) * 11), 10 + 6 + 12 + 16)):  # groups of odd size pay half a slot per bit plane
-        store = make(Recipe(spec, spec, sinks=0, window=0), 1, 1, 16, tile=64)
+        store = make(Recipe(spec, spec, sinks=0, recent=0), 1, 1, 16, tile=64)
         store.append(*states(store, 128))
         assert store.nbytes - 8 == 2 * 128 * per_token // 8 == store.expected_nbytes() - 8, spec
         parts = store.parts()
@@ -569,7 +569,7 @@ def test_bytes_of_every_kind():
 
 def test_decay_frees_exactly_one_bit_per_value():
     for spec, freed in ((Spec(3), 1), (Spec(4), 1), (Spec(4, residual="sign"), 1), (Spec(2.5), 0.5), (Spec(3.5), 1), (Spec((4, 2, 1, 3) * 4), 0.5)):
-        store = make(Recipe(spec, Spec(2), sinks=0, window=0), 2, 3, 16, tile=64)
+        store = make(Recipe(spec, Spec(2), sinks=0, recent=0), 2, 3, 16, tile=64)
         store.append(*states(store, 200))
         before, data = store.nbytes, {n: t.data_ptr() for n, t in store.key.tensors.items()}
         for at in (-5, 0, 63):
@@ -581,11 +581,11 @@ def test_decay_frees_exactly_one_bit_per_value():
         assert held + store.start.nbytes == store.nbytes  # freed, not hidden behind a view
         store.decay(64)
         store.decay(10**9)
-        assert (store.key.thin, store.value.thin) == (3, 0) and before - store.nbytes == 2 * 3 * 192 * 16 * freed / 8
+        assert (store.key.truncated_tiles, store.value.truncated_tiles) == (3, 0) and before - store.nbytes == 2 * 3 * 192 * 16 * freed / 8
 
 
 def test_decay_by_recipe_does_not_depend_on_the_chunks():
-    recipe = Recipe(Spec(4, center="prompt"), Spec(3), sinks=2, window=5, decay=30)
+    recipe = Recipe(Spec(4, center="prompt_mean"), Spec(3), sinks=2, recent=5, decay=30)
     stores = []
     for sizes in ([150], [20, 130], [20] + [1] * 130, [20, 7, 60, 63]):
         store = make(recipe, tile=16)
@@ -594,7 +594,7 @@ def test_decay_by_recipe_does_not_depend_on_the_chunks():
         at = 20
         for n in sizes[1:] or [130]:
             store.append(k[:, :, at : at + n], v[:, :, at : at + n])
-            assert store.key.thin == max(0, (at + n - 30) // 16) and store.nbytes == store.expected_nbytes()
+            assert store.key.truncated_tiles == max(0, (at + n - 30) // 16) and store.nbytes == store.expected_nbytes()
             at += n
         stores.append(store.read())
     for other in stores[1:]:
@@ -603,7 +603,7 @@ def test_decay_by_recipe_does_not_depend_on_the_chunks():
 
 
 def test_decay_with_padding_found_late_and_with_eviction():
-    recipe = Recipe(Spec(3, center="prompt"), Spec(4), sinks=2, window=5, decay=10)
+    recipe = Recipe(Spec(3, center="prompt_mean"), Spec(4), sinks=2, recent=5, decay=10)
     early, late = make(recipe, tile=8), make(recipe, tile=8)
     k, v = states(early, 60)
     early.set_range(start=torch.tensor([0, 9]))
@@ -615,13 +615,13 @@ def test_decay_with_padding_found_late_and_with_eviction():
     want = early.read(32)
     for store in (early, late):
         store.evict(35)
-        assert store.key.thin == 2 and store.nbytes == store.expected_nbytes()
+        assert store.key.truncated_tiles == 2 and store.nbytes == store.expected_nbytes()
         for a, b in zip(store.read(), want):
             same(a, b)
         store.evict(57)
-        assert store.key.thin == 0 and store.nbytes == store.expected_nbytes()
+        assert store.key.truncated_tiles == 0 and store.nbytes == store.expected_nbytes()
         store.append(k[:, :, :30], v[:, :, :30])
-        assert store.key.thin == 3
+        assert store.key.truncated_tiles == 3
 
 
 def test_decay_refuses():
@@ -696,7 +696,7 @@ def test_a_refused_move_of_start_changes_nothing():
                 store.set_range(start=3, k=bad[0], v=bad[1])
             assert_same_snapshot(snapshot(store), before)
         store.set_range(start=3, k=k, v=v)
-        assert store.start.tolist() == [3, 3] and store.end is None and store.key.thin == 0
+        assert store.start.tolist() == [3, 3] and store.end is None and store.key.truncated_tiles == 0
         fresh = make(recipe, tile=8)
         fresh.set_range(start=3)
         fresh.append(k, v)
@@ -711,7 +711,7 @@ def test_a_refused_move_of_start_changes_nothing():
 
 def test_a_moved_start_fills_the_window_again():
     "After a crop part of the window is stale; coding all tokens again makes it whole."
-    store = make(Recipe(sinks=2, window=8), tile=8)
+    store = make(Recipe(sinks=2, recent=8), tile=8)
     k, v = states(store, 50)
     store.append(k, v)
     store.crop(6)
@@ -733,7 +733,7 @@ def test_positions_are_integers():
 
 
 @pytest.mark.parametrize("device", ("cpu", "meta"))
-@pytest.mark.parametrize("spec", (Spec(3), Spec(2.5), Spec((3, 1) * 4), Spec(4, residual="sign"), Spec(3, residual="qjl"), Spec(2, "haar", table="affine")))
+@pytest.mark.parametrize("spec", (Spec(3), Spec(2.5), Spec((3, 1) * 4), Spec(4, residual="sign"), Spec(3, residual="qjl"), Spec(2, "haar", codebook="uniform")))
 def test_layers_share_their_tables(spec, device):
     "Thirty stores hold the tensors of one, on any device; thinning one changes no other."
     stores = [KVStore(Recipe(spec, Spec(4)), 1, 2, 8, device=device) for _ in range(30)]
@@ -784,7 +784,7 @@ BAD = {
 def test_refused_append_changes_nothing(what):
     change, error, name = BAD[what]
     for filled in (0, 5, 300):
-        store = make(Recipe(Spec(center="prompt"), Spec(), sinks=4, window=6))
+        store = make(Recipe(Spec(center="prompt_mean"), Spec(), sinks=4, recent=6))
         if filled:
             store.append(*states(store, filled))
         before = snapshot(store)
@@ -829,7 +829,7 @@ def test_bool_select_and_one_row():
 
 def test_autograd_does_not_enter():
     "A forward without no_grad must not chain the whole dense graph to the cache."
-    store = make(Recipe(Spec(center="prompt"), Spec(center="prompt"), sinks=2, window=3))
+    store = make(Recipe(Spec(center="prompt_mean"), Spec(center="prompt_mean"), sinks=2, recent=3))
     k, v = (x.requires_grad_() for x in states(store, 9))
     store.append(k * 2, v * 2)
     assert not any(t.requires_grad for s in (store.key, store.value) for t in s.tensors.values())
@@ -840,7 +840,7 @@ def test_autograd_does_not_enter():
 
 def test_inference_mode_then_no_grad():
     with torch.inference_mode():
-        store = make(Recipe(Spec(center="prompt"), Spec(), sinks=2, window=3))
+        store = make(Recipe(Spec(center="prompt_mean"), Spec(), sinks=2, recent=3))
         k, v = states(store, 9)
         store.append(k, v)
     with torch.no_grad():
@@ -857,7 +857,7 @@ def test_inference_mode_then_no_grad():
 
 @pytest.fixture
 def saved(tmp_path):
-    store = make(Recipe(Spec(center="prompt"), Spec(bits=4), sinks=2, window=5), dtype=torch.bfloat16)
+    store = make(Recipe(Spec(center="prompt_mean"), Spec(bits=4), sinks=2, recent=5), dtype=torch.bfloat16)
     store.append(*states(store, 300))
     store.crop(3)
     path = tmp_path / "a.safetensors"
@@ -907,7 +907,7 @@ def test_any_flipped_byte_is_found(saved):
 
 
 @pytest.mark.parametrize("field, value", [
-    ("length", 290), ("length", -1), ("length", 10**7), ("_window_from", 5), ("offset", 3), ("batch", 1), ("d", [8]), ("dtype", "float32"), ("dtype", "foo"),
+    ("length", 290), ("length", -1), ("length", 10**7), ("_recent_from", 5), ("offset", 3), ("batch", 1), ("d", [8]), ("dtype", "float32"), ("dtype", "foo"),
     ("recipe", "{}"), ("tile", 128), ("max_length", 5), ("length", None), ("recipe", None), ("format", "other"), ("sha256", "0" * 64),
 ])
 def test_changed_header(saved, field, value):
@@ -956,7 +956,7 @@ def test_failed_write_leaves_the_old_file(saved, monkeypatch):
 
 def test_the_window_serves_new_tokens_after_a_deep_crop():
     "A crop beyond the window leaves nothing exact of it; the tokens that come next are exact again at once."
-    store = make(Recipe(Spec(), Spec(), sinks=0, window=5))
+    store = make(Recipe(Spec(), Spec(), sinks=0, recent=5))
     k, v = states(store, 40)
     store.append(k, v)
     store.crop(-20)
@@ -974,7 +974,7 @@ def test_files_of_version_0_1_0(name, tmp_path):
     what is read is what was read then, and saving again writes the same tensors and header."""
     path = DATA / f"store_2_{name}.safetensors"
     store, (tensors, header), then = KVStore.load(path), read_file(path, FORMAT, "store"), load_file(path.with_stem(f"{path.stem}_read"))
-    assert (store.static, store.length, store.offset, store.key.thin) == {"grown": (False, 30, 8, 1), "static": (True, 16, 0, 0)}[name]
+    assert (store.static, store.length, store.offset, store.key.truncated_tiles) == {"grown": (False, 30, 8, 1), "static": (True, 16, 0, 0)}[name]
     store.save(tmp_path / "again")
     again, said = read_file(tmp_path / "again", FORMAT, "store")
     assert said == header and list(again) == list(tensors)
@@ -996,7 +996,7 @@ def test_files_of_version_0_1_0(name, tmp_path):
 @pytest.mark.parametrize("static", (False, True))
 def test_copies_share_tables_and_nothing_else(static):
     "A deep copy and a pickled one read and go on as the store, which they do not change."
-    store = make(Recipe(Spec(3, center="rope"), Spec(2.5, center="prompt"), 2, 5), inv_freq=FREQ, tile=8, **(dict(max_length=60, static=True) if static else {}))
+    store = make(Recipe(Spec(3, center="pre_rope"), Spec(2.5, center="prompt_mean"), 2, 5), inv_freq=FREQ, tile=8, **(dict(max_length=60, static=True) if static else {}))
     store.append(*states(store, 30))
     before = snapshot(store)
     for other in (copy.deepcopy(store), pickle.loads(pickle.dumps(store))):
@@ -1016,10 +1016,10 @@ def test_classes_are_whole():
 
 
 @pytest.mark.parametrize("sinks, window", ((0, 0), (0, 3), (2, 0), (3, 5)))
-def test_exact_tokens_by_number_and_by_device(sinks, window, gen):
+def test_exact_tokens_by_number_and_by_device(sinks, recent, gen):
     "In chunks of any size both hold the first real tokens and the last ones; without room only the last is spoilt."
     x, start, yes = torch.randn(2, 1, 40, 4, generator=gen), torch.tensor([0, 6]), torch.tensor([True])
-    one, two = (ExactTokens({"sinks": torch.zeros(2, 1, sinks, 4), "window": torch.zeros(2, 1, window, 4)}) for _ in range(2))
+    one, two = (ExactTokens({"sinks": torch.zeros(2, 1, sinks, 4), "recent": torch.zeros(2, 1, recent, 4)}) for _ in range(2))
     at = 0
     for n in (1, 2, 7, 1, 20, 9):
         part = x[:, :, at : at + n]
@@ -1032,12 +1032,12 @@ def test_exact_tokens_by_number_and_by_device(sinks, window, gen):
     for name, t in one.tensors.items():
         same(two.tensors[name], t, allow_empty=True)
     states = one.states(40)
-    same(states[:, :, sinks:], x[:, :, 40 - window :], allow_empty=True)
+    same(states[:, :, sinks:], x[:, :, 40 - recent :], allow_empty=True)
     for row, first in enumerate(start.tolist()):
         same(states[row, :, :sinks], x[row, :, first : first + sinks], allow_empty=True)
     two.put_at(x[:, :, :2], start, torch.tensor([40]), ~yes)
-    spoilt = two.window.isnan().all(-1)[0, 0].nonzero().flatten().tolist()
-    assert spoilt == ([39 % window] if window else [])
+    spoilt = two.recent.isnan().all(-1)[0, 0].nonzero().flatten().tolist()
+    assert spoilt == ([39 % recent] if recent else [])
     same(two.sinks, one.sinks, allow_empty=True)
 
 
@@ -1051,12 +1051,12 @@ def test_a_side_alone(gen):
     same(side.read(0, 32).codes, coded.codes)
     size = sum(t.nbytes for t in side.tensors.values())
     made = side.truncation(2)
-    assert sum(t.nbytes for t in side.tensors.values()) == size and side.thin == 0  # making changes nothing
+    assert sum(t.nbytes for t in side.tensors.values()) == size and side.truncated_tiles == 0  # making changes nothing
     side.adopt(made)
     assert size - sum(t.nbytes for t in side.tensors.values()) == 2 * 2 * (1 + 1) * 2  # two heads, two tiles, half a slot for each odd group of 8 tokens
     same(side.read(16, 32).codes, coded.codes[:, :, 16:])
     kept = coded.codes[:, :, :16] >> torch.tensor([1, 0, 1, 0], dtype=torch.uint8)
     same(side.read(0, 16).codes, kept + 16)
     side.tensors |= side.resized(drop=1, tiles=3)
-    side.thin -= 1
+    side.truncated_tiles -= 1
     same(side.read(8, 24).codes, coded.codes[:, :, 16:])

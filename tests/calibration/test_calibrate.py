@@ -54,7 +54,7 @@ def test_the_pass_sees_what_a_cache_codes_and_changes_nothing(name, monkeypatch)
     same(logits(model, ids), before)
     layers = model.config.num_hidden_layers
     assert seen.layers("key") == seen.layers("query") == list(range(layers)) and seen.tokens == 2 * 36
-    cache = TurboQuantCache(model, [replace(r, window=64) for r in TurboQuantCache(model).recipes])  # the window holds all keys as they are
+    cache = TurboQuantCache(model, [replace(r, recent=64) for r in TurboQuantCache(model).recipes])  # the window holds all keys as they are
     logits(model, ids, past_key_values=cache)
     queries = [q for q in queries if q.shape[2] == 40]  # the first token is asked alone what a cache would hold
     for i, layer in enumerate(cache.layers):
@@ -211,7 +211,7 @@ def test_maps_help_the_model_that_they_are_of():
     wrong = replace(found, transforms=[M.fit_head_transform(seen.second["key", i], seen.second["query", i]) for i in seen.layers("key")])
     asked, errors = collect(model, ids).second, {}
     for name, c in (("exact", None), ("rotation", None), ("maps", found), ("exchanged", wrong)):
-        recipe = Recipe(Spec(3, center="prompt"), window=128 if name == "exact" else 0)
+        recipe = Recipe(Spec(3, center="prompt_mean"), recent=128 if name == "exact" else 0)
         cache = TurboQuantCache(model, recipe, calibration=c)
         logits(model, ids, past_key_values=cache)
         keys = [x.store.read()[0].double() for x in cache.layers]
@@ -223,9 +223,9 @@ def test_maps_help_the_model_that_they_are_of():
 
 def test_recipes_and_what_a_calibration_refuses():
     model, found = made("llama")
-    each = [replace(as_recipe("k4v4"), window=3), replace(as_recipe("k2v2"), key=Spec(2.5))]
+    each = [replace(as_recipe("k4v4"), recent=3), replace(as_recipe("k2v2"), key=Spec(2.5))]
     got = TurboQuantCache(model, each, calibration=found).recipes
-    assert [r.key.rotation for r in got] == [m.name for m in found.transforms] and [(r.key.bits, r.window) for r in got] == [(4, 3), (2.5, 64)]
+    assert [r.key.rotation for r in got] == [m.name for m in found.transforms] and [(r.key.bits, r.recent) for r in got] == [(4, 3), (2.5, 64)]
     assert [replace(r, key=replace(r.key, rotation="hadamard")) for r in got] == each and len({r.to_json() for r in got}) == 2
     assert all(r.value.rotation == "hadamard" for r in got) and Recipe.from_json(got[0].to_json()) == got[0]
     with pytest.raises(ValueError, match="one recipe for each of the 2 layers"):
@@ -264,13 +264,13 @@ def test_the_maps_of_another_model_are_named(says):
 
 KEYS = {
     "none": Spec(3),
-    "prompt": Spec(3, center="prompt"),
-    "rope": Spec(2, center="rope"),
-    "fraction": Spec(2.5, center="prompt"),
+    "prompt": Spec(3, center="prompt_mean"),
+    "rope": Spec(2, center="pre_rope"),
+    "fraction": Spec(2.5, center="prompt_mean"),
     "channels": Spec((4,) * 8 + (1,) * 8),
-    "sign": Spec(3, residual="sign", center="prompt"),
-    "decay": Spec(4, center="prompt"),
-    "affine, float32": Spec(3, table="affine", scale="unbiased", scale_dtype="float32"),
+    "sign": Spec(3, residual="sign", center="prompt_mean"),
+    "decay": Spec(4, center="prompt_mean"),
+    "affine, float32": Spec(3, codebook="uniform", scale="unbiased", scale_dtype="float32"),
 }
 SHARP = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
@@ -279,8 +279,8 @@ def filled(key, dtype, n=700, heads=2, d=16):
     "(store, keys, values): two rows, one of them padded; a prompt, chunks, single tokens."
     q, k = moments(heads, d)
     name = M.fit_head_transform(q, k).name
-    recipe = Recipe(replace(key, rotation=name), Spec(4), sinks=3, window=9, decay=300 if key == KEYS["decay"] else None)
-    more = dict(inv_freq=0.1 ** torch.arange(3)) if key.center == "rope" else {}
+    recipe = Recipe(replace(key, rotation=name), Spec(4), sinks=3, recent=9, decay=300 if key == KEYS["decay"] else None)
+    more = dict(inv_freq=0.1 ** torch.arange(3)) if key.center == "pre_rope" else {}
     store = KVStore(recipe, 2, heads, d, dtype=dtype, **more)
     store.set_range(start=torch.tensor([0, 5]))
     k, v = (x.to(dtype) for x in (drawn(k, 2, heads, n, seed=1) + 1, drawn(0 * k + torch.eye(d), 2, heads, n, seed=2)))
@@ -314,11 +314,11 @@ def test_attention_on_codes_is_dense_attention(key, dtype):
     for a, b in zip(store.read(), dense):
         same(a, b.to(dtype))
     assert (store.key.thin > 0) == (key == "decay")
-    for n, window, softcap in ((1, None, None), (5, 50, None), (3, None, 4.0)):
+    for n, sliding_window, softcap in ((1, None, None), (5, 50, None), (3, None, 4.0)):
         q = drawn(moments()[0].repeat(2, 1, 1), 2, 4, n, seed=n).to(dtype)
         at, p = torch.arange(length - n, length)[:, None], torch.arange(length)
-        mask = (p <= at) & (p >= store.start[:, None, None, None]) & (p > at - (window or length + 1))
-        call = dict(window=window, softcap=softcap)
+        mask = (p <= at) & (p >= store.start[:, None, None, None]) & (p > at - (sliding_window or length + 1))
+        call = dict(sliding_window=sliding_window, softcap=softcap)
         for m in (0, n):  # codes alone, then with the exact chunk
             kd, vd = (torch.cat([x[:, :, : length - m], c[:, :, length - m :].float()], 2) for x, c in zip(dense, (k, v)))
             want = dense_attention(q, kd, vd, mask=mask, softcap=softcap)
@@ -336,11 +336,11 @@ def test_long_chunks_by_fused_attention(key, dtype):
     kd, vd = (torch.cat([x[:, :, :-n], c[:, :, -n:]], 2) for x, c in zip(dense, (k, v)))
     q = drawn(moments()[0].repeat(2, 1, 1), 2, 4, n, seed=8).to(dtype)
     at, p = torch.arange(700 - n, 700)[:, None], torch.arange(700)
-    for window in (None, 33):
-        mask = (p <= at) & (p >= store.start[:, None, None, None]) & (p > at - (window or 701))
+    for sliding_window in (None, 33):
+        mask = (p <= at) & (p >= store.start[:, None, None, None]) & (p > at - (sliding_window or 701))
         call = q, store, k[:, :, -n:], v[:, :, -n:]
-        assert ops.choose(*call, window=window)[0] == "flash"
-        got, want = ops.attend(*call, window=window), dense_attention(q, kd, vd, mask=mask)
+        assert ops.choose(*call, sliding_window=sliding_window)[0] == "flash"
+        got, want = ops.attend(*call, sliding_window=sliding_window), dense_attention(q, kd, vd, mask=mask)
         lse = 1e-4 if dtype == torch.float32 else 20 * SHARP[dtype]  # fused attention rounds on its way
         assert (got[0].float() - want[0].float()).abs().max() < 2 * SHARP[dtype] * want[0].abs().max() and (got[1] - want[1]).abs().max() < lse
 
@@ -406,7 +406,7 @@ def usable(found, model):
         x = torch.randn(1, m.heads, 9, m.d)
         assert (m.inverse(m.apply(x)) - x).abs().max() < 1e-3
     model.set_attn_implementation("turboquant")
-    cache = TurboQuantCache(model, Recipe(window=0), calibration=found)
+    cache = TurboQuantCache(model, Recipe(recent=0), calibration=found)
     logits(model, texts(), past_key_values=cache)
     assert logits(model, texts(2, 1), past_key_values=cache).isfinite().all()
 

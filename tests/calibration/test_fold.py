@@ -59,13 +59,13 @@ def test_not_a_bit_changes(name, dtype):
 def test_the_scales_are_the_best_powers_of_two():
     "Every other choice for a small head costs at least as much but for what a rounding of each scale may cost."
     g = torch.Generator().manual_seed(0)
-    for turning in (6, 4, 0):
+    for rotary_dim in (6, 4, 0):
         m, c = (torch.randn(1, 6, generator=g).exp2() ** 2 for _ in range(2))
-        s = best_scales(m, c, turning)[0]
-        half = turning // 2
-        assert torch.equal(s[:half], s[half:turning]) and (s.log2() % 1 == 0).all()
+        s = best_scales(m, c, rotary_dim)[0]
+        half = rotary_dim // 2
+        assert torch.equal(s[:half], s[half:rotary_dim]) and (s.log2() % 1 == 0).all()
         cost = lambda s: float((s**2 * c[0]).sum() * (m[0] / s**2).sum())
-        free = half + 6 - turning
+        free = half + 6 - rotary_dim
         tried = []
         for e in itertools.product(range(-3, 4), repeat=free):
             x = torch.tensor(e).float().exp2()

@@ -113,7 +113,7 @@ def test_recipe_prints_what_can_be_passed_on(call, name):
 
 def test_recipe_options_and_file(call, tmp_path):
     code, out, _ = call("recipe", "k4v2", "--bits", 3, "--sinks", 1, "--window", 7)
-    assert Recipe.from_json(out) == replace(as_recipe("k4v2", 3), sinks=1, window=7)
+    assert Recipe.from_json(out) == replace(as_recipe("k4v2", 3), sinks=1, recent=7)
     file = tmp_path / "mine.json"
     file.write_text(out)
     assert call("recipe", file)[1] == out
@@ -354,7 +354,7 @@ def test_demo_json(demo):
     assert first["nbytes"] == demo["prompt_tokens"] * 2 * 2 * 32 * 4 and first["ratio_fp16"] == 0.5 and first["ratio_fp32"] == 1
     for r in rows[1:]:
         turned = preset(r["cache"])  # the model has RoPE
-        turned = replace(turned, key=replace(turned.key, center="rope"))
+        turned = replace(turned, key=replace(turned.key, center="pre_rope"))
         assert r["recipe"] == json.loads(turned.to_json()) and r["tokens"] == demo["prompt_tokens"]
         assert 1 <= r["same_tokens"] <= r["of_tokens"] == first["answer_tokens"] and (r["odds_where_parted"] is None) == r["answer_same"]
         assert r["odds_where_parted"] is None or r["odds_where_parted"] >= 1

@@ -63,8 +63,8 @@ def code(model):
     return calibrate_esm(model, proteins(24), "water4")
 
 
-PLAIN = Recipe(Spec(bits=4), Spec(bits=4), sinks=0, window=0)
-TURNING = Recipe(Spec(bits=4, center="rope"), Spec(bits=4), sinks=1, window=4)
+PLAIN = Recipe(Spec(bits=4), Spec(bits=4), sinks=0, recent=0)
+TURNING = Recipe(Spec(bits=4, center="pre_rope"), Spec(bits=4), sinks=1, recent=4)
 
 
 # --- exactness of the wrapped model
@@ -468,7 +468,7 @@ def test_refusals_of_calibration(model, code):
     with pytest.raises(TypeError, match="EsmModel"):
         TurboEsm(torch.nn.Linear(2, 2))
     for bad in (dict(water="x"), dict(least=4), dict(sinks=-1), dict(strays=-1.0), dict(one_table=True),
-                dict(key=SideSpec(table="head")), dict(value=SideSpec(center="rope"))):  # fmt: skip
+                dict(key=SideSpec(table="head")), dict(value=SideSpec(center="pre_rope"))):  # fmt: skip
         with pytest.raises(ValueError):
             TransformRecipe(**bad)
     for bad in (

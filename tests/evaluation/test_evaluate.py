@@ -39,8 +39,8 @@ def tokens(n=2, length=60, seed=0):
 
 RECIPES = {
     "plain": Recipe(Spec(bits=3), Spec(bits=3), 0, 0),
-    "window": Recipe(Spec(bits=2, center="prompt"), Spec(bits=2), 1, 7),
-    "fractional": Recipe(Spec(bits=2.5, center="prompt"), Spec(bits=1, center="prompt"), 2, 3),
+    "window": Recipe(Spec(bits=2, center="prompt_mean"), Spec(bits=2), 1, 7),
+    "fractional": Recipe(Spec(bits=2.5, center="prompt_mean"), Spec(bits=1, center="prompt_mean"), 2, 3),
     "all exact": Recipe(Spec(bits=1), Spec(bits=1), 0, 100),
     "residual": Recipe(Spec(bits=3, residual="sign"), Spec(bits=2), 4, 1),
 }
@@ -122,7 +122,7 @@ def test_stress_codes_what_predicts_the_first_scored_token(llama, bits):
 def test_stress_has_no_window_and_keeps_sinks(llama):
     r = Recipe(Spec(bits=2), Spec(bits=2), 1, 16)
     loss = lambda r: score(llama, tokens(), as_candidate(llama, r, dtype=None), "stress", 40).loss  # noqa: E731
-    assert torch.equal(loss(r), loss(replace(r, window=0)))
+    assert torch.equal(loss(r), loss(replace(r, recent=0)))
     assert not torch.allclose(loss(r), loss(replace(r, sinks=0)))
 
 
@@ -341,7 +341,7 @@ def test_real_model(smollm):
     ids = text_windows(tokenizer, n=2, length=112)
     gate = one_pass_gate(model, ids, "k2v2", steps=12)
     assert gate["passed"] and gate["value"] < gate["limit"] == gap_limit(model, "k2v2") < 0.002
-    bare = [as_candidate(model, Recipe(Spec(bits=b, center="prompt"), Spec(bits=b), 1, 0), f"{b}") for b in (4, 1)]
+    bare = [as_candidate(model, Recipe(Spec(bits=b, center="prompt_mean"), Spec(bits=b), 1, 0), f"{b}") for b in (4, 1)]
     for protocol in ("decode", "stress"):
         plain, fine, coarse = (r["percent"] for r in perplexity(model, ids, bare, protocol, 80))
         assert plain == 0 and abs(fine) < 20 < coarse

@@ -112,7 +112,7 @@ def test_prompt_lookup_and_assisted(name):
             assert cache.report()["nbytes"] == walk_bytes(cache)
 
 
-STEPWISE = {"k2v2": "k2v2", "k3v3": "k3v3", "short window": Recipe(Spec(2), Spec(2), sinks=1, window=3), "no window": Recipe(Spec(2), Spec(2), sinks=0, window=0)}
+STEPWISE = {"k2v2": "k2v2", "k3v3": "k3v3", "short window": Recipe(Spec(2), Spec(2), sinks=1, recent=3), "no window": Recipe(Spec(2), Spec(2), sinks=0, recent=0)}
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text"])
@@ -142,7 +142,7 @@ def test_a_chunk_is_its_tokens_one_by_one(name, kind):
     model, inputs = doubled(name) if name != "gpt_oss" else tiny(name), prompt(2, 40)
     model.set_attn_implementation("turboquant")
     more = dict(max_length=90, static=True) if kind == "static" else {}
-    recipe, worst = Recipe(Spec(2), Spec(2), sinks=2, window=5), 0.0
+    recipe, worst = Recipe(Spec(2), Spec(2), sinks=2, recent=5), 0.0
     once, steps, mutant = (TurboQuantCache(model, recipe, **more) for _ in range(3))
     new, mask = prompt(2, 40, seed=5, padded=False)["input_ids"], torch.cat([inputs["attention_mask"], torch.ones(2, 40, dtype=torch.long)], 1)
 
@@ -207,7 +207,7 @@ def test_crop_then_again(attention):
     "Cropped back, the same continuation gives the same tokens; crop takes what transformers gives."
     model, inputs = tiny(), prompt(2, 25)
     model.set_attn_implementation(attention)
-    cache = TurboQuantCache(model, Recipe(window=0))
+    cache = TurboQuantCache(model, Recipe(recent=0))
     cache.set_padding(inputs["attention_mask"])
     step = prompt(2, 4, seed=5, padded=False)["input_ids"]
     mask = torch.cat([inputs["attention_mask"], torch.ones(2, 4, dtype=torch.long)], 1)
@@ -319,7 +319,7 @@ def rich(model):
     layers = len(TurboQuantCache(model).coded_layers)
     mixed = by_layer("k4v4", layers, {layers - 1: Recipe(Spec(4, residual="sign"), Spec(3.25), decay=20)})
     return {
-        **{r: Recipe(Spec(3, center="prompt"), Spec(4), residual=r) for r in ("none", "sign", "prod", "rescale")},
+        **{r: Recipe(Spec(3, center="prompt_mean"), Spec(4), residual=r) for r in ("none", "sign", "prod", "rescale")},
         "prod of both": Recipe(Spec(4, residual="qjl"), Spec(3, residual="qjl")), "sign of both": Recipe(Spec(2, residual="sign"), Spec(4, residual="sign")),
         "2.5 bits": as_recipe("k4v4", bits=2.5), "3.25 and 1.5": Recipe(Spec(3.25), Spec(1.5)), "tuple": Recipe(Spec((4, 1, 3, 3, 2, 2, 4, 3)), Spec((4,) * 8)),
         "decay": Recipe(decay=20), "decay of signs": Recipe(Spec(4, residual="sign"), Spec(3, residual="sign"), 2, 5, 20), "decay of 3.5": Recipe(Spec(3.5), Spec(2), decay=1),
@@ -327,7 +327,7 @@ def rich(model):
     }
 
 
-TURNING = Recipe(Spec(4, center="rope"), Spec(4, center="prompt"), 2, 5)
+TURNING = Recipe(Spec(4, center="pre_rope"), Spec(4, center="prompt_mean"), 2, 5)
 RICH = [("llama", x) for x in rich(tiny())] + [(m, x) for m in ("gemma3_text", "gpt_oss", "qwen3_next") for x in ("prod", "sign", "tuple", "decay", "by layer", "turning")]
 
 
@@ -370,7 +370,7 @@ def test_what_rope_turns_by(name):
     assert len(found) == config.num_hidden_layers
     if name in STILL:
         assert STILL[name] in why and set(found) == {None}
-        with pytest.raises(ValueError, match="center='rope' needs RoPE in each of its layers"):
+        with pytest.raises(ValueError, match="center='pre_rope' needs RoPE in each of its layers"):
             TurboQuantCache(model, TURNING)
         return
     assert not why and sum(x is None for x in found) == (name == "smollm3")  # whose second layer has no RoPE
@@ -403,7 +403,7 @@ def test_multi_axis_rope_takes_the_prompts_mean(name):
     config = getattr(transformers, name + "Config")(**BASE, layer_types=["full_attention"] * 2, rope_parameters={"rope_type": "default", "rope_theta": 1e4, **AXES[name]})
     found, why = rope_frequencies(config)
     assert set(found) == {None} and "several positions" in why
-    assert all(r.key.center == "prompt" for r in TurboQuantCache(config, "k3v3").recipes)
+    assert all(r.key.center == "prompt_mean" for r in TurboQuantCache(config, "k3v3").recipes)
     with pytest.raises(ValueError, match="several positions of each token"):
         TurboQuantCache(config, TURNING)
 
@@ -429,10 +429,10 @@ def test_a_video_is_centred_as_well_as_text():
 
     with torch.no_grad():
         model(ids, position_ids=positions, past_key_values=dense)
-    by_slot = TurboQuantCache(config, Recipe(Spec(3, center="prompt"), Spec(3), 0, 0))
+    by_slot = TurboQuantCache(config, Recipe(Spec(3, center="prompt_mean"), Spec(3), 0, 0))
     for x in by_slot.coded_layers:
-        x.recipe, x.inv_freq = Recipe(Spec(3, center="rope"), Spec(3), 0, 0), freq
-    preset, mean = TurboQuantCache(config, "k3v3"), TurboQuantCache(config, Recipe(Spec(3, center="prompt"), Spec(3)))
+        x.recipe, x.inv_freq = Recipe(Spec(3, center="pre_rope"), Spec(3), 0, 0), freq
+    preset, mean = TurboQuantCache(config, "k3v3"), TurboQuantCache(config, Recipe(Spec(3, center="prompt_mean"), Spec(3)))
     preset_error, mean_error, mutant = error(preset), error(mean), error(by_slot)
     assert preset_error == mean_error < mutant / 1.5, (preset_error, mean_error, mutant)
 
@@ -446,7 +446,7 @@ def test_a_turning_centre_follows_a_bias():
     dense, inputs, error = DynamicCache(config=model.config), prompt(2, 200, padded=False), {}
     with torch.no_grad():
         model(**inputs, past_key_values=dense)
-    for center in ("none", "prompt", "rope"):
+    for center in ("none", "prompt_mean", "pre_rope"):
         _, cache = generate(model, inputs, "turboquant", Recipe(Spec(3, center=center), Spec(3), 0, 0), max_new_tokens=1)
         k = dense.layers[0].keys
         error[center] = float((cache.layers[0].store.read()[0] - k).norm() / k.norm())
@@ -561,7 +561,7 @@ def test_tokens_of_decode_are_coded(attention):
     model, inputs = tiny(), prompt(1, 300, padded=False)
     model.config.max_position_embeddings = 512
     model.set_attn_implementation(attention)
-    cache, raw = TurboQuantCache(model, Recipe(sinks=2, window=3), max_length=512), []
+    cache, raw = TurboQuantCache(model, Recipe(sinks=2, recent=3), max_length=512), []
     layer = cache.layers[1]
     original = layer.update
     layer.update = lambda k, v, *a, **kw: (raw.append((k.clone(), v.clone())), original(k, v, *a, **kw))[1]
@@ -747,14 +747,14 @@ def test_right_padding():
     out = []
     for attention in three(model):
         model.set_attn_implementation(attention)
-        cache = TurboQuantCache(model, Recipe(window=0))
+        cache = TurboQuantCache(model, Recipe(recent=0))
         with torch.no_grad():
             model(ids, attention_mask=mask, past_key_values=cache)
             out.append(model(step, attention_mask=longer, position_ids=position, past_key_values=cache).logits)
             noise = ids.clone()
             noise[1, 14:] = 5
-            other = TurboQuantCache(model, Recipe(Spec(), Spec(), window=0))
-            plain = TurboQuantCache(model, Recipe(Spec(), Spec(), window=0))
+            other = TurboQuantCache(model, Recipe(Spec(), Spec(), recent=0))
+            plain = TurboQuantCache(model, Recipe(Spec(), Spec(), recent=0))
             for c, x in ((other, noise), (plain, ids)):
                 model(x, attention_mask=mask, past_key_values=c)
             a, b = (model(step, attention_mask=longer, position_ids=position, past_key_values=c).logits for c in (other, plain))
@@ -779,7 +779,7 @@ def test_four_dimensional_masks():
             if attention == "eager" and not additive:
                 continue
             form = lambda m: torch.zeros(2, 1, *m.shape).masked_fill(~m, low) if additive else m.expand(2, 1, *m.shape)  # noqa: B023,E731
-            cache = TurboQuantCache(model, Recipe(Spec(bits=4), Spec(bits=4), sinks=2, window=4))
+            cache = TurboQuantCache(model, Recipe(Spec(bits=4), Spec(bits=4), sinks=2, recent=4))
             with torch.no_grad():
                 a = model(ids, attention_mask=form(pre), past_key_values=cache).logits
                 b = model(ids[:, :4], attention_mask=form(post), past_key_values=cache).logits
@@ -799,7 +799,7 @@ def test_mask_that_hides_the_first_tokens_at_prefill_only():
     post, results = torch.ones(1, 13, dtype=torch.bool), []
     for attention in ("sdpa", "turboquant"):
         model.set_attn_implementation(attention)
-        cache = TurboQuantCache(model, Recipe(Spec(bits=4), Spec(bits=4), sinks=0, window=0))
+        cache = TurboQuantCache(model, Recipe(Spec(bits=4), Spec(bits=4), sinks=0, recent=0))
         with torch.no_grad():
             model(ids, attention_mask=pre[None, None], past_key_values=cache)
             results.append(model(ids[:, :1], attention_mask=post[None, None], past_key_values=cache).logits)

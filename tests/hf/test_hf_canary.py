@@ -14,13 +14,13 @@ from turboquant_nb.quantizer import Recipe, Spec  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 RECIPES = {
-    "three bits": Recipe(sinks=2, window=5),
-    "two bits": Recipe(Spec(2, center="prompt"), Spec(2), sinks=0, window=0),
-    "pre-RoPE mean": Recipe(Spec(3, center="rope"), Spec(3), sinks=2, window=5),
-    "signs": Recipe(Spec(3, residual="sign"), Spec(3, residual="sign"), sinks=1, window=3),
-    "qjl": Recipe(Spec(3, residual="qjl"), Spec(4), sinks=1, window=7),
-    "fractions": Recipe(Spec(2.5), Spec(3.25), sinks=3, window=5),
-    "decay": Recipe(Spec(4), Spec(3), sinks=2, window=4, decay=300),
+    "three bits": Recipe(sinks=2, recent=5),
+    "two bits": Recipe(Spec(2, center="prompt_mean"), Spec(2), sinks=0, recent=0),
+    "pre-RoPE mean": Recipe(Spec(3, center="pre_rope"), Spec(3), sinks=2, recent=5),
+    "signs": Recipe(Spec(3, residual="sign"), Spec(3, residual="sign"), sinks=1, recent=3),
+    "qjl": Recipe(Spec(3, residual="qjl"), Spec(4), sinks=1, recent=7),
+    "fractions": Recipe(Spec(2.5), Spec(3.25), sinks=3, recent=5),
+    "decay": Recipe(Spec(4), Spec(3), sinks=2, recent=4, decay=300),
 }
 ALL = Watch(rate=1, tail=12, action="raise")  # every layer, at every step that it can
 
@@ -54,9 +54,9 @@ def another_place(side, at):
 def test_healthy_caches_are_silent(name, mode):
     "Padded batches, beams, sampling, chunks: no alarm, the fault is rounding, and the tokens are those of a cache that nobody watches."
     model, inputs = tiny(name), prompt(2, 36)
-    cache = TurboQuantCache(model, Recipe(sinks=2, window=5), watch=ALL)
+    cache = TurboQuantCache(model, Recipe(sinks=2, recent=5), watch=ALL)
     got, _ = generate(model, inputs, "turboquant", cache=cache, max_new_tokens=20, **MODES[mode])
-    assert torch.equal(got, generate(model, inputs, "turboquant", Recipe(sinks=2, window=5), max_new_tokens=20, **MODES[mode])[0])
+    assert torch.equal(got, generate(model, inputs, "turboquant", Recipe(sinks=2, recent=5), max_new_tokens=20, **MODES[mode])[0])
     seen = cache.report()["watch"]
     assert seen["alarms"] == 0 and seen["worst_fault"] < 1e-4
     assert seen["checks"] or "beam" in mode, "beams take others' rows at every step, so a tail never fills"
@@ -64,7 +64,7 @@ def test_healthy_caches_are_silent(name, mode):
 
 def test_drafts_and_crops_are_silent():
     model, ids = tiny(), prompt(1, 12, padded=False)["input_ids"].repeat(1, 3)
-    cache = TurboQuantCache(model, Recipe(sinks=2, window=5), watch=Watch(rate=1, tail=3, action="raise"))
+    cache = TurboQuantCache(model, Recipe(sinks=2, recent=5), watch=Watch(rate=1, tail=3, action="raise"))
     generate(model, dict(input_ids=ids), "turboquant", cache=cache, max_new_tokens=40, prompt_lookup_num_tokens=3)
     assert cache.report()["watch"]["checks"] > 5 and cache.report()["watch"]["worst_fault"] < 1e-4
 
@@ -101,7 +101,7 @@ def test_a_path_that_reads_the_wrong_place(monkeypatch):
                 t.copy_(t.roll(1, 3))
         return serve(q, store, *args, **options)
 
-    cache = TurboQuantCache(model, Recipe(sinks=2, window=2), watch=Watch(rate=1, tail=12))
+    cache = TurboQuantCache(model, Recipe(sinks=2, recent=2), watch=Watch(rate=1, tail=12))
     with torch.no_grad():
         model(ids, past_key_values=cache)
         with warnings.catch_warnings():
@@ -115,7 +115,7 @@ def test_a_path_that_reads_the_wrong_place(monkeypatch):
 
 def test_an_error_limit():
     model = tiny()
-    cache = TurboQuantCache(model, Recipe(Spec(2), Spec(2), window=2), watch=Watch(rate=1, tail=12, max_error=1e-3, action="raise"))
+    cache = TurboQuantCache(model, Recipe(Spec(2), Spec(2), recent=2), watch=Watch(rate=1, tail=12, max_error=1e-3, action="raise"))
     with pytest.raises(CanaryError, match="coding moves attention by"):
         generate(model, prompt(1, 30), "turboquant", cache=cache)
 
@@ -124,7 +124,7 @@ def test_an_error_limit():
 def test_the_rate_is_kept(rate, layers):
     "Checks per layer step, over 200 steps, are at most the rate and not far below; every layer has its turn; exact tails are counted in the report."
     model = tiny(num_hidden_layers=layers)
-    cache = TurboQuantCache(model, Recipe(sinks=1, window=4), watch=Watch(rate=rate, tail=8, action="raise"))
+    cache = TurboQuantCache(model, Recipe(sinks=1, recent=4), watch=Watch(rate=rate, tail=8, action="raise"))
     generate(model, prompt(1, 30, padded=False), "turboquant", cache=cache, max_new_tokens=201)
     checks = cache.report()["watch"]["over_time"]
     assert 0.5 * rate * 200 * layers - 2 <= len(checks) <= rate * 200 * layers + 1

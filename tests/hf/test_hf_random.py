@@ -28,13 +28,13 @@ SEQUENCES = int(os.environ.get("TURBOQUANT_SEQUENCES", 60 if SLOW else 12))
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 HEADS, GROUP, D, WINDOW = 1, 2, 16, 20  # WINDOW: of the sliding layer 0; layer 1 sees everything
 RECIPES = {
-    "k3v3": Recipe(sinks=2, window=5),
-    "no window": Recipe(Spec(4, center="prompt"), Spec(2), sinks=0, window=0),
-    "signs": Recipe(Spec(3, residual="sign"), Spec(3), sinks=1, window=3),
-    "qjl": Recipe(Spec(3, residual="qjl", center="prompt"), Spec(4), sinks=1, window=7),
-    "fractions": Recipe(Spec(2.5), Spec(3.25), sinks=3, window=16),
-    "decay": Recipe(Spec(4, center="prompt"), Spec(3), sinks=2, window=4, decay=30),
-    "turning": Recipe(Spec(3, center="rope"), Spec(3), sinks=2, window=5),
+    "k3v3": Recipe(sinks=2, recent=5),
+    "no window": Recipe(Spec(4, center="prompt_mean"), Spec(2), sinks=0, recent=0),
+    "signs": Recipe(Spec(3, residual="sign"), Spec(3), sinks=1, recent=3),
+    "qjl": Recipe(Spec(3, residual="qjl", center="prompt_mean"), Spec(4), sinks=1, recent=7),
+    "fractions": Recipe(Spec(2.5), Spec(3.25), sinks=3, recent=16),
+    "decay": Recipe(Spec(4, center="prompt_mean"), Spec(3), sinks=2, recent=4, decay=30),
+    "turning": Recipe(Spec(3, center="pre_rope"), Spec(3), sinks=2, recent=5),
 }
 
 
@@ -50,7 +50,7 @@ class Dense:
 
     def __init__(self, spec, recipe, starts, freq):
         self.q, self.recipe, self.starts, self.mean = make_quantizer(spec, D), recipe, starts, None
-        self.freq = freq if spec.center == "rope" else None
+        self.freq = freq if spec.center == "pre_rope" else None
         self.exact = self.coded = self.thin = torch.zeros(len(starts), HEADS, 0, D)
         self.fresh = torch.zeros(0, dtype=torch.bool)  # tokens that have not left the window yet
         self.tail = None  # (first exact position, first of the chunk) while the last chunk was one of a few tokens
@@ -79,10 +79,10 @@ class Dense:
             old.codebook = _EmbeddedCodebook(old.codebook)
             thin = back(old, Coded((coded[1].codes >> 1) + 2**self.q.spec.bits, coded[1].scale)), None
         old, recent = self.exact.shape[2], self.fresh.nonzero()
-        self.tail = (int(recent[0]) if len(recent) else old, old) if 1 < x.shape[2] <= STEPS and old and self.recipe.window else None
+        self.tail = (int(recent[0]) if len(recent) else old, old) if 1 < x.shape[2] <= STEPS and old and self.recipe.recent else None
         self.exact, self.coded, self.thin = (torch.cat([a, b], 2) for a, b in ((self.exact, x), (self.coded, coded[0]), (self.thin, thin[0])))
         n = self.exact.shape[2]
-        self.fresh = torch.cat([self.fresh, torch.ones(x.shape[2], dtype=torch.bool)]) & (torch.arange(n) >= n - self.recipe.window)
+        self.fresh = torch.cat([self.fresh, torch.ones(x.shape[2], dtype=torch.bool)]) & (torch.arange(n) >= n - self.recipe.recent)
 
     def crop(self, n):
         keep = self.exact.shape[2] - n
@@ -90,7 +90,7 @@ class Dense:
         self.fresh = self.fresh[:keep]
         self.tail = self.tail if self.tail and self.tail[1] <= keep else None
         if self.tail:  # the window as the tokens that are left would have made it
-            self.fresh = torch.arange(keep) >= max(self.tail[0], keep - self.recipe.window)
+            self.fresh = torch.arange(keep) >= max(self.tail[0], keep - self.recipe.recent)
 
     def rows(self, index):
         self.exact, self.coded, self.thin = (x[index] for x in (self.exact, self.coded, self.thin))
@@ -118,7 +118,7 @@ class Dense:
         p, start = torch.arange(first, length), torch.tensor(self.starts)[:, None]
         sink = ((p >= start) & (p < start + self.recipe.sinks))[:, None, :, None]
         for at in range(length - n, length):
-            near = (p > at - max(self.recipe.window, 1)) & (p >= (self.tail[0] if self.tail else length - n))
+            near = (p > at - max(self.recipe.recent, 1)) & (p >= (self.tail[0] if self.tail else length - n))
             yield torch.where(sink | near[:, None], self.exact[:, :, first:], coded)
 
     def seen(self, got, chunk):
@@ -301,7 +301,7 @@ class Failing(TorchDispatchMode):
 
 
 def snapshot(store):
-    numbers = (store.length, store.offset, store._window_from, store.past_exact_from, store.key.thin, store.value.thin, store.batch)
+    numbers = (store.length, store.offset, store._recent_from, store.past_exact_from, store.key.thin, store.value.thin, store.batch)
     return numbers, store.start.clone(), [x.clone() for x in store.read()], [x.clone() for side in ("key", "value") for x in store.exact(side)]
 
 

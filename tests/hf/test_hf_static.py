@@ -61,7 +61,7 @@ def test_lookup_crop_and_a_second_turn():
     model = tiny("llama")
     ids = prompt(1, 12, padded=False)["input_ids"].repeat(1, 2)
     outs = []
-    for make in (lambda: TurboQuantCache(model, exact_recipe()), lambda: static(model, Recipe(sinks=0, window=80), 80)):
+    for make in (lambda: TurboQuantCache(model, exact_recipe()), lambda: static(model, Recipe(sinks=0, recent=80), 80)):
         cache = make()
         out, _ = generate(model, dict(input_ids=ids), "turboquant", cache=cache, padding=False, prompt_lookup_num_tokens=3, max_new_tokens=12, **({"disable_compile": True}))
         turn = torch.cat([out, prompt(1, 5, seed=9, padded=False)["input_ids"]], 1)

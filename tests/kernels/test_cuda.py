@@ -17,13 +17,13 @@ DEVICE = "cuda"  # "cpu" executes the bodies below where there is no GPU
 
 RICH = {  # what a side can be beyond one table of whole bits
     "prod": Recipe(residual="prod"),
-    "qjl on both sides": Recipe(Spec(4, center="prompt", residual="qjl"), Spec(2, residual="qjl")),
+    "qjl on both sides": Recipe(Spec(4, center="prompt_mean", residual="qjl"), Spec(2, residual="qjl")),
     "sign": Recipe(residual="sign"),
     "rescale": Recipe(residual="rescale"),
     "2.5 bits": as_recipe("k3v3", 2.5),
-    "a number per channel": Recipe(Spec((4, 1, 2, 3) * 16, center="prompt"), Spec(3.25)),
-    "decay": Recipe(Spec(4, center="prompt"), Spec(3), decay=300),
-    "decay of fractions": Recipe(Spec(3.5, center="prompt"), Spec(2.5), decay=300),
+    "a number per channel": Recipe(Spec((4, 1, 2, 3) * 16, center="prompt_mean"), Spec(3.25)),
+    "decay": Recipe(Spec(4, center="prompt_mean"), Spec(3), decay=300),
+    "decay of fractions": Recipe(Spec(3.5, center="prompt_mean"), Spec(2.5), decay=300),
     "decay of signs": Recipe(Spec(4, residual="sign"), Spec((3, 2) * 32), decay=300),
 }
 
@@ -135,7 +135,7 @@ def test_rich_stores_read_and_attend_alike():
 
 def test_decay_on_the_gpu():
     "Both sides lose a plane of whole tiles, and the memory comes back."
-    for recipe, freed in ((Recipe(Spec(4), Spec(3), sinks=0, window=0), 2), (Recipe(Spec(2.5), Spec(3, residual="sign"), sinks=0, window=0), 1.5)):
+    for recipe, freed in ((Recipe(Spec(4), Spec(3), sinks=0, recent=0), 2), (Recipe(Spec(2.5), Spec(3, residual="sign"), sinks=0, recent=0), 1.5)):
         store = KVStore(recipe, 2, 3, 64, device=DEVICE)
         store.append(states(2, 3, 1000, 64).to(DEVICE), states(2, 3, 1000, 64, seed=1).to(DEVICE))
         before = store.nbytes
@@ -309,7 +309,7 @@ def check_peaks(model, recipe, biases):
         dense = 2 * 2 * tokens * 64 * 2  # keys of one layer in bf16
         print(tokens, peaks[tokens], dense)
     assert peaks[98304][0] < dense / 10 + biases and peaks[98304][1] <= 1.1 * peaks[16384][1]
-    assert not biases or cache.layers[0].store.recipe.key.center == "rope"
+    assert not biases or cache.layers[0].store.recipe.key.center == "pre_rope"
 
 
 def graph_of(model, cache, batch):

@@ -29,11 +29,11 @@ except ImportError:
 from turboquant_nb.attention import attend  # noqa: E402
 from turboquant_nb.kernels import decode, decode_mma, launch, paged, query  # noqa: E402
 from turboquant_nb.kernels.launch import decode_attention, supports  # noqa: E402
-from turboquant_nb.codebook import affine, lloyd_max  # noqa: E402
+from turboquant_nb.codebook import uniform, lloyd_max  # noqa: E402
 from turboquant_nb.transforms import HeadTransform, register_transform  # noqa: E402
 from turboquant_nb.packing import Layout, pack  # noqa: E402
 from turboquant_nb.quantizer import Quantizer, Recipe, Spec  # noqa: E402
-from turboquant_nb.residual import sign_table  # noqa: E402
+from turboquant_nb.residual import sign_codebook  # noqa: E402
 from turboquant_nb.store import KVStore  # noqa: E402
 
 CUDA = torch.cuda.is_available()
@@ -48,16 +48,16 @@ needs_gpu = mark.skipif(not CUDA, reason="needs a CUDA device")
 cpu_only = mark.skipif(CUDA, reason="Triton's interpreter, where there is no GPU")
 
 
-def setup(B=2, H=2, G=2, d=32, dv=None, T=300, kb=3, vb=3, n=1, dtype=torch.float32, center="prompt", vcenter="none", sinks=4, win=16,
+def setup(B=2, H=2, G=2, d=32, dv=None, T=300, kb=3, vb=3, n=1, dtype=torch.float32, center="prompt_mean", vcenter="none", sinks=4, win=16,
           m=0, start=None, end=None, turning=None, static=False, scale="mse", rot="hadamard", tile=256, residual="none", evict=0, big=False, scale_dtype="float16", table="sphere"):
     "A query, a store with T tokens, and the last m of them exact."
     g = torch.Generator().manual_seed(1)
     rand = lambda *s: torch.randn(*s, generator=g)
     dv = dv or d
-    spec = dict(scale=scale, scale_dtype=scale_dtype, table=table)
+    spec = dict(scale=scale, scale_dtype=scale_dtype, codebook=table)
     of_keys, of_values = (random_maps(H, d).name, "hadamard") if rot == "maps" else (rot, rot)
-    recipe = Recipe(Spec(bits=kb, center=center, residual=residual, rotation=of_keys, **spec), Spec(bits=vb, center=vcenter, rotation=of_values, **spec), sinks=sinks, window=win)
-    inv_freq = 10000.0 ** (-torch.arange(0, turning or d, 2) / (turning or d)) if center == "rope" else None
+    recipe = Recipe(Spec(bits=kb, center=center, residual=residual, rotation=of_keys, **spec), Spec(bits=vb, center=vcenter, rotation=of_values, **spec), sinks=sinks, recent=win)
+    inv_freq = 10000.0 ** (-torch.arange(0, turning or d, 2) / (turning or d)) if center == "pre_rope" else None
     fixed = dict(max_length=T + 8, static=True) if static else {}
     store = KVStore(recipe, B, H, d, dv, dtype, DEVICE, tile=tile, inv_freq=inv_freq, **fixed)
     if start is not None:
@@ -109,17 +109,17 @@ def agree_with(q, store):
 
 FEATURES = [
     (dict(G=1), {}), (dict(G=16, H=1), {}), (dict(G=5, n=5, H=1), {}), (dict(n=16, T=40), {}), (dict(n=2), {}), (dict(n=5, m=3), {}),
-    (dict(n=3, m=5), {}), (dict(n=4, m=4), dict(window=300)), (dict(n=5, m=5), dict(softcap=5.0, window=20)), (dict(m=1), {}),
-    (dict(), dict(softcap=5.0)), (dict(), dict(window=50)), (dict(), dict(window=7)), (dict(), dict(scaling=0.3)),
+    (dict(n=3, m=5), {}), (dict(n=4, m=4), dict(sliding_window=300)), (dict(n=5, m=5), dict(softcap=5.0, sliding_window=20)), (dict(m=1), {}),
+    (dict(), dict(softcap=5.0)), (dict(), dict(sliding_window=50)), (dict(), dict(sliding_window=7)), (dict(), dict(scaling=0.3)),
     (dict(start=[0, 37]), {}), (dict(start=[290, 5], n=2), {}), (dict(end=[200, 260]), {}), (dict(end=[200, 260], start=[3, 250]), {}),
-    (dict(start=[0, 280], n=3, m=3), dict(window=40)), (dict(sinks=0, win=0), {}), (dict(sinks=0, win=0, m=2), {}), (dict(sinks=0), {}),
+    (dict(start=[0, 280], n=3, m=3), dict(sliding_window=40)), (dict(sinks=0, win=0), {}), (dict(sinks=0, win=0, m=2), {}), (dict(sinks=0), {}),
     (dict(win=64), {}), (dict(win=0), {}), (dict(T=5), {}), (dict(T=21), {}), (dict(T=257), {}), (dict(T=600), dict(splits=3)), (dict(T=600), dict(splits=7)),
-    (dict(rot="haar", vcenter="prompt"), {}), (dict(rot="identity"), {}), (dict(rot="maps", H=2), {}), (dict(rot="maps", H=2, center="rope", n=3, m=3, vcenter="prompt"), dict(softcap=9.0)),
-    (dict(rot="maps", H=2, center="none", G=5), dict(window=50)), (dict(rot="maps", static=True, dtype=torch.bfloat16), {}), (dict(vcenter="prompt"), {}), (dict(center="none"), {}),
-    (dict(scale="unbiased"), {}), (dict(scale="norm"), {}), (dict(residual="sign"), {}), (dict(table="affine"), {}), (dict(table="gaussian"), {}),
+    (dict(rot="haar", vcenter="prompt"), {}), (dict(rot="identity"), {}), (dict(rot="maps", H=2), {}), (dict(rot="maps", H=2, center="pre_rope", n=3, m=3, vcenter="prompt"), dict(softcap=9.0)),
+    (dict(rot="maps", H=2, center="none", G=5), dict(sliding_window=50)), (dict(rot="maps", static=True, dtype=torch.bfloat16), {}), (dict(vcenter="prompt"), {}), (dict(center="none"), {}),
+    (dict(scale="unbiased"), {}), (dict(scale="norm"), {}), (dict(residual="sign"), {}), (dict(table="uniform"), {}), (dict(table="gaussian"), {}),
     (dict(scale_dtype="bfloat16"), {}), (dict(scale_dtype="float32"), {}), (dict(dtype=torch.float16), {}), (dict(dtype=torch.bfloat16), {}),
-    (dict(center="rope"), {}), (dict(center="rope", n=3, m=3, start=[0, 37], turning=8), dict(softcap=9.0)), (dict(center="rope", static=True, big=True), {}),
-    (dict(center="rope", T=700, evict=300), dict(window=300)), (dict(static=True, start=[5, 0]), {}), (dict(T=700, evict=300), {}), (dict(T=700, evict=600, n=3), dict(window=100)), (dict(big=True), {}),
+    (dict(center="pre_rope"), {}), (dict(center="pre_rope", n=3, m=3, start=[0, 37], turning=8), dict(softcap=9.0)), (dict(center="pre_rope", static=True, big=True), {}),
+    (dict(center="pre_rope", T=700, evict=300), dict(sliding_window=300)), (dict(static=True, start=[5, 0]), {}), (dict(T=700, evict=300), {}), (dict(T=700, evict=600, n=3), dict(sliding_window=100)), (dict(big=True), {}),
 ]
 
 
@@ -258,7 +258,7 @@ def same_arguments(one, two):
 
 @cpu_only
 @needs_triton
-@mark.parametrize("case", (dict(), dict(center="rope"), dict(sinks=0, win=0, n=3, m=3), dict(start=[0, 40], n=2), dict(static=True, center="rope"), dict(n=2, m=2)))
+@mark.parametrize("case", (dict(), dict(center="pre_rope"), dict(sinks=0, win=0, n=3, m=3), dict(start=[0, 40], n=2), dict(static=True, center="pre_rope"), dict(n=2, m=2)))
 def test_repeats_pass_what_a_fresh_call_passes(case, monkeypatch):
     "While a store grows, is cropped, evicted, padded or replaced, a repeated call is refused or passes what a new one would."
     q, store, chunk = setup(**(dict(d=64, G=4, T=250) | case))
@@ -381,13 +381,13 @@ def test_more_refusals():
     with torch.no_grad():
         assert supports(q, store) == (True, "")
     q = q.detach()
-    _, thin, _ = setup(B=1, H=1, T=600, d=64, sinks=0, win=0)
-    thin.decay(600)
-    assert "decay" in supports(q, thin)[1]
-    thin.crop(600)
+    _, truncated_tiles, _ = setup(B=1, H=1, T=600, d=64, sinks=0, win=0)
+    truncated_tiles.decay(600)
+    assert "decay" in supports(q, truncated_tiles)[1]
+    truncated_tiles.crop(600)
     new = torch.randn(1, 1, 9, 64, device=DEVICE)
-    thin.append(new, new)
-    assert supports(q[:, :1], thin) == (True, "") and agree_with(q, thin)  # no tile is thin any more; the table is that of before
+    truncated_tiles.append(new, new)
+    assert supports(q[:, :1], truncated_tiles) == (True, "") and agree_with(q, truncated_tiles)  # no tile is thin any more; the table is that of before
     store.key.tensors["plane0"] = store.key.tensors["plane0"].mT.contiguous().mT
     assert "contiguous" in supports(q, store)[1]
     with pytest.raises(ValueError, match="'auto', 'fragments' or 'portable'"):
@@ -409,7 +409,7 @@ def test_bad_arguments():
     bad = [
         (dict(q=q[0]), "q must have shape"), (dict(q=q[..., :8]), "q must have shape"), (dict(k=chunk["k"]), "given together"),
         (dict(k=chunk["k"], v=chunk["v"][:, :, :1]), "given together"), (dict(k=chunk["k"][..., :8], v=chunk["v"]), "k must have shape"),
-        (dict(window=0), "window must be positive"), (dict(softcap=-1.0), "softcap must be positive"), (dict(splits=0), "splits must be positive"),
+        (dict(sliding_window=0), "window must be positive"), (dict(softcap=-1.0), "softcap must be positive"), (dict(splits=0), "splits must be positive"),
     ]
     for arguments, why in bad:
         with pytest.raises(ValueError, match=why):
@@ -464,9 +464,9 @@ def looked_up(codes, levels, along):
 @mark.parametrize("d", (16, 64, 96, 128, 256))
 def test_ptx_emulated(bits, along, d):
     g = torch.Generator().manual_seed(0)
-    for book in (lloyd_max(bits), lloyd_max(bits, d), affine(bits), sign_table(bits)):
+    for book in (lloyd_max(bits), lloyd_max(bits, d), uniform(bits), sign_codebook(bits)):
         codes = torch.randint(0, 2**bits, (256, d), dtype=torch.uint8, generator=g)
-        levels = book.snap().int8().levels
+        levels = book.to_int8_grid().int8().levels
         assert torch.equal(looked_up(codes, levels, along), levels[codes.int()])
     wild = torch.randint(-128, 128, (2**bits,), generator=g).to(torch.int8)  # any table of int8, symmetric or not
     assert torch.equal(looked_up(codes, wild, along), wild[codes.int()])
@@ -491,15 +491,15 @@ def pooled(store, lengths, seed=0):
     table = torch.full((b, tiles + 2), 2**30, dtype=torch.int32, device=DEVICE)
     table[:, :tiles] = order.view(b, tiles)
     lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    turns = store.turns if store.recipe.key.center == "rope" else None
-    if turns is not None:
-        turns = torch.cat([turns, torch.full(((tiles + 1) * store.tile, turns.shape[1]), float("nan"), dtype=turns.dtype, device=DEVICE)])
-    return paged.Pages(store.key.q, store.value.q, *sides[0], *sides[1], table[:, : tiles + 1], lengths, kt.get("mean"), vt.get("mean"), turns)
+    cos_sin_table = store.cos_sin_table if store.recipe.key.center == "pre_rope" else None
+    if cos_sin_table is not None:
+        cos_sin_table = torch.cat([cos_sin_table, torch.full(((tiles + 1) * store.tile, cos_sin_table.shape[1]), float("nan"), dtype=cos_sin_table.dtype, device=DEVICE)])
+    return paged.Pages(store.key.q, store.value.q, *sides[0], *sides[1], table[:, : tiles + 1], lengths, kt.get("mean"), vt.get("mean"), cos_sin_table)
 
 
 PAGES = [(p, case, options) for p in (16, 32, 64, 128, 256) for case, options in (
-    (dict(), {}), (dict(n=3, G=4), dict(window=100)), (dict(n=5, m=5, d=80), dict(softcap=5.0)), (dict(kb=2, vb=4, rot="haar", vcenter="prompt"), {}),
-    (dict(center="rope", n=2), {}))]
+    (dict(), {}), (dict(n=3, G=4), dict(sliding_window=100)), (dict(n=5, m=5, d=80), dict(softcap=5.0)), (dict(kb=2, vb=4, rot="haar", vcenter="prompt"), {}),
+    (dict(center="pre_rope", n=2), {}))]
 
 
 def check_pages(name, limit, page, case, options):
@@ -547,17 +547,17 @@ def test_pages_refuse():
         (dict(table=p.table.long()), TypeError, "table must be int32"), (dict(lengths=p.lengths[:0]), ValueError, "must have shapes"),
         (dict(key_planes=p.key_planes[:1]), ValueError, "key_planes must be"), (dict(value_scale=p.value_scale[:2]), ValueError, "one shape"),
         (dict(key_planes=[x.float() for x in p.key_planes]), ValueError, "uint8"),
-        (dict(turns=torch.ones(9, 64)), ValueError, "center is 'rope'"),
+        (dict(cos_sin_table=torch.ones(9, 64)), ValueError, "center is 'rope'"),
         (dict(key=Quantizer(Spec(rotation=random_maps(3, 64).name), 64, DEVICE)), ValueError, "a transform of 3 heads cannot serve 1"),
     ):
         with pytest.raises(error, match=message):
             paged.Pages(**args | wrong)
-    _, turning, _ = setup(sinks=0, win=0, d=64, B=1, H=1, center="rope")
+    _, turning, _ = setup(sinks=0, win=0, d=64, B=1, H=1, center="pre_rope")
     p2 = pooled(turning, [300])
-    args2 = dict(args, key=p2.key, value=p2.value, key_mean=p2.key_mean, turns=p2.turns)
+    args2 = dict(args, key=p2.key, value=p2.value, key_mean=p2.key_mean, cos_sin_table=p2.cos_sin_table)
     for wrong, message in (
-        (dict(turns=None), "center is 'rope'"), (dict(key_mean=None), "needs key_mean"), (dict(turns=p2.turns[:9]), "float16 .at least"),
-        (dict(turns=p2.turns.float()), "float16"), (dict(turns=p2.turns[:, :1]), "float16"),
+        (dict(cos_sin_table=None), "center is 'rope'"), (dict(key_mean=None), "needs key_mean"), (dict(cos_sin_table=p2.cos_sin_table[:9]), "float16 .at least"),
+        (dict(cos_sin_table=p2.cos_sin_table.float()), "float16"), (dict(cos_sin_table=p2.cos_sin_table[:, :1]), "float16"),
     ):
         with pytest.raises(ValueError, match=message):
             paged.Pages(**args2 | wrong)
@@ -662,7 +662,7 @@ def test_gpu_poison_and_nan():
 @needs_triton
 def test_gpu_graph():
     "A replayed graph gives the same bits, and reads what has changed in place."
-    for case in (dict(d=128), dict(d=96, n=3, m=3), dict(d=128, rot="maps", center="rope")):
+    for case in (dict(d=128), dict(d=96, n=3, m=3), dict(d=128, rot="maps", center="pre_rope")):
         q, store, chunk = setup(**(dict(G=4, T=3000) | case))
         want = decode_attention(q, store, **chunk)
         graph = torch.cuda.CUDAGraph()

@@ -57,7 +57,7 @@ def agree(fused, plain, chunks, ties=3e-3):
             assert u.shape == t.shape and u.dtype == t.dtype and u.is_contiguous() == t.is_contiguous(), n
             if n.startswith("plane") and not differ.any():
                 assert torch.equal(u, t), n
-            elif n in ("mean", "sinks", "window"):
+            elif n in ("mean", "sinks", "recent"):
                 assert torch.equal(u, t), n
     assert fused.length == plain.length
 
@@ -79,25 +79,25 @@ def chunks(lengths, b=1, h=2, dk=32, dv=None, dtype=torch.bfloat16, shift=0.5):
 @pytest.mark.parametrize("bk", (1, 2, 3, 4))
 @pytest.mark.parametrize("bv", (1, 2, 3, 4))
 def test_bits(bk, bv):
-    both(Recipe(Spec(bits=bk, center="prompt"), Spec(bits=bv)), chunks((70, 1)))
+    both(Recipe(Spec(bits=bk, center="prompt_mean"), Spec(bits=bv)), chunks((70, 1)))
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
 @pytest.mark.parametrize("rotation", ("hadamard", "haar", "identity"))
 def test_dtypes_and_rotations(dtype, rotation):
-    spec = Spec(rotation=rotation, center="prompt")
+    spec = Spec(rotation=rotation, center="prompt_mean")
     both(Recipe(spec, replace(spec, center="none", bits=4)), chunks((70,), dtype=dtype), dtype)
 
 
 @pytest.mark.parametrize("lengths", ((1, 1, 1), (62, 5), (254, 5), (200, 300), (600,), (256, 256), (63, 1, 1, 190, 2, 300)))
 def test_positions(lengths):
     "One token at every class of position, runs over a quarter and over tiles, whole tiles."
-    both(Recipe(Spec(center="prompt"), Spec(bits=2)), chunks(lengths))
+    both(Recipe(Spec(center="prompt_mean"), Spec(bits=2)), chunks(lengths))
 
 
 def turning(d, r, base=100.0):
     "A recipe with a centre that turns, and frequencies of r of d channels."
-    return Recipe(Spec(center="rope"), Spec(bits=4)), base ** (-torch.arange(r // 2) / (r // 2))
+    return Recipe(Spec(center="pre_rope"), Spec(bits=4)), base ** (-torch.arange(r // 2) / (r // 2))
 
 
 @pytest.mark.parametrize("d,r,dtype", ((32, 32, torch.bfloat16), (64, 32, torch.float16), (80, 80, torch.float32), (128, 128, torch.bfloat16), (256, 256, torch.bfloat16), (256, 128, torch.float32)))
@@ -112,7 +112,7 @@ def test_turning_centre(d, r, dtype):
             for k, v in parts:
                 add(store, k, v)
         agree(fused, plain, parts)
-        assert torch.equal(fused.turns, plain.turns) and fused.key.mean.abs().max() > 0.5
+        assert torch.equal(fused.rope_table, plain.rope_table) and fused.key.mean.abs().max() > 0.5
 
 
 def test_turning_centre_of_fewer_rows_than_a_program_has():
@@ -135,21 +135,21 @@ def mapped(heads, d, **kwargs):
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
-@pytest.mark.parametrize("center", ("none", "prompt", "rope"))
+@pytest.mark.parametrize("center", ("none", "prompt_mean", "pre_rope"))
 def test_maps(dtype, center):
     "Whole and partly new tiles, short appends of fewer and of more rows than a program has."
-    freq = {"inv_freq": turning(64, 64)[1]} if center == "rope" else {}
+    freq = {"inv_freq": turning(64, 64)[1]} if center == "pre_rope" else {}
     both(mapped(3, 64, center=center), chunks((70, 1, 18, 5, 200), b=2, h=3, dk=64, dtype=dtype, shift=2.0), dtype, tile=128, **freq)
 
 
 @pytest.mark.parametrize("d", (16, 80, 128, 256))
 def test_maps_of_other_sizes(d):
-    both(mapped(2, d, center="prompt", bits=4), chunks((70, 2), dk=d), ties=2e-2)
+    both(mapped(2, d, center="prompt_mean", bits=4), chunks((70, 2), dk=d), ties=2e-2)
 
 
 def test_maps_of_a_static_store():
     "Appends that a device places, as in a recording."
-    recipe, parts = mapped(2, 32, center="prompt"), chunks((70, 1, 1), b=2)
+    recipe, parts = mapped(2, 32, center="prompt_mean"), chunks((70, 1, 1), b=2)
     fused, plain = both(recipe, parts, max_length=100, static=True)
     assert int(fused.position) == int(plain.position) == 72
     with pytest.raises(ValueError, match="a transform of 2 heads cannot serve 3"):
@@ -183,7 +183,7 @@ def in_recording(store, k, v):
     kernel._append_at(*store._by_position(k, v))
 
 
-@pytest.mark.parametrize("center", ("none", "prompt", "rope"))
+@pytest.mark.parametrize("center", ("none", "prompt_mean", "pre_rope"))
 @pytest.mark.parametrize("lengths", ((100, 1, 5, 70, 1), (1, 1, 64, 1, 130), (3, 60, 66)))
 def test_where_the_device_counts(center, lengths):
     "Static stores, eager and as a recording does it, hold what a plain store holds."
@@ -195,7 +195,7 @@ def test_where_the_device_counts(center, lengths):
     for k, v in parts:
         plain.append(k, v)
     torch._dynamo.reset()
-    compiled = [torch.compile(kernel.append, fullgraph=True, backend="eager")] if center == "rope" and lengths[0] == 100 else []
+    compiled = [torch.compile(kernel.append, fullgraph=True, backend="eager")] if center == "pre_rope" and lengths[0] == 100 else []
     for add in (kernel.append, in_recording, *compiled):
         store = make(True)
         places = [t.data_ptr() for t in (*store._fixed(), store.position, *store.tables())]
@@ -236,7 +236,7 @@ def test_cuda_graph(center):
 
 def test_a_recording_that_does_not_fit():
     "Nothing is written, the last token becomes NaN, and `sync` says so once."
-    store = KVStore(Recipe(Spec(center="prompt"), Spec()), 1, 2, 32, dtype=torch.bfloat16, device=DEVICE, max_length=104, static=True)
+    store = KVStore(Recipe(Spec(center="prompt_mean"), Spec()), 1, 2, 32, dtype=torch.bfloat16, device=DEVICE, max_length=104, static=True)
     x = states(1, 2, 100, 32)
     kernel.append(store, x, x)
     for n in (3, 3, 70):
@@ -253,7 +253,7 @@ def test_a_recording_that_does_not_fit():
 @pytest.mark.parametrize("first", (0, 1, 63, 64, 127, 128, 191, 192, 255, 256))
 def test_one_token_leaves_others_alone(first):
     "Planes full of random codes change in the slots of one token only."
-    recipe = Recipe(Spec(bits=3), Spec(bits=4), sinks=0, window=0)
+    recipe = Recipe(Spec(bits=3), Spec(bits=4), sinks=0, recent=0)
     store = KVStore(recipe, 1, 2, 32, dtype=torch.bfloat16, device=DEVICE, max_length=512)
     gen, before = torch.Generator().manual_seed(1), {}
     for name, side in (("key", store.key), ("value", store.value)):
@@ -285,9 +285,9 @@ def test_scales(scale, kind):
     both(Recipe(Spec(scale=scale, scale_dtype=kind), Spec(bits=2, scale=scale, scale_dtype=kind)), chunks((40,)))
 
 
-@pytest.mark.parametrize("table", ("gaussian", "affine"))
+@pytest.mark.parametrize("table", ("gaussian", "uniform"))
 def test_tables_and_sign_residual(table):
-    both(Recipe(Spec(bits=4, table=table), Spec(bits=3, residual="sign")), chunks((40,)))
+    both(Recipe(Spec(bits=4, codebook=table), Spec(bits=3, residual="sign")), chunks((40,)))
 
 
 @pytest.mark.parametrize("tile", (16, 100))
@@ -311,7 +311,7 @@ def test_decay_evict_crop():
     parts = chunks((300, 300, 5))
     fused, plain = both(recipe, parts, tile=64)
     for store in (fused, plain):
-        assert store.key.thin > 0
+        assert store.key.truncated_tiles > 0
         store.crop(30)
         store.evict(200)
     more = chunks((50,), shift=0)
@@ -458,7 +458,7 @@ def test_addresses_are_those_of_the_tensors():
         given, addresses = side.arguments(x, tensors, 3), side.pointers(x.data_ptr(), x.stride(), tensors, 3)
         for name, a, b in zip(given._fields, given, addresses):
             assert b == (a.data_ptr() if isinstance(a, torch.Tensor) else a), name
-        assert given.P0 is one.tensors["plane0"] and given.SCALE is one.tensors["scale"] and given.RING is one.tensors["window"]
+        assert given.P0 is one.tensors["plane0"] and given.SCALE is one.tensors["scale"] and given.RING is one.tensors["recent"]
 
 
 @pytest.fixture(scope="module")

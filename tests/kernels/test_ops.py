@@ -16,7 +16,7 @@ def filled(device="cpu", **kwargs):
     return store, torch.randn(2, 8, 3, 64, generator=g).to(device)
 
 
-@pytest.mark.parametrize("call", [dict(), dict(window=50), dict(softcap=20.0), dict(causal=False), dict(scaling=0.3)])
+@pytest.mark.parametrize("call", [dict(), dict(sliding_window=50), dict(softcap=20.0), dict(causal=False), dict(scaling=0.3)])
 def test_auto_is_the_reference_on_a_cpu(call):
     store, q = filled()
     got, want = ops.attend(q, store, **call), attention.attend(q, store, **call)
@@ -86,9 +86,9 @@ def test_a_refused_append_changes_nothing(bad):
 
 # --- long chunks -----------------------------------------------------------------------------------
 
-CHUNKS = [dict(), dict(window=20), dict(window=120), dict(window=400), dict(scaling=0.3)]
-KINDS = {"plain": Recipe(), "mean": Recipe(key=Spec(center="prompt"), value=Spec(center="prompt")), "qjl": Recipe(residual="prod"), "bits": Recipe(key=Spec(bits=2.5)), "decay": Recipe(decay=256),
-         "exact": Recipe(sinks=3, window=100), "turning": Recipe(key=Spec(center="rope"))}
+CHUNKS = [dict(), dict(sliding_window=20), dict(sliding_window=120), dict(sliding_window=400), dict(scaling=0.3)]
+KINDS = {"plain": Recipe(), "mean": Recipe(key=Spec(center="prompt_mean"), value=Spec(center="prompt_mean")), "qjl": Recipe(residual="prod"), "bits": Recipe(key=Spec(bits=2.5)), "decay": Recipe(decay=256),
+         "exact": Recipe(sinks=3, recent=100), "turning": Recipe(key=Spec(center="pre_rope"))}
 
 
 @pytest.mark.parametrize("call", CHUNKS)
@@ -100,13 +100,13 @@ def test_long_chunks_are_the_reference(call, kind, start, monkeypatch):
     device = "cuda" if CUDA else "cpu"
     g = torch.Generator().manual_seed(0)
     new = lambda h, n: torch.randn(2, h, n, 64, generator=g).to(device)  # noqa: E731
-    turns = dict(inv_freq=1e4 ** -(torch.arange(32) / 32)) if kind == "turning" else {}
-    store = KVStore(KINDS[kind], 2, 2, 64, device=device, **turns)
+    rope_table = dict(inv_freq=1e4 ** -(torch.arange(32) / 32)) if kind == "turning" else {}
+    store = KVStore(KINDS[kind], 2, 2, 64, device=device, **rope_table)
     store.set_range(start=torch.tensor(start))
     store.append(new(2, 300) + 3, new(2, 300))
     k, v, q = new(2, 70), new(2, 70), new(8, 70)
     store.append(k, v)
-    assert ops.choose(q, store, k, v, window=call.get("window"))[0] == "flash"
+    assert ops.choose(q, store, k, v, sliding_window=call.get("sliding_window"))[0] == "flash"
     got, want = ops.attend(q, store, k, v, **call), attention.attend(q, store, k, v, **call)
     assert torch.allclose(got[0], want[0], atol=2e-5), (got[0] - want[0]).abs().max()
     assert torch.equal(got[1].isinf(), want[1].isinf())
@@ -115,7 +115,7 @@ def test_long_chunks_are_the_reference(call, kind, start, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype, limit", [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
-@pytest.mark.parametrize("call", [dict(), dict(window=100)])
+@pytest.mark.parametrize("call", [dict(), dict(sliding_window=100)])
 def test_long_chunks_in_half_precision(dtype, limit, call):
     device = "cuda" if CUDA else "cpu"
     new = lambda h, n: torch.randn(2, h, n, 64, generator=torch.Generator().manual_seed(h + n)).to(device, dtype)  # noqa: E731
@@ -166,9 +166,9 @@ def test_an_answer_is_kept_and_given_up_when_it_no_longer_holds():
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
-@pytest.mark.parametrize("call", [dict(), dict(window=50), dict(softcap=20.0)])
+@pytest.mark.parametrize("call", [dict(), dict(sliding_window=50), dict(softcap=20.0)])
 def test_triton_agrees_on_a_gpu(call):
-    store, q = filled("cuda", key=Spec(center="prompt"))
+    store, q = filled("cuda", key=Spec(center="prompt_mean"))
     assert ops.explain(q, store, **call)["triton"][0]
     got, want = ops.attend(q, store, backend="triton", **call), attention.attend(q, store, **call)
     assert (got[0] - want[0]).norm() <= 1e-3 * want[0].norm()
@@ -176,10 +176,10 @@ def test_triton_agrees_on_a_gpu(call):
 
 
 @pytest.mark.parametrize("window,start", ((0, None), (16, [0, 37]), (16, None)))
-def test_a_range_is_read_as_a_part_of_the_whole(window, start):
+def test_a_range_is_read_as_a_part_of_the_whole(sliding_window, start):
     "`KVStore.read(first, last)`, which long chunks go through, block by block; exact tokens of other blocks stay out. The mutant is the next range."
     g = torch.Generator().manual_seed(0)
-    store = KVStore(Recipe(Spec(3, center="prompt"), Spec(3), sinks=4, window=window), 2, 2, 64)
+    store = KVStore(Recipe(Spec(3, center="prompt_mean"), Spec(3), sinks=4, recent=sliding_window), 2, 2, 64)
     if start is not None:
         store.set_range(start=torch.tensor(start))
     for n in (290, 10):

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from turboquant_nb.codebook import lloyd_max
-from turboquant_nb.quantizer import PRESETS, Coded, Quantizer, Recipe, Spec, as_recipe, channel_bits, decode, decode_rotated, encode, preset, scalar_table
+from turboquant_nb.quantizer import PRESETS, Coded, Quantizer, Recipe, Spec, as_recipe, channel_bits, decode, decode_rotated, encode, preset, scalar_codebook
 from turboquant_nb.rotation import make_rotation
 from turboquant_nb.testing import raises, same, within_z
 
@@ -46,7 +46,7 @@ def test_a_seed_of_another_kind(bad):
 
 @pytest.mark.parametrize("kwargs, error, name", [
     (dict(key=3), TypeError, "key"), (dict(value=None), TypeError, "value"), (dict(sinks=-1), ValueError, "sinks"), (dict(sinks=1.0), TypeError, "sinks"),
-    (dict(window=-5), ValueError, "window"), (dict(window=True), TypeError, "window"), (dict(decay=2.0), TypeError, "decay"), (dict(decay=True), TypeError, "decay"),
+    (dict(recent=-5), ValueError, "recent"), (dict(recent=True), TypeError, "recent"), (dict(decay=2.0), TypeError, "decay"), (dict(decay=True), TypeError, "decay"),
 ])
 def test_recipe_refuses(kwargs, error, name):
     with pytest.raises(error, match=name):
@@ -55,12 +55,12 @@ def test_recipe_refuses(kwargs, error, name):
 
 def test_recipe_json_round_trip_and_hash():
     for bits, rotation, scale in product((1, 4), ("hadamard", "haar", "identity"), ("norm", "mse", "unbiased")):
-        for table, center, dtype in product(("sphere", "gaussian", "affine"), ("none", "prompt"), ("float16", "bfloat16", "float32")):
+        for table, center, dtype in product(("sphere", "gaussian", "uniform"), ("none", "prompt_mean"), ("float16", "bfloat16", "float32")):
             key = Spec(bits, rotation, 7, scale, table, center, dtype)
-            recipe = Recipe(key=key, value=Spec(bits=2), sinks=3, window=5)
+            recipe = Recipe(key=key, value=Spec(bits=2), sinks=3, recent=5)
             again = Recipe.from_json(recipe.to_json())
             assert again == recipe and hash(again) == hash(recipe) and again.to_json() == recipe.to_json()
-            assert recipe != replace(recipe, window=6) and asdict(again) == asdict(recipe)
+            assert recipe != replace(recipe, recent=6) and asdict(again) == asdict(recipe)
     assert len({Recipe(), Recipe(), preset("k2v2")}) == 2
     with pytest.raises(AttributeError):
         Recipe().sinks = 9
@@ -84,15 +84,15 @@ def test_bits_and_residuals_round_trip():
 
 
 def test_residual_shorthand():
-    base = Recipe(Spec(4, center="prompt", seed=5), Spec(2), 1, 2)
+    base = Recipe(Spec(4, center="prompt_mean", seed=5), Spec(2), 1, 2)
     for name, key in (("none", {}), ("sign", dict(residual="sign")), ("prod", dict(residual="qjl")), ("rescale", dict(scale="unbiased"))):
         r = Recipe(base.key, base.value, 1, 2, residual=name)
         assert r == replace(base, key=replace(base.key, **key)) == replace(base, residual=name) == as_recipe(r)
-        assert Recipe.from_json(r.to_json()) == r == replace(r, window=2) and "decay" in r.to_json()
-        body = {"key": asdict(base.key), "value": asdict(base.value), "sinks": 1, "window": 2, "residual": name}
+        assert Recipe.from_json(r.to_json()) == r == replace(r, recent=2) and "decay" in r.to_json()
+        body = {"key": asdict(base.key), "value": asdict(base.value), "sinks": 1, "recent": 2, "residual": name}
         assert Recipe.from_json(json.dumps(body)) == r
     assert Recipe(Spec(4, residual="sign"), Spec(), residual="none").key.residual == "none"
-    assert as_recipe(Recipe(residual="prod"), bits=2).key == Spec(2, center="prompt", residual="qjl")
+    assert as_recipe(Recipe(residual="prod"), bits=2).key == Spec(2, center="prompt_mean", residual="qjl")
     for bad in ("qjl", "", 1, True):
         with pytest.raises(ValueError, match="residual must be one of"):
             Recipe(residual=bad)
@@ -148,7 +148,7 @@ def test_own_codebook():
     for spec in (Spec(3, residual="sign"), Spec(2.5), Spec((3,) * 8)):
         with pytest.raises(ValueError, match="make_quantizer"):
             Quantizer(spec, 8)
-        q, plain = Quantizer(spec, 8, codebook=Shifted(scalar_table("sphere", 3, 8).snap())), Quantizer(Spec(3), 8)
+        q, plain = Quantizer(spec, 8, codebook=Shifted(scalar_codebook("sphere", 3, 8).to_int8_grid())), Quantizer(Spec(3), 8)
         a, b = encode(q, x), encode(plain, x)
         same(a.codes, b.codes + 100)
         same(decode(q, a), decode(plain, b))
@@ -188,7 +188,7 @@ def test_presets_and_as_recipe():
 # --- encode and decode ----------------------------------------------------------------------------
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("rotation, scale, table", list(product(("hadamard", "haar", "identity"), ("norm", "mse", "unbiased"), ("sphere", "gaussian", "affine"))))
+@pytest.mark.parametrize("rotation, scale, table", list(product(("hadamard", "haar", "identity"), ("norm", "mse", "unbiased"), ("sphere", "gaussian", "uniform"))))
 def test_all_specs(rotation, scale, table, dtype, gen):
     for bits, d, scale_dtype in ((1, 17, "float16"), (2, 64, "bfloat16"), (3, 33, "float32"), (4, 7, "float16")):
         q = Quantizer(Spec(bits, rotation, 3, scale, table, "none", scale_dtype), d)
@@ -206,8 +206,8 @@ def test_all_specs(rotation, scale, table, dtype, gen):
 
 @pytest.mark.parametrize("d", [1, 2, 3, 5, 16, 24, 63, 80, 127, 320])
 def test_any_head_size(d, gen):
-    for table in ("sphere", "gaussian", "affine"):
-        q = Quantizer(Spec(bits=4, table=table), d)
+    for table in ("sphere", "gaussian", "uniform"):
+        q = Quantizer(Spec(bits=4, codebook=table), d)
         assert relative(q, torch.randn(50, d, generator=gen)) < 0.2
 
 
@@ -222,7 +222,7 @@ def test_blocks_do_not_matter(gen):
 
 
 def test_non_contiguous_expanded_and_mean_forms(gen):
-    q = Quantizer(Spec(bits=3, center="prompt"), 24)
+    q = Quantizer(Spec(bits=3, center="prompt_mean"), 24)
     base = torch.randn(2, 30, 4, 24, generator=gen)
     x, dense = base.transpose(1, 2), base.transpose(1, 2).contiguous()
     same(encode(q, x).codes, encode(q, dense).codes)

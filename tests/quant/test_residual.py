@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from turboquant_nb.codebook import affine, lloyd_max, lloyd_max_samples, partial_moments
+from turboquant_nb.codebook import uniform, lloyd_max, lloyd_max_samples, partial_moments
 from turboquant_nb.qjl import pack_signs, qjl_decode, qjl_scores, sign_bits
 from turboquant_nb.quantizer import Coded, Quantizer, Spec, decode, decode_rotated, encode
 from turboquant_nb.rates import truncate
-from turboquant_nb.residual import ProdQuantizer, prod_decode_rotated, prod_encode, sign_gain, sign_table
+from turboquant_nb.residual import ProdQuantizer, prod_decode_rotated, prod_encode, sign_gain, sign_codebook
 from turboquant_nb.rotation import make_rotation
 from turboquant_nb.testing import same
 
@@ -26,7 +26,7 @@ def prod(bits=3, d=64, kind="gaussian", **kw):
 @pytest.mark.parametrize("d", DIMS)
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_sign_table_is_a_nearest_level_code(bits, d):
-    base, t = lloyd_max(bits - 1, d), sign_table(bits, d)
+    base, t = lloyd_max(bits - 1, d), sign_codebook(bits, d)
     step = math.sqrt(sign_gain(base))
     assert t.levels.shape == (2**bits,) and t.edges.shape == (2**bits - 1,) and t.bits == bits
     assert (t.levels.diff() > 0).all() and (t.edges.diff() > 0).all()
@@ -42,7 +42,7 @@ def test_sign_table_is_a_nearest_level_code(bits, d):
 @pytest.mark.parametrize("bits", (2, 3, 4, 6))
 def test_sign_table_error_from_moments(bits, d):
     "D = Σ over cells of ∫(x - level)² f, by another route than the gain."
-    t = sign_table(bits, d)
+    t = sign_codebook(bits, d)
     mid = (t.levels64[1:] + t.levels64[:-1]) / 2
     m0, m1, m2 = partial_moments(np.append(-np.inf, mid), np.append(mid, np.inf), d)
     assert float((m2 - 2 * t.levels64 * m1 + t.levels64**2 * m0).sum()) == pytest.approx(t.mse, abs=1e-11)
@@ -57,14 +57,14 @@ def test_gain_of_one_bit_in_closed_form():
 
 
 def test_known_figure():
-    assert sign_table(4).mse == pytest.approx(0.01217, abs=1e-5)
+    assert sign_codebook(4).mse == pytest.approx(0.01217, abs=1e-5)
     assert lloyd_max(4).mse == pytest.approx(0.00950, abs=1e-5)
 
 
 @pytest.mark.parametrize("bits", (2, 3, 4, 5))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16, torch.float64))
 def test_two_stages_equal_one_table(bits, dtype, gen):
-    base, t = lloyd_max(bits - 1, 64), sign_table(bits, 64)
+    base, t = lloyd_max(bits - 1, 64), sign_codebook(bits, 64)
     step = math.sqrt(sign_gain(base))
     x = (torch.randn(20_000, generator=gen) * 1.3).to(dtype)
     level = base.decode(base.encode(x))
@@ -76,15 +76,15 @@ def test_two_stages_equal_one_table(bits, dtype, gen):
 
 
 def test_sign_table_is_cached_and_other_bases():
-    assert sign_table(3, 64) is sign_table(3, 64) is sign_table(3, base=lloyd_max(2, 64))
-    assert sign_table(np.int64(3), 64) is sign_table(3, 64)
-    even = sign_table(4, base=affine(3, 128))
-    assert even.law == "sign" and even.dim == 128 and even.mse < affine(3, 128).mse
-    twice = sign_table(4, base=sign_table(3))  # two signs
-    assert lloyd_max(4).mse < twice.mse < sign_table(3).mse
-    assert sign_table(2, 64, base=lloyd_max(1, 64)).dim == 64
+    assert sign_codebook(3, 64) is sign_codebook(3, 64) is sign_codebook(3, base=lloyd_max(2, 64))
+    assert sign_codebook(np.int64(3), 64) is sign_codebook(3, 64)
+    even = sign_codebook(4, base=uniform(3, 128))
+    assert even.law == "sign" and even.dim == 128 and even.mse < uniform(3, 128).mse
+    twice = sign_codebook(4, base=sign_codebook(3))  # two signs
+    assert lloyd_max(4).mse < twice.mse < sign_codebook(3).mse
+    assert sign_codebook(2, 64, base=lloyd_max(1, 64)).dim == 64
     with torch.inference_mode():
-        fresh = sign_table(5, 77)
+        fresh = sign_codebook(5, 77)
     assert not fresh.levels.is_inference()
 
 
@@ -92,10 +92,10 @@ def test_gain_uses_the_cells_of_the_table():
     "Levels that are not in the middle between edges: a truncated and a snapped table, by quadrature."
     x = (np.arange(400_000) + 0.5) / 400_000 * 16 - 8
     w = np.exp(-x * x / 2) / np.exp(-x * x / 2).sum()
-    for book in (truncate(lloyd_max(4)), lloyd_max(3).snap(), truncate(lloyd_max(4), 2), lloyd_max(2)):
+    for book in (truncate(lloyd_max(4)), lloyd_max(3).to_int8_grid(), truncate(lloyd_max(4), 2), lloyd_max(2)):
         e = x - book.levels64[np.searchsorted(book.edges.double().numpy(), x)]
         assert sign_gain(book) == pytest.approx(float(w @ np.abs(e)) ** 2, rel=1e-5)
-        t = sign_table(book.bits + 1, base=book)
+        t = sign_codebook(book.bits + 1, base=book)
         error = x - t.levels64[np.searchsorted(t.edges.double().numpy(), x)]
         assert t.mse == pytest.approx(float(w @ error**2), rel=1e-5)  # of the nearest-level code that it is
 
@@ -103,32 +103,32 @@ def test_gain_uses_the_cells_of_the_table():
 @pytest.mark.parametrize("d", (16, 64, 96, 128))
 def test_sign_table_in_a_quantizer(d, gen):
     x = torch.randn(2, 3, 50, d, generator=gen)
-    q = Quantizer(Spec(bits=3, residual="sign", scale="norm", rotation="haar"), d, codebook=sign_table(3, d))
+    q = Quantizer(Spec(bits=3, residual="sign", scale="norm", rotation="haar"), d, codebook=sign_codebook(3, d))
     coded = encode(q, x)
     assert coded.signs is None and coded.codes.max() < 8
     error = (decode(q, coded) - x).square().sum(-1) / x.square().sum(-1)
-    assert float(error.mean()) == pytest.approx(sign_table(3, d).mse, rel=0.08)
+    assert float(error.mean()) == pytest.approx(sign_codebook(3, d).mse, rel=0.08)
 
 
 @pytest.mark.parametrize("bits, error", ((1, ValueError), (0, ValueError), (9, ValueError), (2.5, TypeError), (True, TypeError), ("3", TypeError)))
 def test_sign_table_refuses_bits(bits, error):
     with pytest.raises(error, match="bits must be"):
-        sign_table(bits)
+        sign_codebook(bits)
 
 
 def test_sign_table_refuses_bases():
     with pytest.raises(ValueError, match="base must have 2 bits, got 3 bits"):
-        sign_table(3, base=lloyd_max(3))
+        sign_codebook(3, base=lloyd_max(3))
     with pytest.raises(ValueError, match="d = 64, got 2 bits and d = 128"):
-        sign_table(3, 64, base=lloyd_max(2, 128))
+        sign_codebook(3, 64, base=lloyd_max(2, 128))
     with pytest.raises(TypeError, match="base must be a Codebook, got int"):
-        sign_table(3, base=2)
+        sign_codebook(3, base=2)
     samples = lloyd_max_samples(torch.linspace(-1, 1, 99), 2)
     with pytest.raises(ValueError, match="known law"):
-        sign_table(3, base=samples)
+        sign_codebook(3, base=samples)
     uneven = replace(lloyd_max(2, 68), levels64=np.array([-3.0, -1e-3, 1e-3, 3.0]))
     with pytest.raises(ValueError, match="more than 2 E"):
-        sign_table(3, base=uneven)
+        sign_codebook(3, base=uneven)
     for bad in (None, torch.ones(3), 3):
         with pytest.raises(TypeError, match="codebook must be a Codebook"):
             sign_gain(bad)
@@ -137,13 +137,13 @@ def test_sign_table_refuses_bases():
 # --- unbiased by scale ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("d", (2, 5, 16, 64))
 @pytest.mark.parametrize("bits", (1, 2, 3, 4))
-@pytest.mark.parametrize("table", ("sphere", "gaussian", "affine"))
+@pytest.mark.parametrize("table", ("sphere", "gaussian", "uniform"))
 def test_mirrored_rotations_average_to_the_vector(bits, d, table, gen):
     x = torch.randn(d, generator=gen).exp()
     turn = make_rotation("haar", d, seed=bits)
     mirror = (2 * torch.outer(x.double(), x.double()) / x.double().square().sum() - torch.eye(d, dtype=torch.float64))
     twin = make_rotation("matrix", d, matrix=(turn.matrix.double() @ mirror).float())
-    spec = Spec(bits=bits, table=table, scale="unbiased", scale_dtype="float32")
+    spec = Spec(bits=bits, codebook=table, scale="unbiased", scale_dtype="float32")
     both = [decode(q, encode(q, x)) for q in (Quantizer(spec, d, rotation=r) for r in (turn, twin))]
     assert float((sum(both) / 2 - x).norm() / x.norm()) < 1e-5
 
@@ -155,7 +155,7 @@ def test_mirror_holds_for_the_sign_residual_too(gen):
     twin = make_rotation("matrix", d, matrix=turn.matrix @ (2 * torch.outer(x, x) / (x @ x) - torch.eye(d)))
     for scale, good in (("unbiased", True), ("mse", False)):
         spec = Spec(bits=3, residual="sign", scale=scale, scale_dtype="float32")
-        both = [decode(q, encode(q, x)) for q in (Quantizer(spec, d, rotation=r, codebook=sign_table(3, d)) for r in (turn, twin))]
+        both = [decode(q, encode(q, x)) for q in (Quantizer(spec, d, rotation=r, codebook=sign_codebook(3, d)) for r in (turn, twin))]
         assert (float((sum(both) / 2 - x).norm() / x.norm()) < 1e-5) == good
 
 
@@ -248,11 +248,11 @@ def test_sketch_is_shared_seeded_and_leaves_the_rng_alone():
 
 def test_table_and_rotation_of_the_caller(gen):
     turn = make_rotation("haar", 16, seed=4)
-    q = ProdQuantizer(Spec(bits=3, residual="qjl"), 16, rotation=turn, codebook=affine(2, 16))
-    assert q.rotation is turn and q.codebook.law == "affine"
+    q = ProdQuantizer(Spec(bits=3, residual="qjl"), 16, rotation=turn, codebook=uniform(2, 16))
+    assert q.rotation is turn and q.codebook.law == "uniform"
     assert decode(q, q.encode(torch.randn(3, 16, generator=gen))).shape == (3, 16)
     assert "ProdQuantizer" in repr(q) and "qjl" in repr(q)
-    assert ProdQuantizer(Spec(bits=3, residual="qjl", table="affine"), 16).codebook.law == "affine"
+    assert ProdQuantizer(Spec(bits=3, residual="qjl", codebook="uniform"), 16).codebook.law == "uniform"
 
 
 def test_zeros_constants_and_outliers():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy.integrate import quad
 
-from turboquant_nb.codebook import (affine, coordinate_cdf, coordinate_pdf, high_rate_mse, lloyd_max, lloyd_max_samples,
+from turboquant_nb.codebook import (uniform, coordinate_cdf, coordinate_pdf, high_rate_mse, lloyd_max, lloyd_max_samples,
                                     partial_moments, shannon_rate)
 from turboquant_nb.testing import same, within_z
 
@@ -67,7 +67,7 @@ def vars_of(cb):
 @pytest.mark.parametrize("d", (None, 2, 3, 4, 64))
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_affine_is_the_best_step(bits, d):
-    cb = affine(bits, d)
+    cb = uniform(bits, d)
     _, square = over_cells(cb, lambda x, y: (x - y) ** 2)
     assert abs(square.sum() - cb.mse) < 1e-9
     assert cb.mse >= lloyd_max(bits, d).mse - 1e-15
@@ -97,7 +97,7 @@ def reference(cb, x):
     return (x.double()[..., None] - cb.levels.double()).abs().argmin(-1).to(torch.uint8)
 
 
-@pytest.mark.parametrize("make", (lloyd_max, affine))
+@pytest.mark.parametrize("make", (lloyd_max, uniform))
 @pytest.mark.parametrize("d", (None, 2, 64))
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_encode_is_nearest_level(make, bits, d):
@@ -202,14 +202,14 @@ def test_samples_edge_cases():
 
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_int8(bits):
-    for cb in (lloyd_max(bits), lloyd_max(bits, 64), affine(bits)):
+    for cb in (lloyd_max(bits), lloyd_max(bits, 64), uniform(bits)):
         grid = cb.int8()
         assert grid is cb.int8() and grid.levels.dtype == torch.int8 and len(grid.levels) == 2**bits
         assert (grid.levels.int().diff() >= 0).all() and grid.levels.int().abs().max() <= 127
         on_grid = dict(zip(cb.levels64.tolist(), (grid.step * grid.levels.double()).tolist()))
         _, square = over_cells(cb, lambda x, y: (x - on_grid[float(y)]) ** 2)
         assert abs(square.sum() - grid.mse) < 1e-9
-        for step in np.linspace(0.5, 1.5, 400 if cb.law != "affine" or bits == 8 else 0) * cb.levels64[-1] / 127:  # affine stays evenly spaced
+        for step in np.linspace(0.5, 1.5, 400 if cb.law != "uniform" or bits == 8 else 0) * cb.levels64[-1] / 127:  # affine stays evenly spaced
             n = np.clip(np.rint(cb.levels64 / step), -127, 127)
             extra = (cb.probs * ((n * step - cb.means) ** 2 - (cb.levels64 - cb.means) ** 2)).sum()
             assert grid.mse <= cb.mse + extra + 1e-14
@@ -219,12 +219,12 @@ def test_int8(bits):
 
 @pytest.mark.parametrize("d", DIMS)
 @pytest.mark.parametrize("bits", range(1, 5))
-@pytest.mark.parametrize("make", (lloyd_max, affine))
+@pytest.mark.parametrize("make", (lloyd_max, uniform))
 def test_snap(make, bits, d):
     cb = make(bits, d)
-    table = cb.snap()
+    table = cb.to_int8_grid()
     grid = table.int8()
-    assert table is cb.snap() is table.snap() and grid is table.grid is table.int8() and cb.grid is None
+    assert table is cb.to_int8_grid() is table.to_int8_grid() and grid is table.grid is table.int8() and cb.grid is None
     assert (table.bits, table.law, table.dim) == (cb.bits, cb.law, cb.dim)
     step = np.float32(grid.step)
     assert float(step) == grid.step and int(grid.levels.int().abs().max()) <= 127
@@ -240,7 +240,7 @@ def test_snap(make, bits, d):
     _, square = over_cells(cb, lambda x, y: (x - on_grid[float(y)]) ** 2)  # the cells are those of the old levels
     assert abs(square.sum() - table.mse) < 1e-10 and grid.mse == table.mse
     assert -1e-12 < table.mse - cb.mse < (2.5e-3 if make is lloyd_max else 1e-6) * cb.mse
-    if make is affine:
+    if make is uniform:
         same(grid.levels, torch.arange(1 - 2**bits, 2**bits, 2, dtype=torch.int8))
     assert abs(1 - 2 * (table.probs * table.levels64 * table.means).sum() + (table.probs * table.levels64**2).sum() - table.mse) < 1e-12
 
@@ -249,26 +249,26 @@ def test_snap(make, bits, d):
 def test_snap_of_many_levels(bits):
     cb = lloyd_max(bits, 128)
     if bits < 7:
-        assert cb.snap().mse > cb.mse and (cb.snap().levels.diff() > 0).all()
+        assert cb.to_int8_grid().mse > cb.mse and (cb.to_int8_grid().levels.diff() > 0).all()
     else:
         with pytest.raises(ValueError, match=f"different ones of {2**bits} for {bits} bits"):
-            cb.snap()
+            cb.to_int8_grid()
 
 
 def test_snap_of_samples_keeps_their_unit_and_device():
     x = 3 + 100 * torch.randn(500, generator=torch.Generator().manual_seed(0))
     cb = lloyd_max_samples(x, 2)
-    table = cb.snap()
+    table = cb.to_int8_grid()
     error = (x.double() - torch.tensor(table.levels64)[table.encode(x).long()]).square().mean()
     assert float(error) == pytest.approx(table.mse, rel=1e-12) and table.mse > cb.mse
     away = table.to("meta")
-    assert away.levels.device.type == away.int8().levels.device.type == "meta" and away.snap() is away
+    assert away.levels.device.type == away.int8().levels.device.type == "meta" and away.to_int8_grid() is away
     with torch.inference_mode():
-        inside = lloyd_max(3, 77).snap()
+        inside = lloyd_max(3, 77).to_int8_grid()
     assert not inside.levels.is_inference() and not inside.int8().levels.is_inference()
 
 
-@pytest.mark.parametrize("function", (lloyd_max, affine, high_rate_mse))
+@pytest.mark.parametrize("function", (lloyd_max, uniform, high_rate_mse))
 @pytest.mark.parametrize("bits, error", ((0, ValueError), (9, ValueError), (-1, ValueError), (1.5, TypeError), ("3", TypeError),
                                          (True, TypeError), (None, TypeError), ([3], TypeError)))
 def test_bad_bits(function, bits, error):
@@ -278,7 +278,7 @@ def test_bad_bits(function, bits, error):
 
 @pytest.mark.parametrize("d, error", ((1, ValueError), (0, ValueError), (-4, ValueError), (64.0, TypeError), ("64", TypeError), (True, TypeError)))
 def test_bad_d(d, error):
-    for call in (lambda: lloyd_max(3, d), lambda: affine(3, d), lambda: coordinate_pdf(0.1, d), lambda: coordinate_cdf(0.1, d),
+    for call in (lambda: lloyd_max(3, d), lambda: uniform(3, d), lambda: coordinate_pdf(0.1, d), lambda: coordinate_cdf(0.1, d),
                  lambda: partial_moments(0.0, 1.0, d)):
         with pytest.raises(error, match="d must be"):
             call()
@@ -315,7 +315,7 @@ def test_bad_tensors():
 
 
 def test_cached_and_usable_under_torch_modes():
-    assert lloyd_max(3, 96) is lloyd_max(3, 96) and affine(3, 96) is affine(3, 96)
+    assert lloyd_max(3, 96) is lloyd_max(3, 96) and uniform(3, 96) is uniform(3, 96)
     with torch.inference_mode(), torch.device("meta"):
         cb = lloyd_max(3, 97)
     assert cb.levels.device.type == "cpu" and not cb.levels.is_inference()

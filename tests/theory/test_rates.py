@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from turboquant_nb.codebook import Codebook, affine, lloyd_max, lloyd_max_samples
+from turboquant_nb.codebook import Codebook, uniform, lloyd_max, lloyd_max_samples
 from turboquant_nb.mixed_precision import by_layer, make_quantizer
-from turboquant_nb.quantizer import Quantizer, Recipe, Spec, decode, encode, preset, scalar_table
+from turboquant_nb.quantizer import Quantizer, Recipe, Spec, decode, encode, preset, scalar_codebook
 from turboquant_nb.rates import (
     MixedCodebook,
     allocate,
@@ -20,7 +20,7 @@ from turboquant_nb.rates import (
     truncate,
     water_filling,
 )
-from turboquant_nb.residual import ProdQuantizer, sign_table
+from turboquant_nb.residual import ProdQuantizer, sign_codebook
 
 D = [1.0] + [lloyd_max(b).mse for b in range(1, 9)]
 
@@ -98,51 +98,51 @@ def test_fraction(d, rate):
     error = (x - decode(q, encode(q, x))).square().sum(-1) / x.square().sum(-1)
     assert float(error.mean()) == pytest.approx(mixture_mse(bits, d), rel=0.02)
     assert q.codebook.mse == pytest.approx(mixture_mse(bits, d), rel=2e-3)  # snapping the levels costs this much
-    assert q.codebook.mse == pytest.approx(np.mean([lloyd_max(b, d).snap().mse for b in bits]), rel=1e-12)
+    assert q.codebook.mse == pytest.approx(np.mean([lloyd_max(b, d).to_int8_grid().mse for b in bits]), rel=1e-12)
     best = make_quantizer(Spec(bits=rate, rotation="haar"), d)
     least = (x - decode(best, encode(best, x))).square().sum(-1) / x.square().sum(-1)
     assert float(least.mean()) < float(error.mean())
 
 
-@pytest.mark.parametrize("table", ["sphere", "gaussian", "affine"])
+@pytest.mark.parametrize("table", ["sphere", "gaussian", "uniform"])
 @pytest.mark.parametrize("bits", [1, 3, 2.5, (4, 1) * 8])
 def test_make_quantizer_tables(table, bits):
-    q = make_quantizer(Spec(bits=bits, table=table), 16)
+    q = make_quantizer(Spec(bits=bits, codebook=table), 16)
     x = torch.randn(3, 5, 16, generator=gen())
     assert decode(q, encode(q, x)).shape == x.shape
     if isinstance(bits, int):
-        want = Quantizer(Spec(bits=bits, table=table), 16)
+        want = Quantizer(Spec(bits=bits, codebook=table), 16)
         assert torch.equal(encode(q, x).codes, encode(want, x).codes)
     else:
-        make = affine if table == "affine" else lloyd_max
+        make = uniform if table == "uniform" else lloyd_max
         law = None if table == "gaussian" else 16
         have = [b.mse for b in q.codebook.books]
-        assert have == [make(b, law).snap().mse for b in q.codebook.channel_bits]
+        assert have == [make(b, law).to_int8_grid().mse for b in q.codebook.channel_bits]
 
 
-@pytest.mark.parametrize("table", ["sphere", "gaussian", "affine"])
+@pytest.mark.parametrize("table", ["sphere", "gaussian", "uniform"])
 def test_make_quantizer_residuals(table):
-    sign = make_quantizer(Spec(bits=3, residual="sign", table=table), 16)
+    sign = make_quantizer(Spec(bits=3, residual="sign", codebook=table), 16)
     assert sign.codebook.bits == 3
     if table == "sphere":
-        assert torch.equal(sign.codebook.levels, sign_table(3, 16).snap().levels)
-    assert isinstance(make_quantizer(Spec(bits=3, residual="qjl", table=table), 16), ProdQuantizer)
+        assert torch.equal(sign.codebook.levels, sign_codebook(3, 16).to_int8_grid().levels)
+    assert isinstance(make_quantizer(Spec(bits=3, residual="qjl", codebook=table), 16), ProdQuantizer)
 
 
 @pytest.mark.parametrize("d", [16, 64, 80, 128])
-@pytest.mark.parametrize("table", ["sphere", "gaussian", "affine"])
+@pytest.mark.parametrize("table", ["sphere", "gaussian", "uniform"])
 @pytest.mark.parametrize("spec", [dict(bits=b) for b in (1, 2, 3, 4, 2.5, 3.75)] + [dict(bits=b, residual=r) for r in ("sign", "qjl") for b in (2, 3, 4)], ids=str)
 def test_every_table_is_snapped(spec, table, d):
     "What a kernel relies on: levels are one fp32 step times int8, edges are those of the best table."
-    q = make_quantizer(Spec(table=table, **spec), d)
+    q = make_quantizer(Spec(codebook=table, **spec), d)
     books = [b for *_, b in q.codebook.groups] if isinstance(q.codebook, MixedCodebook) else [q.codebook]
     for book in books:
         grid = book.int8()
-        assert isinstance(book, Codebook) and book.snap() is book and book.grid is grid
+        assert isinstance(book, Codebook) and book.to_int8_grid() is book and book.grid is grid
         assert int(grid.levels.int().abs().max()) <= 127 and (grid.levels.int().diff() > 0).all()
         assert torch.equal(book.levels, torch.tensor(grid.step) * grid.levels)
         if "residual" not in spec:
-            best = scalar_table(table, book.bits, d)
+            best = scalar_codebook(table, book.bits, d)
             assert torch.equal(book.edges, best.edges) and torch.equal(grid.levels, best.int8().levels)
     codes = q.codebook.encode(torch.randn(50, d, generator=gen()))
     cut = truncate(q.codebook) if q.codebook.bits > 1 and not isinstance(q.codebook, MixedCodebook) else None
@@ -171,7 +171,7 @@ def test_calibrated_codebook_through_the_quantizer():
 
 
 @pytest.mark.parametrize("d", [None, 16, 64, 128])
-@pytest.mark.parametrize("make", [lloyd_max, affine, sign_table])
+@pytest.mark.parametrize("make", [lloyd_max, uniform, sign_codebook])
 def test_truncate_uniform(make, d):
     x = torch.randn(20_000, generator=gen())
     for bits in (2, 3, 4, 6):
@@ -182,7 +182,7 @@ def test_truncate_uniform(make, d):
             assert torch.equal(book.encode(x) >> planes, cut.encode(x))
             assert cut.probs.sum() == pytest.approx(1)
             best = lloyd_max(cut.bits, d).mse
-            assert best - 1e-12 <= cut.mse < (1.7 if make is affine else 1.07) * best
+            assert best - 1e-12 <= cut.mse < (1.7 if make is uniform else 1.07) * best
             again = truncate(truncate(book, 1), planes - 1) if planes > 1 else cut
             np.testing.assert_allclose(again.levels64, cut.levels64, rtol=0, atol=1e-12)
             assert again.mse == pytest.approx(cut.mse)
@@ -191,7 +191,7 @@ def test_truncate_uniform(make, d):
 def test_truncate_known_values():
     assert truncate(lloyd_max(4)).mse == pytest.approx(0.03485, abs=5e-6)
     assert truncate(lloyd_max(4), 2).mse == pytest.approx(0.12029, abs=5e-6)
-    assert truncate(sign_table(4)).mse == pytest.approx(lloyd_max(3).mse)
+    assert truncate(sign_codebook(4)).mse == pytest.approx(lloyd_max(3).mse)
 
 
 def test_truncate_of_samples_is_the_conditional_mean():
@@ -209,9 +209,9 @@ def test_truncate_of_samples_is_the_conditional_mean():
 @pytest.mark.parametrize("bits", [3, 4])
 def test_truncate_a_snapped_table(bits):
     "Its int8 grid is its own, not that of the table it was cut from."
-    cut, plain = truncate(lloyd_max(bits).snap()), truncate(lloyd_max(bits))
+    cut, plain = truncate(lloyd_max(bits).to_int8_grid()), truncate(lloyd_max(bits))
     assert cut.grid is None and torch.equal(cut.levels, plain.levels) and torch.equal(cut.edges, plain.edges)
-    assert cut.mse == pytest.approx(plain.mse, rel=1e-12) and len(cut.int8().levels) == 2 ** (bits - 1) == len(cut.snap().levels)
+    assert cut.mse == pytest.approx(plain.mse, rel=1e-12) and len(cut.int8().levels) == 2 ** (bits - 1) == len(cut.to_int8_grid().levels)
 
 
 def test_truncate_mixed():

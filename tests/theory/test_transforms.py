@@ -39,11 +39,11 @@ class Quantiles:
 
 
 def test_a_new_transform_and_a_new_codebook_touch_one_class_each(monkeypatch):
-    monkeypatch.setitem(quantizer.TABLES, "quantiles", Quantiles())
+    monkeypatch.setitem(quantizer.CODEBOOKS, "quantiles", Quantiles())
     monkeypatch.setattr(transforms, "_registered", {})
     register_transform(Shuffle())
-    side = Spec(4, rotation="shuffle", table="quantiles")
-    store = KVStore(Recipe.from_json(Recipe(side, side, sinks=1, window=2).to_json()), 1, heads=2, d_key=16)
+    side = Spec(4, rotation="shuffle", codebook="quantiles")
+    store = KVStore(Recipe.from_json(Recipe(side, side, sinks=1, recent=2).to_json()), 1, heads=2, d_key=16)
     q, k, v = torch.randn(3, 1, 2, 40, 16, generator=torch.Generator().manual_seed(1))
     store.append(k, v)
     out, _ = attend(q[:, :, -1:], store)

@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 
 from turboquant_nb import codebook, transform, transforms
-from turboquant_nb.codebook import affine, lloyd_max
+from turboquant_nb.codebook import uniform, lloyd_max
 from turboquant_nb.quant.calibration import allocate
-from turboquant_nb.quantizer import PRESETS, Quantizer, Recipe, Spec, decided, preset, scalar_table
+from turboquant_nb.quantizer import PRESETS, Quantizer, Recipe, Spec, decided, preset, scalar_codebook
 from turboquant_nb.rates import MixedCodebook
 from turboquant_nb.store import KVStore, _encode_quietly, _masked_mean
 from turboquant_nb.testing import same
@@ -18,15 +18,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def test_the_window_is_long_where_either_side_is_coarse():
     "`min(k, v) > 2`, not `k > 2` or `v > 2`."
-    windows = {name: preset(name).window for name in PRESETS}
+    windows = {name: preset(name).recent for name in PRESETS}
     assert windows == {"k4v4": 16, "k4v3": 16, "k3v3": 16, "k4v2": 64, "k3v2": 64, "k2v2": 64, "k1v1": 64}
 
 
 def test_the_affine_table_is_that_of_the_head_size():
     "`affine(bits, d)`, not `affine(bits, None)`."
     for d in (3, 8, 64):
-        assert torch.equal(scalar_table("affine", 3, d).levels, affine(3, d).levels) and not torch.equal(affine(3, d).levels, affine(3).levels)
-    assert torch.equal(scalar_table("affine", 3, 1).levels, affine(3).levels)
+        assert torch.equal(scalar_codebook("uniform", 3, d).levels, uniform(3, d).levels) and not torch.equal(uniform(3, d).levels, uniform(3).levels)
+    assert torch.equal(scalar_codebook("uniform", 3, 1).levels, uniform(3).levels)
 
 
 def test_samples_of_next_to_no_weight_are_left_out():
@@ -114,7 +114,7 @@ def states(n, seed=0):
 
 def test_freed_tiles_of_a_bounded_store_stay_allocated():
     "With max_length its tensors have one size for ever: what is freed in front is room behind."
-    store = KVStore(Recipe(sinks=1, window=4), 2, 2, 8, tile=8, max_length=64)
+    store = KVStore(Recipe(sinks=1, recent=4), 2, 2, 8, tile=8, max_length=64)
     store.append(*states(40))
     before, want = store.capacity, [x[:, :, 16:] for x in store.read()]
     store.evict(20)
@@ -125,7 +125,7 @@ def test_freed_tiles_of_a_bounded_store_stay_allocated():
 
 def test_a_crop_takes_the_ends_of_rows_along():
     "An end beyond what is left would hide nothing now and show too much later."
-    store = KVStore(Recipe(sinks=1, window=4), 2, 2, 8, tile=8)
+    store = KVStore(Recipe(sinks=1, recent=4), 2, 2, 8, tile=8)
     store.append(*states(40))
     store.set_range(end=torch.tensor([38, 20]))
     store.crop(10)
@@ -229,7 +229,7 @@ def test_a_vector_of_zeros_has_scale_zero_in_the_kernel(scale):
     from turboquant_nb.kernels import encode
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    recipe = Recipe(Spec(3, scale=scale), Spec(2, scale=scale), sinks=0, window=0)
+    recipe = Recipe(Spec(3, scale=scale), Spec(2, scale=scale), sinks=0, recent=0)
     store = KVStore(recipe, 1, 1, 32, dtype=torch.bfloat16, device=device)
     x = torch.randn(1, 1, 5, 32, generator=torch.Generator().manual_seed(0)).bfloat16().to(device)
     x[:, :, 2] = 0

@@ -99,7 +99,7 @@ def recipe(named: OneRecipe, changes: Changes, output: Output) -> None:
     if not output.quiet:
         where = " and ".join(f"{bits:g} at d = {d}" for d, bits in costs.items())
         where = f"with scale {where}" if where else "which neither d = 64 nor d = 128 allows"
-        exact = f"{found.sinks} first and {found.window} last tokens exact"
+        exact = f"{found.sinks} first and {found.recent} last tokens exact"
         print(f"{nominal:g} bits per value nominal, {where}; {exact}", file=sys.stderr)
 
 # %% ../../nbs/18f_cli_use.ipynb #128019c1

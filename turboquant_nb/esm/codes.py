@@ -369,7 +369,7 @@ def check_recodable(code: TransformCode | list | None) -> None:
     "Raise ValueError for recipes whose codes depend on the order in which tokens come."
     if isinstance(code, list):
         for r in code:
-            if r.sinks or r.window or {r.key.center, r.value.center} != {"none"}:
+            if r.sinks or r.recent or {r.key.center, r.value.center} != {"none"}:
                 text = "without sinks, window and centres"
                 raise ValueError(f"a pass on coded states needs recipes {text}, got {r}")
 

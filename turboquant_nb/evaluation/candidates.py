@@ -129,7 +129,7 @@ def as_candidate(
     each = recipe if isinstance(recipe, list) else [recipe]
     make = lambda: TurboQuantCache(model, recipe, max_length=max_length)  # noqa: E731
     decays = any(r.decay is not None for r in each)
-    return Candidate(name, make, recipe, dtype, 1, max(r.window for r in each) + 1, decays)
+    return Candidate(name, make, recipe, dtype, 1, max(r.recent for r in each) + 1, decays)
 
 # %% ../../nbs/19a_candidates.ipynb #5a59694b
 def _parts_of(x) -> list:

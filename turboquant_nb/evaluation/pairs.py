@@ -119,7 +119,7 @@ class PairLayer(DynamicLayer):
         super().__init__()
         self.layer, self.prompt, self.exact_dtype = layer, prompt, exact_dtype
         self.recipe = layer.recipe
-        self.recent = 0 if all_quantised else max(self.recipe.window, 1)  # tokens that are met exactly
+        self.recent = 0 if all_quantised else max(self.recipe.recent, 1)  # tokens that are met exactly
 
     def append(self, k: Tensor, v: Tensor):
         "Into the store; the first chunk ends after the prompt, so that its mean is the prompt's."

@@ -25,9 +25,9 @@ def _window_of(mask_function):
         return None
     try:  # transformers joins (sliding_window_overlay(w), causal_mask_function)
         overlay, causal = mask_function.__closure__[0].cell_contents
-        (window,) = (x.cell_contents for x in overlay.__closure__)
+        (sliding_window,) = (x.cell_contents for x in overlay.__closure__)
         plain = causal is causal_mask_function and "sliding_window_overlay" in overlay.__qualname__
-        return window if plain else 0
+        return sliding_window if plain else 0
     except (AttributeError, TypeError, ValueError, IndexError):
         return 0
 
@@ -47,11 +47,11 @@ def _mask_reason(cache, layer, n: int, mask_function, attention_mask) -> _MaskAn
     past = layer.held
     if not layer.static and any(x.held != past for x in cache.coded_layers):
         raise ValueError("a forward pass was broken off: cache.recover() forgets its tokens")
-    window, mine = _window_of(mask_function), layer.sliding_window
-    if window == 0:
+    sliding_window, mine = _window_of(mask_function), layer.sliding_window
+    if sliding_window == 0:
         return _MaskAnswer("a mask function of the model's own")
-    if window != mine and past + n > min(x for x in (window, mine) if x is not None):
-        return _MaskAnswer(f"a mask with window {window} for a layer with window {mine}")
+    if sliding_window != mine and past + n > min(x for x in (sliding_window, mine) if x is not None):
+        return _MaskAnswer(f"a mask with window {sliding_window} for a layer with window {mine}")
     if attention_mask is None:
         return _MaskAnswer()
     if attention_mask.ndim != 2 or attention_mask.shape[-1] != past + n:
@@ -119,33 +119,33 @@ def _with_sink_logit(out, lse, s_aux):
     )
 
 # %% ../../nbs/14c_hf_attention.ipynb #ee9aa5dc
-def _sliding(query, key, value, scaling, window: int, rows: int = 1024):
+def _sliding(query, key, value, scaling, sliding_window: int, rows: int = 1024):
     "Causal attention in a sliding window, a block of queries at a time."
     out, n = [], query.shape[2]
     for i in range(0, n, rows):
         at = torch.arange(i, min(i + rows, n), device=query.device)[:, None]
-        first = max(0, i - window + 1)
+        first = max(0, i - sliding_window + 1)
         p = torch.arange(first, min(i + rows, n), device=query.device)
         parts = (x[:, :, first : i + rows] for x in (key, value))
-        mask = (p <= at) & (p > at - window)
+        mask = (p <= at) & (p > at - sliding_window)
         q = query[:, :, i : i + rows]
         out.append(F.scaled_dot_product_attention(q, *parts, mask, scale=scaling))
     return torch.cat(out, 2)
 
 
-def _exact(query, key, value, mask, scaling, softcap, s_aux, window=None, causal=True):
+def _exact(query, key, value, mask, scaling, softcap, s_aux, sliding_window=None, causal=True):
     """Attention on dense tensors: torch's own where it can, the reference where scores are capped
     or a logit is added."""
     if softcap is not None or s_aux is not None:
-        call = dict(causal=causal, window=window, softcap=softcap)
+        call = dict(causal=causal, sliding_window=sliding_window, softcap=softcap)
         out, lse = dense_attention(query, key, value, scaling, mask, **call)
         return _with_sink_logit(out, lse, s_aux)
     groups = query.shape[1] // key.shape[1]
-    slides = mask is None and window is not None and window < key.shape[2]
+    slides = mask is None and sliding_window is not None and sliding_window < key.shape[2]
     if (slides or mask is not None) and groups > 1:  # with a mask no fused kernel shares heads
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     if slides:
-        return _sliding(query, key, value, scaling, window)
+        return _sliding(query, key, value, scaling, sliding_window)
     causal = causal and mask is None and query.shape[2] > 1
     gqa = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(
@@ -200,22 +200,22 @@ def _on_codes(query, key: CodedStates, value: CodedStates, mask, scaling, softca
     layer, k, v, n = key.layer, key.chunk, value.chunk, query.shape[2]
     recent = None
     if mask is None and layer.serves_steps(n):
-        k, v, recent = key.near, value.near, max(layer.recipe.window, 1)
+        k, v, recent = key.near, value.near, max(layer.recipe.recent, 1)
     if layer.capturing:
         out, lse = layer.attend_captured(query, k, v, mask, scaling, softcap, recent)
         return _with_sink_logit(out, lse, s_aux)
     args, demanded = (query, layer.store, k, v), layer.backend
     if mask is not None:
         mask = mask[..., : layer.store.length - key.first]  # a static layer asked for more
-    call = dict(window=layer.sliding_window) if mask is None else dict(mask=mask, first=key.first)
+    call = dict(sliding_window=layer.sliding_window) if mask is None else dict(mask=mask, first=key.first)
     call |= {"recent": recent}
     ask = "auto" if demanded == "triton" and n > 16 and recent is None else demanded
     name, why = ops.choose(*args, **call, softcap=softcap, backend=ask)
     if name == "torch" and demanded == "triton":
         why = ops.explain(*args, **call, softcap=softcap)["flash"][1]
         raise ValueError(f"backend 'triton' cannot serve a chunk of {n} tokens: {why}")
-    first, window = call.get("first"), call.get("window")
-    out, lse = ops.attend_by(name, *args, scaling, mask, first, True, window, softcap, recent)
+    first, sliding_window = call.get("first"), call.get("sliding_window")
+    out, lse = ops.attend_by(name, *args, scaling, mask, first, True, sliding_window, softcap, recent)
     layer.calls[_SERVED[name]] += 1
     if name == "torch":
         layer.reasons[why if mask is None else layer.mask_reason or "a mask was given"] += 1

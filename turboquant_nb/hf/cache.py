@@ -208,7 +208,7 @@ class TurboQuantLayer(CacheLayerMixin):
             elif self.store.length + key_states.shape[2] > (self.store.max_length or math.inf):
                 self.make_growing()  # it may grow again
             few = self.serves_steps(n) or (n == 1 and self.drafting)
-            few = few and not first_chunk and self.recipe.window
+            few = few and not first_chunk and self.recipe.recent
             names = (f"keys of layer {self.index}", f"values of layer {self.index}")
             tail = self.store.tail_with(key_states, value_states, names) if few else None
             coder = ops.append(self.store, key_states, value_states, self.backend, names)
@@ -738,7 +738,7 @@ def __deepcopy__(self: TurboQuantCache, memo):
     shared = [self.config, self.info]
     for layer in self.coded_layers:
         if layer.is_initialized and layer.inv_freq is not None:
-            shared.append(layer.store.turns)
+            shared.append(layer.store.rope_table)
     memo |= {id(x): x for x in shared}
     new = memo[id(self)] = object.__new__(type(self))
     new.__dict__ = copy.deepcopy(self.__dict__ | {"_flags": _Flags()}, memo)

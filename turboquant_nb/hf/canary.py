@@ -143,7 +143,7 @@ class Canary:
 
     def __init__(self, watch: Watch, layers: list):
         self.watch, self.layers = watch, [x.index for x in layers]
-        self.reach = watch.tail + max(x.recipe.window for x in layers)
+        self.reach = watch.tail + max(x.recipe.recent for x in layers)
         n = len(layers)
         self.at_once = min(n, math.ceil(watch.rate * n * self.reach))
         self.every = max(1, round(self.at_once / (n * watch.rate)))  # steps between checks of one tail

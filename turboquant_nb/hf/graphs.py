@@ -33,7 +33,7 @@ def select_backends(self: TurboQuantLayer, key_states: Tensor) -> None:
     group = heads["query heads"] // heads["KV heads"]
     q = key_states.new_empty(b, h * group, 1, d).detach()
     coder = ops.choose_coder(self.store, self.backend)
-    server = ops.choose(q, self.store, window=self.sliding_window, backend=self.backend)
+    server = ops.choose(q, self.store, sliding_window=self.sliding_window, backend=self.backend)
     self.captured_backends = {"coding": coder, "attention": server}
     if coder[0] == "triton":
         ops.encode.prepare(self.store)  # a graph cannot copy tables to the device
@@ -45,7 +45,7 @@ def append_captured(self: TurboQuantLayer, key_states: Tensor, value_states: Ten
     if not self.on_codes:
         raise ValueError("recorded steps need the 'turboquant' attention")
     states = key_states, value_states
-    few = self.recipe.window and self.serves_steps(key_states.shape[2])
+    few = self.recipe.recent and self.serves_steps(key_states.shape[2])
     near = self.store.tail_with(*states)[2:] if few else states
     ops.append_by(self.captured_backends["coding"][0], self.store, *states)
     return tuple(CodedStates(self, x, 0, False, t) for x, t in zip(states, near))
@@ -287,7 +287,7 @@ class StepRunner:
             return "a sliding layer frees tokens; max_length and static=True keep them"
         if store.recipe.decay is not None or "qjl" in (store.recipe.key.residual, store.recipe.value.residual):
             return "decay and QJL residuals"
-        if layer.patience or store._window_from > max(0, store.length - store.recipe.window):
+        if layer.patience or store._recent_from > max(0, store.length - store.recipe.recent):
             return "tokens were cropped lately"
         return ""
 

@@ -182,22 +182,22 @@ def _preset_frequencies(info: ModelInfo, recipes: list) -> tuple:  # (recipes, [
     "Presets: keys get a pre-RoPE mean in layers that have plain RoPE, elsewhere the prompt's mean."
     found = info.rope[0]
     inv_freq = [
-        found[x.index] if r.key.center == "prompt" else None for x, r in zip(info.coded, recipes)
+        found[x.index] if r.key.center == "prompt_mean" else None for x, r in zip(info.coded, recipes)
     ]
-    centred = lambda r: replace(r, key=replace(r.key, center="rope"))  # noqa: E731
+    centred = lambda r: replace(r, key=replace(r.key, center="pre_rope"))  # noqa: E731
     return [r if f is None else centred(r) for r, f in zip(recipes, inv_freq)], inv_freq
 
 
 def _needed_frequencies(info: ModelInfo, recipes: list) -> list:
     "Frequencies where a recipe asks for a pre-RoPE mean. Raises ValueError where there are none."
-    if all(r.key.center != "rope" for r in recipes):
+    if all(r.key.center != "pre_rope" for r in recipes):
         return [None] * len(recipes)
     found, why = info.rope
     inv_freq = [
-        found[x.index] if r.key.center == "rope" else None for x, r in zip(info.coded, recipes)
+        found[x.index] if r.key.center == "pre_rope" else None for x, r in zip(info.coded, recipes)
     ]
-    if any(f is None and r.key.center == "rope" for f, r in zip(inv_freq, recipes)):
-        raise ValueError(f"center='rope' needs RoPE in each of its layers: {why or 'one has none'}")
+    if any(f is None and r.key.center == "pre_rope" for f, r in zip(inv_freq, recipes)):
+        raise ValueError(f"center='pre_rope' needs RoPE in each of its layers: {why or 'one has none'}")
     return inv_freq
 
 # %% ../../nbs/14a_model_info.ipynb #a522f8d6

@@ -54,7 +54,7 @@ class DecodeOperands(NamedTuple):
     offset: int  # position of the first tile's first token
     recent_from: int  # from here on tokens are exact
     scaling: float
-    window: int | None
+    sliding_window: int | None
     softcap: float | None
     splits: int | None
     key_hadamard: bool  # is the rotation a Sylvester matrix, so that a kernel can do it itself?
@@ -149,7 +149,7 @@ def store_operands(
     k: Tensor | None = None,
     v: Tensor | None = None,
     scaling: float | None = None,  # d_key**-0.5 if None
-    window: int | None = None,
+    sliding_window: int | None = None,
     softcap: float | None = None,
     splits: int | None = None,
     padded: bool = True,  # may a sequence start after position 0?
@@ -160,21 +160,21 @@ def store_operands(
     return DecodeOperands(
         last_dim_dense(q), store.key.planes, kt["scale"], store.value.planes, vt["scale"], tables.packed_lut, tables.levels,
         key_rotation=key.rotation.query_matrix, value_rotation=value.rotation.matrix, key_mean=kt.get("mean"), value_mean=vt.get("mean"),
-        exact=[kt["sinks"], kt["window"], vt["sinks"], vt["window"]], k=last_dim_dense(k), v=last_dim_dense(v),
+        exact=[kt["sinks"], kt["sliding_window"], vt["sinks"], vt["sliding_window"]], k=last_dim_dense(k), v=last_dim_dense(v),
         start=store.start if padded else None, end=store.end, position=store.position, pages=None,
-        cos_sin=store.turns if store.recipe.key.center == "rope" else None, key_step=tables.steps[0], value_step=tables.steps[1],
-        length=store.length, offset=store.offset, recent_from=store._window_from, **call_numbers(q, scaling, window, softcap, splits),
+        cos_sin=store.cos_sin_table if store.recipe.key.center == "pre_rope" else None, key_step=tables.steps[0], value_step=tables.steps[1],
+        length=store.length, offset=store.offset, recent_from=store._recent_from, **call_numbers(q, scaling, sliding_window, softcap, splits),
         key_hadamard=tables.hadamard[0], value_hadamard=tables.hadamard[1], portable=portable,
     )  # fmt: skip
 
 
-def call_numbers(q, scaling, window, softcap, splits) -> dict:
+def call_numbers(q, scaling, sliding_window, softcap, splits) -> dict:
     "The numbers of a call as the operator takes them. Raises ValueError for splits below 1."
     if splits is not None and splits < 1:
         raise ValueError(f"splits must be positive, got {splits}")
     scaling = float(q.shape[3] ** -0.5 if scaling is None else scaling)
     softcap = None if softcap is None else float(softcap)
-    return dict(scaling=scaling, window=window, softcap=softcap, splits=splits)
+    return dict(scaling=scaling, sliding_window=sliding_window, softcap=softcap, splits=splits)
 
 # %% ../../nbs/12a_decode.ipynb #2479f4d1
 @triton.jit
@@ -234,10 +234,10 @@ def _absorb(s, visible, values, weight, m, total, acc, cap, CAPPED: tl.constexpr
     return new, total * rescale + tl.sum(p, 1), acc
 
 # %% ../../nbs/12a_decode.ipynb #206b8505
-@triton.jit(do_not_specialize=["splits", "length", "recent_from", "chunk", "offset", "window", "cap"])
+@triton.jit(do_not_specialize=["splits", "length", "recent_from", "chunk", "offset", "sliding_window", "cap"])
 def _portable_kernel(
     ROTATED, SHIFT, MV, K0, K1, K2, KSCALE, V0, V1, V2, VSCALE, TABLE, START, END, LENGTH, each_length, PAGES, page_stride,
-    BIAS, bias_stride, O, LSE, heads, n, blocks, splits, cap, length, offset, sinks, recent, recent_from, chunk, window, cap_at,
+    BIAS, bias_stride, O, LSE, heads, n, blocks, splits, cap, length, offset, sinks, recent, recent_from, chunk, sliding_window, cap_at,
     D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
     KB: tl.constexpr, VB: tl.constexpr, Q: tl.constexpr, HAS_START: tl.constexpr, HAS_END: tl.constexpr,
     HAS_LENGTH: tl.constexpr, PAGED: tl.constexpr, BIASED: tl.constexpr, SLIDING: tl.constexpr, CAPPED: tl.constexpr,
@@ -258,7 +258,7 @@ def _portable_kernel(
         high = tl.minimum(high, tl.load(END + b).to(tl.int32))
     low = tl.maximum(low, offset)
     if SLIDING:
-        low = tl.maximum(low, at - window + 1)
+        low = tl.maximum(low, at - sliding_window + 1)
     high = tl.minimum(high, tl.minimum(length - chunk, tl.maximum(recent_from, length - recent)))
     d, dv = tl.arange(0, DP), tl.arange(0, DVP)
     here = (bh * blocks * Q + j)[:, None] * D + d[None, :]
@@ -325,13 +325,13 @@ def _exact_rows(S, W, C, bh, i, ok, sinks, recent, cn, D: tl.constexpr, DP: tl.c
 # %% ../../nbs/12a_decode.ipynb #4fa23205
 @triton.jit
 def _exact_tokens(q, b, h, bh, at, SK, WK, CK, ckb, ckh, ckn, SV, WV, CV, cvb, cvh, cvn, start, stop, length,
-                  sinks, recent, recent_from, chunk, offset, window, cap, D: tl.constexpr, DP: tl.constexpr,
+                  sinks, recent, recent_from, chunk, offset, sliding_window, cap, D: tl.constexpr, DP: tl.constexpr,
                   DV: tl.constexpr, DVP: tl.constexpr, R: tl.constexpr, EB: tl.constexpr, SLIDING: tl.constexpr,
                   CAPPED: tl.constexpr):  # fmt: skip
     "Attention of R queries at positions `at` over the exact tokens, EB at a time: maximum and total [R], sum [R, DVP]."
     low = tl.maximum(start, offset) + at * 0
     if SLIDING:
-        low = tl.maximum(low, at - window + 1)
+        low = tl.maximum(low, at - sliding_window + 1)
     high = tl.minimum(at + 1, stop)
     m = tl.full([R], -1e30, tl.float32)
     total = tl.zeros([R], tl.float32)
@@ -357,11 +357,11 @@ def _exact_tokens(q, b, h, bh, at, SK, WK, CK, ckb, ckh, ckn, SV, WV, CV, cvb, c
     return m, total, acc
 
 # %% ../../nbs/12a_decode.ipynb #faad4c72
-@triton.jit(do_not_specialize=["splits", "recent_from", "chunk", "length", "offset", "window"])
+@triton.jit(do_not_specialize=["splits", "recent_from", "chunk", "length", "offset", "sliding_window"])
 def _combine_kernel(
     OUT_PARTS, LSE_PARTS, OUT, LSE, REST, QUERY, sb, sh, sn, SK, WK, CK, ckb, ckh, ckn, SV, WV, CV, cvb, cvh, cvn,
     START, END, LENGTH, each_length, splits, heads, group, n, blocks, sinks, recent, recent_from, chunk, length, offset,
-    window, scaling, cap_at, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, Q: tl.constexpr,
+    sliding_window, scaling, cap_at, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, Q: tl.constexpr,
     R: tl.constexpr, SB: tl.constexpr, EB: tl.constexpr, HAS_START: tl.constexpr, HAS_END: tl.constexpr,
     HAS_LENGTH: tl.constexpr, SLIDING: tl.constexpr, CAPPED: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -390,7 +390,7 @@ def _combine_kernel(
         q = tl.load(here + d, mask=ok[:, None] & (d < D), other=0.0).to(tl.float32) * scaling
         m, whole, near = _exact_tokens(
             q, b, h, bh.to(tl.int64), length - n + r % n, SK, WK, CK, ckb, ckh, ckn, SV, WV, CV, cvb, cvh, cvn, start,
-            stop, length, sinks, recent, recent_from, chunk, offset, window, cap_at, D, DP, DV, DVP, R, EB, SLIDING,
+            stop, length, sinks, recent, recent_from, chunk, offset, sliding_window, cap_at, D, DP, DV, DVP, R, EB, SLIDING,
             CAPPED)  # fmt: skip
         top = tl.where(whole != 0, m, top)  # NaN counts as seen
     far = tl.zeros([R, DVP], tl.float32)
@@ -502,12 +502,12 @@ def shared_arguments(x: DecodeOperands, s: DecodeSizes) -> dict:
     "Arguments that kernels have in common, by their names."
     start, end, position, absent = x.start, x.end, x.position, x.packed_lut  # the last stands where a tensor is missing
     sb, sh, sn, _ = x.q.stride()
-    flags = start is not None, end is not None, position is not None, x.window is not None, x.softcap is not None
+    flags = start is not None, end is not None, position is not None, x.recent is not None, x.softcap is not None
     return _shared_constants(s.d, s.dv, *flags) | dict(
         QUERY=x.q, sb=sb, sh=sh, sn=sn, START=absent if start is None else start, END=absent if end is None else end,
         LENGTH=absent if position is None else position, each_length=int(position is not None and len(position) > 1),
         heads=s.heads, group=s.group, n=s.n, sinks=s.sinks, recent=s.recent, chunk=s.chunk, length=x.length, offset=x.offset,
-        recent_from=x.recent_from, window=x.window or 0, scaling=x.scaling, cap_at=x.softcap or 1.0,
+        recent_from=x.recent_from, sliding_window=x.recent or 0, scaling=x.scaling, cap_at=x.softcap or 1.0,
     )  # fmt: skip
 
 
@@ -534,7 +534,7 @@ class SplitRule(NamedTuple):
     @classmethod
     def of(cls, x: DecodeOperands, s: DecodeSizes, rows: int, programs: int, tile: int) -> "SplitRule":
         held = None if x.position is None else s.tiles * s.tile
-        visible = None if x.window is None else x.window + s.n + tile - 2
+        visible = None if x.recent is None else x.recent + s.n + tile - 2
         return cls(rows, programs, tile, held, visible, x.splits)
 
     def splits(self, coded: int) -> int:

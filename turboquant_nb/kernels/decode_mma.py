@@ -392,7 +392,7 @@ def _fetch(buf, slot, r: gl.constexpr, BITS: gl.constexpr, L: gl.constexpr, PL: 
 # %% ../../nbs/12c_decode_mma.ipynb #511f5e61
 @gluon.jit
 def _span(START, END, LENGTH, each_length, PAGES, page_stride, b, h, heads, cap, block, split, splits, length, n, sinks, recent,
-          recent_from, chunk, offset, window, HAS_START: gl.constexpr, HAS_END: gl.constexpr, HAS_LENGTH: gl.constexpr,
+          recent_from, chunk, offset, sliding_window, HAS_START: gl.constexpr, HAS_END: gl.constexpr, HAS_LENGTH: gl.constexpr,
           PAGED: gl.constexpr, SLIDING: gl.constexpr, G: gl.constexpr):  # fmt: skip
     """Tiles [begin, end) of a split, what each row may read of them, between which tokens nothing is masked, and where the
     pages of the sequence are: (table, index of page 0, step, last page). Positions count from the first stored token."""
@@ -411,8 +411,8 @@ def _span(START, END, LENGTH, each_length, PAGES, page_stride, b, h, heads, cap,
     at = at0 + row % n
     lo_row = lo + at * 0
     if SLIDING:
-        lo_row = gl.maximum(lo_row, at - window + 1)
-        lo = gl.maximum(lo, at0 - window + 1)
+        lo_row = gl.maximum(lo_row, at - sliding_window + 1)
+        lo = gl.maximum(lo, at0 - sliding_window + 1)
     hi_row = gl.minimum(hi, at + 1)
     hi = gl.minimum(hi, at0 + n)
     first = lo // 256
@@ -422,7 +422,7 @@ def _span(START, END, LENGTH, each_length, PAGES, page_stride, b, h, heads, cap,
     safe_hi = gl.minimum(hi, at0 + 1)  # tiles that end here or before, and begin after safe_lo, need no mask
     safe_lo = lo
     if SLIDING:
-        safe_lo = gl.maximum(lo, at0 + n - window)
+        safe_lo = gl.maximum(lo, at0 + n - sliding_window)
     last = gl.maximum((hi + 4 * G.RP - 1) // (4 * G.RP) - 1, 0)
     if PAGED:
         tiles = (PAGES + b.to(gl.int64) * page_stride, h.to(gl.int64), heads, last)
@@ -543,11 +543,11 @@ def _value_pieces(keys, values, ACC, K, tiles, following, go, P, rescale, top, t
         _copy_k(keys, c, c, K, tiles, following, go, PAGED, G)
 
 # %% ../../nbs/12c_decode_mma.ipynb #a584d32c
-@gluon.jit(do_not_specialize=["page_stride", "cap", "splits", "length", "recent_from", "chunk", "offset", "window"])
+@gluon.jit(do_not_specialize=["page_stride", "cap", "splits", "length", "recent_from", "chunk", "offset", "sliding_window"])
 def _decode_kernel(
     QUERY, sb, sh, sn, ROTATED, RK_, RV_, MK, MV, K0, K1, K2, KS, V0, V1, V2, VS, TABLE, START, END, LENGTH, each_length,
     PAGES, page_stride, BIAS, bias_stride, O, LSE, heads, group, cap, blocks, splits, length, n, sinks, recent, recent_from,
-    chunk, offset, window, scaling, k_step, v_step, cap_at,
+    chunk, offset, sliding_window, scaling, k_step, v_step, cap_at,
     HAS_START: gl.constexpr, HAS_END: gl.constexpr, HAS_LENGTH: gl.constexpr, PAGED: gl.constexpr, FAST_K: gl.constexpr, FAST: gl.constexpr,
     MEAN_K: gl.constexpr, MEAN_V: gl.constexpr, BIASED: gl.constexpr, SLIDING: gl.constexpr, CAPPED: gl.constexpr,
     PDL: gl.constexpr, G: gl.constexpr,
@@ -572,7 +572,7 @@ def _decode_kernel(
     row_at = b.to(gl.int64) * sb + (h * group + jq // n).to(gl.int64) * sh + (jq % n).to(gl.int64) * sn
     begin, end, lo_row, hi_row, safe_lo, safe_hi, tiles = _span(
         START, END, LENGTH, each_length, PAGES, page_stride, b, h, heads, cap, block, split, splits, length, n, sinks, recent,
-        recent_from, chunk, offset, window, HAS_START, HAS_END, HAS_LENGTH, PAGED, SLIDING, G)
+        recent_from, chunk, offset, sliding_window, HAS_START, HAS_END, HAS_LENGTH, PAGED, SLIDING, G)
     for i in range(G.NK):
         _copy_k(keys, i, i, (K0, K1, K2), tiles, begin, begin < end, PAGED, G)
     k0 = gl.load(TABLE); k1 = gl.load(TABLE + 1); k2 = gl.load(TABLE + 2); k3 = gl.load(TABLE + 3)

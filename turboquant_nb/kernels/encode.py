@@ -867,10 +867,10 @@ def target(
     planes = [side.tensors[n] for n in side.groups[0].names]
     mean = None if mean is None else mean.contiguous()
     rotation, table = _quantizer_tables(side.q)
-    out = Target(planes, side.tensors["scale"], rotation, table, side.q.spec.scale, mean, side.thin if side.fading else 0)
-    if side.q.spec.center != "rope":
+    out = Target(planes, side.tensors["scale"], rotation, table, side.q.spec.scale, mean, side.truncated_tiles if side.fading else 0)
+    if side.q.spec.center != "pre_rope":
         return out
-    return out._replace(cos_sin=store.turns, start=store.start, base=store.offset)
+    return out._replace(cos_sin=store.rope_table, start=store.start, base=store.offset)
 
 # %% ../../nbs/11_encode.ipynb #92f25193
 class ShortSide(NamedTuple):
@@ -965,7 +965,7 @@ def _plan(store: KVStore) -> AppendPlan:
         served, why = supports(r, *(q.d for q in qs), store.dtype, store.device, store.batch * store.heads)
         if not served:
             raise ValueError(f"the kernel cannot serve this store: {why}")
-        sizes = (store.heads, r.sinks, r.window, store.tile, 0 if store.turns is None else store.turns.shape[1])
+        sizes = (store.heads, r.sinks, r.recent, store.tile, 0 if store.rope_table is None else store.rope_table.shape[1])
         plan = _plans[store] = AppendPlan(qs, store.dtype, store.device, *sizes)
         if store.static:  # a capture finds its own plan ready, and a graph its tables alive
             plan.captured = _plan_of(tuple(store.storage.texts), store.dtype, store.device, *sizes)
@@ -980,7 +980,7 @@ def prepare(store: KVStore) -> None:
 # %% ../../nbs/11_encode.ipynb #2204b283
 def _truncates(store, before: int) -> bool:
     "Whether whole tiles below `before` are to lose a plane now."
-    return any(s.fading and s.thin < before // store.tile for s in (store.key, store.value))
+    return any(s.fading and s.truncated_tiles < before // store.tile for s in (store.key, store.value))
 
 
 def _is_short(store: KVStore, plan: AppendPlan, k, v) -> bool:
@@ -993,7 +993,7 @@ def _is_short(store: KVStore, plan: AppendPlan, k, v) -> bool:
     n, at = k.shape[2], store.length - store.offset
     if store.recipe.decay is not None and _truncates(store, at + n - store.recipe.decay):
         return False
-    if store.inv_freq is not None and store.length + n > len(store.turns):
+    if store.inv_freq is not None and store.length + n > len(store.rope_table):
         return False
     room = store.key.tensors["scale"].shape[2] * store.tile
     if store.max_length is not None:
@@ -1025,7 +1025,7 @@ def _plan_of(texts: tuple, dtype, device, heads: int, sinks: int, ring: int, til
 def _plan_of_sides(sides, cos_sin) -> AppendPlan:
     "The plan of sides in a capture."
     s, rope = sides[0], 0 if cos_sin is None else cos_sin.shape[1]
-    exact, texts = (s.t[n].shape[2] for n in ("sinks", "window")), tuple(s.text for s in sides)
+    exact, texts = (s.t[n].shape[2] for n in ("sinks", "recent")), tuple(s.text for s in sides)
     return _plan_of(texts, s.x.dtype, s.x.device, s.x.shape[1], *exact, s.coder.tile, rope)
 
 
@@ -1048,9 +1048,9 @@ def _append_at(*operands):
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (new.k, new.v))
     sides = _sides(k, v, new.key, new.value, new.said)
     for s in sides:
-        _take_mean(s, new.start, new.position, new.turns)
-    numbers = new.start, new.flags if new.turns is None else new.turns, new.position, new.flags
-    plan = _plan_of_sides(sides, new.turns)
+        _take_mean(s, new.start, new.position, new.rope_table)
+    numbers = new.start, new.flags if new.rope_table is None else new.rope_table, new.position, new.flags
+    plan = _plan_of_sides(sides, new.rope_table)
     plan.launch(k, v, new.key, new.value, (0, 0), numbers, 0, 0, new.max_length, True)
 
 
@@ -1078,8 +1078,8 @@ def append(
     if wait or not _is_short(store, plan, k, v):
         return store._append_now(k, v, names, _code_and_wait)
     sides, flags, at = (store.key, store.value), store._need_flags(), store.length - store.offset
-    tensors, truncated = [list(s.tensors.values()) for s in sides], [s.thin for s in sides]
-    cos_sin, position = flags if store.inv_freq is None else store.turns, store.position if store.static else flags
+    tensors, truncated = [list(s.tensors.values()) for s in sides], [s.truncated_tiles for s in sides]
+    cos_sin, position = flags if store.inv_freq is None else store.rope_table, store.position if store.static else flags
     numbers = store.start, cos_sin, position, flags
     if store.static:
         plan.launch(k, v, *tensors, truncated, numbers, 0, 0, store.max_length, True)

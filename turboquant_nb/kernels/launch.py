@@ -170,7 +170,7 @@ def supports(
     store: KVStore,
     k: Tensor | None = None,
     v: Tensor | None = None,
-    window: int | None = None,
+    sliding_window: int | None = None,
     softcap: float | None = None,
     mask: Tensor | None = None,
     kernel: str = "auto",  # "fragments", "portable", or "auto": the first of them that can
@@ -215,15 +215,15 @@ def run(x: DecodeOperands) -> tuple:  # (output, log-sum-exp)
     return run_kernel(x)[:2] if type(x.q) is Tensor else _operator(*x)
 
 # %% ../../nbs/12d_launch.ipynb #29f2b02c
-def checked_operands(q, store, k, v, scaling, window, softcap, splits, kernel) -> DecodeOperands:
+def checked_operands(q, store, k, v, scaling, sliding_window, softcap, splits, kernel) -> DecodeOperands:
     "The operands of a call. Raises ValueError for one that does not fit or is not supported."
-    _check_attend(q, store, k, v, store.offset, None, softcap, window)
+    _check_attend(q, store, k, v, store.offset, None, softcap, sliding_window)
     plan = plan_of(store)
     portable, why = select_kernel(plan, store.device, kernel)
     why = _call_reason(q, store, k, v, None) or why
     if why:
         raise ValueError(f"decode_attention cannot serve this: {why}")
-    return store_operands(q, store, plan.tables, k, v, scaling, window, softcap, splits, not plan.is_unpadded(store), portable)
+    return store_operands(q, store, plan.tables, k, v, scaling, sliding_window, softcap, splits, not plan.is_unpadded(store), portable)
 
 
 _checked_operands_uncompiled = torch.compiler.disable(checked_operands)
@@ -278,7 +278,7 @@ class Repeat:
         out, lse = torch.empty(self.out, dtype=q.dtype, device=q.device), empty(self.out[:3])
         new |= dict(q=q, k=k, v=v, out=out, lse=lse, cos_sin=store.turns)
         at = {name: x.data_ptr() for name, x in new.items() if x is not None}
-        at |= dict(length=store.length, offset=store.offset, recent_from=store._window_from)
+        at |= dict(length=store.length, offset=store.offset, recent_from=store._recent_from)
         for run, args, slots in self.launches:
             args = list(args)
             for i, name in slots:
@@ -306,14 +306,14 @@ def decode_attention(
     k: Tensor | None = None,  # [B, H, m, d_key] exact states of the last m tokens
     v: Tensor | None = None,  # [B, H, m, d_value]; both are used instead of the codes
     scaling: float | None = None,  # softmax scale; d_key**-0.5 if None
-    window: int | None = None,  # sliding window: token i sees i-window+1 … i
+    sliding_window: int | None = None,  # sliding window: token i sees i-window+1 … i
     softcap: float | None = None,  # scores become softcap·tanh(score/softcap)
     splits: int | None = None,  # parts of the coded tokens; None: enough to fill the GPU
     kernel: str = "auto",  # "fragments", "portable", or "auto": the first of them that can
 ) -> tuple:  # (output [B, Hq, n, d_value] in q's dtype, log-sum-exp [B, Hq, n] fp32)
     """`attention.attend` without a mask, in one kernel on the codes. Deterministic. Raises ValueError
     for shapes that do not fit and, with the reason, for what `supports` refuses."""
-    options = (scaling, window, softcap, splits, kernel)
+    options = (scaling, sliding_window, softcap, splits, kernel)
     if torch.compiler.is_compiling():
         operands = checked_operands if store.static else _checked_operands_uncompiled
         return _operator(*operands(q, store, k, v, *options))

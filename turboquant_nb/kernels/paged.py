@@ -17,7 +17,7 @@ from ..quantizer import Quantizer
 # %% ../../nbs/12e_paged.ipynb #b413b7fe
 def _check_turns(p: "Pages") -> None:
     "Raise ValueError for cosines and sines that do not belong to these keys and this many pages."
-    if (p.key.spec.center == "rope") != (p.turns is not None):
+    if (p.key.spec.center == "pre_rope") != (p.turns is not None):
         raise ValueError(f"turns belong to keys whose center is 'rope', here it is {p.key.spec.center!r}")
     if p.turns is None:
         return
@@ -104,7 +104,7 @@ def decode_pages(
     k: Tensor | None = None,  # [B, H, m, d_key] exact states of the last m tokens of each sequence
     v: Tensor | None = None,  # [B, H, m, d_value]; both are used instead of the codes
     scaling: float | None = None,  # softmax scale; d_key**-0.5 if None
-    window: int | None = None,  # sliding window: token i sees i-window+1 … i
+    sliding_window: int | None = None,  # sliding window: token i sees i-window+1 … i
     softcap: float | None = None,  # scores become softcap·tanh(score/softcap)
     splits: int | None = None,  # parts of the coded tokens; None: enough to fill the GPU
     kernel: str = "auto",
@@ -121,6 +121,6 @@ def decode_pages(
         key_rotation=pages.key.rotation.query_matrix, value_rotation=pages.value.rotation.matrix, key_mean=pages.key_mean,
         value_mean=pages.value_mean, exact=[none] * 4, k=last_dim_dense(k), v=last_dim_dense(v), start=None, end=None,
         position=pages.lengths, pages=pages.table, cos_sin=pages.turns, key_step=tables.steps[0], value_step=tables.steps[1],
-        length=0, offset=0, recent_from=2**31 - 1, **call_numbers(q, scaling, window, softcap, splits),
+        length=0, offset=0, recent_from=2**31 - 1, **call_numbers(q, scaling, sliding_window, softcap, splits),
         key_hadamard=tables.hadamard[0], value_hadamard=tables.hadamard[1], portable=portable,
     ))  # fmt: skip
