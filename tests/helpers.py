@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from turboquant_nb.quantizer import Recipe
+from turboquant_nb.quant.quantizer import Recipe
 
 SLOW = bool(os.environ.get("TURBOQUANT_SLOW"))  # everything; without it the widest matrices are thinned (CONTRIBUTING.md says which)
 DATA = Path(__file__).parent / "data"
@@ -146,7 +146,7 @@ _found = {}
 
 def made(name):
     "A random model of its own, whose channels of queries and keys are of unequal size, and its calibration."
-    from turboquant_nb.calibrate import calibrate
+    from turboquant_nb.calibration.fit import calibrate
 
     if name not in _found:
         model = tiny(name, seed=5, **MODELS[name])

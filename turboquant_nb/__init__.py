@@ -2,11 +2,11 @@ __version__ = "0.1.0"
 # Written by hand: names are imported on first use, so that `import turboquant_nb` needs no extra.
 _HOME = {
     "TurboQuantCache": "hf",
-    "Recipe": "quantizer",
-    "Spec": "quantizer",
-    "preset": "quantizer",
-    "KVStore": "store",
-    "attend": "ops",  # the one that chooses a backend
+    "Recipe": "quant.quantizer",
+    "Spec": "quant.quantizer",
+    "preset": "quant.quantizer",
+    "KVStore": "cache.store",
+    "attend": "kernels.ops",  # the one that chooses a backend
     "load_calibration": "quant.calibration",
 }
 __all__ = list(_HOME)

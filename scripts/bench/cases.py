@@ -3,8 +3,8 @@ from typing import NamedTuple
 
 import torch
 
-from turboquant_nb.quantizer import Recipe, Spec
-from turboquant_nb.store import KVStore
+from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.cache.store import KVStore
 
 
 class Shape(NamedTuple):

@@ -20,7 +20,7 @@ from cases import CASES, Shape, filled, states
 from plan import Plan
 from timing import kernel_times, replayed
 
-from turboquant_nb.attention import attend
+from turboquant_nb.cache.attention import attend
 from turboquant_nb.kernels.launch import decode_attention, supports
 
 BITS = [(4, 4), (3, 3), (2, 2)]

@@ -8,7 +8,7 @@ from cases import CASES
 from plan import Plan
 from timing import clock_times, quantiles
 
-from turboquant_nb.quantizer import Quantizer, Spec, encode
+from turboquant_nb.quant.quantizer import Quantizer, Spec, encode
 
 
 def gate():

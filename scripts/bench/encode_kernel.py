@@ -15,8 +15,8 @@ from plan import Plan
 from timing import event_time, host_times, kernel_times, quantiles
 
 from turboquant_nb.kernels import encode as kernel
-from turboquant_nb.quantizer import Recipe, Spec
-from turboquant_nb.store import KVStore
+from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.cache.store import KVStore
 
 NEAR = 2e-5  # of a coordinate over its unit: both paths round, the GPU's fp32 products too
 

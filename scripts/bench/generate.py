@@ -35,7 +35,7 @@ from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
 from turboquant_nb import results
 from turboquant_nb.hf import TurboQuantCache
-from turboquant_nb.quantizer import preset
+from turboquant_nb.quant.quantizer import preset
 
 LLAMA = dict(vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
              rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, max_position_embeddings=1 << 18)

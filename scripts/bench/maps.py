@@ -8,12 +8,12 @@ from encode_kernel import graph_times
 from plan import Plan
 from timing import kernel_times, quantiles, replayed
 
-from turboquant_nb.attention import attend
+from turboquant_nb.cache.attention import attend
 from turboquant_nb.kernels import encode
 from turboquant_nb.kernels.launch import decode_attention
-from turboquant_nb.transforms import HeadTransform, register_transform
-from turboquant_nb.quantizer import Recipe, Spec
-from turboquant_nb.store import KVStore
+from turboquant_nb.theory.transforms import HeadTransform, register_transform
+from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.cache.store import KVStore
 
 
 def random_maps(heads, d):

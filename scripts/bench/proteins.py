@@ -12,11 +12,12 @@ from plan import Plan
 from timing import replayed, step_times
 from transformers import EsmConfig, EsmForMaskedLM
 
-from turboquant_nb import ops, results
+from turboquant_nb import results
+from turboquant_nb.kernels import ops
 from turboquant_nb.esm import MASK, RESIDUES, TurboEsm, fingerprint, masked_marginals, tokens
-from turboquant_nb.quantizer import Recipe, Spec
-from turboquant_nb.store import KVStore
-from turboquant_nb.transform import RECIPES, SideCode, TransformCode
+from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.cache.store import KVStore
+from turboquant_nb.esm.transform import RECIPES, SideCode, TransformCode
 
 
 def random_code(model, bits, spread=2, turn=True, seed=0):

@@ -17,10 +17,11 @@ import torch
 from plan import Plan
 from timing import Clock
 
-from turboquant_nb import residual, rotation
-from turboquant_nb.qjl import qjl_encode, sketch_matrix, unpack_signs
-from turboquant_nb.quantizer import Spec
-from turboquant_nb.search import CodedIndex, code_bytes, exact_search, recall
+from turboquant_nb.quant import residual
+from turboquant_nb.theory import rotation
+from turboquant_nb.theory.qjl import qjl_encode, sketch_matrix, unpack_signs
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.apps.search import CodedIndex, code_bytes, exact_search, recall
 
 KS = (1, 2, 4, 8, 10, 16, 32, 64, 100)
 IP = faiss.METRIC_INNER_PRODUCT

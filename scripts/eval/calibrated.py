@@ -15,14 +15,14 @@ from recipes import add_options, opened
 from search import UNPACKED, gate, recipe, stored_bits
 
 from turboquant_nb import results
-from turboquant_nb.allocate import measure_layers
-from turboquant_nb.calibrate import calibrate, collect
+from turboquant_nb.calibration.sensitivity import measure_layers
+from turboquant_nb.calibration.fit import calibrate, collect
 from turboquant_nb.evaluation.candidates import as_candidate
 from turboquant_nb.evaluation.score import paired, prefill, score, text_windows
-from turboquant_nb.fold import fit_fold, fold, unfold
+from turboquant_nb.calibration.fold import fit_fold, fold, unfold
 from turboquant_nb.hf import TurboQuantCache, rope_frequencies
-from turboquant_nb.transforms import coding_gain
-from turboquant_nb.models import load_model
+from turboquant_nb.theory.transforms import coding_gain
+from turboquant_nb.evaluation.models import load_model
 
 PLAIN = dict(k4v4=(4, 4), k4v3=(4, 3), k3v3=(3, 3), k3v2=(3, 2), k2v2=(2, 2))
 

@@ -22,9 +22,9 @@ from transformers.utils import logging
 
 from turboquant_nb import results
 from turboquant_nb.esm import MASK, TurboEsm, fit_esm, gather_statistics, load_esm, masked_marginals, tokens
-from turboquant_nb.models import load_model, sample_text
-from turboquant_nb.quantizer import Recipe, Spec
-from turboquant_nb.transform import (
+from turboquant_nb.evaluation.models import load_model, sample_text
+from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.esm.transform import (
     RECIPES, SideSpec, TransformRecipe, as_transform, code_states, load_code, mapped_states, save_code, turned,
 )  # fmt: skip
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything of 85_proteins on one GPU: proteins.sh bench|eval OUT [FOLDER [GGUF]]. `bench` takes about 80 s and wants the GPU for itself; `eval` some minutes, in seven
+# Everything of 93_proteins on one GPU: proteins.sh bench|eval OUT [FOLDER [GGUF]]. `bench` takes about 80 s and wants the GPU for itself; `eval` some minutes, in seven
 # processes. FOLDER (default esm-data) holds esm2-8m/ (a transformers checkpoint of ESM-2 8M) and chains.json, made once by
 # `python scripts/eval/proteins.py chains --scope FOLDER_OF_SIDECHAINNET --chains FOLDER/chains.json`; GGUF is SmolLM2-135M-Instruct's, for outliers.
 # Results go to OUT/*.json; copy them to results/esm/NAME-h200.json.

@@ -15,9 +15,9 @@ import torch
 from turboquant_nb import results
 from turboquant_nb.evaluation.candidates import OTHERS, as_candidate
 from turboquant_nb.evaluation.score import one_pass_gate, paired, prefill, score, text_windows
-from turboquant_nb.models import load_model
-from turboquant_nb.quantizer import PRESETS, Recipe, Spec, preset
-from turboquant_nb.mixed_precision import by_layer
+from turboquant_nb.evaluation.models import load_model
+from turboquant_nb.quant.quantizer import PRESETS, Recipe, Spec, preset
+from turboquant_nb.quant.mixed_precision import by_layer
 
 
 def recipe(k, v, sinks=4, recent=0, center="pre_rope", vmean=False, **both):

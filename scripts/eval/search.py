@@ -17,10 +17,10 @@ from turboquant_nb.evaluation.candidates import as_candidate
 from turboquant_nb.evaluation.pairs import PairLayer
 from turboquant_nb.evaluation.score import OnePass, paired, predict, prefill, score, token_losses
 from turboquant_nb.hf import rope_frequencies
-from turboquant_nb.quantizer import Recipe, Spec, decode, encode
-from turboquant_nb.mixed_precision import make_quantizer
-from turboquant_nb.rope import apply_cos_sin
-from turboquant_nb.store import KVStore, prompt_mean, shared_cos_sin
+from turboquant_nb.quant.quantizer import Recipe, Spec, decode, encode
+from turboquant_nb.quant.mixed_precision import make_quantizer
+from turboquant_nb.theory.rope import apply_cos_sin
+from turboquant_nb.cache.store import KVStore, prompt_mean, shared_cos_sin
 
 PAIRS = "4 4,3 3,2 2,3 2,4 3,4 2,2 1,3.5 2.5,2.5 1.5,1.5 1,4 2.5,3.5 3,3 1.5,2 1.5,2.5 2,3 2.5,1 1,3.5 2,2.5 2.5,3 1,3.5 3.5,4 3.5,1.5 1.5,2.5 1"
 PAIRS = [tuple(map(float, p.split())) for p in PAIRS.split(",")]

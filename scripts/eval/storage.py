@@ -16,8 +16,8 @@ from recipes import add_options, opened
 
 from turboquant_nb import results
 from turboquant_nb.hf import TurboQuantCache
-from turboquant_nb.quantizer import PRESETS
-from turboquant_nb.storage import load_compressed, save_compressed
+from turboquant_nb.quant.quantizer import PRESETS
+from turboquant_nb.hf.storage import load_compressed, save_compressed
 
 
 def compressors():

@@ -38,7 +38,7 @@ def directives(source):
 
 
 def links(text, site):
-    "[x](01_codebook.ipynb#y) -> [x](site/codebook.html#y)."
+    "[x](10_codebook.ipynb#y) -> [x](site/codebook.html#y)."
     def page(match):
         return f"]({site}/{re.sub(r'^[0-9]+[a-zA-Z0-9]*_', '', match[1])}.html{match[2] or ''})"
     return re.sub(r"\]\((?:\./)?([\w-]+)\.ipynb(#[^)\s]*)?\)", page, text)

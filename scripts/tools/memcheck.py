@@ -5,9 +5,9 @@ Long chunks are left out: torch's own flash attention (2.11, 70 queries, head si
 import torch
 
 from turboquant_nb.kernels import encode, launch
-from turboquant_nb.transforms import HeadTransform, register_transform
-from turboquant_nb.quantizer import Recipe, Spec
-from turboquant_nb.store import KVStore
+from turboquant_nb.theory.transforms import HeadTransform, register_transform
+from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.cache.store import KVStore
 
 CASES = [  # batch, KV heads, group, head size, key bits, value bits, centre of keys, static, kernel
     (1, 3, 4, 128, 3, 3, "rope", False, "fragments"),

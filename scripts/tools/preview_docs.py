@@ -109,7 +109,7 @@ def settings(tree):
 
 
 def page_name(path):
-    "01_codebook.ipynb -> codebook.html, as nbdev does."
+    "10_codebook.ipynb -> codebook.html, as nbdev does."
     return re.sub(r"^\d+[a-zA-Z0-9]*_", "", Path(path).stem) + ".html"
 
 

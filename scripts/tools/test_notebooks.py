@@ -4,7 +4,7 @@
 nbdev_test starts notebooks by name. A long one near the end then runs alone while the other processes wait."""
 import nbdev.test
 
-LONGEST = "19c_score 24_allocate 06_residual 23_calibrate 14f_hf 14b_cache 80_claims 17_models 19d_tasks 20_fold 05_qjl 07_rates".split()
+LONGEST = "83_score 61_sensitivity 21_residual 60_calibrate 56_hf 51_cache 86_claims 80_models 84_tasks 62_fold 13_qjl 15_rates".split()
 parallel = nbdev.test.parallel
 
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from turboquant_nb import claims, cli
-from turboquant_nb.codebook import lloyd_max
+from turboquant_nb import cli
+from turboquant_nb.apps import claims
+from turboquant_nb.theory.codebook import lloyd_max
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -230,5 +231,5 @@ def test_help_has_an_example(capsys):
 
 
 def test_help_imports_neither_torch_nor_claims():
-    code = "import sys; from turboquant_nb import cli; cli.main(['report', 'claims', '--help']); assert 'torch' not in sys.modules and 'turboquant_nb.claims' not in sys.modules"
+    code = "import sys; from turboquant_nb import cli; cli.main(['report', 'claims', '--help']); assert 'torch' not in sys.modules and 'turboquant_nb.apps.claims' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

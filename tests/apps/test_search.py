@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from turboquant_nb.packing import Layout, unpack
-from turboquant_nb.qjl import qjl_scores
-from turboquant_nb.quantizer import Spec, decode
-from turboquant_nb.mixed_precision import make_quantizer
-from turboquant_nb.search import CodedIndex, code_bytes, exact_search, recall
+from turboquant_nb.cache.packing import Layout, unpack
+from turboquant_nb.theory.qjl import qjl_scores
+from turboquant_nb.quant.quantizer import Spec, decode
+from turboquant_nb.quant.mixed_precision import make_quantizer
+from turboquant_nb.apps.search import CodedIndex, code_bytes, exact_search, recall
 from turboquant_nb.testing import raises, same
 
 pytestmark = pytest.mark.usefixtures("one_thread")

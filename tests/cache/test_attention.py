@@ -9,9 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers import SLOW
-from turboquant_nb.attention import attend, dense_attention
-from turboquant_nb.quantizer import Recipe, Spec, decode
-from turboquant_nb.store import KVStore
+from turboquant_nb.cache.attention import attend, dense_attention
+from turboquant_nb.quant.quantizer import Recipe, Spec, decode
+from turboquant_nb.cache.store import KVStore
 from turboquant_nb.testing import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")

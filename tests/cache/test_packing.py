@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import torch
 
-from turboquant_nb.packing import SLOT, WIDTHS, Layout, drop_plane, pack, quarter_bytes, unpack, write
+from turboquant_nb.cache.packing import SLOT, WIDTHS, Layout, drop_plane, pack, quarter_bytes, unpack, write
 from turboquant_nb.testing import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -10,11 +10,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.helpers import DATA
-from turboquant_nb.quantizer import Quantizer, Recipe, Spec, channel_bits, decode
+from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec, channel_bits, decode
 from turboquant_nb.files import read_file, write_file
-from turboquant_nb.mixed_precision import make_quantizer
-from turboquant_nb.rates import truncate
-from turboquant_nb.store import FORMAT, ExactTokens, KVStore, Ranges, Side, _append_by_position, prompt_mean
+from turboquant_nb.quant.mixed_precision import make_quantizer
+from turboquant_nb.theory.rates import truncate
+from turboquant_nb.cache.store import FORMAT, ExactTokens, KVStore, Ranges, Side, _append_by_position, prompt_mean
 from turboquant_nb.testing import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -8,13 +8,13 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 from tests.helpers import MODELS, generate, logits, made, prompt, texts, tiny  # noqa: E402
-from turboquant_nb import allocate as A, calibrate as C  # noqa: E402
-from turboquant_nb.allocate import allocate, measure_layers  # noqa: E402
-from turboquant_nb.calibrate import Calibration, load_calibration, save_calibration  # noqa: E402
+from turboquant_nb.calibration import sensitivity as A, fit as C  # noqa: E402
+from turboquant_nb.calibration.sensitivity import allocate, measure_layers  # noqa: E402
+from turboquant_nb.calibration.fit import Calibration, load_calibration, save_calibration  # noqa: E402
 from turboquant_nb.evaluation.candidates import as_candidate  # noqa: E402
 from turboquant_nb.evaluation.score import score  # noqa: E402
 from turboquant_nb.hf import TurboQuantCache  # noqa: E402
-from turboquant_nb.quantizer import Recipe, Spec  # noqa: E402
+from turboquant_nb.quant.quantizer import Recipe, Spec  # noqa: E402
 from turboquant_nb.testing import same  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]

@@ -13,13 +13,15 @@ import torch
 transformers = pytest.importorskip("transformers")
 from safetensors import safe_open  # noqa: E402
 from tests.helpers import BASE, MODELS, caches_latents, exact_recipe, generate, logits, made, prompt, texts, three, tiny  # noqa: E402
-from turboquant_nb import calibrate as C, ops, transforms as M  # noqa: E402
-from turboquant_nb.attention import attend, dense_attention  # noqa: E402
-from turboquant_nb.calibrate import calibrate, collect, load_calibration, save_calibration  # noqa: E402
+from turboquant_nb.calibration import fit as C  # noqa: E402
+from turboquant_nb.kernels import ops  # noqa: E402
+from turboquant_nb.theory import transforms as M  # noqa: E402
+from turboquant_nb.cache.attention import attend, dense_attention  # noqa: E402
+from turboquant_nb.calibration.fit import calibrate, collect, load_calibration, save_calibration  # noqa: E402
 from turboquant_nb.hf import TurboQuantCache  # noqa: E402
-from turboquant_nb.quantizer import Quantizer, Recipe, Spec, as_recipe, decode, encode  # noqa: E402
-from turboquant_nb.storage import load_compressed, save_compressed  # noqa: E402
-from turboquant_nb.store import KVStore  # noqa: E402
+from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec, as_recipe, decode, encode  # noqa: E402
+from turboquant_nb.hf.storage import load_compressed, save_compressed  # noqa: E402
+from turboquant_nb.cache.store import KVStore  # noqa: E402
 from turboquant_nb.testing import same  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
@@ -358,7 +360,7 @@ def test_the_law_fails_for_a_query_that_is_turned_like_a_key(monkeypatch):
 @pytest.mark.parametrize("spec", [Spec(2), Spec(3), Spec(4), Spec(2.5), Spec(3, residual="sign")], ids=str)
 def test_mapped_codes_beat_the_rotation_and_exchanged_ones_do_not(spec):
     "The error of scores on fresh vectors, against what the formula promises; the wrong way round loses."
-    from turboquant_nb.mixed_precision import make_quantizer
+    from turboquant_nb.quant.mixed_precision import make_quantizer
 
     d = 64
     m, c = moments(3, d, decay=1.0)
@@ -467,7 +469,7 @@ def test_maps_that_a_store_cannot_take():
 
 def test_calibrations_come_back_and_others_do_not(tmp_path):
     "Truncated, changed anywhere, of another kind, missing."
-    from turboquant_nb import fold
+    from turboquant_nb.calibration import fold
 
     model, found = made("llama")
     path, bad = tmp_path / "c.safetensors", tmp_path / "bad"
@@ -512,10 +514,11 @@ FRESH = """
 import torch
 torch.set_num_threads(1)
 from pathlib import Path
-from turboquant_nb import store, transforms
-from turboquant_nb.calibrate import load_calibration
+from turboquant_nb.cache import store
+from turboquant_nb.theory import transforms
+from turboquant_nb.calibration.fit import load_calibration
 from turboquant_nb.hf import TurboQuantCache
-from turboquant_nb.storage import load_compressed
+from turboquant_nb.hf.storage import load_compressed
 
 here, out = Path("."), {}
 config = torch.load("config", weights_only=False)

@@ -6,9 +6,9 @@ import torch
 import transformers
 
 from turboquant_nb.cli import main
-from turboquant_nb.fold import Fold, fit_fold, fold, load_fold, save_fold, unfold, write_folded
-from turboquant_nb.quantizer import Quantizer, Spec, decode, encode
-from turboquant_nb.transforms import best_scales
+from turboquant_nb.calibration.fold import Fold, fit_fold, fold, load_fold, save_fold, unfold, write_folded
+from turboquant_nb.quant.quantizer import Quantizer, Spec, decode, encode
+from turboquant_nb.theory.transforms import best_scales
 
 SMALL = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 CONFIGS = {  # name: (config, what it has besides)

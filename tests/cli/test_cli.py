@@ -17,8 +17,8 @@ from turboquant_nb.cli import app as conventions
 from turboquant_nb.cli import compare, files, use
 from turboquant_nb.cli.output import Stage, show_table
 from turboquant_nb.hf import TurboQuantCache
-from turboquant_nb.models import load_model, sample_text
-from turboquant_nb.quantizer import PRESETS, Recipe, Spec, as_recipe, preset
+from turboquant_nb.evaluation.models import load_model, sample_text
+from turboquant_nb.quant.quantizer import PRESETS, Recipe, Spec, as_recipe, preset
 
 SIZE = dict(vocab_size=400, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
             initializer_range=0.1, bos_token_id=0, eos_token_id=1)
@@ -146,7 +146,7 @@ def test_bits_option(call, text, bits):
 
 
 def test_price_is_what_is_stored():
-    from turboquant_nb.mixed_precision import make_quantizer
+    from turboquant_nb.quant.mixed_precision import make_quantizer
 
     for recipe in (as_recipe("k4v2", 2.5), Recipe(residual="prod"), Recipe(residual="sign"), Recipe(Spec((4, 2) * 16), Spec(1, scale_dtype="float32"))):
         total = 0
@@ -314,7 +314,7 @@ def test_no_cuda(call, tiny):
 
 
 def test_the_embedded_model_cannot_be_fetched(call, monkeypatch):
-    from turboquant_nb import models as m
+    from turboquant_nb.evaluation import models as m
     def fail(*args, **kwargs):
         raise RuntimeError("the embedded model is not available: no network\nNothing was added. What you can do:\n  use another model:  --model PATH_OR_HUB_ID")
     monkeypatch.setattr(m, "embedded_path", fail)
@@ -809,7 +809,8 @@ def test_files_are_written_whole_through_links_with_the_mode_of_the_umask(call, 
 
 @pytest.mark.parametrize("error, code", [(KeyboardInterrupt(), 130), (RuntimeError("disk full"), 1)])
 def test_what_stops_while_it_writes_leaves_nothing(call, plain, tmp_path, monkeypatch, error, code):
-    from turboquant_nb import calibrate, fold, results
+    from turboquant_nb import results
+    from turboquant_nb.calibration import fit as calibrate, fold
 
     def stop(*args, **kwargs):
         path = next(x for x in args if isinstance(x, os.PathLike))

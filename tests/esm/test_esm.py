@@ -16,7 +16,7 @@ from transformers import EsmConfig, EsmForMaskedLM
 
 from tests.helpers import DATA  # noqa: E402
 from turboquant_nb import esm as M
-from turboquant_nb import transform
+from turboquant_nb.esm import transform
 from turboquant_nb.esm import (
     EOS,
     MASK,
@@ -34,8 +34,8 @@ from turboquant_nb.esm import (
     variants,
     variants_of,
 )
-from turboquant_nb.quantizer import Recipe, Spec
-from turboquant_nb.transform import (
+from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.esm.transform import (
     RECIPES,
     SideSpec,
     TransformRecipe,

@@ -11,9 +11,9 @@ from turboquant_nb.evaluation.candidates import as_candidate, held_bytes
 from turboquant_nb.evaluation.pairs import PAIR, PairLayer, attending, pair_attention
 from turboquant_nb.evaluation.score import OnePass, gap_limit, one_pass_gap, one_pass_gate, paired, predict, prefill, score, select_backend, text_windows
 from turboquant_nb.evaluation.tasks import attention_error, needle, needle_texts, next_token, perplexity, plot, table
-from turboquant_nb.models import embedded_path, load_model
-from turboquant_nb.quantizer import Recipe, Spec
-from turboquant_nb.store import KVStore
+from turboquant_nb.evaluation.models import embedded_path, load_model
+from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.cache.store import KVStore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZE = dict(vocab_size=120, hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32, initializer_range=0.2)

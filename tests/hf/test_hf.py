@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, DynamicCache  # noqa: E402
 from transformers.cache_utils import Cache  # noqa: E402
 
 from turboquant_nb.hf import CodedStates, TurboQuantCache, TurboQuantLayer, rope_frequencies  # noqa: E402
-from turboquant_nb.quantizer import Recipe, Spec, as_recipe  # noqa: E402
-from turboquant_nb.mixed_precision import by_layer  # noqa: E402
+from turboquant_nb.quant.quantizer import Recipe, Spec, as_recipe  # noqa: E402
+from turboquant_nb.quant.mixed_precision import by_layer  # noqa: E402
 from turboquant_nb.testing import same  # noqa: E402
 from tests.helpers import BASE, DROP, FAMILIES, HYBRID, MODES, MOE, SLIDING, VOCAB, caches_latents, exact_recipe, generate, prompt, three, tiny  # noqa: E402
 

@@ -8,9 +8,9 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from tests.helpers import MODES, generate, prompt, tiny  # noqa: E402
-from turboquant_nb import ops  # noqa: E402
+from turboquant_nb.kernels import ops  # noqa: E402
 from turboquant_nb.hf import CanaryError, TurboQuantCache, Watch  # noqa: E402
-from turboquant_nb.quantizer import Recipe, Spec  # noqa: E402
+from turboquant_nb.quant.quantizer import Recipe, Spec  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 RECIPES = {

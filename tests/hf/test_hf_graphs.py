@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from turboquant_nb.hf import TurboQuantCache  # noqa: E402
 from turboquant_nb.hf.graphs import StepRunner, Tape  # noqa: E402
-from turboquant_nb.quantizer import Recipe, Spec  # noqa: E402
+from turboquant_nb.quant.quantizer import Recipe, Spec  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 

@@ -10,10 +10,10 @@ from transformers import DynamicCache  # noqa: E402
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function  # noqa: E402
 
 from tests.helpers import FAMILIES, HYBRID, MODES, exact_recipe, generate, prompt, three, tiny  # noqa: E402
-from turboquant_nb import ops  # noqa: E402
+from turboquant_nb.kernels import ops  # noqa: E402
 from turboquant_nb.hf import TurboQuantCache  # noqa: E402
 from turboquant_nb.hf import attention as hf_attention  # noqa: E402
-from turboquant_nb.quantizer import Recipe, Spec  # noqa: E402
+from turboquant_nb.quant.quantizer import Recipe, Spec  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 OWN = ("deepseek_v3", "falcon")  # caches latents; has an attention of its own that transformers cannot replace
@@ -351,7 +351,7 @@ def test_what_a_kernel_took_is_told_later(bad):
 @pytest.mark.parametrize("length", [3000, 6000])
 def test_memory_of_a_chunk_does_not_grow_with_the_past(length, monkeypatch):
     "The largest tensor made while a chunk attends, past 3,000 or 6,000 tokens, in blocks of 2,048."
-    from turboquant_nb.store import KVStore
+    from turboquant_nb.cache.store import KVStore
 
     monkeypatch.setattr(ops, "BLOCK", 2 * 16 * 2048)
     g = torch.Generator().manual_seed(0)

@@ -12,7 +12,7 @@ from transformers.modeling_utils import AttentionInterface  # noqa: E402
 from tests.helpers import SLOW  # noqa: E402
 from turboquant_nb import hf  # noqa: E402
 from turboquant_nb.hf import TurboQuantCache  # noqa: E402
-from turboquant_nb.models import load_model, sample_text  # noqa: E402
+from turboquant_nb.evaluation.models import load_model, sample_text  # noqa: E402
 
 PREFILL, SCORE, WINDOWS = 512, 512, 8 if SLOW else 4
 TOKENS = 100 if SLOW else 40  # of greedy decoding

@@ -17,12 +17,12 @@ from hypothesis import strategies as st  # noqa: E402
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from turboquant_nb.attention import dense_attention  # noqa: E402
+from turboquant_nb.cache.attention import dense_attention  # noqa: E402
 from turboquant_nb.hf import MARGIN, TurboQuantCache, rope_frequencies, turboquant_attention  # noqa: E402
 from turboquant_nb.hf.cache import STEPS  # noqa: E402
-from turboquant_nb.mixed_precision import make_quantizer  # noqa: E402
-from turboquant_nb.quantizer import Coded, Recipe, Spec, decode  # noqa: E402
-from turboquant_nb.store import KVStore, _EmbeddedCodebook, prompt_mean  # noqa: E402
+from turboquant_nb.quant.mixed_precision import make_quantizer  # noqa: E402
+from turboquant_nb.quant.quantizer import Coded, Recipe, Spec, decode  # noqa: E402
+from turboquant_nb.cache.store import KVStore, _EmbeddedCodebook, prompt_mean  # noqa: E402
 
 SEQUENCES = int(os.environ.get("TURBOQUANT_SEQUENCES", 60 if SLOW else 12))
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]

@@ -6,9 +6,9 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 from tests.helpers import exact_recipe, fused, generate, prompt, tiny  # noqa: E402
-from turboquant_nb import ops  # noqa: E402
+from turboquant_nb.kernels import ops  # noqa: E402
 from turboquant_nb.hf import TurboQuantCache  # noqa: E402
-from turboquant_nb.quantizer import Recipe  # noqa: E402
+from turboquant_nb.quant.quantizer import Recipe  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 LENGTH = 64

@@ -34,7 +34,7 @@ def run(folder, out, ranks):
 def test_calibrating_with_offloaded_weights():
     "Weights that accelerate streams in give the maps of resident ones."
     accelerate = pytest.importorskip("accelerate")
-    from turboquant_nb.calibrate import calibrate
+    from turboquant_nb.calibration.fit import calibrate
 
     ids = torch.randint(1, 50, (2, 40), generator=torch.Generator().manual_seed(0))
     here = calibrate(tiny(), ids)

@@ -8,10 +8,10 @@ try:
 except ImportError:  # a machine that has a GPU but no pytest
     pytest = None
 
-from turboquant_nb.attention import attend, dense_attention
-from turboquant_nb.quantizer import Quantizer, Recipe, Spec, as_recipe, encode, preset
-from turboquant_nb.mixed_precision import make_quantizer
-from turboquant_nb.store import KVStore
+from turboquant_nb.cache.attention import attend, dense_attention
+from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec, as_recipe, encode, preset
+from turboquant_nb.quant.mixed_precision import make_quantizer
+from turboquant_nb.cache.store import KVStore
 
 DEVICE = "cuda"  # "cpu" executes the bodies below where there is no GPU
 
@@ -286,7 +286,7 @@ def peak_of(f):
 def test_no_dense_copy_of_the_past_is_made(monkeypatch):
     """Decode steps after 100,000 tokens: what is allocated beside the cache is a small part of one layer's dense keys; a long chunk takes as much after 16,384
     tokens as after 98,304. A turning centre takes one float32 more for each row of queries (a multiple of 4 for each KV head) and each position of the cache."""
-    monkeypatch.setattr("turboquant_nb.ops.BLOCK", 2 * 2 * 64 * 2048)  # blocks of 2,048 tokens, as of a larger model
+    monkeypatch.setattr("turboquant_nb.kernels.ops.BLOCK", 2 * 2 * 64 * 2048)  # blocks of 2,048 tokens, as of a larger model
     model = llama(torch.bfloat16, layers=2)
     for recipe, biases in ((preset("k3v3"), 0), ("k3v3", 4 * (2 * 2 * 4) * 100_096)):
         check_peaks(model, recipe, biases)

@@ -26,15 +26,15 @@ try:
 except ImportError:
     triton = None
 
-from turboquant_nb.attention import attend  # noqa: E402
+from turboquant_nb.cache.attention import attend  # noqa: E402
 from turboquant_nb.kernels import decode, decode_mma, launch, paged, query  # noqa: E402
 from turboquant_nb.kernels.launch import decode_attention, supports  # noqa: E402
-from turboquant_nb.codebook import uniform, lloyd_max  # noqa: E402
-from turboquant_nb.transforms import HeadTransform, register_transform  # noqa: E402
-from turboquant_nb.packing import Layout, pack  # noqa: E402
-from turboquant_nb.quantizer import Quantizer, Recipe, Spec  # noqa: E402
-from turboquant_nb.residual import sign_codebook  # noqa: E402
-from turboquant_nb.store import KVStore  # noqa: E402
+from turboquant_nb.theory.codebook import uniform, lloyd_max  # noqa: E402
+from turboquant_nb.theory.transforms import HeadTransform, register_transform  # noqa: E402
+from turboquant_nb.cache.packing import Layout, pack  # noqa: E402
+from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec  # noqa: E402
+from turboquant_nb.quant.residual import sign_codebook  # noqa: E402
+from turboquant_nb.cache.store import KVStore  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -426,7 +426,7 @@ sys.modules["triton"] = None
 import torch
 from turboquant_nb.kernels.decode_mma import lookup_asm
 from turboquant_nb.kernels.launch import decode_attention, supports
-from turboquant_nb.store import KVStore
+from turboquant_nb.cache.store import KVStore
 store = KVStore("k3v3", 1, 1, 64)
 store.append(torch.randn(1, 1, 9, 64), torch.randn(1, 1, 9, 64))
 q = torch.randn(1, 1, 1, 64)

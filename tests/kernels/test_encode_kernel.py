@@ -14,10 +14,10 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from turboquant_nb.kernels import encode as kernel  # noqa: E402
-from turboquant_nb.transforms import HeadTransform, register_transform  # noqa: E402
-from turboquant_nb.packing import pack, unpack  # noqa: E402
-from turboquant_nb.quantizer import Recipe, Spec, preset  # noqa: E402
-from turboquant_nb.store import KVStore  # noqa: E402
+from turboquant_nb.theory.transforms import HeadTransform, register_transform  # noqa: E402
+from turboquant_nb.cache.packing import pack, unpack  # noqa: E402
+from turboquant_nb.quant.quantizer import Recipe, Spec, preset  # noqa: E402
+from turboquant_nb.cache.store import KVStore  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NEAR = 1e-5 if DEVICE == "cpu" else 2e-5  # rounding of a coordinate over its unit; edges nearer than this may go either way

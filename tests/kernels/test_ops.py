@@ -2,9 +2,10 @@
 import pytest
 import torch
 
-from turboquant_nb import attention, ops
-from turboquant_nb.quantizer import Recipe, Spec
-from turboquant_nb.store import KVStore
+from turboquant_nb.cache import attention
+from turboquant_nb.kernels import ops
+from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.cache.store import KVStore
 
 CUDA = torch.cuda.is_available()
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from turboquant_nb.codebook import lloyd_max
-from turboquant_nb.quantizer import PRESETS, Coded, Quantizer, Recipe, Spec, as_recipe, channel_bits, decode, decode_rotated, encode, preset, scalar_codebook
-from turboquant_nb.rotation import make_rotation
+from turboquant_nb.theory.codebook import lloyd_max
+from turboquant_nb.quant.quantizer import PRESETS, Coded, Quantizer, Recipe, Spec, as_recipe, channel_bits, decode, decode_rotated, encode, preset, scalar_codebook
+from turboquant_nb.theory.rotation import make_rotation
 from turboquant_nb.testing import raises, same, within_z
 
 pytestmark = pytest.mark.usefixtures("one_thread")

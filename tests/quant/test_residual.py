@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from turboquant_nb.codebook import uniform, lloyd_max, lloyd_max_samples, partial_moments
-from turboquant_nb.qjl import pack_signs, qjl_decode, qjl_scores, sign_bits
-from turboquant_nb.quantizer import Coded, Quantizer, Spec, decode, decode_rotated, encode
-from turboquant_nb.rates import truncate
-from turboquant_nb.residual import ProdQuantizer, prod_decode_rotated, prod_encode, sign_gain, sign_codebook
-from turboquant_nb.rotation import make_rotation
+from turboquant_nb.theory.codebook import uniform, lloyd_max, lloyd_max_samples, partial_moments
+from turboquant_nb.theory.qjl import pack_signs, qjl_decode, qjl_scores, sign_bits
+from turboquant_nb.quant.quantizer import Coded, Quantizer, Spec, decode, decode_rotated, encode
+from turboquant_nb.theory.rates import truncate
+from turboquant_nb.quant.residual import ProdQuantizer, prod_decode_rotated, prod_encode, sign_gain, sign_codebook
+from turboquant_nb.theory.rotation import make_rotation
 from turboquant_nb.testing import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")

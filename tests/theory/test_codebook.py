@@ -1,4 +1,4 @@
-"Wide checks of turboquant_nb.codebook: every bit width and many dimensions against quadrature, exact encoding, errors."
+"Wide checks of turboquant_nb.theory.codebook: every bit width and many dimensions against quadrature, exact encoding, errors."
 import math
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy.integrate import quad
 
-from turboquant_nb.codebook import (uniform, coordinate_cdf, coordinate_pdf, high_rate_mse, lloyd_max, lloyd_max_samples,
+from turboquant_nb.theory.codebook import (uniform, coordinate_cdf, coordinate_pdf, high_rate_mse, lloyd_max, lloyd_max_samples,
                                     partial_moments, shannon_rate)
 from turboquant_nb.testing import same, within_z
 
@@ -325,7 +325,7 @@ def test_cached_and_usable_under_torch_modes():
 
 
 def test_import_solves_nothing():
-    code = "import turboquant_nb.codebook as c; print(c._solve.cache_info().currsize, c._affine.cache_info().currsize)"
+    code = "import turboquant_nb.theory.codebook as c; print(c._solve.cache_info().currsize, c._affine.cache_info().currsize)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == ["0", "0"]
 
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from turboquant_nb.qjl import (
+from turboquant_nb.theory.qjl import (
     pack_signs, qjl_decode, qjl_encode, qjl_scores, qjl_variance, sign_bits, sketch_matrix, unpack_signs,
 )
-from turboquant_nb.rotation import haar, hadamard, hadamard_form
+from turboquant_nb.theory.rotation import haar, hadamard, hadamard_form
 from turboquant_nb.testing import bounded, no_worse_than, same, within_z
 
 pytestmark = pytest.mark.usefixtures("one_thread")

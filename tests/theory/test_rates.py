@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from turboquant_nb.codebook import Codebook, uniform, lloyd_max, lloyd_max_samples
-from turboquant_nb.mixed_precision import by_layer, make_quantizer
-from turboquant_nb.quantizer import Quantizer, Recipe, Spec, decode, encode, preset, scalar_codebook
-from turboquant_nb.rates import (
+from turboquant_nb.theory.codebook import Codebook, uniform, lloyd_max, lloyd_max_samples
+from turboquant_nb.quant.mixed_precision import by_layer, make_quantizer
+from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec, decode, encode, preset, scalar_codebook
+from turboquant_nb.theory.rates import (
     MixedCodebook,
     allocate,
     allocate_bits,
@@ -20,7 +20,7 @@ from turboquant_nb.rates import (
     truncate,
     water_filling,
 )
-from turboquant_nb.residual import ProdQuantizer, sign_codebook
+from turboquant_nb.quant.residual import ProdQuantizer, sign_codebook
 
 D = [1.0] + [lloyd_max(b).mse for b in range(1, 9)]
 

@@ -1,13 +1,13 @@
-"""Wide dtype, shape and layout matrices for turboquant_nb.rope."""
+"""Wide dtype, shape and layout matrices for turboquant_nb.theory.rope."""
 import math
 
 import pytest
 import torch
 
-from turboquant_nb.rope import (
+from turboquant_nb.theory.rope import (
     apply_cos_sin, apply_rope, commutant_part, commutes, cos_sin_table, pairing_permutation, plane_channels, plane_matrix, rope_angles, rope_frequencies,
 )
-from turboquant_nb.rotation import haar
+from turboquant_nb.theory.rotation import haar
 
 PAIRINGS = ("half", "interleaved")
 ULP = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 0.02, torch.float16: 2e-3}

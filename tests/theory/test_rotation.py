@@ -1,12 +1,12 @@
-"""Wide dtype, shape and size matrices for turboquant_nb.rotation."""
+"""Wide dtype, shape and size matrices for turboquant_nb.theory.rotation."""
 import copy
 import math
 
 import pytest
 import torch
 
-from turboquant_nb import rotation as rot
-from turboquant_nb.rotation import (
+from turboquant_nb.theory import rotation as rot
+from turboquant_nb.theory.rotation import (
     Rotation, block_order, fwht, haar, haar_qr, hadamard, hadamard_factors, hadamard_form, hadamard_matrix, make_rotation, paley,
 )
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.helpers import DATA
-from turboquant_nb import transform as M
-from turboquant_nb.transform import (
+from turboquant_nb.esm import transform as M
+from turboquant_nb.esm.transform import (
     RECIPES,
     SideCode,
     SideSpec,

@@ -5,13 +5,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from turboquant_nb import quantizer, transforms
-from turboquant_nb.attention import attend
-from turboquant_nb.codebook import from_levels
-from turboquant_nb.quantizer import Quantizer, Recipe, Spec, decided
-from turboquant_nb.rotation import Rotation, Transform, make_rotation
-from turboquant_nb.store import KVStore
-from turboquant_nb.transforms import HeadTransform, find_transform, fit_head_transform, register_transform, transform_class
+from turboquant_nb.quant import quantizer
+from turboquant_nb.theory import transforms
+from turboquant_nb.cache.attention import attend
+from turboquant_nb.theory.codebook import from_levels
+from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec, decided
+from turboquant_nb.theory.rotation import Rotation, Transform, make_rotation
+from turboquant_nb.cache.store import KVStore
+from turboquant_nb.theory.transforms import HeadTransform, find_transform, fit_head_transform, register_transform, transform_class
 
 DATA = Path(__file__).parent / "data"
 

@@ -3,12 +3,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from turboquant_nb import codebook, transform, transforms
-from turboquant_nb.codebook import uniform, lloyd_max
+from turboquant_nb.theory import codebook, transforms
+from turboquant_nb.esm import transform
+from turboquant_nb.theory.codebook import uniform, lloyd_max
 from turboquant_nb.quant.calibration import allocate
-from turboquant_nb.quantizer import PRESETS, Quantizer, Recipe, Spec, decided, preset, scalar_codebook
-from turboquant_nb.rates import MixedCodebook
-from turboquant_nb.store import KVStore, _encode_quietly, _masked_mean
+from turboquant_nb.quant.quantizer import PRESETS, Quantizer, Recipe, Spec, decided, preset, scalar_codebook
+from turboquant_nb.theory.rates import MixedCodebook
+from turboquant_nb.cache.store import KVStore, _encode_quietly, _masked_mean
 from turboquant_nb.testing import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
