@@ -297,23 +297,6 @@ def step_lint():
         raise Failed(f"bare assert in exported code (raise ValueError or TypeError instead): {', '.join(exported)}")
 
 
-# Imports that go up today, "importer -> imported", with what will end each. The step prints them, and fails where one is gone and still listed.
-MENDED_BY = {"renumbering": "the chapter will have a higher number", "theory": "transforms and calibration data move below the quantizer"}
-UPWARD = {
-    "cli.calibrate -> allocate": "renumbering",
-    "cli.calibrate -> calibrate": "renumbering",
-    "cli.calibrate -> evaluate": "renumbering",
-    "cli.calibrate -> fold": "renumbering",
-    "cli.compare -> evaluate": "renumbering",
-    "cli.measure -> claims": "renumbering",
-    "cli.measure -> evaluate": "renumbering",
-    "cli.measure -> results": "renumbering",
-    "quant.calibration -> maps": "theory",
-    "quantizer -> maps": "theory",
-    "store -> maps": "theory",
-}
-
-
 def imported(path, name, modules):
     "(line, module of the package) of every import, inside functions too, and of every import_module of a literal."
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
@@ -362,15 +345,11 @@ def upward(root):
 def step_order():
     "an exported cell imports only modules of lower chapters, inside functions too, and there is no circle"
     bad, circle, count = upward(ROOT)
-    if new := [f"{pair}  ({where})" for pair, where in bad.items() if pair not in UPWARD]:
-        raise Failed("imports that go up (move what is needed down):\n" + listing(new))
-    if gone := sorted(UPWARD.keys() - bad.keys()):
-        raise Failed(f"these go up no more, take them out of UPWARD: {', '.join(gone)}")
+    if bad:
+        raise Failed("imports that go up (move what is needed down):\n" + listing([f"{pair}  ({where})" for pair, where in bad.items()]))
     if circle:
         raise Failed(f"modules import each other: {circle}")
-    for pair, reason in UPWARD.items():
-        print(f"    known to go up: {pair}; {MENDED_BY[reason]}", flush=True)
-    return f"{count} imports, {len(bad)} known to go up"
+    return f"{count} imports"
 
 
 @functools.cache

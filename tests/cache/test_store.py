@@ -648,16 +648,16 @@ def test_files_from_before_these_fields(tmp_path):
     for side in ("key", "value"):
         del recipe[side]["residual"]
     del recipe["decay"]
-    assert "thin" not in header
+    assert "truncated" not in header
     write_file(tmp_path / "old", tensors, header | {"recipe": json.dumps(recipe)}, FORMAT)
     for a, b in zip(KVStore.load(tmp_path / "old").read(), store.read()):
         same(a, b)
     store.decay(20)
     tensors, header = store.state()
-    assert header["thin"] == [1, 1]
+    assert header["truncated"] == [1, 1]
     for wrong in ([0, 1], [2, 1], [9, 9]):
         with pytest.raises(ValueError, match="plane1 must be"):
-            KVStore.from_state(tensors, header | {"thin": wrong})
+            KVStore.from_state(tensors, header | {"truncated": wrong})
     again = KVStore.from_state(tensors, header)
     for s in (store, again):
         s.append(*states(s, 3, seed=8))

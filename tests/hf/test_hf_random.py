@@ -301,7 +301,7 @@ class Failing(TorchDispatchMode):
 
 
 def snapshot(store):
-    numbers = (store.length, store.offset, store._recent_from, store.past_exact_from, store.key.thin, store.value.thin, store.batch)
+    numbers = (store.length, store.offset, store._recent_from, store.past_exact_from, store.key.truncated_tiles, store.value.truncated_tiles, store.batch)
     return numbers, store.start.clone(), [x.clone() for x in store.read()], [x.clone() for side in ("key", "value") for x in store.exact(side)]
 
 

@@ -1359,7 +1359,7 @@ def _take_mean(s: _NewStates, start, position, rope_table):
 
 # %% ../../nbs/31_store.ipynb #723eac8c
 _APPEND = """(Tensor k, Tensor v, Tensor(a!)[] key, Tensor(b!)[] value, Tensor start, Tensor(c!) position,
- Tensor(d!) flags, Tensor? turns, str[] said, int max_length) -> ()"""
+ Tensor(d!) flags, Tensor? rope_table, str[] said, int max_length) -> ()"""
 
 
 def _code_at(sides, start, position, flags, rope_table, max_length):

@@ -168,7 +168,7 @@ class Canary:
         reach = min(self.reach, layer.sliding_window or self.reach)
         k, v = (torch.cat(x, 2)[:, :, -reach:] for x in zip(*kept.pieces))
         first, store = layer.store.length - reach, layer.store
-        if first >= store.offset + store.tile * max(store.key.thin, store.value.thin):  # else truncated on purpose
+        if first >= store.offset + store.tile * max(store.key.truncated_tiles, store.value.truncated_tiles):  # else truncated on purpose
             with torch.no_grad():
                 self.take(check_layer(layer, query[:, :, -1:], k, v, scaling, softcap))
         kept.steps = 0

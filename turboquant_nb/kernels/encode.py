@@ -867,7 +867,7 @@ def target(
     planes = [side.tensors[n] for n in side.groups[0].names]
     mean = None if mean is None else mean.contiguous()
     rotation, table = _quantizer_tables(side.q)
-    out = Target(planes, side.tensors["scale"], rotation, table, side.q.spec.scale, mean, side.truncated_tiles if side.fading else 0)
+    out = Target(planes, side.tensors["scale"], rotation, table, side.q.spec.scale, mean, side.truncated_tiles if side.truncated_planes else 0)
     if side.q.spec.center != "pre_rope":
         return out
     return out._replace(cos_sin=store.rope_table, start=store.start, base=store.offset)
@@ -980,7 +980,7 @@ def prepare(store: KVStore) -> None:
 # %% ../../nbs/40_encode.ipynb #2204b283
 def _truncates(store, before: int) -> bool:
     "Whether whole tiles below `before` are to lose a plane now."
-    return any(s.fading and s.truncated_tiles < before // store.tile for s in (store.key, store.value))
+    return any(s.truncated_planes and s.truncated_tiles < before // store.tile for s in (store.key, store.value))
 
 
 def _is_short(store: KVStore, plan: AppendPlan, k, v) -> bool:
@@ -1034,7 +1034,7 @@ def _code_long(sides, start, position, flags, cos_sin, max_length):
     plan, to = _plan_of_sides(sides, cos_sin), []
     for s, q in zip(sides, plan.qs):
         planes = [s.t[name] for name in s.coder.groups[0].names]
-        more = dict(cos_sin=cos_sin, start=start) if s.turning else {}
+        more = dict(cos_sin=cos_sin, start=start) if s.pre_rope else {}
         to.append(Target(planes, s.t["scale"], *_quantizer_tables(q), s.coder.q.spec.scale, s.mean, **more))
     k, v = (s.x for s in sides)
     _launch_long(k, v, *to, plan.constants, 0, flags, plan.tile, position, max_length)

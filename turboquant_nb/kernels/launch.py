@@ -130,7 +130,7 @@ def _call_reason(q, store, k, v, mask) -> str:
     "Why this call cannot be served by any kernel; empty if it can."
     if mask is not None:
         return "a mask is not supported, only causal order, ranges and a sliding window"
-    if store.key.thin or store.value.thin:
+    if store.key.truncated_tiles or store.value.truncated_tiles:
         return "tiles that lost a plane (decay) are not supported"
     tensors = [t for s in (store.key, store.value) for t in s.tensors.values()]
     if not all(t.is_contiguous() for t in tensors):
@@ -276,7 +276,7 @@ class Repeat:
         empty = partial(torch.empty, dtype=torch.float32, device=q.device)
         new = {name: empty(shape) for name, shape in self.shapes.items()}
         out, lse = torch.empty(self.out, dtype=q.dtype, device=q.device), empty(self.out[:3])
-        new |= dict(q=q, k=k, v=v, out=out, lse=lse, cos_sin=store.turns)
+        new |= dict(q=q, k=k, v=v, out=out, lse=lse, cos_sin=store.rope_table)
         at = {name: x.data_ptr() for name, x in new.items() if x is not None}
         at |= dict(length=store.length, offset=store.offset, recent_from=store._recent_from)
         for run, args, slots in self.launches:

@@ -15,19 +15,19 @@ from ..cache.packing import Layout
 from ..quant.quantizer import Quantizer
 
 # %% ../../nbs/45_paged.ipynb #b413b7fe
-def _check_turns(p: "Pages") -> None:
+def _check_cos_sin(p: "Pages") -> None:
     "Raise ValueError for cosines and sines that do not belong to these keys and this many pages."
-    if (p.key.spec.center == "pre_rope") != (p.turns is not None):
-        raise ValueError(f"turns belong to keys whose center is 'rope', here it is {p.key.spec.center!r}")
-    if p.turns is None:
+    if (p.key.spec.center == "pre_rope") != (p.cos_sin is not None):
+        raise ValueError(f"cos_sin belongs to keys whose center is 'pre_rope', here it is {p.key.spec.center!r}")
+    if p.cos_sin is None:
         return
     if p.key_mean is None:
-        raise ValueError("a centre that turns needs key_mean")
-    rows, r = p.table.shape[1] * p.size, p.turns.shape[-1]
-    ok = p.turns.ndim == 2 and len(p.turns) >= rows and r <= p.key.d and not r % 2
-    if not ok or p.turns.dtype != torch.float16 or not p.turns.is_contiguous():
+        raise ValueError("a pre-RoPE mean needs key_mean")
+    rows, r = p.table.shape[1] * p.size, p.cos_sin.shape[-1]
+    ok = p.cos_sin.ndim == 2 and len(p.cos_sin) >= rows and r <= p.key.d and not r % 2
+    if not ok or p.cos_sin.dtype != torch.float16 or not p.cos_sin.is_contiguous():
         want = f"contiguous float16 [at least {rows}, an even number up to {p.key.d}]"
-        raise ValueError(f"turns must be {want}, got {p.turns.dtype} {list(p.turns.shape)}")
+        raise ValueError(f"cos_sin must be {want}, got {p.cos_sin.dtype} {list(p.cos_sin.shape)}")
 
 
 def _check_pages(p: "Pages", pages: int) -> None:
@@ -46,7 +46,7 @@ def _check_pages(p: "Pages", pages: int) -> None:
         if got != want or any(x.dtype != torch.uint8 or not x.is_contiguous() for x in planes):
             raise ValueError(f"{name} must be contiguous uint8 of shapes {want}, got {got}")
     tensors = (p.key_scale, p.value_scale, p.table, p.lengths, *p.key_planes, *p.value_planes)
-    tensors += tuple(x for x in (p.key_mean, p.value_mean, p.turns) if x is not None)
+    tensors += tuple(x for x in (p.key_mean, p.value_mean, p.cos_sin) if x is not None)
     if len({x.device for x in tensors}) > 1:
         raise ValueError(f"all tensors must be on one device, got {sorted({str(x.device) for x in tensors})}")
 
@@ -68,12 +68,12 @@ class Pages:
         lengths: Tensor,  # [B] int32: tokens of each sequence, those of a chunk included
         key_mean: Tensor | None = None,  # [B, H, 1, d_key]
         value_mean: Tensor | None = None,
-        turns: Tensor | None = None,  # [P, r] fp16 of a pre-RoPE mean, `KVStore.turns`
+        cos_sin: Tensor | None = None,  # [P, r] fp16 of a pre-RoPE mean, `KVStore.rope_table`
     ):
         self.key, self.value, self.table, self.lengths = key, value, table, lengths
         self.key_planes, self.key_scale, self.key_mean = list(key_planes), key_scale, key_mean
         self.value_planes, self.value_scale = list(value_planes), value_scale
-        self.value_mean, self.turns = value_mean, turns
+        self.value_mean, self.cos_sin = value_mean, cos_sin
         if key_scale.ndim != 3 or value_scale.shape != key_scale.shape:
             got = f"{list(key_scale.shape)} and {list(value_scale.shape)}"
             raise ValueError(f"key_scale and value_scale must have one shape [pages, H, P], got {got}")
@@ -82,7 +82,7 @@ class Pages:
         if self.plan.why:
             raise ValueError(f"no kernel reads these codes: {self.plan.why}")
         key.rotation.check_heads(self.heads)
-        _check_turns(self)
+        _check_cos_sin(self)
         _check_pages(self, pages)
 
 # %% ../../nbs/45_paged.ipynb #06c9c20f
@@ -120,7 +120,7 @@ def decode_pages(
         last_dim_dense(q), pages.key_planes, pages.key_scale, pages.value_planes, pages.value_scale, tables.packed_lut, tables.levels,
         key_rotation=pages.key.rotation.query_matrix, value_rotation=pages.value.rotation.matrix, key_mean=pages.key_mean,
         value_mean=pages.value_mean, exact=[none] * 4, k=last_dim_dense(k), v=last_dim_dense(v), start=None, end=None,
-        position=pages.lengths, pages=pages.table, cos_sin=pages.turns, key_step=tables.steps[0], value_step=tables.steps[1],
+        position=pages.lengths, pages=pages.table, cos_sin=pages.cos_sin, key_step=tables.steps[0], value_step=tables.steps[1],
         length=0, offset=0, recent_from=2**31 - 1, **call_numbers(q, scaling, sliding_window, softcap, splits),
         key_hadamard=tables.hadamard[0], value_hadamard=tables.hadamard[1], portable=portable,
     ))  # fmt: skip
