@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
 
 
 # Files that take longest, which several processes (pytest-xdist, one file each at a time) begin with: no long file is left for the end.
-LONGEST = "hf_model hf hf_random attention models cli hf_system calibrate hf_static evaluate hf_kernels store decode_kernel".split()
+LONGEST = "hf_model hf hf_graphs hf_random attention models cli hf_system calibrate hf_static evaluate hf_kernels store decode_kernel".split()
 
 
 def pytest_collection_modifyitems(items):

@@ -50,7 +50,7 @@ def test_tokens_of_recorded_steps_are_those_of_eager_ones(options, padded):
 @pytest.mark.parametrize("static", [False, True])
 def test_a_second_turn_and_a_second_prompt(static):
     "In the same cache: a static one keeps its graph through reset(), the other records again on its new tensors; nothing is compared twice."
-    model = deep()
+    model = tiny("llama")
     caches = pair(model, max_length=64, static=static)
     for again in range(2):
         out = same_tokens(model, dict(input_ids=prompt(2, 12 + again, seed=again, padded=False)["input_ids"]), caches, max_new_tokens=6, disable_compile=True)
