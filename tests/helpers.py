@@ -7,6 +7,15 @@ import torch
 from turboquant_nb.quant.quantizer import Recipe
 
 SLOW = bool(os.environ.get("TURBOQUANT_SLOW"))  # everything; without it the widest matrices are thinned (CONTRIBUTING.md says which)
+
+
+def thinned(one, other):
+    "Every pair of two lists where TURBOQUANT_SLOW is set; else each of the longer one once, with the others in turn."
+    if SLOW:
+        return [(a, b) for a in one for b in other]
+    return [(one[i % len(one)], other[i % len(other)]) for i in range(max(len(one), len(other)))]
+
+
 DATA = Path(__file__).parent / "data"
 VOCAB, DROP = 61, "drop this entry"
 BASE = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,

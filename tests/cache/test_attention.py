@@ -87,7 +87,7 @@ def draw(rng, d, dv):
         residual = rng.choice(("none", "sign", "qjl")) if isinstance(bits, int) and bits > 1 else "none"
         return Spec(bits, rng.choice(("hadamard", "haar", "identity")), 0, rng.choice(("norm", "mse", "unbiased")), "sphere", rng.choice(("none", "prompt_mean", *centers)), residual=residual)
 
-    recipe = Recipe(spec(d, "rope", "rope"), spec(dv), rng.choice((0, 1, 4)), rng.choice((0, 3, 10)))
+    recipe = Recipe(spec(d, "pre_rope", "pre_rope"), spec(dv), rng.choice((0, 1, 4)), rng.choice((0, 3, 10)))
     try:
         return replace(recipe, decay=rng.choice((None, 4, 20)))
     except ValueError:

@@ -139,7 +139,7 @@ def random_recipe(rng, d, dv, limit=None, static=False):
         return Spec(bits, rng.choice(("hadamard", "haar", "identity")), rng.randrange(3), rng.choice(("norm", "mse", "unbiased")),
                     rng.choice(("sphere", "gaussian", "uniform")), rng.choice(("none", "prompt_mean", *centers)), rng.choice(("float16", "bfloat16", "float32")), residual)
 
-    recipe = Recipe(spec(d, "rope"), spec(dv or d), rng.choice((0, 1, 2, 4, 7)), rng.choice((0, 0, 1, 3, 8, 20)))
+    recipe = Recipe(spec(d, "pre_rope"), spec(dv or d), rng.choice((0, 1, 2, 4, 7)), rng.choice((0, 0, 1, 3, 8, 20)))
     decay = rng.choice((None, 1, 6, 25)) if limit is None and truncates(recipe, d, dv or d) else None
     return Recipe(recipe.key, recipe.value, recipe.sinks, recipe.recent, decay)
 
@@ -249,7 +249,7 @@ def test_a_turning_mean_finds_a_bias_that_turns(gen):
     plain = make(Recipe(Spec(2), Spec(), 0, 0), 1)
     plain.append(noise, noise)
     want = float((plain.read()[0] - noise).square().mean())
-    for center, low, high in (("rope", 0, 1.2 * want), ("prompt", 50 * want, 1e9)):
+    for center, low, high in (("pre_rope", 0, 1.2 * want), ("prompt_mean", 50 * want, 1e9)):
         store = make(Recipe(Spec(2, center=center), Spec(), 0, 0), 1, inv_freq=FREQ)
         for part in k.split((100, 1, 199), 2):
             store.append(part, part)

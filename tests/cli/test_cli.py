@@ -112,7 +112,7 @@ def test_recipe_prints_what_can_be_passed_on(call, name):
 
 
 def test_recipe_options_and_file(call, tmp_path):
-    code, out, _ = call("recipe", "k4v2", "--bits", 3, "--sinks", 1, "--window", 7)
+    code, out, _ = call("recipe", "k4v2", "--bits", 3, "--sinks", 1, "--recent", 7)
     assert Recipe.from_json(out) == replace(as_recipe("k4v2", 3), sinks=1, recent=7)
     file = tmp_path / "mine.json"
     file.write_text(out)
@@ -169,7 +169,7 @@ def test_bad_recipes(call, tiny, text, words):
     refused(call("demo", "--model", tiny, "--recipes", "k4v4", text), *words)
 
 
-@pytest.mark.parametrize("argv, words", [(["--bits", "9"], ["bits", "got 9"]), (["--bits", "4.5"], ["bits", "got 4.5"]), (["--bits", "nan"], ["bits", "got nan"]), (["--bits", "inf"], ["bits", "got inf"]), (["--sinks", "-1"], ["sinks", "-1"]), (["--window", "-1"], ["window", "-1"])])
+@pytest.mark.parametrize("argv, words", [(["--bits", "9"], ["bits", "got 9"]), (["--bits", "4.5"], ["bits", "got 4.5"]), (["--bits", "nan"], ["bits", "got nan"]), (["--bits", "inf"], ["bits", "got inf"]), (["--sinks", "-1"], ["sinks", "-1"]), (["--recent", "-1"], ["window", "-1"])])
 def test_bad_recipe_options(call, argv, words):
     refused(call("recipe", "k3v3", *argv), *words)
 
@@ -244,9 +244,9 @@ def test_generate_samples_by_seed_and_leaves_the_generator_alone(call, tiny):
 
 
 def test_generate_compare(call, tiny):
-    code, out, err = call("generate", "--model", tiny, "--prompt", sample_text()[:600], "--max-new-tokens", 24, "--recipe", "k1v1", "--sinks", 0, "--window", 0, "--compare", "--quiet")
+    code, out, err = call("generate", "--model", tiny, "--prompt", sample_text()[:600], "--max-new-tokens", 24, "--recipe", "k1v1", "--sinks", 0, "--recent", 0, "--compare", "--quiet")
     assert code == 0 and "An uncompressed cache gives the same first" in out
-    code, out, err = call("generate", "--model", tiny, "--prompt", sample_text()[:600], "--max-new-tokens", 24, "--window", 4096, "--compare", "--quiet")
+    code, out, err = call("generate", "--model", tiny, "--prompt", sample_text()[:600], "--max-new-tokens", 24, "--recent", 4096, "--compare", "--quiet")
     assert code == 0 and "An uncompressed cache gives the same 24 tokens." in out
 
 
@@ -456,7 +456,7 @@ SHORT = ["--windows", "2", "--length", "64", "--quiet"]
 def test_eval_measures_windows(call, plain, tmp_path, measure):
     "Rows on standard output, the same rows with their origin in the file, a picture."
     out, picture = tmp_path / "r.json", tmp_path / "r.png"
-    code, said, err = call("eval", measure, "--model", plain, *SHORT, "--recipe", "k4v4", '{"key": {"bits": 2}, "value": {"bits": 1}, "sinks": 0, "window": 0}',
+    code, said, err = call("eval", measure, "--model", plain, *SHORT, "--recipe", "k4v4", '{"key": {"bits": 2}, "value": {"bits": 1}, "sinks": 0, "recent": 0}',
                            "--against", "dense", "--out", out, "--plot", picture)
     assert code == 0 and err == ""
     record = json.loads(out.read_text())
@@ -614,7 +614,7 @@ def test_layers_are_measured_and_a_budget_is_spent(call, plain, tmp_path):
 # ---------------------------------------------------------------- the conventions of all commands
 
 MODEL, SHARED = "--model --dtype --device", "--json --quiet -q --debug --help -h"
-CHANGES = "--bits --sinks --window --calibration --budget"
+CHANGES = "--bits --sinks --recent --calibration --budget"
 EVAL = f"--recipe --against {CHANGES} --batch --out --plot {MODEL} {SHARED}"
 OPTIONS = {  # every option that a command line could have before there was typer
     "demo": f"--recipes --new-tokens --score-tokens --calibration --budget --attention {MODEL} {SHARED}",
@@ -625,7 +625,7 @@ OPTIONS = {  # every option that a command line could have before there was type
     "eval needle": f"--lengths --depths --trials --seed {EVAL}",
     "fold": f"--out --text --windows --length {MODEL} {SHARED}",
     "calibrate": f"--out --text --windows --length --layers --no-maps --fasta --recipe --held-out {MODEL} {SHARED}",
-    "recipe": f"RECIPE --bits --sinks --window {SHARED}",
+    "recipe": f"RECIPE --bits --sinks --recent {SHARED}",
     "report claims": f"--only {SHARED}",
     "variants": f"--fasta --mutations --code --method --model --device {SHARED}",
 }
@@ -983,8 +983,8 @@ def test_what_is_wrong_with_a_recipe(call, recipe, words):
 def test_a_recipe_per_layer(call, tiny):
     rows = [json.loads(preset(n).to_json()) for n in ("k4v4", "k2v2")]
     ask = ["generate", "--model", tiny, "--prompt", "Call me", "--max-new-tokens", 3, "--json", "--quiet", "--recipe"]
-    said = json.loads(call(*ask, json.dumps(rows), "--window", 5)[1])["cache"]["recipe"]
-    assert [(r["key"]["bits"], r["window"]) for r in map(json.loads, said)] == [(4, 5), (2, 5)]
+    said = json.loads(call(*ask, json.dumps(rows), "--recent", 5)[1])["cache"]["recipe"]
+    assert [(r["key"]["bits"], r["recent"]) for r in map(json.loads, said)] == [(4, 5), (2, 5)]
     refused(call(*ask, json.dumps(rows[:1])), "each of the 2 layers", "got a list of 1")
 
 

@@ -773,7 +773,7 @@ def test_decoder_protein_models(kind):
 
 
 def test_every_name_is_found_and_files_need_no_transformers(tmp_path):
-    assert {"TurboEsm", "tokens", "load_esm", "CodedPast", "calibrate_esm", "variants", "main"} <= set(M.__all__) <= set(dir(M))
+    assert {"TurboEsm", "tokens", "load_esm", "CodedPast", "calibrate_esm", "variants", "variants_of"} <= set(M.__all__) <= set(dir(M))
     assert all(getattr(M, n) is not None for n in M.__all__) and callable(M.variants)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         M.nothing

@@ -64,7 +64,7 @@ def test_one_pass_is_token_by_token(request, kind, name):
         assert (a.loss - b.loss).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("change", [dict(window=8), dict(window=6), dict(sinks=0), dict(sinks=2)])
+@pytest.mark.parametrize("change", [dict(recent=8), dict(recent=6), dict(sinks=0), dict(sinks=2)])
 def test_one_pass_notices_one_token_more_or_less(llama, change):
     r = RECIPES["window"]
     assert one_pass_gap(llama, tokens(), r, 40, against=replace(r, **change)) > 50 * gap_limit(llama, r)

@@ -341,7 +341,7 @@ def test_every_recipe_on_codes_and_dense(which, name, tmp_path):
         results.append(out)
         r = cache.report()
         assert r["nbytes"] == walk_bytes(cache.coded_layers) == sum(r["parts"].values())
-        thin = [s.thin for x in cache.coded_layers for s in (x.store.key, x.store.value)]
+        thin = [s.truncated_tiles for x in cache.coded_layers for s in (x.store.key, x.store.value)]
         assert any(thin) == any(x.recipe.decay is not None and not x.is_sliding for x in cache.coded_layers) or name in SLIDING
     assert all(torch.equal(x, results[0]) for x in results[1:])
     if name in HYBRID:
@@ -450,7 +450,7 @@ def test_a_turning_centre_follows_a_bias():
         _, cache = generate(model, inputs, "turboquant", Recipe(Spec(3, center=center), Spec(3), 0, 0), max_new_tokens=1)
         k = dense.layers[0].keys
         error[center] = float((cache.layers[0].store.read()[0] - k).norm() / k.norm())
-    assert error["rope"] < error["prompt"] / 10 < error["none"], error
+    assert error["pre_rope"] < error["prompt_mean"] / 10 < error["none"], error
 
 
 def test_decay_in_the_cache_frees_and_changes():

@@ -114,8 +114,8 @@ FEATURES = [
     (dict(start=[0, 37]), {}), (dict(start=[290, 5], n=2), {}), (dict(end=[200, 260]), {}), (dict(end=[200, 260], start=[3, 250]), {}),
     (dict(start=[0, 280], n=3, m=3), dict(sliding_window=40)), (dict(sinks=0, win=0), {}), (dict(sinks=0, win=0, m=2), {}), (dict(sinks=0), {}),
     (dict(win=64), {}), (dict(win=0), {}), (dict(T=5), {}), (dict(T=21), {}), (dict(T=257), {}), (dict(T=600), dict(splits=3)), (dict(T=600), dict(splits=7)),
-    (dict(rot="haar", vcenter="prompt"), {}), (dict(rot="identity"), {}), (dict(rot="maps", H=2), {}), (dict(rot="maps", H=2, center="pre_rope", n=3, m=3, vcenter="prompt"), dict(softcap=9.0)),
-    (dict(rot="maps", H=2, center="none", G=5), dict(sliding_window=50)), (dict(rot="maps", static=True, dtype=torch.bfloat16), {}), (dict(vcenter="prompt"), {}), (dict(center="none"), {}),
+    (dict(rot="haar", vcenter="prompt_mean"), {}), (dict(rot="identity"), {}), (dict(rot="maps", H=2), {}), (dict(rot="maps", H=2, center="pre_rope", n=3, m=3, vcenter="prompt_mean"), dict(softcap=9.0)),
+    (dict(rot="maps", H=2, center="none", G=5), dict(sliding_window=50)), (dict(rot="maps", static=True, dtype=torch.bfloat16), {}), (dict(vcenter="prompt_mean"), {}), (dict(center="none"), {}),
     (dict(scale="unbiased"), {}), (dict(scale="norm"), {}), (dict(residual="sign"), {}), (dict(table="uniform"), {}), (dict(table="gaussian"), {}),
     (dict(scale_dtype="bfloat16"), {}), (dict(scale_dtype="float32"), {}), (dict(dtype=torch.float16), {}), (dict(dtype=torch.bfloat16), {}),
     (dict(center="pre_rope"), {}), (dict(center="pre_rope", n=3, m=3, start=[0, 37], turning=8), dict(softcap=9.0)), (dict(center="pre_rope", static=True, big=True), {}),
@@ -409,7 +409,7 @@ def test_bad_arguments():
     bad = [
         (dict(q=q[0]), "q must have shape"), (dict(q=q[..., :8]), "q must have shape"), (dict(k=chunk["k"]), "given together"),
         (dict(k=chunk["k"], v=chunk["v"][:, :, :1]), "given together"), (dict(k=chunk["k"][..., :8], v=chunk["v"]), "k must have shape"),
-        (dict(sliding_window=0), "window must be positive"), (dict(softcap=-1.0), "softcap must be positive"), (dict(splits=0), "splits must be positive"),
+        (dict(sliding_window=0), "sliding_window must be"), (dict(softcap=-1.0), "softcap must be positive"), (dict(splits=0), "splits must be positive"),
     ]
     for arguments, why in bad:
         with pytest.raises(ValueError, match=why):
@@ -491,14 +491,14 @@ def pooled(store, lengths, seed=0):
     table = torch.full((b, tiles + 2), 2**30, dtype=torch.int32, device=DEVICE)
     table[:, :tiles] = order.view(b, tiles)
     lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    cos_sin_table = store.cos_sin_table if store.recipe.key.center == "pre_rope" else None
-    if cos_sin_table is not None:
-        cos_sin_table = torch.cat([cos_sin_table, torch.full(((tiles + 1) * store.tile, cos_sin_table.shape[1]), float("nan"), dtype=cos_sin_table.dtype, device=DEVICE)])
-    return paged.Pages(store.key.q, store.value.q, *sides[0], *sides[1], table[:, : tiles + 1], lengths, kt.get("mean"), vt.get("mean"), cos_sin_table)
+    cos_sin = store.rope_table if store.recipe.key.center == "pre_rope" else None
+    if cos_sin is not None:
+        cos_sin = torch.cat([cos_sin, torch.full(((tiles + 1) * store.tile, cos_sin.shape[1]), float("nan"), dtype=cos_sin.dtype, device=DEVICE)])
+    return paged.Pages(store.key.q, store.value.q, *sides[0], *sides[1], table[:, : tiles + 1], lengths, kt.get("mean"), vt.get("mean"), cos_sin)
 
 
 PAGES = [(p, case, options) for p in (16, 32, 64, 128, 256) for case, options in (
-    (dict(), {}), (dict(n=3, G=4), dict(sliding_window=100)), (dict(n=5, m=5, d=80), dict(softcap=5.0)), (dict(kb=2, vb=4, rot="haar", vcenter="prompt"), {}),
+    (dict(), {}), (dict(n=3, G=4), dict(sliding_window=100)), (dict(n=5, m=5, d=80), dict(softcap=5.0)), (dict(kb=2, vb=4, rot="haar", vcenter="prompt_mean"), {}),
     (dict(center="pre_rope", n=2), {}))]
 
 
@@ -547,17 +547,17 @@ def test_pages_refuse():
         (dict(table=p.table.long()), TypeError, "table must be int32"), (dict(lengths=p.lengths[:0]), ValueError, "must have shapes"),
         (dict(key_planes=p.key_planes[:1]), ValueError, "key_planes must be"), (dict(value_scale=p.value_scale[:2]), ValueError, "one shape"),
         (dict(key_planes=[x.float() for x in p.key_planes]), ValueError, "uint8"),
-        (dict(cos_sin_table=torch.ones(9, 64)), ValueError, "center is 'rope'"),
+        (dict(cos_sin=torch.ones(9, 64)), ValueError, "center is 'pre_rope'"),
         (dict(key=Quantizer(Spec(rotation=random_maps(3, 64).name), 64, DEVICE)), ValueError, "a transform of 3 heads cannot serve 1"),
     ):
         with pytest.raises(error, match=message):
             paged.Pages(**args | wrong)
     _, turning, _ = setup(sinks=0, win=0, d=64, B=1, H=1, center="pre_rope")
     p2 = pooled(turning, [300])
-    args2 = dict(args, key=p2.key, value=p2.value, key_mean=p2.key_mean, cos_sin_table=p2.cos_sin_table)
+    args2 = dict(args, key=p2.key, value=p2.value, key_mean=p2.key_mean, cos_sin=p2.cos_sin)
     for wrong, message in (
-        (dict(cos_sin_table=None), "center is 'rope'"), (dict(key_mean=None), "needs key_mean"), (dict(cos_sin_table=p2.cos_sin_table[:9]), "float16 .at least"),
-        (dict(cos_sin_table=p2.cos_sin_table.float()), "float16"), (dict(cos_sin_table=p2.cos_sin_table[:, :1]), "float16"),
+        (dict(cos_sin=None), "center is 'pre_rope'"), (dict(key_mean=None), "needs key_mean"), (dict(cos_sin=p2.cos_sin[:9]), "float16 .at least"),
+        (dict(cos_sin=p2.cos_sin.float()), "float16"), (dict(cos_sin=p2.cos_sin[:, :1]), "float16"),
     ):
         with pytest.raises(ValueError, match=message):
             paged.Pages(**args2 | wrong)
@@ -696,7 +696,7 @@ def test_gpu_strides_and_launches():
 @needs_triton
 def test_gpu_repeats():
     "Later calls on a store repeat launches; they see tokens that arrived, a store that grew, was cropped or padded, and other chunks."
-    for center, rot in (("prompt", "hadamard"), ("rope", "hadamard"), ("rope", "maps")):
+    for center, rot in (("prompt_mean", "hadamard"), ("pre_rope", "hadamard"), ("pre_rope", "maps")):
         q, store, chunk = setup(d=128, G=4, T=600, n=2, m=2, center=center, rot=rot)
         new = torch.randn(2, 2, 1, 128, device=DEVICE)
         for step in range(600):
@@ -723,7 +723,7 @@ def test_gpu_repeats():
 @needs_triton
 def test_gpu_overlapping_launches():
     "Kernels that start before their predecessors end do not read too early: queued without a pause, and one at a time."
-    for center, tokens, batch in (("rope", 30000, 2), ("prompt", 30000, 2), ("rope", 300, 64), ("prompt", 300, 64)):
+    for center, tokens, batch in (("pre_rope", 30000, 2), ("prompt_mean", 30000, 2), ("pre_rope", 300, 64), ("prompt_mean", 300, 64)):
         _, store, _ = setup(d=128, G=4, B=batch, T=tokens, center=center, rot="maps", dtype=torch.bfloat16)
         queries = [torch.randn(batch, 2 * 4, 1, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(100)]
         queued = [decode_attention(q, store)[0] for q in queries]

@@ -176,11 +176,11 @@ def test_triton_agrees_on_a_gpu(call):
     assert (got[1] - want[1]).abs().max() < 1e-2
 
 
-@pytest.mark.parametrize("window,start", ((0, None), (16, [0, 37]), (16, None)))
-def test_a_range_is_read_as_a_part_of_the_whole(sliding_window, start):
+@pytest.mark.parametrize("recent,start", ((0, None), (16, [0, 37]), (16, None)))
+def test_a_range_is_read_as_a_part_of_the_whole(recent, start):
     "`KVStore.read(first, last)`, which long chunks go through, block by block; exact tokens of other blocks stay out. The mutant is the next range."
     g = torch.Generator().manual_seed(0)
-    store = KVStore(Recipe(Spec(3, center="prompt_mean"), Spec(3), sinks=4, recent=sliding_window), 2, 2, 64)
+    store = KVStore(Recipe(Spec(3, center="prompt_mean"), Spec(3), sinks=4, recent=recent), 2, 2, 64)
     if start is not None:
         store.set_range(start=torch.tensor(start))
     for n in (290, 10):

@@ -29,7 +29,7 @@ def relative(q, x, mean=None):
 @pytest.mark.parametrize("field, bad", [
     ("bits", 0), ("bits", 9), ("bits", 5), ("bits", 2.0), ("bits", True), ("bits", "3"), ("bits", None), ("bits", 0.5), ("bits", 4.25), ("bits", float("nan")), ("bits", float("inf")),
     ("bits", ()), ("bits", (3, 0)), ("bits", (3, 2.5)), ("bits", (3, True)), ("residual", "prod"), ("residual", None), ("residual", True), ("seed", -1),
-    ("rotation", "svd"), ("rotation", None), ("rotation", ["haar"]), ("scale", "l2"), ("table", "uniform"), ("center", "mean"), ("scale_dtype", "float64"),
+    ("rotation", "svd"), ("rotation", None), ("rotation", ["haar"]), ("scale", "l2"), ("codebook", "affine"), ("center", "mean"), ("scale_dtype", "float64"),
     ("scale_dtype", torch.float16),
 ])
 def test_spec_refuses(field, bad):

@@ -325,7 +325,7 @@ def test_cached_and_usable_under_torch_modes():
 
 
 def test_import_solves_nothing():
-    code = "import turboquant_nb.theory.codebook as c; print(c._solve.cache_info().currsize, c._affine.cache_info().currsize)"
+    code = "import turboquant_nb.theory.codebook as c; print(c._solve.cache_info().currsize, c._uniform.cache_info().currsize)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == ["0", "0"]
 
 

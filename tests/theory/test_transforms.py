@@ -1,10 +1,10 @@
 "Transforms by name: what a new one and a new codebook need, files written before the class had its name, and refusals."
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.helpers import DATA
 from turboquant_nb.quant import quantizer
 from turboquant_nb.theory import transforms
 from turboquant_nb.cache.attention import attend
@@ -14,7 +14,6 @@ from turboquant_nb.theory.rotation import Rotation, Transform, make_rotation
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.theory.transforms import HeadTransform, find_transform, fit_head_transform, register_transform, transform_class
 
-DATA = Path(__file__).parent / "data"
 
 
 class Shuffle(Transform):

@@ -10,8 +10,8 @@ check = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(check)
 
 PLAIN = {
-    "rotation": ("02_rotation", "import math\n"), "codebook": ("01_codebook", "import torch\n"),
-    "kernels/decode": ("12_decode", "from ..store import KVStore\nfrom .. import rotation\n"), "store": ("09_store", "from .rotation import haar\nfrom . import codebook\n"),
+    "rotation": ("11_rotation", "import math\n"), "codebook": ("10_codebook", "import torch\n"),
+    "kernels/decode": ("41_decode", "from ..store import KVStore\nfrom .. import rotation\n"), "store": ("31_store", "from .rotation import haar\nfrom . import codebook\n"),
 }
 
 
@@ -37,17 +37,17 @@ def test_downward_imports_pass(tmp_path):
 ])
 def test_every_way_up_is_seen(tmp_path, text):
     "Kills a search at the top level alone, and one for absolute or for relative names alone."
-    bad, circle, _ = order(tmp_path, codebook=("01_codebook", text))
+    bad, circle, _ = order(tmp_path, codebook=("10_codebook", text))
     assert bad == ["codebook -> store"] and set(circle.split(" -> ")) == {"codebook", "store"}
 
 
 def test_the_root_and_a_sibling_of_the_same_chapter_are_above(tmp_path):
-    assert order(tmp_path, store=("09_store", "from turboquant_nb import KVStore\n"))[0] == ["store -> turboquant_nb"]
-    assert order(tmp_path, store=("02_rotation", "from .rotation import haar\n"))[0] == ["store -> rotation"]
+    assert order(tmp_path, store=("31_store", "from turboquant_nb import KVStore\n"))[0] == ["store -> turboquant_nb"]
+    assert order(tmp_path, store=("11_rotation", "from .rotation import haar\n"))[0] == ["store -> rotation"]
 
 
 def test_a_cell_counts_with_its_own_chapter(tmp_path):
     "A module of two chapters: what the second imports may stand between them."
-    two = "import math\n\n# %% ../nbs/13_ops.ipynb #5678\nfrom .kernels.decode import f\n"
-    assert order(tmp_path, rotation=("02_rotation", two), store=("09_store", ""), **{"kernels/decode": ("12_decode", "")})[0] == []
-    assert order(tmp_path, rotation=("02_rotation", "from .kernels.decode import f\n"), store=("09_store", ""), **{"kernels/decode": ("12_decode", "")})[0] == ["rotation -> kernels.decode"]
+    two = "import math\n\n# %% ../nbs/46_ops.ipynb #5678\nfrom .kernels.decode import f\n"
+    assert order(tmp_path, rotation=("11_rotation", two), store=("31_store", ""), **{"kernels/decode": ("41_decode", "")})[0] == []
+    assert order(tmp_path, rotation=("11_rotation", "from .kernels.decode import f\n"), store=("31_store", ""), **{"kernels/decode": ("41_decode", "")})[0] == ["rotation -> kernels.decode"]

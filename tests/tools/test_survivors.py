@@ -101,7 +101,7 @@ def test_the_best_metric_keeps_the_energy_of_keys():
 def test_a_map_whose_inverse_fp32_cannot_serve_is_refused():
     "The limit of the condition is 1e4, with powers of two on both sides of it."
     matrix = lambda power: torch.diag(torch.tensor([2.0**power, 1.0]))[None]
-    assert torch.equal(transforms.HeadTransform.of(matrix(13)).back[0], matrix(-13)[0])
+    assert torch.equal(transforms.HeadTransform.of(matrix(13)).inverse_matrix[0], matrix(-13)[0])
     with pytest.raises(ValueError, match="below 1e4.*got 1.64e"):
         transforms.HeadTransform.of(matrix(14))
 

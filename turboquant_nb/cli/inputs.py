@@ -50,7 +50,7 @@ class Changes:
         int | None,
         typer.Option(parser=whole, metavar="N", help="First tokens kept exact, instead of the recipe's."),
     ] = None
-    window: Annotated[
+    recent: Annotated[
         int | None,
         typer.Option(
             parser=whole, metavar="N", help="Most recent tokens kept exact, instead of the recipe's."
@@ -86,7 +86,7 @@ def _changed(recipe, changes: Changes):
     "The recipe with the fields that were given."
     from turboquant_nb.quant.quantizer import as_recipe
 
-    given = {name: x for name in ("sinks", "window") if (x := getattr(changes, name)) is not None}
+    given = {name: x for name in ("sinks", "recent") if (x := getattr(changes, name)) is not None}
     return replace(as_recipe(recipe, changes.bits), **given)
 
 

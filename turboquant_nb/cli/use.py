@@ -81,7 +81,7 @@ class OneRecipe:
     "recipe",
     "Recipes",
     """turboquant recipe k3v3
-    turboquant recipe k4v2 --window 64 > mine.json
+    turboquant recipe k4v2 --recent 64 > mine.json
     turboquant generate --recipe mine.json --prompt 'Name three whales.'""",
 )
 def recipe(named: OneRecipe, changes: Changes, output: Output) -> None:
@@ -224,7 +224,7 @@ def _generated(sampling: Sampling, model, ids, cache, limit: int, streamer) -> l
     "Use it",
     """turboquant generate --prompt 'Name three whales.'
     turboquant generate --model Qwen/Qwen2.5-0.5B-Instruct --recipe k4v4 --file notes.txt
-    cat notes.txt | turboquant generate --recipe k3v3 --window 64 -""",
+    cat notes.txt | turboquant generate --recipe k3v3 --recent 64 -""",
 )
 def generate(
     prompt: Prompt,

@@ -88,7 +88,7 @@ def check_layer(
     "Compare what a layer serves over its last m tokens with exact attention, and its codes with the exact states."
     store, m = layer.store, k.shape[2]
     first = store.length - m
-    served = ops.attend(query, store, k[:, :, -1:], v[:, :, -1:], scaling, window=m, softcap=softcap)[0]
+    served = ops.attend(query, store, k[:, :, -1:], v[:, :, -1:], scaling, sliding_window=m, softcap=softcap)[0]
     real = torch.arange(first, store.length, device=k.device) >= store.start[:, None, None, None]
     (ka, codes_k, scales_k), (va, codes_v, scales_v) = (
         _again(store, name, x, first) for name, x in (("key", k), ("value", v))

@@ -162,7 +162,7 @@ def store_operands(
         key_rotation=key.rotation.query_matrix, value_rotation=value.rotation.matrix, key_mean=kt.get("mean"), value_mean=vt.get("mean"),
         exact=[kt["sinks"], kt["sliding_window"], vt["sinks"], vt["sliding_window"]], k=last_dim_dense(k), v=last_dim_dense(v),
         start=store.start if padded else None, end=store.end, position=store.position, pages=None,
-        cos_sin=store.cos_sin_table if store.recipe.key.center == "pre_rope" else None, key_step=tables.steps[0], value_step=tables.steps[1],
+        cos_sin=store.rope_table if store.recipe.key.center == "pre_rope" else None, key_step=tables.steps[0], value_step=tables.steps[1],
         length=store.length, offset=store.offset, recent_from=store._recent_from, **call_numbers(q, scaling, sliding_window, softcap, splits),
         key_hadamard=tables.hadamard[0], value_hadamard=tables.hadamard[1], portable=portable,
     )  # fmt: skip
@@ -502,12 +502,12 @@ def shared_arguments(x: DecodeOperands, s: DecodeSizes) -> dict:
     "Arguments that kernels have in common, by their names."
     start, end, position, absent = x.start, x.end, x.position, x.packed_lut  # the last stands where a tensor is missing
     sb, sh, sn, _ = x.q.stride()
-    flags = start is not None, end is not None, position is not None, x.recent is not None, x.softcap is not None
+    flags = start is not None, end is not None, position is not None, x.sliding_window is not None, x.softcap is not None
     return _shared_constants(s.d, s.dv, *flags) | dict(
         QUERY=x.q, sb=sb, sh=sh, sn=sn, START=absent if start is None else start, END=absent if end is None else end,
         LENGTH=absent if position is None else position, each_length=int(position is not None and len(position) > 1),
         heads=s.heads, group=s.group, n=s.n, sinks=s.sinks, recent=s.recent, chunk=s.chunk, length=x.length, offset=x.offset,
-        recent_from=x.recent_from, sliding_window=x.recent or 0, scaling=x.scaling, cap_at=x.softcap or 1.0,
+        recent_from=x.recent_from, sliding_window=x.sliding_window or 0, scaling=x.scaling, cap_at=x.softcap or 1.0,
     )  # fmt: skip
 
 
@@ -534,7 +534,7 @@ class SplitRule(NamedTuple):
     @classmethod
     def of(cls, x: DecodeOperands, s: DecodeSizes, rows: int, programs: int, tile: int) -> "SplitRule":
         held = None if x.position is None else s.tiles * s.tile
-        visible = None if x.recent is None else x.recent + s.n + tile - 2
+        visible = None if x.sliding_window is None else x.sliding_window + s.n + tile - 2
         return cls(rows, programs, tile, held, visible, x.splits)
 
     def splits(self, coded: int) -> int:

@@ -110,7 +110,7 @@ def score_bias(
     block, tokens, still = 16 if s.heads * rows <= 16 else 32, 128 if half <= 64 else 64, s.d - 2 * half
     named = shared | dict(
         M=x.key_mean, COS_SIN=x.cos_sin, BIAS=bias, bias_stride=s.width, rows=rows, factor=factor,
-        reach=2**31 - 1 if x.recent is None else x.recent + s.n, H2=half, HP=padded_size(half),
+        reach=2**31 - 1 if x.sliding_window is None else x.sliding_window + s.n, H2=half, HP=padded_size(half),
         REST=padded_size(still) if still else 0, ROWS=block, BT=tokens, PDL=pdl,
     )  # fmt: skip
     grid = s.width // tokens, -(-s.heads * rows // block), s.batch
