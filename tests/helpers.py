@@ -6,7 +6,7 @@ import torch
 
 from turboquant_nb.quant.quantizer import Recipe
 
-SLOW = bool(os.environ.get("TURBOQUANT_SLOW"))  # everything; without it the widest matrices are thinned (CONTRIBUTING.md says which)
+SLOW = bool(os.environ.get("TURBOQUANT_SLOW"))  # everything; without it the widest matrices are truncated (CONTRIBUTING.md says which)
 
 
 def thinned(one, other):

@@ -39,7 +39,7 @@ DECODE = [Shape(*s) for s in (
     (8, 8, 3, 64, 32768), (8, 8, 4, 256, 32768), (8, 8, 1, 128, 32768), (8, 8, 7, 128, 32768), (8, 8, 8, 128, 32768),
     (1, 8, 4, 128, 1024), (1, 8, 4, 128, 4096), (1, 8, 4, 128, 16384), (8, 8, 4, 128, 4096), (8, 8, 4, 128, 1024),
 )]  # fmt: skip
-CASES = {  # bench, or bench and what it is thinned to
+CASES = {  # bench, or bench and what it is truncated to
     "decode_kernel": DECODE,
     "decode_kernel, quick": DECODE[:3] + DECODE[8:9],
     "maps": [*DECODE[:4], Shape(8, 8, 4, 256, 16384), Shape(1, 8, 4, 128, 4096)],

@@ -109,7 +109,7 @@ def recipes() -> dict:
         "turboesm, one table": replace(paper, one_table=True),
         "turboesm, table a channel": replace(paper, key=replace(k, table="channel"), value=replace(v, table="channel")),
         "turboesm, mean centres": replace(paper, key=replace(k, center="mean"), value=replace(v, center="mean")),
-        "turboesm, turning centre": replace(paper, key=replace(k, center="pre_rope"), value=replace(v, center="mean")),
+        "turboesm, pre-RoPE mean": replace(paper, key=replace(k, center="pre_rope"), value=replace(v, center="mean")),
         "rotation only, 3 bits": TransformRecipe(turned_random, turned_random, "none"),
         "water4": RECIPES["water4"],
         "water3": ours,

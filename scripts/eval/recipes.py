@@ -26,13 +26,13 @@ def recipe(k, v, sinks=4, recent=0, center="pre_rope", vmean=False, **both):
 
 
 def turned(name):
-    "A preset as a model with RoPE gets it: keys coded around a centre that turns."
+    "A preset as a model with RoPE gets it: keys coded around a mean before RoPE."
     r = preset(name)
     return replace(r, key=replace(r.key, center="pre_rope"), recent=16)
 
 
 def ablation():
-    "One thing at a time: what each part of a recipe buys at 4, 3 and 2 bits. Under stress no window helps, so it is run once for all."
+    "One thing at a time: what each part of a recipe buys at 4, 3 and 2 bits. With everything quantised no window helps, so it is run once for all."
     both, decode = ("decode", "stress"), ("decode",)
     for b in (4, 3, 2):
         yield f"{b} bits, plain", recipe(b, b, 0, 0, "none"), both

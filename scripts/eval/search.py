@@ -32,7 +32,7 @@ def recipe(k, v, sinks, window, center):
 
 
 def grid():
-    "(label, recipe, protocol): centres first, then sinks and windows; no window helps under stress."
+    "(label, recipe, protocol): centres first, then sinks and windows; no window helps with everything quantised."
     both, decode = ("decode", "stress"), ("decode",)
     name = lambda k, v, s, w, c: f"k{k:g}v{v:g} s{s} w{w} c={c}"  # noqa: E731
     jobs = [(*p, s, 16, c, both) for p in PAIRS[:4] for c in ("none", "prompt_mean") for s in (0, 4)]

@@ -12,7 +12,7 @@ TILES = (4, 8, 12, 64, 256)
 
 def model_planes(codes, bits, along, tile):
     """The layout from the book's prose, in numpy and bit by bit: byte (t, j) serves tokens t, t+R, t+2R, t+3R of a tile, quarter i at bit 0, 4, 2, 6.
-    Two most significant bits: the crumb plane. Every other bit: a plane of half as many channels, channel j below channel j + ceil(d/2)."""
+    Two most significant bits: the base plane. Every other bit: a plane of half as many channels, channel j below channel j + ceil(d/2)."""
     tokens, d = codes.shape
     tiles, rows, half = -(-tokens // tile), tile // 4, -(-d // 2)
     crumb_first = bits >= 2

@@ -680,7 +680,7 @@ def test_format_1_is_refused_with_the_reason(saved, tmp_path):
 
 
 def test_a_refused_move_of_start_changes_nothing():
-    "Bad states, an end that was set, or tokens that were freed: an error, and length, ranges, thinned tiles and bits as before."
+    "Bad states, an end that was set, or tokens that were freed: an error, and length, ranges, truncated tiles and bits as before."
     for recipe, decay in (("k3v3", None), (Recipe(Spec(4), Spec(3.5), 2, 5), 20), (Recipe(residual="prod"), None)):
         store = make(recipe, tile=8)
         k, v = states(store, 50)
@@ -1015,7 +1015,7 @@ def test_classes_are_whole():
         assert cls.__mro__ == (cls, object)
 
 
-@pytest.mark.parametrize("sinks, window", ((0, 0), (0, 3), (2, 0), (3, 5)))
+@pytest.mark.parametrize("sinks, recent", ((0, 0), (0, 3), (2, 0), (3, 5)))
 def test_exact_tokens_by_number_and_by_device(sinks, recent, gen):
     "In chunks of any size both hold the first real tokens and the last ones; without room only the last is spoilt."
     x, start, yes = torch.randn(2, 1, 40, 4, generator=gen), torch.tensor([0, 6]), torch.tensor([True])

@@ -363,7 +363,7 @@ STILL = {"gpt2": "no rotary embedding", "opt": "no rotary embedding", "cohere": 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_rope_turns_by(name):
-    "Turned back by the frequencies that were found, keys are what their projection gave; where RoPE is another, the reason is said, and a centre that turns is refused."
+    "Turned back by the frequencies that were found, keys are what their projection gave; where RoPE is another, the reason is said, and a mean before RoPE is refused."
     model = tiny(name)
     config = model.config.get_text_config(decoder=True)
     found, why = rope_frequencies(config)
@@ -438,7 +438,7 @@ def test_a_video_is_centred_as_well_as_text():
 
 
 def test_a_turning_centre_follows_a_bias():
-    "Keys that are a bias and little else, turned by RoPE: the centre that turns leaves little to code, the one that does not leaves the bias."
+    "Keys that are a bias and little else, turned by RoPE: the mean before RoPE leaves little to code, the one that does not leaves the bias."
     model = copy.deepcopy(tiny("qwen2"))
     with torch.no_grad():
         for layer in model.model.layers:

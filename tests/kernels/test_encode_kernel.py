@@ -97,7 +97,7 @@ def test_positions(lengths):
 
 
 def turning(d, r, base=100.0):
-    "A recipe with a centre that turns, and frequencies of r of d channels."
+    "A recipe with a mean before RoPE, and frequencies of r of d channels."
     return Recipe(Spec(center="pre_rope"), Spec(bits=4)), base ** (-torch.arange(r // 2) / (r // 2))
 
 

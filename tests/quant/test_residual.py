@@ -89,7 +89,7 @@ def test_sign_table_is_cached_and_other_bases():
 
 
 def test_gain_uses_the_cells_of_the_table():
-    "Levels that are not in the middle between edges: a truncated and a snapped table, by quadrature."
+    "Levels that are not in the middle between edges: a truncated and a put on the int8 grid table, by quadrature."
     x = (np.arange(400_000) + 0.5) / 400_000 * 16 - 8
     w = np.exp(-x * x / 2) / np.exp(-x * x / 2).sum()
     for book in (truncate(lloyd_max(4)), lloyd_max(3).to_int8_grid(), truncate(lloyd_max(4), 2), lloyd_max(2)):

@@ -58,7 +58,7 @@ class Layout:
 
 # %% ../../nbs/30_packing.ipynb #8ab688ca
 def _plane_codes(codes: Tensor, layout: Layout) -> list:
-    """One tensor of crumbs (0-3) per plane: [..., d] for the crumb plane, [..., ceil(d/2)] for a
+    """One tensor of pairs of bits (0-3) per plane: [..., d] for the base plane, [..., ceil(d/2)] for a
     bit plane."""
     out, left = [], layout.bits
     for width in WIDTHS[layout.bits]:
@@ -190,7 +190,7 @@ def drop_plane(
     layout: Layout,
 ) -> tuple:  # (planes, layout) of one bit less
     """Forget the least significant bit of every code without touching the rest. Raises ValueError
-    below 3 bits, where the last plane is the crumb itself."""
+    below 3 bits, where the last plane is the base bits itself."""
     if layout.bits < 3:
         raise ValueError(
             f"a {layout.bits}-bit code has a single plane; dropping it would leave nothing"
