@@ -8,6 +8,7 @@ _HOME = {
     "KVStore": "cache.store",
     "attend": "kernels.ops",  # the one that chooses a backend
     "load_calibration": "quant.calibration",
+    "calibrate": "calibration.fit",
 }
 __all__ = list(_HOME)
 

@@ -169,7 +169,7 @@ def test_bad_recipes(call, tiny, text, words):
     refused(call("demo", "--model", tiny, "--recipes", "k4v4", text), *words)
 
 
-@pytest.mark.parametrize("argv, words", [(["--bits", "9"], ["bits", "got 9"]), (["--bits", "4.5"], ["bits", "got 4.5"]), (["--bits", "nan"], ["bits", "got nan"]), (["--bits", "inf"], ["bits", "got inf"]), (["--sinks", "-1"], ["sinks", "-1"]), (["--recent", "-1"], ["window", "-1"])])
+@pytest.mark.parametrize("argv, words", [(["--bits", "9"], ["bits", "got 9"]), (["--bits", "4.5"], ["bits", "got 4.5"]), (["--bits", "nan"], ["bits", "got nan"]), (["--bits", "inf"], ["bits", "got inf"]), (["--sinks", "-1"], ["sinks", "-1"]), (["--recent", "-1"], ["recent", "-1"])])
 def test_bad_recipe_options(call, argv, words):
     refused(call("recipe", "k3v3", *argv), *words)
 

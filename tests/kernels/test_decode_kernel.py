@@ -409,7 +409,7 @@ def test_bad_arguments():
     bad = [
         (dict(q=q[0]), "q must have shape"), (dict(q=q[..., :8]), "q must have shape"), (dict(k=chunk["k"]), "given together"),
         (dict(k=chunk["k"], v=chunk["v"][:, :, :1]), "given together"), (dict(k=chunk["k"][..., :8], v=chunk["v"]), "k must have shape"),
-        (dict(sliding_window=0), "sliding_window must be"), (dict(softcap=-1.0), "softcap must be positive"), (dict(splits=0), "splits must be positive"),
+        (dict(sliding_window=0), "sliding_window must be"), (dict(softcap=-1.0), "softcap must be"), (dict(splits=0), "splits must be positive"),
     ]
     for arguments, why in bad:
         with pytest.raises(ValueError, match=why):

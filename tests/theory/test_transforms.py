@@ -86,7 +86,7 @@ def test_a_store_of_the_first_head_transforms_loads(monkeypatch):
     store, want = KVStore.load(path), load_file(DATA / "store_head_transform_read.safetensors")
     assert store.recipe.key.rotation == "map-c43c16135cc54f33" and isinstance(store.key.q.rotation, HeadTransform)
     for name, got in zip(("key", "value"), store.read()):
-        assert torch.equal(got, want[name])
+        torch.testing.assert_close(got, want[name], rtol=1e-5, atol=1e-5)  # a product with a matrix: sums in another order
     tensors, header = store.state()
     assert torch.equal(tensors["map"], load_file(path)["map"]) and Recipe.from_json(header["recipe"]) == store.recipe
 

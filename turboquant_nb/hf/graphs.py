@@ -273,6 +273,8 @@ class StepRunner:
             return f"an attention mask of shape {list(step.mask.shape)}"
         if step.places is None and "position_ids" not in inspect.signature(self.model().forward).parameters:
             return "the model takes no position_ids"
+        if self.cache().canary is not None:
+            return "a canary watches the steps, and a replay shows it nothing"
         return next(filter(None, map(self.refusal_of_layer, layers)), "")
 
     @staticmethod
@@ -281,6 +283,8 @@ class StepRunner:
         store = layer.store
         if layer.max_length is not None and store.length >= layer.max_length:
             return "the cache is full"
+        if layer.drafting:
+            return "drafts are tried, and may be taken back"
         if layer.static:
             return ""
         if layer.is_sliding:
@@ -298,7 +302,7 @@ class StepRunner:
         step = None if torch.is_grad_enabled() else _Step.of(args, kwargs)
         layers = self.cache().coded_layers
         same = self.graph is not None and all(x.store is s for x, s in zip(layers, self.stores))
-        if self.graph is not None and not (same and layers[0].on_codes):
+        if self.graph is not None and not (same and layers[0].on_codes and not layers[0].drafting):
             self.forget()
             same = False
         if step is None or not all(x.is_initialized for x in layers):
@@ -402,8 +406,9 @@ class StepRunner:
         if step.mask is not None:
             torch.sum(step.mask, -1, dtype=torch.long, out=self.sums)
         self.graph.replay()
-        for store in self.stores:
+        for layer, store in zip(self.cache().coded_layers, self.stores):
             store.length += 1
+            layer.tail = None  # of the chunk before: no query reads it any more
         self.replayed += 1
         if self.replayed % 16 == 0:
             self._look()

@@ -160,7 +160,7 @@ def store_operands(
     return DecodeOperands(
         last_dim_dense(q), store.key.planes, kt["scale"], store.value.planes, vt["scale"], tables.packed_lut, tables.levels,
         key_rotation=key.rotation.query_matrix, value_rotation=value.rotation.matrix, key_mean=kt.get("mean"), value_mean=vt.get("mean"),
-        exact=[kt["sinks"], kt["sliding_window"], vt["sinks"], vt["sliding_window"]], k=last_dim_dense(k), v=last_dim_dense(v),
+        exact=[kt["sinks"], kt["recent"], vt["sinks"], vt["recent"]], k=last_dim_dense(k), v=last_dim_dense(v),
         start=store.start if padded else None, end=store.end, position=store.position, pages=None,
         cos_sin=store.rope_table if store.recipe.key.center == "pre_rope" else None, key_step=tables.steps[0], value_step=tables.steps[1],
         length=store.length, offset=store.offset, recent_from=store._recent_from, **call_numbers(q, scaling, sliding_window, softcap, splits),
