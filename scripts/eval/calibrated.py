@@ -15,7 +15,7 @@ from recipes import add_options, opened
 from search import UNPACKED, gate, recipe, stored_bits
 
 from turboquant_nb import results
-from turboquant_nb.calibration.sensitivity import measure_layers
+from turboquant_nb.calibration.sensitivity import measure_sensitivity
 from turboquant_nb.calibration.fit import calibrate, collect
 from turboquant_nb.evaluation.candidates import as_candidate
 from turboquant_nb.evaluation.score import paired, prefill, score, text_windows
@@ -116,7 +116,7 @@ class Run:
         self.note(dict(part="layers", cache="uncompressed", protocol="all", ppl=float(plain.mean().exp()), n=plain.numel(), unit="perplexity"))
         for how, found in (("plain", None), ("mapped", self.found)):
             began = time.time()
-            found = measure_layers(self.model, self.source[:4], found)
+            found = measure_sensitivity(self.model, self.source[:4], found)
             self.note(dict(part="losses", how=how, seconds=time.time() - began, unit="nats", **found.header["losses"]))
             base = recipes_of(self.model, (2, 2), 4, 16)
             for budget in budgets:

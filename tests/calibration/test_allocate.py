@@ -9,7 +9,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 from tests.helpers import MODELS, generate, logits, made, prompt, texts, tiny  # noqa: E402
 from turboquant_nb.calibration import sensitivity as A, fit as C  # noqa: E402
-from turboquant_nb.calibration.sensitivity import allocate, measure_layers  # noqa: E402
+from turboquant_nb.calibration.sensitivity import allocate, measure_sensitivity  # noqa: E402
 from turboquant_nb.calibration.fit import Calibration, load_calibration, save_calibration  # noqa: E402
 from turboquant_nb.evaluation.candidates import as_candidate  # noqa: E402
 from turboquant_nb.evaluation.score import score  # noqa: E402
@@ -27,7 +27,7 @@ def test_losses_are_what_the_cache_loses(name, mapped):
     model, maps = made(name)
     ids = texts(2, 40, seed=7)
     before, kind = logits(model, ids), model.config._attn_implementation
-    found = measure_layers(model, ids, maps if mapped else None)
+    found = measure_sensitivity(model, ids, maps if mapped else None)
     same(logits(model, ids), before)
     assert model.config._attn_implementation == kind and not C._observers
     losses = found.header["losses"]
@@ -49,7 +49,7 @@ def test_losses_are_what_the_cache_loses(name, mapped):
 def test_a_budget_runs_and_comes_back(name, tmp_path):
     "Every layer gets its bits; generation, saving and loading keep them; one file serves all budgets."
     model, maps = made(name)
-    found = measure_layers(model, texts(1, 32), maps)
+    found = measure_sensitivity(model, texts(1, 32), maps)
     save_calibration(found, tmp_path / "f.safetensors")
     again = load_calibration(tmp_path / "f.safetensors")
     assert again.header == found.header and json.dumps(found.header)
@@ -72,12 +72,12 @@ def test_a_pass_that_begins_late_gives_the_same_numbers(monkeypatch):
     model, ids = copy.deepcopy(tiny("llama")), texts(2, 24)
     kept = lambda: [(vars(x).get("forward"), dict(x._forward_hooks)) for x in model.model.layers]  # noqa: E731
     before = kept()  # a model that other tests used may carry hooks of transformers' own
-    found = measure_layers(model, ids).header["losses"]
+    found = measure_sensitivity(model, ids).header["losses"]
     assert kept() == before
     runs = []
     monkeypatch.setattr(A._Prefix, "try_out", lambda self, *a: setattr(self, "sound", False))
     model.model.layers[0].register_forward_hook(lambda *a: runs.append(1))
-    assert measure_layers(model, ids).header["losses"] == found
+    assert measure_sensitivity(model, ids).header["losses"] == found
     assert len(runs) == 2 * (1 + 2 * 2 * 3) + 1  # windows, of the exact pass and of each side, layer and bits; one token to see the keys
 
 
@@ -92,11 +92,11 @@ def test_a_model_that_hands_on_more_than_its_output_is_measured_whole(monkeypatc
         return note["x"]
 
     first.forward, last.forward = noting, lambda *args, **kwargs: two(*args, **kwargs) + note["x"].roll(1, 1)
-    found = measure_layers(model, ids).header["losses"]
+    found = measure_sensitivity(model, ids).header["losses"]
     assert first.forward is noting
     for sound in (False, True):
         monkeypatch.setattr(A._Prefix, "try_out", lambda self, *a: setattr(self, "sound", sound))  # noqa: B023
-        assert (measure_layers(model, ids).header["losses"] == found) is not sound
+        assert (measure_sensitivity(model, ids).header["losses"] == found) is not sound
 
 
 def test_a_layer_that_does_not_matter_gets_no_bits():
@@ -104,7 +104,7 @@ def test_a_layer_that_does_not_matter_gets_no_bits():
     model = tiny("llama", seed=9)
     with torch.no_grad():
         model.model.layers[0].self_attn.o_proj.weight.zero_()
-    losses = measure_layers(model, texts(2, 40)).header["losses"]
+    losses = measure_sensitivity(model, texts(2, 40)).header["losses"]
     assert max(losses["key"][0] + losses["value"][0]) < 1e-6 < losses["value"][1][0]
     assert allocate(losses, 2.5 if len(losses["key"]) == 2 else 2.25)[0] == (2, 2)
 
@@ -132,7 +132,7 @@ def test_budgets_never_overspend():
 
 def test_what_is_refused():
     model, maps = made("llama")
-    found = measure_layers(model, texts(1, 32), bits=(2, 4))
+    found = measure_sensitivity(model, texts(1, 32), bits=(2, 4))
     for budget, error, says in (
         (1, ValueError, "from 2 to 4"), (4.5, ValueError, "from 2 to 4"), (math.nan, ValueError, "from 2 to 4"), (math.inf, ValueError, "from 2 to 4"),
         ("3", TypeError, "must be a number, got str"), (True, TypeError, "must be a number, got bool"),
@@ -146,19 +146,19 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="is of another model"):
         TurboQuantCache(tiny("qwen2"), calibration=found, budget=3)
     with pytest.raises(ValueError, match="is of another model"):
-        measure_layers(tiny("qwen2"), texts(), maps)
+        measure_sensitivity(tiny("qwen2"), texts(), maps)
     with pytest.raises(ValueError, match="has measured 2 layers, got 1"):
-        A.spend([Recipe()], Calibration([], found.header), 3)
+        A.apply_bit_budget([Recipe()], Calibration([], found.header), 3)
     with pytest.raises(TypeError, match="ids must be a tensor"):
-        measure_layers(model, [[1, 2]])
+        measure_sensitivity(model, [[1, 2]])
     for bad in ((0,), (2, 5), (2.0,), "2"):
         with pytest.raises(ValueError, match="different integers from 1 to 4"):
-            measure_layers(model, texts(), bits=bad)
+            measure_sensitivity(model, texts(), bits=bad)
     broken = tiny("llama", seed=3)
     with torch.no_grad():
         broken.lm_head.weight[0, 0] = math.inf
     with pytest.raises(ValueError, match="is not finite where key of layer 0"):
-        measure_layers(broken, texts())
+        measure_sensitivity(broken, texts())
     assert not C._observers and broken.config._attn_implementation != C.NAME
 
 
@@ -170,5 +170,5 @@ def test_an_error_in_the_middle_leaves_the_model_as_it_was():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measure_layers(model, texts(), progress=stop)
+        measure_sensitivity(model, texts(), progress=stop)
     assert model.config._attn_implementation == kind and not C._observers

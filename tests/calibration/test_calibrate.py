@@ -341,7 +341,7 @@ def test_long_chunks_by_fused_attention(key, dtype):
     for sliding_window in (None, 33):
         mask = (p <= at) & (p >= store.start[:, None, None, None]) & (p > at - (sliding_window or 701))
         call = q, store, k[:, :, -n:], v[:, :, -n:]
-        assert ops.choose(*call, sliding_window=sliding_window)[0] == "flash"
+        assert ops.select_backend(*call, sliding_window=sliding_window)[0] == "flash"
         got, want = ops.attend(*call, sliding_window=sliding_window), dense_attention(q, kd, vd, mask=mask)
         lse = 1e-4 if dtype == torch.float32 else 20 * SHARP[dtype]  # fused attention rounds on its way
         assert (got[0].float() - want[0].float()).abs().max() < 2 * SHARP[dtype] * want[0].abs().max() and (got[1] - want[1]).abs().max() < lse

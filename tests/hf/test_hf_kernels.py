@@ -361,7 +361,7 @@ def test_memory_of_a_chunk_does_not_grow_with_the_past(length, monkeypatch):
     store.append(k, v)
     q = torch.randn(1, 4, 64, 16, generator=g)
     held = max(t.nbytes for s in (store.key, store.value) for t in s.tensors.values())
-    assert ops.choose(q, store, k, v)[0] == "flash"
+    assert ops.select_backend(q, store, k, v)[0] == "flash"
     with Largest() as seen:
         ops.attend(q, store, k, v)
     block = 2 * ops.BLOCK * 4  # twice, for a table's index in int64 or two pieces at once

@@ -107,7 +107,7 @@ def test_long_chunks_are_the_reference(call, kind, start, monkeypatch):
     store.append(new(2, 300) + 3, new(2, 300))
     k, v, q = new(2, 70), new(2, 70), new(8, 70)
     store.append(k, v)
-    assert ops.choose(q, store, k, v, sliding_window=call.get("sliding_window"))[0] == "flash"
+    assert ops.select_backend(q, store, k, v, sliding_window=call.get("sliding_window"))[0] == "flash"
     got, want = ops.attend(q, store, k, v, **call), attention.attend(q, store, k, v, **call)
     assert torch.allclose(got[0], want[0], atol=2e-5), (got[0] - want[0]).abs().max()
     assert torch.equal(got[1].isinf(), want[1].isinf())
@@ -155,12 +155,12 @@ def test_an_answer_is_kept_and_given_up_when_it_no_longer_holds():
     try:
         ops.explain = lambda *a, **k: asked.append(1) or original(*a, **k)
         for _ in range(5):
-            ops.choose(q, store)
+            ops.select_backend(q, store)
         assert len(asked) == 1
-        ops.choose(q[:, :, :1], store)
+        ops.select_backend(q[:, :, :1], store)
         store.decay(256)
-        ops.choose(q, store)
-        ops.choose(q.clone().requires_grad_(), store)
+        ops.select_backend(q, store)
+        ops.select_backend(q.clone().requires_grad_(), store)
         assert len(asked) == 4
     finally:
         ops.explain = original

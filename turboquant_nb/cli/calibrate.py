@@ -196,7 +196,7 @@ def calibrate(
         if reading.layers:
             passes = len(ids) * 6 * len(TurboQuantCache(model).recipes)
             with Stage("measuring layers", passes, on) as stage:
-                found = allocate.measure_layers(model, ids[:, :1024], found, progress=stage.tick)
+                found = allocate.measure_sensitivity(model, ids[:, :1024], found, progress=stage.tick)
     with writing(out) as new:
         chapter.save_calibration(found, new)
     if output.json:

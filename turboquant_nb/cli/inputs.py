@@ -203,14 +203,14 @@ def check_calibrated(calibrated: Calibrated) -> None:
     check_name(file, "--calibration", "calibration.safetensors", (".safetensors", ".st"))
     if Path(file).is_dir():
         raise Usage(f"--calibration {file}: expected a file or a hub id, got a folder")
-    from turboquant_nb.quant.calibration import load_calibration, spend
+    from turboquant_nb.quant.calibration import load_calibration, apply_bit_budget
     from turboquant_nb.quant.quantizer import preset
 
     with at_fault(FileNotFoundError, ValueError, where=f"--calibration {file}: "):
         found = load_calibration(file)
         if budget is not None:
             layers = len((found.header.get("losses") or {"key": ()})["key"])
-            spend([preset("k3v3")] * layers, found, budget)
+            apply_bit_budget([preset("k3v3")] * layers, found, budget)
 
 
 def recipe_for(

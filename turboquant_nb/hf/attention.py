@@ -210,12 +210,12 @@ def _on_codes(query, key: CodedStates, value: CodedStates, mask, scaling, softca
     call = dict(sliding_window=layer.sliding_window) if mask is None else dict(mask=mask, first=key.first)
     call |= {"recent": recent}
     ask = "auto" if demanded == "triton" and n > 16 and recent is None else demanded
-    name, why = ops.choose(*args, **call, softcap=softcap, backend=ask)
+    name, why = ops.select_backend(*args, **call, softcap=softcap, backend=ask)
     if name == "torch" and demanded == "triton":
         why = ops.explain(*args, **call, softcap=softcap)["flash"][1]
         raise ValueError(f"backend 'triton' cannot serve a chunk of {n} tokens: {why}")
     first, sliding_window = call.get("first"), call.get("sliding_window")
-    out, lse = ops.attend_by(name, *args, scaling, mask, first, True, sliding_window, softcap, recent)
+    out, lse = ops.dispatch_attend(name, *args, scaling, mask, first, True, sliding_window, softcap, recent)
     layer.calls[_SERVED[name]] += 1
     if name == "torch":
         layer.reasons[why if mask is None else layer.mask_reason or "a mask was given"] += 1

@@ -32,8 +32,8 @@ def select_backends(self: TurboQuantLayer, key_states: Tensor) -> None:
     heads = model_facts(self.config)
     group = heads["query heads"] // heads["KV heads"]
     q = key_states.new_empty(b, h * group, 1, d).detach()
-    coder = ops.choose_coder(self.store, self.backend)
-    server = ops.choose(q, self.store, sliding_window=self.sliding_window, backend=self.backend)
+    coder = ops.select_coder(self.store, self.backend)
+    server = ops.select_backend(q, self.store, sliding_window=self.sliding_window, backend=self.backend)
     self.captured_backends = {"coding": coder, "attention": server}
     if coder[0] == "triton":
         ops.encode.prepare(self.store)  # a graph cannot copy tables to the device
@@ -47,19 +47,19 @@ def append_captured(self: TurboQuantLayer, key_states: Tensor, value_states: Ten
     states = key_states, value_states
     few = self.recipe.recent and self.serves_steps(key_states.shape[2])
     near = self.store.tail_with(*states)[2:] if few else states
-    ops.append_by(self.captured_backends["coding"][0], self.store, *states)
+    ops.dispatch_append(self.captured_backends["coding"][0], self.store, *states)
     return tuple(CodedStates(self, x, 0, False, t) for x, t in zip(states, near))
 
 
 @patch
 def attend_captured(
     self: TurboQuantLayer, query: Tensor, k: Tensor, v: Tensor, mask, scaling, softcap, recent=None
-) -> tuple:  # (out, lse), see `ops.attend_by`
+) -> tuple:  # (out, lse), see `ops.dispatch_attend`
     "Attention in a captured step: the settled backend, PyTorch for what it was not asked about."
     few = mask is None and query.shape[2] <= 16
     name = self.captured_backends["attention"][0] if few else "torch"
     call = scaling, mask, None, True, self.sliding_window, softcap, recent
-    return ops.attend_by(name, query, self.store, k, v, *call)
+    return ops.dispatch_attend(name, query, self.store, k, v, *call)
 
 # %% ../../nbs/53_graphs.ipynb #024f6c1b
 _SIDE = {}  # device -> the stream on which graphs are recorded: one, since each has a workspace of its own

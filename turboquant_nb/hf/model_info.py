@@ -19,7 +19,7 @@ except ImportError as error:
         'turboquant_nb.hf needs transformers 5.17 or newer: pip install "turboquant-nb[hf]"'
     ) from error
 
-from ..quant.calibration import load_calibration, model_facts, spend
+from ..quant.calibration import load_calibration, model_facts, apply_bit_budget
 from ..quant.quantizer import Recipe, as_recipe
 from ..theory.rope import apply_rope
 
@@ -229,7 +229,7 @@ def plan_layers(
         found = load_calibration(calibration)
         found.check(info.config)
         recipes = found.recipes(recipes)
-        recipes = recipes if budget is None else spend(recipes, found, budget)
+        recipes = recipes if budget is None else apply_bit_budget(recipes, found, budget)
     return [LayerPlan(*x) for x in zip(recipes, inv_freq)]
 
 
