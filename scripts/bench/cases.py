@@ -43,8 +43,8 @@ CASES = {  # bench, or bench and what it is truncated to
     "decode_kernel": DECODE,
     "decode_kernel, quick": DECODE[:3] + DECODE[8:9],
     "maps": [*DECODE[:4], Shape(8, 8, 4, 256, 16384), Shape(1, 8, 4, 128, 4096)],
-    "encode_kernel": [Append(*s, 128, n, "prompt") for s, n in (((1, 8), 1), ((8, 8), 1), ((64, 8), 1))]
-    + [Append(8, 8, 64, 1, "prompt"), Append(8, 8, 256, 1, "prompt"), Append(8, 8, 128, 5, "prompt"), Append(8, 8, 128, 1, "rope")],
+    "encode_kernel": [Append(*s, 128, n, "prompt_mean") for s, n in (((1, 8), 1), ((8, 8), 1), ((64, 8), 1))]
+    + [Append(8, 8, 64, 1, "prompt_mean"), Append(8, 8, 256, 1, "prompt_mean"), Append(8, 8, 128, 5, "prompt_mean"), Append(8, 8, 128, 1, "pre_rope")],
     "generate": [Context(*c) for c in ((8, 32768), (4, 131072), (1, 8192), (8, 8192), (1, 4096), (1, 32768), (8, 131072), (1, 131072))],
     "generate, transformers' caches": [Context(1, 8192), Context(8, 8192), Context(8, 32768)],
     "generate, quick": [Context(1, 8192), Context(8, 32768)],

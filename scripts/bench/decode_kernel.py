@@ -92,7 +92,7 @@ def gate(cases):
     for case in kinds.values():
         small = case._replace(batch=min(case.batch, 2), heads=2, tokens=min(case.tokens, 8192))
         for k_bits, v_bits in BITS:
-            for outlier, center in ((False, "prompt"), (True, "prompt"), (False, "rope")):
+            for outlier, center in ((False, "prompt_mean"), (True, "prompt_mean"), (False, "pre_rope")):
                 q, k, v = states(small, torch.float32, outlier)
                 store = filled(k, v, k_bits, v_bits, center)
                 want, _ = attend(q, store)
@@ -105,7 +105,7 @@ def compile_one(task):
     "Compile what one row needs; the result lies in Triton's cache for the other processes."
     case, bits, dtype = task
     q, k, v = states(case._replace(batch=1, tokens=600), dtype)
-    for center in ("prompt", "rope"):
+    for center in ("prompt_mean", "pre_rope"):
         decode_attention(q, filled(k, v, *bits, center))
     torch.cuda.synchronize()
 
@@ -144,7 +144,7 @@ def measure(case: Shape, bits, seconds):
         for launch, wrap in (("eager", lambda f: f), ("graph", replayed)):
             add(method=name, launch=launch, bits=stored, config=str(best[2]), **kernel_times(wrap(best[1]), seconds))
         del kk, vv
-    for (k_bits, v_bits), center in itertools.product(bits, ("prompt", "rope")):
+    for (k_bits, v_bits), center in itertools.product(bits, ("prompt_mean", "pre_rope")):
         if center == "pre_rope" and k_bits != v_bits:
             continue
         store = filled(k, v, k_bits, v_bits, center)

@@ -57,12 +57,12 @@ def compare(recipe, lengths, d, dtype):
 def gate_cases():
     "(bits of k and v, d, dtype, rotation, centre, lengths of the appends)."
     half, types = torch.bfloat16, (torch.float16, torch.float32)
-    plan = [(bits, 128, half, "hadamard", "prompt", (700, 1, 5, 300)) for bits in ((1, 2), (2, 3), (3, 4), (4, 1), (3, 3), (2, 2), (4, 4), (1, 1))]
-    plan += [((3, 4), d, half, "hadamard", "prompt", (300, 1, 70)) for d in (64, 80, 96, 112, 256)]
-    plan += [((3, 4), d, dtype, "hadamard", "prompt", (300, 1, 70)) for d in (64, 128, 256) for dtype in types]
+    plan = [(bits, 128, half, "hadamard", "prompt_mean", (700, 1, 5, 300)) for bits in ((1, 2), (2, 3), (3, 4), (4, 1), (3, 3), (2, 2), (4, 4), (1, 1))]
+    plan += [((3, 4), d, half, "hadamard", "prompt_mean", (300, 1, 70)) for d in (64, 80, 96, 112, 256)]
+    plan += [((3, 4), d, dtype, "hadamard", "prompt_mean", (300, 1, 70)) for d in (64, 128, 256) for dtype in types]
     plan += [((3, 3), 128, half, "hadamard", "none", (300, 1))]
-    plan += [((3, 3), d, dtype, "hadamard", "rope", (300, 1, 70)) for d in (64, 128, 256) for dtype in (half, torch.float32)]
-    return plan + [((4, 2), d, half, "haar", "prompt", (300, 1, 70)) for d in (64, 128, 256)] + [((4, 2), 128, t, "haar", "prompt", (300, 1)) for t in types]
+    plan += [((3, 3), d, dtype, "hadamard", "pre_rope", (300, 1, 70)) for d in (64, 128, 256) for dtype in (half, torch.float32)]
+    return plan + [((4, 2), d, half, "haar", "prompt_mean", (300, 1, 70)) for d in (64, 128, 256)] + [((4, 2), 128, t, "haar", "prompt_mean", (300, 1)) for t in types]
 
 
 def gate_case(case):

@@ -24,7 +24,7 @@ def random_maps(heads, d):
 
 def gate():
     worst, differing = 0.0, 0.0
-    for batch, d, group, center in ((2, 128, 4, "rope"), (2, 64, 3, "rope"), (2, 256, 4, "rope"), (2, 128, 8, "prompt"), (2, 96, 4, "rope"), (8, 128, 4, "rope"), (64, 128, 4, "prompt")):
+    for batch, d, group, center in ((2, 128, 4, "pre_rope"), (2, 64, 3, "pre_rope"), (2, 256, 4, "pre_rope"), (2, 128, 8, "prompt_mean"), (2, 96, 4, "pre_rope"), (8, 128, 4, "pre_rope"), (64, 128, 4, "prompt_mean")):
         q, k, v = states(Shape(batch, 2, group, d, 3000), torch.float32)
         store = filled(k, v, 3, 3, center, random_maps(2, d))
         for _ in range(2):  # launched, and launched again without Triton's look-up
@@ -53,7 +53,7 @@ def attention_rows(case: Shape, bits, seconds):
     "Whole attention as a cache calls it."
     q, k, v = states(case)
     for b in bits:
-        for center in ("rope", "prompt"):
+        for center in ("pre_rope", "prompt_mean"):
             for rotation in ("hadamard", random_maps(case.heads, case.d)):
                 store = filled(k, v, b, b, center, rotation)
                 how = dict(what="attention", codes=codes_of(rotation), center=center, bits=b) | case._asdict()
@@ -76,7 +76,7 @@ def coding_rows(d, seconds, tokens=16384):
         what = dict(unit="us", codes=codes_of(rotation), d=d, batch=8, heads=8)
         long = kernel_times(lambda to=to, flags=flags: encode.encode_append(k, v, *to, 0, flags), seconds)
         yield what | dict(what="coding", tokens=tokens, n=1) | long
-        yield what | dict(what="append", tokens=1, n=30) | quantiles(graph_times(Append(8, 8, d, 1, "rope"), rotation))
+        yield what | dict(what="append", tokens=1, n=30) | quantiles(graph_times(Append(8, 8, d, 1, "pre_rope"), rotation))
 
 
 def rows(cases, seconds):

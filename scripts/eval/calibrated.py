@@ -31,7 +31,7 @@ def recipes_of(model, bits, sinks, window, calibration=None):
     "Recipes of all layers: around a mean before RoPE where RoPE does, with or without maps."
     inv_freqs = rope_frequencies(model.config.get_text_config())[0]
     turning = all(t is not None for t in inv_freqs)
-    r = recipe(*map(float, bits), sinks, window, "rope" if turning else "prompt")
+    r = recipe(*map(float, bits), sinks, window, "pre_rope" if turning else "prompt_mean")
     cache = TurboQuantCache(model, r, calibration=calibration)
     return cache.recipe if calibration else r
 

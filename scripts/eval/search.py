@@ -37,7 +37,7 @@ def grid():
     name = lambda k, v, s, w, c: f"k{k:g}v{v:g} s{s} w{w} c={c}"  # noqa: E731
     jobs = [(*p, s, 16, c, both) for p in PAIRS[:4] for c in ("none", "prompt_mean") for s in (0, 4)]
     for p in PAIRS:
-        jobs += [(*p, 1, 16, "rope", both), *((*p, 1, w, "rope", decode) for w in (4, 8, 32, 64)), (*p, 4, 16, "rope", both)]
+        jobs += [(*p, 1, 16, "pre_rope", both), *((*p, 1, w, "pre_rope", decode) for w in (4, 8, 32, 64)), (*p, 4, 16, "pre_rope", both)]
     return [(name(*j[:5]), recipe(*j[:5]), protocol) for j in jobs for protocol in j[5]]
 
 
@@ -52,7 +52,7 @@ class UnpackedLayer(PairLayer):
         if self.past is None:
             self.past, self.hats = 0, ([], [])
             self.quantizers = [make_quantizer(s, x.shape[3], k.device) for s, x in ((self.recipe.key, k), (self.recipe.value, v))]
-            self.rotations = shared_cos_sin(torch.as_tensor(self.layer.inv_freq), k.shape[3], k.device) if kind == "rope" else None
+            self.rotations = shared_cos_sin(torch.as_tensor(self.layer.inv_freq), k.shape[3], k.device) if kind == "pre_rope" else None
             if kind != "none":
                 self.mean = prompt_mean(self.rotated(k, 0, n, inverse=True), skip).float()
         c = 0.0 if kind == "none" else self.rotated(self.mean, self.past, self.past + n)
@@ -115,7 +115,7 @@ def gate(model, ids, prompt=96, length=160):
     """Codes without packing against those of the real store of the same states, one window, both protocols. A GPU adds in another order for another shape, so a
     few values lie on the other side of an edge; what that does to the loss is told, not judged: noise of a later layer takes another course with the first of them."""
     part, worst, loss = ids[:1, :length], 0.0, 0.0
-    candidate = as_candidate(model, recipe(4.0, 4.0, 1, 16, "rope"), "gate")
+    candidate = as_candidate(model, recipe(4.0, 4.0, 1, 16, "pre_rope"), "gate")
     for protocol in ("decode", "stress"):
         stored, compared = (predict(model, part, candidate, protocol, prompt, backend=OnePass(layer)) for layer in (PairLayer, ComparedLayer))
         one, two = (token_losses(x.logits[0], part[0, prompt:]).mean() for x in (stored, compared))

@@ -10,12 +10,12 @@ from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.cache.store import KVStore
 
 CASES = [  # batch, KV heads, group, head size, key bits, value bits, centre of keys, static, kernel
-    (1, 3, 4, 128, 3, 3, "rope", False, "fragments"),
-    (2, 1, 8, 128, 4, 2, "prompt", True, "fragments"),
-    (1, 5, 3, 64, 2, 3, "rope", True, "fragments"),
-    (1, 3, 4, 96, 3, 4, "prompt", False, "fragments"),
-    (1, 1, 1, 256, 4, 4, "rope", False, "fragments"),
-    (1, 3, 2, 48, 3, 1, "rope", False, "portable"),
+    (1, 3, 4, 128, 3, 3, "pre_rope", False, "fragments"),
+    (2, 1, 8, 128, 4, 2, "prompt_mean", True, "fragments"),
+    (1, 5, 3, 64, 2, 3, "pre_rope", True, "fragments"),
+    (1, 3, 4, 96, 3, 4, "prompt_mean", False, "fragments"),
+    (1, 1, 1, 256, 4, 4, "pre_rope", False, "fragments"),
+    (1, 3, 2, 48, 3, 1, "pre_rope", False, "portable"),
     (2, 3, 4, 128, 3, 3, "rope maps", False, "fragments"),
     (1, 1, 3, 64, 4, 2, "prompt maps", True, "fragments"),
 ]

@@ -49,7 +49,7 @@ def setting(form, case):
     (d, rows, bits, biased), (batch, heads, tokens) = form, case
     q, k, v = states(Shape(batch, heads, rows, d, tokens))
     inv_freq = frequencies(d) if biased else None
-    recipe = Recipe(key=Spec(bits, center="pre_rope" if biased else "prompt"), value=Spec(bits))
+    recipe = Recipe(key=Spec(bits, center="pre_rope" if biased else "prompt_mean"), value=Spec(bits))
     store = KVStore(recipe, batch, heads, d, d, k.dtype, k.device, max_length=tokens, inv_freq=inv_freq)
     step = max(256, 2**24 // (batch * heads * d))
     for i in range(0, tokens, step):
