@@ -559,7 +559,8 @@ class TurboQuantCache(Cache):
 class Report(dict):
     """What a cache holds; prints as a small table. "served" counts calls over all layers: prefill
     (exact), kernel, codes (PyTorch on codes), chunk (long chunks, block by block), dense (the past
-    was decoded for another attention); "reasons" says why not a kernel; "coded" who coded."""
+    was decoded for another attention); steps that a graph replays are counted in "graphs" instead.
+    "reasons" says why not a kernel; "coded" who coded."""
 
     def __str__(self):
         r = self
