@@ -341,15 +341,43 @@ def upward(root):
     return bad, None, count
 
 
+def chapters():
+    "[(file name, number, title)] in the order of the names; Failed if a title does not say the number."
+    found = []
+    for path in notebooks():
+        if path.name != settings()["readme_nb"]:
+            title = text_of(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"]).splitlines()[0]
+            match = re.match(r"# (\w+) · (.+)", title)
+            if not match or match[1] != path.name.partition("_")[0]:
+                raise Failed(f"{path.name}: the title must be `# {path.name.partition('_')[0]} · …`, it is {title!r}")
+            found.append((path.name, match[1], match[2]))
+    return found
+
+
+def misplaced(wanted, sidebar, index):
+    "What in the texts of the sidebar and of the index is not the chapters (file, number, title), in their order."
+    lists = {
+        "the sidebar of _quarto.yml": re.findall(r'- text: "?(\w+) · (.*?)"?\n +href: (\S+)', sidebar),
+        "the reading order of the index": re.findall(r"^\| (\w+) \| \[([^\]]+)\]\((\S+?\.ipynb)\) \|", index, re.M),
+    }
+    chapters = [f"{number} · {title} ({name})" for name, number, title in wanted]
+    for where, found in lists.items():
+        yield from difflib.unified_diff([f"{number} · {title} ({name})" for number, title, name in found], chapters, where, "chapters", lineterm="", n=0)
+
+
 @step
 def step_order():
-    "an exported cell imports only modules of lower chapters, inside functions too, and there is no circle"
+    "chapters have one order in files, titles, sidebar and README; an exported cell imports lower ones only, inside functions too; no circle"
+    wanted, index = chapters(), json.loads((ROOT / settings()["nbs_path"] / settings()["readme_nb"]).read_text(encoding="utf-8"))
+    different = list(misplaced(wanted, (ROOT / "_quarto.yml").read_text(encoding="utf-8"), "\n".join(text_of(cell["source"]) for cell in index["cells"])))
+    if different:
+        raise Failed("not the chapters as they are:\n" + listing(different))
     bad, circle, count = upward(ROOT)
     if bad:
         raise Failed("imports that go up (move what is needed down):\n" + listing([f"{pair}  ({where})" for pair, where in bad.items()]))
     if circle:
         raise Failed(f"modules import each other: {circle}")
-    return f"{count} imports"
+    return f"{len(wanted)} chapters, {count} imports"
 
 
 @functools.cache

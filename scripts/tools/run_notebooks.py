@@ -21,14 +21,16 @@ def skipped(cell):
 
 
 def run(path):
-    "Run one notebook in its own folder and write its outputs back."
+    "Run one notebook in its own folder and write its outputs back. What it sets of matplotlib's style ends with it."
+    import matplotlib
     from execnb.nbio import read_nb, write_nb
     from execnb.shell import CaptureShell
 
     os.chdir(path.parent)  # as nbdev_test does: notebooks read ../results
     nb = read_nb(path)
     shell = CaptureShell(path)
-    shell.run_all(nb, exc_stop=True, preproc=lambda cell: skipped(cell))
+    with matplotlib.rc_context():
+        shell.run_all(nb, exc_stop=True, preproc=lambda cell: skipped(cell))
     write_nb(nb, path)
 
 

@@ -51,3 +51,26 @@ def test_a_cell_counts_with_its_own_chapter(tmp_path):
     two = "import math\n\n# %% ../nbs/46_ops.ipynb #5678\nfrom .kernels.decode import f\n"
     assert order(tmp_path, rotation=("11_rotation", two), store=("31_store", ""), **{"kernels/decode": ("41_decode", "")})[0] == []
     assert order(tmp_path, rotation=("11_rotation", "from .kernels.decode import f\n"), store=("31_store", ""), **{"kernels/decode": ("41_decode", "")})[0] == ["rotation -> kernels.decode"]
+
+
+CHAPTERS = [("10_codebook.ipynb", "10", "Codebooks"), ("87a_cli.ipynb", "87a", "The command line: conventions")]
+SIDEBAR = """
+          - text: 10 · Codebooks
+            href: 10_codebook.ipynb
+          - text: "87a · The command line: conventions"
+            href: 87a_cli.ipynb
+"""
+INDEX = "| 10 | [Codebooks](10_codebook.ipynb) | levels |\n| 87a | [The command line: conventions](87a_cli.ipynb) | errors |"
+
+
+def test_chapters_in_order_pass():
+    assert list(check.misplaced(CHAPTERS, SIDEBAR, INDEX)) == []
+
+
+@pytest.mark.parametrize("sidebar,index,where", [
+    (SIDEBAR, INDEX.replace("| 10 |", "| 01 |"), "index"), (SIDEBAR, INDEX.partition("\n")[0], "index"), (SIDEBAR, "\n".join(INDEX.split("\n")[::-1]), "index"),
+    (SIDEBAR.replace("Codebooks", "Tables"), INDEX, "sidebar"), (SIDEBAR.replace("10_codebook", "11_codebook"), INDEX, "sidebar"), ("", INDEX, "sidebar"),
+])
+def test_another_number_title_file_or_order_is_seen(sidebar, index, where):
+    found = list(check.misplaced(CHAPTERS, sidebar, index))
+    assert found and where in found[0]
