@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from tests.helpers import DATA
+from tests.helpers import DATA, SLOW
 from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec, channel_bits, decode
 from turboquant_nb.files import read_file, write_file
 from turboquant_nb.quant.mixed_precision import make_quantizer
@@ -150,9 +150,9 @@ def truncates(recipe, d, dv):
     return all(s.residual != "qjl" for s, _ in sides) and any(max(channel_bits(s.bits, n)) > 2 for s, n in sides)
 
 
-@pytest.mark.parametrize("block", range(20))
+@pytest.mark.parametrize("block", range(20 if SLOW else 10))
 def test_random_operation_sequences(block, tmp_path):
-    "20 x 16 sequences of about 15 operations; after each one, every byte that can be read and every count."
+    "10 or 20 x 16 sequences of about 15 operations; after each one, every byte that can be read and every count."
     for trial in range(16):
         rng = random.Random(1000 * block + trial)
         dtype = rng.choice((torch.float32, torch.float16, torch.bfloat16))
