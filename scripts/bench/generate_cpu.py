@@ -74,7 +74,7 @@ def measured(model, ids, new, repeats):
         row |= quantiles(found) | {"speedup": quantiles(found)["p50"] / base}
         if name != "dynamic":
             report = caches[name].report()
-            if set(report["backends"]) != {"gather"} and ids.shape[1] <= 4096:
+            if set(report["backends"]) - {"flash"} != {"gather"}:  # chunks of a long prompt, then steps
                 raise RuntimeError(f"steps were not served by look-up: {report['backends']}")
             row |= {"backends": report["backends"], "bits_per_value": report["bits_per_value"]}
         yield row
