@@ -18,6 +18,7 @@ BENCHES = {  # module: (whether it needs an NVIDIA GPU, what it measures)
     "decode_kernel": (True, "attention on codes against the best attention on bf16 and fp8"),
     "maps": (True, "what a matrix for every head costs both kernels"),
     "generate": (True, "decode steps of a whole model, launched and replayed; memory"),
+    "generate_cpu": (False, "tokens per second of generate() on a CPU, on codes and uncompressed"),
     "proteins": (True, "memory and time of ESM-2 650M"),
 }
 

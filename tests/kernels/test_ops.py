@@ -43,13 +43,13 @@ def test_without_a_device_the_reason_is_about_devices_or_triton():
 
 def test_explain_lists_torch_last_and_always():
     store, q = filled()
-    assert list(ops.explain(q, store)) == ["triton", "flash", "torch"] and ops.explain(q, store)["torch"] == (True, "")
+    assert list(ops.explain(q, store)) == ["triton", "flash", "gather", "torch"] and ops.explain(q, store)["torch"] == (True, "")
 
 
 @pytest.mark.parametrize("backend", ["cuda", "", None])
 def test_unknown_names(backend):
     store, q = filled()
-    with pytest.raises(ValueError, match="backend must be 'auto', 'triton', 'flash', 'torch'"):
+    with pytest.raises(ValueError, match="backend must be 'auto', 'triton', 'flash', 'gather', 'torch'"):
         ops.attend(q, store, backend=backend)
     with pytest.raises(ValueError, match="backend must be 'auto'"):
         ops.append(store, q[:, :2], q[:, :2], backend=backend)
@@ -164,6 +164,35 @@ def test_an_answer_is_kept_and_given_up_when_it_no_longer_holds():
         assert len(asked) == 4
     finally:
         ops.explain = original
+
+
+@pytest.mark.skipif(CUDA, reason="the stores lie on a CPU here")
+@pytest.mark.parametrize("change, served", [
+    (dict(), "gather"), (dict(sliding_window=50), "gather"), (dict(softcap=20.0), "gather"), (dict(causal=False), "gather"), (dict(first=7), "torch"), (dict(mask=torch.ones(2, 1, 1, 300, dtype=torch.bool)), "torch"),
+])
+def test_a_step_on_a_cpu_is_served_by_look_up_or_says_why_not(change, served):
+    store, q = filled()
+    q = q[:, :, :1]
+    assert ops.select_backend(q, store, **change)[0] == served
+    got, want = ops.attend(q, store, **change), attention.attend(q, store, **change)
+    assert torch.allclose(got[0], want[0], atol=1e-5) and torch.allclose(got[1], want[1], atol=1e-5)
+    if served == "torch":
+        assert torch.equal(got[0], want[0])
+        with pytest.raises(ValueError, match="'gather' cannot serve this call: the look-up knows ranges of positions, not masks"):
+            ops.attend(q, store, backend="gather", **change)
+
+
+@pytest.mark.skipif(CUDA, reason="the stores lie on a CPU here")
+def test_the_look_up_is_asked_again_when_tiles_are_truncated_or_sequences_end():
+    store, q = filled()
+    q = q[:, :, :1]
+    assert ops.select_backend(q, store)[0] == "gather"
+    store.set_range(end=300)
+    assert ops.select_backend(q, store)[0] == "torch"
+    store.set_range(end=None)
+    assert ops.select_backend(q, store)[0] == "gather"
+    store.decay(256)
+    assert ops.select_backend(q, store)[0] == "torch"
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")

@@ -192,7 +192,7 @@ def _store_starts_of(mask: Tensor, layer, k: Tensor, v: Tensor) -> None:
     layer.starts = tuple(start.tolist())
 
 
-_SERVED = {"triton": "kernel", "flash": "chunk", "torch": "codes"}
+_SERVED = {"triton": "kernel", "flash": "chunk", "gather": "codes", "torch": "codes"}
 
 
 def _on_codes(query, key: CodedStates, value: CodedStates, mask, scaling, softcap, s_aux):
@@ -217,7 +217,8 @@ def _on_codes(query, key: CodedStates, value: CodedStates, mask, scaling, softca
     first, sliding_window = call.get("first"), call.get("sliding_window")
     out, lse = ops.dispatch_attend(name, *args, scaling, mask, first, True, sliding_window, softcap, recent)
     layer.calls[_SERVED[name]] += 1
-    if name == "torch":
+    layer.backends[name] += 1
+    if name in ("gather", "torch"):
         layer.reasons[why if mask is None else layer.mask_reason or "a mask was given"] += 1
     if layer.canary is not None and mask is None:
         layer.canary.look(layer, query, scaling, softcap)

@@ -108,6 +108,7 @@ class TurboQuantLayer(CacheLayerMixin):
         self.inv_freq = inv_freq
         self.starts = None  # leading tokens of each row that are padding; None: not known, so none
         self.calls, self.coded = Counter(), Counter()  # who attended, who coded: see `Report`
+        self.backends = Counter()  # of those that attended on codes, by the names of `ops.attend`
         self.reasons, self.mask_reason = Counter(), ""  # why no kernel served; why there was a mask
         self.drafting, self.drafts = False, 0  # see `activate_past_recording`
         self.tail = None  # exact states that the last chunk's queries read, and a crop
@@ -560,7 +561,7 @@ class Report(dict):
     """What a cache holds; prints as a small table. "served" counts calls over all layers: prefill
     (exact), kernel, codes (PyTorch on codes), chunk (long chunks, block by block), dense (the past
     was decoded for another attention); steps that a graph replays are counted in "graphs" instead.
-    "reasons" says why not a kernel; "coded" who coded."""
+    "backends" names who attended on codes, "reasons" says why not a kernel; "coded" who coded."""
 
     def __str__(self):
         r = self
@@ -614,6 +615,7 @@ def report(self: TurboQuantCache) -> Report:
         ratio_fp32=4 * values / total if values else 0.0,
         per_layer=[s.nbytes + n for s, n in zip(stores, tails)],
         served=count("calls"),
+        backends=count("backends"),
         reasons=count("reasons"),
         coded=count("coded"),
         recorded_by=_captured_by(layers),

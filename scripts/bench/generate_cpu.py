@@ -1,0 +1,120 @@
+"""Tokens per second of generate() on a CPU, on codes and uncompressed: run.py generate_cpu [--tiny] [--prompts N …] [--new N] [--repeats N] --out FILE.
+
+SmolLM2-135M in fp32, batch 1, the chapter of the demo and its question (2,926 tokens), and longer prompts of text repeated; positions beyond the model's 8,192 go on with
+the RoPE of the model, unscaled: the tokens mean nothing there, the work is the same. A prompt is read once for each cache, all but its last token. Then come calls of
+generate() that continue it, in turns, so that what else the machine does meets both; every call makes `new` tokens, so the caches grow by as many. `tokens_s` is a
+quantile over the calls, the first of each cache left out; `speedup` the median over that of the uncompressed cache.
+
+Caches: `dynamic` transformers' DynamicCache with torch's SDPA; `turboquant k3v3` the preset with attention on codes, `backends` who served. Set OMP_NUM_THREADS to the cores.
+
+Gate: the logits of a step by look-up are those of attention on codes without it, to 1e-3, and no timed step was served by anything but the look-up."""
+import copy
+import time
+
+import torch
+from plan import Plan
+from timing import quantiles
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from turboquant_nb.evaluation.models import SMOLLM2, demo_message, load_model, sample_text
+from turboquant_nb.hf import TurboQuantCache
+
+ATTENTION = {"dynamic": "sdpa", "turboquant k3v3": "turboquant"}
+
+
+def tiny():
+    "A small random model: does the bench run?"
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    return LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=1 << 17)).eval()
+
+
+def prompt_ids(tokenizer, length):
+    "[1, length] ids: the demo's message where `length` is 0, else text repeated."
+    if tokenizer is None:
+        return torch.randint(256, (1, length or 600), generator=torch.Generator().manual_seed(0))
+    if not length:
+        found = tokenizer.apply_chat_template([{"role": "user", "content": demo_message()}], add_generation_prompt=True, return_tensors="pt")
+        return found if isinstance(found, torch.Tensor) else found["input_ids"]
+    ids = tokenizer(sample_text(), return_tensors="pt")["input_ids"]
+    return ids.repeat(1, -(-length // ids.shape[1]))[:, :length]
+
+
+def read(model, cache, name, ids):
+    "The cache after all tokens but the last, in chunks."
+    model.set_attn_implementation(ATTENTION[name])
+    for part in ids[:, :-1].split(4096, 1):
+        model(part, past_key_values=cache, logits_to_keep=1)
+    return cache
+
+
+def fresh(model, name, **options):
+    return DynamicCache(config=model.config) if name == "dynamic" else TurboQuantCache(model, "k3v3", **options)
+
+
+def call(model, cache, name, ids, new):
+    "(tokens per second of one call that makes `new` tokens, the ids with them)."
+    model.set_attn_implementation(ATTENTION[name])
+    began = time.perf_counter()
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=new, do_sample=False, pad_token_id=0)
+    return new / (time.perf_counter() - began), out
+
+
+def measured(model, ids, new, repeats):
+    "Rows of both caches on one prompt, their calls in turns."
+    caches = {name: read(model, fresh(model, name), name, ids) for name in ATTENTION}
+    at, speeds = dict.fromkeys(caches, ids), {name: [] for name in caches}
+    for i in range(repeats + 1):
+        for name, cache in caches.items():
+            speed, at[name] = call(model, cache, name, at[name], new)
+            speeds[name] += [speed] if i else []
+    base = quantiles(speeds["dynamic"])["p50"]
+    for name, found in speeds.items():
+        row = {"cache": name, "prompt": ids.shape[1], "new": new, "n": repeats, "unit": "tokens/s", "threads": torch.get_num_threads()}
+        row |= quantiles(found) | {"speedup": quantiles(found)["p50"] / base}
+        if name != "dynamic":
+            report = caches[name].report()
+            if set(report["backends"]) - {"flash"} != {"gather"}:  # chunks of a long prompt, then steps
+                raise RuntimeError(f"steps were not served by look-up: {report['backends']}")
+            row |= {"backends": report["backends"], "bits_per_value": report["bits_per_value"]}
+        yield row
+
+
+def gate(model, ids):
+    "Whether one step's logits do not depend on who serves it."
+    logits = []
+    cache = read(model, fresh(model, "turboquant k3v3"), "turboquant k3v3", ids[:, :400])
+    for backend in ("auto", "torch"):
+        mine = copy.deepcopy(cache)
+        for layer in mine.layers:
+            layer.backend = backend
+        logits.append(model(ids[:, 399:400], past_key_values=mine).logits)
+        print("gate:", backend, mine.report()["backends"], flush=True)
+    apart = float((logits[0] - logits[1]).norm() / logits[1].norm())
+    print("gate: logits differ by", apart, flush=True)
+    return apart < 1e-3
+
+
+def options(p):
+    p.add_argument("--tiny", action="store_true", help="a small random model: does the bench run?")
+    p.add_argument("--prompts", nargs="+", type=int, default=[0, 16384], help="tokens of the prompts; 0 is the demo's")
+    p.add_argument("--new", type=int, default=24, help="tokens that a call makes")
+    p.add_argument("--repeats", type=int, default=7, help="timed calls of each cache")
+
+
+@torch.no_grad()
+def rows(a, model, tokenizer):
+    for length in a.prompts:
+        yield from measured(model, prompt_ids(tokenizer, length), a.new, a.repeats)
+
+
+@torch.no_grad()
+def plan(a):
+    model, tokenizer = (tiny(), None) if a.tiny else load_model()[:2]
+    model.config.max_position_embeddings = 1 << 17
+    model.generation_config.eos_token_id = None
+    passed = gate(model, prompt_ids(tokenizer, 600))
+    name = {"id": "tiny", "revision": "none"} if a.tiny else {"id": SMOLLM2.member, "revision": SMOLLM2.model_sha256}
+    data = {"id": "Moby-Dick, chapters 1 to 3", "n": len(a.prompts)}
+    cmd = "one step's logits by look-up and by attention on codes agree to 1e-3; steps were served by look-up"
+    return Plan("generate", {"cmd": cmd, "passed": passed}, rows(a, model, tokenizer), data, name)
