@@ -810,9 +810,13 @@ def test_moving_refuses():
     store.append(*states(store, 10))
     before = snapshot(store)
     for f in (lambda: store.crop(11), lambda: store.crop(-11), lambda: store.select(torch.tensor([2])), lambda: store.select(torch.tensor([-3])),
-              lambda: store.select(torch.zeros(1, 1, dtype=torch.long)), lambda: store.repeat(0), lambda: store.repeat(-1),
+              lambda: store.select(torch.zeros(1, 1, dtype=torch.long)), lambda: store.select(torch.zeros(0, dtype=torch.long)), lambda: store.repeat(0), lambda: store.repeat(-1),
               lambda: store.coded("key", 3, 2), lambda: store.coded("key", 0, 11)):
         with pytest.raises(ValueError):
+            f()
+        assert_same_snapshot(snapshot(store), before)
+    for f in (lambda: store.crop(3.5), lambda: store.crop(None), lambda: store.crop(True), lambda: store.select(torch.tensor([0.5])), lambda: store.select([])):
+        with pytest.raises(TypeError, match="must be (an integer|integers or bool)"):
             f()
         assert_same_snapshot(snapshot(store), before)
 

@@ -988,6 +988,12 @@ def test_a_recipe_per_layer(call, tiny):
     refused(call(*ask, json.dumps(rows[:1])), "each of the 2 layers", "got a list of 1")
 
 
+def test_a_fraction_of_bits_that_the_heads_cannot_have(call, tiny):
+    "The command line is at fault, and the prompt is not read first; before, the first append failed with exit code 1."
+    refused(call("generate", "--model", tiny, "--prompt", "x", "--bits", "3.7", "--quiet"), "recipe: bits times d must be an integer, got 3.7 at d = 32")
+    assert call("generate", "--model", tiny, "--prompt", "x", "--bits", "2.5", "--max-new-tokens", 1, "--quiet")[0] == 0
+
+
 def test_a_text_that_is_not_utf8_is_named(call, tmp_path):
     (tmp_path / "good.txt").write_text("Wal")
     (tmp_path / "latin.txt").write_bytes("M\u00f6we".encode("latin-1"))
@@ -1053,7 +1059,7 @@ def test_a_full_disk_is_seen_before_the_work(call, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(files.shutil, "disk_usage", lambda path: usage(path)._replace(free=1000))
     refused(call("fold", "--model", tiny, "--windows", 1, "--length", 64, "--quiet", "--out", tmp_path / "f"), "bytes, and 1,000 are free there", code=1)
     monkeypatch.setattr(files.Path, "write_bytes", full)
-    refused(call("calibrate", "--model", "/no/such/model", "--out", tmp_path / "c.st"), "cannot be written (No space left on device)")
+    refused(call("calibrate", "--model", "/no/such/model", "--out", tmp_path / "c.st"), "cannot be written (No space left on device)", code=1)
     assert list(tmp_path.iterdir()) == []
 
 

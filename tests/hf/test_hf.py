@@ -1060,6 +1060,22 @@ def test_another_models_cache_is_refused(attention, change, word):
         assert cache.get_seq_length() == 0 and not cache.layers[0].is_initialized
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "turboquant"])
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
+def test_a_pass_of_nothing_is_refused(attention, shape):
+    "No sequence or no token, at first and later: said in words, where the model would say that it cannot reshape."
+    model = tiny("llama")
+    model.set_attn_implementation(attention)
+    cache, nothing = TurboQuantCache(model), torch.zeros(shape, dtype=torch.long)
+    with torch.no_grad():
+        for held in (0, 9):
+            with pytest.raises(ValueError, match=f"at least one sequence and one token, got {shape[0]} sequences of {shape[1]} tokens"):
+                model(nothing, past_key_values=cache)
+            assert cache.get_seq_length() == held
+            if not held:
+                model(prompt(2, 9, padded=False)["input_ids"], past_key_values=cache)
+
+
 @pytest.mark.parametrize("name", [n for n in FAMILIES])
 def test_an_equal_config_is_served(name):
     "A cache of the config as it was saved serves the model that was loaded again."

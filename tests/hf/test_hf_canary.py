@@ -143,11 +143,23 @@ def test_half_precision_is_silent():
         assert cache.report()["watch"]["checks"] and cache.report()["watch"]["alarms"] == 0
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_canary_that_sees_nothing_says_so(attention):
+    "Dense attention brings it no query: one warning for the whole run, and no report of a health that nobody looked at."
+    cache = TurboQuantCache(tiny(), "k3v3", watch=1 / 2)
+    with pytest.warns(RuntimeWarning, match=f"checks nothing under attn_implementation='{attention}'") as said:
+        generate(tiny(), prompt(2, 40), attention, cache=cache, padding=False, max_new_tokens=6)
+    assert len([x for x in said if "canary" in str(x.message)]) == 1 and cache.report()["watch"]["checks"] == 0
+
+
 def test_refusals():
     for bad in (0, -1, 1.5):
         with pytest.raises(ValueError, match="rate must be"):
             TurboQuantCache(tiny(), watch=bad)
-    for bad in (dict(tail=0), dict(limit=0), dict(max_error=-1), dict(action="shout")):
+    for bad in ("often", True):
+        with pytest.raises(TypeError, match="rate must be a finite number above 0 and at most 1, got"):
+            TurboQuantCache(tiny(), watch=bad)
+    for bad in (dict(tail=0), dict(limit=0), dict(max_error=-1), dict(max_error=0), dict(limit=float("nan")), dict(action="shout")):
         with pytest.raises(ValueError, match="must be"):
             Watch(**bad)
     with pytest.raises(ValueError, match="static cache"):

@@ -143,9 +143,10 @@ def test_truncated_and_changed_files_are_refused(long_cache, tmp_path):
 # --- the wrong model, dtype, device ----------------------------------------------------------------
 
 WRONG = {
-    "more layers": (lambda: tiny(num_hidden_layers=3), "a llama with 2 layers.*layer 2"),
-    "other heads": (lambda: tiny(num_key_value_heads=4), r"keys of layer 0 must have shape \[1, 2, n, 8\], got \[1, 4, 1, 8\]"),
-    "other head size": (lambda: tiny(head_dim=16), r"keys of layer 0 must have shape \[1, 2, n, 8\], got \[1, 2, 1, 16\]"),
+    "more layers": (lambda: tiny(num_hidden_layers=3), "built for another model: it has layers 2, not 3"),
+    "other heads": (lambda: tiny(num_key_value_heads=4), "KV heads 2, not 4"),
+    "other head size": (lambda: tiny(head_dim=16), "head size 8, not 16"),
+    "another RoPE": (lambda: tiny(rope_parameters={"rope_type": "default", "rope_theta": 500.0}), "RoPE .*10000.* not .*500.0"),
     "other dtype": (lambda: tiny().to(torch.bfloat16), "keys of layer 0 must be torch.float32 on cpu like the store, got torch.bfloat16"),
     "other device": (lambda: tiny().to("meta"), "keys of layer 0 must be torch.float32 on cpu like the store, got torch.float32 on meta"),
 }
@@ -154,6 +155,7 @@ WRONG = {
 @pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
 @pytest.mark.parametrize("which", WRONG)
 def test_the_wrong_model_is_told(which, attention):
+    "A cache that holds tokens of one model refuses those of another before it stores one; a RoPE of another base was taken without a word."
     import copy
 
     model = copy.deepcopy(tiny())
@@ -168,9 +170,6 @@ def test_the_wrong_model_is_told(which, attention):
     ids = torch.ones(1, 1, dtype=torch.long, device=other.device)
     with torch.no_grad(), pytest.raises(ValueError, match=text):
         other(ids, past_key_values=cache)
-    if which == "more layers":
-        assert cache.recover() == 10  # its two layers took the token
-        cache.crop(-1)
     assert cache.get_seq_length() == 9
     for a, b in zip([x for layer in cache.layers for x in layer.store.read()], before):
         assert a.shape == b.shape

@@ -461,7 +461,7 @@ def test_bad_scores_and_decode(gen):
         (TypeError, "packed must be a uint8 tensor, got torch.int64", (q, packed.long(), norm, S)),
         (ValueError, r"norm must have shape \[5\], got \[4\]", (q, packed, norm[:4], S)),
         (TypeError, "norm must be a floating-point", (q, packed, norm.int(), S)), (ValueError, "norm must be finite", (q, packed, norm / 0, S)),
-        (ValueError, "norm must not be negative", (q, packed, -norm, S)), (ValueError, "S must be finite", (q, packed, norm, S / 0)),
+        (ValueError, "norm must not be negative", (q, packed, -norm, S)), (ValueError, "norm must not be negative", (q, packed, norm.clamp(max=0.1) * -1, S)), (ValueError, "S must be finite", (q, packed, norm, S / 0)),
         (ValueError, "packed must be on cpu", (q, packed.to("meta"), norm, S)), (ValueError, "norm must be on cpu", (q, packed, norm.to("meta"), S)),
         (ValueError, r"leading dimensions of q and packed must broadcast, got \(2,\) and \(3,\)", (q.expand(2, 4, 8), packed.expand(3, 5, 3), norm.expand(3, 5), S)),
     ]

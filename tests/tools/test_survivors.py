@@ -1,4 +1,6 @@
 "Mutants that no other test noticed: each test names the change that it must notice. More are found by scripts/tools/mutants.py."
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -53,6 +55,26 @@ def test_rows_are_decided_each_for_itself():
     plain = Quantizer(Spec(2, rotation="identity"), 16)  # whose middle edge is 0
     x[:, 3] = 0
     assert not decided(plain, x)[:, 3].any() and decided(plain, x)[:, 4:].float().mean() > 0.9
+
+
+def test_an_edge_is_undecided_at_every_scale():
+    "`y / unit`, not `y`: a coordinate on an edge of the table stays there when the vector is a hundred times longer."
+    q = Quantizer(Spec(2, rotation="identity"), 16)
+    edge = float(q.codebook.edges[-1])
+    x = torch.full((16,), math.sqrt((16 - edge**2) / 15), dtype=torch.float64)
+    x[3] = edge
+    for scale in (0.01, 1.0, 100.0):
+        found = decided(q, (x * scale)[None])[0]
+        assert not found[3] and found.sum() == 15
+
+
+@pytest.mark.parametrize("d", [5, 16, 64])
+def test_panter_and_dite_on_the_sphere(d):
+    "(∫ f^(1/3))^3 / 12 · 4^-bits by numerical integration of the law that `coordinate_pdf` gives."
+    from scipy.integrate import quad
+
+    whole = quad(lambda t: float(codebook.coordinate_pdf(t, d)) ** (1 / 3), -1, 1, limit=200)[0]
+    assert codebook.high_rate_mse(4, d) == pytest.approx(d * whole**3 / 12 * 4.0**-4, rel=1e-5)  # a unit vector's coordinate has variance 1 / d
 
 
 def test_a_shorter_row_of_levels_repeats_its_last_one():

@@ -873,8 +873,10 @@ def select(self: KVStore, indices: Tensor) -> None:
     """Keep, repeat or reorder sequences: row i becomes old row indices[i]. Raises ValueError
     for an index out of range, and for another number of rows where the store is static."""
     index = torch.as_tensor(indices, device=self.device)
+    if index.dtype.is_floating_point or index.dtype.is_complex:
+        raise TypeError(f"indices must be integers or bool, got {index.dtype}")
     index = index.nonzero().flatten() if index.dtype == torch.bool else index.long()
-    if index.ndim != 1 or not bool(((index >= -self.batch) & (index < self.batch)).all()):
+    if index.ndim != 1 or not len(index) or not bool(((index >= -self.batch) & (index < self.batch)).all()):
         want = f"a vector of rows 0 to {self.batch - 1}"
         raise ValueError(f"indices must be {want}, got {index.tolist()}")
     self._rearrange(lambda x: x[index % self.batch], len(index))
@@ -919,7 +921,7 @@ def crop(
 ) -> Tail | None:  # what is left of it; None if the crop went deeper
     """Forget the last `tokens` tokens (transformers passes a negative count). Raises
     ValueError if so many are not held."""
-    n = abs(int(tokens))
+    n = abs(checks.whole(tokens, "tokens"))
     if self.static:
         self.sync()
     if n > self.length - self.offset:

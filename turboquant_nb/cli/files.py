@@ -6,6 +6,7 @@
 __all__ = ['target_file', 'target_folder', 'check_space', 'writing']
 
 # %% ../../nbs/87c_cli_files.ipynb #82620b96
+import errno
 import os
 import shutil
 import tempfile
@@ -78,7 +79,9 @@ def _try_folder(folder: Path, what: str) -> None:
         scratch = _scratch(folder)
         Path(scratch, "probe").write_bytes(bytes(4096))  # a full disk still makes folders
     except OSError as error:
-        raise Usage(f"{what}: its folder cannot be written ({error.strerror})") from error
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)  # nothing is wrong with what was typed
+        kind = RuntimeError if full else Usage
+        raise kind(f"{what}: its folder cannot be written ({error.strerror})") from error
     finally:
         if scratch:
             shutil.rmtree(scratch, ignore_errors=True)

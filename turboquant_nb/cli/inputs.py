@@ -213,6 +213,20 @@ def check_calibrated(calibrated: Calibrated) -> None:
             apply_bit_budget([preset("k3v3")] * layers, found, budget)
 
 
+def _check_fractions(model, recipe) -> None:
+    "Raise ValueError for a fraction of bits that the heads cannot have, where the config says their size."
+    from turboquant_nb.quant.calibration import model_facts
+    from turboquant_nb.quant.quantizer import channel_bits
+
+    if getattr(model.config.get_text_config(), "kv_lora_rank", None):  # keys and values of several sizes
+        return
+    d = model_facts(model.config)["head size"]
+    for r in recipe if isinstance(recipe, list) else [recipe]:
+        for bits in (r.key.bits, r.value.bits):
+            if isinstance(bits, float):
+                channel_bits(bits, d)
+
+
 def recipe_for(
     model,
     text: str,  # what was typed
@@ -231,6 +245,7 @@ def recipe_for(
     if not file:
         with at_fault(ValueError, where="recipe: "):
             TurboQuantCache(model, recipe)
+            _check_fractions(model, recipe)
         return recipe
     with at_fault(FileNotFoundError, ValueError, where=f"--calibration {file}: "):
         return TurboQuantCache(model, recipe, calibration=file, budget=budget).recipes

@@ -17,9 +17,10 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 
+from .. import checks
 from ..kernels import ops
 from ..cache.attention import dense_attention
-from .cache import TurboQuantCache, TurboQuantLayer
+from .cache import NAME, TurboQuantCache, TurboQuantLayer
 from ..quant.quantizer import decided, decode
 from ..theory.rotation import Rotation
 
@@ -36,10 +37,11 @@ class Watch:
     seed: int = 0  # of the layers that are watched
 
     def __post_init__(self):
-        if not 0 < self.rate <= 1:
-            raise ValueError(f"rate must be above 0 and at most 1, got {self.rate!r}")
-        if self.tail < 1 or self.limit <= 0 or (self.max_error or 1) <= 0:
-            raise ValueError("tail, limit and max_error must be positive")
+        checks.number(self.rate, "rate", above=0, high=1)
+        checks.whole(self.tail, "tail", 1)
+        checks.number(self.limit, "limit", above=0)
+        if self.max_error is not None:
+            checks.number(self.max_error, "max_error", above=0)
         if self.action not in ("warn", "raise"):
             raise ValueError(f"action must be 'warn' or 'raise', got {self.action!r}")
 
@@ -148,6 +150,7 @@ class Canary:
         self.at_once = min(n, math.ceil(watch.rate * n * self.reach))
         self.every = max(1, round(self.at_once / (n * watch.rate)))  # steps between checks of one tail
         self.random, self.checks, self.alarms = random.Random(watch.seed), deque(maxlen=10_000), 0
+        self.blind = False  # whether it was said that no query comes here
         self.kept = {i: _Kept() for i in self.random.sample(self.layers, self.at_once)}
 
     def keep(self, layer: TurboQuantLayer, k: Tensor, v: Tensor) -> None:
@@ -176,6 +179,14 @@ class Canary:
             del self.kept[layer.index]
             free = [i for i in self.layers if i not in self.kept and i != layer.index]
             self.kept[self.random.choice(free)] = _Kept()
+
+    def say_blind(self, attention: str | None) -> None:
+        "Warn, once, that under this attention no query reaches the cache, so nothing is checked."
+        if not self.blind:
+            self.blind = True
+            needs = f"it needs model.set_attn_implementation({NAME!r})"
+            said = f"the canary checks nothing under attn_implementation={attention!r}: {needs}"
+            warnings.warn(said, RuntimeWarning, stacklevel=2)
 
     def take(self, check: Check) -> None:
         "Note a check; warn or raise where it found something."
