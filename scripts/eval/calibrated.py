@@ -30,8 +30,8 @@ PLAIN = dict(k4v4=(4, 4), k4v3=(4, 3), k3v3=(3, 3), k3v2=(3, 2), k2v2=(2, 2))
 def recipes_of(model, bits, sinks, window, calibration=None):
     "Recipes of all layers: around a mean before RoPE where RoPE does, with or without maps."
     inv_freqs = rope_frequencies(model.config.get_text_config())[0]
-    turning = all(t is not None for t in inv_freqs)
-    r = recipe(*map(float, bits), sinks, window, "pre_rope" if turning else "prompt_mean")
+    plain_rope = all(t is not None for t in inv_freqs)
+    r = recipe(*map(float, bits), sinks, window, "pre_rope" if plain_rope else "prompt_mean")
     cache = TurboQuantCache(model, r, calibration=calibration)
     return cache.recipe if calibration else r
 

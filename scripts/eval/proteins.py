@@ -25,7 +25,7 @@ from turboquant_nb.esm import MASK, TurboEsm, fit_esm, gather_statistics, load_e
 from turboquant_nb.evaluation.models import load_model, sample_text
 from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.esm.transform import (
-    RECIPES, SideSpec, TransformRecipe, as_transform, code_states, load_code, mapped_states, save_code, turned,
+    RECIPES, SideSpec, TransformRecipe, as_transform, code_states, load_code, mapped_states, save_code, centre_at,
 )  # fmt: skip
 
 FAMILIES = {
@@ -99,7 +99,7 @@ def recipes() -> dict:
     paper, ours = RECIPES["turboesm"], RECIPES["water3"]
     k, v = paper.key, paper.value
     key, value = ours.key, ours.value
-    turned_random = SideSpec(3.0, "hadamard", "none", False, "head")
+    random_rotation = SideSpec(3.0, "hadamard", "none", False, "head")
     free = lambda b: Recipe(Spec(bits=b), Spec(bits=b), sinks=0, recent=0)  # noqa: E731
     return {
         "turboesm": paper,
@@ -110,7 +110,7 @@ def recipes() -> dict:
         "turboesm, table a channel": replace(paper, key=replace(k, table="channel"), value=replace(v, table="channel")),
         "turboesm, mean centres": replace(paper, key=replace(k, center="mean"), value=replace(v, center="mean")),
         "turboesm, pre-RoPE mean": replace(paper, key=replace(k, center="pre_rope"), value=replace(v, center="mean")),
-        "rotation only, 3 bits": TransformRecipe(turned_random, turned_random, "none"),
+        "rotation only, 3 bits": TransformRecipe(random_rotation, random_rotation, "none"),
         "water4": RECIPES["water4"],
         "water3": ours,
         "water2": RECIPES["water2"],
@@ -243,7 +243,7 @@ def noise(code, found) -> dict:
                 v = pair[which]
                 at = torch.arange(v.shape[2], device=v.device)[None]
                 z = mapped_states(s, code_states(s, v[None], at, i), i)
-                read = z @ s.back[i].transpose(-1, -2) + turned(s.mean[i], at, s.turn)
+                read = z @ s.back[i].transpose(-1, -2) + centre_at(s.mean[i], at, s.inv_freq)
                 err, sig = err + (read - v).square().sum().item(), sig + v.square().sum().item()
         out[f"{side}_db"] = 10 * torch.tensor(sig / err).log10().item()
     return out

@@ -25,7 +25,7 @@ def recipe(k, v, sinks=4, recent=0, center="pre_rope", vmean=False, **both):
     return Recipe(Spec(bits=k, center=center, **both), Spec(bits=v, center="prompt_mean" if vmean else "none", **both), sinks, recent)
 
 
-def turned(name):
+def with_pre_rope(name):
     "A preset as a model with RoPE gets it: keys coded around a mean before RoPE."
     r = preset(name)
     return replace(r, key=replace(r.key, center="pre_rope"), recent=16)
@@ -68,7 +68,7 @@ def layers(n):
 def candidates(a, model):
     "(name, recipe or other, protocols) of a set."
     n, both = model.config.get_text_config().num_hidden_layers, ("decode", "stress")
-    sets = {"ablation": ablation, "centers": centers, "layers": lambda: layers(n), "presets": lambda: ((p, turned(p), both) for p in PRESETS), "others": lambda: ((x, x, both) for x in OTHERS)}
+    sets = {"ablation": ablation, "centers": centers, "layers": lambda: layers(n), "presets": lambda: ((p, with_pre_rope(p), both) for p in PRESETS), "others": lambda: ((x, x, both) for x in OTHERS)}
     for s in a.set:
         for label, what, protocols in sets[s]():
             if re.search(a.match, label):

@@ -86,10 +86,10 @@ def stored_bits(model, r, tokens, mapped=False):
     h, layers = config.num_key_value_heads, config.num_hidden_layers
     d = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     recipes = r if isinstance(r, list) else [r] * layers
-    turns = [torch.as_tensor(t) for t in rope_frequencies(config)[0] if t is not None] if recipes[0].key.center == "pre_rope" else []
-    stores = {x: KVStore(x, 1, h, d, dtype=torch.bfloat16, max_length=tokens, inv_freq=turns[0] if turns else None) for x in set(recipes)}
+    frequencies = [torch.as_tensor(t) for t in rope_frequencies(config)[0] if t is not None] if recipes[0].key.center == "pre_rope" else []
+    stores = {x: KVStore(x, 1, h, d, dtype=torch.bfloat16, max_length=tokens, inv_freq=frequencies[0] if frequencies else None) for x in set(recipes)}
     tables = {t.data_ptr(): t.nbytes for store in stores.values() for t in store.tables() if t.dtype != torch.float16}
-    angles = tokens * sum(4 * len(t) for t in {tuple(t.tolist()) for t in turns})  # cosines and sines in float16, a row a position, for all layers that turn alike
+    angles = tokens * sum(4 * len(t) for t in {tuple(t.tolist()) for t in frequencies})  # cosines and sines in float16, a row a position, for all layers of the same frequencies
     maps = 6 * layers * h * d * d if mapped else 0  # bf16 and the inverse in float32
     return 8 * (sum(stores[x].nbytes for x in recipes) + sum(tables.values()) + angles + maps) / (layers * 2 * h * d * tokens)
 

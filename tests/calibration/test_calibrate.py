@@ -347,7 +347,7 @@ def test_long_chunks_by_fused_attention(key, dtype):
         assert (got[0].float() - want[0].float()).abs().max() < 2 * SHARP[dtype] * want[0].abs().max() and (got[1] - want[1]).abs().max() < lse
 
 
-def test_the_law_fails_for_a_query_that_is_turned_like_a_key(monkeypatch):
+def test_the_law_fails_for_a_query_that_is_rotated_like_a_key(monkeypatch):
     "The mutant: what is right for a rotation."
     store, k, v = filled(KEYS["prompt"], torch.float32)
     q = drawn(moments()[0].repeat(2, 1, 1), 2, 4, 1)

@@ -353,9 +353,9 @@ def test_demo_json(demo):
     assert first["recipe"] is None and first["answer_same"] and first["top1_agreement"] == 1 and first["perplexity_change"] == 0 and first["bits_per_value"] == 32
     assert first["nbytes"] == demo["prompt_tokens"] * 2 * 2 * 32 * 4 and first["ratio_fp16"] == 0.5 and first["ratio_fp32"] == 1
     for r in rows[1:]:
-        turned = preset(r["cache"])  # the model has RoPE
-        turned = replace(turned, key=replace(turned.key, center="pre_rope"))
-        assert r["recipe"] == json.loads(turned.to_json()) and r["tokens"] == demo["prompt_tokens"]
+        with_mean = preset(r["cache"])  # the model has RoPE
+        with_mean = replace(with_mean, key=replace(with_mean.key, center="pre_rope"))
+        assert r["recipe"] == json.loads(with_mean.to_json()) and r["tokens"] == demo["prompt_tokens"]
         assert 1 <= r["same_tokens"] <= r["of_tokens"] == first["answer_tokens"] and (r["odds_where_parted"] is None) == r["answer_same"]
         assert r["odds_where_parted"] is None or r["odds_where_parted"] >= 1
         assert abs(r["perplexity"] / first["perplexity"] - 1 - r["perplexity_change"]) < 1e-9

@@ -64,7 +64,7 @@ def code(model):
 
 
 PLAIN = Recipe(Spec(bits=4), Spec(bits=4), sinks=0, recent=0)
-TURNING = Recipe(Spec(bits=4, center="pre_rope"), Spec(bits=4), sinks=1, recent=4)
+PRE_ROPE = Recipe(Spec(bits=4, center="pre_rope"), Spec(bits=4), sinks=1, recent=4)
 
 
 # --- exactness of the wrapped model
@@ -149,9 +149,9 @@ def test_decode_continues_exactly(model, steps, causal):
     torch.testing.assert_close(torch.cat(out, 1), want[:, prefix:], rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("kind", ["exact", "code", "recipe", "list", "turning"])
+@pytest.mark.parametrize("kind", ["exact", "code", "recipe", "list", "pre_rope"])
 def test_ragged_batches_are_single_sequences(model, code, kind):
-    kinds = {"exact": None, "code": code, "recipe": PLAIN, "list": [PLAIN, "k4v4"], "turning": TURNING}
+    kinds = {"exact": None, "code": code, "recipe": PLAIN, "list": [PLAIN, "k4v4"], "pre_rope": PRE_ROPE}
     use = kinds[kind]
     seqs = proteins(3, 15, 40, seed=5)
     more = torch.randint(4, 24, (3, 4), generator=torch.Generator().manual_seed(1))
@@ -267,7 +267,7 @@ def test_code_round_trip(code):
     z = torch.stack(
         [mapped_states(side, packed[..., cut[i] : cut[i + 1]], i) for i in range(layers)]
     )
-    centre = transform.turned(side.mean, at, side.turn)
+    centre = transform.centre_at(side.mean, at, side.inv_freq)
     exact = torch.einsum("lhde,lbhne->lbhnd", side.into, x - centre)
     flat, z, exact = (
         side.bits.flatten(),

@@ -34,7 +34,7 @@ RECIPES = {
     "qjl": Recipe(Spec(3, residual="qjl", center="prompt_mean"), Spec(4), sinks=1, recent=7),
     "fractions": Recipe(Spec(2.5), Spec(3.25), sinks=3, recent=16),
     "decay": Recipe(Spec(4, center="prompt_mean"), Spec(3), sinks=2, recent=4, decay=30),
-    "turning": Recipe(Spec(3, center="pre_rope"), Spec(3), sinks=2, recent=5),
+    "pre_rope": Recipe(Spec(3, center="pre_rope"), Spec(3), sinks=2, recent=5),
 }
 
 
@@ -55,8 +55,8 @@ class Dense:
         self.fresh = torch.zeros(0, dtype=torch.bool)  # tokens that have not left the window yet
         self.tail = None  # (first exact position, first of the chunk) while the last chunk was one of a few tokens
 
-    def turn(self, x, n, back):
-        "As RoPE turns the next n tokens of each row, or back."
+    def rotate(self, x, n, back):
+        "As RoPE rotates the next n tokens of each row, or back."
         if self.freq is None:
             return x
         at = torch.arange(n) + self.exact.shape[2] - torch.tensor(self.starts)[:, None]
@@ -67,9 +67,9 @@ class Dense:
 
     def append(self, x):
         if self.mean is None and self.q.spec.center != "none":
-            skips, still = [s + self.recipe.sinks for s in self.starts], self.turn(x, x.shape[2], True)
+            skips, still = [s + self.recipe.sinks for s in self.starts], self.rotate(x, x.shape[2], True)
             self.mean = torch.cat([prompt_mean(still[i : i + 1], s) for i, s in enumerate(skips)])
-        center = None if self.mean is None else self.turn(self.mean, x.shape[2], False)
+        center = None if self.mean is None else self.rotate(self.mean, x.shape[2], False)
         mean = 0 if center is None else center.float()
         coded = self.q.encode(x, center, "x")
         back = lambda q, c: q.rotation.inverse(q.decode_rotated(c)) + mean  # noqa: E731
@@ -314,8 +314,8 @@ def same_state(a, b):
 def test_out_of_memory_in_an_append_leaves_the_old_state(recipe, held, n):
     "At each allocation in turn, until there is one too few left to fail."
     g = torch.Generator().manual_seed(0)
-    turns = dict(inv_freq=10.0 ** -torch.arange(D // 2)) if recipe == "turning" else {}
-    store = KVStore(RECIPES[recipe], 2, HEADS, D, **turns)
+    inv_freq = dict(inv_freq=10.0 ** -torch.arange(D // 2)) if recipe == "pre_rope" else {}
+    store = KVStore(RECIPES[recipe], 2, HEADS, D, **inv_freq)
     states = lambda n: [torch.randn(2, HEADS, n, D, generator=g) for _ in range(2)]  # noqa: E731
     store.set_range(start=torch.tensor([0, 3]))
     if held:

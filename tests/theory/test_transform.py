@@ -20,7 +20,7 @@ from turboquant_nb.esm.transform import (
 )
 
 
-def side(bits, seed=0, turn=None):
+def side(bits, seed=0, inv_freq=None):
     "A code with random maps and tables and these bits [L, H, d]."
     g = torch.Generator().manual_seed(seed)
     layers, heads, d = bits.shape
@@ -32,22 +32,22 @@ def side(bits, seed=0, turn=None):
         levels[b] = torch.randn(n, 2**b, generator=g).sort(1).values
         edges[b] = (levels[b][:, 1:] + levels[b][:, :-1]) / 2
     mean = torch.randn(layers, heads, d, generator=g)
-    return SideCode(mean, into, into.inverse(), bits, levels, edges, turn)
+    return SideCode(mean, into, into.inverse(), bits, levels, edges, inv_freq)
 
 
 @pytest.mark.parametrize("d, heads", [(4, 1), (8, 3), (16, 20), (24, 2), (64, 2)])
 @pytest.mark.parametrize("most", [1, 4, 8])
-@pytest.mark.parametrize("turning", [False, True])
-def test_round_trip(d, heads, most, turning):
+@pytest.mark.parametrize("pre_rope", [False, True])
+def test_round_trip(d, heads, most, pre_rope):
     g = torch.Generator().manual_seed(d + most)
     bits = torch.randint(0, most + 1, (3, heads, d), generator=g).to(torch.uint8)
     bits[..., 0] = most
-    s = side(bits, turn=torch.rand(d // 2, generator=g) if turning else None)
+    s = side(bits, inv_freq=torch.rand(d // 2, generator=g) if pre_rope else None)
     x = torch.randn(3, 2, heads, 5, d, generator=g)
     at = torch.arange(5) + torch.tensor([[0], [-3]])
     packed = code_states(s, x, at)
     assert packed.shape == (2, 5, sum(s.width(i) for i in range(3)))
-    z = torch.einsum("lhde,lbhne->lbhnd", s.into, x - M.turned(s.mean, at, s.turn))
+    z = torch.einsum("lhde,lbhne->lbhnd", s.into, x - M.centre_at(s.mean, at, s.inv_freq))
     first, rows = 0, dict.fromkeys(s.levels, 0)
     for i in range(3):
         got = mapped_states(s, packed[..., first : first + s.width(i)], i)

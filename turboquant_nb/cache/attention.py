@@ -61,7 +61,7 @@ class _Query:
     rotated: Tensor  # the same, rotated like the keys
     sketched: Tensor | None  # S times the rotated one, where keys have a QJL residual
     offset: Tensor | float  # ⟨q, μ⟩, [B, H, g*n, 1]: what centring took out of the coded scores
-    rope_coefficients: Tensor | None  # where it turned: what cosines and sines are weighed with, [B, H, g*n, r]
+    rope_coefficients: Tensor | None  # of a pre-RoPE mean: what cosines and sines are weighed with, [B, H, g*n, r]
     groups: int
     tokens: int
 
@@ -78,7 +78,7 @@ class _Query:
 
 def _pre_rope_terms(q: Tensor, mean: Tensor, r: int) -> tuple:
     """What ⟨q, R_t m⟩ is made of: weights [..., r] of the cosines and sines, and the share [..., 1]
-    of channels that do not turn."""
+    of channels that RoPE leaves."""
     (a, b), (x, y) = ((z[..., : r // 2], z[..., r // 2 : r]) for z in (q, mean))
     still = q[..., r:] @ mean[..., r:].transpose(-1, -2)
     return torch.cat([a * x + b * y, b * x - a * y], -1), still

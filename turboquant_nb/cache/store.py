@@ -771,7 +771,7 @@ def rope_table(self: KVStore) -> Tensor | None:
 
 @patch
 def _rows(self: KVStore, first: int, last: int) -> Tensor:
-    "Rows of `turns` for tokens [first, last): [B, 1, n, r]."
+    "Rows of `rope_table` for tokens [first, last): [B, 1, n, r]."
     return _rows_at(self.rope_table, self.start, torch.arange(first, last, device=self.device))
 
 # %% ../../nbs/31_store.ipynb #a4de368c

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..kernels import ops
 from ..cache.store import KVStore
 from turboquant_nb.esm.transform import (
-    SideCode, TransformCode, _positions, code_states, mapped_states, turned,
+    SideCode, TransformCode, _positions, code_states, mapped_states, centre_at,
 )  # fmt: skip
 
 # %% ../../nbs/72_esm_codes.ipynb #b01cc5a7
@@ -235,7 +235,7 @@ class CodedSide:
         length = positions.shape[1]
         z = mapped_states(self.side, self.bytes.read(layer, length), layer)
         if self.keys:
-            mean = turned(self.side.mean[layer], positions, self.side.turn)
+            mean = centre_at(self.side.mean[layer], positions, self.side.inv_freq)
             z = z + mean @ self.side.into[layer].transpose(-1, -2)
         for j in range(self.sinks.shape[3]):
             exact = self.mapped(layer, self.sinks[:, layer, :, j : j + 1])
@@ -392,7 +392,7 @@ def recoded(
     for side, x in zip(code.sides, (k, v)):
         packed, over = coded(side, x[None], positions, layer, code.recipe.strays)
         far, z = far | over, mapped_states(side, packed, layer)
-        mean = turned(side.mean[layer], positions, side.turn)
+        mean = centre_at(side.mean[layer], positions, side.inv_freq)
         out.append((z @ side.back[layer].transpose(-1, -2) + mean).to(x.dtype))
     if not code.recipe.strays:
         return out

@@ -695,11 +695,11 @@ def _check_target(name: str, x: Tensor, target: Target, along: str, tile: int) -
         got = list(target.mean.shape)
         raise ValueError(f"the mean of {name} must have shape {[b, h, 1, d]}, got {got}")
     if target.cos_sin is not None and (target.start is None or len(target.start) != b or not mean):
-        raise ValueError(f"a mean of {name} that turns needs mean and start, {b} positions")
+        raise ValueError(f"a pre-RoPE mean of {name} needs mean and start, {b} positions")
     if tuple(target.scale.shape) != (b, h, tiles, tile) or target.rotation.parts.shape[-1] != d:
         raise ValueError(f"scale and rotation of {name} must fit {tuple(x.shape)}")
     if target.rotation.per_head and len(target.rotation.parts) != h:
-        raise ValueError(f"maps of {name} must be of {h} heads, got {len(target.rotation.parts)}")
+        raise ValueError(f"a transform of {name} must be of {h} heads, got {len(target.rotation.parts)}")
     for t in (*target.planes, target.scale, target.rotation.parts, target.table, *mean):
         if t.device != x.device or not t.is_contiguous():
             raise ValueError(f"tensors of {name} must be contiguous and on {x.device}")
@@ -828,7 +828,7 @@ def encode_append(
     cos_sin, last = key.cos_sin, first + key.base + k.shape[2]
     if value.cos_sin is not None or cos_sin is not None and len(cos_sin) < last:
         have = "values" if cos_sin is None else f"{len(cos_sin)} positions"
-        raise ValueError(f"turns must be of keys, for {last} positions; got {have}")
+        raise ValueError(f"cosines and sines must be of keys, for {last} positions; got {have}")
     flags = torch.zeros(4, dtype=torch.int32, device=k.device) if flags is None else flags
     if k.shape[2]:
         consts, large = [], _processors(k.device)[1]

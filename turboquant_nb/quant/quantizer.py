@@ -175,7 +175,7 @@ class Recipe(TwoSides):
         for name in ("key", "value"):
             checks.instance(getattr(self, name), name, Spec)
         if self.value.center == "pre_rope":
-            raise ValueError("center='pre_rope' is for keys: RoPE turns no values; use 'prompt_mean'")
+            raise ValueError("center='pre_rope' is for keys: RoPE rotates no values; use 'prompt_mean'")
         serves, why = transform_class(self.value.rotation).supports("values")
         if not serves:
             raise ValueError(why)
