@@ -1,6 +1,6 @@
 """Memory and time of ESM-2 650M on compressed states, random weights: run.py proteins --out FILE [--layers 33].
 
-Times and bytes do not depend on the values of weights, except that codes of random maps are as good as any. Prefill is compared with the original
+Times and bytes do not depend on the values of weights, except that codes of random transforms are as good as any. Prefill is compared with the original
 model's; decode with the same model on exact states in the same dtype; variants with passes over the whole protein, one per residue."""
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from turboquant_nb.esm.transform import RECIPES, SideCode, TransformCode
 
 
 def random_code(model, bits, spread=2, pre_rope=True, seed=0):
-    "A code of the model's shape with random maps and tables, `bits` on average, from bits - spread to bits + spread."
+    "A code of the model's shape with random transforms and tables, `bits` on average, from bits - spread to bits + spread."
     c, g = model.config, torch.Generator().manual_seed(seed)
     shape = c.num_hidden_layers, c.num_attention_heads, c.hidden_size // c.num_attention_heads
 

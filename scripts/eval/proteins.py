@@ -25,7 +25,7 @@ from turboquant_nb.esm import MASK, TurboEsm, fit_esm, gather_statistics, load_e
 from turboquant_nb.evaluation.models import load_model, sample_text
 from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.esm.transform import (
-    RECIPES, SideSpec, TransformRecipe, as_transform, code_states, load_code, mapped_states, save_code, centre_at,
+    RECIPES, SideSpec, TransformRecipe, as_transform, code_states, load_code, transformed_states, save_code, centre_at,
 )  # fmt: skip
 
 FAMILIES = {
@@ -242,7 +242,7 @@ def noise(code, found) -> dict:
             for i, pair in enumerate(x):
                 v = pair[which]
                 at = torch.arange(v.shape[2], device=v.device)[None]
-                z = mapped_states(s, code_states(s, v[None], at, i), i)
+                z = transformed_states(s, code_states(s, v[None], at, i), i)
                 read = z @ s.back[i].transpose(-1, -2) + centre_at(s.mean[i], at, s.inv_freq)
                 err, sig = err + (read - v).square().sum().item(), sig + v.square().sum().item()
         out[f"{side}_db"] = 10 * torch.tensor(sig / err).log10().item()
@@ -319,7 +319,7 @@ def strays(lab, a):
                 if name == "kept":
                     row["strays"] = [[x[0], *(f"{s[i - 1]}{i}" for i in x[2].tolist() if 0 < i <= len(s))] for x in turbo.past.strays]
         for i, (_, v) in enumerate(found):
-            z = mapped_states(code.value, code_states(code.value, v[None], torch.arange(v.shape[2], device=v.device)[None], i), i)
+            z = transformed_states(code.value, code_states(code.value, v[None], torch.arange(v.shape[2], device=v.device)[None], i), i)
             error = (z @ code.value.back[i].transpose(-1, -2) + code.value.mean[i][:, None] - v).square().sum((0, 1, 3))
             worst = error.argmax().item()
             share = error[worst].item() / v.square().sum((0, 1, 3)).mean().item()

@@ -80,8 +80,8 @@ class UnpackedLayer(PairLayer):
 UNPACKED = OnePass(UnpackedLayer, count=False)  # the backend of `score`; `stored_bits` counts
 
 
-def stored_bits(model, r, tokens, mapped=False):
-    "Bits per value of a cache of one sequence, of one recipe or one for each layer: stores, tables once, and where keys are mapped the maps of all layers."
+def stored_bits(model, r, tokens, transformed=False):
+    "Bits per value of a cache of one sequence, of one recipe or one for each layer: stores, tables once, and where keys are transformed the matrices of all layers."
     config = model.config.get_text_config()
     h, layers = config.num_key_value_heads, config.num_hidden_layers
     d = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -90,8 +90,8 @@ def stored_bits(model, r, tokens, mapped=False):
     stores = {x: KVStore(x, 1, h, d, dtype=torch.bfloat16, max_length=tokens, inv_freq=frequencies[0] if frequencies else None) for x in set(recipes)}
     tables = {t.data_ptr(): t.nbytes for store in stores.values() for t in store.tables() if t.dtype != torch.float16}
     angles = tokens * sum(4 * len(t) for t in {tuple(t.tolist()) for t in frequencies})  # cosines and sines in float16, a row a position, for all layers of the same frequencies
-    maps = 6 * layers * h * d * d if mapped else 0  # bf16 and the inverse in float32
-    return 8 * (sum(stores[x].nbytes for x in recipes) + sum(tables.values()) + angles + maps) / (layers * 2 * h * d * tokens)
+    transforms = 6 * layers * h * d * d if transformed else 0  # bf16 and the inverse in float32
+    return 8 * (sum(stores[x].nbytes for x in recipes) + sum(tables.values()) + angles + transforms) / (layers * 2 * h * d * tokens)
 
 
 class ComparedLayer(UnpackedLayer):

@@ -569,8 +569,8 @@ def test_calibrate_writes_maps_that_the_other_commands_take(call, plain, tmp_pat
     code, out, _ = call("eval", "ppl", *SHORT, *shared, "--recipe", "k3v3", "--against", "k3v3", "--json")
     rows = json.loads(out)["rows"]
     names = [r["cache"] for r in rows]
-    assert code == 0 and "k3v3 + maps" in names and "k3v3" in names
-    assert "map-" in json.dumps(rows[names.index("k3v3 + maps")]["recipe"]) and "map-" not in json.dumps(rows[names.index("k3v3")]["recipe"])
+    assert code == 0 and "k3v3 + transforms" in names and "k3v3" in names
+    assert "map-" in json.dumps(rows[names.index("k3v3 + transforms")]["recipe"]) and "map-" not in json.dumps(rows[names.index("k3v3")]["recipe"])
     code, out, _ = call("generate", "--prompt", "a b", "--max-new-tokens", 3, *shared, "--json")
     assert code == 0 and "map-" in json.dumps(json.loads(out)["cache"]["recipe"])
     for wrong, says in ((["--calibration", tmp_path / "none"], "no such file or folder"), (["--calibration", __file__], "is not a readable calibration")):
@@ -582,7 +582,7 @@ def test_calibrate_writes_maps_that_the_other_commands_take(call, plain, tmp_pat
 
 
 def test_layers_are_measured_and_a_budget_is_spent(call, plain, tmp_path):
-    "With maps and without; a budget needs layers that were measured."
+    "With key transforms and without; a budget needs layers that were measured."
     shared = ["--model", plain, "--quiet", "--json"]
     for more, maps in ((["--no-maps"], False), ([], True)):
         file = tmp_path / f"layers{maps}.safetensors"
@@ -598,7 +598,7 @@ def test_layers_are_measured_and_a_budget_is_spent(call, plain, tmp_path):
         assert code == 0 and sum(bits) == 2.5 * len(bits) and ("map-" in json.dumps(recipes)) == maps
         code, out, _ = call("eval", "ppl", *SHORT, *with_file, "--recipe", "k2v2")
         names = [r["cache"] for r in json.loads(out)["rows"]]
-        assert code == 0 and ("k2v2 + maps at 2.5 bits" if maps else "k2v2 at 2.5 bits") in names
+        assert code == 0 and ("k2v2 + transforms at 2.5 bits" if maps else "k2v2 at 2.5 bits") in names
     unmeasured = tmp_path / "maps.safetensors"
     assert call("calibrate", *shared, "--windows", 1, "--length", 64, "--out", unmeasured)[0] == 0
     for argv, says in (
@@ -608,7 +608,7 @@ def test_layers_are_measured_and_a_budget_is_spent(call, plain, tmp_path):
         code, out, err = call("generate", "--prompt", "a", "--model", plain, "--quiet", *argv)
         assert code == 2 and out == "" and says in err and err.count("\n") == 1
     code, out, err = call("calibrate", *shared, "--out", file, "--no-maps")
-    assert code == 2 and out == "" and "--no-maps leaves nothing to find" in err
+    assert code == 2 and out == "" and "--no-transforms leaves nothing to find" in err
 
 
 # ---------------------------------------------------------------- the conventions of all commands
@@ -624,7 +624,7 @@ OPTIONS = {  # every option that a command line could have before there was type
     "eval attention": f"--text --windows --length --prompt {EVAL}",
     "eval needle": f"--lengths --depths --trials --seed {EVAL}",
     "fold": f"--out --text --windows --length {MODEL} {SHARED}",
-    "calibrate": f"--out --text --windows --length --layers --no-maps --fasta --recipe --held-out {MODEL} {SHARED}",
+    "calibrate": f"--out --text --windows --length --layers --no-transforms --no-maps --fasta --recipe --held-out {MODEL} {SHARED}",
     "recipe": f"RECIPE --bits --sinks --recent {SHARED}",
     "report claims": f"--only {SHARED}",
     "variants": f"--fasta --mutations --code --method --model --device {SHARED}",

@@ -41,7 +41,7 @@ from turboquant_nb.esm.transform import (
     TransformRecipe,
     code_states,
     load_code,
-    mapped_states,
+    transformed_states,
     save_code,
 )
 
@@ -265,7 +265,7 @@ def test_code_round_trip(code):
     assert torch.equal(packed, parts)
     cut = [0, *torch.tensor([side.width(i) for i in range(layers)]).cumsum(0).tolist()]
     z = torch.stack(
-        [mapped_states(side, packed[..., cut[i] : cut[i + 1]], i) for i in range(layers)]
+        [transformed_states(side, packed[..., cut[i] : cut[i + 1]], i) for i in range(layers)]
     )
     centre = transform.centre_at(side.mean, at, side.inv_freq)
     exact = torch.einsum("lhde,lbhne->lbhnd", side.into, x - centre)

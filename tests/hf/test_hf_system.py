@@ -32,7 +32,7 @@ def run(folder, out, ranks):
 
 
 def test_calibrating_with_offloaded_weights():
-    "Weights that accelerate streams in give the maps of resident ones."
+    "Weights that accelerate streams in give the transforms of resident ones."
     accelerate = pytest.importorskip("accelerate")
     from turboquant_nb.calibration.fit import calibrate
 

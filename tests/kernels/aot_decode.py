@@ -30,10 +30,10 @@ def source(fn, kind, types, constants):
     return kind(fn, signature, {index[n]: v for n, v in constants.items()}, attrs)
 
 
-def build(capability=90, d=128, bits=(3, 3), rows=4, sliding=False, capped=False, regs=None, page=256, paged=False, length=False, biased=False, maps=False):
+def build(capability=90, d=128, bits=(3, 3), rows=4, sliding=False, capped=False, regs=None, page=256, paged=False, length=False, biased=False, per_head=False):
     "The decode kernel as `mma_attention` asks for it."
     form = decode_mma.decode_form(d, d, rows, *bits, page)
-    flags = dict(HAS_START=False, HAS_END=False, HAS_LENGTH=length, PAGED=paged, FAST_K=not maps and d in (64, 128, 256), FAST=d in (64, 128, 256), MEAN_K=not biased, MEAN_V=False, BIASED=biased,
+    flags = dict(HAS_START=False, HAS_END=False, HAS_LENGTH=length, PAGED=paged, FAST_K=not per_head and d in (64, 128, 256), FAST=d in (64, 128, 256), MEAN_K=not biased, MEAN_V=False, BIASED=biased,
                  SLIDING=sliding, CAPPED=capped, PDL=capability >= 90, G=form)
     options = dict(num_warps=1, **({"maxnreg": regs} if regs else {}))
     src = source(decode_mma._decode_kernel, GluonASTSource, TYPES, flags)

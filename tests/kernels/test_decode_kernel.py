@@ -55,7 +55,7 @@ def setup(B=2, H=2, G=2, d=32, dv=None, T=300, kb=3, vb=3, n=1, dtype=torch.floa
     rand = lambda *s: torch.randn(*s, generator=g)
     dv = dv or d
     spec = dict(scale=scale, scale_dtype=scale_dtype, codebook=table)
-    of_keys, of_values = (random_maps(H, d).name, "hadamard") if rot == "maps" else (rot, rot)
+    of_keys, of_values = (random_transform(H, d).name, "hadamard") if rot == "transform" else (rot, rot)
     recipe = Recipe(Spec(bits=kb, center=center, residual=residual, rotation=of_keys, **spec), Spec(bits=vb, center=vcenter, rotation=of_values, **spec), sinks=sinks, recent=win)
     inv_freq = 10000.0 ** (-torch.arange(0, rotary or d, 2) / (rotary or d)) if center == "pre_rope" else None
     fixed = dict(max_length=T + 8, static=True) if static else {}
@@ -77,7 +77,7 @@ def setup(B=2, H=2, G=2, d=32, dv=None, T=300, kb=3, vb=3, n=1, dtype=torch.floa
     return q, store, dict(k=k[:, :, -m:], v=v[:, :, -m:]) if m else {}
 
 
-def random_maps(heads, d):
+def random_transform(heads, d):
     "Matrices that are no rotations, other ones for each head."
     g = torch.Generator().manual_seed(heads * 1000 + d)
     u, v = torch.linalg.qr(torch.randn(2, heads, d, d, generator=g))[0]
@@ -114,8 +114,8 @@ FEATURES = [
     (dict(start=[0, 37]), {}), (dict(start=[290, 5], n=2), {}), (dict(end=[200, 260]), {}), (dict(end=[200, 260], start=[3, 250]), {}),
     (dict(start=[0, 280], n=3, m=3), dict(sliding_window=40)), (dict(sinks=0, win=0), {}), (dict(sinks=0, win=0, m=2), {}), (dict(sinks=0), {}),
     (dict(win=64), {}), (dict(win=0), {}), (dict(T=5), {}), (dict(T=21), {}), (dict(T=257), {}), (dict(T=600), dict(splits=3)), (dict(T=600), dict(splits=7)),
-    (dict(rot="haar", vcenter="prompt_mean"), {}), (dict(rot="identity"), {}), (dict(rot="maps", H=2), {}), (dict(rot="maps", H=2, center="pre_rope", n=3, m=3, vcenter="prompt_mean"), dict(softcap=9.0)),
-    (dict(rot="maps", H=2, center="none", G=5), dict(sliding_window=50)), (dict(rot="maps", static=True, dtype=torch.bfloat16), {}), (dict(vcenter="prompt_mean"), {}), (dict(center="none"), {}),
+    (dict(rot="haar", vcenter="prompt_mean"), {}), (dict(rot="identity"), {}), (dict(rot="transform", H=2), {}), (dict(rot="transform", H=2, center="pre_rope", n=3, m=3, vcenter="prompt_mean"), dict(softcap=9.0)),
+    (dict(rot="transform", H=2, center="none", G=5), dict(sliding_window=50)), (dict(rot="transform", static=True, dtype=torch.bfloat16), {}), (dict(vcenter="prompt_mean"), {}), (dict(center="none"), {}),
     (dict(scale="unbiased"), {}), (dict(scale="norm"), {}), (dict(residual="sign"), {}), (dict(table="uniform"), {}), (dict(table="gaussian"), {}),
     (dict(scale_dtype="bfloat16"), {}), (dict(scale_dtype="float32"), {}), (dict(dtype=torch.float16), {}), (dict(dtype=torch.bfloat16), {}),
     (dict(center="pre_rope"), {}), (dict(center="pre_rope", n=3, m=3, start=[0, 37], rotary=8), dict(softcap=9.0)), (dict(center="pre_rope", static=True, big=True), {}),
@@ -548,7 +548,7 @@ def test_pages_refuse():
         (dict(key_planes=p.key_planes[:1]), ValueError, "key_planes must be"), (dict(value_scale=p.value_scale[:2]), ValueError, "one shape"),
         (dict(key_planes=[x.float() for x in p.key_planes]), ValueError, "uint8"),
         (dict(cos_sin=torch.ones(9, 64)), ValueError, "center is 'pre_rope'"),
-        (dict(key=Quantizer(Spec(rotation=random_maps(3, 64).name), 64, DEVICE)), ValueError, "a transform of 3 heads cannot serve 1"),
+        (dict(key=Quantizer(Spec(rotation=random_transform(3, 64).name), 64, DEVICE)), ValueError, "a transform of 3 heads cannot serve 1"),
     ):
         with pytest.raises(error, match=message):
             paged.Pages(**args | wrong)
@@ -592,7 +592,7 @@ def test_rotated_queries(batch, heads, group, n, d, rows, own):
 # ---- compiled ahead of time: registers, spilled bytes, shared memory
 QUICK = [
     (dict(bits=[3, 3], regs=168), 168, 120), (dict(bits=[4, 4]), 255, 0), (dict(bits=[2, 2], capability=80, regs=168), 168, 40),
-    (dict(d=256, rows=8), 255, 1300), (dict(biased=True), 255, 0), (dict(biased=True, maps=True), 255, 0), (dict(kernel="pre_rope"), 168, 0), (dict(kernel="transform"), 168, 0), (dict(kernel="transform", rows=32), 168, 0), (dict(kernel="combine", each=8), 80, 0), (dict(kernel="portable", capability=75), 128, 0),
+    (dict(d=256, rows=8), 255, 1300), (dict(biased=True), 255, 0), (dict(biased=True, per_head=True), 255, 0), (dict(kernel="pre_rope"), 168, 0), (dict(kernel="transform"), 168, 0), (dict(kernel="transform", rows=32), 168, 0), (dict(kernel="combine", each=8), 80, 0), (dict(kernel="portable", capability=75), 128, 0),
 ]
 SLOW = [
     *((dict(bits=[k, v], capability=c, regs=168 if max(k, v) < 4 else None), 168 if max(k, v) < 4 else 255, 120)
@@ -662,7 +662,7 @@ def test_gpu_poison_and_nan():
 @needs_triton
 def test_gpu_graph():
     "A replayed graph gives the same bits, and reads what has changed in place."
-    for case in (dict(d=128), dict(d=96, n=3, m=3), dict(d=128, rot="maps", center="pre_rope")):
+    for case in (dict(d=128), dict(d=96, n=3, m=3), dict(d=128, rot="transform", center="pre_rope")):
         q, store, chunk = setup(**(dict(G=4, T=3000) | case))
         want = decode_attention(q, store, **chunk)
         graph = torch.cuda.CUDAGraph()
@@ -696,7 +696,7 @@ def test_gpu_strides_and_launches():
 @needs_triton
 def test_gpu_repeats():
     "Later calls on a store repeat launches; they see tokens that arrived, a store that grew, was cropped or padded, and other chunks."
-    for center, rot in (("prompt_mean", "hadamard"), ("pre_rope", "hadamard"), ("pre_rope", "maps")):
+    for center, rot in (("prompt_mean", "hadamard"), ("pre_rope", "hadamard"), ("pre_rope", "transform")):
         q, store, chunk = setup(d=128, G=4, T=600, n=2, m=2, center=center, rot=rot)
         new = torch.randn(2, 2, 1, 128, device=DEVICE)
         for step in range(600):
@@ -724,7 +724,7 @@ def test_gpu_repeats():
 def test_gpu_overlapping_launches():
     "Kernels that start before their predecessors end do not read too early: queued without a pause, and one at a time."
     for center, tokens, batch in (("pre_rope", 30000, 2), ("prompt_mean", 30000, 2), ("pre_rope", 300, 64), ("prompt_mean", 300, 64)):
-        _, store, _ = setup(d=128, G=4, B=batch, T=tokens, center=center, rot="maps", dtype=torch.bfloat16)
+        _, store, _ = setup(d=128, G=4, B=batch, T=tokens, center=center, rot="transform", dtype=torch.bfloat16)
         queries = [torch.randn(batch, 2 * 4, 1, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(100)]
         queued = [decode_attention(q, store)[0] for q in queries]
         for q, got in zip(queries, queued):

@@ -128,7 +128,7 @@ def test_pre_rope_mean_with_other_rotations(rotation):
     both(replace(recipe, key=replace(recipe.key, rotation=rotation)), chunks((70, 3), dk=64, shift=2.0), inv_freq=freq)
 
 
-def mapped(heads, d, **kwargs):
+def transformed(heads, d, **kwargs):
     "A recipe whose keys have a matrix of their own in each head, none of them a rotation."
     u, v = torch.linalg.qr(torch.randn(2, heads, d, d, generator=torch.Generator().manual_seed(d)))[0]
     name = register_transform(HeadTransform.of(u * torch.linspace(0.3, 2, d) @ v)).name
@@ -136,20 +136,20 @@ def mapped(heads, d, **kwargs):
 
 
 @pytest.mark.parametrize("dtype, center", thinned((torch.bfloat16, torch.float16, torch.float32), ("none", "prompt_mean", "pre_rope")))
-def test_maps(dtype, center):
+def test_head_transforms(dtype, center):
     "Whole and partly new tiles, short appends of fewer and of more rows than a program has."
     freq = {"inv_freq": pre_rope(64, 64)[1]} if center == "pre_rope" else {}
-    both(mapped(3, 64, center=center), chunks((70, 1, 18, 5, 200), b=2, h=3, dk=64, dtype=dtype, shift=2.0), dtype, tile=128, **freq)
+    both(transformed(3, 64, center=center), chunks((70, 1, 18, 5, 200), b=2, h=3, dk=64, dtype=dtype, shift=2.0), dtype, tile=128, **freq)
 
 
 @pytest.mark.parametrize("d", (16, 80, 128, 256))
 def test_maps_of_other_sizes(d):
-    both(mapped(2, d, center="prompt_mean", bits=4), chunks((70, 2), dk=d), ties=2e-2)
+    both(transformed(2, d, center="prompt_mean", bits=4), chunks((70, 2), dk=d), ties=2e-2)
 
 
 def test_maps_of_a_static_store():
     "Appends that a device places, as in a recording."
-    recipe, parts = mapped(2, 32, center="prompt_mean"), chunks((70, 1, 1), b=2)
+    recipe, parts = transformed(2, 32, center="prompt_mean"), chunks((70, 1, 1), b=2)
     fused, plain = both(recipe, parts, max_length=100, static=True)
     assert int(fused.position) == int(plain.position) == 72
     with pytest.raises(ValueError, match="a transform of 2 heads cannot serve 3"):
@@ -423,8 +423,8 @@ LIMITS = [  # (what is compiled, most registers a thread, most bytes of spills a
     ({"capability": 90, "parts": 3, "whole": False}, 255, 64, 99),
     ({"capability": 90, "r": 128}, 168, 0, 99),
     ({"capability": 90, "n": 1, "r": 128}, 168, 0, 48),
-    ({"capability": 90, "r": 128, "maps": True}, 168, 0, 99),
-    ({"capability": 90, "n": 1, "r": 128, "maps": True}, 168, 0, 48),
+    ({"capability": 90, "r": 128, "transform": True}, 168, 0, 99),
+    ({"capability": 90, "n": 1, "r": 128, "transform": True}, 168, 0, 48),
 ]
 LIMITS = LIMITS if SLOW else LIMITS[::4]
 

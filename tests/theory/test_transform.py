@@ -15,13 +15,13 @@ from turboquant_nb.esm.transform import (
     TransformRecipe,
     code_states,
     load_code,
-    mapped_states,
+    transformed_states,
     save_code,
 )
 
 
 def side(bits, seed=0, inv_freq=None):
-    "A code with random maps and tables and these bits [L, H, d]."
+    "A code with random transforms and tables and these bits [L, H, d]."
     g = torch.Generator().manual_seed(seed)
     layers, heads, d = bits.shape
     into = torch.linalg.qr(torch.randn(layers, heads, d, d, generator=g))[0]
@@ -50,7 +50,7 @@ def test_round_trip(d, heads, most, pre_rope):
     z = torch.einsum("lhde,lbhne->lbhnd", s.into, x - M.centre_at(s.mean, at, s.inv_freq))
     first, rows = 0, dict.fromkeys(s.levels, 0)
     for i in range(3):
-        got = mapped_states(s, packed[..., first : first + s.width(i)], i)
+        got = transformed_states(s, packed[..., first : first + s.width(i)], i)
         first += s.width(i)
         for h, j in itertools.product(range(heads), range(d)):
             b = int(bits[i, h, j])
@@ -119,4 +119,4 @@ def test_file_of_the_first_format():
     for name, values in means.items():
         s = getattr(code, name)
         packed = (torch.arange(3 * s.width(1)) * 37 % 256).to(torch.uint8).view(1, 3, -1)
-        assert mapped_states(s, packed, 1).flatten()[::5].tolist() == values
+        assert transformed_states(s, packed, 1).flatten()[::5].tolist() == values

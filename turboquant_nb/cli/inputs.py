@@ -179,7 +179,7 @@ class Calibrated:
         str | None,
         typer.Option(
             metavar="FILE_OR_HUB_ID",
-            help="Maps for keys and losses of layers, from turboquant calibrate; without one, codes are data-free.",
+            help="Key transforms and sensitivities of layers, from turboquant calibrate; without one, codes are data-free.",
         ),
     ] = None
     budget: Annotated[

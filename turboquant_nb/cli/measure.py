@@ -89,12 +89,12 @@ def _named(caches: Caches, changes: Changes, calibrated: Calibrated) -> list:  #
 
 
 def _extras(what, budget: float | None) -> str:
-    "What the name of a cache does not say: maps, and bits by layer."
+    "What the name of a cache does not say: key transforms, and bits by layer."
     from turboquant_nb.theory.transforms import transform_class
 
     recipes = what if isinstance(what, list) else []
-    maps = any(transform_class(r.key.rotation).per_head for r in recipes)
-    return (" + maps" if maps else "") + (f" at {budget:g} bits" if budget and recipes else "")
+    transforms = any(transform_class(r.key.rotation).per_head for r in recipes)
+    return (" + transforms" if transforms else "") + (f" at {budget:g} bits" if budget and recipes else "")
 
 
 def _candidates(model, named: list, length: int | None) -> list:
