@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Perplexity of data-free, folded and transformed codes, and of bits by layer (notebooks 20, 23, 24 and 83): calibrated.py --calibrate FILE ... --out FILE [options of recipes.py].
+"""Perplexity of data-free, folded and transformed codes, and of bits by layer (chapters 60, 61, 62 and 91): calibrated.py --calibrate FILE ... --out FILE [options of recipes.py].
 
 The windows, recipes and protocols of search.py, whose codes without packing it takes. `--parts` names what is measured: `main` (the texts of --text, all bits and both
 protocols), `domains` (--domain NAME=FILE: other kinds of text, calibrated as before), `tokens` (less text to calibrate on) `length` (windows longer than those of the
-calibration), `gains` (the same by formula) and `layers` (bits spent layer by layer, notebook 24, for each of --budgets). Head transforms are fitted to one window of --calibrate-length tokens of each file of --calibrate, which are none of those measured. Rows say how keys were coded (plain, folded, mapped), the
+calibration), `gains` (the same by formula) and `layers` (bits spent layer by layer, chapter 61, for each of --budgets). Head transforms are fitted to one window of --calibrate-length tokens of each file of --calibrate, which are none of those measured. Rows say how keys were coded (plain, folded, mapped), the
 change of perplexity against the uncompressed model and against plain codes, paired, and true bits per value: with tables and transforms held for this one window, for one sequence of 4,096
 and of 102,400 tokens."""
 import argparse

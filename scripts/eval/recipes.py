@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Perplexity of a model on coded caches: recipes.py --set NAME --out FILE [--model M] [--text FILE ...] [--windows N] [--protocols P ...].
 
-Notebooks 19b to 19d define the protocols and everything that is measured; this script names sets of recipes, and saves after every row, so that a run that
+Chapters 82 to 84 define the protocols and everything that is measured; this script names sets of recipes, and saves after every row, so that a run that
 is cut off keeps what it has. `ablation` changes one thing at a time, `centers` only the centre of keys,
 `layers` spends more bits on some layers, `presets` and `others` are what the leaderboard compares; `--match` takes only names that match a regular expression."""
 import argparse

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Perplexity of many data-free recipes at once: search.py --model M --text FILE ... --part I/N --out FILE [--seconds S].
 
-A grid of bits for keys and values, sinks, windows and centres under both protocols of notebook 19b. Codes are decoded at once and never packed, which is
+A grid of bits for keys and values, sinks, windows and centres under both protocols of chapter 82. Codes are decoded at once and never packed, which is
 several times faster than filling a cache and gives the same numbers: the gate compares the codes of the two. Bits per value are counted on a store of the same shape.
 Run it in N processes with --part 0/N … N-1/N, then join with --join FILE ... --out FILE."""
 import argparse
