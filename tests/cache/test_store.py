@@ -54,7 +54,7 @@ def assert_same_snapshot(a, b):
 
 class Dense:
     """What a store must hold, in the slowest way: the raw states of each row, and what coding them gives with the mean of the first chunk. A position is exact if it is one of the
-    first `sinks` of its row, or the last that was written to its slot of a ring of `window` slots. Positions below `thin` have lost the last bit of codes of 3 and 4 bits."""
+    first `sinks` of its row, or the last that was written to its slot of a ring of `window` slots. Positions below `truncated` have lost the last bit of codes of 3 and 4 bits."""
 
     def __init__(self, store):
         self.recipe, self.dtype, self.tile, self.truncated_tiles = store.recipe, store.dtype, store.tile, 0
@@ -640,7 +640,7 @@ def test_decay_refuses():
 
 
 def test_files_from_before_these_fields(tmp_path):
-    "A header without thin and a recipe without residual and decay still load; what decayed loads bit for bit."
+    "A header without truncated tiles and a recipe without residual and decay still load; what decayed loads bit for bit."
     store = make("k3v3", tile=16)
     store.append(*states(store, 40))
     tensors, header = store.state()
@@ -735,7 +735,7 @@ def test_positions_are_integers():
 @pytest.mark.parametrize("device", ("cpu", "meta"))
 @pytest.mark.parametrize("spec", (Spec(3), Spec(2.5), Spec((3, 1) * 4), Spec(4, residual="sign"), Spec(3, residual="qjl"), Spec(2, "haar", codebook="uniform")))
 def test_layers_share_their_tables(spec, device):
-    "Thirty stores hold the tensors of one, on any device; thinning one changes no other."
+    "Thirty stores hold the tensors of one, on any device; truncating one changes no other."
     stores = [KVStore(Recipe(spec, Spec(4)), 1, 2, 8, device=device) for _ in range(30)]
     ids = {tuple(map(id, s.tables())) for s in stores}
     assert len(ids) == 1

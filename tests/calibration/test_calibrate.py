@@ -272,7 +272,7 @@ KEYS = {
     "channels": Spec((4,) * 8 + (1,) * 8),
     "sign": Spec(3, residual="sign", center="prompt_mean"),
     "decay": Spec(4, center="prompt_mean"),
-    "affine, float32": Spec(3, codebook="uniform", scale="unbiased", scale_dtype="float32"),
+    "uniform, float32": Spec(3, codebook="uniform", scale="unbiased", scale_dtype="float32"),
 }
 SHARP = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 

@@ -341,8 +341,8 @@ def test_every_recipe_on_codes_and_dense(which, name, tmp_path):
         results.append(out)
         r = cache.report()
         assert r["nbytes"] == walk_bytes(cache.coded_layers) == sum(r["parts"].values())
-        thin = [s.truncated_tiles for x in cache.coded_layers for s in (x.store.key, x.store.value)]
-        assert any(thin) == any(x.recipe.decay is not None and not x.is_sliding for x in cache.coded_layers) or name in SLIDING
+        truncated = [s.truncated_tiles for x in cache.coded_layers for s in (x.store.key, x.store.value)]
+        assert any(truncated) == any(x.recipe.decay is not None and not x.is_sliding for x in cache.coded_layers) or name in SLIDING
     assert all(torch.equal(x, results[0]) for x in results[1:])
     if name in HYBRID:
         return
@@ -456,13 +456,13 @@ def test_a_pre_rope_mean_follows_a_bias():
 def test_decay_in_the_cache_frees_and_changes():
     "Less memory than without; other logits, since something was lost; the window and the young part are as before."
     model, inputs = tiny_long(), prompt(1, 300, padded=False)
-    whole, thin = (TurboQuantCache(model, Recipe(decay=x)) for x in (None, 30))
+    whole, truncated = (TurboQuantCache(model, Recipe(decay=x)) for x in (None, 30))
     with torch.no_grad():
-        for cache in (whole, thin):
+        for cache in (whole, truncated):
             model(**inputs, past_key_values=cache)
-        a, b = (model(inputs["input_ids"][:, :1], past_key_values=c).logits for c in (whole, thin))
+        a, b = (model(inputs["input_ids"][:, :1], past_key_values=c).logits for c in (whole, truncated))
     assert not torch.equal(a, b)
-    for x, y in zip(whole.layers, thin.layers):
+    for x, y in zip(whole.layers, truncated.layers):
         assert x.store.parts()["planes"] - y.store.parts()["planes"] == 2 * 2 * 256 * 8 // 8
         for p, q in zip(x.store.read(256), y.store.read(256)):
             assert x.index > 0 or torch.equal(p, q)  # later layers saw other states

@@ -387,7 +387,7 @@ def test_more_refusals():
     truncated_tiles.crop(600)
     new = torch.randn(1, 1, 9, 64, device=DEVICE)
     truncated_tiles.append(new, new)
-    assert supports(q[:, :1], truncated_tiles) == (True, "") and agree_with(q, truncated_tiles)  # no tile is thin any more; the table is that of before
+    assert supports(q[:, :1], truncated_tiles) == (True, "") and agree_with(q, truncated_tiles)  # no tile is truncated any more; the table is that of before
     store.key.tensors["plane0"] = store.key.tensors["plane0"].mT.contiguous().mT
     assert "contiguous" in supports(q, store)[1]
     with pytest.raises(ValueError, match="'auto', 'fragments' or 'portable'"):

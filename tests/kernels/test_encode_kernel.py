@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 pytest.importorskip("triton")
 
-from tests.helpers import SLOW, thinned  # noqa: E402
+from tests.helpers import SLOW, covering_pairs  # noqa: E402
 from turboquant_nb.kernels import encode as kernel  # noqa: E402
 from turboquant_nb.theory.transforms import HeadTransform, register_transform  # noqa: E402
 from turboquant_nb.cache.packing import pack, unpack  # noqa: E402
@@ -135,7 +135,7 @@ def transformed(heads, d, **kwargs):
     return Recipe(Spec(rotation=name, **kwargs), Spec(bits=2))
 
 
-@pytest.mark.parametrize("dtype, center", thinned((torch.bfloat16, torch.float16, torch.float32), ("none", "prompt_mean", "pre_rope")))
+@pytest.mark.parametrize("dtype, center", covering_pairs((torch.bfloat16, torch.float16, torch.float32), ("none", "prompt_mean", "pre_rope")))
 def test_head_transforms(dtype, center):
     "Whole and partly new tiles, short appends of fewer and of more rows than a program has."
     freq = {"inv_freq": pre_rope(64, 64)[1]} if center == "pre_rope" else {}
@@ -183,7 +183,7 @@ def in_recording(store, k, v):
     kernel._append_at(*store._by_position(k, v))
 
 
-@pytest.mark.parametrize("lengths, center", thinned(((100, 1, 5, 70, 1), (1, 1, 64, 1, 130), (3, 60, 66)), ("pre_rope", "none", "prompt_mean")))
+@pytest.mark.parametrize("lengths, center", covering_pairs(((100, 1, 5, 70, 1), (1, 1, 64, 1, 130), (3, 60, 66)), ("pre_rope", "none", "prompt_mean")))
 def test_where_the_device_counts(center, lengths):
     "Static stores, eager and as a recording does it, hold what a plain store holds."
     recipe, freq = Recipe(Spec(center=center), Spec(bits=4, center="none" if center == "none" else "prompt_mean")), pre_rope(32, 32)[1]

@@ -77,7 +77,7 @@ def test_recipes():
     for name, r in RECIPES.items():
         assert M.as_transform(name) == (name, r) and M.as_transform(r) == (name, r)
     assert M.as_transform(TransformRecipe(sinks=3))[0] == "custom"
-    for bad in (dict(water="x"), dict(least=4), dict(sinks=-1), dict(one_table=True)):
+    for bad in (dict(allocation="x"), dict(min_bits=4), dict(sinks=-1), dict(one_table=True)):
         with pytest.raises(ValueError):
             TransformRecipe(**bad)
     for bad in (dict(bits=0), dict(bits=9), dict(rotation="x"), dict(table="x"), dict(center="x")):
@@ -108,7 +108,7 @@ def test_file_and_held_out(tmp_path):
 def test_file_of_the_first_format():
     "A file written by version 0.1.0: recipe, tables, and what given bytes stand for, to the bit."
     code = load_code(DATA / "esm-code-1.safetensors")
-    want = TransformRecipe(SideSpec(2.0, center="pre_rope"), SideSpec(2.0), sinks=1, strays=0.25)
+    want = TransformRecipe(SideSpec(2.0, center="pre_rope"), SideSpec(2.0), sinks=1, outliers=0.25)
     assert code.recipe == want and code.header["name"] == "custom"
     assert code.bits_per_value == 3.0 and code.tables_nbytes == 2376
     assert code.key.bits.flatten().tolist() == [3, 3, 3, 1, 4, 4, 3, 2, 1, 1, 1, 1, 2, 1, 1, 1]

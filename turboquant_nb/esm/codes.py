@@ -264,7 +264,7 @@ class CodedPast(Past):
     sides = property(lambda self: (self.key, self.value), doc="Keys, values.")
     edges = property(lambda self: [s.bytes.edges for s in self.sides], doc="Where layers begin in a token's bytes.")
     found = property(lambda self: self.outliers.found, doc="Outlier tokens of the chunk that is being read.")
-    strays = property(lambda self: self.outliers.past, doc="Outlier tokens of the past.")
+    outlier_tokens = property(lambda self: self.outliers.past, doc="Outlier tokens of the past.")
 
     def take(self, layer, k, v):
         "Code the layers that came, several at once where the chunk is small."
@@ -276,7 +276,7 @@ class CodedPast(Past):
         first, n = min(self.new), next(iter(self.new.values()))[0].shape[2]
         positions = self.positions(self.length, self.length + n)
         chunks = [torch.stack(x) for x in zip(*self.new.values())]
-        reach, far = self.code.recipe.strays, False
+        reach, far = self.code.recipe.outliers, False
         for side in self.sides:
             side.bytes.room(self.length + n)
         for side, x in zip(self.sides, chunks):
@@ -298,7 +298,7 @@ class CodedPast(Past):
         self.outliers.rollback()
 
     def states(self, layer):
-        positions, mine = self.positions(0, self.length), [x for x in self.strays if x.layer == layer]
+        positions, mine = self.positions(0, self.length), [x for x in self.outlier_tokens if x.layer == layer]
         far = [[(x.row, x.slot, x[3 + i]) for x in mine] for i in range(2)]
         return [s.states(layer, positions, self.start, o) for s, o in zip(self.sides, far)]
 
@@ -390,10 +390,10 @@ def recoded(
         return store.read()
     out, far, positions = [], False, _positions(k)
     for side, x in zip(code.sides, (k, v)):
-        packed, over = coded(side, x[None], positions, layer, code.recipe.strays)
+        packed, over = coded(side, x[None], positions, layer, code.recipe.outliers)
         far, z = far | over, transformed_states(side, packed, layer)
         mean = centre_at(side.mean[layer], positions, side.inv_freq)
         out.append((z @ side.back[layer].transpose(-1, -2) + mean).to(x.dtype))
-    if not code.recipe.strays:
+    if not code.recipe.outliers:
         return out
     return [torch.where(far[0][:, None, :, None], x, y) for x, y in zip((k, v), out)]

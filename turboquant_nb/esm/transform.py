@@ -232,35 +232,36 @@ class TransformRecipe(TwoSides):
 
     key: SideSpec = SideSpec(center="pre_rope")
     value: SideSpec = SideSpec()
-    water: str = "model"  # where bits are spread: over the "model", each "layer", or "none"
-    least: int = 1  # bits that every channel has at least
+    allocation: str = "model"  # where bits are allocated: over the "model", each "layer", or "none"
+    min_bits: int = 1  # bits that every channel has at least
     one_table: bool = False  # keys and values share their tables
     sinks: int = 0  # first tokens kept exact
-    strays: float = (
+    outliers: float = (
         0.0  # tokens that leave the tables by this share of their reach are kept apart; 0: none
     )
 
     side_class = SideSpec
+    former_names = {"water": "allocation", "least": "min_bits", "strays": "outliers"}
 
     def __post_init__(self):
         sides = (self.key, self.value)
-        if self.water not in ("model", "layer", "none"):
-            raise ValueError(f"water must be 'model', 'layer' or 'none', got {self.water!r}")
+        if self.allocation not in ("model", "layer", "none"):
+            raise ValueError(f"allocation must be 'model', 'layer' or 'none', got {self.allocation!r}")
         if self.value.center == "pre_rope":
             raise ValueError("center='pre_rope' is for keys; RoPE rotates no values")
-        if self.water == "none" and any(s.bits != int(s.bits) for s in sides):
+        if self.allocation == "none" and any(s.bits != int(s.bits) for s in sides):
             raise ValueError("without allocation bits must be an integer")
-        if self.water != "none" and any(s.sign or s.table == "head" for s in sides):
+        if self.allocation != "none" and any(s.sign or s.table == "head" for s in sides):
             raise ValueError("allocation needs a table per channel, without sign")
         if self.one_table and {s.table for s in sides} != {"head"}:
             raise ValueError("one_table needs tables per head on both sides")
         top = min(s.bits for s in sides)
-        if type(self.least) is not int or not 0 <= self.least <= top:
-            raise ValueError(f"least must be an integer from 0 to {top:g}, got {self.least!r}")
+        if type(self.min_bits) is not int or not 0 <= self.min_bits <= top:
+            raise ValueError(f"min_bits must be an integer from 0 to {top:g}, got {self.min_bits!r}")
         if type(self.sinks) is not int or self.sinks < 0:
             raise ValueError(f"sinks must be a non-negative integer, got {self.sinks!r}")
-        if not 0 <= self.strays < math.inf:
-            raise ValueError(f"strays must be a number from 0 up, got {self.strays!r}")
+        if not 0 <= self.outliers < math.inf:
+            raise ValueError(f"outliers must be a number from 0 up, got {self.outliers!r}")
 
 # %% ../../nbs/70_transform.ipynb #be961ca8
 _PLAIN = SideSpec(center="none", aware=False, table="head")
@@ -272,7 +273,7 @@ RECIPES = {
     f"water{b}": TransformRecipe(SideSpec(float(b), center="pre_rope"), SideSpec(float(b)))
     for b in (2, 3, 4)
 }
-RECIPES |= {f"{n}+": replace(r, strays=0.01) for n, r in RECIPES.items() if n[0] == "w"}
+RECIPES |= {f"{n}+": replace(r, outliers=0.01) for n, r in RECIPES.items() if n[0] == "w"}
 
 
 def as_transform(recipe) -> tuple:  # (name, TransformRecipe)
@@ -550,14 +551,14 @@ def _spread(gains: Tensor, budget: int) -> Tensor:  # [channels, most bits] -> [
 def _allocate(cost, recipe, shape) -> dict:  # side -> bits [L, H, d]
     "Bits of every channel; cost: side -> [L, H, d, most bits + 1]."
     sides, layers = ("key", "value"), shape[0]
-    if recipe.water == "none":
+    if recipe.allocation == "none":
         fixed = (torch.full(shape, int(getattr(recipe, s).bits), dtype=torch.uint8) for s in sides)
         return dict(zip(sides, fixed))
     gains = [-cost[s].diff(dim=-1).flatten(1, 2) for s in sides]
-    gains = torch.cat(gains, 1)[..., recipe.least :]  # [L, both sides, most - least]
-    mean = (recipe.key.bits + recipe.value.bits) / 2 - recipe.least
-    groups = gains.flatten(0, 1)[None] if recipe.water == "model" else gains
-    bits = torch.cat([_spread(g, round(mean * len(g))) for g in groups]) + recipe.least
+    gains = torch.cat(gains, 1)[..., recipe.min_bits :]  # [L, both sides, most - least]
+    mean = (recipe.key.bits + recipe.value.bits) / 2 - recipe.min_bits
+    groups = gains.flatten(0, 1)[None] if recipe.allocation == "model" else gains
+    bits = torch.cat([_spread(g, round(mean * len(g))) for g in groups]) + recipe.min_bits
     key, value = bits.view(layers, -1).to(torch.uint8).chunk(2, 1)
     return {"key": key.reshape(shape), "value": value.reshape(shape)}
 
@@ -620,7 +621,7 @@ def fit_code(
     fill = _Histograms(fits, recipe, statistics.inv_freq, shape)
     over(fill.take)
     costs = None
-    if recipe.water != "none":
+    if recipe.allocation != "none":
         measure = _Costs(statistics, fits, fill.out, recipe, dense)
         some(measure.take)
         costs = measure.out

@@ -332,7 +332,7 @@ def _put(at, byte, keep, mask, WHOLE: tl.constexpr):
 
 @triton.jit
 def _store(P0, P1, P2, word, at, old, row, keep, mask, C: tl.constexpr, BY_TOKEN: tl.constexpr, R: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
-    "Words to planes, in tile `at`; tile `old` in a plane that ages, which lacks its first tiles."
+    "Words to planes, in tile `at`; tile `old` in a plane that decays, which lacks its first tiles."
     D: tl.constexpr = C.D
     BITS: tl.constexpr = C.BITS
     HALF: tl.constexpr = C.HALF

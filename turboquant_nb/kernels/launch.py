@@ -50,7 +50,7 @@ def _side_reason(name: str, q, tile: int) -> str:
     if len(bits) > 1 or not isinstance(book, Codebook):
         return f"{name}: all channels must have equally many bits, got {sorted(bits)}"
     if not book.grid:
-        return f"{name}: levels must be on their int8 grid (Codebook.snap)"
+        return f"{name}: levels must be on their int8 grid (Codebook.to_int8_grid)"
     if q.d % 16 or not 16 <= q.d <= 256:
         return f"{name}: head size must be a multiple of 16 up to 256, got {q.d}"
     if tile < 16 or tile & (tile - 1):

@@ -101,7 +101,7 @@ KEY_RESIDUALS = {
 
 
 def _check_decay(decay, sides):
-    "Raise ValueError unless tokens can lose a plane at this age."
+    "Raise ValueError unless tokens can lose a plane by decay."
     if decay is None:
         return
     if any(s.residual == "qjl" for s in sides):
@@ -237,7 +237,7 @@ def scalar_codebook(
     bits: int,  # 1-4
     d: int,  # head size
 ) -> Codebook:
-    "The best table of one channel; a `Quantizer` uses its `snap()`."
+    "The best table of one channel; a `Quantizer` uses its `to_int8_grid()`."
     return CODEBOOKS[kind](bits, d)
 
 
