@@ -58,7 +58,7 @@ def centers():
 
 
 def layers(n):
-    "More bits for the first or the last layers, at the price of a window or of the others."
+    "More bits for the first or the last layers, at the cost of recent tokens or of the others."
     for low, high in (((2, 1), (3, 2)), ((2, 1), (4, 2)), ((3, 2), (4, 3))):
         for first, last in ((0, 0), (1, 0), (2, 0), (4, 0), (0, 2)):
             special = {i: recipe(*high, 1, 12) for i in [*range(first), *range(-last, 0)]}

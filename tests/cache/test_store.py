@@ -54,7 +54,7 @@ def assert_same_snapshot(a, b):
 
 class Dense:
     """What a store must hold, in the slowest way: the raw states of each row, and what coding them gives with the mean of the first chunk. A position is exact if it is one of the
-    first `sinks` of its row, or the last that was written to its slot of a ring of `window` slots. Positions below `truncated` have lost the last bit of codes of 3 and 4 bits."""
+    first `sinks` of its row, or the last that was written to its slot of a ring of `recent` slots. Positions below `truncated` have lost the last bit of codes of 3 and 4 bits."""
 
     def __init__(self, store):
         self.recipe, self.dtype, self.tile, self.truncated_tiles = store.recipe, store.dtype, store.tile, 0

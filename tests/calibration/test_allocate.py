@@ -38,7 +38,7 @@ def test_losses_are_what_the_cache_loses(name, transformed):
         for a, b, c in losses[side]:
             assert a > 0 and b > 0 and c > 0 and a > c, "fewer bits, more loss"
     if name in ("mistral", "gemma3_text", "gemma2"):
-        return  # stress needs a cache that returns all tokens of every layer
+        return  # all-quantised needs a cache that returns all tokens of every layer
     recipe = TurboQuantCache(model, Recipe(Spec(2, center="prompt_mean"), Spec(2), sinks=4, recent=0), calibration=calibration if transformed else None).recipes
     both = score(model, ids, as_candidate(model, recipe, "x", dtype=None), "stress", 8, distributions=True)
     alone = sum(x[0] for side in ("key", "value") for x in losses[side])

@@ -72,10 +72,10 @@ def read_recipe(
         if not inline and not Path(text).is_file():
             known = f"{', '.join(PRESETS)}, a JSON object or the name of a file"
             raise Usage(f"recipe must be one of {known}; got {text!r}")
-        said = text if inline else Path(text).read_text(encoding="utf-8")
-        if not said.lstrip().startswith("["):
-            return _changed(_from_json(said), changes)
-        rows = json.loads(said)
+        content = text if inline else Path(text).read_text(encoding="utf-8")
+        if not content.lstrip().startswith("["):
+            return _changed(_from_json(content), changes)
+        rows = json.loads(content)
         if not rows or not all(isinstance(x, dict) for x in rows):
             got = f"a list of {len(rows)}" + (f" with {json.dumps(rows)[:40]}" if rows else "")
             raise ValueError(f"not a recipe: a list must hold one JSON object for each layer, got {got}")
@@ -100,7 +100,7 @@ def _from_json(text: str):
         raise ValueError(_misnamed(text, str(error)) or str(error)) from None
 
 
-def _misnamed(text: str, said: str) -> str:
+def _misnamed(text: str, error: str) -> str:
     "What is wrong with the fields of a recipe; nothing if it is something else."
     from turboquant_nb.quant.quantizer import Recipe, Spec
 
@@ -113,7 +113,7 @@ def _misnamed(text: str, said: str) -> str:
     for side in (x for x in ("key", "value") if not isinstance(data.get(x, {}), dict)):
         return f"not a recipe: {side} must be a JSON object, got {json.dumps(data[side])}"
     parts = ((Recipe, data), (Spec, data.get("key", {})), (Spec, data.get("value", {})))
-    for cls, part in parts if "unexpected keyword" in said else ():
+    for cls, part in parts if "unexpected keyword" in error else ():
         known = [field.name for field in fields(cls)]
         for name in (x for x in part if x not in known):
             near = get_close_matches(name, known, 1, 0.5)
@@ -294,8 +294,8 @@ def tokens_of(
     if chat and not tokenizer.chat_template:
         raise Usage("--chat: this tokenizer has no chat template; use --no-chat")
     if tokenizer.chat_template and chat is not False:
-        said = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+        content = [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(content, tokenize=False, add_generation_prompt=True)
         return tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
     return tokenizer(text, return_tensors="pt").input_ids
 

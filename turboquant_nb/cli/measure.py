@@ -503,12 +503,12 @@ REPORT = group(
 )
 
 
-def _told(row: dict) -> str:
+def _claim_lines(row: dict) -> str:
     "One claim as text, at most 95 columns."
     figures = row["figures"].items()
-    told = [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in figures]
+    parts = [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in figures]
     lines = [f"{row['claim']} ({row['source']})"]
-    lines.append("; ".join(told) or f"to settle it: {row['criterion']}")
+    lines.append("; ".join(parts) or f"to settle it: {row['criterion']}")
     if row["condition"]:
         lines.append(f"condition: {row['condition']}")
     fill = dict(width=95, initial_indent="    ", subsequent_indent="    ")
@@ -536,4 +536,4 @@ def claims(chosen: Chosen, output: Output) -> None:
             stage.tick()
     if output.json:
         return print_json(dict(version=version(), claims=rows, seen=chapter.summary(rows)))
-    print("\n\n".join(map(_told, rows)) + f"\n\n{chapter.summary(rows)}")
+    print("\n\n".join(map(_claim_lines, rows)) + f"\n\n{chapter.summary(rows)}")

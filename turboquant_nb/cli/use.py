@@ -33,7 +33,7 @@ from turboquant_nb.cli.inputs import (
     recipe_for,
     tokens_of,
 )
-from .output import Stage, hushed, print_json, show_table, watched
+from .output import Stage, hushed, print_json, show_table, layer_progress
 
 # %% ../../nbs/87f_cli_use.ipynb #5393dd07
 def bits_per_value(
@@ -263,7 +263,7 @@ def generate(
                 tokens = _generated(sampling, model, ids, cache, limit, stage)
         else:
             streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-            with Stage(label, len(cache.layers), on) as stage, watched(model, stage):
+            with Stage(label, len(cache.layers), on) as stage, layer_progress(model, stage):
                 tokens = _generated(sampling, model, ids, cache, limit, streamer)
         found = about_run("generate", source, model) | dict(
             prompt_tokens=ids.shape[1],
@@ -440,7 +440,7 @@ def demo(ask: Demo, calibrated: Calibrated, source: Source, output: Output) -> N
         question = replace(question, ids=question.ids.to(model.device))
         n, begin = question.ids.shape[1], time.monotonic()
         layers = model.config.get_text_config().num_hidden_layers
-        with stage(f"reading {n:,} tokens", layers) as progress, watched(model, progress):
+        with stage(f"reading {n:,} tokens", layers) as progress, layer_progress(model, progress):
             prompt = compare.read_once(model, question.ids)
         about = about_run("demo", source, model) | dict(
             prompt_tokens=n,

@@ -370,7 +370,7 @@ def check_recodable(code: TransformCode | list | None) -> None:
     if isinstance(code, list):
         for r in code:
             if r.sinks or r.recent or {r.key.center, r.value.center} != {"none"}:
-                text = "without sinks, window and centres"
+                text = "without sinks, recent tokens and centres"
                 raise ValueError(f"a pass on coded states needs recipes {text}, got {r}")
 
 

@@ -31,7 +31,7 @@ from .models import sample_text
 from ..quant.quantizer import decided
 
 # %% ../../nbs/83_score.ipynb #6d44b3bb
-PROTOCOLS = ("decode", "stress", "chunk")  # who sees what: chapter 82
+PROTOCOLS = ("decode", "stress", "chunk")  # what is visible to whom: chapter 82; "stress" is all-quantised
 
 
 def leading_tokens(tokenizer) -> list:
@@ -182,7 +182,7 @@ class Steps:
 
 
 def _read_back(cache, flush: int):
-    "From now on the cache pushes a layer's whole text out of every window, and hands back what its codes stand for."
+    "From now on the cache pushes a layer's whole text out of the recent tokens, and hands back what its codes stand for."
 
     def around(update, k, v, *args, **kwargs):
         n = k.shape[2]
@@ -190,7 +190,7 @@ def _read_back(cache, flush: int):
         more = (x[:, :, :1].expand(-1, -1, flush, -1) for x in (k, v))
         out = update(*more, *args, **kwargs)
         if any(x.shape[2] < n + flush for x in out):
-            raise ValueError("stress needs a cache that returns all tokens of every layer")
+            raise ValueError("all-quantised needs a cache that returns all tokens of every layer")
         return tuple(x[:, :, :n] for x in out)
 
     return wrap_update(cache, around)
@@ -383,7 +383,7 @@ def one_pass_gap(
     recipe,  # of the pass: preset, Recipe or list of them
     prompt: int,
     against=None,  # recipe of the real cache; None: the same
-    protocol: str = "decode",  # or "stress", for recipes without a mean
+    protocol: str = "decode",  # or "stress" (all-quantised), for recipes without a mean
 ) -> float:
     "The left side of @eq-gap. TypeError/ValueError as `score`, and for per-head matrices."
     check_windows(ids, protocol, prompt)

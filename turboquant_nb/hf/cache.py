@@ -584,7 +584,7 @@ def _captured_by(layers: list) -> dict:
 
 @patch
 def report(self: TurboQuantCache) -> Report:
-    """Bytes held, summed over real tensors (tables, slack, sinks, window and margins included),
+    """Bytes held, summed over real tensors (tables, slack, sinks, recent tokens and margins included),
     per value that an uncompressed cache of this model would hold."""
     layers = [x for x in self.coded_layers if x.store is not None]
     stores = [x.store for x in layers]

@@ -29,7 +29,7 @@ class Watch:
     "How a cache watches itself. Raises ValueError for numbers out of range."
 
     rate: float = 1 / 1000  # checks per layer step
-    tail: int = 32  # tokens kept exactly besides the recent window
+    tail: int = 32  # tokens kept exactly besides the recent ones
     limit: float = 0.05  # largest fault
     max_error: float | None = None  # largest error; None: any
     action: str = "warn"  # or "raise"
@@ -190,10 +190,10 @@ class Canary:
         if not why:
             return
         self.alarms += 1
-        said = f"canary: layer {check.layer} at {check.tokens} tokens: {'; '.join(why)}"
+        message = f"canary: layer {check.layer} at {check.tokens} tokens: {'; '.join(why)}"
         if w.action == "raise":
-            raise CanaryError(said)
-        warnings.warn(said, RuntimeWarning, stacklevel=2)
+            raise CanaryError(message)
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     @property
     def nbytes(self) -> int:

@@ -902,7 +902,7 @@ class SidePlan:
         self.constants = CodingConstants.of(q.d, dtype, bits, rotation, **of, large=_processors(device)[1], rope=rope)
         self.tensors, self.factor = (rotation.parts, table), rotation.factor
         self.known = rotation.parts.data_ptr(), table.data_ptr(), rotation.factor
-        n = max(1, bits - 1)  # planes; then come scale, sinks, window and mean
+        n = max(1, bits - 1)  # planes; then come scale, sinks, recent and mean
         self.scale_at = n
         self.pick = itemgetter(0, min(1, n - 1), n - 1, n, n + 1, n + 2, n + 3 if centred else 0)
 
@@ -1043,10 +1043,10 @@ def _code_long(sides, start, position, flags, cos_sin, max_length):
 def _append_at(*operands):
     "`AppendOperands` to a store that counts on the device."
     new = AppendOperands(*operands)
-    if new.k.shape[2] > min(64, _coder(new.said[0], new.k.device).tile // 4):
+    if new.k.shape[2] > min(64, _coder(new.texts[0], new.k.device).tile // 4):
         return _append_by_position(*new, code=_code_long)
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (new.k, new.v))
-    sides = _sides(k, v, new.key, new.value, new.said)
+    sides = _sides(k, v, new.key, new.value, new.texts)
     for s in sides:
         _take_mean(s, new.start, new.position, new.rope_table)
     numbers = new.start, new.flags if new.rope_table is None else new.rope_table, new.position, new.flags

@@ -194,7 +194,7 @@ PRESETS = {f"k{k}v{v}": (k, v) for k, v in ((4, 4), (4, 3), (3, 3), (4, 2), (3, 
 def preset(
     name: str,  # "k4v4", "k3v3", "k4v2", "k2v2", …
 ) -> Recipe:
-    """A recipe by name: bits of keys, bits of values; 4 sinks, a window of 16, or of 64 where a
+    """A recipe by name: bits of keys, bits of values; 4 sinks, 16 recent tokens, or 64 where a
     side has 1 or 2 bits. Raises ValueError for a name that is not in `PRESETS`."""
     k, v = PRESETS[checks.one_of(name, "preset", PRESETS)]
     return Recipe(
