@@ -1004,9 +1004,9 @@ def test_a_short_cache_is_told_to_be_larger_and_pays_where_it_says(call, tiny):
         cache = filled_with(model, recipe, 16)
         pays = use._pays_from(cache, cache.report())
         assert ratio(pays - 1) < 1 <= ratio(pays)
-    assert use._told_report(TurboQuantCache(model)) == "TurboQuantCache: empty"
+    assert use._report_text(TurboQuantCache(model)) == "TurboQuantCache: empty"
     enough = filled_with(model, "k3v3", 1000)
-    assert use._told_report(enough) == str(enough.report())
+    assert use._report_text(enough) == str(enough.report())
 
 
 def filled_with(model, recipe, n):

@@ -153,7 +153,7 @@ WRONG = {
 
 @pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
 @pytest.mark.parametrize("which", WRONG)
-def test_the_wrong_model_is_told(which, attention):
+def test_the_wrong_model_is_named(which, attention):
     import copy
 
     model = copy.deepcopy(tiny())

@@ -74,7 +74,7 @@ class Command(typer.core.TyperCommand):
     def format_help(self, ctx, formatter):
         "typer's panels, then the examples."
         super().format_help(ctx, formatter)
-        formatter.write(_told(self.examples))
+        formatter.write(_example_lines(self.examples))
 
 
 def _known(parameters) -> dict:
@@ -84,7 +84,7 @@ def _known(parameters) -> dict:
     return {name: takes[id(p)] for p in options for name in (*p.opts, *p.secondary_opts)}
 
 
-def _told(examples: str) -> str:
+def _example_lines(examples: str) -> str:
     "Examples as the end of a help page."
     return "\n".join(["example:", *(f"  {line.strip()}" for line in examples.splitlines())]) + "\n"
 
@@ -106,7 +106,7 @@ class Commands(typer.core.TyperGroup):
     def format_help(self, ctx, formatter):
         "typer's panels, then the examples."
         super().format_help(ctx, formatter)
-        formatter.write(_told(self.examples))
+        formatter.write(_example_lines(self.examples))
 
 
 def _exemplified(cls, examples: str):

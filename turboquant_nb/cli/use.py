@@ -245,11 +245,10 @@ def generate(
     loaded = load(source, output.quiet)
     from transformers import DynamicCache, TextStreamer
 
-    from turboquant_nb.cli.compare import common_prefix
     from turboquant_nb.hf import TurboQuantCache
 
     model, tokenizer, on = loaded.model, loaded.tokenizer, not output.quiet
-    plain, said = plain_attention(model, source), lambda x: tokenizer.decode(x, skip_special_tokens=True)
+    plain, text_of = plain_attention(model, source), lambda x: tokenizer.decode(x, skip_special_tokens=True)
     with hushed():
         ids = tokens_of(tokenizer, text, prompt.chat).to(model.device)
         limit = _room(length, model, ids.shape[1], output.quiet)
@@ -266,33 +265,33 @@ def generate(
             with Stage(label, len(cache.layers), on) as stage, layer_progress(model, stage):
                 tokens = _generated(sampling, model, ids, cache, limit, streamer)
         found = about_run("generate", source, model) | dict(
-            prompt_tokens=ids.shape[1],
-            new_tokens=len(tokens),
-            text=said(tokens),
-            seconds=time.monotonic() - begin,
-            cache=dict(cache.report()),
+            prompt_tokens=ids.shape[1], new_tokens=len(tokens), text=text_of(tokens),
+            seconds=time.monotonic() - begin, cache=dict(cache.report()),
         )
         if coding.compare:
             model.set_attn_implementation(plain)
-            exact = DynamicCache(config=model.config)
             with Stage("the same on an uncompressed cache", limit + 1, on) as stage:
+                exact = DynamicCache(config=model.config)
                 other = _generated(sampling, model, ids, exact, limit, stage)
-            found["compare"] = dict(
-                text=said(other),
-                new_tokens=len(other),
-                same_tokens=common_prefix(tokens, other),
-                same=tokens == other,
-            )
-    _tell_generate(output, found, cache)
+            found["compare"] = dict(text=text_of(other)) | _likeness(tokens, other)
+    _show_generate(output, found, cache)
 
 
-def _tell_generate(output: Output, found: dict, cache) -> None:
+def _likeness(tokens: list, other: list) -> dict:
+    "How far two answers are the same."
+    from turboquant_nb.cli.compare import common_prefix
+
+    same = common_prefix(tokens, other)
+    return dict(new_tokens=len(other), same_tokens=same, same=tokens == other)
+
+
+def _show_generate(output: Output, found: dict, cache) -> None:
     "The end: JSON on stdout, or the cache report on stderr (the text is on stdout already)."
     if output.json:
         return print_json(found)
     sys.stdout.flush()
     if not output.quiet:
-        print(f"\n{_told_report(cache)}", file=sys.stderr)
+        print(f"\n{_report_text(cache)}", file=sys.stderr)
     if other := found.get("compare"):
         k, n = other["same_tokens"], other["new_tokens"]
         if other["same"]:
@@ -302,7 +301,7 @@ def _tell_generate(output: Output, found: dict, cache) -> None:
             print(f"\n{begin}; its text is:\n{other['text']}")
 
 
-def _told_report(cache) -> str:
+def _report_text(cache) -> str:
     "What the cache holds; of one that is larger than fp16, why, and from how many tokens on it is smaller."
     report = cache.report()
     if not report["values"] or report["ratio_fp16"] >= 1:

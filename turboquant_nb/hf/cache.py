@@ -437,7 +437,7 @@ class TurboQuantCache(Cache):
             layers[x.index] = TurboQuantLayer(p.recipe, self.config, x.sliding_window, *settings)
         super().__init__(layers=layers)
         self.coded_layers = [x for x in self.layers if isinstance(x, TurboQuantLayer)]
-        self._flags, self._told = _Flags(), False
+        self._flags, self._padding_set = _Flags(), False
         listen_to_masks()
         self.runner = self.make_runner(self, model_or_config, graphs)
         self.canary = None
@@ -529,7 +529,7 @@ class TurboQuantCache(Cache):
         layer = self.coded_layers[0]
         past = layer.held
         if past == 0 and layer.starts is not None:
-            if self._told:
+            if self._padding_set:
                 return
             _store_padding(self, None, filled=False)  # of a pass that was broken off
         if attention_mask is None or list(attention_mask.shape[1:]) != [past + n]:
@@ -551,7 +551,7 @@ class TurboQuantCache(Cache):
         padding = _Padding.of(attention_mask) if attention_mask.ndim == 2 else _Padding((), False)
         if not padding.left_only:
             raise ValueError("attention_mask must be [B, T] with padding on the left only")
-        self._told = True
+        self._padding_set = True
         for layer in self.coded_layers:
             layer.starts = padding.starts
 
