@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['RECIPES', 'FORMAT', 'centre_at', 'SideCode', 'code_states', 'transformed_states', 'SideSpec', 'TransformRecipe',
-           'as_transform', 'CodeStatistics', 'fit_transform', 'Counts', 'lloyd_rows', 'TransformCode', 'text_hash',
-           'fit_code', 'save_code', 'load_code']
+           'as_transform', 'CodeStatistics', 'fit_transform', 'Counts', 'TransformCode', 'text_hash', 'fit_code',
+           'save_code', 'load_code']
 
 # %% ../../nbs/70_transform.ipynb #ae4f1154
 import hashlib
@@ -385,7 +385,7 @@ def _midpoints(y: Tensor) -> Tensor:  # [rows, k-1]
     return (y[:, 1:] + y[:, :-1]) / 2
 
 
-def lloyd_rows(
+def _lloyd_rows(
     h: Counts, bits: int, steps: int = 60
 ) -> tuple:  # (levels [rows, 2**bits] in bins, mse [rows])
     "Lloyd's method on every row, from the quantiles of the density's cube root."
@@ -420,7 +420,7 @@ def _rows(spec, shape) -> tuple:  # (rows of the histogram of each channel [L, H
 def _tables(h: Counts, spec, bits, row) -> tuple:  # ({b: levels}, {b: edges})
     levels, edges = {}, {}
     for b in sorted(set(bits.flatten().tolist()) - {0}):
-        y, _ = lloyd_rows(h, b - spec.sign)
+        y, _ = _lloyd_rows(h, b - spec.sign)
         y, e = _with_sign(h, y) if spec.sign else (y, _midpoints(y))
         use = row.flatten()[bits.flatten() == b]
         levels[b], edges[b] = (h.values(t)[use].float().contiguous() for t in (y, e))
@@ -493,7 +493,7 @@ class _Errors:
     "Errors of codes of 0 … most bits, for all channels of a side."
 
     def __init__(self, h, most):
-        levels = [lloyd_rows(h, b)[0] for b in range(1, most + 1)]
+        levels = [_lloyd_rows(h, b)[0] for b in range(1, most + 1)]
         self.books = [
             [h.values(t).float() for t in (_midpoints(y), y)] for y in levels
         ]
