@@ -21,7 +21,6 @@ from ..kernels import ops
 from ..cache.attention import dense_attention
 from .cache import TurboQuantCache, TurboQuantLayer
 from ..quant.quantizer import decided, decode
-from ..theory.rotation import Rotation
 
 # %% ../../nbs/55_canary.ipynb #06fc2bc7
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def _again(store, name: str, x: Tensor, first: int) -> tuple:  # (states, codes 
     stored, mean = store.coded(name, first, last), store.center(name, first, last)
     again = side.q.encode(x, mean, name)
     differ = stored.codes != again.codes
-    if isinstance(side.q.rotation, Rotation) and hasattr(side.q.codebook, "edges"):
+    if not side.q.rotation.per_head and hasattr(side.q.codebook, "edges"):
         differ = differ & decided(side.q, x, mean)
     else:  # transforms per head, channels of several kinds
         differ = (stored.codes.int() - again.codes.int()).abs() > 1
