@@ -9,7 +9,7 @@ from turboquant_nb.quant.quantizer import Recipe
 SLOW = bool(os.environ.get("TURBOQUANT_SLOW"))  # everything; without it the widest matrices are truncated (CONTRIBUTING.md says which)
 
 
-def thinned(one, other):
+def covering_pairs(one, other):
     "Every pair of two lists where TURBOQUANT_SLOW is set; else each of the longer one once, with the others in turn."
     if SLOW:
         return [(a, b) for a in one for b in other]

@@ -48,11 +48,11 @@ def _dense_kernel(Q, K, V, O, L, T, scale, SPLITS, G: tl.constexpr, D: tl.conste
         k = tl.load(K + base + (n + t)[None, :] * D + d[:, None]).to(tl.bfloat16)
         x = tl.dot(q, k) * scale
         new = tl.maximum(top, tl.max(x, 1))
-        fade = tl.exp2(top - new)
+        rescale = tl.exp2(top - new)
         p = tl.exp2(x - new[:, None])
-        total = total * fade + tl.sum(p, 1)
+        total = total * rescale + tl.sum(p, 1)
         v = tl.load(V + base + (n + t)[:, None] * D + d[None, :]).to(tl.bfloat16)
-        acc = acc * fade[:, None] + tl.dot(p.to(tl.bfloat16), v)
+        acc = acc * rescale[:, None] + tl.dot(p.to(tl.bfloat16), v)
         top = new
     tl.store(O + ((bh * SPLITS + s) * M + m_at)[:, None] * D + d[None, :], acc / total[:, None])
     tl.store(L + (bh * SPLITS + s) * M + m_at, top + tl.log2(total))
@@ -98,7 +98,7 @@ def gate(cases):
                 want, _ = attend(q, store)
                 got, _ = decode_attention(q, store)
                 worst = max(worst, float((got - want).norm() / want.norm()))
-    return {"cmd": "decode kernel against attention.attend on the same codes in fp32: every head size and group, 4, 3 and 2 bits, outliers x1000 in the query and in one value, a turning centre", "passed": worst <= 1e-3, "worst": worst}
+    return {"cmd": "decode kernel against attention.attend on the same codes in fp32: every head size and group, 4, 3 and 2 bits, outliers x1000 in the query and in one value, a pre-RoPE mean", "passed": worst <= 1e-3, "worst": worst}
 
 
 def compile_one(task):

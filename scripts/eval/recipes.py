@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Perplexity of a model on coded caches: recipes.py --set NAME --out FILE [--model M] [--text FILE ...] [--windows N] [--protocols P ...].
 
-Notebooks 19b to 19d define the protocols and everything that is measured; this script names sets of recipes, and saves after every row, so that a run that
+Chapters 82 to 84 define the protocols and everything that is measured; this script names sets of recipes, and saves after every row, so that a run that
 is cut off keeps what it has. `ablation` changes one thing at a time, `centers` only the centre of keys,
 `layers` spends more bits on some layers, `presets` and `others` are what the leaderboard compares; `--match` takes only names that match a regular expression."""
 import argparse
@@ -25,7 +25,7 @@ def recipe(k, v, sinks=4, recent=0, center="pre_rope", vmean=False, **both):
     return Recipe(Spec(bits=k, center=center, **both), Spec(bits=v, center="prompt_mean" if vmean else "none", **both), sinks, recent)
 
 
-def turned(name):
+def with_pre_rope(name):
     "A preset as a model with RoPE gets it: keys coded around a mean before RoPE."
     r = preset(name)
     return replace(r, key=replace(r.key, center="pre_rope"), recent=16)
@@ -58,7 +58,7 @@ def centers():
 
 
 def layers(n):
-    "More bits for the first or the last layers, at the price of a window or of the others."
+    "More bits for the first or the last layers, at the cost of recent tokens or of the others."
     for low, high in (((2, 1), (3, 2)), ((2, 1), (4, 2)), ((3, 2), (4, 3))):
         for first, last in ((0, 0), (1, 0), (2, 0), (4, 0), (0, 2)):
             special = {i: recipe(*high, 1, 12) for i in [*range(first), *range(-last, 0)]}
@@ -68,7 +68,7 @@ def layers(n):
 def candidates(a, model):
     "(name, recipe or other, protocols) of a set."
     n, both = model.config.get_text_config().num_hidden_layers, ("decode", "stress")
-    sets = {"ablation": ablation, "centers": centers, "layers": lambda: layers(n), "presets": lambda: ((p, turned(p), both) for p in PRESETS), "others": lambda: ((x, x, both) for x in OTHERS)}
+    sets = {"ablation": ablation, "centers": centers, "layers": lambda: layers(n), "presets": lambda: ((p, with_pre_rope(p), both) for p in PRESETS), "others": lambda: ((x, x, both) for x in OTHERS)}
     for s in a.set:
         for label, what, protocols in sets[s]():
             if re.search(a.match, label):

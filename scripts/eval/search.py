@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Perplexity of many data-free recipes at once: search.py --model M --text FILE ... --part I/N --out FILE [--seconds S].
 
-A grid of bits for keys and values, sinks, windows and centres under both protocols of notebook 19b. Codes are decoded at once and never packed, which is
+A grid of bits for keys and values, sinks, windows and centres under both protocols of chapter 82. Codes are decoded at once and never packed, which is
 several times faster than filling a cache and gives the same numbers: the gate compares the codes of the two. Bits per value are counted on a store of the same shape.
 Run it in N processes with --part 0/N … N-1/N, then join with --join FILE ... --out FILE."""
 import argparse
@@ -80,18 +80,18 @@ class UnpackedLayer(PairLayer):
 UNPACKED = OnePass(UnpackedLayer, count=False)  # the backend of `score`; `stored_bits` counts
 
 
-def stored_bits(model, r, tokens, mapped=False):
-    "Bits per value of a cache of one sequence, of one recipe or one for each layer: stores, tables once, and where keys are mapped the maps of all layers."
+def stored_bits(model, r, tokens, transformed=False):
+    "Bits per value of a cache of one sequence, of one recipe or one for each layer: stores, tables once, and where keys are transformed the matrices of all layers."
     config = model.config.get_text_config()
     h, layers = config.num_key_value_heads, config.num_hidden_layers
     d = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     recipes = r if isinstance(r, list) else [r] * layers
-    turns = [torch.as_tensor(t) for t in rope_frequencies(config)[0] if t is not None] if recipes[0].key.center == "pre_rope" else []
-    stores = {x: KVStore(x, 1, h, d, dtype=torch.bfloat16, max_length=tokens, inv_freq=turns[0] if turns else None) for x in set(recipes)}
+    frequencies = [torch.as_tensor(t) for t in rope_frequencies(config)[0] if t is not None] if recipes[0].key.center == "pre_rope" else []
+    stores = {x: KVStore(x, 1, h, d, dtype=torch.bfloat16, max_length=tokens, inv_freq=frequencies[0] if frequencies else None) for x in set(recipes)}
     tables = {t.data_ptr(): t.nbytes for store in stores.values() for t in store.tables() if t.dtype != torch.float16}
-    angles = tokens * sum(4 * len(t) for t in {tuple(t.tolist()) for t in turns})  # cosines and sines in float16, a row a position, for all layers that turn alike
-    maps = 6 * layers * h * d * d if mapped else 0  # bf16 and the inverse in float32
-    return 8 * (sum(stores[x].nbytes for x in recipes) + sum(tables.values()) + angles + maps) / (layers * 2 * h * d * tokens)
+    angles = tokens * sum(4 * len(t) for t in {tuple(t.tolist()) for t in frequencies})  # cosines and sines in float16, a row a position, for all layers of the same frequencies
+    transforms = 6 * layers * h * d * d if transformed else 0  # bf16 and the inverse in float32
+    return 8 * (sum(stores[x].nbytes for x in recipes) + sum(tables.values()) + angles + transforms) / (layers * 2 * h * d * tokens)
 
 
 class ComparedLayer(UnpackedLayer):
@@ -121,7 +121,7 @@ def gate(model, ids, prompt=96, length=160):
         one, two = (token_losses(x.logits[0], part[0, prompt:]).mean() for x in (stored, compared))
         loss = max(loss, abs(float(one - two)))
         worst = max(worst, *(x.differing() for x in compared.cache.layers))
-    return {"cmd": "codes without packing against the real store, k4v4, decode and stress, largest share that differs; what it does to the mean loss, nats", "value": worst, "limit": 1e-4, "loss": loss, "passed": worst < 1e-4}
+    return {"cmd": "codes without packing against the real store, k4v4, decode and all-quantised, largest share that differs; what it does to the mean loss, nats", "value": worst, "limit": 1e-4, "loss": loss, "passed": worst < 1e-4}
 
 
 def main():

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Caches on disk, raw and entropy coded (notebook 22): storage.py --out FILE [--text FILE ...] [options of recipes.py].
+"""Caches on disk, raw and entropy coded (chapter 57): storage.py --out FILE [--text FILE ...] [options of recipes.py].
 
 Exact keys and values of each window, rounded to bfloat16, fill a cache of each preset at each length; it is saved both ways, read back and
 compared bit for bit. General compressors take the raw file: zlib and lzma of Python's library, zstd where zstandard is installed."""

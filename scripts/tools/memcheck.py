@@ -16,16 +16,16 @@ CASES = [  # batch, KV heads, group, head size, key bits, value bits, centre of 
     (1, 3, 4, 96, 3, 4, "prompt_mean", False, "fragments"),
     (1, 1, 1, 256, 4, 4, "pre_rope", False, "fragments"),
     (1, 3, 2, 48, 3, 1, "pre_rope", False, "portable"),
-    (2, 3, 4, 128, 3, 3, "rope maps", False, "fragments"),
-    (1, 1, 3, 64, 4, 2, "prompt maps", True, "fragments"),
+    (2, 3, 4, 128, 3, 3, "pre_rope transform", False, "fragments"),
+    (1, 1, 3, 64, 4, 2, "prompt_mean transform", True, "fragments"),
 ]
 
 
 def main():
     device = "cuda"
     for batch, heads, group, d, k_bits, v_bits, center, static, name in CASES:
-        center, *maps = center.split()
-        rotation = register_transform(HeadTransform.of(torch.eye(d).repeat(heads, 1, 1) + 0.1 * torch.randn(heads, d, d) / d**0.5)).name if maps else "hadamard"
+        center, *transform = center.split()
+        rotation = register_transform(HeadTransform.of(torch.eye(d).repeat(heads, 1, 1) + 0.1 * torch.randn(heads, d, d) / d**0.5)).name if transform else "hadamard"
         recipe = Recipe(Spec(k_bits, center=center, rotation=rotation), Spec(v_bits))
         inv_freq = 10000.0 ** (-torch.arange(0, d, 2) / d) if center == "pre_rope" else None
         length = 300 if static else None

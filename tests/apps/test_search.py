@@ -103,10 +103,10 @@ def test_sketch_scores_are_those_of_the_qjl_chapter(gen):
     x, q = data(gen, 64, 40)
     index = CodedIndex(40, Spec(bits=2, residual="qjl", scale="norm")).add(x)
     quantizer, block = index.quantizer, index._blocks[0]
-    turned = quantizer.rotation.apply(q)
+    rotated = quantizer.rotation.apply(q)
     coded = quantizer.encode(x)
-    plain = turned @ (quantizer.codebook.decode(coded.codes) * coded.scale.float()[:, None]).T
-    both = plain + qjl_scores(turned, block.signs, block.residual_norm, quantizer.sketch)
+    plain = rotated @ (quantizer.codebook.decode(coded.codes) * coded.scale.float()[:, None]).T
+    both = plain + qjl_scores(rotated, block.signs, block.residual_norm, quantizer.sketch)
     scores, ids = index.search(q, 64)
     assert float((both.gather(1, ids) - scores).abs().max()) < 1e-4
     assert float((plain.gather(1, ids) - scores).abs().max()) > 0.1

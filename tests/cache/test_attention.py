@@ -179,7 +179,7 @@ def test_sketch_meets_queries_and_sums_only():
 
 
 @pytest.mark.parametrize("softcap", (None, 2.0))
-def test_a_turning_centre_does_not_cancel(softcap):
+def test_a_pre_rope_mean_does_not_cancel(softcap):
     "Mutants: its share of the scores left out, and a mean that is taken for a fixed one."
     store, _, _ = filled(Recipe(Spec(2, center="pre_rope"), Spec(2), 1, 3), 2, 2, 16, 16, 60, start=torch.tensor([0, 5]))
     store.key.mean.copy_(2 * torch.randn(store.key.mean.shape))

@@ -15,19 +15,19 @@ def model_planes(codes, bits, along, tile):
     Two most significant bits: the base plane. Every other bit: a plane of half as many channels, channel j below channel j + ceil(d/2)."""
     tokens, d = codes.shape
     tiles, rows, half = -(-tokens // tile), tile // 4, -(-d // 2)
-    crumb_first = bits >= 2
-    singles = bits - 2 if crumb_first else bits
-    planes = ([np.zeros((tiles, rows, d), np.uint8)] if crumb_first else []) + [np.zeros((tiles, rows, half), np.uint8) for _ in range(singles)]
+    base_first = bits >= 2
+    singles = bits - 2 if base_first else bits
+    planes = ([np.zeros((tiles, rows, d), np.uint8)] if base_first else []) + [np.zeros((tiles, rows, half), np.uint8) for _ in range(singles)]
     for token in range(tokens):
         at, rest = divmod(token, tile)
         slot = {0: 0, 1: 4, 2: 2, 3: 6}[rest // rows]
         t = rest % rows
         for j in range(d):
             bit = [int(codes[token, j]) >> (bits - 1 - i) & 1 for i in range(bits)]  # most significant first
-            if crumb_first:
+            if base_first:
                 planes[0][at, t, j] |= (2 * bit[0] + bit[1]) << slot
                 bit = bit[2:]
-            for plane, one in zip(planes[crumb_first:], bit):
+            for plane, one in zip(planes[base_first:], bit):
                 plane[at, t, j % half] |= one << (slot + j // half)
     return [p if along == "channel" else p.transpose(0, 2, 1) for p in planes]
 

@@ -30,8 +30,8 @@ def states(store, n, seed=0, scale=1.0):
     return tuple((torch.randn(*shape, side.q.d, generator=g) * scale + 0.5).to(store.dtype) for side in (store.key, store.value))
 
 
-def turned(x, positions, inv_freq):
-    "x [.., n, d] turned pair by pair as complex numbers, cosines and sines in fp16."
+def rotated(x, positions, inv_freq):
+    "x [.., n, d] rotated pair by pair as complex numbers, cosines and sines in fp16."
     angle, half = torch.as_tensor(positions).float()[:, None] * inv_freq, len(inv_freq)
     by = torch.complex(angle.cos().half().float(), angle.sin().half().float())
     z = torch.complex(x[..., :half].float(), x[..., half : 2 * half].float()) * by
@@ -54,7 +54,7 @@ def assert_same_snapshot(a, b):
 
 class Dense:
     """What a store must hold, in the slowest way: the raw states of each row, and what coding them gives with the mean of the first chunk. A position is exact if it is one of the
-    first `sinks` of its row, or the last that was written to its slot of a ring of `window` slots. Positions below `thin` have lost the last bit of codes of 3 and 4 bits."""
+    first `sinks` of its row, or the last that was written to its slot of a ring of `recent` slots. Positions below `truncated` have lost the last bit of codes of 3 and 4 bits."""
 
     def __init__(self, store):
         self.recipe, self.dtype, self.tile, self.truncated_tiles = store.recipe, store.dtype, store.tile, 0
@@ -72,10 +72,10 @@ class Dense:
         for i, (x, spec) in enumerate(zip(new, (self.recipe.key, self.recipe.value))):
             at = torch.arange(x.shape[2]) + self.raw[i].shape[2]
             if self.raw[i].shape[2] == 0 and spec.center != "none":
-                self.means[i] = self.mean(x if spec.center == "prompt_mean" else turned(x, -at, self.inv_freq))
+                self.means[i] = self.mean(x if spec.center == "prompt_mean" else rotated(x, -at, self.inv_freq))
             q, mean = make_quantizer(spec, x.shape[3]), self.means[i]
             if spec.center == "pre_rope":
-                mean = turned(mean.expand(-1, -1, len(at), -1), at, self.inv_freq)
+                mean = rotated(mean.expand(-1, -1, len(at), -1), at, self.inv_freq)
             code = q.encode(x, mean)
             coded = decode(q, code, mean, self.dtype)
             self.raw[i], self.coded[i] = torch.cat([self.raw[i], x], 2), torch.cat([self.coded[i], coded], 2)
@@ -236,16 +236,16 @@ def test_the_dense_model_can_fail():
             check(store, other)
 
 
-# --- a mean that turns ----------------------------------------------------------------------------
+# --- a pre-RoPE mean ----------------------------------------------------------------------------
 
-FREQ = 0.5 ** torch.arange(1.0, 4)  # 6 of 8 channels turn
-TURNING = Recipe(Spec(2, center="pre_rope"), Spec(), sinks=0, recent=0)
+FREQ = 0.5 ** torch.arange(1.0, 4)  # 6 of 8 channels rotate
+PRE_ROPE = Recipe(Spec(2, center="pre_rope"), Spec(), sinks=0, recent=0)
 
 
-def test_a_turning_mean_finds_a_bias_that_turns(gen):
-    "Keys that are a turned bias and noise: the error is that of the noise alone, whatever else arrives."
+def test_a_pre_rope_mean_finds_a_bias_that_rotates(gen):
+    "Keys that are a rotated bias and noise: the error is that of the noise alone, whatever else arrives."
     bias, noise = 30 * torch.randn(1, 2, 1, 8, generator=gen), torch.randn(1, 2, 300, 8, generator=gen)
-    k = turned(bias + noise, torch.arange(300), FREQ)
+    k = rotated(bias + noise, torch.arange(300), FREQ)
     plain = make(Recipe(Spec(2), Spec(), 0, 0), 1)
     plain.append(noise, noise)
     want = float((plain.read()[0] - noise).square().mean())
@@ -256,18 +256,18 @@ def test_a_turning_mean_finds_a_bias_that_turns(gen):
         assert low <= float((store.read()[0] - k).square().mean()) <= high
 
 
-def test_positions_of_a_turning_mean_count_from_the_first_real_token(gen):
+def test_positions_of_a_pre_rope_mean_count_from_the_first_real_token(gen):
     "Rows with and without left padding hold the same codes and the same mean."
-    k = turned(5 + torch.randn(1, 2, 40, 8, generator=gen), torch.arange(40), FREQ)
+    k = rotated(5 + torch.randn(1, 2, 40, 8, generator=gen), torch.arange(40), FREQ)
     padded = torch.cat([torch.randn(1, 2, 3, 8, generator=gen), k], 2)
     whole = torch.cat([k, torch.randn(1, 2, 3, 8, generator=gen)], 2)
-    store, alone = make(TURNING, 2, inv_freq=FREQ), make(TURNING, 1, inv_freq=FREQ)
+    store, alone = make(PRE_ROPE, 2, inv_freq=FREQ), make(PRE_ROPE, 1, inv_freq=FREQ)
     store.set_range(start=torch.tensor([3, 0]))
     x = torch.cat([padded, whole])
     store.append(x, x)
     alone.append(k, k)
     torch.testing.assert_close(store.read()[0][:1, :, 3:], alone.read()[0], rtol=0, atol=0.02)  # the mean's sum in another order
-    late = make(TURNING, 2, inv_freq=FREQ)  # padding that is found out later
+    late = make(PRE_ROPE, 2, inv_freq=FREQ)  # padding that is found out later
     late.append(x, x)
     late.set_range(torch.tensor([3, 0]), k=x, v=x)
     for a, b in zip(late.read(), store.read()):
@@ -276,8 +276,8 @@ def test_positions_of_a_turning_mean_count_from_the_first_real_token(gen):
 
 def test_one_table_for_all_stores():
     "It grows with the longest, is counted once, and another model has another."
-    a, b = (make(TURNING, 1, inv_freq=FREQ) for _ in range(2))
-    c, fixed = make(TURNING, 1, inv_freq=FREQ * 2), make(TURNING, 1, inv_freq=FREQ, max_length=50, static=True)
+    a, b = (make(PRE_ROPE, 1, inv_freq=FREQ) for _ in range(2))
+    c, fixed = make(PRE_ROPE, 1, inv_freq=FREQ * 2), make(PRE_ROPE, 1, inv_freq=FREQ, max_length=50, static=True)
     held = fixed.rope_table
     a.append(*states(a, 700))
     a.read()
@@ -292,8 +292,8 @@ def test_one_table_for_all_stores():
         torch.testing.assert_close(b.rope_table[t].float(), torch.cat([(t * FREQ).cos(), (t * FREQ).sin()]), rtol=0, atol=6e-4)
 
 
-def test_a_turning_mean_to_file_and_back(tmp_path):
-    store = make(TURNING, inv_freq=FREQ, tile=8)
+def test_a_pre_rope_mean_to_file_and_back(tmp_path):
+    store = make(PRE_ROPE, inv_freq=FREQ, tile=8)
     store.append(*states(store, 30))
     store.evict(17)
     store.save(tmp_path / "s")
@@ -312,8 +312,8 @@ def test_inv_freq_is_refused():
     for bad, error in ((None, TypeError), ([1.0], TypeError), (torch.ones(2, dtype=torch.long), TypeError), (torch.ones(5), ValueError),
                        (torch.ones(0), ValueError), (torch.ones(2, 2), ValueError), (torch.tensor([1.0, torch.inf]), ValueError)):
         with pytest.raises(error, match="inv_freq must be a float vector of at most 4 frequencies, which center='pre_rope' needs"):
-            make(TURNING, inv_freq=bad)
-    assert make("k3v3", inv_freq=FREQ).inv_freq is None  # nothing turns
+            make(PRE_ROPE, inv_freq=bad)
+    assert make("k3v3", inv_freq=FREQ).inv_freq is None  # nothing rotates
 
 
 # --- static ---------------------------------------------------------------------------------------
@@ -323,7 +323,7 @@ def recorded(store, k, v):
     _append_by_position(*store._by_position(k, v))
 
 
-@pytest.mark.parametrize("recipe", ("k3v3", "k4v2", Recipe(Spec(2.5, center="prompt_mean"), Spec((1, 2, 3, 4) * 2), sinks=2, recent=3), TURNING, Recipe(Spec(3, residual="sign"), Spec(1), 0, 5)))
+@pytest.mark.parametrize("recipe", ("k3v3", "k4v2", Recipe(Spec(2.5, center="prompt_mean"), Spec((1, 2, 3, 4) * 2), sinks=2, recent=3), PRE_ROPE, Recipe(Spec(3, residual="sign"), Spec(1), 0, 5)))
 @pytest.mark.parametrize("padding", ((0, 0), (0, 5)))
 def test_where_the_device_counts(recipe, padding):
     "Eager and recorded appends to a static store leave what a plain store holds, and no tensor moves."
@@ -640,7 +640,7 @@ def test_decay_refuses():
 
 
 def test_files_from_before_these_fields(tmp_path):
-    "A header without thin and a recipe without residual and decay still load; what decayed loads bit for bit."
+    "A header without truncated tiles and a recipe without residual and decay still load; what decayed loads bit for bit."
     store = make("k3v3", tile=16)
     store.append(*states(store, 40))
     tensors, header = store.state()
@@ -735,7 +735,7 @@ def test_positions_are_integers():
 @pytest.mark.parametrize("device", ("cpu", "meta"))
 @pytest.mark.parametrize("spec", (Spec(3), Spec(2.5), Spec((3, 1) * 4), Spec(4, residual="sign"), Spec(3, residual="qjl"), Spec(2, "haar", codebook="uniform")))
 def test_layers_share_their_tables(spec, device):
-    "Thirty stores hold the tensors of one, on any device; thinning one changes no other."
+    "Thirty stores hold the tensors of one, on any device; truncating one changes no other."
     stores = [KVStore(Recipe(spec, Spec(4)), 1, 2, 8, device=device) for _ in range(30)]
     ids = {tuple(map(id, s.tables())) for s in stores}
     assert len(ids) == 1

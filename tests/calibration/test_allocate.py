@@ -21,25 +21,25 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("mapped", (False, True))
-def test_losses_are_what_the_cache_loses(name, mapped):
+@pytest.mark.parametrize("transformed", (False, True))
+def test_losses_are_what_the_cache_loses(name, transformed):
     "The loss of one side of one layer is that of a cache that codes it so and the rest with many bits, by the stress protocol; the model stays as it was."
-    model, maps = made(name)
+    model, calibration = made(name)
     ids = texts(2, 40, seed=7)
     before, kind = logits(model, ids), model.config._attn_implementation
-    found = measure_sensitivity(model, ids, maps if mapped else None)
+    found = measure_sensitivity(model, ids, calibration if transformed else None)
     same(logits(model, ids), before)
     assert model.config._attn_implementation == kind and not C._observers
     losses = found.header["losses"]
     layers = model.config.num_hidden_layers
     assert losses["bits"] == [2, 3, 4] and losses["tokens"] == 2 * 36 and len(losses["key"]) == len(losses["value"]) == layers
-    assert bool(found.transforms) == mapped
+    assert bool(found.transforms) == transformed
     for side in ("key", "value"):
         for a, b, c in losses[side]:
             assert a > 0 and b > 0 and c > 0 and a > c, "fewer bits, more loss"
     if name in ("mistral", "gemma3_text", "gemma2"):
-        return  # stress needs a cache that returns all tokens of every layer
-    recipe = TurboQuantCache(model, Recipe(Spec(2, center="prompt_mean"), Spec(2), sinks=4, recent=0), calibration=maps if mapped else None).recipes
+        return  # all-quantised needs a cache that returns all tokens of every layer
+    recipe = TurboQuantCache(model, Recipe(Spec(2, center="prompt_mean"), Spec(2), sinks=4, recent=0), calibration=calibration if transformed else None).recipes
     both = score(model, ids, as_candidate(model, recipe, "x", dtype=None), "stress", 8, distributions=True)
     alone = sum(x[0] for side in ("key", "value") for x in losses[side])
     assert 0.3 < alone / float(both.kl.mean()) < 3
@@ -48,8 +48,8 @@ def test_losses_are_what_the_cache_loses(name, mapped):
 @pytest.mark.parametrize("name", ("llama", "gemma3_text", "gpt_neox"))
 def test_a_budget_runs_and_comes_back(name, tmp_path):
     "Every layer gets its bits; generation, saving and loading keep them; one file serves all budgets."
-    model, maps = made(name)
-    found = measure_sensitivity(model, texts(1, 32), maps)
+    model, calibration = made(name)
+    found = measure_sensitivity(model, texts(1, 32), calibration)
     save_calibration(found, tmp_path / "f.safetensors")
     again = load_calibration(tmp_path / "f.safetensors")
     assert again.header == found.header and json.dumps(found.header)
@@ -131,7 +131,7 @@ def test_budgets_never_overspend():
 
 
 def test_what_is_refused():
-    model, maps = made("llama")
+    model, calibration = made("llama")
     found = measure_sensitivity(model, texts(1, 32), bits=(2, 4))
     for budget, error, says in (
         (1, ValueError, "from 2 to 4"), (4.5, ValueError, "from 2 to 4"), (math.nan, ValueError, "from 2 to 4"), (math.inf, ValueError, "from 2 to 4"),
@@ -142,11 +142,11 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="needs a calibration"):
         TurboQuantCache(model, budget=3)
     with pytest.raises(ValueError, match="needs layers that were measured"):
-        TurboQuantCache(model, calibration=maps, budget=3)
+        TurboQuantCache(model, calibration=calibration, budget=3)
     with pytest.raises(ValueError, match="is of another model"):
         TurboQuantCache(tiny("qwen2"), calibration=found, budget=3)
     with pytest.raises(ValueError, match="is of another model"):
-        measure_sensitivity(tiny("qwen2"), texts(), maps)
+        measure_sensitivity(tiny("qwen2"), texts(), calibration)
     with pytest.raises(ValueError, match="has measured 2 layers, got 1"):
         A.apply_bit_budget([Recipe()], Calibration([], found.header), 3)
     with pytest.raises(TypeError, match="ids must be a tensor"):

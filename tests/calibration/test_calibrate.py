@@ -1,4 +1,4 @@
-"Maps and calibrations as a stranger would try them: every kind of decoder, files in a fresh process, the hub without a network, and what is refused."
+"Head transforms and calibrations as a stranger would try them: every kind of decoder, files in a fresh process, the hub without a network, and what is refused."
 import copy
 import importlib.util
 import json
@@ -144,16 +144,16 @@ def test_autocast_and_other_default_dtypes():
     with torch.autocast("cpu", torch.bfloat16):
         cast = calibrate(model, texts())
     assert all((metric(a) - metric(b)).norm() < 0.05 * metric(b).norm() for a, b in zip(cast.transforms, want.transforms))
-    tokens, _ = generate(model, prompt(), "turboquant", cache=with_maps(model, want), padding=False)
+    tokens, _ = generate(model, prompt(), "turboquant", cache=with_transforms(model, want), padding=False)
     for dtype in (torch.bfloat16, torch.float64):
         torch.set_default_dtype(dtype)  # conftest.py puts it back
         assert [m.name for m in calibrate(model, texts()).transforms] == [m.name for m in want.transforms]
-        assert torch.equal(generate(model, prompt(), "turboquant", cache=with_maps(model, want), padding=False)[0], tokens)
+        assert torch.equal(generate(model, prompt(), "turboquant", cache=with_transforms(model, want), padding=False)[0], tokens)
 
 
-# --- a cache with maps -----------------------------------------------------------------------------
+# --- a cache with head transforms -----------------------------------------------------------------------------
 
-def with_maps(model, found, recipe="k4v4", mask=None, **kwargs):
+def with_transforms(model, found, recipe="k4v4", mask=None, **kwargs):
     cache = TurboQuantCache(model, recipe, calibration=found, **kwargs)
     if mask is not None:
         cache.set_padding(mask)
@@ -182,14 +182,14 @@ def test_every_attention_gives_the_same_tokens(name):
     results, ends = {}, []
     for attention in attentions:
         for mode, more in (("greedy", {}), ("beams", dict(num_beams=3))):
-            out, cache = generate(model, inputs, attention, cache=with_maps(model, found, mask=inputs["attention_mask"]), **more)
+            out, cache = generate(model, inputs, attention, cache=with_transforms(model, found, mask=inputs["attention_mask"]), **more)
             results.setdefault(mode, []).append(out)
             assert all(x.store.key.q.rotation.name == m.name for x, m in zip(cache.coded_layers, found.transforms))
-        exact, _ = generate(model, inputs, attention, cache=with_maps(model, found, exact_recipe(), inputs["attention_mask"]))
+        exact, _ = generate(model, inputs, attention, cache=with_transforms(model, found, exact_recipe(), inputs["attention_mask"]))
         assert torch.equal(exact, own)
-        fixed, _ = generate(model, inputs, attention, cache=with_maps(model, found, mask=inputs["attention_mask"], max_length=64, static=True), disable_compile=True)
+        fixed, _ = generate(model, inputs, attention, cache=with_transforms(model, found, mask=inputs["attention_mask"], max_length=64, static=True), disable_compile=True)
         results["greedy"].append(fixed)
-        cache = with_maps(model, found, "k3v3", inputs["attention_mask"])
+        cache = with_transforms(model, found, "k3v3", inputs["attention_mask"])
         full = torch.cat([inputs["attention_mask"], torch.ones(3, 41, dtype=torch.long)], 1)
         logits(model, **{"ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}, past_key_values=cache)
         first = logits(model, texts(3, 40, 4), attention_mask=full[:, :70], past_key_values=cache)
@@ -207,12 +207,12 @@ def test_every_attention_gives_the_same_tokens(name):
 
 
 def test_maps_help_the_model_that_they_are_of():
-    "The error of scores of another text's keys, in every layer, against the rotation; maps of queries and keys exchanged lose."
+    "The error of scores of another text's keys, in every layer, against the rotation; transforms of queries and keys exchanged lose."
     model, found = made("llama")
     seen, ids = collect(model, texts(4, 60, seed=3)), texts(8, 100, seed=11)
     wrong = replace(found, transforms=[M.fit_head_transform(seen.second["key", i], seen.second["query", i]) for i in seen.layers("key")])
     asked, errors = collect(model, ids).second, {}
-    for name, c in (("exact", None), ("rotation", None), ("maps", found), ("exchanged", wrong)):
+    for name, c in (("exact", None), ("rotation", None), ("transforms", found), ("exchanged", wrong)):
         recipe = Recipe(Spec(3, center="prompt_mean"), recent=128 if name == "exact" else 0)
         cache = TurboQuantCache(model, recipe, calibration=c)
         logits(model, ids, past_key_values=cache)
@@ -220,7 +220,7 @@ def test_maps_help_the_model_that_they_are_of():
         if name == "exact":
             exact = keys
         errors[name] = torch.tensor([float(torch.einsum("bhnd,hde,bhne->", a - b, asked["query", i], a - b)) for i, (a, b) in enumerate(zip(keys, exact))])
-    assert (errors["maps"] < 0.8 * errors["rotation"]).all() and (errors["exchanged"] > errors["rotation"]).all(), errors
+    assert (errors["transforms"] < 0.8 * errors["rotation"]).all() and (errors["exchanged"] > errors["rotation"]).all(), errors
 
 
 def test_recipes_and_what_a_calibration_refuses():
@@ -272,7 +272,7 @@ KEYS = {
     "channels": Spec((4,) * 8 + (1,) * 8),
     "sign": Spec(3, residual="sign", center="prompt_mean"),
     "decay": Spec(4, center="prompt_mean"),
-    "affine, float32": Spec(3, codebook="uniform", scale="unbiased", scale_dtype="float32"),
+    "uniform, float32": Spec(3, codebook="uniform", scale="unbiased", scale_dtype="float32"),
 }
 SHARP = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
@@ -347,7 +347,7 @@ def test_long_chunks_by_fused_attention(key, dtype):
         assert (got[0].float() - want[0].float()).abs().max() < 2 * SHARP[dtype] * want[0].abs().max() and (got[1] - want[1]).abs().max() < lse
 
 
-def test_the_law_fails_for_a_query_that_is_turned_like_a_key(monkeypatch):
+def test_the_law_fails_for_a_query_that_is_rotated_like_a_key(monkeypatch):
     "The mutant: what is right for a rotation."
     store, k, v = filled(KEYS["prompt"], torch.float32)
     q = drawn(moments()[0].repeat(2, 1, 1), 2, 4, 1)
@@ -366,12 +366,12 @@ def test_mapped_codes_beat_the_rotation_and_exchanged_ones_do_not(spec):
     m, c = moments(3, d, decay=1.0)
     q, k = drawn(m, 4, 3, 100, seed=1), drawn(c, 4, 3, 1000, seed=2)
     errors = {}
-    for name, rotation in (("rotation", "hadamard"), ("maps", M.fit_head_transform(m, c).name), ("exchanged", M.fit_head_transform(c, m).name)):
+    for name, rotation in (("rotation", "hadamard"), ("transforms", M.fit_head_transform(m, c).name), ("exchanged", M.fit_head_transform(c, m).name)):
         coder = make_quantizer(replace(spec, rotation=rotation), d)
         errors[name] = (q @ (decode(coder, coder.encode(k)) - k).mT).square().mean((0, 2, 3))
     gain = M.coding_gain(m, c, M.best_metric(m, c))
     assert (gain > 0.4).all()
-    measured = 0.5 * (errors["rotation"] / errors["maps"]).log2()
+    measured = 0.5 * (errors["rotation"] / errors["transforms"]).log2()
     assert ((measured - gain).abs() < 0.15).all(), (measured, gain)
     assert (errors["exchanged"] > errors["rotation"]).all()
 
@@ -402,7 +402,7 @@ def test_ids_that_are_no_windows():
 
 
 def usable(found, model):
-    "The maps are well conditioned, and a cache with them answers."
+    "The transforms are well conditioned, and a cache with them answers."
     for m in found.transforms:
         assert float(torch.linalg.cond(m.matrix.double()).max()) < 1e4
         x = torch.randn(1, m.heads, 9, m.d)
@@ -538,7 +538,7 @@ try:
     store.KVStore(got.recipe, 1, 2, 16)
 except ValueError as e:
     out["unknown"] = str(e)
-out["hub"] = TurboQuantCache(config, calibration="some-one/has-maps").recipe[0].key.rotation
+out["hub"] = TurboQuantCache(config, calibration="some-one/has-transforms").recipe[0].key.rotation
 for name in ("some-one/else", "nothing-at-all", "./no/such/file.safetensors"):
     try:
         load_calibration(name)
@@ -549,12 +549,12 @@ torch.save(out, "out")
 
 
 def written(folder):
-    "Stores and caches with maps, each by `save` and compressed: {file: tensors}."
+    "Stores and caches with head transforms, each by `save` and compressed: {file: tensors}."
     model, found = made("llama")
     inputs, out = prompt(2, 300, padded=False), {}
     things = {f"store-{n}": filled(KEYS[n], dtype)[0] for n, dtype in (("rope", torch.bfloat16), ("fraction", torch.float32), ("decay", torch.float16))}
     for name, more in (("cache", {}), ("static", dict(max_length=320, static=True))):
-        _, things[name] = generate(model, inputs, "turboquant", cache=with_maps(model, found, "k3v2", **more), padding=False, disable_compile=True)
+        _, things[name] = generate(model, inputs, "turboquant", cache=with_transforms(model, found, "k3v2", **more), padding=False, disable_compile=True)
     for name, x in things.items():
         stores = [layer.store for layer in x.layers] if isinstance(x, TurboQuantCache) else [x]
         x.save(folder / f"{name}.saved")
@@ -574,7 +574,7 @@ def fresh(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fresh")
     model, found, want = written(folder)
     torch.save(model.config, folder / "config")
-    hub = folder / "hub" / "models--some-one--has-maps"
+    hub = folder / "hub" / "models--some-one--has-transforms"
     (hub / "refs").mkdir(parents=True)
     (hub / "refs" / "main").write_text("0123456789" * 4)
     snapshot = hub / "snapshots" / ("0123456789" * 4)

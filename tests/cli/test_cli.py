@@ -353,9 +353,9 @@ def test_demo_json(demo):
     assert first["recipe"] is None and first["answer_same"] and first["top1_agreement"] == 1 and first["perplexity_change"] == 0 and first["bits_per_value"] == 32
     assert first["nbytes"] == demo["prompt_tokens"] * 2 * 2 * 32 * 4 and first["ratio_fp16"] == 0.5 and first["ratio_fp32"] == 1
     for r in rows[1:]:
-        turned = preset(r["cache"])  # the model has RoPE
-        turned = replace(turned, key=replace(turned.key, center="pre_rope"))
-        assert r["recipe"] == json.loads(turned.to_json()) and r["tokens"] == demo["prompt_tokens"]
+        with_mean = preset(r["cache"])  # the model has RoPE
+        with_mean = replace(with_mean, key=replace(with_mean.key, center="pre_rope"))
+        assert r["recipe"] == json.loads(with_mean.to_json()) and r["tokens"] == demo["prompt_tokens"]
         assert 1 <= r["same_tokens"] <= r["of_tokens"] == first["answer_tokens"] and (r["odds_where_parted"] is None) == r["answer_same"]
         assert r["odds_where_parted"] is None or r["odds_where_parted"] >= 1
         assert abs(r["perplexity"] / first["perplexity"] - 1 - r["perplexity_change"]) < 1e-9
@@ -569,8 +569,8 @@ def test_calibrate_writes_maps_that_the_other_commands_take(call, plain, tmp_pat
     code, out, _ = call("eval", "ppl", *SHORT, *shared, "--recipe", "k3v3", "--against", "k3v3", "--json")
     rows = json.loads(out)["rows"]
     names = [r["cache"] for r in rows]
-    assert code == 0 and "k3v3 + maps" in names and "k3v3" in names
-    assert "map-" in json.dumps(rows[names.index("k3v3 + maps")]["recipe"]) and "map-" not in json.dumps(rows[names.index("k3v3")]["recipe"])
+    assert code == 0 and "k3v3 + transforms" in names and "k3v3" in names
+    assert "map-" in json.dumps(rows[names.index("k3v3 + transforms")]["recipe"]) and "map-" not in json.dumps(rows[names.index("k3v3")]["recipe"])
     code, out, _ = call("generate", "--prompt", "a b", "--max-new-tokens", 3, *shared, "--json")
     assert code == 0 and "map-" in json.dumps(json.loads(out)["cache"]["recipe"])
     for wrong, says in ((["--calibration", tmp_path / "none"], "no such file or folder"), (["--calibration", __file__], "is not a readable calibration")):
@@ -582,7 +582,7 @@ def test_calibrate_writes_maps_that_the_other_commands_take(call, plain, tmp_pat
 
 
 def test_layers_are_measured_and_a_budget_is_spent(call, plain, tmp_path):
-    "With maps and without; a budget needs layers that were measured."
+    "With key transforms and without; a budget needs layers that were measured."
     shared = ["--model", plain, "--quiet", "--json"]
     for more, maps in ((["--no-maps"], False), ([], True)):
         file = tmp_path / f"layers{maps}.safetensors"
@@ -598,7 +598,7 @@ def test_layers_are_measured_and_a_budget_is_spent(call, plain, tmp_path):
         assert code == 0 and sum(bits) == 2.5 * len(bits) and ("map-" in json.dumps(recipes)) == maps
         code, out, _ = call("eval", "ppl", *SHORT, *with_file, "--recipe", "k2v2")
         names = [r["cache"] for r in json.loads(out)["rows"]]
-        assert code == 0 and ("k2v2 + maps at 2.5 bits" if maps else "k2v2 at 2.5 bits") in names
+        assert code == 0 and ("k2v2 + transforms at 2.5 bits" if maps else "k2v2 at 2.5 bits") in names
     unmeasured = tmp_path / "maps.safetensors"
     assert call("calibrate", *shared, "--windows", 1, "--length", 64, "--out", unmeasured)[0] == 0
     for argv, says in (
@@ -608,7 +608,7 @@ def test_layers_are_measured_and_a_budget_is_spent(call, plain, tmp_path):
         code, out, err = call("generate", "--prompt", "a", "--model", plain, "--quiet", *argv)
         assert code == 2 and out == "" and says in err and err.count("\n") == 1
     code, out, err = call("calibrate", *shared, "--out", file, "--no-maps")
-    assert code == 2 and out == "" and "--no-maps leaves nothing to find" in err
+    assert code == 2 and out == "" and "--no-transforms leaves nothing to find" in err
 
 
 # ---------------------------------------------------------------- the conventions of all commands
@@ -624,7 +624,7 @@ OPTIONS = {  # every option that a command line could have before there was type
     "eval attention": f"--text --windows --length --prompt {EVAL}",
     "eval needle": f"--lengths --depths --trials --seed {EVAL}",
     "fold": f"--out --text --windows --length {MODEL} {SHARED}",
-    "calibrate": f"--out --text --windows --length --layers --no-maps --fasta --recipe --held-out {MODEL} {SHARED}",
+    "calibrate": f"--out --text --windows --length --layers --no-transforms --no-maps --fasta --recipe --held-out {MODEL} {SHARED}",
     "recipe": f"RECIPE --bits --sinks --recent {SHARED}",
     "report claims": f"--only {SHARED}",
     "variants": f"--fasta --mutations --code --method --model --device {SHARED}",
@@ -1010,9 +1010,9 @@ def test_a_short_cache_is_told_to_be_larger_and_pays_where_it_says(call, tiny):
         cache = filled_with(model, recipe, 16)
         pays = use._pays_from(cache, cache.report())
         assert ratio(pays - 1) < 1 <= ratio(pays)
-    assert use._told_report(TurboQuantCache(model)) == "TurboQuantCache: empty"
+    assert use._report_text(TurboQuantCache(model)) == "TurboQuantCache: empty"
     enough = filled_with(model, "k3v3", 1000)
-    assert use._told_report(enough) == str(enough.report())
+    assert use._report_text(enough) == str(enough.report())
 
 
 def filled_with(model, recipe, n):

@@ -41,7 +41,7 @@ from turboquant_nb.esm.transform import (
     TransformRecipe,
     code_states,
     load_code,
-    mapped_states,
+    transformed_states,
     save_code,
 )
 
@@ -64,7 +64,7 @@ def code(model):
 
 
 PLAIN = Recipe(Spec(bits=4), Spec(bits=4), sinks=0, recent=0)
-TURNING = Recipe(Spec(bits=4, center="pre_rope"), Spec(bits=4), sinks=1, recent=4)
+PRE_ROPE = Recipe(Spec(bits=4, center="pre_rope"), Spec(bits=4), sinks=1, recent=4)
 
 
 # --- exactness of the wrapped model
@@ -149,9 +149,9 @@ def test_decode_continues_exactly(model, steps, causal):
     torch.testing.assert_close(torch.cat(out, 1), want[:, prefix:], rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("kind", ["exact", "code", "recipe", "list", "turning"])
+@pytest.mark.parametrize("kind", ["exact", "code", "recipe", "list", "pre_rope"])
 def test_ragged_batches_are_single_sequences(model, code, kind):
-    kinds = {"exact": None, "code": code, "recipe": PLAIN, "list": [PLAIN, "k4v4"], "turning": TURNING}
+    kinds = {"exact": None, "code": code, "recipe": PLAIN, "list": [PLAIN, "k4v4"], "pre_rope": PRE_ROPE}
     use = kinds[kind]
     seqs = proteins(3, 15, 40, seed=5)
     more = torch.randint(4, 24, (3, 4), generator=torch.Generator().manual_seed(1))
@@ -265,9 +265,9 @@ def test_code_round_trip(code):
     assert torch.equal(packed, parts)
     cut = [0, *torch.tensor([side.width(i) for i in range(layers)]).cumsum(0).tolist()]
     z = torch.stack(
-        [mapped_states(side, packed[..., cut[i] : cut[i + 1]], i) for i in range(layers)]
+        [transformed_states(side, packed[..., cut[i] : cut[i + 1]], i) for i in range(layers)]
     )
-    centre = transform.turned(side.mean, at, side.turn)
+    centre = transform.centre_at(side.mean, at, side.inv_freq)
     exact = torch.einsum("lhde,lbhne->lbhnd", side.into, x - centre)
     flat, z, exact = (
         side.bits.flatten(),
@@ -355,8 +355,8 @@ def test_sinks_are_exact(model, code):
                     assert (z[b, :, s + 2 :] - want[b, :, s + 2 :]).abs().max() > 1e-3
 
 
-def test_strays_are_kept(code):
-    far = replace(code, recipe=replace(code.recipe, strays=0.5))
+def test_outlier_tokens_are_kept(code):
+    far = replace(code, recipe=replace(code.recipe, outliers=0.5))
     g = torch.Generator().manual_seed(0)
     layers, heads, d = code.key.shape
     past = M.CodedPast(far, torch.tensor([0, 3]), None, torch.float32)
@@ -368,7 +368,7 @@ def test_strays_are_kept(code):
     plain = 6 * sum(e[-1] for e in past.edges) * 2 + 16
     assert past.nbytes() == plain
     past.commit(6)
-    ((layer, row, slot, k, v),) = past.strays
+    ((layer, row, slot, k, v),) = past.outlier_tokens
     assert (layer, row.tolist(), slot.tolist()) == (1, [0], [2]) and k.dtype == torch.float16
     assert past.nbytes() == plain + 2 * 2 * heads * d + 2 * 8
     z = past.states(1)[1][0, :, 2]
@@ -386,11 +386,11 @@ def test_strays_are_kept(code):
     assert past.found
     past.rollback()
     past.commit(0)
-    assert len(past.strays) == 1
+    assert len(past.outlier_tokens) == 1
 
 
-def test_strays_in_a_model(model, code):
-    many = replace(code, recipe=replace(code.recipe, strays=1e-3))
+def test_outlier_tokens_in_a_model(model, code):
+    many = replace(code, recipe=replace(code.recipe, outliers=1e-3))
     ids, mask = tokens(proteins(2, 20, 30, seed=8))
     base = model.esm
     with torch.no_grad():
@@ -435,14 +435,14 @@ def test_file_of_the_first_format():
     "A code written before this package was cut into modules; what it says of a model, that model still accepts."
     path = DATA / "esm-code-1.safetensors"
     c, m = load_code(path), tiny(4)
-    assert c.header["tokens"] == 264 and c.recipe.sinks == 1 and c.recipe.strays == 0.25
+    assert c.header["tokens"] == 264 and c.recipe.sinks == 1 and c.recipe.outliers == 0.25
     with pytest.raises(ValueError, match="in the calibration set"):
         c.check_held_out(proteins(8))
     ids, mask = tokens(proteins(2, seed=4))
     with TurboEsm(m, c, max_length=64) as t:
         t.prefill(ids, mask)
         assert t.decode(ids[:, :1]).hidden.isfinite().all()
-        exact, apart = 2 * 2 * 2 * 2 * 4 * 4, sum(2 * 2 * 4 * 2 * len(x.row) + 2 * 8 * len(x.row) for x in t.past.strays)
+        exact, apart = 2 * 2 * 2 * 2 * 4 * 4, sum(2 * 2 * 4 * 2 * len(x.row) + 2 * 8 * len(x.row) for x in t.past.outlier_tokens)
         assert t.report()["nbytes"] == 2 * 64 * 12 + exact + 2 * 8 + apart and t.report()["tables_nbytes"] == 2376
     with pytest.raises(ValueError, match="another model"):
         TurboEsm(tiny(4, seed=1), c)
@@ -467,7 +467,7 @@ def test_refusals_of_calibration(model, code):
         TurboEsm(model, ["k3v3"])
     with pytest.raises(TypeError, match="EsmModel"):
         TurboEsm(torch.nn.Linear(2, 2))
-    for bad in (dict(water="x"), dict(least=4), dict(sinks=-1), dict(strays=-1.0), dict(one_table=True),
+    for bad in (dict(allocation="x"), dict(min_bits=4), dict(sinks=-1), dict(outliers=-1.0), dict(one_table=True),
                 dict(key=SideSpec(table="head")), dict(value=SideSpec(center="pre_rope"))):  # fmt: skip
         with pytest.raises(ValueError):
             TransformRecipe(**bad)

@@ -104,17 +104,17 @@ def test_recipes_per_layer(llama):
 
 def test_decay_is_stepped_through(llama):
     r = Recipe(Spec(bits=4), Spec(bits=4), 0, 4, decay=8)
-    who = as_candidate(llama, r, dtype=None)
-    assert who.decays
-    a, b = (score(llama, tokens(1, 400), who, "decode", 300, backend=x).loss for x in ("auto", "steps"))
+    candidate = as_candidate(llama, r, dtype=None)
+    assert candidate.decays
+    a, b = (score(llama, tokens(1, 400), candidate, "decode", 300, backend=x).loss for x in ("auto", "steps"))
     assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_stress_codes_what_predicts_the_first_scored_token(llama, bits):
     "decode leaves the prompt's own logits alone; stress changes them, the more the fewer bits."
-    who = as_candidate(llama, Recipe(Spec(bits=bits), Spec(bits=bits), 1, 16), dtype=None)
-    exact, decode, stress = (predict(llama, tokens(), w, p, 40).logits[:, 0] for w, p in ((None, "decode"), (who, "decode"), (who, "stress")))
+    candidate = as_candidate(llama, Recipe(Spec(bits=bits), Spec(bits=bits), 1, 16), dtype=None)
+    exact, decode, stress = (predict(llama, tokens(), w, p, 40).logits[:, 0] for w, p in ((None, "decode"), (candidate, "decode"), (candidate, "stress")))
     assert (decode - exact).abs().max() < 1e-5
     assert (stress - exact).abs().max() > 0.3 * 0.5**bits
 
@@ -134,9 +134,9 @@ def test_stress_of_one_pass_is_the_real_cache_read_back(llama):
 
 @pytest.mark.parametrize("protocol", ["decode", "stress", "chunk"])
 def test_dense_in_the_models_dtype_changes_nothing(llama, protocol):
-    ids, who = tokens(), as_candidate(llama, "dense", dtype=None)
+    ids, candidate = tokens(), as_candidate(llama, "dense", dtype=None)
     plain = score(llama, ids, None, "decode", 40)
-    got = score(llama, ids, who, protocol, 40, distributions=True)
+    got = score(llama, ids, candidate, protocol, 40, distributions=True)
     assert (got.loss - plain.loss).abs().max() < 1e-4 and got.same.all() and got.kl.abs().max() < 1e-5
 
 

@@ -323,12 +323,12 @@ def rich(model):
         "prod of both": Recipe(Spec(4, residual="qjl"), Spec(3, residual="qjl")), "sign of both": Recipe(Spec(2, residual="sign"), Spec(4, residual="sign")),
         "2.5 bits": as_recipe("k4v4", bits=2.5), "3.25 and 1.5": Recipe(Spec(3.25), Spec(1.5)), "tuple": Recipe(Spec((4, 1, 3, 3, 2, 2, 4, 3)), Spec((4,) * 8)),
         "decay": Recipe(decay=20), "decay of signs": Recipe(Spec(4, residual="sign"), Spec(3, residual="sign"), 2, 5, 20), "decay of 3.5": Recipe(Spec(3.5), Spec(2), decay=1),
-        "by layer": mixed, "turning": TURNING,
+        "by layer": mixed, "pre_rope": PRE_ROPE,
     }
 
 
-TURNING = Recipe(Spec(4, center="pre_rope"), Spec(4, center="prompt_mean"), 2, 5)
-RICH = [("llama", x) for x in rich(tiny())] + [(m, x) for m in ("gemma3_text", "gpt_oss", "qwen3_next") for x in ("prod", "sign", "tuple", "decay", "by layer", "turning")]
+PRE_ROPE = Recipe(Spec(4, center="pre_rope"), Spec(4, center="prompt_mean"), 2, 5)
+RICH = [("llama", x) for x in rich(tiny())] + [(m, x) for m in ("gemma3_text", "gpt_oss", "qwen3_next") for x in ("prod", "sign", "tuple", "decay", "by layer", "pre_rope")]
 
 
 @pytest.mark.parametrize("name, which", RICH)
@@ -341,8 +341,8 @@ def test_every_recipe_on_codes_and_dense(which, name, tmp_path):
         results.append(out)
         r = cache.report()
         assert r["nbytes"] == walk_bytes(cache.coded_layers) == sum(r["parts"].values())
-        thin = [s.truncated_tiles for x in cache.coded_layers for s in (x.store.key, x.store.value)]
-        assert any(thin) == any(x.recipe.decay is not None and not x.is_sliding for x in cache.coded_layers) or name in SLIDING
+        truncated = [s.truncated_tiles for x in cache.coded_layers for s in (x.store.key, x.store.value)]
+        assert any(truncated) == any(x.recipe.decay is not None and not x.is_sliding for x in cache.coded_layers) or name in SLIDING
     assert all(torch.equal(x, results[0]) for x in results[1:])
     if name in HYBRID:
         return
@@ -362,8 +362,8 @@ STILL = {"gpt2": "no rotary embedding", "opt": "no rotary embedding", "cohere": 
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_rope_turns_by(name):
-    "Turned back by the frequencies that were found, keys are what their projection gave; where RoPE is another, the reason is said, and a mean before RoPE is refused."
+def test_what_rope_rotates_by(name):
+    "Rotated back by the frequencies that were found, keys are what their projection gave; where RoPE is another, the reason is said, and a mean before RoPE is refused."
     model = tiny(name)
     config = model.config.get_text_config(decoder=True)
     found, why = rope_frequencies(config)
@@ -371,7 +371,7 @@ def test_what_rope_turns_by(name):
     if name in STILL:
         assert STILL[name] in why and set(found) == {None}
         with pytest.raises(ValueError, match="center='pre_rope' needs RoPE in each of its layers"):
-            TurboQuantCache(model, TURNING)
+            TurboQuantCache(model, PRE_ROPE)
         return
     assert not why and sum(x is None for x in found) == (name == "smollm3")  # whose second layer has no RoPE
     if name not in ("llama", "mistral", "qwen2", "gemma", "gemma2", "phi", "stablelm", "granite", "gpt_oss", "mixtral", "starcoder2", "smollm3"):
@@ -399,17 +399,17 @@ AXES = {"Qwen2_5_VLText": dict(mrope_section=[2, 1, 1]), "Qwen2VLText": dict(mro
 
 @pytest.mark.parametrize("name", AXES)
 def test_multi_axis_rope_takes_the_prompts_mean(name):
-    "Such a model gives three positions for a token of a video; a mean before RoPE that turns by the place in the store would be wrong. Before, presets took it for Qwen-VL."
+    "Such a model gives three positions for a token of a video; a mean before RoPE that rotates by the place in the store would be wrong. Before, presets took it for Qwen-VL."
     config = getattr(transformers, name + "Config")(**BASE, layer_types=["full_attention"] * 2, rope_parameters={"rope_type": "default", "rope_theta": 1e4, **AXES[name]})
     found, why = rope_frequencies(config)
     assert set(found) == {None} and "several positions" in why
     assert all(r.key.center == "prompt_mean" for r in TurboQuantCache(config, "k3v3").recipes)
     with pytest.raises(ValueError, match="several positions of each token"):
-        TurboQuantCache(config, TURNING)
+        TurboQuantCache(config, PRE_ROPE)
 
 
 def test_a_video_is_centred_as_well_as_text():
-    "Keys with a large bias, turned by a video's times, heights and widths: a preset's key error is that of the prompt's mean; the mutant, a mean that turns by slots, is worse than none."
+    "Keys with a large bias, rotated by a video's times, heights and widths: a preset's key error is that of the prompt's mean; the mutant, a mean that rotates by slots, is worse than none."
     config = transformers.Qwen2_5_VLTextConfig(**BASE, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]})
     torch.manual_seed(0)
     model = transformers.AutoModel.from_config(config, attn_implementation="sdpa").eval()
@@ -437,8 +437,8 @@ def test_a_video_is_centred_as_well_as_text():
     assert preset_error == mean_error < mutant / 1.5, (preset_error, mean_error, mutant)
 
 
-def test_a_turning_centre_follows_a_bias():
-    "Keys that are a bias and little else, turned by RoPE: the mean before RoPE leaves little to code, the one that does not leaves the bias."
+def test_a_pre_rope_mean_follows_a_bias():
+    "Keys that are a bias and little else, rotated by RoPE: the mean before RoPE leaves little to code, the one that does not leaves the bias."
     model = copy.deepcopy(tiny("qwen2"))
     with torch.no_grad():
         for layer in model.model.layers:
@@ -456,13 +456,13 @@ def test_a_turning_centre_follows_a_bias():
 def test_decay_in_the_cache_frees_and_changes():
     "Less memory than without; other logits, since something was lost; the window and the young part are as before."
     model, inputs = tiny_long(), prompt(1, 300, padded=False)
-    whole, thin = (TurboQuantCache(model, Recipe(decay=x)) for x in (None, 30))
+    whole, truncated = (TurboQuantCache(model, Recipe(decay=x)) for x in (None, 30))
     with torch.no_grad():
-        for cache in (whole, thin):
+        for cache in (whole, truncated):
             model(**inputs, past_key_values=cache)
-        a, b = (model(inputs["input_ids"][:, :1], past_key_values=c).logits for c in (whole, thin))
+        a, b = (model(inputs["input_ids"][:, :1], past_key_values=c).logits for c in (whole, truncated))
     assert not torch.equal(a, b)
-    for x, y in zip(whole.layers, thin.layers):
+    for x, y in zip(whole.layers, truncated.layers):
         assert x.store.parts()["planes"] - y.store.parts()["planes"] == 2 * 2 * 256 * 8 // 8
         for p, q in zip(x.store.read(256), y.store.read(256)):
             assert x.index > 0 or torch.equal(p, q)  # later layers saw other states
@@ -918,7 +918,7 @@ def test_refused_updates_change_nothing(attention):
     model.set_attn_implementation(attention)
     for filled in (False, True):
         cache = TurboQuantCache(model, "k3v3", max_length=40)
-        others = TurboQuantCache(model, "k3v3")  # shares the table of turns, which grows with tokens that are tried
+        others = TurboQuantCache(model, "k3v3")  # shares the table of cosines and sines, which grows with tokens that are tried
         with torch.no_grad():
             model(**prompt(1, 60), past_key_values=others)
             if filled:
@@ -1130,7 +1130,7 @@ def test_sliding_layers_free_tiles(attention):
     with torch.no_grad():
         for i in range(12):
             logits = model(prompt(1, 200, seed=i, padded=False)["input_ids"], past_key_values=cache).logits
-            sizes.append(sum(cache.report()["per_layer"]))  # the table of turns grows with the length
+            sizes.append(sum(cache.report()["per_layer"]))  # the table of cosines and sines grows with the length
     assert logits.isfinite().all() and cache.get_seq_length() == 2400 and sizes[-1] <= max(sizes[:6])
     layer = cache.layers[0]
     assert layer.store.offset > 1500 and layer.store.nbytes == layer.store.expected_nbytes()

@@ -113,18 +113,18 @@ def test_a_replay_reads_nothing(monkeypatch):
     "No number comes to the host in a replayed step. Kills: a look at the mask, the length or the flags in every step."
     model, replay = deep(), StepRunner._replay
 
-    def watched(self, step):
+    def counted(self, step):
         self.replayed += self.replayed % 16 == 15  # every 16th looks at what went wrong, where that costs no waiting
         with NoReads():
             return replay(self, step)
 
-    monkeypatch.setattr(StepRunner, "_replay", watched)
+    monkeypatch.setattr(StepRunner, "_replay", counted)
     caches = pair(model, max_length=64)
     same_tokens(model, prompt(2, 20), caches)
     assert caches[1].runner.replayed > 4
 
 
-def test_a_mask_unlike_the_prompts_is_told():
+def test_a_mask_unlike_the_prompts_is_reported():
     model = deep()
     _, cache = pair(model, max_length=64)
     inputs = prompt(2, 20)

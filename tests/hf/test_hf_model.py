@@ -78,7 +78,7 @@ def test_perplexity_of_k4v4_is_within_two_percent(real, windows):
 
 
 def test_bits_per_value_of_real_tokens(real, windows):
-    "2,048 real tokens in each of 30 layers, everything counted; the table of turns is .09 bits of so small a model."
+    "2,048 real tokens in each of 30 layers, everything counted; the table of cosines and sines is .09 bits of so small a model."
     model, recipes = real[0], {"k3v3": 3.7, "k4v4": 4.7}
     for recipe, limit in recipes.items():
         cache = TurboQuantCache(model, recipe)

@@ -34,7 +34,7 @@ RECIPES = {
     "qjl": Recipe(Spec(3, residual="qjl", center="prompt_mean"), Spec(4), sinks=1, recent=7),
     "fractions": Recipe(Spec(2.5), Spec(3.25), sinks=3, recent=16),
     "decay": Recipe(Spec(4, center="prompt_mean"), Spec(3), sinks=2, recent=4, decay=30),
-    "turning": Recipe(Spec(3, center="pre_rope"), Spec(3), sinks=2, recent=5),
+    "pre_rope": Recipe(Spec(3, center="pre_rope"), Spec(3), sinks=2, recent=5),
 }
 
 
@@ -51,12 +51,12 @@ class Dense:
     def __init__(self, spec, recipe, starts, freq):
         self.q, self.recipe, self.starts, self.mean = make_quantizer(spec, D), recipe, starts, None
         self.freq = freq if spec.center == "pre_rope" else None
-        self.exact = self.coded = self.thin = torch.zeros(len(starts), HEADS, 0, D)
+        self.exact = self.coded = self.truncated = torch.zeros(len(starts), HEADS, 0, D)
         self.fresh = torch.zeros(0, dtype=torch.bool)  # tokens that have not left the window yet
         self.tail = None  # (first exact position, first of the chunk) while the last chunk was one of a few tokens
 
-    def turn(self, x, n, back):
-        "As RoPE turns the next n tokens of each row, or back."
+    def rotate(self, x, n, back):
+        "As RoPE rotates the next n tokens of each row, or back."
         if self.freq is None:
             return x
         at = torch.arange(n) + self.exact.shape[2] - torch.tensor(self.starts)[:, None]
@@ -67,33 +67,33 @@ class Dense:
 
     def append(self, x):
         if self.mean is None and self.q.spec.center != "none":
-            skips, still = [s + self.recipe.sinks for s in self.starts], self.turn(x, x.shape[2], True)
+            skips, still = [s + self.recipe.sinks for s in self.starts], self.rotate(x, x.shape[2], True)
             self.mean = torch.cat([prompt_mean(still[i : i + 1], s) for i, s in enumerate(skips)])
-        center = None if self.mean is None else self.turn(self.mean, x.shape[2], False)
+        center = None if self.mean is None else self.rotate(self.mean, x.shape[2], False)
         mean = 0 if center is None else center.float()
         coded = self.q.encode(x, center, "x")
         back = lambda q, c: q.rotation.inverse(q.decode_rotated(c)) + mean  # noqa: E731
-        thin = coded = back(self.q, coded), coded
+        truncated = coded = back(self.q, coded), coded
         if self.recipe.decay is not None:
             old = make_quantizer(self.q.spec, D)
             old.codebook = _EmbeddedCodebook(old.codebook)
-            thin = back(old, Coded((coded[1].codes >> 1) + 2**self.q.spec.bits, coded[1].scale)), None
+            truncated = back(old, Coded((coded[1].codes >> 1) + 2**self.q.spec.bits, coded[1].scale)), None
         old, recent = self.exact.shape[2], self.fresh.nonzero()
         self.tail = (int(recent[0]) if len(recent) else old, old) if 1 < x.shape[2] <= STEPS and old and self.recipe.recent else None
-        self.exact, self.coded, self.thin = (torch.cat([a, b], 2) for a, b in ((self.exact, x), (self.coded, coded[0]), (self.thin, thin[0])))
+        self.exact, self.coded, self.truncated = (torch.cat([a, b], 2) for a, b in ((self.exact, x), (self.coded, coded[0]), (self.truncated, truncated[0])))
         n = self.exact.shape[2]
         self.fresh = torch.cat([self.fresh, torch.ones(x.shape[2], dtype=torch.bool)]) & (torch.arange(n) >= n - self.recipe.recent)
 
     def crop(self, n):
         keep = self.exact.shape[2] - n
-        self.exact, self.coded, self.thin = (x[:, :, :keep] for x in (self.exact, self.coded, self.thin))
+        self.exact, self.coded, self.truncated = (x[:, :, :keep] for x in (self.exact, self.coded, self.truncated))
         self.fresh = self.fresh[:keep]
         self.tail = self.tail if self.tail and self.tail[1] <= keep else None
         if self.tail:  # the window as the tokens that are left would have made it
             self.fresh = torch.arange(keep) >= max(self.tail[0], keep - self.recipe.recent)
 
     def rows(self, index):
-        self.exact, self.coded, self.thin = (x[index] for x in (self.exact, self.coded, self.thin))
+        self.exact, self.coded, self.truncated = (x[index] for x in (self.exact, self.coded, self.truncated))
         self.mean = None if self.mean is None else self.mean[index]
         self.starts, self.tail = [self.starts[i] for i in index], None
 
@@ -104,12 +104,12 @@ class Dense:
 
     def check(self, got, first):
         "What the cache reads from position `first` on is what it must be."
-        exact, coded, thin = (x[:, :, first:] for x in (self.exact, self.coded, self.thin))
+        exact, coded, truncated = (x[:, :, first:] for x in (self.exact, self.coded, self.truncated))
         assert got.shape == exact.shape
         kept = self.is_exact()[:, :, first:].expand_as(got)
         assert torch.equal(got[kept], exact[kept])
         near = lambda x: (got - x).abs() <= 1e-5 * (1 + x.abs())  # noqa: E731
-        ok = (near(coded).all(-1) | near(thin).all(-1))[..., None].expand_as(got)
+        ok = (near(coded).all(-1) | near(truncated).all(-1))[..., None].expand_as(got)
         assert bool((ok | kept).all()), (got - coded).abs().amax(-1)
 
     def steps(self, coded, first, n):
@@ -314,8 +314,8 @@ def same_state(a, b):
 def test_out_of_memory_in_an_append_leaves_the_old_state(recipe, held, n):
     "At each allocation in turn, until there is one too few left to fail; without TURBOQUANT_SLOW at every third, from another one on for each recipe."
     g = torch.Generator().manual_seed(0)
-    turns = dict(inv_freq=10.0 ** -torch.arange(D // 2)) if recipe == "turning" else {}
-    store = KVStore(RECIPES[recipe], 2, HEADS, D, **turns)
+    inv_freq = dict(inv_freq=10.0 ** -torch.arange(D // 2)) if recipe == "pre_rope" else {}
+    store = KVStore(RECIPES[recipe], 2, HEADS, D, **inv_freq)
     states = lambda n: [torch.randn(2, HEADS, n, D, generator=g) for _ in range(2)]  # noqa: E731
     store.set_range(start=torch.tensor([0, 3]))
     if held:

@@ -32,7 +32,7 @@ def run(folder, out, ranks):
 
 
 def test_calibrating_with_offloaded_weights():
-    "Weights that accelerate streams in give the maps of resident ones."
+    "Weights that accelerate streams in give the transforms of resident ones."
     accelerate = pytest.importorskip("accelerate")
     from turboquant_nb.calibration.fit import calibrate
 
@@ -154,7 +154,7 @@ WRONG = {
 
 @pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
 @pytest.mark.parametrize("which", WRONG)
-def test_the_wrong_model_is_told(which, attention):
+def test_the_wrong_model_is_named(which, attention):
     "A cache that holds tokens of one model refuses those of another before it stores one; a RoPE of another base was taken without a word."
     import copy
 

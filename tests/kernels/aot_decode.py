@@ -30,10 +30,10 @@ def source(fn, kind, types, constants):
     return kind(fn, signature, {index[n]: v for n, v in constants.items()}, attrs)
 
 
-def build(capability=90, d=128, bits=(3, 3), rows=4, sliding=False, capped=False, regs=None, page=256, paged=False, length=False, biased=False, maps=False):
+def build(capability=90, d=128, bits=(3, 3), rows=4, sliding=False, capped=False, regs=None, page=256, paged=False, length=False, biased=False, per_head=False):
     "The decode kernel as `mma_attention` asks for it."
     form = decode_mma.decode_form(d, d, rows, *bits, page)
-    flags = dict(HAS_START=False, HAS_END=False, HAS_LENGTH=length, PAGED=paged, FAST_K=not maps and d in (64, 128, 256), FAST=d in (64, 128, 256), MEAN_K=not biased, MEAN_V=False, BIASED=biased,
+    flags = dict(HAS_START=False, HAS_END=False, HAS_LENGTH=length, PAGED=paged, FAST_K=not per_head and d in (64, 128, 256), FAST=d in (64, 128, 256), MEAN_K=not biased, MEAN_V=False, BIASED=biased,
                  SLIDING=sliding, CAPPED=capped, PDL=capability >= 90, G=form)
     options = dict(num_warps=1, **({"maxnreg": regs} if regs else {}))
     src = source(decode_mma._decode_kernel, GluonASTSource, TYPES, flags)
@@ -60,7 +60,7 @@ def portable(capability=90, d=128, bits=(3, 3)):
     return triton.compile(src, target=GPUTarget("cuda", capability, 32), options=dict(num_warps=8 if d > 128 else 4, num_stages=1))
 
 
-def turning(capability=90, d=128, rotary=None):
+def pre_rope(capability=90, d=128, rotary=None):
     "The kernel of the bias of a pre-RoPE mean."
     half = (rotary or d) // 2
     padded = max(16, 1 << (half - 1).bit_length())
@@ -69,7 +69,7 @@ def turning(capability=90, d=128, rotary=None):
     return triton.compile(src, target=GPUTarget("cuda", capability, 32), options=dict(num_warps=4))
 
 
-def mapping(capability=90, d=128, rows=4):
+def transform(capability=90, d=128, rows=4):
     "The kernels that multiply queries by the matrices of their heads: plain sums for 4 rows of a program, tensor cores for more."
     types = TYPES | dict(ROTATION="*fp32", OUT="*fp32")
     few, options = rows == 4, dict(num_warps=4)
@@ -98,6 +98,6 @@ def usage(compiled, capability):
 if __name__ == "__main__":
     for text in sys.argv[1:]:
         case = json.loads(text)
-        make = {"decode": build, "combine": combine, "portable": portable, "turning": turning, "mapping": mapping}[case.get("kernel", "decode")]
+        make = {"decode": build, "combine": combine, "portable": portable, "pre_rope": pre_rope, "transform": transform}[case.get("kernel", "decode")]
         built = make(**{k: v for k, v in case.items() if k != "kernel"})
         print(json.dumps(case | usage(built, case.get("capability", 90))), flush=True)

@@ -19,10 +19,10 @@ NAMES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"
 TOOL = os.path.join(os.path.dirname(nvidia.__file__), "bin", "cuobjdump")
 
 
-def consts(d, dtype, bits, parts, center, capability, r, maps=False):
+def consts(d, dtype, bits, parts, center, capability, r, transform=False):
     "The constants of keys and of values."
     one = kernel.RotationOperand(torch.empty(parts, d, d), 1.0, parts == 1)
-    rotations = kernel.RotationOperand(torch.empty(8, 1, d, d), 1.0) if maps else one, one
+    rotations = kernel.RotationOperand(torch.empty(8, 1, d, d), 1.0) if transform else one, one
     sides = zip(bits, (torch.bfloat16 if center else None, None), (r, 0), rotations)
     more = dict(mode="mse", scale=torch.float16, large=capability >= 90)
     return [kernel.CodingConstants.of(d, dtype, b, rotation, mean=mean, rope=r, **more) for b, mean, r, rotation in sides]
@@ -46,9 +46,9 @@ def compiled(f, constants, dtype, capability, options):
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def build(capability=90, n=1000, d=128, bits=(3, 3), dtype=torch.bfloat16, parts=1, center=True, config=None, static=False, whole=True, r=0, maps=False):
+def build(capability=90, n=1000, d=128, bits=(3, 3), dtype=torch.bfloat16, parts=1, center=True, config=None, static=False, whole=True, r=0, transform=False):
     "The compiled kernel as `append` asks for it: the short one for at most 64 tokens."
-    both = dict(zip(("KC", "VC"), consts(d, dtype, bits, parts, center, capability, r, maps)))
+    both = dict(zip(("KC", "VC"), consts(d, dtype, bits, parts, center, capability, r, transform)))
     shared = both | {"R": 64, "STATIC": static, "WIDE": False}
     if n > 64:
         m, options = config or kernel._config(d, 64, parts, capability >= 90, dtype.itemsize, r)

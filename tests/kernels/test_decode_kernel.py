@@ -49,15 +49,15 @@ cpu_only = mark.skipif(CUDA, reason="Triton's interpreter, where there is no GPU
 
 
 def setup(B=2, H=2, G=2, d=32, dv=None, T=300, kb=3, vb=3, n=1, dtype=torch.float32, center="prompt_mean", vcenter="none", sinks=4, win=16,
-          m=0, start=None, end=None, turning=None, static=False, scale="mse", rot="hadamard", tile=256, residual="none", evict=0, big=False, scale_dtype="float16", table="sphere"):
+          m=0, start=None, end=None, rotary=None, static=False, scale="mse", rot="hadamard", tile=256, residual="none", evict=0, big=False, scale_dtype="float16", table="sphere"):
     "A query, a store with T tokens, and the last m of them exact."
     g = torch.Generator().manual_seed(1)
     rand = lambda *s: torch.randn(*s, generator=g)
     dv = dv or d
     spec = dict(scale=scale, scale_dtype=scale_dtype, codebook=table)
-    of_keys, of_values = (random_maps(H, d).name, "hadamard") if rot == "maps" else (rot, rot)
+    of_keys, of_values = (random_transform(H, d).name, "hadamard") if rot == "transform" else (rot, rot)
     recipe = Recipe(Spec(bits=kb, center=center, residual=residual, rotation=of_keys, **spec), Spec(bits=vb, center=vcenter, rotation=of_values, **spec), sinks=sinks, recent=win)
-    inv_freq = 10000.0 ** (-torch.arange(0, turning or d, 2) / (turning or d)) if center == "pre_rope" else None
+    inv_freq = 10000.0 ** (-torch.arange(0, rotary or d, 2) / (rotary or d)) if center == "pre_rope" else None
     fixed = dict(max_length=T + 8, static=True) if static else {}
     store = KVStore(recipe, B, H, d, dv, dtype, DEVICE, tile=tile, inv_freq=inv_freq, **fixed)
     if start is not None:
@@ -77,7 +77,7 @@ def setup(B=2, H=2, G=2, d=32, dv=None, T=300, kb=3, vb=3, n=1, dtype=torch.floa
     return q, store, dict(k=k[:, :, -m:], v=v[:, :, -m:]) if m else {}
 
 
-def random_maps(heads, d):
+def random_transform(heads, d):
     "Matrices that are no rotations, other ones for each head."
     g = torch.Generator().manual_seed(heads * 1000 + d)
     u, v = torch.linalg.qr(torch.randn(2, heads, d, d, generator=g))[0]
@@ -114,11 +114,11 @@ FEATURES = [
     (dict(start=[0, 37]), {}), (dict(start=[290, 5], n=2), {}), (dict(end=[200, 260]), {}), (dict(end=[200, 260], start=[3, 250]), {}),
     (dict(start=[0, 280], n=3, m=3), dict(sliding_window=40)), (dict(sinks=0, win=0), {}), (dict(sinks=0, win=0, m=2), {}), (dict(sinks=0), {}),
     (dict(win=64), {}), (dict(win=0), {}), (dict(T=5), {}), (dict(T=21), {}), (dict(T=257), {}), (dict(T=600), dict(splits=3)), (dict(T=600), dict(splits=7)),
-    (dict(rot="haar", vcenter="prompt_mean"), {}), (dict(rot="identity"), {}), (dict(rot="maps", H=2), {}), (dict(rot="maps", H=2, center="pre_rope", n=3, m=3, vcenter="prompt_mean"), dict(softcap=9.0)),
-    (dict(rot="maps", H=2, center="none", G=5), dict(sliding_window=50)), (dict(rot="maps", static=True, dtype=torch.bfloat16), {}), (dict(vcenter="prompt_mean"), {}), (dict(center="none"), {}),
+    (dict(rot="haar", vcenter="prompt_mean"), {}), (dict(rot="identity"), {}), (dict(rot="transform", H=2), {}), (dict(rot="transform", H=2, center="pre_rope", n=3, m=3, vcenter="prompt_mean"), dict(softcap=9.0)),
+    (dict(rot="transform", H=2, center="none", G=5), dict(sliding_window=50)), (dict(rot="transform", static=True, dtype=torch.bfloat16), {}), (dict(vcenter="prompt_mean"), {}), (dict(center="none"), {}),
     (dict(scale="unbiased"), {}), (dict(scale="norm"), {}), (dict(residual="sign"), {}), (dict(table="uniform"), {}), (dict(table="gaussian"), {}),
     (dict(scale_dtype="bfloat16"), {}), (dict(scale_dtype="float32"), {}), (dict(dtype=torch.float16), {}), (dict(dtype=torch.bfloat16), {}),
-    (dict(center="pre_rope"), {}), (dict(center="pre_rope", n=3, m=3, start=[0, 37], turning=8), dict(softcap=9.0)), (dict(center="pre_rope", static=True, big=True), {}),
+    (dict(center="pre_rope"), {}), (dict(center="pre_rope", n=3, m=3, start=[0, 37], rotary=8), dict(softcap=9.0)), (dict(center="pre_rope", static=True, big=True), {}),
     (dict(center="pre_rope", T=700, evict=300), dict(sliding_window=300)), (dict(static=True, start=[5, 0]), {}), (dict(T=700, evict=300), {}), (dict(T=700, evict=600, n=3), dict(sliding_window=100)), (dict(big=True), {}),
 ]
 
@@ -387,7 +387,7 @@ def test_more_refusals():
     truncated_tiles.crop(600)
     new = torch.randn(1, 1, 9, 64, device=DEVICE)
     truncated_tiles.append(new, new)
-    assert supports(q[:, :1], truncated_tiles) == (True, "") and agree_with(q, truncated_tiles)  # no tile is thin any more; the table is that of before
+    assert supports(q[:, :1], truncated_tiles) == (True, "") and agree_with(q, truncated_tiles)  # no tile is truncated any more; the table is that of before
     store.key.tensors["plane0"] = store.key.tensors["plane0"].mT.contiguous().mT
     assert "contiguous" in supports(q, store)[1]
     with pytest.raises(ValueError, match="'auto', 'fragments' or 'portable'"):
@@ -548,12 +548,12 @@ def test_pages_refuse():
         (dict(key_planes=p.key_planes[:1]), ValueError, "key_planes must be"), (dict(value_scale=p.value_scale[:2]), ValueError, "one shape"),
         (dict(key_planes=[x.float() for x in p.key_planes]), ValueError, "uint8"),
         (dict(cos_sin=torch.ones(9, 64)), ValueError, "center is 'pre_rope'"),
-        (dict(key=Quantizer(Spec(rotation=random_maps(3, 64).name), 64, DEVICE)), ValueError, "a transform of 3 heads cannot serve 1"),
+        (dict(key=Quantizer(Spec(rotation=random_transform(3, 64).name), 64, DEVICE)), ValueError, "a transform of 3 heads cannot serve 1"),
     ):
         with pytest.raises(error, match=message):
             paged.Pages(**args | wrong)
-    _, turning, _ = setup(sinks=0, win=0, d=64, B=1, H=1, center="pre_rope")
-    p2 = pooled(turning, [300])
+    _, pre_rope, _ = setup(sinks=0, win=0, d=64, B=1, H=1, center="pre_rope")
+    p2 = pooled(pre_rope, [300])
     args2 = dict(args, key=p2.key, value=p2.value, key_mean=p2.key_mean, cos_sin=p2.cos_sin)
     for wrong, message in (
         (dict(cos_sin=None), "center is 'pre_rope'"), (dict(key_mean=None), "needs key_mean"), (dict(cos_sin=p2.cos_sin[:9]), "float16 .at least"),
@@ -576,23 +576,23 @@ def test_pages_refuse():
 def test_rotated_queries(batch, heads, group, n, d, rows, own):
     "Rows of strided queries times the matrix of their head, or the one of all; rows that only pad are 0."
     q = torch.randn(batch, n, heads * group, d, device=DEVICE).transpose(1, 2)
-    turn = torch.randn(*((heads,) if own else ()), d, d, device=DEVICE).mT
+    rotation = torch.randn(*((heads,) if own else ()), d, d, device=DEVICE).mT
     out = torch.empty(batch, heads, rows, d, device=DEVICE)
-    strides = turn.stride(0) if own else 0, *turn.stride()[-2:]
+    strides = rotation.stride(0) if own else 0, *rotation.stride()[-2:]
     want = torch.zeros_like(out)
-    want[:, :, : group * n] = q.reshape(batch, heads, group * n, d) @ turn.mT
+    want[:, :, : group * n] = q.reshape(batch, heads, group * n, d) @ rotation.mT
     size = decode.padded_size(d)
     few, many = (query._rotate_few_kernel, 4, 16, (size, 4, 16, False)), (query._rotate_many_kernel, 32, 32, (min(32, size), 32, 32))
     for fn, block, columns, flags in (few, many):
         grid = -(-batch * rows // block), heads, -(-d // columns)
-        fn[grid](q, *q.stride()[:3], turn, *strides, out.fill_(float("nan")), batch, heads, group, n, rows, d, *flags)
+        fn[grid](q, *q.stride()[:3], rotation, *strides, out.fill_(float("nan")), batch, heads, group, n, rows, d, *flags)
         assert (out - want).abs().max() < (1e-5 if fn is few[0] else 1e-4) * d**0.5
 
 
 # ---- compiled ahead of time: registers, spilled bytes, shared memory
 QUICK = [
     (dict(bits=[3, 3], regs=168), 168, 120), (dict(bits=[4, 4]), 255, 0), (dict(bits=[2, 2], capability=80, regs=168), 168, 40),
-    (dict(d=256, rows=8), 255, 1300), (dict(biased=True), 255, 0), (dict(biased=True, maps=True), 255, 0), (dict(kernel="turning"), 168, 0), (dict(kernel="mapping"), 168, 0), (dict(kernel="mapping", rows=32), 168, 0), (dict(kernel="combine", each=8), 80, 0), (dict(kernel="portable", capability=75), 128, 0),
+    (dict(d=256, rows=8), 255, 1300), (dict(biased=True), 255, 0), (dict(biased=True, per_head=True), 255, 0), (dict(kernel="pre_rope"), 168, 0), (dict(kernel="transform"), 168, 0), (dict(kernel="transform", rows=32), 168, 0), (dict(kernel="combine", each=8), 80, 0), (dict(kernel="portable", capability=75), 128, 0),
 ]
 SLOW = [
     *((dict(bits=[k, v], capability=c, regs=168 if max(k, v) < 4 else None), 168 if max(k, v) < 4 else 255, 120)
@@ -600,7 +600,7 @@ SLOW = [
     *((dict(d=d, rows=r, bits=[3, 3]), 255, 1300 if (d, r) == (256, 8) else 120) for d in (64, 96, 128, 256) for r in (4, 8)),
     (dict(sliding=True, capped=True), 255, 120), (dict(page=16, paged=True, length=True), 255, 40), (dict(kernel="combine", fast=False, d=96), 128, 0),
     *((dict(biased=True, d=d, rows=r, bits=[b, b]), 255, {8: 1300, 4: 160}[r] if d == 256 else 120) for d in (64, 256) for r in (4, 8) for b in (3, 4)),
-    (dict(kernel="turning", rotary=64, capability=80), 168, 0), (dict(kernel="mapping", d=256), 168, 0), (dict(kernel="mapping", capability=80), 168, 0), (dict(kernel="combine", capability=80), 128, 0), (dict(kernel="combine", together=4, each=8), 168, 0),
+    (dict(kernel="pre_rope", rotary=64, capability=80), 168, 0), (dict(kernel="transform", d=256), 168, 0), (dict(kernel="transform", capability=80), 168, 0), (dict(kernel="combine", capability=80), 128, 0), (dict(kernel="combine", together=4, each=8), 168, 0),
     *((dict(kernel="portable", d=d), 128, 40) for d in (16, 64, 256)),
 ]
 
@@ -662,7 +662,7 @@ def test_gpu_poison_and_nan():
 @needs_triton
 def test_gpu_graph():
     "A replayed graph gives the same bits, and reads what has changed in place."
-    for case in (dict(d=128), dict(d=96, n=3, m=3), dict(d=128, rot="maps", center="pre_rope")):
+    for case in (dict(d=128), dict(d=96, n=3, m=3), dict(d=128, rot="transform", center="pre_rope")):
         q, store, chunk = setup(**(dict(G=4, T=3000) | case))
         want = decode_attention(q, store, **chunk)
         graph = torch.cuda.CUDAGraph()
@@ -696,7 +696,7 @@ def test_gpu_strides_and_launches():
 @needs_triton
 def test_gpu_repeats():
     "Later calls on a store repeat launches; they see tokens that arrived, a store that grew, was cropped or padded, and other chunks."
-    for center, rot in (("prompt_mean", "hadamard"), ("pre_rope", "hadamard"), ("pre_rope", "maps")):
+    for center, rot in (("prompt_mean", "hadamard"), ("pre_rope", "hadamard"), ("pre_rope", "transform")):
         q, store, chunk = setup(d=128, G=4, T=600, n=2, m=2, center=center, rot=rot)
         new = torch.randn(2, 2, 1, 128, device=DEVICE)
         for step in range(600):
@@ -724,7 +724,7 @@ def test_gpu_repeats():
 def test_gpu_overlapping_launches():
     "Kernels that start before their predecessors end do not read too early: queued without a pause, and one at a time."
     for center, tokens, batch in (("pre_rope", 30000, 2), ("prompt_mean", 30000, 2), ("pre_rope", 300, 64), ("prompt_mean", 300, 64)):
-        _, store, _ = setup(d=128, G=4, B=batch, T=tokens, center=center, rot="maps", dtype=torch.bfloat16)
+        _, store, _ = setup(d=128, G=4, B=batch, T=tokens, center=center, rot="transform", dtype=torch.bfloat16)
         queries = [torch.randn(batch, 2 * 4, 1, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(100)]
         queued = [decode_attention(q, store)[0] for q in queries]
         for q, got in zip(queries, queued):

@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 pytest.importorskip("triton")
 
-from tests.helpers import SLOW, thinned  # noqa: E402
+from tests.helpers import SLOW, covering_pairs  # noqa: E402
 from turboquant_nb.kernels import encode as kernel  # noqa: E402
 from turboquant_nb.theory.transforms import HeadTransform, register_transform  # noqa: E402
 from turboquant_nb.cache.packing import pack, unpack  # noqa: E402
@@ -96,15 +96,15 @@ def test_positions(lengths):
     both(Recipe(Spec(center="prompt_mean"), Spec(bits=2)), chunks(lengths))
 
 
-def turning(d, r, base=100.0):
+def pre_rope(d, r, base=100.0):
     "A recipe with a mean before RoPE, and frequencies of r of d channels."
     return Recipe(Spec(center="pre_rope"), Spec(bits=4)), base ** (-torch.arange(r // 2) / (r // 2))
 
 
 @pytest.mark.parametrize("d,r,dtype", ((32, 32, torch.bfloat16), (64, 32, torch.float16), (80, 80, torch.float32), (128, 128, torch.bfloat16), (256, 256, torch.bfloat16), (256, 128, torch.float32)))
-def test_turning_centre(d, r, dtype):
+def test_pre_rope_mean(d, r, dtype):
     "First chunks of whole and of partly new tiles, short appends, and left padding."
-    recipe, freq = turning(d, r)
+    recipe, freq = pre_rope(d, r)
     for lengths, tile in (((70, 1, 5), 64), ((150, 66), 64)):
         parts = chunks(lengths, b=2, h=1, dk=d, dtype=dtype, shift=2.0)
         fused, plain = (KVStore(recipe, 2, 1, d, d, dtype, device=DEVICE, tile=tile, inv_freq=freq) for _ in range(2))
@@ -116,49 +116,49 @@ def test_turning_centre(d, r, dtype):
         assert torch.equal(fused.rope_table, plain.rope_table) and fused.key.mean.abs().max() > 0.5
 
 
-def test_turning_centre_of_fewer_rows_than_a_program_has():
+def test_pre_rope_mean_of_fewer_rows_than_a_program_has():
     "One sequence, three heads: a short append has rows to spare, which must not look for a centre (conftest.py sees it)."
-    recipe, freq = turning(128, 128)
+    recipe, freq = pre_rope(128, 128)
     both(recipe, chunks((40, 1, 2), h=3, dk=128), inv_freq=freq)
 
 
 @pytest.mark.parametrize("rotation", ("haar", "identity"))
-def test_turning_centre_with_other_rotations(rotation):
-    recipe, freq = turning(64, 64)
+def test_pre_rope_mean_with_other_rotations(rotation):
+    recipe, freq = pre_rope(64, 64)
     both(replace(recipe, key=replace(recipe.key, rotation=rotation)), chunks((70, 3), dk=64, shift=2.0), inv_freq=freq)
 
 
-def mapped(heads, d, **kwargs):
+def transformed(heads, d, **kwargs):
     "A recipe whose keys have a matrix of their own in each head, none of them a rotation."
     u, v = torch.linalg.qr(torch.randn(2, heads, d, d, generator=torch.Generator().manual_seed(d)))[0]
     name = register_transform(HeadTransform.of(u * torch.linspace(0.3, 2, d) @ v)).name
     return Recipe(Spec(rotation=name, **kwargs), Spec(bits=2))
 
 
-@pytest.mark.parametrize("dtype, center", thinned((torch.bfloat16, torch.float16, torch.float32), ("none", "prompt_mean", "pre_rope")))
-def test_maps(dtype, center):
+@pytest.mark.parametrize("dtype, center", covering_pairs((torch.bfloat16, torch.float16, torch.float32), ("none", "prompt_mean", "pre_rope")))
+def test_head_transforms(dtype, center):
     "Whole and partly new tiles, short appends of fewer and of more rows than a program has."
-    freq = {"inv_freq": turning(64, 64)[1]} if center == "pre_rope" else {}
-    both(mapped(3, 64, center=center), chunks((70, 1, 18, 5, 200), b=2, h=3, dk=64, dtype=dtype, shift=2.0), dtype, tile=128, **freq)
+    freq = {"inv_freq": pre_rope(64, 64)[1]} if center == "pre_rope" else {}
+    both(transformed(3, 64, center=center), chunks((70, 1, 18, 5, 200), b=2, h=3, dk=64, dtype=dtype, shift=2.0), dtype, tile=128, **freq)
 
 
 @pytest.mark.parametrize("d", (16, 80, 128, 256))
 def test_maps_of_other_sizes(d):
-    both(mapped(2, d, center="prompt_mean", bits=4), chunks((70, 2), dk=d), ties=2e-2)
+    both(transformed(2, d, center="prompt_mean", bits=4), chunks((70, 2), dk=d), ties=2e-2)
 
 
 def test_maps_of_a_static_store():
     "Appends that a device places, as in a recording."
-    recipe, parts = mapped(2, 32, center="prompt_mean"), chunks((70, 1, 1), b=2)
+    recipe, parts = transformed(2, 32, center="prompt_mean"), chunks((70, 1, 1), b=2)
     fused, plain = both(recipe, parts, max_length=100, static=True)
     assert int(fused.position) == int(plain.position) == 72
     with pytest.raises(ValueError, match="a transform of 2 heads cannot serve 3"):
         KVStore(recipe, 1, 3, 32)
 
 
-def test_turning_centre_after_evict_crop_and_growth():
-    "Positions go on where tiles were freed, and the table of turns grows on the way."
-    recipe, freq = turning(32, 32)
+def test_pre_rope_mean_after_evict_crop_and_growth():
+    "Positions go on where tiles were freed, and the table of cosines and sines grows on the way."
+    recipe, freq = pre_rope(32, 32)
     parts = chunks((100, 60, 1, 1), h=1, shift=2.0)
     fused, plain = both(recipe, parts, tile=16, inv_freq=freq)
     for store in (fused, plain):
@@ -174,7 +174,7 @@ def test_turning_centre_after_evict_crop_and_growth():
         assert (a.codes != b.codes).float().mean() < 1e-3
     right = plain.read()[0].float()[:, :, -20:-16]
     assert (fused.read()[0].float()[:, :, -20:-16] - right).abs().max() < 0.05
-    fused.start += 20  # the mutant: turned by twenty positions too few
+    fused.start += 20  # the mutant: rotated by twenty positions too few
     assert (fused.read()[0].float()[:, :, -20:-16] - right).abs().max() > 0.5
 
 
@@ -183,10 +183,10 @@ def in_recording(store, k, v):
     kernel._append_at(*store._by_position(k, v))
 
 
-@pytest.mark.parametrize("lengths, center", thinned(((100, 1, 5, 70, 1), (1, 1, 64, 1, 130), (3, 60, 66)), ("pre_rope", "none", "prompt_mean")))
+@pytest.mark.parametrize("lengths, center", covering_pairs(((100, 1, 5, 70, 1), (1, 1, 64, 1, 130), (3, 60, 66)), ("pre_rope", "none", "prompt_mean")))
 def test_where_the_device_counts(center, lengths):
     "Static stores, eager and as a recording does it, hold what a plain store holds."
-    recipe, freq = Recipe(Spec(center=center), Spec(bits=4, center="none" if center == "none" else "prompt_mean")), turning(32, 32)[1]
+    recipe, freq = Recipe(Spec(center=center), Spec(bits=4, center="none" if center == "none" else "prompt_mean")), pre_rope(32, 32)[1]
     parts = chunks(lengths, b=2, shift=1.0)
     make = lambda static: KVStore(recipe, 2, 2, 32, dtype=torch.bfloat16, device=DEVICE, max_length=400, static=static, inv_freq=freq)  # noqa: E731
     plain = make(False)
@@ -210,7 +210,7 @@ def test_where_the_device_counts(center, lengths):
 @pytest.mark.parametrize("center", ("prompt_mean", "pre_rope"))
 def test_cuda_graph(center):
     "A replayed graph appends where the device counts, short and long."
-    recipe, freq = Recipe(Spec(center=center), Spec(bits=4)), turning(128, 128)[1]
+    recipe, freq = Recipe(Spec(center=center), Spec(bits=4)), pre_rope(128, 128)[1]
     make = lambda static: KVStore(recipe, 2, 2, 128, dtype=torch.bfloat16, device=DEVICE, max_length=2000, static=static, inv_freq=freq)  # noqa: E731
     store, plain = make(True), make(False)
     first, *parts = chunks((100, 1, 1, 1, 70, 70, 70, 300, 300), b=2, dk=128, shift=1.0)
@@ -423,8 +423,8 @@ LIMITS = [  # (what is compiled, most registers a thread, most bytes of spills a
     ({"capability": 90, "parts": 3, "whole": False}, 255, 64, 99),
     ({"capability": 90, "r": 128}, 168, 0, 99),
     ({"capability": 90, "n": 1, "r": 128}, 168, 0, 48),
-    ({"capability": 90, "r": 128, "maps": True}, 168, 0, 99),
-    ({"capability": 90, "n": 1, "r": 128, "maps": True}, 168, 0, 48),
+    ({"capability": 90, "r": 128, "transform": True}, 168, 0, 99),
+    ({"capability": 90, "n": 1, "r": 128, "transform": True}, 168, 0, 48),
 ]
 LIMITS = LIMITS if SLOW else LIMITS[::4]
 

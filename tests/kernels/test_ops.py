@@ -89,7 +89,7 @@ def test_a_refused_append_changes_nothing(bad):
 
 CHUNKS = [dict(), dict(sliding_window=20), dict(sliding_window=120), dict(sliding_window=400), dict(scaling=0.3)]
 KINDS = {"plain": Recipe(), "mean": Recipe(key=Spec(center="prompt_mean"), value=Spec(center="prompt_mean")), "qjl": Recipe(residual="prod"), "bits": Recipe(key=Spec(bits=2.5)), "decay": Recipe(decay=256),
-         "exact": Recipe(sinks=3, recent=100), "turning": Recipe(key=Spec(center="pre_rope"))}
+         "exact": Recipe(sinks=3, recent=100), "pre_rope": Recipe(key=Spec(center="pre_rope"))}
 
 
 @pytest.mark.parametrize("call", CHUNKS)
@@ -101,7 +101,7 @@ def test_long_chunks_are_the_reference(call, kind, start, monkeypatch):
     device = "cuda" if CUDA else "cpu"
     g = torch.Generator().manual_seed(0)
     new = lambda h, n: torch.randn(2, h, n, 64, generator=g).to(device)  # noqa: E731
-    rope_table = dict(inv_freq=1e4 ** -(torch.arange(32) / 32)) if kind == "turning" else {}
+    rope_table = dict(inv_freq=1e4 ** -(torch.arange(32) / 32)) if kind == "pre_rope" else {}
     store = KVStore(KINDS[kind], 2, 2, 64, device=device, **rope_table)
     store.set_range(start=torch.tensor(start))
     store.append(new(2, 300) + 3, new(2, 300))

@@ -140,22 +140,22 @@ def test_sign_table_refuses_bases():
 @pytest.mark.parametrize("table", ("sphere", "gaussian", "uniform"))
 def test_mirrored_rotations_average_to_the_vector(bits, d, table, gen):
     x = torch.randn(d, generator=gen).exp()
-    turn = make_rotation("haar", d, seed=bits)
+    rotation = make_rotation("haar", d, seed=bits)
     mirror = (2 * torch.outer(x.double(), x.double()) / x.double().square().sum() - torch.eye(d, dtype=torch.float64))
-    twin = make_rotation("matrix", d, matrix=(turn.matrix.double() @ mirror).float())
+    twin = make_rotation("matrix", d, matrix=(rotation.matrix.double() @ mirror).float())
     spec = Spec(bits=bits, codebook=table, scale="unbiased", scale_dtype="float32")
-    both = [decode(q, encode(q, x)) for q in (Quantizer(spec, d, rotation=r) for r in (turn, twin))]
+    both = [decode(q, encode(q, x)) for q in (Quantizer(spec, d, rotation=r) for r in (rotation, twin))]
     assert float((sum(both) / 2 - x).norm() / x.norm()) < 1e-5
 
 
 def test_mirror_holds_for_the_sign_residual_too(gen):
     d = 32
     x = torch.randn(d, generator=gen)
-    turn = make_rotation("haar", d)
-    twin = make_rotation("matrix", d, matrix=turn.matrix @ (2 * torch.outer(x, x) / (x @ x) - torch.eye(d)))
+    rotation = make_rotation("haar", d)
+    twin = make_rotation("matrix", d, matrix=rotation.matrix @ (2 * torch.outer(x, x) / (x @ x) - torch.eye(d)))
     for scale, good in (("unbiased", True), ("mse", False)):
         spec = Spec(bits=3, residual="sign", scale=scale, scale_dtype="float32")
-        both = [decode(q, encode(q, x)) for q in (Quantizer(spec, d, rotation=r, codebook=sign_codebook(3, d)) for r in (turn, twin))]
+        both = [decode(q, encode(q, x)) for q in (Quantizer(spec, d, rotation=r, codebook=sign_codebook(3, d)) for r in (rotation, twin))]
         assert (float((sum(both) / 2 - x).norm() / x.norm()) < 1e-5) == good
 
 
@@ -202,10 +202,10 @@ def test_residual_is_against_the_stored_scale(dtype, scale_dtype, scale, gen):
 def test_scores_on_codes(d, lead, gen):
     q = prod(3, d)
     k, query = torch.randn(*lead, 33, d, generator=gen), torch.randn(*lead, 5, d, generator=gen)
-    coded, turned = q.encode(k), q.rotation.apply(query)
+    coded, rotated = q.encode(k), q.rotation.apply(query)
     levels = q.codebook.decode(coded.codes)
-    direct = turned @ levels.mT * coded.scale.float().unsqueeze(-2)
-    direct = direct + qjl_scores(turned, pack_signs(coded.signs), coded.residual_norm, q.sketch)
+    direct = rotated @ levels.mT * coded.scale.float().unsqueeze(-2)
+    direct = direct + qjl_scores(rotated, pack_signs(coded.signs), coded.residual_norm, q.sketch)
     torch.testing.assert_close(direct, query @ decode(q, coded).mT, rtol=1e-4, atol=1e-4)
 
 
@@ -247,9 +247,9 @@ def test_sketch_is_shared_seeded_and_leaves_the_rng_alone():
 
 
 def test_table_and_rotation_of_the_caller(gen):
-    turn = make_rotation("haar", 16, seed=4)
-    q = ProdQuantizer(Spec(bits=3, residual="qjl"), 16, rotation=turn, codebook=uniform(2, 16))
-    assert q.rotation is turn and q.codebook.law == "uniform"
+    rotation = make_rotation("haar", 16, seed=4)
+    q = ProdQuantizer(Spec(bits=3, residual="qjl"), 16, rotation=rotation, codebook=uniform(2, 16))
+    assert q.rotation is rotation and q.codebook.law == "uniform"
     assert decode(q, q.encode(torch.randn(3, 16, generator=gen))).shape == (3, 16)
     assert "ProdQuantizer" in repr(q) and "qjl" in repr(q)
     assert ProdQuantizer(Spec(bits=3, residual="qjl", codebook="uniform"), 16).codebook.law == "uniform"

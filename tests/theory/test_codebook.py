@@ -209,7 +209,7 @@ def test_int8(bits):
         on_grid = dict(zip(cb.levels64.tolist(), (grid.step * grid.levels.double()).tolist()))
         _, square = over_cells(cb, lambda x, y: (x - on_grid[float(y)]) ** 2)
         assert abs(square.sum() - grid.mse) < 1e-9
-        for step in np.linspace(0.5, 1.5, 400 if cb.law != "uniform" or bits == 8 else 0) * cb.levels64[-1] / 127:  # affine stays evenly spaced
+        for step in np.linspace(0.5, 1.5, 400 if cb.law != "uniform" or bits == 8 else 0) * cb.levels64[-1] / 127:  # the uniform quantiser stays evenly spaced
             n = np.clip(np.rint(cb.levels64 / step), -127, 127)
             extra = (cb.probs * ((n * step - cb.means) ** 2 - (cb.levels64 - cb.means) ** 2)).sum()
             assert grid.mse <= cb.mse + extra + 1e-14

@@ -97,7 +97,7 @@ def test_fraction(d, rate):
     x = torch.randn(2000, d, generator=gen(d))
     error = (x - decode(q, encode(q, x))).square().sum(-1) / x.square().sum(-1)
     assert float(error.mean()) == pytest.approx(mixture_mse(bits, d), rel=0.02)
-    assert q.codebook.mse == pytest.approx(mixture_mse(bits, d), rel=2e-3)  # snapping the levels costs this much
+    assert q.codebook.mse == pytest.approx(mixture_mse(bits, d), rel=2e-3)  # the int8 grid costs this much
     assert q.codebook.mse == pytest.approx(np.mean([lloyd_max(b, d).to_int8_grid().mse for b in bits]), rel=1e-12)
     best = make_quantizer(Spec(bits=rate, rotation="haar"), d)
     least = (x - decode(best, encode(best, x))).square().sum(-1) / x.square().sum(-1)

@@ -89,14 +89,14 @@ def test_angles_stay_exact_far_out():
 @pytest.mark.parametrize("pairing", PAIRINGS)
 def test_after_rope_keeps_scores_and_mixed_order_does_not(pairing):
     q, k, Pi = seeded(32, seed=1), seeded(32, seed=2), haar(32, 1).double()
-    turn = lambda v, m: apply_rope(v, m, pairing=pairing)
-    plain = turn(q, 9) @ turn(k, 2)
+    rope = lambda v, m: apply_rope(v, m, pairing=pairing)
+    plain = rope(q, 9) @ rope(k, 2)
     for m in (0, 1, 77, 50_000):
-        assert torch.isclose(turn(q, m + 7) @ turn(k, m), plain, atol=1e-9)
-        assert torch.isclose((Pi @ turn(q, m + 7)) @ (Pi @ turn(k, m)), plain, atol=1e-5)
-    before = [turn(Pi @ q, m + 7) @ turn(Pi @ k, m) for m in (0, 77, 500)]
+        assert torch.isclose(rope(q, m + 7) @ rope(k, m), plain, atol=1e-9)
+        assert torch.isclose((Pi @ rope(q, m + 7)) @ (Pi @ rope(k, m)), plain, atol=1e-5)
+    before = [rope(Pi @ q, m + 7) @ rope(Pi @ k, m) for m in (0, 77, 500)]
     assert max(before) - min(before) < 1e-9 and abs(before[0] - plain) > 0.1  # relative, but another score
-    mixed = [(Pi @ turn(q, m + 7)) @ turn(Pi @ k, m) for m in (0, 77, 500)]
+    mixed = [(Pi @ rope(q, m + 7)) @ rope(Pi @ k, m) for m in (0, 77, 500)]
     assert max(mixed) - min(mixed) > 0.1  # not even relative
 
 

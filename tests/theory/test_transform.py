@@ -15,13 +15,13 @@ from turboquant_nb.esm.transform import (
     TransformRecipe,
     code_states,
     load_code,
-    mapped_states,
+    transformed_states,
     save_code,
 )
 
 
-def side(bits, seed=0, turn=None):
-    "A code with random maps and tables and these bits [L, H, d]."
+def side(bits, seed=0, inv_freq=None):
+    "A code with random transforms and tables and these bits [L, H, d]."
     g = torch.Generator().manual_seed(seed)
     layers, heads, d = bits.shape
     into = torch.linalg.qr(torch.randn(layers, heads, d, d, generator=g))[0]
@@ -32,25 +32,25 @@ def side(bits, seed=0, turn=None):
         levels[b] = torch.randn(n, 2**b, generator=g).sort(1).values
         edges[b] = (levels[b][:, 1:] + levels[b][:, :-1]) / 2
     mean = torch.randn(layers, heads, d, generator=g)
-    return SideCode(mean, into, into.inverse(), bits, levels, edges, turn)
+    return SideCode(mean, into, into.inverse(), bits, levels, edges, inv_freq)
 
 
 @pytest.mark.parametrize("d, heads", [(4, 1), (8, 3), (16, 20), (24, 2), (64, 2)])
 @pytest.mark.parametrize("most", [1, 4, 8])
-@pytest.mark.parametrize("turning", [False, True])
-def test_round_trip(d, heads, most, turning):
+@pytest.mark.parametrize("pre_rope", [False, True])
+def test_round_trip(d, heads, most, pre_rope):
     g = torch.Generator().manual_seed(d + most)
     bits = torch.randint(0, most + 1, (3, heads, d), generator=g).to(torch.uint8)
     bits[..., 0] = most
-    s = side(bits, turn=torch.rand(d // 2, generator=g) if turning else None)
+    s = side(bits, inv_freq=torch.rand(d // 2, generator=g) if pre_rope else None)
     x = torch.randn(3, 2, heads, 5, d, generator=g)
     at = torch.arange(5) + torch.tensor([[0], [-3]])
     packed = code_states(s, x, at)
     assert packed.shape == (2, 5, sum(s.width(i) for i in range(3)))
-    z = torch.einsum("lhde,lbhne->lbhnd", s.into, x - M.turned(s.mean, at, s.turn))
+    z = torch.einsum("lhde,lbhne->lbhnd", s.into, x - M.centre_at(s.mean, at, s.inv_freq))
     first, rows = 0, dict.fromkeys(s.levels, 0)
     for i in range(3):
-        got = mapped_states(s, packed[..., first : first + s.width(i)], i)
+        got = transformed_states(s, packed[..., first : first + s.width(i)], i)
         first += s.width(i)
         for h, j in itertools.product(range(heads), range(d)):
             b = int(bits[i, h, j])
@@ -77,7 +77,7 @@ def test_recipes():
     for name, r in RECIPES.items():
         assert M.as_transform(name) == (name, r) and M.as_transform(r) == (name, r)
     assert M.as_transform(TransformRecipe(sinks=3))[0] == "custom"
-    for bad in (dict(water="x"), dict(least=4), dict(sinks=-1), dict(one_table=True)):
+    for bad in (dict(allocation="x"), dict(min_bits=4), dict(sinks=-1), dict(one_table=True)):
         with pytest.raises(ValueError):
             TransformRecipe(**bad)
     for bad in (dict(bits=0), dict(bits=9), dict(rotation="x"), dict(table="x"), dict(center="x")):
@@ -108,7 +108,7 @@ def test_file_and_held_out(tmp_path):
 def test_file_of_the_first_format():
     "A file written by version 0.1.0: recipe, tables, and what given bytes stand for, to the bit."
     code = load_code(DATA / "esm-code-1.safetensors")
-    want = TransformRecipe(SideSpec(2.0, center="pre_rope"), SideSpec(2.0), sinks=1, strays=0.25)
+    want = TransformRecipe(SideSpec(2.0, center="pre_rope"), SideSpec(2.0), sinks=1, outliers=0.25)
     assert code.recipe == want and code.header["name"] == "custom"
     assert code.bits_per_value == 3.0 and code.tables_nbytes == 2376
     assert code.key.bits.flatten().tolist() == [3, 3, 3, 1, 4, 4, 3, 2, 1, 1, 1, 1, 2, 1, 1, 1]
@@ -119,4 +119,4 @@ def test_file_of_the_first_format():
     for name, values in means.items():
         s = getattr(code, name)
         packed = (torch.arange(3 * s.width(1)) * 37 % 256).to(torch.uint8).view(1, 3, -1)
-        assert mapped_states(s, packed, 1).flatten()[::5].tolist() == values
+        assert transformed_states(s, packed, 1).flatten()[::5].tolist() == values

@@ -25,8 +25,8 @@ def test_the_window_is_long_where_either_side_is_coarse():
     assert windows == {"k4v4": 16, "k4v3": 16, "k3v3": 16, "k4v2": 64, "k3v2": 64, "k2v2": 64, "k1v1": 64}
 
 
-def test_the_affine_table_is_that_of_the_head_size():
-    "`affine(bits, d)`, not `affine(bits, None)`."
+def test_the_uniform_table_is_that_of_the_head_size():
+    "`uniform(bits, d)`, not `uniform(bits, None)`."
     for d in (3, 8, 64):
         assert torch.equal(scalar_codebook("uniform", 3, d).levels, uniform(3, d).levels) and not torch.equal(uniform(3, d).levels, uniform(3).levels)
     assert torch.equal(scalar_codebook("uniform", 3, 1).levels, uniform(3).levels)

@@ -440,11 +440,11 @@ def _rope_changes(Pi: torch.Tensor) -> dict:
     gen = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 512, d, generator=gen).double()
     rms = lambda x: float(x.square().mean().sqrt()) / math.sqrt(d)  # noqa: E731
-    turn = lambda x, pos: apply_rope(x, torch.full((len(x),), pos))  # noqa: E731
-    plain = lambda m, n: (turn(q, m) * turn(k, n)).sum(-1)  # noqa: E731
-    before = lambda m, n: (turn(q @ Pi.T, m) * turn(k @ Pi.T, n)).sum(-1)  # noqa: E731
-    after = lambda m, n: (turn(q, m) @ Pi.T * (turn(k, n) @ Pi.T)).sum(-1)  # noqa: E731
-    mixed = lambda m, n: (turn(q, m) @ Pi.T * turn(k @ Pi.T, n)).sum(-1)  # noqa: E731
+    rope = lambda x, pos: apply_rope(x, torch.full((len(x),), pos))  # noqa: E731
+    plain = lambda m, n: (rope(q, m) * rope(k, n)).sum(-1)  # noqa: E731
+    before = lambda m, n: (rope(q @ Pi.T, m) * rope(k @ Pi.T, n)).sum(-1)  # noqa: E731
+    after = lambda m, n: (rope(q, m) @ Pi.T * (rope(k, n) @ Pi.T)).sum(-1)  # noqa: E731
+    mixed = lambda m, n: (rope(q, m) @ Pi.T * rope(k @ Pi.T, n)).sum(-1)  # noqa: E731
     return dict(
         after=rms(after(7, 2) - plain(7, 2)),
         before=rms(before(7, 2) - plain(7, 2)),
@@ -469,7 +469,7 @@ def _esm_rope_after(limit=1e-6):
     "esm-rope-before",
     "TurboESM, section 3.1",
     "Π before RoPE destroys the positional encoding",
-    "scores of queries and keys both turned by Π change by more than 1e-6 when both positions shift",
+    "scores of queries and keys both rotated by Π change by more than 1e-6 when both positions shift",
     "if the trained model's scores are to be kept, or if the two orders are mixed",
     method="measurement",
 )
@@ -483,7 +483,7 @@ def _esm_rope_before(limit=1e-6):
         "both before, under a shift": general["before_shift"],
         "both before, against plain": general["before"],
         "mixed, under a shift": general["mixed_shift"],
-        "a turn in each plane, against plain": planes["before"],
+        "a rotation in each plane, against plain": planes["before"],
     }
     weaker = general["before"] > limit and general["mixed_shift"] > limit
     return figures, general["before_shift"] > limit, weaker
@@ -645,11 +645,11 @@ def _haar_draws(scale="unbiased", n=6000, d=32):
     gen = torch.Generator().manual_seed(2)
     x, noise = torch.randn(2, d, generator=gen).double()
     q = 0.5 * x + noise
-    turn = haar_qr(torch.randn(n, d, d, generator=gen, dtype=torch.float64))
-    y, book, unit = turn @ x, lloyd_max(3, d), x.norm() / math.sqrt(d)
+    rotations = haar_qr(torch.randn(n, d, d, generator=gen, dtype=torch.float64))
+    y, book, unit = rotations @ x, lloyd_max(3, d), x.norm() / math.sqrt(d)
     level = book.decode(book.encode(y / unit)).double()
     s = (x @ x) / (y * level).sum(-1) if scale == "unbiased" else unit
-    draws = (turn @ q * level).sum(-1) * s
+    draws = (rotations @ q * level).sum(-1) * s
     across = float((q - x * (q @ x) / (x @ x)).norm() * x.norm()) / math.sqrt(d - 1)
     return draws, float(q @ x), across * math.sqrt(book.mse / (1 - book.mse))
 

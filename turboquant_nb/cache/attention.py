@@ -61,7 +61,7 @@ class _Query:
     rotated: Tensor  # the same, rotated like the keys
     sketched: Tensor | None  # S times the rotated one, where keys have a QJL residual
     offset: Tensor | float  # ⟨q, μ⟩, [B, H, g*n, 1]: what centring took out of the coded scores
-    rope_coefficients: Tensor | None  # where it turned: what cosines and sines are weighed with, [B, H, g*n, r]
+    rope_coefficients: Tensor | None  # of a pre-RoPE mean: what cosines and sines are weighed with, [B, H, g*n, r]
     groups: int
     tokens: int
 
@@ -78,7 +78,7 @@ class _Query:
 
 def _pre_rope_terms(q: Tensor, mean: Tensor, r: int) -> tuple:
     """What ⟨q, R_t m⟩ is made of: weights [..., r] of the cosines and sines, and the share [..., 1]
-    of channels that do not turn."""
+    of channels that RoPE leaves."""
     (a, b), (x, y) = ((z[..., : r // 2], z[..., r // 2 : r]) for z in (q, mean))
     still = q[..., r:] @ mean[..., r:].transpose(-1, -2)
     return torch.cat([a * x + b * y, b * x - a * y], -1), still
@@ -136,7 +136,7 @@ def _reads_exactly(query, store, positions, past, recent):
     return query.grouped(sinks | ((p >= since) & (p > at - recent)))
 
 
-def _add_coded(soft, query, store, see, first, past, softcap, block, recent):
+def _add_coded(soft, query, store, visible, first, past, softcap, block, recent):
     """Coded tokens in blocks: levels times the rotated query, then the scale of each token. Exact
     tokens are left out."""
     last = past if recent is None else store._now  # with `recent`, some rows read the chunk's codes
@@ -144,7 +144,7 @@ def _add_coded(soft, query, store, see, first, past, softcap, block, recent):
     for lo in range(first, end, block):
         hi = min(lo + block, end)
         positions = torch.arange(lo, hi, device=store.device)[None]
-        seen = see(positions) & ~_reads_exactly(query, store, positions, past, recent)
+        seen = visible(positions) & ~_reads_exactly(query, store, positions, past, recent)
         k, v = (_terms(store, side, store.coded(side, lo, hi)) for side in ("key", "value"))
         if store._by_device:  # what lies beyond the length may be anything
             held = positions < last
@@ -156,14 +156,14 @@ def _add_coded(soft, query, store, see, first, past, softcap, block, recent):
         soft.add_coded(_masked(scores, seen, softcap), v)
 
 # %% ../../nbs/32_attention.ipynb #04366c1c
-def _add_exact(soft, query, store, see, first, past, softcap, recent):
-    "Sinks and window, in the model's basis."
+def _add_exact(soft, query, store, visible, first, past, softcap, recent):
+    "Sinks and recent tokens, in the model's basis."
     k, positions = store.exact("key")
     v, _ = store.exact("value")
     if not positions.shape[1]:
         return
     real = ((positions >= first) & (positions < past))[:, None, None, :]
-    seen = see(positions.clamp(min=first)) & real
+    seen = visible(positions.clamp(min=first)) & real
     if recent is not None:
         seen = seen & _reads_exactly(query, store, positions, past, recent)
     soft.add(_masked(query.plain @ k.float().transpose(-1, -2), seen, softcap), v.float())
@@ -220,7 +220,7 @@ def _check_mask(mask, q, store, first):
 def _sight(query: _Query, store: KVStore, mask, first: int, causal: bool, sliding_window):
     "A function from positions [B|1, T] to the mask of all query rows there."
 
-    def see(positions):
+    def visible(positions):
         if mask is None:
             seen = _visible(store, query.tokens, positions, causal, sliding_window)
         else:
@@ -229,7 +229,7 @@ def _sight(query: _Query, store: KVStore, mask, first: int, causal: bool, slidin
             seen = mask.expand(store.batch, -1, -1, -1).gather(-1, index)
         return query.grouped(seen & (positions >= first)[:, None, None, :])
 
-    return see
+    return visible
 
 # %% ../../nbs/32_attention.ipynb #10007ca2
 def attend(
@@ -241,7 +241,7 @@ def attend(
     mask: Tensor | None = None,  # bool [B|1, Hq|1, n, length-first], replaces what follows
     first: int | None = None,  # position of the mask's first column; the store's first if None
     causal: bool = True,
-    sliding_window: int | None = None,  # sliding window: token i sees i-window+1 … i
+    sliding_window: int | None = None,  # token i attends to i-sliding_window+1 … i
     softcap: float | None = None,  # scores become softcap·tanh(score/softcap)
     block: int = 1024,  # coded tokens decoded at a time
     recent: int | None = None,  # of k and v each query reads only its own last ones, itself included
@@ -255,16 +255,16 @@ def attend(
     _check_attend(q, store, k, v, first, block, softcap, sliding_window, recent)
     _check_mask(mask, q, store, first)
     query = _query(q, store, q.shape[3] ** -0.5 if scaling is None else scaling)
-    see = _sight(query, store, mask, first, causal, sliding_window)
+    visible = _sight(query, store, mask, first, causal, sliding_window)
     sketch = len(store.value.q.sketch) if store.value.signs else 0
     soft = _Softmax(query.plain.shape[:3], q.device, store.value.q.d, sketch)
     chunk = 0 if k is None else k.shape[2]
     past = store._now - chunk
-    _add_coded(soft, query, store, see, first, past, softcap, block, recent)
-    _add_exact(soft, query, store, see, first, past, softcap, recent)
+    _add_coded(soft, query, store, visible, first, past, softcap, block, recent)
+    _add_exact(soft, query, store, visible, first, past, softcap, recent)
     if chunk:
         positions = torch.arange(chunk, device=q.device)[None] + past
-        seen = see(positions)
+        seen = visible(positions)
         if recent is not None:
             seen = seen & _reads_exactly(query, store, positions, past, recent)
         soft.add(_masked(query.plain @ k.float().transpose(-1, -2), seen, softcap), v.float())
@@ -276,7 +276,7 @@ def dense_attention(
     k: Tensor,  # [B, H, T, d]
     v: Tensor,  # [B, H, T, d_value]
     scaling: float | None = None,
-    mask: Tensor | None = None,  # bool [B|1, Hq|1, n, T]; replaces causal and window
+    mask: Tensor | None = None,  # bool [B|1, Hq|1, n, T]; replaces causal and sliding_window
     causal: bool = True,  # query i is token T-n+i
     sliding_window: int | None = None,
     softcap: float | None = None,

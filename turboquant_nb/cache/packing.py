@@ -73,7 +73,7 @@ def _plane_codes(codes: Tensor, layout: Layout) -> list:
 
 
 def _codes(parts: list, layout: Layout) -> Tensor:
-    "The inverse of `_crumbs`."
+    "The inverse of `_plane_codes`."
     code, d = None, layout.d
     for width, part in zip(WIDTHS[layout.bits], parts):
         if width == 1:

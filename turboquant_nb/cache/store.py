@@ -172,7 +172,7 @@ class Side:
 
     @property
     def exact(self) -> "ExactTokens":
-        "Its sinks and its window."
+        "Its sinks and its recent tokens."
         return ExactTokens(self.tensors)
 
     @property
@@ -261,7 +261,7 @@ class _NewExact(NamedTuple):
 
 class ExactTokens:
     """Copies of tokens as they came: the first S real ones of each sequence, and the last W in a
-    ring. They are the tensors "sinks" [B, H, S, d] and "window" [B, H, W, d] of a dictionary, in
+    ring. They are the tensors "sinks" [B, H, S, d] and "recent" [B, H, W, d] of a dictionary, in
     which others may stand."""
 
     def __init__(self, tensors: dict):
@@ -394,7 +394,7 @@ def _encoded(store, states, means, names):
 
 
 class Tail(NamedTuple):
-    "Exact states of the newest tokens: the window as a chunk found it, then the chunk."
+    "Exact states of the newest tokens: the recent ones as a chunk found them, then the chunk."
 
     first: int  # position of the first of them
     past: int  # position of the chunk's first token
@@ -413,7 +413,7 @@ class Tail(NamedTuple):
 
 
 class KVStore:
-    """Codes of the keys and values of one layer, with exact sinks and window. Every token is coded
+    """Codes of the keys and values of one layer, with exact sinks and recent tokens. Every token is coded
     when it arrives. Positions count from the first token ever appended."""
 
     @_plain
@@ -577,7 +577,7 @@ class KVStore:
     # --- reading
 
     def read(self, first: int | None = None, last: int | None = None) -> tuple:
-        """Decoded keys and values [B, H, last-first, d] in the model's dtype, sinks and window exact;
+        """Decoded keys and values [B, H, last-first, d] in the model's dtype, sinks and recent tokens exact;
         all that is held if no positions are given. Without `last`, waits for the device where that
         counts, see `sync`."""
         if last is None:
@@ -623,7 +623,7 @@ class KVStore:
 
     @property
     def past_exact_from(self):
-        "First position whose exact states are in the window."
+        "First position whose exact states are held as recent."
         if self._by_device:
             return self._now - self.recipe.recent
         return max(self._recent_from, self.length - self.recipe.recent)
@@ -771,7 +771,7 @@ def rope_table(self: KVStore) -> Tensor | None:
 
 @patch
 def _rows(self: KVStore, first: int, last: int) -> Tensor:
-    "Rows of `turns` for tokens [first, last): [B, 1, n, r]."
+    "Rows of `rope_table` for tokens [first, last): [B, 1, n, r]."
     return _rows_at(self.rope_table, self.start, torch.arange(first, last, device=self.device))
 
 # %% ../../nbs/31_store.ipynb #a4de368c
@@ -892,7 +892,7 @@ def repeat(self: KVStore, times: int) -> None:
 @patch
 @_plain
 def tail_with(self: KVStore, k: Tensor, v: Tensor, names: tuple = ("k", "v")) -> Tail:
-    "Before an append of k and v: the exact tokens of the window in order, then these. Raises as `append`."
+    "Before an append of k and v: the recent tokens in order, then these. Raises as `append`."
     _check_states(self, k, v, names)
     now, recent = self._now, self.recipe.recent
     first = now - recent if self._by_device else max(0, self.past_exact_from)
@@ -905,7 +905,7 @@ def tail_with(self: KVStore, k: Tensor, v: Tensor, names: tuple = ("k", "v")) ->
 @patch
 @_plain
 def _restore_window(self: KVStore, tail: Tail) -> None:
-    "After a crop within the last chunk: the window from the tail, which ends with the store."
+    "After a crop within the last chunk: recent tokens from the tail, which ends with the store."
     recent = self.recipe.recent
     n = min(self.length - tail.first, recent)
     slots = torch.arange(self.length - n, self.length, device=self.device) % recent
@@ -1118,7 +1118,7 @@ def _table_tensors(x) -> list:
 @patch
 def parts(self: KVStore) -> dict:
     """Bytes that each kind of tensor holds: planes, scale, signs and residual_norm (QJL), exact
-    (sinks and window), mean, range (also the counter and flags, where there are any)."""
+    (sinks and recent), mean, range (also the counter and flags, where there are any)."""
     out = dict.fromkeys(("planes", "scale", "signs", "residual_norm", "exact", "mean"), 0)
     numbers = (self.start, self.end, self.position, self.flags)
     out["range"] = sum(t.nbytes for t in numbers if t is not None)
@@ -1315,13 +1315,13 @@ class AppendOperands(NamedTuple):
 
     k: Tensor  # [B, H, n, d_key]
     v: Tensor  # [B, H, n, d_value]
-    key: list  # tensors of the side of keys: planes, scale, sinks, window, mean
+    key: list  # tensors of the side of keys: planes, scale, sinks, recent, mean
     value: list
     start: Tensor  # [B]
     position: Tensor  # [1] int32
     flags: Tensor  # [6] int32, see `KVStore.sync`
     rope_table: Tensor | None  # [positions, r] fp16
-    said: list  # texts of both sides, see `Side.text`
+    texts: list  # texts of both sides, see `Side.text`
     max_length: int
 
 
@@ -1339,10 +1339,10 @@ class _NewStates:
     pre_rope = property(lambda self: self.side.q.spec.center == "pre_rope", doc="Is it a pre-RoPE mean?")
 
 
-def _sides(k, v, key, value, said) -> list:
+def _sides(k, v, key, value, texts) -> list:
     "Keys and values as `_NewStates`."
     out = []
-    for x, tensors, text in zip((k, v), (key, value), said):
+    for x, tensors, text in zip((k, v), (key, value), texts):
         side = copy(_coder(text, x.device))
         names = [name for g in side.groups for name in g.names]
         side.tensors = dict(zip([*names, "scale", "sinks", "recent", "mean"], tensors))
@@ -1361,7 +1361,7 @@ def _take_mean(s: _NewStates, start, position, rope_table):
 
 # %% ../../nbs/31_store.ipynb #723eac8c
 _APPEND = """(Tensor k, Tensor v, Tensor(a!)[] key, Tensor(b!)[] value, Tensor start, Tensor(c!) position,
- Tensor(d!) flags, Tensor? rope_table, str[] said, int max_length) -> ()"""
+ Tensor(d!) flags, Tensor? rope_table, str[] texts, int max_length) -> ()"""
 
 
 def _code_at(sides, start, position, flags, rope_table, max_length):
@@ -1379,10 +1379,10 @@ def _code_at(sides, start, position, flags, rope_table, max_length):
 
 
 def _append_by_position(
-    k, v, key, value, start, position, flags, rope_table, said, max_length, code=_code_at
+    k, v, key, value, start, position, flags, rope_table, texts, max_length, code=_code_at
 ):
     "Append `AppendOperands` where `position` says."
-    sides = _sides(k, v, key, value, said)
+    sides = _sides(k, v, key, value, texts)
     for s in sides:
         _take_mean(s, start, position, rope_table)
     code(sides, start, position, flags, rope_table, max_length)
@@ -1465,7 +1465,7 @@ def _by_position(self: KVStore, k, v) -> AppendOperands:
         raise ValueError(f"max_length is {self.max_length}: cannot append {k.shape[2]} tokens")
     key, value = ([*side.tensors.values()] for side in self.sides)
     numbers = dict(start=self.start, position=self.position, flags=self.flags, rope_table=self.rope_table)
-    more = dict(said=self.storage.texts, max_length=self.max_length)
+    more = dict(texts=self.storage.texts, max_length=self.max_length)
     return AppendOperands(k.detach(), v.detach(), key, value, **numbers, **more)
 
 # %% ../../nbs/31_store.ipynb #505b05b7

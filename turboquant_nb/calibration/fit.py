@@ -34,10 +34,10 @@ NAME = "turboquant_calibrate"  # of the attention that observes
 
 def window_center(
     x: Tensor,  # [B, H, n, d] states of whole windows
-    inv_freq: Tensor | None,  # [r/2] frequencies of RoPE where the centre turns
+    inv_freq: Tensor | None,  # [r/2] frequencies of RoPE of a pre-RoPE mean
     skip: int,  # first tokens that do not count
 ) -> Tensor:  # [B, H, n or 1, d] fp32
-    "What a cache subtracts from the states of a first chunk: `prompt_mean`, that of the un-turned states turned to each position."
+    "What a cache subtracts from the states of a first chunk: `prompt_mean`, that of the states before RoPE, rotated to each position."
     if inv_freq is None:
         return prompt_mean(x, skip).float()
     rows = shared_cos_sin(inv_freq, x.shape[3], x.device).reach(x.shape[2])[: x.shape[2]]

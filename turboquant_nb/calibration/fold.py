@@ -36,7 +36,7 @@ class _Layer:
     k: nn.Linear
     heads: int
     d: int
-    rotary_dim: int  # channels that RoPE turns
+    rotary_dim: int  # channels that RoPE rotates
 
     @property
     def group(self) -> int:

@@ -111,8 +111,8 @@ class Reading:
             help="Also measure what each layer loses at 2, 3 and 4 bits, for --budget: six passes a layer over the first 1,024 tokens of each window.",
         ),
     ] = False
-    no_maps: Annotated[
-        bool, typer.Option("--no-maps", help="With --layers: measure layers only.")
+    no_transforms: Annotated[
+        bool, typer.Option("--no-transforms", "--no-maps", help="With --layers: measure layers only.")
     ] = False
 
 
@@ -145,7 +145,7 @@ def _check_kind(reading: Reading, sequences: Sequences, weights: Weights) -> Non
         "--windows": reading.windows is not None,
         "--length": reading.length is not None,
         "--layers": reading.layers,
-        "--no-maps": reading.no_maps,
+        "--no-transforms": reading.no_transforms,
         "--dtype": weights.dtype is not None,
     }
     protein = {"--recipe": sequences.recipe is not None, "--held-out": sequences.held_out is not None}
@@ -170,16 +170,16 @@ def _check_kind(reading: Reading, sequences: Sequences, weights: Weights) -> Non
 def calibrate(
     target: Target, reading: Reading, sequences: Sequences, weights: Weights, output: Output
 ) -> None:
-    """Find the best maps for a model's keys, or with --fasta a code for ESM-2.
+    """Find the best key transforms of a model, or with --fasta a code for ESM-2.
 
-    Read some text once and write maps for the keys of a language model, and with --layers what each layer loses by codes, to one file. With --fasta FILE it fits a code for a protein model instead."""
+    Read some text once and write transforms for the keys of a language model, and with --layers the sensitivity of each layer, to one file. With --fasta FILE it fits a code for a protein model instead."""
     _check_kind(reading, sequences, weights)
     out = target_file(target.out, "--out")
     if sequences.fasta is not None:
         recipe, where = sequences.recipe or "water3", (weights.model, weights.device)
         return fit_code(Fit(sequences.fasta, recipe, sequences.held_out, *where, out, target.out), output)
-    if reading.no_maps and not reading.layers:
-        raise Usage("--no-maps leaves nothing to find without --layers")
+    if reading.no_transforms and not reading.layers:
+        raise Usage("--no-transforms leaves nothing to find without --layers")
     windows = 4 if reading.windows is None else reading.windows
     length = 4096 if reading.length is None else reading.length
     texts = _checked_texts(reading.text, windows, length)
@@ -190,7 +190,7 @@ def calibrate(
     model, on, found = loaded.model, not output.quiet, None
     with at_fault(ValueError), hushed():
         ids = _windows(model, loaded.tokenizer, texts, windows, length)
-        if not reading.no_maps:
+        if not reading.no_transforms:
             with Stage(f"reading {len(ids)} windows", len(ids), on) as stage:
                 found = chapter.calibrate(model, ids, progress=stage.tick)
         if reading.layers:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 # %% ../../nbs/87e_cli_compare.ipynb #efc9a361
 from .inputs import recipe_data, tokens_of
-from .output import watched
+from .output import layer_progress
 from ..evaluation.score import Prefill, paired, prefill, token_losses
 from ..hf import TurboQuantCache
 from transformers.cache_utils import DynamicCache, DynamicLayer
@@ -210,7 +210,7 @@ def run_on(
     start = question.end - score_tokens - 1
     cache, part = filled(model, prompt, recipe, start), question.ids[:, start : question.end]
     layers, label = len(prompt.states), f"scoring {score_tokens} tokens, {name}"
-    with stage(label, layers) as progress, watched(model, progress):
+    with stage(label, layers) as progress, layer_progress(model, progress):
         scored = score(model, cache, part)
     return Run(name, recipe, answer, scored, size, coded, took)
 

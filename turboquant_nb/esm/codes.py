@@ -19,7 +19,7 @@ from torch import Tensor
 from ..kernels import ops
 from ..cache.store import KVStore
 from turboquant_nb.esm.transform import (
-    SideCode, TransformCode, _positions, code_states, mapped_states, turned,
+    SideCode, TransformCode, _positions, code_states, transformed_states, centre_at,
 )  # fmt: skip
 
 # %% ../../nbs/72_esm_codes.ipynb #b01cc5a7
@@ -64,7 +64,7 @@ class Past:
         return x.gather(2, at[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
     def states(self, layer: int) -> tuple:
-        "Keys and values of the past [B, H, T, d], in the basis that `enter` maps to."
+        "Keys and values of the past [B, H, T, d], in the basis that `enter` gives."
         return self.kept[layer]
 
     def enter(self, layer, q, k, v) -> tuple:
@@ -218,7 +218,7 @@ class CodedSide:
         self.bytes = TokenBytes(widths, len(start), capacity, start.device)
         self.sinks = torch.zeros(len(start), layers, heads, sinks, d, dtype=dtype, device=start.device)
 
-    def mapped(self, layer: int, x: Tensor) -> Tensor:
+    def transformed(self, layer: int, x: Tensor) -> Tensor:
         "Exact states [..., H, n, d] in the basis of the past: a key keeps its mean, a value loses it."
         mean = 0.0 if self.keys else self.side.mean[layer][:, None]
         return (x.float() - mean) @ self.side.into[layer].transpose(-1, -2)
@@ -233,16 +233,16 @@ class CodedSide:
     def states(self, layer: int, positions: Tensor, start: Tensor, outliers: list) -> Tensor:
         "What codes, sinks and outliers (row, slot, states) say: [B, H, T, d]."
         length = positions.shape[1]
-        z = mapped_states(self.side, self.bytes.read(layer, length), layer)
+        z = transformed_states(self.side, self.bytes.read(layer, length), layer)
         if self.keys:
-            mean = turned(self.side.mean[layer], positions, self.side.turn)
+            mean = centre_at(self.side.mean[layer], positions, self.side.inv_freq)
             z = z + mean @ self.side.into[layer].transpose(-1, -2)
         for j in range(self.sinks.shape[3]):
-            exact = self.mapped(layer, self.sinks[:, layer, :, j : j + 1])
+            exact = self.transformed(layer, self.sinks[:, layer, :, j : j + 1])
             at = (start + j).clamp(max=length - 1)[:, None, None, None]
             z = z.scatter(2, at.expand(-1, z.shape[1], 1, z.shape[3]), exact)
         for row, slot, x in outliers:
-            z[row, :, slot] = self.mapped(layer, x[:, :, None])[:, :, 0]
+            z[row, :, slot] = self.transformed(layer, x[:, :, None])[:, :, 0]
         return z
 
     def nbytes(self) -> int:
@@ -251,8 +251,8 @@ class CodedSide:
 
 # %% ../../nbs/72_esm_codes.ipynb #5d7913b4
 class CodedPast(Past):
-    """A past in the basis of its transforms: no key or value is ever mapped back. The mean of keys is
-    mapped and added to what the codes say, that of values is added to every output."""
+    """A past in the basis of its transforms: no key or value is ever transformed back. The mean of keys is
+    transformed and added to what the codes say, that of values is added to every output."""
 
     def __init__(self, code: TransformCode, start: Tensor, max_length: int | None, dtype):
         super().__init__(code.key.shape[0], start, max_length)
@@ -264,7 +264,7 @@ class CodedPast(Past):
     sides = property(lambda self: (self.key, self.value), doc="Keys, values.")
     edges = property(lambda self: [s.bytes.edges for s in self.sides], doc="Where layers begin in a token's bytes.")
     found = property(lambda self: self.outliers.found, doc="Outlier tokens of the chunk that is being read.")
-    strays = property(lambda self: self.outliers.past, doc="Outlier tokens of the past.")
+    outlier_tokens = property(lambda self: self.outliers.past, doc="Outlier tokens of the past.")
 
     def take(self, layer, k, v):
         "Code the layers that came, several at once where the chunk is small."
@@ -276,7 +276,7 @@ class CodedPast(Past):
         first, n = min(self.new), next(iter(self.new.values()))[0].shape[2]
         positions = self.positions(self.length, self.length + n)
         chunks = [torch.stack(x) for x in zip(*self.new.values())]
-        reach, far = self.code.recipe.strays, False
+        reach, far = self.code.recipe.outliers, False
         for side in self.sides:
             side.bytes.room(self.length + n)
         for side, x in zip(self.sides, chunks):
@@ -298,13 +298,13 @@ class CodedPast(Past):
         self.outliers.rollback()
 
     def states(self, layer):
-        positions, mine = self.positions(0, self.length), [x for x in self.strays if x.layer == layer]
+        positions, mine = self.positions(0, self.length), [x for x in self.outlier_tokens if x.layer == layer]
         far = [[(x.row, x.slot, x[3 + i]) for x in mine] for i in range(2)]
         return [s.states(layer, positions, self.start, o) for s, o in zip(self.sides, far)]
 
     def enter(self, layer, q, k, v):
         query = q.float() @ self.code.key.back[layer]
-        return query, self.key.mapped(layer, k), self.value.mapped(layer, v)
+        return query, self.key.transformed(layer, k), self.value.transformed(layer, v)
 
     def leave(self, layer, out):
         side = self.code.value
@@ -370,7 +370,7 @@ def check_recodable(code: TransformCode | list | None) -> None:
     if isinstance(code, list):
         for r in code:
             if r.sinks or r.recent or {r.key.center, r.value.center} != {"none"}:
-                text = "without sinks, window and centres"
+                text = "without sinks, recent tokens and centres"
                 raise ValueError(f"a pass on coded states needs recipes {text}, got {r}")
 
 
@@ -390,10 +390,10 @@ def recoded(
         return store.read()
     out, far, positions = [], False, _positions(k)
     for side, x in zip(code.sides, (k, v)):
-        packed, over = coded(side, x[None], positions, layer, code.recipe.strays)
-        far, z = far | over, mapped_states(side, packed, layer)
-        mean = turned(side.mean[layer], positions, side.turn)
+        packed, over = coded(side, x[None], positions, layer, code.recipe.outliers)
+        far, z = far | over, transformed_states(side, packed, layer)
+        mean = centre_at(side.mean[layer], positions, side.inv_freq)
         out.append((z @ side.back[layer].transpose(-1, -2) + mean).to(x.dtype))
-    if not code.recipe.strays:
+    if not code.recipe.outliers:
         return out
     return [torch.where(far[0][:, None, :, None], x, y) for x, y in zip((k, v), out)]

@@ -325,7 +325,7 @@ def replay(
 ) -> EsmOutput:
     """What a prefill of the first prefix[b] tokens and decoding of the others one by one gives,
     in one pass; nothing is kept. Only `layers`, if given, are coded. Rows of padding mean
-    nothing. ValueError for a `Recipe` with sinks, window or centres: they depend on the order."""
+    nothing. ValueError for a `Recipe` with sinks, recent tokens or centres: they depend on the order."""
     check_recodable(self.code)
     real = _real(ids, mask)
 

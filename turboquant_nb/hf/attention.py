@@ -20,7 +20,7 @@ from .cache import NAME, CodedStates, _pads_longer, _Padding, _store_padding, ch
 
 # %% ../../nbs/52_hf_attention.ipynb #85ef7537
 def _window_of(mask_function):
-    "The window of a causal mask function; None for plain causal order, 0 for anything else."
+    "The sliding window of a causal mask function; None for plain causal order, 0 for anything else."
     if mask_function is causal_mask_function:
         return None
     try:  # transformers joins (sliding_window_overlay(w), causal_mask_function)
@@ -74,7 +74,7 @@ def turboquant_mask(
     batch_size, q_length, kv_length, q_offset=0, kv_offset=0,
     mask_function=causal_mask_function, attention_mask=None, **kwargs,
 ):  # fmt: skip
-    """The mask for the 'turboquant' attention: None where causal order, left padding and window
+    """The mask for the 'turboquant' attention: None where causal order, left padding and sliding window
     say all of it, else bool [B, 1, n, T]. Takes what transformers gives every mask function."""
     args = (q_offset, kv_offset, mask_function, attention_mask)
     args = (batch_size, q_length, int(kv_length), *args)

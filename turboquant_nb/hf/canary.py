@@ -22,7 +22,6 @@ from ..kernels import ops
 from ..cache.attention import dense_attention
 from .cache import NAME, TurboQuantCache, TurboQuantLayer
 from ..quant.quantizer import decided, decode
-from ..theory.rotation import Rotation
 
 # %% ../../nbs/55_canary.ipynb #06fc2bc7
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Watch:
     "How a cache watches itself. Raises ValueError for numbers out of range."
 
     rate: float = 1 / 1000  # checks per layer step
-    tail: int = 32  # tokens kept exactly besides the recent window
+    tail: int = 32  # tokens kept exactly besides the recent ones
     limit: float = 0.05  # largest fault
     max_error: float | None = None  # largest error; None: any
     action: str = "warn"  # or "raise"
@@ -67,7 +66,7 @@ def _again(store, name: str, x: Tensor, first: int) -> tuple:  # (states, codes 
     stored, mean = store.coded(name, first, last), store.center(name, first, last)
     again = side.q.encode(x, mean, name)
     differ = stored.codes != again.codes
-    if isinstance(side.q.rotation, Rotation) and hasattr(side.q.codebook, "edges"):
+    if not side.q.rotation.per_head and hasattr(side.q.codebook, "edges"):
         differ = differ & decided(side.q, x, mean)
     else:  # transforms per head, channels of several kinds
         differ = (stored.codes.int() - again.codes.int()).abs() > 1
@@ -201,10 +200,10 @@ class Canary:
         if not why:
             return
         self.alarms += 1
-        said = f"canary: layer {check.layer} at {check.tokens} tokens: {'; '.join(why)}"
+        message = f"canary: layer {check.layer} at {check.tokens} tokens: {'; '.join(why)}"
         if w.action == "raise":
-            raise CanaryError(said)
-        warnings.warn(said, RuntimeWarning, stacklevel=2)
+            raise CanaryError(message)
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     @property
     def nbytes(self) -> int:

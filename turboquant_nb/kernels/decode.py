@@ -40,7 +40,7 @@ class DecodeOperands(NamedTuple):
     value_rotation: Tensor  # [d_value, d_value] fp32
     key_mean: Tensor | None  # [B, H, 1, d]
     value_mean: Tensor | None
-    exact: list  # sinks and window of keys, then of values
+    exact: list  # sinks and recent of keys, then of values
     k: Tensor | None  # [B, H, m, d_key] exact states of the last m tokens
     v: Tensor | None
     start: Tensor | None  # [B] int64; None: no sequence is padded
@@ -299,7 +299,7 @@ def _portable_kernel(
 # %% ../../nbs/41_decode.ipynb #0f096e38
 @triton.jit
 def _exact_where(i, start, sinks, recent, recent_from, chunk, length):
-    "Positions of rows i of sinks, window and chunk as one list, and whether they count."
+    "Positions of rows i of sinks, recent and chunk as one list, and whether they count."
     past = length - chunk
     w = i - sinks
     newest = (length - 1) % tl.maximum(recent, 1)  # slot of the last token in the ring

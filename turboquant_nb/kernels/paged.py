@@ -104,7 +104,7 @@ def decode_pages(
     k: Tensor | None = None,  # [B, H, m, d_key] exact states of the last m tokens of each sequence
     v: Tensor | None = None,  # [B, H, m, d_value]; both are used instead of the codes
     scaling: float | None = None,  # softmax scale; d_key**-0.5 if None
-    sliding_window: int | None = None,  # sliding window: token i sees i-window+1 … i
+    sliding_window: int | None = None,  # token i attends to i-sliding_window+1 … i
     softcap: float | None = None,  # scores become softcap·tanh(score/softcap)
     splits: int | None = None,  # parts of the coded tokens; None: enough to fill the GPU
     kernel: str = "auto",

@@ -161,7 +161,7 @@ class Codebook:
     levels64: np.ndarray  # [2**bits] fp64, the levels before rounding to fp32
     means: np.ndarray     # [2**bits] fp64, mean of the law in each cell
     probs: np.ndarray     # [2**bits] fp64, probability of each cell
-    grid: object = None   # Int8Grid or None; set by `snap`: the levels are exactly its step times its integers
+    grid: object = None   # Int8Grid or None; set by `to_int8_grid`: the levels are exactly its step times its integers
 
     @property
     def entropy(self) -> float:
@@ -386,11 +386,11 @@ def _int8_grid(cb):
 
 # %% ../../nbs/10_codebook.ipynb #fb6dfa12
 def _to_int8_grid(cb):
-    "`Codebook.snap`: levels and distortion from the int8 grid, its step rounded to fp32."
+    "`Codebook.to_int8_grid`: levels and distortion from the int8 grid, its step rounded to fp32."
     n, step = cb.int8().levels, float(np.float32(cb.int8().step))
     y = step * n.double().cpu().numpy()  # exact: 24 bits times 7 bits
     if not (np.diff(y) > 0).all():
-        raise ValueError(f"snap needs levels that stay apart as int8, got {len(np.unique(y))} different ones of {len(y)} for {cb.bits} bits")
+        raise ValueError(f"to_int8_grid needs levels that stay apart as int8, got {len(np.unique(y))} different ones of {len(y)} for {cb.bits} bits")
     mse = cb.mse + float((cb.probs * ((y - cb.means) ** 2 - (cb.levels64 - cb.means) ** 2)).sum())
     y.setflags(write=False)
     with torch.inference_mode(False):
