@@ -10,7 +10,7 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from tests.helpers import FAMILIES, HYBRID, SLIDING, caches_latents, generate, prompt, thinned, tiny  # noqa: E402
+from tests.helpers import FAMILIES, HYBRID, SLIDING, caches_latents, covering_pairs, generate, prompt, tiny  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from turboquant_nb.hf import TurboQuantCache  # noqa: E402
@@ -35,7 +35,7 @@ def same_tokens(model, inputs, caches, **options):
     return outs[0]
 
 
-@pytest.mark.parametrize("way, padded", thinned(["greedy", "sampled", "beams", "returned"], [True, False]))
+@pytest.mark.parametrize("way, padded", covering_pairs(["greedy", "sampled", "beams", "returned"], [True, False]))
 def test_tokens_of_recorded_steps_are_those_of_eager_ones(way, padded):
     "12 layers: one recording, and every step after the two that come before it is a replay. Kills: a length, a position or padding that Python baked into the recording."
     options = {"greedy": {}, "sampled": dict(do_sample=True), "beams": dict(num_beams=3), "returned": dict(do_sample=True, num_return_sequences=2)}

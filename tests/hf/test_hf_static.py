@@ -5,7 +5,7 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from tests.helpers import exact_recipe, fused, generate, prompt, thinned, tiny  # noqa: E402
+from tests.helpers import covering_pairs, exact_recipe, fused, generate, prompt, tiny  # noqa: E402
 from turboquant_nb.kernels import ops  # noqa: E402
 from turboquant_nb.hf import TurboQuantCache  # noqa: E402
 from turboquant_nb.quant.quantizer import Recipe  # noqa: E402
@@ -69,7 +69,7 @@ def test_lookup_crop_and_a_second_turn():
     assert torch.equal(*outs)
 
 
-@pytest.mark.parametrize("name, padded", thinned(["llama", "mistral", "gemma3_text", "gpt_oss"], [True, False]))
+@pytest.mark.parametrize("name, padded", covering_pairs(["llama", "mistral", "gemma3_text", "gpt_oss"], [True, False]))
 def test_compiled_steps(name, padded):
     "fullgraph: one graph serves every step, also of another prompt; logits as in eager mode, and no recompilation."
     torch._dynamo.reset()

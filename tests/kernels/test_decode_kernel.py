@@ -44,6 +44,7 @@ if pytest is None:
 else:
     mark, pytestmark = pytest.mark, pytest.mark.usefixtures("one_thread")
 needs_triton = mark.skipif(triton is None, reason="needs Triton")
+needs_gluon = mark.skipif(decode_mma.gluon.language is None, reason="needs Triton 3.6, whose Gluon has mma_v2")
 needs_gpu = mark.skipif(not CUDA, reason="needs a CUDA device")
 cpu_only = mark.skipif(CUDA, reason="Triton's interpreter, where there is no GPU")
 
@@ -257,7 +258,7 @@ def same_arguments(one, two):
 
 
 @cpu_only
-@needs_triton
+@needs_gluon
 @mark.parametrize("case", (dict(), dict(center="pre_rope"), dict(sinks=0, win=0, n=3, m=3), dict(start=[0, 40], n=2), dict(static=True, center="pre_rope"), dict(n=2, m=2)))
 def test_repeats_pass_what_a_fresh_call_passes(case, monkeypatch):
     "While a store grows, is cropped, evicted, padded or replaced, a repeated call is refused or passes what a new one would."
@@ -322,7 +323,7 @@ def test_repeats_pass_what_a_fresh_call_passes(case, monkeypatch):
 
 
 @cpu_only
-@needs_triton
+@needs_gluon
 def test_what_is_not_repeated(monkeypatch):
     "A chunk of another dtype than the store's is copied on each call; half a chunk is an error each time."
     q, store, chunk = setup(d=64, G=4, T=250, n=2, m=2, dtype=torch.bfloat16)
@@ -617,7 +618,7 @@ def compiled(limits):
         assert row["registers"] <= registers and row["spills"] <= spills and row["shared"] <= 48 * 1024, row
 
 
-@needs_triton
+@needs_gluon
 def test_compiled_ahead_of_time():
     compiled(QUICK)
 

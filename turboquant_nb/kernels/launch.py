@@ -148,7 +148,7 @@ def _device_reason(device: torch.device, portable: bool) -> str:
     if is_interpreted():
         return "Triton's interpreter cannot run PTX"
     if gluon.language is None:
-        return "this version of Triton has no Gluon"
+        return "the kernel for tensor cores needs Triton 3.6 or newer, whose Gluon has mma_v2"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "int8 tensor cores with asynchronous copies need compute capability 8.0"
     return ""
