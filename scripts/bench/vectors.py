@@ -131,10 +131,10 @@ class Bench:
         index.pq.cp.min_points_per_centroid, index.pq.cp.max_points_per_centroid = 1, -(-points // 2**nbits)
         shared, method = 4 * d * 2**nbits, "PQ"
         if opq:
-            rotation = faiss.OPQMatrix(d, d // sub)
-            rotation.niter, rotation.pq = opq, faiss.ProductQuantizer(d, d // sub, nbits)
-            rotation.pq.cp.min_points_per_centroid = 1
-            index, shared, method = faiss.IndexPreTransform(rotation, index), shared + 4 * d * d, "OPQ"
+            opq_rotation = faiss.OPQMatrix(d, d // sub)
+            opq_rotation.niter, opq_rotation.pq = opq, faiss.ProductQuantizer(d, d // sub, nbits)
+            opq_rotation.pq.cp.min_points_per_centroid = 1
+            index, shared, method = faiss.IndexPreTransform(opq_rotation, index), shared + 4 * d * d, "OPQ"
         return self.faiss(method, bits, index, shared)
 
     def rotated(self, method, bits, index, shared=0):
