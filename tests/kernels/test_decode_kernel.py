@@ -591,6 +591,7 @@ def test_rotated_queries(batch, heads, group, n, d, rows, own):
 
 
 # ---- compiled ahead of time: registers, spilled bytes, shared memory
+COUNTED = "3.7."  # the Triton whose assembler gave the numbers of registers; another one uses more or fewer, and its spills are what costs time
 QUICK = [
     (dict(bits=[3, 3], regs=168), 168, 120), (dict(bits=[4, 4]), 255, 0), (dict(bits=[2, 2], capability=80, regs=168), 168, 40),
     (dict(d=256, rows=8), 255, 1300), (dict(biased=True), 255, 0), (dict(biased=True, per_head=True), 255, 0), (dict(kernel="pre_rope"), 168, 0), (dict(kernel="transform"), 168, 0), (dict(kernel="transform", rows=32), 168, 0), (dict(kernel="combine", each=8), 80, 0), (dict(kernel="portable", capability=75), 128, 0),
@@ -615,7 +616,8 @@ def compiled(limits):
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(rows) == len(limits)
     for row, (_, registers, spills) in zip(rows, limits):
-        assert row["registers"] <= registers and row["spills"] <= spills and row["shared"] <= 48 * 1024, row
+        assert row["registers"] <= registers or not triton.__version__.startswith(COUNTED), row
+        assert row["spills"] <= spills and row["shared"] <= 48 * 1024, row
 
 
 @needs_gluon

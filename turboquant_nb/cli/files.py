@@ -54,9 +54,12 @@ def _nearest(path: Path) -> Path:
 def _resolved(name: str, option: str) -> Path:
     "The path behind all symlinks."
     try:
-        return Path(name).resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # a circle of symlinks, a null character
+        path = Path(name).resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a circle of symlinks (before Python 3.13), a null character
         raise Usage(f"{option} {name}: {error}") from error
+    if path.is_symlink():  # from Python 3.13 on a circle is left as it is
+        raise Usage(f"{option} {name}: symlinks lead in a circle")
+    return path
 
 
 def check_space(
