@@ -207,7 +207,7 @@ def command(
     panel: str,  # of the help of `group` in which the command is listed
     examples: str,  # lines
 ):
-    "Register a function whose parameters are classes of `options`; it runs `_guarded`."
+    "Register a function whose parameters are classes of `options`; it runs guarded."
 
     def register(function):
         parts = list(inspect.signature(function, eval_str=True).parameters.values())
