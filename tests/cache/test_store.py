@@ -3,6 +3,8 @@ import copy
 import json
 import pickle
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -1067,3 +1069,40 @@ def test_a_side_alone(gen):
     side.tensors |= side.resized(drop=1, tiles=3)
     side.truncated_tiles -= 1
     same(side.read(8, 24).codes, coded.codes[:, :, 16:])
+
+
+AGAIN = """
+import importlib.util, sys, torch
+from turboquant_nb.cache import store
+from turboquant_nb.kernels import encode, launch
+from turboquant_nb.quant.quantizer import Recipe
+from torch.utils._python_dispatch import TorchDispatchMode
+
+for module in (store, launch, encode):  # as a notebook that exports the module does, in a process that has imported it
+    spec = importlib.util.spec_from_file_location(module.__name__ + "_again", module.__file__)
+    again = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+del spec, again
+class Operators(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "turboquant_nb" in str(func):
+            assert func is torch.ops.turboquant_nb.append.default, "an operator that was freed"
+        return func(*args, **(kwargs or {}))
+
+x = torch.randn(2, 1, 2, 5, 16)
+a, b = (store.KVStore(Recipe(sinks=1, recent=2), 1, 2, 16, max_length=8, static=True) for _ in range(2))
+a.append(*x)
+store.CAPTURE.tape = True
+with Operators():
+    b.append(*x)
+store.CAPTURE.tape = False
+assert b.sync() == a.length == 5
+assert all(torch.equal(i, j) for i, j in zip(a.read(), b.read()))
+print("served")
+"""
+
+
+def test_operators_that_are_registered_again_still_serve():
+    "PyTorch frees the operator of before; a module that held it read freed memory (a segmentation fault, sooner or later)."
+    done = subprocess.run([sys.executable, "-X", "faulthandler", "-c", AGAIN], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == "served\n", done.stderr[-2000:]

@@ -521,7 +521,7 @@ class KVStore:
         NaN, Inf or a full store, which then is as before. Where a static store is captured, values
         are not looked at, see `sync`, and whoever replays adds n to `length`."""
         if self.static and self._recorded():
-            _append_op(*self._by_position(k, v))
+            torch.ops.turboquant_nb.append.default(*self._by_position(k, v))
         else:
             self._append_now(k, v, names)
 

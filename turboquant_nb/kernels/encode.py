@@ -1073,7 +1073,8 @@ def append(
     large is taken with the scale NaN, and `store.sync()` raises."""
     if store.static and store._recorded():
         args = store._by_position(k, v)
-        return (_operator if torch.compiler.is_compiling() else _append_at)(*args)
+        compiled = torch.compiler.is_compiling()
+        return (torch.ops.turboquant_nb.encode_append.default if compiled else _append_at)(*args)
     plan = _plan(store)
     if wait or not _is_short(store, plan, k, v):
         return store._append_now(k, v, names, _code_and_wait)

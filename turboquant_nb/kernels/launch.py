@@ -212,7 +212,7 @@ def _shapes(*operands):
 
 def run(x: DecodeOperands) -> tuple:  # (output, log-sum-exp)
     "By the operator where its arguments are traced, else without it."
-    return run_kernel(x)[:2] if type(x.q) is Tensor else _operator(*x)
+    return run_kernel(x)[:2] if type(x.q) is Tensor else torch.ops.turboquant_nb.decode_attention.default(*x)
 
 # %% ../../nbs/44_launch.ipynb #29f2b02c
 def checked_operands(q, store, k, v, scaling, sliding_window, softcap, splits, kernel) -> DecodeOperands:
@@ -316,7 +316,7 @@ def decode_attention(
     options = (scaling, sliding_window, softcap, splits, kernel)
     if torch.compiler.is_compiling():
         operands = checked_operands if store.static else _checked_operands_uncompiled
-        return _operator(*operands(q, store, k, v, *options))
+        return torch.ops.turboquant_nb.decode_attention.default(*operands(q, store, k, v, *options))
     if q.device.type != "cuda" or q.device.index != torch.cuda.current_device():
         return run(checked_operands(q, store, k, v, *options))
     kind, held = _kind(q, k, v, options), REPEATS.setdefault(store, {})
