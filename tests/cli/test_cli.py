@@ -810,7 +810,8 @@ def test_files_are_written_whole_through_links_with_the_mode_of_the_umask(call, 
 @pytest.mark.parametrize("error, code", [(KeyboardInterrupt(), 130), (RuntimeError("disk full"), 1)])
 def test_what_stops_while_it_writes_leaves_nothing(call, plain, tmp_path, monkeypatch, error, code):
     from turboquant_nb import results
-    from turboquant_nb.calibration import fit as calibrate, fold
+    from turboquant_nb.calibration import fold
+    from turboquant_nb.quant import calibration
 
     def stop(*args, **kwargs):
         path = next(x for x in args if isinstance(x, os.PathLike))
@@ -819,7 +820,7 @@ def test_what_stops_while_it_writes_leaves_nothing(call, plain, tmp_path, monkey
 
     (tmp_path / "old").write_text("old")
     monkeypatch.setattr(results, "save", stop)
-    monkeypatch.setattr(calibrate, "save_calibration", stop)
+    monkeypatch.setattr(calibration, "save_calibration", stop)
     monkeypatch.setattr(fold, "save_fold", stop)
     small = ["--windows", 2, "--length", 64, "--quiet", "--model", plain]
     assert call("eval", "attention", *small, "--recipe", "k4v4", "--out", tmp_path / "old")[0] == code

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from turboquant_nb.theory import codebook, transforms
 from turboquant_nb.esm import transform
 from turboquant_nb.theory.codebook import uniform, lloyd_max
-from turboquant_nb.quant.calibration import allocate
+from turboquant_nb.quant.calibration import allocate_layers
 from turboquant_nb.quant.quantizer import PRESETS, Quantizer, Recipe, Spec, decided, preset, scalar_codebook
 from turboquant_nb.theory.rates import MixedCodebook
 from turboquant_nb.cache.store import KVStore, _encode_quietly, _masked_mean
@@ -88,7 +88,7 @@ def test_a_shorter_row_of_levels_repeats_its_last_one():
 def test_a_budget_is_rounded_down():
     "2.45 bits of 6 numbers buy 2.7 bits more than two each: not the 3 of one step."
     losses = dict(bits=[2, 3, 4], key=[[1.0, 0.5, 0.1]], value=[[0.9, 0.4, 0.1]], size=[[3, 3]])
-    assert allocate(losses, 2.45) == [(2, 2)] and allocate(losses, 2.5) == [(3, 2)]
+    assert allocate_layers(losses, 2.45) == [(2, 2)] and allocate_layers(losses, 2.5) == [(3, 2)]
 
 
 # ---------------------------------------------------------------- transforms

@@ -19,7 +19,7 @@ from scipy.special import betaln, hyp2f1
 
 from ..theory.codebook import lloyd_max, lloyd_max_samples, shannon_rate
 from ..cache.packing import Layout, pack, unpack
-from ..theory.rates import allocate
+from ..theory.rates import allocate_channels
 from ..theory.rope import apply_rope
 from ..theory.rotation import haar, haar_qr
 
@@ -408,7 +408,7 @@ def shared_table_mse(
 def _filled_mse(variances: np.ndarray, rate: int) -> float:
     "Relative error of Lloyd-Max codes whose bits (0-8, `rate` on average) follow the variance."
     D = np.array([1.0] + [lloyd_max(b).mse for b in _BITS])
-    bits = allocate(variances, rate * len(variances), hi=8).numpy()
+    bits = allocate_channels(variances, rate * len(variances), hi=8).numpy()
     return float(variances @ D[bits] / variances.sum())
 
 

@@ -184,21 +184,22 @@ def calibrate(
     length = 4096 if reading.length is None else reading.length
     texts = _checked_texts(reading.text, windows, length)
     loaded = load(weights, output.quiet)
-    from turboquant_nb.calibration import sensitivity as allocate, fit as chapter
+    from turboquant_nb.calibration import fit, sensitivity
     from turboquant_nb.hf import TurboQuantCache
+    from turboquant_nb.quant.calibration import save_calibration
 
     model, on, found = loaded.model, not output.quiet, None
     with at_fault(ValueError), hushed():
         ids = _windows(model, loaded.tokenizer, texts, windows, length)
         if not reading.no_transforms:
             with Stage(f"reading {len(ids)} windows", len(ids), on) as stage:
-                found = chapter.calibrate(model, ids, progress=stage.tick)
+                found = fit.calibrate(model, ids, progress=stage.tick)
         if reading.layers:
             passes = len(ids) * 6 * len(TurboQuantCache(model).recipes)
             with Stage("measuring layers", passes, on) as stage:
-                found = allocate.measure_sensitivity(model, ids[:, :1024], found, progress=stage.tick)
+                found = sensitivity.measure_sensitivity(model, ids[:, :1024], found, progress=stage.tick)
     with writing(out) as new:
-        chapter.save_calibration(found, new)
+        save_calibration(found, new)
     if output.json:
         return print_json(dict(version=version(), out=target.out, nbytes=found.nbytes) | found.header)
     print(f"{target.out}: {found}")
