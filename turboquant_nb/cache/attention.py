@@ -127,13 +127,12 @@ def _terms(store, side, coded):
 def _reads_exactly(query, store, positions, past, recent):
     """Which of `positions` [B|1, T] are read exactly: the same for all rows [B, 1, 1, T], or with
     `recent` for each [B, 1, g*n, T]."""
-    sinks, p = store.is_sink(positions)[:, None, None, :], positions[:, None, None, :]
-    since = store.past_exact_from
+    since, sinks = store.past_exact_from, store.recipe.sinks
     if recent is None:
-        return sinks | (p >= since)
+        return store.ranges.is_exact(positions, sinks, since)
     since = torch.minimum(since, past) if store._by_device else min(since, past)
     at = (torch.arange(query.tokens, device=store.device) + (store._now - query.tokens))[:, None]
-    return query.grouped(sinks | ((p >= since) & (p > at - recent)))
+    return query.grouped(store.ranges.is_exact(positions, sinks, (at - recent + 1).clamp(min=since)))
 
 
 def _add_coded(soft, query, store, visible, first, past, softcap, block, recent):

@@ -336,6 +336,15 @@ class Ranges:
         start = self.start[:, None]
         return (positions >= start) & (positions < start + sinks)
 
+    def is_exact(
+        self,
+        positions: Tensor,  # [B|1, T]
+        sinks: int,
+        since,  # first recent position: an int, a tensor of one, or [n, 1] for each of n queries
+    ) -> Tensor:  # [B, 1, 1 or n, T] bool
+        "Which positions are read exactly, not from codes: sinks, and what is recent."
+        return self.is_sink(positions, sinks)[:, None, None] | (positions[:, None, None] >= since)
+
     def checked(self, name: str, value, high: int) -> Tensor:
         "A [B] long tensor with every entry from 0 to high, from an int or a tensor. Raises ValueError otherwise."
         batch = len(self.start)

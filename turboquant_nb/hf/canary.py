@@ -74,8 +74,8 @@ def _again(store, name: str, x: Tensor, first: int) -> tuple:  # (states, codes 
     off = ~((stored.scale.float() - new).abs() <= 0.01 * new.abs() + 1e-6)  # NaN counts
     states = decode(side.q, again, mean, torch.float32)
     positions = torch.arange(first, last, device=x.device)[None]
-    exact = store.is_sink(positions) | (positions >= min(store.past_exact_from, store.length - 1))
-    return torch.where(exact[:, None, :, None], x.float(), states), int(differ.sum()), int(off.sum())
+    exact = store.ranges.is_exact(positions, store.recipe.sinks, min(store.past_exact_from, store.length - 1))
+    return torch.where(exact.mT, x.float(), states), int(differ.sum()), int(off.sum())
 
 
 def check_layer(
