@@ -245,8 +245,8 @@ def attend(
     block: int = 1024,  # coded tokens decoded at a time
     recent: int | None = None,  # of k and v each query reads only its own last ones, itself included
 ) -> tuple:  # (output [B, Hq, n, d_value] in q's dtype, log-sum-exp [B, Hq, n] fp32)
-    """Attention straight on codes. A row that may see nothing gives 0 and -inf. Where a static store
-    is recorded, masks reach to its max_length. Raises ValueError/TypeError on shapes, dtypes or
+    """Attention straight on codes. A row that may see nothing gives 0 and -inf. Where a step of a static
+    store is captured, masks reach to its max_length. Raises ValueError/TypeError on shapes, dtypes or
     devices that do not fit."""
     if store.static and not store._by_device:
         store.sync()

@@ -529,7 +529,7 @@ class KVStore:
         """Code n tokens and add them. Raises ValueError/TypeError on a wrong shape, dtype, device,
         NaN, Inf or a full store, which then is as before. Where a static store is captured, values
         are not looked at, see `sync`, and whoever replays adds n to `length`."""
-        if self.static and self._recorded():
+        if self.static and self._capturing():
             torch.ops.turboquant_nb.append.default(*self._by_position(k, v))
         else:
             self._append_now(k, v, names)
@@ -640,7 +640,7 @@ class KVStore:
     @property
     def _by_device(self) -> bool:
         "Whether the length is known to the device only."
-        return self.static and self._recorded()
+        return self.static and self._capturing()
 
     @property
     def _bound(self) -> int:
@@ -832,7 +832,7 @@ def set_range(self: KVStore, start=None, end=None, k: Tensor | None = None, v: T
     if self.static:
         self.sync()
         if end is not None:
-            raise ValueError("a static store has no ends: what is recorded would not see them")
+            raise ValueError("a static store has no ends: a captured step would not see them")
     if start is not None:
         start = self.ranges.checked("start", start, self.length or 2**31)
     if end is not None:
@@ -1459,7 +1459,7 @@ def _pin(self: KVStore) -> None:
 
 
 @patch
-def _recorded(self: KVStore) -> bool:
+def _capturing(self: KVStore) -> bool:
     "Whether what runs now is captured, to run again without Python."
     if torch.compiler.is_compiling() or CAPTURE.tape:
         return True

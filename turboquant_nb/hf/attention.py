@@ -43,7 +43,7 @@ class _MaskAnswer:
 def _mask_reason(cache, layer, n: int, mask_function, attention_mask) -> _MaskAnswer:
     "Whether a mask must be made for n tokens, and why. Changes nothing; `_store_padding` does."
     if layer.capturing:  # nothing can be read; padding was learnt when the prompt came
-        return _MaskAnswer("" if attention_mask is None else "an attention mask in a recorded step")
+        return _MaskAnswer("" if attention_mask is None else "an attention mask in a captured step")
     past = layer.held
     if not layer.static and any(x.held != past for x in cache.coded_layers):
         raise ValueError("a forward pass was broken off: cache.recover() forgets its tokens")

@@ -124,7 +124,7 @@ class TurboQuantLayer(CacheLayerMixin):
     @property
     def capturing(self) -> bool:
         "Whether a CUDA graph or torch.compile captures this call, to run it again without Python."
-        return self.is_initialized and self.store.static and self.store._recorded()
+        return self.is_initialized and self.store.static and self.store._capturing()
 
     @property
     def held(self) -> int:
@@ -243,8 +243,8 @@ class TurboQuantLayer(CacheLayerMixin):
             self.store.evict(first - MARGIN)
 
     def make_growing(self) -> None:
-        """Let a store grow, move and change its rows again that was made static for recorded steps;
-        what was recorded on it must not be replayed any more."""
+        """Let a store grow, move and change its rows again that was made static for captured steps;
+        what was captured on it must not be replayed any more."""
         if self.is_initialized and self.store.static and not self.static:
             self.store = copy.copy(self.store)
             self.store.storage, self.store.max_length = Growing(), self.max_length
@@ -411,7 +411,7 @@ class _EagerSteps:
         "Raise what replays found."
 
     def report(self) -> dict:
-        "What was recorded and replayed."
+        "What was captured and replayed."
         return {}
 
 
@@ -432,7 +432,7 @@ class TurboQuantCache(Cache):
         calibration=None,  # transforms of keys: a file, a hub id or a Calibration
         budget: float | None = None,  # average bits, spent by the calibration's losses
         watch=None,  # share of layer steps that are checked against exact states, or a `Watch`
-        graphs=True,  # replay decoding steps on a GPU; False: never; or a recorder of `hf.graphs`
+        graphs=True,  # replay decoding steps on a GPU; False: never; or a class like `hf.graphs.CudaGraph`
     ):
         self.info = ModelInfo(model_or_config)
         module = isinstance(model_or_config, torch.nn.Module)
@@ -490,10 +490,10 @@ class TurboQuantCache(Cache):
     def _begin_pass(self) -> None:
         "Once a pass, before its first layer: what concerns the cache and not a layer."
         store = self.coded_layers[0].store
-        if store is not None and store._recorded():
+        if store is not None and store._capturing():
             if not store.static:
                 raise ValueError(
-                    "only a static cache can be recorded: give max_length and static=True"
+                    "only steps of a static cache can be captured: give max_length and static=True"
                 )
             return
         self.runner.attach()
@@ -590,8 +590,11 @@ class Report(dict):
 
 def _captured_by(layers: list) -> dict:
     "Who serves captured steps of a static cache: each (answer, why no kernel) that a layer gives."
-    answers = {(what, *a) for x in layers for what, a in x.captured_backends.items()}
-    return {what: [a[1:] for a in sorted(answers) if a[0] == what] for what, *_ in answers}
+    out = {}
+    for x in layers:
+        for what, answer in x.captured_backends.items():
+            out.setdefault(what, set()).add(tuple(answer))
+    return {what: sorted(answers) for what, answers in out.items()}
 
 
 @patch
@@ -629,7 +632,7 @@ def report(self: TurboQuantCache) -> Report:
         backends=count("backends"),
         reasons=count("reasons"),
         coded=count("coded"),
-        recorded_by=_captured_by(layers),
+        captured_by=_captured_by(layers),
         graphs=self.runner.report(),
         recipe=_recipes_to_json(self.recipes),
         watch=None if self.canary is None else self.canary.report(),
