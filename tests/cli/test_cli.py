@@ -134,7 +134,7 @@ def test_recipe_options_and_file(call, tmp_path):
 ])
 def test_prices(call, recipe, nominal, costs, words):
     got = json.loads(call("recipe", recipe.to_json(), "--json")[1])
-    assert got["nominal_bits"] == pytest.approx(nominal) and got["bits_with_scale"] == costs == use.bits_by_head_size(recipe)
+    assert got["nominal_bits"] == pytest.approx(nominal) and got["bits_with_scale"] == costs == use._bits_by_head_size(recipe)
     assert words in call("recipe", recipe.to_json())[2]
 
 
@@ -392,7 +392,7 @@ def test_fed_states_equal_a_prefill_through_the_cache(tiny, attention):
         with torch.no_grad():
             logits = model(ids, past_key_values=through, logits_to_keep=1).logits
         fed = compare.filled(model, prompt, name)
-        assert int(logits[0, -1].argmax()) == compare.first_token(prompt)
+        assert int(logits[0, -1].argmax()) == compare._first_token(prompt)
         for a, b in zip(fed.layers, through.layers):
             (x, h), (y, g) = a.store.state(), b.store.state()
             assert h == g and x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
@@ -439,14 +439,14 @@ def test_seen():
 
 def test_change_and_same_start():
     loss = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
-    assert compare.ppl_change(loss, loss) == compare.Change(0, 0)
+    assert compare._ppl_change(loss, loss) == compare.Change(0, 0)
     assert compare.common_prefix([1, 2], [1, 2, 3]) == 2 and compare.common_prefix([1], [2]) == 0 and compare.common_prefix([], [1]) == 0
-    change = compare.ppl_change(loss + torch.tensor([0.1, 0.2, 0.3]), loss)
+    change = compare._ppl_change(loss + torch.tensor([0.1, 0.2, 0.3]), loss)
     rel, se = change.relative, change.stderr
     assert abs(rel - (torch.tensor(0.2).exp() - 1)) < 1e-6 and abs(se - 0.1 / 3 ** 0.5) < 1e-6
     for bad in (loss[:1], loss[None]):
         with pytest.raises(ValueError, match="loss and reference"):
-            compare.ppl_change(bad, bad)
+            compare._ppl_change(bad, bad)
 
 
 SHORT = ["--windows", "2", "--length", "64", "--quiet"]

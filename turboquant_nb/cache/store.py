@@ -951,7 +951,8 @@ def crop(
         self._make_whole()
     if not within:
         return None
-    left = Tail(*tail[:2], *(x[:, :, : length - tail.first].clone() for x in tail[2:]))
+    key, value = (x[:, :, : length - tail.first].clone() for x in (tail.key, tail.value))
+    left = Tail(tail.first, tail.past, key, value)
     self._restore_window(left)
     return left
 

@@ -16,7 +16,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from ..kernels import ops
 from ..cache.attention import dense_attention
-from .cache import NAME, CodedStates, _pads_longer, _Padding, _store_padding, check_size
+from .cache import NAME, CodedStates, _pads_longer, _Padding, _store_padding, _check_size
 
 # %% ../../nbs/52_hf_attention.ipynb #85ef7537
 def _window_of(mask_function):
@@ -86,7 +86,7 @@ def turboquant_mask(
     if cache is None:
         return sdpa_mask(*args, **kwargs)
     if not kv_length.layer.capturing:
-        check_size(batch_size, q_length)
+        _check_size(batch_size, q_length)
         cache.check_model(kwargs.get("config"))
     answer = _mask_reason(cache, kv_length.layer, q_length, mask_function, attention_mask)
     if answer.starts is not None:
@@ -222,7 +222,7 @@ def _on_codes(query, key: CodedStates, value: CodedStates, mask, scaling, softca
     if name in ("gather", "torch"):
         layer.reasons[why if mask is None else layer.mask_reason or "a mask was given"] += 1
     if layer.canary is not None and mask is None:
-        layer.canary.look(layer, query, scaling, softcap)
+        layer.canary.observe(layer, query, scaling, softcap)
     layer.free(key.first)
     return _with_sink_logit(out, lse, s_aux)
 

@@ -285,7 +285,7 @@ class StepRunner:
         if step.places is None and "position_ids" not in inspect.signature(self.model().forward).parameters:
             return "the model takes no position_ids"
         if self.cache().canary is not None:
-            return "a canary watches the steps, and a replay shows it nothing"
+            return "a canary checks the steps, and a replay shows it nothing"
         return next(filter(None, map(self.refusal_of_layer, layers)), "")
 
     @staticmethod
@@ -476,7 +476,7 @@ class StepRunner:
     def report(self) -> dict:
         "Graphs captured, steps replayed, and why not where none was; empty where none was wanted."
         layer = self.cache().coded_layers[0]
-        lost = self.graphs is True and self.model is None  # whose forward, nobody said
+        lost = self.graphs is True and self.model is None  # whose forward is not known
         lost = lost and layer.is_initialized and layer.store.device.type == "cuda"
         if not self.wanted and not lost:
             return {}
