@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import attention
 from .packing import SLOT, WIDTHS, Layout
-from .store import KVStore, Ranges, Side
+from .store import KVStore, Side
 
 # %% ../../nbs/33_gather.ipynb #33a0000c
 @lru_cache(maxsize=64)
@@ -94,20 +94,22 @@ def step_ranges(
 ) -> StepRanges:
     "Positions that the last of `now` tokens reads from codes, and which of its exact tokens count."
     with torch.inference_mode(False):
-        ranges = Ranges(len(starts))
-        ranges.start = torch.tensor(starts)
-        begin = ranges.start[:, None].clamp(min=low)
-        held = torch.arange(low, max(low, past))[None]
-        coded = (held >= begin)[:, None, None] & ~ranges.is_exact(held, sinks, exact_from)
-        used = coded.flatten(0, 2).any(0).nonzero().flatten()
-        first, last = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
-        at = ranges.start[:, None] + torch.arange(sinks)
-        ring = now - 1 - (now - 1 - torch.arange(recent)[None]) % max(recent, 1)
-        near = (ring >= begin) & (ring >= exact_from) & (ring < past) & ~ranges.is_sink(ring, sinks)
-        chunk = torch.arange(past, now) >= begin
-        exact = torch.cat([(at >= low) & (at < past), near, chunk], 1)[:, None, None]
-        hidden = [None if bool(seen.all()) else ~seen for seen in (coded[..., first:last], exact)]
-        return StepRanges(low + first, low + last, *hidden)
+        start = torch.tensor(starts)[:, None]
+        begins = [max(low, s + sinks) for s in starts]
+        last = max(0, min(past, exact_from))
+        first = min(min(begins), last)
+        hidden = None
+        if max(min(b, last) for b in begins) > first:
+            hidden = torch.arange(first, last) < torch.tensor(begins)[:, None]
+        at = start + torch.arange(sinks)
+        seen = [(at >= low) & (at < past)]
+        ring = torch.arange(recent)
+        ring = now - 1 - (now - 1 - ring) % max(recent, 1)
+        seen += [(ring >= max(low, exact_from)) & (ring >= start + sinks) & (ring < past)]
+        seen += [torch.arange(past, now) >= start.clamp(min=low)]
+        exact = ~torch.cat(seen, 1)
+        shape = lambda x: x[:, None, None]  # noqa: E731
+        return StepRanges(first, last, None if hidden is None else shape(hidden), shape(exact) if bool(exact.any()) else None)
 
 # %% ../../nbs/33_gather.ipynb #33a00016
 BLOCK = 2**19  # numbers decoded at a time: 2 MB of fp32, about what the second caches of two cores hold

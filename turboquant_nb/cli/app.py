@@ -207,7 +207,7 @@ def command(
     panel: str,  # of the help of `group` in which the command is listed
     examples: str,  # lines
 ):
-    "Register a function whose parameters are classes of `options`; it runs guarded."
+    "Register a function whose parameters are classes of `options`, or dataclasses of such; it runs guarded."
 
     def register(function):
         parts = list(inspect.signature(function, eval_str=True).parameters.values())
@@ -216,7 +216,7 @@ def command(
             with _guarded(_first_name(ctx), values.get("debug", False)):
                 function(**{p.name: _part(p.annotation, ctx, values) for p in parts})
 
-        flat = [f for p in parts if p.annotation is not typer.Context for f in _flat(p.annotation)]
+        flat = [f for p in parts for f in _flat(p.annotation)]
         context = inspect.signature(call, eval_str=True).parameters["ctx"]
         call.__signature__ = inspect.Signature([context, *flat])
         call.__doc__, call.__name__ = function.__doc__, function.__name__
@@ -227,9 +227,14 @@ def command(
 
 # %% ../../nbs/87a_cli_app.ipynb #83b884fb
 def _flat(cls) -> list:  # of inspect.Parameter
-    "The fields of a panel as parameters that typer understands."
+    "The fields of a panel, or of several in a dataclass, as parameters that typer understands."
     out = []
+    if cls is typer.Context:
+        return out
     for field in fields(cls):
+        if not hasattr(cls, "panel"):
+            out += _flat(field.type)
+            continue
         kind, info, *_ = field.type.__args__[0], *field.type.__metadata__
         if isinstance(info, typer.models.OptionInfo):  # arguments have a panel of their own
             info.rich_help_panel = cls.panel
@@ -240,10 +245,12 @@ def _flat(cls) -> list:  # of inspect.Parameter
 
 
 def _part(cls, ctx, values: dict) -> Any:
-    "The panel `cls` out of the values of all options, or the context."
+    "The panel `cls` out of the values of all options, a dataclass of panels, or the context."
     if cls is typer.Context:
         return ctx
-    return cls(**{field.name: values[field.name] for field in fields(cls)})
+    if hasattr(cls, "panel"):
+        return cls(**{field.name: values[field.name] for field in fields(cls)})
+    return cls(**{field.name: _part(field.type, ctx, values) for field in fields(cls)})
 
 
 def _first_name(ctx) -> str:

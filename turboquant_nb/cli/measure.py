@@ -372,16 +372,29 @@ def _save_picture(rows: list, title: str, path: Path) -> None:
         fig.savefig(new, dpi=110)
 
 # %% ../../nbs/87g_cli_measure.ipynb #e6b3022f
-def _evaluate(measure, caches: Caches, changes, calibrated, weights, record: _Record, output, ctx) -> None:
+@dataclass(frozen=True)
+class _Common:
+    "What all measures are asked with, besides the caches."
+
+    changes: Changes
+    calibrated: Calibrated
+    weights: Weights
+    record: _Record
+    output: Output
+    ctx: typer.Context
+
+
+def _evaluate(measure, caches: Caches, common: _Common) -> None:
     "One measure, from the options to the files."
+    weights, record, output = common.weights, common.record, common.output
     measure.check()
     if record.batch < 1:
         raise Usage(f"--batch must be at least 1, got {record.batch}")
     out, picture = target_file(record.out, "--out"), _picture_target(record.plot)
     if out and out == picture:
         raise Usage(f"--out and --plot must be two files, got {record.out} for both")
-    named = _named(caches, changes, calibrated)
-    check_calibrated(calibrated)
+    named = _named(caches, common.changes, common.calibrated)
+    check_calibrated(common.calibrated)
     loaded = load(replace(weights, dtype=weights.dtype or "float32"), output.quiet)
     from turboquant_nb import results
     from turboquant_nb.evaluation.score import one_pass_gate
@@ -397,7 +410,7 @@ def _evaluate(measure, caches: Caches, changes, calibrated, weights, record: _Re
         label = f"measuring {len(candidates)} caches, {measure.name}"
         with Stage(label, measure.units(len(candidates)), not output.quiet) as stage:
             rows = measure.rows(model, tokenizer, ids, candidates, stage.tick)
-    words = ctx.obj.words if ctx.obj else ()
+    words = common.ctx.obj.words if common.ctx.obj else ()
     found = _record(measure, _Measured(rows, gate, model, weights.model, words))
     print_json(found) if output.json else show_table(table_cells(rows))
     if out:
@@ -419,69 +432,31 @@ _EVAL = group(
 
 # %% ../../nbs/87g_cli_measure.ipynb #9d5d2c32
 @command(_EVAL, "ppl", "Measures", "turboquant eval ppl --recipe k3v3 k4v4 --against fp8")
-def ppl(
-    caches: Caches,
-    asked: Windows,
-    protocols: _Protocols,
-    changes: Changes,
-    calibrated: Calibrated,
-    weights: Weights,
-    record: _Record,
-    output: Output,
-    ctx: typer.Context,
-) -> None:
+def ppl(caches: Caches, asked: Windows, protocols: _Protocols, common: _Common) -> None:
     "Perplexity of text read through the cache, change against the uncompressed model."
-    what = _WindowMeasure("ppl", asked, tuple(map(str, protocols.protocol)), record.batch)
-    _evaluate(what, caches, changes, calibrated, weights, record, output, ctx)
+    what = _WindowMeasure("ppl", asked, tuple(map(str, protocols.protocol)), common.record.batch)
+    _evaluate(what, caches, common)
 
 
 @command(_EVAL, "logits", "Measures", "turboquant eval logits --recipe k3v3 --protocol stress")
-def logits(
-    caches: Caches,
-    asked: Windows,
-    protocols: _Protocols,
-    changes: Changes,
-    calibrated: Calibrated,
-    weights: Weights,
-    record: _Record,
-    output: Output,
-    ctx: typer.Context,
-) -> None:
+def logits(caches: Caches, asked: Windows, protocols: _Protocols, common: _Common) -> None:
     "KL divergence and agreement of next-token distributions."
-    what = _WindowMeasure("logits", asked, tuple(map(str, protocols.protocol)), record.batch)
-    _evaluate(what, caches, changes, calibrated, weights, record, output, ctx)
+    what = _WindowMeasure("logits", asked, tuple(map(str, protocols.protocol)), common.record.batch)
+    _evaluate(what, caches, common)
 
 # %% ../../nbs/87g_cli_measure.ipynb #3d77d85d
 @command(_EVAL, "needle", "Measures", "turboquant eval needle --lengths 1024 4096 --depths 0 0.5 1")
-def needle(
-    caches: Caches,
-    asked: _Needles,
-    changes: Changes,
-    calibrated: Calibrated,
-    weights: Weights,
-    record: _Record,
-    output: Output,
-    ctx: typer.Context,
-) -> None:
+def needle(caches: Caches, asked: _Needles, common: _Common) -> None:
     "A sentence with a number, asked for at the end of a long text."
-    what = _NeedleMeasure(asked, record.batch)
-    _evaluate(what, caches, changes, calibrated, weights, record, output, ctx)
+    what = _NeedleMeasure(asked, common.record.batch)
+    _evaluate(what, caches, common)
 
 
 @command(_EVAL, "attention", "Measures", "turboquant eval attention --recipe k3v3 --against fp8")
-def attention(
-    caches: Caches,
-    asked: Windows,
-    changes: Changes,
-    calibrated: Calibrated,
-    weights: Weights,
-    record: _Record,
-    output: Output,
-    ctx: typer.Context,
-) -> None:
+def attention(caches: Caches, asked: Windows, common: _Common) -> None:
     "Error of each layer's attention output."
-    what = _WindowMeasure("attention", asked, ("chunk",), record.batch)
-    _evaluate(what, caches, changes, calibrated, weights, record, output, ctx)
+    what = _WindowMeasure("attention", asked, ("chunk",), common.record.batch)
+    _evaluate(what, caches, common)
 
 # %% ../../nbs/87g_cli_measure.ipynb #ebf3498b
 @options("Claims")

@@ -213,7 +213,7 @@ def _on_codes(query, key: CodedStates, value: CodedStates, mask, scaling, softca
     ask = "auto" if demanded == "triton" and n > 16 and recent is None else demanded
     name, why = ops.select_backend(*args, **call, softcap=softcap, backend=ask)
     if name == "torch" and demanded == "triton":
-        why = ops.explain(*args, **call, softcap=softcap)["flash"][1]
+        _, why = ops.explain(*args, **call, softcap=softcap)["flash"]
         raise ValueError(f"backend 'triton' cannot serve a chunk of {n} tokens: {why}")
     first, sliding_window = call.get("first"), call.get("sliding_window")
     out, lse = ops.dispatch_attend(name, *args, scaling, mask, first, True, sliding_window, softcap, recent)
