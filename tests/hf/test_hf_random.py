@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from turboquant_nb.cache.attention import dense_attention  # noqa: E402
-from turboquant_nb.hf import MARGIN, TurboQuantCache, rope_frequencies, turboquant_attention  # noqa: E402
+from turboquant_nb.hf import MARGIN, TurboQuantCache, layer_frequencies, turboquant_attention  # noqa: E402
 from turboquant_nb.hf.cache import STEPS  # noqa: E402
 from turboquant_nb.quant.mixed_precision import make_quantizer  # noqa: E402
 from turboquant_nb.quant.quantizer import Coded, Recipe, Spec, decode  # noqa: E402
@@ -133,7 +133,7 @@ class Machine(RuleBasedStateMachine):
         starts = data.draw(st.lists(st.integers(0, 9), min_size=batch, max_size=batch))
         self.cache = TurboQuantCache(self.config, self.recipe)
         self.cache.set_padding((torch.arange(10) >= torch.tensor(starts)[:, None]).long())
-        freqs = rope_frequencies(self.config)[0]
+        freqs = layer_frequencies(self.config).by_layer
         self.dense = [[Dense(spec, self.recipe, starts, freq) for spec in (self.recipe.key, self.recipe.value)] for freq in freqs]
         self.length = self.longest = 0
         self.take(data.draw(st.sampled_from([10, 11, 35, 300])), True)

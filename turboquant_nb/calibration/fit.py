@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..hf import AttentionInterface, AttentionMaskInterface, DynamicCache
 from ..hf import _as_bool, _exact, _is_coded, _kinds, _text_config
-from ..hf import rope_frequencies, turboquant_mask
+from ..hf import layer_frequencies, turboquant_mask
 from ..quant.calibration import Calibration, model_facts
 from ..theory.rotation import _no_autocast
 from ..theory.rope import apply_cos_sin
@@ -141,7 +141,7 @@ def collect(
     whose keys are not served, and for one that does not call the attention interface."""
     _check_ids(ids, skip, batch)
     inv_freqs = [
-        None if t is None else torch.as_tensor(t) for t in rope_frequencies(_text_config(model))[0]
+        None if t is None else torch.as_tensor(t) for t in layer_frequencies(_text_config(model)).by_layer
     ]
     moments = Moments()
     with observed(model, ids, _MomentsObserver(moments, inv_freqs, skip)) as ids:

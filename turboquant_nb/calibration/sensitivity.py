@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .fit import _check_ids, provenance, observed, window_center
-from ..hf import TurboQuantCache, _is_coded, _kinds, _text_config, rope_frequencies
+from ..hf import TurboQuantCache, _is_coded, _kinds, _text_config, layer_frequencies
 from ..quant.calibration import Calibration
 from ..quant.quantizer import decode, encode
 from ..quant.mixed_precision import make_quantizer
@@ -131,7 +131,7 @@ def measure_sensitivity(
     bits = _check_measure(bits, calibration, config)
     coded = [i for i, kind in enumerate(_kinds(config)) if _is_coded(kind)]
     recipes = TurboQuantCache(model, "k2v2", calibration=calibration).recipes
-    probe = _Probe(dict(zip(coded, recipes)), rope_frequencies(config)[0], skip, {}, {})
+    probe = _Probe(dict(zip(coded, recipes)), layer_frequencies(config).by_layer, skip, {}, {})
     jobs = [(i, side, b) for i in coded for side in ("key", "value") for b in bits]
     lost, prefix = dict.fromkeys(jobs, 0.0), _Prefix(model, len(_kinds(config)))
     with observed(model, ids, probe) as windows:
