@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,17 +64,19 @@ def decode_quads(
     planes: list,  # one uint8 tensor per plane: [..., *plane_shape]
     layout: Layout,
     table: Tensor,  # of `quad_table`
+    out: Tensor | None = None,  # contiguous, takes as many numbers
 ) -> Tensor:  # [..., d, tile] fp32: integers, token i * rows + t at 4 t + i
     "Levels of whole tiles in steps of the codebook's grid."
     index = quad_index(planes, layout)
-    return table.index_select(0, index.flatten()).view(torch.int8).view(*index.shape[:-1], layout.tile).float()
+    levels = table.index_select(0, index.flatten()).view(torch.int8).view(*index.shape[:-1], layout.tile)
+    return levels.float() if out is None else out.view(levels.shape).copy_(levels)
 
 
 def by_token(
     x: Tensor,  # [..., tile] in the order of `decode_quads`
 ) -> Tensor:  # [..., 4, rows]: the tile's tokens in their order; a view
     "Tokens in the order of their positions."
-    return x.unflatten(-1, (-1, 4)).transpose(-1, -2)
+    return x.view(*x.shape[:-1], -1, 4).transpose(-1, -2)
 
 
 def by_row(
@@ -81,7 +84,7 @@ def by_row(
     rows: int,  # of a tile
 ) -> Tensor:  # [..., n, rows, 4]: each tile in the order of `decode_quads`; a view
     "Whole tiles of tokens in the order of `decode_quads`."
-    return x.unflatten(-1, (-1, 4, rows)).transpose(-1, -2)
+    return x.view(*x.shape[:-1], -1, 4, rows).transpose(-1, -2)
 
 # %% ../../nbs/33_gather.ipynb #33a00013
 @dataclass(frozen=True)
@@ -131,71 +134,75 @@ BLOCK = 2**20  # numbers decoded at a time: 4 MB of fp32; smaller blocks stay ne
 class _Tiles:
     "Some tiles of one side, a block at a time; tokens in the order of `by_row`."
 
-    def __init__(self, store: KVStore, side: Side, tiles: slice):
+    def __init__(self, store: KVStore, side: Side, tiles: slice, place: Tensor | None = None):
         (group,) = side.groups
-        self.layout, self.tiles = group.layout, tiles
+        self.layout, self.tiles, self.place = group.layout, tiles, place
         self.planes = [side.tensors[name] for name in group.names]
         self.table, self.step, self.scale = quad_table(side.q.codebook), side.q.codebook.grid.step, side.tensors["scale"]
-        self.size = store.batch, store.heads, side.q.d
-        n, most = tiles.stop - tiles.start, max(1, BLOCK // (math.prod(self.size) * store.tile))
+        self.size = store.batch * store.heads, side.q.d, store.tile
+        n, most = tiles.stop - tiles.start, max(1, BLOCK // math.prod(self.size))
         self.at_once = -(-n // -(-n // most))  # blocks of one size
 
-    def weights(self) -> Tensor:  # [B, H, tiles, tile]
+    @property
+    def block(self) -> int:
+        "Numbers of the largest block."
+        return self.at_once * math.prod(self.size)
+
+    def weights(self) -> Tensor:  # [B * H, tiles, tile]
         "What levels in steps of the grid are multiplied by."
-        scale = by_row(self.scale[:, :, self.tiles], self.layout.rows)
-        return (scale.float() * self.step).flatten(3)
+        scale = self.scale[:, :, self.tiles].float() * self.step
+        return by_row(scale, self.layout.rows).reshape(self.size[0], -1, self.size[2])
 
     def blocks(self):
-        "(tiles counted from the first, levels [B * H * tiles, d, tile])."
-        for lo in range(self.tiles.start, self.tiles.stop, self.at_once):
-            hi = min(lo + self.at_once, self.tiles.stop)
-            x = decode_quads([p[:, :, lo:hi] for p in self.planes], self.layout, self.table)
-            yield slice(lo - self.tiles.start, hi - self.tiles.start), x.view(-1, *x.shape[3:])
+        "(tiles counted from the first, levels [B * H * tiles, d, tile]), one after the other in the same place."
+        (heads, d, tile), first, last = self.size, self.tiles.start, self.tiles.stop
+        place = torch.empty(self.block) if self.place is None else self.place
+        for lo in range(first, last, self.at_once):
+            hi = min(lo + self.at_once, last)
+            x = place[: heads * (hi - lo) * d * tile].view(-1, d, tile)
+            decode_quads([p[:, :, lo:hi] for p in self.planes], self.layout, self.table, x)
+            yield slice(lo - first, hi - first), x
 
     def put_scores(self, q: Tensor, mean_scores, out: Tensor) -> None:
-        "Scores [B, H, g, tiles, tile] of rotated queries [B, H, g, d]: products with coded keys, with their scales, and what the mean adds."
-        (b, h, d), g, weights = self.size, q.shape[2], self.weights().unsqueeze(2)
+        "Scores [B * H, g, tiles, tile] of rotated queries [B * H, g, d]: products with coded keys, with their scales, and what the mean adds."
+        (heads, g, d), weights = q.shape, self.weights().unsqueeze(1)
         for tiles, x in self.blocks():
-            n = tiles.stop - tiles.start
-            one = q.unsqueeze(2).expand(b, h, n, g, d).reshape(-1, g, d)
-            dots = torch.bmm(one, x).view(b, h, n, g, -1).transpose(2, 3)
-            mean, into = mean_scores(tiles), out[..., tiles, :]
-            if mean is None:
-                torch.mul(dots, weights[..., tiles, :], out=into)
-            else:
-                torch.addcmul(mean, dots, weights[..., tiles, :], out=into)
+            one = q.unsqueeze(1).expand(heads, tiles.stop - tiles.start, g, d).reshape(-1, g, d)
+            dots = torch.bmm(one, x).view(heads, -1, g, self.size[2]).transpose(1, 2)
+            mean, into, w = mean_scores(tiles), out[:, :, tiles], weights[:, :, tiles]
+            torch.mul(dots, w, out=into) if mean is None else torch.addcmul(mean, dots, w, out=into)
 
-    def weighted(self, p: Tensor, hidden: Tensor | None) -> Tensor:  # [B, H, g, d]
-        "The sum of coded values with weights [B, H, g, tiles, tile]; what is hidden may have any scale, NaN too."
-        (b, h, d), g, total = self.size, p.shape[2], 0
-        weights = self.weights()
+    def weighted(self, p: Tensor, hidden: Tensor | None = None) -> Tensor:  # [B * H, g, d]
+        """The sum of coded values with weights [B * H, g, tiles, tile]. The scale of what is `hidden` [B, tokens] counts for 0, if it is
+        NaN too."""
+        heads, d, tile = self.size
+        weights, g, total = self.weights(), p.shape[1], None
         if hidden is not None:
-            weights.flatten(2).masked_fill_(hidden.squeeze(1), 0)
-        w = torch.empty(b, h, p.shape[3], g, p.shape[4])
-        torch.mul(p.transpose(2, 3), weights.unsqueeze(3), out=w)
+            weights.view(len(hidden), -1, hidden.shape[1]).masked_fill_(hidden[:, None], 0)
+        w = torch.mul(p.transpose(1, 2), weights.unsqueeze(2), out=torch.empty(heads, p.shape[2], g, tile))
         for tiles, x in self.blocks():
-            parts = torch.bmm(w[:, :, tiles].reshape(-1, g, p.shape[4]), x.mT)
-            total = total + parts.view(b, h, -1, g, d).sum(2)
+            parts = torch.bmm(w[:, tiles].reshape(-1, g, tile), x.mT).view(heads, -1, g, d).sum(1)
+            total = parts if total is None else total + parts
         return total
 
 # %% ../../nbs/33_gather.ipynb #33a00017
 def _mean_scores(query, store: KVStore, tiles: slice):
     "A function from tiles, counted from the first of these, to what the mean of keys adds to their scores; None for nothing."
+    flat = lambda x: x.flatten(0, 1)  # noqa: E731
+    offset = flat(query.offset) if isinstance(query.offset, Tensor) else None
     if query.rope_coefficients is None:
-        offset = query.offset[..., None] if isinstance(query.offset, Tensor) else None
-        return lambda part: offset
-    starts, rows = store.ranges.starts, store.tile // 4
-    store.cos_sin.reach(store.offset + tiles.stop * store.tile)
+        return lambda part: None if offset is None else offset[..., None]
+    starts, tile, weights = store.ranges.starts, store.tile, flat(query.rope_coefficients)
+    store.cos_sin.reach(store.offset + tiles.stop * tile)
 
-    def scores(part: slice) -> Tensor:
-        first, last = (store.offset + (tiles.start + i) * store.tile for i in (part.start, part.stop))
+    def scores(part: slice) -> Tensor:  # [B * H, g, tiles, tile]
+        first, last = (store.offset + (tiles.start + i) * tile for i in (part.start, part.stop))
         if len(set(starts)) > 1 or first < starts[0]:
-            found = query.rope_coefficients @ store._rows(first, last).float().mT
+            found = flat(query.rope_coefficients @ store._rows(first, last).float().mT)
         else:
-            table = store.rope_table[first - starts[0] : last - starts[0]].float()
-            found = torch.nn.functional.linear(query.rope_coefficients, table)
-        found = by_row(found + query.offset if isinstance(query.offset, Tensor) else found, rows)
-        return found.flatten(4)
+            found = torch.nn.functional.linear(weights, store.rope_table[first - starts[0] : last - starts[0]].float())
+        found = found if offset is None else found + offset
+        return by_row(found, tile // 4).reshape(*found.shape[:2], -1, tile)
 
     return scores
 
@@ -214,43 +221,52 @@ def attend(
     if not served:
         raise ValueError(f"the look-up of four codes cannot serve this call: {why}")
     attention._check_attend(q, store, k, v, store.offset, None, softcap, sliding_window)
-    query = attention._query(q, store, q.shape[3] ** -0.5 if scaling is None else scaling)
     now = store.length
     low = store.offset if sliding_window is None else max(store.offset, now - sliding_window)
-    past = now if k is None else now - k.shape[2]
-    recipe, value, shape = store.recipe, store.value, q.shape[:3]
+    past, recipe = now if k is None else now - k.shape[2], store.recipe
     ranges = step_ranges(store.ranges.starts, low, past, now, store.past_exact_from, recipe.sinks, recipe.recent, store.offset, store.tile)
+    with torch.inference_mode():  # spares every call of PyTorch a look at versions and gradients
+        found = _step(q, store, k, v, q.shape[3] ** -0.5 if scaling is None else scaling, softcap, ranges)
+    return tuple(x.clone() for x in found)  # ordinary tensors
+
+
+def _step(q: Tensor, store: KVStore, k, v, scaling: float, softcap: float | None, ranges: StepRanges) -> tuple:
+    "`attend` for what `ranges` says."
+    query, value = attention._query(q, store, scaling), store.value
+    (b, h, g, _), dv = query.plain.shape, value.q.d
     exact_k, exact_v = (_exact(side, x) for side, x in zip(store.sides, (k, v)))
-    near, tiles = exact_k.shape[2], ranges.tiles.stop - ranges.tiles.start
-    scores = torch.empty(*query.plain.shape[:3], near + tiles * store.tile)
-    if not scores.shape[3]:  # no sequence has begun
-        return q.new_zeros(*shape, value.q.d), torch.full(shape, -math.inf)
-    scores[..., :near] = query.plain @ exact_k.mT
-    coded = scores[..., near:].unflatten(-1, (tiles, store.tile))
+    near, tiles = exact_k.shape[1], ranges.tiles.stop - ranges.tiles.start
+    scores = torch.empty(b * h, g, near + tiles * store.tile)
+    if not scores.shape[2]:  # no sequence has begun
+        return q.new_zeros(b, h * g, 1, dv), torch.full((b, h * g, 1), -math.inf)
+    scores[..., :near] = torch.bmm(query.plain.view(b * h, g, -1), exact_k.mT)
+    coded = scores[..., near:].view(b * h, g, tiles, store.tile)
     if tiles:
-        mean = _mean_scores(query, store, ranges.tiles)
-        _Tiles(store, store.key, ranges.tiles).put_scores(query.rotated, mean, coded)
+        keys, values = (_Tiles(store, side, ranges.tiles) for side in store.sides)
+        keys.place = values.place = torch.empty(max(keys.block, values.block))
+        keys.put_scores(query.rotated.view(b * h, g, -1), _mean_scores(query, store, ranges.tiles), coded)
     if softcap is not None:
         scores.div_(softcap).tanh_().mul_(softcap)
     if ranges.hidden is not None:
-        scores.masked_fill_(ranges.hidden, -math.inf)
+        scores.view(b, h, g, -1).masked_fill_(ranges.hidden, -math.inf)
     top = scores.amax(-1, keepdim=True)
     scores.sub_(top.clamp(min=-1e38)).exp_()  # weights, from here on
     total = scores.sum(-1, keepdim=True)
-    out = scores[..., :near] @ exact_v
+    out = torch.bmm(scores[..., :near], exact_v)
     if tiles:
-        hidden = None if ranges.hidden is None else ranges.hidden[..., near:]
-        out += value.q.rotation.inverse(_Tiles(store, value, ranges.tiles).weighted(coded, hidden))
+        unsure = store.flags is not None and ranges.hidden is not None  # kernels write NaN for what they refuse
+        rotated = values.weighted(coded, ranges.hidden[:, 0, 0, near:] if unsure else None)
+        out += value.q.rotation.inverse(rotated)
         if value.mean is not None:
-            out += coded.flatten(3).sum(-1, keepdim=True) * value.mean.float()
+            out += coded.sum((-1, -2)).unsqueeze(-1) * value.mean.float().view(b * h, 1, dv)
     out /= total.clamp(min=1e-38)  # 0 where nothing is seen; NaN in q stays NaN
-    return out.view(*shape, value.q.d).to(q.dtype), (top + total.log()).view(shape)
+    return out.view(b, h * g, 1, dv).to(q.dtype), (top + total.log()).view(b, h * g, 1)
 
 
 def _exact(side: Side, chunk: Tensor | None) -> Tensor:
-    "Sinks, the ring as it lies, and the chunk: [B, H, S + W + m, d] fp32."
+    "Sinks, the ring as it lies, and the chunk: [B * H, S + W + m, d] fp32."
     parts = [side.exact.sinks, side.exact.recent] + ([] if chunk is None else [chunk])
-    return torch.cat(parts, 2).float()
+    return torch.cat(parts, 2).float().flatten(0, 1)
 
 # %% ../../nbs/33_gather.ipynb #33a00019
 def _side_reason(name: str, side: Side) -> str:
@@ -288,37 +304,35 @@ def supports(
 # %% ../../nbs/33_gather.ipynb #33a00031
 @lru_cache(maxsize=64)
 def _byte_tables(bits: int) -> tuple:
-    "For each plane and quarter: what a code, or for a bit plane a pair low + 2**bits * high, adds to its byte, and the bits that stay."
-    with torch.inference_mode(False):
-        codes = torch.arange(4**bits)
-        low, high = codes % 2**bits, codes >> bits
-        planes, left = [], bits
-        for width in WIDTHS[bits]:
-            left -= width
-            parts = (low[: 2**bits] >> left) & 3 if width == 2 else (low >> left & 1) | (high >> left & 1) << 1
-            planes.append((width, [((parts << s).to(torch.uint8), torch.tensor(255 - (3 << s), dtype=torch.uint8)) for s in SLOT]))
-        return tuple(planes)
+    "For each plane: its width, and for each quarter what a code, or of a bit plane a pair low + 2**bits * high, adds to its byte, and the bits that stay."
+    codes = np.arange(4**bits)
+    low, high = codes % 2**bits, codes >> bits
+    planes, left = [], bits
+    for width in WIDTHS[bits]:
+        left -= width
+        parts = low[: 2**bits] >> left & 3 if width == 2 else (low >> left & 1) | (high >> left & 1) << 1
+        planes.append((width, [((parts << s).astype(np.uint8), np.uint8(255 - (3 << s))) for s in SLOT]))
+    return tuple(planes)
 
 
-def _put_codes(side: Side, codes: Tensor, at: int) -> None:
-    "Write codes [B, H, d] int32 of the token at `at`, counted from the first tile."
-    (group,), layout = side.groups, side.groups[0].layout
-    (tile, at), pairs = divmod(at, side.tile), None
-    quarter, t = divmod(at, layout.rows)
-    for name, (width, tables) in zip(group.names, _byte_tables(layout.bits)):
+def _put_codes(side: Side, codes: np.ndarray, tile: int, t: int) -> None:
+    "Write codes [B, H, d] of token `t` of a tile."
+    (group,), half, pairs = side.groups, -(-side.q.d // 2), None
+    quarter, t = divmod(t, side.tile // 4)
+    for name, (width, tables) in zip(group.names, _byte_tables(group.layout.bits)):
         if width == 1 and pairs is None:
-            low, high = torch.nn.functional.pad(codes, (0, layout.d % 2)).chunk(2, -1)
-            pairs = torch.add(low, high, alpha=2**layout.bits)
-        index, (table, keep) = codes if width == 2 else pairs, tables[quarter]
-        plane = side.tensors[name].select(2, tile)
-        byte = plane.select(2 if side.along == "channel" else 3, t)
-        byte.bitwise_and_(keep).bitwise_or_(table.index_select(0, index.flatten()).view(index.shape))
+            pairs = codes[..., :half].copy()
+            pairs[..., : side.q.d - half] += codes[..., half:] << group.layout.bits
+        plane, (table, keep) = side.tensors[name].numpy()[:, :, tile], tables[quarter]
+        byte = plane[:, :, t] if side.along == "channel" else plane[..., t]
+        byte &= keep
+        byte |= table[codes if width == 2 else pairs]
 
 # %% ../../nbs/33_gather.ipynb #33a00032
 def _same_coding(a: Quantizer, b: Quantizer) -> bool:
     "Whether rotated vectors of both can be coded together."
-    one, other = a.spec, b.spec
-    return (a.d, one.bits, one.codebook, one.scale, one.scale_dtype) == (b.d, other.bits, other.codebook, other.scale, other.scale_dtype)
+    what = lambda q: (q.d, q.spec.bits, q.spec.codebook, q.spec.residual, q.spec.scale, q.spec.scale_dtype)  # noqa: E731
+    return what(a) == what(b)
 
 
 def _code_rows(q: Quantizer, y: Tensor) -> tuple | None:
@@ -332,7 +346,7 @@ def _code_rows(q: Quantizer, y: Tensor) -> tuple | None:
         level = q.codebook.levels.index_select(0, codes.flatten()).view(y.shape)
         dot = (y * level).sum(-1)
         scale = dot / torch.linalg.vector_norm(level, dim=-1).square() if q.spec.scale == "mse" else power / dot
-    (low, high), (least, most) = (map(float, x.aminmax()) for x in (power, scale))
+    (low, least), (high, most) = (x.tolist() for x in torch.stack([power, scale]).aminmax(dim=-1))
     top = torch.finfo(q.scale_dtype).max
     return (codes, scale) if 0 < low and high < math.inf and -top <= least and most <= top else None
 
@@ -375,35 +389,41 @@ def append(
     if not _is_usual(store, k, v):
         return False
     store._make_room(1)
-    position, rotated = store.length, []
-    means = [side.mean for side in store.sides]
+    with torch.inference_mode():
+        coded = _code_token(store, k, v)
+        if coded is None:
+            return False
+        for side, x, (codes, scale) in zip(store.sides, (k, v), coded):
+            _put_token(store, side, x, codes, scale)
+        store.length += 1
+        store.storage.count(store.length)
+    return True
+
+
+def _code_token(store: KVStore, k: Tensor, v: Tensor) -> list | None:
+    "(codes [B * H, d], scales [B * H]) of keys and of values; None if `_code_rows` gave none."
+    means, rotated = [side.mean for side in store.sides], []
     if store.cos_sin is not None:
         means[0] = _key_mean(store)
     for side, x, mean in zip(store.sides, (k, v), means):
         x = x.float() if mean is None else x.float() - mean.float()
-        y = side.q.rotation.apply(x if side.q.rotation.per_head else x.view(-1, side.q.d))
+        y = side.q.rotation.apply(x if side.q.rotation.per_head else x.reshape(-1, side.q.d))
         rotated.append(y.reshape(-1, side.q.d))
-    if together := _same_coding(store.key.q, store.value.q):
-        rotated = [torch.cat(rotated)]
-    coded = [_code_rows(side.q, y) for side, y in zip(store.sides, rotated)]
-    if None in coded:
-        return False
-    if together:
-        coded = zip(*(x.chunk(2) for x in coded[0]))
-    for side, x, (codes, scale) in zip(store.sides, (k, v), coded):
-        _put_codes(side, codes.view(x.shape[0], x.shape[1], -1), position - store.offset)
-        side.tensors["scale"].flatten(2).select(2, position - store.offset).copy_(scale.view(x.shape[:2]))
-        _put_exact(side, x, position, store)
-    store.length = position + 1
-    store.storage.count(store.length)
-    return True
+    if not _same_coding(store.key.q, store.value.q):
+        coded = [_code_rows(side.q, y) for side, y in zip(store.sides, rotated)]
+        return None if None in coded else coded
+    both = _code_rows(store.key.q, torch.cat(rotated))
+    return None if both is None else list(zip(*(x.chunk(2) for x in both)))
 
 
-def _put_exact(side: Side, x: Tensor, position: int, store: KVStore) -> None:
-    "Copy the token into the ring, and where it is a sink to its place among them."
-    sinks, ring = side.exact.sinks, side.exact.recent
+def _put_token(store: KVStore, side: Side, x: Tensor, codes: Tensor, scale: Tensor) -> None:
+    "Write codes and scale after the last token; copy the token itself into the ring, and where it is a sink to its place among them."
+    position, shape, (sinks, ring) = store.length, x.shape[:2], (side.exact.sinks, side.exact.recent)
+    tile, t = divmod(position - store.offset, store.tile)
+    _put_codes(side, codes.numpy().reshape(*shape, -1), tile, t)
+    side.tensors["scale"][:, :, tile, t] = scale.view(shape)
     if ring.shape[2]:
-        ring.select(2, position % ring.shape[2]).copy_(x.select(2, 0))
+        ring[:, :, position % ring.shape[2]] = x[:, :, 0]
     for row, start in enumerate(store.ranges.starts):
         if 0 <= position - start < sinks.shape[2]:
             sinks[row, :, position - start] = x[row, :, 0]
