@@ -77,10 +77,12 @@ class _Query:
 
 
 def _pre_rope_terms(q: Tensor, mean: Tensor, r: int) -> tuple:
-    """What ⟨q, R_t m⟩ is made of: weights [..., r] of the cosines and sines, and the share [..., 1]
-    of channels that RoPE leaves."""
-    (a, b), (x, y) = ((z[..., : r // 2], z[..., r // 2 : r]) for z in (q, mean))
-    still = q[..., r:] @ mean[..., r:].transpose(-1, -2)
+    """What ⟨q, R_t m⟩ is made of: weights [..., r] of the cosines and sines, None if r is 0, and the share
+    [..., 1] of channels that RoPE leaves, 0.0 if it leaves none."""
+    still = q[..., r:] @ mean[..., r:].mT if r < q.shape[-1] else 0.0
+    if not r:
+        return None, still
+    (a, b), (x, y) = (z[..., :r].chunk(2, -1) for z in (q, mean))
     return torch.cat([a * x + b * y, b * x - a * y], -1), still
 
 
@@ -91,7 +93,7 @@ def _query(q: Tensor, store: KVStore, scaling: float) -> _Query:
     rope_coefficients, shift = (None, 0.0) if mean is None else _pre_rope_terms(plain, mean.float(), r)
     rotated = store.key.q.rotation.query(plain)
     sketched = rotated @ store.key.q.sketch.T if store.key.signs else None
-    return _Query(plain, rotated, sketched, shift, rope_coefficients if r else None, heads // store.heads, n)
+    return _Query(plain, rotated, sketched, shift, rope_coefficients, heads // store.heads, n)
 
 # %% ../../nbs/32_attention.ipynb #b1ea91c6
 def _visible(store: KVStore, n: int, positions: Tensor, causal: bool, sliding_window: int | None) -> Tensor:

@@ -46,6 +46,8 @@ def _plain(f):
 
     @wraps(f)
     def run(*args, **kwargs):
+        if not torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            return f(*args, **kwargs)
         with torch.inference_mode(False), torch.no_grad():
             return f(*args, **kwargs)
 
@@ -723,6 +725,7 @@ class CosSinCache:
     def __init__(self, inv_freq: Tensor):
         self.inv_freq = inv_freq  # [r/2] fp32
         self.table = torch.zeros(0, 2 * len(inv_freq), dtype=torch.float16, device=inv_freq.device)
+        self._row = None, None  # position, and what `row` said of it
 
     def __deepcopy__(self, memo):
         return self  # copies share it too
@@ -735,6 +738,15 @@ class CosSinCache:
                 t = torch.arange(have, need, device=self.inv_freq.device)
                 self.table = torch.cat([self.table, cos_sin_table(t, self.inv_freq).half()])
         return self.table
+
+    def row(self, position: int) -> tuple:  # two of [r] fp32
+        """Cosines, twice, and sines, the first half negative: x * cos + x.roll(r / 2) * sin is `apply_cos_sin`,
+        bit for bit. All layers of a step ask for one position, so the last answer is kept."""
+        if self._row[0] != position:
+            with torch.inference_mode(False), torch.no_grad():
+                cos, sin = self.table[position].float().chunk(2)
+                self._row = position, (torch.cat([cos, cos]), torch.cat([-sin, sin]))
+        return self._row[1]
 
 # %% ../../nbs/31_store.ipynb #f2074717
 _SHARED_COS_SIN = WeakValueDictionary()

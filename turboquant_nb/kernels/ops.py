@@ -313,4 +313,7 @@ def append(
 
 def dispatch_append(name: str, store, k, v, names=("k", "v")) -> None:
     "`append` by a backend that `select_coder` gave, without asking again."
-    encode.append(store, k, v, names) if name == "triton" else store.append(k, v, names)
+    if name == "triton":
+        encode.append(store, k, v, names)
+    elif not gather.append(store, k, v):
+        store.append(k, v, names)
