@@ -40,7 +40,10 @@ class DecodeOperands(NamedTuple):
     value_rotation: Tensor  # [d_value, d_value] fp32
     key_mean: Tensor | None  # [B, H, 1, d]
     value_mean: Tensor | None
-    exact: list  # sinks and recent of keys, then of values
+    key_sinks: Tensor  # [B, H, sinks, d] exact
+    key_recent: Tensor  # [B, H, recent, d], a ring
+    value_sinks: Tensor
+    value_recent: Tensor
     k: Tensor | None  # [B, H, m, d_key] exact states of the last m tokens
     v: Tensor | None
     start: Tensor | None  # [B] int64; None: no sequence is padded
@@ -84,10 +87,13 @@ class DecodeSizes(NamedTuple):
         batch, query_heads, n, d = x.q.shape
         (_, heads, *tiles, tile), dv = x.key_scale.shape, len(x.value_rotation)
         tiles = tiles[0] if x.pages is None else x.pages.shape[1]
-        chunk, sinks, recent = 0 if x.k is None else x.k.shape[2], x.exact[0].shape[2], x.exact[1].shape[2]
+        chunk, sinks, recent = 0 if x.k is None else x.k.shape[2], x.key_sinks.shape[2], x.key_recent.shape[2]
         key_bits = len(x.key_planes) + 1 if x.key_planes[0].shape[-1] == d else 1  # else the first plane holds single bits
         value_bits = len(x.value_planes) + 1 if x.value_planes[0].shape[-2] == dv else 1
-        return cls(batch, heads, query_heads // heads, n, d, dv, tiles, tile, chunk, sinks, recent, key_bits, value_bits)
+        return cls(
+            batch=batch, heads=heads, group=query_heads // heads, n=n, d=d, dv=dv, tiles=tiles, tile=tile, chunk=chunk, sinks=sinks,
+            recent=recent, key_bits=key_bits, value_bits=value_bits,
+        )  # fmt: skip
 
     @property
     def rows(self) -> int:
@@ -160,7 +166,7 @@ def store_operands(
     return DecodeOperands(
         last_dim_dense(q), store.key.planes, kt["scale"], store.value.planes, vt["scale"], tables.packed_lut, tables.levels,
         key_rotation=key.rotation.query_matrix, value_rotation=value.rotation.matrix, key_mean=kt.get("mean"), value_mean=vt.get("mean"),
-        exact=[kt["sinks"], kt["recent"], vt["sinks"], vt["recent"]], k=last_dim_dense(k), v=last_dim_dense(v),
+        key_sinks=kt["sinks"], key_recent=kt["recent"], value_sinks=vt["sinks"], value_recent=vt["recent"], k=last_dim_dense(k), v=last_dim_dense(v),
         start=store.start if padded else None, end=store.end, position=store.position, pages=None,
         cos_sin=store.rope_table if store.recipe.key.center == "pre_rope" else None, key_step=tables.steps[0], value_step=tables.steps[1],
         length=store.length, offset=store.offset, recent_from=store._recent_from, **call_numbers(q, scaling, sliding_window, softcap, splits),
@@ -389,9 +395,10 @@ def _combine_kernel(
         here = QUERY + b.to(tl.int64) * sb + (h * group + r // n).to(tl.int64)[:, None] * sh + (r % n).to(tl.int64)[:, None] * sn
         q = tl.load(here + d, mask=ok[:, None] & (d < D), other=0.0).to(tl.float32) * scaling
         m, whole, near = _exact_tokens(
-            q, b, h, bh.to(tl.int64), length - n + r % n, SK, WK, CK, ckb, ckh, ckn, SV, WV, CV, cvb, cvh, cvn, start,
-            stop, length, sinks, recent, recent_from, chunk, offset, sliding_window, cap_at, D, DP, DV, DVP, R, EB, SLIDING,
-            CAPPED)  # fmt: skip
+            q=q, b=b, h=h, bh=bh.to(tl.int64), at=length - n + r % n, SK=SK, WK=WK, CK=CK, ckb=ckb, ckh=ckh, ckn=ckn, SV=SV, WV=WV, CV=CV,
+            cvb=cvb, cvh=cvh, cvn=cvn, start=start, stop=stop, length=length, sinks=sinks, recent=recent, recent_from=recent_from, chunk=chunk,
+            offset=offset, sliding_window=sliding_window, cap=cap_at, D=D, DP=DP, DV=DV, DVP=DVP, R=R, EB=EB, SLIDING=SLIDING, CAPPED=CAPPED,
+        )  # fmt: skip
         top = tl.where(whole != 0, m, top)  # NaN counts as seen
     far = tl.zeros([R, DVP], tl.float32)
     first = (bh * blocks + r // Q).to(tl.int64) * splits
@@ -576,20 +583,20 @@ def combine(
     x: DecodeOperands, s: DecodeSizes, shared: dict, parts: Parts, fast: bool = False, pdl: bool = False
 ) -> tuple:  # (output [B, Hq, n, d_value], log-sum-exp [B, Hq, n], `Launch` or None if it cannot be repeated)
     "Exact tokens and splits. fast: splits are rotated back already; pdl: start while they are at work."
-    q, shape, exact = x.q, x.q.shape[:3], x.exact
+    q, shape = x.q, x.q.shape[:3]
     out, lse = q.new_empty((*shape, s.dv), dtype=q.dtype if fast else torch.float32), q.new_empty(shape, dtype=torch.float32)
     rest = out if fast else torch.empty_like(out)
-    k, v = (exact[0], exact[2]) if x.k is None else (x.k, x.v)
-    mixed = k.dtype != exact[0].dtype or v.dtype != exact[0].dtype
+    k, v = (x.key_sinks, x.value_sinks) if x.k is None else (x.k, x.v)
+    exact = dict(SK=x.key_sinks, WK=x.key_recent, CK=k, SV=x.value_sinks, WV=x.value_recent, CV=v)
+    mixed = k.dtype != x.key_sinks.dtype or v.dtype != x.key_sinks.dtype
     if mixed:  # the kernel reads all of them through one pointer
-        k, v, *exact = (t.float() for t in (k, v, *exact))
+        exact = {name: t.float() for name, t in exact.items()}
     _, splits, rows = parts.lse.shape
     together, each = _together(s, rows, shape.numel())
     few, at_once = s.sinks + s.recent + s.chunk, min(16 if splits <= 32 else 64, 64 // together)
-    (ckb, ckh, ckn, _), (cvb, cvh, cvn, _) = k.stride(), v.stride()
-    named = shared | dict(
-        OUT_PARTS=parts.out, LSE_PARTS=parts.lse, OUT=out, LSE=lse, REST=rest, SK=exact[0], WK=exact[1], CK=k, ckb=ckb, ckh=ckh,
-        ckn=ckn, SV=exact[2], WV=exact[3], CV=v, cvb=cvb, cvh=cvh, cvn=cvn, splits=splits, blocks=parts.blocks, Q=rows, R=together,
+    (ckb, ckh, ckn, _), (cvb, cvh, cvn, _) = exact["CK"].stride(), exact["CV"].stride()
+    named = shared | exact | dict(
+        OUT_PARTS=parts.out, LSE_PARTS=parts.lse, OUT=out, LSE=lse, REST=rest, ckb=ckb, ckh=ckh, ckn=ckn, cvb=cvb, cvh=cvh, cvn=cvn, splits=splits, blocks=parts.blocks, Q=rows, R=together,
         SB=at_once, EB=each if few else 0, FAST=fast, PDL=pdl,
     )  # fmt: skip
     grid, options = s.batch * s.heads * -(-s.rows // together), {"launch_pdl": True} if pdl else {}

@@ -571,8 +571,11 @@ def _decode_kernel(
     ok_q = jq < group * n
     row_at = b.to(gl.int64) * sb + (h * group + jq // n).to(gl.int64) * sh + (jq % n).to(gl.int64) * sn
     begin, end, lo_row, hi_row, safe_lo, safe_hi, tiles = _span(
-        START, END, LENGTH, each_length, PAGES, page_stride, b, h, heads, cap, block, split, splits, length, n, sinks, recent,
-        recent_from, chunk, offset, sliding_window, HAS_START, HAS_END, HAS_LENGTH, PAGED, SLIDING, G)
+        START=START, END=END, LENGTH=LENGTH, each_length=each_length, PAGES=PAGES, page_stride=page_stride, b=b, h=h, heads=heads, cap=cap,
+        block=block, split=split, splits=splits, length=length, n=n, sinks=sinks, recent=recent, recent_from=recent_from, chunk=chunk,
+        offset=offset, sliding_window=sliding_window, HAS_START=HAS_START, HAS_END=HAS_END, HAS_LENGTH=HAS_LENGTH, PAGED=PAGED, SLIDING=SLIDING,
+        G=G,
+    )  # fmt: skip
     for i in range(G.NK):
         _copy_k(keys, i, i, (K0, K1, K2), tiles, begin, begin < end, PAGED, G)
     k0 = gl.load(TABLE); k1 = gl.load(TABLE + 1); k2 = gl.load(TABLE + 2); k3 = gl.load(TABLE + 3)
@@ -589,8 +592,10 @@ def _decode_kernel(
         token = row // G.RP * (4 * G.RP) + inside  # place in the tile
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    q_lo, q_hi, unit, shift_q = _queries(QUERY, ROTATED, RK_, MK, row_at, (base * Q).to(gl.int64), ok_q, bh, scaling, k_step,
-                                         FAST_K, MEAN_K, CAPPED, G)
+    q_lo, q_hi, unit, shift_q = _queries(
+        QUERY=QUERY, ROTATED=ROTATED, R=RK_, MU=MK, row_at=row_at, row=(base * Q).to(gl.int64), ok=ok_q, bh=bh, scaling=scaling, step=k_step,
+        FAST=FAST_K, MEAN=MEAN_K, CAPPED=CAPPED, G=G,
+    )  # fmt: skip
     lut_k = (_in_register(k0), _in_register(k1), _in_register(k2), _in_register(k3))  # here, so that these loads wait together with those of the query
     lut_v = (_in_register(v0), _in_register(v1), _in_register(v2), _in_register(v3))
     q_lo = _query_fragment(q_lo, G.C, G.W, Q, operand)
@@ -613,10 +618,15 @@ def _decode_kernel(
             bias = _bias(BIAS, bias_stride, base, at, G)
         F = gl.allocate_shared_memory(gl.float32, [4, 8, 8 * Q], SH)  # here, so that others may use its bytes later
         _key_pieces(keys, values, F, (V0, V1, V2), tiles, t, q_lo, q_hi, lut_k, PAGED, G, mma)
-        y, m, total, rescale = _softmax_step(F, ks, vs, bias, t, token, m, total, qs, shift, safe_lo, safe_hi, lo_row, hi_row,
-                                          cap_at, SH, BIASED, CAPPED, G)
+        y, m, total, rescale = _softmax_step(
+            F=F, ks=ks, vs=vs, bias=bias, t=t, token=token, m=m, total=total, qs=qs, shift=shift, safe_lo=safe_lo, safe_hi=safe_hi,
+            lo_row=lo_row, hi_row=hi_row, cap_at=cap_at, SH=SH, BIASED=BIASED, CAPPED=CAPPED, G=G,
+        )  # fmt: skip
         top, P = _weights(y, operand, Q)
-        _value_pieces(keys, values, ACC, (K0, K1, K2), tiles, t + 1, t + 1 < end, P, rescale, top, lut_v, PAGED, G, mma)
+        _value_pieces(
+            keys=keys, values=values, ACC=ACC, K=(K0, K1, K2), tiles=tiles, following=t + 1, go=t + 1 < end, P=P, rescale=rescale, top=top,
+            table=lut_v, PAGED=PAGED, G=G, mma=mma,
+        )  # fmt: skip
     scale = qs
     if CAPPED or BIASED:
         scale = qs * 0 + 1.0
