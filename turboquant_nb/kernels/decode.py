@@ -51,6 +51,8 @@ class DecodeOperands(NamedTuple):
     position: Tensor | None  # [1] or [B] int32, replaces `length`
     pages: Tensor | None  # [B, n] int32, see `paged.Pages`
     cos_sin: Tensor | None  # [positions, r] fp16: key_mean is a pre-RoPE mean
+    near_angles: Tensor | None  # see `query.AngleTables`: the tensor-core kernel needs no bias of scores
+    far_angles: Tensor | None
     key_step: float  # of the int8 levels
     value_step: float
     length: int
@@ -160,6 +162,7 @@ def store_operands(
     splits: int | None = None,
     padded: bool = True,  # may a sequence start after position 0?
     portable: bool = True,
+    angles=None,  # `query.AngleTables` of a pre-RoPE mean
 ) -> DecodeOperands:
     "What kernels need of a store and a call."
     kt, vt, key, value = store.key.tensors, store.value.tensors, store.key.q, store.value.q
@@ -168,7 +171,8 @@ def store_operands(
         key_rotation=key.rotation.query_matrix, value_rotation=value.rotation.matrix, key_mean=kt.get("mean"), value_mean=vt.get("mean"),
         key_sinks=kt["sinks"], key_recent=kt["recent"], value_sinks=vt["sinks"], value_recent=vt["recent"], k=last_dim_dense(k), v=last_dim_dense(v),
         start=store.start if padded else None, end=store.end, position=store.position, pages=None,
-        cos_sin=store.rope_table if store.recipe.key.center == "pre_rope" else None, key_step=tables.steps[0], value_step=tables.steps[1],
+        cos_sin=store.rope_table if store.recipe.key.center == "pre_rope" else None,
+        near_angles=None if angles is None else angles.near, far_angles=None if angles is None else angles.far, key_step=tables.steps[0], value_step=tables.steps[1],
         length=store.length, offset=store.offset, recent_from=store._recent_from, **call_numbers(q, scaling, sliding_window, softcap, splits),
         key_hadamard=tables.hadamard[0], value_hadamard=tables.hadamard[1], portable=portable,
     )  # fmt: skip
