@@ -437,6 +437,36 @@ def test_a_video_is_centred_as_well_as_text():
     assert preset_error == mean_error < mutant / 1.5, (preset_error, mean_error, mutant)
 
 
+SHARING = dict(num_hidden_layers=4, num_kv_shared_layers=2, sliding_window=8, layer_types=["sliding_attention", "full_attention"] * 2, hidden_size_per_layer_input=4, vocab_size_per_layer_input=VOCAB)
+SHARERS = {"Gemma3nText": dict(SHARING, laurel_rank=4, altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 4), "Gemma4Text": dict(SHARING, global_head_dim=16)}
+
+
+@pytest.mark.parametrize("name", SHARERS)
+def test_layers_that_take_anothers_keys(name):
+    """By presets, whose mean of keys asks how the model rotates: Gemma 3n and 4 rotate one tensor at a time, and presets were refused with torch's error. Gemma 4 brings only the last queries to
+    layers that take another's keys: they were taken for the first ones (of a sliding window silently)."""
+    if not hasattr(transformers, name + "Config"):
+        pytest.skip("not in this transformers")
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name + "Config")(**BASE | SHARERS[name]), attn_implementation="sdpa").eval().double()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim > 1:
+                p.normal_(0, 0.3, generator=torch.Generator().manual_seed(p.numel()))
+    for padded in (True, False):
+        inputs = prompt(2, 30, padded=padded)
+        own = model.generate(**inputs, past_key_values=DynamicCache(config=model.config), max_new_tokens=8, do_sample=False)
+        for recipe in (exact_recipe(), "k3v3", "k2v2"):
+            (want, _), (got, cache) = (generate(model, inputs, a, recipe) for a in ("sdpa", "turboquant"))
+            assert torch.equal(want, got) and (recipe in ("k3v3", "k2v2") or torch.equal(got, own)), (padded, recipe)
+        assert {x.key.center for x in cache.recipes} == {"pre_rope"}
+        model.set_attn_implementation("sdpa")
+    ids = prompt(1, 12, padded=False)["input_ids"].repeat(1, 3)
+    inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
+    plain, drafted = (generate(model, inputs, "turboquant", "k2v2", max_new_tokens=25, **kwargs)[0] for kwargs in ({}, dict(prompt_lookup_num_tokens=4)))
+    assert torch.equal(plain, drafted)
+
+
 def test_a_pre_rope_mean_follows_a_bias():
     "Keys that are a bias and little else, rotated by RoPE: the mean before RoPE leaves little to code, the one that does not leaves the bias."
     model = copy.deepcopy(tiny("qwen2"))

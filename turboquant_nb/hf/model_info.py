@@ -7,6 +7,7 @@ __all__ = ['LayerInfo', 'ModelInfo', 'rope_frequencies', 'LayerPlan', 'plan_laye
 
 # %% ../../nbs/50_model_info.ipynb #336d9716
 import importlib
+import inspect
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -133,12 +134,14 @@ def _is_half_split(module, rotary, kind, inv_freq) -> bool:
     probe = dict(dtype=torch.float32, generator=torch.Generator().manual_seed(0))
     x, positions = torch.randn(1, 1, 4, 2 * len(inv_freq), **probe), torch.arange(4) * 3
     more = () if hasattr(rotary, "inv_freq") else (kind,)
-    cos, sin = rotary(x, positions[None], *more)
     factor = getattr(rotary, "attention_scaling", getattr(rotary, f"{kind}_attention_scaling", 1.0))
     want = apply_rope(x, positions, inv_freq=inv_freq, scale=factor)
+    apply = module.apply_rotary_pos_emb
+    takes_one = "k" not in inspect.signature(apply).parameters  # x, cos, sin: Gemma 3n and 4
     try:
-        got = module.apply_rotary_pos_emb(x, x, cos, sin)[0]
-    except RuntimeError:  # takes cosines of another shape
+        cos, sin = rotary(x, positions[None], *more)
+        got = apply(x, cos=cos, sin=sin) if takes_one else apply(x, x, cos, sin)[0]
+    except (RuntimeError, TypeError):  # takes positions or cosines of another shape
         return False
     return got.shape == want.shape and bool(torch.allclose(got, want, atol=1e-4))
 
