@@ -4,19 +4,20 @@ import itertools
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from turboquant_nb.theory import codebook, rates, rope, rotation, transforms
+from turboquant_nb.theory import codebook, rates, rope, rotation as rotations, transforms
 from turboquant_nb.esm import transform
 from turboquant_nb.theory.codebook import uniform, lloyd_max
 from turboquant_nb.cache.attention import attend, dense_attention
 from turboquant_nb.cache.packing import Layout
 from turboquant_nb.quant.calibration import allocate
-from turboquant_nb.quant.quantizer import PRESETS, Quantizer, Recipe, Spec, decided, preset, scalar_codebook
+from turboquant_nb.quant.quantizer import PRESETS, Quantizer, Recipe, Spec, decided, encode, preset, scalar_codebook
 from turboquant_nb.theory.rates import MixedCodebook
-from turboquant_nb.cache.store import KVStore, Side, _encode_quietly, _masked_mean
+from turboquant_nb.cache.store import KVStore, Side, _encode_quietly, _masked_mean, prompt_mean
 from turboquant_nb.testing import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -109,6 +110,104 @@ def test_few_samples_get_the_best_partition():
                 runs = [slice(i, j) for i, j in zip((0, *cuts), (*cuts, 9))]
                 costs.append(sum(float((w[r] * (x[r] - (w[r] * x[r]).sum() / w[r].sum()) ** 2).sum()) for r in runs))
             assert codebook.lloyd_max_samples(x, bits, w).mse == pytest.approx(min(costs), rel=1e-9)
+
+
+def test_a_tridiagonal_system_and_every_pivot():
+    "Against NumPy; a negative pivot at any place is said."
+    rng = np.random.default_rng(0)
+    for n in (2, 3, 6):
+        diag, off, b = 3 + rng.random(n), rng.random(n - 1), rng.random(n)
+        dense = np.diag(diag) + np.diag(off, 1) + np.diag(off, -1)
+        assert codebook._solve_tridiagonal(diag, off, b) == pytest.approx(np.linalg.solve(dense, b), rel=1e-12)
+        for i in range(n):
+            bad = diag.copy()
+            bad[i] = -5
+            assert codebook._solve_tridiagonal(bad, off * 0.1, b) is None
+    assert codebook._solve_tridiagonal(np.array([0.0, 1.0]), np.zeros(1), np.ones(2)) is None
+
+
+@pytest.mark.parametrize("d", [None, 5, 16])
+def test_newton_starts_at_quantiles_of_the_cube_root(d):
+    "The positive levels halve equal parts of f^(1/3), integrated numerically."
+    from scipy.integrate import quad
+
+    f = lambda t: float(codebook._density(np.array(t), d)) ** (1 / 3)
+    end = 12.0 if d is None else math.sqrt(d)
+    part = [quad(f, 0, y, limit=200)[0] for y in codebook._start(3, d)]
+    assert part == pytest.approx([(i + 0.5) / 4 * quad(f, 0, end, limit=400)[0] for i in range(4)], rel=1e-6)
+
+
+def test_the_worst_cell_is_split_at_its_mean():
+    "Not the farthest from 0, and not the widest: that of the largest squared error; an empty cell is dropped first."
+    z = np.array([-30.0, -29.9, -29.8, -29.7, 0, 1, 4, 9])
+    w = np.full(8, 1 / 8)
+    sums = [np.append(0.0, np.cumsum(a)) for a in (w, w * z, w * z * z)]
+    assert codebook._refill(np.array([0, 4, 8]), z, sums, 3).tolist() == [0, 4, 6, 8]
+    assert codebook._refill(np.array([0, 4, 4, 8]), z, sums, 4).tolist() == [0, 4, 6, 7, 8]
+
+
+def test_codes_of_an_empty_cell_read_as_the_middle_of_its_levels():
+    "Merged cells without mass have no mean: 0 / 0 must not become a level."
+    book = rates.truncate(codebook.from_levels(torch.tensor([-120.0, -100.0, -2.0, -1.0, 1.0, 2.0, 100.0, 120.0])))
+    assert book.levels.isfinite().all() and book.levels[[0, 3]].tolist() == [-110, 110]
+
+
+def test_a_scale_among_others_that_no_dtype_holds():
+    "The largest of the scales decides, and says its size."
+    x = torch.ones(3, 16)
+    x[1] *= 1e6
+    with pytest.raises(ValueError, match=r"needs a scale of 1e\+06, above the largest torch.float16"):
+        encode(Quantizer(Spec(4, scale="norm", rotation="identity"), 16), x)
+
+
+def test_a_mean_is_taken_off_before_a_transform_per_head():
+    "With a matrix for each head, coding x with a mean is coding x - mean without."
+    g = torch.Generator().manual_seed(0)
+    name = transforms.register_transform(transforms.HeadTransform.of(torch.randn(2, 8, 8, generator=g) + 3 * torch.eye(8))).name
+    q, x, mean = Quantizer(Spec(3, rotation=name), 8), torch.randn(1, 2, 20, 8, generator=g), torch.randn(1, 2, 1, 8, generator=g)
+    with_mean, without = encode(q, x, mean), encode(q, x - mean)
+    assert torch.equal(with_mean.codes, without.codes) and torch.equal(with_mean.scale, without.scale)
+    assert not torch.equal(encode(q, x).codes, without.codes)
+
+
+def test_signs_need_levels_twice_their_step_apart():
+    "At 1.5 E|e| the two halves of neighbouring cells would cross."
+    from turboquant_nb.quant import residual
+
+    book = lloyd_max(2)
+    step = math.sqrt(residual.sign_gain(book))
+    gap = float(np.diff(book.levels64).min())
+    assert gap > 2 * step and residual._split(book).bits == 3
+    for near in np.linspace(0.02, 0.6, 59):  # levels that come nearer to one another until they are too near
+        y = torch.tensor([-2.0, -near, near, 2.0], dtype=torch.float64)
+        close = codebook.from_levels(y)
+        apart = np.diff(close.levels64).min() / math.sqrt(residual.sign_gain(close))
+        if apart > 2:
+            assert residual._split(close).bits == 3
+        else:
+            with pytest.raises(ValueError, match="more than 2 E|e| apart"):
+                residual._split(close)
+
+
+def test_a_seed_is_a_state():
+    "Files hold seeds, so a seed must give the same state for ever: the golden ratio's multiple and the kind's letters, modulo 2^63."
+    for kind in ("haar", "hadamard"):
+        for seed in (0, 1, 2, 12345, 2**40):
+            want = (seed * 11400714819323198485 + int(kind[:7].encode().hex(), 16)) % 2**63
+            assert rotations._generator(kind, seed).initial_seed() == want
+
+
+def test_a_size_of_zero_has_no_order():
+    for f in (rotations.block_order, rotations.hadamard_form, rotations.hadamard, rotations.haar):
+        with pytest.raises(ValueError, match="d must be"):
+            f(0)
+
+
+def test_rotations_are_compared_by_identity():
+    "Their fields are tensors: equality by fields would raise, and a hash would be lost."
+    a, b = (rotations.make_rotation("haar", 8, 1) for _ in "ab")
+    assert len({a, a}) == 1 and a == a and (a is b or a != b)
+    assert rotations.make_rotation("haar", 8, 2) != a
 
 
 def test_negative_weights_are_refused():
@@ -361,6 +460,57 @@ def test_a_mean_that_is_noise_is_zero():
     x = torch.randn(1, 1, 6, 8, generator=torch.Generator().manual_seed(0))
     x = x - x.mean(2, keepdim=True) + 0.01
     assert (_masked_mean(x, torch.zeros(1), None) == 0).all()
+
+
+def test_the_mean_of_a_prompt_that_is_noise_is_zero():
+    "As of `_masked_mean`, for the path that does not wait for a device."
+    x = torch.randn(1, 1, 6, 8, generator=torch.Generator().manual_seed(0))
+    x = x - x.mean(2, keepdim=True) + 0.01
+    assert (prompt_mean(x) == 0).all() and (prompt_mean(x[:, :, :1]) == 0).all() and (prompt_mean(x + 9) != 0).all()
+
+
+def test_a_store_grows_by_an_eighth():
+    "Nine tiles and one token more: eleven; one and one: two; many at once: what they need."
+    for have, more, want in ((9, 1, 11), (1, 1, 2), (16, 1, 18), (2, 80, 12)):
+        store = KVStore(Recipe(), 2, 2, 8, tile=8)
+        store.append(*states(8 * have))
+        assert store.key.tiles == have
+        store.append(*states(more))
+        assert store.key.tiles == store.value.tiles == want
+
+
+@pytest.mark.parametrize("d", (8, 12))
+def test_a_static_store_that_went_back_is_as_one_that_never_was_ahead(d):
+    "Codes are written over others, whose bits must go; back at 0 the mean is taken anew."
+    recipe = Recipe(Spec(3, center="prompt_mean"), Spec(2, center="prompt_mean"), sinks=1, recent=4)
+    g = torch.Generator().manual_seed(2)
+    draw = lambda n: [torch.randn(2, 2, n, d, generator=g) + 3 for _ in "kv"]
+    first, other, then = draw(11), draw(9), draw(2)
+    store, bare = (KVStore(recipe, 2, 2, d, tile=8, max_length=64, static=True) for _ in range(2))
+    for crop in (5, 11):
+        store.crop(store.length)
+        assert not store.key.mean.any() and not store.value.mean.any()
+        store.append(*first)
+        for _ in range(2):
+            by_position(store, then)
+        store.crop(crop)
+        bare.crop(bare.length)
+        bare.append(*first)
+        bare.crop(max(0, crop - 4))
+        assert store.length == bare.length == 15 - crop
+        for part in zip(*(x.split(2, 2) for x in other)):
+            by_position(store, part), by_position(bare, part)
+        for name in ("key", "value"):
+            a, b = (s.coded(name, 0, s.sync()) for s in (store, bare))
+            assert torch.equal(a.codes, b.codes) and torch.equal(a.scale, b.scale)
+
+
+def by_position(store, states):
+    "Append as a recorded step does: where the device's position says."
+    from turboquant_nb.cache.store import _append_by_position
+
+    _append_by_position(*store._by_position(*states))
+    store.sync()
 
 
 # ---------------------------------------------------------------- attention and planes

@@ -16,7 +16,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from ..kernels import ops
 from ..cache.attention import dense_attention
-from .cache import NAME, CodedStates, _pads_longer, _Padding, _store_padding, check_size
+from .cache import NAME, CodedStates, _pads_longer, _Padding, _store_padding, check_mask, check_size
 
 # %% ../../nbs/52_hf_attention.ipynb #85ef7537
 def _window_of(mask_function):
@@ -87,6 +87,7 @@ def turboquant_mask(
         return sdpa_mask(*args, **kwargs)
     if not kv_length.layer.capturing:
         check_size(batch_size, q_length)
+        check_mask(attention_mask, batch_size, kv_length.layer.held, q_length)
         cache.check_model(kwargs.get("config"))
     answer = _mask_reason(cache, kv_length.layer, q_length, mask_function, attention_mask)
     if answer.starts is not None:
