@@ -990,8 +990,10 @@ def test_a_recipe_per_layer(call, tiny):
 
 
 def test_a_fraction_of_bits_that_the_heads_cannot_have(call, tiny):
-    "The command line is at fault, and the prompt is not read first; before, the first append failed with exit code 1."
-    refused(call("generate", "--model", tiny, "--prompt", "x", "--bits", "3.7", "--quiet"), "recipe: bits times d must be an integer, got 3.7 at d = 32")
+    "The command line is at fault, and the prompt is not read first; before, the first append failed with exit code 1. Nor are the weights, whose line on standard error would be a second one."
+    for command in (["generate", "--prompt", "x"], ["demo"], ["eval", "ppl"]):
+        bits = ["--bits", "3.7"] if command != ["demo"] else ["--recipes", json.dumps({"key": {"bits": 3.7}, "value": {}})]
+        refused(call(*command, "--model", tiny, *bits), "recipe: bits times d must be an integer, got 3.7 at d = 32")
     assert call("generate", "--model", tiny, "--prompt", "x", "--bits", "2.5", "--max-new-tokens", 1, "--quiet")[0] == 0
 
 

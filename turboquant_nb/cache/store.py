@@ -660,8 +660,8 @@ def _check_store_args(batch, heads, max_length, dtype, recipe, static):
     checks.whole(heads, "heads", 1)
     if max_length is not None:
         checks.whole(max_length, "max_length", 1)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise TypeError(f"dtype must be a floating-point torch dtype, got {dtype!r}")
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise TypeError(f"dtype must be torch.float16, bfloat16, float32 or float64, got {dtype!r}")
     if max_length is not None and recipe.decay is not None:
         raise ValueError("max_length allocates once, so decay frees nothing; choose one of them")
     if static and max_length is None:

@@ -33,6 +33,7 @@ from turboquant_nb.cli.inputs import (
     Changes,
     Weights,
     check_calibrated,
+    check_fits,
     context_length,
     load,
     read_recipe,
@@ -395,6 +396,7 @@ def _evaluate(measure, caches: Caches, common: _Common) -> None:
         raise Usage(f"--out and --plot must be two files, got {record.out} for both")
     named = _named(caches, common.changes, common.calibrated)
     check_calibrated(common.calibrated)
+    check_fits(weights.model, [(x.text, x.what, x.calibrated) for x in named if not isinstance(x.what, str)])
     loaded = load(replace(weights, dtype=weights.dtype or "float32"), output.quiet)
     from turboquant_nb import results
     from turboquant_nb.evaluation.score import one_pass_gate

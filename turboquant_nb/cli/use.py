@@ -24,6 +24,7 @@ from turboquant_nb.cli.inputs import (
     Source,
     about_run,
     check_calibrated,
+    check_fits,
     context_length,
     load,
     plain_attention,
@@ -241,6 +242,7 @@ def generate(
     _check_generate(length, sampling)
     recipe, text = read_recipe(coding.recipe, changes), read_prompt(prompt)
     check_calibrated(calibrated)
+    check_fits(source.model, [(coding.recipe, recipe, calibrated)])
     loaded = load(source, output.quiet)
     from transformers import DynamicCache, TextStreamer
 
@@ -423,6 +425,7 @@ def demo(ask: _Demo, calibrated: Calibrated, source: Source, output: Output) -> 
     The model reads a chapter of Moby-Dick and answers a question, on an uncompressed cache and on compressed ones."""
     caches = _check_demo(ask)
     check_calibrated(calibrated)
+    check_fits(source.model, [(x.text, x.recipe, calibrated) for x in caches])
     loaded = load(source, output.quiet)
     from turboquant_nb.cli import compare
 

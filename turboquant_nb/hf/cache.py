@@ -371,6 +371,17 @@ def _check_size(batch: int, n: int) -> None:
         raise ValueError(f"a pass must have {want}, got {batch} sequences of {n} tokens")
 
 
+def _check_mask(attention_mask, batch: int, past: int, n: int) -> None:
+    """Raise ValueError for a mask of the tokens that lacks some, or is of other sequences. One with more
+    columns is for a cache of fixed length; one of four dimensions says itself who sees what."""
+    if attention_mask is None or attention_mask.ndim > 2:
+        return
+    shape = list(attention_mask.shape)
+    if len(shape) < 2 or shape[0] not in (1, batch) or shape[1] < past + n:
+        want = f"[{batch}, {past + n}], a column for each of {past} tokens held and {n} new ones"
+        raise ValueError(f"attention_mask must be {want}, got {shape}")
+
+
 def _listening(make_mask):
     "A mask function that tells the cache of a pass its model and its padding, then does what it did."
 
@@ -379,9 +390,11 @@ def _listening(make_mask):
         if not torch.compiler.is_compiling():
             cache = getattr(kwargs.get("kv_length"), "cache", None)
             if cache is not None and not cache.coded_layers[0].capturing:
-                _check_size(kwargs.get("batch_size", 1), kwargs["q_length"])
+                batch, n = kwargs.get("batch_size", 1), kwargs["q_length"]
+                _check_size(batch, n)
+                _check_mask(kwargs.get("attention_mask"), batch, cache.coded_layers[0].held, n)
                 cache.check_model(kwargs.get("config"))
-                cache.learn_padding(kwargs["q_length"], kwargs.get("attention_mask"))
+                cache.learn_padding(n, kwargs.get("attention_mask"))
         return make_mask(*args, **kwargs)
 
     run.listens = True
@@ -741,6 +754,12 @@ def batch_repeat_interleave(self: TurboQuantLayer, repeats: int) -> None:
 def reorder_cache(self: TurboQuantCache, beam_idx: Tensor) -> None:  # noqa: F811
     """Row i becomes old row beam_idx[i], in every layer; the device is waited for once, and only
     where rows differ in their padding."""
+    held = [x.store.batch for x in self.coded_layers if x.is_initialized]
+    if not isinstance(beam_idx, Tensor) or beam_idx.dtype not in (torch.int32, torch.int64) or beam_idx.ndim != 1 or not len(beam_idx):
+        got = f"{beam_idx.dtype} of shape {list(beam_idx.shape)}" if isinstance(beam_idx, Tensor) else type(beam_idx).__name__
+        raise ValueError(f"beam_idx must be a vector of one row or more, integers, got {got}")
+    if held and beam_idx.device.type == "cpu" and not 0 <= int(beam_idx.min()) <= int(beam_idx.max()) < held[0]:
+        raise ValueError(f"beam_idx must be rows from 0 to {held[0] - 1}, got {beam_idx.tolist()}")
     padded = any(len(set(x.starts or ())) > 1 for x in self.coded_layers)
     order = beam_idx.tolist() if padded else None
     for layer in self.layers:

@@ -7,6 +7,7 @@ __all__ = ['LayerInfo', 'ModelInfo', 'LayerFrequencies', 'layer_frequencies', 'L
 
 # %% ../../nbs/50_model_info.ipynb #336d9716
 import importlib
+import inspect
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -21,7 +22,7 @@ except ImportError as error:
     ) from error
 
 from ..quant.calibration import load_calibration, model_facts, apply_bit_budget
-from ..quant.quantizer import Recipe, as_recipe
+from ..quant.quantizer import Recipe, as_recipe, channel_bits
 from ..theory.rope import apply_rope
 
 # %% ../../nbs/50_model_info.ipynb #9082c185
@@ -33,17 +34,23 @@ def _text_config(model_or_config):
     if not hasattr(config, "get_text_config"):
         got = type(model_or_config).__name__
         raise TypeError(f"model_or_config must be a transformers model or config, got {got}")
-    return config.get_text_config(decoder=True)
+    text = config.get_text_config(decoder=True)
+    if not hasattr(text, "num_hidden_layers"):
+        raise ValueError(f"model_or_config must be of a decoder, got {text.model_type}, which has no layers of attention")
+    return text
 
 
 def _kinds(config) -> list:
     """transformers' own layers for a model, of which we replace those of attention. Raises
     ValueError naming a kind that cannot be served."""
-    layers = DynamicCache(config=config).layers
+    only = "only full and sliding-window keys and values are coded"
+    try:
+        layers = DynamicCache(config=config).layers
+    except KeyError as kind:
+        raise ValueError(f"{config.model_type} has layers of kind {kind}, which cannot be served: {only}") from None
     served = ("DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer")
     for i, layer in enumerate(layers):
         if (kind := type(layer).__name__) not in served:
-            only = "only full and sliding-window keys and values are coded"
             raise ValueError(f"layer {i} caches {kind}, which cannot be served: {only}")
     if not any(map(_is_coded, layers)):
         raise ValueError(f"{config.model_type} has no layer whose keys and values could be coded")
@@ -105,7 +112,10 @@ class ModelInfo:
 
 # %% ../../nbs/50_model_info.ipynb #dd5d6f12
 def _rotary(config) -> tuple:  # (modeling module, its rotary embedding), or (None, reason)
-    module = importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
+    try:
+        module = importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
+    except ModuleNotFoundError:  # the kind runs as another one
+        return None, f"{config.model_type} has no modeling file of its own"
     mine = lambda c: isinstance(c, type) and c.__module__ == module.__name__  # noqa: E731
     found = [c for n, c in vars(module).items() if n.endswith("RotaryEmbedding") and mine(c)]
     found = [c for c in found if "Vision" not in c.__name__]
@@ -123,7 +133,7 @@ def _has_axes(rotary, kind) -> bool:
     more = () if hasattr(rotary, "inv_freq") else (kind,)
     try:
         cos, _ = rotary(torch.zeros(1, 1, 4, 8), torch.arange(4).expand(3, 1, 4), *more)
-    except (RuntimeError, TypeError, ValueError, IndexError):  # knows [B, T] only
+    except (RuntimeError, TypeError, ValueError, IndexError, KeyError):  # [B, T] only; no RoPE in such layers
         return False
     return cos.ndim == 3 and cos.shape[0] == 1  # of three positions it makes one angle
 
@@ -133,12 +143,14 @@ def _is_half_split(module, rotary, kind, inv_freq) -> bool:
     probe = dict(dtype=torch.float32, generator=torch.Generator().manual_seed(0))
     x, positions = torch.randn(1, 1, 4, 2 * len(inv_freq), **probe), torch.arange(4) * 3
     more = () if hasattr(rotary, "inv_freq") else (kind,)
-    cos, sin = rotary(x, positions[None], *more)
     factor = getattr(rotary, "attention_scaling", getattr(rotary, f"{kind}_attention_scaling", 1.0))
     want = apply_rope(x, positions, inv_freq=inv_freq, scale=factor)
+    apply = module.apply_rotary_pos_emb
+    takes_one = "k" not in inspect.signature(apply).parameters  # x, cos, sin: Gemma 3n and 4
     try:
-        got = module.apply_rotary_pos_emb(x, x, cos, sin)[0]
-    except RuntimeError:  # takes cosines of another shape
+        cos, sin = rotary(x, positions[None], *more)
+        got = apply(x, cos=cos, sin=sin) if takes_one else apply(x, x, cos, sin)[0]
+    except (RuntimeError, TypeError):  # takes positions or cosines of another shape
         return False
     return got.shape == want.shape and bool(torch.allclose(got, want, atol=1e-4))
 
@@ -208,6 +220,16 @@ def _needed_frequencies(info: ModelInfo, recipes: list) -> list:
     return inv_freq
 
 # %% ../../nbs/50_model_info.ipynb #a522f8d6
+def _check_sizes(info: ModelInfo, recipes: list) -> None:
+    "Raise ValueError for a fraction, or bits by channel, that heads cannot have, where the config says their one size."
+    several = ("kv_lora_rank", "v_head_dim", "global_head_dim", "attention_head_dim")
+    if any(getattr(info.config, name, None) for name in several):
+        return
+    for bits in dict.fromkeys(bits for r in recipes for bits in (r.key.bits, r.value.bits)):
+        if not isinstance(bits, int):
+            channel_bits(bits, info.facts["head size"])
+
+
 def plan_layers(
     info: ModelInfo,
     recipe: Recipe | str | list | None = None,  # a Recipe, a preset, None for k3v3, or a list
@@ -216,8 +238,8 @@ def plan_layers(
     calibration=None,  # a file, a hub id or a Calibration
     budget: float | None = None,  # average bits, spent by the calibration's losses
 ) -> list:  # a LayerPlan for each coded layer
-    """Raises TypeError/ValueError for what is no recipe, a list of another length, decay with
-    max_length, a pre-RoPE mean without RoPE, another model's calibration, a budget without one."""
+    """Raises TypeError/ValueError for what is no recipe, a list of another length, bits that no head of
+    this size can have, decay with max_length, a pre-RoPE mean without RoPE, another model's calibration, a budget without one."""
     n = len(info.coded)
     listed = isinstance(recipe, (list, tuple))
     if listed and len(recipe) != n:
@@ -237,6 +259,7 @@ def plan_layers(
         found.check(info.config)
         recipes = found.recipes(recipes)
         recipes = recipes if budget is None else apply_bit_budget(recipes, found, budget)
+    _check_sizes(info, recipes)
     return [LayerPlan(*x) for x in zip(recipes, inv_freq)]
 
 
