@@ -1106,7 +1106,7 @@ def append(
     ValueError with the reason where `supports` says no. After the first chunk, appends of at most
     64 tokens (a quarter of a tile) do not wait for the device: a state that is not finite or too
     large is taken with the scale NaN, and `store.sync()` raises."""
-    if store.static and store._recorded():
+    if store.static and store._capturing():
         args = store._by_position(k, v)
         compiled = torch.compiler.is_compiling()
         return (torch.ops.turboquant_nb.encode_append.default if compiled else _append_at)(*args)
