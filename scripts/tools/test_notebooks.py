@@ -91,5 +91,7 @@ def compared(fn, **kwargs):
 
 
 if __name__ == "__main__":
-    nbdev.test.parallel = longest_first
+    import test_notebooks  # by its name: a process that has run a notebook has another __main__, where `compared` is not found
+
+    nbdev.test.parallel = test_notebooks.longest_first
     nbdev.test.nbdev_test()
