@@ -117,6 +117,11 @@ def notebooks():
     return sorted((ROOT / settings()["nbs_path"]).glob("*.ipynb"))
 
 
+def is_chapter(path):
+    "Whether a notebook is a chapter, whose name begins with its number, and not a page such as the index or the guide."
+    return path.name[0].isdigit()
+
+
 def text_of(value):
     return value if isinstance(value, str) else "".join(value)
 
@@ -223,7 +228,7 @@ def notebook_problems(path):
     head = [line for line in sources[0].splitlines() if line.strip()] if cells else []
     if len(head) < 2 or not head[0].startswith("# ") or not head[1].startswith("> ") or any(not line.startswith("- ") for line in head[2:]):
         yield "the first cell must be `# Title` and one `> line`, nothing else: nbdev turns it into front matter and the rest would vanish from the site"
-    if path.name != cfg["readme_nb"]:
+    if is_chapter(path):
         address = f"https://colab.research.google.com/github/{cfg['user']}/{cfg['repo']}/blob/{cfg['branch']}/{cfg['nbs_path']}/{path.name}"
         badge = f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({address})"
         if badge not in sources[:5]:
@@ -345,7 +350,7 @@ def chapters():
     "[(file name, number, title)] in the order of the names; Failed if a title does not say the number."
     found = []
     for path in notebooks():
-        if path.name != settings()["readme_nb"]:
+        if is_chapter(path):
             title = text_of(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"]).splitlines()[0]
             match = re.match(r"# (\w+) · (.+)", title)
             if not match or match[1] != path.name.partition("_")[0]:
@@ -354,11 +359,11 @@ def chapters():
     return found
 
 
-def misplaced(wanted, sidebar, index):
-    "What in the texts of the sidebar and of the index is not the chapters (file, number, title), in their order."
+def misplaced(wanted, sidebar, book):
+    "What in the texts of the sidebar and of the book's front page is not the chapters (file, number, title), in their order."
     lists = {
         "the sidebar of _quarto.yml": re.findall(r'- text: "?(\w+) · (.*?)"?\n +href: (\S+)', sidebar),
-        "the reading order of the index": re.findall(r"^\| (\w+) \| \[([^\]]+)\]\((\S+?\.ipynb)\) \|", index, re.M),
+        "the reading order of book.ipynb": re.findall(r"^\| (\w+) \| \[([^\]]+)\]\((\S+?\.ipynb)\) \|", book.partition("## Reading order")[2], re.M),
     }
     chapters = [f"{number} · {title} ({name})" for name, number, title in wanted]
     for where, found in lists.items():
@@ -367,9 +372,9 @@ def misplaced(wanted, sidebar, index):
 
 @step
 def step_order():
-    "chapters have one order in files, titles, sidebar and README; an exported cell imports lower ones only, inside functions too; no circle"
-    wanted, index = chapters(), json.loads((ROOT / settings()["nbs_path"] / settings()["readme_nb"]).read_text(encoding="utf-8"))
-    different = list(misplaced(wanted, (ROOT / "_quarto.yml").read_text(encoding="utf-8"), "\n".join(text_of(cell["source"]) for cell in index["cells"])))
+    "chapters have one order in files, titles, sidebar and the front page of the book; an exported cell imports lower ones only, inside functions too; no circle"
+    wanted, book = chapters(), json.loads((ROOT / settings()["nbs_path"] / "book.ipynb").read_text(encoding="utf-8"))
+    different = list(misplaced(wanted, (ROOT / "_quarto.yml").read_text(encoding="utf-8"), "\n".join(text_of(cell["source"]) for cell in book["cells"])))
     if different:
         raise Failed("not the chapters as they are:\n" + listing(different))
     bad, circle, count = upward(ROOT)

@@ -43,7 +43,8 @@ LAYOUT_CSS = """
 * { box-sizing:border-box; } html { scroll-padding-top:4rem; }
 body { margin:0; color:var(--ink); background:var(--paper); font:16px/1.65 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif; }
 a { color:var(--link); text-decoration:none; } a:hover { text-decoration:underline; }
-header.bar { position:sticky; top:0; z-index:2; background:var(--bar); padding:.6rem 1.4rem; display:flex; justify-content:space-between; }
+header.bar { position:sticky; top:0; z-index:2; background:var(--bar); padding:.6rem 1.4rem; display:flex; flex-wrap:wrap; gap:.2rem 1.2rem; justify-content:space-between; }
+header.bar nav { display:flex; flex-wrap:wrap; gap:.2rem 1.2rem; }
 header.bar a { color:#fff; font-weight:600; }
 .page { display:grid; grid-template-columns:13rem minmax(0,54rem) 13rem; gap:2rem; max-width:88rem; margin:0 auto; padding:1.4rem; }
 nav.side,nav.toc { font-size:.9rem; position:sticky; top:4.2rem; align-self:start; max-height:calc(100vh - 5rem); overflow-y:auto; }
@@ -392,15 +393,20 @@ class Shape:
 
 # ---------------------------------------------------------------- pages
 
-def sidebar(tree):
-    "The hand-written sidebar: [(section, [(text, notebook)])]."
+def site_map(tree):
+    "The hand-written navigation: the bar [(text, notebook)] and the sidebars, each [(section, [(text, notebook)])]."
     import yaml
-    config = yaml.safe_load((tree / "_quarto.yml").read_text(encoding="utf-8"))
-    sections = []
-    for entry in config["website"]["sidebar"]["contents"]:
-        items = entry.get("contents", [entry])
-        sections.append((entry.get("section", ""), [(item["text"], item["href"]) for item in items]))
-    return sections
+    website = yaml.safe_load((tree / "_quarto.yml").read_text(encoding="utf-8"))["website"]
+    bars = []
+    for bar in website["sidebar"]:
+        entries = [(entry.get("section", ""), entry.get("contents", [entry])) for entry in bar["contents"]]
+        bars.append([(name, [(item["text"], item["href"]) for item in items]) for name, items in entries])
+    return [(item["text"], item["href"]) for item in website["navbar"]["left"]], bars
+
+
+def beside(bars, page):
+    "The sidebar that names a page; the first one for a page that none names."
+    return next((bar for bar in bars if any(page_name(href) == page for _, items in bar for _, href in items)), bars[0])
 
 
 def side_html(sections, page):
@@ -425,9 +431,10 @@ def neighbours(sections, page):
     return left + right
 
 
-def render(path, site, sections, pages, cfg, problems):
+def render(path, site, navigation, pages, cfg, problems):
     "One processed notebook to one page."
     page = page_name(path)
+    top, sections = navigation[0], beside(navigation[1], page)
     front, markdown = notebook_markdown(path, site, problems)
     tree = json.loads(pandoc(["-f", PANDOC_FORMAT, "-t", "json"], markdown, page, problems) or '{"blocks": []}')
     shape = Shape(page, pages, site_address(cfg), problems)
@@ -450,7 +457,7 @@ def render(path, site, sections, pages, cfg, problems):
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{html.escape(title)} – {site_title}</title><style>{highlight}</style>
 <link rel="icon" href="favicon.svg"><link rel="stylesheet" href="layout.css"><link rel="stylesheet" href="styles.css"></head>
-<body><header class="bar"><a href="index.html">{site_title}</a><a href="{cfg["git_url"]}">GitHub</a></header>
+<body><header class="bar"><a href="index.html">{site_title}</a><nav>{"".join(f'<a href="{page_name(href)}">{html.escape(text)}</a>' for text, href in top)}<a href="{cfg["git_url"]}">GitHub</a></nav></header>
 <div class="page"><nav class="side">{side_html(sections, page)}</nav>
 <main><h1>{html.escape(title)}</h1>{description_html}
 {body}
@@ -587,6 +594,13 @@ function measure(frame, page, width) {
     const before = first().sort().join();
     for (const sign of [1, -1]) { head.click(); if (head.getAttribute("aria-sort") !== (sign > 0 ? "ascending" : "descending") || first().sort().join() !== before) out.push([page, width, "a table that does not sort by " + name(head)]); }
   }
+  for (const box of doc.querySelectorAll(".tq-live")) {  // what it computes is what Python expects, and it follows its controls
+    const got = parseFloat(box.dataset.value), want = parseFloat(box.dataset.expect), slider = box.querySelector("input[type=range]");
+    if (!(Math.abs(got / want - 1) < 0.001)) out.push([page, width, `#${box.id} computes ${got}, Python ${want}`]);
+    slider.value = slider.min;
+    slider.dispatchEvent(new Event("input", {bubbles: true}));
+    if (parseFloat(box.dataset.value) === got) out.push([page, width, `#${box.id} does not follow its control`]);
+  }
   for (const details of doc.querySelectorAll("details")) details.open = true;
   const wide = [...doc.body.querySelectorAll("*")].filter(e => e.getBoundingClientRect().right > width + 1 && !inside(e, doc.body) && getComputedStyle(e).position !== "absolute");
   if (top.scrollWidth > width + 1 || wide.length)
@@ -674,7 +688,7 @@ def screenshots(site, target):
 
 def build(tree, site, problems):
     "All pages of the tree into `site`; returns how many."
-    cfg, sections = settings(tree), sidebar(tree)
+    cfg, navigation = settings(tree), site_map(tree)
     processed = prepare(tree)
     notebooks = sorted(p.name for p in (tree / "nbs").glob("*.ipynb"))
     site.mkdir(parents=True, exist_ok=True)
@@ -686,10 +700,10 @@ def build(tree, site, problems):
     (site / "layout.css").write_text(LAYOUT_CSS, encoding="utf-8")
     with ThreadPoolExecutor(WORKERS) as pool:  # the work is pandoc's, in processes of its own
         found = [(name, Problems()) for name in notebooks]
-        list(pool.map(lambda page: render(processed / page[0], site, sections, set(notebooks), cfg, page[1]), found))
+        list(pool.map(lambda page: render(processed / page[0], site, navigation, set(notebooks), cfg, page[1]), found))
     for _, more in found:
         problems += more
-    check(site, tree, sections, notebooks, cfg, problems)
+    check(site, tree, [section for bar in navigation[1] for section in bar], notebooks, cfg, problems)
     return len(notebooks)
 
 

@@ -11,7 +11,7 @@ import sys
 import nbdev.test
 
 LONGEST = "83_score 61_sensitivity 21_residual 60_calibrate 56_hf 51_cache 86_claims 80_models 84_tasks 62_fold 13_qjl 15_rates".split()
-PAGES = "90_speed 91_leaderboard 92_generate 93_proteins index".split()  # nothing on them is computed but from results/
+PAGES = "90_speed 91_leaderboard 92_generate 93_proteins index guide".split()  # nothing on them is computed but from results/
 READS = ("results.load(", "rows_of(")  # what a cell elsewhere says that prints a file of results
 EXAMPLES = "03_results".split()  # its files are made and read in the same cell
 parallel, test_nb = nbdev.test.parallel, nbdev.test.test_nb
