@@ -215,9 +215,9 @@ def announce(name):
 
 # ---------------------------------------------------------------- steps
 
-INSTALL = re.compile(r"""#\| eval: false
+INSTALL = r"""#\| eval: false
 # On Colab, run this once: it installs the package that the cells below import\.
-!pip install -q "turboquant-nb(\[[a-z,]+\])? @ git\+https://github\.com/turboquant-nb/turboquant-nb"\Z""")
+!pip install -q "{lib_name}(\[[a-z,]+\])? @ git\+{git_url}"\Z"""
 
 
 def notebook_problems(path):
@@ -233,7 +233,7 @@ def notebook_problems(path):
         badge = f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({address})"
         if badge not in sources[:5]:
             yield f"one of the first five cells must be the Colab badge and nothing else: {badge}"
-        elif not INSTALL.match(sources[sources.index(badge) + 1]):
+        elif not re.match(INSTALL.format(lib_name=re.escape(cfg["lib_name"]), git_url=re.escape(f"https://github.com/{cfg['user']}/{cfg['repo']}")), sources[sources.index(badge) + 1]):
             yield "the cell after the Colab badge must be the install cell (see CONTRIBUTING.md)"
         if not any(re.match(r"#\| *default_exp +\S", source) for source in sources[:3]):
             yield "one of the first three cells must be `#| default_exp name`"
@@ -241,10 +241,20 @@ def notebook_problems(path):
         yield "a cell's saved output is an error"
 
 
+def other_homes(text):
+    "Addresses of this repository and of its site in a text that are not those of settings.ini."
+    cfg = settings()
+    found = re.findall(rf"(?:github\.com/(?:github/)?|githubusercontent\.com/)([\w.-]+/{re.escape(cfg['repo'])})\b", text)
+    found += [f"{user}/{repo}" for user, repo in re.findall(r"https://([\w-]+)\.github\.io/([\w.-]+)", text) if repo == cfg["repo"]]
+    return sorted({x for x in found if x != f"{cfg['user']}/{cfg['repo']}"})
+
+
 @step
 def step_notebooks():
-    "notebooks are clean (nbdev_clean changes nothing), begin as agreed, and nbs/nbdev.yml fits settings.ini"
+    "notebooks are clean (nbdev_clean changes nothing), begin as agreed, and nbs/nbdev.yml and every address of the repository fit settings.ini"
     problems = [f"{path.name}: {problem}" for path in notebooks() for problem in notebook_problems(path)]
+    texts = [*notebooks(), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "_quarto.yml"))]
+    problems += [f"{path.name}: the repository is named {other}, settings.ini says another" for path in texts for other in other_homes(path.read_text(encoding="utf-8"))]
     if problems:
         raise Failed(listing(problems))
     tree = copy_tree("clean")
