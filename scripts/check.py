@@ -244,7 +244,7 @@ def notebook_problems(path):
 def other_homes(text):
     "Addresses of this repository and of its site in a text that are not those of settings.ini."
     cfg = settings()
-    found = re.findall(rf"(?:github\.com/(?:github/)?|githubusercontent\.com/)([\w.-]+/{re.escape(cfg['repo'])})\b", text)
+    found = re.findall(rf"(?:github\.com/|google\.com/github/|githubusercontent\.com/)([\w.-]+/{re.escape(cfg['repo'])})\b", text)
     found += [f"{user}/{repo}" for user, repo in re.findall(r"https://([\w-]+)\.github\.io/([\w.-]+)", text) if repo == cfg["repo"]]
     return sorted({x for x in found if x != f"{cfg['user']}/{cfg['repo']}"})
 

@@ -67,3 +67,14 @@ def test_a_typed_measurement_is_seen():
 def test_nothing_is_claimed_of_a_model_without_its_weights():
     "The 8B model has random weights: who reads its numbers reads that too."
     assert "random weights" in prose(README).replace("*", "")
+
+
+def test_another_home_of_the_repository_is_seen(monkeypatch):
+    "Owner and repository are those of settings.ini, wherever an address is written."
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import check
+    cfg = check.settings()
+    own = f"https://github.com/{cfg['user']}/{cfg['repo']} https://{cfg['user']}.github.io/{cfg['repo']}/a.html"
+    assert check.other_homes(own) == []
+    assert check.other_homes(own + f" https://colab.research.google.com/github/someone/{cfg['repo']}/blob/main") == [f"someone/{cfg['repo']}"]
+    assert check.other_homes(f"https://github.com/someone/{cfg['repo']}/x https://else.github.io/{cfg['repo']}/") == sorted({f"someone/{cfg['repo']}", f"else/{cfg['repo']}"})
