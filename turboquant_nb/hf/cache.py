@@ -30,6 +30,7 @@ from ..cache.store import Growing, KVStore
 NAME = "turboquant"  # of the attention implementation that reads codes
 STEPS = 16  # tokens of the longest chunk that is served as if its tokens came one by one
 _DRAFTS = 64  # the same where transformers has said that drafts will come
+_LONG = 1024  # tokens of a past that a processor decodes slowly for another attention
 MARGIN = (
     256  # tokens a sliding layer keeps beyond its window, so that rejected drafts can be cropped
 )
@@ -74,9 +75,9 @@ class CodedStates:
 # %% ../../nbs/51_cache.ipynb #7060c67b
 @lru_cache
 def _say_slow(attention: str | None) -> None:
-    "Once: what makes a GPU slow."
+    "Once: what makes steps slow."
     warnings.warn(
-        f"attn_implementation={attention!r} gets all past tokens decoded, in every layer and step. Several times faster, "
+        f"attn_implementation={attention!r} gets all past tokens decoded, in every layer and step. Twice to several times as fast, "
         f"where the model allows it: model.set_attn_implementation({NAME!r})",
         stacklevel=2,
     )
@@ -164,7 +165,7 @@ class TurboQuantLayer(CacheLayerMixin):
         self.calls["dense" if past else "prefill"] += 1
         if past and self.canary is not None:
             self.canary.warn_blind(getattr(self.config, "_attn_implementation", None))
-        if past and key_states.device.type == "cuda":
+        if past and (key_states.device.type == "cuda" or past >= _LONG):
             _say_slow(getattr(self.config, "_attn_implementation", None))
         dense = self.store.read(first) if past else states
         for x, chunk in zip(dense, states):
