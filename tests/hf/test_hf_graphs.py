@@ -240,7 +240,7 @@ def test_another_attention_is_told_once_where_it_is_slow():
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         generate(model, prompt(1, 9, padded=False), "sdpa", cache=TurboQuantCache(model), max_new_tokens=3)
-        long = prompt(1, module.LONG + 2, padded=False)
+        long = prompt(1, module._LONG + 2, padded=False)
         generate(model, long, "turboquant", cache=TurboQuantCache(model), max_new_tokens=3)
         assert not [w for w in said if "set_attn_implementation" in str(w.message)]
         for _ in range(2):
