@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import attention
 from .packing import SLOT, TILE, WIDTHS, Layout
-from .store import KVStore, Side, _plain
+from .store import KVStore, Ranges, Side, _plain
 from ..quant.quantizer import Quantizer
 from ..theory.codebook import Codebook
 from ..theory.rope import apply_cos_sin
@@ -111,7 +111,9 @@ def step_ranges(
 ) -> StepRanges:
     "Positions that the last of `now` tokens reads from codes, and which of its exact tokens count."
     with torch.inference_mode(False):
-        start = torch.tensor(starts)[:, None]
+        ranges = Ranges(len(starts))
+        ranges.start = torch.tensor(starts)
+        start = ranges.start[:, None]
         begins = [max(low, s + sinks) for s in starts]
         last = max(0, min(past, exact_from))
         first = min(min(begins), last)
@@ -120,10 +122,11 @@ def step_ranges(
         seen = [(at >= low) & (at < past)]
         ring = torch.arange(recent)
         ring = now - 1 - (now - 1 - ring) % max(recent, 1)
-        seen += [(ring >= max(low, exact_from)) & (ring >= start + sinks) & (ring < past)]
-        seen += [torch.arange(past, now) >= start.clamp(min=low)]
+        begin = start.clamp(min=low)
+        seen += [(ring >= begin) & (ring >= exact_from) & (ring < past) & ~ranges.is_sink(ring[None], sinks)]
+        seen += [torch.arange(past, now) >= begin]
         at = offset + torch.arange(tiles.start * tile, tiles.stop * tile)
-        coded = (at >= torch.tensor(begins)[:, None]) & (at < last)
+        coded = (at >= begin) & (at < past) & ~ranges.is_exact(at[None], sinks, exact_from)[:, 0, 0]
         hidden = ~torch.cat([*seen, by_row(coded, tile // 4).flatten(1)], 1)
         return StepRanges(first, last, tiles, hidden[:, None, None] if bool(hidden.any()) else None)
 
@@ -383,7 +386,7 @@ def append(
 ) -> bool:  # whether it did; if not, nothing has changed, and `KVStore.append` codes or refuses
     "Code one token of each sequence in few operations, with the bits of `KVStore.append`."
     if store.static:
-        if store._recorded():
+        if store._capturing():
             return False
         store.sync()
     if not _is_usual(store, k, v):
