@@ -51,6 +51,7 @@ setup(
     extras_require=extras,
     entry_points={
         "console_scripts": cfg["console_scripts"].split(),
+        "vllm.general_plugins": cfg["vllm_plugins"].split(),
         "nbdev": [f"{cfg['lib_path']}={cfg['lib_path']}._modidx:d"],
     },
     zip_safe=False,

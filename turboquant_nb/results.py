@@ -82,8 +82,8 @@ def tree() -> Tree:
         raise ValueError("no commit: run inside the git repository, or set TURBOQUANT_COMMIT")
     if not re.fullmatch("[0-9a-f]{40}|release .+", commit):
         raise ValueError(f"TURBOQUANT_COMMIT must have 40 hex digits, got {commit!r}")
-    if (said := os.environ.get("TURBOQUANT_DIRTY")) is not None:
-        return Tree(commit, () if said in ("", "0") else (f"TURBOQUANT_DIRTY={said}",))
+    if (dirty := os.environ.get("TURBOQUANT_DIRTY")) is not None:
+        return Tree(commit, () if dirty in ("", "0") else (f"TURBOQUANT_DIRTY={dirty}",))
     known = _git("status", "--porcelain", "-uno", "--", ":/", ":(top,exclude)results")
     if known is None:
         return Tree(commit, ("no git history here: set TURBOQUANT_DIRTY",))
@@ -135,7 +135,7 @@ def commits(result: dict) -> list:
 
 
 def _check_rows(result, name):
-    "ValueError if a row's origin is not told."
+    "ValueError if a row's origin is not given."
     carried = [r for r in result["rows"] if "commit" in r or "utc" in r]
     if any(not (r.get("commit") and r.get("utc")) for r in carried):
         raise ValueError(f"{name}: a row that carries its commit must carry its utc too")
@@ -254,7 +254,7 @@ def parse(
     argv: list | None = None,
 ):  # argparse.Namespace, with `draft` and `code`
     """Arguments of a script that saves results in `--out`. SystemExit if the code is not committed
-    and neither `--draft` was said nor `--out` left out."""
+    and neither `--draft` was given nor `--out` left out."""
     parser.add_argument("--draft", action="store_true", help="measure code that is not committed; the file is marked, and no page shows it")  # fmt: skip
     args = parser.parse_args(argv)
     args.code = tree() if getattr(args, "out", None) else None

@@ -154,33 +154,33 @@ def test_wrong_number_name():
 
 
 def test_circle_and_sphere():
-    assert claims.sphere_codes(1, 2)[0] == pytest.approx(1 - (math.sin(math.pi / 4) * 4 / math.pi) ** 2, rel=1e-9)
-    floor, _ = claims.sphere_codes(2, 3)  # caps of an ordinary sphere: share (1 - cos t)/2, centroid (1 + cos t)/2
+    assert claims._sphere_codes(1, 2)[0] == pytest.approx(1 - (math.sin(math.pi / 4) * 4 / math.pi) ** 2, rel=1e-9)
+    floor, _ = claims._sphere_codes(2, 3)  # caps of an ordinary sphere: share (1 - cos t)/2, centroid (1 + cos t)/2
     assert floor == pytest.approx(1 - (1 - 2.0**-6) ** 2, rel=1e-9)
 
 
 @pytest.mark.parametrize("d", [2, 3, 8, 64, 512])
 @pytest.mark.parametrize("bits", [1, 2.5, 8])
 def test_random_code_is_above_the_floor_and_falls_with_bits(d, bits):
-    floor, random = claims.sphere_codes(bits, d)
-    assert 0 < floor < random and claims.sphere_codes(bits + 1, d)[1] < random
+    floor, random = claims._sphere_codes(bits, d)
+    assert 0 < floor < random and claims._sphere_codes(bits + 1, d)[1] < random
 
 
 @pytest.mark.parametrize("bits,d", [(3, 1), (0, 64), (-1, 64), (math.nan, 64), (math.inf, 64), (3, 2.5), (3, math.nan), (3, "64")])
 def test_sphere_codes_refuses(bits, d):
     with pytest.raises(ValueError, match="d must be an integer of at least 2 and bits positive"):
-        claims.sphere_codes(bits, d)
+        claims._sphere_codes(bits, d)
 
 
 @pytest.mark.parametrize("bad", [[], [1, 0], [1, -1], [1, math.nan], [math.inf, 1], [[1, 2]], 3.0, [1e-6, 1]])
 def test_shared_table_refuses(bad):
     with pytest.raises(ValueError, match="variances must be a vector of finite positive numbers"):
-        claims.shared_table_mse(bad, 3)
+        claims._shared_table_mse(bad, 3)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_shared_table_of_equal_variances_is_lloyd_max(bits):
-    assert claims.shared_table_mse(np.full(5, 3.7), bits) == pytest.approx(lloyd_max(bits).mse, rel=2e-3)
+    assert claims._shared_table_mse(np.full(5, 3.7), bits) == pytest.approx(lloyd_max(bits).mse, rel=2e-3)
 
 
 def test_filled_bits_of_equal_variances_are_equal():

@@ -9,7 +9,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM, DynamicCache  # noqa: E402
 from transformers.cache_utils import Cache  # noqa: E402
 
-from turboquant_nb.hf import CodedStates, TurboQuantCache, TurboQuantLayer, rope_frequencies  # noqa: E402
+from turboquant_nb.hf import CodedStates, TurboQuantCache, TurboQuantLayer, layer_frequencies  # noqa: E402
 from turboquant_nb.quant.quantizer import Recipe, Spec, as_recipe  # noqa: E402
 from turboquant_nb.quant.mixed_precision import by_layer  # noqa: E402
 from turboquant_nb.testing import same  # noqa: E402
@@ -366,7 +366,7 @@ def test_what_rope_rotates_by(name):
     "Rotated back by the frequencies that were found, keys are what their projection gave; where RoPE is another, the reason is said, and a mean before RoPE is refused."
     model = tiny(name)
     config = model.config.get_text_config(decoder=True)
-    found, why = rope_frequencies(config)
+    found, why = layer_frequencies(config)
     assert len(found) == config.num_hidden_layers
     if name in STILL:
         assert STILL[name] in why and set(found) == {None}
@@ -401,7 +401,7 @@ AXES = {"Qwen2_5_VLText": dict(mrope_section=[2, 1, 1]), "Qwen2VLText": dict(mro
 def test_multi_axis_rope_takes_the_prompts_mean(name):
     "Such a model gives three positions for a token of a video; a mean before RoPE that rotates by the place in the store would be wrong. Before, presets took it for Qwen-VL."
     config = getattr(transformers, name + "Config")(**BASE, layer_types=["full_attention"] * 2, rope_parameters={"rope_type": "default", "rope_theta": 1e4, **AXES[name]})
-    found, why = rope_frequencies(config)
+    found, why = layer_frequencies(config)
     assert set(found) == {None} and "several positions" in why
     assert all(r.key.center == "prompt_mean" for r in TurboQuantCache(config, "k3v3").recipes)
     with pytest.raises(ValueError, match="several positions of each token"):

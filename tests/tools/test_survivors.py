@@ -14,7 +14,7 @@ from turboquant_nb.esm import transform
 from turboquant_nb.theory.codebook import uniform, lloyd_max
 from turboquant_nb.cache.attention import attend, dense_attention
 from turboquant_nb.cache.packing import Layout
-from turboquant_nb.quant.calibration import allocate
+from turboquant_nb.quant.calibration import allocate_layers
 from turboquant_nb.quant.quantizer import PRESETS, Quantizer, Recipe, Spec, decided, encode, preset, scalar_codebook
 from turboquant_nb.theory.rates import MixedCodebook
 from turboquant_nb.cache.store import KVStore, Side, _encode_quietly, _masked_mean, prompt_mean
@@ -231,10 +231,10 @@ def test_bits_between_equal_bounds():
     "lo = hi says everything; 0 and 8 are bounds like any other."
     v = torch.tensor([1.0, 2.0, 4.0])
     for b in (0, 2, 8):
-        assert rates.allocate(v, 3 * b, b, b).tolist() == [b] * 3
+        assert rates.allocate_channels(v, 3 * b, b, b).tolist() == [b] * 3
     for lo, hi in ((3, 2), (-1, 2), (0, 9)):
         with pytest.raises(ValueError):
-            rates.allocate(v, 6, lo, hi)
+            rates.allocate_channels(v, 6, lo, hi)
 
 
 def test_small_numbers_of_a_recipe_are_allowed():
@@ -303,7 +303,7 @@ def test_a_shorter_row_of_levels_repeats_its_last_one():
 def test_a_budget_is_rounded_down():
     "2.45 bits of 6 numbers buy 2.7 bits more than two each: not the 3 of one step."
     losses = dict(bits=[2, 3, 4], key=[[1.0, 0.5, 0.1]], value=[[0.9, 0.4, 0.1]], size=[[3, 3]])
-    assert allocate(losses, 2.45) == [(2, 2)] and allocate(losses, 2.5) == [(3, 2)]
+    assert allocate_layers(losses, 2.45) == [(2, 2)] and allocate_layers(losses, 2.5) == [(3, 2)]
 
 
 # ---------------------------------------------------------------- transforms

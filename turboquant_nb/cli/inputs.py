@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Changes', 'read_recipe', 'recipe_data', 'check_name', 'Calibrated', 'check_calibrated', 'recipe_for', 'check_fits',
-           'Prompt', 'read_prompt', 'tokens_of', 'read_texts', 'Attention', 'Dtype', 'Weights', 'Source', 'load',
-           'pick_device', 'plain_attention', 'context_length', 'about_run']
+           'Prompt', 'read_prompt', 'tokens_of', 'read_texts', 'Attention', 'Weights', 'Source', 'load', 'pick_device',
+           'plain_attention', 'context_length', 'about_run']
 
 # %% ../../nbs/87d_cli_inputs.ipynb #e963c60a
 import json
@@ -81,7 +81,7 @@ def read_recipe(
             raise ValueError(f"not a recipe: a list must hold one JSON object for each layer, got {got}")
         return [_changed(_from_json(json.dumps(x)), changes) for x in rows]
 
-
+# %% ../../nbs/87d_cli_inputs.ipynb #4ad7626a
 def _changed(recipe, changes: Changes):
     "The recipe with the fields that were given."
     from turboquant_nb.quant.quantizer import as_recipe
@@ -336,7 +336,7 @@ class Attention(StrEnum):
     eager = "eager"
 
 
-class Dtype(StrEnum):
+class _Dtype(StrEnum):
     float32 = "float32"
     float16 = "float16"
     bfloat16 = "bfloat16"
@@ -354,7 +354,7 @@ class Weights:
         ),
     ] = "embedded"
     dtype: Annotated[
-        Dtype | None,
+        _Dtype | None,
         typer.Option(help="Of the weights; default: float32 on a CPU, bfloat16 elsewhere."),
     ] = None
     device: Annotated[
@@ -398,7 +398,7 @@ def load(weights: Weights, quiet: bool) -> _Loaded:
             model, tokenizer = load_model(weights.model, **how)
     return _Loaded(model, tokenizer)
 
-
+# %% ../../nbs/87d_cli_inputs.ipynb #76bc46e7
 def pick_device(name: str | None):
     "A torch.device. Raises Usage for no such device, RuntimeError for CUDA where there is none."
     import torch

@@ -16,7 +16,8 @@ from transformers.modeling_utils import AttentionInterface
 
 from ..kernels import ops
 from ..cache.attention import dense_attention
-from .cache import NAME, CodedStates, _pads_longer, _Padding, _store_padding, check_mask, check_size
+from .cache import NAME, CodedStates, _pads_longer, _Padding, _store_padding, _check_mask, _check_size
+
 
 # %% ../../nbs/52_hf_attention.ipynb #85ef7537
 def _window_of(mask_function):
@@ -43,7 +44,7 @@ class _MaskAnswer:
 def _mask_reason(cache, layer, n: int, mask_function, attention_mask) -> _MaskAnswer:
     "Whether a mask must be made for n tokens, and why. Changes nothing; `_store_padding` does."
     if layer.capturing:  # nothing can be read; padding was learnt when the prompt came
-        return _MaskAnswer("" if attention_mask is None else "an attention mask in a recorded step")
+        return _MaskAnswer("" if attention_mask is None else "an attention mask in a captured step")
     past = layer.held
     if not layer.static and any(x.held != past for x in cache.coded_layers):
         raise ValueError("a forward pass was broken off: cache.recover() forgets its tokens")
@@ -86,8 +87,8 @@ def turboquant_mask(
     if cache is None:
         return sdpa_mask(*args, **kwargs)
     if not kv_length.layer.capturing:
-        check_size(batch_size, q_length)
-        check_mask(attention_mask, batch_size, kv_length.layer.held, q_length)
+        _check_size(batch_size, q_length)
+        _check_mask(attention_mask, batch_size, kv_length.layer.held, q_length)
         cache.check_model(kwargs.get("config"))
     answer = _mask_reason(cache, kv_length.layer, q_length, mask_function, attention_mask)
     if answer.starts is not None:
@@ -221,7 +222,7 @@ def _on_codes(query, key: CodedStates, value: CodedStates, mask, scaling, softca
     ask = "auto" if demanded == "triton" and n > 16 and recent is None else demanded
     name, why = ops.select_backend(*args, **call, softcap=softcap, backend=ask)
     if name == "torch" and demanded == "triton":
-        why = ops.explain(*args, **call, softcap=softcap)["flash"][1]
+        _, why = ops.explain(*args, **call, softcap=softcap)["flash"]
         raise ValueError(f"backend 'triton' cannot serve a chunk of {n} tokens: {why}")
     first, sliding_window = call.get("first"), call.get("sliding_window")
     out, lse = ops.dispatch_attend(name, *args, scaling, mask, first, True, sliding_window, softcap, recent)
@@ -230,7 +231,7 @@ def _on_codes(query, key: CodedStates, value: CodedStates, mask, scaling, softca
     if name in ("gather", "torch"):
         layer.reasons[why if mask is None else layer.mask_reason or "a mask was given"] += 1
     if layer.canary is not None and mask is None:
-        layer.canary.look(layer, query, scaling, softcap)
+        layer.canary.observe(layer, query, scaling, softcap)
     layer.free(key.first)
     return _with_sink_logit(out, lse, s_aux)
 
