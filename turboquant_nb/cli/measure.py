@@ -495,7 +495,7 @@ def _claim_lines(row: dict) -> str:
     _REPORT,
     "claims",
     "Reports",
-    "turboquant report claims\nturboquant report claims --only esm-bits dc-stored --json",
+    "turboquant report claims\nturboquant report claims --only esm-ratio dc-nominal --json",
 )
 def claims(chosen: _Chosen, output: Output) -> None:
     """Claims of the papers and ports around TurboQuant, with figures and verdicts.
