@@ -198,6 +198,7 @@ def test_generate_is_what_the_library_does(call, tiny):
         model.set_attn_implementation(attention)
         want = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=TurboQuantCache(model, "k4v4"), max_new_tokens=8, do_sample=False)
         code, out, err = call("generate", "--model", tiny, "--prompt", sample_text()[:600], "--no-chat", "--max-new-tokens", 8, "--recipe", "k4v4", "--attention", attention, "--json")
+        assert ("faster: --attention turboquant" in err) == (attention == "sdpa") and err.count("--attention sdpa gets") <= 1
         got = json.loads(out)
         assert code == 0 and got["text"] == tokenizer.decode(want[0, ids.shape[1]:], skip_special_tokens=True)
         assert got["prompt_tokens"] == ids.shape[1] and got["cache"]["tokens"] == want.shape[1] - 1 and got["cache"]["recipe"] == TurboQuantCache(model, "k4v4").recipe.to_json()

@@ -53,14 +53,14 @@ def portable(c, sliding=False, capped=False):
 
 
 def join(c, together=1, rotated=False, sliding=False, capped=False):
-    constants = sizes(c) | dict(Q=4, R=together, SB=16, OWN=True, ROTATED=rotated, SLIDING=sliding, CAPPED=capped, PDL=True)
+    constants = sizes(c) | dict(Q=4, R=together, SB=16, TILE=256, OWN=True, ROTATED=rotated, SLIDING=sliding, CAPPED=capped, PDL=True)
     return compiled(cells._join_kernel, ASTSource, constants, num_warps=4, launch_pdl=True)
 
 
-def append(c):
+def append(c, steps=4):
     of = dict(mode="mse", mean=None, scale=torch.float16, large=True)
     kc, vc = (CodingConstants.of(d, torch.bfloat16, b, RotationOperand.of(make_rotation("hadamard", d).matrix), **of) for d, b in ((c.d_key, c.key_bits), (c.d_value, c.value_bits)))
-    constants = dict(KC=kc, VC=vc, KA=places(c, "key"), VA=places(c, "value"), R=c.tokens // 4, M=16, WIDE=False)
+    constants = dict(KC=kc, VC=vc, KA=places(c, "key"), VA=places(c, "value"), R=c.tokens // 4, M=16, WIDE=False, STEPS=steps)
     return compiled(cells._append_kernel, ASTSource, constants, num_warps=4, num_stages=2)
 
 

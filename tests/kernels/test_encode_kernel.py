@@ -233,7 +233,7 @@ def test_cuda_graph(center):
     agree(store, plain, [first, *parts])
 
 
-def test_a_recording_that_does_not_fit():
+def test_a_captured_step_that_does_not_fit():
     "Nothing is written, the last token becomes NaN, and `sync` says so once."
     store = KVStore(Recipe(Spec(center="prompt_mean"), Spec()), 1, 2, 32, dtype=torch.bfloat16, device=DEVICE, max_length=104, static=True)
     x = states(1, 2, 100, 32)

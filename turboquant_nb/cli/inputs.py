@@ -392,6 +392,9 @@ def load(weights: Weights, quiet: bool) -> _Loaded:
     dtype = weights.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     if not quiet:
         print(f"turboquant: loading {weights.model}", file=sys.stderr, flush=True)
+        if getattr(weights, "attention", "turboquant") != "turboquant":
+            slow = f"--attention {weights.attention.value} gets all past tokens decoded, in every layer and step"
+            print(f"turboquant: {slow}; faster: --attention turboquant", file=sys.stderr, flush=True)
     with at_fault(FileNotFoundError, TypeError, ValueError, where="--model: "):
         how = dict(dtype=getattr(torch, dtype), device=device, progress=not quiet)
         with hushed() if quiet else nullcontext():

@@ -30,6 +30,7 @@ from ..cache.store import Growing, KVStore
 NAME = "turboquant"  # of the attention implementation that reads codes
 STEPS = 16  # tokens of the longest chunk that is served as if its tokens came one by one
 _DRAFTS = 64  # the same where transformers has said that drafts will come
+_LONG = 1024  # tokens of a past that a processor decodes slowly for another attention
 MARGIN = (
     256  # tokens a sliding layer keeps beyond its window, so that rejected drafts can be cropped
 )
@@ -74,9 +75,9 @@ class CodedStates:
 # %% ../../nbs/51_cache.ipynb #7060c67b
 @lru_cache
 def _say_slow(attention: str | None) -> None:
-    "Once: what makes a GPU slow."
+    "Once: what makes steps slow."
     warnings.warn(
-        f"attn_implementation={attention!r} gets all past tokens decoded, in every layer and step. Several times faster, "
+        f"attn_implementation={attention!r} gets all past tokens decoded, in every layer and step. Twice to several times as fast, "
         f"where the model allows it: model.set_attn_implementation({NAME!r})",
         stacklevel=2,
     )
@@ -106,13 +107,13 @@ class TurboQuantLayer(CacheLayerMixin):
         self.is_sliding = sliding_window is not None
         self.inv_freq = inv_freq
         self.starts = None  # leading tokens of each row that are padding; None: not known, so none
-        self.calls, self.coded = Counter(), Counter()  # who attended, who coded: see `Report`
+        self.calls, self.coded = Counter(), Counter()  # what attended, what coded: see `Report`
         self.backends = Counter()  # of those that attended on codes, by the names of `ops.attend`
         self.reasons, self.mask_reason = Counter(), ""  # why no kernel served; why there was a mask
         self.drafting, self.drafts = False, 0  # see `activate_past_recording`
         self.tail = None  # exact states that the last chunk's queries read, and a crop
-        self.canary, self.changes = None, 0  # who checks; times that rows became others
-        self.captured_backends = {}  # of a static store: who serves steps that a graph captures
+        self.canary, self.changes = None, 0  # what checks; times that rows became others
+        self.captured_backends = {}  # of a static store: what serves steps that a graph captures
         self.patience = 0  # steps to run eagerly before one is captured: tokens were cropped
 
     @property
@@ -164,7 +165,7 @@ class TurboQuantLayer(CacheLayerMixin):
         self.calls["dense" if past else "prefill"] += 1
         if past and self.canary is not None:
             self.canary.warn_blind(getattr(self.config, "_attn_implementation", None))
-        if past and key_states.device.type == "cuda":
+        if past and (key_states.device.type == "cuda" or past >= _LONG):
             _say_slow(getattr(self.config, "_attn_implementation", None))
         dense = self.store.read(first) if past else states
         for x, chunk in zip(dense, states):
@@ -584,7 +585,7 @@ class Report(dict):
     """What a cache holds; prints as a small table. "served" counts calls over all layers: prefill
     (exact), kernel, codes (PyTorch on codes), chunk (long chunks, block by block), dense (the past
     was decoded for another attention); steps that a graph replays are counted in "graphs" instead.
-    "backends" names who attended on codes, "reasons" says why not a kernel; "coded" who coded."""
+    "backends" names what attended on codes, "reasons" says why not a kernel; "coded" what coded."""
 
     def __str__(self):
         r = self
@@ -601,7 +602,7 @@ class Report(dict):
 
 
 def _captured_by(layers: list) -> dict:
-    "Who serves captured steps of a static cache: each (answer, why no kernel) that a layer gives."
+    "What serves captured steps of a static cache: each (answer, why no kernel) that a layer gives."
     out = {}
     for x in layers:
         for what, answer in x.captured_backends.items():

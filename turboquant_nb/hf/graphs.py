@@ -27,7 +27,7 @@ from ..cache.store import CAPTURE, KVStore, Static, _plain
 # %% ../../nbs/53_graphs.ipynb #8c645051
 @patch
 def select_backends(self: TurboQuantLayer, key_states: Tensor) -> None:
-    "Settle who codes and who attends in captured steps."
+    "Settle what codes and what attends in captured steps."
     b, h, _, d = key_states.shape
     heads = model_facts(self.config)
     group = heads["query heads"] // heads["KV heads"]

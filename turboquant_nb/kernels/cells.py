@@ -95,8 +95,8 @@ class CellPlan:
 # %% ../../nbs/45b_cells.ipynb #45b0000c
 @triton.jit
 def _append_side(X, xt, xh, W, TAB, CELLS, SCALES, SLOTS, block_stride, head_stride, tokens, factor, C: tl.constexpr, A: tl.constexpr,
-                 BY_TOKEN: tl.constexpr, R: tl.constexpr, M: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    "M tokens of one head: codes and scales of those that lead and of all that share their bytes."
+                 BY_TOKEN: tl.constexpr, R: tl.constexpr, M: tl.constexpr, WIDE: tl.constexpr, STEPS: tl.constexpr):  # fmt: skip
+    "M tokens of one head: codes and scales of those that lead and of all that share their bytes, if STEPS is 4; 1: none does."
     D: tl.constexpr = C.D
     HALF: tl.constexpr = C.HALF
     BITS: tl.constexpr = C.BITS
@@ -114,8 +114,10 @@ def _append_side(X, xt, xh, W, TAB, CELLS, SCALES, SLOTS, block_stride, head_str
         W += head * (W_PARTS * D * D)
     slot = tl.load(SLOTS + i, mask=i < tokens, other=-1)
     t = slot % (4 * R)
-    before = tl.load(SLOTS + i - R, mask=(i >= R) & (i < tokens), other=-1)
-    leads = (slot >= 0) & ((before != slot - R) | (t < R))
+    leads = slot >= 0
+    if STEPS > 1:
+        before = tl.load(SLOTS + i - R, mask=(i >= R) & (i < tokens), other=-1)
+        leads = leads & ((before != slot - R) | (t < R))
     if tl.max(leads.to(tl.int32), 0) > 0:
         cell = (slot // (4 * R)).to(tl.int64) * block_stride + head.to(tl.int64) * head_stride
         k, zero, row = tl.arange(0, K), tl.zeros((M, HALF), tl.float32), (t % R).to(tl.int32)
@@ -123,10 +125,12 @@ def _append_side(X, xt, xh, W, TAB, CELLS, SCALES, SLOTS, block_stride, head_str
         w_hi = _encode_weights(W, 0, k + HALF, 0, TYPE, D, HALF) if BUTTERFLY else _encode_weights(W, 0, k, 1, TYPE, D, HALF)
         edges, levels = _table(TAB, BITS)
         word, new = tl.zeros((M, HALF), tl.int32), row * 0
-        for q in range(4):
-            at, here = i + q * R, leads & (t + q * R < 4 * R)
-            there = tl.load(SLOTS + at, mask=here & (at < tokens), other=-1)
-            valid = here & (there == slot + q * R)
+        for q in range(STEPS):
+            at, valid = i + q * R, leads
+            if STEPS > 1:
+                here = leads & (t + q * R < 4 * R)
+                there = tl.load(SLOTS + at, mask=here & (at < tokens), other=-1)
+                valid = here & (there == slot + q * R)
             if tl.max(valid.to(tl.int32), 0) > 0:
                 x = X + at.to(tl.int64)[:, None] * xt + head.to(tl.int64) * xh + k[None, :]
                 lo, hi = _rotate(x, 1, valid[:, None], W, w_lo, w_hi, zero, X, X, C, XP, 0, WIDE)
@@ -143,11 +147,11 @@ def _append_side(X, xt, xh, W, TAB, CELLS, SCALES, SLOTS, block_stride, head_str
 @triton.jit(do_not_specialize=["tokens"])
 def _append_kernel(KX, kt, kh, KW, KTAB, kfactor, VX, vt, vh, VW, VTAB, vfactor, CELLS, SCALES, SLOTS, block_stride, head_stride, tokens,
                    KC: tl.constexpr, VC: tl.constexpr, KA: tl.constexpr, VA: tl.constexpr, R: tl.constexpr, M: tl.constexpr,
-                   WIDE: tl.constexpr):  # fmt: skip
+                   WIDE: tl.constexpr, STEPS: tl.constexpr):  # fmt: skip
     if tl.program_id(1) == 0:
-        _append_side(KX, kt, kh, KW, KTAB, CELLS, SCALES, SLOTS, block_stride, head_stride, tokens, kfactor, KC, KA, False, R, M, WIDE)
+        _append_side(KX, kt, kh, KW, KTAB, CELLS, SCALES, SLOTS, block_stride, head_stride, tokens, kfactor, KC, KA, False, R, M, WIDE, STEPS)
     else:
-        _append_side(VX, vt, vh, VW, VTAB, CELLS, SCALES, SLOTS, block_stride, head_stride, tokens, vfactor, VC, VA, True, R, M, WIDE)
+        _append_side(VX, vt, vh, VW, VTAB, CELLS, SCALES, SLOTS, block_stride, head_stride, tokens, vfactor, VC, VA, True, R, M, WIDE, STEPS)
 
 # %% ../../nbs/45b_cells.ipynb #45b0000d
 def _dense(x: Tensor) -> Tensor:
@@ -180,10 +184,21 @@ def append_cells(
     _append_kernel[grid](
         k, k.stride(0), k.stride(1), one[0].parts, one[1], one[0].factor, v, v.stride(0), v.stride(1), two[0].parts, two[1], two[0].factor,
         SLOTS=slots, tokens=len(slots), KC=kc, VC=vc, KA=plan.places("key"), VA=plan.places("value"), R=plan.cell.tokens // 4,
-        M=rows, WIDE=_wide(plan.device), **plan.memory(cache), **options,
+        M=rows, WIDE=_wide(plan.device), STEPS=1 if len(slots) <= plan.cell.tokens // 4 else 4, **plan.memory(cache), **options,
     )  # fmt: skip
 
 # %% ../../nbs/45b_cells.ipynb #45b00011
+@triton.jit
+def _extent(length, m, own, splits, sliding_window, TILE: tl.constexpr, SLIDING: tl.constexpr):
+    "First tile that the last m queries see of the coded tokens, how many tiles they see, and how many of them a split has."
+    low = length * 0
+    if SLIDING:
+        low = tl.maximum(low, length - m - sliding_window + 1)
+    first = low // TILE
+    count = tl.maximum((length - own + TILE - 1) // TILE - first, 0)
+    return first, count, (count + splits - 1) // splits
+
+
 @triton.jit(do_not_specialize=["splits", "m", "own", "sliding_window"])
 def _portable_cells_kernel(
     ROTATED, LEVELS, LENGTH, TABLE, table_stride, CELLS, SCALES, block_stride, head_stride, O, LSE, heads, m, own, blocks, splits,
@@ -207,9 +222,8 @@ def _portable_cells_kernel(
     top = tl.full([Q], -1e30, tl.float32)
     total = tl.zeros([Q], tl.float32)
     acc = tl.zeros([Q, DVP], tl.float32)
-    first = tl.maximum(tl.min(low, 0), 0) // (4 * R)
-    count = tl.maximum((tl.max(high, 0) + 4 * R - 1) // (4 * R) - first, 0)
-    for page in range(first + split * count // splits, first + (split + 1) * count // splits):
+    first, count, each = _extent(length, m, own, splits, sliding_window, 4 * R, SLIDING)
+    for page in range(first + split * each, first + tl.minimum((split + 1) * each, count)):
         cell = tl.load(TABLE + b.to(tl.int64) * table_stride + page).to(tl.int64) * block_stride + h.to(tl.int64) * head_stride
         to, scales = CELLS + cell, SCALES + cell // 2
         for i in range(0, 4 * R, BR):
@@ -270,15 +284,15 @@ def _own_tokens(q, b, h, i, CK, ckt, ckh, CV, cvt, cvh, m, length, sliding_windo
 def _join_kernel(
     PARTS, LSE_PARTS, OUT, REST, ot, oh, LSE, QUERY, qt, qh, CK, ckt, ckh, CV, cvt, cvh, LENGTH, splits, heads, group, m, own, blocks,
     sliding_window, scaling, cap_at, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, Q: tl.constexpr,
-    R: tl.constexpr, SB: tl.constexpr, OWN: tl.constexpr, ROTATED: tl.constexpr, SLIDING: tl.constexpr, CAPPED: tl.constexpr,
+    R: tl.constexpr, SB: tl.constexpr, TILE: tl.constexpr, OWN: tl.constexpr, ROTATED: tl.constexpr, SLIDING: tl.constexpr, CAPPED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     "R query rows of one KV head: its request's own tokens and all splits. What is still ROTATED goes to REST."
     rows = group * m
-    count = (rows + R - 1) // R
-    bh = tl.program_id(0) // count
+    programs = (rows + R - 1) // R
+    bh = tl.program_id(0) // programs
     b, h = bh // heads, bh % heads
-    r = tl.program_id(0) % count * R + tl.arange(0, R)
+    r = tl.program_id(0) % programs * R + tl.arange(0, R)
     ok, i = r < rows, r % m
     d, e = tl.arange(0, DP), tl.arange(0, DVP)
     token, head = (b * m + i).to(tl.int64), h * group + r // m
@@ -292,15 +306,17 @@ def _join_kernel(
         top, whole, near = _own_tokens(q, b, h, i, CK, ckt, ckh, CV, cvt, cvh, m, length, sliding_window, cap_at, D, DP, DV, DVP, R,
                                        SLIDING, CAPPED)  # fmt: skip
     far = tl.zeros([R, DVP], tl.float32)
-    first = (bh * blocks + r // Q).to(tl.int64) * splits
+    place0 = (bh * blocks + r // Q).to(tl.int64) * splits
+    first, count, each = _extent(length, m, own, splits, sliding_window, TILE, SLIDING)
+    used = tl.where(each > 0, (count + each - 1) // tl.maximum(each, 1), 0)  # splits with tokens
     if PDL:
         tl.extra.cuda.gdc_wait()
-    for s0 in range(0, splits, SB):
+    for s0 in range(0, used, SB):
         part = s0 + tl.arange(0, SB)
-        place = (first[:, None] + part[None, :]) * Q + (r % Q)[:, None]
-        there = ok[:, None] & (part < splits)[None, :]
+        place = (place0[:, None] + part[None, :]) * Q + (r % Q)[:, None]
+        there = ok[:, None] & (part < used)[None, :]
         lse = tl.load(LSE_PARTS + place, mask=there, other=float("-inf"))
-        seen = lse != float("-inf")  # an empty split has written no output
+        seen = lse != float("-inf")  # a row that sees no token of a split
         o = tl.load(PARTS + place[:, :, None] * DV + e[None, None, :], mask=seen[:, :, None] & (e < DV)[None, None, :], other=0.0)
         new = tl.maximum(top, tl.max(lse, 1))
         safe = tl.where(new == float("-inf"), 0.0, new)
@@ -442,7 +458,10 @@ def _fragments_cells_kernel(
         safe_lo = gl.maximum(lo, at0 + m - sliding_window)
     first = lo // 256
     count = gl.maximum((hi + 255) // 256 - first, 0)
-    begin, end = first + split * count // splits, first + (split + 1) * count // splits
+    each = (count + splits - 1) // splits
+    begin, end = first + split * each, first + gl.minimum((split + 1) * each, count)
+    if begin >= end:
+        return
     last = gl.maximum((hi + 4 * G.RP - 1) // (4 * G.RP) - 1, 0)
     table = TABLE + b.to(gl.int64) * table_stride
     cells = (table, h.to(gl.int64) * head_stride, block_stride, last)
@@ -494,8 +513,7 @@ def _fragments_cells_kernel(
     top = gl.convert_layout(top * scale, gl.SliceLayout(0, G.LVB))
     j = gl.arange(0, Q, layout=gl.SliceLayout(0, G.LVB))
     gl.store(LSE + out_row + j, gl.where(total != 0, top + gl.log2(total), float("-inf")))  # NaN counts as seen
-    if begin < end:
-        _finish(ACC, RV_, RV_, O, out_row, bh, total, v_step, SH, FAST, False, G)
+    _finish(ACC, RV_, RV_, O, out_row, bh, total, v_step, SH, FAST, False, G)
 
 # %% ../../nbs/45b_cells.ipynb #45b00019
 class Workspace:
@@ -616,7 +634,7 @@ def decode_cells(
     _join_kernel[(batch * heads * -(-group * m // together),)](
         PARTS=parts, LSE_PARTS=lse_parts, OUT=near, REST=rest, ot=near.stride(0), oh=near.stride(1), LSE=lse, QUERY=q, qt=q.stride(0),
         qh=q.stride(1), CK=k, ckt=k.stride(0), ckh=k.stride(1), CV=v, cvt=v.stride(0), cvh=v.stride(1), group=group, scaling=scaling, Q=Q,
-        R=together, SB=max(2, min(16, 64 // together)), OWN=own > 0, ROTATED=not fast, PDL=pdl, **shared, **constants, num_warps=4,
+        R=together, SB=max(2, min(16, 64 // together)), TILE=cell.tokens if portable else 256, OWN=own > 0, ROTATED=not fast, PDL=pdl, **shared, **constants, num_warps=4,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     if not fast:

@@ -179,7 +179,7 @@ def explain(
 
 # %% ../../nbs/46_ops.ipynb #0bfe1935
 class Choice(NamedTuple):
-    "Who serves a call or a store."
+    "What serves a call or a store."
 
     backend: str
     why: str  # no kernel does; empty if one does

@@ -51,7 +51,7 @@ class ServingConfig:
     "What a user says of the cache. Raises ValueError/TypeError for what cannot be served."
 
     recipe: str | dict | Recipe = "k3v3"
-    past_tokens: int = 8192  # of a chunk's past that are decoded at a time
+    past_tokens: int = 32768  # of a chunk's past that are decoded at a time
 
     def __post_init__(self):
         object.__setattr__(self, "recipe", serving_recipe(self.recipe))
@@ -209,8 +209,7 @@ class CodedAttention:
         "The output of a chunk whose attention to itself is `own`."
         (k, v), (window, softcap), n = past, self.options.values(), self.cell.tokens
         rotated = self._rotated(q).to(k.dtype)
-        far = torch.zeros(*q.shape[:2], v.shape[2], dtype=torch.float32, device=q.device)
-        far_lse = torch.full(q.shape[:2], -torch.inf, device=q.device)
+        far, far_lse = None, None
         oldest = 0 if window is None else max(0, c.past - window + 1) // n * n  # what the first query sees begins here or later
         for begin in range(oldest, c.past, len(k)):
             tokens = min(len(k), c.past - begin)
@@ -222,11 +221,15 @@ class CodedAttention:
                 continue
             past_cells(cache, self.plan, table[begin // n :], tokens, k, v)
             o, lse = self.flash(rotated[:seeing], k[:tokens], v[:tokens], [0, seeing], [0, tokens], self.scaling, False, left, softcap)
-            far[:seeing], far_lse[:seeing] = join(far[:seeing], far_lse[:seeing], o, lse)
-        return join(own, own_lse, self.value.rotation.inverse(far), far_lse)[0].to(q.dtype)
+            if seeing < c.tokens:
+                o, lse = torch.nn.functional.pad(o, (0, 0, 0, 0, 0, c.tokens - seeing)), torch.nn.functional.pad(lse, (0, 0, 0, c.tokens - seeing), value=-torch.inf)
+            far, far_lse = (o, lse) if far is None else join(far, far_lse, o, lse)
+        return own if far is None else join(own, own_lse, self.value.rotation.inverse(far), far_lse)[0].to(q.dtype)
 
     def _rotated(self, q: Tensor) -> Tensor:
         "Queries by the matrix of the keys, of a head's own where each has one."
+        if not self.key.rotation.per_head:
+            return self.key.rotation.query(q)
         by_head = q.unflatten(1, (self.heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)  # [H, group T, d]
         turned = self.key.rotation.query(by_head)
         return turned.unflatten(1, (-1, len(q))).permute(2, 0, 1, 3).flatten(1, 2)

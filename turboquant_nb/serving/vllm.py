@@ -105,6 +105,10 @@ class Backend(AttentionBackend):
         return block_size is None or block_size in BLOCKS
 
     @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return default_block_size if default_block_size in BLOCKS else 128  # measured: 64 is slower, 256 shares less
+
+    @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         return head_size % 16 == 0 and 16 <= head_size <= 256
 
