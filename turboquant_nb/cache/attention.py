@@ -129,13 +129,12 @@ def _terms(store, side, coded):
 def _reads_exactly(query, store, positions, past, recent):
     """Which of `positions` [B|1, T] are read exactly: the same for all rows [B, 1, 1, T], or with
     `recent` for each [B, 1, g*n, T]."""
-    sinks, p = store.is_sink(positions)[:, None, None, :], positions[:, None, None, :]
-    since = store.past_exact_from
+    since, sinks = store.past_exact_from, store.recipe.sinks
     if recent is None:
-        return sinks | (p >= since)
+        return store.ranges.is_exact(positions, sinks, since)
     since = torch.minimum(since, past) if store._by_device else min(since, past)
     at = (torch.arange(query.tokens, device=store.device) + (store._now - query.tokens))[:, None]
-    return query.grouped(sinks | ((p >= since) & (p > at - recent)))
+    return query.grouped(store.ranges.is_exact(positions, sinks, (at - recent + 1).clamp(min=since)))
 
 
 def _add_coded(soft, query, store, visible, first, past, softcap, block, recent):
@@ -248,8 +247,8 @@ def attend(
     block: int = 1024,  # coded tokens decoded at a time
     recent: int | None = None,  # of k and v each query reads only its own last ones, itself included
 ) -> tuple:  # (output [B, Hq, n, d_value] in q's dtype, log-sum-exp [B, Hq, n] fp32)
-    """Attention straight on codes. A row that may see nothing gives 0 and -inf. Where a static store
-    is recorded, masks reach to its max_length. Raises ValueError/TypeError on shapes, dtypes or
+    """Attention straight on codes. A row that may see nothing gives 0 and -inf. Where a step of a static
+    store is captured, masks reach to its max_length. Raises ValueError/TypeError on shapes, dtypes or
     devices that do not fit."""
     if store.static and not store._by_device:
         store.sync()
