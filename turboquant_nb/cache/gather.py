@@ -383,7 +383,7 @@ def append(
 ) -> bool:  # whether it did; if not, nothing has changed, and `KVStore.append` codes or refuses
     "Code one token of each sequence in few operations, with the bits of `KVStore.append`."
     if store.static:
-        if store._recorded():
+        if store._capturing():
             return False
         store.sync()
     if not _is_usual(store, k, v):
