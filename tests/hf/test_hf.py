@@ -7,6 +7,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM, DynamicCache  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from transformers.cache_utils import Cache  # noqa: E402
 
 from turboquant_nb.hf import CodedStates, TurboQuantCache, TurboQuantLayer, layer_frequencies  # noqa: E402
@@ -1212,3 +1213,35 @@ def test_sliding_layers_free_tiles(attention):
         cache.crop(-700)
     cache.crop(-100)
     assert cache.get_seq_length() == 2300 and isinstance(layer, TurboQuantLayer)
+
+
+class Calls(TorchDispatchMode):
+    "Counts PyTorch's operations."
+
+    n = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.n += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_operations_of_a_step_in_each_layer():
+    "Of 12 layers, on a processor: as many in each, and few more than a cache that is not compressed takes; what a pass asks once does not grow with layers."
+    ids, counts = prompt(1, 300, padded=False)["input_ids"], {}
+    for layers in (6, 12):
+        model = tiny("llama", num_hidden_layers=layers)
+        for name, make in (("sdpa", lambda m: DynamicCache(config=m.config)), ("turboquant", lambda m: TurboQuantCache(m, "k3v3"))):
+            model.set_attn_implementation(name)
+            cache = make(model)
+            with torch.no_grad():
+                for n in (300, 1, 1):
+                    model(ids[:, :n], past_key_values=cache)
+                with Calls() as seen:
+                    model(ids[:, :1], past_key_values=cache)
+            counts[name, layers] = seen.n
+        report = cache.report()
+        assert report["backends"] == {"gather": 3 * layers} and report["coded"] == {"torch": 4 * layers}
+    each = {name: (counts[name, 12] - counts[name, 6]) / 6 for name in ("sdpa", "turboquant")}
+    once = counts["turboquant", 12] - 12 * each["turboquant"]
+    assert each["turboquant"] - each["sdpa"] <= 250, each
+    assert once <= 120, (once, counts)

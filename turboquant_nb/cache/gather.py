@@ -378,7 +378,6 @@ def _is_usual(store: KVStore, k: Tensor, v: Tensor) -> bool:
     )
 
 
-@_plain
 def append(
     store: KVStore,
     k: Tensor,  # [B, H, 1, d_key] in the store's dtype
@@ -389,8 +388,12 @@ def append(
         if store._capturing():
             return False
         store.sync()
-    if not _is_usual(store, k, v):
-        return False
+    return _is_usual(store, k, v) and _append_usual(store, k, v)
+
+
+@_plain
+def _append_usual(store: KVStore, k: Tensor, v: Tensor) -> bool:
+    "`append` for what `_is_usual` lets through."
     store._make_room(1)
     with torch.inference_mode():
         coded = _code_token(store, k, v)

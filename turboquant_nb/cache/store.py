@@ -46,7 +46,8 @@ def _plain(f):
 
     @wraps(f)
     def run(*args, **kwargs):
-        if not torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+        plain = not torch.compiler.is_compiling() and not torch.is_grad_enabled()
+        if plain and not torch.is_inference_mode_enabled():  # Dynamo cannot trace this question
             return f(*args, **kwargs)
         with torch.inference_mode(False), torch.no_grad():
             return f(*args, **kwargs)
