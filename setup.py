@@ -1,9 +1,11 @@
 "Packaging: everything comes from settings.ini; each `*_requirements` entry there is an extra."
 import shlex
+import shutil
 from configparser import ConfigParser
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 here = Path(__file__).parent
 config = ConfigParser(delimiters=["="])
@@ -20,6 +22,19 @@ def readme():
     "README.md with its pictures addressed where PyPI can find them."
     raw = f"https://raw.githubusercontent.com/{cfg['user']}/{cfg['repo']}/{cfg['branch']}"
     return (here / "README.md").read_text(encoding="utf-8").replace("](nbs/index_files/", f"]({raw}/nbs/index_files/")
+
+
+class WithResults(build_py):
+    "Builds the package with a copy of results/, which its notebooks read where there is no clone."
+
+    def run(self):
+        super().run()
+        if not self.editable_mode:
+            folder = Path(self.build_lib) / cfg["lib_path"] / "data" / "results"
+            for path in sorted((here / "results").rglob("*.json")):
+                target = folder / path.relative_to(here / "results")
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, target)
 
 
 extras = {key.removesuffix("_requirements"): requirements(value) for key, value in cfg.items() if key.endswith("_requirements")}
@@ -54,5 +69,6 @@ setup(
         "vllm.general_plugins": cfg["vllm_plugins"].split(),
         "nbdev": [f"{cfg['lib_path']}={cfg['lib_path']}._modidx:d"],
     },
+    cmdclass={"build_py": WithResults},
     zip_safe=False,
 )

@@ -117,6 +117,11 @@ def notebooks():
     return sorted((ROOT / settings()["nbs_path"]).glob("*.ipynb"))
 
 
+def is_chapter(path):
+    "Whether a notebook is a chapter, whose name begins with its number, and not a page such as the index or the guide."
+    return path.name[0].isdigit()
+
+
 def text_of(value):
     return value if isinstance(value, str) else "".join(value)
 
@@ -210,9 +215,9 @@ def announce(name):
 
 # ---------------------------------------------------------------- steps
 
-INSTALL = re.compile(r"""#\| eval: false
+INSTALL = r"""#\| eval: false
 # On Colab, run this once: it installs the package that the cells below import\.
-!pip install -q "turboquant-nb(\[[a-z,]+\])? @ git\+https://github\.com/turboquant-nb/turboquant-nb"\Z""")
+!pip install -q "{lib_name}(\[[a-z,]+\])? @ git\+{git_url}"\Z"""
 
 
 def notebook_problems(path):
@@ -223,12 +228,12 @@ def notebook_problems(path):
     head = [line for line in sources[0].splitlines() if line.strip()] if cells else []
     if len(head) < 2 or not head[0].startswith("# ") or not head[1].startswith("> ") or any(not line.startswith("- ") for line in head[2:]):
         yield "the first cell must be `# Title` and one `> line`, nothing else: nbdev turns it into front matter and the rest would vanish from the site"
-    if path.name != cfg["readme_nb"]:
+    if is_chapter(path):
         address = f"https://colab.research.google.com/github/{cfg['user']}/{cfg['repo']}/blob/{cfg['branch']}/{cfg['nbs_path']}/{path.name}"
         badge = f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({address})"
         if badge not in sources[:5]:
             yield f"one of the first five cells must be the Colab badge and nothing else: {badge}"
-        elif not INSTALL.match(sources[sources.index(badge) + 1]):
+        elif not re.match(INSTALL.format(lib_name=re.escape(cfg["lib_name"]), git_url=re.escape(f"https://github.com/{cfg['user']}/{cfg['repo']}")), sources[sources.index(badge) + 1]):
             yield "the cell after the Colab badge must be the install cell (see CONTRIBUTING.md)"
         if not any(re.match(r"#\| *default_exp +\S", source) for source in sources[:3]):
             yield "one of the first three cells must be `#| default_exp name`"
@@ -236,10 +241,20 @@ def notebook_problems(path):
         yield "a cell's saved output is an error"
 
 
+def other_homes(text):
+    "Addresses of this repository and of its site in a text that are not those of settings.ini."
+    cfg = settings()
+    found = re.findall(rf"(?:github\.com/|google\.com/github/|githubusercontent\.com/)([\w.-]+/{re.escape(cfg['repo'])})\b", text)
+    found += [f"{user}/{repo}" for user, repo in re.findall(r"https://([\w-]+)\.github\.io/([\w.-]+)", text) if repo == cfg["repo"]]
+    return sorted({x for x in found if x != f"{cfg['user']}/{cfg['repo']}"})
+
+
 @step
 def step_notebooks():
-    "notebooks are clean (nbdev_clean changes nothing), begin as agreed, and nbs/nbdev.yml fits settings.ini"
+    "notebooks are clean (nbdev_clean changes nothing), begin as agreed, and nbs/nbdev.yml and every address of the repository fit settings.ini"
     problems = [f"{path.name}: {problem}" for path in notebooks() for problem in notebook_problems(path)]
+    texts = [*notebooks(), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "_quarto.yml"))]
+    problems += [f"{path.name}: the repository is named {other}, settings.ini says another" for path in texts for other in other_homes(path.read_text(encoding="utf-8"))]
     if problems:
         raise Failed(listing(problems))
     tree = copy_tree("clean")
@@ -345,7 +360,7 @@ def chapters():
     "[(file name, number, title)] in the order of the names; Failed if a title does not say the number."
     found = []
     for path in notebooks():
-        if path.name != settings()["readme_nb"]:
+        if is_chapter(path):
             title = text_of(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"]).splitlines()[0]
             match = re.match(r"# (\w+) · (.+)", title)
             if not match or match[1] != path.name.partition("_")[0]:
@@ -354,11 +369,11 @@ def chapters():
     return found
 
 
-def misplaced(wanted, sidebar, index):
-    "What in the texts of the sidebar and of the index is not the chapters (file, number, title), in their order."
+def misplaced(wanted, sidebar, book):
+    "What in the texts of the sidebar and of the book's front page is not the chapters (file, number, title), in their order."
     lists = {
         "the sidebar of _quarto.yml": re.findall(r'- text: "?(\w+) · (.*?)"?\n +href: (\S+)', sidebar),
-        "the reading order of the index": re.findall(r"^\| (\w+) \| \[([^\]]+)\]\((\S+?\.ipynb)\) \|", index, re.M),
+        "the reading order of book.ipynb": re.findall(r"^\| (\w+) \| \[([^\]]+)\]\((\S+?\.ipynb)\) \|", book.partition("## Reading order")[2], re.M),
     }
     chapters = [f"{number} · {title} ({name})" for name, number, title in wanted]
     for where, found in lists.items():
@@ -367,9 +382,9 @@ def misplaced(wanted, sidebar, index):
 
 @step
 def step_order():
-    "chapters have one order in files, titles, sidebar and README; an exported cell imports lower ones only, inside functions too; no circle"
-    wanted, index = chapters(), json.loads((ROOT / settings()["nbs_path"] / settings()["readme_nb"]).read_text(encoding="utf-8"))
-    different = list(misplaced(wanted, (ROOT / "_quarto.yml").read_text(encoding="utf-8"), "\n".join(text_of(cell["source"]) for cell in index["cells"])))
+    "chapters have one order in files, titles, sidebar and the front page of the book; an exported cell imports lower ones only, inside functions too; no circle"
+    wanted, book = chapters(), json.loads((ROOT / settings()["nbs_path"] / "book.ipynb").read_text(encoding="utf-8"))
+    different = list(misplaced(wanted, (ROOT / "_quarto.yml").read_text(encoding="utf-8"), "\n".join(text_of(cell["source"]) for cell in book["cells"])))
     if different:
         raise Failed("not the chapters as they are:\n" + listing(different))
     bad, circle, count = upward(ROOT)
@@ -408,6 +423,7 @@ def step_wheel():
         scripts = archive.read(f"{info}/entry_points.txt").decode()
     tree = scratch() / "source"
     wanted = {p.relative_to(tree).as_posix() for p in (tree / lib).rglob("*") if p.is_file()}
+    wanted |= {f"{lib}/data/{p.relative_to(tree).as_posix()}" for p in (tree / "results").rglob("*.json")}  # what notebooks read where there is no clone
     inside = {name for name in names if not name.startswith(info)}
     if inside != wanted:
         raise Failed(f"the wheel lacks {sorted(wanted - inside)} and has too much {sorted(inside - wanted)}")
@@ -479,11 +495,22 @@ def step_docs():
     return must([sys.executable, TOOLS / "preview_docs.py", "--check"], "the pages have problems:").strip().splitlines()[-1]
 
 
+def alone(name):
+    "A folder with the notebooks and nothing else of the repository, as on Colab; settings.ini says which cells a test leaves out."
+    folder = scratch() / name
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / settings()["nbs_path"]).mkdir(parents=True)
+    shutil.copyfile(ROOT / "settings.ini", folder / "settings.ini")
+    for path in notebooks():
+        shutil.copyfile(path, folder / settings()["nbs_path"] / path.name)
+    return folder
+
+
 @step
 def step_nbtest(numerics="native"):
-    "every notebook runs from top to bottom (nbdev_test)"
-    tree = copy_tree("nbtest")
-    env = arithmetic(numerics) | {"PYTHONPATH": str(tree), "MPLBACKEND": "agg"}
+    "every notebook runs from top to bottom (nbdev_test): natively in a copy of the tree, under other arithmetic in an empty folder with the wheel"
+    tree = copy_tree("nbtest") if numerics == "native" else alone("alone")
+    env = arithmetic(numerics) | {"PYTHONPATH": str(tree if numerics == "native" else installed()), "MPLBACKEND": "agg"}
     if not probe()["cuda"]:  # kernels run in Triton's interpreter, which is chosen when Triton is first imported
         env["TRITON_INTERPRET"] = "1"
     must([sys.executable, TOOLS / "test_notebooks.py", "--n_workers", workers(numerics), "--do_print", "--timing"], "nbdev_test failed (its output is above)", cwd=tree, env=env, show=True)

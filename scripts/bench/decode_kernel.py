@@ -5,7 +5,7 @@ of its norm, on smaller batches; outliers of 1,000 in the query and in one value
 
 Then, in one run, medians of triton's do_bench with 20th and 80th percentiles (the L2 cache is emptied before each call), launched from
 Python ("eager") and replayed from a CUDA graph ("graph"). Ours is the whole of attention as a cache calls it: rotation of the query, mean of the keys (or a
-mean before RoPE with RoPE: one more launch), 4 exact sinks, 16 exact recent tokens, codes, un-rotation, output in bf16. Baselines: torch's scaled_dot_product_attention (flash,
+mean before RoPE with RoPE), 4 exact sinks, 16 exact recent tokens, codes, un-rotation, output in bf16. Baselines: torch's scaled_dot_product_attention (flash,
 enable_gqa) and a split-KV Triton kernel on bf16 and on fp8 (e4m3, one scale for the tensor, which is what fp8 caches store), each the
 fastest of several splits. `speedup` is the fastest bf16 of the same row kind over ours."""
 import itertools

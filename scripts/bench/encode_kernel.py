@@ -109,17 +109,12 @@ def targets(b, h, n, d, bk, bv, center="prompt_mean", dtype=torch.bfloat16):
 
 def small(d, bk, bv, center="prompt_mean", dtype=torch.bfloat16, config=None):
     "Compile what a bulk case needs."
-    packaged = kernel._config
-    if config:
-        kernel._config = lambda *_: config
     store, key, value = targets(1, 2, 1024, d, bk, bv, center, dtype)
     k, v = states(1, 2, 512, d, dtype, 0), states(1, 2, 512, d, dtype, 1)
     try:
-        kernel.encode_append(k, v, key, value, 0).tolist()
+        kernel.encode_append(k, v, key, value, 0, config=config).tolist()
     except Exception as error:
         print(d, config, str(error)[:200], flush=True)
-    finally:
-        kernel._config = packaged
 
 
 def short(case: Append):
@@ -127,11 +122,11 @@ def short(case: Append):
     append_store(case, True), append_store(case, False)
 
 
-def bulk_case(d, bk, bv, b=8, h=8, n=32768, center="prompt_mean", dtype=torch.bfloat16, torch_path=False):
+def bulk_case(d, bk, bv, b=8, h=8, n=32768, center="prompt_mean", dtype=torch.bfloat16, torch_path=False, config=None):
     store, key, value = targets(b, h, n, d, bk, bv, center, dtype)
     k, v = states(b, h, n, d, dtype, 0), states(b, h, n, d, dtype, 1)
     flags = torch.zeros(4, dtype=torch.int32, device="cuda")
-    took = kernel_times(lambda: kernel.encode_append(k, v, key, value, 0, flags))
+    took = kernel_times(lambda: kernel.encode_append(k, v, key, value, 0, flags, config=config))
     vectors = 2 * b * h * n
     nbytes = vectors * d * (dtype.itemsize + (bk + bv) / 16) + 2 * vectors
     row = dict(case="bulk", d=d, k=bk, v=bv, center=center, dtype=str(dtype)[6:], batch=b, heads=h, tokens=n, unit="us", n=1) | took
@@ -199,16 +194,12 @@ def tune_cases():
 
 def tune():
     "Time the options."
-    packaged = kernel._config
     for d, config in tune_cases():
-        kernel._config = lambda *_, c=config: c
         try:
-            row = bulk_case(d, 3, 3, b=4, n=32768 if d < 256 else 16384)
+            row = bulk_case(d, 3, 3, b=4, n=32768 if d < 256 else 16384, config=config)
             print(d, config, {k: round(v, 2) for k, v in row.items() if k in ("p50", "giga_vectors", "terabytes")}, flush=True)
         except Exception as error:
             print(d, config, str(error)[:80], flush=True)
-        finally:
-            kernel._config = packaged
 
 
 BITS = ((3, 3), (2, 2), (4, 4), (4, 2), (1, 1))

@@ -143,9 +143,9 @@ NAMES = {"turboquant": "turboquant", "flash": "in_place"}
 def on_kernels(cache):
     "Raises if anything else served, or would serve a replayed step."
     r = cache.report()
-    recorded = {answer for answers in r["recorded_by"].values() for answer in answers}
-    if set(r["served"]) != {"kernel"} or r["reasons"] or set(r["coded"]) != {"kernel"} or recorded - {("triton", "")}:
-        raise RuntimeError(f"not served by kernels: {r['served']} {r['reasons']} {r['coded']} {recorded}")
+    captured = {answer for answers in r["captured_by"].values() for answer in answers}
+    if set(r["served"]) != {"kernel"} or r["reasons"] or set(r["coded"]) != {"kernel"} or captured - {("triton", "")}:
+        raise RuntimeError(f"not served by kernels: {r['served']} {r['reasons']} {r['coded']} {captured}")
     return r
 
 

@@ -2,8 +2,9 @@
 
 SmolLM2-135M in fp32, batch 1, the chapter of the demo and its question (2,926 tokens), and longer prompts of text repeated; positions beyond the model's 8,192 go on with
 the RoPE of the model, unscaled: the tokens mean nothing there, the work is the same. A prompt is read once for each cache, all but its last token. Then come calls of
-generate() that continue it, in turns, so that what else the machine does meets both; every call makes `new` tokens, so the caches grow by as many. `tokens_s` is a
-quantile over the calls, the first of each cache left out; `speedup` the median over that of the uncompressed cache.
+generate() that continue it, in turns, so that what else the machine does meets both; every call makes `new` tokens, so the caches grow by as many. `p20`, `p50` and `p80`
+are quantiles of tokens per second over the calls, the first of each cache left out; `speedup` is the median over that of the uncompressed cache. `cpu_ms` is the median
+processor time for a token, which with OMP_NUM_THREADS=1 says how the caches compare on a machine that does other things too; `cpu_speedup` the uncompressed cache's over it.
 
 Caches: `dynamic` transformers' DynamicCache with torch's SDPA; `turboquant k3v3` the preset with attention on codes, `backends` who served. Set OMP_NUM_THREADS to the cores.
 
@@ -53,25 +54,28 @@ def fresh(model, name, **options):
 
 
 def call(model, cache, name, ids, new):
-    "(tokens per second of one call that makes `new` tokens, the ids with them)."
+    "(tokens per second of one call that makes `new` tokens, processor milliseconds for each, the ids with them)."
     model.set_attn_implementation(ATTENTION[name])
-    began = time.perf_counter()
+    began, used = time.perf_counter(), time.process_time()
     out = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=new, do_sample=False, pad_token_id=0)
-    return new / (time.perf_counter() - began), out
+    return new / (time.perf_counter() - began), 1e3 * (time.process_time() - used) / new, out
 
 
 def measured(model, ids, new, repeats):
     "Rows of both caches on one prompt, their calls in turns."
     caches = {name: read(model, fresh(model, name), name, ids) for name in ATTENTION}
-    at, speeds = dict.fromkeys(caches, ids), {name: [] for name in caches}
+    at, speeds, used = dict.fromkeys(caches, ids), {name: [] for name in caches}, {name: [] for name in caches}
     for i in range(repeats + 1):
         for name, cache in caches.items():
-            speed, at[name] = call(model, cache, name, at[name], new)
-            speeds[name] += [speed] if i else []
-    base = quantiles(speeds["dynamic"])["p50"]
+            speed, cpu, at[name] = call(model, cache, name, at[name], new)
+            if i:
+                speeds[name].append(speed)
+                used[name].append(cpu)
+    base, cpu_base = quantiles(speeds["dynamic"])["p50"], quantiles(used["dynamic"])["p50"]
     for name, found in speeds.items():
         row = {"cache": name, "prompt": ids.shape[1], "new": new, "n": repeats, "unit": "tokens/s", "threads": torch.get_num_threads()}
-        row |= quantiles(found) | {"speedup": quantiles(found)["p50"] / base}
+        cpu = quantiles(used[name])["p50"]
+        row |= quantiles(found) | {"speedup": quantiles(found)["p50"] / base, "cpu_ms": cpu, "cpu_speedup": cpu_base / cpu}
         if name != "dynamic":
             report = caches[name].report()
             if set(report["backends"]) - {"flash"} != {"gather"}:  # chunks of a long prompt, then steps

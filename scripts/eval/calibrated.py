@@ -20,7 +20,7 @@ from turboquant_nb.calibration.fit import calibrate, collect
 from turboquant_nb.evaluation.candidates import as_candidate
 from turboquant_nb.evaluation.score import paired, prefill, score, text_windows
 from turboquant_nb.calibration.fold import fit_fold, fold, unfold
-from turboquant_nb.hf import TurboQuantCache, rope_frequencies
+from turboquant_nb.hf import TurboQuantCache, layer_frequencies
 from turboquant_nb.theory.transforms import coding_gain
 from turboquant_nb.evaluation.models import load_model
 
@@ -29,7 +29,7 @@ PLAIN = dict(k4v4=(4, 4), k4v3=(4, 3), k3v3=(3, 3), k3v2=(3, 2), k2v2=(2, 2))
 
 def recipes_of(model, bits, sinks, window, calibration=None):
     "Recipes of all layers: around a mean before RoPE where RoPE does, with or without head transforms."
-    inv_freqs = rope_frequencies(model.config.get_text_config())[0]
+    inv_freqs = layer_frequencies(model.config.get_text_config()).by_layer
     plain_rope = all(t is not None for t in inv_freqs)
     r = recipe(*map(float, bits), sinks, window, "pre_rope" if plain_rope else "prompt_mean")
     cache = TurboQuantCache(model, r, calibration=calibration)

@@ -16,7 +16,7 @@ from turboquant_nb import results
 from turboquant_nb.evaluation.candidates import as_candidate
 from turboquant_nb.evaluation.pairs import PairLayer
 from turboquant_nb.evaluation.score import OnePass, paired, predict, prefill, score, token_losses
-from turboquant_nb.hf import rope_frequencies
+from turboquant_nb.hf import layer_frequencies
 from turboquant_nb.quant.quantizer import Recipe, Spec, decode, encode
 from turboquant_nb.quant.mixed_precision import make_quantizer
 from turboquant_nb.theory.rope import apply_cos_sin
@@ -86,7 +86,7 @@ def stored_bits(model, r, tokens, transformed=False):
     h, layers = config.num_key_value_heads, config.num_hidden_layers
     d = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     recipes = r if isinstance(r, list) else [r] * layers
-    frequencies = [torch.as_tensor(t) for t in rope_frequencies(config)[0] if t is not None] if recipes[0].key.center == "pre_rope" else []
+    frequencies = [torch.as_tensor(t) for t in layer_frequencies(config).by_layer if t is not None] if recipes[0].key.center == "pre_rope" else []
     stores = {x: KVStore(x, 1, h, d, dtype=torch.bfloat16, max_length=tokens, inv_freq=frequencies[0] if frequencies else None) for x in set(recipes)}
     tables = {t.data_ptr(): t.nbytes for store in stores.values() for t in store.tables() if t.dtype != torch.float16}
     angles = tokens * sum(4 * len(t) for t in {tuple(t.tolist()) for t in frequencies})  # cosines and sines in float16, a row a position, for all layers of the same frequencies

@@ -75,7 +75,7 @@ def output(out, opts, name, files, site):
     if "image/png" in data:
         path = f"{PICTURES}/{name}.png"
         files[path] = base64.b64decode(text_of(data["image/png"]))
-        return f"![{opts.get('fig-cap', '')}]({path})" + (f"\n\n*{opts['fig-cap']}*" if opts.get("fig-cap") else "")
+        return f"![{opts.get('fig-alt') or opts.get('fig-cap', '')}]({path})" + (f"\n\n*{opts['fig-cap']}*" if opts.get("fig-cap") else "")
     if "text/markdown" in data:
         return markdown_cell(text_of(data["text/markdown"]), site)
     if "text/plain" in data:

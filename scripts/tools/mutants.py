@@ -4,25 +4,36 @@
     python scripts/tools/mutants.py --seconds 600              a sample of the core modules' mutants
     python scripts/tools/mutants.py --module rates --seed 1    another sample, of one module
     python scripts/tools/mutants.py --all --module rope        every mutant of a module
+    python scripts/tools/mutants.py --workers 16 --out x.jsonl a sample, sixteen at a time, kept
+    python scripts/tools/mutants.py --retry x.jsonl            those of it that survived, after a test was added
     python scripts/tools/mutants.py --list                     how many mutants each module has
 
 cosmic-ray makes the mutants (pip install -c constraints.txt ".[mutants]"). It would start a process for each, and importing torch takes longer
-than most tests; here one process imports the libraries once and forks for each mutant, so some hundred run in ten minutes.
+than most tests; here one process imports the libraries once and forks for each mutant. The tests of each module run once without any
+change, observed; then a mutant meets first the tests that enter its function, the fastest first.
 A mutant is killed if a test of its own module's files (MODULES) fails, or runs much longer than it should. What cannot be
 imported at all does not count. A survivor is either a test that is missing or a change that nothing can see (`x < 0` for
 `x <= 0` where both give the same): those are listed, with the reason, in mutants_equivalent.txt, and count no more."""
 import argparse
+import ast
 import importlib
+import importlib.machinery
+import json
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import chain, takewhile
 from pathlib import Path
+
+from pytest import hookimpl as pytest_hook
 
 SCRIPTS = Path(__file__).resolve().parent
 EQUIVALENT = SCRIPTS / "mutants_equivalent.txt"
@@ -35,6 +46,7 @@ COMPARISONS = "Lt_LtE LtE_Lt Gt_GtE GtE_Gt Lt_GtE Gt_LtE Eq_NotEq NotEq_Eq Is_Is
 OTHERS = "AddNot ReplaceTrueWithFalse ReplaceFalseWithTrue ReplaceAndWithOr ReplaceOrWithAnd ReplaceBreakWithContinue NumberReplacer ZeroIterationForLoop".split()
 UNARY = "USub_UAdd Delete_Not".split()
 PRELOAD = "numpy scipy.integrate scipy.optimize scipy.special scipy.stats safetensors.torch torch triton transformers hypothesis _pytest.assertion.rewrite".split()
+CONTROL = "no change"
 KEEPS_KIND = ("abs", "ceil", "clamp", "clip", "clone", "floor", "flip", "round", "sort", "sqrt")  # x.f(...) and x are of one kind
 
 
@@ -167,83 +179,209 @@ def equivalent():
 
 # ---------------------------------------------------------------- how it is tried
 
+def functions(source):
+    "line -> the lines on which the functions that hold it begin; a decorator belongs to its function."
+    out = {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            first = min([node.lineno, *(x.lineno for x in getattr(node, "decorator_list", ()))])
+            for line in range(first, node.end_lineno + 1):
+                out.setdefault(line, set()).add(first)
+    return out
+
+
+@dataclass
+class Test:
+    "What a test did when nothing was changed."
+
+    seconds: float = 0.0
+    passed: bool = True
+    entered: tuple = ()  # first lines of the module's functions that it ran
+
+
+class Observe:
+    "A pytest plugin: what each test does."
+
+    def __init__(self, path):
+        self.path, self.tests = str(path), {}
+
+    @pytest_hook(wrapper=True)
+    def pytest_runtest_protocol(self, item, nextitem):
+        entered = set()
+
+        def see(frame, event, arg):
+            if frame.f_code.co_filename == self.path:
+                entered.add(frame.f_code.co_firstlineno)
+
+        begin = time.monotonic()
+        sys.settrace(see)
+        try:
+            return (yield)
+        finally:
+            sys.settrace(None)
+            test = self.tests.setdefault(item.nodeid, Test())
+            test.seconds, test.entered = time.monotonic() - begin, tuple(sorted(entered))
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self.tests.setdefault(report.nodeid, Test()).passed = False
+
+
+class Order:
+    """A pytest plugin: first the tests that run the changed function, the fastest first, then the others; without those that fail when
+    nothing is changed. A test that takes half a minute more than ten times its time ends the process (the first one imports what all need)."""
+
+    def __init__(self, tests, near):
+        self.tests, self.near = tests, near
+
+    @pytest_hook(trylast=True)
+    def pytest_collection_modifyitems(self, items):
+        known = [(not self.near & set(t.entered), t.seconds, i) for i, x in enumerate(items) if (t := self.tests.get(x.nodeid)) and t.passed]
+        items[:] = [items[i] for *_, i in sorted(known)]
+
+    @pytest_hook(wrapper=True)
+    def pytest_runtest_protocol(self, item, nextitem):
+        signal.setitimer(signal.ITIMER_REAL, 30 + 10 * self.tests[item.nodeid].seconds)
+        try:
+            return (yield)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
 @dataclass
 class Tree:
-    "A copy of the repository, the package's sources, and how long the tests of each module take."
+    "A copy of the repository, the package's sources, and what the tests of each module do."
 
     root: Path
     package: str
 
     def __post_init__(self):
-        self.seconds, self.log = {}, self.root / "mutant.log"
+        self.tests = {}
         self.sources = {name: self.path(name).read_text(encoding="utf-8") for name in MODULES}
+        self.functions = {name: functions(x) for name, x in self.sources.items()}
 
     def path(self, module):
         return place(self.root / self.package, module)
 
-    def outcome(self, module, source):
-        "survived, killed, late or import, of the module with this source; unmutated it must survive."
-        self.path(module).write_text(source, encoding="utf-8")
-        try:
-            return self._forked(module, 10 + 4 * self.seconds.get(module, 150))
-        finally:
-            self.path(module).write_text(self.sources[module], encoding="utf-8")
+    def seconds(self, module):
+        "What the tests of a module take, observed."
+        return sum(x.seconds for x in self.tests[module].values())
 
-    def measure(self, module):
-        "Run the tests of a module as it is."
-        if module not in self.seconds:
-            begin = time.monotonic()
-            said = self.outcome(module, self.sources[module])
-            if said != "survived":
-                raise Failed(f"the tests of {module} do not pass without any change ({said}):\n{self.log.read_text(errors='replace')[-3000:]}")
-            self.seconds[module] = time.monotonic() - begin
+    def measure(self, modules, workers):
+        "Run the tests of these modules as they are, the observed ones at the same time. Says which tests fail; raises Failed if all do."
+        files = {name: self.root / f"observed-{name}" for name in modules if name not in self.tests}
+        for name, said, log in side_by_side(((name, self._observed(name, out), 1800) for name, out in files.items()), workers):
+            if said != 0 or not files[name].is_file():
+                raise Failed(f"the tests of {name} could not run without any change:\n{log[-3000:]}")
+            self.tests[name] = {k: Test(*x) for k, x in json.loads(files[name].read_text()).items()}
+            if bad := [k for k, x in self.tests[name].items() if not x.passed]:
+                print(f"{name}: left out, since they fail without any change: {', '.join(bad)}", flush=True)
+            if not self.tests[name] or len(bad) == len(self.tests[name]):
+                raise Failed(f"no test of {name} passes without any change:\n{log[-3000:]}")
 
-    def _forked(self, module, limit):
-        child = os.fork()
-        if not child:
-            self._try(module)
-        end = time.monotonic() + limit
-        while time.monotonic() < end:
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                code = os.waitstatus_to_exitcode(status)
-                return {0: "survived", 3: "import"}.get(code, "killed")
-            time.sleep(0.02)
-        os.killpg(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        return "late"
+    def _observed(self, module, out):
+        def run():
+            observe = Observe(self.path(module))
+            self._pytest(module, observe)
+            out.write_text(json.dumps({k: (x.seconds, x.passed, x.entered) for k, x in observe.tests.items()}))
+            return 0
 
-    def _try(self, module):
-        "In the child: import the module, run its tests, and end."
-        code = 4
-        try:
-            os.setsid()
-            out = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(out, 1), os.dup2(out, 2)
-            os.chdir(self.root)
+        return run
+
+    def attempt(self, mutant, known):
+        "(What a child does: say the change, import the module with it and run its tests; seconds after which it is late.)"
+        def run():
+            path, source = self.path(mutant.module), self.sources[mutant.module]
+            new = mutated(mutant, source) if mutant.operator != CONTROL else source
+            print(json.dumps(both := change(source, new)), flush=True)
+            if (mutant.module, *both) in known:
+                return 5
+            import_from(str(path), new)
             try:
-                path = place(self.root / self.package, module)
                 importlib.import_module(".".join(path.relative_to(self.root).with_suffix("").parts))
             except Exception as error:  # noqa: BLE001
                 print(f"not importable: {error!r}")
-                code = 3
-            else:
-                import pytest
+                return 3
+            order = Order(self.tests[mutant.module], self.functions[mutant.module].get(mutant.line, set()))
+            return 1 if self._pytest(mutant.module, order, "-x") else 0
 
-                files = [str(place(self.root / "tests", f"test_{name}")) for name in MODULES[module].split()]
-                code = 1 if pytest.main([*files, "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly"]) else 0
+        return run, 20 + 3 * self.seconds(mutant.module)
+
+    def _pytest(self, module, plugin, *more):
+        import pytest
+
+        files = [str(place(self.root / "tests", f"test_{name}")) for name in MODULES[module].split()]
+        scratch = self.root / f"scratch-{os.getpid()}"
+        try:
+            return pytest.main([*files, "-q", "-p", "no:cacheprovider", "-p", "no:randomly", f"--basetemp={scratch}", *more], plugins=[plugin])
         finally:
-            sys.stdout.flush()
-            os._exit(code)
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def import_from(path, source):
+    "Whoever imports the module at `path` gets this source."
+    loader = importlib.machinery.SourceFileLoader
+    get_code = loader.get_code
+    loader.get_code = lambda self, name: compile(source, path, "exec") if self.path == path else get_code(self, name)
+
+
+def start(run, log):
+    "The id of a child in a process group of its own, which runs it and ends with what it returns."
+    child = os.fork()
+    if child:
+        return child
+    code = 4
+    try:
+        os.setsid()
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(out, 1), os.dup2(out, 2)
+        code = run()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def side_by_side(jobs, workers):
+    "Run jobs (key, function, seconds), at most so many at a time; yields (key, exit code or None if late, log) as they end."
+    jobs, running = iter(jobs), {}
+    with tempfile.TemporaryDirectory(prefix="turboquant-logs-") as folder:
+        try:
+            while True:
+                while len(running) < workers and (job := next(jobs, None)):
+                    log = Path(folder) / f"{time.monotonic_ns()}.log"
+                    running[start(job[1], log)] = job[0], time.monotonic() + job[2], log
+                if not running:
+                    return
+                time.sleep(0.02)
+                for child, (key, end, log) in list(running.items()):
+                    done, status = os.waitpid(child, os.WNOHANG)
+                    code = os.waitstatus_to_exitcode(status) if done else None
+                    if not done and time.monotonic() < end:
+                        continue
+                    _end_group(child, waited=bool(done))
+                    del running[child]
+                    yield key, None if code == -signal.SIGALRM else code, log.read_text(errors="replace")
+        finally:
+            for child in running:
+                _end_group(child)
+
+
+def _end_group(child, waited=False):
+    "End a child and what it started."
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(child, signal.SIGKILL)
+    if not waited:
+        os.waitpid(child, 0)
 
 
 def prepared(root, package):
     "The tree, with the libraries imported and its package first on the path."
     if not hasattr(os, "fork"):
         raise Failed("mutants need a system that can fork")
-    os.environ |= {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
-    sys.dont_write_bytecode = True
+    os.environ |= {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(root)}
+    sys.dont_write_bytecode = False  # the copy is thrown away, and its tests are compiled once
     sys.path.insert(0, str(root))
+    os.chdir(root)
     for name in PRELOAD:
         try:
             importlib.import_module(name)
@@ -261,27 +399,38 @@ def interval(k, n):
     return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
 
 
-def try_out(tree, chosen, seconds):
-    "Try mutants until the time is over; yields (mutant, outcome, as it was, as it is)."
+@dataclass(frozen=True)
+class Tried:
+    "A mutant and what became of it."
+
+    mutant: Mutant
+    outcome: str  # survived, killed, late, import (not importable) or equivalent
+    was: str
+    now: str
+    log: str = ""
+
+
+def try_out(tree, chosen, seconds, workers=1):
+    """Try mutants until the time is over; yields what became of each, in the order in which they end. Raises Failed if tests fail when they
+    come in another order."""
     known, end = equivalent(), time.monotonic() + seconds
-    for mutant in chosen:
-        if time.monotonic() > end:
-            return
-        source = tree.sources[mutant.module]
-        new = mutated(mutant, source)
-        was, now = change(source, new)
-        if (mutant.module, was, now) in known:
-            yield mutant, "equivalent", was, now
+    names = {0: "survived", 3: "import", 5: "equivalent", None: "late"}
+    controls = [Mutant(name, CONTROL, 0, 0) for name in tree.tests]
+    jobs = chain(controls, takewhile(lambda _: time.monotonic() < end, chosen))
+    for mutant, code, log in side_by_side(((m, *tree.attempt(m, known)) for m in jobs), workers):
+        said, _, log = log.partition("\n")
+        if mutant.operator == CONTROL:
+            if code != 0:
+                raise Failed(f"the tests of {mutant.module} fail in another order, without any change:\n{log[-3000:]}")
             continue
-        tree.measure(mutant.module)
-        yield mutant, tree.outcome(mutant.module, new), was, now
+        yield Tried(mutant, names.get(code, "killed"), *json.loads(said), log)
 
 
 def report(found):
     "Lines of the result, and the score of those that count: (lines, killed, counted)."
     table, lines = {}, []
-    for mutant, said, *_ in found:
-        table.setdefault(mutant.module, Counter())[said] += 1
+    for x in found:
+        table.setdefault(x.mutant.module, Counter())[x.outcome] += 1
     killed = lambda c: c["killed"] + c["late"]
     for module, c in sorted(table.items()):
         lines.append(f"{module:10} {killed(c):4} of {killed(c) + c['survived']:4} killed, {c['equivalent']} equivalent, {c['import']} not importable")
@@ -293,33 +442,67 @@ def report(found):
     return lines, k, n
 
 
-def run(seconds, seed=0, modules=(), everything=False):
+def survivors(path, tree):
+    "The mutants that survived in a file of `--out`, found again by what they change."
+    rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    wanted = Counter((x["module"], x["operator"], x["was"], x["now"]) for x in rows if x["outcome"] == "survived")
+    places = {x[:3] for x in wanted}
+    for name in sorted({x[0] for x in wanted}):
+        source = tree.sources[name]
+        lines = [x.strip() for x in source.splitlines()]
+        for mutant in mutants(name, source):
+            if (name, mutant.operator, lines[mutant.line - 1]) not in places:
+                continue  # making the change takes longer than all the rest
+            key = (name, mutant.operator, *change(source, mutated(mutant, source)))
+            if wanted[key]:
+                wanted[key] -= 1
+                yield mutant
+    if gone := +wanted:
+        print(f"{sum(gone.values())} survivors of {path} change code that is not there any more", flush=True)
+
+
+def run(args):
     "Copy the tree, draw mutants, try them, and print; returns the last line. Raises Failed."
     sys.path.insert(0, str(SCRIPTS))
     from preview_docs import copy_tree
 
+    out, again = args.out and Path(args.out).resolve(), args.retry and Path(args.retry).resolve()
     with tempfile.TemporaryDirectory(prefix="turboquant-mutants-") as folder:
         copy_tree(Path(folder))
         tree = prepared(Path(folder), "turboquant_nb")
-        pool = [m for name in modules or MODULES for m in mutants(name, tree.sources[name])]
-        if not everything:
-            random.Random(seed).shuffle(pool)
+        if again:
+            pool = list(survivors(again, tree))
+        else:
+            pool = [m for name in args.module or MODULES for m in mutants(name, tree.sources[name])]
+        if not args.all:
+            random.Random(args.seed).shuffle(pool)
+        begin = time.monotonic()
+        tree.measure(sorted({m.module for m in pool[: args.most]}, key=list(MODULES).index), args.workers)
+        print(f"tests of {len(tree.tests)} modules measured in {time.monotonic() - begin:.0f} s", flush=True)
         found = []
-        for mutant, said, was, now in try_out(tree, pool, seconds):
-            found.append((mutant, said))
-            if said == "survived":
-                print(f"survived {mutant.module}.py:{mutant.line} ({mutant.operator})\n    - {was}\n    + {now}", flush=True)
+        for x in try_out(tree, pool[: args.most], args.seconds, args.workers):
+            found.append(x)
+            if out:
+                with out.open("a", encoding="utf-8") as f:
+                    f.write(json.dumps(asdict(x.mutant) | {"outcome": x.outcome, "was": x.was, "now": x.now, "seconds": round(time.monotonic() - begin)}) + "\n")
+            if x.outcome == "survived":
+                print(f"survived {x.mutant.module}.py:{x.mutant.line} ({x.mutant.operator})\n    - {x.was}\n    + {x.now}", flush=True)
         lines, *_ = report(found)
         print("\n".join(lines) or "no mutant was tried")
-        return f"{lines[-1]}; {len(found)} of {len(pool)} tried, seed {seed}" if lines else "no mutant was tried"
+        os.chdir("/")
+        return f"{lines[-1]}; {len(found)} of {len(pool)} tried, seed {args.seed}" if lines else "no mutant was tried"
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seconds", type=float, default=600, metavar="S", help="begin no further mutant after so many (default: 600)")
+    parser.add_argument("--most", type=int, metavar="N", help="try at most so many")
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="mutants tried at the same time (default: 1)")
     parser.add_argument("--seed", type=int, default=0, help="of the order in which mutants are drawn")
     parser.add_argument("--module", action="append", choices=list(MODULES), metavar="NAME", help="only this module (may be repeated)")
     parser.add_argument("--all", action="store_true", help="in the order of the file instead of drawn")
+    parser.add_argument("--out", metavar="FILE", help="append a line of JSON for each mutant that was tried")
+    parser.add_argument("--retry", metavar="FILE", help="only those that survived in a file of --out")
     parser.add_argument("--list", action="store_true", help="count the mutants of each module and stop")
     args = parser.parse_args(argv)
     try:
@@ -328,7 +511,7 @@ def main(argv=None):
                 source = place(SCRIPTS.parents[1] / "turboquant_nb", name).read_text(encoding="utf-8")
                 print(f"{name:10} {sum(1 for _ in mutants(name, source)):5}   tests: {MODULES[name]}")
             return 0
-        print(run(args.seconds, args.seed, args.module or (), args.all))
+        print(run(args))
     except Failed as error:
         print(f"mutants: {error}", file=sys.stderr)
         return 1

@@ -8,8 +8,9 @@
 nbdev prepares the notebooks exactly as it does for Quarto (exported cells become signatures, names become links); pandoc,
 from the pypandoc_binary wheel, turns each into a page with MathML. Then every page is checked: links and anchors resolve,
 formulas convert, cited figures and equations exist, no section is empty, no directive or fence leaks into the text, pictures
-stay small, and the sidebar of _quarto.yml names every notebook. Exit 1 with a list if anything is wrong.
-The work happens in a copy of the tree, so no tracked file changes."""
+stay small, and the sidebar of _quarto.yml names every notebook. With chromium on the PATH every page is also laid out at the
+widths of a phone and of a laptop, where nothing may stick out of the page: what is wide scrolls within itself. Exit 1 with a
+list if anything is wrong. The work happens in a copy of the tree, so no tracked file changes."""
 import argparse
 import base64
 import html
@@ -23,8 +24,11 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from configparser import ConfigParser
+from functools import partial
 from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from urllib.parse import unquote, urlsplit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,11 +37,14 @@ WORKERS = min(4, os.cpu_count() or 1)
 KINDS = {"fig": "Figure", "eq": "Equation", "tbl": "Table"}
 
 LAYOUT_CSS = """
-:root { --line:#e2e8f0; --ink:#1e293b; --soft:#64748b; --link:#1d4ed8; --bar:#0f3d5e; }
+:root { --line:#e2e8f0; --ink:#1e293b; --soft:#64748b; --link:#1d4ed8; --bar:#0f3d5e; --paper:#fff; --code:#f1f5f9; --box:#f8fbff; color-scheme:light dark; }
+@media (prefers-color-scheme:dark) { :root { --line:#334155; --ink:#e2e8f0; --soft:#94a3b8; --link:#93c5fd; --bar:#0b2a41; --paper:#0f172a; --code:#1e293b; --box:#172033; --tq-soft:#1e293b; --tq-line:#475569; --tq-faint:#94a3b8; }
+  main img { background:#fff; } div.sourceCode code span { filter:brightness(1.6); } }
 * { box-sizing:border-box; } html { scroll-padding-top:4rem; }
-body { margin:0; color:var(--ink); font:16px/1.65 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif; }
+body { margin:0; color:var(--ink); background:var(--paper); font:16px/1.65 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif; }
 a { color:var(--link); text-decoration:none; } a:hover { text-decoration:underline; }
-header.bar { position:sticky; top:0; z-index:2; background:var(--bar); padding:.6rem 1.4rem; display:flex; justify-content:space-between; }
+header.bar { position:sticky; top:0; z-index:2; background:var(--bar); padding:.6rem 1.4rem; display:flex; flex-wrap:wrap; gap:.2rem 1.2rem; justify-content:space-between; }
+header.bar nav { display:flex; flex-wrap:wrap; gap:.2rem 1.2rem; }
 header.bar a { color:#fff; font-weight:600; }
 .page { display:grid; grid-template-columns:13rem minmax(0,54rem) 13rem; gap:2rem; max-width:88rem; margin:0 auto; padding:1.4rem; }
 nav.side,nav.toc { font-size:.9rem; position:sticky; top:4.2rem; align-self:start; max-height:calc(100vh - 5rem); overflow-y:auto; }
@@ -45,19 +52,19 @@ nav ul { list-style:none; margin:0 0 .8rem; padding:0; } nav li { margin:.25rem 
 nav .section { font-weight:600; margin:.9rem 0 .2rem; } nav a { color:var(--soft); } nav a.here { color:var(--link); font-weight:600; }
 main { min-width:0; } h1 { font-size:2rem; line-height:1.2; margin:.2rem 0 .3rem; } h2 { margin:2.2rem 0 .6rem; padding-bottom:.2rem; border-bottom:1px solid var(--line); font-size:1.45rem; }
 h3 { margin:1.5rem 0 .4rem; font-size:1.15rem; } p.description { color:var(--soft); font-size:1.1rem; margin:.2rem 0 1.2rem; }
-code { font:.875em/1.5 ui-monospace,"SFMono-Regular",Menlo,Consolas,"DejaVu Sans Mono",monospace; background:#f1f5f9; padding:.08em .28em; border-radius:.25em; }
+code { font:.875em/1.5 ui-monospace,"SFMono-Regular",Menlo,Consolas,"DejaVu Sans Mono",monospace; background:var(--code); padding:.08em .28em; border-radius:.25em; }
 pre { overflow-x:auto; line-height:1.45; } pre code { background:none; padding:0; font-size:.8rem; }
-main > pre, section > pre, li > pre { background:#f8fafc; border:1px solid var(--line); border-radius:.4rem; padding:.5rem .8rem; }
-div.sourceCode { background:#f3f6f9; border:1px solid var(--line); border-radius:.4rem; padding:.1rem .8rem; margin:.7rem 0 .5rem; }
+main > pre, section > pre, li > pre { background:var(--code); border:1px solid var(--line); border-radius:.4rem; padding:.5rem .8rem; }
+div.sourceCode { background:var(--code); border:1px solid var(--line); border-radius:.4rem; padding:.1rem .8rem; margin:.7rem 0 .5rem; }
 div.sourceCode pre { margin:.45rem 0; }
 table { border-collapse:collapse; margin:1rem 0; display:block; overflow-x:auto; } th,td { padding:.35rem .7rem; border-bottom:1px solid var(--line); vertical-align:top; }
 thead th { border-bottom:2px solid #94a3b8; } img { max-width:100%; height:auto; } figure { margin:1rem 0; text-align:center; }
 figcaption { color:var(--soft); font-size:.92rem; text-align:left; margin-top:.3rem; } caption { caption-side:top; color:var(--soft); text-align:left; }
 blockquote { margin:1rem 0; padding:.1rem 1rem; border-left:3px solid var(--line); color:var(--soft); }
-.equation { display:grid; grid-template-columns:1fr auto; align-items:center; gap:1rem; } .equation .number { color:var(--soft); }
-.callout { border:1px solid var(--line); border-left:5px solid #3b82f6; border-radius:.4rem; padding:.5rem 1rem; margin:1.1rem 0; background:#f8fbff; }
+.equation { display:grid; grid-template-columns:minmax(0,1fr) auto; align-items:center; gap:1rem; } .equation .number { color:var(--soft); }
+.callout { border:1px solid var(--line); border-left:5px solid #3b82f6; border-radius:.4rem; padding:.5rem 1rem; margin:1.1rem 0; background:var(--box); }
 .callout > p:first-child { margin-top:.3rem; } .callout > .callout-title { font-weight:600; margin:.1rem 0; }
-.callout-tip { border-left-color:#16a34a; background:#f6fdf8; } .callout-warning,.callout-caution { border-left-color:#d97706; background:#fffaf0; } .callout-important { border-left-color:#dc2626; background:#fff6f6; }
+.callout-tip { border-left-color:#16a34a; } .callout-warning,.callout-caution { border-left-color:#d97706; } .callout-important { border-left-color:#dc2626; }
 details.code summary { cursor:pointer; color:var(--soft); font-size:.9rem; } hr { border:0; border-top:1px solid var(--line); margin:1.6rem 0; }
 footer { display:flex; justify-content:space-between; margin:3rem 0 1rem; padding-top:1rem; border-top:1px solid var(--line); }
 @media (max-width:70rem) { .page { grid-template-columns:13rem minmax(0,1fr); } nav.toc { display:none; } }
@@ -150,11 +157,14 @@ def picture(data, where, name, opts, page, problems):
     (where / f"{name}.{suffix}").write_bytes(raw)
     if len(raw) > MAX_PICTURE:
         problems.add(page, f"picture {name} has {len(raw) // 1000} kB, the limit is {MAX_PICTURE // 1000}")
-    label = f"{{#{opts['label']}}}" if opts.get("label", "").startswith("fig-") else ""
+    label = f"#{opts['label']}" if opts.get("label", "").startswith("fig-") else ""
+    if not opts.get("fig-alt"):
+        problems.add(page, f"picture {name} has no text for who cannot see it (#| fig-alt: …)")
     if label and not opts.get("fig-cap"):
         problems.add(page, f"{opts['label']} has a label but no fig-cap")
     alt = opts.get("fig-alt", "")
-    attrs = label or (f'{{fig-alt="{alt}"}}' if alt else "")
+    width = f" width={int.from_bytes(raw[16:20], 'big')}" if suffix == "png" else ""  # as Quarto writes it
+    attrs = f'{{{label} alt="{alt}"{width}}}' if alt else f"{{{label}{width}}}"
     return f"![{opts.get('fig-cap', '')}]({name}.{suffix}){attrs}\n"
 
 
@@ -383,15 +393,20 @@ class Shape:
 
 # ---------------------------------------------------------------- pages
 
-def sidebar(tree):
-    "The hand-written sidebar: [(section, [(text, notebook)])]."
+def site_map(tree):
+    "The hand-written navigation: the bar [(text, notebook)] and the sidebars, each [(section, [(text, notebook)])]."
     import yaml
-    config = yaml.safe_load((tree / "_quarto.yml").read_text(encoding="utf-8"))
-    sections = []
-    for entry in config["website"]["sidebar"]["contents"]:
-        items = entry.get("contents", [entry])
-        sections.append((entry.get("section", ""), [(item["text"], item["href"]) for item in items]))
-    return sections
+    website = yaml.safe_load((tree / "_quarto.yml").read_text(encoding="utf-8"))["website"]
+    bars = []
+    for bar in website["sidebar"]:
+        entries = [(entry.get("section", ""), entry.get("contents", [entry])) for entry in bar["contents"]]
+        bars.append([(name, [(item["text"], item["href"]) for item in items]) for name, items in entries])
+    return [(item["text"], item["href"]) for item in website["navbar"]["left"]], bars
+
+
+def beside(bars, page):
+    "The sidebar that names a page; the first one for a page that none names."
+    return next((bar for bar in bars if any(page_name(href) == page for _, items in bar for _, href in items)), bars[0])
 
 
 def side_html(sections, page):
@@ -416,9 +431,10 @@ def neighbours(sections, page):
     return left + right
 
 
-def render(path, site, sections, pages, cfg, problems):
+def render(path, site, navigation, pages, cfg, problems):
     "One processed notebook to one page."
     page = page_name(path)
+    top, sections = navigation[0], beside(navigation[1], page)
     front, markdown = notebook_markdown(path, site, problems)
     tree = json.loads(pandoc(["-f", PANDOC_FORMAT, "-t", "json"], markdown, page, problems) or '{"blocks": []}')
     shape = Shape(page, pages, site_address(cfg), problems)
@@ -440,13 +456,13 @@ def render(path, site, sections, pages, cfg, problems):
     text = f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{html.escape(title)} – {site_title}</title><style>{highlight}</style>
-<link rel="stylesheet" href="layout.css"><link rel="stylesheet" href="styles.css"></head>
-<body><header class="bar"><a href="index.html">{site_title}</a><a href="{cfg["git_url"]}">GitHub</a></header>
+<link rel="icon" href="favicon.svg"><link rel="stylesheet" href="layout.css"><link rel="stylesheet" href="styles.css"></head>
+<body><header class="bar"><a href="index.html">{site_title}</a><nav>{"".join(f'<a href="{page_name(href)}">{html.escape(text)}</a>' for text, href in top)}<a href="{cfg["git_url"]}">GitHub</a></nav></header>
 <div class="page"><nav class="side">{side_html(sections, page)}</nav>
 <main><h1>{html.escape(title)}</h1>{description_html}
 {body}
 <footer>{neighbours(sections, page)}</footer></main>
-<nav class="toc">{toc_html}</nav></div></body></html>
+<nav class="toc">{toc_html}</nav></div><script src="site.js"></script></body></html>
 """
     (site / page).write_text(text, encoding="utf-8")
 
@@ -560,39 +576,134 @@ def check(site, tree, sections, notebooks, cfg, problems):
             problems.add("_quarto.yml", f"the sidebar names {name}, which nbs/ does not have")
 
 
+# ---------------------------------------------------------------- widths, in a browser
+
+WIDTHS = (390, 1280)
+MEASURE = """<!DOCTYPE html><meta charset="utf-8"><body><script>
+const pages = %s, widths = %s, out = [];
+const scrolls = e => /auto|scroll|hidden/.test(getComputedStyle(e).overflowX);
+function inside(e, top) { for (let p = e.parentElement; p && p !== top; p = p.parentElement) if (scrolls(p)) return true; return false; }
+function name(e) { return e.tagName.toLowerCase() + (e.id ? "#" + e.id : "") + " " + JSON.stringify((e.textContent || e.getAttribute("src") || "").trim().slice(0, 50)); }
+function measure(frame, page, width) {
+  const doc = frame.contentDocument, top = doc.documentElement;
+  for (const block of doc.querySelectorAll("main div.sourceCode")) if (block.textContent.trimEnd().split("\\n").length > 30 && !block.closest("details")) out.push([page, width, "long source that stands open: " + name(block)]);
+  for (const code of doc.querySelectorAll(".cell-output pre code")) if (/^raised \\w+: /m.test(code.textContent) && !code.closest("details")) out.push([page, width, "refusals that stand open: " + name(code)]);
+  const head = doc.querySelector("thead th[tabindex]");
+  if (head) {
+    const first = () => [...head.closest("table").tBodies[0].rows].map(row => row.cells[0].textContent);
+    const before = first().sort().join();
+    for (const sign of [1, -1]) { head.click(); if (head.getAttribute("aria-sort") !== (sign > 0 ? "ascending" : "descending") || first().sort().join() !== before) out.push([page, width, "a table that does not sort by " + name(head)]); }
+  }
+  for (const box of doc.querySelectorAll(".tq-live")) {  // what it computes is what Python expects, and it follows its controls
+    const got = parseFloat(box.dataset.value), want = parseFloat(box.dataset.expect), slider = box.querySelector("input[type=range]");
+    if (!(Math.abs(got / want - 1) < 0.001)) out.push([page, width, `#${box.id} computes ${got}, Python ${want}`]);
+    slider.value = slider.min;
+    slider.dispatchEvent(new Event("input", {bubbles: true}));
+    if (parseFloat(box.dataset.value) === got) out.push([page, width, `#${box.id} does not follow its control`]);
+  }
+  for (const details of doc.querySelectorAll("details")) details.open = true;
+  const wide = [...doc.body.querySelectorAll("*")].filter(e => e.getBoundingClientRect().right > width + 1 && !inside(e, doc.body) && getComputedStyle(e).position !== "absolute");
+  if (top.scrollWidth > width + 1 || wide.length)
+    out.push([page, width, "sticks out to " + Math.max(top.scrollWidth, ...wide.map(e => Math.ceil(e.getBoundingClientRect().right))) + " px: " + (wide.length ? name(wide[wide.length - 1]) : "an invisible element")]);
+  for (const number of doc.querySelectorAll(".equation .number")) {
+    const a = number.getBoundingClientRect(), b = number.parentElement.firstElementChild.getBoundingClientRect();
+    if (a.left < Math.min(b.right, width) - 1 && a.top < b.bottom && a.bottom > b.top) out.push([page, width, "the number " + number.textContent + " lies on its equation"]);
+  }
+  for (const image of doc.images) if (image.naturalWidth && Math.abs(image.width / image.height - image.naturalWidth / image.naturalHeight) > 0.02 * image.naturalWidth / image.naturalHeight)
+    out.push([page, width, "a stretched picture: " + image.getAttribute("src")]);
+  for (const pre of doc.querySelectorAll("pre")) if (/wrap|break/.test(getComputedStyle(pre.querySelector("code") || pre).whiteSpace)) { out.push([page, width, "code that wraps: " + name(pre)]); break; }
+}
+async function main() {
+  for (const width of widths) {
+    const frame = document.createElement("iframe");
+    frame.style.cssText = "border:0;height:800px;width:" + width + "px";
+    document.body.append(frame);
+    for (const page of pages) {
+      await new Promise(done => { frame.onload = done; frame.src = page; });
+      measure(frame, page, width);
+    }
+    frame.remove();
+  }
+  await fetch("/measured", {method: "POST", body: JSON.stringify(out)});
+}
+main();
+</script>"""
+
+
+def browser():
+    "A Chromium on the PATH, or None."
+    return next((exe for name in ("chromium", "chromium-browser", "google-chrome") if (exe := shutil.which(name))), None)
+
+
+class Measured(SimpleHTTPRequestHandler):
+    "Serves a folder, and takes what the page of measurements has found."
+
+    def do_POST(self):
+        self.server.found = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(204)
+        self.end_headers()
+
+    def log_message(self, *args):
+        pass
+
+
+def check_widths(site, problems, seconds=120):
+    "Lay every page out at WIDTHS; what sticks out, overlaps or wraps is a problem. Returns how many pages were measured."
+    pages = sorted(p.name for p in site.glob("*.html"))
+    harness = site / ".widths.html"
+    harness.write_text(MEASURE % (json.dumps(pages), json.dumps(WIDTHS)), encoding="utf-8")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Measured, directory=site))
+    server.found = None
+    Thread(target=server.serve_forever, daemon=True).start()
+    with tempfile.TemporaryDirectory() as profile:
+        args = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={profile}", "--remote-debugging-port=0", f"--window-size={max(WIDTHS) + 40},900"]
+        with subprocess.Popen([browser(), *args, f"http://127.0.0.1:{server.server_port}/.widths.html"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+            end = time.monotonic() + seconds
+            while server.found is None and process.poll() is None and time.monotonic() < end:
+                time.sleep(0.1)
+            process.terminate()
+    server.shutdown()
+    harness.unlink()
+    if server.found is None:
+        problems.add("widths", f"chromium measured nothing in {seconds} s")
+        return 0
+    for page, width, message in server.found:
+        problems.add(page, f"at {width} px {message}")
+    return len(pages)
+
+
 # ---------------------------------------------------------------- main
 
 def screenshots(site, target):
     "Photograph every page with headless Chromium."
-    browser = next((exe for name in ("chromium", "chromium-browser", "google-chrome") if (exe := shutil.which(name))), None)
-    if not browser:
+    if not browser():
         sys.exit("--screenshots needs chromium on the PATH (Debian: apt-get install chromium)")
     target.mkdir(parents=True, exist_ok=True)
     for file in sorted(site.glob("*.html")):
         height = 1500 + file.stat().st_size // 9
         args = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size=1360,{min(height, 16000)}", f"--screenshot={target / (file.stem + '.png')}", file.as_uri()]
-        subprocess.run([browser, *args], check=True, capture_output=True)
+        subprocess.run([browser(), *args], check=True, capture_output=True)
         print(f"  {target / (file.stem + '.png')}")
 
 
 def build(tree, site, problems):
     "All pages of the tree into `site`; returns how many."
-    cfg, sections = settings(tree), sidebar(tree)
+    cfg, navigation = settings(tree), site_map(tree)
     processed = prepare(tree)
     notebooks = sorted(p.name for p in (tree / "nbs").glob("*.ipynb"))
     site.mkdir(parents=True, exist_ok=True)
     for file in processed.rglob("*"):
-        if file.is_file() and file.suffix in {".png", ".svg", ".jpg", ".css"}:
+        if file.is_file() and file.suffix in {".png", ".svg", ".jpg", ".css", ".js"}:
             target = site / file.relative_to(processed)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(file, target)
     (site / "layout.css").write_text(LAYOUT_CSS, encoding="utf-8")
     with ThreadPoolExecutor(WORKERS) as pool:  # the work is pandoc's, in processes of its own
         found = [(name, Problems()) for name in notebooks]
-        list(pool.map(lambda page: render(processed / page[0], site, sections, set(notebooks), cfg, page[1]), found))
+        list(pool.map(lambda page: render(processed / page[0], site, navigation, set(notebooks), cfg, page[1]), found))
     for _, more in found:
         problems += more
-    check(site, tree, sections, notebooks, cfg, problems)
+    check(site, tree, [section for bar in navigation[1] for section in bar], notebooks, cfg, problems)
     return len(notebooks)
 
 
@@ -607,6 +718,7 @@ def main(argv=None):
         tree, site = Path(tmp) / "tree", Path(tmp) / "site"
         copy_tree(tree)
         count = build(tree, site, problems)
+        measured = check_widths(site, problems) if browser() else None
         if not args.check:
             shutil.rmtree(args.out, ignore_errors=True)
             shutil.copytree(site, args.out)
@@ -615,7 +727,8 @@ def main(argv=None):
     for line in problems:
         print(f"  {line}")
     where = "checked" if args.check else f"written to {args.out}"
-    print(f"{count} pages {where} in {time.perf_counter() - start:.1f} s, {len(problems)} problems")
+    widths = "widths not measured, there is no chromium" if measured is None else f"{measured} laid out at {' and '.join(map(str, WIDTHS))} px"
+    print(f"{count} pages {where} ({widths}) in {time.perf_counter() - start:.1f} s, {len(problems)} problems")
     return 1 if problems else 0
 
 

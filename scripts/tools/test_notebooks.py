@@ -1,11 +1,20 @@
 #!/usr/bin/env python3
 """nbdev_test, with the notebooks that take longest first; the options are those of nbdev_test.
 
-nbdev_test starts notebooks by name. A long one near the end then runs alone while the other processes wait."""
+nbdev_test starts notebooks by name. A long one near the end then runs alone while the other processes wait. It also forgets
+what the cells print. Here, what is read from a file of results must print what the notebook holds: a page cannot show the
+table of a file that has changed since."""
+import contextlib
+import json
+import sys
+
 import nbdev.test
 
 LONGEST = "83_score 61_sensitivity 21_residual 60_calibrate 56_hf 51_cache 86_claims 80_models 84_tasks 62_fold 13_qjl 15_rates".split()
-parallel = nbdev.test.parallel
+PAGES = "90_speed 91_leaderboard 92_generate 93_proteins index guide".split()  # nothing on them is computed but from results/
+READS = ("results.load(", "rows_of(")  # what a cell elsewhere says that prints a file of results
+EXAMPLES = "03_results".split()  # its files are made and read in the same cell
+parallel, test_nb = nbdev.test.parallel, nbdev.test.test_nb
 
 
 def place(path):
@@ -16,10 +25,73 @@ def place(path):
 def longest_first(f, files, **kwargs):
     "As fastcore's parallel, in another order; the results come in the order of `files`."
     order = sorted(range(len(files)), key=lambda i: place(files[i]))
-    results = dict(zip(order, parallel(f, [files[i] for i in order], **kwargs)))
+    results = dict(zip(order, parallel(compared, [files[i] for i in order], **kwargs)))
     return [results[i] for i in range(len(files))]
 
 
+def text_of(value):
+    return value if isinstance(value, str) else "".join(value)
+
+
+def printed(cell):
+    "What a cell shows as text: standard output and text of values. Pictures count as pictures: their bytes depend on fonts."
+    out = []
+    for x in cell.get("outputs") or []:
+        data = x.get("data") or {}
+        if x["output_type"] == "stream":
+            out.append(text_of(x["text"]) if x.get("name", "stdout") == "stdout" else "")
+        elif "image/png" in data:
+            out.append("a picture\n")
+        else:
+            out.append(text_of(next((data[k] for k in ("text/markdown", "text/html", "text/plain") if k in data), "")))
+    return "".join(out).strip()
+
+
+def shows_results(stem, cell):
+    "Whether the output of a code cell is that of a file of results."
+    source = text_of(cell["source"])
+    return cell["cell_type"] == "code" and stem not in EXAMPLES and (stem in PAGES or any(x in source for x in READS))
+
+
+def differences(path, cells):
+    "Lines on the cells (as just run) that print other than what the notebook holds."
+    held = {cell["id"]: cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]}
+    for cell in cells:
+        old = held.get(cell["id"])
+        if old and shows_results(path.stem, old) and printed(old) != printed(cell):
+            pairs = zip([*printed(old).splitlines(), ""], [*printed(cell).splitlines(), ""])
+            a, b = next(((a, b) for a, b in pairs if a != b), ("", ""))
+            yield f"{path.name}, cell {cell['id']}: the notebook shows\n    {a[:160]}\nand the results give\n    {b[:160]}\n(run scripts/tools/run_notebooks.py nbs/{path.name})"
+
+
+@contextlib.contextmanager
+def kept(cells):
+    "While this lasts, cells that a shell has run are appended."
+    run_all = nbdev.test.CaptureShell.run_all
+
+    def keep(self, nb, *args, postproc=lambda cell: None, **kwargs):
+        run_all(self, nb, *args, postproc=lambda cell: (cells.append(cell), postproc(cell)), **kwargs)
+
+    nbdev.test.CaptureShell.run_all = keep
+    try:
+        yield
+    finally:
+        nbdev.test.CaptureShell.run_all = run_all
+
+
+def compared(fn, **kwargs):
+    "test_nb, which also fails where a file of results prints other than what the notebook holds."
+    cells = []
+    with kept(cells):
+        passed, seconds = test_nb(fn, **kwargs)
+    wrong = list(differences(fn, cells)) if passed else []
+    for line in wrong:
+        sys.stderr.write(line + "\n")
+    return passed and not wrong, seconds
+
+
 if __name__ == "__main__":
-    nbdev.test.parallel = longest_first
+    import test_notebooks  # by its name: a process that has run a notebook has another __main__, where `compared` is not found
+
+    nbdev.test.parallel = test_notebooks.longest_first
     nbdev.test.nbdev_test()

@@ -34,7 +34,8 @@ CONFIGS = Path(__file__).resolve().parents[2] / "turboquant_nb" / "configs" / "d
 
 def name_of(form) -> str:
     d, rows, bits, biased = form
-    return f"d{d} rows{rows} bits{bits}" + (" biased" if biased else "")
+    mean = "" if not biased else "fused" if decode_mma.fuses(d, rows) else "biased"
+    return f"d{d} rows{rows} bits{bits} {mean}".strip()
 
 
 def use(programs, limit):

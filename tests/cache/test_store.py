@@ -320,19 +320,19 @@ def test_inv_freq_is_refused():
 
 # --- static ---------------------------------------------------------------------------------------
 
-def recorded(store, k, v):
-    "What a recording of an append runs."
+def captured(store, k, v):
+    "What a captured append runs."
     _append_by_position(*store._by_position(k, v))
 
 
 @pytest.mark.parametrize("recipe", ("k3v3", "k4v2", Recipe(Spec(2.5, center="prompt_mean"), Spec((1, 2, 3, 4) * 2), sinks=2, recent=3), PRE_ROPE, Recipe(Spec(3, residual="sign"), Spec(1), 0, 5)))
 @pytest.mark.parametrize("padding", ((0, 0), (0, 5)))
 def test_where_the_device_counts(recipe, padding):
-    "Eager and recorded appends to a static store leave what a plain store holds, and no tensor moves."
+    "Eager and captured appends to a static store leave what a plain store holds, and no tensor moves."
     plain = make(recipe, tile=16, max_length=90, inv_freq=FREQ)
     lengths = (20, 1, 1, 30, 1, 7)
     torch._dynamo.reset()
-    for add in (KVStore.append, recorded, torch.compile(KVStore.append, backend="eager", fullgraph=True)):
+    for add in (KVStore.append, captured, torch.compile(KVStore.append, backend="eager", fullgraph=True)):
         store = make(recipe, tile=16, max_length=90, static=True, inv_freq=FREQ)
         held = [t.data_ptr() for t in (*store._fixed(), store.position, store.flags, *store.tables())]
         for s in (store, plain):
@@ -357,13 +357,13 @@ def test_what_a_recording_cannot_refuse():
     store.append(*good)
     bad = good[1].clone()
     bad[0, 1, 2, 3] = torch.nan
-    recorded(store, good[0], bad)
+    captured(store, good[0], bad)
     assert store.value.tensors["scale"].flatten(2)[:, :, :20].isnan().nonzero().tolist() == [[0, 1, 12]]
     with pytest.raises(ValueError, match="values that were not finite"):
         store.sync()
     assert store.sync() == 20
     for n in (5, 7):
-        recorded(store, good[0][:, :, :n], good[1][:, :, :n])
+        captured(store, good[0][:, :, :n], good[1][:, :, :n])
     assert int(store.position) == 25
     with pytest.raises(ValueError, match="more tokens than max_length"):
         store.sync()
@@ -382,7 +382,7 @@ def test_static_refuses():
     before = snapshot(store)
     for f, why in ((lambda: store.evict(5), "frees nothing"), (lambda: store.select([0]), "keeps its 2"), (lambda: store.repeat(2), "keeps its 2"),
                    (lambda: store.set_range(end=3), "no ends"), (lambda: store.to("meta"), "stays on cpu"), (lambda: store.decay(3), "max_length allocates once"),
-                   (lambda: store.append(*states(store, 31)), "cannot append 31 tokens to 10"), (lambda: recorded(store, *states(store, 41)), "cannot append 41")):
+                   (lambda: store.append(*states(store, 31)), "cannot append 31 tokens to 10"), (lambda: captured(store, *states(store, 41)), "cannot append 41")):
         with pytest.raises(ValueError, match=why):
             f()
     assert_same_snapshot(snapshot(store), before)
@@ -390,11 +390,11 @@ def test_static_refuses():
 
 def test_static_to_file_and_back():
     store = make(max_length=40, static=True)
-    recorded(store, *states(store, 10))
+    captured(store, *states(store, 10))
     again = KVStore.from_state(*store.state())
     assert again.static and int(again.position) == again.length == 10
     for s in (store, again):
-        recorded(s, *states(s, 4, seed=1))
+        captured(s, *states(s, 4, seed=1))
         s.sync()
     for a, b in zip(store.read(), again.read()):
         same(a, b)

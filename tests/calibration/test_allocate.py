@@ -9,8 +9,8 @@ import torch
 transformers = pytest.importorskip("transformers")
 from tests.helpers import MODELS, generate, logits, made, prompt, texts, tiny  # noqa: E402
 from turboquant_nb.calibration import sensitivity as A, fit as C  # noqa: E402
-from turboquant_nb.calibration.sensitivity import allocate, measure_sensitivity  # noqa: E402
-from turboquant_nb.calibration.fit import Calibration, load_calibration, save_calibration  # noqa: E402
+from turboquant_nb.calibration.sensitivity import measure_sensitivity  # noqa: E402
+from turboquant_nb.quant.calibration import Calibration, allocate_layers, apply_bit_budget, load_calibration, save_calibration  # noqa: E402
 from turboquant_nb.evaluation.candidates import as_candidate  # noqa: E402
 from turboquant_nb.evaluation.score import score  # noqa: E402
 from turboquant_nb.hf import TurboQuantCache  # noqa: E402
@@ -106,7 +106,7 @@ def test_a_layer_that_does_not_matter_gets_no_bits():
         model.model.layers[0].self_attn.o_proj.weight.zero_()
     losses = measure_sensitivity(model, texts(2, 40)).header["losses"]
     assert max(losses["key"][0] + losses["value"][0]) < 1e-6 < losses["value"][1][0]
-    assert allocate(losses, 2.5 if len(losses["key"]) == 2 else 2.25)[0] == (2, 2)
+    assert allocate_layers(losses, 2.5 if len(losses["key"]) == 2 else 2.25)[0] == (2, 2)
 
 
 def test_budgets_never_overspend():
@@ -119,7 +119,7 @@ def test_budgets_never_overspend():
         sizes = (16 * torch.randint(1, 9, (n, 2), generator=g)).tolist()
         losses = dict(bits=bits, key=[curve() for _ in range(n)], value=[curve() for _ in range(n)], size=sizes)
         budget = bits[0] + float(torch.rand((), generator=g)) * (bits[-1] - bits[0])
-        got = allocate(losses, budget)
+        got = allocate_layers(losses, budget)
         spent = sum(b * s for pair, size in zip(got, sizes) for b, s in zip(pair, size))
         left = budget * sum(map(sum, sizes)) - spent
         assert left > -1e-3 and {b for pair in got for b in pair} <= {*bits}
@@ -148,7 +148,7 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="is of another model"):
         measure_sensitivity(tiny("qwen2"), texts(), calibration)
     with pytest.raises(ValueError, match="has measured 2 layers, got 1"):
-        A.apply_bit_budget([Recipe()], Calibration([], found.header), 3)
+        apply_bit_budget([Recipe()], Calibration([], found.header), 3)
     with pytest.raises(TypeError, match="ids must be a tensor"):
         measure_sensitivity(model, [[1, 2]])
     for bad in ((0,), (2, 5), (2.0,), "2"):

@@ -17,7 +17,8 @@ from turboquant_nb.calibration import fit as C  # noqa: E402
 from turboquant_nb.kernels import ops  # noqa: E402
 from turboquant_nb.theory import transforms as M  # noqa: E402
 from turboquant_nb.cache.attention import attend, dense_attention  # noqa: E402
-from turboquant_nb.calibration.fit import calibrate, collect, load_calibration, save_calibration  # noqa: E402
+from turboquant_nb.calibration.fit import calibrate, collect  # noqa: E402
+from turboquant_nb.quant.calibration import load_calibration, save_calibration  # noqa: E402
 from turboquant_nb.hf import TurboQuantCache  # noqa: E402
 from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec, as_recipe, decode, encode  # noqa: E402
 from turboquant_nb.hf.storage import load_compressed, save_compressed  # noqa: E402
@@ -516,7 +517,7 @@ torch.set_num_threads(1)
 from pathlib import Path
 from turboquant_nb.cache import store
 from turboquant_nb.theory import transforms
-from turboquant_nb.calibration.fit import load_calibration
+from turboquant_nb.quant.calibration import load_calibration
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.hf.storage import load_compressed
 

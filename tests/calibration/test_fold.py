@@ -5,6 +5,7 @@ import pytest
 import torch
 import transformers
 
+from tests.helpers import DATA
 from turboquant_nb.cli import main
 from turboquant_nb.calibration.fold import Fold, fit_fold, fold, load_fold, save_fold, unfold, write_folded
 from turboquant_nb.quant.quantizer import Quantizer, Spec, decode, encode
@@ -180,3 +181,10 @@ def test_a_decoder_without_layers_says_so(monkeypatch):
     monkeypatch.setattr(type(model), "get_decoder", lambda self: torch.nn.Identity())
     with pytest.raises(ValueError, match="llama cannot be folded: its decoder has no `layers`"):
         fit_fold(model, tokens())
+
+
+def test_a_fold_written_before_the_rebuilding_is_read():
+    "By the code of then: channel c of head h in layer i is scaled by 2 ** ((h + c + i) % 5 - 2)."
+    found = load_fold(DATA / "fold.safetensors")
+    want = [[[2.0 ** ((h + c + i) % 5 - 2) for c in range(8)] for h in range(2)] for i in range(2)]
+    assert torch.equal(torch.stack(found.scales), torch.tensor(want)) and found.header["tokens"] == 512

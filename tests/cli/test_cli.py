@@ -134,7 +134,7 @@ def test_recipe_options_and_file(call, tmp_path):
 ])
 def test_prices(call, recipe, nominal, costs, words):
     got = json.loads(call("recipe", recipe.to_json(), "--json")[1])
-    assert got["nominal_bits"] == pytest.approx(nominal) and got["bits_with_scale"] == costs == use.bits_by_head_size(recipe)
+    assert got["nominal_bits"] == pytest.approx(nominal) and got["bits_with_scale"] == costs == use._bits_by_head_size(recipe)
     assert words in call("recipe", recipe.to_json())[2]
 
 
@@ -198,6 +198,7 @@ def test_generate_is_what_the_library_does(call, tiny):
         model.set_attn_implementation(attention)
         want = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=TurboQuantCache(model, "k4v4"), max_new_tokens=8, do_sample=False)
         code, out, err = call("generate", "--model", tiny, "--prompt", sample_text()[:600], "--no-chat", "--max-new-tokens", 8, "--recipe", "k4v4", "--attention", attention, "--json")
+        assert ("faster: --attention turboquant" in err) == (attention == "sdpa") and err.count("--attention sdpa gets") <= 1
         got = json.loads(out)
         assert code == 0 and got["text"] == tokenizer.decode(want[0, ids.shape[1]:], skip_special_tokens=True)
         assert got["prompt_tokens"] == ids.shape[1] and got["cache"]["tokens"] == want.shape[1] - 1 and got["cache"]["recipe"] == TurboQuantCache(model, "k4v4").recipe.to_json()
@@ -392,7 +393,7 @@ def test_fed_states_equal_a_prefill_through_the_cache(tiny, attention):
         with torch.no_grad():
             logits = model(ids, past_key_values=through, logits_to_keep=1).logits
         fed = compare.filled(model, prompt, name)
-        assert int(logits[0, -1].argmax()) == compare.first_token(prompt)
+        assert int(logits[0, -1].argmax()) == compare._first_token(prompt)
         for a, b in zip(fed.layers, through.layers):
             (x, h), (y, g) = a.store.state(), b.store.state()
             assert h == g and x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
@@ -439,14 +440,14 @@ def test_seen():
 
 def test_change_and_same_start():
     loss = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
-    assert compare.ppl_change(loss, loss) == compare.Change(0, 0)
+    assert compare._ppl_change(loss, loss) == compare.Change(0, 0)
     assert compare.common_prefix([1, 2], [1, 2, 3]) == 2 and compare.common_prefix([1], [2]) == 0 and compare.common_prefix([], [1]) == 0
-    change = compare.ppl_change(loss + torch.tensor([0.1, 0.2, 0.3]), loss)
+    change = compare._ppl_change(loss + torch.tensor([0.1, 0.2, 0.3]), loss)
     rel, se = change.relative, change.stderr
     assert abs(rel - (torch.tensor(0.2).exp() - 1)) < 1e-6 and abs(se - 0.1 / 3 ** 0.5) < 1e-6
     for bad in (loss[:1], loss[None]):
         with pytest.raises(ValueError, match="loss and reference"):
-            compare.ppl_change(bad, bad)
+            compare._ppl_change(bad, bad)
 
 
 SHORT = ["--windows", "2", "--length", "64", "--quiet"]
@@ -810,7 +811,8 @@ def test_files_are_written_whole_through_links_with_the_mode_of_the_umask(call, 
 @pytest.mark.parametrize("error, code", [(KeyboardInterrupt(), 130), (RuntimeError("disk full"), 1)])
 def test_what_stops_while_it_writes_leaves_nothing(call, plain, tmp_path, monkeypatch, error, code):
     from turboquant_nb import results
-    from turboquant_nb.calibration import fit as calibrate, fold
+    from turboquant_nb.calibration import fold
+    from turboquant_nb.quant import calibration
 
     def stop(*args, **kwargs):
         path = next(x for x in args if isinstance(x, os.PathLike))
@@ -819,7 +821,7 @@ def test_what_stops_while_it_writes_leaves_nothing(call, plain, tmp_path, monkey
 
     (tmp_path / "old").write_text("old")
     monkeypatch.setattr(results, "save", stop)
-    monkeypatch.setattr(calibrate, "save_calibration", stop)
+    monkeypatch.setattr(calibration, "save_calibration", stop)
     monkeypatch.setattr(fold, "save_fold", stop)
     small = ["--windows", 2, "--length", 64, "--quiet", "--model", plain]
     assert call("eval", "attention", *small, "--recipe", "k4v4", "--out", tmp_path / "old")[0] == code
@@ -989,8 +991,10 @@ def test_a_recipe_per_layer(call, tiny):
 
 
 def test_a_fraction_of_bits_that_the_heads_cannot_have(call, tiny):
-    "The command line is at fault, and the prompt is not read first; before, the first append failed with exit code 1."
-    refused(call("generate", "--model", tiny, "--prompt", "x", "--bits", "3.7", "--quiet"), "recipe: bits times d must be an integer, got 3.7 at d = 32")
+    "The command line is at fault, and the prompt is not read first; before, the first append failed with exit code 1. Nor are the weights, whose line on standard error would be a second one."
+    for command in (["generate", "--prompt", "x"], ["demo"], ["eval", "ppl"]):
+        bits = ["--bits", "3.7"] if command != ["demo"] else ["--recipes", json.dumps({"key": {"bits": 3.7}, "value": {}})]
+        refused(call(*command, "--model", tiny, *bits), "recipe: bits times d must be an integer, got 3.7 at d = 32")
     assert call("generate", "--model", tiny, "--prompt", "x", "--bits", "2.5", "--max-new-tokens", 1, "--quiet")[0] == 0
 
 

@@ -10,7 +10,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, Llama
 from turboquant_nb.evaluation.candidates import as_candidate, held_bytes
 from turboquant_nb.evaluation.pairs import PAIR, PairLayer, attending, pair_attention
 from turboquant_nb.evaluation.score import OnePass, gap_limit, one_pass_gap, one_pass_gate, paired, predict, prefill, score, select_backend, text_windows
-from turboquant_nb.evaluation.tasks import attention_error, needle, needle_texts, next_token, perplexity, plot, table
+from turboquant_nb.evaluation.tasks import attention_error, needle, _needle_texts, next_token, perplexity, plot, table
 from turboquant_nb.evaluation.models import embedded_path, load_model
 from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.cache.store import KVStore
@@ -207,7 +207,7 @@ def test_windows_alternate_between_texts_and_start_with_the_first_token():
 
 
 def test_needles(llama):
-    ids, spans = needle_texts(Words(), 300, 0.5, 2, "One thing. Another thing. " * 40, 0)
+    ids, spans = _needle_texts(Words(), 300, 0.5, 2, "One thing. Another thing. " * 40, 0)
     for row, (a, b) in zip(ids, spans):
         asked = "".join(chr(int(t)) for t in row[300:a])
         number = [int(t) for t in row[a:b]]
@@ -215,7 +215,7 @@ def test_needles(llama):
         fact = row[:300].tolist()
         at = [i for i in range(300) if fact[i : i + 6] == number]
         assert len(at) == 1 and 100 < at[0] < 220  # the answer is in the book once, in its middle
-    first, last = (needle_texts(Words(), 300, d, 2, "One thing. Another thing. " * 40, 0)[0] for d in (0.0, 1.0))
+    first, last = (_needle_texts(Words(), 300, d, 2, "One thing. Another thing. " * 40, 0)[0] for d in (0.0, 1.0))
     assert not torch.equal(first, last)
 
 

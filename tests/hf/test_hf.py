@@ -9,7 +9,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM, DynamicCache  # noqa: E402
 from transformers.cache_utils import Cache  # noqa: E402
 
-from turboquant_nb.hf import CodedStates, TurboQuantCache, TurboQuantLayer, rope_frequencies  # noqa: E402
+from turboquant_nb.hf import CodedStates, TurboQuantCache, TurboQuantLayer, layer_frequencies  # noqa: E402
 from turboquant_nb.quant.quantizer import Recipe, Spec, as_recipe  # noqa: E402
 from turboquant_nb.quant.mixed_precision import by_layer  # noqa: E402
 from turboquant_nb.testing import same  # noqa: E402
@@ -366,7 +366,7 @@ def test_what_rope_rotates_by(name):
     "Rotated back by the frequencies that were found, keys are what their projection gave; where RoPE is another, the reason is said, and a mean before RoPE is refused."
     model = tiny(name)
     config = model.config.get_text_config(decoder=True)
-    found, why = rope_frequencies(config)
+    found, why = layer_frequencies(config)
     assert len(found) == config.num_hidden_layers
     if name in STILL:
         assert STILL[name] in why and set(found) == {None}
@@ -401,7 +401,7 @@ AXES = {"Qwen2_5_VLText": dict(mrope_section=[2, 1, 1]), "Qwen2VLText": dict(mro
 def test_multi_axis_rope_takes_the_prompts_mean(name):
     "Such a model gives three positions for a token of a video; a mean before RoPE that rotates by the place in the store would be wrong. Before, presets took it for Qwen-VL."
     config = getattr(transformers, name + "Config")(**BASE, layer_types=["full_attention"] * 2, rope_parameters={"rope_type": "default", "rope_theta": 1e4, **AXES[name]})
-    found, why = rope_frequencies(config)
+    found, why = layer_frequencies(config)
     assert set(found) == {None} and "several positions" in why
     assert all(r.key.center == "prompt_mean" for r in TurboQuantCache(config, "k3v3").recipes)
     with pytest.raises(ValueError, match="several positions of each token"):
@@ -435,6 +435,90 @@ def test_a_video_is_centred_as_well_as_text():
     preset, mean = TurboQuantCache(config, "k3v3"), TurboQuantCache(config, Recipe(Spec(3, center="prompt_mean"), Spec(3)))
     preset_error, mean_error, mutant = error(preset), error(mean), error(by_slot)
     assert preset_error == mean_error < mutant / 1.5, (preset_error, mean_error, mutant)
+
+
+SHARING = dict(num_hidden_layers=4, num_kv_shared_layers=2, sliding_window=8, layer_types=["sliding_attention", "full_attention"] * 2, hidden_size_per_layer_input=4, vocab_size_per_layer_input=VOCAB)
+SHARERS = {"Gemma3nText": dict(SHARING, laurel_rank=4, altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 4), "Gemma4Text": dict(SHARING, global_head_dim=16)}
+
+
+@pytest.mark.parametrize("name", SHARERS)
+def test_layers_that_take_anothers_keys(name):
+    """By presets, whose mean of keys asks how the model rotates: Gemma 3n and 4 rotate one tensor at a time, and presets were refused with torch's error. Gemma 4 brings only the last queries to
+    layers that take another's keys: they were taken for the first ones (of a sliding window silently)."""
+    if not hasattr(transformers, name + "Config"):
+        pytest.skip("not in this transformers")
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name + "Config")(**BASE | SHARERS[name]), attn_implementation="sdpa").eval().double()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim > 1:
+                p.normal_(0, 0.3, generator=torch.Generator().manual_seed(p.numel()))
+    for padded in (True, False):
+        inputs = prompt(2, 30, padded=padded)
+        own = model.generate(**inputs, past_key_values=DynamicCache(config=model.config), max_new_tokens=8, do_sample=False)
+        for recipe in (exact_recipe(), "k3v3", "k2v2"):
+            (want, _), (got, cache) = (generate(model, inputs, a, recipe) for a in ("sdpa", "turboquant"))
+            assert torch.equal(want, got) and (recipe in ("k3v3", "k2v2") or torch.equal(got, own)), (padded, recipe)
+        assert {x.key.center for x in cache.recipes} == {"pre_rope"}
+        model.set_attn_implementation("sdpa")
+    ids = prompt(1, 12, padded=False)["input_ids"].repeat(1, 3)
+    inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
+    plain, drafted = (generate(model, inputs, "turboquant", "k2v2", max_new_tokens=25, **kwargs)[0] for kwargs in ({}, dict(prompt_lookup_num_tokens=4)))
+    assert torch.equal(plain, drafted)
+
+
+@pytest.mark.parametrize("kind, why", [
+    ("lfm3", ""), ("beam", ""), ("internlm3", ""), ("hunyuan_vl", ""), ("gemma3n", ""), ("gemma4", ""),
+    ("deepseek_v4", "layers of kind 'heavily_compressed_attention', which cannot be served"), ("unlimited_ocr", "layers of kind 'reference_sliding_attention', which cannot be served"),
+    ("resnet", "must be of a decoder, got resnet"),
+])  # fmt: skip
+def test_presets_ask_every_kind_of_model(kind, why):
+    "A preset asks how keys are rotated: of each of these kinds the answer was torch's or Python's error. Now a cache, or one sentence."
+    if kind not in transformers.CONFIG_MAPPING:
+        pytest.skip("not in this transformers")
+    config = transformers.CONFIG_MAPPING[kind]()
+    if not why:
+        assert TurboQuantCache(config, "k3v3").recipes[0].key.center in ("prompt_mean", "pre_rope")
+        return
+    with pytest.raises(ValueError, match=why):
+        TurboQuantCache(config, "k3v3")
+
+
+def test_what_no_pass_could_serve_is_said_first():
+    "Bits that the heads cannot have are refused when the cache is made, float8 states before anything is allocated, rows to reorder before any layer has changed."
+    model = tiny()
+    for bits, why in (((3,), "bits must have length d = 8, got 1"), ([3, 2], "bits must have length d = 8, got 2"), (2.3, "bits times d must be an integer, got 2.3 at d = 8")):
+        with pytest.raises(ValueError, match=why):
+            TurboQuantCache(model, bits=bits)
+    cache, eighth = TurboQuantCache(model), torch.zeros(1, 2, 5, 8).to(torch.float8_e4m3fn)
+    with pytest.raises(TypeError, match="float16, bfloat16, float32 or float64, got torch.float8_e4m3fn"):
+        cache.update(eighth, eighth, 0)
+    assert not cache.layers[0].is_initialized
+    _, cache = generate(model, prompt(2, 20), "turboquant")
+    before = [x.clone() for x in cache.layers[0].store.read()]
+    for rows, error, why in (([], ValueError, "one row or more, got shape .0."), ([[0, 1]], ValueError, "got shape .1, 2."), ([0, 2], ValueError, "lie in 0..1, got 0..2"), ([-1, 0], ValueError, "lie in 0..1"), ([0.0], TypeError, "beam_idx must")):
+        with pytest.raises(error, match=why):
+            cache.reorder_cache(torch.tensor(rows, dtype=torch.float32 if error is TypeError else torch.long))
+    assert all(torch.equal(a, b) for a, b in zip(cache.layers[0].store.read(), before))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "turboquant"])
+def test_a_mask_that_lacks_tokens_is_refused(attention):
+    "transformers takes what lacks for padding at the right: the last token was hidden, and the padding at the left not learnt. Nothing of the pass is kept."
+    model, inputs = tiny(), prompt(2, 20)
+    model.set_attn_implementation(attention)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    for bad in (mask[:, 1:], mask[:, :-1], mask[0], mask.repeat(2, 1)):
+        cache = TurboQuantCache(model)
+        with pytest.raises(ValueError, match=r"attention_mask must be \[2, 20\]"):
+            model(ids, attention_mask=bad, past_key_values=cache)
+        assert cache.get_seq_length() == 0
+    cache = TurboQuantCache(model)
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache)
+        with pytest.raises(ValueError, match="a column for each of 20 tokens held and 1 new ones, got .2, 1."):
+            model(ids[:, -1:], attention_mask=mask[:, -1:], past_key_values=cache)
+        assert cache.get_seq_length() == 20 and cache.coded_layers[0].starts == (0, 7)
 
 
 def test_a_pre_rope_mean_follows_a_bias():

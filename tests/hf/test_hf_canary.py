@@ -132,7 +132,7 @@ def test_the_rate_is_kept(rate, layers):
         assert {x["layer"] for x in checks} == set(range(layers))
     assert [x["tokens"] for x in checks] == sorted(x["tokens"] for x in checks)
     parts = cache.report()["parts"]
-    assert parts["watched"] == sum(2 * 2 * 8 * 4 * x.tokens for x in cache.canary.kept.values())
+    assert parts["canary"] == sum(2 * 2 * 8 * 4 * x.tokens for x in cache.canary.kept.values())
 
 
 def test_half_precision_is_silent():

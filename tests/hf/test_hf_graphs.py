@@ -1,5 +1,5 @@
-"""generate() by recorded steps, without a GPU: a `Tape` notes the operators of a step and runs them again with the numbers that Python had then, as a CUDA graph does. The same tokens as eager
-steps, one recording for all of them, and what cannot be recorded says why. (test_cuda.py: the same on a GPU.)"""
+"""generate() by captured steps, without a GPU: a `Tape` notes the operators of a step and runs them again with the numbers that Python had then, as a CUDA graph does. The same tokens as eager
+steps, one capture for all of them, and what cannot be captured says why. (test_cuda.py: the same on a GPU.)"""
 import copy
 import functools
 import gc
@@ -25,7 +25,7 @@ def deep():
 
 
 def pair(model, recipe="k4v4", **kwargs):
-    "A cache whose steps are eager, one whose steps are recorded."
+    "A cache whose steps are eager, one whose steps are captured."
     return TurboQuantCache(model, recipe, graphs=False, **kwargs), TurboQuantCache(model, recipe, graphs=Tape, **kwargs)
 
 
@@ -36,20 +36,20 @@ def same_tokens(model, inputs, caches, **options):
 
 
 @pytest.mark.parametrize("way, padded", covering_pairs(["greedy", "sampled", "beams", "returned"], [True, False]))
-def test_tokens_of_recorded_steps_are_those_of_eager_ones(way, padded):
-    "12 layers: one recording, and every step after the two that come before it is a replay. Kills: a length, a position or padding that Python baked into the recording."
+def test_tokens_of_captured_steps_are_those_of_eager_ones(way, padded):
+    "12 layers: one capture, and every step after the two that come before it is a replay. Kills: a length, a position or padding that Python baked into the recording."
     options = {"greedy": {}, "sampled": dict(do_sample=True), "beams": dict(num_beams=3), "returned": dict(do_sample=True, num_return_sequences=2)}
     model = deep()
     caches = pair(model, max_length=64)
     same_tokens(model, prompt(3, 20, padded=padded), caches, max_new_tokens=9, **options[way])
     r = caches[1].report()["graphs"]
-    assert r["recorded"] == 1 and r["replayed"] >= 6 and r["why_not"] == "" and caches[0].report()["graphs"] == {}
+    assert r["captured"] == 1 and r["replayed"] >= 6 and r["why_not"] == "" and caches[0].report()["graphs"] == {}
     assert caches[1].report()["tokens"] == caches[0].report()["tokens"] == 28
 
 
 @pytest.mark.parametrize("static", [False, True])
 def test_a_second_turn_and_a_second_prompt(static):
-    "In the same cache: a static one keeps its graph through reset(), the other records again on its new tensors; nothing is compared twice."
+    "In the same cache: a static one keeps its graph through reset(), the other captures again on its new tensors; nothing is compared twice."
     model = tiny("llama")
     caches = pair(model, max_length=64, static=static)
     for again in range(2):
@@ -58,7 +58,7 @@ def test_a_second_turn_and_a_second_prompt(static):
         before = caches[1].runner.replayed
         same_tokens(model, dict(input_ids=turn, attention_mask=torch.ones_like(turn)), caches, max_new_tokens=6, disable_compile=True)
         r = caches[1].report()["graphs"]
-        assert r["replayed"] == before + 5 and r["recorded"] == (1 if static else 1 + again), r
+        assert r["replayed"] == before + 5 and r["captured"] == (1 if static else 1 + again), r
         for c in caches:
             c.reset()
     assert not caches[1].is_compileable and caches[0].is_compileable == static
@@ -70,8 +70,8 @@ def test_a_cache_that_grows_records_again():
     caches = pair(model)
     same_tokens(model, prompt(1, 185, padded=False), caches, max_new_tokens=80)
     r = caches[1].report()
-    assert r["graphs"]["recorded"] == 2 and r["graphs"]["replayed"] == 78 and caches[1].layers[0].store.capacity > 256, r["graphs"]
-    assert "78 steps replayed, 2 graphs recorded" in str(r)
+    assert r["graphs"]["captured"] == 2 and r["graphs"]["replayed"] == 78 and caches[1].layers[0].store.capacity > 256, r["graphs"]
+    assert "78 steps replayed, 2 graphs captured" in str(r)
 
 
 def test_a_full_cache_refuses_and_is_as_before():
@@ -82,7 +82,7 @@ def test_a_full_cache_refuses_and_is_as_before():
     assert {x.held for x in cache.layers} == {24} and cache.report()["graphs"]["why_not"] == "the cache is full"
 
 
-def test_a_model_that_changes_is_recorded_again():
+def test_a_model_that_changes_is_captured_again():
     "Other weights in other tensors, or a switch in a module, between two prompts of a cache that keeps its graph. Kills: a graph that goes on with what the model was."
     model = copy.deepcopy(tiny("llama"))
     layer = model.model.layers[0].mlp
@@ -95,7 +95,7 @@ def test_a_model_that_changes_is_recorded_again():
         if again == 2:
             layer.scale = -3.0
         outs.append(same_tokens(model, prompt(2, 20), caches, disable_compile=True))
-        assert caches[1].runner.recorded == (1, 2, 3, 3)[again]
+        assert caches[1].runner.captured == (1, 2, 3, 3)[again]
         for c in caches:
             c.reset()
     assert not torch.equal(outs[0], outs[1]) and not torch.equal(outs[1], outs[2]) and torch.equal(outs[2], outs[3])
@@ -131,7 +131,7 @@ def test_a_mask_unlike_the_prompts_is_reported():
     out, _ = generate(model, inputs, "turboquant", cache=cache)
     mask = torch.cat([inputs["attention_mask"], torch.ones(2, 8, dtype=torch.long)], 1)
     call = dict(past_key_values=cache, position_ids=mask.sum(1, keepdim=True) - 1, use_cache=True, return_dict=True, logits_to_keep=1)
-    call |= {} if "logits_to_keep" in cache.runner.kind[3] else {"logits_to_keep": None}
+    call |= {} if "logits_to_keep" in cache.runner.kind.rest else {"logits_to_keep": None}
     before = cache.runner.replayed
     with torch.no_grad():
         model(out[:, -1:], attention_mask=mask, **call)
@@ -164,7 +164,7 @@ def reading(kwargs):
     return kwargs | dict(use_cache=bool(kwargs["input_ids"].max() >= 0))
 
 
-@pytest.mark.parametrize("spoil, why", [(baked, "differed from the eager one"), (reading, "recording failed")])
+@pytest.mark.parametrize("spoil, why", [(baked, "differed from the eager one"), (reading, "capturing failed")])
 def test_a_model_that_no_graph_can_hold_runs_eagerly(spoil, why):
     "Mutants of a model: the first replay is compared with an eager step, and what differs is never used. The tokens stay those of eager steps."
     model = spoiled(deep(), spoil)
@@ -191,7 +191,7 @@ def test_families(name):
 
 
 @pytest.mark.parametrize("recipe, name, why", [(Recipe(decay=30), "llama", "decay"), ("k4v4", "mistral", "a sliding layer frees tokens"), (Recipe(Spec(4, residual="qjl")), "llama", "QJL")])
-def test_what_is_not_recorded_says_why(recipe, name, why):
+def test_what_is_not_captured_says_why(recipe, name, why):
     model = tiny(name)
     caches = pair(model, recipe)
     same_tokens(model, prompt(2, 20), caches)
@@ -202,15 +202,15 @@ def test_what_is_not_recorded_says_why(recipe, name, why):
 
 
 def test_drafts_are_served_eagerly():
-    "Tokens that are cropped again and again: no recording for each of them."
+    "Tokens that are cropped again and again: no capture for each of them."
     model = tiny("llama")
     caches = pair(model, max_length=80)
     same_tokens(model, dict(input_ids=prompt(1, 12, padded=False)["input_ids"].repeat(1, 2)), caches, padding=False, prompt_lookup_num_tokens=3, max_new_tokens=20)
-    assert caches[1].report()["graphs"]["recorded"] <= 1
+    assert caches[1].report()["graphs"]["captured"] <= 1
 
 
 def test_copies_files_and_the_models_own_forward(tmp_path):
-    "A copy records for itself; a file knows nothing of graphs; with the last cache the model's own `forward` is back, also on a copy of the model that was made meanwhile."
+    "A copy captures for itself; a file knows nothing of graphs; with the last cache the model's own `forward` is back, also on a copy of the model that was made meanwhile."
     model = copy.deepcopy(deep())
     caches = pair(model)
     out = same_tokens(model, prompt(2, 20), caches)
@@ -232,7 +232,7 @@ def test_copies_files_and_the_models_own_forward(tmp_path):
 
 
 def test_another_attention_is_told_once_where_it_is_slow():
-    "On a GPU (test_cuda.py): the line to write, once. Elsewhere nothing is said."
+    "On a GPU (test_cuda.py), and on a long past: the line to write, once. On a short past nothing is said."
     from turboquant_nb.hf import cache as module
 
     module._say_slow.cache_clear()
@@ -240,9 +240,11 @@ def test_another_attention_is_told_once_where_it_is_slow():
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         generate(model, prompt(1, 9, padded=False), "sdpa", cache=TurboQuantCache(model), max_new_tokens=3)
+        long = prompt(1, module._LONG + 2, padded=False)
+        generate(model, long, "turboquant", cache=TurboQuantCache(model), max_new_tokens=3)
         assert not [w for w in said if "set_attn_implementation" in str(w.message)]
         for _ in range(2):
-            module._say_slow("sdpa")
+            generate(model, long, "sdpa", cache=TurboQuantCache(model), max_new_tokens=3)
     assert len(said := [w for w in said if "attn_implementation='sdpa'" in str(w.message)]) == 1
     assert "model.set_attn_implementation('turboquant')" in str(said[0].message)
     module._say_slow.cache_clear()

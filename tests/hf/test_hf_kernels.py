@@ -249,6 +249,20 @@ def test_unknown_backends(backend):
 
 # --- long chunks -----------------------------------------------------------------------------------
 
+def chunks_alike(model, inputs, given):
+    "Prompts in two chunks: the logits of dense decoding are those on codes. The cache on codes; under the attentions `given`, padding is set by hand."
+    outs = []
+    for attention in ("eager", "turboquant"):
+        cache = TurboQuantCache(model, "k4v4")
+        if attention in given:
+            cache.set_padding(inputs["attention_mask"])
+        model.set_attn_implementation(attention)
+        outs.append(model.generate(**inputs, past_key_values=cache, prefill_chunk_size=45, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True))
+    for a, b in zip(outs[0].logits, outs[1].logits):
+        assert float((a - b).abs().max()) < 2e-4 * float(a.abs().max())
+    return cache
+
+
 @pytest.mark.parametrize("name", [n for n in FAMILIES if n not in HYBRID + OWN])
 @pytest.mark.parametrize("padded", [False, True])
 def test_chunked_prefill(name, padded, no_masks):
@@ -256,15 +270,7 @@ def test_chunked_prefill(name, padded, no_masks):
     model = tiny(name, max_position_embeddings=512)
     if "turboquant" not in three(model):
         pytest.skip("caches latents")
-    inputs, outs = prompt(2, 90, padded=padded), []
-    for attention in ("eager", "turboquant"):
-        cache = TurboQuantCache(model, "k4v4")
-        if padded:
-            cache.set_padding(inputs["attention_mask"])
-        model.set_attn_implementation(attention)
-        outs.append(model.generate(**inputs, past_key_values=cache, prefill_chunk_size=45, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True))
-    for a, b in zip(outs[0].logits, outs[1].logits):
-        assert float((a - b).abs().max()) < 2e-4 * float(a.abs().max())
+    cache = chunks_alike(model, prompt(2, 90, padded=padded), ("eager", "turboquant") if padded else ())
     served = cache.report()["served"]
     layers = len(cache.coded_layers)
     slow = model.config.model_type == "gemma2"  # softcap
@@ -275,15 +281,7 @@ def test_a_chunk_that_is_all_padding(no_masks):
     "The first chunk of a row is padding alone: where its tokens start is learnt from the next."
     model, inputs = tiny("gemma3_text", max_position_embeddings=512), prompt(3, 90)
     inputs["attention_mask"][2, :50] = 0
-    outs = []
-    for attention in ("eager", "turboquant"):
-        cache = TurboQuantCache(model, "k4v4")
-        if attention == "eager":
-            cache.set_padding(inputs["attention_mask"])
-        model.set_attn_implementation(attention)
-        outs.append(model.generate(**inputs, past_key_values=cache, prefill_chunk_size=45, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True))
-    for a, b in zip(outs[0].logits, outs[1].logits):
-        assert float((a - b).abs().max()) < 2e-4 * float(a.abs().max())
+    cache = chunks_alike(model, inputs, given=("eager",))
     assert cache.layers[0].starts == (0, 7, 50) == tuple(cache.layers[1].store.start.tolist())
 
 

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from turboquant_nb.cache.attention import dense_attention  # noqa: E402
-from turboquant_nb.hf import MARGIN, TurboQuantCache, rope_frequencies, turboquant_attention  # noqa: E402
+from turboquant_nb.hf import MARGIN, TurboQuantCache, layer_frequencies, turboquant_attention  # noqa: E402
 from turboquant_nb.hf.cache import STEPS  # noqa: E402
 from turboquant_nb.quant.mixed_precision import make_quantizer  # noqa: E402
 from turboquant_nb.quant.quantizer import Coded, Recipe, Spec, decode  # noqa: E402
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 HEADS, GROUP, D, WINDOW = 1, 2, 16, 20  # WINDOW: of the sliding layer 0; layer 1 sees everything
 RECIPES = {
     "k3v3": Recipe(sinks=2, recent=5),
-    "no window": Recipe(Spec(4, center="prompt_mean"), Spec(2), sinks=0, recent=0),
+    "no recent tokens": Recipe(Spec(4, center="prompt_mean"), Spec(2), sinks=0, recent=0),
     "signs": Recipe(Spec(3, residual="sign"), Spec(3), sinks=1, recent=3),
     "qjl": Recipe(Spec(3, residual="qjl", center="prompt_mean"), Spec(4), sinks=1, recent=7),
     "fractions": Recipe(Spec(2.5), Spec(3.25), sinks=3, recent=16),
@@ -133,7 +133,7 @@ class Machine(RuleBasedStateMachine):
         starts = data.draw(st.lists(st.integers(0, 9), min_size=batch, max_size=batch))
         self.cache = TurboQuantCache(self.config, self.recipe)
         self.cache.set_padding((torch.arange(10) >= torch.tensor(starts)[:, None]).long())
-        freqs = rope_frequencies(self.config)[0]
+        freqs = layer_frequencies(self.config).by_layer
         self.dense = [[Dense(spec, self.recipe, starts, freq) for spec in (self.recipe.key, self.recipe.value)] for freq in freqs]
         self.length = self.longest = 0
         self.take(data.draw(st.sampled_from([10, 11, 35, 300])), True)

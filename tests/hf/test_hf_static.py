@@ -54,7 +54,7 @@ def test_static_on_kernels():
         cache.reset()
         got, _ = generate(model, inputs, "turboquant", cache=cache, max_new_tokens=3, disable_compile=True)
         assert torch.equal(got, want), padded
-    assert set(cache.report()["served"]) == {"prefill", "kernel"} and cache.report()["recorded_by"] == {"coding": [("triton", "")], "attention": [("triton", "")]}
+    assert set(cache.report()["served"]) == {"prefill", "kernel"} and cache.report()["captured_by"] == {"coding": [("triton", "")], "attention": [("triton", "")]}
 
 
 def test_lookup_crop_and_a_second_turn():
@@ -109,7 +109,7 @@ def test_generate_compiles():
     cache = static(model)
     got, _ = generate(model, inputs, "turboquant", cache=cache, compile_config=config)
     assert torch.equal(got, want) and cache.layers[0].calls == {"prefill": 1}  # the steps ran without Python
-    assert cache.report()["tokens"] == 27 and {k: x[0][0] for k, x in cache.report()["recorded_by"].items()} == {"coding": "torch", "attention": "torch"}
+    assert cache.report()["tokens"] == 27 and {k: x[0][0] for k, x in cache.report()["captured_by"].items()} == {"coding": "torch", "attention": "torch"}
 
 
 def test_compiled_dense_steps_are_refused():
@@ -119,19 +119,19 @@ def test_compiled_dense_steps_are_refused():
     cache = static(model)
     with torch.no_grad():
         model(**inputs, past_key_values=cache)
-        with pytest.raises(Exception, match="recorded steps need the 'turboquant' attention"):
+        with pytest.raises(Exception, match="captured steps need the 'turboquant' attention"):
             torch.compile(model, backend="eager", fullgraph=True)(inputs["input_ids"][:, :1], past_key_values=cache)
 
 
-def test_a_cache_that_grows_is_not_recorded(monkeypatch):
+def test_a_cache_that_grows_is_not_captured(monkeypatch):
     "A replayed graph would write each token over the one before."
     model, inputs = tiny("llama"), prompt(1, 9, padded=False)
     model.set_attn_implementation("turboquant")
     cache = TurboQuantCache(model)
     with torch.no_grad():
         model(**inputs, past_key_values=cache)
-        monkeypatch.setattr(type(cache.layers[0].store), "_recorded", lambda self: True)
-        with pytest.raises(ValueError, match="only a static cache can be recorded"):
+        monkeypatch.setattr(type(cache.layers[0].store), "_capturing", lambda self: True)
+        with pytest.raises(ValueError, match="only steps of a static cache can be captured"):
             model(inputs["input_ids"][:, :1], past_key_values=cache)
 
 

@@ -17,7 +17,7 @@ from turboquant_nb.kernels import decode, decode_mma, query
 
 PTXAS = os.path.join(os.path.dirname(nvidia.__file__), "bin", "ptxas")
 TYPES = dict(ROTATED="*fp32", RK_="*fp32", RV_="*fp32", MK="*bf16", MV="*bf16", KS="*fp16", VS="*fp16", TABLE="*i32", START="*i64", END="*i64",
-             LENGTH="*i32", PAGES="*i32", BIAS="*fp32", reach="i32", COS_SIN="*fp16", M="*bf16", factor="fp32", O="*fp32", LSE="*fp32", scaling="fp32", k_step="fp32", v_step="fp32", cap_at="fp32")
+             LENGTH="*i32", PAGES="*i32", BIAS="*fp32", reach="i32", COS_SIN="*fp16", NEAR="*fp16", FAR="*fp32", M="*bf16", factor="fp32", O="*fp32", LSE="*fp32", scaling="fp32", k_step="fp32", v_step="fp32", cap_at="fp32")
 TYPES |= dict.fromkeys(("QUERY", "SK", "SV", "WK", "WV", "CK", "CV"), "*bf16") | dict.fromkeys(("K0", "K1", "K2", "V0", "V1", "V2"), "*u8")
 
 
@@ -30,10 +30,10 @@ def source(fn, kind, types, constants):
     return kind(fn, signature, {index[n]: v for n, v in constants.items()}, attrs)
 
 
-def build(capability=90, d=128, bits=(3, 3), rows=4, sliding=False, capped=False, regs=None, page=256, paged=False, length=False, biased=False, per_head=False):
-    "The decode kernel as `mma_attention` asks for it."
-    form = decode_mma.decode_form(d, d, rows, *bits, page)
-    flags = dict(HAS_START=False, HAS_END=False, HAS_LENGTH=length, PAGED=paged, FAST_K=not per_head and d in (64, 128, 256), FAST=d in (64, 128, 256), MEAN_K=not biased, MEAN_V=False, BIASED=biased,
+def build(capability=90, d=128, bits=(3, 3), rows=4, sliding=False, capped=False, regs=None, page=256, paged=False, length=False, biased=False, per_head=False, fused=0):
+    "The decode kernel as `mma_attention` asks for it; fused: channels that a pre-RoPE mean rotates."
+    form = decode_mma.decode_form(d, d, rows, *bits, page, fused)
+    flags = dict(HAS_START=False, HAS_END=False, HAS_LENGTH=length, PAGED=paged, FAST_K=not per_head and d in (64, 128, 256), FAST=d in (64, 128, 256), MEAN_K=not biased and not fused, MEAN_V=False, BIASED=biased, FUSED=fused > 0,
                  SLIDING=sliding, CAPPED=capped, PDL=capability >= 90, G=form)
     options = dict(num_warps=1, **({"maxnreg": regs} if regs else {}))
     src = source(decode_mma._decode_kernel, GluonASTSource, TYPES, flags)

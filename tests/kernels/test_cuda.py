@@ -357,7 +357,7 @@ def test_cuda_graphs():
                 error = float((logits - want).norm() / want.norm())
                 assert torch.equal(logits, exact) and error < 1e-2, (sliding, turn, i, error)
             assert cache.layers[0].held == grows.layers[0].held
-        assert cache.report()["recorded_by"] == {"coding": [("triton", "")], "attention": [("triton", "")]}
+        assert cache.report()["captured_by"] == {"coding": [("triton", "")], "attention": [("triton", "")]}
 
 
 def test_generate_compiles_a_static_cache():
@@ -397,8 +397,8 @@ def test_generate_replays_its_steps():
         for options in (dict(), dict(do_sample=True), dict(num_beams=3), dict(do_sample=True, num_return_sequences=2)):
             caches = same_tokens(model, inputs, make, **options)
             r = caches[1].report()["graphs"]
-            assert r["recorded"] == 1 and r["replayed"] >= 21 and r["seconds"] < 3 and not r["why_not"], r
-            assert set(caches[1].report()["recorded_by"]["attention"]) == {("triton", "")}
+            assert r["captured"] == 1 and r["replayed"] >= 21 and r["seconds"] < 3 and not r["why_not"], r
+            assert set(caches[1].report()["captured_by"]["attention"]) == {("triton", "")}
     for again in range(2):  # the same tensors, from the start
         for c in caches:
             c.reset()
@@ -414,11 +414,11 @@ def test_generate_replays_its_steps():
         fixed.reset()
         got = model.generate(**prompts(3, 250), past_key_values=fixed, max_new_tokens=24, do_sample=False)
         want = model.generate(**prompts(3, 250), past_key_values=make(graphs=False), max_new_tokens=24, do_sample=False)
-        assert torch.equal(got, want) and fixed.report()["graphs"]["recorded"] == 1
+        assert torch.equal(got, want) and fixed.report()["graphs"]["captured"] == 1
     grows = TurboQuantCache(model, "k3v3")
     model.generate(**prompts(2, 250), past_key_values=grows, max_new_tokens=900, do_sample=False)
     r = grows.report()
-    assert r["tokens"] == 1149 and r["graphs"]["recorded"] == 2 and r["graphs"]["replayed"] > 890, r["graphs"]
+    assert r["tokens"] == 1149 and r["graphs"]["captured"] == 2 and r["graphs"]["replayed"] > 890, r["graphs"]
     grows.check()
     del caches, fixed, grows, c
     import gc

@@ -590,11 +590,101 @@ def test_rotated_queries(batch, heads, group, n, d, rows, own):
         assert (out - want).abs().max() < (1e-5 if fn is few[0] else 1e-4) * d**0.5
 
 
+# ---- the mean's sums in the tensor-core kernel: its functions run on torch tensors
+class Pointer:
+    "An address into a flat tensor."
+
+    def __init__(self, x, at=0):
+        self.x, self.at = x, at
+
+    def __add__(self, more):
+        return Pointer(self.x, self.at + more)
+
+    def __getitem__(self, index):
+        return Pointer(self.x, self.at[index])
+
+
+class Gluon:
+    "What the functions ask of Gluon, with layouts left out: they move nothing but where lanes swap."
+
+    float16, float32, int64, constexpr, static_range = torch.float16, torch.float32, torch.int64, None, range
+    arange = staticmethod(lambda first, last, layout=None: torch.arange(first, last))
+    zeros = staticmethod(lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype))
+    SliceLayout = DotOperandLayout = staticmethod(lambda *a: None)
+    convert_layout = staticmethod(lambda x, layout, assert_trivial=False: x)
+    reshape, permute, where, abs = torch.Tensor.reshape, torch.Tensor.permute, torch.where, torch.abs
+    broadcast = staticmethod(torch.broadcast_tensors)
+    join, split = staticmethod(lambda a, b: torch.stack([a, b], -1)), staticmethod(lambda x: x.unbind(-1))
+    sum, max = staticmethod(lambda x, dim: x.sum(dim)), staticmethod(lambda x, dim: x.amax(dim))
+
+    @staticmethod
+    def load(p, mask=None, other=0.0):
+        at = torch.as_tensor(p.at)
+        return p.x[at] if mask is None else torch.where(mask, p.x[torch.where(mask, at, 0)], torch.tensor(other, dtype=p.x.dtype))
+
+    @staticmethod
+    def inline_asm_elementwise(text, constraints, args, **_):
+        (x,) = args
+        if text is decode_mma._TWO_HALVES:
+            return x.half(), (x - x.half().float()).half()
+        assert ".bfly." in text.value and ", 28, 31" in text.value  # rows 0-7 and 8-15 are lanes 4g + c
+        return x.unflatten(0, (2, 8)).flip(1).flatten(0, 1)
+
+
+class Coefficients:
+    def __init__(self):
+        self.held = {}
+
+    def index(self, i):
+        return SimpleNamespace(store=lambda x: self.held.__setitem__(i, x), load=lambda layout: self.held[i])
+
+
+def on_torch(function):
+    "The Python of a Gluon function, with torch in Gluon's place, and so the functions it calls."
+    names = {}
+    names |= dict(vars(decode_mma), gl=Gluon, mma_v2=lambda a, b, c: a.float() @ b.float() + c)
+    made = type(on_torch)
+    for name, f in vars(decode_mma).items():
+        if hasattr(f, "fn"):
+            names[name] = made(f.fn.__code__, names, name, f.fn.__defaults__)
+    return names[function]
+
+
+@needs_gluon
+@mark.parametrize("d,rotary,group,n,start,offset,page", ((128, 128, 4, 1, 0, 0, 256), (64, 64, 8, 1, 37, 256, 64), (128, 64, 3, 2, 700, 1024, 32), (96, 80, 2, 1, 5, 0, 16), (256, 256, 4, 1, 0, 512, 128)))
+def test_mean_in_the_tensor_core_kernel(d, rotary, group, n, start, offset, page):
+    "Coefficients, tiles and the order of tokens against the sums in fp64, to the rounding of the table of angles."
+    g = torch.Generator().manual_seed(d + group)
+    heads, Q, batch, half = 2, 4 if group * n <= 4 else 8, 2, rotary // 2
+    q, m = torch.randn(batch, heads * group, n, d, generator=g), torch.randn(batch, heads, 1, d, generator=g)
+    inv_freq = 10000.0 ** (-torch.arange(half) / half)
+    tables = query.AngleTables.of(inv_freq, 5000, page)
+    G = SimpleNamespace(**{k: getattr(v, "value", v) for k, v in vars(decode_mma.decode_form(d, d, Q, 3, 3, page, rotary)).items()})
+    b, h, held, flat = 1, 1, Coefficients(), lambda x: Pointer(x.flatten())
+    sb, sh, sn, _ = q.stride()
+    whole = torch.tensor
+    top, still = on_torch("_mean_coefficients")(held, flat(q), flat(m), flat(tables.far), sb, sh, sn, whole(b), whole(h), whole(b * heads + h), 0, n, group, offset - start, 0.5, G)
+    rows = q[b, h * group : (h + 1) * group].reshape(group * n, d).double()
+    mean, slot = m[b, h, 0].double(), torch.arange(256)
+    i, row, part = slot // 64, slot % 64, page // 4
+    place = row // part * page + i * part + row % part
+    for tile in (max(0, -(-(start - offset) // 256)), 7, 10):
+        got = on_torch("_mean_scores")(held, flat(tables.near), on_torch("_far_angles")(flat(tables.far), tile + (offset - start >> 8), G), G, None) * top + still
+        angle = (tile * 256 + place + offset - start)[:, None] * inv_freq.double()
+        q1, q2, m1, m2 = rows[:, :half], rows[:, half:rotary], mean[:half], mean[half:rotary]
+        x, y = q1 * m1 + q2 * m2, q2 * m1 - q1 * m2
+        want = 0.5 * (angle.cos() @ x.T + angle.sin() @ y.T + (rows[:, rotary:] * mean[rotary:]).sum(1))
+        bound = 0.5 * (x.abs() + y.abs()).sum(1) * (2**-12 + 2**-19) + 1e-5
+        error = (got[:, : group * n] - want).abs() / bound
+        assert got.shape == (256, Q) and error.max() < 1 and not got[:, group * n :].any(), float(error.max())
+        assert ((got[:, : group * n] - want.flip(0)).abs() / bound).max() > 10  # the mutant: tokens in the other order
+
+
 # ---- compiled ahead of time: registers, spilled bytes, shared memory
 COUNTED = "3.7."  # the Triton whose assembler gave the numbers of registers; another one uses more or fewer, and its spills are what costs time
 QUICK = [
     (dict(bits=[3, 3], regs=168), 168, 120), (dict(bits=[4, 4]), 255, 0), (dict(bits=[2, 2], capability=80, regs=168), 168, 40),
-    (dict(d=256, rows=8), 255, 1300), (dict(biased=True), 255, 0), (dict(biased=True, per_head=True), 255, 0), (dict(kernel="pre_rope"), 168, 0), (dict(kernel="transform"), 168, 0), (dict(kernel="transform", rows=32), 168, 0), (dict(kernel="combine", each=8), 80, 0), (dict(kernel="portable", capability=75), 128, 0),
+    (dict(d=256, rows=8), 255, 1300), (dict(biased=True), 255, 0), (dict(biased=True, per_head=True), 255, 0), (dict(fused=128), 255, 0), (dict(fused=64, d=64, rows=8), 255, 0), (dict(kernel="pre_rope"), 168, 0), (dict(kernel="transform"), 168, 0), (dict(kernel="transform", rows=32), 168, 0), (dict(kernel="combine", each=8), 80, 0), (dict(kernel="portable", capability=75), 128, 0),
 ]
 SLOW = [
     *((dict(bits=[k, v], capability=c, regs=168 if max(k, v) < 4 else None), 168 if max(k, v) < 4 else 255, 120)
@@ -602,6 +692,7 @@ SLOW = [
     *((dict(d=d, rows=r, bits=[3, 3]), 255, 1300 if (d, r) == (256, 8) else 120) for d in (64, 96, 128, 256) for r in (4, 8)),
     (dict(sliding=True, capped=True), 255, 120), (dict(page=16, paged=True, length=True), 255, 40), (dict(kernel="combine", fast=False, d=96), 128, 0),
     *((dict(biased=True, d=d, rows=r, bits=[b, b]), 255, {8: 1300, 4: 160}[r] if d == 256 else 120) for d in (64, 256) for r in (4, 8) for b in (3, 4)),
+    *((dict(fused=d, d=d, bits=[b, b]), 255, 40) for d in (64, 80, 128) for b in (2, 3, 4)), *((dict(fused=64, d=64, rows=8, bits=[b, b]), 255, 40) for b in (2, 4)), (dict(fused=48, page=16), 255, 40), (dict(fused=128, capability=80, per_head=True), 255, 40),
     (dict(kernel="pre_rope", rotary=64, capability=80), 168, 0), (dict(kernel="transform", d=256), 168, 0), (dict(kernel="transform", capability=80), 168, 0), (dict(kernel="combine", capability=80), 128, 0), (dict(kernel="combine", together=4, each=8), 168, 0),
     *((dict(kernel="portable", d=d), 128, 40) for d in (16, 64, 256)),
 ]

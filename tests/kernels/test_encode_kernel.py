@@ -148,7 +148,7 @@ def test_maps_of_other_sizes(d):
 
 
 def test_maps_of_a_static_store():
-    "Appends that a device places, as in a recording."
+    "Appends that a device places, as in a captured step."
     recipe, parts = transformed(2, 32, center="prompt_mean"), chunks((70, 1, 1), b=2)
     fused, plain = both(recipe, parts, max_length=100, static=True)
     assert int(fused.position) == int(plain.position) == 72
@@ -178,14 +178,14 @@ def test_pre_rope_mean_after_evict_crop_and_growth():
     assert (fused.read()[0].float()[:, :, -20:-16] - right).abs().max() > 0.5
 
 
-def in_recording(store, k, v):
-    "What a recording runs."
+def captured(store, k, v):
+    "What a captured step runs."
     kernel._append_at(*store._by_position(k, v))
 
 
 @pytest.mark.parametrize("lengths, center", covering_pairs(((100, 1, 5, 70, 1), (1, 1, 64, 1, 130), (3, 60, 66)), ("pre_rope", "none", "prompt_mean")))
 def test_where_the_device_counts(center, lengths):
-    "Static stores, eager and as a recording does it, hold what a plain store holds."
+    "Static stores, eager and as a captured step does it, hold what a plain store holds."
     recipe, freq = Recipe(Spec(center=center), Spec(bits=4, center="none" if center == "none" else "prompt_mean")), pre_rope(32, 32)[1]
     parts = chunks(lengths, b=2, shift=1.0)
     make = lambda static: KVStore(recipe, 2, 2, 32, dtype=torch.bfloat16, device=DEVICE, max_length=400, static=static, inv_freq=freq)  # noqa: E731
@@ -195,7 +195,7 @@ def test_where_the_device_counts(center, lengths):
         plain.append(k, v)
     torch._dynamo.reset()
     compiled = [torch.compile(kernel.append, fullgraph=True, backend="eager")] if center == "pre_rope" and lengths[0] == 100 else []
-    for add in (kernel.append, in_recording, *compiled):
+    for add in (kernel.append, captured, *compiled):
         store = make(True)
         places = [t.data_ptr() for t in (*store._fixed(), store.position, *store.tables())]
         store.set_range(start=torch.tensor([0, 3]))
@@ -215,10 +215,10 @@ def test_cuda_graph(center):
     store, plain = make(True), make(False)
     first, *parts = chunks((100, 1, 1, 1, 70, 70, 70, 300, 300), b=2, dk=128, shift=1.0)
     kernel.append(store, *first)
-    for n in (1, 70, 300):  # a recording can compile nothing
+    for n in (1, 70, 300):  # a captured step can compile nothing
         k, v = next(p for p in parts if p[0].shape[2] == n)
         kernel.append(store, k, v)
-        in_recording(store, k, v)
+        captured(store, k, v)
         store.crop(2 * n)
         here, graph = (k.clone(), v.clone()), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -233,19 +233,19 @@ def test_cuda_graph(center):
     agree(store, plain, [first, *parts])
 
 
-def test_a_recording_that_does_not_fit():
+def test_a_captured_step_that_does_not_fit():
     "Nothing is written, the last token becomes NaN, and `sync` says so once."
     store = KVStore(Recipe(Spec(center="prompt_mean"), Spec()), 1, 2, 32, dtype=torch.bfloat16, device=DEVICE, max_length=104, static=True)
     x = states(1, 2, 100, 32)
     kernel.append(store, x, x)
     for n in (3, 3, 70):
-        in_recording(store, x[:, :, :n], x[:, :, :n])
+        captured(store, x[:, :, :n], x[:, :, :n])
     assert int(store.position) == 103 and store.key.tensors["scale"].flatten(2)[:, :, 102].isnan().all()
     with pytest.raises(ValueError, match="more tokens than max_length"):
         store.sync()
     assert store.sync() == 103
     store.crop(2)
-    in_recording(store, x[:, :, :3], x[:, :, :3])
+    captured(store, x[:, :, :3], x[:, :, :3])
     assert store.sync() == 104 and not store.read()[0].isnan().any()
 
 

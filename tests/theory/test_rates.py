@@ -12,7 +12,7 @@ from turboquant_nb.quant.mixed_precision import by_layer, make_quantizer
 from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec, decode, encode, preset, scalar_codebook
 from turboquant_nb.theory.rates import (
     MixedCodebook,
-    allocate,
+    allocate_channels,
     allocate_bits,
     entropy_decode,
     entropy_encode,
@@ -161,7 +161,7 @@ def test_calibrated_codebook_through_the_quantizer():
     d = 16
     v = 1 / np.arange(1, d + 1)
     v /= v.mean()
-    bits = allocate(v, 3 * d)
+    bits = allocate_channels(v, 3 * d)
     book = mixed(tuple(bits.tolist()), std=torch.tensor(v).sqrt().float())
     q = Quantizer(Spec(rotation="identity", scale="norm"), d, codebook=book)
     plain = Quantizer(Spec(rotation="identity", scale="norm"), d)
@@ -243,7 +243,7 @@ def test_water_filling(d, rate):
 def test_bfloat16_variances():
     v = torch.tensor([4.0, 1.0, 0.5])
     assert water_filling(v.bfloat16(), 2.0)[1] == water_filling(v, 2.0)[1]
-    assert torch.equal(allocate(v.bfloat16(), 6), allocate(v, 6))
+    assert torch.equal(allocate_channels(v.bfloat16(), 6), allocate_channels(v, 6))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -251,7 +251,7 @@ def test_allocate_is_optimal(seed):
     v = torch.rand(4, generator=gen(seed)) ** 3 + 1e-3
     lo, hi = seed % 2, 4
     for budget in range(4 * lo, 4 * hi + 1):
-        bits = allocate(v, budget, lo, hi)
+        bits = allocate_channels(v, budget, lo, hi)
         assert bits.dtype == torch.int64 and int(bits.sum()) == budget
         assert lo <= int(bits.min()) and int(bits.max()) <= hi
         cost = lambda b: sum(x * D[k] for x, k in zip(v.tolist(), b))  # noqa: E731
@@ -357,13 +357,13 @@ BAD = [
     (lambda: water_filling([1.0], -0.5), ValueError, "rate"),
     (lambda: water_filling([1.0], NAN), ValueError, "rate"),
     (lambda: water_filling([1.0], "2"), TypeError, "rate"),
-    (lambda: allocate([1.0, 1.0], -1), ValueError, "budget"),
-    (lambda: allocate([1.0, 1.0], 13), ValueError, "from 0 to 12"),
-    (lambda: allocate([1.0, 1.0], 1, lo=1), ValueError, "from 2 to 12"),
-    (lambda: allocate([1.0, 1.0], 2.0), TypeError, "budget"),
-    (lambda: allocate([1.0, 0.0], 2), ValueError, "positive"),
-    (lambda: allocate([1.0], 2, lo=3, hi=2), ValueError, "lo must not exceed hi"),
-    (lambda: allocate([1.0], 2, hi=9), ValueError, "hi must be"),
+    (lambda: allocate_channels([1.0, 1.0], -1), ValueError, "budget"),
+    (lambda: allocate_channels([1.0, 1.0], 13), ValueError, "from 0 to 12"),
+    (lambda: allocate_channels([1.0, 1.0], 1, lo=1), ValueError, "from 2 to 12"),
+    (lambda: allocate_channels([1.0, 1.0], 2.0), TypeError, "budget"),
+    (lambda: allocate_channels([1.0, 0.0], 2), ValueError, "positive"),
+    (lambda: allocate_channels([1.0], 2, lo=3, hi=2), ValueError, "lo must not exceed hi"),
+    (lambda: allocate_channels([1.0], 2, hi=9), ValueError, "hi must be"),
     (lambda: by_layer("k3v3", 0, {}), ValueError, "n_layers"),
     (lambda: by_layer("k3v3", 2, {2: "k4v4"}), ValueError, "from -2 to 1"),
     (lambda: by_layer("k3v3", 2, {1: "k4v4", -1: "k4v4"}), ValueError, "same one"),

@@ -88,7 +88,7 @@ def test_recipes():
 def test_file_and_held_out(tmp_path):
     bits = torch.randint(0, 5, (2, 3, 8), generator=torch.Generator().manual_seed(0))
     key, value = side(bits.to(torch.uint8), 1, torch.ones(4)), side(bits.to(torch.uint8), 2)
-    hashes = torch.tensor([M.text_hash("MKV")])
+    hashes = torch.tensor([M._text_hash("MKV")])
     code = TransformCode(key, value, RECIPES["water2"], {"model": "x"}, hashes)
     path = tmp_path / "a.safetensors"
     save_code(code, path)

@@ -77,10 +77,12 @@ class _Query:
 
 
 def _pre_rope_terms(q: Tensor, mean: Tensor, r: int) -> tuple:
-    """What ⟨q, R_t m⟩ is made of: weights [..., r] of the cosines and sines, and the share [..., 1]
-    of channels that RoPE leaves."""
-    (a, b), (x, y) = ((z[..., : r // 2], z[..., r // 2 : r]) for z in (q, mean))
-    still = q[..., r:] @ mean[..., r:].transpose(-1, -2)
+    """What ⟨q, R_t m⟩ is made of: weights [..., r] of the cosines and sines, None if r is 0, and the share
+    [..., 1] of channels that RoPE leaves, 0.0 if it leaves none."""
+    still = q[..., r:] @ mean[..., r:].mT if r < q.shape[-1] else 0.0
+    if not r:
+        return None, still
+    (a, b), (x, y) = (z[..., :r].chunk(2, -1) for z in (q, mean))
     return torch.cat([a * x + b * y, b * x - a * y], -1), still
 
 
@@ -91,7 +93,7 @@ def _query(q: Tensor, store: KVStore, scaling: float) -> _Query:
     rope_coefficients, shift = (None, 0.0) if mean is None else _pre_rope_terms(plain, mean.float(), r)
     rotated = store.key.q.rotation.query(plain)
     sketched = rotated @ store.key.q.sketch.T if store.key.signs else None
-    return _Query(plain, rotated, sketched, shift, rope_coefficients if r else None, heads // store.heads, n)
+    return _Query(plain, rotated, sketched, shift, rope_coefficients, heads // store.heads, n)
 
 # %% ../../nbs/32_attention.ipynb #b1ea91c6
 def _visible(store: KVStore, n: int, positions: Tensor, causal: bool, sliding_window: int | None) -> Tensor:
@@ -127,13 +129,12 @@ def _terms(store, side, coded):
 def _reads_exactly(query, store, positions, past, recent):
     """Which of `positions` [B|1, T] are read exactly: the same for all rows [B, 1, 1, T], or with
     `recent` for each [B, 1, g*n, T]."""
-    sinks, p = store.is_sink(positions)[:, None, None, :], positions[:, None, None, :]
-    since = store.past_exact_from
+    since, sinks = store.past_exact_from, store.recipe.sinks
     if recent is None:
-        return sinks | (p >= since)
+        return store.ranges.is_exact(positions, sinks, since)
     since = torch.minimum(since, past) if store._by_device else min(since, past)
     at = (torch.arange(query.tokens, device=store.device) + (store._now - query.tokens))[:, None]
-    return query.grouped(sinks | ((p >= since) & (p > at - recent)))
+    return query.grouped(store.ranges.is_exact(positions, sinks, (at - recent + 1).clamp(min=since)))
 
 
 def _add_coded(soft, query, store, visible, first, past, softcap, block, recent):
@@ -246,8 +247,8 @@ def attend(
     block: int = 1024,  # coded tokens decoded at a time
     recent: int | None = None,  # of k and v each query reads only its own last ones, itself included
 ) -> tuple:  # (output [B, Hq, n, d_value] in q's dtype, log-sum-exp [B, Hq, n] fp32)
-    """Attention straight on codes. A row that may see nothing gives 0 and -inf. Where a static store
-    is recorded, masks reach to its max_length. Raises ValueError/TypeError on shapes, dtypes or
+    """Attention straight on codes. A row that may see nothing gives 0 and -inf. Where a step of a static
+    store is captured, masks reach to its max_length. Raises ValueError/TypeError on shapes, dtypes or
     devices that do not fit."""
     if store.static and not store._by_device:
         store.sync()

@@ -46,6 +46,8 @@ def _plain(f):
 
     @wraps(f)
     def run(*args, **kwargs):
+        if not torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            return f(*args, **kwargs)
         with torch.inference_mode(False), torch.no_grad():
             return f(*args, **kwargs)
 
@@ -336,6 +338,15 @@ class Ranges:
         start = self.start[:, None]
         return (positions >= start) & (positions < start + sinks)
 
+    def is_exact(
+        self,
+        positions: Tensor,  # [B|1, T]
+        sinks: int,
+        since,  # first recent position: an int, a tensor of one, or [n, 1] for each of n queries
+    ) -> Tensor:  # [B, 1, 1 or n, T] bool
+        "Which positions are read exactly, not from codes: sinks, and what is recent."
+        return self.is_sink(positions, sinks)[:, None, None] | (positions[:, None, None] >= since)
+
     def checked(self, name: str, value, high: int) -> Tensor:
         "A [B] long tensor with every entry from 0 to high, from an int or a tensor. Raises ValueError otherwise."
         batch = len(self.start)
@@ -520,7 +531,7 @@ class KVStore:
         """Code n tokens and add them. Raises ValueError/TypeError on a wrong shape, dtype, device,
         NaN, Inf or a full store, which then is as before. Where a static store is captured, values
         are not looked at, see `sync`, and whoever replays adds n to `length`."""
-        if self.static and self._recorded():
+        if self.static and self._capturing():
             torch.ops.turboquant_nb.append.default(*self._by_position(k, v))
         else:
             self._append_now(k, v, names)
@@ -631,7 +642,7 @@ class KVStore:
     @property
     def _by_device(self) -> bool:
         "Whether the length is known to the device only."
-        return self.static and self._recorded()
+        return self.static and self._capturing()
 
     @property
     def _bound(self) -> int:
@@ -649,8 +660,8 @@ def _check_store_args(batch, heads, max_length, dtype, recipe, static):
     checks.whole(heads, "heads", 1)
     if max_length is not None:
         checks.whole(max_length, "max_length", 1)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise TypeError(f"dtype must be a floating-point torch dtype, got {dtype!r}")
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise TypeError(f"dtype must be torch.float16, bfloat16, float32 or float64, got {dtype!r}")
     if max_length is not None and recipe.decay is not None:
         raise ValueError("max_length allocates once, so decay frees nothing; choose one of them")
     if static and max_length is None:
@@ -714,6 +725,7 @@ class CosSinCache:
     def __init__(self, inv_freq: Tensor):
         self.inv_freq = inv_freq  # [r/2] fp32
         self.table = torch.zeros(0, 2 * len(inv_freq), dtype=torch.float16, device=inv_freq.device)
+        self._row = None, None  # position, and what `row` said of it
 
     def __deepcopy__(self, memo):
         return self  # copies share it too
@@ -726,6 +738,15 @@ class CosSinCache:
                 t = torch.arange(have, need, device=self.inv_freq.device)
                 self.table = torch.cat([self.table, cos_sin_table(t, self.inv_freq).half()])
         return self.table
+
+    def row(self, position: int) -> tuple:  # two of [r] fp32
+        """Cosines, twice, and sines, the first half negative: x * cos + x.roll(r / 2) * sin is `apply_cos_sin`,
+        bit for bit. All layers of a step ask for one position, so the last answer is kept."""
+        if self._row[0] != position:
+            with torch.inference_mode(False), torch.no_grad():
+                cos, sin = self.table[position].float().chunk(2)
+                self._row = position, (torch.cat([cos, cos]), torch.cat([-sin, sin]))
+        return self._row[1]
 
 # %% ../../nbs/31_store.ipynb #f2074717
 _SHARED_COS_SIN = WeakValueDictionary()
@@ -823,7 +844,7 @@ def set_range(self: KVStore, start=None, end=None, k: Tensor | None = None, v: T
     if self.static:
         self.sync()
         if end is not None:
-            raise ValueError("a static store has no ends: what is recorded would not see them")
+            raise ValueError("a static store has no ends: a captured step would not see them")
     if start is not None:
         start = self.ranges.checked("start", start, self.length or 2**31)
     if end is not None:
@@ -942,7 +963,8 @@ def crop(
         self._make_whole()
     if not within:
         return None
-    left = Tail(*tail[:2], *(x[:, :, : length - tail.first].clone() for x in tail[2:]))
+    key, value = (x[:, :, : length - tail.first].clone() for x in (tail.key, tail.value))
+    left = Tail(tail.first, tail.past, key, value)
     self._restore_window(left)
     return left
 
@@ -1450,7 +1472,7 @@ def _pin(self: KVStore) -> None:
 
 
 @patch
-def _recorded(self: KVStore) -> bool:
+def _capturing(self: KVStore) -> bool:
     "Whether what runs now is captured, to run again without Python."
     if torch.compiler.is_compiling() or CAPTURE.tape:
         return True

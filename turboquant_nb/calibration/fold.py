@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..hf import rope_frequencies
+from ..hf import layer_frequencies
 from ..files import read_file, write_file
 from ..theory.transforms import best_scales
 
@@ -47,7 +47,7 @@ def _layers(model) -> list:
     """The layers of a decoder whose queries and keys come from linear layers and RoPE alone. Raises
     ValueError, with the reason, for a model that has another kind."""
     config = model.config.get_text_config()
-    inv_freqs, why = rope_frequencies(config)
+    inv_freqs, why = layer_frequencies(config)
     if why:
         raise ValueError(f"{config.model_type} cannot be folded: {why}")
     d = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -45,7 +45,7 @@ def target_folder(name: str, option: str) -> Path:
     _try_folder(_nearest(path), f"{option} {name}")
     return path
 
-
+# %% ../../nbs/87c_cli_files.ipynb #b775a2ff
 def _nearest(path: Path) -> Path:
     "The folder itself, or the first one above it that exists."
     return next(x for x in (path, *path.parents) if x.is_dir())

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['RECIPES', 'FORMAT', 'centre_at', 'SideCode', 'code_states', 'transformed_states', 'SideSpec', 'TransformRecipe',
-           'as_transform', 'CodeStatistics', 'fit_transform', 'Counts', 'TransformCode', 'text_hash', 'fit_code',
-           'save_code', 'load_code']
+           'as_transform', 'CodeStatistics', 'fit_transform', 'TransformCode', 'fit_code', 'save_code', 'load_code']
 
 # %% ../../nbs/70_transform.ipynb #ae4f1154
 import hashlib
@@ -357,7 +356,7 @@ def fit_transform(
 
 # %% ../../nbs/70_transform.ipynb #605c6986
 @dataclass
-class Counts:
+class _Counts:
     "Histograms of rows (channels or heads): where their values lie."
 
     low: Tensor  # [rows] fp64
@@ -371,8 +370,8 @@ class Counts:
             zero = self.count.new_zeros(len(self.count), 1)
             self.sums = [torch.cat([zero, (self.count * c**i).cumsum(1)], 1) for i in range(3)]
         at = (edges + 0.5).floor().long().clamp(0, self.count.shape[1])  # bins with centre below
-        ends = at.new_zeros(len(at), 1), at.new_full((len(at), 1), self.count.shape[1])
-        at = torch.cat([ends[0], at, ends[1]], 1)
+        first, last = at.new_zeros(len(at), 1), at.new_full((len(at), 1), self.count.shape[1])
+        at = torch.cat([first, at, last], 1)
         return [s.gather(1, at).diff(dim=1) for s in self.sums]
 
     def values(self, y: Tensor) -> Tensor:
@@ -386,7 +385,7 @@ def _midpoints(y: Tensor) -> Tensor:  # [rows, k-1]
 
 
 def _lloyd_rows(
-    h: Counts, bits: int, steps: int = 60
+    h: _Counts, bits: int, steps: int = 60
 ) -> tuple:  # (levels [rows, 2**bits] in bins, mse [rows])
     "Lloyd's method on every row, from the quantiles of the density's cube root."
     k = 2**bits
@@ -400,7 +399,7 @@ def _lloyd_rows(
     return y, mse.clamp(min=0)
 
 # %% ../../nbs/70_transform.ipynb #1551cf71
-def _with_sign(h: Counts, y: Tensor) -> tuple:  # (levels, edges), both in bins
+def _with_sign(h: _Counts, y: Tensor) -> tuple:  # (levels, edges), both in bins
     "Levels c ± mean |error| in cells split at c. Source: TurboESM (arXiv 2603.26110), Eqs. 6 and 7."
     middle = _midpoints(y)
     centre = torch.arange(h.count.shape[1], dtype=torch.float64) + 0.5
@@ -417,7 +416,7 @@ def _rows(spec, shape) -> tuple:  # (rows of the histogram of each channel [L, H
     return torch.arange(n).view(layers, heads, -1).expand(shape), n
 
 
-def _tables(h: Counts, spec, bits, row) -> tuple:  # ({b: levels}, {b: edges})
+def _tables(h: _Counts, spec, bits, row) -> tuple:  # ({b: levels}, {b: edges})
     levels, edges = {}, {}
     for b in sorted(set(bits.flatten().tolist()) - {0}):
         y, _ = _lloyd_rows(h, b - spec.sign)
@@ -427,7 +426,7 @@ def _tables(h: Counts, spec, bits, row) -> tuple:  # ({b: levels}, {b: edges})
     return levels, edges
 
 # %% ../../nbs/70_transform.ipynb #964cf5cf
-def _grid(fits, recipe, shape) -> tuple:  # side -> Counts, side -> rows
+def _grid(fits, recipe, shape) -> tuple:  # side -> _Counts, side -> rows
     "Empty histograms that reach sixteen standard deviations."
     out, at = {}, {}
     for side, m in fits.items():
@@ -440,12 +439,13 @@ def _grid(fits, recipe, shape) -> tuple:  # side -> Counts, side -> rows
             ends.append(end.scatter_reduce(0, at[side].flatten(), far, how))
         bins = 1024 if spec.table == "channel" else 4096
         count = torch.zeros(n, bins, dtype=torch.float64)
-        out[side] = Counts(ends[0], (ends[1] - ends[0]) / bins, count)
+        low, high = ends
+        out[side] = _Counts(low, (high - low) / bins, count)
     if recipe.one_table:
         a, b = out["key"], out["value"]
         low = torch.minimum(a.low, b.low)
         high = torch.maximum(a.low + a.step * 4096, b.low + b.step * 4096)
-        out["value"] = out["key"] = Counts(low, (high - low) / 4096, a.count)
+        out["value"] = out["key"] = _Counts(low, (high - low) / 4096, a.count)
     return out, at
 
 
@@ -596,11 +596,11 @@ class TransformCode:
         "Raise ValueError, naming the first, if a text was one of the calibration."
         seen = set(self.hashes.tolist())
         for s in texts:
-            if text_hash(s) in seen:
+            if _text_hash(s) in seen:
                 raise ValueError(f"{s[:20]}… ({len(s)} letters) is in the calibration set")
 
 
-def text_hash(text: str) -> int:
+def _text_hash(text: str) -> int:
     "64 bits of the SHA-256 of a text in upper case."
     digest = hashlib.sha256(text.upper().encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
@@ -632,7 +632,7 @@ def fit_code(
         fixed = (m[n].float().contiguous() for n in ("mean", "into", "back"))
         inv_freq = statistics.inv_freq.float() if spec.center == "pre_rope" else None
         sides.append(SideCode(*fixed, bits[s], *tables, inv_freq))
-    hashes = torch.tensor(sorted(map(text_hash, texts)))
+    hashes = torch.tensor(sorted(map(_text_hash, texts)))
     return TransformCode(*sides, recipe, header, hashes)
 
 # %% ../../nbs/70_transform.ipynb #091ba91f

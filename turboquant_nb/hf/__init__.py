@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MARGIN', 'NAME', 'CodedStates', 'ModelInfo', 'Report', 'TurboQuantCache', 'TurboQuantLayer', 'Watch', 'Canary',
-           'CanaryError', 'Check', 'plan_layers', 'rope_frequencies', 'turboquant_attention', 'turboquant_mask']
+           'CanaryError', 'Check', 'plan_layers', 'layer_frequencies', 'turboquant_attention', 'turboquant_mask']
 
 # %% ../../nbs/56_hf.ipynb #228b9a2d
 from turboquant_nb.hf.model_info import (  # noqa: F401
@@ -14,7 +14,7 @@ from turboquant_nb.hf.model_info import (  # noqa: F401
     _kinds,
     _text_config,
     plan_layers,
-    rope_frequencies,
+    layer_frequencies,
 )
 from turboquant_nb.hf.cache import (  # noqa: F401
     MARGIN,
@@ -36,4 +36,4 @@ from turboquant_nb.hf.attention import (  # noqa: F401
 from .canary import Canary, CanaryError, Check, Watch  # noqa: F401
 from . import archive, graphs  # noqa: F401
 
-_all_ = ["MARGIN", "NAME", "CodedStates", "ModelInfo", "Report", "TurboQuantCache", "TurboQuantLayer", "Watch", "Canary", "CanaryError", "Check", "plan_layers", "rope_frequencies", "turboquant_attention", "turboquant_mask"]
+_all_ = ["MARGIN", "NAME", "CodedStates", "ModelInfo", "Report", "TurboQuantCache", "TurboQuantLayer", "Watch", "Canary", "CanaryError", "Check", "plan_layers", "layer_frequencies", "turboquant_attention", "turboquant_mask"]

@@ -16,7 +16,8 @@ from transformers.modeling_utils import AttentionInterface
 
 from ..kernels import ops
 from ..cache.attention import dense_attention
-from .cache import NAME, CodedStates, _pads_longer, _Padding, _store_padding, check_size
+from .cache import NAME, CodedStates, _pads_longer, _Padding, _store_padding, _check_mask, _check_size
+
 
 # %% ../../nbs/52_hf_attention.ipynb #85ef7537
 def _window_of(mask_function):
@@ -43,7 +44,7 @@ class _MaskAnswer:
 def _mask_reason(cache, layer, n: int, mask_function, attention_mask) -> _MaskAnswer:
     "Whether a mask must be made for n tokens, and why. Changes nothing; `_store_padding` does."
     if layer.capturing:  # nothing can be read; padding was learnt when the prompt came
-        return _MaskAnswer("" if attention_mask is None else "an attention mask in a recorded step")
+        return _MaskAnswer("" if attention_mask is None else "an attention mask in a captured step")
     past = layer.held
     if not layer.static and any(x.held != past for x in cache.coded_layers):
         raise ValueError("a forward pass was broken off: cache.recover() forgets its tokens")
@@ -86,7 +87,8 @@ def turboquant_mask(
     if cache is None:
         return sdpa_mask(*args, **kwargs)
     if not kv_length.layer.capturing:
-        check_size(batch_size, q_length)
+        _check_size(batch_size, q_length)
+        _check_mask(attention_mask, batch_size, kv_length.layer.held, q_length)
         cache.check_model(kwargs.get("config"))
     answer = _mask_reason(cache, kv_length.layer, q_length, mask_function, attention_mask)
     if answer.starts is not None:
@@ -121,13 +123,14 @@ def _with_sink_logit(out, lse, s_aux):
 
 # %% ../../nbs/52_hf_attention.ipynb #ee9aa5dc
 def _sliding(query, key, value, scaling, sliding_window: int, rows: int = 1024):
-    "Causal attention in a sliding window, a block of queries at a time."
-    out, n = [], query.shape[2]
-    for i in range(0, n, rows):
-        at = torch.arange(i, min(i + rows, n), device=query.device)[:, None]
-        first = max(0, i - sliding_window + 1)
-        p = torch.arange(first, min(i + rows, n), device=query.device)
-        parts = (x[:, :, first : i + rows] for x in (key, value))
+    "Causal attention in a sliding window, a block of queries at a time; the queries are the last tokens."
+    out, before, length = [], key.shape[2] - query.shape[2], key.shape[2]
+    for i in range(0, query.shape[2], rows):
+        last = min(before + i + rows, length)
+        at = torch.arange(before + i, last, device=query.device)[:, None]
+        first = max(0, before + i - sliding_window + 1)
+        p = torch.arange(first, last, device=query.device)
+        parts = (x[:, :, first:last] for x in (key, value))
         mask = (p <= at) & (p > at - sliding_window)
         q = query[:, :, i : i + rows]
         out.append(F.scaled_dot_product_attention(q, *parts, mask, scale=scaling))
@@ -141,13 +144,15 @@ def _exact(query, key, value, mask, scaling, softcap, s_aux, sliding_window=None
         call = dict(causal=causal, sliding_window=sliding_window, softcap=softcap)
         out, lse = dense_attention(query, key, value, scaling, mask, **call)
         return _with_sink_logit(out, lse, s_aux)
-    groups = query.shape[1] // key.shape[1]
-    slides = mask is None and sliding_window is not None and sliding_window < key.shape[2]
+    groups, (n, length) = query.shape[1] // key.shape[1], (query.shape[2], key.shape[2])
+    slides = mask is None and sliding_window is not None and sliding_window < length
+    if causal and mask is None and not slides and 1 < n < length:  # torch's own order begins at the first
+        mask = torch.ones(n, length, dtype=torch.bool, device=query.device).tril(length - n)
     if (slides or mask is not None) and groups > 1:  # with a mask no fused kernel shares heads
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     if slides:
         return _sliding(query, key, value, scaling, sliding_window)
-    causal = causal and mask is None and query.shape[2] > 1
+    causal = causal and mask is None and n > 1
     gqa = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(
         query, key, value, mask, is_causal=causal, scale=scaling, enable_gqa=gqa
@@ -155,7 +160,8 @@ def _exact(query, key, value, mask, scaling, softcap, s_aux, sliding_window=None
 
 # %% ../../nbs/52_hf_attention.ipynb #baec7ee4
 def _prefill(query, key: CodedStates, value: CodedStates, mask, *call):
-    "The first chunk, exactly. What padding sees is 0."
+    """The first chunk, exactly. What padding sees is 0. A layer that takes another's keys may bring the
+    last queries only (Gemma 4)."""
     layer, k, v = key.layer, key.chunk, value.chunk
     if key.drafts and mask is None:
         return _prefill_and_drafts(query, key, value, *call)
@@ -163,27 +169,30 @@ def _prefill(query, key: CodedStates, value: CodedStates, mask, *call):
     if mask is not None:
         mask = mask[..., : k.shape[2]]  # a static layer asked for more
         layer.reasons[f"prefill: {layer.mask_reason or 'a mask was given'}"] += 1
-        _store_starts_of(mask, layer, k, v)
+        if query.shape[2] == k.shape[2]:
+            _store_starts_of(mask, layer, k, v)
     layer.free(layer.first)
     if mask is not None or not any(layer.starts):
         return _exact(query, k, v, mask, *call, layer.sliding_window)
     out = query.new_zeros(*query.shape[:3], v.shape[3])
     for s in set(layer.starts) - {k.shape[2]}:  # of which something is real
         rows = [i for i, x in enumerate(layer.starts) if x == s]
-        parts = (x[rows, :, s:] for x in (query, k, v))
-        out[rows, :, s:] = _exact(*parts, None, *call, layer.sliding_window)
+        asks = max(0, s - (k.shape[2] - query.shape[2]))
+        parts = query[rows, :, asks:], *(x[rows, :, s:] for x in (k, v))
+        out[rows, :, asks:] = _exact(*parts, None, *call, layer.sliding_window)
     return out
 
 
 def _prefill_and_drafts(query, key, value, *call):
     "A prompt exactly, then the drafts behind it as if they came one by one."
-    layer, n, drafts = key.layer, query.shape[2], key.drafts
+    layer, n, drafts = key.layer, key.chunk.shape[2], key.drafts
+    last = query.shape[2] - drafts
     prompt = (CodedStates(layer, x.chunk[:, :, : n - drafts], x.first, True) for x in (key, value))
-    out = _prefill(query[:, :, : n - drafts], *prompt, None, *call)
+    out = _prefill(query[:, :, :last], *prompt, None, *call)
     rest = (
         CodedStates(layer, x.chunk[:, :, n - drafts :], x.first, False, x.near) for x in (key, value)
     )
-    return torch.cat([out, _on_codes(query[:, :, n - drafts :], *rest, None, *call)], 2)
+    return torch.cat([out, _on_codes(query[:, :, last:], *rest, None, *call)], 2)
 
 
 def _store_starts_of(mask: Tensor, layer, k: Tensor, v: Tensor) -> None:
@@ -200,7 +209,7 @@ def _on_codes(query, key: CodedStates, value: CodedStates, mask, scaling, softca
     "A later chunk: few tokens as if they came one by one, many with their own tokens exactly."
     layer, k, v, n = key.layer, key.chunk, value.chunk, query.shape[2]
     recent = None
-    if mask is None and layer.serves_steps(n):
+    if mask is None and layer.serves_steps(k.shape[2]):
         k, v, recent = key.near, value.near, max(layer.recipe.recent, 1)
     if layer.capturing:
         out, lse = layer.attend_captured(query, k, v, mask, scaling, softcap, recent)
@@ -213,7 +222,7 @@ def _on_codes(query, key: CodedStates, value: CodedStates, mask, scaling, softca
     ask = "auto" if demanded == "triton" and n > 16 and recent is None else demanded
     name, why = ops.select_backend(*args, **call, softcap=softcap, backend=ask)
     if name == "torch" and demanded == "triton":
-        why = ops.explain(*args, **call, softcap=softcap)["flash"][1]
+        _, why = ops.explain(*args, **call, softcap=softcap)["flash"]
         raise ValueError(f"backend 'triton' cannot serve a chunk of {n} tokens: {why}")
     first, sliding_window = call.get("first"), call.get("sliding_window")
     out, lse = ops.dispatch_attend(name, *args, scaling, mask, first, True, sliding_window, softcap, recent)
@@ -222,7 +231,7 @@ def _on_codes(query, key: CodedStates, value: CodedStates, mask, scaling, softca
     if name in ("gather", "torch"):
         layer.reasons[why if mask is None else layer.mask_reason or "a mask was given"] += 1
     if layer.canary is not None and mask is None:
-        layer.canary.look(layer, query, scaling, softcap)
+        layer.canary.observe(layer, query, scaling, softcap)
     layer.free(key.first)
     return _with_sink_logit(out, lse, s_aux)
 

@@ -27,7 +27,7 @@ from ..cache.store import CAPTURE, KVStore, Static, _plain
 # %% ../../nbs/53_graphs.ipynb #8c645051
 @patch
 def select_backends(self: TurboQuantLayer, key_states: Tensor) -> None:
-    "Settle who codes and who attends in captured steps."
+    "Settle what codes and what attends in captured steps."
     b, h, _, d = key_states.shape
     heads = model_facts(self.config)
     group = heads["query heads"] // heads["KV heads"]
@@ -35,7 +35,7 @@ def select_backends(self: TurboQuantLayer, key_states: Tensor) -> None:
     coder = ops.select_coder(self.store, self.backend)
     server = ops.select_backend(q, self.store, sliding_window=self.sliding_window, backend=self.backend)
     self.captured_backends = {"coding": coder, "attention": server}
-    if coder[0] == "triton":
+    if coder.backend == "triton":
         ops.encode.prepare(self.store)  # a graph cannot copy tables to the device
 
 
@@ -43,11 +43,12 @@ def select_backends(self: TurboQuantLayer, key_states: Tensor) -> None:
 def append_captured(self: TurboQuantLayer, key_states: Tensor, value_states: Tensor) -> tuple:
     "`update` in a captured step. Raises ValueError where the model does not attend on codes."
     if not self.on_codes:
-        raise ValueError("recorded steps need the 'turboquant' attention")
+        raise ValueError("captured steps need the 'turboquant' attention")
     states = key_states, value_states
     few = self.recipe.recent and self.serves_steps(key_states.shape[2])
-    near = self.store.tail_with(*states)[2:] if few else states
-    ops.dispatch_append(self.captured_backends["coding"][0], self.store, *states)
+    tail = self.store.tail_with(*states) if few else None
+    near = (tail.key, tail.value) if few else states
+    ops.dispatch_append(self.captured_backends["coding"].backend, self.store, *states)
     return tuple(CodedStates(self, x, 0, False, t) for x, t in zip(states, near))
 
 
@@ -57,21 +58,21 @@ def attend_captured(
 ) -> tuple:  # (out, lse), see `ops.dispatch_attend`
     "Attention in a captured step: the settled backend, PyTorch for what it was not asked about."
     few = mask is None and query.shape[2] <= 16
-    name = self.captured_backends["attention"][0] if few else "torch"
+    name = self.captured_backends["attention"].backend if few else "torch"
     call = scaling, mask, None, True, self.sliding_window, softcap, recent
     return ops.dispatch_attend(name, query, self.store, k, v, *call)
 
 # %% ../../nbs/53_graphs.ipynb #024f6c1b
-_SIDE = {}  # device -> the stream on which graphs are recorded: one, since each has a workspace of its own
+_SIDE = {}  # device -> the stream on which graphs are captured: one, since each has a workspace of its own
 
 
 class CudaGraph:
-    "A step as one CUDA graph: recording runs nothing, replaying runs no Python."
+    "A step as one CUDA graph: capturing runs nothing, replaying runs no Python."
 
     def __init__(self, device: torch.device):
         self.device, self.graph = device, None
 
-    def record(self, step, held: list):
+    def capture(self, step, held: list):
         "What `step` returns; every replay overwrites it. `held` are tensors that must stay as they are."
         with torch.cuda.device(self.device):
             here, collects = torch.cuda.current_stream(), gc.isenabled()
@@ -99,7 +100,7 @@ class CudaGraph:
 # %% ../../nbs/53_graphs.ipynb #d5298d60
 class Tape(TorchDispatchMode):
     """What `CudaGraph` is to a GPU, for any device: notes the operators of a step and runs them again
-    on the same tensors. Numbers of Python are as they were when it was recorded, as in a graph."""
+    on the same tensors. Numbers of Python are as they were when it was captured, as in a graph."""
 
     def __init__(self, device: torch.device | None = None):
         super().__init__()
@@ -107,12 +108,12 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default:
-            raise RuntimeError("a recorded step cannot read a number of the device")
+            raise RuntimeError("a captured step cannot read a number of the device")
         out = func(*args, **(kwargs or {}))
         self.calls.append((func, args, kwargs or {}, out))
         return out
 
-    def record(self, step, held: list):
+    def capture(self, step, held: list):
         "What `step` returns. It runs here, so `held` gets its values back."
         before, CAPTURE.tape = [x.clone() for x in held], True
         try:
@@ -127,7 +128,7 @@ class Tape(TorchDispatchMode):
 
     def replay(self) -> None:
         "Run it again, on the same tensors."
-        new = {}  # id of a tensor of the recording -> what stands in its place now
+        new = {}  # id of a tensor of the captured step -> what stands in its place now
 
         def now(x):
             if isinstance(x, (list, tuple)):
@@ -170,6 +171,16 @@ def make_static(self: TurboQuantLayer) -> None:
         self.select_backends(self.store.key.tensors["sinks"])
 
 # %% ../../nbs/53_graphs.ipynb #a1e2ab51
+@dataclass(frozen=True)
+class _Kind:
+    "What steps of one graph have in common."
+
+    ids: torch.Size
+    places: torch.Size | None
+    masked: bool  # whether an attention mask is given
+    rest: dict  # the other arguments
+
+
 @dataclass
 class _Step:
     "One token for each row: the arguments of a call of the model."
@@ -193,10 +204,10 @@ class _Step:
         return cls(ids, rest.pop("position_ids", None), rest.pop("attention_mask", None), rest)
 
     @property
-    def kind(self) -> tuple:
+    def kind(self) -> _Kind:
         "What steps of one graph have in common."
         places = None if self.places is None else self.places.shape
-        return self.ids.shape, places, self.mask is None, self.rest
+        return _Kind(self.ids.shape, places, self.mask is not None, self.rest)
 
 # %% ../../nbs/53_graphs.ipynb #406642ce
 _PROVED = WeakKeyDictionary()  # model -> kinds of steps whose replay was compared with an eager step
@@ -206,14 +217,14 @@ def _settings(model: torch.nn.Module) -> int:
     "What a graph of the model has of it besides the values of its weights: where they are, and the plain attributes of its modules, such as which adapter is active."
     where = [(x.data_ptr(), x.dtype) for x in (*model.parameters(), *model.buffers())]
     plain = lambda x: isinstance(x, (bool, int, float, str)) or (isinstance(x, (list, tuple)) and all(map(plain, x)))  # noqa: E731
-    said = [(name, repr(x)) for m in model.modules() for name, x in m.__dict__.items() if plain(x)]
+    attributes = [(name, repr(x)) for m in model.modules() for name, x in m.__dict__.items() if plain(x)]
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
-    return hash((*where, *said, *hooks))
+    return hash((*where, *attributes, *hooks))
 
 
 class StepRunner:
     """Runs the decoding steps of one cache and model: eagerly, or as a graph of the whole forward
-    pass. Records by itself, at the first step; `why` says why it does not."""
+    pass. Captures by itself, at the first step; `why` says why it does not."""
 
     def __init__(self, cache: TurboQuantCache, model, graphs):
         if not isinstance(graphs, bool) and not callable(graphs):
@@ -222,7 +233,7 @@ class StepRunner:
         self.model = weakref.ref(model) if isinstance(model, torch.nn.Module) else None
         self.graphs = graphs  # True, False, or a class like CudaGraph
         self.attached, self.failed, self.why = False, "", ""
-        self.recorded = self.replayed = self.seconds = 0  # the last: what recording took
+        self.captured = self.replayed = self.seconds = 0  # the last: what capturing took
         self.odd = self.arrives = None
         self.forget()
 
@@ -274,7 +285,7 @@ class StepRunner:
         if step.places is None and "position_ids" not in inspect.signature(self.model().forward).parameters:
             return "the model takes no position_ids"
         if self.cache().canary is not None:
-            return "a canary watches the steps, and a replay shows it nothing"
+            return "a canary checks the steps, and a replay shows it nothing"
         return next(filter(None, map(self.refusal_of_layer, layers)), "")
 
     @staticmethod
@@ -317,15 +328,14 @@ class StepRunner:
     def _fits(self, step) -> bool:
         "Whether the graph is of this step."
         length = self.stores[0].length
-        kind = step.kind
-        if length != self.stores[-1].length or length >= self.room or kind[:3] != self.kind[:3]:
+        if length != self.stores[-1].length or length >= self.room:
             return False
-        if any(isinstance(x, Tensor) for x in step.rest.values()) or kind[3] != self.kind[3]:
+        if any(isinstance(x, Tensor) for x in step.rest.values()) or step.kind != self.kind:
             return False
         return step.mask is None or step.mask.shape[1] == length + 1
 
     def _start(self, forward, args, kwargs, step):
-        "A step that no graph is there for: an eager one, which is recorded where that can be done."
+        "A step that no graph is there for: an eager one, which is captured where that can be done."
         cache = self.cache()
         self.why, layers = self.refusal(step), cache.coded_layers
         if self.why:
@@ -336,21 +346,21 @@ class StepRunner:
             if layer.store.length >= (layer.store.max_length or 0):
                 layer.make_growing()
             layer.make_static()
-        answers = [a for x in layers for a in x.captured_backends.values() if a[0] != "triton"]
-        if answers and self.graphs is True:  # what PyTorch does here waits for the device
-            self.why = self.failed = f"kernels do not serve: {answers[0][1] or 'PyTorch was asked for'}"
+        slow = [a for x in layers for a in x.captured_backends.values() if a.backend != "triton"]
+        if slow and self.graphs is True:  # what PyTorch does here waits for the device
+            self.why = self.failed = f"kernels do not serve: {slow[0].why or 'PyTorch was asked for'}"
             return forward(*args, **kwargs)
         self.settings = _settings(self.model())
         self.proof = (repr(step.kind), tuple(cache.recipes), cache.backend, layers[0].store.dtype, self.graphs, self.settings)
         if self.proof in _PROVED.setdefault(self.model(), set()):
-            return self._replay(step) if self._record(forward, step) else forward(*args, **kwargs)
+            return self._replay(step) if self._try_capture(forward, step) else forward(*args, **kwargs)
         out = forward(*args, **kwargs)  # kernels are compiled here
-        self._move(-1)  # what Python knows while it records is what it knew in this step
-        self._record(forward, step)
+        self._move(-1)  # what Python knows while it captures is what it knew in this step
+        self._try_capture(forward, step)
         self._move(1)
         return out
 
-    # --- recording
+    # --- capturing
 
     @_plain
     def _buffers(self, step) -> None:
@@ -360,8 +370,8 @@ class StepRunner:
         self.sums = torch.zeros(len(step.ids), dtype=torch.long, device=step.ids.device)
         self.odd = torch.zeros(1, dtype=torch.bool, device=step.ids.device)
 
-    def _record(self, forward, step) -> bool:
-        "Record this step; whether that could be done."
+    def _try_capture(self, forward, step) -> bool:
+        "Capture this step; whether that could be done."
         began, proved = time.perf_counter(), _PROVED[self.model()]
         try:
             self._capture(forward, step)
@@ -369,13 +379,13 @@ class StepRunner:
             known = self.proof in proved
             proved.discard(self.proof)
             self.forget()
-            self.failed = "" if known else f"recording failed: {type(error).__name__}: {error}"
+            self.failed = "" if known else f"capturing failed: {type(error).__name__}: {error}"
             return False
-        self.recorded, self.seconds = self.recorded + 1, self.seconds + time.perf_counter() - began
+        self.captured, self.seconds = self.captured + 1, self.seconds + time.perf_counter() - began
         return True
 
     def _capture(self, forward, step) -> None:
-        "Have a recorder follow the step."
+        "Have a graph follow the step."
         cache = self.cache()
         self._buffers(step)
         self.stores, first = [x.store for x in cache.coded_layers], cache.coded_layers[0].store
@@ -391,7 +401,7 @@ class StepRunner:
         make = CudaGraph if self.graphs is True else self.graphs
         graph = make(first.device)
         held = [self.odd, *(t for s in self.stores for t in (*s._fixed(), s.position, s.flags))]
-        out = graph.record(run, held)
+        out = graph.capture(run, held)
         if not isinstance(out, dict) or not all(isinstance(x, (Tensor, TurboQuantCache)) for x in out.values()):
             raise ValueError("the model returns more than logits")
         self.made = type(out)
@@ -416,12 +426,12 @@ class StepRunner:
         return self.made(**tensors, past_key_values=self.cache())
 
     def _compared(self, forward, args, kwargs, step):
-        """The eager step, one after that which was recorded, then the same token replayed into its own
+        """The eager step, one after that which was captured, then the same token replayed into its own
         place: to the bit where kernels serve both. Where it differs, the graph is dropped."""
         want = forward(*args, **kwargs)
         self._move(-1)
         got, kernels = self._replay(step), {"triton"}
-        served = {a[0] for x in self.cache().coded_layers for a in x.captured_backends.values()}
+        served = {a.backend for x in self.cache().coded_layers for a in x.captured_backends.values()}
         apart = lambda a, b: float((a - b).float().norm() / b.float().norm().clamp(min=1e-30))  # noqa: E731
         error = max(apart(got[name], want[name]) for name in self.tensors)
         if error <= (0 if served == kernels else 1e-4):
@@ -464,20 +474,20 @@ class StepRunner:
             )
 
     def report(self) -> dict:
-        "Graphs recorded, steps replayed, and why not where none was; empty where none was wanted."
+        "Graphs captured, steps replayed, and why not where none was; empty where none was wanted."
         layer = self.cache().coded_layers[0]
-        lost = self.graphs is True and self.model is None  # whose forward, nobody said
+        lost = self.graphs is True and self.model is None  # whose forward is not known
         lost = lost and layer.is_initialized and layer.store.device.type == "cuda"
         if not self.wanted and not lost:
             return {}
-        why = self.why or ("" if self.replayed or self.recorded else "no step yet")
+        why = self.why or ("" if self.replayed or self.captured else "no step yet")
         if lost:
             why = "the cache was made from a config, not from the model"
         elif not layer.on_codes:
             why = f"the model attends by {layer.config._attn_implementation!r}, not {NAME!r}"
-        graphs = f"{self.recorded} graph{'s' * (self.recorded != 1)} recorded in {self.seconds:.2f} s"
+        graphs = f"{self.captured} graph{'s' * (self.captured != 1)} captured in {self.seconds:.2f} s"
         line = f"\n{self.replayed:,} steps replayed, {graphs}" + (f"; eager: {why}" if why else "")
-        took = dict(recorded=self.recorded, seconds=self.seconds, replayed=self.replayed)
+        took = dict(captured=self.captured, seconds=self.seconds, replayed=self.replayed)
         return took | dict(why_not=why, line=line)
 
 
@@ -501,7 +511,7 @@ class _Forward:
         cache = kwargs.get("past_key_values")
         if torch.compiler.is_compiling() or not isinstance(cache, TurboQuantCache):
             return self.inner(*args, **kwargs)
-        busy = cache.coded_layers[0].is_initialized and cache.coded_layers[0].store._recorded()
+        busy = cache.coded_layers[0].is_initialized and cache.coded_layers[0].store._capturing()
         mine = cache.runner.attached and cache.runner.model() is self.model()
         return self.inner(*args, **kwargs) if busy or not mine else cache.runner(self.inner, args, kwargs)
 

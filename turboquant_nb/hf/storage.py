@@ -10,6 +10,8 @@ import math
 import os
 import struct
 from collections import Counter
+from dataclasses import asdict, astuple, dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,8 +38,16 @@ def _bits(counts: np.ndarray, tables: np.ndarray) -> np.ndarray:  # [rows, n], [
     return counts @ -np.log2(tables / tables.sum(1, keepdims=True, dtype=float)).T
 
 # %% ../../nbs/57_storage.ipynb #3fc889c4
-def _partition(counts: np.ndarray, k: int) -> tuple:  # ([rows] table of each, [k, n] tables, bits)
+class _Partition(NamedTuple):
     "Which rows share a table."
+
+    which: np.ndarray  # [rows] number of each row's table
+    tables: np.ndarray  # [k, n]
+    bits: int  # of streams, tables and numbers
+
+
+def _partition(counts: np.ndarray, k: int) -> _Partition:
+    "Of rows by their means first, then of each to its cheapest table."
     rows, n = counts.shape
     mean = counts @ np.arange(n) / counts.sum(1)
     which = mean.argsort(kind="stable").argsort() * k // rows
@@ -49,7 +59,7 @@ def _partition(counts: np.ndarray, k: int) -> tuple:  # ([rows] table of each, [
     tables = _tables(np.stack([counts[which == i].sum(0) for i in range(k)]))
     size = _bits(counts, tables)[np.arange(rows), which].sum()
     ends = 14 * 8 * k  # a length, and where a stream begins and ends
-    return which.astype(np.uint8), tables, size + 16 * k * n + 8 * rows * (k > 1) + ends
+    return _Partition(which.astype(np.uint8), tables, size + 16 * k * n + 8 * rows * (k > 1) + ends)
 
 # %% ../../nbs/57_storage.ipynb #91899d71
 def _squeeze(x: np.ndarray, room: int) -> bytes | None:  # [rows, symbols] uint8, not empty
@@ -59,9 +69,10 @@ def _squeeze(x: np.ndarray, room: int) -> bytes | None:  # [rows, symbols] uint8
     at = (np.arange(len(x)) * n - low).astype(np.int32)[:, None]
     counts = np.bincount((x + at).ravel(), minlength=len(x) * n).reshape(-1, n)
     tried = [_partition(counts, k) for k in KINDS if k <= len(x)]
-    which, tables, size = min(tried, key=lambda t: t[2])
-    if size >= 8 * room:
+    best = min(tried, key=lambda p: p.bits)
+    if best.bits >= 8 * room:
         return None
+    which, tables = best.which, best.tables
     parts = [x[which == i].ravel() - low for i in range(len(tables))]
     streams = [entropy_encode(torch.from_numpy(p), t) for p, t in zip(parts, tables)]
     head = struct.pack("<3B", low, n - 2, len(tables) - 1) + tables.tobytes()
@@ -92,40 +103,56 @@ def _expand(data: bytes, rows: int, symbols: int) -> np.ndarray:  # [rows, symbo
     return out
 
 # %% ../../nbs/57_storage.ipynb #94eea5f9
-def _parts(store: KVStore, held: int) -> list:  # tokens held
-    "Runs of tiles with the same layout: planes and their first tile, layout, tiles, tokens."
+@dataclass(frozen=True)
+class _Run:
+    "Tiles one after the other whose codes lie in one layout."
+
+    planes: list  # pairs: name of a plane, and its tile where the run begins
+    layout: Layout
+    tiles: int
+    tokens: int
+
+    @classmethod
+    def of(cls, written: dict) -> "_Run":
+        "From a file's header."
+        return cls(**written | {"layout": Layout(*written["layout"])})
+
+    @property
+    def header(self) -> dict:
+        "What a file says of it."
+        return asdict(self) | {"layout": list(astuple(self.layout))}
+
+    @property
+    def names(self) -> list:
+        "Names of its planes."
+        return [name for name, _ in self.planes]
+
+    def blocks(self, tensors: dict):
+        "Blocks of at most `_LIMIT` codes, at least one tile of one head: (planes [heads, tiles, ...] each, tokens)."
+        flat, tile = [(tensors[name].flatten(0, 1), at) for name, at in self.planes], self.layout.tile
+        most = max(1, _LIMIT // (self.layout.d * tile))
+        step = min(self.tiles, most)
+        height = most // step
+        for head in range(0, math.prod(tensors[self.names[0]].shape[:2]), height):
+            for first in range(0, self.tiles, step):
+                last = min(first + step, self.tiles)
+                planes = [t[head : head + height, at + first : at + last] for t, at in flat]
+                yield planes, min(self.tokens, last * tile) - first * tile
+
+
+def _runs(store: KVStore, held: int) -> list:  # tokens held
+    "Those of a store: truncated tiles and those after them, for each group of channels."
     out, tile = [], store.tile
     for name, side in (("key", store.key), ("value", store.value)):
         for g in side.groups:
             edges = 0, side.truncated_tiles, math.ceil(held / tile)
             for truncated, first, last in zip((True, False), edges, edges[1:]):
                 lost = truncated and g.truncates
-                names = g.names[:-1] if lost else g.names
-                planes = [[f"{name}.{n}", first - side.tiles_before(n)] for n in names]
-                layout = [g.layout.bits - lost, g.layout.d, g.layout.along, tile]
-                tokens = min(last * tile, held) - first * tile
+                planes = [[f"{name}.{n}", first - side.tiles_before(n)] for n in (g.names[:-1] if lost else g.names)]
+                layout = Layout(g.layout.bits - lost, g.layout.d, g.layout.along, tile)
                 if first < last:
-                    out.append(
-                        dict(planes=planes, layout=layout, tiles=last - first, tokens=tokens)
-                    )
+                    out.append(_Run(planes, layout, last - first, min(last * tile, held) - first * tile))
     return out
-
-# %% ../../nbs/57_storage.ipynb #7dff6485
-def _blocks(part: dict, rows: int):
-    "Blocks of at most _LIMIT codes, at least one tile of one head: (heads, first tile, last tile)."
-    _, d, _, tile = part["layout"]
-    most = max(1, _LIMIT // (d * tile))
-    step = min(part["tiles"], most)
-    height = most // step
-    for r in range(0, rows, height):
-        for t in range(0, part["tiles"], step):
-            yield slice(r, r + height), t, min(t + step, part["tiles"])
-
-
-def _views(tensors: dict, part: dict, heads: slice, first: int, last: int) -> list:
-    "The planes of a block: [heads, tiles, ...] each."
-    flat = ((tensors[name].flatten(0, 1)[heads], at) for name, at in part["planes"])
-    return [t[:, at + first : at + last] for t, at in flat]
 
 # %% ../../nbs/57_storage.ipynb #91732535
 def _block_out(planes: list, layout: Layout, tokens: int) -> bytes:
@@ -205,17 +232,21 @@ def _bytes_in(data: _Bytes, t: Tensor) -> None:
             x[..., i] = np.frombuffer(data.take(x[..., i].size), np.uint8).reshape(x.shape[:2])
 
 # %% ../../nbs/57_storage.ipynb #1efd604a
+def _about(store: KVStore, tensors: dict, state: dict) -> dict:
+    "What reading a layer takes besides its bytes."
+    kinds = {k: [str(t.dtype).removeprefix("torch."), list(t.shape)] for k, t in tensors.items()}
+    runs = _runs(store, store.length - store.offset)
+    return dict(state=state, tensors=kinds, parts=[run.header for run in runs])
+
+
 def _layer_out(tensors: dict, about: dict, sizes: Counter) -> bytes:
     "All tensors of a layer in one run of bytes; counts what each kind takes."
     out, packed = [], set()
-    for part in about["parts"]:
-        layout, tile = Layout(*part["layout"]), part["layout"][3]
-        rows = math.prod(tensors[part["planes"][0][0]].shape[:2])
-        for heads, a, b in _blocks(part, rows):
-            tokens = min(part["tokens"], b * tile) - a * tile
-            out.append(_block_out(_views(tensors, part, heads, a, b), layout, tokens))
+    for run in map(_Run.of, about["parts"]):
+        for planes, tokens in run.blocks(tensors):
+            out.append(_block_out(planes, run.layout, tokens))
             sizes["planes"] += len(out[-1])
-        packed |= {name for name, _ in part["planes"]}
+        packed |= {*run.names}
     for name in sorted(tensors.keys() - packed):
         out.append(_bytes_out(tensors[name]))
         sizes[_part(name)] += len(out[-1])
@@ -234,13 +265,10 @@ def _layer_in(data: bytes, about: dict) -> dict:  # tensors on the CPU
     data, packed = _Bytes(data), set()
     dtypes = {k: (getattr(torch, dtype), shape) for k, (dtype, shape) in about["tensors"].items()}
     tensors = {k: torch.zeros(shape, dtype=dtype) for k, (dtype, shape) in dtypes.items()}
-    for part in about["parts"]:
-        layout, tile = Layout(*part["layout"]), part["layout"][3]
-        rows = math.prod(tensors[part["planes"][0][0]].shape[:2])
-        for heads, a, b in _blocks(part, rows):
-            tokens = min(part["tokens"], b * tile) - a * tile
-            _block_in(data, _views(tensors, part, heads, a, b), layout, tokens)
-        packed |= {name for name, _ in part["planes"]}
+    for run in map(_Run.of, about["parts"]):
+        for planes, tokens in run.blocks(tensors):
+            _block_in(data, planes, run.layout, tokens)
+        packed |= {*run.names}
     for name in sorted(tensors.keys() - packed):
         _bytes_in(data, tensors[name])
     if data.at != len(data.data):
@@ -248,12 +276,6 @@ def _layer_in(data: bytes, about: dict) -> dict:  # tensors on the CPU
     return tensors
 
 # %% ../../nbs/57_storage.ipynb #861e56fc
-def _about(store: KVStore, tensors: dict, state: dict) -> dict:
-    "What reading a layer takes besides its bytes."
-    kinds = {k: [str(t.dtype).split(".")[1], list(t.shape)] for k, t in tensors.items()}
-    return dict(state=state, tensors=kinds, parts=_parts(store, store.length - store.offset))
-
-
 def _stored(x) -> tuple:  # (stores, states, header)
     "What a cache or a store has to save. Raises TypeError for something else."
     if isinstance(x, KVStore):

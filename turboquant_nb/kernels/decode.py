@@ -25,157 +25,6 @@ except ImportError:  # `launch.supports` says so; everything that needs no kerne
     triton = SimpleNamespace(jit=lambda f=None, **_: f or (lambda g: g), language=None)
     tl = SimpleNamespace(constexpr=None)
 
-# %% ../../nbs/41_decode.ipynb #a5968428
-class DecodeOperands(NamedTuple):
-    "The arguments of the operator, in its order."
-
-    q: Tensor  # [B, Hq, n, d_key], neighbouring channels in memory
-    key_planes: list  # uint8 [B, H, tiles, *plane_shape], or [pages, H, *plane_shape]
-    key_scale: Tensor  # [B, H, tiles, tile], or [pages, H, page]
-    value_planes: list
-    value_scale: Tensor
-    packed_lut: Tensor  # [8] int32: int8 levels of keys, then of values, four to a word
-    levels: Tensor  # [2, 16] fp32
-    key_rotation: Tensor  # [d, d] or [H, d, d] fp32: what queries are multiplied by
-    value_rotation: Tensor  # [d_value, d_value] fp32
-    key_mean: Tensor | None  # [B, H, 1, d]
-    value_mean: Tensor | None
-    exact: list  # sinks and recent of keys, then of values
-    k: Tensor | None  # [B, H, m, d_key] exact states of the last m tokens
-    v: Tensor | None
-    start: Tensor | None  # [B] int64; None: no sequence is padded
-    end: Tensor | None  # [B] int64
-    position: Tensor | None  # [1] or [B] int32, replaces `length`
-    pages: Tensor | None  # [B, n] int32, see `paged.Pages`
-    cos_sin: Tensor | None  # [positions, r] fp16: key_mean is a pre-RoPE mean
-    key_step: float  # of the int8 levels
-    value_step: float
-    length: int
-    offset: int  # position of the first tile's first token
-    recent_from: int  # from here on tokens are exact
-    scaling: float
-    sliding_window: int | None
-    softcap: float | None
-    splits: int | None
-    key_hadamard: bool  # is the rotation a Sylvester matrix, so that a kernel can do it itself?
-    value_hadamard: bool
-    portable: bool  # by the portable kernel?
-
-# %% ../../nbs/41_decode.ipynb #7299d6bd
-class DecodeSizes(NamedTuple):
-    "Sizes that follow from operands."
-
-    batch: int
-    heads: int  # KV heads
-    group: int  # query heads of a KV head
-    n: int  # query tokens
-    d: int
-    dv: int
-    tiles: int  # that a sequence has room for
-    tile: int  # tokens of a tile or page
-    chunk: int  # exact tokens that the call brings
-    sinks: int
-    recent: int  # slots of the ring of recent tokens
-    key_bits: int
-    value_bits: int
-
-    @classmethod
-    def of(cls, x: DecodeOperands) -> "DecodeSizes":
-        batch, query_heads, n, d = x.q.shape
-        (_, heads, *tiles, tile), dv = x.key_scale.shape, len(x.value_rotation)
-        tiles = tiles[0] if x.pages is None else x.pages.shape[1]
-        chunk, sinks, recent = 0 if x.k is None else x.k.shape[2], x.exact[0].shape[2], x.exact[1].shape[2]
-        key_bits = len(x.key_planes) + 1 if x.key_planes[0].shape[-1] == d else 1  # else the first plane holds single bits
-        value_bits = len(x.value_planes) + 1 if x.value_planes[0].shape[-2] == dv else 1
-        return cls(batch, heads, query_heads // heads, n, d, dv, tiles, tile, chunk, sinks, recent, key_bits, value_bits)
-
-    @property
-    def rows(self) -> int:
-        "Query rows of a KV head."
-        return self.group * self.n
-
-    @property
-    def width(self) -> int:
-        "Tokens of a row of score biases: whole blocks of 256."
-        return -(-self.tiles * self.tile // 256) * 256
-
-# %% ../../nbs/41_decode.ipynb #66809bad
-def pack_lut(
-    levels: Tensor,  # [2**bits] int8
-) -> list:  # 4 int32: byte i is the level of selector i
-    "A table in the order of selectors: base plane + 4 (next bit) + 8 (last bit)."
-    bits = max(2, int(math.log2(len(levels))))
-    table = [0] * 16
-    for code, level in enumerate(levels.tolist()):
-        i = code >> (bits - 2)
-        i += (code >> (bits - 3) & 1) << 2 if bits > 2 else 0
-        i += (code & 1) << 3 if bits > 3 else 0
-        table[i] = level & 255
-    words = [int.from_bytes(bytes(table[i : i + 4]), "little") for i in range(0, 16, 4)]
-    return [w - (1 << 32) if w >> 31 else w for w in words]
-
-# %% ../../nbs/41_decode.ipynb #dd65ef74
-class CodeTables(NamedTuple):
-    "What kernels must know of the quantizers of keys and values."
-
-    packed_lut: Tensor  # [8] int32
-    levels: Tensor  # [2, 16] fp32
-    steps: tuple  # of the int8 levels of keys and of values
-    hadamard: tuple  # are keys, and values, rotated by a Sylvester matrix?
-
-    @classmethod
-    def of(cls, key, value, device) -> "CodeTables":
-        books = [getattr(q.codebook, "book", q.codebook) for q in (key, value)]  # before any tile was truncated
-        levels, packed = torch.zeros(2, 16), []
-        for row, book in zip(levels, books):
-            row[: len(book.levels)] = book.levels.cpu()
-            packed += pack_lut(book.int8().levels)
-        packed = torch.tensor(packed, dtype=torch.int32, device=device)
-        steps = tuple(float(book.int8().step) for book in books)
-        return cls(packed, levels.to(device), steps, tuple(q.rotation.form == "sylvester" for q in (key, value)))
-
-# %% ../../nbs/41_decode.ipynb #0be81bc1
-def last_dim_dense(x: Tensor | None) -> Tensor | None:
-    "x with neighbouring channels; None if it is missing or empty."
-    if x is None or not x.shape[2]:
-        return None
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def store_operands(
-    q: Tensor,  # [B, Hq, n, d_key]
-    store,  # KVStore
-    tables: CodeTables,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    scaling: float | None = None,  # d_key**-0.5 if None
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    splits: int | None = None,
-    padded: bool = True,  # may a sequence start after position 0?
-    portable: bool = True,
-) -> DecodeOperands:
-    "What kernels need of a store and a call."
-    kt, vt, key, value = store.key.tensors, store.value.tensors, store.key.q, store.value.q
-    return DecodeOperands(
-        last_dim_dense(q), store.key.planes, kt["scale"], store.value.planes, vt["scale"], tables.packed_lut, tables.levels,
-        key_rotation=key.rotation.query_matrix, value_rotation=value.rotation.matrix, key_mean=kt.get("mean"), value_mean=vt.get("mean"),
-        exact=[kt["sinks"], kt["recent"], vt["sinks"], vt["recent"]], k=last_dim_dense(k), v=last_dim_dense(v),
-        start=store.start if padded else None, end=store.end, position=store.position, pages=None,
-        cos_sin=store.rope_table if store.recipe.key.center == "pre_rope" else None, key_step=tables.steps[0], value_step=tables.steps[1],
-        length=store.length, offset=store.offset, recent_from=store._recent_from, **call_numbers(q, scaling, sliding_window, softcap, splits),
-        key_hadamard=tables.hadamard[0], value_hadamard=tables.hadamard[1], portable=portable,
-    )  # fmt: skip
-
-
-def call_numbers(q, scaling, sliding_window, softcap, splits) -> dict:
-    "The numbers of a call as the operator takes them. Raises ValueError for splits below 1."
-    if splits is not None and splits < 1:
-        raise ValueError(f"splits must be positive, got {splits}")
-    scaling = float(q.shape[3] ** -0.5 if scaling is None else scaling)
-    softcap = None if softcap is None else float(softcap)
-    return dict(scaling=scaling, sliding_window=sliding_window, softcap=softcap, splits=splits)
-
 # %% ../../nbs/41_decode.ipynb #2479f4d1
 @triton.jit
 def _codes(P0, P1, P2, tile, r, j, slot, real,
@@ -389,9 +238,10 @@ def _combine_kernel(
         here = QUERY + b.to(tl.int64) * sb + (h * group + r // n).to(tl.int64)[:, None] * sh + (r % n).to(tl.int64)[:, None] * sn
         q = tl.load(here + d, mask=ok[:, None] & (d < D), other=0.0).to(tl.float32) * scaling
         m, whole, near = _exact_tokens(
-            q, b, h, bh.to(tl.int64), length - n + r % n, SK, WK, CK, ckb, ckh, ckn, SV, WV, CV, cvb, cvh, cvn, start,
-            stop, length, sinks, recent, recent_from, chunk, offset, sliding_window, cap_at, D, DP, DV, DVP, R, EB, SLIDING,
-            CAPPED)  # fmt: skip
+            q=q, b=b, h=h, bh=bh.to(tl.int64), at=length - n + r % n, SK=SK, WK=WK, CK=CK, ckb=ckb, ckh=ckh, ckn=ckn, SV=SV, WV=WV, CV=CV,
+            cvb=cvb, cvh=cvh, cvn=cvn, start=start, stop=stop, length=length, sinks=sinks, recent=recent, recent_from=recent_from, chunk=chunk,
+            offset=offset, sliding_window=sliding_window, cap=cap_at, D=D, DP=DP, DV=DV, DVP=DVP, R=R, EB=EB, SLIDING=SLIDING, CAPPED=CAPPED,
+        )  # fmt: skip
         top = tl.where(whole != 0, m, top)  # NaN counts as seen
     far = tl.zeros([R, DVP], tl.float32)
     first = (bh * blocks + r // Q).to(tl.int64) * splits
@@ -423,6 +273,167 @@ def _combine_kernel(
         tl.store(REST + at, far / norm[:, None], mask=mask)
     safe = tl.where(top == float("-inf"), 0.0, top)
     tl.store(LSE + row, tl.where(whole != 0, (safe + tl.log2(norm)) * 0.6931471805599453, float("-inf")), mask=ok)
+
+# %% ../../nbs/41_decode.ipynb #a5968428
+class DecodeOperands(NamedTuple):
+    "The arguments of the operator, in its order."
+
+    q: Tensor  # [B, Hq, n, d_key], neighbouring channels in memory
+    key_planes: list  # uint8 [B, H, tiles, *plane_shape], or [pages, H, *plane_shape]
+    key_scale: Tensor  # [B, H, tiles, tile], or [pages, H, page]
+    value_planes: list
+    value_scale: Tensor
+    packed_lut: Tensor  # [8] int32: int8 levels of keys, then of values, four to a word
+    levels: Tensor  # [2, 16] fp32
+    key_rotation: Tensor  # [d, d] or [H, d, d] fp32: what queries are multiplied by
+    value_rotation: Tensor  # [d_value, d_value] fp32
+    key_mean: Tensor | None  # [B, H, 1, d]
+    value_mean: Tensor | None
+    key_sinks: Tensor  # [B, H, sinks, d] exact
+    key_recent: Tensor  # [B, H, recent, d], a ring
+    value_sinks: Tensor
+    value_recent: Tensor
+    k: Tensor | None  # [B, H, m, d_key] exact states of the last m tokens
+    v: Tensor | None
+    start: Tensor | None  # [B] int64; None: no sequence is padded
+    end: Tensor | None  # [B] int64
+    position: Tensor | None  # [1] or [B] int32, replaces `length`
+    pages: Tensor | None  # [B, n] int32, see `paged.Pages`
+    cos_sin: Tensor | None  # [positions, r] fp16: key_mean is a pre-RoPE mean
+    near_angles: Tensor | None  # see `query.AngleTables`: the tensor-core kernel needs no bias of scores
+    far_angles: Tensor | None
+    key_step: float  # of the int8 levels
+    value_step: float
+    length: int
+    offset: int  # position of the first tile's first token
+    recent_from: int  # from here on tokens are exact
+    scaling: float
+    sliding_window: int | None
+    softcap: float | None
+    splits: int | None
+    key_hadamard: bool  # is the rotation a Sylvester matrix, so that a kernel can do it itself?
+    value_hadamard: bool
+    portable: bool  # by the portable kernel?
+
+# %% ../../nbs/41_decode.ipynb #7299d6bd
+class DecodeSizes(NamedTuple):
+    "Sizes that follow from operands."
+
+    batch: int
+    heads: int  # KV heads
+    group: int  # query heads of a KV head
+    n: int  # query tokens
+    d: int
+    dv: int
+    tiles: int  # that a sequence has room for
+    tile: int  # tokens of a tile or page
+    chunk: int  # exact tokens that the call brings
+    sinks: int
+    recent: int  # slots of the ring of recent tokens
+    key_bits: int
+    value_bits: int
+
+    @classmethod
+    def of(cls, x: DecodeOperands) -> "DecodeSizes":
+        batch, query_heads, n, d = x.q.shape
+        (_, heads, *tiles, tile), dv = x.key_scale.shape, len(x.value_rotation)
+        tiles = tiles[0] if x.pages is None else x.pages.shape[1]
+        chunk, sinks, recent = 0 if x.k is None else x.k.shape[2], x.key_sinks.shape[2], x.key_recent.shape[2]
+        key_bits = len(x.key_planes) + 1 if x.key_planes[0].shape[-1] == d else 1  # else the first plane holds single bits
+        value_bits = len(x.value_planes) + 1 if x.value_planes[0].shape[-2] == dv else 1
+        return cls(
+            batch=batch, heads=heads, group=query_heads // heads, n=n, d=d, dv=dv, tiles=tiles, tile=tile, chunk=chunk, sinks=sinks,
+            recent=recent, key_bits=key_bits, value_bits=value_bits,
+        )  # fmt: skip
+
+    @property
+    def rows(self) -> int:
+        "Query rows of a KV head."
+        return self.group * self.n
+
+    @property
+    def width(self) -> int:
+        "Tokens of a row of score biases: whole blocks of 256."
+        return -(-self.tiles * self.tile // 256) * 256
+
+# %% ../../nbs/41_decode.ipynb #66809bad
+def pack_lut(
+    levels: Tensor,  # [2**bits] int8
+) -> list:  # 4 int32: byte i is the level of selector i
+    "A table in the order of selectors: base plane + 4 (next bit) + 8 (last bit)."
+    bits = max(2, int(math.log2(len(levels))))
+    table = [0] * 16
+    for code, level in enumerate(levels.tolist()):
+        i = code >> (bits - 2)
+        i += (code >> (bits - 3) & 1) << 2 if bits > 2 else 0
+        i += (code & 1) << 3 if bits > 3 else 0
+        table[i] = level & 255
+    words = [int.from_bytes(bytes(table[i : i + 4]), "little") for i in range(0, 16, 4)]
+    return [w - (1 << 32) if w >> 31 else w for w in words]
+
+# %% ../../nbs/41_decode.ipynb #dd65ef74
+class CodeTables(NamedTuple):
+    "What kernels must know of the quantizers of keys and values."
+
+    packed_lut: Tensor  # [8] int32
+    levels: Tensor  # [2, 16] fp32
+    steps: tuple  # of the int8 levels of keys and of values
+    hadamard: tuple  # are keys, and values, rotated by a Sylvester matrix?
+
+    @classmethod
+    def of(cls, key, value, device) -> "CodeTables":
+        books = [getattr(q.codebook, "book", q.codebook) for q in (key, value)]  # before any tile was truncated
+        levels, packed = torch.zeros(2, 16), []
+        for row, book in zip(levels, books):
+            row[: len(book.levels)] = book.levels.cpu()
+            packed += pack_lut(book.int8().levels)
+        packed = torch.tensor(packed, dtype=torch.int32, device=device)
+        steps = tuple(float(book.int8().step) for book in books)
+        return cls(packed, levels.to(device), steps, tuple(q.rotation.form == "sylvester" for q in (key, value)))
+
+# %% ../../nbs/41_decode.ipynb #0be81bc1
+def last_dim_dense(x: Tensor | None) -> Tensor | None:
+    "x with neighbouring channels; None if it is missing or empty."
+    if x is None or not x.shape[2]:
+        return None
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def store_operands(
+    q: Tensor,  # [B, Hq, n, d_key]
+    store,  # KVStore
+    tables: CodeTables,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    scaling: float | None = None,  # d_key**-0.5 if None
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    splits: int | None = None,
+    padded: bool = True,  # may a sequence start after position 0?
+    portable: bool = True,
+    angles=None,  # `query.AngleTables` of a pre-RoPE mean
+) -> DecodeOperands:
+    "What kernels need of a store and a call."
+    kt, vt, key, value = store.key.tensors, store.value.tensors, store.key.q, store.value.q
+    return DecodeOperands(
+        last_dim_dense(q), store.key.planes, kt["scale"], store.value.planes, vt["scale"], tables.packed_lut, tables.levels,
+        key_rotation=key.rotation.query_matrix, value_rotation=value.rotation.matrix, key_mean=kt.get("mean"), value_mean=vt.get("mean"),
+        key_sinks=kt["sinks"], key_recent=kt["recent"], value_sinks=vt["sinks"], value_recent=vt["recent"], k=last_dim_dense(k), v=last_dim_dense(v),
+        start=store.start if padded else None, end=store.end, position=store.position, pages=None,
+        cos_sin=store.rope_table if store.recipe.key.center == "pre_rope" else None,
+        near_angles=None if angles is None else angles.near, far_angles=None if angles is None else angles.far, key_step=tables.steps[0], value_step=tables.steps[1],
+        length=store.length, offset=store.offset, recent_from=store._recent_from, **call_numbers(q, scaling, sliding_window, softcap, splits),
+        key_hadamard=tables.hadamard[0], value_hadamard=tables.hadamard[1], portable=portable,
+    )  # fmt: skip
+
+
+def call_numbers(q, scaling, sliding_window, softcap, splits) -> dict:
+    "The numbers of a call as the operator takes them. Raises ValueError for splits below 1."
+    if splits is not None and splits < 1:
+        raise ValueError(f"splits must be positive, got {splits}")
+    scaling = float(q.shape[3] ** -0.5 if scaling is None else scaling)
+    softcap = None if softcap is None else float(softcap)
+    return dict(scaling=scaling, sliding_window=sliding_window, softcap=softcap, splits=splits)
 
 # %% ../../nbs/41_decode.ipynb #b5b79162
 class Launch(NamedTuple):
@@ -576,20 +587,20 @@ def combine(
     x: DecodeOperands, s: DecodeSizes, shared: dict, parts: Parts, fast: bool = False, pdl: bool = False
 ) -> tuple:  # (output [B, Hq, n, d_value], log-sum-exp [B, Hq, n], `Launch` or None if it cannot be repeated)
     "Exact tokens and splits. fast: splits are rotated back already; pdl: start while they are at work."
-    q, shape, exact = x.q, x.q.shape[:3], x.exact
+    q, shape = x.q, x.q.shape[:3]
     out, lse = q.new_empty((*shape, s.dv), dtype=q.dtype if fast else torch.float32), q.new_empty(shape, dtype=torch.float32)
     rest = out if fast else torch.empty_like(out)
-    k, v = (exact[0], exact[2]) if x.k is None else (x.k, x.v)
-    mixed = k.dtype != exact[0].dtype or v.dtype != exact[0].dtype
+    k, v = (x.key_sinks, x.value_sinks) if x.k is None else (x.k, x.v)
+    exact = dict(SK=x.key_sinks, WK=x.key_recent, CK=k, SV=x.value_sinks, WV=x.value_recent, CV=v)
+    mixed = k.dtype != x.key_sinks.dtype or v.dtype != x.key_sinks.dtype
     if mixed:  # the kernel reads all of them through one pointer
-        k, v, *exact = (t.float() for t in (k, v, *exact))
+        exact = {name: t.float() for name, t in exact.items()}
     _, splits, rows = parts.lse.shape
     together, each = _together(s, rows, shape.numel())
     few, at_once = s.sinks + s.recent + s.chunk, min(16 if splits <= 32 else 64, 64 // together)
-    (ckb, ckh, ckn, _), (cvb, cvh, cvn, _) = k.stride(), v.stride()
-    named = shared | dict(
-        OUT_PARTS=parts.out, LSE_PARTS=parts.lse, OUT=out, LSE=lse, REST=rest, SK=exact[0], WK=exact[1], CK=k, ckb=ckb, ckh=ckh,
-        ckn=ckn, SV=exact[2], WV=exact[3], CV=v, cvb=cvb, cvh=cvh, cvn=cvn, splits=splits, blocks=parts.blocks, Q=rows, R=together,
+    (ckb, ckh, ckn, _), (cvb, cvh, cvn, _) = exact["CK"].stride(), exact["CV"].stride()
+    named = shared | exact | dict(
+        OUT_PARTS=parts.out, LSE_PARTS=parts.lse, OUT=out, LSE=lse, REST=rest, ckb=ckb, ckh=ckh, ckn=ckn, cvb=cvb, cvh=cvh, cvn=cvn, splits=splits, blocks=parts.blocks, Q=rows, R=together,
         SB=at_once, EB=each if few else 0, FAST=fast, PDL=pdl,
     )  # fmt: skip
     grid, options = s.batch * s.heads * -(-s.rows // together), {"launch_pdl": True} if pdl else {}

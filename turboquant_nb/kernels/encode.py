@@ -395,7 +395,9 @@ def _whole(x_at, stride, sd, w0, w1, m_lo, m_hi, mean, COS_SIN, t, TAB, P0, P1, 
         quarter = step & 3
         word += pair * (1 << (quarter & 1) * 8 + (quarter >> 1) * 4)
         if quarter == 3:
-            _store(P0, P1, P2, word, at, old, row, none, row >= 0, C, BY_TOKEN, R, True)
+            _store(
+                P0=P0, P1=P1, P2=P2, word=word, at=at, old=old, row=row, keep=none, mask=row >= 0, C=C, BY_TOKEN=BY_TOKEN, R=R, WHOLE=True,
+            )  # fmt: skip
             word = tl.zeros((M, HALF), tl.int32)
             at, old = at + 1, old + 1
         x_at += stride
@@ -423,7 +425,9 @@ def _partial(x_at, stride, sd, W, w0, w1, m_lo, m_hi, mean, COS_SIN, t0, TAB, P0
         valid = (t >= start) & (t < last) & (row < R)
         here, ok = x_at + quarter * stride, valid[:, None]
         cos_sin = COS_SIN + (tl.maximum(t0 + quarter * R, 0) * ROPE)[:, None]
-        lo, hi = _rotate(here, sd, ok, W, w0, w1, zero, mean, cos_sin, C, XP, ROPE, WIDE)
+        lo, hi = _rotate(
+            at=here, step=sd, valid=ok, W=W, w_lo=w0, w_hi=w1, zero=zero, mean=mean, cos_sin=cos_sin, C=C, XP=XP, ROPE=ROPE, WIDE=WIDE,
+        )  # fmt: skip
         if MEAN:
             lo, hi = lo - m_lo, hi - m_hi
         pair, scale, f, g = _measure(lo, hi, edges, levels, factor, C, WIDE)
@@ -434,7 +438,9 @@ def _partial(x_at, stride, sd, W, w0, w1, m_lo, m_hi, mean, COS_SIN, t0, TAB, P0
         word += pair * tl.where(valid, 1 << 2 * slot, 0)[:, None]
     tl.store(FLAG + row * 0, 1, mask=~finite)
     tl.store(FLAG + 1 + row * 0, 1, mask=~fitting)
-    _store(P0, P1, P2, word, at, old, row, 255 - new, new != 0, C, BY_TOKEN, R, False)
+    _store(
+        P0=P0, P1=P1, P2=P2, word=word, at=at, old=old, row=row, keep=255 - new, mask=new != 0, C=C, BY_TOKEN=BY_TOKEN, R=R, WHOLE=False,
+    )  # fmt: skip
 
 # %% ../../nbs/40_encode.ipynb #3b752378
 @triton.jit
@@ -484,11 +490,17 @@ def _side(X, sb, sh, sn, sd, W, MEAN, TAB, P0, P1, P2, SCALE, FLAG, COS_SIN, STA
         t -= tl.load(START + bh // heads).to(tl.int32)
     if count > 0:
         if WHOLE:
-            _whole(x_at, R * sn, sd, w0, w1, m_lo, m_hi, mean, COS_SIN, t, TAB, P0, P1, P2, scale_at, FLAG, factor, row, at, old, count,
-                   C, BY_TOKEN, R, M, WIDE)  # fmt: skip
+            _whole(
+                x_at=x_at, stride=R * sn, sd=sd, w0=w0, w1=w1, m_lo=m_lo, m_hi=m_hi, mean=mean, COS_SIN=COS_SIN, t=t, TAB=TAB, P0=P0, P1=P1,
+                P2=P2, scale_at=scale_at, FLAG=FLAG, factor=factor, row=row, at=at, old=old, tiles=count, C=C, BY_TOKEN=BY_TOKEN, R=R, M=M,
+                WIDE=WIDE,
+            )  # fmt: skip
         else:
-            _partial(x_at, R * sn, sd, W, w0, w1, m_lo, m_hi, mean, COS_SIN, t, TAB, P0, P1, P2, scale_at, FLAG, factor, row, at, old,
-                     start, last, C, BY_TOKEN, R, M, WIDE)  # fmt: skip
+            _partial(
+                x_at=x_at, stride=R * sn, sd=sd, W=W, w0=w0, w1=w1, m_lo=m_lo, m_hi=m_hi, mean=mean, COS_SIN=COS_SIN, t0=t, TAB=TAB, P0=P0,
+                P1=P1, P2=P2, scale_at=scale_at, FLAG=FLAG, factor=factor, row=row, at=at, old=old, start=start, last=last, C=C,
+                BY_TOKEN=BY_TOKEN, R=R, M=M, WIDE=WIDE,
+            )  # fmt: skip
 
 # %% ../../nbs/40_encode.ipynb #a262aeae
 @triton.jit(do_not_specialize=["ktruncated", "vtruncated", "first", "base", "n", "tiles", "limit", "each"])
@@ -503,11 +515,17 @@ def _encode_kernel(
         first = tl.load(POSITION)
         n = tl.where(first + n <= limit, n, 0)
     if tl.program_id(2) == 0:
-        _side(KX, ksb, ksh, ksn, ksd, KW, KMEAN, KTAB, KP0, KP1, KP2, KSCALE, FLAG, COS_SIN, START, kfactor, ktruncated,
-              heads, first, base, n, tiles, each, KC, False, R, M, WHOLE, WIDE)  # fmt: skip
+        _side(
+            X=KX, sb=ksb, sh=ksh, sn=ksn, sd=ksd, W=KW, MEAN=KMEAN, TAB=KTAB, P0=KP0, P1=KP1, P2=KP2, SCALE=KSCALE, FLAG=FLAG, COS_SIN=COS_SIN,
+            START=START, factor=kfactor, truncated=ktruncated, heads=heads, first=first, base=base, n=n, tiles=tiles, each=each, C=KC,
+            BY_TOKEN=False, R=R, M=M, WHOLE=WHOLE, WIDE=WIDE,
+        )  # fmt: skip
     else:
-        _side(VX, vsb, vsh, vsn, vsd, VW, VMEAN, VTAB, VP0, VP1, VP2, VSCALE, FLAG + 2, COS_SIN, START, vfactor, vtruncated,
-              heads, first, base, n, tiles, each, VC, True, R, M, WHOLE, WIDE)  # fmt: skip
+        _side(
+            X=VX, sb=vsb, sh=vsh, sn=vsn, sd=vsd, W=VW, MEAN=VMEAN, TAB=VTAB, P0=VP0, P1=VP1, P2=VP2, SCALE=VSCALE, FLAG=FLAG + 2,
+            COS_SIN=COS_SIN, START=START, factor=vfactor, truncated=vtruncated, heads=heads, first=first, base=base, n=n, tiles=tiles,
+            each=each, C=VC, BY_TOKEN=True, R=R, M=M, WHOLE=WHOLE, WIDE=WIDE,
+        )  # fmt: skip
 
 # %% ../../nbs/40_encode.ipynb #226585ab
 @triton.jit
@@ -555,7 +573,10 @@ def _short(X, sb, sh, sn, W, MEAN, TAB, P0, P1, P2, SCALE, SINKS, RING, factor, 
     valid, lost = (r < rows) & fits, (r < rows) & (i == 0) & (first > 0) & (fits == 0)
     x_at = X + (bh // heads) * sb + (bh % heads) * sh + i * sn
     if sinks + ring > 0:
-        _copy(x_at, SINKS, RING, START, heads, bh, i, first, n, valid, lost, sinks, ring, D, 2 * HALF)  # fmt: skip
+        _copy(
+            X_AT=x_at, SINKS=SINKS, RING=RING, START=START, heads=heads, bh=bh, i=i, first=first, n=n, valid=valid, lost=lost, sinks=sinks,
+            ring=ring, D=D, K=2 * HALF,
+        )  # fmt: skip
     K: tl.constexpr = HALF if BUTTERFLY else SLICE
     k, zero = tl.arange(0, K), tl.zeros((M, HALF), tl.float32)
     w_lo = _weights(W, 0, k, 0, TYPE, D, HALF)
@@ -564,10 +585,15 @@ def _short(X, sb, sh, sn, W, MEAN, TAB, P0, P1, P2, SCALE, SINKS, RING, factor, 
     if ROPE > 0:
         t = p + base - tl.load(START + bh // heads, mask=valid, other=0).to(tl.int32)
         cos_sin = COS_SIN + (tl.maximum(t, 0) * ROPE)[:, None]
-    lo, hi = _rotate(x_at[:, None] + k, 1, ok, W, w_lo, w_hi, zero, at, cos_sin, C, XP, ROPE, WIDE)
+    lo, hi = _rotate(
+        at=x_at[:, None] + k, step=1, valid=ok, W=W, w_lo=w_lo, w_hi=w_hi, zero=zero, mean=at, cos_sin=cos_sin, C=C, XP=XP, ROPE=ROPE,
+        WIDE=WIDE,
+    )  # fmt: skip
     if MP > 0:
         w_lo, w_hi = w_lo.to(tl.bfloat16), w_hi.to(tl.bfloat16)
-        m_lo, m_hi = _rotate(at + k, 1, ok, W, w_lo, w_hi, zero, at, cos_sin, C, MP, 0, WIDE)
+        m_lo, m_hi = _rotate(
+            at=at + k, step=1, valid=ok, W=W, w_lo=w_lo, w_hi=w_hi, zero=zero, mean=at, cos_sin=cos_sin, C=C, XP=MP, ROPE=0, WIDE=WIDE,
+        )  # fmt: skip
         lo, hi = lo - m_lo, hi - m_hi
     edges, levels = _table(TAB, BITS)
     pair, scale, finite, fitting = _measure(lo, hi, edges, levels, factor, C, WIDE)
@@ -580,7 +606,9 @@ def _short(X, sb, sh, sn, W, MEAN, TAB, P0, P1, P2, SCALE, SINKS, RING, factor, 
     tl.store(FLAG + 1 + r * 0, 1, mask=valid & ~fitting)
     word, at = pair * (1 << 2 * slot)[:, None], (bh * tiles + tile)[:, None]
     old = (bh * (tiles - truncated) + tile - truncated)[:, None]
-    _store(P0, P1, P2, word, at, old, t % R, 255 - (3 << slot), valid, C, BY_TOKEN, R, False)
+    _store(
+        P0=P0, P1=P1, P2=P2, word=word, at=at, old=old, row=t % R, keep=255 - (3 << slot), mask=valid, C=C, BY_TOKEN=BY_TOKEN, R=R, WHOLE=False,
+    )  # fmt: skip
 
 # %% ../../nbs/40_encode.ipynb #9df40eba
 @triton.jit(do_not_specialize=["ktruncated", "vtruncated", "rows", "first", "base", "tiles", "limit"])
@@ -594,11 +622,17 @@ def _short_kernel(
     if STATIC:
         first = tl.load(POSITION)
     if tl.program_id(1) == 0:
-        _short(KX, ksb, ksh, ksn, KW, KMEAN, KTAB, KP0, KP1, KP2, KSCALE, KSINKS, KRING, kfactor, ktruncated, START, COS_SIN, FLAG,
-               heads, rows, first, base, n, tiles, limit, KC, False, sinks, ring, R, M, WIDE)  # fmt: skip
+        _short(
+            X=KX, sb=ksb, sh=ksh, sn=ksn, W=KW, MEAN=KMEAN, TAB=KTAB, P0=KP0, P1=KP1, P2=KP2, SCALE=KSCALE, SINKS=KSINKS, RING=KRING,
+            factor=kfactor, truncated=ktruncated, START=START, COS_SIN=COS_SIN, FLAG=FLAG, heads=heads, rows=rows, first=first, base=base, n=n,
+            tiles=tiles, limit=limit, C=KC, BY_TOKEN=False, sinks=sinks, ring=ring, R=R, M=M, WIDE=WIDE,
+        )  # fmt: skip
     else:
-        _short(VX, vsb, vsh, vsn, VW, VMEAN, VTAB, VP0, VP1, VP2, VSCALE, VSINKS, VRING, vfactor, vtruncated, START, COS_SIN, FLAG + 2,
-               heads, rows, first, base, n, tiles, limit, VC, True, sinks, ring, R, M, WIDE)  # fmt: skip
+        _short(
+            X=VX, sb=vsb, sh=vsh, sn=vsn, W=VW, MEAN=VMEAN, TAB=VTAB, P0=VP0, P1=VP1, P2=VP2, SCALE=VSCALE, SINKS=VSINKS, RING=VRING,
+            factor=vfactor, truncated=vtruncated, START=START, COS_SIN=COS_SIN, FLAG=FLAG + 2, heads=heads, rows=rows, first=first, base=base,
+            n=n, tiles=tiles, limit=limit, C=VC, BY_TOKEN=True, sinks=sinks, ring=ring, R=R, M=M, WIDE=WIDE,
+        )  # fmt: skip
     if STATIC:
         fits = first + n <= limit
         tl.store(FLAG + 4, 1, mask=fits == 0)
@@ -772,12 +806,12 @@ class LongSide(NamedTuple):
         return cls(x, *x.stride(), rotation.parts, _rotated_mean(t), t.table, p0, p1, p2, t.scale, rotation.factor, t.truncated)
 
 # %% ../../nbs/40_encode.ipynb #487bf355
-def _launch_long(k, v, key: Target, value: Target, consts, first, flags, tile, position=None, limit=2**31 - 1):
+def _launch_long(k, v, key: Target, value: Target, consts, first, flags, tile, position=None, limit=2**31 - 1, config=None):
     "Code k and v from token `first` on, or from where `position` says if they end at `limit` at the latest."
     (b, h, n, d), rows, static = k.shape, tile // 4, position is not None
     parts, rope = max(key.rotation.count, value.rotation.count), key.rope
     processors, large = _processors(k.device)
-    m, options = _config(max(d, v.shape[-1]), rows, parts, large, k.itemsize, rope)
+    m, options = config or _config(max(d, v.shape[-1]), rows, parts, large, k.itemsize, rope)
     sides, blocks = (*LongSide.of(k, key), *LongSide.of(v, value)), -(-rows // m)
     named = dict(
         COS_SIN=key.cos_sin if rope else flags, START=key.start if rope else flags, POSITION=position if static else flags, FLAG=flags,
@@ -807,6 +841,7 @@ def encode_append(
     first: int,  # token, counted from the first tile, at which the first of n goes
     flags: Tensor | None = None,  # [4] int32 to raise flags in; new and zero if None
     tile: int = TILE,
+    config: tuple | None = None,  # byte rows of a program, how Triton compiles it; None: what is fastest on the GPUs it was measured on
 ) -> Tensor:  # the flags: key not finite, key scale too large, value not finite, value too large
     """Code k and v and write them into planes and scales, in one launch and without waiting for it.
     Raises ImportError without Triton, ValueError/TypeError for tensors that do not fit."""
@@ -835,7 +870,7 @@ def encode_append(
         for x, b, t in zip((k, v), bits, (key, value)):
             of = dict(mode=t.mode, mean=None if t.mean is None else t.mean.dtype, scale=t.scale.dtype, large=large, rope=t.rope)
             consts.append(CodingConstants.of(x.shape[3], x.dtype, b, t.rotation, **of))
-        _launch_long(k, v, key, value, consts, first, flags, tile)
+        _launch_long(k, v, key, value, consts, first, flags, tile, config=config)
     return flags
 
 # %% ../../nbs/40_encode.ipynb #f0cf1f80
@@ -1071,7 +1106,7 @@ def append(
     ValueError with the reason where `supports` says no. After the first chunk, appends of at most
     64 tokens (a quarter of a tile) do not wait for the device: a state that is not finite or too
     large is taken with the scale NaN, and `store.sync()` raises."""
-    if store.static and store._recorded():
+    if store.static and store._capturing():
         args = store._by_position(k, v)
         compiled = torch.compiler.is_compiling()
         return (torch.ops.turboquant_nb.encode_append.default if compiled else _append_at)(*args)

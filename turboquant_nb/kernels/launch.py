@@ -30,7 +30,7 @@ from turboquant_nb.kernels.decode import (
     triton,
 )
 from .decode_mma import Repeatable, gluon, mma_attention
-from .query import score_bias
+from .query import AngleTables, angle_tables, score_bias
 from ..cache.store import KVStore
 
 # %% ../../nbs/44_launch.ipynb #0c917354
@@ -79,13 +79,14 @@ class Plan(NamedTuple):
     why_mma: str = ""  # the same for the tensor-core kernel
     start: Tensor | None = None  # this `start` of a store is zero everywhere
     start_version: int = 0  # as long as it has this version
+    angles: AngleTables | None = None  # of a pre-RoPE mean
 
     @classmethod
-    def of(cls, key, value, tile: int, device, start: Tensor | None = None) -> "Plan":
+    def of(cls, key, value, tile: int, device, start: Tensor | None = None, angles: AngleTables | None = None) -> "Plan":
         "The plan for codes of two quantizers."
         if why := _side_reason("keys", key, tile) or _side_reason("values", value, tile):
             return cls(key, value, None, why)
-        plan = cls(key, value, CodeTables.of(key, value, device), why_mma=_mma_reason(key, value, tile))
+        plan = cls(key, value, CodeTables.of(key, value, device), why_mma=_mma_reason(key, value, tile), angles=angles)
         if start is None or start.is_inference() or bool(start.any()):
             return plan
         return plan._replace(start=start, start_version=start._version)
@@ -99,12 +100,21 @@ class Plan(NamedTuple):
 _PLANS = WeakKeyDictionary()
 
 
+def _angles_of(store: KVStore) -> AngleTables | None:
+    "Tables of the pre-RoPE mean of a store; None without one, or where tiles are larger than those of the tensor-core kernel."
+    if store.recipe.key.center != "pre_rope" or store.tile > 256:
+        return None
+    return angle_tables(store.cos_sin, len(store.rope_table), store.tile)
+
+
 def _plan_of(store: KVStore) -> Plan:
     "The plan of a store; made again when its quantizers are new ones."
     plan, key, value = _PLANS.get(store), store.key.q, store.value.q
     if plan is None or plan.key is not key or plan.value is not value:
         start = None if store.static else store.start  # a captured graph must see later changes
-        plan = _PLANS[store] = Plan.of(key, value, store.tile, store.device, start)
+        plan = _PLANS[store] = Plan.of(key, value, store.tile, store.device, start, _angles_of(store))
+    elif plan.angles is not None and not store.static and plan.angles.positions < len(store.rope_table):
+        plan = _PLANS[store] = plan._replace(angles=_angles_of(store))
     return plan
 
 # %% ../../nbs/44_launch.ipynb #d6eb63e7
@@ -183,8 +193,8 @@ def supports(
 # %% ../../nbs/44_launch.ipynb #abffc2b6
 _SCHEMA = """(Tensor q, Tensor[] key_planes, Tensor key_scale, Tensor[] value_planes, Tensor value_scale,
  Tensor packed_lut, Tensor levels, Tensor key_rotation, Tensor value_rotation, Tensor? key_mean, Tensor? value_mean,
- Tensor[] exact, Tensor? k, Tensor? v, Tensor? start, Tensor? end, Tensor? position, Tensor? pages, Tensor? cos_sin, float key_step, float value_step,
- SymInt length, SymInt offset, SymInt recent_from, float scaling, SymInt? window, float? softcap,
+ Tensor key_sinks, Tensor key_recent, Tensor value_sinks, Tensor value_recent, Tensor? k, Tensor? v, Tensor? start, Tensor? end, Tensor? position, Tensor? pages, Tensor? cos_sin, Tensor? near_angles, Tensor? far_angles, float key_step, float value_step,
+ SymInt length, SymInt offset, SymInt recent_from, float scaling, SymInt? sliding_window, float? softcap,
  SymInt? splits, bool key_hadamard, bool value_hadamard, bool portable) -> (Tensor, Tensor)"""
 
 
@@ -223,7 +233,7 @@ def checked_operands(q, store, k, v, scaling, sliding_window, softcap, splits, k
     why = _call_reason(q, store, k, v, None) or why
     if why:
         raise ValueError(f"decode_attention cannot serve this: {why}")
-    return store_operands(q, store, plan.tables, k, v, scaling, sliding_window, softcap, splits, not plan.is_unpadded(store), portable)
+    return store_operands(q, store, plan.tables, k, v, scaling, sliding_window, softcap, splits, not plan.is_unpadded(store), portable, plan.angles)
 
 
 _checked_operands_uncompiled = torch.compiler.disable(checked_operands)
@@ -233,10 +243,11 @@ def _nothing():
     return None
 
 
-def _state(store) -> tuple:  # (tensors and quantizers of a store that launches depend on, is `start` zero?)
+def _state(store) -> tuple:  # (tensors and quantizers of a store that launches depend on, is `start` zero?, tables of angles)
     one, two = store.key.tensors, store.value.tensors
     rest = store.start, store.end, store.position, store.key.q, store.value.q
-    return [*one.values(), *two.values(), *rest], _plan_of(store).is_unpadded(store)
+    plan = _plan_of(store)
+    return [*one.values(), *two.values(), *rest], plan.is_unpadded(store), plan.angles
 
 
 class Repeat:
@@ -248,7 +259,7 @@ class Repeat:
         self.chunk = 0 if x.k is None else x.k.shape[2]
         self.min_length = max(x.q.shape[2], self.chunk)
         self.out = (*x.q.shape[:3], len(x.value_rotation))
-        state, self.zero = _state(store)
+        state, self.zero, _ = _state(store)
         self.state = [weakref.ref(t) if t is not None else _nothing for t in state]
         self.others, known = [], {id(t) for t in state}  # tables and matrices, which stay
         self.launches = [self._settled(launch, known) for launch in again.launches]
@@ -266,7 +277,7 @@ class Repeat:
         return launch.compiled[launch.grid], args, launch.changing
 
     def __call__(self, q, k, v, store) -> tuple | None:  # None: the store is not what it was
-        state, zero = _state(store)
+        state, zero, angles = _state(store)
         if len(state) != len(self.state) or zero is not self.zero:
             return None
         if not all(map(operator.is_, [ref() for ref in self.state], state)) or store._bound < self.min_length:
@@ -276,7 +287,7 @@ class Repeat:
         empty = partial(torch.empty, dtype=torch.float32, device=q.device)
         new = {name: empty(shape) for name, shape in self.shapes.items()}
         out, lse = torch.empty(self.out, dtype=q.dtype, device=q.device), empty(self.out[:3])
-        new |= dict(q=q, k=k, v=v, out=out, lse=lse, cos_sin=store.rope_table)
+        new |= dict(q=q, k=k, v=v, out=out, lse=lse, cos_sin=store.rope_table, far_angles=None if angles is None else angles.far)
         at = {name: x.data_ptr() for name, x in new.items() if x is not None}
         at |= dict(length=store.length, offset=store.offset, recent_from=store._recent_from)
         for run, args, slots in self.launches:

@@ -119,8 +119,8 @@ def decode_pages(
     return run(DecodeOperands(
         last_dim_dense(q), pages.key_planes, pages.key_scale, pages.value_planes, pages.value_scale, tables.packed_lut, tables.levels,
         key_rotation=pages.key.rotation.query_matrix, value_rotation=pages.value.rotation.matrix, key_mean=pages.key_mean,
-        value_mean=pages.value_mean, exact=[none] * 4, k=last_dim_dense(k), v=last_dim_dense(v), start=None, end=None,
-        position=pages.lengths, pages=pages.table, cos_sin=pages.cos_sin, key_step=tables.steps[0], value_step=tables.steps[1],
+        value_mean=pages.value_mean, key_sinks=none, key_recent=none, value_sinks=none, value_recent=none, k=last_dim_dense(k), v=last_dim_dense(v), start=None, end=None,
+        position=pages.lengths, pages=pages.table, cos_sin=pages.cos_sin, near_angles=None, far_angles=None, key_step=tables.steps[0], value_step=tables.steps[1],
         length=0, offset=0, recent_from=2**31 - 1, **call_numbers(q, scaling, sliding_window, softcap, splits),
         key_hadamard=tables.hadamard[0], value_hadamard=tables.hadamard[1], portable=portable,
     ))  # fmt: skip

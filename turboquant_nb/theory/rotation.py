@@ -191,7 +191,7 @@ class Rotation(Transform):
 def _no_autocast(x: Tensor):
     "A context in which products on the device of x keep float32."
     kind = x.device.type  # is_autocast_available() would say it too, but torch.compile of PyTorch 2.11 cannot trace it
-    return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
+    return nullcontext() if kind == "meta" or not torch.is_autocast_enabled(kind) else torch.autocast(kind, enabled=False)
 
 def _times(x: Tensor, M: Tensor, rotation: Rotation, name: str) -> Tensor:
     "x @ M in float32 with autocast off, after the checks that every caller deserves."

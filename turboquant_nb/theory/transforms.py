@@ -154,9 +154,9 @@ def best_scales(
         if not x.isfinite().all() or x.min() < 0:
             raise ValueError(f"{name} must be finite and not negative")
     m, c = _pair_means(queries.double(), rotary), _pair_means(keys.double(), rotary)
-    low = 1e-6 * m.amax(1, keepdim=True), 1e-6 * c.amax(1, keepdim=True)
-    log = 0.25 * ((m + low[0]) / (c + low[1])).log2()
-    log = torch.where((m > low[0]) & (c > low[1]), log, log.nanmedian(1, keepdim=True)[0])
+    low_m, low_c = 1e-6 * m.amax(1, keepdim=True), 1e-6 * c.amax(1, keepdim=True)
+    log = 0.25 * ((m + low_m) / (c + low_c)).log2()
+    log = torch.where((m > low_m) & (c > low_c), log, log.nanmedian(1, keepdim=True).values)
     log = (log - log.mean(1, keepdim=True)).nan_to_num(0.0)
     shifts = torch.arange(8, dtype=torch.float64)[:, None, None] / 8  # a common factor changes no cost
     tried = (log + shifts).round().clamp(-12, 12).exp2()  # [8, H, d]

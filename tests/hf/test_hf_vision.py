@@ -1,0 +1,151 @@
+"""Images and videos: small random models of the vision-language families of transformers, in float64, in whose language model images are tokens like others, at positions of
+several axes (Qwen-VL), between tokens that see one another in both directions (Gemma 3, PaliGemma), or in layers with a sliding window (Gemma 3)."""
+import pytest
+import torch
+
+from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.testing import same
+
+transformers = pytest.importorskip("transformers")
+from transformers import DynamicCache  # noqa: E402
+
+from turboquant_nb.hf import TurboQuantCache  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+IMAGE, VIDEO, BEGIN, END = 57, 58, 59, 60
+TEXT = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=512,
+            tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=None)
+AXES = TEXT | dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]})
+EYE = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+QWEN_EYE = dict(depth=1, hidden_size=16, intermediate_size=24, num_heads=2, patch_size=2, spatial_merge_size=2, temporal_patch_size=2, out_hidden_size=32)
+QWEN = dict(text_config=AXES, image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=BEGIN, vision_end_token_id=END)
+T = transformers
+FAMILIES = {  # name: (class of the model, its config)
+    "LlavaOnevision": lambda: T.LlavaOnevisionConfig(text_config=T.Qwen2Config(**TEXT), vision_config=T.SiglipVisionConfig(**EYE, image_size=8, patch_size=4), image_token_id=IMAGE,
+                                                     video_token_id=VIDEO, image_grid_pinpoints=[[8, 8]], vision_feature_layer=-1),
+    "Qwen2_5_VL": lambda: T.Qwen2_5_VLConfig(**QWEN, vision_config=QWEN_EYE | dict(window_size=8, fullatt_block_indexes=[0])),
+    "Qwen3VL": lambda: T.Qwen3VLConfig(**QWEN, vision_config=QWEN_EYE | dict(num_position_embeddings=16, deepstack_visual_indexes=[0])),
+    "SmolVLM": lambda: T.SmolVLMConfig(text_config=T.LlamaConfig(**TEXT), vision_config=dict(**EYE, image_size=8, patch_size=2), scale_factor=2, image_token_id=IMAGE, pad_token_id=0),
+    "Idefics3": lambda: T.Idefics3Config(text_config=T.LlamaConfig(**TEXT), vision_config=dict(**EYE, image_size=8, patch_size=2), scale_factor=2, image_token_id=IMAGE, pad_token_id=0),
+    "Gemma3": lambda: T.Gemma3Config(text_config=T.Gemma3TextConfig(**TEXT, sliding_window=12, layer_types=["sliding_attention", "full_attention"]), boi_token_index=BEGIN, eoi_token_index=END,
+                                     vision_config=dict(**EYE, image_size=8, patch_size=2), mm_tokens_per_image=4, image_token_index=IMAGE),
+    "InternVL": lambda: T.InternVLConfig(text_config=T.Qwen2Config(**TEXT), vision_config=dict(**EYE, image_size=[8, 8], patch_size=[2, 2]), image_token_id=IMAGE, downsample_ratio=0.5),
+    "Llava": lambda: T.LlavaConfig(text_config=T.LlamaConfig(**TEXT), vision_config=T.CLIPVisionConfig(**EYE, image_size=8, patch_size=4), image_token_index=IMAGE, vision_feature_layer=-1),
+    "PaliGemma": lambda: T.PaliGemmaConfig(text_config=T.GemmaConfig(**TEXT), vision_config=T.SiglipVisionConfig(**EYE, image_size=8, patch_size=4, projection_dim=32), image_token_index=IMAGE,
+                                           projection_dim=32),
+}
+VIDEOS = ("LlavaOnevision", "Qwen2_5_VL", "Qwen3VL")
+CASES = [(name, False) for name in FAMILIES] + [(name, True) for name in VIDEOS]
+_made = {}
+
+
+def made(name):
+    "The model, with weights large enough that its tokens depend on the image."
+    if name not in _made:
+        torch.manual_seed(0)
+        model = getattr(transformers, name + "ForConditionalGeneration")(FAMILIES[name]()).eval().double()
+        g = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.ndim > 1:
+                    p.normal_(0, 0.3, generator=g)
+        _made[name] = model
+    return _made[name]
+
+
+def body(name, video):
+    "Tokens that stand for an image of 8 x 8 pixels, or for two or four such frames."
+    if name == "Qwen3VL" and video:  # each time is a piece of its own
+        return [BEGIN, *[VIDEO] * 4, END, 7, 8, BEGIN, *[VIDEO] * 4, END]
+    if name.startswith("Qwen"):
+        return [BEGIN, *([VIDEO] * 8 if video else [IMAGE] * 4), END]
+    if name == "LlavaOnevision":  # the whole, its only part and a line's end; a token for each frame and one more
+        return [VIDEO] * 3 if video else [IMAGE] * 10
+    return [BEGIN, *[IMAGE] * 4, END] if name == "Gemma3" else [IMAGE] * 4
+
+
+def asked(name, video=False, seed=0):
+    "Two sequences with a picture each; the first has five tokens of padding at its left."
+    g = torch.Generator().manual_seed(seed)
+    words = torch.randint(2, 50, (2, 15), generator=g).tolist()
+    rows = [x[:6] + body(name, video) + x[6:] for x in words]
+    rows[0][:5] = [0] * 5
+    ids = torch.tensor(rows)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    out, noise = dict(input_ids=ids, attention_mask=mask), lambda *shape: torch.randn(2, *shape, generator=g, dtype=torch.float64)
+    if name.startswith("Qwen"):
+        grid = torch.tensor([[2 if video else 1, 4, 4]] * 2)
+        pixels = noise(int(grid[0].prod()), 3 * 2 * 2 * 2).flatten(0, 1)
+        kinds = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
+        return out | {"pixel_values_videos" if video else "pixel_values": pixels, "video_grid_thw" if video else "image_grid_thw": grid, "mm_token_type_ids": kinds}
+    if name == "LlavaOnevision":
+        still = dict(image_sizes=torch.tensor([[8, 8]] * 2), batch_num_images=torch.tensor([1, 1]))
+        return out | {"pixel_values_videos" if video else "pixel_values": noise(2, 3, 8, 8), **({} if video else still)}
+    if name in ("Gemma3", "PaliGemma"):
+        out["token_type_ids"] = (ids == IMAGE).int() if name == "Gemma3" else torch.zeros_like(ids)
+    return out | dict(pixel_values=noise(1, 3, 8, 8) if name in ("SmolVLM", "Idefics3") else noise(3, 8, 8))
+
+
+def answer(model, inputs, attention, cache, n=8):
+    "(tokens, logits [n, B, vocabulary]) of greedy decoding."
+    model.set_attn_implementation({"text_config": attention, "vision_config": "sdpa"})
+    out = model.generate(**inputs, past_key_values=cache, max_new_tokens=n, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    return out.sequences[:, -n:], torch.stack(out.logits)
+
+
+def one_row(inputs, row, skip):
+    "The inputs of one sequence without its padding."
+    each = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+    cut = {k: x.view(2, -1, *x.shape[1:])[row].view(-1, *x.shape[1:]) for k, x in inputs.items() if k not in each}
+    return cut | {k: inputs[k][row : row + 1, skip:] for k in each if k in inputs}
+
+
+@pytest.mark.parametrize("name, video", CASES)
+def test_pictures(name, video):
+    """Attention on codes gives the tokens of attention over the decoded states, with left padding and without; with everything in the exact window, those of transformers' own cache. The picture
+    counts: another one gives other logits. Coarse codes count: their logits are others."""
+    model, inputs = made(name), asked(name, video)
+    own, exact = answer(model, inputs, "sdpa", DynamicCache(config=model.config))
+    _, other = answer(model, {k: -x if "pixel" in k else x for k, x in inputs.items()}, "sdpa", DynamicCache(config=model.config))
+    top = exact.abs().max()
+    assert (other - exact).abs().max() > 0.05 * top
+    for recipe in (Recipe(Spec(3), Spec(3), sinks=0, recent=400), "k2v2"):
+        cache = TurboQuantCache(model, recipe)
+        want, dense = answer(model, inputs, "sdpa", TurboQuantCache(model, recipe))
+        got, logits = answer(model, inputs, "turboquant", cache)
+        same(got, want)
+        assert (logits - dense).abs().max() < 1e-4 * top
+        if recipe != "k2v2":
+            same(got, own)
+            continue
+        assert cache.coded_layers[0].starts == (5, 0)
+        for row, skip in ((0, 5), (1, 0)):
+            alone, _ = answer(model, one_row(inputs, row, skip), "turboquant", TurboQuantCache(model, recipe))
+            same(alone[0], got[row])
+        wide = Recipe(Spec(2), Spec(2), sinks=0, recent=0)
+        coarse = [answer(model, inputs, a, TurboQuantCache(model, wide)) for a in ("sdpa", "turboquant")]
+        same(*(tokens for tokens, _ in coarse))
+        assert (coarse[0][1] - exact).abs().max() > 1e-3 * top > 10 * (coarse[0][1] - coarse[1][1]).abs().max()
+
+
+@pytest.mark.parametrize("name", ["Qwen2_5_VL", "LlavaOnevision"])
+def test_a_video_in_chunks(name):
+    "The embeddings and positions of a video's prompt come to the language model seven at a time: attention on codes follows attention over the decoded states, chunk by chunk, padding included."
+    model, inputs, came = made(name), asked(name, name in VIDEOS), {}
+    keep = model.model.language_model.register_forward_pre_hook(lambda module, args, kwargs: came.update(kwargs), with_kwargs=True)
+    answer(model, inputs, "sdpa", DynamicCache(config=model.config), n=1)
+    keep.remove()
+    x, positions, mask, out = came["inputs_embeds"], came["position_ids"], inputs["attention_mask"], []
+    for attention in ("sdpa", "turboquant"):
+        model.set_attn_implementation({"text_config": attention, "vision_config": "sdpa"})
+        cache = TurboQuantCache(model, "k2v2")
+        with torch.no_grad():
+            parts = [
+                model.model.language_model(inputs_embeds=x[:, i : i + 7], position_ids=positions[..., i : i + 7], attention_mask=mask[:, : i + 7], past_key_values=cache).last_hidden_state
+                for i in range(0, x.shape[1], 7)
+            ]
+        out.append(torch.cat(parts, 1)[:, 5:])  # what padding gives is nobody's business
+    assert cache.get_seq_length() == x.shape[1] > 14 and cache.coded_layers[0].starts == (5, 0)
+    assert (out[0] - out[1]).abs().max() < 1e-4 * out[0].abs().max()

@@ -1,0 +1,49 @@
+"What a notebook shows of a file of results must be what the file gives."
+import copy
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts" / "tools"))
+pytest.importorskip("nbdev")
+import test_notebooks as tool  # noqa: E402
+
+sys.path.pop(0)
+tool.compared.__test__ = False
+
+
+def cell(source, *outputs, kind="code", id="a"):
+    return {"cell_type": kind, "id": id, "source": source, "outputs": list(outputs)}
+
+
+def says(text, name="stdout"):
+    return {"output_type": "stream", "name": name, "text": text}
+
+
+def test_what_counts_as_text():
+    picture = {"output_type": "display_data", "data": {"image/png": "abc", "text/plain": "<Figure>"}}
+    value = {"output_type": "execute_result", "data": {"text/plain": ["3", "4"], "text/markdown": "**34**"}}
+    assert tool.printed(cell("", says("a\n"), says("late", "stderr"), picture, value)) == "a\na picture\n**34**"
+
+
+@pytest.mark.parametrize("stem,source,kind,shown", [
+    ("90_speed", "print(3)", "code", True), ("90_speed", "print(3)", "markdown", False), ("10_codebook", "print(3)", "code", False),
+    ("60_calibrate", "rows = rows_of('x.json')", "code", True), ("61_sensitivity", "x = results.load(p)", "code", True), ("03_results", "results.load(p)", "code", False)])
+def test_which_cells(stem, source, kind, shown):
+    assert tool.shows_results(stem, cell(source, kind=kind)) is shown
+
+
+def test_a_changed_number_is_found(tmp_path):
+    path = tmp_path / "90_speed.ipynb"
+    held = [cell("x", says("one 1.0\ntwo 2.0\n")), cell("y", says("same\n"), id="b")]
+    path.write_text(json.dumps({"cells": held}))
+    assert list(tool.differences(path, copy.deepcopy(held))) == []
+    now = copy.deepcopy(held)
+    now[0]["outputs"][0]["text"] = "one 1.0\ntwo 2.1\n"
+    (line,) = tool.differences(path, now)
+    assert "two 2.0" in line and "two 2.1" in line and "cell a" in line
+    now[0]["outputs"] = []
+    assert len(list(tool.differences(path, now))) == 1
