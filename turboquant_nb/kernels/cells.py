@@ -199,7 +199,7 @@ def _extent(length, m, own, splits, sliding_window, TILE: tl.constexpr, SLIDING:
     return first, count, (count + splits - 1) // splits
 
 
-@triton.jit(do_not_specialize=["splits", "m", "own", "sliding_window"])
+@triton.jit(do_not_specialize=["splits", "m", "own", "sliding_window", "table_stride"])
 def _portable_cells_kernel(
     ROTATED, LEVELS, LENGTH, TABLE, table_stride, CELLS, SCALES, block_stride, head_stride, O, LSE, heads, m, own, blocks, splits,
     sliding_window, cap_at, KA: tl.constexpr, VA: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
@@ -430,7 +430,7 @@ def _values_of_tile(keys, values, ACC, CELLS, cells, following, go, P, rescale, 
         _copy_keys(keys, c, c, CELLS, cells, following, go, G)
 
 
-@gluon.jit(do_not_specialize=["splits", "own", "sliding_window"])
+@gluon.jit(do_not_specialize=["splits", "m", "own", "sliding_window", "table_stride"])
 def _fragments_cells_kernel(
     QUERY, sb, sh, sn, ROTATED, RK_, RV_, CELLS, SCALES, LUT, LENGTH, TABLE, table_stride, block_stride, head_stride, O, LSE, heads, group,
     blocks, splits, m, own, sliding_window, scaling, k_step, v_step, cap_at, FAST_K: gl.constexpr, FAST: gl.constexpr,
@@ -642,7 +642,7 @@ def decode_cells(
     return out, lse
 
 # %% ../../nbs/45b_cells.ipynb #45b00023
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["TABLE"])
 def _past_kernel(CELLS, SCALES, LEVELS, TABLE, K, kt, kh, V, vt, vh, block_stride, head_stride, tokens, k_scale: tl.constexpr,
                  v_scale: tl.constexpr, KA: tl.constexpr, VA: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
                  DVP: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr):  # fmt: skip

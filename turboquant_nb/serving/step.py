@@ -173,6 +173,21 @@ class CodedAttention:
             return "oracle"
         return "fragments" if self.plan.supports("fragments")[0] else "portable"
 
+    def prepare(self, dtype: torch.dtype) -> None:
+        """Compile the kernels that steps with states of this dtype may need, before the first one: an engine may watch what is
+        compiled later, or forbid it."""
+        if self.plan is None:
+            return
+        device, (dk, dv), n = self.key.device, (self.key.d, self.value.d), self.cell.tokens
+        cache = self.cell.empty(1, self.heads, device).zero_()
+        for tokens in (1, n // 4 + 1):
+            k, v = (torch.zeros(tokens, self.heads, d, dtype=dtype, device=device) for d in (dk, dv))
+            for kind in (torch.int32, torch.int64):
+                append_cells(cache, self.plan, k, v, torch.full((tokens,), -1, dtype=kind, device=device))
+        q, one = torch.zeros(1, self.query_heads, dk, dtype=dtype, device=device), torch.ones(1, dtype=torch.int32, device=device)
+        decode_cells(q, cache, self.plan, one[:, None] * 0, one, k[:1], v[:1], self.scaling, **self.options, workspace=Workspace(device))
+        past_cells(cache, self.plan, one * 0, n, *(torch.empty(n, self.heads, d, dtype=dtype, device=device) for d in (dk, dv)))
+
     def store(self, cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
         "Code the tokens of a step into their slots; below 0: padding."
         if self.plan is None:

@@ -268,6 +268,7 @@ class Impl(AttentionImpl):
         self.layer = CodedAttention(*quantizers, tokens, *sizes, softcap=self.softcap, flash=_flash if gpu else dense)
         programs = 64 * torch.cuda.get_device_properties(device).multi_processor_count if gpu else 0
         floats = workspace_floats(self.requests, self.num_kv_heads, self.num_heads // self.num_kv_heads, self.head_size, programs) if gpu else 0
+        self.layer.prepare(dtype)
         d, past = self.head_size, -(-self.config.past_tokens // 256) * 256
         self.workspace, self.past = _shared_memory(device, floats, past if gpu else 0, self.num_kv_heads, d, d, dtype)
 
