@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import torch
 
-from turboquant_nb.cache.packing import SLOT, WIDTHS, Layout, drop_plane, pack, _quarter_bytes, unpack, write
+from turboquant_nb.cache.packing import SLOT, WIDTHS, Layout, drop_plane, pack, quarter_bytes, unpack, write
 from turboquant_nb.testing import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -148,9 +148,9 @@ def test_drop_plane_halves_codes(bits, gen):
 
 
 @pytest.mark.parametrize("quarter", range(4))
-def test_quarter_bytes_stay_in_their_slot(quarter, gen):
+def testquarter_bytes_stay_in_their_slot(quarter, gen):
     for bits in (1, 2, 3, 4):
-        for p in _quarter_bytes(random_codes(gen, bits, 9, 6), Layout(bits, 6), quarter):
+        for p in quarter_bytes(random_codes(gen, bits, 9, 6), Layout(bits, 6), quarter):
             assert int((p & (255 - (3 << SLOT[quarter]))).max()) == 0
 
 

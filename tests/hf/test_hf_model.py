@@ -141,3 +141,26 @@ def test_prompt_lookup_is_greedy_decoding(real, recipe):
     apart = float((torch.stack([x[0] for x in out[1].logits])[:n] - logits[:n]).abs().max())
     print(f"{recipe}: {n} tokens, logits apart by {apart:.1e}, {len(set(plain.tolist()))} different tokens")
     assert n >= 8 and torch.equal(lookup[:n], plain[:n]) and apart < 0.02
+
+
+def test_left_padding_is_the_run_without_it(real):
+    """120 tokens of padding before 180 real ones, 4 tokens on codes: tokens and logits of the run without padding, apart by rounding (a code may flip, see above), far less than codes are from exact
+    states. The model attends on codes, so sinks, the keys' mean and what is exact must count from the first real token."""
+    model, ids = real
+    ids, out, n = ids[:, :180], [], 4
+    options = dict(max_new_tokens=n, min_new_tokens=n, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    for attention, cache, padding in (("turboquant", "k2v2", 120), ("turboquant", "k2v2", 0), ("sdpa", None, 0)):
+        model.set_attn_implementation(attention)
+        before = torch.zeros(1, padding, dtype=torch.long)
+        mask = torch.cat([before, torch.ones_like(ids)], 1)
+        cache = cache and TurboQuantCache(model, cache)
+        out.append(model.generate(torch.cat([before, ids], 1), attention_mask=mask, past_key_values=cache, **options))
+    padded, plain, exact = (torch.stack([x[0] for x in y.logits]) for y in out)
+    first = (padded[0] - plain[0]).abs().max()  # of exact attention
+    apart, coded = ((padded[1] - x[1]).abs().max() for x in (plain, exact))
+    top = plain.topk(2).values
+    tied = (top[:, 0] - top[:, 1] < 0.04).nonzero()
+    n = int(tied[0]) if len(tied) else n
+    print(f"logits apart by {first:.1e}, then {apart:.1e}; codes from exact states {coded:.2f}; {n} tokens")
+    assert n >= 2 and torch.equal(out[0].sequences[0, 300 : 300 + n], out[1].sequences[0, 180 : 180 + n])
+    assert first < 1e-3 and apart < 0.02 < coded / 5

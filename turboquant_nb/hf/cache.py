@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from .. import checks
 from ..kernels import ops
 from .model_info import ModelInfo, _recipes_to_json, plan_layers
 from ..quant.quantizer import Recipe
@@ -751,16 +752,20 @@ def batch_repeat_interleave(self: TurboQuantLayer, repeats: int) -> None:
         self.rows_changed(tuple(x for x in self.starts for _ in range(repeats)))
 
 
+def _check_rows(beam_idx, batch: list) -> None:
+    "Raise TypeError/ValueError for what is no vector of rows of `batch` sequences (empty: not known); a GPU is not waited for."
+    checks.integers(beam_idx, "beam_idx")
+    if beam_idx.ndim != 1 or not len(beam_idx):
+        raise ValueError(f"beam_idx must be a vector of one row or more, got shape {list(beam_idx.shape)}")
+    for n in batch[:1] if beam_idx.device.type == "cpu" else []:
+        checks.within(beam_idx, "beam_idx", 0, n - 1)
+
+
 @patch
 def reorder_cache(self: TurboQuantCache, beam_idx: Tensor) -> None:  # noqa: F811
     """Row i becomes old row beam_idx[i], in every layer; the device is waited for once, and only
     where rows differ in their padding."""
-    held = [x.store.batch for x in self.coded_layers if x.is_initialized]
-    if not isinstance(beam_idx, Tensor) or beam_idx.dtype not in (torch.int32, torch.int64) or beam_idx.ndim != 1 or not len(beam_idx):
-        got = f"{beam_idx.dtype} of shape {list(beam_idx.shape)}" if isinstance(beam_idx, Tensor) else type(beam_idx).__name__
-        raise ValueError(f"beam_idx must be a vector of one row or more, integers, got {got}")
-    if held and beam_idx.device.type == "cpu" and not 0 <= int(beam_idx.min()) <= int(beam_idx.max()) < held[0]:
-        raise ValueError(f"beam_idx must be rows from 0 to {held[0] - 1}, got {beam_idx.tolist()}")
+    _check_rows(beam_idx, [x.store.batch for x in self.coded_layers if x.is_initialized])
     padded = any(len(set(x.starts or ())) > 1 for x in self.coded_layers)
     order = beam_idx.tolist() if padded else None
     for layer in self.layers:

@@ -601,7 +601,7 @@ def decode_cells(
     programs, pdl, options = 2, False, {}
     if not portable:
         count, pdl, capability = device_properties(q.device.index)
-        each, options = packaged_config(capability, padded_size(d), Q, max(cell.key_bits, cell.value_bits), False)
+        each, options = packaged_config(capability, padded_size(d), Q, max(cell.key_bits, cell.value_bits))
         programs = each * count
     splits = splits or count_splits(seen, batch * heads * blocks, programs)
     scaling = float(d**-0.5 if scaling is None else scaling)

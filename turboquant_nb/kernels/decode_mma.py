@@ -715,7 +715,10 @@ def _decode_kernel(
     top_b = shift
     still = shift
     if FUSED:
-        top_b, still = _mean_coefficients(COEFFICIENTS, QUERY, MK, FAR, sb, sh, sn, b, h, bh, block, n, group, first_at, factor, G)
+        top_b, still = _mean_coefficients(
+            COEFFICIENTS=COEFFICIENTS, QUERY=QUERY, M=MK, FAR=FAR, sb=sb, sh=sh, sn=sn, b=b, h=h, bh=bh, block=block, n=n, group=group,
+            begin_at=first_at, factor=factor, G=G,
+        )  # fmt: skip
     for t in range(begin, end):
         if G.RP == 64:
             scale_at = _page(tiles, t, 0, PAGED, G) * 256 + inside
