@@ -584,8 +584,8 @@ const pages = %s, widths = %s, out = [];
 const scrolls = e => /auto|scroll|hidden/.test(getComputedStyle(e).overflowX);
 function inside(e, top) { for (let p = e.parentElement; p && p !== top; p = p.parentElement) if (scrolls(p)) return true; return false; }
 function name(e) { return e.tagName.toLowerCase() + (e.id ? "#" + e.id : "") + " " + JSON.stringify((e.textContent || e.getAttribute("src") || "").trim().slice(0, 50)); }
-function measure(frame, page, width) {
-  const doc = frame.contentDocument, top = doc.documentElement;
+function behaviour(frame, page, width) {
+  const doc = frame.contentDocument;
   for (const block of doc.querySelectorAll("main div.sourceCode")) if (block.textContent.trimEnd().split("\\n").length > 30 && !block.closest("details")) out.push([page, width, "long source that stands open: " + name(block)]);
   for (const code of doc.querySelectorAll(".cell-output pre code")) if (/^raised \\w+: /m.test(code.textContent) && !code.closest("details")) out.push([page, width, "refusals that stand open: " + name(code)]);
   const head = doc.querySelector("thead th[tabindex]");
@@ -602,6 +602,9 @@ function measure(frame, page, width) {
     if (parseFloat(box.dataset.value) === got) out.push([page, width, `#${box.id} does not follow its control`]);
   }
   for (const details of doc.querySelectorAll("details")) details.open = true;
+}
+function layout(frame, page, width) {
+  const doc = frame.contentDocument, top = doc.documentElement;
   const wide = [...doc.body.querySelectorAll("*")].filter(e => e.getBoundingClientRect().right > width + 1 && !inside(e, doc.body) && getComputedStyle(e).position !== "absolute");
   if (top.scrollWidth > width + 1 || wide.length)
     out.push([page, width, "sticks out to " + Math.max(top.scrollWidth, ...wide.map(e => Math.ceil(e.getBoundingClientRect().right))) + " px: " + (wide.length ? name(wide[wide.length - 1]) : "an invisible element")]);
@@ -614,15 +617,14 @@ function measure(frame, page, width) {
   for (const pre of doc.querySelectorAll("pre")) if (/wrap|break/.test(getComputedStyle(pre.querySelector("code") || pre).whiteSpace)) { out.push([page, width, "code that wraps: " + name(pre)]); break; }
 }
 async function main() {
-  for (const width of widths) {
-    const frame = document.createElement("iframe");
-    frame.style.cssText = "border:0;height:800px;width:" + width + "px";
-    document.body.append(frame);
-    for (const page of pages) {
-      await new Promise(done => { frame.onload = done; frame.src = page; });
-      measure(frame, page, width);
-    }
-    frame.remove();
+  const frame = document.createElement("iframe");
+  frame.style.cssText = "border:0;height:800px";
+  document.body.append(frame);
+  for (const page of pages) {
+    frame.style.width = widths[0] + "px";
+    await new Promise(done => { frame.onload = done; frame.src = page; });
+    behaviour(frame, page, widths[0]);
+    for (const width of widths) { frame.style.width = width + "px"; layout(frame, page, width); }
   }
   await fetch("/measured", {method: "POST", body: JSON.stringify(out)});
 }
