@@ -130,7 +130,8 @@ def measure(case: Shape, bits, seconds):
     sdpa = lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=group > 1)
     for launch, wrap in (("eager", lambda f: f), ("graph", replayed)):
         add(method="sdpa bf16", launch=launch, bits=16, **kernel_times(wrap(sdpa), seconds))
-    for name, kk, vv, stored in (("triton bf16", k, v, 16), ("triton fp8", k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn), 8)):
+    dense_kernels = (("triton bf16", k, v, 16), ("triton fp8", k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn), 8))
+    for name, kk, vv, stored in dense_kernels if d == triton.next_power_of_2(d) else ():  # Triton's ranges are powers of two
         best = None
         for splits in sorted({max(1, 256 // (batch * heads)), max(1, 528 // (batch * heads)), max(1, 1056 // (batch * heads))}):
             for block, warps, stages in ((64, 4, 3), (128, 4, 3)):
