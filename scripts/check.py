@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Everything that must hold before a commit, in one command (the second one of the README).
 
-    python scripts/check.py             all steps, cheapest first; stops at the first that fails
+    python scripts/check.py             all steps, quick ones first; stops at the first that fails
     python scripts/check.py --list      what the steps are
     python scripts/check.py --only lint --only docs
     python scripts/check.py --only tests --numerics default       under another arithmetic of the processor; `all`: under each
@@ -489,12 +489,6 @@ def step_imports():
     return f"{len(modules)} modules ({', '.join(asking) or 'none'} asks for an extra); import torch {base:.2f} s, import {lib} {ours:.2f} s"
 
 
-@step
-def step_docs():
-    "every page of the site renders; links, formulas, figures and the sidebar hold"
-    return must([sys.executable, TOOLS / "preview_docs.py", "--check"], "the pages have problems:").strip().splitlines()[-1]
-
-
 def alone(name):
     "A folder with the notebooks and nothing else of the repository, as on Colab; settings.ini says which cells a test leaves out."
     folder = scratch() / name
@@ -515,6 +509,26 @@ def step_nbtest(numerics="native"):
         env["TRITON_INTERPRET"] = "1"
     must([sys.executable, TOOLS / "test_notebooks.py", "--n_workers", workers(numerics), "--do_print", "--timing"], "nbdev_test failed (its output is above)", cwd=tree, env=env, show=True)
     return f"{len(notebooks())} notebooks"
+
+
+@functools.cache
+def pages():
+    "(the process that renders and checks the site, what it prints): mostly one thread, so a full run begins it first and other steps run beside it."
+    log = scratch() / "docs.log"
+    with log.open("w") as out:
+        process = subprocess.Popen([sys.executable, TOOLS / "preview_docs.py", "--check"], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
+    atexit.register(process.terminate)
+    return process, log
+
+
+@step
+def step_docs():
+    "every page of the site renders; links, formulas, figures and the sidebar hold"
+    process, log = pages()
+    status, output = process.wait(), log.read_text(encoding="utf-8", errors="replace")
+    if status:
+        raise Failed(f"the pages have problems:\n{output[-6000:].rstrip()}")
+    return output.strip().splitlines()[-1]
 
 
 @step
@@ -582,6 +596,8 @@ def main(argv=None):
     if args.mutants is not None:  # no step: a sample, whose score is read and not passed
         return subprocess.call([sys.executable, str(TOOLS / "mutants.py"), "--seconds", str(args.mutants)], cwd=ROOT)
     start, runs = time.perf_counter(), plan(args.only, args.numerics)
+    if any(name == "docs" for name, _ in runs):
+        pages()
     for i, (name, numerics) in enumerate(runs, 1):
         print(f"[{i}/{len(runs)}] {name}{f' ({numerics})' if numerics else ''}: {STEPS[name].__doc__}", flush=True)
         begin = time.perf_counter()
