@@ -1244,4 +1244,4 @@ def test_operations_of_a_step_in_each_layer():
     each = {name: (counts[name, 12] - counts[name, 6]) / 6 for name in ("sdpa", "turboquant")}
     once = counts["turboquant", 12] - 12 * each["turboquant"]
     assert each["turboquant"] - each["sdpa"] <= 250, each
-    assert once <= 120, (once, counts)
+    assert once <= each["turboquant"], (once, counts)  # less than one layer more

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+import turboquant_nb
+
+ROOT, PACKAGE = Path(__file__).parents[2], Path(turboquant_nb.__file__).parent
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 QUESTIONS = re.findall(r"^- \*(.+?\?)\* (.+)$", TEXT, re.M)
 
@@ -29,7 +31,7 @@ def defined(path):
 @pytest.mark.parametrize("question, answer", QUESTIONS, ids=[q for q, _ in QUESTIONS])
 def test_a_question_has_a_short_path_of_names_that_exist(question, answer):
     found = re.findall(r"`([\w/]+\.py)`(?: \(((?:`[\w.]+`(?:, )?)+))?", answer)
-    own = [(ROOT / "turboquant_nb" / name, names) for name, names in found if not name.startswith("tests/")]
+    own = [(PACKAGE / name, names) for name, names in found if not name.startswith("tests/")]
     assert 1 <= len({path for path, _ in own}) <= 3
     for path, names in own:
         wrong = set(re.findall(r"`([\w.]+)`", names)) - defined(path)

@@ -159,7 +159,7 @@ class _Tiles:
     def blocks(self):
         "(tiles counted from the first, levels [B * H * tiles, d, tile]), one after the other in the same place."
         (heads, d, tile), first, last = self.size, self.tiles.start, self.tiles.stop
-        place = torch.empty(self.block) if self.place is None else self.place
+        place = torch.empty(self.block, dtype=torch.float32) if self.place is None else self.place
         for lo in range(first, last, self.at_once):
             hi = min(lo + self.at_once, last)
             x = place[: heads * (hi - lo) * d * tile].view(-1, d, tile)
@@ -182,7 +182,7 @@ class _Tiles:
         weights, g, total = self.weights(), p.shape[1], None
         if hidden is not None:
             weights.view(len(hidden), -1, hidden.shape[1]).masked_fill_(hidden[:, None], 0)
-        w = torch.mul(p.transpose(1, 2), weights.unsqueeze(2), out=torch.empty(heads, p.shape[2], g, tile))
+        w = torch.mul(p.transpose(1, 2), weights.unsqueeze(2), out=torch.empty(heads, p.shape[2], g, tile, dtype=torch.float32))
         for tiles, x in self.blocks():
             parts = torch.bmm(w[:, tiles].reshape(-1, g, tile), x.mT).view(heads, -1, g, d).sum(1)
             total = parts if total is None else total + parts
@@ -239,14 +239,14 @@ def _step(q: Tensor, store: KVStore, k, v, scaling: float, softcap: float | None
     (b, h, g, _), dv = query.plain.shape, value.q.d
     exact_k, exact_v = (_exact(side, x) for side, x in zip(store.sides, (k, v)))
     near, tiles = exact_k.shape[1], ranges.tiles.stop - ranges.tiles.start
-    scores = torch.empty(b * h, g, near + tiles * store.tile)
+    scores = torch.empty(b * h, g, near + tiles * store.tile, dtype=torch.float32)
     if not scores.shape[2]:  # no sequence has begun
-        return q.new_zeros(b, h * g, 1, dv), torch.full((b, h * g, 1), -math.inf)
+        return q.new_zeros(b, h * g, 1, dv), torch.full((b, h * g, 1), -math.inf, dtype=torch.float32)
     scores[..., :near] = torch.bmm(query.plain.view(b * h, g, -1), exact_k.mT)
     coded = scores[..., near:].view(b * h, g, tiles, store.tile)
     if tiles:
         keys, values = (_Tiles(store, side, ranges.tiles) for side in store.sides)
-        keys.place = values.place = torch.empty(max(keys.block, values.block))
+        keys.place = values.place = torch.empty(max(keys.block, values.block), dtype=torch.float32)
         keys.put_scores(query.rotated.view(b * h, g, -1), _mean_scores(query, store, ranges.tiles), coded)
     if softcap is not None:
         scores.div_(softcap).tanh_().mul_(softcap)

@@ -749,6 +749,11 @@ class CosSinCache:
                 self._row = position, (torch.cat([cos, cos]), torch.cat([-sin, sin]))
         return self._row[1]
 
+    @property
+    def kept(self) -> tuple:
+        "The tensors of the last answer of `row`, if it was asked."
+        return self._row[1] or ()
+
 # %% ../../nbs/31_store.ipynb #f2074717
 _SHARED_COS_SIN = WeakValueDictionary()
 
@@ -1158,7 +1163,7 @@ def tables(self: KVStore) -> list:
     table of cosines and sines, the tiles that this store needs."""
     out, rows = [], -(-self.length // TILE) * TILE
     if self.cos_sin is not None:
-        out = [self.inv_freq, self.rope_table if self.static else self.rope_table[:rows]]
+        out = [self.inv_freq, self.rope_table if self.static else self.rope_table[:rows], *self.cos_sin.kept]
     for s in self.sides:
         out += [*s.q.rotation.tables, *_table_tensors(s.q.codebook)]
         out += [s.q.sketch] if s.signs else []
