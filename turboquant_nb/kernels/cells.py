@@ -133,7 +133,10 @@ def _append_side(X, xt, xh, W, TAB, CELLS, SCALES, SLOTS, block_stride, head_str
                 valid = here & (there == slot + q * R)
             if tl.max(valid.to(tl.int32), 0) > 0:
                 x = X + at.to(tl.int64)[:, None] * xt + head.to(tl.int64) * xh + k[None, :]
-                lo, hi = _rotate(x, 1, valid[:, None], W, w_lo, w_hi, zero, X, X, C, XP, 0, WIDE)
+                lo, hi = _rotate(
+                    at=x, step=1, valid=valid[:, None], W=W, w_lo=w_lo, w_hi=w_hi, zero=zero, mean=X, cos_sin=X, C=C, XP=XP, ROPE=0,
+                    WIDE=WIDE,
+                )  # fmt: skip
                 pair, scale, finite, fitting = _measure(lo, hi, edges, levels, factor, C, WIDE)
                 tl.store(SCALES + (cell // 2 + (A[3] // 2) + t + q * R), scale.to(SCALES.dtype.element_ty), mask=valid)
                 quarter = (t // R).to(tl.int32) + q
@@ -141,7 +144,10 @@ def _append_side(X, xt, xh, W, TAB, CELLS, SCALES, SLOTS, block_stride, head_str
                 new |= tl.where(valid, 3 << bit, 0)
                 word += pair * tl.where(valid, 1 << 2 * bit, 0)[:, None]
         to = CELLS + cell[:, None]
-        _store(to + A[0], to + A[1], to + A[2], word, 0, 0, row, 255 - new, leads, C, BY_TOKEN, R, False)
+        _store(
+            P0=to + A[0], P1=to + A[1], P2=to + A[2], word=word, at=0, old=0, row=row, keep=255 - new, mask=leads, C=C, BY_TOKEN=BY_TOKEN,
+            R=R, WHOLE=False,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -149,9 +155,15 @@ def _append_kernel(KX, kt, kh, KW, KTAB, kfactor, VX, vt, vh, VW, VTAB, vfactor,
                    KC: tl.constexpr, VC: tl.constexpr, KA: tl.constexpr, VA: tl.constexpr, R: tl.constexpr, M: tl.constexpr,
                    WIDE: tl.constexpr, STEPS: tl.constexpr):  # fmt: skip
     if tl.program_id(1) == 0:
-        _append_side(KX, kt, kh, KW, KTAB, CELLS, SCALES, SLOTS, block_stride, head_stride, tokens, kfactor, KC, KA, False, R, M, WIDE, STEPS)
+        _append_side(
+            X=KX, xt=kt, xh=kh, W=KW, TAB=KTAB, CELLS=CELLS, SCALES=SCALES, SLOTS=SLOTS, block_stride=block_stride, head_stride=head_stride,
+            tokens=tokens, factor=kfactor, C=KC, A=KA, BY_TOKEN=False, R=R, M=M, WIDE=WIDE, STEPS=STEPS,
+        )  # fmt: skip
     else:
-        _append_side(VX, vt, vh, VW, VTAB, CELLS, SCALES, SLOTS, block_stride, head_stride, tokens, vfactor, VC, VA, True, R, M, WIDE, STEPS)
+        _append_side(
+            X=VX, xt=vt, xh=vh, W=VW, TAB=VTAB, CELLS=CELLS, SCALES=SCALES, SLOTS=SLOTS, block_stride=block_stride, head_stride=head_stride,
+            tokens=tokens, factor=vfactor, C=VC, A=VA, BY_TOKEN=True, R=R, M=M, WIDE=WIDE, STEPS=STEPS,
+        )  # fmt: skip
 
 # %% ../../nbs/45b_cells.ipynb #45b0000d
 def _dense(x: Tensor) -> Tensor:
@@ -303,8 +315,10 @@ def _join_kernel(
     if OWN:
         at = QUERY + (token * qt + head * qh)[:, None] + d[None, :]
         q = tl.load(at, mask=ok[:, None] & (d < D)[None, :], other=0.0).to(tl.float32) * scaling
-        top, whole, near = _own_tokens(q, b, h, i, CK, ckt, ckh, CV, cvt, cvh, m, length, sliding_window, cap_at, D, DP, DV, DVP, R,
-                                       SLIDING, CAPPED)  # fmt: skip
+        top, whole, near = _own_tokens(
+            q=q, b=b, h=h, i=i, CK=CK, ckt=ckt, ckh=ckh, CV=CV, cvt=cvt, cvh=cvh, m=m, length=length, sliding_window=sliding_window,
+            cap_at=cap_at, D=D, DP=DP, DV=DV, DVP=DVP, R=R, SLIDING=SLIDING, CAPPED=CAPPED,
+        )  # fmt: skip
     far = tl.zeros([R, DVP], tl.float32)
     place0 = (bh * blocks + r // Q).to(tl.int64) * splits
     first, count, each = _extent(length, m, own, splits, sliding_window, TILE, SLIDING)
@@ -488,8 +502,10 @@ def _fragments_cells_kernel(
         token = row64 // G.RP * (4 * G.RP) + inside  # place in the tile
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    q_lo, q_hi, unit, shift_q = _queries(QUERY, ROTATED, RK_, RK_, row_at, (base * Q).to(gl.int64), ok_q, bh, scaling, k_step,
-                                         FAST_K, False, CAPPED, G)
+    q_lo, q_hi, unit, shift_q = _queries(
+        QUERY=QUERY, ROTATED=ROTATED, R=RK_, MU=RK_, row_at=row_at, row=(base * Q).to(gl.int64), ok=ok_q, bh=bh, scaling=scaling, step=k_step,
+        FAST=FAST_K, MEAN=False, CAPPED=CAPPED, G=G,
+    )  # fmt: skip
     lut_k = (_in_register(k0), _in_register(k1), _in_register(k2), _in_register(k3))
     lut_v = (_in_register(v0), _in_register(v1), _in_register(v2), _in_register(v3))
     q_lo = _query_fragment(q_lo, G.C, G.W, Q, operand)
@@ -502,10 +518,15 @@ def _fragments_cells_kernel(
         vs = gl.load(SCALES + scale_at + G.AT_VS // 2)
         F = gl.allocate_shared_memory(gl.float32, [4, 8, 8 * Q], SH)  # here, so that others may use its bytes later
         _keys_of_tile(keys, values, F, CELLS, cells, t, q_lo, q_hi, lut_k, G, mma)
-        y, top, total, rescale = _softmax_step(F, ks, vs, qs, t, token, top, total, qs, shift, safe_lo, safe_hi, lo_row, hi_row,
-                                               cap_at, SH, False, CAPPED, G)
+        y, top, total, rescale = _softmax_step(
+            F=F, ks=ks, vs=vs, bias=qs, t=t, token=token, m=top, total=total, qs=qs, shift=shift, safe_lo=safe_lo, safe_hi=safe_hi,
+            lo_row=lo_row, hi_row=hi_row, cap_at=cap_at, SH=SH, BIASED=False, CAPPED=CAPPED, G=G,
+        )  # fmt: skip
         peak, P = _weights(y, operand, Q)
-        _values_of_tile(keys, values, ACC, CELLS, cells, t + 1, t + 1 < end, P, rescale, peak, lut_v, G, mma)
+        _values_of_tile(
+            keys=keys, values=values, ACC=ACC, CELLS=CELLS, cells=cells, following=t + 1, go=t + 1 < end, P=P, rescale=rescale, top=peak,
+            table=lut_v, G=G, mma=mma,
+        )  # fmt: skip
     scale = qs
     if CAPPED:
         scale = qs * 0 + 1.0
