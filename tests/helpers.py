@@ -3,6 +3,7 @@ import os
 from pathlib import Path
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from turboquant_nb.quant.quantizer import Recipe
 
@@ -14,6 +15,16 @@ def covering_pairs(one, other):
     if SLOW:
         return [(a, b) for a in one for b in other]
     return [(one[i % len(one)], other[i % len(other)]) for i in range(max(len(one), len(other)))]
+
+
+class Calls(TorchDispatchMode):
+    "Counts PyTorch's operations."
+
+    n = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.n += 1
+        return func(*args, **(kwargs or {}))
 
 
 DATA = Path(__file__).parent / "data"

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from turboquant_nb.cache import attention, gather
 from turboquant_nb.cache.packing import Layout, pack, unpack
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.quant.quantizer import Recipe, Spec, scalar_codebook
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
+from tests.helpers import Calls
 
 FREQ = 100.0 ** (-torch.arange(8) / 8)
 
@@ -108,16 +108,6 @@ def test_no_gradient_is_lost_in_silence():
     store.append(*torch.randn(2, 1, 2, 300, 64))
     with pytest.raises(ValueError, match="there is no gradient"):
         gather.attend(torch.randn(1, 2, 1, 64, requires_grad=True), store)
-
-
-class Calls(TorchDispatchMode):
-    "Counts PyTorch's operations."
-
-    n = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.n += 1
-        return func(*args, **(kwargs or {}))
 
 
 def assert_same_store(one, other):

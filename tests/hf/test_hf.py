@@ -7,14 +7,13 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM, DynamicCache  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from transformers.cache_utils import Cache  # noqa: E402
 
 from turboquant_nb.hf import CodedStates, TurboQuantCache, TurboQuantLayer, layer_frequencies  # noqa: E402
 from turboquant_nb.quant.quantizer import Recipe, Spec, as_recipe  # noqa: E402
 from turboquant_nb.quant.mixed_precision import by_layer  # noqa: E402
 from turboquant_nb.testing import same  # noqa: E402
-from tests.helpers import BASE, DROP, FAMILIES, HYBRID, MODES, MOE, SLIDING, VOCAB, caches_latents, exact_recipe, generate, prompt, three, tiny  # noqa: E402
+from tests.helpers import BASE, Calls, DROP, FAMILIES, HYBRID, MODES, MOE, SLIDING, VOCAB, caches_latents, exact_recipe, generate, prompt, three, tiny  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
@@ -1213,16 +1212,6 @@ def test_sliding_layers_free_tiles(attention):
         cache.crop(-700)
     cache.crop(-100)
     assert cache.get_seq_length() == 2300 and isinstance(layer, TurboQuantLayer)
-
-
-class Calls(TorchDispatchMode):
-    "Counts PyTorch's operations."
-
-    n = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.n += 1
-        return func(*args, **(kwargs or {}))
 
 
 def test_operations_of_a_step_in_each_layer():

@@ -69,9 +69,9 @@ class ServingConfig:
         "Of keys and of values."
         return make_quantizer(self.recipe.key, d_key, device), make_quantizer(self.recipe.value, d_value, device)
 
-    def bytes_per_token(self, d_key: int, d_value: int) -> int:
-        "Of one KV head in one layer."
-        return CellLayout(self.recipe.key.bits, self.recipe.value.bits, d_key, d_value).bytes_per_token
+    def bytes_per_token(self, d_key: int, d_value: int | None = None) -> int:  # d_value: d_key if None
+        "Of one KV head in one layer. Raises ValueError for head sizes that cells do not hold."
+        return CellLayout(self.recipe.key.bits, self.recipe.value.bits, d_key, d_value or d_key).bytes_per_token
 
 # %% ../../nbs/76_serving.ipynb #76a0000e
 @dataclass(frozen=True)
@@ -246,5 +246,5 @@ class CodedAttention:
         if not self.key.rotation.per_head:
             return self.key.rotation.query(q)
         by_head = q.unflatten(1, (self.heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)  # [H, group T, d]
-        turned = self.key.rotation.query(by_head)
-        return turned.unflatten(1, (-1, len(q))).permute(2, 0, 1, 3).flatten(1, 2)
+        rotated = self.key.rotation.query(by_head)
+        return rotated.unflatten(1, (-1, len(q))).permute(2, 0, 1, 3).flatten(1, 2)
