@@ -1,6 +1,9 @@
 "Shared fixtures: one thread for small tensors, seeded generators, and nothing left behind in torch's global state."
 import os
 import re
+import signal
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,9 +12,26 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run in Triton's interpreter; it counts when Triton is imported, by whatever test
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts" / "tools"))
+import interpreter  # noqa: E402
+
+interpreter.quicken()
+
 
 # Files that take longest, which several processes (pytest-xdist, one file each at a time) begin with: no long file is left for the end.
-LONGEST = "hf_model hf hf_graphs hf_random attention models cli hf_system calibrate hf_static evaluate hf_kernels store decode_kernel".split()
+LONGEST = "hf decode_kernel encode_kernel cells hf_kernels cli hf_static hf_model hf_graphs hf_random attention store models evaluate calibrate chat hf_system".split()
+
+
+def pytest_terminal_summary(terminalreporter):
+    "How long each of the slowest files took: what LONGEST should hold."
+    seconds = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if hasattr(report, "duration"):
+                file = report.nodeid.partition("::")[0]
+                seconds[file] = seconds.get(file, 0) + report.duration
+    longest = sorted(seconds.items(), key=lambda x: -x[1])[:20]
+    terminalreporter.write_line("files: " + ", ".join(f"{file.removeprefix('tests/')} {s:.0f} s" for file, s in longest))
 
 
 def pytest_collection_modifyitems(items):
@@ -21,8 +41,8 @@ def pytest_collection_modifyitems(items):
 
 
 # A test that never runs checks nothing. Where everything of [dev] is installed (CI=true) a test may be skipped for want of a GPU, or
-# because what it asks does not exist for its parameter, or for want of vLLM, which has an environment of its own; another optional package that is missing there is an error, and so is a new reason.
-MAY_SKIP = re.compile("GPU|CUDA|no chromium|vLLM is not installed|TURBOQUANT_SLOW|caches latents|holds latents|caches expanded keys|only for some models|not in this transformers|not a model here|own cache does not work there")
+# because what it asks does not exist for its parameter, or for want of vLLM or gradio, which have environments of their own; another optional package that is missing there is an error, and so is a new reason.
+MAY_SKIP = re.compile("GPU|CUDA|no chromium|vLLM is not installed|gradio is not installed|TURBOQUANT_SLOW|caches latents|holds latents|caches expanded keys|only for some models|not in this transformers|not a model here|own cache does not work there")
 
 
 def _not_in_ci(report):
@@ -50,6 +70,14 @@ def _global_state():
     torch.manual_seed(0)
     yield
     torch.set_default_dtype(dtype)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ctrl_c_is_heard():
+    "A shell's background jobs ignore Ctrl-C, and so would the programs that tests start and interrupt."
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
@@ -81,12 +109,12 @@ def _extents(args):
 def _accesses_stay_inside():
     "In Triton's interpreter, a kernel that reads or writes beside the tensors it was given fails: what memcheck says on a GPU."
     try:
-        from triton.runtime import interpreter
+        from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
     except ImportError:
         yield
         return
     inside = [np.zeros(0, np.uint64)] * 2
-    builder, executor, patch = interpreter.InterpreterBuilder, interpreter.GridExecutor, pytest.MonkeyPatch()
+    builder, executor, patch = InterpreterBuilder, GridExecutor, pytest.MonkeyPatch()
     prepare, load, store = executor._init_args_hst, builder.create_masked_load, builder.create_masked_store
 
     def check(what, ptrs, mask):

@@ -8,9 +8,10 @@ import contextlib
 import json
 import sys
 
+import interpreter
 import nbdev.test
 
-LONGEST = "83_score 61_sensitivity 21_residual 60_calibrate 56_hf 51_cache 86_claims 80_models 84_tasks 62_fold 13_qjl 15_rates".split()
+LONGEST = "61_sensitivity 83_score 21_residual 76_serving 57_storage 45b_cells 44_launch 60_calibrate 53_graphs 55_canary 94_images 32_attention 41_decode 40_encode 13_qjl 31_store 20_quantizer 84_tasks".split()
 PAGES = "90_speed 91_leaderboard 92_generate 93_proteins index guide".split()  # nothing on them is computed but from results/
 READS = ("results.load(", "rows_of(")  # what a cell elsewhere says that prints a file of results
 EXAMPLES = "03_results".split()  # its files are made and read in the same cell
@@ -82,6 +83,7 @@ def kept(cells):
 def compared(fn, **kwargs):
     "test_nb, which also fails where a file of results prints other than what the notebook holds."
     cells = []
+    interpreter.quicken()
     with kept(cells):
         passed, seconds = test_nb(fn, **kwargs)
     wrong = list(differences(fn, cells)) if passed else []
