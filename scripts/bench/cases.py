@@ -37,8 +37,8 @@ class Context(NamedTuple):
 DECODE = [Shape(*s) for s in (
     (8, 8, 4, 128, 32768), (1, 8, 4, 128, 131072), (64, 8, 4, 128, 4096),
     (8, 8, 3, 64, 32768), (8, 8, 4, 256, 32768), (8, 8, 1, 128, 32768), (8, 8, 7, 128, 32768), (8, 8, 8, 128, 32768),
-    (1, 8, 4, 128, 1024), (1, 8, 4, 128, 4096), (1, 8, 4, 128, 16384), (8, 8, 4, 128, 4096), (8, 8, 4, 128, 1024),
-    (8, 8, 6, 128, 32768), (8, 4, 8, 64, 32768), (8, 8, 4, 80, 32768), (8, 8, 4, 112, 32768), (1, 8, 8, 128, 32768),
+    (1, 8, 4, 128, 1024), (8, 8, 4, 80, 32768), (8, 8, 4, 112, 32768), (1, 8, 8, 128, 32768), (1, 8, 4, 128, 2048), (1, 8, 4, 128, 4096),
+    (1, 8, 4, 128, 16384), (8, 8, 4, 128, 4096), (8, 8, 4, 128, 1024), (8, 8, 6, 128, 32768), (8, 4, 8, 64, 32768),
 )]  # fmt: skip
 CASES = {  # bench, or bench and what it is truncated to
     "decode_kernel": DECODE,
@@ -73,12 +73,12 @@ def states(shape: Shape, dtype=torch.bfloat16, outlier=False, seed=0):
     return q, k, v
 
 
-def filled(k, v, k_bits, v_bits, center="prompt_mean", rotation="hadamard"):
-    "A store that holds the codes of k and v, as a cache with recipe k{bits}v{bits} does."
+def filled(k, v, k_bits, v_bits, center="prompt_mean", rotation="hadamard", room=None):
+    "A store that holds the codes of k and v, as a cache with recipe k{bits}v{bits} does, with room for more tokens if `room` says so."
     batch, heads, tokens, d = k.shape
     recipe = Recipe(key=Spec(bits=k_bits, center=center, rotation=rotation), value=Spec(bits=v_bits))
     inv_freq = frequencies(d) if center == "pre_rope" else None
-    store = KVStore(recipe, batch, heads, d, d, k.dtype, k.device, max_length=tokens, inv_freq=inv_freq)
+    store = KVStore(recipe, batch, heads, d, d, k.dtype, k.device, max_length=room or tokens, inv_freq=inv_freq)
     step = max(256, 2**24 // (batch * heads * d))
     for i in range(0, tokens, step):
         store.append(k[:, :, i : i + step], v[:, :, i : i + step])

@@ -1,4 +1,7 @@
-"""Decode attention on codes against the best attention on bf16 and fp8, one NVIDIA GPU: run.py decode_kernel [--quick] [--seconds S] --out FILE.
+"""Decode attention on codes against the best attention on bf16 and fp8, one NVIDIA GPU: run.py decode_kernel [--quick] [--seconds S] [--after FILE [--again SHAPE …]] --out FILE.
+
+--after takes the rows of an earlier file and measures what it lacks; of a shape that --again names (8x8x4x128x32768: sequences, KV heads, group, head size, tokens)
+the rows with a pre-RoPE mean are measured again, against the baselines of that file.
 
 Gate: for every head size, group and bit count the kernel's output agrees with fp32 attention on the same codes (`attention.attend`) to 1e-3
 of its norm, on smaller batches; outliers of 1,000 in the query and in one value included. No row is written on a red gate.
@@ -7,7 +10,11 @@ Then, in one run, medians of triton's do_bench with 20th and 80th percentiles (t
 Python ("eager") and replayed from a CUDA graph ("graph"). Ours is the whole of attention as a cache calls it: rotation of the query, mean of the keys (or a
 mean before RoPE with RoPE), 4 exact sinks, 16 exact recent tokens, codes, un-rotation, output in bf16. Baselines: torch's scaled_dot_product_attention (flash,
 enable_gqa) and a split-KV Triton kernel on bf16 and on fp8 (e4m3, one scale for the tensor, which is what fp8 caches store), each the
-fastest of several splits. `speedup` is the fastest bf16 of the same row kind over ours."""
+fastest of several splits. `speedup` is the fastest bf16 of the same row kind over ours.
+
+`codes, drafts`: `drafted` tokens in one call, each with its own 16 exact tokens, as verifying drafts does; `of_one` is its time over that of one token of the same store.
+`prompt in chunks`: attention of a prompt of 32,768 tokens in chunks of `chunk`, all calls together, each to the codes of its past and to itself exactly; `prompt at once`:
+torch's SDPA on the whole prompt. Coding is in neither. `first` is the first pass over the chunks, in which cuDNN plans for each new shape."""
 import itertools
 import math
 import multiprocessing
@@ -18,13 +25,18 @@ import triton
 import triton.language as tl
 from cases import CASES, Shape, filled, states
 from plan import Plan
-from timing import kernel_times, replayed
+from timing import event_time, kernel_times, quantiles, replayed
 
+from turboquant_nb import results
 from turboquant_nb.cache.attention import attend
+from turboquant_nb.kernels import ops
 from turboquant_nb.kernels.launch import decode_attention, supports
 
 BITS = [(4, 4), (3, 3), (2, 2)]
 ALL_BITS = [(k, v) for k in (4, 3, 2) for v in (4, 3, 2)]
+DRAFTED = (1, 2, 4, 8, 16)  # tokens in one call
+RECENT = 16  # exact tokens of a query, itself included
+DENSE = [(64, 4, 3), (128, 4, 3)]  # blocks, warps and stages of the dense kernel
 
 
 @triton.jit
@@ -85,12 +97,12 @@ def dense(q, k, v, splits, block, warps, stages):
 
 
 def gate(cases):
-    "The largest relative error over head sizes, groups and bits, in fp32 on batches of at most 2 and 8,192 tokens, and after outliers."
+    "The largest relative error over head sizes, groups and bits, in fp32 on batches of at most 2 and 16,384 tokens, and after outliers."
     worst, kinds = 0.0, {}
     for case in cases:
-        kinds.setdefault((case.d, case.group > 4), case)  # what the kernel is compiled for
+        kinds.setdefault((case.d, case.group > 4, case.tokens > 12 * 1024), case)  # what the kernel is compiled for, and where the mean's sums are computed
     for case in kinds.values():
-        small = case._replace(batch=min(case.batch, 2), heads=2, tokens=min(case.tokens, 8192))
+        small = case._replace(batch=min(case.batch, 2), heads=2, tokens=min(case.tokens, 16384))
         for k_bits, v_bits in BITS:
             for outlier, center in ((False, "prompt_mean"), (True, "prompt_mean"), (False, "pre_rope")):
                 q, k, v = states(small, torch.float32, outlier)
@@ -98,43 +110,76 @@ def gate(cases):
                 want, _ = attend(q, store)
                 got, _ = decode_attention(q, store)
                 worst = max(worst, float((got - want).norm() / want.norm()))
-    return {"cmd": "decode kernel against attention.attend on the same codes in fp32: every head size and group, 4, 3 and 2 bits, outliers x1000 in the query and in one value, a pre-RoPE mean", "passed": worst <= 1e-3, "worst": worst}
+        for n in (4, 64) if case == cases[0] else ():  # drafts, and a chunk in blocks
+            q, k, v = drafted(small, n, torch.float32)
+            store, near = filled(k, v, 3, 3, "pre_rope"), (k[:, :, -n - RECENT + 1 :], v[:, :, -n - RECENT + 1 :])
+            call = dict(recent=RECENT) if n == 4 else {}
+            near = near if n == 4 else (k[:, :, -n:], v[:, :, -n:])
+            want, _ = attend(q, store, *near, **call)
+            got, _ = ops.attend(q, store, *near, backend="triton" if n == 4 else "flash", **call)
+            worst = max(worst, float((got - want).norm() / want.norm()))
+    return {"cmd": "decode kernel against attention.attend on the same codes in fp32: every head size and group, 4, 3 and 2 bits, outliers x1000 in the query and in one value, a pre-RoPE mean, drafts, a chunk in blocks", "passed": worst <= 1e-3, "worst": worst}
+
+
+def drafted(case, n, dtype=torch.bfloat16):
+    "As `states`, with queries of the last n tokens."
+    q, k, v = states(case, dtype)
+    g = torch.Generator("cuda").manual_seed(1)
+    return torch.randn(case.batch, case.heads * case.group, n, case.d, generator=g, device="cuda", dtype=dtype), k, v
 
 
 def compile_one(task):
     "Compile what one row needs; the result lies in Triton's cache for the other processes."
     case, bits, dtype = task
     q, k, v = states(case._replace(batch=1, tokens=600), dtype)
-    for center in ("prompt_mean", "pre_rope"):
-        decode_attention(q, filled(k, v, *bits, center))
+    if bits is None:  # the dense kernel
+        for config in DENSE:
+            for kind in (torch.bfloat16, torch.float8_e4m3fn):
+                try:
+                    dense(q, k.to(kind), v.to(kind), 2, *config)()
+                except triton.runtime.errors.OutOfResources:  # d = 256 in blocks of 128 tokens
+                    pass
+    elif isinstance(bits, int):  # so many drafts
+        q, k, v = drafted(case._replace(batch=1, tokens=600), bits, dtype)
+        for center in ("prompt_mean", "pre_rope"):
+            decode_attention(q, filled(k, v, 3, 3, center), k[:, :, -bits:], v[:, :, -bits:], recent=RECENT)
+            ops.attend(torch.cat([q] * 20, 2), filled(k, v, 3, 3, center), k[:, :, -20 * bits :], v[:, :, -20 * bits :], backend="flash")
+    else:
+        for center, tokens in (("prompt_mean", 600), ("pre_rope", 600), ("pre_rope", 13000)):  # a long one computes the mean's sums itself
+            q, k, v = states(case._replace(batch=1, tokens=tokens), dtype)
+            decode_attention(q, filled(k, v, *bits, center))
     torch.cuda.synchronize()
 
 
-def compile_all(cases, workers):
+def compile_all(cases, workers, known):
     "Compile in several processes before anything is timed."
     kinds = {}
     for i, c in enumerate(cases):
-        for bits in ALL_BITS if i == 0 else BITS:
+        for bits in BITS if i or known else ALL_BITS:
             for dtype in (torch.bfloat16, torch.float32)[: 1 + (bits in BITS)]:
                 kinds.setdefault((c.d, c.group > 4, bits, dtype), (c, bits, dtype))
+        for n, dtype in ((4, torch.float32), *((n, torch.bfloat16) for n in DRAFTED)) if i == 0 else ():
+            kinds["drafts", n, dtype] = (c, n, dtype)
+        if c.d == triton.next_power_of_2(c.d):
+            kinds.setdefault((c.d, c.group), (c, None, torch.bfloat16))
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         pool.map(compile_one, kinds.values(), chunksize=1)
 
 
-def measure(case: Shape, bits, seconds):
-    "Rows of one case: baselines, then ours at every bit pair."
+def measure(case: Shape, bits, seconds, known=()):
+    "Rows of one case: baselines, then ours at every bit pair; with a pre-RoPE mean only where baselines are known."
     batch, heads, group, d, tokens = case
     q, k, v = states(case)
-    rows = []
+    rows = [*known]
     add = lambda **row: rows.append(case._asdict() | dict(unit="microseconds", n=1) | row)
     sdpa = lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=group > 1)
-    for launch, wrap in (("eager", lambda f: f), ("graph", replayed)):
+    for launch, wrap in (("eager", lambda f: f), ("graph", replayed)) if not known else ():
         add(method="sdpa bf16", launch=launch, bits=16, **kernel_times(wrap(sdpa), seconds))
     dense_kernels = (("triton bf16", k, v, 16), ("triton fp8", k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn), 8))
-    for name, kk, vv, stored in dense_kernels if d == triton.next_power_of_2(d) else ():  # Triton's ranges are powers of two
+    for name, kk, vv, stored in dense_kernels if d == triton.next_power_of_2(d) and not known else ():  # Triton's ranges are powers of two
         best = None
         for splits in sorted({max(1, 256 // (batch * heads)), max(1, 528 // (batch * heads)), max(1, 1056 // (batch * heads))}):
-            for block, warps, stages in ((64, 4, 3), (128, 4, 3)):
+            for block, warps, stages in DENSE:
                 try:
                     f = dense(q, kk, vv, splits, block, warps, stages)
                     t = kernel_times(replayed(f), seconds / 4)["p50"]
@@ -146,7 +191,7 @@ def measure(case: Shape, bits, seconds):
             add(method=name, launch=launch, bits=stored, config=str(best[2]), **kernel_times(wrap(best[1]), seconds))
         del kk, vv
     for (k_bits, v_bits), center in itertools.product(bits, ("prompt_mean", "pre_rope")):
-        if center == "pre_rope" and k_bits != v_bits:
+        if (center == "pre_rope" and k_bits != v_bits) or (center == "prompt_mean" and known):
             continue
         store = filled(k, v, k_bits, v_bits, center)
         served, why = supports(q, store)
@@ -157,22 +202,76 @@ def measure(case: Shape, bits, seconds):
             row = kernel_times(f, seconds)
             best = min(r["p50"] for r in rows if r["launch"] == launch and r["bits"] == 16)
             add(method="codes" if center == "prompt_mean" else "codes, turning centre", launch=launch, k_bits=k_bits, v_bits=v_bits, bits=(k_bits + v_bits) / 2 + 16 / d, held=store.bits_per_value(), speedup=best / row["p50"], **row)
+    return rows[len(known) :]
+
+
+def measure_drafts(case: Shape, seconds):
+    "Rows of several tokens in one call, each as if it had come alone."
+    rows, one = [], {}
+    for center, n in itertools.product(("prompt_mean", "pre_rope"), DRAFTED):
+        q, k, v = drafted(case, n)
+        store, near = filled(k, v, 3, 3, center), (k[:, :, -n - RECENT + 1 :], v[:, :, -n - RECENT + 1 :])
+        for launch, wrap in (("eager", lambda f: f), ("graph", replayed)):
+            row = kernel_times(wrap(lambda q=q, store=store, near=near: decode_attention(q, store, *near, recent=RECENT)), seconds)
+            one.setdefault((center, launch), row["p50"])
+            rows.append(case._asdict() | dict(unit="microseconds", n=1, method="codes, drafts", center=center, drafted=n, launch=launch, k_bits=3, v_bits=3, of_one=row["p50"] / one[center, launch]) | row)
+    return rows
+
+
+def measure_chunks(case: Shape, chunk=2048, repeats=3):
+    "Rows of attention of a whole prompt: at once, and in chunks on the codes of what came before."
+    q, k, v = drafted(case, case.tokens)
+    whole = quantiles([1e3 * event_time(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)) for _ in range(repeats + 1)][1:])
+    rows = [case._asdict() | dict(unit="microseconds", n=repeats, method="prompt at once", launch="eager", bits=16) | whole]
+    for center in ("prompt_mean", "pre_rope"):
+        sums, few = [], 40
+        ops.attend(q[:, :, :few], filled(k[:, :, :600], v[:, :, :600], 3, 3, center), k[:, :, :few], v[:, :, :few], backend="flash")  # kernels are compiled, nothing is planned
+        for _ in range(repeats + 1):
+            store, total = filled(k[:, :, :chunk], v[:, :, :chunk], 3, 3, center, room=case.tokens), 0.0
+            for i in range(0, case.tokens, chunk):
+                own = k[:, :, i : i + chunk], v[:, :, i : i + chunk]
+                if i:
+                    store.append(*own)
+                    call = lambda i=i, store=store, own=own: ops.attend(q[:, :, i : i + chunk], store, *own, backend="flash")
+                else:
+                    call = lambda own=own: F.scaled_dot_product_attention(q[:, :, :chunk], *own, is_causal=True, enable_gqa=True)
+                total += 1e3 * event_time(call)
+            sums.append(total)
+        rows.append(case._asdict() | dict(unit="microseconds", n=repeats, method="prompt in chunks", chunk=chunk, center=center, launch="eager", k_bits=3, v_bits=3, first=sums[0]) | quantiles(sums[1:]))
     return rows
 
 
 def options(p):
     p.add_argument("--quick", action="store_true", help="four cases only")
     p.add_argument("--seconds", type=float, default=0.1, help="measuring time of one row")
+    p.add_argument("--after", help="rows of this earlier file are kept")
+    p.add_argument("--again", nargs="*", default=[], help="shapes in it whose rows with a pre-RoPE mean are measured again")
     p.add_argument("--workers", type=int, default=0, help="processes that compile beforehand")
 
 
-def rows(cases, whole, seconds):
+def rows(cases, whole, seconds, known, again):
+    "What is measured, case by case; `known`: rows of an earlier file."
+    head, have = cases[0], {tuple(r[x] for x in Shape._fields) for r in known}
+    if not any(r["method"] == "codes, drafts" for r in known):
+        yield from measure_drafts(head, seconds)
+        yield from measure_drafts(Shape(1, 8, 4, 128, 8192), seconds)
+        yield from measure_chunks(Shape(1, 8, 4, 128, 32768))
     for i, case in enumerate(cases):
-        yield from measure(case, ALL_BITS if i == 0 and whole else BITS, seconds)
+        if case not in have:
+            yield from measure(case, ALL_BITS if i == 0 and whole else BITS, seconds)
+    for case in again:
+        yield from measure(case, BITS, seconds, [r for r in known if r["bits"] == 16 and tuple(r[x] for x in Shape._fields) == case])
 
 
 def plan(a):
-    cases = CASES["decode_kernel, quick" if a.quick else "decode_kernel"]
+    cases, again = CASES["decode_kernel, quick" if a.quick else "decode_kernel"], [Shape(*map(int, x.split("x"))) for x in a.again]
+    known = results.earlier(a.after) if a.after else []
+    have = {tuple(r[x] for x in Shape._fields) for r in known}
+    if missing := [x for x in again if x not in have]:
+        raise SystemExit(f"--again: not in {a.after}: {missing}")
+    known = [r for r in known if r["method"] != "codes, turning centre" or tuple(r[x] for x in Shape._fields) not in again]
+    new = [c for c in cases if c not in have or c in again or c == cases[0]]
     if a.workers:
-        compile_all(cases, a.workers)
-    return Plan("decode", gate(cases), rows(cases, not a.quick, a.seconds), {"id": "normal states", "n": len(cases)})
+        compile_all(new, a.workers, known)
+    data = {"id": "normal states", "n": len(cases)}
+    return Plan("decode", gate(new), rows(cases, not a.quick, a.seconds, known, again), data, before=known)

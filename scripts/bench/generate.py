@@ -14,7 +14,7 @@ chunks, after one that is not timed. `filling_peak_bytes` is the most that was a
 
 --wall BxT measures whole calls of generate() instead, by the clock, on prompts of random ids: `first_ms` until the first token's logits, `step_ms` what each of the `new - 1`
 tokens after it took on average, recording a graph included; every mode once before that on a short prompt, for kernels and compilers. `cache kept`: one cache for all calls,
-emptied by reset(). `speedup`: tokens/s of a row over those of transformers' best mode for the shape.
+emptied by reset(). --filled BxT: caches filled by random states, from which calls go on, so without `first_ms`. `speedup`: tokens/s of a row over those of transformers' best mode for the shape.
 
 Gate, on a small model of the same kind: logits after filling are those after a prompt; of kernels those of PyTorch's attention on codes; of replayed graphs those of
 eager steps; and no timed step of ours was served by anything but kernels. No row is written on a red gate."""
@@ -124,7 +124,12 @@ def put(cache, kind, layer, at, k, v):
 def filled(kind, recipe, config, batch, tokens, graph):
     """A cache of a kind that holds `tokens` random tokens. Of ours all layers get a short chunk first: a store allocates at its first chunk, beside float32 copies of it,
     and the next layer's planes would be cut out of what such large copies leave, with a hole each."""
-    cache, step = empty(kind, recipe, config, batch, tokens, graph), max(1024, 262144 // batch)
+    return fill(empty(kind, recipe, config, batch, tokens, graph), kind, config, batch, tokens)
+
+
+def fill(cache, kind, config, batch, tokens):
+    "See `filled`."
+    step = max(1024, 262144 // batch)
     first = min(1024 if kind == "turboquant" else step, tokens)
     pieces = [(i, 0, first) for i in range(config.num_hidden_layers)]
     pieces += [(i, a, min(a + step, tokens)) for i in range(config.num_hidden_layers) for a in range(first, tokens, step)]
@@ -372,6 +377,32 @@ def call(model, batch, prompt, new, seed, **options):
     return clock.at - began, (time.perf_counter() - clock.at) / (new - 1), out[:, prompt:]
 
 
+def wall_filled(model, cache, mode, batch, tokens, new, repeats):
+    "One row of a cache that was filled by random states instead of a prompt: calls that go on from there; the first, which compiles and captures, is not counted."
+    ours = cache.startswith("turboquant")
+    model.set_attn_implementation("turboquant" if ours else "sdpa")
+    row = {"cache": cache, "mode": mode, "batch": batch, "prompt": tokens, "filled": True, "new": new, "n": repeats, "unit": "ms"}
+    length = -(-(tokens + (repeats + 1) * new) // 256) * 256
+    gc.collect()
+    torch.cuda.empty_cache()
+    try:
+        made = DynamicCache(config=model.config)
+        if ours:
+            made = TurboQuantCache(model, "k3v3", max_length=length, static=mode.endswith("kept"), graphs=mode != "eager")
+        with torch.no_grad():
+            fill(made, "turboquant" if ours else cache, model.config, batch, tokens)
+        torch.cuda.reset_peak_memory_stats()
+        took = [call(model, batch, int(made.get_seq_length()) + 1, new, i, past_key_values=made)[1] for i in range(repeats + 1)][1:]
+        row |= {"steps_ms": [1e3 * x for x in took], "peak_bytes": torch.cuda.max_memory_allocated()}
+        row |= {"step_ms": sorted(row["steps_ms"])[(repeats - 1) // 2]}
+        row["tokens_s"] = batch / row["step_ms"] * 1e3
+        if ours:
+            row |= {"bits_per_value": made.report()["bits_per_value"], "graphs": {k: x for k, x in made.report()["graphs"].items() if k != "line"}}
+    except torch.OutOfMemoryError:
+        row["error"] = "out of memory"
+    return row
+
+
 def wall(model, cache, mode, batch, prompt, new, repeats):
     "One row of a shape and a mode."
     ours = cache.startswith("turboquant")
@@ -416,11 +447,15 @@ def wall(model, cache, mode, batch, prompt, new, repeats):
     return row
 
 
-def walls(model, shapes, new, repeats, skip):
-    "Rows of all modes for each shape, with their speedup over transformers' best mode."
+def walls(model, shapes, new, repeats, skip, before=(), held=False):
+    "Rows of all modes for each shape, with their speedup over transformers' best mode, of earlier rows too where a mode is left out."
     for batch, prompt in shapes:
-        found = [wall(model, *how, batch, prompt, new, repeats if batch * prompt < 100_000 else 2) for how in WALL if "/".join(how) not in skip]
-        best = max((r["tokens_s"] for r in found if "tokens_s" in r and not r["cache"].startswith("turboquant")), default=None)
+        left_out = {*skip, *(["static/compiled"] if held else [])} | {x.split("@")[0] for x in skip if x.endswith(f"@{batch}x{prompt}")}
+        how = [x for x in WALL if "/".join(x) not in left_out]
+        n = repeats if batch * prompt < 100_000 else min(2, repeats)
+        found = [(wall_filled if held else wall)(model, *x, batch, prompt, new, n) for x in how]
+        known = [r for r in before if (r["batch"], r["prompt"], r.get("filled", False)) == (batch, prompt, held)]
+        best = max((r["tokens_s"] for r in [*found, *known] if "tokens_s" in r and not r["cache"].startswith("turboquant")), default=None)
         for r in found:
             yield r | ({"speedup": r["tokens_s"] / best} if best and "tokens_s" in r else {})
 
@@ -455,9 +490,10 @@ def options(p):
     p.add_argument("--seconds", type=float, default=0.6, help="for each row")
     p.add_argument("--after", type=Path, help="a file of this bench: its rows are kept, with their commit, and not measured again")
     p.add_argument("--wall", nargs="+", metavar="BxT", help="measure whole calls of generate() for these batches and prompts, and nothing else")
+    p.add_argument("--filled", nargs="+", metavar="BxT", default=(), help="with --wall: the same for caches that are filled by random states, so without a first token")
     p.add_argument("--new", type=int, default=65, help="with --wall: tokens that a call makes")
     p.add_argument("--repeats", type=int, default=3, help="with --wall: calls of each kind, of which the (lower) median counts; two where they hold more than 100,000 tokens")
-    p.add_argument("--skip", nargs="*", default=(), help="with --wall: caches and modes left out, as in 'turboquant k3v3/eager'")
+    p.add_argument("--skip", nargs="*", default=(), help="with --wall: caches and modes left out, as in 'turboquant k3v3/eager', or of one shape 'static/compiled@8x8192'")
 
 
 def measured(case: Context, peers):
@@ -494,7 +530,8 @@ def by_the_clock(a, before):
     with torch.no_grad():
         model = make_model(TINY if a.tiny else LLAMA)
     model.generation_config.eos_token_id = None
-    yield from walls(model, [tuple(map(int, x.split("x"))) for x in a.wall], a.new, a.repeats, a.skip)
+    for shapes, held in ((a.filled, True), (a.wall, False)):
+        yield from walls(model, [tuple(map(int, x.split("x"))) for x in shapes], a.new, a.repeats, a.skip, before, held)
 
 
 def plan(a):
@@ -502,7 +539,7 @@ def plan(a):
         before, logits = results.earlier(a.after, a.draft) if a.after else [], gate()
         checked = {"cmd": "tokens of replayed steps are those of eager ones; " + logits["cmd"], "passed": bool(replayed_tokens() and logits["passed"])}
         shape = {"id": "tiny" if a.tiny else "random weights, Llama-3.1-8B shapes", "revision": "none"}
-        return Plan("generate", checked, by_the_clock(a, before), {"id": "random ids", "n": len(a.wall)}, shape, before=before)
+        return Plan("generate", checked, by_the_clock(a, before), {"id": "random ids", "n": len(a.wall) + len(a.filled)}, shape, before=before)
     again = ("prefill", "fits", "largest")  # these are measured in every run
     before = [row for row in (results.earlier(a.after, a.draft) if a.after else ()) if row["mode"] not in again]
     shape = {"id": "tiny" if a.tiny else "random weights, Llama-3.1-8B shapes", "revision": "none"}

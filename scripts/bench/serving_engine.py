@@ -1,4 +1,4 @@
-"""One engine of vLLM with Llama-8B shapes and dummy weights, in a process of its own: serving_engine.py KIND FOLDER; see serving.py. Prints rows as JSON lines."""
+"""One engine of vLLM with Llama-8B shapes and dummy weights, in a process of its own: serving_engine.py KIND FOLDER GPUS MEMORY SHAPE …; see serving.py. Prints rows as JSON lines."""
 import json
 import os
 import re
@@ -16,17 +16,23 @@ LLAMA_8B = dict(
 )  # fmt: skip
 
 
-def options(kind, largest):
+def options(kind, largest, gpus, memory):
     "What differs between kinds: bf16, a kv_cache_dtype of vLLM, or a preset of ours with tokens of a block, as k3v3-64."
-    of = dict(load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=33500, max_num_seqs=16, max_num_batched_tokens=8192,
-              gpu_memory_utilization=0.85, disable_log_stats=True, seed=0,
-              compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, largest]})  # fmt: skip
+    of = dict(load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=33500, max_num_seqs=max(16, largest), max_num_batched_tokens=8192,
+              gpu_memory_utilization=memory, tensor_parallel_size=gpus, disable_log_stats=True, seed=0,
+              compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sorted({1, 8, 32, largest})})  # fmt: skip
     if found := re.fullmatch(r"(k\dv\d)-(\d+)", kind):
         return of | dict(attention_backend="CUSTOM", block_size=int(found[2]), additional_config={"turboquant_nb": {"recipe": found[1]}})
     return of | (dict(attention_backend="FLASH_ATTN") if kind == "bf16" else dict(kv_cache_dtype=kind))
 
 
-def main(kind, folder, shapes):
+def shape_of(text):
+    "(whether all come at once, requests, tokens, new tokens)."
+    full, _, sizes = text.rpartition(":")
+    return bool(full), *map(int, sizes.split("x"))
+
+
+def main(kind, folder, gpus, memory, shapes):
     from vllm import LLM, SamplingParams
 
     if re.match(r"k\dv\d", kind):
@@ -37,13 +43,13 @@ def main(kind, folder, shapes):
     with open(os.path.join(folder, "config.json"), "w") as f:
         json.dump(LLAMA_8B, f)
     began = time.time()
-    llm = LLM(folder, **options(kind, max(b for b, _, _ in shapes)))
+    llm = LLM(folder, **options(kind, max(b for _, b, _, _ in shapes), gpus, memory))
     cache = llm.llm_engine.vllm_config.cache_config
-    row = lambda **x: print("ROW " + json.dumps(dict(kind=kind, **x)), flush=True)  # noqa: E731
+    row = lambda **x: print("ROW " + json.dumps(dict(kind=kind, gpus=gpus, **x)), flush=True)  # noqa: E731
     row(what="start", p50=time.time() - began, unit="s")
-    row(what="cache", p50=cache.num_gpu_blocks * cache.block_size, unit="tokens", block=cache.block_size)
+    row(what="cache", p50=cache.num_gpu_blocks * cache.block_size, unit="tokens", block=cache.block_size, memory=memory)
     gen = torch.Generator().manual_seed(0)
-    for batch, tokens, new in shapes:
+    for full, batch, tokens, new in shapes:
         prompts = [{"prompt_token_ids": torch.randint(3, 31000, (tokens,), generator=gen).tolist()} for _ in range(batch)]
 
         def run(n):
@@ -51,11 +57,19 @@ def main(kind, folder, shapes):
             llm.generate(prompts, SamplingParams(max_tokens=n, temperature=0, detokenize=False, ignore_eos=True), use_tqdm=False)  # noqa: B023
             return time.time() - begin
 
+        llm.reset_prefix_cache()
+        if full:
+            seconds = run(new)
+            row(what="written", batch=batch, tokens=tokens, new=new, p50=batch * new / seconds, seconds=seconds, unit="tokens/s", n=1)
+            continue
+        if tokens <= 8192:
+            run(1)  # what is made on first use
+            llm.reset_prefix_cache()
         row(what="first token", batch=batch, tokens=tokens, p50=run(1), unit="s", n=1)
-        once, more = min(run(1), run(1)), [run(1 + new) for _ in range(2)]
+        once, more = min(run(1), run(1)), [run(1 + new) for _ in range(3)]
         each = sorted((t - once) / new * 1e3 for t in more)
-        row(what="token", batch=batch, tokens=tokens, p50=each[0], p80=each[-1], unit="ms", n=2, new=new)
+        row(what="token", batch=batch, tokens=tokens, p50=each[1], p20=each[0], p80=each[-1], unit="ms", n=3, new=new)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], [tuple(map(int, s.split("x"))) for s in sys.argv[3:] or ("1x1024x64", "8x32000x48")])
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), [shape_of(s) for s in sys.argv[5:]])

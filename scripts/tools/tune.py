@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Find how the decode kernel is best compiled and split on this GPU: tune.py --out FILE [--write] [--workers N].
 
-For each form of the kernel (head size, 4 or 8 query rows, bits, with and without a pre-RoPE mean as centre) every candidate, programs for each
-multiprocessor and limit of registers, is timed on the same stores as a replayed CUDA graph: one long batch and one long sequence. The
+For each form of the kernel (head size, 4 or 8 query rows, bits; no pre-RoPE mean, its sums read, "biased", or computed, "fused") every candidate,
+programs for each multiprocessor and limit of registers, is timed on the same stores as a replayed CUDA graph: one long batch and one long sequence. The
 candidate with the smallest geometric mean wins if it beats the safe default (8 programs, no limit) by 1 %. A form whose output differs
 from the default's by more than rounding stops the run. --write puts the winners of this compute capability into the package's
 configs/decode.json; without it only FILE is written."""
@@ -26,20 +26,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 from cases import Shape, frequencies, states  # noqa: E402
 from timing import kernel_times, replayed  # noqa: E402
 
-FORMS = [(d, rows, bits, biased) for d in (64, 128, 256) for rows in (4, 8) for bits in (2, 3, 4) for biased in (False, True)]
-PROGRAMS, LIMITS = (4, 8, 12), (None, 168, 128)
+FORMS = [(d, rows, bits, mean) for d in (64, 128, 256) for rows in (4, 8) for bits in (2, 3, 4) for mean in ("", "biased", "fused") if d < 256 or mean != "fused"]
+PROGRAMS, LIMITS = (4, 5, 6, 8, 12), (None, 168, 128)
 CASES = [(8, 8, 32768), (1, 8, 65536)]  # batch, KV heads, tokens; tokens are halved at d = 256
 CONFIGS = Path(__file__).resolve().parents[2] / "turboquant_nb" / "configs" / "decode.json"
 
 
 def name_of(form) -> str:
-    d, rows, bits, biased = form
-    mean = "" if not biased else "fused" if decode_mma.fuses(d, rows) else "biased"
+    d, rows, bits, mean = form
     return f"d{d} rows{rows} bits{bits} {mean}".strip()
 
 
-def use(programs, limit):
+def use(programs, limit, mean):
     "From now on calls are compiled and split like this."
+    decode_mma.MeanRule.fuses = lambda self, coded: mean == "fused"
     decode.READY.clear()
     launch.REPEATS.clear()
     decode_mma.packaged_config = lambda *_: (programs, {"maxnreg": limit} if limit else {})
@@ -47,10 +47,10 @@ def use(programs, limit):
 
 def setting(form, case):
     "Queries and a store of one form."
-    (d, rows, bits, biased), (batch, heads, tokens) = form, case
+    (d, rows, bits, mean), (batch, heads, tokens) = form, case
     q, k, v = states(Shape(batch, heads, rows, d, tokens))
-    inv_freq = frequencies(d) if biased else None
-    recipe = Recipe(key=Spec(bits, center="pre_rope" if biased else "prompt_mean"), value=Spec(bits))
+    inv_freq = frequencies(d) if mean else None
+    recipe = Recipe(key=Spec(bits, center="pre_rope" if mean else "prompt_mean"), value=Spec(bits))
     store = KVStore(recipe, batch, heads, d, d, k.dtype, k.device, max_length=tokens, inv_freq=inv_freq)
     step = max(256, 2**24 // (batch * heads * d))
     for i in range(0, tokens, step):
@@ -61,7 +61,7 @@ def setting(form, case):
 def compile_one(task):
     "Compile a candidate; the result lies in Triton's cache for the timing process."
     form, limit = task
-    use(8, limit)
+    use(8, limit, form[3])
     launch.decode_attention(*setting(form, (1, 8, 600)))
     torch.cuda.synchronize()
 
@@ -73,7 +73,7 @@ def tune(form, seconds):
         case = (*case[:2], case[2] // 2) if form[0] == 256 else case
         query_and_store = setting(form, case)
         for programs, limit in sorted(itertools.product(PROGRAMS, LIMITS), key=lambda c: c != (8, None)):
-            use(programs, limit)
+            use(programs, limit, form[3])
             out = launch.decode_attention(*query_and_store)[0]
             first = want.setdefault(case, out)
             assert (out.float() - first.float()).norm() <= 1e-2 * first.float().norm(), (form, programs, limit)

@@ -18,9 +18,9 @@ from turboquant_nb.kernels import cells, decode  # noqa: E402
 from turboquant_nb.kernels.encode import CodingConstants, RotationOperand  # noqa: E402
 from turboquant_nb.theory.rotation import make_rotation  # noqa: E402
 
-TYPES = aot_decode.TYPES | dict.fromkeys(("ROTATED", "LEVELS", "PARTS", "LSE_PARTS", "REST", "KTAB", "VTAB"), "*fp32")
-TYPES |= dict.fromkeys(("OUT", "KX", "VX", "KW", "VW", "K", "V"), "*bf16") | dict(CELLS="*u8", SCALES="*fp16", LUT="*i32", TABLE="*i32", SLOTS="*i64", kfactor="fp32", vfactor="fp32")
-STRIDES = "block_stride head_stride qt qh ot oh ckt ckh cvt cvh kt kh vt vh".split()
+TYPES = aot_decode.TYPES | dict.fromkeys(("ROTATED", "LEVELS", "PARTS", "LSE_PARTS", "REST", "KTAB", "VTAB", "MEAN", "CENTER", "OWN_LSE", "PAST_LSE"), "*fp32")
+TYPES |= dict.fromkeys(("OUT", "KX", "VX", "KW", "VW", "K", "V", "OWN", "PAST", "NEAR"), "*bf16") | dict(CELLS="*u8", SCALES="*fp16", LUT="*i32", TABLE="*i32", NEAR_TABLE="*i32", SLOTS="*i64", kfactor="fp32", vfactor="fp32", factor="fp32")
+STRIDES = "block_stride head_stride qt qh ot oh ckt ckh cvt cvh kt kh vt vh pt ph nb nh nt".split()
 
 
 def places(c, side):
@@ -52,14 +52,15 @@ def portable(c, sliding=False, capped=False):
     return compiled(cells._portable_cells_kernel, ASTSource, constants, num_warps=4, num_stages=1)
 
 
-def join(c, together=1, rotated=False, sliding=False, capped=False):
-    constants = sizes(c) | dict(Q=4, R=together, SB=16, TILE=256, OWN=True, ROTATED=rotated, SLIDING=sliding, CAPPED=capped, PDL=True)
+def join(c, together=1, rotated=False, sliding=False, capped=False, centred=False, recent=False):
+    constants = sizes(c) | dict(Q=4, R=together, SB=max(2, min(16, 64 // together)), TILE=256, N=16, T=max(1, 16 // together), OWN=True, RECENT=recent, CENTRED=centred, ROTATED=rotated, SLIDING=sliding, CAPPED=capped, PDL=True)
     return compiled(cells._join_kernel, ASTSource, constants, num_warps=4, launch_pdl=True)
 
 
-def append(c, steps=4):
-    of = dict(mode="mse", mean=None, scale=torch.float16, large=True)
-    kc, vc = (CodingConstants.of(d, torch.bfloat16, b, RotationOperand.of(make_rotation("hadamard", d).matrix), **of) for d, b in ((c.d_key, c.key_bits), (c.d_value, c.value_bits)))
+def append(c, steps=4, centred=False):
+    of, means = dict(mode="mse", scale=torch.float16, large=True), (torch.float32 if centred else None, None)
+    kc, vc = (CodingConstants.of(d, torch.bfloat16, b, RotationOperand.of(make_rotation("hadamard", d).matrix), mean=mean, **of)
+              for d, b, mean in ((c.d_key, c.key_bits, means[0]), (c.d_value, c.value_bits, means[1])))  # fmt: skip
     constants = dict(KC=kc, VC=vc, KA=places(c, "key"), VA=places(c, "value"), R=c.tokens // 4, M=16, WIDE=False, STEPS=steps)
     return compiled(cells._append_kernel, ASTSource, constants, num_warps=4, num_stages=2)
 
@@ -68,6 +69,14 @@ def past(c):
     k, v = places(c, "key"), places(c, "value")
     constants = sizes(c) | dict(k_scale=k[3] // 2, v_scale=v[3] // 2, KA=k, VA=v, R=c.tokens // 4, BR=min(c.tokens, 64), KB=c.key_bits, VB=c.value_bits)
     return compiled(cells._past_kernel, ASTSource, constants, num_warps=4)
+
+
+def recent(c):
+    return compiled(cells._recent_kernel, ASTSource, sizes(c) | dict(N=16), num_warps=1)
+
+
+def join_past(c):
+    return compiled(cells._join_past_kernel, ASTSource, dict(D=c.d_value, DP=decode.padded_size(c.d_value), M=16), num_warps=4)
 
 
 if __name__ == "__main__":

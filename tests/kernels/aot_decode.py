@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from turboquant_nb.kernels import decode, decode_mma, query
+from turboquant_nb.kernels import blocks, decode, decode_mma, query
 
 PTXAS = os.path.join(os.path.dirname(nvidia.__file__), "bin", "ptxas")
 TYPES = dict(ROTATED="*fp32", RK_="*fp32", RV_="*fp32", MK="*bf16", MV="*bf16", KS="*fp16", VS="*fp16", TABLE="*i32", START="*i64", END="*i64",
@@ -84,6 +84,13 @@ def transform(capability=90, d=128, rows=4):
     return built
 
 
+def read(capability=90, d=128, bits=3, by_token=False, rotary=0, parts=1):
+    "The kernel that decodes a block of the past."
+    types = TYPES | dict.fromkeys(("P0", "P1", "P2"), "*u8") | dict(OUT="*bf16", SCALE="*fp16", MATRIX="*fp16", SINKS="*bf16", RECENT="*bf16", step="fp32")
+    constants = dict(D=d, DP=decode.padded_size(d), HK=decode.padded_size(d // 2), R=64, BITS=bits, BY_TOKEN=by_token, H2=rotary // 2, HAS_MEAN=True, HAS_START=True, PARTS=parts, ASM=True)
+    return triton.compile(source(blocks._read_kernel, ASTSource, types, constants), target=GPUTarget("cuda", capability, 32), options=dict(num_warps=4))
+
+
 def usage(compiled, capability):
     "Registers a thread, bytes of stack and of spills a thread, bytes of shared memory."
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as f:
@@ -98,6 +105,6 @@ def usage(compiled, capability):
 if __name__ == "__main__":
     for text in sys.argv[1:]:
         case = json.loads(text)
-        make = {"decode": build, "combine": combine, "portable": portable, "pre_rope": pre_rope, "transform": transform}[case.get("kernel", "decode")]
+        make = {"decode": build, "combine": combine, "portable": portable, "pre_rope": pre_rope, "transform": transform, "read": read}[case.get("kernel", "decode")]
         built = make(**{k: v for k, v in case.items() if k != "kernel"})
         print(json.dumps(case | usage(built, case.get("capability", 90))), flush=True)

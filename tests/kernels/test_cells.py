@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from turboquant_nb.cache.pages import append_slots, attend_cells
-from turboquant_nb.kernels.cells import CellPlan, Workspace, append_cells, count_splits, decode_cells
+from turboquant_nb.cache.pages import Recent, append_slots, attend_cells, store_recent
+from turboquant_nb.kernels.cells import CellPlan, Workspace, append_cells, append_recent, count_splits, decode_cells
 from turboquant_nb.kernels.decode import triton
 from turboquant_nb.quant.quantizer import Quantizer, Spec
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
@@ -133,5 +133,73 @@ def test_compiled_for_hopper():
     fragments = [dict(kernel="fragments", tokens=64), dict(kernel="fragments", tokens=128, d=64)]
     for got in aot(*fragments):
         assert got["spills"] == 0 and got["copies of 16 bytes"] > 0 and got["registers"] <= 255, got
-    for got in aot(dict(kernel="append", steps=1), dict(kernel="join"), dict(kernel="past")):
+    joins = [dict(kernel="join", centred=True), dict(kernel="join", centred=True, recent=True), dict(kernel="join", together=16, recent=True)]
+    for got in aot(dict(kernel="append", steps=1, centred=True), *joins, dict(kernel="past"), dict(kernel="join_past"), dict(kernel="recent")):
         assert got["spills"] == 0, got
+
+
+@needs_triton
+def test_many_requests_of_three_heads(gen):
+    "A batch whose rows are joined several at a time, where a KV head has three query heads: the kernel takes powers of two."
+    plan, cache, table, lengths, q, k, v = case(gen, lengths=(20, 5) * 4 + (0,) * 163)  # without a past a request costs the interpreter half
+    starts = torch.arange(172)
+    want, _ = attend_cells(q, cache, plan.cell, plan.key, plan.value, table, lengths, starts, k, v)
+    out, _ = decode_cells(q, cache, plan, table, lengths, k, v)
+    assert q.shape[0] * q.shape[1] > 1024 and (out - want).norm() <= (3e-3 if CUDA else 1e-5) * want.norm()
+
+
+@needs_triton
+@pytest.mark.parametrize("of", (dict(), dict(rot="transform"), dict(m=4, group=5), dict(d=48, kb=4)))
+def test_center(of, gen):
+    "Keys far from 0: append and decode with a centre are those of the keys less the centre."
+    plain, cache, table, lengths, q, k, v = case(gen, **of)
+    heads, d, n, m = cache.shape[1], plain.cell.d_key, plain.cell.tokens, of.get("m", 1)
+    center = 5 * torch.randn(heads, d, generator=gen)
+    plan = CellPlan(plain.key, plain.value, n, center)
+    slots = torch.cat([row[torch.arange(x) // n].long() * n + torch.arange(x) % n for row, x in zip(table.cpu(), lengths.tolist())]).to(DEVICE)
+    states = torch.randn(2, len(slots), heads, d, generator=gen).to(DEVICE)
+    mine, theirs = cache.clone(), cache.clone()
+    append_cells(mine, plan, states[0] + center.to(DEVICE), states[1], slots)
+    append_slots(theirs, plan.cell, plan.key, plan.value, states[0], states[1], slots)
+    assert (mine != theirs).sum() <= 5e-3 * (theirs != cache).sum()  # the mean costs the sum its last bits, so that more values lie at an edge
+    starts = torch.arange(len(lengths) + 1) * m
+    want, _ = attend_cells(q, mine, plan.cell, plan.key, plan.value, table, lengths, starts, k, v)
+    out, _ = decode_cells(q, mine, plan, table, lengths, k + center.to(DEVICE), v)
+    assert (out - want).norm() <= (3e-3 if CUDA else 1e-4) * want.norm()
+    forgot, _ = decode_cells(q, mine, plain, table, lengths, k + center.to(DEVICE), v)
+    assert (forgot - want).norm() > 1e-2 * want.norm()
+
+
+@needs_triton
+@pytest.mark.parametrize("tokens", (1, 7, 100))
+@pytest.mark.parametrize("of,options", ((dict(), {}), (dict(m=4, group=5), dict(softcap=3.0)), (dict(m=2, d=48), dict(sliding_window=5)), (dict(m=2), dict(sliding_window=40))))
+def test_recent(tokens, of, options, gen):
+    """Exact tokens before the queries', from blocks whose distance is padded and whose older ones hold NaN, with a centre where there is no soft
+    cap. A table that is shifted by a block reads others."""
+    n, m = 4, of.get("m", 1)
+    plain, cache, table, lengths, q, k, v = case(gen, **{"lengths": (70, 5, 0, 33), "heads": 1} | of)
+    heads, d = cache.shape[1], plain.cell.d_key
+    center = None if "softcap" in options else 3 * torch.randn(heads, d, generator=gen).to(DEVICE)
+    plan, shift = CellPlan(plain.key, plain.value, plain.cell.tokens, center), 0.0 if center is None else center
+    rows = torch.randperm(len(lengths) * 20, generator=gen).view(len(lengths), 20).int().to(DEVICE)
+    memory = torch.full((rows.numel(), heads * n * 2 * d + 16), torch.nan, device=DEVICE)
+    near = Recent(memory[:, : heads * n * 2 * d].unflatten(1, (heads, n, 2 * d)), rows, tokens)
+    same, states = Recent(torch.full_like(near.cache, torch.nan), rows, tokens), []
+    for i, length in enumerate(lengths.tolist()):
+        past = max(0, length - m)
+        t, exact = torch.arange(max(0, past - tokens), past, device=DEVICE), torch.randn(2, past, heads, d, generator=gen).to(DEVICE)
+        slots = rows[i][t // n].long() * n + t % n
+        padded = torch.cat([slots, slots.new_full((3,), -1)])
+        for store, to in ((append_recent, near.cache), (store_recent, same.cache)):
+            store(to, *(torch.cat([x[t] + y, x.new_zeros(3, heads, d)]) for x, y in zip(exact, (shift, 0.0))), padded)
+        a, b = same.read(i, past, d)
+        states.append(((a - shift).transpose(0, 1), b.transpose(0, 1)))
+    assert torch.equal(near.cache.nan_to_num(9.0), same.cache.nan_to_num(9.0)) and memory[:, heads * n * 2 * d :].isnan().all()
+    starts = torch.arange(len(lengths) + 1) * m
+    want, want_lse = attend_cells(q, cache, plan.cell, plan.key, plan.value, table, lengths, starts, k, v, recent=states, **options)
+    for kernel in ("portable", "fragments") if CUDA and plan.supports("fragments")[0] else ("portable",):
+        out, lse = decode_cells(q, cache, plan, table, lengths, k + shift, v, near, kernel=kernel, **options)
+        seen = want_lse > -torch.inf
+        assert torch.equal(lse > -torch.inf, seen) and (out - want).norm() <= (3e-3 if CUDA else 1e-5) * want.norm()
+    moved = decode_cells(q, cache, plan, table, lengths, k + shift, v, Recent(near.cache, rows.roll(1, 1), tokens), **options)[0]
+    assert not (moved - want).norm() < 1e-2 * want.norm()

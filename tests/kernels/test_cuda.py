@@ -496,6 +496,29 @@ def test_weights_on_the_processor_and_the_cache_on_the_gpu():
     assert all(p.device.type == "meta" for p in away.model.layers.parameters())
 
 
+def test_a_store_on_another_gpu_than_the_current_one():
+    "A model over several GPUs: the first chunk, short appends, drafts, chunks and their repeats run where the states are, not on PyTorch's current GPU."
+    if torch.cuda.device_count() < 2:
+        import pytest
+
+        pytest.skip("needs two GPUs")
+    from turboquant_nb.kernels import ops
+
+    x, y = states(2, 2, 2, 300, 128).bfloat16(), states(1, 8, 300, 128, seed=1).bfloat16()
+    want = []
+    for device in ("cuda:0", "cuda:1"):
+        k, v, q = x[0].to(device), x[1].to(device), y.expand(2, -1, -1, -1).to(device)
+        store, got = KVStore(preset("k3v3"), 2, 2, 128, dtype=torch.bfloat16, device=device, inv_freq=10000.0 ** (-torch.arange(0, 128, 2) / 128)), []
+        for a, b in ((0, 256), (256, 257), (257, 258), (258, 259), (259, 299)):
+            chunk = k[:, :, a:b], v[:, :, a:b]
+            assert ops.append(store, *chunk, backend="triton") == "triton"
+            if a:
+                got += [t.cpu() for t in ops.attend(q[:, :, a:b], store, *chunk)]
+        assert torch.cuda.current_device() == 0
+        want = want or got
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 def test_not_finite_and_out_of_memory():
     "A state that is not finite is told at the latest by `check`; memory that runs out in the first chunk leaves the cache empty."
     from turboquant_nb.hf import TurboQuantCache

@@ -26,7 +26,7 @@ try:
 except ImportError:
     triton = None
 
-from turboquant_nb.cache.attention import attend  # noqa: E402
+from turboquant_nb.cache.attention import _visible, attend  # noqa: E402
 from turboquant_nb.kernels import decode, decode_mma, launch, paged, query  # noqa: E402
 from turboquant_nb.kernels.launch import decode_attention, supports  # noqa: E402
 from turboquant_nb.theory.codebook import uniform, lloyd_max  # noqa: E402
@@ -121,6 +121,9 @@ FEATURES = [
     (dict(scale_dtype="bfloat16"), {}), (dict(scale_dtype="float32"), {}), (dict(dtype=torch.float16), {}), (dict(dtype=torch.bfloat16), {}),
     (dict(center="pre_rope"), {}), (dict(center="pre_rope", n=3, m=3, start=[0, 37], rotary=8), dict(softcap=9.0)), (dict(center="pre_rope", static=True, big=True), {}),
     (dict(center="pre_rope", T=700, evict=300), dict(sliding_window=300)), (dict(static=True, start=[5, 0]), {}), (dict(T=700, evict=300), {}), (dict(T=700, evict=600, n=3), dict(sliding_window=100)), (dict(big=True), {}),
+    (dict(n=5, m=20), dict(recent=16)), (dict(n=3, m=3, win=0), dict(recent=1)), (dict(n=4, m=7, start=[0, 290]), dict(recent=16)), (dict(n=5, m=20, end=[200, 297]), dict(recent=16)),
+    (dict(n=6, m=21, center="pre_rope", static=True), dict(recent=16)), (dict(n=5, m=20), dict(recent=16, sliding_window=10, softcap=5.0)), (dict(n=20, m=35, G=1), dict(recent=16)),
+    (dict(n=5, m=20, T=21), dict(recent=16)), (dict(n=8, m=23, T=600, center="pre_rope"), dict(recent=16, splits=3)),
 ]
 
 
@@ -333,6 +336,36 @@ def test_what_is_not_repeated(monkeypatch):
     call = lambda more: decode_mma.mma_attention(launch.checked_operands(q, store, more["k"], more["v"], None, None, None, None, "fragments"))
     assert call(other)[2] is None and call(chunk)[2] is not None
     assert launch._kind(q, chunk["k"], None, ()) is None and launch._kind(q, None, None, ()) is not None
+
+
+@cpu_only
+@needs_gluon
+def test_where_the_means_sums_are_computed_follows_the_length(monkeypatch):
+    "Few tokens: a kernel writes them. Many: computed inside, and launches of before are not repeated. A store with its length on the device: by its room."
+    q, store, _ = setup(d=128, G=4, B=1, H=1, T=600, center="pre_rope")
+    recorded(monkeypatch)
+    monkeypatch.setattr(launch, "_device_reason", lambda device, portable: "")
+    x = launch.checked_operands(q, store, None, None, None, None, None, 3, "fragments")
+    again = decode_mma.mma_attention(x)[2]
+    assert not again.fused and "bias" in again.shapes
+    assert again.serves(600) and again.serves(12_287) and not again.serves(12_288)
+    seen = []
+    monkeypatch.setattr(decode_mma.MeanRule, "fuses", lambda self, coded: seen.append(self) or True)
+    again = decode_mma.mma_attention(x)[2]
+    assert again.fused and "bias" not in again.shapes and seen[0][:5] == (128, 4, 3, 1, 132) and seen[0].held is None and seen[0].can
+    _, static, _ = setup(d=128, G=4, B=1, H=1, T=600, center="pre_rope", static=True)
+    decode_mma.mma_attention(launch.checked_operands(q, static, None, None, None, None, None, 3, "fragments"))
+    assert seen[-1].held == static.capacity
+
+
+@needs_gluon
+@mark.parametrize("form,tokens,inside", (
+    ((128, 4, 3, 8, 132), 8192, False), ((128, 4, 3, 8, 132), 16384, True), ((128, 4, 3, 64, 132), 8192, False), ((128, 4, 3, 256, 132), 4096, True),
+    ((128, 8, 3, 64, 132), 32768, False), ((128, 8, 2, 64, 132), 32768, True), ((64, 8, 4, 4, 132), 256, True), ((256, 4, 2, 64, 132), 32768, False),
+    ((128, 4, 3, 8, 132, 32768), 100, True), ((128, 4, 3, 8, 132, 32768, 4096), 30000, False), ((64, 4, 3, 8, 132, None, None, False), 30000, False)))
+def test_the_rule_of_the_mean(form, tokens, inside):
+    "As measured on an H200; room counts where the device has the length, the sliding window where there is one, and without tables nothing is computed inside."
+    assert decode_mma.MeanRule(*form).fuses(tokens) is inside
 
 
 # ---- what is refused, and why
@@ -607,7 +640,7 @@ class Pointer:
 class Gluon:
     "What the functions ask of Gluon, with layouts left out: they move nothing but where lanes swap."
 
-    float16, float32, int64, constexpr, static_range = torch.float16, torch.float32, torch.int64, None, range
+    float16, float32, int32, int64, constexpr, static_range = torch.float16, torch.float32, torch.int32, torch.int64, None, range
     arange = staticmethod(lambda first, last, layout=None: torch.arange(first, last))
     zeros = staticmethod(lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype))
     SliceLayout = DotOperandLayout = staticmethod(lambda *a: None)
@@ -616,6 +649,7 @@ class Gluon:
     broadcast = staticmethod(torch.broadcast_tensors)
     join, split = staticmethod(lambda a, b: torch.stack([a, b], -1)), staticmethod(lambda x: x.unbind(-1))
     sum, max = staticmethod(lambda x, dim: x.sum(dim)), staticmethod(lambda x, dim: x.amax(dim))
+    minimum, maximum = (staticmethod(lambda a, b, f=f: f(torch.as_tensor(a), torch.as_tensor(b))) for f in (torch.minimum, torch.maximum))
 
     @staticmethod
     def load(p, mask=None, other=0.0):
@@ -678,6 +712,42 @@ def test_mean_in_the_tensor_core_kernel(d, rotary, group, n, start, offset, page
         error = (got[:, : group * n] - want).abs() / bound
         assert got.shape == (256, Q) and error.max() < 1 and not got[:, group * n :].any(), float(error.max())
         assert ((got[:, : group * n] - want.flip(0)).abs() / bound).max() > 10  # the mutant: tokens in the other order
+
+
+@needs_gluon
+@mark.parametrize("own", (None, 1, 16))
+@mark.parametrize("start,end,sliding_window", ((None, None, None), (3, None, None), (None, 690, None), (30, 700, None), (None, None, 40), (5, 699, 300)))
+def test_what_the_tensor_core_kernel_reads_from_codes(own, start, end, sliding_window):
+    "Ranges of each row, the tiles of splits and the tiles without a mask, against the definition of what is read exactly."
+    span, n, offset, sinks, recent, Q = on_torch("_span"), 5, 256, 4, 16, 8
+    store = KVStore(Recipe(sinks=sinks, recent=recent), 1, 1, 16)
+    if start:
+        store.set_range(start=torch.tensor([start]))
+    x = torch.randn(1, 1, 705, 16, generator=torch.Generator().manual_seed(0))
+    store.append(x, x)
+    if end:
+        store.set_range(end=torch.tensor([end]))
+    chunk = n if own is None else own + n - 1
+    p, at = torch.arange(705)[None], torch.arange(n)[:, None] + 705 - n
+    past = 705 - chunk
+    since = store.past_exact_from if own is None else torch.maximum(at - own + 1, torch.as_tensor(min(store.past_exact_from, past)))
+    coded = _visible(store, n, p, True, sliding_window)[0, 0] & ~store.ranges.is_exact(p, sinks, since)[0, 0] & (p >= offset)
+    coded = coded & (p < (past if own is None else 705))
+    G, flat, whole = SimpleNamespace(Q=Q, RP=64, LF=None), lambda v: Pointer(torch.tensor([0 if v is None else v])), torch.tensor
+    for splits in (1, 2, 3):
+        read = torch.zeros(n, 705, dtype=torch.int32)
+        for split in range(splits):
+            begin, end_tile, lo, hi, safe_lo, safe_hi, _ = span(
+                flat(start), flat(end), None, 0, flat(0), 0, whole(0), whole(0), whole(1), 3, 0, split, splits, 705, n, sinks, recent, store._recent_from, chunk,
+                2**30 if own is None else own, offset, sliding_window or 0, start is not None, end is not None, False, False, sliding_window is not None, G)
+            for tile in range(int(begin), int(end_tile)):
+                here = tile * 256 + torch.arange(256)
+                masked = tile * 256 < safe_lo or tile * 256 + 256 > safe_hi
+                visible = (here >= lo[:n, None]) & (here < hi[:n, None]) if masked else torch.ones(n, 256, dtype=torch.bool)
+                inside = here + offset < 705
+                read[:, here[inside] + offset] += visible[:, inside].int()
+                assert not visible[:, ~inside].any()
+        assert torch.equal(read, coded.int()), (own, start, end, sliding_window, splits)
 
 
 # ---- compiled ahead of time: registers, spilled bytes, shared memory

@@ -205,6 +205,25 @@ def test_triton_agrees_on_a_gpu(call):
     assert (got[1] - want[1]).abs().max() < 1e-2
 
 
+@pytest.mark.skipif(not CUDA and not ops._interpreted(), reason="needs a GPU or Triton's interpreter")
+@pytest.mark.parametrize("n", (3, 18))
+def test_drafts_are_one_call_of_the_kernel(n, monkeypatch):
+    "Each query reads its own recent tokens exactly, in one call for all of them; more than 16 as well. The mutant is one exact token more."
+    store, g, calls = KVStore(Recipe(recent=4), 1, 1, 64, device="cuda" if CUDA else "cpu"), torch.Generator().manual_seed(1), []
+    store.append(*torch.randn(2, 1, 1, 40, 64, generator=g).to(store.device))
+    q, k, v = (torch.randn(1, h, n, 64, generator=g).to(store.device) for h in (2, 1, 1))
+    tail = store.tail_with(k, v)
+    store.append(k, v)
+    run = ops.launch.decode_attention
+    monkeypatch.setattr(ops.launch, "decode_attention", lambda *a, **call: calls.append(call) or run(*a, **call))
+    assert ops.explain(q, store, tail.key, tail.value, recent=4, backend="triton")["triton"][0]
+    got, lse = ops.attend(q, store, tail.key, tail.value, recent=4, backend="triton")
+    want, want_lse = attention.attend(q, store, tail.key, tail.value, recent=4)
+    error = lambda x: float((got - x).norm() / x.norm())  # noqa: E731
+    assert len(calls) == 1 and error(want) <= 1e-3 and (lse - want_lse).abs().max() < 1e-3
+    assert error(attention.attend(q, store, tail.key, tail.value, recent=5)[0]) > 3e-3
+
+
 @pytest.mark.parametrize("recent,start", ((0, None), (16, [0, 37]), (16, None)))
 def test_a_range_is_read_as_a_part_of_the_whole(recent, start):
     "`KVStore.read(first, last)`, which long chunks go through, block by block; exact tokens of other blocks stay out. The mutant is the next range."

@@ -83,10 +83,10 @@ def _absorb(s, visible, values, weight, m, total, acc, cap, CAPPED: tl.constexpr
     return new, total * rescale + tl.sum(p, 1), acc
 
 # %% ../../nbs/41_decode.ipynb #206b8505
-@triton.jit(do_not_specialize=["splits", "length", "recent_from", "chunk", "offset", "sliding_window", "cap"])
+@triton.jit(do_not_specialize=["splits", "length", "recent_from", "chunk", "own", "offset", "sliding_window", "cap"])
 def _portable_kernel(
     ROTATED, SHIFT, MV, K0, K1, K2, KSCALE, V0, V1, V2, VSCALE, TABLE, START, END, LENGTH, each_length, PAGES, page_stride,
-    BIAS, bias_stride, O, LSE, heads, n, blocks, splits, cap, length, offset, sinks, recent, recent_from, chunk, sliding_window, cap_at,
+    BIAS, bias_stride, O, LSE, heads, n, blocks, splits, cap, length, offset, sinks, recent, recent_from, chunk, own, sliding_window, cap_at,
     D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
     KB: tl.constexpr, VB: tl.constexpr, Q: tl.constexpr, HAS_START: tl.constexpr, HAS_END: tl.constexpr,
     HAS_LENGTH: tl.constexpr, PAGED: tl.constexpr, BIASED: tl.constexpr, SLIDING: tl.constexpr, CAPPED: tl.constexpr,
@@ -108,7 +108,7 @@ def _portable_kernel(
     low = tl.maximum(low, offset)
     if SLIDING:
         low = tl.maximum(low, at - sliding_window + 1)
-    high = tl.minimum(high, tl.minimum(length - chunk, tl.maximum(recent_from, length - recent)))
+    high = tl.minimum(high, tl.maximum(at + 1 - own, tl.minimum(length - chunk, tl.maximum(recent_from, length - recent))))
     d, dv = tl.arange(0, DP), tl.arange(0, DVP)
     here = (bh * blocks * Q + j)[:, None] * D + d[None, :]
     q = tl.load(ROTATED + here, mask=(j >= 0)[:, None] & (d < D)[None, :], other=0.0)
@@ -174,7 +174,7 @@ def _exact_rows(S, W, C, bh, i, ok, sinks, recent, cn, D: tl.constexpr, DP: tl.c
 # %% ../../nbs/41_decode.ipynb #4fa23205
 @triton.jit
 def _exact_tokens(q, b, h, bh, at, SK, WK, CK, ckb, ckh, ckn, SV, WV, CV, cvb, cvh, cvn, start, stop, length,
-                  sinks, recent, recent_from, chunk, offset, sliding_window, cap, D: tl.constexpr, DP: tl.constexpr,
+                  sinks, recent, recent_from, chunk, own, offset, sliding_window, cap, D: tl.constexpr, DP: tl.constexpr,
                   DV: tl.constexpr, DVP: tl.constexpr, R: tl.constexpr, EB: tl.constexpr, SLIDING: tl.constexpr,
                   CAPPED: tl.constexpr):  # fmt: skip
     "Attention of R queries at positions `at` over the exact tokens, EB at a time: maximum and total [R], sum [R, DVP]."
@@ -182,6 +182,7 @@ def _exact_tokens(q, b, h, bh, at, SK, WK, CK, ckb, ckh, ckn, SV, WV, CV, cvb, c
     if SLIDING:
         low = tl.maximum(low, at - sliding_window + 1)
     high = tl.minimum(at + 1, stop)
+    since = tl.maximum(at + 1 - own, tl.minimum(length - chunk, tl.maximum(recent_from, length - recent)))  # what is older is read from codes, but for sinks
     m = tl.full([R], -1e30, tl.float32)
     total = tl.zeros([R], tl.float32)
     acc = tl.zeros([R, DVP], tl.float32)
@@ -196,6 +197,7 @@ def _exact_tokens(q, b, h, bh, at, SK, WK, CK, ckb, ckh, ckn, SV, WV, CV, cvb, c
         if CAPPED:
             s = _portable_cap(s, cap)
         visible = counts[None, :] & (pos[None, :] >= low[:, None]) & (pos[None, :] < high[:, None])
+        visible = visible & ((pos[None, :] >= since[:, None]) | (pos < start + sinks)[None, :])
         s = tl.where(visible, s * 1.4426950408889634, -1e30)
         new = tl.maximum(m, tl.max(s, 1))
         rescale = tl.exp2(m - new)
@@ -206,10 +208,10 @@ def _exact_tokens(q, b, h, bh, at, SK, WK, CK, ckb, ckh, ckn, SV, WV, CV, cvb, c
     return m, total, acc
 
 # %% ../../nbs/41_decode.ipynb #faad4c72
-@triton.jit(do_not_specialize=["splits", "recent_from", "chunk", "length", "offset", "sliding_window"])
+@triton.jit(do_not_specialize=["splits", "recent_from", "chunk", "own", "length", "offset", "sliding_window"])
 def _combine_kernel(
     OUT_PARTS, LSE_PARTS, OUT, LSE, REST, QUERY, sb, sh, sn, SK, WK, CK, ckb, ckh, ckn, SV, WV, CV, cvb, cvh, cvn,
-    START, END, LENGTH, each_length, splits, heads, group, n, blocks, sinks, recent, recent_from, chunk, length, offset,
+    START, END, LENGTH, each_length, splits, heads, group, n, blocks, sinks, recent, recent_from, chunk, own, length, offset,
     sliding_window, scaling, cap_at, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, Q: tl.constexpr,
     R: tl.constexpr, SB: tl.constexpr, EB: tl.constexpr, HAS_START: tl.constexpr, HAS_END: tl.constexpr,
     HAS_LENGTH: tl.constexpr, SLIDING: tl.constexpr, CAPPED: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
@@ -240,7 +242,7 @@ def _combine_kernel(
         m, whole, near = _exact_tokens(
             q=q, b=b, h=h, bh=bh.to(tl.int64), at=length - n + r % n, SK=SK, WK=WK, CK=CK, ckb=ckb, ckh=ckh, ckn=ckn, SV=SV, WV=WV, CV=CV,
             cvb=cvb, cvh=cvh, cvn=cvn, start=start, stop=stop, length=length, sinks=sinks, recent=recent, recent_from=recent_from, chunk=chunk,
-            offset=offset, sliding_window=sliding_window, cap=cap_at, D=D, DP=DP, DV=DV, DVP=DVP, R=R, EB=EB, SLIDING=SLIDING, CAPPED=CAPPED,
+            own=own, offset=offset, sliding_window=sliding_window, cap=cap_at, D=D, DP=DP, DV=DV, DVP=DVP, R=R, EB=EB, SLIDING=SLIDING, CAPPED=CAPPED,
         )  # fmt: skip
         top = tl.where(whole != 0, m, top)  # NaN counts as seen
     far = tl.zeros([R, DVP], tl.float32)
@@ -314,6 +316,7 @@ class DecodeOperands(NamedTuple):
     key_hadamard: bool  # is the rotation a Sylvester matrix, so that a kernel can do it itself?
     value_hadamard: bool
     portable: bool  # by the portable kernel?
+    own: int | None = None  # each query reads only so many of its own last tokens exactly, itself included; None: all read the same
 
 # %% ../../nbs/41_decode.ipynb #7299d6bd
 class DecodeSizes(NamedTuple):
@@ -409,6 +412,7 @@ def store_operands(
     sliding_window: int | None = None,
     softcap: float | None = None,
     splits: int | None = None,
+    recent: int | None = None,  # of k and v each query reads only its own last ones
     padded: bool = True,  # may a sequence start after position 0?
     portable: bool = True,
     angles=None,  # `query.AngleTables` of a pre-RoPE mean
@@ -423,7 +427,7 @@ def store_operands(
         cos_sin=store.rope_table if store.recipe.key.center == "pre_rope" else None,
         near_angles=None if angles is None else angles.near, far_angles=None if angles is None else angles.far, key_step=tables.steps[0], value_step=tables.steps[1],
         length=store.length, offset=store.offset, recent_from=store._recent_from, **call_numbers(q, scaling, sliding_window, softcap, splits),
-        key_hadamard=tables.hadamard[0], value_hadamard=tables.hadamard[1], portable=portable,
+        key_hadamard=tables.hadamard[0], value_hadamard=tables.hadamard[1], portable=portable, own=recent,
     )  # fmt: skip
 
 
@@ -518,7 +522,7 @@ def shared_arguments(x: DecodeOperands, s: DecodeSizes) -> dict:
         QUERY=x.q, sb=sb, sh=sh, sn=sn, START=absent if start is None else start, END=absent if end is None else end,
         LENGTH=absent if position is None else position, each_length=int(position is not None and len(position) > 1),
         heads=s.heads, group=s.group, n=s.n, sinks=s.sinks, recent=s.recent, chunk=s.chunk, length=x.length, offset=x.offset,
-        recent_from=x.recent_from, sliding_window=x.sliding_window or 0, scaling=x.scaling, cap_at=x.softcap or 1.0,
+        recent_from=x.recent_from, own=2**30 if x.own is None else x.own, sliding_window=x.sliding_window or 0, scaling=x.scaling, cap_at=x.softcap or 1.0,
     )  # fmt: skip
 
 

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['RotationOperand', 'CodingConstants', 'supports', 'Target', 'LongSide', 'encode_append', 'target', 'ShortSide',
-           'prepare', 'append']
+           'prepare', 'is_current', 'append_again', 'fused_mean', 'append']
 
 # %% ../../nbs/40_encode.ipynb #02770075
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import itemgetter
@@ -20,7 +21,7 @@ from torch import Tensor
 from ..cache.packing import TILE, Layout
 from ..quant.quantizer import Recipe, as_recipe
 from ..theory.rotation import make_rotation
-from ..cache.store import _APPEND, AppendOperands, KVStore, _append_by_position, _coder, _encoded, _sides, _take_mean
+from ..cache.store import _APPEND, AppendOperands, KVStore, Unchanged, _append_by_position, _coder, _encoded, _sides, _take_mean
 
 try:
     import triton
@@ -393,7 +394,7 @@ def _whole(x_at, stride, sd, w0, w1, m_lo, m_hi, mean, COS_SIN, t, TAB, P0, P1, 
         tl.store(scale_at, scale.to(scale_at.dtype.element_ty))
         finite, fitting = finite & f, fitting & g
         quarter = step & 3
-        word += pair * (1 << (quarter & 1) * 8 + (quarter >> 1) * 4)
+        word += tl.mul(pair, 1 << (quarter & 1) * 8 + (quarter >> 1) * 4, sanitize_overflow=False)  # bit 31 is a code's
         if quarter == 3:
             _store(
                 P0=P0, P1=P1, P2=P2, word=word, at=at, old=old, row=row, keep=none, mask=row >= 0, C=C, BY_TOKEN=BY_TOKEN, R=R, WHOLE=True,
@@ -435,7 +436,7 @@ def _partial(x_at, stride, sd, W, w0, w1, m_lo, m_hi, mean, COS_SIN, t0, TAB, P0
         finite, fitting = finite & (f | ~valid), fitting & (g | ~valid)
         slot = (quarter & 1) * 4 + (quarter >> 1) * 2
         new |= tl.where(valid, 3 << slot, 0)
-        word += pair * tl.where(valid, 1 << 2 * slot, 0)[:, None]
+        word += tl.mul(pair, tl.where(valid, 1 << 2 * slot, 0)[:, None], sanitize_overflow=False)
     tl.store(FLAG + row * 0, 1, mask=~finite)
     tl.store(FLAG + 1 + row * 0, 1, mask=~fitting)
     _store(
@@ -604,7 +605,7 @@ def _short(X, sb, sh, sn, W, MEAN, TAB, P0, P1, P2, SCALE, SINKS, RING, factor, 
     tl.store(SCALE + bh * tiles * (4 * R) + first - 1, nothing, mask=lost)
     tl.store(FLAG + r * 0, 1, mask=valid & ~finite)
     tl.store(FLAG + 1 + r * 0, 1, mask=valid & ~fitting)
-    word, at = pair * (1 << 2 * slot)[:, None], (bh * tiles + tile)[:, None]
+    word, at = tl.mul(pair, (1 << 2 * slot)[:, None], sanitize_overflow=False), (bh * tiles + tile)[:, None]
     old = (bh * (tiles - truncated) + tile - truncated)[:, None]
     _store(
         P0=P0, P1=P1, P2=P2, word=word, at=at, old=old, row=t % R, keep=255 - (3 << slot), mask=valid, C=C, BY_TOKEN=BY_TOKEN, R=R, WHOLE=False,
@@ -880,17 +881,17 @@ def _seeded_rotation(kind: str, d: int, seed: int | None, device: torch.device) 
     return replace(operand, parts=operand.parts.to(device))
 
 
-_tables = WeakKeyDictionary()  # Quantizer -> (RotationOperand, table)
+_BOOKS, _ROTATIONS = WeakKeyDictionary(), WeakKeyDictionary()  # codebook -> table; transform -> RotationOperand
 
 
 def _quantizer_tables(q) -> tuple:
-    "Rotation and table of a quantizer, as kernels want them."
-    if q not in _tables:
-        r, book = q.rotation, getattr(q.codebook, "book", q.codebook)
-        rotation = _seeded_rotation(r.kind, q.d, r.seed, q.device) if r.seeded else RotationOperand.of(r.matrix)
-        codes = torch.arange(2**book.bits, device=q.device)
-        _tables[q] = rotation, _code_table(book.edges, book.decode(codes))
-    return _tables[q]
+    "Rotation and table of a quantizer, as kernels want them; layers share both. Making them waits for the device."
+    r, book = q.rotation, getattr(q.codebook, "book", q.codebook)
+    if r not in _ROTATIONS:
+        _ROTATIONS[r] = _seeded_rotation(r.kind, q.d, r.seed, q.device) if r.seeded else RotationOperand.of(r.matrix)
+    if book not in _BOOKS:
+        _BOOKS[book] = _code_table(book.edges, book.decode(torch.arange(2**book.bits, device=q.device)))
+    return _ROTATIONS[r], _BOOKS[book]
 
 
 def target(
@@ -970,7 +971,8 @@ class _AppendPlan:
 
     def launch(self, k, v, key, value, truncated, numbers, first, base, limit, static):
         """key, value: the tensors of each side, which have lost `truncated` tiles of their last planes;
-        numbers: start, cosines and sines, position, flags (any tensor for what is not needed)."""
+        numbers: start, cosines and sines, position, flags (any tensor for what is not needed). Returns the launcher and its
+        arguments, all of them numbers, or None where Triton looked at tensors."""
         (b, h, n, _), (cut, cut_value) = k.shape, truncated
         k_at, v_at, ks, vs = k.data_ptr(), v.data_ptr(), k.stride(), v.stride()
         name = n, ks, vs, k_at % 16, v_at % 16, static
@@ -985,8 +987,10 @@ class _AppendPlan:
         grid = (h * -(-rows // self.rows), 2, 1)  # each head has programs of its own
         if ready is None:
             self.ready[name] = _short_kernel[grid](*args, **self.options)
-        else:
-            ready[grid](*args)
+            return None
+        launcher = ready[grid]
+        launcher(*args)
+        return launcher, args
 
 # %% ../../nbs/40_encode.ipynb #2199f06a
 _plans = WeakKeyDictionary()
@@ -1035,15 +1039,130 @@ def _is_short(store: KVStore, plan: _AppendPlan, k, v) -> bool:
         room = min(room, store.max_length)
     return 0 < n <= plan.tokens and at + n <= room and store.end is None and at > 0
 
+# %% ../../nbs/40_encode.ipynb #40e0a002
+_K, _V = 0, len(ShortSide._fields)  # places of the new states among the arguments
+_FIRST = 2 * _V + 6  # and of the position, after start, cosines and sines, position, flags, heads and rows; then comes the base
+
+
+def _alike(k: Tensor, v: Tensor) -> tuple:
+    "What short appends must have in common to share a launch."
+    return k.shape, v.shape, k.stride(), v.stride(), k.dtype, v.dtype, k.device, v.device, k.data_ptr() & 15, v.data_ptr() & 15
+
+
+class _Again:
+    "A short append that was launched, for those that follow it."
+
+    def __init__(self, store: KVStore, k, v, launched: tuple):
+        self.alike, self.unchanged, (self.launcher, self.args) = _alike(k, v), Unchanged(store), launched
+        self.n, room = k.shape[2], store.key.tiles * store.tile
+        self.room = room if store.max_length is None else min(room, store.max_length)  # tokens from the first tile on
+        self.last = math.inf if store.rope_table is None or store.static else len(store.rope_table)
+
+    def __call__(self, store: KVStore, k, v) -> bool:  # whether it could be launched
+        length, offset = store.length, store.offset
+        at = length - offset
+        if not 0 < at <= self.room - self.n or length + self.n > self.last or type(k) is not Tensor or type(v) is not Tensor:
+            return False
+        if _alike(k, v) != self.alike or not self.unchanged(store):
+            return False
+        args = list(self.args)
+        args[_K], args[_V] = k.data_ptr(), v.data_ptr()
+        if not store.static:
+            args[_FIRST], args[_FIRST + 1] = at, offset
+        self.launcher(*args)
+        store.length = length + self.n
+        return True
+
+
+_LAUNCHED = WeakKeyDictionary()  # store -> `_Again`
+
+
+def is_current(device: torch.device) -> bool:
+    "Whether this is the GPU on which Triton launches kernels now: PyTorch's current one, whatever device their tensors are on."
+    return device.type == "cuda" and device.index == torch.cuda.current_device()
+
+
+def append_again(store: KVStore, k: Tensor, v: Tensor) -> bool:
+    "A short append like the one before, without another look at what cannot have changed; False: `append` has to."
+    again = _LAUNCHED.get(store)
+    if again is None or (store.static and store._capturing()) or (k.device.type == "cuda" and not is_current(k.device)):
+        return False
+    return again(store, k, v)
+
+# %% ../../nbs/40_encode.ipynb #40e0b002
+@triton.jit(do_not_specialize=["skip", "n", "each"])
+def _sums_kernel(
+    X, sb, sh, sn, COS_SIN, START, SUMS, heads, skip, n, each,
+    D: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, EP: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    "Over `each` real tokens of one head: the sum of its vectors without RoPE (of the first 2 H channels), then of their squares."
+    bh, part = tl.program_id(0), tl.program_id(1)
+    b = (bh // heads).to(tl.int64)
+    base, out = X + b * sb + (bh % heads).to(tl.int64) * sh, SUMS + (bh * tl.num_programs(1) + part).to(tl.int64) * (D + 1)
+    start, last = tl.load(START + b).to(tl.int32), tl.minimum(n, (part + 1) * each)
+    c, e = tl.arange(0, HP), 2 * H + tl.arange(0, EP)
+    one, two, rest, squares = tl.zeros([HP], tl.float32), tl.zeros([HP], tl.float32), tl.zeros([EP], tl.float32), tl.zeros([T], tl.float32)
+    for first in range(part * each, last, T):
+        t = first + tl.arange(0, T)
+        real, at = ((t < last) & (t >= start + skip))[:, None], base + t.to(tl.int64)[:, None] * sn
+        if H > 0:
+            mask, row = real & (c < H)[None, :], COS_SIN + (t - start).to(tl.int64)[:, None] * (2 * H)
+            x = tl.load(at + c[None, :], mask=mask, other=0.0).to(tl.float32)
+            y = tl.load(at + H + c[None, :], mask=mask, other=0.0).to(tl.float32)
+            cos = tl.load(row + c[None, :], mask=mask, other=0.0).to(tl.float32)
+            sin = tl.load(row + H + c[None, :], mask=mask, other=0.0).to(tl.float32)
+            u, v = x * cos + y * sin, y * cos - x * sin
+            one += tl.sum(u, 0)
+            two += tl.sum(v, 0)
+            squares += tl.sum(u * u + v * v, 1)
+        if 2 * H < D:
+            x = tl.load(at + e[None, :], mask=real & (e < D)[None, :], other=0.0).to(tl.float32)
+            rest += tl.sum(x, 0)
+            squares += tl.sum(x * x, 1)
+    if H > 0:
+        tl.store(out + c, one, mask=c < H)
+        tl.store(out + H + c, two, mask=c < H)
+    if 2 * H < D:
+        tl.store(out + e, rest, mask=e < D)
+    tl.store(out + D, tl.sum(squares, 0))
+
+# %% ../../nbs/40_encode.ipynb #40e0b003
+def fused_mean(
+    store: KVStore,
+    side,  # of the store, with a mean
+    x: Tensor,  # [B, H, n, d] states of the first chunk
+) -> Tensor:  # [B, H, 1, d] bf16
+    "The mean that `KVStore.append` takes of a first chunk, in one pass over its states; `prompt_mean` says what it is."
+    (b, h, n, d), skip = x.shape, store.recipe.sinks
+    x = x if x.stride(3) == 1 else x.contiguous()
+    rope = side.q.spec.center == "pre_rope"
+    half = store.rope_table.shape[1] // 2 if rope else 0
+    each = max(128, -(-n * b * h // (4 * _processors(x.device)[0])))
+    sums = torch.empty(b * h, -(-n // each), d + 1, dtype=torch.float32, device=x.device)
+    sizes = dict(D=d, H=half, HP=triton.next_power_of_2(max(half, 1)), EP=triton.next_power_of_2(max(d - 2 * half, 1)), T=32)
+    table = store.rope_table if rope else store.start
+    _sums_kernel[(b * h, sums.shape[1])](x, *x.stride()[:3], table, store.start, sums, h, skip, n, each, **sizes)
+    count = (n - skip - store.start).clamp(min=0).float().view(b, 1, 1)
+    total, squares = sums.sum(1).view(b, h, d + 1).split([d, 1], -1)
+    mean = total / count.clamp(min=1)
+    norm = mean.square().sum(-1, keepdim=True)
+    noise = (squares - count * norm).clamp(min=0) / (count * (count - 1)).clamp(min=1)
+    keep = (1 - noise / norm.clamp(min=1e-30)).clamp(min=0)
+    return torch.where(count < 2, 0.0, mean * keep).to(torch.bfloat16)[:, :, None]
+
 # %% ../../nbs/40_encode.ipynb #b023a9ff
 def _code_and_wait(store, states, means, names):
-    "What `KVStore.append` calls to code: the kernel, and a look at its flags."
+    "What `KVStore.append` calls to code: the kernel, and, returned, a look at its flags."
     store._make_room(states[0].shape[2])
     to = [target(side, m, store) for side, m in zip((store.key, store.value), means)]
     flags = encode_append(*states, *to, store.length - store.offset, tile=store.tile)
-    if any(flags.tolist()):
-        _encoded(store, states, means, names)  # raises what the PyTorch path raises
-        raise ValueError(f"{' or '.join(names)} cannot be coded: a norm or a scale overflows")
+
+    def confirm():
+        if any(flags.tolist()):
+            _encoded(store, states, means, names)  # raises what the PyTorch path raises
+            raise ValueError(f"{' or '.join(names)} cannot be coded: a norm or a scale overflows")
+
+    return confirm
 
 # %% ../../nbs/40_encode.ipynb #ef23b3a5
 @lru_cache(maxsize=256)
@@ -1110,15 +1229,18 @@ def append(
         args = store._by_position(k, v)
         compiled = torch.compiler.is_compiling()
         return (torch.ops.turboquant_nb.encode_append.default if compiled else _append_at)(*args)
+    if k.device.type == "cuda" and not is_current(k.device):  # a model over several GPUs
+        with torch.cuda.device(k.device):
+            return append(store, k, v, names, wait)
     plan = _plan(store)
     if wait or not _is_short(store, plan, k, v):
-        return store._append_now(k, v, names, _code_and_wait)
+        return store._append_now(k, v, names, _code_and_wait, fused_mean)
     sides, flags, at = (store.key, store.value), store._need_flags(), store.length - store.offset
     tensors, truncated = [list(s.tensors.values()) for s in sides], [s.truncated_tiles for s in sides]
     cos_sin, position = flags if store.inv_freq is None else store.rope_table, store.position if store.static else flags
     numbers = store.start, cos_sin, position, flags
-    if store.static:
-        plan.launch(k, v, *tensors, truncated, numbers, 0, 0, store.max_length, True)
-    else:
-        plan.launch(k, v, *tensors, truncated, numbers, at, store.offset, 2**31 - 1, False)
+    place = (0, 0, store.max_length, True) if store.static else (at, store.offset, 2**31 - 1, False)
+    launched = plan.launch(k, v, *tensors, truncated, numbers, *place)
+    if launched and store.recipe.decay is None:
+        _LAUNCHED[store] = _Again(store, k, v, launched)
     store.length += k.shape[2]
