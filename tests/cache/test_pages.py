@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from turboquant_nb.cache.pages import CellLayout, append_slots, attend_cells, leaders, read_cells
+from turboquant_nb.cache.pages import CellLayout, Recent, append_slots, attend_cells, leaders, read_cells, store_recent
 from turboquant_nb.quant.quantizer import Quantizer, Spec
 
 
@@ -85,3 +85,19 @@ def test_leaders_cover_each_byte_row_once(gen):
         row = slots // n * (n // 4) + slots % (n // 4)
         led = row[leaders(slots, n)].sort().values
         assert torch.equal(led, row[slots >= 0].unique())
+
+
+def test_each_token_is_read_once(gen):
+    "Whatever the window, the past and the blocks: codes for the first tokens, exact states for the rest, whose older blocks are gone."
+    for tokens in (1, 4, 16, 33):
+        for past in (0, 1, 15, 16, 17, 40):
+            for n in (1, 4, 16):
+                table = torch.randperm(64, generator=gen)[: -(-past // n) + 1].int()[None]
+                recent = Recent(torch.full((64, 1, n, 5), torch.nan), table, tokens)
+                t = torch.arange(max(0, past - tokens), past)
+                store_recent(recent.cache, t[:, None, None].expand(-1, 1, 2).float(), -t[:, None, None].expand(-1, 1, 3).float(), table[0][t // n].long() * n + t % n)
+                k, v = recent.read(0, past, 2)
+                assert k.shape[1:] == (1, 2) and v.shape[1:] == (1, 3) and torch.equal(k[:, 0, 0], t.float()) and torch.equal(v[:, 0, 2], -t.float())
+                assert [*range(past - len(k)), *k[:, 0, 1].int().tolist()] == list(range(past))
+    with pytest.raises(ValueError, match="slots must be below 64, got 64"):
+        store_recent(torch.zeros(16, 1, 4, 5), torch.zeros(1, 1, 2), torch.zeros(1, 1, 3), torch.tensor([64]))

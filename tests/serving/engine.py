@@ -1,9 +1,12 @@
-"""A real vLLM engine with our backend; every call of every layer is compared with attention to the codes of the states that the layer was
-given, coded anew. Prints one JSON object. Run by test_vllm.py, and by the gate of scripts/bench/serving.py, in a process of its own:
-engine.py FOLDER [BLOCKS]. On a CPU our backend stands in the place of vLLM's own, in fp32; on a GPU it is chosen by its name, in bf16."""
+"""A real vLLM engine with our backend. After every call of every layer the stored codes are compared with those of the states that the layer
+was given, coded anew, and its output with attention to the stored codes. Prints one JSON object. Run by test_vllm.py, and by the gate of scripts/bench/serving.py, in a process of its own:
+engine.py FOLDER PART …, with the parts plain, refuse, recent, exact, drafts, drafts_recent, hybrid, random, graphs, each of which is a function here. On a CPU our backend stands in
+the place of vLLM's own, in fp32; on a GPU it is chosen by its name, in bf16."""
 import json
 import os
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -11,21 +14,60 @@ CUDA = torch.cuda.is_available()
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
 os.environ |= {} if CUDA else {"VLLM_CPU_KVCACHE_SPACE": "1", "TURBOQUANT_NB_VLLM_CPU": "1"}
 
-from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
-CONFIG = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2, head_dim=64, vocab_size=16384,
-              max_position_embeddings=4096, rms_norm_eps=1e-5, initializer_range=0.08, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2)  # fmt: skip
-seen = dict(calls=0, decodes=0, chunks=0, chunks_with_past=0, worst=0.0, preempted=0)
+SIZES = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2, head_dim=64, vocab_size=16384,
+             max_position_embeddings=4096, initializer_range=0.08, bos_token_id=1, eos_token_id=2)  # fmt: skip
+seen = dict(calls=0, decodes=0, grouped=0, chunks=0, chunks_with_past=0, drafted=0, sliding=0, centred=0, worst=0.0, preempted=0, recent=0, at_edge=0, miscoded=0)
+preempted = set()  # identifiers of requests
 
 
-def model(folder):
+def llama(folder):
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**CONFIG)).float().save_pretrained(folder)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)).float()
+    model.lm_head.weight.data *= 4  # few near ties
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def gemma(folder):
+    "Layers with a sliding window and without, and a soft cap."
+    torch.manual_seed(0)
+    more = dict(sliding_window=100, attn_logit_softcapping=3.0, final_logit_softcapping=None, query_pre_attn_scalar=64)
+    Gemma2ForCausalLM(Gemma2Config(**SIZES | dict(num_hidden_layers=4), **more)).float().save_pretrained(folder)
+    return str(folder)
+
+
+def calibration(folder, path):
+    "Means and transforms of the small model's keys on random tokens."
+    from turboquant_nb.calibration.fit import calibrate
+    from turboquant_nb.quant.calibration import save_calibration
+
+    ids = torch.randint(3, 1000, (2, 256), generator=torch.Generator().manual_seed(5))
+    save_calibration(calibrate(LlamaForCausalLM.from_pretrained(folder).float(), ids), path)
+    return str(path)
+
+
+def check_codes(q, stored, exact, shift):
+    "Count codes and scales that are not those of the states, and those that differ where a sum in another order may decide."
+    from turboquant_nb.quant.quantizer import decided
+
+    x = (exact - shift).float()
+    anew = q.encode(x)
+    other = stored.codes != anew.codes
+    if other.any():
+        heads = [SimpleNamespace(per_head=False, matrix=m) for m in q.rotation.matrix] if q.rotation.per_head else [q.rotation] * len(x)
+        sure = torch.stack([decided(SimpleNamespace(rotation=r, codebook=q.codebook, d=q.d), y) for r, y in zip(heads, x)])
+        seen["miscoded"] += int((other & sure).sum())
+        seen["at_edge"] += int((other & ~sure).sum())
+    apart = (stored.scale.float() / anew.scale.float() - 1).abs()[~other.any(-1)]  # scales of two bytes: one rounding
+    seen["miscoded"] += int((apart > 2.0 ** (-10 if stored.scale.dtype == torch.float16 else -7)).sum())
 
 
 def watch():
     "Keep the exact states of every slot, and compare each output with them."
-    from turboquant_nb.quant.quantizer import decode
+    from turboquant_nb.cache.pages import read_cells
+    from turboquant_nb.quant.quantizer import Coded, decode
     from turboquant_nb.serving.vllm import Impl
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -33,8 +75,9 @@ def watch():
 
     def kept(self, layer, key, value, kv_cache, slots):
         store(self, layer, key, value, kv_cache, slots)
-        if not hasattr(self, "shadow"):
+        if getattr(self, "shadow_of", None) != (kv_cache.data_ptr(), kv_cache.shape):
             self.shadow = [x.new_full((kv_cache.shape[0] * kv_cache.shape[2], *x.shape[1:]), torch.nan) for x in (key, value)]
+            self.shadow_of = kv_cache.data_ptr(), kv_cache.shape
         real = slots >= 0
         for mine, x in zip(self.shadow, (key, value)):
             mine[slots[real]] = x[: len(slots)][real]
@@ -44,80 +87,242 @@ def watch():
         if meta is None:
             return output
         step, n, group = meta.step, kv_cache.shape[2], self.num_heads // self.num_kv_heads
-        starts, lengths = step.starts.tolist(), step.lengths.tolist()
+        starts, lengths, center = step.starts.tolist(), step.lengths.tolist(), self.layer.center
         seen["calls"] += 1
         seen["decodes"] += step.decodes
+        seen["drafted"] += step.decodes * (step.each > 1)
+        seen["grouped"] += sum(len(g.requests) for g in step.groups)
         seen["chunks"] += len(step.chunks)
         seen["chunks_with_past"] += sum(c.past > 0 for c in step.chunks)
+        seen["sliding"] += self.window is not None
+        seen["centred"] += center is not None
+        window, (key, value) = self.config.recent, (self.layer.key, self.layer.value)
+        seen["recent"] += window > 0
         for row, length, a, b in zip(step.table, lengths, starts, starts[1:]):
             if b <= a:
                 continue
-            t = torch.arange(length, device=query.device)
-            slots, past = row[t // n].long() * n + t % n, length - (b - a)
+            first = 0 if self.window is None else max(0, length - (b - a) - self.window + 1)  # what no query sees may be gone
+            t = torch.arange(first, length, device=query.device)
+            slots, past = row[t // n].long() * n + t % n, max(0, length - (b - a) - window - first)  # tokens whose codes are read
+            held = read_cells(kv_cache, self.layer.cell, row, first + past, (key.scale_dtype, value.scale_dtype))
             sides = []
-            for x, q in zip(self.shadow, (self.layer.key, self.layer.value)):
+            for x, q, stored, mean in zip(self.shadow, (key, value), held, (center, None)):
                 exact = x[slots].transpose(0, 1)  # [H, T, d]
                 assert exact.isfinite().all(), "a token is read that was never stored"
-                coded = decode(q, q.encode(exact[:, :past])) if past else exact[:, :0].float()
+                shift = 0.0 if mean is None else mean[:, None].to(exact.device)
+                if past:
+                    stored = Coded(stored.codes[:, first:], stored.scale[:, first:])
+                    check_codes(q, stored, exact[:, :past], shift)
+                coded = decode(q, stored) + shift if past else exact[:, :0].float()
                 sides.append(torch.cat([coded, exact[:, past:].float()], 1).double().repeat_interleave(group, 0))
             scores = query[a:b].view(b - a, self.num_heads, -1).transpose(0, 1).double() @ sides[0].mT * self.scale
-            scores = scores.masked_fill(t > past + torch.arange(b - a, device=query.device)[:, None], -torch.inf)
-            want = (scores.softmax(-1) @ sides[1]).transpose(0, 1)
+            scores = scores if self.softcap is None else self.softcap * (scores / self.softcap).tanh()
+            place = length - (b - a) + torch.arange(b - a, device=query.device)[:, None]
+            hidden = (t > place) | (t <= place - (self.window or length + 1))
+            want = (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ sides[1]).transpose(0, 1)
             got = output[a:b].view(want.shape).double()
             seen["worst"] = max(seen["worst"], float((got - want).norm() / want.norm()))
         return output
 
-    def counted(self, *args, **kwargs):
+    def counted(self, request, *args, **kwargs):
         seen["preempted"] += 1
-        return preempt(self, *args, **kwargs)
+        preempted.add(request.request_id)
+        return preempt(self, request, *args, **kwargs)
 
     Impl.do_kv_cache_update, Impl.forward, Scheduler._preempt_request = kept, compared, counted
 
 
-def engine(folder, blocks=None, **more):
+def engine(folder, blocks=64, of=None, **more):
     from vllm import LLM
 
-    here = dict(dtype="bfloat16", attention_backend="CUSTOM", gpu_memory_utilization=0.1) if CUDA else dict(dtype="float32")
+    here = dict(dtype="bfloat16", attention_backend="CUSTOM", gpu_memory_utilization=0.1, kv_cache_memory_bytes=1 << 30) if CUDA else dict(dtype="float32")
     options = dict(here, skip_tokenizer_init=True, enforce_eager=True, max_model_len=512, max_num_seqs=4, max_num_batched_tokens=64,
                    block_size=64, enable_chunked_prefill=True, num_gpu_blocks_override=blocks,
-                   additional_config={"turboquant_nb": {"recipe": "k3v3"}})  # fmt: skip
+                   additional_config={"turboquant_nb": {"recipe": "k3v3", "recent": 0} | (of or {})})  # fmt: skip
     return LLM(folder, **(options | more))
 
 
-def main(folder, blocks):
-    torch.set_num_threads(1)
-    model(folder)
-    from turboquant_nb.serving.vllm import register
+def sampled(tokens, **more):
     from vllm import SamplingParams
 
-    register()
-    watch()
-    refused = {}
-    cases = dict(recipe=dict(additional_config={"turboquant_nb": {"recipe": "k9v9"}}), nothing=dict(additional_config={}), dtype=dict(kv_cache_dtype="fp8"))
-    for name, more in cases.items() if "refuse" in sys.argv else ():
-        try:
-            engine(folder, **more)
-        except Exception as error:
-            refused[name] = str(error)
-    llm = engine(folder, blocks)
-    g = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(3, 1000, (n,), generator=g).tolist() for n in (130, 75, 200)]
+    return SamplingParams(max_tokens=tokens, temperature=0, detokenize=False, ignore_eos=True, **more)
+
+
+def generate(llm, prompts, params):
+    return llm.generate([{"prompt_token_ids": x} for x in prompts], params, use_tqdm=False)
+
+
+def random_prompts(*lengths, seed=1):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 1000, (n,), generator=g).tolist() for n in lengths]
+
+
+def plain(folder):
+    "Three requests in chunks of 64, two that begin with blocks of others, four in too few blocks."
+    llm, prompts = engine(llama(folder / "llama"), 10), random_prompts(130, 75, 200)
     prompts += [prompts[0] + prompts[1][:20], prompts[2][:150]]
-    sampling, tokens, cached = SamplingParams(max_tokens=12, temperature=0, detokenize=False, ignore_eos=True), [], []
+    tokens, cached = [], []
     for batch in (prompts[:3], prompts[3:]):
-        for o in llm.generate([{"prompt_token_ids": x} for x in batch], sampling, use_tqdm=False):
+        for o in generate(llm, batch, sampled(12)):
             tokens.append(list(o.outputs[0].token_ids))
             cached.append(o.num_cached_tokens)
-    long = SamplingParams(max_tokens=150, temperature=0, detokenize=False, ignore_eos=True)
-    llm.generate([{"prompt_token_ids": prompts[i][:60]} for i in (0, 1, 2)] + [{"prompt_token_ids": prompts[2][100:160]}], long, use_tqdm=False)
+    generate(llm, [*(prompts[i][:60] for i in (0, 1, 2)), prompts[2][100:160]], sampled(150))
+    found = dict(tokens=tokens, cached=cached)
     if not CUDA:  # a prompt in one chunk is attended to exactly: the first token is the dense model's
-        first = LlamaForCausalLM.from_pretrained(folder)(torch.tensor([prompts[1][:40]])).logits[0, -1].argmax()
-        short = llm.generate([{"prompt_token_ids": prompts[1][:40]}], SamplingParams(max_tokens=1, temperature=0, detokenize=False), use_tqdm=False)
-        seen["first_token_equal"] = int(first) == short[0].outputs[0].token_ids[0]
-    import vllm
+        first = LlamaForCausalLM.from_pretrained(folder / "llama")(torch.tensor([prompts[1][:40]])).logits[0, -1].argmax()
+        found["first_token_equal"] = int(first) == generate(llm, [prompts[1][:40]], sampled(1))[0].outputs[0].token_ids[0]
+    return found
 
-    print("RESULT " + json.dumps(seen | dict(version=vllm.__version__, tokens=tokens, cached=cached, refused=refused)))
+
+def recent(folder):
+    "Requests in chunks, one that begins with blocks of another, whose last 24 tokens are read exactly."
+    llm, prompts = engine(llama(folder / "llama"), 50, of=dict(recent=24)), random_prompts(130, 75, 200)
+    tokens, cached = [], []
+    for batch in (prompts, [prompts[0] + prompts[1][:20], prompts[2][:150]], [*(p[:60] for p in prompts), prompts[2][100:160]]):
+        for o in generate(llm, batch, sampled(150 if len(batch) > 3 else 12)):
+            tokens.append(list(o.outputs[0].token_ids))
+            cached.append(o.num_cached_tokens)
+    return dict(tokens=tokens, cached=cached)
+
+
+def exact(folder):
+    "All tokens are read exactly: a dense engine's tokens."
+    path, prompts = llama(folder / "llama"), random_prompts(130, 75, 200)
+    llm = engine(path, 400, of=dict(recent=512))
+    ours = [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in generate(llm, prompts, sampled(40, logprobs=2))]
+    dense = LlamaForCausalLM.from_pretrained(path).float()
+    theirs = [(dense.generate(torch.tensor([p]), max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)[0, len(p) :].tolist(), ranks) for p, (_, ranks) in zip(prompts, ours)]
+    decided, wrong = compare(ours, theirs)
+    return dict(decided=decided, wrong=wrong)
+
+
+def refuse(folder):
+    "What an engine says that is asked for what is not served."
+    path, refused = llama(folder / "llama"), {}
+    other = calibration(path, folder / "other.safetensors")
+    LlamaForCausalLM(LlamaConfig(**SIZES | dict(num_hidden_layers=2))).save_pretrained(folder / "short")
+    cases = dict(recipe=dict(of=dict(recipe="k9v9")), nothing=dict(additional_config={}), dtype=dict(kv_cache_dtype="fp8"), option=dict(of=dict(bits=3)),
+                 calibration=dict(folder=str(folder / "short"), of=dict(calibration=other)),
+                 manager=dict(of=dict(recent=16), disable_hybrid_kv_cache_manager=True), hybrid=dict(folder=gemma(folder / "gemma"), of=dict(recent=16)),
+                 drafts=dict(speculative_config=dict(method="ngram", num_speculative_tokens=16, prompt_lookup_max=3)))  # fmt: skip
+    for name, more in cases.items():
+        try:
+            engine(more.pop("folder", path), **more)
+        except Exception as error:
+            refused[name] = str(error)
+    return dict(refused=refused)
+
+
+def drafts(folder, tokens=0):
+    "Prompts that repeat themselves, an engine that drafts what followed the last time, keys by a calibration."
+    path = llama(folder / "llama")
+    how = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1)
+    llm = engine(path, 200 if tokens else 64, of=dict(calibration=calibration(path, folder / "c.safetensors"), recent=tokens), speculative_config=how)
+    (a, b), out = random_prompts(20, 30), []
+    for o in generate(llm, [a * 7, b * 5, a + b + a], sampled(150)):  # so long that greedy tokens come to repeat themselves, whatever the processor
+        out.append(list(o.outputs[0].token_ids))
+    return dict(tokens=out)
+
+
+def drafts_recent(folder):
+    "The same with 24 exact tokens before each step."
+    return drafts(folder, 24)
+
+
+def hybrid(folder):
+    "Two kinds of layers, each with blocks of its own: those of a sliding window are freed while requests go on."
+    llm = engine(gemma(folder / "gemma"))
+    out = [list(o.outputs[0].token_ids) for o in generate(llm, random_prompts(300, 130, 40), sampled(30))]
+    return dict(tokens=out)
+
+
+def random(folder, requests=200):
+    """Requests of mixed lengths that come at random, begin like others, are cancelled, and do not fit all at once; then each alone. The tokens up
+    to the first that was a near tie must be the same: codes at an edge, and the order of sums, decide ties. A token sees those of its own chunk
+    exactly, so all chunks have the same ends: 16 tokens a step for each of 8 requests. One that was thrown out comes back in other chunks."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    g = torch.Generator().manual_seed(3)
+    if hasattr(Scheduler, "get_request_counts"):  # of 0.32, which lets a request that has nobody beside it take longer chunks
+        counts = Scheduler.get_request_counts
+        Scheduler.get_request_counts = lambda self: (counts(self)[0] + 2, counts(self)[1])
+    llm = engine(llama(folder / "llama"), 14, max_num_seqs=8, max_num_batched_tokens=128, long_prefill_token_threshold=16)
+    draw = lambda low, high: int(torch.randint(low, high, (1,), generator=g))  # noqa: E731
+    heads, work = random_prompts(*(draw(64, 200) for _ in range(6)), seed=4), []
+    for i in range(requests):
+        own = random_prompts(draw(1, 150), seed=100 + i)[0]
+        head = heads[draw(0, 6)] if draw(0, 3) else []
+        work.append(dict(prompt=head + own, new=draw(1, 12), at=draw(0, 2 * requests), cancel=draw(0, 10) == 0))
+    core, found, cancelled, hits, step = llm.llm_engine, {}, set(), 0, 0
+    waiting = sorted(range(requests), key=lambda i: work[i]["at"])
+    while waiting or core.has_unfinished_requests():
+        while waiting and work[waiting[0]]["at"] <= step:
+            i = waiting.pop(0)
+            core.add_request(str(i), {"prompt_token_ids": work[i]["prompt"]}, sampled(work[i]["new"], logprobs=2))
+        for o in core.step():
+            if o.finished:
+                found[int(o.request_id.split("-")[0])] = o.outputs[0]
+                hits += (o.num_cached_tokens or 0) > 0
+        for i in range(requests):
+            if work[i]["cancel"] and i not in cancelled and i not in found and i not in waiting and step > work[i]["at"] + 1:
+                core.abort_request([str(i)])
+                cancelled.add(i)
+        step += 1
+    pairs, moved = [], {int(x.split("-")[0]) for x in preempted}
+    for i in sorted(set(found) - cancelled - moved)[: 60 if CUDA else requests]:
+        llm.reset_prefix_cache()
+        alone = generate(llm, [work[i]["prompt"]], sampled(work[i]["new"], logprobs=2))[0].outputs[0]
+        pairs.append([(x.token_ids, x.logprobs) for x in (found[i], alone)])
+    decided, wrong = compare(*zip(*pairs))
+    return dict(finished=len(found), cancelled=len(cancelled - set(found)), hits=hits, steps=step, moved=len(moved), alone=len(pairs), decided=decided, wrong=wrong)
+
+
+def graphs(folder):
+    "On a GPU: steps that decode, with drafts and without, replayed from graphs, against the same engine without graphs."
+    assert not seen["calls"], "graphs is run alone"
+    path, (a, b), found = llama(folder / "llama"), random_prompts(20, 30), {}
+    prompts = [a * 7, b * 5, a + b + a, b[:7]]
+    for name, speculative in dict(plain=None, drafts=dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1)).items():
+        out = []
+        for how in (dict(), dict(enforce_eager=False, compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [4, 8, 16]})):
+            llm = engine(path, speculative_config=speculative, **how)
+            out.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in generate(llm, prompts, sampled(40, logprobs=2))])
+            del llm
+        found[name] = compare(out[1], out[0])
+    return dict(graphs=found)
+
+
+def compare(some, others):
+    "(tokens up to the first near tie, how many of the sequences differ before it)."
+    decided, wrong = 0, 0
+    for (tokens, _), (other, ranks) in zip(some, others):
+        for a, b, ranked in zip(tokens, other, ranks):
+            first, second = sorted((x.logprob for x in ranked.values()), reverse=True)[:2]
+            if first - second < TIE:
+                break
+            decided += 1
+            if a != b:
+                wrong += 1
+                break
+    return decided, wrong
+
+
+TIE = 0.5 if CUDA else 0.1  # nats between the two likeliest tokens
+
+
+def main(folder, parts):
+    torch.set_num_threads(1)
+    import vllm
+    from turboquant_nb.serving.vllm import register
+
+    register()
+    if parts != ["graphs"]:  # what is replayed cannot be watched
+        watch()
+    found = {}
+    for part in parts:
+        found |= globals()[part](Path(folder))
+    print("RESULT " + json.dumps(seen | dict(version=vllm.__version__) | found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else None)
+    main(sys.argv[1], sys.argv[2:] or ["plain"])
