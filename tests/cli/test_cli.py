@@ -9,66 +9,19 @@ from importlib import metadata
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from turboquant_nb import cli
 from turboquant_nb.cli import app as conventions
-from turboquant_nb.cli import compare, files, use
+from turboquant_nb.cli import compare, files, inputs, use
 from turboquant_nb.cli.output import Stage, show_table
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.evaluation.models import load_model, sample_text
 from turboquant_nb.quant.quantizer import PRESETS, Recipe, Spec, as_recipe, preset
 
-SIZE = dict(vocab_size=400, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
-            initializer_range=0.1, bos_token_id=0, eos_token_id=1)
-
+from .conftest import SIZE, refused, save
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def save(folder, model, template=True):
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator([sample_text()[:20000]], trainers.BpeTrainer(vocab_size=400, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>")
-    if template:
-        tokenizer.chat_template = "<s>{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}</s>{% endif %}"
-    model.eval().save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory):
-    "A random Llama whose tokenizer has a chat template."
-    torch.manual_seed(0)
-    return save(tmp_path_factory.mktemp("tiny"), LlamaForCausalLM(LlamaConfig(**SIZE, max_position_embeddings=8192)))
-
-
-@pytest.fixture(scope="session")
-def plain(tmp_path_factory):
-    "A random Llama with a context of 128 tokens and no chat template."
-    torch.manual_seed(1)
-    return save(tmp_path_factory.mktemp("plain"), LlamaForCausalLM(LlamaConfig(**SIZE, max_position_embeddings=128)), template=False)
-
-
-@pytest.fixture
-def call(capsys):
-    "Run the command; returns (exit code, standard output, standard error)."
-    def run(*argv):
-        code = cli.main([str(a) for a in argv])
-        out = capsys.readouterr()
-        return code, out.out, out.err
-    return run
-
-
-def refused(result, *words, code=2):
-    "One line on standard error, nothing on standard output."
-    got, out, err = result
-    assert got == code and out == "" and err.count("\n") == 1 and "Traceback" not in err, result
-    assert err.startswith("turboquant") and all(w in err for w in words), err
 
 
 # ---------------------------------------------------------------- help and usage
@@ -242,6 +195,29 @@ def test_generate_samples_by_seed_and_leaves_the_generator_alone(call, tiny):
     assert torch.rand(1) == want
     assert text("--seed", 1, "--top-p", 1e-6) == text("--seed", 2, "--top-p", 1e-6)
     assert text("--seed", 1, "--temperature", 0.001) == text("--seed", 2, "--temperature", 0.001)
+
+
+def test_generate_reads_the_prompt_in_chunks(call, tiny, monkeypatch):
+    "Tokens are those of a model that is given the chunks by hand; without the option it gets the prompt at once."
+    text, seen = "Call me Ishmael. Some years ago, never mind how long precisely.", []
+    keep = LlamaForCausalLM.forward
+    monkeypatch.setattr(LlamaForCausalLM, "forward", lambda self, input_ids=None, **kw: (seen.append(input_ids.shape[1]), keep(self, input_ids=input_ids, **kw))[1])
+    found = json.loads(call("generate", "--model", tiny, "--prompt", text, "--max-new-tokens", 6, "--prefill-chunk", 16, "--recipe", "k2v2", "--recent", 0, "--json", "--quiet")[1])
+    n = found["prompt_tokens"]
+    assert seen[: -(-n // 16)] == [16] * (n // 16) + [n % 16] * (n % 16 > 0) and set(seen[-(-n // 16) :]) == {1}
+    monkeypatch.undo()
+    model, tokenizer = load_model(tiny)
+    model.set_attn_implementation("turboquant")
+    ids, cache = use.tokens_of(tokenizer, text), TurboQuantCache(model, use.recipe_for(model, "k2v2", replace(preset("k2v2"), recent=0)))
+    with torch.no_grad():
+        for part in ids.split(16, 1):
+            logits = model(part, past_key_values=cache).logits
+        out = []
+        while len(out) < 6:
+            out.append(logits[:, -1:].argmax(-1))
+            logits = model(out[-1], past_key_values=cache).logits
+    assert tokenizer.decode(torch.cat(out, 1)[0], skip_special_tokens=True) == found["text"]
+    refused(call("generate", "--model", tiny, "--prompt", text, "--prefill-chunk", 0), "--prefill-chunk must be at least 1, got 0")
 
 
 def test_generate_compare(call, tiny):
@@ -523,7 +499,7 @@ def test_eval_of_uncommitted_code_is_marked_as_a_draft(call, plain, monkeypatch,
     (("ppl", "--out", "a.png", "--plot", "a.png"), "two files, got a.png for both"),
     (("ppl", "--recipe", "[]"), "got a list of 0"),
     (("attention", "--text", "missing.txt"), "missing.txt: No such file"),
-    (("ppl", "--windows", "9999"), "need a longer one"),
+    (("ppl", "--windows", "9999"), "it must be longer"),
     (("ppl", "--length", "256"), "this model reads 128 tokens; 256 were asked for"),
     (("needle", "--depths", "1.5"), "--depths from 0 to 1"),
     (("ppl", "--out", "no/such/folder/r.json"), "there is no such folder"),
@@ -612,6 +588,39 @@ def test_layers_are_measured_and_a_budget_is_spent(call, plain, tmp_path):
     assert code == 2 and out == "" and "--no-transforms leaves nothing to find" in err
 
 
+@pytest.mark.parametrize("command", [["calibrate", "--out", "c.st"], ["fold", "--out", "new"]])
+@pytest.mark.parametrize("text, before", [("Call me Ishmael.", True), ("Call me Ishmael. " * 60, True), ("Call me Ishmael. " * 60, False)])
+def test_a_short_text_is_refused_before_the_weights(call, plain, tmp_path, monkeypatch, command, text, before):
+    "By its bytes, by its tokens, and where the tokenizer cannot be read alone, once the model is there; in the same words."
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "short.txt").write_text(text)
+    if before:
+        monkeypatch.setattr("turboquant_nb.cli.calibrate.load", lambda *_: pytest.fail("the weights were read"))
+    else:
+        monkeypatch.setattr("turboquant_nb.cli.calibrate.tokenizer_of", lambda _: None)
+    length = 128 if len(text) < 100 else 100_000
+    if len(text) > 100:
+        monkeypatch.setattr("turboquant_nb.cli.calibrate.config_of", lambda _: LlamaConfig(**SIZE, max_position_embeddings=100_000))
+        monkeypatch.setattr("turboquant_nb.cli.calibrate.context_length", lambda _: 100_000)
+        length = len(text) - 1
+    result = call(*command, "--model", plain, "--text", "short.txt", "--length", length, "--quiet")
+    refused(result, f"--text: a window of {length:,} tokens was asked for, and the text gives none")
+    assert {x.name for x in tmp_path.iterdir()} == {"short.txt"}
+
+
+@pytest.mark.parametrize("argv", [["generate", "--prompt", "x"], ["demo"], ["eval", "ppl"], ["fold", "--out", "x"], ["calibrate", "--out", "x.st"], ["chat"], ["variants", "--model", "x", "--fasta", "y"]])
+def test_a_device_that_there_is_not_is_refused_first(call, monkeypatch, argv):
+    for name in ("turboquant_nb.cli.inputs.config_of", "turboquant_nb.cli.inputs.check_name"):
+        monkeypatch.setattr(name, lambda *_: pytest.fail("the model was looked at"))
+    refused(call(*argv, "--device", "abacus"), "--device abacus: not a device of torch")
+
+
+def test_a_wrong_device_costs_no_import_of_transformers():
+    code = "import sys; from turboquant_nb.cli import main; c = main(['generate', '--prompt', 'x', '--device', 'abacus']); sys.exit('transformers was imported' if 'transformers' in sys.modules else c)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2 and "abacus" in done.stderr
+
+
 # ---------------------------------------------------------------- the conventions of all commands
 
 MODEL, SHARED = "--model --dtype --device", "--json --quiet -q --debug --help -h"
@@ -619,7 +628,7 @@ CHANGES = "--bits --sinks --recent --calibration --budget"
 EVAL = f"--recipe --against {CHANGES} --batch --out --plot {MODEL} {SHARED}"
 OPTIONS = {  # every option that a command line could have before there was typer
     "demo": f"--recipes --new-tokens --score-tokens --calibration --budget --attention {MODEL} {SHARED}",
-    "generate": f"- --prompt --file --recipe {CHANGES} --max-new-tokens --max-length --sample --temperature --top-p --seed --chat --no-chat --compare --attention {MODEL} {SHARED}",
+    "generate": f"- --prompt --file --recipe {CHANGES} --max-new-tokens --max-length --prefill-chunk --sample --temperature --top-p --seed --chat --no-chat --compare --attention --offload --gpu-memory {MODEL} {SHARED}",
     "eval ppl": f"--text --windows --length --prompt --protocol {EVAL}",
     "eval logits": f"--text --windows --length --prompt --protocol {EVAL}",
     "eval attention": f"--text --windows --length --prompt {EVAL}",
@@ -629,6 +638,11 @@ OPTIONS = {  # every option that a command line could have before there was type
     "recipe": f"RECIPE --bits --sinks --recent {SHARED}",
     "report claims": f"--only {SHARED}",
     "variants": f"--fasta --mutations --code --method --model --device {SHARED}",
+    "plan": f"--model --context --batch --gpu --weights --bits-of-weights --reserve --recipe {SHARED}",
+    "chat": f"--recipe {CHANGES} --system --load --max-new-tokens --max-length --prefill-chunk --sample --temperature --top-p --seed --chat --no-chat --attention {MODEL} {SHARED}",
+    "bench": f"--recipe --tokens --new --rounds --only --threads --out --plot {MODEL} {SHARED}",
+    "embed": f"--out --of --fasta --code --batch --model --device {SHARED}",
+    "contacts": f"--above --apart --fasta --code --batch --out --model --device {SHARED}",
 }
 
 
@@ -851,21 +865,6 @@ def test_fold_writes_new_and_empty_folders(call, plain, tmp_path):
 
 # ---------------------------------------------------------------- proteins
 
-@pytest.fixture(scope="session")
-def esm2(tmp_path_factory):
-    "A random ESM-2, ten proteins, and another one."
-    from transformers import EsmConfig, EsmForMaskedLM
-
-    folder, g = tmp_path_factory.mktemp("esm"), torch.Generator().manual_seed(1)
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, vocab_size=33, pad_token_id=1, mask_token_id=32)
-    EsmForMaskedLM(EsmConfig(**sizes, position_embedding_type="rotary", token_dropout=True, emb_layer_norm_before=False)).eval().save_pretrained(folder / "model")
-    draw = lambda: "".join("LAGVSERTIDPKQNFYMHWC"[i] for i in torch.randint(0, 20, (30,), generator=g))
-    (folder / "many.fasta").write_text("".join(f">p{i}\n{draw()}\n" for i in range(10)))
-    (folder / "one.fasta").write_text(">mine\nMKTAYIAKQRQISF\n")
-    return folder
-
-
 def test_proteins(call, esm2, tmp_path):
     "A code is fitted by `calibrate --fasta`, wherever that option stands, and `variants` takes it."
     common = ["--model", esm2 / "model", "--device", "cpu"]
@@ -902,6 +901,21 @@ def test_calibrate_for_the_wrong_kind_of_model(call, esm2, tmp_path, monkeypatch
     finally:
         logging.enable_progress_bar()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("method", ["wildtype", "one-pass", "every"])
+def test_methods_of_variants(call, esm2, tmp_path, method):
+    from turboquant_nb.esm import TurboEsm, load_esm, read_fasta, variants
+
+    (tmp_path / "m.txt").write_text("K2A\nT3G:A4L\n")
+    ask = ["variants", "--fasta", esm2 / "one.fasta", "--model", esm2 / "model", "--mutations", tmp_path / "m.txt", "--method", method, "--json", "--quiet"]
+    code, out, _ = call(*ask)
+    found = json.loads(out)
+    with TurboEsm(load_esm(esm2 / "model", device="cpu")) as turbo:
+        want = variants(turbo, read_fasta(esm2 / "one.fasta"), ["K2A", "T3G:A4L"], method)
+    assert code == 0 and found["method"] == method
+    assert [(r["name"], r["mutation"]) for r in found["variants"]] == [w[:2] for w in want]
+    assert [r["score"] for r in found["variants"]] == pytest.approx([w[2] for w in want], abs=1e-4)
 
 
 @pytest.mark.parametrize("files, words", [
@@ -996,6 +1010,79 @@ def test_a_fraction_of_bits_that_the_heads_cannot_have(call, tiny):
         bits = ["--bits", "3.7"] if command != ["demo"] else ["--recipes", json.dumps({"key": {"bits": 3.7}, "value": {}})]
         refused(call(*command, "--model", tiny, *bits), "recipe: bits times d must be an integer, got 3.7 at d = 32")
     assert call("generate", "--model", tiny, "--prompt", "x", "--bits", "2.5", "--max-new-tokens", 1, "--quiet")[0] == 0
+
+
+BAD_BITS = (["generate", "--prompt", "x", "--bits", "2.3"], ["eval", "ppl", "--bits", "2.3"], ["demo", "--recipes", '{"key": {"bits": 2.3}, "value": {}}'])
+
+
+def test_a_recipe_is_refused_before_the_embedded_model_is_downloaded(call, monkeypatch, tmp_path):
+    monkeypatch.setenv("TURBOQUANT_CACHE", str(tmp_path / "cache"))
+    for command in BAD_BITS:
+        refused(call(*command), "recipe: bits times d must be an integer, got 2.3 at d = 64")
+    rows = [json.loads(preset("k3v3").to_json())] * 29
+    refused(call("generate", "--prompt", "x", "--recipe", json.dumps(rows)), "each of the 30 layers", "got a list of 29")
+    assert not (tmp_path / "cache").exists()
+
+
+def write_gguf(path, **fields):
+    "A GGUF file of a small Llama with a vocabulary and no weights: loading it fails."
+    import gguf
+
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name("small"), writer.add_context_length(512), writer.add_block_count(2), writer.add_embedding_length(128), writer.add_feed_forward_length(64)
+    writer.add_head_count(4), writer.add_head_count_kv(2), writer.add_rope_dimension_count(32), writer.add_rope_freq_base(1e5), writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_token_list([f"token {i}" for i in range(300)]), writer.add_token_scores([0.5] * 300), writer.add_token_types([1] * 300)
+    for name, x in fields.items():
+        (writer.add_array if isinstance(x, list) else writer.add_string if isinstance(x, str) else writer.add_bool)(name, x)
+    writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.close()
+    return path
+
+
+def test_a_recipe_is_refused_before_a_gguf_file_is_loaded(call, tmp_path):
+    "The file has no weights: whoever loads it says something else."
+    path = write_gguf(tmp_path / "model.gguf")
+    for command in BAD_BITS:
+        refused(call(*command, "--model", path), "recipe: bits times d must be an integer, got 2.3 at d = 32")
+    config = inputs.config_of(str(path))
+    assert (config.num_hidden_layers, config.num_key_value_heads, config.head_dim, config.rope_parameters["rope_theta"]) == (2, 2, 32, 1e5)
+    code, _, err = call("generate", "--prompt", "x", "--bits", "2.5", "--model", path, "--quiet")
+    assert code == 1 and "could not be loaded" in err and "Traceback" not in err
+
+
+def test_the_head_of_a_gguf_file(tmp_path):
+    "Fields of every kind but those of the tokenizer; a file that ends in its head, at any byte, is refused, and so is every other kind of file."
+    fields = {"tokenizer.x": ["a", "bc"], "llama.words": ["abc", "", "x" * 99], "llama.numbers": [1, 2, 3], "llama.flags": [True, False], "llama.text": "Möwe", "llama.flag": True}
+    whole = write_gguf(tmp_path / "model.gguf", **fields).read_bytes()
+    import gguf
+
+    (tmp_path / "head.gguf").write_bytes(inputs.gguf_head(tmp_path / "model.gguf"))
+    read = {name: gguf.GGUFReader(tmp_path / f"{name}.gguf") for name in ("model", "head")}
+    values = {name: {k: f.contents() for k, f in r.fields.items() if not k.startswith(("GGUF.", "tokenizer."))} for name, r in read.items()}
+    assert values["head"] == values["model"] and values["head"]["llama.words"] == fields["llama.words"] and len(values["head"]) > 10
+    assert not any(k.startswith("tokenizer.") for k in read["head"].fields) and not read["head"].tensors
+    broken = tmp_path / "broken.gguf"
+    last = max(f.offset + sum(p.nbytes for p in f.parts) for k, f in read["model"].fields.items() if not k.startswith(("GGUF.", "tokenizer.")))
+    for cut in range(0, last, 23):
+        broken.write_bytes(whole[:cut])
+        with pytest.raises(ValueError, match="the file ends inside its head"):
+            inputs.gguf_head(broken)
+        assert inputs.config_of(str(broken)) is None
+    for change in (b"GGUX" + whole[4:], whole[:4] + bytes([1]) + whole[5:], whole[:24] + b"\xff" * 8 + whole[32:]):
+        broken.write_bytes(change)
+        with pytest.raises(ValueError, match="GGUF|damaged|ends"):
+            inputs.gguf_head(broken)
+
+
+def test_a_recipe_is_refused_before_a_model_of_the_hub_is_downloaded(tmp_path):
+    "A cache of the hub that holds the configuration and no weights."
+    snapshot = tmp_path / "hub" / "models--org--model" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot.parent.parent / "refs").mkdir()
+    (snapshot.parent.parent / "refs" / "main").write_text("0" * 40)
+    (snapshot / "config.json").write_text(LlamaConfig(**SIZE).to_json_string())
+    ask = [sys.executable, "-c", "from turboquant_nb.cli import main; raise SystemExit(main())", "generate", "--prompt", "x", "--quiet", "--model", "org/model", "--bits", "3.7"]
+    done = subprocess.run(ask, capture_output=True, text=True, env=os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"})
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1) and "recipe: bits times d must be an integer, got 3.7 at d = 32" in done.stderr, done.stderr
 
 
 def test_a_text_that_is_not_utf8_is_named(call, tmp_path):

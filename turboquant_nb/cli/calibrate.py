@@ -12,7 +12,7 @@ import typer
 
 from .app import Output, Usage, app, at_fault, command, options, version, whole
 from .files import check_space, target_file, target_folder, writing
-from .inputs import Weights, context_length, load, read_texts
+from .inputs import Weights, check_model, config_of, context_length, load, read_texts, tokenizer_of
 from .output import Stage, hushed, print_json
 from .proteins import Fit, fit_code
 
@@ -28,7 +28,31 @@ def _checked_texts(names: list, windows: int, length: int) -> list | None:
 def _windows(model, tokenizer, texts: list | None, windows: int, length: int):  # [windows, length] tokens
     from turboquant_nb.evaluation.score import text_windows
 
-    return text_windows(tokenizer, texts, None, min(length, context_length(model)))[:windows]
+    with at_fault(ValueError, where="--text: "):
+        return text_windows(tokenizer, texts, None, min(length, context_length(model)))[:windows]
+
+
+def _check_long_enough(model: str, texts: list | None, length: int) -> None:
+    """Usage, before weights are read, for texts that give no window. A token stands for at least a byte; what is
+    not refused by that and has fewer than 8 bytes for each token that is asked for is counted by the tokenizer."""
+    from turboquant_nb.evaluation.score import leading_tokens, not_enough
+
+    config = config_of(model) if texts else None
+    if config is None:
+        return
+    length = min(length, getattr(config.get_text_config(), "max_position_embeddings", None) or length)
+    longest = max(len(x.encode()) for x in texts)
+    if longest >= 8 * length:
+        return
+    tokens = longest
+    if longest + 8 >= length:  # 8: more than any tokenizer puts before a text
+        tokenizer = tokenizer_of(model)
+        if tokenizer is None:
+            return
+        size = lambda x: len(tokenizer(x, add_special_tokens=False).input_ids)  # noqa: E731
+        tokens = len(leading_tokens(tokenizer)) + max(map(size, texts))
+    if tokens < length:
+        raise Usage(f"--text: {not_enough(0, 1, length)}")
 
 # %% ../../nbs/87i_cli_calibrate.ipynb #18cbcd95
 @options("Text and target")
@@ -61,6 +85,8 @@ def fold(ask: _Folding, weights: Weights, output: Output) -> None:
     for name, text in zip(ask.text, texts or ()):
         if not text.strip():
             raise Usage(f"--text {name}: it is empty")
+    check_model(weights.model)
+    _check_long_enough(weights.model, texts, ask.length)
     loaded = load(weights, output.quiet)
     from turboquant_nb.calibration.fold import write_folded
 
@@ -183,6 +209,8 @@ def calibrate(
     windows = 4 if reading.windows is None else reading.windows
     length = 4096 if reading.length is None else reading.length
     texts = _checked_texts(reading.text, windows, length)
+    check_model(weights.model)
+    _check_long_enough(weights.model, texts, length)
     loaded = load(weights, output.quiet)
     from turboquant_nb.calibration import fit, sensitivity
     from turboquant_nb.hf import TurboQuantCache

@@ -456,7 +456,9 @@ def needle(caches: Caches, asked: _Needles, common: _Common) -> None:
 
 @command(_EVAL, "attention", "Measures", "turboquant eval attention --recipe k3v3 --against fp8")
 def attention(caches: Caches, asked: Windows, common: _Common) -> None:
-    "Error of each layer's attention output."
+    """Error of each layer's attention output, and which tokens have the highest scores.
+
+    Cosine of outputs per head and query; top-1 and top-5: how often the token with the highest score keeps its place, or one of five."""
     what = _WindowMeasure("attention", asked, ("chunk",), common.record.batch)
     _evaluate(what, caches, common)
 

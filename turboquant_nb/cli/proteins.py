@@ -84,6 +84,8 @@ class _Method(StrEnum):
     frozen = "frozen"
     exact = "exact"
     every = "every"
+    wildtype = "wildtype"
+    one_pass = "one-pass"
 
 
 @options("Proteins")
@@ -97,6 +99,10 @@ class Proteins:
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, cuda:1, …; default: cuda if there is one.")
     ] = None
+
+    def __post_init__(self):
+        if self.device is not None:
+            pick_device(self.device)
 
 
 @options("What is scored, and how")
@@ -115,7 +121,9 @@ class Scores:
     ] = None
     method: Annotated[
         _Method,
-        typer.Option(help="frozen: two passes; exact: a pass for each residue; every: eight passes."),
+        typer.Option(
+            help="frozen: two passes; exact: masked marginals, a pass for each residue; every: eight passes; wildtype: one pass, nothing masked; one-pass: pseudo-log-likelihood of each variant's sequence, a pass for each variant."
+        ),
     ] = _Method.frozen
 
 
@@ -135,6 +143,8 @@ def variants(proteins: Proteins, scores: Scores, output: Output) -> None:
     asked = _read_input("--mutations", scores.mutations, esm.read_mutations) if scores.mutations else None
     with at_fault(ValueError, where="--mutations: "):
         esm.variants_of(sequences, asked)
+    if scores.code and scores.method in ("exact", "every"):
+        raise Usage(f"--method {scores.method.value} reads exact states and would not use --code; frozen, wildtype and one-pass do")
     code = _read_input("--code", scores.code, load_code) if scores.code else None
     model = _load(proteins.model, proteins.device, output.quiet)
     n = len(sequences)

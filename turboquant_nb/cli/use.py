@@ -20,11 +20,14 @@ from .app import Output, Usage, app, at_fault, command, number, options, whole
 from turboquant_nb.cli.inputs import (
     Calibrated,
     Changes,
+    Offloading,
+    OneRecipe,
     Prompt,
     Source,
     about_run,
     check_calibrated,
     check_fits,
+    check_offloading,
     context_length,
     load,
     plain_attention,
@@ -116,6 +119,12 @@ class Length:
             parser=whole, metavar="N", help="Allocate the cache for so many tokens at once and use no more."
         ),
     ] = None
+    prefill_chunk: Annotated[
+        int | None,
+        typer.Option(
+            parser=whole, metavar="N", help="Read the prompt so many tokens at a time: less memory at once, and later parts read earlier ones from codes."
+        ),
+    ] = None
 
 
 @options("Choice of tokens")
@@ -146,10 +155,7 @@ class _Sampling:
 class _Coding:
     "The recipe of the cache."
 
-    recipe: Annotated[
-        str,
-        typer.Option(metavar="RECIPE", help="A preset, a JSON object or a file (see turboquant recipe)."),
-    ] = "k3v3"
+    recipe: OneRecipe = "k3v3"
     compare: Annotated[
         bool,
         typer.Option(
@@ -160,7 +166,7 @@ class _Coding:
 
 def _check_generate(length: Length, sampling: _Sampling) -> None:
     "Ranges of the numbers, before the model is loaded."
-    sizes = {"--max-new-tokens": length.max_new_tokens, "--max-length": length.max_length}
+    sizes = {"--max-new-tokens": length.max_new_tokens, "--max-length": length.max_length, "--prefill-chunk": length.prefill_chunk}
     for name, x in sizes.items():
         if x is not None and x < 1:
             raise Usage(f"{name} must be at least 1, got {x}")
@@ -192,7 +198,7 @@ def _room(length: Length, model, tokens: int, quiet: bool) -> int:
     return min(room, length.max_new_tokens)
 
 
-def _generated(sampling: _Sampling, model, ids, cache, limit: int, streamer) -> list:  # of tokens
+def _generated(sampling: _Sampling, model, ids, cache, limit: int, streamer, chunk: int | None = None) -> list:  # of tokens
     "The answer of transformers' generate."
     import torch
 
@@ -211,6 +217,7 @@ def _generated(sampling: _Sampling, model, ids, cache, limit: int, streamer) -> 
             attention_mask=torch.ones_like(ids),
             past_key_values=cache,
             max_new_tokens=limit,
+            prefill_chunk_size=chunk,
             streamer=streamer,
             pad_token_id=min(stop_tokens(model), default=0) if pad is None else pad,
             **how,
@@ -224,6 +231,7 @@ def _generated(sampling: _Sampling, model, ids, cache, limit: int, streamer) -> 
     "Use it",
     """turboquant generate --prompt 'Name three whales.'
     turboquant generate --model Qwen/Qwen2.5-0.5B-Instruct --recipe k4v4 --file notes.txt
+    turboquant generate --model Qwen/Qwen2.5-14B-Instruct --offload cpu --gpu-memory 16GB --file notes.txt
     cat notes.txt | turboquant generate --recipe k3v3 --recent 64 -""",
 )
 def generate(
@@ -234,16 +242,18 @@ def generate(
     length: Length,
     sampling: _Sampling,
     source: Source,
+    offloading: Offloading,
     output: Output,
 ) -> None:
     """Generate text on a compressed cache.
 
     The text goes to standard output, the cache report to standard error."""
     _check_generate(length, sampling)
+    check_offloading(offloading, source)
     recipe, text = read_recipe(coding.recipe, changes), read_prompt(prompt)
     check_calibrated(calibrated)
     check_fits(source.model, [(coding.recipe, recipe, calibrated)])
-    loaded = load(source, output.quiet)
+    loaded = load(source, output.quiet, offloading)
     from transformers import DynamicCache, TextStreamer
 
     from turboquant_nb.hf import TurboQuantCache
@@ -260,20 +270,22 @@ def generate(
         label, begin = f"reading {ids.shape[1]:,} tokens", time.monotonic()
         if output.json:
             with Stage(f"{label}, writing up to {limit:,}", limit + 1, on) as stage:
-                tokens = _generated(sampling, model, ids, cache, limit, stage)
+                tokens = _generated(sampling, model, ids, cache, limit, stage, length.prefill_chunk)
         else:
             streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
             with Stage(label, len(cache.layers), on) as stage, layer_progress(model, stage):
-                tokens = _generated(sampling, model, ids, cache, limit, streamer)
+                tokens = _generated(sampling, model, ids, cache, limit, streamer, length.prefill_chunk)
         found = about_run("generate", source, model) | dict(
             prompt_tokens=ids.shape[1], new_tokens=len(tokens), text=text_of(tokens),
             seconds=time.monotonic() - begin, cache=dict(cache.report()),
         )
+        if (placed := loaded.placement) is not None:
+            found["offload"] = dict(to=str(offloading.offload), resident=placed.resident, offloaded=placed.offloaded)
         if coding.compare:
             model.set_attn_implementation(plain)
             with Stage("the same on an uncompressed cache", limit + 1, on) as stage:
                 exact = DynamicCache(config=model.config)
-                other = _generated(sampling, model, ids, exact, limit, stage)
+                other = _generated(sampling, model, ids, exact, limit, stage, length.prefill_chunk)
             found["compare"] = dict(text=text_of(other)) | _likeness(tokens, other)
     _show_generate(output, found, cache)
 

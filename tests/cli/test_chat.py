@@ -1,0 +1,268 @@
+"turboquant chat: through a pipe and at a pseudo-terminal; what stays in the cache, on disk, and after Ctrl-C."
+import io
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+import pytest
+import torch
+
+from turboquant_nb.cli import chat
+from turboquant_nb.evaluation.models import load_model
+from turboquant_nb.hf import TurboQuantCache
+
+from .conftest import refused
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def pipe(call, monkeypatch):
+    "A conversation through standard input."
+    def run(text, *argv):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode() if isinstance(text, str) else text), encoding="utf-8"))
+        return call("chat", "--max-new-tokens", 6, *argv)
+    return run
+
+
+@pytest.fixture
+def talk(tiny):
+    model, tokenizer = load_model(tiny)
+    model.set_attn_implementation("turboquant")
+    return chat.Conversation(model, tokenizer, lambda: TurboQuantCache(model, "k3v3"))
+
+
+def test_answers_to_stdout_and_status_to_stderr(pipe, tiny):
+    code, out, err = pipe("Call me Ishmael.\n\nWhy?\n", "--model", tiny)
+    assert code == 0 and len(re.findall(r"\d+ tokens in [\d,]+ bytes", err)) == 2 and out.strip()
+    assert pipe("Call me Ishmael.\n", "--model", tiny, "--quiet")[2] == ""
+
+
+def test_json_tells_the_turns_and_nothing_else(pipe, tiny):
+    code, out, _ = pipe("Call me Ishmael.\n/status\nWhy?\n", "--model", tiny, "--json", "--system", "Be brief.")
+    found = json.loads(out)
+    assert code == 0 and [t["user"] for t in found["turns"]] == ["Call me Ishmael.", "Why?"] and len(found["messages"]) == 4
+    assert found["cache"]["tokens"] > 30 and all(0 < t["new_tokens"] <= 6 for t in found["turns"])
+
+
+@pytest.mark.parametrize("templated", [True, False])
+def test_nothing_is_read_twice_and_tokens_are_those_of_one_text(talk, templated):
+    talk.chat, fed = templated, []
+    hook = talk.model.model.register_forward_pre_hook(lambda m, a, k: fed.append(k["input_ids"][0].tolist()), with_kwargs=True)
+    for text in ("Call me Ishmael.", "Some years ago.", "Never mind how long."):
+        talk.turn(text, limit=5)
+    hook.remove()
+    assert sum(fed, []) == talk.ids[:-1]  # every token once, in order
+    with torch.no_grad():  # the same tokens in one prompt: the cache holds the same positions
+        assert talk.cache.get_seq_length() == len(talk.ids) - 1
+
+
+def test_saved_and_loaded_it_is_the_same_file_and_goes_on_alike(talk, tmp_path):
+    talk.turn("Call me Ishmael.", limit=40)
+    chat.save_conversation(talk, tmp_path / "a")
+    other = chat.Conversation(talk.model, talk.tokenizer, lambda: TurboQuantCache(talk.model, "k2v2"))
+    other.turn("Something else.", limit=3)
+    chat.load_conversation(other, tmp_path / "a")
+    chat.save_conversation(other, tmp_path / "b")
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    assert talk.turn("Why?", limit=40) == other.turn("Why?", limit=40) and talk.ids == other.ids
+    assert TurboQuantCache.load(tmp_path / "a", talk.model).get_seq_length() < len(talk.ids)
+    with pytest.raises(ValueError, match="changed after"):
+        data = bytearray((tmp_path / "a").read_bytes())
+        data[-100] ^= 1
+        (tmp_path / "c").write_bytes(data)
+        chat.load_conversation(other, tmp_path / "c")
+    assert other.ids == talk.ids  # as it was
+
+
+def test_other_weights_are_refused(talk, plain, tmp_path):
+    talk.turn("Call me Ishmael.", limit=3)
+    chat.save_conversation(talk, tmp_path / "a")
+    with torch.no_grad():
+        talk.model.model.norm.weight[0] += 0.5
+    with pytest.raises(ValueError, match="other weights"):
+        chat.load_conversation(talk, tmp_path / "a")
+
+
+class Broken:
+    "A streamer that fails after some tokens."
+
+    def __init__(self, after, error):
+        self.left, self.error = after, error
+
+    def put(self, _):
+        self.left -= 1
+        if self.left < 0:
+            raise self.error
+
+    def end(self):
+        pass
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError()])
+@pytest.mark.parametrize("after", [0, 1, 3])
+@pytest.mark.parametrize("turns", [0, 1])
+def test_a_broken_answer_leaves_a_conversation_that_goes_on(talk, error, after, turns):
+    for _ in range(turns):
+        talk.turn("Call me Ishmael.", limit=4)
+    before = list(talk.ids)
+    with pytest.raises(type(error)):
+        talk.turn("Why?", limit=9, streamer=Broken(after, error))
+    assert talk.ids[: len(before)] == before and len(talk.messages) == 2 * (turns + (after > 0))
+    assert talk.cache.get_seq_length() == max(0, len(talk.ids) - 1)
+    talk.turn("And then?", limit=4)
+    assert talk.cache.get_seq_length() == len(talk.ids) - 1 and len(talk.messages) == 2 * (turns + (after > 0) + 1)
+
+
+@pytest.mark.parametrize("turns", [0, 1])
+def test_an_interrupt_within_a_pass_takes_back_what_some_layers_took(talk, turns):
+    for _ in range(turns):
+        talk.turn("Call me Ishmael.", limit=4)
+    before = list(talk.ids), len(talk.messages)
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    hook = talk.model.model.layers[1].register_forward_pre_hook(stop)  # the first layer has taken the message
+    with pytest.raises(KeyboardInterrupt):
+        talk.turn("Why?", limit=9)
+    hook.remove()
+    assert (talk.ids, len(talk.messages)) == before and talk.cache.get_seq_length() == max(0, len(talk.ids) - 1)
+    talk.turn("And then?", limit=4)
+    assert talk.cache.get_seq_length() == len(talk.ids) - 1
+
+
+def test_a_context_that_is_full_says_so(pipe, plain):
+    code, out, err = pipe("word " * 300 + "\n", "--model", plain, "--quiet")
+    assert code == 2 and "this model reads 128" in err and "/clear" in err
+
+
+@pytest.mark.parametrize("text, argv, words", [
+    ("/dance\n", [], ["/dance", "/help"]), ("/save\n", [], ["/save needs a file"]), ("/save none/x\n", [], ["no such folder"]), ("/save x\n", [], ["nothing was said"]),
+    ("/load none\n", [], ["no such file"]), (b"M\xf6we\n", [], ["not UTF-8"]), ("", ["--load", "none"], ["no such file"]), ("", ["--top-p", "2", "--sample"], ["--top-p"]),
+    ("", ["--recipe", "k9v9"], ["k9v9"]), ("", ["--budget", "2"], ["--budget"]),
+])
+def test_bad_input(pipe, tiny, tmp_path, monkeypatch, text, argv, words):
+    monkeypatch.chdir(tmp_path)
+    refused(pipe(text, "--model", tiny, "--quiet", *argv), *words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_template_that_is_not_there(pipe, plain):
+    refused(pipe("Hello\n", "--model", plain, "--quiet", "--chat"), "no chat template")
+
+
+def test_two_slashes_are_a_message(pipe, tiny):
+    found = json.loads(pipe("//help\n/quit\nnever said\n", "--model", tiny, "--json")[1])
+    assert [t["user"] for t in found["turns"]] == ["/help"]
+
+
+class Terminal:
+    "The program at a pseudo-terminal of 12 lines of 100 characters."
+
+    def __init__(self, *argv, cwd):
+        import fcntl
+        import struct
+        import termios
+
+        self.master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 12, 100, 0, 0))
+        code = "import sys; from turboquant_nb.cli import main; sys.exit(main())"
+        env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")} | {"TERM": "xterm"}
+        self.process = subprocess.Popen([sys.executable, "-c", code, *map(str, argv)], stdin=slave, stdout=slave, stderr=slave, cwd=cwd, env=env, start_new_session=True,
+                                        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
+        os.close(slave)
+        self.seen = ""
+
+    def until(self, pattern, seconds=240):
+        "Read until something new matches."
+        end, start = time.monotonic() + seconds, len(self.seen)
+        while not re.search(pattern, self.seen[start:]):
+            assert time.monotonic() < end, (pattern, self.seen[start:])
+            if select.select([self.master], [], [], 0.2)[0]:
+                try:
+                    self.seen += os.read(self.master, 4096).decode(errors="replace")
+                except OSError:  # the other side is closed
+                    break
+        return self.seen[start:]
+
+    def type(self, text):
+        os.write(self.master, text.encode())
+
+    def ends(self, seconds=120):
+        "Exit code; all that was written is read."
+        self.until(r"(?!)", seconds) if self.process.poll() is None else None
+        return self.process.wait(seconds)
+
+    def stops(self):
+        """Exit code after Ctrl-C at the prompt, pressed again when nothing happens for ten seconds, as a person would.
+
+        CPython's input() with readline writes the prompt and then waits in select(): a signal between the two is seen at the
+        next key only (on a busy machine 3 of 3,000).
+        """
+        for _ in range(6):
+            self.type("\x03")
+            with suppress(AssertionError):
+                return self.ends(10)
+        raise AssertionError(f"Ctrl-C does not end it: {self.seen[-400:]!r}")
+
+
+@pytest.fixture
+def terminal(tiny, tmp_path):
+    opened = []
+
+    def start(*argv):
+        opened.append(Terminal("chat", "--model", tiny, *argv, cwd=tmp_path))
+        return opened[-1]
+
+    yield start
+    for x in opened:
+        if x.process.poll() is None:
+            x.process.kill()
+        x.process.wait()
+        os.close(x.master)
+
+
+def test_at_a_terminal(terminal, tmp_path):
+    t = terminal("--max-new-tokens", 5)
+    t.until("> ")
+    t.type("Call me Ishmael.\n")
+    shown = t.until(r"tokens in [\d,]+ bytes[^\x1b]*tokens/s")
+    assert "\x1b[1;11r" in t.seen and "\x1b[12;1H" in shown  # the last line is kept out of scrolling, and written
+    for typed, answer in (("/dance\n", "there is no such command"), ("/save talk.st\n", "saved 1 turns"), ("/clear\n", "cleared"), ("/load talk.st\n", "loaded 1 turns"), ("/load no.st\n", "no such file")):
+        t.type(typed)
+        t.until(answer + r"(?s:.*)> ")  # an end of file that comes before the prompt is the line editor's to lose
+    t.type("\x04")
+    assert t.ends() == 0 and "\x1b[r" in t.seen and (tmp_path / "talk.st").is_file()
+
+
+def test_ctrl_c_stops_an_answer_and_at_the_prompt_the_program(terminal, tmp_path):
+    t = terminal("--max-new-tokens", 7000)
+    t.until("> ")
+    t.type("Call me Ishmael.\n")
+    t.until(r"tokens in [\d,]+ bytes")
+    t.type("\x03")
+    t.until("> ")
+    t.type("/status\n")
+    t.until(r"\d+ tokens in(?s:.*)> ")  # before the prompt it would stop what is being written, not the program
+    assert t.stops() == 130 and "Traceback" not in t.seen and list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_in_a_pipe(tiny):
+    code = "import sys; from turboquant_nb.cli import main; sys.exit(main())"
+    argv = [sys.executable, "-c", code, "chat", "--model", tiny, "--max-new-tokens", "7000"]
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdin.write(b"/status\nCall me Ishmael.\n")
+    process.stdin.flush()
+    assert b"tokens in" in process.stdout.readline()  # the model is loaded, and answers next
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and b"Traceback" not in err
