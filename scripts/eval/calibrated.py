@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from recipes import add_options, opened
+from recipes import add_options, must_pass, opened
 from search import UNPACKED, gate, recipe, stored_bits
 
 from turboquant_nb import results
@@ -64,9 +64,7 @@ class Run:
         self.a, self.began = a, time.time()
         self.model, self.tokenizer, self.ids, self.batch, self.origin = opened(a)
         self.rows, self.passed = [], gate(self.model, self.ids)
-        print(self.passed, f"{time.time() - self.began:.0f} s", flush=True)
-        if not self.passed["passed"]:
-            raise SystemExit("the gate did not pass; nothing is measured")
+        must_pass(self.passed, self.began)
         texts = [Path(f).read_text(encoding="utf-8") for f in a.calibrate]
         self.source = text_windows(self.tokenizer, texts, len(texts), a.calibrate_length)
         began = time.time()

@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 """ESM-2 on compressed keys and values: proteins.py PART --out FILE [--model M] [--chains FILE] [--device D] [--test N].
 
-PART is `recipes` (final hidden states of decoded tokens), `findings` (what TurboESM reports about calibration, layers, outliers and tables), `contacts`
-or `variants`. `--model` takes a folder, a fair-esm .pt file or a hub id. Chains are SCOPe's; `proteins.py chains --scope FOLDER --chains FILE` selects
+PART is `recipes` (final hidden states of decoded tokens), `findings` (what TurboESM reports about calibration, layers, outliers and tables), `contacts`,
+`variants`, or `scores`: masked, frozen and wild-type marginals and pseudo-log-likelihoods in one pass beside the definition, with their times, and beside a deep mutational scan
+(`--scan`, a CSV with the columns mutant and `--scan-column`, as in the examples/variant-prediction/data of fair-esm). `--model` takes a folder, a fair-esm .pt file or a hub id. Chains are SCOPe's; `proteins.py chains --scope FOLDER --chains FILE` selects
 them from sidechainnet's files (sidechainnet 1.0.1 on PyPI), tests from superfamilies that no other chain comes from."""
 import argparse
+import csv
 import hashlib
 import json
 import random
@@ -21,9 +23,12 @@ from transformers import EsmForMaskedLM
 from transformers.utils import logging
 
 from turboquant_nb import results
-from turboquant_nb.esm import MASK, TurboEsm, fit_esm, gather_statistics, load_esm, masked_marginals, tokens
+from turboquant_nb.esm import (
+    MASK, TurboEsm, fit_esm, gather_statistics, load_esm, masked_marginals, pseudo_log_likelihood, score_mutations, tokens, variants,
+)  # fmt: skip
 from turboquant_nb.evaluation.models import load_model, sample_text
 from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.esm.checkpoints import _INDEX, RESIDUES
 from turboquant_nb.esm.transform import (
     RECIPES, SideSpec, TransformRecipe, as_transform, code_states, load_code, transformed_states, save_code, centre_at,
 )  # fmt: skip
@@ -368,25 +373,31 @@ def run_contacts(lab, a):
 
 
 @torch.no_grad()
-def masked_states(trunk, sequences, passes, generator):
-    "Final states of masked residues (15 % of each pass) and what stood there."
-    found = []
+def masked_states(trunk, sequences, passes, generator, corrupt=False):
+    "Final states of masked residues (15 % of each pass) and what stood there; `corrupt`: BERT's, a tenth of them left as they were and a tenth replaced by a random residue."
+    found, letters = [], torch.tensor([_INDEX[x] for x in RESIDUES], device=trunk.device)
     for _ in range(passes):
         for _, ids, mask in batches(sequences, trunk.device):
             hide = (torch.rand(ids.shape, generator=generator).to(ids.device) < 0.15) & (ids >= 4) & mask.bool()
-            hidden = trunk(ids.masked_fill(hide, MASK), attention_mask=mask).last_hidden_state
+            shown = ids.masked_fill(hide, MASK)
+            if corrupt:
+                u = torch.rand(ids.shape, generator=generator).to(ids.device)
+                shown = torch.where(hide & (u < 0.1), ids, shown)
+                drawn = letters[torch.randint(0, len(letters), ids.shape, generator=generator).to(ids.device)]
+                shown = torch.where(hide & (u > 0.9), drawn, shown)
+            hidden = trunk(shown, attention_mask=mask).last_hidden_state
             found.append((hidden[hide], ids[hide]))
     return [torch.cat(x) for x in zip(*found)]
 
 
-def with_head(trunk, sequences, device, steps, seed=0):
+def with_head(trunk, sequences, device, steps, seed=0, corrupt=False):
     "A language-model head fitted to a frozen trunk on masked residues, and its perplexity on the last tenth of the chains."
     torch.manual_seed(seed)
     model = EsmForMaskedLM(trunk.config).to(device).eval()
     model.esm.load_state_dict(trunk.state_dict())
     head = [p for n, p in model.lm_head.named_parameters() if "decoder.weight" not in n]
     g, cut = torch.Generator().manual_seed(seed), len(sequences) * 9 // 10
-    x, y = masked_states(model.esm, sequences[:cut], 3, g)
+    x, y = masked_states(model.esm, sequences[:cut], 3, g, corrupt)
     best = torch.optim.AdamW(head, lr=2e-3, weight_decay=0.01)
     plan = torch.optim.lr_scheduler.OneCycleLR(best, 2e-3, total_steps=steps)
     for _ in range(steps):
@@ -407,6 +418,72 @@ def spearman(a: Tensor, b: Tensor | None) -> float | None:
     keep = (a != 0) | (b != 0)
     rank = lambda x: x[keep].double().argsort().argsort().double()  # noqa: E731
     return torch.corrcoef(torch.stack([rank(a), rank(b)]))[0, 1].item()
+
+
+def ranked(a, b) -> tuple:  # (Spearman's coefficient, its standard error by a bootstrap over pairs)
+    "Of two lists of scores; equal scores share their rank."
+    a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (a, b))
+
+    def ranks(x):
+        _, at, n = x.unique(return_inverse=True, return_counts=True)
+        return (n.cumsum(0) - (n - 1) / 2)[at].double()
+
+    def of(i):
+        return torch.corrcoef(torch.stack([ranks(a[i]), ranks(b[i])]))[0, 1].item()
+
+    g = torch.Generator().manual_seed(0)
+    draws = torch.tensor([of(torch.randint(0, len(a), (len(a),), generator=g)) for _ in range(200)], dtype=torch.float64)
+    return of(torch.arange(len(a))), draws.std().item()
+
+
+def read_scan(path, column, sequence, offset):
+    "(variants that fit the sequence, measured effects) of a deep mutational scan."
+    out = []
+    with open(path, encoding="utf-8-sig", newline="") as f:
+        for row in csv.DictReader(f):
+            was, at, to = row["mutant"][0], int(row["mutant"][1:-1]) - offset, row["mutant"][-1]
+            if row[column] and 0 <= at < len(sequence) and sequence[at] == was and was != to and to in RESIDUES:
+                out.append((f"{was}{at + 1}{to}", float(row[column])))
+    return [list(x) for x in zip(*out)]
+
+
+def run_scores(lab, a):
+    "One pass beside L passes: on chains, and on a deep mutational scan."
+    some = lab.data["head"][:: 1 if "cuda" in a.device else 14]
+    model, perplexity = with_head(lab.model, some, a.device, a.steps, corrupt=True)
+    yield dict(what="head", perplexity=perplexity, n=len(some), corruption="80 % masked, 10 % kept, 10 % replaced")
+    chains = [s for s in lab.test if len(s) <= 120][:24]
+    with TurboEsm(model) as turbo:
+        pseudo_log_likelihood(turbo, chains[:2])
+        masked, slow = timed(lambda: pseudo_log_likelihood(turbo, chains, "masked"), a.device)
+        length = torch.tensor([len(s) for s in chains], dtype=torch.float64)
+        for kept in (0.1, 1e-6):  # the second is q itself: nothing is left of what was seen
+            quick, fast = timed(partial(pseudo_log_likelihood, turbo, chains, kept=kept), a.device)
+            per = (quick / length, masked / length)
+            rho, se = ranked(*per)
+            name = "one-pass" if kept == 0.1 else "as seen"
+            yield dict(what="pseudo-log-likelihood", name=name, rho=rho, se=se, mean=per[0].mean().item(), masked=per[1].mean().item(), distance=(per[0] - per[1]).abs().mean().item(), seconds=fast, masked_seconds=slow, n=len(chains), residues=int(length.sum()))
+    if not a.scan:
+        return
+    wanted, effects = read_scan(a.scan, a.scan_column, BETA_LACTAMASE, 24)
+    codes = {"": None} | {f", {n}": lab.fit(n) for n in ("water4", "water3", "water2")}
+    tables, exact = {}, None
+    for method in ("exact", "frozen", "wildtype"):
+        for suffix, code in codes.items() if method != "exact" else [("", None)]:
+            with TurboEsm(model, code) as turbo:
+                masked_marginals(turbo, BETA_LACTAMASE[:40], method)  # warm
+                table, seconds = timed(partial(masked_marginals, turbo, BETA_LACTAMASE, method), a.device)
+            exact = table if exact is None else exact
+            tables[method + suffix] = table
+            rho, se = ranked(score_mutations(table, BETA_LACTAMASE, wanted), effects)
+            keep = exact != 0
+            yield dict(what="scan", name=method + suffix, rho=rho, se=se, to_exact=ranked(table[keep], exact[keep])[0], shift=(exact - table)[keep].mean().item(), spread=(exact - table)[keep].std().item(), seconds=seconds, n=len(wanted), passes=len(BETA_LACTAMASE) if method == "exact" else 2 if method == "frozen" else 1)
+    part = list(range(0, len(wanted), max(1, len(wanted) // 300)))
+    with TurboEsm(model) as turbo:
+        rows, seconds = timed(lambda: variants(turbo, {"scan": BETA_LACTAMASE}, [wanted[i] for i in part], "one-pass"), a.device)
+    rho, se = ranked([r[2] for r in rows], [effects[i] for i in part])
+    same = {m: ranked(score_mutations(tables[m], BETA_LACTAMASE, [wanted[i] for i in part]), [effects[i] for i in part]) for m in ("exact", "wildtype")}
+    yield dict(what="scan", name="one-pass of whole sequences", rho=rho, se=se, seconds=seconds, n=len(part), passes=len(part), same_exact=same["exact"], same_wildtype=same["wildtype"])
 
 
 def timed(f, device):
@@ -449,7 +526,9 @@ def run_variants(lab, a):
                 yield row | dict(name=name, bits=bits, to_exact=spearman(got, exact), to_frozen=spearman(got, frozen), seconds=fast, exact_seconds=slow, nbytes=held)
 
 
-PARTS = {"recipes": run_recipes, "findings": run_findings, "contacts": run_contacts, "variants": run_variants}
+BETA_LACTAMASE = "HPETLVKVKDAEDQLGARVGYIELDLNSGKILESFRPEERFPMMSTFKVLLCGAVLSRVDAGQEQLGRRIHYSQNDLVEYSPVTEKHLTDGMTVRELCSAAITMSDNTAANLLLTTIGGPKELTAFLHNMGDHVTRLDRWEPELNEAIPNDERDTTMPAAMATTLRKLLTGELLTLASRQQLIDWMEADKVAGPLLRSALPAGWFIADKSGAGERGSRGIIAALGPDGKPSRIVVIYTTGSQATMDERNRQIAEIGASLIKHW"  # TEM-1, residues 24 on, as fair-esm's example reads it
+
+PARTS = {"scores": run_scores, "recipes": run_recipes, "findings": run_findings, "contacts": run_contacts, "variants": run_variants}
 
 
 def main():
@@ -465,6 +544,8 @@ def main():
     p.add_argument("--steps", type=int, default=1500, help="of fitting a language-model head")
     p.add_argument("--longest", type=int, default=1022)
     p.add_argument("--exact", type=int, default=1022, help="longest protein with a pass per residue")
+    p.add_argument("--scan", help="CSV of a deep mutational scan of TEM-1 beta-lactamase, for `scores`")
+    p.add_argument("--scan-column", default="2500", help="its column with effects (Stiffler et al. 2015: micrograms of ampicillin per millilitre)")
     p.add_argument("--match", default="", help="only names that match this regular expression")
     p.add_argument("--codes", type=Path, help="folder that keeps fitted codes for the next part")
     p.add_argument("--lm", nargs="?", const="embedded", help="outliers of SmolLM2-135M too, the embedded one or this GGUF file of it")

@@ -98,25 +98,40 @@ def opened(a):
     return model, tokenizer, ids, a.batch or (len(ids) if device == "cuda" else 2), origin
 
 
+def window_losses(loss):
+    "The mean loss of each window in nats, as rows keep it: two rows can then be compared on any of the windows."
+    return [round(x, 6) for x in loss.mean(1).tolist()]
+
+
+def add_choice(p):
+    "What scripts have in common that score named recipes under protocols."
+    p.add_argument("--match", default="", help="only names that match this regular expression")
+    p.add_argument("--protocols", nargs="*", default=["decode", "stress"])
+    p.add_argument("--out", required=True)
+
+
+def must_pass(gate, began):
+    "Print a gate; without it nothing is measured."
+    print(f"{gate}, {time.time() - began:.0f} s", flush=True)
+    if not gate["passed"]:
+        raise SystemExit("the gate did not pass; nothing is measured")
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--set", nargs="+", default=["presets", "others"])
-    p.add_argument("--match", default="", help="only names that match this regular expression")
     add_options(p)
-    p.add_argument("--protocols", nargs="*", default=["decode", "stress"])
+    add_choice(p)
     p.add_argument("--experiment", default="recipes")
-    p.add_argument("--out", required=True)
     a = results.parse(p)
     began = time.time()
     model, _, ids, batch, origin = opened(a)
     gate = one_pass_gate(model, ids)
-    print(f"{gate}, {time.time() - began:.0f} s", flush=True)
-    if not gate["passed"]:
-        raise SystemExit("the gate did not pass; nothing is measured")
+    must_pass(gate, began)
     rows = []
     starts = [prefill(model, x[:, : a.prompt]) for x in ids.split(batch)] if {"decode", "chunk"} & {*a.protocols} else None
     plain = score(model, ids, None, a.protocols[0], a.prompt, batch)
-    rows.append(dict(cache="uncompressed", protocol="all", ppl=float(plain.loss.mean().exp()), n=plain.loss.numel(), bits=plain.bits, unit="perplexity"))
+    rows.append(dict(cache="uncompressed", protocol="all", ppl=float(plain.loss.mean().exp()), n=plain.loss.numel(), bits=plain.bits, window_losses=window_losses(plain.loss), unit="perplexity"))
     kept = {}
     for label, what, protocols in candidates(a, model):
         for protocol in protocols:
@@ -132,7 +147,7 @@ def main():
                 continue
             percent, stderr = paired(got.loss, plain.loss)
             recipe_json = None if (r := candidate.recipe) is None else [x.to_json() for x in r] if isinstance(r, list) else r.to_json()
-            row |= dict(ppl=float(got.loss.mean().exp()), percent=percent, stderr=stderr, bits=got.bits, n=got.loss.numel(), recipe=recipe_json)
+            row |= dict(ppl=float(got.loss.mean().exp()), percent=percent, stderr=stderr, bits=got.bits, n=got.loss.numel(), window_losses=window_losses(got.loss), recipe=recipe_json)
             if protocol in kept:
                 row["against_first"] = [kept[protocol][0], *paired(got.loss, kept[protocol][1])]
             kept.setdefault(protocol, (label, got.loss))

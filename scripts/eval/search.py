@@ -1,16 +1,18 @@
 #!/usr/bin/env python3
-"""Perplexity of many data-free recipes at once: search.py --model M --text FILE ... --part I/N --out FILE [--seconds S].
+"""Perplexity of many data-free recipes at once: search.py --model M --text FILE ... --part I/N --out FILE [--match REGEX] [--seconds S].
 
 A grid of bits for keys and values, sinks, windows and centres under both protocols of chapter 82. Codes are decoded at once and never packed, which is
 several times faster than filling a cache and gives the same numbers: the gate compares the codes of the two. Bits per value are counted on a store of the same shape.
-Run it in N processes with --part 0/N … N-1/N, then join with --join FILE ... --out FILE."""
+Run it in N processes with --part 0/N … N-1/N, then join with --join FILE ... --out FILE. Rows hold the loss of each window, so that a recipe can be chosen on
+some windows and judged on others; `--match` takes only what matches, as `k3v3 s1 w32 c=pre_rope decode`."""
 import argparse
 import json
+import re
 import time
 from dataclasses import replace
 
 import torch
-from recipes import add_options, opened
+from recipes import add_options, opened, window_losses
 
 from turboquant_nb import results
 from turboquant_nb.evaluation.candidates import as_candidate
@@ -129,6 +131,7 @@ def main():
     add_options(p)
     p.set_defaults(batch=16)
     p.add_argument("--part", default="0/1")
+    p.add_argument("--match", default="", help="only rows whose name and protocol match this regular expression")
     p.add_argument("--join", nargs="+", help="results of the parts")
     p.add_argument("--out", required=True)
     a = results.parse(p)
@@ -142,15 +145,15 @@ def main():
     print(passed, flush=True)
     starts = [prefill(model, x[:, : a.prompt]) for x in ids.split(batch)]
     plain = score(model, ids, None, "decode", a.prompt, batch).loss
-    rows = [dict(cache="uncompressed", protocol="all", ppl=float(plain.mean().exp()), n=plain.numel(), unit="perplexity")]
+    rows = [dict(cache="uncompressed", protocol="all", ppl=float(plain.mean().exp()), n=plain.numel(), window_losses=window_losses(plain), unit="perplexity")]
     part, parts = map(int, a.part.split("/"))
-    for label, r, protocol in grid()[part::parts]:
+    for label, r, protocol in [x for x in grid() if re.search(a.match, f"{x[0]} {x[2]}")][part::parts]:
         if time.time() - began > a.seconds:
             raise SystemExit("out of time; what is measured is saved")
         loss = score(model, ids, as_candidate(model, r, label), protocol, a.prompt, batch, starts=starts, backend=UNPACKED).loss
         percent, stderr = paired(loss, plain)
         rows.append(dict(cache=label, protocol=protocol, ppl=float(loss.mean().exp()), percent=percent, stderr=stderr, bits=stored_bits(model, r if protocol == "decode" else replace(r, recent=0), a.length - 1),
-                         windows=len(ids), n=loss.numel(), unit="perplexity", recipe=json.loads(r.to_json())))
+                         windows=len(ids), n=loss.numel(), window_losses=window_losses(loss), unit="perplexity", recipe=json.loads(r.to_json())))
         results.write(a, "search", rows, passed, origin, {"id": a.data_id, "n": len(ids)}, [0])
         print(f"{label:30} {protocol:7} {percent:+9.2f} % ± {stderr:.2f}  {rows[-1]['bits']:.3f} bits", flush=True)
 

@@ -10,7 +10,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, Llama
 from turboquant_nb.evaluation.candidates import as_candidate, held_bytes
 from turboquant_nb.evaluation.pairs import PAIR, PairLayer, attending, pair_attention
 from turboquant_nb.evaluation.score import OnePass, gap_limit, one_pass_gap, one_pass_gate, paired, predict, prefill, score, select_backend, text_windows
-from turboquant_nb.evaluation.tasks import attention_error, needle, _needle_texts, next_token, perplexity, plot, table
+from turboquant_nb.evaluation.tasks import attention_error, kept_tokens, needle, _needle_texts, next_token, perplexity, plot, table
 from turboquant_nb.evaluation.models import embedded_path, load_model
 from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.cache.store import KVStore
@@ -202,7 +202,7 @@ def test_windows_alternate_between_texts_and_start_with_the_first_token():
     got = text_windows(Words([7]), [a, b], length=11)
     assert got.shape == (4, 11) and (got[:, 0] == 7).all()
     assert [int(r[1]) for r in got] == [ord("a"), ord("b"), ord("a"), ord("a")]
-    with pytest.raises(ValueError, match="4 windows of 12 tokens need a longer one"):
+    with pytest.raises(ValueError, match="4 windows of 12 tokens were asked for, and the text gives"):
         text_windows(Words(), [a, b], 4, 12)
 
 
@@ -249,6 +249,29 @@ def test_attention_error_grows_with_fewer_bits_and_is_nothing_for_dense(llama):
     error = {(r["cache"], r["layer"]): r["error"] for r in rows}
     for i in range(3):
         assert error["dense", i] < 1e-6 < 0.02 < error["4", i] < 0.6 * error["2", i]
+    for r in rows:
+        exact = r["cache"] == "dense"
+        assert (r["top1"] == r["top5"] == 1 and r["cosine"] > 1 - 1e-6) if exact else 0 < r["top1"] <= r["top5"] <= 1 and 0.5 < r["cosine"] < 1 - 1e-6
+
+
+def test_tokens_that_keep_the_highest_score():
+    "Counted by hand: the second query's best key changes its place to the second, the third's to the sixth; hidden tokens do not count."
+    key = torch.eye(8)[None, None]
+    query = torch.tensor([[8, 7, 6, 5, 4, 3, 2, 1]] * 3, dtype=torch.float32)[None, None]
+    same = kept_tokens(query, key, key, torch.ones(3, 8, dtype=torch.bool))
+    assert same == dict(top1=1.0, top5=1.0)
+    coded = key.expand(1, 1, 8, 8).clone()
+    coded[0, 0, 0, 0] = 6.5 / 8  # second of eight
+    assert kept_tokens(query, key, coded, torch.ones(3, 8, dtype=torch.bool)) == dict(top1=0.0, top5=1.0)
+    coded[0, 0, 0, 0] = 2.5 / 8  # sixth
+    assert kept_tokens(query, key, coded, torch.ones(3, 8, dtype=torch.bool)) == dict(top1=0.0, top5=0.0)
+    assert kept_tokens(query[:, :, :1], key, coded, torch.tensor([[True] * 5 + [False] * 3])) == dict(top1=0.0, top5=1.0)
+    early = kept_tokens(query, key[:, :, :3], key[:, :, :3])  # causal: query t sees t + 1 tokens
+    assert early == dict(top1=1.0, top5=1.0)
+    two = torch.cat([query, query], 1)  # two query heads share a key head; their shares are averaged
+    coded[0, 0, 0, 0] = 1
+    assert kept_tokens(torch.cat([query, -query], 1), key, coded, torch.ones(3, 8, dtype=torch.bool))["top1"] == 1.0
+    assert kept_tokens(two, key, coded, torch.ones(3, 8, dtype=torch.bool))["top5"] == 1.0
 
 
 @pytest.mark.parametrize(

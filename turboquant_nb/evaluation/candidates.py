@@ -174,7 +174,7 @@ def bits_per_value(
     model,  # whose states it holds
     rows: int = 1,  # sequences in it
 ) -> float:
-    "@eq-bits of a cache: its own report where it has one, else by walking."
+    "Bits per value of a cache by equation (81.1): from its own report where it has one, else by walking."
     if hasattr(cache, "report"):
         return cache.report()["bits_per_value"]
     config = model.config.get_text_config(decoder=True)

@@ -388,10 +388,15 @@ def _intact(folder: Path) -> bool:
         return False
 
 
+def _dense_copy(path: Path) -> Path:
+    "Where the float32 copy of the embedded model is kept."
+    return path.with_name(f"{path.stem}-{SMOLLM2.model_sha256[:8]}-float32")
+
+
 def _embedded(progress: bool, keep_dense: bool) -> tuple[str, str | None]:
     "Where the embedded model is loaded from: (folder of the float32 copy, None), or (folder, GGUF file) without the copy."
     path = embedded_path(progress)
-    dense = path.with_name(f"{path.stem}-{SMOLLM2.model_sha256[:8]}-float32")
+    dense = _dense_copy(path)
     if not _intact(dense) and keep_dense:
         if progress:
             print("turboquant: unpacking the weights once (0.5 GB)", file=sys.stderr, flush=True)

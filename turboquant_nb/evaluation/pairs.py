@@ -35,7 +35,7 @@ class Pair:
         return Pair(self.exact[rows], self.coded[rows], self.sinks, self.recent)
 
     def is_exact(self, n: int) -> Tensor:  # [n, T] bool
-        "@eq-sight, for the last n tokens as queries."
+        "Which tokens are met exactly by equation (82.1), for the last n tokens as queries."
         T = self.shape[2]
         t = torch.arange(T - n, T, device=self.device)[:, None]
         s = torch.arange(T, device=self.device)

