@@ -478,9 +478,10 @@ def test_calibrations_come_back_and_others_do_not(tmp_path):
     back = load_calibration(str(path))
     assert back.header == found.header and repr(back) == repr(found) and load_calibration(found) is found
     assert all(a is b for a, b in zip(back.transforms, found.transforms))  # one copy in a process
+    assert all(torch.equal(a, b) for a, b in zip(back.centers, found.centers, strict=True)) and found.centers[0].shape == (2, 8)
     assert TurboQuantCache(model, calibration=path).recipes == TurboQuantCache(model, calibration=found).recipes
     with safe_open(path, "pt") as f:
-        assert len(list(f.keys())) == 2 and json.loads(f.metadata()["header"])["about"]["head size"] == 8
+        assert len(list(f.keys())) == 4 and json.loads(f.metadata()["header"])["about"]["head size"] == 8
     whole = bytearray(path.read_bytes())
     head = int.from_bytes(whole[:8], "little")
     for n in (0, 1, 8, head, len(whole) - 1):
@@ -494,11 +495,11 @@ def test_calibrations_come_back_and_others_do_not(tmp_path):
         with pytest.raises(ValueError, match="not a readable calibration|must have format|was changed"):
             load_calibration(bad)
     fold.save_fold(fold.fit_fold(model, texts()), bad)
-    with pytest.raises(ValueError, match="must have format 'turboquant-nb calibration 1'"):
+    with pytest.raises(ValueError, match="must have format 'turboquant-nb calibration 2'"):
         load_calibration(bad)
     store, *_ = filled(KEYS["none"], torch.float32, n=350)
     store.save(bad)
-    with pytest.raises(ValueError, match="must have format 'turboquant-nb calibration 1'"):
+    with pytest.raises(ValueError, match="must have format 'turboquant-nb calibration 2'"):
         load_calibration(bad)
     for read in (KVStore.load, lambda p: TurboQuantCache.load(p, model), load_compressed, fold.load_fold):
         with pytest.raises(ValueError, match="must have format"):

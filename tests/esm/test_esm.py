@@ -16,15 +16,19 @@ from transformers import EsmConfig, EsmForMaskedLM
 
 from tests.helpers import DATA  # noqa: E402
 from turboquant_nb import esm as M
-from turboquant_nb.esm import transform
+from turboquant_nb.esm import mutations, transform
 from turboquant_nb.esm import (
     EOS,
     MASK,
     RESIDUES,
+    TOKENS,
     TurboEsm,
     calibrate_esm,
     load_esm,
     masked_marginals,
+    mutated,
+    pseudo_log_likelihood,
+    pseudo_perplexity,
     random_esm,
     random_proteins,
     read_fasta,
@@ -573,6 +577,67 @@ def test_exact_marginals(model):
         masked_marginals(t, s, "x")
     with pytest.raises(ValueError, match="head"), TurboEsm(model.esm) as t:
         masked_marginals(t, s)
+
+
+def test_wild_type_marginals_and_one_pass(model, code):
+    "The wild-type table is the plain forward pass; a batch gives what single sequences give; on a code, what `reread` gives."
+    a, b = proteins(2, 20, 30, seed=7)
+    b = b[:17]
+    ids, _ = tokens([a])
+    with torch.no_grad():
+        p = model(ids).logits[0, 1:-1].log_softmax(-1)
+    columns = [TOKENS.index(x) for x in RESIDUES]
+    with TurboEsm(model) as t:
+        got = masked_marginals(t, a, "wildtype")
+        both, each = pseudo_log_likelihood(t, [a, b, a]), [pseudo_log_likelihood(t, [x]) for x in (a, b)]
+        small = pseudo_log_likelihood(t, [a, b, a], at_most=1)
+        slow = pseudo_log_likelihood(t, [b], "masked")
+        exact = masked_marginals(t, b, "exact")
+        single, double = f"{a[1]}2{'W' if a[1] != 'W' else 'A'}", f"{a[4]}5{'K' if a[4] != 'K' else 'A'}"
+        rows = variants(t, {"x": a}, [single, f"{single}:{double}"], "one-pass")
+        again = [float(pseudo_log_likelihood(t, [mutated(a, v)]) - pseudo_log_likelihood(t, [a])) for _, v, _ in rows]
+        assert pseudo_log_likelihood(t, []).shape == (0,) and torch.allclose(pseudo_perplexity(t, [b]), (-each[1] / len(b)).exp())
+    assert (got - (p[:, columns] - p.gather(1, ids[0, 1:-1, None]))).abs().max() < 1e-4 and exact.shape == (len(b), 20)
+    assert torch.allclose(both, torch.cat([*each, each[0]]), rtol=1e-4) and torch.allclose(small, both, rtol=1e-4)
+    assert [r[2] for r in rows] == pytest.approx(again, abs=2e-3)
+    loop = 0.0
+    ids, _ = tokens([b])
+    for i in range(1, len(b) + 1):
+        hidden = ids.clone()
+        hidden[0, i] = MASK
+        with torch.no_grad():
+            loop += float(model(hidden).logits[0, i].double().log_softmax(-1)[ids[0, i]])
+    assert float(slow) == pytest.approx(loop, abs=1e-3)
+    with TurboEsm(model, code) as t:
+        ids, _ = tokens([a])
+        want = t.reread(ids).logits[0, 1:-1].log_softmax(-1)
+        on_code = masked_marginals(t, a, "wildtype")
+        assert (on_code - (want[:, columns] - want.gather(1, ids[0, 1:-1, None]))).abs().max() < 1e-4 < (on_code - got).abs().max()
+        for call in (lambda: masked_marginals(t, a, "exact"), lambda: masked_marginals(t, a, "every"), lambda: pseudo_log_likelihood(t, [a], "masked"), lambda: variants(t, {"x": a}, None, "exact")):
+            with pytest.raises(ValueError, match="would not use the code"):
+                call()
+
+
+def test_what_is_seen_says_what_a_mask_would():
+    "@eq-onepass on an ideal model, built from its definition; its inverse; and shares that are not those of training."
+    g = torch.Generator().manual_seed(0)
+    for kept, replaced, letters in ((0.1, 0.1, 20), (0.2, 0.05, 5), (0.01, 0.3, 33)):
+        p = torch.rand(letters, generator=g, dtype=torch.float64)
+        p /= p.sum()
+        joint = kept * torch.diag(p) + replaced / letters * p[None].expand(letters, letters)  # [visible, true]
+        q = (joint / joint.sum(1, keepdim=True)).diagonal()
+        back = mutations._seen_to_masked(q.log(), kept, replaced, letters).exp()
+        assert (back - p).abs().max() < 1e-12
+        assert (mutations._seen_to_masked(q.log(), 2 * kept, replaced, letters).exp() - p).abs().max() > 0.1 * p.max()
+    assert float(mutations._seen_to_masked(torch.zeros(1, dtype=torch.float64), 0.1, 0.1, 20)) == 0
+
+
+@pytest.mark.parametrize("words, how", [("kept must be", dict(kept=0.0)), ("replaced must be", dict(replaced=1.0)), ("letters must be", dict(letters=1)), ("method must be", dict(method="seen"))])
+def test_refusals_of_one_pass(model, words, how):
+    with TurboEsm(model) as t, pytest.raises(ValueError, match=words):
+        pseudo_log_likelihood(t, ["MKT"], **how)
+    with TurboEsm(model.esm) as t, pytest.raises(ValueError, match="no language-model head"):
+        pseudo_log_likelihood(t, ["MKT"])
 
 
 def test_mutations(model, tmp_path):

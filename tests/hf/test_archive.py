@@ -70,7 +70,7 @@ def test_a_changed_file_is_refused(name, tmp_path):
 
 
 def test_a_calibration_of_an_earlier_version_loads(tmp_path):
-    "The same transforms by name, the same recipes for a budget, the same file again."
+    "The same transforms by name, the same recipes for a budget, no centres; written again it has the format of today and the same contents."
     path, facts = DATA / "calibration.safetensors", FACTS["calibration"]
     found = load_calibration(path)
     found.check(CONFIG)
@@ -78,6 +78,7 @@ def test_a_calibration_of_an_earlier_version_loads(tmp_path):
     recipes = TurboQuantCache(CONFIG, "k3v3", calibration=path, budget=facts["budget"]).recipes
     assert recipes == [Recipe.from_json(x) for x in facts["recipes"]]
     save_calibration(found, tmp_path / "again")
-    assert (tmp_path / "again").read_bytes() == path.read_bytes()
+    again = load_calibration(tmp_path / "again")
+    assert found.centers == again.centers == [] and again.header == found.header and [m.name for m in again.transforms] == facts["maps"]
     with warnings.catch_warnings(), pytest.raises(ValueError, match="the calibration is of another model: it has layers 2, not 3"):
         TurboQuantCache(transformers.LlamaConfig(**CONFIG.to_dict() | {"num_hidden_layers": 3}), calibration=path)

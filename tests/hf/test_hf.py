@@ -508,7 +508,7 @@ def test_a_mask_that_lacks_tokens_is_refused(attention):
     model, inputs = tiny(), prompt(2, 20)
     model.set_attn_implementation(attention)
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    for bad in (mask[:, 1:], mask[:, :-1], mask[0], mask.repeat(2, 1)):
+    for bad in (mask[:, 1:], mask[:, :-1], mask.repeat(2, 1)):
         cache = TurboQuantCache(model)
         with pytest.raises(ValueError, match=r"attention_mask must be \[2, 20\]"):
             model(ids, attention_mask=bad, past_key_values=cache)
@@ -519,6 +519,39 @@ def test_a_mask_that_lacks_tokens_is_refused(attention):
         with pytest.raises(ValueError, match="a column for each of 20 tokens held and 1 new ones, got .2, 1."):
             model(ids[:, -1:], attention_mask=mask[:, -1:], past_key_values=cache)
         assert cache.get_seq_length() == 20 and cache.coded_layers[0].starts == (0, 7)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "turboquant"])
+@pytest.mark.parametrize("extra", [{}, dict(prefill_chunk_size=7), dict(num_beams=2)], ids=str)
+def test_a_mask_that_lacks_a_token_in_generate(attention, extra):
+    "At the first turn and at the next, where `generate` cuts off by the mask's length what is held: one sentence, and what was held is held."
+    model, inputs = tiny(), prompt(2, 20)
+    model.set_attn_implementation(attention)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    with pytest.raises(ValueError, match="attention_mask must be .*a column for each of .* tokens held and .* new ones, got .*19"):
+        model.generate(input_ids=ids, attention_mask=mask[:, :-1], past_key_values=TurboQuantCache(model), max_new_tokens=3, do_sample=False, **extra)
+    out, cache = generate(model, inputs, attention, max_new_tokens=4)
+    assert cache.get_seq_length() == 23
+    turn, longer = torch.cat([out, ids[:, :2]], 1), torch.cat([mask, torch.ones(2, 6, dtype=torch.long)], 1)
+    again = "" if "prefill_chunk_size" in extra else "; or .*, 26., where generate.. got all 26 tokens of a conversation again"
+    with pytest.raises(ValueError, match=f"a column for each of 23 tokens held and .* new ones{again}, got .*25"):
+        model.generate(input_ids=turn, attention_mask=longer[:, :-1], past_key_values=cache, max_new_tokens=3, do_sample=False, **extra)
+    assert cache.get_seq_length() == 23
+    if not extra:
+        more = model.generate(input_ids=turn, attention_mask=longer, past_key_values=cache, max_new_tokens=3, do_sample=False)
+        assert more.shape == (2, 29) and cache.get_seq_length() == 28
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "turboquant"])
+def test_a_mask_of_one_dimension_is_refused(attention):
+    "It comes with token ids of one dimension, which transformers takes for as many sequences."
+    model, inputs = tiny(), prompt(1, 20, padded=False)
+    model.set_attn_implementation(attention)
+    for ids in (inputs["input_ids"], inputs["input_ids"][0]):
+        cache = TurboQuantCache(model)
+        with pytest.raises(ValueError, match=r"must be .sequences, tokens., as input_ids are; got .20.. One sequence is input_ids.None."):
+            model(ids, attention_mask=torch.ones(20, dtype=torch.long), past_key_values=cache)
+        assert cache.get_seq_length() == 0
 
 
 def test_a_pre_rope_mean_follows_a_bias():

@@ -1,5 +1,6 @@
 "What generate() reaches: masks that are not made, kernels that serve (in Triton's interpreter where there is no GPU), and reasons where they do not."
 import copy
+import sys
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache  # noqa: E402
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function  # noqa: E402
 
-from tests.helpers import FAMILIES, HYBRID, MODES, exact_recipe, generate, prompt, three, tiny  # noqa: E402
+from tests.helpers import FAMILIES, HYBRID, Calls, MODES, exact_recipe, generate, prompt, three, tiny  # noqa: E402
 from turboquant_nb.kernels import ops  # noqa: E402
 from turboquant_nb.hf import TurboQuantCache  # noqa: E402
 from turboquant_nb.hf import attention as hf_attention  # noqa: E402
@@ -200,10 +201,14 @@ def test_kernels_serve_generate(way):
             served.append(cache.report())
         assert torch.equal(*outs)
         a, b = served
-        assert set(a["served"]) == {"prefill", "codes"} and set(b["served"]) == {"prefill", "kernel"} and b["reasons"] == {}
+        assert set(a["served"]) == {"prefill", "codes"} and set(b["served"]) == {"prefill", "kernel"}
         assert a["coded"] == {"torch": sum(a["served"].values())} and b["coded"] == {"kernel": sum(b["served"].values())}
         if not CUDA:
             assert set(a["reasons"]) == {"an NVIDIA GPU is needed, the store is on cpu"}
+            (why,) = b["reasons"]  # the interpreter has no tensor cores
+            assert why.startswith("by the portable kernel: ") and b["reasons"][why] == b["served"]["kernel"]
+        else:
+            assert b["reasons"] == {}
     finally:
         model.to("cpu")
 
@@ -364,3 +369,83 @@ def test_memory_of_a_chunk_does_not_grow_with_the_past(length, monkeypatch):
         ops.attend(q, store, k, v)
     block = 2 * ops.BLOCK * 4  # twice, for a table's index in int64 or two pieces at once
     assert seen.bytes <= max(block, held), (seen.bytes, block)
+
+
+# --- what an eager step costs the host ---------------------------------------------------------------
+
+class Silent:
+    "A compiled kernel that does nothing, and is counted."
+
+    def __init__(self, made, name):
+        self.made, self.name = made, name
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.made.append(self.name) or self
+
+
+@pytest.fixture
+def silent(monkeypatch):
+    "Names of launches, which do nothing: what is left is the host's part, on any machine."
+    from turboquant_nb.kernels import decode, decode_mma, encode, launch
+
+    made = []
+
+    def note(self, grid, named, slots, **options):
+        grid, args, name = grid if isinstance(grid, tuple) else (grid, 1, 1), self.ordered(named), self.kernel.__name__
+        return decode.Launch({grid: Silent(made, name)[grid]}, grid, args, self.places, slots)
+
+    monkeypatch.setattr(decode.Launcher, "__call__", note)
+    monkeypatch.setattr(encode, "_short_kernel", Silent(made, "append"))
+    monkeypatch.setattr(launch, "_device_reason", lambda device, portable: "portable" if portable else "")
+    monkeypatch.setattr(launch, "is_current", lambda device: True)
+    monkeypatch.setattr(launch, "run_kernel", decode_mma.mma_attention)
+    monkeypatch.setattr(decode_mma, "device_properties", lambda index: (132, True, "9.0"))
+    monkeypatch.setattr(encode, "_READY", {})
+    return made
+
+
+def host_calls(step):
+    "Functions that Python calls in a step, its own and C's."
+    count = 0
+
+    def seen(frame, event, arg):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(seen)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.skipif(CUDA or not ops._interpreted(), reason="Triton's interpreter, where there is no GPU")
+@pytest.mark.parametrize("static", [False, True])
+def test_what_a_layer_costs_the_host(static, silent):
+    """Append and attention of one token in one layer: three launches, seven operations, and fewer than 125 function calls (it was 188 when each call asked
+    anew who serves it; transformers' own cache and SDPA need 25 and as many launches)."""
+    pytest.importorskip("triton.experimental.gluon")
+    model = tiny(**SMALL | dict(head_dim=64, num_hidden_layers=2), max_position_embeddings=1100)
+    model.set_attn_implementation("turboquant")
+    cache = TurboQuantCache(model, "k3v3", backend="triton", graphs=False, **dict(max_length=700, static=True) if static else {})
+    module, ids = model.model.layers[1].self_attn, prompt(1, 300, padded=False)["input_ids"]
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        k = torch.randn(1, model.config.num_key_value_heads, 1, 64)
+        q = torch.randn(1, model.config.num_attention_heads, 1, 64)
+
+        def layer(i):
+            return hf_attention.turboquant_attention(module, q, *cache.update(k, k, i), None, 0.1)
+
+        for _ in range(3):
+            layer(0), layer(1)
+        layer(0)
+        silent.clear()
+        calls = host_calls(lambda: layer(1))
+        assert sorted(silent) == ["_combine_kernel", "_decode_kernel", "append"], silent
+        layer(0)
+        with Calls() as operations:
+            layer(1)
+        assert operations.n <= 7 and calls <= 125, (operations.n, calls)
+    assert cache.layers[1].backends == {"triton": 5} and (static or cache.layers[1].store.length == 305)  # a kernel that does nothing counts nothing

@@ -54,7 +54,9 @@ def test_static_on_kernels():
         cache.reset()
         got, _ = generate(model, inputs, "turboquant", cache=cache, max_new_tokens=3, disable_compile=True)
         assert torch.equal(got, want), padded
-    assert set(cache.report()["served"]) == {"prefill", "kernel"} and cache.report()["captured_by"] == {"coding": [("triton", "")], "attention": [("triton", "")]}
+    assert set(cache.report()["served"]) == {"prefill", "kernel"}
+    why = "by the portable kernel: an NVIDIA GPU is needed, the store is on cpu"
+    assert cache.report()["captured_by"] == {"coding": [("triton", "")], "attention": [("triton", why)]}
 
 
 def test_lookup_crop_and_a_second_turn():
@@ -164,3 +166,31 @@ def test_copies_and_files(tmp_path):
         for other in others:
             assert other.static and other.max_length == LENGTH
             assert torch.equal(model(step, attention_mask=mask, past_key_values=other).logits, want)
+
+
+def test_a_pass_asks_the_device_once_for_all_layers(monkeypatch):
+    "A prompt waits for counts of tokens as often with seven layers as with two; and what the device has counted meanwhile is seen."
+    from turboquant_nb.cache.store import Static
+
+    found = []
+    for layers in (2, 7):
+        model, asked = tiny("llama", num_hidden_layers=layers), []
+        model.set_attn_implementation("turboquant")
+        cache, ids = static(model), prompt(2, 20, padded=False)["input_ids"]
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            cache.reset()
+            with monkeypatch.context() as m:
+                counted = Static.counted
+                m.setattr(Static, "counted", lambda self, length: asked.append(self.known) or counted(self, length))
+                model(ids, past_key_values=cache)
+            model(ids[:, :1], past_key_values=cache)
+            found.append(asked.count(False))
+            want = model(ids[:, 1:2], past_key_values=cache).logits
+            cache.crop(-1)
+            for x in cache.coded_layers:  # as after a replay that the host does not know of
+                x.store.length -= 1
+            assert torch.equal(model(ids[:, 1:2], past_key_values=cache).logits, want)
+            assert {x.store.length for x in cache.coded_layers} == {22} == {int(x.store.position) for x in cache.coded_layers}
+            assert not any(x.store.storage.known for x in cache.coded_layers)
+    assert found == [2, 2], found  # both for the mask

@@ -4,18 +4,18 @@
 
 # %% auto #0
 __all__ = ['CAPTURE', 'FORMAT', 'RETIRED', 'Side', 'ExactTokens', 'Ranges', 'Growing', 'Tail', 'KVStore', 'prompt_mean',
-           'CosSinCache', 'shared_cos_sin', 'Static', 'AppendOperands']
+           'CosSinCache', 'shared_cos_sin', 'Static', 'AppendOperands', 'Unchanged']
 
 # %% ../../nbs/31_store.ipynb #897555f6
 import json
 import math
-from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict, dataclass
 from functools import lru_cache, wraps
+from operator import is_
 from types import SimpleNamespace
 from typing import NamedTuple
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from fastcore.basics import patch
@@ -200,8 +200,8 @@ class Side:
             t, skip = self.tensors[name], self.tiles_before(name)
             t, left = t[:, :, max(0, drop - skip) :], max(0, skip - drop)
             out[name] = t.new_zeros(*t.shape[:2], tiles - left, *t.shape[3:])
-            n = min(t.shape[2], tiles - left)
-            out[name][:, :, :n] = t[:, :, :n]
+            if n := min(t.shape[2], tiles - left):
+                out[name][:, :, :n] = t[:, :, :n]
         return out
 
     def write(self, coded: Coded, at: int) -> None:
@@ -380,10 +380,6 @@ class Growing:
     def count(self, length: int) -> None:
         "Note that there are `length` tokens now."
 
-    def earlier(self, tokens: int) -> "Growing":
-        "The same for whoever counts as it was before the last `tokens` tokens."
-        return self
-
 
 def _code(store, states, means, names):
     "Codes and scales of new states, put where nothing reads yet."
@@ -457,8 +453,8 @@ class KVStore:
         if r.key.center == "pre_rope":
             self.cos_sin = shared_cos_sin(inv_freq, d_key, self.device)
             self.cos_sin.reach(max_length or 0)
-        for side in self.sides:
-            side.tensors |= side.resized(drop=0, tiles=math.ceil((max_length or 0) / tile))
+        for side in self.sides if max_length else ():
+            side.tensors |= side.resized(drop=0, tiles=math.ceil(max_length / tile))
         self.storage = Static(self) if static else Growing()
         if static:
             self._pin()
@@ -538,8 +534,8 @@ class KVStore:
             self._append_now(k, v, names)
 
     @_plain
-    def _append_now(self, k, v, names, code=_code):
-        "Append where the host counts."
+    def _append_now(self, k, v, names, code=_code, first_mean=None):
+        "Append where the host counts. `code` may return what confirms its codes later; first_mean: of a kernel, instead of `_first_mean`."
         if self.static:
             self.sync()
         _check_states(self, k, v, names)
@@ -550,9 +546,9 @@ class KVStore:
         states, means = (k, v), [side.mean for side in self.sides]
         if self.length == 0:
             given = zip(means, self.sides, states)
-            means = [None if m is None else self._first_mean(side, x) for m, side, x in given]
-        code(self, states, means, names)
-        self._took(states, means)
+            means = [None if m is None else (first_mean or KVStore._first_mean)(self, side, x) for m, side, x in given]
+        confirm = code(self, states, means, names)
+        self._took(states, means, confirm)
 
     def _reach(self, tokens):
         "Have cosines and sines for so many positions, where the mean of keys needs them."
@@ -570,13 +566,16 @@ class KVStore:
                 side.tensors |= tensors
         self._reach(self.length + n)
 
-    def _took(self, states, means):
+    def _took(self, states, means, confirm=None):
         """States were coded: note means, exact copies, truncation and length. Memory may run out, so
-        everything is allocated before anything changes."""
+        everything is allocated before anything changes; `confirm` may still refuse the codes, and waits for the device, so it comes
+        as late as it can."""
         k, _ = states
         length, decay = self.length + k.shape[2], self.recipe.decay
         exact = [s.exact.prepare(x, self.length, self.start) for s, x in zip(self.sides, states)]
         older = [] if decay is None else self._truncations(length - decay, length)
+        if confirm is not None:
+            confirm()
         for side, new, mean in zip(self.sides, exact, means):
             if mean is not None and mean is not side.mean:
                 side.mean.copy_(mean)
@@ -976,21 +975,6 @@ def crop(
 
 
 @patch
-@contextmanager
-def as_of(self: KVStore, tokens: int):
-    """The store as it was before its last `tokens` tokens, for kernels that read one query at a time.
-    Exact tokens that were overwritten since are not used."""
-    held = self.length, self._recent_from, self.storage
-    if not self.static:
-        self._recent_from = max(self._recent_from, self.length - self.recipe.recent)
-    self.length, self.storage = self.length - tokens, self.storage.earlier(tokens)
-    try:
-        yield self
-    finally:
-        self.length, self._recent_from, self.storage = held
-
-
-@patch
 @_plain
 def _refill(self: KVStore, length: int):
     "Before a static store goes back to `length` tokens: overwritten slots of the ring from their codes."
@@ -1212,6 +1196,7 @@ class Static:
     "Storage whose tensors never move, for CUDA graphs and compiled code: the device counts the tokens."
 
     static = True
+    known = False  # whether the host's count is the device's for now, so that nobody need wait
 
     def __init__(self, store: KVStore):
         self.position = torch.zeros(1, dtype=torch.int32, device=store.device)
@@ -1232,18 +1217,12 @@ class Static:
         return self.cos_sin
 
     def counted(self, length: int) -> int:
-        "Tokens held, as the device counts them; waits for it."
-        return int(self.position)
+        "Tokens held, as the device counts them; waits for it, unless that count is `known`."
+        return length if self.known else int(self.position)
 
     def count(self, length: int) -> None:
         "Tell the device that there are `length` tokens now."
         self.position.fill_(length)
-
-    def earlier(self, tokens: int) -> "Static":
-        "The same with a counter as it was before the last `tokens` tokens."
-        out = copy(self)
-        out.position = self.position - tokens
-        return out
 
 
 @patch(as_prop=True)
@@ -1447,6 +1426,8 @@ _REFUSED = (
 def sync(self: KVStore) -> int:  # tokens held
     """Wait for the device; a static store reads its `position` into `length`. Raises ValueError,
     once, if states were taken without waiting that were not finite, too large or too many."""
+    if self.static and self.storage.known:
+        return self.length
     self.length = self.storage.counted(self.length)
     raised = [] if self.flags is None else self.flags.tolist()[:5]
     if any(raised):
@@ -1495,6 +1476,29 @@ def _by_position(self: KVStore, k, v) -> AppendOperands:
     numbers = dict(start=self.start, position=self.position, flags=self.flags, rope_table=self.rope_table)
     more = dict(texts=self.storage.texts, max_length=self.max_length)
     return AppendOperands(k.detach(), v.detach(), key, value, **numbers, **more)
+
+# %% ../../nbs/31_store.ipynb #31e0a002
+def _gone():
+    return None
+
+
+def _consists_of(store: KVStore) -> list:
+    "What addresses were taken of, or depend on."
+    key, value, ranges, storage = store.key, store.value, store.ranges, store.storage
+    table = None if store.cos_sin is None else storage.table(store.cos_sin)
+    return [*key.tensors.values(), *value.tensors.values(), key.q, value.q, ranges.start, ranges.end, store.flags, storage, table]
+
+
+class Unchanged:
+    "Sees whether a store still consists of the objects that it had when this was made; keeps none of them alive."
+
+    def __init__(self, store: KVStore):
+        self.refs = [_gone if x is None else ref(x) for x in _consists_of(store)]
+
+    def __call__(self, store: KVStore) -> bool:
+        now = _consists_of(store)
+        return len(now) == len(self.refs) and all(map(is_, [x() for x in self.refs], now))
+
 
 # %% ../../nbs/31_store.ipynb #505b05b7
 FORMAT = "turboquant-nb store 2"

@@ -45,7 +45,7 @@ def window_center(
 class _MomentsObserver:
     "Adds up the keys and queries that a cache would code: `observe` gets the states of one layer after the other."
 
-    moments: Moments  # "key": centred keys; "query": the queries that read them
+    moments: Moments  # "key": centred keys; "query": the queries that read them; "plain key": keys as they are
     inv_freqs: list  # of each layer: [r/2] frequencies of RoPE, or None
     skip: int  # first tokens of a window that do not count
 
@@ -57,6 +57,7 @@ class _MomentsObserver:
         rows = lambda x: x[..., self.skip :, :].movedim(1, -2).reshape(-1, h, d)  # noqa: E731 [tokens, H, d]
         self.moments.add("key", layer, rows(x))
         self.moments.add("query", layer, rows(q))
+        self.moments.add("plain key", layer, rows(key.float()))
         return key, value
 
 # %% ../../nbs/60_calibrate.ipynb #29bfd3ce
@@ -175,7 +176,7 @@ def calibrate(
     batch: int = 2,
     progress=None,  # called once for each window that is done
 ) -> Calibration:
-    "Read some text once and find the best transforms. Raises ValueError as `collect` and `fit_head_transform`."
+    "Read some text once and find the best transforms, and the mean keys. Raises ValueError as `collect` and `fit_head_transform`."
     moments = collect(model, ids, skip, batch, progress)
     transforms, gain = [], []
     for i in moments.layers("key"):
@@ -184,4 +185,5 @@ def calibrate(
         w = transforms[-1].matrix.double()
         gain.append(float(coding_gain(m, c, w.mT @ w).mean()))
     more = {"tokens": moments.tokens, "shrink": shrink, "gain": gain}
-    return Calibration(transforms, provenance(model, ids, skip) | more)
+    centers = [moments.mean("plain key", i).float().cpu() for i in moments.layers("key")]
+    return Calibration(transforms, provenance(model, ids, skip) | more, centers)

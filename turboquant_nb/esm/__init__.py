@@ -4,7 +4,7 @@ _HOME = {
     "codes": ["Past", "CodedPast", "StorePast"],
     "model": ["TurboSelfAttention", "EsmOutput", "fingerprint", "TurboEsm"],
     "calibration": ["gather_statistics", "fit_esm", "calibrate_esm"],
-    "mutations": ["masked_marginals", "score_mutations", "variants_of", "variants", "read_mutations"],
+    "mutations": ["masked_marginals", "pseudo_log_likelihood", "pseudo_perplexity", "score_mutations", "mutated", "variants_of", "variants", "read_mutations"],
 }
 _HOME = {name: module for module, names in _HOME.items() for name in names}
 __all__ = [name for name in _HOME if not name.startswith("_")]

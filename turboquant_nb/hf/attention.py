@@ -215,6 +215,11 @@ def _on_codes(query, key: CodedStates, value: CodedStates, mask, scaling, softca
         out, lse = layer.attend_captured(query, k, v, mask, scaling, softcap, recent)
         return _with_sink_logit(out, lse, s_aux)
     args, demanded = (query, layer.store, k, v), layer.backend
+    again = None
+    if mask is None and recent is None and demanded != "torch":
+        again = ops.attend_again(*args, scaling, layer.sliding_window, softcap)
+    if again is not None:
+        return _done(layer, query, "triton", again, key.first, scaling, softcap, s_aux)
     if mask is not None:
         mask = mask[..., : layer.store.length - key.first]  # a static layer asked for more
     call = dict(sliding_window=layer.sliding_window) if mask is None else dict(mask=mask, first=key.first)
@@ -225,15 +230,20 @@ def _on_codes(query, key: CodedStates, value: CodedStates, mask, scaling, softca
         _, why = ops.explain(*args, **call, softcap=softcap)["flash"]
         raise ValueError(f"backend 'triton' cannot serve a chunk of {n} tokens: {why}")
     first, sliding_window = call.get("first"), call.get("sliding_window")
-    out, lse = ops.dispatch_attend(name, *args, scaling, mask, first, True, sliding_window, softcap, recent)
+    found = ops.dispatch_attend(name, *args, scaling, mask, first, True, sliding_window, softcap, recent)
+    if name in ("gather", "torch") or (name == "triton" and why):
+        layer.reasons[why if mask is None else layer.mask_reason or "a mask was given"] += 1
+    return _done(layer, query, name, found, key.first, scaling, softcap, s_aux, watched=mask is None)
+
+
+def _done(layer, query, name: str, found: tuple, first: int, scaling, softcap, s_aux, watched=True):
+    "The output of an attention by backend `name`, which is counted and, where a canary listens, told."
     layer.calls[_SERVED[name]] += 1
     layer.backends[name] += 1
-    if name in ("gather", "torch"):
-        layer.reasons[why if mask is None else layer.mask_reason or "a mask was given"] += 1
-    if layer.canary is not None and mask is None:
+    if layer.canary is not None and watched:
         layer.canary.observe(layer, query, scaling, softcap)
-    layer.free(key.first)
-    return _with_sink_logit(out, lse, s_aux)
+    layer.free(first)
+    return found[0] if s_aux is None else _with_sink_logit(*found, s_aux)
 
 # %% ../../nbs/52_hf_attention.ipynb #614d6c52
 def turboquant_attention(

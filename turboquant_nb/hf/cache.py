@@ -66,6 +66,12 @@ class CodedStates:
     dtype = property(lambda self: self.chunk.dtype)
     device = property(lambda self: self.chunk.device)
 
+    def to(self, device) -> "CodedStates":
+        "Itself, where it is on this device (Gemma 3n asks). Raises ValueError for another one."
+        if torch.zeros(0, device=device).device != self.device:
+            raise ValueError(f"codes stay on {self.device}, got {device}")
+        return self
+
     def __getattr__(self, name):
         raise AttributeError(f"{name!r}: {_NOT_A_TENSOR}")
 
@@ -115,6 +121,7 @@ class TurboQuantLayer(CacheLayerMixin):
         self.tail = None  # exact states that the last chunk's queries read, and a crop
         self.canary, self.changes = None, 0  # what checks; times that rows became others
         self.captured_backends = {}  # of a static store: what serves steps that a graph captures
+        self.names = f"keys of layer {index}", f"values of layer {index}"  # how errors call new states
         self.patience = 0  # steps to run eagerly before one is captured: tokens were cropped
 
     @property
@@ -152,16 +159,18 @@ class TurboQuantLayer(CacheLayerMixin):
         if self.static:
             self.select_backends(key_states)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple:
+    def update(self, key_states: Tensor, value_states: Tensor, *args, on_codes: bool | None = None, **kwargs) -> tuple:
         """Code n tokens; return handles for the 'turboquant' attention, dense tensors for any
         other. A refused update changes nothing; kernels take up to 64 tokens without looking at
-        them, see `TurboQuantCache.check`."""
+        them, see `TurboQuantCache.check`. A cache, which has asked already, says whether the model
+        attends `on_codes`."""
         if self.capturing:
             return self.append_captured(key_states, value_states)
         first, past, (drafts, self.drafts) = self.first, self.held, (self.drafts, 0)
-        states, drafts = (key_states, value_states), drafts if self.on_codes and not past else 0
+        on_codes = self.on_codes if on_codes is None else on_codes
+        states, drafts = (key_states, value_states), drafts if on_codes and not past else 0
         self._append_parts(states, key_states.shape[2] - drafts, past == 0)
-        if self.on_codes:
+        if on_codes:
             return self._handles(states, first, past == 0, drafts)
         self.calls["dense" if past else "prefill"] += 1
         if past and self.canary is not None:
@@ -180,11 +189,10 @@ class TurboQuantLayer(CacheLayerMixin):
 
     def _handles(self, states: tuple, first: int, fresh: bool, drafts: int) -> tuple:
         "What the 'turboquant' attention takes: keys, values."
-        tail, n = self.tail, drafts or states[0].shape[2]
-        near = (None, None) if tail is None else (tail.key, tail.value)
-        if tail is None and drafts:
-            near = tuple(x[:, :, -n:] for x in states)
-        return tuple(CodedStates(self, x, first, fresh, t, drafts) for x, t in zip(states, near))
+        (k, v), near = states, (None, None) if self.tail is None else (self.tail.key, self.tail.value)
+        if self.tail is None and drafts:
+            near = tuple(x[:, :, -drafts:] for x in states)
+        return CodedStates(self, k, first, fresh, near[0], drafts), CodedStates(self, v, first, fresh, near[1], drafts)
 
     def _append_parts(self, states: tuple, whole: int, first_chunk: bool):
         "Code `whole` tokens, then the rest: drafts after a prompt, which has the mean to itself."
@@ -213,9 +221,8 @@ class TurboQuantLayer(CacheLayerMixin):
                 self.make_growing()  # it may grow again
             few = self.serves_steps(n) or (n == 1 and self.drafting)
             few = few and not first_chunk and self.recipe.recent
-            names = (f"keys of layer {self.index}", f"values of layer {self.index}")
-            tail = self.store.tail_with(key_states, value_states, names) if few else None
-            coder = ops.append(self.store, key_states, value_states, self.backend, names)
+            tail = self.store.tail_with(key_states, value_states, self.names) if few else None
+            coder = ops.append(self.store, key_states, value_states, self.backend, self.names)
         except BaseException:  # out of memory, or interrupted
             if fresh:
                 self.reset()
@@ -379,8 +386,12 @@ def _check_mask(attention_mask, batch: int, past: int, n: int) -> None:
     if attention_mask is None or attention_mask.ndim > 2:
         return
     shape = list(attention_mask.shape)
-    if len(shape) < 2 or shape[0] not in (1, batch) or shape[1] < past + n:
+    if len(shape) < 2:
+        raise ValueError(f"attention_mask must be [sequences, tokens], as input_ids are; got {shape}. One sequence is input_ids[None]")
+    if shape[0] not in (1, batch) or shape[1] < past + n:
         want = f"[{batch}, {past + n}], a column for each of {past} tokens held and {n} new ones"
+        if past and n > past:  # `generate` cuts off what is held by the length of the mask
+            want += f"; or [{batch}, {n}], where generate() got all {n} tokens of a conversation again"
         raise ValueError(f"attention_mask must be {want}, got {shape}")
 
 
@@ -463,6 +474,8 @@ class TurboQuantCache(Cache):
         super().__init__(layers=layers)
         self.coded_layers = [x for x in self.layers if isinstance(x, TurboQuantLayer)]
         self._flags, self._padding_set, self._like = _Flags(), False, None
+        self._on_codes = None  # whether the pass that runs attends on codes; its first layer asks
+        self._lengths = {}  # of a pass: tokens that static layers hold before it, by layer
         _listen_to_masks()
         self.runner = self.make_runner(self, model_or_config, graphs)
         self.canary = None
@@ -497,13 +510,26 @@ class TurboQuantCache(Cache):
             have = f"a {self.config.model_type} with {len(self.layers)} layers"
             raise ValueError(f"this cache is for {have}: there is no layer {layer_idx}")
         layer = self.layers[layer_idx]
-        if layer is self.coded_layers[0] and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not isinstance(layer, TurboQuantLayer):
+            return layer.update(key_states, value_states, *args, **kwargs)
+        if layer is self.coded_layers[0]:
             self._begin_pass()
-        return layer.update(key_states, value_states, *args, **kwargs)
+            self._on_codes = layer.on_codes
+        known, on_codes = self._lengths.pop(layer_idx, None), self._on_codes
+        if layer is self.coded_layers[-1]:
+            self._on_codes = None  # the pass ends here
+        if known is None:
+            return layer.update(key_states, value_states, *args, on_codes=on_codes, **kwargs)
+        storage = layer.store.storage
+        layer.store.length, storage.known = known, True
+        try:
+            return layer.update(key_states, value_states, *args, on_codes=on_codes, **kwargs)
+        finally:
+            storage.known = False
 
     def _begin_pass(self) -> None:
         "Once a pass, before its first layer: what concerns the cache and not a layer."
-        store = self.coded_layers[0].store
+        store, self._lengths = self.coded_layers[0].store, {}
         if store is not None and store._capturing():
             if not store.static:
                 raise ValueError(
@@ -513,6 +539,20 @@ class TurboQuantCache(Cache):
         self.runner.attach()
         if not self.static:
             self._read_flags()
+        elif store is not None:
+            self._count()
+
+    def _count(self) -> None:
+        "Of static layers: ask the devices once for all counts of tokens and flags, which else each layer would wait for."
+        numbers, layers = {}, [x for x in self.coded_layers if x.is_initialized]
+        for x in layers:
+            numbers.setdefault(x.store.device, []).append(torch.cat([x.store.position, x.store.flags[:5]]))
+        found = {device: iter(torch.stack(rows).tolist()) for device, rows in numbers.items()}
+        for x in layers:
+            held, *raised = next(found[x.store.device])
+            if any(raised):
+                self.check()
+            self._lengths[x.index] = held
 
     def _read_flags(self) -> None:
         "Raise what kernels found in earlier tokens, as soon as it costs no waiting."

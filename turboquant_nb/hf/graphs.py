@@ -260,6 +260,8 @@ class StepRunner:
         cache = self.cache()
         if not self.attached and self.wanted and cache.coded_layers[0].on_codes:
             self.attached = True
+            if any(x.is_meta for x in self.model().parameters()):  # a replay would read memory that others have by then
+                self.failed = "some of the weights are offloaded"
             _Forward.join(self.model(), cache)
 
     def refusal(self, step: _Step) -> str:

@@ -104,7 +104,7 @@ def best_metric(
     keys: Tensor,  # [H, d, d] second moments of its centred keys
     shrink: float = 0.01,  # towards the identity, of both
 ) -> Tensor:  # [H, d, d] fp64, P
-    """@eq-best-transform, scaled so that keys keep their energy. A head whose keys or queries are all zero
+    """Equation (14.3), scaled so that keys keep their energy. A head whose keys or queries are all zero
     counts as one where they are alike in all directions. Raises ValueError for shapes that do not
     fit, and for what is not finite or not symmetric."""
     m, c = _shrunk(queries, keys, shrink)
@@ -120,7 +120,7 @@ def coding_gain(
     metric: Tensor | None = None,  # [H, d, d] P; the best one if None
     shrink: float = 0.0,
 ) -> Tensor:  # [H] fp64
-    "Bits a channel that a transform saves over a rotation, @eq-coding-gain. Raises ValueError as `best_metric`."
+    "Bits a channel that a transform saves over a rotation, equation (14.4). Raises ValueError as `best_metric`."
     m, c = _shrunk(queries, keys, shrink)
     trace = lambda x: x.diagonal(dim1=1, dim2=2).sum(1)  # noqa: E731
     if metric is None:
@@ -144,7 +144,7 @@ def best_scales(
     keys: Tensor,  # [H, d] variances of its keys
     rotary: int,  # channels that RoPE rotates, the first of the head
 ) -> Tensor:  # [H, d] fp32, powers of two
-    """Scales by which keys are multiplied and queries divided: @eq-pairs, rounded. A channel that no
+    """Scales by which keys are multiplied and queries divided: equation (14.7), rounded. A channel that no
     query reads or no key uses keeps 1. Raises ValueError for shapes that do not fit, and for what is
     negative or not finite."""
     if queries.ndim != 2 or queries.shape != keys.shape or not 0 <= rotary <= keys.shape[1]:
