@@ -55,6 +55,55 @@
     });
   }
 
+  // The first mention of a word of the glossary on a page says what it means. glossary.js is made from book.ipynb.
+  const glossary = Object.entries(window.tqGlossary || {}).map(([name, meaning]) => [name.toLowerCase(), meaning]);
+  const main = document.querySelector("main"), left = new Map(/(^|\/)book\.html$/.test(location.pathname) ? [] : glossary);
+  if (main && left.size) {
+    const names = [...left.keys()].sort((a, b) => b.length - a.length).map(x => x.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"));
+    const pattern = new RegExp(`(?<![\\w-])(${names.join("|")})s?(?![\\w-])`, "gi"), texts = [];
+    const skip = "a, code, pre, math, .katex, h1, h2, h3, h4, th, summary, figcaption, script, style, svg, .tq-live, .dataframe";
+    const walker = document.createTreeWalker(main, NodeFilter.SHOW_TEXT, n => n.parentElement.closest("p, li, td") && !n.parentElement.closest(skip) ? NodeFilter.FILTER_ACCEPT : NodeFilter.FILTER_REJECT);
+    while (walker.nextNode()) texts.push(walker.currentNode);
+    for (const node of texts) {
+      const parts = [], text = node.textContent;
+      let end = 0;
+      for (const found of text.matchAll(pattern)) {
+        const name = found[1].toLowerCase(), meaning = left.get(name);
+        if (!meaning) continue;
+        left.delete(name);
+        const term = document.createElement("dfn");
+        term.className = "tq-term";
+        term.tabIndex = 0;
+        term.textContent = found[0];
+        term.dataset.name = name;
+        term.dataset.tip = meaning;
+        term.setAttribute("aria-label", `${found[0]}: ${meaning}`);
+        parts.push(text.slice(end, found.index), term);
+        end = found.index + found[0].length;
+      }
+      if (parts.length) node.replaceWith(...parts, text.slice(end));
+    }
+  }
+
+  // `equation (13.2)` leads to the display that carries \tag{13.2}: MathML of the preview, KaTeX's source or its result.
+  for (const display of document.querySelectorAll("main .math.display, main .katex-display")) {
+    const tag = display.textContent.match(/\\tag\{([^{}]+)\}/);
+    if (tag && !document.getElementById(`eq-${tag[1]}`)) display.id = `eq-${tag[1]}`;
+  }
+  const cited = document.createTreeWalker(document.querySelector("main") || document.body, NodeFilter.SHOW_TEXT, n => /[Ee]quations? \(/.test(n.textContent) && !n.parentElement.closest("a, code, pre, script, style") ? NodeFilter.FILTER_ACCEPT : NodeFilter.FILTER_REJECT), mentions = [];
+  while (cited.nextNode()) mentions.push(cited.currentNode);
+  for (const node of mentions) {
+    const parts = node.textContent.split(/\((\d\d[a-z]?\.\d+)\)/).map((text, i) => {
+      if (i % 2 === 0) return text;
+      if (!document.getElementById(`eq-${text}`)) return `(${text})`;
+      const link = document.createElement("a");
+      link.href = `#eq-${text}`;
+      link.textContent = `(${text})`;
+      return link;
+    });
+    node.replaceWith(...parts);
+  }
+
   // A link to a method that has no section of its own leads to its class or function.
   const find = () => {
     const name = decodeURIComponent(location.hash.slice(1));
