@@ -38,8 +38,8 @@ from pytest import hookimpl as pytest_hook
 SCRIPTS = Path(__file__).resolve().parent
 EQUIVALENT = SCRIPTS / "mutants_equivalent.txt"
 MODULES = {  # module -> the tests that have to notice
-    "codebook": "codebook survivors", "rotation": "rotation", "rope": "rope", "quantizer": "quantizer survivors", "qjl": "qjl", "residual": "residual",
-    "rates": "rates survivors", "packing": "packing", "store": "store survivors", "attention": "attention",
+    name: f"{name} survivors"
+    for name in "codebook rotation rope quantizer qjl residual rates packing store attention".split()
 }
 SWAPS = "Add_Sub Sub_Add Mul_Div Div_Mul FloorDiv_Mul Mod_FloorDiv Pow_Mul BitAnd_BitOr BitOr_BitXor LShift_RShift RShift_LShift".split()
 COMPARISONS = "Lt_LtE LtE_Lt Gt_GtE GtE_Gt Lt_GtE Gt_LtE Eq_NotEq NotEq_Eq Is_IsNot IsNot_Is".split()
@@ -294,8 +294,8 @@ class Tree:
             path, source = self.path(mutant.module), self.sources[mutant.module]
             new = mutated(mutant, source) if mutant.operator != CONTROL else source
             print(json.dumps(both := change(source, new)), flush=True)
-            if (mutant.module, *both) in known:
-                return 5
+            if (mutant.module, *both) in known or (new != source and ast.dump(ast.parse(new)) == ast.dump(ast.parse(source))):
+                return 5  # the second: 1e38 + 1 is written `1e+38`
             import_from(str(path), new)
             try:
                 importlib.import_module(".".join(path.relative_to(self.root).with_suffix("").parts))

@@ -4,11 +4,12 @@
     scripts/tools/preview_docs.py                     write _site/ (open _site/index.html)
     scripts/tools/preview_docs.py --check             write to a temporary folder, only report
     scripts/tools/preview_docs.py --screenshots DIR   also photograph every page (needs chromium)
+    scripts/tools/preview_docs.py --glossary          write nbs/glossary.js again, after the glossary of book.ipynb changed
 
 nbdev prepares the notebooks exactly as it does for Quarto (exported cells become signatures, names become links); pandoc,
 from the pypandoc_binary wheel, turns each into a page with MathML. Then every page is checked: links and anchors resolve,
-formulas convert, cited figures and equations exist, no section is empty, no directive or fence leaks into the text, pictures
-stay small, and the sidebar of _quarto.yml names every notebook. With chromium on the PATH every page is also laid out at the
+formulas convert, cited figures exist, equations are numbered by chapter and cited by a number that there is, no section is empty, no directive or fence leaks into the text, pictures
+stay small, every public name has a section that a search can lead to, and the sidebar of _quarto.yml names every notebook. With chromium on the PATH every page is also laid out at the
 widths of a phone and of a laptop, where nothing may stick out of the page: what is wide scrolls within itself. Exit 1 with a
 list if anything is wrong. The work happens in a copy of the tree, so no tracked file changes."""
 import argparse
@@ -34,7 +35,7 @@ from urllib.parse import unquote, urlsplit
 ROOT = Path(__file__).resolve().parents[2]
 MAX_PICTURE = 100_000
 WORKERS = min(4, os.cpu_count() or 1)
-KINDS = {"fig": "Figure", "eq": "Equation", "tbl": "Table"}
+KINDS = {"fig": "Figure", "tbl": "Table"}
 
 LAYOUT_CSS = """
 :root { --line:#e2e8f0; --ink:#1e293b; --soft:#64748b; --link:#1d4ed8; --bar:#0f3d5e; --paper:#fff; --code:#f1f5f9; --box:#f8fbff; color-scheme:light dark; }
@@ -260,7 +261,7 @@ def stringify(node):
 
 
 class Shape:
-    "Walks pandoc's tree: numbers equations, figures and tables, resolves @citations of them, rewrites notebook links."
+    "Walks pandoc's tree: numbers figures and tables, resolves @citations of them, sets equations beside their number, rewrites notebook links."
 
     def __init__(self, page, pages, own_site, problems):
         self.page, self.pages, self.own_site, self.problems, self.numbers = page, pages, own_site, problems, {}
@@ -309,28 +310,16 @@ class Shape:
                 self.problems.add(self.page, f"the section '{stringify(block['c'][2])}' is empty (show its code with `#| exports` or add prose)")
 
     def equations(self, inlines):
-        "`$$..$$ {#eq-x}` becomes a numbered block."
-        out, i = [], 0
-        while i < len(inlines):
-            item = inlines[i]
-            rest = [x for x in inlines[i + 1:i + 3] if isinstance(x, dict)]
-            label = re.fullmatch(r"\{#(eq-[\w-]+)\}([.,;:]?)", stringify(rest[-1:])) if rest else None
+        "`$$ … \\tag{13.2}$$` becomes a numbered block: pandoc's MathML does not know \\tag, which KaTeX (the real site), GitHub, nbviewer and Jupyter do."
+        out = []
+        for item in inlines:
             is_display = isinstance(item, dict) and item.get("t") == "Math" and item["c"][0]["t"] == "DisplayMath"
-            if is_display and not label and rest and rest[0].get("t") == "Str":
-                label, rest = re.fullmatch(r"\{#(eq-[\w-]+)\}([.,;:]?)", rest[0]["c"]), rest[:1]
             tag = re.search(r"\s*\\tag\{([^{}]*)\}\s*$", item["c"][1]) if is_display else None
-            if tag:  # pandoc's MathML does not know \tag, which KaTeX (the real site), Jupyter and Colab do
+            if tag:
                 item["c"][1] = item["c"][1][:tag.start()]
                 number = {"t": "Span", "c": [["", ["number"], []], [{"t": "Str", "c": f"({tag[1]})"}]]}
-                out.append({"t": "Span", "c": [["", ["equation"], []], [item, number]]})
-                i += 1
-            elif is_display and label:
-                number = {"t": "Span", "c": [["", ["number"], []], [{"t": "Str", "c": f"({self.number(label[1])})"}]]}
-                out.append({"t": "Span", "c": [[label[1], ["equation"], []], [item, number]]})
-                i += 1 + len(rest)
-            else:
-                out.append(item)
-                i += 1
+                item = {"t": "Span", "c": [[f"eq-{tag[1]}", ["equation"], []], [item, number]]}
+            out.append(item)
         return out
 
     def second(self, node):
@@ -462,7 +451,7 @@ def render(path, site, navigation, pages, cfg, problems):
 <main><h1>{html.escape(title)}</h1>{description_html}
 {body}
 <footer>{neighbours(sections, page)}</footer></main>
-<nav class="toc">{toc_html}</nav></div><script src="site.js"></script></body></html>
+<nav class="toc">{toc_html}</nav></div><script src="glossary.js"></script><script src="site.js"></script></body></html>
 """
     (site / page).write_text(text, encoding="utf-8")
 
@@ -576,6 +565,27 @@ def check(site, tree, sections, notebooks, cfg, problems):
             problems.add("_quarto.yml", f"the sidebar names {name}, which nbs/ does not have")
 
 
+def check_equations(name, cells, problems):
+    """The one scheme of a chapter's equations, which every renderer shows alike: each display ends in `\\tag{chapter.k}`, k counts from 1, and what text, code and
+    docstrings cite as `equation (chapter.k)` exists. Returns the numbers."""
+    chapter = re.match(r"\d+[a-z]?(?=_)", name)
+    texts = [(text_of(c.get("source") or ""), c["cell_type"]) for c in cells]
+    displays = [d for text, kind in texts if kind == "markdown" for d in re.findall(r"\$\$(.+?)\$\$", text, re.S)]
+    numbers = [found[1] if (found := re.search(r"\\tag\{([^{}]*)\}\s*$", d)) else None for d in displays]
+    want = [f"{chapter[0]}.{k}" for k in range(1, len(displays) + 1)] if chapter else [None] * len(displays)
+    for got, due, display in zip(numbers, want, displays):
+        if got != due:
+            problems.add(name, f"an equation has the number {got}, due is {due}: {' '.join(display.split())[:60]}")
+    for text, _ in texts:
+        for found in re.findall(r"[{@]#?eq-[\w-]+", text):
+            problems.add(name, f"{found}: equations are numbered by \\tag{{chapter.k}} and cited as (chapter.k)")
+        for cited in re.finditer(r"\b[Ee]quations? (\([^()]+\)(?:(?:, | and | to )\([^()]+\))*)", text):
+            for number in re.findall(r"\(([^()]+)\)", cited[1]):
+                if number not in numbers:
+                    problems.add(name, f"equation ({number}) is cited and not there")
+    return numbers
+
+
 # ---------------------------------------------------------------- widths, in a browser
 
 WIDTHS = (390, 1280)
@@ -601,6 +611,12 @@ function behaviour(frame, page, width) {
     slider.dispatchEvent(new Event("input", {bubbles: true}));
     if (parseFloat(box.dataset.value) === got) out.push([page, width, `#${box.id} does not follow its control`]);
   }
+  const words = frame.contentWindow.tqGlossary, terms = [...doc.querySelectorAll("dfn.tq-term")].map(x => x.dataset.name);
+  const bare = [...doc.querySelectorAll("main p")].flatMap(p => [...p.childNodes].filter(x => x.nodeType === 3)).map(x => x.textContent).join(" ");
+  if (words && page !== "book.html" && !terms.length && Object.keys(words).some(w => new RegExp(`(?<![\\w-])${w}(?![\\w-])`, "i").test(bare))) out.push([page, width, "no word of the glossary is explained"]);
+  if (new Set(terms).size < terms.length || [...doc.querySelectorAll("dfn.tq-term")].some(x => !x.dataset.tip)) out.push([page, width, "a word explained twice, or not: " + terms.join(", ")]);
+  const cited = [...doc.querySelectorAll("main p, main li")].flatMap(p => [...p.childNodes].filter(x => x.nodeType === 3)).filter(x => /[Ee]quations? \\(\\d\\d[a-z]?\\.\\d+\\)/.test(x.textContent));
+  if (cited.length) out.push([page, width, "the number of an equation that leads nowhere: " + cited[0].textContent.trim().slice(0, 60)]);
   for (const details of doc.querySelectorAll("details")) details.open = true;
 }
 function layout(frame, page, width) {
@@ -657,7 +673,8 @@ def check_widths(site, problems, seconds=120):
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Measured, directory=site))
     server.found = None
     Thread(target=server.serve_forever, daemon=True).start()
-    with tempfile.TemporaryDirectory() as profile:
+    # Chromium's helpers outlive its first process by a moment and still write to the profile while it is removed.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         args = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={profile}", "--remote-debugging-port=0", f"--window-size={max(WIDTHS) + 40},900"]
         with subprocess.Popen([browser(), *args, f"http://127.0.0.1:{server.server_port}/.widths.html"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
             end = time.monotonic() + seconds
@@ -688,11 +705,25 @@ def screenshots(site, target):
         print(f"  {target / (file.stem + '.png')}")
 
 
+def glossary(tree):
+    "nbs/glossary.js, made from the glossary of book.ipynb: words and their meaning, for site.js. Words in italics are left out."
+    cells = json.loads((tree / "nbs" / "book.ipynb").read_text(encoding="utf-8"))["cells"]
+    (table,) = (text_of(c["source"]) for c in cells if text_of(c["source"]).startswith("## Glossary"))
+    words = {}
+    for names, _, meaning, _ in re.findall(r"^\| (?!word )([^|]+) \|([^|]*)\| ([^|]+) \|([^|]*)\|$", table, re.M):
+        words |= {name.strip(): meaning.strip() for name in names.split(",") if not name.strip().startswith("*")}
+    return "// Made from the glossary of book.ipynb by scripts/tools/preview_docs.py --glossary.\nwindow.tqGlossary = " + json.dumps(words, indent=1, ensure_ascii=False) + ";\n"
+
+
 def build(tree, site, problems):
     "All pages of the tree into `site`; returns how many."
     cfg, navigation = settings(tree), site_map(tree)
+    if (tree / "nbs" / "glossary.js").read_text(encoding="utf-8") != glossary(tree):
+        problems.add("glossary.js", "is not what the glossary of book.ipynb says: preview_docs.py --glossary writes it")
     processed = prepare(tree)
     notebooks = sorted(p.name for p in (tree / "nbs").glob("*.ipynb"))
+    for name in notebooks:
+        check_equations(name, json.loads((tree / "nbs" / name).read_text(encoding="utf-8"))["cells"], problems)
     site.mkdir(parents=True, exist_ok=True)
     for file in processed.rglob("*"):
         if file.is_file() and file.suffix in {".png", ".svg", ".jpg", ".css", ".js"}:
@@ -706,6 +737,10 @@ def build(tree, site, problems):
     for _, more in found:
         problems += more
     check(site, tree, [section for bar in navigation[1] for section in bar], notebooks, cfg, problems)
+    sys.path.append(str(Path(__file__).resolve().parent))
+    from search_names import entries  # beside this file
+    for name in entries(site, tree)[1]:
+        problems.add("search", f"no section for the public name {name}")
     return len(notebooks)
 
 
@@ -713,8 +748,12 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true", help="render to a temporary folder and only report")
     parser.add_argument("--out", type=Path, default=ROOT / "_site", help="where the pages go (default: _site)")
+    parser.add_argument("--glossary", action="store_true", help="write nbs/glossary.js, and no page")
     parser.add_argument("--screenshots", type=Path, metavar="DIR", help="also photograph every page")
     args = parser.parse_args(argv)
+    if args.glossary:
+        (ROOT / "nbs" / "glossary.js").write_text(glossary(ROOT), encoding="utf-8")
+        return 0
     start, problems = time.perf_counter(), Problems()
     with tempfile.TemporaryDirectory() as tmp:
         tree, site = Path(tmp) / "tree", Path(tmp) / "site"

@@ -218,8 +218,24 @@ def test_every_script_that_measures_takes_the_one_path():
 
 @pytest.mark.parametrize("said, wanted", [
     ("scripts/eval/search.py", "scripts/eval/search.py"), ("/home/me/scripts/turboquant-nb/scripts/bench/run.py", "scripts/bench/run.py"),
-    ("./scripts/tools/tune.py", "scripts/tools/tune.py"), ("x.py", "scripts/x.py"),
+    ("./scripts/tools/tune.py", "scripts/tools/tune.py"), ("x.py", "x.py"),
 ])
 def test_a_command_names_its_script_from_the_root_of_the_repository(said, wanted):
     "The folder below scripts/ is part of the name; what lies above it belongs to one machine."
     assert results._command([said, "decode", "--out=/tmp/a.json"]) == f"python {wanted} decode --out=a.json"
+
+
+def test_a_command_typed_in_its_folder_keeps_the_folder(monkeypatch, tmp_path):
+    (tmp_path / "scripts" / "eval").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "scripts" / "eval")
+    assert results._command(["choices.py"]) == "python scripts/eval/choices.py"
+    monkeypatch.chdir(tmp_path / "scripts")
+    assert results._command(["eval/choices.py", "--out", "a.json"]) == "python scripts/eval/choices.py --out a.json"
+
+
+def test_table_is_markdown_on_a_page_and_text_in_a_terminal():
+    t = results.Table(("a|b", "n"), [("x", 1), ("longer |", 22.5)])
+    assert t._repr_markdown_() == "| a\\|b | n |\n| --- | --- |\n| x | 1 |\n| longer \\| | 22.5 |"
+    assert repr(t) == "a|b       n\nx         1\nlonger |  22.5"
+    with pytest.raises(ValueError, match="row 1 must have 2 cells, got 3"):
+        results.Table(("a", "b"), [(1, 2), (1, 2, 3)])

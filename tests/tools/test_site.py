@@ -15,7 +15,8 @@ GOOD = f"""<div class="sourceCode"><pre><code>def f(): pass\n{LONG}</code></pre>
 <div class="cell-output"><pre><code>fine\nraised ValueError: as it must</code></pre></div>
 <pre><code>{"wide " * 200}</code></pre>{TABLE}
 <div class="tq-live" id="live" data-expect="2"><input type="range" min="1" max="9" value="2"></div>
-<script>(() => {{ const b = document.getElementById("live"), f = () => b.dataset.value = b.firstElementChild.value; b.addEventListener("input", f); f(); }})()</script>"""
+<script>(() => {{ const b = document.getElementById("live"), f = () => b.dataset.value = b.firstElementChild.value; b.addEventListener("input", f); f(); }})()</script>
+{"<p>Nothing.</p>" * 20}<p>Two tiles, and one tile more: a retiled roof is none, <code>tile</code> neither.</p><script>window.tqGlossary = {{"tile": "256 tokens", "none such": "nowhere"}}</script>"""
 BAD = """<div style="width:1500px">too wide</div><div class="tq-live" id="live" data-expect="3" data-value="2"><input type="range" min="1" max="9" value="2"></div>
 <pre style="white-space:pre-wrap">wraps</pre><span class="equation" style="display:block;position:relative"><math><mi>x</mi></math><span class="number" style="position:absolute;left:0">(1)</span></span>"""
 
@@ -32,12 +33,71 @@ def test_a_browser_sees_what_is_wrong(tmp_path):
         (tmp_path / name).write_text((ROOT / "nbs" / name).read_text())
     (tmp_path / "good.html").write_text(page(GOOD))
     (tmp_path / "bad.html").write_text(page(BAD))
+    (tmp_path / "twice.html").write_text(page(GOOD + '<dfn class="tq-term" data-name="tile" data-tip="256 tokens">tile</dfn>'))
     (tmp_path / "unscripted.html").write_text(page(GOOD).replace('<script src="site.js"></script>', ""))
     problems = preview.Problems()
-    assert preview.check_widths(tmp_path, problems) == 3
-    found = {name: [line for line in problems if line.startswith(name)] for name in ("good", "bad", "unscripted")}
+    assert preview.check_widths(tmp_path, problems) == 4
+    found = {name: [line for line in problems if line.startswith(name)] for name in ("good", "bad", "unscripted", "twice")}
     assert found["good"] == []
     for words in ("390 px sticks out to 15", "1280 px sticks out to 15", "computes 2, Python 3", "does not follow its control", "code that wraps", "lies on its equation"):
         assert any(words in line for line in found["bad"]), (words, found["bad"])
-    for words in ("long source that stands open", "refusals that stand open"):
+    assert len(found["twice"]) == 1 and "a word explained twice, or not: tile, tile" in found["twice"][0]
+    for words in ("long source that stands open", "refusals that stand open", "no word of the glossary is explained"):
         assert any(words in line for line in found["unscripted"]), words
+
+
+def test_the_glossary_of_the_site_is_that_of_the_book(tmp_path):
+    text = preview.glossary(ROOT)
+    assert text == (ROOT / "nbs" / "glossary.js").read_text(encoding="utf-8")
+    assert '"recent tokens": "the last and the first tokens' in text and '"sinks": "the last' in text
+    assert '"fold"' not in text and '"word"' not in text  # in italics; the head of the table
+
+
+def md(source, kind="markdown"):
+    return {"cell_type": kind, "source": source}
+
+
+def test_equations_have_one_scheme():
+    problems = preview.Problems()
+    good = [md("$$a=b \\tag{13.1}$$\nand $$\nc=d \\tag{13.2}\n$$"), md('"by equation (13.1), equations (13.1) and (13.2)"', "code")]
+    assert preview.check_equations("13_x.ipynb", good, problems) == ["13.1", "13.2"] and problems == []
+    for name, cells, words in (
+        ("13_x.ipynb", [md("$$a=b$$")], "has the number None, due is 13.1"),
+        ("13_x.ipynb", [md("$$a=b \\tag{1}$$")], "has the number 1, due is 13.1"),
+        ("43b_x.ipynb", [md("$$a \\tag{43b.2}$$")], "due is 43b.1"),
+        ("13_x.ipynb", [*good, md("$$a$$ {#eq-x}")], "{#eq-x: equations are numbered"),
+        ("13_x.ipynb", [*good, md('"See @eq-gap."', "code")], "@eq-gap: equations are numbered"),
+        ("13_x.ipynb", [*good, md("Equation (3) says")], "equation (3) is cited and not there"),
+        ("13_x.ipynb", [*good, md("by equations (13.1) and (13.3)")], "equation (13.3) is cited and not there"),
+        ("guide.ipynb", [md("$$a \\tag{13.1}$$")], "has the number 13.1, due is None"),
+    ):
+        problems = preview.Problems()
+        preview.check_equations(name, cells, problems)
+        assert any(words in line for line in problems), (words, problems)
+
+
+def test_a_search_for_a_public_name_leads_to_its_section(tmp_path):
+    spec = importlib.util.spec_from_file_location("search_names", ROOT / "scripts" / "tools" / "search_names.py")
+    names = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(names)
+    every = list(names.public_names())
+    public = {name: (where, text) for name, where, text in every}
+    assert public["TurboQuantCache"][0] == "cache.html#turboquantcache" and public["TurboQuantCache.report"][1].startswith("Bytes held")
+    assert not any(part.startswith("_") for name in public for part in name.split("."))
+    for name, where, _ in every:
+        page, anchor = where.split("#")
+        if name not in ("KVStore", "KVStore.append"):
+            with open(tmp_path / page, "a") as f:
+                f.write(f'<h3 id="{anchor}"></h3>')
+    found, missing = names.entries(tmp_path)
+    assert missing == ["KVStore (store.html#kvstore)"] and "KVStore.append" not in {x["section"] for x in found}
+    index = [{"objectID": "cache.html", "href": "cache.html", "title": "51 The cache", "section": "", "text": "", "crumbs": ["Book"]}, {"objectID": "cache.html#the-cache", "href": "cache.html#the-cache", "title": "51 The cache", "section": "The cache", "text": ""}]
+    once = names.add_names(index, found)
+    assert names.add_names(once, found) == once and once[:2] == index
+    (entry,) = (x for x in once if x["section"] == "TurboQuantCache")
+    assert entry == {"objectID": "cache.html#turboquantcache", "href": "cache.html#turboquantcache", "title": "51 The cache", "section": "TurboQuantCache", "text": public["TurboQuantCache"][1], "crumbs": ["Book"]}
+    with pytest.raises(SystemExit, match="search.json is not there"):
+        names.main([str(tmp_path)])
+    (tmp_path / "search.json").write_text("[]")
+    with pytest.raises(SystemExit, match="no section for KVStore"):
+        names.main([str(tmp_path)])

@@ -27,9 +27,12 @@ def test_passes(): pass
 @pytest.mark.parametrize("ci, want", [("true", {"failed": 1, "skipped": 1, "errors": 2}), ("", {"skipped": 4})])
 def test_a_skip_in_ci_is_an_error(tmp_path, ci, want):
     "Also one of a whole file. Mutants: a hook that is not called, and one that lets every reason pass."
-    shutil.copy(Path(__file__).parents[1] / "conftest.py", tmp_path)
-    (tmp_path / "test_one.py").write_text(TESTS)
-    (tmp_path / "test_two.py").write_text('import pytest\npytest.importorskip("no_such_package")\n')
+    root = Path(__file__).parents[2]
+    for name in ("tests/conftest.py", "scripts/tools/interpreter.py"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        shutil.copy(root / name, tmp_path / name)
+    (tmp_path / "tests" / "test_one.py").write_text(TESTS)
+    (tmp_path / "tests" / "test_two.py").write_text('import pytest\npytest.importorskip("no_such_package")\n')
     argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", str(tmp_path)]
     done = subprocess.run(argv, cwd=tmp_path, env=os.environ | {"CI": ci}, capture_output=True, text=True)
     last = done.stdout.splitlines()[-1]

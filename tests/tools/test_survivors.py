@@ -160,6 +160,321 @@ def test_a_scale_among_others_that_no_dtype_holds():
         encode(Quantizer(Spec(4, scale="norm", rotation="identity"), 16), x)
 
 
+def test_a_scale_may_be_as_large_as_its_dtype():
+    "`largest > top`: 65,504 is a float16, and the largest."
+    from turboquant_nb.quant.quantizer import _store_scale
+
+    assert _store_scale(torch.tensor([1.0, 65504.0]), torch.float16, "x")[1] == 65504
+    with pytest.raises(ValueError, match="needs a scale of 6.55e"):
+        _store_scale(torch.tensor([1.0, 65505.0]), torch.float16, "x")
+
+
+def test_moments_of_both_tails_keep_their_digits():
+    "A cell far out has a mass of 1e-16 and less: the difference of two numbers near 1 would lose it, on the left as on the right."
+    from scipy.integrate import quad
+
+    for d, lo, hi in ((None, 8.0, 9.0), (None, 8.0, math.inf), (64, 6.0, 7.0), (64, 6.0, 8.0)):
+        end = min(hi, 12.0 if d is None else math.sqrt(d))
+        want = [quad(lambda t, i=i: t**i * float(codebook._density(np.array(t), d)), lo, end, epsabs=0, epsrel=1e-11)[0] for i in range(3)]
+        right, left = codebook.partial_moments(lo, hi, d), codebook.partial_moments(-hi, -lo, d)
+        assert [float(x) for x in right] == pytest.approx(want, rel=1e-9, abs=0)
+        assert [float(x) for x in left] == pytest.approx([want[0], -want[1], want[2]], rel=1e-9, abs=0)
+
+
+def test_weights_count_relative_to_their_sum():
+    "`1e-12 * w.sum()`: the same weights in another unit give the same levels; no weight at all is said."
+    g = torch.Generator().manual_seed(0)
+    x, w = torch.randn(50, generator=g).double(), torch.rand(50, generator=g).double() ** 20
+    want = codebook.lloyd_max_samples(x, 2, w)
+    for unit in (2.0**-60, 2.0**60):
+        got = codebook.lloyd_max_samples(x, 2, w * unit)
+        assert np.array_equal(got.levels64, want.levels64) and got.mse == want.mse
+    with pytest.raises(ValueError, match="weights must not all be zero"):
+        codebook.lloyd_max_samples(x, 2, w * 0)
+
+
+def test_a_cell_whose_mean_is_its_last_value_is_split_before_it():
+    "1 and the next number of fp64, the second of more weight: their mean rounds to the second, after which nothing is left."
+    z, w = np.array([0.0, 1.0, np.nextafter(1.0, 2.0)]), np.array([0.25, 2.0**-20, 0.75 - 2.0**-20])
+    sums = [np.append(0.0, np.cumsum(a)) for a in (w, w * z, w * z * z)]
+    assert (sums[1][3] - sums[1][1]) / (sums[0][3] - sums[0][1]) == z[2]
+    assert codebook._refill(np.array([0, 1, 3]), z, sums, 3).tolist() == [0, 1, 2, 3]
+
+
+def test_groups_of_many_samples_halve_the_cube_root_of_their_density():
+    "With as many runs as groups the groups are seen; each holds an equal part of the sum of f^(1/3) dz, in plain loops."
+    g = np.random.default_rng(0)
+    z, w = np.sort(g.standard_normal(900)), g.random(900) + 0.1
+    z, w = (z - z.mean()) / np.ptp(z), w / w.sum()
+    sums = [np.append(0.0, np.cumsum(a)) for a in (w, w * z, w * z * z)]
+    got = codebook._first_cut(z, w, sums, 8, groups=8)
+    at = [0.0]
+    for i in range(899):
+        dz = z[i + 1] - z[i]
+        at.append(at[-1] + ((w[i] + w[i + 1]) / 2 / dz) ** (1 / 3) * dz)
+    want = [0, *(next(i for i, a in enumerate(at) if a >= j / 8 * at[-1]) for j in range(1, 8)), 900]
+    assert got.tolist() == want
+
+
+def test_samples_far_from_zero_are_coded_as_those_about_it():
+    "`x - mean`, not `x + mean`: squares of 2^22 times the spread would hold no digit of it."
+    g = torch.Generator().manual_seed(0)
+    for _ in range(40):
+        x = (torch.randn(9, generator=g, dtype=torch.float64) * 2**20).round() / 2**20
+        near, far = codebook.lloyd_max_samples(x, 1), codebook.lloyd_max_samples(x + 2.0**21, 1)
+        assert far.levels64 - 2.0**21 == pytest.approx(near.levels64, abs=1e-8) and far.mse == pytest.approx(near.mse, rel=1e-6)
+
+
+def test_the_sums_of_samples_are_of_their_powers(monkeypatch):
+    "`w z z`, not `w z`: the best partition does not depend on the third sum, which cell is split next does."
+    seen = []
+    first = codebook._first_cut
+    monkeypatch.setattr(codebook, "_first_cut", lambda z, w, sums, *more: seen.append((z, w, sums)) or first(z, w, sums, *more))
+    codebook.lloyd_max_samples(torch.randn(99, generator=torch.Generator().manual_seed(0)), 2)
+    ((z, w, sums),) = seen
+    assert abs((w * z).sum()) < 1e-12 and np.ptp(z) == pytest.approx(1)
+    for power, s in enumerate(sums):
+        assert s == pytest.approx([math.fsum(w[:i] * z[:i] ** power) for i in range(100)], abs=1e-13)
+
+
+def test_tables_cannot_be_written():
+    "fp64 tables are shared by all quantizers of their kind."
+    books = [lloyd_max(3), lloyd_max(3, 16), uniform(3, 16), codebook.from_levels(torch.tensor([-1.0, 1.0])), codebook.lloyd_max_samples(torch.randn(99), 2)]
+    for book in [*books, *(b.to_int8_grid() for b in books)]:
+        assert not any(a.flags.writeable for a in (book.levels64, book.means, book.probs))
+
+
+def test_newton_needs_few_steps(monkeypatch):
+    "It ends when steps stop shrinking at rounding level: the search for when costs more than the table."
+    steps, one = [], codebook._step
+    monkeypatch.setattr(codebook, "_step", lambda y, d: steps.append(1) or one(y, d))
+    for bits in (1, 2, 4, 8):
+        for d in (None, 2, 3, 8, 64, 1024):
+            steps.clear()
+            codebook._solve.__wrapped__(bits, d)
+            assert len(steps) <= 12, (bits, d, len(steps))
+
+
+def test_a_mixed_code_of_channels_without_bits():
+    "A channel of 0 bits loses all it has: 1, and not 0."
+    assert rates.mixture_mse([0]) == 1 and rates.mixture_mse([0, 2], 16) == pytest.approx((1 + lloyd_max(2, 16).mse) / 2)
+
+
+@pytest.mark.parametrize("d", (3, 5, 6, 7, 9, 13))
+def test_no_row_of_a_hadamard_sketch_is_a_channel(d):
+    "Where d has no Hadamard matrix two blocks overlap, which together mix all channels."
+    from turboquant_nb.theory.qjl import sketch_matrix
+
+    for seed in range(4):
+        rows = sketch_matrix(d, d, "hadamard", seed).double()
+        assert ((rows.abs() > 1e-6).sum(1) >= 2).all()
+        assert rows @ rows.mT == pytest.approx(torch.eye(d).numpy() * float((rows[0] ** 2).sum()), abs=1e-5)
+
+
+def test_decided_is_about_what_is_left_of_the_mean():
+    "`x - mean`: a coordinate on an edge lies there when a mean was added and is taken off, and only then."
+    q = Quantizer(Spec(2, rotation="identity"), 16)
+    edge = float(q.codebook.edges[-1])
+    x = torch.full((1, 16), math.sqrt((16 - edge**2) / 15), dtype=torch.float64)
+    x[0, 3] = edge
+    mean = torch.linspace(0.1, 0.9, 16).double()
+    assert decided(q, x + mean, mean)[0].tolist() == decided(q, x)[0].tolist() == [i != 3 for i in range(16)]
+    assert decided(q, x + mean).all()
+
+
+def test_a_vector_of_zeros_is_decided_where_no_edge_is_zero():
+    "Its coordinates are exact zeros for every program; 0 / 0 would be no number."
+    book = codebook.lloyd_max_samples(torch.tensor([-1.0, 3.0, 4.0, 9.0]), 2)
+    q = Quantizer(Spec(2, rotation="identity"), 8, codebook=book)
+    assert decided(q, torch.zeros(3, 8)).all() and not decided(Quantizer(Spec(2, rotation="identity"), 8), torch.zeros(3, 8)).any()
+
+
+def test_every_transform_serves_values_unless_it_says_otherwise():
+    for kind in ("identity", "haar", "hadamard"):
+        assert rotations.make_rotation(kind, 8).supports("values") == rotations.Transform.supports("qjl") == (True, "")
+
+
+def test_the_density_at_the_ends_of_its_support():
+    "f(±1) is 1/2 at d = 3, infinite at 2 and 0 above; outside it is 0, and of no number no number."
+    t = np.array([-1.0, 1.0, 1.5, np.nan])
+    for d, end in ((2, math.inf), (3, 0.5), (5, 0.0)):
+        got = codebook.coordinate_pdf(t, d)
+        assert got[:2] == pytest.approx([end, end]) and got[2] == 0 and np.isnan(got[3])
+
+
+def test_levels_are_symmetric_to_a_millionth_of_the_largest():
+    for size in (1e-3, 1.0, 1e3):
+        y = torch.tensor([-1.0, 1.0], dtype=torch.float64) * size
+        codebook.from_levels(y + 4e-7 * size)
+        with pytest.raises(ValueError, match="symmetric"):
+            codebook.from_levels(y + 6e-7 * size)
+
+
+def test_the_law_of_the_smallest_head():
+    "Two channels have a law of their own; one channel is taken for a Gaussian."
+    for kind, f in (("sphere", lloyd_max), ("uniform", uniform)):
+        assert torch.equal(scalar_codebook(kind, 2, 2).levels, f(2, 2).levels) and torch.equal(scalar_codebook(kind, 2, 1).levels, f(2).levels)
+        assert not torch.equal(f(2, 2).levels, f(2).levels)
+
+
+@pytest.mark.parametrize("scale", ("norm", "mse", "unbiased"))
+def test_a_vector_of_zeros_has_the_codes_of_zero(scale):
+    "Not those of 0 / 0, which lies below every edge."
+    q = Quantizer(Spec(3, scale=scale), 16)
+    coded = encode(q, torch.zeros(2, 16))
+    assert (coded.codes == q.codebook.encode(torch.zeros(1))).all() and coded.codes[0, 0] == 3 and not coded.scale.any()
+
+
+def test_which_recipes_can_lose_a_plane():
+    "A fraction above 2 has channels of 3 bits; 2 bits have nothing to lose."
+    for key, value, can in ((2.5, 1, True), (1, 2.25, True), (3, 2, True), ((2, 3), 2, True), (2, 1.5, False), ((1, 2), 2, False)):
+        if can:
+            assert Recipe(Spec(key), Spec(value), decay=8).decay == 8
+        else:
+            with pytest.raises(ValueError, match="3 or 4 bits, got at most 2"):
+                Recipe(Spec(key), Spec(value), decay=8)
+
+
+def test_how_far_a_matrix_is_from_commuting_has_no_unit():
+    "`commutes` of c R is that of R, however small c; of the matrix 0 it is 0."
+    r = torch.randn(8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    want = rope.commutes(r)
+    assert 0.5 < want < math.sqrt(2)
+    for c in (2.0**-500, 2.0**-20, 2.0**20):
+        assert rope.commutes(r * c) == pytest.approx(want, rel=1e-12)
+    assert rope.commutes(torch.zeros(8, 8)) == 0
+
+
+def test_levels_out_of_order_have_no_distortion():
+    "Newton's step is halved until they are in order, and on the support."
+    for y in ([1.0, 0.9], [0.5, 0.5], [-0.1, 1.0], [0.0, 1.0]):
+        assert codebook._mse_at(np.array(y), 16) == codebook._mse_at(np.array(y), None) == math.inf
+    assert codebook._mse_at(np.array([1.0, 4.0]), 16) == math.inf and 0 < codebook._mse_at(np.array([0.5, 1.5]), 16) < 1
+
+
+def test_an_edge_of_a_table_that_is_not_symmetric_is_undecided():
+    "`- edges`, not `+ edges`, which symmetric tables cannot tell."
+    book = codebook.lloyd_max_samples(torch.tensor([-1.0, 0.5, 1.0, 3.0]), 2)
+    q = Quantizer(Spec(2, rotation="identity"), 16, codebook=book)
+    for edge in book.edges.tolist():
+        for sign, want in ((1, False), (-1, True)):
+            x = torch.full((1, 16), math.sqrt((16 - edge**2) / 15), dtype=torch.float64)
+            x[0, 3] = sign * edge
+            assert bool(decided(q, x)[0, 3]) == want
+
+
+def test_a_sign_on_levels_that_nothing_reaches():
+    "A cell without mass has no mean: its level stands for it."
+    from turboquant_nb.quant.residual import sign_codebook
+
+    book = sign_codebook(3, base=codebook.from_levels(torch.tensor([-120.0, -1.0, 1.0, 120.0])))
+    assert np.isfinite(book.means).all() and book.means[0] == book.levels64[0] < -119 and math.isfinite(book.mse)
+
+
+def test_bytes_of_entropy_coded_files_do_not_change():
+    "What lies under the first code is the same for ever: these bytes were written when this test was."
+    pytest.importorskip("constriction")
+    codes, probs = torch.tensor([0, 1, 2, 3, 1, 1, 0, 2], dtype=torch.uint8), torch.tensor([0.4, 0.3, 0.2, 0.1])
+    data = bytes.fromhex("487b4ce47a4a0000")
+    assert rates.entropy_encode(codes, probs) == data
+    same(rates.entropy_decode(data, probs, (8,)), codes)
+
+
+def test_a_sign_without_a_dimension_is_refused():
+    from turboquant_nb.theory.qjl import qjl_decode, sketch_matrix
+
+    with pytest.raises(ValueError, match=r"signs must have shape .*, got \[\]"):
+        qjl_decode(torch.tensor(1, dtype=torch.uint8), torch.tensor(1.0), sketch_matrix(8, 4))
+
+
+@pytest.mark.parametrize("along", ("channel", "token"))
+def test_what_does_not_fit_is_said_with_its_place(along):
+    from turboquant_nb.cache.packing import pack, write
+
+    layout = Layout(3, 6, along, tile=8)
+    planes = [p.clone() for p in pack(torch.zeros(2, 3, 16, 6, dtype=torch.uint8), layout)]
+    with pytest.raises(ValueError, match="planes hold 16 tokens, cannot write tokens 12 to 17"):
+        write(planes, layout, torch.zeros(2, 3, 5, 6, dtype=torch.uint8), 12)
+
+
+# ---------------------------------------------------------------- defaults, and what is shared
+
+DEFAULTS = """
+codebook.partial_moments d=None | codebook._count_edges chunk=131072 | codebook.Codebook.encode check_finite=True | codebook.Codebook.decode dtype=torch.float32 check_range=True
+codebook.lloyd_max d=None | codebook.high_rate_mse d=None | codebook.uniform d=None | codebook.from_levels d=None | codebook._first_cut groups=512 | codebook.lloyd_max_samples weights=None
+rotation.haar seed=0 | rotation.hadamard seed=0 | rotation.make_rotation seed=0 matrix=None
+rope.rope_frequencies theta=10000.0 | rope.rope_angles theta=10000.0 inv_freq=None | rope.plane_channels pairing='half' | rope.plane_matrix pairing='half'
+rope.apply_rope theta=10000.0 pairing='half' rotary_dim=None inv_freq=None scale=1.0 | rope.apply_cos_sin inverse=False
+rope.commutant_part pairing='half' theta=10000.0 rotary_dim=None inv_freq=None | rope.commutes pairing='half' theta=10000.0 rotary_dim=None inv_freq=None
+quantizer.as_recipe recipe=None bits=None | quantizer.Quantizer.__init__ device='cpu' rotation=None codebook=None | quantizer.Quantizer.encode mean=None name='x'
+quantizer.encode mean=None name='x' block=4096 | quantizer.decode mean=None dtype=torch.float32 | quantizer.decided mean=None
+quantizer.Recipe.__init__ sinks=4 recent=16 decay=None residual=None
+quantizer.Spec.__init__ bits=3 rotation='hadamard' seed=0 scale='mse' codebook='sphere' center='none' scale_dtype='float16' residual='none'
+qjl.sketch_matrix kind='gaussian' seed=0 | qjl.qjl_variance kind='gaussian'
+residual.sign_codebook d=None base=None | residual.ProdQuantizer.__init__ device='cpu' rotation=None codebook=None kind='gaussian' | residual.ProdQuantizer.encode mean=None name='x'
+residual.prod_encode mean=None name='x' block=4096
+rates._per_channel low=0 high=8 | rates.MixedCodebook.encode check_finite=True | rates.MixedCodebook.decode dtype=torch.float32 check_range=True | rates.MixedCodebook.__init__ std=None
+rates.mixture_mse d=None | rates.allocate_bits bits=None sizes=None exact=False | rates.allocate_channels lo=0 hi=6 | rates.truncate planes=1 keep=1
+packing.Layout.__init__ along='channel' tile=256 | packing.unpack tokens=None
+store.Side.__init__ tile=256 device='cpu' | store.Side.allocate sinks=0 recent=0 dtype=torch.float32 | store.Ranges.__init__ device='cpu'
+store.KVStore.__init__ d_value=None dtype=torch.float32 device='cpu' max_length=None tile=256 static=False inv_freq=None | store.KVStore.append names=('k',·'v')
+store.KVStore.read first=None last=None | store.KVStore.set_range start=None end=None k=None v=None | store.KVStore.tail_with names=('k',·'v') | store.KVStore.crop tail=None
+store.prompt_mean skip=0 | store._EmbeddedCodebook.encode check_finite=True | store._EmbeddedCodebook.decode dtype=torch.float32 check_range=True | store._encode_quietly block=4096
+attention._Softmax.__init__ sketch=0 | attention._check_attend recent=None
+attention.attend k=None v=None scaling=None mask=None first=None causal=True sliding_window=None softcap=None block=1024 recent=None
+attention.dense_attention scaling=None mask=None causal=True sliding_window=None softcap=None rows=256
+"""
+
+
+def core_modules():
+    from turboquant_nb.cache import attention, packing, store
+    from turboquant_nb.quant import quantizer, residual
+    from turboquant_nb.theory import qjl
+
+    return dict(codebook=codebook, rotation=rotations, rope=rope, quantizer=quantizer, qjl=qjl, residual=residual, rates=rates, packing=packing, store=store, attention=attention)
+
+
+def test_defaults_are_part_of_what_is_promised():
+    "A default that changes changes what everybody's code does who left it out; this is the list."
+    for line in DEFAULTS.strip().replace("\n", " | ").split(" | "):
+        name, *fields = line.split()
+        where, *path = name.split(".")
+        f = core_modules()[where]
+        for part in path:
+            f = inspect.getattr_static(f, part) if inspect.isclass(f) else getattr(f, part)
+        f = getattr(f, "__wrapped__", f)
+        found = {p.name: p.default for p in inspect.signature(f).parameters.values() if p.default is not p.empty}
+        assert [f"{k}={v!r}" for k, v in found.items() if not isinstance(v, Spec)] == [x.replace("·", " ") for x in fields], name
+
+
+def test_what_is_compared_by_value_and_what_cannot_be_changed():
+    "Dataclasses are frozen; those that hold tensors are equal to themselves only, the others by value."
+    by_value = {"Spec", "Recipe", "Layout", "_Group", "_Query"}
+    for module in core_modules().values():
+        for name, cls in vars(module).items():
+            if inspect.isclass(cls) and cls.__module__ == module.__name__ and (params := getattr(cls, "__dataclass_params__", None)):
+                assert params.frozen and params.eq == (name in by_value), name
+
+
+def test_shared_tables_can_be_used_in_any_mode():
+    "What is made once and kept must not be an inference tensor, whoever asks first: autograd and in-place writes would fail for all others."
+    from turboquant_nb.cache.store import CosSinCache, _embedded, _shared, _slots
+    from turboquant_nb.theory.qjl import sketch_matrix
+
+    slots = _slots.__wrapped__
+    with torch.inference_mode():
+        cos_sin = CosSinCache(torch.ones(2).clone())
+        cos_sin.reach(3), cos_sin.row(2)
+        book = lloyd_max(3, 77)
+        made = [cos_sin.table, *cos_sin.kept, slots(torch.device("cpu")), sketch_matrix(3, 7, "gaussian", 77)]
+        for b in (book, book.to_int8_grid(), codebook.lloyd_max_samples(torch.arange(9.0), 2)):
+            made += [b.levels, b.edges, b.int8().levels]
+        made += [rotations.make_rotation(kind, 44, 77).matrix for kind in ("haar", "hadamard")] + [rotations.hadamard_matrix.__wrapped__(44)]
+        q = _shared(Spec(3, seed=77), 44, torch.device("cpu"))
+        made += [q.rotation.matrix, q.codebook.levels, _embedded(q.codebook).levels, _embedded(q.codebook).row]
+    assert not any(t.is_inference() for t in made)
+
+
 def test_a_mean_is_taken_off_before_a_transform_per_head():
     "With a matrix for each head, coding x with a mean is coding x - mean without."
     g = torch.Generator().manual_seed(0)
@@ -270,9 +585,9 @@ def reach(matrix, x, d):
 def test_undecided_reaches_as_far_as_the_bound(rotation):
     "A coordinate at 0.98 times the bound from an edge is undecided, at 1.02 times it is decided; rows, batches and one vector alike."
     d, q = 16, Quantizer(Spec(2, rotation=rotation), 16)
-    matrix, edge = q.rotation.matrix.double(), float(q.codebook.edges[-1])
+    matrix = q.rotation.matrix.double()
     rest = torch.randn(d, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    for factor, want in ((0.98, False), (1.02, True), (-0.98, False), (-1.02, True)):
+    for edge, (factor, want) in itertools.product(q.codebook.edges[[0, -1]].tolist(), ((0.98, False), (1.02, True), (-0.98, False), (-1.02, True))):
         y, at = rest.clone(), edge
         for _ in range(3):  # the bound depends on the coordinate a little
             y[3], others = 0, float((rest.square().sum() - rest[3] ** 2))
@@ -454,6 +769,129 @@ def test_codes_outside_an_embedded_table_are_refused():
         book.decode(torch.tensor([[width] * 8], dtype=torch.uint8))
 
 
+def test_a_range_is_checked_entry_by_entry_and_is_the_stores_own():
+    "The largest entry decides at the top, the smallest at the bottom; whoever changes his tensor later changes nothing here."
+    store = KVStore(Recipe(), 3, 1, 8)
+    assert store.ranges.starts == (0, 0, 0) and KVStore(Recipe(), 1, 1, 8).ranges.starts == (0,)
+    store.append(*(torch.randn(3, 1, 9, 8) for _ in "kv"))
+    for bad in ([0, 3, 10], [10, 0, 3], [-1, 3, 9]):
+        with pytest.raises(ValueError, match="end must be from 0 to 9"):
+            store.set_range(end=torch.tensor(bad))
+    for mine, want in ((torch.tensor([9, 3, 0]), [9, 3, 0]), (torch.tensor([4]), [4, 4, 4])):
+        store.set_range(end=mine)
+        mine.zero_()
+        assert store.end.tolist() == want
+        store.end[0] -= 1
+        assert store.end.tolist() == [want[0] - 1, *want[1:]]
+
+
+def test_an_empty_store_has_no_tile():
+    "What grows begins with nothing, what has a length with all of it."
+    for limit, tiles in ((None, 0), (1, 1), (8, 1), (9, 2)):
+        store = KVStore(Recipe(), 2, 2, 8, tile=8, max_length=limit)
+        assert store.key.tiles == store.value.tiles == tiles and store.capacity == 8 * tiles
+
+
+def test_only_the_tiles_that_tokens_lie_in_are_unpacked(monkeypatch):
+    from turboquant_nb.cache import store as module
+
+    store, seen, unpack = KVStore(Recipe(), 2, 2, 8, tile=8), [], module.unpack
+    store.append(*states(80))
+    monkeypatch.setattr(module, "unpack", lambda planes, layout: seen.append(planes[0].shape[2]) or unpack(planes, layout))
+    for first, last, tiles in ((0, 80, 10), (8, 16, 1), (7, 17, 3), (30, 31, 1), (72, 80, 1)):
+        seen.clear()
+        store.coded("key", first, last)
+        assert seen == [tiles]
+
+
+def test_the_counter_among_the_flags_is_no_flag():
+    "Five are raised, the sixth number counts for kernels: `sync` says nothing of it, and nothing of ours raises it."
+    store = KVStore(Recipe(sinks=1, recent=4), 2, 2, 8, tile=8, max_length=16, static=True)
+    store.append(*states(10))
+    store.flags[5] = 4
+    assert store.sync() == 10 and store.flags.tolist() == [0, 0, 0, 0, 0, 4]
+    unsynced(store, states(9))
+    assert store.flags.tolist() == [0, 0, 0, 0, 1, 4]
+
+
+def test_tensors_without_their_start_or_header_are_no_store():
+    store = KVStore(Recipe(), 1, 1, 8)
+    store.append(*(x[:1, :1] for x in states(9)))
+    tensors, header = store.state()
+    for t, h in (({n: x for n, x in tensors.items() if n != "start"}, header), (tensors, {n: x for n, x in header.items() if n != "d"})):
+        with pytest.raises(ValueError, match="not the state of a single store"):
+            KVStore.from_state(t, h)
+
+
+def test_a_mean_has_the_unit_of_the_states():
+    "Scaled by a power of two, states have the mean so scaled: nothing in it is an absolute number."
+    x = torch.randn(2, 2, 12, 8, generator=torch.Generator().manual_seed(0)) + 1
+    mean, masked = prompt_mean(x, 2), _masked_mean(x, torch.tensor([2, 2]), None)
+    assert mean.any()
+    for unit in (2.0**-40, 2.0**-9, 2.0**30):
+        same(prompt_mean(x * unit, 2), mean * unit)
+        same(_masked_mean(x * unit, torch.tensor([2, 2]), None), masked * unit)
+    torch.testing.assert_close(mean, masked, rtol=2**-7, atol=0)
+
+
+def test_a_store_that_lost_all_has_whole_tiles_again():
+    store = KVStore(Recipe(Spec(3), Spec(3), sinks=0, recent=0, decay=4), 2, 2, 8, tile=8)
+    store.append(*states(40))
+    assert store.key.truncated_tiles == 4
+    for crop, left in ((7, 4), (16, 3), (16, 1), (1, 0)):  # 33, 17, 1 and 0 tokens
+        store.crop(crop)
+        assert store.key.truncated_tiles == store.value.truncated_tiles == left and store.nbytes == store.expected_nbytes()
+
+
+@pytest.mark.parametrize("recent", (0, 1, 2))
+def test_a_tail_of_few_recent_tokens(recent):
+    store = KVStore(Recipe(sinks=0, recent=recent), 2, 2, 8, tile=8)
+    k, v = states(12)
+    store.append(k[:, :, :10], v[:, :, :10])
+    tail = store.tail_with(k[:, :, 10:], v[:, :, 10:])
+    assert (tail.first, tail.past, tail.end) == (10 - recent, 10, 12)
+    same(tail.key, k[:, :, 10 - recent :].contiguous())
+    same(tail.value, v[:, :, 10 - recent :].contiguous())
+    store.append(k[:, :, 10:], v[:, :, 10:])
+    left = store.crop(1, tail)
+    assert left.end == 11 and store.exact("key")[1][0].tolist() == list(range(11 - recent, 11))
+    same(store.exact("key")[0], k[:, :, 11 - recent : 11].contiguous(), allow_empty=True)
+
+
+@pytest.mark.parametrize("parts", ((16,), (10, 6), (15, 1)))
+def test_a_static_store_takes_what_fits_to_the_last_token(parts):
+    "By number and by position, at once and in parts; one token more is refused or noted."
+    one, two = (KVStore(Recipe(sinks=1, recent=4), 2, 2, 8, tile=8, max_length=16, static=True) for _ in range(2))
+    k, v = states(16)
+    for a, b in zip(k.split(parts, 2), v.split(parts, 2)):
+        one.append(a, b)
+        unsynced(two, (a, b))
+    assert one.length == two.sync() == 16
+    for name in ("key", "value"):
+        assert (one.coded(name, 0, 16).codes != two.coded(name, 0, 16).codes).float().mean() < 0.01  # the mean is summed in another order
+        assert two.coded(name, 0, 16).scale.isfinite().all()
+    with pytest.raises(ValueError, match="cannot append 1 tokens to 16"):
+        one.append(k[:, :, :1], v[:, :, :1])
+    unsynced(two, (k[:, :, :1], v[:, :, :1]))
+    with pytest.raises(ValueError, match="more tokens than max_length"):
+        two.sync()
+
+
+ASKING = dict(
+    read=lambda s: s.read()[0].shape[2], append=lambda s: s.append(*states(1)) or s.length - 1, crop=lambda s: s.crop(1) or s.length + 1, state=lambda s: s.state()[1]["length"],
+    set_range=lambda s: s.set_range(start=0) or s.length, attend=lambda s: attend(torch.ones(2, 2, 23, 8), s)[0].shape[2],
+)
+
+
+@pytest.mark.parametrize("what", ASKING)
+def test_a_static_store_is_asked_after_the_device(what):
+    "Whatever is done with it, tokens that a recorded step appended count."
+    store = KVStore(Recipe(sinks=1, recent=4), 2, 2, 8, tile=8, max_length=64, static=True)
+    store.append(*states(20))
+    unsynced(store, states(3, 1))
+    assert store.length == 20 and ASKING[what](store) == 23
+
+
 def test_a_mean_that_is_noise_is_zero():
     "Positive-part James-Stein: what is shrunk below zero is zero, not turned round."
     x = torch.randn(1, 1, 6, 8, generator=torch.Generator().manual_seed(0))
@@ -514,6 +952,131 @@ def by_position(store, states):
 
 # ---------------------------------------------------------------- attention and planes
 
+@pytest.mark.parametrize("r", (4, 8))
+def test_a_row_of_cosines_and_sines(r):
+    "x * cos + x.roll(r / 2) * sin is `apply_cos_sin`, bit for bit; the last answer is kept, another position is another."
+    from turboquant_nb.cache.store import CosSinCache
+
+    table = CosSinCache(0.5 ** torch.arange(1.0, r // 2 + 1))
+    assert table.kept == ()
+    table.reach(300)
+    x = torch.randn(3, r, generator=torch.Generator().manual_seed(0))
+    for position in (0, 7, 299):
+        cos, sin = table.row(position)
+        same(x * cos + x.roll(r // 2, -1) * sin, rope.apply_cos_sin(x, table.table[position].expand(3, -1)))
+        assert table.row(position)[0] is cos and len(table.kept) == 2 and table.kept[1] is sin
+
+
+def test_what_is_freed_in_front_is_not_asked_for_behind():
+    "After an eviction a store holds the tiles that its tokens need, and grows by an eighth at most."
+    store = KVStore(Recipe(sinks=1, recent=4), 2, 2, 8, tile=8)
+    store.append(*states(160))
+    store.evict(152)
+    assert store.offset == 152 and store.key.tiles == 1
+    store.append(*states(1))
+    assert store.key.tiles == 2
+    store.append(*states(7))
+    assert store.key.tiles == 2
+
+
+def test_a_static_store_shows_what_it_holds_and_no_more():
+    "Outside a recording the host knows the length: `coded` ends there, not at max_length."
+    store = KVStore(Recipe(sinks=1, recent=4), 2, 2, 8, tile=8, max_length=64, static=True)
+    store.append(*states(20))
+    store.coded("key", 0, 20)
+    with pytest.raises(ValueError, match=r"positions must lie in \[0, 20\], got \[0, 21\)"):
+        store.coded("key", 0, 21)
+    assert store._now == 20 and store.past_exact_from == 16
+
+
+def test_a_start_may_lie_as_far_as_positions_go():
+    "Before any token 2^31, a position being an int32; afterwards the length."
+    store = KVStore(Recipe(), 2, 2, 8)
+    store.set_range(start=2**31)
+    with pytest.raises(ValueError, match=f"start must be from 0 to {2**31}, got"):
+        store.set_range(start=2**31 + 1)
+
+
+def test_a_tail_where_the_device_counts():
+    "Recorded as eager: positions and states are those of the last `recent` tokens and the chunk."
+    from turboquant_nb.cache.store import CAPTURE
+
+    store = KVStore(Recipe(sinks=1, recent=4), 2, 2, 8, tile=8, max_length=64, static=True)
+    store.append(*states(21))
+    want = store.tail_with(*states(3, 1))
+    CAPTURE.tape = True
+    try:
+        got = store.tail_with(*states(3, 1))
+        assert (int(got.first), int(got.past), int(got.end)) == (want.first, want.past, want.end) == (17, 21, 24)
+    finally:
+        CAPTURE.tape = False
+    same(got.key, want.key), same(got.value, want.value)
+
+
+@pytest.mark.parametrize("n", (1, 2, 3))
+def test_a_ring_with_a_gap_is_filled_from_the_tail(n):
+    "After a deep crop the ring holds less than it could; a tail then begins late, and gives back what it has."
+    store, recipe = KVStore(Recipe(sinks=0, recent=4), 2, 2, 8, tile=8), Recipe(sinks=0, recent=4)
+    k, v = states(23)
+    store.append(k[:, :, :20], v[:, :, :20])
+    store.crop(2)
+    tail = store.tail_with(k[:, :, 20:], v[:, :, 20:])
+    assert (tail.first, tail.past, tail.end) == (16, 18, 21)
+    store.append(k[:, :, 20:], v[:, :, 20:])
+    assert store.crop(n, tail).end == store.length == 21 - n
+    order = [*range(18), 20, 21, 22]
+    at = torch.tensor(order[max(16, 21 - n - 4) : 21 - n])
+    states_, positions = store.exact("key")
+    held = [(p, i) for i, p in enumerate(positions[0].tolist()) if p >= 0]
+    assert sorted(p for p, _ in held) == list(range(max(16, 21 - n - 4), 21 - n)) and recipe.recent == 4
+    same(torch.stack([states_[:, :, i] for _, i in sorted(held)], 2), k[:, :, at])
+
+
+def test_a_crop_of_a_static_store_asks_the_device_first():
+    "Tokens that a recorded step appended count, though the host has not been told."
+    store, bare = (KVStore(Recipe(sinks=1, recent=4), 2, 2, 8, tile=8, max_length=64, static=True) for _ in range(2))
+    for s in (store, bare):
+        s.append(*states(20))
+    unsynced(store, states(3, 1))
+    assert store.length == 20
+    store.crop(2)
+    bare.append(*(x[:, :, :1] for x in states(3, 1)))
+    assert store.length == int(store.position) == 21
+    for name in ("key", "value"):
+        same(store.coded(name, 0, 21).codes, bare.coded(name, 0, 21).codes)
+
+
+def unsynced(store, states):
+    "Append as a recorded step does, and tell the host nothing."
+    from turboquant_nb.cache.store import _append_by_position
+
+    _append_by_position(*store._by_position(*states))
+
+
+@pytest.mark.parametrize("center", ("prompt_mean", "pre_rope"))
+@pytest.mark.parametrize("tokens", range(7))
+def test_the_first_chunk_of_any_length_has_its_mean(center, tokens):
+    "By position as by number: 0 up to one token after the sinks, the shrunk mean from two on, every last bit but rounding to bfloat16."
+    recipe, freq = Recipe(Spec(3, center=center), Spec(3, center="prompt_mean"), sinks=2, recent=3), 0.5 ** torch.arange(1.0, 5.0)
+    one, two = (KVStore(recipe, 2, 2, 8, tile=16, max_length=32, static=True, inv_freq=freq) for _ in range(2))
+    k, v = (x + 2 for x in states(tokens + 1))
+    one.append(k, v)
+    unsynced(two, (k, v))
+    for a, b in zip(one.sides, two.sides):
+        assert bool(a.mean.any()) == (tokens + 1 - 2 >= 2)
+        torch.testing.assert_close(a.mean, b.mean, rtol=2**-7, atol=2**-7)
+
+
+def test_a_file_says_what_it_lacks_or_has_instead():
+    store = KVStore(Recipe(), 1, 1, 8)
+    store.append(*(x[:1, :1] for x in states(9)))
+    tensors, header = store.state()
+    with pytest.raises(ValueError, match="value.scale must be torch.float16 of shape .*, got nothing"):
+        KVStore.from_state({n: t for n, t in tensors.items() if n != "value.scale"}, header)
+    with pytest.raises(ValueError, match=r"value.scale must be torch.float16 of shape .*, got torch.float32 of shape \(1, 1, 1, 256\)"):
+        KVStore.from_state(tensors | {"value.scale": tensors["value.scale"].float()}, header)
+
+
 def test_each_query_reads_its_own_recent_tokens_exactly():
     "Several queries at once, from the definition: exact are sinks, the last `recent` up to the query, and nothing older."
     recent, n, g = 4, 3, torch.Generator().manual_seed(0)
@@ -539,6 +1102,48 @@ def decode_all(store, name):
     from turboquant_nb.quant.quantizer import decode
 
     return decode(getattr(store, name).q, store.coded(name, 0, store.length), store.center(name, 0, store.length))
+
+
+@pytest.mark.parametrize("center", ("prompt_mean", "pre_rope"))
+@pytest.mark.parametrize("recent", (None, 4))
+def test_attention_where_the_device_counts_the_tokens(center, recent):
+    "Recorded, the length is a tensor and masks reach to max_length: the same output as where the host knows it, with a chunk and without."
+    from turboquant_nb.cache.store import CAPTURE
+
+    recipe, freq = Recipe(Spec(3, center=center), Spec(2), sinks=2, recent=4), 0.5 ** torch.arange(1.0, 5.0)
+    store = KVStore(recipe, 2, 2, 8, tile=8, max_length=64, static=True, inv_freq=freq)
+    k, v = states(40)
+    store.set_range(start=torch.tensor([0, 5]))
+    store.append(k[:, :, :37], v[:, :, :37])
+    tail = store.tail_with(k[:, :, 37:], v[:, :, 37:])
+    store.append(k[:, :, 37:], v[:, :, 37:])
+    for side in store.sides:  # what lies beyond the length may be anything
+        side.tensors["scale"].flatten(2)[:, :, 40:] = math.nan
+    q = torch.randn(2, 4, 3, 8, generator=torch.Generator().manual_seed(1))
+    chunk = (tail.key, tail.value) if recent else (k[:, :, 37:], v[:, :, 37:])
+    for given in (chunk,) if recent else (chunk, (None, None)):
+        for more in (dict(), dict(sliding_window=9), dict(block=16), dict(softcap=2.0)):
+            want = attend(q, store, *given, recent=recent, **more)
+            CAPTURE.tape = True
+            try:
+                got = attend(q, store, *given, recent=recent, **more)
+            finally:
+                CAPTURE.tape = False
+            for a, b in zip(got, want):
+                assert (a - b).abs().max() < 1e-5
+
+
+def test_dense_attention_takes_its_mask_row_by_row():
+    "Rows of a mask go with their queries, whatever the number at a time; it replaces the sliding window; the scale is the one given."
+    g = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(1, 2, 7, 8, generator=g), torch.randn(1, 2, 9, 8, generator=g), torch.randn(1, 2, 9, 8, generator=g)
+    mask = torch.rand(1, 2, 7, 9, generator=g) < 0.5
+    mask[..., 0] = True
+    want = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), mask, scale=0.3)
+    for rows in (1, 3, 256):
+        out, lse = dense_attention(q, k, v, scaling=0.3, mask=mask, sliding_window=2, rows=rows)
+        scores = (q.double() @ k.double().mT * 0.3).masked_fill(~mask, -math.inf)
+        assert (out - want).abs().max() < 1e-5 and (lse - scores.logsumexp(-1)).abs().max() < 1e-5
 
 
 def test_recent_needs_as_many_exact_states_as_queries():
