@@ -16,8 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from .app import Output, Usage, app, at_fault, command, message, options, whole
-from .inputs import Weights, check_fits, context_length, load, read_recipe, recipe_for, tokens_of
-from .inputs import Calibrated
+from .inputs import Calibrated, Weights, check_fits, context_length, load, read_recipe, recipe_for, tokens_of
 from .output import hushed
 
 # %% ../../nbs/87o_cli_web.ipynb #699a7ecf
@@ -132,9 +131,9 @@ def stored(
         raise Usage(f"head must be from 0 to {store.heads - 1}, got {head}")
     first = max(store.offset, store.length - last)
     coded = store.coded(side, first, store.length)
-    at = torch.arange(first, store.length)
-    exact = (at < store.recipe.sinks) | (at >= store.length - store.recipe.recent)
-    return coded.codes[0, head].T.cpu(), coded.scale[0, head].float().cpu(), exact, first
+    at = torch.arange(first, store.length, device=store.device)[None]
+    exact = store.ranges.is_exact(at, store.recipe.sinks, store.past_exact_from)[0, 0, 0]
+    return coded.codes[0, head].T.cpu(), coded.scale[0, head].float().cpu(), exact.cpu(), first
 
 
 def picture(cache, side: str = "key", layer: int = 0, head: int = 0):  # a matplotlib Figure
