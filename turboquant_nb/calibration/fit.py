@@ -57,7 +57,7 @@ class _MomentsObserver:
         rows = lambda x: x[..., self.skip :, :].movedim(1, -2).reshape(-1, h, d)  # noqa: E731 [tokens, H, d]
         self.moments.add("key", layer, rows(x))
         self.moments.add("query", layer, rows(q))
-        self.moments.add("plain key", layer, rows(key.float()))
+        self.moments.add("plain key", layer, rows(key.float()), products=False)
         return key, value
 
 # %% ../../nbs/60_calibrate.ipynb #29bfd3ce

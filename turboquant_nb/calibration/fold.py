@@ -64,7 +64,7 @@ def _layers(model) -> list:
             )
         if any(hasattr(attention, name) for name in ("q_norm", "k_norm", "q_layernorm")):
             raise ValueError(
-                f"layer {i} normalises queries or keys after their projection, which undoes a scale"
+                f"layer {i} normalises queries or keys after their projection, so that a scale there would change the scores"
             )
         rotary_dim = 0 if inv_freqs[i] is None else 2 * len(inv_freqs[i])
         out.append(_Layer(q, k, k.out_features // d, d, rotary_dim))

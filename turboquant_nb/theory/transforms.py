@@ -51,11 +51,14 @@ class Moments:
         layer: int,
         x: Tensor,  # [N, H, d] fp32
         weight: Tensor | None = None,  # [N, H], of x xᵀ
+        products: bool = True,  # False: their sum alone is wanted
     ):
         "Add the vectors of N tokens."
-        weighed = x if weight is None else x * weight[..., None]
-        sums = x.sum(0), torch.einsum("nhd,nhe->hde", weighed, x)
-        for have, more in zip((self.first, self.second), sums):
+        sums = [(self.first, x.sum(0))]
+        if products:
+            weighed = x if weight is None else x * weight[..., None]
+            sums.append((self.second, torch.einsum("nhd,nhe->hde", weighed, x)))
+        for have, more in sums:
             have[kind, layer] = more.double() + have.get((kind, layer), 0.0)
 
     def layers(self, kind: str) -> list:
