@@ -219,6 +219,15 @@ def test_needles(llama):
     assert not torch.equal(first, last)
 
 
+def test_a_book_has_its_length_where_the_last_sentence_is_longer_than_the_first():
+    sentences = "Ho. " + "A sentence of some length. " + "A sentence that is longer than all that stand before it, by far. "
+    for length in range(64, 200):
+        ids, spans = _needle_texts(Words(), length, 0.5, 3, sentences, 0)
+        for row, (a, b) in zip(ids, spans):
+            assert "".join(chr(int(t)) for t in row[a:b]).strip().isdigit()
+            assert "".join(chr(int(t)) for t in row[length:a]).startswith("The pass number")
+
+
 def test_rows_of_all_measures(llama, tmp_path):
     ids, cut = tokens(), ["k4v4", "fp8"]
     seen = []

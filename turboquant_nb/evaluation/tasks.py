@@ -115,12 +115,15 @@ _ASKED = "The pass number of the {} is"
 
 
 def _book(sentences: list, start: int, room: int) -> list:
-    "Sentences from number `start`, round and round, the first cut so that there are `room` tokens."
+    "Sentences from number `start`, round and round; what is beyond `room` tokens is cut off at the front."
     out, held = [], 0
     while held < room:
         out.append(sentences[(start + len(out)) % len(sentences)])
         held += len(out[-1])
-    return [out[0][held - room :], *out[1:]]
+    over = held - room
+    while over >= len(out[0]):  # the last sentence may be longer than the first
+        over -= len(out.pop(0))
+    return [out[0][over:], *out[1:]]
 
 
 def _needle(tokenizer, sentences, length, depth, place, number, start) -> list:
