@@ -304,6 +304,14 @@ def workspace_floats(requests: int, heads: int, group: int, d_value: int, progra
     return most * max(rows, 16) * (d_value + 4)
 
 
+def _recent_blocks(layer) -> tuple:  # (blocks, name, context)
+    "Of a layer of vLLM: the blocks of its recent tokens, and the name under which the context of a step tells more of them."
+    from vllm.forward_context import get_forward_context
+
+    context, name = get_forward_context(), recent_name(layer.layer_name)
+    return context.no_compile_layers[name].kv_cache, name, context
+
+
 @lru_cache(maxsize=64)
 def _on_device(numbers: tuple, device) -> Tensor:
     "The same for all layers of a step."
@@ -414,11 +422,9 @@ class Impl(AttentionImpl):
         n = slot_mapping.shape[0]
         self.layer.store(kv_cache, key[:n], value[:n], slot_mapping)
         if self.config.recent:
-            from vllm.forward_context import get_forward_context
-
-            context, name = get_forward_context(), recent_name(layer.layer_name)
+            blocks, name, context = _recent_blocks(layer)
             slots = context.slot_mapping[name]
-            self.layer.store_recent(context.no_compile_layers[name].kv_cache, key[: len(slots)], value[: len(slots)], slots)
+            self.layer.store_recent(blocks, key[: len(slots)], value[: len(slots)], slots)
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None) -> Tensor:
         "Attention of a step. Without metadata it is the profiling run, which counts memory."
@@ -432,10 +438,8 @@ class Impl(AttentionImpl):
         q, k, v = query.view(len(query), self.num_heads, -1), key.view(len(key), self.num_kv_heads, -1), value.view(len(value), self.num_kv_heads, -1)
         recent = None
         if self.config.recent:
-            from vllm.forward_context import get_forward_context
-
-            context, name = get_forward_context(), recent_name(layer.layer_name)
-            recent = Recent(context.no_compile_layers[name].kv_cache, context.attn_metadata[name].table, self.config.recent)
+            blocks, name, context = _recent_blocks(layer)
+            recent = Recent(blocks, context.attn_metadata[name].table, self.config.recent)
         self.layer.attend(q, k, v, kv_cache, attn_metadata.step, shaped, self.workspace, self.past, recent)
         return output
 
