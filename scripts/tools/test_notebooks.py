@@ -12,7 +12,7 @@ import interpreter
 import nbdev.test
 
 LONGEST = "61_sensitivity 83_score 21_residual 76_serving 57_storage 45b_cells 44_launch 60_calibrate 53_graphs 55_canary 94_images 32_attention 41_decode 40_encode 13_qjl 31_store 20_quantizer 84_tasks".split()
-PAGES = "90_speed 91_leaderboard 92_generate 93_proteins index guide".split()  # nothing on them is computed but from results/
+PAGES = "90_speed 91_leaderboard 92_generate 93_proteins index guide api".split()  # nothing on them is computed but from results/ and from docstrings
 READS = ("results.load(", "rows_of(")  # what a cell elsewhere says that prints a file of results
 EXAMPLES = "03_results".split()  # its files are made and read in the same cell
 parallel, test_nb = nbdev.test.parallel, nbdev.test.test_nb
