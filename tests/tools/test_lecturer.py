@@ -1,0 +1,54 @@
+"The lecturer's sheet lists the exercises that there are: all of the chapters of a lecture, and none that is not."
+import json
+import re
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+NBS = Path(__file__).parents[2] / "nbs"
+LISTED = re.compile(r"^\| \[\w+\]\((\w+)\.ipynb#exercises\)\.(\d+) \|", re.M)
+
+
+@lru_cache
+def cells(name):
+    "The markdown cells of a notebook."
+    return ["".join(c["source"]) for c in json.loads((NBS / f"{name}.ipynb").read_text())["cells"] if c["cell_type"] == "markdown"]
+
+
+@lru_cache
+def exercises(name):
+    "The numbers of a chapter's exercises."
+    at = [i for i, s in enumerate(cells(name)) if s.startswith("## Exercises")]
+    return [int(m[1]) for s in cells(name)[at[0] :] if (m := re.match(r"\*\*(\d+)\.\*\*", s))] if at else []
+
+
+def lectures(sheet):
+    "Of each lecture: its chapters, and what its table lists, as (chapter, number)."
+    for i, s in enumerate(sheet):
+        if re.match(r"## \d ·", s):
+            chapters = re.findall(r"\]\((\d\w+)\.ipynb\)", s.split("*Prerequisites*")[0])
+            yield chapters, [(name, int(k)) for name, k in LISTED.findall(sheet[i + 1])]
+
+
+def unlisted(sheet):
+    "What a lecture's table lacks or invents, in words."
+    for number, (chapters, listed) in enumerate(lectures(sheet), 1):
+        for name in chapters:
+            yield from (f"lecture {number} lacks {name}, {k}" for k in exercises(name) if (name, k) not in listed)
+        yield from (f"lecture {number} names {name}, {k}, which is not there" for name, k in listed if k not in exercises(name))
+        yield from (f"lecture {number} names {x} twice" for x in set(listed) if listed.count(x) > 1)
+
+
+def test_sheet_lists_the_exercises_of_its_chapters():
+    found = list(lectures(cells("lecturer")))
+    assert len(found) == 8 and all(chapters and listed for chapters, listed in found)
+    assert not list(unlisted(cells("lecturer")))
+
+
+@pytest.mark.parametrize("old, new, said", [
+    ("| [10](10_codebook.ipynb#exercises).2 |", "| 10.2 |", "lecture 1 lacks 10_codebook, 2"),
+    ("(10_codebook.ipynb#exercises).2 |", "(10_codebook.ipynb#exercises).9 |", "lecture 1 names 10_codebook, 9, which is not there"),
+])  # fmt: skip
+def test_a_sheet_that_is_behind_is_told_so(old, new, said):
+    assert said in list(unlisted([s.replace(old, new) for s in cells("lecturer")]))
