@@ -28,13 +28,13 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from recipes import must_pass
+from recipes import by_coded_layer, must_pass
 
 from turboquant_nb import results
 from turboquant_nb.evaluation.candidates import as_candidate
 from turboquant_nb.evaluation.models import load_model, sample_text
 from turboquant_nb.evaluation.score import prefill
-from turboquant_nb.quant.quantizer import as_recipe, preset
+from turboquant_nb.quant.quantizer import as_recipe
 
 NAMES = "Anna Bruno Clara David Elena Frank Greta Hugo Irene Jonas Karla Lukas Marta Nils Olga Peter".split()
 CITIES = "Oslo Lima Cairo Paris Tokyo Quito Delhi Rome Kyiv Accra Dublin Madrid Vienna Athens Prague Lisbon".split()
@@ -215,13 +215,13 @@ def prompts(tokenizer, questions, length):
     return torch.tensor(rows)
 
 
-def caches():
-    "(name, recipe or None): what users get, and codes with nothing exact but four tokens."
-    yield "uncompressed", None
-    yield "k3v3", preset("k3v3")
-    yield "k2v2", preset("k2v2")
+def caches(model):
+    "(name, recipe): presets as this model gets them, and codes around the same mean with nothing exact but four tokens."
+    presets = {name: as_candidate(model, name).recipe for name in ("k4v4", "k3v3", "k2v2")}
+    yield from {"uncompressed": None, **presets}.items()
     for bits in (4, 3, 2.5, 2, 1.5, 1):
-        yield f"{bits} bits, no recent tokens", replace(as_recipe("k3v3", bits), recent=0)
+        each = [replace(as_recipe(r, bits), recent=0) for r in by_coded_layer(model, presets["k3v3"])]
+        yield f"{bits} bits, no recent tokens", each
 
 
 @torch.no_grad()
@@ -274,7 +274,7 @@ def main():
         questions = list(ask(a.items, torch.Generator().manual_seed(0)))
         ids = prompts(tokenizer, questions, length).to(model.device)
         start, right = prefill(model, ids[:, :-1]), {}
-        for name, recipe in caches():
+        for name, recipe in caches(model):
             if recipe is not None and not re.search(a.match, name):
                 continue
             candidate, at = as_candidate(model, recipe or "dense", name, dtype=None, max_length=length + most if recipe else None), time.time()
@@ -290,11 +290,11 @@ def main():
             right[name] = [x == 1 for x in shares]
             n, low_high = sum(right[name]), wilson(sum(right[name]), len(texts))
             pairs = list(zip(right[name], right["uncompressed"]))
-            bits = cache.report()["bits_per_value"] if recipe else 32.0
+            report = cache.report() if recipe else dict(bits_per_value=32.0, recipe=None)
             row = dict(task=task, cache=name, right=n, n=len(texts), low=low_high[0], high=low_high[1], lost=sum(b and not x for x, b in pairs), gained=sum(x and not b for x, b in pairs), share=sum(shares) / len(shares))
-            rows.append(row | dict(bits=bits, recipe=recipe and recipe.to_json(), first_answer=texts[0][:120], each="".join(map(str, map(int, right[name]))), tokens=length, unit="answers"))
+            rows.append(row | dict(bits=report["bits_per_value"], recipe=report["recipe"], first_answer=texts[0][:120], each="".join(map(str, map(int, right[name]))), tokens=length, unit="answers"))
             results.write(a, "answers", rows, gate, origin, {"id": "questions of this script behind pieces of Moby-Dick", "n": a.items}, [0])
-            print(f"{task:11} {length:6,} {name:28} {n:3} of {len(texts)}, share {row['share']:.2f}  {bits:.2f} bits  {time.time() - at:.0f} s  {texts[0][:60]!r}", flush=True)
+            print(f"{task:11} {length:6,} {name:28} {n:3} of {len(texts)}, share {row['share']:.2f}  {report['bits_per_value']:.2f} bits  {time.time() - at:.0f} s  {texts[0][:60]!r}", flush=True)
 
 
 if __name__ == "__main__":

@@ -92,6 +92,8 @@ def exact_gate(rows):
 
 def of_language_model(a, name, revision):
     "Rows of one language model."
+    from recipes import by_coded_layer
+
     from turboquant_nb.evaluation.candidates import as_candidate
     from turboquant_nb.evaluation.models import load_model
     from turboquant_nb.evaluation.score import text_windows
@@ -100,7 +102,9 @@ def of_language_model(a, name, revision):
     model, tokenizer = load_model(name)
     texts = [Path(f).read_text(encoding="utf-8") for f in a.text] if a.text else None
     ids = text_windows(tokenizer, texts, a.windows, a.length)
-    caches = [as_candidate(model, "dense", "exact", dtype=None), *(as_candidate(model, replace(as_recipe("k3v3", b), recent=0), f"{b} bits") for b in (4, 3, 2))]
+    own = by_coded_layer(model, as_candidate(model, "k3v3").recipe)  # the preset as this model gets it
+    coded = {f"{b} bits": [replace(as_recipe(r, b), recent=0) for r in own] for b in (4, 3, 2)}
+    caches = [as_candidate(model, "dense", "exact", dtype=None), *(as_candidate(model, what, name) for name, what in coded.items())]
     label = "SmolLM2-135M" if name == "embedded" else Path(name).stem
     yield from summary(label, attention_error(model, ids, caches, a.length // 2), a.windows)
 

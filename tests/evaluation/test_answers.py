@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from turboquant_nb.evaluation.models import load_model
+from turboquant_nb.hf import TurboQuantCache
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "eval"
 pytestmark = pytest.mark.skipif(not SCRIPTS.exists(), reason="scripts/ is not beside the tests")
@@ -129,6 +130,17 @@ def test_facts_stand_where_they_should(answers):
         assert [sum(words[: i + 1]) for i in range(len(q.facts))] == [int(place * sum(words)) for place, _ in q.facts]
     with pytest.raises(SystemExit, match="cannot be brought to 60 tokens"):
         answers.prompts(tokenizer, questions, 60)
+
+
+def test_caches_are_what_a_user_gets(answers):
+    "By its name a preset has the centre that suits the model; so have the codes without recent tokens."
+    model, _ = load_model()
+    found = dict(answers.caches(model))
+    assert found["uncompressed"] is None
+    for name in ("k4v4", "k3v3", "k2v2"):
+        assert found[name] == TurboQuantCache(model, name).recipe and found[name].key.center == "pre_rope"
+    layers = found["2.5 bits, no recent tokens"]
+    assert len(layers) == 30 and {(r.key.bits, r.value.bits, r.key.center, r.recent, r.sinks) for r in layers} == {(2.5, 2.5, "pre_rope", 0, 4)}
 
 
 @pytest.mark.parametrize("right, n, low, high", [(8, 10, 0.4902, 0.9433), (0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (1, 2, 0.0945, 0.9055)])
