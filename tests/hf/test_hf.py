@@ -590,10 +590,11 @@ def test_recipe_per_layer():
     model, inputs = tiny("qwen3_next", num_hidden_layers=4, layer_types=["linear_attention", "full_attention"] * 2), prompt(1, 20, padded=False)
     recipes = ["k4v4", Recipe(Spec(3), Spec(2.5), residual="rescale")]
     cache = TurboQuantCache(model, recipes)  # two of the four layers hold keys and values
-    assert [x.recipe for x in cache.coded_layers] == cache.recipes == cache.recipe == [as_recipe(r) for r in recipes]
+    settled = [as_recipe(r).settled(rope=True) for r in recipes]
+    assert [x.recipe for x in cache.coded_layers] == cache.recipes == cache.recipe == settled
     model.generate(**inputs, past_key_values=cache, max_new_tokens=2, do_sample=False)
-    assert cache.report()["recipe"] == [as_recipe(r).to_json() for r in recipes]
-    assert cache.coded_layers[0].store.recipe == as_recipe("k4v4") and cache.report()["per_layer"][0] != cache.report()["per_layer"][1]
+    assert cache.report()["recipe"] == [r.to_json() for r in settled]
+    assert cache.coded_layers[0].store.recipe == settled[0] and cache.report()["per_layer"][0] != cache.report()["per_layer"][1]
     for bad in (["k3v3"], ["k3v3"] * 4, [], ()):
         with pytest.raises(ValueError, match=f"one recipe for each of the 2 layers with keys and values, got a list of {len(bad)}"):
             TurboQuantCache(model, bad)
@@ -604,7 +605,7 @@ def test_recipe_per_layer():
     with pytest.raises(ValueError, match="max_length"):
         TurboQuantCache(model, ["k3v3", Recipe(decay=5)], max_length=100)
     same_for_all = TurboQuantCache(model, ("k4v4", "k4v4"), bits=2.5)
-    assert same_for_all.recipe == as_recipe("k4v4", bits=2.5)
+    assert same_for_all.recipe == as_recipe("k4v4", bits=2.5).settled(rope=True)
 
 
 # --- bytes: everything counted, nothing hidden ----------------------------------------------------
@@ -669,7 +670,7 @@ def test_tokens_of_decode_are_coded(attention):
     model, inputs = tiny(), prompt(1, 300, padded=False)
     model.config.max_position_embeddings = 512
     model.set_attn_implementation(attention)
-    cache, raw = TurboQuantCache(model, Recipe(sinks=2, recent=3), max_length=512), []
+    cache, raw = TurboQuantCache(model, Recipe(sinks=2, recent=3).settled(rope=False), max_length=512), []
     layer = cache.layers[1]
     original = layer.update
     layer.update = lambda k, v, *a, **kw: (raw.append((k.clone(), v.clone())), original(k, v, *a, **kw))[1]
