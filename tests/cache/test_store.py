@@ -5,6 +5,7 @@ import pickle
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.helpers import DATA, SLOW
-from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec, channel_bits, decode
+from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec, channel_bits, decode, preset
 from turboquant_nb.files import read_file, write_file
 from turboquant_nb.quant.mixed_precision import make_quantizer
 from turboquant_nb.theory.rates import truncate
@@ -315,7 +316,16 @@ def test_inv_freq_is_refused():
                        (torch.ones(0), ValueError), (torch.ones(2, 2), ValueError), (torch.tensor([1.0, torch.inf]), ValueError)):
         with pytest.raises(error, match="inv_freq must be a float vector of at most 4 frequencies, which center='pre_rope' needs"):
             make(PRE_ROPE, inv_freq=bad)
-    assert make("k3v3", inv_freq=FREQ).inv_freq is None  # nothing rotates
+    named = make(Recipe(Spec(3, center="prompt_mean")), inv_freq=FREQ)
+    assert named.inv_freq is None and named.recipe.key.center == "prompt_mean"  # nothing rotates
+
+
+def test_a_preset_takes_the_mean_that_the_store_can_carry():
+    "With frequencies the mean before RoPE, without them the prompt's; both hold what a recipe that names it holds."
+    for inv_freq, center in ((FREQ, "pre_rope"), (None, "prompt_mean")):
+        stores = [make(r, inv_freq=inv_freq) for r in ("k3v3", Recipe(), replace(preset("k3v3"), sinks=1), replace(preset("k3v3"), key=Spec(3, center=center)))]
+        assert {s.recipe.key.center for s in stores} == {s.key.q.spec.center for s in stores} == {center}
+        assert stores[0].recipe == stores[3].recipe and (stores[0].inv_freq is None) == (inv_freq is None)
 
 
 # --- static ---------------------------------------------------------------------------------------

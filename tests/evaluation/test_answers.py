@@ -1,11 +1,16 @@
 "The scripts that judge answers and count planted keys: judges, limits, intervals, theory."
 import importlib.util
 import math
+import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+
+from turboquant_nb.evaluation.models import load_model
+from turboquant_nb.hf import TurboQuantCache
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "eval"
 pytestmark = pytest.mark.skipif(not SCRIPTS.exists(), reason="scripts/ is not beside the tests")
@@ -68,12 +73,74 @@ def test_objects(answers, text, right):
 
 def test_judges(answers):
     g = torch.Generator().manual_seed(0)
-    (ask, judge), = answers.sums(1, g)
-    a, b = (int(x) for x in ask.removeprefix("What is ").split("?")[0].split(" + "))
-    assert judge(f"{a} + {b} = {a + b}.") and not judge(f"{a + b + 1}") and not judge("none")
-    ((fact, _), judge), = answers.facts(1, g)
+    (question,) = answers.sums(1, g)
+    a, b = (int(x) for x in question.ask.removeprefix("What is ").split("?")[0].split(" + "))
+    assert question.judge(f"{a} + {b} = {a + b}.") and not question.judge(f"{a + b + 1}") and not question.judge("none")
+    (question,) = answers.facts(1, g)
+    ((place, fact),) = question.facts
     code = fact.split()[-1].rstrip(".")
-    assert len(code) == 5 and judge(f"It is {code}.") and judge(f"{code[:2]},{code[2:]}") and not judge(code[:4])
+    assert place * 3 == 1 and len(code) == 5
+    assert [question.judge(text) for text in (f"It is {code}.", f"{code[:2]},{code[2:]}", code[:4], f"1{code}", "")] == [1, 1, 0, 0, 0]
+
+
+def test_what_an_answer_mentions(answers):
+    judge = answers.mentions(["12345", 67890, "stone"])
+    assert judge("12345,67890 and Stone") == 1 and judge("12,345; 67890.") == 2 / 3 and judge("stones, 123456") == 0
+
+
+@pytest.mark.parametrize("task, wanted", [("single", 1), ("keys", 1), ("values", 3), ("queries", 3), ("variables", 4), ("words", 3)])
+def test_long_questions_can_be_answered_from_their_text(answers, task, wanted):
+    "What is asked for stands in the text once or follows from it, its sentences are in order, and an answer of one part gets one part of the score."
+    ask, _ = answers.TASKS[task]
+    questions = list(ask(6, torch.Generator().manual_seed(1)))
+    assert len({q.ask + str(q.facts) + str(q.filler) for q in questions}) == 6
+    for q in questions:
+        told = [fact for _, fact in q.facts]
+        assert [p for p, _ in q.facts] == sorted({p for p, _ in q.facts}) and len(set(told)) == len(told)
+        if task == "words":
+            count = Counter(q.filler)
+            answer = [w for w, _ in count.most_common(3)]
+            assert min(count[w] for w in answer) > 5 * max(n for w, n in count.items() if w not in answer)
+        elif task == "variables":
+            value = dict(fact.removeprefix("VAR ").rstrip(".").replace("VAR ", "").split(" = ") for fact in told)
+            follow = lambda name, value=value: name if name not in value else follow(value[name])  # noqa: E731
+            number = q.ask.split(", directly")[0].split()[-1]
+            answer = [name for name in value if follow(name) == number]
+            assert len(value) == 2 * len(answer)
+            assigned = [fact.split()[1] for fact in told]
+            assert all(assigned.index(name) > assigned.index(of) for name, of in value.items() if of in value)
+        else:
+            names = q.ask.split(" of ")[1].split("?")[0].replace(" and ", ", ").split(", ")
+            answer = [fact.split()[-1].rstrip(".") for fact in told if fact.split(" is ")[0].split()[-1] in names]
+        assert len(answer) == wanted and q.judge(", ".join(answer)) == 1 and q.judge(f"They are {answer[-1]}.") == pytest.approx(1 / wanted)
+        assert q.judge("I do not know.") == 0
+
+
+def test_facts_stand_where_they_should(answers):
+    "In a prompt the sentences keep their places among the words of the text, and all prompts of a task have one length."
+    _, tokenizer = load_model()
+    questions = list(answers.TASKS["queries"][0](3, torch.Generator().manual_seed(0)))
+    rows = answers.prompts(tokenizer, questions, 300)
+    assert rows.shape == (3, 300)
+    for row, q in zip(rows, questions):
+        text, _, ask = tokenizer.decode(row).rpartition("<|im_start|>user\n")[2].rpartition("\n\n")
+        assert ask.startswith(q.ask)
+        pieces = re.split("|".join(re.escape(fact) for _, fact in q.facts), text)
+        words = [len(x.replace(" .", "").split()) for x in pieces]
+        assert [sum(words[: i + 1]) for i in range(len(q.facts))] == [int(place * sum(words)) for place, _ in q.facts]
+    with pytest.raises(SystemExit, match="cannot be brought to 60 tokens"):
+        answers.prompts(tokenizer, questions, 60)
+
+
+def test_caches_are_what_a_user_gets(answers):
+    "By its name a preset has the centre that suits the model; so have the codes without recent tokens."
+    model, _ = load_model()
+    found = dict(answers.caches(model))
+    assert found["uncompressed"] is None
+    for name in ("k4v4", "k3v3", "k2v2"):
+        assert found[name] == TurboQuantCache(model, name).recipe and found[name].key.center == "pre_rope"
+    layers = found["2.5 bits, no recent tokens"]
+    assert len(layers) == 30 and {(r.key.bits, r.value.bits, r.key.center, r.recent, r.sinks) for r in layers} == {(2.5, 2.5, "pre_rope", 0, 4)}
 
 
 @pytest.mark.parametrize("right, n, low, high", [(8, 10, 0.4902, 0.9433), (0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (1, 2, 0.0945, 0.9055)])

@@ -1,16 +1,17 @@
 "The transformers cache: every decoder family that is quick to build, every way of generating, and no silent wrong answer."
 import copy
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from transformers import AutoModelForCausalLM, DynamicCache  # noqa: E402
+from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, LlamaConfig  # noqa: E402
 from transformers.cache_utils import Cache  # noqa: E402
 
 from turboquant_nb.hf import CodedStates, TurboQuantCache, TurboQuantLayer, layer_frequencies  # noqa: E402
-from turboquant_nb.quant.quantizer import Recipe, Spec, as_recipe  # noqa: E402
+from turboquant_nb.quant.quantizer import Recipe, Spec, as_recipe, preset  # noqa: E402
 from turboquant_nb.quant.mixed_precision import by_layer  # noqa: E402
 from turboquant_nb.testing import same  # noqa: E402
 from tests.helpers import BASE, Calls, DROP, FAMILIES, HYBRID, MODES, MOE, SLIDING, VOCAB, caches_latents, exact_recipe, generate, prompt, three, tiny  # noqa: E402
@@ -589,10 +590,11 @@ def test_recipe_per_layer():
     model, inputs = tiny("qwen3_next", num_hidden_layers=4, layer_types=["linear_attention", "full_attention"] * 2), prompt(1, 20, padded=False)
     recipes = ["k4v4", Recipe(Spec(3), Spec(2.5), residual="rescale")]
     cache = TurboQuantCache(model, recipes)  # two of the four layers hold keys and values
-    assert [x.recipe for x in cache.coded_layers] == cache.recipes == cache.recipe == [as_recipe(r) for r in recipes]
+    settled = [as_recipe(r).settled(rope=True) for r in recipes]
+    assert [x.recipe for x in cache.coded_layers] == cache.recipes == cache.recipe == settled
     model.generate(**inputs, past_key_values=cache, max_new_tokens=2, do_sample=False)
-    assert cache.report()["recipe"] == [as_recipe(r).to_json() for r in recipes]
-    assert cache.coded_layers[0].store.recipe == as_recipe("k4v4") and cache.report()["per_layer"][0] != cache.report()["per_layer"][1]
+    assert cache.report()["recipe"] == [r.to_json() for r in settled]
+    assert cache.coded_layers[0].store.recipe == settled[0] and cache.report()["per_layer"][0] != cache.report()["per_layer"][1]
     for bad in (["k3v3"], ["k3v3"] * 4, [], ()):
         with pytest.raises(ValueError, match=f"one recipe for each of the 2 layers with keys and values, got a list of {len(bad)}"):
             TurboQuantCache(model, bad)
@@ -603,7 +605,7 @@ def test_recipe_per_layer():
     with pytest.raises(ValueError, match="max_length"):
         TurboQuantCache(model, ["k3v3", Recipe(decay=5)], max_length=100)
     same_for_all = TurboQuantCache(model, ("k4v4", "k4v4"), bits=2.5)
-    assert same_for_all.recipe == as_recipe("k4v4", bits=2.5)
+    assert same_for_all.recipe == as_recipe("k4v4", bits=2.5).settled(rope=True)
 
 
 # --- bytes: everything counted, nothing hidden ----------------------------------------------------
@@ -668,7 +670,7 @@ def test_tokens_of_decode_are_coded(attention):
     model, inputs = tiny(), prompt(1, 300, padded=False)
     model.config.max_position_embeddings = 512
     model.set_attn_implementation(attention)
-    cache, raw = TurboQuantCache(model, Recipe(sinks=2, recent=3), max_length=512), []
+    cache, raw = TurboQuantCache(model, Recipe(sinks=2, recent=3).settled(rope=False), max_length=512), []
     layer = cache.layers[1]
     original = layer.update
     layer.update = lambda k, v, *a, **kw: (raw.append((k.clone(), v.clone())), original(k, v, *a, **kw))[1]
@@ -1267,3 +1269,19 @@ def test_operations_of_a_step_in_each_layer():
     once = counts["turboquant", 12] - 12 * each["turboquant"]
     assert each["turboquant"] - each["sdpa"] <= 250, each
     assert once <= each["turboquant"], (once, counts)  # less than one layer more
+
+
+def test_a_preset_has_its_mean_however_it_is_given():
+    "By name, as a Recipe, changed, in a list and by `by_layer`: the mean before RoPE where the model has it, else the prompt's; a centre that is named stays."
+    llama = LlamaConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
+    gpt2 = GPT2Config(n_layer=2, n_embd=64, n_head=4)
+    changed = replace(preset("k3v3"), recent=32)
+    for config, center in ((llama, "pre_rope"), (gpt2, "prompt_mean")):
+        for given in (None, "k3v3", preset("k3v3"), Recipe(), changed, ["k3v3", "k4v4"], [changed, "k4v4"], by_layer("k3v3", 2, {0: "k4v4"})):
+            recipes = TurboQuantCache(config, given).recipes
+            assert [r.key.center for r in recipes] == [center] * 2, given
+        assert TurboQuantCache(config, changed).recipe == replace(TurboQuantCache(config, "k3v3").recipe, recent=32)
+        for named in ("none", "prompt_mean"):
+            assert TurboQuantCache(config, Recipe(Spec(3, center=named))).recipe.key.center == named
+    with pytest.raises(ValueError, match="center='auto' is for keys"):
+        Recipe(value=Spec(center="auto"))

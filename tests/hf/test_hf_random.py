@@ -28,7 +28,7 @@ SEQUENCES = int(os.environ.get("TURBOQUANT_SEQUENCES", 60 if SLOW else 12))
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 HEADS, GROUP, D, WINDOW = 1, 2, 16, 20  # WINDOW: of the sliding layer 0; layer 1 sees everything
 RECIPES = {
-    "k3v3": Recipe(sinks=2, recent=5),
+    "k3v3": Recipe(sinks=2, recent=5).settled(rope=False),
     "no recent tokens": Recipe(Spec(4, center="prompt_mean"), Spec(2), sinks=0, recent=0),
     "signs": Recipe(Spec(3, residual="sign"), Spec(3), sinks=1, recent=3),
     "qjl": Recipe(Spec(3, residual="qjl", center="prompt_mean"), Spec(4), sinks=1, recent=7),

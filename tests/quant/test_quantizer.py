@@ -93,7 +93,7 @@ def test_residual_shorthand():
         body = {"key": asdict(base.key), "value": asdict(base.value), "sinks": 1, "recent": 2, "residual": name}
         assert Recipe.from_json(json.dumps(body)) == r
     assert Recipe(Spec(4, residual="sign"), Spec(), residual="none").key.residual == "none"
-    assert as_recipe(Recipe(residual="prod"), bits=2).key == Spec(2, center="prompt_mean", residual="qjl")
+    assert as_recipe(Recipe(residual="prod"), bits=2).key == Spec(2, center="auto", residual="qjl")
     for bad in ("qjl", "", 1, True):
         with pytest.raises(ValueError, match="residual must be one of"):
             Recipe(residual=bad)

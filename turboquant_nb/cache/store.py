@@ -437,9 +437,10 @@ class KVStore:
         max_length: int | None = None,  # allocate so many tokens now and never more; None grows
         tile: int = TILE,
         static: bool = False,  # with max_length: no tensor ever moves, and the device counts tokens
-        inv_freq: Tensor | None = None,  # [r/2] the model's RoPE frequencies, for center="pre_rope"
+        inv_freq: Tensor | None = None,  # [r/2] the model's RoPE frequencies, for center="pre_rope" or "auto"
     ):
-        self.recipe, self.batch, self.heads, self.dtype = as_recipe(recipe), batch, heads, dtype
+        self.recipe = as_recipe(recipe).settled(rope=inv_freq is not None)
+        self.batch, self.heads, self.dtype = batch, heads, dtype
         _check_store_args(batch, heads, max_length, dtype, self.recipe, static)
         self.home = self.device = torch.zeros(0, device=device).device
         self.tile, self.max_length, r = tile, max_length, self.recipe

@@ -232,17 +232,11 @@ def recipe_for(
 ):
     "The recipe, or one per layer, as this model gets it. Raises Usage for one, or a calibration, that does not fit."
     from turboquant_nb.hf import TurboQuantCache
-    from turboquant_nb.quant.quantizer import PRESETS
 
-    if text in PRESETS:
-        own = TurboQuantCache(model, text).recipe
-        with_center = lambda r: replace(recipe, key=replace(recipe.key, center=r.key.center))  # noqa: E731
-        recipe = [with_center(r) for r in own] if isinstance(own, list) else with_center(own)
     file, budget = calibrated.calibration, calibrated.budget
     if not file:
         with at_fault(ValueError, where="recipe: "):
-            TurboQuantCache(model, recipe)
-        return recipe
+            return TurboQuantCache(model, recipe).recipe
     with at_fault(FileNotFoundError, ValueError, where=f"--calibration {file}: "):
         return TurboQuantCache(model, recipe, calibration=file, budget=budget).recipes
 

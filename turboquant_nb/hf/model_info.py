@@ -186,9 +186,6 @@ def layer_frequencies(
     return LayerFrequencies([None if u else own(kind) for kind, u in zip(kinds, unrotated)], "")
 
 # %% ../../nbs/50_model_info.ipynb #46a291ce
-_PREFER_PRE_ROPE = True  # presets: keys are centred on their pre-RoPE mean where the model's RoPE is plain
-
-
 @dataclass(frozen=True, eq=False)
 class LayerPlan:
     "How one layer is coded."
@@ -197,27 +194,17 @@ class LayerPlan:
     inv_freq: tuple | None = None  # r/2 numbers, where the centre of keys is the pre-RoPE mean
 
 
-def _preset_frequencies(info: ModelInfo, recipes: list) -> tuple:  # (recipes, [inv_freq or None])
-    "Presets: keys get a pre-RoPE mean in layers that have plain RoPE, elsewhere the prompt's mean."
-    found = info.rope.by_layer
-    inv_freq = [
-        found[x.index] if r.key.center == "prompt_mean" else None for x, r in zip(info.coded, recipes)
-    ]
-    centred = lambda r: replace(r, key=replace(r.key, center="pre_rope"))  # noqa: E731
-    return [r if f is None else centred(r) for r, f in zip(recipes, inv_freq)], inv_freq
-
-
-def _needed_frequencies(info: ModelInfo, recipes: list) -> list:
-    "Frequencies where a recipe asks for a pre-RoPE mean. Raises ValueError where there are none."
-    if all(r.key.center != "pre_rope" for r in recipes):
-        return [None] * len(recipes)
+def _settle_centers(info: ModelInfo, recipes: list) -> tuple:  # (recipes without "auto", [inv_freq or None])
+    "Where the keys' centre is left to the model: its RoPE decides. Raises ValueError where a recipe names a pre-RoPE mean and there is no such RoPE."
+    if all(r.key.center not in ("auto", "pre_rope") for r in recipes):
+        return recipes, [None] * len(recipes)
     found, why = info.rope
-    inv_freq = [
-        found[x.index] if r.key.center == "pre_rope" else None for x, r in zip(info.coded, recipes)
-    ]
+    frequencies = [found[x.index] for x in info.coded]
+    recipes = [r.settled(rope=f is not None) for r, f in zip(recipes, frequencies)]
+    inv_freq = [f if r.key.center == "pre_rope" else None for r, f in zip(recipes, frequencies)]
     if any(f is None and r.key.center == "pre_rope" for f, r in zip(inv_freq, recipes)):
         raise ValueError(f"center='pre_rope' needs RoPE in each of its layers: {why or 'one has none'}")
-    return inv_freq
+    return recipes, inv_freq
 
 # %% ../../nbs/50_model_info.ipynb #a522f8d6
 def _check_sizes(info: ModelInfo, recipes: list) -> None:
@@ -248,10 +235,7 @@ def plan_layers(
     recipes = [as_recipe(r, bits) for r in recipe] if listed else [as_recipe(recipe, bits)] * n
     if max_length is not None and any(r.decay is not None for r in recipes):
         raise ValueError("max_length allocates once, so decay frees nothing; choose one of them")
-    if _PREFER_PRE_ROPE and not listed and not isinstance(recipe, Recipe):
-        recipes, inv_freq = _preset_frequencies(info, recipes)
-    else:
-        inv_freq = _needed_frequencies(info, recipes)
+    recipes, inv_freq = _settle_centers(info, recipes)
     if calibration is None and budget is not None:
         raise ValueError("a budget needs a calibration, which says where bits are worth most")
     if calibration is not None:

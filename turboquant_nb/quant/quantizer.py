@@ -52,7 +52,7 @@ class Spec:
     seed: int = 0  # seed of the rotation
     scale: str = "mse"  # "norm" (‖y‖/√d), "mse" (least squares) or "unbiased" (‖y‖²/⟨y,ŷ⟩)
     codebook: str = "sphere"  # "sphere" (exact law at this d), "gaussian" or "uniform"
-    center: str = "none"  # "none", "prompt_mean" (of the first chunk) or "pre_rope" (the mean before RoPE)
+    center: str = "none"  # "none", "prompt_mean" (of the first chunk), "pre_rope" (the mean before RoPE); "auto": see `Recipe.settled`
     scale_dtype: str = "float16"  # how the scale is stored: "float16", "bfloat16" or "float32"
     residual: str = "none"  # what the last bit is spent on: "none" (more levels), "sign" or "qjl"
 
@@ -67,7 +67,7 @@ class Spec:
             raise ValueError(why)
         checks.one_of(self.scale, "scale", ("norm", "mse", "unbiased"))
         checks.one_of(self.codebook, "codebook", tuple(CODEBOOKS))
-        checks.one_of(self.center, "center", ("none", "prompt_mean", "pre_rope"))
+        checks.one_of(self.center, "center", ("none", "prompt_mean", "pre_rope", "auto"))
         checks.one_of(self.scale_dtype, "scale_dtype", ("float16", "bfloat16", "float32"))
 
 # %% ../../nbs/20_quantizer.ipynb #8be12a34
@@ -161,7 +161,7 @@ class Recipe(TwoSides):
     """How a cache is coded: one `Spec` for keys, one for values, and how many tokens stay exact.
     Raises ValueError/TypeError on fields that are not allowed."""
 
-    key: Spec = Spec(center="prompt_mean")
+    key: Spec = Spec(center="auto")
     value: Spec = Spec()
     sinks: int = 4  # first tokens of each sequence kept in the model's dtype
     recent: int = 16  # most recent tokens kept in the model's dtype
@@ -174,8 +174,8 @@ class Recipe(TwoSides):
     def __post_init__(self, residual):
         for name in ("key", "value"):
             checks.instance(getattr(self, name), name, Spec)
-        if self.value.center == "pre_rope":
-            raise ValueError("center='pre_rope' is for keys: RoPE rotates no values; use 'prompt_mean'")
+        if self.value.center in ("pre_rope", "auto"):
+            raise ValueError(f"center={self.value.center!r} is for keys: RoPE rotates no values; use 'prompt_mean'")
         serves, why = transform_class(self.value.rotation).supports("values")
         if not serves:
             raise ValueError(why)
@@ -187,6 +187,12 @@ class Recipe(TwoSides):
             object.__setattr__(self, "key", replace(self.key, **_KEY_RESIDUALS[residual]))
         _check_decay(self.decay, (self.key, self.value))
 
+    def settled(self, rope: bool) -> "Recipe":
+        "The recipe without \"auto\": keys get the mean before RoPE where the frequencies of a model's RoPE are known, else the prompt's."
+        if self.key.center != "auto":
+            return self
+        return replace(self, key=replace(self.key, center="pre_rope" if rope else "prompt_mean"))
+
 # %% ../../nbs/20_quantizer.ipynb #a960cdb2
 PRESETS = {f"k{k}v{v}": (k, v) for k, v in ((4, 4), (4, 3), (3, 3), (4, 2), (3, 2), (2, 2), (1, 1))}
 
@@ -195,10 +201,10 @@ def preset(
     name: str,  # "k4v4", "k3v3", "k4v2", "k2v2", …
 ) -> Recipe:
     """A recipe by name: bits of keys, bits of values; 4 sinks, 16 recent tokens, or 64 where a
-    side has 1 or 2 bits. Raises ValueError for a name that is not in `PRESETS`."""
+    side has 1 or 2 bits; the mean of keys that suits the model. Raises ValueError for a name that is not in `PRESETS`."""
     k, v = PRESETS[checks.one_of(name, "preset", PRESETS)]
     return Recipe(
-        key=Spec(bits=k, center="prompt_mean"), value=Spec(bits=v), recent=16 if min(k, v) > 2 else 64
+        key=Spec(bits=k, center="auto"), value=Spec(bits=v), recent=16 if min(k, v) > 2 else 64
     )
 
 
