@@ -8,13 +8,20 @@ __all__ = ['raises', 'same', 'within_z', 'no_worse_than', 'bounded', 'interpret_
 # %% ../nbs/00_testing.ipynb #02e23d71
 import math
 import os
+import re
 import sys
+import tempfile
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 # %% ../nbs/00_testing.ipynb #94f5c5ad
+def _without_folder(text: str) -> str:
+    "`text` without names of temporary folders, which are other ones in each run."
+    return re.sub(rf"{re.escape(tempfile.gettempdir())}/tmp\w+/", "", text)
+
+
 @contextmanager
 def raises(
     exc_type: type,      # the exception that must come (a subclass will do)
@@ -28,7 +35,7 @@ def raises(
         got = f"{type(e).__name__}: {e}"
         if not isinstance(e, exc_type): raise AssertionError(f"expected {exc_type.__name__}, got {got}") from e
         if contains not in str(e): raise AssertionError(f"expected {contains!r} in the message, got {got}") from e
-        print(f"raised {got.splitlines()[0]}")
+        print(f"raised {_without_folder(got.splitlines()[0])}")
     else: raise AssertionError(f"expected {exc_type.__name__}, nothing was raised")
 
 # %% ../nbs/00_testing.ipynb #912ffa43

@@ -1,6 +1,7 @@
 "What a notebook shows of a file of results must be what the file gives."
 import copy
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import test_notebooks as tool  # noqa: E402
 
 sys.path.pop(0)
 tool.compared.__test__ = False
+FOLDERS = re.compile(r"(?<![\w.])/(?:tmp|home|root|opt|srv|Users|var)/[\w.-]+/")
 
 
 def cell(source, *outputs, kind="code", id="a"):
@@ -47,3 +49,13 @@ def test_a_changed_number_is_found(tmp_path):
     assert "two 2.0" in line and "two 2.1" in line and "cell a" in line
     now[0]["outputs"] = []
     assert len(list(tool.differences(path, now))) == 1
+
+
+def test_no_output_names_a_folder_of_the_machine_that_ran_it():
+    told = {p.name: [t for c in json.loads(p.read_text())["cells"] if c["cell_type"] == "code" for t in FOLDERS.findall(tool.printed(c))] for p in sorted((ROOT / "nbs").glob("*.ipynb"))}
+    assert len(told) > 80 and {name: found for name, found in told.items() if found} == {}
+
+
+@pytest.mark.parametrize("text, found", [("no such file: /tmp/tmpab12_x9z/a", True), ("/home/me/x.py:3", True), ("/dev/null", False), ("a/tmp/b", False), ("/tmp", False)])
+def test_what_is_such_a_folder(text, found):
+    assert bool(FOLDERS.search(text)) is found
