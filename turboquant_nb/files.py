@@ -9,6 +9,7 @@ __all__ = ['digest', 'write_file', 'read_file']
 import hashlib
 import json
 import os
+import secrets
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,14 +35,19 @@ def write_file(
     header: dict,   # of what JSON holds; "format" and "sha256" are set here
     format: str,    # kind and version
 ) -> None:
-    "Tensors and header to one safetensors file, written beside the target and then moved over it."
+    "Tensors and header to one safetensors file, written beside the target and then moved over it. FileNotFoundError without its folder, IsADirectoryError for a folder."
+    path = os.fspath(path)
+    if os.path.isdir(path): raise IsADirectoryError(f"expected a file to write, got the folder {path}")
+    if not os.path.isdir(os.path.dirname(path) or "."): raise FileNotFoundError(f"no such folder: {os.path.dirname(path)}")
     plain = torch.contiguous_format
     tensors = {k: t.detach().cpu().clone(memory_format=plain) for k, t in tensors.items()}
     header = {k: v for k, v in header.items() if k != "sha256"} | {"format": format}
     header["sha256"] = digest(tensors, header)
-    temporary = f"{path}.part"
+    temporary = f"{path}.{secrets.token_hex(4)}.part"
     try:
+        with open(temporary, "xb") as file: mode = os.fstat(file.fileno()).st_mode & 0o777  # what the umask allows; safetensors allows the owner alone
         save_file(tensors, temporary, metadata={"header": json.dumps(header)})
+        os.chmod(temporary, mode)
         os.replace(temporary, path)
     finally:
         if os.path.exists(temporary): os.remove(temporary)
@@ -54,6 +60,8 @@ def read_file(
     retired: dict | None = None,  # {format that is read no more: why, and what to do}
 ) -> tuple:                       # (tensors on the CPU, header as `write_file` took it)
     "The inverse of `write_file`. FileNotFoundError if there is no file; ValueError for one of another kind or version, a truncated or a changed one."
+    path = os.fspath(path)
+    if os.path.isdir(path): raise ValueError(f"{path} is not a readable {what}: expected a file, got a folder")
     if not os.path.exists(path): raise FileNotFoundError(f"no such file: {path}")
     try:
         with safe_open(path, "pt") as f:
@@ -64,7 +72,9 @@ def read_file(
     found = header.get("format") if isinstance(header, dict) else None
     if isinstance(found, str) and found in (retired or {}):
         raise ValueError(f"{path} has format {found!r}, this version reads {format!r}: {retired[found]}")
-    if found != format: raise ValueError(f"{path} must have format {format!r}, got {str(header)[:60]!r}")
+    if found != format:
+        got = "a safetensors file without a header of this package" if header == {} else repr(str(header)[:60])
+        raise ValueError(f"{path} must have format {format!r}, got {got}")
     written = header.pop("sha256", None)
     if written != digest(tensors, header): raise ValueError(f"{path} was changed after it was written: its SHA-256 does not match")
     del header["format"]

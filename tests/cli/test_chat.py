@@ -14,7 +14,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from turboquant_nb.cli import chat
+from turboquant_nb.cli import chat, main
 from turboquant_nb.evaluation.models import load_model
 from turboquant_nb.hf import TurboQuantCache
 
@@ -236,7 +236,7 @@ def test_at_a_terminal(terminal, tmp_path):
     t.type("Call me Ishmael.\n")
     shown = t.until(r"tokens in [\d,]+ bytes[^\x1b]*tokens/s")
     assert "\x1b[1;11r" in t.seen and "\x1b[12;1H" in shown  # the last line is kept out of scrolling, and written
-    for typed, answer in (("/dance\n", "there is no such command"), ("/save talk.st\n", "saved 1 turns"), ("/clear\n", "cleared"), ("/load talk.st\n", "loaded 1 turns"), ("/load no.st\n", "no such file")):
+    for typed, answer in (("/dance\n", "there is no such command"), ("/save talk.st\n", r"saved 1 turn,"), ("/clear\n", "cleared"), ("/load talk.st\n", r"loaded 1 turn,"), ("/load no.st\n", "no such file")):
         t.type(typed)
         t.until(answer + r"(?s:.*)> ")  # an end of file that comes before the prompt is the line editor's to lose
     t.type("\x04")
@@ -253,6 +253,55 @@ def test_ctrl_c_stops_an_answer_and_at_the_prompt_the_program(terminal, tmp_path
     t.type("/status\n")
     t.until(r"\d+ tokens in(?s:.*)> ")  # before the prompt it would stop what is being written, not the program
     assert t.stops() == 130 and "Traceback" not in t.seen and list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def typed(tiny, monkeypatch, capsys, tmp_path):
+    "What a person types, line by line; an exception stands for a key. Gives exit code, standard output, and what was not typed any more."
+    class Typed(io.StringIO):
+        isatty = lambda self: True  # noqa: E731
+
+    def run(*keys):
+        left = list(keys)
+
+        def read(_):
+            key = left.pop(0) if left else EOFError
+            if isinstance(key, str):
+                return key
+            raise key
+
+        monkeypatch.setattr("sys.stdin", Typed())
+        monkeypatch.setattr("builtins.input", read)
+        monkeypatch.chdir(tmp_path)
+        return main(["chat", "--model", tiny, "--max-new-tokens", "5"]), capsys.readouterr().out, left
+    return run
+
+
+def test_what_goes_wrong_in_a_turn_is_told_at_a_terminal(typed, monkeypatch):
+    "A lack of memory ended the program, and with it the conversation."
+    asked, turn = [], chat.Conversation.turn
+
+    def fails_once(self, *args):
+        asked.append(args[0])
+        if len(asked) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return turn(self, *args)
+
+    monkeypatch.setattr(chat.Conversation, "turn", fails_once)
+    code, out, _ = typed("Call me Ishmael.", "Why?", "/status")
+    assert code == 0 and re.search(r"\d+ tokens in", out.split("CUDA out of memory.")[1])
+
+
+def test_a_ctrl_c_that_would_lose_a_conversation_must_be_pressed_twice(typed):
+    "An answer that was complete a moment before the key: the program ended, and the conversation with it. A line between two keys makes the second a first."
+    key, say = KeyboardInterrupt, "Call me Ishmael."
+    code, out, left = typed(say, key, "/status", key, key, "/status")
+    assert code == 130 and left == ["/status"] and out.count("Ctrl-C again ends without it") == 2 and re.search(r"\d+ tokens in", out)
+    for before in ((), (say, "/save talk.st"), (say, "/save talk.st", "/clear", "/load talk.st"), (say, "/clear")):
+        code, out, left = typed(*before, key, "/status")
+        assert code == 130 and left == ["/status"] and "again ends" not in out, before
+    code, out, left = typed(say, "/save talk.st", "Why?", key, "/quit")
+    assert code == 0 and "again ends" in out and "saved 1 turn," in out
 
 
 def test_ctrl_c_in_a_pipe(tiny):

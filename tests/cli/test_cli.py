@@ -2,6 +2,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -43,6 +44,28 @@ def test_help_loads_nothing_heavy():
     code = "import sys; from turboquant_nb.cli import main; main(['--help']); heavy = {'torch', 'transformers', 'scipy', 'numpy'} & set(sys.modules); sys.exit(str(heavy) if heavy else 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("argv, options", [(["demo"], ["--new-tokens N", "--score-tokens N", "--calibration FILE_OR_HUB_ID"]), ([], ["--install-completion", "generate"]), (["eval", "ppl"], ["--windows N"])])
+def test_help_of_a_narrow_terminal_names_every_option(argv, options):
+    "At 40 columns panels showed --new-to… and --calibr…."
+    code, env = "import sys; from turboquant_nb.cli import main; sys.exit(main())", os.environ | {"COLUMNS": "40"}
+    done = subprocess.run([sys.executable, "-c", code, *argv, "--help"], capture_output=True, text=True, env=env)
+    assert done.returncode == 0 and all(x in done.stdout for x in options) and not re.search("--[a-z-]*…", done.stdout), done.stdout
+    assert "\n\nexample:" in done.stdout
+
+
+def test_a_prompt_that_is_missing_is_said_at_once(tmp_path):
+    "torch was imported before, which takes seconds."
+    code = "import sys; from turboquant_nb.cli import main; code = main(); sys.exit(9 if 'torch' in sys.modules else code)"
+    for argv in ([], ["--file", str(tmp_path / "none")], ["--prompt", " "]):
+        done = subprocess.run([sys.executable, "-c", code, "generate", *argv], capture_output=True, text=True)
+        assert done.returncode == 2, (argv, done.stderr)
+
+
+def test_memory_that_is_not_there_is_said_in_a_sentence(call, tiny):
+    "It was a line of torch's source and a number of 17 digits."
+    refused(call("generate", "--model", tiny, "--prompt", "x", "--recent", 10**14, "--quiet"), "not enough memory: ", " TB were asked for at once", code=1)
 
 
 @pytest.mark.parametrize("argv, words", [

@@ -92,3 +92,13 @@ def test_bad_input(call, esm2, proteins, tmp_path, monkeypatch, argv, words):
     monkeypatch.chdir(tmp_path)
     refused(call(*argv, "--model", esm2 / "model", "--fasta", proteins, "--quiet"), *words)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_protein_may_be_called_as_it_likes(call, esm2, tmp_path):
+    "numpy.savez takes names as keywords: a protein called file was an error after all work was done, one called allow_pickle was left out."
+    names = ["file", "allow_pickle", "names", "sp|P12345|X/1-9", "ünd"]
+    (tmp_path / "odd.fasta").write_text("".join(f">{name}\nMKTAYIAKQ\n" for name in names))
+    ask = ("embed", "--model", esm2 / "model", "--fasta", tmp_path / "odd.fasta", "--of", "residues", "--quiet")
+    assert [call(*ask, "--out", tmp_path / f"r.{end}")[0] for end in ("npz", "safetensors")] == [0, 0]
+    found, other = np.load(tmp_path / "r.npz"), load_file(tmp_path / "r.safetensors")
+    assert sorted(found) == sorted(other) == sorted(names) and all((found[n] == other[n]).all() for n in names)

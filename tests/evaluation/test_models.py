@@ -258,6 +258,17 @@ def test_bad_files(tmp_path):
         load_model(dtype="float32")
 
 
+def test_a_model_that_is_no_decoder(tmp_path):
+    "The message named the some hundred classes that would do."
+    from transformers import EsmConfig, EsmForMaskedLM
+
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=33, pad_token_id=1)
+    EsmForMaskedLM(EsmConfig(**sizes)).save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="EsmConfig.* A causal language model was expected") as error:
+        load_model(tmp_path)
+    assert len(str(error.value)) < 500 + len(str(tmp_path)), str(error.value)
+
+
 def test_missing_extra(monkeypatch, tmp_path):
     (tmp_path / "a.gguf").write_bytes(b"GGUF")
     monkeypatch.setitem(sys.modules, "gguf", None)

@@ -1,6 +1,7 @@
 """Files of tensors and a header: there and back, and everything that is refused. What is written into them is tested where it is made."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -101,3 +102,31 @@ def test_the_header_of_another_file_may_be_written_again(path):
     "With the format and the digest that it had there; both are set anew."
     write_file(path, TENSORS, HEADER | {"format": "other", "sha256": "0" * 64}, KIND)
     assert read_file(path, KIND, "test")[1] == HEADER
+
+
+def test_folders_are_named_as_such(path, tmp_path):
+    "safetensors named a file of its own in a folder that is not there, Python two files of which one was ours, and the operating system a device that does not exist."
+    with pytest.raises(FileNotFoundError, match="no such folder: .*none$"):
+        write_file(tmp_path / "none" / "x", TENSORS, HEADER, KIND)
+    with pytest.raises(IsADirectoryError, match="expected a file to write, got the folder"):
+        write_file(tmp_path, TENSORS, HEADER, KIND)
+    with pytest.raises(ValueError, match="not a readable test: expected a file, got a folder"):
+        read_file(tmp_path, KIND, "test")
+    for f in (lambda: write_file(None, TENSORS, HEADER, KIND), lambda: read_file(None, KIND, "test")):
+        with pytest.raises(TypeError, match="expected str, bytes or os.PathLike object, not NoneType"):
+            f()
+    assert [x.name for x in tmp_path.iterdir()] == ["x"]
+
+
+def test_others_may_read_what_the_umask_allows(tmp_path):
+    "safetensors makes files that only their owner can read; a file is as readable as any other that is made here."
+    (tmp_path / "usual").touch()
+    write_file(tmp_path / "x", TENSORS, HEADER, KIND)
+    mode = [(tmp_path / name).stat().st_mode & 0o777 for name in ("usual", "x")]
+    assert mode[0] == mode[1], [oct(m) for m in mode]
+    before = os.umask(0o077)
+    try:
+        write_file(tmp_path / "private", TENSORS, HEADER, KIND)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "private").stat().st_mode & 0o777 == 0o600

@@ -82,3 +82,19 @@ def test_a_calibration_of_an_earlier_version_loads(tmp_path):
     assert found.centers == again.centers == [] and again.header == found.header and [m.name for m in again.transforms] == facts["maps"]
     with warnings.catch_warnings(), pytest.raises(ValueError, match="the calibration is of another model: it has layers 2, not 3"):
         TurboQuantCache(transformers.LlamaConfig(**CONFIG.to_dict() | {"num_hidden_layers": 3}), calibration=path)
+
+
+@pytest.mark.parametrize("change, why", [
+    (dict(num_key_value_heads=2), "KV heads 1, not 2"), (dict(head_dim=32), "head size 16, not 32"), (dict(num_attention_heads=4, head_dim=16), "query heads 2, not 4"),
+    (dict(rope_parameters={"rope_type": "default", "rope_theta": 5e5}), "RoPE rotates keys of layer 0 by other frequencies"),
+])  # fmt: skip
+def test_a_model_of_other_heads_or_frequencies_is_refused(change, why, tmp_path):
+    "It loaded, and failed with the first token, or, with another base of RoPE, went on from a wrong past."
+    model = transformers.LlamaForCausalLM(CONFIG).eval()
+    cache = TurboQuantCache(model, "k3v3")
+    with torch.no_grad():
+        model(torch.ones(1, 5, dtype=torch.long), past_key_values=cache)
+    cache.save(tmp_path / "cache")
+    with pytest.raises(ValueError, match=f"is of another model: .*{why}"):
+        TurboQuantCache.load(tmp_path / "cache", transformers.LlamaConfig(**CONFIG.to_dict() | change))
+    assert TurboQuantCache.load(tmp_path / "cache", CONFIG).get_seq_length() == 5

@@ -1,6 +1,7 @@
 "The transformers cache: every decoder family that is quick to build, every way of generating, and no silent wrong answer."
 import copy
 import gc
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -180,7 +181,7 @@ def test_a_config_cannot_tell_drafts_from_the_prompt():
     inputs = dict(input_ids=prompt(1, 12, padded=False)["input_ids"].repeat(1, 3))
     generate(model, inputs, "turboquant", cache=cache, prompt_lookup_num_tokens=4)
     generate(model, inputs, "turboquant", "k3v3", prompt_lookup_num_tokens=4)
-    assert not model._forward_pre_hooks
+    assert all(hook.__name__ == "_refuse_other_prompt" for hook in model._forward_pre_hooks.values())  # that of drafts is gone
 
 
 # --- conversations, cropping, copying, files -------------------------------------------------------
@@ -541,6 +542,47 @@ def test_a_mask_that_lacks_a_token_in_generate(attention, extra):
     if not extra:
         more = model.generate(input_ids=turn, attention_mask=longer, past_key_values=cache, max_new_tokens=3, do_sample=False)
         assert more.shape == (2, 29) and cache.get_seq_length() == 28
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "turboquant"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_used_cache_refuses_another_prompt(attention, masked):
+    "`generate` cut as many tokens from it as were held and went on from the first prompt's past, at positions that were taken; transformers says nothing."
+    model, length = tiny(), dict(max_length=64, static=True)
+    for how in ({}, length):
+        cache = TurboQuantCache(model, "k4v4", **how)
+        first, second = prompt(2, 20, padded=False), prompt(2, 40, seed=1, padded=False)
+        said, _ = generate(model, first, attention, cache=cache, max_new_tokens=8)
+        assert int(cache.get_seq_length()) == 27
+        before = [x.clone() for x in cache.layers[0].store.read()]
+        for n in (3, 14, 20, 26, 27):
+            inputs = {k: x[:, :n] for k, x in second.items() if masked or k == "input_ids"}
+            with pytest.raises(ValueError, match="The cache holds 27 tokens: .* For another prompt make a new cache, or call cache.reset"):
+                generate(model, inputs, attention, cache=cache)
+        assert int(cache.get_seq_length()) == 27 and all(torch.equal(a, b) for a, b in zip(cache.layers[0].store.read(), before))
+        turn = torch.cat([said, second["input_ids"][:, :2]], 1)
+        assert generate(model, dict(input_ids=turn), attention, cache=cache, max_new_tokens=4)[0].shape == (2, 34)
+    cache.reset()
+    assert generate(model, first, attention, cache=cache, max_new_tokens=8)[0].tolist() == said.tolist()
+
+
+def test_positions_of_ones_own_are_served():
+    "Only what `generate` leaves of a prompt is refused: positions that a caller chose, or a mask with holes, are not looked at."
+    model, inputs = tiny(), prompt(1, 20, padded=False)
+    for places, mask in ((torch.arange(5)[None], None), (torch.arange(12, 17)[None], None), (torch.arange(20)[None][:, -5:], torch.ones(1, 25, dtype=torch.long))):
+        cache = TurboQuantCache(model, "k4v4")
+        with torch.no_grad():
+            model(**inputs, past_key_values=cache)
+            model(inputs["input_ids"][:, :5], position_ids=places, attention_mask=mask, past_key_values=cache)
+        assert cache.get_seq_length() == 25
+    TurboQuantCache(model)
+    assert sum(hook.__name__ == "_refuse_other_prompt" for hook in model._forward_pre_hooks.values()) == 1
+
+
+def test_a_cache_is_not_pickled():
+    "The error was Python's: cannot pickle 'weakref.ReferenceType' object."
+    with pytest.raises(TypeError, match="not pickled: cache.save.path. writes it"):
+        pickle.dumps(TurboQuantCache(tiny()))
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "turboquant"])

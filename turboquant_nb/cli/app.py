@@ -10,6 +10,7 @@ __all__ = ['app', 'Takes', 'spread', 'options', 'Output', 'whole', 'number', 'si
 import inspect
 import os
 import re
+import shutil
 import sys
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
@@ -74,8 +75,15 @@ class _Command(typer.core.TyperCommand):
 
     def format_help(self, ctx, formatter):
         "typer's panels, then the examples."
+        _without_panels_if_narrow(self)
         super().format_help(ctx, formatter)
-        formatter.write(_example_lines(self.examples))
+        formatter.write("\n" * (self.rich_markup_mode is None) + _example_lines(self.examples))
+
+
+def _without_panels_if_narrow(command) -> None:
+    "Where a terminal is narrow, panels cut the names of options short; plain lines do not."
+    if shutil.get_terminal_size().columns < 60:
+        command.rich_markup_mode = None
 
 
 def _known(parameters) -> dict:
@@ -106,8 +114,9 @@ class _Commands(typer.core.TyperGroup):
 
     def format_help(self, ctx, formatter):
         "typer's panels, then the examples."
+        _without_panels_if_narrow(self)
         super().format_help(ctx, formatter)
-        formatter.write(_example_lines(self.examples))
+        formatter.write("\n" * (self.rich_markup_mode is None) + _example_lines(self.examples))
 
 
 def _exemplified(cls, examples: str):
@@ -196,6 +205,8 @@ def at_fault(
 def message(error: BaseException) -> str:
     "An error on one line; a message with indented advice keeps its lines."
     text = str(error).strip() or type(error).__name__
+    if refused := re.search(r"DefaultCPUAllocator: .*?(\d+) bytes", text, re.S):  # torch's sentence begins at a line of its source
+        return f"not enough memory: {in_words(int(refused[1]))} were asked for at once"
     return text if "\n  " in text and "What you can do" in text else " ".join(text.split())
 
 # %% ../../nbs/87a_cli_app.ipynb #2461954f

@@ -277,6 +277,12 @@ class _Session:
     length: Length
     sampling: object
     typed: bool  # at a terminal
+    saved: list | None = None  # the messages that a file holds
+
+    @property
+    def would_be_lost(self) -> bool:
+        "Whether something was said that no file holds."
+        return bool(self.talk.messages) and self.talk.messages is not self.saved
 
     def say(self, text: str) -> None:
         "To the person, unless everything goes into JSON."
@@ -309,13 +315,19 @@ class _Session:
         path = target_file(name, "/save")
         with at_fault(ValueError, where="/save: "), writing(path) as new:
             save_conversation(self.talk, new)
-        self.say(f"saved {len(self.talk.messages) // 2} turns, {path.stat().st_size:,} bytes")
+        self.saved = self.talk.messages
+        self.say(f"saved {self._turns()}, {path.stat().st_size:,} bytes")
 
     def fetch(self, name: str, option: str) -> None:
         "Load; the conversation stays as it is if that fails."
         with at_fault(FileNotFoundError, ValueError, where=f"{option}: "):
             load_conversation(self.talk, name)
-        self.say(f"loaded {len(self.talk.messages) // 2} turns, {len(self.talk.ids):,} tokens")
+        self.saved = self.talk.messages
+        self.say(f"loaded {self._turns()}, {len(self.talk.ids):,} tokens")
+
+    def _turns(self) -> str:
+        n = len(self.talk.messages) // 2
+        return "1 turn" if n == 1 else f"{n} turns"
 
     def answer(self, text: str) -> dict:
         "One turn, streamed, with its status."
@@ -369,19 +381,28 @@ class _Streamer:
         return status(self.session.talk.cache, self.seconds, self.count - 1)
 
 # %% ../../nbs/87l_cli_chat.ipynb #099c16cb
-def _lines(typed: bool):
-    "Lines of standard input until it ends; at a terminal with a prompt and history."
-    if not typed:
+def _lines(session: _Session):
+    "Lines of standard input until it ends; at a terminal with a prompt and history, and a warning at the first Ctrl-C that would lose something."
+    if not session.typed:
         yield from (line.rstrip("\r\n") for line in _decoded_lines())
         return
     with suppress(ImportError):
         import readline  # noqa: F401  gives input() editing and history
+    warned = False
     while True:
         try:
-            yield input("> ")
+            line = input("> ")
         except EOFError:
             print()
             return
+        except KeyboardInterrupt:
+            if warned or not session.would_be_lost:
+                raise
+            warned = True
+            session.say("\n/save FILE keeps the conversation; Ctrl-C again ends without it")
+            continue
+        warned = False
+        yield line
 
 
 def _decoded_lines():
@@ -414,11 +435,11 @@ def chat(
 
     Answers go to standard output. /help lists what can be typed besides messages."""
     _check_generate(length, sampling)
+    if ask.load and not Path(ask.load).is_file():
+        raise Usage(f"--load {ask.load}: there is no such file")
     recipe = read_recipe(ask.recipe, changes)
     check_calibrated(calibrated)
     check_fits(source.model, [(ask.recipe, recipe, calibrated)])
-    if ask.load and not Path(ask.load).is_file():
-        raise Usage(f"--load {ask.load}: there is no such file")
     loaded = load(source, output.quiet)
     from turboquant_nb.hf import TurboQuantCache
 
@@ -447,7 +468,7 @@ def _talk(session: _Session, typed: bool) -> list:
     turns = []
     if typed and not session.output.quiet:
         session.say("A line is a message; /help lists commands.")
-    for line in _lines(typed):
+    for line in _lines(session):
         if not line.strip():
             continue
         try:
@@ -456,7 +477,7 @@ def _talk(session: _Session, typed: bool) -> list:
                     break
             else:
                 turns.append(session.answer(line[1:] if line.startswith("//") else line))
-        except (Usage, OSError) as error:
+        except (Usage, OSError, RuntimeError, MemoryError) as error:
             if not typed:
                 raise
             session.say(message(error))

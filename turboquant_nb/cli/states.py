@@ -118,6 +118,18 @@ def embed(proteins: Proteins, ask: Embedding, coded: Coded, output: Output) -> N
     print(f"{ask.out}: {n:,} {'protein' if n == 1 else 'proteins'}, {width} numbers for each {'protein' if ask.of is _Of.protein else 'residue'}")
 
 
+def _write_npz(path: Path, arrays: dict) -> None:
+    "As numpy.savez, which takes names as keywords and has some of its own: a protein may be called file."
+    import zipfile
+
+    import numpy as np
+
+    with zipfile.ZipFile(path, "w") as file:
+        for name, x in arrays.items():
+            with file.open(f"{name}.npy", "w", force_zip64=True) as one:
+                np.lib.format.write_array(one, np.asanyarray(x), allow_pickle=False)
+
+
 def _write_arrays(found: dict, path: Path, stacked: bool) -> None:
     "Arrays by name; one array and the names where each protein has one vector."
     import numpy as np
@@ -133,8 +145,7 @@ def _write_arrays(found: dict, path: Path, stacked: bool) -> None:
         return
     arrays = {"embeddings": np.stack([found[name] for name in names])} if stacked else found
     if path.suffix.lower() == ".npz":
-        with path.open("wb") as file:
-            np.savez(file, **(arrays | {"names": np.array(names)} if stacked else arrays))
+        _write_npz(path, arrays | {"names": np.array(names)} if stacked else arrays)
     else:
         import json
 

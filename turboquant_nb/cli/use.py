@@ -250,7 +250,7 @@ def generate(
     The text goes to standard output, the cache report to standard error."""
     _check_generate(length, sampling)
     check_offloading(offloading, source)
-    recipe, text = read_recipe(coding.recipe, changes), read_prompt(prompt)
+    text, recipe = read_prompt(prompt), read_recipe(coding.recipe, changes)  # torch is imported for a recipe: a prompt that is missing is said before
     check_calibrated(calibrated)
     check_fits(source.model, [(coding.recipe, recipe, calibrated)])
     loaded = load(source, output.quiet, offloading)

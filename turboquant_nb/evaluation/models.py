@@ -474,8 +474,10 @@ def load_model(
                 "for a gated model, your token; or give the path of a folder with config.json or of a .gguf file."
             )
         )
+        why, known, _ = str(err).strip().partition("Model type should be one of")  # some hundred names follow
+        why = f"{why.strip()} A causal language model was expected" if known else why
         raise RuntimeError(
-            f"the model {str(name)!r} could not be loaded: {type(err).__name__}: {str(err).strip()}.{hint}"
+            f"the model {str(name)!r} could not be loaded: {type(err).__name__}: {why}.{hint}"
         ) from err
     return (model if device is None else model.to(device)), tokenizer
 

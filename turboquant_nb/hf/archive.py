@@ -10,11 +10,16 @@ import torch
 from fastcore.basics import patch
 
 from ..files import read_file, write_file
-from .cache import TurboQuantCache, TurboQuantLayer
+from .cache import TurboQuantCache, TurboQuantLayer, _structure
 from .model_info import _recipes_from_json, _recipes_to_json
 from ..cache.store import FORMAT, RETIRED, KVStore
 
 # %% ../../nbs/54_archive.ipynb #01c9b8c8
+def _facts(cache: TurboQuantCache) -> dict:
+    "What a file says of its model; RoPE is compared by its frequencies, which configs write in several ways."
+    return {n: x for n, x in _structure(cache.info).items() if n not in ("RoPE", "kinds of layers")}
+
+
 @patch
 def states(self: TurboQuantCache) -> tuple:  # ([(tensors, header) of each layer], header of all)
     """What is saved, uncopied. Raises ValueError for an empty cache or one with layers that are
@@ -24,7 +29,7 @@ def states(self: TurboQuantCache) -> tuple:  # ([(tensors, header) of each layer
     self.check()
     for layer in self.layers:
         layer.make_growing()  # where a graph replays steps, which no file knows of
-    about = {"model_type": self.config.model_type, "recipe": _recipes_to_json(self.recipes)}
+    about = {"model_type": self.config.model_type, "facts": _facts(self), "recipe": _recipes_to_json(self.recipes)}
     states = [layer.store.state() for layer in self.layers]
     return states, about | {"layers": [h for _, h in states]}
 
@@ -46,6 +51,11 @@ def take_store(self: TurboQuantLayer, store: KVStore) -> None:
         self.select_backends(store.key.tensors["sinks"])
 
 
+def _same_rope(held: torch.Tensor, mine: tuple | None) -> bool:
+    "Whether frequencies in a file are those of a layer, but for how a version computes a power."
+    return mine is not None and len(held) == len(mine) and torch.allclose(held.float().cpu(), torch.tensor(mine), rtol=1e-4, atol=0)
+
+
 @patch(cls_method=True)
 def from_states(
     cls: TurboQuantCache, states, header: dict, model_or_config, device="cpu", path="this"
@@ -57,11 +67,17 @@ def from_states(
     want = f"a {cache.config.model_type} with {len(cache.layers)} layers"
     if have != want:
         raise ValueError(f"{path} is of {have}, the model is {want}")
+    mine, facts = _facts(cache), header.get("facts") or {}  # files of earlier versions have none
+    if differ := [f"{n} {facts[n]}, not {x}" for n, x in mine.items() if facts.get(n, x) != x]:
+        raise ValueError(f"{path} is of another model: it has {'; '.join(differ)}")
     stores, recipes = header["layers"], _recipes_from_json(header["recipe"])
     longest = max((h["max_length"] for h in stores if h["max_length"]), default=None)
     static = any(h.get("static") for h in stores)
     cache = cls(model_or_config, recipes, max_length=longest, static=static)
     for layer, tensors, h in zip(cache.layers, states, stores):
+        held = tensors.get("inv_freq")
+        if held is not None and not _same_rope(held, layer.inv_freq):
+            raise ValueError(f"{path} is of another model: RoPE rotates keys of layer {layer.index} by other frequencies")
         layer.take_store(KVStore.from_state(tensors, h, device))
     return cache
 

@@ -373,11 +373,42 @@ def _structure(info: ModelInfo) -> dict:
     }
 
 
-def _check_size(batch: int, n: int) -> None:
+def _check_size(batch: int, n: int, past: int = 0) -> None:
     "Raise ValueError for a pass without sequences or tokens, before a reshape of the model's fails."
     if batch == 0 or n == 0:
         want = "at least one sequence and one token"
-        raise ValueError(f"a pass must have {want}, got {batch} sequences of {n} tokens")
+        why = f". {_goes_on(past)}" if batch and past else ""  # `generate` cut off more than there is
+        raise ValueError(f"a pass must have {want}, got {batch} sequences of {n} tokens{why}")
+
+
+def _goes_on(past: int) -> str:
+    "What `generate` must be given with a cache that holds tokens."
+    whole = "generate() takes the whole conversation again, and reads what comes after those"
+    return f"The cache holds {past:,} tokens: {whole}. For another prompt make a new cache, or call cache.reset()"
+
+
+def _refuse_other_prompt(module, args, kwargs) -> None:
+    """Before a model's forward: raise ValueError for what `generate` leaves of a prompt that is no longer than what the cache
+    holds. It cuts off as many tokens as are held by counting from the end, so a part of the prompt goes on after a past
+    that is another's, at positions that are taken."""
+    cache, places = kwargs.get("past_key_values"), kwargs.get("position_ids")
+    if torch.compiler.is_compiling() or not isinstance(cache, TurboQuantCache) or not isinstance(places, Tensor):
+        return
+    layer, n, mask = cache.coded_layers[0], places.shape[-1], kwargs.get("attention_mask")
+    dropped = mask is None or (cache.static and getattr(mask, "ndim", 4) == 4)  # of a static cache `generate` makes one of four dimensions
+    waits = places.device.type != "cpu" and n == 1  # a step on a GPU is not worth a look
+    if not dropped or waits or places.ndim != 2 or layer.capturing:
+        return
+    past = layer.held
+    given = int(places[0, -1]) + 1  # tokens of the prompt
+    if given <= past and n == 2 * given - past:
+        raise ValueError(f"a prompt of {given:,} tokens does not go on from what is held. {_goes_on(past)}")
+
+
+def _listen_to_positions(model) -> None:
+    "Let a model ask `_refuse_other_prompt`, once however many caches it has."
+    if _refuse_other_prompt not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_refuse_other_prompt, with_kwargs=True)
 
 
 def _check_mask(attention_mask, batch: int, past: int, n: int) -> None:
@@ -404,7 +435,7 @@ def _listening(make_mask):
             cache = getattr(kwargs.get("kv_length"), "cache", None)
             if cache is not None and not cache.coded_layers[0].capturing:
                 batch, n = kwargs.get("batch_size", 1), kwargs["q_length"]
-                _check_size(batch, n)
+                _check_size(batch, n, cache.coded_layers[0].held)
                 _check_mask(kwargs.get("attention_mask"), batch, cache.coded_layers[0].held, n)
                 cache.check_model(kwargs.get("config"))
                 cache.learn_padding(n, kwargs.get("attention_mask"))
@@ -477,6 +508,8 @@ class TurboQuantCache(Cache):
         self._on_codes = None  # whether the pass that runs attends on codes; its first layer asks
         self._lengths = {}  # of a pass: tokens that static layers hold before it, by layer
         _listen_to_masks()
+        if module:
+            _listen_to_positions(model_or_config)
         self.runner = self.make_runner(self, model_or_config, graphs)
         self.canary = None
         if watch is not None:
@@ -824,6 +857,12 @@ def __deepcopy__(self: TurboQuantCache, memo):
     new = memo[id(self)] = object.__new__(type(self))
     new.__dict__ = copy.deepcopy(self.__dict__ | {"_flags": _Flags()}, memo)
     return new
+
+
+@patch
+def __reduce__(self: TurboQuantCache):
+    "Raises TypeError: a cache belongs to its model, which no pickle should hold."
+    raise TypeError("a TurboQuantCache is not pickled: cache.save(path) writes it, TurboQuantCache.load(path, model) reads it; copy.deepcopy copies it")
 
 
 @patch

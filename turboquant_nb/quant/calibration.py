@@ -128,7 +128,15 @@ def _says_former(path: Path) -> bool:
     return isinstance(header, dict) and header.get("format") == FORMER
 
 
+def _is_path(name: str) -> bool:
+    "Whether no repository can be called so. Without a network the hub's client asks for half a minute before it gives up."
+    return Path(name).is_dir() or name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix in (".safetensors", ".st")
+
+
 def _from_hub(name: str) -> Path:
+    if _is_path(name):
+        got = "a folder" if Path(name).is_dir() else "the name of a file that is not there"
+        raise FileNotFoundError(f"{name} is neither a file nor found on the hub: it is {got}")
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
