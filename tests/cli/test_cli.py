@@ -231,7 +231,7 @@ def test_generate_reads_the_prompt_in_chunks(call, tiny, monkeypatch):
     monkeypatch.undo()
     model, tokenizer = load_model(tiny)
     model.set_attn_implementation("turboquant")
-    ids, cache = use.tokens_of(tokenizer, text), TurboQuantCache(model, use.recipe_for(model, "k2v2", replace(preset("k2v2"), recent=0)))
+    ids, cache = use.tokens_of(tokenizer, text), TurboQuantCache(model, use.recipe_for(model, replace(preset("k2v2"), recent=0)))
     with torch.no_grad():
         for part in ids.split(16, 1):
             logits = model(part, past_key_values=cache).logits

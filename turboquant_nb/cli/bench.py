@@ -15,7 +15,7 @@ import typer
 
 from .app import Output, Usage, app, command, options, whole
 from .files import target_file, writing
-from .inputs import Calibrated, Recipes, Weights, check_fits, context_length, load, read_recipe, recipe_for
+from .inputs import Recipes, Weights, check_fits, context_length, load, read_recipe, recipe_for
 from .measure import _picture_target, _release
 from .output import Stage, hushed, print_json, show_table
 
@@ -206,7 +206,7 @@ class _Bench:
     ] = None
 
 
-def _check_bench(ask: _Bench) -> list:  # of (name, text, recipe)
+def _check_bench(ask: _Bench) -> dict:  # name -> recipe
     "Ranges of the numbers and the recipes, before the model is loaded."
     lowest = {"--new": (ask.new, 1), "--rounds": (ask.rounds, 2), "--tokens": (min(ask.tokens), 32), "--threads": (ask.threads or 1, 1)}
     for name, (x, low) in lowest.items():
@@ -216,7 +216,7 @@ def _check_bench(ask: _Bench) -> list:  # of (name, text, recipe)
         raise Usage("--threads must be at least 1, got 0")
     if ask.only not in (None, "attention", "generate"):
         raise Usage(f"--only must be attention or generate, got {ask.only!r}")
-    return [(x if len(x) < 13 else f"recipe {i}", x, read_recipe(x)) for i, x in enumerate(ask.recipe, 1)]
+    return {x if len(x) < 13 else f"recipe {i}": read_recipe(x) for i, x in enumerate(ask.recipe, 1)}
 
 
 @command(
@@ -234,7 +234,7 @@ def bench(ask: _Bench, weights: Weights, output: Output, ctx: typer.Context) -> 
     out, picture = target_file(ask.out, "--out"), _picture_target(ask.plot)
     if out and out == picture:
         raise Usage(f"--out and --plot must be two files, got {ask.out} for both")
-    check_fits(weights.model, [(text, recipe, Calibrated()) for _, text, recipe in named])
+    check_fits(weights.model, [(recipe,) for recipe in named.values()])
     loaded = load(weights, output.quiet)
     import torch
 
@@ -263,14 +263,14 @@ def bench(ask: _Bench, weights: Weights, output: Output, ctx: typer.Context) -> 
         _draw_bench(rows, record, picture)
 
 
-def _measured(ask: _Bench, model, tokenizer, named: list, output: Output) -> tuple:  # (rows, gates)
+def _measured(ask: _Bench, model, tokenizer, named: dict, output: Output) -> tuple:  # (rows, gates)
     "Gates, then rows."
     from transformers import DynamicCache
 
     from turboquant_nb.hf import TurboQuantCache
 
     shapes = Shapes.of(model)
-    recipes = {name: recipe_for(model, text, recipe) for name, text, recipe in named}
+    recipes = {name: recipe_for(model, recipe) for name, recipe in named.items()}
     layers = {name: TurboQuantCache(model, r).coded_layers[0] for name, r in recipes.items()}
     checks = {name: gate(shapes, layer) for name, layer in layers.items()}
     if red := [name for name, x in checks.items() if not x["passed"]]:

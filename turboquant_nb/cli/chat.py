@@ -439,7 +439,7 @@ def chat(
         raise Usage(f"--load {ask.load}: there is no such file")
     recipe = read_recipe(ask.recipe, changes)
     check_calibrated(calibrated)
-    check_fits(source.model, [(ask.recipe, recipe, calibrated)])
+    check_fits(source.model, [(recipe, calibrated)])
     loaded = load(source, output.quiet)
     from turboquant_nb.hf import TurboQuantCache
 
@@ -448,7 +448,7 @@ def chat(
         raise Usage("--chat: this tokenizer has no chat template; use --no-chat")
     with hushed():
         model.set_attn_implementation(source.attention.value)
-        recipe = recipe_for(model, ask.recipe, recipe, calibrated)
+        recipe = recipe_for(model, recipe, calibrated)
         with at_fault(ValueError):
             new_cache = lambda: TurboQuantCache(model, recipe, max_length=length.max_length)  # noqa: E731
             templated = bool(tokenizer.chat_template) and ask.chat is not False

@@ -226,8 +226,7 @@ def check_calibrated(calibrated: Calibrated) -> None:
 
 def recipe_for(
     model,
-    text: str,  # what was typed
-    recipe,  # what `read_recipe` made of it
+    recipe,  # what `read_recipe` made of what was typed
     calibrated: Calibrated = Calibrated(),
 ):
     "The recipe, or one per layer, as this model gets it. Raises Usage for one, or a calibration, that does not fit."

@@ -105,7 +105,7 @@ def _candidates(model, named: list, length: int | None) -> list:
     for i, asked in enumerate(named, 1):
         what = asked.what
         if not isinstance(what, str):
-            what = recipe_for(model, asked.text, what, asked.calibrated)
+            what = recipe_for(model, what, asked.calibrated)
         name = asked.text if len(asked.text) < 25 else f"recipe {i}"
         with at_fault(ValueError):
             out.append(as_candidate(model, what, name + _extras(what, asked.calibrated.budget), max_length=length))
@@ -396,7 +396,7 @@ def _evaluate(measure, caches: Caches, common: _Common) -> None:
         raise Usage(f"--out and --plot must be two files, got {record.out} for both")
     named = _named(caches, common.changes, common.calibrated)
     check_calibrated(common.calibrated)
-    check_fits(weights.model, [(x.text, x.what, x.calibrated) for x in named if not isinstance(x.what, str)])
+    check_fits(weights.model, [(x.what, x.calibrated) for x in named if not isinstance(x.what, str)])
     loaded = load(replace(weights, dtype=weights.dtype or "float32"), output.quiet)
     from turboquant_nb import results
     from turboquant_nb.evaluation.score import one_pass_gate

@@ -252,7 +252,7 @@ def generate(
     check_offloading(offloading, source)
     text, recipe = read_prompt(prompt), read_recipe(coding.recipe, changes)  # torch is imported for a recipe: a prompt that is missing is said before
     check_calibrated(calibrated)
-    check_fits(source.model, [(coding.recipe, recipe, calibrated)])
+    check_fits(source.model, [(recipe, calibrated)])
     loaded = load(source, output.quiet, offloading)
     from transformers import DynamicCache, TextStreamer
 
@@ -264,7 +264,7 @@ def generate(
         ids = tokens_of(tokenizer, text, prompt.chat).to(model.device)
         limit = _room(length, model, ids.shape[1], output.quiet)
         model.set_attn_implementation(source.attention.value)
-        recipe = recipe_for(model, coding.recipe, recipe, calibrated)
+        recipe = recipe_for(model, recipe, calibrated)
         with at_fault(ValueError):
             cache = TurboQuantCache(model, recipe, max_length=length.max_length)
         label, begin = f"reading {ids.shape[1]:,} tokens", time.monotonic()
@@ -437,7 +437,7 @@ def demo(ask: _Demo, calibrated: Calibrated, source: Source, output: Output) -> 
     The model reads a chapter of Moby-Dick and answers a question, on an uncompressed cache and on compressed ones."""
     caches = _check_demo(ask)
     check_calibrated(calibrated)
-    check_fits(source.model, [(x.text, x.recipe, calibrated) for x in caches])
+    check_fits(source.model, [(x.recipe, calibrated) for x in caches])
     loaded = load(source, output.quiet)
     from turboquant_nb.cli import compare
 
@@ -447,7 +447,7 @@ def demo(ask: _Demo, calibrated: Calibrated, source: Source, output: Output) -> 
     with hushed():
         plain = plain_attention(model, source)
         model.set_attn_implementation(plain)
-        caches = [replace(x, recipe=recipe_for(model, x.text, x.recipe, calibrated)) for x in caches]
+        caches = [replace(x, recipe=recipe_for(model, x.recipe, calibrated)) for x in caches]
         question = compare.demo_question(tokenizer)
         _check_fit(ask, model, question)
         question = replace(question, ids=question.ids.to(model.device))

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from .app import Output, Usage, app, at_fault, command, message, options, whole
-from .inputs import Calibrated, Weights, check_fits, context_length, load, read_recipe, recipe_for, tokens_of
+from .inputs import Weights, check_fits, context_length, load, read_recipe, recipe_for, tokens_of
 from .output import hushed
 
 # %% ../../nbs/87o_cli_web.ipynb #699a7ecf
@@ -56,7 +56,7 @@ class SideBySide:
             raise Usage("the prompt is empty")
         if not 1 <= most <= 1024:
             raise Usage(f"tokens must be from 1 to 1,024, got {most}")
-        found = recipe_for(self.models[1], recipe, read_recipe(recipe))
+        found = recipe_for(self.models[1], read_recipe(recipe))
         ids = tokens_of(self.tokenizer, text).to(self.models[0].device)
         if (need := ids.shape[1] + most) > (reads := context_length(self.models[0])):
             raise Usage(f"the prompt has {ids.shape[1]:,} tokens, with the answer {need:,}; this model reads {reads:,}")
@@ -245,15 +245,15 @@ def web(ask: _Web, weights: Weights, output: Output) -> None:
     Uncompressed and on codes, side by side; Ctrl-C ends it."""
     if not 0 <= ask.port <= 65535:
         raise Usage(f"--port must be from 0 to 65,535, got {ask.port}")
-    recipes = [(x, read_recipe(x), Calibrated()) for x in ask.recipe]
+    recipes = [read_recipe(x) for x in ask.recipe]
     _gradio()
-    check_fits(weights.model, recipes)
+    check_fits(weights.model, [(recipe,) for recipe in recipes])
     port = free_port(ask.host, ask.port)
     loaded = load(weights, output.quiet)
     with hushed():
         both = SideBySide(loaded.model, loaded.tokenizer)
-        for text, recipe, _ in recipes:
-            recipe_for(both.models[1], text, recipe)
+        for recipe in recipes:
+            recipe_for(both.models[1], recipe)
     title = f"{weights.model} on {loaded.model.device}, {str(loaded.model.dtype).removeprefix('torch.')} weights"
     shown = page(both, title, list(ask.recipe))
     shown.queue(max_size=64).launch(server_name=ask.host, server_port=port, share=False, quiet=True, prevent_thread_lock=True, show_error=True)

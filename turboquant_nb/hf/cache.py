@@ -400,7 +400,7 @@ def _refuse_other_prompt(module, args, kwargs) -> None:
     if not dropped or waits or places.ndim != 2 or layer.capturing:
         return
     past = layer.held
-    given = int(places[0, -1]) + 1  # tokens of the prompt
+    given = int(places[:, -1].max()) + 1  # tokens of the prompt, in the row with the least padding
     if given <= past and n == 2 * given - past:
         raise ValueError(f"a prompt of {given:,} tokens does not go on from what is held. {_goes_on(past)}")
 

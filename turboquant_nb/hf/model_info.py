@@ -8,7 +8,7 @@ __all__ = ['LayerInfo', 'ModelInfo', 'LayerFrequencies', 'layer_frequencies', 'L
 # %% ../../nbs/50_model_info.ipynb #336d9716
 import importlib
 import inspect
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
