@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from turboquant_nb.cache.pages import Recent
 from turboquant_nb.quant.quantizer import Recipe
 
 SLOW = bool(os.environ.get("TURBOQUANT_SLOW"))  # everything; without it the widest matrices are truncated (CONTRIBUTING.md says which)
@@ -25,6 +26,104 @@ class Calls(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.n += 1
         return func(*args, **(kwargs or {}))
+
+
+class RecentBlocks:
+    """An engine's blocks of recent tokens, for requests whose tokens are numbers and whose states are those numbers: whole units are shared by requests
+    that begin alike, from the moment they are scheduled; what lies behind a window is given to others, full of NaN."""
+
+    def __init__(self, block, sinks, window, unit, gen, store, locate, blocks=200):
+        self.block, self.sinks, self.window, self.unit, self.gen, self.store, self.locate = block, sinks, window, unit, gen, store, locate
+        self.cache, self.known, self.rows, self.past = torch.full((blocks, 2, block + sinks, 2), torch.nan), {}, {}, {}
+        self.seen = dict(hits=0, followed=0, freed=0, read=0)
+
+    def begin(self, name, ids):
+        "Give a request the longest known beginning, of whole units, that leaves a token to compute."
+        n, p = self.block, (len(ids) - 1) // self.unit * self.unit
+        needed = lambda p: range(max(0, p - self.window) // n, p // n)  # noqa: E731
+        while p and not all(tuple(ids[: (i + 1) * n]) in self.known for i in needed(p)):
+            p -= self.unit
+        self.rows[name], self.past[name] = [self.known.get(tuple(ids[: (i + 1) * n]), 0) if i in needed(p) else 0 for i in range(p // n)], p
+        self.seen["hits"] += p > 0
+
+    def end(self, name):
+        del self.rows[name], self.past[name]
+
+    def step(self, work):
+        "work: {request: (its tokens up to the end of this step, how many of them stay)}. Returns what is wrong with the first tokens that are read."
+        news, n = [], self.block
+        for name, (ids, stay) in work.items():
+            row = self.rows[name]
+            row += [self.free() for _ in range(-(-len(ids) // n) - len(row))]
+            self.known |= {tuple(ids[: (i + 1) * n]): row[i] for i in range(self.past[name] // n, stay // n)}
+            news.append(torch.tensor(ids[self.past[name] :]))
+            for later in work:  # those that begin in this step may begin with what was just scheduled
+                if later not in self.rows:
+                    self.begin(later, work[later][0])
+                    break
+        names, pasts = list(work), [self.past[x] for x in work]
+        order = torch.randperm(len(names), generator=self.gen).tolist()
+        names, pasts, news = ([x[i] for i in order] for x in (names, pasts, news))
+        table = torch.zeros(len(names), max(len(self.rows[x]) for x in names), dtype=torch.int32)
+        for row, name in zip(table, names):
+            row[: len(self.rows[name])] = torch.tensor(self.rows[name])
+        slots = torch.cat([row[(t := torch.arange(p, p + len(x))) // n] * n + t % n for row, p, x in zip(table, pasts, news)] + [torch.full((2,), -1)])
+        starts = torch.tensor([0, *map(len, news)], dtype=torch.int32).cumsum(0).int()
+        lengths = torch.tensor([p + len(x) for p, x in zip(pasts, news)], dtype=torch.int32)
+        x = torch.cat([*news, torch.zeros(2)])[:, None, None].expand(-1, 2, 1).float().contiguous()
+        origins = self.locate(table, lengths, starts, slots, n, self.sinks)
+        self.store(self.cache, x, -x, slots, origins)
+        for a, z, p in zip(starts.tolist(), starts[1:].tolist(), pasts):
+            self.seen["followed"] += int(((origins[a:z] >= 0) & ((origins[a:z] < a) | (origins[a:z] >= z))).sum())
+        recent, wrong = Recent(self.cache, table, self.window, self.sinks), []
+        for i, (name, p) in enumerate(zip(names, pasts)):
+            k, v = recent.read_first(i, p, 1)
+            ids = torch.tensor(work[name][0][: len(k)])[:, None, None].expand(-1, 2, 1)
+            self.seen["read"] += len(k)
+            if not (torch.equal(k, ids.float()) and torch.equal(v, -ids.float())):
+                wrong.append((name, p, k[:, 0, 0].tolist()))
+            self.past[name] = work[name][1]
+        return wrong
+
+    def free(self):
+        "A block that no window needs, full of NaN."
+        held = {b for name, row in self.rows.items() for b in row[max(0, self.past[name] - self.window) // self.block :]}
+        block = next(b for b in torch.randperm(len(self.cache), generator=self.gen).tolist() if b and b not in held)
+        self.seen["freed"] += bool(self.cache[block].isfinite().any())
+        self.known = {ids: b for ids, b in self.known.items() if b != block}
+        self.cache[block] = torch.nan
+        return block
+
+
+def random_history(engine, steps, gen):
+    "Requests with common beginnings that come in chunks, begin together, draft, are thrown out and end. Returns what was wrong, and counts."
+    draw = lambda low, high: int(torch.randint(low, high, (), generator=gen))  # noqa: E731
+    text, alive, wrong, born = [], {}, [], 0
+    for _ in range(steps):
+        if len(alive) < 2:
+            text = torch.randint(1, 999, (2, 60), generator=gen).tolist()
+        for _ in range(4 if len(alive) < 2 else 0):
+            alive[born] = [*text[draw(0, 2)][: draw(0, 60)], *torch.randint(1, 999, (draw(1, 30),), generator=gen).tolist()]
+            born += 1
+        for name in list(engine.rows):
+            if draw(0, 12) == 0:  # thrown out, and it comes back
+                engine.end(name)
+        if not engine.rows:
+            engine.begin(next(iter(alive)), next(iter(alive.values())))
+        work = {}
+        for name in [*engine.rows, *(x for x in alive if x not in engine.rows)]:
+            ids, p = alive[name], engine.past.get(name, 0)
+            stay = min(len(ids), p + draw(1, 9)) if name in engine.rows else len(ids)
+            drafts = torch.randint(1, 999, (draw(1, 4),), generator=gen).tolist() if stay == len(ids) and draw(0, 2) else []
+            work[name] = ([*ids[:stay], *drafts], stay)
+        wrong += engine.step(work)
+        for name in [x for x in alive if engine.past[x] == len(alive[x])]:
+            if draw(0, 6) == 0:
+                engine.end(name)
+                del alive[name]
+            else:
+                alive[name] = [*alive[name], draw(1, 999)]
+    return wrong, engine.seen
 
 
 DATA = Path(__file__).parent / "data"

@@ -22,7 +22,8 @@ from turboquant_nb.quant.quantizer import PRESETS, Spec, decode
 CASES = [  # transforms, mean, exact recent tokens, exact first tokens
     (False, "none", 0, 0), (True, "none", 0, 0), (False, "calibration", 0, 0), (True, "calibration", 0, 0),
     (False, "none", 16, 0), (False, "none", 0, 4), (False, "none", 16, 4), (True, "none", 16, 0), (False, "calibration", 16, 0),
-    (True, "calibration", 16, 0), (True, "calibration", 16, 4), (False, "window", 16, 0), (False, "window", 16, 4),
+    (True, "calibration", 16, 0), (True, "none", 16, 4), (False, "calibration", 16, 4), (True, "calibration", 16, 4),
+    (False, "window", 16, 0), (False, "window", 16, 4),
 ]  # fmt: skip
 how = {}  # what the attention below does
 

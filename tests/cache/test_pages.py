@@ -2,8 +2,10 @@
 import pytest
 import torch
 
-from turboquant_nb.cache.pages import CellLayout, Recent, append_slots, attend_cells, leaders, read_cells, store_recent
+from turboquant_nb.cache.pages import CellLayout, Recent, append_slots, attend_cells, leaders, read_cells, sink_origins, store_recent
 from turboquant_nb.quant.quantizer import Quantizer, Spec
+
+from tests.helpers import SLOW, RecentBlocks, random_history
 
 
 def pool(c, blocks, heads, gen, pad=48):
@@ -101,3 +103,55 @@ def test_each_token_is_read_once(gen):
                 assert [*range(past - len(k)), *k[:, 0, 1].int().tolist()] == list(range(past))
     with pytest.raises(ValueError, match="slots must be below 64, got 64"):
         store_recent(torch.zeros(16, 1, 4, 5), torch.zeros(1, 1, 2), torch.zeros(1, 1, 3), torch.tensor([64]))
+
+
+@pytest.mark.parametrize("block,sinks,window", ((4, 3, 3), (2, 5, 1), (8, 4, 16), (1, 2, 7)))
+def test_first_tokens_travel(block, sinks, window, gen):
+    """Before each step of a random history, a request's first tokens are in the block of the token before: with shared beginnings, also of blocks that are
+    written in the same step, rejected drafts, preemption and blocks that go to others. Two mutants: nothing is copied; what is copied is not followed
+    through the step."""
+
+    def not_followed(table, lengths, starts, slots, block, sinks):
+        found, before = sink_origins(table, lengths, starts, slots, block, sinks), (lengths - starts.diff()).tolist()
+        for r, (a, b, p) in enumerate(zip(starts.tolist(), starts.tolist()[1:], before)):
+            own = found[a:b]
+            own[(own >= 0) & ((own < a) | (own >= b))] = -2 - int(table[r, max(0, p - 1) // block])
+        return found
+
+    def at_once(cache, k, v, slots, origins):
+        "As a launch may do it: all rows are read before any is written."
+        old = cache.clone()
+        store_recent(cache, k, v, slots, origins)
+        for i, s in (origins < -1).nonzero().tolist():
+            cache[int(slots[i]) // block, :, block + s] = old[-2 - int(origins[i, s]), :, block + s]
+
+    how = dict(steps=SLOW * 300 + 100, gen=gen)
+    make = lambda store, locate: RecentBlocks(block, sinks, window, 8, gen, store, locate)  # noqa: E731
+    wrong, seen = random_history(make(at_once, sink_origins), **how)
+    assert not wrong and seen["read"] > 500 and seen["hits"] > 10 and seen["followed"] > 10 and seen["freed"] > 50, (wrong[:3], seen)
+    assert random_history(make(at_once, not_followed), **how)[0]
+    assert random_history(make(at_once, lambda *args: torch.full_like(sink_origins(*args), -1)), **how)[0]
+
+
+def test_first_tokens_are_refused():
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    for bad, why in ((dict(tokens=0, sinks=2), "2 first tokens need at least 1 recent one, got 0"), (dict(tokens=3, sinks=6), "room for 6 first tokens and a recent one, got 6 rows")):
+        with pytest.raises(ValueError, match=why):
+            Recent(torch.zeros(4, 1, 6, 5), table, **bad)
+
+
+def test_first_tokens_of_short_requests(gen):
+    "Of a request of 0 to 9 tokens before a step: those that are not read as recent ones; padding is not stored, and NaN stays NaN."
+    for past in range(10):
+        cache, table = torch.full((8, 1, 2 + 4, 2), torch.nan), torch.randperm(8, generator=gen)[:6].int()[None]
+        x = torch.arange(10.0)[:, None, None].clone()
+        x[1] = torch.nan
+        for p in range(past):  # one token a step, and one of padding
+            slots = torch.tensor([int(table[0, p // 2]) * 2 + p % 2, -1])
+            origins = sink_origins(table, torch.tensor([p + 1]), torch.tensor([0, 1]), slots, 2, 4)
+            store_recent(cache, x[[p, 9]], x[[p, 9]], slots, origins)
+        recent = Recent(cache, table, 3, 4)
+        k, v = recent.read_first(0, past, 1)
+        want = [0.0, torch.nan, 2.0, 3.0][: max(0, past - 3)]
+        assert torch.equal(k.flatten().nan_to_num(-1), torch.tensor(want).nan_to_num(-1)) and len(v) == len(k)
+        assert not (cache == 9).any()

@@ -19,7 +19,7 @@ from turboquant_nb.kernels.encode import CodingConstants, RotationOperand  # noq
 from turboquant_nb.theory.rotation import make_rotation  # noqa: E402
 
 TYPES = aot_decode.TYPES | dict.fromkeys(("ROTATED", "LEVELS", "PARTS", "LSE_PARTS", "REST", "KTAB", "VTAB", "MEAN", "CENTER", "OWN_LSE", "PAST_LSE"), "*fp32")
-TYPES |= dict.fromkeys(("OUT", "KX", "VX", "KW", "VW", "K", "V", "OWN", "PAST", "NEAR"), "*bf16") | dict(CELLS="*u8", SCALES="*fp16", LUT="*i32", TABLE="*i32", NEAR_TABLE="*i32", SLOTS="*i64", kfactor="fp32", vfactor="fp32", factor="fp32")
+TYPES |= dict.fromkeys(("OUT", "KX", "VX", "KW", "VW", "K", "V", "OWN", "PAST", "NEAR"), "*bf16") | dict(CELLS="*u8", SCALES="*fp16", LUT="*i32", TABLE="*i32", NEAR_TABLE="*i32", STARTS="*i32", ORIGINS="*i32", SLOTS="*i64", kfactor="fp32", vfactor="fp32", factor="fp32")
 STRIDES = "block_stride head_stride qt qh ot oh ckt ckh cvt cvh kt kh vt vh pt ph nb nh nt".split()
 
 
@@ -71,8 +71,12 @@ def past(c):
     return compiled(cells._past_kernel, ASTSource, constants, num_warps=4)
 
 
-def recent(c):
-    return compiled(cells._recent_kernel, ASTSource, sizes(c) | dict(N=16), num_warps=1)
+def recent(c, sinks=0):
+    return compiled(cells._recent_kernel, ASTSource, sizes(c) | dict(N=16, S=sinks), num_warps=1)
+
+
+def sinks(c):
+    return compiled(cells._sinks_kernel, ASTSource, dict(B=64, T=256, S=4), num_warps=1)
 
 
 def join_past(c):

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from turboquant_nb.cache.pages import Recent, append_slots, attend_cells, store_recent
-from turboquant_nb.kernels.cells import CellPlan, Workspace, append_cells, append_recent, count_splits, decode_cells
+from turboquant_nb.cache.pages import Recent, append_slots, attend_cells, sink_origins, store_recent
+from turboquant_nb.kernels.cells import CellPlan, Workspace, append_cells, append_recent, count_splits, decode_cells, locate_sinks
 from turboquant_nb.kernels.decode import triton
 from turboquant_nb.quant.quantizer import Quantizer, Spec
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
+
+from tests.helpers import RecentBlocks, random_history
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -134,7 +136,7 @@ def test_compiled_for_hopper():
     for got in aot(*fragments):
         assert got["spills"] == 0 and got["copies of 16 bytes"] > 0 and got["registers"] <= 255, got
     joins = [dict(kernel="join", centred=True), dict(kernel="join", centred=True, recent=True), dict(kernel="join", together=16, recent=True)]
-    for got in aot(dict(kernel="append", steps=1, centred=True), *joins, dict(kernel="past"), dict(kernel="join_past"), dict(kernel="recent")):
+    for got in aot(dict(kernel="append", steps=1, centred=True), *joins, dict(kernel="past"), dict(kernel="join_past"), dict(kernel="recent"), dict(kernel="recent", sinks=4), dict(kernel="sinks")):
         assert got["spills"] == 0, got
 
 
@@ -203,3 +205,80 @@ def test_recent(tokens, of, options, gen):
         assert torch.equal(lse > -torch.inf, seen) and (out - want).norm() <= (3e-3 if CUDA else 1e-5) * want.norm()
     moved = decode_cells(q, cache, plan, table, lengths, k + shift, v, Recent(near.cache, rows.roll(1, 1), tokens), **options)[0]
     assert not (moved - want).norm() < 1e-2 * want.norm()
+
+
+@needs_triton
+@pytest.mark.parametrize("block,sinks,window", ((4, 3, 3), (2, 5, 1)))
+def test_first_tokens_travel(block, sinks, window, gen):
+    "Random histories as in test_pages.py, with the kernels: origins are those of the loop on the host, also where requests begin in one another's blocks."
+
+    def locate(table, lengths, starts, slots, block, sinks):
+        want, out = sink_origins(table, lengths, starts, slots, block, sinks), torch.full((len(slots) + 3, sinks), 99, dtype=torch.int32, device=DEVICE)
+        locate_sinks(*(x.to(DEVICE) for x in (table, lengths, starts, slots)), block, out)
+        assert torch.equal(out[: len(slots)].cpu(), want) and (out[len(slots) :] == 99).all()
+        return want
+
+    def store(cache, k, v, slots, origins):
+        there = cache.to(DEVICE)
+        append_recent(there, *(x.to(DEVICE) for x in (k, v, slots, origins)))
+        cache.copy_(there)
+
+    wrong, seen = random_history(RecentBlocks(block, sinks, window, 8, gen, store, locate), 40, gen)
+    assert not wrong and seen["hits"] > 3 and seen["followed"] > 3 and seen["read"] > 100, (wrong[:3], seen)
+
+
+@needs_triton
+def test_origins_end_whatever_tables_hold(gen):
+    "Tables and slots that no engine makes: two requests that begin in one another's blocks, lengths below the step's tokens. The launch ends, and names what is there."
+    table = torch.tensor([[5, 6], [6, 5], [7, 7]], dtype=torch.int32, device=DEVICE)
+    slots = torch.tensor([24, 20, 28, 29, -1], device=DEVICE)  # each writes the block that the other begins after
+    lengths, starts = torch.tensor([5, 5, 1], dtype=torch.int32, device=DEVICE), torch.tensor([0, 1, 2, 4], dtype=torch.int32, device=DEVICE)
+    out = torch.full((5, 3), 99, dtype=torch.int32, device=DEVICE)
+    locate_sinks(table, lengths, starts, slots, 4, out)
+    assert out.tolist() == sink_origins(table, lengths, starts, slots, 4, 3).tolist() == [[-7, -7, -7], [-8, -8, -8], [2, -1, -1], [-1] * 3, [-1] * 3]
+    for bad, why in ((dict(table=table.long()), "table must be int32"), (dict(slots=slots.float()), "slots must be a contiguous"), (dict(starts=starts[:3]), "one more start"), (dict(out=out[:4]), "origins must be")):
+        with pytest.raises((TypeError, ValueError), match=why):
+            locate_sinks(**dict(table=table, lengths=lengths, starts=starts, slots=slots, block=4, out=out) | bad)
+    with pytest.raises(ValueError, match="room for 3 first tokens and a recent one, got 3 rows"):
+        append_recent(torch.zeros(9, 1, 3, 8, device=DEVICE), *torch.zeros(2, 5, 1, 4, device=DEVICE), slots, out)
+
+
+@needs_triton
+@pytest.mark.parametrize("tokens,sinks", ((1, 4), (7, 3), (9, 20)))
+@pytest.mark.parametrize("of,options", ((dict(), {}), (dict(m=4, group=5), dict(softcap=3.0)), (dict(m=2, d=48, n=32), dict(sliding_window=40))))
+def test_first_tokens(tokens, sinks, of, options, gen):
+    """Exact first tokens in the block of the token before the queries', in all others NaN, with a centre where there is no soft cap; of requests with more
+    and with fewer of them than their past has. The codes of first tokens are of no use: their scales are NaN. One first token less is read from codes."""
+    n, m = 4, of.get("m", 1)
+    plain, cache, table, lengths, q, k, v = case(gen, **{"lengths": (70, 5, 0, 33, 12), "heads": 1} | of)
+    heads, d = cache.shape[1], plain.cell.d_key
+    center = None if "softcap" in options else 3 * torch.randn(heads, d, generator=gen).to(DEVICE)
+    plan, shift = CellPlan(plain.key, plain.value, plain.cell.tokens, center), 0.0 if center is None else center
+    rows = torch.randperm(len(lengths) * 20, generator=gen).view(len(lengths), 20).int().to(DEVICE)
+    near, states, begins = Recent(torch.full((rows.numel(), heads, n + sinks, 2 * d), torch.nan, device=DEVICE), rows, tokens, sinks), [], []
+    for i, length in enumerate(lengths.tolist()):
+        past = max(0, length - m)
+        exact = torch.randn(2, past, heads, d, generator=gen).to(DEVICE)
+        exact[0] += shift
+        both = torch.cat([*exact], -1).transpose(0, 1)  # [H, past, 2 d]
+        for t in range(max(0, past - tokens), past):
+            near.cache[rows[i, t // n], :, t % n] = both[:, t]
+        if past:
+            near.cache[rows[i, (past - 1) // n], :, n : n + min(sinks, past)] = both[:, :sinks]
+        for store, read in ((states, near.read), (begins, near.read_first)):
+            a, b = read(i, past, d)
+            store.append(((a - shift).transpose(0, 1), b.transpose(0, 1)))
+    starts, held = torch.arange(len(lengths) + 1) * m, [x[0].shape[1] for x in begins]
+    want, want_lse = attend_cells(q, cache, plan.cell, plan.key, plan.value, table, lengths, starts, k, v, recent=states, first=begins, **options)
+    views = plan.cell.views(cache)
+    for i, count in enumerate(held):
+        for t in range(count):
+            for side in ("key", "value"):
+                views[f"{side} scale"][table[i, t // plan.cell.tokens], :, t % plan.cell.tokens] = torch.nan
+    for kernel in ("portable", "fragments") if CUDA and plan.supports("fragments")[0] else ("portable",):
+        out, lse = decode_cells(q, cache, plan, table, lengths, k + shift, v, near, kernel=kernel, **options)
+        seen = want_lse > -torch.inf
+        assert torch.equal(lse > -torch.inf, seen) and (out - want).norm() <= (3e-3 if CUDA else 1e-5) * want.norm()
+    assert max(held) == min(sinks, 70 - m - tokens) and min(held) == 0
+    fewer = Recent(near.cache[:, :, : n + sinks - 1], rows, tokens, sinks - 1)
+    assert not (decode_cells(q, cache, plan, table, lengths, k + shift, v, fewer, **options)[0] - want).norm() < 1e-2 * want.norm()

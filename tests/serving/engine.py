@@ -1,6 +1,6 @@
 """A real vLLM engine with our backend. After every call of every layer the stored codes are compared with those of the states that the layer
 was given, coded anew, and its output with attention to the stored codes. Prints one JSON object. Run by test_vllm.py, and by the gate of scripts/bench/serving.py, in a process of its own:
-engine.py FOLDER PART …, with the parts plain, refuse, recent, exact, drafts, drafts_recent, hybrid, random, graphs, each of which is a function here. On a CPU our backend stands in
+engine.py FOLDER PART …, with the parts plain, refuse, recent, firsts, exact, drafts, drafts_recent, hybrid, random, graphs, each of which is a function here. On a CPU our backend stands in
 the place of vLLM's own, in fp32; on a GPU it is chosen by its name, in bf16."""
 import json
 import os
@@ -18,7 +18,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 
 SIZES = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2, head_dim=64, vocab_size=16384,
              max_position_embeddings=4096, initializer_range=0.08, bos_token_id=1, eos_token_id=2)  # fmt: skip
-seen = dict(calls=0, decodes=0, grouped=0, chunks=0, chunks_with_past=0, drafted=0, sliding=0, centred=0, worst=0.0, preempted=0, recent=0, at_edge=0, miscoded=0)
+seen = dict(calls=0, decodes=0, grouped=0, chunks=0, chunks_with_past=0, drafted=0, sliding=0, centred=0, worst=0.0, preempted=0, recent=0, firsts=0, followed=0, at_edge=0, miscoded=0)
 preempted = set()  # identifiers of requests
 
 
@@ -68,9 +68,19 @@ def watch():
     "Keep the exact states of every slot, and compare each output with them."
     from turboquant_nb.cache.pages import read_cells
     from turboquant_nb.quant.quantizer import Coded, decode
+    from turboquant_nb.serving import vllm as ours
     from turboquant_nb.serving.vllm import Impl
     from vllm.v1.core.sched.scheduler import Scheduler
 
+    def origins(table, lengths, starts, slots, block, sinks, find=ours.sink_origins):
+        "Count first tokens that come from another request of the step."
+        found, ends = find(table, lengths, starts, slots, block, sinks), starts.tolist()
+        for a, b in zip(ends, ends[1:]):
+            own = found[a:b]
+            seen["followed"] += int(((own >= 0) & ((own < a) | (own >= b))).sum())
+        return found
+
+    ours.sink_origins = origins
     store, forward, preempt = Impl.do_kv_cache_update, Impl.forward, Scheduler._preempt_request
 
     def kept(self, layer, key, value, kv_cache, slots):
@@ -96,7 +106,7 @@ def watch():
         seen["chunks_with_past"] += sum(c.past > 0 for c in step.chunks)
         seen["sliding"] += self.window is not None
         seen["centred"] += center is not None
-        window, (key, value) = self.config.recent, (self.layer.key, self.layer.value)
+        window, sinks, (key, value) = self.config.recent, self.config.sinks, (self.layer.key, self.layer.value)
         seen["recent"] += window > 0
         for row, length, a, b in zip(step.table, lengths, starts, starts[1:]):
             if b <= a:
@@ -114,7 +124,9 @@ def watch():
                     stored = Coded(stored.codes[:, first:], stored.scale[:, first:])
                     check_codes(q, stored, exact[:, :past], shift)
                 coded = decode(q, stored) + shift if past else exact[:, :0].float()
+                coded[:, :sinks] = exact[:, : min(sinks, past)].float()
                 sides.append(torch.cat([coded, exact[:, past:].float()], 1).double().repeat_interleave(group, 0))
+            seen["firsts"] += min(sinks, past)
             scores = query[a:b].view(b - a, self.num_heads, -1).transpose(0, 1).double() @ sides[0].mT * self.scale
             scores = scores if self.softcap is None else self.softcap * (scores / self.softcap).tanh()
             place = length - (b - a) + torch.arange(b - a, device=query.device)[:, None]
@@ -185,6 +197,19 @@ def recent(folder):
     return dict(tokens=tokens, cached=cached)
 
 
+def firsts(folder):
+    """The same with 4 exact first tokens in the pages of recent ones, of which each has two. Prompts of one step begin with blocks of one another, two
+    requests deep; prompts of 1 to 5 tokens."""
+    llm, (a, b, c) = engine(llama(folder / "llama"), 300, of=dict(recent=24, sinks=4), max_num_batched_tokens=512), random_prompts(130, 75, 200)
+    tokens, cached = [], []
+    together = [a[:70], a[:64] + b[:70], a[:64] + b[:64] + c[:20], a[:64] + b[:64] + c[:1]]
+    for batch in (together, [a, b, c], [a + b[:20], c[:150]], [a[:n] for n in (1, 2, 3, 5)]):
+        for o in generate(llm, batch, sampled(12)):
+            tokens.append(list(o.outputs[0].token_ids))
+            cached.append(o.num_cached_tokens)
+    return dict(tokens=tokens, cached=cached)
+
+
 def exact(folder):
     "All tokens are read exactly: a dense engine's tokens."
     path, prompts = llama(folder / "llama"), random_prompts(130, 75, 200)
@@ -203,6 +228,7 @@ def refuse(folder):
     LlamaForCausalLM(LlamaConfig(**SIZES | dict(num_hidden_layers=2))).save_pretrained(folder / "short")
     cases = dict(recipe=dict(of=dict(recipe="k9v9")), nothing=dict(additional_config={}), dtype=dict(kv_cache_dtype="fp8"), option=dict(of=dict(bits=3)),
                  calibration=dict(folder=str(folder / "short"), of=dict(calibration=other)),
+                 alone=dict(of=dict(sinks=4)), room=dict(of=dict(recent=16, sinks=6)),
                  manager=dict(of=dict(recent=16), disable_hybrid_kv_cache_manager=True), hybrid=dict(folder=gemma(folder / "gemma"), of=dict(recent=16)),
                  drafts=dict(speculative_config=dict(method="ngram", num_speculative_tokens=16, prompt_lookup_max=3)))  # fmt: skip
     for name, more in cases.items():

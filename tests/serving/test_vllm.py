@@ -58,6 +58,15 @@ def test_recent_tokens(tmp_path):
     assert seen["cached"][3] == 128 and seen["chunks_with_past"] > 5 and seen["decodes"] > 1000, seen  # a hit needs both kinds of blocks
 
 
+def test_first_tokens(tmp_path):
+    """The same where the first 4 tokens are exact too, in pages with two recent ones each: with prefix hits, of blocks that another request writes in the
+    same step too, and with prompts that are shorter."""
+    seen = run(tmp_path, "firsts")
+    assert seen["worst"] < 1e-5 and not seen["miscoded"] and seen["recent"] == seen["calls"] and seen["firsts"] > 1000, seen
+    assert seen["cached"][:4] == [0, 64, 128, 128] and seen["followed"] >= 4 * 3, seen  # in one step
+    assert seen["cached"][7] == 128 and seen["chunks_with_past"] > 3, seen
+
+
 def test_all_tokens_recent(tmp_path):
     "A window as wide as the context gives the tokens of the dense model, up to the first near tie."
     seen = run(tmp_path, "exact")
@@ -67,9 +76,10 @@ def test_all_tokens_recent(tmp_path):
 
 @pytest.mark.parametrize("part", ("drafts", "drafts_recent"))
 def test_drafts_and_calibration(part, tmp_path):
-    "The same where the engine verifies drafts, and keys have a calibration's means and transforms; without and with exact recent tokens."
+    "The same where the engine verifies drafts, and keys have a calibration's transforms and means; without and with exact recent tokens, beside which means are not used."
     seen = run(tmp_path, part)
-    assert seen["worst"] < 1e-5 and not seen["miscoded"] and seen["centred"] == seen["calls"] > 50 and seen["drafted"] + seen["grouped"] > 20, seen
+    assert seen["worst"] < 1e-5 and not seen["miscoded"] and seen["calls"] > 50 and seen["drafted"] + seen["grouped"] > 20, seen
+    assert seen["centred"] == (0 if part == "drafts_recent" else seen["calls"]), seen
 
 
 def test_sliding_windows_and_soft_cap(tmp_path):
@@ -92,7 +102,8 @@ def test_refused(tmp_path):
     assert "recipe must be one of 'k4v4'" in refused["recipe"]
     assert '--additional-config must have an entry "turboquant_nb"' in refused["nothing"]
     assert "kv_cache_dtype='fp8'" in refused["dtype"]
-    assert "option must be one of 'recipe', 'past_tokens', 'calibration', 'recent'" in refused["option"]
+    assert "option must be one of 'recipe', 'past_tokens', 'calibration', 'recent', 'sinks', 'means'" in refused["option"]
+    assert "sinks must be 0 where recent is 0, got 4" in refused["alone"] and "has room for 6 exact tokens of 512 bytes" in refused["room"]
     assert "without the hybrid KV cache manager" in refused["manager"] and "beside layers with a sliding window" in refused["hybrid"]
     assert "16 drafts of a step, at most 15 are" in refused["drafts"]
     assert "the calibration is of another model: it has layers 3, not 2" in refused["calibration"]

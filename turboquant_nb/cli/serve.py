@@ -33,9 +33,9 @@ def cache_size(
     block: int = 128,  # tokens of a block
     chunk: int = CHUNK,  # tokens of prompts that are read in one step
 ) -> dict:
-    """What the cache holds: bytes of a token on all GPUs, the same for 16-bit states, bytes of the recent tokens of a request that decodes and
+    """What the cache holds: bytes of a token on all GPUs, the same for 16-bit states, bytes of the recent and first tokens of a request that decodes and
     of a chunk of a prompt, and tokens of one request at most where memory and weights are known. Layers with a sliding window hold no more than it, and are counted only where
-    there are no others. Raises ValueError for a model that is not served."""
+    there are no others. Raises ValueError for a model that is not served, and for first tokens that find no room."""
     from turboquant_nb.hf.model_info import ModelInfo
 
     info = ModelInfo(config)
@@ -155,6 +155,10 @@ class _Served:
         int | None,
         typer.Option(metavar="TOKENS", min=0, help="Tokens before a step that are read exactly; without it, as many as the recipe says, none of a preset. 16 are most of what TurboQuantCache keeps."),
     ] = None
+    sinks: Annotated[
+        int | None,
+        typer.Option(metavar="TOKENS", min=0, help="First tokens of a request that are read exactly, beside recent ones; without it, as many as the recipe says, none of a preset. With 4 a calibration is worth having beside --recent."),
+    ] = None
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be started, and end.")
     ] = False
@@ -171,7 +175,7 @@ def _serving_config(served: _Served, model_config):
         recipe = recipe_data(read_recipe(recipe))
         if isinstance(recipe, list):
             raise Usage("recipe: one recipe for all layers can be served, got a list")
-    given = dict(recipe=recipe) | ({} if served.recent is None else dict(recent=served.recent))
+    given = dict(recipe=recipe) | {name: x for name, x in dict(recent=served.recent, sinks=served.sinks).items() if x is not None}
     with at_fault(ValueError, TypeError, where="recipe: "):
         ServingConfig.of(given)
     if served.calibration:
@@ -206,7 +210,7 @@ def _weights(name: str) -> int | None:
     "Use it",
     """turboquant serve Qwen/Qwen2.5-7B-Instruct --recipe k3v3
     turboquant serve meta-llama/Llama-3.1-70B-Instruct --recipe k4v3 -- --tensor-parallel-size 4 --max-model-len 65536
-    turboquant serve ./model --calibration model.safetensors --dry-run""",
+    turboquant serve ./model --recent 16 --sinks 4 --calibration model.safetensors --dry-run""",
 )
 def serve(served: _Served, output: Output) -> None:
     """Serve a model over HTTP with vLLM, its cache in codes.
@@ -244,9 +248,12 @@ def _about(served: _Served, serving, size: dict, version: str) -> str:
     "What a person is told before vLLM starts."
     per = f"{size['bytes_per_token']:,} bytes a token, {size['times_16_bit']:.2f} times as many tokens as 16-bit states"
     most = f"; room for at most {size['most_tokens']:,} tokens" if "most_tokens" in size else ""
-    near = f"; {serving.recent} recent tokens exact, {size['recent_bytes'] / 1e6:.1f} MB for each request that decodes, {size['chunk_bytes'] / 1e6:,.1f} MB while a chunk of a prompt is read"
+    exact = f"{serving.recent} recent tokens" + (f" and {serving.sinks} first ones" if serving.sinks else "")
+    near = f"; {exact} exact, {size['recent_bytes'] / 1e6:.1f} MB for each request that decodes, {size['chunk_bytes'] / 1e6:,.1f} MB while a chunk of a prompt is read"
     none = "; no recent tokens are kept exact, so that few bits lose more than under transformers; --recent 16 keeps them"
-    return f"turboquant: {served.model} on vLLM {version}: {per}{most}{near if serving.recent else none}"
+    idle = serving.calibration is not None and serving.calibration.centers and not serving.means
+    means = "; the calibration's means of keys are not used, as they lose where recent tokens are exact and first ones are not: --sinks 4 keeps those" if idle else ""
+    return f"turboquant: {served.model} on vLLM {version}: {per}{most}{near if serving.recent else none}{means}"
 
 
 def _quoted(word: str) -> str:

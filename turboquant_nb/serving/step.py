@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import checks
 from ..cache.attention import dense_attention
 from ..cache.pages import CellLayout, Recent, append_slots, attend_cells, store_recent
-from ..kernels.cells import CellPlan, Workspace, append_cells, append_recent, decode_cells, join_past, past_cells
+from ..kernels.cells import CellPlan, Workspace, append_cells, append_recent, decode_cells, join_past, locate_sinks, past_cells
 from ..quant.calibration import Calibration, load_calibration
 from ..quant.mixed_precision import make_quantizer
 from ..quant.quantizer import PRESETS, Quantizer, Recipe, Spec
@@ -26,15 +26,18 @@ from ..theory.transforms import HeadTransform, register_transform
 # %% ../../nbs/76_serving.ipynb #76a0000b
 def serving_recipe(
     recipe: str | dict | Recipe,  # a preset's name, the fields of a `Recipe`, or one
+    recent: int | None = None,  # exact tokens before a step; None: as many as the recipe says, none of a preset
+    sinks: int | None = None,  # exact first tokens; None: likewise
 ) -> Recipe:
     "The recipe that an engine's cache can hold. Raises ValueError/TypeError with a reason for each part that it cannot."
     if isinstance(recipe, str):
         k, v = PRESETS[checks.one_of(recipe, "recipe", PRESETS)]
-        return Recipe(key=Spec(bits=k), value=Spec(bits=v), sinks=0, recent=0)
+        recipe = Recipe(key=Spec(bits=k), value=Spec(bits=v), sinks=0, recent=0)
     recipe = Recipe.from_json(json.dumps(recipe)) if isinstance(recipe, dict) else checks.instance(recipe, "recipe", Recipe)
-    reasons = []
-    if recipe.sinks:
-        reasons.append(f"sinks must be 0, got {recipe.sinks}: an engine's blocks keep no first tokens exact")
+    given = {name: checks.whole(x, name, 0) for name, x in dict(recent=recent, sinks=sinks).items() if x is not None}
+    recipe, reasons = replace(recipe, **given), []
+    if recipe.sinks and not recipe.recent:
+        reasons.append(f"sinks must be 0 where recent is 0, got {recipe.sinks}: first tokens travel in the blocks of recent ones")
     if recipe.decay is not None:
         reasons.append(f"decay must be None, got {recipe.decay}: blocks have one size")
     for name, side in (("key", recipe.key), ("value", recipe.value)):
@@ -49,9 +52,12 @@ def serving_recipe(
     return recipe
 
 
-def recent_block(nbytes: int, numbers: int, itemsize: int) -> int:
-    "Exact tokens of so many numbers that fit into a cell's bytes: a power of two."
-    return 1 << (nbytes // (numbers * itemsize)).bit_length() - 1
+def recent_block(nbytes: int, numbers: int, itemsize: int, sinks: int = 0) -> int:
+    "Recent tokens of so many numbers that fit into a cell's bytes beside first ones: a power of two. Raises ValueError where none does."
+    fit = nbytes // (numbers * itemsize)
+    if fit <= sinks:
+        raise ValueError(f"a cell of {nbytes:,} bytes has room for {fit} exact tokens of {numbers * itemsize:,} bytes: not for {sinks} first tokens and a recent one; take larger blocks or fewer first tokens")
+    return 1 << (fit - sinks).bit_length() - 1
 
 
 @lru_cache(maxsize=8)
@@ -68,11 +74,14 @@ class ServingConfig:
     past_tokens: int = 32768  # of a chunk's past that are decoded at a time
     calibration: str | Calibration | None = None  # means and transforms of keys; a file, or a hub id
     recent: int | None = None  # tokens before a step that are read exactly; None: as many as the recipe says, none of a preset
+    sinks: int | None = None  # first tokens of a request that are read exactly, where recent ones are; None: likewise
+    means: bool | None = None  # keys are centred by the calibration's means; None: unless recent tokens are exact and first ones are not
 
     def __post_init__(self):
-        recipe = serving_recipe(self.recipe)
-        object.__setattr__(self, "recent", recipe.recent if self.recent is None else checks.whole(self.recent, "recent", 0))
-        object.__setattr__(self, "recipe", replace(recipe, recent=self.recent))
+        recipe = serving_recipe(self.recipe, self.recent, self.sinks)
+        means = bool(recipe.sinks or not recipe.recent) if self.means is None else checks.instance(self.means, "means", bool)
+        for name, x in dict(recipe=recipe, recent=recipe.recent, sinks=recipe.sinks, means=means).items():
+            object.__setattr__(self, name, x)
         object.__setattr__(self, "past_tokens", checks.whole(self.past_tokens, "past_tokens", 256))
         if self.calibration is not None:
             object.__setattr__(self, "calibration", _calibration(self.calibration))
@@ -80,6 +89,8 @@ class ServingConfig:
             layers = max(len(found.transforms), len(found.centers))
             if layers != found.header["about"]["layers"]:
                 raise ValueError(f"the calibration has transforms or means of {layers} of {found.header['about']['layers']} layers; all are needed")
+            if not found.transforms and not self.means:
+                raise ValueError("the calibration has means alone, which are not used where recent tokens are exact and first ones are not: give sinks, or means=True")
             found.recipes([self.recipe] * layers)  # a rotation that was chosen is refused
 
     @classmethod
@@ -114,15 +125,16 @@ class ServingConfig:
             matrix = found.transforms[layer].matrix[heads]
             named = register_transform(HeadTransform.of(matrix)).name
             key = make_quantizer(replace(self.recipe.key, rotation=named), d_key, device)
-        return key, value, found.centers[layer][heads].to(device) if found.centers else None
+        return key, value, found.centers[layer][heads].to(device) if found.centers and self.means else None
 
     def bytes_per_token(self, d_key: int, d_value: int | None = None) -> int:  # d_value: d_key if None
         "Of one KV head in one layer. Raises ValueError for head sizes that cells do not hold."
         return CellLayout(self.recipe.key.bits, self.recipe.value.bits, d_key, d_value or d_key).bytes_per_token
 
     def recent_block(self, tokens: int, d: int, itemsize: int) -> int:
-        "Recent tokens that fit into the page of a block of coded ones: a power of two. itemsize: bytes of a number of the model."
-        return recent_block(tokens * self.bytes_per_token(d), 2 * d, itemsize)
+        """Recent tokens that fit into the page of a block of coded ones beside the first ones: a power of two. itemsize: bytes of a number of the
+        model. Raises ValueError where none does."""
+        return recent_block(tokens * self.bytes_per_token(d), 2 * d, itemsize, self.sinks)
 
     def recent_blocks(self, tokens: int, d: int, itemsize: int, step: int = 1) -> int:
         "Pages of recent tokens that a request holds at most in a step that brings it so many tokens."
@@ -263,7 +275,7 @@ class CodedAttention:
             return "oracle"
         return "fragments" if self.plan.supports("fragments")[0] else "portable"
 
-    def prepare(self, dtype: torch.dtype, drafts: int = 0, recent: int = 0) -> None:
+    def prepare(self, dtype: torch.dtype, drafts: int = 0, recent: int = 0, sinks: int = 0) -> None:
         """Compile the kernels that steps with states of this dtype, and so many drafts, may need, before the first one: an engine
         may watch what is compiled later, or forbid it."""
         if self.plan is None:
@@ -276,15 +288,20 @@ class CodedAttention:
                 append_cells(cache, self.plan, k, v, torch.full((tokens,), -1, dtype=kind, device=device))
         one, near = torch.ones(1, dtype=torch.int32, device=device), None
         if recent:  # one block, at the distance of the engine's
-            page, size = self.heads * self.cell.nbytes // dtype.itemsize, (1, self.heads, recent_block(self.cell.nbytes, dk + dv, dtype.itemsize), dk + dv)
+            block = recent_block(self.cell.nbytes, dk + dv, dtype.itemsize, sinks)
+            page, size = self.heads * self.cell.nbytes // dtype.itemsize, (1, self.heads, block + sinks, dk + dv)
             near = torch.zeros(page, dtype=dtype, device=device).as_strided(size, (page, size[2] * size[3], size[3], 1))
+            origins = torch.full((1, sinks), -1, dtype=torch.int32, device=device) if sinks else None
             for kind in (torch.int32, torch.int64):
-                append_recent(near, *(torch.zeros(1, self.heads, d, dtype=dtype, device=device) for d in (dk, dv)), torch.full((1,), -1, dtype=kind, device=device))
+                slots = torch.full((1,), -1, dtype=kind, device=device)
+                append_recent(near, *(torch.zeros(1, self.heads, d, dtype=dtype, device=device) for d in (dk, dv)), slots, origins)
+                if sinks:
+                    locate_sinks(one[:, None] * 0, one, torch.arange(2, dtype=torch.int32, device=device), slots, block, origins)
         many = -(-1025 // self.query_heads) if device.type == "cuda" else 1  # large batches are joined by a program of another size
         for requests, each in {(r, m) for r in (1, many) for m in {*range(1, SHORT + 1), 1 + drafts}}:
             q, k, v = (torch.zeros(requests * each, h, d, dtype=dtype, device=device) for h, d in ((self.query_heads, dk), (self.heads, dk), (self.heads, dv)))
             table, lengths = (one[:, None] * 0).expand(requests, 1).contiguous(), one.expand(requests).contiguous() * each
-            exact = None if near is None else Recent(near, table, recent)
+            exact = None if near is None else Recent(near, table, recent, sinks)
             decode_cells(q, cache, self.plan, table, lengths, k, v, exact, self.scaling, **self.options, workspace=Workspace(device))
         own, lse = torch.zeros(1, self.query_heads, dv, dtype=dtype, device=device), torch.zeros(self.query_heads, 1, device=device).T
         join_past(own, lse, self._unrotated(own, dtype)[0], lse)
@@ -296,9 +313,10 @@ class CodedAttention:
             return append_slots(cache, self.cell, self.key, self.value, self._centred(k), v, slots)
         append_cells(cache, self.plan, k, v, slots)
 
-    def store_recent(self, cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        "Keep the exact states of a step's tokens in their slots of the recent blocks; below 0: padding."
-        (store_recent if self.plan is None else append_recent)(cache, k, v, slots)
+    def store_recent(self, cache: Tensor, k: Tensor, v: Tensor, slots: Tensor, origins: Tensor | None = None) -> None:
+        """Keep the exact states of a step's tokens in their slots of the recent blocks; below 0: padding. And first tokens beside them, where
+        `origins` ([T, sinks], of `sink_origins` or `locate_sinks`) says from where."""
+        (store_recent if self.plan is None else append_recent)(cache, k, v, slots, origins)
 
     def attend(
         self,
@@ -310,17 +328,21 @@ class CodedAttention:
         out: Tensor,  # [T, Hq, d_value]
         workspace: Workspace,
         past: tuple,  # two tensors [P, H, d] in the model's dtype, for keys and values of a piece of a past; P a multiple of the block
-        recent: Recent | None = None,  # exact states of tokens before the step, of all its requests; None: their codes are read
+        recent: Recent | None = None,  # exact states of tokens before the step, and first ones, of all its requests; None: their codes are read
     ) -> None:
-        "Attention of a step."
+        "Attention of a step. Raises ValueError for exact first tokens in a layer with a sliding window."
+        if recent is not None and recent.sinks and self.options["sliding_window"] is not None:
+            raise ValueError(f"exact first tokens with a sliding window are not served, got {recent.sinks} and a window of {self.options['sliding_window']}")
         if self.plan is None:
-            n, ends, exact = step.tokens, step.starts.tolist(), None
+            n, ends, exact, begin = step.tokens, step.starts.tolist(), None, None
             if recent is not None:
-                before = [length - (b - a) for length, a, b in zip(step.lengths.tolist(), ends, ends[1:])]
-                read = [recent.read(i, max(0, x), self.key.d) for i, x in enumerate(before)]
-                exact = [(self._centred(near).transpose(0, 1), x.transpose(0, 1)) for near, x in read]
+                before = [max(0, length - (b - a)) for length, a, b in zip(step.lengths.tolist(), ends, ends[1:])]
+                exact, begin = (
+                    [(self._centred(keys).transpose(0, 1), x.transpose(0, 1)) for keys, x in (read(i, past, self.key.d) for i, past in enumerate(before))]
+                    for read in (recent.read, recent.read_first)
+                )
             states = self.key, self.value, step.table, step.lengths, step.starts, self._centred(k[:n]), v[:n]
-            out[:n] = attend_cells(q[:n], cache, self.cell, *states, self.scaling, **self.options, recent=exact)[0]
+            out[:n] = attend_cells(q[:n], cache, self.cell, *states, self.scaling, **self.options, recent=exact, first=begin)[0]
             return
         if n := step.decodes:
             self._decode(q, k, v, cache, step.table[:n], step.lengths[:n], slice(n * step.each), out, workspace, recent)
@@ -350,25 +372,26 @@ class CodedAttention:
             own, lse = self.flash(q[first:last], keys, values, starts, ends, self.scaling, True, left, softcap)
             out[first:last] = own
             for c in run:
-                if (coded := c.past - (0 if recent is None else recent.tokens)) > 0:
+                begin, coded = (0, c.past) if recent is None else (recent.sinks, c.past - recent.tokens)
+                if coded > begin:
                     here, mine = slice(c.first, c.last), slice(c.first - first, c.last - first)
-                    self._add_past(q[here], cache, step.table[c.request], c, coded, out[here], lse[mine], past)
+                    self._add_past(q[here], cache, step.table[c.request], c, begin, coded, out[here], lse[mine], past)
 
     def _exact(self, run, k, v, starts, recent) -> tuple:  # (keys, values, where those of each chunk begin)
-        "What the chunks of a run read exactly: recent tokens and their own."
+        "What the chunks of a run read exactly: first tokens, recent ones and their own."
         k = self._centred(k)
         if recent is None:
             return k, v, starts
         keys, values, ends = [], [], [0]
         for c, a, b in zip(run, starts, starts[1:]):
-            near = recent.read(c.request, c.past, self.key.d)
-            keys += [self._centred(near[0]), k[a:b]]
-            values += [near[1], v[a:b]]
-            ends.append(ends[-1] + len(near[0]) + b - a)
+            begin, near = (read(c.request, c.past, self.key.d) for read in (recent.read_first, recent.read))
+            keys += [self._centred(begin[0]), self._centred(near[0]), k[a:b]]
+            values += [begin[1], near[1], v[a:b]]
+            ends.append(ends[-1] + len(begin[0]) + len(near[0]) + b - a)
         return torch.cat(keys), torch.cat(values), ends
 
-    def _add_past(self, q, cache, table, c: Chunk, coded: int, own, own_lse, past) -> None:
-        "Make `own`, a chunk's attention to what it reads exactly, its attention to the first `coded` tokens too."
+    def _add_past(self, q, cache, table, c: Chunk, first: int, coded: int, own, own_lse, past) -> None:
+        "Make `own`, a chunk's attention to what it reads exactly, its attention to the tokens from `first` to `coded` too."
         (k, v), (window, softcap), n = past, self.options.values(), self.cell.tokens
         rotated, q_factor = self._rotated(q)
         far, far_lse = None, None
@@ -379,10 +402,11 @@ class CodedAttention:
             if window is not None:  # later queries see none of this piece
                 seeing = min(c.tokens, begin + tokens - c.past + window - 1)
                 left = begin + tokens - c.past + window - 1 - seeing
-            if seeing <= 0:
+            skip = max(0, first - begin)
+            if seeing <= 0 or skip >= tokens:
                 continue
             past_cells(cache, self.plan, table[begin // n :], tokens, k, v)
-            o, lse = self.flash(rotated[:seeing], k[:tokens], v[:tokens], [0, seeing], [0, tokens], self.scaling * q_factor, False, left, softcap)
+            o, lse = self.flash(rotated[:seeing], k[skip:tokens], v[skip:tokens], [0, seeing], [0, tokens - skip], self.scaling * q_factor, False, left, softcap)
             if seeing < c.tokens:
                 o, lse = torch.nn.functional.pad(o, (0, 0, 0, 0, 0, c.tokens - seeing)), torch.nn.functional.pad(lse, (0, 0, 0, c.tokens - seeing), value=-torch.inf)
             far, far_lse = (o, lse) if far is None else join(far, far_lse, o, lse)

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['VERSIONS', 'BLOCKS', 'MOST', 'version_reason', 'options_of', 'CodedWindowSpec', 'CodedSpec', 'Backend', 'Meta',
            'Builder', 'recent_name', 'RecentMeta', 'RecentBuilder', 'RecentBackend', 'RecentLayer', 'heads_of',
-           'workspace_floats', 'layer_reasons', 'parallel_reasons', 'recent_reasons', 'draft_reasons', 'Impl',
-           'register']
+           'workspace_floats', 'with_room', 'layer_reasons', 'parallel_reasons', 'recent_reasons', 'room_reasons',
+           'draft_reasons', 'Impl', 'register']
 
 # %% ../../nbs/77_vllm.ipynb #77a00007
 import os
@@ -16,8 +16,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..cache.pages import Recent
-from ..kernels.cells import Workspace
+from ..cache.pages import Recent, sink_origins
+from ..kernels.cells import Workspace, locate_sinks
 from .step import SHORT, CodedAttention, ServingConfig, Step, dense
 
 try:
@@ -211,13 +211,28 @@ class RecentMeta(AttentionMetadata):
     "What is told of the recent blocks of a batch."
 
     table: Tensor
+    origins: Tensor | None = None  # [at least T, sinks] of `sink_origins`
 
 
 class RecentBuilder(Builder):
-    "From vLLM's batch, cut as for the codes, to the table of its recent blocks."
+    "From vLLM's batch, cut as for the codes, to the table of its recent blocks and the origins of first tokens."
+
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        sinks, captured = ServingConfig.of(options_of(vllm_config)).sinks, vllm_config.compilation_config.cudagraph_capture_sizes or ()
+        tokens = max(vllm_config.scheduler_config.max_num_batched_tokens, *captured, 1)
+        self.block = kv_cache_spec.block_size
+        self.origins = torch.full((tokens, sinks), -1, dtype=torch.int32, device=device) if sinks else None
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> RecentMeta:
-        return RecentMeta(common_attn_metadata.block_table_tensor)
+        c = common_attn_metadata
+        if self.origins is not None:
+            batch = c.block_table_tensor, c.seq_lens, c.query_start_loc, c.slot_mapping, self.block
+            if self.origins.device.type == "cuda":
+                locate_sinks(*batch, self.origins)
+            else:
+                self.origins[: len(c.slot_mapping)] = sink_origins(*batch, self.origins.shape[1])
+        return RecentMeta(c.block_table_tensor, self.origins)
 
 
 class RecentBackend(Backend):
@@ -304,12 +319,21 @@ def workspace_floats(requests: int, heads: int, group: int, d_value: int, progra
     return most * max(rows, 16) * (d_value + 4)
 
 
-def _recent_blocks(layer) -> tuple:  # (blocks, name, context)
+def with_room(blocks: Tensor, sinks: int) -> Tensor:  # [blocks, H, n + sinks, C]
+    "Blocks [blocks, H, n, C] of pages of our own, with rows for first tokens in each page's room. Raises ValueError where a page has none."
+    count, heads, n, c = blocks.shape
+    if blocks.stride(0) < heads * (n + sinks) * c:
+        raise ValueError(f"a page of {blocks.stride(0):,} numbers has no room for {n} recent and {sinks} first tokens of {heads} heads with {c} numbers each")
+    return blocks.as_strided((count, heads, n + sinks, c), (blocks.stride(0), (n + sinks) * c, c, 1))
+
+
+def _recent_blocks(layer, sinks: int) -> tuple:  # (blocks, name, context)
     "Of a layer of vLLM: the blocks of its recent tokens, and the name under which the context of a step tells more of them."
     from vllm.forward_context import get_forward_context
 
     context, name = get_forward_context(), recent_name(layer.layer_name)
-    return context.no_compile_layers[name].kv_cache, name, context
+    blocks = context.no_compile_layers[name].kv_cache
+    return with_room(blocks, sinks) if sinks else blocks, name, context
 
 
 @lru_cache(maxsize=64)
@@ -364,6 +388,15 @@ def recent_reasons(config, sliding_window, scheduler, parallel) -> list:
     return [f"{config.recent} exact recent tokens {why}: \"recent\": 0 turns them off" for why, applies in reasons.items() if applies and config.recent]
 
 
+def room_reasons(config, tokens: int, d: int, itemsize: int) -> list:
+    "Why pages of blocks of so many tokens have no room for recent and first ones."
+    try:
+        config.recent_block(tokens, d, itemsize)
+    except ValueError as error:
+        return [f"{config.recent} recent and {config.sinks} first tokens in blocks of {tokens}: {error}"]
+    return []
+
+
 MOST = 16  # tokens of a request that the kernel on codes takes at once
 
 
@@ -389,9 +422,11 @@ class Impl(AttentionImpl):
         reasons += parallel_reasons(current.parallel_config) + draft_reasons(current.speculative_config)
         self.config, self.kv_cache_dtype = ServingConfig.of(options_of(current)), kv_cache_dtype
         reasons += recent_reasons(self.config, sliding_window, current.scheduler_config, current.parallel_config)
+        if self.config.recent:
+            reasons += room_reasons(self.config, current.cache_config.block_size, head_size, current.model_config.dtype.itemsize)
         if self.config.calibration is not None:
             self.config.calibration.check(current.model_config.hf_config)
-            if logits_soft_cap:
+            if logits_soft_cap and self.config.means:
                 reasons.append("a soft cap on keys that a calibration centres")
         if reasons:
             raise ValueError(f"turboquant_nb does not serve {'; '.join(reasons)}")
@@ -411,7 +446,7 @@ class Impl(AttentionImpl):
         programs = 64 * torch.cuda.get_device_properties(device).multi_processor_count if gpu else 0
         group = self.num_heads // self.num_kv_heads
         floats = max(workspace_floats(self.requests, self.num_kv_heads, group, self.head_size, programs, m) for m in (SHORT, 1 + self.drafts)) if gpu else 0
-        self.layer.prepare(dtype, self.drafts, self.config.recent)
+        self.layer.prepare(dtype, self.drafts, self.config.recent, self.config.sinks)
         d, past = self.head_size, -(-self.config.past_tokens // 256) * 256
         self.workspace, self.past = _shared_memory(device, floats, past if gpu else 0, self.num_kv_heads, d, d, dtype)
 
@@ -422,9 +457,12 @@ class Impl(AttentionImpl):
         n = slot_mapping.shape[0]
         self.layer.store(kv_cache, key[:n], value[:n], slot_mapping)
         if self.config.recent:
-            blocks, name, context = _recent_blocks(layer)
-            slots = context.slot_mapping[name]
-            self.layer.store_recent(blocks, key[: len(slots)], value[: len(slots)], slots)
+            blocks, name, context = _recent_blocks(layer, self.config.sinks)
+            slots, origins = context.slot_mapping[name], None
+            if self.config.sinks:  # without metadata it is a run of nobody's tokens
+                told = (context.attn_metadata or {}).get(name)
+                origins = slots.new_full((len(slots), self.config.sinks), -1, dtype=torch.int32) if told is None else told.origins[: len(slots)]
+            self.layer.store_recent(blocks, key[: len(slots)], value[: len(slots)], slots, origins)
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None) -> Tensor:
         "Attention of a step. Without metadata it is the profiling run, which counts memory."
@@ -438,8 +476,8 @@ class Impl(AttentionImpl):
         q, k, v = query.view(len(query), self.num_heads, -1), key.view(len(key), self.num_kv_heads, -1), value.view(len(value), self.num_kv_heads, -1)
         recent = None
         if self.config.recent:
-            blocks, name, context = _recent_blocks(layer)
-            recent = Recent(blocks, context.attn_metadata[name].table, self.config.recent)
+            blocks, name, context = _recent_blocks(layer, self.config.sinks)
+            recent = Recent(blocks, context.attn_metadata[name].table, self.config.recent, self.config.sinks)
         self.layer.attend(q, k, v, kv_cache, attn_metadata.step, shaped, self.workspace, self.past, recent)
         return output
 
