@@ -1038,8 +1038,8 @@ class _EmbeddedCodebook:
     c - 2**bits that has lost its last bit."""
 
     def __init__(self, book):
-        self.book, self.bits = book, book.bits
-        self.levels = torch.cat([book.levels, truncate(book, keep=2).levels], -1)
+        self.book, self.truncated, self.bits = book, truncate(book, keep=2), book.bits
+        self.levels = torch.cat([book.levels, self.truncated.levels], -1)
         rows, width = self.levels[..., 0], self.levels.shape[-1]
         self.row = torch.arange(rows.numel(), device=rows.device).view(rows.shape) * width
 
