@@ -1121,7 +1121,7 @@ def decay(self: KVStore, before: int) -> None:
 def _table_tensors(x) -> list:
     "The tensors of a codebook of any kind."
     if isinstance(x, _EmbeddedCodebook):
-        return [x.levels, x.row, *_table_tensors(x.book)]
+        return [x.levels, x.row, *_table_tensors(x.book), *_table_tensors(x.truncated)]
     if hasattr(x, "groups"):  # a table per group of channels
         return [t for *_, book in x.groups for t in _table_tensors(book)]
     return [x.levels, x.edges] + ([x.grid.levels] if x.grid else [])
