@@ -78,7 +78,7 @@ def decode_quads(
     table: Tensor,  # of `quad_table`
     out: Tensor | None = None,  # [n, d, tile], takes as many numbers
 ) -> Tensor:  # [..., d, tile] fp32, token i * rows + t at 4 t + i
-    "Levels of whole tiles in steps of the codebook's grid: integers; the levels themselves where it has none."
+    "Levels of whole tiles in steps of the codebook's grid. Without a grid the step is 1."
     index = quad_index(planes, layout)
     levels = table.index_select(0, index.flatten()).view(_LEVEL[table.dtype]).view(*index.shape[:-1], layout.tile)
     return levels.float() if out is None else out.view(levels.shape).copy_(levels)
