@@ -19,6 +19,7 @@ BENCHES = {  # module: (whether it needs an NVIDIA GPU, what it measures)
     "maps": (True, "what a matrix for every head costs both kernels"),
     "generate": (True, "decode steps of a whole model, launched and replayed; memory"),
     "generate_cpu": (False, "tokens per second of generate() on a CPU, on codes and uncompressed"),
+    "decode_cpu": (False, "a decode step of one layer on a CPU, by recipe"),
     "serving": (True, "a vLLM engine with codes in its blocks against bf16 and fp8"),
     "serving_kernels": (True, "kernels on an engine's blocks, by block size"),
     "proteins": (True, "memory and time of ESM-2 650M"),

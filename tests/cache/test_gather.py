@@ -23,13 +23,29 @@ def close(got, want, limit=2e-5):
     assert (got[0] - want[0]).abs().max() <= limit * want[0].abs().max() and ((got[1] - want[1])[~hidden].abs() <= limit).all()
 
 
-@pytest.mark.parametrize("seed", range(24))
-def test_random_steps_are_attention_on_codes(seed):
+def some_bits(r, d, kind):
+    "Bits of a side: one number; of `mixed` sides a fraction or a number for each channel; with a QJL residual at least 2."
+    if kind == "mixed" and r.random() < 0.8:
+        return r.choice((r.randint(1, 3) + r.randint(1, d - 1) / d, tuple(r.choice(r.choice(((1, 2, 3, 4), (2, 4)))) for _ in range(d))))
+    return r.randint(2 if kind == "qjl" else 3 if kind == "decay" else 1, 4)
+
+
+CASES = [("plain", seed) for seed in range(24)] + [(kind, seed) for kind in ("mixed", "qjl", "decay") for seed in range(10)]
+
+
+@pytest.mark.parametrize("kind, seed", CASES)
+def test_random_steps_are_attention_on_codes(kind, seed):
     g, r = torch.Generator().manual_seed(seed), random.Random(seed)
     dk, dv, heads, groups, batch = r.choice((16, 17, 40, 64)), r.choice((16, 31, 64)), r.choice((1, 3)), r.choice((1, 2, 7)), r.choice((1, 2, 3))
-    key = Spec(r.randint(1, 4), center=r.choice(("none", "prompt_mean", "pre_rope")), codebook=r.choice(("sphere", "uniform")), scale_dtype=r.choice(("float16", "float32")))
-    value = Spec(r.randint(1, 4), rotation=r.choice(("hadamard", "haar")), center=r.choice(("none", "prompt_mean")))
+    key = Spec(some_bits(r, dk, kind), center=r.choice(("none", "prompt_mean", "pre_rope")), codebook=r.choice(("sphere", "uniform")), scale_dtype=r.choice(("float16", "float32")))
+    value = Spec(some_bits(r, dv, kind), rotation=r.choice(("hadamard", "haar")), center=r.choice(("none", "prompt_mean")))
     recipe = Recipe(key, value, sinks=r.choice((0, 4)), recent=r.choice((0, 1, 16)))
+    if kind == "qjl":
+        which = r.choice((("key",), ("value",), ("key", "value")))
+        recipe = replace(recipe, **{side: replace(getattr(recipe, side), residual="qjl", codebook="sphere") for side in which})
+    if kind == "decay":
+        other = replace(value, bits=r.choice((2, value.bits, some_bits(r, dv, "mixed"))))
+        recipe = replace(recipe, value=other, decay=r.choice((1, 40, 100)))
     store = KVStore(recipe, batch, heads, dk, dv, tile=r.choice((16, 64, 256)), inv_freq=FREQ)
     store.set_range(start=torch.tensor([r.choice((0, 0, 5, 130)) for _ in range(batch)]))
     new = lambda n: (torch.randn(batch, heads, n, dk, generator=g) + 1, torch.randn(batch, heads, n, dv, generator=g) - 1)  # noqa: E731
@@ -46,6 +62,11 @@ def test_random_steps_are_attention_on_codes(seed):
             close(gather.attend(q, store, **options), attention.attend(q, store, **options))
         if window:
             store.evict(store.length - window - 1)
+        if kind == "decay" and r.random() < 0.5 and store.length > 60:
+            before = store.length - 30
+            for side, truncation in store._truncations(before, store.length)[:1]:  # of keys alone, where both could
+                side.adopt(truncation)
+            close(gather.attend(q, store, **options), attention.attend(q, store, **options))
 
 
 @pytest.mark.parametrize("dtype, limit", [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
@@ -88,19 +109,33 @@ def test_blocks_change_nothing_but_the_order_of_sums(monkeypatch):
     q = torch.randn(2, 4, 1, 64, generator=g)
     whole = gather.attend(q, store)
     monkeypatch.setattr(gather, "BLOCK", 1)
-    assert gather._Tiles(store, store.key, slice(0, 22)).at_once == 1
+    assert gather._code_tiles(store.key, slice(0, 22))[0].at_once == 1
     close(gather.attend(q, store), whole)
 
 
-@pytest.mark.parametrize("recipe, more, why", [
-    (Recipe(key=Spec(2.5)), {}, "keys have channels of different bits"), (Recipe(value=Spec(3.5)), {}, "values have channels of different bits"),
-    (Recipe(residual="prod"), {}, "keys have a QJL residual"), (Recipe(), dict(static=True, max_length=512), "the store is static"),
-])
-def test_what_is_not_served(recipe, more, why):
-    store = KVStore(recipe, 1, 2, 64, **more)
-    store.append(*torch.randn(2, 1, 2, 300, 64))
-    with pytest.raises(ValueError, match=f"cannot serve this call: {why}"):
-        gather.attend(torch.randn(1, 2, 1, 64), store)
+def test_what_is_not_served():
+    "A static store, sequences with ends, several queries: each with its reason."
+    q, static, ends = torch.randn(1, 2, 1, 64), KVStore(Recipe(), 1, 2, 64, static=True, max_length=512), KVStore(Recipe(), 1, 2, 64)
+    for store in (static, ends):
+        store.append(*torch.randn(2, 1, 2, 300, 64))
+    assert gather.supports(q, ends) == (True, "")
+    ends.set_range(end=200)
+    for query, store, why in ((q, static, "the store is static"), (q, ends, "sequences have ends"), (q.expand(-1, -1, 2, -1), ends, "one query a sequence")):
+        with pytest.raises(ValueError, match=f"cannot serve this call: {why}"):
+            gather.attend(query, store)
+
+
+def test_scales_of_hidden_tokens_stay_as_they_are():
+    "Kernels leave NaN where a token was refused; a step that hides it counts it for nothing and writes nothing, in tiles of one row too."
+    store = KVStore(Recipe(Spec(3, scale_dtype="float32"), Spec(3, scale_dtype="float32"), sinks=0, recent=0), 1, 1, 16, tile=4)
+    store.append(*torch.randn(2, 1, 1, 40, 16, generator=torch.Generator().manual_seed(0)))
+    q, options = torch.randn(1, 1, 1, 16), dict(sliding_window=9)
+    want = gather.attend(q, store, **options)
+    store._need_flags()
+    for side in store.sides:
+        side.tensors["scale"].flatten(2)[:, :, 30] = torch.nan  # in the first tile that is read, before the window
+    close(gather.attend(q, store, **options), want, 0)
+    assert all(side.tensors["scale"].flatten(2)[0, 0, 30].isnan() for side in store.sides)
 
 
 def test_no_gradient_is_lost_in_silence():
@@ -112,6 +147,7 @@ def test_no_gradient_is_lost_in_silence():
 
 def assert_same_store(one, other):
     assert one.length == other.length and one._recent_from == other._recent_from
+    assert [s.truncated_tiles for s in one.sides] == [s.truncated_tiles for s in other.sides]
     for a, b in zip(one.sides, other.sides):
         assert a.tensors.keys() == b.tensors.keys()
         for name, t in a.tensors.items():
@@ -119,19 +155,22 @@ def assert_same_store(one, other):
     assert one.position is None or torch.equal(one.position, other.position)
 
 
-@pytest.mark.parametrize("static", (False, True))
-@pytest.mark.parametrize("seed", range(16))
-def test_one_token_has_the_bits_of_the_store(seed, static):
+@pytest.mark.parametrize("kind, static, seed", [("plain", static, seed) for seed in range(16) for static in (False, True)]
+                         + [("mixed", static, seed) for seed in range(4) for static in (False, True)] + [(kind, False, seed) for kind in ("qjl", "decay") for seed in range(6)])
+def test_one_token_has_the_bits_of_the_store(kind, static, seed):
     "Random recipes, shapes, paddings, crops; sinks that come one by one; over borders of quarters and tiles, in both storages."
     g, r = torch.Generator().manual_seed(seed), random.Random(seed)
     dk, heads, batch = r.choice((16, 17, 40, 64)), r.choice((1, 3)), r.choice((1, 2, 3))
     dv, dtype = r.choice((dk, 31)), r.choice((torch.float32, torch.float32, torch.bfloat16))
     kinds = dict(codebook=r.choice(("sphere", "uniform")), scale=r.choice(("mse", "norm", "unbiased")), scale_dtype=r.choice(("float16", "bfloat16", "float32")))
-    key = Spec(r.randint(1, 4), center=r.choice(("none", "prompt_mean", "pre_rope")), **kinds)
-    if key.bits > 1 and r.random() < 0.3:
+    key = Spec(some_bits(r, dk, kind), center=r.choice(("none", "prompt_mean", "pre_rope")), **kinds)
+    if kind in ("plain", "decay") and key.bits > 1 and r.random() < 0.3:
         key = replace(key, residual="sign")  # another codebook
-    value = Spec(r.choice((key.bits, r.randint(1, 4))), rotation=r.choice(("hadamard", "haar", "identity")), center=r.choice(("none", "prompt_mean")), **kinds)
-    recipe = Recipe(key, value, sinks=r.choice((0, 4)), recent=r.choice((0, 1, 16)))
+    value = Spec(r.choice((key.bits if dk == dv else 3, some_bits(r, dv, kind))), rotation=r.choice(("hadamard", "haar", "identity")), center=r.choice(("none", "prompt_mean")), **kinds)
+    recipe = Recipe(key, value, sinks=r.choice((0, 4)), recent=r.choice((0, 1, 16)), decay=r.choice((1, 20, 40)) if kind == "decay" else None)
+    if kind == "qjl":
+        which = r.choice((("key",), ("value",), ("key", "value")))
+        recipe = replace(recipe, **{side: replace(getattr(recipe, side), residual="qjl") for side in which})
     more = dict(dtype=dtype, tile=r.choice((16, 64, 256)), inv_freq=FREQ, static=static, max_length=600 if static else None)
     mine, want = (KVStore(recipe, batch, heads, dk, dv, **more) for _ in range(2))
     start = torch.tensor([r.choice((0, 0, 5, 13)) for _ in range(batch)])
@@ -139,8 +178,9 @@ def test_one_token_has_the_bits_of_the_store(seed, static):
         store.set_range(start=start)
     for n in (r.randint(1, 14), *[1] * 30, r.randint(2, 40), *[1] * 30):
         states = [(torch.randn(batch, heads, n, d, generator=g) + 1).to(dtype) for d in (dk, dv)]
-        did, first = gather.append(mine, *states), not mine.length
-        assert did == (n == 1 and not first)
+        first, aged = not mine.length, kind == "decay" and any(s.truncated_planes and (mine.length + 1 - recipe.decay) // mine.tile > s.truncated_tiles for s in mine.sides)
+        did = gather.append(mine, *states)
+        assert did == (n == 1 and not first and not aged and all(mine.length - did >= s.truncated_tiles * mine.tile for s in mine.sides))
         if not did:
             mine.append(*states)
         want.append(*states)
@@ -181,13 +221,17 @@ def test_what_is_unusual_is_left_to_the_store(spoil, side):
     assert all(torch.equal(t, before[name]) for name, t in store.state()[0].items())
 
 
-@pytest.mark.parametrize("recipe, more", [
-    (Recipe(Spec(2.5)), {}), (Recipe(residual="prod"), {}), (Recipe(decay=256), {}), (Recipe(), dict(max_length=300)),
-])
-def test_stores_whose_token_takes_the_long_way(recipe, more):
-    store = KVStore(recipe, 1, 2, 64, **more)
-    store.append(*torch.randn(2, 1, 2, 300, 64))
-    assert not gather.append(store, *torch.randn(2, 1, 2, 1, 64))
+def test_stores_whose_token_takes_the_long_way():
+    "A full store; the token that makes a tile old enough to be truncated; a token for a tile that is truncated already."
+    new = lambda n: torch.randn(2, 1, 2, n, 64)  # noqa: E731
+    full, aging = KVStore(Recipe(), 1, 2, 64, max_length=300), KVStore(Recipe(decay=256), 1, 2, 64)
+    full.append(*new(300))
+    aging.append(*new(510))
+    assert not gather.append(full, *new(1)) and gather.append(aging, *new(1)) and not gather.append(aging, *new(1)), "512 tokens: the first tile is 256 tokens old"
+    aging.append(*new(1))
+    assert aging.key.truncated_tiles == 1 and gather.append(aging, *new(1))
+    aging.crop(aging.length - 100)
+    assert aging.key.truncated_tiles == 1 and not gather.append(aging, *new(1))
     usual = KVStore(Recipe(), 1, 2, 64)
     one = torch.randn(2, 1, 2, 1, 64)
     assert not gather.append(usual, *one), "the first token has the mean to itself"
@@ -195,9 +239,12 @@ def test_stores_whose_token_takes_the_long_way(recipe, more):
     assert not gather.append(usual, *one.double()) and not gather.append(usual, *one[..., :32]) and gather.append(usual, *one)
 
 
-def test_calls_of_a_step():
+@pytest.mark.parametrize("recipe, to_code, to_attend", [
+    (replace(Recipe(), key=Spec(3, center="pre_rope")), 110, 150), (Recipe(Spec(2.5), Spec(2.5)), 170, 190), (Recipe(residual="prod"), 150, 170), (Recipe(decay=256), 110, 190),
+], ids=("k3v3", "2.5 bits", "prod", "decay"))
+def test_calls_of_a_step(recipe, to_code, to_attend):
     "What a step costs on a short past is PyTorch's calls: their numbers are held down."
-    store = KVStore(replace(Recipe(), key=Spec(3, center="pre_rope")), 1, 3, 64, inv_freq=FREQ)
+    store = KVStore(recipe, 1, 3, 64, inv_freq=FREQ)
     store.append(*torch.randn(2, 1, 3, 600, 64))
     one, q = torch.randn(2, 1, 3, 1, 64), torch.randn(1, 9, 1, 64)
     with torch.no_grad():
@@ -208,8 +255,8 @@ def test_calls_of_a_step():
         gather.attend(q, store, *one)
         with Calls() as attending:
             gather.attend(q, store, *one)
-    assert coding.n < long.n / 2 and coding.n <= 110, (coding.n, long.n)
-    assert attending.n <= 150, attending.n
+    assert coding.n < long.n / 2 and coding.n <= to_code, (coding.n, long.n)
+    assert attending.n <= to_attend, attending.n
 
 
 def test_results_are_ordinary_tensors():

@@ -50,12 +50,20 @@ def combine(capability=90, d=128, fast=True, together=1, each=16):
     return triton.compile(source(decode._combine_kernel, ASTSource, types, constants), target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def portable(capability=90, d=128, bits=(3, 3)):
-    "The portable kernel."
+def portable(capability=90, d=128, bits=(3, 3), parts=()):
+    """The portable kernel; parts: "groups" (half of the channels have one bit less), "aged" (tiles that lost a plane), "signed" (a QJL residual of keys)."""
     types = TYPES | dict.fromkeys(("SHIFT", "MV", "TABLE"), "*fp32") | dict.fromkeys(("KSCALE", "VSCALE"), "*fp16")
     padded = 1 << (d - 1).bit_length()
     constants = dict(D=d, DP=padded, DV=d, DVP=padded, R=64, BR=16, KB=bits[0], VB=bits[1], Q=16, HAS_START=False, HAS_END=False, HAS_LENGTH=False,
                      PAGED=False, BIASED=False, SLIDING=False, CAPPED=False)
+    constants |= decode._NO_PARTS
+    if parts:
+        given = {"L0": "*u8", "L1": "*u8", "L2": "*u8", "W0": "*u8", "W1": "*u8", "W2": "*u8"}
+        given |= {"key_old": "i32", "value_old": "i32"} if "aged" in parts else {}
+        given |= {"SIGNS": "*u8", "NORM": "*fp16", "SKETCHED": "*fp32"} if "signed" in parts else {}
+        first, others = (d // 2, [b - 1 for b in bits]) if "groups" in parts else (d, [0, 0])
+        constants |= dict(PARTS=True, AGED="aged" in parts, SIGNED="signed" in parts, KD1=first, VD1=first, KB2=others[0], VB2=others[1])
+        constants, types = {name: x for name, x in constants.items() if name not in given}, types | given
     src = source(decode._portable_kernel, ASTSource, types, constants)
     return triton.compile(src, target=GPUTarget("cuda", capability, 32), options=dict(num_warps=8 if d > 128 else 4, num_stages=1))
 

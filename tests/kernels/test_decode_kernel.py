@@ -50,7 +50,7 @@ cpu_only = mark.skipif(CUDA, reason="Triton's interpreter, where there is no GPU
 
 
 def setup(B=2, H=2, G=2, d=32, dv=None, T=300, kb=3, vb=3, n=1, dtype=torch.float32, center="prompt_mean", vcenter="none", sinks=4, win=16,
-          m=0, start=None, end=None, rotary=None, static=False, scale="mse", rot="hadamard", tile=256, residual="none", evict=0, big=False, scale_dtype="float16", table="sphere"):
+          m=0, start=None, end=None, rotary=None, static=False, scale="mse", rot="hadamard", tile=256, residual="none", evict=0, big=False, scale_dtype="float16", table="sphere", decay=0):
     "A query, a store with T tokens, and the last m of them exact."
     g = torch.Generator().manual_seed(1)
     rand = lambda *s: torch.randn(*s, generator=g)
@@ -73,6 +73,8 @@ def setup(B=2, H=2, G=2, d=32, dv=None, T=300, kb=3, vb=3, n=1, dtype=torch.floa
     store.append(k[:, :, -n:], v[:, :, -n:])
     if end is not None:
         store.set_range(end=torch.tensor(end))
+    if decay:
+        store.decay(decay)
     if evict:
         store.evict(evict)
     return q, store, dict(k=k[:, :, -m:], v=v[:, :, -m:]) if m else {}
@@ -139,6 +141,40 @@ def test_portable_bits(kb, vb):
 @mark.parametrize("case,options", FEATURES)
 def test_portable_features(case, options):
     agree(dict(d=16, H=1) | case, options, "portable", PORTABLE if not case.get("big") else 1e-5)
+
+
+PARTS = [
+    (dict(kb=2.5, vb=3.5), {}), (dict(kb=1.5, vb=2.25, start=[0, 37], vcenter="prompt_mean"), dict(sliding_window=100)), (dict(kb=3.5, center="pre_rope", n=3, m=3), dict(softcap=9.0)),
+    (dict(kb=2.5, static=True), {}), (dict(kb=2.25, vb=1.5, d=48, dv=16), {}), (dict(kb=(4,) * 20 + (1,) * 12), {}), (dict(residual="qjl"), {}), (dict(residual="qjl", kb=4, vb=2.5, n=2, start=[0, 37]), dict(sliding_window=50)),
+    (dict(decay=150), {}), (dict(decay=200, kb=4, vb=2, start=[0, 70]), dict(sliding_window=220)), (dict(decay=200, kb=3.5, vb=2.5, n=5, m=20), dict(recent=16)),
+    (dict(decay=270, kb=1, vb=4, evict=70, center="pre_rope"), dict(softcap=5.0, splits=3)),
+]
+
+
+@needs_triton
+@mark.parametrize("case,options", PARTS)
+def test_portable_codes_in_parts(case, options):
+    "Channels of different bits, a residual of keys, tiles that lost a plane; keys and values with other parts."
+    case = dict(d=32, H=1, B=2, G=1, tile=64, T=300) | case
+    agree(case, options, "portable", PORTABLE)
+
+
+@needs_triton
+def test_a_plan_follows_decay_and_its_end():
+    "Truncated tiles come, sequences are chosen, and the tiles go with a crop: each time the same as `attend`, by the right tables."
+    q, store, _ = setup(d=32, H=1, G=1, T=200, tile=64)
+    gap = lambda: float((decode_attention(q, store, kernel="portable")[0] - attend(q, store)[0]).norm() / attend(q, store)[0].norm())  # noqa: E731
+    assert gap() < PORTABLE and launch._plan_of(store).tables.parts is None
+    store.decay(130)
+    assert gap() < PORTABLE and launch._plan_of(store).aged and launch._plan_of(store).tables.parts is not None
+    assert "decay" in supports(q, store, kernel="fragments")[1] and supports(q, store) == (True, "")
+    store.select(torch.tensor([1, 1]))
+    assert gap() < PORTABLE
+    store.crop(store.length - 40)  # in the first truncated tile
+    assert store.key.truncated_tiles == 1 and gap() < PORTABLE
+    store.crop(store.length)
+    store.append(torch.randn(2, 1, 40, 32, device=DEVICE), torch.randn(2, 1, 40, 32, device=DEVICE))
+    assert store.key.truncated_tiles == 0 and gap() < PORTABLE and launch._plan_of(store).tables.parts is None
 
 
 @needs_triton
@@ -373,15 +409,16 @@ REFUSALS = [
     (dict(), dict(mask=torch.ones(1, 1, 1, 1, dtype=torch.bool)), "mask"),
     (dict(n=17), {}, "1 to 16 query tokens"),
     (dict(G=17), {}, "16 query heads"),
-    (dict(kb=2.5), {}, "equally many bits"),
-    (dict(kb=(1, 2, 3, 4) * 8), {}, "equally many bits"),
-    (dict(residual="qjl"), {}, "QJL"),
+    (dict(kb=2 + 1 / 32), {}, "one or two groups of even size"),
+    (dict(kb=(2, 3) * 16), {}, "one or two groups of even size"),
+    (dict(vb=(4, 3, 2, 1) * 8), {}, "one or two groups of even size"),
     (dict(d=24), {}, "multiple of 16"),
     (dict(d=272), {}, "multiple of 16"),
     (dict(tile=60), {}, "power of two"),
     (dict(dtype=torch.float64), {}, "float16, bfloat16 or float32"),
 ]
 FRAGMENT_REFUSALS = [
+    (dict(kb=2.5), "equally many bits"), (dict(residual="qjl"), "QJL"), (dict(decay=40, tile=16), "lost a plane (decay)"),
     (dict(kb=1, d=64), "2 to 4 bits"), (dict(d=128, dv=64), "same power of two"), (dict(d=64, tile=512), "at most 256 tokens"),
 ]
 
@@ -417,7 +454,7 @@ def test_more_refusals():
     q = q.detach()
     _, truncated_tiles, _ = setup(B=1, H=1, T=600, d=64, sinks=0, win=0)
     truncated_tiles.decay(600)
-    assert "decay" in supports(q, truncated_tiles)[1]
+    assert "decay" in supports(q, truncated_tiles, kernel="fragments")[1] and supports(q, truncated_tiles) == (True, "")
     truncated_tiles.crop(600)
     new = torch.randn(1, 1, 9, 64, device=DEVICE)
     truncated_tiles.append(new, new)

@@ -85,6 +85,10 @@ def test_a_refused_append_changes_nothing(bad):
     assert store.length == 300 and all(torch.equal(t, before[n]) for n, t in store.key.tensors.items())
 
 
+def close(got, want, limit=1e-5):
+    assert (got[0] - want[0]).abs().max() <= limit and (got[1] - want[1]).abs().max() <= limit
+
+
 # --- long chunks -----------------------------------------------------------------------------------
 
 CHUNKS = [dict(), dict(sliding_window=20), dict(sliding_window=120), dict(sliding_window=400), dict(scaling=0.3)]
@@ -192,7 +196,20 @@ def test_the_look_up_is_asked_again_when_tiles_are_truncated_or_sequences_end():
     store.set_range(end=None)
     assert ops.select_backend(q, store)[0] == "gather"
     store.decay(256)
-    assert ops.select_backend(q, store)[0] == "torch"
+    assert ops.select_backend(q, store)[0] == "gather"
+    close(ops.attend(q, store, backend="gather"), attention.attend(q, store))
+
+
+@pytest.mark.skipif(CUDA, reason="the stores lie on a CPU here")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_look_up_serves_every_recipe(kind):
+    "All that the dispatcher calls a recipe here: fractional bits, a residual and tiles that lost a plane too."
+    more = dict(inv_freq=1e4 ** -(torch.arange(32) / 32)) if kind == "pre_rope" else {}
+    store = KVStore(KINDS[kind], 2, 2, 64, **more)
+    store.append(*torch.randn(2, 2, 2, 600, 64, generator=torch.Generator().manual_seed(0)))
+    q = torch.randn(2, 8, 1, 64, generator=torch.Generator().manual_seed(1))
+    assert ops.select_backend(q, store)[0] == "gather"
+    close(ops.attend(q, store), attention.attend(q, store))
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")

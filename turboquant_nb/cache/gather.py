@@ -8,29 +8,28 @@ __all__ = ['BLOCK', 'quad_table', 'quad_index', 'decode_quads', 'by_token', 'by_
 
 # %% ../../nbs/33_gather.ipynb #33a00007
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from .. import checks
 from . import attention
 from .packing import SLOT, TILE, WIDTHS, Layout
 from .store import KVStore, Ranges, Side, _plain
 from ..quant.quantizer import Quantizer
+from ..quant.residual import ProdQuantizer
 from ..theory.codebook import Codebook
+from ..theory.qjl import _signs_and_norm
+from ..theory.rates import MixedCodebook
 from ..theory.rope import apply_cos_sin
 
 # %% ../../nbs/33_gather.ipynb #33a0000c
-@lru_cache(maxsize=64)
-def quad_table(
-    codebook,  # of 1 to 4 bits, its levels on an int8 grid; held for as long as the table
-) -> Tensor:  # [n] int32 on the CPU, each word four int8 levels, the first quarter's first in memory
-    "The four levels that each index stands for. Raises ValueError for a codebook without an int8 grid."
-    if getattr(codebook, "grid", None) is None:
-        raise ValueError(f"codebook must have its levels on an int8 grid, got {type(codebook).__name__} without one")
-    bits = codebook.bits
+def _quad_words(levels: Tensor, bits: int) -> Tensor:
+    "`levels` [2**bits] of four codes to a word, in the order of the index."
     with torch.inference_mode(False):
         slots = torch.tensor(SLOT)
         if bits == 1:
@@ -40,7 +39,20 @@ def quad_table(
             n = 256 * (1 + (0, 0x55, 0xFF)[more])
             index = torch.arange(n)[:, None]
             codes = (index >> slots & 3) << more | (index >> 8 >> slots) & (2**more - 1)
-        return codebook.grid.levels.cpu()[codes].contiguous().view(torch.int32).flatten()
+        return levels.cpu()[codes].contiguous().view(_WORD[levels.dtype]).flatten()
+
+
+_WORD = {torch.int8: torch.int32, torch.float32: torch.complex128}  # a type of four times as many bytes: torch looks up one number for each index
+_LEVEL = {word: level for level, word in _WORD.items()}
+
+
+@lru_cache(maxsize=64)
+def quad_table(
+    codebook,  # of 1 to 4 bits; held for as long as the table
+) -> Tensor:  # [n] on the CPU, each word four levels, the first quarter's first in memory: int8 on the codebook's grid (words int32), without one fp32 (words complex128)
+    "The four levels that each index stands for. Raises TypeError for anything but a Codebook."
+    checks.instance(codebook, "codebook", Codebook)
+    return _quad_words(codebook.levels if codebook.grid is None else codebook.grid.levels, codebook.bits)
 
 # %% ../../nbs/33_gather.ipynb #33a0000f
 def quad_index(
@@ -64,11 +76,11 @@ def decode_quads(
     planes: list,  # one uint8 tensor per plane: [..., *plane_shape]
     layout: Layout,
     table: Tensor,  # of `quad_table`
-    out: Tensor | None = None,  # contiguous, takes as many numbers
-) -> Tensor:  # [..., d, tile] fp32: integers, token i * rows + t at 4 t + i
-    "Levels of whole tiles in steps of the codebook's grid."
+    out: Tensor | None = None,  # [n, d, tile], takes as many numbers
+) -> Tensor:  # [..., d, tile] fp32, token i * rows + t at 4 t + i
+    "Levels of whole tiles in steps of the codebook's grid. Without a grid the step is 1."
     index = quad_index(planes, layout)
-    levels = table.index_select(0, index.flatten()).view(torch.int8).view(*index.shape[:-1], layout.tile)
+    levels = table.index_select(0, index.flatten()).view(_LEVEL[table.dtype]).view(*index.shape[:-1], layout.tile)
     return levels.float() if out is None else out.view(levels.shape).copy_(levels)
 
 
@@ -134,15 +146,22 @@ def step_ranges(
 BLOCK = 2**20  # numbers decoded at a time: 4 MB of fp32; smaller blocks stay nearer, and cost more calls
 
 
-class _Tiles:
-    "Some tiles of one side, a block at a time; tokens in the order of `by_row`."
+@dataclass(frozen=True)
+class _Group:
+    "Channels of equal bits in some tiles of one age."
 
-    def __init__(self, store: KVStore, side: Side, tiles: slice, place: Tensor | None = None):
-        (group,) = side.groups
-        self.layout, self.tiles, self.place = group.layout, tiles, place
-        self.planes = [side.tensors[name] for name in group.names]
-        self.table, self.step, self.scale = quad_table(side.q.codebook), side.q.codebook.grid.step, side.tensors["scale"]
-        self.size = store.batch * store.heads, side.q.d, store.tile
+    planes: list  # (tensor [B, H, tiles, *plane_shape], tiles that it lacks at its front)
+    layout: Layout
+    table: Tensor  # of `quad_table`
+
+
+class _Tiles:
+    "Some tiles of coded vectors, a block at a time; channels group by group, tokens in the order of `by_row`."
+
+    def __init__(self, groups: list, scale: Tensor, step, tiles: slice, first: int):
+        self.groups, self.scale, self.step = groups, scale, step  # step: a number, or one for each channel [d]
+        self.tiles, self.first = tiles, first  # first: the tile that scores begin with
+        self.size = math.prod(scale.shape[:2]), sum(g.layout.d for g in groups), scale.shape[3]
         n, most = tiles.stop - tiles.start, max(1, BLOCK // math.prod(self.size))
         self.at_once = -(-n // -(-n // most))  # blocks of one size
 
@@ -152,41 +171,99 @@ class _Tiles:
         return self.at_once * math.prod(self.size)
 
     def weights(self) -> Tensor:  # [B * H, tiles, tile]
-        "What levels in steps of the grid are multiplied by."
-        scale = self.scale[:, :, self.tiles].float() * self.step
-        return by_row(scale, self.layout.rows).reshape(self.size[0], -1, self.size[2])
+        "The scales of the tokens."
+        scale = self.scale[:, :, self.tiles].float()
+        return by_row(scale, self.size[2] // 4).reshape(self.size[0], -1, self.size[2])
 
-    def blocks(self):
-        "(tiles counted from the first, levels [B * H * tiles, d, tile]), one after the other in the same place."
-        (heads, d, tile), first, last = self.size, self.tiles.start, self.tiles.stop
-        place = torch.empty(self.block, dtype=torch.float32) if self.place is None else self.place
-        for lo in range(first, last, self.at_once):
-            hi = min(lo + self.at_once, last)
-            x = place[: heads * (hi - lo) * d * tile].view(-1, d, tile)
-            decode_quads([p[:, :, lo:hi] for p in self.planes], self.layout, self.table, x)
-            yield slice(lo - first, hi - first), x
-
-    def put_scores(self, q: Tensor, mean_scores, out: Tensor) -> None:
-        "Scores [B * H, g, tiles, tile] of rotated queries [B * H, g, d]: products with coded keys, with their scales, and what the mean adds."
-        (heads, g, d), weights = q.shape, self.weights().unsqueeze(1)
-        for tiles, x in self.blocks():
-            one = q.unsqueeze(1).expand(heads, tiles.stop - tiles.start, g, d).reshape(-1, g, d)
-            dots = torch.bmm(one, x).view(heads, -1, g, self.size[2]).transpose(1, 2)
-            mean, into, w = mean_scores(tiles), out[:, :, tiles], weights[:, :, tiles]
-            torch.mul(dots, w, out=into) if mean is None else torch.addcmul(mean, dots, w, out=into)
-
-    def weighted(self, p: Tensor, hidden: Tensor | None = None) -> Tensor:  # [B * H, g, d]
-        """The sum of coded values with weights [B * H, g, tiles, tile]. The scale of what is `hidden` [B, tokens] counts for 0, if it is
-        NaN too."""
+    def blocks(self, place: Tensor):
+        "((first tile, last tile), levels [B * H * tiles, d, tile] in steps), one after the other in the same place."
         heads, d, tile = self.size
-        weights, g, total = self.weights(), p.shape[1], None
+        for lo in range(self.tiles.start, self.tiles.stop, self.at_once):
+            hi, at = min(lo + self.at_once, self.tiles.stop), 0
+            x = place[: heads * (hi - lo) * d * tile].view(-1, d, tile)
+            for g in self.groups:
+                planes = [p[:, :, lo - skip : hi - skip] for p, skip in g.planes]
+                decode_quads(planes, g.layout, g.table, x if g.layout.d == d else x[:, at : at + g.layout.d])
+                at += g.layout.d
+            yield (lo, hi), x
+
+    def put_scores(self, q: Tensor, begin, out: Tensor, place: Tensor) -> None:
+        """Scores [B * H, g, tiles, tile]: what they `begin` with, and the products of queries [B * H, g, d] with coded vectors, times
+        their scales."""
+        (heads, g, d), weights, own = q.shape, self.weights().unsqueeze(1), self.tiles.start
+        q = q * self.step
+        for (lo, hi), x in self.blocks(place):
+            one = q.unsqueeze(1).expand(heads, hi - lo, g, d).reshape(-1, g, d)
+            dots = torch.bmm(one, x).view(heads, -1, g, self.size[2]).transpose(1, 2)
+            part = slice(lo - self.first, hi - self.first)
+            start, into, w = begin(part), out[:, :, part], weights[:, :, lo - own : hi - own]
+            torch.mul(dots, w, out=into) if start is None else torch.addcmul(start, dots, w, out=into)
+
+    def weighted(self, p: Tensor, place: Tensor, hidden: Tensor | None = None) -> Tensor:  # [B * H, g, d]
+        """The sum of coded vectors with weights [B * H, g, tiles, tile]. The scale of what is `hidden` [B, tokens] counts for 0, if it is
+        NaN too."""
+        (heads, d, tile), own, weights, g, total = self.size, self.tiles.start, self.weights(), p.shape[1], None
+        p = p[:, :, own - self.first : self.tiles.stop - self.first]
         if hidden is not None:
-            weights.view(len(hidden), -1, hidden.shape[1]).masked_fill_(hidden[:, None], 0)
+            hidden = hidden.view(len(hidden), 1, -1, tile)[:, :, own - self.first : self.tiles.stop - self.first]
+            weights = weights.view(len(hidden), -1, *weights.shape[1:]).masked_fill(hidden, 0).view(weights.shape)
         w = torch.mul(p.transpose(1, 2), weights.unsqueeze(2), out=torch.empty(heads, p.shape[2], g, tile, dtype=torch.float32))
-        for tiles, x in self.blocks():
-            parts = torch.bmm(w[:, tiles].reshape(-1, g, tile), x.mT).view(heads, -1, g, d).sum(1)
+        for (lo, hi), x in self.blocks(place):
+            parts = torch.bmm(w[:, lo - own : hi - own].reshape(-1, g, tile), x.mT).view(heads, -1, g, d).sum(1)
             total = parts if total is None else total + parts
-        return total
+        return total * self.step
+
+# %% ../../nbs/33_gather.ipynb #33a00040
+@lru_cache(maxsize=64)
+def _tables(codebook, firsts: tuple, sizes: tuple) -> tuple:  # (`quad_table` of each group, step of the levels: a number, or [d] channels group by group)
+    "What a codebook says of groups of so many channels, from the first channel of each."
+    books = [codebook.books[j] for j in firsts] if isinstance(codebook, MixedCodebook) else [codebook]
+    steps = [1.0 if book.grid is None else book.grid.step for book in books]
+    with torch.inference_mode(False):
+        step = steps[0] if len(steps) == 1 else torch.tensor(steps).repeat_interleave(torch.tensor(sizes))
+    return [quad_table(book) for book in books], step
+
+
+def _code_tiles(side: Side, tiles: slice) -> list:  # of `_Tiles`
+    "Codes of some tiles: first those of the truncated ones, then the others."
+    book, out = side.q.codebook, []
+    firsts = tuple(g.channels.start if isinstance(g.channels, slice) else g.channels[0] for g in side.groups)
+    sizes, edge = tuple(g.layout.d for g in side.groups), side.truncated_tiles
+    for truncated, part in ((True, slice(tiles.start, min(tiles.stop, edge))), (False, slice(max(tiles.start, edge), tiles.stop))):
+        if part.start >= part.stop:
+            continue
+        tables, step = _tables(book.truncated if truncated else getattr(book, "book", book), firsts, sizes)
+        groups = []
+        for g, table in zip(side.groups, tables):
+            layout, names = (replace(g.layout, bits=g.layout.bits - 1), g.names[:-1]) if truncated and g.truncates else (g.layout, g.names)
+            groups.append(_Group([(side.tensors[name], side.tiles_before(name)) for name in names], layout, table))
+        out.append(_Tiles(groups, side.tensors["scale"], step, part, tiles.start))
+    return out
+
+
+@lru_cache(maxsize=1)
+def _sign_table() -> Tensor:
+    "The words of a plane of signs: -1 and 1."
+    return _quad_words(torch.tensor([-1, 1], dtype=torch.int8), 1)
+
+
+def _sign_tiles(side: Side, tiles: slice) -> list:  # of `_Tiles`
+    "Signs of a QJL residual in some tiles, as vectors of m channels; none without one."
+    if side.signs is None:
+        return []
+    group = _Group([(side.tensors["signs"], 0)], side.signs, _sign_table())
+    return [_Tiles([group], side.tensors["residual_norm"], math.sqrt(math.pi / 2) / side.signs.d, tiles, tiles.start)]
+
+
+@lru_cache(maxsize=64)
+def _channel_order(bits: tuple) -> tuple:  # ([d] long, its inverse), or (None, None): as they are
+    "The channels group by group: most bits first."
+    order = sorted(range(len(bits)), key=lambda j: -bits[j])
+    if order == [*range(len(bits))]:
+        return None, None
+    with torch.inference_mode(False):
+        order = torch.tensor(order)
+        return order, order.argsort()
 
 # %% ../../nbs/33_gather.ipynb #33a00017
 def _mean_scores(query, store: KVStore, tiles: slice):
@@ -245,9 +322,14 @@ def _step(q: Tensor, store: KVStore, k, v, scaling: float, softcap: float | None
     scores[..., :near] = torch.bmm(query.plain.view(b * h, g, -1), exact_k.mT)
     coded = scores[..., near:].view(b * h, g, tiles, store.tile)
     if tiles:
-        keys, values = (_Tiles(store, side, ranges.tiles) for side in store.sides)
-        keys.place = values.place = torch.empty(max(keys.block, values.block), dtype=torch.float32)
-        keys.put_scores(query.rotated.view(b * h, g, -1), _mean_scores(query, store, ranges.tiles), coded)
+        (keys, key_signs), (values, value_signs) = ((_code_tiles(side, ranges.tiles), _sign_tiles(side, ranges.tiles)) for side in store.sides)
+        place = torch.empty(max(part.block for part in (*keys, *key_signs, *values, *value_signs)), dtype=torch.float32)
+        (order, _), (_, value_order) = (_channel_order(side.q.channel_bits) for side in store.sides)
+        rotated, mean = query.rotated.view(b * h, g, -1), _mean_scores(query, store, ranges.tiles)
+        for part in keys:
+            part.put_scores(rotated if order is None else rotated[..., order], mean, coded, place)
+        for part in key_signs:
+            part.put_scores(query.sketched.view(b * h, g, -1), lambda tiles: coded[:, :, tiles], coded, place)
     if softcap is not None:
         scores.div_(softcap).tanh_().mul_(softcap)
     if ranges.hidden is not None:
@@ -258,7 +340,11 @@ def _step(q: Tensor, store: KVStore, k, v, scaling: float, softcap: float | None
     out = torch.bmm(scores[..., :near], exact_v)
     if tiles:
         unsure = store.flags is not None and ranges.hidden is not None  # kernels write NaN for what they refuse
-        rotated = values.weighted(coded, ranges.hidden[:, 0, 0, near:] if unsure else None)
+        unseen = ranges.hidden[:, 0, 0, near:] if unsure else None
+        rotated = sum(part.weighted(coded, place, unseen) for part in values)
+        rotated = rotated if value_order is None else rotated[..., value_order]
+        for part in value_signs:
+            rotated = rotated + part.weighted(coded, place, unseen) @ value.q.sketch
         out += value.q.rotation.inverse(rotated)
         if value.mean is not None:
             out += coded.sum((-1, -2)).unsqueeze(-1) * value.mean.float().view(b * h, 1, dv)
@@ -272,18 +358,6 @@ def _exact(side: Side, chunk: Tensor | None) -> Tensor:
     return torch.cat(parts, 2).float().flatten(0, 1)
 
 # %% ../../nbs/33_gather.ipynb #33a00019
-def _side_reason(name: str, side: Side) -> str:
-    if side.signs is not None:
-        return f"{name} have a QJL residual"
-    if side.truncated_tiles:
-        return f"{name} have truncated tiles"
-    if len(side.groups) > 1:
-        return f"{name} have channels of different bits"
-    if getattr(side.q.codebook, "grid", None) is None:
-        return f"the codebook of {name} is not on an int8 grid"
-    return ""
-
-
 def supports(
     q: Tensor,  # as for `attend`
     store: KVStore,
@@ -301,8 +375,7 @@ def supports(
         return False, "sequences have ends"
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v)):
         return False, "there is no gradient; call under torch.no_grad()"
-    why = _side_reason("keys", store.key) or _side_reason("values", store.value)
-    return not why, why
+    return True, ""
 
 # %% ../../nbs/33_gather.ipynb #33a00031
 @lru_cache(maxsize=64)
@@ -318,16 +391,16 @@ def _byte_tables(bits: int) -> tuple:
     return tuple(planes)
 
 
-def _put_codes(side: Side, codes: np.ndarray, tile: int, t: int) -> None:
-    "Write codes [B, H, d] of token `t` of a tile."
-    (group,), half, pairs = side.groups, -(-side.q.d // 2), None
-    quarter, t = divmod(t, side.tile // 4)
-    for name, (width, tables) in zip(group.names, _byte_tables(group.layout.bits)):
+def _put_codes(planes: list, layout: Layout, codes: np.ndarray, t: int) -> None:
+    "Write codes [B, H, d] of token `t` of a tile into its planes, each [B, H, *plane_shape]."
+    half, pairs = -(-layout.d // 2), None
+    quarter, t = divmod(t, layout.rows)
+    for plane, (width, tables) in zip(planes, _byte_tables(layout.bits)):
         if width == 1 and pairs is None:
             pairs = codes[..., :half].copy()
-            pairs[..., : side.q.d - half] += codes[..., half:] << group.layout.bits
-        plane, (table, keep) = side.tensors[name].numpy()[:, :, tile], tables[quarter]
-        byte = plane[:, :, t] if side.along == "channel" else plane[..., t]
+            pairs[..., : layout.d - half] += codes[..., half:] << layout.bits
+        table, keep = tables[quarter]
+        byte = plane[:, :, t] if layout.along == "channel" else plane[..., t]
         byte &= keep
         byte |= table[codes if width == 2 else pairs]
 
@@ -338,20 +411,50 @@ def _same_coding(a: Quantizer, b: Quantizer) -> bool:
     return what(a) == what(b)
 
 
+class _Rows(NamedTuple):
+    "Coded vectors, a token of each head."
+
+    codes: Tensor  # [n, d] int32
+    scale: Tensor  # [n] fp32
+    signs: Tensor | None = None  # [n, m] uint8
+    residual_norm: Tensor | None = None  # [n]
+
+
+def _nearest(book, x: Tensor) -> tuple:  # (codes int32, levels) of x [n, d]
+    "`Codebook.encode` and `decode` in few calls; of a table for each group of channels, group by group."
+    if isinstance(book, MixedCodebook):
+        codes, levels = torch.empty(x.shape, dtype=torch.int32), torch.empty_like(x)
+        for _, channels, one in book.groups:
+            codes[:, channels], levels[:, channels] = _nearest(one, x[:, channels].contiguous())
+        return codes, levels
+    codes = torch.bucketize(x, book.edges, out_int32=True)
+    return codes, book.levels.index_select(0, codes.flatten()).view(x.shape)
+
+
 def _code_rows(q: Quantizer, y: Tensor) -> tuple | None:
-    "Codes [n, d] int32 and fp32 scales [n] of rotated vectors, with the operations of `encode`; None if one is zero, not finite, or too large."
+    "Codes, scales and levels [n, d] of rotated vectors, with the operations of `encode`; None if one is zero, not finite, or too large."
     power = torch.linalg.vector_norm(y, dim=-1).square()
     unit = (power / q.d).sqrt()
     ratio = y / unit.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
-    codes = torch.bucketize(ratio, q.codebook.edges, out_int32=True)
+    codes, level = _nearest(getattr(q.codebook, "book", q.codebook), ratio)
     scale = unit
     if q.spec.scale != "norm":
-        level = q.codebook.levels.index_select(0, codes.flatten()).view(y.shape)
         dot = (y * level).sum(-1)
         scale = dot / torch.linalg.vector_norm(level, dim=-1).square() if q.spec.scale == "mse" else power / dot
     (low, least), (high, most) = (x.tolist() for x in torch.stack([power, scale]).aminmax(dim=-1))
     top = torch.finfo(q.scale_dtype).max
-    return (codes, scale) if 0 < low and high < math.inf and -top <= least and most <= top else None
+    return (codes, scale, level) if 0 < low and high < math.inf and -top <= least and most <= top else None
+
+
+def _with_residual(q: Quantizer, y: Tensor, coded: tuple) -> _Rows | None:
+    "What `_code_rows` found and, where the quantizer keeps it, a QJL residual by the operations of `prod_encode`; None if its norm is too large."
+    codes, scale, level = coded
+    if not isinstance(q, ProdQuantizer):
+        return _Rows(codes, scale)
+    rest = y - level * scale.to(q.scale_dtype).float().unsqueeze(-1)
+    norm = torch.linalg.vector_norm(rest, dim=-1)
+    fits = float(norm.max()) <= torch.finfo(q.scale_dtype).max
+    return _Rows(codes, scale, _signs_and_norm(rest, q.sketch)[0], norm) if fits else None
 
 
 def _key_mean(store: KVStore) -> Tensor:
@@ -367,15 +470,16 @@ def _is_usual(store: KVStore, k: Tensor, v: Tensor) -> bool:
     "Whether `append` can code this token, as far as one knows without looking at it."
     (b, h), ok = (store.batch, store.heads), (store.dtype, store.device)
     fits = store.max_length is None or store.length - store.offset < store.max_length
-    known = store.length > 0 and fits and store.end is None and store.recipe.decay is None and store.device.type == "cpu"
+    known = store.length > 0 and fits and store.end is None and store.device.type == "cpu"
     if not known or (k.dtype, k.device) != ok or (v.dtype, v.device) != ok:
         return False
     if k.shape != (b, h, 1, store.key.q.d) or v.shape != (b, h, 1, store.value.q.d):
         return False
-    return all(
-        type(s.q) is Quantizer and type(s.q.codebook) is Codebook and len(s.groups) == 1 and s.signs is None and not s.truncated_tiles
-        for s in store.sides
-    )
+    tile = (store.length - store.offset) // store.tile  # that takes the token
+    if any(tile < s.truncated_tiles or type(s.q) not in (Quantizer, ProdQuantizer) for s in store.sides):
+        return False
+    decay = store.recipe.decay
+    return decay is None or not any(s.truncated_planes and s.truncated_tiles < (store.length + 1 - decay - store.offset) // store.tile for s in store.sides)
 
 
 def append(
@@ -399,15 +503,15 @@ def _append_usual(store: KVStore, k: Tensor, v: Tensor) -> bool:
         coded = _code_token(store, k, v)
         if coded is None:
             return False
-        for side, x, (codes, scale) in zip(store.sides, (k, v), coded):
-            _put_token(store, side, x, codes, scale)
+        for side, x, rows in zip(store.sides, (k, v), coded):
+            _put_token(store, side, x, rows)
         store.length += 1
         store.storage.count(store.length)
     return True
 
 
 def _code_token(store: KVStore, k: Tensor, v: Tensor) -> list | None:
-    "(codes [B * H, d], scales [B * H]) of keys and of values; None if `_code_rows` gave none."
+    "`_Rows` of keys and of values; None if they cannot be coded so."
     means, rotated = [side.mean for side in store.sides], []
     if store.cos_sin is not None:
         means[0] = _key_mean(store)
@@ -415,19 +519,29 @@ def _code_token(store: KVStore, k: Tensor, v: Tensor) -> list | None:
         x = x.float() if mean is None else x.float() - mean.float()
         y = side.q.rotation.apply(x if side.q.rotation.per_head else x.reshape(-1, side.q.d))
         rotated.append(y.reshape(-1, side.q.d))
-    if not _same_coding(store.key.q, store.value.q):
+    if _same_coding(store.key.q, store.value.q):
+        both = _code_rows(store.key.q, torch.cat(rotated))
+        coded = [None] if both is None else list(zip(*(x.chunk(2) for x in both)))
+    else:
         coded = [_code_rows(side.q, y) for side, y in zip(store.sides, rotated)]
-        return None if None in coded else coded
-    both = _code_rows(store.key.q, torch.cat(rotated))
-    return None if both is None else list(zip(*(x.chunk(2) for x in both)))
+    if any(x is None for x in coded):
+        return None
+    rows = [_with_residual(side.q, y, x) for side, y, x in zip(store.sides, rotated, coded)]
+    return None if any(x is None for x in rows) else rows
 
 
-def _put_token(store: KVStore, side: Side, x: Tensor, codes: Tensor, scale: Tensor) -> None:
+def _put_token(store: KVStore, side: Side, x: Tensor, rows: _Rows) -> None:
     "Write codes and scale after the last token; copy the token itself into the ring, and where it is a sink to its place among them."
     position, shape, (sinks, ring) = store.length, x.shape[:2], (side.exact.sinks, side.exact.recent)
     tile, t = divmod(position - store.offset, store.tile)
-    _put_codes(side, codes.numpy().reshape(*shape, -1), tile, t)
-    side.tensors["scale"][:, :, tile, t] = scale.view(shape)
+    codes = rows.codes.numpy().reshape(*shape, -1)
+    for g in side.groups:
+        planes = [side.tensors[name].numpy()[:, :, tile - side.tiles_before(name)] for name in g.names]
+        _put_codes(planes, g.layout, codes if len(side.groups) == 1 else codes[..., g.channels], t)
+    side.tensors["scale"][:, :, tile, t] = rows.scale.view(shape)
+    if side.signs is not None:
+        _put_codes([side.tensors["signs"].numpy()[:, :, tile]], side.signs, rows.signs.numpy().reshape(*shape, -1), t)
+        side.tensors["residual_norm"][:, :, tile, t] = rows.residual_norm.view(shape)
     if ring.shape[2]:
         ring[:, :, position % ring.shape[2]] = x[:, :, 0]
     for row, start in enumerate(store.ranges.starts):

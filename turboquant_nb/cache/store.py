@@ -1039,8 +1039,8 @@ class _EmbeddedCodebook:
     c - 2**bits that has lost its last bit."""
 
     def __init__(self, book):
-        self.book, self.bits = book, book.bits
-        self.levels = torch.cat([book.levels, truncate(book, keep=2).levels], -1)
+        self.book, self.truncated, self.bits = book, truncate(book, keep=2), book.bits
+        self.levels = torch.cat([book.levels, self.truncated.levels], -1)
         rows, width = self.levels[..., 0], self.levels.shape[-1]
         self.row = torch.arange(rows.numel(), device=rows.device).view(rows.shape) * width
 
@@ -1122,7 +1122,7 @@ def decay(self: KVStore, before: int) -> None:
 def _table_tensors(x) -> list:
     "The tensors of a codebook of any kind."
     if isinstance(x, _EmbeddedCodebook):
-        return [x.levels, x.row, *_table_tensors(x.book)]
+        return [x.levels, x.row, *_table_tensors(x.book), *_table_tensors(x.truncated)]
     if hasattr(x, "groups"):  # a table per group of channels
         return [t for *_, book in x.groups for t in _table_tensors(book)]
     return [x.levels, x.edges] + ([x.grid.levels] if x.grid else [])

@@ -191,14 +191,14 @@ def supports(store: KVStore, tables: CodeTables | None) -> tuple:  # (bool, reas
     "Whether `read_block` can read this store, and if not, why."
     if triton.language is None:
         return False, "Triton is not installed (pip install 'turboquant-nb[triton]')"
-    if tables is None:
-        return False, "one table of int8 levels must serve all channels"
     if not is_interpreted() and (store.device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(store.device) < (8, 0)):
         return False, f"an NVIDIA GPU from compute capability 8.0 on is needed, the store is on {store.device.type}"
     if store.dtype == torch.float64 or not 64 <= store.tile <= 256:
         return False, f"tiles of 64 to 256 tokens in at most 32 bits are supported, got {store.tile} in {store.dtype}"
     if store.key.truncated_tiles or store.value.truncated_tiles:
         return False, "tiles that lost a plane (decay) are not supported"
+    if tables is None or tables.parts is not None:
+        return False, "one table of int8 levels must serve all channels"
     if min(len(side.q.codebook.levels) for side in store.sides) < 4:
         return False, "codes must have 2 to 4 bits"
     if not all(t.is_contiguous() for side in store.sides for t in side.tensors.values()):

@@ -42,14 +42,25 @@ def _run_portable(x: DecodeOperands) -> tuple:  # (output, log-sum-exp)
     return portable_attention(x, score_bias(x, s, shared_arguments(x, s), -(-s.rows // 16) * 16, x.scaling)[0])
 
 # %% ../../nbs/44_launch.ipynb #22ce7e35
-def _side_reason(name: str, q, tile: int) -> str:
-    "Why the codes of one side cannot be read; empty if they can."
+def _parts_reason(name: str, q) -> str:
+    "Why the codes of one side are not planes of one width with one table; empty if they are."
     bits, book = set(q.channel_bits), getattr(q.codebook, "book", q.codebook)
     if q.spec.residual == "qjl":
         return f"{name}: a QJL residual needs the sketch of the query"
     if len(bits) > 1 or not isinstance(book, Codebook):
         return f"{name}: all channels must have equally many bits, got {sorted(bits)}"
-    if not book.grid:
+    return ""
+
+
+def _side_reason(name: str, q, tile: int) -> str:
+    "Why no kernel can read the codes of one side, in parts or not; empty if one can."
+    bits, book = q.channel_bits, getattr(q.codebook, "book", q.codebook)
+    groups = [bits.count(b) for b in sorted(set(bits), reverse=True)]
+    if q.spec.residual == "qjl" and name != "keys":
+        return f"{name}: a QJL residual is served for keys only"
+    if [*bits] != sorted(bits, reverse=True) or len(groups) > 2 or any(n % 2 for n in groups):
+        return f"{name}: channels must be one or two groups of even size, the one with more bits first, got sizes {groups}"
+    if isinstance(book, Codebook) and not book.grid:
         return f"{name}: levels must be on their int8 grid (Codebook.to_int8_grid)"
     if q.d % 16 or not 16 <= q.d <= 256:
         return f"{name}: head size must be a multiple of 16 up to 256, got {q.d}"
@@ -80,16 +91,29 @@ class Plan(NamedTuple):
     start: Tensor | None = None  # this `start` of a store is zero everywhere
     start_version: int = 0  # as long as it has this version
     angles: AngleTables | None = None  # of a pre-RoPE mean
+    aged: bool = False  # have tiles lost a plane?
 
     @classmethod
     def of(cls, key, value, tile: int, device, start: Tensor | None = None, angles: AngleTables | None = None) -> "Plan":
-        "The plan for codes of two quantizers."
-        if why := _side_reason("keys", key, tile) or _side_reason("values", value, tile):
+        "The plan for codes of two quantizers, planes of one width with one table."
+        if why := _parts_reason("keys", key) or _parts_reason("values", value) or _side_reason("keys", key, tile) or _side_reason("values", value, tile):
             return cls(key, value, None, why)
         plan = cls(key, value, CodeTables.of(key, value, device), why_mma=_mma_reason(key, value, tile), angles=angles)
+        return plan._knowing(start)
+
+    @classmethod
+    def of_parts(cls, key, value, tile: int, device, start: Tensor | None = None, aged: bool = False) -> "Plan":
+        "The plan for codes in several parts: `why_mma` says why. The portable kernel reads them."
+        if why := _side_reason("keys", key, tile) or _side_reason("values", value, tile):
+            return cls(key, value, None, why, aged=aged)
+        why = _parts_reason("keys", key) or _parts_reason("values", value) or "tiles that lost a plane (decay) are read by the portable kernel"
+        return cls(key, value, CodeTables.of(key, value, device, parts=True), why_mma=why, aged=aged)._knowing(start)
+
+    def _knowing(self, start: Tensor | None) -> "Plan":
+        "With `start` noted if it is zero everywhere."
         if start is None or start.is_inference() or bool(start.any()):
-            return plan
-        return plan._replace(start=start, start_version=start._version)
+            return self
+        return self._replace(start=start, start_version=start._version)
 
     def is_unpadded(self, store) -> bool:
         "Whether no sequence of this store starts after position 0, as far as is known without waiting for the device."
@@ -110,9 +134,14 @@ def _angles_of(store: KVStore) -> AngleTables | None:
 def _plan_of(store: KVStore) -> Plan:
     "The plan of a store; made again when its quantizers are new ones."
     plan, key, value = _PLANS.get(store), store.key.q, store.value.q
-    if plan is None or plan.key is not key or plan.value is not value:
+    aged = bool(store.key.truncated_tiles or store.value.truncated_tiles)
+    if plan is None or plan.key is not key or plan.value is not value or plan.aged != aged:
         start = None if store.static else store.start  # a captured graph must see later changes
-        plan = _PLANS[store] = Plan.of(key, value, store.tile, store.device, start, _angles_of(store))
+        if aged or _parts_reason("keys", key) or _parts_reason("values", value):
+            plan = Plan.of_parts(key, value, store.tile, store.device, start, aged)
+        else:
+            plan = Plan.of(key, value, store.tile, store.device, start, _angles_of(store))
+        _PLANS[store] = plan
     elif plan.angles is not None and not store.static and plan.angles.positions < len(store.rope_table):
         plan = _PLANS[store] = plan._replace(angles=_angles_of(store))
     return plan
@@ -141,8 +170,6 @@ def _call_reason(q, store, k, v, mask, recent=None) -> str:
     "Why this call cannot be served by any kernel; empty if it can."
     if mask is not None:
         return "a mask is not supported, only causal order, ranges and a sliding window"
-    if store.key.truncated_tiles or store.value.truncated_tiles:
-        return "tiles that lost a plane (decay) are not supported"
     tensors = [t for s in (store.key, store.value) for t in s.tensors.values()]
     if not all(t.is_contiguous() for t in tensors):
         return "the store's tensors must be contiguous"
@@ -204,7 +231,8 @@ _SCHEMA = """(Tensor q, Tensor[] key_planes, Tensor key_scale, Tensor[] value_pl
  Tensor packed_lut, Tensor levels, Tensor key_rotation, Tensor value_rotation, Tensor? key_mean, Tensor? value_mean,
  Tensor key_sinks, Tensor key_recent, Tensor value_sinks, Tensor value_recent, Tensor? k, Tensor? v, Tensor? start, Tensor? end, Tensor? position, Tensor? pages, Tensor? cos_sin, Tensor? near_angles, Tensor? far_angles, float key_step, float value_step,
  SymInt length, SymInt offset, SymInt recent_from, float scaling, SymInt? sliding_window, float? softcap,
- SymInt? splits, bool key_hadamard, bool value_hadamard, bool portable, SymInt? own) -> (Tensor, Tensor)"""
+ SymInt? splits, bool key_hadamard, bool value_hadamard, bool portable, SymInt? own, Tensor? part_levels, int[] part_channels, SymInt[] truncated,
+ Tensor? key_signs, Tensor? key_residual_norm, Tensor? key_sketch) -> (Tensor, Tensor)"""
 
 
 def run_kernel(x: DecodeOperands) -> tuple:  # (output, log-sum-exp, `Repeatable` or None)
