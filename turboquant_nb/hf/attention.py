@@ -87,8 +87,9 @@ def turboquant_mask(
     if cache is None:
         return sdpa_mask(*args, **kwargs)
     if not kv_length.layer.capturing:
-        _check_size(batch_size, q_length, kv_length.layer.held)
-        _check_mask(attention_mask, batch_size, kv_length.layer.held, q_length)
+        held = kv_length.layer.held  # where a device counts, this waits for it
+        _check_size(batch_size, q_length, held)
+        _check_mask(attention_mask, batch_size, held, q_length)
         cache.check_model(kwargs.get("config"))
     answer = _mask_reason(cache, kv_length.layer, q_length, mask_function, attention_mask)
     if answer.starts is not None:

@@ -434,9 +434,9 @@ def _listening(make_mask):
         if not torch.compiler.is_compiling():
             cache = getattr(kwargs.get("kv_length"), "cache", None)
             if cache is not None and not cache.coded_layers[0].capturing:
-                batch, n = kwargs.get("batch_size", 1), kwargs["q_length"]
-                _check_size(batch, n, cache.coded_layers[0].held)
-                _check_mask(kwargs.get("attention_mask"), batch, cache.coded_layers[0].held, n)
+                batch, n, held = kwargs.get("batch_size", 1), kwargs["q_length"], cache.coded_layers[0].held
+                _check_size(batch, n, held)
+                _check_mask(kwargs.get("attention_mask"), batch, held, n)
                 cache.check_model(kwargs.get("config"))
                 cache.learn_padding(n, kwargs.get("attention_mask"))
         return make_mask(*args, **kwargs)
