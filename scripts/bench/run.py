@@ -16,6 +16,7 @@ BENCHES = {  # module: (whether it needs an NVIDIA GPU, what it measures)
     "vectors": (False, "nearest neighbours from codes of equal size"),
     "encode_kernel": (True, "the fused kernel that codes keys and values"),
     "decode_kernel": (True, "attention on codes against the best attention on bf16 and fp8"),
+    "decode_recipes": (True, "attention by recipe, where the tensor-core kernel serves and where the portable one does"),
     "maps": (True, "what a matrix for every head costs both kernels"),
     "generate": (True, "decode steps of a whole model, launched and replayed; memory"),
     "generate_cpu": (False, "tokens per second of generate() on a CPU, on codes and uncompressed"),
