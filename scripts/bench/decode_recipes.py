@@ -1,22 +1,26 @@
-"""What a decode step's attention costs on a GPU by recipe, where the kernel for tensor cores serves and where the portable one does: run.py decode_recipes [--seconds S] --out FILE.
+"""What a decode step's attention costs on a GPU by recipe, where the kernel for tensor cores serves and where the portable one does: run.py decode_recipes [--shapes BxHxGxDxT …] [--match RE] [--seconds S] --out FILE.
 
 Random states in bf16, a recipe's own 4 exact sinks and 16 recent tokens, keys around the mean before RoPE. `path`: `kernel`, what `ops.attend` takes by itself; `PyTorch`,
 `attention.attend`, which served these recipes before a kernel did; `exact states`, torch's SDPA on bf16. Medians of triton's do_bench, launched from Python. `why` says why it is not
 the kernel for tensor cores.
 
 Gate: each recipe by the kernel agrees with PyTorch's attention on the same codes to 1e-2 of the largest output, on 4,096 tokens."""
+import re
+
+import decode_cpu
 import torch
 import torch.nn.functional as F
 from cases import Shape, frequencies, states
-from decode_cpu import RECIPES
 from plan import Plan
 from timing import kernel_times
 
 from turboquant_nb.cache import attention
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.kernels import launch, ops
+from turboquant_nb.quant.quantizer import preset
 
-SHAPES = Shape(8, 8, 4, 128, 32768), Shape(1, 8, 4, 128, 8192), Shape(8, 3, 3, 64, 8192)
+SHAPES = "8x8x4x128x32768", "1x8x4x128x8192", "8x3x3x64x8192"
+RECIPES = decode_cpu.RECIPES | {name: preset(name) for name in ("k4v4", "k2v2")}
 
 
 def filled(recipe, k, v):
@@ -28,12 +32,12 @@ def filled(recipe, k, v):
     return store
 
 
-def gate():
+def gate(shapes, recipes):
     "Whether kernels agree with PyTorch."
     worst = 0.0
-    for shape in SHAPES:
-        q, k, v = states(shape._replace(tokens=4096))
-        for name, recipe in RECIPES.items():
+    for shape in {x._replace(tokens=4096) for x in shapes}:
+        q, k, v = states(shape)
+        for name, recipe in recipes.items():
             store = filled(recipe, k, v)
             got, want = ops.attend(q, store, backend="triton")[0].float(), attention.attend(q, store)[0].float()
             apart = float((got - want).abs().max() / want.abs().max())
@@ -43,24 +47,28 @@ def gate():
 
 
 @torch.no_grad()
-def rows(seconds):
+def rows(shapes, recipes, seconds):
     "Exact states, then each recipe by both paths."
-    for shape in SHAPES:
+    for shape in shapes:
         q, k, v = states(shape)
         row = shape._asdict() | dict(unit="microseconds", n=1)
         exact = kernel_times(lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), seconds)  # noqa: B023
-        yield row | dict(recipe="exact states", path="exact states", bits=16.0) | exact
-        for name, recipe in RECIPES.items():
+        yield row | dict(recipe="exact states", path="exact states", bits=16.0, nbytes=k.nbytes + v.nbytes) | exact
+        for name, recipe in recipes.items():
             store = filled(recipe, k, v)
-            about = row | dict(recipe=name, bits=store.bits_per_value(), why=launch.why_portable(store))
+            about = row | dict(recipe=name, bits=store.bits_per_value(), nbytes=store.nbytes, why=launch.why_portable(store))
             for path, call in (("kernel", lambda: ops.attend(q, store)), ("PyTorch", lambda: attention.attend(q, store))):  # noqa: B023
                 found = kernel_times(call, seconds)
                 yield about | dict(path=path, speedup=exact["p50"] / found["p50"]) | found
 
 
 def options(p):
+    p.add_argument("--shapes", nargs="+", default=list(SHAPES), help="sequences, KV heads, group, head size, tokens: " + SHAPES[0])
+    p.add_argument("--match", default="", help="only recipes whose name matches this regular expression")
     p.add_argument("--seconds", type=float, default=0.05, help="measuring time of one row")
 
 
 def plan(a):
-    return Plan("decode", gate(), rows(a.seconds))
+    shapes = [Shape(*map(int, x.split("x"))) for x in a.shapes]
+    recipes = {name: r for name, r in RECIPES.items() if re.search(a.match, name)}
+    return Plan("decode", gate(shapes, recipes), rows(shapes, recipes, a.seconds))
