@@ -75,10 +75,13 @@ def states(shape: Shape, dtype=torch.bfloat16, outlier=False, seed=0):
 
 def filled(k, v, k_bits, v_bits, center="prompt_mean", rotation="hadamard", room=None):
     "A store that holds the codes of k and v, as a cache with recipe k{bits}v{bits} does, with room for more tokens if `room` says so."
+    return held(Recipe(key=Spec(bits=k_bits, center=center, rotation=rotation), value=Spec(bits=v_bits)), k, v, room or k.shape[2])
+
+
+def held(recipe, k, v, room=None):
+    "A store that holds the codes of k and v by any recipe; without `room` it grows."
     batch, heads, tokens, d = k.shape
-    recipe = Recipe(key=Spec(bits=k_bits, center=center, rotation=rotation), value=Spec(bits=v_bits))
-    inv_freq = frequencies(d) if center == "pre_rope" else None
-    store = KVStore(recipe, batch, heads, d, d, k.dtype, k.device, max_length=room or tokens, inv_freq=inv_freq)
+    store = KVStore(recipe, batch, heads, d, d, k.dtype, k.device, max_length=room, inv_freq=frequencies(d))
     step = max(256, 2**24 // (batch * heads * d))
     for i in range(0, tokens, step):
         store.append(k[:, :, i : i + step], v[:, :, i : i + step])

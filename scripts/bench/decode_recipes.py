@@ -10,26 +10,16 @@ import re
 import decode_cpu
 import torch
 import torch.nn.functional as F
-from cases import Shape, frequencies, states
+from cases import Shape, held, states
 from plan import Plan
 from timing import kernel_times
 
 from turboquant_nb.cache import attention
-from turboquant_nb.cache.store import KVStore
 from turboquant_nb.kernels import launch, ops
 from turboquant_nb.quant.quantizer import preset
 
 SHAPES = "8x8x4x128x32768", "1x8x4x128x8192", "8x3x3x64x8192"
 RECIPES = decode_cpu.RECIPES | {name: preset(name) for name in ("k4v4", "k2v2")}
-
-
-def filled(recipe, k, v):
-    "A store that holds the codes of k and v."
-    batch, heads, tokens, d = k.shape
-    store = KVStore(recipe, batch, heads, d, dtype=k.dtype, device=k.device, inv_freq=frequencies(d))
-    for i in range(0, tokens, 4096):
-        store.append(k[:, :, i : i + 4096], v[:, :, i : i + 4096])
-    return store
 
 
 def gate(shapes, recipes):
@@ -38,7 +28,7 @@ def gate(shapes, recipes):
     for shape in {x._replace(tokens=4096) for x in shapes}:
         q, k, v = states(shape)
         for name, recipe in recipes.items():
-            store = filled(recipe, k, v)
+            store = held(recipe, k, v)
             got, want = ops.attend(q, store, backend="triton")[0].float(), attention.attend(q, store)[0].float()
             apart = float((got - want).abs().max() / want.abs().max())
             print("gate:", shape, name, launch.why_portable(store) or "tensor cores", f"{apart:.1e}", flush=True)
@@ -55,7 +45,7 @@ def rows(shapes, recipes, seconds):
         exact = kernel_times(lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), seconds)  # noqa: B023
         yield row | dict(recipe="exact states", path="exact states", bits=16.0, nbytes=k.nbytes + v.nbytes) | exact
         for name, recipe in recipes.items():
-            store = filled(recipe, k, v)
+            store = held(recipe, k, v)
             about = row | dict(recipe=name, bits=store.bits_per_value(), nbytes=store.nbytes, why=launch.why_portable(store))
             for path, call in (("kernel", lambda: ops.attend(q, store)), ("PyTorch", lambda: attention.attend(q, store))):  # noqa: B023
                 found = kernel_times(call, seconds)

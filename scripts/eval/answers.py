@@ -28,12 +28,13 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from recipes import by_coded_layer, must_pass
+from recipes import must_pass
 
 from turboquant_nb import results
 from turboquant_nb.evaluation.candidates import as_candidate
 from turboquant_nb.evaluation.models import load_model, sample_text
 from turboquant_nb.evaluation.score import prefill
+from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.quant.quantizer import as_recipe
 
 NAMES = "Anna Bruno Clara David Elena Frank Greta Hugo Irene Jonas Karla Lukas Marta Nils Olga Peter".split()
@@ -220,8 +221,7 @@ def caches(model):
     presets = {name: as_candidate(model, name).recipe for name in ("k4v4", "k3v3", "k2v2")}
     yield from {"uncompressed": None, **presets}.items()
     for bits in (4, 3, 2.5, 2, 1.5, 1):
-        each = [replace(as_recipe(r, bits), recent=0) for r in by_coded_layer(model, presets["k3v3"])]
-        yield f"{bits} bits, no recent tokens", each
+        yield f"{bits} bits, no recent tokens", [replace(as_recipe(r, bits), recent=0) for r in TurboQuantCache(model, "k3v3").recipes]
 
 
 @torch.no_grad()

@@ -16,7 +16,6 @@ from turboquant_nb import results
 from turboquant_nb.evaluation.candidates import OTHERS, as_candidate
 from turboquant_nb.evaluation.score import one_pass_gate, paired, prefill, score, text_windows
 from turboquant_nb.evaluation.models import load_model
-from turboquant_nb.hf.model_info import ModelInfo
 from turboquant_nb.quant.quantizer import PRESETS, Recipe, Spec, preset
 from turboquant_nb.quant.mixed_precision import by_layer
 
@@ -28,13 +27,7 @@ def recipe(k, v, sinks=4, recent=0, center="pre_rope", vmean=False, **both):
 
 def with_pre_rope(name):
     "A preset as a model with RoPE gets it: keys coded around a mean before RoPE."
-    r = preset(name)
-    return replace(r, key=replace(r.key, center="pre_rope"), recent=16)
-
-
-def by_coded_layer(model, recipe):
-    "One recipe for each layer that holds codes."
-    return recipe if isinstance(recipe, list) else [recipe] * len(ModelInfo(model).coded)
+    return replace(preset(name).settled(rope=True), recent=16)
 
 
 def ablation():

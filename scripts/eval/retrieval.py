@@ -92,17 +92,16 @@ def exact_gate(rows):
 
 def of_language_model(a, name, revision):
     "Rows of one language model."
-    from recipes import by_coded_layer
-
     from turboquant_nb.evaluation.candidates import as_candidate
     from turboquant_nb.evaluation.models import load_model
     from turboquant_nb.evaluation.score import text_windows
     from turboquant_nb.evaluation.tasks import attention_error
+    from turboquant_nb.hf import TurboQuantCache
 
     model, tokenizer = load_model(name)
     texts = [Path(f).read_text(encoding="utf-8") for f in a.text] if a.text else None
     ids = text_windows(tokenizer, texts, a.windows, a.length)
-    own = by_coded_layer(model, as_candidate(model, "k3v3").recipe)  # the preset as this model gets it
+    own = TurboQuantCache(model, "k3v3").recipes  # the preset as this model gets it
     coded = {f"{b} bits": [replace(as_recipe(r, b), recent=0) for r in own] for b in (4, 3, 2)}
     caches = [as_candidate(model, "dense", "exact", dtype=None), *(as_candidate(model, what, name) for name, what in coded.items())]
     label = "SmolLM2-135M" if name == "embedded" else Path(name).stem
