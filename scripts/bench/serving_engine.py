@@ -1,4 +1,5 @@
-"""One engine of vLLM with Llama-8B shapes and dummy weights, in a process of its own: serving_engine.py KIND FOLDER GPUS MEMORY SHAPE …; see serving.py. Prints rows as JSON lines."""
+"""One engine of vLLM with Llama-8B shapes and dummy weights, in a process of its own: serving_engine.py KIND FOLDER GPUS MEMORY GIB SHAPE …; see serving.py.
+Prints rows as JSON lines. It begins when a line comes on its standard input: what is imported before that may be imported while another is measured."""
 import json
 import os
 import re
@@ -16,60 +17,133 @@ LLAMA_8B = dict(
 )  # fmt: skip
 
 
+SIZES = 1, 2, 4, 8, *range(16, 129, 16)  # tokens of a step that are replayed from a graph
+
+
 def options(kind, largest, gpus, memory):
-    "What differs between kinds: bf16, a kv_cache_dtype of vLLM, or a preset of ours with tokens of a block, as k3v3-64."
+    """What differs between kinds: bf16, a kv_cache_dtype of vLLM, or a preset of ours with tokens of a block and exact recent and first tokens, as k3v3-64
+    or k3v3-128-r16-s4."""
     of = dict(load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=33500, max_num_seqs=max(16, largest), max_num_batched_tokens=8192,
               gpu_memory_utilization=memory, tensor_parallel_size=gpus, disable_log_stats=True, seed=0,
-              compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sorted({1, 8, 32, largest})})  # fmt: skip
-    if found := re.fullmatch(r"(k\dv\d)-(\d+)", kind):
-        return of | dict(attention_backend="CUSTOM", block_size=int(found[2]), additional_config={"turboquant_nb": {"recipe": found[1]}})
+              compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sorted({n for n in SIZES if n < largest} | {largest})})  # fmt: skip
+    if found := re.fullmatch(OURS, kind):
+        recipe, block, *exact = found.groups()
+        given = {name: int(x) for name, x in zip(("recent", "sinks"), exact) if x}
+        return of | dict(attention_backend="CUSTOM", block_size=int(block), additional_config={"turboquant_nb": {"recipe": recipe} | given})
     return of | (dict(attention_backend="FLASH_ATTN") if kind == "bf16" else dict(kv_cache_dtype=kind))
 
 
+OURS = r"(k\dv\d)-(\d+)(?:-r(\d+))?(?:-s(\d+))?"
+
+
+def flash_3():
+    """vLLM asks for FlashAttention 2 beside its own turboquant_ caches. A wheel has that for a Hopper GPU as PTX alone, which takes minutes to compile, and 3 is
+    the faster one: they are measured with 3."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    create = EngineArgs.create_engine_config
+
+    def created(self, *args, **kwargs):
+        config = create(self, *args, **kwargs)
+        config.attention_config.flash_attn_version = 3
+        return config
+
+    EngineArgs.create_engine_config = created
+
+
+class Pool:
+    "The blocks of an engine of this process: what of them is left to requests, and what becomes of these."
+
+    def __init__(self, llm):
+        self.scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        self.blocks, config = self.scheduler.kv_cache_manager.block_pool, self.scheduler.kv_cache_config
+        self.bytes = sum(t.size for t in config.kv_cache_tensors) / config.num_blocks  # of a block, in all layers of a group
+        specs = [g.kv_cache_spec for g in config.kv_cache_groups]
+        self.blocks_per_token = sum(1 / spec.block_size for spec in specs if getattr(spec, "sliding_window", None) is None)  # of a token that stays
+        self.most = self.preempted = 0
+        schedule, preempt = self.scheduler.schedule, self.scheduler._preempt_request
+
+        def counted(*args, **kwargs):
+            out = schedule(*args, **kwargs)
+            self.most = max(self.most, len(self.scheduler.running))
+            return out
+
+        def counted_preemption(*args, **kwargs):
+            self.preempted += 1
+            return preempt(*args, **kwargs)
+
+        self.scheduler.schedule, self.scheduler._preempt_request = counted, counted_preemption
+
+    def leave(self, nbytes):
+        "Take all blocks but those of so many bytes away; what gives them back. Raises ValueError where there are fewer."
+        spare = self.blocks.get_num_free_blocks() - int(nbytes // self.bytes)
+        if spare < 0:
+            raise ValueError(f"the cache has {self.blocks.get_num_free_blocks()} free blocks of {self.bytes:,.0f} bytes, {nbytes:,} bytes are asked for")
+        taken = self.blocks.get_new_blocks(spare)
+        self.most = self.preempted = 0
+        return lambda: self.blocks.free_blocks(taken)
+
+
 def shape_of(text):
-    "(whether all come at once, requests, tokens, new tokens)."
-    full, _, sizes = text.rpartition(":")
-    return bool(full), *map(int, sizes.split("x"))
+    "(what is measured, requests, tokens, new tokens)."
+    what, _, sizes = text.rpartition(":")
+    return what or "token", *map(int, (sizes.split("x") + ["1"])[:3])
 
 
-def main(kind, folder, gpus, memory, shapes):
+def main(kind, folder, gpus, memory, gib, shapes):
     from vllm import LLM, SamplingParams
 
-    if re.match(r"k\dv\d", kind):
+    if re.fullmatch(OURS, kind):
         from turboquant_nb.serving.vllm import register
 
         register()
+    if kind.startswith("turboquant_"):
+        flash_3()
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, "config.json"), "w") as f:
         json.dump(LLAMA_8B, f)
+    print("READY", flush=True)
+    sys.stdin.readline()
     began = time.time()
     llm = LLM(folder, **options(kind, max(b for _, b, _, _ in shapes), gpus, memory))
     cache = llm.llm_engine.vllm_config.cache_config
     row = lambda **x: print("ROW " + json.dumps(dict(kind=kind, gpus=gpus, **x)), flush=True)  # noqa: E731
     row(what="start", p50=time.time() - began, unit="s")
-    row(what="cache", p50=cache.num_gpu_blocks * cache.block_size, unit="tokens", block=cache.block_size, memory=memory)
+    pool = Pool(llm) if gpus == 1 else None  # of this process
+    each = 1 / cache.block_size if pool is None else pool.blocks_per_token
+    row(what="cache", p50=int(cache.num_gpu_blocks / each), unit="tokens", memory=memory, **({} if pool is None else dict(bytes_per_token=pool.bytes * each)))
     gen = torch.Generator().manual_seed(0)
-    for full, batch, tokens, new in shapes:
-        prompts = [{"prompt_token_ids": torch.randint(3, 31000, (tokens,), generator=gen).tolist()} for _ in range(batch)]
+    for what, batch, tokens, new in shapes:
+        prompts = []
 
         def run(n):
             begin = time.time()
             llm.generate(prompts, SamplingParams(max_tokens=n, temperature=0, detokenize=False, ignore_eos=True), use_tqdm=False)  # noqa: B023
             return time.time() - begin
 
-        llm.reset_prefix_cache()
-        if full:
-            seconds = run(new)
-            row(what="written", batch=batch, tokens=tokens, new=new, p50=batch * new / seconds, seconds=seconds, unit="tokens/s", n=1)
+        def afresh(n=1):
+            "With other prompts, of which the prefix cache has none."
+            prompts[:] = [{"prompt_token_ids": torch.randint(3, 31000, (tokens,), generator=gen).tolist()} for _ in range(batch)]  # noqa: B023
+            return run(n)  # noqa: B023
+
+        of = dict(batch=batch, tokens=tokens)
+        if what == "full":
+            give_back = pool.leave(gib * 2**30)
+            seconds = afresh(new)
+            row(what="written", **of, new=new, p50=batch * new / seconds, seconds=seconds, unit="tokens/s", n=1, gib=gib, most=pool.most, preempted=pool.preempted)
+            give_back()
+            continue
+        if what == "first":
+            times = sorted([afresh() for _ in range(4)][1:])
+            row(what="first token", **of, p50=times[1], p20=times[0], p80=times[-1], unit="s", n=3)
             continue
         if tokens <= 8192:
-            run(1)  # what is made on first use
-            llm.reset_prefix_cache()
-        row(what="first token", batch=batch, tokens=tokens, p50=run(1), unit="s", n=1)
+            afresh()  # what is made on first use
+        row(what="first token", **of, p50=afresh(), unit="s", n=1)
         once, more = min(run(1), run(1)), [run(1 + new) for _ in range(3)]
         each = sorted((t - once) / new * 1e3 for t in more)
-        row(what="token", batch=batch, tokens=tokens, p50=each[1], p20=each[0], p80=each[-1], unit="ms", n=3, new=new)
+        row(what="token", **of, p50=each[1], p20=each[0], p80=each[-1], unit="ms", n=3, new=new)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), [shape_of(s) for s in sys.argv[5:]])
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), float(sys.argv[5]), [shape_of(s) for s in sys.argv[6:]])

@@ -1,6 +1,6 @@
 """A real vLLM engine with our backend. After every call of every layer the stored codes are compared with those of the states that the layer
 was given, coded anew, and its output with attention to the stored codes. Prints one JSON object. Run by test_vllm.py, and by the gate of scripts/bench/serving.py, in a process of its own:
-engine.py FOLDER PART …, with the parts plain, refuse, recent, firsts, exact, drafts, drafts_recent, hybrid, random, graphs, each of which is a function here. On a CPU our backend stands in
+engine.py FOLDER PART …, with the parts plain, refuse, recent, firsts, firsts_few, firsts_short, exact, drafts, drafts_recent, drafts_firsts, hybrid, random, random_firsts, graphs, graphs_drafts, graphs_firsts, each of which is a function here. On a CPU our backend stands in
 the place of vLLM's own, in fp32; on a GPU it is chosen by its name, in bf16."""
 import json
 import os
@@ -210,6 +210,18 @@ def firsts(folder):
     return dict(tokens=tokens, cached=cached)
 
 
+def firsts_few(folder):
+    "The same in too few blocks, with steps of 16 tokens."
+    llm, (a, b, c) = engine(llama(folder / "llama"), 66, of=dict(recent=24, sinks=4), max_num_batched_tokens=16), random_prompts(130, 75, 200)
+    return dict(tokens=[list(o.outputs[0].token_ids) for o in generate(llm, [a[:60], b[:60], c[:60], c[100:160]], sampled(150))])
+
+
+def firsts_short(folder):
+    "Prompts that come three tokens a step, fewer than the 4 first tokens."
+    llm = engine(llama(folder / "llama"), 200, of=dict(recent=2, sinks=4), long_prefill_token_threshold=3)
+    return dict(tokens=[list(o.outputs[0].token_ids) for o in generate(llm, random_prompts(50, 2, 4, 30), sampled(20))])
+
+
 def exact(folder):
     "All tokens are read exactly: a dense engine's tokens."
     path, prompts = llama(folder / "llama"), random_prompts(130, 75, 200)
@@ -239,11 +251,11 @@ def refuse(folder):
     return dict(refused=refused)
 
 
-def drafts(folder, tokens=0):
+def drafts(folder, tokens=0, sinks=0):
     "Prompts that repeat themselves, an engine that drafts what followed the last time, keys by a calibration."
     path = llama(folder / "llama")
     how = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1)
-    llm = engine(path, 200 if tokens else 64, of=dict(calibration=calibration(path, folder / "c.safetensors"), recent=tokens), speculative_config=how)
+    llm = engine(path, 200 if tokens else 64, of=dict(calibration=calibration(path, folder / "c.safetensors"), recent=tokens, sinks=sinks), speculative_config=how)
     (a, b), out = random_prompts(20, 30), []
     for o in generate(llm, [a * 7, b * 5, a + b + a], sampled(150)):  # so long that greedy tokens come to repeat themselves, whatever the processor
         out.append(list(o.outputs[0].token_ids))
@@ -255,6 +267,11 @@ def drafts_recent(folder):
     return drafts(folder, 24)
 
 
+def drafts_firsts(folder):
+    "The same with 4 exact first tokens, too, and the calibration's means."
+    return drafts(folder, 24, 4)
+
+
 def hybrid(folder):
     "Two kinds of layers, each with blocks of its own: those of a sliding window are freed while requests go on."
     llm = engine(gemma(folder / "gemma"))
@@ -262,7 +279,7 @@ def hybrid(folder):
     return dict(tokens=out)
 
 
-def random(folder, requests=200):
+def random(folder, requests=200, blocks=14, of=None):
     """Requests of mixed lengths that come at random, begin like others, are cancelled, and do not fit all at once; then each alone. The tokens up
     to the first that was a near tie must be the same: codes at an edge, and the order of sums, decide ties. A token sees those of its own chunk
     exactly, so all chunks have the same ends: 16 tokens a step for each of 8 requests. One that was thrown out comes back in other chunks."""
@@ -272,7 +289,7 @@ def random(folder, requests=200):
     if hasattr(Scheduler, "get_request_counts"):  # of 0.32, which lets a request that has nobody beside it take longer chunks
         counts = Scheduler.get_request_counts
         Scheduler.get_request_counts = lambda self: (counts(self)[0] + 2, counts(self)[1])
-    llm = engine(llama(folder / "llama"), 14, max_num_seqs=8, max_num_batched_tokens=128, long_prefill_token_threshold=16)
+    llm = engine(llama(folder / "llama"), blocks, of, max_num_seqs=8, max_num_batched_tokens=128, long_prefill_token_threshold=16)
     draw = lambda low, high: int(torch.randint(low, high, (1,), generator=g))  # noqa: E731
     heads, work = random_prompts(*(draw(64, 200) for _ in range(6)), seed=4), []
     for i in range(requests):
@@ -303,19 +320,32 @@ def random(folder, requests=200):
     return dict(finished=len(found), cancelled=len(cancelled - set(found)), hits=hits, steps=step, moved=len(moved), alone=len(pairs), decided=decided, wrong=wrong)
 
 
-def graphs(folder):
-    "On a GPU: steps that decode, with drafts and without, replayed from graphs, against the same engine without graphs."
-    assert not seen["calls"], "graphs is run alone"
-    path, (a, b), found = llama(folder / "llama"), random_prompts(20, 30), {}
+def random_firsts(folder):
+    "The same with 16 exact recent and 4 exact first tokens."
+    return random(folder, 200, 110, dict(recent=16, sinks=4))
+
+
+def graphs(folder, of=None, speculative=None):
+    "On a GPU: steps that decode, replayed from graphs, against the same engine without graphs."
+    assert not seen["calls"], "what is replayed cannot be watched: its part is run alone"
+    path, (a, b), out = llama(folder / "llama"), random_prompts(20, 30), []
     prompts = [a * 7, b * 5, a + b + a, b[:7]]
-    for name, speculative in dict(plain=None, drafts=dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1)).items():
-        out = []
-        for how in (dict(), dict(enforce_eager=False, compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [4, 8, 16]})):
-            llm = engine(path, speculative_config=speculative, **how)
-            out.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in generate(llm, prompts, sampled(40, logprobs=2))])
-            del llm
-        found[name] = compare(out[1], out[0])
-    return dict(graphs=found)
+    for how in (dict(), dict(enforce_eager=False, compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [4, 8, 16]})):
+        llm = engine(path, 400, of, speculative_config=speculative, **how)
+        out.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in generate(llm, prompts, sampled(40, logprobs=2))])
+        del llm
+    decided, wrong = compare(out[1], out[0])
+    return dict(decided=decided, wrong=wrong)
+
+
+def graphs_drafts(folder):
+    "The same with drafts."
+    return graphs(folder, None, dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1))
+
+
+def graphs_firsts(folder):
+    "The same with 24 exact recent and 4 exact first tokens."
+    return graphs(folder, dict(recent=24, sinks=4))
 
 
 def compare(some, others):
@@ -342,7 +372,7 @@ def main(folder, parts):
     from turboquant_nb.serving.vllm import register
 
     register()
-    if parts != ["graphs"]:  # what is replayed cannot be watched
+    if not parts[0].startswith("graphs"):  # what is replayed cannot be watched
         watch()
     found = {}
     for part in parts:

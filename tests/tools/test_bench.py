@@ -11,7 +11,7 @@ import torch
 
 BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 pytestmark = pytest.mark.skipif(not BENCH.exists(), reason="scripts/ is not beside the tests")
-OURS = ("cases", "plan", "run", "timing")
+OURS = ("cases", "plan", "run", "timing", "serving", "serving_engine")
 
 
 @pytest.fixture
@@ -79,3 +79,28 @@ def test_times(bench):
     calls = []
     assert len(timing.host_times(lambda: calls.append(1), 5, 3)) == 3 and len(calls) == 15
     assert len(timing.clock_times(lambda: calls.append(1), 4)) == 4 and len(calls) == 20
+
+
+def test_kinds_and_shapes_of_engines(bench):
+    engine = bench("serving_engine")
+    assert engine.options("k3v3-128", 8, 1, 0.5)["additional_config"] == {"turboquant_nb": {"recipe": "k3v3"}}
+    exact = engine.options("k4v3-64-r16-s4", 96, 1, 0.5)
+    assert exact["additional_config"] == {"turboquant_nb": {"recipe": "k4v3", "recent": 16, "sinks": 4}} and exact["block_size"] == 64
+    assert exact["max_num_seqs"] == 96 == exact["compilation_config"]["cudagraph_capture_sizes"][-1]
+    assert engine.options("fp8", 8, 1, 0.5)["kv_cache_dtype"] == "fp8" and "kv_cache_dtype" not in engine.options("bf16", 8, 1, 0.5)
+    assert [engine.shape_of(x) for x in ("8x32000x48", "first:1x32000", "full:80x8192x512")] == [("token", 8, 32000, 48), ("first", 1, 32000, 1), ("full", 80, 8192, 512)]
+
+
+def test_a_kind_of_engine_is_measured_only_where_its_parts_of_the_gate_pass(bench):
+    serving = bench("serving")
+    kinds = ["bf16", "k3v3-128", "k3v3-128-r16-s4"]
+    good = dict(worst=0.004, calls=9, chunks_with_past=3, preempted=1, firsts=7)
+    found = lambda **more: {part: dict(x, passed=serving.holds(part, x)) for part, x in (dict(plain=good, firsts=good, graphs=dict(decided=30, wrong=0)) | more).items()}  # noqa: E731
+    assert serving.verdict(found(), kinds)[1] == kinds and serving.verdict(found(), kinds)[0]["passed"]
+    for bad in (dict(error="ended with 1"), good | dict(worst=0.1), good | dict(firsts=0)):
+        gate, kept = serving.verdict(found(firsts=bad), kinds)
+        assert kept == kinds[:2] and gate["passed"] and "firsts" in gate["cmd"].partition("not passed")[2]
+    for part, bad in (("plain", good | dict(preempted=0)), ("graphs", dict(decided=30, wrong=1)), ("graphs", dict(decided=0, wrong=0))):
+        gate, kept = serving.verdict(found(**{part: bad}), kinds)
+        assert kept == ["bf16"] and not gate["passed"]
+    assert serving.verdict({}, ["bf16"])[0]["passed"], "a kind that is not ours has no gate"
