@@ -2,11 +2,12 @@
 """Perplexity for single choices of a code, all else equal: choices.py --model M --text FILE ... --out FILE [--windows N] [--match REGEX].
 
 What a bit of keys is spent on (levels, a QJL sketch of what the levels leave, in place of a bit or on top of it), group-wise uniform levels as mx.quantize and
-others have them, with and without a rotation, fractions of bits, and tokens that lose a bit with age. Every row has 4 sinks and 16 recent tokens.
+others have them, with and without a rotation, fractions of bits, tokens that lose a bit with age, and codes with no exact token beside them. Every other row has 4 sinks and 16 recent tokens.
 Chapters 82 and 83 define the protocols. Rows are saved as they come and hold the loss of each window, so that two of them can be compared later."""
 import argparse
 import re
 import time
+from dataclasses import replace
 
 import torch
 from recipes import add_choice, add_options, must_pass, opened, window_losses
@@ -82,6 +83,8 @@ def choices():
             yield f"uniform, {b} bits, groups of {size}, {rotation}", (b, size, rotation), both
     for b in (3, 4):
         yield f"k{b}v{b}, a bit less after 256 tokens", ours(b, b, decay=256), ("decode",)
+    for b in (3, 4, 2):
+        yield f"k{b}v{b}, no exact tokens", replace(ours(b, b), sinks=0, recent=0), both
 
 
 def main():
