@@ -29,10 +29,10 @@ for name in $steps; do
         tune) step tune python scripts/tools/tune.py --workers "$workers" --write --out "$out/tune.json" && cp turboquant_nb/configs/decode.json "$out/" ;;
         generate) step generate python scripts/bench/run.py generate --out "$out/generate.json" ;;
         wall) step wall python scripts/bench/run.py generate --wall 1x8192 8x8192 8x32768 --out "$out/wall.json" ;;
-        memcheck) PYTORCH_NO_CUDA_MEMORY_CACHING=1 step memcheck compute-sanitizer --error-exitcode 9 python scripts/tools/memcheck.py ;;
+        memcheck | racecheck) step "$name" python scripts/tools/memcheck.py --tool "$name" ;;
         esm) step esm python scripts/bench/run.py proteins --out "$out/esm.json" ;;
         *)
-            echo "unknown step $name: tests, encode, decode, tune, generate, wall, memcheck, esm" >&2
+            echo "unknown step $name: tests, encode, decode, tune, generate, wall, memcheck, racecheck, esm" >&2
             exit 2
             ;;
     esac

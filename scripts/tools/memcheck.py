@@ -1,17 +1,28 @@
 #!/usr/bin/env python3
-"""Every kernel once or twice on small, odd shapes, for `PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer python scripts/tools/memcheck.py`: without PyTorch's cache each
-tensor is an allocation of its own, and reading one element beside it is reported. Prints what ran.
-`memcheck.py cells` runs the kernels on an engine's blocks alone.
+"""Every kernel once or twice on small, odd shapes, under NVIDIA's compute-sanitizer where `--tool` names one of its tools:
+
+    python scripts/tools/memcheck.py --tool memcheck     # reads and writes beside a tensor: PyTorch's memory cache is off, so each tensor is an allocation of its own
+    python scripts/tools/memcheck.py --tool racecheck    # threads of one block that read and write shared memory without waiting for each other
+
+Without `--tool` the kernels run as they are; without a GPU those that Triton's interpreter can run do (TRITON_INTERPRET=1). Prints what ran, and what `--seconds` left out.
 Long chunks are left out: torch's own flash attention (2.11, 70 queries, head size 96) writes one log-sum-exp beside its tensor, which the cache's rounding hides."""
+import argparse
+import os
+import shutil
 import sys
+import time
 
 import torch
 
 from turboquant_nb.kernels import blocks, encode, launch
-from turboquant_nb.kernels.cells import CellPlan, append_cells, decode_cells, join_past, past_cells
+from turboquant_nb.kernels.cells import CellPlan, append_cells, append_recent, decode_cells, join_past, locate_sinks, past_cells
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec
+from turboquant_nb.cache.pages import Recent
 from turboquant_nb.cache.store import KVStore
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOOLS = {"memcheck": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, "racecheck": {}}  # what each tool wants in the environment
 
 CASES = [  # batch, KV heads, group, head size, key bits, value bits, centre of keys, static, kernel
     (1, 3, 4, 128, 3, 3, "pre_rope", False, "fragments"),
@@ -25,34 +36,73 @@ CASES = [  # batch, KV heads, group, head size, key bits, value bits, centre of 
 ]
 
 
-def main():
-    device = "cuda"
-    for batch, heads, group, d, k_bits, v_bits, center, static, name in CASES:
-        center, *transform = center.split()
-        rotation = register_transform(HeadTransform.of(torch.eye(d).repeat(heads, 1, 1) + 0.1 * torch.randn(heads, d, d) / d**0.5)).name if transform else "hadamard"
-        recipe = Recipe(Spec(k_bits, center=center, rotation=rotation), Spec(v_bits))
-        inv_freq = 10000.0 ** (-torch.arange(0, d, 2) / d) if center == "pre_rope" else None
-        length = 300 if static else None
-        store = KVStore(recipe, batch, heads, d, dtype=torch.bfloat16, device=device, inv_freq=inv_freq, max_length=length, static=static)
-        for n in (255, 1, 1, 3, 33):
-            x = torch.randn(2, batch, heads, n, d, device=device, dtype=torch.bfloat16)
-            assert encode.append(store, *x) is None
-            if n > 3:
-                continue
-            for repeat in range(2):
-                q = torch.randn(batch, heads * group, n, d, device=device, dtype=torch.bfloat16)
-                out, lse = launch.decode_attention(q, store, *(x if repeat else ()), kernel=name)
-                assert out.isfinite().all() and lse.isfinite().all()
-            out, lse = launch.decode_attention(q, store, *x, kernel=name, recent=2)  # drafts, each with two exact tokens of its own
-            assert out.isfinite().all()
-        tables = launch._plan_of(store).tables
-        if blocks.supports(store, tables)[0]:
-            assert all(x.isfinite().all() for x in blocks.read_block(store, tables, 3, store.length - 7))
-        pieces = [torch.randn(7, d, device=device), torch.randn(7, device=device), torch.randn(7, d, device=device, dtype=torch.bfloat16), torch.randn(7, device=device)]
-        blocks.join_piece(*pieces)
-        assert pieces[0].isfinite().all()
+def kernel_here(name):
+    "The kernel of a case; without a GPU the portable one."
+    return name if DEVICE == "cuda" else "portable"
+
+
+def done(*said):
+    if DEVICE == "cuda":
         torch.cuda.synchronize()
-        print(f"ran batch {batch}, {heads} KV heads, group {group}, d={d}, {k_bits}/{v_bits} bits, centre {center}, {'static' if static else 'growing'}, {name}", flush=True)
+    print("ran", *said, flush=True)
+
+
+def states(*shape):
+    return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)
+
+
+def store_case(batch, heads, group, d, k_bits, v_bits, center, static, name):
+    "A store that grows by a prompt, single tokens and drafts."
+    center, *transform = center.split()
+    rotation = register_transform(HeadTransform.of(torch.eye(d).repeat(heads, 1, 1) + 0.1 * torch.randn(heads, d, d) / d**0.5)).name if transform else "hadamard"
+    recipe = Recipe(Spec(k_bits, center=center, rotation=rotation), Spec(v_bits))
+    inv_freq = 10000.0 ** (-torch.arange(0, d, 2) / d) if center == "pre_rope" else None
+    length = 300 if static else None
+    store = KVStore(recipe, batch, heads, d, dtype=torch.bfloat16, device=DEVICE, inv_freq=inv_freq, max_length=length, static=static)
+    for n in (255, 1, 1, 3, 33):
+        x = states(2, batch, heads, n, d)
+        encode.append(store, *x)
+        if n > 3:
+            continue
+        for repeat in range(2):
+            q = states(batch, heads * group, n, d)
+            out, lse = launch.decode_attention(q, store, *(x if repeat else ()), kernel=kernel_here(name))
+            assert out.isfinite().all() and lse.isfinite().all()
+        out, lse = launch.decode_attention(q, store, *x, kernel=kernel_here(name), recent=2)  # drafts, each with two exact tokens of its own
+        assert out.isfinite().all()
+    tables = launch._plan_of(store).tables
+    if blocks.supports(store, tables)[0]:
+        assert all(x.isfinite().all() for x in blocks.read_block(store, tables, 3, store.length - 7))
+    pieces = [torch.randn(7, d, device=DEVICE), torch.randn(7, device=DEVICE), states(7, d), torch.randn(7, device=DEVICE)]
+    blocks.join_piece(*pieces)
+    assert pieces[0].isfinite().all()
+    done(f"batch {batch}, {heads} KV heads, group {group}, d={d}, {k_bits}/{v_bits} bits, centre {center}{' transform' if transform else ''}, {'static' if static else 'growing'}, {kernel_here(name)}")
+
+
+PARTS = [  # batch, KV heads, group, head size, key bits, value bits, residual of keys, tokens that a decay begins behind (None: none)
+    (1, 3, 4, 128, 2.5, 3.5, "none", None),
+    (2, 1, 3, 64, 4, 2.25, "qjl", None),
+    (1, 2, 5, 48, 3, 4, "none", 150),
+    (1, 3, 2, 96, 3.5, 2.5, "none", 150),
+]
+
+
+def part_case(batch, heads, group, d, k_bits, v_bits, residual, decay):
+    "Codes in parts: channels of two bit widths, a QJL residual, tiles that lost a plane; with exact first and recent tokens."
+    recipe = Recipe(Spec(k_bits, center="prompt_mean", residual=residual), Spec(v_bits), sinks=3, recent=5)
+    store = KVStore(recipe, batch, heads, d, dtype=torch.bfloat16, device=DEVICE, tile=64)
+    for n in (255, 1, 3):
+        x = states(2, batch, heads, n, d)
+        (encode.append if encode.supports(recipe, d, device=DEVICE)[0] else KVStore.append)(store, *x)
+        if decay and n == 255:
+            store.decay(decay)
+            assert store.key.truncated_tiles and store.value.truncated_tiles
+        q = states(batch, heads * group, min(n, 3), d)
+        for chunk in ((), x) if n < 255 else ((),):
+            out, lse = launch.decode_attention(q, store, *chunk)
+            assert out.isfinite().all() and lse.isfinite().all()
+    assert launch._plan_of(store).tables.parts is not None
+    done(f"codes in parts: batch {batch}, {heads} KV heads, group {group}, d={d}, {k_bits}/{v_bits} bits, residual {residual}, {f'decay behind {decay} tokens' if decay else 'no decay'}")
 
 
 CELLS = [  # tokens of a block, KV heads, group, head size, key bits, value bits, query tokens, whether keys have a centre
@@ -63,32 +113,90 @@ CELLS = [  # tokens of a block, KV heads, group, head size, key bits, value bits
 ]
 
 
-def cells():
+def random_cells(plan, heads, n):
+    "A pool of five blocks for `heads` heads whose bytes are all random, and a table of two requests."
+    cache = plan.cell.empty(5, heads, DEVICE).random_(0, 256)
+    for name, part in plan.cell.views(cache).items():
+        part.fill_(0.5) if "scale" in name else None
+    table = torch.tensor([[2, 0, 3], [1, 4, 0]], dtype=torch.int32, device=DEVICE)
+    return cache, table, torch.tensor([3 * n, n + 7], dtype=torch.int32, device=DEVICE)
+
+
+def plan_of(n, heads, d, k_bits, v_bits, centred):
+    return CellPlan(Quantizer(Spec(k_bits), d, DEVICE), Quantizer(Spec(v_bits), d, DEVICE), n, torch.randn(heads, d) if centred else None)
+
+
+def cell_case(n, heads, group, d, k_bits, v_bits, m, centred):
     "Blocks that fill their memory to the last byte: a prompt, a short call, drafts, the past of a chunk."
-    for n, heads, group, d, k_bits, v_bits, m, centred in CELLS:
-        center = torch.randn(heads, d) if centred else None
-        plan = CellPlan(Quantizer(Spec(k_bits), d, "cuda"), Quantizer(Spec(v_bits), d, "cuda"), n, center)
-        table = torch.tensor([[2, 0, 3], [1, 4, 0]], dtype=torch.int32, device="cuda")
-        cache = plan.cell.empty(5, heads, "cuda").random_(0, 256)
-        for name, part in plan.cell.views(cache).items():
-            part.fill_(0.5) if "scale" in name else None
-        lengths = torch.tensor([3 * n, n + 7], dtype=torch.int32, device="cuda")
-        for row, first, count in ((0, 0, 3 * n), (1, 0, n + 3), (1, n + 3, 4)):
-            t = torch.arange(first, first + count, device="cuda")
-            k, v = torch.randn(2, count, heads, d, device="cuda", dtype=torch.bfloat16)
-            append_cells(cache, plan, k, v, table[row][t // n].long() * n + t % n)
-        q, k, v = (torch.randn(2 * m, h, d, device="cuda", dtype=torch.bfloat16) for h in (group * heads, heads, heads))
-        for kernel in ("fragments", "portable"):
-            out, lse = decode_cells(q, cache, plan, table, lengths, k, v, kernel=kernel)
-            assert out.isfinite().all() and lse.isfinite().all()
-        k, v = (torch.empty(2 * n + 5, heads, d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        past_cells(cache, plan, table[0], 2 * n + 5, k, v)
-        join_past(out, lse, out.clone(), lse.clone())
-        torch.cuda.synchronize()
-        print(f"ran blocks of {n}, {heads} KV heads, group {group}, d={d}, {k_bits}/{v_bits} bits, {m} query tokens, {'a' if centred else 'no'} centre", flush=True)
+    plan = plan_of(n, heads, d, k_bits, v_bits, centred)
+    cache, table, lengths = random_cells(plan, heads, n)
+    for row, first, count in ((0, 0, 3 * n), (1, 0, n + 3), (1, n + 3, 4)):
+        t = torch.arange(first, first + count, device=DEVICE)
+        append_cells(cache, plan, *states(2, count, heads, d), table[row][t // n].long() * n + t % n)
+    q, k, v = (states(2 * m, h, d) for h in (group * heads, heads, heads))
+    for kernel in dict.fromkeys((kernel_here("fragments"), "portable")):
+        out, lse = decode_cells(q, cache, plan, table, lengths, k, v, kernel=kernel)
+        assert out.isfinite().all() and lse.isfinite().all()
+    k, v = (torch.empty(2 * n + 5, heads, d, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    past_cells(cache, plan, table[0], 2 * n + 5, k, v)
+    join_past(out, lse, out.clone(), lse.clone())
+    done(f"blocks of {n}, {heads} KV heads, group {group}, d={d}, {k_bits}/{v_bits} bits, {m} query tokens, {'a' if centred else 'no'} centre")
+
+
+SINKS = [  # tokens of a block, KV heads, group, head size, key bits, value bits, query tokens, whether keys have a centre, recent tokens, first tokens
+    (16, 2, 3, 64, 3, 3, 1, True, 7, 4),
+    (64, 1, 4, 128, 4, 3, 4, False, 9, 20),
+    (32, 1, 5, 48, 3, 2, 2, True, 1, 1),
+]
+
+
+def sink_case(n, heads, group, d, k_bits, v_bits, m, centred, tokens, sinks):
+    "Exact recent and first tokens beside codes: prompts, steps that carry the first tokens into new blocks, attention to all of it."
+    plan, size = plan_of(n, heads, d, k_bits, v_bits, centred), 4  # recent tokens of a block
+    cache, table, lengths = random_cells(plan, heads, n)
+    width = -(-int(lengths.max()) // size)
+    rows = torch.arange(2 * width, dtype=torch.int32, device=DEVICE).view(2, width)
+    near = Recent(torch.zeros(2 * width, heads, size + sinks, 2 * d, device=DEVICE, dtype=torch.bfloat16), rows, tokens, sinks)
+    begin = torch.zeros(2, dtype=torch.long)
+    for end in (lengths.cpu() - m - 1, lengths.cpu() - m):  # prompts, then a step
+        slots = torch.cat([rows[i, (t := torch.arange(a, b, device=DEVICE)) // size] * size + t % size for i, (a, b) in enumerate(zip(begin.tolist(), end.tolist()))])
+        starts = torch.tensor([0, *(end - begin).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
+        origins = torch.empty(len(slots), sinks, dtype=torch.int32, device=DEVICE)
+        locate_sinks(rows, end.to(DEVICE, torch.int32), starts, slots, size, origins)
+        append_recent(near.cache, *states(2, len(slots), heads, d), slots, origins)
+        begin = end
+    assert all(near.read_first(i, int(past), d)[0].ne(0).any() for i, past in enumerate(begin))
+    q, k, v = (states(2 * m, h, d) for h in (group * heads, heads, heads))
+    for kernel in dict.fromkeys((kernel_here("fragments"), "portable")):
+        kernel = kernel if plan.supports(kernel)[0] else "portable"
+        out, lse = decode_cells(q, cache, plan, table, lengths, k, v, near, kernel=kernel)
+        assert out.isfinite().all() and lse.isfinite().all()
+    done(f"{sinks} first and {tokens} recent tokens beside blocks of {n}, {heads} KV heads, group {group}, d={d}, {k_bits}/{v_bits} bits, {m} query tokens, {'a' if centred else 'no'} centre")
+
+
+GROUPS = {"sinks": (sink_case, SINKS), "parts": (part_case, PARTS), "cells": (cell_case, CELLS), "stores": (store_case, CASES)}
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--tool", choices=TOOLS, help="run under this tool of compute-sanitizer; it exits with 9 where the tool found something")
+    p.add_argument("--only", nargs="+", choices=GROUPS, default=[*GROUPS], help="which cases: of exact first tokens, codes in parts, an engine's blocks, stores")
+    p.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so many seconds")
+    a = p.parse_args()
+    if a.tool:
+        if not shutil.which("compute-sanitizer"):
+            sys.exit("compute-sanitizer is not on the PATH; it comes with NVIDIA's CUDA toolkit")
+        rest = ["--only", *a.only, "--seconds", str(a.seconds)]
+        sys.stdout.flush()
+        os.execvpe("compute-sanitizer", ["compute-sanitizer", "--tool", a.tool, "--error-exitcode", "9", sys.executable, __file__, *rest], os.environ | TOOLS[a.tool])
+    began, cases = time.perf_counter(), [(run, case) for name in a.only for run, those in [GROUPS[name]] for case in those]
+    for i, (run, case) in enumerate(cases):
+        if time.perf_counter() - began > a.seconds:
+            print(f"{len(cases) - i} of {len(cases)} cases were left out after {a.seconds:g} seconds, from {case} on", flush=True)
+            sys.exit(3)
+        run(*case)
+    print(f"all {len(cases)} cases ran in {time.perf_counter() - began:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] != ["cells"]:
-        main()
-    cells()
+    main()
