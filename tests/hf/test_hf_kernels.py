@@ -326,8 +326,9 @@ def test_a_step_makes_nothing_as_large_as_the_past():
 
 
 @pytest.mark.skipif(not CUDA and not ops._interpreted(), reason="needs Triton")
+@pytest.mark.parametrize("n", [1, 100])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
-def test_what_a_kernel_took_is_told_later(bad):
+def test_what_a_kernel_took_is_told_later(bad, n):
     "Nothing waits in the pass that took it; a pass or two later, or `check`, says which layer."
     model = tiny(**SMALL | dict(num_hidden_layers=2)).to("cuda" if CUDA else "cpu")
     try:
@@ -335,7 +336,7 @@ def test_what_a_kernel_took_is_told_later(bad):
         cache, inputs = kernel_cache(model), prompt(1, 9, padded=False)["input_ids"].to(model.device)
         with torch.no_grad():
             model(inputs, past_key_values=cache)
-            x = torch.zeros(1, 1, 1, 16, device=model.device)
+            x = torch.zeros(1, 1, n, 16, device=model.device)
             cache.update(x, x, 0)
             cache.update(torch.full_like(x, bad), x, 1)
             twin = copy.deepcopy(cache)

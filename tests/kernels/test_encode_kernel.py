@@ -391,20 +391,35 @@ def test_refused_states_leave_the_store(n, wait):
 
 
 @pytest.mark.parametrize("side", (0, 1))
-def test_states_taken_without_waiting(side):
-    "A short append takes what it is given; attention to it is NaN, and `sync` raises once."
+@pytest.mark.parametrize("n,wait", ((8, None), (8, False), (70, False), (300, False)))
+def test_states_taken_without_waiting(n, wait, side):
+    "A short append, and a long one that may not wait, takes what it is given; attention to it is NaN, and `sync` raises once. What is right is coded as ever."
     for bad, _ in BAD:
-        x = states(1, 2, 8, 32, torch.float32)
-        store = KVStore(preset("k3v3"), 1, 2, 32, device=DEVICE)
-        kernel.append(store, x, x)
+        x = states(1, 2, n, 32, torch.float32)
+        store, waits = (KVStore(preset("k3v3"), 1, 2, 32, device=DEVICE) for _ in range(2))
+        for s in (store, waits):
+            kernel.append(s, x[:, :, :8], x[:, :, :8])
+        kernel.append(waits, x, x, wait=True)
         y = x.clone()
         y[0, 1, 3] = bad
-        kernel.append(store, *((y, x) if side == 0 else (x, y)))
-        scale = (store.key, store.value)[side].tensors["scale"].flatten(2)
-        assert store.length == 16 and scale[:, :, :16].isnan().nonzero().tolist() == [[0, 1, 11]]
+        kernel.append(store, *((y, x) if side == 0 else (x, y)), wait=wait)
+        scale = (store.key, store.value)[side].tensors["scale"].flatten(2)[:, :, : n + 8]
+        assert store.length == n + 8 and scale.isnan().nonzero().tolist() == [[0, 1, 11]]
+        right = (waits.key, waits.value)[side].tensors["scale"].flatten(2)[:, :, : n + 8]
+        assert torch.equal(scale[~scale.isnan()], right[~scale.isnan()])
         with pytest.raises(ValueError, match=("keys", "values")[side] + " that were"):
             store.sync()
-        assert store.sync() == 16
+        assert store.sync() == n + 8
+
+
+def test_a_first_chunk_is_looked_at():
+    "Its mean is that of all tokens to come."
+    x, store = states(1, 2, 70, 32, torch.float32), KVStore(preset("k3v3"), 1, 2, 32, device=DEVICE)
+    y = x.clone()
+    y[0, 1, 3] = float("nan")
+    with pytest.raises(ValueError, match="k must be finite"):
+        kernel.append(store, y, x, wait=False)
+    assert store.length == 0
 
 
 def test_flags_without_checks():

@@ -161,9 +161,9 @@ class TurboQuantLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, on_codes: bool | None = None, **kwargs) -> tuple:
         """Code n tokens; return handles for the 'turboquant' attention, dense tensors for any
-        other. A refused update changes nothing; kernels take up to 64 tokens without looking at
-        them, see `TurboQuantCache.check`. A cache, which has asked already, says whether the model
-        attends `on_codes`."""
+        other. A refused update changes nothing; what comes after the first chunk kernels take without
+        looking at it, see `TurboQuantCache.check`. A cache, which has asked already, says whether the
+        model attends `on_codes`."""
         if self.capturing:
             return self.append_captured(key_states, value_states)
         first, past, (drafts, self.drafts) = self.first, self.held, (self.drafts, 0)
@@ -222,7 +222,8 @@ class TurboQuantLayer(CacheLayerMixin):
             few = self.serves_steps(n) or (n == 1 and self.drafting)
             few = few and not first_chunk and self.recipe.recent
             tail = self.store.tail_with(key_states, value_states, self.names) if few else None
-            coder = ops.append(self.store, key_states, value_states, self.backend, self.names)
+            wait = None if first_chunk else False  # flags of all layers are looked at together, in the next pass
+            coder = ops.append(self.store, key_states, value_states, self.backend, self.names, wait)
         except BaseException:  # out of memory, or interrupted
             if fresh:
                 self.reset()

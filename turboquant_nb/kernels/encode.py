@@ -1151,11 +1151,21 @@ def fused_mean(
     return torch.where(count < 2, 0.0, mean * keep).to(torch.bfloat16)[:, :, None]
 
 # %% ../../nbs/40_encode.ipynb #b023a9ff
-def _code_and_wait(store, states, means, names):
-    "What `KVStore.append` calls to code: the kernel, and, returned, a look at its flags."
+def _code_flagged(store, states, means, flags=None) -> Tensor:
+    "Code by the kernel; the flags."
     store._make_room(states[0].shape[2])
     to = [target(side, m, store) for side, m in zip((store.key, store.value), means)]
-    flags = encode_append(*states, *to, store.length - store.offset, tile=store.tile)
+    return encode_append(*states, *to, store.length - store.offset, flags, tile=store.tile)
+
+
+def _code_unseen(store, states, means, names):
+    "What `KVStore.append` calls to code where nobody waits: flags go up in the store, whose `sync` raises."
+    _code_flagged(store, states, means, store._need_flags())
+
+
+def _code_and_wait(store, states, means, names):
+    "What it calls otherwise: the kernel, and, returned, a look at its flags."
+    flags = _code_flagged(store, states, means)
 
     def confirm():
         if any(flags.tolist()):
@@ -1219,12 +1229,12 @@ def append(
     k: Tensor,  # [B, H, n, d_key] in the store's dtype
     v: Tensor,  # [B, H, n, d_value]
     names: tuple = ("k", "v"),  # how errors call them
-    wait: bool | None = None,  # look at values before anything is taken; None: unless it is short
+    wait: bool | None = None,  # look at values before anything is taken; None: unless it is short; False: only of a first chunk
 ) -> None:
     """`KVStore.append` with the kernel in place of coding and packing. Raises as it does, and
     ValueError with the reason where `supports` says no. After the first chunk, appends of at most
-    64 tokens (a quarter of a tile) do not wait for the device: a state that is not finite or too
-    large is taken with the scale NaN, and `store.sync()` raises."""
+    64 tokens (a quarter of a tile), and with wait=False longer ones, do not wait for the device: a state that
+    is not finite or too large is taken with the scale NaN, and `store.sync()` raises."""
     if store.static and store._capturing():
         args = store._by_position(k, v)
         compiled = torch.compiler.is_compiling()
@@ -1234,7 +1244,8 @@ def append(
             return append(store, k, v, names, wait)
     plan = _plan(store)
     if wait or not _is_short(store, plan, k, v):
-        return store._append_now(k, v, names, _code_and_wait, fused_mean)
+        code = _code_unseen if wait is False and store.length else _code_and_wait
+        return store._append_now(k, v, names, code, fused_mean)
     sides, flags, at = (store.key, store.value), store._need_flags(), store.length - store.offset
     tensors, truncated = [list(s.tensors.values()) for s in sides], [s.truncated_tiles for s in sides]
     cos_sin, position = flags if store.inv_freq is None else store.rope_table, store.position if store.static else flags

@@ -80,13 +80,14 @@ def _read(store, first: int, last: int) -> tuple:
 _WIDEN_ON_CPU = not torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
-_PAYS = 1e11  # floating-point operations from which on cuDNN's attention is worth the plan (40 ms on an H200's host) that it makes for each new shape
+_PAYS = 3e10  # floating-point operations from which on cuDNN's attention is worth the plan (40 ms on an H200's host) that it makes for each new shape
+_ROWS = 256  # a chunk of a multiple of so many tokens comes again; a prompt's last one, of any length, would need a plan of its own
 
 
 def _by_cudnn(q: Tensor, length: int, causal: bool = False) -> bool:
     "Whether cuDNN's attention of these queries to so many tokens is taken: on Hopper twice as fast as torch's flash kernel."
     operations = 4 * q.numel() * length / (2 if causal else 1)
-    if q.device.type != "cuda" or operations < _PAYS or q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] > 128:
+    if q.device.type != "cuda" or operations < _PAYS or q.shape[2] % _ROWS or q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] > 128:
         return False
     hopper = torch.version.hip is None and torch.cuda.get_device_capability(q.device)[0] == 9
     return hopper and torch.backends.cudnn.is_available() and torch.backends.cuda.cudnn_sdp_enabled()
@@ -138,7 +139,7 @@ def _flash(q, store, k, v, scaling, sliding_window) -> tuple:
     (b, heads, n, d), h, past = q.shape, store.heads, store.length - q.shape[2]
     g, low = heads // h, max(-1e30, torch.finfo(q.dtype).min / 2)
     scaling = d**-0.5 if scaling is None else scaling
-    begin, total = int(store.start.max()), None  # from here on no position is padding
+    begin, total = max(store.ranges.starts), None  # from here on no position is padding; the host knows, and need not wait
     first = store.offset if sliding_window is None else max(store.offset, past - sliding_window + 1)
     rows = q.reshape(b, h, g * n, d)
     plain = begin <= past and (sliding_window is None or sliding_window >= n)  # the chunk needs no bias
@@ -334,19 +335,20 @@ def append(
     v: Tensor,  # [B, H, n, d_value]
     backend: str = "auto",  # "auto", "triton" or "torch"
     names: tuple = ("k", "v"),  # how errors call them
+    wait: bool | None = None,  # may the kernel wait for the device to refuse values? see `encode.append`
 ) -> str:  # the backend that coded
     """Code n tokens and add them. Raises ValueError/TypeError on states that do not fit, or with
     the reason if the backend named cannot serve; the store is then as before."""
     if backend != "torch" and encode.append_again(store, k, v):
         return "triton"
     name, _ = select_coder(store, backend)
-    dispatch_append(name, store, k, v, names)
+    dispatch_append(name, store, k, v, names, wait)
     return name
 
 
-def dispatch_append(name: str, store, k, v, names=("k", "v")) -> None:
+def dispatch_append(name: str, store, k, v, names=("k", "v"), wait=None) -> None:
     "`append` by a backend that `select_coder` gave, without asking again."
     if name == "triton":
-        encode.append(store, k, v, names)
+        encode.append(store, k, v, names, wait)
     elif not gather.append(store, k, v):
         store.append(k, v, names)
