@@ -35,6 +35,8 @@ def serving_recipe(
         recipe = Recipe(key=Spec(bits=k), value=Spec(bits=v), sinks=0, recent=0)
     recipe = Recipe.from_json(json.dumps(recipe)) if isinstance(recipe, dict) else checks.instance(recipe, "recipe", Recipe)
     given = {name: checks.whole(x, name, 0) for name, x in dict(recent=recent, sinks=sinks).items() if x is not None}
+    if recipe.key.center == "auto":  # `Recipe.settled` would take a mean of one request
+        given["key"] = replace(recipe.key, center="none")
     recipe, reasons = replace(recipe, **given), []
     if recipe.sinks and not recipe.recent:
         reasons.append(f"sinks must be 0 where recent is 0, got {recipe.sinks}: first tokens travel in the blocks of recent ones")
