@@ -94,7 +94,7 @@ def transform(capability=90, d=128, rows=4):
 
 def read(capability=90, d=128, bits=3, by_token=False, rotary=0, parts=1):
     "The kernel that decodes a block of the past."
-    types = TYPES | dict.fromkeys(("P0", "P1", "P2"), "*u8") | dict(OUT="*bf16", SCALE="*fp16", MATRIX="*fp16", SINKS="*bf16", RECENT="*bf16", step="fp32")
+    types = TYPES | dict.fromkeys(("P0", "P1", "P2"), "*u8") | dict(OUT="*bf16", SCALE="*fp16", MATRIX="*fp16", SINKS="*bf16", RECENT="*bf16")
     constants = dict(D=d, DP=decode.padded_size(d), HK=decode.padded_size(d // 2), R=64, BITS=bits, BY_TOKEN=by_token, H2=rotary // 2, HAS_MEAN=True, HAS_START=True, PARTS=parts, ASM=True)
     return triton.compile(source(blocks._read_kernel, ASTSource, types, constants), target=GPUTarget("cuda", capability, 32), options=dict(num_warps=4))
 

@@ -259,7 +259,7 @@ class _NewExact(NamedTuple):
 
     slots: Tensor  # [m] of the ring
     newest: Tensor  # [B, H, m, d], for these slots
-    sinks: Tensor  # [B, H, S, d]
+    sinks: Tensor | None  # [B, H, S, d]; None: they stay
 
 
 class ExactTokens:
@@ -290,21 +290,24 @@ class ExactTokens:
         x: Tensor,  # [B, H, n, d] new tokens
         first: int,  # position of the first of them
         start: Tensor,  # [B] first real position of each sequence
+        sinks: bool = True,  # may first real tokens of a sequence be among them?
     ) -> _NewExact:
         "What `put` takes to hold new tokens; nothing changes yet."
         n, recent = x.shape[2], self.recent.shape[2]
         last = min(n, recent)
-        slots = torch.arange(first + n - last, first + n, device=x.device)
+        slots = torch.arange(first + n - last, first + n, device=x.device).remainder_(max(recent, 1))
+        if not sinks:
+            return _NewExact(slots, x[:, :, n - last :], None)
         at = start[:, None] + torch.arange(self.sinks.shape[2], device=x.device) - first
         inside = ((at >= 0) & (at < n))[:, None, :, None]
         index = at.clamp(0, n - 1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
-        sinks = torch.where(inside, x.gather(2, index), self.sinks)
-        return _NewExact(slots.remainder_(max(recent, 1)), x[:, :, n - last :], sinks)
+        return _NewExact(slots, x[:, :, n - last :], torch.where(inside, x.gather(2, index), self.sinks))
 
     def put(self, new: _NewExact) -> None:
         "Copy what `prepare` made."
         self.recent.index_copy_(2, new.slots, new.newest)
-        self.sinks.copy_(new.sinks)
+        if new.sinks is not None:
+            self.sinks.copy_(new.sinks)
 
     def states(self, length) -> Tensor:
         "[B, H, S+W, d]: the sinks, then the last W of `length` tokens."
@@ -573,7 +576,8 @@ class KVStore:
         as late as it can."""
         k, _ = states
         length, decay = self.length + k.shape[2], self.recipe.decay
-        exact = [s.exact.prepare(x, self.length, self.start) for s, x in zip(self.sides, states)]
+        sinks = self.length < max(self.ranges.starts) + self.recipe.sinks
+        exact = [s.exact.prepare(x, self.length, self.start, sinks) for s, x in zip(self.sides, states)]
         older = [] if decay is None else self._truncations(length - decay, length)
         if confirm is not None:
             confirm()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..cache.store import KVStore
-from .decode import CodeTables, is_interpreted, padded_size
+from .decode import CodeTables, Launcher, is_interpreted, padded_size
 
 try:
     import triton
@@ -116,7 +116,7 @@ def _table(LUT):
 @triton.jit(do_not_specialize=["cap", "offset", "first", "last", "exact_from"])
 def _read_kernel(
     OUT, P0, P1, P2, SCALE, TABLE, MATRIX, mh, M, COS_SIN, START, SINKS, RECENT, heads, cap, offset, first, last, sinks, recent,
-    exact_from, step, D: tl.constexpr, DP: tl.constexpr, HK: tl.constexpr, R: tl.constexpr, BITS: tl.constexpr, BY_TOKEN: tl.constexpr,
+    exact_from, factor, D: tl.constexpr, DP: tl.constexpr, HK: tl.constexpr, R: tl.constexpr, BITS: tl.constexpr, BY_TOKEN: tl.constexpr,
     H2: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_START: tl.constexpr, PARTS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     "A pair of quarters of one head, decoded, to OUT [B, H, last - first, D]."
@@ -152,7 +152,7 @@ def _read_kernel(
         if PARTS > 1:
             x += tl.dot(up, above, tl.dot(low, below)) * (1 / 2048)
         t = pair * (2 * R) + quarter * R + slot  # from the first stored token
-        x *= (tl.load(SCALE + bh.to(tl.int64) * (cap * (4 * R)) + t).to(tl.float32) * step)[:, None]
+        x *= (tl.load(SCALE + bh.to(tl.int64) * (cap * (4 * R)) + t).to(tl.float32) * factor)[:, None]
         t += offset
         if HAS_MEAN:
             m = tl.load(M + bh * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
@@ -175,6 +175,7 @@ def _read_kernel(
         tl.store(to, x.to(OUT.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
 
 # %% ../../nbs/43b_blocks.ipynb #43b00014
+_read_launcher = Launcher(_read_kernel)
 _MATRICES = WeakKeyDictionary()  # quantizer -> (matrix, its two fp16)
 
 
@@ -225,14 +226,15 @@ def read_block(
         matrix, mean, rope = _two_halves(q, q.rotation.query_matrix), t.get("mean"), store.rope_table if turns else absent
         x = torch.empty(store.batch, store.heads, last - first, d, dtype=store.dtype, device=store.device)
         p0, p1, p2 = [*side.planes, side.planes[0], side.planes[0]][:3]
-        _read_kernel[(pairs, store.batch * store.heads)](
+        named = dict(
             OUT=x, P0=p0, P1=p1, P2=p2, SCALE=t["scale"], TABLE=absent[4:] if by_token else absent, MATRIX=matrix, mh=d * d if matrix.ndim == 4 else 0,
             M=absent if mean is None else mean, COS_SIN=rope, START=store.start, SINKS=t["sinks"], RECENT=t["recent"], heads=store.heads,
             cap=t["scale"].shape[2], offset=store.offset, first=first, last=last, sinks=t["sinks"].shape[2], recent=t["recent"].shape[2],
-            exact_from=store.past_exact_from, step=step, D=d, DP=padded_size(d), HK=padded_size(d // 2), R=R, BITS=len(side.planes) + 1,
+            exact_from=store.past_exact_from, factor=step, D=d, DP=padded_size(d), HK=padded_size(d // 2), R=R, BITS=len(side.planes) + 1,
             BY_TOKEN=by_token, H2=rope.shape[1] // 2 if turns else 0, HAS_MEAN=mean is not None, HAS_START=True,
-            PARTS=1 if store.dtype == torch.bfloat16 else 2, ASM=not is_interpreted(), num_warps=4,
+            PARTS=1 if store.dtype == torch.bfloat16 else 2, ASM=not is_interpreted(),
         )  # fmt: skip
+        _read_launcher((pairs, store.batch * store.heads, 1), named, {}, num_warps=4)
         out.append(x)
     return tuple(out)
 
@@ -255,6 +257,9 @@ def _join_kernel(OUT, LSE, MORE, MORE_LSE, rows, D: tl.constexpr, DP: tl.constex
     tl.store(LSE + r, tl.where(whole != 0, top + tl.log(some), float("-inf")), mask=ok)
 
 
+_join_launcher = Launcher(_join_kernel)
+
+
 def join_piece(
     out: Tensor,  # [..., d] fp32, contiguous: changed in place
     lse: Tensor,  # [...] fp32, contiguous: changed in place
@@ -265,4 +270,5 @@ def join_piece(
     if more.shape != out.shape or lse.shape != out.shape[:-1] or more_lse.shape != lse.shape or not (out.is_contiguous() and lse.is_contiguous()):
         raise ValueError(f"pieces must be contiguous and of one shape, got {list(out.shape)}, {list(lse.shape)} and {list(more.shape)}, {list(more_lse.shape)}")
     d, rows = out.shape[-1], lse.numel()
-    _join_kernel[(-(-rows // 16),)](out, lse, more.contiguous(), more_lse.contiguous(), rows, D=d, DP=padded_size(d), ROWS=16, num_warps=4)
+    named = dict(OUT=out, LSE=lse, MORE=more.contiguous(), MORE_LSE=more_lse.contiguous(), rows=rows, D=d, DP=padded_size(d), ROWS=16)
+    _join_launcher(-(-rows // 16), named, {}, num_warps=4)
