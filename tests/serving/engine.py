@@ -211,9 +211,9 @@ def firsts(folder):
 
 
 def firsts_few(folder):
-    "The same in too few blocks, with steps of 16 tokens."
-    llm, (a, b, c) = engine(llama(folder / "llama"), 56, of=dict(recent=24, sinks=4), max_num_batched_tokens=16), random_prompts(130, 75, 200)
-    return dict(tokens=[list(o.outputs[0].token_ids) for o in generate(llm, [a[:60], b[:60], c[:60], c[100:160]], sampled(150))])
+    "The same in too few blocks: short prompts are let in, whose windows grow. Steps of 16 tokens, so that who comes back does in chunks."
+    llm, (a, b, c) = engine(llama(folder / "llama"), 38, of=dict(recent=24, sinks=4), max_num_batched_tokens=16), random_prompts(130, 75, 200)
+    return dict(tokens=[list(o.outputs[0].token_ids) for o in generate(llm, [a[:12], b[:8], c[:20], c[100:105]], sampled(150))])
 
 
 def firsts_short(folder):

@@ -67,6 +67,18 @@ def test_first_tokens(tmp_path):
     assert seen["cached"][7] == 128 and seen["chunks_with_past"] > 3, seen
 
 
+def test_first_tokens_after_preemption(tmp_path):
+    "The same where requests are thrown out and computed again."
+    seen = run(tmp_path, "firsts_few")
+    assert seen["worst"] < 1e-5 and not seen["miscoded"] and seen["firsts"] > 1000 and seen["preempted"] > 0 and seen["decodes"] > 500, seen
+
+
+def test_prompts_in_pieces_shorter_than_the_first_tokens(tmp_path):
+    "Three tokens of a prompt a step, 4 exact first ones, 2 recent ones."
+    seen = run(tmp_path, "firsts_short")
+    assert seen["worst"] < 1e-5 and not seen["miscoded"] and seen["firsts"] > 500 and seen["grouped"] > 20, seen
+
+
 def test_all_tokens_recent(tmp_path):
     "A window as wide as the context gives the tokens of the dense model, up to the first near tie."
     seen = run(tmp_path, "exact")
@@ -74,12 +86,12 @@ def test_all_tokens_recent(tmp_path):
     assert seen["decided"] > 30 and not seen["wrong"], seen
 
 
-@pytest.mark.parametrize("part", ("drafts", "drafts_recent"))
+@pytest.mark.parametrize("part", ("drafts", "drafts_recent", "drafts_firsts"))
 def test_drafts_and_calibration(part, tmp_path):
-    "The same where the engine verifies drafts, and keys have a calibration's transforms and means; without and with exact recent tokens, beside which means are not used."
+    "The same where the engine verifies drafts, and keys have a calibration's transforms and means; without and with exact recent tokens, and first ones. With recent ones alone there are no means."
     seen = run(tmp_path, part)
     assert seen["worst"] < 1e-5 and not seen["miscoded"] and seen["calls"] > 50 and seen["drafted"] + seen["grouped"] > 20, seen
-    assert seen["centred"] == (0 if part == "drafts_recent" else seen["calls"]), seen
+    assert seen["centred"] == (0 if part == "drafts_recent" else seen["calls"]) and (seen["firsts"] > 100) == (part == "drafts_firsts"), seen
 
 
 def test_sliding_windows_and_soft_cap(tmp_path):
@@ -88,10 +100,13 @@ def test_sliding_windows_and_soft_cap(tmp_path):
     assert seen["worst"] < 1e-5 and not seen["miscoded"] and seen["sliding"] == seen["calls"] / 2 > 50, seen
 
 
-def test_random_requests(tmp_path):
-    "Two hundred requests that come, share prefixes, are cancelled and thrown out: each output as above, and each one's tokens those that it gets alone."
-    seen = run(tmp_path, "random")
+@pytest.mark.parametrize("part", ("random", "random_firsts"))
+def test_random_requests(part, tmp_path):
+    """Two hundred requests that come, share prefixes, are cancelled and thrown out: each output as above, and each one's tokens those that it gets alone.
+    Without and with exact recent and first tokens."""
+    seen = run(tmp_path, part)
     assert seen["worst"] < 1e-5 and not seen["miscoded"], seen  # a code may differ where it is not decided, and what is read is what was stored
+    assert (seen["firsts"] > 1000) == (part == "random_firsts"), seen
     assert seen["finished"] > 150 and seen["cancelled"] > 5 and seen["hits"] > 20 and seen["preempted"] > 0 and seen["alone"] > 100
     assert seen["decided"] > 300 and not seen["wrong"], seen
 
