@@ -16,7 +16,7 @@ from transformers import EsmConfig, EsmForMaskedLM
 
 from tests.helpers import DATA  # noqa: E402
 from turboquant_nb import esm as M
-from turboquant_nb.esm import mutations, transform
+from turboquant_nb.esm import codes, mutations, transform
 from turboquant_nb.esm import (
     EOS,
     MASK,
@@ -357,6 +357,67 @@ def test_sinks_are_exact(model, code):
                         z[b, :, s : s + 2], want[b, :, s : s + 2], rtol=1e-4, atol=1e-4
                     )
                     assert (z[b, :, s + 2 :] - want[b, :, s + 2 :]).abs().max() > 1e-3
+
+
+def dense_states(past, layer):
+    "What a coded past stands for, transformed back token by token: keys and values [B, H, T, d]."
+    key, value = past.states(layer)
+    key = key @ past.code.key.back[layer].mT
+    return key, value @ past.code.value.back[layer].mT + past.code.value.mean[layer][:, None]
+
+
+@pytest.mark.parametrize("block", [1, 2**20])  # numbers looked up at a time: a layer, or all
+@pytest.mark.parametrize("start", [[0, 0], [0, 5]])
+@pytest.mark.parametrize("name", ["water3", "water4", "turboesm", "sinks", "outliers", "mean"])
+def test_attention_adds_no_mean_to_a_token(model, code, name, start, block, monkeypatch):
+    "Scores with their mean apart, and values with theirs at the end, are attention on what the codes stand for; a chunk, a step, and rows."
+    monkeypatch.setattr(codes, "BLOCK", block)
+    more = {"sinks": dict(sinks=3), "outliers": dict(sinks=1, outliers=0.02)}.get(name)
+    if name == "mean":
+        c = calibrate_esm(model, proteins(12), replace(RECIPES["water3"], key=SideSpec(3.0, center="mean")))
+    else:
+        c = calibrate_esm(model, proteins(12), name) if more is None else replace(code, recipe=replace(code.recipe, **more))
+    past, bare = (M.CodedPast(c, torch.tensor(start), None, torch.float32) for _ in range(2))
+    g = torch.Generator().manual_seed(1)
+    layers, heads, d = c.key.shape
+    shift = 3 * torch.randn(2, layers, 1, heads, 1, d, generator=g)
+    x = torch.randn(2, layers, 2, heads, 40, d, generator=g) + shift
+    for p in (past, bare):
+        for i in range(layers):
+            p.take(i, x[0, i], x[1, i])
+        p.commit(40)
+    assert bool(past.outlier_tokens) == (name == "outliers")
+    bare._mean_scores = lambda *_: 0.0  # the mutant
+    gap = lambda a, b: float((a - b).abs().max() / b.abs().max())  # noqa: E731
+    far = []
+    for n in (1, 4):
+        q, k, v = torch.randn(3, layers, 2, heads, n, d, generator=g)
+        for i in range(layers):
+            pk, pv = dense_states(past, i)
+            want = F.scaled_dot_product_attention(q[i], torch.cat([pk, k[i]], 2), torch.cat([pv, v[i]], 2), past.visible(n), scale=1.0)
+            assert gap(past.attend(i, q[i], k[i], v[i]), want) < 2e-5
+            far.append(gap(bare.attend(i, q[i], k[i], v[i]), want))
+            q1, k1, v1 = (t[i][:1] for t in (q, k, v))  # rows of the second sequence
+            at = torch.arange(n) + 30
+            for r in range(n):
+                mk, mv = pk[1:, :, start[1] :].clone(), pv[1:, :, start[1] :].clone()
+                mk[:, :, 30 + r - start[1]], mv[:, :, 30 + r - start[1]] = k1[:, :, r], v1[:, :, r]
+                one = F.scaled_dot_product_attention(q1[:, :, r : r + 1], mk, mv, scale=1.0)
+                assert gap(past.rows(i, q1, k1, v1, at, 1)[:, :, r : r + 1], one) < 2e-5
+        past.rollback(), bare.rollback()
+    assert (min(far) > 1e-3) == bool(c.key.mean.any())
+
+
+def test_sinks_of_a_sequence_that_is_shorter(model, code):
+    "Three tokens and four sinks: the fourth is nobody's, and the third stays what it is."
+    ids, _ = tokens(["M"])
+    for sinks in (3, 4):
+        with TurboEsm(model, replace(code, recipe=replace(code.recipe, sinks=sinks))) as t:
+            t.prefill(ids)
+            found = [t.past.states(i)[1].clone() for i in range(2)]
+        if sinks == 3:
+            want = found
+    assert all(torch.equal(a, b) for a, b in zip(want, found)) and found[0].abs().min(1).values.max() > 0
 
 
 def test_outlier_tokens_are_kept(code):

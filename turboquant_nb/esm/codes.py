@@ -15,11 +15,14 @@ import torch.nn.functional as F
 from fastcore.basics import patch
 from torch import Tensor
 
-from ..kernels import ops
+from ..cache.attention import _pre_rope_terms
+from ..cache.gather import BLOCK
 from ..cache.store import KVStore
 from turboquant_nb.esm.transform import (
-    SideCode, TransformCode, _positions, code_states, transformed_states, centre_at,
+    SideCode, TransformCode, Workspace, _positions, centre_at, code_states, look_up, transformed_states,
 )  # fmt: skip
+from ..kernels import ops
+from ..theory.rope import cos_sin_table
 
 # %% ../../nbs/72_esm_codes.ipynb #b01cc5a7
 class Past:
@@ -63,16 +66,16 @@ class Past:
         return x.gather(2, at[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
     def states(self, layer: int) -> tuple:
-        "Keys and values of the past [B, H, T, d], in the basis that `enter` gives."
+        "Keys and values of the past [B, H, T, d]."
         return self.kept[layer]
 
-    def enter(self, layer, q, k, v) -> tuple:
-        "Queries, keys and values in the basis of the past."
-        return q, k, v
+    def scores(self, layer: int, q: Tensor, rows: slice = slice(None)) -> Tensor:
+        "fp32 products [B, H, n, T] of queries [B, H, n, d] with the keys of the past of these sequences."
+        return q.float() @ self.states(layer)[0][rows].float().mT
 
-    def leave(self, layer, out: Tensor) -> Tensor:
-        "An output in the basis of the past, in that of the model."
-        return out
+    def weighted(self, layer: int, p: Tensor, rows: slice = slice(None)) -> Tensor:
+        "Sums [B, H, n, d] fp32 of the values of the past with weights p [B, H, n, T]."
+        return p @ self.states(layer)[1][rows].float()
 
     def nbytes(self) -> int:
         "Bytes held."
@@ -106,52 +109,47 @@ def visible(self: Past, n: int, causal: bool = True) -> Tensor | None:
 def attend(self: Past, layer: int, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
     "Output [B, H, n, d] of a chunk that sees the past and itself; its states are taken."
     self.take(layer, k, v)
-    zq, zk, zv = self.enter(layer, q, k, v)
-    pk, pv = self.states(layer)
-    mask = self.visible(q.shape[2], causal)
-    pair = torch.cat([pk, zk], 2), torch.cat([pv, zv], 2)
-    out = F.scaled_dot_product_attention(zq, *pair, mask, scale=1.0)
-    return self.leave(layer, out).to(q.dtype)
+    pair = (torch.cat(x, 2) for x in zip(self.states(layer), (k, v)))
+    return F.scaled_dot_product_attention(q, *pair, self.visible(q.shape[2], causal), scale=1.0)
 
 # %% ../../nbs/72_esm_codes.ipynb #cd7899cf
 @patch
 def rows(self: Past, layer: int, q: Tensor, k: Tensor, v: Tensor, at: Tensor, sequence: int) -> Tensor:
     "Each query [1, H, R, d] sees one sequence's past, with its own key and value in slot at[r] of it."
-    zq, zk, zv = (x[0].float() for x in self.enter(layer, q, k, v))
-    pk, pv = (x[sequence].float() for x in self.states(layer))
-    scores = zq @ pk.transpose(-1, -2)
-    index = at.expand(len(zq), -1)[..., None]
-    scores.scatter_(2, index, (zq * zk).sum(-1, keepdim=True))
-    scores[..., : int(self.start[sequence])] = -math.inf
+    dtype, one = q.dtype, slice(sequence, sequence + 1)
+    q, k, v = q.float(), k.float(), v.float()
+    scores, index = self.scores(layer, q, one), at.expand(1, q.shape[1], -1)[..., None]
+    scores.scatter_(3, index, (q * k).sum(-1, keepdim=True))
+    if self.ragged:
+        scores[..., : int(self.start[sequence])] = -math.inf
     p = scores.softmax(-1)
-    out = p @ pv + p.gather(2, index) * (zv - pv[:, at])
-    return self.leave(layer, out[None]).to(q.dtype)
+    own = p.gather(3, index)
+    return (self.weighted(layer, p.scatter_(3, index, 0.0), one) + own * v).to(dtype)
 
 # %% ../../nbs/72_esm_codes.ipynb #378d86bc
 class _TokenBytes:
-    "Codes of tokens, all layers of a token side by side; room grows by an eighth."
+    "Codes of tokens, tokens side by side; room grows by an eighth."
 
     def __init__(self, widths: list, batch: int, capacity: int, device="cpu"):
         self.edges = torch.tensor([0, *widths]).cumsum(0).tolist()  # of the layers
-        self.data = torch.zeros(batch, capacity, self.edges[-1], dtype=torch.uint8, device=device)
+        self.data = torch.zeros(batch, self.edges[-1], capacity, dtype=torch.uint8, device=device)
 
     def room(self, need: int):
         "Make room for so many tokens."
-        capacity = self.data.shape[1]
+        capacity = self.data.shape[2]
         if need <= capacity:
             return
         more = (need + need // 8 if capacity else need) - capacity
-        empty = self.data.new_zeros(len(self.data), more, self.data.shape[2])
-        self.data = torch.cat([self.data, empty], 1)
+        self.data = torch.cat([self.data, self.data.new_zeros(*self.data.shape[:2], more)], 2)
 
     def write(self, packed: Tensor, first: int, slot: int):
         "Put the bytes [B, n, w] of layers first, first+1, … into slots slot, slot+1, …"
         at = self.edges[first]
-        self.data[:, slot : slot + packed.shape[1], at : at + packed.shape[2]] = packed
+        self.data[:, at : at + packed.shape[2], slot : slot + packed.shape[1]] = packed.mT
 
-    def read(self, layer: int, length: int) -> Tensor:
-        "Bytes [B, length, width] of one layer."
-        return self.data[:, :length, slice(*self.edges[layer : layer + 2])]
+    def read(self, first: int, last: int, length: int) -> Tensor:
+        "Bytes [B, width, length] of layers first … last-1."
+        return self.data[:, self.edges[first] : self.edges[last], :length]
 
 # %% ../../nbs/72_esm_codes.ipynb #57ed8af0
 class _Outlier(NamedTuple):
@@ -210,39 +208,35 @@ def coded(
 class _CodedSide:
     "Keys or values of a past, in the basis of their code."
 
-    def __init__(self, side: SideCode, keys: bool, start, capacity: int, sinks: int, dtype):
+    def __init__(self, side: SideCode, start, capacity: int, sinks: int, dtype):
         layers, heads, d = side.shape
-        self.side, self.keys = side, keys
+        self.side, self.start = side, start
         widths = [side.width(i) for i in range(layers)]
         self.bytes = _TokenBytes(widths, len(start), capacity, start.device)
         self.sinks = torch.zeros(len(start), layers, heads, sinks, d, dtype=dtype, device=start.device)
 
-    def transformed(self, layer: int, x: Tensor) -> Tensor:
-        "Exact states [..., H, n, d] in the basis of the past: a key keeps its mean, a value loses it."
-        mean = 0.0 if self.keys else self.side.mean[layer][:, None]
-        return (x.float() - mean) @ self.side.into[layer].transpose(-1, -2)
+    def transformed(self, layer: int, x: Tensor, positions: Tensor) -> Tensor:
+        "Exact states [B, H, n, d] of tokens at positions [B, n], as the past has them."
+        mean = centre_at(self.side.mean[layer], positions, self.side.inv_freq)
+        return (x.float() - mean) @ self.side.into[layer].mT
 
-    def keep_sinks(self, x: Tensor, first: int, start: Tensor, length: int):
+    def keep_sinks(self, x: Tensor, first: int, length: int):
         "Copy the first tokens of each sequence out of a chunk x [layers, B, H, n, d] from slot `length` on."
-        for b, s in enumerate(start.tolist()):
+        for b, s in enumerate(self.start.tolist()):
             for i in range(self.sinks.shape[3]):
                 if 0 <= (at := s + i - length) < x.shape[3]:
                     self.sinks[b, first : first + len(x), :, i] = x[:, b, :, at]
 
-    def states(self, layer: int, positions: Tensor, start: Tensor, outliers: list) -> Tensor:
-        "What codes, sinks and outliers (row, slot, states) say: [B, H, T, d]."
-        length = positions.shape[1]
-        z = transformed_states(self.side, self.bytes.read(layer, length), layer)
-        if self.keys:
-            mean = centre_at(self.side.mean[layer], positions, self.side.inv_freq)
-            z = z + mean @ self.side.into[layer].transpose(-1, -2)
+    def put_exact(self, z: Tensor, layer: int, rows: slice, outliers: list):
+        "Sinks and outliers (row, slot, states) of a layer in their places of z [B, H, d, T]."
+        start, length = self.start[rows], z.shape[3]
         for j in range(self.sinks.shape[3]):
-            exact = self.transformed(layer, self.sinks[:, layer, :, j : j + 1])
-            at = (start + j).clamp(max=length - 1)[:, None, None, None]
-            z = z.scatter(2, at.expand(-1, z.shape[1], 1, z.shape[3]), exact)
+            exact = self.transformed(layer, self.sinks[rows, layer, :, j : j + 1], torch.full_like(start, j)[:, None])
+            at = (start + j)[:, None, None, None]  # beyond the past: a sequence of fewer tokens
+            place = at.clamp(max=length - 1).expand(*z.shape[:3], 1)
+            z.scatter_(3, place, torch.where(at < length, exact.mT, z.gather(3, place)))
         for row, slot, x in outliers:
-            z[row, :, slot] = self.transformed(layer, x[:, :, None])[:, :, 0]
-        return z
+            z[row, :, :, slot] = self.transformed(layer, x[:, :, None], (slot - start[row])[:, None])[:, :, 0]
 
     def nbytes(self) -> int:
         "Bytes of codes and sinks."
@@ -250,15 +244,17 @@ class _CodedSide:
 
 # %% ../../nbs/72_esm_codes.ipynb #5d7913b4
 class CodedPast(Past):
-    """A past in the basis of its transforms: no key or value is ever transformed back. The mean of keys is
-    transformed and added to what the codes say, that of values is added to every output."""
+    """A past in the basis of its transforms: no key or value is ever transformed back, and no mean is ever
+    added to one. Layers are looked up some at a time, as many as have `BLOCK` numbers, or one; what was
+    looked up goes with the last layer."""
 
     def __init__(self, code: TransformCode, start: Tensor, max_length: int | None, dtype):
         super().__init__(code.key.shape[0], start, max_length)
         self.code, room = code, max_length or 0
         make = partial(_CodedSide, start=start, capacity=room, sinks=code.recipe.sinks, dtype=dtype)
-        self.key, self.value = make(code.key, True), make(code.value, False)
-        self.outliers = _Outliers(dtype)
+        self.key, self.value = make(code.key), make(code.value)
+        self.outliers, self.workspace = _Outliers(dtype), Workspace()
+        self._rest()
 
     sides = property(lambda self: (self.key, self.value), doc="Keys, values.")
     edges = property(lambda self: [s.bytes.edges for s in self.sides], doc="Where layers begin in a token's bytes.")
@@ -282,7 +278,7 @@ class CodedPast(Past):
             packed, out = coded(side.side, x, positions, first, reach)
             side.bytes.write(packed, first, self.length)
             if self.code.recipe.sinks:
-                side.keep_sinks(x, first, self.start, self.length)
+                side.keep_sinks(x, first, self.length)
             far = far | out
         if reach:
             self.outliers.keep(far & (positions >= 0), *chunks, first, self.length)
@@ -291,23 +287,75 @@ class CodedPast(Past):
     def commit(self, n):
         self.length += n
         self.outliers.commit()
+        self._rest()
 
     def rollback(self):
         self.new = {}
         self.outliers.rollback()
+        self._rest()
+
+    def _rest(self):
+        self._looked_up, self._cos_sin = {}, None
+
+    def _read(self, which: str, layer: int, rows: slice) -> Tensor:  # [B, H, d, T]
+        "Keys or values of a layer, as codes, sinks and outliers say, without their mean."
+        side, (b, last) = getattr(self, which), (len(self.start[rows]), layer + 1)
+        of, first, found = self._looked_up.get(which, (None, 0, None))
+        if of != rows or not first <= layer < first + found.shape[1]:
+            size = b * math.prod(self.code.key.shape[1:]) * self.length
+            first, last = layer, min(self.layers, layer + max(1, BLOCK // max(1, size)))
+            found = look_up(side.side, side.bytes.read(first, last, self.length)[rows], first, last, self.workspace, which)
+            self._looked_up[which] = rows, first, found
+        z = found[:, layer - first]
+        if self.code.recipe.sinks or self.outlier_tokens:
+            side.put_exact(z, layer, rows, self._apart(which, layer, rows))
+        return z
+
+    def _apart(self, which: str, layer: int, rows: slice) -> list:  # (row among these, slot, states)
+        found = [(x.row, x.slot, getattr(x, which)) for x in self.outlier_tokens if x.layer == layer]
+        if len(self.start[rows]) < len(self.start):
+            here = [(row >= rows.start) & (row < rows.stop) for row, *_ in found]
+            found = [(row[i] - rows.start, slot[i], x[i]) for (row, slot, x), i in zip(found, here)]
+        return found
+
+    def _mean_scores(self, layer: int, q: Tensor, rows: slice) -> Tensor | float:
+        "What the mean of keys adds to the scores of queries [B, H, n, d]: [B, H, n, T or 1]."
+        side = self.code.key
+        r = 0 if side.inv_freq is None else 2 * len(side.inv_freq)
+        weights, still = _pre_rope_terms(q, side.mean[layer][:, None], r)
+        if weights is None:
+            return still
+        if self._cos_sin is None:  # one table for all layers of a step
+            positions = self.positions(0, self.length)[slice(None) if self.ragged else slice(1)]
+            self._cos_sin = cos_sin_table(positions, side.inv_freq).mT[:, None].contiguous()
+        return weights @ self._cos_sin[rows if self.ragged else slice(None)]
+
+    def scores(self, layer, q, rows=slice(None)):
+        q = q.float()
+        return (q @ self.code.key.back[layer] @ self._read("key", layer, rows)).add_(self._mean_scores(layer, q, rows))
+
+    def weighted(self, layer, p, rows=slice(None)):
+        side = self.code.value
+        out = p @ self._read("value", layer, rows).mT @ side.back[layer].mT
+        if layer == self.layers - 1:
+            self._rest()
+        return out.add_(p.sum(-1, keepdim=True) * side.mean[layer][:, None])
+
+    def attend(self, layer, q, k, v, causal=True):
+        self.take(layer, k, v)
+        own, dtype = q.float() @ k.float().mT, q.dtype
+        scores, seen = torch.cat([self.scores(layer, q), own], -1), self.visible(q.shape[2], causal)
+        p = (scores if seen is None else scores.masked_fill_(~seen, -math.inf)).softmax(-1)
+        past, own = p.split([self.length, q.shape[2]], -1)
+        return (self.weighted(layer, past) + own @ v.float()).to(dtype)
 
     def states(self, layer):
-        positions, mine = self.positions(0, self.length), [x for x in self.outlier_tokens if x.layer == layer]
-        far = [[(x.row, x.slot, x[3 + i]) for x in mine] for i in range(2)]
-        return [s.states(layer, positions, self.start, o) for s, o in zip(self.sides, far)]
-
-    def enter(self, layer, q, k, v):
-        query = q.float() @ self.code.key.back[layer]
-        return query, self.key.transformed(layer, k), self.value.transformed(layer, v)
-
-    def leave(self, layer, out):
-        side = self.code.value
-        return out @ side.back[layer].transpose(-1, -2) + side.mean[layer][:, None]
+        "Keys and values in the bases of their codes, [B, H, T, d]: keys with their mean, values without."
+        mean = centre_at(self.code.key.mean[layer], self.positions(0, self.length), self.code.key.inv_freq)
+        key = self._read("key", layer, slice(None)).mT + mean @ self.code.key.into[layer].mT
+        value = self._read("value", layer, slice(None)).mT.clone()
+        self._rest()
+        return key, value
 
     def nbytes(self) -> int:
         return sum(x.nbytes() for x in (*self.sides, self.outliers)) + self.start.nbytes
