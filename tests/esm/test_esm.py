@@ -38,6 +38,8 @@ from turboquant_nb.esm import (
     variants,
     variants_of,
 )
+from turboquant_nb.esm.mutations import MaskedRows
+from turboquant_nb.hf.graphs import Tape
 from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.esm.transform import (
     RECIPES,
@@ -677,6 +679,76 @@ def test_wild_type_marginals_and_one_pass(model, code):
         for call in (lambda: masked_marginals(t, a, "exact"), lambda: masked_marginals(t, a, "every"), lambda: pseudo_log_likelihood(t, [a], "masked"), lambda: variants(t, {"x": a}, None, "exact")):
             with pytest.raises(ValueError, match="would not use the code"):
                 call()
+
+
+def test_masked_rows_in_one_graph(model, code):
+    "Captured on alanines, replayed on others in turns: the eager scores, bit for bit; and what cannot be captured is refused."
+    a, b = (s[:17] for s in proteins(2, 20, 30, seed=7))
+    with TurboEsm(model, code) as t:
+        coded = MaskedRows(t, 17, Tape)
+    for use in (None, code):
+        with TurboEsm(model, use) as t:
+            graph, want = MaskedRows(t, 17, Tape), {s: masked_marginals(t, s) for s in (a, b)}
+            held = t.past
+            for s in (a, b, a):
+                assert torch.equal(graph(s), want[s]) and not graph(s).requires_grad
+            assert not torch.equal(graph(a), want[b]) and t.past is held
+            if use is code:
+                assert torch.equal(coded(b), want[b])  # a graph outlives the wrapper that it was captured under
+            with pytest.raises(ValueError, match="of 17 residues, got 16"):
+                graph(a[1:])
+            with pytest.raises(ValueError, match="needs a model on a GPU, got one on cpu"):
+                MaskedRows(t, 17)
+            with pytest.raises(ValueError, match="length must be"):
+                MaskedRows(t, 0, Tape)
+    broken = copy.deepcopy(model)
+    with TurboEsm(broken, code) as t:
+        graph = MaskedRows(t, 17, Tape)
+        with torch.no_grad():
+            broken.esm.encoder.layer[0].attention.self.key.bias[3] = math.nan
+        with pytest.raises(ValueError, match="must be finite"):
+            graph(a)
+    for use, why in ((PLAIN, "stores decide"), (replace(code, recipe=replace(code.recipe, sinks=1)), "sinks or outliers"), (replace(code, recipe=replace(code.recipe, outliers=0.1)), "sinks or outliers")):
+        with TurboEsm(model, use) as t, pytest.raises(ValueError, match=why):
+            MaskedRows(t, 17, Tape)
+    with TurboEsm(model.esm) as t, pytest.raises(ValueError, match="no language-model head"):
+        MaskedRows(t, 17, Tape)
+
+
+def test_variants_capture_lengths_that_come_often(model, code):
+    "Five proteins of one length and two of another, mixed: one graph; the scores and their order are those without."
+    found = proteins(7, 30, 40, seed=11)
+    sequences = {f"p{i}": s[: 15 if i in (1, 4) else 20] for i, s in enumerate(found)}
+    made, steps = [], []
+
+    class Noted(Tape):
+        def capture(self, step, held):
+            made.append(held[0].shape[1] - 2)
+            return super().capture(step, held)
+
+        def replay(self):
+            steps.append(1)
+            super().replay()
+
+    class Failing(Tape):
+        def capture(self, step, held):
+            raise RuntimeError("no room")
+
+    for use in (None, code):
+        with TurboEsm(model, use) as t:
+            want = variants(t, sequences, graphs=False)
+            seen = []
+            assert variants(t, sequences, graphs=Noted, progress=lambda done, total: seen.append((done, total))) == want and (made, len(steps)) == ([20], 5)
+            assert seen == [(i, 7) for i in range(1, 8)] and [r[0] for r in want] == sorted(r[0] for r in want)
+            assert variants(t, sequences, {"p2": [f"{sequences['p2'][0]}1A"]}, graphs=Noted) == [r for r in want if r[:2] == ("p2", f"{sequences['p2'][0]}1A")]
+            with pytest.warns(UserWarning, match="20 residues are scored without a graph: no room"):
+                assert variants(t, sequences, graphs=Failing) == want
+        assert made == [20]
+        made.clear(), steps.clear()
+    with TurboEsm(model, PLAIN) as t:  # cannot be captured: as without
+        assert variants(t, sequences, graphs=Noted) == variants(t, sequences, graphs=False) and not made
+    with TurboEsm(model) as t:
+        assert variants(t, sequences, None, "wildtype", graphs=Noted) == variants(t, sequences, None, "wildtype") and not made
 
 
 def test_what_is_seen_says_what_a_mask_would():
