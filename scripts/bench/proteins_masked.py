@@ -31,7 +31,7 @@ def shaped(layers, device):
 
 
 def codes(model):
-    return {"exact": None} | {f"water{b}": random_code(model, b) for b in (4, 3, 2)}
+    return {"exact": None} | {f"water{b}": random_code(model, b) for b in (3, 4, 2)}
 
 
 def seconds(f, least, device, warm=2):
@@ -95,7 +95,7 @@ def rows(a, model, graphs, device):
 
 
 def options(p):
-    p.add_argument("--lengths", type=int, nargs="+", default=[100, 300, 1022])
+    p.add_argument("--lengths", type=int, nargs="+", default=[300, 1022, 100])
     p.add_argument("--layers", type=int, default=33)
     p.add_argument("--repeats", type=int, default=10)
     p.add_argument("--small", action="store_true", help="try the script on a CPU")
