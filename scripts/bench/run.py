@@ -24,6 +24,8 @@ BENCHES = {  # module: (whether it needs an NVIDIA GPU, what it measures)
     "serving": (True, "a vLLM engine with codes in its blocks against bf16 and fp8"),
     "serving_kernels": (True, "kernels on an engine's blocks, by block size"),
     "proteins": (True, "memory and time of ESM-2 650M"),
+    "proteins_masked": (False, "all masked marginals of a protein: passes, frozen, one graph (GPU; --small without)"),
+    "proteins_cpu": (False, "a decode step of ESM-2 on a CPU, exact and on codes"),
 }
 
 

@@ -15,6 +15,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,7 @@ from turboquant_nb.esm import (
 from turboquant_nb.evaluation.models import load_model, sample_text
 from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.esm.checkpoints import _INDEX, RESIDUES
+from turboquant_nb.esm.model import _real, _replayed
 from turboquant_nb.esm.transform import (
     RECIPES, SideSpec, TransformRecipe, as_transform, code_states, load_code, transformed_states, save_code, centre_at,
 )  # fmt: skip
@@ -78,13 +80,32 @@ def batches(sequences, device, at_most=4096):
         batch.append(i)
 
 
+class Integers(NamedTuple):
+    "INT8 to INT2 as they are usual: affine, the least and the largest value of a token and head in fp16, rounded to the nearest step."
+
+    bits: int
+
+    def __call__(self, x):
+        low, high = x.amin(-1, keepdim=True).half().float(), x.amax(-1, keepdim=True).half().float()
+        step = ((high - low) / (2**self.bits - 1)).clamp(min=1e-12)
+        return (((x - low) / step).round().clamp(0, 2**self.bits - 1) * step + low).to(x.dtype)
+
+
+def replayed(turbo, code, ids, prefix, mask, layers):
+    "`replay` of a code, or of integers that no past holds."
+    if not isinstance(code, Integers):
+        return turbo.replay(ids, prefix, mask, layers)
+    real = _real(ids, mask)
+    return turbo.run(lambda layer, q, k, v, _: (k, v, _replayed(q, (k, v), (code(k), code(v)), prefix, real)), ids, mask)
+
+
 def decoded(model, code, sequences, layers=None) -> list:
     "Final hidden states of the second half of each sequence, decoded one by one after the first was read."
     out = [None] * len(sequences)
-    with TurboEsm(model, code) as turbo:
+    with TurboEsm(model, None if isinstance(code, Integers) else code) as turbo:
         for index, ids, mask in batches(sequences, turbo.base.device):
             n = mask.sum(1)
-            hidden = turbo.replay(ids, n // 2, mask, layers).hidden
+            hidden = replayed(turbo, code, ids, n // 2, mask, layers).hidden
             for i, h, k in zip(index, hidden, n.tolist()):
                 out[i] = h[k // 2 : k]
     return out
@@ -100,7 +121,7 @@ def compare(got, exact, centre) -> dict:
 
 
 def recipes() -> dict:
-    "Name -> TransformRecipe (calibrated) or Recipe (data-free)."
+    "Name -> TransformRecipe (calibrated), Recipe (data-free) or Integers."
     paper, ours = RECIPES["turboesm"], RECIPES["water3"]
     k, v = paper.key, paper.value
     key, value = ours.key, ours.value
@@ -127,13 +148,15 @@ def recipes() -> dict:
         "water3, bits a layer": replace(ours, allocation="layer"),
         "water3, strays 0.01": replace(ours, outliers=0.01),
         "water3, strays 0.02": replace(ours, outliers=0.02),
-        "data-free, 3 bits + scale": free(3),
-        "data-free, 4 bits + scale": free(4),
+        **{f"data-free, {b} bits + scale": free(b) for b in (2, 3, 4)},
+        **{f"INT{b}": Integers(b) for b in (8, 4, 3, 2)},
     }  # fmt: skip
 
 
 def true_bits(code, d, lab) -> float:
     "Stored bits per value: fill bits counted, scales of data-free codes and outlier tokens of a few chains too."
+    if isinstance(code, Integers):
+        return code.bits + 32 / d
     if not isinstance(code, Recipe) and code.recipe.outliers:
         with TurboEsm(lab.model, code) as turbo:
             held = []
@@ -161,7 +184,7 @@ class Lab:
         self.centre = torch.cat(decoded(self.model, None, self.sets["mixed"][:64])).mean(0)
 
     def fit(self, recipe, which="mixed"):
-        if isinstance(recipe, Recipe):
+        if isinstance(recipe, Recipe | Integers):
             return recipe
         recipe = as_transform(recipe)[1]
         if recipe.outliers:  # fitting does not depend on it

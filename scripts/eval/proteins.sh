@@ -16,7 +16,7 @@ else
     timeout "${SECONDS_EACH:-500}" python scripts/eval/proteins.py "$@" --model "$folder/esm2-8m" --chains "$folder/chains.json" --out "$out/$name.json" > "$out/$name.log" 2>&1 &
   }
   run recipes1 recipes --match '^turbo'
-  run recipes2 recipes --match '^(rotation|data|water[24]|water3$|water3, strays)'
+  run recipes2 recipes --match '^(rotation|data|INT|water[24]|water3$|water3, strays)'
   run recipes3 recipes --match '^water3, [^s]'
   run findings1 findings --match calibration
   run findings2 findings --match 'layers|outliers|tables|strays' --lm "$lm"

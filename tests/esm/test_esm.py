@@ -16,7 +16,7 @@ from transformers import EsmConfig, EsmForMaskedLM
 
 from tests.helpers import DATA  # noqa: E402
 from turboquant_nb import esm as M
-from turboquant_nb.esm import mutations, transform
+from turboquant_nb.esm import codes, mutations, transform
 from turboquant_nb.esm import (
     EOS,
     MASK,
@@ -38,6 +38,8 @@ from turboquant_nb.esm import (
     variants,
     variants_of,
 )
+from turboquant_nb.esm.mutations import MaskedRows
+from turboquant_nb.hf.graphs import Tape
 from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.esm.transform import (
     RECIPES,
@@ -359,6 +361,67 @@ def test_sinks_are_exact(model, code):
                     assert (z[b, :, s + 2 :] - want[b, :, s + 2 :]).abs().max() > 1e-3
 
 
+def dense_states(past, layer):
+    "What a coded past stands for, transformed back token by token: keys and values [B, H, T, d]."
+    key, value = past.states(layer)
+    key = key @ past.code.key.back[layer].mT
+    return key, value @ past.code.value.back[layer].mT + past.code.value.mean[layer][:, None]
+
+
+@pytest.mark.parametrize("block", [1, 2**20])  # numbers looked up at a time: a layer, or all
+@pytest.mark.parametrize("start", [[0, 0], [0, 5]])
+@pytest.mark.parametrize("name", ["water3", "water4", "turboesm", "sinks", "outliers", "mean"])
+def test_attention_adds_no_mean_to_a_token(model, code, name, start, block, monkeypatch):
+    "Scores with their mean apart, and values with theirs at the end, are attention on what the codes stand for; a chunk, a step, and rows."
+    monkeypatch.setattr(codes, "BLOCK", block)
+    more = {"sinks": dict(sinks=3), "outliers": dict(sinks=1, outliers=0.02)}.get(name)
+    if name == "mean":
+        c = calibrate_esm(model, proteins(12), replace(RECIPES["water3"], key=SideSpec(3.0, center="mean")))
+    else:
+        c = calibrate_esm(model, proteins(12), name) if more is None else replace(code, recipe=replace(code.recipe, **more))
+    past, bare = (M.CodedPast(c, torch.tensor(start), None, torch.float32) for _ in range(2))
+    g = torch.Generator().manual_seed(1)
+    layers, heads, d = c.key.shape
+    shift = 3 * torch.randn(2, layers, 1, heads, 1, d, generator=g)
+    x = torch.randn(2, layers, 2, heads, 40, d, generator=g) + shift
+    for p in (past, bare):
+        for i in range(layers):
+            p.take(i, x[0, i], x[1, i])
+        p.commit(40)
+    assert bool(past.outlier_tokens) == (name == "outliers")
+    bare._mean_scores = lambda *_: 0.0  # the mutant
+    gap = lambda a, b: float((a - b).abs().max() / b.abs().max())  # noqa: E731
+    far = []
+    for n in (1, 4):
+        q, k, v = torch.randn(3, layers, 2, heads, n, d, generator=g)
+        for i in range(layers):
+            pk, pv = dense_states(past, i)
+            want = F.scaled_dot_product_attention(q[i], torch.cat([pk, k[i]], 2), torch.cat([pv, v[i]], 2), past.visible(n), scale=1.0)
+            assert gap(past.attend(i, q[i], k[i], v[i]), want) < 2e-5
+            far.append(gap(bare.attend(i, q[i], k[i], v[i]), want))
+            q1, k1, v1 = (t[i][:1] for t in (q, k, v))  # rows of the second sequence
+            at = torch.arange(n) + 30
+            for r in range(n):
+                mk, mv = pk[1:, :, start[1] :].clone(), pv[1:, :, start[1] :].clone()
+                mk[:, :, 30 + r - start[1]], mv[:, :, 30 + r - start[1]] = k1[:, :, r], v1[:, :, r]
+                one = F.scaled_dot_product_attention(q1[:, :, r : r + 1], mk, mv, scale=1.0)
+                assert gap(past.rows(i, q1, k1, v1, at, 1)[:, :, r : r + 1], one) < 2e-5
+        past.rollback(), bare.rollback()
+    assert (min(far) > 1e-3) == bool(c.key.mean.any())
+
+
+def test_sinks_of_a_sequence_that_is_shorter(model, code):
+    "Three tokens and four sinks: the fourth is nobody's, and the third stays what it is."
+    ids, _ = tokens(["M"])
+    for sinks in (3, 4):
+        with TurboEsm(model, replace(code, recipe=replace(code.recipe, sinks=sinks))) as t:
+            t.prefill(ids)
+            found = [t.past.states(i)[1].clone() for i in range(2)]
+        if sinks == 3:
+            want = found
+    assert all(torch.equal(a, b) for a, b in zip(want, found)) and found[0].abs().min(1).values.max() > 0
+
+
 def test_outlier_tokens_are_kept(code):
     far = replace(code, recipe=replace(code.recipe, outliers=0.5))
     g = torch.Generator().manual_seed(0)
@@ -616,6 +679,76 @@ def test_wild_type_marginals_and_one_pass(model, code):
         for call in (lambda: masked_marginals(t, a, "exact"), lambda: masked_marginals(t, a, "every"), lambda: pseudo_log_likelihood(t, [a], "masked"), lambda: variants(t, {"x": a}, None, "exact")):
             with pytest.raises(ValueError, match="would not use the code"):
                 call()
+
+
+def test_masked_rows_in_one_graph(model, code):
+    "Captured on alanines, replayed on others in turns: the eager scores, bit for bit; and what cannot be captured is refused."
+    a, b = (s[:17] for s in proteins(2, 20, 30, seed=7))
+    with TurboEsm(model, code) as t:
+        coded = MaskedRows(t, 17, Tape)
+    for use in (None, code):
+        with TurboEsm(model, use) as t:
+            graph, want = MaskedRows(t, 17, Tape), {s: masked_marginals(t, s) for s in (a, b)}
+            held = t.past
+            for s in (a, b, a):
+                assert torch.equal(graph(s), want[s]) and not graph(s).requires_grad
+            assert not torch.equal(graph(a), want[b]) and t.past is held
+            if use is code:
+                assert torch.equal(coded(b), want[b])  # a graph outlives the wrapper that it was captured under
+            with pytest.raises(ValueError, match="of 17 residues, got 16"):
+                graph(a[1:])
+            with pytest.raises(ValueError, match="needs a model on a GPU, got one on cpu"):
+                MaskedRows(t, 17)
+            with pytest.raises(ValueError, match="length must be"):
+                MaskedRows(t, 0, Tape)
+    broken = copy.deepcopy(model)
+    with TurboEsm(broken, code) as t:
+        graph = MaskedRows(t, 17, Tape)
+        with torch.no_grad():
+            broken.esm.encoder.layer[0].attention.self.key.bias[3] = math.nan
+        with pytest.raises(ValueError, match="must be finite"):
+            graph(a)
+    for use, why in ((PLAIN, "stores decide"), (replace(code, recipe=replace(code.recipe, sinks=1)), "sinks or outliers"), (replace(code, recipe=replace(code.recipe, outliers=0.1)), "sinks or outliers")):
+        with TurboEsm(model, use) as t, pytest.raises(ValueError, match=why):
+            MaskedRows(t, 17, Tape)
+    with TurboEsm(model.esm) as t, pytest.raises(ValueError, match="no language-model head"):
+        MaskedRows(t, 17, Tape)
+
+
+def test_variants_capture_lengths_that_come_often(model, code):
+    "Five proteins of one length and two of another, mixed: one graph; the scores and their order are those without."
+    found = proteins(7, 30, 40, seed=11)
+    sequences = {f"p{i}": s[: 15 if i in (1, 4) else 20] for i, s in enumerate(found)}
+    made, steps = [], []
+
+    class Noted(Tape):
+        def capture(self, step, held):
+            made.append(held[0].shape[1] - 2)
+            return super().capture(step, held)
+
+        def replay(self):
+            steps.append(1)
+            super().replay()
+
+    class Failing(Tape):
+        def capture(self, step, held):
+            raise RuntimeError("no room")
+
+    for use in (None, code):
+        with TurboEsm(model, use) as t:
+            want = variants(t, sequences, graphs=False)
+            seen = []
+            assert variants(t, sequences, graphs=Noted, progress=lambda done, total: seen.append((done, total))) == want and (made, len(steps)) == ([20], 5)
+            assert seen == [(i, 7) for i in range(1, 8)] and [r[0] for r in want] == sorted(r[0] for r in want)
+            assert variants(t, sequences, {"p2": [f"{sequences['p2'][0]}1A"]}, graphs=Noted) == [r for r in want if r[:2] == ("p2", f"{sequences['p2'][0]}1A")]
+            with pytest.warns(UserWarning, match="20 residues are scored without a graph: no room"):
+                assert variants(t, sequences, graphs=Failing) == want
+        assert made == [20]
+        made.clear(), steps.clear()
+    with TurboEsm(model, PLAIN) as t:  # cannot be captured: as without
+        assert variants(t, sequences, graphs=Noted) == variants(t, sequences, graphs=False) and not made
+    with TurboEsm(model) as t:
+        assert variants(t, sequences, None, "wildtype", graphs=Noted) == variants(t, sequences, None, "wildtype") and not made
 
 
 def test_what_is_seen_says_what_a_mask_would():

@@ -13,8 +13,10 @@ from turboquant_nb.esm.transform import (
     SideSpec,
     TransformCode,
     TransformRecipe,
+    Workspace,
     code_states,
     load_code,
+    look_up,
     transformed_states,
     save_code,
 )
@@ -61,6 +63,25 @@ def test_round_trip(d, heads, most, pre_rope):
             near = (z[i, :, h, :, j, None] - levels).abs().min(-1).values
             far = (z[i, :, h, :, j] - got[:, h, :, j]).abs()
             torch.testing.assert_close(far, near, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("most", [1, 3, 8])
+def test_several_layers_are_looked_up_at_once(most):
+    "All at once, some, one, or through a workspace that held something longer: the same bits, from a view of a longer store too."
+    g = torch.Generator().manual_seed(most)
+    bits = torch.randint(0, most + 1, (4, 3, 8), generator=g).to(torch.uint8)
+    bits[2] = 0  # a layer without bits among others
+    s, x = side(bits), torch.randn(4, 2, 3, 9, 8, generator=g)
+    store = torch.zeros(2, sum(s.width(i) for i in range(4)), 12, dtype=torch.uint8)
+    store[:, :, :9] = code_states(s, x, torch.arange(9).expand(2, -1)).mT
+    edges = torch.tensor([0, *(s.width(i) for i in range(4))]).cumsum(0).tolist()
+    one = torch.stack([transformed_states(s, store[:, a:b, :9].mT, i).mT for i, (a, b) in enumerate(itertools.pairwise(edges))], 1)
+    workspace = Workspace()
+    look_up(s, store, 0, 4, workspace)
+    for first, last in ((0, 4), (1, 4), (0, 2), (2, 3), (1, 3)):
+        got = look_up(s, store[:, edges[first] : edges[last], :9], first, last, workspace)
+        assert got.shape == (2, last - first, 3, 8, 9) and torch.equal(got, one[:, first:last])
+    assert not one[:, 2].any() and one[:, 3].any() and not torch.equal(one[:, 0], one[:, 1])
 
 
 def test_width_counts_whole_bytes():

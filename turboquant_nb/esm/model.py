@@ -189,18 +189,23 @@ class TurboEsm:
         start = _padding(ids, mask)
         if self.max_length is not None and ids.shape[1] > self.max_length:
             raise ValueError(f"max_length is {self.max_length}: cannot hold {ids.shape[1]} tokens")
+        self.past = None
+        self.past, out = self._read(ids, start, mask)
+        self.masked = (ids == self.base.config.mask_token_id).sum(1)
+        return out
+
+    def _read(self, ids: Tensor, start: Tensor, mask: Tensor | None = None, captured: bool = False) -> tuple:
+        "A past that holds these sequences, and the output of the pass that filled it."
         inv_freq = self.base.rotary_embeddings.inv_freq
-        past = open_past(self.code, self.shape, start, self.max_length, inv_freq, self.base.dtype)
+        past = open_past(self.code, self.shape, start, self.max_length, inv_freq, self.base.dtype, captured)
 
         def hook(layer, q, k, v, _):
             past.take(layer, past.align(k), past.align(v))
             return k, v, None
 
-        self.past = None
         out = self.run(hook, ids, mask)
         past.commit(ids.shape[1])
-        self.past, self.masked = past, (ids == self.base.config.mask_token_id).sum(1)
-        return out
+        return past, out
 
     def reset(self):
         "Forget the past; the model stays wrapped."
@@ -287,6 +292,12 @@ def rows(self: TurboEsm, ids: Tensor, at: Tensor, sequence: int = 0, block: int 
     if low < 0 or high >= past.length - start:
         text = f"{past.length - start - 1}, got {low} to {high}"
         raise ValueError(f"at must be from 0 to {text}")
+    return self._rows(past, ids, at, start, sequence, block)
+
+
+@patch
+def _rows(self: TurboEsm, past, ids: Tensor, at: Tensor, start: int = 0, sequence: int = 0, block: int = 1024) -> EsmOutput:
+    "`rows` of a past that is given, positions unchecked: no number is read from the device."
     ratio = torch.zeros(1, device=ids.device)  # a masked token's embedding is 0 at any ratio
 
     def part(ids, at):
