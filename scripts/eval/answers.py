@@ -244,13 +244,13 @@ def prompts(tokenizer, questions, length):
     return torch.tensor([rows[i] for i in range(n)])
 
 
-def budgeted(model, budget, tokens, batch, dtype):
-    "Recipes with the most bits, in halves, whose cache of so many tokens holds at most `budget` bits per value, with all that it holds."
+def budgeted(model, budget, tokens, room, batch, dtype):
+    "Recipes with the most bits, in halves, whose cache with `room` for so many tokens takes at most `budget` bits for each value of `tokens`, with all that it holds."
     text = model.config.get_text_config(decoder=True)
     own, entries = TurboQuantCache(model, "k3v3").recipes, 2 * tokens * batch * text.num_hidden_layers * text.num_key_value_heads * _heads(text, 0)[1]
     for bits in (4, 3.5, 3, 2.5, 2, 1.5, 1):
         recipes = [as_recipe(r, bits) for r in own]
-        if 8 * CacheSize(model.config, recipes, dtype).bytes(tokens, batch) <= budget * entries:
+        if 8 * CacheSize(model.config, recipes, dtype).bytes(room, batch) <= budget * entries:
             return recipes
     raise SystemExit(f"no cache of {tokens:,} tokens holds {budget:g} bits per value or less")
 
@@ -335,7 +335,7 @@ def main():
             raise SystemExit("out of time; what is measured is saved")
         ask, most = TASKS[task]
         questions = list(ask(items, torch.Generator().manual_seed(0)))
-        wanted = [(name, r) for name, r in caches(model, a.budget, length + most, len(questions), dtype) if r is None or re.search(a.match, name) or "in all" in name]
+        wanted = [(name, r) for name, r in caches(model, a.budget, length, length + most, len(questions), dtype) if r is None or re.search(a.match, name) or "in all" in name]
         if all((task, length, name, len(questions)) in known for name, _ in wanted):
             continue
         at = time.time()

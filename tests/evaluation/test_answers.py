@@ -163,7 +163,7 @@ def test_a_budget_buys_the_most_bits(answers, budget):
     "Counted on a real cache that holds these tokens; half a bit more would not fit."
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(hidden_size=256, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=100)).eval()
-    ids, sizes, recipes = torch.arange(2 * 960).reshape(2, 960) % 100, [], answers.budgeted(model, budget, 960, 2, torch.float32)
+    ids, sizes, recipes = torch.arange(2 * 960).reshape(2, 960) % 100, [], answers.budgeted(model, budget, 960, 960, 2, torch.float32)
     bits = recipes[0].key.bits
     for each in (bits, bits + 0.5):
         each = int(each) if each == int(each) else each
@@ -172,8 +172,9 @@ def test_a_budget_buys_the_most_bits(answers, budget):
             model(ids, past_key_values=cache, logits_to_keep=1)
         sizes.append(cache.report()["bits_per_value"])
     assert sizes[0] <= budget < sizes[1] and len(recipes) == 3
+    assert answers.budgeted(model, budget, 960, 1280, 2, torch.float32)[0].key.bits < bits  # room that is not used counts
     with pytest.raises(SystemExit, match="holds 1 bits"):
-        answers.budgeted(model, 1, 960, 2, torch.float32)
+        answers.budgeted(model, 1, 960, 960, 2, torch.float32)
 
 
 def test_weights_are_cast_and_frequencies_are_not(answers):
