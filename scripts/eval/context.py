@@ -4,10 +4,11 @@
 A model of each shape with random weights decodes under `torch.cuda.set_per_process_memory_fraction`. Its layers are alike, so they share the weights of one, in bfloat16; each has a cache of its
 own. What the other weights would take is held by a block that nobody reads: for 14B and 32B it brings embeddings and head in bfloat16 and layers in 4.25 bits a weight (4 bits and a 16-bit scale
 for each 64) to their full size; a 70B does not fit so, its layers wait in the CPU's memory, and one of them at a time is here, which is the shared one. The cache gets random states (an uncompressed one the
-same for each token), then the model reads the last `--chunk` tokens of a prompt and decodes four more. `tokens` is the most that was held without running out of memory, in steps of 1,024; `refused` the least that ran out of it.
+same for each token), then the model reads the last `--chunk` tokens of a prompt and decodes four more. `tokens` is the most that was held without running out of memory, in steps of 1,024 uncompressed and of 8,192 for codes:
+PyTorch's allocator gives whole pages of 2 MiB, which a 2-bit plane of eight heads fills with so many. `refused` is the least that ran out of it.
 The limit is 24 * 10^9 bytes of PyTorch's allocator: a card of 24 GiB has 1.8 * 10^9 more, for CUDA itself and a screen.
 
-Gate: no peak of a run that fits lies above the limit, logits are finite, and one step more of tokens runs out of memory."""
+Gate: no peak of a run that fits lies above the limit, logits are finite, and one step of tokens more runs out of memory."""
 import argparse
 import gc
 import time
@@ -23,7 +24,7 @@ SHAPES = {  # as Qwen2.5 14B and 32B and Llama 3.1 70B have them: architecture, 
     "32B": ("Qwen2", dict(hidden_size=5120, intermediate_size=27648, num_hidden_layers=64, num_attention_heads=40, num_key_value_heads=8, vocab_size=152064), "4.25 bits"),
     "70B": ("Llama", dict(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8, vocab_size=128256), "offloaded"),
 }
-STEP, BITS, NEW = 1024, 4.25, 4
+BITS, NEW = 4.25, 4
 
 
 def shared_model(architecture, sizes, device):
@@ -95,9 +96,9 @@ def tried(*args):
         torch.cuda.empty_cache()
 
 
-def most(fits, low, guess, step=STEP):
+def most(fits, low, guess, step):
     "(the most that fits, the least that does not), `step` apart: `low` is known to fit, `guess` is tried first, and then what lies near it."
-    n, high, jump = max(low + step, guess // step * step), None, step
+    n, high, jump = max((low // step + 1) * step, guess // step * step), None, step
     while high is None or high - low > step:
         low, high = (n, high) if fits(n) else (low, n)
         n = low + jump if high is None else max((low + high) // (2 * step) * step, high - jump, low + step)
@@ -105,7 +106,7 @@ def most(fits, low, guess, step=STEP):
     return low, high
 
 
-def longest(model, name, chunk, states, limit, probes=(4096, 12288)):
+def longest(model, name, chunk, states, limit, step, probes=(4096, 12288)):
     "The most tokens that fit: two small tries say about how many, large ones find them. A dict for a row."
     known = {}
 
@@ -116,9 +117,9 @@ def longest(model, name, chunk, states, limit, probes=(4096, 12288)):
     if all(map(fits, probes)):
         (n, one), (m, two) = known.items()
         guess = n + int((limit - one["allocated"]) / (two["allocated"] - one["allocated"]) * (m - n))
-        low, refused = most(fits, m, guess)
+        low, refused = most(fits, m, guess, step)
     else:
-        low, refused = most(fits, 0, STEP)
+        low, refused = most(fits, 0, step, step)
     return dict(tokens=low, refused=refused, tries=len(known)) | known.get(low, {})
 
 
@@ -147,12 +148,13 @@ def main():
                     raise SystemExit("out of time; what is measured is saved")
                 model.set_attn_implementation("sdpa" if name == "bf16" else "turboquant")
                 at = time.monotonic()
-                found = longest(model, name, chunk, states, a.limit)
-                sound &= found["tokens"] > 0 and found["finite"] and found["peak"] <= a.limit and found["refused"] - found["tokens"] <= STEP
-                row = dict(model=shape, cache=name, weights_are=where, weights=weights, block=block.nbytes, largest=one, limit=a.limit, chunk=chunk, layers=sizes["num_hidden_layers"], seconds=time.monotonic() - at, unit="tokens")
+                step = 1024 if name == "bf16" else 8192
+                found = longest(model, name, chunk, states, a.limit, step)
+                sound &= found["tokens"] > 0 and found["finite"] and found["peak"] <= a.limit and found["refused"] - found["tokens"] <= step
+                row = dict(model=shape, cache=name, weights_are=where, weights=weights, block=block.nbytes, largest=one, limit=a.limit, chunk=chunk, step=step, layers=sizes["num_hidden_layers"], seconds=time.monotonic() - at, unit="tokens")
                 rows.append(row | found)
                 print(rows[-1], flush=True)
-                gate = {"cmd": "peaks of what fits within the limit, finite logits, 1,024 tokens more run out of memory", "passed": sound}
+                gate = {"cmd": "peaks of what fits within the limit, finite logits, one step of tokens more runs out of memory", "passed": sound}
                 if sound:
                     results.write(a, "longest context", rows, gate, {"id": "random weights in the shapes of Qwen2.5 14B and 32B and Llama 3.1 70B", "revision": "synthetic"}, {"id": "normal states", "n": 1}, [0])
         del model, block, states

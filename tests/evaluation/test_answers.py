@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from turboquant_nb.evaluation.models import load_model
 from turboquant_nb.hf import TurboQuantCache
@@ -130,6 +131,57 @@ def test_facts_stand_where_they_should(answers):
         assert [sum(words[: i + 1]) for i in range(len(q.facts))] == [int(place * sum(words)) for place, _ in q.facts]
     with pytest.raises(SystemExit, match="cannot be brought to 60 tokens"):
         answers.prompts(tokenizer, questions, 60)
+
+
+@pytest.mark.parametrize("task, length", [("single", 700), ("words", 300), ("json", 256)])
+def test_prompts_hold_as_many_words_as_fit(answers, task, length):
+    "Found from a guess for all at once; it is what trying every number of words one after another finds."
+    _, tokenizer = load_model()
+    questions = list(answers.TASKS[task][0](3, torch.Generator().manual_seed(2)))
+    rows = answers.prompts(tokenizer, questions, length)
+    book = answers.sample_text().split()
+    for i, (row, q) in enumerate(zip(rows, questions)):
+        size = lambda n, q=q, own=q.filler or book[37 * i :]: len(tokenizer.apply_chat_template(answers.message(own[:n], 0, q), add_generation_prompt=True, return_dict=False))
+        most = max(n for n in range(length) if size(n) <= length)
+        text = tokenizer.decode(row).rpartition("<|im_start|>user\n")[2].rpartition("\n\n")[0]
+        told = sum(len(fact.split()) for _, fact in q.facts)
+        assert len(row) == length and len(text.replace(" .", "").split()) == most + told
+
+
+@pytest.mark.parametrize("task", ["single", "keys"])
+def test_one_number_is_asked_for_at_even_depths(answers, task):
+    questions = list(answers.TASKS[task][0](25, torch.Generator().manual_seed(0)))
+    assert [float(q.depth) for q in questions] == [pytest.approx((2 + 93 * i // 24) / 100) for i in range(25)]
+    for q in questions:
+        who = q.ask.split(" of ")[1].split("?")[0]
+        assert [place for place, fact in q.facts if f" of {who} " in fact] == [q.depth]
+    assert all(q.depth is None for q in answers.TASKS["queries"][0](3, torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize("budget", [4.0, 5.0])
+def test_a_budget_buys_the_most_bits(answers, budget):
+    "Counted on a real cache that holds these tokens; half a bit more would not fit."
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(hidden_size=256, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=100)).eval()
+    ids, sizes, recipes = torch.arange(2 * 960).reshape(2, 960) % 100, [], answers.budgeted(model, budget, 960, 960, 2, torch.float32)
+    bits = recipes[0].key.bits
+    for each in (bits, bits + 0.5):
+        each = int(each) if each == int(each) else each
+        cache = TurboQuantCache(model, [answers.as_recipe(r, each) for r in TurboQuantCache(model, "k3v3").recipes], max_length=960)
+        with torch.no_grad():
+            model(ids, past_key_values=cache, logits_to_keep=1)
+        sizes.append(cache.report()["bits_per_value"])
+    assert sizes[0] <= budget < sizes[1] and len(recipes) == 3
+    assert answers.budgeted(model, budget, 960, 1280, 2, torch.float32)[0].key.bits < bits  # room that is not used counts
+    with pytest.raises(SystemExit, match="holds 1 bits"):
+        answers.budgeted(model, 1, 960, 960, 2, torch.float32)
+
+
+def test_weights_are_cast_and_frequencies_are_not(answers):
+    model, _ = load_model()
+    before = model.model.rotary_emb.inv_freq.clone()
+    answers.cast(model, torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16} and torch.equal(model.model.rotary_emb.inv_freq, before)
 
 
 def test_caches_are_what_a_user_gets(answers):

@@ -13,24 +13,25 @@ TINY = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_atten
 
 @pytest.mark.parametrize("limit", [1, 4095, 4096, 4097, 40_000, 99_999, 500_000])
 @pytest.mark.parametrize("guess", [0, 4096, 50_000, 1 << 20])
-def test_search_finds_the_border(limit, guess):
+@pytest.mark.parametrize("step", [1024, 8192])
+def test_search_finds_the_border(limit, guess, step):
     asked = []
 
     def fits(n):
         asked.append(n)
         return n <= limit
 
-    low, high = context.most(fits, 0, guess)
-    assert low <= limit < high and high - low == context.STEP and low % context.STEP == 0
+    low, high = context.most(fits, 0, guess, step)
+    assert low <= limit < high and high - low == step and low % step == 0
     assert len(asked) == len(set(asked)) < 30
 
 
 def test_search_asks_near_the_guess():
     asked = []
-    low, high = context.most(lambda n: asked.append(n) or n <= 100_500, 12_288, 100_400)
+    low, high = context.most(lambda n: asked.append(n) or n <= 100_500, 12_288, 100_400, 1024)
     assert (low, high) == (100_352, 101_376) and asked == [100_352, 101_376]
     asked.clear()
-    assert context.most(lambda n: asked.append(n) or n <= 98_400, 12_288, 100_400) == (98_304, 99_328)
+    assert context.most(lambda n: asked.append(n) or n <= 98_400, 12_288, 100_400, 1024) == (98_304, 99_328)
     assert len(asked) <= 4
 
 
