@@ -19,12 +19,12 @@ def covering_pairs(one, other):
 
 
 class Calls(TorchDispatchMode):
-    "Counts PyTorch's operations."
+    "Counts PyTorch's operations; not the questions by which `Tensor.numpy` asks, in such a mode alone, whether it may."
 
     n = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.n += 1
+        self.n += func.overloadpacket.__name__ not in ("detach", "resolve_conj", "resolve_neg") and func._overloadname != "dtype_layout"
         return func(*args, **(kwargs or {}))
 
 

@@ -240,7 +240,7 @@ def test_stores_whose_token_takes_the_long_way():
 
 
 @pytest.mark.parametrize("recipe, to_code, to_attend", [
-    (replace(Recipe(), key=Spec(3, center="pre_rope")), 110, 150), (Recipe(Spec(2.5), Spec(2.5)), 170, 190), (Recipe(residual="prod").settled(rope=False), 150, 170), (Recipe(decay=256).settled(rope=False), 110, 190),
+    (replace(Recipe(), key=Spec(3, center="pre_rope")), 55, 145), (Recipe(Spec(2.5), Spec(2.5)), 30, 145), (Recipe(residual="prod").settled(rope=False), 60, 160), (Recipe(decay=256).settled(rope=False), 35, 190),
 ], ids=("k3v3", "2.5 bits", "prod", "decay"))
 def test_calls_of_a_step(recipe, to_code, to_attend):
     "What a step costs on a short past is PyTorch's calls: their numbers are held down."

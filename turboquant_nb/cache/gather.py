@@ -61,7 +61,7 @@ def quad_index(
 ) -> Tensor:  # [..., d, rows] int32, for `quad_table`; of keys a view
     "Where the table has the levels of each four codes."
     channels = -1 if layout.along == "channel" else -2
-    pairs = [torch.cat([p & 0x55, p >> 1 & 0x55], channels).narrow(channels, 0, layout.d) for p, w in zip(planes, WIDTHS[layout.bits]) if w == 1]
+    pairs = [torch.cat([p, p >> 1], channels).bitwise_and_(0x55).narrow(channels, 0, layout.d) for p, w in zip(planes, WIDTHS[layout.bits]) if w == 1]
     if layout.bits == 1:
         index = pairs[0].int()
     else:
@@ -107,6 +107,7 @@ class StepRanges:
     last: int
     tiles: slice  # that they lie in, counted from the first that is held
     hidden: Tensor | None  # [B, 1, 1, S + W + m + tokens of these tiles] bool: sinks, ring and chunk, then `by_row`; None: all count
+    bias: Tensor | None = None  # the same as what is added to scores: -inf where hidden, else 0
 
 
 @lru_cache(maxsize=8)
@@ -139,8 +140,10 @@ def step_ranges(
         seen += [torch.arange(past, now) >= begin]
         at = offset + torch.arange(tiles.start * tile, tiles.stop * tile)
         coded = (at >= begin) & (at < past) & ~ranges.is_exact(at[None], sinks, exact_from)[:, 0, 0]
-        hidden = ~torch.cat([*seen, by_row(coded, tile // 4).flatten(1)], 1)
-        return StepRanges(first, last, tiles, hidden[:, None, None] if bool(hidden.any()) else None)
+        hidden = ~torch.cat([*seen, by_row(coded, tile // 4).flatten(1)], 1)[:, None, None]
+        if not bool(hidden.any()):
+            return StepRanges(first, last, tiles, None)
+        return StepRanges(first, last, tiles, hidden, torch.zeros(hidden.shape, dtype=torch.float32).masked_fill_(hidden, -math.inf))
 
 # %% ../../nbs/33_gather.ipynb #33a00016
 BLOCK = 2**20  # numbers decoded at a time: 4 MB of fp32; smaller blocks stay nearer, and cost more calls
@@ -188,16 +191,16 @@ class _Tiles:
             yield (lo, hi), x
 
     def put_scores(self, q: Tensor, begin, out: Tensor, place: Tensor) -> None:
-        """Scores [B * H, g, tiles, tile]: what they `begin` with, and the products of queries [B * H, g, d] with coded vectors, times
-        their scales."""
+        """Scores [B * H, g, tiles, tile]: what they begin with, and the products of queries [B * H, g, d] with coded vectors, times
+        their scales. `begin` puts the former into some tiles of them and says True, or False for nothing."""
         (heads, g, d), weights, own = q.shape, self.weights().unsqueeze(1), self.tiles.start
         q = q * self.step
         for (lo, hi), x in self.blocks(place):
             one = q.unsqueeze(1).expand(heads, hi - lo, g, d).reshape(-1, g, d)
             dots = torch.bmm(one, x).view(heads, -1, g, self.size[2]).transpose(1, 2)
             part = slice(lo - self.first, hi - self.first)
-            start, into, w = begin(part), out[:, :, part], weights[:, :, lo - own : hi - own]
-            torch.mul(dots, w, out=into) if start is None else torch.addcmul(start, dots, w, out=into)
+            into, w = out[:, :, part], weights[:, :, lo - own : hi - own]
+            into.addcmul_(dots, w) if begin(part, into) else torch.mul(dots, w, out=into)
 
     def weighted(self, p: Tensor, place: Tensor, hidden: Tensor | None = None) -> Tensor:  # [B * H, g, d]
         """The sum of coded vectors with weights [B * H, g, tiles, tile]. The scale of what is `hidden` [B, tokens] counts for 0, if it is
@@ -267,24 +270,29 @@ def _channel_order(bits: tuple) -> tuple:  # ([d] long, its inverse), or (None, 
 
 # %% ../../nbs/33_gather.ipynb #33a00017
 def _mean_scores(query, store: KVStore, tiles: slice):
-    "A function from tiles, counted from the first of these, to what the mean of keys adds to their scores; None for nothing."
-    flat = lambda x: x.flatten(0, 1)  # noqa: E731
-    offset = flat(query.offset) if isinstance(query.offset, Tensor) else None
-    if query.rope_coefficients is None:
-        return lambda part: None if offset is None else offset[..., None]
-    starts, tile, weights = store.ranges.starts, store.tile, flat(query.rope_coefficients)
-    store.cos_sin.reach(store.offset + tiles.stop * tile)
+    """A function that puts into the scores of some tiles, counted from the first of these, what the mean of keys adds to them, and says
+    whether that is anything."""
+    offset = query.offset.flatten(0, 1).unsqueeze(-1) if isinstance(query.offset, Tensor) else None
+    starts, tile, weights = store.ranges.starts, store.tile, query.rope_coefficients
+    if weights is not None:
+        store.cos_sin.reach(store.offset + tiles.stop * tile)
 
-    def scores(part: slice) -> Tensor:  # [B * H, g, tiles, tile]
+    def put(part: slice, into: Tensor) -> bool:  # into [B * H, g, tiles, tile]
+        if weights is None:
+            return offset is not None and into.copy_(offset) is into
         first, last = (store.offset + (tiles.start + i) * tile for i in (part.start, part.stop))
         if len(set(starts)) > 1 or first < starts[0]:
-            found = flat(query.rope_coefficients @ store._rows(first, last).float().mT)
-        else:
-            found = torch.nn.functional.linear(weights, store.rope_table[first - starts[0] : last - starts[0]].float())
-        found = found if offset is None else found + offset
-        return by_row(found, tile // 4).reshape(*found.shape[:2], -1, tile)
+            found = (weights @ store._rows(first, last).float().mT).flatten(0, 1)
+            into.unflatten(-1, (-1, 4)).copy_(by_row(found, tile // 4))
+        else:  # all sequences have the same angles: their rows in the order of the look-up, for a product that needs no other place
+            rows = store.rope_table[first - starts[0] : last - starts[0]].unflatten(0, (-1, 4, tile // 4)).transpose(1, 2)
+            rows = rows.to(torch.float32, memory_format=torch.contiguous_format).flatten(0, 2)
+            torch.mm(weights.view(-1, rows.shape[1]), rows.T, out=into.view(-1, len(rows)))
+        if offset is not None:
+            into.add_(offset)
+        return True
 
-    return scores
+    return put
 
 
 def attend(
@@ -329,17 +337,19 @@ def _step(q: Tensor, store: KVStore, k, v, scaling: float, softcap: float | None
         for part in keys:
             part.put_scores(rotated if order is None else rotated[..., order], mean, coded, place)
         for part in key_signs:
-            part.put_scores(query.sketched.view(b * h, g, -1), lambda tiles: coded[:, :, tiles], coded, place)
+            part.put_scores(query.sketched.view(b * h, g, -1), lambda part, into: True, coded, place)
     if softcap is not None:
         scores.div_(softcap).tanh_().mul_(softcap)
-    if ranges.hidden is not None:
+    unsure = store.flags is not None and ranges.hidden is not None  # kernels write NaN for what they refuse
+    if unsure:
         scores.view(b, h, g, -1).masked_fill_(ranges.hidden, -math.inf)
+    elif ranges.bias is not None:  # a sum takes a fifth of the time
+        scores.view(b, h, g, -1).add_(ranges.bias)
     top = scores.amax(-1, keepdim=True)
     scores.sub_(top.clamp(min=-1e38)).exp_()  # weights, from here on
     total = scores.sum(-1, keepdim=True)
     out = torch.bmm(scores[..., :near], exact_v)
     if tiles:
-        unsure = store.flags is not None and ranges.hidden is not None  # kernels write NaN for what they refuse
         unseen = ranges.hidden[:, 0, 0, near:] if unsure else None
         rotated = sum(part.weighted(coded, place, unseen) for part in values)
         rotated = rotated if value_order is None else rotated[..., value_order]
@@ -414,36 +424,43 @@ def _same_coding(a: Quantizer, b: Quantizer) -> bool:
 class _Rows(NamedTuple):
     "Coded vectors, a token of each head."
 
-    codes: Tensor  # [n, d] int32
-    scale: Tensor  # [n] fp32
-    signs: Tensor | None = None  # [n, m] uint8
-    residual_norm: Tensor | None = None  # [n]
+    codes: np.ndarray  # [n, d] integers
+    scale: Tensor  # [n] as it is held
+    signs: np.ndarray | None = None  # [n, m] uint8
+    residual_norm: Tensor | None = None  # [n] as it is held
 
 
-def _nearest(book, x: Tensor) -> tuple:  # (codes int32, levels) of x [n, d]
+def _array(x: Tensor) -> np.ndarray:
+    "The memory of x; of bfloat16, which NumPy lacks, as whole numbers of 16 bits."
+    x = x.detach()
+    return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy()
+
+
+def _nearest(book, x: np.ndarray) -> tuple:  # (codes, levels) of x [n, d] fp32
     "`Codebook.encode` and `decode` in few calls; of a table for each group of channels, group by group."
     if isinstance(book, MixedCodebook):
-        codes, levels = torch.empty(x.shape, dtype=torch.int32), torch.empty_like(x)
+        codes, levels = np.empty(x.shape, np.intp), np.empty_like(x)
         for _, channels, one in book.groups:
-            codes[:, channels], levels[:, channels] = _nearest(one, x[:, channels].contiguous())
+            codes[:, channels], levels[:, channels] = _nearest(one, x[:, channels])
         return codes, levels
-    codes = torch.bucketize(x, book.edges, out_int32=True)
-    return codes, book.levels.index_select(0, codes.flatten()).view(x.shape)
+    codes = book.edges.numpy().searchsorted(x)
+    return codes, book.levels.numpy().take(codes)
 
 
 def _code_rows(q: Quantizer, y: Tensor) -> tuple | None:
-    "Codes, scales and levels [n, d] of rotated vectors, with the operations of `encode`; None if one is zero, not finite, or too large."
-    power = torch.linalg.vector_norm(y, dim=-1).square()
-    unit = (power / q.d).sqrt()
-    ratio = y / unit.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
-    codes, level = _nearest(getattr(q.codebook, "book", q.codebook), ratio)
-    scale = unit
-    if q.spec.scale != "norm":
-        dot = (y * level).sum(-1)
-        scale = dot / torch.linalg.vector_norm(level, dim=-1).square() if q.spec.scale == "mse" else power / dot
-    (low, least), (high, most) = (x.tolist() for x in torch.stack([power, scale]).aminmax(dim=-1))
+    """Codes, scales and levels [n, d] of rotated vectors, with the operations of `encode`; None if one is zero, not finite, or too large.
+    NumPy does what is rounded once, and so the same everywhere; PyTorch does sums, in the order of `encode`, and its own roots."""
+    norm, of = torch.linalg.vector_norm, torch.from_numpy
+    with np.errstate(all="ignore"):  # what is not finite is refused below
+        rows, power = y.numpy(), np.square(norm(y, dim=-1).numpy())
+        scale = of(power / np.float32(q.d)).sqrt().numpy()
+        codes, level = _nearest(getattr(q.codebook, "book", q.codebook), rows / np.maximum(scale, np.finfo(np.float32).tiny)[:, None])
+        if q.spec.scale != "norm":
+            dot = of(rows * level).sum(-1).numpy()
+            scale = dot / np.square(norm(of(level), dim=-1).numpy()) if q.spec.scale == "mse" else power / dot
     top = torch.finfo(q.scale_dtype).max
-    return (codes, scale, level) if 0 < low and high < math.inf and -top <= least and most <= top else None
+    fits = 0 < power.min() and power.max() < math.inf and -top <= scale.min() and scale.max() <= top
+    return (codes, of(scale).to(q.scale_dtype), level) if fits else None
 
 
 def _with_residual(q: Quantizer, y: Tensor, coded: tuple) -> _Rows | None:
@@ -451,10 +468,10 @@ def _with_residual(q: Quantizer, y: Tensor, coded: tuple) -> _Rows | None:
     codes, scale, level = coded
     if not isinstance(q, ProdQuantizer):
         return _Rows(codes, scale)
-    rest = y - level * scale.to(q.scale_dtype).float().unsqueeze(-1)
+    rest = y - torch.from_numpy(level) * scale.float().unsqueeze(-1)
     norm = torch.linalg.vector_norm(rest, dim=-1)
     fits = float(norm.max()) <= torch.finfo(q.scale_dtype).max
-    return _Rows(codes, scale, _signs_and_norm(rest, q.sketch)[0], norm) if fits else None
+    return _Rows(codes, scale, _signs_and_norm(rest, q.sketch)[0].numpy(), norm.to(q.scale_dtype)) if fits else None
 
 
 def _key_mean(store: KVStore) -> Tensor:
@@ -510,6 +527,12 @@ def _append_usual(store: KVStore, k: Tensor, v: Tensor) -> bool:
     return True
 
 
+def _halves(both: tuple) -> tuple:
+    "Where the rows of keys are, and those of values."
+    n = len(both[0]) // 2
+    return slice(n), slice(n, None)
+
+
 def _code_token(store: KVStore, k: Tensor, v: Tensor) -> list | None:
     "`_Rows` of keys and of values; None if they cannot be coded so."
     means, rotated = [side.mean for side in store.sides], []
@@ -521,7 +544,7 @@ def _code_token(store: KVStore, k: Tensor, v: Tensor) -> list | None:
         rotated.append(y.reshape(-1, side.q.d))
     if _same_coding(store.key.q, store.value.q):
         both = _code_rows(store.key.q, torch.cat(rotated))
-        coded = [None] if both is None else list(zip(*(x.chunk(2) for x in both)))
+        coded = [None] if both is None else [tuple(x[half] for x in both) for half in _halves(both)]
     else:
         coded = [_code_rows(side.q, y) for side, y in zip(store.sides, rotated)]
     if any(x is None for x in coded):
@@ -534,16 +557,16 @@ def _put_token(store: KVStore, side: Side, x: Tensor, rows: _Rows) -> None:
     "Write codes and scale after the last token; copy the token itself into the ring, and where it is a sink to its place among them."
     position, shape, (sinks, ring) = store.length, x.shape[:2], (side.exact.sinks, side.exact.recent)
     tile, t = divmod(position - store.offset, store.tile)
-    codes = rows.codes.numpy().reshape(*shape, -1)
+    codes, held = rows.codes.reshape(*shape, -1), side.tensors
     for g in side.groups:
-        planes = [side.tensors[name].numpy()[:, :, tile - side.tiles_before(name)] for name in g.names]
+        planes = [held[name].numpy()[:, :, tile - side.tiles_before(name)] for name in g.names]
         _put_codes(planes, g.layout, codes if len(side.groups) == 1 else codes[..., g.channels], t)
-    side.tensors["scale"][:, :, tile, t] = rows.scale.view(shape)
+    _array(held["scale"])[:, :, tile, t] = _array(rows.scale).reshape(shape)
     if side.signs is not None:
-        _put_codes([side.tensors["signs"].numpy()[:, :, tile]], side.signs, rows.signs.numpy().reshape(*shape, -1), t)
-        side.tensors["residual_norm"][:, :, tile, t] = rows.residual_norm.view(shape)
+        _put_codes([held["signs"].numpy()[:, :, tile]], side.signs, rows.signs.reshape(*shape, -1), t)
+        _array(held["residual_norm"])[:, :, tile, t] = _array(rows.residual_norm).reshape(shape)
     if ring.shape[2]:
-        ring[:, :, position % ring.shape[2]] = x[:, :, 0]
+        _array(ring)[:, :, position % ring.shape[2]] = _array(x)[:, :, 0]
     for row, start in enumerate(store.ranges.starts):
         if 0 <= position - start < sinks.shape[2]:
             sinks[row, :, position - start] = x[row, :, 0]
