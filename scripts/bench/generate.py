@@ -1,4 +1,4 @@
-"""Decode steps of a whole model on one NVIDIA GPU: run.py generate [--tiny] [--quick] [--seconds S] [--after FILE] [--wall 1x8192 …] --out FILE.
+"""Decode steps of a whole model on one NVIDIA GPU: run.py generate [--tiny] [--quick] [--seconds S] [--after FILE] [--wall 1x8192 …] [--prompts 1x32768 …] --out FILE.
 
 Llama-3.1-8B shapes with random bf16 weights (speed does not depend on their values). Caches are filled with random states in place of a prompt, so that no time goes
 into prefill; a step is the model's own forward pass for one new token of each sequence, without sampling. One process, medians with 20th and 80th percentiles of CUDA
@@ -14,7 +14,8 @@ chunks, after one that is not timed. `filling_peak_bytes` is the most that was a
 
 --wall BxT measures whole calls of generate() instead, by the clock, on prompts of random ids: `first_ms` until the first token's logits, `step_ms` what each of the `new - 1`
 tokens after it took on average, recording a graph included; every mode once before that on a short prompt, for kernels and compilers. `cache kept`: one cache for all calls,
-emptied by reset(). --filled BxT: caches filled by random states, from which calls go on, so without `first_ms`. `speedup`: tokens/s of a row over those of transformers' best mode for the shape.
+emptied by reset(). --prompts BxT with --chunks N …: calls for one token, the prompt at once and in chunks, by transformers' dynamic cache and by ours; `begun_ms` is the first of them, `of_whole`
+the time over that of the same cache at once, `of_best` over the shorter of both caches' at once, `peak_bytes` what was allocated at most beside the weights. --filled BxT: caches filled by random states, from which calls go on, so without `first_ms`. `speedup`: tokens/s of a row over those of transformers' best mode for the shape.
 
 Gate, on a small model of the same kind: logits after filling are those after a prompt; of kernels those of PyTorch's attention on codes; of replayed graphs those of
 eager steps; and no timed step of ours was served by anything but kernels. No row is written on a red gate."""
@@ -447,6 +448,29 @@ def wall(model, cache, mode, batch, prompt, new, repeats):
     return row
 
 
+def prompts(model, shapes, chunks, repeats):
+    "Rows of calls of generate() for one token: the prompt at once and in chunks, by both caches."
+    for batch, prompt in shapes:
+        whole = {}
+        for chunk in (None, *chunks):
+            for cache in ("dynamic", "turboquant k3v3"):
+                ours, took = cache != "dynamic", []
+                model.set_attn_implementation("turboquant" if ours else "sdpa")
+                gc.collect()
+                torch.cuda.empty_cache()
+                before = torch.cuda.memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+                for i in range(repeats + 1):
+                    used = TurboQuantCache(model, "k3v3") if ours else DynamicCache(config=model.config)
+                    took.append(1e3 * call(model, batch, prompt, 2, i, past_key_values=used, prefill_chunk_size=chunk)[0])
+                    report = used.report() if ours else {}
+                    del used
+                row = {"cache": cache, "mode": "prompt", "batch": batch, "prompt": prompt, "chunk": chunk or prompt, "n": repeats, "unit": "ms", "begun_ms": took[0], "firsts_ms": took[1:]}
+                row |= {"first_ms": min(took[1:]), "peak_bytes": torch.cuda.max_memory_allocated() - before} | ({"served": report["served"]} if ours else {})
+                whole.setdefault(cache, row["first_ms"])
+                yield row | {"of_whole": row["first_ms"] / whole[cache]} | ({"of_best": row["first_ms"] / min(whole.values())} if len(whole) > 1 else {})
+
+
 def walls(model, shapes, new, repeats, skip, before=(), held=False):
     "Rows of all modes for each shape, with their speedup over transformers' best mode, of earlier rows too where a mode is left out."
     for batch, prompt in shapes:
@@ -491,6 +515,8 @@ def options(p):
     p.add_argument("--after", type=Path, help="a file of this bench: its rows are kept, with their commit, and not measured again")
     p.add_argument("--wall", nargs="+", metavar="BxT", help="measure whole calls of generate() for these batches and prompts, and nothing else")
     p.add_argument("--filled", nargs="+", metavar="BxT", default=(), help="with --wall: the same for caches that are filled by random states, so without a first token")
+    p.add_argument("--prompts", nargs="+", metavar="BxT", default=(), help="measure whole calls of generate() for one token, at once and in chunks, and nothing else")
+    p.add_argument("--chunks", nargs="+", type=int, default=(8192, 2048), help="with --prompts: tokens of a chunk")
     p.add_argument("--new", type=int, default=65, help="with --wall: tokens that a call makes")
     p.add_argument("--repeats", type=int, default=3, help="with --wall: calls of each kind, of which the (lower) median counts; two where they hold more than 100,000 tokens")
     p.add_argument("--skip", nargs="*", default=(), help="with --wall: caches and modes left out, as in 'turboquant k3v3/eager', or of one shape 'static/compiled@8x8192'")
@@ -530,16 +556,18 @@ def by_the_clock(a, before):
     with torch.no_grad():
         model = make_model(TINY if a.tiny else LLAMA)
     model.generation_config.eos_token_id = None
-    for shapes, held in ((a.filled, True), (a.wall, False)):
-        yield from walls(model, [tuple(map(int, x.split("x"))) for x in shapes], a.new, a.repeats, a.skip, before, held)
+    pairs = lambda shapes: [tuple(map(int, x.split("x"))) for x in shapes]  # noqa: E731
+    yield from prompts(model, pairs(a.prompts), a.chunks, a.repeats)
+    for shapes, held in ((a.filled, True), (a.wall or (), False)):
+        yield from walls(model, pairs(shapes), a.new, a.repeats, a.skip, before, held)
 
 
 def plan(a):
-    if a.wall:
+    if a.wall or a.prompts:
         before, logits = results.earlier(a.after, a.draft) if a.after else [], gate()
         checked = {"cmd": "tokens of replayed steps are those of eager ones; " + logits["cmd"], "passed": bool(replayed_tokens() and logits["passed"])}
         shape = {"id": "tiny" if a.tiny else "random weights, Llama-3.1-8B shapes", "revision": "none"}
-        return Plan("generate", checked, by_the_clock(a, before), {"id": "random ids", "n": len(a.wall) + len(a.filled)}, shape, before=before)
+        return Plan("generate", checked, by_the_clock(a, before), {"id": "random ids", "n": len(a.wall or ()) + len(a.filled) + len(a.prompts)}, shape, before=before)
     again = ("prefill", "fits", "largest")  # these are measured in every run
     before = [row for row in (results.earlier(a.after, a.draft) if a.after else ()) if row["mode"] not in again]
     shape = {"id": "tiny" if a.tiny else "random weights, Llama-3.1-8B shapes", "revision": "none"}
