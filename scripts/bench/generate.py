@@ -15,11 +15,12 @@ chunks, after one that is not timed. `filling_peak_bytes` is the most that was a
 --wall BxT measures whole calls of generate() instead, by the clock, on prompts of random ids: `first_ms` until the first token's logits, `step_ms` what each of the `new - 1`
 tokens after it took on average, recording a graph included; every mode once before that on a short prompt, for kernels and compilers. `cache kept`: one cache for all calls,
 emptied by reset(). --prompts BxT with --chunks N …: calls for one token, the prompt at once and in chunks, by transformers' dynamic cache and by ours; `begun_ms` is the first of them, `of_whole`
-the time over that of the same cache at once, `of_best` over the shorter of both caches' at once, `peak_bytes` what was allocated at most beside the weights. --filled BxT: caches filled by random states, from which calls go on, so without `first_ms`. `speedup`: tokens/s of a row over those of transformers' best mode for the shape.
+the time over that of the same cache at once, `of_best` over the shorter of both caches' at once, `peak_bytes` what was allocated at most beside the weights; `prompt, kernels` the GPU's time in chunks by what kernels do. --filled BxT: caches filled by random states, from which calls go on, so without `first_ms`. `speedup`: tokens/s of a row over those of transformers' best mode for the shape.
 
 Gate, on a small model of the same kind: logits after filling are those after a prompt; of kernels those of PyTorch's attention on codes; of replayed graphs those of
 eager steps; and no timed step of ours was served by anything but kernels. No row is written on a red gate."""
 import gc
+import re
 import time
 from functools import partial
 from pathlib import Path
@@ -448,8 +449,22 @@ def wall(model, cache, mode, batch, prompt, new, repeats):
     return row
 
 
+KERNELS = {"decoding blocks": "_read_kernel", "joining pieces": "_join_kernel", "coding": "_encode_kernel", "attention": "attention|flash|fprop|sdpa", "products": "nvjet|gemm|gemv"}
+
+
+def where_time_goes(model, batch, prompt, chunk):
+    "A row: the GPU's time for a prompt in chunks on our cache, by what kernels do."
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call(model, batch, prompt, 2, 0, past_key_values=TurboQuantCache(model, "k3v3"), prefill_chunk_size=chunk)
+    spent = dict.fromkeys((*KERNELS, "the rest"), 0.0)
+    for event in profile.key_averages():
+        name = next((name for name, kinds in KERNELS.items() if re.search(kinds, event.key)), "the rest")
+        spent[name] += event.self_device_time_total / 1e3
+    return {"cache": "turboquant k3v3", "mode": "prompt, kernels", "batch": batch, "prompt": prompt, "chunk": chunk, "unit": "ms", "n": 1, "kernels": spent}
+
+
 def prompts(model, shapes, chunks, repeats):
-    "Rows of calls of generate() for one token: the prompt at once and in chunks, by both caches."
+    "Rows of calls of generate() for one token: the prompt at once and in chunks, by both caches; and where the GPU's time goes in the smallest chunks."
     for batch, prompt in shapes:
         whole = {}
         for chunk in (None, *chunks):
@@ -469,6 +484,7 @@ def prompts(model, shapes, chunks, repeats):
                 row |= {"first_ms": min(took[1:]), "peak_bytes": torch.cuda.max_memory_allocated() - before} | ({"served": report["served"]} if ours else {})
                 whole.setdefault(cache, row["first_ms"])
                 yield row | {"of_whole": row["first_ms"] / whole[cache]} | ({"of_best": row["first_ms"] / min(whole.values())} if len(whole) > 1 else {})
+        yield where_time_goes(model, batch, prompt, min(chunks))
 
 
 def walls(model, shapes, new, repeats, skip, before=(), held=False):
