@@ -8,6 +8,7 @@ __all__ = ['BLOCK', 'explain', 'Choice', 'select_backend', 'attend', 'dispatch_a
 
 # %% ../../nbs/46_ops.ipynb #7b9b38e4
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -84,13 +85,18 @@ _PAYS = 3e10  # floating-point operations from which on cuDNN's attention is wor
 _ROWS = 256  # a chunk of a multiple of so many tokens comes again; a prompt's last one, of any length, would need a plan of its own
 
 
+@lru_cache(maxsize=16)
+def _has_cudnn_attention(device: torch.device) -> bool:
+    "Whether this is a Hopper GPU with cuDNN."
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9 and torch.backends.cudnn.is_available()
+
+
 def _by_cudnn(q: Tensor, length: int, causal: bool = False) -> bool:
     "Whether cuDNN's attention of these queries to so many tokens is taken: on Hopper twice as fast as torch's flash kernel."
     operations = 4 * q.numel() * length / (2 if causal else 1)
     if q.device.type != "cuda" or operations < _PAYS or q.shape[2] % _ROWS or q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] > 128:
         return False
-    hopper = torch.version.hip is None and torch.cuda.get_device_capability(q.device)[0] == 9
-    return hopper and torch.backends.cudnn.is_available() and torch.backends.cuda.cudnn_sdp_enabled()
+    return _has_cudnn_attention(q.device) and torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, scaling: float, bias, causal: bool) -> tuple:
