@@ -11,7 +11,7 @@ from plan import Plan
 from timing import kernel_times, replayed
 
 from turboquant_nb.cache.pages import append_slots, attend_cells, read_cells
-from turboquant_nb.kernels.cells import CellPlan, Workspace, append_cells, decode_cells, past_cells
+from turboquant_nb.kernels.cells import CellPlan, Workspace, append_cells, decode_cells, list_work, past_cells
 from turboquant_nb.quant.quantizer import Quantizer, Spec
 
 DEVICE = "cuda"
@@ -20,6 +20,13 @@ GATE = [
     dict(), dict(n=128), dict(n=256), dict(n=16), dict(n=32), dict(group=8), dict(group=1), dict(group=5, m=3), dict(d=64), dict(d=64, group=8, n=128), dict(d=256, heads=1),
     dict(d=96), dict(d=80, n=128), dict(kb=4, vb=4), dict(kb=4, vb=2, n=256), dict(kb=2, vb=2), dict(m=4, group=4), dict(dtype=torch.float16), dict(own=False),
     dict(options=dict(sliding_window=100)), dict(options=dict(softcap=8.0)), dict(options=dict(sliding_window=700, softcap=8.0), n=128), dict(splits=7),
+]  # fmt: skip
+LISTED = [  # the same with a list of work
+    dict(), dict(n=128, splits=9), dict(d=64, n=128, splits=3), dict(group=5, m=3, splits=20), dict(own=False, splits=5), dict(options=dict(sliding_window=700), n=128, splits=11),
+    dict(d=96, splits=6), dict(lengths=(0, 0)), dict(lengths=(9000,) + (40, 0, 300) * 30, heads=1, n=128),
+]  # fmt: skip
+RAGGED = [  # (requests, tokens) of a batch, and tokens that the table has room for
+    ([(8, 32000)], 33500), ([(1, 32000), (7, 200)], 33500), ([(64, 2048)], 33500), ([(1, 32000), (63, 1000)], 33500), ([(1, 131072), (63, 1000)], 131072), ([(8, 1024)], 33500),
 ]  # fmt: skip
 
 
@@ -40,7 +47,7 @@ def case(kb=3, vb=3, d=128, n=64, m=1, lengths=(1500, 64, 0, 33, 257, 1024), hea
     return plan, cache, table.to(DEVICE), torch.tensor(lengths, dtype=torch.int32, device=DEVICE), *x.split([group * heads, heads, heads], 1)
 
 
-def decode_error(kernel, options=None, own=True, splits=None, **of):
+def decode_error(kernel, options=None, own=True, splits=None, listed=False, **of):
     plan, cache, table, lengths, q, k, v = case(**of)
     own, options = (k, v) if own else (None, None), options or {}
     starts = torch.arange(len(lengths) + 1) * (len(q) // len(lengths))
@@ -48,7 +55,7 @@ def decode_error(kernel, options=None, own=True, splits=None, **of):
     want, want_lse = attend_cells(q.float(), cache, plan.cell, plan.key, plan.value, table, lengths, starts, *exact, **options)
     space = Workspace(DEVICE)
     space.memory = torch.full((10**7,), torch.nan, device=DEVICE)
-    out, lse = decode_cells(q, cache, plan, table, lengths, *own, kernel=kernel, splits=splits, workspace=space, **options)
+    out, lse = decode_cells(q, cache, plan, table, lengths, *own, kernel=kernel, splits=splits, workspace=space, work={} if listed else None, **options)
     seen = want_lse > -torch.inf
     if not torch.equal(lse > -torch.inf, seen):
         return float("inf")
@@ -85,6 +92,29 @@ def past_error():
         want = q.decode_rotated(coded)[:, 128:].transpose(0, 1)
         worst = max(worst, float((got[: 1500 - 128].float() - want).norm() / want.norm()))
     return worst
+
+
+def replay_error():
+    "A graph that makes its list itself, replayed with other lengths."
+    plan, cache, table, lengths, q, k, v = case(lengths=(3000, 40, 700, 0), n=128)
+    space, out, worst = Workspace(DEVICE, 10**7), torch.empty(4, 8, 128, dtype=torch.bfloat16, device=DEVICE), 0.0
+    replay = replayed(lambda: decode_cells(q, cache, plan, table, lengths, k, v, out=out, workspace=space, work={}))
+    for others in ((3000, 40, 700, 0), (100, 40, 600, 0), (2900, 0, 1, 0), (1, 1, 1, 0)):
+        lengths.copy_(torch.tensor(others, dtype=torch.int32))
+        out.fill_(torch.nan)
+        replay()
+        want = attend_cells(q.float(), cache, plan.cell, plan.key, plan.value, table, lengths, torch.arange(5), k.float(), v.float())[0]
+        worst = max(worst, float((out.float() - want).norm() / want.norm()))
+    return worst
+
+
+def gate_of_lists():
+    "Both kernels with a list of work, and a graph."
+    said = {f"{kernel} {of}": decode_error(kernel, listed=True, **of) for of in LISTED for kernel in ("fragments", "portable")[: 1 + (of in LISTED[1:3])]}
+    said["replayed with other lengths"] = replay_error()
+    for name, x in said.items():
+        print("RED" if not x < 3e-3 else "ok", name, f"{x:.1e}", flush=True)
+    return dict(cmd=f"{len(said)} cases of attention by a list of work against the oracle, worst {max(said.values()):.1e}", passed=max(said.values()) < 3e-3)
 
 
 def gate(cases):
@@ -138,9 +168,35 @@ def rows(a):
                 kd = vd = None
 
 
+def ragged():
+    "Batches of unequal requests, with equally many splits for each and with a list of work, which the layers of a step share; and its making."
+    heads, group, d, n = 8, 4, 128, 128
+    plan, space = CellPlan(*(Quantizer(Spec(3), d, DEVICE) for _ in range(2)), tokens=n), Workspace(DEVICE, 2 * 10**7)
+    for batch, width in RAGGED:
+        each = [tokens for count, tokens in batch for _ in range(count)]
+        lengths, need = torch.tensor(each, dtype=torch.int32, device=DEVICE), [-(-x // n) for x in each]
+        cache, blocks = pool(plan, 1, sum(need) * n, heads)
+        table = torch.zeros(len(each), -(-width // n), dtype=torch.int32, device=DEVICE)
+        for row, mine in zip(table, blocks[0].split(need)):
+            row[: len(mine)] = mine
+        q, k, v = torch.randn(len(each), (group + 2) * heads, d, device=DEVICE, dtype=torch.bfloat16).split([group * heads, heads, heads], 1)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        common = dict(batch=len(each), lengths=" + ".join(f"{count} x {tokens}" for count, tokens in batch), width=width, heads=heads, group=group, d=d, block=n, unit="us", n=100)
+        for work in (None, {}):
+            call = lambda: decode_cells(q, cache, plan, table, lengths, k, v, out=out, workspace=space, work=work)  # noqa: B023
+            call()
+            t = kernel_times(replayed(call))
+            yield common | dict(what="decode", listed=work is not None, gbs=sum(each) * heads * plan.cell.bytes_per_token / t["p50"] / 1e3) | t
+        yield common | dict(what="list") | kernel_times(replayed(lambda: list_work(lengths, 264, -(-width // 256), own=1)))  # noqa: B023
+        cache = None
+
+
 def options(p):
+    p.add_argument("--ragged", action="store_true", help="only batches of unequal requests, with and without a list of work")
     p.add_argument("--quick", action="store_true", help="a third of the gate, two shapes, 3 bits")
 
 
 def plan(a):
+    if a.ragged:
+        return Plan("serving_ragged", gate=gate_of_lists(), rows=ragged(), data={"id": "random codes", "n": 1})
     return Plan("serving_kernels", gate=gate(GATE[::3] if a.quick else GATE), rows=rows(a), data={"id": "random codes", "n": 1})

@@ -19,7 +19,7 @@ from turboquant_nb.kernels.encode import CodingConstants, RotationOperand  # noq
 from turboquant_nb.theory.rotation import make_rotation  # noqa: E402
 
 TYPES = aot_decode.TYPES | dict.fromkeys(("ROTATED", "LEVELS", "PARTS", "LSE_PARTS", "REST", "KTAB", "VTAB", "MEAN", "CENTER", "OWN_LSE", "PAST_LSE"), "*fp32")
-TYPES |= dict.fromkeys(("OUT", "KX", "VX", "KW", "VW", "K", "V", "OWN", "PAST", "NEAR"), "*bf16") | dict(CELLS="*u8", SCALES="*fp16", LUT="*i32", TABLE="*i32", NEAR_TABLE="*i32", STARTS="*i32", ORIGINS="*i32", SLOTS="*i64", kfactor="fp32", vfactor="fp32", factor="fp32")
+TYPES |= dict.fromkeys(("OUT", "KX", "VX", "KW", "VW", "K", "V", "OWN", "PAST", "NEAR"), "*bf16") | dict(CELLS="*u8", SCALES="*fp16", LUT="*i32", TABLE="*i32", NEAR_TABLE="*i32", STARTS="*i32", ORIGINS="*i32", WORK="*i32", SLOTS="*i64", kfactor="fp32", vfactor="fp32", factor="fp32")
 STRIDES = "block_stride head_stride qt qh ot oh ckt ckh cvt cvh kt kh vt vh pt ph nb nh nt".split()
 
 
@@ -36,10 +36,10 @@ def compiled(fn, kind, constants, **options):
     return triton.compile(src, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def fragments(c, rows=4, sliding=False, capped=False, fast_k=True):
+def fragments(c, rows=4, sliding=False, capped=False, fast_k=True, listed=True):
     fast = c.d_key == c.d_value and c.d_key in (64, 128, 256)
     form = cells._cell_form(c, rows, places(c, "key"), places(c, "value"))
-    constants = dict(FAST_K=fast and fast_k, FAST=fast, SLIDING=sliding, CAPPED=capped, PDL=True, G=form)
+    constants = dict(FAST_K=fast and fast_k, FAST=fast, SLIDING=sliding, CAPPED=capped, LISTED=listed, PDL=True, G=form)
     return compiled(cells._fragments_cells_kernel, GluonASTSource, constants, num_warps=1)
 
 
@@ -47,13 +47,13 @@ def sizes(c):
     return dict(D=c.d_key, DP=decode.padded_size(c.d_key), DV=c.d_value, DVP=decode.padded_size(c.d_value))
 
 
-def portable(c, sliding=False, capped=False):
-    constants = sizes(c) | dict(KA=places(c, "key"), VA=places(c, "value"), R=c.tokens // 4, BR=16, KB=c.key_bits, VB=c.value_bits, Q=16, SLIDING=sliding, CAPPED=capped)
+def portable(c, sliding=False, capped=False, listed=True):
+    constants = sizes(c) | dict(KA=places(c, "key"), VA=places(c, "value"), R=c.tokens // 4, BR=16, KB=c.key_bits, VB=c.value_bits, Q=16, SLIDING=sliding, CAPPED=capped, LISTED=listed)
     return compiled(cells._portable_cells_kernel, ASTSource, constants, num_warps=4, num_stages=1)
 
 
-def join(c, together=1, rotated=False, sliding=False, capped=False, centred=False, recent=False):
-    constants = sizes(c) | dict(Q=4, R=together, SB=max(2, min(16, 64 // together)), TILE=256, N=16, T=max(1, 16 // together), OWN=True, RECENT=recent, CENTRED=centred, ROTATED=rotated, SLIDING=sliding, CAPPED=capped, PDL=True)
+def join(c, together=1, rotated=False, sliding=False, capped=False, centred=False, recent=False, listed=True):
+    constants = sizes(c) | dict(Q=4, R=together, SB=max(2, min(16, 64 // together)), TILE=256, N=16, T=max(1, 16 // together), OWN=True, RECENT=recent, CENTRED=centred, ROTATED=rotated, SLIDING=sliding, CAPPED=capped, LISTED=listed, PDL=True)
     return compiled(cells._join_kernel, ASTSource, constants, num_warps=4, launch_pdl=True)
 
 
@@ -77,6 +77,10 @@ def recent(c, sinks=0):
 
 def sinks(c):
     return compiled(cells._sinks_kernel, ASTSource, dict(B=64, T=256, S=4), num_warps=1)
+
+
+def work(c, sliding=False):
+    return compiled(cells._work_kernel, ASTSource, dict(TILE=256, SLIDING=sliding, B=64, N=64), num_warps=1)
 
 
 def join_past(c):

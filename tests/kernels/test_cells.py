@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from turboquant_nb.cache.pages import Recent, append_slots, attend_cells, sink_origins, store_recent
-from turboquant_nb.kernels.cells import CellPlan, Workspace, append_cells, append_recent, count_splits, decode_cells, locate_sinks
+from turboquant_nb.kernels.cells import CellPlan, Workspace, append_cells, append_recent, count_splits, decode_cells, list_work, locate_sinks
 from turboquant_nb.kernels.decode import triton
 from turboquant_nb.quant.quantizer import Quantizer, Spec
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
@@ -49,6 +49,8 @@ CASES = [
     (dict(kb=2, vb=4, d=48), {}), (dict(m=4, group=5), {}), (dict(m=16, lengths=(40, 70)), {}), (dict(group=16, heads=1), {}), (dict(rot="transform"), {}), (dict(d=80, heads=1), {}),
     (dict(), dict(sliding_window=20)), (dict(m=3), dict(sliding_window=2)), (dict(n=32), dict(softcap=3.0)), (dict(), dict(splits=1)), (dict(), dict(splits=9)), (dict(), dict(scaling=0.3)),
     (dict(own=False), {}), (dict(own=False, m=4), dict(sliding_window=20)), (dict(lengths=(0, 0)), {}), (dict(dtype=torch.float16), {}),
+    (dict(), dict(work={})), (dict(lengths=(600, 3, 0, 40)), dict(work={}, splits=5)), (dict(m=3, lengths=(300, 90, 8, 3)), dict(work={}, splits=7, sliding_window=50)),
+    (dict(n=64, m=4, group=5, lengths=(900, 4)), dict(work={}, splits=3)), (dict(own=False, lengths=(40, 0, 500)), dict(work={}, splits=40)), (dict(lengths=(0, 0)), dict(work={})),
 ]  # fmt: skip
 
 
@@ -59,14 +61,15 @@ def test_decode(of, options, gen):
     own = of.get("own", True)  # else the codes of the queries' own tokens are read
     plan, cache, table, lengths, q, k, v = case(gen, **{k: x for k, x in of.items() if k != "own"})
     states = (k, v) if own else (None, None)
-    oracle = {name: x for name, x in options.items() if name != "splits"}
+    oracle = {name: x for name, x in options.items() if name not in ("splits", "work")}
     starts = torch.arange(len(lengths) + 1) * (len(q) // len(lengths))
     exact = [x if x is None else x.float() for x in states]
     want, want_lse = attend_cells(q.float(), cache, plan.cell, plan.key, plan.value, table, lengths, starts, *exact, **oracle)
     for kernel in ("portable", "fragments") if CUDA and plan.supports("fragments")[0] else ("portable",):
         space = Workspace(DEVICE, 10**6)
         space.memory.fill_(torch.nan)
-        out, lse = decode_cells(q, cache, plan, table, lengths, *states, kernel=kernel, workspace=space, **options)
+        fresh = {"work": {}} if "work" in options else {}
+        out, lse = decode_cells(q, cache, plan, table, lengths, *states, kernel=kernel, workspace=space, **options | fresh)
         seen = want_lse > -torch.inf
         assert torch.equal(lse > -torch.inf, seen) and (out[~seen] == 0).all()
         if seen.any():
@@ -121,6 +124,24 @@ def test_splits():
             assert 1 <= count_splits(tokens, programs, 1056) <= max(1, -(-tokens // 256))
 
 
+@needs_triton
+@pytest.mark.parametrize("window", (None, 100))
+@pytest.mark.parametrize("parts", (1, 4, 37))
+@pytest.mark.parametrize("own,sinks", ((0, 0), (17, 4)))
+def test_list_of_work(parts, window, own, sinks):
+    "Every tile is in one part, every part has one program, and there are programs for all of them."
+    for lengths in ((130, 64, 0, 33), (5000, 1, 0, 300), (0, 0), (7,) * 130, (700,) * 70, (640, 641, 639)):
+        work = list_work(torch.tensor(lengths, dtype=torch.int32, device=DEVICE), parts, 79, 2, own, sinks, window, 64)
+        of = work.memory[len(lengths) + 2 :].tolist()
+        for b, n in enumerate(lengths):
+            first = max(sinks, 0 if window is None else n - 2 - window + 1) // 64
+            count = max(-(-(n - own) // 64) - first, 0)
+            assert [t for begin, end in work.parts(b) for t in range(begin, min(end, count))] == list(range(count))
+            assert of.count(b) == len(work.parts(b))
+        used = [x for x in of if x >= 0]
+        assert of == sorted(used) + [-1] * (len(of) - len(used)) and len(of) == work.items <= parts + len(lengths)
+
+
 def aot(*cases):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, str(AOT), *map(json.dumps, cases)], capture_output=True, text=True, env=env)
@@ -132,11 +153,11 @@ def aot(*cases):
 def test_compiled_for_hopper():
     "The kernels of a step, with the settings that are launched: no spills where they would cost, copies of 16 bytes."
     pytest.importorskip("triton.experimental.gluon")
-    fragments = [dict(kernel="fragments", tokens=64), dict(kernel="fragments", tokens=128, d=64)]
+    fragments = [dict(kernel="fragments", tokens=64), dict(kernel="fragments", tokens=64, listed=False), dict(kernel="fragments", tokens=128, d=64)]
     for got in aot(*fragments):
         assert got["spills"] == 0 and got["copies of 16 bytes"] > 0 and got["registers"] <= 255, got
-    joins = [dict(kernel="join", centred=True), dict(kernel="join", centred=True, recent=True), dict(kernel="join", together=16, recent=True)]
-    for got in aot(dict(kernel="append", steps=1, centred=True), *joins, dict(kernel="past"), dict(kernel="join_past"), dict(kernel="recent"), dict(kernel="recent", sinks=4), dict(kernel="sinks")):
+    joins = [dict(kernel="join", centred=True, listed=False), dict(kernel="join", centred=True, recent=True), dict(kernel="join", together=16, recent=True)]
+    for got in aot(dict(kernel="append", steps=1, centred=True), *joins, dict(kernel="past"), dict(kernel="join_past"), dict(kernel="recent"), dict(kernel="recent", sinks=4), dict(kernel="sinks"), dict(kernel="work"), dict(kernel="work", sliding=True)):
         assert got["spills"] == 0, got
 
 

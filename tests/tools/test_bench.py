@@ -103,4 +103,5 @@ def test_a_kind_of_engine_is_measured_only_where_its_parts_of_the_gate_pass(benc
     for part, bad in (("plain", good | dict(preempted=0)), ("graphs", dict(decided=30, wrong=1)), ("graphs", dict(decided=0, wrong=0))):
         gate, kept = serving.verdict(found(**{part: bad}), kinds)
         assert kept == ["bf16"] and not gate["passed"]
-    assert serving.verdict({}, ["bf16"])[0]["passed"], "a kind that is not ours has no gate"
+    assert serving.verdict({}, ["bf16"])[0]["passed"] and serving.gate([], 1) == {}, "a kind that is not ours has no gate"
+    assert serving.verdict({}, kinds)[1] == ["bf16"] and not serving.verdict({}, kinds)[0]["passed"], "ours have"

@@ -315,7 +315,7 @@ def workspace_floats(requests: int, heads: int, group: int, d_value: int, progra
     "Numbers that splits of so many requests with `each` tokens leave at most, where `programs` fill the GPU."
     rows = 8 if group * each > 4 else 4
     blocks = -(-group * each // rows)
-    most = max(requests * heads * blocks, 2 * programs)  # splits are rounded, so that there may be more than fill the GPU
+    most = (requests + 1) * heads * blocks + 2 * programs  # parts of a list of work, or splits, which are rounded
     return most * max(rows, 16) * (d_value + 4)
 
 
