@@ -281,9 +281,12 @@ def decode(self: TurboEsm, ids: Tensor, causal: bool = True) -> EsmOutput:
 @patch
 def rows(self: TurboEsm, ids: Tensor, at: Tensor, sequence: int = 0, block: int = 1024) -> EsmOutput:
     """Token ids[r] in place of position at[r], each alone in the frozen context of one
-    sequence: hidden [R, D]. The past does not change. Raises ValueError for a position that
-    is not in it."""
+    sequence: hidden [R, D]. The past does not change. Raises ValueError for a sequence or a
+    position that is not in it."""
     past = self._need()
+    if not -len(past.start) <= sequence < len(past.start):
+        raise ValueError(f"sequence must be one of {len(past.start)}, counted from 0, got {sequence}")
+    sequence %= len(past.start)
     start = int(past.start[sequence])
     if ids.shape != at.shape or ids.ndim != 1 or not len(ids):
         text = f"{list(ids.shape)}, {list(at.shape)}"
