@@ -487,7 +487,7 @@ def marginals(lab, model, chains, device):
 
 def run_scores(lab, a):
     "One pass beside L passes: on chains, and on a deep mutational scan."
-    some = lab.data["head"][:: 1 if "cuda" in a.device else 14]
+    some = lab.data["head"][:: a.head_every]
     model, perplexity = with_head(lab.model, some, a.device, a.steps, corrupt=True)
     yield dict(what="head", perplexity=perplexity, n=len(some), corruption="80 % masked, 10 % kept, 10 % replaced")
     chains = [s for s in lab.test if len(s) <= 120][:24]
@@ -536,7 +536,7 @@ def timed(f, device):
 
 def run_variants(lab, a):
     if not hasattr(lab.model, "lm_head"):
-        some = lab.data["head"][:: 1 if "cuda" in a.device else 7]
+        some = lab.data["head"][:: a.head_every]
         lab.model, perplexity = with_head(lab.model, some, a.device, a.steps)
         yield dict(what="head", perplexity=perplexity, n=len(some))
     names = ("turboesm", "water4", "water3", "water2", "water3, strays 0.01", "water3, strays 0.02")
@@ -581,6 +581,7 @@ def main():
     p.add_argument("--test", type=int, default=1000, help="at most so many test chains")
     p.add_argument("--calibration", type=int, default=512)
     p.add_argument("--steps", type=int, default=1500, help="of fitting a language-model head")
+    p.add_argument("--head-every", type=int, default=1, help="fit the head on every so many-th of its chains; with few chains few steps, or it learns them by heart")
     p.add_argument("--longest", type=int, default=1022)
     p.add_argument("--exact", type=int, default=1022, help="longest protein with a pass per residue")
     p.add_argument("--scan", help="CSV of a deep mutational scan of TEM-1 beta-lactamase, for `scores`")
