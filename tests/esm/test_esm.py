@@ -726,6 +726,14 @@ def test_masked_rows_in_one_graph(model, code):
             MaskedRows(t, 17, Tape)
     with TurboEsm(model.esm) as t, pytest.raises(ValueError, match="no language-model head"):
         MaskedRows(t, 17, Tape)
+    with TurboEsm(model, code, max_length=18) as t:
+        with pytest.raises(ValueError, match="max_length is 18: cannot hold 19 tokens"):
+            MaskedRows(t, 17, Tape)
+        assert torch.equal(MaskedRows(t, 16, Tape)(a[:16]), masked_marginals(t, a[:16]))
+        held = t.past
+        with pytest.raises(ValueError, match="cannot hold 19 tokens"):
+            t.prefill(tokens([a])[0])
+        assert t.past is held  # a refusal changes nothing
 
 
 def test_variants_capture_lengths_that_come_often(model, code):
