@@ -470,9 +470,24 @@ def read_scan(path, column, sequence, offset):
     return [list(x) for x in zip(*out)]
 
 
+def marginals(lab, model, chains, device):
+    "Frozen and wild-type marginals, on exact states and codes, against a pass for each residue: mean rank correlation over chains, distance, time."
+    passes = {("exact", ""): None} | {(m, n): lab.fit(n) if n else None for m in ("frozen", "every", "wildtype") for n in ("", "water4", "water3", "water2") if m != "every" or not n}
+    tables, exact = {}, []
+    for (method, name), code in passes.items():
+        with TurboEsm(model, code) as turbo:
+            masked_marginals(turbo, chains[0], method)  # warm
+            found, seconds = timed(lambda: [masked_marginals(turbo, s, method) for s in chains], device)  # noqa: B023
+        tables[method, name], exact = found, exact or found
+        rho = torch.tensor([spearman(x, y) for x, y in zip(found, exact)], dtype=torch.float64)
+        gap = torch.cat([(y - x)[y != 0] for x, y in zip(found, exact)])
+        bits = 32.0 if code is None else code.bits_per_value
+        yield dict(what="marginals", name=method, code=name or "exact states", bits=bits, rho=rho.mean().item(), se=(rho.std() / len(rho) ** 0.5).item(), worst=rho.min().item(), shift=gap.mean().item(), spread=gap.std().item(), seconds=seconds, n=len(chains), residues=sum(map(len, chains)))
+
+
 def run_scores(lab, a):
     "One pass beside L passes: on chains, and on a deep mutational scan."
-    some = lab.data["head"][:: 1 if "cuda" in a.device else 14]
+    some = lab.data["head"][:: a.head_every]
     model, perplexity = with_head(lab.model, some, a.device, a.steps, corrupt=True)
     yield dict(what="head", perplexity=perplexity, n=len(some), corruption="80 % masked, 10 % kept, 10 % replaced")
     chains = [s for s in lab.test if len(s) <= 120][:24]
@@ -486,6 +501,7 @@ def run_scores(lab, a):
             rho, se = ranked(*per)
             name = "one-pass" if kept == 0.1 else "as seen"
             yield dict(what="pseudo-log-likelihood", name=name, rho=rho, se=se, mean=per[0].mean().item(), masked=per[1].mean().item(), distance=(per[0] - per[1]).abs().mean().item(), seconds=fast, masked_seconds=slow, n=len(chains), residues=int(length.sum()))
+    yield from marginals(lab, model, chains[:12], a.device)
     if not a.scan:
         return
     wanted, effects = read_scan(a.scan, a.scan_column, BETA_LACTAMASE, 24)
@@ -520,7 +536,7 @@ def timed(f, device):
 
 def run_variants(lab, a):
     if not hasattr(lab.model, "lm_head"):
-        some = lab.data["head"][:: 1 if "cuda" in a.device else 7]
+        some = lab.data["head"][:: a.head_every]
         lab.model, perplexity = with_head(lab.model, some, a.device, a.steps)
         yield dict(what="head", perplexity=perplexity, n=len(some))
     names = ("turboesm", "water4", "water3", "water2", "water3, strays 0.01", "water3, strays 0.02")
@@ -565,6 +581,7 @@ def main():
     p.add_argument("--test", type=int, default=1000, help="at most so many test chains")
     p.add_argument("--calibration", type=int, default=512)
     p.add_argument("--steps", type=int, default=1500, help="of fitting a language-model head")
+    p.add_argument("--head-every", type=int, default=1, help="fit the head on every so many-th of its chains; with few chains few steps, or it learns them by heart")
     p.add_argument("--longest", type=int, default=1022)
     p.add_argument("--exact", type=int, default=1022, help="longest protein with a pass per residue")
     p.add_argument("--scan", help="CSV of a deep mutational scan of TEM-1 beta-lactamase, for `scores`")

@@ -681,6 +681,19 @@ def test_wild_type_marginals_and_one_pass(model, code):
                 call()
 
 
+def test_rows_of_a_sequence_from_the_end(model, code):
+    ids, mask = tokens([x[:n] for x, n in zip(proteins(3, 20, 30, seed=5), (12, 9, 17))])
+    at = torch.tensor([1, 5])
+    for use in (None, code, PLAIN):
+        with TurboEsm(model, use) as t:
+            t.prefill(ids, mask)
+            found = [t.rows(torch.full_like(at, MASK), at, i).hidden for i in (1, -2, 2, -1)]
+            assert torch.equal(found[0], found[1]) and torch.equal(found[2], found[3]) and not torch.equal(found[0], found[2])
+            for bad in (3, -4):
+                with pytest.raises(ValueError, match=f"sequence must be one of 3, counted from 0, got {bad}"):
+                    t.rows(at, at, bad)
+
+
 def test_masked_rows_in_one_graph(model, code):
     "Captured on alanines, replayed on others in turns: the eager scores, bit for bit; and what cannot be captured is refused."
     a, b = (s[:17] for s in proteins(2, 20, 30, seed=7))
@@ -713,6 +726,14 @@ def test_masked_rows_in_one_graph(model, code):
             MaskedRows(t, 17, Tape)
     with TurboEsm(model.esm) as t, pytest.raises(ValueError, match="no language-model head"):
         MaskedRows(t, 17, Tape)
+    with TurboEsm(model, code, max_length=18) as t:
+        with pytest.raises(ValueError, match="max_length is 18: cannot hold 19 tokens"):
+            MaskedRows(t, 17, Tape)
+        assert torch.equal(MaskedRows(t, 16, Tape)(a[:16]), masked_marginals(t, a[:16]))
+        held = t.past
+        with pytest.raises(ValueError, match="cannot hold 19 tokens"):
+            t.prefill(tokens([a])[0])
+        assert t.past is held  # a refusal changes nothing
 
 
 def test_variants_capture_lengths_that_come_often(model, code):

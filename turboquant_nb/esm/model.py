@@ -187,12 +187,16 @@ class TurboEsm:
         states. `mask` [B, T] is 1 for tokens, then 0 for padding. Drops an earlier past; raises
         ValueError for another mask, or more tokens than max_length."""
         start = _padding(ids, mask)
-        if self.max_length is not None and ids.shape[1] > self.max_length:
-            raise ValueError(f"max_length is {self.max_length}: cannot hold {ids.shape[1]} tokens")
+        self._check_room(ids.shape[1])
         self.past = None
         self.past, out = self._read(ids, start, mask)
         self.masked = (ids == self.base.config.mask_token_id).sum(1)
         return out
+
+    def _check_room(self, n: int) -> None:
+        "ValueError where so many tokens are more than max_length."
+        if self.max_length is not None and n > self.max_length:
+            raise ValueError(f"max_length is {self.max_length}: cannot hold {n} tokens")
 
     def _read(self, ids: Tensor, start: Tensor, mask: Tensor | None = None, captured: bool = False) -> tuple:
         "A past that holds these sequences, and the output of the pass that filled it."
@@ -281,9 +285,12 @@ def decode(self: TurboEsm, ids: Tensor, causal: bool = True) -> EsmOutput:
 @patch
 def rows(self: TurboEsm, ids: Tensor, at: Tensor, sequence: int = 0, block: int = 1024) -> EsmOutput:
     """Token ids[r] in place of position at[r], each alone in the frozen context of one
-    sequence: hidden [R, D]. The past does not change. Raises ValueError for a position that
-    is not in it."""
+    sequence: hidden [R, D]. The past does not change. Raises ValueError for a sequence or a
+    position that is not in it."""
     past = self._need()
+    if not -len(past.start) <= sequence < len(past.start):
+        raise ValueError(f"sequence must be one of {len(past.start)}, counted from 0, got {sequence}")
+    sequence %= len(past.start)
     start = int(past.start[sequence])
     if ids.shape != at.shape or ids.ndim != 1 or not len(ids):
         text = f"{list(ids.shape)}, {list(at.shape)}"

@@ -86,11 +86,12 @@ def masked_marginals(
 # %% ../../nbs/75_esm_mutations.ipynb #7f5c0b02
 class MaskedRows:
     """`masked_marginals(turbo, sequence, "frozen")` of proteins of one length as one captured graph; called with a sequence. Raises
-    ValueError for a model without a head, a code that cannot be captured, another length, and states that are not finite."""
+    ValueError for a model without a head, a code that cannot be captured, more tokens than max_length, another length, and states that are not finite."""
 
     def __init__(self, turbo: TurboEsm, length: int, graphs=CudaGraph):  # or a class like it
         _check_head(turbo, "frozen", ("frozen",))
         checks.whole(length, "length", 1)
+        turbo._check_room(length + 2)
         if why := why_not_captured(turbo.code):
             raise ValueError(f"this code cannot be captured in a graph: {why}")
         device = turbo.base.device
@@ -245,7 +246,7 @@ def variants_of(
     return {name: of(name) for name in sequences}
 
 
-CAPTURE_FROM = 4  # proteins of one length: capturing takes the time of three
+CAPTURE_FROM = 5  # proteins of one length: capturing takes as long as three or four of them eagerly
 
 
 def _tables(turbo: TurboEsm, method: str, lengths: Counter, graphs):
