@@ -3,7 +3,8 @@
 
 The engine writes tokens greedily, one request at a time; the model in transformers, with a TurboQuantCache, is then given the same tokens, so that each step of
 both has the same past. What is compared is each step's greedy token, and the log-probabilities of the engine's five likeliest tokens. Beside them stands how far
-the same numbers are from the model on exact states, which is what codes change.
+the same numbers are from the model on exact states, which is what codes change; and how far the cache is from itself where the model's embeddings are multiplied by
+1 + 1e-6 noise, about what two programs' rounding differs by: a code that flips at an edge changes later states, and these flip others.
 
 `TurboQuantCache` counts a token among its own recent ones, the engine keeps recent ones beside it: `recent` of a row is the engine's, its cache has one more.
 Means of a calibration, which TurboQuantCache does not have, are put in the place of the mean that it takes of a prompt.
@@ -12,6 +13,7 @@ Gate: an engine whose window is wider than the context gives the model's own log
 import argparse
 import os
 import tempfile
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -86,8 +88,22 @@ def apart(rows, tokens, ranks):
 
 def numbers(found):
     "A row's numbers of several (differences, clear steps, other tokens)."
+    steps = torch.stack([x[0].view(-1, 5).mean(1) for x in found]).mean(0)
     far = torch.cat([x[0] for x in found])
-    return dict(mean=float(far.mean()), p50=float(far.median()), p80=float(far.quantile(0.8)), worst=float(far.max()), clear=sum(x[1] for x in found), other=sum(x[2] for x in found))
+    return dict(steps=[float(f"{x:.3g}") for x in steps], mean=float(far.mean()), p50=float(far.median()), p80=float(far.quantile(0.8)), worst=float(far.max()), clear=sum(x[1] for x in found), other=sum(x[2] for x in found))
+
+
+@contextmanager
+def shaken(model):
+    "With embeddings that are others by a millionth."
+    weight = model.get_input_embeddings().weight
+    before = weight.detach().clone()
+    with torch.no_grad():
+        weight.mul_(1 + 1e-6 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).to(weight))
+    try:
+        yield
+    finally:
+        weight.data.copy_(before)
 
 
 def coded_cache(a, model, calibration, transforms, means, recent, sinks):
@@ -133,11 +149,15 @@ def main():
             found = generated(a, a.model, path, prompts, transforms, means, recent, sinks, chunk)
             how = dict(chunk=chunk, recent=recent + 1) | otherwise
             model.set_attn_implementation("turboquant")
-            ours = [followed(model, coded_cache(a, model, calibration, transforms, means, how["recent"], sinks), prompt, t, how["chunk"]) for prompt, (t, _) in zip(prompts, found)]
+            coded = lambda: [followed(model, coded_cache(a, model, calibration, transforms, means, how["recent"], sinks), prompt, t, how["chunk"]) for prompt, (t, _) in zip(prompts, found)]  # noqa: B023, E731
+            ours = coded()
+            with shaken(model):
+                other = coded()
+            itself = [[[(i, float(row[i])) for i, _ in ranked] for row, ranked in zip(x, ranks)] for x, (_, ranks) in zip(other, found)]
             model.set_attn_implementation("sdpa")
             exact = dense([t for t, _ in found])
             rows.append(dict(case=name, recipe=a.recipe, transforms=transforms, means=means, recent=recent, first=sinks, chunk=chunk, cache=how, n=sum(len(t) for t, _ in found), unit="nats",
-                             **numbers([apart(x, *y) for x, y in zip(ours, found)]), exact=numbers([apart(x, *y) for x, y in zip(exact, found)])))  # fmt: skip
+                             **numbers([apart(x, *y) for x, y in zip(ours, found)]), itself=numbers([apart(x, t, y) for x, (t, _), y in zip(ours, found, itself)]), exact=numbers([apart(x, *y) for x, y in zip(exact, found)])))  # fmt: skip
             print(rows[-1], flush=True)
             results.write(a, "engine", rows, gate, origin, {"id": a.data_id, "n": scored}, [], noise=off, **more)
 
