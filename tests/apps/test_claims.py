@@ -221,7 +221,7 @@ def test_command_refuses_an_unknown_id(capsys):
     assert code == 2 and out == "" and err.count("\n") == 1 and "got 'colour'" in err
 
 
-@pytest.mark.parametrize("argv,words", [(["report"], "turboquant report: Missing command (see turboquant report --help)"), (["report", "x"], "No such command 'x'")])
+@pytest.mark.parametrize("argv,words", [(["report", "x"], "No such command 'x'")])
 def test_report_usage(capsys, argv, words):
     assert cli.main(argv) == 2
     assert words in capsys.readouterr().err

@@ -40,6 +40,12 @@ def test_version_and_main_help(call):
     assert code == 0 and all(c in out for c in ("demo", "generate", "recipe", "example:"))
 
 
+@pytest.mark.parametrize("argv", ([], ["eval"], ["report"]))
+def test_a_command_of_commands_alone_shows_its_help(call, argv):
+    code, out, err = call(*argv)
+    assert (code, err) == (0, "") and out == call(*argv, "--help")[1] and f"Usage: {' '.join(['turboquant', *argv])} [OPTIONS] COMMAND" in out
+
+
 def test_help_loads_nothing_heavy():
     code = "import sys; from turboquant_nb.cli import main; main(['--help']); heavy = {'torch', 'transformers', 'scipy', 'numpy'} & set(sys.modules); sys.exit(str(heavy) if heavy else 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -69,7 +75,7 @@ def test_memory_that_is_not_there_is_said_in_a_sentence(call, tiny):
 
 
 @pytest.mark.parametrize("argv, words", [
-    ([], ["Missing command", "--help"]), (["dance"], ["dance"]), (["demo", "--bogus"], ["--bogus"]), (["generate", "--prompt"], ["--prompt"]),
+    (["dance"], ["dance"]), (["demo", "--bogus"], ["--bogus"]), (["generate", "--prompt"], ["--prompt"]),
     (["generate", "--prompt", "a", "--file", "b"], ["not allowed with"]), (["generate", "--prompt", "a", "-"], ["not allowed with"]),
     (["generate", "--prompt", "a", "--bits", "three"], ["--bits", "a number from 1 to 4 such as 3 or 2.5, got 'three'"]), (["generate", "--prompt", "a", "--attention", "flash"], ["flash"]),
     (["generate", "--prompt", "a", "--dtype", "int8"], ["int8"]), (["demo", "--recipes"], ["--recipes"]), (["recipe"], ["RECIPE"]),
@@ -409,6 +415,13 @@ def test_demo_table(call, tiny):
     assert max(map(len, lines[head:])) < 96 and "wall time" in " ".join(out.split()) and " ".join(out.split()).endswith("positions of the book.")
 
 
+def test_demo_quick_leaves_what_was_typed(call, tiny):
+    for typed, scored in ([], 16), (["--score-tokens", 20], 20):
+        code, out, err = call("demo", "--model", tiny, "--quick", "--json", "--quiet", *typed)
+        found = json.loads(out)
+        assert code == 0 and found["scored_tokens"] == scored and [r["cache"] for r in found["caches"]] == ["uncompressed", "k3v3"]
+
+
 def test_demo_on_sliding_windows(call, tmp_path):
     torch.manual_seed(2)
     folder = save(tmp_path, MistralForCausalLM(MistralConfig(**SIZE, max_position_embeddings=8192, sliding_window=100)))
@@ -650,7 +663,7 @@ MODEL, SHARED = "--model --dtype --device", "--json --quiet -q --debug --help -h
 CHANGES = "--bits --sinks --recent --calibration --budget"
 EVAL = f"--recipe --against {CHANGES} --batch --out --plot {MODEL} {SHARED}"
 OPTIONS = {  # every option that a command line could have before there was typer
-    "demo": f"--recipes --new-tokens --score-tokens --calibration --budget --attention {MODEL} {SHARED}",
+    "demo": f"--recipes --new-tokens --score-tokens --quick --calibration --budget --attention {MODEL} {SHARED}",
     "generate": f"- --prompt --file --recipe {CHANGES} --max-new-tokens --max-length --prefill-chunk --sample --temperature --top-p --seed --chat --no-chat --compare --attention --offload --gpu-memory {MODEL} {SHARED}",
     "eval ppl": f"--text --windows --length --prompt --protocol {EVAL}",
     "eval logits": f"--text --windows --length --prompt --protocol {EVAL}",
@@ -698,7 +711,7 @@ def test_several_values(typed, want):
 
 @pytest.mark.parametrize("argv, words", [
     (["generate", "--prompt", "--json"], ["--prompt", "got the option --json"]), (["fold", "--out"], ["--out", "got nothing"]), (["demo", "--new-tokens", "ten"], ["whole number", "'ten'"]),
-    (["eval", "needle", "--depths", "0", "half"], ["expected a number", "'half'"]), (["eval"], ["turboquant eval: Missing command"]), (["report", "claims", "x"], ["unexpected extra argument", "x"]),
+    (["eval", "needle", "--depths", "0", "half"], ["expected a number", "'half'"]), (["report", "claims", "x"], ["unexpected extra argument", "x"]),
     (["eval", "ppl", "--protocol", "all"], ["'all'", "'decode', 'stress', 'chunk'"]), (["variants", "--fasta", "x"], ["--model"]), (["demo", "--quiet=yes"], ["--quiet"]),
 ])
 def test_usage_says_what_came(call, argv, words):
@@ -1122,11 +1135,11 @@ def test_a_short_cache_is_told_to_be_larger_and_pays_where_it_says(call, tiny):
     for recipe in ("k3v3", "k4v4"):
         ratio = lambda n: filled_with(model, recipe, n).report()["ratio_fp16"]
         cache = filled_with(model, recipe, 16)
-        pays = use._pays_from(cache, cache.report())
-        assert ratio(pays - 1) < 1 <= ratio(pays)
-    assert use._report_text(TurboQuantCache(model)) == "TurboQuantCache: empty"
-    enough = filled_with(model, "k3v3", 1000)
-    assert use._report_text(enough) == str(enough.report())
+        pays, said = cache.report()["pays_from"], str(cache.report())
+        assert ratio(pays - 1) < 1 <= ratio(pays) and f"{1 / ratio(16):.2f}x larger than fp16" in said and f"from about {pays:,} tokens on" in said
+    assert str(TurboQuantCache(model).report()) == "TurboQuantCache: empty"
+    said = str(filled_with(model, "k3v3", 1000).report())
+    assert "larger" not in said and "x smaller than fp16" in said
 
 
 def filled_with(model, recipe, n):

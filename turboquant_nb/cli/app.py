@@ -106,6 +106,10 @@ class _Commands(typer.core.TyperGroup):
 
     examples = ""
 
+    def parse_args(self, ctx, args):
+        "typer's; without a word, the help."
+        return super().parse_args(ctx, args if args or ctx.resilient_parsing else ["--help"])
+
     def list_commands(self, ctx):
         "Names in the order of the help."
         panel = lambda name: getattr(self.commands[name], "rich_help_panel", None)  # noqa: E731

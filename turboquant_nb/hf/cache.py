@@ -671,9 +671,28 @@ class Report(dict):
         checked = w and f"\ncanary: {w['checks']} checks, {w['alarms']} alarms, attention off by {w['error']:.3f} on average"
         return (
             f"{r['tokens']:,} tokens x {r['batch']} in {r['layers']} layers: {r['nbytes']:,} bytes, {r['bits_per_value']:.3f} bits per value\n"
-            f"{r['ratio_fp16']:.2f}x smaller than fp16, {r['ratio_fp32']:.2f}x smaller than fp32 (bytes: {parts}){checked or ''}"
-            f"{r['graphs'].get('line', '')}"
+            f"{self.compared()} (bytes: {parts}){checked or ''}{r['graphs'].get('line', '')}"
         )
+
+    def compared(self) -> str:
+        "How much smaller it is than exact caches; or that it is larger, why, and from how many tokens on it is not."
+        if self["ratio_fp16"] >= 1:
+            return f"{self['ratio_fp16']:.2f}x smaller than fp16, {self['ratio_fp32']:.2f}x smaller than fp32"
+        later = "" if self["pays_from"] is None else f"; from about {self['pays_from']:,} tokens on it is smaller"
+        return f"{1 / self['ratio_fp16']:.2f}x larger than fp16: codes take whole tiles of {self['tile']} tokens, beside the exact ones{later}"
+
+
+def _pays_from(layers: list, parts: dict, values: int) -> int | None:
+    "The first length at which such a cache holds fewer bytes than one in fp16; None if it never does, or forgets tokens."
+    if not values or any(x.is_sliding for x in layers):
+        return None
+    store = layers[0].store
+    each = sum(parts.get(x, 0) for x in ("planes", "scale", "signs", "residual_norm")) * store.tile / store.capacity
+    fixed, dense = sum(parts.values()) - each * store.capacity / store.tile, 2 * values / layers[0].held
+    if each >= dense * store.tile:
+        return None
+    tiles = 1 + int(fixed / (dense * store.tile - each))  # so many, filled, are smaller; perhaps already the last in part
+    return max((tiles - 1) * store.tile, int((fixed + tiles * each) / dense)) + 1
 
 
 def _captured_by(layers: list) -> dict:
@@ -715,6 +734,8 @@ def report(self: TurboQuantCache) -> Report:
         bits_per_value=8 * total / values if values else 0.0,
         ratio_fp16=2 * values / total if values else 0.0,
         ratio_fp32=4 * values / total if values else 0.0,
+        tile=stores[0].tile if stores else 0,
+        pays_from=_pays_from(layers, parts, values),
         per_layer=[s.nbytes + n for s, n in zip(stores, tails)],
         served=count("calls"),
         backends=count("backends"),
