@@ -12,6 +12,7 @@ Means of a calibration, which TurboQuantCache does not have, are put in the plac
 Gate: an engine whose window is wider than the context gives the model's own log-probabilities on exact states."""
 import argparse
 import os
+import re
 import tempfile
 from contextlib import contextmanager
 from dataclasses import replace
@@ -121,6 +122,7 @@ def main():
     add_options(p)
     p.add_argument("--recipe", default="k3v3", choices=list(PRESETS))
     p.add_argument("--new", type=int, default=32, help="tokens that a prompt is continued by")
+    p.add_argument("--match", default="", help="only cases that match this regular expression")
     p.add_argument("--out", required=True)
     p.set_defaults(windows=4, length=320)
     a = results.parse(p)
@@ -146,6 +148,8 @@ def main():
         if not gate["passed"]:
             raise SystemExit("the gate did not pass; nothing is measured")
         for name, transforms, means, recent, sinks, chunk, otherwise in CASES:
+            if not re.search(a.match, name):
+                continue
             found = generated(a, a.model, path, prompts, transforms, means, recent, sinks, chunk)
             how = dict(chunk=chunk, recent=recent + 1) | otherwise
             model.set_attn_implementation("turboquant")
