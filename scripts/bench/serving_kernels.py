@@ -57,8 +57,10 @@ def decode_error(kernel, options=None, own=True, splits=None, listed=False, **of
     space.memory = torch.full((10**7,), torch.nan, device=DEVICE)
     out, lse = decode_cells(q, cache, plan, table, lengths, *own, kernel=kernel, splits=splits, workspace=space, work={} if listed else None, **options)
     seen = want_lse > -torch.inf
-    if not torch.equal(lse > -torch.inf, seen):
+    if not torch.equal(lse > -torch.inf, seen) or out[~seen].any():
         return float("inf")
+    if not seen.any():
+        return 0.0
     return max(float((out.float() - want)[seen].norm() / want[seen].norm()), float((lse - want_lse)[seen].abs().max()) / 5)
 
 

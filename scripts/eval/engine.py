@@ -4,7 +4,7 @@
 The engine writes tokens greedily, one request at a time; the model in transformers, with a TurboQuantCache, is then given the same tokens, so that each step of
 both has the same past. What is compared is each step's greedy token, and the log-probabilities of the engine's five likeliest tokens. Beside them stands how far
 the same numbers are from the model on exact states, which is what codes change; and how far the cache is from itself where the model's embeddings are multiplied by
-1 + 1e-6 noise, about what two programs' rounding differs by: a code that flips at an edge changes later states, and these flip others.
+1 + 1e-6 noise, about what two programs' rounding differs by, four times: a code that flips at an edge changes later states, and these flip others.
 
 `TurboQuantCache` counts a token among its own recent ones, the engine keeps recent ones beside it: `recent` of a row is the engine's, its cache has one more.
 Means of a calibration, which TurboQuantCache does not have, are put in the place of the mean that it takes of a prompt.
@@ -12,6 +12,7 @@ Means of a calibration, which TurboQuantCache does not have, are put in the plac
 Gate: an engine whose window is wider than the context gives the model's own log-probabilities on exact states."""
 import argparse
 import os
+import re
 import tempfile
 from contextlib import contextmanager
 from dataclasses import replace
@@ -94,12 +95,12 @@ def numbers(found):
 
 
 @contextmanager
-def shaken(model):
+def shaken(model, seed):
     "With embeddings that are others by a millionth."
     weight = model.get_input_embeddings().weight
     before = weight.detach().clone()
     with torch.no_grad():
-        weight.mul_(1 + 1e-6 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).to(weight))
+        weight.mul_(1 + 1e-6 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed)).to(weight))
     try:
         yield
     finally:
@@ -121,6 +122,7 @@ def main():
     add_options(p)
     p.add_argument("--recipe", default="k3v3", choices=list(PRESETS))
     p.add_argument("--new", type=int, default=32, help="tokens that a prompt is continued by")
+    p.add_argument("--match", default="", help="only cases that match this regular expression")
     p.add_argument("--out", required=True)
     p.set_defaults(windows=4, length=320)
     a = results.parse(p)
@@ -146,18 +148,22 @@ def main():
         if not gate["passed"]:
             raise SystemExit("the gate did not pass; nothing is measured")
         for name, transforms, means, recent, sinks, chunk, otherwise in CASES:
+            if not re.search(a.match, name):
+                continue
             found = generated(a, a.model, path, prompts, transforms, means, recent, sinks, chunk)
             how = dict(chunk=chunk, recent=recent + 1) | otherwise
             model.set_attn_implementation("turboquant")
             coded = lambda: [followed(model, coded_cache(a, model, calibration, transforms, means, how["recent"], sinks), prompt, t, how["chunk"]) for prompt, (t, _) in zip(prompts, found)]  # noqa: B023, E731
             ours = coded()
-            with shaken(model):
-                other = coded()
-            itself = [[[(i, float(row[i])) for i, _ in ranked] for row, ranked in zip(x, ranks)] for x, (_, ranks) in zip(other, found)]
+            itself = []
+            for seed in range(4):
+                with shaken(model, seed):
+                    for x, y, (t, ranks) in zip(ours, coded(), found):
+                        itself.append(apart(x, t, [[(i, float(row[i])) for i, _ in ranked] for row, ranked in zip(y, ranks)]))
             model.set_attn_implementation("sdpa")
             exact = dense([t for t, _ in found])
             rows.append(dict(case=name, recipe=a.recipe, transforms=transforms, means=means, recent=recent, first=sinks, chunk=chunk, cache=how, n=sum(len(t) for t, _ in found), unit="nats",
-                             **numbers([apart(x, *y) for x, y in zip(ours, found)]), itself=numbers([apart(x, t, y) for x, (t, _), y in zip(ours, found, itself)]), exact=numbers([apart(x, *y) for x, y in zip(exact, found)])))  # fmt: skip
+                             **numbers([apart(x, *y) for x, y in zip(ours, found)]), itself=numbers(itself), exact=numbers([apart(x, *y) for x, y in zip(exact, found)])))  # fmt: skip
             print(rows[-1], flush=True)
             results.write(a, "engine", rows, gate, origin, {"id": a.data_id, "n": scored}, [], noise=off, **more)
 

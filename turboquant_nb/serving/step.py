@@ -8,7 +8,7 @@ __all__ = ['SHORT', 'serving_recipe', 'recent_block', 'ServingConfig', 'Chunk', 
 
 # %% ../../nbs/76_serving.ipynb #76a00007
 import json
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 import torch
@@ -181,7 +181,6 @@ class Step:
     tokens: int  # of all requests; what comes after them is padding
     each: int = 1  # tokens of each request that decodes: 1, or 1 and its drafts
     groups: tuple = ()  # of `Group`
-    work: dict = field(default_factory=dict)  # what layers share: lists of work, of requests that decode and of each group
 
     @classmethod
     def of(
@@ -301,11 +300,11 @@ class CodedAttention:
                 if sinks:
                     locate_sinks(one[:, None] * 0, one, torch.arange(2, dtype=torch.int32, device=device), slots, block, origins)
         many = -(-1025 // self.query_heads) if device.type == "cuda" else 1  # large batches are joined by a program of another size
-        for requests, each in {(r, m) for r in (1, 2, many) for m in {*range(1, SHORT + 1), 1 + drafts}}:
+        for requests, each in {(r, m) for r in (1, many) for m in {*range(1, SHORT + 1), 1 + drafts}}:
             q, k, v = (torch.zeros(requests * each, h, d, dtype=dtype, device=device) for h, d in ((self.query_heads, dk), (self.heads, dk), (self.heads, dv)))
             table, lengths = (one[:, None] * 0).expand(requests, 1).contiguous(), one.expand(requests).contiguous() * each
             exact = None if near is None else Recent(near, table, recent, sinks)
-            decode_cells(q, cache, self.plan, table, lengths, k, v, exact, self.scaling, **self.options, workspace=Workspace(device), work={})
+            decode_cells(q, cache, self.plan, table, lengths, k, v, exact, self.scaling, **self.options, workspace=Workspace(device))
         own, lse = torch.zeros(1, self.query_heads, dv, dtype=dtype, device=device), torch.zeros(self.query_heads, 1, device=device).T
         join_past(own, lse, self._unrotated(own, dtype)[0], lse)
         past_cells(cache, self.plan, one * 0, n, *(torch.empty(n, self.heads, d, dtype=dtype, device=device) for d in (dk, dv)))
@@ -348,19 +347,18 @@ class CodedAttention:
             out[:n] = attend_cells(q[:n], cache, self.cell, *states, self.scaling, **self.options, recent=exact, first=begin)[0]
             return
         if n := step.decodes:
-            self._decode(q, k, v, cache, step.table[:n], step.lengths[:n], slice(n * step.each), out, workspace, recent, step.work.setdefault("decodes", {}))
-        for i, group in enumerate(step.groups):
+            self._decode(q, k, v, cache, step.table[:n], step.lengths[:n], slice(n * step.each), out, workspace, recent)
+        for group in step.groups:
             rows = [first + i for first in group.firsts for i in range(group.each)]
             rows, requests = (torch.tensor(x).to(q.device, non_blocking=True) for x in (rows, group.requests))
             own = torch.empty(len(rows), *out.shape[1:], dtype=out.dtype, device=out.device)
-            self._decode(q[rows], k[rows], v[rows], cache, step.table[requests], step.lengths[requests], slice(None), own, workspace, recent and recent.of(requests), step.work.setdefault(i, {}))
+            self._decode(q[rows], k[rows], v[rows], cache, step.table[requests], step.lengths[requests], slice(None), own, workspace, recent and recent.of(requests))
             out[rows] = own
         if step.chunks:
             self._attend_chunks(q, k, v, cache, step, out, past, recent)
 
-    def _decode(self, q, k, v, cache, table, lengths, rows: slice, out, workspace, recent, work: dict) -> None:
-        how = dict(out=out[rows], workspace=workspace, work=work)
-        decode_cells(q[rows], cache, self.plan, table, lengths, k[rows], v[rows], recent, self.scaling, **self.options, **how)
+    def _decode(self, q, k, v, cache, table, lengths, rows: slice, out, workspace, recent) -> None:
+        decode_cells(q[rows], cache, self.plan, table, lengths, k[rows], v[rows], recent, self.scaling, **self.options, out=out[rows], workspace=workspace)
 
     def _centred(self, k: Tensor) -> Tensor:
         "Keys less the centre, in their dtype."
