@@ -1,8 +1,9 @@
 """A real vLLM engine with our backend. After every call of every layer the stored codes are compared with those of the states that the layer
 was given, coded anew, and its output with attention to the stored codes. Prints one JSON object. Run by test_vllm.py, and by the gate of scripts/bench/serving.py, in a process of its own:
-engine.py FOLDER PART …, with the parts plain, refuse, recent, firsts, firsts_few, firsts_short, exact, drafts, drafts_recent, drafts_firsts, hybrid, random, random_firsts, graphs, graphs_drafts, graphs_firsts, each of which is a function here. On a CPU our backend stands in
+engine.py FOLDER PART …, with the parts plain, refuse, recent, firsts, firsts_few, firsts_short, exact, drafts, drafts_recent, drafts_firsts, hybrid, random, random_firsts, parallel, graphs, graphs_drafts, graphs_firsts, each of which is a function here. On a CPU our backend stands in
 the place of vLLM's own, in fp32; on a GPU it is chosen by its name, in bf16."""
 import json
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -323,6 +324,45 @@ def random(folder, requests=200, blocks=14, of=None):
 def random_firsts(folder):
     "The same with 16 exact recent and 4 exact first tokens."
     return random(folder, 200, 110, dict(recent=16, sinks=4))
+
+
+def parallel(folder):
+    """Two processes with one KV head each, against one with both: keys by a calibration, recent and first tokens exact. The processes find `in_worker` as vLLM
+    finds plugins; what they compare they say by failing."""
+    (folder / "plugin/engine_test-0.dist-info").mkdir(parents=True)
+    (folder / "plugin/engine_test-0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: engine-test\nVersion: 0\n")
+    (folder / "plugin/engine_test-0.dist-info/entry_points.txt").write_text("[vllm.general_plugins]\nengine_test = engine:in_worker\n")
+    sys.path.append(str(folder / "plugin"))  # which processes of ours get
+    os.environ |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "ENGINE_TEST_FOUND": str(folder / "found")}
+    path, prompts, out = llama(folder / "llama"), random_prompts(130, 75, 200, 20), []
+    of = dict(calibration=calibration(path, folder / "c.safetensors"), recent=24, sinks=4)
+    for ranks in (2, 1):
+        llm = engine(path, 200, of, tensor_parallel_size=ranks, **({"distributed_executor_backend": "mp"} if ranks > 1 else {}))
+        out.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in generate(llm, prompts, sampled(40, logprobs=2))])
+        here = seen["calls"] if ranks > 1 else 0  # calls of this process, of which there are none
+        del llm
+    decided, wrong = compare(*out)
+    workers = [json.loads(x.read_text()) for x in folder.glob("found*")]
+    return dict(decided=decided, wrong=wrong, here=here, workers=workers)
+
+
+def in_worker():
+    "What a process of two does first: compare each call, and write what it has seen."
+    if multiprocessing.parent_process() is None:
+        return
+    from turboquant_nb.serving.vllm import Impl, register
+
+    torch.set_num_threads(1)
+    register()
+    watch()
+    compared = Impl.forward
+
+    def written(self, *args, **kwargs):
+        out = compared(self, *args, **kwargs)
+        Path(f"{os.environ['ENGINE_TEST_FOUND']}-{os.getpid()}").write_text(json.dumps(seen | dict(heads=self.num_kv_heads)))
+        return out
+
+    Impl.forward = written
 
 
 def graphs(folder, of=None, speculative=None):

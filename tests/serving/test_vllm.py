@@ -111,6 +111,16 @@ def test_random_requests(part, tmp_path):
     assert seen["decided"] > 300 and not seen["wrong"], seen
 
 
+def test_tensor_parallel(tmp_path):
+    "Two processes that have one KV head each get the tokens of one that has both; every output of each is as above."
+    seen = run(tmp_path, "parallel")
+    assert seen["here"] == 0 and len(seen["workers"]) == 2, seen
+    for found in (seen, *seen["workers"]):
+        assert found["worst"] < 1e-5 and not found["miscoded"] and found["calls"] > 50 and found["centred"] == found["calls"] and found["firsts"] > 1000, found
+    assert all(found["heads"] == 1 for found in seen["workers"])
+    assert seen["decided"] > 30 and not seen["wrong"], seen
+
+
 def test_refused(tmp_path):
     "An engine that is asked for what is not served does not start, and says why."
     refused = run(tmp_path, "refuse")["refused"]
