@@ -8,7 +8,7 @@ __all__ = ['SHORT', 'serving_recipe', 'recent_block', 'ServingConfig', 'Chunk', 
 
 # %% ../../nbs/76_serving.ipynb #76a00007
 import json
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 
 import torch
@@ -181,6 +181,7 @@ class Step:
     tokens: int  # of all requests; what comes after them is padding
     each: int = 1  # tokens of each request that decodes: 1, or 1 and its drafts
     groups: tuple = ()  # of `Group`
+    work: dict = field(default_factory=dict)  # what layers share: lists of work, of requests that decode and of each group
 
     @classmethod
     def of(
@@ -300,11 +301,11 @@ class CodedAttention:
                 if sinks:
                     locate_sinks(one[:, None] * 0, one, torch.arange(2, dtype=torch.int32, device=device), slots, block, origins)
         many = -(-1025 // self.query_heads) if device.type == "cuda" else 1  # large batches are joined by a program of another size
-        for requests, each in {(r, m) for r in (1, many) for m in {*range(1, SHORT + 1), 1 + drafts}}:
+        for requests, each in {(r, m) for r in (1, 2, many) for m in {*range(1, SHORT + 1), 1 + drafts}}:
             q, k, v = (torch.zeros(requests * each, h, d, dtype=dtype, device=device) for h, d in ((self.query_heads, dk), (self.heads, dk), (self.heads, dv)))
             table, lengths = (one[:, None] * 0).expand(requests, 1).contiguous(), one.expand(requests).contiguous() * each
             exact = None if near is None else Recent(near, table, recent, sinks)
-            decode_cells(q, cache, self.plan, table, lengths, k, v, exact, self.scaling, **self.options, workspace=Workspace(device))
+            decode_cells(q, cache, self.plan, table, lengths, k, v, exact, self.scaling, **self.options, workspace=Workspace(device), work={})
         own, lse = torch.zeros(1, self.query_heads, dv, dtype=dtype, device=device), torch.zeros(self.query_heads, 1, device=device).T
         join_past(own, lse, self._unrotated(own, dtype)[0], lse)
         past_cells(cache, self.plan, one * 0, n, *(torch.empty(n, self.heads, d, dtype=dtype, device=device) for d in (dk, dv)))
@@ -317,8 +318,10 @@ class CodedAttention:
 
     def store_recent(self, cache: Tensor, k: Tensor, v: Tensor, slots: Tensor, origins: Tensor | None = None) -> None:
         """Keep the exact states of a step's tokens in their slots of the recent blocks; below 0: padding. And first tokens beside them, where
-        `origins` ([T, sinks], of `sink_origins` or `locate_sinks`) says from where."""
-        (store_recent if self.plan is None else append_recent)(cache, k, v, slots, origins)
+        `origins` ([T, sinks], of `sink_origins` or `locate_sinks`) says from where. Comes right after `store`."""
+        if self.plan is None:
+            return store_recent(cache, k, v, slots, origins)
+        append_recent(cache, k, v, slots, origins, early=True)
 
     def attend(
         self,
@@ -332,7 +335,7 @@ class CodedAttention:
         past: tuple,  # two tensors [P, H, d] in the model's dtype, for keys and values of a piece of a past; P a multiple of the block
         recent: Recent | None = None,  # exact states of tokens before the step, and first ones, of all its requests; None: their codes are read
     ) -> None:
-        "Attention of a step. Raises ValueError for exact first tokens in a layer with a sliding window."
+        "Attention of a step, right after it was stored. Raises ValueError for exact first tokens in a layer with a sliding window."
         if recent is not None and recent.sinks and self.options["sliding_window"] is not None:
             raise ValueError(f"exact first tokens with a sliding window are not served, got {recent.sinks} and a window of {self.options['sliding_window']}")
         if self.plan is None:
@@ -347,18 +350,19 @@ class CodedAttention:
             out[:n] = attend_cells(q[:n], cache, self.cell, *states, self.scaling, **self.options, recent=exact, first=begin)[0]
             return
         if n := step.decodes:
-            self._decode(q, k, v, cache, step.table[:n], step.lengths[:n], slice(n * step.each), out, workspace, recent)
-        for group in step.groups:
+            self._decode(q, k, v, cache, step.table[:n], step.lengths[:n], slice(n * step.each), out, workspace, recent, step.work.setdefault("decodes", {}), early=True)
+        for i, group in enumerate(step.groups):
             rows = [first + i for first in group.firsts for i in range(group.each)]
             rows, requests = (torch.tensor(x).to(q.device, non_blocking=True) for x in (rows, group.requests))
             own = torch.empty(len(rows), *out.shape[1:], dtype=out.dtype, device=out.device)
-            self._decode(q[rows], k[rows], v[rows], cache, step.table[requests], step.lengths[requests], slice(None), own, workspace, recent and recent.of(requests))
+            self._decode(q[rows], k[rows], v[rows], cache, step.table[requests], step.lengths[requests], slice(None), own, workspace, recent and recent.of(requests), step.work.setdefault(i, {}))
             out[rows] = own
         if step.chunks:
             self._attend_chunks(q, k, v, cache, step, out, past, recent)
 
-    def _decode(self, q, k, v, cache, table, lengths, rows: slice, out, workspace, recent) -> None:
-        decode_cells(q[rows], cache, self.plan, table, lengths, k[rows], v[rows], recent, self.scaling, **self.options, out=out[rows], workspace=workspace)
+    def _decode(self, q, k, v, cache, table, lengths, rows: slice, out, workspace, recent, work: dict, early: bool = False) -> None:
+        how = dict(out=out[rows], workspace=workspace, work=work, early=early)
+        decode_cells(q[rows], cache, self.plan, table, lengths, k[rows], v[rows], recent, self.scaling, **self.options, **how)
 
     def _centred(self, k: Tensor) -> Tensor:
         "Keys less the centre, in their dtype."

@@ -454,15 +454,21 @@ class Impl(AttentionImpl):
         "Code this step's tokens into their slots."
         if self.layer is None or self.layer.cell.tokens != kv_cache.shape[2]:
             self._make(layer.layer_name, key.device, key.dtype, kv_cache.shape[2])
-        n = slot_mapping.shape[0]
+        n, recent = slot_mapping.shape[0], self._recent_slots(layer) if self.config.recent else None
         self.layer.store(kv_cache, key[:n], value[:n], slot_mapping)
-        if self.config.recent:
-            blocks, name, context = _recent_blocks(layer, self.config.sinks)
-            slots, origins = context.slot_mapping[name], None
-            if self.config.sinks:  # without metadata it is a run of nobody's tokens
-                told = (context.attn_metadata or {}).get(name)
-                origins = slots.new_full((len(slots), self.config.sinks), -1, dtype=torch.int32) if told is None else told.origins[: len(slots)]
+        if recent:  # nothing is launched between the two
+            blocks, slots, origins = recent
             self.layer.store_recent(blocks, key[: len(slots)], value[: len(slots)], slots, origins)
+
+    def _recent_slots(self, layer) -> tuple:
+        "Blocks of a layer's recent tokens, the step's slots in them, and the origins of first tokens or None."
+        blocks, name, context = _recent_blocks(layer, self.config.sinks)
+        slots, told = context.slot_mapping[name], (context.attn_metadata or {}).get(name)
+        if not self.config.sinks:
+            return blocks, slots, None
+        if told is None:  # a run of nobody's tokens
+            return blocks, slots, slots.new_full((len(slots), self.config.sinks), -1, dtype=torch.int32)
+        return blocks, slots, told.origins[: len(slots)]
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None) -> Tensor:
         "Attention of a step. Without metadata it is the profiling run, which counts memory."
