@@ -6,7 +6,7 @@
 __all__ = ['VERSIONS', 'BLOCKS', 'MOST', 'version_reason', 'options_of', 'CodedWindowSpec', 'CodedSpec', 'Backend', 'Meta',
            'Builder', 'recent_name', 'RecentMeta', 'RecentBuilder', 'RecentBackend', 'RecentLayer', 'heads_of',
            'workspace_floats', 'with_room', 'layer_reasons', 'parallel_reasons', 'recent_reasons', 'room_reasons',
-           'draft_reasons', 'Impl', 'register']
+           'mean_reasons', 'draft_reasons', 'Impl', 'register']
 
 # %% ../../nbs/77_vllm.ipynb #77a00007
 import os
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..cache.pages import Recent, sink_origins
 from ..kernels.cells import Workspace, locate_sinks
-from .step import SHORT, CodedAttention, ServingConfig, Step, dense
+from .step import SHORT, CodedAttention, ServingConfig, Step, dense, needs_means
 
 try:
     import vllm
@@ -397,6 +397,14 @@ def room_reasons(config, tokens: int, d: int, itemsize: int) -> list:
     return []
 
 
+def mean_reasons(config, model_config) -> list:
+    "Why a model is not served whose keys are far from 0."
+    centred = config.calibration is not None and bool(config.calibration.centers)
+    if not config.means or centred or not needs_means(model_config):
+        return []
+    return [f"{model_config.model_type}, whose keys have a bias, without a calibration's means, which such codes need: give a calibration; \"means\": false serves it all the same"]
+
+
 MOST = 16  # tokens of a request that the kernel on codes takes at once
 
 
@@ -424,9 +432,10 @@ class Impl(AttentionImpl):
         reasons += recent_reasons(self.config, sliding_window, current.scheduler_config, current.parallel_config)
         if self.config.recent:
             reasons += room_reasons(self.config, current.cache_config.block_size, head_size, current.model_config.dtype.itemsize)
+        reasons += mean_reasons(self.config, current.model_config.hf_config)
         if self.config.calibration is not None:
             self.config.calibration.check(current.model_config.hf_config)
-            if logits_soft_cap and self.config.means:
+            if logits_soft_cap and self.config.means and self.config.calibration.centers:
                 reasons.append("a soft cap on keys that a calibration centres")
         if reasons:
             raise ValueError(f"turboquant_nb does not serve {'; '.join(reasons)}")
