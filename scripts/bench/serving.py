@@ -8,6 +8,7 @@ near tie, also of unequal requests by lists of work, which alone have the same t
 Then each kind in a process of its own: seconds to the first token of a batch (chunks of 8,192 tokens), milliseconds a token from the
 difference of generating 1 and 1 + n tokens with the prompts cached, graphs replayed; tokens that the cache holds in a share of the memory;
 and tokens written per second by more requests than fit at once into equally many bytes of blocks, whatever the kind."""
+import hashlib
 import json
 import os
 import re
@@ -44,7 +45,7 @@ def process(*command, seconds):
 
 def holds(part, found):
     "Whether what a part of the gate found is right, and is what it is there for."
-    if "error" in found:
+    if "error" in found or "unfinished" in found:
         return False
     if part.startswith("graphs"):
         return found["decided"] > 20 and not found["wrong"] and found.get("listed", 1) > 0
@@ -61,10 +62,12 @@ def gate(parts, seconds):
     for part, future in running.items():
         try:
             found[part] = json.loads(next(x for x in future.result() if x.startswith("RESULT "))[7:])
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
+        except subprocess.TimeoutExpired:
+            found[part] = dict(unfinished=seconds)
+        except RuntimeError as error:
             found[part] = dict(error=str(error)[:300])
         print(part, json.dumps(found[part]), flush=True)
-    return {part: x | dict(passed=holds(part, x)) for part, x in found.items()}
+    return {part: x | dict(passed=holds(part, x), commit=tree().commit) for part, x in found.items()}
 
 
 def needed(kind):
@@ -75,24 +78,37 @@ def needed(kind):
 
 
 def verdict(found, kinds):
-    "(the gate of a record, kinds that it lets pass)."
-    red = {part for part, x in found.items() if not x["passed"]}
-    kept = [kind for kind in kinds if not needed(kind) or needed(kind) & set(found) and not red & needed(kind)]
-    calls, worst = sum(x.get("calls", 0) for x in found.values()), max((x["worst"] for part, x in found.items() if part not in red and x.get("calls")), default=0.0)
-    cmd = f"tests/serving/engine.py {' '.join(found) or '(no part: no kind of ours)'}: {calls} calls, worst {worst:.1e}" + (f"; not passed, and its kinds not measured: {' '.join(sorted(red))}" if red else "")
+    "(the gate of a record, kinds that it lets pass): some of what a kind needs has passed, and nothing of it is wrong. A part that did not finish says neither."
+    late = {part for part, x in found.items() if "unfinished" in x}
+    red, green = ({part for part, x in found.items() if x["passed"] == passed} - late for passed in (False, True))
+    kept = [kind for kind in kinds if not needed(kind) or needed(kind) & green and not red & needed(kind)]
+    calls, worst = sum(x.get("calls", 0) for x in found.values()), max((x["worst"] for part, x in found.items() if part in green and x.get("calls")), default=0.0)
+    earlier = sorted({x["commit"][:8] for x in found.values() if x.get("commit")} - {tree().commit[:8]})
+    cmd = f"tests/serving/engine.py {' '.join(found) or '(no part: no kind of ours)'}: {calls} calls, worst {worst:.1e}"
+    cmd += f"; parts found at {', '.join(earlier)}, whose package is the same" if earlier else ""
+    cmd += f"; not finished: {' '.join(sorted(late))}" if late else ""
+    cmd += f"; not passed, and its kinds not measured: {' '.join(sorted(red))}" if red else ""
     return dict(cmd=cmd, passed=bool(kept) and (kept == list(kinds) or any(needed(kind) for kind in kept)), engine=found), kept
 
 
+def package():
+    "A digest of the package's code."
+    folder, found = HERE.parents[1] / "turboquant_nb", hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        found.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()
+
+
 def shared_gate(path, parts, seconds):
-    "What the gate found that a file has, of this very commit; run and written there if there is none."
-    here, path = tree(), Path(path)
+    "What the gate found that a file has, of the same code of the package; parts that it lacks are run and written there."
+    path, before = Path(path), {}
     if path.exists():
         found = json.loads(path.read_text(encoding="utf-8"))
-        if (found["commit"], tuple(found["changes"])) != (here.commit, here.changes):
-            raise SystemExit(f"{path} is of commit {found['commit']}, this is {here.commit}: its gate says nothing about it")
-        return found["gate"]
-    found = gate(parts, seconds)
-    path.write_text(json.dumps(dict(commit=here.commit, changes=here.changes, gate=found)), encoding="utf-8")
+        if found["package"] != package():
+            raise SystemExit(f"{path} is of another package: its gate says nothing about this one")
+        before = found["gate"]
+    found = before | gate([part for part in parts if part not in before], seconds)
+    path.write_text(json.dumps(dict(package=package(), gate=found)), encoding="utf-8")
     return found
 
 
@@ -102,7 +118,8 @@ class Engine:
     def __init__(self, kind, a):
         self.kind, self.folder, self.log = kind, tempfile.TemporaryDirectory(), tempfile.TemporaryFile("w+")
         shapes = [x for x in a.shapes if not kind.endswith("-even") or x.startswith("ragged:")]
-        command = [sys.executable, HERE / "serving_engine.py", kind, self.folder.name, a.gpus, a.memory, a.gib, *shapes]
+        profiles = [] if a.profile is None else ["--profile", a.profile]
+        command = [sys.executable, HERE / "serving_engine.py", *profiles, kind, self.folder.name, a.gpus, a.memory, a.gib, *shapes]
         self.process = subprocess.Popen([*map(str, command)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
 
     def rows(self, seconds):
@@ -163,8 +180,9 @@ def options(p):
     p.add_argument("--memory", type=float, default=0.4, help="share of the GPU's memory that an engine takes; 0.4 of an H200 holds 8 x 32,000 tokens in bf16 and few more")
     p.add_argument("--gib", type=float, default=16, help="GiB of blocks that are left to full:, whatever the kind")
     p.add_argument("--parts", nargs="*", default=PARTS, choices=(*WANTED, *PARTS[2:]), help="of the gate, which kinds of ours need; one is not measured if a part that concerns it does not pass. hybrid needs flash attention that was built for windows and soft caps")
-    p.add_argument("--gate", metavar="FILE", help="take what the gate found in several runs of one commit from this file, which the first one writes")
+    p.add_argument("--gate", metavar="FILE", help="take what the gate found in several runs of one code from this file, which the first one writes")
     p.add_argument("--seconds", type=int, default=240, help="for one kind, and for the gate")
+    p.add_argument("--profile", metavar="FOLDER", help="where each engine writes, after its rows, which kernels and functions its steps of the last shape spend their time in")
     p.add_argument("--until", type=int, default=10**6, help="seconds from the start after which nothing is measured")
 
 

@@ -1,4 +1,4 @@
-"""One engine of vLLM with Llama-8B shapes and dummy weights, in a process of its own: serving_engine.py KIND FOLDER GPUS MEMORY GIB SHAPE …; see serving.py.
+"""One engine of vLLM with Llama-8B shapes and dummy weights, in a process of its own: serving_engine.py [--profile FOLDER] KIND FOLDER GPUS MEMORY GIB SHAPE …; see serving.py.
 Prints rows as JSON lines. It begins when a line comes on its standard input: what is imported before that may be imported while another is measured."""
 import json
 import os
@@ -98,7 +98,23 @@ def shape_of(text):
     return what or "token", *map(int, (sizes.split("x") + ["1"])[:3])
 
 
-def main(kind, folder, gpus, memory, gib, shapes):
+def profiled(run, path):
+    "Kernels and functions of Python of 32 steps, to a text file."
+    import cProfile
+    import pstats
+
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as p:
+        run(33)
+    with open(path, "w") as f:
+        print(p.key_averages().table(sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=70), file=f)
+        host = cProfile.Profile()
+        host.runcall(run, 33)
+        pstats.Stats(host, stream=f).sort_stats("tottime").print_stats(30)
+
+
+def main(kind, folder, gpus, memory, gib, shapes, profile=None):
     from vllm import LLM, SamplingParams
 
     if found := re.fullmatch(OURS, kind):
@@ -154,7 +170,12 @@ def main(kind, folder, gpus, memory, gib, shapes):
         once, more = min(run(1), run(1)), [run(1 + new) for _ in range(3)]
         each = sorted((t - once) / new * 1e3 for t in more)
         row(what="token", **of, p50=each[1], p20=each[0], p80=each[-1], unit="ms", n=3, new=new)
+        if profile and (what, batch, tokens, new) == shapes[-1]:
+            profiled(run, os.path.join(profile, f"{kind}.txt"))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), float(sys.argv[5]), [shape_of(s) for s in sys.argv[6:]])
+    words, where = sys.argv[1:], None
+    if words[0] == "--profile":
+        where, words = words[1], words[2:]
+    main(words[0], words[1], int(words[2]), float(words[3]), float(words[4]), [shape_of(s) for s in words[5:]], where)

@@ -103,5 +103,17 @@ def test_a_kind_of_engine_is_measured_only_where_its_parts_of_the_gate_pass(benc
     for part, bad in (("plain", good | dict(preempted=0)), ("graphs", dict(decided=30, wrong=1)), ("graphs", dict(decided=0, wrong=0))):
         gate, kept = serving.verdict(found(**{part: bad}), kinds)
         assert kept == ["bf16"] and not gate["passed"]
+    late = serving.verdict(found(plain=dict(unfinished=90)), kinds)
+    assert late[1] == kinds and "not finished: plain" in late[0]["cmd"] and serving.verdict(dict(plain=dict(unfinished=90, passed=False)), kinds)[1] == ["bf16"]
     assert serving.verdict({}, ["bf16"])[0]["passed"] and serving.gate([], 1) == {}, "a kind that is not ours has no gate"
     assert serving.verdict({}, kinds)[1] == ["bf16"] and not serving.verdict({}, kinds)[0]["passed"], "ours have"
+
+
+def test_a_gate_is_shared_by_runs_of_one_package(bench, tmp_path, monkeypatch):
+    serving, ran = bench("serving"), []
+    monkeypatch.setattr(serving, "gate", lambda parts, seconds: ran.append(list(parts)) or {part: dict(passed=True) for part in parts})
+    assert set(serving.shared_gate(tmp_path / "g", ["plain"], 1)) == {"plain"} and set(serving.shared_gate(tmp_path / "g", ["plain", "graphs"], 1)) == {"plain", "graphs"}
+    assert ran == [["plain"], ["graphs"]]
+    monkeypatch.setattr(serving, "package", lambda: "another")
+    with pytest.raises(SystemExit, match="of another package"):
+        serving.shared_gate(tmp_path / "g", ["plain"], 1)
