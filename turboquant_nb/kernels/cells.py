@@ -7,7 +7,7 @@ __all__ = ['CellPlan', 'append_cells', 'append_recent', 'locate_sinks', 'Workspa
            'decode_cells', 'past_cells', 'join_past']
 
 # %% ../../nbs/45b_cells.ipynb #45b00008
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -681,7 +681,64 @@ def _values_of_tile(keys, values, ACC, CELLS, cells, following, go, P, rescale, 
             ACC.index(c * G.RV + r).store(gl.convert_layout(acc, G.LA, assert_trivial=True))
         _copy_keys(keys, c, c, CELLS, cells, following, go, G)
 
+# %% ../../nbs/45b_cells.ipynb #45b00082
+@gluon.jit
+def _part(WORK, requests, heads, blocks, splits, early, LISTED: gl.constexpr, PDL: gl.constexpr):
+    "Request, head, block of query rows and split of this program, where its output begins, and whether it is nobody's."
+    pid = gl.program_id(0)
+    split, bh, block = pid // blocks % splits, pid // (blocks * splits), pid % blocks
+    if LISTED:  # items without work come last, else they are holes in what multiprocessors get
+        split, bh = pid // (blocks * heads), pid // blocks % heads
+    b, h, out_row = bh // heads, bh % heads, ((bh * blocks + block) * splits + split).to(gl.int64)
+    if PDL:
+        if early == 0:
+            tl.extra.cuda.gdc_wait()
+    nobody = bh < 0
+    if LISTED:
+        b = gl.load(WORK + requests + 2 + split)
+        nobody = b < 0
+        b, h = gl.maximum(b, 0), bh
+        split = split - gl.load(WORK + 1 + b)
+    return b, h, block, split, out_row, nobody
 
+
+@gluon.jit
+def _seen(length, row, m, own, sinks, sliding_window, SLIDING: gl.constexpr):
+    "First and last coded token that each row sees; those that any row does; and those between which all do, so that tiles need no mask."
+    at0 = length - m  # the first query
+    lo_row, hi_row = row * 0 + sinks, gl.minimum(length - own, at0 + row % m + 1)
+    lo, hi = length * 0 + sinks, gl.minimum(length - own, at0 + m)
+    safe_lo, safe_hi = lo, gl.minimum(hi, at0 + 1)
+    if SLIDING:
+        lo_row = gl.maximum(lo_row, at0 + row % m - sliding_window + 1)
+        lo = gl.maximum(lo, at0 - sliding_window + 1)
+        safe_lo = gl.maximum(lo, at0 + m - sliding_window)
+    return lo_row, hi_row, lo, hi, safe_lo, safe_hi
+
+
+@gluon.jit
+def _tiles(WORK, lo, hi, split, splits, nobody, LISTED: gl.constexpr):
+    "First tile of a split and one after its last."
+    first = lo // 256
+    count = gl.maximum((hi + 255) // 256 - first, 0)
+    each = (count + splits - 1) // splits
+    if LISTED:
+        count, each = gl.where(nobody, 0, count), gl.load(WORK)
+    return first + split * each, first + gl.minimum((split + 1) * each, count)
+
+
+@gluon.jit
+def _token_places(G: gl.constexpr):
+    "Of the 256 tokens of a tile as scores hold them: byte row, place in the block, place in the tile."
+    token = gl.arange(0, 256, layout=gl.SliceLayout(1, G.LF))  # quarter x 64 + byte row
+    row64 = token % 64
+    inside = token
+    if G.RP < 64:
+        inside = token // 64 * G.RP + row64 % G.RP
+        token = row64 // G.RP * (4 * G.RP) + inside
+    return row64, inside, token
+
+# %% ../../nbs/45b_cells.ipynb #45b00084
 @gluon.jit(do_not_specialize=["requests", "splits", "m", "own", "sinks", "sliding_window", "table_stride", "early"])
 def _fragments_cells_kernel(
     QUERY, sb, sh, sn, ROTATED, RK_, RV_, CELLS, SCALES, LUT, LENGTH, WORK, requests, TABLE, table_stride, block_stride, head_stride, O, LSE, heads,
@@ -694,39 +751,14 @@ def _fragments_cells_kernel(
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
     operand: gl.constexpr = gl.DotOperandLayout(1, mma, 4)
     column: gl.constexpr = gl.SliceLayout(0, G.LF)
-    pid = gl.program_id(0)
-    split, bh, block = pid // blocks % splits, pid // (blocks * splits), pid % blocks
-    if LISTED:  # items without work come last, else they are holes in what multiprocessors get
-        split, bh = pid // (blocks * heads), pid // blocks % heads
-    b, h, out_row = bh // heads, bh % heads, ((bh * blocks + block) * splits + split).to(gl.int64) * Q
+    b, h, block, split, out_row, nobody = _part(WORK, requests, heads, blocks, splits, early, LISTED, PDL)
+    bh, length, out_row = b * heads + h, gl.load(LENGTH + b), out_row * Q
     if PDL:
-        if early == 0:
-            tl.extra.cuda.gdc_wait()
-    nobody = False
-    if LISTED:
-        b = gl.load(WORK + requests + 2 + split)
-        nobody = b < 0
-        b, h = gl.maximum(b, 0), bh
-        split, bh = split - gl.load(WORK + 1 + b), b * heads + h
-    base, length = bh * blocks + block, gl.load(LENGTH + b)
-    at0 = length - m  # the first query
-    if PDL:
-        if at0 % 16 == 0:  # a request that begins with blocks of another, which may have written their last token in this step
+        if (length - m) % 16 == 0:  # a request that begins with blocks of another, which may have written their last token in this step
             tl.extra.cuda.gdc_wait()
     row = block * Q + gl.arange(0, Q, layout=column)
-    lo_row, hi_row = row * 0 + sinks, gl.minimum(length - own, at0 + row % m + 1)
-    lo, hi = length * 0 + sinks, gl.minimum(length - own, at0 + m)
-    safe_lo, safe_hi = lo, gl.minimum(hi, at0 + 1)  # tiles between them need no mask
-    if SLIDING:
-        lo_row = gl.maximum(lo_row, at0 + row % m - sliding_window + 1)
-        lo = gl.maximum(lo, at0 - sliding_window + 1)
-        safe_lo = gl.maximum(lo, at0 + m - sliding_window)
-    first = lo // 256
-    count = gl.maximum((hi + 255) // 256 - first, 0)
-    each = (count + splits - 1) // splits
-    if LISTED:
-        count, each = gl.where(nobody, 0, count), gl.load(WORK)
-    begin, end = first + split * each, first + gl.minimum((split + 1) * each, count)
+    lo_row, hi_row, lo, hi, safe_lo, safe_hi = _seen(length, row, m, own, sinks, sliding_window, SLIDING)
+    begin, end = _tiles(WORK, lo, hi, split, splits, nobody, LISTED)
     if begin >= end:
         if PDL:
             tl.extra.cuda.gdc_wait()  # the append has ended when this kernel has
@@ -749,16 +781,11 @@ def _fragments_cells_kernel(
     total = gl.sum(gl.sum(gl.reshape(gl.zeros([256, Q], gl.float32, layout=G.LF), [4, 8, 8, Q]), 0), 1)  # [8 lanes, Q]
     for c in range(G.NV * G.RV):
         ACC.index(c).store(gl.zeros([4, 8 * Q], gl.float32, layout=G.LA))
-    token = gl.arange(0, 256, layout=gl.SliceLayout(1, G.LF))  # quarter x 64 + byte row
-    row64 = token % 64
-    inside = token  # place in its block
-    if G.RP < 64:
-        inside = token // 64 * G.RP + row64 % G.RP
-        token = row64 // G.RP * (4 * G.RP) + inside  # place in the tile
+    row64, inside, token = _token_places(G)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     q_lo, q_hi, unit, shift_q = _queries(
-        QUERY=QUERY, ROTATED=ROTATED, R=RK_, MU=RK_, row_at=row_at, row=(base * Q).to(gl.int64), ok=ok_q, bh=bh, scaling=scaling, step=k_step,
+        QUERY=QUERY, ROTATED=ROTATED, R=RK_, MU=RK_, row_at=row_at, row=((bh * blocks + block) * Q).to(gl.int64), ok=ok_q, bh=bh, scaling=scaling, step=k_step,
         FAST=FAST_K, MEAN=False, CAPPED=CAPPED, G=G,
     )  # fmt: skip
     lut_k = (_in_register(k0), _in_register(k1), _in_register(k2), _in_register(k3))
@@ -916,6 +943,60 @@ def _rotated(q: Tensor, plan: CellPlan, batch: int, m: int, heads: int, rows: in
     plain[:, :, : by_row.shape[2] * m] = by_row.flatten(2, 3).float() * scaling
     return rotate(plain, plan.key.rotation.query_matrix.mT)
 
+# %% ../../nbs/45b_cells.ipynb #45b00085
+@dataclass(frozen=True)
+class _Cut:
+    "How a batch is cut into programs."
+
+    rows: int  # query rows of a program
+    blocks: int  # of rows, of a KV head
+    splits: int  # of each request; items, of a list
+    programs: int
+    tile: int  # tokens of a tile
+    listing: WorkList | None
+    known: bool = True  # the list was there, or there is none
+    pdl: bool = False  # kernels may begin before the one before them has ended
+    options: dict = field(default_factory=dict)  # of compiling for tensor cores
+
+
+def _cut(plan, portable: bool, batch: int, heads: int, group: int, lengths, entries: int, of: dict, splits, work) -> _Cut:
+    "entries: of the table; of: m, own, sinks, sliding_window; splits and work as in `decode_cells`."
+    cell, m, window = plan.cell, of["m"], of["sliding_window"]
+    rows = 16 if portable else 4 if group * m <= 4 else 8
+    blocks, width, target, pdl, options = -(-group * m // rows), entries * cell.tokens, 2, False, {}
+    if not portable:
+        count, pdl, capability = device_properties(plan.device.index)
+        each, options = packaged_config(capability, padded_size(cell.d_key), rows, max(cell.key_bits, cell.value_bits))
+        target = each * count
+    tile, together = cell.tokens if portable else 256, heads * blocks
+    if work is None or batch == 1:
+        seen = width if window is None else min(width, window + m + 254)
+        splits = splits or count_splits(seen, batch * together, target)
+        return _Cut(rows, blocks, splits, batch * together * splits, tile, None, True, pdl, options)
+    most, known = width if window is None else min(width, window + m + tile - 2), len(work)
+    listing = list_work(lengths, splits or max(1, round(target / together)), -(-most // tile), tile=tile, known=work, **of)
+    return _Cut(rows, blocks, listing.items, together * listing.items, tile, listing, len(work) == known, pdl, options)
+
+
+def _join_parts(left, lse_parts, out, lse, q, k, v, near_cache, near_table, recent, plan, cut: _Cut, group, scaling, fast, shared: dict) -> None:
+    "What splits left and the exact tokens to out and lse. near_cache, near_table: of `recent` tokens, any tensors where there are none."
+    rows_of_head, heads = group * shared["m"], shared["heads"]
+    many = q.shape[0] * q.shape[1] > 1024 or is_interpreted()  # an interpreter runs one program after another
+    together = 1 << min(4, rows_of_head).bit_length() - 1 if many else 1  # a power of two
+    near = out if fast else torch.empty(out.shape, dtype=torch.float32, device=q.device)
+    rest = out if fast else torch.empty_like(near)
+    _join_kernel[(shared["requests"] * heads * -(-rows_of_head // together),)](
+        PARTS=left, LSE_PARTS=lse_parts, OUT=near, REST=rest, ot=near.stride(0), oh=near.stride(1), LSE=lse, QUERY=q, qt=q.stride(0),
+        qh=q.stride(1), CK=k, ckt=k.stride(0), ckh=k.stride(1), CV=v, cvt=v.stride(0), cvh=v.stride(1), NEAR=near_cache, nb=near_cache.stride(0),
+        nh=near_cache.stride(1), nt=near_cache.stride(2), NEAR_TABLE=near_table, near_stride=near_table.stride(0), recent=recent,
+        N=near_cache.shape[2] - shared["sinks"], T=16 if is_interpreted() else max(1, 16 // together), RECENT=recent > 0, group=group, scaling=scaling,
+        Q=cut.rows, R=together, SB=max(2, min(16, 64 // together)), TILE=cut.tile, OWN=shared["own"] > 0, ROTATED=not fast,
+        CENTER=lse if plan.center is None else plan.center, CENTRED=plan.center is not None, PDL=cut.pdl, **shared, num_warps=4,
+        **({"launch_pdl": True} if cut.pdl else {}),
+    )  # fmt: skip
+    if not fast:
+        out.copy_(near + rotate(rest, plan.value.rotation.matrix))
+
 # %% ../../nbs/45b_cells.ipynb #45b0001b
 def decode_cells(
     q: Tensor,  # [B m, Hq, d_key] queries after RoPE; m tokens of each request, its last ones
@@ -948,66 +1029,36 @@ def decode_cells(
         raise ValueError("keys with a centre cannot have a soft cap: it would cap scores without their common part")
     cell, q, group, (kept, sinks) = plan.cell, _dense(q), query_heads // heads, (0, 0) if recent is None else (recent.tokens, recent.sinks)
     own = 0 if k is None else m + kept  # tokens whose codes are not read
-    exact, row = (q[:, :, None], table) if recent is None else (recent.cache, recent.table)
     (k, v), d, dv = (q, q) if k is None else (_dense(k), _dense(v)), cell.d_key, cell.d_value
-    Q = 16 if portable else 4 if group * m <= 4 else 8
-    blocks, width = -(-group * m // Q), table.shape[1] * cell.tokens
-    seen = width if sliding_window is None else min(width, sliding_window + m + 254)
     fast = not portable and plan.tables.hadamard[1] and d == dv and d in (64, 128, 256)
     fast_k = fast and plan.tables.hadamard[0]
-    programs, pdl, options = 2, False, {}
-    if not portable:
-        count, pdl, capability = device_properties(q.device.index)
-        each, options = packaged_config(capability, padded_size(d), Q, max(cell.key_bits, cell.value_bits))
-        programs = each * count
-    tile, listed = cell.tokens if portable else 256, work is not None and batch > 1
-    if listed:
-        parts, most = splits or max(1, round(programs / (heads * blocks))), width if sliding_window is None else min(width, sliding_window + m + tile - 2)
-        known = len(work)
-        listing = list_work(lengths, parts, -(-most // tile), m, own, sinks, sliding_window, tile, work)
-        early = early and len(work) == known  # else the launch before is that of the list
-        splits, batched = listing.items, 1
-    else:
-        listing, splits, batched = None, splits or count_splits(seen, batch * heads * blocks, programs), batch
+    cut = _cut(plan, portable, batch, heads, group, lengths, table.shape[1], dict(m=m, own=own, sinks=sinks, sliding_window=sliding_window), splits, work)
     scaling = float(d**-0.5 if scaling is None else scaling)
     out = q.new_empty(*q.shape[:2], dv) if out is None else out
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if lse is None else lse
-    rows = batched * heads * blocks * splits * Q
+    rows = cut.programs * cut.rows
     left, lse_parts = (Workspace(q.device) if workspace is None else workspace).take(rows * dv, rows)
-    shared = dict(LENGTH=lengths, WORK=listing.memory if listed else lengths, LISTED=listed, requests=batch, heads=heads, m=m, own=own, sinks=sinks, blocks=blocks, splits=splits, sliding_window=sliding_window or 0,
-                  cap_at=float(softcap or 1.0), SLIDING=sliding_window is not None, CAPPED=softcap is not None)  # fmt: skip
+    shared = dict(LENGTH=lengths, WORK=lengths if cut.listing is None else cut.listing.memory, LISTED=cut.listing is not None, requests=batch, heads=heads, m=m, own=own,
+                  sinks=sinks, blocks=cut.blocks, splits=cut.splits, sliding_window=sliding_window or 0, cap_at=float(softcap or 1.0), SLIDING=sliding_window is not None,
+                  CAPPED=softcap is not None)  # fmt: skip
     where = dict(TABLE=table, table_stride=table.stride(0), O=left, LSE=lse_parts, **plan.memory(cache))
-    places, grid = (plan.places("key"), plan.places("value")), (batched * heads * blocks * splits,)
-    rotated = left if fast_k else _rotated(q, plan, batch, m, heads, blocks * Q, scaling if portable else 1.0)
-    constants = dict(D=d, DP=padded_size(d), DV=dv, DVP=padded_size(dv))
+    places, constants = (plan.places("key"), plan.places("value")), dict(D=d, DP=padded_size(d), DV=dv, DVP=padded_size(dv))
+    rotated = left if fast_k else _rotated(q, plan, batch, m, heads, cut.blocks * cut.rows, scaling if portable else 1.0)
     if portable:
         R = cell.tokens // 4
-        _portable_cells_kernel[grid](
+        _portable_cells_kernel[(cut.programs,)](
             ROTATED=rotated, LEVELS=plan.tables.levels, KA=places[0], VA=places[1], R=R, BR=min(4 * R, 64 if is_interpreted() else 16),
-            KB=cell.key_bits, VB=cell.value_bits, Q=Q, **where, **shared, **constants, num_warps=8 if max(d, dv) > 128 else 4, num_stages=1,
+            KB=cell.key_bits, VB=cell.value_bits, Q=cut.rows, **where, **shared, **constants, num_warps=8 if max(d, dv) > 128 else 4, num_stages=1,
         )  # fmt: skip
     else:
-        _fragments_cells_kernel[grid](
+        _fragments_cells_kernel[(cut.programs,)](
             QUERY=q, sb=q.stride(0) * m, sh=q.stride(1), sn=q.stride(0), ROTATED=rotated, RK_=plan.key.rotation.query_matrix,
             RV_=plan.value.rotation.matrix, LUT=plan.tables.packed_lut, group=group, scaling=scaling, k_step=plan.tables.steps[0],
-            v_step=plan.tables.steps[1], early=int(early and own > 0 and fast_k), FAST_K=fast_k, FAST=fast, PDL=pdl, G=_cell_form(cell, Q, *places),
-            **where, **shared, num_warps=1, **options, **({"launch_pdl": True} if pdl else {}),
+            v_step=plan.tables.steps[1], early=int(early and cut.known and own > 0 and fast_k), FAST_K=fast_k, FAST=fast, PDL=cut.pdl,
+            G=_cell_form(cell, cut.rows, *places), **where, **shared, num_warps=1, **cut.options, **({"launch_pdl": True} if cut.pdl else {}),
         )  # fmt: skip
-    many = q.shape[0] * query_heads > 1024 or is_interpreted()  # an interpreter runs one program after another
-    together = 1 << min(4, group * m).bit_length() - 1 if many else 1  # a power of two
-    near = out if fast else torch.empty(out.shape, dtype=torch.float32, device=q.device)
-    rest = out if fast else torch.empty_like(near)
-    _join_kernel[(batch * heads * -(-group * m // together),)](
-        PARTS=left, LSE_PARTS=lse_parts, OUT=near, REST=rest, ot=near.stride(0), oh=near.stride(1), LSE=lse, QUERY=q, qt=q.stride(0),
-        qh=q.stride(1), CK=k, ckt=k.stride(0), ckh=k.stride(1), CV=v, cvt=v.stride(0), cvh=v.stride(1), NEAR=exact, nb=exact.stride(0),
-        nh=exact.stride(1), nt=exact.stride(2), NEAR_TABLE=row, near_stride=row.stride(0), recent=kept, N=exact.shape[2] - sinks,
-        T=16 if is_interpreted() else max(1, 16 // together), RECENT=kept > 0, group=group, scaling=scaling, Q=Q,
-        R=together, SB=max(2, min(16, 64 // together)), TILE=tile, OWN=own > 0, ROTATED=not fast,
-        CENTER=lse if plan.center is None else plan.center, CENTRED=plan.center is not None, PDL=pdl, **shared, **constants, num_warps=4,
-        **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
-    if not fast:
-        out.copy_(near + rotate(rest, plan.value.rotation.matrix))
+    exact = (q[:, :, None], table) if recent is None else (recent.cache, recent.table)
+    _join_parts(left, lse_parts, out, lse, q, k, v, *exact, kept, plan, cut, group, scaling, fast, shared | constants)
     return out, lse
 
 # %% ../../nbs/45b_cells.ipynb #45b00023

@@ -20,7 +20,7 @@ from ..cache.pages import CellLayout, Recent, append_slots, attend_cells, store_
 from ..kernels.cells import CellPlan, Workspace, append_cells, append_recent, decode_cells, join_past, locate_sinks, past_cells
 from ..quant.calibration import Calibration, load_calibration
 from ..quant.mixed_precision import make_quantizer
-from ..quant.quantizer import PRESETS, Quantizer, Recipe, Spec, preset
+from ..quant.quantizer import PRESETS, Quantizer, Recipe, preset
 from ..theory.transforms import HeadTransform, register_transform
 
 # %% ../../nbs/76_serving.ipynb #76a0000b
