@@ -109,6 +109,7 @@ def main():
     add_options(p)
     p.add_argument("--recipe", default="k3v3", choices=list(PRESETS))
     p.add_argument("--calibrate-windows", type=int, default=4, help="windows that the calibration reads, after those that are scored")
+    p.add_argument("--few", action="store_true", help="only codes alone and with all that is exact, each with and without a calibration")
     p.add_argument("--out", required=True)
     p.set_defaults(windows=4)
     a = results.parse(p)
@@ -127,6 +128,8 @@ def main():
     if not found["passed"]:
         raise SystemExit("the gate did not pass; nothing is measured")
     todo = [(protocol, "TurboQuantCache", *x) for protocol in plain for x in CACHES] + [(protocol, "engine", *x) for x in CASES for protocol in plain]
+    if a.few:
+        todo = [x for x in todo if x[4:] in ((0, 0), (16, 4)) and (x[2], x[3]) != (True, "none")]
     rows = []
     for protocol, by, transforms, mean, recent, first in todo:
         if time.time() - began > a.seconds:
