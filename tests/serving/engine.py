@@ -154,7 +154,7 @@ def engine(folder, blocks=64, of=None, **more):
     here = dict(dtype="bfloat16", attention_backend="CUSTOM", gpu_memory_utilization=0.1, kv_cache_memory_bytes=1 << 30) if CUDA else dict(dtype="float32")
     options = dict(here, skip_tokenizer_init=True, enforce_eager=True, max_model_len=512, max_num_seqs=4, max_num_batched_tokens=64,
                    block_size=64, enable_chunked_prefill=True, num_gpu_blocks_override=blocks,
-                   additional_config={"turboquant_nb": {"recipe": "k3v3", "recent": 0} | (of or {})})  # fmt: skip
+                   additional_config={"turboquant_nb": {"recipe": "k3v3", "recent": 0, "sinks": 0} | (of or {})})  # fmt: skip
     return LLM(folder, **(options | more))
 
 
@@ -242,7 +242,8 @@ def refuse(folder):
     path, refused = llama(folder / "llama"), {}
     other = calibration(path, folder / "other.safetensors")
     LlamaForCausalLM(LlamaConfig(**SIZES | dict(num_hidden_layers=2))).save_pretrained(folder / "short")
-    cases = dict(recipe=dict(of=dict(recipe="k9v9")), nothing=dict(additional_config={}), dtype=dict(kv_cache_dtype="fp8"), option=dict(of=dict(bits=3)),
+    LlamaForCausalLM(LlamaConfig(**SIZES | dict(num_hidden_layers=2, attention_bias=True))).save_pretrained(folder / "bias")
+    cases = dict(recipe=dict(of=dict(recipe="k9v9")), bias=dict(folder=str(folder / "bias")), nothing=dict(additional_config={}), dtype=dict(kv_cache_dtype="fp8"), option=dict(of=dict(bits=3)),
                  calibration=dict(folder=str(folder / "short"), of=dict(calibration=other)),
                  alone=dict(of=dict(sinks=4)), room=dict(of=dict(recent=16, sinks=6)),
                  manager=dict(of=dict(recent=16), disable_hybrid_kv_cache_manager=True), hybrid=dict(folder=gemma(folder / "gemma"), of=dict(recent=16)),
