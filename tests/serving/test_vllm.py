@@ -130,7 +130,7 @@ def test_refused(tmp_path):
     assert "option must be one of 'recipe', 'past_tokens', 'calibration', 'recent', 'sinks', 'means'" in refused["option"]
     assert "sinks must be 0 where recent is 0, got 4" in refused["alone"] and "has room for 6 exact tokens of 512 bytes" in refused["room"]
     assert "without the hybrid KV cache manager" in refused["manager"] and "beside layers with a sliding window" in refused["hybrid"]
-    assert "16 drafts of a step, at most 15 are" in refused["drafts"] and "llama, whose keys have a bias, without a calibration's means" in refused["bias"]
+    assert "16 drafts of a step, at most 15 are" in refused["drafts"] and "llama, whose keys lie far from 0, without a calibration's means" in refused["bias"]
     assert "the calibration is of another model: it has layers 3, not 2" in refused["calibration"]
 
 

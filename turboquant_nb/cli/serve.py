@@ -148,7 +148,7 @@ class _Served:
         str | None,
         typer.Option(
             metavar="FILE_OR_HUB_ID",
-            help="Means and transforms of the model's keys, from turboquant calibrate; models whose keys have a bias (Qwen2) need one.",
+            help="Means and transforms of the model's keys, from turboquant calibrate; models whose keys lie far from 0 (Qwen2, Gemma 3) need one.",
         ),
     ] = None
     recent: Annotated[

@@ -56,9 +56,9 @@ def serving_recipe(
 def needs_means(
     model_config,  # of transformers
 ) -> bool:
-    "Whether the projection of keys has a bias, which is a part of all keys of a head."
+    "Whether a head's keys are known to lie far from 0 on one side: their projection has a bias, or it was measured (Gemma 3)."
     c = getattr(model_config, "text_config", model_config)
-    return c.model_type.startswith("qwen2") or any(getattr(c, name, False) for name in ("attention_bias", "qkv_bias", "use_qkv_bias"))
+    return c.model_type.startswith(("qwen2", "gemma3")) or any(getattr(c, name, False) for name in ("attention_bias", "qkv_bias", "use_qkv_bias"))
 
 
 def recent_block(nbytes: int, numbers: int, itemsize: int, sinks: int = 0) -> int:

@@ -402,7 +402,7 @@ def mean_reasons(config, model_config) -> list:
     centred = config.calibration is not None and bool(config.calibration.centers)
     if not config.means or centred or not needs_means(model_config):
         return []
-    return [f"{model_config.model_type}, whose keys have a bias, without a calibration's means, which such codes need: give a calibration; \"means\": false serves it all the same"]
+    return [f"{model_config.model_type}, whose keys lie far from 0, without a calibration's means, which such codes need: give a calibration; \"means\": false serves it all the same"]
 
 
 MOST = 16  # tokens of a request that the kernel on codes takes at once
