@@ -37,7 +37,7 @@ from turboquant_nb import results
 from turboquant_nb.cli.plan import CacheSize, _heads
 from turboquant_nb.evaluation.candidates import as_candidate
 from turboquant_nb.evaluation.models import load_model, sample_text
-from turboquant_nb.evaluation.score import prefill
+from turboquant_nb.evaluation.score import Prefill, prefill
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.quant.quantizer import as_recipe
 
@@ -265,6 +265,13 @@ def caches(model, budget=None, *shape):
         yield f"{bits} bits, no recent tokens", [replace(as_recipe(r, bits), recent=0) for r in TurboQuantCache(model, "k3v3").recipes]
 
 
+def read(model, ids, most=1 << 18):
+    "`prefill` of some prompts at a time, at most so many tokens, so that a long batch does not need the room of all its passes at once."
+    parts = [prefill(model, x) for x in ids.split(max(1, most // ids.shape[1]))]
+    states = {i: tuple(torch.cat([p.states[i][j] for p in parts]) for j in (0, 1)) for i in parts[0].states} if parts[1:] else parts[0].states
+    return Prefill(states, torch.cat([p.logits for p in parts]))
+
+
 @torch.no_grad()
 def answers(model, ids, cache, most, ends):
     "Greedy answers [n, most] of a cache that holds all tokens but the last."
@@ -345,7 +352,7 @@ def main():
             gate = filled_gate(model, ids[:2], prefill(model, ids[:2, :-1]).fill(as_candidate(model, "dense", dtype=None).new()))
             must_pass(gate, began)
             cast(model, dtype)
-        at, start, right = time.time(), prefill(model, ids[:, :-1]), {}
+        at, start, right = time.time(), read(model, ids[:, :-1]), {}
         print(f"{task}, {length:,} tokens: questions made in {made:.1f} s, read in {time.time() - at:.1f} s, {time.time() - began:.0f} s since the start", flush=True)
         for name, recipe in wanted:
             if row := known.get((task, length, name, len(questions))):
