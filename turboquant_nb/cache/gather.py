@@ -72,6 +72,13 @@ def quad_index(
     return index.mT if channels == -1 else index
 
 
+def _look_up(table: Tensor, index: Tensor) -> Tensor:
+    "`table[index]`, contiguous: by all threads, or by one in less time."
+    if torch.get_num_threads() == 1:
+        return table.index_select(0, index.flatten()).view(index.shape)
+    return table.expand(*index.shape[:-1], -1).gather(-1, index)
+
+
 def decode_quads(
     planes: list,  # one uint8 tensor per plane: [..., *plane_shape]
     layout: Layout,
@@ -80,7 +87,7 @@ def decode_quads(
 ) -> Tensor:  # [..., d, tile] fp32, token i * rows + t at 4 t + i
     "Levels of whole tiles in steps of the codebook's grid. Without a grid the step is 1."
     index = quad_index(planes, layout)
-    levels = table.index_select(0, index.flatten()).view(_LEVEL[table.dtype]).view(*index.shape[:-1], layout.tile)
+    levels = _look_up(table, index).view(_LEVEL[table.dtype])
     return levels.float() if out is None else out.view(levels.shape).copy_(levels)
 
 
@@ -191,8 +198,8 @@ class _Tiles:
             yield (lo, hi), x
 
     def put_scores(self, q: Tensor, begin, out: Tensor, place: Tensor) -> None:
-        """Scores [B * H, g, tiles, tile]: what they begin with, and the products of queries [B * H, g, d] with coded vectors, times
-        their scales. `begin` puts the former into some tiles of them and says True, or False for nothing."""
+        """Scores [B * H, g, tiles, tile]: what they begin with, which `begin` says of some tiles of them (None: nothing), and the products
+        of queries [B * H, g, d] with coded vectors, times their scales."""
         (heads, g, d), weights, own = q.shape, self.weights().unsqueeze(1), self.tiles.start
         q = q * self.step
         for (lo, hi), x in self.blocks(place):
@@ -200,7 +207,8 @@ class _Tiles:
             dots = torch.bmm(one, x).view(heads, -1, g, self.size[2]).transpose(1, 2)
             part = slice(lo - self.first, hi - self.first)
             into, w = out[:, :, part], weights[:, :, lo - own : hi - own]
-            into.addcmul_(dots, w) if begin(part, into) else torch.mul(dots, w, out=into)
+            former = begin(part, into)
+            torch.mul(dots, w, out=into) if former is None else torch.addcmul(former, dots, w, out=into)
 
     def weighted(self, p: Tensor, place: Tensor, hidden: Tensor | None = None) -> Tensor:  # [B * H, g, d]
         """The sum of coded vectors with weights [B * H, g, tiles, tile]. The scale of what is `hidden` [B, tokens] counts for 0, if it is
@@ -270,29 +278,28 @@ def _channel_order(bits: tuple) -> tuple:  # ([d] long, its inverse), or (None, 
 
 # %% ../../nbs/33_gather.ipynb #33a00017
 def _mean_scores(query, store: KVStore, tiles: slice):
-    """A function that puts into the scores of some tiles, counted from the first of these, what the mean of keys adds to them, and says
-    whether that is anything."""
+    "A function that says what the mean of keys adds to the scores of some tiles, counted from the first of these; None if nothing."
     offset = query.offset.flatten(0, 1).unsqueeze(-1) if isinstance(query.offset, Tensor) else None
     starts, tile, weights = store.ranges.starts, store.tile, query.rope_coefficients
     if weights is not None:
         store.cos_sin.reach(store.offset + tiles.stop * tile)
 
-    def put(part: slice, into: Tensor) -> bool:  # into [B * H, g, tiles, tile]
+    def former(part: slice, into: Tensor) -> Tensor | None:  # into [B * H, g, tiles, tile], a tensor of this shape or one that fits it
         if weights is None:
-            return offset is not None and into.copy_(offset) is into
+            return offset
         first, last = (store.offset + (tiles.start + i) * tile for i in (part.start, part.stop))
         if len(set(starts)) > 1 or first < starts[0]:
             found = (weights @ store._rows(first, last).float().mT).flatten(0, 1)
-            into.unflatten(-1, (-1, 4)).copy_(by_row(found, tile // 4))
-        else:  # all sequences have the same angles: their rows in the order of the look-up, for a product that needs no other place
+            found = by_row(found, tile // 4).reshape(into.shape)
+        else:  # all sequences have the same angles: a product for each tile, which threads share, with rows in the order of the look-up
             rows = store.rope_table[first - starts[0] : last - starts[0]].unflatten(0, (-1, 4, tile // 4)).transpose(1, 2)
-            rows = rows.to(torch.float32, memory_format=torch.contiguous_format).flatten(0, 2)
-            torch.mm(weights.view(-1, rows.shape[1]), rows.T, out=into.view(-1, len(rows)))
-        if offset is not None:
-            into.add_(offset)
-        return True
+            rows = rows.to(torch.float32, memory_format=torch.contiguous_format).flatten(1, 2)
+            flat = weights.view(-1, rows.shape[2])
+            found = torch.bmm(flat.expand(len(rows), *flat.shape), rows.mT)
+            found = found.view(len(rows), *into.shape[:2], tile).permute(1, 2, 0, 3)
+        return found if offset is None else found + offset
 
-    return put
+    return former
 
 
 def attend(
@@ -337,7 +344,7 @@ def _step(q: Tensor, store: KVStore, k, v, scaling: float, softcap: float | None
         for part in keys:
             part.put_scores(rotated if order is None else rotated[..., order], mean, coded, place)
         for part in key_signs:
-            part.put_scores(query.sketched.view(b * h, g, -1), lambda part, into: True, coded, place)
+            part.put_scores(query.sketched.view(b * h, g, -1), lambda part, into: into, coded, place)
     if softcap is not None:
         scores.div_(softcap).tanh_().mul_(softcap)
     unsure = store.flags is not None and ranges.hidden is not None  # kernels write NaN for what they refuse
