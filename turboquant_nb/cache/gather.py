@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BLOCK', 'quad_table', 'quad_index', 'decode_quads', 'by_token', 'by_row', 'StepRanges', 'step_ranges', 'attend',
-           'supports', 'append']
+           'supports', 'append', 'append_later', 'complete']
 
 # %% ../../nbs/33_gather.ipynb #33a00007
 import math
@@ -422,10 +422,9 @@ def _put_codes(planes: list, layout: Layout, codes: np.ndarray, t: int) -> None:
         byte |= table[codes if width == 2 else pairs]
 
 # %% ../../nbs/33_gather.ipynb #33a00032
-def _same_coding(a: Quantizer, b: Quantizer) -> bool:
-    "Whether rotated vectors of both can be coded together."
-    what = lambda q: (q.d, q.spec.bits, q.spec.codebook, q.spec.residual, q.spec.scale, q.spec.scale_dtype)  # noqa: E731
-    return what(a) == what(b)
+def _coding(q: Quantizer) -> tuple:
+    "Rotated vectors can be coded together where this is equal."
+    return q.d, q.spec.bits, q.spec.codebook, q.spec.residual, q.spec.scale, q.spec.scale_dtype
 
 
 class _Rows(NamedTuple):
@@ -481,12 +480,12 @@ def _with_residual(q: Quantizer, y: Tensor, coded: tuple) -> _Rows | None:
     return _Rows(codes, scale, _signs_and_norm(rest, q.sketch)[0].numpy(), norm.to(q.scale_dtype)) if fits else None
 
 
-def _key_mean(store: KVStore) -> Tensor:
-    "A pre-RoPE mean at the next position: [B, H, 1, d]."
+def _key_mean(store: KVStore, position: int) -> Tensor:
+    "A pre-RoPE mean at a position: [B, H, 1, d]."
     mean, starts = store.key.mean.float(), store.ranges.starts
     if len(set(starts)) > 1 or store.cos_sin.table.shape[1] < mean.shape[3]:
-        return apply_cos_sin(mean, store._rows(store.length, store.length + 1))
-    cos, sin = store.cos_sin.row(max(0, store.length - starts[0]))
+        return apply_cos_sin(mean, store._rows(position, position + 1))
+    cos, sin = store.cos_sin.row(max(0, position - starts[0]))
     return mean * cos + mean.roll(mean.shape[3] // 2, -1) * sin
 
 
@@ -512,6 +511,7 @@ def append(
     v: Tensor,  # [B, H, 1, d_value]
 ) -> bool:  # whether it did; if not, nothing has changed, and `KVStore.append` codes or refuses
     "Code one token of each sequence in few operations, with the bits of `KVStore.append`."
+    store.complete()
     if store.static:
         if store._capturing():
             return False
@@ -528,7 +528,8 @@ def _append_usual(store: KVStore, k: Tensor, v: Tensor) -> bool:
         if coded is None:
             return False
         for side, x, rows in zip(store.sides, (k, v), coded):
-            _put_token(store, side, x, rows)
+            _put_rows(store, side, rows, store.length)
+            _put_exact(store, side, x)
         store.length += 1
         store.storage.count(store.length)
     return True
@@ -540,16 +541,22 @@ def _halves(both: tuple) -> tuple:
     return slice(n), slice(n, None)
 
 
-def _code_token(store: KVStore, k: Tensor, v: Tensor) -> list | None:
-    "`_Rows` of keys and of values; None if they cannot be coded so."
+def _rotated(store: KVStore, states: tuple, position: int) -> list:  # [B * H, d] of keys, of values
+    "States of one position, centred and rotated."
     means, rotated = [side.mean for side in store.sides], []
     if store.cos_sin is not None:
-        means[0] = _key_mean(store)
-    for side, x, mean in zip(store.sides, (k, v), means):
+        means[0] = _key_mean(store, position)
+    for side, x, mean in zip(store.sides, states, means):
         x = x.float() if mean is None else x.float() - mean.float()
         y = side.q.rotation.apply(x if side.q.rotation.per_head else x.reshape(-1, side.q.d))
         rotated.append(y.reshape(-1, side.q.d))
-    if _same_coding(store.key.q, store.value.q):
+    return rotated
+
+
+def _code_token(store: KVStore, k: Tensor, v: Tensor) -> list | None:
+    "`_Rows` of keys and of values; None if they cannot be coded so."
+    rotated = _rotated(store, (k, v), store.length)
+    if _coding(store.key.q) == _coding(store.value.q):
         both = _code_rows(store.key.q, torch.cat(rotated))
         coded = [None] if both is None else [tuple(x[half] for x in both) for half in _halves(both)]
     else:
@@ -560,11 +567,11 @@ def _code_token(store: KVStore, k: Tensor, v: Tensor) -> list | None:
     return None if any(x is None for x in rows) else rows
 
 
-def _put_token(store: KVStore, side: Side, x: Tensor, rows: _Rows) -> None:
-    "Write codes and scale after the last token; copy the token itself into the ring, and where it is a sink to its place among them."
-    position, shape, (sinks, ring) = store.length, x.shape[:2], (side.exact.sinks, side.exact.recent)
+def _put_rows(store: KVStore, side: Side, rows: _Rows, position: int) -> None:
+    "Write codes and scale of a position."
+    shape, held = (store.batch, store.heads), side.tensors
     tile, t = divmod(position - store.offset, store.tile)
-    codes, held = rows.codes.reshape(*shape, -1), side.tensors
+    codes = rows.codes.reshape(*shape, -1)
     for g in side.groups:
         planes = [held[name].numpy()[:, :, tile - side.tiles_before(name)] for name in g.names]
         _put_codes(planes, g.layout, codes if len(side.groups) == 1 else codes[..., g.channels], t)
@@ -572,8 +579,62 @@ def _put_token(store: KVStore, side: Side, x: Tensor, rows: _Rows) -> None:
     if side.signs is not None:
         _put_codes([held["signs"].numpy()[:, :, tile]], side.signs, rows.signs.reshape(*shape, -1), t)
         _array(held["residual_norm"])[:, :, tile, t] = _array(rows.residual_norm).reshape(shape)
+
+
+def _put_exact(store: KVStore, side: Side, x: Tensor) -> None:
+    "Copy a token into the ring after the last one, and where it is a sink to its place among them."
+    position, (sinks, ring) = store.length, (side.exact.sinks, side.exact.recent)
     if ring.shape[2]:
         _array(ring)[:, :, position % ring.shape[2]] = _array(x)[:, :, 0]
     for row, start in enumerate(store.ranges.starts):
         if 0 <= position - start < sinks.shape[2]:
             sinks[row, :, position - start] = x[row, :, 0]
+
+# %% ../../nbs/33_gather.ipynb #33c0a002
+_SURE = 2.0**10  # no state with smaller entries is refused
+
+
+def append_later(
+    store: KVStore,
+    k: Tensor,  # [B, H, 1, d_key] in the store's dtype
+    v: Tensor,  # [B, H, 1, d_value]
+) -> bool:  # whether it did; if not, nothing has changed
+    "Take the exact state of one token of each sequence, which `complete` codes."
+    sides = store.sides
+    if store.static or store.uncoded or not store.recipe.recent or any(type(s.q) is not Quantizer or s.q.rotation.per_head for s in sides):
+        return False
+    if not _is_usual(store, k, v) or not all(float(torch.linalg.vector_norm(x.detach(), math.inf)) < _SURE for x in (k, v)):  # NaN is not
+        return False
+    store._make_room(1)
+    for side, x in zip(sides, (k, v)):
+        _put_exact(store, side, x)
+    store.length, store.uncoded = store.length + 1, 1
+    return True
+
+
+@_plain
+def complete(
+    stores: list,  # of all layers
+) -> None:
+    "Code the tokens that `append_later` took, with the bits of `append`."
+    alike, late = {}, [store for store in stores if store.uncoded]
+    with torch.inference_mode():
+        for store in late:
+            position = store.length - 1
+            slot = position % store.recipe.recent
+            rotated = _rotated(store, tuple(side.exact.recent[:, :, slot : slot + 1] for side in store.sides), position)
+            for side, y in zip(store.sides, rotated):
+                alike.setdefault(_coding(side.q), []).append((store, side, y))
+        coded = [(_code_rows(parts[0][1].q, torch.cat([y for *_, y in parts])), parts) for parts in alike.values()]
+        if any(found is None for found, _ in coded):  # a vector is 0: one store after the other
+            for store in late:
+                store.complete()
+            return
+        for (codes, scale, _), parts in coded:
+            at = 0
+            for store, side, y in parts:
+                rows, at = slice(at, at + len(y)), at + len(y)
+                _put_rows(store, side, _Rows(codes[rows], scale[rows]), store.length - 1)
+    for store in late:
+        store.uncoded = 0
+
