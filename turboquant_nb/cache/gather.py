@@ -115,6 +115,7 @@ class StepRanges:
     tiles: slice  # that they lie in, counted from the first that is held
     hidden: Tensor | None  # [B, 1, 1, S + W + m + tokens of these tiles] bool: sinks, ring and chunk, then `by_row`; None: all count
     bias: Tensor | None = None  # the same as what is added to scores: -inf where hidden, else 0
+    blind: bool = False  # whether a sequence sees nothing
 
 
 @lru_cache(maxsize=8)
@@ -150,7 +151,8 @@ def step_ranges(
         hidden = ~torch.cat([*seen, by_row(coded, tile // 4).flatten(1)], 1)[:, None, None]
         if not bool(hidden.any()):
             return StepRanges(first, last, tiles, None)
-        return StepRanges(first, last, tiles, hidden, torch.zeros(hidden.shape, dtype=torch.float32).masked_fill_(hidden, -math.inf))
+        bias = torch.zeros(hidden.shape, dtype=torch.float32).masked_fill_(hidden, -math.inf)
+        return StepRanges(first, last, tiles, hidden, bias, bool(hidden.all(-1).any()))
 
 # %% ../../nbs/33_gather.ipynb #33a00016
 BLOCK = 2**20  # numbers decoded at a time: 4 MB of fp32; smaller blocks stay nearer, and cost more calls
@@ -352,10 +354,13 @@ def _step(q: Tensor, store: KVStore, k, v, scaling: float, softcap: float | None
         scores.view(b, h, g, -1).masked_fill_(ranges.hidden, -math.inf)
     elif ranges.bias is not None:  # a sum takes a fifth of the time
         scores.view(b, h, g, -1).add_(ranges.bias)
-    top = scores.amax(-1, keepdim=True)
-    scores.sub_(top.clamp(min=-1e38)).exp_()  # weights, from here on
-    total = scores.sum(-1, keepdim=True)
-    out = torch.bmm(scores[..., :near], exact_v)
+    top, weights = scores.amax(-1, keepdim=True), scores.softmax(-1)
+    largest = weights.amax(-1, keepdim=True)
+    if ranges.blind:  # 0 where nothing is seen; NaN in q stays NaN
+        nothing = top == -math.inf
+        weights.masked_fill_(nothing, 0), largest.masked_fill_(nothing, 1)
+    coded = weights[..., near:].view(b * h, g, tiles, store.tile)
+    out = torch.bmm(weights[..., :near], exact_v)
     if tiles:
         unseen = ranges.hidden[:, 0, 0, near:] if unsure else None
         rotated = sum(part.weighted(coded, place, unseen) for part in values)
@@ -365,8 +370,7 @@ def _step(q: Tensor, store: KVStore, k, v, scaling: float, softcap: float | None
         out += value.q.rotation.inverse(rotated)
         if value.mean is not None:
             out += coded.sum((-1, -2)).unsqueeze(-1) * value.mean.float().view(b * h, 1, dv)
-    out /= total.clamp(min=1e-38)  # 0 where nothing is seen; NaN in q stays NaN
-    return out.view(b, h * g, 1, dv).to(q.dtype), (top + total.log()).view(b, h * g, 1)
+    return out.view(b, h * g, 1, dv).to(q.dtype), (top - largest.log()).view(b, h * g, 1)
 
 
 def _exact(side: Side, chunk: Tensor | None) -> Tensor:
