@@ -72,11 +72,11 @@ def quad_index(
     return index.mT if channels == -1 else index
 
 
-def _look_up(table: Tensor, index: Tensor) -> Tensor:
-    "`table[index]`, contiguous: by all threads, or by one in less time."
-    if torch.get_num_threads() == 1:
-        return table.index_select(0, index.flatten()).view(index.shape)
-    return table.expand(*index.shape[:-1], -1).gather(-1, index)
+def _look_up(table: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
+    "`table[index]`, in `out` if given: by all threads, or by one in less time."
+    if torch.get_num_threads() > 1 or not (out is None or out.is_contiguous()):
+        return torch.gather(table.expand(*index.shape[:-1], -1), -1, index, out=out)
+    return torch.index_select(table, 0, index.flatten(), out=None if out is None else out.view(-1)).view(index.shape)
 
 
 def decode_quads(
@@ -87,8 +87,11 @@ def decode_quads(
 ) -> Tensor:  # [..., d, tile] fp32, token i * rows + t at 4 t + i
     "Levels of whole tiles in steps of the codebook's grid. Without a grid the step is 1."
     index = quad_index(planes, layout)
-    levels = _look_up(table, index).view(_LEVEL[table.dtype])
-    return levels.float() if out is None else out.view(levels.shape).copy_(levels)
+    if out is None or table.dtype != _WORD[out.dtype]:
+        levels = _look_up(table, index).view(_LEVEL[table.dtype])
+        return levels.float() if out is None else out.view(levels.shape).copy_(levels)
+    _look_up(table, index, out.view(table.dtype).view(index.shape))
+    return out
 
 
 def by_token(
@@ -227,6 +230,11 @@ class _Tiles:
         return total * self.step
 
 # %% ../../nbs/33_gather.ipynb #33a00040
+def _wide(table: Tensor) -> Tensor:
+    "A table of `quad_table` with fp32 levels, which need no conversion; as it is where that would not stay in a core's cache (4 bits)."
+    return table if len(table) > 2**15 or table.dtype != _WORD[torch.int8] else table.view(torch.int8).float().view(_WORD[torch.float32])
+
+
 @lru_cache(maxsize=64)
 def _tables(codebook, firsts: tuple, sizes: tuple) -> tuple:  # (`quad_table` of each group, step of the levels: a number, or [d] channels group by group)
     "What a codebook says of groups of so many channels, from the first channel of each."
@@ -234,7 +242,7 @@ def _tables(codebook, firsts: tuple, sizes: tuple) -> tuple:  # (`quad_table` of
     steps = [1.0 if book.grid is None else book.grid.step for book in books]
     with torch.inference_mode(False):
         step = steps[0] if len(steps) == 1 else torch.tensor(steps).repeat_interleave(torch.tensor(sizes))
-    return [quad_table(book) for book in books], step
+    return [_wide(quad_table(book)) for book in books], step
 
 
 def _code_tiles(side: Side, tiles: slice) -> list:  # of `_Tiles`
@@ -257,7 +265,7 @@ def _code_tiles(side: Side, tiles: slice) -> list:  # of `_Tiles`
 @lru_cache(maxsize=1)
 def _sign_table() -> Tensor:
     "The words of a plane of signs: -1 and 1."
-    return _quad_words(torch.tensor([-1, 1], dtype=torch.int8), 1)
+    return _quad_words(torch.tensor([-1.0, 1.0]), 1)
 
 
 def _sign_tiles(side: Side, tiles: slice) -> list:  # of `_Tiles`
