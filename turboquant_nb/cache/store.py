@@ -592,6 +592,21 @@ class KVStore:
         self.length = length
         self.storage.count(length)
 
+    @_plain
+    def complete(self) -> None:
+        "Code the newest token if only its exact state was taken. Raises ValueError if it cannot be coded; it is then forgotten."
+        if not self.uncoded:
+            return
+        recent, self.uncoded, self.length = self.recipe.recent, 0, self.length - 1
+        slot = self.length % recent
+        states = tuple(side.exact.recent[:, :, slot : slot + 1] for side in self.sides)
+        try:
+            _code(self, states, [side.mean for side in self.sides], ("k", "v"))
+        except BaseException:
+            self._recent_from = min(self.length, max(self._recent_from, self.length + 1 - recent))
+            raise
+        self.length += 1
+
     # --- reading
 
     def read(self, first: int | None = None, last: int | None = None) -> tuple:
@@ -819,24 +834,6 @@ def levels(self: KVStore, side: str, codes: Tensor) -> Tensor:
 def is_sink(self: KVStore, positions: Tensor) -> Tensor:
     "Which of `positions` [B|1, T] are sinks of their sequence: [B, T] bool."
     return self.ranges.is_sink(positions, self.recipe.sinks)
-
-# %% ../../nbs/31_store.ipynb #31c0a002
-@patch
-@_plain
-def complete(self: KVStore) -> None:
-    "Code the newest token if only its exact state was taken. Raises ValueError if it cannot be coded; it is then forgotten."
-    if not self.uncoded:
-        return
-    recent, self.uncoded, self.length = self.recipe.recent, 0, self.length - 1
-    slot = self.length % recent
-    states = tuple(side.exact.recent[:, :, slot : slot + 1] for side in self.sides)
-    try:
-        _code(self, states, [side.mean for side in self.sides], ("k", "v"))
-    except BaseException:
-        self._recent_from = min(self.length, max(self._recent_from, self.length + 1 - recent))
-        raise
-    self.length += 1
-
 
 # %% ../../nbs/31_store.ipynb #34077796
 @patch
