@@ -523,7 +523,8 @@ def append(
     v: Tensor,  # [B, H, 1, d_value]
 ) -> bool:  # whether it did; if not, nothing has changed, and `KVStore.append` codes or refuses
     "Code one token of each sequence in few operations, with the bits of `KVStore.append`."
-    store.complete()
+    if store.uncoded:
+        store.complete()
     if store.static:
         if store._capturing():
             return False

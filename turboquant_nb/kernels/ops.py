@@ -304,7 +304,7 @@ def dispatch_attend(
     name, q, store, k, v, scaling, mask, first, causal, sliding_window, softcap, recent=None
 ) -> tuple:
     "`attend` by a backend that `select_backend` gave, without asking again."
-    if name != "gather":  # which reads the newest token exactly where it has no codes yet
+    if store.uncoded and name != "gather":  # which reads such a token exactly
         store.complete()
     if name == "torch":
         call = scaling, mask, first, causal, sliding_window, softcap
@@ -347,7 +347,8 @@ def append(
 ) -> str:  # the backend that coded
     """Code n tokens and add them. Raises ValueError/TypeError on states that do not fit, or with
     the reason if the backend named cannot serve; the store is then as before."""
-    store.complete()
+    if store.uncoded:
+        store.complete()
     if backend != "torch" and encode.append_again(store, k, v):
         return "triton"
     name, _ = select_coder(store, backend)
