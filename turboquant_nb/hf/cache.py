@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from .. import checks
+from ..cache import gather
 from ..kernels import ops
 from .model_info import ModelInfo, _recipes_to_json, plan_layers
 from ..quant.quantizer import Recipe
@@ -118,7 +119,7 @@ class TurboQuantLayer(CacheLayerMixin):
         self.drafting, self.drafts = False, 0  # see `activate_past_recording`
         self.tail = None  # exact states that the last chunk's queries read, and a crop
         self.canary, self.changes = None, 0  # what checks; times that rows became others
-        self.captured_backends = {}  # of a static store: what serves steps that a graph captures
+        self.captured_backends, self.captured_tail = {}, None  # of a static store: what serves steps that a graph captures; where it leaves exact states
         self.names = f"keys of layer {index}", f"values of layer {index}"  # how errors call new states
         self.patience = 0  # steps to run eagerly before one is captured: tokens were cropped
 
@@ -158,11 +159,11 @@ class TurboQuantLayer(CacheLayerMixin):
         if self.static:
             self.select_backends(key_states)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, on_codes: bool | None = None, **kwargs) -> tuple:
+    def update(self, key_states: Tensor, value_states: Tensor, *args, on_codes: bool | None = None, later: list | None = None, **kwargs) -> tuple:
         """Code n tokens; return handles for the 'turboquant' attention, dense tensors for any
         other. A refused update changes nothing; what comes after the first chunk kernels take without
         looking at it, see `TurboQuantCache.check`. A cache, which has asked already, says whether the
-        model attends `on_codes`."""
+        model attends `on_codes`, and takes the store into the list `later` where it will code the token."""
         if self.capturing:
             return self.append_captured(key_states, value_states)
         on_codes = self.on_codes if on_codes is None else on_codes
@@ -171,7 +172,7 @@ class TurboQuantLayer(CacheLayerMixin):
             return CodedStates(self, key_states, first, False), CodedStates(self, value_states, first, False)
         past, (drafts, self.drafts) = self.held, (self.drafts, 0)
         states, drafts = (key_states, value_states), drafts if on_codes and not past else 0
-        self._append_parts(states, key_states.shape[2] - drafts, past == 0)
+        self._append_parts(states, key_states.shape[2] - drafts, past == 0, later)
         if on_codes:
             return self._handles(states, first, past == 0, drafts)
         self.calls["dense" if past else "prefill"] += 1
@@ -209,7 +210,7 @@ class TurboQuantLayer(CacheLayerMixin):
             self.canary.keep(self, key_states, value_states)
         return True
 
-    def _append_parts(self, states: tuple, whole: int, first_chunk: bool):
+    def _append_parts(self, states: tuple, whole: int, first_chunk: bool, later: list | None):
         "Code `whole` tokens, then the rest: drafts after a prompt, which has the mean to itself."
         if whole < states[0].shape[2]:
             self._append(*(x[:, :, :whole] for x in states), True)
@@ -218,13 +219,13 @@ class TurboQuantLayer(CacheLayerMixin):
             except BaseException:
                 self.reset()
                 raise
-        self._append(*states, first_chunk)
+        self._append(*states, first_chunk, later)
 
     def serves_steps(self, n: int) -> bool:
         "Whether n tokens after a past are served as if they came one by one."
         return 1 < n <= (_DRAFTS if self.drafting else STEPS)
 
-    def _append(self, key_states, value_states, first_chunk: bool):
+    def _append(self, key_states, value_states, first_chunk: bool, later: list | None = None):
         "Code a chunk. Whatever goes wrong, the layer is as it was."
         before, fresh, n = self.starts, not self.is_initialized, key_states.shape[2]
         try:
@@ -237,8 +238,13 @@ class TurboQuantLayer(CacheLayerMixin):
             few = self.serves_steps(n) or (n == 1 and self.drafting)
             few = few and not first_chunk and self.recipe.recent
             tail = self.store.tail_with(key_states, value_states, self.names) if few else None
+            alone = later is None or n > 1 or few or self.canary is not None or self.backend == "triton"
             wait = None if first_chunk else False  # flags of all layers are looked at together, in the next pass
-            coder = ops.append(self.store, key_states, value_states, self.backend, self.names, wait)
+            if not alone and gather.append_later(self.store, key_states, value_states):
+                later.append(self.store)
+                coder = "torch"
+            else:
+                coder = ops.append(self.store, key_states, value_states, self.backend, self.names, wait)
         except BaseException:  # out of memory, or interrupted
             if fresh:
                 self.reset()
@@ -406,7 +412,7 @@ def _goes_on(past: int) -> str:
 def _refuse_other_prompt(module, args, kwargs) -> None:
     """Before a model's forward: raise ValueError for what `generate` leaves of a prompt that is no longer than what the cache
     holds. It cuts off as many tokens as are held by counting from the end, so a part of the prompt goes on after a past
-    that is another's, at positions that are taken."""
+    that is another's, at positions that are taken. With drafts it cuts off nothing, and reads the conversation a second time."""
     cache, places = kwargs.get("past_key_values"), kwargs.get("position_ids")
     if torch.compiler.is_compiling() or not isinstance(cache, TurboQuantCache) or not isinstance(places, Tensor):
         return
@@ -416,9 +422,12 @@ def _refuse_other_prompt(module, args, kwargs) -> None:
     if not dropped or waits or places.ndim != 2 or layer.capturing:
         return
     past = layer.held
-    given = int(places[:, -1].max()) + 1  # tokens of the prompt, in the row with the least padding
+    first, last = torch.stack([places[:, 0].min(), places[:, -1].max()]).tolist()
+    given = last + 1  # tokens of the prompt, in the row with the least padding
     if given <= past and n == 2 * given - past:
         raise ValueError(f"a prompt of {given:,} tokens does not go on from what is held. {_goes_on(past)}")
+    if past and n > 1 and first == 0:
+        raise ValueError(f"a prompt from its first token on does not go on from {past:,} tokens; with drafts generate() reads all of it again. For another prompt make a new cache, or call cache.reset()")
 
 
 def _listen_to_positions(model) -> None:
@@ -522,6 +531,7 @@ class TurboQuantCache(Cache):
         self.coded_layers = [x for x in self.layers if isinstance(x, TurboQuantLayer)]
         self._flags, self._padding_set, self._like = _Flags(), False, None
         self._on_codes = None  # whether the pass that runs attends on codes; its first layer asks
+        self._late = []  # stores whose newest token is coded when the pass ends
         self._lengths = {}  # of a pass: tokens that static layers hold before it, by layer
         _listen_to_masks()
         if module:
@@ -563,12 +573,17 @@ class TurboQuantCache(Cache):
             return layer.update(key_states, value_states, *args, **kwargs)
         if layer is self.coded_layers[0]:
             self._begin_pass()
-            self._on_codes = layer.on_codes
+            self._on_codes, self._late = layer.on_codes, []
         known, on_codes = self._lengths.pop(layer_idx, None), self._on_codes
-        if layer is self.coded_layers[-1]:
+        last = layer is self.coded_layers[-1]
+        if last:
             self._on_codes = None  # the pass ends here
         if known is None:
-            return layer.update(key_states, value_states, *args, on_codes=on_codes, **kwargs)
+            states = layer.update(key_states, value_states, *args, on_codes=on_codes, later=self._late if on_codes else None, **kwargs)
+            if last and self._late:
+                gather.complete(self._late)
+                self._late = []
+            return states
         storage = layer.store.storage
         layer.store.length, storage.known = known, True
         try:
@@ -775,9 +790,16 @@ def crop(self: TurboQuantLayer, tokens_to_remove: int) -> None:
     if self.static:
         self.tail = self.store.crop(min(n, self.held), self.tail)
         return
-    if n:
-        self.make_growing()
-        self.patience = 8  # of drafts that are rejected again and again no graph is worth it
+    if self.drafting and self.store.static:  # passes with drafts are replayed, so no tensor may move; the host knows the length
+        self.store.storage.known = True
+        try:
+            self.tail = self.store.crop(n, self.tail)
+        finally:
+            self.store.storage.known = False
+        return
+    self.make_growing()
+    if not self.drafting:
+        self.patience = 8  # of a cache that is cropped again and again no graph is worth it
     oldest = self.store.length - n - (self.sliding_window or 0) + 1  # that must be visible then
     if self.is_sliding and oldest < self.store.offset and self.store.offset:
         kept = f"its window of {self.sliding_window} and {MARGIN} tokens more"
