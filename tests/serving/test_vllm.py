@@ -88,10 +88,10 @@ def test_all_tokens_recent(tmp_path):
 
 @pytest.mark.parametrize("part", ("drafts", "drafts_recent", "drafts_firsts"))
 def test_drafts_and_calibration(part, tmp_path):
-    "The same where the engine verifies drafts, and keys have a calibration's transforms and means; without and with exact recent tokens, and first ones. With recent ones alone there are no means."
+    "The same where the engine verifies drafts, and keys have a calibration's transforms and means; without and with exact recent tokens, and first ones."
     seen = run(tmp_path, part)
     assert seen["worst"] < 1e-5 and not seen["miscoded"] and seen["calls"] > 50 and seen["drafted"] + seen["grouped"] > 20, seen
-    assert seen["centred"] == (0 if part == "drafts_recent" else seen["calls"]) and (seen["firsts"] > 100) == (part == "drafts_firsts"), seen
+    assert seen["centred"] == seen["calls"] and (seen["firsts"] > 100) == (part == "drafts_firsts"), seen
 
 
 def test_sliding_windows_and_soft_cap(tmp_path):
