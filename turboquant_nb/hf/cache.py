@@ -32,9 +32,7 @@ NAME = "turboquant"  # of the attention implementation that reads codes
 STEPS = 16  # tokens of the longest chunk that is served as if its tokens came one by one
 _DRAFTS = 64  # the same where transformers has said that drafts will come
 _LONG = 1024  # tokens of a past that a processor decodes slowly for another attention
-MARGIN = (
-    256  # tokens a sliding layer keeps beyond its window, so that rejected drafts can be cropped
-)
+MARGIN = 256  # tokens a sliding layer keeps beyond its window, so that rejected drafts can be cropped
 _NOT_A_TENSOR = (
     "these keys and values are codes, not a tensor. The 'turboquant' attention serves models whose "
     "layers hand them to the attention interface as they come from the cache; set another one"
