@@ -1,4 +1,4 @@
-"""Decode steps of a whole model on one NVIDIA GPU: run.py generate [--tiny] [--quick] [--seconds S] [--after FILE] [--wall 1x8192 …] [--prompts 1x32768 …] --out FILE.
+"""Decode steps of a whole model on one NVIDIA GPU: run.py generate [--tiny] [--quick] [--seconds S] [--after FILE] [--wall 1x8192 …] [--prompts 1x32768 …] [--drafts 1x8192 …] --out FILE.
 
 Llama-3.1-8B shapes with random bf16 weights (speed does not depend on their values). Caches are filled with random states in place of a prompt, so that no time goes
 into prefill; a step is the model's own forward pass for one new token of each sequence, without sampling. One process, medians with 20th and 80th percentiles of CUDA
@@ -14,8 +14,10 @@ chunks, after one that is not timed. `filling_peak_bytes` is the most that was a
 
 --wall BxT measures whole calls of generate() instead, by the clock, on prompts of random ids: `first_ms` until the first token's logits, `step_ms` what each of the `new - 1`
 tokens after it took on average, recording a graph included; every mode once before that on a short prompt, for kernels and compilers. `cache kept`: one cache for all calls,
-emptied by reset(). --prompts BxT with --chunks N …: calls for one token, the prompt at once and in chunks, by transformers' dynamic cache and by ours; `begun_ms` is the first of them, `of_whole`
-the time over that of the same cache at once, `of_best` over the shorter of both caches' at once, `peak_bytes` what was allocated at most beside the weights; `prompt, kernels` the GPU's time in chunks by what kernels do. --filled BxT: caches filled by random states, from which calls go on, so without `first_ms`. `speedup`: tokens/s of a row over those of transformers' best mode for the shape.
+emptied by reset(). --rounds N: the modes of a shape take turns, N times. --prompts BxT with --chunks N …: calls for one token, the prompt at once and in chunks, by transformers' dynamic cache and by ours; `begun_ms` is the first of them, `of_whole`
+the time over that of the same cache at once, `of_best` over the shorter of both caches' at once, `peak_bytes` what was allocated at most beside the weights; `prompt, kernels` the GPU's time in chunks by what kernels do. --drafts 1xT with --lookup N …: calls with prompt lookup of N tokens
+(0: one by one) on a model that counts, t, t+1, …, after a prompt that does too but for a jump in one of --jumps tokens: the drafts that meet no jump are right. Every mode must give the tokens that counting
+gives; `passes` are forward passes after the prompt, `a_pass` the tokens that each gave. --filled BxT: caches filled by random states, from which calls go on, so without `first_ms`. `speedup`: tokens/s of a row over those of transformers' best mode for the shape.
 
 Gate, on a small model of the same kind: logits after filling are those after a prompt; of kernels those of PyTorch's attention on codes; of replayed graphs those of
 eager steps; and no timed step of ours was served by anything but kernels. No row is written on a red gate."""
@@ -487,17 +489,87 @@ def prompts(model, shapes, chunks, repeats):
         yield where_time_goes(model, batch, prompt, min(chunks))
 
 
-def walls(model, shapes, new, repeats, skip, before=(), held=False):
+def merged(taken):
+    "One row of those that a mode got in several rounds."
+    if any("error" in r for r in taken):
+        return next(r for r in taken if "error" in r)
+    steps = [x for r in taken for x in r["steps_ms"]]
+    row = taken[-1] | {"n": len(steps), "steps_ms": steps, "step_ms": sorted(steps)[(len(steps) - 1) // 2], "peak_bytes": max(r["peak_bytes"] for r in taken)}
+    row |= {"tokens_s": row["batch"] / row["step_ms"] * 1e3} | ({"first_ms": min(r["first_ms"] for r in taken)} if "first_ms" in row else {})
+    return row
+
+
+def walls(model, shapes, new, repeats, rounds, skip, before=(), held=False):
     "Rows of all modes for each shape, with their speedup over transformers' best mode, of earlier rows too where a mode is left out."
     for batch, prompt in shapes:
         left_out = {*skip, *(["static/compiled"] if held else [])} | {x.split("@")[0] for x in skip if x.endswith(f"@{batch}x{prompt}")}
         how = [x for x in WALL if "/".join(x) not in left_out]
         n = repeats if batch * prompt < 100_000 else min(2, repeats)
-        found = [(wall_filled if held else wall)(model, *x, batch, prompt, new, n) for x in how]
+        taken = [[(wall_filled if held else wall)(model, *x, batch, prompt, new, n) for x in how] for _ in range(rounds)]
+        found = [merged(x) for x in zip(*taken)]
         known = [r for r in before if (r["batch"], r["prompt"], r.get("filled", False)) == (batch, prompt, held)]
         best = max((r["tokens_s"] for r in [*found, *known] if "tokens_s" in r and not r["cache"].startswith("turboquant")), default=None)
         for r in found:
             yield r | ({"speedup": r["tokens_s"] / best} if best and "tokens_s" in r else {})
+
+
+COUNTED = 997  # tokens of the model that counts
+
+
+def counting(model):
+    "Let a model count: the layers hardly change what comes in, and the head of t + 1 is the embedding of t. Every product is made as before."
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight *= 1e-3
+            layer.mlp.down_proj.weight *= 1e-3
+        given, n = model.model.embed_tokens.weight, min(COUNTED, model.config.vocab_size)
+        model.lm_head.weight[:n] = given[:n].roll(1, 0)
+    return n
+
+
+def counted(n, length, jumps, seed):
+    "Tokens that count modulo n, and jump elsewhere once in `jumps` tokens (0: never)."
+    g = torch.Generator().manual_seed(seed)
+    by = torch.ones(length, dtype=torch.long)
+    if jumps:
+        by = torch.where(torch.rand(length, generator=g) < 1 / jumps, torch.randint(n, (length,), generator=g), by)
+    return by.cumsum(0)[None] % n
+
+
+def drafts(model, shapes, lookups, jumps, new, repeats):
+    "Rows of calls of generate() with prompt lookup and one by one, by both caches."
+    n, passes = counting(model), []
+    hook = model.register_forward_pre_hook(lambda module, args, given: passes.append(given["position_ids"]), with_kwargs=True)
+    for (batch, prompt), often in ((shape, x) for shape in shapes for x in jumps):
+        best = 0
+        for cache in ("dynamic", "turboquant k3v3"):
+            model.set_attn_implementation("turboquant" if cache != "dynamic" else "sdpa")
+            for tokens in lookups:
+                took = []
+                for i in range(repeats + 1):
+                    ids = counted(n, prompt, often, i).to(DEVICE)
+                    used, clock, options = DynamicCache(config=model.config), Clock(), {"prompt_lookup_num_tokens": tokens} if tokens else {}
+                    if cache != "dynamic":
+                        used = TurboQuantCache(model, "k3v3")
+                    torch.cuda.synchronize()
+                    passes.clear()
+                    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, logits_processor=[clock], pad_token_id=0, past_key_values=used, **options)
+                    torch.cuda.synchronize()
+                    after = time.perf_counter() - clock.at
+                    later = prompt + new - int(passes[1][0, 0]) - 1  # tokens of all passes but the first
+                    took.append(1e3 * after / later)
+                    want = (ids[0, -1] + 1 + torch.arange(new, device=DEVICE)) % n
+                    if not torch.equal(out[0, prompt:], want):
+                        raise RuntimeError(f"{cache}, {tokens} drafts: not the tokens of a model that counts")
+                    report = used.report() if cache != "dynamic" else {}
+                    del used
+                row = {"cache": cache, "mode": "prompt lookup" if tokens else "one by one", "drafts": tokens, "jumps": often, "batch": batch, "prompt": prompt, "new": new, "n": repeats, "unit": "ms"}
+                row |= {"token_ms": min(took[1:]), "tokens_ms": took[1:], "passes": len(passes) - 1, "a_pass": later / (len(passes) - 1)}
+                row |= {"pass_ms": row["token_ms"] * row["a_pass"], "tokens_s": 1e3 / row["token_ms"]}
+                row |= {"served": report["served"], "graphs": {k: x for k, x in report["graphs"].items() if k != "line"}} if report else {}
+                best = max(best, row["tokens_s"] if cache == "dynamic" else 0)
+                yield row | {"speedup": row["tokens_s"] / best}
+    hook.remove()
 
 
 def replayed_tokens():
@@ -533,8 +605,12 @@ def options(p):
     p.add_argument("--filled", nargs="+", metavar="BxT", default=(), help="with --wall: the same for caches that are filled by random states, so without a first token")
     p.add_argument("--prompts", nargs="+", metavar="BxT", default=(), help="measure whole calls of generate() for one token, at once and in chunks, and nothing else")
     p.add_argument("--chunks", nargs="+", type=int, default=(8192, 2048), help="with --prompts: tokens of a chunk")
-    p.add_argument("--new", type=int, default=65, help="with --wall: tokens that a call makes")
+    p.add_argument("--drafts", nargs="+", metavar="1xT", default=(), help="measure whole calls of generate() with drafts by prompt lookup, and nothing else")
+    p.add_argument("--lookup", nargs="+", type=int, default=(0, 4, 8), help="with --drafts: tokens of a draft, 0 for none")
+    p.add_argument("--jumps", nargs="+", type=int, default=(0, 8), help="with --drafts: one in so many tokens is not what counting gives; 0 for none")
+    p.add_argument("--new", type=int, default=65, help="with --wall and --drafts: tokens that a call makes")
     p.add_argument("--repeats", type=int, default=3, help="with --wall: calls of each kind, of which the (lower) median counts; two where they hold more than 100,000 tokens")
+    p.add_argument("--rounds", type=int, default=1, help="with --wall: times that all modes of a shape are taken in turn, for a host that is slow for seconds at a time")
     p.add_argument("--skip", nargs="*", default=(), help="with --wall: caches and modes left out, as in 'turboquant k3v3/eager', or of one shape 'static/compiled@8x8192'")
 
 
@@ -573,17 +649,18 @@ def by_the_clock(a, before):
         model = make_model(TINY if a.tiny else LLAMA)
     model.generation_config.eos_token_id = None
     pairs = lambda shapes: [tuple(map(int, x.split("x"))) for x in shapes]  # noqa: E731
-    yield from prompts(model, pairs(a.prompts), a.chunks, a.repeats)
     for shapes, held in ((a.filled, True), (a.wall or (), False)):
-        yield from walls(model, pairs(shapes), a.new, a.repeats, a.skip, before, held)
+        yield from walls(model, pairs(shapes), a.new, a.repeats, a.rounds, a.skip, before, held)
+    yield from prompts(model, pairs(a.prompts), a.chunks, a.repeats)
+    yield from drafts(model, pairs(a.drafts), a.lookup, a.jumps, a.new, a.repeats)  # the last: they change the weights
 
 
 def plan(a):
-    if a.wall or a.prompts:
+    if a.wall or a.prompts or a.drafts:
         before, logits = results.earlier(a.after, a.draft) if a.after else [], gate()
         checked = {"cmd": "tokens of replayed steps are those of eager ones; " + logits["cmd"], "passed": bool(replayed_tokens() and logits["passed"])}
         shape = {"id": "tiny" if a.tiny else "random weights, Llama-3.1-8B shapes", "revision": "none"}
-        return Plan("generate", checked, by_the_clock(a, before), {"id": "random ids", "n": len(a.wall or ()) + len(a.filled) + len(a.prompts)}, shape, before=before)
+        return Plan("generate", checked, by_the_clock(a, before), {"id": "random ids", "n": len(a.wall or ()) + len(a.filled) + len(a.prompts) + len(a.drafts)}, shape, before=before)
     again = ("prefill", "fits", "largest")  # these are measured in every run
     before = [row for row in (results.earlier(a.after, a.draft) if a.after else ()) if row["mode"] not in again]
     shape = {"id": "tiny" if a.tiny else "random weights, Llama-3.1-8B shapes", "revision": "none"}

@@ -3,7 +3,7 @@
 Gate: parts of tests/serving/engine.py, small models in real engines on this GPU: chunks, prefix hits, preemption, drafts, a calibration's means
 and transforms, sliding windows, exact recent and first tokens, 200 random requests; every output of every layer within 2e-2 of attention in fp64
 to the codes of the states that the layer was given (bf16 in and out), tokens of replayed graphs those of the engine without, up to the first
-near tie. A kind is not measured where a part that concerns it does not pass.
+near tie, also of unequal requests by lists of work, which alone have the same tokens. A kind is not measured where a part that concerns it does not pass.
 
 Then each kind in a process of its own: seconds to the first token of a batch (chunks of 8,192 tokens), milliseconds a token from the
 difference of generating 1 and 1 + n tokens with the prompts cached, graphs replayed; tokens that the cache holds in a share of the memory;
@@ -26,7 +26,7 @@ from turboquant_nb.results import tree
 HERE = Path(__file__).parent
 
 
-PARTS = "plain", "firsts", "graphs", "graphs_drafts", "graphs_firsts"  # of tests/serving/engine.py
+PARTS = "plain", "firsts", "graphs", "graphs_drafts", "graphs_firsts", "graphs_ragged"  # of tests/serving/engine.py
 WANTED = dict(plain=("chunks_with_past", "preempted"), drafts=("drafted", "centred"), random=("preempted", "hits", "cancelled"), hybrid=("sliding",), firsts=("firsts", "chunks_with_past"),
               firsts_few=("firsts", "preempted"), firsts_short=("firsts", "grouped"), drafts_recent=("recent",), drafts_firsts=("firsts", "centred"), recent=("recent",),
               random_firsts=("firsts", "preempted", "hits", "cancelled"))  # fmt: skip  # what a part must have met
@@ -47,7 +47,7 @@ def holds(part, found):
     if "error" in found:
         return False
     if part.startswith("graphs"):
-        return found["decided"] > 20 and not found["wrong"]
+        return found["decided"] > 20 and not found["wrong"] and found.get("listed", 1) > 0
     return found["worst"] < 2e-2 and all(found.get(name, 0) > 0 for name in WANTED.get(part, ())) and not found.get("wrong")
 
 
@@ -71,7 +71,7 @@ def needed(kind):
     "Parts of the gate without which a kind is not measured, where they were run."
     if not re.match(r"k\dv\d-", kind):
         return set()
-    return {"plain", "drafts", "hybrid", "random", "graphs", "graphs_drafts"} | ({x for x in WANTED if "firsts" in x or "recent" in x} | {"graphs_firsts"} if "-r" in kind else set())
+    return {"plain", "drafts", "hybrid", "random", "graphs", "graphs_drafts", "graphs_ragged"} | ({x for x in WANTED if "firsts" in x or "recent" in x} | {"graphs_firsts"} if "-r" in kind else set())
 
 
 def verdict(found, kinds):
@@ -101,7 +101,8 @@ class Engine:
 
     def __init__(self, kind, a):
         self.kind, self.folder, self.log = kind, tempfile.TemporaryDirectory(), tempfile.TemporaryFile("w+")
-        command = [sys.executable, HERE / "serving_engine.py", kind, self.folder.name, a.gpus, a.memory, a.gib, *a.shapes]
+        shapes = [x for x in a.shapes if not kind.endswith("-even") or x.startswith("ragged:")]
+        command = [sys.executable, HERE / "serving_engine.py", kind, self.folder.name, a.gpus, a.memory, a.gib, *shapes]
         self.process = subprocess.Popen([*map(str, command)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
 
     def rows(self, seconds):
@@ -139,10 +140,15 @@ def rows(a, kinds):
         engine, following = following or Engine(kind, a), None
         if i + 1 < len(kinds):
             following = Engine(kinds[i + 1], a)
+        tokens, limit = 0, min(a.seconds, left())
         try:
-            yield from engine.rows(min(a.seconds, left()))
+            for row in engine.rows(limit):
+                tokens += row["what"] in ("token", "first token", "written")
+                yield row
         except OSError as error:
             print(f"{kind}: {error}", flush=True)
+        if not tokens:
+            yield dict(kind=kind, gpus=a.gpus, what="no token", p50=limit, unit="s")
         print(f"{time.monotonic() - began:.0f} s", flush=True)
     if following is not None:
         following.process.kill()
@@ -150,9 +156,9 @@ def rows(a, kinds):
 
 
 def options(p):
-    p.add_argument("--kinds", nargs="*", default=["k3v3-128", "bf16", "fp8"], help="bf16, fp8 or other dtypes of vLLM's caches; k3v3-128: a preset with 128 tokens a block; k3v3-128-r16-s4: with exact recent and first tokens")
+    p.add_argument("--kinds", nargs="*", default=["k3v3-128", "bf16", "fp8"], help="bf16, fp8 or other dtypes of vLLM's caches; k3v3-128: a preset with 128 tokens a block; k3v3-128-r16-s4: with exact recent and first tokens; …-even: without lists of work, ragged: alone")
     p.add_argument("--shapes", nargs="+", default=["1x1024x64", "8x32000x48", "first:1x32000", "full:96x8192x512"],
-                   help="requests x tokens x new tokens: first token and time of a token; first: first token alone; full: all at once in --gib of blocks, written tokens per second")  # fmt: skip
+                   help="requests x tokens x new tokens: first token and time of a token; ragged: all but one of the requests have 1,000 tokens; first: first token alone; full: all at once in --gib of blocks, written tokens per second")  # fmt: skip
     p.add_argument("--gpus", type=int, default=1, help="tensor parallelism; full: goes with 1 alone")
     p.add_argument("--memory", type=float, default=0.4, help="share of the GPU's memory that an engine takes; 0.4 of an H200 holds 8 x 32,000 tokens in bf16 and few more")
     p.add_argument("--gib", type=float, default=16, help="GiB of blocks that are left to full:, whatever the kind")

@@ -22,18 +22,26 @@ SIZES = 1, 2, 4, 8, *range(16, 129, 16)  # tokens of a step that are replayed fr
 
 def options(kind, largest, gpus, memory):
     """What differs between kinds: bf16, a kv_cache_dtype of vLLM, or a preset of ours with tokens of a block and exact recent and first tokens, as k3v3-64
-    or k3v3-128-r16-s4."""
+    or k3v3-128-r16-s4; with -even at its end without lists of work."""
     of = dict(load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=33500, max_num_seqs=max(16, largest), max_num_batched_tokens=8192,
               gpu_memory_utilization=memory, tensor_parallel_size=gpus, disable_log_stats=True, seed=0,
               compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sorted({n for n in SIZES if n < largest} | {largest})})  # fmt: skip
     if found := re.fullmatch(OURS, kind):
-        recipe, block, *exact = found.groups()
-        given = {name: int(x) for name, x in zip(("recent", "sinks"), exact) if x}
+        recipe, block, *exact = found.groups()[:4]
+        given = {name: int(x or 0) for name, x in zip(("recent", "sinks"), exact)}
         return of | dict(attention_backend="CUSTOM", block_size=int(block), additional_config={"turboquant_nb": {"recipe": recipe} | given})
     return of | (dict(attention_backend="FLASH_ATTN") if kind == "bf16" else dict(kv_cache_dtype=kind))
 
 
-OURS = r"(k\dv\d)-(\d+)(?:-r(\d+))?(?:-s(\d+))?"
+OURS = r"(k\dv\d)-(\d+)(?:-r(\d+))?(?:-s(\d+))?(-even)?"
+
+
+def evenly():
+    "Equally many splits for each request, instead of a list of work."
+    from turboquant_nb.serving.step import CodedAttention
+
+    decode = CodedAttention._decode
+    CodedAttention._decode = lambda self, *args, **more: decode(self, *args[:-1], None, **more)
 
 
 def flash_3():
@@ -85,7 +93,7 @@ class Pool:
 
 
 def shape_of(text):
-    "(what is measured, requests, tokens, new tokens)."
+    "(what is measured, requests, tokens, new tokens); ragged: the first request has so many tokens, the others have 1,000."
     what, _, sizes = text.rpartition(":")
     return what or "token", *map(int, (sizes.split("x") + ["1"])[:3])
 
@@ -93,10 +101,12 @@ def shape_of(text):
 def main(kind, folder, gpus, memory, gib, shapes):
     from vllm import LLM, SamplingParams
 
-    if re.fullmatch(OURS, kind):
+    if found := re.fullmatch(OURS, kind):
         from turboquant_nb.serving.vllm import register
 
         register()
+        if found[5]:
+            evenly()
     if kind.startswith("turboquant_"):
         flash_3()
     os.makedirs(folder, exist_ok=True)
@@ -123,10 +133,11 @@ def main(kind, folder, gpus, memory, gib, shapes):
 
         def afresh(n=1):
             "With other prompts, of which the prefix cache has none."
-            prompts[:] = [{"prompt_token_ids": torch.randint(3, 31000, (tokens,), generator=gen).tolist()} for _ in range(batch)]  # noqa: B023
+            sizes = [tokens] + [1000 if what == "ragged" else tokens] * (batch - 1)  # noqa: B023
+            prompts[:] = [{"prompt_token_ids": torch.randint(3, 31000, (n,), generator=gen).tolist()} for n in sizes]  # noqa: B023
             return run(n)  # noqa: B023
 
-        of = dict(batch=batch, tokens=tokens)
+        of = dict(batch=batch, tokens=tokens) | (dict(others=1000) if what == "ragged" else {})
         if what == "full":
             give_back = pool.leave(gib * 2**30)
             seconds = afresh(new)

@@ -3,10 +3,11 @@
 
 Two protocols. `steps`: every token of a window reads itself exactly and all before it as codes, as an engine's decode steps do. `decode`: the first --prompt tokens
 come in one chunk, which attends to itself exactly, and the others are steps; the loss is theirs. By turns: transforms and means of a calibration (found on other
-windows), exact recent tokens, exact first tokens. Beside them stands what `TurboQuantCache` does with the recipe of the same bits, recent and first tokens: under `decode` the
-cache itself, by chapter 83's scorer; under `steps` the same attention with the mean of the window's own tokens before RoPE. States are fp32, so nothing but codes differs.
+windows), exact recent tokens, exact first tokens. Beside them stands what `TurboQuantCache` does: the same with the mean of the prompt's own keys before RoPE (of the whole
+window's, where there is no prompt). States are fp32, so nothing but codes differs.
 
-Gate: without codes the same attention gives the model's own losses; and with a recipe that both have, without a mean, it gives `TurboQuantCache`'s."""
+Gate: without codes the same attention gives the model's own losses, and with `TurboQuantCache`'s recipe the losses of chapter 83's scorer with a cache of that recipe: on a
+short piece of text, since codes at an edge flip with the order of sums, and a network carries that on."""
 import argparse
 import math
 import time
@@ -16,19 +17,22 @@ import torch
 from recipes import add_options, opened
 
 from turboquant_nb import results
-from turboquant_nb.calibration.fit import calibrate, window_center
+from turboquant_nb.cache.store import prompt_mean, shared_cos_sin
+from turboquant_nb.calibration.fit import calibrate
 from turboquant_nb.evaluation.candidates import as_candidate
 from turboquant_nb.evaluation.score import OnePass, score, token_losses
 from turboquant_nb.hf import AttentionInterface, AttentionMaskInterface, _text_config, layer_frequencies, turboquant_mask
 from turboquant_nb.quant.mixed_precision import make_quantizer
 from turboquant_nb.quant.quantizer import PRESETS, Recipe, Spec, decode
+from turboquant_nb.theory.rope import apply_cos_sin
 
 CASES = [  # transforms, mean, exact recent tokens, exact first tokens
     (False, "none", 0, 0), (True, "none", 0, 0), (False, "calibration", 0, 0), (True, "calibration", 0, 0),
     (False, "none", 16, 0), (False, "none", 0, 4), (False, "none", 16, 4), (True, "none", 16, 0), (False, "calibration", 16, 0),
     (True, "calibration", 16, 0), (True, "none", 16, 4), (False, "calibration", 16, 4), (True, "calibration", 16, 4),
 ]  # fmt: skip
-CACHES = [("pre_rope", 16, 4), ("pre_rope", 16, 0), ("pre_rope", 0, 0)]  # mean, recent tokens before a step's own, first tokens of `TurboQuantCache`
+CACHES = [(False, "pre_rope", 16, 4), (False, "pre_rope", 16, 0), (False, "pre_rope", 0, 0)]  # of `TurboQuantCache`, which counts a step's own token among its recent ones, too
+PIECE = 96, 64  # tokens of the gate, and of its prompt
 how = {}  # what the attention below does
 
 
@@ -38,9 +42,14 @@ def quantizer(bits, rotation, d, device):
 
 
 def mean_of(layer, key):
+    "The mean that keys are coded less: of a calibration, or of the prompt's own keys before RoPE."
     if how["mean"] == "calibration":
         return how["calibration"].centers[layer][:, None].to(key.device)
-    return window_center(key, how["frequencies"][layer], how["first"]) if how["mean"] == "pre_rope" else 0.0
+    if how["mean"] == "none":
+        return 0.0
+    rows = shared_cos_sin(how["frequencies"][layer], key.shape[3], key.device).reach(key.shape[2])[: key.shape[2]]
+    n = how["prompt"] or key.shape[2]
+    return apply_cos_sin(prompt_mean(apply_cos_sin(key[:, :, :n].float(), rows[:n], inverse=True), how["first"]).float(), rows)
 
 
 def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, softcap=None, sliding_window=None, **_):
@@ -76,27 +85,21 @@ def losses(model, ids, prompt):
     return torch.stack(out).cpu()
 
 
-def cache_losses(model, ids, a, mean, recent, first):
-    "The same of `TurboQuantCache`, which counts a step's own token among its recent ones."
-    k, v = PRESETS[a.recipe]
-    recipe = Recipe(Spec(bits=k, center=mean), Spec(bits=v), sinks=first, recent=recent + 1)
-    with_attention = model.config._attn_implementation
-    model.set_attn_implementation("sdpa")
-    try:
-        return score(model, ids, as_candidate(model, recipe, dtype=None), "decode", a.prompt, batch=1, backend=OnePass(count=False)).loss.mean(1)
-    finally:
-        model.set_attn_implementation(with_attention)
-
-
 def gate(model, ids, a, plain):
-    "(losses of each window on exact states by protocol, what was compared). A code at an edge may flip: a twentieth of what codes change is allowed for that."
-    prompts = dict(decode=a.prompt, steps=0)
+    "(losses of each window on exact states by protocol, what was compared)."
     how.update(bits=None)
-    exact = {p: losses(model, ids, n) for p, n in prompts.items()}
-    off = max(float((exact[p] - plain[p]).abs().max()) for p in prompts)
-    how.update(bits=PRESETS[a.recipe], transforms=False, mean="none", recent=16, first=4, prompt=a.prompt)
-    ours = losses(model, ids[:1], a.prompt)
-    apart, lost = (float((ours - x).abs().max()) for x in (cache_losses(model, ids[:1], a, "none", 16, 4), exact["decode"][:1]))
+    exact = {protocol: losses(model, ids, a.prompt if protocol == "decode" else 0) for protocol in plain}
+    off = max(float((exact[protocol] - plain[protocol]).abs().max()) for protocol in plain)
+    piece, prompt = ids[:1, : PIECE[0]], PIECE[1]
+    bare = losses(model, piece, prompt)
+    transforms, mean, recent, first = CACHES[0]
+    how.update(bits=PRESETS[a.recipe], transforms=transforms, mean=mean, recent=recent, first=first, prompt=prompt)
+    ours, (k, v) = losses(model, piece, prompt), how["bits"]
+    recipe = Recipe(Spec(bits=k, center=mean), Spec(bits=v), sinks=first, recent=recent + 1)
+    model.set_attn_implementation("sdpa")
+    theirs = score(model, piece, as_candidate(model, recipe, dtype=None), "decode", prompt, backend=OnePass(count=False)).loss.mean(1)
+    model.set_attn_implementation("served")
+    apart, lost = float((ours - theirs).abs()), float((ours - bare).abs())
     cmd = f"losses on exact states are the model's own to {off:.1e} nats; with codes those of TurboQuantCache to {apart:.1e} (codes change {lost:.1e})"
     return exact, {"cmd": cmd, "passed": off < 1e-3 and apart < 2e-3 + lost / 20}
 
@@ -123,16 +126,14 @@ def main():
     print(found, f"{time.time() - began:.0f} s", flush=True)
     if not found["passed"]:
         raise SystemExit("the gate did not pass; nothing is measured")
-    todo = [(protocol, "TurboQuantCache", False, *x) for protocol in plain for x in CACHES] + [(protocol, "engine", *x) for x in CASES for protocol in plain]
+    todo = [(protocol, "TurboQuantCache", *x) for protocol in plain for x in CACHES] + [(protocol, "engine", *x) for x in CASES for protocol in plain]
     rows = []
     for protocol, by, transforms, mean, recent, first in todo:
         if time.time() - began > a.seconds:
             raise SystemExit("out of time; what is measured is saved")
         prompt = a.prompt if protocol == "decode" else 0
         how.update(bits=PRESETS[a.recipe], transforms=transforms, mean=mean, recent=recent, first=first, prompt=prompt)
-        cached = by == "TurboQuantCache" and protocol == "decode"
-        loss = cache_losses(model, ids, a, mean, recent, first) if cached else losses(model, ids, prompt)
-        more = loss - exact[protocol]
+        more = losses(model, ids, prompt) - exact[protocol]
         rows.append(dict(protocol=protocol, by=by, recipe=a.recipe, transforms=transforms, mean=mean, recent=recent, first=first, percent=100 * (float(more.mean().exp()) - 1),
                          stderr=100 * float(more.std()) / len(more) ** 0.5, ppl=float(exact[protocol].mean().exp()), more=[round(x, 6) for x in more.tolist()], n=len(more), tokens=a.length,
                          prompt=prompt, unit="% of perplexity"))  # fmt: skip

@@ -40,7 +40,7 @@ def fragments(c, rows=4, sliding=False, capped=False, fast_k=True, listed=True):
     fast = c.d_key == c.d_value and c.d_key in (64, 128, 256)
     form = cells._cell_form(c, rows, places(c, "key"), places(c, "value"))
     constants = dict(FAST_K=fast and fast_k, FAST=fast, SLIDING=sliding, CAPPED=capped, LISTED=listed, PDL=True, G=form)
-    return compiled(cells._fragments_cells_kernel, GluonASTSource, constants, num_warps=1)
+    return compiled(cells._fragments_cells_kernel, GluonASTSource, constants, num_warps=1, launch_pdl=True)
 
 
 def sizes(c):
@@ -61,7 +61,7 @@ def append(c, steps=4, centred=False):
     of, means = dict(mode="mse", scale=torch.float16, large=True), (torch.float32 if centred else None, None)
     kc, vc = (CodingConstants.of(d, torch.bfloat16, b, RotationOperand.of(make_rotation("hadamard", d).matrix), mean=mean, **of)
               for d, b, mean in ((c.d_key, c.key_bits, means[0]), (c.d_value, c.value_bits, means[1])))  # fmt: skip
-    constants = dict(KC=kc, VC=vc, KA=places(c, "key"), VA=places(c, "value"), R=c.tokens // 4, M=16, WIDE=False, STEPS=steps)
+    constants = dict(KC=kc, VC=vc, KA=places(c, "key"), VA=places(c, "value"), R=c.tokens // 4, M=16, WIDE=False, STEPS=steps, PDL=True)
     return compiled(cells._append_kernel, ASTSource, constants, num_warps=4, num_stages=2)
 
 
@@ -72,7 +72,7 @@ def past(c):
 
 
 def recent(c, sinks=0):
-    return compiled(cells._recent_kernel, ASTSource, sizes(c) | dict(N=16, S=sinks), num_warps=1)
+    return compiled(cells._recent_kernel, ASTSource, sizes(c) | dict(N=16, S=sinks, PDL=True), num_warps=1, launch_pdl=True)
 
 
 def sinks(c):

@@ -248,6 +248,60 @@ def test_where_the_device_counts(center, lengths):
         agree(store, other if add is kernel.append else plain, parts)  # a captured step takes the mean by PyTorch
 
 
+@pytest.mark.parametrize("center", ("prompt_mean", "pre_rope"))
+def test_a_step_makes_room_and_stays_short(center, monkeypatch):
+    "A token that begins a tile, and needs cosines that are not there: tiles are added, and it is taken as every other. Where memory runs out nothing has changed."
+    recipe, freq = Recipe(Spec(center=center), Spec(bits=4)), pre_rope(64, 64)[1]
+    make = lambda: KVStore(recipe, 1, 2, 64, dtype=torch.bfloat16, device=DEVICE, inv_freq=freq)  # noqa: E731
+    store, plain = make(), make()
+    first, *steps = parts = chunks((256, 1, 1, 2), b=1, dk=64, shift=1.0)
+    kernel.append(store, *first)
+    kernel.append(plain, *first)
+    assert store.capacity == 256
+    with monkeypatch.context() as patch:
+        def full(*args, **kwargs):
+            raise torch.OutOfMemoryError("full")
+        patch.setattr(kernel, "_make_room", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            kernel.append(store, *steps[0])
+    assert store.length == store.capacity == 256
+    with monkeypatch.context() as patch:
+        patch.setattr(KVStore, "_append_now", lambda *args: pytest.fail("the long way"))
+        for k, v in steps:
+            kernel.append(store, k, v)
+    for k, v in steps:
+        plain_append(plain, k, v)
+    assert store.capacity > 256
+    agree(store, plain, parts)
+
+
+def test_direct_launches_pass_what_triton_passes(monkeypatch):
+    "Triton's own launcher of NVIDIA kernels, without a GPU: its C function gets the same arguments from both; where kernels need scratch memory Triton's launcher is kept."
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    calls, settings = [], {f"{x}_scratch_{y}": 0 for x in ("global", "profile") for y in ("size", "align")}
+    run = object.__new__(CudaLauncher)
+    run.__dict__.update(settings, num_ctas=1, launch_cooperative_grid=False, launch_pdl=True, arg_annotations=("annotation",), kernel_signature=b"kind", launch=lambda *args: calls.append(args))
+
+    class Compiled:
+        function, packed_metadata = 77, (4, 1, 0)
+
+        def __getitem__(self, grid):
+            return lambda *args: self.run(*grid, 123, self.function, self.packed_metadata, None, None, None, *args)
+
+    driver = type("Driver", (), dict(get_current_stream=staticmethod(lambda device: 120 + device), get_current_device=staticmethod(lambda: 3)))
+    monkeypatch.setattr(kernel.triton.runtime.driver, "_active", driver)
+    compiled, grid = Compiled(), (5, 2, 1)
+    compiled.run = run
+    direct = kernel.direct_launcher(compiled, grid)
+    assert not calls
+    direct(1, 2.5, "x")
+    compiled[grid](1, 2.5, "x")
+    assert calls[0] == calls[1] and 123 in calls[0] and direct.__qualname__.startswith("direct_launcher")
+    run.global_scratch_size = 8
+    assert not kernel.direct_launcher(compiled, grid).__qualname__.startswith("direct_launcher")
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 @pytest.mark.parametrize("center", ("prompt_mean", "pre_rope"))
 def test_cuda_graph(center):

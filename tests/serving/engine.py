@@ -1,6 +1,6 @@
 """A real vLLM engine with our backend. After every call of every layer the stored codes are compared with those of the states that the layer
 was given, coded anew, and its output with attention to the stored codes. Prints one JSON object. Run by test_vllm.py, and by the gate of scripts/bench/serving.py, in a process of its own:
-engine.py FOLDER PART …, with the parts plain, refuse, recent, firsts, firsts_few, firsts_short, exact, drafts, drafts_recent, drafts_firsts, hybrid, random, random_firsts, parallel, graphs, graphs_drafts, graphs_firsts, each of which is a function here. On a CPU our backend stands in
+engine.py FOLDER PART …, with the parts plain, refuse, recent, firsts, firsts_few, firsts_short, exact, drafts, drafts_recent, drafts_firsts, hybrid, random, random_firsts, parallel, graphs, graphs_drafts, graphs_firsts, graphs_ragged, each of which is a function here. On a CPU our backend stands in
 the place of vLLM's own, in fp32; on a GPU it is chosen by its name, in bf16."""
 import json
 import multiprocessing
@@ -394,6 +394,33 @@ def graphs_drafts(folder):
 def graphs_firsts(folder):
     "The same with 24 exact recent and 4 exact first tokens."
     return graphs(folder, dict(recent=24, sinks=4))
+
+
+def graphs_ragged(folder):
+    "Unequal requests: replayed, with lists of work, against the engine without graphs, without lists, and each request alone."
+    assert not seen["calls"], "what is replayed cannot be watched: its part is run alone"
+    from turboquant_nb.kernels import cells
+    from turboquant_nb.serving.step import CodedAttention
+
+    decode, make, made, out = CodedAttention._decode, cells.list_work, [], []
+    cells.list_work = lambda *args, **more: (made.append(1), make(*args, **more))[1]
+    path, prompts = llama(folder / "llama"), random_prompts(3000, 40, 1000, 7, 300, 60, 20, 130, seed=6)
+    how = dict(max_model_len=4096, max_num_seqs=16, max_num_batched_tokens=8192, enable_prefix_caching=False)
+    replayed = dict(enforce_eager=False, compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [4, 8, 16]})
+    found = lambda llm, prompts: [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in generate(llm, prompts, sampled(24, logprobs=2))]  # noqa: E731
+    for listed, more in ((True, replayed if CUDA else {}), (False, {})):
+        CodedAttention._decode = decode if listed else lambda self, *args, **kwargs: decode(self, *args[:-1], None, **kwargs)
+        llm = engine(path, 1000, **how, **more)
+        replays, lists = count_replays() if CUDA and listed else [1], len(made)
+        out.append(found(llm, prompts))
+        if listed:
+            listings, count = len(made), len(replays)
+        else:
+            assert len(made) == lists, "a list was made"
+            out += [[x for prompt in prompts for x in found(llm, [prompt])]]
+        del llm
+    pairs = [compare(out[0], x, 1) for x in out[1:]]
+    return dict(decided=sum(x for x, _ in pairs), wrong=sum(x for _, x in pairs), replays=count, listed=listings)
 
 
 def compare(some, others, first=0):

@@ -83,12 +83,12 @@ def test_times(bench):
 
 def test_kinds_and_shapes_of_engines(bench):
     engine = bench("serving_engine")
-    assert engine.options("k3v3-128", 8, 1, 0.5)["additional_config"] == {"turboquant_nb": {"recipe": "k3v3"}}
+    assert engine.options("k3v3-128", 8, 1, 0.5)["additional_config"] == {"turboquant_nb": {"recipe": "k3v3", "recent": 0, "sinks": 0}} == engine.options("k3v3-128-even", 8, 1, 0.5)["additional_config"]
     exact = engine.options("k4v3-64-r16-s4", 96, 1, 0.5)
     assert exact["additional_config"] == {"turboquant_nb": {"recipe": "k4v3", "recent": 16, "sinks": 4}} and exact["block_size"] == 64
     assert exact["max_num_seqs"] == 96 == exact["compilation_config"]["cudagraph_capture_sizes"][-1]
     assert engine.options("fp8", 8, 1, 0.5)["kv_cache_dtype"] == "fp8" and "kv_cache_dtype" not in engine.options("bf16", 8, 1, 0.5)
-    assert [engine.shape_of(x) for x in ("8x32000x48", "first:1x32000", "full:80x8192x512")] == [("token", 8, 32000, 48), ("first", 1, 32000, 1), ("full", 80, 8192, 512)]
+    assert [engine.shape_of(x) for x in ("8x32000x48", "ragged:8x32000x48", "first:1x32000", "full:80x8192x512")] == [("token", 8, 32000, 48), ("ragged", 8, 32000, 48), ("first", 1, 32000, 1), ("full", 80, 8192, 512)]
 
 
 def test_a_kind_of_engine_is_measured_only_where_its_parts_of_the_gate_pass(bench):

@@ -43,7 +43,7 @@ def cache_size(
     if other := len(info.layers) - len(info.coded):
         raise ValueError(f"{facts['model type']} has {other} layers without keys and values of their own: such models are not served")
     if serving.recent and any(x.sliding_window is not None for x in info.coded):
-        raise ValueError(f"{serving.recent} exact recent tokens are not served beside layers with a sliding window: leave --recent out, or give 0")
+        raise ValueError(f"{serving.recent} exact recent tokens are not served beside layers with a sliding window: --recent 0 turns them off")
     layers = sum(x.sliding_window is None for x in info.coded) or len(info.coded)
     d, heads = facts["head size"], max(1, facts["KV heads"] // gpus) * gpus
     found = dict(bytes_per_token=layers * heads * serving.bytes_per_token(d), bytes_16_bit=layers * heads * 4 * d)
@@ -148,16 +148,16 @@ class _Served:
         str | None,
         typer.Option(
             metavar="FILE_OR_HUB_ID",
-            help="Means and transforms of the model's keys, from turboquant calibrate; without one, codes are data-free.",
+            help="Means and transforms of the model's keys, from turboquant calibrate; models whose keys have a bias (Qwen2) need one.",
         ),
     ] = None
     recent: Annotated[
         int | None,
-        typer.Option(metavar="TOKENS", min=0, help="Tokens before a step that are read exactly; without it, as many as the recipe says, none of a preset. 16 are most of what TurboQuantCache keeps."),
+        typer.Option(metavar="TOKENS", min=0, help="Tokens before a step that are read exactly; without it, as many as the recipe says, and none beside layers with a sliding window."),
     ] = None
     sinks: Annotated[
         int | None,
-        typer.Option(metavar="TOKENS", min=0, help="First tokens of a request that are read exactly, beside recent ones; without it, as many as the recipe says, none of a preset. With 4 a calibration is worth having beside --recent."),
+        typer.Option(metavar="TOKENS", min=0, help="First tokens of a request that are read exactly, beside recent ones; without it, as many as the recipe says."),
     ] = None
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be started, and end.")
@@ -166,16 +166,20 @@ class _Served:
 # %% ../../nbs/87j_cli_serve.ipynb #87ib0012
 def _serving_config(served: _Served, model_config):
     "What the backend will be told, checked against the model as it will check it."
+    from turboquant_nb.hf.model_info import ModelInfo
     from turboquant_nb.quant.calibration import load_calibration
     from turboquant_nb.quant.quantizer import PRESETS
     from turboquant_nb.serving.step import ServingConfig
+    from turboquant_nb.serving.vllm import mean_reasons
 
     recipe = served.recipe
     if recipe not in PRESETS:
         recipe = recipe_data(read_recipe(recipe))
         if isinstance(recipe, list):
             raise Usage("recipe: one recipe for all layers can be served, got a list")
-    given = dict(recipe=recipe) | {name: x for name, x in dict(recent=served.recent, sinks=served.sinks).items() if x is not None}
+    slides = served.recent is None and any(x.sliding_window is not None for x in ModelInfo(model_config).coded)
+    exact = dict(recent=0 if slides else served.recent, sinks=served.sinks)  # `_about` says so
+    given = dict(recipe=recipe) | {name: x for name, x in exact.items() if x is not None}
     with at_fault(ValueError, TypeError, where="recipe: "):
         ServingConfig.of(given)
     if served.calibration:
@@ -185,6 +189,8 @@ def _serving_config(served: _Served, model_config):
         with at_fault(FileNotFoundError, ValueError, where=f"--calibration {file}: "):
             load_calibration(file).check(model_config)
             ServingConfig.of(given)
+    if why := mean_reasons(ServingConfig.of(given), model_config):
+        raise Usage(f"not served: {why[0]}; turboquant calibrate makes one, --calibration takes it")
     return given
 
 
@@ -210,7 +216,7 @@ def _weights(name: str) -> int | None:
     "Use it",
     """turboquant serve Qwen/Qwen2.5-7B-Instruct --recipe k3v3
     turboquant serve meta-llama/Llama-3.1-70B-Instruct --recipe k4v3 -- --tensor-parallel-size 4 --max-model-len 65536
-    turboquant serve ./model --recent 16 --sinks 4 --calibration model.safetensors --dry-run""",
+    turboquant serve ./model --calibration model.safetensors --dry-run""",
 )
 def serve(served: _Served, output: Output) -> None:
     """Serve a model over HTTP with vLLM, its cache in codes.
@@ -251,9 +257,8 @@ def _about(served: _Served, serving, size: dict, version: str) -> str:
     most = f"; room for at most {size['most_tokens']:,} tokens" if "most_tokens" in size else ""
     exact = f"{serving.recent} recent tokens" + (f" and {serving.sinks} first ones" if serving.sinks else "")
     near = f"; {exact} exact, {size['recent_bytes'] / 1e6:.1f} MB for each request that decodes, {size['chunk_bytes'] / 1e6:,.1f} MB while a chunk of a prompt is read"
-    none = "; no recent tokens are kept exact, so that few bits lose more than under transformers; --recent 16 keeps them"
-    idle = serving.calibration is not None and serving.calibration.centers and not serving.means
-    means = "; the calibration's means of keys are not used, as they lose where recent tokens are exact and first ones are not: --sinks 4 keeps those" if idle else ""
+    none = "; no recent tokens are kept exact, so that few bits lose more than under transformers"
+    means = "" if serving.calibration is not None and serving.calibration.centers else "; keys are coded without a mean: --calibration gives one"
     return f"turboquant: {served.model} on vLLM {version}: {per}{most}{near if serving.recent else none}{means}"
 
 

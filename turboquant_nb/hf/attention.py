@@ -216,11 +216,10 @@ def _on_codes(query, key: CodedStates, value: CodedStates, mask, scaling, softca
         out, lse = layer.attend_captured(query, k, v, mask, scaling, softcap, recent)
         return _with_sink_logit(out, lse, s_aux)
     args, demanded = (query, layer.store, k, v), layer.backend
-    again = None
-    if mask is None and recent is None and demanded != "torch":
-        again = ops.attend_again(*args, scaling, layer.sliding_window, softcap)
-    if again is not None:
-        return _done(layer, query, "triton", again, key.first, scaling, softcap, s_aux)
+    if mask is None and demanded != "torch":
+        again = ops.attend_again(*args, scaling, layer.sliding_window, softcap, recent, s_aux is not None)
+        if again is not None:
+            return _done(layer, query, "triton", again, key.first, scaling, softcap, s_aux)
     if mask is not None:
         mask = mask[..., : layer.store.length - key.first]  # a static layer asked for more
     call = dict(sliding_window=layer.sliding_window) if mask is None else dict(mask=mask, first=key.first)

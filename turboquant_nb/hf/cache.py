@@ -142,8 +142,9 @@ class TurboQuantLayer(CacheLayerMixin):
     @property
     def first(self) -> int:
         "First past position that the next token can see, if older ones may have been freed."
-        slides = self.is_sliding and not self.static
-        return max(0, self.held - self.sliding_window + 1) if slides else 0
+        if not self.is_sliding or self.static:
+            return 0
+        return max(0, self.held - self.sliding_window + 1)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Build the store from the shapes of the first chunk; head counts are the local ones under
@@ -164,8 +165,11 @@ class TurboQuantLayer(CacheLayerMixin):
         model attends `on_codes`."""
         if self.capturing:
             return self.append_captured(key_states, value_states)
-        first, past, (drafts, self.drafts) = self.first, self.held, (self.drafts, 0)
         on_codes = self.on_codes if on_codes is None else on_codes
+        first = self.first
+        if on_codes and self._append_again(key_states, value_states):
+            return CodedStates(self, key_states, first, False), CodedStates(self, value_states, first, False)
+        past, (drafts, self.drafts) = self.held, (self.drafts, 0)
         states, drafts = (key_states, value_states), drafts if on_codes and not past else 0
         self._append_parts(states, key_states.shape[2] - drafts, past == 0)
         if on_codes:
@@ -191,6 +195,19 @@ class TurboQuantLayer(CacheLayerMixin):
         if self.tail is None and drafts:
             near = tuple(x[:, :, -drafts:] for x in states)
         return CodedStates(self, k, first, fresh, near[0], drafts), CodedStates(self, v, first, fresh, near[1], drafts)
+
+    def _append_again(self, key_states: Tensor, value_states: Tensor) -> bool:
+        "Code a step like the one before by its launch, where no exact states are kept for it; False: it is taken as any chunk."
+        exact = self.recipe.recent and (self.drafting or key_states.shape[2] > 1)
+        if exact or self.static or self.drafts or self.backend == "torch" or not self.is_initialized:
+            return False
+        if not ops.encode.append_again(self.store, key_states, value_states):
+            return False
+        self.tail = None
+        self.coded["kernel"] += 1
+        if self.canary is not None:
+            self.canary.keep(self, key_states, value_states)
+        return True
 
     def _append_parts(self, states: tuple, whole: int, first_chunk: bool):
         "Code `whole` tokens, then the rest: drafts after a prompt, which has the mean to itself."

@@ -178,7 +178,9 @@ def _append_side(X, xt, xh, W, TAB, MEAN, CELLS, SCALES, SLOTS, block_stride, he
 @triton.jit(do_not_specialize=["tokens"])
 def _append_kernel(KX, kt, kh, KW, KTAB, kfactor, VX, vt, vh, VW, VTAB, vfactor, MEAN, CELLS, SCALES, SLOTS, block_stride, head_stride, tokens,
                    KC: tl.constexpr, VC: tl.constexpr, KA: tl.constexpr, VA: tl.constexpr, R: tl.constexpr, M: tl.constexpr,
-                   WIDE: tl.constexpr, STEPS: tl.constexpr):  # fmt: skip
+                   WIDE: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     if tl.program_id(1) == 0:
         _append_side(
             X=KX, xt=kt, xh=kh, W=KW, TAB=KTAB, MEAN=MEAN, CELLS=CELLS, SCALES=SCALES, SLOTS=SLOTS, block_stride=block_stride, head_stride=head_stride,
@@ -194,6 +196,11 @@ def _append_kernel(KX, kt, kh, KW, KTAB, kfactor, VX, vt, vh, VW, VTAB, vfactor,
 def _dense(x: Tensor) -> Tensor:
     "x with neighbouring channels."
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _dependent(device: torch.device) -> bool:
+    "Whether a kernel may begin before the one before it has ended (programmatic dependent launch)."
+    return device.type == "cuda" and device_properties(device.index)[1]
 
 
 def append_cells(
@@ -221,14 +228,19 @@ def append_cells(
     _append_kernel[grid](
         k, k.stride(0), k.stride(1), one[0].parts, one[1], one[0].factor, v, v.stride(0), v.stride(1), two[0].parts, two[1], two[0].factor,
         MEAN=two[1] if plan.center is None else plan.rotated_center, SLOTS=slots, tokens=len(slots), KC=kc, VC=vc, KA=plan.places("key"), VA=plan.places("value"), R=plan.cell.tokens // 4,
-        M=rows, WIDE=_wide(plan.device), STEPS=1 if len(slots) <= plan.cell.tokens // 4 else 4, **plan.memory(cache), **options,
+        M=rows, WIDE=_wide(plan.device), STEPS=1 if len(slots) <= plan.cell.tokens // 4 else 4, PDL=_dependent(plan.device), **plan.memory(cache),
+        **options,
     )  # fmt: skip
 
 # %% ../../nbs/45b_cells.ipynb #45b0001j
-@triton.jit
-def _recent_kernel(K, kt, kh, V, vt, vh, NEAR, nb, nh, nt, SLOTS, ORIGINS, N: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-                   DV: tl.constexpr, DVP: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["early"])
+def _recent_kernel(K, kt, kh, V, vt, vh, NEAR, nb, nh, nt, SLOTS, ORIGINS, early, N: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+                   DV: tl.constexpr, DVP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     "One token of one head to its slot, and S first tokens to the last rows of its block where ORIGINS says from where."
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        if early == 0:
+            tl.extra.cuda.gdc_wait()
     token, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot = tl.load(SLOTS + token).to(tl.int64)
     if slot >= 0:
@@ -247,6 +259,8 @@ def _recent_kernel(K, kt, kh, V, vt, vh, NEAR, nb, nh, nt, SLOTS, ORIGINS, N: tl
                 v = tl.where(own, v, tl.load(at + D + e, mask=(origin < 0) & (e < DV), other=0.0))
                 tl.store(to + d, k, mask=d < D)
                 tl.store(to + D + e, v, mask=e < DV)
+    if PDL:
+        tl.extra.cuda.gdc_wait()  # has no effect the second time
 
 
 @triton.jit
@@ -304,6 +318,7 @@ def append_recent(
     v: Tensor,  # [T, H, d_value]
     slots: Tensor,  # [T] int32 or int64, below 0: not stored
     origins: Tensor | None = None,  # [at least T, sinks] int32 of `locate_sinks`: first tokens travel too
+    early: bool = False,  # begin while the launch before runs: it is `append_cells`, and wrote none of these tensors
 ) -> None:
     "`store_recent` in one launch that waits for nothing. Raises TypeError/ValueError for tensors that do not fit."
     if slots.dtype not in (torch.int32, torch.int64) or slots.ndim != 1 or not slots.is_contiguous():
@@ -314,11 +329,11 @@ def append_recent(
     if sinks >= cache.shape[2]:
         raise ValueError(f"a block must have room for {sinks} first tokens and a recent one, got {cache.shape[2]} rows")
     if len(slots):
-        k, v, (d, dv) = _dense(k), _dense(v), (k.shape[2], v.shape[2])
+        k, v, (d, dv), pdl = _dense(k), _dense(v), (k.shape[2], v.shape[2]), _dependent(k.device)
         _recent_kernel[(len(slots), cache.shape[1])](
             K=k, kt=k.stride(0), kh=k.stride(1), V=v, vt=v.stride(0), vh=v.stride(1), NEAR=cache, nb=cache.stride(0), nh=cache.stride(1),
-            nt=cache.stride(2), SLOTS=slots, ORIGINS=origins if sinks else slots, N=cache.shape[2] - sinks, S=sinks, D=d, DP=padded_size(d), DV=dv,
-            DVP=padded_size(dv), num_warps=1,
+            nt=cache.stride(2), SLOTS=slots, ORIGINS=origins if sinks else slots, early=int(early), N=cache.shape[2] - sinks, S=sinks, D=d,
+            DP=padded_size(d), DV=dv, DVP=padded_size(dv), PDL=pdl, num_warps=1, **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
 
 
@@ -383,6 +398,9 @@ def _portable_cells_kernel(
     "Q query rows of one KV head of one request over one split of its coded tokens: output and log2-sum-exp2."
     pid = tl.program_id(0)
     split, base = pid % splits, pid // splits
+    if LISTED:  # items without work come last, else they are holes in what multiprocessors get
+        split, base = pid // (heads * blocks), pid % (heads * blocks)
+        pid = base * splits + split
     b, h, block = base // blocks // heads, base // blocks % heads, base % blocks
     nobody = False
     if LISTED:
@@ -527,6 +545,9 @@ def _join_kernel(
             sliding_window=sliding_window, cap_at=cap_at, D=D, DP=DP, DV=DV, DVP=DVP, R=R, SLIDING=SLIDING, CAPPED=CAPPED, CENTRED=CENTRED,
         )  # fmt: skip
         if RECENT:
+            if PDL:
+                if (length - m) % 16 == 0:  # a request that begins with blocks of another, which may have written their last token in this step
+                    tl.extra.cuda.gdc_wait()
             top, whole, near = _recent_tokens(
                 q=q, top=top, total=whole, acc=near, b=b, h=h, i=i, NEAR=NEAR, nb=nb, nh=nh, nt=nt, NEAR_TABLE=NEAR_TABLE, near_stride=near_stride,
                 CENTER=CENTER, m=m, length=length, recent=recent, sinks=sinks, sliding_window=sliding_window, cap_at=cap_at, D=D, DP=DP, DV=DV, DVP=DVP,
@@ -661,10 +682,10 @@ def _values_of_tile(keys, values, ACC, CELLS, cells, following, go, P, rescale, 
         _copy_keys(keys, c, c, CELLS, cells, following, go, G)
 
 
-@gluon.jit(do_not_specialize=["requests", "splits", "m", "own", "sinks", "sliding_window", "table_stride"])
+@gluon.jit(do_not_specialize=["requests", "splits", "m", "own", "sinks", "sliding_window", "table_stride", "early"])
 def _fragments_cells_kernel(
     QUERY, sb, sh, sn, ROTATED, RK_, RV_, CELLS, SCALES, LUT, LENGTH, WORK, requests, TABLE, table_stride, block_stride, head_stride, O, LSE, heads,
-    group, blocks, splits, m, own, sinks, sliding_window, scaling, k_step, v_step, cap_at, FAST_K: gl.constexpr, FAST: gl.constexpr,
+    group, blocks, splits, m, own, sinks, sliding_window, scaling, k_step, v_step, cap_at, early, FAST_K: gl.constexpr, FAST: gl.constexpr,
     SLIDING: gl.constexpr, CAPPED: gl.constexpr, LISTED: gl.constexpr, PDL: gl.constexpr, G: gl.constexpr,
 ):  # fmt: skip
     "Q query rows of one KV head of one request over one split of its coded tokens, by one warp: output and log2-sum-exp2."
@@ -675,7 +696,12 @@ def _fragments_cells_kernel(
     column: gl.constexpr = gl.SliceLayout(0, G.LF)
     pid = gl.program_id(0)
     split, bh, block = pid // blocks % splits, pid // (blocks * splits), pid % blocks
+    if LISTED:  # items without work come last, else they are holes in what multiprocessors get
+        split, bh = pid // (blocks * heads), pid // blocks % heads
     b, h, out_row = bh // heads, bh % heads, ((bh * blocks + block) * splits + split).to(gl.int64) * Q
+    if PDL:
+        if early == 0:
+            tl.extra.cuda.gdc_wait()
     nobody = False
     if LISTED:
         b = gl.load(WORK + requests + 2 + split)
@@ -684,6 +710,9 @@ def _fragments_cells_kernel(
         split, bh = split - gl.load(WORK + 1 + b), b * heads + h
     base, length = bh * blocks + block, gl.load(LENGTH + b)
     at0 = length - m  # the first query
+    if PDL:
+        if at0 % 16 == 0:  # a request that begins with blocks of another, which may have written their last token in this step
+            tl.extra.cuda.gdc_wait()
     row = block * Q + gl.arange(0, Q, layout=column)
     lo_row, hi_row = row * 0 + sinks, gl.minimum(length - own, at0 + row % m + 1)
     lo, hi = length * 0 + sinks, gl.minimum(length - own, at0 + m)
@@ -699,6 +728,8 @@ def _fragments_cells_kernel(
         count, each = gl.where(nobody, 0, count), gl.load(WORK)
     begin, end = first + split * each, first + gl.minimum((split + 1) * each, count)
     if begin >= end:
+        if PDL:
+            tl.extra.cuda.gdc_wait()  # the append has ended when this kernel has
         return
     last = gl.maximum((hi + 4 * G.RP - 1) // (4 * G.RP) - 1, 0)
     table = TABLE + b.to(gl.int64) * table_stride
@@ -757,6 +788,8 @@ def _fragments_cells_kernel(
     total = gl.convert_layout(gl.sum(total, 0), gl.SliceLayout(0, G.LVB))
     top = gl.convert_layout(top * scale, gl.SliceLayout(0, G.LVB))
     j = gl.arange(0, Q, layout=gl.SliceLayout(0, G.LVB))
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     gl.store(LSE + out_row + j, gl.where(total != 0, top + gl.log2(total), float("-inf")))  # NaN counts as seen
     _finish(ACC, RV_, RV_, O, out_row, bh, total, v_step, SH, FAST, False, G)
 
@@ -902,6 +935,7 @@ def decode_cells(
     splits: int | None = None,  # of each request, or parts of all together where work is given; None: enough to fill the GPU
     work: dict | None = None,  # lists of a step's work, which its first layer makes and all read; None: each request has as many splits
     kernel: str = "auto",  # "fragments", "portable", or "auto": the first of them that can
+    early: bool = False,  # begin while the launch before runs: it appends this step's tokens, and wrote nothing else of what is read
 ) -> tuple:  # (out, lse)
     """Attention to cells without a dense copy. With a centre, scores lack the query's product with it, which is the same
     for all tokens: the output is the same, the log-sum-exp is less by it, and a soft cap is refused. Waits for nothing and may be captured. Raises TypeError/ValueError for
@@ -929,7 +963,9 @@ def decode_cells(
     tile, listed = cell.tokens if portable else 256, work is not None and batch > 1
     if listed:
         parts, most = splits or max(1, round(programs / (heads * blocks))), width if sliding_window is None else min(width, sliding_window + m + tile - 2)
+        known = len(work)
         listing = list_work(lengths, parts, -(-most // tile), m, own, sinks, sliding_window, tile, work)
+        early = early and len(work) == known  # else the launch before is that of the list
         splits, batched = listing.items, 1
     else:
         listing, splits, batched = None, splits or count_splits(seen, batch * heads * blocks, programs), batch
@@ -954,8 +990,8 @@ def decode_cells(
         _fragments_cells_kernel[grid](
             QUERY=q, sb=q.stride(0) * m, sh=q.stride(1), sn=q.stride(0), ROTATED=rotated, RK_=plan.key.rotation.query_matrix,
             RV_=plan.value.rotation.matrix, LUT=plan.tables.packed_lut, group=group, scaling=scaling, k_step=plan.tables.steps[0],
-            v_step=plan.tables.steps[1], FAST_K=fast_k, FAST=fast, PDL=pdl, G=_cell_form(cell, Q, *places), **where, **shared, num_warps=1,
-            **options,
+            v_step=plan.tables.steps[1], early=int(early and own > 0 and fast_k), FAST_K=fast_k, FAST=fast, PDL=pdl, G=_cell_form(cell, Q, *places),
+            **where, **shared, num_warps=1, **options, **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
     many = q.shape[0] * query_heads > 1024 or is_interpreted()  # an interpreter runs one program after another
     together = 1 << min(4, group * m).bit_length() - 1 if many else 1  # a power of two

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['RotationOperand', 'CodingConstants', 'supports', 'Target', 'LongSide', 'encode_append', 'target', 'ShortSide',
-           'prepare', 'is_current', 'append_again', 'fused_mean', 'append']
+           'prepare', 'direct_launcher', 'is_current', 'append_again', 'fused_mean', 'append']
 
 # %% ../../nbs/40_encode.ipynb #02770075
 import math
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import itemgetter
@@ -21,7 +22,7 @@ from torch import Tensor
 from ..cache.packing import TILE, Layout
 from ..quant.quantizer import Recipe, as_recipe
 from ..theory.rotation import make_rotation
-from ..cache.store import _APPEND, AppendOperands, KVStore, Unchanged, _append_by_position, _coder, _encoded, _sides, _take_mean
+from ..cache.store import _APPEND, AppendOperands, KVStore, Unchanged, _append_by_position, _coder, _encoded, _plain, _sides, _take_mean
 
 try:
     import triton
@@ -971,8 +972,8 @@ class _AppendPlan:
 
     def launch(self, k, v, key, value, truncated, numbers, first, base, limit, static):
         """key, value: the tensors of each side, which have lost `truncated` tiles of their last planes;
-        numbers: start, cosines and sines, position, flags (any tensor for what is not needed). Returns the launcher and its
-        arguments, all of them numbers, or None where Triton looked at tensors."""
+        numbers: start, cosines and sines, position, flags (any tensor for what is not needed). Returns the compiled kernel, its grid
+        and its arguments, all of them numbers, or None where Triton looked at tensors."""
         (b, h, n, _), (cut, cut_value) = k.shape, truncated
         k_at, v_at, ks, vs = k.data_ptr(), v.data_ptr(), k.stride(), v.stride()
         name = n, ks, vs, k_at % 16, v_at % 16, static
@@ -988,9 +989,8 @@ class _AppendPlan:
         if ready is None:
             self.ready[name] = _short_kernel[grid](*args, **self.options)
             return None
-        launcher = ready[grid]
-        launcher(*args)
-        return launcher, args
+        ready[grid](*args)
+        return ready, grid, args
 
 # %% ../../nbs/40_encode.ipynb #2199f06a
 _plans = WeakKeyDictionary()
@@ -1032,14 +1032,38 @@ def _is_short(store: KVStore, plan: _AppendPlan, k, v) -> bool:
     n, at = k.shape[2], store.length - store.offset
     if store.recipe.decay is not None and _truncates(store, at + n - store.recipe.decay):
         return False
-    if store.inv_freq is not None and store.length + n > len(store.rope_table):
-        return False
-    room = store.key.tensors["scale"].shape[2] * store.tile
+    room = math.inf  # it can be made
     if store.max_length is not None:
-        room = min(room, store.max_length)
+        room = min(store.key.tiles * store.tile, store.max_length)
     return 0 < n <= plan.tokens and at + n <= room and store.end is None and at > 0
 
+
+_make_room = _plain(KVStore._make_room)
+
 # %% ../../nbs/40_encode.ipynb #40e0a002
+_STREAM, _ARGS = object(), object()  # stand for a stream and for the arguments of a kernel
+
+
+def direct_launcher(compiled, grid: tuple):
+    """What launches a compiled kernel on the current stream, given its arguments. Triton's launcher asks on every launch for the device, for hooks and for scratch
+    memory, and calls a C function; here it is asked once what it passes to that function, which is called from then on (so hooks of profilers see nothing).
+    Triton's own launcher where it is of another form, or the kernel needs scratch memory."""
+    usual, run, passed = compiled[grid], getattr(compiled, "run", None), []
+    if getattr(run, "launch", None) is None or any(getattr(run, f"{name}_scratch_size", 1) for name in ("global", "profile")):
+        return usual
+    probe = copy(run)
+    probe.launch = lambda *args: passed.append(args)
+    probe(*grid, _STREAM, compiled.function, compiled.packed_metadata, None, None, None, _ARGS)
+    (*lead, last), driver, call = passed[0], triton.runtime.driver.active, run.launch
+    at = next((i for i, x in enumerate(lead) if x is _STREAM), None)
+    if at is None or not (last is _ARGS or last == (_ARGS,)):
+        return usual
+    before, after, stream, device = tuple(lead[:at]), tuple(lead[at + 1 :]), driver.get_current_stream, driver.get_current_device()
+    if last is _ARGS:
+        return lambda *args: call(*before, stream(device), *after, *args)
+    return lambda *args: call(*before, stream(device), *after, args)
+
+
 _K, _V = 0, len(ShortSide._fields)  # places of the new states among the arguments
 _FIRST = 2 * _V + 6  # and of the position, after start, cosines and sines, position, flags, heads and rows; then comes the base
 
@@ -1053,7 +1077,8 @@ class _Again:
     "A short append that was launched, for those that follow it."
 
     def __init__(self, store: KVStore, k, v, launched: tuple):
-        self.alike, self.unchanged, (self.launcher, self.args) = _alike(k, v), Unchanged(store), launched
+        self.alike, self.unchanged, (compiled, grid, args) = _alike(k, v), Unchanged(store), launched
+        self.launcher, self.args = direct_launcher(compiled, grid), list(args)
         self.n, room = k.shape[2], store.key.tiles * store.tile
         self.room = room if store.max_length is None else min(room, store.max_length)  # tokens from the first tile on
         self.last = math.inf if store.rope_table is None or store.static else len(store.rope_table)
@@ -1065,7 +1090,7 @@ class _Again:
             return False
         if _alike(k, v) != self.alike or not self.unchanged(store):
             return False
-        args = list(self.args)
+        args = self.args
         args[_K], args[_V] = k.data_ptr(), v.data_ptr()
         if not store.static:
             args[_FIRST], args[_FIRST + 1] = at, offset
@@ -1246,6 +1271,8 @@ def append(
     if wait or not _is_short(store, plan, k, v):
         code = _code_unseen if wait is False and store.length else _code_and_wait
         return store._append_now(k, v, names, code, fused_mean)
+    if not store.static:
+        _make_room(store, k.shape[2])
     sides, flags, at = (store.key, store.value), store._need_flags(), store.length - store.offset
     tensors, truncated = [list(s.tensors.values()) for s in sides], [s.truncated_tiles for s in sides]
     cos_sin, position = flags if store.inv_freq is None else store.rope_table, store.position if store.static else flags

@@ -29,7 +29,7 @@ from turboquant_nb.kernels.decode import (
     triton,
 )
 from .decode_mma import Repeatable, gluon, mma_attention
-from .encode import is_current
+from .encode import direct_launcher, is_current
 from .query import AngleTables, angle_tables, score_bias
 from ..cache.store import KVStore, Unchanged, _consists_of
 
@@ -286,6 +286,7 @@ class Repeat:
         self.chunk = 0 if x.k is None else x.k.shape[2]
         self.min_length = max(x.q.shape[2], self.chunk)
         self.out = (*x.q.shape[:3], len(x.value_rotation))
+        self.shapes = self.shapes | dict(lse=self.out[:3])
         self.unchanged = Unchanged(store)
         self.version = store.start._version if x.start is None else None  # of a `start` that is zero everywhere
         self.others, known = [], {id(t) for t in _consists_of(store)}  # tables and matrices, which stay
@@ -305,24 +306,25 @@ class Repeat:
                 args[i] = value.data_ptr()
                 if id(value) not in known:
                     self.others.append(value)
-        return launch.compiled[launch.grid], args, [*changing.items()]
+        return direct_launcher(launch.compiled, launch.grid), args, [*changing.items()]
 
-    def __call__(self, q, k, v, store) -> tuple | None:  # None: the store is not what it was
+    def __call__(self, q, k, v, store, need_lse: bool = True) -> tuple | None:  # None: the store is not what it was; without need_lse it may be left out
         length, offset, zero = store.length, store.offset, self.version
         if not self.unchanged(store) or (zero is not None and store.start._version != zero) or store._bound < self.min_length:
             return None
         if not self.kind.serves(length - offset - self.chunk):
             return None
-        passed, lse = (torch.empty(size, dtype=torch.float32, device=q.device) for size in (self.size, self.out[:3]))
-        out = torch.empty(self.out, dtype=q.dtype, device=q.device)
-        first, at = passed.data_ptr(), dict(q=q.data_ptr(), out=out.data_ptr(), lse=lse.data_ptr())
-        at |= dict(length=length, offset=offset, recent_from=store._recent_from)
+        device, lse = q.device, None
+        passed, out = torch.empty(self.size, dtype=torch.float32, device=device), torch.empty(self.out, dtype=q.dtype, device=device)
+        first, at = passed.data_ptr(), {"q": q.data_ptr(), "out": out.data_ptr(), "length": length, "offset": offset, "recent_from": store._recent_from}
         for name, place in self.passed_on:
             at[name] = first + place
+        if need_lse:
+            lse = torch.empty(self.out[:3], dtype=torch.float32, device=device)
+            at["lse"] = lse.data_ptr()
         if k is not None:
             at["k"], at["v"] = k.data_ptr(), v.data_ptr()
         for run, args, slots in self.launches:
-            args = list(args)
             for i, name in slots:
                 args[i] = at[name]
             run(*args)
@@ -345,12 +347,13 @@ def _kind(q, k, v, options: tuple) -> tuple | None:
 REPEATS = WeakKeyDictionary()  # store -> {kind: Repeat}
 
 
-def repeated(q, store, k, v, options: tuple) -> tuple:  # ((output, log-sum-exp) or None, what calls have in common, see `_kind`)
+def repeated(q, store, k, v, options: tuple, need_lse: bool = True) -> tuple:  # ((output, log-sum-exp) or None, what calls have in common, see `_kind`)
     "A call on the current device like one that a kernel served before, by the same launches."
     if not is_current(q.device):
         return None, None
-    kind, held = _kind(q, k, v, options), REPEATS.get(store, ())
-    return (held[kind](q, k, v, store) if kind in held else None), kind
+    kind, held = _kind(q, k, v, options), REPEATS.get(store)
+    again = None if held is None else held.get(kind)
+    return (None if again is None else again(q, k, v, store, need_lse)), kind
 
 
 # %% ../../nbs/44_launch.ipynb #4cbd16c3

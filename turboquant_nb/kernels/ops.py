@@ -316,9 +316,9 @@ def dispatch_attend(
     return launch.decode_attention(q, store, k, v, scaling, sliding_window=sliding_window, softcap=softcap, recent=recent)
 
 # %% ../../nbs/46_ops.ipynb #46e0a002
-def attend_again(q, store, k, v, scaling, sliding_window, softcap) -> tuple | None:
-    "`attend` by the launches that served a call of the same kind before, without choosing again; None if there are none, or the store is not what it was."
-    return launch.repeated(q, store, k, v, (scaling, sliding_window, softcap, None, "auto", None))[0]
+def attend_again(q, store, k, v, scaling, sliding_window, softcap, recent=None, need_lse=True) -> tuple | None:
+    "`attend` by the launches that served a call of the same kind before, without choosing again; None if there are none, or the store is not what it was. Without need_lse the log-sum-exp may be left out."
+    return launch.repeated(q, store, k, v, (scaling, sliding_window, softcap, None, "auto", recent), need_lse)[0]
 
 # %% ../../nbs/46_ops.ipynb #dfce742e
 _CODERS = WeakKeyDictionary()  # store -> {what an answer depends on: the answer}

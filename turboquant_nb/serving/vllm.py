@@ -6,7 +6,7 @@
 __all__ = ['VERSIONS', 'BLOCKS', 'MOST', 'version_reason', 'options_of', 'CodedWindowSpec', 'CodedSpec', 'Backend', 'Meta',
            'Builder', 'recent_name', 'RecentMeta', 'RecentBuilder', 'RecentBackend', 'RecentLayer', 'heads_of',
            'workspace_floats', 'with_room', 'layer_reasons', 'parallel_reasons', 'recent_reasons', 'room_reasons',
-           'draft_reasons', 'Impl', 'register']
+           'mean_reasons', 'draft_reasons', 'Impl', 'register']
 
 # %% ../../nbs/77_vllm.ipynb #77a00007
 import os
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..cache.pages import Recent, sink_origins
 from ..kernels.cells import Workspace, locate_sinks
-from .step import SHORT, CodedAttention, ServingConfig, Step, dense
+from .step import SHORT, CodedAttention, ServingConfig, Step, dense, needs_means
 
 try:
     import vllm
@@ -397,6 +397,14 @@ def room_reasons(config, tokens: int, d: int, itemsize: int) -> list:
     return []
 
 
+def mean_reasons(config, model_config) -> list:
+    "Why a model is not served whose keys are far from 0."
+    centred = config.calibration is not None and bool(config.calibration.centers)
+    if not config.means or centred or not needs_means(model_config):
+        return []
+    return [f"{model_config.model_type}, whose keys have a bias, without a calibration's means, which such codes need: give a calibration; \"means\": false serves it all the same"]
+
+
 MOST = 16  # tokens of a request that the kernel on codes takes at once
 
 
@@ -424,9 +432,10 @@ class Impl(AttentionImpl):
         reasons += recent_reasons(self.config, sliding_window, current.scheduler_config, current.parallel_config)
         if self.config.recent:
             reasons += room_reasons(self.config, current.cache_config.block_size, head_size, current.model_config.dtype.itemsize)
+        reasons += mean_reasons(self.config, current.model_config.hf_config)
         if self.config.calibration is not None:
             self.config.calibration.check(current.model_config.hf_config)
-            if logits_soft_cap and self.config.means:
+            if logits_soft_cap and self.config.means and self.config.calibration.centers:
                 reasons.append("a soft cap on keys that a calibration centres")
         if reasons:
             raise ValueError(f"turboquant_nb does not serve {'; '.join(reasons)}")
@@ -454,15 +463,21 @@ class Impl(AttentionImpl):
         "Code this step's tokens into their slots."
         if self.layer is None or self.layer.cell.tokens != kv_cache.shape[2]:
             self._make(layer.layer_name, key.device, key.dtype, kv_cache.shape[2])
-        n = slot_mapping.shape[0]
+        n, recent = slot_mapping.shape[0], self._recent_slots(layer) if self.config.recent else None
         self.layer.store(kv_cache, key[:n], value[:n], slot_mapping)
-        if self.config.recent:
-            blocks, name, context = _recent_blocks(layer, self.config.sinks)
-            slots, origins = context.slot_mapping[name], None
-            if self.config.sinks:  # without metadata it is a run of nobody's tokens
-                told = (context.attn_metadata or {}).get(name)
-                origins = slots.new_full((len(slots), self.config.sinks), -1, dtype=torch.int32) if told is None else told.origins[: len(slots)]
+        if recent:  # nothing is launched between the two
+            blocks, slots, origins = recent
             self.layer.store_recent(blocks, key[: len(slots)], value[: len(slots)], slots, origins)
+
+    def _recent_slots(self, layer) -> tuple:
+        "Blocks of a layer's recent tokens, the step's slots in them, and the origins of first tokens or None."
+        blocks, name, context = _recent_blocks(layer, self.config.sinks)
+        slots, told = context.slot_mapping[name], (context.attn_metadata or {}).get(name)
+        if not self.config.sinks:
+            return blocks, slots, None
+        if told is None:  # a run of nobody's tokens
+            return blocks, slots, slots.new_full((len(slots), self.config.sinks), -1, dtype=torch.int32)
+        return blocks, slots, told.origins[: len(slots)]
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None) -> Tensor:
         "Attention of a step. Without metadata it is the profiling run, which counts memory."
