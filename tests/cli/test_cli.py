@@ -1220,3 +1220,14 @@ def test_gradient_checkpointing_is_named(tiny):
     model.gradient_checkpointing_enable()
     with pytest.raises(TypeError, match="gradient checkpointing takes every cache away"):
         model(torch.ones(1, 8, dtype=torch.long), past_key_values=TurboQuantCache(model, "k3v3"))
+
+
+@pytest.mark.parametrize("name, capability, hip, want", [
+    ("cpu", None, None, "float32"), ("cuda", (7, 5), None, "float16"), ("cuda", (8, 0), None, "bfloat16"), ("cuda", (9, 0), None, "bfloat16"), ("cuda", (7, 5), "6.4", "bfloat16"), ("mps", None, None, "bfloat16"),
+])
+def test_the_usual_dtype_is_one_that_the_device_has(monkeypatch, name, capability, hip, want):
+    "A T4 was given bfloat16, which it computes by detours."
+    from turboquant_nb.cli import inputs
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert inputs._usual_dtype(torch.device(name)) == want

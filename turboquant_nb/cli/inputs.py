@@ -472,7 +472,7 @@ class Weights:
     ] = "embedded"
     dtype: Annotated[
         _Dtype | None,
-        typer.Option(help="Of the weights; default: float32 on a CPU, bfloat16 elsewhere."),
+        typer.Option(help="Of the weights; default: float32 on a CPU, bfloat16 on a GPU, float16 on one without bfloat16 (T4)."),
     ] = None
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, cuda:1, …; default: cuda if there is one.")
@@ -537,6 +537,16 @@ class _Loaded:
     placement: Any = None
 
 
+def _usual_dtype(device) -> str:
+    "Of weights on a device: bfloat16, but float32 on a CPU and float16 on an NVIDIA GPU that has no bfloat16 (a T4, the free GPU of Colab)."
+    import torch
+
+    if device.type == "cpu":
+        return "float32"
+    old = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0)
+    return "float16" if old else "bfloat16"
+
+
 def load(weights: Weights, quiet: bool, offloading: Offloading = Offloading()) -> _Loaded:
     "The model that was asked for. Raises Usage for a name, dtype or device that does not exist."
     import torch
@@ -545,7 +555,7 @@ def load(weights: Weights, quiet: bool, offloading: Offloading = Offloading()) -
 
     check_model(weights.model)
     device = pick_device(weights.device)
-    dtype = weights.dtype or ("float32" if device.type == "cpu" else "bfloat16")
+    dtype = weights.dtype or _usual_dtype(device)
     if not quiet:
         print(f"turboquant: loading {weights.model}", file=sys.stderr, flush=True)
         if getattr(weights, "attention", "turboquant") != "turboquant":
