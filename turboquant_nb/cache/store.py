@@ -920,6 +920,13 @@ def repeat(self: KVStore, times: int) -> None:
     self._rearrange(lambda x: x.repeat_interleave(times, 0), self.batch * times)
 
 # %% ../../nbs/31_store.ipynb #7449ddf7
+@lru_cache(maxsize=1024)
+def _ring_slots(first: int, count: int, recent: int, device: torch.device) -> Tensor:
+    "Slots of a ring of `recent` tokens that `count` positions have, the first of them in slot `first`; every layer asks for the same."
+    with torch.inference_mode(False):
+        return torch.arange(first, first + count, device=device) % max(recent, 1)
+
+
 @patch
 @_plain
 def tail_with(self: KVStore, k: Tensor, v: Tensor, names: tuple = ("k", "v")) -> Tail:
@@ -927,8 +934,10 @@ def tail_with(self: KVStore, k: Tensor, v: Tensor, names: tuple = ("k", "v")) ->
     _check_states(self, k, v, names)
     now, recent = self._now, self.recipe.recent
     first = now - recent if self._by_device else max(0, self.past_exact_from)
-    count = recent if self._by_device else now - first
-    slots = (torch.arange(count, device=self.device) + first) % max(recent, 1)
+    if self._by_device:
+        slots = (torch.arange(recent, device=self.device) + first) % max(recent, 1)
+    else:
+        slots = _ring_slots(first % max(recent, 1), now - first, recent, self.device)
     key, value = (torch.cat([s.exact.recent[:, :, slots], x], 2) for s, x in zip(self.sides, (k, v)))
     return Tail(first, now, key, value)
 
@@ -939,7 +948,7 @@ def _restore_window(self: KVStore, tail: Tail) -> None:
     "After a crop within the last chunk: recent tokens from the tail, which ends with the store."
     recent = self.recipe.recent
     n = min(self.length - tail.first, recent)
-    slots = torch.arange(self.length - n, self.length, device=self.device) % recent
+    slots = _ring_slots((self.length - n) % max(recent, 1), n, recent, self.device)
     for side, x in zip(self.sides, (tail.key, tail.value)):
         side.exact.recent.index_copy_(2, slots, x[:, :, x.shape[2] - n :].to(self.device))
 
@@ -962,7 +971,8 @@ def crop(
     length = self.length - n
     within = tail is not None and tail.end == self.length and tail.past <= length
     if self.static:
-        self._refill(length)
+        if not within:
+            self._refill(length)
         self._rewind(length=length, start=self.start, end=None, recent_from=0)
     else:
         if not within:
