@@ -237,9 +237,13 @@ def test_drafts_run_on_kernels():
         ids = prompts(1, 40, padded=False)["input_ids"].repeat(1, 4)
         assisted = [] if sliding else [dict(assistant_model=twin)]  # transformers 5.17 fails with a sliding assistant
         for way in (dict(prompt_lookup_num_tokens=5), *assisted):
-            cache = TurboQuantCache(model, "k4v4", backend="triton")
-            model.generate(ids, past_key_values=cache, max_new_tokens=20, do_sample=False, **way)
-            served_by_kernels(cache)
+            caches = [TurboQuantCache(model, "k4v4", backend="triton", graphs=graphs) for graphs in (True, False)]
+            outs = [model.generate(ids, past_key_values=cache, max_new_tokens=40, do_sample=False, **way) for cache in caches]
+            assert torch.equal(*outs)
+            graphs = caches[0].report()["graphs"]
+            assert sliding or graphs["replayed"] > graphs["captured"] > 0 and not graphs["why_not"], graphs  # a sliding layer frees tokens
+            for cache in caches:
+                served_by_kernels(cache)
 
 
 def test_logits_of_kernels_are_those_of_pytorch():

@@ -971,7 +971,8 @@ def crop(
     length = self.length - n
     within = tail is not None and tail.end == self.length and tail.past <= length
     if self.static:
-        self._refill(length)
+        if not within:
+            self._refill(length)
         self._rewind(length=length, start=self.start, end=None, recent_from=0)
     else:
         if not within:

@@ -118,7 +118,7 @@ class TurboQuantLayer(CacheLayerMixin):
         self.drafting, self.drafts = False, 0  # see `activate_past_recording`
         self.tail = None  # exact states that the last chunk's queries read, and a crop
         self.canary, self.changes = None, 0  # what checks; times that rows became others
-        self.captured_backends = {}  # of a static store: what serves steps that a graph captures
+        self.captured_backends, self.captured_tail = {}, None  # of a static store: what serves steps that a graph captures; where it leaves exact states
         self.names = f"keys of layer {index}", f"values of layer {index}"  # how errors call new states
         self.patience = 0  # steps to run eagerly before one is captured: tokens were cropped
 
@@ -406,7 +406,7 @@ def _goes_on(past: int) -> str:
 def _refuse_other_prompt(module, args, kwargs) -> None:
     """Before a model's forward: raise ValueError for what `generate` leaves of a prompt that is no longer than what the cache
     holds. It cuts off as many tokens as are held by counting from the end, so a part of the prompt goes on after a past
-    that is another's, at positions that are taken."""
+    that is another's, at positions that are taken. With drafts it cuts off nothing, and reads the conversation a second time."""
     cache, places = kwargs.get("past_key_values"), kwargs.get("position_ids")
     if torch.compiler.is_compiling() or not isinstance(cache, TurboQuantCache) or not isinstance(places, Tensor):
         return
@@ -416,7 +416,10 @@ def _refuse_other_prompt(module, args, kwargs) -> None:
     if not dropped or waits or places.ndim != 2 or layer.capturing:
         return
     past = layer.held
-    given = int(places[:, -1].max()) + 1  # tokens of the prompt, in the row with the least padding
+    first, last = torch.stack([places[:, 0].min(), places[:, -1].max()]).tolist()
+    if past and n > 1 and first == 0:
+        raise ValueError(f"a prompt from its first token on does not go on from {past:,} tokens: with drafts generate() needs a new cache, or cache.reset()")
+    given = last + 1  # tokens of the prompt, in the row with the least padding
     if given <= past and n == 2 * given - past:
         raise ValueError(f"a prompt of {given:,} tokens does not go on from what is held. {_goes_on(past)}")
 
@@ -775,9 +778,16 @@ def crop(self: TurboQuantLayer, tokens_to_remove: int) -> None:
     if self.static:
         self.tail = self.store.crop(min(n, self.held), self.tail)
         return
-    if n:
-        self.make_growing()
-        self.patience = 8  # of drafts that are rejected again and again no graph is worth it
+    if self.drafting and self.store.static:  # passes with drafts are replayed, so no tensor may move; the host knows the length
+        self.store.storage.known = True
+        try:
+            self.tail = self.store.crop(n, self.tail)
+        finally:
+            self.store.storage.known = False
+        return
+    self.make_growing()
+    if not self.drafting:
+        self.patience = 8  # of a cache that is cropped again and again no graph is worth it
     oldest = self.store.length - n - (self.sliding_window or 0) + 1  # that must be visible then
     if self.is_sliding and oldest < self.store.offset and self.store.offset:
         kept = f"its window of {self.sliding_window} and {MARGIN} tokens more"

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..kernels import ops
-from .cache import NAME, CodedStates, TurboQuantCache, TurboQuantLayer
+from .cache import NAME, STEPS, CodedStates, TurboQuantCache, TurboQuantLayer
 from ..quant.calibration import model_facts
-from ..cache.store import CAPTURE, KVStore, Static, _plain
+from ..cache.store import CAPTURE, KVStore, Static, Tail, _plain
 
 # %% ../../nbs/53_graphs.ipynb #8c645051
 @patch
@@ -44,10 +44,12 @@ def append_captured(self: TurboQuantLayer, key_states: Tensor, value_states: Ten
     "`update` in a captured step. Raises ValueError where the model does not attend on codes."
     if not self.on_codes:
         raise ValueError("captured steps need the 'turboquant' attention")
-    states = key_states, value_states
-    few = self.recipe.recent and self.serves_steps(key_states.shape[2])
+    states, n = (key_states, value_states), key_states.shape[2]
+    few = self.recipe.recent and (self.serves_steps(n) or (n == 1 and self.drafting))
     tail = self.store.tail_with(*states) if few else None
     near = (tail.key, tail.value) if few else states
+    if not torch.compiler.is_compiling():
+        self.captured_tail = near if few else None  # where a replay leaves them, for a crop after it
     ops.dispatch_append(self.captured_backends["coding"].backend, self.store, *states)
     return tuple(CodedStates(self, x, 0, False, t) for x, t in zip(states, near))
 
@@ -178,36 +180,43 @@ class _Kind:
     ids: torch.Size
     places: torch.Size | None
     masked: bool  # whether an attention mask is given
+    drafting: bool  # whether tokens may be taken back
     rest: dict  # the other arguments
 
 
 @dataclass
 class _Step:
-    "One token for each row: the arguments of a call of the model."
+    "One token for each row, or one and drafts behind it: the arguments of a call of the model."
 
-    ids: Tensor  # [B, 1]
+    ids: Tensor  # [B, n]
     places: Tensor | None  # position_ids, any shape
     mask: Tensor | None  # attention_mask
+    drafting: bool  # whether tokens may be taken back
     rest: dict  # the others that are not None
 
     @classmethod
-    def of(cls, args: tuple, kwargs: dict) -> "_Step | None":
-        "None: the call is not for one token."
+    def of(cls, args: tuple, kwargs: dict, drafting: bool) -> "_Step | None":
+        "None: the call is for more tokens than a step has."
         rest = {name: x for name, x in kwargs.items() if x is not None}
         ids = rest.pop("input_ids", None)
         ids = args[0] if args else ids
         rest.pop("past_key_values")
-        if len(args) > 1 or type(ids) is not Tensor or ids.ndim != 2 or ids.shape[1] != 1:
+        if len(args) > 1 or type(ids) is not Tensor or ids.ndim != 2 or not 1 <= ids.shape[1] <= (STEPS if drafting else 1):
             return None
         if not all(isinstance(x, Tensor | None) for x in (kwargs.get("position_ids"), kwargs.get("attention_mask"))):
             return None
-        return cls(ids, rest.pop("position_ids", None), rest.pop("attention_mask", None), rest)
+        return cls(ids, rest.pop("position_ids", None), rest.pop("attention_mask", None), drafting, rest)
+
+    @property
+    def tokens(self) -> int:
+        "Of each row."
+        return self.ids.shape[1]
 
     @property
     def kind(self) -> _Kind:
         "What steps of one graph have in common."
         places = None if self.places is None else self.places.shape
-        return _Kind(self.ids.shape, places, self.mask is not None, self.rest)
+        return _Kind(self.ids.shape, places, self.mask is not None, self.drafting, self.rest)
 
 # %% ../../nbs/53_graphs.ipynb #406642ce
 _PROVED = WeakKeyDictionary()  # model -> kinds of steps whose replay was compared with an eager step
@@ -222,9 +231,31 @@ def _settings(model: torch.nn.Module) -> int:
     return hash((*where, *attributes, *hooks))
 
 
+@dataclass
+class _Captured:
+    "A step that can be replayed, and the tensors through which it gets its arguments and gives its results."
+
+    kind: _Kind
+    proof: tuple  # what must have been compared once
+    ids: Tensor
+    places: Tensor | None
+    sums: Tensor  # of each row of the mask
+    graph: object = None
+    made: type = None  # what the model returns
+    tensors: dict = None  # of that, by name
+    tails: list = None  # of each layer: exact keys and values that a crop needs, or None
+
+    @classmethod
+    @_plain
+    def of(cls, step: _Step, proof: tuple) -> "_Captured":
+        "Before it is captured."
+        places = None if step.places is None else step.places.clone()
+        return cls(step.kind, proof, step.ids.clone(), places, torch.zeros(len(step.ids), dtype=torch.long, device=step.ids.device))
+
+
 class StepRunner:
-    """Runs the decoding steps of one cache and model: eagerly, or as a graph of the whole forward
-    pass. Captures by itself, at the first step; `why` says why it does not."""
+    """Runs the decoding steps of one cache and model: eagerly, or as graphs of the whole forward
+    pass, one for each number of tokens. Captures by itself, at the first step; `why` says why it does not."""
 
     def __init__(self, cache: TurboQuantCache, model, graphs):
         if not isinstance(graphs, bool) and not callable(graphs):
@@ -242,8 +273,8 @@ class StepRunner:
         return StepRunner(memo[id(self.cache())], model, self.graphs)
 
     def forget(self) -> None:
-        "Drop the graph and what it reads."
-        self.graph, self.stores, self.kind, self.proof, self.room = None, [], None, None, 0
+        "Drop the graphs and what they read."
+        self.held, self.stores, self.room = {}, [], 0  # the first: tokens of a row -> `_Captured`
 
     # --- when
 
@@ -282,22 +313,20 @@ class StepRunner:
         odd = [name for name, x in step.rest.items() if not isinstance(x, (bool, int, float, str))]
         if odd:
             return f"the model is given {', '.join(odd)}"
-        if step.mask is not None and step.mask.shape != (layers[0].store.batch, layers[0].store.length + 1):
+        if step.mask is not None and step.mask.shape != (layers[0].store.batch, layers[0].store.length + step.tokens):
             return f"an attention mask of shape {list(step.mask.shape)}"
         if step.places is None and "position_ids" not in inspect.signature(self.model().forward).parameters:
             return "the model takes no position_ids"
         if self.cache().canary is not None:
             return "a canary checks the steps, and a replay shows it nothing"
-        return next(filter(None, map(self.refusal_of_layer, layers)), "")
+        return next(filter(None, (self.refusal_of_layer(x, step.tokens) for x in layers)), "")
 
     @staticmethod
-    def refusal_of_layer(layer: TurboQuantLayer) -> str:
-        "Why steps of this layer cannot be replayed; empty if they can."
+    def refusal_of_layer(layer: TurboQuantLayer, tokens: int) -> str:
+        "Why steps of so many tokens of this layer cannot be replayed; empty if they can."
         store = layer.store
-        if layer.max_length is not None and store.length >= layer.max_length:
+        if layer.max_length is not None and store.length + tokens > layer.max_length:
             return "the cache is full"
-        if layer.drafting:
-            return "drafts are tried, and may be taken back"
         if layer.static:
             return ""
         if layer.is_sliding:
@@ -312,29 +341,30 @@ class StepRunner:
 
     def __call__(self, forward, args: tuple, kwargs: dict):
         "The model's `forward`, or a replay of it."
-        step = None if torch.is_grad_enabled() else _Step.of(args, kwargs)
         layers = self.cache().coded_layers
-        same = self.graph is not None and all(x.store is s for x, s in zip(layers, self.stores))
-        if self.graph is not None and not (same and layers[0].on_codes and not layers[0].drafting):
+        step = None if torch.is_grad_enabled() else _Step.of(args, kwargs, layers[0].drafting)
+        same = bool(self.held) and all(x.store is s for x, s in zip(layers, self.stores))
+        if self.held and not (same and layers[0].on_codes):
             self.forget()
             same = False
         if step is None or not all(x.is_initialized for x in layers):
             if same and self.settings != _settings(self.model()):  # looked at once a prompt
                 self.forget()
             return forward(*args, **kwargs)
-        if same and self._fits(step):
-            new = self.proof not in _PROVED.get(self.model(), ())
-            return self._compared(forward, args, kwargs, step) if new else self._replay(step)
+        captured = self.held.get(step.tokens)
+        if captured and self._fits(captured, step):
+            new = captured.proof not in _PROVED.get(self.model(), ())
+            return self._compared(forward, args, kwargs, captured, step) if new else self._replay(captured, step)
         return self._start(forward, args, kwargs, step)
 
-    def _fits(self, step) -> bool:
+    def _fits(self, captured: _Captured, step: _Step) -> bool:
         "Whether the graph is of this step."
         length = self.stores[0].length
-        if length != self.stores[-1].length or length >= self.room:
+        if length != self.stores[-1].length or length + step.tokens > self.room:
             return False
-        if any(isinstance(x, Tensor) for x in step.rest.values()) or step.kind != self.kind:
+        if any(isinstance(x, Tensor) for x in step.rest.values()) or step.kind != captured.kind:
             return False
-        return step.mask is None or step.mask.shape[1] == length + 1
+        return step.mask is None or step.mask.shape[1] == length + step.tokens
 
     def _start(self, forward, args, kwargs, step):
         "A step that no graph is there for: an eager one, which is captured where that can be done."
@@ -345,7 +375,7 @@ class StepRunner:
                 layer.patience = max(0, layer.patience - 1)
             return forward(*args, **kwargs)
         for layer in layers:
-            if layer.store.length >= (layer.store.max_length or 0):
+            if layer.store.length + step.tokens > (layer.store.max_length or 0):
                 layer.make_growing()
             layer.make_static()
         slow = [a for x in layers for a in x.captured_backends.values() if a.backend != "triton"]
@@ -353,100 +383,108 @@ class StepRunner:
             self.why = self.failed = f"kernels do not serve: {slow[0].why or 'PyTorch was asked for'}"
             return forward(*args, **kwargs)
         self.settings = _settings(self.model())
-        self.proof = (repr(step.kind), tuple(cache.recipes), cache.backend, layers[0].store.dtype, self.graphs, self.settings)
-        if self.proof in _PROVED.setdefault(self.model(), set()):
-            return self._replay(step) if self._try_capture(forward, step) else forward(*args, **kwargs)
+        captured = _Captured.of(step, (repr(step.kind), tuple(cache.recipes), cache.backend, layers[0].store.dtype, self.graphs, self.settings))
+        if captured.proof in _PROVED.setdefault(self.model(), set()):
+            return self._replay(captured, step) if self._try_capture(forward, captured, step) else forward(*args, **kwargs)
         out = forward(*args, **kwargs)  # kernels are compiled here
-        self._move(-1)  # what Python knows while it captures is what it knew in this step
-        self._try_capture(forward, step)
-        self._move(1)
+        self._move(-step.tokens)  # what Python knows while it captures is what it knew in this step
+        self._try_capture(forward, captured, step)
+        self._move(step.tokens)
         return out
 
     # --- capturing
 
-    @_plain
-    def _buffers(self, step) -> None:
-        "Tensors through which a replay gets its arguments."
-        self.ids = step.ids.clone()
-        self.places = None if step.places is None else step.places.clone()
-        self.sums = torch.zeros(len(step.ids), dtype=torch.long, device=step.ids.device)
-        self.odd = torch.zeros(1, dtype=torch.bool, device=step.ids.device)
-
-    def _try_capture(self, forward, step) -> bool:
+    def _try_capture(self, forward, captured: _Captured, step: _Step) -> bool:
         "Capture this step; whether that could be done."
         began, proved = time.perf_counter(), _PROVED[self.model()]
         try:
-            self._capture(forward, step)
+            self._capture(forward, captured, step)
         except Exception as error:  # of a model that no graph can hold; of a kind that was proved, once more
-            known = self.proof in proved
-            proved.discard(self.proof)
+            known = captured.proof in proved
+            proved.discard(captured.proof)
             self.forget()
             self.failed = "" if known else f"capturing failed: {type(error).__name__}: {error}"
             return False
         self.captured, self.seconds = self.captured + 1, self.seconds + time.perf_counter() - began
         return True
 
-    def _capture(self, forward, step) -> None:
+    def _capture(self, forward, captured: _Captured, step: _Step) -> None:
         "Have a graph follow the step."
-        cache = self.cache()
-        self._buffers(step)
-        self.stores, first = [x.store for x in cache.coded_layers], cache.coded_layers[0].store
+        cache, layers, n = self.cache(), self.cache().coded_layers, step.tokens
+        stores, first = [x.store for x in layers], layers[0].store
+        if self.odd is None or self.odd.device != first.device:
+            self._make_odd(first.device)
 
         def run():
             if step.mask is not None:  # what it says must be what the stores know
-                real = first.position + 1 - first.start
-                self.odd.logical_or_((self.sums != real).any())
-            places = first.position.long().expand(len(self.ids), 1) if self.places is None else self.places
-            call = dict(input_ids=self.ids, position_ids=places, past_key_values=cache)
-            return forward(**call, **step.rest)
+                real = first.position + n - first.start
+                self.odd.logical_or_((captured.sums != real).any())
+            counted = first.position.long() + torch.arange(n, device=first.device)
+            places = counted.expand(len(step.ids), n) if captured.places is None else captured.places
+            out = forward(input_ids=captured.ids, position_ids=places, past_key_values=cache, **step.rest)
+            if not isinstance(out, dict) or not all(isinstance(x, (Tensor, TurboQuantCache)) for x in out.values()):
+                raise ValueError("the model returns more than logits")
+            captured.made, names = type(out), [name for name, x in out.items() if isinstance(x, Tensor)]
+            tails = {(i, j): x for i, layer in enumerate(layers) for j, x in enumerate(layer.captured_tail or ())}
+            return {name: out[name] for name in names} | tails
 
         make = CudaGraph if self.graphs is True else self.graphs
-        graph = make(first.device)
-        held = [self.odd, *(t for s in self.stores for t in (*s._fixed(), s.position, s.flags))]
-        out = graph.capture(run, held)
-        if not isinstance(out, dict) or not all(isinstance(x, (Tensor, TurboQuantCache)) for x in out.values()):
-            raise ValueError("the model returns more than logits")
-        self.made = type(out)
-        self.tensors = {name: x for name, x in out.items() if isinstance(x, Tensor)}
-        self.graph, self.kind, self.room = graph, step.kind, min(s.max_length for s in self.stores)
+        captured.graph = make(first.device)
+        kept = [self.odd, *(t for s in stores for t in (*s._fixed(), s.position, s.flags))]
+        out = captured.graph.capture(run, kept)
+        captured.tensors = {name: x for name, x in out.items() if isinstance(name, str)}
+        captured.tails = [(out[i, 0], out[i, 1]) if (i, 0) in out else None for i in range(len(layers))]
+        self.stores, self.held[n], self.room = stores, captured, min(s.max_length for s in stores)
 
-    def _replay(self, step):
+    @_plain
+    def _make_odd(self, device) -> None:
+        self.odd = torch.zeros(1, dtype=torch.bool, device=device)
+
+    def _replay(self, captured: _Captured, step: _Step):
         "The step by the graph."
-        self.ids.copy_(step.ids)
-        if self.places is not None:
-            self.places.copy_(step.places)
+        captured.ids.copy_(step.ids)
+        if captured.places is not None:
+            captured.places.copy_(step.places)
         if step.mask is not None:
-            torch.sum(step.mask, -1, dtype=torch.long, out=self.sums)
-        self.graph.replay()
-        for layer, store in zip(self.cache().coded_layers, self.stores):
-            store.length += 1
-            layer.tail = None  # of the chunk before: no query reads it any more
+            torch.sum(step.mask, -1, dtype=torch.long, out=captured.sums)
+        captured.graph.replay()
+        for layer, store, tail in zip(self.cache().coded_layers, self.stores, captured.tails):
+            past = store.length
+            store.length += step.tokens
+            layer.tail = None if tail is None else Tail(past - layer.recipe.recent, past, *tail)
         self.replayed += 1
         if self.replayed % 16 == 0:
             self._look()
-        tensors = {name: x.clone() for name, x in self.tensors.items()}  # the next replay overwrites them
-        return self.made(**tensors, past_key_values=self.cache())
+        tensors = {name: x.clone() for name, x in captured.tensors.items()}  # the next replay overwrites them
+        return captured.made(**tensors, past_key_values=self.cache())
 
-    def _compared(self, forward, args, kwargs, step):
-        """The eager step, one after that which was captured, then the same token replayed into its own
-        place: to the bit where kernels serve both. Where it differs, the graph is dropped."""
+    def _compared(self, forward, args, kwargs, captured: _Captured, step: _Step):
+        """The eager step, one after that which was captured, then the same tokens replayed into their own
+        places: to the bit where kernels serve both. Where it differs, the graph is dropped."""
         want = forward(*args, **kwargs)
-        self._move(-1)
-        got, kernels = self._replay(step), {"triton"}
+        self._take_back(step.tokens)
+        got, kernels = self._replay(captured, step), {"triton"}
         served = {a.backend for x in self.cache().coded_layers for a in x.captured_backends.values()}
         apart = lambda a, b: float((a - b).float().norm() / b.float().norm().clamp(min=1e-30))  # noqa: E731
-        error = max(apart(got[name], want[name]) for name in self.tensors)
+        error = max(apart(got[name], want[name]) for name in captured.tensors)
         if error <= (0 if served == kernels else 1e-4):
-            _PROVED[self.model()].add(self.proof)
+            _PROVED[self.model()].add(captured.proof)
             return want
-        self._move(-1)
+        self._take_back(step.tokens)
         self.forget()
         self.replayed -= 1
         self.failed = f"a replayed step differed from the eager one by {error:.1e}"
         return forward(*args, **kwargs)
 
+    def _take_back(self, tokens: int) -> None:
+        "Forget the last tokens, which come again: recent tokens that drafts overwrote return, one token is written over with itself."
+        if all(x.tail is None for x in self.cache().coded_layers):
+            return self._move(-tokens)
+        for layer in self.cache().coded_layers:
+            layer.crop(-tokens)
+
     def _move(self, tokens: int) -> None:
-        "Forget the last token, which comes again, or count it again."
+        "Count so many tokens more, or fewer, as if nothing else had happened."
         for layer in self.cache().coded_layers:
             layer.store.length += tokens
             layer.store.storage.count(layer.store.length)
