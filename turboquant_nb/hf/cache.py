@@ -417,11 +417,11 @@ def _refuse_other_prompt(module, args, kwargs) -> None:
         return
     past = layer.held
     first, last = torch.stack([places[:, 0].min(), places[:, -1].max()]).tolist()
-    if past and n > 1 and first == 0:
-        raise ValueError(f"a prompt from its first token on does not go on from {past:,} tokens: with drafts generate() needs a new cache, or cache.reset()")
     given = last + 1  # tokens of the prompt, in the row with the least padding
     if given <= past and n == 2 * given - past:
         raise ValueError(f"a prompt of {given:,} tokens does not go on from what is held. {_goes_on(past)}")
+    if past and n > 1 and first == 0:
+        raise ValueError(f"a prompt from its first token on does not go on from {past:,} tokens; with drafts generate() reads all of it again. For another prompt make a new cache, or call cache.reset()")
 
 
 def _listen_to_positions(model) -> None:
