@@ -1,4 +1,5 @@
 "A decode step by look-up of four codes against attention on codes: random recipes, shapes, ranges, crops, evictions."
+import copy
 import random
 from dataclasses import replace
 
@@ -270,3 +271,113 @@ def test_results_are_ordinary_tensors():
     assert not out.is_inference() and not lse.is_inference()
     assert not any(t.is_inference() for side in store.sides for t in side.tensors.values())
     (out.mul_(2) * torch.ones(64, requires_grad=True)).sum().backward()
+
+
+def some_layers(n=4, tokens=250, **options):
+    "Twice the same stores, of several recipes, with the same tokens."
+    g = torch.Generator().manual_seed(0)
+    recipes = [Recipe(Spec(r[0], center=r[1]), Spec(r[2]), recent=r[3]) for r in ((3, "pre_rope", 3, 16), (4, "prompt_mean", 2, 5), (2.5, "none", 3, 16), (3, "pre_rope", 3, 1))]
+    both = [[KVStore(recipe, 2, 3, 64, inv_freq=1e4 ** (-torch.arange(32) / 32), **options) for recipe in recipes[:n]] for _ in range(2)]
+    for mine, want in zip(*both):
+        mine.set_range(start=torch.tensor([0, 7])), want.set_range(start=torch.tensor([0, 7]))
+        states = torch.randn(2, 2, 3, tokens, 64, generator=g) + 1
+        mine.append(*states), want.append(*states)
+    return *both, lambda: torch.randn(2, 2, 3, 1, 64, generator=g) + 1
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_tokens_of_all_layers_together_have_the_bits_of_each(dtype):
+    mine, want, new = some_layers(tokens=250)
+    for _ in range(12):  # over the border of a tile
+        for one, other in zip(mine, want):
+            states = new()
+            assert gather.append_later(one, *states) and one.uncoded == 1 and one.length == other.length + 1
+            assert gather.append(other, *states)
+        gather.complete(mine)
+        assert not any(store.uncoded for store in mine)
+        for one, other in zip(mine, want):
+            assert_same_store(one, other)
+
+
+@pytest.mark.parametrize("use", [
+    lambda s, new: s.state(), lambda s, new: s.read(), lambda s, new: s.coded("key", s.length - 1, s.length), lambda s, new: s.select(torch.tensor([1, 0])), lambda s, new: s.repeat(2),
+    lambda s, new: s.append(*new()), lambda s, new: gather.append(s, *new()), lambda s, new: s.evict(s.tile), lambda s, new: s.decay(s.tile) if s.key.truncated_planes else None,
+    lambda s, new: s.to("cpu"), lambda s, new: copy.deepcopy(s).complete(), lambda s, new: s.set_range(end=torch.tensor([s.length, 100])),
+])
+def test_a_token_without_codes_is_coded_before_anyone_looks(use):
+    mine, want, new = some_layers(tokens=600)
+    for one, other in zip(mine, want):
+        states, more = new(), new()
+        assert gather.append_later(one, *states)
+        other.append(*states)
+        use(one, lambda: more), use(other, lambda: more)
+        assert one.nbytes == other.nbytes
+        one.complete()
+        assert_same_store(one, other)
+
+
+@pytest.mark.parametrize("n", (1, 3))
+def test_a_token_without_codes_is_the_first_to_be_forgotten(n):
+    mine, want, new = some_layers()
+    for one, other in zip(mine, want):
+        states = new()
+        assert gather.append_later(one, *states)
+        other.append(*states)
+        for store in (one, other):
+            store.crop(n)
+        assert not one.uncoded and one.length == other.length == 251 - n and one.past_exact_from == other.past_exact_from
+        for side in ("key", "value"):
+            assert all(torch.equal(a, b) for a, b in zip(one.coded(side, 0, one.length)[:2], other.coded(side, 0, other.length)[:2]))
+            assert all(torch.equal(a, b) for a, b in zip(one.exact(side), other.exact(side)))
+
+
+def test_a_step_does_not_read_codes_that_are_not_there():
+    mine, want, new = some_layers()
+    for one, other in zip(mine, want):
+        states = new()
+        assert gather.append_later(one, *states)
+        other.append(*states)
+        for side in one.sides:
+            side.tensors["scale"][:, :, 0, 250] = 1e4  # what a slot that is not written may hold
+        q = torch.randn(2, 6, 1, 64)
+        for chunk in ((), states):
+            close(gather.attend(q, one, *chunk), attention.attend(q, other, *chunk))
+        assert one.uncoded
+
+
+@pytest.mark.parametrize("spoil", [lambda k: k[0, 0, 0].fill_(torch.nan), lambda k: k[0, 1].fill_(torch.inf), lambda k: k.mul_(1e30), lambda k: k.mul_(2.0**12)])
+@pytest.mark.parametrize("side", (0, 1))
+def test_what_may_be_refused_is_not_taken_before_it_is_coded(spoil, side):
+    (store, *_), _, new = some_layers()
+    states, before = new(), {name: t.clone() for name, t in store.state()[0].items()}
+    spoil(states[side])
+    assert not gather.append_later(store, *states) and store.length == 250 and not store.uncoded
+    assert all(torch.equal(t, before[name]) for name, t in store.state()[0].items())
+    assert not gather.append_later(KVStore(Recipe(recent=0), 2, 3, 64), *new()), "no ring would hold it"
+
+
+def test_a_vector_of_zeros_among_the_layers():
+    mine, want, _ = some_layers(3)
+    for i, (one, other) in enumerate(zip(mine, want)):
+        states = torch.zeros(2, 2, 3, 1, 64) if i == 2 else torch.ones(2, 2, 3, 1, 64)
+        assert gather.append_later(one, *states)
+        other.append(*states)
+    gather.complete(mine)
+    for one, other in zip(mine, want):
+        assert_same_store(one, other)
+
+
+def test_a_token_that_cannot_be_coded_after_all_is_forgotten():
+    (store, *_), (want, *_), new = some_layers()
+    states = new()
+    assert gather.append_later(store, *states)
+    store.key.exact.recent[:, :, 250 % 16] = torch.nan
+    with pytest.raises(ValueError, match="must be finite"):
+        store.complete()
+    assert store.length == 250 and not store.uncoded
+    want.append(*states)
+    want.crop(1)
+    assert store.past_exact_from == want.past_exact_from
+    for one in (store, want):
+        one.append(*states)
+    assert torch.equal(store.read(0, 240)[0], want.read(0, 240)[0]) and torch.equal(store.coded("key", 0, 251).codes, want.coded("key", 0, 251).codes)

@@ -11,6 +11,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, LlamaConfig  # noqa: E402
 from transformers.cache_utils import Cache  # noqa: E402
 
+from turboquant_nb.cache import gather  # noqa: E402
 from turboquant_nb.hf import CodedStates, TurboQuantCache, TurboQuantLayer, layer_frequencies  # noqa: E402
 from turboquant_nb.quant.quantizer import Recipe, Spec, as_recipe, preset  # noqa: E402
 from turboquant_nb.quant.mixed_precision import by_layer  # noqa: E402
@@ -734,6 +735,46 @@ def test_tokens_of_decode_are_coded(attention):
         if t.is_floating_point():
             assert t.numel() <= 512 * 2 or t.shape == (8, 8), (t.shape, t.dtype)  # scales: one per token and head; a dense copy would have 8 times as many
     assert not any(isinstance(x, CodedStates) and x.layer is layer for x in gc.get_objects())
+
+
+@pytest.mark.parametrize("recipe", [Recipe(sinks=2, recent=3), by_layer], ids=("one", "by layer"))
+def test_a_pass_codes_its_tokens_at_its_end(recipe, monkeypatch):
+    "The same planes as layer by layer; what is coded when somebody looks in between; a pass that was broken off."
+    model, inputs = tiny(), prompt(2, 60)
+    model.set_attn_implementation("turboquant")
+    recipe = recipe if isinstance(recipe, Recipe) else by_layer("k3v3", len(model.model.layers), {0: "k4v2"})
+    mine, want = (TurboQuantCache(model, recipe) for _ in range(2))
+    seen, last = [], mine.coded_layers[-1]
+    original = last.update
+    with monkeypatch.context() as m:
+        m.setattr(last, "update", lambda *a, **kw: (seen.append([x.store.uncoded for x in mine.coded_layers[:-1] if x.is_initialized]), original(*a, **kw))[1])
+        ids, _ = generate(model, inputs, "turboquant", cache=mine, max_new_tokens=12)
+    assert all(set(x) == {0} for x in seen[:1]) and all(set(x) == {1} for x in seen[1:]) and len(seen) == 12
+    with monkeypatch.context() as m:
+        m.setattr(gather, "append_later", lambda *a: False)
+        same(generate(model, inputs, "turboquant", cache=want, max_new_tokens=12)[0], ids)
+    assert not any(x.store.uncoded for x in mine.coded_layers)
+    assert_same(walk_snapshot(mine), walk_snapshot(want))
+
+    def fail(*a, **kw):
+        raise KeyboardInterrupt
+
+    step, mask = torch.full((2, 1), 5), torch.cat([inputs["attention_mask"], torch.ones(2, 12, dtype=torch.long)], 1)
+    with monkeypatch.context() as m, torch.no_grad():
+        m.setattr(last, "update", fail)
+        with pytest.raises(KeyboardInterrupt):
+            model(step, attention_mask=mask, past_key_values=mine)
+    first = mine.coded_layers[0].store
+    held = want.get_seq_length()
+    assert first.uncoded == 1 and first.length == held + 1
+    assert mine.recover() == held and not first.uncoded
+    for cache in (mine, want):
+        with torch.no_grad():
+            model(step, attention_mask=mask, past_key_values=cache)
+    for one, other in zip(mine.coded_layers, want.coded_layers):
+        for side in ("key", "value"):
+            a, b = (x.store.coded(side, 0, held) for x in (one, other))
+            assert torch.equal(a.codes, b.codes) and torch.equal(a.scale, b.scale)
 
 
 def test_forward_with_autograd_keeps_no_graph():

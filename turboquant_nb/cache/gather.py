@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BLOCK', 'quad_table', 'quad_index', 'decode_quads', 'by_token', 'by_row', 'StepRanges', 'step_ranges', 'attend',
-           'supports', 'append']
+           'supports', 'append', 'append_later', 'complete']
 
 # %% ../../nbs/33_gather.ipynb #33a00007
 import math
@@ -72,6 +72,13 @@ def quad_index(
     return index.mT if channels == -1 else index
 
 
+def _look_up(table: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
+    "`table[index]`, in `out` if given: by all threads, or by one in less time."
+    if torch.get_num_threads() > 1 or not (out is None or out.is_contiguous()):
+        return torch.gather(table.expand(*index.shape[:-1], -1), -1, index, out=out)
+    return torch.index_select(table, 0, index.flatten(), out=None if out is None else out.view(-1)).view(index.shape)
+
+
 def decode_quads(
     planes: list,  # one uint8 tensor per plane: [..., *plane_shape]
     layout: Layout,
@@ -80,8 +87,11 @@ def decode_quads(
 ) -> Tensor:  # [..., d, tile] fp32, token i * rows + t at 4 t + i
     "Levels of whole tiles in steps of the codebook's grid. Without a grid the step is 1."
     index = quad_index(planes, layout)
-    levels = table.index_select(0, index.flatten()).view(_LEVEL[table.dtype]).view(*index.shape[:-1], layout.tile)
-    return levels.float() if out is None else out.view(levels.shape).copy_(levels)
+    if out is None or table.dtype != _WORD[out.dtype]:
+        levels = _look_up(table, index).view(_LEVEL[table.dtype])
+        return levels.float() if out is None else out.view(levels.shape).copy_(levels)
+    _look_up(table, index, out.view(table.dtype).view(index.shape))
+    return out
 
 
 def by_token(
@@ -108,6 +118,7 @@ class StepRanges:
     tiles: slice  # that they lie in, counted from the first that is held
     hidden: Tensor | None  # [B, 1, 1, S + W + m + tokens of these tiles] bool: sinks, ring and chunk, then `by_row`; None: all count
     bias: Tensor | None = None  # the same as what is added to scores: -inf where hidden, else 0
+    blind: bool = False  # whether a sequence sees nothing
 
 
 @lru_cache(maxsize=8)
@@ -143,7 +154,8 @@ def step_ranges(
         hidden = ~torch.cat([*seen, by_row(coded, tile // 4).flatten(1)], 1)[:, None, None]
         if not bool(hidden.any()):
             return StepRanges(first, last, tiles, None)
-        return StepRanges(first, last, tiles, hidden, torch.zeros(hidden.shape, dtype=torch.float32).masked_fill_(hidden, -math.inf))
+        bias = torch.zeros(hidden.shape, dtype=torch.float32).masked_fill_(hidden, -math.inf)
+        return StepRanges(first, last, tiles, hidden, bias, bool(hidden.all(-1).any()))
 
 # %% ../../nbs/33_gather.ipynb #33a00016
 BLOCK = 2**20  # numbers decoded at a time: 4 MB of fp32; smaller blocks stay nearer, and cost more calls
@@ -191,8 +203,8 @@ class _Tiles:
             yield (lo, hi), x
 
     def put_scores(self, q: Tensor, begin, out: Tensor, place: Tensor) -> None:
-        """Scores [B * H, g, tiles, tile]: what they begin with, and the products of queries [B * H, g, d] with coded vectors, times
-        their scales. `begin` puts the former into some tiles of them and says True, or False for nothing."""
+        """Scores [B * H, g, tiles, tile]: what they begin with, which `begin` says of some tiles of them (None: nothing), and the products
+        of queries [B * H, g, d] with coded vectors, times their scales."""
         (heads, g, d), weights, own = q.shape, self.weights().unsqueeze(1), self.tiles.start
         q = q * self.step
         for (lo, hi), x in self.blocks(place):
@@ -200,7 +212,8 @@ class _Tiles:
             dots = torch.bmm(one, x).view(heads, -1, g, self.size[2]).transpose(1, 2)
             part = slice(lo - self.first, hi - self.first)
             into, w = out[:, :, part], weights[:, :, lo - own : hi - own]
-            into.addcmul_(dots, w) if begin(part, into) else torch.mul(dots, w, out=into)
+            former = begin(part, into)
+            torch.mul(dots, w, out=into) if former is None else torch.addcmul(former, dots, w, out=into)
 
     def weighted(self, p: Tensor, place: Tensor, hidden: Tensor | None = None) -> Tensor:  # [B * H, g, d]
         """The sum of coded vectors with weights [B * H, g, tiles, tile]. The scale of what is `hidden` [B, tokens] counts for 0, if it is
@@ -217,6 +230,11 @@ class _Tiles:
         return total * self.step
 
 # %% ../../nbs/33_gather.ipynb #33a00040
+def _wide(table: Tensor) -> Tensor:
+    "A table of `quad_table` with fp32 levels, which need no conversion; as it is where that would not stay in a core's cache (4 bits)."
+    return table if len(table) > 2**15 or table.dtype != _WORD[torch.int8] else table.view(torch.int8).float().view(_WORD[torch.float32])
+
+
 @lru_cache(maxsize=64)
 def _tables(codebook, firsts: tuple, sizes: tuple) -> tuple:  # (`quad_table` of each group, step of the levels: a number, or [d] channels group by group)
     "What a codebook says of groups of so many channels, from the first channel of each."
@@ -224,7 +242,7 @@ def _tables(codebook, firsts: tuple, sizes: tuple) -> tuple:  # (`quad_table` of
     steps = [1.0 if book.grid is None else book.grid.step for book in books]
     with torch.inference_mode(False):
         step = steps[0] if len(steps) == 1 else torch.tensor(steps).repeat_interleave(torch.tensor(sizes))
-    return [quad_table(book) for book in books], step
+    return [_wide(quad_table(book)) for book in books], step
 
 
 def _code_tiles(side: Side, tiles: slice) -> list:  # of `_Tiles`
@@ -247,7 +265,7 @@ def _code_tiles(side: Side, tiles: slice) -> list:  # of `_Tiles`
 @lru_cache(maxsize=1)
 def _sign_table() -> Tensor:
     "The words of a plane of signs: -1 and 1."
-    return _quad_words(torch.tensor([-1, 1], dtype=torch.int8), 1)
+    return _quad_words(torch.tensor([-1.0, 1.0]), 1)
 
 
 def _sign_tiles(side: Side, tiles: slice) -> list:  # of `_Tiles`
@@ -270,29 +288,28 @@ def _channel_order(bits: tuple) -> tuple:  # ([d] long, its inverse), or (None, 
 
 # %% ../../nbs/33_gather.ipynb #33a00017
 def _mean_scores(query, store: KVStore, tiles: slice):
-    """A function that puts into the scores of some tiles, counted from the first of these, what the mean of keys adds to them, and says
-    whether that is anything."""
+    "A function that says what the mean of keys adds to the scores of some tiles, counted from the first of these; None if nothing."
     offset = query.offset.flatten(0, 1).unsqueeze(-1) if isinstance(query.offset, Tensor) else None
     starts, tile, weights = store.ranges.starts, store.tile, query.rope_coefficients
     if weights is not None:
         store.cos_sin.reach(store.offset + tiles.stop * tile)
 
-    def put(part: slice, into: Tensor) -> bool:  # into [B * H, g, tiles, tile]
+    def former(part: slice, into: Tensor) -> Tensor | None:  # into [B * H, g, tiles, tile], a tensor of this shape or one that fits it
         if weights is None:
-            return offset is not None and into.copy_(offset) is into
+            return offset
         first, last = (store.offset + (tiles.start + i) * tile for i in (part.start, part.stop))
         if len(set(starts)) > 1 or first < starts[0]:
             found = (weights @ store._rows(first, last).float().mT).flatten(0, 1)
-            into.unflatten(-1, (-1, 4)).copy_(by_row(found, tile // 4))
-        else:  # all sequences have the same angles: their rows in the order of the look-up, for a product that needs no other place
+            found = by_row(found, tile // 4).reshape(into.shape)
+        else:  # all sequences have the same angles: a product for each tile, which threads share, with rows in the order of the look-up
             rows = store.rope_table[first - starts[0] : last - starts[0]].unflatten(0, (-1, 4, tile // 4)).transpose(1, 2)
-            rows = rows.to(torch.float32, memory_format=torch.contiguous_format).flatten(0, 2)
-            torch.mm(weights.view(-1, rows.shape[1]), rows.T, out=into.view(-1, len(rows)))
-        if offset is not None:
-            into.add_(offset)
-        return True
+            rows = rows.to(torch.float32, memory_format=torch.contiguous_format).flatten(1, 2)
+            flat = weights.view(-1, rows.shape[2])
+            found = torch.bmm(flat.expand(len(rows), *flat.shape), rows.mT)
+            found = found.view(len(rows), *into.shape[:2], tile).permute(1, 2, 0, 3)
+        return found if offset is None else found + offset
 
-    return put
+    return former
 
 
 def attend(
@@ -337,7 +354,7 @@ def _step(q: Tensor, store: KVStore, k, v, scaling: float, softcap: float | None
         for part in keys:
             part.put_scores(rotated if order is None else rotated[..., order], mean, coded, place)
         for part in key_signs:
-            part.put_scores(query.sketched.view(b * h, g, -1), lambda part, into: True, coded, place)
+            part.put_scores(query.sketched.view(b * h, g, -1), lambda part, into: into, coded, place)
     if softcap is not None:
         scores.div_(softcap).tanh_().mul_(softcap)
     unsure = store.flags is not None and ranges.hidden is not None  # kernels write NaN for what they refuse
@@ -345,10 +362,13 @@ def _step(q: Tensor, store: KVStore, k, v, scaling: float, softcap: float | None
         scores.view(b, h, g, -1).masked_fill_(ranges.hidden, -math.inf)
     elif ranges.bias is not None:  # a sum takes a fifth of the time
         scores.view(b, h, g, -1).add_(ranges.bias)
-    top = scores.amax(-1, keepdim=True)
-    scores.sub_(top.clamp(min=-1e38)).exp_()  # weights, from here on
-    total = scores.sum(-1, keepdim=True)
-    out = torch.bmm(scores[..., :near], exact_v)
+    top, weights = scores.amax(-1, keepdim=True), scores.softmax(-1)
+    largest = weights.amax(-1, keepdim=True)
+    if ranges.blind:  # 0 where nothing is seen; NaN in q stays NaN
+        nothing = top == -math.inf
+        weights.masked_fill_(nothing, 0), largest.masked_fill_(nothing, 1)
+    coded = weights[..., near:].view(b * h, g, tiles, store.tile)
+    out = torch.bmm(weights[..., :near], exact_v)
     if tiles:
         unseen = ranges.hidden[:, 0, 0, near:] if unsure else None
         rotated = sum(part.weighted(coded, place, unseen) for part in values)
@@ -358,8 +378,7 @@ def _step(q: Tensor, store: KVStore, k, v, scaling: float, softcap: float | None
         out += value.q.rotation.inverse(rotated)
         if value.mean is not None:
             out += coded.sum((-1, -2)).unsqueeze(-1) * value.mean.float().view(b * h, 1, dv)
-    out /= total.clamp(min=1e-38)  # 0 where nothing is seen; NaN in q stays NaN
-    return out.view(b, h * g, 1, dv).to(q.dtype), (top + total.log()).view(b, h * g, 1)
+    return out.view(b, h * g, 1, dv).to(q.dtype), (top - largest.log()).view(b, h * g, 1)
 
 
 def _exact(side: Side, chunk: Tensor | None) -> Tensor:
@@ -415,10 +434,9 @@ def _put_codes(planes: list, layout: Layout, codes: np.ndarray, t: int) -> None:
         byte |= table[codes if width == 2 else pairs]
 
 # %% ../../nbs/33_gather.ipynb #33a00032
-def _same_coding(a: Quantizer, b: Quantizer) -> bool:
-    "Whether rotated vectors of both can be coded together."
-    what = lambda q: (q.d, q.spec.bits, q.spec.codebook, q.spec.residual, q.spec.scale, q.spec.scale_dtype)  # noqa: E731
-    return what(a) == what(b)
+def _coding(q: Quantizer) -> tuple:
+    "Rotated vectors can be coded together where this is equal."
+    return q.d, q.spec.bits, q.spec.codebook, q.spec.residual, q.spec.scale, q.spec.scale_dtype
 
 
 class _Rows(NamedTuple):
@@ -474,12 +492,12 @@ def _with_residual(q: Quantizer, y: Tensor, coded: tuple) -> _Rows | None:
     return _Rows(codes, scale, _signs_and_norm(rest, q.sketch)[0].numpy(), norm.to(q.scale_dtype)) if fits else None
 
 
-def _key_mean(store: KVStore) -> Tensor:
-    "A pre-RoPE mean at the next position: [B, H, 1, d]."
+def _key_mean(store: KVStore, position: int) -> Tensor:
+    "A pre-RoPE mean at a position: [B, H, 1, d]."
     mean, starts = store.key.mean.float(), store.ranges.starts
     if len(set(starts)) > 1 or store.cos_sin.table.shape[1] < mean.shape[3]:
-        return apply_cos_sin(mean, store._rows(store.length, store.length + 1))
-    cos, sin = store.cos_sin.row(max(0, store.length - starts[0]))
+        return apply_cos_sin(mean, store._rows(position, position + 1))
+    cos, sin = store.cos_sin.row(max(0, position - starts[0]))
     return mean * cos + mean.roll(mean.shape[3] // 2, -1) * sin
 
 
@@ -505,6 +523,8 @@ def append(
     v: Tensor,  # [B, H, 1, d_value]
 ) -> bool:  # whether it did; if not, nothing has changed, and `KVStore.append` codes or refuses
     "Code one token of each sequence in few operations, with the bits of `KVStore.append`."
+    if store.uncoded:
+        store.complete()
     if store.static:
         if store._capturing():
             return False
@@ -521,7 +541,8 @@ def _append_usual(store: KVStore, k: Tensor, v: Tensor) -> bool:
         if coded is None:
             return False
         for side, x, rows in zip(store.sides, (k, v), coded):
-            _put_token(store, side, x, rows)
+            _put_rows(store, side, rows, store.length)
+            _put_exact(store, side, x)
         store.length += 1
         store.storage.count(store.length)
     return True
@@ -533,16 +554,22 @@ def _halves(both: tuple) -> tuple:
     return slice(n), slice(n, None)
 
 
-def _code_token(store: KVStore, k: Tensor, v: Tensor) -> list | None:
-    "`_Rows` of keys and of values; None if they cannot be coded so."
+def _rotated(store: KVStore, states: tuple, position: int) -> list:  # [B * H, d] of keys, of values
+    "States of one position, centred and rotated."
     means, rotated = [side.mean for side in store.sides], []
     if store.cos_sin is not None:
-        means[0] = _key_mean(store)
-    for side, x, mean in zip(store.sides, (k, v), means):
+        means[0] = _key_mean(store, position)
+    for side, x, mean in zip(store.sides, states, means):
         x = x.float() if mean is None else x.float() - mean.float()
         y = side.q.rotation.apply(x if side.q.rotation.per_head else x.reshape(-1, side.q.d))
         rotated.append(y.reshape(-1, side.q.d))
-    if _same_coding(store.key.q, store.value.q):
+    return rotated
+
+
+def _code_token(store: KVStore, k: Tensor, v: Tensor) -> list | None:
+    "`_Rows` of keys and of values; None if they cannot be coded so."
+    rotated = _rotated(store, (k, v), store.length)
+    if _coding(store.key.q) == _coding(store.value.q):
         both = _code_rows(store.key.q, torch.cat(rotated))
         coded = [None] if both is None else [tuple(x[half] for x in both) for half in _halves(both)]
     else:
@@ -553,11 +580,11 @@ def _code_token(store: KVStore, k: Tensor, v: Tensor) -> list | None:
     return None if any(x is None for x in rows) else rows
 
 
-def _put_token(store: KVStore, side: Side, x: Tensor, rows: _Rows) -> None:
-    "Write codes and scale after the last token; copy the token itself into the ring, and where it is a sink to its place among them."
-    position, shape, (sinks, ring) = store.length, x.shape[:2], (side.exact.sinks, side.exact.recent)
+def _put_rows(store: KVStore, side: Side, rows: _Rows, position: int) -> None:
+    "Write codes and scale of a position."
+    shape, held = (store.batch, store.heads), side.tensors
     tile, t = divmod(position - store.offset, store.tile)
-    codes, held = rows.codes.reshape(*shape, -1), side.tensors
+    codes = rows.codes.reshape(*shape, -1)
     for g in side.groups:
         planes = [held[name].numpy()[:, :, tile - side.tiles_before(name)] for name in g.names]
         _put_codes(planes, g.layout, codes if len(side.groups) == 1 else codes[..., g.channels], t)
@@ -565,8 +592,62 @@ def _put_token(store: KVStore, side: Side, x: Tensor, rows: _Rows) -> None:
     if side.signs is not None:
         _put_codes([held["signs"].numpy()[:, :, tile]], side.signs, rows.signs.reshape(*shape, -1), t)
         _array(held["residual_norm"])[:, :, tile, t] = _array(rows.residual_norm).reshape(shape)
+
+
+def _put_exact(store: KVStore, side: Side, x: Tensor) -> None:
+    "Copy a token into the ring after the last one, and where it is a sink to its place among them."
+    position, (sinks, ring) = store.length, (side.exact.sinks, side.exact.recent)
     if ring.shape[2]:
         _array(ring)[:, :, position % ring.shape[2]] = _array(x)[:, :, 0]
     for row, start in enumerate(store.ranges.starts):
         if 0 <= position - start < sinks.shape[2]:
             sinks[row, :, position - start] = x[row, :, 0]
+
+# %% ../../nbs/33_gather.ipynb #33c0a002
+_SURE = 2.0**10  # no state with smaller entries is refused
+
+
+def append_later(
+    store: KVStore,
+    k: Tensor,  # [B, H, 1, d_key] in the store's dtype
+    v: Tensor,  # [B, H, 1, d_value]
+) -> bool:  # whether it did; if not, nothing has changed
+    "Take the exact state of one token of each sequence, which `complete` codes."
+    sides = store.sides
+    if store.static or store.uncoded or not store.recipe.recent or any(type(s.q) is not Quantizer or s.q.rotation.per_head for s in sides):
+        return False
+    if not _is_usual(store, k, v) or not all(float(torch.linalg.vector_norm(x.detach(), math.inf)) < _SURE for x in (k, v)):  # NaN is not
+        return False
+    store._make_room(1)
+    for side, x in zip(sides, (k, v)):
+        _put_exact(store, side, x)
+    store.length, store.uncoded = store.length + 1, 1
+    return True
+
+
+@_plain
+def complete(
+    stores: list,  # of all layers
+) -> None:
+    "Code the tokens that `append_later` took, with the bits of `append`."
+    alike, late = {}, [store for store in stores if store.uncoded]
+    with torch.inference_mode():
+        for store in late:
+            position = store.length - 1
+            slot = position % store.recipe.recent
+            rotated = _rotated(store, tuple(side.exact.recent[:, :, slot : slot + 1] for side in store.sides), position)
+            for side, y in zip(store.sides, rotated):
+                alike.setdefault(_coding(side.q), []).append((store, side, y))
+        coded = [(_code_rows(parts[0][1].q, torch.cat([y for *_, y in parts])), parts) for parts in alike.values()]
+        if any(found is None for found, _ in coded):  # a vector is 0: one store after the other
+            for store in late:
+                store.complete()
+            return
+        for (codes, scale, _), parts in coded:
+            at = 0
+            for store, side, y in parts:
+                rows, at = slice(at, at + len(y)), at + len(y)
+                _put_rows(store, side, _Rows(codes[rows], scale[rows]), store.length - 1)
+    for store in late:
+        store.uncoded = 0
+

@@ -454,6 +454,7 @@ class KVStore:
         self.ranges, self.flags, self.cos_sin = Ranges(batch, self.device), None, None
         self.length = self.offset = 0  # tokens ever appended; of these, freed at the front
         self._recent_from = 0  # first position whose slot of the ring was not overwritten and cropped
+        self.uncoded = 0  # 1 where of the newest token only the exact state was taken, see `complete`
         if r.key.center == "pre_rope":
             self.cos_sin = shared_cos_sin(inv_freq, d_key, self.device)
             self.cos_sin.reach(max_length or 0)
@@ -540,6 +541,7 @@ class KVStore:
     @_plain
     def _append_now(self, k, v, names, code=_code, first_mean=None):
         "Append where the host counts. `code` may return what confirms its codes later; first_mean: of a kernel, instead of `_first_mean`."
+        self.complete()
         if self.static:
             self.sync()
         _check_states(self, k, v, names)
@@ -590,6 +592,21 @@ class KVStore:
         self.length = length
         self.storage.count(length)
 
+    @_plain
+    def complete(self) -> None:
+        "Code the newest token if only its exact state was taken. Raises ValueError if it cannot be coded; it is then forgotten."
+        if not self.uncoded:
+            return
+        recent, self.uncoded, self.length = self.recipe.recent, 0, self.length - 1
+        slot = self.length % recent
+        states = tuple(side.exact.recent[:, :, slot : slot + 1] for side in self.sides)
+        try:
+            _code(self, states, [side.mean for side in self.sides], ("k", "v"))
+        except BaseException:
+            self._recent_from = min(self.length, max(self._recent_from, self.length + 1 - recent))
+            raise
+        self.length += 1
+
     # --- reading
 
     def read(self, first: int | None = None, last: int | None = None) -> tuple:
@@ -611,6 +628,7 @@ class KVStore:
     def coded(self, side: str, first: int, last: int) -> Coded:
         """Codes [B, H, last-first, d], scales and residual of positions [first, last) of `side`
         ('key' or 'value'). Codes of truncated tiles are for `levels` of this side."""
+        self.complete()
         length = self._bound
         if not self.offset <= first <= last <= length:
             raise ValueError(
@@ -851,6 +869,7 @@ def set_range(self: KVStore, start=None, end=None, k: Tensor | None = None, v: T
     moves after tokens came, `k` and `v` of all of them are coded again: sinks and the mean of
     the prompt depend on it. Raises ValueError/TypeError for a range or states that do not fit,
     or where tokens were freed already; the store is then as before."""
+    self.complete()
     if self.static:
         self.sync()
         if end is not None:
@@ -882,6 +901,7 @@ def _make_whole(self: KVStore):
 @_plain
 def _map(self: KVStore, f, change):
     "Every tensor with a row for each sequence becomes f of it, by the `change` of a storage."
+    self.complete()
     for side in self.sides:
         side.tensors = change(side.tensors, f)
     numbers = {"start": self.start} | ({} if self.end is None else {"end": self.end})
@@ -968,6 +988,7 @@ def crop(
         raise ValueError(f"cannot crop {n} tokens of {self.length - self.offset} held")
     if not n:
         return tail
+    self.uncoded = 0  # a token without codes is the first to be forgotten
     length = self.length - n
     within = tail is not None and tail.end == self.length and tail.past <= length
     if self.static:
@@ -1015,6 +1036,7 @@ def evict(self: KVStore, before: int) -> None:
     tiles = (min(before, self.length) - self.offset) // self.tile
     if tiles < 1:
         return
+    self.complete()
     live = math.ceil((self.length - self.offset) / self.tile) - tiles
     keep = self.capacity // self.tile if self.max_length is not None else live
     for side in self.sides:
@@ -1129,6 +1151,7 @@ def decay(self: KVStore, before: int) -> None:
     if not self.key.truncated_planes and not self.value.truncated_planes:
         raise ValueError("decay needs a side with channels of 3 or 4 bits")
     before = checks.whole(before, "before")
+    self.complete()
     for side, truncation in self._truncations(before, self.length):
         side.adopt(truncation)
 
@@ -1527,6 +1550,7 @@ _FORMER = {"_recent_from": "_window_from", "truncated": "thin"}  # what headers 
 @patch
 def state(self: KVStore) -> tuple:  # (tensors, header)
     "All tensors, without slack, and what is needed to build the store again."
+    self.complete()
     self.sync()
     tiles = math.ceil((self.length - self.offset) / self.tile)
     tensors = {}

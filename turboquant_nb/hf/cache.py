@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from .. import checks
+from ..cache import gather
 from ..kernels import ops
 from .model_info import ModelInfo, _recipes_to_json, plan_layers
 from ..quant.quantizer import Recipe
@@ -158,11 +159,11 @@ class TurboQuantLayer(CacheLayerMixin):
         if self.static:
             self.select_backends(key_states)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, on_codes: bool | None = None, **kwargs) -> tuple:
+    def update(self, key_states: Tensor, value_states: Tensor, *args, on_codes: bool | None = None, later: list | None = None, **kwargs) -> tuple:
         """Code n tokens; return handles for the 'turboquant' attention, dense tensors for any
         other. A refused update changes nothing; what comes after the first chunk kernels take without
         looking at it, see `TurboQuantCache.check`. A cache, which has asked already, says whether the
-        model attends `on_codes`."""
+        model attends `on_codes`, and takes the store into the list `later` where it will code the token."""
         if self.capturing:
             return self.append_captured(key_states, value_states)
         on_codes = self.on_codes if on_codes is None else on_codes
@@ -171,7 +172,7 @@ class TurboQuantLayer(CacheLayerMixin):
             return CodedStates(self, key_states, first, False), CodedStates(self, value_states, first, False)
         past, (drafts, self.drafts) = self.held, (self.drafts, 0)
         states, drafts = (key_states, value_states), drafts if on_codes and not past else 0
-        self._append_parts(states, key_states.shape[2] - drafts, past == 0)
+        self._append_parts(states, key_states.shape[2] - drafts, past == 0, later)
         if on_codes:
             return self._handles(states, first, past == 0, drafts)
         self.calls["dense" if past else "prefill"] += 1
@@ -209,7 +210,7 @@ class TurboQuantLayer(CacheLayerMixin):
             self.canary.keep(self, key_states, value_states)
         return True
 
-    def _append_parts(self, states: tuple, whole: int, first_chunk: bool):
+    def _append_parts(self, states: tuple, whole: int, first_chunk: bool, later: list | None):
         "Code `whole` tokens, then the rest: drafts after a prompt, which has the mean to itself."
         if whole < states[0].shape[2]:
             self._append(*(x[:, :, :whole] for x in states), True)
@@ -218,13 +219,13 @@ class TurboQuantLayer(CacheLayerMixin):
             except BaseException:
                 self.reset()
                 raise
-        self._append(*states, first_chunk)
+        self._append(*states, first_chunk, later)
 
     def serves_steps(self, n: int) -> bool:
         "Whether n tokens after a past are served as if they came one by one."
         return 1 < n <= (_DRAFTS if self.drafting else STEPS)
 
-    def _append(self, key_states, value_states, first_chunk: bool):
+    def _append(self, key_states, value_states, first_chunk: bool, later: list | None = None):
         "Code a chunk. Whatever goes wrong, the layer is as it was."
         before, fresh, n = self.starts, not self.is_initialized, key_states.shape[2]
         try:
@@ -237,8 +238,13 @@ class TurboQuantLayer(CacheLayerMixin):
             few = self.serves_steps(n) or (n == 1 and self.drafting)
             few = few and not first_chunk and self.recipe.recent
             tail = self.store.tail_with(key_states, value_states, self.names) if few else None
+            alone = later is None or n > 1 or few or self.canary is not None or self.backend == "triton"
             wait = None if first_chunk else False  # flags of all layers are looked at together, in the next pass
-            coder = ops.append(self.store, key_states, value_states, self.backend, self.names, wait)
+            if not alone and gather.append_later(self.store, key_states, value_states):
+                later.append(self.store)
+                coder = "torch"
+            else:
+                coder = ops.append(self.store, key_states, value_states, self.backend, self.names, wait)
         except BaseException:  # out of memory, or interrupted
             if fresh:
                 self.reset()
@@ -525,6 +531,7 @@ class TurboQuantCache(Cache):
         self.coded_layers = [x for x in self.layers if isinstance(x, TurboQuantLayer)]
         self._flags, self._padding_set, self._like = _Flags(), False, None
         self._on_codes = None  # whether the pass that runs attends on codes; its first layer asks
+        self._late = []  # stores whose newest token is coded when the pass ends
         self._lengths = {}  # of a pass: tokens that static layers hold before it, by layer
         _listen_to_masks()
         if module:
@@ -566,12 +573,17 @@ class TurboQuantCache(Cache):
             return layer.update(key_states, value_states, *args, **kwargs)
         if layer is self.coded_layers[0]:
             self._begin_pass()
-            self._on_codes = layer.on_codes
+            self._on_codes, self._late = layer.on_codes, []
         known, on_codes = self._lengths.pop(layer_idx, None), self._on_codes
-        if layer is self.coded_layers[-1]:
+        last = layer is self.coded_layers[-1]
+        if last:
             self._on_codes = None  # the pass ends here
         if known is None:
-            return layer.update(key_states, value_states, *args, on_codes=on_codes, **kwargs)
+            states = layer.update(key_states, value_states, *args, on_codes=on_codes, later=self._late if on_codes else None, **kwargs)
+            if last and self._late:
+                gather.complete(self._late)
+                self._late = []
+            return states
         storage = layer.store.storage
         layer.store.length, storage.known = known, True
         try:

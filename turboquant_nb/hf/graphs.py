@@ -308,6 +308,8 @@ class StepRunner:
             return f"the model attends by {cache.config._attn_implementation!r}, not {NAME!r}"
         if len({x.store.device for x in layers} | {step.ids.device}) > 1:
             return "the layers are on several devices"
+        if step.drafting and self.graphs is True:
+            return "drafts are tried; graphs=CudaGraph replays passes with them"
         if any(x.mask_reason for x in layers):
             return next(x.mask_reason for x in layers if x.mask_reason)
         odd = [name for name, x in step.rest.items() if not isinstance(x, (bool, int, float, str))]

@@ -304,6 +304,8 @@ def dispatch_attend(
     name, q, store, k, v, scaling, mask, first, causal, sliding_window, softcap, recent=None
 ) -> tuple:
     "`attend` by a backend that `select_backend` gave, without asking again."
+    if store.uncoded and name != "gather":  # which reads such a token exactly
+        store.complete()
     if name == "torch":
         call = scaling, mask, first, causal, sliding_window, softcap
         return attention.attend(q, store, k, v, *call, recent=recent)
@@ -345,6 +347,8 @@ def append(
 ) -> str:  # the backend that coded
     """Code n tokens and add them. Raises ValueError/TypeError on states that do not fit, or with
     the reason if the backend named cannot serve; the store is then as before."""
+    if store.uncoded:
+        store.complete()
     if backend != "torch" and encode.append_again(store, k, v):
         return "triton"
     name, _ = select_coder(store, backend)
