@@ -84,6 +84,28 @@ def test_usage(call, argv, words):
     refused(call(*argv), *words)
 
 
+def test_a_wrong_recipe_is_refused_before_torch_is_imported():
+    "In every command that takes one, also behind a right one: a slip of the finger is said at once, not after the seconds that importing torch takes."
+    commands = ["generate --prompt x --recipe", "chat --recipe", "demo --recipes k3v3", "plan --model embedded --recipe k3v3", "eval ppl --recipe k3v3", "eval ppl --against dense", "bench --recipe k3v3",
+                "serve nothing --recipe", "recipe", "web --recipe k3v3"]
+    code = ("import contextlib, io, sys; from turboquant_nb.cli import main\n"
+            f"for line in {commands!r}:\n"
+            "    said = io.StringIO()\n"
+            "    with contextlib.redirect_stderr(said):\n"
+            "        code = main([*line.split(), 'k9v9'])\n"
+            "    if code != 2 or 'recipe must be one of k4v4' not in said.getvalue() or \"got 'k9v9'\" not in said.getvalue() or 'torch' in sys.modules:\n"
+            "        sys.exit(f'{line}: {code} {said.getvalue()}')\n")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+
+
+def test_names_known_without_torch_are_those_of_the_package():
+    from turboquant_nb.cli import inputs, measure
+    from turboquant_nb.evaluation.candidates import OTHERS
+    assert inputs._PRESETS == tuple(PRESETS) and measure._OTHERS == tuple(OTHERS)
+
+
+
 # ---------------------------------------------------------------- recipe
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -1198,3 +1220,14 @@ def test_gradient_checkpointing_is_named(tiny):
     model.gradient_checkpointing_enable()
     with pytest.raises(TypeError, match="gradient checkpointing takes every cache away"):
         model(torch.ones(1, 8, dtype=torch.long), past_key_values=TurboQuantCache(model, "k3v3"))
+
+
+@pytest.mark.parametrize("name, capability, hip, want", [
+    ("cpu", None, None, "float32"), ("cuda", (7, 5), None, "float16"), ("cuda", (8, 0), None, "bfloat16"), ("cuda", (9, 0), None, "bfloat16"), ("cuda", (7, 5), "6.4", "bfloat16"), ("mps", None, None, "bfloat16"),
+])
+def test_the_usual_dtype_is_one_that_the_device_has(monkeypatch, name, capability, hip, want):
+    "A T4 was given bfloat16, which it computes by detours."
+    from turboquant_nb.cli import inputs
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert inputs._usual_dtype(torch.device(name)) == want

@@ -226,3 +226,13 @@ def test_counts_are_those_of_theory(retrieval):
     assert max(far(r, r["theory"]) for r in rows) < 5
     wrong = [far(r, retrieval.found_by_theory(r["strength"], r["length"] - 1, "mse", 1)) for r in rows if (r["kind"], r["bits"], r["strength"], r["length"]) == ("mse", 2, 3.0, 256)]
     assert min(wrong) > 5
+
+
+def test_prompts_read_some_at_a_time_have_the_same_states(answers):
+    model = LlamaForCausalLM(LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=100)).eval().double()
+    ids, calls = torch.randint(0, 100, (5, 12), generator=torch.Generator().manual_seed(0)), []
+    model.register_forward_pre_hook(lambda module, args: calls.append(len(args[0])))
+    whole, parts = answers.read(model, ids), answers.read(model, ids, most=25)
+    assert calls == [5, 2, 2, 1] and whole.states.keys() == parts.states.keys()
+    for a, b in [(whole.logits, parts.logits), *(pair for i in whole.states for pair in zip(whole.states[i], parts.states[i]))]:
+        assert a.shape == b.shape and torch.allclose(a, b, rtol=1e-9, atol=1e-12)

@@ -114,3 +114,13 @@ def test_generate_from_the_disk(folder, capsys):
         assert cli.main([*ask, *more]) == 2
         out, err = capsys.readouterr()
         assert out == "" and err.splitlines()[-1].startswith("turboquant") and words in err
+
+
+@pytest.mark.parametrize("fraction, want", [(1.0, 34e9), (0.5, 30e9), (0.15, 2e9)])
+def test_room_is_within_the_limit_of_the_process(monkeypatch, fraction, want):
+    "It was four fifths of what the GPU has free, and more than the process may take where a limit is set."
+    from turboquant_nb.evaluation import offload
+    for name, x in dict(mem_get_info=(int(30e9), int(80e9)), memory_allocated=int(10e9), memory_reserved=int(14e9), get_per_process_memory_fraction=fraction).items():
+        assert hasattr(torch.cuda, name)
+        monkeypatch.setattr(torch.cuda, name, lambda device, x=x: x)
+    assert offload._free("cuda") == want

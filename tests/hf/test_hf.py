@@ -567,6 +567,20 @@ def test_a_used_cache_refuses_another_prompt(attention, masked):
     assert generate(model, first, attention, cache=cache, max_new_tokens=8)[0].tolist() == said.tolist()
 
 
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_longer_other_prompt_is_taken_for_the_next_turn(ours):
+    "What the guide warns of, for every cache: `generate` cuts off as many tokens as are held, and the model sees the rest alone. If this fails, transformers hands the cut tokens on, and they can be compared."
+    model, first, second = tiny(), prompt(2, 20, padded=False), prompt(2, 40, seed=1, padded=False)
+    new = lambda: TurboQuantCache(model, "k4v4") if ours else DynamicCache(config=model.config)  # noqa: E731
+    cache, same_turn = new(), new()
+    said, _ = generate(model, first, "turboquant" if ours else "sdpa", cache=cache, max_new_tokens=8)
+    generate(model, first, "turboquant" if ours else "sdpa", cache=same_turn, max_new_tokens=8)
+    turn = torch.cat([said[:, :27], second["input_ids"][:, 27:]], 1)  # the cache holds 27 tokens of the first conversation
+    want, _ = generate(model, dict(input_ids=turn), "turboquant" if ours else "sdpa", cache=same_turn, max_new_tokens=4)
+    got, _ = generate(model, second, "turboquant" if ours else "sdpa", cache=cache, max_new_tokens=4)
+    assert got[:, 40:].tolist() == want[:, 40:].tolist() and cache.get_seq_length() == 43
+
+
 def test_positions_of_ones_own_are_served():
     "Only what `generate` leaves of a prompt is refused: positions that a caller chose, or a mask with holes, are not looked at."
     model, inputs = tiny(), prompt(1, 20, padded=False)

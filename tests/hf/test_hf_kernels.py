@@ -450,32 +450,3 @@ def test_what_a_layer_costs_the_host(static, silent):
             layer(1)
         assert operations.n <= 3 and calls <= (120 if static else 105), (operations.n, calls)
     assert cache.layers[1].backends == {"triton": 5} and (static or cache.layers[1].store.length == 305)  # a kernel that does nothing counts nothing
-
-
-@pytest.mark.skipif(CUDA or not ops._interpreted(), reason="Triton's interpreter, where there is no GPU")
-def test_one_layer_prepares_launches_for_all(silent, monkeypatch):
-    "The first step of a cache, one that begins a tile and so has more splits, and a chunk of another length: the first layer takes the long way, the other four its launches."
-    pytest.importorskip("triton.experimental.gluon")
-    from turboquant_nb.kernels import launch
-
-    model, prepared = tiny(**SMALL | dict(head_dim=64, num_hidden_layers=5), max_position_embeddings=1100), []
-    model.set_attn_implementation("turboquant")
-    checked = launch.checked_operands
-    monkeypatch.setattr(launch, "checked_operands", lambda *args: prepared.append(args[1]) or checked(*args))
-    monkeypatch.setattr(launch, "_LIKE", {})
-    monkeypatch.setattr(TurboQuantCache, "check", lambda self: None)  # attention that does nothing returns what memory held
-    for start in (0, 3):
-        cache, ids = TurboQuantCache(model, "k3v3", backend="triton", graphs=False), prompt(1, 255, padded=False)["input_ids"]
-        mask = torch.ones_like(ids)
-        mask[:, :start] = 0
-        with torch.no_grad():
-            model(ids, attention_mask=mask, past_key_values=cache)
-            counts = []
-            for n in (1, 1, 1, 2, 2):
-                prepared.clear()
-                mask = torch.cat([mask, torch.ones(1, n, dtype=torch.long)], 1)
-                model(ids[:, :n], attention_mask=mask, past_key_values=cache)
-                counts.append(len(prepared))
-                assert all(store is cache.layers[0].store for store in prepared)
-        assert counts[0] == 1 and max(counts) == 1 and sum(counts) < 5, counts
-        assert cache.report()["backends"] == {"triton": 25}

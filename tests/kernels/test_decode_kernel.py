@@ -298,65 +298,6 @@ def same_arguments(one, two):
 
 @cpu_only
 @needs_gluon
-@mark.parametrize("case", (dict(), dict(center="pre_rope"), dict(vcenter="prompt_mean"), dict(sinks=0, win=0, n=3, m=3), dict(start=[0, 40], n=2), dict(T=700, evict=300), dict(end=[200, 250])))
-def test_layers_share_launches(case, monkeypatch):
-    "Launches of one store with the addresses of another that is like it are those that a call on that one would make: store tensors are its own, tables have the same numbers."
-    case = dict(d=64, G=4, T=250) | case
-    (q, store, chunk), (other_q, other, other_chunk) = setup(**case), setup(**case)
-    launches, options = recorded(monkeypatch), (None, None, None, None, "fragments")
-    monkeypatch.setattr(launch, "_device_reason", lambda device, portable: "")
-
-    def fresh(q, store, chunk):
-        launches.clear()
-        x = launch.checked_operands(q, store, chunk.get("k"), chunk.get("v"), *options)
-        return launch.Repeat(x, store, decode_mma.mma_attention(x)[2]), list(launches)
-
-    repeat, _ = fresh(q, store, chunk)
-    assert launch._likeness(store) == launch._likeness(other) is not None
-    again = repeat.rebound(other)
-    _, want = fresh(other_q, other, other_chunk)
-    launches.clear()
-    again(other_q, other_chunk.get("k"), other_chunk.get("v"), other)
-    tables = {t.data_ptr(): t for t in repeat.others}
-    assert len(launches) == len(want)
-    for (f, grid, a), (g, shape, b) in zip(launches, want):
-        assert f is g and grid == shape
-        for name, x, y in zip(f.arg_names, a, b):
-            if not isinstance(y, torch.Tensor):
-                assert x is y or x == y, name
-            else:
-                assert x == y.data_ptr() or name in WRITTEN or torch.equal(tables[x], y), name
-    launches.clear()
-    assert repeat(q, chunk.get("k"), chunk.get("v"), other) is None and not launches  # whose addresses are others
-    if other.end is not None:
-        other.set_range(end=None)
-    other.append(*(torch.randn(2, 2, 700, 64) for _ in range(2)))
-    assert launch._likeness(store) != launch._likeness(other) and repeat.rebound(other) is None  # longer: more splits
-
-
-@cpu_only
-@needs_gluon
-@mark.parametrize("one, two, refused", (
-    (dict(), dict(start=[0, 7]), "rebound"), (dict(center="pre_rope"), dict(center="pre_rope", rotary=32), "alike"), (dict(), dict(kb=4), "alike"), (dict(), dict(table="gaussian"), "alike"),
-    (dict(rot="transform"), dict(rot="transform"), "alone"), (dict(static=True), dict(static=True), "alone"), (dict(), dict(end=[200, 250]), "alike"),
-))  # fmt: skip
-def test_stores_that_differ_share_no_launches(one, two, refused, monkeypatch):
-    "Padding, other frequencies, bits or tables; transforms of their own; a static store."
-    (q, store, _), (_, other, _) = (setup(**dict(d=64, G=4, T=250) | x) for x in (one, two))
-    recorded(monkeypatch)
-    monkeypatch.setattr(launch, "_device_reason", lambda device, portable: "")
-    a, b = launch._likeness(store), launch._likeness(other)
-    if refused == "alone":
-        assert a is b is None
-    elif refused == "alike" and "rotary" not in two:
-        assert a != b
-    else:
-        x = launch.checked_operands(q, store, None, None, None, None, None, None, "fragments")
-        assert a != b or launch.Repeat(x, store, decode_mma.mma_attention(x)[2]).rebound(other) is None
-
-
-@cpu_only
-@needs_gluon
 @mark.parametrize("case", (dict(), dict(center="pre_rope"), dict(sinks=0, win=0, n=3, m=3), dict(start=[0, 40], n=2), dict(static=True, center="pre_rope"), dict(n=2, m=2)))
 def test_repeats_pass_what_a_fresh_call_passes(case, monkeypatch):
     "While a store grows, is cropped, evicted, padded or replaced, a repeated call is refused or passes what a new one would."

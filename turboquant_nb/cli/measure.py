@@ -34,6 +34,7 @@ from turboquant_nb.cli.inputs import (
     Weights,
     check_calibrated,
     check_fits,
+    check_recipe_name,
     context_length,
     load,
     read_recipe,
@@ -43,6 +44,9 @@ from turboquant_nb.cli.inputs import (
 from .output import Stage, hushed, print_json, show_table
 
 # %% ../../nbs/87g_cli_measure.ipynb #9a1a06e9
+_OTHERS = ("dense", "fp8", "quanto4", "quanto2", "hqq4", "hqq2")  # of OTHERS, which lie beside torch
+
+
 @options("What is compared")
 class Caches:
     "Recipes, and what they are compared with."
@@ -60,7 +64,7 @@ class Caches:
         typer.Option(
             "--against",
             metavar="CACHE ...",
-            help="Further recipes, or dense, fp8, quanto4, quanto2, hqq4, hqq2 (optimum-quanto and hqq must be installed).",
+            help=f"Further recipes, or {', '.join(_OTHERS)} (optimum-quanto and hqq must be installed).",
         ),
     ] = ()
 
@@ -76,14 +80,14 @@ class _Named:
 
 def _named(caches: Caches, changes: Changes, calibrated: Calibrated) -> list:  # of _Named
     "What was named, before a model is loaded. Raises Usage for a name that is nothing."
-    from turboquant_nb.evaluation.candidates import OTHERS
-
-    out = []
-    for i, text in enumerate([*caches.recipe, *caches.against]):
+    out, texts = [], [*caches.recipe, *caches.against]
+    for text in (x for x in texts if x not in _OTHERS):
         try:
-            what = text if text in OTHERS else read_recipe(text, changes)
+            check_recipe_name(text)
         except Usage as error:
-            raise Usage(f"{error}; --against also takes {', '.join(OTHERS)}") from error
+            raise Usage(f"{error}; --against also takes {', '.join(_OTHERS)}") from error
+    for i, text in enumerate(texts):
+        what = text if text in _OTHERS else read_recipe(text, changes)
         out.append(_Named(text, what, calibrated if i < len(caches.recipe) else Calibrated()))
     return out
 

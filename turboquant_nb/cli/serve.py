@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from .app import Output, Usage, app, at_fault, command, options
-from .inputs import check_name, read_recipe, recipe_data
+from .inputs import check_name, check_recipe_name, read_recipe, recipe_data
 from .output import print_json
 
 # %% ../../nbs/87j_cli_serve.ipynb #87ib0009
@@ -222,10 +222,11 @@ def serve(served: _Served, output: Output) -> None:
     """Serve a model over HTTP with vLLM, its cache in codes.
 
     Checks what can be checked, says how much the cache will hold, and becomes vllm serve. Options of vLLM come after --."""
-    from turboquant_nb.serving.step import ServingConfig
-
+    check_recipe_name(served.recipe)
     words = list(served.words or ())
     _check_words(words)
+    from turboquant_nb.serving.step import ServingConfig
+
     gpus = _number(words, 1, int, "--tensor-parallel-size", "-tp")
     share = _number(words, 0.9, float, "--gpu-memory-utilization")
     config = _model_config(served.model)

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from .app import Output, Usage, app, at_fault, command, message, options, whole
-from .inputs import Weights, check_fits, context_length, load, read_recipe, recipe_for, tokens_of
+from .inputs import Weights, check_fits, context_length, load, read_recipe, read_recipes, recipe_for, tokens_of
 from .output import hushed
 
 # %% ../../nbs/87o_cli_web.ipynb #699a7ecf
@@ -245,7 +245,7 @@ def web(ask: _Web, weights: Weights, output: Output) -> None:
     Uncompressed and on codes, side by side; Ctrl-C ends it."""
     if not 0 <= ask.port <= 65535:
         raise Usage(f"--port must be from 0 to 65,535, got {ask.port}")
-    recipes = [read_recipe(x) for x in ask.recipe]
+    recipes = read_recipes(ask.recipe)
     _gradio()
     check_fits(weights.model, [(recipe,) for recipe in recipes])
     port = free_port(ask.host, ask.port)

@@ -77,10 +77,17 @@ def place(
     return Placement(on, resident, offloaded, largest)
 
 # %% ../../nbs/80b_offload.ipynb #0ff10a0f
+def _free(device) -> int:
+    "Bytes of a GPU that this process may still take: what nobody has, within `torch.cuda.set_per_process_memory_fraction`."
+    (free, total), held = torch.cuda.mem_get_info(device), torch.cuda.memory_allocated(device)
+    unused = torch.cuda.memory_reserved(device) - held  # taken by PyTorch already
+    return min(free + unused, int(torch.cuda.get_per_process_memory_fraction(device) * total) - held)
+
+
 def load_offloaded(
     name="embedded",  # "embedded", a folder or a hub id, of safetensors
     rest: str = "disk",  # where layers wait that do not fit: "cpu" or "disk"
-    room: int | None = None,  # bytes for weights that stay on the device; None: on a GPU four fifths of what is free, on a CPU what must
+    room: int | None = None,  # bytes for weights that stay on the device; None: on a GPU four fifths of what this process may take, on a CPU what must
     dtype: torch.dtype = torch.float32,
     device="cpu",  # where it computes
     progress: bool = True,
@@ -93,7 +100,7 @@ def load_offloaded(
         raise ValueError(f"offloading reads weights from safetensors, {name} is a GGUF file: load_model and save_pretrained write a folder")
     device = torch.device(device)
     if room is None and device.type == "cuda":
-        room = torch.cuda.mem_get_info(device)[0] * 4 // 5
+        room = _free(device) * 4 // 5
     with _quiet(local):
         config = tf.AutoConfig.from_pretrained(where)
         with torch.device("meta"):

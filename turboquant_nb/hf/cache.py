@@ -426,7 +426,7 @@ def _refuse_other_prompt(module, args, kwargs) -> None:
     given = last + 1  # tokens of the prompt, in the row with the least padding
     if given <= past and n == 2 * given - past:
         raise ValueError(f"a prompt of {given:,} tokens does not go on from what is held. {_goes_on(past)}")
-    if past and n > 1 and first == 0:
+    if first == 0 and n > 1 and past and (given > past or layer.drafting):
         raise ValueError(f"a prompt from its first token on does not go on from {past:,} tokens; with drafts generate() reads all of it again. For another prompt make a new cache, or call cache.reset()")
 
 

@@ -8,10 +8,9 @@ __all__ = ['DRAFTS', 'REPEATS', 'Plan', 'shape_reason', 'select_kernel', 'why_po
 
 # %% ../../nbs/44_launch.ipynb #49988531
 import math
-from copy import copy
 from functools import lru_cache
 from typing import NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -278,19 +277,6 @@ def checked_operands(q, store, k, v, scaling, sliding_window, softcap, splits, k
 _checked_operands_uncompiled = torch.compiler.disable(checked_operands)
 
 # %% ../../nbs/44_launch.ipynb #4e5c045a
-def _likeness(store: KVStore) -> tuple | None:
-    "What stores have in common whose launches differ in addresses alone, as layers of a model do; None for those that share with no other."
-    if store.static or not all(side.q.rotation.seeded for side in store.sides):
-        return None
-    like = [store.recipe, store.tile, store.device, store.dtype, store.end is None, store.flags is None]
-    for side in store.sides:
-        book, rotation = getattr(side.q.codebook, "book", side.q.codebook), side.q.rotation
-        like += rotation.kind, rotation.seed, book.law, book.bits, book.mse, book.int8().step, side.truncated_tiles, *side.tensors
-        like += [(t.shape, t.stride(), t.dtype, t.data_ptr() & 15) for t in side.tensors.values()]
-    table = store.rope_table
-    return (*like, store.start.data_ptr() & 15, *(() if table is None else (len(table), table.data_ptr() & 15)))
-
-
 class Repeat:
     """The launches of a call on a store, for calls of the same kind. Keeps no tensor of the store or
     of the call alive: of those it has the address, and sees before each use that they are the same."""
@@ -303,50 +289,24 @@ class Repeat:
         self.shapes = self.shapes | dict(lse=self.out[:3])
         self.unchanged = Unchanged(store)
         self.version = store.start._version if x.start is None else None  # of a `start` that is zero everywhere
-        self.others, self.places = [], []  # tables and matrices, which stay; of each launch (place, place in `_consists_of`) of tensors of the store
-        known = {id(t): i for i, t in enumerate(_consists_of(store))}
+        self.others, known = [], {id(t) for t in _consists_of(store)}  # tables and matrices, which stay
         self.launches = [self._settled(launch, known) for launch in again.launches]
-        tables = x.packed_lut, x.levels, x.key_rotation, x.value_rotation, x.near_angles, x.far_angles
-        same = all(any(t is table for table in tables) for t in self.others)  # does nothing else depend on the store?
-        self.cos_sin = None if store.cos_sin is None else ref(store.cos_sin)
-        self.sharable = same and not store.static
         self.passed_on, self.size = [], 0  # (name, first byte) of what launches pass on to each other, in one tensor
         for name, shape in self.shapes.items():
             self.passed_on.append((name, 4 * self.size))
             self.size += -(-math.prod(shape) // 64) * 64
 
-    def _settled(self, launch: Launch, known: dict) -> tuple:
+    def _settled(self, launch: Launch, known: set) -> tuple:
         "(launcher, arguments, places of what a call brings). Triton reads an address faster than a tensor."
-        args, changing, places = list(launch.args), {i: name for i, name in launch.changing if name not in ("cos_sin", "far_angles")}, []
+        args, changing = list(launch.args), {i: name for i, name in launch.changing if name not in ("cos_sin", "far_angles")}
         for i, value in enumerate(args):
             if i in changing:
                 args[i] = None
             elif isinstance(value, Tensor):
                 args[i] = value.data_ptr()
-                if id(value) in known:
-                    places.append((i, known[id(value)]))
-                else:
+                if id(value) not in known:
                     self.others.append(value)
-        self.places.append(places)
         return direct_launcher(launch.compiled, launch.grid), args, [*changing.items()]
-
-    def rebound(self, store) -> "Repeat | None":
-        "The same launches for a store that is like the first (`_likeness`); None if they would be others."
-        if not self.sharable or store.static or not self.kind.serves(store.length - store.offset - self.chunk):
-            return None
-        if store.cos_sin is not (None if self.cos_sin is None else self.cos_sin()):
-            return None
-        if self.version is not None and (store.start.is_inference() or any(store.ranges.starts)):
-            return None
-        new, now = copy(self), _consists_of(store)
-        new.unchanged, new.launches = Unchanged(store), []
-        new.version = None if self.version is None else store.start._version
-        for (run, args, slots), places in zip(self.launches, self.places):
-            args = list(args)
-            for i, at in places:
-                args[i] = now[at].data_ptr()
-            new.launches.append((run, args, slots))
-        return new
 
     def __call__(self, q, k, v, store, need_lse: bool = True) -> tuple | None:  # None: the store is not what it was; without need_lse it may be left out
         length, offset, zero = store.length, store.offset, self.version
@@ -385,24 +345,6 @@ def _kind(q, k, v, options: tuple) -> tuple | None:
 
 
 REPEATS = WeakKeyDictionary()  # store -> {kind: Repeat}
-_LIKE = {}  # (kind, `_likeness` of a store) -> the `Repeat` that was made last for such a store
-
-
-def _keep(held: dict, kind, repeat: Repeat) -> None:
-    "Note a repeat; where callers' strides change from call to call, the earlier ones are dropped."
-    if len(held) >= 64:
-        held.clear()
-    held[kind] = repeat
-
-
-def _rebound(store: KVStore, kind) -> Repeat | None:
-    "The launches of another layer's call of this kind, with the addresses of this store; None where there are none."
-    like = _likeness(store)
-    other = None if like is None else _LIKE.get((kind, like))
-    again = None if other is None else other.rebound(store)
-    if again is not None:
-        _keep(REPEATS.setdefault(store, {}), kind, again)
-    return again
 
 
 def repeated(q, store, k, v, options: tuple, need_lse: bool = True) -> tuple:  # ((output, log-sum-exp) or None, what calls have in common, see `_kind`)
@@ -411,11 +353,7 @@ def repeated(q, store, k, v, options: tuple, need_lse: bool = True) -> tuple:  #
         return None, None
     kind, held = _kind(q, k, v, options), REPEATS.get(store)
     again = None if held is None else held.get(kind)
-    done = None if again is None else again(q, k, v, store, need_lse)
-    if done is None and kind is not None:
-        again = _rebound(store, kind)
-        done = None if again is None else again(q, k, v, store, need_lse)
-    return done, kind
+    return (None if again is None else again(q, k, v, store, need_lse)), kind
 
 
 # %% ../../nbs/44_launch.ipynb #4cbd16c3
@@ -445,8 +383,8 @@ def decode_attention(
         return run(x)
     out, lse, again = run_kernel(x)
     if again:
-        repeat = Repeat(x, store, again)
-        _keep(REPEATS.setdefault(store, {}), kind, repeat)
-        if like := _likeness(store):
-            _keep(_LIKE, (kind, like), repeat)
+        held = REPEATS.setdefault(store, {})
+        if len(held) >= 64:  # callers whose strides change from call to call
+            held.clear()
+        held[kind] = Repeat(x, store, again)
     return out, lse
