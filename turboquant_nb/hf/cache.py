@@ -238,7 +238,7 @@ class TurboQuantLayer(CacheLayerMixin):
             few = self.serves_steps(n) or (n == 1 and self.drafting)
             few = few and not first_chunk and self.recipe.recent
             tail = self.store.tail_with(key_states, value_states, self.names) if few else None
-            alone = later is None or n > 1 or few or self.canary is not None or self.backend == "triton"
+            alone = later is None or n > 1 or few or self.backend == "triton"
             wait = None if first_chunk else False  # flags of all layers are looked at together, in the next pass
             if not alone and gather.append_later(self.store, key_states, value_states):
                 later.append(self.store)
