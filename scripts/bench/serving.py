@@ -83,7 +83,8 @@ def verdict(found, kinds):
     red, green = ({part for part, x in found.items() if x["passed"] == passed} - late for passed in (False, True))
     kept = [kind for kind in kinds if not needed(kind) or needed(kind) & green and not red & needed(kind)]
     calls, worst = sum(x.get("calls", 0) for x in found.values()), max((x["worst"] for part, x in found.items() if part in green and x.get("calls")), default=0.0)
-    earlier = sorted({x["commit"][:8] for x in found.values() if x.get("commit")} - {tree().commit[:8]})
+    commits = {x["commit"][:8] for x in found.values() if x.get("commit")}
+    earlier = sorted(commits - {tree().commit[:8]}) if commits else []
     cmd = f"tests/serving/engine.py {' '.join(found) or '(no part: no kind of ours)'}: {calls} calls, worst {worst:.1e}"
     cmd += f"; parts found at {', '.join(earlier)}, whose package is the same" if earlier else ""
     cmd += f"; not finished: {' '.join(sorted(late))}" if late else ""
