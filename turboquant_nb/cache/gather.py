@@ -621,7 +621,7 @@ def append_later(
     store._make_room(1)
     for side, x in zip(sides, (k, v)):
         _put_exact(store, side, x)
-    store.length, store.uncoded = store.length + 1, 1
+    store.length, store.uncoded = store.length + 1, True
     return True
 
 
@@ -649,5 +649,5 @@ def complete(
                 rows, at = slice(at, at + len(y)), at + len(y)
                 _put_rows(store, side, _Rows(codes[rows], scale[rows]), store.length - 1)
     for store in late:
-        store.uncoded = 0
+        store.uncoded = False
 

@@ -454,7 +454,7 @@ class KVStore:
         self.ranges, self.flags, self.cos_sin = Ranges(batch, self.device), None, None
         self.length = self.offset = 0  # tokens ever appended; of these, freed at the front
         self._recent_from = 0  # first position whose slot of the ring was not overwritten and cropped
-        self.uncoded = 0  # 1 where of the newest token only the exact state was taken, see `complete`
+        self.uncoded = False  # whether of the newest token only the exact state was taken, see `complete`
         if r.key.center == "pre_rope":
             self.cos_sin = shared_cos_sin(inv_freq, d_key, self.device)
             self.cos_sin.reach(max_length or 0)
@@ -597,7 +597,7 @@ class KVStore:
         "Code the newest token if only its exact state was taken. Raises ValueError if it cannot be coded; it is then forgotten."
         if not self.uncoded:
             return
-        recent, self.uncoded, self.length = self.recipe.recent, 0, self.length - 1
+        recent, self.uncoded, self.length = self.recipe.recent, False, self.length - 1
         slot = self.length % recent
         states = tuple(side.exact.recent[:, :, slot : slot + 1] for side in self.sides)
         try:
@@ -953,10 +953,11 @@ def tail_with(self: KVStore, k: Tensor, v: Tensor, names: tuple = ("k", "v")) ->
     "Before an append of k and v: the recent tokens in order, then these. Raises as `append`."
     _check_states(self, k, v, names)
     now, recent = self._now, self.recipe.recent
-    first = now - recent if self._by_device else max(0, self.past_exact_from)
     if self._by_device:
+        first = now - recent
         slots = (torch.arange(recent, device=self.device) + first) % max(recent, 1)
     else:
+        first = max(0, self.past_exact_from)
         slots = _ring_slots(first % max(recent, 1), now - first, recent, self.device)
     key, value = (torch.cat([s.exact.recent[:, :, slots], x], 2) for s, x in zip(self.sides, (k, v)))
     return Tail(first, now, key, value)
@@ -988,7 +989,7 @@ def crop(
         raise ValueError(f"cannot crop {n} tokens of {self.length - self.offset} held")
     if not n:
         return tail
-    self.uncoded = 0  # a token without codes is the first to be forgotten
+    self.uncoded = False  # a token without codes is the first to be forgotten
     length = self.length - n
     within = tail is not None and tail.end == self.length and tail.past <= length
     if self.static:

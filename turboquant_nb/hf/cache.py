@@ -238,9 +238,9 @@ class TurboQuantLayer(CacheLayerMixin):
             few = self.serves_steps(n) or (n == 1 and self.drafting)
             few = few and not first_chunk and self.recipe.recent
             tail = self.store.tail_with(key_states, value_states, self.names) if few else None
-            alone = later is None or n > 1 or few or self.backend == "triton"
+            together = later is not None and n == 1 and not few and self.backend != "triton"
             wait = None if first_chunk else False  # flags of all layers are looked at together, in the next pass
-            if not alone and gather.append_later(self.store, key_states, value_states):
+            if together and gather.append_later(self.store, key_states, value_states):
                 later.append(self.store)
                 coder = "torch"
             else:
@@ -403,10 +403,13 @@ def _check_size(batch: int, n: int, past: int = 0) -> None:
         raise ValueError(f"a pass must have {want}, got {batch} sequences of {n} tokens{why}")
 
 
+_AGAIN = "For another prompt make a new cache, or call cache.reset()"
+
+
 def _goes_on(past: int) -> str:
     "What `generate` must be given with a cache that holds tokens."
     whole = "generate() takes the whole conversation again, and reads what comes after those"
-    return f"The cache holds {past:,} tokens: {whole}. For another prompt make a new cache, or call cache.reset()"
+    return f"The cache holds {past:,} tokens: {whole}. {_AGAIN}"
 
 
 def _refuse_other_prompt(module, args, kwargs) -> None:
@@ -427,7 +430,8 @@ def _refuse_other_prompt(module, args, kwargs) -> None:
     if given <= past and n == 2 * given - past:
         raise ValueError(f"a prompt of {given:,} tokens does not go on from what is held. {_goes_on(past)}")
     if first == 0 and n > 1 and past and (given > past or layer.drafting):
-        raise ValueError(f"a prompt from its first token on does not go on from {past:,} tokens; with drafts generate() reads all of it again. For another prompt make a new cache, or call cache.reset()")
+        other = f"a prompt from its first token on does not go on from {past:,} tokens"
+        raise ValueError(f"{other}; with drafts generate() reads all of it again. {_AGAIN}")
 
 
 def _listen_to_positions(model) -> None:

@@ -308,8 +308,6 @@ class StepRunner:
             return f"the model attends by {cache.config._attn_implementation!r}, not {NAME!r}"
         if len({x.store.device for x in layers} | {step.ids.device}) > 1:
             return "the layers are on several devices"
-        if step.drafting and self.graphs is True:
-            return "drafts are tried; graphs=CudaGraph replays passes with them"
         if any(x.mask_reason for x in layers):
             return next(x.mask_reason for x in layers if x.mask_reason)
         odd = [name for name, x in step.rest.items() if not isinstance(x, (bool, int, float, str))]
@@ -415,7 +413,8 @@ class StepRunner:
         cache, layers, n = self.cache(), self.cache().coded_layers, step.tokens
         stores, first = [x.store for x in layers], layers[0].store
         if self.odd is None or self.odd.device != first.device:
-            self._make_odd(first.device)
+            with torch.inference_mode(False):
+                self.odd = torch.zeros(1, dtype=torch.bool, device=first.device)
 
         def run():
             if step.mask is not None:  # what it says must be what the stores know
@@ -437,10 +436,6 @@ class StepRunner:
         captured.tensors = {name: x for name, x in out.items() if isinstance(name, str)}
         captured.tails = [(out[i, 0], out[i, 1]) if (i, 0) in out else None for i in range(len(layers))]
         self.stores, self.held[n], self.room = stores, captured, min(s.max_length for s in stores)
-
-    @_plain
-    def _make_odd(self, device) -> None:
-        self.odd = torch.zeros(1, dtype=torch.bool, device=device)
 
     def _replay(self, captured: _Captured, step: _Step):
         "The step by the graph."
