@@ -5,8 +5,8 @@ and transforms, sliding windows, exact recent and first tokens, 200 random reque
 to the codes of the states that the layer was given (bf16 in and out), tokens of replayed graphs those of the engine without, up to the first
 near tie, also of unequal requests by lists of work, which alone have the same tokens. A kind is not measured where a part that concerns it does not pass.
 
-Then each kind in a process of its own: seconds to the first token of a batch (chunks of 8,192 tokens), milliseconds a token from the
-difference of generating 1 and 1 + n tokens with the prompts cached, graphs replayed; tokens that the cache holds in a share of the memory;
+Then each kind in a process of its own: seconds to the first token of a batch (chunks of 8,192 tokens), milliseconds of a step that decodes, the mean
+of a run's with the prompts cached, graphs replayed, and the median of five runs; tokens that the cache holds in a share of the memory;
 and tokens written per second by more requests than fit at once into equally many bytes of blocks, whatever the kind."""
 import hashlib
 import json
@@ -123,6 +123,12 @@ class Engine:
         command = [sys.executable, HERE / "serving_engine.py", *profiles, kind, self.folder.name, a.gpus, a.memory, a.gib, *shapes]
         self.process = subprocess.Popen([*map(str, command)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
 
+    def wait_ready(self):
+        "Until it has imported what it needs, or has ended."
+        for line in self.process.stdout:
+            if line == "READY\n":
+                break
+
     def rows(self, seconds):
         "Its rows as they come; what it said last is shown where it fails. After so many seconds it is ended."
         timer = threading.Timer(seconds, self.process.kill)
@@ -150,27 +156,26 @@ class Engine:
 
 def rows(a, kinds):
     left = lambda: a.until - (time.monotonic() - began)  # noqa: E731
-    following = None
-    for i, kind in enumerate(kinds):
+    engines = [Engine(kind, a) for kind in kinds]
+    for engine in engines:
+        engine.wait_ready()  # so that none imports while another is measured
+    for i, engine in enumerate(engines):
         if left() < 45:
             print(f"no time is left for {kinds[i:]}", flush=True)
             break
-        engine, following = following or Engine(kind, a), None
-        if i + 1 < len(kinds):
-            following = Engine(kinds[i + 1], a)
         tokens, limit = 0, min(a.seconds, left())
         try:
             for row in engine.rows(limit):
                 tokens += row["what"] in ("token", "first token", "written")
                 yield row
         except OSError as error:
-            print(f"{kind}: {error}", flush=True)
+            print(f"{engine.kind}: {error}", flush=True)
         if not tokens:
-            yield dict(kind=kind, gpus=a.gpus, what="no token", p50=limit, unit="s")
+            yield dict(kind=engine.kind, gpus=a.gpus, what="no token", p50=limit, unit="s")
         print(f"{time.monotonic() - began:.0f} s", flush=True)
-    if following is not None:
-        following.process.kill()
-        following.process.wait()
+    for engine in engines:
+        engine.process.kill()
+        engine.process.wait()
 
 
 def options(p):
