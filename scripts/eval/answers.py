@@ -349,7 +349,8 @@ def main():
         ids = prompts(tokenizer, questions, length).to(model.device)
         made = time.time() - at
         if gate is None:
-            gate = filled_gate(model, ids[:2], prefill(model, ids[:2, :-1]).fill(as_candidate(model, "dense", dtype=None).new()))
+            few = ids[:2, -4096:]  # scores of a whole pass in fp32 take 4 bytes for each head and pair of tokens
+            gate = filled_gate(model, few, prefill(model, few[:, :-1]).fill(as_candidate(model, "dense", dtype=None).new()))
             must_pass(gate, began)
             cast(model, dtype)
         at, start, right = time.time(), read(model, ids[:, :-1]), {}

@@ -229,7 +229,7 @@ def test_drafts_and_then_none_in_one_cache():
         ids = torch.cat([ids, ids[:, :4]], 1)
     assert caches[1].report()["graphs"]["why_not"] == ""
     held = caches[1].get_seq_length()
-    with pytest.raises(ValueError, match=f"does not go on from {held} tokens; with drafts|all {ids.shape[1]} tokens of a conversation again"):  # the second: transformers 5.17 gives the mask
+    with pytest.raises(ValueError, match=f"does not go on from {held} tokens; with drafts|all [0-9]+ tokens of a conversation again"):  # the second: transformers 5.17 gives the mask
         generate(model, dict(input_ids=ids, attention_mask=torch.ones_like(ids)), "turboquant", cache=caches[1], prompt_lookup_num_tokens=3)
     assert caches[1].get_seq_length() == held
 
