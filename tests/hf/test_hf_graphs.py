@@ -219,6 +219,30 @@ def test_passes_with_drafts_are_replayed(recipe, static):
             assert (x - y).norm() <= 0.02 * y.norm()  # a code may flip; a token that is another's is five times as far
 
 
+def test_passes_of_changing_lengths_are_not_captured():
+    "An assistant that drafts now 2, now 3 tokens would pay for graphs that are hardly replayed: a number of tokens is captured when it comes twice in a row."
+    model, text = deep(), prompt(1, 60, padded=False)["input_ids"]
+    model.set_attn_implementation("turboquant")
+    logits = []
+    for graphs in (False, Tape):
+        cache = TurboQuantCache(model, "k3v3", max_length=100, graphs=graphs)
+        cache.activate_past_recording()
+        counts, at, said = [], 20, []
+        with torch.no_grad():
+            model(text[:, :20], past_key_values=cache)
+            for n in (3, 4, 3, 4, 1, 3, 3, 4, 3, 3, 4, 4):
+                said.append(model(text[:, at : at + n], past_key_values=cache).logits)
+                cache.crop(-1)
+                at += n - 1
+                counts.append(cache.runner.captured)
+                if graphs and len(counts) == 4:
+                    assert "no two passes in a row" in cache.report()["graphs"]["why_not"]
+        logits.append(said)
+    assert counts == [0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 2] and cache.runner.replayed == 2 and cache.report()["graphs"]["why_not"] == ""
+    for a, b in zip(*logits):
+        assert (a - b).norm() < 1e-4 * a.norm()
+
+
 def test_drafts_and_then_none_in_one_cache():
     "A turn with drafts, then one without: other graphs, the same tokens. Drafts on a past would read the conversation a second time (transformers' own cache does), and are refused."
     model = tiny("llama")

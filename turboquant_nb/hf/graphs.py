@@ -265,7 +265,7 @@ class StepRunner:
         self.graphs = graphs  # True, False, or a class like CudaGraph
         self.attached, self.failed, self.why = False, "", ""
         self.captured = self.replayed = self.seconds = 0  # the last: what capturing took
-        self.odd = self.arrives = None
+        self.odd = self.arrives = self.before = None  # the last: tokens of the step before
         self.forget()
 
     def __deepcopy__(self, memo):
@@ -351,10 +351,14 @@ class StepRunner:
             if same and self.settings != _settings(self.model()):  # looked at once a prompt
                 self.forget()
             return forward(*args, **kwargs)
-        captured = self.held.get(step.tokens)
+        captured, as_before = self.held.get(step.tokens), step.tokens == self.before
+        self.before = step.tokens
         if captured and self._fits(captured, step):
             new = captured.proof not in _PROVED.get(self.model(), ())
             return self._compared(forward, args, kwargs, captured, step) if new else self._replay(captured, step)
+        if step.drafting and not as_before:  # an assistant drafts now 3, now 7 tokens: most such graphs would never be replayed
+            self.why = self.why or ("" if self.captured else "no two passes in a row had as many drafts")
+            return forward(*args, **kwargs)
         return self._start(forward, args, kwargs, step)
 
     def _fits(self, captured: _Captured, step: _Step) -> bool:

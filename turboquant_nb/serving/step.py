@@ -359,7 +359,7 @@ class CodedAttention:
         if n := step.decodes:
             self._decode(q, k, v, cache, step.table[:n], step.lengths[:n], slice(n * step.each), out, workspace, recent, step.work.setdefault("decodes", {}), early=True)
         for i, group in enumerate(step.groups):
-            rows = [first + i for first in group.firsts for i in range(group.each)]
+            rows = [first + j for first in group.firsts for j in range(group.each)]
             rows, requests = (torch.tensor(x).to(q.device, non_blocking=True) for x in (rows, group.requests))
             own = torch.empty(len(rows), *out.shape[1:], dtype=out.dtype, device=out.device)
             self._decode(q[rows], k[rows], v[rows], cache, step.table[requests], step.lengths[requests], slice(None), own, workspace, recent and recent.of(requests), step.work.setdefault(i, {}))
