@@ -157,25 +157,27 @@ class Engine:
 def rows(a, kinds):
     left = lambda: a.until - (time.monotonic() - began)  # noqa: E731
     engines = [Engine(kind, a) for kind in kinds]
-    for engine in engines:
-        engine.wait_ready()  # so that none imports while another is measured
-    for i, engine in enumerate(engines):
-        if left() < 45:
-            print(f"no time is left for {kinds[i:]}", flush=True)
-            break
-        tokens, limit = 0, min(a.seconds, left())
-        try:
-            for row in engine.rows(limit):
-                tokens += row["what"] in ("token", "first token", "written")
-                yield row
-        except OSError as error:
-            print(f"{engine.kind}: {error}", flush=True)
-        if not tokens:
-            yield dict(kind=engine.kind, gpus=a.gpus, what="no token", p50=limit, unit="s")
-        print(f"{time.monotonic() - began:.0f} s", flush=True)
-    for engine in engines:
-        engine.process.kill()
-        engine.process.wait()
+    try:
+        for engine in engines:
+            engine.wait_ready()  # so that none imports while another is measured
+        for i, engine in enumerate(engines):
+            if left() < 45:
+                print(f"no time is left for {kinds[i:]}", flush=True)
+                break
+            tokens, limit = 0, min(a.seconds, left())
+            try:
+                for row in engine.rows(limit):
+                    tokens += row["what"] in ("token", "first token", "written")
+                    yield row
+            except OSError as error:
+                print(f"{engine.kind}: {error}", flush=True)
+            if not tokens:
+                yield dict(kind=engine.kind, gpus=a.gpus, what="no token", p50=limit, unit="s")
+            print(f"{time.monotonic() - began:.0f} s", flush=True)
+    finally:
+        for engine in engines:
+            engine.process.kill()
+            engine.process.wait()
 
 
 def options(p):

@@ -108,6 +108,14 @@ def timed_steps(engine):
     return ends
 
 
+def each_step(ends):
+    "Milliseconds of a step that decodes, the mean of a run whose steps ended at these seconds. Raises ValueError for too few."
+    count = len(ends) - 2 * EDGE
+    if count < 1:
+        raise ValueError(f"a run must have more than {2 * EDGE} steps to be timed, got {len(ends)}: ask for more new tokens")
+    return (ends[-EDGE] - ends[EDGE]) / count * 1e3
+
+
 def shape_of(text):
     "(what is measured, requests, tokens, new tokens); ragged: the first request has so many tokens, the others have 1,000."
     what, _, sizes = text.rpartition(":")
@@ -145,7 +153,8 @@ def main(kind, folder, gpus, memory, gib, shapes, profile=None):
     with open(os.path.join(folder, "config.json"), "w") as f:
         json.dump(LLAMA_8B, f)
     print("READY", flush=True)
-    sys.stdin.readline()
+    if not sys.stdin.readline():  # who would have said begin is gone
+        return
     began = time.time()
     llm = LLM(folder, **options(kind, max(b for _, b, _, _ in shapes), gpus, memory))
     cache = llm.llm_engine.vllm_config.cache_config
@@ -187,7 +196,7 @@ def main(kind, folder, gpus, memory, gib, shapes, profile=None):
         for _ in range(5):
             steps.clear()
             run(new)
-            each.append((steps[-EDGE] - steps[EDGE]) / (len(steps) - 2 * EDGE) * 1e3)
+            each.append(each_step(steps))
         each.sort()
         row(what="token", **of, p50=each[2], p20=each[1], p80=each[3], unit="ms", n=5, new=new)
         if profile and (what, batch, tokens, new) == shapes[-1]:

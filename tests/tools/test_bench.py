@@ -91,6 +91,17 @@ def test_kinds_and_shapes_of_engines(bench):
     assert [engine.shape_of(x) for x in ("8x32000x48", "ragged:8x32000x48", "first:1x32000", "full:80x8192x512")] == [("token", 8, 32000, 48), ("ragged", 8, 32000, 48), ("first", 1, 32000, 1), ("full", 80, 8192, 512)]
 
 
+def test_a_step_of_an_engine_is_timed_without_the_ends_of_a_run(bench):
+    engine = bench("serving_engine")
+    ends = [100.0 * i for i in range(7)] + [600 + 0.005 * i for i in range(1, 31)] + [700.0 + 50 * i for i in range(5)]  # slow at both ends, 5 ms between
+    assert engine.each_step(ends) == pytest.approx(5)
+    with pytest.raises(ValueError, match="more than 12 steps to be timed, got 12"):
+        engine.each_step(ends[:12])
+    fake = type("Engine", (), {"step": lambda self: "out"})()
+    timed = engine.timed_steps(fake)
+    assert [fake.step(), fake.step()] == ["out", "out"] and len(timed) == 2 and timed[0] <= timed[1]
+
+
 def test_a_kind_of_engine_is_measured_only_where_its_parts_of_the_gate_pass(bench):
     serving = bench("serving")
     kinds = ["bf16", "k3v3-128", "k3v3-128-r16-s4"]

@@ -15,7 +15,7 @@ import typer
 
 from .app import Output, Usage, app, command, options, whole
 from .files import target_file, writing
-from .inputs import Recipes, Weights, check_fits, context_length, load, read_recipes, recipe_for
+from .inputs import Recipes, Weights, check_fits, context_length, load, named_recipes, recipe_for
 from .measure import _picture_target, _release
 from .output import Stage, hushed, print_json, show_table
 
@@ -216,7 +216,7 @@ def _check_bench(ask: _Bench) -> dict:  # name -> recipe
         raise Usage("--threads must be at least 1, got 0")
     if ask.only not in (None, "attention", "generate"):
         raise Usage(f"--only must be attention or generate, got {ask.only!r}")
-    return {x if len(x) < 13 else f"recipe {i}": r for i, (x, r) in enumerate(zip(ask.recipe, read_recipes(ask.recipe)), 1)}
+    return dict(named_recipes(ask.recipe))
 
 
 @command(

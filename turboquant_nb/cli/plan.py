@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from .app import Output, Usage, app, at_fault, command, in_words, options, size, version, whole
-from .inputs import Recipes, check_name, read_recipes
+from .inputs import Recipes, check_name, named_recipes
 from .output import hushed, print_json, show_table
 
 # %% ../../nbs/87k_cli_plan.ipynb #9e31254a
@@ -220,7 +220,7 @@ def _check_plan(ask: Plan) -> list:  # of (name, recipe)
             raise Usage(f"{name} must be from 1 to {MOST:,}, got {x:,}")
     if ask.bits_of_weights not in (4, 8, 16, 32):
         raise Usage(f"--bits-of-weights must be 4, 8, 16 or 32, got {ask.bits_of_weights}")
-    return [(x if len(x) < 13 else f"recipe {i}", r) for i, (x, r) in enumerate(zip(ask.recipe, read_recipes(ask.recipe)), 1)]
+    return named_recipes(ask.recipe)
 
 
 def _weights(ask: Plan, model: Planned) -> int:

@@ -30,10 +30,10 @@ from turboquant_nb.cli.inputs import (
     check_offloading,
     context_length,
     load,
+    named_recipes,
     plain_attention,
     read_prompt,
     read_recipe,
-    read_recipes,
     recipe_for,
     tokens_of,
 )
@@ -404,8 +404,7 @@ def _check_demo(ask: _Demo) -> list:  # of _Compared
     for name, (x, low) in lowest.items():
         if x < low:
             raise Usage(f"{name} must be at least {low}, got {x}")
-    name = lambda i, x: x if len(x) < 13 else f"recipe {i}"  # noqa: E731
-    return [_Compared(name(i, x), x, r) for i, (x, r) in enumerate(zip(ask.recipes, read_recipes(ask.recipes)), 1)]
+    return [_Compared(name, x, r) for x, (name, r) in zip(ask.recipes, named_recipes(ask.recipes))]
 
 
 def _check_fit(ask: _Demo, model, question) -> None:
