@@ -1,4 +1,5 @@
 "Packaging: everything comes from settings.ini; each `*_requirements` entry there is an extra."
+
 import shlex
 import shutil
 from configparser import ConfigParser
@@ -14,18 +15,23 @@ cfg = config["DEFAULT"]
 
 
 def requirements(text):
-    "Split on spaces; a requirement with an environment marker is quoted: \"name; marker\"."
+    'Split on spaces; a requirement with an environment marker is quoted: "name; marker".'
     return shlex.split(text)
 
 
 def readme():
     "README.md with its pictures addressed where PyPI can find them."
     raw = f"https://raw.githubusercontent.com/{cfg['user']}/{cfg['repo']}/{cfg['branch']}"
-    return (here / "README.md").read_text(encoding="utf-8").replace("](nbs/index_files/", f"]({raw}/nbs/index_files/")
+    return (
+        (here / "README.md")
+        .read_text(encoding="utf-8")
+        .replace("](nbs/index_files/", f"]({raw}/nbs/index_files/")
+    )
 
 
 class WithResults(build_py):
-    "Builds the package with a copy of results/, which its notebooks read where there is no clone."
+    """Builds the package with a copy of results/, which its notebooks read where there is no
+    clone."""
 
     def run(self):
         super().run()
@@ -37,7 +43,11 @@ class WithResults(build_py):
                 shutil.copyfile(path, target)
 
 
-extras = {key.removesuffix("_requirements"): requirements(value) for key, value in cfg.items() if key.endswith("_requirements")}
+extras = {
+    key.removesuffix("_requirements"): requirements(value)
+    for key, value in cfg.items()
+    if key.endswith("_requirements")
+}
 setup(
     name=cfg["lib_name"],
     version=cfg["version"],
@@ -47,7 +57,10 @@ setup(
     author=cfg["author"],
     author_email=cfg["author_email"],
     url=cfg["git_url"],
-    project_urls={"Documentation": cfg["doc_host"] + cfg["doc_baseurl"], "Changes": cfg["git_url"] + "/blob/main/CHANGELOG.md"},
+    project_urls={
+        "Documentation": cfg["doc_host"] + cfg["doc_baseurl"],
+        "Changes": cfg["git_url"] + "/blob/main/CHANGELOG.md",
+    },
     keywords=cfg["keywords"],
     license="Apache-2.0",
     classifiers=[

@@ -7,11 +7,14 @@
     python scripts/check.py --only tests --numerics default       under another arithmetic of the processor; `all`: under each
     python scripts/check.py --mutants 1200                        instead of the steps: do the tests notice small changes of the code?
 
-The notebooks and the tests run under named settings of the arithmetic (CONTRIBUTING.md says why). Without --numerics they run
-under `native`; without --only too, the notebooks run a second time, under a setting that is not this processor's own.
+The notebooks and the tests run under named settings of the arithmetic (CONTRIBUTING.md says
+why). Without --numerics they run under `native`; without --only too, the notebooks run a second
+time, under a setting that is not this processor's own.
 
-The steps work on copies of the tree in a temporary folder and change no tracked file. The tests in tests/ run against the
-built wheel, not against the source tree. Needs the [dev] extra: pip install -c constraints.txt ".[dev]"."""
+The steps work on copies of the tree in a temporary folder and change no tracked file. The tests
+in tests/ run against the built wheel, not against the source tree. Needs the [dev] extra: pip
+install -c constraints.txt ".[dev]"."""
+
 import argparse
 import ast
 import atexit
@@ -34,10 +37,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ROOT / "scripts" / "tools"
-IMPORT_BUDGET = 0.5   # seconds that `import turboquant_nb` may take beyond `import torch`
-MOST_WORKERS = 4      # processes that run notebooks or tests at once, where there are as many cores
+IMPORT_BUDGET = 0.5  # seconds that `import turboquant_nb` may take beyond `import torch`
+MOST_WORKERS = 4  # processes that run notebooks or tests at once, where there are as many cores
 STEPS = {}
-closing_line = ""     # what pytest said last
+closing_line = ""  # what pytest said last
 
 
 class Failed(Exception):
@@ -51,6 +54,7 @@ def step(f):
 
 
 # ---------------------------------------------------------------- helpers
+
 
 @functools.cache
 def settings():
@@ -82,12 +86,23 @@ def copy_tree(name):
 
 
 def run(args, cwd=ROOT, env=None, show=False):
-    """Run a command; returns (exit status, output). With show=True its lines also appear at once, with the seconds since its start.
-    A variable of env that is None is taken away."""
-    env = {"PYTHONDONTWRITEBYTECODE": "1"} | os.environ | {"PYTHONUNBUFFERED": "1"} | (env or {})  # .ci/run lets modules be compiled
+    """Run a command; returns (exit status, output). With show=True its lines also appear at
+    once, with the seconds since its start. A variable of env that is None is taken away."""
+    env = (
+        {"PYTHONDONTWRITEBYTECODE": "1"} | os.environ | {"PYTHONUNBUFFERED": "1"} | (env or {})
+    )  # .ci/run lets modules be compiled
     env = {name: value for name, value in env.items() if value is not None}
     lines, start = [], time.perf_counter()
-    with subprocess.Popen([str(a) for a in args], cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace") as process:
+    with subprocess.Popen(
+        [str(a) for a in args],
+        cwd=cwd,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as process:
         for line in process.stdout:
             lines.append(line)
             if show:
@@ -118,7 +133,8 @@ def notebooks():
 
 
 def is_chapter(path):
-    "Whether a notebook is a chapter, whose name begins with its number, and not a page such as the index or the guide."
+    """Whether a notebook is a chapter, whose name begins with its number, and not a page such
+    as the index or the guide."""
     return path.name[0].isdigit()
 
 
@@ -130,8 +146,13 @@ def compare(old, new, names):
     "Unified diffs of the files that differ between two folders."
     out = []
     for name in names:
-        texts = [p.read_text(encoding="utf-8").splitlines() if (p := folder / name).exists() else [] for folder in (old, new)]
-        out += difflib.unified_diff(*texts, f"committed/{name}", f"expected/{name}", lineterm="", n=1)
+        texts = [
+            p.read_text(encoding="utf-8").splitlines() if (p := folder / name).exists() else []
+            for folder in (old, new)
+        ]
+        out += difflib.unified_diff(
+            *texts, f"committed/{name}", f"expected/{name}", lineterm="", n=1
+        )
     return out
 
 
@@ -142,8 +163,10 @@ def listing(lines, most=40):
 
 # ---------------------------------------------------------------- the processor's arithmetic
 
-# A sum in another order has another last bit, and a value that lies at the edge of a code then gets the code beside it. The order
-# depends on the vector unit, on the libraries that multiply matrices, and on the number of threads; each can be chosen before
+# A sum in another order has another last bit, and a value that lies at the edge of a code then
+# gets the code beside it. The order
+# depends on the vector unit, on the libraries that multiply matrices, and on the number of
+# threads; each can be chosen before
 # torch is imported.
 NUMERICS = {
     "native": {},
@@ -162,15 +185,24 @@ print(json.dumps({"capability": b.cpu.get_cpu_capability(), "threads": torch.get
 
 
 def arithmetic(name):
-    "The environment variables of one setting; those of the other settings are taken away (None). One thread, unless the setting or the caller says otherwise."
+    """The environment variables of one setting; those of the other settings are taken away
+    (None). One thread, unless the setting or the caller says otherwise."""
     others = {variable: None for variables in NUMERICS.values() for variable in variables}
-    return others | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or "1"} | NUMERICS[name]
+    return (
+        others | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or "1"} | NUMERICS[name]
+    )
 
 
 @functools.cache
 def probe(name="native"):
     "What torch says about itself in a new process under a setting."
-    return json.loads(must([sys.executable, "-c", PROBE], f"torch cannot be imported under the numerics {name}:", env=arithmetic(name)).splitlines()[-1])
+    return json.loads(
+        must(
+            [sys.executable, "-c", PROBE],
+            f"torch cannot be imported under the numerics {name}:",
+            env=arithmetic(name),
+        ).splitlines()[-1]
+    )
 
 
 def why_not(name):
@@ -188,28 +220,47 @@ def why_not(name):
 
 def same_as_native(name):
     "Whether a setting chooses what this processor does anyway."
-    own = {"AVX2": ("avx2", "onednn-avx2"), "DEFAULT": ("default",)}.get(probe()["capability"], ())
+    own = {"AVX2": ("avx2", "onednn-avx2"), "DEFAULT": ("default",)}.get(
+        probe()["capability"], ()
+    )
     return name != "native" and (name in own or arithmetic(name) == arithmetic("native"))
 
 
 def foreign():
-    "A setting that computes otherwise than this processor does: the next narrower vectors, else another library, else other threads."
+    """A setting that computes otherwise than this processor does: the next narrower vectors,
+    else another library, else other threads."""
     narrower = {"AVX512": "avx2", "DEFAULT": None}.get(probe()["capability"], "default")
-    return next(name for name in (narrower, "mkl-compatible", "threads-2") if name and not why_not(name))
+    return next(
+        name for name in (narrower, "mkl-compatible", "threads-2") if name and not why_not(name)
+    )
 
 
 def workers(name):
     "Processes at once: as many as keep every core busy with one thread each and no more."
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
+    )
     return max(1, min(MOST_WORKERS, cores // int(arithmetic(name)["OMP_NUM_THREADS"])))
 
 
 def announce(name):
     "Print a setting and what torch makes of it; Failed if torch did not take it."
-    said, chosen = probe(name), " ".join(f"{k}={v}" for k, v in NUMERICS[name].items()) or "the processor's own"
-    print(f"    numerics {name}: {chosen}; torch says {said['capability']}, {said['threads']} thread{'s' * (said['threads'] > 1)}; {workers(name)} at once", flush=True)
+    said, chosen = (
+        probe(name),
+        " ".join(f"{k}={v}" for k, v in NUMERICS[name].items()) or "the processor's own",
+    )
+    print(
+        f"    numerics {name}: {chosen}; torch says {said['capability']}, {said['threads']} "
+        f"thread{'s' * (said['threads'] > 1)}; {workers(name)} at once",
+        flush=True,
+    )
     wanted = {"avx2": "AVX2", "default": "DEFAULT"}.get(name, said["capability"])
-    if said["capability"] != wanted or str(said["threads"]) != arithmetic(name)["OMP_NUM_THREADS"]:
+    if (
+        said["capability"] != wanted
+        or str(said["threads"]) != arithmetic(name)["OMP_NUM_THREADS"]
+    ):
         raise Failed(f"the numerics {name} did not reach torch")
 
 
@@ -226,14 +277,25 @@ def notebook_problems(path):
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     sources = [text_of(cell["source"]).strip() for cell in cells]
     head = [line for line in sources[0].splitlines() if line.strip()] if cells else []
-    if len(head) < 2 or not head[0].startswith("# ") or not head[1].startswith("> ") or any(not line.startswith("- ") for line in head[2:]):
+    if (
+        len(head) < 2
+        or not head[0].startswith("# ")
+        or not head[1].startswith("> ")
+        or any(not line.startswith("- ") for line in head[2:])
+    ):
         yield "the first cell must be `# Title` and one `> line`, nothing else: nbdev turns it into front matter and the rest would vanish from the site"
     if is_chapter(path):
         address = f"https://colab.research.google.com/github/{cfg['user']}/{cfg['repo']}/blob/{cfg['branch']}/{cfg['nbs_path']}/{path.name}"
         badge = f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({address})"
         if badge not in sources[:5]:
             yield f"one of the first five cells must be the Colab badge and nothing else: {badge}"
-        elif not re.match(INSTALL.format(lib_name=re.escape(cfg["lib_name"]), git_url=re.escape(f"https://github.com/{cfg['user']}/{cfg['repo']}")), sources[sources.index(badge) + 1]):
+        elif not re.match(
+            INSTALL.format(
+                lib_name=re.escape(cfg["lib_name"]),
+                git_url=re.escape(f"https://github.com/{cfg['user']}/{cfg['repo']}"),
+            ),
+            sources[sources.index(badge) + 1],
+        ):
             yield "the cell after the Colab badge must be the install cell (see CONTRIBUTING.md)"
         if not any(re.match(r"#\| *default_exp +\S", source) for source in sources[:3]):
             yield "one of the first three cells must be `#| default_exp name`"
@@ -244,26 +306,55 @@ def notebook_problems(path):
 def other_homes(text):
     "Addresses of this repository and of its site in a text that are not those of settings.ini."
     cfg = settings()
-    found = re.findall(rf"(?:github\.com/|google\.com/github/|githubusercontent\.com/)([\w.-]+/{re.escape(cfg['repo'])})\b", text)
-    found += [f"{user}/{repo}" for user, repo in re.findall(r"https://([\w-]+)\.github\.io/([\w.-]+)", text) if repo == cfg["repo"]]
+    found = re.findall(
+        rf"(?:github\.com/|google\.com/github/|githubusercontent\.com/)([\w.-]+/{re.escape(cfg['repo'])})\b",
+        text,
+    )
+    found += [
+        f"{user}/{repo}"
+        for user, repo in re.findall(r"https://([\w-]+)\.github\.io/([\w.-]+)", text)
+        if repo == cfg["repo"]
+    ]
     return sorted({x for x in found if x != f"{cfg['user']}/{cfg['repo']}"})
 
 
 @step
 def step_notebooks():
-    "notebooks are clean (nbdev_clean changes nothing), begin as agreed, and nbs/nbdev.yml and every address of the repository fit settings.ini"
-    problems = [f"{path.name}: {problem}" for path in notebooks() for problem in notebook_problems(path)]
-    texts = [*notebooks(), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "_quarto.yml"))]
-    problems += [f"{path.name}: the repository is named {other}, settings.ini says another" for path in texts for other in other_homes(path.read_text(encoding="utf-8"))]
+    """notebooks are clean (nbdev_clean changes nothing), begin as agreed, and nbs/nbdev.yml and
+    every address of the repository fit settings.ini"""
+    problems = [
+        f"{path.name}: {problem}" for path in notebooks() for problem in notebook_problems(path)
+    ]
+    texts = [
+        *notebooks(),
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "_quarto.yml")),
+    ]
+    problems += [
+        f"{path.name}: the repository is named {other}, settings.ini says another"
+        for path in texts
+        for other in other_homes(path.read_text(encoding="utf-8"))
+    ]
     if problems:
         raise Failed(listing(problems))
     tree = copy_tree("clean")
     must([tool("nbdev_clean")], "nbdev_clean failed", cwd=tree)
     nbs = settings()["nbs_path"]
-    dirty = [path.name for path in notebooks() if path.read_bytes() != (tree / nbs / path.name).read_bytes()]
+    dirty = [
+        path.name
+        for path in notebooks()
+        if path.read_bytes() != (tree / nbs / path.name).read_bytes()
+    ]
     if dirty:
         raise Failed(f"not clean: {', '.join(dirty)} (run nbdev_clean)")
-    must([sys.executable, "-c", "from nbdev.quarto import refresh_quarto_yml; refresh_quarto_yml()"], "nbdev could not write nbdev.yml", cwd=tree)
+    must(
+        [
+            sys.executable,
+            "-c",
+            "from nbdev.quarto import refresh_quarto_yml; refresh_quarto_yml()",
+        ],
+        "nbdev could not write nbdev.yml",
+        cwd=tree,
+    )
     different = compare(ROOT / nbs, tree / nbs, ["nbdev.yml"])
     if different:
         raise Failed("nbs/nbdev.yml is not what settings.ini gives:\n" + listing(different))
@@ -275,22 +366,35 @@ def step_export():
     "the package is what the notebooks export"
     tree, lib = copy_tree("export"), settings()["lib_path"]
     for path in (tree / lib).rglob("*.py"):
-        if re.match(r"(?s).{0,300}(AUTOGENERATED! DO NOT EDIT|Autogenerated by nbdev)", path.read_text(encoding="utf-8")):
+        if re.match(
+            r"(?s).{0,300}(AUTOGENERATED! DO NOT EDIT|Autogenerated by nbdev)",
+            path.read_text(encoding="utf-8"),
+        ):
             path.unlink()
     must([tool("nbdev_export")], "nbdev_export failed", cwd=tree)
-    names = sorted({p.relative_to(base / lib) for base in (ROOT, tree) for p in (base / lib).rglob("*.py")})
+    names = sorted(
+        {p.relative_to(base / lib) for base in (ROOT, tree) for p in (base / lib).rglob("*.py")}
+    )
     different = compare(ROOT / lib, tree / lib, names)
     if different:
-        raise Failed(f"{lib}/ is not what the notebooks export (run nbdev_export):\n" + listing(different))
+        raise Failed(
+            f"{lib}/ is not what the notebooks export (run nbdev_export):\n"
+            + listing(different)
+        )
     return f"{len(names)} modules"
 
 
 @step
 def step_readme():
     "README.md is what index.ipynb gives, and its test command is the one that .ci/run calls"
-    must([sys.executable, TOOLS / "make_readme.py", "--check"], "README.md is out of date (run scripts/tools/make_readme.py):")
+    must(
+        [sys.executable, TOOLS / "make_readme.py", "--check"],
+        "README.md is out of date (run scripts/tools/make_readme.py):",
+    )
     command = (ROOT / ".ci" / "run").read_text(encoding="utf-8").rstrip().splitlines()[-1]
-    lines = [line.strip() for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines()]
+    lines = [
+        line.strip() for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    ]
     if command not in lines:
         raise Failed(f"README.md has no line that is exactly what .ci/run calls:\n{command}")
     if "scripts/check.py" not in command:
@@ -304,43 +408,78 @@ def step_readme():
 @step
 def step_lint():
     "ruff finds nothing in the package, scripts/ and tests/"
-    folders = [name for name in (settings()["lib_path"], "scripts", "tests", "setup.py") if (ROOT / name).exists()]
+    folders = [
+        name
+        for name in (settings()["lib_path"], "scripts", "tests", "setup.py")
+        if (ROOT / name).exists()
+    ]
     must([sys.executable, "-m", "ruff", "check", "--no-cache", *folders], "ruff:")
-    exported = [p for p in (ROOT / settings()["lib_path"]).rglob("*.py") if re.search(r"^\s*assert\b", p.read_text(encoding="utf-8"), re.M)]
+    exported = [
+        p
+        for p in (ROOT / settings()["lib_path"]).rglob("*.py")
+        if re.search(r"^\s*assert\b", p.read_text(encoding="utf-8"), re.M)
+    ]
     exported = [p.name for p in exported if p.name != "testing.py"]
     if exported:
-        raise Failed(f"bare assert in exported code (raise ValueError or TypeError instead): {', '.join(exported)}")
+        raise Failed(
+            "bare assert in exported code (raise ValueError or TypeError instead): "
+            f"{', '.join(exported)}"
+        )
 
 
 def imported(path, name, modules):
-    "(line, module of the package) of every import, inside functions too, and of every import_module of a literal."
+    """(line, module of the package) of every import, inside functions too, and of every
+    import_module of a literal."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         found = []
         if isinstance(node, ast.Import):
             found = [x.name for x in node.names]
         elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: package.count(".") + 2 - node.level] if node.level else []
+            above = (
+                package.split(".")[: package.count(".") + 2 - node.level] if node.level else []
+            )
             base = ".".join([*above, *filter(None, [node.module])])
-            found = [full if (full := f"{base}.{x.name}") in modules else base for x in node.names]
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module":
+            found = [
+                full if (full := f"{base}.{x.name}") in modules else base for x in node.names
+            ]
+        elif (
+            isinstance(node, ast.Call)
+            and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module"
+        ):
             found = [x.value for x in node.args[:1] if isinstance(x, ast.Constant)]
         yield from ((node.lineno, x) for x in found if x in modules and x != name)
 
 
 def upward(root):
-    """({"importer -> imported": where}, a circle or None, number of imports) of the exported package under root. The order of chapters is that
-    of the names of their files; a module that several export stands with the last of them. A package's hand-written front (it imports on
+    """({"importer -> imported": where}, a circle or None, number of imports) of the exported
+    package under root. The order of chapters is that of the names of their files; a module that
+    several export stands with the last of them. A package's hand-written front (it imports on
     first use) stands with its folder's last chapter, the root's above all."""
     lib = settings()["lib_path"]
     place = {path.name: i for i, path in enumerate(notebooks())}
-    paths = {".".join(p.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): p for p in (root / lib).rglob("*.py") if p.name != "_modidx.py"}
+    paths = {
+        ".".join(p.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): p
+        for p in (root / lib).rglob("*.py")
+        if p.name != "_modidx.py"
+    }
     texts = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
-    cells = {name: [(text.count("\n", 0, m.start()) + 1, m[1]) for m in re.finditer(r"^# %% \S*?([^/\s]+\.ipynb) #", text, re.M)] for name, text in texts.items()}
-    last = {name: max((notebook for _, notebook in cells[name]), key=place.get, default=None) for name in paths}
+    cells = {
+        name: [
+            (text.count("\n", 0, m.start()) + 1, m[1])
+            for m in re.finditer(r"^# %% \S*?([^/\s]+\.ipynb) #", text, re.M)
+        ]
+        for name, text in texts.items()
+    }
+    last = {
+        name: max((notebook for _, notebook in cells[name]), key=place.get, default=None)
+        for name in paths
+    }
     for name in sorted(paths, key=len, reverse=True):
         if last[name] is None and "import_module" in texts[name]:
-            last[name] = max((last[x] for x in paths if x.startswith(name + ".") and last[x]), key=place.get)
+            last[name] = max(
+                (last[x] for x in paths if x.startswith(name + ".") and last[x]), key=place.get
+            )
     bad, graph, count, short = {}, {}, 0, lambda name: name.removeprefix(lib + ".")
     for name in sorted(set(paths) - {lib}):
         for line, other in imported(paths[name], name, paths):
@@ -348,7 +487,10 @@ def upward(root):
             graph.setdefault(name, set()).add(other)
             chapter = max((x for x in cells[name] if x[0] <= line), default=(0, last[name]))[1]
             if other == lib or last[other] and place[last[other]] >= place[chapter]:
-                bad.setdefault(f"{short(name)} -> {short(other)}", f"{paths[name].relative_to(root)}:{line}, {chapter} imports {last[other]}")
+                bad.setdefault(
+                    f"{short(name)} -> {short(other)}",
+                    f"{paths[name].relative_to(root)}:{line}, {chapter} imports {last[other]}",
+                )
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
@@ -357,39 +499,72 @@ def upward(root):
 
 
 def chapters():
-    "[(file name, number, title)] in the order of the names; Failed if a title does not say the number."
+    """[(file name, number, title)] in the order of the names; Failed if a title does not say
+    the number."""
     found = []
     for path in notebooks():
         if is_chapter(path):
-            title = text_of(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"]).splitlines()[0]
+            title = text_of(
+                json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"]
+            ).splitlines()[0]
             match = re.match(r"# (\w+) · (.+)", title)
             if not match or match[1] != path.name.partition("_")[0]:
-                raise Failed(f"{path.name}: the title must be `# {path.name.partition('_')[0]} · …`, it is {title!r}")
+                raise Failed(
+                    f"{path.name}: the title must be `# {path.name.partition('_')[0]} · …`, it "
+                    f"is {title!r}"
+                )
             found.append((path.name, match[1], match[2]))
     return found
 
 
 def misplaced(wanted, sidebar, book):
-    "What in the texts of the sidebar and of the book's front page is not the chapters (file, number, title), in their order."
+    """What in the texts of the sidebar and of the book's front page is not the chapters (file,
+    number, title), in their order."""
     lists = {
-        "the sidebar of _quarto.yml": re.findall(r'- text: "?(\w+) · (.*?)"?\n +href: (\S+)', sidebar),
-        "the reading order of book.ipynb": re.findall(r"^\| (\w+) \| \[([^\]]+)\]\((\S+?\.ipynb)\) \|", book.partition("## Reading order")[2], re.M),
+        "the sidebar of _quarto.yml": re.findall(
+            r'- text: "?(\w+) · (.*?)"?\n +href: (\S+)', sidebar
+        ),
+        "the reading order of book.ipynb": re.findall(
+            r"^\| (\w+) \| \[([^\]]+)\]\((\S+?\.ipynb)\) \|",
+            book.partition("## Reading order")[2],
+            re.M,
+        ),
     }
     chapters = [f"{number} · {title} ({name})" for name, number, title in wanted]
     for where, found in lists.items():
-        yield from difflib.unified_diff([f"{number} · {title} ({name})" for number, title, name in found], chapters, where, "chapters", lineterm="", n=0)
+        yield from difflib.unified_diff(
+            [f"{number} · {title} ({name})" for number, title, name in found],
+            chapters,
+            where,
+            "chapters",
+            lineterm="",
+            n=0,
+        )
 
 
 @step
 def step_order():
-    "chapters have one order in files, titles, sidebar and the front page of the book; an exported cell imports lower ones only, inside functions too; no circle"
-    wanted, book = chapters(), json.loads((ROOT / settings()["nbs_path"] / "book.ipynb").read_text(encoding="utf-8"))
-    different = list(misplaced(wanted, (ROOT / "_quarto.yml").read_text(encoding="utf-8"), "\n".join(text_of(cell["source"]) for cell in book["cells"])))
+    """chapters have one order in files, titles, sidebar and the front page of the book; an
+    exported cell imports lower ones only, inside functions too; no circle"""
+    wanted, book = (
+        chapters(),
+        json.loads((ROOT / settings()["nbs_path"] / "book.ipynb").read_text(encoding="utf-8")),
+    )
+    different = list(
+        misplaced(
+            wanted,
+            (ROOT / "_quarto.yml").read_text(encoding="utf-8"),
+            "\n".join(text_of(cell["source"]) for cell in book["cells"]),
+        )
+    )
     if different:
         raise Failed("not the chapters as they are:\n" + listing(different))
     bad, circle, count = upward(ROOT)
     if bad:
-        raise Failed("imports that go up (move what is needed down):\n" + listing([f"{pair}  ({where})" for pair, where in bad.items()]))
+        raise Failed(
+            "imports that go up (move what is needed down):\n"
+            + listing([f"{pair}  ({where})" for pair, where in bad.items()])
+        )
     if circle:
         raise Failed(f"modules import each other: {circle}")
     return f"{len(wanted)} chapters, {count} imports"
@@ -399,7 +574,11 @@ def step_order():
 def built():
     "(wheel, sdist): the sdist of a clean copy, and the wheel built from that sdist."
     tree, dist = copy_tree("source"), scratch() / "dist"
-    must([sys.executable, "-m", "build", "--no-isolation", "--outdir", dist], "the package does not build:", cwd=tree)
+    must(
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", dist],
+        "the package does not build:",
+        cwd=tree,
+    )
     return next(dist.glob("*.whl")), next(dist.glob("*.tar.gz"))
 
 
@@ -407,13 +586,28 @@ def built():
 def installed():
     "The wheel, installed alone into a folder of its own."
     target = scratch() / "installed"
-    must([sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--target", target, built()[0]], "the wheel does not install:")
+    must(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-deps",
+            "--target",
+            target,
+            built()[0],
+        ],
+        "the wheel does not install:",
+    )
     return target
 
 
 @step
 def step_wheel():
-    "sdist and wheel build; the wheel holds the package with its data and nothing else; the metadata fit settings.ini"
+    """sdist and wheel build; the wheel holds the package with its data and nothing else; the
+    metadata fit settings.ini"""
     cfg, (wheel, sdist) = settings(), built()
     lib = cfg["lib_path"]
     with zipfile.ZipFile(wheel) as archive:
@@ -423,28 +617,65 @@ def step_wheel():
         scripts = archive.read(f"{info}/entry_points.txt").decode()
     tree = scratch() / "source"
     wanted = {p.relative_to(tree).as_posix() for p in (tree / lib).rglob("*") if p.is_file()}
-    wanted |= {f"{lib}/data/{p.relative_to(tree).as_posix()}" for p in (tree / "results").rglob("*.json")}  # what notebooks read where there is no clone
+    wanted |= {
+        f"{lib}/data/{p.relative_to(tree).as_posix()}"
+        for p in (tree / "results").rglob("*.json")
+    }  # what notebooks read where there is no clone
     inside = {name for name in names if not name.startswith(info)}
     if inside != wanted:
-        raise Failed(f"the wheel lacks {sorted(wanted - inside)} and has too much {sorted(inside - wanted)}")
-    version = "".join(re.findall(r'^__version__ = "(.*?)"', (ROOT / lib / "__init__.py").read_text(encoding="utf-8"), re.M))
+        raise Failed(
+            f"the wheel lacks {sorted(wanted - inside)} and has too much "
+            f"{sorted(inside - wanted)}"
+        )
+    version = "".join(
+        re.findall(
+            r'^__version__ = "(.*?)"',
+            (ROOT / lib / "__init__.py").read_text(encoding="utf-8"),
+            re.M,
+        )
+    )
     extras = {key.removesuffix("_requirements") for key in cfg if key.endswith("_requirements")}
     checks = {
-        "Version": (meta["Version"], cfg["version"]), "__version__": (version, cfg["version"]), "Name": (meta["Name"], cfg["lib_name"]),
-        "Requires-Python": (meta["Requires-Python"], ">=" + cfg["min_python"]), "extras": (set(meta.get_all("Provides-Extra") or []), extras),
-        "requirements": (sum("extra ==" not in r for r in meta.get_all("Requires-Dist")), len(cfg["requirements"].split())),
-        "console script": (cfg["console_scripts"].replace("=", " = ") in scripts, True), "license file": (any("LICENSE" in n for n in names), True),
+        "Version": (meta["Version"], cfg["version"]),
+        "__version__": (version, cfg["version"]),
+        "Name": (meta["Name"], cfg["lib_name"]),
+        "Requires-Python": (meta["Requires-Python"], ">=" + cfg["min_python"]),
+        "extras": (set(meta.get_all("Provides-Extra") or []), extras),
+        "requirements": (
+            sum("extra ==" not in r for r in meta.get_all("Requires-Dist")),
+            len(cfg["requirements"].split()),
+        ),
+        "console script": (cfg["console_scripts"].replace("=", " = ") in scripts, True),
+        "license file": (any("LICENSE" in n for n in names), True),
     }
-    wrong = [f"{what}: {got!r}, expected {expected!r}" for what, (got, expected) in checks.items() if got != expected]
+    wrong = [
+        f"{what}: {got!r}, expected {expected!r}"
+        for what, (got, expected) in checks.items()
+        if got != expected
+    ]
     with tarfile.open(sdist) as archive:
         source = {name.partition("/")[2] for name in archive.getnames()}
-    wrong += [f"the sdist lacks {name}" for name in ("settings.ini", "README.md", "LICENSE", "CHANGELOG.md", "constraints.txt") if name not in source]
+    wrong += [
+        f"the sdist lacks {name}"
+        for name in ("settings.ini", "README.md", "LICENSE", "CHANGELOG.md", "constraints.txt")
+        if name not in source
+    ]
     if wrong:
         raise Failed(listing(wrong))
     return f"{wheel.name}, {len(inside)} files, {wheel.stat().st_size / 1024:.0f} kB"
 
 
-OPTIONAL = ("transformers", "triton", "matplotlib", "gguf", "accelerate", "esm", "nbdev", "tqdm", "IPython")
+OPTIONAL = (
+    "transformers",
+    "triton",
+    "matplotlib",
+    "gguf",
+    "accelerate",
+    "esm",
+    "nbdev",
+    "tqdm",
+    "IPython",
+)
 TIMED = "import time; t = time.perf_counter(); import {0}; print(time.perf_counter() - t)"
 BLOCKED = """
 import sys
@@ -468,29 +699,60 @@ for name in {modules!r}:
 
 @step
 def step_imports():
-    "import turboquant_nb needs no extra, loads no heavy library and takes little longer than import torch"
+    """import turboquant_nb needs no extra, loads no heavy library and takes little longer than
+    import torch"""
     target, lib = installed(), settings()["lib_path"]
     kwargs = {"cwd": scratch(), "env": {"PYTHONPATH": str(target)}}
-    kept = must([sys.executable, "-c", f"import {lib}, sys; print(*[m for m in {OPTIONAL!r} if m in sys.modules])"], f"import {lib} failed:", **kwargs).split()
+    kept = must(
+        [
+            sys.executable,
+            "-c",
+            f"import {lib}, sys; print(*[m for m in {OPTIONAL!r} if m in sys.modules])",
+        ],
+        f"import {lib} failed:",
+        **kwargs,
+    ).split()
     kept = [name for name in kept if name in ("transformers", "triton", "matplotlib")]
     if kept:
         raise Failed(f"import {lib} also imports {', '.join(kept)}")
     files = [p for p in (target / lib).rglob("*.py") if p.name != "_modidx.py"]
-    modules = sorted(".".join(p.relative_to(target).with_suffix("").parts).removesuffix(".__init__") for p in files)
+    modules = sorted(
+        ".".join(p.relative_to(target).with_suffix("").parts).removesuffix(".__init__")
+        for p in files
+    )
     code = BLOCKED.format(optional=OPTIONAL, modules=modules, package=settings()["lib_name"])
-    asking = must([sys.executable, "-c", code], "a module cannot be imported with the core requirements alone:", **kwargs).split()
+    asking = must(
+        [sys.executable, "-c", code],
+        "a module cannot be imported with the core requirements alone:",
+        **kwargs,
+    ).split()
     times = {name: [] for name in ("torch", lib)}
     for _ in range(3):
         for name, taken in times.items():
-            taken.append(float(must([sys.executable, "-c", TIMED.format(name)], f"import {name} failed:", **kwargs).split()[-1]))
+            taken.append(
+                float(
+                    must(
+                        [sys.executable, "-c", TIMED.format(name)],
+                        f"import {name} failed:",
+                        **kwargs,
+                    ).split()[-1]
+                )
+            )
     base, ours = min(times["torch"]), min(times[lib])
     if ours - base > IMPORT_BUDGET:
-        raise Failed(f"import {lib} takes {ours:.2f} s, import torch {base:.2f} s: more than {IMPORT_BUDGET} s on top")
-    return f"{len(modules)} modules ({', '.join(asking) or 'none'} asks for an extra); import torch {base:.2f} s, import {lib} {ours:.2f} s"
+        raise Failed(
+            f"import {lib} takes {ours:.2f} s, import torch {base:.2f} s: more than "
+            f"{IMPORT_BUDGET} s on top"
+        )
+    return (
+        f"{len(modules)} modules ({', '.join(asking) or 'none'} asks for an extra); import "
+        f"torch {base:.2f} s, import {lib} {ours:.2f} s"
+    )
 
 
 def alone(name):
-    "A folder with the notebooks and nothing else of the repository, as on Colab; settings.ini says which cells a test leaves out."
+    """A folder with the notebooks and nothing else of the repository, as on Colab; settings.ini
+    says which cells a test leaves out."""
     folder = scratch() / name
     shutil.rmtree(folder, ignore_errors=True)
     (folder / settings()["nbs_path"]).mkdir(parents=True)
@@ -502,21 +764,47 @@ def alone(name):
 
 @step
 def step_nbtest(numerics="native"):
-    "every notebook runs from top to bottom (nbdev_test): natively in a copy of the tree, under other arithmetic in an empty folder with the wheel"
+    """every notebook runs from top to bottom (nbdev_test): natively in a copy of the tree,
+    under other arithmetic in an empty folder with the wheel"""
     tree = copy_tree("nbtest") if numerics == "native" else alone("alone")
-    env = arithmetic(numerics) | {"PYTHONPATH": str(tree if numerics == "native" else installed()), "MPLBACKEND": "agg"}
-    if not probe()["cuda"]:  # kernels run in Triton's interpreter, which is chosen when Triton is first imported
+    env = arithmetic(numerics) | {
+        "PYTHONPATH": str(tree if numerics == "native" else installed()),
+        "MPLBACKEND": "agg",
+    }
+    if not probe()[
+        "cuda"
+    ]:  # kernels run in Triton's interpreter, which is chosen when Triton is first imported
         env["TRITON_INTERPRET"] = "1"
-    must([sys.executable, TOOLS / "test_notebooks.py", "--n_workers", workers(numerics), "--do_print", "--timing"], "nbdev_test failed (its output is above)", cwd=tree, env=env, show=True)
+    must(
+        [
+            sys.executable,
+            TOOLS / "test_notebooks.py",
+            "--n_workers",
+            workers(numerics),
+            "--do_print",
+            "--timing",
+        ],
+        "nbdev_test failed (its output is above)",
+        cwd=tree,
+        env=env,
+        show=True,
+    )
     return f"{len(notebooks())} notebooks"
 
 
 @functools.cache
 def pages():
-    "(the process that renders and checks the site, what it prints): mostly one thread, so a full run begins it first and other steps run beside it."
+    """(the process that renders and checks the site, what it prints): mostly one thread, so a
+    full run begins it first and other steps run beside it."""
     log = scratch() / "docs.log"
     with log.open("w") as out:
-        process = subprocess.Popen([sys.executable, TOOLS / "preview_docs.py", "--check"], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [sys.executable, TOOLS / "preview_docs.py", "--check"],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
     atexit.register(process.terminate)
     return process, log
 
@@ -538,12 +826,42 @@ def step_tests(numerics="native"):
     target, lib, tree = installed(), settings()["lib_path"], copy_tree("tests")
     shutil.rmtree(tree / lib)  # nothing but the wheel is left to import
     kwargs = {"cwd": tree, "env": arithmetic(numerics) | {"PYTHONPATH": str(target)}}
-    where = Path(must([sys.executable, "-c", f"import {lib}; print({lib}.__file__)"], "the wheel cannot be imported:", **kwargs).split()[-1])
+    where = Path(
+        must(
+            [sys.executable, "-c", f"import {lib}; print({lib}.__file__)"],
+            "the wheel cannot be imported:",
+            **kwargs,
+        ).split()[-1]
+    )
     if target not in where.parents:
         raise Failed(f"the tests would import {where}, not the wheel in {target}")
-    several = ["-n", workers(numerics), "--dist", "loadfile", "--no-loadscope-reorder"] if workers(numerics) > 1 else []  # conftest.py puts the longest files first
-    status, output = run([sys.executable, "-m", "pytest", "tests", "-q", "-p", "no:cacheprovider", "--durations=10", *several], show=True, **kwargs)
-    said = [line.strip() for line in output.splitlines() if re.search(r"\b(passed|failed|error|errors|no tests ran|skipped)\b.* in [\d.]+s", line)]
+    several = (
+        ["-n", workers(numerics), "--dist", "loadfile", "--no-loadscope-reorder"]
+        if workers(numerics) > 1
+        else []
+    )  # conftest.py puts the longest files first
+    status, output = run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "tests",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--durations=10",
+            *several,
+        ],
+        show=True,
+        **kwargs,
+    )
+    said = [
+        line.strip()
+        for line in output.splitlines()
+        if re.search(
+            r"\b(passed|failed|error|errors|no tests ran|skipped)\b.* in [\d.]+s", line
+        )
+    ]
     closing_line = said[-1] if said else ""
     if status:
         raise Failed(f"pytest ended with status {status}: {closing_line or 'no closing line'}")
@@ -555,13 +873,16 @@ NUMERIC = ("nbtest", "tests")  # the steps that compute
 
 # ---------------------------------------------------------------- main
 
+
 def under(numerics):
     "The settings to run under; what is left out is said."
     if numerics is None:
         return ["native"]
     out = []
     for name in NUMERICS if numerics == "all" else [numerics]:
-        reason = why_not(name) or ("what native does here" if numerics == "all" and same_as_native(name) else "")
+        reason = why_not(name) or (
+            "what native does here" if numerics == "all" and same_as_native(name) else ""
+        )
         if reason:
             print(f"numerics {name}: left out, {reason}", flush=True)
         else:
@@ -573,7 +894,11 @@ def plan(only, numerics):
     "What to run, in order: (step, setting), the setting None for steps that do not compute."
     chosen = [name for name in STEPS if not only or name in only]
     chosen_settings = under(numerics) if any(name in NUMERIC for name in chosen) else []
-    runs = [(name, each) for name in chosen for each in (chosen_settings if name in NUMERIC else [None])]
+    runs = [
+        (name, each)
+        for name in chosen
+        for each in (chosen_settings if name in NUMERIC else [None])
+    ]
     if not only and not numerics:
         runs.append(("nbtest", foreign()))
     return runs
@@ -581,36 +906,79 @@ def plan(only, numerics):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", action="append", choices=list(STEPS), metavar="STEP", help="run only this step (may be repeated)")
-    parser.add_argument("--numerics", choices=[*NUMERICS, "all"], metavar="NAME", help=f"run {' and '.join(NUMERIC)} under this setting of the processor's arithmetic, or under `all`")
-    parser.add_argument("--mutants", nargs="?", type=float, const=600, metavar="SECONDS", help="run scripts/tools/mutants.py for so long (default: 600) instead of the steps")
-    parser.add_argument("--list", action="store_true", help="list the steps and the settings of --numerics")
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=list(STEPS),
+        metavar="STEP",
+        help="run only this step (may be repeated)",
+    )
+    parser.add_argument(
+        "--numerics",
+        choices=[*NUMERICS, "all"],
+        metavar="NAME",
+        help=(
+            f"run {' and '.join(NUMERIC)} under this setting of the processor's arithmetic, or "
+            "under `all`"
+        ),
+    )
+    parser.add_argument(
+        "--mutants",
+        nargs="?",
+        type=float,
+        const=600,
+        metavar="SECONDS",
+        help="run scripts/tools/mutants.py for so long (default: 600) instead of the steps",
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="list the steps and the settings of --numerics"
+    )
     args = parser.parse_args(argv)
     if args.list:
         for name, f in STEPS.items():
             print(f"{name:14} {f.__doc__}")
         print()
         for name, variables in NUMERICS.items():
-            print(f"{name:14} " + (" ".join(f"{k}={v}" for k, v in variables.items()) or "the processor as it is"))
+            print(
+                f"{name:14} "
+                + (
+                    " ".join(f"{k}={v}" for k, v in variables.items())
+                    or "the processor as it is"
+                )
+            )
         return 0
     if args.mutants is not None:  # no step: a sample, whose score is read and not passed
-        return subprocess.call([sys.executable, str(TOOLS / "mutants.py"), "--seconds", str(args.mutants)], cwd=ROOT)
+        return subprocess.call(
+            [sys.executable, str(TOOLS / "mutants.py"), "--seconds", str(args.mutants)],
+            cwd=ROOT,
+        )
     start, runs = time.perf_counter(), plan(args.only, args.numerics)
     if any(name == "docs" for name, _ in runs):
         pages()
     for i, (name, numerics) in enumerate(runs, 1):
-        print(f"[{i}/{len(runs)}] {name}{f' ({numerics})' if numerics else ''}: {STEPS[name].__doc__}", flush=True)
+        print(
+            f"[{i}/{len(runs)}] {name}{f' ({numerics})' if numerics else ''}: "
+            f"{STEPS[name].__doc__}",
+            flush=True,
+        )
         begin = time.perf_counter()
         try:
             if numerics:
                 announce(numerics)
             said = STEPS[name](*[numerics] * bool(numerics))
         except Failed as error:
-            print(f"FAILED {name}{f' ({numerics})' if numerics else ''} after {time.perf_counter() - begin:.1f} s: {error}", flush=True)
+            print(
+                f"FAILED {name}{f' ({numerics})' if numerics else ''} after "
+                f"{time.perf_counter() - begin:.1f} s: {error}",
+                flush=True,
+            )
             if closing_line:
                 print(closing_line)
             return 1
-        print(f"    ok, {time.perf_counter() - begin:.1f} s{': ' + said if said else ''}", flush=True)
+        print(
+            f"    ok, {time.perf_counter() - begin:.1f} s{': ' + said if said else ''}",
+            flush=True,
+        )
     print(f"all {len(runs)} steps passed in {time.perf_counter() - start:.0f} s")
     if closing_line:
         print(closing_line)

@@ -1,4 +1,6 @@
-"Shared fixtures: one thread for small tensors, seeded generators, and nothing left behind in torch's global state."
+"""Shared fixtures: one thread for small tensors, seeded generators, and nothing left behind in
+torch's global state."""
+
 import os
 import re
 import signal
@@ -10,16 +12,24 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # kernels run in Triton's interpreter; it counts when Triton is imported, by whatever test
+    os.environ["TRITON_INTERPRET"] = (
+        # kernels run in Triton's interpreter; it counts when Triton is imported, by whatever
+        # test
+        "1"
+    )
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts" / "tools"))
-import interpreter  # noqa: E402
+import interpreter
 
 interpreter.quicken()
 
 
-# Files that take longest, which several processes (pytest-xdist, one file each at a time) begin with: no long file is left for the end.
-LONGEST = "hf decode_kernel encode_kernel cells hf_kernels cli hf_static hf_model hf_graphs hf_random attention store models evaluate calibrate chat hf_system".split()
+# Files that take longest, which several processes (pytest-xdist, one file each at a time) begin
+# with: no long file is left for the end.
+LONGEST = (
+    "hf decode_kernel encode_kernel cells hf_kernels cli hf_static hf_model hf_graphs hf_random "
+    "attention store models evaluate calibrate chat hf_system"
+).split()
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -31,7 +41,9 @@ def pytest_terminal_summary(terminalreporter):
                 file = report.nodeid.partition("::")[0]
                 seconds[file] = seconds.get(file, 0) + report.duration
     longest = sorted(seconds.items(), key=lambda x: -x[1])[:20]
-    terminalreporter.write_line("files: " + ", ".join(f"{file.removeprefix('tests/')} {s:.0f} s" for file, s in longest))
+    terminalreporter.write_line(
+        "files: " + ", ".join(f"{file.removeprefix('tests/')} {s:.0f} s" for file, s in longest)
+    )
 
 
 def pytest_collection_modifyitems(items):
@@ -40,17 +52,30 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
-# A test that never runs checks nothing. Where everything of [dev] is installed (CI=true) a test may be skipped for want of a GPU, or
-# because what it asks does not exist for its parameter, or for want of vLLM or gradio, which have environments of their own; another optional package that is missing there is an error, and so is a new reason.
-MAY_SKIP = re.compile("GPU|CUDA|no chromium|vLLM is not installed|gradio is not installed|TURBOQUANT_SLOW|caches latents|holds latents|caches expanded keys|only for some models|not in this transformers|not a model here|own cache does not work there")
+# A test that never runs checks nothing. Where everything of [dev] is installed (CI=true) a test
+# may be skipped for want of a GPU, or
+# because what it asks does not exist for its parameter, or for want of vLLM or gradio, which
+# have environments of their own; another optional package that is missing there is an error,
+# and so is a new reason.
+MAY_SKIP = re.compile(
+    "GPU|CUDA|no chromium|vLLM is not installed|gradio is not installed|TURBOQUANT_SLOW|caches "
+    "latents|holds latents|caches expanded keys|only for some models|not in this "
+    "transformers|not a model here|own cache does not work there"
+)
 
 
 def _not_in_ci(report):
     "A skipped report becomes a failed one, unless its reason is among those above."
     if os.environ.get("CI") == "true" and report.skipped and not hasattr(report, "wasxfail"):
-        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reason = (
+            report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        )
         if not MAY_SKIP.search(reason):
-            report.outcome, report.longrepr = "failed", f"skipped in CI for a reason that is not among MAY_SKIP of conftest.py: {reason}"
+            report.outcome, report.longrepr = (
+                "failed",
+                "skipped in CI for a reason that is not among MAY_SKIP of conftest.py: "
+                f"{reason}",
+            )
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -74,7 +99,8 @@ def _global_state():
 
 @pytest.fixture(autouse=True, scope="session")
 def _ctrl_c_is_heard():
-    "A shell's background jobs ignore Ctrl-C, and so would the programs that tests start and interrupt."
+    """A shell's background jobs ignore Ctrl-C, and so would the programs that tests start and
+    interrupt."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -107,7 +133,8 @@ def _extents(args):
 
 @pytest.fixture(autouse=True, scope="session")
 def _accesses_stay_inside():
-    "In Triton's interpreter, a kernel that reads or writes beside the tensors it was given fails: what memcheck says on a GPU."
+    """In Triton's interpreter, a kernel that reads or writes beside the tensors it was given
+    fails: what memcheck says on a GPU."""
     try:
         from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
     except ImportError:
@@ -115,7 +142,11 @@ def _accesses_stay_inside():
         return
     inside = [np.zeros(0, np.uint64)] * 2
     builder, executor, patch = InterpreterBuilder, GridExecutor, pytest.MonkeyPatch()
-    prepare, load, store = executor._init_args_hst, builder.create_masked_load, builder.create_masked_store
+    prepare, load, store = (
+        executor._init_args_hst,
+        builder.create_masked_load,
+        builder.create_masked_store,
+    )
 
     def check(what, ptrs, mask):
         at = ptrs.data[mask.data.astype(bool)].astype(np.uint64)
@@ -123,11 +154,16 @@ def _accesses_stay_inside():
         size = max(1, ptrs.get_element_ty().primitive_bitwidth // 8)
         beside = (at < inside[0][i]) | (at + np.uint64(size) > inside[1][i])
         if beside.any():
-            raise IndexError(f"{what} of {int(beside.sum())} of {at.size} elements beside every tensor of the call")
+            raise IndexError(
+                f"{what} of {int(beside.sum())} of {at.size} elements beside every tensor of "
+                "the call"
+            )
 
     def prepared(self, *args):
         out = prepare(self, *args)
-        extents = np.array(sorted(_extents([*out[0], *out[1].values()])), np.uint64).reshape(-1, 2)
+        extents = np.array(sorted(_extents([*out[0], *out[1].values()])), np.uint64).reshape(
+            -1, 2
+        )
         inside[:] = extents[:, 0], np.maximum.accumulate(extents[:, 1])
         return out
 

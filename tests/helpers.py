@@ -1,4 +1,6 @@
-"What several tests share: where files of older versions lie, tiny random models of every family, and how they generate."
+"""What several tests share: where files of older versions lie, tiny random models of every
+family, and how they generate."""
+
 import os
 from pathlib import Path
 
@@ -8,73 +10,124 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from turboquant_nb.cache.pages import Recent
 from turboquant_nb.quant.quantizer import Recipe
 
-SLOW = bool(os.environ.get("TURBOQUANT_SLOW"))  # everything; without it the widest matrices are truncated (CONTRIBUTING.md says which)
+SLOW = bool(
+    os.environ.get("TURBOQUANT_SLOW")
+)  # everything; without it the widest matrices are truncated (CONTRIBUTING.md says which)
 
 
 def covering_pairs(one, other):
-    "Every pair of two lists where TURBOQUANT_SLOW is set; else each of the longer one once, with the others in turn."
+    """Every pair of two lists where TURBOQUANT_SLOW is set; else each of the longer one once,
+    with the others in turn."""
     if SLOW:
         return [(a, b) for a in one for b in other]
-    return [(one[i % len(one)], other[i % len(other)]) for i in range(max(len(one), len(other)))]
+    return [
+        (one[i % len(one)], other[i % len(other)]) for i in range(max(len(one), len(other)))
+    ]
 
 
 class Calls(TorchDispatchMode):
-    "Counts PyTorch's operations; not the questions by which `Tensor.numpy` asks, in such a mode alone, whether it may."
+    """Counts PyTorch's operations; not the questions by which `Tensor.numpy` asks, in such a
+    mode alone, whether it may."""
 
     n = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.n += func.overloadpacket.__name__ not in ("detach", "resolve_conj", "resolve_neg") and func._overloadname != "dtype_layout"
+        self.n += (
+            func.overloadpacket.__name__ not in ("detach", "resolve_conj", "resolve_neg")
+            and func._overloadname != "dtype_layout"
+        )
         return func(*args, **(kwargs or {}))
 
 
 class RecentBlocks:
-    """An engine's blocks of recent tokens, for requests whose tokens are numbers and whose states are those numbers: whole units are shared by requests
-    that begin alike, from the moment they are scheduled; what lies behind a window is given to others, full of NaN."""
+    """An engine's blocks of recent tokens, for requests whose tokens are numbers and whose
+    states are those numbers: whole units are shared by requests that begin alike, from the
+    moment they are scheduled; what lies behind a window is given to others, full of NaN."""
 
     def __init__(self, block, sinks, window, unit, gen, store, locate, blocks=200):
-        self.block, self.sinks, self.window, self.unit, self.gen, self.store, self.locate = block, sinks, window, unit, gen, store, locate
-        self.cache, self.known, self.rows, self.past = torch.full((blocks, 2, block + sinks, 2), torch.nan), {}, {}, {}
+        self.block, self.sinks, self.window, self.unit, self.gen, self.store, self.locate = (
+            block,
+            sinks,
+            window,
+            unit,
+            gen,
+            store,
+            locate,
+        )
+        self.cache, self.known, self.rows, self.past = (
+            torch.full((blocks, 2, block + sinks, 2), torch.nan),
+            {},
+            {},
+            {},
+        )
         self.seen = dict(hits=0, followed=0, freed=0, read=0)
 
     def begin(self, name, ids):
-        "Give a request the longest known beginning, of whole units, that leaves a token to compute."
+        """Give a request the longest known beginning, of whole units, that leaves a token to
+        compute."""
         n, p = self.block, (len(ids) - 1) // self.unit * self.unit
-        needed = lambda p: range(max(0, p - self.window) // n, p // n)  # noqa: E731
+        needed = lambda p: range(max(0, p - self.window) // n, p // n)
         while p and not all(tuple(ids[: (i + 1) * n]) in self.known for i in needed(p)):
             p -= self.unit
-        self.rows[name], self.past[name] = [self.known.get(tuple(ids[: (i + 1) * n]), 0) if i in needed(p) else 0 for i in range(p // n)], p
+        self.rows[name], self.past[name] = (
+            [
+                self.known.get(tuple(ids[: (i + 1) * n]), 0) if i in needed(p) else 0
+                for i in range(p // n)
+            ],
+            p,
+        )
         self.seen["hits"] += p > 0
 
     def end(self, name):
         del self.rows[name], self.past[name]
 
     def step(self, work):
-        "work: {request: (its tokens up to the end of this step, how many of them stay)}. Returns what is wrong with the first tokens that are read."
+        """work: {request: (its tokens up to the end of this step, how many of them stay)}.
+        Returns what is wrong with the first tokens that are read."""
         news, n = [], self.block
         for name, (ids, stay) in work.items():
             row = self.rows[name]
             row += [self.free() for _ in range(-(-len(ids) // n) - len(row))]
-            self.known |= {tuple(ids[: (i + 1) * n]): row[i] for i in range(self.past[name] // n, stay // n)}
+            self.known |= {
+                tuple(ids[: (i + 1) * n]): row[i]
+                for i in range(self.past[name] // n, stay // n)
+            }
             news.append(torch.tensor(ids[self.past[name] :]))
-            for later in work:  # those that begin in this step may begin with what was just scheduled
+            for (
+                later
+            ) in work:  # those that begin in this step may begin with what was just scheduled
                 if later not in self.rows:
                     self.begin(later, work[later][0])
                     break
         names, pasts = list(work), [self.past[x] for x in work]
         order = torch.randperm(len(names), generator=self.gen).tolist()
         names, pasts, news = ([x[i] for i in order] for x in (names, pasts, news))
-        table = torch.zeros(len(names), max(len(self.rows[x]) for x in names), dtype=torch.int32)
+        table = torch.zeros(
+            len(names), max(len(self.rows[x]) for x in names), dtype=torch.int32
+        )
         for row, name in zip(table, names):
             row[: len(self.rows[name])] = torch.tensor(self.rows[name])
-        slots = torch.cat([row[(t := torch.arange(p, p + len(x))) // n] * n + t % n for row, p, x in zip(table, pasts, news)] + [torch.full((2,), -1)])
+        slots = torch.cat(
+            [
+                row[(t := torch.arange(p, p + len(x))) // n] * n + t % n
+                for row, p, x in zip(table, pasts, news)
+            ]
+            + [torch.full((2,), -1)]
+        )
         starts = torch.tensor([0, *map(len, news)], dtype=torch.int32).cumsum(0).int()
         lengths = torch.tensor([p + len(x) for p, x in zip(pasts, news)], dtype=torch.int32)
-        x = torch.cat([*news, torch.zeros(2)])[:, None, None].expand(-1, 2, 1).float().contiguous()
+        x = (
+            torch.cat([*news, torch.zeros(2)])[:, None, None]
+            .expand(-1, 2, 1)
+            .float()
+            .contiguous()
+        )
         origins = self.locate(table, lengths, starts, slots, n, self.sinks)
         self.store(self.cache, x, -x, slots, origins)
         for a, z, p in zip(starts.tolist(), starts[1:].tolist(), pasts):
-            self.seen["followed"] += int(((origins[a:z] >= 0) & ((origins[a:z] < a) | (origins[a:z] >= z))).sum())
+            self.seen["followed"] += int(
+                ((origins[a:z] >= 0) & ((origins[a:z] < a) | (origins[a:z] >= z))).sum()
+            )
         recent, wrong = Recent(self.cache, table, self.window, self.sinks), []
         for i, (name, p) in enumerate(zip(names, pasts)):
             k, v = recent.read_first(i, p, 1)
@@ -87,8 +140,16 @@ class RecentBlocks:
 
     def free(self):
         "A block that no window needs, full of NaN."
-        held = {b for name, row in self.rows.items() for b in row[max(0, self.past[name] - self.window) // self.block :]}
-        block = next(b for b in torch.randperm(len(self.cache), generator=self.gen).tolist() if b and b not in held)
+        held = {
+            b
+            for name, row in self.rows.items()
+            for b in row[max(0, self.past[name] - self.window) // self.block :]
+        }
+        block = next(
+            b
+            for b in torch.randperm(len(self.cache), generator=self.gen).tolist()
+            if b and b not in held
+        )
         self.seen["freed"] += bool(self.cache[block].isfinite().any())
         self.known = {ids: b for ids, b in self.known.items() if b != block}
         self.cache[block] = torch.nan
@@ -96,14 +157,18 @@ class RecentBlocks:
 
 
 def random_history(engine, steps, gen):
-    "Requests with common beginnings that come in chunks, begin together, draft, are thrown out and end. Returns what was wrong, and counts."
-    draw = lambda low, high: int(torch.randint(low, high, (), generator=gen))  # noqa: E731
+    """Requests with common beginnings that come in chunks, begin together, draft, are thrown
+    out and end. Returns what was wrong, and counts."""
+    draw = lambda low, high: int(torch.randint(low, high, (), generator=gen))
     text, alive, wrong, born = [], {}, [], 0
     for _ in range(steps):
         if len(alive) < 2:
             text = torch.randint(1, 999, (2, 60), generator=gen).tolist()
         for _ in range(4 if len(alive) < 2 else 0):
-            alive[born] = [*text[draw(0, 2)][: draw(0, 60)], *torch.randint(1, 999, (draw(1, 30),), generator=gen).tolist()]
+            alive[born] = [
+                *text[draw(0, 2)][: draw(0, 60)],
+                *torch.randint(1, 999, (draw(1, 30),), generator=gen).tolist(),
+            ]
             born += 1
         for name in list(engine.rows):
             if draw(0, 12) == 0:  # thrown out, and it comes back
@@ -114,7 +179,11 @@ def random_history(engine, steps, gen):
         for name in [*engine.rows, *(x for x in alive if x not in engine.rows)]:
             ids, p = alive[name], engine.past.get(name, 0)
             stay = min(len(ids), p + draw(1, 9)) if name in engine.rows else len(ids)
-            drafts = torch.randint(1, 999, (draw(1, 4),), generator=gen).tolist() if stay == len(ids) and draw(0, 2) else []
+            drafts = (
+                torch.randint(1, 999, (draw(1, 4),), generator=gen).tolist()
+                if stay == len(ids) and draw(0, 2)
+                else []
+            )
             work[name] = ([*ids[:stay], *drafts], stay)
         wrong += engine.step(work)
         for name in [x for x in alive if engine.past[x] == len(alive[x])]:
@@ -128,8 +197,19 @@ def random_history(engine, steps, gen):
 
 DATA = Path(__file__).parent / "data"
 VOCAB, DROP = 61, "drop this entry"
-BASE = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-            max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=None)
+BASE = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=256,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=None,
+)
 MOE = dict(num_local_experts=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 FAMILIES = {
     "llama": ("Llama", {}),
@@ -138,30 +218,75 @@ FAMILIES = {
     "qwen3": ("Qwen3", {}),
     "gemma": ("Gemma", {}),
     "gemma2": ("Gemma2", dict(sliding_window=12, query_pre_attn_scalar=8)),
-    "gemma3_text": ("Gemma3", dict(sliding_window=12, query_pre_attn_scalar=8, layer_types=["sliding_attention", "full_attention"])),
+    "gemma3_text": (
+        "Gemma3",
+        dict(
+            sliding_window=12,
+            query_pre_attn_scalar=8,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+    ),
     "phi3": ("Phi3", dict(sliding_window=None)),
     "gpt2": ("GPT2", dict(n_embd=32, n_layer=2, n_head=4, n_positions=256)),
     "gpt_neox": ("GPTNeoX", dict(rotary_pct=0.5)),
     "opt": ("OPT", dict(ffn_dim=48, word_embed_proj_dim=32)),
-    "falcon": ("Falcon", dict(new_decoder_architecture=True, num_kv_heads=2, alibi=False, head_dim=DROP)),
+    "falcon": (
+        "Falcon",
+        dict(new_decoder_architecture=True, num_kv_heads=2, alibi=False, head_dim=DROP),
+    ),
     "stablelm": ("StableLm", {}),
     "cohere": ("Cohere", {}),
-    "cohere2": ("Cohere2", dict(sliding_window=12, layer_types=["sliding_attention", "full_attention"])),
+    "cohere2": (
+        "Cohere2",
+        dict(sliding_window=12, layer_types=["sliding_attention", "full_attention"]),
+    ),
     "olmo2": ("Olmo2", {}),
     "granite": ("Granite", {}),
-    "gpt_oss": ("GptOss", dict(MOE, sliding_window=12, layer_types=["sliding_attention", "full_attention"])),
+    "gpt_oss": (
+        "GptOss",
+        dict(MOE, sliding_window=12, layer_types=["sliding_attention", "full_attention"]),
+    ),
     "smollm3": ("SmolLM3", dict(no_rope_layers=[1, 0])),
     "mixtral": ("Mixtral", dict(MOE, sliding_window=None)),
     "phi": ("Phi", {}),
     "starcoder2": ("Starcoder2", dict(sliding_window=None)),
     "glm4": ("Glm4", {}),
-    "deepseek_v3": ("DeepseekV3", dict(MOE, n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1, kv_lora_rank=8, q_lora_rank=16, qk_rope_head_dim=4,
-                                       qk_nope_head_dim=8, v_head_dim=6, num_key_value_heads=4, head_dim=4)),
-    "qwen3_next": ("Qwen3Next", dict(MOE, shared_expert_intermediate_size=16, layer_types=["linear_attention", "full_attention"], linear_num_value_heads=2,
-                                     linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, decoder_sparse_step=1)),
+    "deepseek_v3": (
+        "DeepseekV3",
+        dict(
+            MOE,
+            n_routed_experts=4,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=1,
+            kv_lora_rank=8,
+            q_lora_rank=16,
+            qk_rope_head_dim=4,
+            qk_nope_head_dim=8,
+            v_head_dim=6,
+            num_key_value_heads=4,
+            head_dim=4,
+        ),
+    ),
+    "qwen3_next": (
+        "Qwen3Next",
+        dict(
+            MOE,
+            shared_expert_intermediate_size=16,
+            layer_types=["linear_attention", "full_attention"],
+            linear_num_value_heads=2,
+            linear_num_key_heads=2,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            decoder_sparse_step=1,
+        ),
+    ),
     "lfm2": ("Lfm2", dict(layer_types=["conv", "full_attention"])),
 }
-HYBRID = ("qwen3_next", "lfm2")  # layers with a recurrent state: transformers' own, not to be cropped
+HYBRID = (
+    "qwen3_next",
+    "lfm2",
+)  # layers with a recurrent state: transformers' own, not to be cropped
 SLIDING = ("mistral", "gemma2", "gemma3_text", "cohere2", "gpt_oss")
 MODES = {
     "beams": dict(num_beams=3),
@@ -181,9 +306,13 @@ def tiny(name="llama", seed=0, **changes):
         import transformers
 
         prefix, extra = FAMILIES.get(name, (name, {}))
-        config = getattr(transformers, prefix + ("TextConfig" if name == "gemma3_text" else "Config"))(**{k: x for k, x in {**BASE, **extra, **changes}.items() if x != DROP})
+        config = getattr(
+            transformers, prefix + ("TextConfig" if name == "gemma3_text" else "Config")
+        )(**{k: x for k, x in {**BASE, **extra, **changes}.items() if x != DROP})
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager"
+        ).eval()
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for p in model.parameters():
@@ -197,8 +326,11 @@ def tiny(name="llama", seed=0, **changes):
 
 
 def fused(model):
-    "Whether SDPA computes what the model says: it knows no softcap, and transformers 5.17 drops Gemma 2's without a word."
-    return model._supports_sdpa and getattr(model.config, "attn_logit_softcapping", None) is None
+    """Whether SDPA computes what the model says: it knows no softcap, and transformers 5.17
+    drops Gemma 2's without a word."""
+    return (
+        model._supports_sdpa and getattr(model.config, "attn_logit_softcapping", None) is None
+    )
 
 
 def prompt(batch=3, length=30, seed=0, padded=True):
@@ -221,7 +353,10 @@ def generate(model, inputs, attention, recipe="k4v4", cache=None, padding=True, 
         if padding and "attention_mask" in inputs:
             cache.set_padding(inputs["attention_mask"])
     torch.manual_seed(7)
-    return model.generate(**inputs, **{"max_new_tokens": 8, "do_sample": False, "past_key_values": cache, **kwargs}), cache
+    return model.generate(
+        **inputs,
+        **{"max_new_tokens": 8, "do_sample": False, "past_key_values": cache, **kwargs},
+    ), cache
 
 
 def exact_recipe():
@@ -236,7 +371,8 @@ def three(model):
 
 
 def caches_latents(model):
-    "Multi-head latent attention in newer transformers: the cache holds latents that each layer expands, so only dense modes can serve it."
+    """Multi-head latent attention in newer transformers: the cache holds latents that each
+    layer expands, so only dense modes can serve it."""
     if model.config.model_type not in ("deepseek_v3", "deepseek_v2"):
         return False
     model.set_attn_implementation("eager")
@@ -254,17 +390,22 @@ MODELS = {  # to calibrate: name and what changes
     "llama": {},
     "qwen2": {},  # a bias of keys
     "mistral": {},  # all layers slide
-    "gemma3_text": dict(head_dim=16),  # norms of q and k, two bases of RoPE, a head size that is not hidden / heads
+    "gemma3_text": dict(
+        head_dim=16
+    ),  # norms of q and k, two bases of RoPE, a head size that is not hidden / heads
     "gemma2": {},  # softcap
     "qwen3": {},  # norms of q and k
     "stablelm": {},  # RoPE on a quarter of the channels
-    "gpt_neox": dict(num_key_value_heads=DROP),  # RoPE on half of them; its config knows no KV heads
+    "gpt_neox": dict(
+        num_key_value_heads=DROP
+    ),  # RoPE on half of them; its config knows no KV heads
 }
 _found = {}
 
 
 def made(name):
-    "A random model of its own, whose channels of queries and keys are of unequal size, and its calibration."
+    """A random model of its own, whose channels of queries and keys are of unequal size, and
+    its calibration."""
     from turboquant_nb.calibration.fit import calibrate
 
     if name not in _found:

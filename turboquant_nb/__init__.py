@@ -1,5 +1,6 @@
 __version__ = "0.1.0"
-# Written by hand: names are imported on first use, so that `import turboquant_nb` needs no extra.
+# Written by hand: names are imported on first use, so that `import turboquant_nb` needs no
+# extra.
 _HOME = {
     "TurboQuantCache": "hf",
     "Recipe": "quant.quantizer",

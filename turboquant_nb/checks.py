@@ -15,56 +15,77 @@ from torch import Tensor
 # %% ../nbs/01_checks.ipynb #f12be4ba
 def _bounds(low, high, above=None) -> str:
     "The range as a message says it."
-    if above is not None: return f" above {above}" + ("" if high is None else f" and at most {high}")
-    if low is None: return "" if high is None else f" of at most {high}"
+    if above is not None:
+        return f" above {above}" + ("" if high is None else f" and at most {high}")
+    if low is None:
+        return "" if high is None else f" of at most {high}"
     return f" of at least {low}" if high is None else f" from {low} to {high}"
 
+
 def whole(
-    value: int,               # anything that Python takes for an index, but no bool
-    name: str,                # the argument, as the caller knows it
-    low: int | None = None,   # smallest value allowed
+    value: int,  # anything that Python takes for an index, but no bool
+    name: str,  # the argument, as the caller knows it
+    low: int | None = None,  # smallest value allowed
     high: int | None = None,  # largest value allowed
 ) -> int:
-    "`value` as a Python int. TypeError unless it is an integer, ValueError unless it lies in the range."
+    """`value` as a Python int. TypeError unless it is an integer, ValueError unless it lies in
+    the range."""
     expected = f"{name} must be an integer{_bounds(low, high)}"
     try:
-        if isinstance(value, bool): raise TypeError
+        if isinstance(value, bool):
+            raise TypeError
         n = operator.index(value)
     except TypeError:
         raise TypeError(f"{expected}, got {value!r} ({type(value).__name__})") from None
-    if (low is not None and n < low) or (high is not None and n > high): raise ValueError(f"{expected}, got {n}")
+    if (low is not None and n < low) or (high is not None and n > high):
+        raise ValueError(f"{expected}, got {n}")
     return n
 
+
 def number(
-    value: float,                # a real number
-    name: str,                   # the argument
-    low: float | None = None,    # smallest value allowed
-    high: float | None = None,   # largest value allowed
+    value: float,  # a real number
+    name: str,  # the argument
+    low: float | None = None,  # smallest value allowed
+    high: float | None = None,  # largest value allowed
     above: float | None = None,  # instead of `low`: a bound that is not allowed itself
 ) -> float:
-    "`value` as a Python float. TypeError unless it is a number, ValueError unless it is finite and lies in the range."
+    """`value` as a Python float. TypeError unless it is a number, ValueError unless it is
+    finite and lies in the range."""
     expected = f"{name} must be a finite number{_bounds(low, high, above)}"
-    if isinstance(value, (bool, str)) or not hasattr(value, "__float__"): raise TypeError(f"{expected}, got {value!r} ({type(value).__name__})")
+    if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
+        raise TypeError(f"{expected}, got {value!r} ({type(value).__name__})")
     x = float(value)
-    fits = math.isfinite(x) and (low is None or x >= low) and (high is None or x <= high) and (above is None or x > above)
-    if not fits: raise ValueError(f"{expected}, got {value}")
+    fits = (
+        math.isfinite(x)
+        and (low is None or x >= low)
+        and (high is None or x <= high)
+        and (above is None or x > above)
+    )
+    if not fits:
+        raise ValueError(f"{expected}, got {value}")
     return x
 
 # %% ../nbs/01_checks.ipynb #d2806cf0
 def one_of(
-    value,    # what came
+    value,  # what came
     name: str,
     allowed,  # the names that may be passed, in the order in which the message lists them
 ):
     "`value`. ValueError unless it is one of the allowed names."
     if value not in tuple(allowed):
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+        raise ValueError(
+            f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}"
+        )
     return value
+
 
 def instance(value, name: str, kind: type):
     "`value`. TypeError unless it is an object of the class `kind`."
     if not isinstance(value, kind):
-        raise TypeError(f"{name} must be a{'n' * (kind.__name__[0] in 'AEIOU')} {kind.__name__}, got {type(value).__name__}")
+        raise TypeError(
+            f"{name} must be a{'n' * (kind.__name__[0] in 'AEIOU')} {kind.__name__}, got "
+            f"{type(value).__name__}"
+        )
     return value
 
 # %% ../nbs/01_checks.ipynb #68bd3251
@@ -72,20 +93,30 @@ def _kind(x) -> str:
     "What came, where a tensor should have come."
     return str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
 
+
 def floats(x: Tensor, name: str) -> Tensor:
     "`x`. TypeError unless it is a floating-point tensor."
-    if not isinstance(x, Tensor) or not x.is_floating_point(): raise TypeError(f"{name} must be a floating-point tensor, got {_kind(x)}")
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise TypeError(f"{name} must be a floating-point tensor, got {_kind(x)}")
     return x
+
 
 def integers(x: Tensor, name: str) -> Tensor:
     "`x`. TypeError unless it is a tensor of integers; bool is none."
-    if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+    if (
+        not isinstance(x, Tensor)
+        or x.is_floating_point()
+        or x.is_complex()
+        or x.dtype == torch.bool
+    ):
         raise TypeError(f"{name} must be a tensor of integers, got {_kind(x)}")
     return x
 
+
 def dtype(x: Tensor, name: str, kind: torch.dtype) -> Tensor:
     "`x`. TypeError unless it is a tensor of this dtype."
-    if not isinstance(x, Tensor) or x.dtype != kind: raise TypeError(f"{name} must be a {str(kind)[6:]} tensor, got {_kind(x)}")
+    if not isinstance(x, Tensor) or x.dtype != kind:
+        raise TypeError(f"{name} must be a {str(kind)[6:]} tensor, got {_kind(x)}")
     return x
 
 # %% ../nbs/01_checks.ipynb #30f7b610
@@ -97,27 +128,35 @@ def shape(
     "`x`. ValueError unless it has this shape."
     sizes = want[1:] if want[:1] == (...,) else want
     fits = x.ndim == len(sizes) if sizes is want else x.ndim >= len(sizes)
-    tail = x.shape[x.ndim - len(sizes):] if fits else ()
+    tail = x.shape[x.ndim - len(sizes) :] if fits else ()
     if not fits or any(isinstance(n, int) and n != have for n, have in zip(sizes, tail)):
         expected = ", ".join("..." if n is ... else str(n) for n in want)
         raise ValueError(f"{name} must have shape [{expected}], got {list(x.shape)}")
     return x
 
+
 def device(
     x: Tensor,
     name: str,
     where: torch.device,  # the device on which it must be
-    like: str,            # what is there, for instance "the rotation"
+    like: str,  # what is there, for instance "the rotation"
 ) -> Tensor:
     "`x`. ValueError unless it is on this device."
-    if x.device != where: raise ValueError(f"{name} must be on {where} like {like}, got {x.device}")
+    if x.device != where:
+        raise ValueError(f"{name} must be on {where} like {like}, got {x.device}")
     return x
 
 # %% ../nbs/01_checks.ipynb #4eb58ef3
 def finite(x: Tensor, name: str) -> Tensor:
-    "`x`. ValueError, with a count, if a value is NaN or Inf. One sum settles it in the usual case; no temporary is made."
-    if x.sum(dtype=torch.float32).isfinite() or x.isfinite().all(): return x
-    raise ValueError(f"{name} must be finite, got {int(x.isnan().sum())} NaN and {int(x.isinf().sum())} Inf of {x.numel()} values")
+    """`x`. ValueError, with a count, if a value is NaN or Inf. One sum settles it in the usual
+    case; no temporary is made."""
+    if x.sum(dtype=torch.float32).isfinite() or x.isfinite().all():
+        return x
+    raise ValueError(
+        f"{name} must be finite, got {int(x.isnan().sum())} NaN and {int(x.isinf().sum())} Inf "
+        f"of {x.numel()} values"
+    )
+
 
 def within(
     x: Tensor,  # of integers
@@ -128,5 +167,6 @@ def within(
     "`x`. ValueError if a value lies outside low..high."
     if x.numel():
         least, most = (int(v) for v in x.aminmax())
-        if least < low or most > high: raise ValueError(f"{name} must lie in {low}..{high}, got {least}..{most}")
+        if least < low or most > high:
+            raise ValueError(f"{name} must lie in {low}..{high}, got {least}..{most}")
     return x

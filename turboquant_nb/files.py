@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 # %% ../nbs/02_files.ipynb #c7a72c47
 def digest(
     tensors: dict,  # {name: contiguous tensor on the CPU}
-    header: dict,   # of what JSON holds
-) -> str:           # 64 hexadecimal digits
+    header: dict,  # of what JSON holds
+) -> str:  # 64 hexadecimal digits
     "SHA-256 over the header and the names, dtypes, shapes and bytes of all tensors."
     h = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
     for name in sorted(tensors):
@@ -32,50 +32,69 @@ def digest(
 def write_file(
     path,
     tensors: dict,  # {name: tensor}, on any device
-    header: dict,   # of what JSON holds; "format" and "sha256" are set here
-    format: str,    # kind and version
+    header: dict,  # of what JSON holds; "format" and "sha256" are set here
+    format: str,  # kind and version
 ) -> None:
-    "Tensors and header to one safetensors file, written beside the target and then moved over it. FileNotFoundError without its folder, IsADirectoryError for a folder."
+    """Tensors and header to one safetensors file, written beside the target and then moved over
+    it. FileNotFoundError without its folder, IsADirectoryError for a folder."""
     path = os.fspath(path)
-    if os.path.isdir(path): raise IsADirectoryError(f"expected a file to write, got the folder {path}")
-    if not os.path.isdir(os.path.dirname(path) or "."): raise FileNotFoundError(f"no such folder: {os.path.dirname(path)}")
+    if os.path.isdir(path):
+        raise IsADirectoryError(f"expected a file to write, got the folder {path}")
+    if not os.path.isdir(os.path.dirname(path) or "."):
+        raise FileNotFoundError(f"no such folder: {os.path.dirname(path)}")
     plain = torch.contiguous_format
     tensors = {k: t.detach().cpu().clone(memory_format=plain) for k, t in tensors.items()}
     header = {k: v for k, v in header.items() if k != "sha256"} | {"format": format}
     header["sha256"] = digest(tensors, header)
     temporary = f"{path}.{secrets.token_hex(4)}.part"
     try:
-        with open(temporary, "xb") as file: mode = os.fstat(file.fileno()).st_mode & 0o777  # what the umask allows; safetensors allows the owner alone
+        with open(temporary, "xb") as file:
+            mode = (
+                os.fstat(file.fileno()).st_mode & 0o777
+            )  # what the umask allows; safetensors allows the owner alone
         save_file(tensors, temporary, metadata={"header": json.dumps(header)})
         os.chmod(temporary, mode)
         os.replace(temporary, path)
     finally:
-        if os.path.exists(temporary): os.remove(temporary)
+        if os.path.exists(temporary):
+            os.remove(temporary)
 
 # %% ../nbs/02_files.ipynb #952bdb0e
 def read_file(
     path,
-    format: str,                  # the kind and version that the caller reads
-    what: str,                    # how errors call such a file
+    format: str,  # the kind and version that the caller reads
+    what: str,  # how errors call such a file
     retired: dict | None = None,  # {format that is read no more: why, and what to do}
-) -> tuple:                       # (tensors on the CPU, header as `write_file` took it)
-    "The inverse of `write_file`. FileNotFoundError if there is no file; ValueError for one of another kind or version, a truncated or a changed one."
+) -> tuple:  # (tensors on the CPU, header as `write_file` took it)
+    """The inverse of `write_file`. FileNotFoundError if there is no file; ValueError for one of
+    another kind or version, a truncated or a changed one."""
     path = os.fspath(path)
-    if os.path.isdir(path): raise ValueError(f"{path} is not a readable {what}: expected a file, got a folder")
-    if not os.path.exists(path): raise FileNotFoundError(f"no such file: {path}")
+    if os.path.isdir(path):
+        raise ValueError(f"{path} is not a readable {what}: expected a file, got a folder")
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"no such file: {path}")
     try:
         with safe_open(path, "pt") as f:
             header = json.loads((f.metadata() or {}).get("header", "{}"))
             tensors = {k: f.get_tensor(k) for k in f.keys()}
     except (SafetensorError, json.JSONDecodeError, OSError) as error:
-        raise ValueError(f"{path} is not a readable {what}: truncated or of another kind ({error})") from None
+        raise ValueError(
+            f"{path} is not a readable {what}: truncated or of another kind ({error})"
+        ) from None
     found = header.get("format") if isinstance(header, dict) else None
     if isinstance(found, str) and found in (retired or {}):
-        raise ValueError(f"{path} has format {found!r}, this version reads {format!r}: {retired[found]}")
+        raise ValueError(
+            f"{path} has format {found!r}, this version reads {format!r}: {retired[found]}"
+        )
     if found != format:
-        got = "a safetensors file without a header of this package" if header == {} else repr(str(header)[:60])
+        got = (
+            "a safetensors file without a header of this package"
+            if header == {}
+            else repr(str(header)[:60])
+        )
         raise ValueError(f"{path} must have format {format!r}, got {got}")
     written = header.pop("sha256", None)
-    if written != digest(tensors, header): raise ValueError(f"{path} was changed after it was written: its SHA-256 does not match")
+    if written != digest(tensors, header):
+        raise ValueError(f"{path} was changed after it was written: its SHA-256 does not match")
     del header["format"]
     return tensors, header

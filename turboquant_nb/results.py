@@ -21,7 +21,9 @@ import torch
 
 # %% ../nbs/03_results.ipynb #178aff8f
 _SCHEMA = 1
-_REQUIRED = "schema experiment command commit dirty utc machine versions model data seeds gate rows"
+_REQUIRED = (
+    "schema experiment command commit dirty utc machine versions model data seeds gate rows"
+)
 _REQUIRED = tuple(_REQUIRED.split())
 
 
@@ -32,7 +34,7 @@ def _version(name):
 
 def _command(argv) -> str:
     "The command line with folders cut off: they belong to one machine."
-    cut = lambda x: Path(x).name if "/" in x and Path(x).is_absolute() else x  # noqa: E731
+    cut = lambda x: Path(x).name if "/" in x and Path(x).is_absolute() else x
     names = ["=".join(map(cut, x.split("=", 1))) for x in argv[1:]]  # also in --option=FILE
     parts = Path(argv[0]).absolute().parts  # as typed it lacks the folder in which it was typed
     at = len(parts) - 1 - parts[::-1].index("scripts") if "scripts" in parts else -1
@@ -41,7 +43,8 @@ def _command(argv) -> str:
 
 
 def machine() -> dict:
-    "GPU or processor architecture, number of GPUs or threads, CUDA version torch was built with."
+    """GPU or processor architecture, number of GPUs or threads, CUDA version torch was built
+    with."""
     if torch.cuda.is_available():
         return {
             "kind": torch.cuda.get_device_name(),
@@ -74,7 +77,8 @@ class Tree:
 # %% ../nbs/03_results.ipynb #0e5ae54a
 def tree() -> Tree:
     """The code that runs now. TURBOQUANT_COMMIT and TURBOQUANT_DIRTY (0 or 1) speak for a copy
-    without its git history. Raises ValueError if there is no commit, or not all of its digits."""
+    without its git history. Raises ValueError if there is no commit, or not all of its
+    digits."""
     commit = os.environ.get("TURBOQUANT_COMMIT") or _git("rev-parse", "HEAD")
     if not commit:
         raise ValueError("no commit: run inside the git repository, or set TURBOQUANT_COMMIT")
@@ -149,8 +153,8 @@ def check(
     name: str = "result",
     draft: bool = False,  # take a draft, or a measurement of code that was not committed
 ) -> dict:
-    """The result itself, if it is complete, its gate passed and its code is known; ValueError that
-    names what is missing otherwise."""
+    """The result itself, if it is complete, its gate passed and its code is known; ValueError
+    that names what is missing otherwise."""
     missing = [k for k in _REQUIRED if result.get(k) in (None, "", {})]
     if missing:
         raise ValueError(
@@ -159,14 +163,17 @@ def check(
     if result["schema"] != _SCHEMA:
         raise ValueError(f"{name} must have schema {_SCHEMA}, got {result['schema']!r}")
     if result["gate"].get("passed") is not True:
-        raise ValueError(f"{name}: its correctness gate did not pass ({result['gate'].get('cmd')})")
+        raise ValueError(
+            f"{name}: its correctness gate did not pass ({result['gate'].get('cmd')})"
+        )
     if not result["rows"]:
         raise ValueError(f"{name} has no rows")
     _check_rows(result, name)
     if result["dirty"] is not False and not draft:
         what = "; ".join(result.get("changes", ())) or "changes that it does not name"
         raise ValueError(
-            f"{name} was measured with uncommitted changes ({what}): commit and measure again, or say draft=True (--draft)"
+            f"{name} was measured with uncommitted changes ({what}): commit and measure again, "
+            "or say draft=True (--draft)"
         )
     if result.get("draft") and not draft:
         raise ValueError(f"{name} is a draft: measure again without --draft, or say draft=True")
@@ -178,8 +185,8 @@ def save(
     path,
     draft: bool = False,  # mark the file as a draft, which no page shows
 ) -> None:
-    """Write a checked result as JSON, one row per line, atomically. Raises ValueError as `check`
-    does: for code that was not committed it says what differs."""
+    """Write a checked result as JSON, one row per line, atomically. Raises ValueError as
+    `check` does: for code that was not committed it says what differs."""
     path = Path(path)
     head = {k: v for k, v in check(result, path.name, draft).items() if k != "rows"}
     head |= {"draft": True} if draft else {}
@@ -196,8 +203,9 @@ _PACKAGED = Path(globals().get("__file__", ".")).parent / "data" / "results"
 
 
 def locate(path) -> Path:
-    """A file or folder of results: the path itself if it is there, else its copy in the installed
-    package, if the path leads through `results/` and the copy is there; else the path itself."""
+    """A file or folder of results: the path itself if it is there, else its copy in the
+    installed package, if the path leads through `results/` and the copy is there; else the path
+    itself."""
     path = Path(path)
     if not path.exists() and "results" in path.parts:
         at = len(path.parts) - path.parts[::-1].index("results")
@@ -207,8 +215,9 @@ def locate(path) -> Path:
 
 # %% ../nbs/03_results.ipynb #0e3a42d3
 def load(path, draft: bool = False) -> dict:
-    """Read a result, where `locate` finds it. Raises FileNotFoundError, or ValueError if it is not JSON, incomplete, its
-    gate is red, or it is a draft or of code that was not committed."""
+    """Read a result, where `locate` finds it. Raises FileNotFoundError, or ValueError if it is
+    not JSON, incomplete, its gate is red, or it is a draft or of code that was not
+    committed."""
     path = locate(path)
     try:
         return check(json.loads(path.read_text(encoding="utf-8")), path.name, draft)
@@ -229,12 +238,17 @@ def stamp(
     more = f" and {len(parts) - 1} parts more" if isinstance(parts, list) else ""
     loose = " with uncommitted changes" if result["dirty"] else ""
     loose += ", a draft" if result.get("draft") else ""
-    return f"{result['machine']['kind']}, torch {v['torch']}, transformers {v['transformers']}, commit{'s' * (len(names) > 1)} {', '.join(names)}{loose}, {days}; {result['command']}{more}"
+    return (
+        f"{result['machine']['kind']}, torch {v['torch']}, transformers {v['transformers']}, "
+        f"commit{'s' * (len(names) > 1)} {', '.join(names)}{loose}, {days}; "
+        f"{result['command']}{more}"
+    )
 
 # %% ../nbs/03_results.ipynb #03ab0002
 @dataclass(frozen=True)
 class Table:
-    "Rows under heads, for a page: Markdown where that is shown, aligned text elsewhere. ValueError for a row of another length."
+    """Rows under heads, for a page: Markdown where that is shown, aligned text elsewhere.
+    ValueError for a row of another length."""
 
     head: tuple  # names of the columns
     rows: list  # one sequence of cells for each row
@@ -249,12 +263,16 @@ class Table:
 
     def _repr_markdown_(self) -> str:
         head, *rows = ([x.replace("|", "\\|") for x in line] for line in self._lines())
-        return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *rows))
+        return "\n".join(
+            "| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *rows)
+        )
 
     def __repr__(self) -> str:
         lines = self._lines()
         width = [max(map(len, column)) for column in zip(*lines)]
-        return "\n".join("  ".join(x.ljust(n) for x, n in zip(line, width)).rstrip() for line in lines)
+        return "\n".join(
+            "  ".join(x.ljust(n) for x, n in zip(line, width)).rstrip() for line in lines
+        )
 
 # %% ../nbs/03_results.ipynb #9f9bdb0a
 def _same(files, keys):
@@ -270,15 +288,16 @@ def _dated(result):
 
 
 def earlier(path, draft: bool = False) -> list:
-    """Rows of a file, each with its commit and utc, for a run that extends it. Raises ValueError
-    as `load`, and for a file of another machine or PyTorch."""
+    """Rows of a file, each with its commit and utc, for a run that extends it. Raises
+    ValueError as `load`, and for a file of another machine or PyTorch."""
     x, here = load(path, draft), {"machine": machine(), "torch": torch.__version__}
     _same([{"machine": x["machine"], "torch": x["versions"]["torch"]}, here], here)
     return _dated(x)
 
 
 def joined(paths, draft: bool = False) -> dict:
-    "One result of files that were measured in parts. Raises ValueError as `load`, and if they differ in more than rows."
+    """One result of files that were measured in parts. Raises ValueError as `load`, and if they
+    differ in more than rows."""
     files = [load(path, draft) for path in paths]
     _same(files, ("experiment", "machine", "versions", "model", "data", "seeds"))
     found = files[0] | {"rows": [r for x in files for r in _dated(x)]}
@@ -290,17 +309,25 @@ def parse(
     parser,  # argparse.ArgumentParser
     argv: list | None = None,
 ):  # argparse.Namespace, with `draft` and `code`
-    """Arguments of a script that saves results in `--out`. SystemExit if the code is not committed
-    and neither `--draft` was given nor `--out` left out."""
-    parser.add_argument("--draft", action="store_true", help="measure code that is not committed; the file is marked, and no page shows it")  # fmt: skip
+    """Arguments of a script that saves results in `--out`. SystemExit if the code is not
+    committed and neither `--draft` was given nor `--out` left out."""
+    parser.add_argument(
+        "--draft",
+        action="store_true",
+        help="measure code that is not committed; the file is marked, and no page shows it",
+    )
     args = parser.parse_args(argv)
     args.code = tree() if getattr(args, "out", None) else None
     if args.code and args.code.changes and not args.draft:
-        parser.error(f"uncommitted changes ({'; '.join(args.code.changes)}): commit them, or say --draft")  # fmt: skip
+        parser.error(
+            f"uncommitted changes ({'; '.join(args.code.changes)}): commit them, or say --draft"
+        )
     return args
 
 
-def write(args, experiment: str, rows: list, gate: dict, model: dict, data: dict, seeds: list, **more) -> None:  # fmt: skip
+def write(
+    args, experiment: str, rows: list, gate: dict, model: dict, data: dict, seeds: list, **more
+) -> None:
     "Save a record of these rows as `args`, of `parse`, say; `more` joins its head."
     result = record(experiment, rows, gate, model, data, seeds, args.code)
     save(result | more, args.out, args.draft)

@@ -24,121 +24,185 @@ def _without_folder(text: str) -> str:
 
 @contextmanager
 def raises(
-    exc_type: type,      # the exception that must come (a subclass will do)
+    exc_type: type,  # the exception that must come (a subclass will do)
     contains: str = "",  # text that its message must hold
 ):
-    "Context manager: passes when the block raises `exc_type` with `contains` in its message, and prints that message. AssertionError otherwise."
+    """Context manager: passes when the block raises `exc_type` with `contains` in its message,
+    and prints that message. AssertionError otherwise."""
     if not (isinstance(exc_type, type) and issubclass(exc_type, Exception)):
         raise TypeError(f"exc_type must be an exception class, got {exc_type!r}")
-    try: yield
+    try:
+        yield
     except Exception as e:
         got = f"{type(e).__name__}: {e}"
-        if not isinstance(e, exc_type): raise AssertionError(f"expected {exc_type.__name__}, got {got}") from e
-        if contains not in str(e): raise AssertionError(f"expected {contains!r} in the message, got {got}") from e
+        if not isinstance(e, exc_type):
+            raise AssertionError(f"expected {exc_type.__name__}, got {got}") from e
+        if contains not in str(e):
+            raise AssertionError(f"expected {contains!r} in the message, got {got}") from e
         print(f"raised {_without_folder(got.splitlines()[0])}")
-    else: raise AssertionError(f"expected {exc_type.__name__}, nothing was raised")
+    else:
+        raise AssertionError(f"expected {exc_type.__name__}, nothing was raised")
 
 # %% ../nbs/00_testing.ipynb #912ffa43
 def _bits(t: Tensor) -> Tensor:  # [n, bytes per element] uint8
     "The raw bytes of every element of `t`."
-    flat = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).detach().resolve_neg()
-    flat = torch.empty(flat.shape, dtype=flat.dtype, device=flat.device).copy_(flat)  # whatever the strides were
+    flat = (
+        (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).detach().resolve_neg()
+    )
+    flat = torch.empty(flat.shape, dtype=flat.dtype, device=flat.device).copy_(
+        flat
+    )  # whatever the strides were
     return flat.view(-1).view(torch.uint8).view(t.numel(), -1)
 
 # %% ../nbs/00_testing.ipynb #401c65f1
 def same(
-    a: Tensor,                  # what was computed
-    b: Tensor,                  # what was expected
+    a: Tensor,  # what was computed
+    b: Tensor,  # what was expected
     allow_empty: bool = False,  # True: two tensors of zero elements may be compared
 ) -> None:
-    "Passes when `a` and `b` have the same device, dtype, shape and bits; raises AssertionError otherwise, ValueError on empty tensors."
+    """Passes when `a` and `b` have the same device, dtype, shape and bits; raises
+    AssertionError otherwise, ValueError on empty tensors."""
     for name, t in (("a", a), ("b", b)):
-        if not isinstance(t, Tensor): raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
     for what in ("device", "dtype", "shape"):
         x, y = getattr(a, what), getattr(b, what)
-        if x != y: raise AssertionError(f"{what} differs: {x} against {y}".replace("torch.Size", ""))
+        if x != y:
+            raise AssertionError(f"{what} differs: {x} against {y}".replace("torch.Size", ""))
     if a.numel() == 0:
-        if allow_empty: return
-        raise ValueError(f"nothing to compare: both tensors are empty, shape {tuple(a.shape)}; allow_empty=True if that is meant")
+        if allow_empty:
+            return
+        raise ValueError(
+            f"nothing to compare: both tensors are empty, shape {tuple(a.shape)}; "
+            "allow_empty=True if that is meant"
+        )
     differ = (_bits(a) != _bits(b)).any(-1)
     if differ.any():
         i = int(differ.nonzero()[0])
-        raise AssertionError(f"bits differ in {int(differ.sum())} of {a.numel()} elements, first at flat index {i}: "
-                             f"{a.reshape(-1)[i].item()!r} against {b.reshape(-1)[i].item()!r}")
+        raise AssertionError(
+            f"bits differ in {int(differ.sum())} of {a.numel()} elements, first at flat index "
+            f"{i}: "
+            f"{a.reshape(-1)[i].item()!r} against {b.reshape(-1)[i].item()!r}"
+        )
 
 # %% ../nbs/00_testing.ipynb #20b27632
 def within_z(
-    sample: Tensor,   # any shape: iid draws, counted one by one
-    mean: float,      # the mean that theory gives
-    sd: float,        # the standard deviation of ONE draw, from the derivation and never from the sample
-    z: float = 5,     # how many standard errors are allowed
-    name: str = "",   # printed in front
-) -> float:           # the signed distance (sample mean - mean) / (sd / sqrt(n))
-    "Two-sided z-test of a sample mean; prints one line. AssertionError when |distance| > z or not a number; ValueError for an empty sample or a bad sd."
-    x, mean, sd = torch.as_tensor(sample).detach().to("cpu", torch.float64), float(mean), float(sd)
-    if x.numel() == 0: raise ValueError("sample must hold at least one draw, got an empty tensor")
-    if not math.isfinite(mean): raise ValueError(f"mean must be finite, got {mean}")
-    if not (math.isfinite(sd) and sd > 0): raise ValueError(f"sd must be finite and positive, got {sd}")
-    if not (math.isfinite(z) and z > 0): raise ValueError(f"z must be finite and positive, got {z}")
+    sample: Tensor,  # any shape: iid draws, counted one by one
+    mean: float,  # the mean that theory gives
+    # the standard deviation of ONE draw, from the derivation and never from the sample
+    sd: float,
+    z: float = 5,  # how many standard errors are allowed
+    name: str = "",  # printed in front
+) -> float:  # the signed distance (sample mean - mean) / (sd / sqrt(n))
+    """Two-sided z-test of a sample mean; prints one line. AssertionError when |distance| > z or
+    not a number; ValueError for an empty sample or a bad sd."""
+    x, mean, sd = (
+        torch.as_tensor(sample).detach().to("cpu", torch.float64),
+        float(mean),
+        float(sd),
+    )
+    if x.numel() == 0:
+        raise ValueError("sample must hold at least one draw, got an empty tensor")
+    if not math.isfinite(mean):
+        raise ValueError(f"mean must be finite, got {mean}")
+    if not (math.isfinite(sd) and sd > 0):
+        raise ValueError(f"sd must be finite and positive, got {sd}")
+    if not (math.isfinite(z) and z > 0):
+        raise ValueError(f"z must be finite and positive, got {z}")
     got = x.mean().item()
     dist = (got - mean) / (sd / math.sqrt(x.numel()))
-    line = f"{name or 'mean'}: {got:.6g}, theory {mean:.6g}, z = {dist:+.2f} (n = {x.numel():,}, limit {z:g})"
-    if not abs(dist) <= z: raise AssertionError(line)
+    line = (
+        f"{name or 'mean'}: {got:.6g}, theory {mean:.6g}, z = {dist:+.2f} (n = {x.numel():,}, "
+        f"limit {z:g})"
+    )
+    if not abs(dist) <= z:
+        raise AssertionError(line)
     print(line)
     return dist
 
 # %% ../nbs/00_testing.ipynb #99c0355a
 def no_worse_than(
-    out: Tensor,         # what the fast path computed
-    ref: Tensor,         # what a plain path of the same dtype computed
-    exact: Tensor,       # fp64, the same computation without rounding
-    factor: float = 2.,  # how many times the reference's error is allowed
-) -> float:              # the larger of the two error ratios: largest error, root-mean-square error
-    "Passes when the error of `out` is at most `factor` times that of `ref`. AssertionError otherwise; ValueError/TypeError for unusable arguments."
-    if exact.dtype != torch.float64: raise TypeError(f"exact must be float64, got {exact.dtype}")
-    if not (math.isfinite(factor) and factor > 0): raise ValueError(f"factor must be finite and positive, got {factor}")
-    if exact.numel() == 0: raise ValueError(f"exact must not be empty, got shape {tuple(exact.shape)}")
-    if ref.shape != exact.shape: raise ValueError(f"ref must have the shape of exact, {tuple(exact.shape)}, got {tuple(ref.shape)}")
-    if out.shape != exact.shape: raise AssertionError(f"out must have the shape of exact, {tuple(exact.shape)}, got {tuple(out.shape)}")
-    if out.dtype != ref.dtype: raise AssertionError(f"out must have the dtype of ref, {ref.dtype}, got {out.dtype}")
-    e, r = ((t.detach().to("cpu", torch.float64) - exact.detach().cpu()).abs() for t in (out, ref))
-    if not r.isfinite().all(): raise ValueError("ref and exact must be finite")
-    if not e.isfinite().all(): raise AssertionError(f"out holds {int((~e.isfinite()).sum())} values that are not finite")
-    pairs = [(e.max().item(), r.max().item()), (e.square().mean().sqrt().item(), r.square().mean().sqrt().item())]
-    ratio = max(0. if x == 0 else math.inf if y == 0 else x / y for x, y in pairs)
-    line = f"error / reference error = {ratio:.3g} (largest {pairs[0][0]:.3g} against {pairs[0][1]:.3g}, limit {factor:g}x)"
-    if not ratio <= factor: raise AssertionError(line)
+    out: Tensor,  # what the fast path computed
+    ref: Tensor,  # what a plain path of the same dtype computed
+    exact: Tensor,  # fp64, the same computation without rounding
+    factor: float = 2.0,  # how many times the reference's error is allowed
+) -> float:  # the larger of the two error ratios: largest error, root-mean-square error
+    """Passes when the error of `out` is at most `factor` times that of `ref`. AssertionError
+    otherwise; ValueError/TypeError for unusable arguments."""
+    if exact.dtype != torch.float64:
+        raise TypeError(f"exact must be float64, got {exact.dtype}")
+    if not (math.isfinite(factor) and factor > 0):
+        raise ValueError(f"factor must be finite and positive, got {factor}")
+    if exact.numel() == 0:
+        raise ValueError(f"exact must not be empty, got shape {tuple(exact.shape)}")
+    if ref.shape != exact.shape:
+        raise ValueError(
+            f"ref must have the shape of exact, {tuple(exact.shape)}, got {tuple(ref.shape)}"
+        )
+    if out.shape != exact.shape:
+        raise AssertionError(
+            f"out must have the shape of exact, {tuple(exact.shape)}, got {tuple(out.shape)}"
+        )
+    if out.dtype != ref.dtype:
+        raise AssertionError(f"out must have the dtype of ref, {ref.dtype}, got {out.dtype}")
+    e, r = (
+        (t.detach().to("cpu", torch.float64) - exact.detach().cpu()).abs() for t in (out, ref)
+    )
+    if not r.isfinite().all():
+        raise ValueError("ref and exact must be finite")
+    if not e.isfinite().all():
+        raise AssertionError(
+            f"out holds {int((~e.isfinite()).sum())} values that are not finite"
+        )
+    pairs = [
+        (e.max().item(), r.max().item()),
+        (e.square().mean().sqrt().item(), r.square().mean().sqrt().item()),
+    ]
+    ratio = max(0.0 if x == 0 else math.inf if y == 0 else x / y for x, y in pairs)
+    line = (
+        f"error / reference error = {ratio:.3g} (largest {pairs[0][0]:.3g} against "
+        f"{pairs[0][1]:.3g}, limit {factor:g}x)"
+    )
+    if not ratio <= factor:
+        raise AssertionError(line)
     print(line)
     return ratio
 
 # %% ../nbs/00_testing.ipynb #cde2c89a
 def bounded(
     value: float | Tensor,  # a number, or a tensor whose largest element counts
-    upper: float,           # the bound
-    name: str = "",         # printed in front
-) -> float:                 # the slack: upper - value
-    "One-sided check value <= upper; prints the slack. AssertionError when above or NaN; ValueError for an empty tensor or a bound that is not finite."
+    upper: float,  # the bound
+    name: str = "",  # printed in front
+) -> float:  # the slack: upper - value
+    """One-sided check value <= upper; prints the slack. AssertionError when above or NaN;
+    ValueError for an empty tensor or a bound that is not finite."""
     x = torch.as_tensor(value, dtype=torch.float64).detach().cpu()
-    if x.numel() == 0: raise ValueError("value must not be empty")
-    if not math.isfinite(upper): raise ValueError(f"upper must be finite, got {upper}")
+    if x.numel() == 0:
+        raise ValueError("value must not be empty")
+    if not math.isfinite(upper):
+        raise ValueError(f"upper must be finite, got {upper}")
     top = x.max().item()  # NaN if any element is NaN
     line = f"{name or 'value'}: {top:.6g} <= {upper:.6g}, slack {upper - top:.3g}"
-    if not top <= upper: raise AssertionError(line.replace("<=", "is not <="))
+    if not top <= upper:
+        raise AssertionError(line.replace("<=", "is not <="))
     print(line)
     return upper - top
 
 # %% ../nbs/00_testing.ipynb #00a0b002
 def interpret_kernels() -> bool:
-    """Let Triton's kernels run in its interpreter where there is no GPU; returns whether they do.
+    """Let Triton's kernels run in its interpreter where there is no GPU; returns whether they
+    do.
 
-    To be called before other imports: where Triton was imported without the interpreter, it and this package are forgotten.
+    To be called before other imports: where Triton was imported without the interpreter, it and
+    this package are forgotten.
     """
     if torch.cuda.is_available():
         return False
     if os.environ.get("TRITON_INTERPRET") != "1":
         os.environ["TRITON_INTERPRET"] = "1"
         for name in list(sys.modules):
-            if name.partition(".")[0] in ("triton", "turboquant_nb") and not name.startswith("triton._C"):  # compiled code is loaded once
+            if name.partition(".")[0] in ("triton", "turboquant_nb") and not name.startswith(
+                "triton._C"
+            ):  # compiled code is loaded once
                 del sys.modules[name]
     return True
-

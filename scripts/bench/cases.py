@@ -1,4 +1,5 @@
 """What is measured: the shapes of every bench in one place, and random states of a shape."""
+
 from typing import NamedTuple
 
 import torch
@@ -34,19 +35,56 @@ class Context(NamedTuple):
     tokens: int
 
 
-DECODE = [Shape(*s) for s in (
-    (8, 8, 4, 128, 32768), (1, 8, 4, 128, 131072), (64, 8, 4, 128, 4096),
-    (8, 8, 3, 64, 32768), (8, 8, 4, 256, 32768), (8, 8, 1, 128, 32768), (8, 8, 7, 128, 32768), (8, 8, 8, 128, 32768),
-    (1, 8, 4, 128, 1024), (8, 8, 4, 80, 32768), (8, 8, 4, 112, 32768), (1, 8, 8, 128, 32768), (1, 8, 4, 128, 2048), (1, 8, 4, 128, 4096),
-    (1, 8, 4, 128, 16384), (8, 8, 4, 128, 4096), (8, 8, 4, 128, 1024), (8, 8, 6, 128, 32768), (8, 4, 8, 64, 32768),
-)]  # fmt: skip
+DECODE = [
+    Shape(*s)
+    for s in (
+        (8, 8, 4, 128, 32768),
+        (1, 8, 4, 128, 131072),
+        (64, 8, 4, 128, 4096),
+        (8, 8, 3, 64, 32768),
+        (8, 8, 4, 256, 32768),
+        (8, 8, 1, 128, 32768),
+        (8, 8, 7, 128, 32768),
+        (8, 8, 8, 128, 32768),
+        (1, 8, 4, 128, 1024),
+        (8, 8, 4, 80, 32768),
+        (8, 8, 4, 112, 32768),
+        (1, 8, 8, 128, 32768),
+        (1, 8, 4, 128, 2048),
+        (1, 8, 4, 128, 4096),
+        (1, 8, 4, 128, 16384),
+        (8, 8, 4, 128, 4096),
+        (8, 8, 4, 128, 1024),
+        (8, 8, 6, 128, 32768),
+        (8, 4, 8, 64, 32768),
+    )
+]
 CASES = {  # bench, or bench and what it is truncated to
     "decode_kernel": DECODE,
     "decode_kernel, quick": DECODE[:3] + DECODE[8:9],
     "maps": [*DECODE[:4], Shape(8, 8, 4, 256, 16384), Shape(1, 8, 4, 128, 4096)],
-    "encode_kernel": [Append(*s, 128, n, "prompt_mean") for s, n in (((1, 8), 1), ((8, 8), 1), ((64, 8), 1))]
-    + [Append(8, 8, 64, 1, "prompt_mean"), Append(8, 8, 256, 1, "prompt_mean"), Append(8, 8, 128, 5, "prompt_mean"), Append(8, 8, 128, 1, "pre_rope")],
-    "generate": [Context(*c) for c in ((8, 32768), (4, 131072), (1, 8192), (8, 8192), (1, 4096), (1, 32768), (8, 131072), (1, 131072))],
+    "encode_kernel": [
+        Append(*s, 128, n, "prompt_mean") for s, n in (((1, 8), 1), ((8, 8), 1), ((64, 8), 1))
+    ]
+    + [
+        Append(8, 8, 64, 1, "prompt_mean"),
+        Append(8, 8, 256, 1, "prompt_mean"),
+        Append(8, 8, 128, 5, "prompt_mean"),
+        Append(8, 8, 128, 1, "pre_rope"),
+    ],
+    "generate": [
+        Context(*c)
+        for c in (
+            (8, 32768),
+            (4, 131072),
+            (1, 8192),
+            (8, 8192),
+            (1, 4096),
+            (1, 32768),
+            (8, 131072),
+            (1, 131072),
+        )
+    ],
     "generate, transformers' caches": [Context(1, 8192), Context(8, 8192), Context(8, 32768)],
     "generate, quick": [Context(1, 8192), Context(8, 32768)],
     "encode": (64, 128),  # head sizes
@@ -62,11 +100,16 @@ def frequencies(d):
 
 
 def states(shape: Shape, dtype=torch.bfloat16, outlier=False, seed=0):
-    "Random query [batch, heads * group, 1, d] and keys and values [batch, heads, tokens, d] on the GPU."
+    """Random query [batch, heads * group, 1, d] and keys and values [batch, heads, tokens, d]
+    on the GPU."""
     batch, heads, group, d, tokens = shape
     g = torch.Generator("cuda").manual_seed(seed)
-    make = lambda *size: torch.randn(*size, generator=g, device="cuda", dtype=dtype)  # noqa: E731
-    q, k, v = make(batch, heads * group, 1, d), make(batch, heads, tokens, d), make(batch, heads, tokens, d)
+    make = lambda *size: torch.randn(*size, generator=g, device="cuda", dtype=dtype)
+    q, k, v = (
+        make(batch, heads * group, 1, d),
+        make(batch, heads, tokens, d),
+        make(batch, heads, tokens, d),
+    )
     if outlier:
         q[..., 0] *= 1000
         v[:, :, tokens // 2] *= 1000
@@ -74,14 +117,24 @@ def states(shape: Shape, dtype=torch.bfloat16, outlier=False, seed=0):
 
 
 def filled(k, v, k_bits, v_bits, center="prompt_mean", rotation="hadamard", room=None):
-    "A store that holds the codes of k and v, as a cache with recipe k{bits}v{bits} does, with room for more tokens if `room` says so."
-    return held(Recipe(key=Spec(bits=k_bits, center=center, rotation=rotation), value=Spec(bits=v_bits)), k, v, room or k.shape[2])
+    """A store that holds the codes of k and v, as a cache with recipe k{bits}v{bits} does, with
+    room for more tokens if `room` says so."""
+    return held(
+        Recipe(
+            key=Spec(bits=k_bits, center=center, rotation=rotation), value=Spec(bits=v_bits)
+        ),
+        k,
+        v,
+        room or k.shape[2],
+    )
 
 
 def held(recipe, k, v, room=None):
     "A store that holds the codes of k and v by any recipe; without `room` it grows."
     batch, heads, tokens, d = k.shape
-    store = KVStore(recipe, batch, heads, d, d, k.dtype, k.device, max_length=room, inv_freq=frequencies(d))
+    store = KVStore(
+        recipe, batch, heads, d, d, k.dtype, k.device, max_length=room, inv_freq=frequencies(d)
+    )
     step = max(256, 2**24 // (batch * heads * d))
     for i in range(0, tokens, step):
         store.append(k[:, :, i : i + step], v[:, :, i : i + step])

@@ -1,11 +1,17 @@
-"""What a decode step of one layer costs on a CPU, by recipe: run.py decode_cpu [--tokens N] [--repeats N] --out FILE.
+"""What a decode step of one layer costs on a CPU, by recipe: run.py decode_cpu [--tokens N]
+[--repeats N] --out FILE.
 
-A layer of SmolLM2's shapes (3 KV heads, 9 query heads, head size 64) in fp32 with the demo's 2,926 tokens, batch 1. A step codes one token and attends with one query.
-`path`: `look-up` as `ops` serves it, by `gather.append` and `gather.attend`; `step by step` by `KVStore.append` and `attention.attend`, which serve where the look-up
-cannot; `exact states`, keys and values extended as DynamicCache does and torch's SDPA. The paths take turns. `p20`, `p50` and `p80` are quantiles of processor time, which
-other jobs of the machine leave nearly alone; `coding` and `attention` the medians of both parts.
+A layer of SmolLM2's shapes (3 KV heads, 9 query heads, head size 64) in fp32 with the demo's
+2,926 tokens, batch 1. A step codes one token and attends with one query. `path`: `look-up` as
+`ops` serves it, by `gather.append` and `gather.attend`; `step by step` by `KVStore.append` and
+`attention.attend`, which serve where the look-up cannot; `exact states`, keys and values
+extended as DynamicCache does and torch's SDPA. The paths take turns. `p20`, `p50` and `p80` are
+quantiles of processor time, which other jobs of the machine leave nearly alone; `coding` and
+`attention` the medians of both parts.
 
-Gate: the look-up codes the same bits and attends to 2e-5 of the largest output as step by step, for each recipe."""
+Gate: the look-up codes the same bits and attends to 2e-5 of the largest output as step by step,
+for each recipe."""
+
 import copy
 import time
 from dataclasses import replace
@@ -19,7 +25,10 @@ from turboquant_nb.cache.store import KVStore
 from turboquant_nb.quant.quantizer import Recipe, Spec, as_recipe, preset
 
 RECIPES = {
-    "k3v3": preset("k3v3"), "2.5 bits": as_recipe("k3v3", 2.5), "3.5 bits": as_recipe("k4v4", 3.5), "k4v4, decay after 1,024": replace(preset("k4v4"), decay=1024),
+    "k3v3": preset("k3v3"),
+    "2.5 bits": as_recipe("k3v3", 2.5),
+    "3.5 bits": as_recipe("k4v4", 3.5),
+    "k4v4, decay after 1,024": replace(preset("k4v4"), decay=1024),
     "prod (QJL residual)": Recipe(Spec(3, residual="qjl"), Spec(3)),
 }
 HEADS, GROUPS, D = 3, 3, 64
@@ -28,7 +37,9 @@ HEADS, GROUPS, D = 3, 3, 64
 def states(n, seed):
     "Keys and values of n tokens, and a query."
     g = torch.Generator().manual_seed(seed)
-    return *torch.randn(2, 1, HEADS, n, D, generator=g), torch.randn(1, HEADS * GROUPS, 1, D, generator=g)
+    return *torch.randn(2, 1, HEADS, n, D, generator=g), torch.randn(
+        1, HEADS * GROUPS, 1, D, generator=g
+    )
 
 
 def filled(recipe, tokens):
@@ -48,7 +59,11 @@ def gate(tokens):
             k, v, q = states(1, seed)
             passed &= gather.append(mine, k, v)
             other.append(k, v)
-        same = all(torch.equal(t, b.tensors[n]) for a, b in zip(mine.sides, other.sides) for n, t in a.tensors.items())
+        same = all(
+            torch.equal(t, b.tensors[n])
+            for a, b in zip(mine.sides, other.sides)
+            for n, t in a.tensors.items()
+        )
         got, want = gather.attend(q, mine, k, v)[0], attention.attend(q, other, k, v)[0]
         apart = float((got - want).abs().max() / want.abs().max())
         print("gate:", name, "same codes:", same, "outputs differ by", apart, flush=True)
@@ -75,7 +90,9 @@ class Exact:
         self.k, self.v = torch.cat([self.k, k], 2), torch.cat([self.v, v], 2)
 
     def attend(self, q):
-        return torch.nn.functional.scaled_dot_product_attention(q, self.k, self.v, enable_gqa=True)
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, self.k, self.v, enable_gqa=True
+        )
 
 
 @torch.no_grad()
@@ -83,13 +100,22 @@ def rows(tokens, repeats):
     "Each recipe by each path, their steps in turns."
     for name, recipe in RECIPES.items():
         store, exact = filled(recipe, tokens), Exact(tokens)
-        other, times = copy.deepcopy(store), {"look-up": [], "step by step": [], "exact states": []}
+        other, times = (
+            copy.deepcopy(store),
+            {"look-up": [], "step by step": [], "exact states": []},
+        )
         for i in range(repeats + 3):
             k, v, q = states(1, i + 1)
             paths = {
-                "look-up": (lambda: gather.append(store, k, v) or store.append(k, v), lambda: gather.attend(q, store, k, v)),  # noqa: B023
-                "step by step": (lambda: other.append(k, v), lambda: attention.attend(q, other, k, v)),  # noqa: B023
-                "exact states": (lambda: exact.append(k, v), lambda: exact.attend(q)),  # noqa: B023
+                "look-up": (
+                    lambda: gather.append(store, k, v) or store.append(k, v),
+                    lambda: gather.attend(q, store, k, v),
+                ),
+                "step by step": (
+                    lambda: other.append(k, v),
+                    lambda: attention.attend(q, other, k, v),
+                ),
+                "exact states": (lambda: exact.append(k, v), lambda: exact.attend(q)),
             }
             for path, parts in paths.items():
                 step = timed(*parts)
@@ -99,7 +125,21 @@ def rows(tokens, repeats):
             coding, attending = (quantiles(x)["p50"] for x in zip(*found))
             row = quantiles([sum(x) for x in found])
             more = {} if path == "exact states" else {"bits_per_value": store.bits_per_value()}
-            yield dict(recipe=name, path=path, tokens=tokens, n=repeats, unit="ms of processor time", threads=torch.get_num_threads(), coding=coding, attention=attending, exact=base) | row | more
+            yield (
+                dict(
+                    recipe=name,
+                    path=path,
+                    tokens=tokens,
+                    n=repeats,
+                    unit="ms of processor time",
+                    threads=torch.get_num_threads(),
+                    coding=coding,
+                    attention=attending,
+                    exact=base,
+                )
+                | row
+                | more
+            )
 
 
 def options(p):
@@ -108,5 +148,8 @@ def options(p):
 
 
 def plan(a):
-    cmd = "the look-up codes the same bits as step by step and attends to 2e-5 of the largest output"
+    cmd = (
+        "the look-up codes the same bits as step by step and attends to 2e-5 of the largest "
+        "output"
+    )
     return Plan("decode", {"cmd": cmd, "passed": gate(a.tokens)}, rows(a.tokens, a.repeats))

@@ -1,10 +1,15 @@
-"""What a decode step's attention costs on a GPU by recipe, where the kernel for tensor cores serves and where the portable one does: run.py decode_recipes [--shapes BxHxGxDxT …] [--match RE] [--seconds S] --out FILE.
+"""What a decode step's attention costs on a GPU by recipe, where the kernel for tensor cores
+serves and where the portable one does: run.py decode_recipes [--shapes BxHxGxDxT …] [--match
+RE] [--seconds S] --out FILE.
 
-Random states in bf16, a recipe's own 4 exact sinks and 16 recent tokens, keys around the mean before RoPE. `path`: `kernel`, what `ops.attend` takes by itself; `PyTorch`,
-`attention.attend`, which served these recipes before a kernel did; `exact states`, torch's SDPA on bf16. Medians of triton's do_bench, launched from Python. `why` says why it is not
-the kernel for tensor cores.
+Random states in bf16, a recipe's own 4 exact sinks and 16 recent tokens, keys around the mean
+before RoPE. `path`: `kernel`, what `ops.attend` takes by itself; `PyTorch`, `attention.attend`,
+which served these recipes before a kernel did; `exact states`, torch's SDPA on bf16. Medians of
+triton's do_bench, launched from Python. `why` says why it is not the kernel for tensor cores.
 
-Gate: each recipe by the kernel agrees with PyTorch's attention on the same codes to 1e-2 of the largest output, on 4,096 tokens."""
+Gate: each recipe by the kernel agrees with PyTorch's attention on the same codes to 1e-2 of the
+largest output, on 4,096 tokens."""
+
 import re
 
 import decode_cpu
@@ -29,11 +34,28 @@ def gate(shapes, recipes):
         q, k, v = states(shape)
         for name, recipe in recipes.items():
             store = held(recipe, k, v)
-            got, want = ops.attend(q, store, backend="triton")[0].float(), attention.attend(q, store)[0].float()
+            got, want = (
+                ops.attend(q, store, backend="triton")[0].float(),
+                attention.attend(q, store)[0].float(),
+            )
             apart = float((got - want).abs().max() / want.abs().max())
-            print("gate:", shape, name, launch.why_portable(store) or "tensor cores", f"{apart:.1e}", flush=True)
+            print(
+                "gate:",
+                shape,
+                name,
+                launch.why_portable(store) or "tensor cores",
+                f"{apart:.1e}",
+                flush=True,
+            )
             worst = max(worst, apart)
-    return {"cmd": "attention by the kernel and by PyTorch on the same codes, relative to the largest output", "worst": worst, "passed": worst < 1e-2}
+    return {
+        "cmd": (
+            "attention by the kernel and by PyTorch on the same codes, relative to the largest "
+            "output"
+        ),
+        "worst": worst,
+        "passed": worst < 1e-2,
+    }
 
 
 @torch.no_grad()
@@ -42,19 +64,45 @@ def rows(shapes, recipes, seconds):
     for shape in shapes:
         q, k, v = states(shape)
         row = shape._asdict() | dict(unit="microseconds", n=1)
-        exact = kernel_times(lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), seconds)  # noqa: B023
-        yield row | dict(recipe="exact states", path="exact states", bits=16.0, nbytes=k.nbytes + v.nbytes) | exact
+        exact = kernel_times(
+            lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), seconds
+        )
+        yield (
+            row
+            | dict(
+                recipe="exact states",
+                path="exact states",
+                bits=16.0,
+                nbytes=k.nbytes + v.nbytes,
+            )
+            | exact
+        )
         for name, recipe in recipes.items():
             store = held(recipe, k, v)
-            about = row | dict(recipe=name, bits=store.bits_per_value(), nbytes=store.nbytes, why=launch.why_portable(store))
-            for path, call in (("kernel", lambda: ops.attend(q, store)), ("PyTorch", lambda: attention.attend(q, store))):  # noqa: B023
+            about = row | dict(
+                recipe=name,
+                bits=store.bits_per_value(),
+                nbytes=store.nbytes,
+                why=launch.why_portable(store),
+            )
+            for path, call in (
+                ("kernel", lambda: ops.attend(q, store)),
+                ("PyTorch", lambda: attention.attend(q, store)),
+            ):
                 found = kernel_times(call, seconds)
                 yield about | dict(path=path, speedup=exact["p50"] / found["p50"]) | found
 
 
 def options(p):
-    p.add_argument("--shapes", nargs="+", default=list(SHAPES), help="sequences, KV heads, group, head size, tokens: " + SHAPES[0])
-    p.add_argument("--match", default="", help="only recipes whose name matches this regular expression")
+    p.add_argument(
+        "--shapes",
+        nargs="+",
+        default=list(SHAPES),
+        help="sequences, KV heads, group, head size, tokens: " + SHAPES[0],
+    )
+    p.add_argument(
+        "--match", default="", help="only recipes whose name matches this regular expression"
+    )
     p.add_argument("--seconds", type=float, default=0.05, help="measuring time of one row")
 
 

@@ -1,8 +1,11 @@
-"""How many vectors per second PyTorch codes on this machine: run.py encode [--vectors N] [--repeat R] --out FILE.
+"""How many vectors per second PyTorch codes on this machine: run.py encode [--vectors N]
+[--repeat R] --out FILE.
 
-Gate: block by block coding gives the codes of coding everything at once, and 20 million coordinates cost no more operator calls per
-block than one. Then, for each head size and bit count, the median of R runs of `encode` (center none, Hadamard, least-squares scale)
-on normal fp32 vectors, and the floor: one copy of the input."""
+Gate: block by block coding gives the codes of coding everything at once, and 20 million
+coordinates cost no more operator calls per block than one. Then, for each head size and bit
+count, the median of R runs of `encode` (center none, Hadamard, least-squares scale) on normal
+fp32 vectors, and the floor: one copy of the input."""
+
 import torch
 from cases import CASES
 from plan import Plan
@@ -33,9 +36,27 @@ def rows(vectors, repeat):
         for bits in (2, 3, 4):
             q = Quantizer(Spec(bits=bits), d)
             t = quantiles(clock_times(lambda q=q, x=x: encode(q, x), repeat))
-            rate = {name: vectors / t[other] / 1e6 for name, other in (("p20", "p80"), ("p50", "p50"), ("p80", "p20"))}
-            yield dict(d=d, bits=bits, n=repeat, unit="million vectors per second", copy=vectors / copy / 1e6) | rate
+            rate = {
+                name: vectors / t[other] / 1e6
+                for name, other in (("p20", "p80"), ("p50", "p50"), ("p80", "p20"))
+            }
+            yield (
+                dict(
+                    d=d,
+                    bits=bits,
+                    n=repeat,
+                    unit="million vectors per second",
+                    copy=vectors / copy / 1e6,
+                )
+                | rate
+            )
 
 
 def plan(a):
-    return Plan("encode", gate(), rows(a.vectors, a.repeat), {"id": "normal vectors", "n": a.vectors}, seeds=[0, 1])
+    return Plan(
+        "encode",
+        gate(),
+        rows(a.vectors, a.repeat),
+        {"id": "normal vectors", "n": a.vectors},
+        seeds=[0, 1],
+    )

@@ -1,12 +1,16 @@
 """How fast the fused kernel codes keys and values: run.py encode_kernel --out FILE [--tune].
 
-Gate: on this device the kernel writes the codes of the PyTorch path, except within rounding of an edge, for the bits, dtypes, head
-sizes, rotations, centres and positions below. Then medians (20 and 80 % quantiles too) on bf16 states:
-- bulk: 8 sequences x 8 heads x 32,768 tokens (16,384 at d = 256) by do_bench; a vector is one key or one value of one head;
-- append: new tokens of all heads with their exact copies, a layer's share of a decoding step: as a CUDA graph of 20 calls, the L2
+Gate: on this device the kernel writes the codes of the PyTorch path, except within rounding of
+an edge, for the bits, dtypes, head sizes, rotations, centres and positions below. Then medians
+(20 and 80 % quantiles too) on bf16 states:
+- bulk: 8 sequences x 8 heads x 32,768 tokens (16,384 at d = 256) by do_bench; a vector is one
+  key or one value of one head;
+- append: new tokens of all heads with their exact copies, a layer's share of a decoding step:
+  as a CUDA graph of 20 calls, the L2
   warm, and the host's time of an eager call;
 - torch: the PyTorch path on the same states, and a copy of the input as the floor.
 --tune also prints launch options beside the packaged ones."""
+
 import multiprocessing
 
 import torch
@@ -23,13 +27,19 @@ NEAR = 2e-5  # of a coordinate over its unit: both paths round, the GPU's fp32 p
 
 def states(b, h, n, d, dtype, seed, shift=0.0):
     gen = torch.Generator("cuda").manual_seed(seed)
-    x = torch.randn(b, n, h, d, generator=gen, device="cuda") + shift * torch.randn(b, 1, h, d, generator=gen, device="cuda")
+    x = torch.randn(b, n, h, d, generator=gen, device="cuda") + shift * torch.randn(
+        b, 1, h, d, generator=gen, device="cuda"
+    )
     return x.to(dtype).transpose(1, 2)  # as a model gives them: a transposed view
 
 
 def compare(recipe, lengths, d, dtype):
-    "(entries that differ, entries that differ away from an edge, largest relative difference of scales)."
-    fused, plain = (KVStore(recipe, 2, 3, d, dtype=dtype, device="cuda", inv_freq=frequencies(d)) for _ in range(2))
+    """(entries that differ, entries that differ away from an edge, largest relative difference
+    of scales)."""
+    fused, plain = (
+        KVStore(recipe, 2, 3, d, dtype=dtype, device="cuda", inv_freq=frequencies(d))
+        for _ in range(2)
+    )
     given = []
     for i, n in enumerate(lengths):
         k, v = states(2, 3, n, d, dtype, 2 * i, 0.5), states(2, 3, n, d, dtype, 2 * i + 1)
@@ -41,7 +51,7 @@ def compare(recipe, lengths, d, dtype):
     for i, name in enumerate(("key", "value")):
         side = getattr(plain, name)
         a, b = fused.coded(name, 0, fused.length), plain.coded(name, 0, plain.length)
-        x = torch.cat([g[i] for g in given], 2).double() 
+        x = torch.cat([g[i] for g in given], 2).double()
         center = plain.center(name, 0, plain.length)
         x = x if center is None else x - center.double()
         y = x @ side.q.rotation.matrix.double().T
@@ -57,18 +67,38 @@ def compare(recipe, lengths, d, dtype):
 def gate_cases():
     "(bits of k and v, d, dtype, rotation, centre, lengths of the appends)."
     half, types = torch.bfloat16, (torch.float16, torch.float32)
-    plan = [(bits, 128, half, "hadamard", "prompt_mean", (700, 1, 5, 300)) for bits in ((1, 2), (2, 3), (3, 4), (4, 1), (3, 3), (2, 2), (4, 4), (1, 1))]
-    plan += [((3, 4), d, half, "hadamard", "prompt_mean", (300, 1, 70)) for d in (64, 80, 96, 112, 256)]
-    plan += [((3, 4), d, dtype, "hadamard", "prompt_mean", (300, 1, 70)) for d in (64, 128, 256) for dtype in types]
+    plan = [
+        (bits, 128, half, "hadamard", "prompt_mean", (700, 1, 5, 300))
+        for bits in ((1, 2), (2, 3), (3, 4), (4, 1), (3, 3), (2, 2), (4, 4), (1, 1))
+    ]
+    plan += [
+        ((3, 4), d, half, "hadamard", "prompt_mean", (300, 1, 70))
+        for d in (64, 80, 96, 112, 256)
+    ]
+    plan += [
+        ((3, 4), d, dtype, "hadamard", "prompt_mean", (300, 1, 70))
+        for d in (64, 128, 256)
+        for dtype in types
+    ]
     plan += [((3, 3), 128, half, "hadamard", "none", (300, 1))]
-    plan += [((3, 3), d, dtype, "hadamard", "pre_rope", (300, 1, 70)) for d in (64, 128, 256) for dtype in (half, torch.float32)]
-    return plan + [((4, 2), d, half, "haar", "prompt_mean", (300, 1, 70)) for d in (64, 128, 256)] + [((4, 2), 128, t, "haar", "prompt_mean", (300, 1)) for t in types]
+    plan += [
+        ((3, 3), d, dtype, "hadamard", "pre_rope", (300, 1, 70))
+        for d in (64, 128, 256)
+        for dtype in (half, torch.float32)
+    ]
+    return (
+        plan
+        + [((4, 2), d, half, "haar", "prompt_mean", (300, 1, 70)) for d in (64, 128, 256)]
+        + [((4, 2), 128, t, "haar", "prompt_mean", (300, 1)) for t in types]
+    )
 
 
 def gate_case(case):
     "The case and what `compare` says of it."
     (bk, bv), d, dtype, rotation, center, lengths = case
-    recipe = Recipe(Spec(bits=bk, rotation=rotation, center=center), Spec(bits=bv, rotation=rotation))
+    recipe = Recipe(
+        Spec(bits=bk, rotation=rotation, center=center), Spec(bits=bv, rotation=rotation)
+    )
     try:
         return case, compare(recipe, lengths, d, dtype)
     except Exception as error:  # counts as wrong, and the other cases are still compared
@@ -77,31 +107,45 @@ def gate_case(case):
 
 
 def job(task):
-    "One piece of work for a process of the pool: it fills Triton's cache, and the gate's cases also answer."
+    """One piece of work for a process of the pool: it fills Triton's cache, and the gate's
+    cases also answer."""
     f, args, options = task
     return f(*args, **options)
 
 
 def gate(workers, more=()):
-    "The kernel and the PyTorch path on this device; the cases, and `more` to compile, run in several processes."
+    """The kernel and the PyTorch path on this device; the cases, and `more` to compile, run in
+    several processes."""
     ties = wrong = codes = 0
     worst, limit, cases = 0.0, 1.01 * 2**-10, gate_cases()
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        for answer in pool.imap_unordered(job, [*((gate_case, (c,), {}) for c in cases), *more]):
+        for answer in pool.imap_unordered(
+            job, [*((gate_case, (c,), {}) for c in cases), *more]
+        ):
             if not isinstance(answer, tuple):
                 continue
             case, (a, b, c) = answer
-            ties, wrong, worst, codes = ties + a, wrong + b, max(worst, c), codes + 2 * 6 * case[1] * sum(case[-1])
+            ties, wrong, worst, codes = (
+                ties + a,
+                wrong + b,
+                max(worst, c),
+                codes + 2 * 6 * case[1] * sum(case[-1]),
+            )
             if b or not c <= limit:
                 print("gate:", case, a, b, c, flush=True)
-    said = f"{len(cases)} cases: {ties} of {codes} codes differ from the PyTorch path's, {wrong} of them further than {NEAR} from an edge; scales within {worst:.1e}"
+    said = (
+        f"{len(cases)} cases: {ties} of {codes} codes differ from the PyTorch path's, {wrong} "
+        f"of them further than {NEAR} from an edge; scales within {worst:.1e}"
+    )
     print(said, flush=True)
     return {"cmd": said, "passed": wrong == 0 and worst <= limit}
 
 
 def targets(b, h, n, d, bk, bv, center="prompt_mean", dtype=torch.bfloat16):
     recipe = Recipe(Spec(bits=bk, center=center), Spec(bits=bv), 0, 0)
-    store = KVStore(recipe, b, h, d, dtype=dtype, device="cuda", max_length=n, inv_freq=frequencies(d))
+    store = KVStore(
+        recipe, b, h, d, dtype=dtype, device="cuda", max_length=n, inv_freq=frequencies(d)
+    )
     store._make_room(n)
     mean = None if center == "none" else torch.randn(b, h, 1, d, device="cuda").bfloat16()
     return store, kernel.target(store.key, mean, store), kernel.target(store.value)
@@ -122,20 +166,52 @@ def short(case: Append):
     append_store(case, True), append_store(case, False)
 
 
-def bulk_case(d, bk, bv, b=8, h=8, n=32768, center="prompt_mean", dtype=torch.bfloat16, torch_path=False, config=None):
+def bulk_case(
+    d,
+    bk,
+    bv,
+    b=8,
+    h=8,
+    n=32768,
+    center="prompt_mean",
+    dtype=torch.bfloat16,
+    torch_path=False,
+    config=None,
+):
     store, key, value = targets(b, h, n, d, bk, bv, center, dtype)
     k, v = states(b, h, n, d, dtype, 0), states(b, h, n, d, dtype, 1)
     flags = torch.zeros(4, dtype=torch.int32, device="cuda")
     took = kernel_times(lambda: kernel.encode_append(k, v, key, value, 0, flags, config=config))
     vectors = 2 * b * h * n
     nbytes = vectors * d * (dtype.itemsize + (bk + bv) / 16) + 2 * vectors
-    row = dict(case="bulk", d=d, k=bk, v=bv, center=center, dtype=str(dtype)[6:], batch=b, heads=h, tokens=n, unit="us", n=1) | took
+    row = (
+        dict(
+            case="bulk",
+            d=d,
+            k=bk,
+            v=bv,
+            center=center,
+            dtype=str(dtype)[6:],
+            batch=b,
+            heads=h,
+            tokens=n,
+            unit="us",
+            n=1,
+        )
+        | took
+    )
     row |= dict(giga_vectors=vectors / took["p50"] / 1e3, terabytes=nbytes / took["p50"] / 1e6)
     if torch_path:
         out = torch.empty_like(k)
-        row["copy_us"] = kernel_times(lambda: out.copy_(k))["p50"] + kernel_times(lambda: out.copy_(v))["p50"]
+        row["copy_us"] = (
+            kernel_times(lambda: out.copy_(k))["p50"]
+            + kernel_times(lambda: out.copy_(v))["p50"]
+        )
         del out
-        f = lambda: (store.key.write(store.key.q.encode(k, key.mean), 0), store.value.write(store.value.q.encode(v), 0))  # noqa: E731
+        f = lambda: (
+            store.key.write(store.key.q.encode(k, key.mean), 0),
+            store.value.write(store.value.q.encode(v), 0),
+        )
         event_time(f)
         row["torch_us"] = event_time(f) * 1e3
     return row
@@ -145,8 +221,22 @@ def append_store(case: Append, static, rotation="hadamard"):
     "A store in use, and more tokens, appended once."
     b, h, d, n, center = case
     recipe = Recipe(Spec(bits=3, center=center, rotation=rotation), Spec(bits=3))
-    store = KVStore(recipe, b, h, d, dtype=torch.bfloat16, device="cuda", max_length=2048, static=static, inv_freq=frequencies(d))
-    kernel.append(store, states(b, h, 70, d, torch.bfloat16, 0, 0.5), states(b, h, 70, d, torch.bfloat16, 1))
+    store = KVStore(
+        recipe,
+        b,
+        h,
+        d,
+        dtype=torch.bfloat16,
+        device="cuda",
+        max_length=2048,
+        static=static,
+        inv_freq=frequencies(d),
+    )
+    kernel.append(
+        store,
+        states(b, h, 70, d, torch.bfloat16, 0, 0.5),
+        states(b, h, 70, d, torch.bfloat16, 1),
+    )
     k, v = states(b, h, n, d, torch.bfloat16, 2, 0.5), states(b, h, n, d, torch.bfloat16, 3)
     kernel.append(store, k, v)
     return store, k, v
@@ -165,7 +255,9 @@ def graph_times(case: Append, rotation="hadamard", calls=20):
         out.append(event_time(graph.replay) * 1e3 / calls)
     store.sync()
     if store.length != 70 + calls * case.tokens:
-        raise SystemExit(f"{store.length} tokens after the replay, expected {70 + calls * case.tokens}")
+        raise SystemExit(
+            f"{store.length} tokens after the replay, expected {70 + calls * case.tokens}"
+        )
     return out[10:]
 
 
@@ -180,16 +272,36 @@ def host_times_of(case: Append):
 
 
 def append_case(case: Append):
-    row = dict(case="append", k=3, v=3, unit="us", n=30, host_us=quantiles(host_times_of(case))["p50"])
+    row = dict(
+        case="append", k=3, v=3, unit="us", n=30, host_us=quantiles(host_times_of(case))["p50"]
+    )
     return row | case._asdict() | quantiles(graph_times(case))
 
 
 def tune_cases():
     "(d, (byte rows, launch options)) beside the packaged ones, k3v3."
-    regs = lambda r: {"maxnreg": r} if r else {}  # noqa: E731
-    plan = {128: ((64, 4, 1, 168), (64, 4, 2, 0), (64, 4, 3, 168), (64, 4, 3, 0), (64, 8, 2, 128), (64, 8, 2, 96), (64, 8, 3, 128), (32, 4, 2, 128))}
-    plan |= {64: ((64, 4, 2, 0), (64, 4, 2, 128), (64, 4, 3, 128)), 256: ((64, 8, 2, 0), (64, 8, 2, 168))}
-    return [(d, (m, dict(num_warps=w, num_stages=s) | regs(r))) for d, cases in plan.items() for m, w, s, r in cases]
+    regs = lambda r: {"maxnreg": r} if r else {}
+    plan = {
+        128: (
+            (64, 4, 1, 168),
+            (64, 4, 2, 0),
+            (64, 4, 3, 168),
+            (64, 4, 3, 0),
+            (64, 8, 2, 128),
+            (64, 8, 2, 96),
+            (64, 8, 3, 128),
+            (32, 4, 2, 128),
+        )
+    }
+    plan |= {
+        64: ((64, 4, 2, 0), (64, 4, 2, 128), (64, 4, 3, 128)),
+        256: ((64, 8, 2, 0), (64, 8, 2, 168)),
+    }
+    return [
+        (d, (m, dict(num_warps=w, num_stages=s) | regs(r)))
+        for d, cases in plan.items()
+        for m, w, s, r in cases
+    ]
 
 
 def tune():
@@ -197,26 +309,50 @@ def tune():
     for d, config in tune_cases():
         try:
             row = bulk_case(d, 3, 3, b=4, n=32768 if d < 256 else 16384, config=config)
-            print(d, config, {k: round(v, 2) for k, v in row.items() if k in ("p50", "giga_vectors", "terabytes")}, flush=True)
+            print(
+                d,
+                config,
+                {
+                    k: round(v, 2)
+                    for k, v in row.items()
+                    if k in ("p50", "giga_vectors", "terabytes")
+                },
+                flush=True,
+            )
         except Exception as error:
             print(d, config, str(error)[:80], flush=True)
 
 
 BITS = ((3, 3), (2, 2), (4, 4), (4, 2), (1, 1))
-INPUTS = (dict(center="none"), dict(center="pre_rope"), dict(dtype=torch.float16), dict(dtype=torch.float32, n=16384), dict(b=1, n=4096))
+INPUTS = (
+    dict(center="none"),
+    dict(center="pre_rope"),
+    dict(dtype=torch.float16),
+    dict(dtype=torch.float32, n=16384),
+    dict(b=1, n=4096),
+)
 SIZES = ((64, 32768), (96, 32768), (256, 16384))
 
 
 def to_compile(tuning):
     "Everything that will be timed."
-    jobs = [dict(d=128, bk=bk, bv=bv) for bk, bv in BITS] + [dict(d=d, bk=3, bv=3) for d, _ in SIZES]
-    jobs += [dict(d=128, bk=3, bv=3, **{k: v for k, v in x.items() if k in ("center", "dtype")}) for x in INPUTS]
+    jobs = [dict(d=128, bk=bk, bv=bv) for bk, bv in BITS] + [
+        dict(d=d, bk=3, bv=3) for d, _ in SIZES
+    ]
+    jobs += [
+        dict(d=128, bk=3, bv=3, **{k: v for k, v in x.items() if k in ("center", "dtype")})
+        for x in INPUTS
+    ]
     jobs += [dict(d=d, bk=3, bv=3, config=c) for d, c in tune_cases()] if tuning else []
-    return [(small, (), x) for x in jobs] + [(short, (case,), {}) for case in CASES["encode_kernel"]]
+    return [(small, (), x) for x in jobs] + [
+        (short, (case,), {}) for case in CASES["encode_kernel"]
+    ]
 
 
 def options(p):
-    p.add_argument("--tune", action="store_true", help="print launch options beside the packaged ones")
+    p.add_argument(
+        "--tune", action="store_true", help="print launch options beside the packaged ones"
+    )
     p.add_argument("--workers", type=int, default=12, help="processes that compile")
 
 
@@ -235,5 +371,14 @@ def rows(tuning):
 
 def plan(a):
     found = gate(a.workers, to_compile(a.tune))
-    short_rows = ({k: round(v, 4) if isinstance(v, float) else v for k, v in r.items()} for r in rows(a.tune))
-    return Plan("encode_kernel", found, short_rows, {"id": "normal states", "n": 8 * 8 * 32768}, seeds=[0, 1])
+    short_rows = (
+        {k: round(v, 4) if isinstance(v, float) else v for k, v in r.items()}
+        for r in rows(a.tune)
+    )
+    return Plan(
+        "encode_kernel",
+        found,
+        short_rows,
+        {"id": "normal states", "n": 8 * 8 * 32768},
+        seeds=[0, 1],
+    )

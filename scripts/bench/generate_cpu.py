@@ -1,14 +1,22 @@
-"""Tokens per second of generate() on a CPU, on codes and uncompressed: run.py generate_cpu [--tiny] [--prompts N …] [--new N] [--repeats N] --out FILE.
+"""Tokens per second of generate() on a CPU, on codes and uncompressed: run.py generate_cpu
+[--tiny] [--prompts N …] [--new N] [--repeats N] --out FILE.
 
-SmolLM2-135M in fp32, batch 1, the chapter of the demo and its question (2,926 tokens), and longer prompts of text repeated; positions beyond the model's 8,192 go on with
-the RoPE of the model, unscaled: the tokens mean nothing there, the work is the same. A prompt is read once for each cache, all but its last token. Then come calls of
-generate() that continue it, in turns, so that what else the machine does meets both; every call makes `new` tokens, so the caches grow by as many. `p20`, `p50` and `p80`
-are quantiles of tokens per second over the calls, the first of each cache left out; `speedup` is the median over that of the uncompressed cache. `cpu_ms` is the median
-processor time for a token, which with OMP_NUM_THREADS=1 says how the caches compare on a machine that does other things too; `cpu_speedup` the uncompressed cache's over it.
+SmolLM2-135M in fp32, batch 1, the chapter of the demo and its question (2,926 tokens), and
+longer prompts of text repeated; positions beyond the model's 8,192 go on with the RoPE of the
+model, unscaled: the tokens mean nothing there, the work is the same. A prompt is read once for
+each cache, all but its last token. Then come calls of generate() that continue it, in turns, so
+that what else the machine does meets both; every call makes `new` tokens, so the caches grow by
+as many. `p20`, `p50` and `p80` are quantiles of tokens per second over the calls, the first of
+each cache left out; `speedup` is the median over that of the uncompressed cache. `cpu_ms` is
+the median processor time for a token, which with OMP_NUM_THREADS=1 says how the caches compare
+on a machine that does other things too; `cpu_speedup` the uncompressed cache's over it.
 
-Caches: `dynamic` transformers' DynamicCache with torch's SDPA; `turboquant k3v3` the preset with attention on codes, `backends` who served. Set OMP_NUM_THREADS to the cores.
+Caches: `dynamic` transformers' DynamicCache with torch's SDPA; `turboquant k3v3` the preset
+with attention on codes, `backends` who served. Set OMP_NUM_THREADS to the cores.
 
-Gate: the logits of a step by look-up are those of attention on codes without it, to 1e-3, and no timed step was served by anything but the look-up."""
+Gate: the logits of a step by look-up are those of attention on codes without it, to 1e-3, and
+no timed step was served by anything but the look-up."""
+
 import copy
 import time
 
@@ -26,16 +34,30 @@ ATTENTION = {"dynamic": "sdpa", "turboquant k3v3": "turboquant"}
 def tiny():
     "A small random model: does the bench run?"
     torch.manual_seed(0)
-    sizes = dict(vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    sizes = dict(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+    )
     return LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=1 << 17)).eval()
 
 
 def prompt_ids(tokenizer, length):
     "[1, length] ids: the demo's message where `length` is 0, else text repeated."
     if tokenizer is None:
-        return torch.randint(256, (1, length or 600), generator=torch.Generator().manual_seed(0))
+        return torch.randint(
+            256, (1, length or 600), generator=torch.Generator().manual_seed(0)
+        )
     if not length:
-        found = tokenizer.apply_chat_template([{"role": "user", "content": demo_message()}], add_generation_prompt=True, return_tensors="pt")
+        found = tokenizer.apply_chat_template(
+            [{"role": "user", "content": demo_message()}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+        )
         return found if isinstance(found, torch.Tensor) else found["input_ids"]
     ids = tokenizer(sample_text(), return_tensors="pt")["input_ids"]
     return ids.repeat(1, -(-length // ids.shape[1]))[:, :length]
@@ -50,21 +72,37 @@ def read(model, cache, name, ids):
 
 
 def fresh(model, name, **options):
-    return DynamicCache(config=model.config) if name == "dynamic" else TurboQuantCache(model, "k3v3", **options)
+    return (
+        DynamicCache(config=model.config)
+        if name == "dynamic"
+        else TurboQuantCache(model, "k3v3", **options)
+    )
 
 
 def call(model, cache, name, ids, new):
-    "(tokens per second of one call that makes `new` tokens, processor milliseconds for each, the ids with them)."
+    """(tokens per second of one call that makes `new` tokens, processor milliseconds for each,
+    the ids with them)."""
     model.set_attn_implementation(ATTENTION[name])
     began, used = time.perf_counter(), time.process_time()
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=new, do_sample=False, pad_token_id=0)
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=new,
+        do_sample=False,
+        pad_token_id=0,
+    )
     return new / (time.perf_counter() - began), 1e3 * (time.process_time() - used) / new, out
 
 
 def measured(model, ids, new, repeats):
     "Rows of both caches on one prompt, their calls in turns."
     caches = {name: read(model, fresh(model, name), name, ids) for name in ATTENTION}
-    at, speeds, used = dict.fromkeys(caches, ids), {name: [] for name in caches}, {name: [] for name in caches}
+    at, speeds, used = (
+        dict.fromkeys(caches, ids),
+        {name: [] for name in caches},
+        {name: [] for name in caches},
+    )
     for i in range(repeats + 1):
         for name, cache in caches.items():
             speed, cpu, at[name] = call(model, cache, name, at[name], new)
@@ -73,12 +111,25 @@ def measured(model, ids, new, repeats):
                 used[name].append(cpu)
     base, cpu_base = quantiles(speeds["dynamic"])["p50"], quantiles(used["dynamic"])["p50"]
     for name, found in speeds.items():
-        row = {"cache": name, "prompt": ids.shape[1], "new": new, "n": repeats, "unit": "tokens/s", "threads": torch.get_num_threads()}
+        row = {
+            "cache": name,
+            "prompt": ids.shape[1],
+            "new": new,
+            "n": repeats,
+            "unit": "tokens/s",
+            "threads": torch.get_num_threads(),
+        }
         cpu = quantiles(used[name])["p50"]
-        row |= quantiles(found) | {"speedup": quantiles(found)["p50"] / base, "cpu_ms": cpu, "cpu_speedup": cpu_base / cpu}
+        row |= quantiles(found) | {
+            "speedup": quantiles(found)["p50"] / base,
+            "cpu_ms": cpu,
+            "cpu_speedup": cpu_base / cpu,
+        }
         if name != "dynamic":
             report = caches[name].report()
-            if set(report["backends"]) - {"flash"} != {"gather"}:  # chunks of a long prompt, then steps
+            if set(report["backends"]) - {"flash"} != {
+                "gather"
+            }:  # chunks of a long prompt, then steps
                 raise RuntimeError(f"steps were not served by look-up: {report['backends']}")
             row |= {"backends": report["backends"], "bits_per_value": report["bits_per_value"]}
         yield row
@@ -100,8 +151,16 @@ def gate(model, ids):
 
 
 def options(p):
-    p.add_argument("--tiny", action="store_true", help="a small random model: does the bench run?")
-    p.add_argument("--prompts", nargs="+", type=int, default=[0, 16384], help="tokens of the prompts; 0 is the demo's")
+    p.add_argument(
+        "--tiny", action="store_true", help="a small random model: does the bench run?"
+    )
+    p.add_argument(
+        "--prompts",
+        nargs="+",
+        type=int,
+        default=[0, 16384],
+        help="tokens of the prompts; 0 is the demo's",
+    )
     p.add_argument("--new", type=int, default=24, help="tokens that a call makes")
     p.add_argument("--repeats", type=int, default=7, help="timed calls of each cache")
 
@@ -118,7 +177,16 @@ def plan(a):
     model.config.max_position_embeddings = 1 << 17
     model.generation_config.eos_token_id = None
     passed = gate(model, prompt_ids(tokenizer, 600))
-    name = {"id": "tiny", "revision": "none"} if a.tiny else {"id": SMOLLM2.member, "revision": SMOLLM2.model_sha256}
+    name = (
+        {"id": "tiny", "revision": "none"}
+        if a.tiny
+        else {"id": SMOLLM2.member, "revision": SMOLLM2.model_sha256}
+    )
     data = {"id": "Moby-Dick, chapters 1 to 3", "n": len(a.prompts)}
-    cmd = "one step's logits by look-up and by attention on codes agree to 1e-3; steps were served by look-up"
-    return Plan("generate", {"cmd": cmd, "passed": passed}, rows(a, model, tokenizer), data, name)
+    cmd = (
+        "one step's logits by look-up and by attention on codes agree to 1e-3; steps were "
+        "served by look-up"
+    )
+    return Plan(
+        "generate", {"cmd": cmd, "passed": passed}, rows(a, model, tokenizer), data, name
+    )

@@ -1,4 +1,5 @@
 """What a bench gives the runner."""
+
 from dataclasses import dataclass, field
 from typing import Iterable
 

@@ -1,11 +1,17 @@
-"""What a decode step of ESM-2 costs on a CPU: run.py proteins_cpu [--model FOLDER] [--shapes 35M 150M] [--tokens N ...] [--before FILE] --out FILE.
+"""What a decode step of ESM-2 costs on a CPU: run.py proteins_cpu [--model FOLDER] [--shapes
+35M 150M] [--tokens N ...] [--before FILE] --out FILE.
 
-One sequence of random residues is read, then one residue at a time is appended, on exact states, on a calibrated code and on data-free codes in stores, in turns. `--model`
-is a real one, its code `water3` fitted to random proteins; `--shapes` are ESM-2's with random weights and a random code of 1 to 5 bits, 3 on average, because times
-depend on neither. `p20`, `p50` and `p80` are quantiles of processor time, which other jobs of the machine leave nearly alone. `--before` takes a file of this bench that another
-commit wrote and keeps its rows with that commit.
+One sequence of random residues is read, then one residue at a time is appended, on exact
+states, on a calibrated code and on data-free codes in stores, in turns. `--model` is a real
+one, its code `water3` fitted to random proteins; `--shapes` are ESM-2's with random weights and
+a random code of 1 to 5 bits, 3 on average, because times depend on neither. `p20`, `p50` and
+`p80` are quantiles of processor time, which other jobs of the machine leave nearly alone.
+`--before` takes a file of this bench that another commit wrote and keeps its rows with that
+commit.
 
-Gate: a step on codes gives what attention on the states that the codes stand for gives, to 2e-5 of the largest output, in every layer of every model."""
+Gate: a step on codes gives what attention on the states that the codes stand for gives, to 2e-5
+of the largest output, in every layer of every model."""
+
 import time
 from pathlib import Path
 
@@ -20,15 +26,32 @@ from turboquant_nb import results
 from turboquant_nb.esm import TurboEsm, calibrate_esm, load_esm, tokens
 from turboquant_nb.quant.quantizer import Recipe, Spec
 
-SHAPES = {"8M": (320, 6, 20), "35M": (480, 12, 20), "150M": (640, 30, 20)}  # width, layers, heads
+SHAPES = {
+    "8M": (320, 6, 20),
+    "35M": (480, 12, 20),
+    "150M": (640, 30, 20),
+}  # width, layers, heads
 STORE = Recipe(Spec(bits=3), Spec(bits=3), sinks=0, recent=0)
 
 
 def shaped(name):
     "ESM-2 of these shapes with random weights."
     width, layers, heads = SHAPES[name]
-    config = EsmConfig(vocab_size=33, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=4 * width, pad_token_id=1, mask_token_id=32,
-                       token_dropout=True, position_embedding_type="rotary", max_position_embeddings=1026, layer_norm_eps=1e-5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)  # fmt: skip
+    config = EsmConfig(
+        vocab_size=33,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=4 * width,
+        pad_token_id=1,
+        mask_token_id=32,
+        token_dropout=True,
+        position_embedding_type="rotary",
+        max_position_embeddings=1026,
+        layer_norm_eps=1e-5,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     torch.manual_seed(0)
     return EsmForMaskedLM(config).eval()
 
@@ -37,14 +60,19 @@ def models(a):
     "Name -> (model, calibrated code)."
     if a.model:
         model = load_esm(a.model, device="cpu")
-        yield Path(a.model).name, model, calibrate_esm(model, [protein(60, seed) for seed in range(1, 33)], "water3")
+        yield (
+            Path(a.model).name,
+            model,
+            calibrate_esm(model, [protein(60, seed) for seed in range(1, 33)], "water3"),
+        )
     for name in a.shapes:
         model = shaped(name)
         yield f"{name} shapes", model, random_code(model, 3)
 
 
 def apart(model, code):
-    "Largest distance of a step's attention outputs from dense attention on what the codes stand for, relative to the largest output of the layer."
+    """Largest distance of a step's attention outputs from dense attention on what the codes
+    stand for, relative to the largest output of the layer."""
     ids, _ = tokens([protein(90)])
     with TurboEsm(model, code) as turbo:
         turbo.prefill(ids)
@@ -53,8 +81,13 @@ def apart(model, code):
 
         def checked(layer, q, k, v, causal=True):
             z, u = past.states(layer)
-            keys, values = z @ code.key.back[layer].mT, u @ code.value.back[layer].mT + code.value.mean[layer][:, None]
-            want = F.scaled_dot_product_attention(q, torch.cat([keys, k], 2), torch.cat([values, v], 2), scale=1.0)
+            keys, values = (
+                z @ code.key.back[layer].mT,
+                u @ code.value.back[layer].mT + code.value.mean[layer][:, None],
+            )
+            want = F.scaled_dot_product_attention(
+                q, torch.cat([keys, k], 2), torch.cat([values, v], 2), scale=1.0
+            )
             out = attend(layer, q, k, v, causal)
             found.append(float((out - want).abs().max() / want.abs().max()))
             return out
@@ -93,8 +126,23 @@ def rows(a):
             times, held = steps(model, codes, length, a.repeats)
             base = quantiles(times["exact states"])["p50"]
             for name, found in times.items():
-                more = dict(nbytes=held[name]["nbytes"], tables_nbytes=held[name]["tables_nbytes"])
-                yield dict(what="decode step", model=which, name=name, tokens=length, exact=base, n=len(found), unit="ms of processor time", threads=torch.get_num_threads()) | more | quantiles(found)
+                more = dict(
+                    nbytes=held[name]["nbytes"], tables_nbytes=held[name]["tables_nbytes"]
+                )
+                yield (
+                    dict(
+                        what="decode step",
+                        model=which,
+                        name=name,
+                        tokens=length,
+                        exact=base,
+                        n=len(found),
+                        unit="ms of processor time",
+                        threads=torch.get_num_threads(),
+                    )
+                    | more
+                    | quantiles(found)
+                )
 
 
 def options(p):
@@ -107,7 +155,21 @@ def options(p):
 
 def plan(a):
     far = {name: apart(model, code) for name, model, code in models(a)}
-    gate = {"cmd": "a step on a calibrated code against dense attention on what it stands for, every layer: <= 2e-5 of the largest output", "passed": max(far.values()) <= 2e-5, "worst": max(far.values())}
+    gate = {
+        "cmd": (
+            "a step on a calibrated code against dense attention on what it stands for, every "
+            "layer: <= 2e-5 of the largest output"
+        ),
+        "passed": max(far.values()) <= 2e-5,
+        "worst": max(far.values()),
+    }
     before = results.earlier(a.before, a.draft) if a.before else []
     named = Path(a.model).name if a.model else "none"
-    return Plan("esm decode", gate, rows(a), {"id": "random proteins", "n": 1}, {"id": named, "revision": "and random weights, seed 0, of ESM-2's shapes"}, before=before)
+    return Plan(
+        "esm decode",
+        gate,
+        rows(a),
+        {"id": "random proteins", "n": 1},
+        {"id": named, "revision": "and random weights, seed 0, of ESM-2's shapes"},
+        before=before,
+    )

@@ -1,10 +1,18 @@
-"""All masked marginals of a protein by ESM-2 650M, random weights: passes one by one, passes in batches, the frozen context eagerly and as one captured graph.
+"""All masked marginals of a protein by ESM-2 650M, random weights: passes one by one, passes in
+batches, the frozen context eagerly and as one captured graph.
 
-run.py proteins_masked --out FILE [--lengths N ...] [--layers 33] [--small]. `one by one` is a pass of the whole protein for each residue, `in batches` the same with as many in a batch as
-have 16,384 tokens; both are timed on some of the residues and scaled. `frozen` reads the protein once and asks all masked rows in its context; `graph` replays that. `wildtype` is one pass.
-Milliseconds include everything from a string to a table on the device. `speed_up` is against passes in batches. `--small` is for trying the script without a GPU: two layers, a tape in place of a graph, times that mean nothing.
+run.py proteins_masked --out FILE [--lengths N ...] [--layers 33] [--small]. `one by one` is a
+pass of the whole protein for each residue, `in batches` the same with as many in a batch as
+have 16,384 tokens; both are timed on some of the residues and scaled. `frozen` reads the
+protein once and asks all masked rows in its context; `graph` replays that. `wildtype` is one
+pass. Milliseconds include everything from a string to a table on the device. `speed_up` is
+against passes in batches. `--small` is for trying the script without a GPU: two layers, a tape
+in place of a graph, times that mean nothing.
 
-Gate, in fp32: the graph, captured on other proteins, gives the eager scores to 1e-3 of the largest, for exact states and codes; scores of another protein differ by a hundred times that."""
+Gate, in fp32: the graph, captured on other proteins, gives the eager scores to 1e-3 of the
+largest, for exact states and codes; scores of another protein differ by a hundred times
+that."""
+
 import time
 from functools import partial
 
@@ -23,8 +31,21 @@ def shaped(layers, device):
     "ESM-2 650M with random weights and so many layers."
     wide = device == "cuda"
     width, heads = (1280, 20) if wide else (64, 4)
-    config = EsmConfig(vocab_size=33, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=4 * width, pad_token_id=1, mask_token_id=32,
-                       token_dropout=True, position_embedding_type="rotary", max_position_embeddings=1026, layer_norm_eps=1e-5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)  # fmt: skip
+    config = EsmConfig(
+        vocab_size=33,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=4 * width,
+        pad_token_id=1,
+        mask_token_id=32,
+        token_dropout=True,
+        position_embedding_type="rotary",
+        max_position_embeddings=1026,
+        layer_norm_eps=1e-5,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     torch.manual_seed(0)
     with torch.device(device):
         return EsmForMaskedLM(config).eval()
@@ -48,18 +69,26 @@ def seconds(f, least, device, warm=2):
 
 
 def distance(model, code, graphs, length=60):
-    "How far a replay is from the eager scores, and two proteins from each other, relative to the largest score."
+    """How far a replay is from the eager scores, and two proteins from each other, relative to
+    the largest score."""
     a, b = protein(length, 1), protein(length, 2)
     with TurboEsm(model, code) as turbo:
         graph = MaskedRows(turbo, length, graphs)
         want = masked_marginals(turbo, a)
-        far = [(graph(s) - masked_marginals(turbo, s)).abs().max() / want.abs().max() for s in (a, b, a)]
-        return max(map(float, far)), float((masked_marginals(turbo, b) - want).abs().max() / want.abs().max())
+        far = [
+            (graph(s) - masked_marginals(turbo, s)).abs().max() / want.abs().max()
+            for s in (a, b, a)
+        ]
+        return max(map(float, far)), float(
+            (masked_marginals(turbo, b) - want).abs().max() / want.abs().max()
+        )
 
 
 @torch.no_grad()
 def rows(a, model, graphs, device):
-    ms = lambda times, scale=1.0: quantiles([1e3 * scale * t for t in times]) | {"n": len(times), "unit": "ms"}  # noqa: E731
+    ms = lambda times, scale=1.0: (
+        quantiles([1e3 * scale * t for t in times]) | {"n": len(times), "unit": "ms"}
+    )
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     for length in a.lengths:
         s = protein(length)
@@ -75,22 +104,53 @@ def rows(a, model, graphs, device):
         size = min(length, max(1, 16384 // (length + 2)))
         many = ms(seconds(partial(passes, size), 3, device, 1), length / size)
         base = dict(what="masked marginals", dtype=dtype, length=length, device=device)
-        yield base | dict(name="one by one", code="exact", speed_up=many["p50"] / one["p50"], **one)
-        yield base | dict(name="in batches", code="exact", speed_up=1.0, note=f"{size} of {length} passes in a batch", **many)
+        yield base | dict(
+            name="one by one", code="exact", speed_up=many["p50"] / one["p50"], **one
+        )
+        yield base | dict(
+            name="in batches",
+            code="exact",
+            speed_up=1.0,
+            note=f"{size} of {length} passes in a batch",
+            **many,
+        )
         for name, code in codes(model).items():
             with TurboEsm(model, code) as turbo:
                 if code is None:
-                    wild = ms(seconds(partial(masked_marginals, turbo, s, "wildtype"), a.repeats, device))
-                    yield base | dict(name="wildtype", code=name, speed_up=many["p50"] / wild["p50"], **wild)
+                    wild = ms(
+                        seconds(
+                            partial(masked_marginals, turbo, s, "wildtype"), a.repeats, device
+                        )
+                    )
+                    yield base | dict(
+                        name="wildtype", code=name, speed_up=many["p50"] / wild["p50"], **wild
+                    )
                 eager = ms(seconds(partial(masked_marginals, turbo, s), a.repeats, device))
                 held = turbo.report()["nbytes"]
-                yield base | dict(name="frozen", code=name, speed_up=many["p50"] / eager["p50"], nbytes=held, **eager)
+                yield base | dict(
+                    name="frozen",
+                    code=name,
+                    speed_up=many["p50"] / eager["p50"],
+                    nbytes=held,
+                    **eager,
+                )
                 began = time.perf_counter()
                 graph = MaskedRows(turbo, length, graphs)
                 capture = time.perf_counter() - began
                 replay = ms(seconds(partial(graph, s), 2 * a.repeats, device))
-                far = float((graph(s) - masked_marginals(turbo, s)).abs().max() / masked_marginals(turbo, s).abs().max())
-                yield base | dict(name="graph", code=name, speed_up=many["p50"] / replay["p50"], nbytes=held, capture_ms=1e3 * capture, to_eager=far, **replay)
+                far = float(
+                    (graph(s) - masked_marginals(turbo, s)).abs().max()
+                    / masked_marginals(turbo, s).abs().max()
+                )
+                yield base | dict(
+                    name="graph",
+                    code=name,
+                    speed_up=many["p50"] / replay["p50"],
+                    nbytes=held,
+                    capture_ms=1e3 * capture,
+                    to_eager=far,
+                    **replay,
+                )
                 del graph
 
 
@@ -106,10 +166,27 @@ def plan(a):
         raise SystemExit("proteins_masked needs an NVIDIA GPU; --small tries it without")
     device, graphs, layers = ("cpu", Tape, 2) if a.small else ("cuda", CudaGraph, a.layers)
     model = shaped(layers, device)
-    found = {name: distance(model, code, graphs) for name, code in codes(model).items() if name in ("exact", "water3")}
+    found = {
+        name: distance(model, code, graphs)
+        for name, code in codes(model).items()
+        if name in ("exact", "water3")
+    }
     far, apart = max(x for x, _ in found.values()), min(x for _, x in found.values())
     print(found, flush=True)
-    gate = {"cmd": "fp32: a replayed graph gives the eager scores to 1e-3 of the largest, those of another protein differ by more than .1", "passed": far <= 1e-3 and apart > 0.1, "worst": far}
+    gate = {
+        "cmd": (
+            "fp32: a replayed graph gives the eager scores to 1e-3 of the largest, those of "
+            "another protein differ by more than .1"
+        ),
+        "passed": far <= 1e-3 and apart > 0.1,
+        "worst": far,
+    }
     if device == "cuda":
         model.to(torch.bfloat16)
-    return Plan("esm masked", gate, rows(a, model, graphs, device), {"id": "random proteins", "n": 1}, {"id": "ESM-2 650M shapes", "revision": "random weights, seed 0"})
+    return Plan(
+        "esm masked",
+        gate,
+        rows(a, model, graphs, device),
+        {"id": "random proteins", "n": 1},
+        {"id": "ESM-2 650M shapes", "revision": "random weights, seed 0"},
+    )

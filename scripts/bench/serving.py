@@ -1,13 +1,20 @@
-"""vLLM with codes in its blocks against vLLM with bf16 and fp8, Llama-8B shapes and dummy weights, one NVIDIA GPU: run.py serving --out FILE.
+"""vLLM with codes in its blocks against vLLM with bf16 and fp8, Llama-8B shapes and dummy
+weights, one NVIDIA GPU: run.py serving --out FILE.
 
-Gate: parts of tests/serving/engine.py, small models in real engines on this GPU: chunks, prefix hits, preemption, drafts, a calibration's means
-and transforms, sliding windows, exact recent and first tokens, 200 random requests; every output of every layer within 2e-2 of attention in fp64
-to the codes of the states that the layer was given (bf16 in and out), tokens of replayed graphs those of the engine without, up to the first
-near tie, also of unequal requests by lists of work, which alone have the same tokens. A kind is not measured where a part that concerns it does not pass.
+Gate: parts of tests/serving/engine.py, small models in real engines on this GPU: chunks, prefix
+hits, preemption, drafts, a calibration's means and transforms, sliding windows, exact recent
+and first tokens, 200 random requests; every output of every layer within 2e-2 of attention in
+fp64 to the codes of the states that the layer was given (bf16 in and out), tokens of replayed
+graphs those of the engine without, up to the first near tie, also of unequal requests by lists
+of work, which alone have the same tokens. A kind is not measured where a part that concerns it
+does not pass.
 
-Then each kind in a process of its own: seconds to the first token of a batch (chunks of 8,192 tokens), milliseconds of a step that decodes, the mean
-of a run's with the prompts cached, graphs replayed, and the median of five runs; tokens that the cache holds in a share of the memory;
-and tokens written per second by more requests than fit at once into equally many bytes of blocks, whatever the kind."""
+Then each kind in a process of its own: seconds to the first token of a batch (chunks of 8,192
+tokens), milliseconds of a step that decodes, the mean of a run's with the prompts cached,
+graphs replayed, and the median of five runs; tokens that the cache holds in a share of the
+memory; and tokens written per second by more requests than fit at once into equally many bytes
+of blocks, whatever the kind."""
+
 import hashlib
 import json
 import os
@@ -27,7 +34,14 @@ from turboquant_nb.results import tree
 HERE = Path(__file__).parent
 
 
-PARTS = "plain", "firsts", "graphs", "graphs_drafts", "graphs_firsts", "graphs_ragged"  # of tests/serving/engine.py
+PARTS = (
+    "plain",
+    "firsts",
+    "graphs",
+    "graphs_drafts",
+    "graphs_firsts",
+    "graphs_ragged",
+)  # of tests/serving/engine.py
 WANTED = dict(plain=("chunks_with_past", "preempted"), drafts=("drafted", "centred"), random=("preempted", "hits", "cancelled"), hybrid=("sliding",), firsts=("firsts", "chunks_with_past"),
               firsts_few=("firsts", "preempted"), firsts_short=("firsts", "grouped"), drafts_recent=("recent",), drafts_firsts=("firsts", "centred"), recent=("recent",),
               random_firsts=("firsts", "preempted", "hits", "cancelled"))  # fmt: skip  # what a part must have met
@@ -36,7 +50,13 @@ began = time.monotonic()
 
 def process(*command, seconds):
     "Lines that a process of Python prints; they are shown where it fails."
-    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=seconds, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
     if done.returncode:
         print(done.stdout[-3000:], done.stderr[-6000:], sep="\n", flush=True)
         raise RuntimeError(f"{command[0]} ended with {done.returncode}")
@@ -49,47 +69,97 @@ def holds(part, found):
         return False
     if part.startswith("graphs"):
         return found["decided"] > 20 and not found["wrong"] and found.get("listed", 1) > 0
-    return found["worst"] < 2e-2 and all(found.get(name, 0) > 0 for name in WANTED.get(part, ())) and not found.get("wrong")
+    return (
+        found["worst"] < 2e-2
+        and all(found.get(name, 0) > 0 for name in WANTED.get(part, ()))
+        and not found.get("wrong")
+    )
 
 
 def gate(parts, seconds):
     "These parts at once, each an engine of its own."
     if not parts:
         return {}
-    tests, folder, found = HERE.parents[1] / "tests/serving/engine.py", tempfile.TemporaryDirectory(), {}
+    tests, folder, found = (
+        HERE.parents[1] / "tests/serving/engine.py",
+        tempfile.TemporaryDirectory(),
+        {},
+    )
     with ThreadPoolExecutor(len(parts)) as pool:
-        running = {part: pool.submit(process, tests, f"{folder.name}/{part}", part, seconds=seconds) for part in parts}
+        running = {
+            part: pool.submit(process, tests, f"{folder.name}/{part}", part, seconds=seconds)
+            for part in parts
+        }
     for part, future in running.items():
         try:
-            found[part] = json.loads(next(x for x in future.result() if x.startswith("RESULT "))[7:])
+            found[part] = json.loads(
+                next(x for x in future.result() if x.startswith("RESULT "))[7:]
+            )
         except subprocess.TimeoutExpired:
             found[part] = dict(unfinished=seconds)
         except RuntimeError as error:
             found[part] = dict(error=str(error)[:300])
         print(part, json.dumps(found[part]), flush=True)
-    return {part: x | dict(passed=holds(part, x), commit=tree().commit) for part, x in found.items()}
+    return {
+        part: x | dict(passed=holds(part, x), commit=tree().commit) for part, x in found.items()
+    }
 
 
 def needed(kind):
     "Parts of the gate without which a kind is not measured, where they were run."
     if not re.match(r"k\dv\d-", kind):
         return set()
-    return {"plain", "drafts", "hybrid", "random", "graphs", "graphs_drafts", "graphs_ragged"} | ({x for x in WANTED if "firsts" in x or "recent" in x} | {"graphs_firsts"} if "-r" in kind else set())
+    return {
+        "plain",
+        "drafts",
+        "hybrid",
+        "random",
+        "graphs",
+        "graphs_drafts",
+        "graphs_ragged",
+    } | (
+        {x for x in WANTED if "firsts" in x or "recent" in x} | {"graphs_firsts"}
+        if "-r" in kind
+        else set()
+    )
 
 
 def verdict(found, kinds):
-    "(the gate of a record, kinds that it lets pass): some of what a kind needs has passed, and nothing of it is wrong. A part that did not finish says neither."
+    """(the gate of a record, kinds that it lets pass): some of what a kind needs has passed,
+    and nothing of it is wrong. A part that did not finish says neither."""
     late = {part for part, x in found.items() if "unfinished" in x}
-    red, green = ({part for part, x in found.items() if x["passed"] == passed} - late for passed in (False, True))
-    kept = [kind for kind in kinds if not needed(kind) or needed(kind) & green and not red & needed(kind)]
-    calls, worst = sum(x.get("calls", 0) for x in found.values()), max((x["worst"] for part, x in found.items() if part in green and x.get("calls")), default=0.0)
+    red, green = (
+        {part for part, x in found.items() if x["passed"] == passed} - late
+        for passed in (False, True)
+    )
+    kept = [
+        kind
+        for kind in kinds
+        if not needed(kind) or needed(kind) & green and not red & needed(kind)
+    ]
+    calls, worst = (
+        sum(x.get("calls", 0) for x in found.values()),
+        max(
+            (x["worst"] for part, x in found.items() if part in green and x.get("calls")),
+            default=0.0,
+        ),
+    )
     commits = {x["commit"][:8] for x in found.values() if x.get("commit")}
     earlier = sorted(commits - {tree().commit[:8]}) if commits else []
-    cmd = f"tests/serving/engine.py {' '.join(found) or '(no part: no kind of ours)'}: {calls} calls, worst {worst:.1e}"
-    cmd += f"; parts found at {', '.join(earlier)}, whose package is the same" if earlier else ""
+    cmd = (
+        f"tests/serving/engine.py {' '.join(found) or '(no part: no kind of ours)'}: {calls} "
+        f"calls, worst {worst:.1e}"
+    )
+    cmd += (
+        f"; parts found at {', '.join(earlier)}, whose package is the same" if earlier else ""
+    )
     cmd += f"; not finished: {' '.join(sorted(late))}" if late else ""
     cmd += f"; not passed, and its kinds not measured: {' '.join(sorted(red))}" if red else ""
-    return dict(cmd=cmd, passed=bool(kept) and (kept == list(kinds) or any(needed(kind) for kind in kept)), engine=found), kept
+    return dict(
+        cmd=cmd,
+        passed=bool(kept) and (kept == list(kinds) or any(needed(kind) for kind in kept)),
+        engine=found,
+    ), kept
 
 
 def package():
@@ -101,12 +171,15 @@ def package():
 
 
 def shared_gate(path, parts, seconds):
-    "What the gate found that a file has, of the same code of the package; parts that it lacks are run and written there."
+    """What the gate found that a file has, of the same code of the package; parts that it lacks
+    are run and written there."""
     path, before = Path(path), {}
     if path.exists():
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["package"] != package():
-            raise SystemExit(f"{path} is of another package: its gate says nothing about this one")
+            raise SystemExit(
+                f"{path} is of another package: its gate says nothing about this one"
+            )
         before = found["gate"]
     found = before | gate([part for part in parts if part not in before], seconds)
     path.write_text(json.dumps(dict(package=package(), gate=found)), encoding="utf-8")
@@ -117,11 +190,32 @@ class Engine:
     "A process of serving_engine.py, which imports what it needs and waits to be told to begin."
 
     def __init__(self, kind, a):
-        self.kind, self.folder, self.log = kind, tempfile.TemporaryDirectory(), tempfile.TemporaryFile("w+")
+        self.kind, self.folder, self.log = (
+            kind,
+            tempfile.TemporaryDirectory(),
+            tempfile.TemporaryFile("w+"),
+        )
         shapes = [x for x in a.shapes if not kind.endswith("-even") or x.startswith("ragged:")]
         profiles = [] if a.profile is None else ["--profile", a.profile]
-        command = [sys.executable, HERE / "serving_engine.py", *profiles, kind, self.folder.name, a.gpus, a.memory, a.gib, *shapes]
-        self.process = subprocess.Popen([*map(str, command)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+        command = [
+            sys.executable,
+            HERE / "serving_engine.py",
+            *profiles,
+            kind,
+            self.folder.name,
+            a.gpus,
+            a.memory,
+            a.gib,
+            *shapes,
+        ]
+        self.process = subprocess.Popen(
+            [*map(str, command)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        )
 
     def wait_ready(self):
         "Until it has imported what it needs, or has ended."
@@ -130,7 +224,8 @@ class Engine:
                 break
 
     def rows(self, seconds):
-        "Its rows as they come; what it said last is shown where it fails. After so many seconds it is ended."
+        """Its rows as they come; what it said last is shown where it fails. After so many
+        seconds it is ended."""
         timer = threading.Timer(seconds, self.process.kill)
         timer.start()
         try:
@@ -151,11 +246,13 @@ class Engine:
                 self.process.kill()
         if code := self.process.wait():
             self.log.seek(0)
-            print(f"{self.kind} ended with {code}", self.log.read()[-5000:], sep="\n", flush=True)
+            print(
+                f"{self.kind} ended with {code}", self.log.read()[-5000:], sep="\n", flush=True
+            )
 
 
 def rows(a, kinds):
-    left = lambda: a.until - (time.monotonic() - began)  # noqa: E731
+    left = lambda: a.until - (time.monotonic() - began)
     engines = [Engine(kind, a) for kind in kinds]
     try:
         for engine in engines:
@@ -181,17 +278,78 @@ def rows(a, kinds):
 
 
 def options(p):
-    p.add_argument("--kinds", nargs="*", default=["k3v3-128", "bf16", "fp8"], help="bf16, fp8 or other dtypes of vLLM's caches; k3v3-128: a preset with 128 tokens a block; k3v3-128-r16-s4: with exact recent and first tokens; …-even: without lists of work, ragged: alone")
-    p.add_argument("--shapes", nargs="+", default=["1x1024x64", "8x32000x48", "first:1x32000", "full:96x8192x512"],
-                   help="requests x tokens x new tokens: first token and time of a token; ragged: all but one of the requests have 1,000 tokens; first: first token alone; full: all at once in --gib of blocks, written tokens per second")  # fmt: skip
-    p.add_argument("--gpus", type=int, default=1, help="tensor parallelism; full: goes with 1 alone")
-    p.add_argument("--memory", type=float, default=0.4, help="share of the GPU's memory that an engine takes; 0.4 of an H200 holds 8 x 32,000 tokens in bf16 and few more")
-    p.add_argument("--gib", type=float, default=16, help="GiB of blocks that are left to full:, whatever the kind")
-    p.add_argument("--parts", nargs="*", default=PARTS, choices=(*WANTED, *PARTS[2:]), help="of the gate, which kinds of ours need; one is not measured if a part that concerns it does not pass. hybrid needs flash attention that was built for windows and soft caps")
-    p.add_argument("--gate", metavar="FILE", help="take what the gate found in several runs of one code from this file, which the first one writes")
+    p.add_argument(
+        "--kinds",
+        nargs="*",
+        default=["k3v3-128", "bf16", "fp8"],
+        help=(
+            "bf16, fp8 or other dtypes of vLLM's caches; k3v3-128: a preset with 128 tokens a "
+            "block; k3v3-128-r16-s4: with exact recent and first tokens; …-even: without lists "
+            "of work, ragged: alone"
+        ),
+    )
+    p.add_argument(
+        "--shapes",
+        nargs="+",
+        default=["1x1024x64", "8x32000x48", "first:1x32000", "full:96x8192x512"],
+        help=(
+            "requests x tokens x new tokens: first token and time of a token; ragged: all but "
+            "one of the requests have 1,000 tokens; first: first token alone; full: all at once "
+            "in --gib of blocks, written tokens per second"
+        ),
+    )
+    p.add_argument(
+        "--gpus", type=int, default=1, help="tensor parallelism; full: goes with 1 alone"
+    )
+    p.add_argument(
+        "--memory",
+        type=float,
+        default=0.4,
+        help=(
+            "share of the GPU's memory that an engine takes; 0.4 of an H200 holds 8 x 32,000 "
+            "tokens in bf16 and few more"
+        ),
+    )
+    p.add_argument(
+        "--gib",
+        type=float,
+        default=16,
+        help="GiB of blocks that are left to full:, whatever the kind",
+    )
+    p.add_argument(
+        "--parts",
+        nargs="*",
+        default=PARTS,
+        choices=(*WANTED, *PARTS[2:]),
+        help=(
+            "of the gate, which kinds of ours need; one is not measured if a part that concerns "
+            "it does not pass. hybrid needs flash attention that was built for windows and soft "
+            "caps"
+        ),
+    )
+    p.add_argument(
+        "--gate",
+        metavar="FILE",
+        help=(
+            "take what the gate found in several runs of one code from this file, which the "
+            "first one writes"
+        ),
+    )
     p.add_argument("--seconds", type=int, default=240, help="for one kind, and for the gate")
-    p.add_argument("--profile", metavar="FOLDER", help="where each engine writes, after its rows, which kernels and functions its steps of the last shape spend their time in")
-    p.add_argument("--until", type=int, default=10**6, help="seconds from the start after which nothing is measured")
+    p.add_argument(
+        "--profile",
+        metavar="FOLDER",
+        help=(
+            "where each engine writes, after its rows, which kernels and functions its steps of "
+            "the last shape spend their time in"
+        ),
+    )
+    p.add_argument(
+        "--until",
+        type=int,
+        default=10**6,
+        help="seconds from the start after which nothing is measured",
+    )
 
 
 def plan(a):
@@ -199,4 +357,11 @@ def plan(a):
 
     found = shared_gate(a.gate, a.parts, a.seconds) if a.gate else gate(a.parts, a.seconds)
     checked, kinds = verdict(found, a.kinds)
-    return Plan("serving", gate=checked, rows=rows(a, kinds), model={"id": "Llama-8B shapes, dummy weights"}, data={"id": "random tokens", "n": 1}, more={"vllm": vllm.__version__})
+    return Plan(
+        "serving",
+        gate=checked,
+        rows=rows(a, kinds),
+        model={"id": "Llama-8B shapes, dummy weights"},
+        data={"id": "random tokens", "n": 1},
+        more={"vllm": vllm.__version__},
+    )

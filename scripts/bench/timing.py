@@ -1,6 +1,9 @@
-"""How every bench takes time: kernels by Triton's `do_bench`, whole steps by CUDA events, Python by the clock; quantiles said once.
+"""How every bench takes time: kernels by Triton's `do_bench`, whole steps by CUDA events,
+Python by the clock; quantiles said once.
 
-`do_bench_cudagraph` leaves the L2 cache as it is, so a replayed kernel is timed by `kernel_times(replayed(f))`, which empties it as for a launched one."""
+`do_bench_cudagraph` leaves the L2 cache as it is, so a replayed kernel is timed by
+`kernel_times(replayed(f))`, which empties it as for a launched one."""
+
 import resource
 import time
 
@@ -11,12 +14,15 @@ QUANTILES = {"p20": 0.2, "p50": 0.5, "p80": 0.8}
 
 def quantiles(times):
     "20th, 50th and 80th percentile of some times, in their unit."
-    found = torch.tensor(times, dtype=torch.float64).quantile(torch.tensor([*QUANTILES.values()], dtype=torch.float64))
+    found = torch.tensor(times, dtype=torch.float64).quantile(
+        torch.tensor([*QUANTILES.values()], dtype=torch.float64)
+    )
     return dict(zip(QUANTILES, found.tolist()))
 
 
 def kernel_times(f, seconds=0.06):
-    "Quantiles of one call in µs, the L2 cache emptied before each; about so many seconds of calls."
+    """Quantiles of one call in µs, the L2 cache emptied before each; about so many seconds of
+    calls."""
     from triton.testing import do_bench
 
     times = do_bench(f, warmup=10, rep=int(1000 * seconds), quantiles=[*QUANTILES.values()])
@@ -48,7 +54,8 @@ def event_time(f):
 
 
 def step_times(f, least=10, most=100, seconds=0.0, warm=3):
-    "Quantiles in ms of a step that runs again and again, as decoding does (no cache is emptied): `least` calls, and up to `most` while `seconds` last."
+    """Quantiles in ms of a step that runs again and again, as decoding does (no cache is
+    emptied): `least` calls, and up to `most` while `seconds` last."""
     for _ in range(warm):
         f()
     torch.cuda.synchronize()
@@ -59,7 +66,8 @@ def step_times(f, least=10, most=100, seconds=0.0, warm=3):
 
 
 def host_times(f, calls, repeats, before=lambda: None):
-    "µs that Python takes for one of `calls` calls in a row, `repeats` times; the device is idle when they begin."
+    """µs that Python takes for one of `calls` calls in a row, `repeats` times; the device is
+    idle when they begin."""
     out = []
     for _ in range(repeats):
         before()

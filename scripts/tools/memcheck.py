@@ -1,11 +1,15 @@
 #!/usr/bin/env python3
-"""Every kernel once or twice on small, odd shapes, under NVIDIA's compute-sanitizer where `--tool` names one of its tools:
+"""Every kernel once or twice on small, odd shapes, under NVIDIA's compute-sanitizer where
+`--tool` names one of its tools:
 
     python scripts/tools/memcheck.py --tool memcheck     # reads and writes beside a tensor: PyTorch's memory cache is off, so each tensor is an allocation of its own
     python scripts/tools/memcheck.py --tool racecheck    # threads of one block that read and write shared memory without waiting for each other
 
-Without `--tool` the kernels run as they are; without a GPU those that Triton's interpreter can run do (TRITON_INTERPRET=1). Prints what ran, and what `--seconds` left out.
-Long chunks are left out: torch's own flash attention (2.11, 70 queries, head size 96) writes one log-sum-exp beside its tensor, which the cache's rounding hides."""
+Without `--tool` the kernels run as they are; without a GPU those that Triton's interpreter can
+run do (TRITON_INTERPRET=1). Prints what ran, and what `--seconds` left out. Long chunks are
+left out: torch's own flash attention (2.11, 70 queries, head size 96) writes one log-sum-exp
+beside its tensor, which the cache's rounding hides."""
+
 import argparse
 import os
 import shutil
@@ -15,16 +19,28 @@ import time
 import torch
 
 from turboquant_nb.kernels import blocks, encode, launch
-from turboquant_nb.kernels.cells import CellPlan, append_cells, append_recent, decode_cells, join_past, locate_sinks, past_cells
+from turboquant_nb.kernels.cells import (
+    CellPlan,
+    append_cells,
+    append_recent,
+    decode_cells,
+    join_past,
+    locate_sinks,
+    past_cells,
+)
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec
 from turboquant_nb.cache.pages import Recent
 from turboquant_nb.cache.store import KVStore
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TOOLS = {"memcheck": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, "racecheck": {}}  # what each tool wants in the environment
+TOOLS = {
+    "memcheck": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+    "racecheck": {},
+}  # what each tool wants in the environment
 
-CASES = [  # batch, KV heads, group, head size, key bits, value bits, centre of keys, static, kernel
+# batch, KV heads, group, head size, key bits, value bits, centre of keys, static, kernel
+CASES = [
     (1, 3, 4, 128, 3, 3, "pre_rope", False, "fragments"),
     (2, 1, 8, 128, 4, 2, "prompt_mean", True, "fragments"),
     (1, 5, 3, 64, 2, 3, "pre_rope", True, "fragments"),
@@ -54,11 +70,29 @@ def states(*shape):
 def store_case(batch, heads, group, d, k_bits, v_bits, center, static, name):
     "A store that grows by a prompt, single tokens and drafts."
     center, *transform = center.split()
-    rotation = register_transform(HeadTransform.of(torch.eye(d).repeat(heads, 1, 1) + 0.1 * torch.randn(heads, d, d) / d**0.5)).name if transform else "hadamard"
+    rotation = (
+        register_transform(
+            HeadTransform.of(
+                torch.eye(d).repeat(heads, 1, 1) + 0.1 * torch.randn(heads, d, d) / d**0.5
+            )
+        ).name
+        if transform
+        else "hadamard"
+    )
     recipe = Recipe(Spec(k_bits, center=center, rotation=rotation), Spec(v_bits))
     inv_freq = 10000.0 ** (-torch.arange(0, d, 2) / d) if center == "pre_rope" else None
     length = 300 if static else None
-    store = KVStore(recipe, batch, heads, d, dtype=torch.bfloat16, device=DEVICE, inv_freq=inv_freq, max_length=length, static=static)
+    store = KVStore(
+        recipe,
+        batch,
+        heads,
+        d,
+        dtype=torch.bfloat16,
+        device=DEVICE,
+        inv_freq=inv_freq,
+        max_length=length,
+        static=static,
+    )
     for n in (255, 1, 1, 3, 33):
         x = states(2, batch, heads, n, d)
         encode.append(store, *x)
@@ -66,20 +100,37 @@ def store_case(batch, heads, group, d, k_bits, v_bits, center, static, name):
             continue
         for repeat in range(2):
             q = states(batch, heads * group, n, d)
-            out, lse = launch.decode_attention(q, store, *(x if repeat else ()), kernel=kernel_here(name))
+            out, lse = launch.decode_attention(
+                q, store, *(x if repeat else ()), kernel=kernel_here(name)
+            )
             assert out.isfinite().all() and lse.isfinite().all()
-        out, lse = launch.decode_attention(q, store, *x, kernel=kernel_here(name), recent=2)  # drafts, each with two exact tokens of its own
+        out, lse = launch.decode_attention(
+            q, store, *x, kernel=kernel_here(name), recent=2
+        )  # drafts, each with two exact tokens of its own
         assert out.isfinite().all()
     tables = launch._plan_of(store).tables
     if blocks.supports(store, tables)[0]:
-        assert all(x.isfinite().all() for x in blocks.read_block(store, tables, 3, store.length - 7))
-    pieces = [torch.randn(7, d, device=DEVICE), torch.randn(7, device=DEVICE), states(7, d), torch.randn(7, device=DEVICE)]
+        assert all(
+            x.isfinite().all() for x in blocks.read_block(store, tables, 3, store.length - 7)
+        )
+    pieces = [
+        torch.randn(7, d, device=DEVICE),
+        torch.randn(7, device=DEVICE),
+        states(7, d),
+        torch.randn(7, device=DEVICE),
+    ]
     blocks.join_piece(*pieces)
     assert pieces[0].isfinite().all()
-    done(f"batch {batch}, {heads} KV heads, group {group}, d={d}, {k_bits}/{v_bits} bits, centre {center}{' transform' if transform else ''}, {'static' if static else 'growing'}, {kernel_here(name)}")
+    done(
+        f"batch {batch}, {heads} KV heads, group {group}, d={d}, {k_bits}/{v_bits} bits, centre "
+        f"{center}{' transform' if transform else ''}, {'static' if static else 'growing'}, "
+        f"{kernel_here(name)}"
+    )
 
 
-PARTS = [  # batch, KV heads, group, head size, key bits, value bits, residual of keys, tokens that a decay begins behind (None: none)
+# batch, KV heads, group, head size, key bits, value bits, residual of keys, tokens that a decay
+# begins behind (None: none)
+PARTS = [
     (1, 3, 4, 128, 2.5, 3.5, "none", None),
     (2, 1, 3, 64, 4, 2.25, "qjl", None),
     (1, 2, 5, 48, 3, 4, "none", 150),
@@ -88,12 +139,17 @@ PARTS = [  # batch, KV heads, group, head size, key bits, value bits, residual o
 
 
 def part_case(batch, heads, group, d, k_bits, v_bits, residual, decay):
-    "Codes in parts: channels of two bit widths, a QJL residual, tiles that lost a plane; with exact first and recent tokens."
-    recipe = Recipe(Spec(k_bits, center="prompt_mean", residual=residual), Spec(v_bits), sinks=3, recent=5)
+    """Codes in parts: channels of two bit widths, a QJL residual, tiles that lost a plane; with
+    exact first and recent tokens."""
+    recipe = Recipe(
+        Spec(k_bits, center="prompt_mean", residual=residual), Spec(v_bits), sinks=3, recent=5
+    )
     store = KVStore(recipe, batch, heads, d, dtype=torch.bfloat16, device=DEVICE, tile=64)
     for n in (255, 1, 3):
         x = states(2, batch, heads, n, d)
-        (encode.append if encode.supports(recipe, d, device=DEVICE)[0] else KVStore.append)(store, *x)
+        (encode.append if encode.supports(recipe, d, device=DEVICE)[0] else KVStore.append)(
+            store, *x
+        )
         if decay and n == 255:
             store.decay(decay)
             assert store.key.truncated_tiles and store.value.truncated_tiles
@@ -102,10 +158,16 @@ def part_case(batch, heads, group, d, k_bits, v_bits, residual, decay):
             out, lse = launch.decode_attention(q, store, *chunk)
             assert out.isfinite().all() and lse.isfinite().all()
     assert launch._plan_of(store).tables.parts is not None
-    done(f"codes in parts: batch {batch}, {heads} KV heads, group {group}, d={d}, {k_bits}/{v_bits} bits, residual {residual}, {f'decay behind {decay} tokens' if decay else 'no decay'}")
+    done(
+        f"codes in parts: batch {batch}, {heads} KV heads, group {group}, d={d}, "
+        f"{k_bits}/{v_bits} bits, residual {residual}, "
+        f"{f'decay behind {decay} tokens' if decay else 'no decay'}"
+    )
 
 
-CELLS = [  # tokens of a block, KV heads, group, head size, key bits, value bits, query tokens, whether keys have a centre
+# tokens of a block, KV heads, group, head size, key bits, value bits, query tokens, whether
+# keys have a centre
+CELLS = [
     (64, 3, 4, 128, 3, 3, 1, True),
     (128, 2, 3, 64, 3, 4, 4, False),
     (16, 1, 5, 96, 4, 2, 2, True),
@@ -114,7 +176,8 @@ CELLS = [  # tokens of a block, KV heads, group, head size, key bits, value bits
 
 
 def random_cells(plan, heads, n):
-    "A pool of five blocks for `heads` heads whose bytes are all random, and a table of two requests."
+    """A pool of five blocks for `heads` heads whose bytes are all random, and a table of two
+    requests."""
     cache = plan.cell.empty(5, heads, DEVICE).random_(0, 256)
     for name, part in plan.cell.views(cache).items():
         part.fill_(0.5) if "scale" in name else None
@@ -123,27 +186,42 @@ def random_cells(plan, heads, n):
 
 
 def plan_of(n, heads, d, k_bits, v_bits, centred):
-    return CellPlan(Quantizer(Spec(k_bits), d, DEVICE), Quantizer(Spec(v_bits), d, DEVICE), n, torch.randn(heads, d) if centred else None)
+    return CellPlan(
+        Quantizer(Spec(k_bits), d, DEVICE),
+        Quantizer(Spec(v_bits), d, DEVICE),
+        n,
+        torch.randn(heads, d) if centred else None,
+    )
 
 
 def cell_case(n, heads, group, d, k_bits, v_bits, m, centred):
-    "Blocks that fill their memory to the last byte: a prompt, a short call, drafts, the past of a chunk."
+    """Blocks that fill their memory to the last byte: a prompt, a short call, drafts, the past
+    of a chunk."""
     plan = plan_of(n, heads, d, k_bits, v_bits, centred)
     cache, table, lengths = random_cells(plan, heads, n)
     for row, first, count in ((0, 0, 3 * n), (1, 0, n + 3), (1, n + 3, 4)):
         t = torch.arange(first, first + count, device=DEVICE)
-        append_cells(cache, plan, *states(2, count, heads, d), table[row][t // n].long() * n + t % n)
+        append_cells(
+            cache, plan, *states(2, count, heads, d), table[row][t // n].long() * n + t % n
+        )
     q, k, v = (states(2 * m, h, d) for h in (group * heads, heads, heads))
     for kernel in dict.fromkeys((kernel_here("fragments"), "portable")):
         out, lse = decode_cells(q, cache, plan, table, lengths, k, v, kernel=kernel)
         assert out.isfinite().all() and lse.isfinite().all()
-    k, v = (torch.empty(2 * n + 5, heads, d, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    k, v = (
+        torch.empty(2 * n + 5, heads, d, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)
+    )
     past_cells(cache, plan, table[0], 2 * n + 5, k, v)
     join_past(out, lse, out.clone(), lse.clone())
-    done(f"blocks of {n}, {heads} KV heads, group {group}, d={d}, {k_bits}/{v_bits} bits, {m} query tokens, {'a' if centred else 'no'} centre")
+    done(
+        f"blocks of {n}, {heads} KV heads, group {group}, d={d}, {k_bits}/{v_bits} bits, {m} "
+        f"query tokens, {'a' if centred else 'no'} centre"
+    )
 
 
-SINKS = [  # tokens of a block, KV heads, group, head size, key bits, value bits, query tokens, whether keys have a centre, recent tokens, first tokens
+# tokens of a block, KV heads, group, head size, key bits, value bits, query tokens, whether
+# keys have a centre, recent tokens, first tokens
+SINKS = [
     (16, 2, 3, 64, 3, 3, 1, True, 7, 4),
     (64, 1, 4, 128, 4, 3, 4, False, 9, 20),
     (32, 1, 5, 48, 3, 2, 2, True, 1, 1),
@@ -151,16 +229,29 @@ SINKS = [  # tokens of a block, KV heads, group, head size, key bits, value bits
 
 
 def sink_case(n, heads, group, d, k_bits, v_bits, m, centred, tokens, sinks):
-    "Exact recent and first tokens beside codes: prompts, steps that carry the first tokens into new blocks, attention to all of it."
+    """Exact recent and first tokens beside codes: prompts, steps that carry the first tokens
+    into new blocks, attention to all of it."""
     plan, size = plan_of(n, heads, d, k_bits, v_bits, centred), 4  # recent tokens of a block
     cache, table, lengths = random_cells(plan, heads, n)
     width = -(-int(lengths.max()) // size)
     rows = torch.arange(2 * width, dtype=torch.int32, device=DEVICE).view(2, width)
-    near = Recent(torch.zeros(2 * width, heads, size + sinks, 2 * d, device=DEVICE, dtype=torch.bfloat16), rows, tokens, sinks)
+    near = Recent(
+        torch.zeros(2 * width, heads, size + sinks, 2 * d, device=DEVICE, dtype=torch.bfloat16),
+        rows,
+        tokens,
+        sinks,
+    )
     begin = torch.zeros(2, dtype=torch.long)
     for end in (lengths.cpu() - m - 1, lengths.cpu() - m):  # prompts, then a step
-        slots = torch.cat([rows[i, (t := torch.arange(a, b, device=DEVICE)) // size] * size + t % size for i, (a, b) in enumerate(zip(begin.tolist(), end.tolist()))])
-        starts = torch.tensor([0, *(end - begin).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
+        slots = torch.cat(
+            [
+                rows[i, (t := torch.arange(a, b, device=DEVICE)) // size] * size + t % size
+                for i, (a, b) in enumerate(zip(begin.tolist(), end.tolist()))
+            ]
+        )
+        starts = torch.tensor(
+            [0, *(end - begin).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE
+        )
         origins = torch.empty(len(slots), sinks, dtype=torch.int32, device=DEVICE)
         locate_sinks(rows, end.to(DEVICE, torch.int32), starts, slots, size, origins)
         append_recent(near.cache, *states(2, len(slots), heads, d), slots, origins)
@@ -171,28 +262,79 @@ def sink_case(n, heads, group, d, k_bits, v_bits, m, centred, tokens, sinks):
         kernel = kernel if plan.supports(kernel)[0] else "portable"
         out, lse = decode_cells(q, cache, plan, table, lengths, k, v, near, kernel=kernel)
         assert out.isfinite().all() and lse.isfinite().all()
-    done(f"{sinks} first and {tokens} recent tokens beside blocks of {n}, {heads} KV heads, group {group}, d={d}, {k_bits}/{v_bits} bits, {m} query tokens, {'a' if centred else 'no'} centre")
+    done(
+        f"{sinks} first and {tokens} recent tokens beside blocks of {n}, {heads} KV heads, "
+        f"group {group}, d={d}, {k_bits}/{v_bits} bits, {m} query tokens, "
+        f"{'a' if centred else 'no'} centre"
+    )
 
 
-GROUPS = {"sinks": (sink_case, SINKS), "parts": (part_case, PARTS), "cells": (cell_case, CELLS), "stores": (store_case, CASES)}
+GROUPS = {
+    "sinks": (sink_case, SINKS),
+    "parts": (part_case, PARTS),
+    "cells": (cell_case, CELLS),
+    "stores": (store_case, CASES),
+}
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--tool", choices=TOOLS, help="run under this tool of compute-sanitizer; it exits with 9 where the tool found something")
-    p.add_argument("--only", nargs="+", choices=GROUPS, default=[*GROUPS], help="which cases: of exact first tokens, codes in parts, an engine's blocks, stores")
-    p.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so many seconds")
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument(
+        "--tool",
+        choices=TOOLS,
+        help=(
+            "run under this tool of compute-sanitizer; it exits with 9 where the tool found "
+            "something"
+        ),
+    )
+    p.add_argument(
+        "--only",
+        nargs="+",
+        choices=GROUPS,
+        default=[*GROUPS],
+        help="which cases: of exact first tokens, codes in parts, an engine's blocks, stores",
+    )
+    p.add_argument(
+        "--seconds",
+        type=float,
+        default=float("inf"),
+        help="begin no case after so many seconds",
+    )
     a = p.parse_args()
     if a.tool:
         if not shutil.which("compute-sanitizer"):
-            sys.exit("compute-sanitizer is not on the PATH; it comes with NVIDIA's CUDA toolkit")
+            sys.exit(
+                "compute-sanitizer is not on the PATH; it comes with NVIDIA's CUDA toolkit"
+            )
         rest = ["--only", *a.only, "--seconds", str(a.seconds)]
         sys.stdout.flush()
-        os.execvpe("compute-sanitizer", ["compute-sanitizer", "--tool", a.tool, "--error-exitcode", "9", sys.executable, __file__, *rest], os.environ | TOOLS[a.tool])
-    began, cases = time.perf_counter(), [(run, case) for name in a.only for run, those in [GROUPS[name]] for case in those]
+        os.execvpe(
+            "compute-sanitizer",
+            [
+                "compute-sanitizer",
+                "--tool",
+                a.tool,
+                "--error-exitcode",
+                "9",
+                sys.executable,
+                __file__,
+                *rest,
+            ],
+            os.environ | TOOLS[a.tool],
+        )
+    began, cases = (
+        time.perf_counter(),
+        [(run, case) for name in a.only for run, those in [GROUPS[name]] for case in those],
+    )
     for i, (run, case) in enumerate(cases):
         if time.perf_counter() - began > a.seconds:
-            print(f"{len(cases) - i} of {len(cases)} cases were left out after {a.seconds:g} seconds, from {case} on", flush=True)
+            print(
+                f"{len(cases) - i} of {len(cases)} cases were left out after {a.seconds:g} "
+                f"seconds, from {case} on",
+                flush=True,
+            )
             sys.exit(3)
         run(*case)
     print(f"all {len(cases)} cases ran in {time.perf_counter() - began:.0f} s", flush=True)

@@ -8,12 +8,15 @@
     python scripts/tools/mutants.py --retry x.jsonl            those of it that survived, after a test was added
     python scripts/tools/mutants.py --list                     how many mutants each module has
 
-cosmic-ray makes the mutants (pip install -c constraints.txt ".[mutants]"). It would start a process for each, and importing torch takes longer
-than most tests; here one process imports the libraries once and forks for each mutant. The tests of each module run once without any
-change, observed; then a mutant meets first the tests that enter its function, the fastest first.
-A mutant is killed if a test of its own module's files (MODULES) fails, or runs much longer than it should. What cannot be
-imported at all does not count. A survivor is either a test that is missing or a change that nothing can see (`x < 0` for
-`x <= 0` where both give the same): those are listed, with the reason, in mutants_equivalent.txt, and count no more."""
+cosmic-ray makes the mutants (pip install -c constraints.txt ".[mutants]"). It would start a
+process for each, and importing torch takes longer than most tests; here one process imports the
+libraries once and forks for each mutant. The tests of each module run once without any change,
+observed; then a mutant meets first the tests that enter its function, the fastest first. A
+mutant is killed if a test of its own module's files (MODULES) fails, or runs much longer than
+it should. What cannot be imported at all does not count. A survivor is either a test that is
+missing or a change that nothing can see (`x < 0` for `x <= 0` where both give the same): those
+are listed, with the reason, in mutants_equivalent.txt, and count no more."""
+
 import argparse
 import ast
 import importlib
@@ -41,19 +44,45 @@ MODULES = {  # module -> the tests that have to notice
     name: f"{name} survivors"
     for name in "codebook rotation rope quantizer qjl residual rates packing store attention".split()
 }
-SWAPS = "Add_Sub Sub_Add Mul_Div Div_Mul FloorDiv_Mul Mod_FloorDiv Pow_Mul BitAnd_BitOr BitOr_BitXor LShift_RShift RShift_LShift".split()
-COMPARISONS = "Lt_LtE LtE_Lt Gt_GtE GtE_Gt Lt_GtE Gt_LtE Eq_NotEq NotEq_Eq Is_IsNot IsNot_Is".split()
-OTHERS = "AddNot ReplaceTrueWithFalse ReplaceFalseWithTrue ReplaceAndWithOr ReplaceOrWithAnd ReplaceBreakWithContinue NumberReplacer ZeroIterationForLoop".split()
+SWAPS = (
+    "Add_Sub Sub_Add Mul_Div Div_Mul FloorDiv_Mul Mod_FloorDiv Pow_Mul BitAnd_BitOr "
+    "BitOr_BitXor LShift_RShift RShift_LShift"
+).split()
+COMPARISONS = (
+    "Lt_LtE LtE_Lt Gt_GtE GtE_Gt Lt_GtE Gt_LtE Eq_NotEq NotEq_Eq Is_IsNot IsNot_Is".split()
+)
+OTHERS = (
+    "AddNot ReplaceTrueWithFalse ReplaceFalseWithTrue ReplaceAndWithOr ReplaceOrWithAnd "
+    "ReplaceBreakWithContinue NumberReplacer ZeroIterationForLoop"
+).split()
 UNARY = "USub_UAdd Delete_Not".split()
-PRELOAD = "numpy scipy.integrate scipy.optimize scipy.special scipy.stats safetensors.torch torch triton transformers hypothesis _pytest.assertion.rewrite".split()
+PRELOAD = (
+    "numpy scipy.integrate scipy.optimize scipy.special scipy.stats safetensors.torch torch "
+    "triton transformers hypothesis _pytest.assertion.rewrite"
+).split()
 CONTROL = "no change"
-KEEPS_KIND = ("abs", "ceil", "clamp", "clip", "clone", "floor", "flip", "round", "sort", "sqrt")  # x.f(...) and x are of one kind
+KEEPS_KIND = (
+    "abs",
+    "ceil",
+    "clamp",
+    "clip",
+    "clone",
+    "floor",
+    "flip",
+    "round",
+    "sort",
+    "sqrt",
+)  # x.f(...) and x are of one kind
 
 
 def place(folder, name):
     "The file of a module or a test, in whatever wing it is. Raises Failed unless there is one."
     found = sorted(folder.rglob(f"{name}.py"))
-    found = [x for x in found if x.parent.name not in ("kernels", "hf", "esm", "cli")] if len(found) > 1 else found
+    found = (
+        [x for x in found if x.parent.name not in ("kernels", "hf", "esm", "cli")]
+        if len(found) > 1
+        else found
+    )
     if len(found) != 1:
         raise Failed(f"{folder.name} must have one file {name}.py, got {len(found)}")
     return found[0]
@@ -64,6 +93,7 @@ class Failed(Exception):
 
 
 # ---------------------------------------------------------------- what is changed
+
 
 def own_operators():
     "Three that cosmic-ray lacks: an operand dropped, a method call dropped, min for max."
@@ -90,12 +120,24 @@ def own_operators():
         def _calls(self, node):
             if node.type in ("atom_expr", "power"):
                 for i, (name, call) in enumerate(zip(node.children[1:], node.children[2:]), 1):
-                    is_call = name.type == call.type == "trailer" and name.children[0] == "." and call.children[0] == "("
-                    if is_call and name.children[1].value in KEEPS_KIND and getattr(node.children[0], "value", "") not in ("torch", "math", "np"):
+                    is_call = (
+                        name.type == call.type == "trailer"
+                        and name.children[0] == "."
+                        and call.children[0] == "("
+                    )
+                    if (
+                        is_call
+                        and name.children[1].value in KEEPS_KIND
+                        and getattr(node.children[0], "value", "")
+                        not in ("torch", "math", "np")
+                    ):
                         yield i
 
         def mutation_positions(self, node):
-            yield from ((node.children[i].start_pos, node.children[i + 1].end_pos) for i in self._calls(node))
+            yield from (
+                (node.children[i].start_pos, node.children[i + 1].end_pos)
+                for i in self._calls(node)
+            )
 
         def mutate(self, node, index):
             i = list(self._calls(node))[index]
@@ -122,10 +164,19 @@ def operators():
     try:
         from cosmic_ray.operators.provider import OperatorProvider
     except ImportError as error:
-        raise Failed(f'cosmic-ray makes the mutants ({error}): pip install -c constraints.txt ".[mutants]"') from error
-    names = [f"ReplaceBinaryOperator_{x}" for x in SWAPS] + [f"ReplaceComparisonOperator_{x}" for x in COMPARISONS] + [f"ReplaceUnaryOperator_{x}" for x in UNARY]
+        raise Failed(
+            f"cosmic-ray makes the mutants ({error}): pip install -c constraints.txt "
+            '".[mutants]"'
+        ) from error
+    names = (
+        [f"ReplaceBinaryOperator_{x}" for x in SWAPS]
+        + [f"ReplaceComparisonOperator_{x}" for x in COMPARISONS]
+        + [f"ReplaceUnaryOperator_{x}" for x in UNARY]
+    )
     theirs = OperatorProvider()
-    return {name: theirs[name]() for name in names + OTHERS} | {name: x() for name, x in own_operators().items()}
+    return {name: theirs[name]() for name in names + OTHERS} | {
+        name: x() for name, x in own_operators().items()
+    }
 
 
 @dataclass(frozen=True)
@@ -151,8 +202,16 @@ def mutants(module, source):
 
     tree = get_ast(source)
     for name, operator in operators().items():
-        places = ((node, start[0]) for node in ast_nodes(tree) for start, _ in operator.mutation_positions(node))
-        yield from (Mutant(module, name, i, line) for i, (node, line) in enumerate(places) if not is_message(node))
+        places = (
+            (node, start[0])
+            for node in ast_nodes(tree)
+            for start, _ in operator.mutation_positions(node)
+        )
+        yield from (
+            Mutant(module, name, i, line)
+            for i, (node, line) in enumerate(places)
+            if not is_message(node)
+        )
 
 
 def mutated(mutant, source):
@@ -171,16 +230,25 @@ def change(old, new):
 def equivalent():
     "(module, as it was, as it is) of the changes that nothing can see."
     lines = EQUIVALENT.read_text(encoding="utf-8").splitlines()
-    rows = [[x.strip() for x in line.split(" || ")] for line in lines if line.strip() and not line.startswith("#")]
+    rows = [
+        [x.strip() for x in line.split(" || ")]
+        for line in lines
+        if line.strip() and not line.startswith("#")
+    ]
     if wrong := [row for row in rows if len(row) != 4]:
-        raise Failed(f"{EQUIVALENT.name}: expected `module || as it was || as it is || why`, got {wrong[0]}")
+        raise Failed(
+            f"{EQUIVALENT.name}: expected `module || as it was || as it is || why`, got "
+            f"{wrong[0]}"
+        )
     return {tuple(row[:3]) for row in rows}
 
 
 # ---------------------------------------------------------------- how it is tried
 
+
 def functions(source):
-    "line -> the lines on which the functions that hold it begin; a decorator belongs to its function."
+    """line -> the lines on which the functions that hold it begin; a decorator belongs to its
+    function."""
     out = {}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
@@ -228,15 +296,20 @@ class Observe:
 
 
 class Order:
-    """A pytest plugin: first the tests that run the changed function, the fastest first, then the others; without those that fail when
-    nothing is changed. A test that takes half a minute more than ten times its time ends the process (the first one imports what all need)."""
+    """A pytest plugin: first the tests that run the changed function, the fastest first, then
+    the others; without those that fail when nothing is changed. A test that takes half a minute
+    more than ten times its time ends the process (the first one imports what all need)."""
 
     def __init__(self, tests, near):
         self.tests, self.near = tests, near
 
     @pytest_hook(trylast=True)
     def pytest_collection_modifyitems(self, items):
-        known = [(not self.near & set(t.entered), t.seconds, i) for i, x in enumerate(items) if (t := self.tests.get(x.nodeid)) and t.passed]
+        known = [
+            (not self.near & set(t.entered), t.seconds, i)
+            for i, x in enumerate(items)
+            if (t := self.tests.get(x.nodeid)) and t.passed
+        ]
         items[:] = [items[i] for *_, i in sorted(known)]
 
     @pytest_hook(wrapper=True)
@@ -268,14 +341,26 @@ class Tree:
         return sum(x.seconds for x in self.tests[module].values())
 
     def measure(self, modules, workers):
-        "Run the tests of these modules as they are, the observed ones at the same time. Says which tests fail; raises Failed if all do."
-        files = {name: self.root / f"observed-{name}" for name in modules if name not in self.tests}
-        for name, said, log in side_by_side(((name, self._observed(name, out), 1800) for name, out in files.items()), workers):
+        """Run the tests of these modules as they are, the observed ones at the same time. Says
+        which tests fail; raises Failed if all do."""
+        files = {
+            name: self.root / f"observed-{name}" for name in modules if name not in self.tests
+        }
+        for name, said, log in side_by_side(
+            ((name, self._observed(name, out), 1800) for name, out in files.items()), workers
+        ):
             if said != 0 or not files[name].is_file():
-                raise Failed(f"the tests of {name} could not run without any change:\n{log[-3000:]}")
-            self.tests[name] = {k: Test(*x) for k, x in json.loads(files[name].read_text()).items()}
+                raise Failed(
+                    f"the tests of {name} could not run without any change:\n{log[-3000:]}"
+                )
+            self.tests[name] = {
+                k: Test(*x) for k, x in json.loads(files[name].read_text()).items()
+            }
             if bad := [k for k, x in self.tests[name].items() if not x.passed]:
-                print(f"{name}: left out, since they fail without any change: {', '.join(bad)}", flush=True)
+                print(
+                    f"{name}: left out, since they fail without any change: {', '.join(bad)}",
+                    flush=True,
+                )
             if not self.tests[name] or len(bad) == len(self.tests[name]):
                 raise Failed(f"no test of {name} passes without any change:\n{log[-3000:]}")
 
@@ -283,26 +368,38 @@ class Tree:
         def run():
             observe = Observe(self.path(module))
             self._pytest(module, observe)
-            out.write_text(json.dumps({k: (x.seconds, x.passed, x.entered) for k, x in observe.tests.items()}))
+            out.write_text(
+                json.dumps(
+                    {k: (x.seconds, x.passed, x.entered) for k, x in observe.tests.items()}
+                )
+            )
             return 0
 
         return run
 
     def attempt(self, mutant, known):
-        "(What a child does: say the change, import the module with it and run its tests; seconds after which it is late.)"
+        """(What a child does: say the change, import the module with it and run its tests;
+        seconds after which it is late.)"""
+
         def run():
             path, source = self.path(mutant.module), self.sources[mutant.module]
             new = mutated(mutant, source) if mutant.operator != CONTROL else source
             print(json.dumps(both := change(source, new)), flush=True)
-            if (mutant.module, *both) in known or (new != source and ast.dump(ast.parse(new)) == ast.dump(ast.parse(source))):
+            if (mutant.module, *both) in known or (
+                new != source and ast.dump(ast.parse(new)) == ast.dump(ast.parse(source))
+            ):
                 return 5  # the second: 1e38 + 1 is written `1e+38`
             import_from(str(path), new)
             try:
-                importlib.import_module(".".join(path.relative_to(self.root).with_suffix("").parts))
-            except Exception as error:  # noqa: BLE001
+                importlib.import_module(
+                    ".".join(path.relative_to(self.root).with_suffix("").parts)
+                )
+            except Exception as error:
                 print(f"not importable: {error!r}")
                 return 3
-            order = Order(self.tests[mutant.module], self.functions[mutant.module].get(mutant.line, set()))
+            order = Order(
+                self.tests[mutant.module], self.functions[mutant.module].get(mutant.line, set())
+            )
             return 1 if self._pytest(mutant.module, order, "-x") else 0
 
         return run, 20 + 3 * self.seconds(mutant.module)
@@ -310,10 +407,24 @@ class Tree:
     def _pytest(self, module, plugin, *more):
         import pytest
 
-        files = [str(place(self.root / "tests", f"test_{name}")) for name in MODULES[module].split()]
+        files = [
+            str(place(self.root / "tests", f"test_{name}")) for name in MODULES[module].split()
+        ]
         scratch = self.root / f"scratch-{os.getpid()}"
         try:
-            return pytest.main([*files, "-q", "-p", "no:cacheprovider", "-p", "no:randomly", f"--basetemp={scratch}", *more], plugins=[plugin])
+            return pytest.main(
+                [
+                    *files,
+                    "-q",
+                    "-p",
+                    "no:cacheprovider",
+                    "-p",
+                    "no:randomly",
+                    f"--basetemp={scratch}",
+                    *more,
+                ],
+                plugins=[plugin],
+            )
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
@@ -322,11 +433,14 @@ def import_from(path, source):
     "Whoever imports the module at `path` gets this source."
     loader = importlib.machinery.SourceFileLoader
     get_code = loader.get_code
-    loader.get_code = lambda self, name: compile(source, path, "exec") if self.path == path else get_code(self, name)
+    loader.get_code = lambda self, name: (
+        compile(source, path, "exec") if self.path == path else get_code(self, name)
+    )
 
 
 def start(run, log):
-    "The id of a child in a process group of its own, which runs it and ends with what it returns."
+    """The id of a child in a process group of its own, which runs it and ends with what it
+    returns."""
     child = os.fork()
     if child:
         return child
@@ -342,7 +456,8 @@ def start(run, log):
 
 
 def side_by_side(jobs, workers):
-    "Run jobs (key, function, seconds), at most so many at a time; yields (key, exit code or None if late, log) as they end."
+    """Run jobs (key, function, seconds), at most so many at a time; yields (key, exit code or
+    None if late, log) as they end."""
     jobs, running = iter(jobs), {}
     with tempfile.TemporaryDirectory(prefix="turboquant-logs-") as folder:
         try:
@@ -360,7 +475,11 @@ def side_by_side(jobs, workers):
                         continue
                     _end_group(child, waited=bool(done))
                     del running[child]
-                    yield key, None if code == -signal.SIGALRM else code, log.read_text(errors="replace")
+                    yield (
+                        key,
+                        None if code == -signal.SIGALRM else code,
+                        log.read_text(errors="replace"),
+                    )
         finally:
             for child in running:
                 _end_group(child)
@@ -378,7 +497,12 @@ def prepared(root, package):
     "The tree, with the libraries imported and its package first on the path."
     if not hasattr(os, "fork"):
         raise Failed("mutants need a system that can fork")
-    os.environ |= {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(root)}
+    os.environ |= {
+        "OMP_NUM_THREADS": "1",
+        "TRITON_INTERPRET": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": str(root),
+    }
     sys.dont_write_bytecode = False  # the copy is thrown away, and its tests are compiled once
     sys.path.insert(0, str(root))
     os.chdir(root)
@@ -411,17 +535,22 @@ class Tried:
 
 
 def try_out(tree, chosen, seconds, workers=1):
-    """Try mutants until the time is over; yields what became of each, in the order in which they end. Raises Failed if tests fail when they
-    come in another order."""
+    """Try mutants until the time is over; yields what became of each, in the order in which
+    they end. Raises Failed if tests fail when they come in another order."""
     known, end = equivalent(), time.monotonic() + seconds
     names = {0: "survived", 3: "import", 5: "equivalent", None: "late"}
     controls = [Mutant(name, CONTROL, 0, 0) for name in tree.tests]
     jobs = chain(controls, takewhile(lambda _: time.monotonic() < end, chosen))
-    for mutant, code, log in side_by_side(((m, *tree.attempt(m, known)) for m in jobs), workers):
+    for mutant, code, log in side_by_side(
+        ((m, *tree.attempt(m, known)) for m in jobs), workers
+    ):
         said, _, log = log.partition("\n")
         if mutant.operator == CONTROL:
             if code != 0:
-                raise Failed(f"the tests of {mutant.module} fail in another order, without any change:\n{log[-3000:]}")
+                raise Failed(
+                    f"the tests of {mutant.module} fail in another order, without any "
+                    f"change:\n{log[-3000:]}"
+                )
             continue
         yield Tried(mutant, names.get(code, "killed"), *json.loads(said), log)
 
@@ -433,19 +562,29 @@ def report(found):
         table.setdefault(x.mutant.module, Counter())[x.outcome] += 1
     killed = lambda c: c["killed"] + c["late"]
     for module, c in sorted(table.items()):
-        lines.append(f"{module:10} {killed(c):4} of {killed(c) + c['survived']:4} killed, {c['equivalent']} equivalent, {c['import']} not importable")
+        lines.append(
+            f"{module:10} {killed(c):4} of {killed(c) + c['survived']:4} killed, "
+            f"{c['equivalent']} equivalent, {c['import']} not importable"
+        )
     total = sum(table.values(), Counter())
     k, n = killed(total), killed(total) + total["survived"]
     if n:
         low, high = interval(k, n)
-        lines.append(f"score {k / n:.1%} of {n} mutants (95 % interval {low:.1%} to {high:.1%}), {total['equivalent']} equivalent, {total['import']} not importable")
+        lines.append(
+            f"score {k / n:.1%} of {n} mutants (95 % interval {low:.1%} to {high:.1%}), "
+            f"{total['equivalent']} equivalent, {total['import']} not importable"
+        )
     return lines, k, n
 
 
 def survivors(path, tree):
     "The mutants that survived in a file of `--out`, found again by what they change."
     rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-    wanted = Counter((x["module"], x["operator"], x["was"], x["now"]) for x in rows if x["outcome"] == "survived")
+    wanted = Counter(
+        (x["module"], x["operator"], x["was"], x["now"])
+        for x in rows
+        if x["outcome"] == "survived"
+    )
     places = {x[:3] for x in wanted}
     for name in sorted({x[0] for x in wanted}):
         source = tree.sources[name]
@@ -458,7 +597,10 @@ def survivors(path, tree):
                 wanted[key] -= 1
                 yield mutant
     if gone := +wanted:
-        print(f"{sum(gone.values())} survivors of {path} change code that is not there any more", flush=True)
+        print(
+            f"{sum(gone.values())} survivors of {path} change code that is not there any more",
+            flush=True,
+        )
 
 
 def run(args):
@@ -466,50 +608,112 @@ def run(args):
     sys.path.insert(0, str(SCRIPTS))
     from preview_docs import copy_tree
 
-    out, again = args.out and Path(args.out).resolve(), args.retry and Path(args.retry).resolve()
+    out, again = (
+        args.out and Path(args.out).resolve(),
+        args.retry and Path(args.retry).resolve(),
+    )
     with tempfile.TemporaryDirectory(prefix="turboquant-mutants-") as folder:
         copy_tree(Path(folder))
         tree = prepared(Path(folder), "turboquant_nb")
         if again:
             pool = list(survivors(again, tree))
         else:
-            pool = [m for name in args.module or MODULES for m in mutants(name, tree.sources[name])]
+            pool = [
+                m for name in args.module or MODULES for m in mutants(name, tree.sources[name])
+            ]
         if not args.all:
             random.Random(args.seed).shuffle(pool)
         begin = time.monotonic()
-        tree.measure(sorted({m.module for m in pool[: args.most]}, key=list(MODULES).index), args.workers)
-        print(f"tests of {len(tree.tests)} modules measured in {time.monotonic() - begin:.0f} s", flush=True)
+        tree.measure(
+            sorted({m.module for m in pool[: args.most]}, key=list(MODULES).index), args.workers
+        )
+        print(
+            f"tests of {len(tree.tests)} modules measured in {time.monotonic() - begin:.0f} s",
+            flush=True,
+        )
         found = []
         for x in try_out(tree, pool[: args.most], args.seconds, args.workers):
             found.append(x)
             if out:
                 with out.open("a", encoding="utf-8") as f:
-                    f.write(json.dumps(asdict(x.mutant) | {"outcome": x.outcome, "was": x.was, "now": x.now, "seconds": round(time.monotonic() - begin)}) + "\n")
+                    f.write(
+                        json.dumps(
+                            asdict(x.mutant)
+                            | {
+                                "outcome": x.outcome,
+                                "was": x.was,
+                                "now": x.now,
+                                "seconds": round(time.monotonic() - begin),
+                            }
+                        )
+                        + "\n"
+                    )
             if x.outcome == "survived":
-                print(f"survived {x.mutant.module}.py:{x.mutant.line} ({x.mutant.operator})\n    - {x.was}\n    + {x.now}", flush=True)
+                print(
+                    f"survived {x.mutant.module}.py:{x.mutant.line} ({x.mutant.operator})\n    "
+                    f"- {x.was}\n    + {x.now}",
+                    flush=True,
+                )
         lines, *_ = report(found)
         print("\n".join(lines) or "no mutant was tried")
         os.chdir("/")
-        return f"{lines[-1]}; {len(found)} of {len(pool)} tried, seed {args.seed}" if lines else "no mutant was tried"
+        return (
+            f"{lines[-1]}; {len(found)} of {len(pool)} tried, seed {args.seed}"
+            if lines
+            else "no mutant was tried"
+        )
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seconds", type=float, default=600, metavar="S", help="begin no further mutant after so many (default: 600)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=600,
+        metavar="S",
+        help="begin no further mutant after so many (default: 600)",
+    )
     parser.add_argument("--most", type=int, metavar="N", help="try at most so many")
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="mutants tried at the same time (default: 1)")
-    parser.add_argument("--seed", type=int, default=0, help="of the order in which mutants are drawn")
-    parser.add_argument("--module", action="append", choices=list(MODULES), metavar="NAME", help="only this module (may be repeated)")
-    parser.add_argument("--all", action="store_true", help="in the order of the file instead of drawn")
-    parser.add_argument("--out", metavar="FILE", help="append a line of JSON for each mutant that was tried")
-    parser.add_argument("--retry", metavar="FILE", help="only those that survived in a file of --out")
-    parser.add_argument("--list", action="store_true", help="count the mutants of each module and stop")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="mutants tried at the same time (default: 1)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the order in which mutants are drawn"
+    )
+    parser.add_argument(
+        "--module",
+        action="append",
+        choices=list(MODULES),
+        metavar="NAME",
+        help="only this module (may be repeated)",
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="in the order of the file instead of drawn"
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", help="append a line of JSON for each mutant that was tried"
+    )
+    parser.add_argument(
+        "--retry", metavar="FILE", help="only those that survived in a file of --out"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="count the mutants of each module and stop"
+    )
     args = parser.parse_args(argv)
     try:
         if args.list:
             for name in MODULES:
-                source = place(SCRIPTS.parents[1] / "turboquant_nb", name).read_text(encoding="utf-8")
-                print(f"{name:10} {sum(1 for _ in mutants(name, source)):5}   tests: {MODULES[name]}")
+                source = place(SCRIPTS.parents[1] / "turboquant_nb", name).read_text(
+                    encoding="utf-8"
+                )
+                print(
+                    f"{name:10} {sum(1 for _ in mutants(name, source)):5}   tests: "
+                    f"{MODULES[name]}"
+                )
             return 0
         print(run(args))
     except Failed as error:

@@ -6,12 +6,16 @@
     scripts/tools/preview_docs.py --screenshots DIR   also photograph every page (needs chromium)
     scripts/tools/preview_docs.py --glossary          write nbs/glossary.js again, after the glossary of book.ipynb changed
 
-nbdev prepares the notebooks exactly as it does for Quarto (exported cells become signatures, names become links); pandoc,
-from the pypandoc_binary wheel, turns each into a page with MathML. Then every page is checked: links and anchors resolve,
-formulas convert, cited figures exist, equations are numbered by chapter and cited by a number that there is, no section is empty, no directive or fence leaks into the text, pictures
-stay small, every public name has a section that a search can lead to, and the sidebar of _quarto.yml names every notebook. With chromium on the PATH every page is also laid out at the
-widths of a phone and of a laptop, where nothing may stick out of the page: what is wide scrolls within itself. Exit 1 with a
-list if anything is wrong. The work happens in a copy of the tree, so no tracked file changes."""
+nbdev prepares the notebooks exactly as it does for Quarto (exported cells become signatures,
+names become links); pandoc, from the pypandoc_binary wheel, turns each into a page with MathML.
+Then every page is checked: links and anchors resolve, formulas convert, cited figures exist,
+equations are numbered by chapter and cited by a number that there is, no section is empty, no
+directive or fence leaks into the text, pictures stay small, every public name has a section
+that a search can lead to, and the sidebar of _quarto.yml names every notebook. With chromium on
+the PATH every page is also laid out at the widths of a phone and of a laptop, where nothing may
+stick out of the page: what is wide scrolls within itself. Exit 1 with a list if anything is
+wrong. The work happens in a copy of the tree, so no tracked file changes."""
+
 import argparse
 import base64
 import html
@@ -82,11 +86,19 @@ class Problems(list):
         self.append(f"{page}: {message}")
 
 
-# ---------------------------------------------------------------- the notebooks as nbdev hands them to Quarto
+# ---------------------------------------------------------------- the notebooks as nbdev hands
+# them to Quarto
+
 
 def copy_tree(dst):
-    "Copy what git would carry (or, without git, everything that is not a build product) to `dst`."
-    listed = subprocess.run(["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    """Copy what git would carry (or, without git, everything that is not a build product) to
+    `dst`."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-coz", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     if listed.returncode == 0:
         for name in filter(None, listed.stdout.split("\0")):
             source, target = ROOT / name, dst / name
@@ -94,18 +106,45 @@ def copy_tree(dst):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(source, target, follow_symlinks=False)
         return
-    ignore = shutil.ignore_patterns(".git", "_proc", "_docs", "_site", "build", "dist", "*.egg-info", "__pycache__", ".venv*", "venv", ".*_cache", ".ipynb_checkpoints")
+    ignore = shutil.ignore_patterns(
+        ".git",
+        "_proc",
+        "_docs",
+        "_site",
+        "build",
+        "dist",
+        "*.egg-info",
+        "__pycache__",
+        ".venv*",
+        "venv",
+        ".*_cache",
+        ".ipynb_checkpoints",
+    )
     shutil.copytree(ROOT, dst, symlinks=True, dirs_exist_ok=True, ignore=ignore)
 
 
 def prepare(tree):
     "Run nbdev's processors over the copy; returns the folder with the processed notebooks."
-    code = f"import warnings; warnings.filterwarnings('ignore', message='Found cells containing')\nfrom nbdev.serve import proc_nbs\nproc_nbs(force=True, n_workers={WORKERS})"
-    env = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"} | os.environ | {"PYTHONPATH": str(tree), "MPLBACKEND": "agg"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tree, env=env, capture_output=True, text=True)
+    code = (
+        "import warnings; warnings.filterwarnings('ignore', message='Found cells "
+        "containing')\nfrom nbdev.serve import proc_nbs\nproc_nbs(force=True, "
+        f"n_workers={WORKERS})"
+    )
+    env = (
+        {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        | os.environ
+        | {"PYTHONPATH": str(tree), "MPLBACKEND": "agg"}
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tree, env=env, capture_output=True, text=True
+    )
     if done.returncode:
-        where = "\n".join(line for line in done.stderr.splitlines() if "Error in notebook" in line)
-        sys.exit(f"nbdev could not process the notebooks. {where}\n{done.stderr[:3000].rstrip()}")
+        where = "\n".join(
+            line for line in done.stderr.splitlines() if "Error in notebook" in line
+        )
+        sys.exit(
+            f"nbdev could not process the notebooks. {where}\n{done.stderr[:3000].rstrip()}"
+        )
     return tree / "_proc"
 
 
@@ -126,7 +165,9 @@ def site_address(cfg):
     return (cfg["doc_host"] + cfg["doc_baseurl"]).rstrip("/") + "/"
 
 
-# ---------------------------------------------------------------- one notebook -> pandoc markdown
+# ---------------------------------------------------------------- one notebook -> pandoc
+# markdown
+
 
 def text_of(value):
     "Notebook fields are a string or a list of lines."
@@ -140,7 +181,8 @@ def fence(text, attrs):
 
 
 def options(source):
-    "Split `#| key: value` lines from a cell; unknown ones stay away from the reader too, like in Quarto."
+    """Split `#| key: value` lines from a cell; unknown ones stay away from the reader too, like
+    in Quarto."""
     opts, lines = {}, []
     for line in source.splitlines():
         found = re.match(r"^#\|\s*([\w.-]+)\s*:?\s*(.*)$", line)
@@ -154,17 +196,26 @@ def options(source):
 def picture(data, where, name, opts, page, problems):
     "Write one output picture; returns the markdown that shows it."
     suffix = "png" if "image/png" in data else "svg"
-    raw = base64.b64decode(text_of(data["image/png"])) if suffix == "png" else text_of(data["image/svg+xml"]).encode()
+    raw = (
+        base64.b64decode(text_of(data["image/png"]))
+        if suffix == "png"
+        else text_of(data["image/svg+xml"]).encode()
+    )
     (where / f"{name}.{suffix}").write_bytes(raw)
     if len(raw) > MAX_PICTURE:
-        problems.add(page, f"picture {name} has {len(raw) // 1000} kB, the limit is {MAX_PICTURE // 1000}")
+        problems.add(
+            page,
+            f"picture {name} has {len(raw) // 1000} kB, the limit is {MAX_PICTURE // 1000}",
+        )
     label = f"#{opts['label']}" if opts.get("label", "").startswith("fig-") else ""
     if not opts.get("fig-alt"):
         problems.add(page, f"picture {name} has no text for who cannot see it (#| fig-alt: …)")
     if label and not opts.get("fig-cap"):
         problems.add(page, f"{opts['label']} has a label but no fig-cap")
     alt = opts.get("fig-alt", "")
-    width = f" width={int.from_bytes(raw[16:20], 'big')}" if suffix == "png" else ""  # as Quarto writes it
+    width = (
+        f" width={int.from_bytes(raw[16:20], 'big')}" if suffix == "png" else ""
+    )  # as Quarto writes it
     attrs = f'{{{label} alt="{alt}"{width}}}' if alt else f"{{{label}{width}}}"
     return f"![{opts.get('fig-cap', '')}]({name}.{suffix}){attrs}\n"
 
@@ -178,7 +229,11 @@ def output_markdown(out, opts, where, name, page, problems):
         if out.get("name") == "stderr":
             return ""
         text = text_of(out["text"])
-        return text if opts.get("output") == "asis" else f"::: {{.cell-output}}\n{fence(text, '')}:::\n"
+        return (
+            text
+            if opts.get("output") == "asis"
+            else f"::: {{.cell-output}}\n{fence(text, '')}:::\n"
+        )
     data = out.get("data", {})
     if "image/png" in data or "image/svg+xml" in data:
         return picture(data, where, name, opts, page, problems)
@@ -196,7 +251,9 @@ def cell_markdown(cell, number, where, stem, page, problems):
     source = text_of(cell.get("source") or "")
     if cell["cell_type"] == "markdown":
         if "{{<" in source:
-            problems.add(page, "a Quarto shortcode ({{< >}}), which this preview and GitHub do not show")
+            problems.add(
+                page, "a Quarto shortcode ({{< >}}), which this preview and GitHub do not show"
+            )
         return source + "\n"
     if cell["cell_type"] != "code":
         return ""
@@ -208,17 +265,24 @@ def cell_markdown(cell, number, where, stem, page, problems):
         block = fence(code, "python")
         if opts.get("code-fold") in ("true", "show"):
             is_open = " open" if opts["code-fold"] == "show" else ""
-            block = f"```{{=html}}\n<details class=\"code\"{is_open}><summary>{opts.get('code-summary', 'Code')}</summary>\n```\n\n{block}\n```{{=html}}\n</details>\n```\n"
+            block = (
+                f"```{{=html}}\n<details "
+                f'class="code"{is_open}><summary>{opts.get("code-summary", "Code")}</summary>\n```\n\n{block}\n```{{=html}}\n</details>\n```\n'
+            )
         parts.append(block)
     if opts.get("output") != "false":
         outs = cell.get("outputs", [])
-        parts += [output_markdown(o, opts, where, f"{stem}-{number}-{i}", page, problems) for i, o in enumerate(outs)]
+        parts += [
+            output_markdown(o, opts, where, f"{stem}-{number}-{i}", page, problems)
+            for i, o in enumerate(outs)
+        ]
     return "\n".join(parts)
 
 
 def notebook_markdown(path, site, problems):
     "A processed notebook as (front matter, pandoc markdown)."
     import yaml
+
     page, stem = page_name(path), page_name(path).removesuffix(".html")
     nb = json.loads(path.read_text(encoding="utf-8"))
     front, chunks = {}, []
@@ -231,7 +295,8 @@ def notebook_markdown(path, site, problems):
     return front, "\n\n".join(chunk for chunk in chunks if chunk.strip())
 
 
-# ---------------------------------------------------------------- pandoc: numbering, citations, links
+# ---------------------------------------------------------------- pandoc: numbering, citations,
+# links
 
 PANDOC_FORMAT = "markdown-yaml_metadata_block+lists_without_preceding_blankline+autolink_bare_uris-implicit_header_references"
 
@@ -239,6 +304,7 @@ PANDOC_FORMAT = "markdown-yaml_metadata_block+lists_without_preceding_blankline+
 def pandoc(args, text, page, problems):
     "Run pandoc with warnings as errors."
     import pypandoc
+
     exe = pypandoc.get_pandoc_path()
     done = subprocess.run([exe, *args], input=text, capture_output=True, text=True)
     for line in done.stderr.splitlines():
@@ -261,10 +327,17 @@ def stringify(node):
 
 
 class Shape:
-    "Walks pandoc's tree: numbers figures and tables, resolves @citations of them, sets equations beside their number, rewrites notebook links."
+    """Walks pandoc's tree: numbers figures and tables, resolves @citations of them, sets
+    equations beside their number, rewrites notebook links."""
 
     def __init__(self, page, pages, own_site, problems):
-        self.page, self.pages, self.own_site, self.problems, self.numbers = page, pages, own_site, problems, {}
+        self.page, self.pages, self.own_site, self.problems, self.numbers = (
+            page,
+            pages,
+            own_site,
+            problems,
+            {},
+        )
         self.counts = dict.fromkeys(KINDS, 0)
 
     def number(self, label):
@@ -277,7 +350,10 @@ class Shape:
 
     def caption(self, label, blocks):
         "Put `Figure N:` in front of a caption's first paragraph."
-        head = [{"t": "Str", "c": f"{KINDS[label.split('-')[0]]}\u00a0{self.number(label)}:"}, {"t": "Space"}]
+        head = [
+            {"t": "Str", "c": f"{KINDS[label.split('-')[0]]}\u00a0{self.number(label)}:"},
+            {"t": "Space"},
+        ]
         if blocks:
             blocks[0]["c"] = head + blocks[0]["c"]
 
@@ -303,21 +379,36 @@ class Shape:
                 self.first(content)
 
     def empty_sections(self, blocks):
-        "A heading with nothing under it: its cells were exported private code, which the page hides."
+        """A heading with nothing under it: its cells were exported private code, which the page
+        hides."""
         blocks = [b for b in blocks if b["t"] not in ("HorizontalRule", "RawBlock")]
         for block, following in zip(blocks, [*blocks[1:], None]):
-            if block["t"] == "Header" and (following is None or (following["t"] == "Header" and following["c"][0] <= block["c"][0])):
-                self.problems.add(self.page, f"the section '{stringify(block['c'][2])}' is empty (show its code with `#| exports` or add prose)")
+            if block["t"] == "Header" and (
+                following is None
+                or (following["t"] == "Header" and following["c"][0] <= block["c"][0])
+            ):
+                self.problems.add(
+                    self.page,
+                    f"the section '{stringify(block['c'][2])}' is empty (show its code with `#| exports` or add prose)",
+                )
 
     def equations(self, inlines):
-        "`$$ … \\tag{13.2}$$` becomes a numbered block: pandoc's MathML does not know \\tag, which KaTeX (the real site), GitHub, nbviewer and Jupyter do."
+        """`$$ … \\tag{13.2}$$` becomes a numbered block: pandoc's MathML does not know \\tag,
+        which KaTeX (the real site), GitHub, nbviewer and Jupyter do."""
         out = []
         for item in inlines:
-            is_display = isinstance(item, dict) and item.get("t") == "Math" and item["c"][0]["t"] == "DisplayMath"
+            is_display = (
+                isinstance(item, dict)
+                and item.get("t") == "Math"
+                and item["c"][0]["t"] == "DisplayMath"
+            )
             tag = re.search(r"\s*\\tag\{([^{}]*)\}\s*$", item["c"][1]) if is_display else None
             if tag:
-                item["c"][1] = item["c"][1][:tag.start()]
-                number = {"t": "Span", "c": [["", ["number"], []], [{"t": "Str", "c": f"({tag[1]})"}]]}
+                item["c"][1] = item["c"][1][: tag.start()]
+                number = {
+                    "t": "Span",
+                    "c": [["", ["number"], []], [{"t": "Str", "c": f"({tag[1]})"}]],
+                }
                 item = {"t": "Span", "c": [[f"eq-{tag[1]}", ["equation"], []], [item, number]]}
             out.append(item)
         return out
@@ -348,7 +439,10 @@ class Shape:
         kind = label.split("-")[0]
         if kind not in KINDS or "-" not in label:
             if kind == "sec":
-                return {"t": "Link", "c": [["", [], []], [{"t": "Str", "c": "the section"}], [f"#{label}", ""]]}
+                return {
+                    "t": "Link",
+                    "c": [["", [], []], [{"t": "Str", "c": "the section"}], [f"#{label}", ""]],
+                }
             return {"t": "Span", "c": [["", [], []], item["c"][1]]}
         if label not in self.numbers:
             self.problems.add(self.page, f"@{label} is cited but not defined on this page")
@@ -357,7 +451,8 @@ class Shape:
         return {"t": "Link", "c": [["", [], []], [{"t": "Str", "c": text}], [f"#{label}", ""]]}
 
     def link(self, url):
-        "nbdev writes whole addresses of the published site and authors write notebook names: both become pages here."
+        """nbdev writes whole addresses of the published site and authors write notebook names:
+        both become pages here."""
         url = url.removeprefix(self.own_site)
         parts = urlsplit(url)
         if parts.scheme or parts.netloc or not parts.path.endswith(".ipynb"):
@@ -382,20 +477,38 @@ class Shape:
 
 # ---------------------------------------------------------------- pages
 
+
 def site_map(tree):
-    "The hand-written navigation: the bar [(text, notebook)] and the sidebars, each [(section, [(text, notebook)])]."
+    """The hand-written navigation: the bar [(text, notebook)] and the sidebars, each [(section,
+    [(text, notebook)])]."""
     import yaml
+
     website = yaml.safe_load((tree / "_quarto.yml").read_text(encoding="utf-8"))["website"]
     bars = []
     for bar in website["sidebar"]:
-        entries = [(entry.get("section", ""), entry.get("contents", [entry])) for entry in bar["contents"]]
-        bars.append([(name, [(item["text"], item["href"]) for item in items]) for name, items in entries])
+        entries = [
+            (entry.get("section", ""), entry.get("contents", [entry]))
+            for entry in bar["contents"]
+        ]
+        bars.append(
+            [
+                (name, [(item["text"], item["href"]) for item in items])
+                for name, items in entries
+            ]
+        )
     return [(item["text"], item["href"]) for item in website["navbar"]["left"]], bars
 
 
 def beside(bars, page):
     "The sidebar that names a page; the first one for a page that none names."
-    return next((bar for bar in bars if any(page_name(href) == page for _, items in bar for _, href in items)), bars[0])
+    return next(
+        (
+            bar
+            for bar in bars
+            if any(page_name(href) == page for _, items in bar for _, href in items)
+        ),
+        bars[0],
+    )
 
 
 def side_html(sections, page):
@@ -415,8 +528,16 @@ def neighbours(sections, page):
     at = [i for i, (_, href) in enumerate(order) if page_name(href) == page]
     before = order[at[0] - 1] if at and at[0] > 0 else None
     after = order[at[0] + 1] if at and at[0] + 1 < len(order) else None
-    left = f'<a href="{page_name(before[1])}">← {html.escape(before[0])}</a>' if before else "<span></span>"
-    right = f'<a href="{page_name(after[1])}">{html.escape(after[0])} →</a>' if after else "<span></span>"
+    left = (
+        f'<a href="{page_name(before[1])}">← {html.escape(before[0])}</a>'
+        if before
+        else "<span></span>"
+    )
+    right = (
+        f'<a href="{page_name(after[1])}">{html.escape(after[0])} →</a>'
+        if after
+        else "<span></span>"
+    )
     return left + right
 
 
@@ -425,20 +546,44 @@ def render(path, site, navigation, pages, cfg, problems):
     page = page_name(path)
     top, sections = navigation[0], beside(navigation[1], page)
     front, markdown = notebook_markdown(path, site, problems)
-    tree = json.loads(pandoc(["-f", PANDOC_FORMAT, "-t", "json"], markdown, page, problems) or '{"blocks": []}')
+    tree = json.loads(
+        pandoc(["-f", PANDOC_FORMAT, "-t", "json"], markdown, page, problems)
+        or '{"blocks": []}'
+    )
     shape = Shape(page, pages, site_address(cfg), problems)
     shape.empty_sections(tree["blocks"])
     shape.first(tree["blocks"])
     shape.second(tree["blocks"])
     template = site / f".template-{page}"
     template.write_text(PANDOC_TEMPLATE, encoding="utf-8")
-    args = ["-f", "json", "-t", "html5", "--mathml", "--standalone", "--toc", "--toc-depth=3", f"--template={template}", "--metadata=title:x", "--fail-if-warnings"]
+    args = [
+        "-f",
+        "json",
+        "-t",
+        "html5",
+        "--mathml",
+        "--standalone",
+        "--toc",
+        "--toc-depth=3",
+        f"--template={template}",
+        "--metadata=title:x",
+        "--fail-if-warnings",
+    ]
     parts = pandoc(args, json.dumps(tree), page, problems).split("<!--split-->")
     template.unlink()
     toc, highlight, body = parts if len(parts) == 3 else ("", "", "".join(parts))
     title, description = str(front.get("title", page)), str(front.get("description", ""))
     site_title = html.escape(cfg["title"])
-    inline = pandoc(["-f", "markdown", "-t", "html5", "--mathml", "--fail-if-warnings"], description, page, problems) if description else ""
+    inline = (
+        pandoc(
+            ["-f", "markdown", "-t", "html5", "--mathml", "--fail-if-warnings"],
+            description,
+            page,
+            problems,
+        )
+        if description
+        else ""
+    )
     inline = re.sub(r"^<p>|</p>\s*$", "", inline.strip())
     description_html = f'<p class="description">{inline}</p>' if inline else ""
     toc_html = f'<div class="section">On this page</div>{toc}' if toc.strip() else ""
@@ -458,13 +603,22 @@ def render(path, site, navigation, pages, cfg, problems):
 
 # ---------------------------------------------------------------- checks
 
+
 class PageReader(HTMLParser):
     "Collects ids, links, pictures and the text that a reader sees outside code and formulas."
+
     void = {"img", "br", "hr", "meta", "link", "input", "col", "wbr"}
 
     def __init__(self):
         super().__init__(convert_charrefs=True)
-        self.ids, self.links, self.images, self.prose, self.code, self.stack = set(), [], [], [], [], []
+        self.ids, self.links, self.images, self.prose, self.code, self.stack = (
+            set(),
+            [],
+            [],
+            [],
+            [],
+            [],
+        )
 
     def handle_starttag(self, tag, attrs):
         attrs = dict(attrs)
@@ -510,15 +664,20 @@ def check_leaks(page, reader, problems):
     prose = "".join(reader.prose)
     for pattern, what in LEAKS:
         for found in list(re.finditer(pattern, prose))[:3]:
-            near = " ".join(prose[max(0, found.start() - 30):found.end() + 30].split())
+            near = " ".join(prose[max(0, found.start() - 30) : found.end() + 30].split())
             problems.add(page, f"{what}: …{near}…")
     for text in re.findall(r"^#\|.*$", "".join(reader.code), re.M)[:3]:
         problems.add(page, f"a directive shows in code: {text}")
 
 
 def check_links(page, reader, readers, site, tree, absent, cfg, problems):
-    "Links, anchors and pictures of one page. `absent` pages are reported once, with the sidebar."
-    blob = re.compile(r"^(?:https://colab\.research\.google\.com/github/|https://github\.com/)" + re.escape(f"{cfg['user']}/{cfg['repo']}") + rf"/blob/{re.escape(cfg['branch'])}/([^#?]+)")
+    """Links, anchors and pictures of one page. `absent` pages are reported once, with the
+    sidebar."""
+    blob = re.compile(
+        r"^(?:https://colab\.research\.google\.com/github/|https://github\.com/)"
+        + re.escape(f"{cfg['user']}/{cfg['repo']}")
+        + rf"/blob/{re.escape(cfg['branch'])}/([^#?]+)"
+    )
     for url in reader.links:
         inside = blob.match(url)
         if inside and not (tree / unquote(inside[1])).exists():
@@ -531,8 +690,16 @@ def check_links(page, reader, readers, site, tree, absent, cfg, problems):
             continue
         if target in readers:
             name = unquote(parts.fragment)
-            owner = name.split(".")[0]  # nbdev links `Class.method`; a method without its own show_doc is found at its class
-            if name and name not in readers[target].ids and not ("." in name and owner in readers[target].ids):
+            owner = name.split(
+                "."
+            )[
+                0
+            ]  # nbdev links `Class.method`; a method without its own show_doc is found at its class
+            if (
+                name
+                and name not in readers[target].ids
+                and not ("." in name and owner in readers[target].ids)
+            ):
                 problems.add(page, f"link to {url}: {target} has no such anchor")
         elif not (site / target).is_file():
             problems.add(page, f"link to {url}: no such page")
@@ -543,7 +710,11 @@ def check_links(page, reader, readers, site, tree, absent, cfg, problems):
         if not file.is_file():
             problems.add(page, f"missing picture {src}")
         elif file.stat().st_size > MAX_PICTURE:
-            problems.add(page, f"picture {src} has {file.stat().st_size // 1000} kB, the limit is {MAX_PICTURE // 1000}")
+            problems.add(
+                page,
+                f"picture {src} has {file.stat().st_size // 1000} kB, the limit is "
+                f"{MAX_PICTURE // 1000}",
+            )
 
 
 def check(site, tree, sections, notebooks, cfg, problems):
@@ -566,20 +737,43 @@ def check(site, tree, sections, notebooks, cfg, problems):
 
 
 def check_equations(name, cells, problems):
-    """The one scheme of a chapter's equations, which every renderer shows alike: each display ends in `\\tag{chapter.k}`, k counts from 1, and what text, code and
-    docstrings cite as `equation (chapter.k)` exists. Returns the numbers."""
+    """The one scheme of a chapter's equations, which every renderer shows alike: each display
+    ends in `\\tag{chapter.k}`, k counts from 1, and what text, code and docstrings cite as
+    `equation (chapter.k)` exists. Returns the numbers."""
     chapter = re.match(r"\d+[a-z]?(?=_)", name)
     texts = [(text_of(c.get("source") or ""), c["cell_type"]) for c in cells]
-    displays = [d for text, kind in texts if kind == "markdown" for d in re.findall(r"\$\$(.+?)\$\$", text, re.S)]
-    numbers = [found[1] if (found := re.search(r"\\tag\{([^{}]*)\}\s*$", d)) else None for d in displays]
-    want = [f"{chapter[0]}.{k}" for k in range(1, len(displays) + 1)] if chapter else [None] * len(displays)
+    displays = [
+        d
+        for text, kind in texts
+        if kind == "markdown"
+        for d in re.findall(r"\$\$(.+?)\$\$", text, re.S)
+    ]
+    numbers = [
+        found[1] if (found := re.search(r"\\tag\{([^{}]*)\}\s*$", d)) else None
+        for d in displays
+    ]
+    want = (
+        [f"{chapter[0]}.{k}" for k in range(1, len(displays) + 1)]
+        if chapter
+        else [None] * len(displays)
+    )
     for got, due, display in zip(numbers, want, displays):
         if got != due:
-            problems.add(name, f"an equation has the number {got}, due is {due}: {' '.join(display.split())[:60]}")
+            problems.add(
+                name,
+                f"an equation has the number {got}, due is {due}: "
+                f"{' '.join(display.split())[:60]}",
+            )
     for text, _ in texts:
         for found in re.findall(r"[{@]#?eq-[\w-]+", text):
-            problems.add(name, f"{found}: equations are numbered by \\tag{{chapter.k}} and cited as (chapter.k)")
-        for cited in re.finditer(r"\b[Ee]quations? (\([^()]+\)(?:(?:, | and | to )\([^()]+\))*)", text):
+            problems.add(
+                name,
+                f"{found}: equations are numbered by \\tag{{chapter.k}} and cited as "
+                "(chapter.k)",
+            )
+        for cited in re.finditer(
+            r"\b[Ee]quations? (\([^()]+\)(?:(?:, | and | to )\([^()]+\))*)", text
+        ):
             for number in re.findall(r"\(([^()]+)\)", cited[1]):
                 if number not in numbers:
                     problems.add(name, f"equation ({number}) is cited and not there")
@@ -650,7 +844,14 @@ main();
 
 def browser():
     "A Chromium on the PATH, or None."
-    return next((exe for name in ("chromium", "chromium-browser", "google-chrome") if (exe := shutil.which(name))), None)
+    return next(
+        (
+            exe
+            for name in ("chromium", "chromium-browser", "google-chrome")
+            if (exe := shutil.which(name))
+        ),
+        None,
+    )
 
 
 class Measured(SimpleHTTPRequestHandler):
@@ -666,17 +867,31 @@ class Measured(SimpleHTTPRequestHandler):
 
 
 def check_widths(site, problems, seconds=120):
-    "Lay every page out at WIDTHS; what sticks out, overlaps or wraps is a problem. Returns how many pages were measured."
+    """Lay every page out at WIDTHS; what sticks out, overlaps or wraps is a problem. Returns
+    how many pages were measured."""
     pages = sorted(p.name for p in site.glob("*.html"))
     harness = site / ".widths.html"
     harness.write_text(MEASURE % (json.dumps(pages), json.dumps(WIDTHS)), encoding="utf-8")
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Measured, directory=site))
     server.found = None
     Thread(target=server.serve_forever, daemon=True).start()
-    # Chromium's helpers outlive its first process by a moment and still write to the profile while it is removed.
+    # Chromium's helpers outlive its first process by a moment and still write to the profile
+    # while it is removed.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        args = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={profile}", "--remote-debugging-port=0", f"--window-size={max(WIDTHS) + 40},900"]
-        with subprocess.Popen([browser(), *args, f"http://127.0.0.1:{server.server_port}/.widths.html"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        args = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            f"--user-data-dir={profile}",
+            "--remote-debugging-port=0",
+            f"--window-size={max(WIDTHS) + 40},900",
+        ]
+        with subprocess.Popen(
+            [browser(), *args, f"http://127.0.0.1:{server.server_port}/.widths.html"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        ) as process:
             end = time.monotonic() + seconds
             while server.found is None and process.poll() is None and time.monotonic() < end:
                 time.sleep(0.1)
@@ -693,6 +908,7 @@ def check_widths(site, problems, seconds=120):
 
 # ---------------------------------------------------------------- main
 
+
 def screenshots(site, target):
     "Photograph every page with headless Chromium."
     if not browser():
@@ -700,30 +916,59 @@ def screenshots(site, target):
     target.mkdir(parents=True, exist_ok=True)
     for file in sorted(site.glob("*.html")):
         height = 1500 + file.stat().st_size // 9
-        args = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size=1360,{min(height, 16000)}", f"--screenshot={target / (file.stem + '.png')}", file.as_uri()]
+        args = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            f"--window-size=1360,{min(height, 16000)}",
+            f"--screenshot={target / (file.stem + '.png')}",
+            file.as_uri(),
+        ]
         subprocess.run([browser(), *args], check=True, capture_output=True)
         print(f"  {target / (file.stem + '.png')}")
 
 
 def glossary(tree):
-    "nbs/glossary.js, made from the glossary of book.ipynb: words and their meaning, for site.js. Words in italics are left out."
+    """nbs/glossary.js, made from the glossary of book.ipynb: words and their meaning, for
+    site.js. Words in italics are left out."""
     cells = json.loads((tree / "nbs" / "book.ipynb").read_text(encoding="utf-8"))["cells"]
-    (table,) = (text_of(c["source"]) for c in cells if text_of(c["source"]).startswith("## Glossary"))
+    (table,) = (
+        text_of(c["source"]) for c in cells if text_of(c["source"]).startswith("## Glossary")
+    )
     words = {}
-    for names, _, meaning, _ in re.findall(r"^\| (?!word )([^|]+) \|([^|]*)\| ([^|]+) \|([^|]*)\|$", table, re.M):
-        words |= {name.strip(): meaning.strip() for name in names.split(",") if not name.strip().startswith("*")}
-    return "// Made from the glossary of book.ipynb by scripts/tools/preview_docs.py --glossary.\nwindow.tqGlossary = " + json.dumps(words, indent=1, ensure_ascii=False) + ";\n"
+    for names, _, meaning, _ in re.findall(
+        r"^\| (?!word )([^|]+) \|([^|]*)\| ([^|]+) \|([^|]*)\|$", table, re.M
+    ):
+        words |= {
+            name.strip(): meaning.strip()
+            for name in names.split(",")
+            if not name.strip().startswith("*")
+        }
+    return (
+        "// Made from the glossary of book.ipynb by scripts/tools/preview_docs.py "
+        "--glossary.\nwindow.tqGlossary = "
+        + json.dumps(words, indent=1, ensure_ascii=False)
+        + ";\n"
+    )
 
 
 def build(tree, site, problems):
     "All pages of the tree into `site`; returns how many."
     cfg, navigation = settings(tree), site_map(tree)
     if (tree / "nbs" / "glossary.js").read_text(encoding="utf-8") != glossary(tree):
-        problems.add("glossary.js", "is not what the glossary of book.ipynb says: preview_docs.py --glossary writes it")
+        problems.add(
+            "glossary.js",
+            "is not what the glossary of book.ipynb says: preview_docs.py --glossary writes it",
+        )
     processed = prepare(tree)
     notebooks = sorted(p.name for p in (tree / "nbs").glob("*.ipynb"))
     for name in notebooks:
-        check_equations(name, json.loads((tree / "nbs" / name).read_text(encoding="utf-8"))["cells"], problems)
+        check_equations(
+            name,
+            json.loads((tree / "nbs" / name).read_text(encoding="utf-8"))["cells"],
+            problems,
+        )
     site.mkdir(parents=True, exist_ok=True)
     for file in processed.rglob("*"):
         if file.is_file() and file.suffix in {".png", ".svg", ".jpg", ".css", ".js"}:
@@ -733,12 +978,27 @@ def build(tree, site, problems):
     (site / "layout.css").write_text(LAYOUT_CSS, encoding="utf-8")
     with ThreadPoolExecutor(WORKERS) as pool:  # the work is pandoc's, in processes of its own
         found = [(name, Problems()) for name in notebooks]
-        list(pool.map(lambda page: render(processed / page[0], site, navigation, set(notebooks), cfg, page[1]), found))
+        list(
+            pool.map(
+                lambda page: render(
+                    processed / page[0], site, navigation, set(notebooks), cfg, page[1]
+                ),
+                found,
+            )
+        )
     for _, more in found:
         problems += more
-    check(site, tree, [section for bar in navigation[1] for section in bar], notebooks, cfg, problems)
+    check(
+        site,
+        tree,
+        [section for bar in navigation[1] for section in bar],
+        notebooks,
+        cfg,
+        problems,
+    )
     sys.path.append(str(Path(__file__).resolve().parent))
     from search_names import entries  # beside this file
+
     for name in entries(site, tree)[1]:
         problems.add("search", f"no section for the public name {name}")
     return len(notebooks)
@@ -746,10 +1006,18 @@ def build(tree, site, problems):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="render to a temporary folder and only report")
-    parser.add_argument("--out", type=Path, default=ROOT / "_site", help="where the pages go (default: _site)")
-    parser.add_argument("--glossary", action="store_true", help="write nbs/glossary.js, and no page")
-    parser.add_argument("--screenshots", type=Path, metavar="DIR", help="also photograph every page")
+    parser.add_argument(
+        "--check", action="store_true", help="render to a temporary folder and only report"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "_site", help="where the pages go (default: _site)"
+    )
+    parser.add_argument(
+        "--glossary", action="store_true", help="write nbs/glossary.js, and no page"
+    )
+    parser.add_argument(
+        "--screenshots", type=Path, metavar="DIR", help="also photograph every page"
+    )
     args = parser.parse_args(argv)
     if args.glossary:
         (ROOT / "nbs" / "glossary.js").write_text(glossary(ROOT), encoding="utf-8")
@@ -768,8 +1036,15 @@ def main(argv=None):
     for line in problems:
         print(f"  {line}")
     where = "checked" if args.check else f"written to {args.out}"
-    widths = "widths not measured, there is no chromium" if measured is None else f"{measured} laid out at {' and '.join(map(str, WIDTHS))} px"
-    print(f"{count} pages {where} ({widths}) in {time.perf_counter() - start:.1f} s, {len(problems)} problems")
+    widths = (
+        "widths not measured, there is no chromium"
+        if measured is None
+        else f"{measured} laid out at {' and '.join(map(str, WIDTHS))} px"
+    )
+    print(
+        f"{count} pages {where} ({widths}) in {time.perf_counter() - start:.1f} s, "
+        f"{len(problems)} problems"
+    )
     return 1 if problems else 0
 
 

@@ -1,8 +1,11 @@
 #!/usr/bin/env python3
-"""Execute notebooks in place and keep their outputs: run_notebooks.py [NB ...] (default: all of nbs/, in order).
+"""Execute notebooks in place and keep their outputs: run_notebooks.py [NB ...] (default: all of
+nbs/, in order).
 
-`nbdev_test` runs notebooks but does not save what they print. Cells that it skips (`#| gpu`, `#| slow`, `#| notest`,
-`#| eval: false`) keep the outputs they have, so outputs made on a GPU survive a run on a CPU. Exit 1 if a cell fails."""
+`nbdev_test` runs notebooks but does not save what they print. Cells that it skips (`#| gpu`,
+`#| slow`, `#| notest`, `#| eval: false`) keep the outputs they have, so outputs made on a GPU
+survive a run on a CPU. Exit 1 if a cell fails."""
+
 import os
 import sys
 from pathlib import Path
@@ -13,15 +16,19 @@ sys.path.insert(0, str(root))
 
 
 def skipped(cell):
-    "True for a cell that is not code or carries a directive under which `nbdev_test` does not run it."
+    """True for a cell that is not code or carries a directive under which `nbdev_test` does not
+    run it."""
     if cell.cell_type != "code":
         return True
-    head = [line.lstrip("#| ").strip() for line in cell.source.splitlines() if line.startswith("#|")]
+    head = [
+        line.lstrip("#| ").strip() for line in cell.source.splitlines() if line.startswith("#|")
+    ]
     return any(word in {"notest", "gpu", "slow", "eval: false"} for word in head)
 
 
 def run(path):
-    "Run one notebook in its own folder and write its outputs back. What it sets of matplotlib's style ends with it."
+    """Run one notebook in its own folder and write its outputs back. What it sets of
+    matplotlib's style ends with it."""
     import matplotlib
     from execnb.nbio import read_nb, write_nb
     from execnb.shell import CaptureShell

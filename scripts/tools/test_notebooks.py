@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
 """nbdev_test, with the notebooks that take longest first; the options are those of nbdev_test.
 
-nbdev_test starts notebooks by name. A long one near the end then runs alone while the other processes wait. It also forgets
-what the cells print. Here, what is read from a file of results must print what the notebook holds: a page cannot show the
-table of a file that has changed since."""
+nbdev_test starts notebooks by name. A long one near the end then runs alone while the other
+processes wait. It also forgets what the cells print. Here, what is read from a file of results
+must print what the notebook holds: a page cannot show the table of a file that has changed
+since."""
+
 import contextlib
 import json
 import sys
@@ -11,9 +13,18 @@ import sys
 import interpreter
 import nbdev.test
 
-LONGEST = "61_sensitivity 83_score 21_residual 76_serving 57_storage 45b_cells 44_launch 60_calibrate 53_graphs 55_canary 94_images 32_attention 41_decode 40_encode 13_qjl 31_store 20_quantizer 84_tasks".split()
-PAGES = "90_speed 91_leaderboard 92_generate 93_proteins index guide api".split()  # nothing on them is computed but from results/ and from docstrings
-READS = ("results.load(", "rows_of(")  # what a cell elsewhere says that prints a file of results
+LONGEST = (
+    "61_sensitivity 83_score 21_residual 76_serving 57_storage 45b_cells 44_launch 60_calibrate "
+    "53_graphs 55_canary 94_images 32_attention 41_decode 40_encode 13_qjl 31_store "
+    "20_quantizer 84_tasks"
+).split()
+PAGES = (
+    "90_speed 91_leaderboard 92_generate 93_proteins index guide api".split()
+)  # nothing on them is computed but from results/ and from docstrings
+READS = (
+    "results.load(",
+    "rows_of(",
+)  # what a cell elsewhere says that prints a file of results
 EXAMPLES = "03_results".split()  # its files are made and read in the same cell
 parallel, test_nb = nbdev.test.parallel, nbdev.test.test_nb
 
@@ -35,7 +46,8 @@ def text_of(value):
 
 
 def printed(cell):
-    "What a cell shows as text: standard output and text of values. Pictures count as pictures: their bytes depend on fonts."
+    """What a cell shows as text: standard output and text of values. Pictures count as
+    pictures: their bytes depend on fonts."""
     out = []
     for x in cell.get("outputs") or []:
         data = x.get("data") or {}
@@ -44,14 +56,29 @@ def printed(cell):
         elif "image/png" in data:
             out.append("a picture\n")
         else:
-            out.append(text_of(next((data[k] for k in ("text/markdown", "text/html", "text/plain") if k in data), "")))
+            out.append(
+                text_of(
+                    next(
+                        (
+                            data[k]
+                            for k in ("text/markdown", "text/html", "text/plain")
+                            if k in data
+                        ),
+                        "",
+                    )
+                )
+            )
     return "".join(out).strip()
 
 
 def shows_results(stem, cell):
     "Whether the output of a code cell is that of a file of results."
     source = text_of(cell["source"])
-    return cell["cell_type"] == "code" and stem not in EXAMPLES and (stem in PAGES or any(x in source for x in READS))
+    return (
+        cell["cell_type"] == "code"
+        and stem not in EXAMPLES
+        and (stem in PAGES or any(x in source for x in READS))
+    )
 
 
 def differences(path, cells):
@@ -71,7 +98,13 @@ def kept(cells):
     run_all = nbdev.test.CaptureShell.run_all
 
     def keep(self, nb, *args, postproc=lambda cell: None, **kwargs):
-        run_all(self, nb, *args, postproc=lambda cell: (cells.append(cell), postproc(cell)), **kwargs)
+        run_all(
+            self,
+            nb,
+            *args,
+            postproc=lambda cell: (cells.append(cell), postproc(cell)),
+            **kwargs,
+        )
 
     nbdev.test.CaptureShell.run_all = keep
     try:
@@ -81,7 +114,8 @@ def kept(cells):
 
 
 def compared(fn, **kwargs):
-    "test_nb, which also fails where a file of results prints other than what the notebook holds."
+    """test_nb, which also fails where a file of results prints other than what the notebook
+    holds."""
     cells = []
     interpreter.quicken()
     with kept(cells):
@@ -93,7 +127,9 @@ def compared(fn, **kwargs):
 
 
 if __name__ == "__main__":
-    import test_notebooks  # by its name: a process that has run a notebook has another __main__, where `compared` is not found
+    # by its name: a process that has run a notebook has another __main__, where `compared` is
+    # not found
+    import test_notebooks
 
     nbdev.test.parallel = test_notebooks.longest_first
     nbdev.test.nbdev_test()

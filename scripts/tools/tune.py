@@ -1,11 +1,15 @@
 #!/usr/bin/env python3
-"""Find how the decode kernel is best compiled and split on this GPU: tune.py --out FILE [--write] [--workers N].
+"""Find how the decode kernel is best compiled and split on this GPU: tune.py --out FILE
+[--write] [--workers N].
 
-For each form of the kernel (head size, 4 or 8 query rows, bits; no pre-RoPE mean, its sums read, "biased", or computed, "fused") every candidate,
-programs for each multiprocessor and limit of registers, is timed on the same stores as a replayed CUDA graph: one long batch and one long sequence. The
-candidate with the smallest geometric mean wins if it beats the safe default (8 programs, no limit) by 1 %. A form whose output differs
-from the default's by more than rounding stops the run. --write puts the winners of this compute capability into the package's
+For each form of the kernel (head size, 4 or 8 query rows, bits; no pre-RoPE mean, its sums
+read, "biased", or computed, "fused") every candidate, programs for each multiprocessor and
+limit of registers, is timed on the same stores as a replayed CUDA graph: one long batch and one
+long sequence. The candidate with the smallest geometric mean wins if it beats the safe default
+(8 programs, no limit) by 1 %. A form whose output differs from the default's by more than
+rounding stops the run. --write puts the winners of this compute capability into the package's
 configs/decode.json; without it only FILE is written."""
+
 import argparse
 import itertools
 import json
@@ -23,10 +27,17 @@ from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.cache.store import KVStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
-from cases import Shape, frequencies, states  # noqa: E402
-from timing import kernel_times, replayed  # noqa: E402
+from cases import Shape, frequencies, states
+from timing import kernel_times, replayed
 
-FORMS = [(d, rows, bits, mean) for d in (64, 128, 256) for rows in (4, 8) for bits in (2, 3, 4) for mean in ("", "biased", "fused") if d < 256 or mean != "fused"]
+FORMS = [
+    (d, rows, bits, mean)
+    for d in (64, 128, 256)
+    for rows in (4, 8)
+    for bits in (2, 3, 4)
+    for mean in ("", "biased", "fused")
+    if d < 256 or mean != "fused"
+]
 PROGRAMS, LIMITS = (4, 5, 6, 8, 12), (None, 168, 128)
 CASES = [(8, 8, 32768), (1, 8, 65536)]  # batch, KV heads, tokens; tokens are halved at d = 256
 CONFIGS = Path(__file__).resolve().parents[2] / "turboquant_nb" / "configs" / "decode.json"
@@ -50,8 +61,12 @@ def setting(form, case):
     (d, rows, bits, mean), (batch, heads, tokens) = form, case
     q, k, v = states(Shape(batch, heads, rows, d, tokens))
     inv_freq = frequencies(d) if mean else None
-    recipe = Recipe(key=Spec(bits, center="pre_rope" if mean else "prompt_mean"), value=Spec(bits))
-    store = KVStore(recipe, batch, heads, d, d, k.dtype, k.device, max_length=tokens, inv_freq=inv_freq)
+    recipe = Recipe(
+        key=Spec(bits, center="pre_rope" if mean else "prompt_mean"), value=Spec(bits)
+    )
+    store = KVStore(
+        recipe, batch, heads, d, d, k.dtype, k.device, max_length=tokens, inv_freq=inv_freq
+    )
     step = max(256, 2**24 // (batch * heads * d))
     for i in range(0, tokens, step):
         store.append(k[:, :, i : i + step], v[:, :, i : i + step])
@@ -72,24 +87,52 @@ def tune(form, seconds):
     for case in CASES:
         case = (*case[:2], case[2] // 2) if form[0] == 256 else case
         query_and_store = setting(form, case)
-        for programs, limit in sorted(itertools.product(PROGRAMS, LIMITS), key=lambda c: c != (8, None)):
+        for programs, limit in sorted(
+            itertools.product(PROGRAMS, LIMITS), key=lambda c: c != (8, None)
+        ):
             use(programs, limit, form[3])
             out = launch.decode_attention(*query_and_store)[0]
             first = want.setdefault(case, out)
-            assert (out.float() - first.float()).norm() <= 1e-2 * first.float().norm(), (form, programs, limit)
-            t = kernel_times(replayed(partial(launch.decode_attention, *query_and_store)), seconds)
-            rows.append(dict(form=name_of(form), batch=case[0], heads=case[1], tokens=case[2], programs=programs, maxnreg=limit or 0, unit="microseconds", n=1) | t)
+            assert (out.float() - first.float()).norm() <= 1e-2 * first.float().norm(), (
+                form,
+                programs,
+                limit,
+            )
+            t = kernel_times(
+                replayed(partial(launch.decode_attention, *query_and_store)), seconds
+            )
+            rows.append(
+                dict(
+                    form=name_of(form),
+                    batch=case[0],
+                    heads=case[1],
+                    tokens=case[2],
+                    programs=programs,
+                    maxnreg=limit or 0,
+                    unit="microseconds",
+                    n=1,
+                )
+                | t
+            )
             total[programs, limit] = total.get((programs, limit), 0) + math.log(t["p50"])
         del query_and_store
     best = min(total, key=total.get)
     gain = math.exp((total[8, None] - total[best]) / len(CASES))
-    print(f"{name_of(form):28} {best[0]:3} programs, {best[1] or 'no limit':>8} of registers: {gain:.3f} times the default", flush=True)
+    print(
+        f"{name_of(form):28} {best[0]:3} programs, {best[1] or 'no limit':>8} of registers: "
+        f"{gain:.3f} times the default",
+        flush=True,
+    )
     return rows, dict(programs=best[0], maxnreg=best[1]) if gain > 1.01 else None
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--seconds", type=float, default=0.02, help="measuring time of one candidate")
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument(
+        "--seconds", type=float, default=0.02, help="measuring time of one candidate"
+    )
     p.add_argument("--workers", type=int, default=8, help="processes that compile beforehand")
     p.add_argument("--only", default="", help="forms whose name contains this")
     p.add_argument("--write", action="store_true", help="write the winners into the package")
@@ -106,8 +149,19 @@ def main():
         rows += new
         if winner:
             found[name_of(form)] = {k: v for k, v in winner.items() if v}
-    gate = {"cmd": "every candidate's output within 1e-2 of the default's, bf16", "passed": True}
-    results.write(a, "tune decode", rows, gate, {"id": "none"}, {"id": "normal states", "n": len(CASES)}, [0])
+    gate = {
+        "cmd": "every candidate's output within 1e-2 of the default's, bf16",
+        "passed": True,
+    }
+    results.write(
+        a,
+        "tune decode",
+        rows,
+        gate,
+        {"id": "none"},
+        {"id": "normal states", "n": len(CASES)},
+        [0],
+    )
     if a.write:
         known = json.loads(CONFIGS.read_text()) if CONFIGS.exists() else {}
         capability = "{}.{}".format(*torch.cuda.get_device_capability())

@@ -1,4 +1,6 @@
-"The claims audit: every verdict is computed, every check can come out the other way, and the command prints what the module finds."
+"""The claims audit: every verdict is computed, every check can come out the other way, and the
+command prints what the module finds."""
+
 import json
 import math
 import subprocess
@@ -15,7 +17,12 @@ from turboquant_nb.theory.codebook import lloyd_max
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-HOLDS, LIMITED, NOT, ELSEWHERE = "holds", "holds with a condition", "does not hold", "not checkable here"
+HOLDS, LIMITED, NOT, ELSEWHERE = (
+    "holds",
+    "holds with a condition",
+    "does not hold",
+    "not checkable here",
+)
 
 # id: (verdict, other numbers, the verdict that they must bring)
 CHECKS = {
@@ -83,21 +90,35 @@ def test_verdict_and_mutant(rows, id):
 
 def test_hurts_root_and_packing_can_fail(monkeypatch):
     "The same with what they rest on broken, not their numbers."
+
     class Better:  # a table so good that one bit less costs nothing
         mse = 0.01
+
     with monkeypatch.context() as m:
-        m.setattr(claims, "lloyd_max", lambda bits, d=None: Better if bits == 2 else lloyd_max(bits, d))
+        m.setattr(
+            claims,
+            "lloyd_max",
+            lambda bits, d=None: Better if bits == 2 else lloyd_max(bits, d),
+        )
         assert claims.examine("dc-hurts")["verdict"] == NOT
     with monkeypatch.context() as m:
-        m.setattr(claims, "unpack", lambda planes, layout: torch.zeros(512, 128, dtype=torch.uint8))
+        m.setattr(
+            claims, "unpack", lambda planes, layout: torch.zeros(512, 128, dtype=torch.uint8)
+        )
         assert claims.examine("nieto-packing")["figures"]["planes, round trip"] is False
     for bits, d in ((8, 2), (2, 64), (4, 1024)):
         assert claims.examine("dc-hurts", bits=bits, d=d)["verdict"] == HOLDS  # at any size
     assert claims.examine("nieto-packing", bits=4)["verdict"] == NOT
-    for bits in (2, 3, 4):  # the signs' factor is that of the sketch at any table; with enough rows they cost nothing
+    for bits in (
+        2,
+        3,
+        4,
+    ):  # the signs' factor is that of the sketch at any table; with enough rows they cost nothing
         figures = claims.examine("mlx-root", bits=bits)["figures"]
         assert figures["by signs"] == pytest.approx(figures["theory"], rel=0.15)
-        assert figures["by lost centroids"] == pytest.approx(lloyd_max(bits - 1, 128).mse / lloyd_max(bits, 128).mse)
+        assert figures["by lost centroids"] == pytest.approx(
+            lloyd_max(bits - 1, 128).mse / lloyd_max(bits, 128).mse
+        )
     assert claims.examine("mlx-root", rows=256)["verdict"] == HOLDS
 
 
@@ -109,9 +130,13 @@ def test_what_was_only_read_or_imitated_has_no_verdict(rows):
 def test_elsewhere_has_no_figures_and_says_what_would_settle_it(rows):
     for r in rows.values():
         if r["id"] not in CHECKS:
-            assert (r["verdict"], r["method"], r["figures"]) == (ELSEWHERE, "none", {}) and len(r["criterion"]) > 10
+            assert (r["verdict"], r["method"], r["figures"]) == (ELSEWHERE, "none", {}) and len(
+                r["criterion"]
+            ) > 10
         else:
-            assert r["method"] in ("derivation", "measurement") and r["figures"] and r["criterion"]
+            assert (
+                r["method"] in ("derivation", "measurement") and r["figures"] and r["criterion"]
+            )
 
 
 @pytest.mark.parametrize("holds", [True, False])
@@ -129,9 +154,16 @@ def test_missing_library_is_not_a_verdict(monkeypatch):
 def test_table_and_summary(rows):
     some = [rows["esm-ratio"], rows["dc-speed"]]
     lines = claims.table(some, links=True).splitlines()
-    assert len(lines) == 4 and lines[2].startswith("| [esm-ratio](#esm-ratio) |") and "Condition: against fp32" in lines[2]
+    assert (
+        len(lines) == 4
+        and lines[2].startswith("| [esm-ratio](#esm-ratio) |")
+        and "Condition: against fp32" in lines[2]
+    )
     assert lines[3].startswith("| dc-speed |") and "to settle it: an RTX 4090" in lines[3]
-    assert claims.summary(some) == "2 claims: 0 holds, 1 holds with a condition, 0 does not hold, 1 not checkable here"
+    assert (
+        claims.summary(some)
+        == "2 claims: 0 holds, 1 holds with a condition, 0 does not hold, 1 not checkable here"
+    )
     assert claims.table([]).count("\n") == 1
 
 
@@ -144,9 +176,13 @@ def test_unknown_id(bad):
 
 
 def test_wrong_number_name():
-    with pytest.raises(TypeError, match=r"the check of esm-ratio takes \['claimed'\]; got \['bits'\]"):
+    with pytest.raises(
+        TypeError, match=r"the check of esm-ratio takes \['claimed'\]; got \['bits'\]"
+    ):
         claims.examine("esm-ratio", bits=3)
-    with pytest.raises(TypeError, match="takes no numbers; got"):  # a claim without a check ignores nothing
+    with pytest.raises(
+        TypeError, match="takes no numbers; got"
+    ):  # a claim without a check ignores nothing
         claims.examine("dc-speed", claimed=1)
     for bad in ("esm-ratio", 3):
         with pytest.raises(TypeError, match="only must be a list of ids"):
@@ -157,8 +193,12 @@ def test_wrong_number_name():
 
 
 def test_circle_and_sphere():
-    assert claims._sphere_codes(1, 2)[0] == pytest.approx(1 - (math.sin(math.pi / 4) * 4 / math.pi) ** 2, rel=1e-9)
-    floor, _ = claims._sphere_codes(2, 3)  # caps of an ordinary sphere: share (1 - cos t)/2, centroid (1 + cos t)/2
+    assert claims._sphere_codes(1, 2)[0] == pytest.approx(
+        1 - (math.sin(math.pi / 4) * 4 / math.pi) ** 2, rel=1e-9
+    )
+    floor, _ = claims._sphere_codes(
+        2, 3
+    )  # caps of an ordinary sphere: share (1 - cos t)/2, centroid (1 + cos t)/2
     assert floor == pytest.approx(1 - (1 - 2.0**-6) ** 2, rel=1e-9)
 
 
@@ -169,21 +209,41 @@ def test_random_code_is_above_the_floor_and_falls_with_bits(d, bits):
     assert 0 < floor < random and claims._sphere_codes(bits + 1, d)[1] < random
 
 
-@pytest.mark.parametrize("bits,d", [(3, 1), (0, 64), (-1, 64), (math.nan, 64), (math.inf, 64), (3, 2.5), (3, math.nan), (3, "64")])
+@pytest.mark.parametrize(
+    "bits,d",
+    [
+        (3, 1),
+        (0, 64),
+        (-1, 64),
+        (math.nan, 64),
+        (math.inf, 64),
+        (3, 2.5),
+        (3, math.nan),
+        (3, "64"),
+    ],
+)
 def test_sphere_codes_refuses(bits, d):
-    with pytest.raises(ValueError, match="d must be an integer of at least 2 and bits positive"):
+    with pytest.raises(
+        ValueError, match="d must be an integer of at least 2 and bits positive"
+    ):
         claims._sphere_codes(bits, d)
 
 
-@pytest.mark.parametrize("bad", [[], [1, 0], [1, -1], [1, math.nan], [math.inf, 1], [[1, 2]], 3.0, [1e-6, 1]])
+@pytest.mark.parametrize(
+    "bad", [[], [1, 0], [1, -1], [1, math.nan], [math.inf, 1], [[1, 2]], 3.0, [1e-6, 1]]
+)
 def test_shared_table_refuses(bad):
-    with pytest.raises(ValueError, match="variances must be a vector of finite positive numbers"):
+    with pytest.raises(
+        ValueError, match="variances must be a vector of finite positive numbers"
+    ):
         claims._shared_table_mse(bad, 3)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_shared_table_of_equal_variances_is_lloyd_max(bits):
-    assert claims._shared_table_mse(np.full(5, 3.7), bits) == pytest.approx(lloyd_max(bits).mse, rel=2e-3)
+    assert claims._shared_table_mse(np.full(5, 3.7), bits) == pytest.approx(
+        lloyd_max(bits).mse, rel=2e-3
+    )
 
 
 def test_filled_bits_of_equal_variances_are_equal():
@@ -202,13 +262,20 @@ def run(capsys, *argv):
 def test_command_prints_every_claim(capsys, rows):
     code, out, err = run(capsys, "--quiet")
     assert code == 0 and err == "" and max(map(len, out.splitlines())) <= 95
-    assert all(f"{id}: {r['verdict']}\n" in out for id, r in rows.items()) and claims.summary(list(rows.values())) in out
+    assert (
+        all(f"{id}: {r['verdict']}\n" in out for id, r in rows.items())
+        and claims.summary(list(rows.values())) in out
+    )
 
 
 def test_command_json_and_only(capsys, rows):
     code, out, err = run(capsys, "--json", "--quiet", "--only", "nieto-saved", "esm-ratio")
     data = json.loads(out)
-    assert code == 0 and err == "" and [r["id"] for r in data["claims"]] == ["esm-ratio", "nieto-saved"]
+    assert (
+        code == 0
+        and err == ""
+        and [r["id"] for r in data["claims"]] == ["esm-ratio", "nieto-saved"]
+    )
     assert data["claims"][0] == rows["esm-ratio"] and data["seen"].startswith("2 claims")
 
 
@@ -228,11 +295,21 @@ def test_report_usage(capsys, argv, words):
 
 
 def test_help_has_an_example(capsys):
-    assert cli.main(["report", "--help"]) == 0 and "turboquant report claims" in capsys.readouterr().out
+    assert (
+        cli.main(["report", "--help"]) == 0
+        and "turboquant report claims" in capsys.readouterr().out
+    )
     code, out, _ = run(capsys, "--help")
-    assert code == 0 and "example:" in out and all(x in out for x in ("--only", "--json", "--quiet", "--debug"))
+    assert (
+        code == 0
+        and "example:" in out
+        and all(x in out for x in ("--only", "--json", "--quiet", "--debug"))
+    )
 
 
 def test_help_imports_neither_torch_nor_claims():
-    code = "import sys; from turboquant_nb import cli; cli.main(['report', 'claims', '--help']); assert 'torch' not in sys.modules and 'turboquant_nb.apps.claims' not in sys.modules"
+    code = (
+        "import sys; from turboquant_nb import cli; cli.main(['report', 'claims', '--help']); "
+        "assert 'torch' not in sys.modules and 'turboquant_nb.apps.claims' not in sys.modules"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

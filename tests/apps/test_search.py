@@ -1,4 +1,6 @@
-"The coded index: equal to brute force on what the codes stand for, for every spec, size, order of arrival and file; honest bytes; clear errors."
+"""The coded index: equal to brute force on what the codes stand for, for every spec, size,
+order of arrival and file; honest bytes; clear errors."""
+
 import itertools
 import math
 
@@ -24,7 +26,7 @@ SPECS = [
     Spec(bits=3, rotation="identity", codebook="gaussian"),
     Spec(bits=4, codebook="uniform"),
 ]
-name = lambda s: f"{s.bits}-{s.scale}-{s.residual}-{s.rotation}-{s.codebook}-{s.scale_dtype}"  # noqa: E731
+name = lambda s: f"{s.bits}-{s.scale}-{s.residual}-{s.rotation}-{s.codebook}-{s.scale_dtype}"
 
 
 def data(gen, n, d, m=7):
@@ -72,7 +74,9 @@ def test_any_size(d, n, gen):
         agrees(index, q, n)
 
 
-@pytest.mark.parametrize("spec", [Spec(bits=3, scale="unbiased"), Spec(bits=3, residual="qjl")], ids=name)
+@pytest.mark.parametrize(
+    "spec", [Spec(bits=3, scale="unbiased"), Spec(bits=3, residual="qjl")], ids=name
+)
 @pytest.mark.parametrize("center", [False, True])
 def test_order_of_arrival_and_block_size(spec, center, gen):
     x, q = data(gen, 500, 32)
@@ -84,7 +88,9 @@ def test_order_of_arrival_and_block_size(spec, center, gen):
         for part in x[: 120 if step == 1 else None].split(step):
             assert index.add(part) is index
         got, want = index.decode(), whole.decode()[: len(index)]
-        assert float((got - want).abs().max()) < 2e-3 * float(want.abs().max())  # a batch of another size rounds otherwise
+        assert float((got - want).abs().max()) < 2e-3 * float(
+            want.abs().max()
+        )  # a batch of another size rounds otherwise
         assert float((got != want).any(1).float().mean()) < 0.05
         agrees(index, q, 11)
         assert all(len(b.scale) == block for b in index._blocks[:-1])
@@ -120,7 +126,9 @@ def test_bytes(spec, center, gen):
     parts = index.parts()
     held = [t for b in index._blocks for t in (*b.planes, *b[1:]) if t is not None]
     assert sum(t.numel() * t.element_size() for t in held) == 64 * code_bytes(spec, 48, center)
-    assert parts["planes"] + parts["signs"] + parts["numbers"] == 64 * code_bytes(spec, 48, center)
+    assert parts["planes"] + parts["signs"] + parts["numbers"] == 64 * code_bytes(
+        spec, 48, center
+    )
     assert index.nbytes == 64 * code_bytes(spec, 48, center) + (48 * 4 if center else 0)
     assert parts["tables"] >= 48 * 48 * 4
 
@@ -169,7 +177,12 @@ def test_dtypes(dtype, gen):
     x, q = x.to(dtype), q.to(dtype)
     for center in (None, x.mean(0)):
         index = CodedIndex(32, Spec(bits=4), center).add(x)
-        same(index.decode(), CodedIndex(32, Spec(bits=4), None if center is None else center.float()).add(x.float()).decode())
+        same(
+            index.decode(),
+            CodedIndex(32, Spec(bits=4), None if center is None else center.float())
+            .add(x.float())
+            .decode(),
+        )
         agrees(index, q.float(), 3)
 
 
@@ -178,13 +191,17 @@ def test_the_part_along_the_centre_is_exact(gen):
     mean = x.mean(0) * 20
     index = CodedIndex(64, Spec(bits=1, scale_dtype="float32"), mean).add(x)
     assert float(((index.decode() - x) @ mean).abs().max()) < 1e-3 * float(mean.norm())
-    assert float(((CodedIndex(64, Spec(bits=1)).add(x).decode() - x) @ mean).abs().max()) > 0.1 * float(mean.norm())
+    assert float(
+        ((CodedIndex(64, Spec(bits=1)).add(x).decode() - x) @ mean).abs().max()
+    ) > 0.1 * float(mean.norm())
 
 
 def test_unbiased_scale_is_exact_along_the_vector(gen):
     x, _ = data(gen, 200, 64)
     for center in (None, x.mean(0)):
-        index = CodedIndex(64, Spec(bits=2, scale="unbiased", scale_dtype="float32"), center).add(x)
+        index = CodedIndex(
+            64, Spec(bits=2, scale="unbiased", scale_dtype="float32"), center
+        ).add(x)
         power = x.square().sum(1)
         assert float(((index.decode() * x).sum(1) / power - 1).abs().max()) < 1e-4
 
@@ -209,7 +226,10 @@ def test_exact_search(gen):
     want = (q @ x.T).topk(20)
     assert torch.allclose(scores, want.values, atol=1e-5)
     same(ids, want.indices)
-    same(exact_search(x, q, 333, block=7)[1].sort(1).values, torch.arange(333).expand(7, -1).contiguous())
+    same(
+        exact_search(x, q, 333, block=7)[1].sort(1).values,
+        torch.arange(333).expand(7, -1).contiguous(),
+    )
 
 
 def test_recall_by_hand():
@@ -236,7 +256,9 @@ def test_bad_arguments(gen):
     x, q = data(gen, 30, 8)
     index = CodedIndex(8, Spec(bits=3), x.mean(0)).add(x)
     for d in (1, 0, 2.0, True, "8"):
-        with raises(ValueError if type(d) is int else TypeError, "d must be an integer of at least 2"):
+        with raises(
+            ValueError if type(d) is int else TypeError, "d must be an integer of at least 2"
+        ):
             CodedIndex(d)
     with raises(TypeError, "spec must be a Spec, got int"):
         CodedIndex(8, 3)
@@ -244,7 +266,11 @@ def test_bad_arguments(gen):
         CodedIndex(8, Spec(bits=2.5))
     with raises(ValueError, "pass center="):
         CodedIndex(8, Spec(center="prompt_mean"))
-    for center, what in ((torch.zeros(8), "must not be zero"), (torch.ones(9), "[n, 8]"), (torch.full((8,), torch.nan), "finite")):
+    for center, what in (
+        (torch.zeros(8), "must not be zero"),
+        (torch.ones(9), "[n, 8]"),
+        (torch.full((8,), torch.nan), "finite"),
+    ):
         with raises(ValueError, what):
             CodedIndex(8, Spec(), center)
     with raises(TypeError, "center must be a floating-point tensor"):
@@ -258,7 +284,9 @@ def test_bad_arguments(gen):
     with raises(ValueError, "queries must have shape [n, 8]"):
         index.search(q[:, :3])
     for k in (0, 31, 2.0, True):
-        with raises(ValueError if type(k) is int else TypeError, "k must be an integer from 1 to 30"):
+        with raises(
+            ValueError if type(k) is int else TypeError, "k must be an integer from 1 to 30"
+        ):
             index.search(q, k)
     with raises(ValueError, "holds no vectors"):
         CodedIndex(8).search(q, 1)

@@ -1,4 +1,5 @@
 "Attention on codes against plain attention over the decoded states, in every configuration."
+
 import math
 import random
 from dataclasses import replace
@@ -17,9 +18,32 @@ from turboquant_nb.testing import same
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def filled(recipe, batch, heads, d, dv, tokens, seed=0, dtype=torch.float32, tile=8, start=None, chunks=1, **kwargs):
+def filled(
+    recipe,
+    batch,
+    heads,
+    d,
+    dv,
+    tokens,
+    seed=0,
+    dtype=torch.float32,
+    tile=8,
+    start=None,
+    chunks=1,
+    **kwargs,
+):
     g = torch.Generator().manual_seed(seed)
-    store = KVStore(recipe, batch, heads, d, dv, dtype, tile=tile, inv_freq=0.6 ** torch.arange(1.0, max(d // 2 - seed % 2, 1) + 1), **kwargs)
+    store = KVStore(
+        recipe,
+        batch,
+        heads,
+        d,
+        dv,
+        dtype,
+        tile=tile,
+        inv_freq=0.6 ** torch.arange(1.0, max(d // 2 - seed % 2, 1) + 1),
+        **kwargs,
+    )
     k, v = (torch.randn(batch, heads, tokens, x, generator=g).to(dtype) for x in (d, dv))
     if start is not None:
         store.set_range(start=start)
@@ -29,7 +53,8 @@ def filled(recipe, batch, heads, d, dv, tokens, seed=0, dtype=torch.float32, til
 
 
 def seen_by(store, n, first, causal, sliding_window):
-    "Which positions first … length the last n tokens may look at, from the definition: [B, 1, n, T]."
+    """Which positions first … length the last n tokens may look at, from the definition: [B, 1,
+    n, T]."""
     at = torch.arange(store.length - n, store.length)[:, None]
     p = torch.arange(first, store.length)[None]
     ok = torch.ones(n, p.shape[1], dtype=torch.bool)
@@ -40,9 +65,14 @@ def seen_by(store, n, first, causal, sliding_window):
 
 
 def read_unrounded(store, name):
-    "What `store.read` gives before it is rounded to the model's dtype: [B, H, length - offset, d] fp64."
+    """What `store.read` gives before it is rounded to the model's dtype: [B, H, length -
+    offset, d] fp64."""
     side = getattr(store, name)
-    x = decode(side.q, store.coded(name, store.offset, store.length), store.center(name, store.offset, store.length)).double()
+    x = decode(
+        side.q,
+        store.coded(name, store.offset, store.length),
+        store.center(name, store.offset, store.length),
+    ).double()
     states, positions = store.exact(name)
     rows, slots = (positions >= store.offset).nonzero(as_tuple=True)
     x[rows, :, positions[rows, slots] - store.offset] = states[rows, :, slots].double()
@@ -51,7 +81,8 @@ def read_unrounded(store, name):
 
 
 def reference(q, store, chunk, mask, first, states=None, **kwargs):
-    "fp64 softmax over `store.read` (`states`, if it was read before), with the exact chunk in place of its codes."
+    """fp64 softmax over `store.read` (`states`, if it was read before), with the exact chunk in
+    place of its codes."""
     k, v = states or (read_unrounded(store, side) for side in ("key", "value"))
     k, v = k[:, :, first - store.offset :].clone(), v[:, :, first - store.offset :].clone()
     if chunk is not None:
@@ -72,7 +103,9 @@ def reference(q, store, chunk, mask, first, states=None, **kwargs):
 def compare(got, want, dtype):
     out, lse = got
     assert out.dtype == dtype and lse.dtype == torch.float32
-    tolerance = {torch.float32: 2e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]  # half a unit of the output's last place, doubled, plus fp32 sums
+    tolerance = {torch.float32: 2e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}[
+        dtype
+    ]  # half a unit of the output's last place, doubled, plus fp32 sums
     error = (out.double() - want[0]).abs()
     assert bool((error <= tolerance * (1 + want[0].abs())).all()), float(error.max())
     seen = want[1] > -math.inf
@@ -82,12 +115,39 @@ def compare(got, want, dtype):
 
 def draw(rng, d, dv):
     "Any bits and residuals; decay where there is something to drop."
-    def spec(d, *centers):
-        bits = rng.choice((1, 2, 3, 4, 2, 3, 4, rng.randint(1, 3) + rng.randint(1, d - 1) / d, tuple(rng.randint(1, 4) for _ in range(d))))
-        residual = rng.choice(("none", "sign", "qjl")) if isinstance(bits, int) and bits > 1 else "none"
-        return Spec(bits, rng.choice(("hadamard", "haar", "identity")), 0, rng.choice(("norm", "mse", "unbiased")), "sphere", rng.choice(("none", "prompt_mean", *centers)), residual=residual)
 
-    recipe = Recipe(spec(d, "pre_rope", "pre_rope"), spec(dv), rng.choice((0, 1, 4)), rng.choice((0, 3, 10)))
+    def spec(d, *centers):
+        bits = rng.choice(
+            (
+                1,
+                2,
+                3,
+                4,
+                2,
+                3,
+                4,
+                rng.randint(1, 3) + rng.randint(1, d - 1) / d,
+                tuple(rng.randint(1, 4) for _ in range(d)),
+            )
+        )
+        residual = (
+            rng.choice(("none", "sign", "qjl"))
+            if isinstance(bits, int) and bits > 1
+            else "none"
+        )
+        return Spec(
+            bits,
+            rng.choice(("hadamard", "haar", "identity")),
+            0,
+            rng.choice(("norm", "mse", "unbiased")),
+            "sphere",
+            rng.choice(("none", "prompt_mean", *centers)),
+            residual=residual,
+        )
+
+    recipe = Recipe(
+        spec(d, "pre_rope", "pre_rope"), spec(dv), rng.choice((0, 1, 4)), rng.choice((0, 3, 10))
+    )
     try:
         return replace(recipe, decay=rng.choice((None, 4, 20)))
     except ValueError:
@@ -96,18 +156,41 @@ def draw(rng, d, dv):
 
 @pytest.mark.parametrize("block", range(12))
 def test_random_configurations(block):
-    "12 x 20 of them: groups, sizes, padding, ends, windows, caps, masks per head, chunks, eviction, dtypes, block sizes."
+    """12 x 20 of them: groups, sizes, padding, ends, windows, caps, masks per head, chunks,
+    eviction, dtypes, block sizes."""
     for trial in range(20):
         rng = random.Random(500 * block + trial)
         batch, heads, groups = rng.randint(1, 3), rng.randint(1, 3), rng.randint(1, 8)
         d, dv, tokens = rng.choice((4, 7, 16)), rng.choice((4, 9, 16)), rng.randint(1, 70)
-        n, dtype = rng.randint(1, min(20, tokens)), rng.choice((torch.float32, torch.float32, torch.float16, torch.bfloat16))
-        start = torch.tensor([rng.randint(0, 12) for _ in range(batch)]) if rng.random() < 0.5 else None
-        store, k, v = filled(draw(rng, d, dv), batch, heads, d, dv, tokens, rng.randrange(99), dtype, 8, start, rng.randint(1, 3))
+        n, dtype = (
+            rng.randint(1, min(20, tokens)),
+            rng.choice((torch.float32, torch.float32, torch.float16, torch.bfloat16)),
+        )
+        start = (
+            torch.tensor([rng.randint(0, 12) for _ in range(batch)])
+            if rng.random() < 0.5
+            else None
+        )
+        store, k, v = filled(
+            draw(rng, d, dv),
+            batch,
+            heads,
+            d,
+            dv,
+            tokens,
+            rng.randrange(99),
+            dtype,
+            8,
+            start,
+            rng.randint(1, 3),
+        )
         if rng.random() < 0.4:
             store.evict(rng.randint(0, max(0, tokens - n)))
         if rng.random() < 0.25:
-            store.set_range(start=store.start if int(store.start.max()) <= tokens else None, end=torch.tensor([rng.randint(0, tokens) for _ in range(batch)]))
+            store.set_range(
+                start=store.start if int(store.start.max()) <= tokens else None,
+                end=torch.tensor([rng.randint(0, tokens) for _ in range(batch)]),
+            )
         chunk = (k[:, :, tokens - n :], v[:, :, tokens - n :]) if rng.random() < 0.6 else None
         g = torch.Generator().manual_seed(trial)
         q = torch.randn(batch, heads * groups, n, d, generator=g).to(dtype)
@@ -115,26 +198,50 @@ def test_random_configurations(block):
         causal, sliding_window, first = True, None, store.offset
         if rng.random() < 0.5:
             first = rng.randint(store.offset, tokens - 1)
-            mask = torch.rand(rng.choice((1, batch)), rng.choice((1, heads * groups)), n, tokens - first, generator=g) < 0.6
+            mask = (
+                torch.rand(
+                    rng.choice((1, batch)),
+                    rng.choice((1, heads * groups)),
+                    n,
+                    tokens - first,
+                    generator=g,
+                )
+                < 0.6
+            )
             if rng.random() < 0.5:
                 mask[:, :, rng.randrange(n)] = False
             call, want = dict(kwargs, mask=mask, first=first), mask
         else:
             causal, sliding_window = rng.random() < 0.8, rng.choice((None, None, 1, 5, 30))
-            call, want = dict(kwargs, causal=causal, sliding_window=sliding_window), seen_by(store, n, first, causal, sliding_window)
+            call, want = (
+                dict(kwargs, causal=causal, sliding_window=sliding_window),
+                seen_by(store, n, first, causal, sliding_window),
+            )
         expect = reference(q, store, chunk, want, first, **kwargs)
         for block_size in (rng.choice((1, 2, 5)), rng.choice((8, 13, 64)), 1024):
-            compare(attend(q, store, *(chunk or (None, None)), block=block_size, **call), expect, dtype)
+            compare(
+                attend(q, store, *(chunk or (None, None)), block=block_size, **call),
+                expect,
+                dtype,
+            )
 
 
-CODES = [Spec(b, residual=r) for r in ("none", "sign", "qjl") for b in (2, 3, 4)] + [Spec(1), Spec(2.25), Spec(3.5), Spec((4, 1, 2, 3) * 4), Spec(3, scale="unbiased")]
+CODES = [Spec(b, residual=r) for r in ("none", "sign", "qjl") for b in (2, 3, 4)] + [
+    Spec(1),
+    Spec(2.25),
+    Spec(3.5),
+    Spec((4, 1, 2, 3) * 4),
+    Spec(3, scale="unbiased"),
+]
 
 
 @pytest.mark.parametrize("decay", [None, 10])
 @pytest.mark.parametrize("key", CODES, ids=lambda s: f"{s.bits}-{s.residual}-{s.scale}")
 def test_every_code_of_keys_with_every_code_of_values(key, decay):
     for i, (value, dtype) in enumerate(product(CODES, (torch.float32, torch.bfloat16))):
-        if not SLOW and (i // 2 + i + CODES.index(key) + bool(decay)) % 2:  # each pair in one of the two dtypes, each code in both
+        if (
+            not SLOW and (i // 2 + i + CODES.index(key) + bool(decay)) % 2
+        ):  # each pair in one of the two dtypes, each code in both
             continue
         if decay and "qjl" in (key.residual, value.residual):
             continue
@@ -143,7 +250,11 @@ def test_every_code_of_keys_with_every_code_of_values(key, decay):
         except ValueError:  # nothing to drop
             continue
         store, k, v = filled(recipe, 2, 2, 16, 16, 50, 3, dtype, 8, torch.tensor([0, 5]), 3)
-        assert store.key.truncated_tiles + store.value.truncated_tiles > 0 if decay else store.key.truncated_tiles == store.value.truncated_tiles == 0
+        assert (
+            store.key.truncated_tiles + store.value.truncated_tiles > 0
+            if decay
+            else store.key.truncated_tiles == store.value.truncated_tiles == 0
+        )
         q = torch.randn(2, 4, 5, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
         mask = seen_by(store, 5, 0, True, None)
         states = [read_unrounded(store, side) for side in ("key", "value")]
@@ -161,15 +272,21 @@ class Products(TorchDispatchMode):
         self.pointer, self.rows = matrix.data_ptr(), []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default) and args[1].data_ptr() == self.pointer:
+        if (
+            func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
+            and args[1].data_ptr() == self.pointer
+        ):
             self.rows.append(args[0].numel() // args[0].shape[-1])
         return func(*args, **(kwargs or {}))
 
 
 def test_sketch_meets_queries_and_sums_only():
-    "Sq once, and its transpose once on what was summed over tokens: 2 heads of 3 queries, not 64 tokens."
+    """Sq once, and its transpose once on what was summed over tokens: 2 heads of 3 queries, not
+    64 tokens."""
     for key, value, times in (("qjl", "none", 1), ("none", "qjl", 1), ("qjl", "qjl", 2)):
-        store, _, _ = filled(Recipe(Spec(3, residual=key), Spec(3, residual=value), 0, 0), 1, 1, 8, 8, 64)
+        store, _, _ = filled(
+            Recipe(Spec(3, residual=key), Spec(3, residual=value), 0, 0), 1, 1, 8, 8, 64
+        )
         with Products((store.key if key == "qjl" else store.value).q.sketch) as seen:
             attend(torch.ones(1, 2, 3, 8), store, block=16)
         assert seen.rows == [6] * times
@@ -181,7 +298,15 @@ def test_sketch_meets_queries_and_sums_only():
 @pytest.mark.parametrize("softcap", (None, 2.0))
 def test_a_pre_rope_mean_does_not_cancel(softcap):
     "Mutants: its share of the scores left out, and a mean that is taken for a fixed one."
-    store, _, _ = filled(Recipe(Spec(2, center="pre_rope"), Spec(2), 1, 3), 2, 2, 16, 16, 60, start=torch.tensor([0, 5]))
+    store, _, _ = filled(
+        Recipe(Spec(2, center="pre_rope"), Spec(2), 1, 3),
+        2,
+        2,
+        16,
+        16,
+        60,
+        start=torch.tensor([0, 5]),
+    )
     store.key.mean.copy_(2 * torch.randn(store.key.mean.shape))
     q, mask = torch.randn(2, 4, 5, 16), seen_by(store, 5, 0, True, None)
     want = reference(q, store, None, mask, 0, softcap=softcap)
@@ -203,7 +328,9 @@ def test_where_the_device_counts(center):
     "Compiled attention to a static store reads its position; one compilation serves all steps."
     torch._dynamo.reset()
     recipe, steps = Recipe(Spec(3, center=center), Spec(4), 2, 5), []
-    store, _, _ = filled(recipe, 2, 2, 16, 16, 30, start=torch.tensor([0, 5]), max_length=60, static=True)
+    store, _, _ = filled(
+        recipe, 2, 2, 16, 16, 30, start=torch.tensor([0, 5]), max_length=60, static=True
+    )
 
     @torch.compile(backend=lambda graph, _: steps.append(1) or graph.forward, fullgraph=True)
     def step(q, k, v):
@@ -214,7 +341,9 @@ def test_where_the_device_counts(center):
         q, k, v = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 1, 16), torch.randn(2, 2, 1, 16)
         got = step(q, k, v)
         store.sync()
-        compare(got, reference(q, store, None, seen_by(store, 1, 0, True, 20), 0), torch.float32)
+        compare(
+            got, reference(q, store, None, seen_by(store, 1, 0, True, 20), 0), torch.float32
+        )
     assert len(steps) <= 2 and store.length == 50
 
 
@@ -225,13 +354,19 @@ def test_first_without_a_mask():
     for first in (0, 3, 20, 25, 27):
         for chunk in (None, (k[:, :, -6:], v[:, :, -6:])):
             mask = seen_by(store, 6, first, True, None)
-            compare(attend(q, store, *(chunk or (None, None)), first=first), reference(q, store, chunk, mask, first), torch.float32)
+            compare(
+                attend(q, store, *(chunk or (None, None)), first=first),
+                reference(q, store, chunk, mask, first),
+                torch.float32,
+            )
 
 
 def test_mask_before_the_start_of_a_row():
     "A mask replaces the store's ranges: what it shows is seen, padding or not."
     for sliding_window in (0, 9):
-        store, k, v = filled(Recipe(sinks=2, recent=sliding_window), 2, 1, 8, 8, 10, start=torch.tensor([0, 3]))
+        store, k, v = filled(
+            Recipe(sinks=2, recent=sliding_window), 2, 1, 8, 8, 10, start=torch.tensor([0, 3])
+        )
         q, mask = torch.randn(2, 2, 1, 8), torch.ones(1, 1, 1, 10, dtype=torch.bool)
         compare(attend(q, store, mask=mask), reference(q, store, None, mask, 0), torch.float32)
 
@@ -239,15 +374,35 @@ def test_mask_before_the_start_of_a_row():
 def test_dense_attention_is_the_reference():
     "The library's own oracle against fp64, and its row blocks."
     g = torch.Generator().manual_seed(3)
-    for causal, sliding_window, cap in ((True, None, None), (False, None, 3.0), (True, 4, None)):
-        q, k, v = torch.randn(2, 6, 9, 8, generator=g), torch.randn(2, 3, 14, 8, generator=g), torch.randn(2, 3, 14, 5, generator=g)
+    for causal, sliding_window, cap in (
+        (True, None, None),
+        (False, None, 3.0),
+        (True, 4, None),
+    ):
+        q, k, v = (
+            torch.randn(2, 6, 9, 8, generator=g),
+            torch.randn(2, 3, 14, 8, generator=g),
+            torch.randn(2, 3, 14, 5, generator=g),
+        )
         at, p = torch.arange(5, 14)[:, None], torch.arange(14)
         mask = ((p <= at) | (not causal)) & (p > at - (sliding_window or 99))
         kk, vv = (x.double().repeat_interleave(2, 1) for x in (k, v))
         scores = q.double() @ kk.transpose(-1, -2) / math.sqrt(8)
-        scores = (cap * torch.tanh(scores / cap) if cap else scores).masked_fill(~mask, -math.inf)
-        compare(dense_attention(q, k, v, causal=causal, sliding_window=sliding_window, softcap=cap), (scores.softmax(-1) @ vv, scores.logsumexp(-1)), torch.float32)
-        compare(dense_attention(q, k, v, causal=causal, sliding_window=sliding_window, softcap=cap, rows=2), (scores.softmax(-1) @ vv, scores.logsumexp(-1)), torch.float32)
+        scores = (cap * torch.tanh(scores / cap) if cap else scores).masked_fill(
+            ~mask, -math.inf
+        )
+        compare(
+            dense_attention(q, k, v, causal=causal, sliding_window=sliding_window, softcap=cap),
+            (scores.softmax(-1) @ vv, scores.logsumexp(-1)),
+            torch.float32,
+        )
+        compare(
+            dense_attention(
+                q, k, v, causal=causal, sliding_window=sliding_window, softcap=cap, rows=2
+            ),
+            (scores.softmax(-1) @ vv, scores.logsumexp(-1)),
+            torch.float32,
+        )
     nothing = torch.zeros(1, 1, 9, 14, dtype=torch.bool)
     out, lse = dense_attention(q, k, v, mask=nothing)
     assert float(out.abs().max()) == 0 and bool((lse == -math.inf).all())
@@ -291,28 +446,50 @@ def test_nan_in_queries_is_not_hidden():
 def test_inputs_are_not_changed():
     store, k, v = filled(Recipe(sinks=2, recent=3), 1, 2, 8, 8, 20)
     q = torch.randn(1, 4, 3, 8)
-    before = [x.clone() for x in (q, k, v)] + [t.clone() for s in (store.key, store.value) for t in s.tensors.values()]
+    before = [x.clone() for x in (q, k, v)] + [
+        t.clone() for s in (store.key, store.value) for t in s.tensors.values()
+    ]
     a, b = (attend(q, store, k[:, :, -3:], v[:, :, -3:])[0] for _ in range(2))
     same(a, b)
-    for x, y in zip([q, k, v] + [t for s in (store.key, store.value) for t in s.tensors.values()], before):
+    for x, y in zip(
+        [q, k, v] + [t for s in (store.key, store.value) for t in s.tensors.values()], before
+    ):
         same(x, y)
     strided = torch.randn(1, 3, 4, 8).transpose(1, 2)
     same(attend(strided, store)[0], attend(strided.contiguous(), store)[0])
 
 
-@pytest.mark.parametrize("kwargs, error, name", [
-    (dict(q=[1.0]), TypeError, "q"), (dict(q=torch.ones(1, 4, 2, 8, dtype=torch.long)), TypeError, "q"), (dict(q=torch.ones(1, 4, 8)), ValueError, "q"),
-    (dict(q=torch.ones(2, 4, 2, 8)), ValueError, "q"), (dict(q=torch.ones(1, 3, 2, 8)), ValueError, "q"), (dict(q=torch.ones(1, 4, 2, 7)), ValueError, "q"),
-    (dict(q=torch.ones(1, 4, 2, 8, device="meta")), ValueError, "q"), (dict(q=torch.ones(1, 4, 21, 8)), ValueError, "q"),
-    (dict(k=torch.ones(1, 2, 2, 8)), ValueError, "k and v"), (dict(v=torch.ones(1, 2, 2, 8)), ValueError, "k and v"),
-    (dict(k=torch.ones(1, 2, 2, 7), v=torch.ones(1, 2, 2, 8)), ValueError, "k"), (dict(k=torch.ones(1, 2, 2, 8), v=torch.ones(1, 2, 3, 8)), ValueError, "v"),
-    (dict(k=torch.ones(1, 2, 21, 8), v=torch.ones(1, 2, 21, 8)), ValueError, "k"),
-    (dict(mask=torch.ones(1, 1, 2, 19, dtype=torch.bool)), ValueError, "mask"), (dict(mask=torch.ones(1, 1, 2, 20)), TypeError, "mask"),
-    (dict(mask=torch.ones(1, 1, 3, 20, dtype=torch.bool)), ValueError, "mask"), (dict(mask=torch.ones(2, 20, dtype=torch.bool)), ValueError, "mask"),
-    (dict(mask=torch.ones(1, 3, 2, 20, dtype=torch.bool)), ValueError, "mask"), (dict(mask=torch.ones(3, 1, 2, 20, dtype=torch.bool)), ValueError, "mask"),
-    (dict(mask=[[True]]), (TypeError, ValueError), "mask"), (dict(first=-1), ValueError, "first"), (dict(first=21), ValueError, "first"),
-    (dict(softcap=0.0), ValueError, "softcap"), (dict(softcap=-1.0), ValueError, "softcap"), (dict(sliding_window=0), ValueError, "sliding_window"), (dict(block=0), ValueError, "block"),
-])
+@pytest.mark.parametrize(
+    "kwargs, error, name",
+    [
+        (dict(q=[1.0]), TypeError, "q"),
+        (dict(q=torch.ones(1, 4, 2, 8, dtype=torch.long)), TypeError, "q"),
+        (dict(q=torch.ones(1, 4, 8)), ValueError, "q"),
+        (dict(q=torch.ones(2, 4, 2, 8)), ValueError, "q"),
+        (dict(q=torch.ones(1, 3, 2, 8)), ValueError, "q"),
+        (dict(q=torch.ones(1, 4, 2, 7)), ValueError, "q"),
+        (dict(q=torch.ones(1, 4, 2, 8, device="meta")), ValueError, "q"),
+        (dict(q=torch.ones(1, 4, 21, 8)), ValueError, "q"),
+        (dict(k=torch.ones(1, 2, 2, 8)), ValueError, "k and v"),
+        (dict(v=torch.ones(1, 2, 2, 8)), ValueError, "k and v"),
+        (dict(k=torch.ones(1, 2, 2, 7), v=torch.ones(1, 2, 2, 8)), ValueError, "k"),
+        (dict(k=torch.ones(1, 2, 2, 8), v=torch.ones(1, 2, 3, 8)), ValueError, "v"),
+        (dict(k=torch.ones(1, 2, 21, 8), v=torch.ones(1, 2, 21, 8)), ValueError, "k"),
+        (dict(mask=torch.ones(1, 1, 2, 19, dtype=torch.bool)), ValueError, "mask"),
+        (dict(mask=torch.ones(1, 1, 2, 20)), TypeError, "mask"),
+        (dict(mask=torch.ones(1, 1, 3, 20, dtype=torch.bool)), ValueError, "mask"),
+        (dict(mask=torch.ones(2, 20, dtype=torch.bool)), ValueError, "mask"),
+        (dict(mask=torch.ones(1, 3, 2, 20, dtype=torch.bool)), ValueError, "mask"),
+        (dict(mask=torch.ones(3, 1, 2, 20, dtype=torch.bool)), ValueError, "mask"),
+        (dict(mask=[[True]]), (TypeError, ValueError), "mask"),
+        (dict(first=-1), ValueError, "first"),
+        (dict(first=21), ValueError, "first"),
+        (dict(softcap=0.0), ValueError, "softcap"),
+        (dict(softcap=-1.0), ValueError, "softcap"),
+        (dict(sliding_window=0), ValueError, "sliding_window"),
+        (dict(block=0), ValueError, "block"),
+    ],
+)
 def test_refuses(kwargs, error, name):
     store, _, _ = filled(Recipe(), 1, 2, 8, 8, 20)
     with pytest.raises(error, match=name):

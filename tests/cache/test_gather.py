@@ -1,4 +1,6 @@
-"A decode step by look-up of four codes against attention on codes: random recipes, shapes, ranges, crops, evictions."
+"""A decode step by look-up of four codes against attention on codes: random recipes, shapes,
+ranges, crops, evictions."""
+
 import copy
 import random
 from dataclasses import replace
@@ -17,47 +19,87 @@ FREQ = 100.0 ** (-torch.arange(8) / 8)
 
 
 def close(got, want, limit=2e-5):
-    "Outputs relative to the largest, log-sum-exps as they are; infinite ones in the same places."
+    """Outputs relative to the largest, log-sum-exps as they are; infinite ones in the same
+    places."""
     hidden = want[1].isinf()
     assert torch.equal(got[1].isinf(), hidden) and not got[0][hidden].any()
     assert got[0].dtype == want[0].dtype and got[0].shape == want[0].shape
-    assert (got[0] - want[0]).abs().max() <= limit * want[0].abs().max() and ((got[1] - want[1])[~hidden].abs() <= limit).all()
+    assert (got[0] - want[0]).abs().max() <= limit * want[0].abs().max() and (
+        (got[1] - want[1])[~hidden].abs() <= limit
+    ).all()
 
 
 def some_bits(r, d, kind):
-    "Bits of a side: one number; of `mixed` sides a fraction or a number for each channel; with a QJL residual at least 2."
+    """Bits of a side: one number; of `mixed` sides a fraction or a number for each channel;
+    with a QJL residual at least 2."""
     if kind == "mixed" and r.random() < 0.8:
-        return r.choice((r.randint(1, 3) + r.randint(1, d - 1) / d, tuple(r.choice(r.choice(((1, 2, 3, 4), (2, 4)))) for _ in range(d))))
+        return r.choice(
+            (
+                r.randint(1, 3) + r.randint(1, d - 1) / d,
+                tuple(r.choice(r.choice(((1, 2, 3, 4), (2, 4)))) for _ in range(d)),
+            )
+        )
     return r.randint(2 if kind == "qjl" else 3 if kind == "decay" else 1, 4)
 
 
-CASES = [("plain", seed) for seed in range(24)] + [(kind, seed) for kind in ("mixed", "qjl", "decay") for seed in range(10)]
+CASES = [("plain", seed) for seed in range(24)] + [
+    (kind, seed) for kind in ("mixed", "qjl", "decay") for seed in range(10)
+]
 
 
 @pytest.mark.parametrize("kind, seed", CASES)
 def test_random_steps_are_attention_on_codes(kind, seed):
     g, r = torch.Generator().manual_seed(seed), random.Random(seed)
-    dk, dv, heads, groups, batch = r.choice((16, 17, 40, 64)), r.choice((16, 31, 64)), r.choice((1, 3)), r.choice((1, 2, 7)), r.choice((1, 2, 3))
-    key = Spec(some_bits(r, dk, kind), center=r.choice(("none", "prompt_mean", "pre_rope")), codebook=r.choice(("sphere", "uniform")), scale_dtype=r.choice(("float16", "float32")))
-    value = Spec(some_bits(r, dv, kind), rotation=r.choice(("hadamard", "haar")), center=r.choice(("none", "prompt_mean")))
+    dk, dv, heads, groups, batch = (
+        r.choice((16, 17, 40, 64)),
+        r.choice((16, 31, 64)),
+        r.choice((1, 3)),
+        r.choice((1, 2, 7)),
+        r.choice((1, 2, 3)),
+    )
+    key = Spec(
+        some_bits(r, dk, kind),
+        center=r.choice(("none", "prompt_mean", "pre_rope")),
+        codebook=r.choice(("sphere", "uniform")),
+        scale_dtype=r.choice(("float16", "float32")),
+    )
+    value = Spec(
+        some_bits(r, dv, kind),
+        rotation=r.choice(("hadamard", "haar")),
+        center=r.choice(("none", "prompt_mean")),
+    )
     recipe = Recipe(key, value, sinks=r.choice((0, 4)), recent=r.choice((0, 1, 16)))
     if kind == "qjl":
         which = r.choice((("key",), ("value",), ("key", "value")))
-        recipe = replace(recipe, **{side: replace(getattr(recipe, side), residual="qjl", codebook="sphere") for side in which})
+        recipe = replace(
+            recipe,
+            **{
+                side: replace(getattr(recipe, side), residual="qjl", codebook="sphere")
+                for side in which
+            },
+        )
     if kind == "decay":
         other = replace(value, bits=r.choice((2, value.bits, some_bits(r, dv, "mixed"))))
         recipe = replace(recipe, value=other, decay=r.choice((1, 40, 100)))
     store = KVStore(recipe, batch, heads, dk, dv, tile=r.choice((16, 64, 256)), inv_freq=FREQ)
     store.set_range(start=torch.tensor([r.choice((0, 0, 5, 130)) for _ in range(batch)]))
-    new = lambda n: (torch.randn(batch, heads, n, dk, generator=g) + 1, torch.randn(batch, heads, n, dv, generator=g) - 1)  # noqa: E731
+    new = lambda n: (
+        torch.randn(batch, heads, n, dk, generator=g) + 1,
+        torch.randn(batch, heads, n, dv, generator=g) - 1,
+    )
     window = r.choice((None, 3, 90))
-    options = dict(sliding_window=window, softcap=r.choice((None, 5.0)), scaling=r.choice((None, 0.2)))
+    options = dict(
+        sliding_window=window, softcap=r.choice((None, 5.0)), scaling=r.choice((None, 0.2))
+    )
     for n in (r.randint(1, 400), 1, 1, r.randint(2, 40), 1, 1):
         k, v = new(n)
         store.append(k, v)
         q = torch.randn(batch, heads * groups, 1, dk, generator=g)
         for chunk in ((), (k[:, :, -1:], v[:, :, -1:]), (k, v)):
-            close(gather.attend(q, store, *chunk, **options), attention.attend(q, store, *chunk, **options))
+            close(
+                gather.attend(q, store, *chunk, **options),
+                attention.attend(q, store, *chunk, **options),
+            )
         if n > 1:
             store.crop(r.randint(1, n - 1))
             close(gather.attend(q, store, **options), attention.attend(q, store, **options))
@@ -65,7 +107,9 @@ def test_random_steps_are_attention_on_codes(kind, seed):
             store.evict(store.length - window - 1)
         if kind == "decay" and r.random() < 0.5 and store.length > 60:
             before = store.length - 30
-            for side, truncation in store._truncations(before, store.length)[:1]:  # of keys alone, where both could
+            for side, truncation in store._truncations(before, store.length)[
+                :1
+            ]:  # of keys alone, where both could
                 side.adopt(truncation)
             close(gather.attend(q, store, **options), attention.attend(q, store, **options))
 
@@ -73,16 +117,23 @@ def test_random_steps_are_attention_on_codes(kind, seed):
 @pytest.mark.parametrize("dtype, limit", [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
 def test_half_precision(dtype, limit):
     "Inputs are widened alike, so what differs is the rounding of the output."
-    new = lambda h, n: torch.randn(2, h, n, 64, generator=torch.Generator().manual_seed(h + n)).to(dtype)  # noqa: E731
+    new = lambda h, n: torch.randn(
+        2, h, n, 64, generator=torch.Generator().manual_seed(h + n)
+    ).to(dtype)
     store = KVStore(Recipe(), 2, 2, 64, dtype=dtype)
     store.append(new(2, 300), new(2, 300))
     got, want = gather.attend(new(8, 1), store), attention.attend(new(8, 1), store)
-    assert got[0].dtype == dtype and (got[0] - want[0]).float().abs().max() <= limit * want[0].float().abs().max()
+    assert (
+        got[0].dtype == dtype
+        and (got[0] - want[0]).float().abs().max() <= limit * want[0].float().abs().max()
+    )
 
 
 def test_a_transform_for_each_head():
     g = torch.Generator().manual_seed(0)
-    transform = register_transform(HeadTransform.of(torch.randn(3, 64, 64, generator=g) + 20 * torch.eye(64)))
+    transform = register_transform(
+        HeadTransform.of(torch.randn(3, 64, 64, generator=g) + 20 * torch.eye(64))
+    )
     store = KVStore(Recipe(Spec(3, rotation=transform.name), Spec(3)), 1, 3, 64)
     store.append(*torch.randn(2, 1, 3, 300, 64, generator=g))
     q = torch.randn(1, 6, 1, 64, generator=g)
@@ -93,14 +144,21 @@ def test_a_transform_for_each_head():
 @pytest.mark.parametrize("along", ("channel", "token"))
 def test_every_byte_decodes_to_the_reference(bits, along):
     "All combinations of four codes, in channels of both halves of a bit plane's byte."
-    book, layout = scalar_codebook("gaussian", bits, 2).to_int8_grid(), Layout(bits, 2, along, tile=4 * 2 ** (2 * bits))
+    book, layout = (
+        scalar_codebook("gaussian", bits, 2).to_int8_grid(),
+        Layout(bits, 2, along, tile=4 * 2 ** (2 * bits)),
+    )
     every = torch.cartesian_prod(*[torch.arange(2**bits, dtype=torch.uint8)] * 4)  # [n, 4]
-    every = every.reshape(-1, 2 ** (2 * bits), 4).transpose(-1, -2).reshape(-1, 1)  # tiles, quarters, rows
+    every = (
+        every.reshape(-1, 2 ** (2 * bits), 4).transpose(-1, -2).reshape(-1, 1)
+    )  # tiles, quarters, rows
     codes = torch.cat([every, every.flip(0)], 1)
     planes = pack(codes, layout)
     got = gather.by_token(gather.decode_quads(planes, layout, gather.quad_table(book)))
     got = got.flatten(-2).transpose(-1, -2).reshape(-1, 2) * book.grid.step
-    assert len(codes) == 4 * 2 ** (4 * bits) and torch.equal(got, book.decode(unpack(planes, layout)))
+    assert len(codes) == 4 * 2 ** (4 * bits) and torch.equal(
+        got, book.decode(unpack(planes, layout))
+    )
 
 
 def test_blocks_change_nothing_but_the_order_of_sums(monkeypatch):
@@ -116,25 +174,44 @@ def test_blocks_change_nothing_but_the_order_of_sums(monkeypatch):
 
 def test_what_is_not_served():
     "A static store, sequences with ends, several queries: each with its reason."
-    q, static, ends = torch.randn(1, 2, 1, 64), KVStore(Recipe(), 1, 2, 64, static=True, max_length=512), KVStore(Recipe(), 1, 2, 64)
+    q, static, ends = (
+        torch.randn(1, 2, 1, 64),
+        KVStore(Recipe(), 1, 2, 64, static=True, max_length=512),
+        KVStore(Recipe(), 1, 2, 64),
+    )
     for store in (static, ends):
         store.append(*torch.randn(2, 1, 2, 300, 64))
     assert gather.supports(q, ends) == (True, "")
     ends.set_range(end=200)
-    for query, store, why in ((q, static, "the store is static"), (q, ends, "sequences have ends"), (q.expand(-1, -1, 2, -1), ends, "one query a sequence")):
+    for query, store, why in (
+        (q, static, "the store is static"),
+        (q, ends, "sequences have ends"),
+        (q.expand(-1, -1, 2, -1), ends, "one query a sequence"),
+    ):
         with pytest.raises(ValueError, match=f"cannot serve this call: {why}"):
             gather.attend(query, store)
 
 
 def test_scales_of_hidden_tokens_stay_as_they_are():
-    "Kernels leave NaN where a token was refused; a step that hides it counts it for nothing and writes nothing, in tiles of one row too."
-    store = KVStore(Recipe(Spec(3, scale_dtype="float32"), Spec(3, scale_dtype="float32"), sinks=0, recent=0), 1, 1, 16, tile=4)
+    """Kernels leave NaN where a token was refused; a step that hides it counts it for nothing
+    and writes nothing, in tiles of one row too."""
+    store = KVStore(
+        Recipe(
+            Spec(3, scale_dtype="float32"), Spec(3, scale_dtype="float32"), sinks=0, recent=0
+        ),
+        1,
+        1,
+        16,
+        tile=4,
+    )
     store.append(*torch.randn(2, 1, 1, 40, 16, generator=torch.Generator().manual_seed(0)))
     q, options = torch.randn(1, 1, 1, 16), dict(sliding_window=9)
     want = gather.attend(q, store, **options)
     store._need_flags()
     for side in store.sides:
-        side.tensors["scale"].flatten(2)[:, :, 30] = torch.nan  # in the first tile that is read, before the window
+        side.tensors["scale"].flatten(2)[:, :, 30] = (
+            torch.nan
+        )  # in the first tile that is read, before the window
     close(gather.attend(q, store, **options), want, 0)
     assert all(side.tensors["scale"].flatten(2)[0, 0, 30].isnan() for side in store.sides)
 
@@ -156,32 +233,77 @@ def assert_same_store(one, other):
     assert one.position is None or torch.equal(one.position, other.position)
 
 
-@pytest.mark.parametrize("kind, static, seed", [("plain", static, seed) for seed in range(16) for static in (False, True)]
-                         + [("mixed", static, seed) for seed in range(4) for static in (False, True)] + [(kind, False, seed) for kind in ("qjl", "decay") for seed in range(6)])
+@pytest.mark.parametrize(
+    "kind, static, seed",
+    [("plain", static, seed) for seed in range(16) for static in (False, True)]
+    + [("mixed", static, seed) for seed in range(4) for static in (False, True)]
+    + [(kind, False, seed) for kind in ("qjl", "decay") for seed in range(6)],
+)
 def test_one_token_has_the_bits_of_the_store(kind, static, seed):
-    "Random recipes, shapes, paddings, crops; sinks that come one by one; over borders of quarters and tiles, in both storages."
+    """Random recipes, shapes, paddings, crops; sinks that come one by one; over borders of
+    quarters and tiles, in both storages."""
     g, r = torch.Generator().manual_seed(seed), random.Random(seed)
     dk, heads, batch = r.choice((16, 17, 40, 64)), r.choice((1, 3)), r.choice((1, 2, 3))
     dv, dtype = r.choice((dk, 31)), r.choice((torch.float32, torch.float32, torch.bfloat16))
-    kinds = dict(codebook=r.choice(("sphere", "uniform")), scale=r.choice(("mse", "norm", "unbiased")), scale_dtype=r.choice(("float16", "bfloat16", "float32")))
-    key = Spec(some_bits(r, dk, kind), center=r.choice(("none", "prompt_mean", "pre_rope")), **kinds)
+    kinds = dict(
+        codebook=r.choice(("sphere", "uniform")),
+        scale=r.choice(("mse", "norm", "unbiased")),
+        scale_dtype=r.choice(("float16", "bfloat16", "float32")),
+    )
+    key = Spec(
+        some_bits(r, dk, kind), center=r.choice(("none", "prompt_mean", "pre_rope")), **kinds
+    )
     if kind in ("plain", "decay") and key.bits > 1 and r.random() < 0.3:
         key = replace(key, residual="sign")  # another codebook
-    value = Spec(r.choice((key.bits if dk == dv else 3, some_bits(r, dv, kind))), rotation=r.choice(("hadamard", "haar", "identity")), center=r.choice(("none", "prompt_mean")), **kinds)
-    recipe = Recipe(key, value, sinks=r.choice((0, 4)), recent=r.choice((0, 1, 16)), decay=r.choice((1, 20, 40)) if kind == "decay" else None)
+    value = Spec(
+        r.choice((key.bits if dk == dv else 3, some_bits(r, dv, kind))),
+        rotation=r.choice(("hadamard", "haar", "identity")),
+        center=r.choice(("none", "prompt_mean")),
+        **kinds,
+    )
+    recipe = Recipe(
+        key,
+        value,
+        sinks=r.choice((0, 4)),
+        recent=r.choice((0, 1, 16)),
+        decay=r.choice((1, 20, 40)) if kind == "decay" else None,
+    )
     if kind == "qjl":
         which = r.choice((("key",), ("value",), ("key", "value")))
-        recipe = replace(recipe, **{side: replace(getattr(recipe, side), residual="qjl") for side in which})
-    more = dict(dtype=dtype, tile=r.choice((16, 64, 256)), inv_freq=FREQ, static=static, max_length=600 if static else None)
+        recipe = replace(
+            recipe, **{side: replace(getattr(recipe, side), residual="qjl") for side in which}
+        )
+    more = dict(
+        dtype=dtype,
+        tile=r.choice((16, 64, 256)),
+        inv_freq=FREQ,
+        static=static,
+        max_length=600 if static else None,
+    )
     mine, want = (KVStore(recipe, batch, heads, dk, dv, **more) for _ in range(2))
     start = torch.tensor([r.choice((0, 0, 5, 13)) for _ in range(batch)])
     for store in (mine, want):
         store.set_range(start=start)
     for n in (r.randint(1, 14), *[1] * 30, r.randint(2, 40), *[1] * 30):
-        states = [(torch.randn(batch, heads, n, d, generator=g) + 1).to(dtype) for d in (dk, dv)]
-        first, aged = not mine.length, kind == "decay" and any(s.truncated_planes and (mine.length + 1 - recipe.decay) // mine.tile > s.truncated_tiles for s in mine.sides)
+        states = [
+            (torch.randn(batch, heads, n, d, generator=g) + 1).to(dtype) for d in (dk, dv)
+        ]
+        first, aged = (
+            not mine.length,
+            kind == "decay"
+            and any(
+                s.truncated_planes
+                and (mine.length + 1 - recipe.decay) // mine.tile > s.truncated_tiles
+                for s in mine.sides
+            ),
+        )
         did = gather.append(mine, *states)
-        assert did == (n == 1 and not first and not aged and all(mine.length - did >= s.truncated_tiles * mine.tile for s in mine.sides))
+        assert did == (
+            n == 1
+            and not first
+            and not aged
+            and all(mine.length - did >= s.truncated_tiles * mine.tile for s in mine.sides)
+        )
         if not did:
             mine.append(*states)
         want.append(*states)
@@ -193,8 +315,12 @@ def test_one_token_has_the_bits_of_the_store(kind, static, seed):
 
 def test_one_token_by_a_transform_for_each_head():
     g = torch.Generator().manual_seed(0)
-    transform = register_transform(HeadTransform.of(torch.randn(3, 64, 64, generator=g) + 20 * torch.eye(64)))
-    mine, want = (KVStore(Recipe(Spec(3, rotation=transform.name), Spec(3)), 2, 3, 64) for _ in range(2))
+    transform = register_transform(
+        HeadTransform.of(torch.randn(3, 64, 64, generator=g) + 20 * torch.eye(64))
+    )
+    mine, want = (
+        KVStore(Recipe(Spec(3, rotation=transform.name), Spec(3)), 2, 3, 64) for _ in range(2)
+    )
     for n in (20, 1, 1, 1):
         states = torch.randn(2, 2, 3, n, 64, generator=g)
         did = gather.append(mine, *states)
@@ -205,9 +331,16 @@ def test_one_token_by_a_transform_for_each_head():
         assert_same_store(mine, want)
 
 
-@pytest.mark.parametrize("spoil", [
-    lambda k: k.fill_(0), lambda k: k[0, 0, 0].fill_(torch.nan), lambda k: k[0, 1].fill_(torch.inf), lambda k: k.mul_(1e30), lambda k: k[0, 0].mul_(1e6),
-])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda k: k.fill_(0),
+        lambda k: k[0, 0, 0].fill_(torch.nan),
+        lambda k: k[0, 1].fill_(torch.inf),
+        lambda k: k.mul_(1e30),
+        lambda k: k[0, 0].mul_(1e6),
+    ],
+)
 @pytest.mark.parametrize("side", (0, 1))
 def test_what_is_unusual_is_left_to_the_store(spoil, side):
     "Zero vectors, and what must be refused: nothing has changed."
@@ -223,12 +356,20 @@ def test_what_is_unusual_is_left_to_the_store(spoil, side):
 
 
 def test_stores_whose_token_takes_the_long_way():
-    "A full store; the token that makes a tile old enough to be truncated; a token for a tile that is truncated already."
-    new = lambda n: torch.randn(2, 1, 2, n, 64)  # noqa: E731
-    full, aging = KVStore(Recipe(), 1, 2, 64, max_length=300), KVStore(Recipe(decay=256), 1, 2, 64)
+    """A full store; the token that makes a tile old enough to be truncated; a token for a tile
+    that is truncated already."""
+    new = lambda n: torch.randn(2, 1, 2, n, 64)
+    full, aging = (
+        KVStore(Recipe(), 1, 2, 64, max_length=300),
+        KVStore(Recipe(decay=256), 1, 2, 64),
+    )
     full.append(*new(300))
     aging.append(*new(510))
-    assert not gather.append(full, *new(1)) and gather.append(aging, *new(1)) and not gather.append(aging, *new(1)), "512 tokens: the first tile is 256 tokens old"
+    assert (
+        not gather.append(full, *new(1))
+        and gather.append(aging, *new(1))
+        and not gather.append(aging, *new(1))
+    ), "512 tokens: the first tile is 256 tokens old"
     aging.append(*new(1))
     assert aging.key.truncated_tiles == 1 and gather.append(aging, *new(1))
     aging.crop(aging.length - 100)
@@ -237,12 +378,23 @@ def test_stores_whose_token_takes_the_long_way():
     one = torch.randn(2, 1, 2, 1, 64)
     assert not gather.append(usual, *one), "the first token has the mean to itself"
     usual.append(*one)
-    assert not gather.append(usual, *one.double()) and not gather.append(usual, *one[..., :32]) and gather.append(usual, *one)
+    assert (
+        not gather.append(usual, *one.double())
+        and not gather.append(usual, *one[..., :32])
+        and gather.append(usual, *one)
+    )
 
 
-@pytest.mark.parametrize("recipe, to_code, to_attend", [
-    (replace(Recipe(), key=Spec(3, center="pre_rope")), 55, 145), (Recipe(Spec(2.5), Spec(2.5)), 30, 145), (Recipe(residual="prod").settled(rope=False), 60, 160), (Recipe(decay=256).settled(rope=False), 35, 190),
-], ids=("k3v3", "2.5 bits", "prod", "decay"))
+@pytest.mark.parametrize(
+    "recipe, to_code, to_attend",
+    [
+        (replace(Recipe(), key=Spec(3, center="pre_rope")), 55, 145),
+        (Recipe(Spec(2.5), Spec(2.5)), 30, 145),
+        (Recipe(residual="prod").settled(rope=False), 60, 160),
+        (Recipe(decay=256).settled(rope=False), 35, 190),
+    ],
+    ids=("k3v3", "2.5 bits", "prod", "decay"),
+)
 def test_calls_of_a_step(recipe, to_code, to_attend):
     "What a step costs on a short past is PyTorch's calls: their numbers are held down."
     store = KVStore(recipe, 1, 3, 64, inv_freq=FREQ)
@@ -276,8 +428,22 @@ def test_results_are_ordinary_tensors():
 def some_layers(n=4, tokens=250, **options):
     "Twice the same stores, of several recipes, with the same tokens."
     g = torch.Generator().manual_seed(0)
-    recipes = [Recipe(Spec(r[0], center=r[1]), Spec(r[2]), recent=r[3]) for r in ((3, "pre_rope", 3, 16), (4, "prompt_mean", 2, 5), (2.5, "none", 3, 16), (3, "pre_rope", 3, 1))]
-    both = [[KVStore(recipe, 2, 3, 64, inv_freq=1e4 ** (-torch.arange(32) / 32), **options) for recipe in recipes[:n]] for _ in range(2)]
+    recipes = [
+        Recipe(Spec(r[0], center=r[1]), Spec(r[2]), recent=r[3])
+        for r in (
+            (3, "pre_rope", 3, 16),
+            (4, "prompt_mean", 2, 5),
+            (2.5, "none", 3, 16),
+            (3, "pre_rope", 3, 1),
+        )
+    ]
+    both = [
+        [
+            KVStore(recipe, 2, 3, 64, inv_freq=1e4 ** (-torch.arange(32) / 32), **options)
+            for recipe in recipes[:n]
+        ]
+        for _ in range(2)
+    ]
     for mine, want in zip(*both):
         mine.set_range(start=torch.tensor([0, 7])), want.set_range(start=torch.tensor([0, 7]))
         states = torch.randn(2, 2, 3, tokens, 64, generator=g) + 1
@@ -291,7 +457,11 @@ def test_tokens_of_all_layers_together_have_the_bits_of_each(dtype):
     for _ in range(12):  # over the border of a tile
         for one, other in zip(mine, want):
             states = new()
-            assert gather.append_later(one, *states) and one.uncoded == 1 and one.length == other.length + 1
+            assert (
+                gather.append_later(one, *states)
+                and one.uncoded == 1
+                and one.length == other.length + 1
+            )
             assert gather.append(other, *states)
         gather.complete(mine)
         assert not any(store.uncoded for store in mine)
@@ -299,11 +469,23 @@ def test_tokens_of_all_layers_together_have_the_bits_of_each(dtype):
             assert_same_store(one, other)
 
 
-@pytest.mark.parametrize("use", [
-    lambda s, new: s.state(), lambda s, new: s.read(), lambda s, new: s.coded("key", s.length - 1, s.length), lambda s, new: s.select(torch.tensor([1, 0])), lambda s, new: s.repeat(2),
-    lambda s, new: s.append(*new()), lambda s, new: gather.append(s, *new()), lambda s, new: s.evict(s.tile), lambda s, new: s.decay(s.tile) if s.key.truncated_planes else None,
-    lambda s, new: s.to("cpu"), lambda s, new: copy.deepcopy(s).complete(), lambda s, new: s.set_range(end=torch.tensor([s.length, 100])),
-])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda s, new: s.state(),
+        lambda s, new: s.read(),
+        lambda s, new: s.coded("key", s.length - 1, s.length),
+        lambda s, new: s.select(torch.tensor([1, 0])),
+        lambda s, new: s.repeat(2),
+        lambda s, new: s.append(*new()),
+        lambda s, new: gather.append(s, *new()),
+        lambda s, new: s.evict(s.tile),
+        lambda s, new: s.decay(s.tile) if s.key.truncated_planes else None,
+        lambda s, new: s.to("cpu"),
+        lambda s, new: copy.deepcopy(s).complete(),
+        lambda s, new: s.set_range(end=torch.tensor([s.length, 100])),
+    ],
+)
 def test_a_token_without_codes_is_coded_before_anyone_looks(use):
     mine, want, new = some_layers(tokens=600)
     for one, other in zip(mine, want):
@@ -325,9 +507,18 @@ def test_a_token_without_codes_is_the_first_to_be_forgotten(n):
         other.append(*states)
         for store in (one, other):
             store.crop(n)
-        assert not one.uncoded and one.length == other.length == 251 - n and one.past_exact_from == other.past_exact_from
+        assert (
+            not one.uncoded
+            and one.length == other.length == 251 - n
+            and one.past_exact_from == other.past_exact_from
+        )
         for side in ("key", "value"):
-            assert all(torch.equal(a, b) for a, b in zip(one.coded(side, 0, one.length)[:2], other.coded(side, 0, other.length)[:2]))
+            assert all(
+                torch.equal(a, b)
+                for a, b in zip(
+                    one.coded(side, 0, one.length)[:2], other.coded(side, 0, other.length)[:2]
+                )
+            )
             assert all(torch.equal(a, b) for a, b in zip(one.exact(side), other.exact(side)))
 
 
@@ -338,14 +529,24 @@ def test_a_step_does_not_read_codes_that_are_not_there():
         assert gather.append_later(one, *states)
         other.append(*states)
         for side in one.sides:
-            side.tensors["scale"][:, :, 0, 250] = 1e4  # what a slot that is not written may hold
+            side.tensors["scale"][:, :, 0, 250] = (
+                1e4  # what a slot that is not written may hold
+            )
         q = torch.randn(2, 6, 1, 64)
         for chunk in ((), states):
             close(gather.attend(q, one, *chunk), attention.attend(q, other, *chunk))
         assert one.uncoded
 
 
-@pytest.mark.parametrize("spoil", [lambda k: k[0, 0, 0].fill_(torch.nan), lambda k: k[0, 1].fill_(torch.inf), lambda k: k.mul_(1e30), lambda k: k.mul_(2.0**12)])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda k: k[0, 0, 0].fill_(torch.nan),
+        lambda k: k[0, 1].fill_(torch.inf),
+        lambda k: k.mul_(1e30),
+        lambda k: k.mul_(2.0**12),
+    ],
+)
 @pytest.mark.parametrize("side", (0, 1))
 def test_what_may_be_refused_is_not_taken_before_it_is_coded(spoil, side):
     (store, *_), _, new = some_layers()
@@ -353,7 +554,9 @@ def test_what_may_be_refused_is_not_taken_before_it_is_coded(spoil, side):
     spoil(states[side])
     assert not gather.append_later(store, *states) and store.length == 250 and not store.uncoded
     assert all(torch.equal(t, before[name]) for name, t in store.state()[0].items())
-    assert not gather.append_later(KVStore(Recipe(recent=0), 2, 3, 64), *new()), "no ring would hold it"
+    assert not gather.append_later(KVStore(Recipe(recent=0), 2, 3, 64), *new()), (
+        "no ring would hold it"
+    )
 
 
 def test_a_vector_of_zeros_among_the_layers():
@@ -380,4 +583,6 @@ def test_a_token_that_cannot_be_coded_after_all_is_forgotten():
     assert store.past_exact_from == want.past_exact_from
     for one in (store, want):
         one.append(*states)
-    assert torch.equal(store.read(0, 240)[0], want.read(0, 240)[0]) and torch.equal(store.coded("key", 0, 251).codes, want.coded("key", 0, 251).codes)
+    assert torch.equal(store.read(0, 240)[0], want.read(0, 240)[0]) and torch.equal(
+        store.coded("key", 0, 251).codes, want.coded("key", 0, 251).codes
+    )

@@ -1,9 +1,20 @@
-"Bit planes: exact for every code at every position, and byte for byte what an independent reading of the book's layout gives."
+"""Bit planes: exact for every code at every position, and byte for byte what an independent
+reading of the book's layout gives."""
+
 import numpy as np
 import pytest
 import torch
 
-from turboquant_nb.cache.packing import SLOT, WIDTHS, Layout, drop_plane, pack, quarter_bytes, unpack, write
+from turboquant_nb.cache.packing import (
+    SLOT,
+    WIDTHS,
+    Layout,
+    drop_plane,
+    pack,
+    quarter_bytes,
+    unpack,
+    write,
+)
 from turboquant_nb.testing import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -11,19 +22,25 @@ TILES = (4, 8, 12, 64, 256)
 
 
 def model_planes(codes, bits, along, tile):
-    """The layout from the book's prose, in numpy and bit by bit: byte (t, j) serves tokens t, t+R, t+2R, t+3R of a tile, quarter i at bit 0, 4, 2, 6.
-    Two most significant bits: the base plane. Every other bit: a plane of half as many channels, channel j below channel j + ceil(d/2)."""
+    """The layout from the book's prose, in numpy and bit by bit: byte (t, j) serves tokens t,
+    t+R, t+2R, t+3R of a tile, quarter i at bit 0, 4, 2, 6. Two most significant bits: the base
+    plane. Every other bit: a plane of half as many channels, channel j below channel j +
+    ceil(d/2)."""
     tokens, d = codes.shape
     tiles, rows, half = -(-tokens // tile), tile // 4, -(-d // 2)
     base_first = bits >= 2
     singles = bits - 2 if base_first else bits
-    planes = ([np.zeros((tiles, rows, d), np.uint8)] if base_first else []) + [np.zeros((tiles, rows, half), np.uint8) for _ in range(singles)]
+    planes = ([np.zeros((tiles, rows, d), np.uint8)] if base_first else []) + [
+        np.zeros((tiles, rows, half), np.uint8) for _ in range(singles)
+    ]
     for token in range(tokens):
         at, rest = divmod(token, tile)
         slot = {0: 0, 1: 4, 2: 2, 3: 6}[rest // rows]
         t = rest % rows
         for j in range(d):
-            bit = [int(codes[token, j]) >> (bits - 1 - i) & 1 for i in range(bits)]  # most significant first
+            bit = [
+                int(codes[token, j]) >> (bits - 1 - i) & 1 for i in range(bits)
+            ]  # most significant first
             if base_first:
                 planes[0][at, t, j] |= (2 * bit[0] + bit[1]) << slot
                 bit = bit[2:]
@@ -67,11 +84,16 @@ def test_every_code_at_every_position(bits, along):
         layout = Layout(bits, d, along, 12)
         cells = 12 * d
         codes = torch.zeros(2**bits, cells, 12 * d, dtype=torch.uint8)
-        codes += torch.eye(cells, dtype=torch.uint8) * torch.arange(2**bits, dtype=torch.uint8)[:, None, None]
+        codes += (
+            torch.eye(cells, dtype=torch.uint8)
+            * torch.arange(2**bits, dtype=torch.uint8)[:, None, None]
+        )
         codes = codes.view(-1, 12, d)
         planes = pack(codes, layout)
         same(unpack(planes, layout), codes)
-        ones = sum(np.unpackbits(p.numpy().reshape(len(codes), -1), axis=1).sum(1) for p in planes)
+        ones = sum(
+            np.unpackbits(p.numpy().reshape(len(codes), -1), axis=1).sum(1) for p in planes
+        )
         value = codes.flatten(1).max(1).values.numpy()
         assert (ones == [int(v).bit_count() for v in value]).all()
 
@@ -80,7 +102,7 @@ def test_every_code_at_every_position(bits, along):
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_round_trip_random(bits, along, gen):
     for trial in range(30):
-        r = lambda low, high: int(torch.randint(low, high, (), generator=gen))  # noqa: E731
+        r = lambda low, high: int(torch.randint(low, high, (), generator=gen))
         d, tile, tokens = r(1, 40), 4 * r(1, 65), r(1, 600)
         lead = ((), (2,), (2, 3))[trial % 3]
         codes = random_codes(gen, bits, *lead, tokens, d)
@@ -88,17 +110,23 @@ def test_round_trip_random(bits, along, gen):
         planes = pack(codes, layout)
         assert all(p.is_contiguous() and p.dtype == torch.uint8 for p in planes)
         same(unpack(planes, layout, tokens), codes)
-        assert sum(p.nbytes for p in planes) == codes[..., 0, 0].numel() * layout.tiles(tokens) * layout.bytes_per_tile
+        assert (
+            sum(p.nbytes for p in planes)
+            == codes[..., 0, 0].numel() * layout.tiles(tokens) * layout.bytes_per_tile
+        )
         if d % 2 == 0:
             assert layout.bytes_per_tile * 8 == tile * d * bits
         else:
-            assert layout.bytes_per_tile * 8 == tile * (d * bits + (bits if bits == 1 else bits - 2))
+            assert layout.bytes_per_tile * 8 == tile * (
+                d * bits + (bits if bits == 1 else bits - 2)
+            )
 
 
 @pytest.mark.parametrize("along", ["channel", "token"])
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_write_against_the_model(bits, along, gen):
-    "Overwriting at random offsets: always the bytes of the model for the codes as they are now; neighbours untouched."
+    """Overwriting at random offsets: always the bytes of the model for the codes as they are
+    now; neighbours untouched."""
     for tile in (4, 8, 16):
         d, room = 5, 4 * tile
         layout = Layout(bits, d, along, tile)
@@ -135,7 +163,12 @@ def test_empty_and_zero_tokens():
     write(full, layout, torch.zeros(1, 0, 4, dtype=torch.uint8), 256)
     for a, b in zip(full, before):
         same(a, b)
-    assert layout.tiles(0) == 0 and layout.tiles(1) == 1 and layout.tiles(256) == 1 and layout.tiles(257) == 2
+    assert (
+        layout.tiles(0) == 0
+        and layout.tiles(1) == 1
+        and layout.tiles(256) == 1
+        and layout.tiles(257) == 2
+    )
 
 
 @pytest.mark.parametrize("bits", [3, 4])
@@ -154,12 +187,24 @@ def testquarter_bytes_stay_in_their_slot(quarter, gen):
             assert int((p & (255 - (3 << SLOT[quarter]))).max()) == 0
 
 
-@pytest.mark.parametrize("kwargs, name", [
-    (dict(bits=0, d=4), "bits"), (dict(bits=9, d=4), "bits"), (dict(bits=True, d=4), "bits"), (dict(bits="3", d=4), "bits"), (dict(bits=None, d=4), "bits"),
-    (dict(bits=3.0, d=4), "bits"), (dict(bits=[3], d=4), "bits"),
-    (dict(bits=3, d=0), "d "), (dict(bits=3, d=-1), "d "), (dict(bits=3, d=4.0), "d "), (dict(bits=3, d=4, tile=6), "tile"), (dict(bits=3, d=4, tile=0), "tile"),
-    (dict(bits=3, d=4, along="row"), "along"),
-])
+@pytest.mark.parametrize(
+    "kwargs, name",
+    [
+        (dict(bits=0, d=4), "bits"),
+        (dict(bits=9, d=4), "bits"),
+        (dict(bits=True, d=4), "bits"),
+        (dict(bits="3", d=4), "bits"),
+        (dict(bits=None, d=4), "bits"),
+        (dict(bits=3.0, d=4), "bits"),
+        (dict(bits=[3], d=4), "bits"),
+        (dict(bits=3, d=0), "d "),
+        (dict(bits=3, d=-1), "d "),
+        (dict(bits=3, d=4.0), "d "),
+        (dict(bits=3, d=4, tile=6), "tile"),
+        (dict(bits=3, d=4, tile=0), "tile"),
+        (dict(bits=3, d=4, along="row"), "along"),
+    ],
+)
 def test_layout_refuses(kwargs, name):
     whole = all(type(v) is int for n, v in kwargs.items() if n != "along")
     with pytest.raises(ValueError if whole else TypeError, match=name):
@@ -194,12 +239,19 @@ def test_pack_and_unpack_refuse():
             drop_plane(pack(good % 2, Layout(bits, 4)), Layout(bits, 4))
 
 
-@pytest.mark.parametrize("bad, error, name", [
-    (lambda c: c.long(), TypeError, "codes"), (lambda c: c[..., :3], ValueError, "codes"), (lambda c: c[..., :1], ValueError, "codes"),
-    (lambda c: c + 8, ValueError, "codes"), (lambda c: c.float(), TypeError, "codes"),
-])
+@pytest.mark.parametrize(
+    "bad, error, name",
+    [
+        (lambda c: c.long(), TypeError, "codes"),
+        (lambda c: c[..., :3], ValueError, "codes"),
+        (lambda c: c[..., :1], ValueError, "codes"),
+        (lambda c: c + 8, ValueError, "codes"),
+        (lambda c: c.float(), TypeError, "codes"),
+    ],
+)
 def test_write_refuses_before_it_writes(bad, error, name, gen):
-    "A run before, over and after whole tiles: a bad code must be found before the first byte changes."
+    """A run before, over and after whole tiles: a bad code must be found before the first byte
+    changes."""
     layout = Layout(3, 4, "channel", 8)
     planes = [p.clone() for p in pack(random_codes(gen, 3, 1, 32, 4), layout)]
     before = [p.clone() for p in planes]

@@ -1,22 +1,36 @@
-"Cells of a block: many layouts, slots in every order, histories of blocks; the chapter explains what is checked here widely."
+"""Cells of a block: many layouts, slots in every order, histories of blocks; the chapter
+explains what is checked here widely."""
+
 import pytest
 import torch
 
-from turboquant_nb.cache.pages import CellLayout, Recent, append_slots, attend_cells, leaders, read_cells, sink_origins, store_recent
+from turboquant_nb.cache.pages import (
+    CellLayout,
+    Recent,
+    append_slots,
+    attend_cells,
+    leaders,
+    read_cells,
+    sink_origins,
+    store_recent,
+)
 from turboquant_nb.quant.quantizer import Quantizer, Spec
 
 from tests.helpers import SLOW, RecentBlocks, random_history
 
 
 def pool(c, blocks, heads, gen, pad=48):
-    raw = torch.randint(0, 256, (blocks, heads * c.nbytes + pad), dtype=torch.uint8, generator=gen)
+    raw = torch.randint(
+        0, 256, (blocks, heads * c.nbytes + pad), dtype=torch.uint8, generator=gen
+    )
     return raw, raw[:, : heads * c.nbytes].unflatten(1, (heads, c.tokens, c.bytes_per_token))
 
 
 @pytest.mark.parametrize("n", (16, 32, 64, 128, 256))
 @pytest.mark.parametrize("kb,vb", ((1, 2), (2, 4), (3, 3), (4, 1)))
 def test_any_order(n, kb, vb, gen):
-    "Tokens in a random order and in calls of random sizes are read back as they were coded; no other bit of the memory changes."
+    """Tokens in a random order and in calls of random sizes are read back as they were coded;
+    no other bit of the memory changes."""
     key, value = Quantizer(Spec(kb), 32), Quantizer(Spec(vb), 48)
     c = CellLayout.of(key, value, n)
     raw, cache = pool(c, 6, 2, gen)
@@ -26,29 +40,54 @@ def test_any_order(n, kb, vb, gen):
     done = 0
     while done < len(slots):
         size = int(torch.randint(1, n + 2, (), generator=gen))
-        append_slots(cache, c, key, value, k[done : done + size], v[done : done + size], slots[done : done + size])
+        append_slots(
+            cache,
+            c,
+            key,
+            value,
+            k[done : done + size],
+            v[done : done + size],
+            slots[done : done + size],
+        )
         done += size
     for side, q, x in (("key", key, k), ("value", value, v)):
         want, layout = q.encode(x.transpose(0, 1)), getattr(c, side)
-        codes, scale = torch.zeros(2, 6 * n, q.d, dtype=torch.uint8), torch.zeros(2, 6 * n, dtype=torch.float16)
+        codes, scale = (
+            torch.zeros(2, 6 * n, q.d, dtype=torch.uint8),
+            torch.zeros(2, 6 * n, dtype=torch.float16),
+        )
         for block in range(6):
             coded = read_cells(cache, c, torch.tensor([block]), n)[("key", "value").index(side)]
-            codes[:, block * n : block * n + n], scale[:, block * n : block * n + n] = coded.codes, coded.scale
-        assert torch.equal(codes[:, slots], want.codes) and torch.equal(scale[:, slots], want.scale)
+            codes[:, block * n : block * n + n], scale[:, block * n : block * n + n] = (
+                coded.codes,
+                coded.scale,
+            )
+        assert torch.equal(codes[:, slots], want.codes) and torch.equal(
+            scale[:, slots], want.scale
+        )
         for i in range(len(layout.plane_shapes)):  # bits of tokens that nobody wrote
-            now, was = (c.views(m[:, : 2 * c.nbytes].unflatten(1, cache.shape[1:]))[f"{side} {i}"] for m in (raw, before))
-            rows = (lambda p: p) if layout.along == "channel" else (lambda p: p.transpose(-1, -2))
+            now, was = (
+                c.views(m[:, : 2 * c.nbytes].unflatten(1, cache.shape[1:]))[f"{side} {i}"]
+                for m in (raw, before)
+            )
+            rows = (
+                (lambda p: p) if layout.along == "channel" else (lambda p: p.transpose(-1, -2))
+            )
             for t in set(range(6 * n)) - set(slots.tolist()):
                 block, token = divmod(t, n)
                 mask = 3 << (0, 4, 2, 6)[token // (n // 4)]
-                assert torch.equal(rows(now)[block, :, token % (n // 4)] & mask, rows(was)[block, :, token % (n // 4)] & mask)
+                assert torch.equal(
+                    rows(now)[block, :, token % (n // 4)] & mask,
+                    rows(was)[block, :, token % (n // 4)] & mask,
+                )
     assert torch.equal(raw[:, 2 * c.nbytes :], before[:, 2 * c.nbytes :])
 
 
 @pytest.mark.parametrize("blocks,heads", ((1, 1), (5, 3)))
 @pytest.mark.parametrize("bits,d,n", (((3, 3), 128, 64), ((4, 4), 64, 128), ((2, 1), 80, 16)))
 def test_views_are_the_memory(blocks, heads, bits, d, n):
-    "Parts of all cells, written one after another with the number of their part, fill the memory."
+    """Parts of all cells, written one after another with the number of their part, fill the
+    memory."""
     c = CellLayout(*bits, d, d, n)
     cache = torch.full((blocks, heads, n, c.bytes_per_token), 255, dtype=torch.uint8)
     for i, (_, part) in enumerate(c.views(cache).items()):
@@ -56,14 +95,26 @@ def test_views_are_the_memory(blocks, heads, bits, d, n):
         assert (raw == 255).all()
         raw.fill_(i)
     assert int(cache.max()) == len(c.parts()) - 1
-    assert torch.bincount(cache.flatten().long()).tolist() == [p.nbytes * blocks * heads for p in c.parts()]
+    assert torch.bincount(cache.flatten().long()).tolist() == [
+        p.nbytes * blocks * heads for p in c.parts()
+    ]
 
 
 def test_refused():
     c = CellLayout(3, 3, 64, 64, 64)
     good = c.empty(2, 2)
-    for bad, why in ((good[:, :, :32], "must have shape"), (good.float(), "must be a uint8 tensor"), (good.transpose(0, 1)[:, :, :, :], None),
-                     (torch.empty(2, 2, 64, 64, dtype=torch.uint8), "must have shape"), (torch.empty(4 * 6464 + 8, dtype=torch.uint8)[8:].as_strided((2, 2, 64, 52), (6656, 3328, 52, 1)), "16-byte|multiple of 16")):  # fmt: skip
+    for bad, why in (
+        (good[:, :, :32], "must have shape"),
+        (good.float(), "must be a uint8 tensor"),
+        (good.transpose(0, 1)[:, :, :, :], None),
+        (torch.empty(2, 2, 64, 64, dtype=torch.uint8), "must have shape"),
+        (
+            torch.empty(4 * 6464 + 8, dtype=torch.uint8)[8:].as_strided(
+                (2, 2, 64, 52), (6656, 3328, 52, 1)
+            ),
+            "16-byte|multiple of 16",
+        ),
+    ):
         if why is None:
             c.check(bad)  # heads and blocks may lie in any order
             continue
@@ -71,18 +122,34 @@ def test_refused():
             c.check(bad)
     with pytest.raises(ValueError, match="k and v must be given together"):
         q = Quantizer(Spec(3), 64)
-        attend_cells(torch.zeros(1, 2, 64), good, c, q, q, torch.zeros(1, 1, dtype=torch.int32), torch.tensor([1]), torch.tensor([0, 1]), k=torch.zeros(1, 2, 64))
+        attend_cells(
+            torch.zeros(1, 2, 64),
+            good,
+            c,
+            q,
+            q,
+            torch.zeros(1, 1, dtype=torch.int32),
+            torch.tensor([1]),
+            torch.tensor([0, 1]),
+            k=torch.zeros(1, 2, 64),
+        )
 
 
 def test_leaders_cover_each_byte_row_once(gen):
-    "Runs of random lengths from random places: one leader for each byte row that a call touches."
+    """Runs of random lengths from random places: one leader for each byte row that a call
+    touches."""
     for _ in range(200):
         n = int(2 ** torch.randint(4, 9, (), generator=gen))
         slots, free = [], torch.randperm(50, generator=gen).tolist()
         for _ in range(int(torch.randint(1, 5, (), generator=gen))):
-            first, count = int(torch.randint(0, 2 * n, (), generator=gen)), int(torch.randint(1, 4 * n, (), generator=gen))
+            first, count = (
+                int(torch.randint(0, 2 * n, (), generator=gen)),
+                int(torch.randint(1, 4 * n, (), generator=gen)),
+            )
             blocks = [free.pop() for _ in range(-(-(first + count) // n))]
-            slots += [blocks[p // n] * n + p % n for p in range(first, first + count)] + [-1] * int(torch.randint(0, 3, (), generator=gen))
+            slots += [blocks[p // n] * n + p % n for p in range(first, first + count)] + [
+                -1
+            ] * int(torch.randint(0, 3, (), generator=gen))
         slots = torch.tensor(slots)
         row = slots // n * (n // 4) + slots % (n // 4)
         led = row[leaders(slots, n)].sort().values
@@ -90,32 +157,54 @@ def test_leaders_cover_each_byte_row_once(gen):
 
 
 def test_each_token_is_read_once(gen):
-    "Whatever the window, the past and the blocks: codes for the first tokens, exact states for the rest, whose older blocks are gone."
+    """Whatever the window, the past and the blocks: codes for the first tokens, exact states
+    for the rest, whose older blocks are gone."""
     for tokens in (1, 4, 16, 33):
         for past in (0, 1, 15, 16, 17, 40):
             for n in (1, 4, 16):
                 table = torch.randperm(64, generator=gen)[: -(-past // n) + 1].int()[None]
                 recent = Recent(torch.full((64, 1, n, 5), torch.nan), table, tokens)
                 t = torch.arange(max(0, past - tokens), past)
-                store_recent(recent.cache, t[:, None, None].expand(-1, 1, 2).float(), -t[:, None, None].expand(-1, 1, 3).float(), table[0][t // n].long() * n + t % n)
+                store_recent(
+                    recent.cache,
+                    t[:, None, None].expand(-1, 1, 2).float(),
+                    -t[:, None, None].expand(-1, 1, 3).float(),
+                    table[0][t // n].long() * n + t % n,
+                )
                 k, v = recent.read(0, past, 2)
-                assert k.shape[1:] == (1, 2) and v.shape[1:] == (1, 3) and torch.equal(k[:, 0, 0], t.float()) and torch.equal(v[:, 0, 2], -t.float())
+                assert (
+                    k.shape[1:] == (1, 2)
+                    and v.shape[1:] == (1, 3)
+                    and torch.equal(k[:, 0, 0], t.float())
+                    and torch.equal(v[:, 0, 2], -t.float())
+                )
                 assert [*range(past - len(k)), *k[:, 0, 1].int().tolist()] == list(range(past))
     with pytest.raises(ValueError, match="slots must be below 64, got 64"):
-        store_recent(torch.zeros(16, 1, 4, 5), torch.zeros(1, 1, 2), torch.zeros(1, 1, 3), torch.tensor([64]))
+        store_recent(
+            torch.zeros(16, 1, 4, 5),
+            torch.zeros(1, 1, 2),
+            torch.zeros(1, 1, 3),
+            torch.tensor([64]),
+        )
 
 
 @pytest.mark.parametrize("block,sinks,window", ((4, 3, 3), (2, 5, 1), (8, 4, 16), (1, 2, 7)))
 def test_first_tokens_travel(block, sinks, window, gen):
-    """Before each step of a random history, a request's first tokens are in the block of the token before: with shared beginnings, also of blocks that are
-    written in the same step, rejected drafts, preemption and blocks that go to others. Two mutants: nothing is copied; what is copied is not followed
-    through the step."""
+    """Before each step of a random history, a request's first tokens are in the block of the
+    token before: with shared beginnings, also of blocks that are written in the same step,
+    rejected drafts, preemption and blocks that go to others. Two mutants: nothing is copied;
+    what is copied is not followed through the step."""
 
     def not_followed(table, lengths, starts, slots, block, sinks):
-        found, before = sink_origins(table, lengths, starts, slots, block, sinks), (lengths - starts.diff()).tolist()
+        found, before = (
+            sink_origins(table, lengths, starts, slots, block, sinks),
+            (lengths - starts.diff()).tolist(),
+        )
         for r, (a, b, p) in enumerate(zip(starts.tolist(), starts.tolist()[1:], before)):
             own = found[a:b]
-            own[(own >= 0) & ((own < a) | (own >= b))] = -2 - int(table[r, max(0, p - 1) // block])
+            own[(own >= 0) & ((own < a) | (own >= b))] = -2 - int(
+                table[r, max(0, p - 1) // block]
+            )
         return found
 
     def at_once(cache, k, v, slots, origins):
@@ -123,35 +212,56 @@ def test_first_tokens_travel(block, sinks, window, gen):
         old = cache.clone()
         store_recent(cache, k, v, slots, origins)
         for i, s in (origins < -1).nonzero().tolist():
-            cache[int(slots[i]) // block, :, block + s] = old[-2 - int(origins[i, s]), :, block + s]
+            cache[int(slots[i]) // block, :, block + s] = old[
+                -2 - int(origins[i, s]), :, block + s
+            ]
 
     how = dict(steps=SLOW * 300 + 100, gen=gen)
-    make = lambda store, locate: RecentBlocks(block, sinks, window, 8, gen, store, locate)  # noqa: E731
+    make = lambda store, locate: RecentBlocks(block, sinks, window, 8, gen, store, locate)
     wrong, seen = random_history(make(at_once, sink_origins), **how)
-    assert not wrong and seen["read"] > 500 and seen["hits"] > 10 and seen["followed"] > 10 and seen["freed"] > 50, (wrong[:3], seen)
+    assert (
+        not wrong
+        and seen["read"] > 500
+        and seen["hits"] > 10
+        and seen["followed"] > 10
+        and seen["freed"] > 50
+    ), (wrong[:3], seen)
     assert random_history(make(at_once, not_followed), **how)[0]
-    assert random_history(make(at_once, lambda *args: torch.full_like(sink_origins(*args), -1)), **how)[0]
+    assert random_history(
+        make(at_once, lambda *args: torch.full_like(sink_origins(*args), -1)), **how
+    )[0]
 
 
 def test_first_tokens_are_refused():
     table = torch.zeros(1, 1, dtype=torch.int32)
-    for bad, why in ((dict(tokens=0, sinks=2), "2 first tokens need at least 1 recent one, got 0"), (dict(tokens=3, sinks=6), "room for 6 first tokens and a recent one, got 6 rows")):
+    for bad, why in (
+        (dict(tokens=0, sinks=2), "2 first tokens need at least 1 recent one, got 0"),
+        (dict(tokens=3, sinks=6), "room for 6 first tokens and a recent one, got 6 rows"),
+    ):
         with pytest.raises(ValueError, match=why):
             Recent(torch.zeros(4, 1, 6, 5), table, **bad)
 
 
 def test_first_tokens_of_short_requests(gen):
-    "Of a request of 0 to 9 tokens before a step: those that are not read as recent ones; padding is not stored, and NaN stays NaN."
+    """Of a request of 0 to 9 tokens before a step: those that are not read as recent ones;
+    padding is not stored, and NaN stays NaN."""
     for past in range(10):
-        cache, table = torch.full((8, 1, 2 + 4, 2), torch.nan), torch.randperm(8, generator=gen)[:6].int()[None]
+        cache, table = (
+            torch.full((8, 1, 2 + 4, 2), torch.nan),
+            torch.randperm(8, generator=gen)[:6].int()[None],
+        )
         x = torch.arange(10.0)[:, None, None].clone()
         x[1] = torch.nan
         for p in range(past):  # one token a step, and one of padding
             slots = torch.tensor([int(table[0, p // 2]) * 2 + p % 2, -1])
-            origins = sink_origins(table, torch.tensor([p + 1]), torch.tensor([0, 1]), slots, 2, 4)
+            origins = sink_origins(
+                table, torch.tensor([p + 1]), torch.tensor([0, 1]), slots, 2, 4
+            )
             store_recent(cache, x[[p, 9]], x[[p, 9]], slots, origins)
         recent = Recent(cache, table, 3, 4)
         k, v = recent.read_first(0, past, 1)
         want = [0.0, torch.nan, 2.0, 3.0][: max(0, past - 3)]
-        assert torch.equal(k.flatten().nan_to_num(-1), torch.tensor(want).nan_to_num(-1)) and len(v) == len(k)
+        assert torch.equal(
+            k.flatten().nan_to_num(-1), torch.tensor(want).nan_to_num(-1)
+        ) and len(v) == len(k)
         assert not (cache == 9).any()

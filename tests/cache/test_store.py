@@ -1,4 +1,6 @@
-"The store against a dense model of it: random sequences of every operation, byte counts, files, and refusals that change nothing."
+"""The store against a dense model of it: random sequences of every operation, byte counts,
+files, and refusals that change nothing."""
+
 import copy
 import json
 import pickle
@@ -17,7 +19,15 @@ from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec, channel_bits,
 from turboquant_nb.files import read_file, write_file
 from turboquant_nb.quant.mixed_precision import make_quantizer
 from turboquant_nb.theory.rates import truncate
-from turboquant_nb.cache.store import FORMAT, ExactTokens, KVStore, Ranges, Side, _append_by_position, prompt_mean
+from turboquant_nb.cache.store import (
+    FORMAT,
+    ExactTokens,
+    KVStore,
+    Ranges,
+    Side,
+    _append_by_position,
+    prompt_mean,
+)
 from turboquant_nb.testing import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,7 +40,10 @@ def make(recipe="k3v3", batch=2, heads=2, d=8, dv=None, **kwargs):
 def states(store, n, seed=0, scale=1.0):
     g = torch.Generator().manual_seed(seed)
     shape = (store.batch, store.heads, n)
-    return tuple((torch.randn(*shape, side.q.d, generator=g) * scale + 0.5).to(store.dtype) for side in (store.key, store.value))
+    return tuple(
+        (torch.randn(*shape, side.q.d, generator=g) * scale + 0.5).to(store.dtype)
+        for side in (store.key, store.value)
+    )
 
 
 def rotated(x, positions, inv_freq):
@@ -42,8 +55,23 @@ def rotated(x, positions, inv_freq):
 
 
 def snapshot(store):
-    out = {f"{n}.{k}": t.clone() for n in ("key", "value") for k, t in getattr(store, n).tensors.items()}
-    return out | {"start": torch.tensor(store.start.tolist()), "end": None if store.end is None else torch.tensor(store.end.tolist()), "numbers": (store.length, store.offset, store._recent_from, store.batch, store.key.truncated_tiles, store.value.truncated_tiles)}
+    out = {
+        f"{n}.{k}": t.clone()
+        for n in ("key", "value")
+        for k, t in getattr(store, n).tensors.items()
+    }
+    return out | {
+        "start": torch.tensor(store.start.tolist()),
+        "end": None if store.end is None else torch.tensor(store.end.tolist()),
+        "numbers": (
+            store.length,
+            store.offset,
+            store._recent_from,
+            store.batch,
+            store.key.truncated_tiles,
+            store.value.truncated_tiles,
+        ),
+    }
 
 
 def assert_same_snapshot(a, b):
@@ -56,14 +84,32 @@ def assert_same_snapshot(a, b):
 
 
 class Dense:
-    """What a store must hold, in the slowest way: the raw states of each row, and what coding them gives with the mean of the first chunk. A position is exact if it is one of the
-    first `sinks` of its row, or the last that was written to its slot of a ring of `recent` slots. Positions below `truncated` have lost the last bit of codes of 3 and 4 bits."""
+    """What a store must hold, in the slowest way: the raw states of each row, and what coding
+    them gives with the mean of the first chunk. A position is exact if it is one of the first
+    `sinks` of its row, or the last that was written to its slot of a ring of `recent` slots.
+    Positions below `truncated` have lost the last bit of codes of 3 and 4 bits."""
 
     def __init__(self, store):
-        self.recipe, self.dtype, self.tile, self.truncated_tiles = store.recipe, store.dtype, store.tile, 0
-        self.raw = [torch.zeros(store.batch, store.heads, 0, s.q.d, dtype=store.dtype) for s in (store.key, store.value)]
-        self.coded, self.truncated = [x.clone() for x in self.raw], [x.clone() for x in self.raw]
-        self.means, self.start, self.slots, self.inv_freq = [None, None], store.start.clone(), {}, store.inv_freq
+        self.recipe, self.dtype, self.tile, self.truncated_tiles = (
+            store.recipe,
+            store.dtype,
+            store.tile,
+            0,
+        )
+        self.raw = [
+            torch.zeros(store.batch, store.heads, 0, s.q.d, dtype=store.dtype)
+            for s in (store.key, store.value)
+        ]
+        self.coded, self.truncated = (
+            [x.clone() for x in self.raw],
+            [x.clone() for x in self.raw],
+        )
+        self.means, self.start, self.slots, self.inv_freq = (
+            [None, None],
+            store.start.clone(),
+            {},
+            store.inv_freq,
+        )
 
     @property
     def length(self):
@@ -71,17 +117,24 @@ class Dense:
 
     def append(self, *new):
         recent = self.recipe.recent
-        self.slots |= {p % recent: p for p in range(self.length, self.length + new[0].shape[2]) if recent}
+        self.slots |= {
+            p % recent: p for p in range(self.length, self.length + new[0].shape[2]) if recent
+        }
         for i, (x, spec) in enumerate(zip(new, (self.recipe.key, self.recipe.value))):
             at = torch.arange(x.shape[2]) + self.raw[i].shape[2]
             if self.raw[i].shape[2] == 0 and spec.center != "none":
-                self.means[i] = self.mean(x if spec.center == "prompt_mean" else rotated(x, -at, self.inv_freq))
+                self.means[i] = self.mean(
+                    x if spec.center == "prompt_mean" else rotated(x, -at, self.inv_freq)
+                )
             q, mean = make_quantizer(spec, x.shape[3]), self.means[i]
             if spec.center == "pre_rope":
                 mean = rotated(mean.expand(-1, -1, len(at), -1), at, self.inv_freq)
             code = q.encode(x, mean)
             coded = decode(q, code, mean, self.dtype)
-            self.raw[i], self.coded[i] = torch.cat([self.raw[i], x], 2), torch.cat([self.coded[i], coded], 2)
+            self.raw[i], self.coded[i] = (
+                torch.cat([self.raw[i], x], 2),
+                torch.cat([self.coded[i], coded], 2),
+            )
             self.truncated[i] = torch.cat([self.truncated[i], self.shortened(q, code, mean)], 2)
         if self.recipe.decay:
             self.decay(self.length - self.recipe.decay)
@@ -91,86 +144,184 @@ class Dense:
         if q.spec.residual == "qjl" or not drop.any():
             return decode(q, code, mean, self.dtype)
         short = Quantizer(q.spec, q.d, codebook=truncate(q.codebook, keep=2))
-        return decode(short, code._replace(codes=code.codes >> drop.to(torch.uint8)), mean, self.dtype)
+        return decode(
+            short, code._replace(codes=code.codes >> drop.to(torch.uint8)), mean, self.dtype
+        )
 
     def decay(self, before):
-        self.truncated_tiles = max(self.truncated_tiles, min(before, self.length) // self.tile * self.tile)
+        self.truncated_tiles = max(
+            self.truncated_tiles, min(before, self.length) // self.tile * self.tile
+        )
 
     def mean(self, x):
         return prompt_mean(x, self.recipe.sinks)
 
     def crop(self, n):
         if n:
-            self.raw, self.coded, self.truncated = ([x[:, :, : self.length - n] for x in pair] for pair in (self.raw, self.coded, self.truncated))
-            self.truncated_tiles = min(self.truncated_tiles, -(-self.length // self.tile) * self.tile)
+            self.raw, self.coded, self.truncated = (
+                [x[:, :, : self.length - n] for x in pair]
+                for pair in (self.raw, self.coded, self.truncated)
+            )
+            self.truncated_tiles = min(
+                self.truncated_tiles, -(-self.length // self.tile) * self.tile
+            )
 
     def rows(self, f):
-        self.raw, self.coded, self.truncated = ([f(x) for x in pair] for pair in (self.raw, self.coded, self.truncated))
-        self.means, self.start = [None if m is None else f(m) for m in self.means], f(self.start)
+        self.raw, self.coded, self.truncated = (
+            [f(x) for x in pair] for pair in (self.raw, self.coded, self.truncated)
+        )
+        self.means, self.start = (
+            [None if m is None else f(m) for m in self.means],
+            f(self.start),
+        )
 
     def read(self, first=0):
         p = torch.arange(self.length)
-        recent = torch.tensor([self.recipe.recent > 0 and self.slots.get(i % self.recipe.recent) == i for i in range(self.length)], dtype=torch.bool)
+        recent = torch.tensor(
+            [
+                self.recipe.recent > 0 and self.slots.get(i % self.recipe.recent) == i
+                for i in range(self.length)
+            ],
+            dtype=torch.bool,
+        )
         sink = (p >= self.start[:, None]) & (p < self.start[:, None] + self.recipe.sinks)
         exact = (recent | sink)[:, None, :, None]
         old = (p < self.truncated_tiles)[:, None]
-        return [torch.where(exact, raw, torch.where(old, truncated_tiles, coded))[:, :, first:] for raw, truncated_tiles, coded in zip(self.raw, self.truncated, self.coded)]
+        return [
+            torch.where(exact, raw, torch.where(old, truncated_tiles, coded))[:, :, first:]
+            for raw, truncated_tiles, coded in zip(self.raw, self.truncated, self.coded)
+        ]
 
 
 def check(store, dense):
-    assert store.length == dense.length and store.nbytes == store.expected_nbytes() == sum(store.parts().values())
+    assert store.length == dense.length and store.nbytes == store.expected_nbytes() == sum(
+        store.parts().values()
+    )
     got, want = store.read(), dense.read(store.offset)
-    real = (torch.arange(store.offset, store.length) >= store.start[:, None])[:, None, :, None]  # padding may be exact or coded
+    real = (torch.arange(store.offset, store.length) >= store.start[:, None])[
+        :, None, :, None
+    ]  # padding may be exact or coded
     for a, b in zip(got, want):
         assert a.dtype == store.dtype and a.shape == b.shape
         same(a.where(real, 0), b.where(real, 0), allow_empty=True)
     if store.length > store.offset:
-        total = sum(t.nbytes for s in (store.key, store.value) for t in s.tensors.values()) + sum(0 if t is None else t.nbytes for t in (store.start, store.end, store.position, store.flags))
+        total = sum(
+            t.nbytes for s in (store.key, store.value) for t in s.tensors.values()
+        ) + sum(
+            0 if t is None else t.nbytes
+            for t in (store.start, store.end, store.position, store.flags)
+        )
         assert total == store.nbytes
-        values = store.batch * store.heads * (store.length - store.offset) * (store.key.q.d + store.value.q.d)
+        values = (
+            store.batch
+            * store.heads
+            * (store.length - store.offset)
+            * (store.key.q.d + store.value.q.d)
+        )
         assert store.bits_per_value() == 8 * store.nbytes / values
 
 
 def random_bits(rng, d):
-    return rng.choice((1, 2, 3, 4, 3, 4, rng.randint(1, 3) + rng.randint(1, d - 1) / d, tuple(rng.randint(1, 4) for _ in range(d))))
+    return rng.choice(
+        (
+            1,
+            2,
+            3,
+            4,
+            3,
+            4,
+            rng.randint(1, 3) + rng.randint(1, d - 1) / d,
+            tuple(rng.randint(1, 4) for _ in range(d)),
+        )
+    )
 
 
 def random_recipe(rng, d, dv, limit=None, static=False):
     def spec(d, *centers):
         bits = random_bits(rng, d)
-        residual = rng.choice(("none", "sign", "sign" if static else "qjl")) if isinstance(bits, int) and bits > 1 else "none"
-        return Spec(bits, rng.choice(("hadamard", "haar", "identity")), rng.randrange(3), rng.choice(("norm", "mse", "unbiased")),
-                    rng.choice(("sphere", "gaussian", "uniform")), rng.choice(("none", "prompt_mean", *centers)), rng.choice(("float16", "bfloat16", "float32")), residual)
+        residual = (
+            rng.choice(("none", "sign", "sign" if static else "qjl"))
+            if isinstance(bits, int) and bits > 1
+            else "none"
+        )
+        return Spec(
+            bits,
+            rng.choice(("hadamard", "haar", "identity")),
+            rng.randrange(3),
+            rng.choice(("norm", "mse", "unbiased")),
+            rng.choice(("sphere", "gaussian", "uniform")),
+            rng.choice(("none", "prompt_mean", *centers)),
+            rng.choice(("float16", "bfloat16", "float32")),
+            residual,
+        )
 
-    recipe = Recipe(spec(d, "pre_rope"), spec(dv or d), rng.choice((0, 1, 2, 4, 7)), rng.choice((0, 0, 1, 3, 8, 20)))
-    decay = rng.choice((None, 1, 6, 25)) if limit is None and truncates(recipe, d, dv or d) else None
+    recipe = Recipe(
+        spec(d, "pre_rope"),
+        spec(dv or d),
+        rng.choice((0, 1, 2, 4, 7)),
+        rng.choice((0, 0, 1, 3, 8, 20)),
+    )
+    decay = (
+        rng.choice((None, 1, 6, 25))
+        if limit is None and truncates(recipe, d, dv or d)
+        else None
+    )
     return Recipe(recipe.key, recipe.value, recipe.sinks, recipe.recent, decay)
 
 
 def truncates(recipe, d, dv):
     "Whether tokens of such a store can lose a bit."
     sides = ((recipe.key, d), (recipe.value, dv))
-    return all(s.residual != "qjl" for s, _ in sides) and any(max(channel_bits(s.bits, n)) > 2 for s, n in sides)
+    return all(s.residual != "qjl" for s, _ in sides) and any(
+        max(channel_bits(s.bits, n)) > 2 for s, n in sides
+    )
 
 
 @pytest.mark.parametrize("block", range(20 if SLOW else 10))
 def test_random_operation_sequences(block, tmp_path):
-    "10 or 20 x 16 sequences of about 15 operations; after each one, every byte that can be read and every count."
+    """10 or 20 x 16 sequences of about 15 operations; after each one, every byte that can be
+    read and every count."""
     for trial in range(16):
         rng = random.Random(1000 * block + trial)
         dtype = rng.choice((torch.float32, torch.float16, torch.bfloat16))
         tile, limit = rng.choice((4, 8, 16)), rng.choice((None, None, 90))
         d, dv = rng.choice((4, 5, 8)), rng.choice((None, 4, 7))
-        static, freq = limit is not None and rng.random() < 0.6, 0.7 ** torch.arange(1.0, rng.randint(1, d // 2) + 1)
+        static, freq = (
+            limit is not None and rng.random() < 0.6,
+            0.7 ** torch.arange(1.0, rng.randint(1, d // 2) + 1),
+        )
         more = dict(dtype=dtype, max_length=limit, tile=tile, static=static, inv_freq=freq)
-        store = make(random_recipe(rng, d, dv, limit, static), rng.randint(1, 3), rng.randint(1, 2), d, dv, **more)
+        store = make(
+            random_recipe(rng, d, dv, limit, static),
+            rng.randint(1, 3),
+            rng.randint(1, 2),
+            d,
+            dv,
+            **more,
+        )
         if rng.random() < 0.4:
             store.set_range(start=torch.tensor([rng.randint(0, 6) for _ in range(store.batch)]))
             if any(s.center != "none" for s in (store.recipe.key, store.recipe.value)):
-                store.set_range(start=0)  # which tokens enter the mean of a padded row has a test of its own
+                store.set_range(
+                    start=0
+                )  # which tokens enter the mean of a padded row has a test of its own
         dense = Dense(store)
         for step in range(rng.randint(6, 18)):
-            what = rng.choice(("append",) * 5 + ("crop", "crop", "select", "repeat", "file", "to", "evict", "copy", "state", "decay"))
+            what = rng.choice(
+                ("append",) * 5
+                + (
+                    "crop",
+                    "crop",
+                    "select",
+                    "repeat",
+                    "file",
+                    "to",
+                    "evict",
+                    "copy",
+                    "state",
+                    "decay",
+                )
+            )
             if what == "append":
                 n = rng.choice((0, 1, 1, 2, 3, 7, 17, 30))
                 k, v = states(store, n, seed=rng.randrange(10**6))
@@ -192,9 +343,14 @@ def test_random_operation_sequences(block, tmp_path):
                 store.crop(rng.choice((n, -n)))
                 dense.crop(n)
             elif what == "select" and store.batch:
-                index = torch.tensor([rng.randrange(-store.batch, store.batch) for _ in range(store.batch if static else rng.randint(1, 3))])
+                index = torch.tensor(
+                    [
+                        rng.randrange(-store.batch, store.batch)
+                        for _ in range(store.batch if static else rng.randint(1, 3))
+                    ]
+                )
                 store.select(index)
-                dense.rows(lambda x: x[index])  # noqa: B023
+                dense.rows(lambda x: x[index])
             elif what == "repeat" and store.batch < 3 and not static:
                 store.repeat(2)
                 dense.rows(lambda x: x.repeat_interleave(2, 0))
@@ -220,7 +376,11 @@ def test_random_operation_sequences(block, tmp_path):
                 before = rng.randint(0, store.length + 3)
                 old = store.offset
                 store.evict(before)
-                assert old <= store.offset <= max(old, before) and (store.offset - old) % tile == 0 and store.length - store.offset >= 0
+                assert (
+                    old <= store.offset <= max(old, before)
+                    and (store.offset - old) % tile == 0
+                    and store.length - store.offset >= 0
+                )
             check(store, dense)
 
 
@@ -233,21 +393,34 @@ def test_the_dense_model_can_fail():
     dense.append(k, v)
     check(store, dense)
     for field, wrong in (("sinks", 3), ("recent", 4), ("sinks", 1), ("recent", 2)):
-        other = Dense(make(Recipe(store.recipe.key, store.recipe.value, **{"sinks": 2, "recent": 3, field: wrong})))
+        other = Dense(
+            make(
+                Recipe(
+                    store.recipe.key,
+                    store.recipe.value,
+                    **{"sinks": 2, "recent": 3, field: wrong},
+                )
+            )
+        )
         other.raw, other.coded, other.truncated = dense.raw, dense.coded, dense.truncated
         with pytest.raises(AssertionError):
             check(store, other)
 
 
-# --- a pre-RoPE mean ----------------------------------------------------------------------------
+# --- a pre-RoPE mean
+# ----------------------------------------------------------------------------
 
 FREQ = 0.5 ** torch.arange(1.0, 4)  # 6 of 8 channels rotate
 PRE_ROPE = Recipe(Spec(2, center="pre_rope"), Spec(), sinks=0, recent=0)
 
 
 def test_a_pre_rope_mean_finds_a_bias_that_rotates(gen):
-    "Keys that are a rotated bias and noise: the error is that of the noise alone, whatever else arrives."
-    bias, noise = 30 * torch.randn(1, 2, 1, 8, generator=gen), torch.randn(1, 2, 300, 8, generator=gen)
+    """Keys that are a rotated bias and noise: the error is that of the noise alone, whatever
+    else arrives."""
+    bias, noise = (
+        30 * torch.randn(1, 2, 1, 8, generator=gen),
+        torch.randn(1, 2, 300, 8, generator=gen),
+    )
     k = rotated(bias + noise, torch.arange(300), FREQ)
     plain = make(Recipe(Spec(2), Spec(), 0, 0), 1)
     plain.append(noise, noise)
@@ -269,7 +442,9 @@ def test_positions_of_a_pre_rope_mean_count_from_the_first_real_token(gen):
     x = torch.cat([padded, whole])
     store.append(x, x)
     alone.append(k, k)
-    torch.testing.assert_close(store.read()[0][:1, :, 3:], alone.read()[0], rtol=0, atol=0.02)  # the mean's sum in another order
+    torch.testing.assert_close(
+        store.read()[0][:1, :, 3:], alone.read()[0], rtol=0, atol=0.02
+    )  # the mean's sum in another order
     late = make(PRE_ROPE, 2, inv_freq=FREQ)  # padding that is found out later
     late.append(x, x)
     late.set_range(torch.tensor([3, 0]), k=x, v=x)
@@ -280,19 +455,39 @@ def test_positions_of_a_pre_rope_mean_count_from_the_first_real_token(gen):
 def test_one_table_for_all_stores():
     "It grows with the longest, is counted once, and another model has another."
     a, b = (make(PRE_ROPE, 1, inv_freq=FREQ) for _ in range(2))
-    c, fixed = make(PRE_ROPE, 1, inv_freq=FREQ * 2), make(PRE_ROPE, 1, inv_freq=FREQ, max_length=50, static=True)
+    c, fixed = (
+        make(PRE_ROPE, 1, inv_freq=FREQ * 2),
+        make(PRE_ROPE, 1, inv_freq=FREQ, max_length=50, static=True),
+    )
     held = fixed.rope_table
     a.append(*states(a, 700))
     a.read()
     assert len(a.rope_table) == 768  # whole tiles; reading takes no room for more
-    assert [t.shape[0] for t in a.tables()[:2]] == [3, 768] and [t.shape[0] for t in b.tables()[:2]] == [3, 0]  # each counts what it needs
-    assert a.rope_table is b.rope_table and len(a.rope_table) >= 700 and a.rope_table.shape[1] == 6 and a.rope_table.dtype == torch.float16
-    assert c.rope_table is not a.rope_table and len(c.rope_table) == 0 and fixed.rope_table is held and len(held) == 50
+    assert [t.shape[0] for t in a.tables()[:2]] == [3, 768] and [
+        t.shape[0] for t in b.tables()[:2]
+    ] == [3, 0]  # each counts what it needs
+    assert (
+        a.rope_table is b.rope_table
+        and len(a.rope_table) >= 700
+        and a.rope_table.shape[1] == 6
+        and a.rope_table.dtype == torch.float16
+    )
+    assert (
+        c.rope_table is not a.rope_table
+        and len(c.rope_table) == 0
+        and fixed.rope_table is held
+        and len(held) == 50
+    )
     pointers = [t.data_ptr() for t in a.tables()]
     assert a.rope_table.data_ptr() in pointers and a.inv_freq.data_ptr() in pointers
     b.append(*states(b, 1))
     for t in range(0, 700, 99):
-        torch.testing.assert_close(b.rope_table[t].float(), torch.cat([(t * FREQ).cos(), (t * FREQ).sin()]), rtol=0, atol=6e-4)
+        torch.testing.assert_close(
+            b.rope_table[t].float(),
+            torch.cat([(t * FREQ).cos(), (t * FREQ).sin()]),
+            rtol=0,
+            atol=6e-4,
+        )
 
 
 def test_a_pre_rope_mean_to_file_and_back(tmp_path):
@@ -312,39 +507,88 @@ def test_a_pre_rope_mean_to_file_and_back(tmp_path):
 
 
 def test_inv_freq_is_refused():
-    for bad, error in ((None, TypeError), ([1.0], TypeError), (torch.ones(2, dtype=torch.long), TypeError), (torch.ones(5), ValueError),
-                       (torch.ones(0), ValueError), (torch.ones(2, 2), ValueError), (torch.tensor([1.0, torch.inf]), ValueError)):
-        with pytest.raises(error, match="inv_freq must be a float vector of at most 4 frequencies, which center='pre_rope' needs"):
+    for bad, error in (
+        (None, TypeError),
+        ([1.0], TypeError),
+        (torch.ones(2, dtype=torch.long), TypeError),
+        (torch.ones(5), ValueError),
+        (torch.ones(0), ValueError),
+        (torch.ones(2, 2), ValueError),
+        (torch.tensor([1.0, torch.inf]), ValueError),
+    ):
+        with pytest.raises(
+            error,
+            match=(
+                "inv_freq must be a float vector of at most 4 frequencies, which "
+                "center='pre_rope' needs"
+            ),
+        ):
             make(PRE_ROPE, inv_freq=bad)
     named = make(Recipe(Spec(3, center="prompt_mean")), inv_freq=FREQ)
-    assert named.inv_freq is None and named.recipe.key.center == "prompt_mean"  # nothing rotates
+    assert (
+        named.inv_freq is None and named.recipe.key.center == "prompt_mean"
+    )  # nothing rotates
 
 
 def test_a_preset_takes_the_mean_that_the_store_can_carry():
-    "With frequencies the mean before RoPE, without them the prompt's; both hold what a recipe that names it holds."
+    """With frequencies the mean before RoPE, without them the prompt's; both hold what a recipe
+    that names it holds."""
     for inv_freq, center in ((FREQ, "pre_rope"), (None, "prompt_mean")):
-        stores = [make(r, inv_freq=inv_freq) for r in ("k3v3", Recipe(), replace(preset("k3v3"), sinks=1), replace(preset("k3v3"), key=Spec(3, center=center)))]
-        assert {s.recipe.key.center for s in stores} == {s.key.q.spec.center for s in stores} == {center}
-        assert stores[0].recipe == stores[3].recipe and (stores[0].inv_freq is None) == (inv_freq is None)
+        stores = [
+            make(r, inv_freq=inv_freq)
+            for r in (
+                "k3v3",
+                Recipe(),
+                replace(preset("k3v3"), sinks=1),
+                replace(preset("k3v3"), key=Spec(3, center=center)),
+            )
+        ]
+        assert (
+            {s.recipe.key.center for s in stores}
+            == {s.key.q.spec.center for s in stores}
+            == {center}
+        )
+        assert stores[0].recipe == stores[3].recipe and (stores[0].inv_freq is None) == (
+            inv_freq is None
+        )
 
 
-# --- static ---------------------------------------------------------------------------------------
+# --- static
+# ---------------------------------------------------------------------------------------
+
 
 def captured(store, k, v):
     "What a captured append runs."
     _append_by_position(*store._by_position(k, v))
 
 
-@pytest.mark.parametrize("recipe", ("k3v3", "k4v2", Recipe(Spec(2.5, center="prompt_mean"), Spec((1, 2, 3, 4) * 2), sinks=2, recent=3), PRE_ROPE, Recipe(Spec(3, residual="sign"), Spec(1), 0, 5)))
+@pytest.mark.parametrize(
+    "recipe",
+    (
+        "k3v3",
+        "k4v2",
+        Recipe(Spec(2.5, center="prompt_mean"), Spec((1, 2, 3, 4) * 2), sinks=2, recent=3),
+        PRE_ROPE,
+        Recipe(Spec(3, residual="sign"), Spec(1), 0, 5),
+    ),
+)
 @pytest.mark.parametrize("padding", ((0, 0), (0, 5)))
 def test_where_the_device_counts(recipe, padding):
-    "Eager and captured appends to a static store leave what a plain store holds, and no tensor moves."
+    """Eager and captured appends to a static store leave what a plain store holds, and no
+    tensor moves."""
     plain = make(recipe, tile=16, max_length=90, inv_freq=FREQ)
     lengths = (20, 1, 1, 30, 1, 7)
     torch._dynamo.reset()
-    for add in (KVStore.append, captured, torch.compile(KVStore.append, backend="eager", fullgraph=True)):
+    for add in (
+        KVStore.append,
+        captured,
+        torch.compile(KVStore.append, backend="eager", fullgraph=True),
+    ):
         store = make(recipe, tile=16, max_length=90, static=True, inv_freq=FREQ)
-        held = [t.data_ptr() for t in (*store._fixed(), store.position, store.flags, *store.tables())]
+        held = [
+            t.data_ptr()
+            for t in (*store._fixed(), store.position, store.flags, *store.tables())
+        ]
         for s in (store, plain):
             s.crop(s.length)
             s.set_range(start=torch.tensor(padding))
@@ -353,11 +597,19 @@ def test_where_the_device_counts(recipe, padding):
             add(store, k, v)
             plain.append(k, v)
             assert int(store.position) == plain.length
-        assert store.sync() == store.length == plain.length and store.nbytes == store.expected_nbytes() == plain.nbytes + 4 + 24
+        assert (
+            store.sync() == store.length == plain.length
+            and store.nbytes == store.expected_nbytes() == plain.nbytes + 4 + 24
+        )
         real = (torch.arange(plain.length) >= plain.start[:, None])[:, None, :, None]
         for a, b in zip(store.read(), plain.read()):
-            torch.testing.assert_close(a.where(real, 0), b.where(real, 0), rtol=0, atol=0.02)  # the mean of padded rows is summed in another order
-        assert held == [t.data_ptr() for t in (*store._fixed(), store.position, store.flags, *store.tables())]
+            torch.testing.assert_close(
+                a.where(real, 0), b.where(real, 0), rtol=0, atol=0.02
+            )  # the mean of padded rows is summed in another order
+        assert held == [
+            t.data_ptr()
+            for t in (*store._fixed(), store.position, store.flags, *store.tables())
+        ]
 
 
 def test_what_a_recording_cannot_refuse():
@@ -368,7 +620,9 @@ def test_what_a_recording_cannot_refuse():
     bad = good[1].clone()
     bad[0, 1, 2, 3] = torch.nan
     captured(store, good[0], bad)
-    assert store.value.tensors["scale"].flatten(2)[:, :, :20].isnan().nonzero().tolist() == [[0, 1, 12]]
+    assert store.value.tensors["scale"].flatten(2)[:, :, :20].isnan().nonzero().tolist() == [
+        [0, 1, 12]
+    ]
     with pytest.raises(ValueError, match="values that were not finite"):
         store.sync()
     assert store.sync() == 20
@@ -380,19 +634,31 @@ def test_what_a_recording_cannot_refuse():
     assert store.sync() == 25 and store.key.tensors["scale"].flatten(2)[:, :, 24].isnan().all()
     store.crop(15)
     store.append(*good)
-    assert store.length == int(store.position) == 20 and not any(x.isnan().any() for x in store.read())
+    assert store.length == int(store.position) == 20 and not any(
+        x.isnan().any() for x in store.read()
+    )
 
 
 def test_static_refuses():
-    for kwargs, why in ((dict(static=True), "needs max_length"), (dict(static=True, max_length=9, recipe=Recipe(residual="prod")), "QJL")):
+    for kwargs, why in (
+        (dict(static=True), "needs max_length"),
+        (dict(static=True, max_length=9, recipe=Recipe(residual="prod")), "QJL"),
+    ):
         with pytest.raises(ValueError, match=why):
             make(**kwargs)
     store = make(max_length=40, static=True)
     store.append(*states(store, 10))
     before = snapshot(store)
-    for f, why in ((lambda: store.evict(5), "frees nothing"), (lambda: store.select([0]), "keeps its 2"), (lambda: store.repeat(2), "keeps its 2"),
-                   (lambda: store.set_range(end=3), "no ends"), (lambda: store.to("meta"), "stays on cpu"), (lambda: store.decay(3), "max_length allocates once"),
-                   (lambda: store.append(*states(store, 31)), "cannot append 31 tokens to 10"), (lambda: captured(store, *states(store, 41)), "cannot append 41")):
+    for f, why in (
+        (lambda: store.evict(5), "frees nothing"),
+        (lambda: store.select([0]), "keeps its 2"),
+        (lambda: store.repeat(2), "keeps its 2"),
+        (lambda: store.set_range(end=3), "no ends"),
+        (lambda: store.to("meta"), "stays on cpu"),
+        (lambda: store.decay(3), "max_length allocates once"),
+        (lambda: store.append(*states(store, 31)), "cannot append 31 tokens to 10"),
+        (lambda: captured(store, *states(store, 41)), "cannot append 41"),
+    ):
         with pytest.raises(ValueError, match=why):
             f()
     assert_same_snapshot(snapshot(store), before)
@@ -410,14 +676,19 @@ def test_static_to_file_and_back():
         same(a, b)
 
 
-# --- mean, ranges ---------------------------------------------------------------------------------
+# --- mean, ranges
+# ---------------------------------------------------------------------------------
+
 
 def test_prompt_mean(gen):
     x = torch.randn(3, 2, 50, 8, generator=gen) + 4
     m = prompt_mean(x, 4)
     assert m.shape == (3, 2, 1, 8) and m.dtype == torch.bfloat16
     assert torch.allclose(m.float(), x[:, :, 4:].mean(2, keepdim=True), rtol=0.05, atol=0.05)
-    assert float(prompt_mean(x[:, :, :5], 4).abs().max()) == 0 and float(prompt_mean(x[:, :, :2], 4).abs().max()) == 0
+    assert (
+        float(prompt_mean(x[:, :, :5], 4).abs().max()) == 0
+        and float(prompt_mean(x[:, :, :2], 4).abs().max()) == 0
+    )
     assert float(prompt_mean(torch.randn(1, 1, 4, 64, generator=gen)).abs().max()) < 1.5
     assert float(prompt_mean(torch.zeros(1, 1, 10, 8)).abs().max()) == 0
 
@@ -425,7 +696,10 @@ def test_prompt_mean(gen):
 def test_mean_of_a_padded_row_ignores_its_padding(gen):
     "A row that starts at 5 is coded as if the padding were not there."
     recipe = Recipe(Spec(center="prompt_mean"), Spec(center="prompt_mean"), sinks=2)
-    k, v = torch.randn(1, 2, 30, 8, generator=gen) + 3, torch.randn(1, 2, 30, 8, generator=gen) - 3
+    k, v = (
+        torch.randn(1, 2, 30, 8, generator=gen) + 3,
+        torch.randn(1, 2, 30, 8, generator=gen) - 3,
+    )
     alone = make(recipe, 1)
     alone.append(k, v)
     for padding in (1, 5, 40):
@@ -435,7 +709,9 @@ def test_mean_of_a_padded_row_ignores_its_padding(gen):
         padded.append(torch.cat([pad, k], 2), torch.cat([pad, v], 2))
         for a, b in zip(padded.read(padding), alone.read()):
             same(a, b)
-        late = make(recipe, 1)  # the padding is found out after the first chunk, as under the 'turboquant' attention
+        late = make(
+            recipe, 1
+        )  # the padding is found out after the first chunk, as under the 'turboquant' attention
         late.append(torch.cat([pad, k], 2), torch.cat([pad, v], 2))
         late.set_range(start=padding, k=torch.cat([pad, k], 2), v=torch.cat([pad, v], 2))
         for a, b in zip(late.read(padding), alone.read()):
@@ -469,13 +745,24 @@ def test_set_range_refuses():
     k, v = states(store, 6)
     store.append(k, v)
     before = snapshot(store)
-    for kwargs, name in ((dict(start=3), "pass k and v"), (dict(start=3, k=k[:, :, :2], v=v[:, :, :2]), "pass k and v"), (dict(start=7, k=k, v=v), "start"),
-                         (dict(end=7), "end"), (dict(end=-1), "end"), (dict(end=[1, 2, 3]), "end"), (dict(start=2, end=9, k=k, v=v), "end")):
+    for kwargs, name in (
+        (dict(start=3), "pass k and v"),
+        (dict(start=3, k=k[:, :, :2], v=v[:, :, :2]), "pass k and v"),
+        (dict(start=7, k=k, v=v), "start"),
+        (dict(end=7), "end"),
+        (dict(end=-1), "end"),
+        (dict(end=[1, 2, 3]), "end"),
+        (dict(start=2, end=9, k=k, v=v), "end"),
+    ):
         with pytest.raises(ValueError, match=name):
             store.set_range(**kwargs)
         assert_same_snapshot(snapshot(store), before)
     store.set_range(end=torch.tensor([3, 6]))
-    assert store.nbytes == store.expected_nbytes() == before["start"].nbytes * 2 + make_bytes(before)
+    assert (
+        store.nbytes
+        == store.expected_nbytes()
+        == before["start"].nbytes * 2 + make_bytes(before)
+    )
     with pytest.raises(ValueError, match="ends"):
         store.append(*states(store, 1))
     store.set_range(end=None)
@@ -486,7 +773,9 @@ def make_bytes(to_int8_grid):
     return sum(t.nbytes for n, t in to_int8_grid.items() if n.startswith(("key.", "value.")))
 
 
-# --- size, growth ---------------------------------------------------------------------------------
+# --- size, growth
+# ---------------------------------------------------------------------------------
+
 
 def test_append_is_amortised():
     "Token by token: few allocations, slack at most an eighth and one tile."
@@ -510,7 +799,10 @@ def test_max_length_allocates_once():
     assert store.capacity == 112
     for n in (1, 50, 49):
         store.append(*states(store, n))
-    assert store.nbytes == size and [t.data_ptr() for t in store.key.planes + store.value.planes] == pointers
+    assert (
+        store.nbytes == size
+        and [t.data_ptr() for t in store.key.planes + store.value.planes] == pointers
+    )
     with pytest.raises(ValueError, match="max_length is 100: cannot append 1 tokens to 100"):
         store.append(*states(store, 1))
     store.crop(-10)
@@ -522,7 +814,11 @@ def test_evict_frees_bytes():
     store.append(*states(store, 200))
     before, want = store.nbytes, [x[:, :, 96:] for x in store.read()]
     store.evict(100)
-    assert store.offset == 96 and store.nbytes < before * 0.6 and store.nbytes == store.expected_nbytes()
+    assert (
+        store.offset == 96
+        and store.nbytes < before * 0.6
+        and store.nbytes == store.expected_nbytes()
+    )
     for a, b in zip(store.read(), want):
         same(a, b.contiguous())
     for first in (95, 201, -1):
@@ -538,9 +834,12 @@ def test_evict_frees_bytes():
     assert store.capacity <= 80 and store.nbytes == store.expected_nbytes()
 
 
-@pytest.mark.parametrize("preset, limit", [("k3v3", 3.6), ("k4v4", 4.6), ("k2v2", 3.4), ("k1v1", 2.4)])
+@pytest.mark.parametrize(
+    "preset, limit", [("k3v3", 3.6), ("k4v4", 4.6), ("k2v2", 3.4), ("k1v1", 2.4)]
+)
 def test_bits_per_value_at_2048_tokens(preset, limit):
-    "Planes, scales, sinks and window, means, ranges and the rotation and level tables of one layer shared by 30, d = 64."
+    """Planes, scales, sinks and window, means, ranges and the rotation and level tables of one
+    layer shared by 30, d = 64."""
     store = KVStore(preset, 1, 3, 64)
     store.append(*states(store, 2048))
     shared = sum({t.data_ptr(): t.nbytes for t in store.tables()}.values()) / 30
@@ -548,17 +847,32 @@ def test_bits_per_value_at_2048_tokens(preset, limit):
     assert store.bits_per_value() > int(preset[1])
 
 
-# --- bits as a vector, residuals, decay -----------------------------------------------------------
+# --- bits as a vector, residuals, decay
+# -----------------------------------------------------------
 
-@pytest.mark.parametrize("bits, names", [(1, [(4, 4)]), (2, [(4, 8)]), (3, [(4, 8), (4, 4)]), (4, [(4, 8), (4, 4), (4, 4)])])
+
+@pytest.mark.parametrize(
+    "bits, names",
+    [(1, [(4, 4)]), (2, [(4, 8)]), (3, [(4, 8), (4, 4)]), (4, [(4, 8), (4, 4), (4, 4)])],
+)
 def test_uniform_codes_keep_their_planes(bits, names):
-    "The layout that files and kernels know: plane0, plane1, … and scale; with a sign residual too."
+    """The layout that files and kernels know: plane0, plane1, … and scale; with a sign residual
+    too."""
     for residual in ("none", "sign")[: 1 + (bits > 1)]:
-        store = make(Recipe(Spec(bits, residual=residual), Spec(bits), sinks=0, recent=0), tile=16)
+        store = make(
+            Recipe(Spec(bits, residual=residual), Spec(bits), sinks=0, recent=0), tile=16
+        )
         store.append(*states(store, 20))
         t = store.key.tensors
-        assert list(t) == [*(f"plane{i}" for i in range(len(names))), "scale", "sinks", "recent"]
-        assert [tuple(p.shape) for p in store.key.planes] == [(2, 2, 2, *shape) for shape in names] and t["scale"].shape == (2, 2, 2, 16)
+        assert list(t) == [
+            *(f"plane{i}" for i in range(len(names))),
+            "scale",
+            "sinks",
+            "recent",
+        ]
+        assert [tuple(p.shape) for p in store.key.planes] == [
+            (2, 2, 2, *shape) for shape in names
+        ] and t["scale"].shape == (2, 2, 2, 16)
         assert store.key.groups[0].layout.bits == bits
         uniform = make(Recipe(Spec((bits,) * 8), Spec(bits), sinks=0, recent=0), tile=16)
         if residual == "none":  # a tuple of equal numbers is the same code
@@ -569,31 +883,62 @@ def test_uniform_codes_keep_their_planes(bits, names):
 
 def test_bytes_of_every_kind():
     "By hand at d = 16, tile 64: bits per token of codes, signs and numbers."
-    for spec, per_token in ((Spec(3), 48 + 16), (Spec(3, residual="sign"), 48 + 16), (Spec(3, residual="qjl"), 48 + 32), (Spec(2, residual="qjl", scale_dtype="float32"), 32 + 64),
-                            (Spec(2.5), 40 + 16), (Spec(2.125), 34 + 16), (Spec((4, 1) * 8), 40 + 16), (Spec(1.25), 20 + 16),
-                            (Spec((3,) * 5 + (1,) * 11), 10 + 6 + 12 + 16)):  # groups of odd size pay half a slot per bit plane
+    for spec, per_token in (
+        (Spec(3), 48 + 16),
+        (Spec(3, residual="sign"), 48 + 16),
+        (Spec(3, residual="qjl"), 48 + 32),
+        (Spec(2, residual="qjl", scale_dtype="float32"), 32 + 64),
+        (Spec(2.5), 40 + 16),
+        (Spec(2.125), 34 + 16),
+        (Spec((4, 1) * 8), 40 + 16),
+        (Spec(1.25), 20 + 16),
+        (Spec((3,) * 5 + (1,) * 11), 10 + 6 + 12 + 16),
+    ):  # groups of odd size pay half a slot per bit plane
         store = make(Recipe(spec, spec, sinks=0, recent=0), 1, 1, 16, tile=64)
         store.append(*states(store, 128))
         assert store.nbytes - 8 == 2 * 128 * per_token // 8 == store.expected_nbytes() - 8, spec
         parts = store.parts()
-        assert parts["signs"] == (2 * 128 * 2 if spec.residual == "qjl" else 0) and parts["residual_norm"] == (parts["scale"] if spec.residual == "qjl" else 0)
+        assert parts["signs"] == (2 * 128 * 2 if spec.residual == "qjl" else 0) and parts[
+            "residual_norm"
+        ] == (parts["scale"] if spec.residual == "qjl" else 0)
 
 
 def test_decay_frees_exactly_one_bit_per_value():
-    for spec, freed in ((Spec(3), 1), (Spec(4), 1), (Spec(4, residual="sign"), 1), (Spec(2.5), 0.5), (Spec(3.5), 1), (Spec((4, 2, 1, 3) * 4), 0.5)):
+    for spec, freed in (
+        (Spec(3), 1),
+        (Spec(4), 1),
+        (Spec(4, residual="sign"), 1),
+        (Spec(2.5), 0.5),
+        (Spec(3.5), 1),
+        (Spec((4, 2, 1, 3) * 4), 0.5),
+    ):
         store = make(Recipe(spec, Spec(2), sinks=0, recent=0), 2, 3, 16, tile=64)
         store.append(*states(store, 200))
         before, data = store.nbytes, {n: t.data_ptr() for n, t in store.key.tensors.items()}
         for at in (-5, 0, 63):
             store.decay(at)
-        assert store.nbytes == before and data == {n: t.data_ptr() for n, t in store.key.tensors.items()}  # not one whole tile: nothing moves
+        assert store.nbytes == before and data == {
+            n: t.data_ptr() for n, t in store.key.tensors.items()
+        }  # not one whole tile: nothing moves
         store.decay(130)
-        assert before - store.nbytes == 2 * 3 * 128 * 16 * freed / 8 and store.nbytes == store.expected_nbytes()
-        held = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for s in (store.key, store.value) for t in s.tensors.values()}.values())
+        assert (
+            before - store.nbytes == 2 * 3 * 128 * 16 * freed / 8
+            and store.nbytes == store.expected_nbytes()
+        )
+        held = sum(
+            {
+                t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+                for s in (store.key, store.value)
+                for t in s.tensors.values()
+            }.values()
+        )
         assert held + store.start.nbytes == store.nbytes  # freed, not hidden behind a view
         store.decay(64)
         store.decay(10**9)
-        assert (store.key.truncated_tiles, store.value.truncated_tiles) == (3, 0) and before - store.nbytes == 2 * 3 * 192 * 16 * freed / 8
+        assert (store.key.truncated_tiles, store.value.truncated_tiles) == (
+            3,
+            0,
+        ) and before - store.nbytes == 2 * 3 * 192 * 16 * freed / 8
 
 
 def test_decay_by_recipe_does_not_depend_on_the_chunks():
@@ -606,7 +951,10 @@ def test_decay_by_recipe_does_not_depend_on_the_chunks():
         at = 20
         for n in sizes[1:] or [130]:
             store.append(k[:, :, at : at + n], v[:, :, at : at + n])
-            assert store.key.truncated_tiles == max(0, (at + n - 30) // 16) and store.nbytes == store.expected_nbytes()
+            assert (
+                store.key.truncated_tiles == max(0, (at + n - 30) // 16)
+                and store.nbytes == store.expected_nbytes()
+            )
             at += n
         stores.append(store.read())
     for other in stores[1:]:
@@ -637,7 +985,12 @@ def test_decay_with_padding_found_late_and_with_eviction():
 
 
 def test_decay_refuses():
-    for store, text in ((make(max_length=50), "max_length"), (make("k2v2"), "3 or 4 bits"), (make(Recipe(residual="prod")), "qjl"), (make(Recipe(Spec(4), Spec(3, residual="qjl"))), "qjl")):
+    for store, text in (
+        (make(max_length=50), "max_length"),
+        (make("k2v2"), "3 or 4 bits"),
+        (make(Recipe(residual="prod")), "qjl"),
+        (make(Recipe(Spec(4), Spec(3, residual="qjl"))), "qjl"),
+    ):
         store.append(*states(store, 20))
         before = snapshot(store)
         with pytest.raises(ValueError, match=text):
@@ -652,7 +1005,8 @@ def test_decay_refuses():
 
 
 def test_files_from_before_these_fields(tmp_path):
-    "A header without truncated tiles and a recipe without residual and decay still load; what decayed loads bit for bit."
+    """A header without truncated tiles and a recipe without residual and decay still load; what
+    decayed loads bit for bit."""
     store = make("k3v3", tile=16)
     store.append(*states(store, 40))
     tensors, header = store.state()
@@ -687,13 +1041,24 @@ def test_format_1_is_refused_with_the_reason(saved, tmp_path):
     assert header["format"] == FORMAT == "turboquant-nb store 2"
     header["format"] = "turboquant-nb store 1"
     save_file(tensors, tmp_path / "old", metadata={"header": json.dumps(header)})
-    with pytest.raises(ValueError, match="has format 'turboquant-nb store 1', this version reads 'turboquant-nb store 2': its codes stand for levels that are slightly different"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            "has format 'turboquant-nb store 1', this version reads 'turboquant-nb store 2': "
+            "its codes stand for levels that are slightly different"
+        ),
+    ):
         KVStore.load(tmp_path / "old")
 
 
 def test_a_refused_move_of_start_changes_nothing():
-    "Bad states, an end that was set, or tokens that were freed: an error, and length, ranges, truncated tiles and bits as before."
-    for recipe, decay in (("k3v3", None), (Recipe(Spec(4), Spec(3.5), 2, 5), 20), (Recipe(residual="prod"), None)):
+    """Bad states, an end that was set, or tokens that were freed: an error, and length, ranges,
+    truncated tiles and bits as before."""
+    for recipe, decay in (
+        ("k3v3", None),
+        (Recipe(Spec(4), Spec(3.5), 2, 5), 20),
+        (Recipe(residual="prod"), None),
+    ):
         store = make(recipe, tile=8)
         k, v = states(store, 50)
         store.append(k, v)
@@ -703,12 +1068,24 @@ def test_a_refused_move_of_start_changes_nothing():
         before = snapshot(store)
         nan, huge = k.clone(), v * 1e7  # refused before and after coding
         nan[0, 0, 3, 1] = torch.nan
-        for bad in ((nan, v), (k, huge), (k[..., :3], v), (k, v.half()), (k, None), (None, None), (k[:, :, :9], v[:, :, :9])):
+        for bad in (
+            (nan, v),
+            (k, huge),
+            (k[..., :3], v),
+            (k, v.half()),
+            (k, None),
+            (None, None),
+            (k[:, :, :9], v[:, :, :9]),
+        ):
             with pytest.raises((ValueError, TypeError)):
                 store.set_range(start=3, k=bad[0], v=bad[1])
             assert_same_snapshot(snapshot(store), before)
         store.set_range(start=3, k=k, v=v)
-        assert store.start.tolist() == [3, 3] and store.end is None and store.key.truncated_tiles == 0
+        assert (
+            store.start.tolist() == [3, 3]
+            and store.end is None
+            and store.key.truncated_tiles == 0
+        )
         fresh = make(recipe, tile=8)
         fresh.set_range(start=3)
         fresh.append(k, v)
@@ -716,7 +1093,9 @@ def test_a_refused_move_of_start_changes_nothing():
             same(a, b)
         store.evict(17)
         before = snapshot(store)
-        with pytest.raises(ValueError, match="start cannot move any more: positions below 16 were freed"):
+        with pytest.raises(
+            ValueError, match="start cannot move any more: positions below 16 were freed"
+        ):
             store.set_range(start=0, k=k, v=v)
         assert_same_snapshot(snapshot(store), before)
 
@@ -745,7 +1124,17 @@ def test_positions_are_integers():
 
 
 @pytest.mark.parametrize("device", ("cpu", "meta"))
-@pytest.mark.parametrize("spec", (Spec(3), Spec(2.5), Spec((3, 1) * 4), Spec(4, residual="sign"), Spec(3, residual="qjl"), Spec(2, "haar", codebook="uniform")))
+@pytest.mark.parametrize(
+    "spec",
+    (
+        Spec(3),
+        Spec(2.5),
+        Spec((3, 1) * 4),
+        Spec(4, residual="sign"),
+        Spec(3, residual="qjl"),
+        Spec(2, "haar", codebook="uniform"),
+    ),
+)
 def test_layers_share_their_tables(spec, device):
     "Thirty stores hold the tensors of one, on any device; truncating one changes no other."
     stores = [KVStore(Recipe(spec, Spec(4)), 1, 2, 8, device=device) for _ in range(30)]
@@ -764,31 +1153,59 @@ def test_layers_share_their_tables(spec, device):
         second.to("cpu")
         assert tuple(map(id, second.tables())) in ids
         other = copy.deepcopy(second)
-        assert tuple(map(id, other.tables())) in ids and not {t.data_ptr() for t in other._fixed()} & {t.data_ptr() for t in second._fixed()}
+        assert tuple(map(id, other.tables())) in ids and not {
+            t.data_ptr() for t in other._fixed()
+        } & {t.data_ptr() for t in second._fixed()}
 
 
 def test_tables_hold_every_tensor_of_a_quantizer():
-    for spec in (Spec(3), Spec(2.5), Spec((3, 1) * 4), Spec(4, residual="sign"), Spec(3, residual="qjl")):
+    for spec in (
+        Spec(3),
+        Spec(2.5),
+        Spec((3, 1) * 4),
+        Spec(4, residual="sign"),
+        Spec(3, residual="qjl"),
+    ):
         store = make(Recipe(spec, Spec(4)), tile=8)
         store.append(*states(store, 40))
         if spec.residual != "qjl":
             store.decay(20)
         tables = {t.data_ptr() for t in store.tables()}
         q = store.key.q
-        inside = [q.rotation.matrix, *(x for x in vars(q).values() if isinstance(x, torch.Tensor)), *(x for x in vars(q.codebook).values() if isinstance(x, torch.Tensor))]
-        assert {t.data_ptr() for t in inside} <= tables and len(inside) >= (1 if hasattr(q.codebook, "groups") else 3)
+        inside = [
+            q.rotation.matrix,
+            *(x for x in vars(q).values() if isinstance(x, torch.Tensor)),
+            *(x for x in vars(q.codebook).values() if isinstance(x, torch.Tensor)),
+        ]
+        assert {t.data_ptr() for t in inside} <= tables and len(inside) >= (
+            1 if hasattr(q.codebook, "groups") else 3
+        )
 
 
-# --- refusals -------------------------------------------------------------------------------------
+# --- refusals
+# -------------------------------------------------------------------------------------
 
 BAD = {
-    "dtype": (lambda k, v: (k.half(), v.half()), ValueError, "k"), "dtype of v": (lambda k, v: (k, v.double()), ValueError, "v"),
-    "int": (lambda k, v: (k.long(), v), TypeError, "k"), "list": (lambda k, v: (k.tolist(), v), TypeError, "k"), "none": (lambda k, v: (k, None), TypeError, "v"),
-    "batch": (lambda k, v: (k[:1], v), ValueError, "k"), "heads": (lambda k, v: (k, v[:, :1]), ValueError, "v"), "d": (lambda k, v: (k[..., :7], v), ValueError, "k"),
-    "ndim": (lambda k, v: (k[0], v), ValueError, "k"), "tokens": (lambda k, v: (k, v[:, :, :2]), ValueError, "equally many"),
-    "nan in k": (lambda k, v: (k * float("nan"), v), ValueError, "k"), "nan in v": (lambda k, v: (k, v.index_fill(2, torch.tensor(1), float("nan"))), ValueError, "v"),
-    "inf": (lambda k, v: (k, v / 0), ValueError, "v"), "meta": (lambda k, v: (k.to("meta"), v.to("meta")), ValueError, "k"),
-    "scale of k": (lambda k, v: (k * 1e7, v), ValueError, "k"), "scale of v": (lambda k, v: (k, v * 1e7), ValueError, "v"),
+    "dtype": (lambda k, v: (k.half(), v.half()), ValueError, "k"),
+    "dtype of v": (lambda k, v: (k, v.double()), ValueError, "v"),
+    "int": (lambda k, v: (k.long(), v), TypeError, "k"),
+    "list": (lambda k, v: (k.tolist(), v), TypeError, "k"),
+    "none": (lambda k, v: (k, None), TypeError, "v"),
+    "batch": (lambda k, v: (k[:1], v), ValueError, "k"),
+    "heads": (lambda k, v: (k, v[:, :1]), ValueError, "v"),
+    "d": (lambda k, v: (k[..., :7], v), ValueError, "k"),
+    "ndim": (lambda k, v: (k[0], v), ValueError, "k"),
+    "tokens": (lambda k, v: (k, v[:, :, :2]), ValueError, "equally many"),
+    "nan in k": (lambda k, v: (k * float("nan"), v), ValueError, "k"),
+    "nan in v": (
+        lambda k, v: (k, v.index_fill(2, torch.tensor(1), float("nan"))),
+        ValueError,
+        "v",
+    ),
+    "inf": (lambda k, v: (k, v / 0), ValueError, "v"),
+    "meta": (lambda k, v: (k.to("meta"), v.to("meta")), ValueError, "k"),
+    "scale of k": (lambda k, v: (k * 1e7, v), ValueError, "k"),
+    "scale of v": (lambda k, v: (k, v * 1e7), ValueError, "v"),
 }
 
 
@@ -807,11 +1224,25 @@ def test_refused_append_changes_nothing(what):
         store.append(*states(store, 4))
 
 
-@pytest.mark.parametrize("kwargs, error, name", [
-    (dict(batch=0), ValueError, "batch"), (dict(heads=0), ValueError, "heads"), (dict(heads=1.0), TypeError, "heads"), (dict(max_length=0), ValueError, "max_length"),
-    (dict(max_length=2.5), TypeError, "max_length"), (dict(dtype=torch.int8), TypeError, "dtype"), (dict(dtype="float16"), TypeError, "dtype"), (dict(tile=6), ValueError, "tile"),
-    (dict(d=0), ValueError, "d"), (dict(d=2.0), TypeError, "d"), (dict(dv=-1), ValueError, "d"), (dict(dv=0), ValueError, "d"), (dict(recipe=7), TypeError, "recipe"), (dict(recipe="k9v9"), ValueError, "k9v9"),
-])
+@pytest.mark.parametrize(
+    "kwargs, error, name",
+    [
+        (dict(batch=0), ValueError, "batch"),
+        (dict(heads=0), ValueError, "heads"),
+        (dict(heads=1.0), TypeError, "heads"),
+        (dict(max_length=0), ValueError, "max_length"),
+        (dict(max_length=2.5), TypeError, "max_length"),
+        (dict(dtype=torch.int8), TypeError, "dtype"),
+        (dict(dtype="float16"), TypeError, "dtype"),
+        (dict(tile=6), ValueError, "tile"),
+        (dict(d=0), ValueError, "d"),
+        (dict(d=2.0), TypeError, "d"),
+        (dict(dv=-1), ValueError, "d"),
+        (dict(dv=0), ValueError, "d"),
+        (dict(recipe=7), TypeError, "recipe"),
+        (dict(recipe="k9v9"), ValueError, "k9v9"),
+    ],
+)
 def test_constructor_refuses(kwargs, error, name):
     with pytest.raises(error, match=name):
         make(**kwargs)
@@ -821,13 +1252,28 @@ def test_moving_refuses():
     store = make()
     store.append(*states(store, 10))
     before = snapshot(store)
-    for f in (lambda: store.crop(11), lambda: store.crop(-11), lambda: store.select(torch.tensor([2])), lambda: store.select(torch.tensor([-3])),
-              lambda: store.select(torch.zeros(1, 1, dtype=torch.long)), lambda: store.select(torch.zeros(0, dtype=torch.long)), lambda: store.repeat(0), lambda: store.repeat(-1),
-              lambda: store.coded("key", 3, 2), lambda: store.coded("key", 0, 11)):
+    for f in (
+        lambda: store.crop(11),
+        lambda: store.crop(-11),
+        lambda: store.select(torch.tensor([2])),
+        lambda: store.select(torch.tensor([-3])),
+        lambda: store.select(torch.zeros(1, 1, dtype=torch.long)),
+        lambda: store.select(torch.zeros(0, dtype=torch.long)),
+        lambda: store.repeat(0),
+        lambda: store.repeat(-1),
+        lambda: store.coded("key", 3, 2),
+        lambda: store.coded("key", 0, 11),
+    ):
         with pytest.raises(ValueError):
             f()
         assert_same_snapshot(snapshot(store), before)
-    for f in (lambda: store.crop(3.5), lambda: store.crop(None), lambda: store.crop(True), lambda: store.select(torch.tensor([0.5])), lambda: store.select([])):
+    for f in (
+        lambda: store.crop(3.5),
+        lambda: store.crop(None),
+        lambda: store.crop(True),
+        lambda: store.select(torch.tensor([0.5])),
+        lambda: store.select([]),
+    ):
         with pytest.raises(TypeError, match="must be (an integer|integers or bool)"):
             f()
         assert_same_snapshot(snapshot(store), before)
@@ -845,13 +1291,19 @@ def test_bool_select_and_one_row():
 
 def test_autograd_does_not_enter():
     "A forward without no_grad must not chain the whole dense graph to the cache."
-    store = make(Recipe(Spec(center="prompt_mean"), Spec(center="prompt_mean"), sinks=2, recent=3))
+    store = make(
+        Recipe(Spec(center="prompt_mean"), Spec(center="prompt_mean"), sinks=2, recent=3)
+    )
     k, v = (x.requires_grad_() for x in states(store, 9))
     store.append(k * 2, v * 2)
-    assert not any(t.requires_grad for s in (store.key, store.value) for t in s.tensors.values())
+    assert not any(
+        t.requires_grad for s in (store.key, store.value) for t in s.tensors.values()
+    )
     copy.deepcopy(store)
     store.set_range(start=1, k=k * 2, v=v * 2)
-    assert not any(t.requires_grad for s in (store.key, store.value) for t in s.tensors.values())
+    assert not any(
+        t.requires_grad for s in (store.key, store.value) for t in s.tensors.values()
+    )
 
 
 def test_inference_mode_then_no_grad():
@@ -869,11 +1321,16 @@ def test_inference_mode_then_no_grad():
     assert store.length == 16 and store.nbytes == store.expected_nbytes()
 
 
-# --- files ----------------------------------------------------------------------------------------
+# --- files
+# ----------------------------------------------------------------------------------------
+
 
 @pytest.fixture
 def saved(tmp_path):
-    store = make(Recipe(Spec(center="prompt_mean"), Spec(bits=4), sinks=2, recent=5), dtype=torch.bfloat16)
+    store = make(
+        Recipe(Spec(center="prompt_mean"), Spec(bits=4), sinks=2, recent=5),
+        dtype=torch.bfloat16,
+    )
     store.append(*states(store, 300))
     store.crop(3)
     path = tmp_path / "a.safetensors"
@@ -884,7 +1341,13 @@ def saved(tmp_path):
 def test_file_is_bit_exact_and_goes_on(saved):
     store, path = saved
     again = KVStore.load(path)
-    assert (again.length, again.offset, again.recipe, again.dtype, again.tile) == (store.length, store.offset, store.recipe, store.dtype, store.tile)
+    assert (again.length, again.offset, again.recipe, again.dtype, again.tile) == (
+        store.length,
+        store.offset,
+        store.recipe,
+        store.dtype,
+        store.tile,
+    )
     k, v = states(store, 30, seed=4)
     for s in (store, again):
         s.append(k, v)
@@ -914,7 +1377,9 @@ def test_any_flipped_byte_is_found(saved):
     path = saved[1]
     data = path.read_bytes()
     rng = random.Random(5)
-    for at in [rng.randrange(len(data)) for _ in range(60)] + list(range(len(data) - 5, len(data))):
+    for at in [rng.randrange(len(data)) for _ in range(60)] + list(
+        range(len(data) - 5, len(data))
+    ):
         broken = bytearray(data)
         broken[at] ^= 1 << rng.randrange(8)
         path.write_bytes(broken)
@@ -922,15 +1387,35 @@ def test_any_flipped_byte_is_found(saved):
             KVStore.load(path)
 
 
-@pytest.mark.parametrize("field, value", [
-    ("length", 290), ("length", -1), ("length", 10**7), ("_recent_from", 5), ("offset", 3), ("batch", 1), ("d", [8]), ("dtype", "float32"), ("dtype", "foo"),
-    ("recipe", "{}"), ("tile", 128), ("max_length", 5), ("length", None), ("recipe", None), ("format", "other"), ("sha256", "0" * 64),
-])
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("length", 290),
+        ("length", -1),
+        ("length", 10**7),
+        ("_recent_from", 5),
+        ("offset", 3),
+        ("batch", 1),
+        ("d", [8]),
+        ("dtype", "float32"),
+        ("dtype", "foo"),
+        ("recipe", "{}"),
+        ("tile", 128),
+        ("max_length", 5),
+        ("length", None),
+        ("recipe", None),
+        ("format", "other"),
+        ("sha256", "0" * 64),
+    ],
+)
 def test_changed_header(saved, field, value):
     "None: the field is missing."
     path = saved[1]
     with safe_open(path, "pt") as f:
-        header, tensors = json.loads(f.metadata()["header"]), {k: f.get_tensor(k) for k in f.keys()}
+        header, tensors = (
+            json.loads(f.metadata()["header"]),
+            {k: f.get_tensor(k) for k in f.keys()},
+        )
     if value is None:
         del header[field]
     else:
@@ -964,14 +1449,18 @@ def test_other_files(tmp_path):
 def test_failed_write_leaves_the_old_file(saved, monkeypatch):
     store, path = saved
     old = path.read_bytes()
-    monkeypatch.setattr("turboquant_nb.files.save_file", lambda *a, **k: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(
+        "turboquant_nb.files.save_file",
+        lambda *a, **k: (_ for _ in ()).throw(OSError("disk full")),
+    )
     with pytest.raises(OSError, match="disk full"):
         store.save(path)
     assert path.read_bytes() == old and len(list(path.parent.iterdir())) == 1
 
 
 def test_the_window_serves_new_tokens_after_a_deep_crop():
-    "A crop beyond the window leaves nothing exact of it; the tokens that come next are exact again at once."
+    """A crop beyond the window leaves nothing exact of it; the tokens that come next are exact
+    again at once."""
     store = make(Recipe(Spec(), Spec(), sinks=0, recent=5))
     k, v = states(store, 40)
     store.append(k, v)
@@ -986,16 +1475,31 @@ def test_the_window_serves_new_tokens_after_a_deep_crop():
 
 @pytest.mark.parametrize("name", ("grown", "static"))
 def test_files_of_version_0_1_0(name, tmp_path):
-    """Written before the store was composed of sides, exact tokens and ranges: decayed, evicted, with ends and a pre-RoPE mean; and static. Every tensor loads as it is in the file,
-    what is read is what was read then, and saving again writes the same tensors and header, in the words of today."""
+    """Written before the store was composed of sides, exact tokens and ranges: decayed,
+    evicted, with ends and a pre-RoPE mean; and static. Every tensor loads as it is in the file,
+    what is read is what was read then, and saving again writes the same tensors and header, in
+    the words of today."""
     path = DATA / f"store_2_{name}.safetensors"
-    store, (tensors, header), then = KVStore.load(path), read_file(path, FORMAT, "store"), load_file(path.with_stem(f"{path.stem}_read"))
-    assert (store.static, store.length, store.offset, store.key.truncated_tiles) == {"grown": (False, 30, 8, 1), "static": (True, 16, 0, 0)}[name]
+    store, (tensors, header), then = (
+        KVStore.load(path),
+        read_file(path, FORMAT, "store"),
+        load_file(path.with_stem(f"{path.stem}_read")),
+    )
+    assert (store.static, store.length, store.offset, store.key.truncated_tiles) == {
+        "grown": (False, 30, 8, 1),
+        "static": (True, 16, 0, 0),
+    }[name]
     store.save(tmp_path / "again")
     again, said = read_file(tmp_path / "again", FORMAT, "store")
-    words = {"_window_from": "_recent_from", "thin": "truncated"}  # what the header said then, and says now
+    words = {
+        "_window_from": "_recent_from",
+        "thin": "truncated",
+    }  # what the header said then, and says now
     header = {words.get(n, n): x for n, x in header.items()}
-    assert Recipe.from_json(said.pop("recipe")) == Recipe.from_json(header.pop("recipe")) and said == header
+    assert (
+        Recipe.from_json(said.pop("recipe")) == Recipe.from_json(header.pop("recipe"))
+        and said == header
+    )
     assert sorted(again) == sorted(n.replace(".window", ".recent") for n in tensors)
     for n, t in tensors.items():
         same(again[n.replace(".window", ".recent")], t, allow_empty=True)
@@ -1010,12 +1514,19 @@ def test_files_of_version_0_1_0(name, tmp_path):
     assert store.nbytes == store.expected_nbytes()
 
 
-# --- its parts ------------------------------------------------------------------------------------
+# --- its parts
+# ------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("static", (False, True))
 def test_copies_share_tables_and_nothing_else(static):
     "A deep copy and a pickled one read and go on as the store, which they do not change."
-    store = make(Recipe(Spec(3, center="pre_rope"), Spec(2.5, center="prompt_mean"), 2, 5), inv_freq=FREQ, tile=8, **(dict(max_length=60, static=True) if static else {}))
+    store = make(
+        Recipe(Spec(3, center="pre_rope"), Spec(2.5, center="prompt_mean"), 2, 5),
+        inv_freq=FREQ,
+        tile=8,
+        **(dict(max_length=60, static=True) if static else {}),
+    )
     store.append(*states(store, 30))
     before = snapshot(store)
     for other in (copy.deepcopy(store), pickle.loads(pickle.dumps(store))):
@@ -1036,15 +1547,27 @@ def test_classes_are_whole():
 
 @pytest.mark.parametrize("sinks, recent", ((0, 0), (0, 3), (2, 0), (3, 5)))
 def test_exact_tokens_by_number_and_by_device(sinks, recent, gen):
-    "In chunks of any size both hold the first real tokens and the last ones; without room only the last is spoilt."
-    x, start, yes = torch.randn(2, 1, 40, 4, generator=gen), torch.tensor([0, 6]), torch.tensor([True])
-    one, two = (ExactTokens({"sinks": torch.zeros(2, 1, sinks, 4), "recent": torch.zeros(2, 1, recent, 4)}) for _ in range(2))
+    """In chunks of any size both hold the first real tokens and the last ones; without room
+    only the last is spoilt."""
+    x, start, yes = (
+        torch.randn(2, 1, 40, 4, generator=gen),
+        torch.tensor([0, 6]),
+        torch.tensor([True]),
+    )
+    one, two = (
+        ExactTokens(
+            {"sinks": torch.zeros(2, 1, sinks, 4), "recent": torch.zeros(2, 1, recent, 4)}
+        )
+        for _ in range(2)
+    )
     at = 0
     for n in (1, 2, 7, 1, 20, 9):
         part = x[:, :, at : at + n]
         before = [t.clone() for t in one.tensors.values()]
         new = one.prepare(part, at, start)
-        assert all(torch.equal(a, b) for a, b in zip(before, one.tensors.values()))  # preparing changes nothing
+        assert all(
+            torch.equal(a, b) for a, b in zip(before, one.tensors.values())
+        )  # preparing changes nothing
         one.put(new)
         two.put_at(part, start, torch.tensor([at]), yes)
         at += n
@@ -1061,18 +1584,28 @@ def test_exact_tokens_by_number_and_by_device(sinks, recent, gen):
 
 
 def test_a_side_alone(gen):
-    "Written in any order, truncated and whole again, dropped at the front: codes are where they were put."
+    """Written in any order, truncated and whole again, dropped at the front: codes are where
+    they were put."""
     side = Side(Spec((4, 1, 3, 2)), 4, "token", tile=8).allocate(1, 2)
     side.tensors |= side.resized(drop=0, tiles=4)
     coded = side.q.encode(torch.randn(1, 2, 32, 4, generator=gen))
     for first, last in ((16, 32), (3, 16), (0, 3)):
-        side.write(coded._replace(codes=coded.codes[:, :, first:last], scale=coded.scale[:, :, first:last]), first)
+        side.write(
+            coded._replace(
+                codes=coded.codes[:, :, first:last], scale=coded.scale[:, :, first:last]
+            ),
+            first,
+        )
     same(side.read(0, 32).codes, coded.codes)
     size = sum(t.nbytes for t in side.tensors.values())
     made = side.truncation(2)
-    assert sum(t.nbytes for t in side.tensors.values()) == size and side.truncated_tiles == 0  # making changes nothing
+    assert (
+        sum(t.nbytes for t in side.tensors.values()) == size and side.truncated_tiles == 0
+    )  # making changes nothing
     side.adopt(made)
-    assert size - sum(t.nbytes for t in side.tensors.values()) == 2 * 2 * (1 + 1) * 2  # two heads, two tiles, half a slot for each odd group of 8 tokens
+    assert (
+        size - sum(t.nbytes for t in side.tensors.values()) == 2 * 2 * (1 + 1) * 2
+    )  # two heads, two tiles, half a slot for each odd group of 8 tokens
     same(side.read(16, 32).codes, coded.codes[:, :, 16:])
     kept = coded.codes[:, :, :16] >> torch.tensor([1, 0, 1, 0], dtype=torch.uint8)
     same(side.read(0, 16).codes, kept + 16)
@@ -1113,6 +1646,9 @@ print("served")
 
 
 def test_operators_that_are_registered_again_still_serve():
-    "PyTorch frees the operator of before; a module that held it read freed memory (a segmentation fault, sooner or later)."
-    done = subprocess.run([sys.executable, "-X", "faulthandler", "-c", AGAIN], capture_output=True, text=True)
+    """PyTorch frees the operator of before; a module that held it read freed memory (a
+    segmentation fault, sooner or later)."""
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", AGAIN], capture_output=True, text=True
+    )
     assert done.returncode == 0 and done.stdout == "served\n", done.stderr[-2000:]

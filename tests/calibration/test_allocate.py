@@ -1,4 +1,6 @@
-"Losses of layers and budgets as a stranger would try them: every kind of decoder, files, generation, and what is refused."
+"""Losses of layers and budgets as a stranger would try them: every kind of decoder, files,
+generation, and what is refused."""
+
 import copy
 import json
 import math
@@ -7,15 +9,21 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from tests.helpers import MODELS, generate, logits, made, prompt, texts, tiny  # noqa: E402
-from turboquant_nb.calibration import sensitivity as A, fit as C  # noqa: E402
-from turboquant_nb.calibration.sensitivity import measure_sensitivity  # noqa: E402
-from turboquant_nb.quant.calibration import Calibration, allocate_layers, apply_bit_budget, load_calibration, save_calibration  # noqa: E402
-from turboquant_nb.evaluation.candidates import as_candidate  # noqa: E402
-from turboquant_nb.evaluation.score import score  # noqa: E402
-from turboquant_nb.hf import TurboQuantCache  # noqa: E402
-from turboquant_nb.quant.quantizer import Recipe, Spec  # noqa: E402
-from turboquant_nb.testing import same  # noqa: E402
+from tests.helpers import MODELS, generate, logits, made, prompt, texts, tiny
+from turboquant_nb.calibration import sensitivity as A, fit as C
+from turboquant_nb.calibration.sensitivity import measure_sensitivity
+from turboquant_nb.quant.calibration import (
+    Calibration,
+    allocate_layers,
+    apply_bit_budget,
+    load_calibration,
+    save_calibration,
+)
+from turboquant_nb.evaluation.candidates import as_candidate
+from turboquant_nb.evaluation.score import score
+from turboquant_nb.hf import TurboQuantCache
+from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.testing import same
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
@@ -23,7 +31,8 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("transformed", (False, True))
 def test_losses_are_what_the_cache_loses(name, transformed):
-    "The loss of one side of one layer is that of a cache that codes it so and the rest with many bits, by the stress protocol; the model stays as it was."
+    """The loss of one side of one layer is that of a cache that codes it so and the rest with
+    many bits, by the stress protocol; the model stays as it was."""
     model, calibration = made(name)
     ids = texts(2, 40, seed=7)
     before, kind = logits(model, ids), model.config._attn_implementation
@@ -32,29 +41,47 @@ def test_losses_are_what_the_cache_loses(name, transformed):
     assert model.config._attn_implementation == kind and not C._observers
     losses = found.header["losses"]
     layers = model.config.num_hidden_layers
-    assert losses["bits"] == [2, 3, 4] and losses["tokens"] == 2 * 36 and len(losses["key"]) == len(losses["value"]) == layers
+    assert (
+        losses["bits"] == [2, 3, 4]
+        and losses["tokens"] == 2 * 36
+        and len(losses["key"]) == len(losses["value"]) == layers
+    )
     assert bool(found.transforms) == transformed
     for side in ("key", "value"):
         for a, b, c in losses[side]:
             assert a > 0 and b > 0 and c > 0 and a > c, "fewer bits, more loss"
     if name in ("mistral", "gemma3_text", "gemma2"):
         return  # all-quantised needs a cache that returns all tokens of every layer
-    recipe = TurboQuantCache(model, Recipe(Spec(2, center="prompt_mean"), Spec(2), sinks=4, recent=0), calibration=calibration if transformed else None).recipes
-    both = score(model, ids, as_candidate(model, recipe, "x", dtype=None), "stress", 8, distributions=True)
+    recipe = TurboQuantCache(
+        model,
+        Recipe(Spec(2, center="prompt_mean"), Spec(2), sinks=4, recent=0),
+        calibration=calibration if transformed else None,
+    ).recipes
+    both = score(
+        model,
+        ids,
+        as_candidate(model, recipe, "x", dtype=None),
+        "stress",
+        8,
+        distributions=True,
+    )
     alone = sum(x[0] for side in ("key", "value") for x in losses[side])
     assert 0.3 < alone / float(both.kl.mean()) < 3
 
 
 @pytest.mark.parametrize("name", ("llama", "gemma3_text", "gpt_neox"))
 def test_a_budget_runs_and_comes_back(name, tmp_path):
-    "Every layer gets its bits; generation, saving and loading keep them; one file serves all budgets."
+    """Every layer gets its bits; generation, saving and loading keep them; one file serves all
+    budgets."""
     model, calibration = made(name)
     found = measure_sensitivity(model, texts(1, 32), calibration)
     save_calibration(found, tmp_path / "f.safetensors")
     again = load_calibration(tmp_path / "f.safetensors")
     assert again.header == found.header and json.dumps(found.header)
     for budget in (2, 2.5, 3.3, 4):
-        cache = TurboQuantCache(model, "k3v3", calibration=tmp_path / "f.safetensors", budget=budget)
+        cache = TurboQuantCache(
+            model, "k3v3", calibration=tmp_path / "f.safetensors", budget=budget
+        )
         bits = [b for r in cache.recipes for b in (r.key.bits, r.value.bits)]
         assert budget - 1 / len(bits) < sum(bits) / len(bits) <= budget
         assert all(r.key.rotation.startswith("map-") and r.sinks == 4 for r in cache.recipes)
@@ -68,9 +95,12 @@ def test_a_budget_runs_and_comes_back(name, tmp_path):
 
 
 def test_a_pass_that_begins_late_gives_the_same_numbers(monkeypatch):
-    "Layers before the coded one give what they gave in the exact pass: the losses are those of whole passes to the bit, and the model is as it was."
+    """Layers before the coded one give what they gave in the exact pass: the losses are those
+    of whole passes to the bit, and the model is as it was."""
     model, ids = copy.deepcopy(tiny("llama")), texts(2, 24)
-    kept = lambda: [(vars(x).get("forward"), dict(x._forward_hooks)) for x in model.model.layers]  # noqa: E731
+    kept = lambda: [
+        (vars(x).get("forward"), dict(x._forward_hooks)) for x in model.model.layers
+    ]
     before = kept()  # a model that other tests used may carry hooks of transformers' own
     found = measure_sensitivity(model, ids).header["losses"]
     assert kept() == before
@@ -78,11 +108,14 @@ def test_a_pass_that_begins_late_gives_the_same_numbers(monkeypatch):
     monkeypatch.setattr(A._Prefix, "try_out", lambda self, *a: setattr(self, "sound", False))
     model.model.layers[0].register_forward_hook(lambda *a: runs.append(1))
     assert measure_sensitivity(model, ids).header["losses"] == found
-    assert len(runs) == 2 * (1 + 2 * 2 * 3) + 1  # windows, of the exact pass and of each side, layer and bits; one token to see the keys
+    assert (
+        len(runs) == 2 * (1 + 2 * 2 * 3) + 1
+    )  # windows, of the exact pass and of each side, layer and bits; one token to see the keys
 
 
 def test_a_model_that_hands_on_more_than_its_output_is_measured_whole(monkeypatch):
-    "The last layer adds what the first one noted on its way. The mutant leaves the first one out all the same."
+    """The last layer adds what the first one noted on its way. The mutant leaves the first one
+    out all the same."""
     model, ids = copy.deepcopy(tiny("llama")), texts(2, 24)
     first, last, note = model.model.layers[0], model.model.layers[-1], {}
     one, two = first.forward, last.forward
@@ -91,11 +124,16 @@ def test_a_model_that_hands_on_more_than_its_output_is_measured_whole(monkeypatc
         note["x"] = one(x, *args, **kwargs)
         return note["x"]
 
-    first.forward, last.forward = noting, lambda *args, **kwargs: two(*args, **kwargs) + note["x"].roll(1, 1)
+    first.forward, last.forward = (
+        noting,
+        lambda *args, **kwargs: two(*args, **kwargs) + note["x"].roll(1, 1),
+    )
     found = measure_sensitivity(model, ids).header["losses"]
     assert first.forward is noting
     for sound in (False, True):
-        monkeypatch.setattr(A._Prefix, "try_out", lambda self, *a: setattr(self, "sound", sound))  # noqa: B023
+        monkeypatch.setattr(
+            A._Prefix, "try_out", lambda self, *a: setattr(self, "sound", sound)
+        )
         assert (measure_sensitivity(model, ids).header["losses"] == found) is not sound
 
 
@@ -110,14 +148,20 @@ def test_a_layer_that_does_not_matter_gets_no_bits():
 
 
 def test_budgets_never_overspend():
-    "For any curves and sizes: whole bits that were measured, at most the budget, and no affordable step that would gain is left."
+    """For any curves and sizes: whole bits that were measured, at most the budget, and no
+    affordable step that would gain is left."""
     g = torch.Generator().manual_seed(1)
     for _ in range(200):
         n = int(torch.randint(1, 6, (), generator=g))
         bits = sorted({int(b) for b in torch.randint(1, 5, (3,), generator=g)})
-        curve = lambda: torch.rand(len(bits), generator=g).double().tolist()  # noqa: E731
+        curve = lambda: torch.rand(len(bits), generator=g).double().tolist()
         sizes = (16 * torch.randint(1, 9, (n, 2), generator=g)).tolist()
-        losses = dict(bits=bits, key=[curve() for _ in range(n)], value=[curve() for _ in range(n)], size=sizes)
+        losses = dict(
+            bits=bits,
+            key=[curve() for _ in range(n)],
+            value=[curve() for _ in range(n)],
+            size=sizes,
+        )
         budget = bits[0] + float(torch.rand((), generator=g)) * (bits[-1] - bits[0])
         got = allocate_layers(losses, budget)
         spent = sum(b * s for pair, size in zip(got, sizes) for b, s in zip(pair, size))
@@ -126,7 +170,11 @@ def test_budgets_never_overspend():
         for i, pair in enumerate(got):
             for side, (b, size) in enumerate(zip(pair, sizes[i])):
                 line = losses[("key", "value")[side]][i]
-                gains = [line[bits.index(b)] - line[bits.index(x)] for x in bits if x > b and (x - b) * size <= left - 1e-3]
+                gains = [
+                    line[bits.index(b)] - line[bits.index(x)]
+                    for x in bits
+                    if x > b and (x - b) * size <= left - 1e-3
+                ]
                 assert all(x <= 0 for x in gains)
 
 
@@ -134,8 +182,12 @@ def test_what_is_refused():
     model, calibration = made("llama")
     found = measure_sensitivity(model, texts(1, 32), bits=(2, 4))
     for budget, error, says in (
-        (1, ValueError, "from 2 to 4"), (4.5, ValueError, "from 2 to 4"), (math.nan, ValueError, "from 2 to 4"), (math.inf, ValueError, "from 2 to 4"),
-        ("3", TypeError, "must be a number, got str"), (True, TypeError, "must be a number, got bool"),
+        (1, ValueError, "from 2 to 4"),
+        (4.5, ValueError, "from 2 to 4"),
+        (math.nan, ValueError, "from 2 to 4"),
+        (math.inf, ValueError, "from 2 to 4"),
+        ("3", TypeError, "must be a number, got str"),
+        (True, TypeError, "must be a number, got bool"),
     ):
         with pytest.raises(error, match=says):
             TurboQuantCache(model, calibration=found, budget=budget)

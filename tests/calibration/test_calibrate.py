@@ -1,4 +1,6 @@
-"Head transforms and calibrations as a stranger would try them: every kind of decoder, files in a fresh process, the hub without a network, and what is refused."
+"""Head transforms and calibrations as a stranger would try them: every kind of decoder, files
+in a fresh process, the hub without a network, and what is refused."""
+
 import copy
 import importlib.util
 import json
@@ -11,19 +13,31 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from safetensors import safe_open  # noqa: E402
-from tests.helpers import BASE, MODELS, caches_latents, exact_recipe, generate, logits, made, prompt, texts, three, tiny  # noqa: E402
-from turboquant_nb.calibration import fit as C  # noqa: E402
-from turboquant_nb.kernels import ops  # noqa: E402
-from turboquant_nb.theory import transforms as M  # noqa: E402
-from turboquant_nb.cache.attention import attend, dense_attention  # noqa: E402
-from turboquant_nb.calibration.fit import calibrate, collect  # noqa: E402
-from turboquant_nb.quant.calibration import load_calibration, save_calibration  # noqa: E402
-from turboquant_nb.hf import TurboQuantCache  # noqa: E402
-from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec, as_recipe, decode, encode  # noqa: E402
-from turboquant_nb.hf.storage import load_compressed, save_compressed  # noqa: E402
-from turboquant_nb.cache.store import KVStore  # noqa: E402
-from turboquant_nb.testing import same  # noqa: E402
+from safetensors import safe_open
+from tests.helpers import (
+    BASE,
+    MODELS,
+    caches_latents,
+    exact_recipe,
+    generate,
+    logits,
+    made,
+    prompt,
+    texts,
+    three,
+    tiny,
+)
+from turboquant_nb.calibration import fit as C
+from turboquant_nb.kernels import ops
+from turboquant_nb.theory import transforms as M
+from turboquant_nb.cache.attention import attend, dense_attention
+from turboquant_nb.calibration.fit import calibrate, collect
+from turboquant_nb.quant.calibration import load_calibration, save_calibration
+from turboquant_nb.hf import TurboQuantCache
+from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec, as_recipe, decode, encode
+from turboquant_nb.hf.storage import load_compressed, save_compressed
+from turboquant_nb.cache.store import KVStore
+from turboquant_nb.testing import same
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 SQUEEZES = importlib.util.find_spec("constriction") is not None
@@ -40,30 +54,55 @@ def moments(heads=2, d=16, seed=0, decay=1.5):
 def drawn(moment, *shape, seed=0):
     "Gaussian vectors [B, H, n, d] of these second moments [H, d, d]."
     g = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, moment.shape[-1], generator=g) @ torch.linalg.cholesky(moment + 1e-9 * torch.eye(moment.shape[-1])).float().mT
+    return (
+        torch.randn(*shape, moment.shape[-1], generator=g)
+        @ torch.linalg.cholesky(moment + 1e-9 * torch.eye(moment.shape[-1])).float().mT
+    )
 
 
-# --- one pass over every kind of decoder -----------------------------------------------------------
+# --- one pass over every kind of decoder
+# -----------------------------------------------------------
+
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_pass_sees_what_a_cache_codes_and_changes_nothing(name, monkeypatch):
-    "Every layer; keys as the cache of this model centres them; the same model afterwards, bit for bit."
+    """Every layer; keys as the cache of this model centres them; the same model afterwards, bit
+    for bit."""
     model, _ = made(name)
-    ids, attention, heads = texts(2, 40), model.config._attn_implementation, BASE["num_key_value_heads"] if name not in ("stablelm", "gpt_neox") else None
+    ids, attention, heads = (
+        texts(2, 40),
+        model.config._attn_implementation,
+        BASE["num_key_value_heads"] if name not in ("stablelm", "gpt_neox") else None,
+    )
     before, queries, exact = logits(model, ids), [], C._exact
     monkeypatch.setattr(C, "_exact", lambda q, *rest: (queries.append(q), exact(q, *rest))[1])
     seen = collect(model, ids)
-    assert model.config._attn_implementation == attention and not C._observers and not any(m.training for m in model.modules())
+    assert (
+        model.config._attn_implementation == attention
+        and not C._observers
+        and not any(m.training for m in model.modules())
+    )
     same(logits(model, ids), before)
     layers = model.config.num_hidden_layers
-    assert seen.layers("key") == seen.layers("query") == list(range(layers)) and seen.tokens == 2 * 36
-    cache = TurboQuantCache(model, [replace(r, recent=64) for r in TurboQuantCache(model).recipes])  # the window holds all keys as they are
+    assert (
+        seen.layers("key") == seen.layers("query") == list(range(layers))
+        and seen.tokens == 2 * 36
+    )
+    cache = TurboQuantCache(
+        model, [replace(r, recent=64) for r in TurboQuantCache(model).recipes]
+    )  # the window holds all keys as they are
     logits(model, ids, past_key_values=cache)
-    queries = [q for q in queries if q.shape[2] == 40]  # the first token is asked alone what a cache would hold
+    queries = [
+        q for q in queries if q.shape[2] == 40
+    ]  # the first token is asked alone what a cache would hold
     for i, layer in enumerate(cache.layers):
-        x = (layer.store.read()[0] - layer.store.center("key", 0, 40).float())[:, :, 4:].double()
+        x = (layer.store.read()[0] - layer.store.center("key", 0, 40).float())[
+            :, :, 4:
+        ].double()
         want = torch.einsum("bhnd,bhne->hde", x, x)
-        assert (seen.second["key", i] - want).norm() < 1e-4 * want.norm() and (heads is None or len(want) == heads)
+        assert (seen.second["key", i] - want).norm() < 1e-4 * want.norm() and (
+            heads is None or len(want) == heads
+        )
         q = queries[i][:, :, 4:].double().reshape(2, len(want), -1, want.shape[-1])
         want = torch.einsum("bhnd,bhne->hde", q, q)
         assert (seen.second["query", i] - want).norm() < 1e-4 * want.norm()
@@ -81,7 +120,9 @@ def test_an_error_in_the_middle_leaves_the_model_as_it_was(where):
         if len(steps) == {"progress": 3, "layer": 2, "first token": 1}[where]:
             raise KeyboardInterrupt
 
-    hook = None if where == "progress" else model.model.layers[1].register_forward_pre_hook(stop)
+    hook = (
+        None if where == "progress" else model.model.layers[1].register_forward_pre_hook(stop)
+    )
     with pytest.raises(KeyboardInterrupt):
         collect(model, ids, progress=stop if where == "progress" else None)
     if hook:
@@ -94,31 +135,66 @@ def test_an_error_in_the_middle_leaves_the_model_as_it_was(where):
 
 
 def test_a_model_with_eyes_keeps_the_attention_of_each_part():
-    text = {k: x for k, x in BASE.items()} | dict(sliding_window=12, layer_types=["sliding_attention", "full_attention"], model_type="gemma3_text")
-    eyes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
-    model = transformers.Gemma3ForConditionalGeneration(transformers.Gemma3Config(text_config=text, vision_config=eyes, mm_tokens_per_image=4)).eval()
+    text = {k: x for k, x in BASE.items()} | dict(
+        sliding_window=12,
+        layer_types=["sliding_attention", "full_attention"],
+        model_type="gemma3_text",
+    )
+    eyes = dict(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=28,
+        patch_size=14,
+    )
+    model = transformers.Gemma3ForConditionalGeneration(
+        transformers.Gemma3Config(text_config=text, vision_config=eyes, mm_tokens_per_image=4)
+    ).eval()
     model.set_attn_implementation({"vision_config": "eager", "text_config": "sdpa"})
-    named = lambda: [c._attn_implementation for c in (model.config, model.config.text_config, model.config.vision_config)]  # noqa: E731
+    named = lambda: [
+        c._attn_implementation
+        for c in (model.config, model.config.text_config, model.config.vision_config)
+    ]
     before = named()
     found = calibrate(model, texts())
     assert named() == before and before[2] == "eager" and len(found.transforms) == 2
-    assert TurboQuantCache(model, calibration=found).recipes[0].key.rotation == found.transforms[0].name
+    assert (
+        TurboQuantCache(model, calibration=found).recipes[0].key.rotation
+        == found.transforms[0].name
+    )
 
 
 def test_latents_are_refused_before_reading():
     latents = tiny("deepseek_v3")
     if not caches_latents(latents):
         pytest.skip("this transformers caches expanded keys and values")
-    with pytest.raises(ValueError, match="deepseek_v3 caches .* a token in layer 0 and attends to 4 x 12"):
+    with pytest.raises(
+        ValueError, match="deepseek_v3 caches .* a token in layer 0 and attends to 4 x 12"
+    ):
         calibrate(latents, texts(), progress=lambda: pytest.fail("it began to read"))
     assert latents.config._attn_implementation != C.NAME
 
 
 def test_what_shows_no_keys_is_refused_before_reading():
     "Attention of a model's own, and what is no model."
-    gptj = transformers.GPTJForCausalLM(transformers.GPTJConfig(vocab_size=61, n_embd=32, n_layer=2, n_head=4, rotary_dim=8, n_positions=64, bos_token_id=1, eos_token_id=2))
+    gptj = transformers.GPTJForCausalLM(
+        transformers.GPTJConfig(
+            vocab_size=61,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            rotary_dim=8,
+            n_positions=64,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    )
     if not gptj._can_set_attn_implementation():
-        with pytest.raises(ValueError, match=r"gptj does not show its keys: the pass saw layers \[\] of \[0, 1\]"):
+        with pytest.raises(
+            ValueError,
+            match=r"gptj does not show its keys: the pass saw layers \[\] of \[0, 1\]",
+        ):
             calibrate(gptj, texts(), progress=lambda: pytest.fail("it began to read"))
     for bad in (3, None, torch.nn.Linear(2, 2)):
         with pytest.raises(TypeError, match="must be a transformers model"):
@@ -133,7 +209,14 @@ def test_half_precision(dtype):
     for a, b in zip(own.transforms, found.transforms):
         p, q = (x.matrix.double().mT @ x.matrix.double() for x in (a, b))
         assert (p - q).norm() < 0.1 * q.norm()
-    out, cache = generate(half, prompt(2, 20), "turboquant", cache=TurboQuantCache(half, "k4v4", calibration=own), padding=False, max_new_tokens=4)
+    out, cache = generate(
+        half,
+        prompt(2, 20),
+        "turboquant",
+        cache=TurboQuantCache(half, "k4v4", calibration=own),
+        padding=False,
+        max_new_tokens=4,
+    )
     assert out.shape == (2, 24) and cache.layers[0].store.dtype == dtype
 
 
@@ -141,18 +224,32 @@ def test_autocast_and_other_default_dtypes():
     "Sums stay in fp32; a default dtype is not the model's."
     model, _ = made("llama")
     want = calibrate(model, texts())
-    metric = lambda m: m.matrix.double().mT @ m.matrix.double()  # noqa: E731
+    metric = lambda m: m.matrix.double().mT @ m.matrix.double()
     with torch.autocast("cpu", torch.bfloat16):
         cast = calibrate(model, texts())
-    assert all((metric(a) - metric(b)).norm() < 0.05 * metric(b).norm() for a, b in zip(cast.transforms, want.transforms))
-    tokens, _ = generate(model, prompt(), "turboquant", cache=with_transforms(model, want), padding=False)
+    assert all(
+        (metric(a) - metric(b)).norm() < 0.05 * metric(b).norm()
+        for a, b in zip(cast.transforms, want.transforms)
+    )
+    tokens, _ = generate(
+        model, prompt(), "turboquant", cache=with_transforms(model, want), padding=False
+    )
     for dtype in (torch.bfloat16, torch.float64):
         torch.set_default_dtype(dtype)  # conftest.py puts it back
-        assert [m.name for m in calibrate(model, texts()).transforms] == [m.name for m in want.transforms]
-        assert torch.equal(generate(model, prompt(), "turboquant", cache=with_transforms(model, want), padding=False)[0], tokens)
+        assert [m.name for m in calibrate(model, texts()).transforms] == [
+            m.name for m in want.transforms
+        ]
+        assert torch.equal(
+            generate(
+                model, prompt(), "turboquant", cache=with_transforms(model, want), padding=False
+            )[0],
+            tokens,
+        )
 
 
-# --- a cache with head transforms -----------------------------------------------------------------------------
+# --- a cache with head transforms
+# -----------------------------------------------------------------------------
+
 
 def with_transforms(model, found, recipe="k4v4", mask=None, **kwargs):
     cache = TurboQuantCache(model, recipe, calibration=found, **kwargs)
@@ -170,12 +267,18 @@ def test_maps_are_counted_once():
         cache = TurboQuantCache(model, "k3v3", calibration=c)
         logits(model, texts(), past_key_values=cache)
         bytes_of.append(cache.report()["parts"]["tables"])
-    assert bytes_of[1] - bytes_of[0] == found.nbytes == sum(6 * 2 * 8 * 8 for _ in found.transforms) and bytes_of[2] == bytes_of[1]
+    assert (
+        bytes_of[1] - bytes_of[0]
+        == found.nbytes
+        == sum(6 * 2 * 8 * 8 for _ in found.transforms)
+        and bytes_of[2] == bytes_of[1]
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_attention_gives_the_same_tokens(name):
-    "Left-padded; greedy, beams, static; transformers' own tokens where all states are exact; then a crop, a long chunk and a copy."
+    """Left-padded; greedy, beams, static; transformers' own tokens where all states are exact;
+    then a crop, a long chunk and a copy."""
     (model, found), inputs = made(name), prompt()
     attentions = three(model)
     model.set_attn_implementation("eager")
@@ -183,63 +286,134 @@ def test_every_attention_gives_the_same_tokens(name):
     results, ends = {}, []
     for attention in attentions:
         for mode, more in (("greedy", {}), ("beams", dict(num_beams=3))):
-            out, cache = generate(model, inputs, attention, cache=with_transforms(model, found, mask=inputs["attention_mask"]), **more)
+            out, cache = generate(
+                model,
+                inputs,
+                attention,
+                cache=with_transforms(model, found, mask=inputs["attention_mask"]),
+                **more,
+            )
             results.setdefault(mode, []).append(out)
-            assert all(x.store.key.q.rotation.name == m.name for x, m in zip(cache.coded_layers, found.transforms))
-        exact, _ = generate(model, inputs, attention, cache=with_transforms(model, found, exact_recipe(), inputs["attention_mask"]))
+            assert all(
+                x.store.key.q.rotation.name == m.name
+                for x, m in zip(cache.coded_layers, found.transforms)
+            )
+        exact, _ = generate(
+            model,
+            inputs,
+            attention,
+            cache=with_transforms(model, found, exact_recipe(), inputs["attention_mask"]),
+        )
         assert torch.equal(exact, own)
-        fixed, _ = generate(model, inputs, attention, cache=with_transforms(model, found, mask=inputs["attention_mask"], max_length=64, static=True), disable_compile=True)
+        fixed, _ = generate(
+            model,
+            inputs,
+            attention,
+            cache=with_transforms(
+                model, found, mask=inputs["attention_mask"], max_length=64, static=True
+            ),
+            disable_compile=True,
+        )
         results["greedy"].append(fixed)
         cache = with_transforms(model, found, "k3v3", inputs["attention_mask"])
         full = torch.cat([inputs["attention_mask"], torch.ones(3, 41, dtype=torch.long)], 1)
-        logits(model, **{"ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}, past_key_values=cache)
-        first = logits(model, texts(3, 40, 4), attention_mask=full[:, :70], past_key_values=cache)
+        logits(
+            model,
+            **{"ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]},
+            past_key_values=cache,
+        )
+        first = logits(
+            model, texts(3, 40, 4), attention_mask=full[:, :70], past_key_values=cache
+        )
         cache.crop(-40)
         twin = copy.deepcopy(cache)
-        assert all(a.store.key.q.rotation is b.store.key.q.rotation for a, b in zip(cache.coded_layers, twin.coded_layers))
-        again = logits(model, texts(3, 40, 4), attention_mask=full[:, :70], past_key_values=twin)
-        assert torch.allclose(again, first, atol=1e-4 * float(first.abs().max())) and cache.get_seq_length() == 30 and twin.get_seq_length() == 70
+        assert all(
+            a.store.key.q.rotation is b.store.key.q.rotation
+            for a, b in zip(cache.coded_layers, twin.coded_layers)
+        )
+        again = logits(
+            model, texts(3, 40, 4), attention_mask=full[:, :70], past_key_values=twin
+        )
+        assert (
+            torch.allclose(again, first, atol=1e-4 * float(first.abs().max()))
+            and cache.get_seq_length() == 30
+            and twin.get_seq_length() == 70
+        )
         ends.append(logits(model, texts(3, 1, 5), attention_mask=full, past_key_values=twin))
         if attention == "turboquant":
-            assert twin.coded_layers[-1].calls["codes"] and (name == "gemma2" or twin.coded_layers[-1].calls["chunk"])
+            assert twin.coded_layers[-1].calls["codes"] and (
+                name == "gemma2" or twin.coded_layers[-1].calls["chunk"]
+            )
     for mode, outs in results.items():
         assert all(torch.equal(x, outs[0]) for x in outs[1:]), mode
-    assert all(torch.allclose(x, ends[0], atol=2e-4 * float(ends[0].abs().max())) for x in ends[1:])
+    assert all(
+        torch.allclose(x, ends[0], atol=2e-4 * float(ends[0].abs().max())) for x in ends[1:]
+    )
 
 
 def test_maps_help_the_model_that_they_are_of():
-    "The error of scores of another text's keys, in every layer, against the rotation; transforms of queries and keys exchanged lose."
+    """The error of scores of another text's keys, in every layer, against the rotation;
+    transforms of queries and keys exchanged lose."""
     model, found = made("llama")
     seen, ids = collect(model, texts(4, 60, seed=3)), texts(8, 100, seed=11)
-    wrong = replace(found, transforms=[M.fit_head_transform(seen.second["key", i], seen.second["query", i]) for i in seen.layers("key")])
+    wrong = replace(
+        found,
+        transforms=[
+            M.fit_head_transform(seen.second["key", i], seen.second["query", i])
+            for i in seen.layers("key")
+        ],
+    )
     asked, errors = collect(model, ids).second, {}
-    for name, c in (("exact", None), ("rotation", None), ("transforms", found), ("exchanged", wrong)):
+    for name, c in (
+        ("exact", None),
+        ("rotation", None),
+        ("transforms", found),
+        ("exchanged", wrong),
+    ):
         recipe = Recipe(Spec(3, center="prompt_mean"), recent=128 if name == "exact" else 0)
         cache = TurboQuantCache(model, recipe, calibration=c)
         logits(model, ids, past_key_values=cache)
         keys = [x.store.read()[0].double() for x in cache.layers]
         if name == "exact":
             exact = keys
-        errors[name] = torch.tensor([float(torch.einsum("bhnd,hde,bhne->", a - b, asked["query", i], a - b)) for i, (a, b) in enumerate(zip(keys, exact))])
-    assert (errors["transforms"] < 0.8 * errors["rotation"]).all() and (errors["exchanged"] > errors["rotation"]).all(), errors
+        errors[name] = torch.tensor(
+            [
+                float(torch.einsum("bhnd,hde,bhne->", a - b, asked["query", i], a - b))
+                for i, (a, b) in enumerate(zip(keys, exact))
+            ]
+        )
+    assert (errors["transforms"] < 0.8 * errors["rotation"]).all() and (
+        errors["exchanged"] > errors["rotation"]
+    ).all(), errors
 
 
 def test_recipes_and_what_a_calibration_refuses():
     model, found = made("llama")
     each = [replace(as_recipe("k4v4"), recent=3), replace(as_recipe("k2v2"), key=Spec(2.5))]
     got = TurboQuantCache(model, each, calibration=found).recipes
-    assert [r.key.rotation for r in got] == [m.name for m in found.transforms] and [(r.key.bits, r.recent) for r in got] == [(4, 3), (2.5, 64)]
-    assert [replace(r, key=replace(r.key, rotation="hadamard")) for r in got] == [r.settled(rope=True) for r in each] and len({r.to_json() for r in got}) == 2
-    assert all(r.value.rotation == "hadamard" for r in got) and Recipe.from_json(got[0].to_json()) == got[0]
+    assert [r.key.rotation for r in got] == [m.name for m in found.transforms] and [
+        (r.key.bits, r.recent) for r in got
+    ] == [(4, 3), (2.5, 64)]
+    assert [replace(r, key=replace(r.key, rotation="hadamard")) for r in got] == [
+        r.settled(rope=True) for r in each
+    ] and len({r.to_json() for r in got}) == 2
+    assert (
+        all(r.value.rotation == "hadamard" for r in got)
+        and Recipe.from_json(got[0].to_json()) == got[0]
+    )
     with pytest.raises(ValueError, match="one recipe for each of the 2 layers"):
         TurboQuantCache(model, each[:1], calibration=found)
     for rotation in ("haar", "identity", found.transforms[0].name):
-        with pytest.raises(ValueError, match=f"replaces the rotation of keys, got '{rotation}'"):
+        with pytest.raises(
+            ValueError, match=f"replaces the rotation of keys, got '{rotation}'"
+        ):
             TurboQuantCache(model, Recipe(Spec(rotation=rotation)), calibration=found)
     with pytest.raises(ValueError, match="QJL"):
         TurboQuantCache(model, Recipe(residual="prod"), calibration=found)
     for bad in (3, ["a"], found.transforms, object()):
-        with pytest.raises(TypeError, match="calibration must be a file, a hub id or a Calibration, got"):
+        with pytest.raises(
+            TypeError, match="calibration must be a file, a hub id or a Calibration, got"
+        ):
             TurboQuantCache(model, calibration=bad)
 
 
@@ -257,13 +431,16 @@ OTHER = {
 def test_the_maps_of_another_model_are_named(says):
     model, found = made("llama")
     config = type(model.config)(**BASE | OTHER[says])
-    with pytest.raises(ValueError, match=f"the calibration is of another model: it has {says}$"):
+    with pytest.raises(
+        ValueError, match=f"the calibration is of another model: it has {says}$"
+    ):
         TurboQuantCache(config, calibration=found)
     with pytest.raises(ValueError, match="model type 'llama', not 'mistral'"):
         TurboQuantCache(made("mistral")[0], calibration=found)
 
 
-# --- the law: attention on codes is attention on what they stand for -------------------------------
+# --- the law: attention on codes is attention on what they stand for
+# -------------------------------
 
 KEYS = {
     "none": Spec(3),
@@ -282,11 +459,23 @@ def filled(key, dtype, n=700, heads=2, d=16):
     "(store, keys, values): two rows, one of them padded; a prompt, chunks, single tokens."
     q, k = moments(heads, d)
     name = M.fit_head_transform(q, k).name
-    recipe = Recipe(replace(key, rotation=name), Spec(4), sinks=3, recent=9, decay=300 if key == KEYS["decay"] else None)
+    recipe = Recipe(
+        replace(key, rotation=name),
+        Spec(4),
+        sinks=3,
+        recent=9,
+        decay=300 if key == KEYS["decay"] else None,
+    )
     more = dict(inv_freq=0.1 ** torch.arange(3)) if key.center == "pre_rope" else {}
     store = KVStore(recipe, 2, heads, d, dtype=dtype, **more)
     store.set_range(start=torch.tensor([0, 5]))
-    k, v = (x.to(dtype) for x in (drawn(k, 2, heads, n, seed=1) + 1, drawn(0 * k + torch.eye(d), 2, heads, n, seed=2)))
+    k, v = (
+        x.to(dtype)
+        for x in (
+            drawn(k, 2, heads, n, seed=1) + 1,
+            drawn(0 * k + torch.eye(d), 2, heads, n, seed=2),
+        )
+    )
     for a, b in ((0, 300), (300, n - 40), *((t, t + 1) for t in range(n - 40, n))):
         store.append(k[:, :, a:b], v[:, :, a:b])
     return store, k, v
@@ -296,7 +485,11 @@ def plain(store):
     "What the store stands for in fp32, before it is rounded to the model's dtype."
     out = []
     for name in ("key", "value"):
-        x = decode(getattr(store, name).q, store.coded(name, 0, store.length), store.center(name, 0, store.length))
+        x = decode(
+            getattr(store, name).q,
+            store.coded(name, 0, store.length),
+            store.center(name, 0, store.length),
+        )
         states, at = store.exact(name)
         b, slot = (at >= 0).nonzero(as_tuple=True)
         x[b, :, at[b, slot]] = states[b, :, slot].float()
@@ -306,7 +499,11 @@ def plain(store):
 
 def error(got, want, dtype):
     "The largest difference, in units of what this dtype may lose."
-    return max(float((got[0].float() - want[0].float()).abs().max() / want[0].abs().max()) / SHARP[dtype], float((got[1] - want[1]).abs().max()) / 1e-4)
+    return max(
+        float((got[0].float() - want[0].float()).abs().max() / want[0].abs().max())
+        / SHARP[dtype],
+        float((got[1] - want[1]).abs().max()) / 1e-4,
+    )
 
 
 @pytest.mark.parametrize("dtype", SHARP)
@@ -320,10 +517,17 @@ def test_attention_on_codes_is_dense_attention(key, dtype):
     for n, sliding_window, softcap in ((1, None, None), (5, 50, None), (3, None, 4.0)):
         q = drawn(moments()[0].repeat(2, 1, 1), 2, 4, n, seed=n).to(dtype)
         at, p = torch.arange(length - n, length)[:, None], torch.arange(length)
-        mask = (p <= at) & (p >= store.start[:, None, None, None]) & (p > at - (sliding_window or length + 1))
+        mask = (
+            (p <= at)
+            & (p >= store.start[:, None, None, None])
+            & (p > at - (sliding_window or length + 1))
+        )
         call = dict(sliding_window=sliding_window, softcap=softcap)
         for m in (0, n):  # codes alone, then with the exact chunk
-            kd, vd = (torch.cat([x[:, :, : length - m], c[:, :, length - m :].float()], 2) for x, c in zip(dense, (k, v)))
+            kd, vd = (
+                torch.cat([x[:, :, : length - m], c[:, :, length - m :].float()], 2)
+                for x, c in zip(dense, (k, v))
+            )
             want = dense_attention(q, kd, vd, mask=mask, softcap=softcap)
             chunk = (k[:, :, -m:], v[:, :, -m:]) if m else ()
             assert error(attend(q, store, *chunk, **call), want, dtype) < 1
@@ -333,41 +537,62 @@ def test_attention_on_codes_is_dense_attention(key, dtype):
 @pytest.mark.parametrize("dtype", SHARP)
 @pytest.mark.parametrize("key", ["none", "prompt", "rope", "decay"])
 def test_long_chunks_by_fused_attention(key, dtype):
-    "40 tokens at once behind 660: torch's flash attention on decoded blocks, with and without a sliding window."
+    """40 tokens at once behind 660: torch's flash attention on decoded blocks, with and without
+    a sliding window."""
     store, k, v = filled(KEYS[key], dtype)
     n, dense = 40, store.read()
     kd, vd = (torch.cat([x[:, :, :-n], c[:, :, -n:]], 2) for x, c in zip(dense, (k, v)))
     q = drawn(moments()[0].repeat(2, 1, 1), 2, 4, n, seed=8).to(dtype)
     at, p = torch.arange(700 - n, 700)[:, None], torch.arange(700)
     for sliding_window in (None, 33):
-        mask = (p <= at) & (p >= store.start[:, None, None, None]) & (p > at - (sliding_window or 701))
+        mask = (
+            (p <= at)
+            & (p >= store.start[:, None, None, None])
+            & (p > at - (sliding_window or 701))
+        )
         call = q, store, k[:, :, -n:], v[:, :, -n:]
         assert ops.select_backend(*call, sliding_window=sliding_window)[0] == "flash"
-        got, want = ops.attend(*call, sliding_window=sliding_window), dense_attention(q, kd, vd, mask=mask)
-        lse = 1e-4 if dtype == torch.float32 else 20 * SHARP[dtype]  # fused attention rounds on its way
-        assert (got[0].float() - want[0].float()).abs().max() < 2 * SHARP[dtype] * want[0].abs().max() and (got[1] - want[1]).abs().max() < lse
+        got, want = (
+            ops.attend(*call, sliding_window=sliding_window),
+            dense_attention(q, kd, vd, mask=mask),
+        )
+        lse = (
+            1e-4 if dtype == torch.float32 else 20 * SHARP[dtype]
+        )  # fused attention rounds on its way
+        assert (got[0].float() - want[0].float()).abs().max() < 2 * SHARP[dtype] * want[
+            0
+        ].abs().max() and (got[1] - want[1]).abs().max() < lse
 
 
 def test_the_law_fails_for_a_query_that_is_rotated_like_a_key(monkeypatch):
     "The mutant: what is right for a rotation."
     store, k, v = filled(KEYS["prompt"], torch.float32)
     q = drawn(moments()[0].repeat(2, 1, 1), 2, 4, 1)
-    want = dense_attention(q, *plain(store), mask=(torch.arange(700) >= store.start[:, None, None, None]))
+    want = dense_attention(
+        q, *plain(store), mask=(torch.arange(700) >= store.start[:, None, None, None])
+    )
     assert error(attend(q, store), want, torch.float32) < 1
     monkeypatch.setattr(M.HeadTransform, "query", M.HeadTransform.apply)
     assert error(attend(q, store), want, torch.float32) > 100
 
 
-@pytest.mark.parametrize("spec", [Spec(2), Spec(3), Spec(4), Spec(2.5), Spec(3, residual="sign")], ids=str)
+@pytest.mark.parametrize(
+    "spec", [Spec(2), Spec(3), Spec(4), Spec(2.5), Spec(3, residual="sign")], ids=str
+)
 def test_mapped_codes_beat_the_rotation_and_exchanged_ones_do_not(spec):
-    "The error of scores on fresh vectors, against what the formula promises; the wrong way round loses."
+    """The error of scores on fresh vectors, against what the formula promises; the wrong way
+    round loses."""
     from turboquant_nb.quant.mixed_precision import make_quantizer
 
     d = 64
     m, c = moments(3, d, decay=1.0)
     q, k = drawn(m, 4, 3, 100, seed=1), drawn(c, 4, 3, 1000, seed=2)
     errors = {}
-    for name, rotation in (("rotation", "hadamard"), ("transforms", M.fit_head_transform(m, c).name), ("exchanged", M.fit_head_transform(c, m).name)):
+    for name, rotation in (
+        ("rotation", "hadamard"),
+        ("transforms", M.fit_head_transform(m, c).name),
+        ("exchanged", M.fit_head_transform(c, m).name),
+    ):
         coder = make_quantizer(replace(spec, rotation=rotation), d)
         errors[name] = (q @ (decode(coder, coder.encode(k)) - k).mT).square().mean((0, 2, 3))
     gain = M.coding_gain(m, c, M.best_metric(m, c))
@@ -377,17 +602,27 @@ def test_mapped_codes_beat_the_rotation_and_exchanged_ones_do_not(spec):
     assert (errors["exchanged"] > errors["rotation"]).all()
 
 
-# --- odd data --------------------------------------------------------------------------------------
+# --- odd data
+# --------------------------------------------------------------------------------------
+
 
 def test_ids_that_are_no_windows():
     (model, _), ids = made("llama"), texts()
     for bad in (ids[:0], ids[:, :0], ids[0], ids[None], ids.float(), ids > 5, ids[:, :5]):
-        with pytest.raises(ValueError, match=r"ids must be \[windows, at least 6 tokens\] of integers, got \["):
+        with pytest.raises(
+            ValueError, match=r"ids must be \[windows, at least 6 tokens\] of integers, got \["
+        ):
             collect(model, bad)
     for bad in (None, [[1, 2, 3]], "text", ids.numpy()):
         with pytest.raises(TypeError, match=r"ids must be a tensor \[windows, tokens\], got"):
             collect(model, bad)
-    for name, bad in (("skip", -1), ("skip", 2.5), ("skip", True), ("batch", 0), ("batch", None)):
+    for name, bad in (
+        ("skip", -1),
+        ("skip", 2.5),
+        ("skip", True),
+        ("batch", 0),
+        ("batch", None),
+    ):
         with pytest.raises(ValueError, match=f"{name} must be an integer of at least"):
             collect(model, ids, **{name: bad})
     for bad in (-0.1, 1.1, float("nan")):
@@ -398,8 +633,13 @@ def test_ids_that_are_no_windows():
     assert model.config._attn_implementation == "sdpa" and not C._observers
     want = calibrate(model, ids)
     for kind in (torch.int32, torch.uint8):
-        assert [m.name for m in calibrate(model, ids.to(kind), batch=1).transforms] == [m.name for m in want.transforms]
-    assert calibrate(model, ids[:, :6]).header["tokens"] == 4 and calibrate(model, ids[:, :2], skip=0).header["tokens"] == 4
+        assert [m.name for m in calibrate(model, ids.to(kind), batch=1).transforms] == [
+            m.name for m in want.transforms
+        ]
+    assert (
+        calibrate(model, ids[:, :6]).header["tokens"] == 4
+        and calibrate(model, ids[:, :2], skip=0).header["tokens"] == 4
+    )
 
 
 def usable(found, model):
@@ -426,7 +666,9 @@ def test_heads_that_say_nothing(what):
     model = copy.deepcopy(made("llama")[0])
     with torch.no_grad():
         for n in ("k_proj", "q_proj") if what == "both" else (what,):
-            getattr(model.model.layers[0].self_attn, n).weight[:16] = 0  # of keys all heads, of queries those of the first KV head
+            getattr(model.model.layers[0].self_attn, n).weight[:16] = (
+                0  # of keys all heads, of queries those of the first KV head
+            )
     found = calibrate(model, texts(4))
     usable(found, model)
     if what == "both":
@@ -445,8 +687,12 @@ def test_states_that_are_not_finite(bad):
 
 def test_maps_that_a_store_cannot_take():
     good = M.fit_head_transform(*moments()).name
-    with pytest.raises(ValueError, match="map-0123456789abcdef is not known here: load the calibration"):
-        KVStore(Recipe(Spec(rotation="map-0123456789abcdef")), 1, 2, 16)  # a recipe is text: it may name what comes later
+    with pytest.raises(
+        ValueError, match="map-0123456789abcdef is not known here: load the calibration"
+    ):
+        KVStore(
+            Recipe(Spec(rotation="map-0123456789abcdef")), 1, 2, 16
+        )  # a recipe is text: it may name what comes later
     with pytest.raises(ValueError, match="is for head size 16, not 8"):
         KVStore(Recipe(Spec(rotation=good)), 1, 2, 8)
     with pytest.raises(ValueError, match="a transform of 2 heads cannot serve 4"):
@@ -461,12 +707,20 @@ def test_maps_that_a_store_cannot_take():
     for shape in ((16,), (5, 16), (3, 5, 16)):
         with pytest.raises(ValueError, match=r"a transform of 2 heads takes \[..., 2, n, 16\]"):
             encode(coder, torch.ones(shape))
-    for bad in (torch.zeros(2, 4, 4), torch.full((1, 4, 4), torch.inf), torch.ones(4, 4), torch.ones(1, 4, 5), torch.ones(1, 2, 2).long()):
+    for bad in (
+        torch.zeros(2, 4, 4),
+        torch.full((1, 4, 4), torch.inf),
+        torch.ones(4, 4),
+        torch.ones(1, 4, 5),
+        torch.ones(1, 2, 2).long(),
+    ):
         with pytest.raises(ValueError, match="matrix must be"):
             M.HeadTransform.of(bad)
 
 
-# --- files -----------------------------------------------------------------------------------------
+# --- files
+# -----------------------------------------------------------------------------------------
+
 
 def test_calibrations_come_back_and_others_do_not(tmp_path):
     "Truncated, changed anywhere, of another kind, missing."
@@ -476,12 +730,26 @@ def test_calibrations_come_back_and_others_do_not(tmp_path):
     path, bad = tmp_path / "c.safetensors", tmp_path / "bad"
     save_calibration(found, path)
     back = load_calibration(str(path))
-    assert back.header == found.header and repr(back) == repr(found) and load_calibration(found) is found
-    assert all(a is b for a, b in zip(back.transforms, found.transforms))  # one copy in a process
-    assert all(torch.equal(a, b) for a, b in zip(back.centers, found.centers, strict=True)) and found.centers[0].shape == (2, 8)
-    assert TurboQuantCache(model, calibration=path).recipes == TurboQuantCache(model, calibration=found).recipes
+    assert (
+        back.header == found.header
+        and repr(back) == repr(found)
+        and load_calibration(found) is found
+    )
+    assert all(
+        a is b for a, b in zip(back.transforms, found.transforms)
+    )  # one copy in a process
+    assert all(
+        torch.equal(a, b) for a, b in zip(back.centers, found.centers, strict=True)
+    ) and found.centers[0].shape == (2, 8)
+    assert (
+        TurboQuantCache(model, calibration=path).recipes
+        == TurboQuantCache(model, calibration=found).recipes
+    )
     with safe_open(path, "pt") as f:
-        assert len(list(f.keys())) == 4 and json.loads(f.metadata()["header"])["about"]["head size"] == 8
+        assert (
+            len(list(f.keys())) == 4
+            and json.loads(f.metadata()["header"])["about"]["head size"] == 8
+        )
     whole = bytearray(path.read_bytes())
     head = int.from_bytes(whole[:8], "little")
     for n in (0, 1, 8, head, len(whole) - 1):
@@ -492,7 +760,9 @@ def test_calibrations_come_back_and_others_do_not(tmp_path):
         changed = bytearray(whole)
         changed[at] ^= 1
         bad.write_bytes(changed)
-        with pytest.raises(ValueError, match="not a readable calibration|must have format|was changed"):
+        with pytest.raises(
+            ValueError, match="not a readable calibration|must have format|was changed"
+        ):
             load_calibration(bad)
     fold.save_fold(fold.fit_fold(model, texts()), bad)
     with pytest.raises(ValueError, match="must have format 'turboquant-nb calibration 2'"):
@@ -501,14 +771,21 @@ def test_calibrations_come_back_and_others_do_not(tmp_path):
     store.save(bad)
     with pytest.raises(ValueError, match="must have format 'turboquant-nb calibration 2'"):
         load_calibration(bad)
-    for read in (KVStore.load, lambda p: TurboQuantCache.load(p, model), load_compressed, fold.load_fold):
+    for read in (
+        KVStore.load,
+        lambda p: TurboQuantCache.load(p, model),
+        load_compressed,
+        fold.load_fold,
+    ):
         with pytest.raises(ValueError, match="must have format"):
             read(path)
     for missing in (tmp_path / "none", tmp_path, "", "a/b/c"):
         with pytest.raises(FileNotFoundError, match="is neither a file nor found on the hub"):
             load_calibration(missing)
     for other in (3, 1.5, None, b"c.safetensors", [path]):
-        with pytest.raises(TypeError, match="calibration must be a file, a hub id or a Calibration"):
+        with pytest.raises(
+            TypeError, match="calibration must be a file, a hub id or a Calibration"
+        ):
             load_calibration(other)
 
 
@@ -554,17 +831,41 @@ def written(folder):
     "Stores and caches with head transforms, each by `save` and compressed: {file: tensors}."
     model, found = made("llama")
     inputs, out = prompt(2, 300, padded=False), {}
-    things = {f"store-{n}": filled(KEYS[n], dtype)[0] for n, dtype in (("rope", torch.bfloat16), ("fraction", torch.float32), ("decay", torch.float16))}
+    things = {
+        f"store-{n}": filled(KEYS[n], dtype)[0]
+        for n, dtype in (
+            ("rope", torch.bfloat16),
+            ("fraction", torch.float32),
+            ("decay", torch.float16),
+        )
+    }
     for name, more in (("cache", {}), ("static", dict(max_length=320, static=True))):
-        _, things[name] = generate(model, inputs, "turboquant", cache=with_transforms(model, found, "k3v2", **more), padding=False, disable_compile=True)
+        _, things[name] = generate(
+            model,
+            inputs,
+            "turboquant",
+            cache=with_transforms(model, found, "k3v2", **more),
+            padding=False,
+            disable_compile=True,
+        )
     for name, x in things.items():
         stores = [layer.store for layer in x.layers] if isinstance(x, TurboQuantCache) else [x]
         x.save(folder / f"{name}.saved")
         if SQUEEZES:
             sizes = save_compressed(x, folder / f"{name}-compressed.saved")
-            assert sizes["map"][0] == sum(s.key.q.rotation.matrix.nbytes for s in stores) and sizes["file"][0] == sum(a for k, (a, _) in sizes.items() if k != "file")
+            assert sizes["map"][0] == sum(
+                s.key.q.rotation.matrix.nbytes for s in stores
+            ) and sizes["file"][0] == sum(a for k, (a, _) in sizes.items() if k != "file")
         for s in stores:  # in both processes five tokens more are coded
-            s.append(*(torch.linspace(-3, 2, s.batch * s.heads * 5 * side.q.d).sin().view(s.batch, s.heads, 5, -1).to(s.dtype) for side in (s.key, s.value)))
+            s.append(
+                *(
+                    torch.linspace(-3, 2, s.batch * s.heads * 5 * side.q.d)
+                    .sin()
+                    .view(s.batch, s.heads, 5, -1)
+                    .to(s.dtype)
+                    for side in (s.key, s.value)
+                )
+            )
         tensors = [t.clone() for s in stores for t in (*s.read(), *s.state()[0].values())]
         out |= {f"{name}{kind}.saved": tensors for kind in ("", "-compressed")[: 1 + SQUEEZES]}
     return model, found, out
@@ -582,14 +883,27 @@ def fresh(tmp_path_factory):
     snapshot = hub / "snapshots" / ("0123456789" * 4)
     snapshot.mkdir(parents=True)
     save_calibration(found, snapshot / "calibration.safetensors")
-    env = os.environ | {"HF_HOME": str(folder), "HF_HUB_CACHE": str(folder / "hub"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", FRESH], cwd=folder, env=env, capture_output=True, text=True, timeout=240)
+    env = os.environ | {
+        "HF_HOME": str(folder),
+        "HF_HUB_CACHE": str(folder / "hub"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return found, want, torch.load(folder / "out")
 
 
 def test_saved_states_bring_their_maps_into_a_fresh_process(fresh):
-    "Stores and caches, growing and static, by `save` and entropy coded: every tensor, bit for bit, what they stand for, and what they code next."
+    """Stores and caches, growing and static, by `save` and entropy coded: every tensor, bit for
+    bit, what they stand for, and what they code next."""
     _, want, got = fresh
     assert len(want) == (10 if SQUEEZES else 5)
     for name, tensors in want.items():
@@ -603,4 +917,6 @@ def test_a_calibration_on_the_hub_without_a_network(fresh):
     found, _, got = fresh
     assert got["hub"] == found.transforms[0].name
     for name in ("some-one/else", "nothing-at-all", "./no/such/file.safetensors"):
-        assert got[name].startswith(f"{name} is neither a file nor found on the hub: "), got[name]
+        assert got[name].startswith(f"{name} is neither a file nor found on the hub: "), got[
+            name
+        ]

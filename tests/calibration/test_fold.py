@@ -1,4 +1,6 @@
-"Scales of keys folded into the weights: the best ones, no bit of the model changed, smaller errors of scores, and refusals."
+"""Scales of keys folded into the weights: the best ones, no bit of the model changed, smaller
+errors of scores, and refusals."""
+
 import itertools
 
 import pytest
@@ -7,18 +9,41 @@ import transformers
 
 from tests.helpers import DATA
 from turboquant_nb.cli import main
-from turboquant_nb.calibration.fold import Fold, fit_fold, fold, load_fold, save_fold, unfold, write_folded
+from turboquant_nb.calibration.fold import (
+    Fold,
+    fit_fold,
+    fold,
+    load_fold,
+    save_fold,
+    unfold,
+    write_folded,
+)
 from turboquant_nb.quant.quantizer import Quantizer, Spec, decode, encode
 from turboquant_nb.theory.transforms import best_scales
 
-SMALL = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+SMALL = dict(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=128,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 CONFIGS = {  # name: (config, what it has besides)
     "llama": ("LlamaConfig", {}),
     "bias": ("Qwen2Config", {}),
     "sliding": ("MistralConfig", dict(sliding_window=8)),
     "softcap": ("Gemma2Config", dict(query_pre_attn_scalar=16)),
     "one head": ("LlamaConfig", dict(num_attention_heads=1, num_key_value_heads=1)),
-    "partial": ("StableLmConfig", dict(partial_rotary_factor=0.5, num_key_value_heads=4, head_dim=8)),
+    "partial": (
+        "StableLmConfig",
+        dict(partial_rotary_factor=0.5, num_key_value_heads=4, head_dim=8),
+    ),
 }
 
 
@@ -30,7 +55,11 @@ def made(name, dtype=torch.float32, **more):
     g = torch.Generator().manual_seed(1)
     for name, p in model.named_parameters():
         if "k_proj" in name or "q_proj" in name:  # channels of unequal size, and biases
-            p.data = torch.randn(p.shape, generator=g) * 0.3 * torch.randn(len(p), generator=g).exp2().view(-1, *[1] * (p.ndim - 1))
+            p.data = (
+                torch.randn(p.shape, generator=g)
+                * 0.3
+                * torch.randn(len(p), generator=g).exp2().view(-1, *[1] * (p.ndim - 1))
+            )
     return model.to(dtype)
 
 
@@ -52,13 +81,18 @@ def test_not_a_bit_changes(name, dtype):
     assert any((s != 1).any() for s in found.scales)
     fold(model, found)
     assert torch.equal(logits(model, ids), before)
-    changed = {n.split(".")[-2] for n, p in model.named_parameters() if not torch.equal(p, weights[n])}
+    changed = {
+        n.split(".")[-2] for n, p in model.named_parameters() if not torch.equal(p, weights[n])
+    }
     assert changed == {"q_proj", "k_proj"}
-    assert unfold(model) is found and all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
+    assert unfold(model) is found and all(
+        torch.equal(p, weights[n]) for n, p in model.named_parameters()
+    )
 
 
 def test_the_scales_are_the_best_powers_of_two():
-    "Every other choice for a small head costs at least as much but for what a rounding of each scale may cost."
+    """Every other choice for a small head costs at least as much but for what a rounding of
+    each scale may cost."""
     g = torch.Generator().manual_seed(0)
     for rotary_dim in (6, 4, 0):
         m, c = (torch.randn(1, 6, generator=g).exp2() ** 2 for _ in range(2))
@@ -71,11 +105,14 @@ def test_the_scales_are_the_best_powers_of_two():
         for e in itertools.product(range(-3, 4), repeat=free):
             x = torch.tensor(e).float().exp2()
             tried.append(cost(torch.cat([x[:half], x[:half], x[half:]])))
-        assert min(tried) * (1 - 1e-6) <= cost(s) <= 1.05 * min(tried) and cost(s) <= cost(torch.ones(6))
+        assert min(tried) * (1 - 1e-6) <= cost(s) <= 1.05 * min(tried) and cost(s) <= cost(
+            torch.ones(6)
+        )
 
 
 def test_scores_of_coded_keys_err_less():
-    "Keys and queries of a layer before and after, coded with 3 bits: the ratio is that of the costs."
+    """Keys and queries of a layer before and after, coded with 3 bits: the ratio is that of the
+    costs."""
     model, ids = made("llama", num_key_value_heads=4), tokens(8, 60)
     attention, d = model.model.layers[0].self_attn, 16
     x = torch.randn(4000, 32, generator=torch.Generator().manual_seed(2))
@@ -83,7 +120,10 @@ def test_scores_of_coded_keys_err_less():
 
     def errors():
         with torch.no_grad():
-            q, k = (f(x).view(-1, 4, d).transpose(0, 1) for f in (attention.q_proj, attention.k_proj))
+            q, k = (
+                f(x).view(-1, 4, d).transpose(0, 1)
+                for f in (attention.q_proj, attention.k_proj)
+            )
         k = k - k.mean(1, keepdim=True)
         code = Quantizer(Spec(3), d)
         e = decode(code, encode(code, k)) - k
@@ -109,7 +149,14 @@ def test_what_cannot_be_read_is_left_alone():
             best_scales(m, x, 8)
 
 
-@pytest.mark.parametrize("name,why", [("Qwen3Config", "normalises"), ("Phi3Config", "q_proj"), ("GPTNeoXConfig", "cannot be folded|self_attn|RoPE")])
+@pytest.mark.parametrize(
+    "name,why",
+    [
+        ("Qwen3Config", "normalises"),
+        ("Phi3Config", "q_proj"),
+        ("GPTNeoXConfig", "cannot be folded|self_attn|RoPE"),
+    ],
+)
 def test_models_that_cannot_be_folded(name, why):
     with pytest.raises(ValueError, match=why):
         fit_fold(made(name), tokens())
@@ -168,7 +215,15 @@ def test_a_checkpoint(tmp_path):
         write_folded(model, None, ids, tmp_path / "out")
 
 
-@pytest.mark.parametrize("argv,words", [(["--windows", "0"], "--windows"), (["--length", "-1"], "--length"), (["--text", "none.txt"], "none.txt"), ([], "--out")])
+@pytest.mark.parametrize(
+    "argv,words",
+    [
+        (["--windows", "0"], "--windows"),
+        (["--length", "-1"], "--length"),
+        (["--text", "none.txt"], "none.txt"),
+        ([], "--out"),
+    ],
+)
 def test_the_command_refuses(argv, words, tmp_path, capsys):
     out = [] if words == "--out" else ["--out", str(tmp_path / "x")]
     assert main(["fold", *out, *argv]) == 2
@@ -184,7 +239,13 @@ def test_a_decoder_without_layers_says_so(monkeypatch):
 
 
 def test_a_fold_written_before_the_rebuilding_is_read():
-    "By the code of then: channel c of head h in layer i is scaled by 2 ** ((h + c + i) % 5 - 2)."
+    """By the code of then: channel c of head h in layer i is scaled by 2 ** ((h + c + i) % 5 -
+    2)."""
     found = load_fold(DATA / "fold.safetensors")
-    want = [[[2.0 ** ((h + c + i) % 5 - 2) for c in range(8)] for h in range(2)] for i in range(2)]
-    assert torch.equal(torch.stack(found.scales), torch.tensor(want)) and found.header["tokens"] == 512
+    want = [
+        [[2.0 ** ((h + c + i) % 5 - 2) for c in range(8)] for h in range(2)] for i in range(2)
+    ]
+    assert (
+        torch.equal(torch.stack(found.scales), torch.tensor(want))
+        and found.header["tokens"] == 512
+    )

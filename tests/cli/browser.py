@@ -1,5 +1,7 @@
-"""Looks at `turboquant web` with real browsers: browser.py MODEL. Prints one JSON object with what it saw. Run by test_web.py with the python of an environment that has
-gradio and selenium; Chromium and its driver are taken from the PATH."""
+"""Looks at `turboquant web` with real browsers: browser.py MODEL. Prints one JSON object with
+what it saw. Run by test_web.py with the python of an environment that has gradio and selenium;
+Chromium and its driver are taken from the PATH."""
+
 import json
 import shutil
 import signal
@@ -17,10 +19,18 @@ SECONDS = 120
 
 def browser():
     options = webdriver.ChromeOptions()
-    for word in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1280,1600"):
+    for word in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--window-size=1280,1600",
+    ):
         options.add_argument(word)
     options.binary_location = shutil.which("chromium")
-    return webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
+    return webdriver.Chrome(
+        options=options, service=webdriver.ChromeService(shutil.which("chromedriver"))
+    )
 
 
 def wait(what, until):
@@ -66,24 +76,57 @@ class Page:
     def seen(self):
         picture = self.driver.find_elements(By.CSS_SELECTOR, "#stored img")
         return {
-            "plain": self.field("#plain textarea").get_attribute("value"), "coded": self.field("#coded textarea").get_attribute("value"),
-            "progress": self.field("#progress").text, "table": self.field("#table").text,
-            "picture": [picture[0].get_property("naturalWidth"), picture[0].get_attribute("src")[-200:]] if picture else None,
+            "plain": self.field("#plain textarea").get_attribute("value"),
+            "coded": self.field("#coded textarea").get_attribute("value"),
+            "progress": self.field("#progress").text,
+            "table": self.field("#table").text,
+            "picture": [
+                picture[0].get_property("naturalWidth"),
+                picture[0].get_attribute("src")[-200:],
+            ]
+            if picture
+            else None,
         }
 
     def error(self):
         "What the page says is wrong, once; the message is closed."
-        found = wait("a message", lambda: [x.text for x in self.driver.find_elements(By.CSS_SELECTOR, ".toast-body, .toast-wrap") if x.text.strip()])
+        found = wait(
+            "a message",
+            lambda: [
+                x.text
+                for x in self.driver.find_elements(By.CSS_SELECTOR, ".toast-body, .toast-wrap")
+                if x.text.strip()
+            ],
+        )
         for x in self.driver.find_elements(By.CSS_SELECTOR, ".toast-close"):
             x.click()
-        wait("the message to go", lambda: not self.driver.find_elements(By.CSS_SELECTOR, ".toast-body"))
+        wait(
+            "the message to go",
+            lambda: not self.driver.find_elements(By.CSS_SELECTOR, ".toast-body"),
+        )
         return found[0]
 
 
 def main(model):
     code = "import sys; from turboquant_nb.cli import main; sys.exit(main())"
-    argv = [sys.executable, "-c", code, "web", "--model", model, "--port", "0", "--recipe", "k2v2", "k4v4"]
-    server, saw, pages = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True), {}, []
+    argv = [
+        sys.executable,
+        "-c",
+        code,
+        "web",
+        "--model",
+        model,
+        "--port",
+        "0",
+        "--recipe",
+        "k2v2",
+        "k4v4",
+    ]
+    server, saw, pages = (
+        subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True),
+        {},
+        [],
+    )
     try:
         url = server.stdout.readline().strip()
         pages = [Page(url), Page(url)]

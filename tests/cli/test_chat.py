@@ -1,4 +1,6 @@
-"turboquant chat: through a pipe and at a pseudo-terminal; what stays in the cache, on disk, and after Ctrl-C."
+"""turboquant chat: through a pipe and at a pseudo-terminal; what stays in the cache, on disk,
+and after Ctrl-C."""
+
 import io
 import json
 import os
@@ -26,9 +28,16 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def pipe(call, monkeypatch):
     "A conversation through standard input."
+
     def run(text, *argv):
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode() if isinstance(text, str) else text), encoding="utf-8"))
+        monkeypatch.setattr(
+            "sys.stdin",
+            io.TextIOWrapper(
+                io.BytesIO(text.encode() if isinstance(text, str) else text), encoding="utf-8"
+            ),
+        )
         return call("chat", "--max-new-tokens", 6, *argv)
+
     return run
 
 
@@ -41,21 +50,33 @@ def talk(tiny):
 
 def test_answers_to_stdout_and_status_to_stderr(pipe, tiny):
     code, out, err = pipe("Call me Ishmael.\n\nWhy?\n", "--model", tiny)
-    assert code == 0 and len(re.findall(r"\d+ tokens in [\d,]+ bytes", err)) == 2 and out.strip()
+    assert (
+        code == 0 and len(re.findall(r"\d+ tokens in [\d,]+ bytes", err)) == 2 and out.strip()
+    )
     assert pipe("Call me Ishmael.\n", "--model", tiny, "--quiet")[2] == ""
 
 
 def test_json_tells_the_turns_and_nothing_else(pipe, tiny):
-    code, out, _ = pipe("Call me Ishmael.\n/status\nWhy?\n", "--model", tiny, "--json", "--system", "Be brief.")
+    code, out, _ = pipe(
+        "Call me Ishmael.\n/status\nWhy?\n", "--model", tiny, "--json", "--system", "Be brief."
+    )
     found = json.loads(out)
-    assert code == 0 and [t["user"] for t in found["turns"]] == ["Call me Ishmael.", "Why?"] and len(found["messages"]) == 4
-    assert found["cache"]["tokens"] > 30 and all(0 < t["new_tokens"] <= 6 for t in found["turns"])
+    assert (
+        code == 0
+        and [t["user"] for t in found["turns"]] == ["Call me Ishmael.", "Why?"]
+        and len(found["messages"]) == 4
+    )
+    assert found["cache"]["tokens"] > 30 and all(
+        0 < t["new_tokens"] <= 6 for t in found["turns"]
+    )
 
 
 @pytest.mark.parametrize("templated", [True, False])
 def test_nothing_is_read_twice_and_tokens_are_those_of_one_text(talk, templated):
     talk.chat, fed = templated, []
-    hook = talk.model.model.register_forward_pre_hook(lambda m, a, k: fed.append(k["input_ids"][0].tolist()), with_kwargs=True)
+    hook = talk.model.model.register_forward_pre_hook(
+        lambda m, a, k: fed.append(k["input_ids"][0].tolist()), with_kwargs=True
+    )
     for text in ("Call me Ishmael.", "Some years ago.", "Never mind how long."):
         talk.turn(text, limit=5)
     hook.remove()
@@ -67,7 +88,9 @@ def test_nothing_is_read_twice_and_tokens_are_those_of_one_text(talk, templated)
 def test_saved_and_loaded_it_is_the_same_file_and_goes_on_alike(talk, tmp_path):
     talk.turn("Call me Ishmael.", limit=40)
     chat.save_conversation(talk, tmp_path / "a")
-    other = chat.Conversation(talk.model, talk.tokenizer, lambda: TurboQuantCache(talk.model, "k2v2"))
+    other = chat.Conversation(
+        talk.model, talk.tokenizer, lambda: TurboQuantCache(talk.model, "k2v2")
+    )
     other.turn("Something else.", limit=3)
     chat.load_conversation(other, tmp_path / "a")
     chat.save_conversation(other, tmp_path / "b")
@@ -118,7 +141,9 @@ def test_a_broken_answer_leaves_a_conversation_that_goes_on(talk, error, after, 
     assert talk.ids[: len(before)] == before and len(talk.messages) == 2 * (turns + (after > 0))
     assert talk.cache.get_seq_length() == max(0, len(talk.ids) - 1)
     talk.turn("And then?", limit=4)
-    assert talk.cache.get_seq_length() == len(talk.ids) - 1 and len(talk.messages) == 2 * (turns + (after > 0) + 1)
+    assert talk.cache.get_seq_length() == len(talk.ids) - 1 and len(talk.messages) == 2 * (
+        turns + (after > 0) + 1
+    )
 
 
 @pytest.mark.parametrize("turns", [0, 1])
@@ -130,11 +155,15 @@ def test_an_interrupt_within_a_pass_takes_back_what_some_layers_took(talk, turns
     def stop(*_):
         raise KeyboardInterrupt
 
-    hook = talk.model.model.layers[1].register_forward_pre_hook(stop)  # the first layer has taken the message
+    hook = talk.model.model.layers[1].register_forward_pre_hook(
+        stop
+    )  # the first layer has taken the message
     with pytest.raises(KeyboardInterrupt):
         talk.turn("Why?", limit=9)
     hook.remove()
-    assert (talk.ids, len(talk.messages)) == before and talk.cache.get_seq_length() == max(0, len(talk.ids) - 1)
+    assert (talk.ids, len(talk.messages)) == before and talk.cache.get_seq_length() == max(
+        0, len(talk.ids) - 1
+    )
     talk.turn("And then?", limit=4)
     assert talk.cache.get_seq_length() == len(talk.ids) - 1
 
@@ -144,11 +173,21 @@ def test_a_context_that_is_full_says_so(pipe, plain):
     assert code == 2 and "this model reads 128" in err and "/clear" in err
 
 
-@pytest.mark.parametrize("text, argv, words", [
-    ("/dance\n", [], ["/dance", "/help"]), ("/save\n", [], ["/save needs a file"]), ("/save none/x\n", [], ["no such folder"]), ("/save x\n", [], ["nothing was said"]),
-    ("/load none\n", [], ["no such file"]), (b"M\xf6we\n", [], ["not UTF-8"]), ("", ["--load", "none"], ["no such file"]), ("", ["--top-p", "2", "--sample"], ["--top-p"]),
-    ("", ["--recipe", "k9v9"], ["k9v9"]), ("", ["--budget", "2"], ["--budget"]),
-])
+@pytest.mark.parametrize(
+    "text, argv, words",
+    [
+        ("/dance\n", [], ["/dance", "/help"]),
+        ("/save\n", [], ["/save needs a file"]),
+        ("/save none/x\n", [], ["no such folder"]),
+        ("/save x\n", [], ["nothing was said"]),
+        ("/load none\n", [], ["no such file"]),
+        (b"M\xf6we\n", [], ["not UTF-8"]),
+        ("", ["--load", "none"], ["no such file"]),
+        ("", ["--top-p", "2", "--sample"], ["--top-p"]),
+        ("", ["--recipe", "k9v9"], ["k9v9"]),
+        ("", ["--budget", "2"], ["--budget"]),
+    ],
+)
 def test_bad_input(pipe, tiny, tmp_path, monkeypatch, text, argv, words):
     monkeypatch.chdir(tmp_path)
     refused(pipe(text, "--model", tiny, "--quiet", *argv), *words)
@@ -175,9 +214,19 @@ class Terminal:
         self.master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 12, 100, 0, 0))
         code = "import sys; from turboquant_nb.cli import main; sys.exit(main())"
-        env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")} | {"TERM": "xterm"}
-        self.process = subprocess.Popen([sys.executable, "-c", code, *map(str, argv)], stdin=slave, stdout=slave, stderr=slave, cwd=cwd, env=env, start_new_session=True,
-                                        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
+        env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")} | {
+            "TERM": "xterm"
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, *map(str, argv)],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            cwd=cwd,
+            env=env,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
         os.close(slave)
         self.seen = ""
 
@@ -202,10 +251,11 @@ class Terminal:
         return self.process.wait(seconds)
 
     def stops(self):
-        """Exit code after Ctrl-C at the prompt, pressed again when nothing happens for ten seconds, as a person would.
+        """Exit code after Ctrl-C at the prompt, pressed again when nothing happens for ten
+        seconds, as a person would.
 
-        CPython's input() with readline writes the prompt and then waits in select(): a signal between the two is seen at the
-        next key only (on a busy machine 3 of 3,000).
+        CPython's input() with readline writes the prompt and then waits in select(): a signal
+        between the two is seen at the next key only (on a busy machine 3 of 3,000).
         """
         for _ in range(6):
             self.type("\x03")
@@ -235,10 +285,20 @@ def test_at_a_terminal(terminal, tmp_path):
     t.until("> ")
     t.type("Call me Ishmael.\n")
     shown = t.until(r"tokens in [\d,]+ bytes[^\x1b]*tokens/s")
-    assert "\x1b[1;11r" in t.seen and "\x1b[12;1H" in shown  # the last line is kept out of scrolling, and written
-    for typed, answer in (("/dance\n", "there is no such command"), ("/save talk.st\n", r"saved 1 turn,"), ("/clear\n", "cleared"), ("/load talk.st\n", r"loaded 1 turn,"), ("/load no.st\n", "no such file")):
+    assert (
+        "\x1b[1;11r" in t.seen and "\x1b[12;1H" in shown
+    )  # the last line is kept out of scrolling, and written
+    for typed, answer in (
+        ("/dance\n", "there is no such command"),
+        ("/save talk.st\n", r"saved 1 turn,"),
+        ("/clear\n", "cleared"),
+        ("/load talk.st\n", r"loaded 1 turn,"),
+        ("/load no.st\n", "no such file"),
+    ):
         t.type(typed)
-        t.until(answer + r"(?s:.*)> ")  # an end of file that comes before the prompt is the line editor's to lose
+        t.until(
+            answer + r"(?s:.*)> "
+        )  # an end of file that comes before the prompt is the line editor's to lose
     t.type("\x04")
     assert t.ends() == 0 and "\x1b[r" in t.seen and (tmp_path / "talk.st").is_file()
 
@@ -251,15 +311,19 @@ def test_ctrl_c_stops_an_answer_and_at_the_prompt_the_program(terminal, tmp_path
     t.type("\x03")
     t.until("> ")
     t.type("/status\n")
-    t.until(r"\d+ tokens in(?s:.*)> ")  # before the prompt it would stop what is being written, not the program
+    t.until(
+        r"\d+ tokens in(?s:.*)> "
+    )  # before the prompt it would stop what is being written, not the program
     assert t.stops() == 130 and "Traceback" not in t.seen and list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture
 def typed(tiny, monkeypatch, capsys, tmp_path):
-    "What a person types, line by line; an exception stands for a key. Gives exit code, standard output, and what was not typed any more."
+    """What a person types, line by line; an exception stands for a key. Gives exit code,
+    standard output, and what was not typed any more."""
+
     class Typed(io.StringIO):
-        isatty = lambda self: True  # noqa: E731
+        isatty = lambda self: True
 
     def run(*keys):
         left = list(keys)
@@ -273,7 +337,12 @@ def typed(tiny, monkeypatch, capsys, tmp_path):
         monkeypatch.setattr("sys.stdin", Typed())
         monkeypatch.setattr("builtins.input", read)
         monkeypatch.chdir(tmp_path)
-        return main(["chat", "--model", tiny, "--max-new-tokens", "5"]), capsys.readouterr().out, left
+        return (
+            main(["chat", "--model", tiny, "--max-new-tokens", "5"]),
+            capsys.readouterr().out,
+            left,
+        )
+
     return run
 
 
@@ -293,11 +362,22 @@ def test_what_goes_wrong_in_a_turn_is_told_at_a_terminal(typed, monkeypatch):
 
 
 def test_a_ctrl_c_that_would_lose_a_conversation_must_be_pressed_twice(typed):
-    "An answer that was complete a moment before the key: the program ended, and the conversation with it. A line between two keys makes the second a first."
+    """An answer that was complete a moment before the key: the program ended, and the
+    conversation with it. A line between two keys makes the second a first."""
     key, say = KeyboardInterrupt, "Call me Ishmael."
     code, out, left = typed(say, key, "/status", key, key, "/status")
-    assert code == 130 and left == ["/status"] and out.count("Ctrl-C again ends without it") == 2 and re.search(r"\d+ tokens in", out)
-    for before in ((), (say, "/save talk.st"), (say, "/save talk.st", "/clear", "/load talk.st"), (say, "/clear")):
+    assert (
+        code == 130
+        and left == ["/status"]
+        and out.count("Ctrl-C again ends without it") == 2
+        and re.search(r"\d+ tokens in", out)
+    )
+    for before in (
+        (),
+        (say, "/save talk.st"),
+        (say, "/save talk.st", "/clear", "/load talk.st"),
+        (say, "/clear"),
+    ):
         code, out, left = typed(*before, key, "/status")
         assert code == 130 and left == ["/status"] and "again ends" not in out, before
     code, out, left = typed(say, "/save talk.st", "Why?", key, "/quit")
@@ -307,7 +387,9 @@ def test_a_ctrl_c_that_would_lose_a_conversation_must_be_pressed_twice(typed):
 def test_ctrl_c_in_a_pipe(tiny):
     code = "import sys; from turboquant_nb.cli import main; sys.exit(main())"
     argv = [sys.executable, "-c", code, "chat", "--model", tiny, "--max-new-tokens", "7000"]
-    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     process.stdin.write(b"/status\nCall me Ishmael.\n")
     process.stdin.flush()
     assert b"tokens in" in process.stdout.readline()  # the model is loaded, and answers next

@@ -1,10 +1,18 @@
 "turboquant plan: bytes against real caches, what fits, and bad input."
+
 import copy
 import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV2Config, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+)
 
 from turboquant_nb.cli import plan
 from turboquant_nb.hf import TurboQuantCache
@@ -14,13 +22,23 @@ from .conftest import SIZE, refused
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SMALL = {k: v for k, v in SIZE.items() if k != "head_dim"} | dict(num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3)
+SMALL = {k: v for k, v in SIZE.items() if k != "head_dim"} | dict(
+    num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3
+)
 LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 CONFIGS = {
-    "llama": LlamaConfig(**SMALL), "qwen2": Qwen2Config(**SMALL), "mistral": MistralConfig(**SMALL, sliding_window=None),
-    "sliding": MistralConfig(**SMALL, sliding_window=200), "gemma3": Gemma3TextConfig(**SMALL, head_dim=32, layer_types=LAYERS, sliding_window=260),
+    "llama": LlamaConfig(**SMALL),
+    "qwen2": Qwen2Config(**SMALL),
+    "mistral": MistralConfig(**SMALL, sliding_window=None),
+    "sliding": MistralConfig(**SMALL, sliding_window=200),
+    "gemma3": Gemma3TextConfig(**SMALL, head_dim=32, layer_types=LAYERS, sliding_window=260),
 }
-RECIPES = ["k4v4", "k2v2", Recipe(Spec(bits=4, residual="qjl"), Spec(bits=2.5), 1, 5), Recipe(Spec(bits=3, center="prompt_mean"), Spec(bits=1, scale_dtype="float32"), 0, 0)]
+RECIPES = [
+    "k4v4",
+    "k2v2",
+    Recipe(Spec(bits=4, residual="qjl"), Spec(bits=2.5), 1, 5),
+    Recipe(Spec(bits=3, center="prompt_mean"), Spec(bits=1, scale_dtype="float32"), 0, 0),
+]
 
 
 def model_of(kind):
@@ -44,7 +62,9 @@ def held(kind, recipe, tokens, batch, **how):
 @pytest.mark.parametrize("recipe", RECIPES, ids=["k4v4", "k2v2", "qjl and 2.5", "3 and 1"])
 def test_planned_bytes_are_those_of_a_cache(kind, recipe):
     for tokens, batch in ((20, 2), (257, 1), (520, 3)):
-        assert plan.CacheSize(CONFIGS[kind], recipe, torch.float32).bytes(tokens, batch) == held(kind, recipe, tokens, batch, max_length=tokens)
+        assert plan.CacheSize(CONFIGS[kind], recipe, torch.float32).bytes(
+            tokens, batch
+        ) == held(kind, recipe, tokens, batch, max_length=tokens)
 
 
 @pytest.mark.parametrize("kind", ["sliding", "gemma3"])
@@ -71,12 +91,16 @@ def test_uncompressed_bytes_are_those_of_a_dense_cache(kind):
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids, past_key_values=cache)
-    assert plan.plain_bytes(CONFIGS[kind], 300, 2, 4) == sum(x.keys.nbytes + x.values.nbytes for x in cache.layers)
+    assert plan.plain_bytes(CONFIGS[kind], 300, 2, 4) == sum(
+        x.keys.nbytes + x.values.nbytes for x in cache.layers
+    )
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_parameters_are_counted_without_weights(kind):
-    assert plan._parameters(CONFIGS[kind]) == sum(p.numel() for p in model_of(kind).parameters())
+    assert plan._parameters(CONFIGS[kind]) == sum(
+        p.numel() for p in model_of(kind).parameters()
+    )
 
 
 def test_latent_attention_is_refused(call, tmp_path):
@@ -86,15 +110,38 @@ def test_latent_attention_is_refused(call, tmp_path):
 
 def test_the_largest_context_fits_and_no_more(call, tmp_path):
     CONFIGS["llama"].save_pretrained(tmp_path)
-    ask = ("plan", "--model", tmp_path, "--gpu", "3MB", "--reserve", "0B", "--batch", 2, "--json", "--context", 100)
+    ask = (
+        "plan",
+        "--model",
+        tmp_path,
+        "--gpu",
+        "3MB",
+        "--reserve",
+        "0B",
+        "--batch",
+        2,
+        "--json",
+        "--context",
+        100,
+    )
     code, out, err = call(*ask)
     data = json.loads(out)
-    assert (code, err) == (0, "") and data["parameters"] == plan._parameters(CONFIGS["llama"]) and data["weights"] == 2 * data["parameters"]
+    assert (
+        (code, err) == (0, "")
+        and data["parameters"] == plan._parameters(CONFIGS["llama"])
+        and data["weights"] == 2 * data["parameters"]
+    )
     for row in data["caches"]:
-        for context, fits in ((row["largest_context"], True), (row["largest_context"] + 1, False)):
+        for context, fits in (
+            (row["largest_context"], True),
+            (row["largest_context"] + 1, False),
+        ):
             again = json.loads(call(*ask[:-1], context)[1])
             found = next(x for x in again["caches"] if x["cache"] == row["cache"])
-            assert found["fits"] is fits and (found["nbytes"] + data["weights"] <= 3_000_000) is fits
+            assert (
+                found["fits"] is fits
+                and (found["nbytes"] + data["weights"] <= 3_000_000) is fits
+            )
 
 
 def test_a_folder_with_a_config_alone_and_shapes(call, tmp_path, tiny):
@@ -105,24 +152,44 @@ def test_a_folder_with_a_config_alone_and_shapes(call, tmp_path, tiny):
     assert "16 GB, as given" in out and "largest context" in out
     assert f"{2 * 32 * 8 * 128 * 32768 * 2 / 1e9:.3g} GB" in out  # uncompressed, 16 bits
     config = plan._config_of(1, 1, 8)
-    assert max(config.bos_token_id, config.eos_token_id) < config.vocab_size  # transformers would warn of it beside the table
+    assert (
+        max(config.bos_token_id, config.eos_token_id) < config.vocab_size
+    )  # transformers would warn of it beside the table
 
 
-@pytest.mark.parametrize("argv, words", [
-    (["--gpu", "24"], ["--gpu", "got '24'"]), (["--gpu", "many GB"], ["--gpu"]), (["--context", "0"], ["--context", "got 0"]), (["--batch", "x"], ["--batch", "'x'"]),
-    (["--bits-of-weights", "5"], ["4, 8, 16 or 32", "got 5"]), (["--recipe", "k7v7"], ["k7v7"]), (["--recipe", '{"bits": 3}'], ["not a recipe"]),
-    (["--recipe", '{"key": {"bits": 2.3}, "value": {"bits": 2}}'], ["bits times d"]),
-])
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--gpu", "24"], ["--gpu", "got '24'"]),
+        (["--gpu", "many GB"], ["--gpu"]),
+        (["--context", "0"], ["--context", "got 0"]),
+        (["--batch", "x"], ["--batch", "'x'"]),
+        (["--bits-of-weights", "5"], ["4, 8, 16 or 32", "got 5"]),
+        (["--recipe", "k7v7"], ["k7v7"]),
+        (["--recipe", '{"bits": 3}'], ["not a recipe"]),
+        (["--recipe", '{"key": {"bits": 2.3}, "value": {"bits": 2}}'], ["bits times d"]),
+    ],
+)
 def test_bad_input(call, tmp_path, argv, words):
     CONFIGS["llama"].save_pretrained(tmp_path)
     refused(call("plan", "--model", tmp_path, *argv), *words)
 
 
-@pytest.mark.parametrize("config, words", [
-    ("", ["--model"]), ("{}", ["--model"]), ('{"model_type": "no such kind"}', ["--model", "no such kind"]), ('{"model_type": "t5", "is_encoder_decoder": true}', ["encoder-decoder"]),
-    ('{"model_type": "mamba"}', ["mamba has no layer"]),
-])
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        ("", ["--model"]),
+        ("{}", ["--model"]),
+        ('{"model_type": "no such kind"}', ["--model", "no such kind"]),
+        ('{"model_type": "t5", "is_encoder_decoder": true}', ["encoder-decoder"]),
+        ('{"model_type": "mamba"}', ["mamba has no layer"]),
+    ],
+)
 def test_bad_configs(call, tmp_path, config, words):
     (tmp_path / "config.json").write_text(config)
     code, out, err = call("plan", "--model", tmp_path)
-    assert code == 2 and out == "" and err.count("\n") == 1 and all(w in err for w in words), (code, out, err)
+    assert code == 2 and out == "" and err.count("\n") == 1 and all(w in err for w in words), (
+        code,
+        out,
+        err,
+    )

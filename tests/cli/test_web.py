@@ -1,5 +1,7 @@
-"""turboquant web: two caches side by side, what is stored, two people at once; and the page itself in Chromium, with gradio of this environment or of that which
-TURBOQUANT_NB_WEB names: python -m venv --system-site-packages web && web/bin/pip install gradio selenium."""
+"""turboquant web: two caches side by side, what is stored, two people at once; and the page
+itself in Chromium, with gradio of this environment or of that which TURBOQUANT_NB_WEB names:
+python -m venv --system-site-packages web && web/bin/pip install gradio selenium."""
+
 import json
 import os
 import shutil
@@ -33,13 +35,22 @@ def last(both, *asked):
 
 def test_a_shared_copy_shares_parameters_and_not_settings(both):
     one, two = both.models
-    assert one.config._attn_implementation == "sdpa" and two.config._attn_implementation == "turboquant"
+    assert (
+        one.config._attn_implementation == "sdpa"
+        and two.config._attn_implementation == "turboquant"
+    )
     assert {x.data_ptr() for x in one.parameters()} == {x.data_ptr() for x in two.parameters()}
 
 
 def test_the_uncompressed_answer_is_that_of_generate(both):
     ids, _ = both.check(PROMPTS[0], "k3v3", 20)
-    own = both.models[0].generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+    own = both.models[0].generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=20,
+        do_sample=False,
+        pad_token_id=0,
+    )[0, ids.shape[1] :]
     frame = last(both, PROMPTS[0], "k3v3", 20)
     assert frame.texts[0] == both.tokenizer.decode(own, skip_special_tokens=True) and frame.done
     assert frame.cache.get_seq_length() == frame.prompt + frame.tokens[1] - 1
@@ -47,17 +58,30 @@ def test_the_uncompressed_answer_is_that_of_generate(both):
 
 def test_frames_tell_what_is_held_now(both):
     frames = list(both.frames(PROMPTS[0], "k2v2", 5))
-    assert [f.tokens for f in frames] == [(i, i) for i in range(1, 6)] and [f.done for f in frames] == [False] * 4 + [True]
+    assert [f.tokens for f in frames] == [(i, i) for i in range(1, 6)] and [
+        f.done for f in frames
+    ] == [False] * 4 + [True]
     d, heads, layers = 32, 1, 2
-    assert [f.nbytes[0] for f in frames] == [2 * layers * heads * d * 4 * (frames[0].prompt + i) for i in range(5)]
+    assert [f.nbytes[0] for f in frames] == [
+        2 * layers * heads * d * 4 * (frames[0].prompt + i) for i in range(5)
+    ]
     rows = dict((r[0], r[1:]) for r in web.frame_rows(frames[-1]))
-    assert rows["bytes held"][1] == f"{frames[-1].nbytes[1]:,}" and f"first {frames[-1].same} of 5" in rows["answer"][1]
+    assert (
+        rows["bytes held"][1] == f"{frames[-1].nbytes[1]:,}"
+        and f"first {frames[-1].same} of 5" in rows["answer"][1]
+    )
 
 
 def test_people_at_once_get_what_each_gets_alone(both):
-    asked = [(p, r, n) for p, r, n in zip(PROMPTS * 2, ("k2v2", "k4v4", "k3v3", "k2v2"), (12, 9, 7, 11))]
+    asked = [
+        (p, r, n)
+        for p, r, n in zip(PROMPTS * 2, ("k2v2", "k4v4", "k3v3", "k2v2"), (12, 9, 7, 11))
+    ]
     alone, told = [last(both, *x).texts for x in asked], {}
-    threads = [threading.Thread(target=lambda i=i: told.update({i: last(both, *asked[i]).texts})) for i in range(4)]
+    threads = [
+        threading.Thread(target=lambda i=i: told.update({i: last(both, *asked[i]).texts}))
+        for i in range(4)
+    ]
     for t in threads:
         t.start()
     for t in threads:
@@ -65,7 +89,16 @@ def test_people_at_once_get_what_each_gets_alone(both):
     assert [told[i] for i in range(4)] == alone
 
 
-@pytest.mark.parametrize("asked, words", [((" \n", "k3v3", 5), "empty"), (("a", "k9v9", 5), "k9v9"), (("a", "k3v3", 0), "got 0"), (("a", "k3v3", 1025), "got 1025"), (("word " * 9000, "k3v3", 5), "reads 8,192")])
+@pytest.mark.parametrize(
+    "asked, words",
+    [
+        ((" \n", "k3v3", 5), "empty"),
+        (("a", "k9v9", 5), "k9v9"),
+        (("a", "k3v3", 0), "got 0"),
+        (("a", "k3v3", 1025), "got 1025"),
+        (("word " * 9000, "k3v3", 5), "reads 8,192"),
+    ],
+)
 def test_what_cannot_be_asked(both, asked, words):
     with pytest.raises(Usage, match=words):
         next(both.frames(*asked))
@@ -77,7 +110,11 @@ def test_the_codes_that_are_shown_are_those_that_are_held(both, side):
     codes, scales, exact, first = web.stored(cache, side, 1, 0, last=100)
     store = cache.coded_layers[1].store
     want = store.coded(side, store.length - 100, store.length)
-    assert first == store.length - 100 and torch.equal(codes, want.codes[0, 0].T) and torch.equal(scales, want.scale[0, 0].float())
+    assert (
+        first == store.length - 100
+        and torch.equal(codes, want.codes[0, 0].T)
+        and torch.equal(scales, want.scale[0, 0].float())
+    )
     assert exact.tolist() == [False] * 84 + [True] * 16
     axes = web.picture(cache, side, 1, 0).axes
     assert (axes[0].images[0].get_array() == web.stored(cache, side, 1, 0)[0].numpy()).all()
@@ -86,7 +123,14 @@ def test_the_codes_that_are_shown_are_those_that_are_held(both, side):
             web.stored(cache, side, **wrong)
 
 
-@pytest.mark.parametrize("argv, words", [(["--port", "70000"], ["--port"]), (["--port", "x"], ["'x'"]), (["--recipe", "k9v9"], ["k9v9"])])
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--port", "70000"], ["--port"]),
+        (["--port", "x"], ["'x'"]),
+        (["--recipe", "k9v9"], ["k9v9"]),
+    ],
+)
 def test_bad_options(call, argv, words):
     refused(call("web", *argv), *words)
 
@@ -111,16 +155,39 @@ def test_a_port_that_is_taken(call, tiny, monkeypatch):
 def test_in_a_browser(both, tiny):
     found = subprocess.run([PYTHON, "-c", "import gradio, selenium"], capture_output=True)
     if found.returncode:
-        pytest.skip("gradio is not installed: TURBOQUANT_NB_WEB may name the python of an environment that has it and selenium")
+        pytest.skip(
+            "gradio is not installed: TURBOQUANT_NB_WEB may name the python of an environment "
+            "that has it and selenium"
+        )
     if not (shutil.which("chromium") and shutil.which("chromedriver")):
         pytest.skip("no chromium, or not its driver, on the PATH")
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(web.__file__).parents[2]), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run([PYTHON, str(Path(__file__).with_name("browser.py")), tiny], capture_output=True, text=True, env=env, timeout=900)
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join(
+            [str(Path(web.__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+        )
+    }
+    done = subprocess.run(
+        [PYTHON, str(Path(__file__).with_name("browser.py")), tiny],
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=900,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     saw = json.loads(done.stdout.splitlines()[-1])
-    assert saw["title"] == "turboquant" and saw["code"] == 130 and "Traceback" not in saw["stderr"], saw
-    assert "nothing stored yet" in saw["nothing stored"] and "the prompt is empty" in saw["empty"] and "got 5000" in saw["too many"] and "layer must be from 0 to 1" in saw["no such layer"]
+    assert (
+        saw["title"] == "turboquant" and saw["code"] == 130 and "Traceback" not in saw["stderr"]
+    ), saw
+    assert (
+        "nothing stored yet" in saw["nothing stored"]
+        and "the prompt is empty" in saw["empty"]
+        and "got 5000" in saw["too many"]
+        and "layer must be from 0 to 1" in saw["no such layer"]
+    )
     for name, prompt in zip(("one", "two"), PROMPTS):
         frame, seen = last(both, prompt, "k2v2", 24), saw[name]
         assert (seen["plain"], seen["coded"]) == frame.texts and seen["picture"][0] > 300
-        assert f"{frame.nbytes[1]:,} on codes" in seen["progress"] and f"{frame.nbytes[1]:,}" in seen["table"]
+        assert (
+            f"{frame.nbytes[1]:,} on codes" in seen["progress"]
+            and f"{frame.nbytes[1]:,}" in seen["table"]
+        )

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 pytest.importorskip("transformers")
 from transformers import EsmConfig, EsmForMaskedLM
 
-from tests.helpers import DATA  # noqa: E402
+from tests.helpers import DATA
 from turboquant_nb import esm as M
 from turboquant_nb.esm import codes, mutations, transform
 from turboquant_nb.esm import (
@@ -90,7 +90,9 @@ def test_prefill_bit_equal(d, heads, attn):
         assert torch.equal(out.hidden, want.hidden_states[-1])
         with torch.no_grad():  # a plain call of the wrapped model, nothing kept
             assert torch.equal(m(ids, attention_mask=mask).logits, want.logits)
-    assert all(type(x.attention.self).__name__ == "EsmSelfAttention" for x in m.esm.encoder.layer)
+    assert all(
+        type(x.attention.self).__name__ == "EsmSelfAttention" for x in m.esm.encoder.layer
+    )
     with torch.no_grad():
         assert torch.equal(m(ids, attention_mask=mask).logits, want.logits)
 
@@ -122,7 +124,8 @@ def test_contacts(model):
 
 
 def causal_reference(model, ids, prefix, block=False):
-    "The same tokens in one pass with a mask: the prefix sees itself, the rest what came before."
+    """The same tokens in one pass with a mask: the prefix sees itself, the rest what came
+    before."""
     base, n = model.esm, ids.shape[1]
     at = torch.arange(n)
     seen = (at[None] < prefix) | ((at[None] <= at[:, None]) & (at[:, None] >= prefix))
@@ -133,7 +136,7 @@ def causal_reference(model, ids, prefix, block=False):
             k,
             v,
             F.scaled_dot_product_attention(q, k, v, seen, scale=1.0),
-        )  # noqa: E731
+        )
         return t._run(hook, lambda: base(ids).last_hidden_state).hidden
 
 
@@ -157,7 +160,13 @@ def test_decode_continues_exactly(model, steps, causal):
 
 @pytest.mark.parametrize("kind", ["exact", "code", "recipe", "list", "pre_rope"])
 def test_ragged_batches_are_single_sequences(model, code, kind):
-    kinds = {"exact": None, "code": code, "recipe": PLAIN, "list": [PLAIN, "k4v4"], "pre_rope": PRE_ROPE}
+    kinds = {
+        "exact": None,
+        "code": code,
+        "recipe": PLAIN,
+        "list": [PLAIN, "k4v4"],
+        "pre_rope": PRE_ROPE,
+    }
     use = kinds[kind]
     seqs = proteins(3, 15, 40, seed=5)
     more = torch.randint(4, 24, (3, 4), generator=torch.Generator().manual_seed(1))
@@ -319,7 +328,9 @@ def test_more_bits_come_closer(model):
         want = model.esm(ids, attention_mask=mask).last_hidden_state
     for name in ("water2", "water3", "water4"):
         with TurboEsm(model, calibrate_esm(model, seqs, name)) as t:
-            error.append(float((t.reread(ids, mask).hidden - want)[mask.bool()].square().mean()))
+            error.append(
+                float((t.reread(ids, mask).hidden - want)[mask.bool()].square().mean())
+            )
     assert error[0] > 2 * error[1] > 4 * error[2] > 0
 
 
@@ -362,7 +373,8 @@ def test_sinks_are_exact(model, code):
 
 
 def dense_states(past, layer):
-    "What a coded past stands for, transformed back token by token: keys and values [B, H, T, d]."
+    """What a coded past stands for, transformed back token by token: keys and values [B, H, T,
+    d]."""
     key, value = past.states(layer)
     key = key @ past.code.key.back[layer].mT
     return key, value @ past.code.value.back[layer].mT + past.code.value.mean[layer][:, None]
@@ -372,13 +384,20 @@ def dense_states(past, layer):
 @pytest.mark.parametrize("start", [[0, 0], [0, 5]])
 @pytest.mark.parametrize("name", ["water3", "water4", "turboesm", "sinks", "outliers", "mean"])
 def test_attention_adds_no_mean_to_a_token(model, code, name, start, block, monkeypatch):
-    "Scores with their mean apart, and values with theirs at the end, are attention on what the codes stand for; a chunk, a step, and rows."
+    """Scores with their mean apart, and values with theirs at the end, are attention on what
+    the codes stand for; a chunk, a step, and rows."""
     monkeypatch.setattr(codes, "BLOCK", block)
     more = {"sinks": dict(sinks=3), "outliers": dict(sinks=1, outliers=0.02)}.get(name)
     if name == "mean":
-        c = calibrate_esm(model, proteins(12), replace(RECIPES["water3"], key=SideSpec(3.0, center="mean")))
+        c = calibrate_esm(
+            model, proteins(12), replace(RECIPES["water3"], key=SideSpec(3.0, center="mean"))
+        )
     else:
-        c = calibrate_esm(model, proteins(12), name) if more is None else replace(code, recipe=replace(code.recipe, **more))
+        c = (
+            calibrate_esm(model, proteins(12), name)
+            if more is None
+            else replace(code, recipe=replace(code.recipe, **more))
+        )
     past, bare = (M.CodedPast(c, torch.tensor(start), None, torch.float32) for _ in range(2))
     g = torch.Generator().manual_seed(1)
     layers, heads, d = c.key.shape
@@ -390,20 +409,29 @@ def test_attention_adds_no_mean_to_a_token(model, code, name, start, block, monk
         p.commit(40)
     assert bool(past.outlier_tokens) == (name == "outliers")
     bare._mean_scores = lambda *_: 0.0  # the mutant
-    gap = lambda a, b: float((a - b).abs().max() / b.abs().max())  # noqa: E731
+    gap = lambda a, b: float((a - b).abs().max() / b.abs().max())
     far = []
     for n in (1, 4):
         q, k, v = torch.randn(3, layers, 2, heads, n, d, generator=g)
         for i in range(layers):
             pk, pv = dense_states(past, i)
-            want = F.scaled_dot_product_attention(q[i], torch.cat([pk, k[i]], 2), torch.cat([pv, v[i]], 2), past.visible(n), scale=1.0)
+            want = F.scaled_dot_product_attention(
+                q[i],
+                torch.cat([pk, k[i]], 2),
+                torch.cat([pv, v[i]], 2),
+                past.visible(n),
+                scale=1.0,
+            )
             assert gap(past.attend(i, q[i], k[i], v[i]), want) < 2e-5
             far.append(gap(bare.attend(i, q[i], k[i], v[i]), want))
             q1, k1, v1 = (t[i][:1] for t in (q, k, v))  # rows of the second sequence
             at = torch.arange(n) + 30
             for r in range(n):
                 mk, mv = pk[1:, :, start[1] :].clone(), pv[1:, :, start[1] :].clone()
-                mk[:, :, 30 + r - start[1]], mv[:, :, 30 + r - start[1]] = k1[:, :, r], v1[:, :, r]
+                mk[:, :, 30 + r - start[1]], mv[:, :, 30 + r - start[1]] = (
+                    k1[:, :, r],
+                    v1[:, :, r],
+                )
                 one = F.scaled_dot_product_attention(q1[:, :, r : r + 1], mk, mv, scale=1.0)
                 assert gap(past.rows(i, q1, k1, v1, at, 1)[:, :, r : r + 1], one) < 2e-5
         past.rollback(), bare.rollback()
@@ -419,7 +447,10 @@ def test_sinks_of_a_sequence_that_is_shorter(model, code):
             found = [t.past.states(i)[1].clone() for i in range(2)]
         if sinks == 3:
             want = found
-    assert all(torch.equal(a, b) for a, b in zip(want, found)) and found[0].abs().min(1).values.max() > 0
+    assert (
+        all(torch.equal(a, b) for a, b in zip(want, found))
+        and found[0].abs().min(1).values.max() > 0
+    )
 
 
 def test_outlier_tokens_are_kept(code):
@@ -439,7 +470,9 @@ def test_outlier_tokens_are_kept(code):
     assert (layer, row.tolist(), slot.tolist()) == (1, [0], [2]) and k.dtype == torch.float16
     assert past.nbytes() == plain + 2 * 2 * heads * d + 2 * 8
     z = past.states(1)[1][0, :, 2]
-    want = (chunks[1, 1, 0, :, 2] - code.value.mean[1])[:, None] @ code.value.into[1].transpose(-1, -2)
+    want = (chunks[1, 1, 0, :, 2] - code.value.mean[1])[:, None] @ code.value.into[1].transpose(
+        -1, -2
+    )
     torch.testing.assert_close(z, want[:, 0], rtol=1e-2, atol=1e-2)
     other = M.CodedPast(code, torch.tensor([0, 3]), None, torch.float32)
     for i in range(layers):
@@ -499,7 +532,8 @@ def test_file(model, code, tmp_path):
 
 
 def test_file_of_the_first_format():
-    "A code written before this package was cut into modules; what it says of a model, that model still accepts."
+    """A code written before this package was cut into modules; what it says of a model, that
+    model still accepts."""
     path = DATA / "esm-code-1.safetensors"
     c, m = load_code(path), tiny(4)
     assert c.header["tokens"] == 264 and c.recipe.sinks == 1 and c.recipe.outliers == 0.25
@@ -509,8 +543,14 @@ def test_file_of_the_first_format():
     with TurboEsm(m, c, max_length=64) as t:
         t.prefill(ids, mask)
         assert t.decode(ids[:, :1]).hidden.isfinite().all()
-        exact, apart = 2 * 2 * 2 * 2 * 4 * 4, sum(2 * 2 * 4 * 2 * len(x.row) + 2 * 8 * len(x.row) for x in t.past.outlier_tokens)
-        assert t.report()["nbytes"] == 2 * 64 * 12 + exact + 2 * 8 + apart and t.report()["tables_nbytes"] == 2376
+        exact, apart = (
+            2 * 2 * 2 * 2 * 4 * 4,
+            sum(2 * 2 * 4 * 2 * len(x.row) + 2 * 8 * len(x.row) for x in t.past.outlier_tokens),
+        )
+        assert (
+            t.report()["nbytes"] == 2 * 64 * 12 + exact + 2 * 8 + apart
+            and t.report()["tables_nbytes"] == 2376
+        )
     with pytest.raises(ValueError, match="another model"):
         TurboEsm(tiny(4, seed=1), c)
 
@@ -534,8 +574,15 @@ def test_refusals_of_calibration(model, code):
         TurboEsm(model, ["k3v3"])
     with pytest.raises(TypeError, match="EsmModel"):
         TurboEsm(torch.nn.Linear(2, 2))
-    for bad in (dict(allocation="x"), dict(min_bits=4), dict(sinks=-1), dict(outliers=-1.0), dict(one_table=True),
-                dict(key=SideSpec(table="head")), dict(value=SideSpec(center="pre_rope"))):  # fmt: skip
+    for bad in (
+        dict(allocation="x"),
+        dict(min_bits=4),
+        dict(sinks=-1),
+        dict(outliers=-1.0),
+        dict(one_table=True),
+        dict(key=SideSpec(table="head")),
+        dict(value=SideSpec(center="pre_rope")),
+    ):
         with pytest.raises(ValueError):
             TransformRecipe(**bad)
     for bad in (
@@ -554,7 +601,9 @@ def test_refusals_of_calibration(model, code):
             for i in range(2):
                 t.past.take(i, torch.full((1, 2, 3, 16), math.nan), torch.zeros(1, 2, 3, 16))
     with pytest.raises(ValueError, match="rotary"):
-        TurboEsm(EsmForMaskedLM(replace_config(model.config, position_embedding_type="absolute")))
+        TurboEsm(
+            EsmForMaskedLM(replace_config(model.config, position_embedding_type="absolute"))
+        )
 
 
 def replace_config(config, **more):
@@ -593,7 +642,9 @@ def test_rows_are_the_frozen_context(model, block):
             got[i], one_row_exact(model, ids, int(at[i]), MASK), rtol=2e-4, atol=2e-4
         )
     with torch.no_grad():  # rows of the sequence itself are its own hidden states
-        torch.testing.assert_close(same, model.esm(ids).last_hidden_state[0], rtol=2e-4, atol=2e-4)
+        torch.testing.assert_close(
+            same, model.esm(ids).last_hidden_state[0], rtol=2e-4, atol=2e-4
+        )
 
 
 @pytest.mark.parametrize("kind", ["code", "recipe", "exact"])
@@ -643,7 +694,8 @@ def test_exact_marginals(model):
 
 
 def test_wild_type_marginals_and_one_pass(model, code):
-    "The wild-type table is the plain forward pass; a batch gives what single sequences give; on a code, what `reread` gives."
+    """The wild-type table is the plain forward pass; a batch gives what single sequences give;
+    on a code, what `reread` gives."""
     a, b = proteins(2, 20, 30, seed=7)
     b = b[:17]
     ids, _ = tokens([a])
@@ -652,16 +704,31 @@ def test_wild_type_marginals_and_one_pass(model, code):
     columns = [TOKENS.index(x) for x in RESIDUES]
     with TurboEsm(model) as t:
         got = masked_marginals(t, a, "wildtype")
-        both, each = pseudo_log_likelihood(t, [a, b, a]), [pseudo_log_likelihood(t, [x]) for x in (a, b)]
+        both, each = (
+            pseudo_log_likelihood(t, [a, b, a]),
+            [pseudo_log_likelihood(t, [x]) for x in (a, b)],
+        )
         small = pseudo_log_likelihood(t, [a, b, a], at_most=1)
         slow = pseudo_log_likelihood(t, [b], "masked")
         exact = masked_marginals(t, b, "exact")
-        single, double = f"{a[1]}2{'W' if a[1] != 'W' else 'A'}", f"{a[4]}5{'K' if a[4] != 'K' else 'A'}"
+        single, double = (
+            f"{a[1]}2{'W' if a[1] != 'W' else 'A'}",
+            f"{a[4]}5{'K' if a[4] != 'K' else 'A'}",
+        )
         rows = variants(t, {"x": a}, [single, f"{single}:{double}"], "one-pass")
-        again = [float(pseudo_log_likelihood(t, [mutated(a, v)]) - pseudo_log_likelihood(t, [a])) for _, v, _ in rows]
-        assert pseudo_log_likelihood(t, []).shape == (0,) and torch.allclose(pseudo_perplexity(t, [b]), (-each[1] / len(b)).exp())
-    assert (got - (p[:, columns] - p.gather(1, ids[0, 1:-1, None]))).abs().max() < 1e-4 and exact.shape == (len(b), 20)
-    assert torch.allclose(both, torch.cat([*each, each[0]]), rtol=1e-4) and torch.allclose(small, both, rtol=1e-4)
+        again = [
+            float(pseudo_log_likelihood(t, [mutated(a, v)]) - pseudo_log_likelihood(t, [a]))
+            for _, v, _ in rows
+        ]
+        assert pseudo_log_likelihood(t, []).shape == (0,) and torch.allclose(
+            pseudo_perplexity(t, [b]), (-each[1] / len(b)).exp()
+        )
+    assert (
+        got - (p[:, columns] - p.gather(1, ids[0, 1:-1, None]))
+    ).abs().max() < 1e-4 and exact.shape == (len(b), 20)
+    assert torch.allclose(both, torch.cat([*each, each[0]]), rtol=1e-4) and torch.allclose(
+        small, both, rtol=1e-4
+    )
     assert [r[2] for r in rows] == pytest.approx(again, abs=2e-3)
     loop = 0.0
     ids, _ = tokens([b])
@@ -675,8 +742,17 @@ def test_wild_type_marginals_and_one_pass(model, code):
         ids, _ = tokens([a])
         want = t.reread(ids).logits[0, 1:-1].log_softmax(-1)
         on_code = masked_marginals(t, a, "wildtype")
-        assert (on_code - (want[:, columns] - want.gather(1, ids[0, 1:-1, None]))).abs().max() < 1e-4 < (on_code - got).abs().max()
-        for call in (lambda: masked_marginals(t, a, "exact"), lambda: masked_marginals(t, a, "every"), lambda: pseudo_log_likelihood(t, [a], "masked"), lambda: variants(t, {"x": a}, None, "exact")):
+        assert (
+            (on_code - (want[:, columns] - want.gather(1, ids[0, 1:-1, None]))).abs().max()
+            < 1e-4
+            < (on_code - got).abs().max()
+        )
+        for call in (
+            lambda: masked_marginals(t, a, "exact"),
+            lambda: masked_marginals(t, a, "every"),
+            lambda: pseudo_log_likelihood(t, [a], "masked"),
+            lambda: variants(t, {"x": a}, None, "exact"),
+        ):
             with pytest.raises(ValueError, match="would not use the code"):
                 call()
 
@@ -688,14 +764,21 @@ def test_rows_of_a_sequence_from_the_end(model, code):
         with TurboEsm(model, use) as t:
             t.prefill(ids, mask)
             found = [t.rows(torch.full_like(at, MASK), at, i).hidden for i in (1, -2, 2, -1)]
-            assert torch.equal(found[0], found[1]) and torch.equal(found[2], found[3]) and not torch.equal(found[0], found[2])
+            assert (
+                torch.equal(found[0], found[1])
+                and torch.equal(found[2], found[3])
+                and not torch.equal(found[0], found[2])
+            )
             for bad in (3, -4):
-                with pytest.raises(ValueError, match=f"sequence must be one of 3, counted from 0, got {bad}"):
+                with pytest.raises(
+                    ValueError, match=f"sequence must be one of 3, counted from 0, got {bad}"
+                ):
                     t.rows(at, at, bad)
 
 
 def test_masked_rows_in_one_graph(model, code):
-    "Captured on alanines, replayed on others in turns: the eager scores, bit for bit; and what cannot be captured is refused."
+    """Captured on alanines, replayed on others in turns: the eager scores, bit for bit; and
+    what cannot be captured is refused."""
     a, b = (s[:17] for s in proteins(2, 20, 30, seed=7))
     with TurboEsm(model, code) as t:
         coded = MaskedRows(t, 17, Tape)
@@ -707,7 +790,9 @@ def test_masked_rows_in_one_graph(model, code):
                 assert torch.equal(graph(s), want[s]) and not graph(s).requires_grad
             assert not torch.equal(graph(a), want[b]) and t.past is held
             if use is code:
-                assert torch.equal(coded(b), want[b])  # a graph outlives the wrapper that it was captured under
+                assert torch.equal(
+                    coded(b), want[b]
+                )  # a graph outlives the wrapper that it was captured under
             with pytest.raises(ValueError, match="of 17 residues, got 16"):
                 graph(a[1:])
             with pytest.raises(ValueError, match="needs a model on a GPU, got one on cpu"):
@@ -721,7 +806,11 @@ def test_masked_rows_in_one_graph(model, code):
             broken.esm.encoder.layer[0].attention.self.key.bias[3] = math.nan
         with pytest.raises(ValueError, match="must be finite"):
             graph(a)
-    for use, why in ((PLAIN, "stores decide"), (replace(code, recipe=replace(code.recipe, sinks=1)), "sinks or outliers"), (replace(code, recipe=replace(code.recipe, outliers=0.1)), "sinks or outliers")):
+    for use, why in (
+        (PLAIN, "stores decide"),
+        (replace(code, recipe=replace(code.recipe, sinks=1)), "sinks or outliers"),
+        (replace(code, recipe=replace(code.recipe, outliers=0.1)), "sinks or outliers"),
+    ):
         with TurboEsm(model, use) as t, pytest.raises(ValueError, match=why):
             MaskedRows(t, 17, Tape)
     with TurboEsm(model.esm) as t, pytest.raises(ValueError, match="no language-model head"):
@@ -737,7 +826,8 @@ def test_masked_rows_in_one_graph(model, code):
 
 
 def test_variants_capture_lengths_that_come_often(model, code):
-    "Five proteins of one length and two of another, mixed: one graph; the scores and their order are those without."
+    """Five proteins of one length and two of another, mixed: one graph; the scores and their
+    order are those without."""
     found = proteins(7, 30, 40, seed=11)
     sequences = {f"p{i}": s[: 15 if i in (1, 4) else 20] for i, s in enumerate(found)}
     made, steps = [], []
@@ -759,34 +849,67 @@ def test_variants_capture_lengths_that_come_often(model, code):
         with TurboEsm(model, use) as t:
             want = variants(t, sequences, graphs=False)
             seen = []
-            assert variants(t, sequences, graphs=Noted, progress=lambda done, total: seen.append((done, total))) == want and (made, len(steps)) == ([20], 5)
-            assert seen == [(i, 7) for i in range(1, 8)] and [r[0] for r in want] == sorted(r[0] for r in want)
-            assert variants(t, sequences, {"p2": [f"{sequences['p2'][0]}1A"]}, graphs=Noted) == [r for r in want if r[:2] == ("p2", f"{sequences['p2'][0]}1A")]
-            with pytest.warns(UserWarning, match="20 residues are scored without a graph: no room"):
+            assert variants(
+                t,
+                sequences,
+                graphs=Noted,
+                progress=lambda done, total: seen.append((done, total)),
+            ) == want and (made, len(steps)) == ([20], 5)
+            assert seen == [(i, 7) for i in range(1, 8)] and [r[0] for r in want] == sorted(
+                r[0] for r in want
+            )
+            assert variants(
+                t, sequences, {"p2": [f"{sequences['p2'][0]}1A"]}, graphs=Noted
+            ) == [r for r in want if r[:2] == ("p2", f"{sequences['p2'][0]}1A")]
+            with pytest.warns(
+                UserWarning, match="20 residues are scored without a graph: no room"
+            ):
                 assert variants(t, sequences, graphs=Failing) == want
         assert made == [20]
         made.clear(), steps.clear()
     with TurboEsm(model, PLAIN) as t:  # cannot be captured: as without
-        assert variants(t, sequences, graphs=Noted) == variants(t, sequences, graphs=False) and not made
+        assert (
+            variants(t, sequences, graphs=Noted) == variants(t, sequences, graphs=False)
+            and not made
+        )
     with TurboEsm(model) as t:
-        assert variants(t, sequences, None, "wildtype", graphs=Noted) == variants(t, sequences, None, "wildtype") and not made
+        assert (
+            variants(t, sequences, None, "wildtype", graphs=Noted)
+            == variants(t, sequences, None, "wildtype")
+            and not made
+        )
 
 
 def test_what_is_seen_says_what_a_mask_would():
-    "@eq-onepass on an ideal model, built from its definition; its inverse; and shares that are not those of training."
+    """@eq-onepass on an ideal model, built from its definition; its inverse; and shares that
+    are not those of training."""
     g = torch.Generator().manual_seed(0)
     for kept, replaced, letters in ((0.1, 0.1, 20), (0.2, 0.05, 5), (0.01, 0.3, 33)):
         p = torch.rand(letters, generator=g, dtype=torch.float64)
         p /= p.sum()
-        joint = kept * torch.diag(p) + replaced / letters * p[None].expand(letters, letters)  # [visible, true]
+        joint = kept * torch.diag(p) + replaced / letters * p[None].expand(
+            letters, letters
+        )  # [visible, true]
         q = (joint / joint.sum(1, keepdim=True)).diagonal()
         back = mutations._seen_to_masked(q.log(), kept, replaced, letters).exp()
         assert (back - p).abs().max() < 1e-12
-        assert (mutations._seen_to_masked(q.log(), 2 * kept, replaced, letters).exp() - p).abs().max() > 0.1 * p.max()
-    assert float(mutations._seen_to_masked(torch.zeros(1, dtype=torch.float64), 0.1, 0.1, 20)) == 0
+        assert (
+            mutations._seen_to_masked(q.log(), 2 * kept, replaced, letters).exp() - p
+        ).abs().max() > 0.1 * p.max()
+    assert (
+        float(mutations._seen_to_masked(torch.zeros(1, dtype=torch.float64), 0.1, 0.1, 20)) == 0
+    )
 
 
-@pytest.mark.parametrize("words, how", [("kept must be", dict(kept=0.0)), ("replaced must be", dict(replaced=1.0)), ("letters must be", dict(letters=1)), ("method must be", dict(method="seen"))])
+@pytest.mark.parametrize(
+    "words, how",
+    [
+        ("kept must be", dict(kept=0.0)),
+        ("replaced must be", dict(replaced=1.0)),
+        ("letters must be", dict(letters=1)),
+        ("method must be", dict(method="seen")),
+    ],
+)
 def test_refusals_of_one_pass(model, words, how):
     with TurboEsm(model) as t, pytest.raises(ValueError, match=words):
         pseudo_log_likelihood(t, ["MKT"], **how)
@@ -797,7 +920,7 @@ def test_refusals_of_one_pass(model, words, how):
 def test_mutations(model, tmp_path):
     s = "MKV" + proteins(1)[0]
     table = torch.randn(len(s), 20)
-    score = lambda m: float(table[int(m[1:-1]) - 1, RESIDUES.index(m[-1])])  # noqa: E731
+    score = lambda m: float(table[int(m[1:-1]) - 1, RESIDUES.index(m[-1])])
     got = score_mutations(table, s, ["M1A", "M1A:V3L", "k2r"])
     assert got == pytest.approx([score("M1A"), score("M1A") + score("V3L"), score("K2R")])
     for bad, text in (
@@ -863,7 +986,10 @@ def test_places_in_fasta_files(tmp_path):
     fasta.write_text("\ufeff>a\nmkt\nay**\n>b\nJBX\n", encoding="utf-8")
     assert read_fasta(fasta) == {"a": "MKTAY", "b": "JBX"}
     fasta.write_bytes(b">a\nMK\xff\xfe")
-    for read, want in ((read_fasta, "a FASTA file in UTF-8, got something else at byte 5"), (read_mutations, "lines of mutations in UTF-8, .* byte 5")):
+    for read, want in (
+        (read_fasta, "a FASTA file in UTF-8, got something else at byte 5"),
+        (read_mutations, "lines of mutations in UTF-8, .* byte 5"),
+    ):
         with pytest.raises(ValueError, match=want):
             read(fasta)
 
@@ -871,8 +997,15 @@ def test_places_in_fasta_files(tmp_path):
 def test_variants_are_checked_without_a_model():
     sequences = {"p1": "MKV", "p2": "ACK"}
     assert variants_of(sequences, {"p2": ["A1C:C2D"]}) == {"p1": [], "p2": ["A1C:C2D"]}
-    assert len(variants_of(sequences)["p1"]) == 3 * 19 and variants_of({"x": "MKV"}, ["K2A"]) == {"x": ["K2A"]}
-    for bad, words in ((["K2A:K2G"], "p1: K2A:K2G must name each residue once, got K2 twice"), (["M1A", "A1C"], "p1: A1C does not fit"), ({"p3": []}, "p3"), (["K2"], "like A5G")):
+    assert len(variants_of(sequences)["p1"]) == 3 * 19 and variants_of(
+        {"x": "MKV"}, ["K2A"]
+    ) == {"x": ["K2A"]}
+    for bad, words in (
+        (["K2A:K2G"], "p1: K2A:K2G must name each residue once, got K2 twice"),
+        (["M1A", "A1C"], "p1: A1C does not fit"),
+        ({"p3": []}, "p3"),
+        (["K2"], "like A5G"),
+    ):
         with pytest.raises(ValueError, match=words):
             variants_of(sequences, bad)
         with pytest.raises(ValueError, match=words):
@@ -921,7 +1054,9 @@ def test_fair_esm_checkpoint(tmp_path, layers, heads, dim):
     torch.save({"model": state, "cfg": {"model": config}}, tmp_path / "a.pt")
     torch.save({"model": regression}, tmp_path / "a-contact-regression.pt")
     ours = load_esm(tmp_path / "a.pt")
-    names, _, ids = alphabet.get_batch_converter()([("a", "MKTAYIAK"), ("b", "LAG<mask>VW")])[:3]
+    names, _, ids = alphabet.get_batch_converter()([("a", "MKTAYIAK"), ("b", "LAG<mask>VW")])[
+        :3
+    ]
     own, mask = tokens(["MKTAYIAK"])
     assert own[0].tolist() == ids[0].tolist() and list(alphabet.all_toks) == list(M.TOKENS)
     with torch.no_grad():
@@ -956,16 +1091,20 @@ def test_folder(model, tmp_path):
 
 @pytest.mark.parametrize("kind", ["gpt2", "gptj", "codegen", "gpt_neox", "llama", "mistral"])
 def test_decoder_protein_models(kind):
-    """ProtGPT2 and IgLM are GPT-2; ProGen2 is CodeGen's block with GPT-J's rotary; newer ones are
-    Llama or Mistral. Their plain causal caches need nothing of this module."""
+    """ProtGPT2 and IgLM are GPT-2; ProGen2 is CodeGen's block with GPT-J's rotary; newer ones
+    are Llama or Mistral. Their plain causal caches need nothing of this module."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from turboquant_nb import TurboQuantCache
 
     sizes = {
-        "gpt2": dict(n_embd=64, n_layer=2, n_head=2), "gptj": dict(n_embd=64, n_layer=2, n_head=2, rotary_dim=16),
+        "gpt2": dict(n_embd=64, n_layer=2, n_head=2),
+        "gptj": dict(n_embd=64, n_layer=2, n_head=2, rotary_dim=16),
         "codegen": dict(n_embd=64, n_layer=2, n_head=4, rotary_dim=8),
-    }.get(kind, dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128))  # fmt: skip
+    }.get(
+        kind,
+        dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128),
+    )
     if kind in ("llama", "mistral"):
         sizes["num_key_value_heads"] = 1
     torch.manual_seed(0)
@@ -992,16 +1131,36 @@ def test_decoder_protein_models(kind):
 
 
 def test_every_name_is_found_and_files_need_no_transformers(tmp_path):
-    assert {"TurboEsm", "tokens", "load_esm", "CodedPast", "calibrate_esm", "variants", "variants_of"} <= set(M.__all__) <= set(dir(M))
+    assert (
+        {
+            "TurboEsm",
+            "tokens",
+            "load_esm",
+            "CodedPast",
+            "calibrate_esm",
+            "variants",
+            "variants_of",
+        }
+        <= set(M.__all__)
+        <= set(dir(M))
+    )
     assert all(getattr(M, n) is not None for n in M.__all__) and callable(M.variants)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         M.nothing
-    light = "from turboquant_nb.esm import CodedPast, read_fasta, tokens; import sys; print('transformers' in sys.modules)"
+    light = (
+        "from turboquant_nb.esm import CodedPast, read_fasta, tokens; import sys; "
+        "print('transformers' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", light], capture_output=True, text=True)
     assert done.stdout.split() == ["False"], done.stderr
-    blocked = "import sys; sys.modules['transformers'] = None\nfrom turboquant_nb.esm import tokens, random_esm\n"
+    blocked = (
+        "import sys; sys.modules['transformers'] = None\nfrom turboquant_nb.esm import tokens, "
+        "random_esm\n"
+    )
     for use in ("random_esm()", "from turboquant_nb.esm import TurboEsm"):
-        done = subprocess.run([sys.executable, "-c", blocked + use], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", blocked + use], capture_output=True, text=True
+        )
         assert 'pip install "turboquant-nb[hf]"' in done.stderr.splitlines()[-1]
 
 

@@ -1,4 +1,5 @@
 "The group-wise uniform quantiser that scripts/eval/choices.py compares with."
+
 import sys
 from pathlib import Path
 
@@ -19,7 +20,9 @@ def test_every_value_is_within_half_a_step(bits, size):
     slack = 2.0**-10 * (groups.abs().amax(-1) + wide)
     half = wide / (2**bits - 1) / 2
     assert (got <= half + slack).all()
-    assert (got > 0.5 * half).float().mean() > 0.9  # a quantiser with a bit more would stay below
+    assert (
+        got > 0.5 * half
+    ).float().mean() > 0.9  # a quantiser with a bit more would stay below
 
 
 def test_levels_are_as_many_as_the_bits_say_and_constants_are_kept():

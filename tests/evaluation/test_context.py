@@ -1,4 +1,5 @@
 "What scripts/eval/context.py searches and reserves."
+
 import sys
 from pathlib import Path
 
@@ -8,7 +9,14 @@ import torch
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "eval"))
 context = pytest.importorskip("context")
-TINY = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2, vocab_size=100)
+TINY = dict(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=8,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=100,
+)
 
 
 @pytest.mark.parametrize("limit", [1, 4095, 4096, 4097, 40_000, 99_999, 500_000])
@@ -31,17 +39,26 @@ def test_search_asks_near_the_guess():
     low, high = context.most(lambda n: asked.append(n) or n <= 100_500, 12_288, 100_400, 1024)
     assert (low, high) == (100_352, 101_376) and asked == [100_352, 101_376]
     asked.clear()
-    assert context.most(lambda n: asked.append(n) or n <= 98_400, 12_288, 100_400, 1024) == (98_304, 99_328)
+    assert context.most(lambda n: asked.append(n) or n <= 98_400, 12_288, 100_400, 1024) == (
+        98_304,
+        99_328,
+    )
     assert len(asked) <= 4
 
 
 def test_layers_share_weights_and_the_rest_is_reserved():
     model, one = context.shared_model("Qwen2", TINY, "cpu")
     layers, inner = model.model.layers, model.model
-    assert all(a is b for layer in layers for a, b in zip(layer.parameters(), layers[0].parameters()))
+    assert all(
+        a is b for layer in layers for a, b in zip(layer.parameters(), layers[0].parameters())
+    )
     assert not any(p.is_meta for p in (*model.parameters(), *model.buffers()))
     whole, block = context.placed(model, one, "4.25 bits", "cpu")
-    other = sum(p.nbytes for x in (inner.embed_tokens, inner.norm, model.lm_head) for p in x.parameters())
+    other = sum(
+        p.nbytes
+        for x in (inner.embed_tokens, inner.norm, model.lm_head)
+        for p in x.parameters()
+    )
     assert whole == other + int(8 * one * 4.25 / 16) and block.nbytes == whole - other - one
     assert context.placed(model, one, "offloaded", "cpu")[0] == other + one
 

@@ -1,4 +1,6 @@
-"Evaluation: one pass against steps over recipes and models, what stress reads, bits, other caches, bad input."
+"""Evaluation: one pass against steps over recipes and models, what stress reads, bits, other
+caches, bad input."""
+
 import json
 import math
 from dataclasses import replace
@@ -9,14 +11,42 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, Llama
 
 from turboquant_nb.evaluation.candidates import as_candidate, held_bytes
 from turboquant_nb.evaluation.pairs import PAIR, PairLayer, attending, pair_attention
-from turboquant_nb.evaluation.score import OnePass, gap_limit, one_pass_gap, one_pass_gate, paired, predict, prefill, score, select_backend, text_windows
-from turboquant_nb.evaluation.tasks import attention_error, kept_tokens, needle, _needle_texts, next_token, perplexity, plot, table
+from turboquant_nb.evaluation.score import (
+    OnePass,
+    gap_limit,
+    one_pass_gap,
+    one_pass_gate,
+    paired,
+    predict,
+    prefill,
+    score,
+    select_backend,
+    text_windows,
+)
+from turboquant_nb.evaluation.tasks import (
+    attention_error,
+    kept_tokens,
+    needle,
+    _needle_texts,
+    next_token,
+    perplexity,
+    plot,
+    table,
+)
 from turboquant_nb.evaluation.models import embedded_path, load_model
 from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.cache.store import KVStore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SIZE = dict(vocab_size=120, hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32, initializer_range=0.2)
+SIZE = dict(
+    vocab_size=120,
+    hidden_size=64,
+    intermediate_size=64,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    initializer_range=0.2,
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +60,15 @@ def gemma():
     "Sliding window 8 in every second layer, softcapped scores."
     torch.manual_seed(1)
     kinds = ["sliding_attention", "full_attention"]
-    return Gemma3ForCausalLM(Gemma3TextConfig(num_hidden_layers=2, sliding_window=8, layer_types=kinds, attn_logit_softcapping=30.0, **SIZE)).eval()
+    return Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            num_hidden_layers=2,
+            sliding_window=8,
+            layer_types=kinds,
+            attn_logit_softcapping=30.0,
+            **SIZE,
+        )
+    ).eval()
 
 
 def tokens(n=2, length=60, seed=0):
@@ -40,7 +78,9 @@ def tokens(n=2, length=60, seed=0):
 RECIPES = {
     "plain": Recipe(Spec(bits=3), Spec(bits=3), 0, 0),
     "window": Recipe(Spec(bits=2, center="prompt_mean"), Spec(bits=2), 1, 7),
-    "fractional": Recipe(Spec(bits=2.5, center="prompt_mean"), Spec(bits=1, center="prompt_mean"), 2, 3),
+    "fractional": Recipe(
+        Spec(bits=2.5, center="prompt_mean"), Spec(bits=1, center="prompt_mean"), 2, 3
+    ),
     "all exact": Recipe(Spec(bits=1), Spec(bits=1), 0, 100),
     "residual": Recipe(Spec(bits=3, residual="sign"), Spec(bits=2), 4, 1),
 }
@@ -48,14 +88,22 @@ RECIPES = {
 
 def runs(model, recipe, ids, prompt, protocol="decode", other=None):
     a = score(model, ids, as_candidate(model, recipe, "a", None), protocol, prompt)
-    b = score(model, ids, as_candidate(model, other or recipe, "b", None), protocol, prompt, backend="steps")
+    b = score(
+        model,
+        ids,
+        as_candidate(model, other or recipe, "b", None),
+        protocol,
+        prompt,
+        backend="steps",
+    )
     return a, b
 
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("kind", ["llama", "gemma"])
 def test_one_pass_is_token_by_token(request, kind, name):
-    "The same vectors on the same states. Losses of two runs may part where a code flips; where nothing is coded they may not."
+    """The same vectors on the same states. Losses of two runs may part where a code flips;
+    where nothing is coded they may not."""
     model = request.getfixturevalue(kind)
     assert one_pass_gap(model, tokens(), RECIPES[name], 40) < gap_limit(model, RECIPES[name])
     a, b = runs(model, RECIPES[name], tokens(), 40)
@@ -64,19 +112,32 @@ def test_one_pass_is_token_by_token(request, kind, name):
         assert (a.loss - b.loss).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("change", [dict(recent=8), dict(recent=6), dict(sinks=0), dict(sinks=2)])
+@pytest.mark.parametrize(
+    "change", [dict(recent=8), dict(recent=6), dict(sinks=0), dict(sinks=2)]
+)
 def test_one_pass_notices_one_token_more_or_less(llama, change):
     r = RECIPES["window"]
-    assert one_pass_gap(llama, tokens(), r, 40, against=replace(r, **change)) > 50 * gap_limit(llama, r)
+    assert one_pass_gap(llama, tokens(), r, 40, against=replace(r, **change)) > 50 * gap_limit(
+        llama, r
+    )
 
 
 def test_a_softcap_is_not_lost():
-    "SDPA has none: with transformers 5.17 Gemma 2 would be scored without it, with 5.23 not at all."
+    """SDPA has none: with transformers 5.17 Gemma 2 would be scored without it, with 5.23 not
+    at all."""
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     torch.manual_seed(2)
     kinds = ["sliding_attention", "full_attention"]
-    model = Gemma2ForCausalLM(Gemma2Config(num_hidden_layers=2, sliding_window=8, layer_types=kinds, attn_logit_softcapping=1.0, **SIZE)).eval()
+    model = Gemma2ForCausalLM(
+        Gemma2Config(
+            num_hidden_layers=2,
+            sliding_window=8,
+            layer_types=kinds,
+            attn_logit_softcapping=1.0,
+            **SIZE,
+        )
+    ).eval()
     for name in ("sdpa", "eager"):
         try:
             model.set_attn_implementation(name)
@@ -84,29 +145,50 @@ def test_a_softcap_is_not_lost():
             continue
         got = score(model, tokens(), None, "decode", 40).loss
     with torch.no_grad():
-        want = torch.nn.functional.cross_entropy(model(tokens()).logits[:, 39:-1].flatten(0, 1), tokens()[:, 40:].flatten(), reduction="none").view(2, -1)
+        want = torch.nn.functional.cross_entropy(
+            model(tokens()).logits[:, 39:-1].flatten(0, 1),
+            tokens()[:, 40:].flatten(),
+            reduction="none",
+        ).view(2, -1)
     assert (got - want).abs().max() < 1e-4
-    assert one_pass_gap(model, tokens(), RECIPES["window"], 40) < gap_limit(model, RECIPES["window"])
+    assert one_pass_gap(model, tokens(), RECIPES["window"], 40) < gap_limit(
+        model, RECIPES["window"]
+    )
 
 
 def test_everything_exact_is_uncompressed(llama):
     ids = tokens()
     plain = score(llama, ids, None, "decode", 40).loss
-    assert (score(llama, ids, as_candidate(llama, RECIPES["all exact"], dtype=None), "decode", 40).loss - plain).abs().max() < 1e-4
-    assert (score(llama, ids, as_candidate(llama, RECIPES["all exact"], dtype=None), "stress", 40).loss - plain).abs().max() > 0.05
+    assert (
+        score(
+            llama, ids, as_candidate(llama, RECIPES["all exact"], dtype=None), "decode", 40
+        ).loss
+        - plain
+    ).abs().max() < 1e-4
+    assert (
+        score(
+            llama, ids, as_candidate(llama, RECIPES["all exact"], dtype=None), "stress", 40
+        ).loss
+        - plain
+    ).abs().max() > 0.05
 
 
 def test_recipes_per_layer(llama):
     many = [RECIPES["window"], RECIPES["plain"], RECIPES["fractional"]]
     assert one_pass_gap(llama, tokens(), many, 40) < gap_limit(llama, many)
-    assert one_pass_gap(llama, tokens(), many, 40, against=many[::-1]) > 50 * gap_limit(llama, many)
+    assert one_pass_gap(llama, tokens(), many, 40, against=many[::-1]) > 50 * gap_limit(
+        llama, many
+    )
 
 
 def test_decay_is_stepped_through(llama):
     r = Recipe(Spec(bits=4), Spec(bits=4), 0, 4, decay=8)
     candidate = as_candidate(llama, r, dtype=None)
     assert candidate.decays
-    a, b = (score(llama, tokens(1, 400), candidate, "decode", 300, backend=x).loss for x in ("auto", "steps"))
+    a, b = (
+        score(llama, tokens(1, 400), candidate, "decode", 300, backend=x).loss
+        for x in ("auto", "steps")
+    )
     assert torch.equal(a, b)
 
 
@@ -114,14 +196,19 @@ def test_decay_is_stepped_through(llama):
 def test_stress_codes_what_predicts_the_first_scored_token(llama, bits):
     "decode leaves the prompt's own logits alone; stress changes them, the more the fewer bits."
     candidate = as_candidate(llama, Recipe(Spec(bits=bits), Spec(bits=bits), 1, 16), dtype=None)
-    exact, decode, stress = (predict(llama, tokens(), w, p, 40).logits[:, 0] for w, p in ((None, "decode"), (candidate, "decode"), (candidate, "stress")))
+    exact, decode, stress = (
+        predict(llama, tokens(), w, p, 40).logits[:, 0]
+        for w, p in ((None, "decode"), (candidate, "decode"), (candidate, "stress"))
+    )
     assert (decode - exact).abs().max() < 1e-5
     assert (stress - exact).abs().max() > 0.3 * 0.5**bits
 
 
 def test_stress_has_no_window_and_keeps_sinks(llama):
     r = Recipe(Spec(bits=2), Spec(bits=2), 1, 16)
-    loss = lambda r: score(llama, tokens(), as_candidate(llama, r, dtype=None), "stress", 40).loss  # noqa: E731
+    loss = lambda r: (
+        score(llama, tokens(), as_candidate(llama, r, dtype=None), "stress", 40).loss
+    )
     assert torch.equal(loss(r), loss(replace(r, recent=0)))
     assert not torch.allclose(loss(r), loss(replace(r, sinks=0)))
 
@@ -129,7 +216,9 @@ def test_stress_has_no_window_and_keeps_sinks(llama):
 def test_stress_of_one_pass_is_the_real_cache_read_back(llama):
     r = Recipe(Spec(bits=4), Spec(bits=4), 0, 5)
     assert one_pass_gap(llama, tokens(), r, 40, protocol="stress") < gap_limit(llama, r)
-    assert one_pass_gap(llama, tokens(), r, 40, replace(r, value=Spec(bits=3)), "stress") > 50 * gap_limit(llama, r)
+    assert one_pass_gap(
+        llama, tokens(), r, 40, replace(r, value=Spec(bits=3)), "stress"
+    ) > 50 * gap_limit(llama, r)
 
 
 @pytest.mark.parametrize("protocol", ["decode", "stress", "chunk"])
@@ -137,7 +226,11 @@ def test_dense_in_the_models_dtype_changes_nothing(llama, protocol):
     ids, candidate = tokens(), as_candidate(llama, "dense", dtype=None)
     plain = score(llama, ids, None, "decode", 40)
     got = score(llama, ids, candidate, protocol, 40, distributions=True)
-    assert (got.loss - plain.loss).abs().max() < 1e-4 and got.same.all() and got.kl.abs().max() < 1e-5
+    assert (
+        (got.loss - plain.loss).abs().max() < 1e-4
+        and got.same.all()
+        and got.kl.abs().max() < 1e-5
+    )
 
 
 @pytest.mark.parametrize("protocol", ["decode", "stress"])
@@ -147,11 +240,19 @@ def test_fp8_is_float8(llama, protocol):
 
     class Rounded(DynamicCache):
         def update(self, k, v, layer, *args, **kwargs):
-            return super().update(*(x.to(torch.float8_e4m3fn).to(x.dtype) for x in (k, v)), layer)
+            return super().update(
+                *(x.to(torch.float8_e4m3fn).to(x.dtype) for x in (k, v)), layer
+            )
 
     ids = tokens()
     a = score(llama, ids, as_candidate(llama, "fp8", dtype=None), protocol, 40)
-    b = score(llama, ids, as_candidate(llama, lambda: Rounded(config=llama.config), "hand", None), protocol, 40)
+    b = score(
+        llama,
+        ids,
+        as_candidate(llama, lambda: Rounded(config=llama.config), "hand", None),
+        protocol,
+        40,
+    )
     assert (a.loss - b.loss).abs().mean() < 1e-4 and a.bits == 8
 
 
@@ -162,7 +263,9 @@ def test_bits_are_those_of_the_tensors(llama):
     store = KVStore(r, 1, 2, 32, dtype=torch.bfloat16)
     for n in (200, 99):
         store.append(*torch.randn(2, 1, 2, n, 32).bfloat16())
-    shared = sum({t.data_ptr(): t.nbytes for t in store.tables()}.values())  # by all layers, K and V
+    shared = sum(
+        {t.data_ptr(): t.nbytes for t in store.tables()}.values()
+    )  # by all layers, K and V
     want = 8 * (3 * store.nbytes + shared) / (3 * 2 * 2 * 32 * 299)
     assert math.isclose(got, want, rel_tol=1e-9)
     assert score(llama, ids, as_candidate(llama, "dense"), "decode", 200).bits == 16
@@ -183,7 +286,9 @@ def test_paired():
     assert math.isclose(percent, 2.0, rel_tol=1e-9) and error < 1e-9
     shift = torch.tensor([0.0, 0.1], dtype=torch.float64)[:, None].expand(2, 50)
     percent, error = paired(shift, torch.zeros(2, 50).double())
-    assert math.isclose(percent, 100 * math.expm1(0.05)) and math.isclose(error, 100 * math.exp(0.05) * 0.1 / 2)
+    assert math.isclose(percent, 100 * math.expm1(0.05)) and math.isclose(
+        error, 100 * math.exp(0.05) * 0.1 / 2
+    )
 
 
 class Words:
@@ -202,7 +307,9 @@ def test_windows_alternate_between_texts_and_start_with_the_first_token():
     got = text_windows(Words([7]), [a, b], length=11)
     assert got.shape == (4, 11) and (got[:, 0] == 7).all()
     assert [int(r[1]) for r in got] == [ord("a"), ord("b"), ord("a"), ord("a")]
-    with pytest.raises(ValueError, match="4 windows of 12 tokens were asked for, and the text gives"):
+    with pytest.raises(
+        ValueError, match="4 windows of 12 tokens were asked for, and the text gives"
+    ):
         text_windows(Words(), [a, b], 4, 12)
 
 
@@ -214,13 +321,22 @@ def test_needles(llama):
         assert asked.startswith("The") and b - a == 6  # a space and five digits
         fact = row[:300].tolist()
         at = [i for i in range(300) if fact[i : i + 6] == number]
-        assert len(at) == 1 and 100 < at[0] < 220  # the answer is in the book once, in its middle
-    first, last = (_needle_texts(Words(), 300, d, 2, "One thing. Another thing. " * 40, 0)[0] for d in (0.0, 1.0))
+        assert (
+            len(at) == 1 and 100 < at[0] < 220
+        )  # the answer is in the book once, in its middle
+    first, last = (
+        _needle_texts(Words(), 300, d, 2, "One thing. Another thing. " * 40, 0)[0]
+        for d in (0.0, 1.0)
+    )
     assert not torch.equal(first, last)
 
 
 def test_a_book_has_its_length_where_the_last_sentence_is_longer_than_the_first():
-    sentences = "Ho. " + "A sentence of some length. " + "A sentence that is longer than all that stand before it, by far. "
+    sentences = (
+        "Ho. "
+        + "A sentence of some length. "
+        + "A sentence that is longer than all that stand before it, by far. "
+    )
     for length in range(64, 200):
         ids, spans = _needle_texts(Words(), length, 0.5, 3, sentences, 0)
         for row, (a, b) in zip(ids, spans):
@@ -235,7 +351,9 @@ def test_rows_of_all_measures(llama, tmp_path):
     assert [r["cache"] for r in rows] == ["uncompressed", "k4v4", "fp8"] and len(seen) == 3
     assert set(rows[2]["against"]) == {"uncompressed", "k4v4"}
     kl = list(next_token(llama, ids, cut, prompt=40))
-    book = list(needle(llama, Words(), ["k4v4"], (100,), (0.0, 1.0), 2, "One thing. Another. " * 20))
+    book = list(
+        needle(llama, Words(), ["k4v4"], (100,), (0.0, 1.0), 2, "One thing. Another. " * 20)
+    )
     layers = attention_error(llama, ids, ["k4v4"], 40)
     assert len(kl) == 2 and len(book) == 4 and [r["layer"] for r in layers] == [0, 1, 2]
     import matplotlib
@@ -254,32 +372,58 @@ def test_rows_of_all_measures(llama, tmp_path):
 
 
 def test_attention_error_grows_with_fewer_bits_and_is_nothing_for_dense(llama):
-    rows = attention_error(llama, tokens(), [as_candidate(llama, Recipe(Spec(bits=b), Spec(bits=b), 0, 0), str(b)) for b in (4, 2)] + [as_candidate(llama, "dense", dtype=None)], 40)
+    rows = attention_error(
+        llama,
+        tokens(),
+        [as_candidate(llama, Recipe(Spec(bits=b), Spec(bits=b), 0, 0), str(b)) for b in (4, 2)]
+        + [as_candidate(llama, "dense", dtype=None)],
+        40,
+    )
     error = {(r["cache"], r["layer"]): r["error"] for r in rows}
     for i in range(3):
         assert error["dense", i] < 1e-6 < 0.02 < error["4", i] < 0.6 * error["2", i]
     for r in rows:
         exact = r["cache"] == "dense"
-        assert (r["top1"] == r["top5"] == 1 and r["cosine"] > 1 - 1e-6) if exact else 0 < r["top1"] <= r["top5"] <= 1 and 0.5 < r["cosine"] < 1 - 1e-6
+        assert (
+            (r["top1"] == r["top5"] == 1 and r["cosine"] > 1 - 1e-6)
+            if exact
+            else 0 < r["top1"] <= r["top5"] <= 1 and 0.5 < r["cosine"] < 1 - 1e-6
+        )
 
 
 def test_tokens_that_keep_the_highest_score():
-    "Counted by hand: the second query's best key changes its place to the second, the third's to the sixth; hidden tokens do not count."
+    """Counted by hand: the second query's best key changes its place to the second, the third's
+    to the sixth; hidden tokens do not count."""
     key = torch.eye(8)[None, None]
     query = torch.tensor([[8, 7, 6, 5, 4, 3, 2, 1]] * 3, dtype=torch.float32)[None, None]
     same = kept_tokens(query, key, key, torch.ones(3, 8, dtype=torch.bool))
     assert same == dict(top1=1.0, top5=1.0)
     coded = key.expand(1, 1, 8, 8).clone()
     coded[0, 0, 0, 0] = 6.5 / 8  # second of eight
-    assert kept_tokens(query, key, coded, torch.ones(3, 8, dtype=torch.bool)) == dict(top1=0.0, top5=1.0)
+    assert kept_tokens(query, key, coded, torch.ones(3, 8, dtype=torch.bool)) == dict(
+        top1=0.0, top5=1.0
+    )
     coded[0, 0, 0, 0] = 2.5 / 8  # sixth
-    assert kept_tokens(query, key, coded, torch.ones(3, 8, dtype=torch.bool)) == dict(top1=0.0, top5=0.0)
-    assert kept_tokens(query[:, :, :1], key, coded, torch.tensor([[True] * 5 + [False] * 3])) == dict(top1=0.0, top5=1.0)
-    early = kept_tokens(query, key[:, :, :3], key[:, :, :3])  # causal: query t sees t + 1 tokens
+    assert kept_tokens(query, key, coded, torch.ones(3, 8, dtype=torch.bool)) == dict(
+        top1=0.0, top5=0.0
+    )
+    assert kept_tokens(
+        query[:, :, :1], key, coded, torch.tensor([[True] * 5 + [False] * 3])
+    ) == dict(top1=0.0, top5=1.0)
+    early = kept_tokens(
+        query, key[:, :, :3], key[:, :, :3]
+    )  # causal: query t sees t + 1 tokens
     assert early == dict(top1=1.0, top5=1.0)
-    two = torch.cat([query, query], 1)  # two query heads share a key head; their shares are averaged
+    two = torch.cat(
+        [query, query], 1
+    )  # two query heads share a key head; their shares are averaged
     coded[0, 0, 0, 0] = 1
-    assert kept_tokens(torch.cat([query, -query], 1), key, coded, torch.ones(3, 8, dtype=torch.bool))["top1"] == 1.0
+    assert (
+        kept_tokens(
+            torch.cat([query, -query], 1), key, coded, torch.ones(3, 8, dtype=torch.bool)
+        )["top1"]
+        == 1.0
+    )
     assert kept_tokens(two, key, coded, torch.ones(3, 8, dtype=torch.bool))["top5"] == 1.0
 
 
@@ -288,14 +432,34 @@ def test_tokens_that_keep_the_highest_score():
     [
         (ValueError, "got 'k9v9'", lambda m: as_candidate(m, "k9v9")),
         (TypeError, "recipe must be", lambda m: as_candidate(m, 3)),
-        (ValueError, "backend must be auto, one_pass, steps or an object; got 'fast'", lambda m: score(m, tokens(), as_candidate(m, "fp8"), "decode", 40, backend="fast")),
+        (
+            ValueError,
+            "backend must be auto, one_pass, steps or an object; got 'fast'",
+            lambda m: score(m, tokens(), as_candidate(m, "fp8"), "decode", 40, backend="fast"),
+        ),
         (ValueError, "protocol must be", lambda m: score(m, tokens(), None, "fair")),
-        (ValueError, "prompt must be from 1 to 58, got 59", lambda m: score(m, tokens(), None, prompt=59)),
+        (
+            ValueError,
+            "prompt must be from 1 to 58, got 59",
+            lambda m: score(m, tokens(), None, prompt=59),
+        ),
         (TypeError, "integer tensor", lambda m: score(m, [[1, 2, 3]], None)),
-        (ValueError, "different names", lambda m: list(perplexity(m, tokens(), ["fp8", "fp8"], prompt=40))),
+        (
+            ValueError,
+            "different names",
+            lambda m: list(perplexity(m, tokens(), ["fp8", "fp8"], prompt=40)),
+        ),
         (ValueError, "one shape", lambda m: paired(torch.zeros(2, 3), torch.zeros(2, 4))),
-        (ValueError, "depths must be", lambda m: list(needle(m, Words(), ["fp8"], depths=(2,)))),
-        (ValueError, "one recipe for each of the 3", lambda m: score(m, tokens(), as_candidate(m, ["k3v3"]), "decode", 40)),
+        (
+            ValueError,
+            "depths must be",
+            lambda m: list(needle(m, Words(), ["fp8"], depths=(2,))),
+        ),
+        (
+            ValueError,
+            "one recipe for each of the 3",
+            lambda m: score(m, tokens(), as_candidate(m, ["k3v3"]), "decode", 40),
+        ),
     ],
 )
 def test_bad_input(llama, kind, match, call):
@@ -304,17 +468,26 @@ def test_bad_input(llama, kind, match, call):
 
 
 def test_the_attention_refuses_other_caches(llama):
-    with attending(llama, PAIR, pair_attention), pytest.raises(TypeError, match="needs the cache of `score`"):
+    with (
+        attending(llama, PAIR, pair_attention),
+        pytest.raises(TypeError, match="needs the cache of `score`"),
+    ):
         llama(tokens())
     assert llama.config._attn_implementation != PAIR
 
 
 def test_another_pages_attention_under_the_same_name_is_not_taken(llama):
-    "A page that exports its own version and the installed module run in one process; registering at import would let the last one win."
+    """A page that exports its own version and the installed module run in one process;
+    registering at import would let the last one win."""
     from transformers.modeling_utils import AttentionInterface
 
-    r, want = RECIPES["window"], score(llama, tokens(), as_candidate(llama, RECIPES["window"]), "decode", 40).loss
-    AttentionInterface.register(PAIR, lambda *args, **kwargs: pytest.fail("this is the other page's"))
+    r, want = (
+        RECIPES["window"],
+        score(llama, tokens(), as_candidate(llama, RECIPES["window"]), "decode", 40).loss,
+    )
+    AttentionInterface.register(
+        PAIR, lambda *args, **kwargs: pytest.fail("this is the other page's")
+    )
     assert torch.equal(score(llama, tokens(), as_candidate(llama, r), "decode", 40).loss, want)
     assert one_pass_gap(llama, tokens(), r, 40) < gap_limit(llama, r)
 
@@ -330,17 +503,33 @@ class ExactLayer(PairLayer):
 
 
 def test_the_backend_that_is_given_is_the_one_that_reads(llama):
-    "A backend whose codes lose nothing gives the uncompressed loss, and no bits where none are counted."
-    ids, candidate = tokens(), as_candidate(llama, Recipe(Spec(bits=1), Spec(bits=1), 0, 0), dtype=None)
+    """A backend whose codes lose nothing gives the uncompressed loss, and no bits where none
+    are counted."""
+    ids, candidate = (
+        tokens(),
+        as_candidate(llama, Recipe(Spec(bits=1), Spec(bits=1), 0, 0), dtype=None),
+    )
     plain = score(llama, ids, None, "stress", 40)
     exact = score(llama, ids, candidate, "stress", 40, backend=OnePass(ExactLayer, count=False))
     coded = score(llama, ids, candidate, "stress", 40)
-    assert (exact.loss - plain.loss).abs().max() < 1e-4 < 0.1 < (coded.loss - plain.loss).abs().max()
+    assert (
+        (exact.loss - plain.loss).abs().max()
+        < 1e-4
+        < 0.1
+        < (coded.loss - plain.loss).abs().max()
+    )
     assert math.isnan(exact.bits) and coded.bits > 1
     assert (plain.backend, exact.backend, coded.backend) == ("none", "one_pass", "one_pass")
 
 
-@pytest.mark.parametrize("what, protocol, reason", [("fp8", "decode", "not ours"), (Recipe(decay=8), "decode", "decay"), ("k3v3", "chunk", "attends to itself")])
+@pytest.mark.parametrize(
+    "what, protocol, reason",
+    [
+        ("fp8", "decode", "not ours"),
+        (Recipe(decay=8), "decode", "decay"),
+        ("k3v3", "chunk", "attends to itself"),
+    ],
+)
 def test_one_pass_says_why_it_cannot_and_auto_falls_back(llama, what, protocol, reason):
     candidate = as_candidate(llama, what)
     assert select_backend(candidate, protocol).name == "steps"
@@ -373,7 +562,12 @@ def test_real_model(smollm):
     ids = text_windows(tokenizer, n=2, length=112)
     gate = one_pass_gate(model, ids, "k2v2", steps=12)
     assert gate["passed"] and gate["value"] < gate["limit"] == gap_limit(model, "k2v2") < 0.002
-    bare = [as_candidate(model, Recipe(Spec(bits=b, center="prompt_mean"), Spec(bits=b), 1, 0), f"{b}") for b in (4, 1)]
+    bare = [
+        as_candidate(
+            model, Recipe(Spec(bits=b, center="prompt_mean"), Spec(bits=b), 1, 0), f"{b}"
+        )
+        for b in (4, 1)
+    ]
     for protocol in ("decode", "stress"):
         plain, fine, coarse = (r["percent"] for r in perplexity(model, ids, bare, protocol, 80))
         assert plain == 0 and abs(fine) < 20 < coarse

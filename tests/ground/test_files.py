@@ -1,4 +1,5 @@
-"""Files of tensors and a header: there and back, and everything that is refused. What is written into them is tested where it is made."""
+"""Files of tensors and a header: there and back, and everything that is refused. What is
+written into them is tested where it is made."""
 
 import json
 import os
@@ -14,8 +15,13 @@ from turboquant_nb.testing import same
 KIND = "turboquant-nb test 2"
 HEADER = {"n": 3, "text": "ü", "list": [1, None, {"a": 2.5}]}
 TENSORS = {
-    "bytes": torch.arange(7, dtype=torch.uint8), "half": torch.tensor([0.5, torch.nan], dtype=torch.float16), "brain": torch.tensor(1.5, dtype=torch.bfloat16),
-    "turned": torch.arange(6.0).view(2, 3).T, "spread": torch.tensor([1, 2]).expand(3, 2), "empty": torch.empty(0, 4), "flag": torch.tensor([True, False]),
+    "bytes": torch.arange(7, dtype=torch.uint8),
+    "half": torch.tensor([0.5, torch.nan], dtype=torch.float16),
+    "brain": torch.tensor(1.5, dtype=torch.bfloat16),
+    "turned": torch.arange(6.0).view(2, 3).T,
+    "spread": torch.tensor([1, 2]).expand(3, 2),
+    "empty": torch.empty(0, 4),
+    "flag": torch.tensor([True, False]),
 }
 
 
@@ -26,7 +32,8 @@ def path(tmp_path):
 
 
 def test_there_and_back(path):
-    "Every dtype and layout, and the header as it was given; kills a header that keeps what the file adds."
+    """Every dtype and layout, and the header as it was given; kills a header that keeps what
+    the file adds."""
     before = dict(HEADER)
     tensors, header = read_file(path, KIND, "test")
     assert header == HEADER == before and tensors.keys() == TENSORS.keys()
@@ -41,12 +48,21 @@ def test_the_digest_sees_everything():
     "Header, name, dtype, shape and bytes; not the order. Kills a digest of the bytes alone."
     t = {"a": torch.zeros(4, dtype=torch.uint8), "b": torch.ones(2)}
     seen = {digest(t, {"x": 1})}
-    others = [(t, {"x": 2}), ({"c": t["a"], "b": t["b"]}, {"x": 1}), (t | {"a": torch.zeros(2, 2, dtype=torch.uint8)}, {"x": 1}), (t | {"a": torch.zeros(1)}, {"x": 1}),
-              (t | {"a": torch.zeros(4, dtype=torch.int8)}, {"x": 1}), (t | {"b": torch.tensor([1.0, -1.0])}, {"x": 1}), (t | {"none": torch.empty(0)}, {"x": 1})]  # fmt: skip
+    others = [
+        (t, {"x": 2}),
+        ({"c": t["a"], "b": t["b"]}, {"x": 1}),
+        (t | {"a": torch.zeros(2, 2, dtype=torch.uint8)}, {"x": 1}),
+        (t | {"a": torch.zeros(1)}, {"x": 1}),
+        (t | {"a": torch.zeros(4, dtype=torch.int8)}, {"x": 1}),
+        (t | {"b": torch.tensor([1.0, -1.0])}, {"x": 1}),
+        (t | {"none": torch.empty(0)}, {"x": 1}),
+    ]
     for tensors, header in others:
         assert (d := digest(tensors, header)) not in seen
         seen.add(d)
-    assert digest(dict(reversed(t.items())), {"x": 1}) in seen and digest(t, {"y": 2, "x": 1}) == digest(t, {"x": 1, "y": 2})
+    assert digest(dict(reversed(t.items())), {"x": 1}) in seen and digest(
+        t, {"y": 2, "x": 1}
+    ) == digest(t, {"x": 1, "y": 2})
 
 
 def test_damage_is_refused(path):
@@ -60,7 +76,9 @@ def test_damage_is_refused(path):
                 read_file(path, KIND, "test")
     for size in (0, 7, 8, 100, len(data) - 1):
         path.write_bytes(data[:size])
-        with pytest.raises(ValueError, match="is not a readable test: truncated or of another kind"):
+        with pytest.raises(
+            ValueError, match="is not a readable test: truncated or of another kind"
+        ):
             read_file(path, KIND, "test")
 
 
@@ -71,10 +89,22 @@ def test_other_kinds_are_refused(path, tmp_path):
         read_file(tmp_path, KIND, "test")
     with pytest.raises(ValueError, match="must have format 'turboquant-nb test 3'"):
         read_file(path, "turboquant-nb test 3", "test")
-    with pytest.raises(ValueError, match="has format 'turboquant-nb test 2', this version reads 'turboquant-nb test 3': too old$"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            "has format 'turboquant-nb test 2', this version reads 'turboquant-nb test 3': too "
+            "old$"
+        ),
+    ):
         read_file(path, "turboquant-nb test 3", "test", {KIND: "too old"})
     assert read_file(path, KIND, "test", {"turboquant-nb test 1": "too old"})[1] == HEADER
-    for metadata in (None, {"header": "{"}, {"header": "[]"}, {"header": '{"format": ["a"]}'}, {"header": json.dumps({"format": KIND})}):
+    for metadata in (
+        None,
+        {"header": "{"},
+        {"header": "[]"},
+        {"header": '{"format": ["a"]}'},
+        {"header": json.dumps({"format": KIND})},
+    ):
         save_file({"a": torch.zeros(2)}, tmp_path / "y", metadata=metadata)
         with pytest.raises(ValueError, match="y"):
             read_file(tmp_path / "y", KIND, "test")
@@ -105,21 +135,28 @@ def test_the_header_of_another_file_may_be_written_again(path):
 
 
 def test_folders_are_named_as_such(path, tmp_path):
-    "safetensors named a file of its own in a folder that is not there, Python two files of which one was ours, and the operating system a device that does not exist."
+    """safetensors named a file of its own in a folder that is not there, Python two files of
+    which one was ours, and the operating system a device that does not exist."""
     with pytest.raises(FileNotFoundError, match="no such folder: .*none$"):
         write_file(tmp_path / "none" / "x", TENSORS, HEADER, KIND)
     with pytest.raises(IsADirectoryError, match="expected a file to write, got the folder"):
         write_file(tmp_path, TENSORS, HEADER, KIND)
     with pytest.raises(ValueError, match="not a readable test: expected a file, got a folder"):
         read_file(tmp_path, KIND, "test")
-    for f in (lambda: write_file(None, TENSORS, HEADER, KIND), lambda: read_file(None, KIND, "test")):
-        with pytest.raises(TypeError, match="expected str, bytes or os.PathLike object, not NoneType"):
+    for f in (
+        lambda: write_file(None, TENSORS, HEADER, KIND),
+        lambda: read_file(None, KIND, "test"),
+    ):
+        with pytest.raises(
+            TypeError, match="expected str, bytes or os.PathLike object, not NoneType"
+        ):
             f()
     assert [x.name for x in tmp_path.iterdir()] == ["x"]
 
 
 def test_others_may_read_what_the_umask_allows(tmp_path):
-    "safetensors makes files that only their owner can read; a file is as readable as any other that is made here."
+    """safetensors makes files that only their owner can read; a file is as readable as any
+    other that is made here."""
     (tmp_path / "usual").touch()
     write_file(tmp_path / "x", TENSORS, HEADER, KIND)
     mode = [(tmp_path / name).stat().st_mode & 0o777 for name in ("usual", "x")]

@@ -1,4 +1,6 @@
-"The transformers cache: every decoder family that is quick to build, every way of generating, and no silent wrong answer."
+"""The transformers cache: every decoder family that is quick to build, every way of generating,
+and no silent wrong answer."""
+
 import copy
 import gc
 import pickle
@@ -8,15 +10,31 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, LlamaConfig  # noqa: E402
-from transformers.cache_utils import Cache  # noqa: E402
+from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, LlamaConfig
+from transformers.cache_utils import Cache
 
-from turboquant_nb.cache import gather  # noqa: E402
-from turboquant_nb.hf import CodedStates, TurboQuantCache, TurboQuantLayer, layer_frequencies  # noqa: E402
-from turboquant_nb.quant.quantizer import Recipe, Spec, as_recipe, preset  # noqa: E402
-from turboquant_nb.quant.mixed_precision import by_layer  # noqa: E402
-from turboquant_nb.testing import same  # noqa: E402
-from tests.helpers import BASE, Calls, DROP, FAMILIES, HYBRID, MODES, MOE, SLIDING, VOCAB, caches_latents, exact_recipe, generate, prompt, three, tiny  # noqa: E402
+from turboquant_nb.cache import gather
+from turboquant_nb.hf import CodedStates, TurboQuantCache, TurboQuantLayer, layer_frequencies
+from turboquant_nb.quant.quantizer import Recipe, Spec, as_recipe, preset
+from turboquant_nb.quant.mixed_precision import by_layer
+from turboquant_nb.testing import same
+from tests.helpers import (
+    BASE,
+    Calls,
+    DROP,
+    FAMILIES,
+    HYBRID,
+    MODES,
+    MOE,
+    SLIDING,
+    VOCAB,
+    caches_latents,
+    exact_recipe,
+    generate,
+    prompt,
+    three,
+    tiny,
+)
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
@@ -26,19 +44,27 @@ def test_latent_caches_are_refused_on_codes():
     if not caches_latents(model):
         pytest.skip("this transformers caches expanded keys and values")
     model.set_attn_implementation("turboquant")
-    with torch.no_grad(), pytest.raises((TypeError, AttributeError), match="codes, not a tensor"):
+    with (
+        torch.no_grad(),
+        pytest.raises((TypeError, AttributeError), match="codes, not a tensor"),
+    ):
         model(prompt(1, 5)["input_ids"], past_key_values=TurboQuantCache(model))
 
 
-# --- every family ---------------------------------------------------------------------------------
+# --- every family
+# ---------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_family(name):
-    "Greedy, left-padded: the same tokens from all attentions, and the tokens of transformers' own cache when every token is in the exact window."
+    """Greedy, left-padded: the same tokens from all attentions, and the tokens of transformers'
+    own cache when every token is in the exact window."""
     model, inputs = tiny(name), prompt()
     model.set_attn_implementation("eager")
     own = model.generate(**inputs, max_new_tokens=8, do_sample=False)
-    assert len({tuple(r) for r in own[:, 30:].tolist()}) > 1  # the rows differ: padding and context matter
+    assert (
+        len({tuple(r) for r in own[:, 30:].tolist()}) > 1
+    )  # the rows differ: padding and context matter
     results = []
     for attention in three(model):
         exact, _ = generate(model, inputs, attention, exact_recipe())
@@ -47,13 +73,18 @@ def test_family(name):
         results.append(coded)
         assert all(x.store.length == 37 for x in cache.coded_layers)
         served = cache.report()["served"]
-        assert served["prefill"] == len(cache.coded_layers) and set(served) == {"prefill", "codes" if model.config._attn_implementation == "turboquant" else "dense"}
+        assert served["prefill"] == len(cache.coded_layers) and set(served) == {
+            "prefill",
+            "codes" if model.config._attn_implementation == "turboquant" else "dense",
+        }
     assert all(torch.equal(x, results[0]) for x in results[1:])
 
 
 @pytest.mark.parametrize("name", [n for n in FAMILIES if n not in ("lfm2",)])
 def test_logits_of_codes_equal_logits_of_dense(name):
-    "The two modes of one cache, chunk after chunk (also chunks longer than a sliding window, no chunk of a few drafts: dense attention has one tensor for all of its queries), to fp32 rounding; with and without a mask."
+    """The two modes of one cache, chunk after chunk (also chunks longer than a sliding window,
+    no chunk of a few drafts: dense attention has one tensor for all of its queries), to fp32
+    rounding; with and without a mask."""
     model = tiny(name)
     if "turboquant" not in three(model):
         pytest.skip("caches latents")
@@ -66,18 +97,27 @@ def test_logits_of_codes_equal_logits_of_dense(name):
             if padded:
                 cache.set_padding(inputs["attention_mask"])
             for n in (9, 1, 20, 1, 1, 17) if name not in HYBRID else (40, 1, 1, 1):
-                mask = dict(attention_mask=inputs["attention_mask"][:, : at + n]) if padded else {}
+                mask = (
+                    dict(attention_mask=inputs["attention_mask"][:, : at + n]) if padded else {}
+                )
                 position = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)[:, at : at + n]
                 extra = {} if name in ("opt",) else dict(position_ids=position)
                 with torch.no_grad():
-                    logits.append(model(inputs["input_ids"][:, at : at + n], past_key_values=cache, **mask, **extra).logits)
+                    logits.append(
+                        model(
+                            inputs["input_ids"][:, at : at + n],
+                            past_key_values=cache,
+                            **mask,
+                            **extra,
+                        ).logits
+                    )
                 at += n
             logits = torch.cat(logits, 1)
-            out[attention] = logits if not padded else logits[inputs["attention_mask"][:, :at].bool()]
+            out[attention] = (
+                logits if not padded else logits[inputs["attention_mask"][:, :at].bool()]
+            )
         a, b = out.values()
         assert float((a - b).abs().max()) < 2e-4 * float(a.abs().max()), (name, padded)
-
-
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -93,7 +133,16 @@ def test_ways_of_generating(name, mode):
         if own is None and name not in HYBRID:  # the exact window: as transformers' own cache
             model.set_attn_implementation("eager")
             torch.manual_seed(7)
-            own = model.generate(**inputs, max_new_tokens=8, **{"do_sample": False, **MODES[mode]}, **({"past_key_values": DynamicCache(config=model.config)} if mode == "prefill in chunks" else {}))
+            own = model.generate(
+                **inputs,
+                max_new_tokens=8,
+                **{"do_sample": False, **MODES[mode]},
+                **(
+                    {"past_key_values": DynamicCache(config=model.config)}
+                    if mode == "prefill in chunks"
+                    else {}
+                ),
+            )
             assert torch.equal(own, results[0])
 
 
@@ -102,34 +151,54 @@ def test_prompt_lookup_and_assisted(name):
     "Drafts are checked and cropped: the result is greedy's, in every mode."
     model, assistant = tiny(name), tiny(name, seed=3)
     model.set_attn_implementation("eager")
-    twin = copy.deepcopy(model)  # agrees with every draft; a drafting model keeps a cache of its own, so its attention stays dense
+    twin = copy.deepcopy(
+        model
+    )  # agrees with every draft; a drafting model keeps a cache of its own, so its attention stays dense
     ids = prompt(1, 12, padded=False)["input_ids"].repeat(1, 3)
     inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
     for attention in three(model):
         plain, _ = generate(model, inputs, attention, exact_recipe(), max_new_tokens=25)
-        for kwargs in (dict(prompt_lookup_num_tokens=4), dict(assistant_model=assistant), dict(assistant_model=twin)):
-            got, cache = generate(model, inputs, attention, exact_recipe(), max_new_tokens=25, **kwargs)
+        for kwargs in (
+            dict(prompt_lookup_num_tokens=4),
+            dict(assistant_model=assistant),
+            dict(assistant_model=twin),
+        ):
+            got, cache = generate(
+                model, inputs, attention, exact_recipe(), max_new_tokens=25, **kwargs
+            )
             assert torch.equal(got, plain)
             got, cache = generate(model, inputs, attention, "k4v4", max_new_tokens=25, **kwargs)
             assert got.shape == plain.shape and cache.get_seq_length() <= 61
             assert cache.report()["nbytes"] == walk_bytes(cache)
 
 
-STEPWISE = {"k2v2": "k2v2", "k3v3": "k3v3", "short window": Recipe(Spec(2), Spec(2), sinks=1, recent=3), "no window": Recipe(Spec(2), Spec(2), sinks=0, recent=0)}
+STEPWISE = {
+    "k2v2": "k2v2",
+    "k3v3": "k3v3",
+    "short window": Recipe(Spec(2), Spec(2), sinks=1, recent=3),
+    "no window": Recipe(Spec(2), Spec(2), sinks=0, recent=0),
+}
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text"])
 @pytest.mark.parametrize("recipe", STEPWISE)
 def test_drafts_give_the_tokens_of_greedy_decoding(name, recipe):
-    """Prompt lookup and assisted decoding on codes of two and three bits, of a random model in float64 whose tokens depend on every code: token for token those of plain greedy decoding, the
-    first pass included, whose drafts come with the prompt. Before, about half of these runs differed."""
+    """Prompt lookup and assisted decoding on codes of two and three bits, of a random model in
+    float64 whose tokens depend on every code: token for token those of plain greedy decoding,
+    the first pass included, whose drafts come with the prompt. Before, about half of these runs
+    differed."""
     model, assistant, recipe = doubled(name), tiny(name, seed=3), STEPWISE[recipe]
     model.set_attn_implementation("eager")
     twin = copy.deepcopy(model)
     ids = prompt(1, 12, padded=False)["input_ids"].repeat(1, 3)
     inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
     plain, one = generate(model, inputs, "turboquant", recipe, max_new_tokens=30)
-    for kwargs in (dict(prompt_lookup_num_tokens=4), dict(prompt_lookup_num_tokens=12), dict(assistant_model=assistant), dict(assistant_model=twin)):
+    for kwargs in (
+        dict(prompt_lookup_num_tokens=4),
+        dict(prompt_lookup_num_tokens=12),
+        dict(assistant_model=assistant),
+        dict(assistant_model=twin),
+    ):
         got, cache = generate(model, inputs, "turboquant", recipe, max_new_tokens=30, **kwargs)
         assert torch.equal(got, plain), kwargs
         for x, y in zip(cache.coded_layers, one.coded_layers):
@@ -141,18 +210,28 @@ def test_drafts_give_the_tokens_of_greedy_decoding(name, recipe):
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
 @pytest.mark.parametrize("kind", ["grows", "static"])
 def test_a_chunk_is_its_tokens_one_by_one(name, kind):
-    "Chunks of 2 to 16 tokens in a padded batch, after crops too: the logits and the exact tokens of single steps. The mutant loses the tail, and the recent tokens that its chunk replaced."
+    """Chunks of 2 to 16 tokens in a padded batch, after crops too: the logits and the exact
+    tokens of single steps. The mutant loses the tail, and the recent tokens that its chunk
+    replaced."""
     model, inputs = doubled(name) if name != "gpt_oss" else tiny(name), prompt(2, 40)
     model.set_attn_implementation("turboquant")
     more = dict(max_length=90, static=True) if kind == "static" else {}
     recipe, worst = Recipe(Spec(2), Spec(2), sinks=2, recent=5), 0.0
     once, steps, mutant = (TurboQuantCache(model, recipe, **more) for _ in range(3))
-    new, mask = prompt(2, 40, seed=5, padded=False)["input_ids"], torch.cat([inputs["attention_mask"], torch.ones(2, 40, dtype=torch.long)], 1)
+    new, mask = (
+        prompt(2, 40, seed=5, padded=False)["input_ids"],
+        torch.cat([inputs["attention_mask"], torch.ones(2, 40, dtype=torch.long)], 1),
+    )
 
     def run(cache, a, z):
         with torch.no_grad():
             position = (mask.cumsum(-1) - 1)[:, 40 + a : 40 + z]
-            return model(new[:, a:z], attention_mask=mask[:, : 40 + z], position_ids=position, past_key_values=cache).logits
+            return model(
+                new[:, a:z],
+                attention_mask=mask[:, : 40 + z],
+                position_ids=position,
+                past_key_values=cache,
+            ).logits
 
     with torch.no_grad():
         for cache in (once, steps, mutant):
@@ -176,16 +255,21 @@ def test_a_chunk_is_its_tokens_one_by_one(name, kind):
 
 
 def test_a_config_cannot_tell_drafts_from_the_prompt():
-    "A cache made from a config serves prompt lookup all the same; the one call that it would listen to is left alone."
+    """A cache made from a config serves prompt lookup all the same; the one call that it would
+    listen to is left alone."""
     model = tiny()
     cache = TurboQuantCache(model.config, "k3v3")
     inputs = dict(input_ids=prompt(1, 12, padded=False)["input_ids"].repeat(1, 3))
     generate(model, inputs, "turboquant", cache=cache, prompt_lookup_num_tokens=4)
     generate(model, inputs, "turboquant", "k3v3", prompt_lookup_num_tokens=4)
-    assert all(hook.__name__ == "_refuse_other_prompt" for hook in model._forward_pre_hooks.values())  # that of drafts is gone
+    assert all(
+        hook.__name__ == "_refuse_other_prompt" for hook in model._forward_pre_hooks.values()
+    )  # that of drafts is gone
 
 
-# --- conversations, cropping, copying, files -------------------------------------------------------
+# --- conversations, cropping, copying, files
+# -------------------------------------------------------
+
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "gpt_oss", "qwen3_next"])
 def test_conversation_continues(name):
@@ -195,19 +279,29 @@ def test_conversation_continues(name):
             inputs = prompt(2, 20)
             out, cache = generate(model, inputs, attention, recipe)
             turn = torch.cat([out, prompt(2, 5, seed=9, padded=False)["input_ids"]], 1)
-            mask = torch.cat([inputs["attention_mask"], torch.ones(2, turn.shape[1] - 20, dtype=torch.long)], 1)
-            again, _ = generate(model, dict(input_ids=turn, attention_mask=mask), attention, cache=cache)
+            mask = torch.cat(
+                [inputs["attention_mask"], torch.ones(2, turn.shape[1] - 20, dtype=torch.long)],
+                1,
+            )
+            again, _ = generate(
+                model, dict(input_ids=turn, attention_mask=mask), attention, cache=cache
+            )
             assert cache.get_seq_length() == 40
             into.append(again)
-    assert all(torch.equal(x, results[0]) for x in results[1:]) and all(torch.equal(x, exact[0]) for x in exact[1:])
+    assert all(torch.equal(x, results[0]) for x in results[1:]) and all(
+        torch.equal(x, exact[0]) for x in exact[1:]
+    )
     model.set_attn_implementation("eager")
-    whole = model.generate(input_ids=exact[0][:, :33], attention_mask=mask, max_new_tokens=8, do_sample=False)
+    whole = model.generate(
+        input_ids=exact[0][:, :33], attention_mask=mask, max_new_tokens=8, do_sample=False
+    )
     assert torch.equal(whole, exact[0])
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
 def test_crop_then_again(attention):
-    "Cropped back, the same continuation gives the same tokens; crop takes what transformers gives."
+    """Cropped back, the same continuation gives the same tokens; crop takes what transformers
+    gives."""
     model, inputs = tiny(), prompt(2, 25)
     model.set_attn_implementation(attention)
     cache = TurboQuantCache(model, Recipe(recent=0))
@@ -233,13 +327,19 @@ def test_reorder_select_repeat(attention):
     model.set_attn_implementation(attention)
     cache = TurboQuantCache(model, "k4v4")
     cache.set_padding(inputs["attention_mask"])
-    step, one = prompt(3, 1, seed=5, padded=False)["input_ids"], torch.ones(3, 1, dtype=torch.long)
+    step, one = (
+        prompt(3, 1, seed=5, padded=False)["input_ids"],
+        torch.ones(3, 1, dtype=torch.long),
+    )
     mask = torch.cat([inputs["attention_mask"], one], 1)
     with torch.no_grad():
         model(**inputs, past_key_values=cache)
         logits = model(step, attention_mask=mask, past_key_values=copy.deepcopy(cache)).logits
-        for change, index in ((lambda c: c.reorder_cache(torch.tensor([2, 2, 0])), [2, 2, 0]), (lambda c: c.batch_select_indices(torch.tensor([1])), [1]),
-                              (lambda c: c.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2])):
+        for change, index in (
+            (lambda c: c.reorder_cache(torch.tensor([2, 2, 0])), [2, 2, 0]),
+            (lambda c: c.batch_select_indices(torch.tensor([1])), [1]),
+            (lambda c: c.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+        ):
             other = copy.deepcopy(cache)
             change(other)
             got = model(step[index], attention_mask=mask[index], past_key_values=other).logits
@@ -251,11 +351,18 @@ def test_deepcopy_save_load_offload(attention, tmp_path):
     model, inputs = tiny("gemma3_text"), prompt(2, 40)
     model.set_attn_implementation(attention)
     cache = TurboQuantCache(model, "k3v3")
-    step, mask = prompt(2, 1, seed=5, padded=False)["input_ids"], torch.cat([inputs["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
+    step, mask = (
+        prompt(2, 1, seed=5, padded=False)["input_ids"],
+        torch.cat([inputs["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1),
+    )
     with torch.no_grad():
         model(**inputs, past_key_values=cache)
         cache.save(tmp_path / "c")
-        copies = [copy.deepcopy(cache), TurboQuantCache.load(tmp_path / "c", model), TurboQuantCache.load(tmp_path / "c", model.config)]
+        copies = [
+            copy.deepcopy(cache),
+            TurboQuantCache.load(tmp_path / "c", model),
+            TurboQuantCache.load(tmp_path / "c", model.config),
+        ]
         for layer in copies[0].layers:
             layer.offload()
             layer.prefetch()
@@ -266,13 +373,17 @@ def test_deepcopy_save_load_offload(attention, tmp_path):
 
 
 def test_a_copy_follows_its_model():
-    "The prompt-caching pattern: prefill once, deepcopy for each request, in whichever attention the model uses now."
+    """The prompt-caching pattern: prefill once, deepcopy for each request, in whichever
+    attention the model uses now."""
     model, inputs = tiny(), prompt(2, 20)
     base = TurboQuantCache(model, "k3v3")
     base.set_padding(inputs["attention_mask"])
     with torch.no_grad():
         model(**inputs, past_key_values=base)
-    step, mask = prompt(2, 1, seed=5, padded=False)["input_ids"], torch.cat([inputs["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
+    step, mask = (
+        prompt(2, 1, seed=5, padded=False)["input_ids"],
+        torch.cat([inputs["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1),
+    )
     out = []
     for attention in ("sdpa", "turboquant", "eager"):
         model.set_attn_implementation(attention)
@@ -307,10 +418,15 @@ def test_load_refuses_another_model(tmp_path):
         (tmp_path / "c").write_bytes(data)
         wide = tiny(head_dim=16)
         with torch.no_grad():
-            wide(prompt(1, 1)["input_ids"], past_key_values=TurboQuantCache.load(tmp_path / "c", wide))
+            wide(
+                prompt(1, 1)["input_ids"],
+                past_key_values=TurboQuantCache.load(tmp_path / "c", wide),
+            )
 
 
-# --- everything a recipe can say ------------------------------------------------------------------
+# --- everything a recipe can say
+# ------------------------------------------------------------------
+
 
 def tiny_long(name="llama"):
     "Room for more than a tile of 256 tokens."
@@ -320,23 +436,39 @@ def tiny_long(name="llama"):
 def rich(model):
     "Recipes beyond the presets; what they need at head size 8."
     layers = len(TurboQuantCache(model).coded_layers)
-    mixed = by_layer("k4v4", layers, {layers - 1: Recipe(Spec(4, residual="sign"), Spec(3.25), decay=20)})
+    mixed = by_layer(
+        "k4v4", layers, {layers - 1: Recipe(Spec(4, residual="sign"), Spec(3.25), decay=20)}
+    )
     return {
-        **{r: Recipe(Spec(3, center="prompt_mean"), Spec(4), residual=r) for r in ("none", "sign", "prod", "rescale")},
-        "prod of both": Recipe(Spec(4, residual="qjl"), Spec(3, residual="qjl")), "sign of both": Recipe(Spec(2, residual="sign"), Spec(4, residual="sign")),
-        "2.5 bits": as_recipe("k4v4", bits=2.5), "3.25 and 1.5": Recipe(Spec(3.25), Spec(1.5)), "tuple": Recipe(Spec((4, 1, 3, 3, 2, 2, 4, 3)), Spec((4,) * 8)),
-        "decay": Recipe(decay=20), "decay of signs": Recipe(Spec(4, residual="sign"), Spec(3, residual="sign"), 2, 5, 20), "decay of 3.5": Recipe(Spec(3.5), Spec(2), decay=1),
-        "by layer": mixed, "pre_rope": PRE_ROPE,
+        **{
+            r: Recipe(Spec(3, center="prompt_mean"), Spec(4), residual=r)
+            for r in ("none", "sign", "prod", "rescale")
+        },
+        "prod of both": Recipe(Spec(4, residual="qjl"), Spec(3, residual="qjl")),
+        "sign of both": Recipe(Spec(2, residual="sign"), Spec(4, residual="sign")),
+        "2.5 bits": as_recipe("k4v4", bits=2.5),
+        "3.25 and 1.5": Recipe(Spec(3.25), Spec(1.5)),
+        "tuple": Recipe(Spec((4, 1, 3, 3, 2, 2, 4, 3)), Spec((4,) * 8)),
+        "decay": Recipe(decay=20),
+        "decay of signs": Recipe(Spec(4, residual="sign"), Spec(3, residual="sign"), 2, 5, 20),
+        "decay of 3.5": Recipe(Spec(3.5), Spec(2), decay=1),
+        "by layer": mixed,
+        "pre_rope": PRE_ROPE,
     }
 
 
 PRE_ROPE = Recipe(Spec(4, center="pre_rope"), Spec(4, center="prompt_mean"), 2, 5)
-RICH = [("llama", x) for x in rich(tiny())] + [(m, x) for m in ("gemma3_text", "gpt_oss", "qwen3_next") for x in ("prod", "sign", "tuple", "decay", "by layer", "pre_rope")]
+RICH = [("llama", x) for x in rich(tiny())] + [
+    (m, x)
+    for m in ("gemma3_text", "gpt_oss", "qwen3_next")
+    for x in ("prod", "sign", "tuple", "decay", "by layer", "pre_rope")
+]
 
 
 @pytest.mark.parametrize("name, which", RICH)
 def test_every_recipe_on_codes_and_dense(which, name, tmp_path):
-    "The same greedy tokens from both paths, over a tile boundary; every byte counted; files and copies go on alike."
+    """The same greedy tokens from both paths, over a tile boundary; every byte counted; files
+    and copies go on alike."""
     model, inputs = tiny_long(name), prompt(2, 285)
     recipe, results = rich(model)[which], []
     for attention in three(model):
@@ -344,8 +476,14 @@ def test_every_recipe_on_codes_and_dense(which, name, tmp_path):
         results.append(out)
         r = cache.report()
         assert r["nbytes"] == walk_bytes(cache.coded_layers) == sum(r["parts"].values())
-        truncated = [s.truncated_tiles for x in cache.coded_layers for s in (x.store.key, x.store.value)]
-        assert any(truncated) == any(x.recipe.decay is not None and not x.is_sliding for x in cache.coded_layers) or name in SLIDING
+        truncated = [
+            s.truncated_tiles for x in cache.coded_layers for s in (x.store.key, x.store.value)
+        ]
+        assert (
+            any(truncated)
+            == any(x.recipe.decay is not None and not x.is_sliding for x in cache.coded_layers)
+            or name in SLIDING
+        )
     assert all(torch.equal(x, results[0]) for x in results[1:])
     if name in HYBRID:
         return
@@ -358,30 +496,64 @@ def test_every_recipe_on_codes_and_dense(which, name, tmp_path):
         for other in copies:
             assert other.recipe == cache.recipe
             same(model(step, attention_mask=mask, past_key_values=other).logits, want)
-            assert other.report()["nbytes"] == cache.report()["nbytes"] and other.report()["recipe"] == cache.report()["recipe"]
+            assert (
+                other.report()["nbytes"] == cache.report()["nbytes"]
+                and other.report()["recipe"] == cache.report()["recipe"]
+            )
 
 
-STILL = {"gpt2": "no rotary embedding", "opt": "no rotary embedding", "cohere": "pairs the channels", "cohere2": "pairs the channels", "glm4": "pairs the channels", "deepseek_v3": "one that is still"}
+STILL = {
+    "gpt2": "no rotary embedding",
+    "opt": "no rotary embedding",
+    "cohere": "pairs the channels",
+    "cohere2": "pairs the channels",
+    "glm4": "pairs the channels",
+    "deepseek_v3": "one that is still",
+}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_rope_rotates_by(name):
-    "Rotated back by the frequencies that were found, keys are what their projection gave; where RoPE is another, the reason is said, and a mean before RoPE is refused."
+    """Rotated back by the frequencies that were found, keys are what their projection gave;
+    where RoPE is another, the reason is said, and a mean before RoPE is refused."""
     model = tiny(name)
     config = model.config.get_text_config(decoder=True)
     found, why = layer_frequencies(config)
     assert len(found) == config.num_hidden_layers
     if name in STILL:
         assert STILL[name] in why and set(found) == {None}
-        with pytest.raises(ValueError, match="center='pre_rope' needs RoPE in each of its layers"):
+        with pytest.raises(
+            ValueError, match="center='pre_rope' needs RoPE in each of its layers"
+        ):
             TurboQuantCache(model, PRE_ROPE)
         return
-    assert not why and sum(x is None for x in found) == (name == "smollm3")  # whose second layer has no RoPE
-    if name not in ("llama", "mistral", "qwen2", "gemma", "gemma2", "phi", "stablelm", "granite", "gpt_oss", "mixtral", "starcoder2", "smollm3"):
+    assert not why and sum(x is None for x in found) == (
+        name == "smollm3"
+    )  # whose second layer has no RoPE
+    if name not in (
+        "llama",
+        "mistral",
+        "qwen2",
+        "gemma",
+        "gemma2",
+        "phi",
+        "stablelm",
+        "granite",
+        "gpt_oss",
+        "mixtral",
+        "starcoder2",
+        "smollm3",
+    ):
         return  # keys are normalised, or projected with the rest, before RoPE
     made, attention = {}, [m for n, m in model.named_modules() if n.endswith("self_attn")]
-    hooks = [m.k_proj.register_forward_hook(lambda m, i, o, at=i: made.update({at: o})) for i, m in enumerate(attention)]
-    cache, inputs = DynamicCache(config=config), prompt(2, 40 if name not in SLIDING else 11, padded=False)
+    hooks = [
+        m.k_proj.register_forward_hook(lambda m, i, o, at=i: made.update({at: o}))
+        for i, m in enumerate(attention)
+    ]
+    cache, inputs = (
+        DynamicCache(config=config),
+        prompt(2, 40 if name not in SLIDING else 11, padded=False),
+    )
     with torch.no_grad():
         model(**inputs, past_key_values=cache)
     for hook in hooks:
@@ -392,18 +564,36 @@ def test_what_rope_rotates_by(name):
         if freq is not None:
             r, angle = 2 * len(freq), -torch.arange(k.shape[2])[:, None] * freq
             a, b = k[..., :r].chunk(2, -1)
-            k = torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), k[..., r:]], -1)
+            k = torch.cat(
+                [
+                    a * angle.cos() - b * angle.sin(),
+                    b * angle.cos() + a * angle.sin(),
+                    k[..., r:],
+                ],
+                -1,
+            )
         size = k.norm() / plain.norm()  # YaRN stretches
         assert torch.allclose(k, plain * size, atol=2e-4 * float(k.abs().max())), i
 
 
-AXES = {"Qwen2_5_VLText": dict(mrope_section=[2, 1, 1]), "Qwen2VLText": dict(mrope_section=[2, 1, 1]), "Qwen3VLText": dict(mrope_section=[2, 1, 1]), "Qwen3_5Text": {}, "Glm4vText": dict(mrope_section=[2, 1, 1])}
+AXES = {
+    "Qwen2_5_VLText": dict(mrope_section=[2, 1, 1]),
+    "Qwen2VLText": dict(mrope_section=[2, 1, 1]),
+    "Qwen3VLText": dict(mrope_section=[2, 1, 1]),
+    "Qwen3_5Text": {},
+    "Glm4vText": dict(mrope_section=[2, 1, 1]),
+}
 
 
 @pytest.mark.parametrize("name", AXES)
 def test_multi_axis_rope_takes_the_prompts_mean(name):
-    "Such a model gives three positions for a token of a video; a mean before RoPE that rotates by the place in the store would be wrong. Before, presets took it for Qwen-VL."
-    config = getattr(transformers, name + "Config")(**BASE, layer_types=["full_attention"] * 2, rope_parameters={"rope_type": "default", "rope_theta": 1e4, **AXES[name]})
+    """Such a model gives three positions for a token of a video; a mean before RoPE that
+    rotates by the place in the store would be wrong. Before, presets took it for Qwen-VL."""
+    config = getattr(transformers, name + "Config")(
+        **BASE,
+        layer_types=["full_attention"] * 2,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, **AXES[name]},
+    )
     found, why = layer_frequencies(config)
     assert set(found) == {None} and "several positions" in why
     assert all(r.key.center == "prompt_mean" for r in TurboQuantCache(config, "k3v3").recipes)
@@ -412,15 +602,24 @@ def test_multi_axis_rope_takes_the_prompts_mean(name):
 
 
 def test_a_video_is_centred_as_well_as_text():
-    "Keys with a large bias, rotated by a video's times, heights and widths: a preset's key error is that of the prompt's mean; the mutant, a mean that rotates by slots, is worse than none."
-    config = transformers.Qwen2_5_VLTextConfig(**BASE, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]})
+    """Keys with a large bias, rotated by a video's times, heights and widths: a preset's key
+    error is that of the prompt's mean; the mutant, a mean that rotates by slots, is worse than
+    none."""
+    config = transformers.Qwen2_5_VLTextConfig(
+        **BASE,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+    )
     torch.manual_seed(0)
     model = transformers.AutoModel.from_config(config, attn_implementation="sdpa").eval()
     with torch.no_grad():
         for layer in model.layers:
-            layer.self_attn.k_proj.bias.normal_(0, 30, generator=torch.Generator().manual_seed(0))
+            layer.self_attn.k_proj.bias.normal_(
+                0, 30, generator=torch.Generator().manual_seed(0)
+            )
     ids, grid = prompt(1, 200, padded=False)["input_ids"], torch.arange(200)
-    positions = torch.stack([grid // 64, grid % 64 // 8, grid % 8])[:, None]  # 64 parts of an image at each time
+    positions = torch.stack([grid // 64, grid % 64 // 8, grid % 8])[
+        :, None
+    ]  # 64 parts of an image at each time
     dense = DynamicCache(config=config)
     freq = tuple((1e4 ** -(torch.arange(4) / 4)).tolist())
 
@@ -435,79 +634,150 @@ def test_a_video_is_centred_as_well_as_text():
     by_slot = TurboQuantCache(config, Recipe(Spec(3, center="prompt_mean"), Spec(3), 0, 0))
     for x in by_slot.coded_layers:
         x.recipe, x.inv_freq = Recipe(Spec(3, center="pre_rope"), Spec(3), 0, 0), freq
-    preset, mean = TurboQuantCache(config, "k3v3"), TurboQuantCache(config, Recipe(Spec(3, center="prompt_mean"), Spec(3)))
+    preset, mean = (
+        TurboQuantCache(config, "k3v3"),
+        TurboQuantCache(config, Recipe(Spec(3, center="prompt_mean"), Spec(3))),
+    )
     preset_error, mean_error, mutant = error(preset), error(mean), error(by_slot)
     assert preset_error == mean_error < mutant / 1.5, (preset_error, mean_error, mutant)
 
 
-SHARING = dict(num_hidden_layers=4, num_kv_shared_layers=2, sliding_window=8, layer_types=["sliding_attention", "full_attention"] * 2, hidden_size_per_layer_input=4, vocab_size_per_layer_input=VOCAB)
-SHARERS = {"Gemma3nText": dict(SHARING, laurel_rank=4, altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 4), "Gemma4Text": dict(SHARING, global_head_dim=16)}
+SHARING = dict(
+    num_hidden_layers=4,
+    num_kv_shared_layers=2,
+    sliding_window=8,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+    hidden_size_per_layer_input=4,
+    vocab_size_per_layer_input=VOCAB,
+)
+SHARERS = {
+    "Gemma3nText": dict(
+        SHARING, laurel_rank=4, altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 4
+    ),
+    "Gemma4Text": dict(SHARING, global_head_dim=16),
+}
 
 
 @pytest.mark.parametrize("name", SHARERS)
 def test_layers_that_take_anothers_keys(name):
-    """By presets, whose mean of keys asks how the model rotates: Gemma 3n and 4 rotate one tensor at a time, and presets were refused with torch's error. Gemma 4 brings only the last queries to
-    layers that take another's keys: they were taken for the first ones (of a sliding window silently)."""
+    """By presets, whose mean of keys asks how the model rotates: Gemma 3n and 4 rotate one
+    tensor at a time, and presets were refused with torch's error. Gemma 4 brings only the last
+    queries to layers that take another's keys: they were taken for the first ones (of a sliding
+    window silently)."""
     if not hasattr(transformers, name + "Config"):
         pytest.skip("not in this transformers")
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name + "Config")(**BASE | SHARERS[name]), attn_implementation="sdpa").eval().double()
+    model = (
+        transformers.AutoModelForCausalLM.from_config(
+            getattr(transformers, name + "Config")(**BASE | SHARERS[name]),
+            attn_implementation="sdpa",
+        )
+        .eval()
+        .double()
+    )
     with torch.no_grad():
         for p in model.parameters():
             if p.ndim > 1:
                 p.normal_(0, 0.3, generator=torch.Generator().manual_seed(p.numel()))
     for padded in (True, False):
         inputs = prompt(2, 30, padded=padded)
-        own = model.generate(**inputs, past_key_values=DynamicCache(config=model.config), max_new_tokens=8, do_sample=False)
+        own = model.generate(
+            **inputs,
+            past_key_values=DynamicCache(config=model.config),
+            max_new_tokens=8,
+            do_sample=False,
+        )
         for recipe in (exact_recipe(), "k3v3", "k2v2"):
-            (want, _), (got, cache) = (generate(model, inputs, a, recipe) for a in ("sdpa", "turboquant"))
-            assert torch.equal(want, got) and (recipe in ("k3v3", "k2v2") or torch.equal(got, own)), (padded, recipe)
+            (want, _), (got, cache) = (
+                generate(model, inputs, a, recipe) for a in ("sdpa", "turboquant")
+            )
+            assert torch.equal(want, got) and (
+                recipe in ("k3v3", "k2v2") or torch.equal(got, own)
+            ), (padded, recipe)
         assert {x.key.center for x in cache.recipes} == {"pre_rope"}
         model.set_attn_implementation("sdpa")
     ids = prompt(1, 12, padded=False)["input_ids"].repeat(1, 3)
     inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
-    plain, drafted = (generate(model, inputs, "turboquant", "k2v2", max_new_tokens=25, **kwargs)[0] for kwargs in ({}, dict(prompt_lookup_num_tokens=4)))
+    plain, drafted = (
+        generate(model, inputs, "turboquant", "k2v2", max_new_tokens=25, **kwargs)[0]
+        for kwargs in ({}, dict(prompt_lookup_num_tokens=4))
+    )
     assert torch.equal(plain, drafted)
 
 
-@pytest.mark.parametrize("kind, why", [
-    ("lfm3", ""), ("beam", ""), ("internlm3", ""), ("hunyuan_vl", ""), ("gemma3n", ""), ("gemma4", ""),
-    ("deepseek_v4", "layers of kind 'heavily_compressed_attention', which cannot be served"), ("unlimited_ocr", "layers of kind 'reference_sliding_attention', which cannot be served"),
-    ("resnet", "must be of a decoder, got resnet"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, why",
+    [
+        ("lfm3", ""),
+        ("beam", ""),
+        ("internlm3", ""),
+        ("hunyuan_vl", ""),
+        ("gemma3n", ""),
+        ("gemma4", ""),
+        (
+            "deepseek_v4",
+            "layers of kind 'heavily_compressed_attention', which cannot be served",
+        ),
+        (
+            "unlimited_ocr",
+            "layers of kind 'reference_sliding_attention', which cannot be served",
+        ),
+        ("resnet", "must be of a decoder, got resnet"),
+    ],
+)
 def test_presets_ask_every_kind_of_model(kind, why):
-    "A preset asks how keys are rotated: of each of these kinds the answer was torch's or Python's error. Now a cache, or one sentence."
+    """A preset asks how keys are rotated: of each of these kinds the answer was torch's or
+    Python's error. Now a cache, or one sentence."""
     if kind not in transformers.CONFIG_MAPPING:
         pytest.skip("not in this transformers")
     config = transformers.CONFIG_MAPPING[kind]()
     if not why:
-        assert TurboQuantCache(config, "k3v3").recipes[0].key.center in ("prompt_mean", "pre_rope")
+        assert TurboQuantCache(config, "k3v3").recipes[0].key.center in (
+            "prompt_mean",
+            "pre_rope",
+        )
         return
     with pytest.raises(ValueError, match=why):
         TurboQuantCache(config, "k3v3")
 
 
 def test_what_no_pass_could_serve_is_said_first():
-    "Bits that the heads cannot have are refused when the cache is made, float8 states before anything is allocated, rows to reorder before any layer has changed."
+    """Bits that the heads cannot have are refused when the cache is made, float8 states before
+    anything is allocated, rows to reorder before any layer has changed."""
     model = tiny()
-    for bits, why in (((3,), "bits must have length d = 8, got 1"), ([3, 2], "bits must have length d = 8, got 2"), (2.3, "bits times d must be an integer, got 2.3 at d = 8")):
+    for bits, why in (
+        ((3,), "bits must have length d = 8, got 1"),
+        ([3, 2], "bits must have length d = 8, got 2"),
+        (2.3, "bits times d must be an integer, got 2.3 at d = 8"),
+    ):
         with pytest.raises(ValueError, match=why):
             TurboQuantCache(model, bits=bits)
     cache, eighth = TurboQuantCache(model), torch.zeros(1, 2, 5, 8).to(torch.float8_e4m3fn)
-    with pytest.raises(TypeError, match="float16, bfloat16, float32 or float64, got torch.float8_e4m3fn"):
+    with pytest.raises(
+        TypeError, match="float16, bfloat16, float32 or float64, got torch.float8_e4m3fn"
+    ):
         cache.update(eighth, eighth, 0)
     assert not cache.layers[0].is_initialized
     _, cache = generate(model, prompt(2, 20), "turboquant")
     before = [x.clone() for x in cache.layers[0].store.read()]
-    for rows, error, why in (([], ValueError, "one row or more, got shape .0."), ([[0, 1]], ValueError, "got shape .1, 2."), ([0, 2], ValueError, "lie in 0..1, got 0..2"), ([-1, 0], ValueError, "lie in 0..1"), ([0.0], TypeError, "beam_idx must")):
+    for rows, error, why in (
+        ([], ValueError, "one row or more, got shape .0."),
+        ([[0, 1]], ValueError, "got shape .1, 2."),
+        ([0, 2], ValueError, "lie in 0..1, got 0..2"),
+        ([-1, 0], ValueError, "lie in 0..1"),
+        ([0.0], TypeError, "beam_idx must"),
+    ):
         with pytest.raises(error, match=why):
-            cache.reorder_cache(torch.tensor(rows, dtype=torch.float32 if error is TypeError else torch.long))
+            cache.reorder_cache(
+                torch.tensor(rows, dtype=torch.float32 if error is TypeError else torch.long)
+            )
     assert all(torch.equal(a, b) for a, b in zip(cache.layers[0].store.read(), before))
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "turboquant"])
 def test_a_mask_that_lacks_tokens_is_refused(attention):
-    "transformers takes what lacks for padding at the right: the last token was hidden, and the padding at the left not learnt. Nothing of the pass is kept."
+    """transformers takes what lacks for padding at the right: the last token was hidden, and
+    the padding at the left not learnt. Nothing of the pass is kept."""
     model, inputs = tiny(), prompt(2, 20)
     model.set_attn_implementation(attention)
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
@@ -519,7 +789,9 @@ def test_a_mask_that_lacks_tokens_is_refused(attention):
     cache = TurboQuantCache(model)
     with torch.no_grad():
         model(**inputs, past_key_values=cache)
-        with pytest.raises(ValueError, match="a column for each of 20 tokens held and 1 new ones, got .2, 1."):
+        with pytest.raises(
+            ValueError, match="a column for each of 20 tokens held and 1 new ones, got .2, 1."
+        ):
             model(ids[:, -1:], attention_mask=mask[:, -1:], past_key_values=cache)
         assert cache.get_seq_length() == 20 and cache.coded_layers[0].starts == (0, 7)
 
@@ -527,28 +799,66 @@ def test_a_mask_that_lacks_tokens_is_refused(attention):
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "turboquant"])
 @pytest.mark.parametrize("extra", [{}, dict(prefill_chunk_size=7), dict(num_beams=2)], ids=str)
 def test_a_mask_that_lacks_a_token_in_generate(attention, extra):
-    "At the first turn and at the next, where `generate` cuts off by the mask's length what is held: one sentence, and what was held is held."
+    """At the first turn and at the next, where `generate` cuts off by the mask's length what is
+    held: one sentence, and what was held is held."""
     model, inputs = tiny(), prompt(2, 20)
     model.set_attn_implementation(attention)
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    with pytest.raises(ValueError, match="attention_mask must be .*a column for each of .* tokens held and .* new ones, got .*19"):
-        model.generate(input_ids=ids, attention_mask=mask[:, :-1], past_key_values=TurboQuantCache(model), max_new_tokens=3, do_sample=False, **extra)
+    with pytest.raises(
+        ValueError,
+        match=(
+            "attention_mask must be .*a column for each of .* tokens held and .* new ones, got "
+            ".*19"
+        ),
+    ):
+        model.generate(
+            input_ids=ids,
+            attention_mask=mask[:, :-1],
+            past_key_values=TurboQuantCache(model),
+            max_new_tokens=3,
+            do_sample=False,
+            **extra,
+        )
     out, cache = generate(model, inputs, attention, max_new_tokens=4)
     assert cache.get_seq_length() == 23
-    turn, longer = torch.cat([out, ids[:, :2]], 1), torch.cat([mask, torch.ones(2, 6, dtype=torch.long)], 1)
-    again = "" if "prefill_chunk_size" in extra else "; or .*, 26., where generate.. got all 26 tokens of a conversation again"
-    with pytest.raises(ValueError, match=f"a column for each of 23 tokens held and .* new ones{again}, got .*25"):
-        model.generate(input_ids=turn, attention_mask=longer[:, :-1], past_key_values=cache, max_new_tokens=3, do_sample=False, **extra)
+    turn, longer = (
+        torch.cat([out, ids[:, :2]], 1),
+        torch.cat([mask, torch.ones(2, 6, dtype=torch.long)], 1),
+    )
+    again = (
+        ""
+        if "prefill_chunk_size" in extra
+        else "; or .*, 26., where generate.. got all 26 tokens of a conversation again"
+    )
+    with pytest.raises(
+        ValueError,
+        match=f"a column for each of 23 tokens held and .* new ones{again}, got .*25",
+    ):
+        model.generate(
+            input_ids=turn,
+            attention_mask=longer[:, :-1],
+            past_key_values=cache,
+            max_new_tokens=3,
+            do_sample=False,
+            **extra,
+        )
     assert cache.get_seq_length() == 23
     if not extra:
-        more = model.generate(input_ids=turn, attention_mask=longer, past_key_values=cache, max_new_tokens=3, do_sample=False)
+        more = model.generate(
+            input_ids=turn,
+            attention_mask=longer,
+            past_key_values=cache,
+            max_new_tokens=3,
+            do_sample=False,
+        )
         assert more.shape == (2, 29) and cache.get_seq_length() == 28
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "turboquant"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_used_cache_refuses_another_prompt(attention, masked):
-    "`generate` cut as many tokens from it as were held and went on from the first prompt's past, at positions that were taken; transformers says nothing."
+    """`generate` cut as many tokens from it as were held and went on from the first prompt's
+    past, at positions that were taken; transformers says nothing."""
     model, length = tiny(), dict(max_length=64, static=True)
     for how in ({}, length):
         cache = TurboQuantCache(model, "k4v4", **how)
@@ -558,40 +868,87 @@ def test_a_used_cache_refuses_another_prompt(attention, masked):
         before = [x.clone() for x in cache.layers[0].store.read()]
         for n in (3, 14, 20, 26, 27):
             inputs = {k: x[:, :n] for k, x in second.items() if masked or k == "input_ids"}
-            with pytest.raises(ValueError, match="The cache holds 27 tokens: .* For another prompt make a new cache, or call cache.reset"):
+            with pytest.raises(
+                ValueError,
+                match=(
+                    "The cache holds 27 tokens: .* For another prompt make a new cache, or call "
+                    "cache.reset"
+                ),
+            ):
                 generate(model, inputs, attention, cache=cache)
-        assert int(cache.get_seq_length()) == 27 and all(torch.equal(a, b) for a, b in zip(cache.layers[0].store.read(), before))
+        assert int(cache.get_seq_length()) == 27 and all(
+            torch.equal(a, b) for a, b in zip(cache.layers[0].store.read(), before)
+        )
         turn = torch.cat([said, second["input_ids"][:, :2]], 1)
-        assert generate(model, dict(input_ids=turn), attention, cache=cache, max_new_tokens=4)[0].shape == (2, 34)
+        assert generate(model, dict(input_ids=turn), attention, cache=cache, max_new_tokens=4)[
+            0
+        ].shape == (2, 34)
     cache.reset()
-    assert generate(model, first, attention, cache=cache, max_new_tokens=8)[0].tolist() == said.tolist()
+    assert (
+        generate(model, first, attention, cache=cache, max_new_tokens=8)[0].tolist()
+        == said.tolist()
+    )
 
 
 @pytest.mark.parametrize("ours", [True, False])
 def test_a_longer_other_prompt_is_taken_for_the_next_turn(ours):
-    "What the guide warns of, for every cache: `generate` cuts off as many tokens as are held, and the model sees the rest alone. If this fails, transformers hands the cut tokens on, and they can be compared."
-    model, first, second = tiny(), prompt(2, 20, padded=False), prompt(2, 40, seed=1, padded=False)
-    new = lambda: TurboQuantCache(model, "k4v4") if ours else DynamicCache(config=model.config)  # noqa: E731
+    """What the guide warns of, for every cache: `generate` cuts off as many tokens as are held,
+    and the model sees the rest alone. If this fails, transformers hands the cut tokens on, and
+    they can be compared."""
+    model, first, second = (
+        tiny(),
+        prompt(2, 20, padded=False),
+        prompt(2, 40, seed=1, padded=False),
+    )
+    new = lambda: TurboQuantCache(model, "k4v4") if ours else DynamicCache(config=model.config)
     cache, same_turn = new(), new()
-    said, _ = generate(model, first, "turboquant" if ours else "sdpa", cache=cache, max_new_tokens=8)
+    said, _ = generate(
+        model, first, "turboquant" if ours else "sdpa", cache=cache, max_new_tokens=8
+    )
     generate(model, first, "turboquant" if ours else "sdpa", cache=same_turn, max_new_tokens=8)
-    turn = torch.cat([said[:, :27], second["input_ids"][:, 27:]], 1)  # the cache holds 27 tokens of the first conversation
-    want, _ = generate(model, dict(input_ids=turn), "turboquant" if ours else "sdpa", cache=same_turn, max_new_tokens=4)
-    got, _ = generate(model, second, "turboquant" if ours else "sdpa", cache=cache, max_new_tokens=4)
+    turn = torch.cat(
+        [said[:, :27], second["input_ids"][:, 27:]], 1
+    )  # the cache holds 27 tokens of the first conversation
+    want, _ = generate(
+        model,
+        dict(input_ids=turn),
+        "turboquant" if ours else "sdpa",
+        cache=same_turn,
+        max_new_tokens=4,
+    )
+    got, _ = generate(
+        model, second, "turboquant" if ours else "sdpa", cache=cache, max_new_tokens=4
+    )
     assert got[:, 40:].tolist() == want[:, 40:].tolist() and cache.get_seq_length() == 43
 
 
 def test_positions_of_ones_own_are_served():
-    "Only what `generate` leaves of a prompt is refused: positions that a caller chose, or a mask with holes, are not looked at."
+    """Only what `generate` leaves of a prompt is refused: positions that a caller chose, or a
+    mask with holes, are not looked at."""
     model, inputs = tiny(), prompt(1, 20, padded=False)
-    for places, mask in ((torch.arange(5)[None], None), (torch.arange(12, 17)[None], None), (torch.arange(20)[None][:, -5:], torch.ones(1, 25, dtype=torch.long))):
+    for places, mask in (
+        (torch.arange(5)[None], None),
+        (torch.arange(12, 17)[None], None),
+        (torch.arange(20)[None][:, -5:], torch.ones(1, 25, dtype=torch.long)),
+    ):
         cache = TurboQuantCache(model, "k4v4")
         with torch.no_grad():
             model(**inputs, past_key_values=cache)
-            model(inputs["input_ids"][:, :5], position_ids=places, attention_mask=mask, past_key_values=cache)
+            model(
+                inputs["input_ids"][:, :5],
+                position_ids=places,
+                attention_mask=mask,
+                past_key_values=cache,
+            )
         assert cache.get_seq_length() == 25
     TurboQuantCache(model)
-    assert sum(hook.__name__ == "_refuse_other_prompt" for hook in model._forward_pre_hooks.values()) == 1
+    assert (
+        sum(
+            hook.__name__ == "_refuse_other_prompt"
+            for hook in model._forward_pre_hooks.values()
+        )
+        == 1
+    )
 
 
 def test_a_cache_is_not_pickled():
@@ -607,35 +964,51 @@ def test_a_mask_of_one_dimension_is_refused(attention):
     model.set_attn_implementation(attention)
     for ids in (inputs["input_ids"], inputs["input_ids"][0]):
         cache = TurboQuantCache(model)
-        with pytest.raises(ValueError, match=r"must be .sequences, tokens., as input_ids are; got .20.. One sequence is input_ids.None."):
+        with pytest.raises(
+            ValueError,
+            match=r"must be .sequences, tokens., as input_ids are; got .20.. One sequence is input_ids.None.",
+        ):
             model(ids, attention_mask=torch.ones(20, dtype=torch.long), past_key_values=cache)
         assert cache.get_seq_length() == 0
 
 
 def test_a_pre_rope_mean_follows_a_bias():
-    "Keys that are a bias and little else, rotated by RoPE: the mean before RoPE leaves little to code, the one that does not leaves the bias."
+    """Keys that are a bias and little else, rotated by RoPE: the mean before RoPE leaves little
+    to code, the one that does not leaves the bias."""
     model = copy.deepcopy(tiny("qwen2"))
     with torch.no_grad():
         for layer in model.model.layers:
-            layer.self_attn.k_proj.bias.normal_(0, 30, generator=torch.Generator().manual_seed(0))
+            layer.self_attn.k_proj.bias.normal_(
+                0, 30, generator=torch.Generator().manual_seed(0)
+            )
     dense, inputs, error = DynamicCache(config=model.config), prompt(2, 200, padded=False), {}
     with torch.no_grad():
         model(**inputs, past_key_values=dense)
     for center in ("none", "prompt_mean", "pre_rope"):
-        _, cache = generate(model, inputs, "turboquant", Recipe(Spec(3, center=center), Spec(3), 0, 0), max_new_tokens=1)
+        _, cache = generate(
+            model,
+            inputs,
+            "turboquant",
+            Recipe(Spec(3, center=center), Spec(3), 0, 0),
+            max_new_tokens=1,
+        )
         k = dense.layers[0].keys
         error[center] = float((cache.layers[0].store.read()[0] - k).norm() / k.norm())
     assert error["pre_rope"] < error["prompt_mean"] / 10 < error["none"], error
 
 
 def test_decay_in_the_cache_frees_and_changes():
-    "Less memory than without; other logits, since something was lost; the window and the young part are as before."
+    """Less memory than without; other logits, since something was lost; the window and the
+    young part are as before."""
     model, inputs = tiny_long(), prompt(1, 300, padded=False)
     whole, truncated = (TurboQuantCache(model, Recipe(decay=x)) for x in (None, 30))
     with torch.no_grad():
         for cache in (whole, truncated):
             model(**inputs, past_key_values=cache)
-        a, b = (model(inputs["input_ids"][:, :1], past_key_values=c).logits for c in (whole, truncated))
+        a, b = (
+            model(inputs["input_ids"][:, :1], past_key_values=c).logits
+            for c in (whole, truncated)
+        )
     assert not torch.equal(a, b)
     for x, y in zip(whole.layers, truncated.layers):
         assert x.store.parts()["planes"] - y.store.parts()["planes"] == 2 * 2 * 256 * 8 // 8
@@ -644,16 +1017,32 @@ def test_decay_in_the_cache_frees_and_changes():
 
 
 def test_recipe_per_layer():
-    model, inputs = tiny("qwen3_next", num_hidden_layers=4, layer_types=["linear_attention", "full_attention"] * 2), prompt(1, 20, padded=False)
+    model, inputs = (
+        tiny(
+            "qwen3_next",
+            num_hidden_layers=4,
+            layer_types=["linear_attention", "full_attention"] * 2,
+        ),
+        prompt(1, 20, padded=False),
+    )
     recipes = ["k4v4", Recipe(Spec(3), Spec(2.5), residual="rescale")]
     cache = TurboQuantCache(model, recipes)  # two of the four layers hold keys and values
     settled = [as_recipe(r).settled(rope=True) for r in recipes]
     assert [x.recipe for x in cache.coded_layers] == cache.recipes == cache.recipe == settled
     model.generate(**inputs, past_key_values=cache, max_new_tokens=2, do_sample=False)
     assert cache.report()["recipe"] == [r.to_json() for r in settled]
-    assert cache.coded_layers[0].store.recipe == settled[0] and cache.report()["per_layer"][0] != cache.report()["per_layer"][1]
+    assert (
+        cache.coded_layers[0].store.recipe == settled[0]
+        and cache.report()["per_layer"][0] != cache.report()["per_layer"][1]
+    )
     for bad in (["k3v3"], ["k3v3"] * 4, [], ()):
-        with pytest.raises(ValueError, match=f"one recipe for each of the 2 layers with keys and values, got a list of {len(bad)}"):
+        with pytest.raises(
+            ValueError,
+            match=(
+                "one recipe for each of the 2 layers with keys and values, got a list of "
+                f"{len(bad)}"
+            ),
+        ):
             TurboQuantCache(model, bad)
     with pytest.raises(TypeError, match="recipe must be"):
         TurboQuantCache(model, ["k3v3", 3])
@@ -665,12 +1054,17 @@ def test_recipe_per_layer():
     assert same_for_all.recipe == as_recipe("k4v4", bits=2.5).settled(rope=True)
 
 
-# --- bytes: everything counted, nothing hidden ----------------------------------------------------
+# --- bytes: everything counted, nothing hidden
+# ----------------------------------------------------
+
 
 def walk(obj, seen=None):
-    "All tensors that the cache reaches through attributes and containers, the model's configuration left out."
+    """All tensors that the cache reaches through attributes and containers, the model's
+    configuration left out."""
     seen = {} if seen is None else seen
-    if id(obj) in seen or isinstance(obj, (str, bytes, int, float, type(None), type, torch.dtype, torch.device)):
+    if id(obj) in seen or isinstance(
+        obj, (str, bytes, int, float, type(None), type, torch.dtype, torch.device)
+    ):
         return []
     seen[id(obj)] = obj
     if isinstance(obj, torch.Tensor):
@@ -679,7 +1073,11 @@ def walk(obj, seen=None):
         items = list(obj.values())
     elif isinstance(obj, (list, tuple, set, frozenset)):
         items = list(obj)
-    elif hasattr(obj, "__dict__") and not isinstance(obj, transformers.PreTrainedConfig) and not callable(obj):
+    elif (
+        hasattr(obj, "__dict__")
+        and not isinstance(obj, transformers.PreTrainedConfig)
+        and not callable(obj)
+    ):
         items = list(vars(obj).values())
     else:
         return []
@@ -687,11 +1085,19 @@ def walk(obj, seen=None):
 
 
 def walk_bytes(cache):
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in walk(cache) if t.numel()}.values())
+    return sum(
+        {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in walk(cache)
+            if t.numel()
+        }.values()
+    )
 
 
 def walk_snapshot(cache):
-    return [t.clone() for t in walk(cache)] + [(x.store.length, x.store.offset) for x in cache.coded_layers if x.store is not None]
+    return [t.clone() for t in walk(cache)] + [
+        (x.store.length, x.store.offset) for x in cache.coded_layers if x.store is not None
+    ]
 
 
 def assert_same(a, b):
@@ -715,55 +1121,101 @@ def test_report_counts_every_tensor(name, attention):
         cache.set_padding(inputs["attention_mask"])
         model.generate(**inputs, past_key_values=cache, max_new_tokens=5, do_sample=False)
         r = cache.report()
-        assert r["nbytes"] == walk_bytes(cache) == sum(r["parts"].values()), (r["parts"], walk_bytes(cache))
-        assert r["tokens"] == 34 and r["batch"] == batch and r["layers"] == 2 and len(r["per_layer"]) == 2
-        assert abs(r["bits_per_value"] - 8 * r["nbytes"] / r["values"]) < 1e-9 and abs(r["ratio_fp32"] - 2 * r["ratio_fp16"]) < 1e-9
+        assert r["nbytes"] == walk_bytes(cache) == sum(r["parts"].values()), (
+            r["parts"],
+            walk_bytes(cache),
+        )
+        assert (
+            r["tokens"] == 34
+            and r["batch"] == batch
+            and r["layers"] == 2
+            and len(r["per_layer"]) == 2
+        )
+        assert (
+            abs(r["bits_per_value"] - 8 * r["nbytes"] / r["values"]) < 1e-9
+            and abs(r["ratio_fp32"] - 2 * r["ratio_fp16"]) < 1e-9
+        )
         assert "bits per value" in str(r) and Recipe.from_json(r["recipe"]) == cache.recipe
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "turboquant"])
 def test_tokens_of_decode_are_coded(attention):
-    "During decode the planes change, the decoded states are not the raw ones, and no floating tensor grows with the tokens except scales."
+    """During decode the planes change, the decoded states are not the raw ones, and no floating
+    tensor grows with the tokens except scales."""
     model, inputs = tiny(), prompt(1, 300, padded=False)
     model.config.max_position_embeddings = 512
     model.set_attn_implementation(attention)
-    cache, raw = TurboQuantCache(model, Recipe(sinks=2, recent=3).settled(rope=False), max_length=512), []
+    cache, raw = (
+        TurboQuantCache(model, Recipe(sinks=2, recent=3).settled(rope=False), max_length=512),
+        [],
+    )
     layer = cache.layers[1]
     original = layer.update
-    layer.update = lambda k, v, *a, **kw: (raw.append((k.clone(), v.clone())), original(k, v, *a, **kw))[1]
+    layer.update = lambda k, v, *a, **kw: (
+        raw.append((k.clone(), v.clone())),
+        original(k, v, *a, **kw),
+    )[1]
     with torch.no_grad():
         ids = model(inputs["input_ids"], past_key_values=cache).logits[:, -1:].argmax(-1)
         for step in range(20):
             planes = [p.clone() for p in layer.store.key.planes + layer.store.value.planes]
             ids = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
             assert layer.store.length == 301 + step
-            assert any(not torch.equal(a, b) for a, b in zip(planes, layer.store.key.planes + layer.store.value.planes))
+            assert any(
+                not torch.equal(a, b)
+                for a, b in zip(planes, layer.store.key.planes + layer.store.value.planes)
+            )
     del layer.update
     k, v = (torch.cat(x, 2) for x in zip(*raw))
     got_k, got_v = layer.store.read()
     for got, exact in ((got_k, k), (got_v, v)):
         differs = (got != exact).any(-1).any(1)[0]
         assert differs[2:-3].all() and not differs[:2].any() and not differs[-3:].any()
-        assert 0.01 < float((got - exact)[:, :, 300:-3].norm() / exact[:, :, 300:-3].norm()) < 0.35
+        assert (
+            0.01 < float((got - exact)[:, :, 300:-3].norm() / exact[:, :, 300:-3].norm()) < 0.35
+        )
     for t in walk(cache):
         if t.is_floating_point():
-            assert t.numel() <= 512 * 2 or t.shape == (8, 8), (t.shape, t.dtype)  # scales: one per token and head; a dense copy would have 8 times as many
+            assert t.numel() <= 512 * 2 or t.shape == (8, 8), (
+                t.shape,
+                t.dtype,
+            )  # scales: one per token and head; a dense copy would have 8 times as many
     assert not any(isinstance(x, CodedStates) and x.layer is layer for x in gc.get_objects())
 
 
-@pytest.mark.parametrize("recipe", [Recipe(sinks=2, recent=3), by_layer], ids=("one", "by layer"))
+@pytest.mark.parametrize(
+    "recipe", [Recipe(sinks=2, recent=3), by_layer], ids=("one", "by layer")
+)
 def test_a_pass_codes_its_tokens_at_its_end(recipe, monkeypatch):
-    "The same planes as layer by layer; what is coded when somebody looks in between; a pass that was broken off."
+    """The same planes as layer by layer; what is coded when somebody looks in between; a pass
+    that was broken off."""
     model, inputs = tiny(), prompt(2, 60)
     model.set_attn_implementation("turboquant")
-    recipe = recipe if isinstance(recipe, Recipe) else by_layer("k3v3", len(model.model.layers), {0: "k4v2"})
+    recipe = (
+        recipe
+        if isinstance(recipe, Recipe)
+        else by_layer("k3v3", len(model.model.layers), {0: "k4v2"})
+    )
     mine, want = (TurboQuantCache(model, recipe) for _ in range(2))
     seen, last = [], mine.coded_layers[-1]
     original = last.update
     with monkeypatch.context() as m:
-        m.setattr(last, "update", lambda *a, **kw: (seen.append([x.store.uncoded for x in mine.coded_layers[:-1] if x.is_initialized]), original(*a, **kw))[1])
+        m.setattr(
+            last,
+            "update",
+            lambda *a, **kw: (
+                seen.append(
+                    [x.store.uncoded for x in mine.coded_layers[:-1] if x.is_initialized]
+                ),
+                original(*a, **kw),
+            )[1],
+        )
         ids, _ = generate(model, inputs, "turboquant", cache=mine, max_new_tokens=12)
-    assert all(set(x) == {0} for x in seen[:1]) and all(set(x) == {1} for x in seen[1:]) and len(seen) == 12
+    assert (
+        all(set(x) == {0} for x in seen[:1])
+        and all(set(x) == {1} for x in seen[1:])
+        and len(seen) == 12
+    )
     with monkeypatch.context() as m:
         m.setattr(gather, "append_later", lambda *a: False)
         same(generate(model, inputs, "turboquant", cache=want, max_new_tokens=12)[0], ids)
@@ -773,7 +1225,10 @@ def test_a_pass_codes_its_tokens_at_its_end(recipe, monkeypatch):
     def fail(*a, **kw):
         raise KeyboardInterrupt
 
-    step, mask = torch.full((2, 1), 5), torch.cat([inputs["attention_mask"], torch.ones(2, 12, dtype=torch.long)], 1)
+    step, mask = (
+        torch.full((2, 1), 5),
+        torch.cat([inputs["attention_mask"], torch.ones(2, 12, dtype=torch.long)], 1),
+    )
     with monkeypatch.context() as m, torch.no_grad():
         m.setattr(last, "update", fail)
         with pytest.raises(KeyboardInterrupt):
@@ -806,31 +1261,55 @@ def test_grad_modes_mix():
     model, inputs, out = tiny(), prompt(1, 12, padded=False), []
     for attention in ("sdpa", "turboquant"):
         model.set_attn_implementation(attention)
-        for first, second in ((torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode), (torch.inference_mode, torch.inference_mode)):
+        for first, second in (
+            (torch.inference_mode, torch.no_grad),
+            (torch.no_grad, torch.inference_mode),
+            (torch.inference_mode, torch.inference_mode),
+        ):
             cache = TurboQuantCache(model, "k3v3")
             with first():
                 model(**inputs, past_key_values=cache)
             with second():
-                out.append(model(inputs["input_ids"][:, :1], past_key_values=cache).logits.clone())
+                out.append(
+                    model(inputs["input_ids"][:, :1], past_key_values=cache).logits.clone()
+                )
     for x in out[1:]:
         assert torch.allclose(x, out[0], atol=1e-5)
 
 
-# --- padding --------------------------------------------------------------------------------------
+# --- padding
+# --------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "gpt_oss", "gpt2", "deepseek_v3"])
-@pytest.mark.parametrize("attention, told", [("sdpa", True), ("turboquant", True), ("turboquant", False)])
+
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral", "gemma3_text", "gpt_oss", "gpt2", "deepseek_v3"]
+)
+@pytest.mark.parametrize(
+    "attention, told", [("sdpa", True), ("turboquant", True), ("turboquant", False)]
+)
 def test_padding_is_ignored(name, attention, told):
     "Each row of a left-padded batch is answered, and coded, as if it were alone."
     model, inputs = tiny(name), prompt(3, 30)
     if attention == "turboquant" and attention not in three(model):
         pytest.skip("caches latents")
     attention = attention if attention in three(model) else "eager"
-    together, cache = generate(model, inputs, attention, padding=told, output_logits=True, return_dict_in_generate=True)
+    together, cache = generate(
+        model, inputs, attention, padding=told, output_logits=True, return_dict_in_generate=True
+    )
     for row, n in enumerate((0, 7, 13)):
-        alone, one = generate(model, {k: x[row : row + 1, n:] for k, x in inputs.items()}, attention, output_logits=True, return_dict_in_generate=True)
+        alone, one = generate(
+            model,
+            {k: x[row : row + 1, n:] for k, x in inputs.items()},
+            attention,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
         for i, (a, b) in enumerate(zip(together.logits, alone.logits)):
-            assert torch.allclose(a[row], b[0], atol=2e-3 * float(b.abs().max())), (row, i, float((a[row] - b[0]).abs().max()))
+            assert torch.allclose(a[row], b[0], atol=2e-3 * float(b.abs().max())), (
+                row,
+                i,
+                float((a[row] - b[0]).abs().max()),
+            )
         assert torch.equal(together.sequences[row, 30:], alone.sequences[0, 30 - n :])
         for x, y in zip(cache.coded_layers, one.coded_layers):
             if x.store.offset == 0:
@@ -839,7 +1318,8 @@ def test_padding_is_ignored(name, attention, told):
 
 
 def doubled(name):
-    "A model in float64: rounding is far below what moves a code, so padded and unpadded rows hold the same codes on every processor."
+    """A model in float64: rounding is far below what moves a code, so padded and unpadded rows
+    hold the same codes on every processor."""
     return copy.deepcopy(tiny(name)).double()
 
 
@@ -849,7 +1329,9 @@ def loop(model, inputs, cache, steps=6):
     for _ in range(steps):
         position = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         with torch.no_grad():
-            logits = model(ids, attention_mask=mask, position_ids=position, past_key_values=cache).logits[:, -1]
+            logits = model(
+                ids, attention_mask=mask, position_ids=position, past_key_values=cache
+            ).logits[:, -1]
         ids = logits.argmax(-1, keepdim=True)
         mask = torch.cat([mask, torch.ones_like(ids)], 1)
         out.append(logits), new.append(ids)
@@ -868,9 +1350,12 @@ def test_every_family_tells_its_padding(name):
         assert all(x.store.start.tolist() == [0, 7, 13] for x in cache.coded_layers), attention
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3_text", "gpt2", "opt", "falcon", "smollm3"])
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral", "gemma2", "gemma3_text", "gpt2", "opt", "falcon", "smollm3"]
+)
 def test_padding_is_learnt_under_any_attention(name):
-    "Nobody calls set_padding: logits, tokens, sinks and means of each row of a left-padded batch are those of the row alone. Today's cache took padding for sinks."
+    """Nobody calls set_padding: logits, tokens, sinks and means of each row of a left-padded
+    batch are those of the row alone. Today's cache took padding for sinks."""
     inputs, double = prompt(3, 30), doubled(name)
     for attention in three(double):
         exact = attention != "eager"  # whose softmax makes NaN of float64 rows that see nothing
@@ -879,41 +1364,62 @@ def test_padding_is_learnt_under_any_attention(name):
         cache = TurboQuantCache(model, "k3v3")
         logits, tokens = loop(model, inputs, cache)
         with torch.no_grad():
-            by_generate, other = generate(model, inputs, attention, "k3v3", padding=False, max_new_tokens=6)
+            by_generate, other = generate(
+                model, inputs, attention, "k3v3", padding=False, max_new_tokens=6
+            )
         assert torch.equal(by_generate[:, 30:], tokens) or not exact
         assert {x.starts for c in (cache, other) for x in c.coded_layers} == {(0, 7, 13)}
         for row, n in enumerate((0, 7, 13)):
             one = TurboQuantCache(model, "k3v3")
-            alone, same_tokens = loop(model, {k: x[row : row + 1, n:] for k, x in inputs.items()}, one)
-            steps = 6 if exact else 1  # in float32 rounding may move a code, and later logits with it; the prefill is exact
-            assert float((logits[row] - alone[0])[:steps].abs().max()) < 1e-4 * float(alone.abs().max()), (attention, row)
+            alone, same_tokens = loop(
+                model, {k: x[row : row + 1, n:] for k, x in inputs.items()}, one
+            )
+            steps = (
+                6 if exact else 1
+            )  # in float32 rounding may move a code, and later logits with it; the prefill is exact
+            assert float((logits[row] - alone[0])[:steps].abs().max()) < 1e-4 * float(
+                alone.abs().max()
+            ), (attention, row)
             assert torch.equal(tokens[row], same_tokens[0]) or not exact
             for x, y in zip(cache.coded_layers, one.coded_layers):
                 for a, b in zip(x.store.sides, y.store.sides):
-                    assert torch.allclose(a.tensors["sinks"][row], b.tensors["sinks"][0], atol=1e-4), "exact tokens are the row's first real ones"
-                    assert a.mean is None or torch.allclose(a.mean[row].float(), b.mean[0].float(), atol=1e-2)
+                    assert torch.allclose(
+                        a.tensors["sinks"][row], b.tensors["sinks"][0], atol=1e-4
+                    ), "exact tokens are the row's first real ones"
+                    assert a.mean is None or torch.allclose(
+                        a.mean[row].float(), b.mean[0].float(), atol=1e-2
+                    )
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "turboquant"])
 def test_padding_of_a_prompt_in_chunks(attention):
-    "The first chunk is padding alone in one row: where that row begins is learnt from the next chunk, under any attention."
+    """The first chunk is padding alone in one row: where that row begins is learnt from the
+    next chunk, under any attention."""
     model, inputs = tiny("llama"), prompt(3, 30)
     model.set_attn_implementation(attention)
     cache, mask = TurboQuantCache(model, "k4v4"), inputs["attention_mask"]
     with torch.no_grad():
         for a, z in ((0, 10), (10, 30)):
-            model(inputs["input_ids"][:, a:z], attention_mask=mask[:, :z], past_key_values=cache)
+            model(
+                inputs["input_ids"][:, a:z], attention_mask=mask[:, :z], past_key_values=cache
+            )
     assert {x.starts for x in cache.coded_layers} == {(0, 7, 13)}
     assert all(x.store.start.tolist() == [0, 7, 13] for x in cache.coded_layers)
 
 
 def test_listening_leaves_masks_alone():
-    "The mask functions of transformers give what they gave, for other caches and without one; one listener for each, however many caches are made."
+    """The mask functions of transformers give what they gave, for other caches and without one;
+    one listener for each, however many caches are made."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+
     for _ in range(2):
         TurboQuantCache(tiny())
     heard = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
-    assert heard.listens and heard.__wrapped__ is sdpa_mask and "turboquant" not in ALL_MASK_ATTENTION_FUNCTIONS._local_mapping
+    assert (
+        heard.listens
+        and heard.__wrapped__ is sdpa_mask
+        and "turboquant" not in ALL_MASK_ATTENTION_FUNCTIONS._local_mapping
+    )
     mask = prompt(3, 9)["attention_mask"].bool()
     args = dict(batch_size=3, q_length=9, kv_length=9, attention_mask=mask, device="cpu")
     assert torch.equal(heard(**args), sdpa_mask(**args))
@@ -929,7 +1435,14 @@ def test_sinks_of_a_padded_row_are_real_tokens():
 def test_set_padding_refuses():
     model = tiny()
     cache = TurboQuantCache(model)
-    for bad in (torch.tensor([[1, 1, 0]]), torch.tensor([[0, 1, 0, 1]]), torch.ones(3), torch.ones(1, 1, 2, 2), [[1, 1]], None):
+    for bad in (
+        torch.tensor([[1, 1, 0]]),
+        torch.tensor([[0, 1, 0, 1]]),
+        torch.ones(3),
+        torch.ones(1, 1, 2, 2),
+        [[1, 1]],
+        None,
+    ):
         with pytest.raises((ValueError, TypeError), match="attention_mask"):
             cache.set_padding(bad)
     with torch.no_grad():
@@ -956,27 +1469,42 @@ def test_right_padding():
         cache = TurboQuantCache(model, Recipe(recent=0))
         with torch.no_grad():
             model(ids, attention_mask=mask, past_key_values=cache)
-            out.append(model(step, attention_mask=longer, position_ids=position, past_key_values=cache).logits)
+            out.append(
+                model(
+                    step, attention_mask=longer, position_ids=position, past_key_values=cache
+                ).logits
+            )
             noise = ids.clone()
             noise[1, 14:] = 5
             other = TurboQuantCache(model, Recipe(Spec(), Spec(), recent=0))
             plain = TurboQuantCache(model, Recipe(Spec(), Spec(), recent=0))
             for c, x in ((other, noise), (plain, ids)):
                 model(x, attention_mask=mask, past_key_values=c)
-            a, b = (model(step, attention_mask=longer, position_ids=position, past_key_values=c).logits for c in (other, plain))
+            a, b = (
+                model(
+                    step, attention_mask=longer, position_ids=position, past_key_values=c
+                ).logits
+                for c in (other, plain)
+            )
         assert torch.allclose(a, b, atol=1e-5)
     for x in out[1:]:
         assert torch.allclose(x, out[0], atol=1e-4)
 
 
-# --- masks ----------------------------------------------------------------------------------------
+# --- masks
+# ----------------------------------------------------------------------------------------
+
 
 def test_four_dimensional_masks():
     "A tree of drafts: a 4-D mask, bool or 0/-inf, at prefill and later, one for all heads."
     model, ids = tiny(), prompt(2, 20, padded=False)["input_ids"]
     g = torch.Generator().manual_seed(2)
-    pre = torch.ones(20, 20, dtype=torch.bool).tril() & ((torch.rand(20, 20, generator=g) < 0.7) | torch.eye(20, dtype=torch.bool))
-    post = torch.cat([torch.rand(4, 20, generator=g) < 0.7, torch.ones(4, 4, dtype=torch.bool).tril()], 1)
+    pre = torch.ones(20, 20, dtype=torch.bool).tril() & (
+        (torch.rand(20, 20, generator=g) < 0.7) | torch.eye(20, dtype=torch.bool)
+    )
+    post = torch.cat(
+        [torch.rand(4, 20, generator=g) < 0.7, torch.ones(4, 4, dtype=torch.bool).tril()], 1
+    )
     low = torch.finfo(torch.float32).min
     results = []
     for attention in three(model):
@@ -984,8 +1512,14 @@ def test_four_dimensional_masks():
         for additive in (False, True):
             if attention == "eager" and not additive:
                 continue
-            form = lambda m: torch.zeros(2, 1, *m.shape).masked_fill(~m, low) if additive else m.expand(2, 1, *m.shape)  # noqa: B023,E731
-            cache = TurboQuantCache(model, Recipe(Spec(bits=4), Spec(bits=4), sinks=2, recent=4))
+            form = lambda m: (
+                torch.zeros(2, 1, *m.shape).masked_fill(~m, low)
+                if additive
+                else m.expand(2, 1, *m.shape)
+            )
+            cache = TurboQuantCache(
+                model, Recipe(Spec(bits=4), Spec(bits=4), sinks=2, recent=4)
+            )
             with torch.no_grad():
                 a = model(ids, attention_mask=form(pre), past_key_values=cache).logits
                 b = model(ids[:, :4], attention_mask=form(post), past_key_values=cache).logits
@@ -1008,7 +1542,9 @@ def test_mask_that_hides_the_first_tokens_at_prefill_only():
         cache = TurboQuantCache(model, Recipe(Spec(bits=4), Spec(bits=4), sinks=0, recent=0))
         with torch.no_grad():
             model(ids, attention_mask=pre[None, None], past_key_values=cache)
-            results.append(model(ids[:, :1], attention_mask=post[None, None], past_key_values=cache).logits)
+            results.append(
+                model(ids[:, :1], attention_mask=post[None, None], past_key_values=cache).logits
+            )
     assert torch.allclose(*results, atol=2e-4), float((results[0] - results[1]).abs().max())
 
 
@@ -1016,23 +1552,41 @@ def test_bias_masks_are_refused():
     model, ids = tiny(), prompt(1, 6, padded=False)["input_ids"]
     model.set_attn_implementation("turboquant")
     with torch.no_grad(), pytest.raises(ValueError, match="bias"):
-        model(ids, attention_mask=torch.full((1, 1, 6, 6), -1.5), past_key_values=TurboQuantCache(model))
+        model(
+            ids,
+            attention_mask=torch.full((1, 1, 6, 6), -1.5),
+            past_key_values=TurboQuantCache(model),
+        )
 
 
-# --- refusals -------------------------------------------------------------------------------------
+# --- refusals
+# -------------------------------------------------------------------------------------
+
 
 def test_turboquant_attention_needs_the_cache():
     model = tiny()
     model.set_attn_implementation("turboquant")
     inputs = prompt(1, 6, padded=False)
-    for kwargs in (dict(use_cache=False), {}, dict(past_key_values=DynamicCache(config=model.config))):
+    for kwargs in (
+        dict(use_cache=False),
+        {},
+        dict(past_key_values=DynamicCache(config=model.config)),
+    ):
         with torch.no_grad(), pytest.raises(TypeError, match="needs a TurboQuantCache"):
             model(**inputs, **kwargs)
     with pytest.raises(TypeError, match="needs a TurboQuantCache"):
         model.generate(**inputs, max_new_tokens=2)
 
 
-@pytest.mark.parametrize("bad, error, name", [(None, TypeError, "model_or_config"), ("llama", TypeError, "model_or_config"), (torch.nn.Linear(2, 2), TypeError, "model_or_config"), (3, TypeError, "model_or_config")])
+@pytest.mark.parametrize(
+    "bad, error, name",
+    [
+        (None, TypeError, "model_or_config"),
+        ("llama", TypeError, "model_or_config"),
+        (torch.nn.Linear(2, 2), TypeError, "model_or_config"),
+        (3, TypeError, "model_or_config"),
+    ],
+)
 def test_constructor_refuses_models(bad, error, name):
     with pytest.raises(error, match=name):
         TurboQuantCache(bad)
@@ -1040,15 +1594,27 @@ def test_constructor_refuses_models(bad, error, name):
 
 def test_constructor_arguments():
     model = tiny()
-    for kwargs, error, name in ((dict(recipe="k9v9"), ValueError, "k9v9"), (dict(recipe=3), TypeError, "recipe"), (dict(bits=0), ValueError, "bits"), (dict(bits=9), ValueError, "bits"),
-                                (dict(max_length=0), ValueError, "max_length"), (dict(max_length=1.5), ValueError, "max_length"), (dict(max_length=True), ValueError, "max_length")):
+    for kwargs, error, name in (
+        (dict(recipe="k9v9"), ValueError, "k9v9"),
+        (dict(recipe=3), TypeError, "recipe"),
+        (dict(bits=0), ValueError, "bits"),
+        (dict(bits=9), ValueError, "bits"),
+        (dict(max_length=0), ValueError, "max_length"),
+        (dict(max_length=1.5), ValueError, "max_length"),
+        (dict(max_length=True), ValueError, "max_length"),
+    ):
         with pytest.raises(error, match=name):
             TurboQuantCache(model, **kwargs)
     a, b = TurboQuantCache(model, bits=2), TurboQuantCache(model.config, "k3v3")
-    assert a.recipe.key.bits == a.recipe.value.bits == 2 and isinstance(b, Cache) and len(b) == 2
+    assert (
+        a.recipe.key.bits == a.recipe.value.bits == 2 and isinstance(b, Cache) and len(b) == 2
+    )
     inputs = prompt(2, 12)
     for attention in ("sdpa", "turboquant"):  # model and config are the same thing
-        assert torch.equal(generate(model, inputs, attention, cache=TurboQuantCache(model.config, "k3v3"))[0], generate(model, inputs, attention, cache=TurboQuantCache(model, "k3v3"))[0])
+        assert torch.equal(
+            generate(model, inputs, attention, cache=TurboQuantCache(model.config, "k3v3"))[0],
+            generate(model, inputs, attention, cache=TurboQuantCache(model, "k3v3"))[0],
+        )
 
 
 def _config(name, **kwargs):
@@ -1056,10 +1622,28 @@ def _config(name, **kwargs):
 
 
 UNSERVED = {
-    "falcon_h1": (lambda: _config("FalconH1Config", mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8), "LinearAttentionAndFullAttentionLayer"),
-    "mamba": (lambda: transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=VOCAB), "mamba"),
-    "bart": (lambda: transformers.BartConfig(d_model=32, encoder_layers=1, decoder_layers=1, vocab_size=VOCAB), "encoder"),
-    "t5": (lambda: transformers.T5Config(d_model=32, num_layers=1, num_heads=4, d_kv=8, vocab_size=VOCAB), "encoder"),
+    "falcon_h1": (
+        lambda: _config(
+            "FalconH1Config", mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8
+        ),
+        "LinearAttentionAndFullAttentionLayer",
+    ),
+    "mamba": (
+        lambda: transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=VOCAB),
+        "mamba",
+    ),
+    "bart": (
+        lambda: transformers.BartConfig(
+            d_model=32, encoder_layers=1, decoder_layers=1, vocab_size=VOCAB
+        ),
+        "encoder",
+    ),
+    "t5": (
+        lambda: transformers.T5Config(
+            d_model=32, num_layers=1, num_heads=4, d_kv=8, vocab_size=VOCAB
+        ),
+        "encoder",
+    ),
 }
 
 
@@ -1070,27 +1654,107 @@ def test_unserved_models_say_so(name):
         TurboQuantCache(config())
 
 
-@pytest.mark.parametrize("name, kwargs", [
-    ("Bloom", dict(n_layer=2, n_head=4)), ("Falcon", dict(head_dim=DROP, alibi=True, new_decoder_architecture=False, multi_query=True)), ("Mpt", dict(d_model=32, n_heads=4, n_layers=2, max_seq_len=256)),
-    ("Llama4Text", dict(MOE, attention_chunk_size=8, intermediate_size_mlp=48, layer_types=["chunked_attention", "full_attention"], no_rope_layers=[1, 0])),
-    ("Gemma3nText", dict(num_hidden_layers=4, num_kv_shared_layers=2, sliding_window=8, layer_types=["sliding_attention", "full_attention"] * 2, hidden_size_per_layer_input=4,
-                         vocab_size_per_layer_input=VOCAB, laurel_rank=4, altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 4)),
-    ("GPTJ", dict(n_embd=32, n_layer=2, n_head=4, rotary_dim=4)), ("GPTNeo", dict(num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=8)), ("CodeGen", dict(n_embd=32, n_layer=2, n_head=4, rotary_dim=4)), ("GPTBigCode", dict(n_embd=32, n_layer=2, n_head=4)),
-    ("DeepseekV2", dict(MOE, n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1, kv_lora_rank=8, q_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=6, num_key_value_heads=4)),
-    ("Exaone4", dict(sliding_window=12, layer_types=["sliding_attention", "full_attention"])), ("Doge", {}), ("Jamba", dict(MOE, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1, use_mamba_kernels=False)),
-])
+@pytest.mark.parametrize(
+    "name, kwargs",
+    [
+        ("Bloom", dict(n_layer=2, n_head=4)),
+        (
+            "Falcon",
+            dict(head_dim=DROP, alibi=True, new_decoder_architecture=False, multi_query=True),
+        ),
+        ("Mpt", dict(d_model=32, n_heads=4, n_layers=2, max_seq_len=256)),
+        (
+            "Llama4Text",
+            dict(
+                MOE,
+                attention_chunk_size=8,
+                intermediate_size_mlp=48,
+                layer_types=["chunked_attention", "full_attention"],
+                no_rope_layers=[1, 0],
+            ),
+        ),
+        (
+            "Gemma3nText",
+            dict(
+                num_hidden_layers=4,
+                num_kv_shared_layers=2,
+                sliding_window=8,
+                layer_types=["sliding_attention", "full_attention"] * 2,
+                hidden_size_per_layer_input=4,
+                vocab_size_per_layer_input=VOCAB,
+                laurel_rank=4,
+                altup_num_inputs=2,
+                activation_sparsity_pattern=[0.0] * 4,
+            ),
+        ),
+        ("GPTJ", dict(n_embd=32, n_layer=2, n_head=4, rotary_dim=4)),
+        (
+            "GPTNeo",
+            dict(
+                num_layers=2,
+                num_heads=4,
+                attention_types=[[["global", "local"], 1]],
+                window_size=8,
+            ),
+        ),
+        ("CodeGen", dict(n_embd=32, n_layer=2, n_head=4, rotary_dim=4)),
+        ("GPTBigCode", dict(n_embd=32, n_layer=2, n_head=4)),
+        (
+            "DeepseekV2",
+            dict(
+                MOE,
+                n_routed_experts=4,
+                n_group=1,
+                topk_group=1,
+                first_k_dense_replace=1,
+                kv_lora_rank=8,
+                q_lora_rank=16,
+                qk_rope_head_dim=4,
+                qk_nope_head_dim=8,
+                v_head_dim=6,
+                num_key_value_heads=4,
+            ),
+        ),
+        (
+            "Exaone4",
+            dict(sliding_window=12, layer_types=["sliding_attention", "full_attention"]),
+        ),
+        ("Doge", {}),
+        (
+            "Jamba",
+            dict(
+                MOE,
+                attn_layer_period=2,
+                attn_layer_offset=1,
+                expert_layer_period=2,
+                expert_layer_offset=1,
+                use_mamba_kernels=False,
+            ),
+        ),
+    ],
+)
 def test_difficult_models_are_right_or_refuse(name, kwargs):
-    "Models that bring their own attention: in each mode the tokens of transformers' own cache (everything in the exact window), or an error with a reason. Never a silent wrong answer."
+    """Models that bring their own attention: in each mode the tokens of transformers' own cache
+    (everything in the exact window), or an error with a reason. Never a silent wrong answer."""
     if not hasattr(transformers, name + "Config"):
         pytest.skip("not in this transformers")
     try:
-        model = tiny(name, **kwargs) if all(not isinstance(v, list) for v in kwargs.values()) else _unhashed(name, kwargs)
+        model = (
+            tiny(name, **kwargs)
+            if all(not isinstance(v, list) for v in kwargs.values())
+            else _unhashed(name, kwargs)
+        )
     except (TypeError, ValueError, KeyError, ImportError, AttributeError) as error:
         pytest.skip(f"this tiny configuration is not a model here: {error}")
     inputs = prompt(2, 30)
     model.set_attn_implementation("eager")
     try:
-        own = model.generate(**inputs, past_key_values=DynamicCache(config=model.config), max_new_tokens=10, do_sample=False)
+        own = model.generate(
+            **inputs,
+            past_key_values=DynamicCache(config=model.config),
+            max_new_tokens=10,
+            do_sample=False,
+        )
     except RuntimeError as error:
         pytest.skip(f"transformers' own cache does not work there either: {error}")
     served = {}
@@ -1124,7 +1788,9 @@ def test_refused_updates_change_nothing(attention):
     model.set_attn_implementation(attention)
     for filled in (False, True):
         cache = TurboQuantCache(model, "k3v3", max_length=40)
-        others = TurboQuantCache(model, "k3v3")  # shares the table of cosines and sines, which grows with tokens that are tried
+        others = TurboQuantCache(
+            model, "k3v3"
+        )  # shares the table of cosines and sines, which grows with tokens that are tried
         with torch.no_grad():
             model(**prompt(1, 60), past_key_values=others)
             if filled:
@@ -1133,14 +1799,32 @@ def test_refused_updates_change_nothing(attention):
         k, v = torch.randn(2, 2, 3, 8), torch.randn(2, 2, 3, 8)
         nan = k.clone()
         nan[1, 0, 2, 5] = float("nan")
-        bad = [(nan, v, "keys of layer 1"), (k, nan, "values of layer 1"), (k / 0, v, "keys of layer 1"), (k * 1e8, v, "keys of layer 1"),
-               (k, v[:, :, :2], "equally many"), (torch.randn(2, 2, 41, 8), torch.randn(2, 2, 41, 8), "max_length")]
-        bad += [(k.long(), v, "keys of layer 1"), (k.half(), v.half(), "keys of layer 1"), (k[:1], v[:1], "keys of layer 1"), (k[:, :1], v[:, :1], "keys of layer 1"), (k[..., :4], v[..., :4], "keys of layer 1")] if filled else []
+        bad = [
+            (nan, v, "keys of layer 1"),
+            (k, nan, "values of layer 1"),
+            (k / 0, v, "keys of layer 1"),
+            (k * 1e8, v, "keys of layer 1"),
+            (k, v[:, :, :2], "equally many"),
+            (torch.randn(2, 2, 41, 8), torch.randn(2, 2, 41, 8), "max_length"),
+        ]
+        bad += (
+            [
+                (k.long(), v, "keys of layer 1"),
+                (k.half(), v.half(), "keys of layer 1"),
+                (k[:1], v[:1], "keys of layer 1"),
+                (k[:, :1], v[:, :1], "keys of layer 1"),
+                (k[..., :4], v[..., :4], "keys of layer 1"),
+            ]
+            if filled
+            else []
+        )
         for key, value, text in bad:
             with pytest.raises((ValueError, TypeError), match=text):
                 cache.update(key, value, 1)
             assert_same(walk_snapshot(cache), before)
-            assert [dict(x.calls) for x in cache.layers] == calls and cache.layers[1].is_initialized is filled
+            assert [dict(x.calls) for x in cache.layers] == calls and cache.layers[
+                1
+            ].is_initialized is filled
 
 
 def test_max_length_is_refused_before_anything_changes():
@@ -1162,11 +1846,17 @@ def test_max_length_is_refused_before_anything_changes():
 def test_cache_implementation_conflicts():
     model = tiny()
     with pytest.raises(ValueError):
-        model.generate(**prompt(1, 6, padded=False), past_key_values=TurboQuantCache(model), cache_implementation="static", max_new_tokens=2)
+        model.generate(
+            **prompt(1, 6, padded=False),
+            past_key_values=TurboQuantCache(model),
+            cache_implementation="static",
+            max_new_tokens=2,
+        )
 
 
 def test_output_attentions():
-    "Weights exist only where transformers computes them; 'turboquant' may refuse or warn but not invent."
+    """Weights exist only where transformers computes them; 'turboquant' may refuse or warn but
+    not invent."""
     model, inputs = tiny(), prompt(1, 6, padded=False)
     model.set_attn_implementation("eager")
     with torch.no_grad():
@@ -1174,7 +1864,9 @@ def test_output_attentions():
         assert len(out.attentions) == 2 and out.attentions[0].shape == (1, 4, 6, 6)
         model.set_attn_implementation("turboquant")
         try:
-            out = model(**inputs, past_key_values=TurboQuantCache(model), output_attentions=True)
+            out = model(
+                **inputs, past_key_values=TurboQuantCache(model), output_attentions=True
+            )
         except (ValueError, NotImplementedError) as refused:
             assert "attention" in str(refused)
         else:
@@ -1197,7 +1889,11 @@ def test_handles_are_not_tensors():
     model.set_attn_implementation("turboquant")
     cache = TurboQuantCache(model, "k3v3")
     handle, _ = cache.update(torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8), 0)
-    assert handle.shape == (1, 2, 5, 8) and handle.dtype == torch.float32 and handle.device.type == "cpu"
+    assert (
+        handle.shape == (1, 2, 5, 8)
+        and handle.dtype == torch.float32
+        and handle.device.type == "cpu"
+    )
     for use in (lambda: handle.transpose(1, 2), lambda: handle.repeat_interleave(2, 1)):
         with pytest.raises((AttributeError, TypeError), match="codes, not a tensor"):
             use()
@@ -1210,7 +1906,13 @@ def test_switching_attention_in_mid_conversation():
     out, cache = generate(model, inputs, "sdpa", "k3v3")
     want, _ = generate(model, inputs, "sdpa", "k3v3", max_new_tokens=14)
     mask = torch.cat([inputs["attention_mask"], torch.ones(2, 8, dtype=torch.long)], 1)
-    got, _ = generate(model, dict(input_ids=out, attention_mask=mask), "turboquant", cache=cache, max_new_tokens=6)
+    got, _ = generate(
+        model,
+        dict(input_ids=out, attention_mask=mask),
+        "turboquant",
+        cache=cache,
+        max_new_tokens=6,
+    )
     assert torch.equal(got, want)
     assert set(cache.report()["served"]) == {"prefill", "dense", "codes"}
 
@@ -1238,7 +1940,8 @@ def test_reset_and_another_batch_size():
 
 
 def test_two_models_and_one_cache():
-    "A cache reads the attention of the model it was made for; another model of other heads or attention is an error, not an answer."
+    """A cache reads the attention of the model it was made for; another model of other heads or
+    attention is an error, not an answer."""
     a, b = tiny(seed=0), tiny(seed=1)
     a.set_attn_implementation("turboquant")
     b.set_attn_implementation("sdpa")
@@ -1252,16 +1955,34 @@ def test_two_models_and_one_cache():
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "turboquant"])
-@pytest.mark.parametrize("change, word", [(dict(num_key_value_heads=4), "KV heads 2, not 4"), (dict(num_attention_heads=2), "query heads 4, not 2"), (dict(head_dim=16), "head size 8, not 16"),
-                                          (dict(num_hidden_layers=1), "layers 2, not 1"), (dict(num_hidden_layers=3), "layers 2, not 3"),
-                                          (dict(rope_parameters={"rope_type": "default", "rope_theta": 500.0}), "RoPE .*10000.* not .*500.0")])
+@pytest.mark.parametrize(
+    "change, word",
+    [
+        (dict(num_key_value_heads=4), "KV heads 2, not 4"),
+        (dict(num_attention_heads=2), "query heads 4, not 2"),
+        (dict(head_dim=16), "head size 8, not 16"),
+        (dict(num_hidden_layers=1), "layers 2, not 1"),
+        (dict(num_hidden_layers=3), "layers 2, not 3"),
+        (
+            dict(rope_parameters={"rope_type": "default", "rope_theta": 500.0}),
+            "RoPE .*10000.* not .*500.0",
+        ),
+    ],
+)
 def test_another_models_cache_is_refused(attention, change, word):
-    "The first pass says what differs, before anything is stored. Today all but a missing layer are taken without a word."
+    """The first pass says what differs, before anything is stored. Today all but a missing
+    layer are taken without a word."""
     model, cache = tiny("llama", **change), TurboQuantCache(tiny("llama"))
     model.set_attn_implementation(attention)
     cache.config._attn_implementation = attention
-    for run in (lambda: model(**prompt(2, 9), past_key_values=cache), lambda: model.generate(**prompt(2, 9), past_key_values=cache, max_new_tokens=2)):
-        with torch.no_grad(), pytest.raises(ValueError, match=f"built for another model: .*{word}"):
+    for run in (
+        lambda: model(**prompt(2, 9), past_key_values=cache),
+        lambda: model.generate(**prompt(2, 9), past_key_values=cache, max_new_tokens=2),
+    ):
+        with (
+            torch.no_grad(),
+            pytest.raises(ValueError, match=f"built for another model: .*{word}"),
+        ):
             run()
         assert cache.get_seq_length() == 0 and not cache.layers[0].is_initialized
 
@@ -1269,13 +1990,20 @@ def test_another_models_cache_is_refused(attention, change, word):
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "turboquant"])
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
 def test_a_pass_of_nothing_is_refused(attention, shape):
-    "No sequence or no token, at first and later: said in words, where the model would say that it cannot reshape."
+    """No sequence or no token, at first and later: said in words, where the model would say
+    that it cannot reshape."""
     model = tiny("llama")
     model.set_attn_implementation(attention)
     cache, nothing = TurboQuantCache(model), torch.zeros(shape, dtype=torch.long)
     with torch.no_grad():
         for held in (0, 9):
-            with pytest.raises(ValueError, match=f"at least one sequence and one token, got {shape[0]} sequences of {shape[1]} tokens"):
+            with pytest.raises(
+                ValueError,
+                match=(
+                    f"at least one sequence and one token, got {shape[0]} sequences of "
+                    f"{shape[1]} tokens"
+                ),
+            ):
                 model(nothing, past_key_values=cache)
             assert cache.get_seq_length() == held
             if not held:
@@ -1302,7 +2030,11 @@ def test_explicit_positions():
         cache = TurboQuantCache(model, "k4v4")
         with torch.no_grad():
             model(ids, position_ids=torch.arange(5, 15)[None], past_key_values=cache)
-            out.append(model(ids[:, :3], position_ids=torch.tensor([[40, 41, 42]]), past_key_values=cache).logits)
+            out.append(
+                model(
+                    ids[:, :3], position_ids=torch.tensor([[40, 41, 42]]), past_key_values=cache
+                ).logits
+            )
     for x in out[1:]:
         assert torch.allclose(x, out[0], atol=1e-4)
 
@@ -1320,24 +2052,40 @@ def test_half_precision(name, dtype):
         mask = torch.cat([inputs["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
         with torch.no_grad():
             model(**inputs, past_key_values=cache)
-            out[attention] = model(inputs["input_ids"][:, :1], attention_mask=mask, past_key_values=cache).logits
-        assert cache.layers[0].store.dtype == dtype and cache.layers[0].store.read()[0].dtype == dtype
+            out[attention] = model(
+                inputs["input_ids"][:, :1], attention_mask=mask, past_key_values=cache
+            ).logits
+        assert (
+            cache.layers[0].store.dtype == dtype
+            and cache.layers[0].store.read()[0].dtype == dtype
+        )
     a, b = out.values()
     assert a.dtype == b.dtype == dtype
-    assert float((a.float() - b.float()).abs().max() / a.float().abs().max()) < (0.01 if dtype == torch.float16 else 0.08)
+    assert float((a.float() - b.float()).abs().max() / a.float().abs().max()) < (
+        0.01 if dtype == torch.float16 else 0.08
+    )
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
 def test_sliding_layers_free_tiles(attention):
-    "A long run: the bytes of a sliding layer stop growing, and the tokens are those of both modes."
+    """A long run: the bytes of a sliding layer stop growing, and the tokens are those of both
+    modes."""
     model = tiny("mistral", max_position_embeddings=4096)
     model.set_attn_implementation(attention)
     cache, sizes = TurboQuantCache(model, "k3v3"), []
     with torch.no_grad():
         for i in range(12):
-            logits = model(prompt(1, 200, seed=i, padded=False)["input_ids"], past_key_values=cache).logits
-            sizes.append(sum(cache.report()["per_layer"]))  # the table of cosines and sines grows with the length
-    assert logits.isfinite().all() and cache.get_seq_length() == 2400 and sizes[-1] <= max(sizes[:6])
+            logits = model(
+                prompt(1, 200, seed=i, padded=False)["input_ids"], past_key_values=cache
+            ).logits
+            sizes.append(
+                sum(cache.report()["per_layer"])
+            )  # the table of cosines and sines grows with the length
+    assert (
+        logits.isfinite().all()
+        and cache.get_seq_length() == 2400
+        and sizes[-1] <= max(sizes[:6])
+    )
     layer = cache.layers[0]
     assert layer.store.offset > 1500 and layer.store.nbytes == layer.store.expected_nbytes()
     with pytest.raises(ValueError, match="cannot crop"):
@@ -1347,11 +2095,15 @@ def test_sliding_layers_free_tiles(attention):
 
 
 def test_operations_of_a_step_in_each_layer():
-    "Of 12 layers, on a processor: as many in each, and few more than a cache that is not compressed takes; what a pass asks once does not grow with layers."
+    """Of 12 layers, on a processor: as many in each, and few more than a cache that is not
+    compressed takes; what a pass asks once does not grow with layers."""
     ids, counts = prompt(1, 300, padded=False)["input_ids"], {}
     for layers in (6, 12):
         model = tiny("llama", num_hidden_layers=layers)
-        for name, make in (("sdpa", lambda m: DynamicCache(config=m.config)), ("turboquant", lambda m: TurboQuantCache(m, "k3v3"))):
+        for name, make in (
+            ("sdpa", lambda m: DynamicCache(config=m.config)),
+            ("turboquant", lambda m: TurboQuantCache(m, "k3v3")),
+        ):
             model.set_attn_implementation(name)
             cache = make(model)
             with torch.no_grad():
@@ -1361,7 +2113,9 @@ def test_operations_of_a_step_in_each_layer():
                     model(ids[:, :1], past_key_values=cache)
             counts[name, layers] = seen.n
         report = cache.report()
-        assert report["backends"] == {"gather": 3 * layers} and report["coded"] == {"torch": 4 * layers}
+        assert report["backends"] == {"gather": 3 * layers} and report["coded"] == {
+            "torch": 4 * layers
+        }
     each = {name: (counts[name, 12] - counts[name, 6]) / 6 for name in ("sdpa", "turboquant")}
     once = counts["turboquant", 12] - 12 * each["turboquant"]
     assert each["turboquant"] - each["sdpa"] <= 170, each
@@ -1369,16 +2123,33 @@ def test_operations_of_a_step_in_each_layer():
 
 
 def test_a_preset_has_its_mean_however_it_is_given():
-    "By name, as a Recipe, changed, in a list and by `by_layer`: the mean before RoPE where the model has it, else the prompt's; a centre that is named stays."
-    llama = LlamaConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
+    """By name, as a Recipe, changed, in a list and by `by_layer`: the mean before RoPE where
+    the model has it, else the prompt's; a centre that is named stays."""
+    llama = LlamaConfig(
+        num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2
+    )
     gpt2 = GPT2Config(n_layer=2, n_embd=64, n_head=4)
     changed = replace(preset("k3v3"), recent=32)
     for config, center in ((llama, "pre_rope"), (gpt2, "prompt_mean")):
-        for given in (None, "k3v3", preset("k3v3"), Recipe(), changed, ["k3v3", "k4v4"], [changed, "k4v4"], by_layer("k3v3", 2, {0: "k4v4"})):
+        for given in (
+            None,
+            "k3v3",
+            preset("k3v3"),
+            Recipe(),
+            changed,
+            ["k3v3", "k4v4"],
+            [changed, "k4v4"],
+            by_layer("k3v3", 2, {0: "k4v4"}),
+        ):
             recipes = TurboQuantCache(config, given).recipes
             assert [r.key.center for r in recipes] == [center] * 2, given
-        assert TurboQuantCache(config, changed).recipe == replace(TurboQuantCache(config, "k3v3").recipe, recent=32)
+        assert TurboQuantCache(config, changed).recipe == replace(
+            TurboQuantCache(config, "k3v3").recipe, recent=32
+        )
         for named in ("none", "prompt_mean"):
-            assert TurboQuantCache(config, Recipe(Spec(3, center=named))).recipe.key.center == named
+            assert (
+                TurboQuantCache(config, Recipe(Spec(3, center=named))).recipe.key.center
+                == named
+            )
     with pytest.raises(ValueError, match="center='auto' is for keys"):
         Recipe(value=Spec(center="auto"))

@@ -1,5 +1,8 @@
-"""generate() by captured steps, without a GPU: a `Tape` notes the operators of a step and runs them again with the numbers that Python had then, as a CUDA graph does. The same tokens as eager
-steps, one capture for all of them, and what cannot be captured says why. (test_cuda.py: the same on a GPU.)"""
+"""generate() by captured steps, without a GPU: a `Tape` notes the operators of a step and runs
+them again with the numbers that Python had then, as a CUDA graph does. The same tokens as eager
+steps, one capture for all of them, and what cannot be captured says why. (test_cuda.py: the
+same on a GPU.)"""
+
 import copy
 import functools
 import gc
@@ -10,12 +13,21 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from tests.helpers import FAMILIES, HYBRID, SLIDING, caches_latents, covering_pairs, generate, prompt, tiny  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from tests.helpers import (
+    FAMILIES,
+    HYBRID,
+    SLIDING,
+    caches_latents,
+    covering_pairs,
+    generate,
+    prompt,
+    tiny,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from turboquant_nb.hf import TurboQuantCache  # noqa: E402
-from turboquant_nb.hf.graphs import StepRunner, Tape  # noqa: E402
-from turboquant_nb.quant.quantizer import Recipe, Spec  # noqa: E402
+from turboquant_nb.hf import TurboQuantCache
+from turboquant_nb.hf.graphs import StepRunner, Tape
+from turboquant_nb.quant.quantizer import Recipe, Spec
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
@@ -26,7 +38,9 @@ def deep():
 
 def pair(model, recipe="k4v4", **kwargs):
     "A cache whose steps are eager, one whose steps are captured."
-    return TurboQuantCache(model, recipe, graphs=False, **kwargs), TurboQuantCache(model, recipe, graphs=Tape, **kwargs)
+    return TurboQuantCache(model, recipe, graphs=False, **kwargs), TurboQuantCache(
+        model, recipe, graphs=Tape, **kwargs
+    )
 
 
 def same_tokens(model, inputs, caches, **options):
@@ -35,28 +49,54 @@ def same_tokens(model, inputs, caches, **options):
     return outs[0]
 
 
-@pytest.mark.parametrize("way, padded", covering_pairs(["greedy", "sampled", "beams", "returned"], [True, False]))
+@pytest.mark.parametrize(
+    "way, padded", covering_pairs(["greedy", "sampled", "beams", "returned"], [True, False])
+)
 def test_tokens_of_captured_steps_are_those_of_eager_ones(way, padded):
-    "12 layers: one capture, and every step after the two that come before it is a replay. Kills: a length, a position or padding that Python baked into the recording."
-    options = {"greedy": {}, "sampled": dict(do_sample=True), "beams": dict(num_beams=3), "returned": dict(do_sample=True, num_return_sequences=2)}
+    """12 layers: one capture, and every step after the two that come before it is a replay.
+    Kills: a length, a position or padding that Python baked into the recording."""
+    options = {
+        "greedy": {},
+        "sampled": dict(do_sample=True),
+        "beams": dict(num_beams=3),
+        "returned": dict(do_sample=True, num_return_sequences=2),
+    }
     model = deep()
     caches = pair(model, max_length=64)
     same_tokens(model, prompt(3, 20, padded=padded), caches, max_new_tokens=9, **options[way])
     r = caches[1].report()["graphs"]
-    assert r["captured"] == 1 and r["replayed"] >= 6 and r["why_not"] == "" and caches[0].report()["graphs"] == {}
+    assert (
+        r["captured"] == 1
+        and r["replayed"] >= 6
+        and r["why_not"] == ""
+        and caches[0].report()["graphs"] == {}
+    )
     assert caches[1].report()["tokens"] == caches[0].report()["tokens"] == 28
 
 
 @pytest.mark.parametrize("static", [False, True])
 def test_a_second_turn_and_a_second_prompt(static):
-    "In the same cache: a static one keeps its graph through reset(), the other captures again on its new tensors; nothing is compared twice."
+    """In the same cache: a static one keeps its graph through reset(), the other captures again
+    on its new tensors; nothing is compared twice."""
     model = tiny("llama")
     caches = pair(model, max_length=64, static=static)
     for again in range(2):
-        out = same_tokens(model, dict(input_ids=prompt(2, 12 + again, seed=again, padded=False)["input_ids"]), caches, max_new_tokens=6, disable_compile=True)
+        out = same_tokens(
+            model,
+            dict(input_ids=prompt(2, 12 + again, seed=again, padded=False)["input_ids"]),
+            caches,
+            max_new_tokens=6,
+            disable_compile=True,
+        )
         turn = torch.cat([out, prompt(2, 5, seed=9, padded=False)["input_ids"]], 1)
         before = caches[1].runner.replayed
-        same_tokens(model, dict(input_ids=turn, attention_mask=torch.ones_like(turn)), caches, max_new_tokens=6, disable_compile=True)
+        same_tokens(
+            model,
+            dict(input_ids=turn, attention_mask=torch.ones_like(turn)),
+            caches,
+            max_new_tokens=6,
+            disable_compile=True,
+        )
         r = caches[1].report()["graphs"]
         assert r["replayed"] == before + 5 and r["captured"] == (1 if static else 1 + again), r
         for c in caches:
@@ -70,7 +110,11 @@ def test_a_cache_that_grows_records_again():
     caches = pair(model)
     same_tokens(model, prompt(1, 185, padded=False), caches, max_new_tokens=80)
     r = caches[1].report()
-    assert r["graphs"]["captured"] == 2 and r["graphs"]["replayed"] == 78 and caches[1].layers[0].store.capacity > 256, r["graphs"]
+    assert (
+        r["graphs"]["captured"] == 2
+        and r["graphs"]["replayed"] == 78
+        and caches[1].layers[0].store.capacity > 256
+    ), r["graphs"]
     assert "78 steps replayed, 2 graphs captured" in str(r)
 
 
@@ -79,11 +123,14 @@ def test_a_full_cache_refuses_and_is_as_before():
     _, cache = pair(model, max_length=24)
     with pytest.raises(ValueError, match="max_length is 24"):
         generate(model, prompt(2, 20), "turboquant", cache=cache, max_new_tokens=9)
-    assert {x.held for x in cache.layers} == {24} and cache.report()["graphs"]["why_not"] == "the cache is full"
+    assert {x.held for x in cache.layers} == {24} and cache.report()["graphs"][
+        "why_not"
+    ] == "the cache is full"
 
 
 def test_a_model_that_changes_is_captured_again():
-    "Other weights in other tensors, or a switch in a module, between two prompts of a cache that keeps its graph. Kills: a graph that goes on with what the model was."
+    """Other weights in other tensors, or a switch in a module, between two prompts of a cache
+    that keeps its graph. Kills: a graph that goes on with what the model was."""
     model = copy.deepcopy(tiny("llama"))
     layer = model.model.layers[0].mlp
     layer.scale, own = 1.0, layer.forward
@@ -98,7 +145,11 @@ def test_a_model_that_changes_is_captured_again():
         assert caches[1].runner.captured == (1, 2, 3, 3)[again]
         for c in caches:
             c.reset()
-    assert not torch.equal(outs[0], outs[1]) and not torch.equal(outs[1], outs[2]) and torch.equal(outs[2], outs[3])
+    assert (
+        not torch.equal(outs[0], outs[1])
+        and not torch.equal(outs[1], outs[2])
+        and torch.equal(outs[2], outs[3])
+    )
 
 
 class NoReads(TorchDispatchMode):
@@ -110,11 +161,14 @@ class NoReads(TorchDispatchMode):
 
 
 def test_a_replay_reads_nothing(monkeypatch):
-    "No number comes to the host in a replayed step. Kills: a look at the mask, the length or the flags in every step."
+    """No number comes to the host in a replayed step. Kills: a look at the mask, the length or
+    the flags in every step."""
     model, replay = deep(), StepRunner._replay
 
     def counted(self, *args):
-        self.replayed += self.replayed % 16 == 15  # every 16th looks at what went wrong, where that costs no waiting
+        self.replayed += (
+            self.replayed % 16 == 15
+        )  # every 16th looks at what went wrong, where that costs no waiting
         with NoReads():
             return replay(self, *args)
 
@@ -130,8 +184,16 @@ def test_a_mask_unlike_the_prompts_is_reported():
     inputs = prompt(2, 20)
     out, _ = generate(model, inputs, "turboquant", cache=cache)
     mask = torch.cat([inputs["attention_mask"], torch.ones(2, 8, dtype=torch.long)], 1)
-    call = dict(past_key_values=cache, position_ids=mask.sum(1, keepdim=True) - 1, use_cache=True, return_dict=True, logits_to_keep=1)
-    call |= {} if "logits_to_keep" in cache.runner.held[1].kind.rest else {"logits_to_keep": None}
+    call = dict(
+        past_key_values=cache,
+        position_ids=mask.sum(1, keepdim=True) - 1,
+        use_cache=True,
+        return_dict=True,
+        logits_to_keep=1,
+    )
+    call |= (
+        {} if "logits_to_keep" in cache.runner.held[1].kind.rest else {"logits_to_keep": None}
+    )
     before = cache.runner.replayed
     with torch.no_grad():
         model(out[:, -1:], attention_mask=mask, **call)
@@ -154,7 +216,8 @@ def spoiled(model, spoil):
 
 
 def baked(kwargs):
-    "Positions by what Python knows: right in every eager step, wrong in every replay after the first."
+    """Positions by what Python knows: right in every eager step, wrong in every replay after
+    the first."""
     length, ids = kwargs["past_key_values"].get_seq_length(), kwargs["input_ids"]
     return kwargs | dict(position_ids=torch.arange(length, length + ids.shape[1])[None])
 
@@ -164,9 +227,12 @@ def reading(kwargs):
     return kwargs | dict(use_cache=bool(kwargs["input_ids"].max() >= 0))
 
 
-@pytest.mark.parametrize("spoil, why", [(baked, "differed from the eager one"), (reading, "capturing failed")])
+@pytest.mark.parametrize(
+    "spoil, why", [(baked, "differed from the eager one"), (reading, "capturing failed")]
+)
 def test_a_model_that_no_graph_can_hold_runs_eagerly(spoil, why):
-    "Mutants of a model: the first replay is compared with an eager step, and what differs is never used. The tokens stay those of eager steps."
+    """Mutants of a model: the first replay is compared with an eager step, and what differs is
+    never used. The tokens stay those of eager steps."""
     model = spoiled(deep(), spoil)
     caches = pair(model, max_length=64)
     same_tokens(model, prompt(2, 20, padded=False), caches)
@@ -183,14 +249,23 @@ def test_families(name):
         pytest.skip("its cache holds latents, which the 'turboquant' attention does not serve")
     for padded in (False, True):
         caches = pair(model, max_length=64, static=name in SLIDING)
-        same_tokens(model, prompt(2, 20, padded=padded), caches, max_new_tokens=6, disable_compile=True)
+        same_tokens(
+            model, prompt(2, 20, padded=padded), caches, max_new_tokens=6, disable_compile=True
+        )
         r = caches[1].report()["graphs"]
         assert r["replayed"] >= 4 and not r["why_not"] or r["why_not"], r
         if name in ("llama", "mistral", "qwen3", "gemma3_text", "phi3", "olmo2", "smollm3"):
             assert r["replayed"] >= 4, r
 
 
-@pytest.mark.parametrize("recipe, name, why", [(Recipe(decay=30), "llama", "decay"), ("k4v4", "mistral", "a sliding layer frees tokens"), (Recipe(Spec(4, residual="qjl")), "llama", "QJL")])
+@pytest.mark.parametrize(
+    "recipe, name, why",
+    [
+        (Recipe(decay=30), "llama", "decay"),
+        ("k4v4", "mistral", "a sliding layer frees tokens"),
+        (Recipe(Spec(4, residual="qjl")), "llama", "QJL"),
+    ],
+)
 def test_what_is_not_captured_says_why(recipe, name, why):
     model = tiny(name)
     caches = pair(model, recipe)
@@ -201,26 +276,56 @@ def test_what_is_not_captured_says_why(recipe, name, why):
         TurboQuantCache(model, graphs=3)
 
 
-@pytest.mark.parametrize("recipe, static", covering_pairs(["k3v3", "k4v4", Recipe(recent=0), Recipe(recent=3, sinks=0)], [False, True]))
+@pytest.mark.parametrize(
+    "recipe, static",
+    covering_pairs(
+        ["k3v3", "k4v4", Recipe(recent=0), Recipe(recent=3, sinks=0)], [False, True]
+    ),
+)
 def test_passes_with_drafts_are_replayed(recipe, static):
-    """The same tokens as eager passes, one capture for each number of tokens, and after each rejection the recent tokens that it overwrote are exact again: the caches hold the same to the bit of a
-    code. Kills: a length or a number of drafts in the recording, recent tokens of rejected drafts, a tail of the replay before."""
+    """The same tokens as eager passes, one capture for each number of tokens, and after each
+    rejection the recent tokens that it overwrote are exact again: the caches hold the same to
+    the bit of a code. Kills: a length or a number of drafts in the recording, recent tokens of
+    rejected drafts, a tail of the replay before."""
     model = deep()
     caches = pair(model, recipe, max_length=140, static=static)
     text = dict(input_ids=prompt(1, 12, padded=False)["input_ids"].repeat(1, 3))
-    out = same_tokens(model, text, caches, padding=False, prompt_lookup_num_tokens=4, max_new_tokens=80, disable_compile=True)
+    out = same_tokens(
+        model,
+        text,
+        caches,
+        padding=False,
+        prompt_lookup_num_tokens=4,
+        max_new_tokens=80,
+        disable_compile=True,
+    )
     r = caches[1].report()["graphs"]
-    assert 1 <= r["captured"] <= 6 and r["replayed"] > 3 * r["captured"] and r["why_not"] == "", r
-    assert torch.equal(out, generate(model, text, "turboquant", cache=TurboQuantCache(model, recipe, graphs=False), padding=False, max_new_tokens=80)[0])
+    assert (
+        1 <= r["captured"] <= 6 and r["replayed"] > 3 * r["captured"] and r["why_not"] == ""
+    ), r
+    assert torch.equal(
+        out,
+        generate(
+            model,
+            text,
+            "turboquant",
+            cache=TurboQuantCache(model, recipe, graphs=False),
+            padding=False,
+            max_new_tokens=80,
+        )[0],
+    )
     stores = [[x.store for x in c.coded_layers] for c in caches]
     for a, b in zip(*stores):
         assert a.length == b.length
         for x, y in zip(a.read(), b.read()):
-            assert (x - y).norm() <= 0.02 * y.norm()  # a code may flip; a token that is another's is five times as far
+            assert (
+                (x - y).norm() <= 0.02 * y.norm()
+            )  # a code may flip; a token that is another's is five times as far
 
 
 def test_passes_of_changing_lengths_are_not_captured():
-    "An assistant that drafts now 2, now 3 tokens would pay for graphs that are hardly replayed: a number of tokens is captured when it comes twice in a row."
+    """An assistant that drafts now 2, now 3 tokens would pay for graphs that are hardly
+    replayed: a number of tokens is captured when it comes twice in a row."""
     model, text = deep(), prompt(1, 60, padded=False)["input_ids"]
     model.set_attn_implementation("turboquant")
     logits = []
@@ -238,35 +343,67 @@ def test_passes_of_changing_lengths_are_not_captured():
                 if graphs and len(counts) == 4:
                     assert "no two passes in a row" in cache.report()["graphs"]["why_not"]
         logits.append(said)
-    assert counts == [0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 2] and cache.runner.replayed == 2 and cache.report()["graphs"]["why_not"] == ""
+    assert (
+        counts == [0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 2]
+        and cache.runner.replayed == 2
+        and cache.report()["graphs"]["why_not"] == ""
+    )
     for a, b in zip(*logits):
         assert (a - b).norm() < 1e-4 * a.norm()
 
 
 def test_drafts_and_then_none_in_one_cache():
-    "A turn with drafts, then one without: other graphs, the same tokens. Drafts on a past would read the conversation a second time (transformers' own cache does), and are refused."
+    """A turn with drafts, then one without: other graphs, the same tokens. Drafts on a past
+    would read the conversation a second time (transformers' own cache does), and are
+    refused."""
     model = tiny("llama")
     caches = pair(model, "k3v3", max_length=200)
     ids = prompt(1, 12, padded=False)["input_ids"].repeat(1, 2)
     for more in (dict(prompt_lookup_num_tokens=3), {}):
-        ids = same_tokens(model, dict(input_ids=ids, attention_mask=torch.ones_like(ids)), caches, max_new_tokens=20, **more)
+        ids = same_tokens(
+            model,
+            dict(input_ids=ids, attention_mask=torch.ones_like(ids)),
+            caches,
+            max_new_tokens=20,
+            **more,
+        )
         ids = torch.cat([ids, ids[:, :4]], 1)
     assert caches[1].report()["graphs"]["why_not"] == ""
     held = caches[1].get_seq_length()
-    with pytest.raises(ValueError, match=f"does not go on from {held} tokens; with drafts|all [0-9]+ tokens of a conversation again"):  # the second: transformers 5.17 gives the mask
-        generate(model, dict(input_ids=ids, attention_mask=torch.ones_like(ids)), "turboquant", cache=caches[1], prompt_lookup_num_tokens=3)
+    with pytest.raises(
+        ValueError,
+        match=(
+            f"does not go on from {held} tokens; with drafts|all [0-9]+ tokens of a "
+            "conversation again"
+        ),
+    ):  # the second: transformers 5.17 gives the mask
+        generate(
+            model,
+            dict(input_ids=ids, attention_mask=torch.ones_like(ids)),
+            "turboquant",
+            cache=caches[1],
+            prompt_lookup_num_tokens=3,
+        )
     assert caches[1].get_seq_length() == held
 
 
 def test_copies_files_and_the_models_own_forward(tmp_path):
-    "A copy captures for itself; a file knows nothing of graphs; with the last cache the model's own `forward` is back, also on a copy of the model that was made meanwhile."
+    """A copy captures for itself; a file knows nothing of graphs; with the last cache the
+    model's own `forward` is back, also on a copy of the model that was made meanwhile."""
     model = copy.deepcopy(deep())
     caches = pair(model)
     out = same_tokens(model, prompt(2, 20), caches)
-    assert "forward" in model.__dict__ and list(model.__dict__["forward"].__signature__.parameters) == list(inspect.signature(type(model).forward).parameters)[1:]
+    assert (
+        "forward" in model.__dict__
+        and list(model.__dict__["forward"].__signature__.parameters)
+        == list(inspect.signature(type(model).forward).parameters)[1:]
+    )
     other = copy.deepcopy(model)
     other.set_attn_implementation("turboquant")
-    assert torch.equal(generate(other, prompt(2, 20), "turboquant", cache=TurboQuantCache(other, "k4v4"))[0], out)
+    assert torch.equal(
+        generate(other, prompt(2, 20), "turboquant", cache=TurboQuantCache(other, "k4v4"))[0],
+        out,
+    )
     caches += (copy.deepcopy(caches[1]),)
     caches[1].save(tmp_path / "c")
     caches += (TurboQuantCache.load(tmp_path / "c", model),)
@@ -281,14 +418,21 @@ def test_copies_files_and_the_models_own_forward(tmp_path):
 
 
 def test_another_attention_is_told_once_where_it_is_slow():
-    "On a GPU (test_cuda.py), and on a long past: the line to write, once. On a short past nothing is said."
+    """On a GPU (test_cuda.py), and on a long past: the line to write, once. On a short past
+    nothing is said."""
     from turboquant_nb.hf import cache as module
 
     module._say_slow.cache_clear()
     model = tiny("llama")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        generate(model, prompt(1, 9, padded=False), "sdpa", cache=TurboQuantCache(model), max_new_tokens=3)
+        generate(
+            model,
+            prompt(1, 9, padded=False),
+            "sdpa",
+            cache=TurboQuantCache(model),
+            max_new_tokens=3,
+        )
         long = prompt(1, module._LONG + 2, padded=False)
         generate(model, long, "turboquant", cache=TurboQuantCache(model), max_new_tokens=3)
         assert not [w for w in said if "set_attn_implementation" in str(w.message)]

@@ -1,4 +1,6 @@
-"What generate() reaches: masks that are not made, kernels that serve (in Triton's interpreter where there is no GPU), and reasons where they do not."
+"""What generate() reaches: masks that are not made, kernels that serve (in Triton's interpreter
+where there is no GPU), and reasons where they do not."""
+
 import copy
 import sys
 
@@ -7,38 +9,58 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
-from transformers import DynamicCache  # noqa: E402
-from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function  # noqa: E402
+from transformers import DynamicCache
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
-from tests.helpers import FAMILIES, HYBRID, Calls, MODES, exact_recipe, generate, prompt, three, tiny  # noqa: E402
-from turboquant_nb.kernels import ops  # noqa: E402
-from turboquant_nb.hf import TurboQuantCache  # noqa: E402
-from turboquant_nb.hf import attention as hf_attention  # noqa: E402
-from turboquant_nb.quant.quantizer import Recipe, Spec  # noqa: E402
+from tests.helpers import (
+    FAMILIES,
+    HYBRID,
+    Calls,
+    MODES,
+    exact_recipe,
+    generate,
+    prompt,
+    three,
+    tiny,
+)
+from turboquant_nb.kernels import ops
+from turboquant_nb.hf import TurboQuantCache
+from turboquant_nb.hf import attention as hf_attention
+from turboquant_nb.quant.quantizer import Recipe, Spec
 
 CUDA = torch.cuda.is_available()
-OWN = ("deepseek_v3", "falcon")  # caches latents; has an attention of its own that transformers cannot replace
+OWN = (
+    "deepseek_v3",
+    "falcon",
+)  # caches latents; has an attention of its own that transformers cannot replace
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture
 def no_masks(monkeypatch):
     "Making a mask is an error."
+
     def made(*args, **kwargs):
         raise AssertionError("a mask was made")
+
     monkeypatch.setattr(hf_attention, "sdpa_mask", made)
 
 
-# --- masks -----------------------------------------------------------------------------------------
+# --- masks
+# -----------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("name", [n for n in FAMILIES if n not in OWN])
 @pytest.mark.parametrize("padded", [False, True])
 def test_no_mask_is_made(name, padded, no_masks):
-    "Causal order, left padding and sliding windows are ranges; the tokens are those of transformers' own cache when every token is in the exact window."
+    """Causal order, left padding and sliding windows are ranges; the tokens are those of
+    transformers' own cache when every token is in the exact window."""
     model, inputs = tiny(name), prompt(padded=padded)
     model.set_attn_implementation("eager")
     own = model.generate(**inputs, max_new_tokens=6, do_sample=False)
-    out, cache = generate(model, inputs, "turboquant", exact_recipe(), padding=False, max_new_tokens=6)
+    out, cache = generate(
+        model, inputs, "turboquant", exact_recipe(), padding=False, max_new_tokens=6
+    )
     assert torch.equal(out, own)
     assert {x.starts for x in cache.coded_layers} == {(0, 7, 13) if padded else (0, 0, 0)}
     assert all(x.store.start.tolist() == list(x.starts) for x in cache.coded_layers)
@@ -50,16 +72,27 @@ def test_no_mask_in_any_way_of_generating(name, mode, no_masks):
     model = tiny(name)
     generate(model, prompt(2, 30), "turboquant", "k3v3", padding=False, **MODES[mode])
     ids = prompt(1, 12, padded=False)["input_ids"].repeat(1, 3)
-    generate(model, dict(input_ids=ids), "turboquant", "k3v3", padding=False, prompt_lookup_num_tokens=3)
+    generate(
+        model,
+        dict(input_ids=ids),
+        "turboquant",
+        "k3v3",
+        padding=False,
+        prompt_lookup_num_tokens=3,
+    )
 
 
 def test_a_second_turn_needs_no_mask(no_masks):
     model, inputs = tiny("gemma3_text"), prompt(2, 30)
     out, cache = generate(model, inputs, "turboquant", padding=False)
     turn = torch.cat([out, prompt(2, 25, seed=9, padded=False)["input_ids"]], 1)
-    mask = torch.cat([inputs["attention_mask"], torch.ones(2, turn.shape[1] - 30, dtype=torch.long)], 1)
+    mask = torch.cat(
+        [inputs["attention_mask"], torch.ones(2, turn.shape[1] - 30, dtype=torch.long)], 1
+    )
     generate(model, dict(input_ids=turn, attention_mask=mask), "turboquant", cache=cache)
-    assert cache.report()["served"]["chunk"] == 2  # 25 new tokens and the last one of the first turn
+    assert (
+        cache.report()["served"]["chunk"] == 2
+    )  # 25 new tokens and the last one of the first turn
 
 
 def holes(inputs):
@@ -70,30 +103,52 @@ def holes(inputs):
 
 UNUSUAL = {
     "holes": (lambda i: dict(attention_mask=holes(i)), "an attention mask with holes"),
-    "4D": (lambda i: dict(attention_mask=torch.ones(2, 1, 30, 30, dtype=torch.bool).tril()), "a mask was given"),
-    "additive": (lambda i: dict(attention_mask=torch.full((2, 1, 30, 30), torch.finfo(torch.float32).min).triu(1)), "a mask was given"),
+    "4D": (
+        lambda i: dict(attention_mask=torch.ones(2, 1, 30, 30, dtype=torch.bool).tril()),
+        "a mask was given",
+    ),
+    "additive": (
+        lambda i: dict(
+            attention_mask=torch.full((2, 1, 30, 30), torch.finfo(torch.float32).min).triu(1)
+        ),
+        "a mask was given",
+    ),
 }
 
 
 def known(cache):
     "All that the layers know, and every number that their stores hold."
-    layers = [{k: str(v) for k, v in vars(x).items() if k not in ("store", "config")} for x in cache.layers]
-    return layers, [None if x.store is None else (x.store.length, [t.clone() for t in x.store.state()[0].values()]) for x in cache.layers]
+    layers = [
+        {k: str(v) for k, v in vars(x).items() if k not in ("store", "config")}
+        for x in cache.layers
+    ]
+    return layers, [
+        None
+        if x.store is None
+        else (x.store.length, [t.clone() for t in x.store.state()[0].values()])
+        for x in cache.layers
+    ]
 
 
 def unchanged(cache, before):
     layers, stores = known(cache)
     return layers == before[0] and all(
-        a is b if a is None or b is None else a[0] == b[0] and all(torch.equal(x, y) for x, y in zip(a[1], b[1])) for a, b in zip(stores, before[1])
+        a is b
+        if a is None or b is None
+        else a[0] == b[0] and all(torch.equal(x, y) for x, y in zip(a[1], b[1]))
+        for a, b in zip(stores, before[1])
     )
 
 
 @pytest.mark.parametrize("filled", ["empty", "prompt", "row of padding", "static"])
 def test_asking_about_masks_changes_nothing(filled):
-    "Twice, and about other masks: the answer is the same and no layer changes. Only `turboquant_mask`, which acts on it, stores padding."
+    """Twice, and about other masks: the answer is the same and no layer changes. Only
+    `turboquant_mask`, which acts on it, stores padding."""
     model, inputs = tiny(), prompt(2, 30)
     model.set_attn_implementation("turboquant")
-    cache = TurboQuantCache(model, "k4v4", **dict(max_length=64, static=True) if filled == "static" else {})
+    cache = TurboQuantCache(
+        model, "k4v4", **dict(max_length=64, static=True) if filled == "static" else {}
+    )
     mask, n = inputs["attention_mask"].clone(), 30
     assert not mask[0, 0] or not mask[1, 0], "one row is padded"
     if filled != "empty":
@@ -106,11 +161,27 @@ def test_asking_about_masks_changes_nothing(filled):
     later[0, -2] = 0  # holes
     late = mask.clone()
     late[0, :-1] = 0  # longer padding than was known
-    asked = (mask, mask.flip(0), later, late, torch.ones_like(mask), mask[:, 1:], mask[:, None, None], None)
+    asked = (
+        mask,
+        mask.flip(0),
+        later,
+        late,
+        torch.ones_like(mask),
+        mask[:, 1:],
+        mask[:, None, None],
+        None,
+    )
     functions = (causal_mask_function, sliding_window_causal_mask_function(8), lambda *a: True)
     before, answers = known(cache), []
     for _ in range(2):
-        answers.append([hf_attention._mask_reason(cache, x, n, f, m) for x in cache.layers for f in functions for m in asked])
+        answers.append(
+            [
+                hf_attention._mask_reason(cache, x, n, f, m)
+                for x in cache.layers
+                for f in functions
+                for m in asked
+            ]
+        )
         assert unchanged(cache, before)
     assert answers[0] == answers[1] and len(set(answers[0])) > 3
     length = cache.get_mask_sizes(n)[0]
@@ -127,13 +198,29 @@ def test_an_unusual_mask_goes_to_pytorch_and_says_so(which):
     out = {}
     for attention in ("sdpa", "turboquant"):
         model.set_attn_implementation(attention)
-        cache = DynamicCache(config=model.config) if attention == "sdpa" else TurboQuantCache(model, exact_recipe())
+        cache = (
+            DynamicCache(config=model.config)
+            if attention == "sdpa"
+            else TurboQuantCache(model, exact_recipe())
+        )
         with torch.no_grad():
             logits = model(inputs["input_ids"], past_key_values=cache, **extra).logits
-            step = torch.cat([extra["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1) if which == "holes" else None
-            out[attention] = logits, model(inputs["input_ids"][:, :1], past_key_values=cache, attention_mask=step).logits
+            step = (
+                torch.cat([extra["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
+                if which == "holes"
+                else None
+            )
+            out[attention] = (
+                logits,
+                model(
+                    inputs["input_ids"][:, :1], past_key_values=cache, attention_mask=step
+                ).logits,
+            )
     r = cache.report()
-    assert r["reasons"].pop(f"prefill: {why}") == 2 and r["served"] == {"prefill": 2, "codes": 2}
+    assert r["reasons"].pop(f"prefill: {why}") == 2 and r["served"] == {
+        "prefill": 2,
+        "codes": 2,
+    }
     if which == "holes":
         assert r["reasons"] == {"an attention mask unlike the prompt's": 2}
     for a, b in zip(*out.values()):
@@ -150,12 +237,22 @@ def test_a_mask_that_changes_its_mind():
         cache.set_padding(inputs["attention_mask"])
         with torch.no_grad():
             model(**inputs, past_key_values=cache)
-            out.append(model(inputs["input_ids"][:, :1], past_key_values=cache, attention_mask=torch.ones(2, 31, dtype=torch.long)).logits)
-    assert cache.report()["reasons"] == {**cache.report()["reasons"], "an attention mask unlike the prompt's": 2}
+            out.append(
+                model(
+                    inputs["input_ids"][:, :1],
+                    past_key_values=cache,
+                    attention_mask=torch.ones(2, 31, dtype=torch.long),
+                ).logits
+            )
+    assert cache.report()["reasons"] == {
+        **cache.report()["reasons"],
+        "an attention mask unlike the prompt's": 2,
+    }
     assert torch.allclose(out[0][0], out[1][0], atol=1e-4)  # the row without padding
 
 
-# --- kernels ---------------------------------------------------------------------------------------
+# --- kernels
+# ---------------------------------------------------------------------------------------
 
 SMALL = dict(head_dim=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
 WAYS = {
@@ -164,9 +261,19 @@ WAYS = {
     "drafts": ("llama", dict(max_new_tokens=4, prompt_lookup_num_tokens=3)),
     "beams": ("llama", dict(max_new_tokens=2, num_beams=2)),
     "softcap": ("gemma2", dict(max_new_tokens=2, layer_types=["full_attention"])),
-    "sampling": ("llama", dict(max_new_tokens=2, do_sample=True, top_k=3, num_return_sequences=2)),
+    "sampling": (
+        "llama",
+        dict(max_new_tokens=2, do_sample=True, top_k=3, num_return_sequences=2),
+    ),
     "assisted": ("llama", dict(max_new_tokens=4, assisted=True)),
-    "hybrid": ("qwen3_next", dict(max_new_tokens=2, layer_types=["full_attention", "linear_attention"], num_hidden_layers=2)),
+    "hybrid": (
+        "qwen3_next",
+        dict(
+            max_new_tokens=2,
+            layer_types=["full_attention", "linear_attention"],
+            num_hidden_layers=2,
+        ),
+    ),
     "chunks": ("llama", dict(max_new_tokens=2, prefill_chunk_size=5)),
     "second turn": ("llama", dict(max_new_tokens=2, turn=True)),
 }
@@ -179,34 +286,54 @@ def kernel_cache(model, recipe="k4v4"):
 @pytest.mark.skipif(not CUDA and not ops._interpreted(), reason="needs Triton")
 @pytest.mark.parametrize("way", WAYS)
 def test_kernels_serve_generate(way):
-    """Left-padded batches decode on kernels alone, from coding to attention, and give the tokens of PyTorch's attention on codes. Without a GPU this is the portable
-    kernel in Triton's interpreter, which only `backend="triton"` reaches."""
+    """Left-padded batches decode on kernels alone, from coding to attention, and give the
+    tokens of PyTorch's attention on codes. Without a GPU this is the portable kernel in
+    Triton's interpreter, which only `backend="triton"` reaches."""
     name, kwargs = WAYS[way]
     kwargs, alone = dict(kwargs), way in ("drafts", "assisted")
-    sizes = SMALL | {k: kwargs.pop(k) for k in ("layer_types", "num_hidden_layers") if k in kwargs}
+    sizes = SMALL | {
+        k: kwargs.pop(k) for k in ("layer_types", "num_hidden_layers") if k in kwargs
+    }
     turn, assisted = kwargs.pop("turn", False), kwargs.pop("assisted", False)
     model = tiny(name, **sizes).to("cuda" if CUDA else "cpu")
     if assisted:  # nearly the same model, with a cache of its own
         kwargs["assistant_model"] = copy.deepcopy(model)
     try:
-        inputs = {k: x.to(model.device) for k, x in prompt(1 if alone else 2, 14, padded=not alone).items()}
+        inputs = {
+            k: x.to(model.device)
+            for k, x in prompt(1 if alone else 2, 14, padded=not alone).items()
+        }
         outs, served = [], []
         for backend in ("torch", "triton"):
             cache = TurboQuantCache(model, "k4v4", backend=backend)
             out = generate(model, inputs, "turboquant", cache=cache, **kwargs)[0]
             if turn:
                 mask = torch.cat([inputs["attention_mask"], torch.ones_like(out[:, 14:])], 1)
-                out = generate(model, dict(input_ids=out, attention_mask=mask), "turboquant", cache=cache, **kwargs)[0]
+                out = generate(
+                    model,
+                    dict(input_ids=out, attention_mask=mask),
+                    "turboquant",
+                    cache=cache,
+                    **kwargs,
+                )[0]
             outs.append(out)
             served.append(cache.report())
         assert torch.equal(*outs)
         a, b = served
-        assert set(a["served"]) == {"prefill", "codes"} and set(b["served"]) == {"prefill", "kernel"}
-        assert a["coded"] == {"torch": sum(a["served"].values())} and b["coded"] == {"kernel": sum(b["served"].values())}
+        assert set(a["served"]) == {"prefill", "codes"} and set(b["served"]) == {
+            "prefill",
+            "kernel",
+        }
+        assert a["coded"] == {"torch": sum(a["served"].values())} and b["coded"] == {
+            "kernel": sum(b["served"].values())
+        }
         if not CUDA:
             assert set(a["reasons"]) == {"an NVIDIA GPU is needed, the store is on cpu"}
             (why,) = b["reasons"]  # the interpreter has no tensor cores
-            assert why.startswith("by the portable kernel: ") and b["reasons"][why] == b["served"]["kernel"]
+            assert (
+                why.startswith("by the portable kernel: ")
+                and b["reasons"][why] == b["served"]["kernel"]
+            )
         else:
             assert b["reasons"] == {}
     finally:
@@ -216,7 +343,10 @@ def test_kernels_serve_generate(way):
 def test_auto_never_takes_the_interpreter():
     model = tiny(**SMALL)
     _, cache = generate(model, prompt(1, 5), "turboquant", max_new_tokens=2)
-    assert CUDA or (cache.report()["served"] == {"prefill": 1, "codes": 1} and cache.report()["coded"] == {"torch": 2})
+    assert CUDA or (
+        cache.report()["served"] == {"prefill": 1, "codes": 1}
+        and cache.report()["coded"] == {"torch": 2}
+    )
 
 
 REFUSED = {
@@ -232,7 +362,10 @@ def test_demanding_kernels_raises_before_anything_is_stored(which):
     model = tiny(**{**SMALL, **sizes})
     model.set_attn_implementation("turboquant")
     cache = kernel_cache(model, recipe)
-    with torch.no_grad(), pytest.raises(ValueError, match=f"'triton' cannot serve this store: .*{why}"):
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match=f"'triton' cannot serve this store: .*{why}"),
+    ):
         model(**prompt(1, 5, padded=False), past_key_values=cache)
     assert cache.get_seq_length() == 0 and cache.report()["nbytes"] == 0
 
@@ -242,7 +375,10 @@ def test_demanding_kernels_without_a_gpu_or_interpreter(monkeypatch):
         pytest.skip("there is one")
     monkeypatch.setattr(ops, "_interpreted", lambda: False)
     model = tiny(**SMALL)
-    with pytest.raises(ValueError, match="'triton' cannot serve this store: an NVIDIA GPU is needed, the store is on cpu"):
+    with pytest.raises(
+        ValueError,
+        match="'triton' cannot serve this store: an NVIDIA GPU is needed, the store is on cpu",
+    ):
         generate(model, prompt(1, 5), "turboquant", cache=kernel_cache(model))
 
 
@@ -252,17 +388,30 @@ def test_unknown_backends(backend):
         TurboQuantCache(tiny(), backend=backend)
 
 
-# --- long chunks -----------------------------------------------------------------------------------
+# --- long chunks
+# -----------------------------------------------------------------------------------
+
 
 def chunks_alike(model, inputs, given):
-    "Prompts in two chunks: the logits of dense decoding are those on codes. The cache on codes; under the attentions `given`, padding is set by hand."
+    """Prompts in two chunks: the logits of dense decoding are those on codes. The cache on
+    codes; under the attentions `given`, padding is set by hand."""
     outs = []
     for attention in ("eager", "turboquant"):
         cache = TurboQuantCache(model, "k4v4")
         if attention in given:
             cache.set_padding(inputs["attention_mask"])
         model.set_attn_implementation(attention)
-        outs.append(model.generate(**inputs, past_key_values=cache, prefill_chunk_size=45, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True))
+        outs.append(
+            model.generate(
+                **inputs,
+                past_key_values=cache,
+                prefill_chunk_size=45,
+                max_new_tokens=4,
+                do_sample=False,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+        )
     for a, b in zip(outs[0].logits, outs[1].logits):
         assert float((a - b).abs().max()) < 2e-4 * float(a.abs().max())
     return cache
@@ -271,15 +420,20 @@ def chunks_alike(model, inputs, given):
 @pytest.mark.parametrize("name", [n for n in FAMILIES if n not in HYBRID + OWN])
 @pytest.mark.parametrize("padded", [False, True])
 def test_chunked_prefill(name, padded, no_masks):
-    "transformers' prefill_chunk_size: the logits of dense decoding of the same codes, and flat memory: no block of the past is larger than ops.BLOCK."
+    """transformers' prefill_chunk_size: the logits of dense decoding of the same codes, and
+    flat memory: no block of the past is larger than ops.BLOCK."""
     model = tiny(name, max_position_embeddings=512)
     if "turboquant" not in three(model):
         pytest.skip("caches latents")
-    cache = chunks_alike(model, prompt(2, 90, padded=padded), ("eager", "turboquant") if padded else ())
+    cache = chunks_alike(
+        model, prompt(2, 90, padded=padded), ("eager", "turboquant") if padded else ()
+    )
     served = cache.report()["served"]
     layers = len(cache.coded_layers)
     slow = model.config.model_type == "gemma2"  # softcap
-    assert served["prefill"] == layers and served.get("codes" if slow else "chunk", 0) >= layers  # 45 and 45: a rest of up to 16 would be served as single steps, which dense attention cannot do
+    assert (
+        served["prefill"] == layers and served.get("codes" if slow else "chunk", 0) >= layers
+    )  # 45 and 45: a rest of up to 16 would be served as single steps, which dense attention cannot do
 
 
 def test_a_chunk_that_is_all_padding(no_masks):
@@ -292,6 +446,7 @@ def test_a_chunk_that_is_all_padding(no_masks):
 
 class Largest(TorchDispatchMode):
     "The largest tensor that torch makes, in bytes."
+
     bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -305,16 +460,25 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.skipif(not CUDA and not ops._interpreted(), reason="needs Triton")
 def test_a_step_makes_nothing_as_large_as_the_past():
-    "Of decoding after 500 tokens: on kernels no tensor is a third of one layer's dense keys; the dense path makes one."
-    model = tiny(**SMALL | dict(head_dim=64), max_position_embeddings=1100).to("cuda" if CUDA else "cpu")
+    """Of decoding after 500 tokens: on kernels no tensor is a third of one layer's dense keys;
+    the dense path makes one."""
+    model = tiny(**SMALL | dict(head_dim=64), max_position_embeddings=1100).to(
+        "cuda" if CUDA else "cpu"
+    )
     try:
         ids, most = prompt(1, 500, padded=False)["input_ids"].to(model.device), {}
         for attention in ("turboquant", "sdpa"):
             model.set_attn_implementation(attention)
-            cache = kernel_cache(model) if attention == "turboquant" else TurboQuantCache(model, "k4v4")
+            cache = (
+                kernel_cache(model)
+                if attention == "turboquant"
+                else TurboQuantCache(model, "k4v4")
+            )
             with torch.no_grad():
                 model(ids, past_key_values=cache)
-                model(ids[:, :1], past_key_values=cache)  # what grows does so by an eighth, and seldom
+                model(
+                    ids[:, :1], past_key_values=cache
+                )  # what grows does so by an eighth, and seldom
                 with Largest() as seen:
                     for i in range(2):
                         model(ids[:, i : i + 1], past_key_values=cache)
@@ -333,17 +497,24 @@ def test_what_a_kernel_took_is_told_later(bad, n):
     model = tiny(**SMALL | dict(num_hidden_layers=2)).to("cuda" if CUDA else "cpu")
     try:
         model.set_attn_implementation("turboquant")
-        cache, inputs = kernel_cache(model), prompt(1, 9, padded=False)["input_ids"].to(model.device)
+        cache, inputs = (
+            kernel_cache(model),
+            prompt(1, 9, padded=False)["input_ids"].to(model.device),
+        )
         with torch.no_grad():
             model(inputs, past_key_values=cache)
             x = torch.zeros(1, 1, n, 16, device=model.device)
             cache.update(x, x, 0)
             cache.update(torch.full_like(x, bad), x, 1)
             twin = copy.deepcopy(cache)
-            with pytest.raises(ValueError, match="layer 1: keys that were (not finite|too large)"):
+            with pytest.raises(
+                ValueError, match="layer 1: keys that were (not finite|too large)"
+            ):
                 twin.check()
             twin.check()  # once
-            with pytest.raises(ValueError, match="layer 1: keys that were (not finite|too large)"):
+            with pytest.raises(
+                ValueError, match="layer 1: keys that were (not finite|too large)"
+            ):
                 for _ in range(3):
                     model(inputs[:, :1], past_key_values=cache)
                     if CUDA:
@@ -354,7 +525,8 @@ def test_what_a_kernel_took_is_told_later(bad, n):
 
 @pytest.mark.parametrize("length", [3000, 6000])
 def test_memory_of_a_chunk_does_not_grow_with_the_past(length, monkeypatch):
-    "The largest tensor made while a chunk attends, past 3,000 or 6,000 tokens, in blocks of 2,048."
+    """The largest tensor made while a chunk attends, past 3,000 or 6,000 tokens, in blocks of
+    2,048."""
     from turboquant_nb.cache.store import KVStore
 
     monkeypatch.setattr(ops, "BLOCK", 2 * 16 * 2048)
@@ -372,7 +544,9 @@ def test_memory_of_a_chunk_does_not_grow_with_the_past(length, monkeypatch):
     assert seen.bytes <= max(block, held), (seen.bytes, block)
 
 
-# --- what an eager step costs the host ---------------------------------------------------------------
+# --- what an eager step costs the host
+# ---------------------------------------------------------------
+
 
 class Silent:
     "A compiled kernel that does nothing, and is counted."
@@ -392,12 +566,18 @@ def silent(monkeypatch):
     made = []
 
     def note(self, grid, named, slots, **options):
-        grid, args, name = grid if isinstance(grid, tuple) else (grid, 1, 1), self.ordered(named), self.kernel.__name__
+        grid, args, name = (
+            grid if isinstance(grid, tuple) else (grid, 1, 1),
+            self.ordered(named),
+            self.kernel.__name__,
+        )
         return decode.Launch({grid: Silent(made, name)[grid]}, grid, args, self.places, slots)
 
     monkeypatch.setattr(decode.Launcher, "__call__", note)
     monkeypatch.setattr(encode, "_short_kernel", Silent(made, "append"))
-    monkeypatch.setattr(launch, "_device_reason", lambda device, portable: "portable" if portable else "")
+    monkeypatch.setattr(
+        launch, "_device_reason", lambda device, portable: "portable" if portable else ""
+    )
     monkeypatch.setattr(launch, "is_current", lambda device: True)
     monkeypatch.setattr(launch, "run_kernel", decode_mma.mma_attention)
     monkeypatch.setattr(decode_mma, "device_properties", lambda index: (132, True, "9.0"))
@@ -421,15 +601,24 @@ def host_calls(step):
     return count
 
 
-@pytest.mark.skipif(CUDA or not ops._interpreted(), reason="Triton's interpreter, where there is no GPU")
+@pytest.mark.skipif(
+    CUDA or not ops._interpreted(), reason="Triton's interpreter, where there is no GPU"
+)
 @pytest.mark.parametrize("static", [False, True])
 def test_what_a_layer_costs_the_host(static, silent):
-    """Append and attention of one token in one layer: three launches, three operations, and 105 function calls at most, 120 where the device counts (188 when each call
-    asked anew who serves it; transformers' own cache and SDPA need 25 and as many launches)."""
+    """Append and attention of one token in one layer: three launches, three operations, and 105
+    function calls at most, 120 where the device counts (188 when each call asked anew who
+    serves it; transformers' own cache and SDPA need 25 and as many launches)."""
     pytest.importorskip("triton.experimental.gluon")
     model = tiny(**SMALL | dict(head_dim=64, num_hidden_layers=2), max_position_embeddings=1100)
     model.set_attn_implementation("turboquant")
-    cache = TurboQuantCache(model, "k3v3", backend="triton", graphs=False, **dict(max_length=700, static=True) if static else {})
+    cache = TurboQuantCache(
+        model,
+        "k3v3",
+        backend="triton",
+        graphs=False,
+        **dict(max_length=700, static=True) if static else {},
+    )
     module, ids = model.model.layers[1].self_attn, prompt(1, 300, padded=False)["input_ids"]
     with torch.no_grad():
         model(ids, past_key_values=cache)
@@ -437,7 +626,9 @@ def test_what_a_layer_costs_the_host(static, silent):
         q = torch.randn(1, model.config.num_attention_heads, 1, 64)
 
         def layer(i):
-            return hf_attention.turboquant_attention(module, q, *cache.update(k, k, i), None, 0.1)
+            return hf_attention.turboquant_attention(
+                module, q, *cache.update(k, k, i), None, 0.1
+            )
 
         for _ in range(3):
             layer(0), layer(1)
@@ -449,4 +640,6 @@ def test_what_a_layer_costs_the_host(static, silent):
         with Calls() as operations:
             layer(1)
         assert operations.n <= 3 and calls <= (120 if static else 105), (operations.n, calls)
-    assert cache.layers[1].backends == {"triton": 5} and (static or cache.layers[1].store.length == 305)  # a kernel that does nothing counts nothing
+    assert cache.layers[1].backends == {"triton": 5} and (
+        static or cache.layers[1].store.length == 305
+    )  # a kernel that does nothing counts nothing

@@ -1,6 +1,9 @@
-"""Random sequences of operations on a cache against a dense model of it, and memory that runs out at every place.
+"""Random sequences of operations on a cache against a dense model of it, and memory that runs
+out at every place.
 
-TURBOQUANT_SEQUENCES sets how many sequences of up to 40 operations are run (12 if unset, 60 with TURBOQUANT_SLOW=1; 10,000 before a release)."""
+TURBOQUANT_SEQUENCES sets how many sequences of up to 40 operations are run (12 if unset, 60
+with TURBOQUANT_SLOW=1; 10,000 before a release)."""
+
 import copy
 import os
 import tempfile
@@ -8,25 +11,30 @@ import tempfile
 import pytest
 import torch
 
-from tests.helpers import SLOW  # noqa: E402
+from tests.helpers import SLOW
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("hypothesis")
-from hypothesis import HealthCheck, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from turboquant_nb.cache.attention import dense_attention  # noqa: E402
-from turboquant_nb.hf import MARGIN, TurboQuantCache, layer_frequencies, turboquant_attention  # noqa: E402
-from turboquant_nb.hf.cache import STEPS  # noqa: E402
-from turboquant_nb.quant.mixed_precision import make_quantizer  # noqa: E402
-from turboquant_nb.quant.quantizer import Coded, Recipe, Spec, decode  # noqa: E402
-from turboquant_nb.cache.store import KVStore, _EmbeddedCodebook, prompt_mean  # noqa: E402
+from turboquant_nb.cache.attention import dense_attention
+from turboquant_nb.hf import MARGIN, TurboQuantCache, layer_frequencies, turboquant_attention
+from turboquant_nb.hf.cache import STEPS
+from turboquant_nb.quant.mixed_precision import make_quantizer
+from turboquant_nb.quant.quantizer import Coded, Recipe, Spec, decode
+from turboquant_nb.cache.store import KVStore, _EmbeddedCodebook, prompt_mean
 
 SEQUENCES = int(os.environ.get("TURBOQUANT_SEQUENCES", 60 if SLOW else 12))
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
-HEADS, GROUP, D, WINDOW = 1, 2, 16, 20  # WINDOW: of the sliding layer 0; layer 1 sees everything
+HEADS, GROUP, D, WINDOW = (
+    1,
+    2,
+    16,
+    20,
+)  # WINDOW: of the sliding layer 0; layer 1 sees everything
 RECIPES = {
     "k3v3": Recipe(sinks=2, recent=5).settled(rope=False),
     "no recent tokens": Recipe(Spec(4, center="prompt_mean"), Spec(2), sinks=0, recent=0),
@@ -39,8 +47,17 @@ RECIPES = {
 
 
 def config():
-    c = transformers.Gemma3TextConfig(vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=HEADS * GROUP,
-                                      num_key_value_heads=HEADS, head_dim=D, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])
+    c = transformers.Gemma3TextConfig(
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS * GROUP,
+        num_key_value_heads=HEADS,
+        head_dim=D,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"],
+    )
     c._attn_implementation = "turboquant"
     return c
 
@@ -49,11 +66,20 @@ class Dense:
     "One side of one layer: what every token was, and what is left of it once it is coded."
 
     def __init__(self, spec, recipe, starts, freq):
-        self.q, self.recipe, self.starts, self.mean = make_quantizer(spec, D), recipe, starts, None
+        self.q, self.recipe, self.starts, self.mean = (
+            make_quantizer(spec, D),
+            recipe,
+            starts,
+            None,
+        )
         self.freq = freq if spec.center == "pre_rope" else None
         self.exact = self.coded = self.truncated = torch.zeros(len(starts), HEADS, 0, D)
-        self.fresh = torch.zeros(0, dtype=torch.bool)  # tokens that have not left the window yet
-        self.tail = None  # (first exact position, first of the chunk) while the last chunk was one of a few tokens
+        self.fresh = torch.zeros(
+            0, dtype=torch.bool
+        )  # tokens that have not left the window yet
+        # (first exact position, first of the chunk) while the last chunk was one of a few
+        # tokens
+        self.tail = None
 
     def rotate(self, x, n, back):
         "As RoPE rotates the next n tokens of each row, or back."
@@ -61,39 +87,67 @@ class Dense:
             return x
         at = torch.arange(n) + self.exact.shape[2] - torch.tensor(self.starts)[:, None]
         angle = at.clamp(min=0)[:, None, :, None].float() * self.freq
-        c, s = (f(angle).half().float() * (-1 if back and f is torch.sin else 1) for f in (torch.cos, torch.sin))
+        c, s = (
+            f(angle).half().float() * (-1 if back and f is torch.sin else 1)
+            for f in (torch.cos, torch.sin)
+        )
         a, b = x.float().chunk(2, -1)
         return torch.cat([a * c - b * s, b * c + a * s], -1)
 
     def append(self, x):
         if self.mean is None and self.q.spec.center != "none":
-            skips, still = [s + self.recipe.sinks for s in self.starts], self.rotate(x, x.shape[2], True)
-            self.mean = torch.cat([prompt_mean(still[i : i + 1], s) for i, s in enumerate(skips)])
+            skips, still = (
+                [s + self.recipe.sinks for s in self.starts],
+                self.rotate(x, x.shape[2], True),
+            )
+            self.mean = torch.cat(
+                [prompt_mean(still[i : i + 1], s) for i, s in enumerate(skips)]
+            )
         center = None if self.mean is None else self.rotate(self.mean, x.shape[2], False)
         mean = 0 if center is None else center.float()
         coded = self.q.encode(x, center, "x")
-        back = lambda q, c: q.rotation.inverse(q.decode_rotated(c)) + mean  # noqa: E731
+        back = lambda q, c: q.rotation.inverse(q.decode_rotated(c)) + mean
         truncated = coded = back(self.q, coded), coded
         if self.recipe.decay is not None:
             old = make_quantizer(self.q.spec, D)
             old.codebook = _EmbeddedCodebook(old.codebook)
-            truncated = back(old, Coded((coded[1].codes >> 1) + 2**self.q.spec.bits, coded[1].scale)), None
+            truncated = (
+                back(old, Coded((coded[1].codes >> 1) + 2**self.q.spec.bits, coded[1].scale)),
+                None,
+            )
         old, recent = self.exact.shape[2], self.fresh.nonzero()
-        self.tail = (int(recent[0]) if len(recent) else old, old) if 1 < x.shape[2] <= STEPS and old and self.recipe.recent else None
-        self.exact, self.coded, self.truncated = (torch.cat([a, b], 2) for a, b in ((self.exact, x), (self.coded, coded[0]), (self.truncated, truncated[0])))
+        self.tail = (
+            (int(recent[0]) if len(recent) else old, old)
+            if 1 < x.shape[2] <= STEPS and old and self.recipe.recent
+            else None
+        )
+        self.exact, self.coded, self.truncated = (
+            torch.cat([a, b], 2)
+            for a, b in (
+                (self.exact, x),
+                (self.coded, coded[0]),
+                (self.truncated, truncated[0]),
+            )
+        )
         n = self.exact.shape[2]
-        self.fresh = torch.cat([self.fresh, torch.ones(x.shape[2], dtype=torch.bool)]) & (torch.arange(n) >= n - self.recipe.recent)
+        self.fresh = torch.cat([self.fresh, torch.ones(x.shape[2], dtype=torch.bool)]) & (
+            torch.arange(n) >= n - self.recipe.recent
+        )
 
     def crop(self, n):
         keep = self.exact.shape[2] - n
-        self.exact, self.coded, self.truncated = (x[:, :, :keep] for x in (self.exact, self.coded, self.truncated))
+        self.exact, self.coded, self.truncated = (
+            x[:, :, :keep] for x in (self.exact, self.coded, self.truncated)
+        )
         self.fresh = self.fresh[:keep]
         self.tail = self.tail if self.tail and self.tail[1] <= keep else None
         if self.tail:  # the window as the tokens that are left would have made it
             self.fresh = torch.arange(keep) >= max(self.tail[0], keep - self.recipe.recent)
 
     def rows(self, index):
-        self.exact, self.coded, self.truncated = (x[index] for x in (self.exact, self.coded, self.truncated))
+        self.exact, self.coded, self.truncated = (
+            x[index] for x in (self.exact, self.coded, self.truncated)
+        )
         self.mean = None if self.mean is None else self.mean[index]
         self.starts, self.tail = [self.starts[i] for i in index], None
 
@@ -104,37 +158,63 @@ class Dense:
 
     def check(self, got, first):
         "What the cache reads from position `first` on is what it must be."
-        exact, coded, truncated = (x[:, :, first:] for x in (self.exact, self.coded, self.truncated))
+        exact, coded, truncated = (
+            x[:, :, first:] for x in (self.exact, self.coded, self.truncated)
+        )
         assert got.shape == exact.shape
         kept = self.is_exact()[:, :, first:].expand_as(got)
         assert torch.equal(got[kept], exact[kept])
-        near = lambda x: (got - x).abs() <= 1e-5 * (1 + x.abs())  # noqa: E731
+        near = lambda x: (got - x).abs() <= 1e-5 * (1 + x.abs())
         ok = (near(coded).all(-1) | near(truncated).all(-1))[..., None].expand_as(got)
         assert bool((ok | kept).all()), (got - coded).abs().amax(-1)
 
     def steps(self, coded, first, n):
-        "What each of the last n queries sees from position `first` on: sinks and its own recent tokens exactly, the rest as it is coded."
+        """What each of the last n queries sees from position `first` on: sinks and its own
+        recent tokens exactly, the rest as it is coded."""
         length = self.exact.shape[2]
         p, start = torch.arange(first, length), torch.tensor(self.starts)[:, None]
         sink = ((p >= start) & (p < start + self.recipe.sinks))[:, None, :, None]
         for at in range(length - n, length):
-            near = (p > at - max(self.recipe.recent, 1)) & (p >= (self.tail[0] if self.tail else length - n))
+            near = (p > at - max(self.recipe.recent, 1)) & (
+                p >= (self.tail[0] if self.tail else length - n)
+            )
             yield torch.where(sink | near[:, None], self.exact[:, :, first:], coded)
 
     def seen(self, got, chunk):
         "What attention sees: the cache's own tokens (just checked), the chunk exactly."
-        return torch.cat([got[:, :, : got.shape[2] - chunk], self.exact[:, :, self.exact.shape[2] - chunk :]], 2)
+        return torch.cat(
+            [
+                got[:, :, : got.shape[2] - chunk],
+                self.exact[:, :, self.exact.shape[2] - chunk :],
+            ],
+            2,
+        )
 
 
 class Machine(RuleBasedStateMachine):
-    @initialize(recipe=st.sampled_from(sorted(RECIPES)), batch=st.integers(1, 3), seed=st.integers(0, 999), data=st.data())
+    @initialize(
+        recipe=st.sampled_from(sorted(RECIPES)),
+        batch=st.integers(1, 3),
+        seed=st.integers(0, 999),
+        data=st.data(),
+    )
     def start(self, recipe, batch, seed, data):
-        self.config, self.recipe, self.g = config(), RECIPES[recipe], torch.Generator().manual_seed(seed)
+        self.config, self.recipe, self.g = (
+            config(),
+            RECIPES[recipe],
+            torch.Generator().manual_seed(seed),
+        )
         starts = data.draw(st.lists(st.integers(0, 9), min_size=batch, max_size=batch))
         self.cache = TurboQuantCache(self.config, self.recipe)
         self.cache.set_padding((torch.arange(10) >= torch.tensor(starts)[:, None]).long())
         freqs = layer_frequencies(self.config).by_layer
-        self.dense = [[Dense(spec, self.recipe, starts, freq) for spec in (self.recipe.key, self.recipe.value)] for freq in freqs]
+        self.dense = [
+            [
+                Dense(spec, self.recipe, starts, freq)
+                for spec in (self.recipe.key, self.recipe.value)
+            ]
+            for freq in freqs
+        ]
         self.length = self.longest = 0
         self.take(data.draw(st.sampled_from([10, 11, 35, 300])), True)
 
@@ -143,7 +223,8 @@ class Machine(RuleBasedStateMachine):
         return len(self.dense[0][0].starts)
 
     def take(self, n, on_codes):
-        "A chunk through both layers: what attention gives, or what `update` returns, is checked against dense attention over what the cache must hold."
+        """A chunk through both layers: what attention gives, or what `update` returns, is
+        checked against dense attention over what the cache must hold."""
         self.config._attn_implementation = "turboquant" if on_codes else "sdpa"
         past = self.length
         self.length += n
@@ -156,7 +237,9 @@ class Machine(RuleBasedStateMachine):
             q = torch.randn(self.batch, HEADS * GROUP, n, D, generator=self.g)
             handles = self.cache.update(k, v, i)
             if not on_codes:
-                assert all(torch.equal(h[:, :, past - visible :], x) for h, x in zip(handles, (k, v)))
+                assert all(
+                    torch.equal(h[:, :, past - visible :], x) for h, x in zip(handles, (k, v))
+                )
                 if past:
                     for side, h in zip(sides, handles):
                         rest = side.fresh.clone()
@@ -164,19 +247,40 @@ class Machine(RuleBasedStateMachine):
                         side.check(h, visible)
                         side.fresh = rest
                 continue
-            got = [x[:, :, visible - layer.store.offset :] for x in layer.store.read()]  # before the sliding layer frees
+            got = [
+                x[:, :, visible - layer.store.offset :] for x in layer.store.read()
+            ]  # before the sliding layer frees
             names = ("key", "value")
-            center = lambda name: layer.store.center(name, visible, self.length)  # noqa: B023,E731
-            coded = [decode(s.q, layer.store.coded(name, visible, self.length), center(name), torch.float32) for s, name in zip(layer.store.sides, names)]
+            center = lambda name: layer.store.center(name, visible, self.length)
+            coded = [
+                decode(
+                    s.q,
+                    layer.store.coded(name, visible, self.length),
+                    center(name),
+                    torch.float32,
+                )
+                for s, name in zip(layer.store.sides, names)
+            ]
             out = turboquant_attention(None, q, *handles, None, 0.25)[0].transpose(1, 2)
-            seen = [side.seen(x, n) if past else side.exact[:, :, visible:] for side, x in zip(sides, got)]
+            seen = [
+                side.seen(x, n) if past else side.exact[:, :, visible:]
+                for side, x in zip(sides, got)
+            ]
             at, p = torch.arange(past, self.length)[:, None], torch.arange(visible, self.length)
             mask = (p <= at) & (p >= torch.tensor(sides[0].starts)[:, None, None, None])
             mask = mask & (p > at - WINDOW) if i == 0 else mask
             want = dense_attention(q, *seen, 0.25, mask=mask)[0]
             if past and 1 < n <= STEPS:
                 pairs = zip(*(side.steps(x, visible, n) for side, x in zip(sides, coded)))
-                want = torch.cat([dense_attention(q[:, :, j : j + 1], *pair, 0.25, mask=mask[:, :, j : j + 1])[0] for j, pair in enumerate(pairs)], 2)
+                want = torch.cat(
+                    [
+                        dense_attention(
+                            q[:, :, j : j + 1], *pair, 0.25, mask=mask[:, :, j : j + 1]
+                        )[0]
+                        for j, pair in enumerate(pairs)
+                    ],
+                    2,
+                )
             real = mask.any(-1)[..., None].expand_as(out)
             assert torch.allclose(out[real], want[real], atol=2e-5)
 
@@ -199,7 +303,11 @@ class Machine(RuleBasedStateMachine):
     def crop_too_much(self, n):
         "A sliding layer that freed what would be needed refuses, and stays as it was."
         layer = self.cache.layers[0]
-        if n < self.length and layer.store.offset and self.length - n - WINDOW + 1 < layer.store.offset:
+        if (
+            n < self.length
+            and layer.store.offset
+            and self.length - n - WINDOW + 1 < layer.store.offset
+        ):
             with pytest.raises(ValueError, match="cannot crop"):
                 layer.crop(-n)
             assert self.longest - self.length + n > MARGIN
@@ -211,13 +319,17 @@ class Machine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def reorder(self, data):
-        index = data.draw(st.lists(st.integers(0, self.batch - 1), min_size=self.batch, max_size=self.batch))
+        index = data.draw(
+            st.lists(st.integers(0, self.batch - 1), min_size=self.batch, max_size=self.batch)
+        )
         self.cache.reorder_cache(torch.tensor(index))
         self.rows(index)
 
     @rule(data=st.data())
     def select(self, data):
-        index = data.draw(st.lists(st.integers(0, self.batch - 1), min_size=1, max_size=self.batch))
+        index = data.draw(
+            st.lists(st.integers(0, self.batch - 1), min_size=1, max_size=self.batch)
+        )
         self.cache.batch_select_indices(torch.tensor(index))
         self.rows(index)
 
@@ -249,7 +361,13 @@ class Machine(RuleBasedStateMachine):
     @rule(what=st.sampled_from(["nan", "heads", "dtype", "batch", "layer"]))
     def refuse(self, what):
         "States that do not fit change nothing; the invariant looks."
-        x = torch.randn(self.batch + (what == "batch"), HEADS + (what == "heads"), 2, D, dtype=torch.float64 if what == "dtype" else torch.float32)
+        x = torch.randn(
+            self.batch + (what == "batch"),
+            HEADS + (what == "heads"),
+            2,
+            D,
+            dtype=torch.float64 if what == "dtype" else torch.float32,
+        )
         if what == "nan":
             x[0, 0, 1, 3] = torch.nan
         with pytest.raises(ValueError, match="must be|must have|no layer 2"):
@@ -270,11 +388,19 @@ class Machine(RuleBasedStateMachine):
                 side.check(got, first)
 
 
-Machine.TestCase.settings = settings(max_examples=SEQUENCES, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=SEQUENCES <= 60)
+Machine.TestCase.settings = settings(
+    max_examples=SEQUENCES,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=SEQUENCES <= 60,
+)
 test_random_sequences = pytest.mark.usefixtures("one_thread")(Machine.TestCase)
 
 
-# --- memory that runs out --------------------------------------------------------------------------
+# --- memory that runs out
+# --------------------------------------------------------------------------
+
 
 class Failing(TorchDispatchMode):
     "From the k-th allocation on, torch is out of memory."
@@ -286,7 +412,9 @@ class Failing(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         given = {t.untyped_storage().data_ptr() for t in self.tensors((args, kwargs))}
-        if any(t.untyped_storage().data_ptr() not in given and t.numel() for t in self.tensors(out)):
+        if any(
+            t.untyped_storage().data_ptr() not in given and t.numel() for t in self.tensors(out)
+        ):
             self.left -= 1
             if self.left < 0:
                 raise torch.OutOfMemoryError("simulated")
@@ -301,22 +429,42 @@ class Failing(TorchDispatchMode):
 
 
 def snapshot(store):
-    numbers = (store.length, store.offset, store._recent_from, store.past_exact_from, store.key.truncated_tiles, store.value.truncated_tiles, store.batch)
-    return numbers, store.start.clone(), [x.clone() for x in store.read()], [x.clone() for side in ("key", "value") for x in store.exact(side)]
+    numbers = (
+        store.length,
+        store.offset,
+        store._recent_from,
+        store.past_exact_from,
+        store.key.truncated_tiles,
+        store.value.truncated_tiles,
+        store.batch,
+    )
+    return (
+        numbers,
+        store.start.clone(),
+        [x.clone() for x in store.read()],
+        [x.clone() for side in ("key", "value") for x in store.exact(side)],
+    )
 
 
 def same_state(a, b):
-    return a[0] == b[0] and torch.equal(a[1], b[1]) and all(torch.equal(x, y) for x, y in zip(a[2] + a[3], b[2] + b[3]))
+    return (
+        a[0] == b[0]
+        and torch.equal(a[1], b[1])
+        and all(torch.equal(x, y) for x, y in zip(a[2] + a[3], b[2] + b[3]))
+    )
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
-@pytest.mark.parametrize("held, n", [(0, 20), (30, 1), (30, 5), (250, 10), (256, 1), (300, 300)])
+@pytest.mark.parametrize(
+    "held, n", [(0, 20), (30, 1), (30, 5), (250, 10), (256, 1), (300, 300)]
+)
 def test_out_of_memory_in_an_append_leaves_the_old_state(recipe, held, n):
-    "At each allocation in turn, until there is one too few left to fail; without TURBOQUANT_SLOW at every third, from another one on for each recipe."
+    """At each allocation in turn, until there is one too few left to fail; without
+    TURBOQUANT_SLOW at every third, from another one on for each recipe."""
     g = torch.Generator().manual_seed(0)
     inv_freq = dict(inv_freq=10.0 ** -torch.arange(D // 2)) if recipe == "pre_rope" else {}
     store = KVStore(RECIPES[recipe], 2, HEADS, D, **inv_freq)
-    states = lambda n: [torch.randn(2, HEADS, n, D, generator=g) for _ in range(2)]  # noqa: E731
+    states = lambda n: [torch.randn(2, HEADS, n, D, generator=g) for _ in range(2)]
     store.set_range(start=torch.tensor([0, 3]))
     if held:
         store.append(*states(held))
@@ -336,10 +484,11 @@ def test_out_of_memory_in_an_append_leaves_the_old_state(recipe, held, n):
 
 @pytest.mark.parametrize("held", [0, 30])
 def test_out_of_memory_in_a_cache(held):
-    "A layer that failed is as before; the layers before it have taken the chunk, and `recover` gives it back."
+    """A layer that failed is as before; the layers before it have taken the chunk, and
+    `recover` gives it back."""
     cache = TurboQuantCache(config(), RECIPES["k3v3"])
     g = torch.Generator().manual_seed(0)
-    states = lambda n: [torch.randn(2, HEADS, n, D, generator=g) for _ in range(2)]  # noqa: E731
+    states = lambda n: [torch.randn(2, HEADS, n, D, generator=g) for _ in range(2)]
     for i in range(2 if held else 0):
         cache.update(*states(held), i)
     k, v = states(4)
@@ -347,7 +496,10 @@ def test_out_of_memory_in_a_cache(held):
     with pytest.raises(torch.OutOfMemoryError), Failing(12):
         cache.update(k, v, 1)
     assert cache.layers[0].store.length == held + 4 and cache.layers[1].get_seq_length() == held
-    assert cache.recover() == held and [x.get_seq_length() for x in cache.layers] == [held, held]
+    assert cache.recover() == held and [x.get_seq_length() for x in cache.layers] == [
+        held,
+        held,
+    ]
     for i in range(2):
         cache.update(k, v, i)
     assert cache.get_seq_length() == held + 4

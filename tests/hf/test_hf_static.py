@@ -1,14 +1,16 @@
-"Static caches: the same tokens from tensors that never move, in eager mode, compiled without graph breaks, and (test_cuda.py) in CUDA graphs."
+"""Static caches: the same tokens from tensors that never move, in eager mode, compiled without
+graph breaks, and (test_cuda.py) in CUDA graphs."""
+
 import copy
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from tests.helpers import covering_pairs, exact_recipe, fused, generate, prompt, tiny  # noqa: E402
-from turboquant_nb.kernels import ops  # noqa: E402
-from turboquant_nb.hf import TurboQuantCache  # noqa: E402
-from turboquant_nb.quant.quantizer import Recipe  # noqa: E402
+from tests.helpers import covering_pairs, exact_recipe, fused, generate, prompt, tiny
+from turboquant_nb.kernels import ops
+from turboquant_nb.hf import TurboQuantCache
+from turboquant_nb.quant.quantizer import Recipe
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 LENGTH = 64
@@ -19,13 +21,18 @@ def static(model, recipe="k4v4", length=LENGTH, **kwargs):
 
 
 def addresses(cache):
-    return [t.data_ptr() for x in cache.coded_layers for t in (*x.store._fixed(), x.store.position)]
+    return [
+        t.data_ptr() for x in cache.coded_layers for t in (*x.store._fixed(), x.store.position)
+    ]
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3_text", "gpt_oss", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral", "gemma2", "gemma3_text", "gpt_oss", "qwen3"]
+)
 @pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
 def test_static_is_dynamic(name, attention):
-    "Greedy, left-padded, prompt lookup, a second turn, in eager mode: the tokens of a cache that grows; no tensor moved."
+    """Greedy, left-padded, prompt lookup, a second turn, in eager mode: the tokens of a cache
+    that grows; no tensor moved."""
     model, inputs = tiny(name), prompt(2, 20)
     if attention == "sdpa" and not fused(model):
         attention = "eager"
@@ -43,42 +50,83 @@ def test_static_is_dynamic(name, attention):
     assert torch.equal(again, want) and addresses(cache) == before
 
 
-@pytest.mark.skipif(not ops._interpreted() or torch.cuda.is_available(), reason="needs Triton's interpreter; test_cuda.py for GPUs")
+@pytest.mark.skipif(
+    not ops._interpreted() or torch.cuda.is_available(),
+    reason="needs Triton's interpreter; test_cuda.py for GPUs",
+)
 def test_static_on_kernels():
-    "Filled, reset, filled again with other padding: kernels read the padding of today, not of the day when they were chosen."
-    model = tiny("llama", head_dim=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+    """Filled, reset, filled again with other padding: kernels read the padding of today, not of
+    the day when they were chosen."""
+    model = tiny(
+        "llama", head_dim=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
+    )
     cache = static(model, backend="triton")
     for padded in (False, True, False):
         inputs = prompt(2, 14, padded=padded)
         want, _ = generate(model, inputs, "turboquant", max_new_tokens=3)
         cache.reset()
-        got, _ = generate(model, inputs, "turboquant", cache=cache, max_new_tokens=3, disable_compile=True)
+        got, _ = generate(
+            model, inputs, "turboquant", cache=cache, max_new_tokens=3, disable_compile=True
+        )
         assert torch.equal(got, want), padded
     assert set(cache.report()["served"]) == {"prefill", "kernel"}
     why = "by the portable kernel: an NVIDIA GPU is needed, the store is on cpu"
-    assert cache.report()["captured_by"] == {"coding": [("triton", "")], "attention": [("triton", why)]}
+    assert cache.report()["captured_by"] == {
+        "coding": [("triton", "")],
+        "attention": [("triton", why)],
+    }
 
 
 def test_lookup_crop_and_a_second_turn():
     model = tiny("llama")
     ids = prompt(1, 12, padded=False)["input_ids"].repeat(1, 2)
     outs = []
-    for make in (lambda: TurboQuantCache(model, exact_recipe()), lambda: static(model, Recipe(sinks=0, recent=80), 80)):
+    for make in (
+        lambda: TurboQuantCache(model, exact_recipe()),
+        lambda: static(model, Recipe(sinks=0, recent=80), 80),
+    ):
         cache = make()
-        out, _ = generate(model, dict(input_ids=ids), "turboquant", cache=cache, padding=False, prompt_lookup_num_tokens=3, max_new_tokens=12, **({"disable_compile": True}))
+        out, _ = generate(
+            model,
+            dict(input_ids=ids),
+            "turboquant",
+            cache=cache,
+            padding=False,
+            prompt_lookup_num_tokens=3,
+            max_new_tokens=12,
+            **({"disable_compile": True}),
+        )
         turn = torch.cat([out, prompt(1, 5, seed=9, padded=False)["input_ids"]], 1)
-        outs.append(generate(model, dict(input_ids=turn), "turboquant", cache=cache, padding=False, disable_compile=True)[0])
+        outs.append(
+            generate(
+                model,
+                dict(input_ids=turn),
+                "turboquant",
+                cache=cache,
+                padding=False,
+                disable_compile=True,
+            )[0]
+        )
     assert torch.equal(*outs)
 
 
-@pytest.mark.parametrize("name, padded", covering_pairs(["llama", "mistral", "gemma3_text", "gpt_oss"], [True, False]))
+@pytest.mark.parametrize(
+    "name, padded",
+    covering_pairs(["llama", "mistral", "gemma3_text", "gpt_oss"], [True, False]),
+)
 def test_compiled_steps(name, padded):
-    "fullgraph: one graph serves every step, also of another prompt; logits as in eager mode, and no recompilation."
+    """fullgraph: one graph serves every step, also of another prompt; logits as in eager mode,
+    and no recompilation."""
     torch._dynamo.reset()
     model, inputs = tiny(name), prompt(2, 20, padded=padded)
     model.set_attn_implementation("turboquant")
     frames = []
-    step = torch.compile(lambda *a, **k: model(*a, **k).logits, backend=lambda g, x: frames.append(1) or g.forward, fullgraph=True, dynamic=False)
+    step = torch.compile(
+        lambda *a, **k: model(*a, **k).logits,
+        backend=lambda g, x: frames.append(1) or g.forward,
+        fullgraph=True,
+        dynamic=False,
+    )
     cache, eager = static(model), TurboQuantCache(model, "k4v4")
     for seed in (0, 1):
         inputs = prompt(2, 20 + seed, seed=seed, padded=padded)
@@ -91,7 +139,9 @@ def test_compiled_steps(name, padded):
             for i in range(5):
                 ids = prompt(2, 1, seed=10 + i, padded=False)["input_ids"]
                 position = place + i
-                want = model(ids, past_key_values=eager, position_ids=position, attention_mask=None).logits
+                want = model(
+                    ids, past_key_values=eager, position_ids=position, attention_mask=None
+                ).logits
                 got = step(ids, past_key_values=cache, position_ids=position)
                 assert torch.allclose(got, want, atol=1e-4), (got - want).abs().max()
     assert len(frames) == 1 and cache.layers[0].held == 21 + 5
@@ -102,7 +152,8 @@ def test_compiled_steps(name, padded):
 
 
 def test_generate_compiles():
-    "transformers decides by itself where it compiles; forced on a processor here, with the tokens of a cache that grows."
+    """transformers decides by itself where it compiles; forced on a processor here, with the
+    tokens of a cache that grows."""
     torch._dynamo.reset()
     model, inputs = tiny("llama"), prompt(2, 20)
     want, _ = generate(model, inputs, "turboquant")
@@ -110,8 +161,12 @@ def test_generate_compiles():
     config._compile_all_devices = True
     cache = static(model)
     got, _ = generate(model, inputs, "turboquant", cache=cache, compile_config=config)
-    assert torch.equal(got, want) and cache.layers[0].calls == {"prefill": 1}  # the steps ran without Python
-    assert cache.report()["tokens"] == 27 and {k: x[0][0] for k, x in cache.report()["captured_by"].items()} == {"coding": "torch", "attention": "torch"}
+    assert torch.equal(got, want) and cache.layers[0].calls == {
+        "prefill": 1
+    }  # the steps ran without Python
+    assert cache.report()["tokens"] == 27 and {
+        k: x[0][0] for k, x in cache.report()["captured_by"].items()
+    } == {"coding": "torch", "attention": "torch"}
 
 
 def test_compiled_dense_steps_are_refused():
@@ -122,7 +177,9 @@ def test_compiled_dense_steps_are_refused():
     with torch.no_grad():
         model(**inputs, past_key_values=cache)
         with pytest.raises(Exception, match="captured steps need the 'turboquant' attention"):
-            torch.compile(model, backend="eager", fullgraph=True)(inputs["input_ids"][:, :1], past_key_values=cache)
+            torch.compile(model, backend="eager", fullgraph=True)(
+                inputs["input_ids"][:, :1], past_key_values=cache
+            )
 
 
 def test_a_cache_that_grows_is_not_captured(monkeypatch):
@@ -147,7 +204,11 @@ def test_what_is_full_or_not_finite_says_so():
         with pytest.raises(ValueError, match="max_length is 10"):
             model(inputs["input_ids"][:, :1], past_key_values=cache)
     assert cache.layers[0].held == 10
-    for bad, text in ((dict(), "static=True needs max_length"), (dict(max_length=64, recipe=Recipe(decay=5)), "decay"), (dict(max_length=64, recipe=Recipe(residual="prod")), "QJL")):
+    for bad, text in (
+        (dict(), "static=True needs max_length"),
+        (dict(max_length=64, recipe=Recipe(decay=5)), "decay"),
+        (dict(max_length=64, recipe=Recipe(residual="prod")), "QJL"),
+    ):
         with pytest.raises(ValueError, match=text), torch.no_grad():
             model(**inputs, past_key_values=TurboQuantCache(model, static=True, **bad))
 
@@ -165,11 +226,14 @@ def test_copies_and_files(tmp_path):
         want = model(step, attention_mask=mask, past_key_values=cache).logits
         for other in others:
             assert other.static and other.max_length == LENGTH
-            assert torch.equal(model(step, attention_mask=mask, past_key_values=other).logits, want)
+            assert torch.equal(
+                model(step, attention_mask=mask, past_key_values=other).logits, want
+            )
 
 
 def test_a_pass_asks_the_device_once_for_all_layers(monkeypatch):
-    "A prompt waits for counts of tokens as often with seven layers as with two; and what the device has counted meanwhile is seen."
+    """A prompt waits for counts of tokens as often with seven layers as with two; and what the
+    device has counted meanwhile is seen."""
     from turboquant_nb.cache.store import Static
 
     found = []
@@ -182,7 +246,11 @@ def test_a_pass_asks_the_device_once_for_all_layers(monkeypatch):
             cache.reset()
             with monkeypatch.context() as m:
                 counted = Static.counted
-                m.setattr(Static, "counted", lambda self, length: asked.append(self.known) or counted(self, length))
+                m.setattr(
+                    Static,
+                    "counted",
+                    lambda self, length: asked.append(self.known) or counted(self, length),
+                )
                 model(ids, past_key_values=cache)
             model(ids[:, :1], past_key_values=cache)
             found.append(asked.count(False))
@@ -191,6 +259,10 @@ def test_a_pass_asks_the_device_once_for_all_layers(monkeypatch):
             for x in cache.coded_layers:  # as after a replay that the host does not know of
                 x.store.length -= 1
             assert torch.equal(model(ids[:, 1:2], past_key_values=cache).logits, want)
-            assert {x.store.length for x in cache.coded_layers} == {22} == {int(x.store.position) for x in cache.coded_layers}
+            assert (
+                {x.store.length for x in cache.coded_layers}
+                == {22}
+                == {int(x.store.position) for x in cache.coded_layers}
+            )
             assert not any(x.store.storage.known for x in cache.coded_layers)
     assert found == [2, 2], found  # both for the mask

@@ -1,4 +1,6 @@
-"What surrounds a cache: tensor parallel ranks, weights that stream in, files of a hundred thousand tokens, and the wrong model."
+"""What surrounds a cache: tensor parallel ranks, weights that stream in, files of a hundred
+thousand tokens, and the wrong model."""
+
 import copy
 import os
 import socket
@@ -10,23 +12,43 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from tests.helpers import generate, prompt, tiny  # noqa: E402
-from turboquant_nb.hf import TurboQuantCache  # noqa: E402
-from turboquant_nb.testing import same  # noqa: E402
+from tests.helpers import generate, prompt, tiny
+from turboquant_nb.hf import TurboQuantCache
+from turboquant_nb.testing import same
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 SCRIPT = Path(__file__).with_name("tp_generate.py")
 
 
-# --- tensor parallel -------------------------------------------------------------------------------
+# --- tensor parallel
+# -------------------------------------------------------------------------------
+
 
 def run(folder, out, ranks):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     gpus = {} if torch.cuda.device_count() >= 2 else {"CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(port)] if ranks > 1 else [sys.executable]
-    done = subprocess.run([*command, str(SCRIPT), str(folder), str(out)], capture_output=True, text=True, timeout=240, env=os.environ | gpus | {"OMP_NUM_THREADS": "1"})
+    command = (
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            str(ranks),
+            "--master-port",
+            str(port),
+        ]
+        if ranks > 1
+        else [sys.executable]
+    )
+    done = subprocess.run(
+        [*command, str(SCRIPT), str(folder), str(out)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | gpus | {"OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return [torch.load(f"{out}.{r}") for r in range(ranks)]
 
@@ -38,14 +60,25 @@ def test_calibrating_with_offloaded_weights():
 
     ids = torch.randint(1, 50, (2, 40), generator=torch.Generator().manual_seed(0))
     here = calibrate(tiny(), ids)
-    away = calibrate(accelerate.cpu_offload(copy.deepcopy(tiny()), execution_device=torch.device("cpu")), ids)
+    away = calibrate(
+        accelerate.cpu_offload(copy.deepcopy(tiny()), execution_device=torch.device("cpu")), ids
+    )
     assert [m.name for m in here.transforms] == [m.name for m in away.transforms]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="torchrun with gloo")
 def test_two_ranks_equal_one(tmp_path):
-    "transformers' own plan: each rank codes its half of the KV heads, in half the bytes; tokens are those of one rank, logits to rounding."
-    config = transformers.LlamaConfig(vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0)
+    """transformers' own plan: each rank codes its half of the KV heads, in half the bytes;
+    tokens are those of one rank, logits to rounding."""
+    config = transformers.LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+    )
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     (one,) = run(tmp_path / "model", tmp_path / "one", 1)
@@ -57,14 +90,19 @@ def test_two_ranks_equal_one(tmp_path):
             assert got["heads"] == 1 and got["served"] == want["served"]
             assert torch.equal(got["tokens"], want["tokens"]), name
             assert torch.allclose(got["logits"], want["logits"], atol=1e-4)
-            assert 0.5 <= got["nbytes"] / want["nbytes"] < 0.51  # ranges of the rows are on both
+            assert (
+                0.5 <= got["nbytes"] / want["nbytes"] < 0.51
+            )  # ranges of the rows are on both
 
 
-# --- weights that are elsewhere --------------------------------------------------------------------
+# --- weights that are elsewhere
+# --------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("where", ["cpu", "disk"])
 def test_offloaded_weights_and_a_resident_cache(where, tmp_path):
-    "accelerate streams each layer's weights in; the cache stays where it computes, and the tokens are the same."
+    """accelerate streams each layer's weights in; the cache stays where it computes, and the
+    tokens are the same."""
     accelerate = pytest.importorskip("accelerate")
     import copy
 
@@ -72,16 +110,22 @@ def test_offloaded_weights_and_a_resident_cache(where, tmp_path):
     want, _ = generate(model, inputs, "turboquant", max_new_tokens=6)
     away = copy.deepcopy(model)
     if where == "disk":
-        away = accelerate.disk_offload(away, str(tmp_path), execution_device=torch.device("cpu"))
+        away = accelerate.disk_offload(
+            away, str(tmp_path), execution_device=torch.device("cpu")
+        )
     else:
         away = accelerate.cpu_offload(away, execution_device=torch.device("cpu"))
     assert all(p.device.type == "meta" for p in away.model.layers.parameters())
     got, cache = generate(away, inputs, "turboquant", max_new_tokens=6)
     assert torch.equal(got, want)
-    assert all(x.store.device.type == "cpu" for x in cache.layers) and all(p.device.type == "meta" for p in away.model.layers.parameters())
+    assert all(x.store.device.type == "cpu" for x in cache.layers) and all(
+        p.device.type == "meta" for p in away.model.layers.parameters()
+    )
 
 
-# --- files -----------------------------------------------------------------------------------------
+# --- files
+# -----------------------------------------------------------------------------------------
+
 
 @pytest.fixture(scope="module")
 def long_cache():
@@ -92,7 +136,11 @@ def long_cache():
     g = torch.Generator().manual_seed(0)
     for n in (60_000, 1, 39_999):
         for i in range(2):
-            cache.layers[i]._append(torch.randn(2, 2, n, 8, generator=g), torch.randn(2, 2, n, 8, generator=g), n == 60_000)
+            cache.layers[i]._append(
+                torch.randn(2, 2, n, 8, generator=g),
+                torch.randn(2, 2, n, 8, generator=g),
+                n == 60_000,
+            )
     return model, cache
 
 
@@ -119,9 +167,22 @@ def test_truncated_and_changed_files_are_refused(long_cache, tmp_path):
     cache.save(tmp_path / "c")
     whole = bytearray((tmp_path / "c").read_bytes())
     g = torch.Generator().manual_seed(0)
-    cuts = [0, 1, 7, 8, 9, 100, len(whole) // 2, len(whole) - 1] + torch.randint(len(whole), (4,), generator=g).tolist()
+    cuts = [0, 1, 7, 8, 9, 100, len(whole) // 2, len(whole) - 1] + torch.randint(
+        len(whole), (4,), generator=g
+    ).tolist()
     head = int.from_bytes(whole[:8], "little")
-    places = [0, 3, 7, 8, 30, head // 2, head, head + 7, head + 8, len(whole) - 1] + torch.randint(len(whole), (6,), generator=g).tolist()
+    places = [
+        0,
+        3,
+        7,
+        8,
+        30,
+        head // 2,
+        head,
+        head + 7,
+        head + 8,
+        len(whole) - 1,
+    ] + torch.randint(len(whole), (6,), generator=g).tolist()
     bad = tmp_path / "bad"
     for n in cuts:
         bad.write_bytes(whole[:n])
@@ -140,22 +201,36 @@ def test_truncated_and_changed_files_are_refused(long_cache, tmp_path):
     assert TurboQuantCache.load(bad, model).get_seq_length() == 100_000
 
 
-# --- the wrong model, dtype, device ----------------------------------------------------------------
+# --- the wrong model, dtype, device
+# ----------------------------------------------------------------
 
 WRONG = {
-    "more layers": (lambda: tiny(num_hidden_layers=3), "built for another model: it has layers 2, not 3"),
+    "more layers": (
+        lambda: tiny(num_hidden_layers=3),
+        "built for another model: it has layers 2, not 3",
+    ),
     "other heads": (lambda: tiny(num_key_value_heads=4), "KV heads 2, not 4"),
     "other head size": (lambda: tiny(head_dim=16), "head size 8, not 16"),
-    "another RoPE": (lambda: tiny(rope_parameters={"rope_type": "default", "rope_theta": 500.0}), "RoPE .*10000.* not .*500.0"),
-    "other dtype": (lambda: tiny().to(torch.bfloat16), "keys of layer 0 must be torch.float32 on cpu like the store, got torch.bfloat16"),
-    "other device": (lambda: tiny().to("meta"), "keys of layer 0 must be torch.float32 on cpu like the store, got torch.float32 on meta"),
+    "another RoPE": (
+        lambda: tiny(rope_parameters={"rope_type": "default", "rope_theta": 500.0}),
+        "RoPE .*10000.* not .*500.0",
+    ),
+    "other dtype": (
+        lambda: tiny().to(torch.bfloat16),
+        "keys of layer 0 must be torch.float32 on cpu like the store, got torch.bfloat16",
+    ),
+    "other device": (
+        lambda: tiny().to("meta"),
+        "keys of layer 0 must be torch.float32 on cpu like the store, got torch.float32 on meta",
+    ),
 }
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
 @pytest.mark.parametrize("which", WRONG)
 def test_the_wrong_model_is_named(which, attention):
-    "A cache that holds tokens of one model refuses those of another before it stores one; a RoPE of another base was taken without a word."
+    """A cache that holds tokens of one model refuses those of another before it stores one; a
+    RoPE of another base was taken without a word."""
     import copy
 
     model = copy.deepcopy(tiny())
@@ -165,7 +240,13 @@ def test_the_wrong_model_is_named(which, attention):
         model(**prompt(1, 9, padded=False), past_key_values=cache)
     before = [x.clone() for layer in cache.layers for x in layer.store.read()]
     make, text = WRONG[which]
-    other = copy.deepcopy(tiny()).to(torch.bfloat16) if which == "other dtype" else copy.deepcopy(tiny()).to("meta") if which == "other device" else copy.deepcopy(make())
+    other = (
+        copy.deepcopy(tiny()).to(torch.bfloat16)
+        if which == "other dtype"
+        else copy.deepcopy(tiny()).to("meta")
+        if which == "other device"
+        else copy.deepcopy(make())
+    )
     other.set_attn_implementation(attention)
     ids = torch.ones(1, 1, dtype=torch.long, device=other.device)
     with torch.no_grad(), pytest.raises(ValueError, match=text):
@@ -176,17 +257,26 @@ def test_the_wrong_model_is_named(which, attention):
 
 
 def test_a_forward_pass_that_broke_off():
-    "An error in the second layer: the next pass says so, and after `recover` it is as if nothing had been."
+    """An error in the second layer: the next pass says so, and after `recover` it is as if
+    nothing had been."""
     model, inputs = tiny(), prompt(1, 9, padded=False)
     model.set_attn_implementation("turboquant")
-    cache, step = TurboQuantCache(model, "k3v3"), prompt(1, 1, padded=False, seed=4)["input_ids"]
+    cache, step = (
+        TurboQuantCache(model, "k3v3"),
+        prompt(1, 1, padded=False, seed=4)["input_ids"],
+    )
     with torch.no_grad():
         model(**inputs, past_key_values=cache)
-        broken = model.model.layers[1].self_attn.q_proj.register_forward_pre_hook(lambda *a: (_ for _ in ()).throw(torch.OutOfMemoryError("simulated")))
+        broken = model.model.layers[1].self_attn.q_proj.register_forward_pre_hook(
+            lambda *a: (_ for _ in ()).throw(torch.OutOfMemoryError("simulated"))
+        )
         with pytest.raises(torch.OutOfMemoryError):
             model(step, past_key_values=cache)
         broken.remove()
         with pytest.raises(ValueError, match=r"cache.recover\(\)"):
             model(step, past_key_values=cache)
         assert cache.recover() == 9
-        assert model(step, past_key_values=cache).logits.isfinite().all() and cache.get_seq_length() == 10
+        assert (
+            model(step, past_key_values=cache).logits.isfinite().all()
+            and cache.get_seq_length() == 10
+        )

@@ -1,5 +1,8 @@
-"""Images and videos: small random models of the vision-language families of transformers, in float64, in whose language model images are tokens like others, at positions of
-several axes (Qwen-VL), between tokens that see one another in both directions (Gemma 3, Molmo2, PaliGemma), or in layers with a sliding window (Gemma 3, Aya, Cohere 2)."""
+"""Images and videos: small random models of the vision-language families of transformers, in
+float64, in whose language model images are tokens like others, at positions of several axes
+(Qwen-VL), between tokens that see one another in both directions (Gemma 3, Molmo2, PaliGemma),
+or in layers with a sliding window (Gemma 3, Aya, Cohere 2)."""
+
 import pytest
 import torch
 
@@ -7,58 +10,233 @@ from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.testing import same
 
 transformers = pytest.importorskip("transformers")
-from transformers import DynamicCache  # noqa: E402
+from transformers import DynamicCache
 
-from turboquant_nb.hf import TurboQuantCache  # noqa: E402
+from turboquant_nb.hf import TurboQuantCache
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 IMAGE, VIDEO, BEGIN, END = 57, 58, 59, 60
-TEXT = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=512,
-            tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=None)
-AXES = TEXT | dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]})
+TEXT = dict(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=512,
+    tie_word_embeddings=False,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=None,
+)
+AXES = TEXT | dict(
+    rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+)
 EYE = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
-QWEN_EYE = dict(depth=1, hidden_size=16, intermediate_size=24, num_heads=2, patch_size=2, spatial_merge_size=2, temporal_patch_size=2, out_hidden_size=32)
+QWEN_EYE = dict(
+    depth=1,
+    hidden_size=16,
+    intermediate_size=24,
+    num_heads=2,
+    patch_size=2,
+    spatial_merge_size=2,
+    temporal_patch_size=2,
+    out_hidden_size=32,
+)
 SLIDES = dict(sliding_window=12, layer_types=["sliding_attention", "full_attention"])
-QWEN = dict(text_config=AXES, image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=BEGIN, vision_end_token_id=END)
+QWEN = dict(
+    text_config=AXES,
+    image_token_id=IMAGE,
+    video_token_id=VIDEO,
+    vision_start_token_id=BEGIN,
+    vision_end_token_id=END,
+)
 T = transformers
 FAMILIES = {  # name: (class of the model, its config)
-    "LlavaOnevision": lambda: T.LlavaOnevisionConfig(text_config=T.Qwen2Config(**TEXT), vision_config=T.SiglipVisionConfig(**EYE, image_size=8, patch_size=4), image_token_id=IMAGE,
-                                                     video_token_id=VIDEO, image_grid_pinpoints=[[8, 8]], vision_feature_layer=-1),
-    "Qwen2_5_VL": lambda: T.Qwen2_5_VLConfig(**QWEN, vision_config=QWEN_EYE | dict(window_size=8, fullatt_block_indexes=[0])),
-    "Qwen3VL": lambda: T.Qwen3VLConfig(**QWEN, vision_config=QWEN_EYE | dict(num_position_embeddings=16, deepstack_visual_indexes=[0])),
-    "SmolVLM": lambda: T.SmolVLMConfig(text_config=T.LlamaConfig(**TEXT), vision_config=dict(**EYE, image_size=8, patch_size=2), scale_factor=2, image_token_id=IMAGE, pad_token_id=0),
-    "Idefics3": lambda: T.Idefics3Config(text_config=T.LlamaConfig(**TEXT), vision_config=dict(**EYE, image_size=8, patch_size=2), scale_factor=2, image_token_id=IMAGE, pad_token_id=0),
-    "Gemma3": lambda: T.Gemma3Config(text_config=T.Gemma3TextConfig(**TEXT, **SLIDES), boi_token_index=BEGIN, eoi_token_index=END,
-                                     vision_config=dict(**EYE, image_size=8, patch_size=2), mm_tokens_per_image=4, image_token_index=IMAGE),
-    "InternVL": lambda: T.InternVLConfig(text_config=T.Qwen2Config(**TEXT), vision_config=dict(**EYE, image_size=[8, 8], patch_size=[2, 2]), image_token_id=IMAGE, downsample_ratio=0.5),
-    "Llava": lambda: T.LlavaConfig(text_config=T.LlamaConfig(**TEXT), vision_config=T.CLIPVisionConfig(**EYE, image_size=8, patch_size=4), image_token_index=IMAGE, vision_feature_layer=-1),
-    "PaliGemma": lambda: T.PaliGemmaConfig(text_config=T.GemmaConfig(**TEXT), vision_config=T.SiglipVisionConfig(**EYE, image_size=8, patch_size=4, projection_dim=32), image_token_index=IMAGE,
-                                           projection_dim=32),
-    "Qwen2VL": lambda: T.Qwen2VLConfig(**QWEN, vision_config=dict(depth=1, embed_dim=16, hidden_size=32, num_heads=2, mlp_ratio=2, patch_size=2, spatial_merge_size=2, temporal_patch_size=2)),
-    "Glm4v": lambda: T.Glm4vConfig(text_config=AXES, image_token_id=IMAGE, video_token_id=VIDEO, image_start_token_id=BEGIN, image_end_token_id=END, video_start_token_id=55, video_end_token_id=56,
-                                   vision_config=QWEN_EYE | dict(image_size=8)),
-    "LlavaNext": lambda: T.LlavaNextConfig(text_config=T.LlamaConfig(**TEXT), vision_config=T.CLIPVisionConfig(**EYE, image_size=8, patch_size=4), image_token_index=IMAGE, image_grid_pinpoints=[[8, 8]],
-                                           vision_feature_layer=-1),
-    "VipLlava": lambda: T.VipLlavaConfig(text_config=T.LlamaConfig(**TEXT), vision_config=T.CLIPVisionConfig(**EYE, image_size=8, patch_size=4), image_token_index=IMAGE, vision_feature_layers=[-1]),
-    "Mistral3": lambda: T.Mistral3Config(text_config=T.MistralConfig(**TEXT), vision_config=T.PixtralVisionConfig(**EYE, head_dim=8, image_size=8, patch_size=2), image_token_index=IMAGE,
-                                         spatial_merge_size=2, vision_feature_layer=-1),
-    "GotOcr2": lambda: T.GotOcr2Config(text_config=T.Qwen2Config(**TEXT), image_token_index=IMAGE, vision_config=dict(hidden_size=16, output_channels=8, num_hidden_layers=1, num_attention_heads=2,
-                                       image_size=64, patch_size=4, global_attn_indexes=[0], window_size=4, mlp_dim=24)),
-    "DeepseekVL": lambda: T.DeepseekVLConfig(text_config=T.LlamaConfig(**TEXT), vision_config=T.SiglipVisionConfig(**EYE, image_size=8, patch_size=4), image_token_id=IMAGE, tie_word_embeddings=False),
-    "AyaVision": lambda: T.AyaVisionConfig(text_config=T.Cohere2Config(**TEXT, **SLIDES), vision_config=T.SiglipVisionConfig(**EYE, image_size=8, patch_size=2, vision_use_head=False),
-                                           image_token_index=IMAGE, downsample_factor=2, vision_feature_layer=-1, adapter_layer_norm_eps=1e-6),
-    "Cohere2Vision": lambda: T.Cohere2VisionConfig(text_config=T.Cohere2Config(**TEXT, **SLIDES), vision_config=T.SiglipVisionConfig(**EYE, image_size=8, patch_size=2, vision_use_head=False),
-                                                   image_token_id=IMAGE, downsample_factor=2, alignment_intermediate_size=32),
-    "Molmo2": lambda: T.Molmo2Config(text_config=TEXT | dict(additional_vocab_size=8), vision_config=EYE | dict(num_key_value_heads=2, head_dim=8, image_size=[8, 8], patch_size=2),
-                                     adapter_config=dict(hidden_size=16, num_attention_heads=2, num_key_value_heads=2, head_dim=8, intermediate_size=24, text_hidden_size=32, vision_feature_layer=[0]),
-                                     image_patch_id=IMAGE, image_start_token_id=BEGIN, image_end_token_id=END, low_res_image_start_token_id=55, frame_start_token_id=53, frame_end_token_id=54),
-    "Idefics2": lambda: T.Idefics2Config(text_config=T.MistralConfig(**TEXT), vision_config=dict(**EYE, image_size=8, patch_size=4), image_token_id=IMAGE, pad_token_id=0,
-                                         perceiver_config=dict(hidden_size=32, resampler_n_latents=4, resampler_depth=1, resampler_n_heads=2, num_key_value_heads=1, resampler_head_dim=8)),
+    "LlavaOnevision": lambda: T.LlavaOnevisionConfig(
+        text_config=T.Qwen2Config(**TEXT),
+        vision_config=T.SiglipVisionConfig(**EYE, image_size=8, patch_size=4),
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        image_grid_pinpoints=[[8, 8]],
+        vision_feature_layer=-1,
+    ),
+    "Qwen2_5_VL": lambda: T.Qwen2_5_VLConfig(
+        **QWEN, vision_config=QWEN_EYE | dict(window_size=8, fullatt_block_indexes=[0])
+    ),
+    "Qwen3VL": lambda: T.Qwen3VLConfig(
+        **QWEN,
+        vision_config=QWEN_EYE | dict(num_position_embeddings=16, deepstack_visual_indexes=[0]),
+    ),
+    "SmolVLM": lambda: T.SmolVLMConfig(
+        text_config=T.LlamaConfig(**TEXT),
+        vision_config=dict(**EYE, image_size=8, patch_size=2),
+        scale_factor=2,
+        image_token_id=IMAGE,
+        pad_token_id=0,
+    ),
+    "Idefics3": lambda: T.Idefics3Config(
+        text_config=T.LlamaConfig(**TEXT),
+        vision_config=dict(**EYE, image_size=8, patch_size=2),
+        scale_factor=2,
+        image_token_id=IMAGE,
+        pad_token_id=0,
+    ),
+    "Gemma3": lambda: T.Gemma3Config(
+        text_config=T.Gemma3TextConfig(**TEXT, **SLIDES),
+        boi_token_index=BEGIN,
+        eoi_token_index=END,
+        vision_config=dict(**EYE, image_size=8, patch_size=2),
+        mm_tokens_per_image=4,
+        image_token_index=IMAGE,
+    ),
+    "InternVL": lambda: T.InternVLConfig(
+        text_config=T.Qwen2Config(**TEXT),
+        vision_config=dict(**EYE, image_size=[8, 8], patch_size=[2, 2]),
+        image_token_id=IMAGE,
+        downsample_ratio=0.5,
+    ),
+    "Llava": lambda: T.LlavaConfig(
+        text_config=T.LlamaConfig(**TEXT),
+        vision_config=T.CLIPVisionConfig(**EYE, image_size=8, patch_size=4),
+        image_token_index=IMAGE,
+        vision_feature_layer=-1,
+    ),
+    "PaliGemma": lambda: T.PaliGemmaConfig(
+        text_config=T.GemmaConfig(**TEXT),
+        vision_config=T.SiglipVisionConfig(
+            **EYE, image_size=8, patch_size=4, projection_dim=32
+        ),
+        image_token_index=IMAGE,
+        projection_dim=32,
+    ),
+    "Qwen2VL": lambda: T.Qwen2VLConfig(
+        **QWEN,
+        vision_config=dict(
+            depth=1,
+            embed_dim=16,
+            hidden_size=32,
+            num_heads=2,
+            mlp_ratio=2,
+            patch_size=2,
+            spatial_merge_size=2,
+            temporal_patch_size=2,
+        ),
+    ),
+    "Glm4v": lambda: T.Glm4vConfig(
+        text_config=AXES,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        image_start_token_id=BEGIN,
+        image_end_token_id=END,
+        video_start_token_id=55,
+        video_end_token_id=56,
+        vision_config=QWEN_EYE | dict(image_size=8),
+    ),
+    "LlavaNext": lambda: T.LlavaNextConfig(
+        text_config=T.LlamaConfig(**TEXT),
+        vision_config=T.CLIPVisionConfig(**EYE, image_size=8, patch_size=4),
+        image_token_index=IMAGE,
+        image_grid_pinpoints=[[8, 8]],
+        vision_feature_layer=-1,
+    ),
+    "VipLlava": lambda: T.VipLlavaConfig(
+        text_config=T.LlamaConfig(**TEXT),
+        vision_config=T.CLIPVisionConfig(**EYE, image_size=8, patch_size=4),
+        image_token_index=IMAGE,
+        vision_feature_layers=[-1],
+    ),
+    "Mistral3": lambda: T.Mistral3Config(
+        text_config=T.MistralConfig(**TEXT),
+        vision_config=T.PixtralVisionConfig(**EYE, head_dim=8, image_size=8, patch_size=2),
+        image_token_index=IMAGE,
+        spatial_merge_size=2,
+        vision_feature_layer=-1,
+    ),
+    "GotOcr2": lambda: T.GotOcr2Config(
+        text_config=T.Qwen2Config(**TEXT),
+        image_token_index=IMAGE,
+        vision_config=dict(
+            hidden_size=16,
+            output_channels=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            image_size=64,
+            patch_size=4,
+            global_attn_indexes=[0],
+            window_size=4,
+            mlp_dim=24,
+        ),
+    ),
+    "DeepseekVL": lambda: T.DeepseekVLConfig(
+        text_config=T.LlamaConfig(**TEXT),
+        vision_config=T.SiglipVisionConfig(**EYE, image_size=8, patch_size=4),
+        image_token_id=IMAGE,
+        tie_word_embeddings=False,
+    ),
+    "AyaVision": lambda: T.AyaVisionConfig(
+        text_config=T.Cohere2Config(**TEXT, **SLIDES),
+        vision_config=T.SiglipVisionConfig(
+            **EYE, image_size=8, patch_size=2, vision_use_head=False
+        ),
+        image_token_index=IMAGE,
+        downsample_factor=2,
+        vision_feature_layer=-1,
+        adapter_layer_norm_eps=1e-6,
+    ),
+    "Cohere2Vision": lambda: T.Cohere2VisionConfig(
+        text_config=T.Cohere2Config(**TEXT, **SLIDES),
+        vision_config=T.SiglipVisionConfig(
+            **EYE, image_size=8, patch_size=2, vision_use_head=False
+        ),
+        image_token_id=IMAGE,
+        downsample_factor=2,
+        alignment_intermediate_size=32,
+    ),
+    "Molmo2": lambda: T.Molmo2Config(
+        text_config=TEXT | dict(additional_vocab_size=8),
+        vision_config=EYE
+        | dict(num_key_value_heads=2, head_dim=8, image_size=[8, 8], patch_size=2),
+        adapter_config=dict(
+            hidden_size=16,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=8,
+            intermediate_size=24,
+            text_hidden_size=32,
+            vision_feature_layer=[0],
+        ),
+        image_patch_id=IMAGE,
+        image_start_token_id=BEGIN,
+        image_end_token_id=END,
+        low_res_image_start_token_id=55,
+        frame_start_token_id=53,
+        frame_end_token_id=54,
+    ),
+    "Idefics2": lambda: T.Idefics2Config(
+        text_config=T.MistralConfig(**TEXT),
+        vision_config=dict(**EYE, image_size=8, patch_size=4),
+        image_token_id=IMAGE,
+        pad_token_id=0,
+        perceiver_config=dict(
+            hidden_size=32,
+            resampler_n_latents=4,
+            resampler_depth=1,
+            resampler_n_heads=2,
+            num_key_value_heads=1,
+            resampler_head_dim=8,
+        ),
+    ),
 }
 VIDEOS = ("LlavaOnevision", "Qwen2_5_VL", "Qwen3VL", "Qwen2VL", "Glm4v", "Molmo2")
-FAMILIES = {name: make for name, make in FAMILIES.items() if hasattr(T, name + "Config")}  # this transformers may be older
-CASES = [(name, False) for name in FAMILIES] + [(name, True) for name in VIDEOS if name in FAMILIES]
+FAMILIES = {
+    name: make for name, make in FAMILIES.items() if hasattr(T, name + "Config")
+}  # this transformers may be older
+CASES = [(name, False) for name in FAMILIES] + [
+    (name, True) for name in VIDEOS if name in FAMILIES
+]
 _made = {}
 
 
@@ -66,7 +244,11 @@ def made(name):
     "The model, with weights large enough that its tokens depend on the image."
     if name not in _made:
         torch.manual_seed(0)
-        model = getattr(transformers, name + "ForConditionalGeneration")(FAMILIES[name]()).eval().double()
+        model = (
+            getattr(transformers, name + "ForConditionalGeneration")(FAMILIES[name]())
+            .eval()
+            .double()
+        )
         g = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for p in model.parameters():
@@ -82,7 +264,9 @@ def body(name, video):
         return [BEGIN, *[VIDEO] * 4, END, 7, 8, BEGIN, *[VIDEO] * 4, END]
     if name.startswith("Qwen"):
         return [BEGIN, *([VIDEO] * 8 if video else [IMAGE] * 4), END]
-    if name == "LlavaOnevision":  # the whole, its only part and a line's end; a token for each frame and one more
+    if (
+        name == "LlavaOnevision"
+    ):  # the whole, its only part and a line's end; a token for each frame and one more
         return [VIDEO] * 3 if video else [IMAGE] * 10
     if video:  # Glm4v: frames are images between two marks; Molmo2: an image of more tokens
         return [55, *2 * [BEGIN, *[IMAGE] * 4, END], 56] if name == "Glm4v" else [IMAGE] * 8
@@ -99,51 +283,108 @@ def asked(name, video=False, seed=0):
     ids = torch.tensor(rows)
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
-    out, noise = dict(input_ids=ids, attention_mask=mask), lambda *shape: torch.randn(2, *shape, generator=g, dtype=torch.float64)
+    out, noise = (
+        dict(input_ids=ids, attention_mask=mask),
+        lambda *shape: torch.randn(2, *shape, generator=g, dtype=torch.float64),
+    )
     if name.startswith("Qwen") or name == "Glm4v":
         grid = torch.tensor([[2 if video else 1, 4, 4]] * 2)
         pixels = noise(int(grid[0].prod()), 3 * 2 * 2 * 2).flatten(0, 1)
-        kinds = (1 + (video and name == "Glm4v")) * (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
-        return out | {"pixel_values_videos" if video else "pixel_values": pixels, "video_grid_thw" if video else "image_grid_thw": grid, "mm_token_type_ids": kinds}
+        kinds = (1 + (video and name == "Glm4v")) * (ids == IMAGE).int() + 2 * (
+            ids == VIDEO
+        ).int()
+        return out | {
+            "pixel_values_videos" if video else "pixel_values": pixels,
+            "video_grid_thw" if video else "image_grid_thw": grid,
+            "mm_token_type_ids": kinds,
+        }
     if name == "LlavaOnevision":
-        still = dict(image_sizes=torch.tensor([[8, 8]] * 2), batch_num_images=torch.tensor([1, 1]))
-        return out | {"pixel_values_videos" if video else "pixel_values": noise(2, 3, 8, 8), **({} if video else still)}
+        still = dict(
+            image_sizes=torch.tensor([[8, 8]] * 2), batch_num_images=torch.tensor([1, 1])
+        )
+        return out | {
+            "pixel_values_videos" if video else "pixel_values": noise(2, 3, 8, 8),
+            **({} if video else still),
+        }
     if name == "Molmo2":  # four patches of an image or frame for a token
-        place, frames = torch.tensor([[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]), 1 + video
+        place, frames = (
+            torch.tensor([[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]),
+            1 + video,
+        )
         places = torch.cat([place + 16 * i for i in range(2 * frames)])
         out["mm_token_type_ids"] = (ids == IMAGE).int()
         if video:
-            return out | dict(pixel_values_videos=noise(2, 16, 12).flatten(0, 1), video_token_pooling=places, video_grids=torch.tensor([[2, 2, 2]] * 2))
-        return out | dict(pixel_values=noise(16, 12), image_token_pooling=places, image_grids=torch.tensor([[2, 2, 0, 0]] * 2), image_num_crops=torch.tensor([1, 1]))
+            return out | dict(
+                pixel_values_videos=noise(2, 16, 12).flatten(0, 1),
+                video_token_pooling=places,
+                video_grids=torch.tensor([[2, 2, 2]] * 2),
+            )
+        return out | dict(
+            pixel_values=noise(16, 12),
+            image_token_pooling=places,
+            image_grids=torch.tensor([[2, 2, 0, 0]] * 2),
+            image_num_crops=torch.tensor([1, 1]),
+        )
     if name in ("LlavaNext", "Mistral3"):
-        return out | dict(pixel_values=noise(*[2] * (name == "LlavaNext"), 3, 8, 8), image_sizes=torch.tensor([[8, 8]] * 2))
+        return out | dict(
+            pixel_values=noise(*[2] * (name == "LlavaNext"), 3, 8, 8),
+            image_sizes=torch.tensor([[8, 8]] * 2),
+        )
     if name in ("Gemma3", "PaliGemma"):
-        out["token_type_ids"] = (ids == IMAGE).int() if name == "Gemma3" else torch.zeros_like(ids)
-    return out | dict(pixel_values=noise(*[1] * (name in ("SmolVLM", "Idefics2", "Idefics3")), 3, *[64 if name == "GotOcr2" else 8] * 2))
+        out["token_type_ids"] = (
+            (ids == IMAGE).int() if name == "Gemma3" else torch.zeros_like(ids)
+        )
+    return out | dict(
+        pixel_values=noise(
+            *[1] * (name in ("SmolVLM", "Idefics2", "Idefics3")),
+            3,
+            *[64 if name == "GotOcr2" else 8] * 2,
+        )
+    )
 
 
 def answer(model, inputs, attention, cache, n=8):
     "(tokens, logits [n, B, vocabulary]) of greedy decoding."
     model.set_attn_implementation({"text_config": attention, "vision_config": "sdpa"})
-    out = model.generate(**inputs, past_key_values=cache, max_new_tokens=n, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    out = model.generate(
+        **inputs,
+        past_key_values=cache,
+        max_new_tokens=n,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
     return out.sequences[:, -n:], torch.stack(out.logits)
 
 
 def one_row(inputs, row, skip):
     "The inputs of one sequence without its padding."
     each = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
-    cut = {k: x.view(2, -1, *x.shape[1:])[row].view(-1, *x.shape[1:]) for k, x in inputs.items() if k not in each}
-    cut |= {k: x - x.min() for k, x in cut.items() if k.endswith("_token_pooling")}  # places among the patches of this row alone
+    cut = {
+        k: x.view(2, -1, *x.shape[1:])[row].view(-1, *x.shape[1:])
+        for k, x in inputs.items()
+        if k not in each
+    }
+    cut |= {
+        k: x - x.min() for k, x in cut.items() if k.endswith("_token_pooling")
+    }  # places among the patches of this row alone
     return cut | {k: inputs[k][row : row + 1, skip:] for k in each if k in inputs}
 
 
 @pytest.mark.parametrize("name, video", CASES)
 def test_pictures(name, video):
-    """Attention on codes gives the tokens of attention over the decoded states, with left padding and without; with everything in the exact window, those of transformers' own cache. The picture
-    counts: another one gives other logits. Coarse codes count: their logits are others."""
+    """Attention on codes gives the tokens of attention over the decoded states, with left
+    padding and without; with everything in the exact window, those of transformers' own cache.
+    The picture counts: another one gives other logits. Coarse codes count: their logits are
+    others."""
     model, inputs = made(name), asked(name, video)
     own, exact = answer(model, inputs, "sdpa", DynamicCache(config=model.config))
-    _, other = answer(model, {k: -x if "pixel" in k else x for k, x in inputs.items()}, "sdpa", DynamicCache(config=model.config))
+    _, other = answer(
+        model,
+        {k: -x if "pixel" in k else x for k, x in inputs.items()},
+        "sdpa",
+        DynamicCache(config=model.config),
+    )
     top = exact.abs().max()
     assert (other - exact).abs().max() > 0.05 * top
     for recipe in (Recipe(Spec(3), Spec(3), sinks=0, recent=400), "k2v2"):
@@ -157,28 +398,51 @@ def test_pictures(name, video):
             continue
         assert cache.coded_layers[0].starts == (5, 0)
         for row, skip in ((0, 5), (1, 0)):
-            alone, _ = answer(model, one_row(inputs, row, skip), "turboquant", TurboQuantCache(model, recipe))
+            alone, _ = answer(
+                model, one_row(inputs, row, skip), "turboquant", TurboQuantCache(model, recipe)
+            )
             same(alone[0], got[row])
         wide = Recipe(Spec(2), Spec(2), sinks=0, recent=0)
-        coarse = [answer(model, inputs, a, TurboQuantCache(model, wide)) for a in ("sdpa", "turboquant")]
+        coarse = [
+            answer(model, inputs, a, TurboQuantCache(model, wide))
+            for a in ("sdpa", "turboquant")
+        ]
         same(*(tokens for tokens, _ in coarse))
-        assert (coarse[0][1] - exact).abs().max() > 1e-3 * top > 10 * (coarse[0][1] - coarse[1][1]).abs().max()
+        assert (
+            (coarse[0][1] - exact).abs().max()
+            > 1e-3 * top
+            > 10 * (coarse[0][1] - coarse[1][1]).abs().max()
+        )
 
 
 @pytest.mark.parametrize("name", ["Qwen2_5_VL", "LlavaOnevision"])
 def test_a_video_in_chunks(name):
-    "The embeddings and positions of a video's prompt come to the language model seven at a time: attention on codes follows attention over the decoded states, chunk by chunk, padding included."
+    """The embeddings and positions of a video's prompt come to the language model seven at a
+    time: attention on codes follows attention over the decoded states, chunk by chunk, padding
+    included."""
     model, inputs, came = made(name), asked(name, name in VIDEOS), {}
-    keep = model.model.language_model.register_forward_pre_hook(lambda module, args, kwargs: came.update(kwargs), with_kwargs=True)
+    keep = model.model.language_model.register_forward_pre_hook(
+        lambda module, args, kwargs: came.update(kwargs), with_kwargs=True
+    )
     answer(model, inputs, "sdpa", DynamicCache(config=model.config), n=1)
     keep.remove()
-    x, positions, mask, out = came["inputs_embeds"], came["position_ids"], inputs["attention_mask"], []
+    x, positions, mask, out = (
+        came["inputs_embeds"],
+        came["position_ids"],
+        inputs["attention_mask"],
+        [],
+    )
     for attention in ("sdpa", "turboquant"):
         model.set_attn_implementation({"text_config": attention, "vision_config": "sdpa"})
         cache = TurboQuantCache(model, "k2v2")
         with torch.no_grad():
             parts = [
-                model.model.language_model(inputs_embeds=x[:, i : i + 7], position_ids=positions[..., i : i + 7], attention_mask=mask[:, : i + 7], past_key_values=cache).last_hidden_state
+                model.model.language_model(
+                    inputs_embeds=x[:, i : i + 7],
+                    position_ids=positions[..., i : i + 7],
+                    attention_mask=mask[:, : i + 7],
+                    past_key_values=cache,
+                ).last_hidden_state
                 for i in range(0, x.shape[1], 7)
             ]
         out.append(torch.cat(parts, 1)[:, 5:])  # what padding gives is nobody's business
@@ -187,13 +451,20 @@ def test_a_video_in_chunks(name):
 
 
 def test_a_video_of_eleven_thousand_tokens_in_chunks():
-    """A clip of thirty seconds, 172 parts of 64 tokens, comes to the language model 2,048 tokens at a time and four tokens are decoded: attention on codes follows attention over the decoded states through all of it,
-    positions of three axes included, and gives the same tokens."""
+    """A clip of thirty seconds, 172 parts of 64 tokens, comes to the language model 2,048
+    tokens at a time and four tokens are decoded: attention on codes follows attention over the
+    decoded states through all of it, positions of three axes included, and gives the same
+    tokens."""
     name = "Qwen2_5_VL"
     model, parts, g = made(name).float(), 172, torch.Generator().manual_seed(5)
     words = torch.randint(2, 50, (24,), generator=g).tolist()
     ids = torch.tensor([[*words[:12], BEGIN, *[VIDEO] * (64 * parts), END, *words[12:]]])
-    inputs = dict(input_ids=ids, pixel_values_videos=torch.randn(256 * parts, 24, generator=g), video_grid_thw=torch.tensor([[parts, 16, 16]]), mm_token_type_ids=2 * (ids == VIDEO).int())
+    inputs = dict(
+        input_ids=ids,
+        pixel_values_videos=torch.randn(256 * parts, 24, generator=g),
+        video_grid_thw=torch.tensor([[parts, 16, 16]]),
+        mm_token_type_ids=2 * (ids == VIDEO).int(),
+    )
     came = {}
 
     def stop(module, args, kwargs):
@@ -205,18 +476,35 @@ def test_a_video_of_eleven_thousand_tokens_in_chunks():
         model(**inputs)
     keep.remove()
     x, places, out = came["inputs_embeds"], came["position_ids"], []
-    assert x.shape[1] > 11_000 and places.shape[0] == 3 and len(places[0].unique()) > 170 and (places[1] != places[2]).any()
+    assert (
+        x.shape[1] > 11_000
+        and places.shape[0] == 3
+        and len(places[0].unique()) > 170
+        and (places[1] != places[2]).any()
+    )
     for attention in ("sdpa", "turboquant"):
         model.set_attn_implementation({"text_config": attention, "vision_config": "sdpa"})
         cache, hidden, tokens = TurboQuantCache(model, "k3v3"), [], []
         with torch.no_grad():
             for i in range(0, x.shape[1], 2048):
-                hidden.append(model.model.language_model(inputs_embeds=x[:, i : i + 2048], position_ids=places[..., i : i + 2048], past_key_values=cache).last_hidden_state)
+                hidden.append(
+                    model.model.language_model(
+                        inputs_embeds=x[:, i : i + 2048],
+                        position_ids=places[..., i : i + 2048],
+                        past_key_values=cache,
+                    ).last_hidden_state
+                )
             at = int(places.max()) + 1
             for i in range(4):
                 tokens.append(int(model.lm_head(hidden[-1][:, -1]).argmax()))
                 step = model.model.language_model.embed_tokens(torch.tensor([[tokens[-1]]]))
-                hidden.append(model.model.language_model(inputs_embeds=step, position_ids=torch.full((3, 1, 1), at + i), past_key_values=cache).last_hidden_state)
+                hidden.append(
+                    model.model.language_model(
+                        inputs_embeds=step,
+                        position_ids=torch.full((3, 1, 1), at + i),
+                        past_key_values=cache,
+                    ).last_hidden_state
+                )
         out.append((torch.cat(hidden, 1), tokens))
     (dense, want), (coded, got) = out
     made(name).double()

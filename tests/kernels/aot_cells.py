@@ -1,5 +1,7 @@
-"""Compile the kernels of cells for GPUs that are not there, and print registers, spilled bytes and shared memory of each variant as JSON
-lines; run by test_cells.py in a process of its own, because the interpreter and the compiler exclude each other."""
+"""Compile the kernels of cells for GPUs that are not there, and print registers, spilled bytes
+and shared memory of each variant as JSON lines; run by test_cells.py in a process of its own,
+because the interpreter and the compiler exclude each other."""
+
 import json
 import sys
 from pathlib import Path
@@ -11,16 +13,48 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 sys.path.insert(0, str(Path(__file__).parent))
-import aot_decode  # noqa: E402
+import aot_decode
 
-from turboquant_nb.cache.pages import CellLayout  # noqa: E402
-from turboquant_nb.kernels import cells, decode  # noqa: E402
-from turboquant_nb.kernels.encode import CodingConstants, RotationOperand  # noqa: E402
-from turboquant_nb.theory.rotation import make_rotation  # noqa: E402
+from turboquant_nb.cache.pages import CellLayout
+from turboquant_nb.kernels import cells, decode
+from turboquant_nb.kernels.encode import CodingConstants, RotationOperand
+from turboquant_nb.theory.rotation import make_rotation
 
-TYPES = aot_decode.TYPES | dict.fromkeys(("ROTATED", "LEVELS", "PARTS", "LSE_PARTS", "REST", "KTAB", "VTAB", "MEAN", "CENTER", "OWN_LSE", "PAST_LSE"), "*fp32")
-TYPES |= dict.fromkeys(("OUT", "KX", "VX", "KW", "VW", "K", "V", "OWN", "PAST", "NEAR"), "*bf16") | dict(CELLS="*u8", SCALES="*fp16", LUT="*i32", TABLE="*i32", NEAR_TABLE="*i32", STARTS="*i32", ORIGINS="*i32", WORK="*i32", SLOTS="*i64", kfactor="fp32", vfactor="fp32", factor="fp32")
-STRIDES = "block_stride head_stride qt qh ot oh ckt ckh cvt cvh kt kh vt vh pt ph nb nh nt".split()
+TYPES = aot_decode.TYPES | dict.fromkeys(
+    (
+        "ROTATED",
+        "LEVELS",
+        "PARTS",
+        "LSE_PARTS",
+        "REST",
+        "KTAB",
+        "VTAB",
+        "MEAN",
+        "CENTER",
+        "OWN_LSE",
+        "PAST_LSE",
+    ),
+    "*fp32",
+)
+TYPES |= dict.fromkeys(
+    ("OUT", "KX", "VX", "KW", "VW", "K", "V", "OWN", "PAST", "NEAR"), "*bf16"
+) | dict(
+    CELLS="*u8",
+    SCALES="*fp16",
+    LUT="*i32",
+    TABLE="*i32",
+    NEAR_TABLE="*i32",
+    STARTS="*i32",
+    ORIGINS="*i32",
+    WORK="*i32",
+    SLOTS="*i64",
+    kfactor="fp32",
+    vfactor="fp32",
+    factor="fp32",
+)
+STRIDES = (
+    "block_stride head_stride qt qh ot oh ckt ckh cvt cvh kt kh vt vh pt ph nb nh nt".split()
+)
 
 
 def places(c, side):
@@ -32,47 +66,140 @@ def places(c, side):
 def compiled(fn, kind, constants, **options):
     "For a Hopper GPU, strides of the engine's tensors multiples of 16."
     src = aot_decode.source(fn, kind, TYPES, constants)
-    src.attrs |= {(fn.arg_names.index(n),): [["tt.divisibility", 16]] for n in STRIDES if n in fn.arg_names}
+    src.attrs |= {
+        (fn.arg_names.index(n),): [["tt.divisibility", 16]]
+        for n in STRIDES
+        if n in fn.arg_names
+    }
     return triton.compile(src, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 def fragments(c, rows=4, sliding=False, capped=False, fast_k=True, listed=True):
     fast = c.d_key == c.d_value and c.d_key in (64, 128, 256)
     form = cells._cell_form(c, rows, places(c, "key"), places(c, "value"))
-    constants = dict(FAST_K=fast and fast_k, FAST=fast, SLIDING=sliding, CAPPED=capped, LISTED=listed, PDL=True, G=form)
-    return compiled(cells._fragments_cells_kernel, GluonASTSource, constants, num_warps=1, launch_pdl=True)
+    constants = dict(
+        FAST_K=fast and fast_k,
+        FAST=fast,
+        SLIDING=sliding,
+        CAPPED=capped,
+        LISTED=listed,
+        PDL=True,
+        G=form,
+    )
+    return compiled(
+        cells._fragments_cells_kernel, GluonASTSource, constants, num_warps=1, launch_pdl=True
+    )
 
 
 def sizes(c):
-    return dict(D=c.d_key, DP=decode.padded_size(c.d_key), DV=c.d_value, DVP=decode.padded_size(c.d_value))
+    return dict(
+        D=c.d_key,
+        DP=decode.padded_size(c.d_key),
+        DV=c.d_value,
+        DVP=decode.padded_size(c.d_value),
+    )
 
 
 def portable(c, sliding=False, capped=False, listed=True):
-    constants = sizes(c) | dict(KA=places(c, "key"), VA=places(c, "value"), R=c.tokens // 4, BR=16, KB=c.key_bits, VB=c.value_bits, Q=16, SLIDING=sliding, CAPPED=capped, LISTED=listed)
-    return compiled(cells._portable_cells_kernel, ASTSource, constants, num_warps=4, num_stages=1)
+    constants = sizes(c) | dict(
+        KA=places(c, "key"),
+        VA=places(c, "value"),
+        R=c.tokens // 4,
+        BR=16,
+        KB=c.key_bits,
+        VB=c.value_bits,
+        Q=16,
+        SLIDING=sliding,
+        CAPPED=capped,
+        LISTED=listed,
+    )
+    return compiled(
+        cells._portable_cells_kernel, ASTSource, constants, num_warps=4, num_stages=1
+    )
 
 
-def join(c, together=1, rotated=False, sliding=False, capped=False, centred=False, recent=False, listed=True):
-    constants = sizes(c) | dict(Q=4, R=together, SB=max(2, min(16, 64 // together)), TILE=256, N=16, T=max(1, 16 // together), OWN=True, RECENT=recent, CENTRED=centred, ROTATED=rotated, SLIDING=sliding, CAPPED=capped, LISTED=listed, PDL=True)
+def join(
+    c,
+    together=1,
+    rotated=False,
+    sliding=False,
+    capped=False,
+    centred=False,
+    recent=False,
+    listed=True,
+):
+    constants = sizes(c) | dict(
+        Q=4,
+        R=together,
+        SB=max(2, min(16, 64 // together)),
+        TILE=256,
+        N=16,
+        T=max(1, 16 // together),
+        OWN=True,
+        RECENT=recent,
+        CENTRED=centred,
+        ROTATED=rotated,
+        SLIDING=sliding,
+        CAPPED=capped,
+        LISTED=listed,
+        PDL=True,
+    )
     return compiled(cells._join_kernel, ASTSource, constants, num_warps=4, launch_pdl=True)
 
 
 def append(c, steps=4, centred=False):
-    of, means = dict(mode="mse", scale=torch.float16, large=True), (torch.float32 if centred else None, None)
-    kc, vc = (CodingConstants.of(d, torch.bfloat16, b, RotationOperand.of(make_rotation("hadamard", d).matrix), mean=mean, **of)
-              for d, b, mean in ((c.d_key, c.key_bits, means[0]), (c.d_value, c.value_bits, means[1])))  # fmt: skip
-    constants = dict(KC=kc, VC=vc, KA=places(c, "key"), VA=places(c, "value"), R=c.tokens // 4, M=16, WIDE=False, STEPS=steps, PDL=True)
+    of, means = (
+        dict(mode="mse", scale=torch.float16, large=True),
+        (torch.float32 if centred else None, None),
+    )
+    kc, vc = (
+        CodingConstants.of(
+            d,
+            torch.bfloat16,
+            b,
+            RotationOperand.of(make_rotation("hadamard", d).matrix),
+            mean=mean,
+            **of,
+        )
+        for d, b, mean in ((c.d_key, c.key_bits, means[0]), (c.d_value, c.value_bits, means[1]))
+    )
+    constants = dict(
+        KC=kc,
+        VC=vc,
+        KA=places(c, "key"),
+        VA=places(c, "value"),
+        R=c.tokens // 4,
+        M=16,
+        WIDE=False,
+        STEPS=steps,
+        PDL=True,
+    )
     return compiled(cells._append_kernel, ASTSource, constants, num_warps=4, num_stages=2)
 
 
 def past(c):
     k, v = places(c, "key"), places(c, "value")
-    constants = sizes(c) | dict(k_scale=k[3] // 2, v_scale=v[3] // 2, KA=k, VA=v, R=c.tokens // 4, BR=min(c.tokens, 64), KB=c.key_bits, VB=c.value_bits)
+    constants = sizes(c) | dict(
+        k_scale=k[3] // 2,
+        v_scale=v[3] // 2,
+        KA=k,
+        VA=v,
+        R=c.tokens // 4,
+        BR=min(c.tokens, 64),
+        KB=c.key_bits,
+        VB=c.value_bits,
+    )
     return compiled(cells._past_kernel, ASTSource, constants, num_warps=4)
 
 
 def recent(c, sinks=0):
-    return compiled(cells._recent_kernel, ASTSource, sizes(c) | dict(N=16, S=sinks, PDL=True), num_warps=1, launch_pdl=True)
+    return compiled(
+        cells._recent_kernel,
+        ASTSource,
+        sizes(c) | dict(N=16, S=sinks, PDL=True),
+        num_warps=1,
+        launch_pdl=True,
+    )
 
 
 def sinks(c):
@@ -80,17 +207,36 @@ def sinks(c):
 
 
 def work(c, sliding=False):
-    return compiled(cells._work_kernel, ASTSource, dict(TILE=256, SLIDING=sliding, B=64, N=64), num_warps=1)
+    return compiled(
+        cells._work_kernel, ASTSource, dict(TILE=256, SLIDING=sliding, B=64, N=64), num_warps=1
+    )
 
 
 def join_past(c):
-    return compiled(cells._join_past_kernel, ASTSource, dict(D=c.d_value, DP=decode.padded_size(c.d_value), M=16), num_warps=4)
+    return compiled(
+        cells._join_past_kernel,
+        ASTSource,
+        dict(D=c.d_value, DP=decode.padded_size(c.d_value), M=16),
+        num_warps=4,
+    )
 
 
 if __name__ == "__main__":
     for text in sys.argv[1:]:
         case = json.loads(text)
-        name, bits, d, tokens = case.pop("kernel"), case.pop("bits", (3, 3)), case.pop("d", 128), case.pop("tokens", 64)
+        name, bits, d, tokens = (
+            case.pop("kernel"),
+            case.pop("bits", (3, 3)),
+            case.pop("d", 128),
+            case.pop("tokens", 64),
+        )
         built = globals()[name](CellLayout(*bits, d, d, tokens), **case)
-        wide = built.asm["ptx"].count("cp.async.cg.shared.global") if name == "fragments" else None
-        print(json.dumps(json.loads(text) | aot_decode.usage(built, 90) | {"copies of 16 bytes": wide}), flush=True)
+        wide = (
+            built.asm["ptx"].count("cp.async.cg.shared.global") if name == "fragments" else None
+        )
+        print(
+            json.dumps(
+                json.loads(text) | aot_decode.usage(built, 90) | {"copies of 16 bytes": wide}
+            ),
+            flush=True,
+        )

@@ -1,5 +1,7 @@
-"""Compile the decode kernel for GPUs that are not there, and print registers, spilled bytes and shared memory of each variant as JSON
-lines; run by test_decode_kernel.py in a process of its own, because the interpreter and the compiler exclude each other."""
+"""Compile the decode kernel for GPUs that are not there, and print registers, spilled bytes and
+shared memory of each variant as JSON lines; run by test_decode_kernel.py in a process of its
+own, because the interpreter and the compiler exclude each other."""
+
 import json
 import os
 import re
@@ -16,25 +18,89 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from turboquant_nb.kernels import blocks, decode, decode_mma, query
 
 PTXAS = os.path.join(os.path.dirname(nvidia.__file__), "bin", "ptxas")
-TYPES = dict(ROTATED="*fp32", RK_="*fp32", RV_="*fp32", MK="*bf16", MV="*bf16", KS="*fp16", VS="*fp16", TABLE="*i32", START="*i64", END="*i64",
-             LENGTH="*i32", PAGES="*i32", BIAS="*fp32", reach="i32", COS_SIN="*fp16", NEAR="*fp16", FAR="*fp32", M="*bf16", factor="fp32", O="*fp32", LSE="*fp32", scaling="fp32", k_step="fp32", v_step="fp32", cap_at="fp32")
-TYPES |= dict.fromkeys(("QUERY", "SK", "SV", "WK", "WV", "CK", "CV"), "*bf16") | dict.fromkeys(("K0", "K1", "K2", "V0", "V1", "V2"), "*u8")
+TYPES = dict(
+    ROTATED="*fp32",
+    RK_="*fp32",
+    RV_="*fp32",
+    MK="*bf16",
+    MV="*bf16",
+    KS="*fp16",
+    VS="*fp16",
+    TABLE="*i32",
+    START="*i64",
+    END="*i64",
+    LENGTH="*i32",
+    PAGES="*i32",
+    BIAS="*fp32",
+    reach="i32",
+    COS_SIN="*fp16",
+    NEAR="*fp16",
+    FAR="*fp32",
+    M="*bf16",
+    factor="fp32",
+    O="*fp32",
+    LSE="*fp32",
+    scaling="fp32",
+    k_step="fp32",
+    v_step="fp32",
+    cap_at="fp32",
+)
+TYPES |= dict.fromkeys(("QUERY", "SK", "SV", "WK", "WV", "CK", "CV"), "*bf16") | dict.fromkeys(
+    ("K0", "K1", "K2", "V0", "V1", "V2"), "*u8"
+)
 
 
 def source(fn, kind, types, constants):
-    "What Triton compiles, with every pointer aligned to 16 bytes and strides that are multiples of 16 elements, as torch allocates."
+    """What Triton compiles, with every pointer aligned to 16 bytes and strides that are
+    multiples of 16 elements, as torch allocates."""
     index = {name: (i,) for i, name in enumerate(fn.arg_names)}
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in fn.arg_names}
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32")
+        for name in fn.arg_names
+    }
     strides = ("bias_stride", "sb", "sh", "sn", "ckb", "ckh", "ckn", "cvb", "cvh", "cvn")
-    attrs = {index[n]: [["tt.divisibility", 16]] for n, t in signature.items() if t.startswith("*") or n in strides}
+    attrs = {
+        index[n]: [["tt.divisibility", 16]]
+        for n, t in signature.items()
+        if t.startswith("*") or n in strides
+    }
     return kind(fn, signature, {index[n]: v for n, v in constants.items()}, attrs)
 
 
-def build(capability=90, d=128, bits=(3, 3), rows=4, sliding=False, capped=False, regs=None, page=256, paged=False, length=False, biased=False, per_head=False, fused=0):
-    "The decode kernel as `mma_attention` asks for it; fused: channels that a pre-RoPE mean rotates."
+def build(
+    capability=90,
+    d=128,
+    bits=(3, 3),
+    rows=4,
+    sliding=False,
+    capped=False,
+    regs=None,
+    page=256,
+    paged=False,
+    length=False,
+    biased=False,
+    per_head=False,
+    fused=0,
+):
+    """The decode kernel as `mma_attention` asks for it; fused: channels that a pre-RoPE mean
+    rotates."""
     form = decode_mma.decode_form(d, d, rows, *bits, page, fused)
-    flags = dict(HAS_START=False, HAS_END=False, HAS_LENGTH=length, PAGED=paged, FAST_K=not per_head and d in (64, 128, 256), FAST=d in (64, 128, 256), MEAN_K=not biased and not fused, MEAN_V=False, BIASED=biased, FUSED=fused > 0,
-                 SLIDING=sliding, CAPPED=capped, PDL=capability >= 90, G=form)
+    flags = dict(
+        HAS_START=False,
+        HAS_END=False,
+        HAS_LENGTH=length,
+        PAGED=paged,
+        FAST_K=not per_head and d in (64, 128, 256),
+        FAST=d in (64, 128, 256),
+        MEAN_K=not biased and not fused,
+        MEAN_V=False,
+        BIASED=biased,
+        FUSED=fused > 0,
+        SLIDING=sliding,
+        CAPPED=capped,
+        PDL=capability >= 90,
+        G=form,
+    )
     options = dict(num_warps=1, **({"maxnreg": regs} if regs else {}))
     src = source(decode_mma._decode_kernel, GluonASTSource, TYPES, flags)
     return triton.compile(src, target=GPUTarget("cuda", capability, 32), options=options)
@@ -42,61 +108,160 @@ def build(capability=90, d=128, bits=(3, 3), rows=4, sliding=False, capped=False
 
 def combine(capability=90, d=128, fast=True, together=1, each=16):
     "The combine kernel."
-    types = TYPES | dict(OUT_PARTS="*fp32", LSE_PARTS="*fp32", OUT="*bf16" if fast else "*fp32", REST="*fp32")
+    types = TYPES | dict(
+        OUT_PARTS="*fp32", LSE_PARTS="*fp32", OUT="*bf16" if fast else "*fp32", REST="*fp32"
+    )
     padded = 1 << (d - 1).bit_length()
-    constants = dict(D=d, DP=padded, DV=d, DVP=padded, Q=4, R=together, SB=16, EB=each, HAS_START=False, HAS_END=False, HAS_LENGTH=False,
-                     SLIDING=False, CAPPED=False, FAST=fast, PDL=capability >= 90)
+    constants = dict(
+        D=d,
+        DP=padded,
+        DV=d,
+        DVP=padded,
+        Q=4,
+        R=together,
+        SB=16,
+        EB=each,
+        HAS_START=False,
+        HAS_END=False,
+        HAS_LENGTH=False,
+        SLIDING=False,
+        CAPPED=False,
+        FAST=fast,
+        PDL=capability >= 90,
+    )
     options = dict(num_warps=4, **({"launch_pdl": True} if capability >= 90 else {}))
-    return triton.compile(source(decode._combine_kernel, ASTSource, types, constants), target=GPUTarget("cuda", capability, 32), options=options)
+    return triton.compile(
+        source(decode._combine_kernel, ASTSource, types, constants),
+        target=GPUTarget("cuda", capability, 32),
+        options=options,
+    )
 
 
 def portable(capability=90, d=128, bits=(3, 3), parts=()):
-    """The portable kernel; parts: "groups" (half of the channels have one bit less), "aged" (tiles that lost a plane), "signed" (a QJL residual of keys)."""
-    types = TYPES | dict.fromkeys(("SHIFT", "MV", "TABLE"), "*fp32") | dict.fromkeys(("KSCALE", "VSCALE"), "*fp16")
+    """The portable kernel; parts: "groups" (half of the channels have one bit less), "aged"
+    (tiles that lost a plane), "signed" (a QJL residual of keys)."""
+    types = (
+        TYPES
+        | dict.fromkeys(("SHIFT", "MV", "TABLE"), "*fp32")
+        | dict.fromkeys(("KSCALE", "VSCALE"), "*fp16")
+    )
     padded = 1 << (d - 1).bit_length()
-    constants = dict(D=d, DP=padded, DV=d, DVP=padded, R=64, BR=16, KB=bits[0], VB=bits[1], Q=16, HAS_START=False, HAS_END=False, HAS_LENGTH=False,
-                     PAGED=False, BIASED=False, SLIDING=False, CAPPED=False)
+    constants = dict(
+        D=d,
+        DP=padded,
+        DV=d,
+        DVP=padded,
+        R=64,
+        BR=16,
+        KB=bits[0],
+        VB=bits[1],
+        Q=16,
+        HAS_START=False,
+        HAS_END=False,
+        HAS_LENGTH=False,
+        PAGED=False,
+        BIASED=False,
+        SLIDING=False,
+        CAPPED=False,
+    )
     constants |= decode._NO_PARTS
     if parts:
         given = {"L0": "*u8", "L1": "*u8", "L2": "*u8", "W0": "*u8", "W1": "*u8", "W2": "*u8"}
         given |= {"key_old": "i32", "value_old": "i32"} if "aged" in parts else {}
-        given |= {"SIGNS": "*u8", "NORM": "*fp16", "SKETCHED": "*fp32"} if "signed" in parts else {}
+        given |= (
+            {"SIGNS": "*u8", "NORM": "*fp16", "SKETCHED": "*fp32"} if "signed" in parts else {}
+        )
         first, others = (d // 2, [b - 1 for b in bits]) if "groups" in parts else (d, [0, 0])
-        constants |= dict(PARTS=True, AGED="aged" in parts, SIGNED="signed" in parts, KD1=first, VD1=first, KB2=others[0], VB2=others[1])
-        constants, types = {name: x for name, x in constants.items() if name not in given}, types | given
+        constants |= dict(
+            PARTS=True,
+            AGED="aged" in parts,
+            SIGNED="signed" in parts,
+            KD1=first,
+            VD1=first,
+            KB2=others[0],
+            VB2=others[1],
+        )
+        constants, types = (
+            {name: x for name, x in constants.items() if name not in given},
+            types | given,
+        )
     src = source(decode._portable_kernel, ASTSource, types, constants)
-    return triton.compile(src, target=GPUTarget("cuda", capability, 32), options=dict(num_warps=8 if d > 128 else 4, num_stages=1))
+    return triton.compile(
+        src,
+        target=GPUTarget("cuda", capability, 32),
+        options=dict(num_warps=8 if d > 128 else 4, num_stages=1),
+    )
 
 
 def pre_rope(capability=90, d=128, rotary=None):
     "The kernel of the bias of a pre-RoPE mean."
     half = (rotary or d) // 2
     padded = max(16, 1 << (half - 1).bit_length())
-    constants = dict(D=d, H2=half, HP=padded, REST=max(0, d - 2 * half), ROWS=32, BT=128, HAS_START=True, HAS_LENGTH=False, PDL=capability >= 90)
+    constants = dict(
+        D=d,
+        H2=half,
+        HP=padded,
+        REST=max(0, d - 2 * half),
+        ROWS=32,
+        BT=128,
+        HAS_START=True,
+        HAS_LENGTH=False,
+        PDL=capability >= 90,
+    )
     src = source(query._mean_bias_kernel, ASTSource, TYPES, constants)
-    return triton.compile(src, target=GPUTarget("cuda", capability, 32), options=dict(num_warps=4))
+    return triton.compile(
+        src, target=GPUTarget("cuda", capability, 32), options=dict(num_warps=4)
+    )
 
 
 def transform(capability=90, d=128, rows=4):
-    "The kernels that multiply queries by the matrices of their heads: plain sums for 4 rows of a program, tensor cores for more."
+    """The kernels that multiply queries by the matrices of their heads: plain sums for 4 rows
+    of a program, tensor cores for more."""
     types = TYPES | dict(ROTATION="*fp32", OUT="*fp32")
     few, options = rows == 4, dict(num_warps=4)
     if few:
-        fn, constants = query._rotate_few_kernel, dict(D=d, DP=decode.padded_size(d), ROWS=rows, COLS=16, AFTER=capability >= 90)
+        fn, constants = (
+            query._rotate_few_kernel,
+            dict(D=d, DP=decode.padded_size(d), ROWS=rows, COLS=16, AFTER=capability >= 90),
+        )
         options |= {"launch_pdl": True} if capability >= 90 else {}
     else:
         fn, constants = query._rotate_many_kernel, dict(D=d, SLICE=32, ROWS=rows, COLS=32)
         options |= {"num_stages": 1}
-    built = triton.compile(source(fn, ASTSource, types, constants), target=GPUTarget("cuda", capability, 32), options=options)
+    built = triton.compile(
+        source(fn, ASTSource, types, constants),
+        target=GPUTarget("cuda", capability, 32),
+        options=options,
+    )
     assert "wgmma" not in built.asm["ptx"]  # Triton 3.6 computes a pipelined one wrongly
     return built
 
 
 def read(capability=90, d=128, bits=3, by_token=False, rotary=0, parts=1):
     "The kernel that decodes a block of the past."
-    types = TYPES | dict.fromkeys(("P0", "P1", "P2"), "*u8") | dict(OUT="*bf16", SCALE="*fp16", MATRIX="*fp16", SINKS="*bf16", RECENT="*bf16")
-    constants = dict(D=d, DP=decode.padded_size(d), HK=decode.padded_size(d // 2), R=64, BITS=bits, BY_TOKEN=by_token, H2=rotary // 2, HAS_MEAN=True, HAS_START=True, PARTS=parts, ASM=True)
-    return triton.compile(source(blocks._read_kernel, ASTSource, types, constants), target=GPUTarget("cuda", capability, 32), options=dict(num_warps=4))
+    types = (
+        TYPES
+        | dict.fromkeys(("P0", "P1", "P2"), "*u8")
+        | dict(OUT="*bf16", SCALE="*fp16", MATRIX="*fp16", SINKS="*bf16", RECENT="*bf16")
+    )
+    constants = dict(
+        D=d,
+        DP=decode.padded_size(d),
+        HK=decode.padded_size(d // 2),
+        R=64,
+        BITS=bits,
+        BY_TOKEN=by_token,
+        H2=rotary // 2,
+        HAS_MEAN=True,
+        HAS_START=True,
+        PARTS=parts,
+        ASM=True,
+    )
+    return triton.compile(
+        source(blocks._read_kernel, ASTSource, types, constants),
+        target=GPUTarget("cuda", capability, 32),
+        options=dict(num_warps=4),
+    )
 
 
 def usage(compiled, capability):
@@ -104,15 +269,38 @@ def usage(compiled, capability):
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as f:
         f.write(compiled.asm["ptx"])
         f.flush()
-        said = subprocess.run([PTXAS, "-v", f"--gpu-name=sm_{capability}{'a' if capability >= 90 else ''}", f.name, "-o", os.devnull], capture_output=True, text=True)
+        said = subprocess.run(
+            [
+                PTXAS,
+                "-v",
+                f"--gpu-name=sm_{capability}{'a' if capability >= 90 else ''}",
+                f.name,
+                "-o",
+                os.devnull,
+            ],
+            capture_output=True,
+            text=True,
+        )
     text = said.stdout + said.stderr
     spills = sum(map(int, re.findall(r"(\d+) bytes spill", text)))
-    return {"registers": int(re.search(r"Used (\d+) registers", text)[1]), "stack": int(re.search(r"(\d+) bytes stack", text)[1]), "spills": spills, "shared": compiled.metadata.shared}
+    return {
+        "registers": int(re.search(r"Used (\d+) registers", text)[1]),
+        "stack": int(re.search(r"(\d+) bytes stack", text)[1]),
+        "spills": spills,
+        "shared": compiled.metadata.shared,
+    }
 
 
 if __name__ == "__main__":
     for text in sys.argv[1:]:
         case = json.loads(text)
-        make = {"decode": build, "combine": combine, "portable": portable, "pre_rope": pre_rope, "transform": transform, "read": read}[case.get("kernel", "decode")]
+        make = {
+            "decode": build,
+            "combine": combine,
+            "portable": portable,
+            "pre_rope": pre_rope,
+            "transform": transform,
+            "read": read,
+        }[case.get("kernel", "decode")]
         built = make(**{k: v for k, v in case.items() if k != "kernel"})
         print(json.dumps(case | usage(built, case.get("capability", 90))), flush=True)

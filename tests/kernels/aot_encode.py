@@ -1,5 +1,7 @@
-"""Compile the encode kernel for GPUs that are not there, and print registers, spilled bytes and shared memory of each variant as JSON
-lines; run by test_encode_kernel.py in a process of its own, because the interpreter and the compiler exclude each other."""
+"""Compile the encode kernel for GPUs that are not there, and print registers, spilled bytes and
+shared memory of each variant as JSON lines; run by test_encode_kernel.py in a process of its
+own, because the interpreter and the compiler exclude each other."""
+
 import json
 import os
 import re
@@ -25,7 +27,10 @@ def consts(d, dtype, bits, parts, center, capability, r, transform=False):
     rotations = kernel.RotationOperand(torch.empty(8, 1, d, d), 1.0) if transform else one, one
     sides = zip(bits, (torch.bfloat16 if center else None, None), (r, 0), rotations)
     more = dict(mode="mse", scale=torch.float16, large=capability >= 90)
-    return [kernel.CodingConstants.of(d, dtype, b, rotation, mean=mean, rope=r, **more) for b, mean, r, rotation in sides]
+    return [
+        kernel.CodingConstants.of(d, dtype, b, rotation, mean=mean, rope=r, **more)
+        for b, mean, r, rotation in sides
+    ]
 
 
 def compiled(f, constants, dtype, capability, options):
@@ -35,24 +40,76 @@ def compiled(f, constants, dtype, capability, options):
         kind = name[1:]
         if name in constants:
             types[name] = "constexpr"
-        elif name in ("START", "POSITION", "FLAG", "COS_SIN") or kind in ("X", "W", "MEAN", "TAB", "SCALE", "SINKS", "RING"):
-            of_mean = "*fp32" if f is kernel._encode_kernel and not constants["KC"].ROPE else "*bf16"
-            types[name] = {"X": NAMES[dtype], "SINKS": NAMES[dtype], "RING": NAMES[dtype], "W": "*bf16", "MEAN": of_mean, "TAB": "*fp32", "SCALE": "*fp16", "TART": "*i64", "OS_SIN": "*fp16"}.get(kind, "*i32")
+        elif name in ("START", "POSITION", "FLAG", "COS_SIN") or kind in (
+            "X",
+            "W",
+            "MEAN",
+            "TAB",
+            "SCALE",
+            "SINKS",
+            "RING",
+        ):
+            of_mean = (
+                "*fp32" if f is kernel._encode_kernel and not constants["KC"].ROPE else "*bf16"
+            )
+            types[name] = {
+                "X": NAMES[dtype],
+                "SINKS": NAMES[dtype],
+                "RING": NAMES[dtype],
+                "W": "*bf16",
+                "MEAN": of_mean,
+                "TAB": "*fp32",
+                "SCALE": "*fp16",
+                "TART": "*i64",
+                "OS_SIN": "*fp16",
+            }.get(kind, "*i32")
         else:
-            types[name] = "*u8" if kind in ("P0", "P1", "P2") else "fp32" if kind == "factor" else "i32"
+            types[name] = (
+                "*u8" if kind in ("P0", "P1", "P2") else "fp32" if kind == "factor" else "i32"
+            )
     index = {name: (i,) for i, name in enumerate(f.arg_names)}
-    aligned = [n for n, t in types.items() if t.startswith("*") or n[1:] in ("sb", "sh", "sn") and n not in constants]
-    source = ASTSource(f, types, {index[n]: v for n, v in constants.items()}, {index[n]: [["tt.divisibility", 16]] for n in aligned})
+    aligned = [
+        n
+        for n, t in types.items()
+        if t.startswith("*") or n[1:] in ("sb", "sh", "sn") and n not in constants
+    ]
+    source = ASTSource(
+        f,
+        types,
+        {index[n]: v for n, v in constants.items()},
+        {index[n]: [["tt.divisibility", 16]] for n in aligned},
+    )
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def build(capability=90, n=1000, d=128, bits=(3, 3), dtype=torch.bfloat16, parts=1, center=True, config=None, static=False, whole=True, r=0, transform=False):
+def build(
+    capability=90,
+    n=1000,
+    d=128,
+    bits=(3, 3),
+    dtype=torch.bfloat16,
+    parts=1,
+    center=True,
+    config=None,
+    static=False,
+    whole=True,
+    r=0,
+    transform=False,
+):
     "The compiled kernel as `append` asks for it: the short one for at most 64 tokens."
-    both = dict(zip(("KC", "VC"), consts(d, dtype, bits, parts, center, capability, r, transform)))
+    both = dict(
+        zip(("KC", "VC"), consts(d, dtype, bits, parts, center, capability, r, transform))
+    )
     shared = both | {"R": 64, "STATIC": static, "WIDE": False}
     if n > 64:
         m, options = config or kernel._config(d, 64, parts, capability >= 90, dtype.itemsize, r)
-        return compiled(kernel._encode_kernel, shared | {"M": m, "ksd": 1, "vsd": 1, "WHOLE": whole}, dtype, capability, options)
+        return compiled(
+            kernel._encode_kernel,
+            shared | {"M": m, "ksd": 1, "vsd": 1, "WHOLE": whole},
+            dtype,
+            capability,
+            options,
+        )
     m, options = config or kernel._short_config(d, capability >= 90)
     more = {"M": m, "sinks": 4, "ring": 64} | ({"n": 1} if n == 1 else {})
     return compiled(kernel._short_kernel, shared | more, dtype, capability, options)
@@ -65,7 +122,11 @@ def usage(compiled):
         f.flush()
         said = subprocess.run([TOOL, "-res-usage", f.name], capture_output=True, text=True)
     text = said.stdout + said.stderr
-    return {"registers": int(re.search(r"REG:(\d+)", text)[1]), "stack": int(re.search(r"STACK:(\d+)", text)[1]), "shared": compiled.metadata.shared}
+    return {
+        "registers": int(re.search(r"REG:(\d+)", text)[1]),
+        "stack": int(re.search(r"STACK:(\d+)", text)[1]),
+        "shared": compiled.metadata.shared,
+    }
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
-"""Compile every kernel of 40 to 45 for a GPU of each generation that is not there, and print what came of it as JSON lines; run by
-test_targets.py in a process of its own, because the interpreter and the compiler exclude each other."""
+"""Compile every kernel of 40 to 45 for a GPU of each generation that is not there, and print
+what came of it as JSON lines; run by test_targets.py in a process of its own, because the
+interpreter and the compiler exclude each other."""
+
 import json
 import os
 import sys
@@ -8,10 +10,17 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-import aot_decode  # noqa: E402
-import aot_encode  # noqa: E402
+import aot_decode
+import aot_encode
 
-SHARED = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227}  # KiB of shared memory that a block may have; CUDA C++ Programming Guide, compute capabilities
+SHARED = {
+    75: 64,
+    80: 163,
+    86: 99,
+    89: 99,
+    90: 227,
+    100: 227,
+}  # KiB of shared memory that a block may have; CUDA C++ Programming Guide, compute capabilities
 HALF = {75: "fp16"}  # what 16-bit floats a GPU multiplies; bf16 from 8.0 on
 
 
@@ -28,24 +37,40 @@ KERNELS = {
     "decode, tensor cores, pre-RoPE mean": lambda c: aot_decode.build(c, fused=128),
     "decode, portable": lambda c: aot_decode.portable(c),
     "decode, portable, d = 256, 4 bits": lambda c: aot_decode.portable(c, 256, (4, 4)),
-    "decode, portable, codes in parts": lambda c: aot_decode.portable(c, 128, (4, 4), ("groups", "aged", "signed")),
+    "decode, portable, codes in parts": lambda c: aot_decode.portable(
+        c, 128, (4, 4), ("groups", "aged", "signed")
+    ),
     "join of parts": lambda c: aot_decode.combine(c),
     "pre-RoPE mean": lambda c: aot_decode.pre_rope(c),
     "transform, few rows": lambda c: aot_decode.transform(c),
     "transform, many rows": lambda c: aot_decode.transform(c, rows=32),
-    "encode, prompt": lambda c: aot_encode.build(c, dtype=torch.float16 if c in HALF else torch.bfloat16, parts=1),
-    "encode, step": lambda c: aot_encode.build(c, n=1, dtype=torch.float16 if c in HALF else torch.bfloat16),
+    "encode, prompt": lambda c: aot_encode.build(
+        c, dtype=torch.float16 if c in HALF else torch.bfloat16, parts=1
+    ),
+    "encode, step": lambda c: aot_encode.build(
+        c, n=1, dtype=torch.float16 if c in HALF else torch.bfloat16
+    ),
 }
 
 
 def tried(name, capability):
-    "What came of one kernel on one GPU: its machine code in bytes and its shared memory, or the error."
+    """What came of one kernel on one GPU: its machine code in bytes and its shared memory, or
+    the error."""
     old = pointers(capability)
     try:
         built = KERNELS[name](capability)
-        return {"bytes": len(built.asm["cubin"]), "shared": built.metadata.shared, "fits": built.metadata.shared <= SHARED[capability] * 1024}
-    except Exception as error:  # noqa: BLE001  whatever a compiler says
-        return {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error).strip() else ''}"}
+        return {
+            "bytes": len(built.asm["cubin"]),
+            "shared": built.metadata.shared,
+            "fits": built.metadata.shared <= SHARED[capability] * 1024,
+        }
+    except Exception as error:
+        return {
+            "error": (
+                f"{type(error).__name__}: "
+                f"{str(error).strip().splitlines()[0][:200] if str(error).strip() else ''}"
+            )
+        }
     finally:
         aot_decode.TYPES.update(old)
 
@@ -60,10 +85,21 @@ def alone(name, capability):
     with os.fdopen(out) as f:
         said = f.read()
     _, status = os.waitpid(child, 0)
-    return json.loads(said) if said else {"error": f"the compiler ended with signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"the compiler ended with code {os.WEXITSTATUS(status)}"}
+    return (
+        json.loads(said)
+        if said
+        else {
+            "error": f"the compiler ended with signal {os.WTERMSIG(status)}"
+            if os.WIFSIGNALED(status)
+            else f"the compiler ended with code {os.WEXITSTATUS(status)}"
+        }
+    )
 
 
 if __name__ == "__main__":
     for text in sys.argv[1:]:
         name, capability = json.loads(text)
-        print(json.dumps({"kernel": name, "capability": capability} | alone(name, capability)), flush=True)
+        print(
+            json.dumps({"kernel": name, "capability": capability} | alone(name, capability)),
+            flush=True,
+        )

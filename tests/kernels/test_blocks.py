@@ -1,4 +1,6 @@
-"Blocks of the past by the kernel against `KVStore.read`, and pieces of attention joined in place: in Triton's interpreter, on a GPU where there is one."
+"""Blocks of the past by the kernel against `KVStore.read`, and pieces of attention joined in
+place: in Triton's interpreter, on a GPU where there is one."""
+
 import json
 import os
 import subprocess
@@ -11,42 +13,105 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
-from turboquant_nb.cache import attention  # noqa: E402
-from turboquant_nb.cache.store import KVStore  # noqa: E402
-from turboquant_nb.kernels import blocks, decode_mma, launch, ops  # noqa: E402
-from turboquant_nb.quant.quantizer import Recipe, Spec  # noqa: E402
-from turboquant_nb.theory.transforms import HeadTransform, register_transform  # noqa: E402
+from turboquant_nb.cache import attention
+from turboquant_nb.cache.store import KVStore
+from turboquant_nb.kernels import blocks, decode_mma, launch, ops
+from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.theory.transforms import HeadTransform, register_transform
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_triton = pytest.mark.skipif(blocks.triton.language is None, reason="needs Triton")
-needs_gluon = pytest.mark.skipif(decode_mma.gluon.language is None, reason="needs Triton 3.6, whose Gluon has mma_v2")
+needs_gluon = pytest.mark.skipif(
+    decode_mma.gluon.language is None, reason="needs Triton 3.6, whose Gluon has mma_v2"
+)
 needs_gpu = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
-ULP = {torch.float32: 2**-20, torch.float16: 2**-10, torch.bfloat16: 2**-7}  # fp32: of the largest; else of the number: two roundings to nearest
+ULP = {
+    torch.float32: 2**-20,
+    torch.float16: 2**-10,
+    torch.bfloat16: 2**-7,
+}  # fp32: of the largest; else of the number: two roundings to nearest
 CASES = [  # what `setup` is given, first and last position
-    (dict(), 0, 290), (dict(center="pre_rope", start=[0, 37], H=2), 0, 290), (dict(kb=4, vb=2, d=80, dv=48, tile=64, center="pre_rope", rotary=32, B=1), 70, 285),
-    (dict(rot="transform", H=2, vcenter="prompt_mean", win=100, B=1), 130, 280), (dict(rot="haar", sinks=0, win=0, kb=2, vb=4), 3, 5), (dict(residual="sign", center="none"), 128, 256),
-    (dict(T=700, evict=300, center="pre_rope", tile=128, B=1), 256, 650), (dict(static=True, center="pre_rope", start=[5, 0]), 0, 290), (dict(dtype=torch.float16, B=1), 0, 290),
+    (dict(), 0, 290),
+    (dict(center="pre_rope", start=[0, 37], H=2), 0, 290),
+    (dict(kb=4, vb=2, d=80, dv=48, tile=64, center="pre_rope", rotary=32, B=1), 70, 285),
+    (dict(rot="transform", H=2, vcenter="prompt_mean", win=100, B=1), 130, 280),
+    (dict(rot="haar", sinks=0, win=0, kb=2, vb=4), 3, 5),
+    (dict(residual="sign", center="none"), 128, 256),
+    (dict(T=700, evict=300, center="pre_rope", tile=128, B=1), 256, 650),
+    (dict(static=True, center="pre_rope", start=[5, 0]), 0, 290),
+    (dict(dtype=torch.float16, B=1), 0, 290),
     (dict(scale_dtype="float32", table="uniform", B=1), 200, 300),
 ]
 
 
-def setup(B=2, H=1, G=1, d=32, dv=None, T=300, kb=3, vb=3, n=1, dtype=torch.float32, center="prompt_mean", vcenter="none", sinks=4, win=16, m=0,
-          start=None, rotary=None, static=False, rot="hadamard", tile=256, residual="none", evict=0, scale_dtype="float16", table="sphere"):
+def setup(
+    B=2,
+    H=1,
+    G=1,
+    d=32,
+    dv=None,
+    T=300,
+    kb=3,
+    vb=3,
+    n=1,
+    dtype=torch.float32,
+    center="prompt_mean",
+    vcenter="none",
+    sinks=4,
+    win=16,
+    m=0,
+    start=None,
+    rotary=None,
+    static=False,
+    rot="hadamard",
+    tile=256,
+    residual="none",
+    evict=0,
+    scale_dtype="float16",
+    table="sphere",
+):
     "Queries, a store with T tokens, and the last m of them exact."
     g, dv = torch.Generator().manual_seed(1), dv or d
     own = rot
     if rot == "transform":
         u, v = torch.linalg.qr(torch.randn(2, H, d, d, generator=g))[0]
-        own, rot = register_transform(HeadTransform.of(u * torch.linspace(0.3, 2, d) @ v)).name, "hadamard"
+        own, rot = (
+            register_transform(HeadTransform.of(u * torch.linspace(0.3, 2, d) @ v)).name,
+            "hadamard",
+        )
     spec = dict(codebook=table, scale_dtype=scale_dtype)
-    recipe = Recipe(Spec(kb, center=center, residual=residual, rotation=own, **spec), Spec(vb, center=vcenter, rotation=rot, **spec), sinks=sinks, recent=win)
-    inv_freq = 10000.0 ** (-torch.arange(0, rotary or d, 2) / (rotary or d)) if center == "pre_rope" else None
-    store = KVStore(recipe, B, H, d, dv, dtype, DEVICE, tile=tile, inv_freq=inv_freq, **(dict(max_length=T + 8, static=True) if static else {}))
+    recipe = Recipe(
+        Spec(kb, center=center, residual=residual, rotation=own, **spec),
+        Spec(vb, center=vcenter, rotation=rot, **spec),
+        sinks=sinks,
+        recent=win,
+    )
+    inv_freq = (
+        10000.0 ** (-torch.arange(0, rotary or d, 2) / (rotary or d))
+        if center == "pre_rope"
+        else None
+    )
+    store = KVStore(
+        recipe,
+        B,
+        H,
+        d,
+        dv,
+        dtype,
+        DEVICE,
+        tile=tile,
+        inv_freq=inv_freq,
+        **(dict(max_length=T + 8, static=True) if static else {}),
+    )
     if start is not None:
         store.set_range(start=torch.tensor(start))
-    q, k, v = torch.randn(B, H * G, n, d, generator=g), torch.randn(B, H, T, d, generator=g) + 2 * torch.randn(1, H, 1, d, generator=g), torch.randn(B, H, T, dv, generator=g)
+    q, k, v = (
+        torch.randn(B, H * G, n, d, generator=g),
+        torch.randn(B, H, T, d, generator=g) + 2 * torch.randn(1, H, 1, d, generator=g),
+        torch.randn(B, H, T, dv, generator=g),
+    )
     q, k, v = (x.to(DEVICE, dtype) for x in (q, k, v))
     store.append(k[:, :, :-n], v[:, :, :-n])
     store.append(k[:, :, -n:], v[:, :, -n:])
@@ -57,7 +122,11 @@ def setup(B=2, H=1, G=1, d=32, dv=None, T=300, kb=3, vb=3, n=1, dtype=torch.floa
 
 def differs(got, want):
     "The largest difference as a multiple of what rounding may do."
-    bound = ULP[want.dtype] * (want.float().abs().max() if want.dtype == torch.float32 else want.float().abs().clamp(min=1e-3))
+    bound = ULP[want.dtype] * (
+        want.float().abs().max()
+        if want.dtype == torch.float32
+        else want.float().abs().clamp(min=1e-3)
+    )
     return float(((got.float() - want.float()).abs() / bound).max())
 
 
@@ -85,7 +154,14 @@ def test_what_is_not_written_is_not_read():
 
 
 @needs_triton
-@pytest.mark.parametrize("case,why", ((dict(kb=1), "2 to 4 bits"), (dict(tile=512, T=600), "64 to 256 tokens"), (dict(dtype=torch.float64), "at most 32 bits")))
+@pytest.mark.parametrize(
+    "case,why",
+    (
+        (dict(kb=1), "2 to 4 bits"),
+        (dict(tile=512, T=600), "64 to 256 tokens"),
+        (dict(dtype=torch.float64), "at most 32 bits"),
+    ),
+)
 def test_refusals(case, why):
     _, store, _ = setup(**(dict(B=1, H=1) | case))
     tables = launch._plan_of(store).tables
@@ -110,26 +186,41 @@ def test_more_refusals():
 
 
 @needs_triton
-@pytest.mark.parametrize("d,dtype", ((16, torch.float32), (80, torch.float16), (128, torch.float32)))
+@pytest.mark.parametrize(
+    "d,dtype", ((16, torch.float32), (80, torch.float16), (128, torch.float32))
+)
 def test_pieces_join(d, dtype):
-    "Three pieces in turn are attention to all tokens; NaN stays in its row, a row that saw nothing keeps the other piece."
+    """Three pieces in turn are attention to all tokens; NaN stays in its row, a row that saw
+    nothing keeps the other piece."""
     g = torch.Generator().manual_seed(0)
-    scores, values = (torch.randn(2, 9, 60, generator=g) * 4).to(DEVICE), torch.randn(2, 60, d, generator=g).to(DEVICE)
+    scores, values = (
+        (torch.randn(2, 9, 60, generator=g) * 4).to(DEVICE),
+        torch.randn(2, 60, d, generator=g).to(DEVICE),
+    )
     scores[0, 1, :20], scores[1, 2] = -torch.inf, -torch.inf
     scores[1, 8, 30] = torch.nan
     whole = scores.logsumexp(-1)
 
     def piece(at):
         lse = scores[..., at].logsumexp(-1)
-        return ((scores[..., at] - lse.clamp(min=-1e30)[..., None]).exp() @ values[:, at]).to(dtype), lse
+        return ((scores[..., at] - lse.clamp(min=-1e30)[..., None]).exp() @ values[:, at]).to(
+            dtype
+        ), lse
 
     (out, lse), *rest = [piece(slice(i, i + 20)) for i in (0, 20, 40)]
     out = out.float().contiguous()
     for more in rest:
         blocks.join_piece(out, lse, *more)
-    want, rows = (scores - whole.clamp(min=-1e30)[..., None]).exp() @ values, ~scores.isnan().any(-1)
+    want, rows = (
+        (scores - whole.clamp(min=-1e30)[..., None]).exp() @ values,
+        ~scores.isnan().any(-1),
+    )
     limit = 1e-5 if dtype == torch.float32 else 2**-11 * float(values.abs().max())
-    assert (out[rows] - want[rows]).abs().max() < limit and out[1, 8].isnan().all() and lse[1, 8].isnan()
+    assert (
+        (out[rows] - want[rows]).abs().max() < limit
+        and out[1, 8].isnan().all()
+        and lse[1, 8].isnan()
+    )
     assert torch.equal(lse[rows].isfinite(), whole[rows].isfinite()) and (out[1, 2] == 0).all()
     seen = rows & whole.isfinite()
     assert (lse[seen] - whole[seen]).abs().max() < 1e-5
@@ -138,37 +229,71 @@ def test_pieces_join(d, dtype):
 
 
 @needs_gpu
-@pytest.mark.parametrize("case,options", ((dict(), {}), (dict(center="pre_rope", start=[0, 400]), {}), (dict(), dict(sliding_window=700)), (dict(kb=4, vb=2, d=80), {}), (dict(dtype=torch.float32), {})))
+@pytest.mark.parametrize(
+    "case,options",
+    (
+        (dict(), {}),
+        (dict(center="pre_rope", start=[0, 400]), {}),
+        (dict(), dict(sliding_window=700)),
+        (dict(kb=4, vb=2, d=80), {}),
+        (dict(dtype=torch.float32), {}),
+    ),
+)
 def test_gpu_chunks(case, options):
     "A chunk of 300 tokens by blocks of 512, decoded by the kernel, against attention on codes."
-    q, store, chunk = setup(**(dict(T=2300, n=300, m=300, d=128, G=4, center="prompt_mean", dtype=torch.bfloat16) | case))
+    q, store, chunk = setup(
+        **(
+            dict(T=2300, n=300, m=300, d=128, G=4, center="prompt_mean", dtype=torch.bfloat16)
+            | case
+        )
+    )
     size, ops.BLOCK = ops.BLOCK, 512 * 2 * 2 * q.shape[3]
     try:
         got, lse = ops.attend(q, store, **chunk, **options, backend="flash")
     finally:
         ops.BLOCK = size
     want, want_lse = attention.attend(q.float(), store, **chunk, **options)
-    assert (got.float() - want).norm() <= 1e-2 * want.norm() and (lse - want_lse)[want_lse.isfinite()].abs().max() < 2e-2
+    assert (got.float() - want).norm() <= 1e-2 * want.norm() and (lse - want_lse)[
+        want_lse.isfinite()
+    ].abs().max() < 2e-2
 
 
 @needs_gpu
 def test_gpu_long_chunks_by_cudnn(monkeypatch):
-    "Where cuDNN serves the pieces, the answer is that of torch's flash kernel, to the rounding of bf16."
+    """Where cuDNN serves the pieces, the answer is that of torch's flash kernel, to the
+    rounding of bf16."""
     q, store, chunk = setup(B=1, T=5000, n=704, m=704, d=128, G=4, dtype=torch.bfloat16)
     want, want_lse = ops.attend(q, store, **chunk, backend="flash")
     monkeypatch.setattr(ops, "_PAYS", 1e8)
     rows = q.reshape(store.batch, store.heads, -1, 128)
-    assert ops._by_cudnn(rows, 4096) == (torch.cuda.get_device_capability()[0] == 9) and not ops._by_cudnn(rows[:, :, 1:], 4096)
+    assert ops._by_cudnn(rows, 4096) == (
+        torch.cuda.get_device_capability()[0] == 9
+    ) and not ops._by_cudnn(rows[:, :, 1:], 4096)
     got, lse = ops.attend(q, store, **chunk, backend="flash")
-    assert (got.float() - want.float()).norm() <= 6e-3 * want.float().norm() and (lse - want_lse).abs().max() < 1e-4
+    assert (got.float() - want.float()).norm() <= 6e-3 * want.float().norm() and (
+        lse - want_lse
+    ).abs().max() < 1e-4
 
 
 @needs_gluon
 def test_compiled_ahead_of_time():
     "For Hopper and Ampere: hardly a register is spilled."
-    cases = [dict(kernel="read"), dict(kernel="read", by_token=True, d=80, bits=4, parts=2), dict(kernel="read", bits=2, rotary=128, capability=80)]
-    command = [sys.executable, str(Path(__file__).with_name("aot_decode.py")), *map(json.dumps, cases)]
-    done = subprocess.run(command, capture_output=True, text=True, env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"})
+    cases = [
+        dict(kernel="read"),
+        dict(kernel="read", by_token=True, d=80, bits=4, parts=2),
+        dict(kernel="read", bits=2, rotary=128, capability=80),
+    ]
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("aot_decode.py")),
+        *map(json.dumps, cases),
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(rows) == len(cases)

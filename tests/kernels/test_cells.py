@@ -1,4 +1,6 @@
-"Kernels on an engine's blocks against the oracle: in the interpreter, or on a GPU with both kernels; compiled ahead of time for Hopper."
+"""Kernels on an engine's blocks against the oracle: in the interpreter, or on a GPU with both
+kernels; compiled ahead of time for Hopper."""
+
 import json
 import os
 import subprocess
@@ -8,8 +10,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from turboquant_nb.cache.pages import Recent, append_slots, attend_cells, sink_origins, store_recent
-from turboquant_nb.kernels.cells import CellPlan, Workspace, append_cells, append_recent, count_splits, decode_cells, list_work, locate_sinks
+from turboquant_nb.cache.pages import (
+    Recent,
+    append_slots,
+    attend_cells,
+    sink_origins,
+    store_recent,
+)
+from turboquant_nb.kernels.cells import (
+    CellPlan,
+    Workspace,
+    append_cells,
+    append_recent,
+    count_splits,
+    decode_cells,
+    list_work,
+    locate_sinks,
+)
 from turboquant_nb.kernels.decode import triton
 from turboquant_nb.quant.quantizer import Quantizer, Spec
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
@@ -23,35 +40,93 @@ AOT = Path(__file__).parent / "aot_cells.py"
 
 
 def pool(plan, blocks, heads, gen):
-    raw = torch.randint(0, 256, (blocks, heads * plan.cell.nbytes + 64), dtype=torch.uint8, generator=gen).to(DEVICE)
-    return raw, raw[:, : heads * plan.cell.nbytes].unflatten(1, (heads, plan.cell.tokens, plan.cell.bytes_per_token))
+    raw = torch.randint(
+        0, 256, (blocks, heads * plan.cell.nbytes + 64), dtype=torch.uint8, generator=gen
+    ).to(DEVICE)
+    return raw, raw[:, : heads * plan.cell.nbytes].unflatten(
+        1, (heads, plan.cell.tokens, plan.cell.bytes_per_token)
+    )
 
 
-def case(gen, kb=3, vb=3, d=32, n=16, m=1, lengths=(70, 16, 0, 33), heads=2, group=3, dtype=torch.float32, rot="hadamard"):
+def case(
+    gen,
+    kb=3,
+    vb=3,
+    d=32,
+    n=16,
+    m=1,
+    lengths=(70, 16, 0, 33),
+    heads=2,
+    group=3,
+    dtype=torch.float32,
+    rot="hadamard",
+):
     if rot == "transform":
         u, v = torch.linalg.qr(torch.randn(2, heads, d, d, generator=gen))[0]
         rot = register_transform(HeadTransform.of(u * torch.linspace(0.3, 2, d) @ v)).name
-    plan = CellPlan(Quantizer(Spec(kb, rotation=rot), d, DEVICE), Quantizer(Spec(vb), d, DEVICE), n)
+    plan = CellPlan(
+        Quantizer(Spec(kb, rotation=rot), d, DEVICE), Quantizer(Spec(vb), d, DEVICE), n
+    )
     need = [-(-x // n) for x in lengths]
     _, cache = pool(plan, sum(need) + 1, heads, gen)
-    order, table = torch.randperm(sum(need), generator=gen).split(need), torch.full((len(lengths), max(need) + 3), 10**6, dtype=torch.int32)
+    order, table = (
+        torch.randperm(sum(need), generator=gen).split(need),
+        torch.full((len(lengths), max(need) + 3), 10**6, dtype=torch.int32),
+    )
     for row, blocks, length in zip(table, order, lengths):
         row[: len(blocks)] = blocks
         t = torch.arange(length)
         k, v = torch.randn(2, length, heads, d, generator=gen).to(DEVICE)
-        append_slots(cache, plan.cell, plan.key, plan.value, k, v, (row[t // n].long() * n + t % n).to(DEVICE))
+        append_slots(
+            cache,
+            plan.cell,
+            plan.key,
+            plan.value,
+            k,
+            v,
+            (row[t // n].long() * n + t % n).to(DEVICE),
+        )
     x = torch.randn(len(lengths) * m, (group + 2) * heads, d, generator=gen).to(DEVICE, dtype)
-    return plan, cache, table.to(DEVICE), torch.tensor(lengths, dtype=torch.int32, device=DEVICE), *x.split([group * heads, heads, heads], 1)
+    return (
+        plan,
+        cache,
+        table.to(DEVICE),
+        torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        *x.split([group * heads, heads, heads], 1),
+    )
 
 
 CASES = [
-    (dict(), {}), (dict(n=32), {}), (dict(n=64), {}), (dict(n=128, lengths=(300, 1)), {}), (dict(n=256, lengths=(300,)), {}), (dict(kb=1, vb=2), {}), (dict(kb=4, vb=1), {}),
-    (dict(kb=2, vb=4, d=48), {}), (dict(m=4, group=5), {}), (dict(m=16, lengths=(40, 70)), {}), (dict(group=16, heads=1), {}), (dict(rot="transform"), {}), (dict(d=80, heads=1), {}),
-    (dict(), dict(sliding_window=20)), (dict(m=3), dict(sliding_window=2)), (dict(n=32), dict(softcap=3.0)), (dict(), dict(splits=1)), (dict(), dict(splits=9)), (dict(), dict(scaling=0.3)),
-    (dict(own=False), {}), (dict(own=False, m=4), dict(sliding_window=20)), (dict(lengths=(0, 0)), {}), (dict(dtype=torch.float16), {}),
-    (dict(), dict(work={})), (dict(lengths=(600, 3, 0, 40)), dict(work={}, splits=5)), (dict(m=3, lengths=(300, 90, 8, 3)), dict(work={}, splits=7, sliding_window=50)),
-    (dict(n=64, m=4, group=5, lengths=(900, 4)), dict(work={}, splits=3)), (dict(own=False, lengths=(40, 0, 500)), dict(work={}, splits=40)), (dict(lengths=(0, 0)), dict(work={})),
-]  # fmt: skip
+    (dict(), {}),
+    (dict(n=32), {}),
+    (dict(n=64), {}),
+    (dict(n=128, lengths=(300, 1)), {}),
+    (dict(n=256, lengths=(300,)), {}),
+    (dict(kb=1, vb=2), {}),
+    (dict(kb=4, vb=1), {}),
+    (dict(kb=2, vb=4, d=48), {}),
+    (dict(m=4, group=5), {}),
+    (dict(m=16, lengths=(40, 70)), {}),
+    (dict(group=16, heads=1), {}),
+    (dict(rot="transform"), {}),
+    (dict(d=80, heads=1), {}),
+    (dict(), dict(sliding_window=20)),
+    (dict(m=3), dict(sliding_window=2)),
+    (dict(n=32), dict(softcap=3.0)),
+    (dict(), dict(splits=1)),
+    (dict(), dict(splits=9)),
+    (dict(), dict(scaling=0.3)),
+    (dict(own=False), {}),
+    (dict(own=False, m=4), dict(sliding_window=20)),
+    (dict(lengths=(0, 0)), {}),
+    (dict(dtype=torch.float16), {}),
+    (dict(), dict(work={})),
+    (dict(lengths=(600, 3, 0, 40)), dict(work={}, splits=5)),
+    (dict(m=3, lengths=(300, 90, 8, 3)), dict(work={}, splits=7, sliding_window=50)),
+    (dict(n=64, m=4, group=5, lengths=(900, 4)), dict(work={}, splits=3)),
+    (dict(own=False, lengths=(40, 0, 500)), dict(work={}, splits=40)),
+    (dict(lengths=(0, 0)), dict(work={})),
+]
 
 
 @needs_triton
@@ -59,31 +134,65 @@ CASES = [
 def test_decode(of, options, gen):
     "Every kernel that runs here, with a workspace full of NaN."
     own = of.get("own", True)  # else the codes of the queries' own tokens are read
-    plan, cache, table, lengths, q, k, v = case(gen, **{k: x for k, x in of.items() if k != "own"})
+    plan, cache, table, lengths, q, k, v = case(
+        gen, **{k: x for k, x in of.items() if k != "own"}
+    )
     states = (k, v) if own else (None, None)
     oracle = {name: x for name, x in options.items() if name not in ("splits", "work")}
     starts = torch.arange(len(lengths) + 1) * (len(q) // len(lengths))
     exact = [x if x is None else x.float() for x in states]
-    want, want_lse = attend_cells(q.float(), cache, plan.cell, plan.key, plan.value, table, lengths, starts, *exact, **oracle)
-    for kernel in ("portable", "fragments") if CUDA and plan.supports("fragments")[0] else ("portable",):
+    want, want_lse = attend_cells(
+        q.float(),
+        cache,
+        plan.cell,
+        plan.key,
+        plan.value,
+        table,
+        lengths,
+        starts,
+        *exact,
+        **oracle,
+    )
+    for kernel in (
+        ("portable", "fragments") if CUDA and plan.supports("fragments")[0] else ("portable",)
+    ):
         space = Workspace(DEVICE, 10**6)
         space.memory.fill_(torch.nan)
         fresh = {"work": {}} if "work" in options else {}
-        out, lse = decode_cells(q, cache, plan, table, lengths, *states, kernel=kernel, workspace=space, **options | fresh)
+        out, lse = decode_cells(
+            q,
+            cache,
+            plan,
+            table,
+            lengths,
+            *states,
+            kernel=kernel,
+            workspace=space,
+            **options | fresh,
+        )
         seen = want_lse > -torch.inf
         assert torch.equal(lse > -torch.inf, seen) and (out[~seen] == 0).all()
         if seen.any():
             limit = 3e-3 if CUDA or q.dtype != torch.float32 else 1e-5
-            assert (out.float() - want)[seen].norm() <= limit * want[seen].norm() and (lse - want_lse)[seen].abs().max() < max(1e-4, limit)
+            assert (out.float() - want)[seen].norm() <= limit * want[seen].norm() and (
+                lse - want_lse
+            )[seen].abs().max() < max(1e-4, limit)
 
 
 @needs_triton
-@pytest.mark.parametrize("n,kb,vb,d", ((16, 3, 3, 32), (16, 1, 4, 48), (64, 4, 2, 64), (256, 3, 3, 16)))
+@pytest.mark.parametrize(
+    "n,kb,vb,d", ((16, 3, 3, 32), (16, 1, 4, 48), (64, 4, 2, 64), (256, 3, 3, 16))
+)
 def test_append(n, kb, vb, d, gen):
-    "Chunks of all lengths from all places, short calls too: codes as the oracle's, and no other byte."
+    """Chunks of all lengths from all places, short calls too: codes as the oracle's, and no
+    other byte."""
     plan = CellPlan(Quantizer(Spec(kb), d, DEVICE), Quantizer(Spec(vb), d, DEVICE), n)
     raw, _ = pool(plan, 24, 2, gen)
-    for runs in (((n // 2 + 3, 2 * n + 5), (0, n), (5, 1)), ((n - 1, 1), (3, 2)), ((n // 3, n // 4 + 1),)):
+    for runs in (
+        ((n // 2 + 3, 2 * n + 5), (0, n), (5, 1)),
+        ((n - 1, 1), (3, 2)),
+        ((n // 3, n // 4 + 1),),
+    ):
         slots, free = [], torch.randperm(24, generator=gen).tolist()
         for first, count in runs:
             mine = [free.pop() for _ in range(-(-(first + count) // n))]
@@ -91,7 +200,9 @@ def test_append(n, kb, vb, d, gen):
         slots = torch.tensor(slots).to(DEVICE)
         k, v = torch.randn(len(slots), 6, d, generator=gen).to(DEVICE)[:, 1:5].split(2, 1)
         mine, theirs = raw.clone(), raw.clone()
-        view = lambda x: x[:, : 2 * plan.cell.nbytes].unflatten(1, (2, n, plan.cell.bytes_per_token))
+        view = lambda x: x[:, : 2 * plan.cell.nbytes].unflatten(
+            1, (2, n, plan.cell.bytes_per_token)
+        )
         append_cells(view(mine), plan, k, v, slots)
         append_slots(view(theirs), plan.cell, plan.key, plan.value, k, v, slots)
         written = theirs != raw
@@ -101,7 +212,8 @@ def test_append(n, kb, vb, d, gen):
 
 @needs_triton
 def test_the_order_that_is_asked_for(gen):
-    "Tokens of a block in one run, in order, are coded as by the oracle; the mutant brings them in the wrong order, and bits are lost."
+    """Tokens of a block in one run, in order, are coded as by the oracle; the mutant brings
+    them in the wrong order, and bits are lost."""
     plan = CellPlan(Quantizer(Spec(3), 32, DEVICE), Quantizer(Spec(3), 32, DEVICE), 16)
     raw, _ = pool(plan, 1, 1, gen)
     k, v = torch.randn(2, 16, 1, 32, generator=gen).to(DEVICE)
@@ -118,7 +230,11 @@ def test_the_order_that_is_asked_for(gen):
 
 
 def test_splits():
-    assert count_splits(256, 8, 100) == 1 and count_splits(32768, 64, 1056) == 16 and count_splits(32768, 2000, 1056) == 1
+    assert (
+        count_splits(256, 8, 100) == 1
+        and count_splits(32768, 64, 1056) == 16
+        and count_splits(32768, 2000, 1056) == 1
+    )
     for tokens in (1, 300, 5000, 10**6):
         for programs in (1, 7, 300):
             assert 1 <= count_splits(tokens, programs, 1056) <= max(1, -(-tokens // 256))
@@ -129,64 +245,130 @@ def test_splits():
 @pytest.mark.parametrize("parts", (1, 4, 37))
 @pytest.mark.parametrize("own,sinks", ((0, 0), (17, 4)))
 def test_list_of_work(parts, window, own, sinks):
-    "Every tile is in one part, every part has one program, and there are programs for all of them."
-    for lengths in ((130, 64, 0, 33), (5000, 1, 0, 300), (0, 0), (7,) * 130, (700,) * 70, (640, 641, 639)):
-        work = list_work(torch.tensor(lengths, dtype=torch.int32, device=DEVICE), parts, 79, 2, own, sinks, window, 64)
+    """Every tile is in one part, every part has one program, and there are programs for all of
+    them."""
+    for lengths in (
+        (130, 64, 0, 33),
+        (5000, 1, 0, 300),
+        (0, 0),
+        (7,) * 130,
+        (700,) * 70,
+        (640, 641, 639),
+    ):
+        work = list_work(
+            torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+            parts,
+            79,
+            2,
+            own,
+            sinks,
+            window,
+            64,
+        )
         of = work.memory[len(lengths) + 2 :].tolist()
         for b, n in enumerate(lengths):
             first = max(sinks, 0 if window is None else n - 2 - window + 1) // 64
             count = max(-(-(n - own) // 64) - first, 0)
-            assert [t for begin, end in work.parts(b) for t in range(begin, min(end, count))] == list(range(count))
+            assert [
+                t for begin, end in work.parts(b) for t in range(begin, min(end, count))
+            ] == list(range(count))
             assert of.count(b) == len(work.parts(b))
         used = [x for x in of if x >= 0]
-        assert of == sorted(used) + [-1] * (len(of) - len(used)) and len(of) == work.items <= parts + len(lengths)
+        assert of == sorted(used) + [-1] * (len(of) - len(used)) and len(
+            of
+        ) == work.items <= parts + len(lengths)
 
 
 def aot(*cases):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, str(AOT), *map(json.dumps, cases)], capture_output=True, text=True, env=env)
+    done = subprocess.run(
+        [sys.executable, str(AOT), *map(json.dumps, cases)],
+        capture_output=True,
+        text=True,
+        env=env,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @needs_triton
 def test_compiled_for_hopper():
-    "The kernels of a step, with the settings that are launched: no spills where they would cost, copies of 16 bytes."
+    """The kernels of a step, with the settings that are launched: no spills where they would
+    cost, copies of 16 bytes."""
     pytest.importorskip("triton.experimental.gluon")
-    fragments = [dict(kernel="fragments", tokens=64), dict(kernel="fragments", tokens=64, listed=False), dict(kernel="fragments", tokens=128, d=64)]
+    fragments = [
+        dict(kernel="fragments", tokens=64),
+        dict(kernel="fragments", tokens=64, listed=False),
+        dict(kernel="fragments", tokens=128, d=64),
+    ]
     for got in aot(*fragments):
-        assert got["spills"] == 0 and got["copies of 16 bytes"] > 0 and got["registers"] <= 255, got
-    joins = [dict(kernel="join", centred=True, listed=False), dict(kernel="join", centred=True, recent=True), dict(kernel="join", together=16, recent=True)]
-    for got in aot(dict(kernel="append", steps=1, centred=True), *joins, dict(kernel="past"), dict(kernel="join_past"), dict(kernel="recent"), dict(kernel="recent", sinks=4), dict(kernel="sinks"), dict(kernel="work"), dict(kernel="work", sliding=True)):
+        assert (
+            got["spills"] == 0 and got["copies of 16 bytes"] > 0 and got["registers"] <= 255
+        ), got
+    joins = [
+        dict(kernel="join", centred=True, listed=False),
+        dict(kernel="join", centred=True, recent=True),
+        dict(kernel="join", together=16, recent=True),
+    ]
+    for got in aot(
+        dict(kernel="append", steps=1, centred=True),
+        *joins,
+        dict(kernel="past"),
+        dict(kernel="join_past"),
+        dict(kernel="recent"),
+        dict(kernel="recent", sinks=4),
+        dict(kernel="sinks"),
+        dict(kernel="work"),
+        dict(kernel="work", sliding=True),
+    ):
         assert got["spills"] == 0, got
 
 
 @needs_triton
 def test_many_requests_of_three_heads(gen):
-    "A batch whose rows are joined several at a time, where a KV head has three query heads: the kernel takes powers of two."
-    plan, cache, table, lengths, q, k, v = case(gen, lengths=(20, 5) * 4 + (0,) * 163)  # without a past a request costs the interpreter half
+    """A batch whose rows are joined several at a time, where a KV head has three query heads:
+    the kernel takes powers of two."""
+    plan, cache, table, lengths, q, k, v = case(
+        gen, lengths=(20, 5) * 4 + (0,) * 163
+    )  # without a past a request costs the interpreter half
     starts = torch.arange(172)
-    want, _ = attend_cells(q, cache, plan.cell, plan.key, plan.value, table, lengths, starts, k, v)
+    want, _ = attend_cells(
+        q, cache, plan.cell, plan.key, plan.value, table, lengths, starts, k, v
+    )
     out, _ = decode_cells(q, cache, plan, table, lengths, k, v)
-    assert q.shape[0] * q.shape[1] > 1024 and (out - want).norm() <= (3e-3 if CUDA else 1e-5) * want.norm()
+    assert (
+        q.shape[0] * q.shape[1] > 1024
+        and (out - want).norm() <= (3e-3 if CUDA else 1e-5) * want.norm()
+    )
 
 
 @needs_triton
-@pytest.mark.parametrize("of", (dict(), dict(rot="transform"), dict(m=4, group=5), dict(d=48, kb=4)))
+@pytest.mark.parametrize(
+    "of", (dict(), dict(rot="transform"), dict(m=4, group=5), dict(d=48, kb=4))
+)
 def test_center(of, gen):
     "Keys far from 0: append and decode with a centre are those of the keys less the centre."
     plain, cache, table, lengths, q, k, v = case(gen, **of)
     heads, d, n, m = cache.shape[1], plain.cell.d_key, plain.cell.tokens, of.get("m", 1)
     center = 5 * torch.randn(heads, d, generator=gen)
     plan = CellPlan(plain.key, plain.value, n, center)
-    slots = torch.cat([row[torch.arange(x) // n].long() * n + torch.arange(x) % n for row, x in zip(table.cpu(), lengths.tolist())]).to(DEVICE)
+    slots = torch.cat(
+        [
+            row[torch.arange(x) // n].long() * n + torch.arange(x) % n
+            for row, x in zip(table.cpu(), lengths.tolist())
+        ]
+    ).to(DEVICE)
     states = torch.randn(2, len(slots), heads, d, generator=gen).to(DEVICE)
     mine, theirs = cache.clone(), cache.clone()
     append_cells(mine, plan, states[0] + center.to(DEVICE), states[1], slots)
     append_slots(theirs, plan.cell, plan.key, plan.value, states[0], states[1], slots)
-    assert (mine != theirs).sum() <= 5e-3 * (theirs != cache).sum()  # the mean costs the sum its last bits, so that more values lie at an edge
+    assert (mine != theirs).sum() <= 5e-3 * (
+        theirs != cache
+    ).sum()  # the mean costs the sum its last bits, so that more values lie at an edge
     starts = torch.arange(len(lengths) + 1) * m
-    want, _ = attend_cells(q, mine, plan.cell, plan.key, plan.value, table, lengths, starts, k, v)
+    want, _ = attend_cells(
+        q, mine, plan.cell, plan.key, plan.value, table, lengths, starts, k, v
+    )
     out, _ = decode_cells(q, mine, plan, table, lengths, k + center.to(DEVICE), v)
     assert (out - want).norm() <= (3e-3 if CUDA else 1e-4) * want.norm()
     forgot, _ = decode_cells(q, mine, plain, table, lengths, k + center.to(DEVICE), v)
@@ -195,46 +377,111 @@ def test_center(of, gen):
 
 @needs_triton
 @pytest.mark.parametrize("tokens", (1, 7, 100))
-@pytest.mark.parametrize("of,options", ((dict(), {}), (dict(m=4, group=5), dict(softcap=3.0)), (dict(m=2, d=48), dict(sliding_window=5)), (dict(m=2), dict(sliding_window=40))))
+@pytest.mark.parametrize(
+    "of,options",
+    (
+        (dict(), {}),
+        (dict(m=4, group=5), dict(softcap=3.0)),
+        (dict(m=2, d=48), dict(sliding_window=5)),
+        (dict(m=2), dict(sliding_window=40)),
+    ),
+)
 def test_recent(tokens, of, options, gen):
-    """Exact tokens before the queries', from blocks whose distance is padded and whose older ones hold NaN, with a centre where there is no soft
-    cap. A table that is shifted by a block reads others."""
+    """Exact tokens before the queries', from blocks whose distance is padded and whose older
+    ones hold NaN, with a centre where there is no soft cap. A table that is shifted by a block
+    reads others."""
     n, m = 4, of.get("m", 1)
-    plain, cache, table, lengths, q, k, v = case(gen, **{"lengths": (70, 5, 0, 33), "heads": 1} | of)
+    plain, cache, table, lengths, q, k, v = case(
+        gen, **{"lengths": (70, 5, 0, 33), "heads": 1} | of
+    )
     heads, d = cache.shape[1], plain.cell.d_key
-    center = None if "softcap" in options else 3 * torch.randn(heads, d, generator=gen).to(DEVICE)
-    plan, shift = CellPlan(plain.key, plain.value, plain.cell.tokens, center), 0.0 if center is None else center
-    rows = torch.randperm(len(lengths) * 20, generator=gen).view(len(lengths), 20).int().to(DEVICE)
+    center = (
+        None if "softcap" in options else 3 * torch.randn(heads, d, generator=gen).to(DEVICE)
+    )
+    plan, shift = (
+        CellPlan(plain.key, plain.value, plain.cell.tokens, center),
+        0.0 if center is None else center,
+    )
+    rows = (
+        torch.randperm(len(lengths) * 20, generator=gen).view(len(lengths), 20).int().to(DEVICE)
+    )
     memory = torch.full((rows.numel(), heads * n * 2 * d + 16), torch.nan, device=DEVICE)
     near = Recent(memory[:, : heads * n * 2 * d].unflatten(1, (heads, n, 2 * d)), rows, tokens)
     same, states = Recent(torch.full_like(near.cache, torch.nan), rows, tokens), []
     for i, length in enumerate(lengths.tolist()):
         past = max(0, length - m)
-        t, exact = torch.arange(max(0, past - tokens), past, device=DEVICE), torch.randn(2, past, heads, d, generator=gen).to(DEVICE)
+        t, exact = (
+            torch.arange(max(0, past - tokens), past, device=DEVICE),
+            torch.randn(2, past, heads, d, generator=gen).to(DEVICE),
+        )
         slots = rows[i][t // n].long() * n + t % n
         padded = torch.cat([slots, slots.new_full((3,), -1)])
         for store, to in ((append_recent, near.cache), (store_recent, same.cache)):
-            store(to, *(torch.cat([x[t] + y, x.new_zeros(3, heads, d)]) for x, y in zip(exact, (shift, 0.0))), padded)
+            store(
+                to,
+                *(
+                    torch.cat([x[t] + y, x.new_zeros(3, heads, d)])
+                    for x, y in zip(exact, (shift, 0.0))
+                ),
+                padded,
+            )
         a, b = same.read(i, past, d)
         states.append(((a - shift).transpose(0, 1), b.transpose(0, 1)))
-    assert torch.equal(near.cache.nan_to_num(9.0), same.cache.nan_to_num(9.0)) and memory[:, heads * n * 2 * d :].isnan().all()
+    assert (
+        torch.equal(near.cache.nan_to_num(9.0), same.cache.nan_to_num(9.0))
+        and memory[:, heads * n * 2 * d :].isnan().all()
+    )
     starts = torch.arange(len(lengths) + 1) * m
-    want, want_lse = attend_cells(q, cache, plan.cell, plan.key, plan.value, table, lengths, starts, k, v, recent=states, **options)
-    for kernel in ("portable", "fragments") if CUDA and plan.supports("fragments")[0] else ("portable",):
-        out, lse = decode_cells(q, cache, plan, table, lengths, k + shift, v, near, kernel=kernel, **options)
+    want, want_lse = attend_cells(
+        q,
+        cache,
+        plan.cell,
+        plan.key,
+        plan.value,
+        table,
+        lengths,
+        starts,
+        k,
+        v,
+        recent=states,
+        **options,
+    )
+    for kernel in (
+        ("portable", "fragments") if CUDA and plan.supports("fragments")[0] else ("portable",)
+    ):
+        out, lse = decode_cells(
+            q, cache, plan, table, lengths, k + shift, v, near, kernel=kernel, **options
+        )
         seen = want_lse > -torch.inf
-        assert torch.equal(lse > -torch.inf, seen) and (out - want).norm() <= (3e-3 if CUDA else 1e-5) * want.norm()
-    moved = decode_cells(q, cache, plan, table, lengths, k + shift, v, Recent(near.cache, rows.roll(1, 1), tokens), **options)[0]
+        assert (
+            torch.equal(lse > -torch.inf, seen)
+            and (out - want).norm() <= (3e-3 if CUDA else 1e-5) * want.norm()
+        )
+    moved = decode_cells(
+        q,
+        cache,
+        plan,
+        table,
+        lengths,
+        k + shift,
+        v,
+        Recent(near.cache, rows.roll(1, 1), tokens),
+        **options,
+    )[0]
     assert not (moved - want).norm() < 1e-2 * want.norm()
 
 
 @needs_triton
 @pytest.mark.parametrize("block,sinks,window", ((4, 3, 3), (2, 5, 1)))
 def test_first_tokens_travel(block, sinks, window, gen):
-    "Random histories as in test_pages.py, with the kernels: origins are those of the loop on the host, also where requests begin in one another's blocks."
+    """Random histories as in test_pages.py, with the kernels: origins are those of the loop on
+    the host, also where requests begin in one another's blocks."""
 
     def locate(table, lengths, starts, slots, block, sinks):
-        want, out = sink_origins(table, lengths, starts, slots, block, sinks), torch.full((len(slots) + 3, sinks), 99, dtype=torch.int32, device=DEVICE)
+        want, out = (
+            sink_origins(table, lengths, starts, slots, block, sinks),
+            torch.full((len(slots) + 3, sinks), 99, dtype=torch.int32, device=DEVICE),
+        )
         locate_sinks(*(x.to(DEVICE) for x in (table, lengths, starts, slots)), block, out)
         assert torch.equal(out[: len(slots)].cpu(), want) and (out[len(slots) :] == 99).all()
         return want
@@ -244,39 +491,98 @@ def test_first_tokens_travel(block, sinks, window, gen):
         append_recent(there, *(x.to(DEVICE) for x in (k, v, slots, origins)))
         cache.copy_(there)
 
-    wrong, seen = random_history(RecentBlocks(block, sinks, window, 8, gen, store, locate), 40, gen)
-    assert not wrong and seen["hits"] > 3 and seen["followed"] > 3 and seen["read"] > 100, (wrong[:3], seen)
+    wrong, seen = random_history(
+        RecentBlocks(block, sinks, window, 8, gen, store, locate), 40, gen
+    )
+    assert not wrong and seen["hits"] > 3 and seen["followed"] > 3 and seen["read"] > 100, (
+        wrong[:3],
+        seen,
+    )
 
 
 @needs_triton
 def test_origins_end_whatever_tables_hold(gen):
-    "Tables and slots that no engine makes: two requests that begin in one another's blocks, lengths below the step's tokens. The launch ends, and names what is there."
+    """Tables and slots that no engine makes: two requests that begin in one another's blocks,
+    lengths below the step's tokens. The launch ends, and names what is there."""
     table = torch.tensor([[5, 6], [6, 5], [7, 7]], dtype=torch.int32, device=DEVICE)
-    slots = torch.tensor([24, 20, 28, 29, -1], device=DEVICE)  # each writes the block that the other begins after
-    lengths, starts = torch.tensor([5, 5, 1], dtype=torch.int32, device=DEVICE), torch.tensor([0, 1, 2, 4], dtype=torch.int32, device=DEVICE)
+    slots = torch.tensor(
+        [24, 20, 28, 29, -1], device=DEVICE
+    )  # each writes the block that the other begins after
+    lengths, starts = (
+        torch.tensor([5, 5, 1], dtype=torch.int32, device=DEVICE),
+        torch.tensor([0, 1, 2, 4], dtype=torch.int32, device=DEVICE),
+    )
     out = torch.full((5, 3), 99, dtype=torch.int32, device=DEVICE)
     locate_sinks(table, lengths, starts, slots, 4, out)
-    assert out.tolist() == sink_origins(table, lengths, starts, slots, 4, 3).tolist() == [[-7, -7, -7], [-8, -8, -8], [2, -1, -1], [-1] * 3, [-1] * 3]
-    for bad, why in ((dict(table=table.long()), "table must be int32"), (dict(slots=slots.float()), "slots must be a contiguous"), (dict(starts=starts[:3]), "one more start"), (dict(out=out[:4]), "origins must be")):
+    assert (
+        out.tolist()
+        == sink_origins(table, lengths, starts, slots, 4, 3).tolist()
+        == [[-7, -7, -7], [-8, -8, -8], [2, -1, -1], [-1] * 3, [-1] * 3]
+    )
+    for bad, why in (
+        (dict(table=table.long()), "table must be int32"),
+        (dict(slots=slots.float()), "slots must be a contiguous"),
+        (dict(starts=starts[:3]), "one more start"),
+        (dict(out=out[:4]), "origins must be"),
+    ):
         with pytest.raises((TypeError, ValueError), match=why):
-            locate_sinks(**dict(table=table, lengths=lengths, starts=starts, slots=slots, block=4, out=out) | bad)
-    with pytest.raises(ValueError, match="room for 3 first tokens and a recent one, got 3 rows"):
-        append_recent(torch.zeros(9, 1, 3, 8, device=DEVICE), *torch.zeros(2, 5, 1, 4, device=DEVICE), slots, out)
+            locate_sinks(
+                **dict(
+                    table=table, lengths=lengths, starts=starts, slots=slots, block=4, out=out
+                )
+                | bad
+            )
+    with pytest.raises(
+        ValueError, match="room for 3 first tokens and a recent one, got 3 rows"
+    ):
+        append_recent(
+            torch.zeros(9, 1, 3, 8, device=DEVICE),
+            *torch.zeros(2, 5, 1, 4, device=DEVICE),
+            slots,
+            out,
+        )
 
 
 @needs_triton
 @pytest.mark.parametrize("tokens,sinks", ((1, 4), (7, 3), (9, 20)))
-@pytest.mark.parametrize("of,options", ((dict(), {}), (dict(m=4, group=5), dict(softcap=3.0)), (dict(m=2, d=48, n=32), dict(sliding_window=40))))
+@pytest.mark.parametrize(
+    "of,options",
+    (
+        (dict(), {}),
+        (dict(m=4, group=5), dict(softcap=3.0)),
+        (dict(m=2, d=48, n=32), dict(sliding_window=40)),
+    ),
+)
 def test_first_tokens(tokens, sinks, of, options, gen):
-    """Exact first tokens in the block of the token before the queries', in all others NaN, with a centre where there is no soft cap; of requests with more
-    and with fewer of them than their past has. The codes of first tokens are of no use: their scales are NaN. One first token less is read from codes."""
+    """Exact first tokens in the block of the token before the queries', in all others NaN, with
+    a centre where there is no soft cap; of requests with more and with fewer of them than their
+    past has. The codes of first tokens are of no use: their scales are NaN. One first token
+    less is read from codes."""
     n, m = 4, of.get("m", 1)
-    plain, cache, table, lengths, q, k, v = case(gen, **{"lengths": (70, 5, 0, 33, 12), "heads": 1} | of)
+    plain, cache, table, lengths, q, k, v = case(
+        gen, **{"lengths": (70, 5, 0, 33, 12), "heads": 1} | of
+    )
     heads, d = cache.shape[1], plain.cell.d_key
-    center = None if "softcap" in options else 3 * torch.randn(heads, d, generator=gen).to(DEVICE)
-    plan, shift = CellPlan(plain.key, plain.value, plain.cell.tokens, center), 0.0 if center is None else center
-    rows = torch.randperm(len(lengths) * 20, generator=gen).view(len(lengths), 20).int().to(DEVICE)
-    near, states, begins = Recent(torch.full((rows.numel(), heads, n + sinks, 2 * d), torch.nan, device=DEVICE), rows, tokens, sinks), [], []
+    center = (
+        None if "softcap" in options else 3 * torch.randn(heads, d, generator=gen).to(DEVICE)
+    )
+    plan, shift = (
+        CellPlan(plain.key, plain.value, plain.cell.tokens, center),
+        0.0 if center is None else center,
+    )
+    rows = (
+        torch.randperm(len(lengths) * 20, generator=gen).view(len(lengths), 20).int().to(DEVICE)
+    )
+    near, states, begins = (
+        Recent(
+            torch.full((rows.numel(), heads, n + sinks, 2 * d), torch.nan, device=DEVICE),
+            rows,
+            tokens,
+            sinks,
+        ),
+        [],
+        [],
+    )
     for i, length in enumerate(lengths.tolist()):
         past = max(0, length - m)
         exact = torch.randn(2, past, heads, d, generator=gen).to(DEVICE)
@@ -290,16 +596,45 @@ def test_first_tokens(tokens, sinks, of, options, gen):
             a, b = read(i, past, d)
             store.append(((a - shift).transpose(0, 1), b.transpose(0, 1)))
     starts, held = torch.arange(len(lengths) + 1) * m, [x[0].shape[1] for x in begins]
-    want, want_lse = attend_cells(q, cache, plan.cell, plan.key, plan.value, table, lengths, starts, k, v, recent=states, first=begins, **options)
+    want, want_lse = attend_cells(
+        q,
+        cache,
+        plan.cell,
+        plan.key,
+        plan.value,
+        table,
+        lengths,
+        starts,
+        k,
+        v,
+        recent=states,
+        first=begins,
+        **options,
+    )
     views = plan.cell.views(cache)
     for i, count in enumerate(held):
         for t in range(count):
             for side in ("key", "value"):
-                views[f"{side} scale"][table[i, t // plan.cell.tokens], :, t % plan.cell.tokens] = torch.nan
-    for kernel in ("portable", "fragments") if CUDA and plan.supports("fragments")[0] else ("portable",):
-        out, lse = decode_cells(q, cache, plan, table, lengths, k + shift, v, near, kernel=kernel, **options)
+                views[f"{side} scale"][
+                    table[i, t // plan.cell.tokens], :, t % plan.cell.tokens
+                ] = torch.nan
+    for kernel in (
+        ("portable", "fragments") if CUDA and plan.supports("fragments")[0] else ("portable",)
+    ):
+        out, lse = decode_cells(
+            q, cache, plan, table, lengths, k + shift, v, near, kernel=kernel, **options
+        )
         seen = want_lse > -torch.inf
-        assert torch.equal(lse > -torch.inf, seen) and (out - want).norm() <= (3e-3 if CUDA else 1e-5) * want.norm()
+        assert (
+            torch.equal(lse > -torch.inf, seen)
+            and (out - want).norm() <= (3e-3 if CUDA else 1e-5) * want.norm()
+        )
     assert max(held) == min(sinks, 70 - m - tokens) and min(held) == 0
     fewer = Recent(near.cache[:, :, : n + sinks - 1], rows, tokens, sinks - 1)
-    assert not (decode_cells(q, cache, plan, table, lengths, k + shift, v, fewer, **options)[0] - want).norm() < 1e-2 * want.norm()
+    assert (
+        not (
+            decode_cells(q, cache, plan, table, lengths, k + shift, v, fewer, **options)[0]
+            - want
+        ).norm()
+        < 1e-2 * want.norm()
+    )

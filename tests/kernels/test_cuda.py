@@ -1,4 +1,6 @@
-"The same numbers on a GPU as on the processor; skipped where there is none. Runs as a script too: python tests/kernels/test_cuda.py."
+"""The same numbers on a GPU as on the processor; skipped where there is none. Runs as a script
+too: python tests/kernels/test_cuda.py."""
+
 import torch
 
 try:
@@ -17,7 +19,9 @@ DEVICE = "cuda"  # "cpu" executes the bodies below where there is no GPU
 
 RICH = {  # what a side can be beyond one table of whole bits
     "prod": Recipe(residual="prod"),
-    "qjl on both sides": Recipe(Spec(4, center="prompt_mean", residual="qjl"), Spec(2, residual="qjl")),
+    "qjl on both sides": Recipe(
+        Spec(4, center="prompt_mean", residual="qjl"), Spec(2, residual="qjl")
+    ),
     "sign": Recipe(residual="sign"),
     "rescale": Recipe(residual="rescale"),
     "2.5 bits": as_recipe("k3v3", 2.5),
@@ -33,14 +37,17 @@ def states(*shape, seed=0):
 
 
 def test_codes_agree_up_to_ties():
-    "Rotations are summed in another order on a GPU, so a coordinate within rounding of an edge may fall on its other side."
+    """Rotations are summed in another order on a GPU, so a coordinate within rounding of an
+    edge may fall on its other side."""
     x = states(20_000, 128)
     for bits in (1, 2, 3, 4):
         here, there = Quantizer(Spec(bits=bits), 128), Quantizer(Spec(bits=bits), 128, "cuda")
         a, b = encode(here, x), encode(there, x.cuda())
         differ = a.codes != b.codes.cpu()
         assert differ.float().mean() < 1e-5
-        torch.testing.assert_close(b.scale.cpu()[~differ.any(-1)], a.scale[~differ.any(-1)], rtol=1e-3, atol=0)
+        torch.testing.assert_close(
+            b.scale.cpu()[~differ.any(-1)], a.scale[~differ.any(-1)], rtol=1e-3, atol=0
+        )
 
 
 def test_attention_equals_dense_and_offload_keeps_bits():
@@ -69,14 +76,29 @@ def test_generate_on_codes_equals_dense():
     from turboquant_nb.hf import TurboQuantCache
 
     torch.manual_seed(0)
-    shape = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
+    shape = dict(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
     model = LlamaForCausalLM(LlamaConfig(vocab_size=128, pad_token_id=0, **shape)).eval().cuda()
     ids = torch.randint(1, 128, (2, 9), generator=torch.Generator().manual_seed(0)).cuda()
     outs = []
     for attention in ("sdpa", "turboquant"):
         model.set_attn_implementation(attention)
         cache = TurboQuantCache(model, "k4v4")
-        outs.append(model.generate(ids, past_key_values=cache, max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=None))
+        outs.append(
+            model.generate(
+                ids,
+                past_key_values=cache,
+                max_new_tokens=20,
+                do_sample=False,
+                pad_token_id=0,
+                eos_token_id=None,
+            )
+        )
     assert torch.equal(*outs)
     cache.layers[0].offload()
     cache.layers[0].prefetch()
@@ -85,44 +107,79 @@ def test_generate_on_codes_equals_dense():
 
 def test_every_table_is_the_same_grid():
     "An fp32 step times int8, on either device: what kernels multiply."
-    for spec in (*(Spec(b) for b in (1, 2, 3, 4)), Spec(3, residual="sign"), Spec(3, residual="qjl"), Spec(2.5), Spec((4, 1) * 32)):
-        here, there = make_quantizer(spec, 64).codebook, make_quantizer(spec, 64, DEVICE).codebook
-        pairs = zip(here.groups, there.groups) if hasattr(here, "groups") else [((here,), (there,))]
+    for spec in (
+        *(Spec(b) for b in (1, 2, 3, 4)),
+        Spec(3, residual="sign"),
+        Spec(3, residual="qjl"),
+        Spec(2.5),
+        Spec((4, 1) * 32),
+    ):
+        here, there = (
+            make_quantizer(spec, 64).codebook,
+            make_quantizer(spec, 64, DEVICE).codebook,
+        )
+        pairs = (
+            zip(here.groups, there.groups) if hasattr(here, "groups") else [((here,), (there,))]
+        )
         for (*_, a), (*_, b) in pairs:
-            assert b.levels.device.type == b.edges.device.type == b.int8().levels.device.type == torch.device(DEVICE).type
-            assert torch.equal(b.levels, torch.tensor(b.int8().step, device=DEVICE) * b.int8().levels)
-            for x, y in ((a.levels, b.levels), (a.edges, b.edges), (a.int8().levels, b.int8().levels)):
+            assert (
+                b.levels.device.type
+                == b.edges.device.type
+                == b.int8().levels.device.type
+                == torch.device(DEVICE).type
+            )
+            assert torch.equal(
+                b.levels, torch.tensor(b.int8().step, device=DEVICE) * b.int8().levels
+            )
+            for x, y in (
+                (a.levels, b.levels),
+                (a.edges, b.edges),
+                (a.int8().levels, b.int8().levels),
+            ):
                 assert torch.equal(x, y.cpu())
 
 
 def test_residuals_and_fractions_code_alike():
-    "Codes, scales and signs of 20,000 vectors; what differs lies within rounding of an edge, or of zero for a sign."
+    """Codes, scales and signs of 20,000 vectors; what differs lies within rounding of an edge,
+    or of zero for a sign."""
     x = states(20_000, 64)
     for name, recipe in RICH.items():
-        a, b = (make_quantizer(recipe.key, 64, device).encode(x.to(device)) for device in ("cpu", DEVICE))
+        a, b = (
+            make_quantizer(recipe.key, 64, device).encode(x.to(device))
+            for device in ("cpu", DEVICE)
+        )
         differ = (a.codes != b.codes.cpu()).any(-1)
         assert differ.float().mean() < 1e-3, (name, float(differ.float().mean()))
         torch.testing.assert_close(b.scale.cpu()[~differ], a.scale[~differ], rtol=1e-3, atol=0)
         assert (a.signs is None) == (b.signs is None) == (recipe.key.residual != "qjl")
         if a.signs is not None:
             assert (a.signs != b.signs.cpu())[~differ].float().mean() < 1e-4, name
-            torch.testing.assert_close(b.residual_norm.cpu()[~differ], a.residual_norm[~differ], rtol=2e-3, atol=0)
+            torch.testing.assert_close(
+                b.residual_norm.cpu()[~differ], a.residual_norm[~differ], rtol=2e-3, atol=0
+            )
 
 
 def test_rich_stores_read_and_attend_alike():
-    "A store filled on the GPU, its copy on the processor: the same bits, and attention on both equals dense attention over what is read."
+    """A store filled on the GPU, its copy on the processor: the same bits, and attention on
+    both equals dense attention over what is read."""
     for name, recipe in RICH.items():
         store = KVStore(recipe, 2, 3, 64, device=DEVICE)
         store.set_range(start=torch.tensor([0, 5]))
         for n in (700, 1, 7):  # with decay 300 the first tile has lost its last plane
-            store.append(states(2, 3, n, 64, seed=n).to(DEVICE), states(2, 3, n, 64, seed=n + 1).to(DEVICE))
+            store.append(
+                states(2, 3, n, 64, seed=n).to(DEVICE),
+                states(2, 3, n, 64, seed=n + 1).to(DEVICE),
+            )
         assert store.nbytes == store.expected_nbytes(), name
         copy = KVStore.from_state(*store.state())
         assert copy.device.type == "cpu" and copy.parts() == store.parts(), name
         for a, b in zip(store.read(), copy.read()):
             torch.testing.assert_close(a.cpu(), b, rtol=0, atol=2e-5)
         q = states(2, 6, 7, 64, seed=2)
-        at, p = torch.arange(store.length - 7, store.length)[:, None], torch.arange(store.length)
+        at, p = (
+            torch.arange(store.length - 7, store.length)[:, None],
+            torch.arange(store.length),
+        )
         seen = (p <= at) & (p >= copy.start[:, None, None, None])
         want = dense_attention(q, *copy.read(), mask=seen)
         for got in (attend(q, copy), attend(q.to(DEVICE), store)):
@@ -135,13 +192,25 @@ def test_rich_stores_read_and_attend_alike():
 
 def test_decay_on_the_gpu():
     "Both sides lose a plane of whole tiles, and the memory comes back."
-    for recipe, freed in ((Recipe(Spec(4), Spec(3), sinks=0, recent=0), 2), (Recipe(Spec(2.5), Spec(3, residual="sign"), sinks=0, recent=0), 1.5)):
+    for recipe, freed in (
+        (Recipe(Spec(4), Spec(3), sinks=0, recent=0), 2),
+        (Recipe(Spec(2.5), Spec(3, residual="sign"), sinks=0, recent=0), 1.5),
+    ):
         store = KVStore(recipe, 2, 3, 64, device=DEVICE)
-        store.append(states(2, 3, 1000, 64).to(DEVICE), states(2, 3, 1000, 64, seed=1).to(DEVICE))
+        store.append(
+            states(2, 3, 1000, 64).to(DEVICE), states(2, 3, 1000, 64, seed=1).to(DEVICE)
+        )
         before = store.nbytes
         store.decay(600)  # two tiles of 256
-        assert before - store.nbytes == 2 * 3 * 512 * 64 * freed / 8 and store.nbytes == store.expected_nbytes()
-        assert all(t.device.type == torch.device(DEVICE).type for side in (store.key, store.value) for t in side.tensors.values())
+        assert (
+            before - store.nbytes == 2 * 3 * 512 * 64 * freed / 8
+            and store.nbytes == store.expected_nbytes()
+        )
+        assert all(
+            t.device.type == torch.device(DEVICE).type
+            for side in (store.key, store.value)
+            for t in side.tensors.values()
+        )
 
 
 def test_generate_with_a_recipe_per_layer():
@@ -150,32 +219,79 @@ def test_generate_with_a_recipe_per_layer():
     from turboquant_nb.hf import TurboQuantCache
 
     torch.manual_seed(0)
-    shape = dict(hidden_size=256, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=128, pad_token_id=0, **shape)).eval().to(DEVICE)
+    shape = dict(
+        hidden_size=256,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = (
+        LlamaForCausalLM(LlamaConfig(vocab_size=128, pad_token_id=0, **shape)).eval().to(DEVICE)
+    )
     ids = torch.randint(1, 128, (2, 400), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     outs = []
     for attention in ("sdpa", "turboquant"):
         model.set_attn_implementation(attention)
-        cache = TurboQuantCache(model, [RICH[name] for name in ("prod", "2.5 bits", "decay", "sign")])
-        outs.append(model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None))
+        cache = TurboQuantCache(
+            model, [RICH[name] for name in ("prod", "2.5 bits", "decay", "sign")]
+        )
+        outs.append(
+            model.generate(
+                ids,
+                past_key_values=cache,
+                max_new_tokens=12,
+                do_sample=False,
+                pad_token_id=0,
+                eos_token_id=None,
+            )
+        )
     assert torch.equal(*outs)
 
 
-# --- generate() on kernels -------------------------------------------------------------------------
+# --- generate() on kernels
+# -------------------------------------------------------------------------
+
 
 def llama(dtype=torch.float32, layers=3, sliding=False, **sizes):
     "A random model with weights large enough that its tokens depend on the context."
     import transformers
 
-    import turboquant_nb.hf  # noqa: F401  registers attn_implementation="turboquant"
+    import turboquant_nb.hf  # noqa: F401
 
-    shape = dict(vocab_size=128, hidden_size=128, intermediate_size=256, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, head_dim=64, pad_token_id=0, bos_token_id=1,
-                 eos_token_id=None, max_position_embeddings=200_000) | sizes
+    shape = (
+        dict(
+            vocab_size=128,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=64,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=None,
+            max_position_embeddings=200_000,
+        )
+        | sizes
+    )
     if sliding:
-        shape |= dict(sliding_window=100, query_pre_attn_scalar=64, layer_types=["sliding_attention", "full_attention", "sliding_attention"][:layers])
-    make = ("Gemma3TextConfig", "Gemma3ForCausalLM") if sliding else ("LlamaConfig", "LlamaForCausalLM")
+        shape |= dict(
+            sliding_window=100,
+            query_pre_attn_scalar=64,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"][:layers],
+        )
+    make = (
+        ("Gemma3TextConfig", "Gemma3ForCausalLM")
+        if sliding
+        else ("LlamaConfig", "LlamaForCausalLM")
+    )
     torch.manual_seed(0)
-    model = getattr(transformers, make[1])(getattr(transformers, make[0])(**shape)).eval().to(DEVICE, dtype)
+    model = (
+        getattr(transformers, make[1])(getattr(transformers, make[0])(**shape))
+        .eval()
+        .to(DEVICE, dtype)
+    )
     with torch.no_grad():
         for p in model.parameters():
             if p.ndim > 1:
@@ -196,16 +312,24 @@ def prompts(batch=3, length=300, padded=True):
 def served_by_kernels(cache, chunks=0):
     r = cache.report()
     served = set(r["served"]) | ({"kernel"} if r["graphs"].get("replayed") else set())
-    assert served - {"chunk"} == {"prefill", "kernel"} and r["served"].get("chunk", 0) == chunks, r["served"]
+    assert (
+        served - {"chunk"} == {"prefill", "kernel"} and r["served"].get("chunk", 0) == chunks
+    ), r["served"]
     assert r["reasons"] == {} and set(r["coded"]) == {"kernel"}, (r["reasons"], r["coded"])
     return True
 
 
 def test_every_way_of_generating_runs_on_kernels():
-    "No mask, no PyTorch on codes, nothing dense: the counts say so; and the tokens that PyTorch's attention on codes gives."
+    """No mask, no PyTorch on codes, nothing dense: the counts say so; and the tokens that
+    PyTorch's attention on codes gives."""
     from turboquant_nb.hf import TurboQuantCache
 
-    ways = {"greedy": {}, "beams": dict(num_beams=3), "sampling": dict(do_sample=True, top_k=5, num_return_sequences=2), "chunks": dict(prefill_chunk_size=128)}
+    ways = {
+        "greedy": {},
+        "beams": dict(num_beams=3),
+        "sampling": dict(do_sample=True, top_k=5, num_return_sequences=2),
+        "chunks": dict(prefill_chunk_size=128),
+    }
     for sliding in (False, True):
         model, inputs = llama(sliding=sliding), prompts()
         for recipe in ("k4v4", "k3v3", "k4v2"):
@@ -214,10 +338,19 @@ def test_every_way_of_generating_runs_on_kernels():
                 for backend in ("triton", "torch"):
                     cache = TurboQuantCache(model, recipe, backend=backend)
                     torch.manual_seed(1)
-                    outs.append(model.generate(**inputs, past_key_values=cache, max_new_tokens=10, **{"do_sample": False, **way}))
+                    outs.append(
+                        model.generate(
+                            **inputs,
+                            past_key_values=cache,
+                            max_new_tokens=10,
+                            **{"do_sample": False, **way},
+                        )
+                    )
                     if backend == "triton":
                         served_by_kernels(cache, 2 * 3 if name == "chunks" else 0)
-                agree = (outs[0] == outs[1])[:, 300:].float().mean()  # near ties may fall to the other side
+                agree = (
+                    (outs[0] == outs[1])[:, 300:].float().mean()
+                )  # near ties may fall to the other side
                 print(sliding, recipe, name, float(agree))
                 assert agree > 0.7, (sliding, recipe, name, outs)
         auto = TurboQuantCache(model)
@@ -235,19 +368,32 @@ def test_drafts_run_on_kernels():
         twin = copy.deepcopy(model)
         twin.set_attn_implementation("sdpa")
         ids = prompts(1, 40, padded=False)["input_ids"].repeat(1, 4)
-        assisted = [] if sliding else [dict(assistant_model=twin)]  # transformers 5.17 fails with a sliding assistant
+        assisted = (
+            [] if sliding else [dict(assistant_model=twin)]
+        )  # transformers 5.17 fails with a sliding assistant
         for way in (dict(prompt_lookup_num_tokens=5), *assisted):
-            caches = [TurboQuantCache(model, "k4v4", backend="triton", graphs=graphs) for graphs in (True, False)]
-            outs = [model.generate(ids, past_key_values=cache, max_new_tokens=40, do_sample=False, **way) for cache in caches]
+            caches = [
+                TurboQuantCache(model, "k4v4", backend="triton", graphs=graphs)
+                for graphs in (True, False)
+            ]
+            outs = [
+                model.generate(
+                    ids, past_key_values=cache, max_new_tokens=40, do_sample=False, **way
+                )
+                for cache in caches
+            ]
             assert torch.equal(*outs)
             graphs = caches[0].report()["graphs"]
-            assert sliding or graphs["replayed"] > graphs["captured"] > 0 and not graphs["why_not"], graphs  # a sliding layer frees tokens
+            assert (
+                sliding or graphs["replayed"] > graphs["captured"] > 0 and not graphs["why_not"]
+            ), graphs  # a sliding layer frees tokens
             for cache in caches:
                 served_by_kernels(cache)
 
 
 def test_logits_of_kernels_are_those_of_pytorch():
-    "Teacher-forced: prompt, drafts of 5, single tokens, a long chunk, single tokens again; fp32 and bf16, with and without a sliding window."
+    """Teacher-forced: prompt, drafts of 5, single tokens, a long chunk, single tokens again;
+    fp32 and bf16, with and without a sliding window."""
     from turboquant_nb.hf import TurboQuantCache
 
     for sliding in (False, True):
@@ -258,9 +404,16 @@ def test_logits_of_kernels_are_those_of_pytorch():
             for n in (270, 5, 1, 1, 100, 1, 16, 1):
                 mask = inputs["attention_mask"][:, : at + n]
                 position = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)[:, at : at + n]
-                call = dict(input_ids=inputs["input_ids"][:, at : at + n], attention_mask=mask, position_ids=position)
+                call = dict(
+                    input_ids=inputs["input_ids"][:, at : at + n],
+                    attention_mask=mask,
+                    position_ids=position,
+                )
                 with torch.no_grad():
-                    a, b = (model(**call, past_key_values=c).logits[mask[:, -n:].bool()].float() for c in caches)
+                    a, b = (
+                        model(**call, past_key_values=c).logits[mask[:, -n:].bool()].float()
+                        for c in caches
+                    )
                 error = float((a - b).norm() / b.norm())
                 assert error < limit, (sliding, dtype, n, error)
                 at += n
@@ -274,7 +427,16 @@ def fill(cache, model, batch, tokens, step=16384):
     for i in range(c.num_hidden_layers):
         for a in range(0, tokens, step):
             n = min(step, tokens - a)
-            x = torch.randn(2, batch, c.num_key_value_heads, n, c.head_dim, generator=g, device=DEVICE, dtype=model.dtype)
+            x = torch.randn(
+                2,
+                batch,
+                c.num_key_value_heads,
+                n,
+                c.head_dim,
+                generator=g,
+                device=DEVICE,
+                dtype=model.dtype,
+            )
             cache.layers[i]._append(x[0], x[1], a == 0)
             del x
 
@@ -289,11 +451,18 @@ def peak_of(f):
 
 
 def test_no_dense_copy_of_the_past_is_made(monkeypatch):
-    """Decode steps after 100,000 tokens: what is allocated beside the cache is a small part of one layer's dense keys; a long chunk takes as much after 16,384
-    tokens as after 98,304. A pre-RoPE mean takes one float32 more for each row of queries (a multiple of 4 for each KV head) and each position of the cache."""
-    monkeypatch.setattr("turboquant_nb.kernels.ops.BLOCK", 2 * 2 * 64 * 2048)  # blocks of 2,048 tokens, as of a larger model
+    """Decode steps after 100,000 tokens: what is allocated beside the cache is a small part of
+    one layer's dense keys; a long chunk takes as much after 16,384 tokens as after 98,304. A
+    pre-RoPE mean takes one float32 more for each row of queries (a multiple of 4 for each KV
+    head) and each position of the cache."""
+    monkeypatch.setattr(
+        "turboquant_nb.kernels.ops.BLOCK", 2 * 2 * 64 * 2048
+    )  # blocks of 2,048 tokens, as of a larger model
     model = llama(torch.bfloat16, layers=2)
-    for recipe, biases in ((preset("k3v3").settled(rope=False), 0), ("k3v3", 4 * (2 * 2 * 4) * 100_096)):
+    for recipe, biases in (
+        (preset("k3v3").settled(rope=False), 0),
+        ("k3v3", 4 * (2 * 2 * 4) * 100_096),
+    ):
         check_peaks(model, recipe, biases)
 
 
@@ -305,12 +474,15 @@ def check_peaks(model, recipe, biases):
         cache = TurboQuantCache(model, recipe, max_length=100_000, backend="triton")
         fill(cache, model, 2, tokens)
         ids = prompts(2, 500, padded=False)["input_ids"]
-        run = lambda n, c=cache: model(ids[:, :n], past_key_values=c)  # noqa: E731
+        run = lambda n, c=cache: model(ids[:, :n], past_key_values=c)
         with torch.no_grad():
             run(1)
             run(300)
             peaks[tokens] = peak_of(lambda: run(1)), peak_of(lambda: run(300))
-        assert set(cache.report()["served"]) == {"kernel", "chunk"} and cache.report()["reasons"] == {}
+        assert (
+            set(cache.report()["served"]) == {"kernel", "chunk"}
+            and cache.report()["reasons"] == {}
+        )
         dense = 2 * 2 * tokens * 64 * 2  # keys of one layer in bf16
         print(tokens, peaks[tokens], dense)
     assert peaks[98304][0] < dense / 10 + biases and peaks[98304][1] <= 1.1 * peaks[16384][1]
@@ -318,7 +490,9 @@ def check_peaks(model, recipe, biases):
 
 
 def graph_of(model, cache, batch):
-    "A decode step as a CUDA graph: (graph, token ids in, positions in, logits out). Fill the cache again before it is replayed: the steps that warm up take exact copies of the window."
+    """A decode step as a CUDA graph: (graph, token ids in, positions in, logits out). Fill the
+    cache again before it is replayed: the steps that warm up take exact copies of the
+    window."""
     ids, at = (torch.zeros(batch, 1, dtype=torch.long, device=DEVICE) for _ in range(2))
     held, side = cache.layers[0].held, torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -335,13 +509,20 @@ def graph_of(model, cache, batch):
 
 
 def test_cuda_graphs():
-    "Captured once, replayed over tile borders and for a second, padded prompt: the logits of eager steps on a static cache to the bit, and of a cache that grows but for the order of sums."
+    """Captured once, replayed over tile borders and for a second, padded prompt: the logits of
+    eager steps on a static cache to the bit, and of a cache that grows but for the order of
+    sums."""
     from turboquant_nb.hf import TurboQuantCache
 
     for sliding in (False, True):
         model, graph = llama(sliding=sliding), None
-        cache, twin = (TurboQuantCache(model, "k4v4", max_length=600, static=True) for _ in range(2))
-        grows, tokens = TurboQuantCache(model, "k4v4"), prompts(2, 20, padded=False)["input_ids"].flip(1)
+        cache, twin = (
+            TurboQuantCache(model, "k4v4", max_length=600, static=True) for _ in range(2)
+        )
+        grows, tokens = (
+            TurboQuantCache(model, "k4v4"),
+            prompts(2, 20, padded=False)["input_ids"].flip(1),
+        )
         for turn in range(2):
             inputs = prompts(2, 250, padded=turn == 1)
             real = inputs["attention_mask"].sum(1, keepdim=True)
@@ -356,23 +537,35 @@ def test_cuda_graphs():
                 ids.copy_(tokens[:, i : i + 1])
                 at.copy_(real + i)
                 with torch.no_grad():
-                    exact, want = (model(ids, position_ids=at, past_key_values=c).logits for c in (twin, grows))
+                    exact, want = (
+                        model(ids, position_ids=at, past_key_values=c).logits
+                        for c in (twin, grows)
+                    )
                 graph.replay()
                 error = float((logits - want).norm() / want.norm())
                 assert torch.equal(logits, exact) and error < 1e-2, (sliding, turn, i, error)
             assert cache.layers[0].held == grows.layers[0].held
-        assert cache.report()["captured_by"] == {"coding": [("triton", "")], "attention": [("triton", "")]}
+        assert cache.report()["captured_by"] == {
+            "coding": [("triton", "")],
+            "attention": [("triton", "")],
+        }
 
 
 def test_generate_compiles_a_static_cache():
-    "transformers compiles the decode step of a static cache by itself on a GPU, where no graphs are replayed."
+    """transformers compiles the decode step of a static cache by itself on a GPU, where no
+    graphs are replayed."""
     from turboquant_nb.hf import TurboQuantCache
 
     model, inputs = llama(layers=2), prompts(2, 100)
     outs = []
-    for make in (lambda: TurboQuantCache(model, "k4v4"), lambda: TurboQuantCache(model, "k4v4", max_length=200, static=True, graphs=False)):
+    for make in (
+        lambda: TurboQuantCache(model, "k4v4"),
+        lambda: TurboQuantCache(model, "k4v4", max_length=200, static=True, graphs=False),
+    ):
         cache = make()
-        outs.append(model.generate(**inputs, past_key_values=cache, max_new_tokens=12, do_sample=False))
+        outs.append(
+            model.generate(**inputs, past_key_values=cache, max_new_tokens=12, do_sample=False)
+        )
     assert cache.layers[0].calls == {"prefill": 1} and cache.report()["tokens"] == 111
     assert (outs[0] == outs[1]).float().mean() > 0.95, outs
 
@@ -382,13 +575,20 @@ def same_tokens(model, inputs, make, **options):
     caches, outs = [make(graphs=False), make()], []
     for cache in caches:
         torch.manual_seed(3)
-        outs.append(model.generate(**inputs, past_key_values=cache, **dict(do_sample=False, max_new_tokens=24) | options))
+        outs.append(
+            model.generate(
+                **inputs,
+                past_key_values=cache,
+                **dict(do_sample=False, max_new_tokens=24) | options,
+            )
+        )
     assert torch.equal(*outs), (options, outs)
     return caches
 
 
 def test_generate_replays_its_steps():
-    """Greedy, sampled, padded, beams, a second turn and a second prompt in the same cache, over the border of a tile: tokens of replayed steps are those of eager ones on equally long
+    """Greedy, sampled, padded, beams, a second turn and a second prompt in the same cache, over
+    the border of a tile: tokens of replayed steps are those of eager ones on equally long
     tensors, one graph serves them all, and a cache that grows records again where it grew."""
     from functools import partial
 
@@ -398,10 +598,20 @@ def test_generate_replays_its_steps():
     make = partial(TurboQuantCache, model, "k3v3", max_length=600)
     for padded in (False, True):
         inputs = prompts(3, 250, padded=padded)
-        for options in (dict(), dict(do_sample=True), dict(num_beams=3), dict(do_sample=True, num_return_sequences=2)):
+        for options in (
+            dict(),
+            dict(do_sample=True),
+            dict(num_beams=3),
+            dict(do_sample=True, num_return_sequences=2),
+        ):
             caches = same_tokens(model, inputs, make, **options)
             r = caches[1].report()["graphs"]
-            assert r["captured"] == 1 and r["replayed"] >= 21 and r["seconds"] < 3 and not r["why_not"], r
+            assert (
+                r["captured"] == 1
+                and r["replayed"] >= 21
+                and r["seconds"] < 3
+                and not r["why_not"]
+            ), r
             assert set(caches[1].report()["captured_by"]["attention"]) == {("triton", "")}
     for again in range(2):  # the same tensors, from the start
         for c in caches:
@@ -410,19 +620,35 @@ def test_generate_replays_its_steps():
         for c in caches:
             ids = prompts(6, 40 + again, padded=False)["input_ids"]
             for turn in range(2):
-                ids = model.generate(torch.cat([ids, ids[:, : 5 * turn]], 1), past_key_values=c, max_new_tokens=12, do_sample=False)
+                ids = model.generate(
+                    torch.cat([ids, ids[:, : 5 * turn]], 1),
+                    past_key_values=c,
+                    max_new_tokens=12,
+                    do_sample=False,
+                )
             outs.append(ids)
         assert torch.equal(*outs)
     fixed = TurboQuantCache(model, "k3v3", max_length=600, static=True)
     for again in range(2):
         fixed.reset()
-        got = model.generate(**prompts(3, 250), past_key_values=fixed, max_new_tokens=24, do_sample=False)
-        want = model.generate(**prompts(3, 250), past_key_values=make(graphs=False), max_new_tokens=24, do_sample=False)
+        got = model.generate(
+            **prompts(3, 250), past_key_values=fixed, max_new_tokens=24, do_sample=False
+        )
+        want = model.generate(
+            **prompts(3, 250),
+            past_key_values=make(graphs=False),
+            max_new_tokens=24,
+            do_sample=False,
+        )
         assert torch.equal(got, want) and fixed.report()["graphs"]["captured"] == 1
     grows = TurboQuantCache(model, "k3v3")
-    model.generate(**prompts(2, 250), past_key_values=grows, max_new_tokens=900, do_sample=False)
+    model.generate(
+        **prompts(2, 250), past_key_values=grows, max_new_tokens=900, do_sample=False
+    )
     r = grows.report()
-    assert r["tokens"] == 1149 and r["graphs"]["captured"] == 2 and r["graphs"]["replayed"] > 890, r["graphs"]
+    assert (
+        r["tokens"] == 1149 and r["graphs"]["captured"] == 2 and r["graphs"]["replayed"] > 890
+    ), r["graphs"]
     grows.check()
     del caches, fixed, grows, c
     import gc
@@ -432,7 +658,8 @@ def test_generate_replays_its_steps():
 
 
 def test_a_replayed_step_waits_for_nothing_and_is_faster():
-    "The runner's share of a step has no wait for the device; and the whole generate() with graphs takes less time than without."
+    """The runner's share of a step has no wait for the device; and the whole generate() with
+    graphs takes less time than without."""
     import time
 
     from turboquant_nb.hf import TurboQuantCache
@@ -457,7 +684,15 @@ def test_a_replayed_step_waits_for_nothing_and_is_faster():
             torch.cuda.set_sync_debug_mode("error")
             try:
                 with torch.no_grad():
-                    model(ids, attention_mask=mask, position_ids=at, past_key_values=cache, use_cache=True, return_dict=True, logits_to_keep=1)
+                    model(
+                        ids,
+                        attention_mask=mask,
+                        position_ids=at,
+                        past_key_values=cache,
+                        use_cache=True,
+                        return_dict=True,
+                        logits_to_keep=1,
+                    )
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             assert cache.runner.replayed == before + 1, cache.report()["graphs"]
@@ -479,8 +714,15 @@ def test_another_attention_is_told_once():
         for _ in range(2):
             cache = TurboQuantCache(model, "k4v4")
             model.generate(**inputs, past_key_values=cache, max_new_tokens=4, do_sample=False)
-    assert len([w for w in said if "model.set_attn_implementation('turboquant')" in str(w.message)]) == 1
-    assert cache.report()["graphs"]["why_not"] == "the model attends by 'sdpa', not 'turboquant'"
+    assert (
+        len(
+            [w for w in said if "model.set_attn_implementation('turboquant')" in str(w.message)]
+        )
+        == 1
+    )
+    assert (
+        cache.report()["graphs"]["why_not"] == "the model attends by 'sdpa', not 'turboquant'"
+    )
 
 
 def test_weights_on_the_processor_and_the_cache_on_the_gpu():
@@ -493,15 +735,22 @@ def test_weights_on_the_processor_and_the_cache_on_the_gpu():
     model, inputs = llama(), prompts(2, 60)
     options = dict(max_new_tokens=6, do_sample=False)
     want = model.generate(**inputs, past_key_values=TurboQuantCache(model, "k4v4"), **options)
-    away = accelerate.cpu_offload(copy.deepcopy(model).cpu(), execution_device=torch.device(DEVICE))
+    away = accelerate.cpu_offload(
+        copy.deepcopy(model).cpu(), execution_device=torch.device(DEVICE)
+    )
     cache = TurboQuantCache(away, "k4v4")
     got = away.generate(**inputs, past_key_values=cache, **options)
-    assert torch.equal(got, want) and served_by_kernels(cache) and cache.layers[0].store.device.type == "cuda"
+    assert (
+        torch.equal(got, want)
+        and served_by_kernels(cache)
+        and cache.layers[0].store.device.type == "cuda"
+    )
     assert all(p.device.type == "meta" for p in away.model.layers.parameters())
 
 
 def test_a_store_on_another_gpu_than_the_current_one():
-    "A model over several GPUs: the first chunk, short appends, drafts, chunks and their repeats run where the states are, not on PyTorch's current GPU."
+    """A model over several GPUs: the first chunk, short appends, drafts, chunks and their
+    repeats run where the states are, not on PyTorch's current GPU."""
     if torch.cuda.device_count() < 2:
         import pytest
 
@@ -512,7 +761,18 @@ def test_a_store_on_another_gpu_than_the_current_one():
     want = []
     for device in ("cuda:0", "cuda:1"):
         k, v, q = x[0].to(device), x[1].to(device), y.expand(2, -1, -1, -1).to(device)
-        store, got = KVStore(preset("k3v3"), 2, 2, 128, dtype=torch.bfloat16, device=device, inv_freq=10000.0 ** (-torch.arange(0, 128, 2) / 128)), []
+        store, got = (
+            KVStore(
+                preset("k3v3"),
+                2,
+                2,
+                128,
+                dtype=torch.bfloat16,
+                device=device,
+                inv_freq=10000.0 ** (-torch.arange(0, 128, 2) / 128),
+            ),
+            [],
+        )
         for a, b in ((0, 256), (256, 257), (257, 258), (258, 259), (259, 299)):
             chunk = k[:, :, a:b], v[:, :, a:b]
             assert ops.append(store, *chunk, backend="triton") == "triton"
@@ -524,7 +784,8 @@ def test_a_store_on_another_gpu_than_the_current_one():
 
 
 def test_not_finite_and_out_of_memory():
-    "A state that is not finite is told at the latest by `check`; memory that runs out in the first chunk leaves the cache empty."
+    """A state that is not finite is told at the latest by `check`; memory that runs out in the
+    first chunk leaves the cache empty."""
     from turboquant_nb.hf import TurboQuantCache
 
     model, inputs = llama(torch.bfloat16), prompts(1, 50, padded=False)

@@ -1,5 +1,7 @@
-"""The decode kernels: the portable one in Triton's interpreter against `attend`, the PTX of the other one emulated, its compiled form
-ahead of time, and all of it on a GPU where there is one. `python tests/kernels/test_decode_kernel.py` runs the GPU matrix without pytest."""
+"""The decode kernels: the portable one in Triton's interpreter against `attend`, the PTX of the
+other one emulated, its compiled form ahead of time, and all of it on a GPU where there is one.
+`python tests/kernels/test_decode_kernel.py` runs the GPU matrix without pytest."""
+
 import itertools
 import json
 import multiprocessing
@@ -26,39 +28,84 @@ try:
 except ImportError:
     triton = None
 
-from turboquant_nb.cache.attention import _visible, attend  # noqa: E402
-from turboquant_nb.kernels import decode, decode_mma, launch, paged, query  # noqa: E402
-from turboquant_nb.kernels.launch import decode_attention, supports  # noqa: E402
-from turboquant_nb.theory.codebook import uniform, lloyd_max  # noqa: E402
-from turboquant_nb.theory.transforms import HeadTransform, register_transform  # noqa: E402
-from turboquant_nb.cache.packing import Layout, pack  # noqa: E402
-from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec  # noqa: E402
-from turboquant_nb.quant.residual import sign_codebook  # noqa: E402
-from turboquant_nb.cache.store import KVStore  # noqa: E402
+from turboquant_nb.cache.attention import _visible, attend
+from turboquant_nb.kernels import decode, decode_mma, launch, paged, query
+from turboquant_nb.kernels.launch import decode_attention, supports
+from turboquant_nb.theory.codebook import uniform, lloyd_max
+from turboquant_nb.theory.transforms import HeadTransform, register_transform
+from turboquant_nb.cache.packing import Layout, pack
+from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec
+from turboquant_nb.quant.residual import sign_codebook
+from turboquant_nb.cache.store import KVStore
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-PORTABLE = 2e-5 if CUDA else 1e-6  # on a GPU the products are three tf32 products; 8.5e-6 was seen on an H200
+PORTABLE = (
+    2e-5 if CUDA else 1e-6
+)  # on a GPU the products are three tf32 products; 8.5e-6 was seen on an H200
 if pytest is None:
-    mark = SimpleNamespace(parametrize=lambda *a, **k: lambda f: f, skipif=lambda *a, **k: lambda f: f)
+    mark = SimpleNamespace(
+        parametrize=lambda *a, **k: lambda f: f, skipif=lambda *a, **k: lambda f: f
+    )
 else:
     mark, pytestmark = pytest.mark, pytest.mark.usefixtures("one_thread")
 needs_triton = mark.skipif(triton is None, reason="needs Triton")
-needs_gluon = mark.skipif(decode_mma.gluon.language is None, reason="needs Triton 3.6, whose Gluon has mma_v2")
+needs_gluon = mark.skipif(
+    decode_mma.gluon.language is None, reason="needs Triton 3.6, whose Gluon has mma_v2"
+)
 needs_gpu = mark.skipif(not CUDA, reason="needs a CUDA device")
 cpu_only = mark.skipif(CUDA, reason="Triton's interpreter, where there is no GPU")
 
 
-def setup(B=2, H=2, G=2, d=32, dv=None, T=300, kb=3, vb=3, n=1, dtype=torch.float32, center="prompt_mean", vcenter="none", sinks=4, win=16,
-          m=0, start=None, end=None, rotary=None, static=False, scale="mse", rot="hadamard", tile=256, residual="none", evict=0, big=False, scale_dtype="float16", table="sphere", decay=0):
+def setup(
+    B=2,
+    H=2,
+    G=2,
+    d=32,
+    dv=None,
+    T=300,
+    kb=3,
+    vb=3,
+    n=1,
+    dtype=torch.float32,
+    center="prompt_mean",
+    vcenter="none",
+    sinks=4,
+    win=16,
+    m=0,
+    start=None,
+    end=None,
+    rotary=None,
+    static=False,
+    scale="mse",
+    rot="hadamard",
+    tile=256,
+    residual="none",
+    evict=0,
+    big=False,
+    scale_dtype="float16",
+    table="sphere",
+    decay=0,
+):
     "A query, a store with T tokens, and the last m of them exact."
     g = torch.Generator().manual_seed(1)
     rand = lambda *s: torch.randn(*s, generator=g)
     dv = dv or d
     spec = dict(scale=scale, scale_dtype=scale_dtype, codebook=table)
-    of_keys, of_values = (random_transform(H, d).name, "hadamard") if rot == "transform" else (rot, rot)
-    recipe = Recipe(Spec(bits=kb, center=center, residual=residual, rotation=of_keys, **spec), Spec(bits=vb, center=vcenter, rotation=of_values, **spec), sinks=sinks, recent=win)
-    inv_freq = 10000.0 ** (-torch.arange(0, rotary or d, 2) / (rotary or d)) if center == "pre_rope" else None
+    of_keys, of_values = (
+        (random_transform(H, d).name, "hadamard") if rot == "transform" else (rot, rot)
+    )
+    recipe = Recipe(
+        Spec(bits=kb, center=center, residual=residual, rotation=of_keys, **spec),
+        Spec(bits=vb, center=vcenter, rotation=of_values, **spec),
+        sinks=sinks,
+        recent=win,
+    )
+    inv_freq = (
+        10000.0 ** (-torch.arange(0, rotary or d, 2) / (rotary or d))
+        if center == "pre_rope"
+        else None
+    )
     fixed = dict(max_length=T + 8, static=True) if static else {}
     store = KVStore(recipe, B, H, d, dv, dtype, DEVICE, tile=tile, inv_freq=inv_freq, **fixed)
     if start is not None:
@@ -88,44 +135,111 @@ def random_transform(heads, d):
 
 
 def agree(case, options, kernel_name, limit):
-    "Output and log-sum-exp of a kernel against `attend` in fp32; on a GPU twice, for the same bits."
+    """Output and log-sum-exp of a kernel against `attend` in fp32; on a GPU twice, for the same
+    bits."""
     q, store, chunk = setup(**case)
     out, lse = decode_attention(q, store, **chunk, **options, kernel=kernel_name)
     splits = options.get("splits")
-    want, want_lse = attend(q.float(), store, **chunk, **{k: x for k, x in options.items() if k != "splits"})
-    assert out.dtype == q.dtype and out.shape == want.shape and lse.dtype == torch.float32 and lse.shape == want_lse.shape, splits
+    want, want_lse = attend(
+        q.float(), store, **chunk, **{k: x for k, x in options.items() if k != "splits"}
+    )
+    assert (
+        out.dtype == q.dtype
+        and out.shape == want.shape
+        and lse.dtype == torch.float32
+        and lse.shape == want_lse.shape
+    ), splits
     rounding = float((want.to(q.dtype).float() - want).norm() / want.norm())
     error = float((out.float() - want).norm() / want.norm())
-    assert error <= max(limit, 1.5 * rounding), f"{case} {options}: {error:.2e}, rounding {rounding:.1e}"
+    assert error <= max(limit, 1.5 * rounding), (
+        f"{case} {options}: {error:.2e}, rounding {rounding:.1e}"
+    )
     seen = want_lse.isfinite()
-    assert torch.equal(lse.isfinite(), seen) and (lse - want_lse)[seen].abs().max() < (1e-5 if limit < 1e-4 else 2e-3) * max(1, float(want_lse[seen].abs().max()))
+    assert torch.equal(lse.isfinite(), seen) and (lse - want_lse)[seen].abs().max() < (
+        1e-5 if limit < 1e-4 else 2e-3
+    ) * max(1, float(want_lse[seen].abs().max()))
     if not CUDA:
         return error
     again = decode_attention(q, store, **chunk, **options, kernel=kernel_name)
-    assert torch.equal(out, again[0]) and torch.equal(lse, again[1]), f"{case} {options}: not deterministic"
+    assert torch.equal(out, again[0]) and torch.equal(lse, again[1]), (
+        f"{case} {options}: not deterministic"
+    )
     return error
 
 
 def agree_with(q, store):
-    return float((decode_attention(q, store)[0] - attend(q, store)[0]).norm()) < 1e-3 * float(attend(q, store)[0].norm())
+    return float((decode_attention(q, store)[0] - attend(q, store)[0]).norm()) < 1e-3 * float(
+        attend(q, store)[0].norm()
+    )
 
 
 FEATURES = [
-    (dict(G=1), {}), (dict(G=16, H=1), {}), (dict(G=5, n=5, H=1), {}), (dict(n=16, T=40), {}), (dict(n=2), {}), (dict(n=5, m=3), {}),
-    (dict(n=3, m=5), {}), (dict(n=4, m=4), dict(sliding_window=300)), (dict(n=5, m=5), dict(softcap=5.0, sliding_window=20)), (dict(m=1), {}),
-    (dict(), dict(softcap=5.0)), (dict(), dict(sliding_window=50)), (dict(), dict(sliding_window=7)), (dict(), dict(scaling=0.3)),
-    (dict(start=[0, 37]), {}), (dict(start=[290, 5], n=2), {}), (dict(end=[200, 260]), {}), (dict(end=[200, 260], start=[3, 250]), {}),
-    (dict(start=[0, 280], n=3, m=3), dict(sliding_window=40)), (dict(sinks=0, win=0), {}), (dict(sinks=0, win=0, m=2), {}), (dict(sinks=0), {}),
-    (dict(win=64), {}), (dict(win=0), {}), (dict(T=5), {}), (dict(T=21), {}), (dict(T=257), {}), (dict(T=600), dict(splits=3)), (dict(T=600), dict(splits=7)),
-    (dict(rot="haar", vcenter="prompt_mean"), {}), (dict(rot="identity"), {}), (dict(rot="transform", H=2), {}), (dict(rot="transform", H=2, center="pre_rope", n=3, m=3, vcenter="prompt_mean"), dict(softcap=9.0)),
-    (dict(rot="transform", H=2, center="none", G=5), dict(sliding_window=50)), (dict(rot="transform", static=True, dtype=torch.bfloat16), {}), (dict(vcenter="prompt_mean"), {}), (dict(center="none"), {}),
-    (dict(scale="unbiased"), {}), (dict(scale="norm"), {}), (dict(residual="sign"), {}), (dict(table="uniform"), {}), (dict(table="gaussian"), {}),
-    (dict(scale_dtype="bfloat16"), {}), (dict(scale_dtype="float32"), {}), (dict(dtype=torch.float16), {}), (dict(dtype=torch.bfloat16), {}),
-    (dict(center="pre_rope"), {}), (dict(center="pre_rope", n=3, m=3, start=[0, 37], rotary=8), dict(softcap=9.0)), (dict(center="pre_rope", static=True, big=True), {}),
-    (dict(center="pre_rope", T=700, evict=300), dict(sliding_window=300)), (dict(static=True, start=[5, 0]), {}), (dict(T=700, evict=300), {}), (dict(T=700, evict=600, n=3), dict(sliding_window=100)), (dict(big=True), {}),
-    (dict(n=5, m=20), dict(recent=16)), (dict(n=3, m=3, win=0), dict(recent=1)), (dict(n=4, m=7, start=[0, 290]), dict(recent=16)), (dict(n=5, m=20, end=[200, 297]), dict(recent=16)),
-    (dict(n=6, m=21, center="pre_rope", static=True), dict(recent=16)), (dict(n=5, m=20), dict(recent=16, sliding_window=10, softcap=5.0)), (dict(n=20, m=35, G=1), dict(recent=16)),
-    (dict(n=5, m=20, T=21), dict(recent=16)), (dict(n=8, m=23, T=600, center="pre_rope"), dict(recent=16, splits=3)),
+    (dict(G=1), {}),
+    (dict(G=16, H=1), {}),
+    (dict(G=5, n=5, H=1), {}),
+    (dict(n=16, T=40), {}),
+    (dict(n=2), {}),
+    (dict(n=5, m=3), {}),
+    (dict(n=3, m=5), {}),
+    (dict(n=4, m=4), dict(sliding_window=300)),
+    (dict(n=5, m=5), dict(softcap=5.0, sliding_window=20)),
+    (dict(m=1), {}),
+    (dict(), dict(softcap=5.0)),
+    (dict(), dict(sliding_window=50)),
+    (dict(), dict(sliding_window=7)),
+    (dict(), dict(scaling=0.3)),
+    (dict(start=[0, 37]), {}),
+    (dict(start=[290, 5], n=2), {}),
+    (dict(end=[200, 260]), {}),
+    (dict(end=[200, 260], start=[3, 250]), {}),
+    (dict(start=[0, 280], n=3, m=3), dict(sliding_window=40)),
+    (dict(sinks=0, win=0), {}),
+    (dict(sinks=0, win=0, m=2), {}),
+    (dict(sinks=0), {}),
+    (dict(win=64), {}),
+    (dict(win=0), {}),
+    (dict(T=5), {}),
+    (dict(T=21), {}),
+    (dict(T=257), {}),
+    (dict(T=600), dict(splits=3)),
+    (dict(T=600), dict(splits=7)),
+    (dict(rot="haar", vcenter="prompt_mean"), {}),
+    (dict(rot="identity"), {}),
+    (dict(rot="transform", H=2), {}),
+    (
+        dict(rot="transform", H=2, center="pre_rope", n=3, m=3, vcenter="prompt_mean"),
+        dict(softcap=9.0),
+    ),
+    (dict(rot="transform", H=2, center="none", G=5), dict(sliding_window=50)),
+    (dict(rot="transform", static=True, dtype=torch.bfloat16), {}),
+    (dict(vcenter="prompt_mean"), {}),
+    (dict(center="none"), {}),
+    (dict(scale="unbiased"), {}),
+    (dict(scale="norm"), {}),
+    (dict(residual="sign"), {}),
+    (dict(table="uniform"), {}),
+    (dict(table="gaussian"), {}),
+    (dict(scale_dtype="bfloat16"), {}),
+    (dict(scale_dtype="float32"), {}),
+    (dict(dtype=torch.float16), {}),
+    (dict(dtype=torch.bfloat16), {}),
+    (dict(center="pre_rope"), {}),
+    (dict(center="pre_rope", n=3, m=3, start=[0, 37], rotary=8), dict(softcap=9.0)),
+    (dict(center="pre_rope", static=True, big=True), {}),
+    (dict(center="pre_rope", T=700, evict=300), dict(sliding_window=300)),
+    (dict(static=True, start=[5, 0]), {}),
+    (dict(T=700, evict=300), {}),
+    (dict(T=700, evict=600, n=3), dict(sliding_window=100)),
+    (dict(big=True), {}),
+    (dict(n=5, m=20), dict(recent=16)),
+    (dict(n=3, m=3, win=0), dict(recent=1)),
+    (dict(n=4, m=7, start=[0, 290]), dict(recent=16)),
+    (dict(n=5, m=20, end=[200, 297]), dict(recent=16)),
+    (dict(n=6, m=21, center="pre_rope", static=True), dict(recent=16)),
+    (dict(n=5, m=20), dict(recent=16, sliding_window=10, softcap=5.0)),
+    (dict(n=20, m=35, G=1), dict(recent=16)),
+    (dict(n=5, m=20, T=21), dict(recent=16)),
+    (dict(n=8, m=23, T=600, center="pre_rope"), dict(recent=16, splits=3)),
 ]
 
 
@@ -140,13 +254,23 @@ def test_portable_bits(kb, vb):
 @needs_triton
 @mark.parametrize("case,options", FEATURES)
 def test_portable_features(case, options):
-    agree(dict(d=16, H=1) | case, options, "portable", PORTABLE if not case.get("big") else 1e-5)
+    agree(
+        dict(d=16, H=1) | case, options, "portable", PORTABLE if not case.get("big") else 1e-5
+    )
 
 
 PARTS = [
-    (dict(kb=2.5, vb=3.5), {}), (dict(kb=1.5, vb=2.25, start=[0, 37], vcenter="prompt_mean"), dict(sliding_window=100)), (dict(kb=3.5, center="pre_rope", n=3, m=3), dict(softcap=9.0)),
-    (dict(kb=2.5, static=True), {}), (dict(kb=2.25, vb=1.5, d=48, dv=16), {}), (dict(kb=(4,) * 20 + (1,) * 12), {}), (dict(residual="qjl"), {}), (dict(residual="qjl", kb=4, vb=2.5, n=2, start=[0, 37]), dict(sliding_window=50)),
-    (dict(decay=150), {}), (dict(decay=200, kb=4, vb=2, start=[0, 70]), dict(sliding_window=220)), (dict(decay=200, kb=3.5, vb=2.5, n=5, m=20), dict(recent=16)),
+    (dict(kb=2.5, vb=3.5), {}),
+    (dict(kb=1.5, vb=2.25, start=[0, 37], vcenter="prompt_mean"), dict(sliding_window=100)),
+    (dict(kb=3.5, center="pre_rope", n=3, m=3), dict(softcap=9.0)),
+    (dict(kb=2.5, static=True), {}),
+    (dict(kb=2.25, vb=1.5, d=48, dv=16), {}),
+    (dict(kb=(4,) * 20 + (1,) * 12), {}),
+    (dict(residual="qjl"), {}),
+    (dict(residual="qjl", kb=4, vb=2.5, n=2, start=[0, 37]), dict(sliding_window=50)),
+    (dict(decay=150), {}),
+    (dict(decay=200, kb=4, vb=2, start=[0, 70]), dict(sliding_window=220)),
+    (dict(decay=200, kb=3.5, vb=2.5, n=5, m=20), dict(recent=16)),
     (dict(decay=270, kb=1, vb=4, evict=70, center="pre_rope"), dict(softcap=5.0, splits=3)),
 ]
 
@@ -154,27 +278,45 @@ PARTS = [
 @needs_triton
 @mark.parametrize("case,options", PARTS)
 def test_portable_codes_in_parts(case, options):
-    "Channels of different bits, a residual of keys, tiles that lost a plane; keys and values with other parts."
+    """Channels of different bits, a residual of keys, tiles that lost a plane; keys and values
+    with other parts."""
     case = dict(d=32, H=1, B=2, G=1, tile=64, T=300) | case
     agree(case, options, "portable", PORTABLE)
 
 
 @needs_triton
 def test_a_plan_follows_decay_and_its_end():
-    "Truncated tiles come, sequences are chosen, and the tiles go with a crop: each time the same as `attend`, by the right tables."
+    """Truncated tiles come, sequences are chosen, and the tiles go with a crop: each time the
+    same as `attend`, by the right tables."""
     q, store, _ = setup(d=32, H=1, G=1, T=200, tile=64)
-    gap = lambda: float((decode_attention(q, store, kernel="portable")[0] - attend(q, store)[0]).norm() / attend(q, store)[0].norm())  # noqa: E731
+    gap = lambda: float(
+        (decode_attention(q, store, kernel="portable")[0] - attend(q, store)[0]).norm()
+        / attend(q, store)[0].norm()
+    )
     assert gap() < PORTABLE and launch._plan_of(store).tables.parts is None
     store.decay(130)
-    assert gap() < PORTABLE and launch._plan_of(store).aged and launch._plan_of(store).tables.parts is not None
-    assert "decay" in supports(q, store, kernel="fragments")[1] and supports(q, store) == (True, "")
+    assert (
+        gap() < PORTABLE
+        and launch._plan_of(store).aged
+        and launch._plan_of(store).tables.parts is not None
+    )
+    assert "decay" in supports(q, store, kernel="fragments")[1] and supports(q, store) == (
+        True,
+        "",
+    )
     store.select(torch.tensor([1, 1]))
     assert gap() < PORTABLE
     store.crop(store.length - 40)  # in the first truncated tile
     assert store.key.truncated_tiles == 1 and gap() < PORTABLE
     store.crop(store.length)
-    store.append(torch.randn(2, 1, 40, 32, device=DEVICE), torch.randn(2, 1, 40, 32, device=DEVICE))
-    assert store.key.truncated_tiles == 0 and gap() < PORTABLE and launch._plan_of(store).tables.parts is None
+    store.append(
+        torch.randn(2, 1, 40, 32, device=DEVICE), torch.randn(2, 1, 40, 32, device=DEVICE)
+    )
+    assert (
+        store.key.truncated_tiles == 0
+        and gap() < PORTABLE
+        and launch._plan_of(store).tables.parts is None
+    )
 
 
 @needs_triton
@@ -194,14 +336,21 @@ def test_nothing_seen():
     "A row whose range is empty gives 0 and -inf, as `attend` does."
     q, store, _ = setup(n=2, start=[0, 299])
     out, lse = decode_attention(q, store, kernel="portable")
-    assert (out[1, :, 0] == 0).all() and (lse[1, :, 0] == -torch.inf).all() and lse[1, :, 1].isfinite().all()
+    assert (
+        (out[1, :, 0] == 0).all()
+        and (lse[1, :, 0] == -torch.inf).all()
+        and lse[1, :, 1].isfinite().all()
+    )
 
 
 def poison(function, *args, **kwargs):
     "Run with every `torch.empty` full of NaN: whatever is not written shows."
     empty, like = torch.empty, torch.empty_like
     fill = lambda t: t.fill_(float("nan")) if t.is_floating_point() else t
-    torch.empty, torch.empty_like = (lambda *a, **k: fill(empty(*a, **k))), (lambda *a, **k: fill(like(*a, **k)))
+    torch.empty, torch.empty_like = (
+        (lambda *a, **k: fill(empty(*a, **k))),
+        (lambda *a, **k: fill(like(*a, **k))),
+    )
     try:
         return function(*args, **kwargs)
     finally:
@@ -209,9 +358,16 @@ def poison(function, *args, **kwargs):
 
 
 def check_poison_and_nan(name, **case):
-    for more in (dict(), dict(T=20), dict(sinks=0, win=0), dict(T=700 if CUDA else 270, n=3, m=3)):
+    for more in (
+        dict(),
+        dict(T=20),
+        dict(sinks=0, win=0),
+        dict(T=700 if CUDA else 270, n=3, m=3),
+    ):
         q, store, chunk = setup(**(dict(G=3) | case | more))
-        out, lse = poison(decode_attention, q, store, **chunk, splits=4, kernel=name)  # more splits than tiles
+        out, lse = poison(
+            decode_attention, q, store, **chunk, splits=4, kernel=name
+        )  # more splits than tiles
         clean, clean_lse = decode_attention(q, store, **chunk, splits=4, kernel=name)
         assert torch.equal(out, clean) and torch.equal(lse, clean_lse) and out.isfinite().all()
         for bad in (float("nan"), float("inf")):
@@ -221,13 +377,20 @@ def check_poison_and_nan(name, **case):
             rows = torch.zeros(q.shape[:3], dtype=torch.bool, device=q.device)
             rows[0, 1, 0] = True
             assert got[rows].isnan().all() and got_lse[rows].isnan().all(), (more, bad)
-            assert torch.equal(got[~rows], out[~rows]) and torch.equal(got_lse[~rows], lse[~rows])
-        if not more:  # a state that was refused after it had been written: its scale is NaN, and so is what sees it
+            assert torch.equal(got[~rows], out[~rows]) and torch.equal(
+                got_lse[~rows], lse[~rows]
+            )
+        # a state that was refused after it had been written: its scale is NaN, and so is what
+        # sees it
+        if not more:
             for side in (store.key, store.value):
                 held = side.tensors["scale"].clone()
                 side.tensors["scale"][0, 0, 0, 100] = float("nan")
                 got, _ = decode_attention(q, store, kernel=name)
-                assert got[0, : q.shape[1] // store.heads].isnan().all() and got[1:].isfinite().all()
+                assert (
+                    got[0, : q.shape[1] // store.heads].isnan().all()
+                    and got[1:].isfinite().all()
+                )
                 side.tensors["scale"].copy_(held)
 
 
@@ -242,7 +405,9 @@ def test_portable_poison_and_nan():
 def test_operator():
     "Schema, fake implementation and dispatch, as torch checks them."
     q, store, chunk = setup(B=1, H=1, T=40, d=64 if CUDA else 16, n=2, m=2)
-    args = launch.checked_operands(q, store, chunk["k"], chunk["v"], None, 30, 5.0, None, "auto")
+    args = launch.checked_operands(
+        q, store, chunk["k"], chunk["v"], None, 30, 5.0, None, "auto"
+    )
     torch.library.opcheck(launch._operator, args)
 
 
@@ -257,7 +422,11 @@ def test_torch_compile():
         new = torch.randn(1, 1, 1, q.shape[3], device=DEVICE)
         store.append(new, new)
     args = launch.checked_operands(q, store, None, None, None, None, None, None, "auto")
-    whole = torch.compile(lambda *a: torch.ops.turboquant_nb.decode_attention(*a)[0] + 1, backend=backend, fullgraph=True)
+    whole = torch.compile(
+        lambda *a: torch.ops.turboquant_nb.decode_attention(*a)[0] + 1,
+        backend=backend,
+        fullgraph=True,
+    )
     assert torch.equal(whole(*args), decode_attention(q, store)[0] + 1)
 
 
@@ -268,7 +437,7 @@ def recorded(monkeypatch):
     def note(self, grid, named, slots, **options):
         grid, args = grid if isinstance(grid, tuple) else (grid, 1, 1), self.ordered(named)
         assert len(args) == len(self.kernel.arg_names) and self.kind(named)
-        run = lambda *args: launches.append((self.kernel, grid, args))  # noqa: E731
+        run = lambda *args: launches.append((self.kernel, grid, args))
         run(*args)
         return decode.Launch({grid: run}, grid, args, self.places, slots)
 
@@ -285,7 +454,8 @@ WRITTEN = {"OUT_PARTS", "LSE_PARTS", "O", "LSE", "OUT", "REST", "ROTATED", "BIAS
 
 
 def same_arguments(one, two):
-    "Two lists of launches pass the same numbers and the same inputs, the first of them addresses in place of tensors."
+    """Two lists of launches pass the same numbers and the same inputs, the first of them
+    addresses in place of tensors."""
     assert len(one) == len(two)
     for (f, grid, a), (g, other, b) in zip(one, two):
         assert f is g and grid == other and len(a) == len(b)
@@ -293,16 +463,34 @@ def same_arguments(one, two):
             if not isinstance(y, torch.Tensor):
                 assert x is y or x == y, name
             else:
-                assert type(x) is int and (x == y.data_ptr() or name in WRITTEN and x % 16 == 0), name
+                assert type(x) is int and (
+                    x == y.data_ptr() or name in WRITTEN and x % 16 == 0
+                ), name
 
 
 @cpu_only
 @needs_gluon
-@mark.parametrize("case", (dict(), dict(center="pre_rope"), dict(sinks=0, win=0, n=3, m=3), dict(start=[0, 40], n=2), dict(static=True, center="pre_rope"), dict(n=2, m=2)))
+@mark.parametrize(
+    "case",
+    (
+        dict(),
+        dict(center="pre_rope"),
+        dict(sinks=0, win=0, n=3, m=3),
+        dict(start=[0, 40], n=2),
+        dict(static=True, center="pre_rope"),
+        dict(n=2, m=2),
+    ),
+)
 def test_repeats_pass_what_a_fresh_call_passes(case, monkeypatch):
-    "While a store grows, is cropped, evicted, padded or replaced, a repeated call is refused or passes what a new one would."
+    """While a store grows, is cropped, evicted, padded or replaced, a repeated call is refused
+    or passes what a new one would."""
     q, store, chunk = setup(**(dict(d=64, G=4, T=250) | case))
-    launches, options, kinds, refused = recorded(monkeypatch), (None, None, None, None, "fragments"), {}, 0
+    launches, options, kinds, refused = (
+        recorded(monkeypatch),
+        (None, None, None, None, "fragments"),
+        {},
+        0,
+    )
     monkeypatch.setattr(launch, "_device_reason", lambda device, portable: "")
     kinds_of = lambda: launch._kind(q, chunk.get("k"), chunk.get("v"), options)
 
@@ -339,7 +527,11 @@ def test_repeats_pass_what_a_fresh_call_passes(case, monkeypatch):
         step(tokens(n))
     if not store.static:
         assert refused >= 2  # more splits, and a store that grew
-        for change in (lambda: store.crop(-5), lambda: store.evict(256), lambda: store.crop(store.length - store.offset)):
+        for change in (
+            lambda: store.crop(-5),
+            lambda: store.evict(256),
+            lambda: store.crop(store.length - store.offset),
+        ):
             change()
             step(tokens(20))
         if store.length == 20 and not store.offset:
@@ -364,20 +556,29 @@ def test_repeats_pass_what_a_fresh_call_passes(case, monkeypatch):
 @cpu_only
 @needs_gluon
 def test_what_is_not_repeated(monkeypatch):
-    "A chunk of another dtype than the store's is copied on each call; half a chunk is an error each time."
+    """A chunk of another dtype than the store's is copied on each call; half a chunk is an
+    error each time."""
     q, store, chunk = setup(d=64, G=4, T=250, n=2, m=2, dtype=torch.bfloat16)
     recorded(monkeypatch)
     monkeypatch.setattr(launch, "_device_reason", lambda device, portable: "")
     other = {name: x.half() for name, x in chunk.items()}
-    call = lambda more: decode_mma.mma_attention(launch.checked_operands(q, store, more["k"], more["v"], None, None, None, None, "fragments"))
+    call = lambda more: decode_mma.mma_attention(
+        launch.checked_operands(
+            q, store, more["k"], more["v"], None, None, None, None, "fragments"
+        )
+    )
     assert call(other)[2] is None and call(chunk)[2] is not None
-    assert launch._kind(q, chunk["k"], None, ()) is None and launch._kind(q, None, None, ()) is not None
+    assert (
+        launch._kind(q, chunk["k"], None, ()) is None
+        and launch._kind(q, None, None, ()) is not None
+    )
 
 
 @cpu_only
 @needs_gluon
 def test_where_the_means_sums_are_computed_follows_the_length(monkeypatch):
-    "Few tokens: a kernel writes them. Many: computed inside, and launches of before are not repeated. A store with its length on the device: by its room."
+    """Few tokens: a kernel writes them. Many: computed inside, and launches of before are not
+    repeated. A store with its length on the device: by its room."""
     q, store, _ = setup(d=128, G=4, B=1, H=1, T=600, center="pre_rope")
     recorded(monkeypatch)
     monkeypatch.setattr(launch, "_device_reason", lambda device, portable: "")
@@ -386,21 +587,44 @@ def test_where_the_means_sums_are_computed_follows_the_length(monkeypatch):
     assert not again.fused and "bias" in again.shapes
     assert again.serves(600) and again.serves(12_287) and not again.serves(12_288)
     seen = []
-    monkeypatch.setattr(decode_mma.MeanRule, "fuses", lambda self, coded: seen.append(self) or True)
+    monkeypatch.setattr(
+        decode_mma.MeanRule, "fuses", lambda self, coded: seen.append(self) or True
+    )
     again = decode_mma.mma_attention(x)[2]
-    assert again.fused and "bias" not in again.shapes and seen[0][:5] == (128, 4, 3, 1, 132) and seen[0].held is None and seen[0].can
+    assert (
+        again.fused
+        and "bias" not in again.shapes
+        and seen[0][:5] == (128, 4, 3, 1, 132)
+        and seen[0].held is None
+        and seen[0].can
+    )
     _, static, _ = setup(d=128, G=4, B=1, H=1, T=600, center="pre_rope", static=True)
-    decode_mma.mma_attention(launch.checked_operands(q, static, None, None, None, None, None, 3, "fragments"))
+    decode_mma.mma_attention(
+        launch.checked_operands(q, static, None, None, None, None, None, 3, "fragments")
+    )
     assert seen[-1].held == static.capacity
 
 
 @needs_gluon
-@mark.parametrize("form,tokens,inside", (
-    ((128, 4, 3, 8, 132), 8192, False), ((128, 4, 3, 8, 132), 16384, True), ((128, 4, 3, 64, 132), 8192, False), ((128, 4, 3, 256, 132), 4096, True),
-    ((128, 8, 3, 64, 132), 32768, False), ((128, 8, 2, 64, 132), 32768, True), ((64, 8, 4, 4, 132), 256, True), ((256, 4, 2, 64, 132), 32768, False),
-    ((128, 4, 3, 8, 132, 32768), 100, True), ((128, 4, 3, 8, 132, 32768, 4096), 30000, False), ((64, 4, 3, 8, 132, None, None, False), 30000, False)))
+@mark.parametrize(
+    "form,tokens,inside",
+    (
+        ((128, 4, 3, 8, 132), 8192, False),
+        ((128, 4, 3, 8, 132), 16384, True),
+        ((128, 4, 3, 64, 132), 8192, False),
+        ((128, 4, 3, 256, 132), 4096, True),
+        ((128, 8, 3, 64, 132), 32768, False),
+        ((128, 8, 2, 64, 132), 32768, True),
+        ((64, 8, 4, 4, 132), 256, True),
+        ((256, 4, 2, 64, 132), 32768, False),
+        ((128, 4, 3, 8, 132, 32768), 100, True),
+        ((128, 4, 3, 8, 132, 32768, 4096), 30000, False),
+        ((64, 4, 3, 8, 132, None, None, False), 30000, False),
+    ),
+)
 def test_the_rule_of_the_mean(form, tokens, inside):
-    "As measured on an H200; room counts where the device has the length, the sliding window where there is one, and without tables nothing is computed inside."
+    """As measured on an H200; room counts where the device has the length, the sliding window
+    where there is one, and without tables nothing is computed inside."""
     assert decode_mma.MeanRule(*form).fuses(tokens) is inside
 
 
@@ -418,8 +642,12 @@ REFUSALS = [
     (dict(dtype=torch.float64), {}, "float16, bfloat16 or float32"),
 ]
 FRAGMENT_REFUSALS = [
-    (dict(kb=2.5), "equally many bits"), (dict(residual="qjl"), "QJL"), (dict(decay=40, tile=16), "lost a plane (decay)"),
-    (dict(kb=1, d=64), "2 to 4 bits"), (dict(d=128, dv=64), "same power of two"), (dict(d=64, tile=512), "at most 256 tokens"),
+    (dict(kb=2.5), "equally many bits"),
+    (dict(residual="qjl"), "QJL"),
+    (dict(decay=40, tile=16), "lost a plane (decay)"),
+    (dict(kb=1, d=64), "2 to 4 bits"),
+    (dict(d=128, dv=64), "same power of two"),
+    (dict(d=64, tile=512), "at most 256 tokens"),
 ]
 
 
@@ -441,7 +669,9 @@ def test_fragment_refusals(case, why):
     q, store, _ = setup(**(dict(B=1, H=1, T=40) | case))
     ok, reason = supports(q, store, kernel="fragments")
     assert ok is False and why in reason
-    assert supports(q, store) == supports(q, store, kernel="portable") == (True, "")  # the portable kernel serves it
+    assert (
+        supports(q, store) == supports(q, store, kernel="portable") == (True, "")
+    )  # the portable kernel serves it
 
 
 @needs_triton
@@ -454,11 +684,15 @@ def test_more_refusals():
     q = q.detach()
     _, truncated_tiles, _ = setup(B=1, H=1, T=600, d=64, sinks=0, win=0)
     truncated_tiles.decay(600)
-    assert "decay" in supports(q, truncated_tiles, kernel="fragments")[1] and supports(q, truncated_tiles) == (True, "")
+    assert "decay" in supports(q, truncated_tiles, kernel="fragments")[1] and supports(
+        q, truncated_tiles
+    ) == (True, "")
     truncated_tiles.crop(600)
     new = torch.randn(1, 1, 9, 64, device=DEVICE)
     truncated_tiles.append(new, new)
-    assert supports(q[:, :1], truncated_tiles) == (True, "") and agree_with(q, truncated_tiles)  # no tile is truncated any more; the table is that of before
+    assert supports(q[:, :1], truncated_tiles) == (True, "") and agree_with(
+        q, truncated_tiles
+    )  # no tile is truncated any more; the table is that of before
     store.key.tensors["plane0"] = store.key.tensors["plane0"].mT.contiguous().mT
     assert "contiguous" in supports(q, store)[1]
     with pytest.raises(ValueError, match="'auto', 'fragments' or 'portable'"):
@@ -469,7 +703,10 @@ def test_more_refusals():
 @needs_triton
 def test_no_gpu():
     q, store, _ = setup(B=1, H=1, T=40, d=64)
-    assert supports(q, store, kernel="fragments") == (False, "an NVIDIA GPU is needed, the store is on cpu")
+    assert supports(q, store, kernel="fragments") == (
+        False,
+        "an NVIDIA GPU is needed, the store is on cpu",
+    )
     with pytest.raises(ValueError, match="NVIDIA GPU"):
         decode_attention(q, store, kernel="fragments")
 
@@ -478,9 +715,14 @@ def test_no_gpu():
 def test_bad_arguments():
     q, store, chunk = setup(B=1, H=1, T=40, m=2)
     bad = [
-        (dict(q=q[0]), "q must have shape"), (dict(q=q[..., :8]), "q must have shape"), (dict(k=chunk["k"]), "given together"),
-        (dict(k=chunk["k"], v=chunk["v"][:, :, :1]), "given together"), (dict(k=chunk["k"][..., :8], v=chunk["v"]), "k must have shape"),
-        (dict(sliding_window=0), "sliding_window must be"), (dict(softcap=-1.0), "softcap must be"), (dict(splits=0), "splits must be positive"),
+        (dict(q=q[0]), "q must have shape"),
+        (dict(q=q[..., :8]), "q must have shape"),
+        (dict(k=chunk["k"]), "given together"),
+        (dict(k=chunk["k"], v=chunk["v"][:, :, :1]), "given together"),
+        (dict(k=chunk["k"][..., :8], v=chunk["v"]), "k must have shape"),
+        (dict(sliding_window=0), "sliding_window must be"),
+        (dict(softcap=-1.0), "softcap must be"),
+        (dict(splits=0), "splits must be positive"),
     ]
     for arguments, why in bad:
         with pytest.raises(ValueError, match=why):
@@ -518,15 +760,33 @@ print("fine", len(lookup_asm(3, True)[0]) > 100)
 def looked_up(codes, levels, along):
     "int8 levels of a tile [256, d] as the generated PTX finds them: [256, d]."
     bits, half = len(levels).bit_length() - 1, codes.shape[1] // 2
-    planes = [p[0] if along == "channel" else p[0].T for p in pack(codes, Layout(bits, codes.shape[1], along))]
-    inputs = [x if along == "channel" else x.T for x in (planes[0][:, :half], planes[0][:, half:], *planes[1:])]
+    planes = [
+        p[0] if along == "channel" else p[0].T
+        for p in pack(codes, Layout(bits, codes.shape[1], along))
+    ]
+    inputs = [
+        x if along == "channel" else x.T
+        for x in (planes[0][:, :half], planes[0][:, half:], *planes[1:])
+    ]
     inputs = [x.contiguous().numpy().view(np.uint32) for x in inputs]
-    table = [np.int64(w) for w in decode.pack_lut(levels)[: {2: 1, 3: 2, 4: 4}[bits]] for _ in range(4)]
-    out = decode_mma._run_ptx(decode_mma.lookup_asm(bits, along == "channel")[0], inputs + table)
-    out = torch.from_numpy(np.stack(out).view(np.int8)).view(2, 2, 2, *inputs[0].shape, 4)  # half, pair, which, .., word, byte
+    table = [
+        np.int64(w)
+        for w in decode.pack_lut(levels)[: {2: 1, 3: 2, 4: 4}[bits]]
+        for _ in range(4)
+    ]
+    out = decode_mma._run_ptx(
+        decode_mma.lookup_asm(bits, along == "channel")[0], inputs + table
+    )
+    out = torch.from_numpy(np.stack(out).view(np.int8)).view(
+        2, 2, 2, *inputs[0].shape, 4
+    )  # half, pair, which, .., word, byte
     if along == "channel":
-        return out.flatten(1, 2).flatten(3).permute(1, 2, 0, 3).reshape(256, -1)  # half, quarter, row, channel
-    out = out.unflatten(-1, (2, 2))  # half, pair, which two of four tokens, channel, word, token, quarter
+        return (
+            out.flatten(1, 2).flatten(3).permute(1, 2, 0, 3).reshape(256, -1)
+        )  # half, quarter, row, channel
+    out = out.unflatten(
+        -1, (2, 2)
+    )  # half, pair, which two of four tokens, channel, word, token, quarter
     return out.permute(1, 6, 4, 2, 5, 0, 3).reshape(256, -1)
 
 
@@ -539,7 +799,9 @@ def test_ptx_emulated(bits, along, d):
         codes = torch.randint(0, 2**bits, (256, d), dtype=torch.uint8, generator=g)
         levels = book.to_int8_grid().int8().levels
         assert torch.equal(looked_up(codes, levels, along), levels[codes.int()])
-    wild = torch.randint(-128, 128, (2**bits,), generator=g).to(torch.int8)  # any table of int8, symmetric or not
+    wild = torch.randint(-128, 128, (2**bits,), generator=g).to(
+        torch.int8
+    )  # any table of int8, symmetric or not
     assert torch.equal(looked_up(codes, wild, along), wild[codes.int()])
     wrong = wild.clone()
     wrong[-1] ^= 1
@@ -548,33 +810,70 @@ def test_ptx_emulated(bits, along, d):
 
 # ---- pages
 def pooled(store, lengths, seed=0):
-    "The tiles of a store as shuffled pages, unused entries of the pool poisoned; a longer table than is needed, whose tail is out of range."
+    """The tiles of a store as shuffled pages, unused entries of the pool poisoned; a longer
+    table than is needed, whose tail is out of range."""
     kt, vt = store.key.tensors, store.value.tensors
     b, tiles = store.batch, kt["scale"].shape[2]
-    order = torch.randperm(b * tiles + 3, generator=torch.Generator().manual_seed(seed))[: b * tiles].to(DEVICE)
+    order = torch.randperm(b * tiles + 3, generator=torch.Generator().manual_seed(seed))[
+        : b * tiles
+    ].to(DEVICE)
 
     def pool(x):
         fill = float("nan") if x.dtype.is_floating_point else 255
         x = x.transpose(1, 2).flatten(0, 1)
-        return torch.full((len(x) + 3, *x.shape[1:]), fill, dtype=x.dtype, device=DEVICE).index_copy_(0, order, x)
+        return torch.full(
+            (len(x) + 3, *x.shape[1:]), fill, dtype=x.dtype, device=DEVICE
+        ).index_copy_(0, order, x)
 
-    sides = [([pool(p) for p in s.planes], pool(s.tensors["scale"])) for s in (store.key, store.value)]
+    sides = [
+        ([pool(p) for p in s.planes], pool(s.tensors["scale"]))
+        for s in (store.key, store.value)
+    ]
     table = torch.full((b, tiles + 2), 2**30, dtype=torch.int32, device=DEVICE)
     table[:, :tiles] = order.view(b, tiles)
     lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     cos_sin = store.rope_table if store.recipe.key.center == "pre_rope" else None
     if cos_sin is not None:
-        cos_sin = torch.cat([cos_sin, torch.full(((tiles + 1) * store.tile, cos_sin.shape[1]), float("nan"), dtype=cos_sin.dtype, device=DEVICE)])
-    return paged.Pages(store.key.q, store.value.q, *sides[0], *sides[1], table[:, : tiles + 1], lengths, kt.get("mean"), vt.get("mean"), cos_sin)
+        cos_sin = torch.cat(
+            [
+                cos_sin,
+                torch.full(
+                    ((tiles + 1) * store.tile, cos_sin.shape[1]),
+                    float("nan"),
+                    dtype=cos_sin.dtype,
+                    device=DEVICE,
+                ),
+            ]
+        )
+    return paged.Pages(
+        store.key.q,
+        store.value.q,
+        *sides[0],
+        *sides[1],
+        table[:, : tiles + 1],
+        lengths,
+        kt.get("mean"),
+        vt.get("mean"),
+        cos_sin,
+    )
 
 
-PAGES = [(p, case, options) for p in (16, 32, 64, 128, 256) for case, options in (
-    (dict(), {}), (dict(n=3, G=4), dict(sliding_window=100)), (dict(n=5, m=5, d=80), dict(softcap=5.0)), (dict(kb=2, vb=4, rot="haar", vcenter="prompt_mean"), {}),
-    (dict(center="pre_rope", n=2), {}))]
+PAGES = [
+    (p, case, options)
+    for p in (16, 32, 64, 128, 256)
+    for case, options in (
+        (dict(), {}),
+        (dict(n=3, G=4), dict(sliding_window=100)),
+        (dict(n=5, m=5, d=80), dict(softcap=5.0)),
+        (dict(kb=2, vb=4, rot="haar", vcenter="prompt_mean"), {}),
+        (dict(center="pre_rope", n=2), {}),
+    )
+]
 
 
 def check_pages(name, limit, page, case, options):
-    "Each sequence against `attend` on a store of its own length; nothing beyond the lengths is read."
+    """Each sequence against `attend` on a store of its own length; nothing beyond the lengths
+    is read."""
     lengths = [300, 171]
     q, store, chunk = setup(**(dict(sinks=0, win=0, tile=page, d=64) | case))
     pages, n = pooled(store, lengths), q.shape[2]
@@ -587,11 +886,32 @@ def check_pages(name, limit, page, case, options):
         chunk = {name: x.clone() for name, x in chunk.items()}
     out, lse = paged.decode_pages(q, pages, **chunk, **options, kernel=name)
     for row, length in enumerate(lengths):
-        one = KVStore(store.recipe, 1, store.heads, store.key.q.d, store.value.q.d, store.dtype, DEVICE, tile=page, inv_freq=store.inv_freq)
-        one.key.tensors, one.value.tensors = ({n: t[row : row + 1] for n, t in s.tensors.items()} for s in (store.key, store.value))
+        one = KVStore(
+            store.recipe,
+            1,
+            store.heads,
+            store.key.q.d,
+            store.value.q.d,
+            store.dtype,
+            DEVICE,
+            tile=page,
+            inv_freq=store.inv_freq,
+        )
+        one.key.tensors, one.value.tensors = (
+            {n: t[row : row + 1] for n, t in s.tensors.items()}
+            for s in (store.key, store.value)
+        )
         one.length = length
-        want, want_lse = attend(q[row : row + 1], one, **{n: x[row : row + 1] for n, x in chunk.items()}, **options)
-        assert (out[row] - want[0]).norm() <= limit * want.norm(), (page, case, options, row, float((out[row] - want[0]).norm() / want.norm()))
+        want, want_lse = attend(
+            q[row : row + 1], one, **{n: x[row : row + 1] for n, x in chunk.items()}, **options
+        )
+        assert (out[row] - want[0]).norm() <= limit * want.norm(), (
+            page,
+            case,
+            options,
+            row,
+            float((out[row] - want[0]).norm() / want.norm()),
+        )
         assert (lse[row] - want_lse[0]).abs().max() < 1e-3
     assert n == out.shape[2]
 
@@ -613,13 +933,28 @@ def test_gpu_pages(page, case, options):
 def test_pages_refuse():
     _, store, _ = setup(sinks=0, win=0, d=64, B=1, H=1)
     p = pooled(store, [300, 171][:1])
-    args = dict(key=p.key, value=p.value, key_planes=p.key_planes, key_scale=p.key_scale, value_planes=p.value_planes, value_scale=p.value_scale, table=p.table, lengths=p.lengths)
+    args = dict(
+        key=p.key,
+        value=p.value,
+        key_planes=p.key_planes,
+        key_scale=p.key_scale,
+        value_planes=p.value_planes,
+        value_scale=p.value_scale,
+        table=p.table,
+        lengths=p.lengths,
+    )
     for wrong, error, message in (
-        (dict(table=p.table.long()), TypeError, "table must be int32"), (dict(lengths=p.lengths[:0]), ValueError, "must have shapes"),
-        (dict(key_planes=p.key_planes[:1]), ValueError, "key_planes must be"), (dict(value_scale=p.value_scale[:2]), ValueError, "one shape"),
+        (dict(table=p.table.long()), TypeError, "table must be int32"),
+        (dict(lengths=p.lengths[:0]), ValueError, "must have shapes"),
+        (dict(key_planes=p.key_planes[:1]), ValueError, "key_planes must be"),
+        (dict(value_scale=p.value_scale[:2]), ValueError, "one shape"),
         (dict(key_planes=[x.float() for x in p.key_planes]), ValueError, "uint8"),
         (dict(cos_sin=torch.ones(9, 64)), ValueError, "center is 'pre_rope'"),
-        (dict(key=Quantizer(Spec(rotation=random_transform(3, 64).name), 64, DEVICE)), ValueError, "a transform of 3 heads cannot serve 1"),
+        (
+            dict(key=Quantizer(Spec(rotation=random_transform(3, 64).name), 64, DEVICE)),
+            ValueError,
+            "a transform of 3 heads cannot serve 1",
+        ),
     ):
         with pytest.raises(error, match=message):
             paged.Pages(**args | wrong)
@@ -627,8 +962,11 @@ def test_pages_refuse():
     p2 = pooled(pre_rope, [300])
     args2 = dict(args, key=p2.key, value=p2.value, key_mean=p2.key_mean, cos_sin=p2.cos_sin)
     for wrong, message in (
-        (dict(cos_sin=None), "center is 'pre_rope'"), (dict(key_mean=None), "needs key_mean"), (dict(cos_sin=p2.cos_sin[:9]), "float16 .at least"),
-        (dict(cos_sin=p2.cos_sin.float()), "float16"), (dict(cos_sin=p2.cos_sin[:, :1]), "float16"),
+        (dict(cos_sin=None), "center is 'pre_rope'"),
+        (dict(key_mean=None), "needs key_mean"),
+        (dict(cos_sin=p2.cos_sin[:9]), "float16 .at least"),
+        (dict(cos_sin=p2.cos_sin.float()), "float16"),
+        (dict(cos_sin=p2.cos_sin[:, :1]), "float16"),
     ):
         with pytest.raises(ValueError, match=message):
             paged.Pages(**args2 | wrong)
@@ -642,10 +980,14 @@ def test_pages_refuse():
 
 
 @needs_triton
-@mark.parametrize("batch,heads,group,n,d,rows", ((2, 3, 4, 1, 64, 4), (1, 2, 3, 2, 96, 8), (20, 2, 4, 1, 32, 4), (1, 1, 1, 1, 256, 4)))
+@mark.parametrize(
+    "batch,heads,group,n,d,rows",
+    ((2, 3, 4, 1, 64, 4), (1, 2, 3, 2, 96, 8), (20, 2, 4, 1, 32, 4), (1, 1, 1, 1, 256, 4)),
+)
 @mark.parametrize("own", (True, False))
 def test_rotated_queries(batch, heads, group, n, d, rows, own):
-    "Rows of strided queries times the matrix of their head, or the one of all; rows that only pad are 0."
+    """Rows of strided queries times the matrix of their head, or the one of all; rows that only
+    pad are 0."""
     q = torch.randn(batch, n, heads * group, d, device=DEVICE).transpose(1, 2)
     rotation = torch.randn(*((heads,) if own else ()), d, d, device=DEVICE).mT
     out = torch.empty(batch, heads, rows, d, device=DEVICE)
@@ -653,10 +995,26 @@ def test_rotated_queries(batch, heads, group, n, d, rows, own):
     want = torch.zeros_like(out)
     want[:, :, : group * n] = q.reshape(batch, heads, group * n, d) @ rotation.mT
     size = decode.padded_size(d)
-    few, many = (query._rotate_few_kernel, 4, 16, (size, 4, 16, False)), (query._rotate_many_kernel, 32, 32, (min(32, size), 32, 32))
+    few, many = (
+        (query._rotate_few_kernel, 4, 16, (size, 4, 16, False)),
+        (query._rotate_many_kernel, 32, 32, (min(32, size), 32, 32)),
+    )
     for fn, block, columns, flags in (few, many):
         grid = -(-batch * rows // block), heads, -(-d // columns)
-        fn[grid](q, *q.stride()[:3], rotation, *strides, out.fill_(float("nan")), batch, heads, group, n, rows, d, *flags)
+        fn[grid](
+            q,
+            *q.stride()[:3],
+            rotation,
+            *strides,
+            out.fill_(float("nan")),
+            batch,
+            heads,
+            group,
+            n,
+            rows,
+            d,
+            *flags,
+        )
         assert (out - want).abs().max() < (1e-5 if fn is few[0] else 1e-4) * d**0.5
 
 
@@ -675,30 +1033,57 @@ class Pointer:
 
 
 class Gluon:
-    "What the functions ask of Gluon, with layouts left out: they move nothing but where lanes swap."
+    """What the functions ask of Gluon, with layouts left out: they move nothing but where lanes
+    swap."""
 
-    float16, float32, int32, int64, constexpr, static_range = torch.float16, torch.float32, torch.int32, torch.int64, None, range
+    float16, float32, int32, int64, constexpr, static_range = (
+        torch.float16,
+        torch.float32,
+        torch.int32,
+        torch.int64,
+        None,
+        range,
+    )
     arange = staticmethod(lambda first, last, layout=None: torch.arange(first, last))
     zeros = staticmethod(lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype))
     SliceLayout = DotOperandLayout = staticmethod(lambda *a: None)
     convert_layout = staticmethod(lambda x, layout, assert_trivial=False: x)
-    reshape, permute, where, abs = torch.Tensor.reshape, torch.Tensor.permute, torch.where, torch.abs
+    reshape, permute, where, abs = (
+        torch.Tensor.reshape,
+        torch.Tensor.permute,
+        torch.where,
+        torch.abs,
+    )
     broadcast = staticmethod(torch.broadcast_tensors)
-    join, split = staticmethod(lambda a, b: torch.stack([a, b], -1)), staticmethod(lambda x: x.unbind(-1))
+    join, split = (
+        staticmethod(lambda a, b: torch.stack([a, b], -1)),
+        staticmethod(lambda x: x.unbind(-1)),
+    )
     sum, max = staticmethod(lambda x, dim: x.sum(dim)), staticmethod(lambda x, dim: x.amax(dim))
-    minimum, maximum = (staticmethod(lambda a, b, f=f: f(torch.as_tensor(a), torch.as_tensor(b))) for f in (torch.minimum, torch.maximum))
+    minimum, maximum = (
+        staticmethod(lambda a, b, f=f: f(torch.as_tensor(a), torch.as_tensor(b)))
+        for f in (torch.minimum, torch.maximum)
+    )
 
     @staticmethod
     def load(p, mask=None, other=0.0):
         at = torch.as_tensor(p.at)
-        return p.x[at] if mask is None else torch.where(mask, p.x[torch.where(mask, at, 0)], torch.tensor(other, dtype=p.x.dtype))
+        return (
+            p.x[at]
+            if mask is None
+            else torch.where(
+                mask, p.x[torch.where(mask, at, 0)], torch.tensor(other, dtype=p.x.dtype)
+            )
+        )
 
     @staticmethod
     def inline_asm_elementwise(text, constraints, args, **_):
         (x,) = args
         if text is decode_mma._TWO_HALVES:
             return x.half(), (x - x.half().float()).half()
-        assert ".bfly." in text.value and ", 28, 31" in text.value  # rows 0-7 and 8-15 are lanes 4g + c
+        assert (
+            ".bfly." in text.value and ", 28, 31" in text.value
+        )  # rows 0-7 and 8-15 are lanes 4g + c
         return x.unflatten(0, (2, 8)).flip(1).flatten(0, 1)
 
 
@@ -707,11 +1092,14 @@ class Coefficients:
         self.held = {}
 
     def index(self, i):
-        return SimpleNamespace(store=lambda x: self.held.__setitem__(i, x), load=lambda layout: self.held[i])
+        return SimpleNamespace(
+            store=lambda x: self.held.__setitem__(i, x), load=lambda layout: self.held[i]
+        )
 
 
 def on_torch(function):
-    "The Python of a Gluon function, with torch in Gluon's place, and so the functions it calls."
+    """The Python of a Gluon function, with torch in Gluon's place, and so the functions it
+    calls."""
     names = {}
     names |= dict(vars(decode_mma), gl=Gluon, mma_v2=lambda a, b, c: a.float() @ b.float() + c)
     made = type(on_torch)
@@ -722,40 +1110,102 @@ def on_torch(function):
 
 
 @needs_gluon
-@mark.parametrize("d,rotary,group,n,start,offset,page", ((128, 128, 4, 1, 0, 0, 256), (64, 64, 8, 1, 37, 256, 64), (128, 64, 3, 2, 700, 1024, 32), (96, 80, 2, 1, 5, 0, 16), (256, 256, 4, 1, 0, 512, 128)))
+@mark.parametrize(
+    "d,rotary,group,n,start,offset,page",
+    (
+        (128, 128, 4, 1, 0, 0, 256),
+        (64, 64, 8, 1, 37, 256, 64),
+        (128, 64, 3, 2, 700, 1024, 32),
+        (96, 80, 2, 1, 5, 0, 16),
+        (256, 256, 4, 1, 0, 512, 128),
+    ),
+)
 def test_mean_in_the_tensor_core_kernel(d, rotary, group, n, start, offset, page):
-    "Coefficients, tiles and the order of tokens against the sums in fp64, to the rounding of the table of angles."
+    """Coefficients, tiles and the order of tokens against the sums in fp64, to the rounding of
+    the table of angles."""
     g = torch.Generator().manual_seed(d + group)
     heads, Q, batch, half = 2, 4 if group * n <= 4 else 8, 2, rotary // 2
-    q, m = torch.randn(batch, heads * group, n, d, generator=g), torch.randn(batch, heads, 1, d, generator=g)
+    q, m = (
+        torch.randn(batch, heads * group, n, d, generator=g),
+        torch.randn(batch, heads, 1, d, generator=g),
+    )
     inv_freq = 10000.0 ** (-torch.arange(half) / half)
     tables = query.AngleTables.of(inv_freq, 5000, page)
-    G = SimpleNamespace(**{k: getattr(v, "value", v) for k, v in vars(decode_mma.decode_form(d, d, Q, 3, 3, page, rotary)).items()})
+    G = SimpleNamespace(
+        **{
+            k: getattr(v, "value", v)
+            for k, v in vars(decode_mma.decode_form(d, d, Q, 3, 3, page, rotary)).items()
+        }
+    )
     b, h, held, flat = 1, 1, Coefficients(), lambda x: Pointer(x.flatten())
     sb, sh, sn, _ = q.stride()
     whole = torch.tensor
-    top, still = on_torch("_mean_coefficients")(held, flat(q), flat(m), flat(tables.far), sb, sh, sn, whole(b), whole(h), whole(b * heads + h), 0, n, group, offset - start, 0.5, G)
+    top, still = on_torch("_mean_coefficients")(
+        held,
+        flat(q),
+        flat(m),
+        flat(tables.far),
+        sb,
+        sh,
+        sn,
+        whole(b),
+        whole(h),
+        whole(b * heads + h),
+        0,
+        n,
+        group,
+        offset - start,
+        0.5,
+        G,
+    )
     rows = q[b, h * group : (h + 1) * group].reshape(group * n, d).double()
     mean, slot = m[b, h, 0].double(), torch.arange(256)
     i, row, part = slot // 64, slot % 64, page // 4
     place = row // part * page + i * part + row % part
     for tile in (max(0, -(-(start - offset) // 256)), 7, 10):
-        got = on_torch("_mean_scores")(held, flat(tables.near), on_torch("_far_angles")(flat(tables.far), tile + (offset - start >> 8), G), G, None) * top + still
+        got = (
+            on_torch("_mean_scores")(
+                held,
+                flat(tables.near),
+                on_torch("_far_angles")(flat(tables.far), tile + (offset - start >> 8), G),
+                G,
+                None,
+            )
+            * top
+            + still
+        )
         angle = (tile * 256 + place + offset - start)[:, None] * inv_freq.double()
         q1, q2, m1, m2 = rows[:, :half], rows[:, half:rotary], mean[:half], mean[half:rotary]
         x, y = q1 * m1 + q2 * m2, q2 * m1 - q1 * m2
-        want = 0.5 * (angle.cos() @ x.T + angle.sin() @ y.T + (rows[:, rotary:] * mean[rotary:]).sum(1))
+        want = 0.5 * (
+            angle.cos() @ x.T + angle.sin() @ y.T + (rows[:, rotary:] * mean[rotary:]).sum(1)
+        )
         bound = 0.5 * (x.abs() + y.abs()).sum(1) * (2**-12 + 2**-19) + 1e-5
         error = (got[:, : group * n] - want).abs() / bound
-        assert got.shape == (256, Q) and error.max() < 1 and not got[:, group * n :].any(), float(error.max())
-        assert ((got[:, : group * n] - want.flip(0)).abs() / bound).max() > 10  # the mutant: tokens in the other order
+        assert got.shape == (256, Q) and error.max() < 1 and not got[:, group * n :].any(), (
+            float(error.max())
+        )
+        assert (
+            (got[:, : group * n] - want.flip(0)).abs() / bound
+        ).max() > 10  # the mutant: tokens in the other order
 
 
 @needs_gluon
 @mark.parametrize("own", (None, 1, 16))
-@mark.parametrize("start,end,sliding_window", ((None, None, None), (3, None, None), (None, 690, None), (30, 700, None), (None, None, 40), (5, 699, 300)))
+@mark.parametrize(
+    "start,end,sliding_window",
+    (
+        (None, None, None),
+        (3, None, None),
+        (None, 690, None),
+        (30, 700, None),
+        (None, None, 40),
+        (5, 699, 300),
+    ),
+)
 def test_what_the_tensor_core_kernel_reads_from_codes(own, start, end, sliding_window):
-    "Ranges of each row, the tiles of splits and the tiles without a mask, against the definition of what is read exactly."
+    """Ranges of each row, the tiles of splits and the tiles without a mask, against the
+    definition of what is read exactly."""
     span, n, offset, sinks, recent, Q = on_torch("_span"), 5, 256, 4, 16, 8
     store = KVStore(Recipe(sinks=sinks, recent=recent), 1, 1, 16)
     if start:
@@ -767,20 +1217,63 @@ def test_what_the_tensor_core_kernel_reads_from_codes(own, start, end, sliding_w
     chunk = n if own is None else own + n - 1
     p, at = torch.arange(705)[None], torch.arange(n)[:, None] + 705 - n
     past = 705 - chunk
-    since = store.past_exact_from if own is None else torch.maximum(at - own + 1, torch.as_tensor(min(store.past_exact_from, past)))
-    coded = _visible(store, n, p, True, sliding_window)[0, 0] & ~store.ranges.is_exact(p, sinks, since)[0, 0] & (p >= offset)
+    since = (
+        store.past_exact_from
+        if own is None
+        else torch.maximum(at - own + 1, torch.as_tensor(min(store.past_exact_from, past)))
+    )
+    coded = (
+        _visible(store, n, p, True, sliding_window)[0, 0]
+        & ~store.ranges.is_exact(p, sinks, since)[0, 0]
+        & (p >= offset)
+    )
     coded = coded & (p < (past if own is None else 705))
-    G, flat, whole = SimpleNamespace(Q=Q, RP=64, LF=None), lambda v: Pointer(torch.tensor([0 if v is None else v])), torch.tensor
+    G, flat, whole = (
+        SimpleNamespace(Q=Q, RP=64, LF=None),
+        lambda v: Pointer(torch.tensor([0 if v is None else v])),
+        torch.tensor,
+    )
     for splits in (1, 2, 3):
         read = torch.zeros(n, 705, dtype=torch.int32)
         for split in range(splits):
             begin, end_tile, lo, hi, safe_lo, safe_hi, _ = span(
-                flat(start), flat(end), None, 0, flat(0), 0, whole(0), whole(0), whole(1), 3, 0, split, splits, 705, n, sinks, recent, store._recent_from, chunk,
-                2**30 if own is None else own, offset, sliding_window or 0, start is not None, end is not None, False, False, sliding_window is not None, G)
+                flat(start),
+                flat(end),
+                None,
+                0,
+                flat(0),
+                0,
+                whole(0),
+                whole(0),
+                whole(1),
+                3,
+                0,
+                split,
+                splits,
+                705,
+                n,
+                sinks,
+                recent,
+                store._recent_from,
+                chunk,
+                2**30 if own is None else own,
+                offset,
+                sliding_window or 0,
+                start is not None,
+                end is not None,
+                False,
+                False,
+                sliding_window is not None,
+                G,
+            )
             for tile in range(int(begin), int(end_tile)):
                 here = tile * 256 + torch.arange(256)
                 masked = tile * 256 < safe_lo or tile * 256 + 256 > safe_hi
-                visible = (here >= lo[:n, None]) & (here < hi[:n, None]) if masked else torch.ones(n, 256, dtype=torch.bool)
+                visible = (
+                    (here >= lo[:n, None]) & (here < hi[:n, None])
+                    if masked
+                    else torch.ones(n, 256, dtype=torch.bool)
+                )
                 inside = here + offset < 705
                 read[:, here[inside] + offset] += visible[:, inside].int()
                 assert not visible[:, ~inside].any()
@@ -788,26 +1281,72 @@ def test_what_the_tensor_core_kernel_reads_from_codes(own, start, end, sliding_w
 
 
 # ---- compiled ahead of time: registers, spilled bytes, shared memory
-COUNTED = "3.7."  # the Triton whose assembler gave the numbers of registers; another one uses more or fewer, and its spills are what costs time
+# the Triton whose assembler gave the numbers of registers; another one uses more or fewer, and
+# its spills are what costs time
+COUNTED = "3.7."
 QUICK = [
-    (dict(bits=[3, 3], regs=168), 168, 120), (dict(bits=[4, 4]), 255, 0), (dict(bits=[2, 2], capability=80, regs=168), 168, 40),
-    (dict(d=256, rows=8), 255, 1300), (dict(biased=True), 255, 0), (dict(biased=True, per_head=True), 255, 0), (dict(fused=128), 255, 0), (dict(fused=64, d=64, rows=8), 255, 0), (dict(kernel="pre_rope"), 168, 0), (dict(kernel="transform"), 168, 0), (dict(kernel="transform", rows=32), 168, 0), (dict(kernel="combine", each=8), 80, 0), (dict(kernel="portable", capability=75), 128, 0),
+    (dict(bits=[3, 3], regs=168), 168, 120),
+    (dict(bits=[4, 4]), 255, 0),
+    (dict(bits=[2, 2], capability=80, regs=168), 168, 40),
+    (dict(d=256, rows=8), 255, 1300),
+    (dict(biased=True), 255, 0),
+    (dict(biased=True, per_head=True), 255, 0),
+    (dict(fused=128), 255, 0),
+    (dict(fused=64, d=64, rows=8), 255, 0),
+    (dict(kernel="pre_rope"), 168, 0),
+    (dict(kernel="transform"), 168, 0),
+    (dict(kernel="transform", rows=32), 168, 0),
+    (dict(kernel="combine", each=8), 80, 0),
+    (dict(kernel="portable", capability=75), 128, 0),
 ]
 SLOW = [
-    *((dict(bits=[k, v], capability=c, regs=168 if max(k, v) < 4 else None), 168 if max(k, v) < 4 else 255, 120)
-      for k, v, c in itertools.product((2, 3, 4), (2, 3, 4), (80, 90))),
-    *((dict(d=d, rows=r, bits=[3, 3]), 255, 1300 if (d, r) == (256, 8) else 120) for d in (64, 96, 128, 256) for r in (4, 8)),
-    (dict(sliding=True, capped=True), 255, 120), (dict(page=16, paged=True, length=True), 255, 40), (dict(kernel="combine", fast=False, d=96), 128, 0),
-    *((dict(biased=True, d=d, rows=r, bits=[b, b]), 255, {8: 1300, 4: 160}[r] if d == 256 else 120) for d in (64, 256) for r in (4, 8) for b in (3, 4)),
-    *((dict(fused=d, d=d, bits=[b, b]), 255, 40) for d in (64, 80, 128) for b in (2, 3, 4)), *((dict(fused=64, d=64, rows=8, bits=[b, b]), 255, 40) for b in (2, 4)), (dict(fused=48, page=16), 255, 40), (dict(fused=128, capability=80, per_head=True), 255, 40),
-    (dict(kernel="pre_rope", rotary=64, capability=80), 168, 0), (dict(kernel="transform", d=256), 168, 0), (dict(kernel="transform", capability=80), 168, 0), (dict(kernel="combine", capability=80), 128, 0), (dict(kernel="combine", together=4, each=8), 168, 0),
+    *(
+        (
+            dict(bits=[k, v], capability=c, regs=168 if max(k, v) < 4 else None),
+            168 if max(k, v) < 4 else 255,
+            120,
+        )
+        for k, v, c in itertools.product((2, 3, 4), (2, 3, 4), (80, 90))
+    ),
+    *(
+        (dict(d=d, rows=r, bits=[3, 3]), 255, 1300 if (d, r) == (256, 8) else 120)
+        for d in (64, 96, 128, 256)
+        for r in (4, 8)
+    ),
+    (dict(sliding=True, capped=True), 255, 120),
+    (dict(page=16, paged=True, length=True), 255, 40),
+    (dict(kernel="combine", fast=False, d=96), 128, 0),
+    *(
+        (
+            dict(biased=True, d=d, rows=r, bits=[b, b]),
+            255,
+            {8: 1300, 4: 160}[r] if d == 256 else 120,
+        )
+        for d in (64, 256)
+        for r in (4, 8)
+        for b in (3, 4)
+    ),
+    *((dict(fused=d, d=d, bits=[b, b]), 255, 40) for d in (64, 80, 128) for b in (2, 3, 4)),
+    *((dict(fused=64, d=64, rows=8, bits=[b, b]), 255, 40) for b in (2, 4)),
+    (dict(fused=48, page=16), 255, 40),
+    (dict(fused=128, capability=80, per_head=True), 255, 40),
+    (dict(kernel="pre_rope", rotary=64, capability=80), 168, 0),
+    (dict(kernel="transform", d=256), 168, 0),
+    (dict(kernel="transform", capability=80), 168, 0),
+    (dict(kernel="combine", capability=80), 128, 0),
+    (dict(kernel="combine", together=4, each=8), 168, 0),
     *((dict(kernel="portable", d=d), 128, 40) for d in (16, 64, 256)),
 ]
 
 
 def compiled(limits):
-    "Registers, spills and shared memory within limits; one process for all, without the interpreter."
-    command = [sys.executable, str(Path(__file__).with_name("aot_decode.py")), *(json.dumps(case) for case, *_ in limits)]
+    """Registers, spills and shared memory within limits; one process for all, without the
+    interpreter."""
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("aot_decode.py")),
+        *(json.dumps(case) for case, *_ in limits),
+    ]
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -824,17 +1363,26 @@ def test_compiled_ahead_of_time():
 
 
 @needs_triton
-@mark.skipif(not os.environ.get("TURBOQUANT_SLOW"), reason="a minute; TURBOQUANT_SLOW=1 runs it")
+@mark.skipif(
+    not os.environ.get("TURBOQUANT_SLOW"), reason="a minute; TURBOQUANT_SLOW=1 runs it"
+)
 def test_all_compiled_ahead_of_time():
     compiled(SLOW)
 
 
 # ---- on a GPU
 GPU = [
-    *((dict(kb=k, vb=v), {}) for k in (2, 3, 4) for v in (2, 3, 4)), *((dict(tile=t), {}) for t in (16, 32, 64, 128)), *((dict(d=d), {}) for d in (64, 80, 96, 112, 160, 192, 240, 256)),
-    *((dict(d=d, dv=e), {}) for d, e in ((96, 128), (128, 80), (256, 144))), *((dict(G=g), {}) for g in (1, 2, 3, 7, 8, 16)),
-    *((dict(n=n), {}) for n in (2, 5, 16)), *((dict(n=n, m=n), {}) for n in (1, 3, 16)), (dict(G=8, d=64, kb=4, vb=4, dtype=torch.bfloat16), {}),
-    (dict(T=20_000, kb=4, vb=2), {}), (dict(B=40, T=300, n=3, m=3), {}), *FEATURES,
+    *((dict(kb=k, vb=v), {}) for k in (2, 3, 4) for v in (2, 3, 4)),
+    *((dict(tile=t), {}) for t in (16, 32, 64, 128)),
+    *((dict(d=d), {}) for d in (64, 80, 96, 112, 160, 192, 240, 256)),
+    *((dict(d=d, dv=e), {}) for d, e in ((96, 128), (128, 80), (256, 144))),
+    *((dict(G=g), {}) for g in (1, 2, 3, 7, 8, 16)),
+    *((dict(n=n), {}) for n in (2, 5, 16)),
+    *((dict(n=n, m=n), {}) for n in (1, 3, 16)),
+    (dict(G=8, d=64, kb=4, vb=4, dtype=torch.bfloat16), {}),
+    (dict(T=20_000, kb=4, vb=2), {}),
+    (dict(B=40, T=300, n=3, m=3), {}),
+    *FEATURES,
 ]
 
 
@@ -855,7 +1403,13 @@ def test_gpu_portable(case, options):
 @needs_gpu
 @needs_triton
 def test_gpu_poison_and_nan():
-    for case in (dict(d=128), dict(d=96), dict(d=64, kb=4, vb=2), dict(d=128, rot="haar"), dict(d=128, G=7)):
+    for case in (
+        dict(d=128),
+        dict(d=96),
+        dict(d=64, kb=4, vb=2),
+        dict(d=128, rot="haar"),
+        dict(d=128, G=7),
+    ):
         check_poison_and_nan("fragments", **case)
 
 
@@ -863,7 +1417,11 @@ def test_gpu_poison_and_nan():
 @needs_triton
 def test_gpu_graph():
     "A replayed graph gives the same bits, and reads what has changed in place."
-    for case in (dict(d=128), dict(d=96, n=3, m=3), dict(d=128, rot="transform", center="pre_rope")):
+    for case in (
+        dict(d=128),
+        dict(d=96, n=3, m=3),
+        dict(d=128, rot="transform", center="pre_rope"),
+    ):
         q, store, chunk = setup(**(dict(G=4, T=3000) | case))
         want = decode_attention(q, store, **chunk)
         graph = torch.cuda.CUDAGraph()
@@ -881,7 +1439,8 @@ def test_gpu_graph():
 @needs_gpu
 @needs_triton
 def test_gpu_strides_and_launches():
-    "Strided and misaligned queries and chunks, and the second launch, which skips Triton's own look-up."
+    """Strided and misaligned queries and chunks, and the second launch, which skips Triton's
+    own look-up."""
     for offset in (0, 1, 8):
         q, store, chunk = setup(d=128, G=4, T=600, n=2, m=2)
         wide = torch.zeros(q.numel() + 16, device=DEVICE)
@@ -896,8 +1455,13 @@ def test_gpu_strides_and_launches():
 @needs_gpu
 @needs_triton
 def test_gpu_repeats():
-    "Later calls on a store repeat launches; they see tokens that arrived, a store that grew, was cropped or padded, and other chunks."
-    for center, rot in (("prompt_mean", "hadamard"), ("pre_rope", "hadamard"), ("pre_rope", "transform")):
+    """Later calls on a store repeat launches; they see tokens that arrived, a store that grew,
+    was cropped or padded, and other chunks."""
+    for center, rot in (
+        ("prompt_mean", "hadamard"),
+        ("pre_rope", "hadamard"),
+        ("pre_rope", "transform"),
+    ):
         q, store, chunk = setup(d=128, G=4, T=600, n=2, m=2, center=center, rot=rot)
         new = torch.randn(2, 2, 1, 128, device=DEVICE)
         for step in range(600):
@@ -907,7 +1471,9 @@ def test_gpu_repeats():
             last = store.read(store.length - 2) if step % 2 else (None, None)
             if step % 97 < 6:
                 out, lse = decode_attention(q, store, *last)
-                fresh = launch.run_kernel(launch.checked_operands(q, store, *last, None, None, None, None, "auto"))
+                fresh = launch.run_kernel(
+                    launch.checked_operands(q, store, *last, None, None, None, None, "auto")
+                )
                 assert torch.equal(out, fresh[0]) and torch.equal(lse, fresh[1]), step
                 want = attend(q, store, *last)[0]
                 assert (out - want).norm() <= 1e-3 * want.norm(), step
@@ -923,10 +1489,21 @@ def test_gpu_repeats():
 @needs_gpu
 @needs_triton
 def test_gpu_overlapping_launches():
-    "Kernels that start before their predecessors end do not read too early: queued without a pause, and one at a time."
-    for center, tokens, batch in (("pre_rope", 30000, 2), ("prompt_mean", 30000, 2), ("pre_rope", 300, 64), ("prompt_mean", 300, 64)):
-        _, store, _ = setup(d=128, G=4, B=batch, T=tokens, center=center, rot="transform", dtype=torch.bfloat16)
-        queries = [torch.randn(batch, 2 * 4, 1, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(100)]
+    """Kernels that start before their predecessors end do not read too early: queued without a
+    pause, and one at a time."""
+    for center, tokens, batch in (
+        ("pre_rope", 30000, 2),
+        ("prompt_mean", 30000, 2),
+        ("pre_rope", 300, 64),
+        ("prompt_mean", 300, 64),
+    ):
+        _, store, _ = setup(
+            d=128, G=4, B=batch, T=tokens, center=center, rot="transform", dtype=torch.bfloat16
+        )
+        queries = [
+            torch.randn(batch, 2 * 4, 1, 128, device=DEVICE, dtype=torch.bfloat16)
+            for _ in range(100)
+        ]
         queued = [decode_attention(q, store)[0] for q in queries]
         for q, got in zip(queries, queued):
             torch.cuda.synchronize()
@@ -962,9 +1539,17 @@ def attempt(task):
 
 
 def main(workers=15):
-    "The GPU matrix as a script: compilation takes most of the time, so the cases share several processes."
+    """The GPU matrix as a script: compilation takes most of the time, so the cases share
+    several processes."""
     bad = 0
-    tasks = [(name, *c, limit) for name, cases, limit in (("fragments", GPU, 1e-3), ("portable", GPU[:20] + FEATURES[:10], PORTABLE)) for c in cases]
+    tasks = [
+        (name, *c, limit)
+        for name, cases, limit in (
+            ("fragments", GPU, 1e-3),
+            ("portable", GPU[:20] + FEATURES[:10], PORTABLE),
+        )
+        for c in cases
+    ]
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         for line in filter(None, pool.imap_unordered(attempt, tasks)):
             bad += 1
@@ -976,7 +1561,16 @@ def main(workers=15):
         except Exception as error:
             bad += 1
             print("FAILED pages", case, type(error).__name__, str(error)[:300], flush=True)
-    for test in (test_gpu_repeats, test_gpu_overlapping_launches, test_gpu_poison_and_nan, test_gpu_graph, test_gpu_strides_and_launches, test_gpu_autocast_and_inference_mode, test_operator, test_torch_compile):
+    for test in (
+        test_gpu_repeats,
+        test_gpu_overlapping_launches,
+        test_gpu_poison_and_nan,
+        test_gpu_graph,
+        test_gpu_strides_and_launches,
+        test_gpu_autocast_and_inference_mode,
+        test_operator,
+        test_torch_compile,
+    ):
         try:
             test()
             print("passed", test.__name__, flush=True)

@@ -1,4 +1,6 @@
-"The fused encode kernel: in Triton's interpreter against the PyTorch path, and compiled ahead of time. Skipped without Triton."
+"""The fused encode kernel: in Triton's interpreter against the PyTorch path, and compiled ahead
+of time. Skipped without Triton."""
+
 import json
 import os
 import subprocess
@@ -13,22 +15,32 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 pytest.importorskip("triton")
 
-from tests.helpers import SLOW, covering_pairs  # noqa: E402
-from turboquant_nb.kernels import encode as kernel  # noqa: E402
-from turboquant_nb.theory.transforms import HeadTransform, register_transform  # noqa: E402
-from turboquant_nb.cache.packing import pack, unpack  # noqa: E402
-from turboquant_nb.quant.quantizer import Recipe, Spec, preset  # noqa: E402
-from turboquant_nb.cache.store import KVStore  # noqa: E402
+from tests.helpers import SLOW, covering_pairs
+from turboquant_nb.kernels import encode as kernel
+from turboquant_nb.theory.transforms import HeadTransform, register_transform
+from turboquant_nb.cache.packing import pack, unpack
+from turboquant_nb.quant.quantizer import Recipe, Spec, preset
+from turboquant_nb.cache.store import KVStore
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NEAR = 1e-5 if DEVICE == "cpu" else 2e-5  # rounding of a coordinate over its unit; edges nearer than this may go either way
+NEAR = (
+    1e-5 if DEVICE == "cpu" else 2e-5
+)  # rounding of a coordinate over its unit; edges nearer than this may go either way
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def states(b, h, n, d, dtype=torch.bfloat16, seed=0, shift=0.0):
     gen = torch.Generator().manual_seed(seed)
     mean = torch.randn(b, h, 1, d, generator=gen) * shift
-    return (torch.randn(b, h, n, d, generator=gen) * torch.rand(b, h, n, 1, generator=gen).exp2() + mean).to(dtype).to(DEVICE)
+    return (
+        (
+            torch.randn(b, h, n, d, generator=gen)
+            * torch.rand(b, h, n, 1, generator=gen).exp2()
+            + mean
+        )
+        .to(dtype)
+        .to(DEVICE)
+    )
 
 
 def near_edges(side, x, mean):
@@ -41,21 +53,34 @@ def near_edges(side, x, mean):
 
 
 def agree(fused, plain, chunks, ties=3e-3):
-    "Same planes and scales in both stores, but for ties; `chunks` are the k and v that were appended."
+    """Same planes and scales in both stores, but for ties; `chunks` are the k and v that were
+    appended."""
     for name, i in (("key", 0), ("value", 1)):
         a, b = getattr(fused, name), getattr(plain, name)
         x = torch.cat([c[i] for c in chunks], 2)[:, :, plain.offset :]
         near = near_edges(b, x, plain.center(name, plain.offset, plain.length))
         assert near.float().mean() < ties
-        one, two = fused.coded(name, fused.offset, fused.length), plain.coded(name, plain.offset, plain.length)
+        one, two = (
+            fused.coded(name, fused.offset, fused.length),
+            plain.coded(name, plain.offset, plain.length),
+        )
         differ = one.codes != two.codes
         assert not (differ & ~near).any() and differ.sum() <= 2 + 1e-4 * differ.numel()
         assert one.scale.dtype == two.scale.dtype
-        torch.testing.assert_close(one.scale, two.scale, rtol=2e-3 if differ.any() else max(2e-6, 1.01 * torch.finfo(one.scale.dtype).eps), atol=0)
+        torch.testing.assert_close(
+            one.scale,
+            two.scale,
+            rtol=2e-3 if differ.any() else max(2e-6, 1.01 * torch.finfo(one.scale.dtype).eps),
+            atol=0,
+        )
         assert set(a.tensors) == set(b.tensors)
         for n, t in b.tensors.items():
             u = a.tensors[n]
-            assert u.shape == t.shape and u.dtype == t.dtype and u.is_contiguous() == t.is_contiguous(), n
+            assert (
+                u.shape == t.shape
+                and u.dtype == t.dtype
+                and u.is_contiguous() == t.is_contiguous()
+            ), n
             if n.startswith("plane") and not differ.any():
                 assert torch.equal(u, t), n
             elif n in ("mean", "sinks", "recent"):
@@ -64,13 +89,16 @@ def agree(fused, plain, chunks, ties=3e-3):
 
 
 def plain_append(store, k, v):
-    "PyTorch's append, but for the mean of a first chunk: a sum in another order may round to another bf16, and all codes follow it. `test_fused_mean` holds the mean."
+    """PyTorch's append, but for the mean of a first chunk: a sum in another order may round to
+    another bf16, and all codes follow it. `test_fused_mean` holds the mean."""
     store._append_now(k, v, ("k", "v"), first_mean=kernel.fused_mean)
 
 
 def both(recipe, chunks, dtype=torch.bfloat16, ties=3e-3, **kwargs):
     (b, h, _, dk), dv = chunks[0][0].shape, chunks[0][1].shape[3]
-    fused, plain = (KVStore(recipe, b, h, dk, dv, dtype, device=DEVICE, **kwargs) for _ in range(2))
+    fused, plain = (
+        KVStore(recipe, b, h, dk, dv, dtype, device=DEVICE, **kwargs) for _ in range(2)
+    )
     for k, v in chunks:
         kernel.append(fused, k, v)
         plain_append(plain, k, v)
@@ -79,7 +107,10 @@ def both(recipe, chunks, dtype=torch.bfloat16, ties=3e-3, **kwargs):
 
 
 def chunks(lengths, b=1, h=2, dk=32, dv=None, dtype=torch.bfloat16, shift=0.5):
-    return [(states(b, h, n, dk, dtype, 2 * i, shift), states(b, h, n, dv or dk, dtype, 2 * i + 1)) for i, n in enumerate(lengths)]
+    return [
+        (states(b, h, n, dk, dtype, 2 * i, shift), states(b, h, n, dv or dk, dtype, 2 * i + 1))
+        for i, n in enumerate(lengths)
+    ]
 
 
 @pytest.mark.parametrize("bk", (1, 2, 3, 4))
@@ -95,7 +126,10 @@ def test_dtypes_and_rotations(dtype, rotation):
     both(Recipe(spec, replace(spec, center="none", bits=4)), chunks((70,), dtype=dtype), dtype)
 
 
-@pytest.mark.parametrize("lengths", ((1, 1, 1), (62, 5), (254, 5), (200, 300), (600,), (256, 256), (63, 1, 1, 190, 2, 300)))
+@pytest.mark.parametrize(
+    "lengths",
+    ((1, 1, 1), (62, 5), (254, 5), (200, 300), (600,), (256, 256), (63, 1, 1, 190, 2, 300)),
+)
 def test_positions(lengths):
     "One token at every class of position, runs over a quarter and over tiles, whole tiles."
     both(Recipe(Spec(center="prompt_mean"), Spec(bits=2)), chunks(lengths))
@@ -103,26 +137,44 @@ def test_positions(lengths):
 
 def pre_rope(d, r, base=100.0):
     "A recipe with a mean before RoPE, and frequencies of r of d channels."
-    return Recipe(Spec(center="pre_rope"), Spec(bits=4)), base ** (-torch.arange(r // 2) / (r // 2))
+    return Recipe(Spec(center="pre_rope"), Spec(bits=4)), base ** (
+        -torch.arange(r // 2) / (r // 2)
+    )
 
 
-@pytest.mark.parametrize("d,r,dtype", ((32, 32, torch.bfloat16), (64, 32, torch.float16), (80, 80, torch.float32), (128, 128, torch.bfloat16), (256, 256, torch.bfloat16), (256, 128, torch.float32)))
+@pytest.mark.parametrize(
+    "d,r,dtype",
+    (
+        (32, 32, torch.bfloat16),
+        (64, 32, torch.float16),
+        (80, 80, torch.float32),
+        (128, 128, torch.bfloat16),
+        (256, 256, torch.bfloat16),
+        (256, 128, torch.float32),
+    ),
+)
 def test_pre_rope_mean(d, r, dtype):
     "First chunks of whole and of partly new tiles, short appends, and left padding."
     recipe, freq = pre_rope(d, r)
     for lengths, tile in (((70, 1, 5), 64), ((150, 66), 64)):
         parts = chunks(lengths, b=2, h=1, dk=d, dtype=dtype, shift=2.0)
-        fused, plain = (KVStore(recipe, 2, 1, d, d, dtype, device=DEVICE, tile=tile, inv_freq=freq) for _ in range(2))
+        fused, plain = (
+            KVStore(recipe, 2, 1, d, d, dtype, device=DEVICE, tile=tile, inv_freq=freq)
+            for _ in range(2)
+        )
         for store, add in ((fused, kernel.append), (plain, plain_append)):
             store.set_range(start=torch.tensor([0, 9]))
             for k, v in parts:
                 add(store, k, v)
         agree(fused, plain, parts)
-        assert torch.equal(fused.rope_table, plain.rope_table) and fused.key.mean.abs().max() > 0.5
+        assert (
+            torch.equal(fused.rope_table, plain.rope_table) and fused.key.mean.abs().max() > 0.5
+        )
 
 
 def test_pre_rope_mean_of_fewer_rows_than_a_program_has():
-    "One sequence, three heads: a short append has rows to spare, which must not look for a centre (conftest.py sees it)."
+    """One sequence, three heads: a short append has rows to spare, which must not look for a
+    centre (conftest.py sees it)."""
     recipe, freq = pre_rope(128, 128)
     both(recipe, chunks((40, 1, 2), h=3, dk=128), inv_freq=freq)
 
@@ -130,14 +182,22 @@ def test_pre_rope_mean_of_fewer_rows_than_a_program_has():
 @pytest.mark.parametrize("rotation", ("haar", "identity"))
 def test_pre_rope_mean_with_other_rotations(rotation):
     recipe, freq = pre_rope(64, 64)
-    both(replace(recipe, key=replace(recipe.key, rotation=rotation)), chunks((70, 3), dk=64, shift=2.0), inv_freq=freq)
+    both(
+        replace(recipe, key=replace(recipe.key, rotation=rotation)),
+        chunks((70, 3), dk=64, shift=2.0),
+        inv_freq=freq,
+    )
 
 
-@pytest.mark.parametrize("d,r,dtype", ((32, 32, torch.bfloat16), (80, 40, torch.float32), (256, 128, torch.float16)))
+@pytest.mark.parametrize(
+    "d,r,dtype", ((32, 32, torch.bfloat16), (80, 40, torch.float32), (256, 128, torch.float16))
+)
 @pytest.mark.parametrize("starts", ((0, 0), (0, 37), (299, 12)))
 def test_fused_mean(d, r, dtype, starts):
-    """The mean of a first chunk against the same in fp64, with padding, few real tokens and a mean that shrinks to 0. Half a step of bf16 is 2**-9 of a value; fp32 sums of 300
-    terms err by less than 300 * 2**-24 of the largest, twice, for the sum and for the table's rotation."""
+    """The mean of a first chunk against the same in fp64, with padding, few real tokens and a
+    mean that shrinks to 0. Half a step of bf16 is 2**-9 of a value; fp32 sums of 300 terms err
+    by less than 300 * 2**-24 of the largest, twice, for the sum and for the table's
+    rotation."""
     recipe, freq = pre_rope(d, r)
     recipe = replace(recipe, value=replace(recipe.value, center="prompt_mean"))
     for n, shift in ((300, 2.0), (300, 0.0), (5, 1.0)):
@@ -171,16 +231,29 @@ def test_fused_mean(d, r, dtype, starts):
 
 def transformed(heads, d, **kwargs):
     "A recipe whose keys have a matrix of their own in each head, none of them a rotation."
-    u, v = torch.linalg.qr(torch.randn(2, heads, d, d, generator=torch.Generator().manual_seed(d)))[0]
+    u, v = torch.linalg.qr(
+        torch.randn(2, heads, d, d, generator=torch.Generator().manual_seed(d))
+    )[0]
     name = register_transform(HeadTransform.of(u * torch.linspace(0.3, 2, d) @ v)).name
     return Recipe(Spec(rotation=name, **kwargs), Spec(bits=2))
 
 
-@pytest.mark.parametrize("dtype, center", covering_pairs((torch.bfloat16, torch.float16, torch.float32), ("none", "prompt_mean", "pre_rope")))
+@pytest.mark.parametrize(
+    "dtype, center",
+    covering_pairs(
+        (torch.bfloat16, torch.float16, torch.float32), ("none", "prompt_mean", "pre_rope")
+    ),
+)
 def test_head_transforms(dtype, center):
     "Whole and partly new tiles, short appends of fewer and of more rows than a program has."
     freq = {"inv_freq": pre_rope(64, 64)[1]} if center == "pre_rope" else {}
-    both(transformed(3, 64, center=center), chunks((70, 1, 18, 5, 200), b=2, h=3, dk=64, dtype=dtype, shift=2.0), dtype, tile=128, **freq)
+    both(
+        transformed(3, 64, center=center),
+        chunks((70, 1, 18, 5, 200), b=2, h=3, dk=64, dtype=dtype, shift=2.0),
+        dtype,
+        tile=128,
+        **freq,
+    )
 
 
 @pytest.mark.parametrize("d", (16, 80, 128, 256))
@@ -198,7 +271,8 @@ def test_maps_of_a_static_store():
 
 
 def test_pre_rope_mean_after_evict_crop_and_growth():
-    "Positions go on where tiles were freed, and the table of cosines and sines grows on the way."
+    """Positions go on where tiles were freed, and the table of cosines and sines grows on the
+    way."""
     recipe, freq = pre_rope(32, 32)
     parts = chunks((100, 60, 1, 1), h=1, shift=2.0)
     fused, plain = both(recipe, parts, tile=16, inv_freq=freq)
@@ -211,7 +285,10 @@ def test_pre_rope_mean_after_evict_crop_and_growth():
         kernel.append(fused, k, v)
         plain.append(k, v)
     for name in ("key", "value"):
-        a, b = fused.coded(name, fused.offset, fused.length), plain.coded(name, plain.offset, plain.length)
+        a, b = (
+            fused.coded(name, fused.offset, fused.length),
+            plain.coded(name, plain.offset, plain.length),
+        )
         assert (a.codes != b.codes).float().mean() < 1e-3
     right = plain.read()[0].float()[:, :, -20:-16]
     assert (fused.read()[0].float()[:, :, -20:-16] - right).abs().max() < 0.05
@@ -224,19 +301,45 @@ def captured(store, k, v):
     kernel._append_at(*store._by_position(k, v))
 
 
-@pytest.mark.parametrize("lengths, center", covering_pairs(((100, 1, 5, 70, 1), (1, 1, 64, 1, 130), (3, 60, 66)), ("pre_rope", "none", "prompt_mean")))
+@pytest.mark.parametrize(
+    "lengths, center",
+    covering_pairs(
+        ((100, 1, 5, 70, 1), (1, 1, 64, 1, 130), (3, 60, 66)),
+        ("pre_rope", "none", "prompt_mean"),
+    ),
+)
 def test_where_the_device_counts(center, lengths):
     "Static stores, eager and as a captured step does it, hold what a plain store holds."
-    recipe, freq = Recipe(Spec(center=center), Spec(bits=4, center="none" if center == "none" else "prompt_mean")), pre_rope(32, 32)[1]
+    recipe, freq = (
+        Recipe(
+            Spec(center=center),
+            Spec(bits=4, center="none" if center == "none" else "prompt_mean"),
+        ),
+        pre_rope(32, 32)[1],
+    )
     parts = chunks(lengths, b=2, shift=1.0)
-    make = lambda static: KVStore(recipe, 2, 2, 32, dtype=torch.bfloat16, device=DEVICE, max_length=400, static=static, inv_freq=freq)  # noqa: E731
+    make = lambda static: KVStore(
+        recipe,
+        2,
+        2,
+        32,
+        dtype=torch.bfloat16,
+        device=DEVICE,
+        max_length=400,
+        static=static,
+        inv_freq=freq,
+    )
     plain, other = make(False), make(False)
     for store, add in ((plain, KVStore.append), (other, plain_append)):
         store.set_range(start=torch.tensor([0, 3]))
         for k, v in parts:
             add(store, k, v)
     torch._dynamo.reset()
-    compiled = [torch.compile(kernel.append, fullgraph=True, backend="eager")] if center == "pre_rope" and lengths[0] == 100 else []
+    compiled = (
+        [torch.compile(kernel.append, fullgraph=True, backend="eager")]
+        if center == "pre_rope" and lengths[0] == 100
+        else []
+    )
     for add in (kernel.append, captured, *compiled):
         store = make(True)
         places = [t.data_ptr() for t in (*store._fixed(), store.position, *store.tables())]
@@ -244,23 +347,30 @@ def test_where_the_device_counts(center, lengths):
         for k, v in parts:
             add(store, k, v)
         assert store.sync() == int(store.position) == plain.length
-        assert places == [t.data_ptr() for t in (*store._fixed(), store.position, *store.tables())]
-        agree(store, other if add is kernel.append else plain, parts)  # a captured step takes the mean by PyTorch
+        assert places == [
+            t.data_ptr() for t in (*store._fixed(), store.position, *store.tables())
+        ]
+        agree(
+            store, other if add is kernel.append else plain, parts
+        )  # a captured step takes the mean by PyTorch
 
 
 @pytest.mark.parametrize("center", ("prompt_mean", "pre_rope"))
 def test_a_step_makes_room_and_stays_short(center, monkeypatch):
-    "A token that begins a tile, and needs cosines that are not there: tiles are added, and it is taken as every other. Where memory runs out nothing has changed."
+    """A token that begins a tile, and needs cosines that are not there: tiles are added, and it
+    is taken as every other. Where memory runs out nothing has changed."""
     recipe, freq = Recipe(Spec(center=center), Spec(bits=4)), pre_rope(64, 64)[1]
-    make = lambda: KVStore(recipe, 1, 2, 64, dtype=torch.bfloat16, device=DEVICE, inv_freq=freq)  # noqa: E731
+    make = lambda: KVStore(recipe, 1, 2, 64, dtype=torch.bfloat16, device=DEVICE, inv_freq=freq)
     store, plain = make(), make()
     first, *steps = parts = chunks((256, 1, 1, 2), b=1, dk=64, shift=1.0)
     kernel.append(store, *first)
     kernel.append(plain, *first)
     assert store.capacity == 256
     with monkeypatch.context() as patch:
+
         def full(*args, **kwargs):
             raise torch.OutOfMemoryError("full")
+
         patch.setattr(kernel, "_make_room", full)
         with pytest.raises(torch.OutOfMemoryError):
             kernel.append(store, *steps[0])
@@ -276,20 +386,41 @@ def test_a_step_makes_room_and_stays_short(center, monkeypatch):
 
 
 def test_direct_launches_pass_what_triton_passes(monkeypatch):
-    "Triton's own launcher of NVIDIA kernels, without a GPU: its C function gets the same arguments from both; where kernels need scratch memory Triton's launcher is kept."
+    """Triton's own launcher of NVIDIA kernels, without a GPU: its C function gets the same
+    arguments from both; where kernels need scratch memory Triton's launcher is kept."""
     from triton.backends.nvidia.driver import CudaLauncher
 
-    calls, settings = [], {f"{x}_scratch_{y}": 0 for x in ("global", "profile") for y in ("size", "align")}
+    calls, settings = (
+        [],
+        {f"{x}_scratch_{y}": 0 for x in ("global", "profile") for y in ("size", "align")},
+    )
     run = object.__new__(CudaLauncher)
-    run.__dict__.update(settings, num_ctas=1, launch_cooperative_grid=False, launch_pdl=True, arg_annotations=("annotation",), kernel_signature=b"kind", launch=lambda *args: calls.append(args))
+    run.__dict__.update(
+        settings,
+        num_ctas=1,
+        launch_cooperative_grid=False,
+        launch_pdl=True,
+        arg_annotations=("annotation",),
+        kernel_signature=b"kind",
+        launch=lambda *args: calls.append(args),
+    )
 
     class Compiled:
         function, packed_metadata = 77, (4, 1, 0)
 
         def __getitem__(self, grid):
-            return lambda *args: self.run(*grid, 123, self.function, self.packed_metadata, None, None, None, *args)
+            return lambda *args: self.run(
+                *grid, 123, self.function, self.packed_metadata, None, None, None, *args
+            )
 
-    driver = type("Driver", (), dict(get_current_stream=staticmethod(lambda device: 120 + device), get_current_device=staticmethod(lambda: 3)))
+    driver = type(
+        "Driver",
+        (),
+        dict(
+            get_current_stream=staticmethod(lambda device: 120 + device),
+            get_current_device=staticmethod(lambda: 3),
+        ),
+    )
     monkeypatch.setattr(kernel.triton.runtime.driver, "_active", driver)
     compiled, grid = Compiled(), (5, 2, 1)
     compiled.run = run
@@ -297,7 +428,11 @@ def test_direct_launches_pass_what_triton_passes(monkeypatch):
     assert not calls
     direct(1, 2.5, "x")
     compiled[grid](1, 2.5, "x")
-    assert calls[0] == calls[1] and 123 in calls[0] and direct.__qualname__.startswith("direct_launcher")
+    assert (
+        calls[0] == calls[1]
+        and 123 in calls[0]
+        and direct.__qualname__.startswith("direct_launcher")
+    )
     run.global_scratch_size = 8
     assert not kernel.direct_launcher(compiled, grid).__qualname__.startswith("direct_launcher")
 
@@ -307,7 +442,17 @@ def test_direct_launches_pass_what_triton_passes(monkeypatch):
 def test_cuda_graph(center):
     "A replayed graph appends where the device counts, short and long."
     recipe, freq = Recipe(Spec(center=center), Spec(bits=4)), pre_rope(128, 128)[1]
-    make = lambda static: KVStore(recipe, 2, 2, 128, dtype=torch.bfloat16, device=DEVICE, max_length=2000, static=static, inv_freq=freq)  # noqa: E731
+    make = lambda static: KVStore(
+        recipe,
+        2,
+        2,
+        128,
+        dtype=torch.bfloat16,
+        device=DEVICE,
+        max_length=2000,
+        static=static,
+        inv_freq=freq,
+    )
     store, plain = make(True), make(False)
     first, *parts = chunks((100, 1, 1, 1, 70, 70, 70, 300, 300), b=2, dk=128, shift=1.0)
     kernel.append(store, *first)
@@ -331,12 +476,24 @@ def test_cuda_graph(center):
 
 def test_a_captured_step_that_does_not_fit():
     "Nothing is written, the last token becomes NaN, and `sync` says so once."
-    store = KVStore(Recipe(Spec(center="prompt_mean"), Spec()), 1, 2, 32, dtype=torch.bfloat16, device=DEVICE, max_length=104, static=True)
+    store = KVStore(
+        Recipe(Spec(center="prompt_mean"), Spec()),
+        1,
+        2,
+        32,
+        dtype=torch.bfloat16,
+        device=DEVICE,
+        max_length=104,
+        static=True,
+    )
     x = states(1, 2, 100, 32)
     kernel.append(store, x, x)
     for n in (3, 3, 70):
         captured(store, x[:, :, :n], x[:, :, :n])
-    assert int(store.position) == 103 and store.key.tensors["scale"].flatten(2)[:, :, 102].isnan().all()
+    assert (
+        int(store.position) == 103
+        and store.key.tensors["scale"].flatten(2)[:, :, 102].isnan().all()
+    )
     with pytest.raises(ValueError, match="more tokens than max_length"):
         store.sync()
     assert store.sync() == 103
@@ -353,7 +510,9 @@ def test_one_token_leaves_others_alone(first):
     gen, before = torch.Generator().manual_seed(1), {}
     for name, side in (("key", store.key), ("value", store.value)):
         layout = side.groups[0].layout
-        before[name] = torch.randint(0, 2**layout.bits, (1, 2, 512, 32), dtype=torch.uint8, generator=gen).to(DEVICE)
+        before[name] = torch.randint(
+            0, 2**layout.bits, (1, 2, 512, 32), dtype=torch.uint8, generator=gen
+        ).to(DEVICE)
         for n, p in zip(side.groups[0].names, pack(before[name], layout)):
             side.tensors[n].copy_(p)
         side.tensors["scale"].fill_(7)
@@ -362,14 +521,20 @@ def test_one_token_leaves_others_alone(first):
     for name, side, x in (("key", store.key, k), ("value", store.value, v)):
         codes = unpack([side.tensors[n] for n in side.groups[0].names], side.groups[0].layout)
         want = side.q.encode(x)
-        assert not ((codes[:, :, first : first + 1] != want.codes) & ~near_edges(side, x, None)).any()
+        assert not (
+            (codes[:, :, first : first + 1] != want.codes) & ~near_edges(side, x, None)
+        ).any()
         others = torch.arange(512) != first
         assert torch.equal(codes[:, :, others], before[name][:, :, others])
         scale = side.tensors["scale"].flatten(2)
-        assert (scale[:, :, others] == 7).all() and torch.allclose(scale[:, :, first : first + 1].float(), want.scale.float(), rtol=1e-3)
+        assert (scale[:, :, others] == 7).all() and torch.allclose(
+            scale[:, :, first : first + 1].float(), want.scale.float(), rtol=1e-3
+        )
 
 
-@pytest.mark.parametrize("dk,dv", ((16, 48), (64, 80), (96, 64), (112, 240), (128, 128), (256, 16)))
+@pytest.mark.parametrize(
+    "dk,dv", ((16, 48), (64, 80), (96, 64), (112, 240), (128, 128), (256, 16))
+)
 def test_head_sizes(dk, dv):
     both(preset("k4v3"), chunks((66,), dk=dk, dv=dv, h=1))
 
@@ -377,7 +542,12 @@ def test_head_sizes(dk, dv):
 @pytest.mark.parametrize("scale", ("mse", "norm", "unbiased"))
 @pytest.mark.parametrize("kind", ("float16", "bfloat16", "float32"))
 def test_scales(scale, kind):
-    both(Recipe(Spec(scale=scale, scale_dtype=kind), Spec(bits=2, scale=scale, scale_dtype=kind)), chunks((40,)))
+    both(
+        Recipe(
+            Spec(scale=scale, scale_dtype=kind), Spec(bits=2, scale=scale, scale_dtype=kind)
+        ),
+        chunks((40,)),
+    )
 
 
 @pytest.mark.parametrize("table", ("gaussian", "uniform"))
@@ -413,7 +583,10 @@ def test_decay_evict_crop():
     kernel.append(fused, *more[0])
     plain.append(*more[0])
     for name in ("key", "value"):
-        a, b = fused.coded(name, fused.offset, fused.length), plain.coded(name, plain.offset, plain.length)
+        a, b = (
+            fused.coded(name, fused.offset, fused.length),
+            plain.coded(name, plain.offset, plain.length),
+        )
         assert (a.codes != b.codes).float().mean() < 1e-4
 
 
@@ -426,7 +599,12 @@ def test_zero_vectors_and_outliers():
     both(preset("k3v3"), [(x, x)], ties=0.05)
 
 
-BAD = ((float("nan"), "finite"), (float("inf"), "finite"), (3e6, "needs a scale"), (3e38, "overflows"))
+BAD = (
+    (float("nan"), "finite"),
+    (float("inf"), "finite"),
+    (3e6, "needs a scale"),
+    (3e38, "overflows"),
+)
 
 
 @pytest.mark.parametrize("n,wait", ((8, True), (70, None)))
@@ -441,13 +619,16 @@ def test_refused_states_leave_the_store(n, wait):
         for k, v in ((x, y), (y, x)):
             with pytest.raises(ValueError, match=said):
                 kernel.append(store, k, v, wait=wait)
-        assert store.length == n and all(torch.equal(a, b) for a, b in zip(before, store.read()))
+        assert store.length == n and all(
+            torch.equal(a, b) for a, b in zip(before, store.read())
+        )
 
 
 @pytest.mark.parametrize("side", (0, 1))
 @pytest.mark.parametrize("n,wait", ((8, None), (8, False), (70, False), (300, False)))
 def test_states_taken_without_waiting(n, wait, side):
-    "A short append, and a long one that may not wait, takes what it is given; attention to it is NaN, and `sync` raises once. What is right is coded as ever."
+    """A short append, and a long one that may not wait, takes what it is given; attention to it
+    is NaN, and `sync` raises once. What is right is coded as ever."""
     for bad, _ in BAD:
         x = states(1, 2, n, 32, torch.float32)
         store, waits = (KVStore(preset("k3v3"), 1, 2, 32, device=DEVICE) for _ in range(2))
@@ -468,7 +649,10 @@ def test_states_taken_without_waiting(n, wait, side):
 
 def test_a_first_chunk_is_looked_at():
     "Its mean is that of all tokens to come."
-    x, store = states(1, 2, 70, 32, torch.float32), KVStore(preset("k3v3"), 1, 2, 32, device=DEVICE)
+    x, store = (
+        states(1, 2, 70, 32, torch.float32),
+        KVStore(preset("k3v3"), 1, 2, 32, device=DEVICE),
+    )
     y = x.clone()
     y[0, 1, 3] = float("nan")
     with pytest.raises(ValueError, match="k must be finite"):
@@ -480,7 +664,9 @@ def test_flags_without_checks():
     "The low-level call does not look at values; it says afterwards what was wrong, and where."
     store = KVStore(Recipe(Spec(), Spec(), 0, 0), 1, 2, 32, device=DEVICE, max_length=256)
     x = states(1, 2, 8, 32, torch.float32)
-    call = lambda k, v: kernel.encode_append(k, v, kernel.target(store.key), kernel.target(store.value), 0).tolist()  # noqa: E731
+    call = lambda k, v: kernel.encode_append(
+        k, v, kernel.target(store.key), kernel.target(store.value), 0
+    ).tolist()
     y, z = x.clone(), x.clone()
     y[0, 0, 0, 0], z[0, 0, 0, 0] = float("nan"), 3e6
     assert call(x, x) == [0, 0, 0, 0]
@@ -504,7 +690,9 @@ def test_supports():
 
 
 def test_bad_arguments():
-    store = KVStore(preset("k3v3"), 1, 2, 32, device=DEVICE, dtype=torch.bfloat16, max_length=256)
+    store = KVStore(
+        preset("k3v3"), 1, 2, 32, device=DEVICE, dtype=torch.bfloat16, max_length=256
+    )
     key, value, x = kernel.target(store.key), kernel.target(store.value), states(1, 2, 4, 32)
     with pytest.raises(TypeError, match="k must be bfloat16"):
         kernel.encode_append(x.double(), x, key, value, 0)
@@ -515,12 +703,20 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match="tokens must lie"):
         kernel.encode_append(x, x, key, value, 254)
     with pytest.raises(ValueError, match="contiguous"):
-        kernel.encode_append(x, x, key._replace(mean=x[:, :, :1, :1].expand(1, 2, 1, 32)), value, 0)
+        kernel.encode_append(
+            x, x, key._replace(mean=x[:, :, :1, :1].expand(1, 2, 1, 32)), value, 0
+        )
     with pytest.raises(ValueError, match="cannot serve"):
-        kernel.append(KVStore(Recipe(residual="prod"), 1, 2, 32, dtype=torch.bfloat16, device=DEVICE), x, x)
+        kernel.append(
+            KVStore(Recipe(residual="prod"), 1, 2, 32, dtype=torch.bfloat16, device=DEVICE),
+            x,
+            x,
+        )
 
 
-LIMITS = [  # (what is compiled, most registers a thread, most bytes of spills a thread, most kB of shared memory)
+# (what is compiled, most registers a thread, most bytes of spills a thread, most kB of shared
+# memory)
+LIMITS = [
     ({"capability": 80}, 168, 320, 64),
     ({"capability": 80, "n": 1}, 168, 0, 48),
     ({"capability": 80, "d": 256}, 255, 256, 99),
@@ -541,14 +737,40 @@ LIMITS = LIMITS if SLOW else LIMITS[::4]
 
 
 def names_of(fields, side):
-    "The kernel's names of one side's arguments: K or k before those of keys, V or v before those of values."
+    """The kernel's names of one side's arguments: K or k before those of keys, V or v before
+    those of values."""
     return [(side.upper() if name[0].isupper() else side) + name for name in fields]
 
 
 def test_arguments_stand_where_the_kernels_have_them():
-    "Sides are handed over by position: their fields are the kernels' parameters. The mutant: two fields change places."
+    """Sides are handed over by position: their fields are the kernels' parameters. The mutant:
+    two fields change places."""
     for side, f, rest in (
-        (kernel.ShortSide, kernel._short_kernel, ["START", "COS_SIN", "POSITION", "FLAG", "heads", "rows", "first", "base", "n", "tiles", "limit", "KC", "VC", "sinks", "ring", "R", "M", "STATIC", "WIDE"]),
+        (
+            kernel.ShortSide,
+            kernel._short_kernel,
+            [
+                "START",
+                "COS_SIN",
+                "POSITION",
+                "FLAG",
+                "heads",
+                "rows",
+                "first",
+                "base",
+                "n",
+                "tiles",
+                "limit",
+                "KC",
+                "VC",
+                "sinks",
+                "ring",
+                "R",
+                "M",
+                "STATIC",
+                "WIDE",
+            ],
+        ),
         (kernel.LongSide, kernel._encode_kernel, None),
     ):
         names, fields = list(f.arg_names), list(side._fields)
@@ -560,32 +782,52 @@ def test_arguments_stand_where_the_kernels_have_them():
 
 
 def test_addresses_are_those_of_the_tensors():
-    "What a compiled kernel is given is what Triton was given the first time, tensors as addresses."
+    """What a compiled kernel is given is what Triton was given the first time, tensors as
+    addresses."""
     store = KVStore("k3v2", 2, 2, 64, dtype=torch.bfloat16, device=DEVICE)
     x = states(2, 2, 1, 64)
     plan = kernel._plan(store)
     for side, one in ((plan.key, store.key), (plan.value, store.value)):
         tensors = list(one.tensors.values())
-        given, addresses = side.arguments(x, tensors, 3), side.pointers(x.data_ptr(), x.stride(), tensors, 3)
+        given, addresses = (
+            side.arguments(x, tensors, 3),
+            side.pointers(x.data_ptr(), x.stride(), tensors, 3),
+        )
         for name, a, b in zip(given._fields, given, addresses):
             assert b == (a.data_ptr() if isinstance(a, torch.Tensor) else a), name
-        assert given.P0 is one.tensors["plane0"] and given.SCALE is one.tensors["scale"] and given.RING is one.tensors["recent"]
+        assert (
+            given.P0 is one.tensors["plane0"]
+            and given.SCALE is one.tensors["scale"]
+            and given.RING is one.tensors["recent"]
+        )
 
 
 @pytest.fixture(scope="module")
 def compiled():
     "What each variant uses, from one process that compiles."
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, str(Path(__file__).with_name("aot_encode.py")), *(json.dumps(case) for case, *_ in LIMITS)]
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("aot_encode.py")),
+        *(json.dumps(case) for case, *_ in LIMITS),
+    ]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     if done.returncode:
         raise AssertionError(done.stderr[-2000:])
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("i", range(len(LIMITS)), ids=[" ".join(f"{k}={v}" for k, v in case.items()) for case, *_ in LIMITS])
+@pytest.mark.parametrize(
+    "i",
+    range(len(LIMITS)),
+    ids=[" ".join(f"{k}={v}" for k, v in case.items()) for case, *_ in LIMITS],
+)
 def test_compiled_ahead_of_time(compiled, i):
     case, registers, stack, shared = LIMITS[i]
     used = compiled[i]
     assert case.items() <= used.items()
-    assert used["registers"] <= registers and used["stack"] <= stack and used["shared"] <= shared * 1024, used
+    assert (
+        used["registers"] <= registers
+        and used["stack"] <= stack
+        and used["shared"] <= shared * 1024
+    ), used

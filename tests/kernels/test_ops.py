@@ -1,4 +1,5 @@
 "Dispatch: what serves, what refuses, and that the meaning does not depend on it."
+
 import pytest
 import torch
 
@@ -17,16 +18,30 @@ def filled(device="cpu", **kwargs):
     return store, torch.randn(2, 8, 3, 64, generator=g).to(device)
 
 
-@pytest.mark.parametrize("call", [dict(), dict(sliding_window=50), dict(softcap=20.0), dict(causal=False), dict(scaling=0.3)])
+@pytest.mark.parametrize(
+    "call",
+    [
+        dict(),
+        dict(sliding_window=50),
+        dict(softcap=20.0),
+        dict(causal=False),
+        dict(scaling=0.3),
+    ],
+)
 def test_auto_is_the_reference_on_a_cpu(call):
     store, q = filled()
     got, want = ops.attend(q, store, **call), attention.attend(q, store, **call)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
-@pytest.mark.parametrize("call, why", [
-    (dict(mask=torch.ones(2, 1, 3, 300, dtype=torch.bool)), "not masks"), (dict(first=7), "first position 0, not at 7"), (dict(causal=False), "causal"),
-])
+@pytest.mark.parametrize(
+    "call, why",
+    [
+        (dict(mask=torch.ones(2, 1, 3, 300, dtype=torch.bool)), "not masks"),
+        (dict(first=7), "first position 0, not at 7"),
+        (dict(causal=False), "causal"),
+    ],
+)
 def test_a_named_backend_gives_its_reason(call, why):
     store, q = filled()
     assert not ops.explain(q, store, **call)["triton"][0]
@@ -43,19 +58,28 @@ def test_without_a_device_the_reason_is_about_devices_or_triton():
 
 def test_explain_lists_torch_last_and_always():
     store, q = filled()
-    assert list(ops.explain(q, store)) == ["triton", "flash", "gather", "torch"] and ops.explain(q, store)["torch"] == (True, "")
+    assert list(ops.explain(q, store)) == [
+        "triton",
+        "flash",
+        "gather",
+        "torch",
+    ] and ops.explain(q, store)["torch"] == (True, "")
 
 
 @pytest.mark.parametrize("backend", ["cuda", "", None])
 def test_unknown_names(backend):
     store, q = filled()
-    with pytest.raises(ValueError, match="backend must be 'auto', 'triton', 'flash', 'gather', 'torch'"):
+    with pytest.raises(
+        ValueError, match="backend must be 'auto', 'triton', 'flash', 'gather', 'torch'"
+    ):
         ops.attend(q, store, backend=backend)
     with pytest.raises(ValueError, match="backend must be 'auto'"):
         ops.append(store, q[:, :2], q[:, :2], backend=backend)
 
 
-@pytest.mark.parametrize("recipe", [dict(), dict(residual="prod"), dict(key=Spec(bits=2.5)), dict(decay=256)])
+@pytest.mark.parametrize(
+    "recipe", [dict(), dict(residual="prod"), dict(key=Spec(bits=2.5)), dict(decay=256)]
+)
 def test_append_leaves_the_state_of_the_store(recipe):
     (a, _), (b, _) = filled(**recipe), filled(**recipe)
     k, v = torch.randn(2, 2, 70, 64), torch.randn(2, 2, 70, 64)
@@ -67,7 +91,9 @@ def test_append_leaves_the_state_of_the_store(recipe):
             assert torch.equal(t, getattr(b, side).tensors[n]), n
 
 
-@pytest.mark.parametrize("recipe, why", [(dict(residual="prod"), "keys"), (dict(value=Spec(bits=2.5)), "values")])
+@pytest.mark.parametrize(
+    "recipe, why", [(dict(residual="prod"), "keys"), (dict(value=Spec(bits=2.5)), "values")]
+)
 def test_append_by_a_kernel_that_cannot(recipe, why):
     store, q = filled(**recipe)
     with pytest.raises(ValueError, match=f"cannot serve this store: .*{why}"):
@@ -82,36 +108,56 @@ def test_a_refused_append_changes_nothing(bad):
     k = torch.full((2, 2, 5, 64), bad)
     with pytest.raises(ValueError):
         ops.append(store, k, k)
-    assert store.length == 300 and all(torch.equal(t, before[n]) for n, t in store.key.tensors.items())
+    assert store.length == 300 and all(
+        torch.equal(t, before[n]) for n, t in store.key.tensors.items()
+    )
 
 
 def close(got, want, limit=1e-5):
     assert (got[0] - want[0]).abs().max() <= limit and (got[1] - want[1]).abs().max() <= limit
 
 
-# --- long chunks -----------------------------------------------------------------------------------
+# --- long chunks
+# -----------------------------------------------------------------------------------
 
-CHUNKS = [dict(), dict(sliding_window=20), dict(sliding_window=120), dict(sliding_window=400), dict(scaling=0.3)]
-KINDS = {"plain": Recipe(), "mean": Recipe(key=Spec(center="prompt_mean"), value=Spec(center="prompt_mean")), "qjl": Recipe(residual="prod"), "bits": Recipe(key=Spec(bits=2.5)), "decay": Recipe(decay=256),
-         "exact": Recipe(sinks=3, recent=100), "pre_rope": Recipe(key=Spec(center="pre_rope"))}
+CHUNKS = [
+    dict(),
+    dict(sliding_window=20),
+    dict(sliding_window=120),
+    dict(sliding_window=400),
+    dict(scaling=0.3),
+]
+KINDS = {
+    "plain": Recipe(),
+    "mean": Recipe(key=Spec(center="prompt_mean"), value=Spec(center="prompt_mean")),
+    "qjl": Recipe(residual="prod"),
+    "bits": Recipe(key=Spec(bits=2.5)),
+    "decay": Recipe(decay=256),
+    "exact": Recipe(sinks=3, recent=100),
+    "pre_rope": Recipe(key=Spec(center="pre_rope")),
+}
 
 
 @pytest.mark.parametrize("call", CHUNKS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("start", [(0, 0), (0, 130), (299, 310)])
 def test_long_chunks_are_the_reference(call, kind, start, monkeypatch):
-    "Blocks joined by their log-sum-exps, over block borders, padding and window borders; rows that see nothing give 0 and -inf."
+    """Blocks joined by their log-sum-exps, over block borders, padding and window borders; rows
+    that see nothing give 0 and -inf."""
     monkeypatch.setattr(ops, "BLOCK", 2 * 2 * 64 * 128)
     device = "cuda" if CUDA else "cpu"
     g = torch.Generator().manual_seed(0)
-    new = lambda h, n: torch.randn(2, h, n, 64, generator=g).to(device)  # noqa: E731
+    new = lambda h, n: torch.randn(2, h, n, 64, generator=g).to(device)
     rope_table = dict(inv_freq=1e4 ** -(torch.arange(32) / 32)) if kind == "pre_rope" else {}
     store = KVStore(KINDS[kind], 2, 2, 64, device=device, **rope_table)
     store.set_range(start=torch.tensor(start))
     store.append(new(2, 300) + 3, new(2, 300))
     k, v, q = new(2, 70), new(2, 70), new(8, 70)
     store.append(k, v)
-    assert ops.select_backend(q, store, k, v, sliding_window=call.get("sliding_window"))[0] == "flash"
+    assert (
+        ops.select_backend(q, store, k, v, sliding_window=call.get("sliding_window"))[0]
+        == "flash"
+    )
     got, want = ops.attend(q, store, k, v, **call), attention.attend(q, store, k, v, **call)
     assert torch.allclose(got[0], want[0], atol=2e-5), (got[0] - want[0]).abs().max()
     assert torch.equal(got[1].isinf(), want[1].isinf())
@@ -123,26 +169,40 @@ def test_long_chunks_are_the_reference(call, kind, start, monkeypatch):
 @pytest.mark.parametrize("call", [dict(), dict(sliding_window=100)])
 def test_long_chunks_in_half_precision(dtype, limit, call):
     device = "cuda" if CUDA else "cpu"
-    new = lambda h, n: torch.randn(2, h, n, 64, generator=torch.Generator().manual_seed(h + n)).to(device, dtype)  # noqa: E731
+    new = lambda h, n: torch.randn(
+        2, h, n, 64, generator=torch.Generator().manual_seed(h + n)
+    ).to(device, dtype)
     store = KVStore(Recipe(), 2, 2, 64, dtype=dtype, device=device)
     store.set_range(start=torch.tensor([0, 40]))
     store.append(new(2, 300), new(2, 300))
     k, v, q = new(2, 70), new(2, 70), new(8, 70)
     store.append(k, v)
-    got, want = ops.attend(q, store, k, v, backend="flash", **call), attention.attend(q, store, k, v, **call)
+    got, want = (
+        ops.attend(q, store, k, v, backend="flash", **call),
+        attention.attend(q, store, k, v, **call),
+    )
     assert got[0].dtype == dtype and got[1].dtype == torch.float32
     assert (got[0] - want[0]).float().norm() < limit * want[0].float().norm()
     assert (got[1] - want[1]).abs().max() < 2e-2
 
 
-@pytest.mark.parametrize("call, n, why", [
-    (dict(), 16, "up to 16 tokens"), (dict(softcap=20.0), 20, "softcap"), (dict(causal=False), 20, "not masks"), (dict(mask=torch.ones(2, 1, 20, 320, dtype=torch.bool)), 20, "not masks"),
-])
+@pytest.mark.parametrize(
+    "call, n, why",
+    [
+        (dict(), 16, "up to 16 tokens"),
+        (dict(softcap=20.0), 20, "softcap"),
+        (dict(causal=False), 20, "not masks"),
+        (dict(mask=torch.ones(2, 1, 20, 320, dtype=torch.bool)), 20, "not masks"),
+    ],
+)
 def test_what_long_chunks_refuse(call, n, why):
     store, _ = filled()
     q, k = torch.randn(2, 8, n, 64), torch.randn(2, 2, n, 64)
     store.append(k, k)
-    with torch.no_grad(), pytest.raises(ValueError, match=f"'flash' cannot serve this call: .*{why}"):
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match=f"'flash' cannot serve this call: .*{why}"),
+    ):
         ops.attend(q, store, k, k, backend="flash", **call)
     with pytest.raises(ValueError, match="whole chunk"):
         ops.attend(torch.randn(2, 8, 20, 64), store, k[:, :, :9], k[:, :, :9], backend="flash")
@@ -171,18 +231,34 @@ def test_an_answer_is_kept_and_given_up_when_it_no_longer_holds():
 
 
 @pytest.mark.skipif(CUDA, reason="the stores lie on a CPU here")
-@pytest.mark.parametrize("change, served", [
-    (dict(), "gather"), (dict(sliding_window=50), "gather"), (dict(softcap=20.0), "gather"), (dict(causal=False), "gather"), (dict(first=7), "torch"), (dict(mask=torch.ones(2, 1, 1, 300, dtype=torch.bool)), "torch"),
-])
+@pytest.mark.parametrize(
+    "change, served",
+    [
+        (dict(), "gather"),
+        (dict(sliding_window=50), "gather"),
+        (dict(softcap=20.0), "gather"),
+        (dict(causal=False), "gather"),
+        (dict(first=7), "torch"),
+        (dict(mask=torch.ones(2, 1, 1, 300, dtype=torch.bool)), "torch"),
+    ],
+)
 def test_a_step_on_a_cpu_is_served_by_look_up_or_says_why_not(change, served):
     store, q = filled()
     q = q[:, :, :1]
     assert ops.select_backend(q, store, **change)[0] == served
     got, want = ops.attend(q, store, **change), attention.attend(q, store, **change)
-    assert torch.allclose(got[0], want[0], atol=1e-5) and torch.allclose(got[1], want[1], atol=1e-5)
+    assert torch.allclose(got[0], want[0], atol=1e-5) and torch.allclose(
+        got[1], want[1], atol=1e-5
+    )
     if served == "torch":
         assert torch.equal(got[0], want[0])
-        with pytest.raises(ValueError, match="'gather' cannot serve this call: the look-up knows ranges of positions, not masks"):
+        with pytest.raises(
+            ValueError,
+            match=(
+                "'gather' cannot serve this call: the look-up knows ranges of positions, not "
+                "masks"
+            ),
+        ):
             ops.attend(q, store, backend="gather", **change)
 
 
@@ -203,7 +279,8 @@ def test_the_look_up_is_asked_again_when_tiles_are_truncated_or_sequences_end():
 @pytest.mark.skipif(CUDA, reason="the stores lie on a CPU here")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_look_up_serves_every_recipe(kind):
-    "All that the dispatcher calls a recipe here: fractional bits, a residual and tiles that lost a plane too."
+    """All that the dispatcher calls a recipe here: fractional bits, a residual and tiles that
+    lost a plane too."""
     more = dict(inv_freq=1e4 ** -(torch.arange(32) / 32)) if kind == "pre_rope" else {}
     store = KVStore(KINDS[kind], 2, 2, 64, **more)
     store.append(*torch.randn(2, 2, 2, 600, 64, generator=torch.Generator().manual_seed(0)))
@@ -217,35 +294,50 @@ def test_the_look_up_serves_every_recipe(kind):
 def test_triton_agrees_on_a_gpu(call):
     store, q = filled("cuda", key=Spec(center="prompt_mean"))
     assert ops.explain(q, store, **call)["triton"][0]
-    got, want = ops.attend(q, store, backend="triton", **call), attention.attend(q, store, **call)
+    got, want = (
+        ops.attend(q, store, backend="triton", **call),
+        attention.attend(q, store, **call),
+    )
     assert (got[0] - want[0]).norm() <= 1e-3 * want[0].norm()
     assert (got[1] - want[1]).abs().max() < 1e-2
 
 
-@pytest.mark.skipif(not CUDA and not ops._interpreted(), reason="needs a GPU or Triton's interpreter")
+@pytest.mark.skipif(
+    not CUDA and not ops._interpreted(), reason="needs a GPU or Triton's interpreter"
+)
 @pytest.mark.parametrize("n", (3, 18))
 def test_drafts_are_one_call_of_the_kernel(n, monkeypatch):
-    "Each query reads its own recent tokens exactly, in one call for all of them; more than 16 as well. The mutant is one exact token more."
-    store, g, calls = KVStore(Recipe(recent=4), 1, 1, 64, device="cuda" if CUDA else "cpu"), torch.Generator().manual_seed(1), []
+    """Each query reads its own recent tokens exactly, in one call for all of them; more than 16
+    as well. The mutant is one exact token more."""
+    store, g, calls = (
+        KVStore(Recipe(recent=4), 1, 1, 64, device="cuda" if CUDA else "cpu"),
+        torch.Generator().manual_seed(1),
+        [],
+    )
     store.append(*torch.randn(2, 1, 1, 40, 64, generator=g).to(store.device))
     q, k, v = (torch.randn(1, h, n, 64, generator=g).to(store.device) for h in (2, 1, 1))
     tail = store.tail_with(k, v)
     store.append(k, v)
     run = ops.launch.decode_attention
-    monkeypatch.setattr(ops.launch, "decode_attention", lambda *a, **call: calls.append(call) or run(*a, **call))
+    monkeypatch.setattr(
+        ops.launch, "decode_attention", lambda *a, **call: calls.append(call) or run(*a, **call)
+    )
     assert ops.explain(q, store, tail.key, tail.value, recent=4, backend="triton")["triton"][0]
     got, lse = ops.attend(q, store, tail.key, tail.value, recent=4, backend="triton")
     want, want_lse = attention.attend(q, store, tail.key, tail.value, recent=4)
-    error = lambda x: float((got - x).norm() / x.norm())  # noqa: E731
+    error = lambda x: float((got - x).norm() / x.norm())
     assert len(calls) == 1 and error(want) <= 1e-3 and (lse - want_lse).abs().max() < 1e-3
     assert error(attention.attend(q, store, tail.key, tail.value, recent=5)[0]) > 3e-3
 
 
 @pytest.mark.parametrize("recent,start", ((0, None), (16, [0, 37]), (16, None)))
 def test_a_range_is_read_as_a_part_of_the_whole(recent, start):
-    "`KVStore.read(first, last)`, which long chunks go through, block by block; exact tokens of other blocks stay out. The mutant is the next range."
+    """`KVStore.read(first, last)`, which long chunks go through, block by block; exact tokens
+    of other blocks stay out. The mutant is the next range."""
     g = torch.Generator().manual_seed(0)
-    store = KVStore(Recipe(Spec(3, center="prompt_mean"), Spec(3), sinks=4, recent=recent), 2, 2, 64)
+    store = KVStore(
+        Recipe(Spec(3, center="prompt_mean"), Spec(3), sinks=4, recent=recent), 2, 2, 64
+    )
     if start is not None:
         store.set_range(start=torch.tensor(start))
     for n in (290, 10):

@@ -1,4 +1,6 @@
-"Which kernel serves which GPU, what compiles for one that is not there, and what plain PyTorch needs of a device."
+"""Which kernel serves which GPU, what compiles for one that is not there, and what plain
+PyTorch needs of a device."""
+
 import json
 import os
 import re
@@ -16,13 +18,17 @@ from turboquant_nb.kernels import encode, launch, ops
 from turboquant_nb.quant.quantizer import Recipe, Spec
 
 NOTEBOOK = Path(__file__).parents[2] / "nbs" / "44_launch.ipynb"
-needs_triton = pytest.mark.skipif(launch.triton.language is None, reason="Triton is not installed")
+needs_triton = pytest.mark.skipif(
+    launch.triton.language is None, reason="Triton is not installed"
+)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    "A function that makes the chooser see a GPU of a compute capability, or of AMD: what it asks are properties of the device."
+    """A function that makes the chooser see a GPU of a compute capability, or of AMD: what it
+    asks are properties of the device."""
+
     def see(capability=(9, 0), hip=None):
         launch._device_reason.cache_clear(), encode._backend.cache_clear()
         monkeypatch.setattr(launch, "is_interpreted", lambda: False)
@@ -36,23 +42,53 @@ def gpu(monkeypatch):
 
 
 @needs_triton
-@pytest.mark.parametrize("capability, fast", [((7, 0), False), ((7, 5), False), ((8, 0), True), ((8, 6), True), ((8, 9), True), ((9, 0), True), ((10, 0), True)])
+@pytest.mark.parametrize(
+    "capability, fast",
+    [
+        ((7, 0), False),
+        ((7, 5), False),
+        ((8, 0), True),
+        ((8, 6), True),
+        ((8, 9), True),
+        ((9, 0), True),
+        ((10, 0), True),
+    ],
+)
 def test_the_kernel_that_a_gpu_gets(gpu, capability, fast):
-    "From 8.0 on that for tensor cores; below it the portable one, by itself, with a reason; the one that is named does not fall back."
-    device, store = gpu(capability), KVStore(Recipe(Spec(3), Spec(3)), 1, 2, 64, dtype=torch.float16)
+    """From 8.0 on that for tensor cores; below it the portable one, by itself, with a reason;
+    the one that is named does not fall back."""
+    device, store = (
+        gpu(capability),
+        KVStore(Recipe(Spec(3), Spec(3)), 1, 2, 64, dtype=torch.float16),
+    )
     if launch.gluon.language is None:
-        pytest.skip("needs Triton 3.6 for the kernel of tensor cores, of a GPU that is not here")
-    plan, why = launch._plan_of(store), "int8 tensor cores with asynchronous copies need compute capability 8.0"
-    assert launch.select_kernel(plan, device, "auto") == (not fast, "") and launch.select_kernel(plan, device, "portable") == (True, "")
+        pytest.skip(
+            "needs Triton 3.6 for the kernel of tensor cores, of a GPU that is not here"
+        )
+    plan, why = (
+        launch._plan_of(store),
+        "int8 tensor cores with asynchronous copies need compute capability 8.0",
+    )
+    assert launch.select_kernel(plan, device, "auto") == (
+        not fast,
+        "",
+    ) and launch.select_kernel(plan, device, "portable") == (True, "")
     assert launch.select_kernel(plan, device, "fragments") == (False, "" if fast else why)
-    assert encode.supports(store.recipe, 64, dtype=torch.float16, device=device) == ((True, "") if fast else (False, "bf16 tensor cores need compute capability 8.0"))
+    assert encode.supports(store.recipe, 64, dtype=torch.float16, device=device) == (
+        (True, "") if fast else (False, "bf16 tensor cores need compute capability 8.0")
+    )
     store.device = device  # asking reads nothing else of it
     assert launch.why_portable(store) == ("" if fast else why)
     q = torch.zeros(1, 4, 1, 64, dtype=torch.float16)
-    assert ops.explain(q, store)["triton"] == (True, "" if fast else f"by the portable kernel: {why}")
+    assert ops.explain(q, store)["triton"] == (
+        True,
+        "" if fast else f"by the portable kernel: {why}",
+    )
     choice = ops.select_backend(q, store)
     assert choice == ("triton", "" if fast else f"by the portable kernel: {why}")
-    assert ops.select_coder(store) == (("triton", "") if fast else ("torch", "bf16 tensor cores need compute capability 8.0"))
+    assert ops.select_coder(store) == (
+        ("triton", "") if fast else ("torch", "bf16 tensor cores need compute capability 8.0")
+    )
 
 
 @needs_triton
@@ -61,7 +97,10 @@ def test_codes_that_tensor_cores_do_not_read(gpu):
     device, store = gpu(), KVStore("k1v1", 1, 1, 64)
     launch._plan_of(store)  # tables lie where the store does
     store.device = device
-    assert ops.explain(torch.zeros(1, 1, 1, 64), store)["triton"] == (True, "by the portable kernel: codes must have 2 to 4 bits")
+    assert ops.explain(torch.zeros(1, 1, 1, 64), store)["triton"] == (
+        True,
+        "by the portable kernel: codes must have 2 to 4 bits",
+    )
 
 
 @needs_triton
@@ -72,9 +111,16 @@ def test_amd_gets_pytorch(gpu):
     store.device = device
     q = torch.zeros(1, 1, 1, 64)
     answers = ops.explain(q, store)
-    assert answers["triton"] == (False, "no kernel has run on ROCm yet; backend='triton' tries the portable one")
-    assert ops.select_coder(store).backend == "torch" and ops.select_backend(q, store).backend in ("gather", "torch")
-    assert ops.explain(q, store, backend="triton")["triton"][0] and launch.select_kernel(launch._plan_of(store), device, "auto") == (True, "")
+    assert answers["triton"] == (
+        False,
+        "no kernel has run on ROCm yet; backend='triton' tries the portable one",
+    )
+    assert ops.select_coder(store).backend == "torch" and ops.select_backend(
+        q, store
+    ).backend in ("gather", "torch")
+    assert ops.explain(q, store, backend="triton")["triton"][0] and launch.select_kernel(
+        launch._plan_of(store), device, "auto"
+    ) == (True, "")
 
 
 class NoDouble(TorchDispatchMode):
@@ -83,21 +129,44 @@ class NoDouble(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for x in torch.utils._pytree.tree_leaves((args, kwargs, out)):
-            assert not isinstance(x, torch.Tensor) or x.dtype not in (torch.float64, torch.complex128), func
+            assert not isinstance(x, torch.Tensor) or x.dtype not in (
+                torch.float64,
+                torch.complex128,
+            ), func
         return out
 
 
-@pytest.mark.parametrize("recipe", ["k3v3", "k2v2", Recipe(Spec(3, center="pre_rope"), Spec(2.5)), Recipe(residual="prod"), Recipe(Spec(3, rotation="haar", scale="unbiased"), Spec(4, codebook="uniform"), decay=300)], ids=["k3v3", "k2v2", "pre_rope", "prod", "decay"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "k3v3",
+        "k2v2",
+        Recipe(Spec(3, center="pre_rope"), Spec(2.5)),
+        Recipe(residual="prod"),
+        Recipe(
+            Spec(3, rotation="haar", scale="unbiased"), Spec(4, codebook="uniform"), decay=300
+        ),
+    ],
+    ids=["k3v3", "k2v2", "pre_rope", "prod", "decay"],
+)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_plain_pytorch_needs_no_float64(recipe, dtype):
-    "Coding, reading and attention of a prompt and of steps, as on an Apple GPU; shared tables are made by a first store, on the CPU. The mutant: a state in float64."
+    """Coding, reading and attention of a prompt and of steps, as on an Apple GPU; shared tables
+    are made by a first store, on the CPU. The mutant: a state in float64."""
+
     def run():
         store = KVStore(recipe, 2, 2, 32, dtype=dtype, inv_freq=0.5 ** torch.arange(1.0, 17.0))
         for n in (600, 1, 1, 5):
-            k, v = (torch.randn(2, 2, n, 32, generator=torch.Generator().manual_seed(n)).to(dtype) for _ in "kv")
+            k, v = (
+                torch.randn(2, 2, n, 32, generator=torch.Generator().manual_seed(n)).to(dtype)
+                for _ in "kv"
+            )
             store.append(k, v)
             q = torch.ones(2, 4, min(n, 20), 32, dtype=dtype)
-            assert attend(q, store)[0].isfinite().all() and attend(q, store, k, v)[0].isfinite().all()
+            assert (
+                attend(q, store)[0].isfinite().all()
+                and attend(q, store, k, v)[0].isfinite().all()
+            )
         store.crop(3), store.select([1, 0])
         return store.read()[0]
 
@@ -110,29 +179,57 @@ def test_plain_pytorch_needs_no_float64(recipe, dtype):
 
 def compiled(jobs):
     "{(kernel, capability): what came of it}, from one process that compiles."
-    command = [sys.executable, str(Path(__file__).with_name("aot_targets.py")), *map(json.dumps, jobs)]
-    done = subprocess.run(command, capture_output=True, text=True, env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"})
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("aot_targets.py")),
+        *map(json.dumps, jobs),
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     return {(x["kernel"], x["capability"]): x for x in rows}
 
 
 def table():
-    "{(kernel, capability): does it compile, and fit into the shared memory of a block?} of the page."
+    """{(kernel, capability): does it compile, and fit into the shared memory of a block?} of
+    the page."""
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     (text,) = [t for c in cells if "| compiles for |" in (t := "".join(c["source"]))]
-    rows = [[x.strip() for x in line.strip("| ").split("|")] for line in text.splitlines() if line.startswith("|")]
+    rows = [
+        [x.strip() for x in line.strip("| ").split("|")]
+        for line in text.splitlines()
+        if line.startswith("|")
+    ]
     targets = [int(re.search(r"sm_(\d+)", x)[1]) for x in rows[0][1:]]
-    return {(name, target): answer == "yes" for name, *answers in rows[2:] for target, answer in zip(targets, answers)}
+    return {
+        (name, target): answer == "yes"
+        for name, *answers in rows[2:]
+        for target, answer in zip(targets, answers)
+    }
 
 
 @needs_triton
-@pytest.mark.skipif(launch.gluon.language is None, reason="needs Triton 3.6 for the kernel of tensor cores, of a GPU that is not here")
+@pytest.mark.skipif(
+    launch.gluon.language is None,
+    reason="needs Triton 3.6 for the kernel of tensor cores, of a GPU that is not here",
+)
 def test_what_compiles_is_what_the_page_says():
-    "All of it with TURBOQUANT_SLOW=1; what a T4 needs always, and that the tensor-core kernel is not for it."
+    """All of it with TURBOQUANT_SLOW=1; what a T4 needs always, and that the tensor-core kernel
+    is not for it."""
     said = table()
-    assert {t for _, t in said} == {75, 80, 86, 89, 90, 100} and len(said) == 6 * len({k for k, _ in said})
+    assert {t for _, t in said} == {75, 80, 86, 89, 90, 100} and len(said) == 6 * len(
+        {k for k, _ in said}
+    )
     slow = bool(os.environ.get("TURBOQUANT_SLOW"))
-    jobs = list(said) if slow else [("decode, portable", 75), ("join of parts", 75), ("decode, tensor cores", 75)]
+    jobs = (
+        list(said)
+        if slow
+        else [("decode, portable", 75), ("join of parts", 75), ("decode, tensor cores", 75)]
+    )
     for job, x in compiled(jobs).items():
         assert x.get("fits", False) == said[job], x

@@ -1,4 +1,6 @@
-"Coding single vectors: every field of a Spec, every bad input, and the distortion of the theory."
+"""Coding single vectors: every field of a Spec, every bad input, and the distortion of the
+theory."""
+
 import json
 import math
 from dataclasses import asdict, replace
@@ -10,29 +12,75 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers import DATA
 from turboquant_nb.theory.codebook import lloyd_max
-from turboquant_nb.quant.quantizer import PRESETS, Coded, Quantizer, Recipe, Spec, as_recipe, channel_bits, decode, decode_rotated, encode, preset, scalar_codebook
+from turboquant_nb.quant.quantizer import (
+    PRESETS,
+    Coded,
+    Quantizer,
+    Recipe,
+    Spec,
+    as_recipe,
+    channel_bits,
+    decode,
+    decode_rotated,
+    encode,
+    preset,
+    scalar_codebook,
+)
 from turboquant_nb.theory.rotation import make_rotation
 from turboquant_nb.testing import raises, same, within_z
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# Mean squared error of the optimal b-bit scalar code at unit variance: Gaussian (classical tables), and the exact law of a coordinate of a unit vector times d.
+# Mean squared error of the optimal b-bit scalar code at unit variance: Gaussian (classical
+# tables), and the exact law of a coordinate of a unit vector times d.
 GAUSSIAN = {1: 0.36338, 2: 0.11748, 3: 0.03455, 4: 0.00950}
-SPHERE = {64: (0.35839, 0.11453, 0.03339, 0.00913), 128: (0.36089, 0.11600, 0.03397, 0.00931), 256: (0.36214, 0.11674, 0.03426, 0.00941)}
+SPHERE = {
+    64: (0.35839, 0.11453, 0.03339, 0.00913),
+    128: (0.36089, 0.11600, 0.03397, 0.00931),
+    256: (0.36214, 0.11674, 0.03426, 0.00941),
+}
 
 
 def relative(q, x, mean=None):
     return float((decode(q, encode(q, x, mean), mean) - x.float()).norm() / x.float().norm())
 
 
-# --- Spec, Recipe ---------------------------------------------------------------------------------
+# --- Spec, Recipe
+# ---------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("field, bad", [
-    ("bits", 0), ("bits", 9), ("bits", 5), ("bits", 2.0), ("bits", True), ("bits", "3"), ("bits", None), ("bits", 0.5), ("bits", 4.25), ("bits", float("nan")), ("bits", float("inf")),
-    ("bits", ()), ("bits", (3, 0)), ("bits", (3, 2.5)), ("bits", (3, True)), ("residual", "prod"), ("residual", None), ("residual", True), ("seed", -1),
-    ("rotation", "svd"), ("rotation", None), ("rotation", ["haar"]), ("scale", "l2"), ("codebook", "affine"), ("center", "mean"), ("scale_dtype", "float64"),
-    ("scale_dtype", torch.float16),
-])
+
+@pytest.mark.parametrize(
+    "field, bad",
+    [
+        ("bits", 0),
+        ("bits", 9),
+        ("bits", 5),
+        ("bits", 2.0),
+        ("bits", True),
+        ("bits", "3"),
+        ("bits", None),
+        ("bits", 0.5),
+        ("bits", 4.25),
+        ("bits", float("nan")),
+        ("bits", float("inf")),
+        ("bits", ()),
+        ("bits", (3, 0)),
+        ("bits", (3, 2.5)),
+        ("bits", (3, True)),
+        ("residual", "prod"),
+        ("residual", None),
+        ("residual", True),
+        ("seed", -1),
+        ("rotation", "svd"),
+        ("rotation", None),
+        ("rotation", ["haar"]),
+        ("scale", "l2"),
+        ("codebook", "affine"),
+        ("center", "mean"),
+        ("scale_dtype", "float64"),
+        ("scale_dtype", torch.float16),
+    ],
+)
 def test_spec_refuses(field, bad):
     with pytest.raises(ValueError, match=field) as info:
         Spec(**{field: bad})
@@ -45,22 +93,41 @@ def test_a_seed_of_another_kind(bad):
         Spec(seed=bad)
 
 
-@pytest.mark.parametrize("kwargs, error, name", [
-    (dict(key=3), TypeError, "key"), (dict(value=None), TypeError, "value"), (dict(sinks=-1), ValueError, "sinks"), (dict(sinks=1.0), TypeError, "sinks"),
-    (dict(recent=-5), ValueError, "recent"), (dict(recent=True), TypeError, "recent"), (dict(decay=2.0), TypeError, "decay"), (dict(decay=True), TypeError, "decay"),
-])
+@pytest.mark.parametrize(
+    "kwargs, error, name",
+    [
+        (dict(key=3), TypeError, "key"),
+        (dict(value=None), TypeError, "value"),
+        (dict(sinks=-1), ValueError, "sinks"),
+        (dict(sinks=1.0), TypeError, "sinks"),
+        (dict(recent=-5), ValueError, "recent"),
+        (dict(recent=True), TypeError, "recent"),
+        (dict(decay=2.0), TypeError, "decay"),
+        (dict(decay=True), TypeError, "decay"),
+    ],
+)
 def test_recipe_refuses(kwargs, error, name):
     with pytest.raises(error, match=name):
         Recipe(**kwargs)
 
 
 def test_recipe_json_round_trip_and_hash():
-    for bits, rotation, scale in product((1, 4), ("hadamard", "haar", "identity"), ("norm", "mse", "unbiased")):
-        for table, center, dtype in product(("sphere", "gaussian", "uniform"), ("none", "prompt_mean"), ("float16", "bfloat16", "float32")):
+    for bits, rotation, scale in product(
+        (1, 4), ("hadamard", "haar", "identity"), ("norm", "mse", "unbiased")
+    ):
+        for table, center, dtype in product(
+            ("sphere", "gaussian", "uniform"),
+            ("none", "prompt_mean"),
+            ("float16", "bfloat16", "float32"),
+        ):
             key = Spec(bits, rotation, 7, scale, table, center, dtype)
             recipe = Recipe(key=key, value=Spec(bits=2), sinks=3, recent=5)
             again = Recipe.from_json(recipe.to_json())
-            assert again == recipe and hash(again) == hash(recipe) and again.to_json() == recipe.to_json()
+            assert (
+                again == recipe
+                and hash(again) == hash(recipe)
+                and again.to_json() == recipe.to_json()
+            )
             assert recipe != replace(recipe, recent=6) and asdict(again) == asdict(recipe)
     assert len({Recipe(), Recipe(), preset("k2v2")}) == 2
     with pytest.raises(AttributeError):
@@ -80,20 +147,46 @@ def test_bits_and_residuals_round_trip():
             continue
         recipe = Recipe(Spec(bits, residual=residual), Spec(3), decay=decay)
         again = Recipe.from_json(recipe.to_json())
-        assert again == recipe and hash(again) == hash(recipe) and again.key.bits == bits and type(again.key.bits) is type(bits)
+        assert (
+            again == recipe
+            and hash(again) == hash(recipe)
+            and again.key.bits == bits
+            and type(again.key.bits) is type(bits)
+        )
     assert Spec(bits=[3, 2]) == Spec(bits=(3, 2))
 
 
 def test_residual_shorthand():
     base = Recipe(Spec(4, center="prompt_mean", seed=5), Spec(2), 1, 2)
-    for name, key in (("none", {}), ("sign", dict(residual="sign")), ("prod", dict(residual="qjl")), ("rescale", dict(scale="unbiased"))):
+    for name, key in (
+        ("none", {}),
+        ("sign", dict(residual="sign")),
+        ("prod", dict(residual="qjl")),
+        ("rescale", dict(scale="unbiased")),
+    ):
         r = Recipe(base.key, base.value, 1, 2, residual=name)
-        assert r == replace(base, key=replace(base.key, **key)) == replace(base, residual=name) == as_recipe(r)
-        assert Recipe.from_json(r.to_json()) == r == replace(r, recent=2) and "decay" in r.to_json()
-        body = {"key": asdict(base.key), "value": asdict(base.value), "sinks": 1, "recent": 2, "residual": name}
+        assert (
+            r
+            == replace(base, key=replace(base.key, **key))
+            == replace(base, residual=name)
+            == as_recipe(r)
+        )
+        assert (
+            Recipe.from_json(r.to_json()) == r == replace(r, recent=2)
+            and "decay" in r.to_json()
+        )
+        body = {
+            "key": asdict(base.key),
+            "value": asdict(base.value),
+            "sinks": 1,
+            "recent": 2,
+            "residual": name,
+        }
         assert Recipe.from_json(json.dumps(body)) == r
     assert Recipe(Spec(4, residual="sign"), Spec(), residual="none").key.residual == "none"
-    assert as_recipe(Recipe(residual="prod"), bits=2).key == Spec(2, center="auto", residual="qjl")
+    assert as_recipe(Recipe(residual="prod"), bits=2).key == Spec(
+        2, center="auto", residual="qjl"
+    )
     for bad in ("qjl", "", 1, True):
         with pytest.raises(ValueError, match="residual must be one of"):
             Recipe(residual=bad)
@@ -103,10 +196,16 @@ def test_residual_shorthand():
         as_recipe(Recipe(residual="prod"), bits=2.5)
 
 
-@pytest.mark.parametrize("kwargs, text", [
-    (dict(decay=0), "decay"), (dict(decay=-1), "decay"), (dict(decay=9, residual="prod"), "qjl"),
-    (dict(key=Spec(2), value=Spec(2), decay=9), "at most 2"), (dict(key=Spec(1.5), value=Spec((2, 1)), decay=9), "at most 2"),
-])
+@pytest.mark.parametrize(
+    "kwargs, text",
+    [
+        (dict(decay=0), "decay"),
+        (dict(decay=-1), "decay"),
+        (dict(decay=9, residual="prod"), "qjl"),
+        (dict(key=Spec(2), value=Spec(2), decay=9), "at most 2"),
+        (dict(key=Spec(1.5), value=Spec((2, 1)), decay=9), "at most 2"),
+    ],
+)
 def test_decay_refuses(kwargs, text):
     with pytest.raises(ValueError, match=text):
         Recipe(**kwargs)
@@ -115,23 +214,45 @@ def test_decay_refuses(kwargs, text):
 
 
 def test_channel_bits():
-    assert channel_bits(3, 5) == (3,) * 5 and channel_bits(2.5, 6) == (3, 3, 3, 2, 2, 2) and channel_bits([4, 1], 2) == (4, 1)
+    assert (
+        channel_bits(3, 5) == (3,) * 5
+        and channel_bits(2.5, 6) == (3, 3, 3, 2, 2, 2)
+        and channel_bits([4, 1], 2) == (4, 1)
+    )
     for d in (8, 10, 64, 80, 128):
         for n in range(1, d):
             for low in (1, 2, 3):
                 assert channel_bits(low + n / d, d) == (low + 1,) * n + (low,) * (d - n)
-    for bits, d, text in ((2.5, 7, "d = 7"), (2.25, 6, "2.25"), ((3, 2), 3, "must have length d = 3, got 2"), (3, 0, "d must")):
+    for bits, d, text in (
+        (2.5, 7, "d = 7"),
+        (2.25, 6, "2.25"),
+        ((3, 2), 3, "must have length d = 3, got 2"),
+        (3, 0, "d must"),
+    ):
         with pytest.raises(ValueError, match=text):
             channel_bits(bits, d)
     with pytest.raises(TypeError, match="d must"):
         channel_bits(3, 2.0)
-    for bad in (0, 5, 7.5, 2.0, True, "3", None, float("nan"), (9, 9), [3, "a"], torch.tensor([3, 3])):
+    for bad in (
+        0,
+        5,
+        7.5,
+        2.0,
+        True,
+        "3",
+        None,
+        float("nan"),
+        (9, 9),
+        [3, "a"],
+        torch.tensor([3, 3]),
+    ):
         with pytest.raises(ValueError, match="bits must be an integer from 1 to 4, a fraction"):
             channel_bits(bad, 2)
 
 
 def test_own_codebook():
     "Only encode, decode and to are used; a spec that one table cannot serve asks for one."
+
     class Shifted:
         def __init__(self, book):
             self.book = book
@@ -149,17 +270,39 @@ def test_own_codebook():
     for spec in (Spec(3, residual="sign"), Spec(2.5), Spec((3,) * 8)):
         with pytest.raises(ValueError, match="make_quantizer"):
             Quantizer(spec, 8)
-        q, plain = Quantizer(spec, 8, codebook=Shifted(scalar_codebook("sphere", 3, 8).to_int8_grid())), Quantizer(Spec(3), 8)
+        q, plain = (
+            Quantizer(
+                spec, 8, codebook=Shifted(scalar_codebook("sphere", 3, 8).to_int8_grid())
+            ),
+            Quantizer(Spec(3), 8),
+        )
         a, b = encode(q, x), encode(plain, x)
         same(a.codes, b.codes + 100)
         same(decode(q, a), decode(plain, b))
-        assert a.signs is None and a.residual_norm is None and q.channel_bits == channel_bits(spec.bits, 8)
+        assert (
+            a.signs is None
+            and a.residual_norm is None
+            and q.channel_bits == channel_bits(spec.bits, 8)
+        )
     for bits, text in ((2.3, "2.3 at d = 8"), ((3, 2), "length d = 8, got 2")):
         with pytest.raises(ValueError, match=text):
             Quantizer(Spec(bits), 8)
 
 
-@pytest.mark.parametrize("text", ["[1]", "{", "", "null", '"k3v3"', '{"key":{}}', '{"key":{},"value":{},"foo":1}', '{"key":[],"value":{}}', '{"key":{"bit":3},"value":{}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1]",
+        "{",
+        "",
+        "null",
+        '"k3v3"',
+        '{"key":{}}',
+        '{"key":{},"value":{},"foo":1}',
+        '{"key":[],"value":{}}',
+        '{"key":{"bit":3},"value":{}}',
+    ],
+)
 def test_recipe_from_bad_json(text):
     with pytest.raises(ValueError, match="not a recipe"):
         Recipe.from_json(text)
@@ -173,9 +316,17 @@ def test_recipe_from_json_names_the_field():
 def test_presets_and_as_recipe():
     for name, (k, v) in PRESETS.items():
         r = preset(name)
-        assert (r.key.bits, r.value.bits) == (k, v) and name == f"k{k}v{v}" and as_recipe(name) == r
+        assert (
+            (r.key.bits, r.value.bits) == (k, v)
+            and name == f"k{k}v{v}"
+            and as_recipe(name) == r
+        )
     assert as_recipe() == as_recipe(None) == preset("k3v3") and as_recipe(Recipe()) == Recipe()
-    assert as_recipe("k4v2", bits=1) == replace(preset("k4v2"), key=replace(preset("k4v2").key, bits=1), value=replace(preset("k4v2").value, bits=1))
+    assert as_recipe("k4v2", bits=1) == replace(
+        preset("k4v2"),
+        key=replace(preset("k4v2").key, bits=1),
+        value=replace(preset("k4v2").value, bits=1),
+    )
     for bad in (0, 9, 5, "3", 2.0, 4.5, True):
         with pytest.raises(ValueError, match="bits"):
             as_recipe("k3v3", bits=bad)
@@ -186,21 +337,43 @@ def test_presets_and_as_recipe():
             as_recipe(bad)
 
 
-# --- encode and decode ----------------------------------------------------------------------------
+# --- encode and decode
+# ----------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("rotation, scale, table", list(product(("hadamard", "haar", "identity"), ("norm", "mse", "unbiased"), ("sphere", "gaussian", "uniform"))))
+@pytest.mark.parametrize(
+    "rotation, scale, table",
+    list(
+        product(
+            ("hadamard", "haar", "identity"),
+            ("norm", "mse", "unbiased"),
+            ("sphere", "gaussian", "uniform"),
+        )
+    ),
+)
 def test_all_specs(rotation, scale, table, dtype, gen):
-    for bits, d, scale_dtype in ((1, 17, "float16"), (2, 64, "bfloat16"), (3, 33, "float32"), (4, 7, "float16")):
+    for bits, d, scale_dtype in (
+        (1, 17, "float16"),
+        (2, 64, "bfloat16"),
+        (3, 33, "float32"),
+        (4, 7, "float16"),
+    ):
         q = Quantizer(Spec(bits, rotation, 3, scale, table, "none", scale_dtype), d)
         x = torch.randn(2, 3, 40, d, generator=gen).to(dtype)
         c = encode(q, x)
-        assert c.codes.shape == x.shape and c.codes.dtype == torch.uint8 and int(c.codes.max()) < 2**bits
+        assert (
+            c.codes.shape == x.shape
+            and c.codes.dtype == torch.uint8
+            and int(c.codes.max()) < 2**bits
+        )
         assert c.scale.shape == x.shape[:-1] and c.scale.dtype == getattr(torch, scale_dtype)
         same(encode(q, x.float()).codes, c.codes)  # computed in fp32 whatever comes
         y = decode(q, c, dtype=dtype)
         assert y.dtype == dtype and y.shape == x.shape
-        bound = {1: 0.75, 2: 0.45, 3: 0.27, 4: 0.16}[bits] * (1.15 if scale == "unbiased" else 1)  # sqrt(D), 20 % and more above theory
+        bound = {1: 0.75, 2: 0.45, 3: 0.27, 4: 0.16}[bits] * (
+            1.15 if scale == "unbiased" else 1
+        )  # sqrt(D), 20 % and more above theory
         assert relative(q, x) < bound, (bits, relative(q, x))
         same(q.rotation.inverse(decode_rotated(q, c)), decode(q, c))
 
@@ -228,21 +401,32 @@ def test_non_contiguous_expanded_and_mean_forms(gen):
     x, dense = base.transpose(1, 2), base.transpose(1, 2).contiguous()
     same(encode(q, x).codes, encode(q, dense).codes)
     row = torch.randn(1, 1, 1, 24, generator=gen)
-    same(encode(q, row.expand(2, 3, 4, 24)).codes, encode(q, row.expand(2, 3, 4, 24).contiguous()).codes)
+    same(
+        encode(q, row.expand(2, 3, 4, 24)).codes,
+        encode(q, row.expand(2, 3, 4, 24).contiguous()).codes,
+    )
     mean = torch.randn(2, 4, 1, 24, generator=gen).bfloat16()
     for m in (mean, mean.expand_as(x), mean.expand_as(x).contiguous(), mean.float()):
         got = encode(q, x, m)
         same(got.codes, encode(q, dense - mean.float()).codes)
     same(decode(q, got, mean), decode(q, got) + mean.float())
-    same(encode(q, x, mean[:1, :1, 0, :]).codes, encode(q, x, mean[:1, :1].expand(2, 4, 1, 24)).codes)
-    assert encode(q, torch.zeros(24)).codes.shape == (24,) and encode(q, torch.zeros(24)).scale.shape == ()
+    same(
+        encode(q, x, mean[:1, :1, 0, :]).codes,
+        encode(q, x, mean[:1, :1].expand(2, 4, 1, 24)).codes,
+    )
+    assert (
+        encode(q, torch.zeros(24)).codes.shape == (24,)
+        and encode(q, torch.zeros(24)).scale.shape == ()
+    )
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 3, 8)])
 def test_empty(shape):
     q = Quantizer(Spec(), 8)
     c = encode(q, torch.zeros(shape))
-    assert c.codes.shape == shape and c.scale.shape == shape[:-1] and decode(q, c).shape == shape
+    assert (
+        c.codes.shape == shape and c.scale.shape == shape[:-1] and decode(q, c).shape == shape
+    )
     assert encode(q, torch.zeros(shape), torch.zeros(1, 8)).codes.shape == shape
 
 
@@ -252,7 +436,9 @@ def test_zeros_constants_outliers(gen):
         zero = encode(q, torch.zeros(3, 64))
         assert float(zero.scale.abs().max()) == 0 and float(decode(q, zero).abs().max()) == 0
         for value in (1.0, -3.5, 1e-3):
-            assert relative(q, torch.full((2, 64), value)) < 0.5  # one rotated vector, on a coarse grid of values
+            assert (
+                relative(q, torch.full((2, 64), value)) < 0.5
+            )  # one rotated vector, on a coarse grid of values
         x = torch.randn(64, 64, generator=gen)
         x[:, 5] *= 1000
         got = decode(q, encode(q, x))
@@ -263,7 +449,8 @@ def test_zeros_constants_outliers(gen):
 
 
 def test_scale_invariance(gen):
-    "A power of two changes the scale by that factor and no code, as long as nothing over- or underflows."
+    """A power of two changes the scale by that factor and no code, as long as nothing over- or
+    underflows."""
     q = Quantizer(Spec(bits=3, scale_dtype="float32"), 64)
     x = torch.randn(20, 64, generator=gen)
     want = encode(q, x)
@@ -301,14 +488,27 @@ def test_scale_overflow_names_what_to_do(gen):
         assert relative(Quantizer(Spec(scale_dtype=wide), 64), x) < 0.25
 
 
-@pytest.mark.parametrize("bad, error, text", [
-    (lambda x: x.long(), TypeError, "int64"), (lambda x: x.tolist(), TypeError, "list"), (lambda x: None, TypeError, "NoneType"),
-    (lambda x: x.bool(), TypeError, "bool"), (lambda x: x.to(torch.complex64), TypeError, "complex64"),
-    (lambda x: x[..., :7], ValueError, "[..., 8]"), (lambda x: x.sum(), ValueError, "[..., 8]"), (lambda x: x.to("meta"), ValueError, "meta"),
-    (lambda x: x.index_fill(0, torch.tensor(1), math.nan), ValueError, "8 NaN"), (lambda x: x.index_fill(1, torch.tensor(1), math.inf), ValueError, "3 Inf"),
-    (lambda x: x.index_fill(1, torch.tensor(1), -math.inf), ValueError, "3 Inf"),
-    (lambda x: torch.cat([x, x * math.nan, torch.full_like(x, math.inf)]).half(), ValueError, "24 Inf"),
-])
+@pytest.mark.parametrize(
+    "bad, error, text",
+    [
+        (lambda x: x.long(), TypeError, "int64"),
+        (lambda x: x.tolist(), TypeError, "list"),
+        (lambda x: None, TypeError, "NoneType"),
+        (lambda x: x.bool(), TypeError, "bool"),
+        (lambda x: x.to(torch.complex64), TypeError, "complex64"),
+        (lambda x: x[..., :7], ValueError, "[..., 8]"),
+        (lambda x: x.sum(), ValueError, "[..., 8]"),
+        (lambda x: x.to("meta"), ValueError, "meta"),
+        (lambda x: x.index_fill(0, torch.tensor(1), math.nan), ValueError, "8 NaN"),
+        (lambda x: x.index_fill(1, torch.tensor(1), math.inf), ValueError, "3 Inf"),
+        (lambda x: x.index_fill(1, torch.tensor(1), -math.inf), ValueError, "3 Inf"),
+        (
+            lambda x: torch.cat([x, x * math.nan, torch.full_like(x, math.inf)]).half(),
+            ValueError,
+            "24 Inf",
+        ),
+    ],
+)
 def test_encode_refuses(bad, error, text):
     q = Quantizer(Spec(), 8)
     with pytest.raises(error) as info:
@@ -339,7 +539,12 @@ def test_quantizer_arguments():
 def test_decode_refuses():
     q = Quantizer(Spec(), 8)
     c = encode(q, torch.ones(3, 8))
-    for codes, scale in ((c.codes[:, :7], c.scale), (c.codes, c.scale[:2]), (c.codes, c.scale[:, None]), (c.codes[:2], c.scale)):
+    for codes, scale in (
+        (c.codes[:, :7], c.scale),
+        (c.codes, c.scale[:2]),
+        (c.codes, c.scale[:, None]),
+        (c.codes[:2], c.scale),
+    ):
         with pytest.raises(ValueError, match="codes"):
             decode(q, Coded(codes, scale))
     with pytest.raises(ValueError, match="codes"):
@@ -360,13 +565,18 @@ def test_global_random_state_is_not_touched():
     same(torch.get_rng_state(), before)
 
 
-# --- theory ---------------------------------------------------------------------------------------
+# --- theory
+# ---------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_distortion_table(bits, d, gen):
-    """For any fixed vector and a Haar rotation, E‖x-x̂‖²/‖x‖² = D(b, d). A fixed x with an independent rotation each time is the same as a uniform x, so uniform unit vectors go
-    through the whole pipeline. The width: coordinates of a unit vector are negatively correlated only to O(1/d), so the sd of the mean over d of a function f is at most sd(f)/√d."""
+    """For any fixed vector and a Haar rotation, E‖x-x̂‖²/‖x‖² = D(b, d). A fixed x with an
+    independent rotation each time is the same as a uniform x, so uniform unit vectors go
+    through the whole pipeline. The width: coordinates of a unit vector are negatively
+    correlated only to O(1/d), so the sd of the mean over d of a function f is at most
+    sd(f)/√d."""
     mean = SPHERE[d][bits - 1]
     book = lloyd_max(bits, d)
     assert abs(book.mse - mean) < 6e-6 and abs(lloyd_max(bits).mse - GAUSSIAN[bits]) < 6e-6
@@ -380,7 +590,10 @@ def test_distortion_table(bits, d, gen):
     sd = float(((f - (f * weight).sum()) ** 2 * weight).sum().sqrt()) / math.sqrt(d)
     within_z(error, book.mse, sd, name=f"b={bits} d={d}")
     assert abs(float(error.mean()) - mean) < 5 * sd / math.sqrt(len(error)) + 6e-6
-    assert float(error.mean()) < math.sqrt(3) * math.pi / 2 * 4.0**-bits and float(error.mean()) > 4.0**-bits
+    assert (
+        float(error.mean()) < math.sqrt(3) * math.pi / 2 * 4.0**-bits
+        and float(error.mean()) > 4.0**-bits
+    )
     with raises(AssertionError):  # mutant: the table of one bit fewer or more
         within_z(error, SPHERE[d][bits % 4], sd)
     wrong = Quantizer(Spec(bits, "identity", 5, "norm", scale_dtype="float32"), d)
@@ -388,16 +601,20 @@ def test_distortion_table(bits, d, gen):
     with raises(AssertionError):  # mutant: no rotation
         within_z((decode(wrong, encode(wrong, spiky)) - spiky).square().sum(1), book.mse, sd)
     spiky_error = (decode(q, encode(q, spiky)) - spiky).square().sum(1)
-    assert float(spiky_error.max()) < 3 * book.mse  # one direction, one rotation: near D but not a mean
+    assert (
+        float(spiky_error.max()) < 3 * book.mse
+    )  # one direction, one rotation: near D but not a mean
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_scales_do_what_they_promise(bits, gen):
     "mse: no other factor is nearer. unbiased: ⟨x, x̂⟩ = ‖x‖² for every vector."
     x = torch.randn(500, 64, generator=gen)
-    make = lambda scale: Quantizer(Spec(bits, scale=scale, scale_dtype="float32"), 64)  # noqa: E731
-    norm, mse, fair = ((decode(make(s), encode(make(s), x))) for s in ("norm", "mse", "unbiased"))
-    error = lambda y: (y - x).square().sum(1)  # noqa: E731
+    make = lambda scale: Quantizer(Spec(bits, scale=scale, scale_dtype="float32"), 64)
+    norm, mse, fair = (
+        (decode(make(s), encode(make(s), x))) for s in ("norm", "mse", "unbiased")
+    )
+    error = lambda y: (y - x).square().sum(1)
     for y in (norm, fair, mse * 1.01, mse * 0.99):
         assert (error(mse) <= error(y) * (1 + 1e-5)).all()
     assert torch.allclose((fair * x).sum(1), x.square().sum(1), rtol=1e-4)
@@ -407,6 +624,7 @@ def test_scales_do_what_they_promise(bits, gen):
 
 class Count(TorchDispatchMode):
     "How many operators run."
+
     def __init__(self):
         super().__init__()
         self.calls = 0
@@ -417,7 +635,8 @@ class Count(TorchDispatchMode):
 
 
 def test_work_is_vectorised(gen):
-    "20 M look-ups: the number of operators depends on blocks of 8,192 vectors, never on vectors or channels."
+    """20 M look-ups: the number of operators depends on blocks of 8,192 vectors, never on
+    vectors or channels."""
     book = lloyd_max(3, 128)
     with Count() as count:
         codes = book.encode(torch.empty(20_000_000).uniform_(-3, 3, generator=gen))
@@ -433,7 +652,8 @@ def test_work_is_vectorised(gen):
 
 
 def test_recipes_written_under_former_names_are_read():
-    "JSON of the code before the rebuilding: window, table, and centres and codebooks as they were called then."
+    """JSON of the code before the rebuilding: window, table, and centres and codebooks as they
+    were called then."""
     mean, rope = Spec(3, center="prompt_mean"), Spec(2.5, center="pre_rope", codebook="uniform")
     mixed, qjl = Spec((4,) * 4 + (2,) * 4, center="prompt_mean"), Spec(3, residual="qjl")
     assert [Recipe.from_dict(x) for x in json.loads((DATA / "recipes.json").read_text())] == [

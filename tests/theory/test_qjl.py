@@ -1,4 +1,6 @@
-"The sign sketch: exact mean and variance for every kind that claims them, bits byte for byte, scores from bytes equal to the dense formula."
+"""The sign sketch: exact mean and variance for every kind that claims them, bits byte for byte,
+scores from bytes equal to the dense formula."""
+
 import math
 from functools import lru_cache
 
@@ -7,7 +9,14 @@ import pytest
 import torch
 
 from turboquant_nb.theory.qjl import (
-    pack_signs, qjl_decode, qjl_encode, qjl_scores, qjl_variance, sign_bits, sketch_matrix, unpack_signs,
+    pack_signs,
+    qjl_decode,
+    qjl_encode,
+    qjl_scores,
+    qjl_variance,
+    sign_bits,
+    sketch_matrix,
+    unpack_signs,
 )
 from turboquant_nb.theory.rotation import haar, hadamard, hadamard_form
 from turboquant_nb.testing import bounded, no_worse_than, same, within_z
@@ -18,7 +27,8 @@ C = math.sqrt(math.pi / 2)
 
 
 def mean_length(d):
-    "E‖g‖ by another way than the package: the product Π over the recursion L_{d+2} = L_d (d+1)/d."
+    """E‖g‖ by another way than the package: the product Π over the recursion L_{d+2} = L_d
+    (d+1)/d."""
     length, at = (math.sqrt(2 / math.pi), 1) if d % 2 else (math.sqrt(math.pi / 2), 2)
     while at < d:
         length, at = length * (at + 1) / at, at + 2
@@ -27,12 +37,20 @@ def mean_length(d):
 
 def dense(q, bits, norm, S):
     "The formula with ±1 floats, in fp64."
-    return (q.double() @ S.double().T) @ (2 * bits.double() - 1).mT * (norm.double() * C / len(S)).unsqueeze(-2)
+    return (
+        (q.double() @ S.double().T)
+        @ (2 * bits.double() - 1).mT
+        * (norm.double() * C / len(S)).unsqueeze(-2)
+    )
 
 
 @lru_cache(maxsize=1)  # pairs vary fastest below, so each set of sketches is drawn once
 def sketches(kind, d, m, n):
-    return sketch_matrix(n * (m if kind == "gaussian" else d), d, kind).view(n, -1, d)[:, :m].double()
+    return (
+        sketch_matrix(n * (m if kind == "gaussian" else d), d, kind)
+        .view(n, -1, d)[:, :m]
+        .double()
+    )
 
 
 def terms(kind, q, r, m, n):
@@ -43,11 +61,32 @@ def terms(kind, q, r, m, n):
 
 # ---- the matrix
 
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("m,d", [(1, 1), (3, 1), (1, 8), (7, 8), (8, 8), (9, 8), (40, 16), (130, 64), (5, 96), (100, 80), (31, 23)])
+@pytest.mark.parametrize(
+    "m,d",
+    [
+        (1, 1),
+        (3, 1),
+        (1, 8),
+        (7, 8),
+        (8, 8),
+        (9, 8),
+        (40, 16),
+        (130, 64),
+        (5, 96),
+        (100, 80),
+        (31, 23),
+    ],
+)
 def test_matrix(kind, m, d):
     S = sketch_matrix(m, d, kind, seed=3)
-    assert S.shape == (m, d) and S.dtype == torch.float32 and S.device.type == "cpu" and S.is_contiguous()
+    assert (
+        S.shape == (m, d)
+        and S.dtype == torch.float32
+        and S.device.type == "cpu"
+        and S.is_contiguous()
+    )
     assert not S.is_inference() and S.isfinite().all()
     same(sketch_matrix(m, d, kind, seed=3), S)
     same(sketch_matrix(m + d + 1, d, kind, seed=3)[:m], S)  # more rows are appended
@@ -56,7 +95,9 @@ def test_matrix(kind, m, d):
     if kind != "gaussian":
         for block in S.split(d):
             gram = block.double() @ block.double().T / mean_length(d) ** 2
-            torch.testing.assert_close(gram, torch.eye(len(block), dtype=torch.float64), atol=2e-6, rtol=0)
+            torch.testing.assert_close(
+                gram, torch.eye(len(block), dtype=torch.float64), atol=2e-6, rtol=0
+            )
 
 
 def test_matrix_in_inference_mode_can_be_used_in_autograd():
@@ -81,9 +122,13 @@ def test_sketch_shares_no_draws_with_the_rotation_of_its_seed(d):
     Q = sketch_matrix(d, d, "orthogonal", 0) / mean_length(d)
     assert float((Q.abs() - haar(d, 0).abs()).abs().max()) > 0.1
     H, R = sketch_matrix(d, d, "hadamard", 0).sign(), hadamard(d, 0).sign()
-    signs = lambda M: set(map(tuple, (M * M[:1]).int().tolist()))  # rows relative to one row: the Hadamard group
+    signs = lambda M: set(
+        map(tuple, (M * M[:1]).int().tolist())
+    )  # rows relative to one row: the Hadamard group
     assert signs(H) == signs(R)  # the same matrix up to signs and order: only the draws differ
-    assert not set(map(tuple, H.int().tolist())) & set(map(tuple, R.int().tolist()))  # other signs of the columns
+    assert not set(map(tuple, H.int().tolist())) & set(
+        map(tuple, R.int().tolist())
+    )  # other signs of the columns
 
 
 def test_gaussian_moments():
@@ -95,7 +140,13 @@ def test_gaussian_moments():
 
 # ---- mean and variance
 
-PAIRS = {"plain": (0, 1), "same": (1, 1), "one-hot": (0, 2), "both hot": (2, 2), "hot apart": (3, 2)}
+PAIRS = {
+    "plain": (0, 1),
+    "same": (1, 1),
+    "one-hot": (0, 2),
+    "both hot": (2, 2),
+    "hot apart": (3, 2),
+}
 
 
 def vectors(d):
@@ -107,8 +158,19 @@ def vectors(d):
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("kind,d,m", [("gaussian", 8, 1), ("gaussian", 8, 8), ("gaussian", 20, 33),
-                                      ("orthogonal", 2, 2), ("orthogonal", 8, 1), ("orthogonal", 8, 5), ("orthogonal", 8, 8), ("orthogonal", 24, 24)])
+@pytest.mark.parametrize(
+    "kind,d,m",
+    [
+        ("gaussian", 8, 1),
+        ("gaussian", 8, 8),
+        ("gaussian", 20, 33),
+        ("orthogonal", 2, 2),
+        ("orthogonal", 8, 1),
+        ("orthogonal", 8, 5),
+        ("orthogonal", 8, 8),
+        ("orthogonal", 24, 24),
+    ],
+)
 def test_unbiased(kind, d, m, pair):
     v = vectors(d)
     q, r = (v[i] for i in PAIRS[pair])
@@ -126,7 +188,9 @@ def test_gaussian_variance(d, m, pair):
     v = vectors(d)
     q, r = (v[i] for i in PAIRS[pair])
     V, exact = float(qjl_variance(q, r, m)), float(q @ r)
-    assert V == pytest.approx((math.pi / 2 * float(q @ q) * float(r @ r) - exact**2) / m, rel=1e-12)
+    assert V == pytest.approx(
+        (math.pi / 2 * float(q @ q) * float(r @ r) - exact**2) / m, rel=1e-12
+    )
     sd = math.sqrt(2 * V * V + 2 * (math.pi - 3) * exact**4 / m**3)
     error = (terms("gaussian", q, r, m, 6000) - exact).square()
     within_z(error, V, sd)
@@ -148,15 +212,22 @@ def test_orthogonal_variance_two_ways(d):
     for m in sorted({1, 2, d // 2 + 1, d - 1, d} & set(range(1, d + 1))):
         for alpha, beta in ((1, 0), (0, 1), (0.6, 0.8), (-2, 0.3)):
             got = float(qjl_variance(alpha * r + beta * across, 3 * r, m, "orthogonal"))
-            assert got == pytest.approx(9 * exact_orthogonal_variance(alpha, beta, m, d), rel=1e-9, abs=1e-13)
+            assert got == pytest.approx(
+                9 * exact_orthogonal_variance(alpha, beta, m, d), rel=1e-9, abs=1e-13
+            )
     blocks = [qjl_variance(across, r, k, "orthogonal") * k * k for k in (d, d, 1)]  # m = 2d + 1
-    assert float(qjl_variance(across, r, 2 * d + 1, "orthogonal")) == pytest.approx(float(sum(blocks)) / (2 * d + 1) ** 2, rel=1e-12)
+    assert float(qjl_variance(across, r, 2 * d + 1, "orthogonal")) == pytest.approx(
+        float(sum(blocks)) / (2 * d + 1) ** 2, rel=1e-12
+    )
 
 
 def across_cumulants(m, d):
-    "Second and fourth cumulant of an estimate from m <= d orthogonal rows, q across r, unit length: E[B^4 | c] = 3 (m - A^2)^2 / ((d-1)(d+1))."
+    """Second and fourth cumulant of an estimate from m <= d orthogonal rows, q across r, unit
+    length: E[B^4 | c] = 3 (m - A^2)^2 / ((d-1)(d+1))."""
     L, mu = mean_length(d), math.sqrt(2 / math.pi)
-    k1, k2, k3, k4 = (m * k for k in (mu, 1 - mu**2, mu * (2 * mu**2 - 1), 8 * (math.pi - 3) / math.pi**2))
+    k1, k2, k3, k4 = (
+        m * k for k in (mu, 1 - mu**2, mu * (2 * mu**2 - 1), 8 * (math.pi - 3) / math.pi**2)
+    )
     a2 = (k2 + k1**2) / d
     a4 = (k4 + 4 * k3 * k1 + 3 * k2**2 + 6 * k2 * k1**2 + k1**4) / (d * (d + 2))
     V = (C * L / m) ** 2 * (m - a2) / (d - 1)
@@ -169,12 +240,16 @@ def test_orthogonal_variance_measured(d, m):
     n, sizes = 4000, [d] * (m // d) + [m % d] * (m % d > 0)
     S = sketch_matrix(n * len(sizes) * d, d, "orthogonal", 5).view(n, -1, d)[:, :m].double()
     e = C * ((S @ q) * (2.0 * (S @ r > 0) - 1)).mean(-1)
-    parts = [(k / m, *across_cumulants(k, d)) for k in sizes]  # independent blocks: cumulants add
+    parts = [
+        (k / m, *across_cumulants(k, d)) for k in sizes
+    ]  # independent blocks: cumulants add
     V, k4 = sum(w**2 * v for w, v, _ in parts), sum(w**4 * k for w, _, k in parts)
     assert float(qjl_variance(q, r, m, "orthogonal")) == pytest.approx(V, rel=1e-9)
     within_z(e.square(), V, math.sqrt(k4 + 2 * V * V))
     with pytest.raises(AssertionError):
-        within_z(e.square(), float(qjl_variance(q, r, m)), math.sqrt(k4 + 2 * V * V))  # mutant: Gaussian
+        within_z(
+            e.square(), float(qjl_variance(q, r, m)), math.sqrt(k4 + 2 * V * V)
+        )  # mutant: Gaussian
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "orthogonal"])
@@ -183,9 +258,13 @@ def test_orthogonal_never_worse_and_never_negative(kind, gen):
     for m in range(1, 40):
         V = qjl_variance(q, r, m, kind)
         assert V.dtype == torch.float64 and V.shape == (50,) and (V > 0).all()
-        assert (qjl_variance(q, r, m, "orthogonal") <= qjl_variance(q, r, m) * (1 + 1e-12)).all()
+        assert (
+            qjl_variance(q, r, m, "orthogonal") <= qjl_variance(q, r, m) * (1 + 1e-12)
+        ).all()
     assert qjl_variance(q[:, None], r[:3], 5, kind).shape == (50, 3)
-    at_one = qjl_variance(torch.ones(1), torch.ones(1), 3, "orthogonal")  # d = 1: the sign is everything
+    at_one = qjl_variance(
+        torch.ones(1), torch.ones(1), 3, "orthogonal"
+    )  # d = 1: the sign is everything
     assert 0 <= float(at_one) < 1e-12
 
 
@@ -198,23 +277,30 @@ def test_hadamard_bias_of_sparse_vectors():
         got = terms("hadamard", r, r, d, 50)
         bounded((got - want).abs(), 1e-5)
         bounded(0.1, abs(want - 1))
-    S = sketch_matrix(4000 * d, d, "hadamard").view(4000, d, d)[:, :1].double()  # ties: two equal channels, one row
+    S = (
+        sketch_matrix(4000 * d, d, "hadamard").view(4000, d, d)[:, :1].double()
+    )  # ties: two equal channels, one row
     r = torch.zeros(d, dtype=torch.float64)
     r[:2] = 1 / math.sqrt(2)
     q = torch.tensor([1.0, -1.0] + [0.0] * (d - 2), dtype=torch.float64)
     ties = (S @ r).abs() < 1e-9
     within_z(ties, 0.5, 0.5, name="share of ties")
     e = C * (S @ q) * (2.0 * (S @ r > 1e-9) - 1)
-    within_z(e, 0, C * mean_length(d) * math.sqrt(2 / d), name="ties read as negative leave no bias")
+    within_z(
+        e, 0, C * mean_length(d) * math.sqrt(2 / d), name="ties read as negative leave no bias"
+    )
 
 
 def test_hadamard_rows_come_in_random_order():
-    "Rows without replacement of a balanced column: variance (π/2)(L²/d)(d-m)/(m(d-1)). The first rows of Sylvester's matrix repeat along the channels and average nothing."
+    """Rows without replacement of a balanced column: variance (π/2)(L²/d)(d-m)/(m(d-1)). The
+    first rows of Sylvester's matrix repeat along the channels and average nothing."""
     d, m, n = 16, 4, 6000
     r, q = torch.eye(d, dtype=torch.float64)[[0, 4]]
     e = terms("hadamard", q, r, m, n)
     V = math.pi / 2 * mean_length(d) ** 2 / d * (d - m) / (m * (d - 1))
-    top = math.pi / 2 * mean_length(d) ** 2 / d  # largest possible square, so sd of the square <= √(V top)
+    top = (
+        math.pi / 2 * mean_length(d) ** 2 / d
+    )  # largest possible square, so sd of the square <= √(V top)
     within_z(e.square(), V, math.sqrt(V * top))
     H = hadamard(d, 0).double()[:m] * mean_length(d)  # mutant: the first rows
     bounded(3 * V, float((C * (H @ q) * (2.0 * (H @ r > 0) - 1)).mean() ** 2))
@@ -223,16 +309,21 @@ def test_hadamard_rows_come_in_random_order():
 
 def test_hadamard_equals_orthogonal_on_random_directions(gen):
     d, n = 32, 6000
-    r = torch.nn.functional.normalize(torch.randn(n, d, generator=gen, dtype=torch.float64), dim=-1)
+    r = torch.nn.functional.normalize(
+        torch.randn(n, d, generator=gen, dtype=torch.float64), dim=-1
+    )
     S = sketch_matrix(n * d, d, "hadamard", 2).view(n, d, d).double()
     e = C * (S @ r[..., None]).abs().mean(1)[:, 0]  # q = r
     V = float(qjl_variance(r[0], r[0], d, "orthogonal"))
     within_z(e, 1, math.sqrt(V))
     with pytest.raises(AssertionError):
-        within_z(e * math.sqrt(d) / mean_length(d), 1, math.sqrt(V))  # mutant: rows of length √d
+        within_z(
+            e * math.sqrt(d) / mean_length(d), 1, math.sqrt(V)
+        )  # mutant: rows of length √d
 
 
 # ---- signs and bytes
+
 
 @pytest.mark.parametrize("m", list(range(1, 20)) + [64, 100, 127, 128])
 @pytest.mark.parametrize("shape", [(), (1,), (3, 5), (0,), (2, 0, 3)])
@@ -240,7 +331,11 @@ def test_pack_round_trip(m, shape, gen):
     bits = torch.randint(0, 2, (*shape, m), generator=gen, dtype=torch.uint8)
     packed = pack_signs(bits)
     assert packed.shape == (*shape, -(-m // 8)) and packed.dtype == torch.uint8
-    same(packed, torch.from_numpy(np.packbits(bits.numpy(), axis=-1, bitorder="little")), allow_empty=True)
+    same(
+        packed,
+        torch.from_numpy(np.packbits(bits.numpy(), axis=-1, bitorder="little")),
+        allow_empty=True,
+    )
     same(unpack_signs(packed, m), bits, allow_empty=True)
     if m % 8 and packed.numel():
         noisy = packed.clone()
@@ -267,9 +362,13 @@ def test_scale_changes_no_sign(scale, gen):
     S, r = sketch_matrix(64, 32, "orthogonal"), torch.randn(200, 32, generator=gen)
     packed, norm = qjl_encode(r * scale, S)
     differ = unpack_signs(packed, 64) != sign_bits(r, S)
-    near = (r @ S.T).abs() / r.norm(dim=-1, keepdim=True) < 1e-4  # rounding of r * scale may move these
+    near = (r @ S.T).abs() / r.norm(
+        dim=-1, keepdim=True
+    ) < 1e-4  # rounding of r * scale may move these
     assert not (differ & ~near).any()
-    torch.testing.assert_close(norm.double(), (r * scale).double().norm(dim=-1), rtol=1e-5, atol=1e-44)
+    torch.testing.assert_close(
+        norm.double(), (r * scale).double().norm(dim=-1), rtol=1e-5, atol=1e-44
+    )
 
 
 def test_zero_tie_and_negation(gen):
@@ -277,7 +376,9 @@ def test_zero_tie_and_negation(gen):
     packed, norm = qjl_encode(torch.zeros(3, 8), S)
     same(packed, torch.zeros(3, 2, dtype=torch.uint8))
     same(norm, torch.zeros(3))
-    assert (qjl_scores(torch.ones(2, 8), packed, norm, S) == 0).all() and (qjl_decode(packed, norm, S) == 0).all()
+    assert (qjl_scores(torch.ones(2, 8), packed, norm, S) == 0).all() and (
+        qjl_decode(packed, norm, S) == 0
+    ).all()
     r = torch.randn(5, 8, generator=gen)
     same(sign_bits(-r, S), 1 - sign_bits(r, S))
     tie = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
@@ -285,7 +386,11 @@ def test_zero_tie_and_negation(gen):
 
 
 def test_autocast_leaves_the_arithmetic_in_fp32(gen):
-    S, r, q = sketch_matrix(64, 64), torch.randn(500, 64, generator=gen), torch.randn(7, 64, generator=gen)
+    S, r, q = (
+        sketch_matrix(64, 64),
+        torch.randn(500, 64, generator=gen),
+        torch.randn(7, 64, generator=gen),
+    )
     packed, norm = qjl_encode(r, S)
     scores, vector = qjl_scores(q, packed, norm, S), qjl_decode(packed, norm, S)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -295,6 +400,7 @@ def test_autocast_leaves_the_arithmetic_in_fp32(gen):
 
 
 # ---- scores
+
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("m", [1, 7, 8, 9, 64, 100, 128])
@@ -307,28 +413,47 @@ def test_scores_equal_the_dense_formula(kind, m, d, gen):
     plain = (q @ S.T) @ (2 * bits.float() - 1).mT * (norm * (C / m)).unsqueeze(-2)
     exact = dense(q, bits, norm, S)
     no_worse_than(qjl_scores(q, packed, norm, S), plain, exact, factor=3)
-    vectors = (2 * bits.float() - 1) @ S * (norm * (C / m)).unsqueeze(-1)  # another order of the same sums, so a reference of its own: with few rows
-    no_worse_than(q @ qjl_decode(packed, norm, S).mT, q @ vectors.mT, exact, factor=2)  # `plain` has only 2 x 9 x m roundings, and its largest may be small by luck
+    vectors = (
+        (2 * bits.float() - 1) @ S * (norm * (C / m)).unsqueeze(-1)
+    )  # another order of the same sums, so a reference of its own: with few rows
+    no_worse_than(
+        q @ qjl_decode(packed, norm, S).mT, q @ vectors.mT, exact, factor=2
+    )  # `plain` has only 2 x 9 x m roundings, and its largest may be small by luck
     same(qjl_decode(bits, norm, S), qjl_decode(packed, norm, S))
 
 
 def test_scores_mutants(gen):
-    S, q, r = sketch_matrix(100, 32), torch.randn(9, 32, generator=gen), torch.randn(120, 32, generator=gen)
+    S, q, r = (
+        sketch_matrix(100, 32),
+        torch.randn(9, 32, generator=gen),
+        torch.randn(120, 32, generator=gen),
+    )
     packed, norm = qjl_encode(r, S)
     bits = sign_bits(r, S)
     exact = dense(q, bits, norm, S)
     plain = (q @ S.T) @ (2 * bits.float() - 1).mT * (norm * (C / 100)).unsqueeze(-2)
     other_end = torch.from_numpy(np.packbits(bits.numpy(), axis=-1))
-    for wrong in (qjl_scores(q, other_end, norm, S), qjl_scores(q, packed.flip(-1), norm, S), qjl_scores(q, packed, norm, S) / C,
-                  qjl_scores(q, packed, torch.ones_like(norm), S), qjl_scores(q, packed, norm, S / 10)):
+    for wrong in (
+        qjl_scores(q, other_end, norm, S),
+        qjl_scores(q, packed.flip(-1), norm, S),
+        qjl_scores(q, packed, norm, S) / C,
+        qjl_scores(q, packed, torch.ones_like(norm), S),
+        qjl_scores(q, packed, norm, S / 10),
+    ):
         with pytest.raises(AssertionError):
             no_worse_than(wrong, plain, exact)
 
 
-@pytest.mark.parametrize("lead_q,lead_r", [((), ()), ((3,), ()), ((), (3,)), ((2, 1), (1, 3)), ((2, 3), (2, 3)), ((4, 1, 2), (2,))])
+@pytest.mark.parametrize(
+    "lead_q,lead_r",
+    [((), ()), ((3,), ()), ((), (3,)), ((2, 1), (1, 3)), ((2, 3), (2, 3)), ((4, 1, 2), (2,))],
+)
 def test_scores_broadcast_as_matmul(lead_q, lead_r, gen):
     S = sketch_matrix(21, 16)
-    q, r = torch.randn(*lead_q, 5, 16, generator=gen), torch.randn(*lead_r, 7, 16, generator=gen)
+    q, r = (
+        torch.randn(*lead_q, 5, 16, generator=gen),
+        torch.randn(*lead_r, 7, 16, generator=gen),
+    )
     packed, norm = qjl_encode(r, S)
     got, want = qjl_scores(q, packed, norm, S), q @ qjl_decode(packed, norm, S).mT
     assert got.dtype == torch.float32
@@ -385,13 +510,28 @@ def test_scores_never_hold_one_float_per_sign(gen):
 NAN, INF = math.nan, math.inf
 
 
-@pytest.mark.parametrize("m,d,kind,seed,error,text", [
-    (0, 8, "gaussian", 0, ValueError, "m must be an integer of at least 1, got 0"),
-    (-3, 8, "gaussian", 0, ValueError, "m must"), (8, 0, "gaussian", 0, ValueError, "d must"), (8, 8, "gaussian", -1, ValueError, "seed must"),
-    (2.0, 8, "gaussian", 0, TypeError, "m must be an integer of at least 1, got 2.0"), (True, 8, "gaussian", 0, TypeError, "m must"), (8, "8", "gaussian", 0, TypeError, "d must"),
-    (8, 8, ["gaussian"], 0, ValueError, "kind must be one of"), (8, 8, None, 0, ValueError, "kind must be one of"),
-    (8, 8, "haar", 0, ValueError, "kind must be one of 'gaussian', 'orthogonal', 'hadamard', got 'haar'"),
-])
+@pytest.mark.parametrize(
+    "m,d,kind,seed,error,text",
+    [
+        (0, 8, "gaussian", 0, ValueError, "m must be an integer of at least 1, got 0"),
+        (-3, 8, "gaussian", 0, ValueError, "m must"),
+        (8, 0, "gaussian", 0, ValueError, "d must"),
+        (8, 8, "gaussian", -1, ValueError, "seed must"),
+        (2.0, 8, "gaussian", 0, TypeError, "m must be an integer of at least 1, got 2.0"),
+        (True, 8, "gaussian", 0, TypeError, "m must"),
+        (8, "8", "gaussian", 0, TypeError, "d must"),
+        (8, 8, ["gaussian"], 0, ValueError, "kind must be one of"),
+        (8, 8, None, 0, ValueError, "kind must be one of"),
+        (
+            8,
+            8,
+            "haar",
+            0,
+            ValueError,
+            "kind must be one of 'gaussian', 'orthogonal', 'hadamard', got 'haar'",
+        ),
+    ],
+)
 def test_bad_matrix(m, d, kind, seed, error, text):
     with pytest.raises(error, match=text):
         sketch_matrix(m, d, kind, seed)
@@ -430,7 +570,12 @@ def test_norm_overflow():
 
 
 def test_bad_bits_and_bytes():
-    for wrong in (torch.ones(8), torch.ones(8, dtype=torch.bool), torch.ones(8, dtype=torch.long), [0, 1]):
+    for wrong in (
+        torch.ones(8),
+        torch.ones(8, dtype=torch.bool),
+        torch.ones(8, dtype=torch.long),
+        [0, 1],
+    ):
         with pytest.raises(TypeError, match="bits must be a uint8 tensor"):
             pack_signs(wrong)
         with pytest.raises(TypeError, match="packed must be a uint8 tensor"):
@@ -453,26 +598,47 @@ def test_bad_scores_and_decode(gen):
     S, q = sketch_matrix(20, 8), torch.randn(4, 8, generator=gen)
     packed, norm = qjl_encode(torch.randn(5, 8, generator=gen), S)
     cases = [
-        (ValueError, "q must have shape", (q[0], packed, norm, S)), (ValueError, "q must have shape", (q[:, :7], packed, norm, S)),
-        (ValueError, "a score overflows float32", (q * 1e38, packed, norm, S)), (ValueError, "a score overflows float32", (q * 1e4, packed, norm * 2e37, S)),
-        (TypeError, "q must be a floating-point", (q.int(), packed, norm, S)), (ValueError, "q must be finite", (q * INF, packed, norm, S)),
+        (ValueError, "q must have shape", (q[0], packed, norm, S)),
+        (ValueError, "q must have shape", (q[:, :7], packed, norm, S)),
+        (ValueError, "a score overflows float32", (q * 1e38, packed, norm, S)),
+        (ValueError, "a score overflows float32", (q * 1e4, packed, norm * 2e37, S)),
+        (TypeError, "q must be a floating-point", (q.int(), packed, norm, S)),
+        (ValueError, "q must be finite", (q * INF, packed, norm, S)),
         (ValueError, r"packed must have shape \[..., T, 3\], got", (q, packed[:, :2], norm, S)),
         (ValueError, r"packed must have shape \[..., T, 3\]", (q, packed[0], norm[0], S)),
-        (TypeError, "packed must be a uint8 tensor, got torch.int64", (q, packed.long(), norm, S)),
+        (
+            TypeError,
+            "packed must be a uint8 tensor, got torch.int64",
+            (q, packed.long(), norm, S),
+        ),
         (ValueError, r"norm must have shape \[5\], got \[4\]", (q, packed, norm[:4], S)),
-        (TypeError, "norm must be a floating-point", (q, packed, norm.int(), S)), (ValueError, "norm must be finite", (q, packed, norm / 0, S)),
-        (ValueError, "norm must not be negative", (q, packed, -norm, S)), (ValueError, "norm must not be negative", (q, packed, norm.clamp(max=0.1) * -1, S)), (ValueError, "S must be finite", (q, packed, norm, S / 0)),
-        (ValueError, "packed must be on cpu", (q, packed.to("meta"), norm, S)), (ValueError, "norm must be on cpu", (q, packed, norm.to("meta"), S)),
-        (ValueError, r"leading dimensions of q and packed must broadcast, got \(2,\) and \(3,\)", (q.expand(2, 4, 8), packed.expand(3, 5, 3), norm.expand(3, 5), S)),
+        (TypeError, "norm must be a floating-point", (q, packed, norm.int(), S)),
+        (ValueError, "norm must be finite", (q, packed, norm / 0, S)),
+        (ValueError, "norm must not be negative", (q, packed, -norm, S)),
+        (ValueError, "norm must not be negative", (q, packed, norm.clamp(max=0.1) * -1, S)),
+        (ValueError, "S must be finite", (q, packed, norm, S / 0)),
+        (ValueError, "packed must be on cpu", (q, packed.to("meta"), norm, S)),
+        (ValueError, "norm must be on cpu", (q, packed, norm.to("meta"), S)),
+        (
+            ValueError,
+            r"leading dimensions of q and packed must broadcast, got \(2,\) and \(3,\)",
+            (q.expand(2, 4, 8), packed.expand(3, 5, 3), norm.expand(3, 5), S),
+        ),
     ]
     for error, text, args in cases:
         with pytest.raises(error, match=text):
             qjl_scores(*args)
     bits = sign_bits(torch.ones(5, 8), S)
     for error, text, args in [
-        (ValueError, r"signs must have shape \[..., 3\] packed or \[..., 20\] as bits, got \[5, 2\]", (packed[:, :2], norm, S)),
-        (ValueError, r"signs must lie in 0\.\.1, got ", (bits + 1, norm, S)), (TypeError, "signs must be a uint8", (bits.bool(), norm, S)),
-        (ValueError, "norm must have shape", (bits, norm[:2], S)), (ValueError, "signs must be on cpu", (bits.to("meta"), norm, S)),
+        (
+            ValueError,
+            r"signs must have shape \[..., 3\] packed or \[..., 20\] as bits, got \[5, 2\]",
+            (packed[:, :2], norm, S),
+        ),
+        (ValueError, r"signs must lie in 0\.\.1, got ", (bits + 1, norm, S)),
+        (TypeError, "signs must be a uint8", (bits.bool(), norm, S)),
+        (ValueError, "norm must have shape", (bits, norm[:2], S)),
+        (ValueError, "signs must be on cpu", (bits.to("meta"), norm, S)),
     ]:
         with pytest.raises(error, match=text):
             qjl_decode(*args)
@@ -481,11 +647,21 @@ def test_bad_scores_and_decode(gen):
 def test_bad_variance():
     x = torch.ones(3, 8)
     for error, text, args in [
-        (ValueError, "m must", (x, x, 0)), (TypeError, "m must", (x, x, 1.5)), (ValueError, "kind must be one of 'gaussian', 'orthogonal', got 'hadamard'", (x, x, 4, "hadamard")),
-        (TypeError, "q must be a floating-point", (x.int(), x, 4)), (TypeError, "r must be a floating-point", (x, x.int(), 4)), (ValueError, "r must be finite", (x, x * NAN, 4)),
-        (ValueError, r"q and r must have shape \[..., d\]", (x, x[:, :7], 4)), (ValueError, "q and r must have shape", (x, torch.tensor(1.0), 4)),
+        (ValueError, "m must", (x, x, 0)),
+        (TypeError, "m must", (x, x, 1.5)),
+        (
+            ValueError,
+            "kind must be one of 'gaussian', 'orthogonal', got 'hadamard'",
+            (x, x, 4, "hadamard"),
+        ),
+        (TypeError, "q must be a floating-point", (x.int(), x, 4)),
+        (TypeError, "r must be a floating-point", (x, x.int(), 4)),
+        (ValueError, "r must be finite", (x, x * NAN, 4)),
+        (ValueError, r"q and r must have shape \[..., d\]", (x, x[:, :7], 4)),
+        (ValueError, "q and r must have shape", (x, torch.tensor(1.0), 4)),
         (ValueError, "q and r must be on one device", (x, x.to("meta"), 4)),
-        (ValueError, "q and r must have shape", (x[:, :0], x[:, :0], 4)), (ValueError, "leading dimensions of q and r must broadcast", (x, x[:2], 4)),
+        (ValueError, "q and r must have shape", (x[:, :0], x[:, :0], 4)),
+        (ValueError, "leading dimensions of q and r must broadcast", (x, x[:2], 4)),
     ]:
         with pytest.raises(error, match=text):
             qjl_variance(*args)

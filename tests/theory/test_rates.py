@@ -9,7 +9,15 @@ import torch
 
 from turboquant_nb.theory.codebook import Codebook, uniform, lloyd_max, lloyd_max_samples
 from turboquant_nb.quant.mixed_precision import by_layer, make_quantizer
-from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec, decode, encode, preset, scalar_codebook
+from turboquant_nb.quant.quantizer import (
+    Quantizer,
+    Recipe,
+    Spec,
+    decode,
+    encode,
+    preset,
+    scalar_codebook,
+)
 from turboquant_nb.theory.rates import (
     MixedCodebook,
     allocate_channels,
@@ -97,8 +105,12 @@ def test_fraction(d, rate):
     x = torch.randn(2000, d, generator=gen(d))
     error = (x - decode(q, encode(q, x))).square().sum(-1) / x.square().sum(-1)
     assert float(error.mean()) == pytest.approx(mixture_mse(bits, d), rel=0.02)
-    assert q.codebook.mse == pytest.approx(mixture_mse(bits, d), rel=2e-3)  # the int8 grid costs this much
-    assert q.codebook.mse == pytest.approx(np.mean([lloyd_max(b, d).to_int8_grid().mse for b in bits]), rel=1e-12)
+    assert q.codebook.mse == pytest.approx(
+        mixture_mse(bits, d), rel=2e-3
+    )  # the int8 grid costs this much
+    assert q.codebook.mse == pytest.approx(
+        np.mean([lloyd_max(b, d).to_int8_grid().mse for b in bits]), rel=1e-12
+    )
     best = make_quantizer(Spec(bits=rate, rotation="haar"), d)
     least = (x - decode(best, encode(best, x))).square().sum(-1) / x.square().sum(-1)
     assert float(least.mean()) < float(error.mean())
@@ -126,27 +138,50 @@ def test_make_quantizer_residuals(table):
     assert sign.codebook.bits == 3
     if table == "sphere":
         assert torch.equal(sign.codebook.levels, sign_codebook(3, 16).to_int8_grid().levels)
-    assert isinstance(make_quantizer(Spec(bits=3, residual="qjl", codebook=table), 16), ProdQuantizer)
+    assert isinstance(
+        make_quantizer(Spec(bits=3, residual="qjl", codebook=table), 16), ProdQuantizer
+    )
 
 
 @pytest.mark.parametrize("d", [16, 64, 80, 128])
 @pytest.mark.parametrize("table", ["sphere", "gaussian", "uniform"])
-@pytest.mark.parametrize("spec", [dict(bits=b) for b in (1, 2, 3, 4, 2.5, 3.75)] + [dict(bits=b, residual=r) for r in ("sign", "qjl") for b in (2, 3, 4)], ids=str)
+@pytest.mark.parametrize(
+    "spec",
+    [dict(bits=b) for b in (1, 2, 3, 4, 2.5, 3.75)]
+    + [dict(bits=b, residual=r) for r in ("sign", "qjl") for b in (2, 3, 4)],
+    ids=str,
+)
 def test_every_table_is_snapped(spec, table, d):
-    "What a kernel relies on: levels are one fp32 step times int8, edges are those of the best table."
+    """What a kernel relies on: levels are one fp32 step times int8, edges are those of the best
+    table."""
     q = make_quantizer(Spec(codebook=table, **spec), d)
-    books = [b for *_, b in q.codebook.groups] if isinstance(q.codebook, MixedCodebook) else [q.codebook]
+    books = (
+        [b for *_, b in q.codebook.groups]
+        if isinstance(q.codebook, MixedCodebook)
+        else [q.codebook]
+    )
     for book in books:
         grid = book.int8()
         assert isinstance(book, Codebook) and book.to_int8_grid() is book and book.grid is grid
-        assert int(grid.levels.int().abs().max()) <= 127 and (grid.levels.int().diff() > 0).all()
+        assert (
+            int(grid.levels.int().abs().max()) <= 127 and (grid.levels.int().diff() > 0).all()
+        )
         assert torch.equal(book.levels, torch.tensor(grid.step) * grid.levels)
         if "residual" not in spec:
             best = scalar_codebook(table, book.bits, d)
-            assert torch.equal(book.edges, best.edges) and torch.equal(grid.levels, best.int8().levels)
+            assert torch.equal(book.edges, best.edges) and torch.equal(
+                grid.levels, best.int8().levels
+            )
     codes = q.codebook.encode(torch.randn(50, d, generator=gen()))
-    cut = truncate(q.codebook) if q.codebook.bits > 1 and not isinstance(q.codebook, MixedCodebook) else None
-    assert cut is None or (cut.grid is None and torch.equal(cut.encode(torch.zeros(1)), q.codebook.encode(torch.zeros(1)) >> 1))
+    cut = (
+        truncate(q.codebook)
+        if q.codebook.bits > 1 and not isinstance(q.codebook, MixedCodebook)
+        else None
+    )
+    assert cut is None or (
+        cut.grid is None
+        and torch.equal(cut.encode(torch.zeros(1)), q.codebook.encode(torch.zeros(1)) >> 1)
+    )
     assert q.codebook.decode(codes).shape == codes.shape
 
 
@@ -200,7 +235,9 @@ def test_truncate_of_samples_is_the_conditional_mean():
     cut = truncate(book)
     codes = book.encode(x) >> 1
     for c in range(4):
-        assert float(x[codes == c].double().mean()) == pytest.approx(float(cut.levels[c]), rel=1e-4)
+        assert float(x[codes == c].double().mean()) == pytest.approx(
+            float(cut.levels[c]), rel=1e-4
+        )
     assert float((x - cut.decode(codes)).double().square().mean()) == pytest.approx(
         cut.mse, rel=1e-4
     )
@@ -210,15 +247,23 @@ def test_truncate_of_samples_is_the_conditional_mean():
 def test_truncate_a_snapped_table(bits):
     "Its int8 grid is its own, not that of the table it was cut from."
     cut, plain = truncate(lloyd_max(bits).to_int8_grid()), truncate(lloyd_max(bits))
-    assert cut.grid is None and torch.equal(cut.levels, plain.levels) and torch.equal(cut.edges, plain.edges)
-    assert cut.mse == pytest.approx(plain.mse, rel=1e-12) and len(cut.int8().levels) == 2 ** (bits - 1) == len(cut.to_int8_grid().levels)
+    assert (
+        cut.grid is None
+        and torch.equal(cut.levels, plain.levels)
+        and torch.equal(cut.edges, plain.edges)
+    )
+    assert cut.mse == pytest.approx(plain.mse, rel=1e-12) and len(cut.int8().levels) == 2 ** (
+        bits - 1
+    ) == len(cut.to_int8_grid().levels)
 
 
 def test_truncate_mixed():
     book = mixed((2, 4, 3, 0, 2, 4), d=64)
     cut = truncate(book, keep=2)
     assert cut.channel_bits == (2, 3, 2, 0, 2, 3)
-    assert [g[1] for g in cut.groups] == [g[1] for g in book.groups]  # planes stay where they are
+    assert [g[1] for g in cut.groups] == [
+        g[1] for g in book.groups
+    ]  # planes stay where they are
     x = torch.randn(100, 6, generator=gen())
     drop = torch.tensor([0, 1, 1, 0, 0, 1], dtype=torch.uint8)
     assert torch.equal(book.encode(x) >> drop, cut.encode(x))
@@ -254,7 +299,7 @@ def test_allocate_is_optimal(seed):
         bits = allocate_channels(v, budget, lo, hi)
         assert bits.dtype == torch.int64 and int(bits.sum()) == budget
         assert lo <= int(bits.min()) and int(bits.max()) <= hi
-        cost = lambda b: sum(x * D[k] for x, k in zip(v.tolist(), b))  # noqa: E731
+        cost = lambda b: sum(x * D[k] for x, k in zip(v.tolist(), b))
         options = itertools.product(range(lo, hi + 1), repeat=4)
         best = min(cost(b) for b in options if sum(b) == budget)
         assert cost(bits.tolist()) == pytest.approx(best)
@@ -322,7 +367,11 @@ def test_by_layer():
 NAN = float("nan")
 BAD = [
     (lambda: MixedCodebook({2: lloyd_max(2)}, (2, 3)), ValueError, "a table of 3 bits"),
-    (lambda: MixedCodebook({2: lloyd_max(3)}, (2, 2)), ValueError, "channel 0 must have 2 bits"),
+    (
+        lambda: MixedCodebook({2: lloyd_max(3)}, (2, 2)),
+        ValueError,
+        "channel 0 must have 2 bits",
+    ),
     (lambda: MixedCodebook([lloyd_max(2)], (2, 2)), ValueError, "length d = 1, got 2"),
     (lambda: MixedCodebook({2: lloyd_max(2)}, ()), ValueError, "at least one channel"),
     (lambda: MixedCodebook({2: lloyd_max(2)}, 2), TypeError, "one integer per channel"),
@@ -374,12 +423,20 @@ BAD = [
     (lambda: entropy_encode([1, 0], torch.ones(2)), TypeError, "integers"),
     (lambda: entropy_encode(torch.tensor([2]), torch.ones(2)), ValueError, r"0\.\.1"),
     (lambda: entropy_encode(torch.tensor([-1]), torch.ones(2)), ValueError, r"0\.\.1"),
-    (lambda: entropy_encode(torch.tensor([1]), torch.ones(1)), ValueError, "probs must have shape"),
+    (
+        lambda: entropy_encode(torch.tensor([1]), torch.ones(1)),
+        ValueError,
+        "probs must have shape",
+    ),
     (lambda: entropy_encode(torch.tensor([1]), torch.ones(2, 2)), ValueError, "a row for each"),
     (lambda: entropy_encode(torch.tensor([1]), torch.zeros(2)), ValueError, "positive"),
     (lambda: entropy_decode(b"123", torch.ones(2), (2,)), ValueError, "whole 32-bit"),
     (lambda: entropy_decode(b"", torch.ones(2), (2,)), ValueError, "whole 32-bit"),
-    (lambda: entropy_encode(torch.tensor([2**32 + 1]), torch.ones(2)), ValueError, r"got 4294967297\.\."),  # would wrap to 1
+    (
+        lambda: entropy_encode(torch.tensor([2**32 + 1]), torch.ones(2)),
+        ValueError,
+        r"got 4294967297\.\.",
+    ),  # would wrap to 1
     (lambda: entropy_decode(b"1234", torch.ones(2), (-1,)), ValueError, "shape must be"),
     (lambda: entropy_decode(b"1234", torch.ones(2), ()), ValueError, "shape must be"),
     (lambda: entropy_decode(b"1234", torch.ones(2), 4), ValueError, "shape must be"),
@@ -389,7 +446,11 @@ BAD = [
     (lambda: MixedCodebook("ab", (2, 2)), TypeError, "one Codebook per channel"),
     (lambda: MixedCodebook((2, 2), (2, 2)), TypeError, "channel 0 must be a Codebook, got int"),
     (lambda: mixed((2, 2), std=[1.0, 2.0]), TypeError, "std must be a floating-point tensor"),
-    (lambda: mixed((2, 0)).encode(torch.tensor([1.0, NAN])), ValueError, "finite"),  # also where nothing is stored
+    (
+        lambda: mixed((2, 0)).encode(torch.tensor([1.0, NAN])),
+        ValueError,
+        "finite",
+    ),  # also where nothing is stored
     (lambda: mixed((2, 0)).decode(torch.tensor([1, 3])), ValueError, "without bits must be 0"),
     (lambda: mixed((0, 0)).decode(torch.zeros(2)), TypeError, "tensor of integers"),
 ]
@@ -403,24 +464,35 @@ def test_bad_input(call, kind, text):
 
 @pytest.mark.parametrize("kind", ("equal", "sizes", "not convex"))
 def test_bits_are_given_where_they_remove_most(kind):
-    "Against all choices: optimal at every budget for equal sizes, at ends of prefixes for others; with measured curves no step that gains is left."
+    """Against all choices: optimal at every budget for equal sizes, at ends of prefixes for
+    others; with measured curves no step that gains is left."""
     rng = np.random.default_rng(7)
     for _ in range(30):
-        gains = rng.random((3, 3)) if kind == "not convex" else np.sort(rng.random((3, 3)), 1)[:, ::-1]
+        gains = (
+            rng.random((3, 3))
+            if kind == "not convex"
+            else np.sort(rng.random((3, 3)), 1)[:, ::-1]
+        )
         sizes = [3, 3, 3] if kind == "equal" else rng.integers(1, 5, 3).tolist()
         losses = -np.cumsum(np.c_[np.zeros(3), gains * np.array(sizes)[:, None]], 1)
         order = np.argsort(-gains, axis=None, kind="stable")
         ends = {0, *np.cumsum(np.repeat(sizes, 3)[order]).tolist()}
         for budget in range(3 * sum(sizes) + 1):
             got = allocate_bits(torch.from_numpy(losses), budget, sizes=sizes)
-            ways = [b for b in itertools.product(range(4), repeat=3) if sum(map(int.__mul__, b, sizes)) <= budget]
-            loss = lambda b: sum(row[x] for row, x in zip(losses, b))  # noqa: E731
+            ways = [
+                b
+                for b in itertools.product(range(4), repeat=3)
+                if sum(map(int.__mul__, b, sizes)) <= budget
+            ]
+            loss = lambda b: sum(row[x] for row, x in zip(losses, b))
             least = min(map(loss, ways))
             assert tuple(got) in ways
             if kind == "equal" or (kind == "sizes" and budget in ends):
                 assert loss(got) <= least + 1e-12
             more = [got[:i] + [got[i] + 1] + got[i + 1 :] for i in range(3)]
             assert all(tuple(b) not in ways or loss(b) >= loss(got) for b in more)
-    assert allocate_bits([[1.0, 1.0, 0.0]], 1) == [0] and allocate_bits([[1.0, 1.0, 0.0]], 1, exact=True) == [1]
+    assert allocate_bits([[1.0, 1.0, 0.0]], 1) == [0] and allocate_bits(
+        [[1.0, 1.0, 0.0]], 1, exact=True
+    ) == [1]
     with pytest.raises(ValueError, match="budget must be from 4 to 8, got 3"):
         allocate_bits([[1.0, 0.5]] * 2, 3, bits=[2, 4])

@@ -1,11 +1,21 @@
 """Wide dtype, shape and layout matrices for turboquant_nb.theory.rope."""
+
 import math
 
 import pytest
 import torch
 
 from turboquant_nb.theory.rope import (
-    apply_cos_sin, apply_rope, commutant_part, commutes, cos_sin_table, pairing_permutation, plane_channels, plane_matrix, rope_angles, rope_frequencies,
+    apply_cos_sin,
+    apply_rope,
+    commutant_part,
+    commutes,
+    cos_sin_table,
+    pairing_permutation,
+    plane_channels,
+    plane_matrix,
+    rope_angles,
+    rope_frequencies,
 )
 from turboquant_nb.theory.rotation import haar
 
@@ -17,7 +27,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def seeded(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def reference(x, positions, d, pairing, rotary_dim=None, theta=1e4):
@@ -34,14 +46,21 @@ def reference(x, positions, d, pairing, rotary_dim=None, theta=1e4):
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("dtype", list(ULP))
-@pytest.mark.parametrize("d,rotary_dim", [(2, None), (6, None), (64, None), (96, None), (128, None), (80, 32), (7, 4), (64, 64)])
+@pytest.mark.parametrize(
+    "d,rotary_dim",
+    [(2, None), (6, None), (64, None), (96, None), (128, None), (80, 32), (7, 4), (64, 64)],
+)
 def test_equals_matrices(pairing, dtype, d, rotary_dim):
-    x, m = seeded(2, 9, d, dtype=dtype), torch.randint(0, 100_000, (2, 9), generator=torch.Generator().manual_seed(1))
+    x, m = (
+        seeded(2, 9, d, dtype=dtype),
+        torch.randint(0, 100_000, (2, 9), generator=torch.Generator().manual_seed(1)),
+    )
     y = apply_rope(x, m, pairing=pairing, rotary_dim=rotary_dim)
     assert y.dtype == dtype and y.shape == x.shape
     want = reference(x, m, d, pairing, rotary_dim)
     assert (y.double() - want).abs().max() <= ULP[dtype] * max(1.0, want.abs().max())
-    if rotary_dim: assert torch.equal(y[..., rotary_dim:], x[..., rotary_dim:])
+    if rotary_dim:
+        assert torch.equal(y[..., rotary_dim:], x[..., rotary_dim:])
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
@@ -62,14 +81,19 @@ def test_position_dtypes_and_broadcast(kind):
     want = apply_rope(x, torch.arange(6))
     assert torch.equal(apply_rope(x, torch.arange(6).to(kind)), want)
     assert torch.equal(apply_rope(x, torch.arange(6).to(kind).expand(2, 1, 6)), want)
-    assert torch.equal(apply_rope(x[0, 0, :1].expand(6, 8), torch.arange(6).to(kind)), apply_rope(x[0, 0, 0], torch.arange(6)))
+    assert torch.equal(
+        apply_rope(x[0, 0, :1].expand(6, 8), torch.arange(6).to(kind)),
+        apply_rope(x[0, 0, 0], torch.arange(6)),
+    )
     assert apply_rope(x[:, :, :0], torch.arange(0).to(kind)).shape == (2, 4, 0, 8)
     assert torch.equal(apply_rope(x, 3), apply_rope(x, torch.tensor(3, dtype=kind)))
 
 
 def test_strides_and_aliasing():
     x = seeded(5, 8, 3)
-    assert torch.equal(apply_rope(x.mT, torch.arange(3)), apply_rope(x.mT.contiguous(), torch.arange(3)))
+    assert torch.equal(
+        apply_rope(x.mT, torch.arange(3)), apply_rope(x.mT.contiguous(), torch.arange(3))
+    )
     kept, y = x.clone(), apply_rope(x.mT, 0)
     y.add_(1)
     assert torch.equal(x, kept)
@@ -95,7 +119,9 @@ def test_after_rope_keeps_scores_and_mixed_order_does_not(pairing):
         assert torch.isclose(rope(q, m + 7) @ rope(k, m), plain, atol=1e-9)
         assert torch.isclose((Pi @ rope(q, m + 7)) @ (Pi @ rope(k, m)), plain, atol=1e-5)
     before = [rope(Pi @ q, m + 7) @ rope(Pi @ k, m) for m in (0, 77, 500)]
-    assert max(before) - min(before) < 1e-9 and abs(before[0] - plain) > 0.1  # relative, but another score
+    assert (
+        max(before) - min(before) < 1e-9 and abs(before[0] - plain) > 0.1
+    )  # relative, but another score
     mixed = [(Pi @ rope(q, m + 7)) @ rope(Pi @ k, m) for m in (0, 77, 500)]
     assert max(mixed) - min(mixed) > 0.1  # not even relative
 
@@ -113,11 +139,15 @@ def test_theorem_both_directions(pairing, d):
     for seed in range(3):
         M = haar(d, seed)
         P = commutant_part(M, pairing)
-        assert torch.allclose(commutant_part(P, pairing), P, atol=1e-14) and commutes(P, pairing) < 1e-7  # a projection
+        assert (
+            torch.allclose(commutant_part(P, pairing), P, atol=1e-14)
+            and commutes(P, pairing) < 1e-7
+        )  # a projection
         assert abs(((M.double() - P) * P).sum()) < 1e-10  # orthogonal to what it drops
         assert commutes(M, pairing) == pytest.approx(commutes(5 * M, pairing))
         assert 0 <= commutes(M, pairing) <= math.sqrt(2) + 1e-9
-    if d > 4: assert commutes(member, {"half": "interleaved", "interleaved": "half"}[pairing]) > 0.1
+    if d > 4:
+        assert commutes(member, {"half": "interleaved", "interleaved": "half"}[pairing]) > 0.1
 
 
 def test_reflections_do_not_commute():
@@ -134,11 +164,16 @@ def test_equal_zero_and_untouched_frequencies():
     assert commutes(mix, theta=1.0) < 1e-7 < 0.1 < commutes(mix)
     some = torch.tensor([1.0, 1.0, 0.1, 0.0])
     M = torch.eye(8, dtype=torch.float64)
-    M[[3, 3, 7, 7], [3, 7, 3, 7]] = torch.tensor([1.0, 0.0, 0.0, -1.0]).double()  # reflects the plane of frequency 0
+    M[[3, 3, 7, 7], [3, 7, 3, 7]] = torch.tensor(
+        [1.0, 0.0, 0.0, -1.0]
+    ).double()  # reflects the plane of frequency 0
     assert commutes(M, inv_freq=some) == 0 and commutes(M) > 0.1
     assert commutes(torch.block_diag(torch.eye(8), haar(8)), rotary_dim=8) < 1e-7
     assert commutes(torch.block_diag(haar(8), torch.eye(8)), rotary_dim=8) > 0.1
-    for m in (1, 50):  # the projection agrees with RoPE itself, partial and with custom frequencies
+    for m in (
+        1,
+        50,
+    ):  # the projection agrees with RoPE itself, partial and with custom frequencies
         P = commutant_part(haar(12, 1), rotary_dim=8, inv_freq=some)
         Rm = apply_rope(torch.eye(12, dtype=torch.float64), m, rotary_dim=8, inv_freq=some).T
         assert (P @ Rm - Rm @ P).abs().max() < 1e-12
@@ -147,7 +182,9 @@ def test_equal_zero_and_untouched_frequencies():
 def test_scale_and_gradient():
     x = seeded(3, 8).requires_grad_()
     y = apply_rope(x, torch.arange(3), rotary_dim=4, scale=2.0)
-    assert torch.allclose(y[:, :4], 2 * apply_rope(x, torch.arange(3), rotary_dim=4)[:, :4]) and torch.equal(y[:, 4:], x[:, 4:])
+    assert torch.allclose(
+        y[:, :4], 2 * apply_rope(x, torch.arange(3), rotary_dim=4)[:, :4]
+    ) and torch.equal(y[:, 4:], x[:, 4:])
     apply_rope(x, torch.arange(3)).square().sum().backward()
     assert torch.allclose(x.grad, 2 * x.detach())  # an isometry
 
@@ -158,26 +195,49 @@ def test_callers_defaults_do_not_matter():
         assert torch.equal(rope_frequencies(8), rope_frequencies(8).cpu())
         assert torch.equal(plane_channels(8)[0], torch.arange(4, device="cpu"))
     torch.set_default_dtype(torch.float64)
-    try: assert all(torch.equal(a, b) for a, b in zip(want, (rope_angles(5, 8), plane_matrix(torch.ones(2), torch.zeros(2)))))
-    finally: torch.set_default_dtype(torch.float32)
+    try:
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(
+                want, (rope_angles(5, 8), plane_matrix(torch.ones(2), torch.zeros(2)))
+            )
+        )
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_bad_input_is_named():
     x = torch.zeros(2, 3, 8)
-    for call, text in ((lambda: apply_rope(torch.zeros(3, 7), 0), "last dimension of x must be a positive even integer, got 7"),
-                       (lambda: apply_rope(torch.tensor(1.0), 0), "even"), (lambda: apply_rope(x, torch.arange(4)), "positions must broadcast"),
-                       (lambda: apply_rope(x, 0, pairing="adjacent"), "'half', 'interleaved', got 'adjacent'"),
-                       (lambda: apply_rope(x, 0, rotary_dim=10), "at most"), (lambda: apply_rope(x, 0, rotary_dim=3), "rotary_dim"),
-                       (lambda: apply_rope(x, 0, theta=-1.0), "theta"), (lambda: apply_rope(x, 0, theta=math.nan), "theta"),
-                       (lambda: apply_rope(x, 0, inv_freq=torch.ones(5)), r"\[4\], got \[5\]"),
-                       (lambda: rope_frequencies(0), "d must be"), (lambda: pairing_permutation(5), "got 5"),
-                       (lambda: plane_matrix(torch.ones(3), torch.ones(2)), "one length"),
-                       (lambda: commutes(torch.zeros(4, 6)), "square"), (lambda: commutes(torch.zeros(5, 5)), "even")):
-        with pytest.raises(ValueError, match=text): call()
-    for call, text in ((lambda: apply_rope(x.long(), 0), "int64"), (lambda: apply_rope(x, torch.zeros(3)), "float32"),
-                       (lambda: apply_rope(x, torch.zeros(3, dtype=torch.bool)), "bool"), (lambda: apply_rope([0.0] * 8, 0), "list"),
-                       (lambda: rope_frequencies(8.0), "float")):
-        with pytest.raises(TypeError, match=text): call()
+    for call, text in (
+        (
+            lambda: apply_rope(torch.zeros(3, 7), 0),
+            "last dimension of x must be a positive even integer, got 7",
+        ),
+        (lambda: apply_rope(torch.tensor(1.0), 0), "even"),
+        (lambda: apply_rope(x, torch.arange(4)), "positions must broadcast"),
+        (lambda: apply_rope(x, 0, pairing="adjacent"), "'half', 'interleaved', got 'adjacent'"),
+        (lambda: apply_rope(x, 0, rotary_dim=10), "at most"),
+        (lambda: apply_rope(x, 0, rotary_dim=3), "rotary_dim"),
+        (lambda: apply_rope(x, 0, theta=-1.0), "theta"),
+        (lambda: apply_rope(x, 0, theta=math.nan), "theta"),
+        (lambda: apply_rope(x, 0, inv_freq=torch.ones(5)), r"\[4\], got \[5\]"),
+        (lambda: rope_frequencies(0), "d must be"),
+        (lambda: pairing_permutation(5), "got 5"),
+        (lambda: plane_matrix(torch.ones(3), torch.ones(2)), "one length"),
+        (lambda: commutes(torch.zeros(4, 6)), "square"),
+        (lambda: commutes(torch.zeros(5, 5)), "even"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call()
+    for call, text in (
+        (lambda: apply_rope(x.long(), 0), "int64"),
+        (lambda: apply_rope(x, torch.zeros(3)), "float32"),
+        (lambda: apply_rope(x, torch.zeros(3, dtype=torch.bool)), "bool"),
+        (lambda: apply_rope([0.0] * 8, 0), "list"),
+        (lambda: rope_frequencies(8.0), "float"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            call()
 
 
 def test_transformers_layouts():
@@ -186,20 +246,34 @@ def test_transformers_layouts():
     from transformers.models.gpt_neox import modeling_gpt_neox
     from transformers.models.llama import modeling_llama
 
-    q, k = seeded(1, 2, 40, 64, dtype=torch.float32), seeded(1, 2, 40, 64, seed=1, dtype=torch.float32)
+    q, k = (
+        seeded(1, 2, 40, 64, dtype=torch.float32),
+        seeded(1, 2, 40, 64, seed=1, dtype=torch.float32),
+    )
     angle = rope_angles(torch.arange(40), 64)
-    cos, sin = (torch.cat((f(angle), f(angle)), -1).float()[None] for f in (torch.cos, torch.sin))
+    cos, sin = (
+        torch.cat((f(angle), f(angle)), -1).float()[None] for f in (torch.cos, torch.sin)
+    )
     ours = apply_rope(q, torch.arange(40))
-    assert torch.allclose(modeling_llama.apply_rotary_pos_emb(q, k, cos, sin)[0], ours, atol=1e-6)
+    assert torch.allclose(
+        modeling_llama.apply_rotary_pos_emb(q, k, cos, sin)[0], ours, atol=1e-6
+    )
     assert torch.allclose(q * cos + modeling_esm.rotate_half(q) * sin, ours, atol=1e-6)
     angle = rope_angles(torch.arange(40), 16)
-    cos, sin = (torch.cat((f(angle), f(angle)), -1).float()[None] for f in (torch.cos, torch.sin))
-    assert torch.allclose(modeling_gpt_neox.apply_rotary_pos_emb(q, k, cos, sin)[0], apply_rope(q, torch.arange(40), rotary_dim=16), atol=1e-6)
+    cos, sin = (
+        torch.cat((f(angle), f(angle)), -1).float()[None] for f in (torch.cos, torch.sin)
+    )
+    assert torch.allclose(
+        modeling_gpt_neox.apply_rotary_pos_emb(q, k, cos, sin)[0],
+        apply_rope(q, torch.arange(40), rotary_dim=16),
+        atol=1e-6,
+    )
 
 
 @pytest.mark.parametrize("d", [2, 4, 16])
 def test_a_table_there_and_back(d):
-    "By the negative position and by `inverse`, to the same bits; kills a sine that keeps its sign."
+    """By the negative position and by `inverse`, to the same bits; kills a sine that keeps its
+    sign."""
     g = torch.Generator().manual_seed(d)
     x, at = torch.randn(2, 3, 5, d, generator=g), torch.randint(0, 900, (2, 5), generator=g)
     inv_freq = 10000 ** -torch.arange(0, 1, 2 / d)

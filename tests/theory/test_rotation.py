@@ -1,4 +1,5 @@
 """Wide dtype, shape and size matrices for turboquant_nb.theory.rotation."""
+
 import copy
 import math
 
@@ -7,7 +8,17 @@ import torch
 
 from turboquant_nb.theory import rotation as rot
 from turboquant_nb.theory.rotation import (
-    Rotation, block_order, fwht, haar, haar_qr, hadamard, hadamard_factors, hadamard_form, hadamard_matrix, make_rotation, paley,
+    Rotation,
+    block_order,
+    fwht,
+    haar,
+    haar_qr,
+    hadamard,
+    hadamard_factors,
+    hadamard_form,
+    hadamard_matrix,
+    make_rotation,
+    paley,
 )
 
 DIMS = (1, 2, 3, 4, 5, 7, 12, 16, 24, 52, 64, 65, 80, 90, 92, 96, 112, 127, 128, 256)
@@ -19,7 +30,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def seeded(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -27,7 +40,11 @@ def seeded(*shape, seed=0, dtype=torch.float32):
 def test_isometry_for_any_d(kind, d):
     r = make_rotation(kind, d, seed=3)
     R = r.matrix.double()
-    assert r.matrix.dtype == torch.float32 and r.matrix.shape == (d, d) and r.matrix.is_contiguous()
+    assert (
+        r.matrix.dtype == torch.float32
+        and r.matrix.shape == (d, d)
+        and r.matrix.is_contiguous()
+    )
     for product in (R @ R.T, R.T @ R):
         assert (product - torch.eye(d)).abs().max() <= 2**-23
     assert r.nbytes == 4 * d * d
@@ -51,7 +68,13 @@ def test_apply_and_inverse(kind, dtype, shape):
 @pytest.mark.parametrize("kind", KINDS)
 def test_strided_inputs(kind):
     r, base = make_rotation(kind, 24), seeded(24, 5, 48)
-    views = (base.transpose(0, 1)[..., :24], base[:, :, ::2], base.permute(1, 2, 0), base[:1, :1, :24].expand(3, 4, 24), base.flip(-1)[..., 24:])
+    views = (
+        base.transpose(0, 1)[..., :24],
+        base[:, :, ::2],
+        base.permute(1, 2, 0),
+        base[:1, :1, :24].expand(3, 4, 24),
+        base.flip(-1)[..., 24:],
+    )
     for x in views:
         assert torch.allclose(r.apply(x), r.apply(x.contiguous()), atol=1e-5)
         assert torch.allclose(r.inverse(x), r.inverse(x.contiguous()), atol=1e-5)
@@ -62,15 +85,35 @@ def test_seed_names_one_matrix(kind):
     a, b = make_rotation(kind, 40, seed=5), make_rotation(kind, 40, seed=5)
     assert a is b and a.matrix is b.matrix
     fresh = {"haar": haar, "hadamard": hadamard}[kind](40, 5)
-    assert torch.equal(a.matrix, fresh) and not torch.equal(fresh, make_rotation(kind, 40, seed=6).matrix)
+    assert torch.equal(a.matrix, fresh) and not torch.equal(
+        fresh, make_rotation(kind, 40, seed=6).matrix
+    )
     assert make_rotation("identity", 40, seed=5) is make_rotation("identity", 40, seed=6)
 
 
 def test_pinned_entries():
-    "The random stream behind a seed has not changed: files that store only kind and seed stay readable."
-    assert haar(8, 0)[0, :4].tolist() == pytest.approx([-0.00178745, -0.25258961, 0.04785056, -0.11055900], abs=1e-6)
-    assert haar(64, 3)[10, :4].tolist() == pytest.approx([-0.06260165, -0.23492193, 0.04454442, -0.16212392], abs=1e-6)
-    assert (hadamard(12, 0)[0] * math.sqrt(12)).round().tolist() == [-1, -1, 1, 1, -1, -1, 1, 1, -1, -1, -1, -1]
+    """The random stream behind a seed has not changed: files that store only kind and seed stay
+    readable."""
+    assert haar(8, 0)[0, :4].tolist() == pytest.approx(
+        [-0.00178745, -0.25258961, 0.04785056, -0.11055900], abs=1e-6
+    )
+    assert haar(64, 3)[10, :4].tolist() == pytest.approx(
+        [-0.06260165, -0.23492193, 0.04454442, -0.16212392], abs=1e-6
+    )
+    assert (hadamard(12, 0)[0] * math.sqrt(12)).round().tolist() == [
+        -1,
+        -1,
+        1,
+        1,
+        -1,
+        -1,
+        1,
+        1,
+        -1,
+        -1,
+        -1,
+        -1,
+    ]
     assert (hadamard(7, 1)[3] * 4).tolist() == pytest.approx([-1, 1, 1, 1, 2, -2, 2], abs=1e-6)
 
 
@@ -85,13 +128,21 @@ def test_cached_tables_survive_callers_contexts():
     rot._seeded.cache_clear(), hadamard_matrix.cache_clear()
     torch.set_default_dtype(torch.float64)
     try:
-        with torch.inference_mode(), torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16):
+        with (
+            torch.inference_mode(),
+            torch.device("meta"),
+            torch.autocast("cpu", dtype=torch.bfloat16),
+        ):
             made = {k: make_rotation(k, 28, 2) for k in KINDS}
     finally:
         torch.set_default_dtype(torch.float32)
     x = seeded(3, 28).requires_grad_()
     for kind, r in made.items():
-        assert r.matrix.device.type == "cpu" and r.matrix.dtype == torch.float32 and not r.matrix.is_inference()
+        assert (
+            r.matrix.device.type == "cpu"
+            and r.matrix.dtype == torch.float32
+            and not r.matrix.is_inference()
+        )
         if kind != "identity":
             assert torch.equal(r.matrix, {"haar": haar, "hadamard": hadamard}[kind](28, 2))
         r.apply(x).square().sum().backward()
@@ -122,61 +173,119 @@ def test_given_matrix():
     assert torch.equal(r.matrix, M)  # a copy
     nearly = M + 2e-5 * torch.eye(20)
     make_rotation("matrix", 20, matrix=nearly)
-    for bad, text in ((M * 1.001, "1e-4, got 0.002"), (M[:, :19], r"\[20, 19\]"), (M[0], r"\[20\]"), (torch.zeros(20, 20), "got 1"),
-                      (M.clone().fill_diagonal_(math.nan), "finite"), (M.clone().fill_diagonal_(math.inf), "finite")):
-        with pytest.raises(ValueError, match=text): make_rotation("matrix", 20, matrix=bad)
+    for bad, text in (
+        (M * 1.001, "1e-4, got 0.002"),
+        (M[:, :19], r"\[20, 19\]"),
+        (M[0], r"\[20\]"),
+        (torch.zeros(20, 20), "got 1"),
+        (M.clone().fill_diagonal_(math.nan), "finite"),
+        (M.clone().fill_diagonal_(math.inf), "finite"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            make_rotation("matrix", 20, matrix=bad)
     for bad in (M.long(), M.tolist(), M.to(torch.complex64)):
-        with pytest.raises(TypeError, match="matrix"): make_rotation("matrix", 20, matrix=bad)
-    with pytest.raises(ValueError, match="only then"): make_rotation("matrix", 20)
-    with pytest.raises(ValueError, match="only then"): make_rotation("haar", 20, matrix=M)
+        with pytest.raises(TypeError, match="matrix"):
+            make_rotation("matrix", 20, matrix=bad)
+    with pytest.raises(ValueError, match="only then"):
+        make_rotation("matrix", 20)
+    with pytest.raises(ValueError, match="only then"):
+        make_rotation("haar", 20, matrix=M)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bad_input_is_named(kind):
     r = make_rotation(kind, 16)
     for call, name in ((r.apply, "x"), (r.inverse, "y")):
-        with pytest.raises(ValueError, match=rf"{name} must have shape \[..., 16\], got \[2, 15\]"): call(torch.zeros(2, 15))
-        with pytest.raises(ValueError, match=r"\[..., 16\]"): call(torch.tensor(1.0))
-        with pytest.raises(ValueError, match=r"\[..., 16\]"): call(torch.zeros(16, 0))
-        for bad in (torch.zeros(2, 16, dtype=torch.int32), torch.zeros(2, 16, dtype=torch.bool), torch.zeros(2, 16, dtype=torch.complex64), [0.0] * 16, None):
-            with pytest.raises(TypeError, match=f"{name} must be a floating-point tensor"): call(bad)
-        with pytest.raises(ValueError, match="on cpu like the rotation, got meta"): call(torch.zeros(2, 16, device="meta"))
+        with pytest.raises(
+            ValueError, match=rf"{name} must have shape \[..., 16\], got \[2, 15\]"
+        ):
+            call(torch.zeros(2, 15))
+        with pytest.raises(ValueError, match=r"\[..., 16\]"):
+            call(torch.tensor(1.0))
+        with pytest.raises(ValueError, match=r"\[..., 16\]"):
+            call(torch.zeros(16, 0))
+        for bad in (
+            torch.zeros(2, 16, dtype=torch.int32),
+            torch.zeros(2, 16, dtype=torch.bool),
+            torch.zeros(2, 16, dtype=torch.complex64),
+            [0.0] * 16,
+            None,
+        ):
+            with pytest.raises(TypeError, match=f"{name} must be a floating-point tensor"):
+                call(bad)
+        with pytest.raises(ValueError, match="on cpu like the rotation, got meta"):
+            call(torch.zeros(2, 16, device="meta"))
 
 
 @pytest.mark.parametrize("call", [lambda **k: make_rotation("haar", **k), haar, hadamard])
 def test_bad_size_and_seed(call):
     for d in (0, -3):
-        with pytest.raises(ValueError, match="d must be"): call(d=d)
+        with pytest.raises(ValueError, match="d must be"):
+            call(d=d)
     for d in (8.0, "8", None, True):
-        with pytest.raises(TypeError, match="d must be"): call(d=d)
-    with pytest.raises(ValueError, match="seed must be"): call(d=8, seed=-1)
-    with pytest.raises(TypeError, match="seed must be"): call(d=8, seed=1.5)
+        with pytest.raises(TypeError, match="d must be"):
+            call(d=d)
+    with pytest.raises(ValueError, match="seed must be"):
+        call(d=8, seed=-1)
+    with pytest.raises(TypeError, match="seed must be"):
+        call(d=8, seed=1.5)
     call(d=torch.tensor(8).item(), seed=2**40)
 
 
 def test_unknown_kind():
-    with pytest.raises(ValueError, match="'identity', 'haar', 'hadamard', 'matrix', got 'svd'"): make_rotation("svd", 8)
+    with pytest.raises(ValueError, match="'identity', 'haar', 'hadamard', 'matrix', got 'svd'"):
+        make_rotation("svd", 8)
 
 
 def test_to_and_copies():
     r = make_rotation("haar", 8)
     assert r.to("cpu") is r
     meta = r.to("meta")
-    assert meta.matrix.device.type == "meta" and (meta.kind, meta.d, meta.seed) == (r.kind, r.d, r.seed)
+    assert meta.matrix.device.type == "meta" and (meta.kind, meta.d, meta.seed) == (
+        r.kind,
+        r.d,
+        r.seed,
+    )
     assert meta.apply(torch.zeros(2, 8, device="meta")).shape == (2, 8)
     twin = copy.deepcopy(r)
     assert torch.equal(twin.matrix, r.matrix) and hash(r) != hash(twin)
-    with pytest.raises(AttributeError): r.d = 9
+    with pytest.raises(AttributeError):
+        r.d = 9
     assert isinstance(r, Rotation)
 
 
 def test_forms():
-    want = {1: "sylvester", 2: "sylvester", 16: "sylvester", 64: "sylvester", 128: "sylvester", 256: "sylvester", 12: "paley", 20: "paley",
-            28: "paley", 36: "paley", 24: "kronecker", 80: "kronecker", 96: "kronecker", 112: "kronecker", 144: "kronecker", 3: "block",
-            52: "block", 90: "block", 127: "block"}
+    want = {
+        1: "sylvester",
+        2: "sylvester",
+        16: "sylvester",
+        64: "sylvester",
+        128: "sylvester",
+        256: "sylvester",
+        12: "paley",
+        20: "paley",
+        28: "paley",
+        36: "paley",
+        24: "kronecker",
+        80: "kronecker",
+        96: "kronecker",
+        112: "kronecker",
+        144: "kronecker",
+        3: "block",
+        52: "block",
+        90: "block",
+        127: "block",
+    }
     assert {d: hadamard_form(d) for d in want} == want
-    assert make_rotation("hadamard", 96).form == "kronecker" and make_rotation("haar", 96).form == "haar"
-    assert hadamard_factors(96) == (12, 2, 2, 2) and hadamard_factors(112) == (28, 2, 2) and hadamard_factors(90) is None
+    assert (
+        make_rotation("hadamard", 96).form == "kronecker"
+        and make_rotation("haar", 96).form == "haar"
+    )
+    assert (
+        hadamard_factors(96) == (12, 2, 2, 2)
+        and hadamard_factors(112) == (28, 2, 2)
+        and hadamard_factors(90) is None
+    )
     assert block_order(127) == 124 and block_order(96) == 96 and block_order(3) == 2
 
 
@@ -192,9 +301,11 @@ def test_every_buildable_order_is_hadamard(d):
 
 def test_orders_that_cannot_be_built():
     for n in (1, 2, 10, 16, 52):
-        with pytest.raises(ValueError, match=f"got {n}"): paley(n)
+        with pytest.raises(ValueError, match=f"got {n}"):
+            paley(n)
     for d in (3, 6, 10, 92):
-        with pytest.raises(ValueError, match=f"got {d}"): hadamard_matrix(d)
+        with pytest.raises(ValueError, match=f"got {d}"):
+            hadamard_matrix(d)
     assert paley(4).shape == (4, 4) and paley(8).shape == (8, 8)
 
 
@@ -203,7 +314,9 @@ def test_block_form_reaches_every_channel(d):
     p, R = block_order(d), hadamard(d, 0).double()
     assert p < d <= 2 * p
     assert (R @ R.T - torch.eye(d)).abs().max() <= 2**-23
-    assert (R.abs().amax(0) < 0.999).all() and (R.abs().amax(1) < 0.999).all()  # no channel passes unmixed
+    assert (R.abs().amax(0) < 0.999).all() and (
+        R.abs().amax(1) < 0.999
+    ).all()  # no channel passes unmixed
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -222,8 +335,10 @@ def test_fwht_equals_the_matrix(d, dtype):
 
 def test_fwht_errors():
     for bad in (torch.zeros(3, 12), torch.zeros(3, 0), torch.tensor(1.0)):
-        with pytest.raises(ValueError, match="power of two"): fwht(bad)
-    with pytest.raises(TypeError, match="int64"): fwht(torch.zeros(4, dtype=torch.int64))
+        with pytest.raises(ValueError, match="power of two"):
+            fwht(bad)
+    with pytest.raises(TypeError, match="int64"):
+        fwht(torch.zeros(4, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("d", [1, 2, 3, 9])

@@ -67,7 +67,8 @@ def test_round_trip(d, heads, most, pre_rope):
 
 @pytest.mark.parametrize("most", [1, 3, 8])
 def test_several_layers_are_looked_up_at_once(most):
-    "All at once, some, one, or through a workspace that held something longer: the same bits, from a view of a longer store too."
+    """All at once, some, one, or through a workspace that held something longer: the same bits,
+    from a view of a longer store too."""
     g = torch.Generator().manual_seed(most)
     bits = torch.randint(0, most + 1, (4, 3, 8), generator=g).to(torch.uint8)
     bits[2] = 0  # a layer without bits among others
@@ -75,7 +76,13 @@ def test_several_layers_are_looked_up_at_once(most):
     store = torch.zeros(2, sum(s.width(i) for i in range(4)), 12, dtype=torch.uint8)
     store[:, :, :9] = code_states(s, x, torch.arange(9).expand(2, -1)).mT
     edges = torch.tensor([0, *(s.width(i) for i in range(4))]).cumsum(0).tolist()
-    one = torch.stack([transformed_states(s, store[:, a:b, :9].mT, i).mT for i, (a, b) in enumerate(itertools.pairwise(edges))], 1)
+    one = torch.stack(
+        [
+            transformed_states(s, store[:, a:b, :9].mT, i).mT
+            for i, (a, b) in enumerate(itertools.pairwise(edges))
+        ],
+        1,
+    )
     workspace = Workspace()
     look_up(s, store, 0, 4, workspace)
     for first, last in ((0, 4), (1, 4), (0, 2), (2, 3), (1, 3)):
@@ -92,8 +99,6 @@ def test_width_counts_whole_bytes():
     assert side(nine).width(0) == 2
 
 
-
-
 def test_recipes():
     for name, r in RECIPES.items():
         assert M.as_transform(name) == (name, r) and M.as_transform(r) == (name, r)
@@ -101,7 +106,13 @@ def test_recipes():
     for bad in (dict(allocation="x"), dict(min_bits=4), dict(sinks=-1), dict(one_table=True)):
         with pytest.raises(ValueError):
             TransformRecipe(**bad)
-    for bad in (dict(bits=0), dict(bits=9), dict(rotation="x"), dict(table="x"), dict(center="x")):
+    for bad in (
+        dict(bits=0),
+        dict(bits=9),
+        dict(rotation="x"),
+        dict(table="x"),
+        dict(center="x"),
+    ):
         with pytest.raises(ValueError):
             SideSpec(**bad)
 
@@ -115,7 +126,9 @@ def test_file_and_held_out(tmp_path):
     save_code(code, path)
     back = load_code(path)
     assert back.recipe == code.recipe and back.header["model"] == "x"
-    assert back.bits_per_value == code.bits_per_value and back.tables_nbytes == code.tables_nbytes
+    assert (
+        back.bits_per_value == code.bits_per_value and back.tables_nbytes == code.tables_nbytes
+    )
     for a, b in ((key, back.key), (value, back.value)):
         assert a.tensors().keys() == b.tensors().keys()
         assert all(torch.equal(a.tensors()[n], b.tensors()[n]) for n in a.tensors())
@@ -127,15 +140,30 @@ def test_file_and_held_out(tmp_path):
 
 
 def test_file_of_the_first_format():
-    "A file written by version 0.1.0: recipe, tables, and what given bytes stand for, to the bit."
+    """A file written by version 0.1.0: recipe, tables, and what given bytes stand for, to the
+    bit."""
     code = load_code(DATA / "esm-code-1.safetensors")
-    want = TransformRecipe(SideSpec(2.0, center="pre_rope"), SideSpec(2.0), sinks=1, outliers=0.25)
+    want = TransformRecipe(
+        SideSpec(2.0, center="pre_rope"), SideSpec(2.0), sinks=1, outliers=0.25
+    )
     assert code.recipe == want and code.header["name"] == "custom"
     assert code.bits_per_value == 3.0 and code.tables_nbytes == 2376
     assert code.key.bits.flatten().tolist() == [3, 3, 3, 1, 4, 4, 3, 2, 1, 1, 1, 1, 2, 1, 1, 1]
     means = {
-        "key": [-0.021849308162927628, -0.02669123187661171, -0.025320617482066154, -0.014073430560529232, -0.029652411118149757],
-        "value": [-0.21021448075771332, 0.32613062858581543, -0.12159892171621323, -0.028813159093260765, 0.15753409266471863],
+        "key": [
+            -0.021849308162927628,
+            -0.02669123187661171,
+            -0.025320617482066154,
+            -0.014073430560529232,
+            -0.029652411118149757,
+        ],
+        "value": [
+            -0.21021448075771332,
+            0.32613062858581543,
+            -0.12159892171621323,
+            -0.028813159093260765,
+            0.15753409266471863,
+        ],
     }
     for name, values in means.items():
         s = getattr(code, name)

@@ -1,4 +1,5 @@
-"Transforms by name: what a new one and a new codebook need, files written before the class had its name, and refusals."
+"""Transforms by name: what a new one and a new codebook need, files written before the class
+had its name, and refusals."""
 
 import pytest
 import torch
@@ -12,13 +13,23 @@ from turboquant_nb.theory.codebook import from_levels
 from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec, decided
 from turboquant_nb.theory.rotation import Rotation, Transform, make_rotation
 from turboquant_nb.cache.store import KVStore
-from turboquant_nb.theory.transforms import HeadTransform, find_transform, fit_head_transform, register_transform, transform_class
-
+from turboquant_nb.theory.transforms import (
+    HeadTransform,
+    find_transform,
+    fit_head_transform,
+    register_transform,
+    transform_class,
+)
 
 
 class Shuffle(Transform):
     "Channels in another order, without signs."
-    name, d, order = "shuffle", 16, torch.randperm(16, generator=torch.Generator().manual_seed(0))
+
+    name, d, order = (
+        "shuffle",
+        16,
+        torch.randperm(16, generator=torch.Generator().manual_seed(0)),
+    )
     matrix = torch.eye(16)[order]
 
     def apply(self, x):
@@ -35,7 +46,9 @@ class Quantiles:
     "Levels at the quantiles of the normal law, as in NF4."
 
     def __call__(self, bits, d):
-        return from_levels(torch.special.ndtri((torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits))
+        return from_levels(
+            torch.special.ndtri((torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits)
+        )
 
 
 def test_a_new_transform_and_a_new_codebook_touch_one_class_each(monkeypatch):
@@ -43,16 +56,25 @@ def test_a_new_transform_and_a_new_codebook_touch_one_class_each(monkeypatch):
     monkeypatch.setattr(transforms, "_registered", {})
     register_transform(Shuffle())
     side = Spec(4, rotation="shuffle", codebook="quantiles")
-    store = KVStore(Recipe.from_json(Recipe(side, side, sinks=1, recent=2).to_json()), 1, heads=2, d_key=16)
+    store = KVStore(
+        Recipe.from_json(Recipe(side, side, sinks=1, recent=2).to_json()), 1, heads=2, d_key=16
+    )
     q, k, v = torch.randn(3, 1, 2, 40, 16, generator=torch.Generator().manual_seed(1))
     store.append(k, v)
     out, _ = attend(q[:, :, -1:], store)
     read = store.read()
     dense = (q[:, :, -1:] @ read[0].mT / 4).softmax(-1) @ read[1]
     torch.testing.assert_close(out, dense, rtol=1e-4, atol=1e-5)
-    assert 0.002 < float((read[0] - k).square().mean() / k.square().mean()) < 0.05  # 4 bits, and not exact
-    assert set(read[0][0, 0, 5].tolist()) <= {float(x) for x in values_of(store, 5)}, "levels of the table, times the token's scale"
-    assert bool(decided(store.key.q, k).float().mean() > 0.99) and store.key.q.rotation.nbytes == 4 * 16**2
+    assert (
+        0.002 < float((read[0] - k).square().mean() / k.square().mean()) < 0.05
+    )  # 4 bits, and not exact
+    assert set(read[0][0, 0, 5].tolist()) <= {float(x) for x in values_of(store, 5)}, (
+        "levels of the table, times the token's scale"
+    )
+    assert (
+        bool(decided(store.key.q, k).float().mean() > 0.99)
+        and store.key.q.rotation.nbytes == 4 * 16**2
+    )
 
 
 def values_of(store, token):
@@ -64,13 +86,29 @@ def test_the_interface_is_one():
     "A store, a file and a kernel ask these of a rotation and of a head transform alike."
     m = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     fitted = fit_head_transform(m @ m.mT, m.mT @ m)
-    for t in (make_rotation("hadamard", 8), make_rotation("haar", 8), make_rotation("identity", 8), fitted):
+    for t in (
+        make_rotation("hadamard", 8),
+        make_rotation("haar", 8),
+        make_rotation("identity", 8),
+        fitted,
+    ):
         q, k = torch.randn(2, 3, 2, 5, 8, generator=torch.Generator().manual_seed(1))
-        assert isinstance(t, Transform) and t.to("cpu") is t and t.nbytes == sum(x.nbytes for x in t.tables)
-        torch.testing.assert_close((t.query(q) * t.apply(k)).sum(-1), (q * k).sum(-1), rtol=1e-4, atol=1e-4)
+        assert (
+            isinstance(t, Transform)
+            and t.to("cpu") is t
+            and t.nbytes == sum(x.nbytes for x in t.tables)
+        )
+        torch.testing.assert_close(
+            (t.query(q) * t.apply(k)).sum(-1), (q * k).sum(-1), rtol=1e-4, atol=1e-4
+        )
         torch.testing.assert_close(t.inverse(t.apply(k)), k, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(q @ t.query_matrix.mT, t.query(q), rtol=1e-5, atol=1e-5)
-        assert t.per_head == bool(t.stored) == (not t.supports("values")[0]) == (not t.supports("qjl")[0])
+        assert (
+            t.per_head
+            == bool(t.stored)
+            == (not t.supports("values")[0])
+            == (not t.supports("qjl")[0])
+        )
         assert find_transform(t.name, 8) is t and transform_class(t.name) is type(t)
     t.check_heads(2)
     with pytest.raises(ValueError, match="a transform of 2 heads cannot serve 3"):
@@ -80,20 +118,30 @@ def test_the_interface_is_one():
 
 
 def test_a_store_of_the_first_head_transforms_loads(monkeypatch):
-    "Written by the code that called them maps: its recipe names one, its tensors carry the matrix."
+    """Written by the code that called them maps: its recipe names one, its tensors carry the
+    matrix."""
     monkeypatch.setattr(transforms, "_registered", {})
     path = DATA / "store_head_transform.safetensors"
     store, want = KVStore.load(path), load_file(DATA / "store_head_transform_read.safetensors")
-    assert store.recipe.key.rotation == "map-c43c16135cc54f33" and isinstance(store.key.q.rotation, HeadTransform)
+    assert store.recipe.key.rotation == "map-c43c16135cc54f33" and isinstance(
+        store.key.q.rotation, HeadTransform
+    )
     for name, got in zip(("key", "value"), store.read()):
-        torch.testing.assert_close(got, want[name], rtol=1e-5, atol=1e-5)  # a product with a matrix: sums in another order
+        torch.testing.assert_close(
+            got, want[name], rtol=1e-5, atol=1e-5
+        )  # a product with a matrix: sums in another order
     tensors, header = store.state()
-    assert torch.equal(tensors["map"], load_file(path)["map"]) and Recipe.from_json(header["recipe"]) == store.recipe
+    assert (
+        torch.equal(tensors["map"], load_file(path)["map"])
+        and Recipe.from_json(header["recipe"]) == store.recipe
+    )
 
 
 @pytest.mark.parametrize("name", ("fourier", "", "map", 3, None))
 def test_names_that_nothing_has(name):
-    with pytest.raises(ValueError, match="rotation must be one of 'hadamard', 'haar', 'identity', 'map-…'"):
+    with pytest.raises(
+        ValueError, match="rotation must be one of 'hadamard', 'haar', 'identity', 'map-…'"
+    ):
         Spec(rotation=name)
     with pytest.raises(ValueError, match="rotation must be one of"):
         find_transform(name, 8)

@@ -1,4 +1,6 @@
-"The paths of CONTRIBUTING.md: a question leads through three files at most, and every file and name that it gives exists."
+"""The paths of CONTRIBUTING.md: a question leads through three files at most, and every file
+and name that it gives exists."""
+
 import ast
 import re
 from pathlib import Path
@@ -13,7 +15,8 @@ QUESTIONS = re.findall(r"^- \*(.+?\?)\* (.+)$", TEXT, re.M)
 
 
 def defined(path):
-    "Names of a module, those of its classes as Class.name; fastcore's `@patch` counts for the class of `self`."
+    """Names of a module, those of its classes as Class.name; fastcore's `@patch` counts for the
+    class of `self`."""
     out = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Assign):
@@ -21,9 +24,17 @@ def defined(path):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             out.add(node.name)
         if isinstance(node, ast.ClassDef):
-            out |= {f"{node.name}.{x.name}" for x in node.body if isinstance(x, ast.FunctionDef)}
-            out |= {f"{node.name}.{x.target.id}" for x in node.body if isinstance(x, ast.AnnAssign)}
-        if isinstance(node, ast.FunctionDef) and node.args.args and isinstance(node.args.args[0].annotation, ast.Name):
+            out |= {
+                f"{node.name}.{x.name}" for x in node.body if isinstance(x, ast.FunctionDef)
+            }
+            out |= {
+                f"{node.name}.{x.target.id}" for x in node.body if isinstance(x, ast.AnnAssign)
+            }
+        if (
+            isinstance(node, ast.FunctionDef)
+            and node.args.args
+            and isinstance(node.args.args[0].annotation, ast.Name)
+        ):
             out.add(f"{node.args.args[0].annotation.id}.{node.name}")
     return out
 

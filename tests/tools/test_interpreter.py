@@ -1,14 +1,18 @@
-"The interpreter that tests and notebooks run under finds every overflow of integers, and leaves the language as it was."
+"""The interpreter that tests and notebooks run under finds every overflow of integers, and
+leaves the language as it was."""
+
 import numpy as np
 import pytest
 import torch
 
 triton = pytest.importorskip("triton")
-import interpreter as quick  # noqa: E402  (of scripts/tools, by conftest.py)
-import triton.language as tl  # noqa: E402
-from triton.runtime import interpreter  # noqa: E402
+import interpreter as quick
+import triton.language as tl
+from triton.runtime import interpreter
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU kernels are compiled")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="with a GPU kernels are compiled"
+)
 
 
 @triton.jit
@@ -36,18 +40,29 @@ def one(value, dtype):
     return torch.tensor([value], dtype=dtype)
 
 
-@pytest.mark.parametrize("op, name, inside, beside", [
-    (0, "add", (2**31 - 2, 1), (2**31 - 1, 1)), (0, "add", (-(2**31) + 1, -1), (-(2**31), -1)), (1, "sub", (-(2**31) + 1, 1), (-(2**31), 1)),
-    (1, "sub", (2**31 - 2, -1), (2**31 - 1, -1)), (2, "mul", (2**15, 2**16 - 1), (2**15, 2**16)), (2, "mul", (-(2**15), 2**16), (-(2**15) - 1, 2**16)),
-])
+@pytest.mark.parametrize(
+    "op, name, inside, beside",
+    [
+        (0, "add", (2**31 - 2, 1), (2**31 - 1, 1)),
+        (0, "add", (-(2**31) + 1, -1), (-(2**31), -1)),
+        (1, "sub", (-(2**31) + 1, 1), (-(2**31), 1)),
+        (1, "sub", (2**31 - 2, -1), (2**31 - 1, -1)),
+        (2, "mul", (2**15, 2**16 - 1), (2**15, 2**16)),
+        (2, "mul", (-(2**15), 2**16), (-(2**15) - 1, 2**16)),
+    ],
+)
 def test_overflow_is_found_at_the_edge(op, name, inside, beside):
     out = torch.zeros(1, dtype=torch.int32)
     _arithmetic[(1,)](one(inside[0], torch.int32), one(inside[1], torch.int32), out, op)
-    assert out.item() == (inside[0] + inside[1], inside[0] - inside[1], inside[0] * inside[1])[op]
+    assert (
+        out.item() == (inside[0] + inside[1], inside[0] - inside[1], inside[0] * inside[1])[op]
+    )
     with pytest.raises(Exception, match=f"int32 overflow detected for operation {name}"):
         _arithmetic[(1,)](one(beside[0], torch.int32), one(beside[1], torch.int32), out, op)
     wide = torch.zeros(1, dtype=torch.int64)
-    _arithmetic[(1,)](one(beside[0], torch.int64), one(beside[1], torch.int64), wide, op)  # 64 bits are not checked
+    _arithmetic[(1,)](
+        one(beside[0], torch.int64), one(beside[1], torch.int64), wide, op
+    )  # 64 bits are not checked
 
 
 @pytest.mark.parametrize("dtype", (torch.int8, torch.uint8, torch.int16, torch.int32))
@@ -70,27 +85,49 @@ def test_what_overflows(dtype, op, gen):
 
 
 def test_a_launch_replaces_builtins_once_and_puts_them_back(monkeypatch):
-    "Two programs call a device function each, which calls one of the language; the second look finds nothing to do."
-    before, looks, original = {name: getattr(tl, name) for name in dir(tl)}, [], interpreter._patch_builtin
-    monkeypatch.setattr(interpreter, "_patch_builtin", lambda *args: (looks.append(args[0]), original(*args)))
+    """Two programs call a device function each, which calls one of the language; the second
+    look finds nothing to do."""
+    before, looks, original = (
+        {name: getattr(tl, name) for name in dir(tl)},
+        [],
+        interpreter._patch_builtin,
+    )
+    monkeypatch.setattr(
+        interpreter, "_patch_builtin", lambda *args: (looks.append(args[0]), original(*args))
+    )
     x, out = torch.arange(8, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     for _ in range(2):
         looks.clear()
         _nested[(2,)](x, out, 8)
-        assert out.tolist() == [56, 57] and len(looks) <= 10  # 4 for the launch, at most 6 for `tl.sum`, which knows other modules; not as many for each call
-    assert all(getattr(tl, name) is value for name, value in before.items() if callable(value) and getattr(value, "__module__", "") == "triton.language.core")
+        assert (
+            out.tolist() == [56, 57] and len(looks) <= 10
+        )  # 4 for the launch, at most 6 for `tl.sum`, which knows other modules; not as many for each call
+    assert all(
+        getattr(tl, name) is value
+        for name, value in before.items()
+        if callable(value) and getattr(value, "__module__", "") == "triton.language.core"
+    )
 
 
 def test_a_failed_launch_is_forgotten():
     with pytest.raises(Exception, match="overflow"):
-        _arithmetic[(1,)](one(2**31 - 1, torch.int32), one(1, torch.int32), one(0, torch.int32), 0)
+        _arithmetic[(1,)](
+            one(2**31 - 1, torch.int32), one(1, torch.int32), one(0, torch.int32), 0
+        )
     x, out = torch.arange(8, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     _nested[(1,)](x, out, 8)
     assert out.item() == 56
 
 
 def test_types_are_numpys():
-    kinds = [(tl.int1, bool), (tl.int32, np.int32), (tl.uint8, np.uint8), (tl.float32, np.float32), (tl.bfloat16, np.uint16), (tl.pointer_type(tl.float16), np.uint64)]
+    kinds = [
+        (tl.int1, bool),
+        (tl.int32, np.int32),
+        (tl.uint8, np.uint8),
+        (tl.float32, np.float32),
+        (tl.bfloat16, np.uint16),
+        (tl.pointer_type(tl.float16), np.uint64),
+    ]
     for _ in range(2):
         for kind, wanted in kinds:
             assert interpreter._get_np_dtype(kind) == np.dtype(wanted)

@@ -1,4 +1,6 @@
-"The lecturer's sheet lists the exercises that there are: all of the chapters of a lecture, and none that is not."
+"""The lecturer's sheet lists the exercises that there are: all of the chapters of a lecture,
+and none that is not."""
+
 import json
 import re
 from functools import lru_cache
@@ -13,14 +15,22 @@ LISTED = re.compile(r"^\| \[\w+\]\((\w+)\.ipynb#exercises\)\.(\d+) \|", re.M)
 @lru_cache
 def cells(name):
     "The markdown cells of a notebook."
-    return ["".join(c["source"]) for c in json.loads((NBS / f"{name}.ipynb").read_text())["cells"] if c["cell_type"] == "markdown"]
+    return [
+        "".join(c["source"])
+        for c in json.loads((NBS / f"{name}.ipynb").read_text())["cells"]
+        if c["cell_type"] == "markdown"
+    ]
 
 
 @lru_cache
 def exercises(name):
     "The numbers of a chapter's exercises."
     at = [i for i, s in enumerate(cells(name)) if s.startswith("## Exercises")]
-    return [int(m[1]) for s in cells(name)[at[0] :] if (m := re.match(r"\*\*(\d+)\.\*\*", s))] if at else []
+    return (
+        [int(m[1]) for s in cells(name)[at[0] :] if (m := re.match(r"\*\*(\d+)\.\*\*", s))]
+        if at
+        else []
+    )
 
 
 def lectures(sheet):
@@ -35,9 +45,19 @@ def unlisted(sheet):
     "What a lecture's table lacks or invents, in words."
     for number, (chapters, listed) in enumerate(lectures(sheet), 1):
         for name in chapters:
-            yield from (f"lecture {number} lacks {name}, {k}" for k in exercises(name) if (name, k) not in listed)
-        yield from (f"lecture {number} names {name}, {k}, which is not there" for name, k in listed if k not in exercises(name))
-        yield from (f"lecture {number} names {x} twice" for x in set(listed) if listed.count(x) > 1)
+            yield from (
+                f"lecture {number} lacks {name}, {k}"
+                for k in exercises(name)
+                if (name, k) not in listed
+            )
+        yield from (
+            f"lecture {number} names {name}, {k}, which is not there"
+            for name, k in listed
+            if k not in exercises(name)
+        )
+        yield from (
+            f"lecture {number} names {x} twice" for x in set(listed) if listed.count(x) > 1
+        )
 
 
 def test_sheet_lists_the_exercises_of_its_chapters():
@@ -46,9 +66,20 @@ def test_sheet_lists_the_exercises_of_its_chapters():
     assert not list(unlisted(cells("lecturer")))
 
 
-@pytest.mark.parametrize("old, new, said", [
-    ("| [10](10_codebook.ipynb#exercises).2 |", "| 10.2 |", "lecture 1 lacks 10_codebook, 2"),
-    ("(10_codebook.ipynb#exercises).2 |", "(10_codebook.ipynb#exercises).9 |", "lecture 1 names 10_codebook, 9, which is not there"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "old, new, said",
+    [
+        (
+            "| [10](10_codebook.ipynb#exercises).2 |",
+            "| 10.2 |",
+            "lecture 1 lacks 10_codebook, 2",
+        ),
+        (
+            "(10_codebook.ipynb#exercises).2 |",
+            "(10_codebook.ipynb#exercises).9 |",
+            "lecture 1 names 10_codebook, 9, which is not there",
+        ),
+    ],
+)
 def test_a_sheet_that_is_behind_is_told_so(old, new, said):
     assert said in list(unlisted([s.replace(old, new) for s in cells("lecturer")]))

@@ -1,4 +1,5 @@
 "What a notebook shows of a file of results must be what the file gives."
+
 import copy
 import json
 import re
@@ -10,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts" / "tools"))
 pytest.importorskip("nbdev")
-import test_notebooks as tool  # noqa: E402
+import test_notebooks as tool
 
 sys.path.pop(0)
 tool.compared.__test__ = False
@@ -26,14 +27,31 @@ def says(text, name="stdout"):
 
 
 def test_what_counts_as_text():
-    picture = {"output_type": "display_data", "data": {"image/png": "abc", "text/plain": "<Figure>"}}
-    value = {"output_type": "execute_result", "data": {"text/plain": ["3", "4"], "text/markdown": "**34**"}}
-    assert tool.printed(cell("", says("a\n"), says("late", "stderr"), picture, value)) == "a\na picture\n**34**"
+    picture = {
+        "output_type": "display_data",
+        "data": {"image/png": "abc", "text/plain": "<Figure>"},
+    }
+    value = {
+        "output_type": "execute_result",
+        "data": {"text/plain": ["3", "4"], "text/markdown": "**34**"},
+    }
+    assert (
+        tool.printed(cell("", says("a\n"), says("late", "stderr"), picture, value))
+        == "a\na picture\n**34**"
+    )
 
 
-@pytest.mark.parametrize("stem,source,kind,shown", [
-    ("90_speed", "print(3)", "code", True), ("90_speed", "print(3)", "markdown", False), ("10_codebook", "print(3)", "code", False),
-    ("60_calibrate", "rows = rows_of('x.json')", "code", True), ("61_sensitivity", "x = results.load(p)", "code", True), ("03_results", "results.load(p)", "code", False)])
+@pytest.mark.parametrize(
+    "stem,source,kind,shown",
+    [
+        ("90_speed", "print(3)", "code", True),
+        ("90_speed", "print(3)", "markdown", False),
+        ("10_codebook", "print(3)", "code", False),
+        ("60_calibrate", "rows = rows_of('x.json')", "code", True),
+        ("61_sensitivity", "x = results.load(p)", "code", True),
+        ("03_results", "results.load(p)", "code", False),
+    ],
+)
 def test_which_cells(stem, source, kind, shown):
     assert tool.shows_results(stem, cell(source, kind=kind)) is shown
 
@@ -52,10 +70,27 @@ def test_a_changed_number_is_found(tmp_path):
 
 
 def test_no_output_names_a_folder_of_the_machine_that_ran_it():
-    told = {p.name: [t for c in json.loads(p.read_text())["cells"] if c["cell_type"] == "code" for t in FOLDERS.findall(tool.printed(c))] for p in sorted((ROOT / "nbs").glob("*.ipynb"))}
+    told = {
+        p.name: [
+            t
+            for c in json.loads(p.read_text())["cells"]
+            if c["cell_type"] == "code"
+            for t in FOLDERS.findall(tool.printed(c))
+        ]
+        for p in sorted((ROOT / "nbs").glob("*.ipynb"))
+    }
     assert len(told) > 80 and {name: found for name, found in told.items() if found} == {}
 
 
-@pytest.mark.parametrize("text, found", [("no such file: /tmp/tmpab12_x9z/a", True), ("/home/me/x.py:3", True), ("/dev/null", False), ("a/tmp/b", False), ("/tmp", False)])
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ("no such file: /tmp/tmpab12_x9z/a", True),
+        ("/home/me/x.py:3", True),
+        ("/dev/null", False),
+        ("a/tmp/b", False),
+        ("/tmp", False),
+    ],
+)
 def test_what_is_such_a_folder(text, found):
     assert bool(FOLDERS.search(text)) is found

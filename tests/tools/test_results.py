@@ -1,4 +1,7 @@
-"Records of measurements: code that is not committed is refused and named, rows keep their commit, and the files of this repository obey."
+"""Records of measurements: code that is not committed is refused and named, rows keep their
+commit, and the files of this repository obey."""
+
+import ast
 import json
 import subprocess
 from argparse import ArgumentParser
@@ -22,19 +25,33 @@ def nobody_speaks(monkeypatch):
 
 @pytest.fixture
 def repo(tmp_path, monkeypatch):
-    "A repository with a package, scripts, a notebook and a result, committed; `results` takes itself for a module of it."
-    for name in ("turboquant_nb/results.py", "turboquant_nb/configs/a.json", "scripts/x.py", "nbs/a.ipynb", "results/a/cpu.json", "tests/t.py"):
+    """A repository with a package, scripts, a notebook and a result, committed; `results` takes
+    itself for a module of it."""
+    for name in (
+        "turboquant_nb/results.py",
+        "turboquant_nb/configs/a.json",
+        "scripts/x.py",
+        "nbs/a.ipynb",
+        "results/a/cpu.json",
+        "tests/t.py",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("1")
     (tmp_path / ".gitignore").write_text("*.pyc\n")
-    for args in (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "x"]):
+    for args in (
+        ["init", "-q"],
+        ["add", "."],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "x"],
+    ):
         subprocess.run(["git", "-C", tmp_path, *args], check=True)
     monkeypatch.setattr(results, "_HERE", str(tmp_path / "turboquant_nb"))
     return tmp_path
 
 
 def head(repo):
-    return subprocess.run(["git", "-C", repo, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        ["git", "-C", repo, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def example(commit=A, **more):
@@ -46,10 +63,21 @@ def test_a_committed_tree_is_clean(repo):
     assert results.record("example", [{"bits": 3}], *FIXED)["dirty"] is False
 
 
-@pytest.mark.parametrize("name, known", [
-    ("turboquant_nb/results.py", True), ("turboquant_nb/configs/a.json", True), ("scripts/x.py", True), ("nbs/a.ipynb", True), ("tests/t.py", True),
-    ("turboquant_nb/new.py", False), ("turboquant_nb/sub/new.py", False), ("turboquant_nb/configs/h200.json", False), ("scripts/new.py", False), ("numpy.py", False),
-])
+@pytest.mark.parametrize(
+    "name, known",
+    [
+        ("turboquant_nb/results.py", True),
+        ("turboquant_nb/configs/a.json", True),
+        ("scripts/x.py", True),
+        ("nbs/a.ipynb", True),
+        ("tests/t.py", True),
+        ("turboquant_nb/new.py", False),
+        ("turboquant_nb/sub/new.py", False),
+        ("turboquant_nb/configs/h200.json", False),
+        ("scripts/new.py", False),
+        ("numpy.py", False),
+    ],
+)
 def test_what_can_change_a_number_is_dirty_and_named(repo, name, known):
     (repo / name).parent.mkdir(exist_ok=True)
     (repo / name).write_text("2")
@@ -62,7 +90,17 @@ def test_what_can_change_a_number_is_dirty_and_named(repo, name, known):
         assert results._git("status", "--porcelain", "-uno") == ""
 
 
-@pytest.mark.parametrize("name", ["results/a/cpu.json", "results/new.json", "out.json", "models/m.gguf", "notes/a.py", "turboquant_nb/x.pyc"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "results/a/cpu.json",
+        "results/new.json",
+        "out.json",
+        "models/m.gguf",
+        "notes/a.py",
+        "turboquant_nb/x.pyc",
+    ],
+)
 def test_what_cannot_is_not(repo, name):
     (repo / name).parent.mkdir(exist_ok=True)
     (repo / name).write_text("2")
@@ -73,7 +111,9 @@ def test_staged_moved_and_deleted_files_count(repo):
     subprocess.run(["git", "-C", repo, "mv", "scripts/x.py", "scripts/y.py"], check=True)
     (repo / "tests/t.py").unlink()
     found = results.tree().changes
-    assert any("scripts/y.py" in x for x in found) and any(x.endswith("D tests/t.py") for x in found)
+    assert any("scripts/y.py" in x for x in found) and any(
+        x.endswith("D tests/t.py") for x in found
+    )
 
 
 def test_a_script_saves_every_row_into_a_tracked_file(repo):
@@ -97,14 +137,22 @@ def test_a_script_refuses_at_its_start(repo, capsys):
     a = parsed(["--out", str(repo / "a.json"), "--draft"])
     results.write(a, "example", [{"bits": 3}], *FIXED)
     said = json.loads((repo / "a.json").read_text())
-    assert said["draft"] is True and said["dirty"] is True and said["changes"] == [" M scripts/x.py"]
+    assert (
+        said["draft"] is True
+        and said["dirty"] is True
+        and said["changes"] == [" M scripts/x.py"]
+    )
     with pytest.raises(ValueError, match="uncommitted"):
         results.load(repo / "a.json")
-    assert "with uncommitted changes, a draft" in results.stamp(results.load(repo / "a.json", draft=True))
+    assert "with uncommitted changes, a draft" in results.stamp(
+        results.load(repo / "a.json", draft=True)
+    )
 
 
 def test_a_draft_of_a_clean_tree_is_not_shown_either(repo):
-    results.write(parsed(["--out", str(repo / "a.json"), "--draft"]), "example", [{"bits": 3}], *FIXED)
+    results.write(
+        parsed(["--out", str(repo / "a.json"), "--draft"]), "example", [{"bits": 3}], *FIXED
+    )
     with pytest.raises(ValueError, match="is a draft"):
         results.load(repo / "a.json")
 
@@ -112,7 +160,10 @@ def test_a_draft_of_a_clean_tree_is_not_shown_either(repo):
 def test_the_code_is_that_of_the_start(repo):
     a, old = parsed(["--out", str(repo / "a.json")]), head(repo)
     (repo / "scripts/x.py").write_text("2")
-    subprocess.run(["git", "-C", repo, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qam", "y"], check=True)
+    subprocess.run(
+        ["git", "-C", repo, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qam", "y"],
+        check=True,
+    )
     (repo / "scripts/x.py").write_text("3")
     results.write(a, "example", [{"bits": 3}], *FIXED)
     said = results.load(repo / "a.json")
@@ -137,9 +188,13 @@ def test_a_copy_without_history(tmp_path, monkeypatch):
 
 def test_rows_of_an_earlier_run_keep_their_commit(tmp_path):
     results.save(example(utc="2026-01-01T00:00:00Z"), tmp_path / "a.json")
-    new = results.record("example", [*results.earlier(tmp_path / "a.json"), {"bits": 2}], *FIXED, Tree(B))
+    new = results.record(
+        "example", [*results.earlier(tmp_path / "a.json"), {"bits": 2}], *FIXED, Tree(B)
+    )
     results.save(new, tmp_path / "a.json")
-    third = results.record("example", [*results.earlier(tmp_path / "a.json"), {"bits": 1}], *FIXED, Tree(C))
+    third = results.record(
+        "example", [*results.earlier(tmp_path / "a.json"), {"bits": 1}], *FIXED, Tree(C)
+    )
     assert [r["commit"] for r in third["rows"]] == [A, B, C] and third["commits"] == [A, B, C]
     assert third["rows"][0]["utc"] == "2026-01-01T00:00:00Z"
     assert "commits aaaaaaaa, bbbbbbbb, cccccccc, 2026-01-01 to " in results.stamp(third)
@@ -149,15 +204,31 @@ def test_rows_of_an_earlier_run_keep_their_commit(tmp_path):
         ({"commits": [A, B, C, "d" * 40]}, "its head names"),
         ({"commits": None}, "its head names"),
         ({"commit": "d" * 40}, "no row is of its commit"),
-        ({"rows": [{k: v for k, v in r.items() if k != "utc"} for r in third["rows"]]}, "carry its utc"),
-        ({"rows": [{k: v for k, v in r.items() if k != "commit"} for r in third["rows"]]}, "carries its commit"),
-        ({"rows": [{k: v for k, v in r.items() if k not in ("commit", "utc")} for r in third["rows"]]}, "its head names"),
+        (
+            {"rows": [{k: v for k, v in r.items() if k != "utc"} for r in third["rows"]]},
+            "carry its utc",
+        ),
+        (
+            {"rows": [{k: v for k, v in r.items() if k != "commit"} for r in third["rows"]]},
+            "carries its commit",
+        ),
+        (
+            {
+                "rows": [
+                    {k: v for k, v in r.items() if k not in ("commit", "utc")}
+                    for r in third["rows"]
+                ]
+            },
+            "its head names",
+        ),
     ):
         with pytest.raises(ValueError, match=says):
             results.check(third | mutant)
 
 
-@pytest.mark.parametrize("other", [{"machine": {"kind": "another"}}, {"versions": {"torch": "0.1"}}])
+@pytest.mark.parametrize(
+    "other", [{"machine": {"kind": "another"}}, {"versions": {"torch": "0.1"}}]
+)
 def test_rows_of_another_machine_or_torch_are_not_extended(tmp_path, other):
     results.save(example(**other), tmp_path / "a.json")
     with pytest.raises(ValueError, match="must have one"):
@@ -179,7 +250,16 @@ def test_drafts_are_not_extended_or_joined(tmp_path):
         results.check(results.joined([tmp_path / "a.json", tmp_path / "b.json"], draft=True))
 
 
-@pytest.mark.parametrize("other", [{"experiment": "b"}, {"model": {"id": "b"}}, {"data": {"id": "b"}}, {"seeds": [1]}, {"machine": {"kind": "b"}}])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"experiment": "b"},
+        {"model": {"id": "b"}},
+        {"data": {"id": "b"}},
+        {"seeds": [1]},
+        {"machine": {"kind": "b"}},
+    ],
+)
 def test_parts_that_differ_in_more_than_rows_are_not_joined(tmp_path, other):
     results.save(example(), tmp_path / "a.json")
     results.save(example(B), tmp_path / "b.json")
@@ -207,22 +287,46 @@ def test_every_file_of_results_is_of_committed_code():
 
 @pytest.mark.skipif(not FILES, reason="results/ is not beside the tests")
 def test_every_script_that_measures_takes_the_one_path():
-    found = [path for path in sorted((ROOT / "scripts").rglob("*.py")) if any(call in path.read_text(encoding="utf-8") for call in ("results.write(", "results.save("))]
-    assert {path.relative_to(ROOT / "scripts").as_posix() for path in found} >= {"bench/run.py", "eval/recipes.py", "tools/tune.py"}
+    found = [
+        path
+        for path in sorted((ROOT / "scripts").rglob("*.py"))
+        if any(
+            call in path.read_text(encoding="utf-8")
+            for call in ("results.write(", "results.save(")
+        )
+    ]
+    assert {path.relative_to(ROOT / "scripts").as_posix() for path in found} >= {
+        "bench/run.py",
+        "eval/recipes.py",
+        "tools/tune.py",
+    }
     for path in found:
         text = path.read_text(encoding="utf-8")
         assert "results.parse(p" in text and "p.parse_args(" not in text, path
         assert "results.record(" not in text, path
-        assert all("a.draft)" in line for line in text.splitlines() if "results.save(" in line), path
+        saves = [
+            [ast.unparse(x) for x in call.args]
+            for call in ast.walk(ast.parse(text))
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "results.save"
+        ]
+        assert all("a.draft" in args for args in saves), path
 
 
-@pytest.mark.parametrize("said, wanted", [
-    ("scripts/eval/search.py", "scripts/eval/search.py"), ("/home/me/scripts/turboquant-nb/scripts/bench/run.py", "scripts/bench/run.py"),
-    ("./scripts/tools/tune.py", "scripts/tools/tune.py"), ("x.py", "x.py"),
-])
+@pytest.mark.parametrize(
+    "said, wanted",
+    [
+        ("scripts/eval/search.py", "scripts/eval/search.py"),
+        ("/home/me/scripts/turboquant-nb/scripts/bench/run.py", "scripts/bench/run.py"),
+        ("./scripts/tools/tune.py", "scripts/tools/tune.py"),
+        ("x.py", "x.py"),
+    ],
+)
 def test_a_command_names_its_script_from_the_root_of_the_repository(said, wanted):
     "The folder below scripts/ is part of the name; what lies above it belongs to one machine."
-    assert results._command([said, "decode", "--out=/tmp/a.json"]) == f"python {wanted} decode --out=a.json"
+    assert (
+        results._command([said, "decode", "--out=/tmp/a.json"])
+        == f"python {wanted} decode --out=a.json"
+    )
 
 
 def test_a_command_typed_in_its_folder_keeps_the_folder(monkeypatch, tmp_path):
@@ -230,12 +334,17 @@ def test_a_command_typed_in_its_folder_keeps_the_folder(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path / "scripts" / "eval")
     assert results._command(["choices.py"]) == "python scripts/eval/choices.py"
     monkeypatch.chdir(tmp_path / "scripts")
-    assert results._command(["eval/choices.py", "--out", "a.json"]) == "python scripts/eval/choices.py --out a.json"
+    assert (
+        results._command(["eval/choices.py", "--out", "a.json"])
+        == "python scripts/eval/choices.py --out a.json"
+    )
 
 
 def test_table_is_markdown_on_a_page_and_text_in_a_terminal():
     t = results.Table(("a|b", "n"), [("x", 1), ("longer |", 22.5)])
-    assert t._repr_markdown_() == "| a\\|b | n |\n| --- | --- |\n| x | 1 |\n| longer \\| | 22.5 |"
+    assert (
+        t._repr_markdown_() == "| a\\|b | n |\n| --- | --- |\n| x | 1 |\n| longer \\| | 22.5 |"
+    )
     assert repr(t) == "a|b       n\nx         1\nlonger |  22.5"
     with pytest.raises(ValueError, match="row 1 must have 2 cells, got 3"):
         results.Table(("a", "b"), [(1, 2), (1, 2, 3)])

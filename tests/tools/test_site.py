@@ -1,16 +1,27 @@
-"What the site's check finds in a browser: what sticks out of a page, stands open, does not sort, or computes something else than Python."
+"""What the site's check finds in a browser: what sticks out of a page, stands open, does not
+sort, or computes something else than Python."""
+
 import importlib.util
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-spec = importlib.util.spec_from_file_location("preview_docs", ROOT / "scripts" / "tools" / "preview_docs.py")
+spec = importlib.util.spec_from_file_location(
+    "preview_docs", ROOT / "scripts" / "tools" / "preview_docs.py"
+)
 preview = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(preview)
 
 LONG = "\n".join(f"x{i} = {i}" for i in range(40))
-TABLE = "<table><thead><tr><th>name</th><th>µs</th></tr></thead><tbody>" + "".join(f"<tr><td>{n}</td><td>{v}</td></tr>" for n, v in (("b", "10"), ("a", "9"), ("c", "1,000"), ("d", "2"))) + "</tbody></table>"
+TABLE = (
+    "<table><thead><tr><th>name</th><th>µs</th></tr></thead><tbody>"
+    + "".join(
+        f"<tr><td>{n}</td><td>{v}</td></tr>"
+        for n, v in (("b", "10"), ("a", "9"), ("c", "1,000"), ("d", "2"))
+    )
+    + "</tbody></table>"
+)
 GOOD = f"""<div class="sourceCode"><pre><code>def f(): pass\n{LONG}</code></pre></div>
 <div class="cell-output"><pre><code>fine\nraised ValueError: as it must</code></pre></div>
 <pre><code>{"wide " * 200}</code></pre>{TABLE}
@@ -33,23 +44,47 @@ def test_a_browser_sees_what_is_wrong(tmp_path):
         (tmp_path / name).write_text((ROOT / "nbs" / name).read_text())
     (tmp_path / "good.html").write_text(page(GOOD))
     (tmp_path / "bad.html").write_text(page(BAD))
-    (tmp_path / "twice.html").write_text(page(GOOD + '<dfn class="tq-term" data-name="tile" data-tip="256 tokens">tile</dfn>'))
-    (tmp_path / "unscripted.html").write_text(page(GOOD).replace('<script src="site.js"></script>', ""))
+    (tmp_path / "twice.html").write_text(
+        page(GOOD + '<dfn class="tq-term" data-name="tile" data-tip="256 tokens">tile</dfn>')
+    )
+    (tmp_path / "unscripted.html").write_text(
+        page(GOOD).replace('<script src="site.js"></script>', "")
+    )
     problems = preview.Problems()
     assert preview.check_widths(tmp_path, problems) == 4
-    found = {name: [line for line in problems if line.startswith(name)] for name in ("good", "bad", "unscripted", "twice")}
+    found = {
+        name: [line for line in problems if line.startswith(name)]
+        for name in ("good", "bad", "unscripted", "twice")
+    }
     assert found["good"] == []
-    for words in ("390 px sticks out to 15", "1280 px sticks out to 15", "computes 2, Python 3", "does not follow its control", "code that wraps", "lies on its equation"):
+    for words in (
+        "390 px sticks out to 15",
+        "1280 px sticks out to 15",
+        "computes 2, Python 3",
+        "does not follow its control",
+        "code that wraps",
+        "lies on its equation",
+    ):
         assert any(words in line for line in found["bad"]), (words, found["bad"])
-    assert len(found["twice"]) == 1 and "a word explained twice, or not: tile, tile" in found["twice"][0]
-    for words in ("long source that stands open", "refusals that stand open", "no word of the glossary is explained"):
+    assert (
+        len(found["twice"]) == 1
+        and "a word explained twice, or not: tile, tile" in found["twice"][0]
+    )
+    for words in (
+        "long source that stands open",
+        "refusals that stand open",
+        "no word of the glossary is explained",
+    ):
         assert any(words in line for line in found["unscripted"]), words
 
 
 def test_the_glossary_of_the_site_is_that_of_the_book(tmp_path):
     text = preview.glossary(ROOT)
     assert text == (ROOT / "nbs" / "glossary.js").read_text(encoding="utf-8")
-    assert '"recent tokens": "the last and the first tokens' in text and '"sinks": "the last' in text
+    assert (
+        '"recent tokens": "the last and the first tokens' in text
+        and '"sinks": "the last' in text
+    )
     assert '"fold"' not in text and '"word"' not in text  # in italics; the head of the table
 
 
@@ -59,16 +94,30 @@ def md(source, kind="markdown"):
 
 def test_equations_have_one_scheme():
     problems = preview.Problems()
-    good = [md("$$a=b \\tag{13.1}$$\nand $$\nc=d \\tag{13.2}\n$$"), md('"by equation (13.1), equations (13.1) and (13.2)"', "code")]
-    assert preview.check_equations("13_x.ipynb", good, problems) == ["13.1", "13.2"] and problems == []
+    good = [
+        md("$$a=b \\tag{13.1}$$\nand $$\nc=d \\tag{13.2}\n$$"),
+        md('"by equation (13.1), equations (13.1) and (13.2)"', "code"),
+    ]
+    assert (
+        preview.check_equations("13_x.ipynb", good, problems) == ["13.1", "13.2"]
+        and problems == []
+    )
     for name, cells, words in (
         ("13_x.ipynb", [md("$$a=b$$")], "has the number None, due is 13.1"),
         ("13_x.ipynb", [md("$$a=b \\tag{1}$$")], "has the number 1, due is 13.1"),
         ("43b_x.ipynb", [md("$$a \\tag{43b.2}$$")], "due is 43b.1"),
         ("13_x.ipynb", [*good, md("$$a$$ {#eq-x}")], "{#eq-x: equations are numbered"),
-        ("13_x.ipynb", [*good, md('"See @eq-gap."', "code")], "@eq-gap: equations are numbered"),
+        (
+            "13_x.ipynb",
+            [*good, md('"See @eq-gap."', "code")],
+            "@eq-gap: equations are numbered",
+        ),
         ("13_x.ipynb", [*good, md("Equation (3) says")], "equation (3) is cited and not there"),
-        ("13_x.ipynb", [*good, md("by equations (13.1) and (13.3)")], "equation (13.3) is cited and not there"),
+        (
+            "13_x.ipynb",
+            [*good, md("by equations (13.1) and (13.3)")],
+            "equation (13.3) is cited and not there",
+        ),
         ("guide.ipynb", [md("$$a \\tag{13.1}$$")], "has the number 13.1, due is None"),
     ):
         problems = preview.Problems()
@@ -77,12 +126,16 @@ def test_equations_have_one_scheme():
 
 
 def test_a_search_for_a_public_name_leads_to_its_section(tmp_path):
-    spec = importlib.util.spec_from_file_location("search_names", ROOT / "scripts" / "tools" / "search_names.py")
+    spec = importlib.util.spec_from_file_location(
+        "search_names", ROOT / "scripts" / "tools" / "search_names.py"
+    )
     names = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(names)
     every = list(names.public_names())
     public = {name: (where, text) for name, where, text in every}
-    assert public["TurboQuantCache"][0] == "cache.html#turboquantcache" and public["TurboQuantCache.report"][1].startswith("Bytes held")
+    assert public["TurboQuantCache"][0] == "cache.html#turboquantcache" and public[
+        "TurboQuantCache.report"
+    ][1].startswith("Bytes held")
     assert not any(part.startswith("_") for name in public for part in name.split("."))
     for name, where, _ in every:
         page, anchor = where.split("#")
@@ -90,12 +143,37 @@ def test_a_search_for_a_public_name_leads_to_its_section(tmp_path):
             with open(tmp_path / page, "a") as f:
                 f.write(f'<h3 id="{anchor}"></h3>')
     found, missing = names.entries(tmp_path)
-    assert missing == ["KVStore (store.html#kvstore)"] and "KVStore.append" not in {x["section"] for x in found}
-    index = [{"objectID": "cache.html", "href": "cache.html", "title": "51 The cache", "section": "", "text": "", "crumbs": ["Book"]}, {"objectID": "cache.html#the-cache", "href": "cache.html#the-cache", "title": "51 The cache", "section": "The cache", "text": ""}]
+    assert missing == ["KVStore (store.html#kvstore)"] and "KVStore.append" not in {
+        x["section"] for x in found
+    }
+    index = [
+        {
+            "objectID": "cache.html",
+            "href": "cache.html",
+            "title": "51 The cache",
+            "section": "",
+            "text": "",
+            "crumbs": ["Book"],
+        },
+        {
+            "objectID": "cache.html#the-cache",
+            "href": "cache.html#the-cache",
+            "title": "51 The cache",
+            "section": "The cache",
+            "text": "",
+        },
+    ]
     once = names.add_names(index, found)
     assert names.add_names(once, found) == once and once[:2] == index
     (entry,) = (x for x in once if x["section"] == "TurboQuantCache")
-    assert entry == {"objectID": "cache.html#turboquantcache", "href": "cache.html#turboquantcache", "title": "51 The cache", "section": "TurboQuantCache", "text": public["TurboQuantCache"][1], "crumbs": ["Book"]}
+    assert entry == {
+        "objectID": "cache.html#turboquantcache",
+        "href": "cache.html#turboquantcache",
+        "title": "51 The cache",
+        "section": "TurboQuantCache",
+        "text": public["TurboQuantCache"][1],
+        "crumbs": ["Book"],
+    }
     with pytest.raises(SystemExit, match="search.json is not there"):
         names.main([str(tmp_path)])
     (tmp_path / "search.json").write_text("[]")

@@ -34,7 +34,9 @@ class Claim:
     method: str  # "derivation", "measurement" or "none"
     criterion: str  # when it holds; for "none": what would settle it
     condition: str = ""  # the weaker form that is tried
-    check: Callable | None = None  # claimed numbers -> (figures, holds, holds in the weaker form)
+    check: Callable | None = (
+        None  # claimed numbers -> (figures, holds, holds in the weaker form)
+    )
 
 
 CLAIMS: dict[str, Claim] = {}  # every claim of this page, in its order
@@ -67,7 +69,8 @@ def examine(
     id: str,  # key of CLAIMS
     **claimed,  # claimed numbers to use instead of the document's
 ) -> dict:  # id, source, claim, method, criterion, condition, figures, verdict
-    "Run one check. ValueError for an unknown id, TypeError for a number that its check does not take."
+    """Run one check. ValueError for an unknown id, TypeError for a number that its check does
+    not take."""
     _known([id])
     c = CLAIMS[id]
     row = dict(id=c.id, source=c.source, claim=c.text, method=c.method, criterion=c.criterion)
@@ -88,7 +91,8 @@ def examine(
 def audit(
     only: list | None = None,  # ids; None: all of them
 ) -> list:  # one dict per claim, see `examine`
-    "Check claims. ValueError for an unknown id, before anything is computed; TypeError for no list."
+    """Check claims. ValueError for an unknown id, before anything is computed; TypeError for no
+    list."""
     if isinstance(only, str) or not (only is None or hasattr(only, "__iter__")):
         raise TypeError(f"only must be a list of ids, got {only!r}")
     ids = list(CLAIMS) if only is None else list(only)
@@ -98,7 +102,7 @@ def audit(
 
 def _figures(row: dict) -> str:
     "Figures as one line; what settles or limits a claim goes with them."
-    show = lambda v: f"{v:.4g}" if isinstance(v, float) else str(v)  # noqa: E731
+    show = lambda v: f"{v:.4g}" if isinstance(v, float) else str(v)
     parts = [f"{k} {show(v)}" for k, v in row["figures"].items()]
     text = "; ".join(parts) or f"to settle it: {row['criterion']}"
     return f"{text}. Condition: {row['condition']}" if row["condition"] else text
@@ -166,7 +170,8 @@ def _tq_small(printed=(".36", ".117", ".03", ".009")):
 
 # %% ../../nbs/86_claims.ipynb #f2ecbefb
 def _cap(t: np.ndarray, d: int):
-    "log of the share of the sphere within angle t < π/2 of a point, and the length of its centroid."
+    """log of the share of the sphere within angle t < π/2 of a point, and the length of its
+    centroid."""
     f = np.cos(t) * hyp2f1(d / 2, 1, (d + 1) / 2, np.sin(t) ** 2)
     return (d - 1) * np.log(np.sin(t)) + np.log(f / (d - 1)) - betaln((d - 1) / 2, 0.5), 1 / f
 
@@ -259,7 +264,8 @@ def _tq_shrink(factor=2 / math.pi):
 
 # %% ../../nbs/86_claims.ipynb #63e5eba0
 def _sign_draws(factor=math.sqrt(math.pi / 2), rows=200_000, d=64):
-    "Draws of ⟨q,x̂⟩ + one-row estimate of ⟨q,r⟩ of a two-bit code; mean and deviation in theory."
+    """Draws of ⟨q,x̂⟩ + one-row estimate of ⟨q,r⟩ of a two-bit code; mean and deviation in
+    theory."""
     gen = torch.Generator().manual_seed(1)
     x, noise = torch.randn(2, d, generator=gen).double()
     book, unit = lloyd_max(2, d), x.norm() / math.sqrt(d)
@@ -306,7 +312,10 @@ def _tq_mean_bits(claimed=2.5):
     "against fp32",
 )
 def _esm_ratio(claimed=7.1):
-    key, value = 32 / 8 + 1, 32 / 8  # section 4.2: eight codes in an int32; a sign for each element of a key
+    key, value = (
+        32 / 8 + 1,
+        32 / 8,
+    )  # section 4.2: eight codes in an int32; a sign for each element of a key
     stored, mib = (key + value) / 2, 2 * 33 * 20 * 64 * 1024 * 4 / 2**20
     figures = {"against fp16": 16 / stored, "against fp32": 32 / stored}
     figures |= {"fp32 MiB": mib, "stored MiB": mib * stored / 32}
@@ -320,13 +329,14 @@ def _esm_ratio(claimed=7.1):
     "exponent of its equation 3 above 1.5",
 )
 def _esm_growth(exponent=2):
-    size = lambda tokens: 2 * 33 * 20 * 64 * tokens * 4  # noqa: E731
+    size = lambda tokens: 2 * 33 * 20 * 64 * tokens * 4
     got = math.log2(size(2048) / size(1024))
     return {"exponent": got}, abs(got - exponent) < 0.5, False
 
 # %% ../../nbs/86_claims.ipynb #b7cbc08b
 def _sign_stage(bits: int = 3) -> SimpleNamespace:
-    "The Gaussian Lloyd-Max code with one sign more: errors and the slope E[x x̃], on a fine grid."
+    """The Gaussian Lloyd-Max code with one sign more: errors and the slope E[x x̃], on a fine
+    grid."""
     x = (np.arange(400_000) + 0.5) / 400_000 * 16 - 8
     w = np.exp(-x * x / 2)
     w /= w.sum()
@@ -361,7 +371,11 @@ def _esm_sign_gain(share=1.0):
 )
 def _esm_sign_4bit(bits=4):
     s, plain = _sign_stage(), lloyd_max(bits).mse
-    return {"3 bits + sign": s.signed, f"Lloyd-Max {bits} bits": plain}, s.signed <= plain, False
+    return (
+        {"3 bits + sign": s.signed, f"Lloyd-Max {bits} bits": plain},
+        s.signed <= plain,
+        False,
+    )
 
 
 @claim(
@@ -380,7 +394,8 @@ def _shared_table_mse(
     variances: np.ndarray,  # [d], positive
     bits: int,
 ) -> float:  # error relative to the mean variance
-    "One Lloyd-Max table for coordinates N(0, v_j), no scale per vector: the best table of the mixture. ValueError for other variances."
+    """One Lloyd-Max table for coordinates N(0, v_j), no scale per vector: the best table of the
+    mixture. ValueError for other variances."""
     v = np.asarray(variances, np.float64)
     fits = v.ndim == 1 and v.size and (np.isfinite(v) & (v > 0)).all()
     if not fits or v.max() > 1e5 * v.min():  # a grid of 8,000 points resolves no more
@@ -423,16 +438,17 @@ def _general(d: int) -> torch.Tensor:
 
 
 def _rope_changes(Pi: torch.Tensor) -> dict:
-    "Root-mean-square changes of 512 scores: against the plain score, and under a shift of both positions."
+    """Root-mean-square changes of 512 scores: against the plain score, and under a shift of
+    both positions."""
     d = len(Pi)
     gen = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 512, d, generator=gen).double()
-    rms = lambda x: float(x.square().mean().sqrt()) / math.sqrt(d)  # noqa: E731
-    rope = lambda x, pos: apply_rope(x, torch.full((len(x),), pos))  # noqa: E731
-    plain = lambda m, n: (rope(q, m) * rope(k, n)).sum(-1)  # noqa: E731
-    before = lambda m, n: (rope(q @ Pi.T, m) * rope(k @ Pi.T, n)).sum(-1)  # noqa: E731
-    after = lambda m, n: (rope(q, m) @ Pi.T * (rope(k, n) @ Pi.T)).sum(-1)  # noqa: E731
-    mixed = lambda m, n: (rope(q, m) @ Pi.T * rope(k @ Pi.T, n)).sum(-1)  # noqa: E731
+    rms = lambda x: float(x.square().mean().sqrt()) / math.sqrt(d)
+    rope = lambda x, pos: apply_rope(x, torch.full((len(x),), pos))
+    plain = lambda m, n: (rope(q, m) * rope(k, n)).sum(-1)
+    before = lambda m, n: (rope(q @ Pi.T, m) * rope(k @ Pi.T, n)).sum(-1)
+    after = lambda m, n: (rope(q, m) @ Pi.T * (rope(k, n) @ Pi.T)).sum(-1)
+    mixed = lambda m, n: (rope(q, m) @ Pi.T * rope(k @ Pi.T, n)).sum(-1)
     return dict(
         after=rms(after(7, 2) - plain(7, 2)),
         before=rms(before(7, 2) - plain(7, 2)),
@@ -457,7 +473,8 @@ def _esm_rope_after(limit=1e-6):
     "esm-rope-before",
     "TurboESM, section 3.1",
     "Π before RoPE destroys the positional encoding",
-    "scores of queries and keys both rotated by Π change by more than 1e-6 when both positions shift",
+    "scores of queries and keys both rotated by Π change by more than 1e-6 when both positions "
+    "shift",
     "if the trained model's scores are to be kept, or if the two orders are mixed",
     method="measurement",
 )
@@ -527,8 +544,8 @@ def _dc_bounds(printed=(0.035, 0.043, 2.2, 0.0014, 0.0021, 0.07052)):
     "each is the ratio to fp16 of its own count of code bits and fp16 norms, to 2.5 %",
 )
 def _dc_nominal(printed=(5.02, 7.3, 5.56, 4.13, 3.8), d=128):
-    pair = lambda b: 2 * d * 16 / (2 * b * d + 3 * 16)  # noqa: E731  keys: two norms, values: one
-    split = lambda b: d * 16 / (b * d + 3 * 16)  # noqa: E731  one vector, three norms
+    pair = lambda b: 2 * d * 16 / (2 * b * d + 3 * 16)  # keys: two norms, values: one
+    split = lambda b: d * 16 / (b * d + 3 * 16)  # one vector, three norms
     got = (pair(3), pair(2), split(2.5), split(3.5), d * 16 / (4 * d + 16))
     names = ("3 bits", "2 bits", "2.5 bits", "3.5 bits", "4 bits alone")
     figures = dict(zip(names, got))
@@ -542,9 +559,13 @@ def _dc_nominal(printed=(5.02, 7.3, 5.56, 4.13, 3.8), d=128):
     "equal to one decimal in GiB",
 )
 def _dc_memory(printed=(6.0, 36.0)):
-    size = lambda layers, heads, tokens: 2 * layers * heads * 128 * 2 * tokens / 2**30  # noqa: E731
+    size = lambda layers, heads, tokens: 2 * layers * heads * 128 * 2 * tokens / 2**30
     got = (size(48, 8, 2**15), size(36, 2, 2**20))
-    return {"14B": got[0], "3B": got[1]}, all(round(g, 1) == p for g, p in zip(got, printed)), False
+    return (
+        {"14B": got[0], "3B": got[1]},
+        all(round(g, 1) == p for g, p in zip(got, printed)),
+        False,
+    )
 
 
 @claim(
@@ -567,8 +588,8 @@ def _dc_floor(claimed=3.3):
     "at least 30 % at one million tokens; 34 % at no length",
 )
 def _dc_decay(low=0.30, d=128):
-    bits = lambda b: 2 * b * d + 48  # noqa: E731  key and value with three fp16 norms
-    cost = lambda t: 512 * bits(4) + 4096 * bits(3) + (t - 4608) * bits(2)  # noqa: E731
+    bits = lambda b: 2 * b * d + 48  # key and value with three fp16 norms
+    cost = lambda t: 512 * bits(4) + 4096 * bits(3) + (t - 4608) * bits(2)
     saving = {t: 1 - cost(t) / (t * bits(3)) for t in (2**13, 2**15, 2**20)}
     figures = {"8K": saving[2**13], "32K": saving[2**15], "1M": saving[2**20]}
     figures["limit"] = 1 - bits(2) / bits(3)
@@ -588,7 +609,8 @@ def _dc_hurts(bits=3, d=128, noise=math.pi / 2):
 
 
 def _haar_draws(scale="unbiased", n=6000, d=32):
-    "Estimates of ⟨q,x⟩ from 3-bit codes under n Haar rotations, the true value, and the deviation in theory."
+    """Estimates of ⟨q,x⟩ from 3-bit codes under n Haar rotations, the true value, and the
+    deviation in theory."""
     gen = torch.Generator().manual_seed(2)
     x, noise = torch.randn(2, d, generator=gen).double()
     q = 0.5 * x + noise
@@ -605,7 +627,8 @@ def _haar_draws(scale="unbiased", n=6000, d=32):
     "dc-need",
     "TurboQuantDC, README (The Trick); a reading of TurboQuant, section 3.2",
     "unbiased inner products call for the sign stage",
-    "no unbiased 3-bit code without it has a smaller error: the rescaled code is biased (|z| > 5) or worse",
+    "no unbiased 3-bit code without it has a smaller error: the rescaled code is biased (|z| > "
+    "5) or worse",
     method="measurement",
 )
 def _dc_need(scale="unbiased", d=128):
@@ -649,7 +672,9 @@ def _mlx_root(bits=3, d=128, rows=None):  # bits in all; rows of the sketch, d b
     hat = book.decode(book.encode(x)).double()
     r = x - hat
     S = torch.randn(rows, d, generator=gen).double()
-    sketch = ((q @ S.T) * (r @ S.T).sign()).sum(-1) * r.norm(dim=-1) * math.sqrt(math.pi / 2) / rows
+    sketch = (
+        ((q @ S.T) * (r @ S.T).sign()).sum(-1) * r.norm(dim=-1) * math.sqrt(math.pi / 2) / rows
+    )
     error = float((sketch - (q * r).sum(-1)).square().mean()) / d  # of a score, with signs
     signs, centroids = error / book.mse, book.mse / lloyd_max(bits, d).mse
     figures = {"error over the plain code's": signs * centroids, "by lost centroids": centroids}
@@ -667,7 +692,7 @@ def _mlx_root(bits=3, d=128, rows=None):  # bits in all; rows of the sketch, d b
 def _mlx_bits(claimed=(3.0, 2.5), sizes=(207, 177), fp16=969):
     stored, codes = [16 * s / fp16 for s in sizes], (3.0, (64 * 3 + 64 * 2) / 128)
     figures = {"3-bit row": stored[0], "2.5-bit row": stored[1]}
-    near = lambda a: all(abs(x - y) < 0.05 for x, y in zip(a, claimed))  # noqa: E731
+    near = lambda a: all(abs(x - y) < 0.05 for x, y in zip(a, claimed))
     return figures, near(stored), near(codes)
 
 
@@ -692,10 +717,14 @@ def _mlx_gemma(qjl=12.05, fp16=12.18):
     "each within 2 %",
 )
 def _nieto_bytes(printed=(3.76, 1.94, 4.92, 1.6, 435)):
-    size = lambda code: code + 4  # noqa: E731  one fp32 norm
+    size = lambda code: code + 4  # one fp32 norm
     dense = 36 * 2 * 8 * 128 * 2 * 11_000 / 1e9
     got = {"4 bits": 256 / size(64), "3 bits, a byte each": 256 / size(128)}
-    got |= {"3 bits, packed": 256 / size(48), "GB": dense, "MB at 4 bits": dense * 1000 * 68 / 256}
+    got |= {
+        "3 bits, packed": 256 / size(48),
+        "GB": dense,
+        "MB at 4 bits": dense * 1000 * 68 / 256,
+    }
     return got, all(abs(g / p - 1) < 0.02 for g, p in zip(got.values(), printed)), False
 
 
@@ -752,7 +781,10 @@ def _nieto_packing(bits=3, d=128, values=8):  # bits that are stored, codes that
     layout = Layout(bits, d)
     planes = torch.equal(unpack(pack(codes % 2**bits, layout), layout)[:512], codes)
     figures = {"bytes per vector": packed.shape[1], "round trip": same}
-    figures |= {"planes, bytes": layout.bytes_per_tile / layout.tile, "planes, round trip": planes}
+    figures |= {
+        "planes, bytes": layout.bytes_per_tile / layout.tile,
+        "planes, round trip": planes,
+    }
     return figures, not (same or planes), False
 
 
@@ -799,7 +831,9 @@ def _nieto_norms(share=0.01):
 )
 def _own_int8(claimed=59.0):
     book = lloyd_max(3)
-    inverse = np.arange(20, 59.02, 0.005)  # 127/2.152 = 59.01: beyond it the top level is clipped
+    inverse = np.arange(
+        20, 59.02, 0.005
+    )  # 127/2.152 = 59.01: beyond it the top level is clipped
     whole = np.rint(book.levels64 * inverse[:, None])
     step = (whole * book.means * book.probs).sum(1) / (whole**2 * book.probs).sum(1)
     extra = (book.probs * (whole * step[:, None] - book.means) ** 2).sum(1)

@@ -49,7 +49,8 @@ def _rows(x: Tensor, d: int, device: torch.device, name: str) -> Tensor:
 
 
 def _best(blocks, k: int) -> tuple:
-    "The k largest of scores that come in blocks [m, n_i] of consecutive ids; ties in any order."
+    """The k largest of scores that come in blocks [m, n_i] of consecutive ids; ties in any
+    order."""
     top, ids, first = None, None, 0
     for s in blocks:
         new, at = s.topk(min(k, s.shape[1]), dim=1)
@@ -67,8 +68,8 @@ def exact_search(
     k: int = 1,  # 1..n
     block: int = 8192,  # base vectors scored at once
 ) -> tuple:  # scores [m, k] fp32, descending; ids [m, k] int64
-    """The k largest inner products, by brute force. Raises TypeError/ValueError for a bad dtype,
-    shape, device, value or k."""
+    """The k largest inner products, by brute force. Raises TypeError/ValueError for a bad
+    dtype, shape, device, value or k."""
     checks.shape(checks.floats(base, "base"), "base", "n", "d")
     _rows(base, base.shape[1], base.device, "base")
     queries = _rows(queries, base.shape[1], base.device, "queries").float()
@@ -85,7 +86,8 @@ def recall(
     Raises ValueError for shapes or a k that do not fit. Source: TurboQuant, section 4.4."""
     if ids.ndim != 2 or nearest.shape != ids.shape[:1] or not len(ids):
         raise ValueError(
-            f"ids must be [m, K] and nearest [m], got {tuple(ids.shape)} and {tuple(nearest.shape)}"
+            f"ids must be [m, K] and nearest [m], got {tuple(ids.shape)} and "
+            f"{tuple(nearest.shape)}"
         )
     k = checks.whole(k, "k", 1, ids.shape[1])
     return (ids[:, :k] == nearest[:, None]).any(1).float().mean().item()
@@ -182,12 +184,18 @@ def _decoded(index, b: _Block) -> Tensor:
 def _save(index, path):
     tensors = {} if index.center is None else {"center": index.center}
     for i, b in enumerate(index._blocks):
-        tensors |= {f"{i}.plane{j}": p for j, p in enumerate(b.planes)} | {f"{i}.scale": b.scale}
+        tensors |= {f"{i}.plane{j}": p for j, p in enumerate(b.planes)} | {
+            f"{i}.scale": b.scale
+        }
         if b.signs is not None:
             tensors |= {f"{i}.signs": b.signs, f"{i}.residual_norm": b.residual_norm}
         if b.along is not None:
             tensors[f"{i}.along"] = b.along
-    about = {"format": "turboquant-index-1", "d": str(index.d), "blocks": str(len(index._blocks))}
+    about = {
+        "format": "turboquant-index-1",
+        "d": str(index.d),
+        "blocks": str(len(index._blocks)),
+    }
     about["spec"] = json.dumps(asdict(index.spec), sort_keys=True)
     tensors = {k: t.cpu().contiguous() for k, t in tensors.items()}
     save_file(tensors, str(path), metadata=about)
@@ -206,7 +214,7 @@ def _opened(cls, path, name, device):
         about, names = f.metadata() or {}, set(f.keys())
         if about.get("format") != "turboquant-index-1":
             raise ValueError(f"{name} is not an index written by CodedIndex.save")
-        get = lambda name: f.get_tensor(name) if name in names else None  # noqa: E731
+        get = lambda name: f.get_tensor(name) if name in names else None
         index = cls(int(about["d"]), Spec(**json.loads(about["spec"])), get("center"), device)
         count = len(WIDTHS[index._layout.bits])
         for i in range(int(about["blocks"])):
@@ -225,7 +233,11 @@ def _checked(d, spec):
 
 
 def _checked_center(center, d, device) -> Tensor:
-    center = _rows(checks.floats(center, "center").reshape(1, -1), d, device, "center")[0].float().clone()
+    center = (
+        _rows(checks.floats(center, "center").reshape(1, -1), d, device, "center")[0]
+        .float()
+        .clone()
+    )
     if not float(center.abs().max()) > 0:
         raise ValueError("center must not be zero; pass None for no centre")
     return center
@@ -253,7 +265,8 @@ class _Held:
         return torch.cat(parts) if parts else torch.empty(0, self.d, device=self.device)
 
     def parts(self) -> dict:
-        "Bytes of the tensors held. `tables` (rotation, levels, sketch) follow from d and the spec."
+        """Bytes of the tensors held. `tables` (rotation, levels, sketch) follow from d and the
+        spec."""
         return _parts(self)
 
     @property
@@ -279,7 +292,8 @@ class _Held:
 # %% ../../nbs/85_vector_search.ipynb #92a439cc
 class CodedIndex(_Held):
     """Vectors as bit planes and a scale each, searched by inner product on the codes. Raises
-    TypeError/ValueError naming what does not fit. Source: TurboQuant (arXiv 2504.19874), §4.4."""
+    TypeError/ValueError naming what does not fit. Source: TurboQuant (arXiv 2504.19874),
+    §4.4."""
 
     block = 4096  # vectors coded, or scored, at once; a multiple of 4
 
@@ -287,7 +301,8 @@ class CodedIndex(_Held):
         self,
         d: int,  # size of the vectors, >= 2
         spec: Spec = Spec(bits=4, scale="unbiased"),  # one integer bit count
-        center: Tensor | None = None,  # [d], not 0, for instance the mean: its direction is exact
+        # [d], not 0, for instance the mean: its direction is exact
+        center: Tensor | None = None,
         device: torch.device | str = "cpu",
     ):
         _checked(d, spec)
@@ -303,7 +318,8 @@ class CodedIndex(_Held):
         return self
 
     def search(self, queries: Tensor, k: int = 10) -> tuple:
-        "Queries [m, d] -> scores [m, k] fp32, descending, and ids [m, k] int64; ties in any order."
+        """Queries [m, d] -> scores [m, k] fp32, descending, and ids [m, k] int64; ties in any
+        order."""
         queries = _rows(queries, self.d, self.device, "queries").float()
         if not len(self):
             raise ValueError("the index holds no vectors")

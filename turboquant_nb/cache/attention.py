@@ -21,7 +21,7 @@ class _Softmax:
     and Gimelshein 2018 (arXiv 1805.02867)."""
 
     def __init__(self, shape, device, d_value, sketch=0):
-        make = lambda *s: torch.zeros(*s, dtype=torch.float32, device=device)  # noqa: E731
+        make = lambda *s: torch.zeros(*s, dtype=torch.float32, device=device)
         self.top = torch.full((*shape, 1), -math.inf, dtype=torch.float32, device=device)
         self.total, self.coded_total = make(*shape, 1), make(*shape, 1)
         self.exact = make(*shape, d_value)
@@ -61,7 +61,9 @@ class _Query:
     rotated: Tensor  # the same, rotated like the keys
     sketched: Tensor | None  # S times the rotated one, where keys have a QJL residual
     offset: Tensor | float  # ⟨q, μ⟩, [B, H, g*n, 1]: what centring took out of the coded scores
-    rope_coefficients: Tensor | None  # of a pre-RoPE mean: what cosines and sines are weighed with, [B, H, g*n, r]
+    rope_coefficients: (
+        Tensor | None
+    )  # of a pre-RoPE mean: what cosines and sines are weighed with, [B, H, g*n, r]
     groups: int
     tokens: int
 
@@ -77,8 +79,8 @@ class _Query:
 
 
 def _pre_rope_terms(q: Tensor, mean: Tensor, r: int) -> tuple:
-    """What ⟨q, R_t m⟩ is made of: weights [..., r] of the cosines and sines, None if r is 0, and the share
-    [..., 1] of channels that RoPE leaves, 0.0 if it leaves none."""
+    """What ⟨q, R_t m⟩ is made of: weights [..., r] of the cosines and sines, None if r is 0,
+    and the share [..., 1] of channels that RoPE leaves, 0.0 if it leaves none."""
     still = q[..., r:] @ mean[..., r:].mT if r < q.shape[-1] else 0.0
     if not r:
         return None, still
@@ -90,13 +92,17 @@ def _query(q: Tensor, store: KVStore, scaling: float) -> _Query:
     b, heads, n, d = q.shape
     plain = q.float().reshape(b, store.heads, heads // store.heads * n, d) * scaling
     mean, r = store.key.mean, 0 if store.rope_table is None else store.rope_table.shape[1]
-    rope_coefficients, shift = (None, 0.0) if mean is None else _pre_rope_terms(plain, mean.float(), r)
+    rope_coefficients, shift = (
+        (None, 0.0) if mean is None else _pre_rope_terms(plain, mean.float(), r)
+    )
     rotated = store.key.q.rotation.query(plain)
     sketched = rotated @ store.key.q.sketch.T if store.key.signs else None
     return _Query(plain, rotated, sketched, shift, rope_coefficients, heads // store.heads, n)
 
 # %% ../../nbs/32_attention.ipynb #b1ea91c6
-def _visible(store: KVStore, n: int, positions: Tensor, causal: bool, sliding_window: int | None) -> Tensor:
+def _visible(
+    store: KVStore, n: int, positions: Tensor, causal: bool, sliding_window: int | None
+) -> Tensor:
     "Which of `positions` [B|1, T] the last n tokens may look at: [B, 1, n, T] bool."
     at = (torch.arange(n, device=store.device) + (store._now - n))[:, None]
     p = positions[:, None, None, :]
@@ -117,8 +123,8 @@ def _masked(scores: Tensor, mask: Tensor | None, softcap: float | None) -> Tenso
 
 # %% ../../nbs/32_attention.ipynb #b560610b
 def _terms(store, side, coded):
-    """What coded vectors are sums of: levels with their scales and, with a QJL residual, signs with
-    their weights: [(vectors [.., T, w], weights [.., T])]."""
+    """What coded vectors are sums of: levels with their scales and, with a QJL residual, signs
+    with their weights: [(vectors [.., T, w], weights [.., T])]."""
     out = [(store.levels(side, coded.codes), coded.scale.float())]
     if coded.signs is not None:
         factor = math.sqrt(math.pi / 2) / coded.signs.shape[-1]
@@ -127,20 +133,26 @@ def _terms(store, side, coded):
 
 
 def _reads_exactly(query, store, positions, past, recent):
-    """Which of `positions` [B|1, T] are read exactly: the same for all rows [B, 1, 1, T], or with
-    `recent` for each [B, 1, g*n, T]."""
+    """Which of `positions` [B|1, T] are read exactly: the same for all rows [B, 1, 1, T], or
+    with `recent` for each [B, 1, g*n, T]."""
     since, sinks = store.past_exact_from, store.recipe.sinks
     if recent is None:
         return store.ranges.is_exact(positions, sinks, since)
     since = torch.minimum(since, past) if store._by_device else min(since, past)
-    at = (torch.arange(query.tokens, device=store.device) + (store._now - query.tokens))[:, None]
-    return query.grouped(store.ranges.is_exact(positions, sinks, (at - recent + 1).clamp(min=since)))
+    at = (torch.arange(query.tokens, device=store.device) + (store._now - query.tokens))[
+        :, None
+    ]
+    return query.grouped(
+        store.ranges.is_exact(positions, sinks, (at - recent + 1).clamp(min=since))
+    )
 
 
 def _add_coded(soft, query, store, visible, first, past, softcap, block, recent):
-    """Coded tokens in blocks: levels times the rotated query, then the scale of each token. Exact
-    tokens are left out."""
-    last = past if recent is None else store._now  # with `recent`, some rows read the chunk's codes
+    """Coded tokens in blocks: levels times the rotated query, then the scale of each token.
+    Exact tokens are left out."""
+    last = (
+        past if recent is None else store._now
+    )  # with `recent`, some rows read the chunk's codes
     end = store._bound if store._by_device else last
     for lo in range(first, end, block):
         hi = min(lo + block, end)
@@ -149,7 +161,10 @@ def _add_coded(soft, query, store, visible, first, past, softcap, block, recent)
         k, v = (_terms(store, side, store.coded(side, lo, hi)) for side in ("key", "value"))
         if store._by_device:  # what lies beyond the length may be anything
             held = positions < last
-            seen, v = seen & held[:, None, None, :], [(x, w.where(held[:, None], 0)) for x, w in v]
+            seen, v = (
+                seen & held[:, None, None, :],
+                [(x, w.where(held[:, None], 0)) for x, w in v],
+            )
         parts = zip((query.rotated, query.sketched), k)
         scores = query.offset + sum(q @ x.mT * w.unsqueeze(-2) for q, (x, w) in parts)
         if query.rope_coefficients is not None:
@@ -190,7 +205,9 @@ def _check_attend(q, store, k, v, first, block, softcap, sliding_window, recent=
             f"q must have shape [{b}, a multiple of {h}, n, {dk}], got {list(q.shape)}"
         )
     if q.shape[2] > length:
-        raise ValueError(f"q must be of the last {length} tokens in the store, got {q.shape[2]}")
+        raise ValueError(
+            f"q must be of the last {length} tokens in the store, got {q.shape[2]}"
+        )
     checks.device(q, "q", store.device, "the store")
     if (k is None) != (v is None) or (k is not None and k.shape[2] != v.shape[2]):
         raise ValueError("k and v must be given together, with equally many tokens")
@@ -202,7 +219,12 @@ def _check_attend(q, store, k, v, first, block, softcap, sliding_window, recent=
         raise ValueError(f"first must be from {store.offset} to {length}, got {first}")
     if recent is not None and (k is None or k.shape[2] < q.shape[2]):
         raise ValueError(f"recent needs exact k and v of the last {q.shape[2]} tokens at least")
-    for name, x in (("block", block), ("softcap", softcap), ("sliding_window", sliding_window), ("recent", recent)):
+    for name, x in (
+        ("block", block),
+        ("softcap", softcap),
+        ("sliding_window", sliding_window),
+        ("recent", recent),
+    ):
         if x is not None:
             checks.number(x, name, above=0)
 
@@ -245,11 +267,12 @@ def attend(
     sliding_window: int | None = None,  # token i attends to i-sliding_window+1 … i
     softcap: float | None = None,  # scores become softcap·tanh(score/softcap)
     block: int = 1024,  # coded tokens decoded at a time
-    recent: int | None = None,  # of k and v each query reads only its own last ones, itself included
+    # of k and v each query reads only its own last ones, itself included
+    recent: int | None = None,
 ) -> tuple:  # (output [B, Hq, n, d_value] in q's dtype, log-sum-exp [B, Hq, n] fp32)
-    """Attention straight on codes. A row that may see nothing gives 0 and -inf. Where a step of a static
-    store is captured, masks reach to its max_length. Raises ValueError/TypeError on shapes, dtypes or
-    devices that do not fit."""
+    """Attention straight on codes. A row that may see nothing gives 0 and -inf. Where a step of
+    a static store is captured, masks reach to its max_length. Raises ValueError/TypeError on
+    shapes, dtypes or devices that do not fit."""
     if store.static and not store._by_device:
         store.sync()
     first = store.offset if first is None else first
@@ -291,9 +314,9 @@ def dense_attention(
     for i in range(0, n, rows):
         part = q[:, :, i : i + rows].float()
         scores = part @ k.transpose(-1, -2) * scaling
-        at = torch.arange(k.shape[2] - n + i, k.shape[2] - n + i + part.shape[2], device=q.device)[
-            :, None
-        ]
+        at = torch.arange(
+            k.shape[2] - n + i, k.shape[2] - n + i + part.shape[2], device=q.device
+        )[:, None]
         p = torch.arange(k.shape[2], device=q.device)
         seen = mask[:, :, i : i + rows] if mask is not None else (p <= at) | (not causal)
         if sliding_window is not None and mask is None:

@@ -42,7 +42,10 @@ def _quad_words(levels: Tensor, bits: int) -> Tensor:
         return levels.cpu()[codes].contiguous().view(_WORD[levels.dtype]).flatten()
 
 
-_WORD = {torch.int8: torch.int32, torch.float32: torch.complex128}  # a type of four times as many bytes: torch looks up one number for each index
+_WORD = {
+    torch.int8: torch.int32,
+    torch.float32: torch.complex128,
+}  # a type of four times as many bytes: torch looks up one number for each index
 _LEVEL = {word: level for level, word in _WORD.items()}
 
 
@@ -52,7 +55,9 @@ def quad_table(
 ) -> Tensor:  # [n] on the CPU, each word four levels, the first quarter's first in memory: int8 on the codebook's grid (words int32), without one fp32 (words complex128)
     "The four levels that each index stands for. Raises TypeError for anything but a Codebook."
     checks.instance(codebook, "codebook", Codebook)
-    return _quad_words(codebook.levels if codebook.grid is None else codebook.grid.levels, codebook.bits)
+    return _quad_words(
+        codebook.levels if codebook.grid is None else codebook.grid.levels, codebook.bits
+    )
 
 # %% ../../nbs/33_gather.ipynb #33a0000f
 def quad_index(
@@ -61,7 +66,11 @@ def quad_index(
 ) -> Tensor:  # [..., d, rows] int32, for `quad_table`; of keys a view
     "Where the table has the levels of each four codes."
     channels = -1 if layout.along == "channel" else -2
-    pairs = [torch.cat([p, p >> 1], channels).bitwise_and_(0x55).narrow(channels, 0, layout.d) for p, w in zip(planes, WIDTHS[layout.bits]) if w == 1]
+    pairs = [
+        torch.cat([p, p >> 1], channels).bitwise_and_(0x55).narrow(channels, 0, layout.d)
+        for p, w in zip(planes, WIDTHS[layout.bits])
+        if w == 1
+    ]
     if layout.bits == 1:
         index = pairs[0].int()
     else:
@@ -76,7 +85,9 @@ def _look_up(table: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
     "`table[index]`, in `out` if given: by all threads, or by one in less time."
     if torch.get_num_threads() > 1 or not (out is None or out.is_contiguous()):
         return torch.gather(table.expand(*index.shape[:-1], -1), -1, index, out=out)
-    return torch.index_select(table, 0, index.flatten(), out=None if out is None else out.view(-1)).view(index.shape)
+    return torch.index_select(
+        table, 0, index.flatten(), out=None if out is None else out.view(-1)
+    ).view(index.shape)
 
 
 def decode_quads(
@@ -116,7 +127,9 @@ class StepRanges:
     first: int  # codes of positions [first, last)
     last: int
     tiles: slice  # that they lie in, counted from the first that is held
-    hidden: Tensor | None  # [B, 1, 1, S + W + m + tokens of these tiles] bool: sinks, ring and chunk, then `by_row`; None: all count
+    hidden: (
+        Tensor | None
+    )  # [B, 1, 1, S + W + m + tokens of these tiles] bool: sinks, ring and chunk, then `by_row`; None: all count
     bias: Tensor | None = None  # the same as what is added to scores: -inf where hidden, else 0
     blind: bool = False  # whether a sequence sees nothing
 
@@ -133,7 +146,8 @@ def step_ranges(
     offset: int = 0,  # position of the first tile's first token
     tile: int = TILE,
 ) -> StepRanges:
-    "Positions that the last of `now` tokens reads from codes, and which of its exact tokens count."
+    """Positions that the last of `now` tokens reads from codes, and which of its exact tokens
+    count."""
     with torch.inference_mode(False):
         ranges = Ranges(len(starts))
         ranges.start = torch.tensor(starts)
@@ -141,16 +155,27 @@ def step_ranges(
         begins = [max(low, s + sinks) for s in starts]
         last = max(0, min(past, exact_from))
         first = min(min(begins), last)
-        tiles = slice((first - offset) // tile, -(-(last - offset) // tile)) if first < last else slice(0, 0)
+        tiles = (
+            slice((first - offset) // tile, -(-(last - offset) // tile))
+            if first < last
+            else slice(0, 0)
+        )
         at = start + torch.arange(sinks)
         seen = [(at >= low) & (at < past)]
         ring = torch.arange(recent)
         ring = now - 1 - (now - 1 - ring) % max(recent, 1)
         begin = start.clamp(min=low)
-        seen += [(ring >= begin) & (ring >= exact_from) & (ring < past) & ~ranges.is_sink(ring[None], sinks)]
+        seen += [
+            (ring >= begin)
+            & (ring >= exact_from)
+            & (ring < past)
+            & ~ranges.is_sink(ring[None], sinks)
+        ]
         seen += [torch.arange(past, now) >= begin]
         at = offset + torch.arange(tiles.start * tile, tiles.stop * tile)
-        coded = (at >= begin) & (at < past) & ~ranges.is_exact(at[None], sinks, exact_from)[:, 0, 0]
+        coded = (
+            (at >= begin) & (at < past) & ~ranges.is_exact(at[None], sinks, exact_from)[:, 0, 0]
+        )
         hidden = ~torch.cat([*seen, by_row(coded, tile // 4).flatten(1)], 1)[:, None, None]
         if not bool(hidden.any()):
             return StepRanges(first, last, tiles, None)
@@ -158,7 +183,9 @@ def step_ranges(
         return StepRanges(first, last, tiles, hidden, bias, bool(hidden.all(-1).any()))
 
 # %% ../../nbs/33_gather.ipynb #33a00016
-BLOCK = 2**20  # numbers decoded at a time: 4 MB of fp32; smaller blocks stay nearer, and cost more calls
+BLOCK = (
+    2**20
+)  # numbers decoded at a time: 4 MB of fp32; smaller blocks stay nearer, and cost more calls
 
 
 @dataclass(frozen=True)
@@ -171,10 +198,15 @@ class _Group:
 
 
 class _Tiles:
-    "Some tiles of coded vectors, a block at a time; channels group by group, tokens in the order of `by_row`."
+    """Some tiles of coded vectors, a block at a time; channels group by group, tokens in the
+    order of `by_row`."""
 
     def __init__(self, groups: list, scale: Tensor, step, tiles: slice, first: int):
-        self.groups, self.scale, self.step = groups, scale, step  # step: a number, or one for each channel [d]
+        self.groups, self.scale, self.step = (
+            groups,
+            scale,
+            step,
+        )  # step: a number, or one for each channel [d]
         self.tiles, self.first = tiles, first  # first: the tile that scores begin with
         self.size = math.prod(scale.shape[:2]), sum(g.layout.d for g in groups), scale.shape[3]
         n, most = tiles.stop - tiles.start, max(1, BLOCK // math.prod(self.size))
@@ -191,20 +223,27 @@ class _Tiles:
         return by_row(scale, self.size[2] // 4).reshape(self.size[0], -1, self.size[2])
 
     def blocks(self, place: Tensor):
-        "((first tile, last tile), levels [B * H * tiles, d, tile] in steps), one after the other in the same place."
+        """((first tile, last tile), levels [B * H * tiles, d, tile] in steps), one after the
+        other in the same place."""
         heads, d, tile = self.size
         for lo in range(self.tiles.start, self.tiles.stop, self.at_once):
             hi, at = min(lo + self.at_once, self.tiles.stop), 0
             x = place[: heads * (hi - lo) * d * tile].view(-1, d, tile)
             for g in self.groups:
                 planes = [p[:, :, lo - skip : hi - skip] for p, skip in g.planes]
-                decode_quads(planes, g.layout, g.table, x if g.layout.d == d else x[:, at : at + g.layout.d])
+                decode_quads(
+                    planes,
+                    g.layout,
+                    g.table,
+                    x if g.layout.d == d else x[:, at : at + g.layout.d],
+                )
                 at += g.layout.d
             yield (lo, hi), x
 
     def put_scores(self, q: Tensor, begin, out: Tensor, place: Tensor) -> None:
-        """Scores [B * H, g, tiles, tile]: what they begin with, which `begin` says of some tiles of them (None: nothing), and the products
-        of queries [B * H, g, d] with coded vectors, times their scales."""
+        """Scores [B * H, g, tiles, tile]: what they begin with, which `begin` says of some
+        tiles of them (None: nothing), and the products of queries [B * H, g, d] with coded
+        vectors, times their scales."""
         (heads, g, d), weights, own = q.shape, self.weights().unsqueeze(1), self.tiles.start
         q = q * self.step
         for (lo, hi), x in self.blocks(place):
@@ -213,51 +252,108 @@ class _Tiles:
             part = slice(lo - self.first, hi - self.first)
             into, w = out[:, :, part], weights[:, :, lo - own : hi - own]
             former = begin(part, into)
-            torch.mul(dots, w, out=into) if former is None else torch.addcmul(former, dots, w, out=into)
+            torch.mul(dots, w, out=into) if former is None else torch.addcmul(
+                former, dots, w, out=into
+            )
 
-    def weighted(self, p: Tensor, place: Tensor, hidden: Tensor | None = None) -> Tensor:  # [B * H, g, d]
-        """The sum of coded vectors with weights [B * H, g, tiles, tile]. The scale of what is `hidden` [B, tokens] counts for 0, if it is
-        NaN too."""
-        (heads, d, tile), own, weights, g, total = self.size, self.tiles.start, self.weights(), p.shape[1], None
+    def weighted(
+        self, p: Tensor, place: Tensor, hidden: Tensor | None = None
+    ) -> Tensor:  # [B * H, g, d]
+        """The sum of coded vectors with weights [B * H, g, tiles, tile]. The scale of what is
+        `hidden` [B, tokens] counts for 0, if it is NaN too."""
+        (heads, d, tile), own, weights, g, total = (
+            self.size,
+            self.tiles.start,
+            self.weights(),
+            p.shape[1],
+            None,
+        )
         p = p[:, :, own - self.first : self.tiles.stop - self.first]
         if hidden is not None:
-            hidden = hidden.view(len(hidden), 1, -1, tile)[:, :, own - self.first : self.tiles.stop - self.first]
-            weights = weights.view(len(hidden), -1, *weights.shape[1:]).masked_fill(hidden, 0).view(weights.shape)
-        w = torch.mul(p.transpose(1, 2), weights.unsqueeze(2), out=torch.empty(heads, p.shape[2], g, tile, dtype=torch.float32))
+            hidden = hidden.view(len(hidden), 1, -1, tile)[
+                :, :, own - self.first : self.tiles.stop - self.first
+            ]
+            weights = (
+                weights.view(len(hidden), -1, *weights.shape[1:])
+                .masked_fill(hidden, 0)
+                .view(weights.shape)
+            )
+        w = torch.mul(
+            p.transpose(1, 2),
+            weights.unsqueeze(2),
+            out=torch.empty(heads, p.shape[2], g, tile, dtype=torch.float32),
+        )
         for (lo, hi), x in self.blocks(place):
-            parts = torch.bmm(w[:, lo - own : hi - own].reshape(-1, g, tile), x.mT).view(heads, -1, g, d).sum(1)
+            parts = (
+                torch.bmm(w[:, lo - own : hi - own].reshape(-1, g, tile), x.mT)
+                .view(heads, -1, g, d)
+                .sum(1)
+            )
             total = parts if total is None else total + parts
         return total * self.step
 
 # %% ../../nbs/33_gather.ipynb #33a00040
 def _wide(table: Tensor) -> Tensor:
-    "A table of `quad_table` with fp32 levels, which need no conversion; as it is where that would not stay in a core's cache (4 bits)."
-    return table if len(table) > 2**15 or table.dtype != _WORD[torch.int8] else table.view(torch.int8).float().view(_WORD[torch.float32])
+    """A table of `quad_table` with fp32 levels, which need no conversion; as it is where that
+    would not stay in a core's cache (4 bits)."""
+    return (
+        table
+        if len(table) > 2**15 or table.dtype != _WORD[torch.int8]
+        else table.view(torch.int8).float().view(_WORD[torch.float32])
+    )
 
 
 @lru_cache(maxsize=64)
-def _tables(codebook, firsts: tuple, sizes: tuple) -> tuple:  # (`quad_table` of each group, step of the levels: a number, or [d] channels group by group)
+def _tables(
+    codebook, firsts: tuple, sizes: tuple
+) -> tuple:  # (`quad_table` of each group, step of the levels: a number or [d])
     "What a codebook says of groups of so many channels, from the first channel of each."
-    books = [codebook.books[j] for j in firsts] if isinstance(codebook, MixedCodebook) else [codebook]
+    books = (
+        [codebook.books[j] for j in firsts]
+        if isinstance(codebook, MixedCodebook)
+        else [codebook]
+    )
     steps = [1.0 if book.grid is None else book.grid.step for book in books]
     with torch.inference_mode(False):
-        step = steps[0] if len(steps) == 1 else torch.tensor(steps).repeat_interleave(torch.tensor(sizes))
+        step = (
+            steps[0]
+            if len(steps) == 1
+            else torch.tensor(steps).repeat_interleave(torch.tensor(sizes))
+        )
     return [_wide(quad_table(book)) for book in books], step
 
 
 def _code_tiles(side: Side, tiles: slice) -> list:  # of `_Tiles`
     "Codes of some tiles: first those of the truncated ones, then the others."
     book, out = side.q.codebook, []
-    firsts = tuple(g.channels.start if isinstance(g.channels, slice) else g.channels[0] for g in side.groups)
+    firsts = tuple(
+        g.channels.start if isinstance(g.channels, slice) else g.channels[0]
+        for g in side.groups
+    )
     sizes, edge = tuple(g.layout.d for g in side.groups), side.truncated_tiles
-    for truncated, part in ((True, slice(tiles.start, min(tiles.stop, edge))), (False, slice(max(tiles.start, edge), tiles.stop))):
+    for truncated, part in (
+        (True, slice(tiles.start, min(tiles.stop, edge))),
+        (False, slice(max(tiles.start, edge), tiles.stop)),
+    ):
         if part.start >= part.stop:
             continue
-        tables, step = _tables(book.truncated if truncated else getattr(book, "book", book), firsts, sizes)
+        tables, step = _tables(
+            book.truncated if truncated else getattr(book, "book", book), firsts, sizes
+        )
         groups = []
         for g, table in zip(side.groups, tables):
-            layout, names = (replace(g.layout, bits=g.layout.bits - 1), g.names[:-1]) if truncated and g.truncates else (g.layout, g.names)
-            groups.append(_Group([(side.tensors[name], side.tiles_before(name)) for name in names], layout, table))
+            layout, names = (
+                (replace(g.layout, bits=g.layout.bits - 1), g.names[:-1])
+                if truncated and g.truncates
+                else (g.layout, g.names)
+            )
+            groups.append(
+                _Group(
+                    [(side.tensors[name], side.tiles_before(name)) for name in names],
+                    layout,
+                    table,
+                )
+            )
         out.append(_Tiles(groups, side.tensors["scale"], step, part, tiles.start))
     return out
 
@@ -273,11 +369,21 @@ def _sign_tiles(side: Side, tiles: slice) -> list:  # of `_Tiles`
     if side.signs is None:
         return []
     group = _Group([(side.tensors["signs"], 0)], side.signs, _sign_table())
-    return [_Tiles([group], side.tensors["residual_norm"], math.sqrt(math.pi / 2) / side.signs.d, tiles, tiles.start)]
+    return [
+        _Tiles(
+            [group],
+            side.tensors["residual_norm"],
+            math.sqrt(math.pi / 2) / side.signs.d,
+            tiles,
+            tiles.start,
+        )
+    ]
 
 
 @lru_cache(maxsize=64)
-def _channel_order(bits: tuple) -> tuple:  # ([d] long, its inverse), or (None, None): as they are
+def _channel_order(
+    bits: tuple,
+) -> tuple:  # ([d] long, its inverse), or (None, None): as they are
     "The channels group by group: most bits first."
     order = sorted(range(len(bits)), key=lambda j: -bits[j])
     if order == [*range(len(bits))]:
@@ -288,13 +394,16 @@ def _channel_order(bits: tuple) -> tuple:  # ([d] long, its inverse), or (None, 
 
 # %% ../../nbs/33_gather.ipynb #33a00017
 def _mean_scores(query, store: KVStore, tiles: slice):
-    "A function that says what the mean of keys adds to the scores of some tiles, counted from the first of these; None if nothing."
-    offset = query.offset.flatten(0, 1).unsqueeze(-1) if isinstance(query.offset, Tensor) else None
+    """A function that says what the mean of keys adds to the scores of some tiles, counted from
+    the first of these; None if nothing."""
+    offset = (
+        query.offset.flatten(0, 1).unsqueeze(-1) if isinstance(query.offset, Tensor) else None
+    )
     starts, tile, weights = store.ranges.starts, store.tile, query.rope_coefficients
     if weights is not None:
         store.cos_sin.reach(store.offset + tiles.stop * tile)
 
-    def former(part: slice, into: Tensor) -> Tensor | None:  # into [B * H, g, tiles, tile], a tensor of this shape or one that fits it
+    def former(part: slice, into: Tensor) -> Tensor | None:  # [B * H, g, tiles, tile]
         if weights is None:
             return offset
         first, last = (store.offset + (tiles.start + i) * tile for i in (part.start, part.stop))
@@ -302,7 +411,11 @@ def _mean_scores(query, store: KVStore, tiles: slice):
             found = (weights @ store._rows(first, last).float().mT).flatten(0, 1)
             found = by_row(found, tile // 4).reshape(into.shape)
         else:  # all sequences have the same angles: a product for each tile, which threads share, with rows in the order of the look-up
-            rows = store.rope_table[first - starts[0] : last - starts[0]].unflatten(0, (-1, 4, tile // 4)).transpose(1, 2)
+            rows = (
+                store.rope_table[first - starts[0] : last - starts[0]]
+                .unflatten(0, (-1, 4, tile // 4))
+                .transpose(1, 2)
+            )
             rows = rows.to(torch.float32, memory_format=torch.contiguous_format).flatten(1, 2)
             flat = weights.view(-1, rows.shape[2])
             found = torch.bmm(flat.expand(len(rows), *flat.shape), rows.mT)
@@ -321,7 +434,8 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
 ) -> tuple:  # (output [B, Hq, 1, d_value] in q's dtype, log-sum-exp [B, Hq, 1] fp32)
-    "A decode step on codes by table look-up. Raises ValueError with the reason where `supports` says no."
+    """A decode step on codes by table look-up. Raises ValueError with the reason where
+    `supports` says no."""
     served, why = supports(q, store, k, v)
     if not served:
         raise ValueError(f"the look-up of four codes cannot serve this call: {why}")
@@ -329,13 +443,29 @@ def attend(
     now = store.length
     low = store.offset if sliding_window is None else max(store.offset, now - sliding_window)
     past, recipe = now if k is None else now - k.shape[2], store.recipe
-    ranges = step_ranges(store.ranges.starts, low, past, now, store.past_exact_from, recipe.sinks, recipe.recent, store.offset, store.tile)
-    with torch.inference_mode():  # spares every call of PyTorch a look at versions and gradients
-        found = _step(q, store, k, v, q.shape[3] ** -0.5 if scaling is None else scaling, softcap, ranges)
+    ranges = step_ranges(
+        store.ranges.starts,
+        low,
+        past,
+        now,
+        store.past_exact_from,
+        recipe.sinks,
+        recipe.recent,
+        store.offset,
+        store.tile,
+    )
+    with (
+        torch.inference_mode()
+    ):  # spares every call of PyTorch a look at versions and gradients
+        found = _step(
+            q, store, k, v, q.shape[3] ** -0.5 if scaling is None else scaling, softcap, ranges
+        )
     return tuple(x.clone() for x in found)  # ordinary tensors
 
 
-def _step(q: Tensor, store: KVStore, k, v, scaling: float, softcap: float | None, ranges: StepRanges) -> tuple:
+def _step(
+    q: Tensor, store: KVStore, k, v, scaling: float, softcap: float | None, ranges: StepRanges
+) -> tuple:
     "`attend` for what `ranges` says."
     query, value = attention._query(q, store, scaling), store.value
     (b, h, g, _), dv = query.plain.shape, value.q.d
@@ -343,21 +473,40 @@ def _step(q: Tensor, store: KVStore, k, v, scaling: float, softcap: float | None
     near, tiles = exact_k.shape[1], ranges.tiles.stop - ranges.tiles.start
     scores = torch.empty(b * h, g, near + tiles * store.tile, dtype=torch.float32)
     if not scores.shape[2]:  # no sequence has begun
-        return q.new_zeros(b, h * g, 1, dv), torch.full((b, h * g, 1), -math.inf, dtype=torch.float32)
+        return q.new_zeros(b, h * g, 1, dv), torch.full(
+            (b, h * g, 1), -math.inf, dtype=torch.float32
+        )
     scores[..., :near] = torch.bmm(query.plain.view(b * h, g, -1), exact_k.mT)
     coded = scores[..., near:].view(b * h, g, tiles, store.tile)
     if tiles:
-        (keys, key_signs), (values, value_signs) = ((_code_tiles(side, ranges.tiles), _sign_tiles(side, ranges.tiles)) for side in store.sides)
-        place = torch.empty(max(part.block for part in (*keys, *key_signs, *values, *value_signs)), dtype=torch.float32)
-        (order, _), (_, value_order) = (_channel_order(side.q.channel_bits) for side in store.sides)
-        rotated, mean = query.rotated.view(b * h, g, -1), _mean_scores(query, store, ranges.tiles)
+        (keys, key_signs), (values, value_signs) = (
+            (_code_tiles(side, ranges.tiles), _sign_tiles(side, ranges.tiles))
+            for side in store.sides
+        )
+        place = torch.empty(
+            max(part.block for part in (*keys, *key_signs, *values, *value_signs)),
+            dtype=torch.float32,
+        )
+        (order, _), (_, value_order) = (
+            _channel_order(side.q.channel_bits) for side in store.sides
+        )
+        rotated, mean = (
+            query.rotated.view(b * h, g, -1),
+            _mean_scores(query, store, ranges.tiles),
+        )
         for part in keys:
-            part.put_scores(rotated if order is None else rotated[..., order], mean, coded, place)
+            part.put_scores(
+                rotated if order is None else rotated[..., order], mean, coded, place
+            )
         for part in key_signs:
-            part.put_scores(query.sketched.view(b * h, g, -1), lambda part, into: into, coded, place)
+            part.put_scores(
+                query.sketched.view(b * h, g, -1), lambda part, into: into, coded, place
+            )
     if softcap is not None:
         scores.div_(softcap).tanh_().mul_(softcap)
-    unsure = store.flags is not None and ranges.hidden is not None  # kernels write NaN for what they refuse
+    unsure = (
+        store.flags is not None and ranges.hidden is not None
+    )  # kernels write NaN for what they refuse
     if unsure:
         scores.view(b, h, g, -1).masked_fill_(ranges.hidden, -math.inf)
     elif ranges.bias is not None:  # a sum takes a fifth of the time
@@ -399,7 +548,10 @@ def supports(
     if q.ndim != 4 or q.shape[2] != 1:
         return False, f"one query a sequence is served, got q of shape {list(q.shape)}"
     if store.static:
-        return False, "the store is static: its steps may be captured, and the host then knows no length"
+        return (
+            False,
+            "the store is static: its steps may be captured, and the host then knows no length",
+        )
     if store.end is not None:
         return False, "sequences have ends"
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v)):
@@ -409,14 +561,21 @@ def supports(
 # %% ../../nbs/33_gather.ipynb #33a00031
 @lru_cache(maxsize=64)
 def _byte_tables(bits: int) -> tuple:
-    "For each plane: its width, and for each quarter what a code, or of a bit plane a pair low + 2**bits * high, adds to its byte, and the bits that stay."
+    """For each plane: its width, and for each quarter what a code, or of a bit plane a pair low
+    + 2**bits * high, adds to its byte, and the bits that stay."""
     codes = np.arange(4**bits)
     low, high = codes % 2**bits, codes >> bits
     planes, left = [], bits
     for width in WIDTHS[bits]:
         left -= width
-        parts = low[: 2**bits] >> left & 3 if width == 2 else (low >> left & 1) | (high >> left & 1) << 1
-        planes.append((width, [((parts << s).astype(np.uint8), np.uint8(255 - (3 << s))) for s in SLOT]))
+        parts = (
+            low[: 2**bits] >> left & 3
+            if width == 2
+            else (low >> left & 1) | (high >> left & 1) << 1
+        )
+        planes.append(
+            (width, [((parts << s).astype(np.uint8), np.uint8(255 - (3 << s))) for s in SLOT])
+        )
     return tuple(planes)
 
 
@@ -455,7 +614,8 @@ def _array(x: Tensor) -> np.ndarray:
 
 
 def _nearest(book, x: np.ndarray) -> tuple:  # (codes, levels) of x [n, d] fp32
-    "`Codebook.encode` and `decode` in few calls; of a table for each group of channels, group by group."
+    """`Codebook.encode` and `decode` in few calls; of a table for each group of channels, group
+    by group."""
     if isinstance(book, MixedCodebook):
         codes, levels = np.empty(x.shape, np.intp), np.empty_like(x)
         for _, channels, one in book.groups:
@@ -466,30 +626,48 @@ def _nearest(book, x: np.ndarray) -> tuple:  # (codes, levels) of x [n, d] fp32
 
 
 def _code_rows(q: Quantizer, y: Tensor) -> tuple | None:
-    """Codes, scales and levels [n, d] of rotated vectors, with the operations of `encode`; None if one is zero, not finite, or too large.
-    NumPy does what is rounded once, and so the same everywhere; PyTorch does sums, in the order of `encode`, and its own roots."""
+    """Codes, scales and levels [n, d] of rotated vectors, with the operations of `encode`; None
+    if one is zero, not finite, or too large. NumPy does what is rounded once, and so the same
+    everywhere; PyTorch does sums, in the order of `encode`, and its own roots."""
     norm, of = torch.linalg.vector_norm, torch.from_numpy
     with np.errstate(all="ignore"):  # what is not finite is refused below
         rows, power = y.numpy(), np.square(norm(y, dim=-1).numpy())
         scale = of(power / np.float32(q.d)).sqrt().numpy()
-        codes, level = _nearest(getattr(q.codebook, "book", q.codebook), rows / np.maximum(scale, np.finfo(np.float32).tiny)[:, None])
+        codes, level = _nearest(
+            getattr(q.codebook, "book", q.codebook),
+            rows / np.maximum(scale, np.finfo(np.float32).tiny)[:, None],
+        )
         if q.spec.scale != "norm":
             dot = of(rows * level).sum(-1).numpy()
-            scale = dot / np.square(norm(of(level), dim=-1).numpy()) if q.spec.scale == "mse" else power / dot
+            scale = (
+                dot / np.square(norm(of(level), dim=-1).numpy())
+                if q.spec.scale == "mse"
+                else power / dot
+            )
     top = torch.finfo(q.scale_dtype).max
-    fits = 0 < power.min() and power.max() < math.inf and -top <= scale.min() and scale.max() <= top
+    fits = (
+        0 < power.min()
+        and power.max() < math.inf
+        and -top <= scale.min()
+        and scale.max() <= top
+    )
     return (codes, of(scale).to(q.scale_dtype), level) if fits else None
 
 
 def _with_residual(q: Quantizer, y: Tensor, coded: tuple) -> _Rows | None:
-    "What `_code_rows` found and, where the quantizer keeps it, a QJL residual by the operations of `prod_encode`; None if its norm is too large."
+    """What `_code_rows` found and, where the quantizer keeps it, a QJL residual by the
+    operations of `prod_encode`; None if its norm is too large."""
     codes, scale, level = coded
     if not isinstance(q, ProdQuantizer):
         return _Rows(codes, scale)
     rest = y - torch.from_numpy(level) * scale.float().unsqueeze(-1)
     norm = torch.linalg.vector_norm(rest, dim=-1)
     fits = float(norm.max()) <= torch.finfo(q.scale_dtype).max
-    return _Rows(codes, scale, _signs_and_norm(rest, q.sketch)[0].numpy(), norm.to(q.scale_dtype)) if fits else None
+    return (
+        _Rows(codes, scale, _signs_and_norm(rest, q.sketch)[0].numpy(), norm.to(q.scale_dtype))
+        if fits
+        else None
+    )
 
 
 def _key_mean(store: KVStore, position: int) -> Tensor:
@@ -511,10 +689,17 @@ def _is_usual(store: KVStore, k: Tensor, v: Tensor) -> bool:
     if k.shape != (b, h, 1, store.key.q.d) or v.shape != (b, h, 1, store.value.q.d):
         return False
     tile = (store.length - store.offset) // store.tile  # that takes the token
-    if any(tile < s.truncated_tiles or type(s.q) not in (Quantizer, ProdQuantizer) for s in store.sides):
+    if any(
+        tile < s.truncated_tiles or type(s.q) not in (Quantizer, ProdQuantizer)
+        for s in store.sides
+    ):
         return False
     decay = store.recipe.decay
-    return decay is None or not any(s.truncated_planes and s.truncated_tiles < (store.length + 1 - decay - store.offset) // store.tile for s in store.sides)
+    return decay is None or not any(
+        s.truncated_planes
+        and s.truncated_tiles < (store.length + 1 - decay - store.offset) // store.tile
+        for s in store.sides
+    )
 
 
 def append(
@@ -554,7 +739,9 @@ def _halves(both: tuple) -> tuple:
     return slice(n), slice(n, None)
 
 
-def _rotated(store: KVStore, states: tuple, position: int) -> list:  # [B * H, d] of keys, of values
+def _rotated(
+    store: KVStore, states: tuple, position: int
+) -> list:  # [B * H, d] of keys, of values
     "States of one position, centred and rotated."
     means, rotated = [side.mean for side in store.sides], []
     if store.cos_sin is not None:
@@ -571,7 +758,9 @@ def _code_token(store: KVStore, k: Tensor, v: Tensor) -> list | None:
     rotated = _rotated(store, (k, v), store.length)
     if _coding(store.key.q) == _coding(store.value.q):
         both = _code_rows(store.key.q, torch.cat(rotated))
-        coded = [None] if both is None else [tuple(x[half] for x in both) for half in _halves(both)]
+        coded = (
+            [None] if both is None else [tuple(x[half] for x in both) for half in _halves(both)]
+        )
     else:
         coded = [_code_rows(side.q, y) for side, y in zip(store.sides, rotated)]
     if any(x is None for x in coded):
@@ -587,15 +776,20 @@ def _put_rows(store: KVStore, side: Side, rows: _Rows, position: int) -> None:
     codes = rows.codes.reshape(*shape, -1)
     for g in side.groups:
         planes = [held[name].numpy()[:, :, tile - side.tiles_before(name)] for name in g.names]
-        _put_codes(planes, g.layout, codes if len(side.groups) == 1 else codes[..., g.channels], t)
+        _put_codes(
+            planes, g.layout, codes if len(side.groups) == 1 else codes[..., g.channels], t
+        )
     _array(held["scale"])[:, :, tile, t] = _array(rows.scale).reshape(shape)
     if side.signs is not None:
-        _put_codes([held["signs"].numpy()[:, :, tile]], side.signs, rows.signs.reshape(*shape, -1), t)
+        _put_codes(
+            [held["signs"].numpy()[:, :, tile]], side.signs, rows.signs.reshape(*shape, -1), t
+        )
         _array(held["residual_norm"])[:, :, tile, t] = _array(rows.residual_norm).reshape(shape)
 
 
 def _put_exact(store: KVStore, side: Side, x: Tensor) -> None:
-    "Copy a token into the ring after the last one, and where it is a sink to its place among them."
+    """Copy a token into the ring after the last one, and where it is a sink to its place among
+    them."""
     position, (sinks, ring) = store.length, (side.exact.sinks, side.exact.recent)
     if ring.shape[2]:
         _array(ring)[:, :, position % ring.shape[2]] = _array(x)[:, :, 0]
@@ -614,9 +808,16 @@ def append_later(
 ) -> bool:  # whether it did; if not, nothing has changed
     "Take the exact state of one token of each sequence, which `complete` codes."
     sides = store.sides
-    if store.static or store.uncoded or not store.recipe.recent or any(type(s.q) is not Quantizer or s.q.rotation.per_head for s in sides):
+    if (
+        store.static
+        or store.uncoded
+        or not store.recipe.recent
+        or any(type(s.q) is not Quantizer or s.q.rotation.per_head for s in sides)
+    ):
         return False
-    if not _is_usual(store, k, v) or not all(float(torch.linalg.vector_norm(x.detach(), math.inf)) < _SURE for x in (k, v)):  # NaN is not
+    if not _is_usual(store, k, v) or not all(
+        float(torch.linalg.vector_norm(x.detach(), math.inf)) < _SURE for x in (k, v)
+    ):  # NaN is not
         return False
     store._make_room(1)
     for side, x in zip(sides, (k, v)):
@@ -635,10 +836,17 @@ def complete(
         for store in late:
             position = store.length - 1
             slot = position % store.recipe.recent
-            rotated = _rotated(store, tuple(side.exact.recent[:, :, slot : slot + 1] for side in store.sides), position)
+            rotated = _rotated(
+                store,
+                tuple(side.exact.recent[:, :, slot : slot + 1] for side in store.sides),
+                position,
+            )
             for side, y in zip(store.sides, rotated):
                 alike.setdefault(_coding(side.q), []).append((store, side, y))
-        coded = [(_code_rows(parts[0][1].q, torch.cat([y for *_, y in parts])), parts) for parts in alike.values()]
+        coded = [
+            (_code_rows(parts[0][1].q, torch.cat([y for *_, y in parts])), parts)
+            for parts in alike.values()
+        ]
         if any(found is None for found, _ in coded):  # a vector is 0: one store after the other
             for store in late:
                 store.complete()
@@ -650,4 +858,3 @@ def complete(
                 _put_rows(store, side, _Rows(codes[rows], scale[rows]), store.length - 1)
     for store in late:
         store.uncoded = False
-

@@ -16,13 +16,18 @@ from .. import checks
 # %% ../../nbs/30_packing.ipynb #13548d23
 TILE = 256  # tokens of a tile
 SLOT = (0, 4, 2, 6)  # bit position of token quarter i in a byte
-WIDTHS = {1: (1,), 2: (2,), 3: (2, 1), 4: (2, 1, 1)}  # bits of each plane, most significant first
+WIDTHS = {
+    1: (1,),
+    2: (2,),
+    3: (2, 1),
+    4: (2, 1, 1),
+}  # bits of each plane, most significant first
 
 # %% ../../nbs/30_packing.ipynb #45664b7e
 @dataclass(frozen=True)
 class Layout:
-    """Where the bits of a tile of codes are. Raises TypeError/ValueError if bits is not 1-4, d < 1 or
-    tile is not a multiple of 4."""
+    """Where the bits of a tile of codes are. Raises TypeError/ValueError if bits is not 1-4, d
+    < 1 or tile is not a multiple of 4."""
 
     bits: int  # bits per code, 1-4
     d: int  # channels of one head
@@ -43,9 +48,12 @@ class Layout:
 
     @property
     def plane_shapes(self) -> tuple:
-        "Shape of each plane of one tile; a bit plane of odd d has one unused half-slot per row."
+        """Shape of each plane of one tile; a bit plane of odd d has one unused half-slot per
+        row."""
         cols = [self.d if w == 2 else (self.d + 1) // 2 for w in WIDTHS[self.bits]]
-        return tuple((self.rows, c) if self.along == "channel" else (c, self.rows) for c in cols)
+        return tuple(
+            (self.rows, c) if self.along == "channel" else (c, self.rows) for c in cols
+        )
 
     @property
     def bytes_per_tile(self) -> int:
@@ -58,8 +66,8 @@ class Layout:
 
 # %% ../../nbs/30_packing.ipynb #8ab688ca
 def _plane_codes(codes: Tensor, layout: Layout) -> list:
-    """One tensor of pairs of bits (0-3) per plane: [..., d] for the base plane, [..., ceil(d/2)] for a
-    bit plane."""
+    """One tensor of pairs of bits (0-3) per plane: [..., d] for the base plane, [...,
+    ceil(d/2)] for a bit plane."""
     out, left = [], layout.bits
     for width in WIDTHS[layout.bits]:
         left -= width
@@ -92,10 +100,13 @@ def quarter_bytes(
     layout: Layout,
     quarter: int,  # 0-3
 ) -> tuple:  # one uint8 tensor per plane, [..., n, d_w] or transposed
-    """The bits that tokens of one quarter of a tile contribute to their bytes; the other bits are
+    """The bits that tokens of one quarter of a tile contribute to their bytes; the other bits
+    are
     0. `_MASK[quarter]` covers them."""
     parts = [part << SLOT[quarter] for part in _plane_codes(codes, layout)]
-    return tuple(part if layout.along == "channel" else part.transpose(-1, -2) for part in parts)
+    return tuple(
+        part if layout.along == "channel" else part.transpose(-1, -2) for part in parts
+    )
 
 
 _MASK = tuple(3 << s for s in SLOT)
@@ -105,8 +116,8 @@ def pack(
     codes: Tensor,  # [..., T, d] uint8, every code below 2**bits
     layout: Layout,
 ) -> tuple:  # one uint8 tensor per plane: [..., tiles, *plane_shape]
-    """Codes to planes. Raises TypeError if codes are not uint8, ValueError on a wrong d or a code
-    that does not fit."""
+    """Codes to planes. Raises TypeError if codes are not uint8, ValueError on a wrong d or a
+    code that does not fit."""
     _check_codes(codes, layout)
     return _pack(codes, layout)
 
@@ -143,9 +154,13 @@ def unpack(
 def _check_planes(planes, layout: Layout):
     shapes = layout.plane_shapes
     if len(planes) != len(shapes):
-        raise ValueError(f"a {layout.bits}-bit code has {len(shapes)} planes, got {len(planes)}")
+        raise ValueError(
+            f"a {layout.bits}-bit code has {len(shapes)} planes, got {len(planes)}"
+        )
     for n, (p, shape) in enumerate(zip(planes, shapes)):
-        checks.shape(checks.dtype(p, f"plane {n}", torch.uint8), f"plane {n}", ..., "tiles", *shape)
+        checks.shape(
+            checks.dtype(p, f"plane {n}", torch.uint8), f"plane {n}", ..., "tiles", *shape
+        )
 
 # %% ../../nbs/30_packing.ipynb #5db8fcbc
 def write(
@@ -173,7 +188,9 @@ def _write(planes, layout, codes, first):
         tile, r = divmod(first + i, layout.tile)
         if r == 0 and n - i >= layout.tile:
             whole = (n - i) // layout.tile
-            for p, new in zip(planes, _pack(codes[..., i : i + whole * layout.tile, :], layout)):
+            for p, new in zip(
+                planes, _pack(codes[..., i : i + whole * layout.tile, :], layout)
+            ):
                 p[..., tile : tile + whole, :, :] = new
             i += whole * layout.tile
             continue
@@ -189,8 +206,8 @@ def drop_plane(
     planes: tuple,  # planes of a code of `layout.bits` bits
     layout: Layout,
 ) -> tuple:  # (planes, layout) of one bit less
-    """Forget the least significant bit of every code without touching the rest. Raises ValueError
-    below 3 bits, where the last plane is the base bits itself."""
+    """Forget the least significant bit of every code without touching the rest. Raises
+    ValueError below 3 bits, where the last plane is the base bits itself."""
     if layout.bits < 3:
         raise ValueError(
             f"a {layout.bits}-bit code has a single plane; dropping it would leave nothing"

@@ -34,8 +34,8 @@ class Part(NamedTuple):
 # %% ../../nbs/34_pages.ipynb #34a0000c
 @dataclass(frozen=True)
 class CellLayout:
-    """Where the bits of one head's tokens in a block are. Raises TypeError/ValueError unless bits are 1 to 4, head
-    sizes multiples of 16, and tokens a power of two from 16 to 256."""
+    """Where the bits of one head's tokens in a block are. Raises TypeError/ValueError unless
+    bits are 1 to 4, head sizes multiples of 16, and tokens a power of two from 16 to 256."""
 
     key_bits: int
     value_bits: int
@@ -44,7 +44,13 @@ class CellLayout:
     tokens: int = 64  # of a block
 
     def __post_init__(self):
-        for name, low, high in (("key_bits", 1, 4), ("value_bits", 1, 4), ("d_key", 16, None), ("d_value", 16, None), ("tokens", 16, 256)):
+        for name, low, high in (
+            ("key_bits", 1, 4),
+            ("value_bits", 1, 4),
+            ("d_key", 16, None),
+            ("d_value", 16, None),
+            ("tokens", 16, 256),
+        ):
             object.__setattr__(self, name, checks.whole(getattr(self, name), name, low, high))
         if self.tokens & (self.tokens - 1):
             raise ValueError(f"tokens must be a power of two from 16 to 256, got {self.tokens}")
@@ -57,7 +63,10 @@ class CellLayout:
         "For codes of two quantizers. Raises ValueError where a cell cannot hold them."
         for name, q in (("keys", key), ("values", value)):
             if len(set(q.channel_bits)) > 1 or q.spec.residual == "qjl":
-                raise ValueError(f"{name}: a cell holds codes with one number of bits and no sketch, got {q.spec}")
+                raise ValueError(
+                    f"{name}: a cell holds codes with one number of bits and no sketch, got "
+                    f"{q.spec}"
+                )
             if q.scale_dtype.itemsize != 2:
                 raise ValueError(f"{name}: a cell holds scales of 2 bytes, got {q.scale_dtype}")
         return cls(key.channel_bits[0], value.channel_bits[0], key.d, value.d, tokens)
@@ -75,8 +84,15 @@ class CellLayout:
     def parts(self, scale_dtypes: tuple = (torch.float16, torch.float16)) -> list:
         "The parts of a cell, in the order of their bytes."
         out, at = [], 0
-        planes = [(f"{side} {i}", shape, torch.uint8) for side in ("key", "value") for i, shape in enumerate(getattr(self, side).plane_shapes)]
-        scales = [(f"{side} scale", (self.tokens,), t) for side, t in zip(("key", "value"), scale_dtypes)]
+        planes = [
+            (f"{side} {i}", shape, torch.uint8)
+            for side in ("key", "value")
+            for i, shape in enumerate(getattr(self, side).plane_shapes)
+        ]
+        scales = [
+            (f"{side} scale", (self.tokens,), t)
+            for side, t in zip(("key", "value"), scale_dtypes)
+        ]
         for name, shape, dtype in planes + scales:
             out.append(Part(name, at, shape, dtype))
             at += out[-1].nbytes
@@ -99,26 +115,56 @@ class CellLayout:
 
     def empty(self, blocks: int, heads: int, device="cpu") -> Tensor:
         "Memory for so many blocks, [blocks, heads, tokens, bytes_per_token]."
-        return torch.empty(blocks, heads, self.tokens, self.bytes_per_token, dtype=torch.uint8, device=device)
+        return torch.empty(
+            blocks, heads, self.tokens, self.bytes_per_token, dtype=torch.uint8, device=device
+        )
 
     def check(self, cache: Tensor) -> Tensor:
-        "`cache`. Raises TypeError/ValueError unless it is memory of cells of this layout, 16-byte aligned."
-        checks.shape(checks.dtype(cache, "cache", torch.uint8), "cache", "blocks", "heads", self.tokens, self.bytes_per_token)
+        """`cache`. Raises TypeError/ValueError unless it is memory of cells of this layout,
+        16-byte aligned."""
+        checks.shape(
+            checks.dtype(cache, "cache", torch.uint8),
+            "cache",
+            "blocks",
+            "heads",
+            self.tokens,
+            self.bytes_per_token,
+        )
         block, head, token, byte = cache.stride()
-        if (token, byte) != (self.bytes_per_token, 1) or block % 16 or head % 16 or cache.data_ptr() % 16:
-            want = f"[a multiple of 16, a multiple of 16, {self.bytes_per_token}, 1] from an address that is a multiple of 16"
-            raise ValueError(f"cache must have strides {want}, got {list(cache.stride())} from {cache.data_ptr() % 16} beyond one")
+        if (
+            (token, byte) != (self.bytes_per_token, 1)
+            or block % 16
+            or head % 16
+            or cache.data_ptr() % 16
+        ):
+            want = (
+                f"[a multiple of 16, a multiple of 16, {self.bytes_per_token}, 1] from an "
+                "address that is a multiple of 16"
+            )
+            raise ValueError(
+                f"cache must have strides {want}, got {list(cache.stride())} from "
+                f"{cache.data_ptr() % 16} beyond one"
+            )
         return cache
 
-    def views(self, cache: Tensor, scale_dtypes: tuple = (torch.float16, torch.float16)) -> dict:
+    def views(
+        self, cache: Tensor, scale_dtypes: tuple = (torch.float16, torch.float16)
+    ) -> dict:
         "The parts of all cells, by name: views [blocks, heads, *shape] of the memory."
         self.check(cache)
         out = {}
         for part in self.parts(scale_dtypes):
             size = part.dtype.itemsize
-            flat, inner = cache if size == 1 else cache.view(part.dtype), torch.empty(part.shape, device="meta").stride()
+            flat, inner = (
+                cache if size == 1 else cache.view(part.dtype),
+                torch.empty(part.shape, device="meta").stride(),
+            )
             strides = (cache.stride(0) // size, cache.stride(1) // size, *inner)
-            out[part.name] = flat.as_strided((*cache.shape[:2], *part.shape), strides, flat.storage_offset() + part.offset // size)
+            out[part.name] = flat.as_strided(
+                (*cache.shape[:2], *part.shape),
+                strides,
+                flat.storage_offset() + part.offset // size,
+            )
         return out
 
 # %% ../../nbs/34_pages.ipynb #34a00015
@@ -129,7 +175,8 @@ def _bits(side: Layout, codes: Tensor, quarter: int) -> list:
 
 
 def _rows(plane: Tensor, side: Layout) -> Tensor:
-    "A plane of all cells with rows of bytes in the third place, [blocks, H, N/4, bytes of a row]."
+    """A plane of all cells with rows of bytes in the third place, [blocks, H, N/4, bytes of a
+    row]."""
     return plane if side.along == "channel" else plane.transpose(-1, -2)
 
 
@@ -142,8 +189,9 @@ def append_slots(
     v: Tensor,  # [T, H, d_value]
     slots: Tensor,  # [T] integers, different; below 0: this token is not stored
 ) -> None:
-    """Code tokens and put them into their slots, in any order. Raises TypeError/ValueError for slots that repeat or lie
-    outside, and as `Quantizer.encode` does; nothing is written then."""
+    """Code tokens and put them into their slots, in any order. Raises TypeError/ValueError for
+    slots that repeat or lie outside, and as `Quantizer.encode` does; nothing is written
+    then."""
     views = cell.views(cache, (key.scale_dtype, value.scale_dtype))
     checks.shape(checks.integers(slots, "slots"), "slots", "tokens")
     for name, x, d in (("k", k, cell.d_key), ("v", v, cell.d_value)):
@@ -154,7 +202,10 @@ def append_slots(
         raise ValueError(f"slots must be below {len(cache) * cell.tokens}, got {int(at.max())}")
     if len(at.unique()) < len(at):
         raise ValueError(f"slots must be different, got {len(at) - len(at.unique())} twice")
-    coded = [q.encode(x[kept].transpose(0, 1), name=name) for q, x, name in ((key, k, "k"), (value, v, "v"))]
+    coded = [
+        q.encode(x[kept].transpose(0, 1), name=name)
+        for q, x, name in ((key, k, "k"), (value, v, "v"))
+    ]
     block, token = at // cell.tokens, at % cell.tokens
     rows = cell.tokens // 4
     for side, c in zip(("key", "value"), coded):
@@ -176,14 +227,18 @@ def read_cells(
     tokens: int,  # how many to read
     scale_dtypes: tuple = (torch.float16, torch.float16),
 ) -> tuple:  # (Coded keys, Coded values): codes [H, tokens, d], scale [H, tokens]
-    "Codes and scales of the first tokens of a sequence. Raises ValueError if the table is too short."
+    """Codes and scales of the first tokens of a sequence. Raises ValueError if the table is too
+    short."""
     views, count = cell.views(cache, scale_dtypes), -(-tokens // cell.tokens)
     if count > len(table):
         raise ValueError(f"{tokens} tokens need {count} blocks, the table has {len(table)}")
     blocks, out = table[:count].long(), []
     for side in ("key", "value"):
         layout = getattr(cell, side)
-        planes = [views[f"{side} {i}"][blocks].transpose(0, 1) for i in range(len(layout.plane_shapes))]
+        planes = [
+            views[f"{side} {i}"][blocks].transpose(0, 1)
+            for i in range(len(layout.plane_shapes))
+        ]
         scale = views[f"{side} scale"][blocks].transpose(0, 1).flatten(1)
         out.append(Coded(unpack(planes, layout, tokens), scale[:, :tokens]))
     return tuple(out)
@@ -208,52 +263,86 @@ def attend_cells(
     table: Tensor,  # [B, n] blocks of each request
     lengths: Tensor,  # [B] tokens of each request, those of this step included
     starts: Tensor,  # [B + 1] first query of each request, and the end
-    k: Tensor | None = None,  # [T, H, d_key] exact states of the queries' tokens; None: their codes are read
+    k: Tensor
+    # [T, H, d_key] exact states of the queries' tokens; None: their codes are read
+    | None = None,
     v: Tensor | None = None,  # [T, H, d_value]
     scaling: float | None = None,  # d_key**-0.5 if None
     sliding_window: int | None = None,  # token i attends to i-sliding_window+1 … i
     softcap: float | None = None,
-    recent: list | None = None,  # of each request (keys [H, t, d_key], values): exact states of the t tokens before this step's; None: their codes are read
+    recent: list
+    # of each request (keys [H, t, d_key], values): exact states of the t tokens before this
+    # step's; None: their codes are read
+    | None = None,
     first: list | None = None,  # the same of its first tokens, all before the recent ones
 ) -> tuple:  # (output [T, Hq, d_value] in q's dtype, log-sum-exp [T, Hq] fp32)
-    "Attention to cells: slow and obvious. Requests of length 0 and queries of nobody give 0 and -inf."
+    """Attention to cells: slow and obvious. Requests of length 0 and queries of nobody give 0
+    and -inf."""
     checks.shape(checks.floats(q, "q"), "q", "tokens", "heads", cell.d_key)
     if (k is None) != (v is None):
         raise ValueError("k and v must be given together")
-    out, lse = q.new_zeros(*q.shape[:2], cell.d_value), torch.full(q.shape[:2], -torch.inf, device=q.device)
-    for i, (row, length, lo, hi) in enumerate(zip(table, lengths.tolist(), starts.tolist(), starts.tolist()[1:])):
+    out, lse = (
+        q.new_zeros(*q.shape[:2], cell.d_value),
+        torch.full(q.shape[:2], -torch.inf, device=q.device),
+    )
+    for i, (row, length, lo, hi) in enumerate(
+        zip(table, lengths.tolist(), starts.tolist(), starts.tolist()[1:])
+    ):
         if hi <= lo or not length:
             continue
         past = length if k is None else length - (hi - lo)
-        coded = read_cells(cache, cell, row, past if recent is None else past - recent[i][0].shape[1], (key.scale_dtype, value.scale_dtype))
+        coded = read_cells(
+            cache,
+            cell,
+            row,
+            past if recent is None else past - recent[i][0].shape[1],
+            (key.scale_dtype, value.scale_dtype),
+        )
         dense = [decode(side, c).to(q.device) for side, c in zip((key, value), coded)]
         if first is not None:
-            dense = [torch.cat([begin.float(), x[:, begin.shape[1] :]], 1) for x, begin in zip(dense, first[i])]
+            dense = [
+                torch.cat([begin.float(), x[:, begin.shape[1] :]], 1)
+                for x, begin in zip(dense, first[i])
+            ]
         if recent is not None:
             dense = [torch.cat([x, near.float()], 1) for x, near in zip(dense, recent[i])]
         if k is not None:
-            dense = [torch.cat([x, own[lo:hi].transpose(0, 1).float()], 1) for x, own in zip(dense, (k, v))]
+            dense = [
+                torch.cat([x, own[lo:hi].transpose(0, 1).float()], 1)
+                for x, own in zip(dense, (k, v))
+            ]
         options = dict(scaling=scaling, sliding_window=sliding_window, softcap=softcap)
-        o, s = dense_attention(q[lo:hi].transpose(0, 1)[None], *(x[None] for x in dense), **options)
+        o, s = dense_attention(
+            q[lo:hi].transpose(0, 1)[None], *(x[None] for x in dense), **options
+        )
         out[lo:hi], lse[lo:hi] = o[0].transpose(0, 1), s[0].T
     return out, lse
 
 # %% ../../nbs/34_pages.ipynb #34a00028
 @dataclass(frozen=True)
 class Recent:
-    """Exact states of the newest tokens of requests, in blocks of an engine, each with a copy of its request's first tokens. Raises ValueError
-    for first tokens without recent ones, and for blocks without room."""
+    """Exact states of the newest tokens of requests, in blocks of an engine, each with a copy
+    of its request's first tokens. Raises ValueError for first tokens without recent ones, and
+    for blocks without room."""
 
-    cache: Tensor  # [blocks, H, block + sinks, d_key + d_value] in the model's dtype; blocks may have any distance
+    # [blocks, H, block + sinks, d_key + d_value] in the model's dtype; blocks may have any
+    # distance
+    cache: Tensor
     table: Tensor  # [B, n] int32 blocks of each request; those before its window are not read
     tokens: int  # that are read of a request, at most, before those of a step
     sinks: int = 0  # first tokens, which each block has in its last rows
 
     def __post_init__(self):
         if self.sinks and self.tokens < 1:
-            raise ValueError(f"first tokens travel in the blocks of recent ones: {self.sinks} first tokens need at least 1 recent one, got {self.tokens}")
+            raise ValueError(
+                f"first tokens travel in the blocks of recent ones: {self.sinks} first tokens "
+                f"need at least 1 recent one, got {self.tokens}"
+            )
         if self.block < 1:
-            raise ValueError(f"a block must have room for {self.sinks} first tokens and a recent one, got {self.cache.shape[2]} rows")
+            raise ValueError(
+                f"a block must have room for {self.sinks} first tokens and a recent one, got "
+                f"{self.cache.shape[2]} rows"
+            )
 
     @property
     def block(self) -> int:
@@ -264,17 +353,24 @@ class Recent:
         "Of some rows of the table."
         return replace(self, table=self.table[requests])
 
-    def read(self, request: int, past: int, d_key: int) -> tuple:  # (keys [t, H, d_key], values [t, H, d_value])
+    def read(
+        self, request: int, past: int, d_key: int
+    ) -> tuple:  # (keys [t, H, d_key], values [t, H, d_value])
         "The last tokens of the first `past` ones of a request."
         t = torch.arange(max(0, past - self.tokens), past, device=self.cache.device)
         states = self.cache[self.table[request][t // self.block].long(), :, t % self.block]
         return states[..., :d_key], states[..., d_key:]
 
-    def read_first(self, request: int, past: int, d_key: int) -> tuple:  # (keys [s, H, d_key], values [s, H, d_value])
-        "The first tokens of a request that are no recent ones, from the block of the last of its first `past` tokens."
+    def read_first(
+        self, request: int, past: int, d_key: int
+    ) -> tuple:  # (keys [s, H, d_key], values [s, H, d_value])
+        """The first tokens of a request that are no recent ones, from the block of the last of
+        its first `past` tokens."""
         count = max(0, min(self.sinks, past - self.tokens))
         page = max(0, past - 1) // self.block
-        states = self.cache[self.table[request][page : page + 1].long(), :, self.block : self.block + count][0].transpose(0, 1)
+        states = self.cache[
+            self.table[request][page : page + 1].long(), :, self.block : self.block + count
+        ][0].transpose(0, 1)
         return states[..., :d_key], states[..., d_key:]
 
 
@@ -285,16 +381,21 @@ def store_recent(
     slots: Tensor,  # [T] integers, block * n + place; below 0: not stored
     origins: Tensor | None = None,  # [T, sinks] of `sink_origins`: first tokens travel too
 ) -> None:
-    "Put exact states into their slots, and first tokens beside them. Raises ValueError for slots that lie outside."
+    """Put exact states into their slots, and first tokens beside them. Raises ValueError for
+    slots that lie outside."""
     real = (checks.integers(slots, "slots") >= 0).nonzero()[:, 0]
     at, n = slots[real].long(), cache.shape[2] - (0 if origins is None else origins.shape[1])
     if len(at) and int(at.max()) >= len(cache) * n:
         raise ValueError(f"slots must be below {len(cache) * n}, got {int(at.max())}")
     states = torch.cat([k, v], -1).to(cache.dtype)
     cache[at // n, :, at % n] = states[real]
-    for i, s in (() if origins is None else ((origins != -1) & (slots >= 0)[:, None]).nonzero().tolist()):
+    for i, s in (
+        () if origins is None else ((origins != -1) & (slots >= 0)[:, None]).nonzero().tolist()
+    ):
         of = int(origins[i, s])
-        cache[int(slots[i]) // n, :, n + s] = states[of] if of >= 0 else cache[-2 - of, :, n + s]
+        cache[int(slots[i]) // n, :, n + s] = (
+            states[of] if of >= 0 else cache[-2 - of, :, n + s]
+        )
 
 # %% ../../nbs/34_pages.ipynb #c09f65d2
 def sink_origins(
@@ -305,8 +406,10 @@ def sink_origins(
     block: int,  # recent tokens of a block
     sinks: int,
 ) -> Tensor:  # [T, sinks] int32
-    """Where the first tokens come from that the step writes into the block of its token i: from a token of the step, or for -2 - b from block b;
-    -1: nothing is to be written, as the block has them or another token of it says so. Equation (34.3)."""
+    """Where the first tokens come from that the step writes into the block of its token i: from
+    a token of the step, or for -2 - b from block b;
+    -1: nothing is to be written, as the block has them or another token of it says so. Equation
+    (34.3)."""
     held = [x // block if x >= 0 else -1 for x in slots.tolist()]
     begins, ends, rows = starts.tolist(), lengths.tolist(), table.tolist()
     past = [max(0, end - (b - a)) for end, a, b in zip(ends, begins, begins[1:])]
@@ -317,7 +420,9 @@ def sink_origins(
         while s < past[r]:
             at = rows[r][(past[r] - 1) // block]
             other = writer.get(at, r)
-            if past[other] >= past[r]:  # nobody writes to it, or the request itself, to other rows
+            if (
+                past[other] >= past[r]
+            ):  # nobody writes to it, or the request itself, to other rows
                 return -2 - at
             r = other
         return begins[r] + s - past[r]
@@ -329,4 +434,3 @@ def sink_origins(
                     of = origin(r, s)
                     out[i, s] = -1 if of == -2 - held[i] else of
     return out
-

@@ -24,7 +24,15 @@ from torch import Tensor
 from .. import checks
 from ..files import read_file, write_file
 from ..quant.mixed_precision import make_quantizer
-from .packing import SLOT, TILE, Layout, _plane_codes, _write, drop_plane, unpack
+from turboquant_nb.cache.packing import (
+    SLOT,
+    TILE,
+    Layout,
+    _plane_codes,
+    _write,
+    drop_plane,
+    unpack,
+)
 from turboquant_nb.quant.quantizer import (
     Coded,
     Recipe,
@@ -101,7 +109,8 @@ def _cut(planes, layout, first, last):
 
 
 class _Piece(NamedTuple):
-    "Tokens [first, last) of the truncated tiles, or of the tiles after them, counted from the first of these."
+    """Tokens [first, last) of the truncated tiles, or of the tiles after them, counted from the
+    first of these."""
 
     truncated: bool
     first: int
@@ -109,8 +118,8 @@ class _Piece(NamedTuple):
 
 
 class Side:
-    """Keys or values of one layer as named tensors: planes and scales of all tokens, exact copies of
-    some, the mean. Tokens count from the first tile."""
+    """Keys or values of one layer as named tensors: planes and scales of all tokens, exact
+    copies of some, the mean. Tokens count from the first tile."""
 
     def __init__(
         self,
@@ -123,7 +132,9 @@ class Side:
         device = torch.zeros(0, device=device).device
         self.q, self.along, self.tile = _shared(spec, d, device), along, tile
         self.groups = _groups(self.q.channel_bits, along, tile)
-        self.signs = Layout(1, len(self.q.sketch), along, tile) if spec.residual == "qjl" else None
+        self.signs = (
+            Layout(1, len(self.q.sketch), along, tile) if spec.residual == "qjl" else None
+        )
         self.truncated_tiles = 0  # truncated tiles, all at the front
         self.tensors = {}
 
@@ -136,7 +147,8 @@ class Side:
         recent: int = 0,  # and at the end
         dtype: torch.dtype = torch.float32,  # of exact tokens
     ) -> "Side":  # itself
-        "Make tensors for no token yet. Raises ValueError if a transform per head is for other heads."
+        """Make tensors for no token yet. Raises ValueError if a transform per head is for other
+        heads."""
         self.q.rotation.check_heads(heads)
         self.q = copy(self.q)  # truncation puts another codebook into it
 
@@ -150,7 +162,10 @@ class Side:
             (shape,) = self.signs.plane_shapes
             out["signs"] = make(0, *shape, dtype=torch.uint8)
             out["residual_norm"] = out["scale"].clone()
-        out |= {"sinks": make(sinks, self.q.d, dtype=dtype), "recent": make(recent, self.q.d, dtype=dtype)}
+        out |= {
+            "sinks": make(sinks, self.q.d, dtype=dtype),
+            "recent": make(recent, self.q.d, dtype=dtype),
+        }
         if self.q.spec.center != "none":
             out["mean"] = make(1, self.q.d, dtype=torch.bfloat16)
         self.tensors = out
@@ -193,8 +208,8 @@ class Side:
         return self.truncated_tiles if name in self.truncated_planes else 0
 
     def resized(self, drop: int, tiles: int) -> dict:
-        """Tiled tensors without their first `drop` tiles, with room for `tiles` tiles after them;
-        nothing changes yet."""
+        """Tiled tensors without their first `drop` tiles, with room for `tiles` tiles after
+        them; nothing changes yet."""
         out = {}
         for name in filter(_tiled, self.tensors):
             t, skip = self.tensors[name], self.tiles_before(name)
@@ -205,7 +220,8 @@ class Side:
         return out
 
     def write(self, coded: Coded, at: int) -> None:
-        "Put coded tokens at `at`; in a truncated tile the last bit of a code that has more than two is dropped."
+        """Put coded tokens at `at`; in a truncated tile the last bit of a code that has more
+        than two is dropped."""
         done, last = 0, at + coded.scale.shape[2]
         for piece in self._pieces(at, last):
             new = coded.codes[:, :, done : done + piece.last - piece.first]
@@ -223,7 +239,7 @@ class Side:
         "What was written at [first, last); truncated codes are those of `_EmbeddedCodebook`."
         codes = [self._codes(piece) for piece in self._pieces(first, last)]
         codes = codes[0] if len(codes) == 1 else torch.cat(codes, 2)
-        pick = lambda name: self.tensors[name].flatten(2)[:, :, first:last]  # noqa: E731
+        pick = lambda name: self.tensors[name].flatten(2)[:, :, first:last]
         if not self.signs:
             return Coded(codes, pick("scale"))
         signs = _cut([self.tensors["signs"]], self.signs, first, last)
@@ -232,7 +248,10 @@ class Side:
     def _pieces(self, first, last):
         "[first, last) as one or two `_Piece`."
         edge = self.truncated_tiles * self.tile
-        both = _Piece(True, first, min(last, edge)), _Piece(False, max(first, edge) - edge, last - edge)
+        both = (
+            _Piece(True, first, min(last, edge)),
+            _Piece(False, max(first, edge) - edge, last - edge),
+        )
         return [x for x in both if x.first < x.last] or [_Piece(True, first, first)]
 
     def _planes_of(self, group, truncated):
@@ -240,18 +259,30 @@ class Side:
         planes = [self.tensors[n] for n in group.names]
         if truncated:
             planes = [p[:, :, : self.truncated_tiles] for p in planes]
-            return drop_plane(planes, group.layout) if group.truncates else (planes, group.layout)
-        cut = [p if n in self.truncated_planes else p[:, :, self.truncated_tiles :] for n, p in zip(group.names, planes)]
+            return (
+                drop_plane(planes, group.layout) if group.truncates else (planes, group.layout)
+            )
+        cut = [
+            p if n in self.truncated_planes else p[:, :, self.truncated_tiles :]
+            for n, p in zip(group.names, planes)
+        ]
         return cut, group.layout
 
     def _codes(self, piece):
-        parts = [_cut(*self._planes_of(g, piece.truncated), piece.first, piece.last) for g in self.groups]
+        parts = [
+            _cut(*self._planes_of(g, piece.truncated), piece.first, piece.last)
+            for g in self.groups
+        ]
         codes = parts[0]
         if len(parts) > 1:
             codes = codes.new_empty(*codes.shape[:3], self.q.d)
             for g, part in zip(self.groups, parts):
                 codes[..., g.channels] = part
-        return codes + 2 ** max(self.q.channel_bits) if piece.truncated and self.truncated_planes else codes
+        return (
+            codes + 2 ** max(self.q.channel_bits)
+            if piece.truncated and self.truncated_planes
+            else codes
+        )
 
 # %% ../../nbs/31_store.ipynb #8e5b99cb
 class _NewExact(NamedTuple):
@@ -263,9 +294,9 @@ class _NewExact(NamedTuple):
 
 
 class ExactTokens:
-    """Copies of tokens as they came: the first S real ones of each sequence, and the last W in a
-    ring. They are the tensors "sinks" [B, H, S, d] and "recent" [B, H, W, d] of a dictionary, in
-    which others may stand."""
+    """Copies of tokens as they came: the first S real ones of each sequence, and the last W in
+    a ring. They are the tensors "sinks" [B, H, S, d] and "recent" [B, H, W, d] of a dictionary,
+    in which others may stand."""
 
     def __init__(self, tensors: dict):
         self.tensors = tensors
@@ -295,13 +326,17 @@ class ExactTokens:
         "What `put` takes to hold new tokens; nothing changes yet."
         n, recent = x.shape[2], self.recent.shape[2]
         last = min(n, recent)
-        slots = torch.arange(first + n - last, first + n, device=x.device).remainder_(max(recent, 1))
+        slots = torch.arange(first + n - last, first + n, device=x.device).remainder_(
+            max(recent, 1)
+        )
         if not sinks:
             return _NewExact(slots, x[:, :, n - last :], None)
         at = start[:, None] + torch.arange(self.sinks.shape[2], device=x.device) - first
         inside = ((at >= 0) & (at < n))[:, None, :, None]
         index = at.clamp(0, n - 1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
-        return _NewExact(slots, x[:, :, n - last :], torch.where(inside, x.gather(2, index), self.sinks))
+        return _NewExact(
+            slots, x[:, :, n - last :], torch.where(inside, x.gather(2, index), self.sinks)
+        )
 
     def put(self, new: _NewExact) -> None:
         "Copy what `prepare` made."
@@ -322,7 +357,11 @@ class Ranges:
     def __init__(self, batch: int, device: torch.device | str = "cpu"):
         self.start = torch.zeros(batch, dtype=torch.long, device=device)  # [B]
         self.end = None  # [B], or None: every sequence goes on
-        self._known = self.start, self.start._version, (0,) * batch  # what the host knows of start
+        self._known = (
+            self.start,
+            self.start._version,
+            (0,) * batch,
+        )  # what the host knows of start
 
     @property
     def starts(self) -> tuple:
@@ -346,17 +385,23 @@ class Ranges:
         self,
         positions: Tensor,  # [B|1, T]
         sinks: int,
-        since,  # first recent position: an int, a tensor of one, or [n, 1] for each of n queries
+        # first recent position: an int, a tensor of one, or [n, 1] for each of n queries
+        since,
     ) -> Tensor:  # [B, 1, 1 or n, T] bool
         "Which positions are read exactly, not from codes: sinks, and what is recent."
-        return self.is_sink(positions, sinks)[:, None, None] | (positions[:, None, None] >= since)
+        return self.is_sink(positions, sinks)[:, None, None] | (
+            positions[:, None, None] >= since
+        )
 
     def checked(self, name: str, value, high: int) -> Tensor:
-        "A [B] long tensor with every entry from 0 to high, from an int or a tensor. Raises ValueError otherwise."
+        """A [B] long tensor with every entry from 0 to high, from an int or a tensor. Raises
+        ValueError otherwise."""
         batch = len(self.start)
         t = torch.as_tensor(value, dtype=torch.long, device=self.start.device)
         if t.ndim > 1 or t.numel() not in (1, batch):
-            raise ValueError(f"{name} must be an int or a vector of {batch}, got shape {list(t.shape)}")
+            raise ValueError(
+                f"{name} must be an int or a vector of {batch}, got shape {list(t.shape)}"
+            )
         t = t.expand(batch).clone()
         if t.numel() and (int(t.min()) < 0 or int(t.max()) > high):
             raise ValueError(f"{name} must be from 0 to {high}, got {t.tolist()}")
@@ -364,7 +409,8 @@ class Ranges:
 
 # %% ../../nbs/31_store.ipynb #52fedbc5
 class Growing:
-    "Storage whose tensors are replaced: by longer ones when they are full, by other rows when sequences are chosen."
+    """Storage whose tensors are replaced: by longer ones when they are full, by other rows when
+    sequences are chosen."""
 
     static, position = False, None
 
@@ -424,8 +470,8 @@ class Tail(NamedTuple):
 
 
 class KVStore:
-    """Codes of the keys and values of one layer, with exact sinks and recent tokens. Every token is coded
-    when it arrives. Positions count from the first token ever appended."""
+    """Codes of the keys and values of one layer, with exact sinks and recent tokens. Every
+    token is coded when it arrives. Positions count from the first token ever appended."""
 
     @_plain
     def __init__(
@@ -439,8 +485,10 @@ class KVStore:
         device: torch.device | str = "cpu",
         max_length: int | None = None,  # allocate so many tokens now and never more; None grows
         tile: int = TILE,
-        static: bool = False,  # with max_length: no tensor ever moves, and the device counts tokens
-        inv_freq: Tensor | None = None,  # [r/2] the model's RoPE frequencies, for center="pre_rope" or "auto"
+        # with max_length: no tensor ever moves, and the device counts tokens
+        static: bool = False,
+        # [r/2] the model's RoPE frequencies, for center="pre_rope" or "auto"
+        inv_freq: Tensor | None = None,
     ):
         self.recipe = as_recipe(recipe).settled(rope=inv_freq is not None)
         self.batch, self.heads, self.dtype = batch, heads, dtype
@@ -453,8 +501,12 @@ class KVStore:
         self.value = Side(r.value, dv, "token", tile, self.device).allocate(**more)
         self.ranges, self.flags, self.cos_sin = Ranges(batch, self.device), None, None
         self.length = self.offset = 0  # tokens ever appended; of these, freed at the front
-        self._recent_from = 0  # first position whose slot of the ring was not overwritten and cropped
-        self.uncoded = False  # whether of the newest token only the exact state was taken, see `complete`
+        self._recent_from = (
+            0  # first position whose slot of the ring was not overwritten and cropped
+        )
+        self.uncoded = (
+            False  # whether of the newest token only the exact state was taken, see `complete`
+        )
         if r.key.center == "pre_rope":
             self.cos_sin = shared_cos_sin(inv_freq, d_key, self.device)
             self.cos_sin.reach(max_length or 0)
@@ -530,9 +582,10 @@ class KVStore:
         v: Tensor,  # [B, H, n, d_value]
         names: tuple = ("k", "v"),  # how errors call them
     ) -> None:
-        """Code n tokens and add them. Raises ValueError/TypeError on a wrong shape, dtype, device,
-        NaN, Inf or a full store, which then is as before. Where a static store is captured, values
-        are not looked at, see `sync`, and whoever replays adds n to `length`."""
+        """Code n tokens and add them. Raises ValueError/TypeError on a wrong shape, dtype,
+        device, NaN, Inf or a full store, which then is as before. Where a static store is
+        captured, values are not looked at, see `sync`, and whoever replays adds n to
+        `length`."""
         if self.static and self._capturing():
             torch.ops.turboquant_nb.append.default(*self._by_position(k, v))
         else:
@@ -540,7 +593,8 @@ class KVStore:
 
     @_plain
     def _append_now(self, k, v, names, code=_code, first_mean=None):
-        "Append where the host counts. `code` may return what confirms its codes later; first_mean: of a kernel, instead of `_first_mean`."
+        """Append where the host counts. `code` may return what confirms its codes later;
+        first_mean: of a kernel, instead of `_first_mean`."""
         self.complete()
         if self.static:
             self.sync()
@@ -552,7 +606,10 @@ class KVStore:
         states, means = (k, v), [side.mean for side in self.sides]
         if self.length == 0:
             given = zip(means, self.sides, states)
-            means = [None if m is None else (first_mean or KVStore._first_mean)(self, side, x) for m, side, x in given]
+            means = [
+                None if m is None else (first_mean or KVStore._first_mean)(self, side, x)
+                for m, side, x in given
+            ]
         confirm = code(self, states, means, names)
         self._took(states, means, confirm)
 
@@ -573,13 +630,16 @@ class KVStore:
         self._reach(self.length + n)
 
     def _took(self, states, means, confirm=None):
-        """States were coded: note means, exact copies, truncation and length. Memory may run out, so
-        everything is allocated before anything changes; `confirm` may still refuse the codes, and waits for the device, so it comes
-        as late as it can."""
+        """States were coded: note means, exact copies, truncation and length. Memory may run
+        out, so everything is allocated before anything changes; `confirm` may still refuse the
+        codes, and waits for the device, so it comes as late as it can."""
         k, _ = states
         length, decay = self.length + k.shape[2], self.recipe.decay
         sinks = self.length < max(self.ranges.starts) + self.recipe.sinks
-        exact = [s.exact.prepare(x, self.length, self.start, sinks) for s, x in zip(self.sides, states)]
+        exact = [
+            s.exact.prepare(x, self.length, self.start, sinks)
+            for s, x in zip(self.sides, states)
+        ]
         older = [] if decay is None else self._truncations(length - decay, length)
         if confirm is not None:
             confirm()
@@ -594,7 +654,8 @@ class KVStore:
 
     @_plain
     def complete(self) -> None:
-        "Code the newest token if only its exact state was taken. Raises ValueError if it cannot be coded; it is then forgotten."
+        """Code the newest token if only its exact state was taken. Raises ValueError if it
+        cannot be coded; it is then forgotten."""
         if not self.uncoded:
             return
         recent, self.uncoded, self.length = self.recipe.recent, False, self.length - 1
@@ -603,22 +664,29 @@ class KVStore:
         try:
             _code(self, states, [side.mean for side in self.sides], ("k", "v"))
         except BaseException:
-            self._recent_from = min(self.length, max(self._recent_from, self.length + 1 - recent))
+            self._recent_from = min(
+                self.length, max(self._recent_from, self.length + 1 - recent)
+            )
             raise
         self.length += 1
 
     # --- reading
 
     def read(self, first: int | None = None, last: int | None = None) -> tuple:
-        """Decoded keys and values [B, H, last-first, d] in the model's dtype, sinks and recent tokens exact;
-        all that is held if no positions are given. Without `last`, waits for the device where that
-        counts, see `sync`."""
+        """Decoded keys and values [B, H, last-first, d] in the model's dtype, sinks and recent
+        tokens exact; all that is held if no positions are given. Without `last`, waits for the
+        device where that counts, see `sync`."""
         if last is None:
             last = self.sync() if self.static else self.length
         first = self.offset if first is None else first
         out = []
         for name, side in zip(("key", "value"), self.sides):
-            x = decode(side.q, self.coded(name, first, last), self.center(name, first, last), self.dtype)
+            x = decode(
+                side.q,
+                self.coded(name, first, last),
+                self.center(name, first, last),
+                self.dtype,
+            )
             states, positions = self.exact(name)
             b, slot = ((positions >= first) & (positions < last)).nonzero(as_tuple=True)
             x[b, :, positions[b, slot] - first] = states[b, :, slot]
@@ -684,9 +752,13 @@ def _check_store_args(batch, heads, max_length, dtype, recipe, static):
     if max_length is not None:
         checks.whole(max_length, "max_length", 1)
     if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise TypeError(f"dtype must be torch.float16, bfloat16, float32 or float64, got {dtype!r}")
+        raise TypeError(
+            f"dtype must be torch.float16, bfloat16, float32 or float64, got {dtype!r}"
+        )
     if max_length is not None and recipe.decay is not None:
-        raise ValueError("max_length allocates once, so decay frees nothing; choose one of them")
+        raise ValueError(
+            "max_length allocates once, so decay frees nothing; choose one of them"
+        )
     if static and max_length is None:
         raise ValueError("static=True needs max_length: tensors that never move cannot grow")
     if static and "qjl" in (recipe.key.residual, recipe.value.residual):
@@ -706,21 +778,25 @@ def _check_states(store, k: Tensor, v: Tensor, names: tuple):
         got = f"{k.shape[2]} and {v.shape[2]}"
         raise ValueError(f"{' and '.join(names)} must have equally many tokens, got {got}")
     if store.end is not None:
-        raise ValueError("sequences have ends; set_range(end=None) clears them before an append")
+        raise ValueError(
+            "sequences have ends; set_range(end=None) clears them before an append"
+        )
 
 
 def _check_room(store, n: int):
     held = store.length - store.offset
     if store.max_length is not None and held + n > store.max_length:
-        raise ValueError(f"max_length is {store.max_length}: cannot append {n} tokens to {held}")
+        raise ValueError(
+            f"max_length is {store.max_length}: cannot append {n} tokens to {held}"
+        )
 
 # %% ../../nbs/31_store.ipynb #d0c2d1b8
 def prompt_mean(
     x: Tensor,  # [B, H, n, d] states of the first chunk
     skip: int = 0,  # leading tokens to leave out: padding and sinks
 ) -> Tensor:  # [B, H, 1, d] bf16
-    """Mean over tokens, shrunk towards 0 by its own sampling noise, as positive-part James-Stein
-    does for independent tokens; 0 for fewer than two tokens."""
+    """Mean over tokens, shrunk towards 0 by its own sampling noise, as positive-part
+    James-Stein does for independent tokens; 0 for fewer than two tokens."""
     x = x[:, :, skip:].float()
     n = x.shape[2]
     if n < 2:
@@ -747,7 +823,9 @@ class CosSinCache:
 
     def __init__(self, inv_freq: Tensor):
         self.inv_freq = inv_freq  # [r/2] fp32
-        self.table = torch.zeros(0, 2 * len(inv_freq), dtype=torch.float16, device=inv_freq.device)
+        self.table = torch.zeros(
+            0, 2 * len(inv_freq), dtype=torch.float16, device=inv_freq.device
+        )
         self._row = None, None  # position, and what `row` said of it
 
     def __deepcopy__(self, memo):
@@ -763,8 +841,9 @@ class CosSinCache:
         return self.table
 
     def row(self, position: int) -> tuple:  # two of [r] fp32
-        """Cosines, twice, and sines, the first half negative: x * cos + x.roll(r / 2) * sin is `apply_cos_sin`,
-        bit for bit. All layers of a step ask for one position, so the last answer is kept."""
+        """Cosines, twice, and sines, the first half negative: x * cos + x.roll(r / 2) * sin is
+        `apply_cos_sin`, bit for bit. All layers of a step ask for one position, so the last
+        answer is kept."""
         if self._row[0] != position:
             with torch.inference_mode(False), torch.no_grad():
                 cos, sin = self.table[position].float().chunk(2)
@@ -785,7 +864,8 @@ def shared_cos_sin(
     d: int,  # head size
     device: torch.device | str,
 ) -> CosSinCache:
-    "The one table of these frequencies on a device. Raises TypeError/ValueError for what are none."
+    """The one table of these frequencies on a device. Raises TypeError/ValueError for what are
+    none."""
     want = f"a float vector of at most {d // 2} frequencies, which center='pre_rope' needs"
     if not isinstance(inv_freq, Tensor) or not inv_freq.is_floating_point():
         got = getattr(inv_freq, "dtype", type(inv_freq).__name__)
@@ -814,7 +894,8 @@ def inv_freq(self: KVStore) -> Tensor | None:
 
 @patch(as_prop=True)
 def rope_table(self: KVStore) -> Tensor | None:
-    "[positions, r] fp16: cosines, then sines, for the positions held and perhaps more; None without a pre-RoPE mean."
+    """[positions, r] fp16: cosines, then sines, for the positions held and perhaps more; None
+    without a pre-RoPE mean."""
     return None if self.cos_sin is None else self.storage.table(self.cos_sin)
 
 
@@ -848,7 +929,12 @@ def _rewind(self: KVStore, *, length, start, end, recent_from):
 @patch
 def _code_again(self: KVStore, start, k, v):
     "Move start and code all tokens again; after an error everything is as before."
-    held = dict(length=self.length, start=self.start.clone(), end=self.end, recent_from=self._recent_from)
+    held = dict(
+        length=self.length,
+        start=self.start.clone(),
+        end=self.end,
+        recent_from=self._recent_from,
+    )
     sides = [(side, side.truncated_tiles, dict(side.tensors)) for side in self.sides]
     self._rewind(length=0, start=start, end=None, recent_from=0)
     self._make_whole()
@@ -864,7 +950,9 @@ def _code_again(self: KVStore, start, k, v):
 
 @patch
 @_plain
-def set_range(self: KVStore, start=None, end=None, k: Tensor | None = None, v: Tensor | None = None):
+def set_range(
+    self: KVStore, start=None, end=None, k: Tensor | None = None, v: Tensor | None = None
+):
     """Which positions [start, end) of each sequence are real; ints or [B] tensors. Where start
     moves after tokens came, `k` and `v` of all of them are coded again: sinks and the mean of
     the prompt depend on it. Raises ValueError/TypeError for a range or states that do not fit,
@@ -927,7 +1015,11 @@ def select(self: KVStore, indices: Tensor) -> None:
     if index.dtype.is_floating_point or index.dtype.is_complex:
         raise TypeError(f"indices must be integers or bool, got {index.dtype}")
     index = index.nonzero().flatten() if index.dtype == torch.bool else index.long()
-    if index.ndim != 1 or not len(index) or not bool(((index >= -self.batch) & (index < self.batch)).all()):
+    if (
+        index.ndim != 1
+        or not len(index)
+        or not bool(((index >= -self.batch) & (index < self.batch)).all())
+    ):
         want = f"a vector of rows 0 to {self.batch - 1}"
         raise ValueError(f"indices must be {want}, got {index.tolist()}")
     self._rearrange(lambda x: x[index % self.batch], len(index))
@@ -942,7 +1034,8 @@ def repeat(self: KVStore, times: int) -> None:
 # %% ../../nbs/31_store.ipynb #7449ddf7
 @lru_cache(maxsize=1024)
 def _ring_slots(first: int, count: int, recent: int, device: torch.device) -> Tensor:
-    "Slots of a ring of `recent` tokens that `count` positions have, the first of them in slot `first`; every layer asks for the same."
+    """Slots of a ring of `recent` tokens that `count` positions have, the first of them in slot
+    `first`; every layer asks for the same."""
     with torch.inference_mode(False):
         return torch.arange(first, first + count, device=device) % max(recent, 1)
 
@@ -959,14 +1052,17 @@ def tail_with(self: KVStore, k: Tensor, v: Tensor, names: tuple = ("k", "v")) ->
     else:
         first = max(0, self.past_exact_from)
         slots = _ring_slots(first % max(recent, 1), now - first, recent, self.device)
-    key, value = (torch.cat([s.exact.recent[:, :, slots], x], 2) for s, x in zip(self.sides, (k, v)))
+    key, value = (
+        torch.cat([s.exact.recent[:, :, slots], x], 2) for s, x in zip(self.sides, (k, v))
+    )
     return Tail(first, now, key, value)
 
 
 @patch
 @_plain
 def _restore_window(self: KVStore, tail: Tail) -> None:
-    "After a crop within the last chunk: recent tokens from the tail, which ends with the store."
+    """After a crop within the last chunk: recent tokens from the tail, which ends with the
+    store."""
     recent = self.recipe.recent
     n = min(self.length - tail.first, recent)
     slots = _ring_slots((self.length - n) % max(recent, 1), n, recent, self.device)
@@ -1014,7 +1110,8 @@ def crop(
 @patch
 @_plain
 def _refill(self: KVStore, length: int):
-    "Before a static store goes back to `length` tokens: overwritten slots of the ring from their codes."
+    """Before a static store goes back to `length` tokens: overwritten slots of the ring from
+    their codes."""
     recent, size = self.recipe.recent, self.length
     lo, hi = max(0, length - recent), max(0, min(size - recent, length))
     if lo < hi:
@@ -1094,7 +1191,6 @@ class _EmbeddedCodebook:
         return self.levels.to(dtype).flatten().index_select(0, index).view(codes.shape)
 
 
-
 @lru_cache(maxsize=256)
 def _embedded(book) -> _EmbeddedCodebook:
     "The one of its kind: layers share it."
@@ -1113,8 +1209,8 @@ class _Truncation:
 
 @patch
 def truncation(self: Side, tiles: int) -> _Truncation:
-    """What makes so many tiles at the front truncated ones; nothing changes yet. Going back fills
-    the last planes with 0."""
+    """What makes so many tiles at the front truncated ones; nothing changes yet. Going back
+    fills the last planes with 0."""
     planes, more = {}, tiles - self.truncated_tiles
     for name in self.truncated_planes:
         t = self.tensors[name]
@@ -1146,9 +1242,13 @@ def decay(self: KVStore, before: int) -> None:
     """Drop the last plane of codes of 3 or 4 bits in whole tiles of positions below `before`.
     Raises ValueError where that is not possible."""
     if self.max_length is not None:
-        raise ValueError("max_length allocates once, so decay frees nothing; choose one of them")
+        raise ValueError(
+            "max_length allocates once, so decay frees nothing; choose one of them"
+        )
     if self.key.signs or self.value.signs:
-        raise ValueError("decay drops the last plane of codes; residual 'qjl' keeps signs apart")
+        raise ValueError(
+            "decay drops the last plane of codes; residual 'qjl' keeps signs apart"
+        )
     if not self.key.truncated_planes and not self.value.truncated_planes:
         raise ValueError("decay needs a side with channels of 3 or 4 bits")
     before = checks.whole(before, "before")
@@ -1186,7 +1286,11 @@ def tables(self: KVStore) -> list:
     table of cosines and sines, the tiles that this store needs."""
     out, rows = [], -(-self.length // TILE) * TILE
     if self.cos_sin is not None:
-        out = [self.inv_freq, self.rope_table if self.static else self.rope_table[:rows], *self.cos_sin.kept]
+        out = [
+            self.inv_freq,
+            self.rope_table if self.static else self.rope_table[:rows],
+            *self.cos_sin.kept,
+        ]
     for s in self.sides:
         out += [*s.q.rotation.tables, *_table_tensors(s.q.codebook)]
         out += [s.q.sketch] if s.signs else []
@@ -1208,7 +1312,9 @@ def _coded_bytes(
     bits = [b - qjl for b in channel_bits(spec.bits, d)]
     for b in set(bits):
         n, half = bits.count(b), (bits.count(b) + 1) // 2
-        row = half if b == 1 else n + half * (b - 2)  # a bit plane, or a 2-bit base plane and bit planes
+        row = (
+            half if b == 1 else n + half * (b - 2)
+        )  # a bit plane, or a 2-bit base plane and bit planes
         total += (tile // 4) * (tiles * row - (truncated_tiles * half if b > 2 else 0))
     return total
 
@@ -1223,7 +1329,9 @@ def expected_nbytes(self: KVStore) -> int:
         d, tiles = side.q.d, self.capacity // self.tile
         exact = (r.sinks + r.recent) * self.dtype.itemsize
         mean = 0 if spec.center == "none" else 2
-        total += rows * _coded_bytes(spec, d=d, tile=self.tile, tiles=tiles, truncated_tiles=side.truncated_tiles)
+        total += rows * _coded_bytes(
+            spec, d=d, tile=self.tile, tiles=tiles, truncated_tiles=side.truncated_tiles
+        )
         total += rows * d * (exact + mean)
     return total
 
@@ -1232,7 +1340,8 @@ CAPTURE = SimpleNamespace(tape=False)  # does a tape of `hf.graphs` note what ru
 
 
 class Static:
-    "Storage whose tensors never move, for CUDA graphs and compiled code: the device counts the tokens."
+    """Storage whose tensors never move, for CUDA graphs and compiled code: the device counts
+    the tokens."""
 
     static = True
     known = False  # whether the host's count is the device's for now, so that nobody need wait
@@ -1241,7 +1350,9 @@ class Static:
         self.position = torch.zeros(1, dtype=torch.int32, device=store.device)
         table = None if store.cos_sin is None else store.cos_sin.table
         self.cos_sin = None if table is None else table[: store.max_length]
-        self.texts = [side.text for side in store.sides]  # what the operator below knows sides by
+        self.texts = [
+            side.text for side in store.sides
+        ]  # what the operator below knows sides by
         for text in self.texts:
             _coder(text, store.device)  # captured code can make no tensor from numbers
 
@@ -1346,9 +1457,12 @@ def _encode_quietly(q, x, mean, flags, block=4096):
 
 
 def _masked_mean(x, skip, rows):
-    "`prompt_mean` with its own number of leading tokens to leave out for each row, on the device."
+    """`prompt_mean` with its own number of leading tokens to leave out for each row, on the
+    device."""
     x = x.float() if rows is None else apply_cos_sin(x.float(), rows, inverse=True)
-    real = (torch.arange(x.shape[2], device=x.device) >= skip[:, None])[:, None, :, None].float()
+    real = (torch.arange(x.shape[2], device=x.device) >= skip[:, None])[
+        :, None, :, None
+    ].float()
     n = real.sum(2, keepdim=True)
     mean = (x * real).sum(2, keepdim=True) / n.clamp(min=1)
     noise = ((x - mean) * real).square().sum((2, 3), keepdim=True) / (n * (n - 1)).clamp(min=1)
@@ -1382,7 +1496,9 @@ class _NewStates:
     coder = property(lambda self: self.side, doc="How they are coded.")
     t = property(lambda self: self.side.tensors, doc="Tensors by name.")
     mean = property(lambda self: self.side.mean, doc="The side's mean.")
-    pre_rope = property(lambda self: self.side.q.spec.center == "pre_rope", doc="Is it a pre-RoPE mean?")
+    pre_rope = property(
+        lambda self: self.side.q.spec.center == "pre_rope", doc="Is it a pre-RoPE mean?"
+    )
 
 
 def _sides(k, v, key, value, texts) -> list:
@@ -1401,7 +1517,9 @@ def _take_mean(s: _NewStates, start, position, rope_table):
     n, skip = s.x.shape[2], s.t["sinks"].shape[2]
     if s.mean is None or n - skip < 2:  # it is 0, which an empty store holds
         return
-    rows = _rows_at(rope_table, start, torch.arange(n, device=s.x.device)) if s.pre_rope else None
+    rows = (
+        _rows_at(rope_table, start, torch.arange(n, device=s.x.device)) if s.pre_rope else None
+    )
     taken = _masked_mean(s.x, start + skip, rows)
     s.mean.copy_(torch.where(position == 0, taken, s.mean))
 
@@ -1417,7 +1535,11 @@ def _code_at(sides, start, position, flags, rope_table, max_length):
     at = position.long() * fits + torch.arange(n, device=device)  # from 0 if it does not fit
     for s, raised in zip(sides, (flags[0:2], flags[2:4])):
         rows = s.side.tile // 4
-        mean = apply_cos_sin(s.mean.float(), _rows_at(rope_table, start, at)) if s.pre_rope else s.mean
+        mean = (
+            apply_cos_sin(s.mean.float(), _rows_at(rope_table, start, at))
+            if s.pre_rope
+            else s.mean
+        )
         coded = _encode_quietly(s.side.q, s.x, mean, raised)
         for j in range(0, n, rows):
             part = Coded(coded.codes[:, :, j : j + rows], coded.scale[:, :, j : j + rows])
@@ -1456,15 +1578,20 @@ def _append_changes_no_shape(*args):
 
 # %% ../../nbs/31_store.ipynb #ab96a418
 _REFUSED = (
-    *(f"{x} that {w}" for x in ("keys", "values") for w in ("were not finite", "were too large")),
+    *(
+        f"{x} that {w}"
+        for x in ("keys", "values")
+        for w in ("were not finite", "were too large")
+    ),
     "more tokens than max_length",
 )
 
 
 @patch
 def sync(self: KVStore) -> int:  # tokens held
-    """Wait for the device; a static store reads its `position` into `length`. Raises ValueError,
-    once, if states were taken without waiting that were not finite, too large or too many."""
+    """Wait for the device; a static store reads its `position` into `length`. Raises
+    ValueError, once, if states were taken without waiting that were not finite, too large or
+    too many."""
     if self.static and self.storage.known:
         return self.length
     self.length = self.storage.counted(self.length)
@@ -1478,7 +1605,8 @@ def sync(self: KVStore) -> int:  # tokens held
 
 @patch
 def _need_flags(self: KVStore) -> Tensor:
-    "[6] int32: keys not finite, keys too large, the same of values, too many tokens; a counter."
+    """[6] int32: keys not finite, keys too large, the same of values, too many tokens; a
+    counter."""
     if self.flags is None:
         self.flags = torch.zeros(6, dtype=torch.int32, device=self.device)
     return self.flags
@@ -1512,7 +1640,9 @@ def _by_position(self: KVStore, k, v) -> AppendOperands:
     if k.shape[2] > self.max_length:
         raise ValueError(f"max_length is {self.max_length}: cannot append {k.shape[2]} tokens")
     key, value = ([*side.tensors.values()] for side in self.sides)
-    numbers = dict(start=self.start, position=self.position, flags=self.flags, rope_table=self.rope_table)
+    numbers = dict(
+        start=self.start, position=self.position, flags=self.flags, rope_table=self.rope_table
+    )
     more = dict(texts=self.storage.texts, max_length=self.max_length)
     return AppendOperands(k.detach(), v.detach(), key, value, **numbers, **more)
 
@@ -1525,11 +1655,22 @@ def _consists_of(store: KVStore) -> list:
     "What addresses were taken of, or depend on."
     key, value, ranges, storage = store.key, store.value, store.ranges, store.storage
     table = None if store.cos_sin is None else storage.table(store.cos_sin)
-    return [*key.tensors.values(), *value.tensors.values(), key.q, value.q, ranges.start, ranges.end, store.flags, storage, table]
+    return [
+        *key.tensors.values(),
+        *value.tensors.values(),
+        key.q,
+        value.q,
+        ranges.start,
+        ranges.end,
+        store.flags,
+        storage,
+        table,
+    ]
 
 
 class Unchanged:
-    "Sees whether a store still consists of the objects that it had when this was made; keeps none of them alive."
+    """Sees whether a store still consists of the objects that it had when this was made; keeps
+    none of them alive."""
 
     def __init__(self, store: KVStore):
         self.refs = [_gone if x is None else ref(x) for x in _consists_of(store)]
@@ -1537,7 +1678,6 @@ class Unchanged:
     def __call__(self, store: KVStore) -> bool:
         now = _consists_of(store)
         return len(now) == len(self.refs) and all(map(is_, [x() for x in self.refs], now))
-
 
 # %% ../../nbs/31_store.ipynb #505b05b7
 FORMAT = "turboquant-nb store 2"
@@ -1578,10 +1718,12 @@ def state(self: KVStore) -> tuple:  # (tensors, header)
 
 
 def _restore(side, name, tensors, tiles):
-    """Put saved tensors of `tiles` tiles into a new side. Raises ValueError if one is missing or
-    of another shape or type."""
+    """Put saved tensors of `tiles` tiles into a new side. Raises ValueError if one is missing
+    or of another shape or type."""
     for n, t in side.tensors.items():
-        new = tensors.get(f"{name}.{n}", tensors.get(f"{name}.window") if n == "recent" else None)
+        new = tensors.get(
+            f"{name}.{n}", tensors.get(f"{name}.window") if n == "recent" else None
+        )
         held = max(0, tiles - side.tiles_before(n))
         want = (*t.shape[:2], held, *t.shape[3:]) if _tiled(n) else tuple(t.shape)
         if new is None or tuple(new.shape) != want or new.dtype != t.dtype:
@@ -1605,12 +1747,22 @@ def from_state(cls: KVStore, tensors: dict, header: dict, device="cpu") -> KVSto
     restore_transforms(tensors)
     d_key, d_value = h["d"]
     store = cls(
-        Recipe.from_json(h["recipe"]), h["batch"], h["heads"], d_key, d_value,
-        dtype=getattr(torch, h["dtype"]), device=device, max_length=h["max_length"], tile=h["tile"],
-        static=h.get("static", False), inv_freq=tensors.get("inv_freq"),
-    )  # fmt: skip
+        Recipe.from_json(h["recipe"]),
+        h["batch"],
+        h["heads"],
+        d_key,
+        d_value,
+        dtype=getattr(torch, h["dtype"]),
+        device=device,
+        max_length=h["max_length"],
+        tile=h["tile"],
+        static=h.get("static", False),
+        inv_freq=tensors.get("inv_freq"),
+    )
     tiles = math.ceil((h["length"] - h["offset"]) / h["tile"])
-    for name, side, truncated_tiles in zip(("key", "value"), store.sides, h.get("truncated", (0, 0))):
+    for name, side, truncated_tiles in zip(
+        ("key", "value"), store.sides, h.get("truncated", (0, 0))
+    ):
         side.adopt(side.truncation(truncated_tiles))
         _restore(side, name, tensors, tiles)
     for n in _NUMBERS:

@@ -34,27 +34,35 @@ def window_center(
     inv_freq: Tensor | None,  # [r/2] frequencies of RoPE of a pre-RoPE mean
     skip: int,  # first tokens that do not count
 ) -> Tensor:  # [B, H, n or 1, d] fp32
-    "What a cache subtracts from the states of a first chunk: `prompt_mean`, that of the states before RoPE, rotated to each position."
+    """What a cache subtracts from the states of a first chunk: `prompt_mean`, that of the
+    states before RoPE, rotated to each position."""
     if inv_freq is None:
         return prompt_mean(x, skip).float()
     rows = shared_cos_sin(inv_freq, x.shape[3], x.device).reach(x.shape[2])[: x.shape[2]]
-    return apply_cos_sin(prompt_mean(apply_cos_sin(x.float(), rows, inverse=True), skip).float(), rows)
+    return apply_cos_sin(
+        prompt_mean(apply_cos_sin(x.float(), rows, inverse=True), skip).float(), rows
+    )
 
 
 @dataclass
 class _MomentsObserver:
-    "Adds up the keys and queries that a cache would code: `observe` gets the states of one layer after the other."
+    """Adds up the keys and queries that a cache would code: `observe` gets the states of one
+    layer after the other."""
 
-    moments: Moments  # "key": centred keys; "query": the queries that read them; "plain key": keys as they are
+    # "key": centred keys; "query": the queries that read them; "plain key": keys as they are
+    moments: Moments
     inv_freqs: list  # of each layer: [r/2] frequencies of RoPE, or None
     skip: int  # first tokens of a window that do not count
 
     def observe(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple:
-        "Add the states [B, Hq, n, d] and [B, H, n, d] of whole windows; keys and values go on as they are."
+        """Add the states [B, Hq, n, d] and [B, H, n, d] of whole windows; keys and values go on
+        as they are."""
         b, h, n, d = key.shape
         x = key.float() - window_center(key, self.inv_freqs[layer], self.skip)
         q = query.float().reshape(b, h, -1, n, d)
-        rows = lambda x: x[..., self.skip :, :].movedim(1, -2).reshape(-1, h, d)  # noqa: E731 [tokens, H, d]
+        rows = lambda x: (
+            x[..., self.skip :, :].movedim(1, -2).reshape(-1, h, d)
+        )  # [tokens, H, d]
         self.moments.add("key", layer, rows(x))
         self.moments.add("query", layer, rows(q))
         self.moments.add("plain key", layer, rows(key.float()), products=False)
@@ -65,9 +73,19 @@ _observers = []  # who observes the states of the pass that runs, last one only
 
 
 def _observed_attention(
-    module, query, key, value, attention_mask, scaling=None, dropout=0.0, softcap=None, s_aux=None, **_
-):  # fmt: skip
-    "transformers' attention interface: exact, over the keys and values that the observer gives back."
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    scaling=None,
+    dropout=0.0,
+    softcap=None,
+    s_aux=None,
+    **_,
+):
+    """transformers' attention interface: exact, over the keys and values that the observer
+    gives back."""
     if _observers:
         with _no_autocast(key):
             key, value = _observers[-1].observe(module.layer_idx, query, key, value)
@@ -93,7 +111,8 @@ def _check_ids(ids, skip, batch) -> None:
 
 
 def _check_shown(decoder, config, id: Tensor) -> None:
-    "Raise ValueError unless the layers show attention the keys that they cache, by a pass of one token."
+    """Raise ValueError unless the layers show attention the keys that they cache, by a pass of
+    one token."""
     coded = [i for i, kind in enumerate(_kinds(config)) if _is_coded(kind)]
     cache, seen = DynamicCache(config=config), Moments()
     _observers.append(_MomentsObserver(seen, [None] * len(_kinds(config)), 0))
@@ -113,14 +132,21 @@ def _check_shown(decoder, config, id: Tensor) -> None:
 # %% ../../nbs/60_calibrate.ipynb #a42e55c6
 @contextmanager
 def observed(model, ids: Tensor, observer):  # gives the ids where the model reads them
-    """While this lasts, attention hands query, key and value of each layer to `observer.observe` and goes on with
-    the key and value that come back. Raises ValueError for a model that does not show what it caches."""
+    """While this lasts, attention hands query, key and value of each layer to
+    `observer.observe` and goes on with the key and value that come back. Raises ValueError for
+    a model that does not show what it caches."""
     config, decoder = _text_config(model), model.get_decoder()
     device, before = model.get_input_embeddings().weight.device, config._attn_implementation
-    device = ids.device if device.type == "meta" else device  # accelerate streams the weights in
+    device = (
+        ids.device if device.type == "meta" else device
+    )  # accelerate streams the weights in
     ids = ids.to(device, torch.long)
-    AttentionInterface.register(NAME, _observed_attention)  # this one's, also where a page registered its own
-    decoder.set_attn_implementation(NAME)  # what else the model has, such as eyes, keeps its own
+    AttentionInterface.register(
+        NAME, _observed_attention
+    )  # this one's, also where a page registered its own
+    decoder.set_attn_implementation(
+        NAME
+    )  # what else the model has, such as eyes, keeps its own
     _observers.append(observer)
     try:
         with torch.no_grad():
@@ -138,11 +164,13 @@ def collect(
     batch: int = 2,  # windows at a time
     progress=None,  # called once for each window that is done
 ) -> Moments:
-    """Read the windows once. Raises TypeError/ValueError for what is no model or no windows, for a model
-    whose keys are not served, and for one that does not call the attention interface."""
+    """Read the windows once. Raises TypeError/ValueError for what is no model or no windows,
+    for a model whose keys are not served, and for one that does not call the attention
+    interface."""
     _check_ids(ids, skip, batch)
     inv_freqs = [
-        None if t is None else torch.as_tensor(t) for t in layer_frequencies(_text_config(model)).by_layer
+        None if t is None else torch.as_tensor(t)
+        for t in layer_frequencies(_text_config(model)).by_layer
     ]
     moments = Moments()
     with observed(model, ids, _MomentsObserver(moments, inv_freqs, skip)) as ids:
@@ -176,7 +204,8 @@ def calibrate(
     batch: int = 2,
     progress=None,  # called once for each window that is done
 ) -> Calibration:
-    "Read some text once and find the best transforms, and the mean keys. Raises ValueError as `collect` and `fit_head_transform`."
+    """Read some text once and find the best transforms, and the mean keys. Raises ValueError as
+    `collect` and `fit_head_transform`."""
     moments = collect(model, ids, skip, batch, progress)
     transforms, gain = [], []
     for i in moments.layers("key"):

@@ -22,7 +22,8 @@ FORMAT = "turboquant-nb fold 1"
 
 @dataclass
 class Fold:
-    "Powers of two for the channels of keys. `header` says of what model and from how many tokens."
+    """Powers of two for the channels of keys. `header` says of what model and from how many
+    tokens."""
 
     scales: list  # of each layer: [H, d] fp32, on the CPU
     header: dict
@@ -44,8 +45,8 @@ class _Layer:
 
 # %% ../../nbs/62_fold.ipynb #ff1b072f
 def _layers(model) -> list:
-    """The layers of a decoder whose queries and keys come from linear layers and RoPE alone. Raises
-    ValueError, with the reason, for a model that has another kind."""
+    """The layers of a decoder whose queries and keys come from linear layers and RoPE alone.
+    Raises ValueError, with the reason, for a model that has another kind."""
     config = model.config.get_text_config()
     inv_freqs, why = layer_frequencies(config)
     if why:
@@ -60,11 +61,13 @@ def _layers(model) -> list:
         q, k = (getattr(attention, name, None) for name in ("q_proj", "k_proj"))
         if not all(type(x) is nn.Linear for x in (q, k)):
             raise ValueError(
-                f"layer {i} must have self_attn.q_proj and k_proj of type Linear, got {type(q).__name__} and {type(k).__name__}"
+                f"layer {i} must have self_attn.q_proj and k_proj of type Linear, got "
+                f"{type(q).__name__} and {type(k).__name__}"
             )
         if any(hasattr(attention, name) for name in ("q_norm", "k_norm", "q_layernorm")):
             raise ValueError(
-                f"layer {i} normalises queries or keys after their projection, so that a scale there would change the scores"
+                f"layer {i} normalises queries or keys after their projection, so that a scale "
+                "there would change the scores"
             )
         rotary_dim = 0 if inv_freqs[i] is None else 2 * len(inv_freqs[i])
         out.append(_Layer(q, k, k.out_features // d, d, rotary_dim))
@@ -91,8 +94,9 @@ def fit_fold(
     batch: int = 4,
     progress=None,  # called once for each window that is done
 ) -> Fold:
-    """Sums over the windows, in memory that does not depend on their number, and the best scales.
-    Raises ValueError for a model that cannot be folded or was, and for too few tokens."""
+    """Sums over the windows, in memory that does not depend on their number, and the best
+    scales. Raises ValueError for a model that cannot be folded or was, and for too few
+    tokens."""
     layers, device = _layers(model), next(model.parameters()).device
     if getattr(model, "_folded", None) is not None:
         raise ValueError("the model is folded already: unfold it first")
@@ -104,7 +108,7 @@ def fit_fold(
     hooks = []
     for layer, pair in zip(layers, sums):
         for module, s in zip((layer.q, layer.k), pair):
-            keep = lambda m, args, out, s=s: s.take(out[:, skip:].flatten(0, 1))  # noqa: E731
+            keep = lambda m, args, out, s=s: s.take(out[:, skip:].flatten(0, 1))
             hooks.append(module.register_forward_hook(keep))
     try:
         with torch.no_grad():
@@ -154,13 +158,17 @@ def _exact(x: Tensor, factor: Tensor) -> bool:
 
 
 def _rows(layer: _Layer, s: Tensor) -> list:  # [(module, factor of each row)]
-    return [(layer.k, s.flatten()), (layer.q, (1 / s).repeat_interleave(layer.group, 0).flatten())]
+    return [
+        (layer.k, s.flatten()),
+        (layer.q, (1 / s).repeat_interleave(layer.group, 0).flatten()),
+    ]
 
 # %% ../../nbs/62_fold.ipynb #d00cabdc
 def fold(model, f: Fold) -> None:
-    """Move the scales into the weights, in place; outputs stay the same to the bit. Raises ValueError,
-    with nothing changed, for the fold of another model, for a model that is folded already, and where
-    a weight would leave the range in which scaling is exact (float16 has little of it)."""
+    """Move the scales into the weights, in place; outputs stay the same to the bit. Raises
+    ValueError, with nothing changed, for the fold of another model, for a model that is folded
+    already, and where a weight would leave the range in which scaling is exact (float16 has
+    little of it)."""
     layers = _check(model, f)
     if getattr(model, "_folded", None) is not None:
         raise ValueError("the model is folded already: unfold it first")
@@ -169,7 +177,8 @@ def fold(model, f: Fold) -> None:
         if not all(_exact(x, factor) for x, factor in _scaled(module, rows)):
             kind = str(module.weight.dtype)[6:]
             raise ValueError(
-                f"scaling is not exact in {kind} for these weights: load the model in bfloat16 or float32"
+                f"scaling is not exact in {kind} for these weights: load the model in bfloat16 "
+                "or float32"
             )
     for module, rows in jobs:
         for x, factor in _scaled(module, rows):
@@ -178,7 +187,8 @@ def fold(model, f: Fold) -> None:
 
 
 def unfold(model) -> Fold:
-    "Take the scales out again: the weights are as they were, to the bit. ValueError if there are none."
+    """Take the scales out again: the weights are as they were, to the bit. ValueError if there
+    are none."""
     f = getattr(model, "_folded", None)
     if f is None:
         raise ValueError("the model is not folded")
@@ -196,8 +206,8 @@ def save_fold(f: Fold, path) -> None:
 
 
 def load_fold(path) -> Fold:
-    """Read them back. Raises FileNotFoundError, or ValueError for a file of another kind, a truncated
-    or a changed one."""
+    """Read them back. Raises FileNotFoundError, or ValueError for a file of another kind, a
+    truncated or a changed one."""
     tensors, header = read_file(path, FORMAT, "fold")
     return Fold([tensors[name] for name in sorted(tensors)], header)
 
@@ -209,8 +219,8 @@ def write_folded(
     out,  # folder to write
     progress=None,  # called once for each window that is done
 ) -> Fold:
-    """Calibrate, fold, and write the checkpoint, its tokenizer and `fold.safetensors`. Raises ValueError
-    as `fit_fold` and `fold` do; FileExistsError for a folder that is not empty."""
+    """Calibrate, fold, and write the checkpoint, its tokenizer and `fold.safetensors`. Raises
+    ValueError as `fit_fold` and `fold` do; FileExistsError for a folder that is not empty."""
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} is not an empty folder")

@@ -73,7 +73,9 @@ class _Prefix:
     "What each layer gave in the exact pass, given again instead of computed."
 
     def __init__(self, model, count: int):
-        lists = [list(x) for x in model.get_decoder().children() if isinstance(x, nn.ModuleList)]
+        lists = [
+            list(x) for x in model.get_decoder().children() if isinstance(x, nn.ModuleList)
+        ]
         fits = [x for x in lists if len(x) == count]
         self.layers, self.outs = fits[0] if len(fits) == 1 else [], {}
         self.sound = None if self.layers else False  # None: not known yet
@@ -81,7 +83,7 @@ class _Prefix:
     @contextmanager
     def kept(self):
         "While this lasts, what the layers give is kept."
-        keep = lambda i: lambda layer, args, out: self.outs.update({i: out})  # noqa: E731
+        keep = lambda i: lambda layer, args, out: self.outs.update({i: out})
         hooks = [x.register_forward_hook(keep(i)) for i, x in enumerate(self.layers)]
         try:
             yield
@@ -105,27 +107,34 @@ class _Prefix:
                     x.forward = forward
 
     def try_out(self, measure, first: tuple, last: tuple):
-        "Sound is what gives the same number to the bit as a whole pass, also after a pass in which every layer saw other states."
+        """Sound is what gives the same number to the bit as a whole pass, also after a pass in
+        which every layer saw other states."""
         if self.sound is None:
             whole, _, self.sound = measure(*last), measure(*first), True
             with self.given(last[0]):
                 try:
                     self.sound = measure(*last) == whole
-                except (AttributeError, KeyError, TypeError):  # a layer missed what another had to hand on
+                except (
+                    AttributeError,
+                    KeyError,
+                    TypeError,
+                ):  # a layer missed what another had to hand on
                     self.sound = False
 
 # %% ../../nbs/61_sensitivity.ipynb #70e1accd
 def measure_sensitivity(
     model,  # a decoder of transformers
     ids: Tensor,  # [windows, tokens] token ids, without padding
-    calibration: Calibration | None = None,  # whose transforms the keys are coded with; None: without
+    # whose transforms the keys are coded with; None: without
+    calibration: Calibration | None = None,
     bits: tuple = (2, 3, 4),  # 1 has no fused kernel on a GPU
     skip: int = 4,  # first tokens of a window that stay exact: sinks
     progress=None,  # called after each pass
 ) -> Calibration:
-    """The calibration, or one without transforms, with what coding each side of each layer alone costs: a pass of
-    each window, from that layer on, for each of them and each number of bits. Raises TypeError/ValueError as `collect`, and
-    ValueError for a model whose probabilities are not finite."""
+    """The calibration, or one without transforms, with what coding each side of each layer
+    alone costs: a pass of each window, from that layer on, for each of them and each number of
+    bits. Raises TypeError/ValueError as `collect`, and ValueError for a model whose
+    probabilities are not finite."""
     _check_ids(ids, skip, 1)
     config = _text_config(model)
     bits = _check_measure(bits, calibration, config)
@@ -140,7 +149,9 @@ def measure_sensitivity(
             with prefix.kept():
                 logits = model(window[None], use_cache=False).logits[0, skip:]
             exact = logits.float().log_softmax(-1)
-            alone = lambda i, side, b: _divergence(model, probe, window, exact, {(i, side): b})  # noqa: B023,E731
+            alone = lambda i, side, b: _divergence(
+                model, probe, window, exact, {(i, side): b}
+            )  # ,E731
             prefix.try_out(alone, jobs[0], jobs[-1])
             for i, side, b in jobs:
                 with prefix.given(i):
@@ -153,8 +164,12 @@ def measure_sensitivity(
             f"the divergence is not finite where {odd[0]} are coded: does the model work?"
         )
     tokens = len(ids) * (ids.shape[1] - skip)
-    curves = {s: [[lost[i, s, b] / tokens for b in bits] for i in coded] for s in ("key", "value")}
-    layers = dict(bits=bits, **curves, size=[list(probe.sizes[i]) for i in coded], tokens=tokens)
+    curves = {
+        s: [[lost[i, s, b] / tokens for b in bits] for i in coded] for s in ("key", "value")
+    }
+    layers = dict(
+        bits=bits, **curves, size=[list(probe.sizes[i]) for i in coded], tokens=tokens
+    )
     layers["data"] = hashlib.sha256(ids.cpu().long().contiguous().numpy().tobytes()).hexdigest()
     if calibration is None:
         calibration = Calibration([], provenance(model, ids, skip) | {"tokens": 0, "gain": []})

@@ -8,8 +8,20 @@ __all__ = ['main']
 # %% ../../nbs/87p_cli.ipynb #b48b2327
 import sys
 
-from . import app, bench, calibrate, chat, measure, plan, proteins, serve, states, use, web  # noqa: F401  each registers its commands
-from .app import version  # noqa: F401  for others to ask
+from turboquant_nb.cli import (
+    app,
+    bench,
+    calibrate,
+    chat,
+    measure,
+    plan,
+    proteins,
+    serve,
+    states,
+    use,
+    web,
+)  # each registers its commands
+from .app import version  # for others to ask
 
 # %% ../../nbs/87p_cli.ipynb #99817950
 def main(

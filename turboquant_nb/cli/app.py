@@ -56,7 +56,9 @@ def spread(
 
 def _is_option(word: str) -> bool:
     "A word that begins with a dash and is neither a dash alone nor a negative number."
-    return word.startswith("-") and word != "-" and not word.lstrip("-").replace(".", "").isdigit()
+    return (
+        word.startswith("-") and word != "-" and not word.lstrip("-").replace(".", "").isdigit()
+    )
 
 # %% ../../nbs/87a_cli_app.ipynb #a06e7b54
 class _Command(typer.core.TyperCommand):
@@ -95,10 +97,18 @@ def _known(parameters) -> dict:
 
 def _example_lines(examples: str) -> str:
     "Examples as the end of a help page."
-    return "\n".join(["example:", *(f"  {line.strip()}" for line in examples.splitlines())]) + "\n"
+    return (
+        "\n".join(["example:", *(f"  {line.strip()}" for line in examples.splitlines())]) + "\n"
+    )
 
 
-_PANELS = ("Use it", "Measure it", "Calibrate", "Proteins", "Recipes")  # of the list of commands
+_PANELS = (
+    "Use it",
+    "Measure it",
+    "Calibrate",
+    "Proteins",
+    "Recipes",
+)  # of the list of commands
 
 
 class _Commands(typer.core.TyperGroup):
@@ -112,8 +122,10 @@ class _Commands(typer.core.TyperGroup):
 
     def list_commands(self, ctx):
         "Names in the order of the help."
-        panel = lambda name: getattr(self.commands[name], "rich_help_panel", None)  # noqa: E731
-        place = lambda name: _PANELS.index(panel(name)) if panel(name) in _PANELS else len(_PANELS)  # noqa: E731
+        panel = lambda name: getattr(self.commands[name], "rich_help_panel", None)
+        place = lambda name: (
+            _PANELS.index(panel(name)) if panel(name) in _PANELS else len(_PANELS)
+        )
         return sorted(self.commands, key=lambda name: (place(name), name))
 
     def format_help(self, ctx, formatter):
@@ -129,7 +141,8 @@ def _exemplified(cls, examples: str):
 
 # %% ../../nbs/87a_cli_app.ipynb #845f2d68
 def options(title: str):
-    "Make a class a frozen dataclass whose fields are options, shown by --help in the panel `title`."
+    """Make a class a frozen dataclass whose fields are options, shown by --help in the panel
+    `title`."""
 
     def mark(cls):
         cls = dataclass(frozen=True)(cls)
@@ -170,7 +183,9 @@ def number(text) -> float:
         raise typer.BadParameter(f"expected a number, got {text!r}") from None
 
 # %% ../../nbs/87a_cli_app.ipynb #897406ac
-_UNITS = {"B": 1} | {f"{p}{i}B": (1024 if i else 1000) ** n for n, p in enumerate("KMGT", 1) for i in ("", "i")}
+_UNITS = {"B": 1} | {
+    f"{p}{i}B": (1024 if i else 1000) ** n for n, p in enumerate("KMGT", 1) for i in ("", "i")
+}
 
 
 def size(text) -> int:
@@ -178,7 +193,9 @@ def size(text) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", str(text).strip(), re.I)
     unit = found and f"{found[2].upper().replace('I', 'i')}B"
     if not found or unit not in _UNITS or str(text).strip()[-1].isdigit():
-        raise typer.BadParameter(f"expected a number and a unit such as 24GB or 80GiB, got {text!r}")
+        raise typer.BadParameter(
+            f"expected a number and a unit such as 24GB or 80GiB, got {text!r}"
+        )
     return int(float(found[1]) * _UNITS[unit])
 
 
@@ -186,7 +203,11 @@ def in_words(nbytes: int) -> str:
     "Bytes for a person: three digits and a unit of thousands."
     for unit, of in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6)):
         if nbytes >= of:
-            return f"{nbytes / of:.3g} {unit}" if nbytes < 1000 * of else f"{nbytes / of:,.0f} {unit}"
+            return (
+                f"{nbytes / of:.3g} {unit}"
+                if nbytes < 1000 * of
+                else f"{nbytes / of:,.0f} {unit}"
+            )
     return f"{nbytes:,} bytes"
 
 # %% ../../nbs/87a_cli_app.ipynb #c00798af
@@ -209,7 +230,9 @@ def at_fault(
 def message(error: BaseException) -> str:
     "An error on one line; a message with indented advice keeps its lines."
     text = str(error).strip() or type(error).__name__
-    if refused := re.search(r"DefaultCPUAllocator: .*?(\d+) bytes", text, re.S):  # torch's sentence begins at a line of its source
+    if refused := re.search(
+        r"DefaultCPUAllocator: .*?(\d+) bytes", text, re.S
+    ):  # torch's sentence begins at a line of its source
         return f"not enough memory: {in_words(int(refused[1]))} were asked for at once"
     return text if "\n  " in text and "What you can do" in text else " ".join(text.split())
 
@@ -243,7 +266,8 @@ def command(
     panel: str,  # of the help of `group` in which the command is listed
     examples: str,  # lines
 ):
-    "Register a function whose parameters are classes of `options`, or dataclasses of such; it runs guarded."
+    """Register a function whose parameters are classes of `options`, or dataclasses of such; it
+    runs guarded."""
 
     def register(function):
         parts = list(inspect.signature(function, eval_str=True).parameters.values())
@@ -276,7 +300,11 @@ def _flat(cls) -> list:  # of inspect.Parameter
             info.rich_help_panel = cls.panel
         default = inspect.Parameter.empty if field.default is MISSING else field.default
         how = inspect.Parameter.KEYWORD_ONLY
-        out.append(inspect.Parameter(field.name, how, default=default, annotation=Annotated[kind, info]))
+        out.append(
+            inspect.Parameter(
+                field.name, how, default=default, annotation=Annotated[kind, info]
+            )
+        )
     return out
 
 
@@ -315,7 +343,9 @@ def _say_version(value: bool) -> None:
 app = typer.Typer(
     name="turboquant",
     help="A language model's key-value cache in 1 to 4 bits per value.",
-    cls=_exemplified(_Commands, "turboquant demo\nturboquant generate --prompt 'Name three whales.'"),
+    cls=_exemplified(
+        _Commands, "turboquant demo\nturboquant generate --prompt 'Name three whales.'"
+    ),
     pretty_exceptions_enable=False,
     context_settings=_SETTINGS,
 )
@@ -325,7 +355,9 @@ app = typer.Typer(
 def _all(
     version: Annotated[
         bool,
-        typer.Option("--version", help="Show the version and exit.", callback=_say_version, is_eager=True),
+        typer.Option(
+            "--version", help="Show the version and exit.", callback=_say_version, is_eager=True
+        ),
     ] = False,
 ):
     "Only options of the app itself; its help stands above."

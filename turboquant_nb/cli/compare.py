@@ -57,10 +57,13 @@ def read_once(
     model,
     ids: Tensor,  # [1, T] tokens
 ) -> Prefill:
-    "One exact prefill, by the model's attention. RuntimeError if some layer does not keep all keys and values."
+    """One exact prefill, by the model's attention. RuntimeError if some layer does not keep all
+    keys and values."""
     layers = DynamicCache(config=model.config).layers
     if lost := sum(not isinstance(layer, DynamicLayer) for layer in layers):
-        keeps = f"{lost} of the {len(layers)} layers keep something else than all keys and values"
+        keeps = (
+            f"{lost} of the {len(layers)} layers keep something else than all keys and values"
+        )
         raise RuntimeError(f"{keeps}; use: turboquant generate --compare")
     try:
         return prefill(model, ids, attention=model.config._attn_implementation)
@@ -80,7 +83,9 @@ def filled(
     length: int | None = None,  # only so many tokens
 ):
     "A cache that holds the prompt, or its beginning."
-    cache = DynamicCache(config=model.config) if recipe is None else TurboQuantCache(model, recipe)
+    cache = (
+        DynamicCache(config=model.config) if recipe is None else TurboQuantCache(model, recipe)
+    )
     return prompt.fill(cache, length)
 
 # %% ../../nbs/87e_cli_compare.ipynb #7f498c1e
@@ -169,7 +174,10 @@ def demo_question(tokenizer) -> _Question:
     chapter, book = sample_text().split("CHAPTER 2.")[0].strip(), sample_text().strip()
     message = demo_message()
     if tokens_of(tokenizer, message).shape[1] < 2000:
-        begin, ask = "Here are the first chapters of Moby-Dick.", "Question about the first chapter:"
+        begin, ask = (
+            "Here are the first chapters of Moby-Dick.",
+            "Question about the first chapter:",
+        )
         message, chapter = f"{begin}\n\n{book}\n\n{ask} {DEMO_QUESTION}", book
     ids = tokens_of(tokenizer, message)
     cut = tokens_of(tokenizer, message[: message.index(chapter) + len(chapter)])
@@ -218,7 +226,10 @@ def run_on(
 def row(run: Run, reference: Run) -> dict:
     "The row of a run beside that of the uncompressed cache, for JSON."
     tokens, theirs = run.answer.tokens, reference.answer
-    k, change = common_prefix(tokens, theirs.tokens), _ppl_change(run.scored.loss, reference.scored.loss)
+    k, change = (
+        common_prefix(tokens, theirs.tokens),
+        _ppl_change(run.scored.loss, reference.scored.loss),
+    )
     same, took = tokens == theirs.tokens, run.decode_seconds
     return dict(
         cache=run.name,

@@ -21,14 +21,17 @@ def target_file(
     option: str,  # such as "--out", for the message
     suffixes: tuple = (),  # allowed endings, without the dot; empty: any
 ) -> Path | None:
-    "The regular file that will be written, symlinks followed. Raises Usage for what cannot be one."
+    """The regular file that will be written, symlinks followed. Raises Usage for what cannot be
+    one."""
     if name is None:
         return None
     path = _resolved(name, option)
     if path.is_dir():
         raise Usage(f"{option} {name}: expected a file, got a folder")
     if path.exists() and not path.is_file():
-        raise Usage(f"{option} {name}: expected a regular file, got a device, a pipe or a socket")
+        raise Usage(
+            f"{option} {name}: expected a regular file, got a device, a pipe or a socket"
+        )
     ending = path.suffix[1:].lower()
     if suffixes and ending not in suffixes:
         known = ", ".join(f".{x}" for x in suffixes)
@@ -38,7 +41,8 @@ def target_file(
 
 
 def target_folder(name: str, option: str) -> Path:
-    "The folder that will be written, new or empty, symlinks followed. Raises Usage for anything else."
+    """The folder that will be written, new or empty, symlinks followed. Raises Usage for
+    anything else."""
     path = _resolved(name, option)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise Usage(f"{option} {name}: it is not an empty folder")
@@ -55,7 +59,11 @@ def _resolved(name: str, option: str) -> Path:
     "The path behind all symlinks."
     try:
         path = Path(name).resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # a circle of symlinks (before Python 3.13), a null character
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # a circle of symlinks (before Python 3.13), a null character
         raise Usage(f"{option} {name}: {error}") from error
     if path.is_symlink():  # from Python 3.13 on a circle is left as it is
         raise Usage(f"{option} {name}: symlinks lead in a circle")
@@ -70,7 +78,9 @@ def check_space(
     "Raise RuntimeError unless the file system of the target has so many bytes left."
     free = shutil.disk_usage(_nearest(path)).free
     if free < nbytes:
-        raise RuntimeError(f"{option} {path}: it takes {nbytes:,} bytes, and {free:,} are free there")
+        raise RuntimeError(
+            f"{option} {path}: it takes {nbytes:,} bytes, and {free:,} are free there"
+        )
 
 
 def _try_folder(folder: Path, what: str) -> None:
@@ -82,7 +92,10 @@ def _try_folder(folder: Path, what: str) -> None:
         scratch = _scratch(folder)
         Path(scratch, "probe").write_bytes(bytes(4096))  # a full disk still makes folders
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)  # nothing is wrong with what was typed
+        full = error.errno in (
+            errno.ENOSPC,
+            errno.EDQUOT,
+        )  # nothing is wrong with what was typed
         kind = RuntimeError if full else Usage
         raise kind(f"{what}: its folder cannot be written ({error.strerror})") from error
     finally:
@@ -111,7 +124,8 @@ def writing(
 
 
 def _set_mode(new: Path) -> None:
-    "Give a file, or all files of a folder, the permissions of a file that is made here and now."
+    """Give a file, or all files of a folder, the permissions of a file that is made here and
+    now."""
     probe = new.with_name(".mode")
     probe.touch()
     for file in [x for x in (new, *new.rglob("*")) if x.is_file()]:
@@ -125,7 +139,9 @@ def _move(new: Path, path: Path) -> None:
         for x in new.iterdir():
             os.replace(x, path / x.name)
     elif path.exists() and (new.is_dir() or not path.is_file()):
-        raise OSError(f"{path} has become something else than a regular file; it was not replaced")
+        raise OSError(
+            f"{path} has become something else than a regular file; it was not replaced"
+        )
     else:
         path.parent.mkdir(parents=True, exist_ok=True)
         os.replace(new, path)

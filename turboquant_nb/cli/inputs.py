@@ -23,7 +23,17 @@ from typing import Annotated, Any
 
 import typer
 
-from .app import Usage, at_fault, in_words, message, number, options, size, version, whole
+from turboquant_nb.cli.app import (
+    Usage,
+    at_fault,
+    in_words,
+    message,
+    number,
+    options,
+    size,
+    version,
+    whole,
+)
 from .output import hushed
 
 # %% ../../nbs/87d_cli_inputs.ipynb #71b82c56
@@ -47,30 +57,49 @@ class Changes:
             "--bits",
             parser=_read_bits,
             metavar="BITS",
-            help="1-4, or a fraction such as 2.5, instead of the recipe's bits for keys and values.",
+            help=(
+                "1-4, or a fraction such as 2.5, instead of the recipe's bits for keys and "
+                "values."
+            ),
         ),
     ] = None
     sinks: Annotated[
         int | None,
-        typer.Option(parser=whole, metavar="N", help="First tokens kept exact, instead of the recipe's."),
+        typer.Option(
+            parser=whole, metavar="N", help="First tokens kept exact, instead of the recipe's."
+        ),
     ] = None
     recent: Annotated[
         int | None,
         typer.Option(
-            parser=whole, metavar="N", help="Most recent tokens kept exact, instead of the recipe's."
+            parser=whole,
+            metavar="N",
+            help="Most recent tokens kept exact, instead of the recipe's.",
         ),
     ] = None
 
 # %% ../../nbs/87d_cli_inputs.ipynb #2fdedc2c
 OneRecipe = Annotated[
-    str, typer.Option(metavar="RECIPE", help="A preset, a JSON object or a file (see turboquant recipe).")
+    str,
+    typer.Option(
+        metavar="RECIPE", help="A preset, a JSON object or a file (see turboquant recipe)."
+    ),
 ]
 Recipes = Annotated[
-    list[str], typer.Option("--recipe", metavar="RECIPE ...", help="Presets, JSON objects or files.")
+    list[str],
+    typer.Option("--recipe", metavar="RECIPE ...", help="Presets, JSON objects or files."),
 ]
 
 
-_PRESETS = ("k4v4", "k4v3", "k3v3", "k4v2", "k3v2", "k2v2", "k1v1")  # of PRESETS, which lie beside torch
+_PRESETS = (
+    "k4v4",
+    "k4v3",
+    "k3v3",
+    "k4v2",
+    "k3v2",
+    "k2v2",
+    "k1v1",
+)  # of PRESETS, which lie beside torch
 
 
 def _is_json(text: str) -> bool:
@@ -78,7 +107,8 @@ def _is_json(text: str) -> bool:
 
 
 def check_recipe_name(text: str) -> None:
-    "Raise Usage, before torch is imported, for a recipe that is no preset, no JSON and no file."
+    """Raise Usage, before torch is imported, for a recipe that is no preset, no JSON and no
+    file."""
     if text in _PRESETS or _is_json(text):
         return
     with at_fault(OSError, ValueError, where=f"recipe {text}: "):
@@ -92,7 +122,8 @@ def read_recipe(
     text: str,  # a preset, JSON, or the name of a file that holds JSON
     changes: Changes = Changes(),
 ):
-    "The Recipe that a user typed; of a JSON list a list of them, one for each layer. Usage says what was expected."
+    """The Recipe that a user typed; of a JSON list a list of them, one for each layer. Usage
+    says what was expected."""
     check_recipe_name(text)
     from turboquant_nb.quant.quantizer import as_recipe
 
@@ -106,32 +137,42 @@ def read_recipe(
         rows = json.loads(content)
         if not rows or not all(isinstance(x, dict) for x in rows):
             got = f"a list of {len(rows)}" + (f" with {json.dumps(rows)[:40]}" if rows else "")
-            raise ValueError(f"not a recipe: a list must hold one JSON object for each layer, got {got}")
+            raise ValueError(
+                f"not a recipe: a list must hold one JSON object for each layer, got {got}"
+            )
         return [_changed(_from_json(json.dumps(x)), changes) for x in rows]
 
 
 def read_recipes(texts: list) -> list:  # of Recipe, or of lists of them
-    "What `read_recipe` makes of each; a wrong name is refused before torch is imported for another."
+    """What `read_recipe` makes of each; a wrong name is refused before torch is imported for
+    another."""
     for text in texts:
         check_recipe_name(text)
     return [read_recipe(text) for text in texts]
 
 
 def named_recipes(texts: list) -> list:  # of (name, Recipe or a list of them)
-    "What `read_recipes` makes of each, and what its column is called: as it was typed, or by its number where that is long."
-    return [(x if len(x) < 13 else f"recipe {i}", r) for i, (x, r) in enumerate(zip(texts, read_recipes(texts)), 1)]
+    """What `read_recipes` makes of each, and what its column is called: as it was typed, or by
+    its number where that is long."""
+    return [
+        (x if len(x) < 13 else f"recipe {i}", r)
+        for i, (x, r) in enumerate(zip(texts, read_recipes(texts)), 1)
+    ]
 
 # %% ../../nbs/87d_cli_inputs.ipynb #4ad7626a
 def _changed(recipe, changes: Changes):
     "The recipe with the fields that were given."
     from turboquant_nb.quant.quantizer import as_recipe
 
-    given = {name: x for name in ("sinks", "recent") if (x := getattr(changes, name)) is not None}
+    given = {
+        name: x for name in ("sinks", "recent") if (x := getattr(changes, name)) is not None
+    }
     return replace(as_recipe(recipe, changes.bits), **given)
 
 
 def _from_json(text: str):
-    "Recipe.from_json; the message names what a side must be, and for a field that there is not the nearest that there is."
+    """Recipe.from_json; the message names what a side must be, and for a field that there is
+    not the nearest that there is."""
     from turboquant_nb.quant.quantizer import Recipe
 
     try:
@@ -175,34 +216,55 @@ def check_name(
     file: str,  # what a repository of this kind holds
     endings: tuple = (),  # of files of this kind
 ) -> None:
-    "Raise Usage unless it is a path that exists or a repository on the hub; RuntimeError if the hub cannot be asked."
-    with at_fault(OSError, RuntimeError, ValueError, where=f"{option} {name}: "):  # of a name that is no path
+    """Raise Usage unless it is a path that exists or a repository on the hub; RuntimeError if
+    the hub cannot be asked."""
+    with at_fault(
+        OSError, RuntimeError, ValueError, where=f"{option} {name}: "
+    ):  # of a name that is no path
         path = Path(name).expanduser()
         if path.exists():
             return
         beside = [x.name for x in path.parent.iterdir()] if path.parent.is_dir() else []
     near = get_close_matches(path.name, beside, 1)
     advice = f"; did you mean {path.parent / near[0]}?" if near else ""
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name or path.suffix in endings:
+    if (
+        name.startswith((".", "/", "~"))
+        or name.count("/") > 1
+        or "\\" in name
+        or path.suffix in endings
+    ):
         raise Usage(f"{option} {name}: there is no such file or folder{advice}")
     try:
         found = _is_on_hub(name, file)
     except Exception as error:  # whatever a network can do
         why = f"and the hub cannot be asked ({message(error)})"
-        raise RuntimeError(f"{option} {name}: there is no such file or folder, {why}{advice}") from error
+        raise RuntimeError(
+            f"{option} {name}: there is no such file or folder, {why}{advice}"
+        ) from error
     if not found:
-        raise Usage(f"{option} {name}: it is neither a file or folder here nor a repository on the hub{advice}")
+        raise Usage(
+            f"{option} {name}: it is neither a file or folder here nor a repository on the "
+            f"hub{advice}"
+        )
 
 
 def _is_on_hub(name: str, file: str) -> bool:
-    "Whether the hub has a repository. Asked once; not at all if the file is cached, the hub is off, or its client not installed."
+    """Whether the hub has a repository. Asked once; not at all if the file is cached, the hub
+    is off, or its client not installed."""
     try:
-        from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+        from huggingface_hub import (
+            constants,
+            get_hf_file_metadata,
+            hf_hub_url,
+            try_to_load_from_cache,
+        )
         from huggingface_hub import errors
     except ImportError:
         return True  # what needs it says so
     try:
-        if not constants.HF_HUB_OFFLINE and not isinstance(try_to_load_from_cache(name, file), str):
+        if not constants.HF_HUB_OFFLINE and not isinstance(
+            try_to_load_from_cache(name, file), str
+        ):
             get_hf_file_metadata(hf_hub_url(name, file), timeout=10)
     except (errors.EntryNotFoundError, errors.GatedRepoError):  # the repository is there
         return True
@@ -219,7 +281,10 @@ class Calibrated:
         str | None,
         typer.Option(
             metavar="FILE_OR_HUB_ID",
-            help="Key transforms and sensitivities of layers, from turboquant calibrate; without one, codes are data-free.",
+            help=(
+                "Key transforms and sensitivities of layers, from turboquant calibrate; without "
+                "one, codes are data-free."
+            ),
         ),
     ] = None
     budget: Annotated[
@@ -227,13 +292,17 @@ class Calibrated:
         typer.Option(
             parser=number,
             metavar="BITS",
-            help="With a calibration that measured layers: bits on average, spent on the layers that need them, instead of the recipe's.",
+            help=(
+                "With a calibration that measured layers: bits on average, spent on the layers "
+                "that need them, instead of the recipe's."
+            ),
         ),
     ] = None
 
 
 def check_calibrated(calibrated: Calibrated) -> None:
-    "Raise Usage, before a model is loaded, for a calibration that is not there or does not allow the budget."
+    """Raise Usage, before a model is loaded, for a calibration that is not there or does not
+    allow the budget."""
     file, budget = calibrated.calibration, calibrated.budget
     if not file:
         if budget is not None:
@@ -258,7 +327,8 @@ def recipe_for(
     recipe,  # what `read_recipe` made of what was typed
     calibrated: Calibrated = Calibrated(),
 ):
-    "The recipe, or one per layer, as this model gets it. Raises Usage for one, or a calibration, that does not fit."
+    """The recipe, or one per layer, as this model gets it. Raises Usage for one, or a
+    calibration, that does not fit."""
     from turboquant_nb.hf import TurboQuantCache
 
     file, budget = calibrated.calibration, calibrated.budget
@@ -269,12 +339,14 @@ def recipe_for(
         return TurboQuantCache(model, recipe, calibration=file, budget=budget).recipes
 
 # %% ../../nbs/87d_cli_inputs.ipynb #b2d94c07
-_GGUF_NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIifBQqd"))  # type in the file: letter of `struct`
+_GGUF_NUMBERS = dict(
+    zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIifBQqd")
+)  # type in the file: letter of `struct`
 
 
 def _gguf_value(f, kind: int) -> None:
     "Move an open GGUF file to the end of a value. ValueError for a kind that there is not."
-    number = lambda letter: struct.unpack(f"<{letter}", f.read(struct.calcsize(letter)))[0]  # noqa: E731
+    number = lambda letter: struct.unpack(f"<{letter}", f.read(struct.calcsize(letter)))[0]
     if kind in _GGUF_NUMBERS:
         f.seek(struct.calcsize(f"<{_GGUF_NUMBERS[kind]}"), 1)
     elif kind == 8:  # a string
@@ -291,13 +363,16 @@ def _gguf_value(f, kind: int) -> None:
 
 
 def gguf_head(path: str | Path) -> bytes:
-    "The fields of a GGUF file but those of its tokenizer, as a GGUF file without tensors. ValueError for another file. Source: ggml, docs/gguf.md."
+    """The fields of a GGUF file but those of its tokenizer, as a GGUF file without tensors.
+    ValueError for another file. Source: ggml, docs/gguf.md."""
     kept = []
     with open(path, "rb") as f:
         try:
             magic, edition, _, n = struct.unpack("<4sIQQ", f.read(24))
             if magic != b"GGUF" or edition not in (2, 3):
-                raise ValueError(f"expected a GGUF file of version 2 or 3, got {magic!r}, version {edition}")
+                raise ValueError(
+                    f"expected a GGUF file of version 2 or 3, got {magic!r}, version {edition}"
+                )
             for _ in range(n):
                 begin = f.tell()
                 name = f.read(struct.unpack("<Q", f.read(8))[0])
@@ -309,20 +384,31 @@ def gguf_head(path: str | Path) -> bytes:
                     if f.tell() != end:
                         raise ValueError("the file ends inside its head")
         except (struct.error, OverflowError, MemoryError) as error:
-            raise ValueError(f"the file ends inside its head, or is damaged there ({error})") from error
+            raise ValueError(
+                f"the file ends inside its head, or is damaged there ({error})"
+            ) from error
     head = struct.pack("<4sIQQ", b"GGUF", edition, 0, len(kept)) + b"".join(kept)
     return head + bytes(-len(head) % 32)
 
 # %% ../../nbs/87d_cli_inputs.ipynb #c3e5a918
 _EMBEDDED = dict(
-    vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
-    head_dim=64, max_position_embeddings=8192, rope_parameters={"rope_theta": 100000.0, "rope_type": "default"}, tie_word_embeddings=True,
-)  # fmt: skip
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    head_dim=64,
+    max_position_embeddings=8192,
+    rope_parameters={"rope_theta": 100000.0, "rope_type": "default"},
+    tie_word_embeddings=True,
+)
 
 
 def config_of(model: str):
-    """The configuration of transformers of a folder, a .gguf file, a hub id or "embedded", without its weights; None where there is none that
-    can be read: loading the model then fails, and says why."""
+    """The configuration of transformers of a folder, a .gguf file, a hub id or "embedded",
+    without its weights; None where there is none that can be read: loading the model then
+    fails, and says why."""
     try:
         from transformers import AutoConfig, LlamaConfig
     except ImportError:
@@ -341,16 +427,21 @@ def config_of(model: str):
 
 
 def tokenizer_of(model: str):
-    """The tokenizer of a folder, a .gguf file, a hub id or "embedded", without the weights; None where it cannot be read (the embedded model
-    before it was loaded once): loading the model then says why."""
+    """The tokenizer of a folder, a .gguf file, a hub id or "embedded", without the weights;
+    None where it cannot be read (the embedded model before it was loaded once): loading the
+    model then says why."""
     from turboquant_nb.evaluation.models import SMOLLM2, _dense_copy, _resolve, cache_dir
 
     try:
         from transformers import AutoTokenizer
 
         with hushed():
-            where, file, _ = _resolve(_dense_copy(cache_dir() / SMOLLM2.member) if model == "embedded" else model)
-            return AutoTokenizer.from_pretrained(where, **({} if file is None else {"gguf_file": file}))
+            where, file, _ = _resolve(
+                _dense_copy(cache_dir() / SMOLLM2.member) if model == "embedded" else model
+            )
+            return AutoTokenizer.from_pretrained(
+                where, **({} if file is None else {"gguf_file": file})
+            )
     except (ImportError, KeyError, OSError, TypeError, ValueError):
         return None
 
@@ -362,8 +453,8 @@ def check_model(model: str) -> None:
 
 
 def check_fits(model: str, asked: list) -> None:
-    """Raise Usage for a recipe or a calibration that does not fit the model, before its weights are loaded or downloaded: each of `asked` is
-    what `recipe_for` takes after the model."""
+    """Raise Usage for a recipe or a calibration that does not fit the model, before its weights
+    are loaded or downloaded: each of `asked` is what `recipe_for` takes after the model."""
     check_model(model)
     config = config_of(model) if asked else None
     for each in asked if config is not None else ():
@@ -372,7 +463,10 @@ def check_fits(model: str, asked: list) -> None:
 # %% ../../nbs/87d_cli_inputs.ipynb #29f119c3
 ChatTemplate = Annotated[
     bool | None,
-    typer.Option("--chat/--no-chat", help="Whether to use the tokenizer's chat template; default: if it has one."),
+    typer.Option(
+        "--chat/--no-chat",
+        help="Whether to use the tokenizer's chat template; default: if it has one.",
+    ),
 ]
 
 
@@ -380,12 +474,15 @@ ChatTemplate = Annotated[
 class Prompt:
     "Where the prompt is."
 
-    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="The prompt itself.")] = None
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="The prompt itself.")] = (
+        None
+    )
     file: Annotated[
         str | None, typer.Option(metavar="PATH", help="A UTF-8 text file that holds it.")
     ] = None
     stdin: Annotated[
-        str | None, typer.Argument(metavar="-", help="Read it from standard input.", show_default=False)
+        str | None,
+        typer.Argument(metavar="-", help="Read it from standard input.", show_default=False),
     ] = None
     chat: ChatTemplate = None
 
@@ -412,7 +509,11 @@ def read_prompt(prompt: Prompt) -> str:
 def _decoded(path: str, where: str) -> str:
     "A whole file, or standard input for -, as text."
     try:
-        raw = getattr(sys.stdin, "buffer", sys.stdin).read() if path == "-" else Path(path).read_bytes()
+        raw = (
+            getattr(sys.stdin, "buffer", sys.stdin).read()
+            if path == "-"
+            else Path(path).read_bytes()
+        )
         return raw if isinstance(raw, str) else raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise Usage(f"{where} is not UTF-8 text (byte {error.start})") from error
@@ -430,7 +531,9 @@ def tokens_of(
         raise Usage("--chat: this tokenizer has no chat template; use --no-chat")
     if tokenizer.chat_template and chat is not False:
         content = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(content, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            content, tokenize=False, add_generation_prompt=True
+        )
         return tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
     return tokenizer(text, return_tensors="pt").input_ids
 
@@ -472,12 +575,20 @@ class Weights:
         str,
         typer.Option(
             metavar="PATH_OR_HUB_ID",
-            help="A folder, a .gguf file, a hub id, or embedded (SmolLM2-135M-Instruct, downloaded once).",
+            help=(
+                "A folder, a .gguf file, a hub id, or embedded (SmolLM2-135M-Instruct, "
+                "downloaded once)."
+            ),
         ),
     ] = "embedded"
     dtype: Annotated[
         _Dtype | None,
-        typer.Option(help="Of the weights; default: float32 on a CPU, bfloat16 on a GPU, float16 on one without bfloat16 (T4)."),
+        typer.Option(
+            help=(
+                "Of the weights; default: float32 on a CPU, bfloat16 on a GPU, float16 on one "
+                "without bfloat16 (T4)."
+            )
+        ),
     ] = None
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, cuda:1, …; default: cuda if there is one.")
@@ -494,7 +605,9 @@ class Source(Weights):
 
     attention: Annotated[
         Attention,
-        typer.Option(help="turboquant reads the codes; the others get decoded keys and values."),
+        typer.Option(
+            help="turboquant reads the codes; the others get decoded keys and values."
+        ),
     ] = Attention.turboquant
 
 # %% ../../nbs/87d_cli_inputs.ipynb #a4f7d612
@@ -509,14 +622,22 @@ class Offloading:
 
     offload: Annotated[
         _Rest | None,
-        typer.Option(help="Layers that do not fit wait in the CPU's memory or on the disk, and are read in every step; default: all stay on the device."),
+        typer.Option(
+            help=(
+                "Layers that do not fit wait in the CPU's memory or on the disk, and are read "
+                "in every step; default: all stay on the device."
+            )
+        ),
     ] = None
     gpu_memory: Annotated[
         int | None,
         typer.Option(
             parser=size,
             metavar="SIZE",
-            help="With --offload: memory for the weights that stay, such as 8GB; default: four fifths of what the GPU has free, on a CPU no layer.",
+            help=(
+                "With --offload: memory for the weights that stay, such as 8GB; default: four "
+                "fifths of what the GPU has free, on a CPU no layer."
+            ),
         ),
     ] = None
 
@@ -528,14 +649,21 @@ def check_offloading(offloading: Offloading, weights: Weights) -> None:
             raise Usage("--gpu-memory has a meaning only with --offload")
         return
     if offloading.offload == "cpu" and pick_device(weights.device).type == "cpu":
-        raise Usage("--offload cpu is for a model on a GPU: this one computes on the CPU, whose memory its layers would wait in; --offload disk keeps them out of it")
+        raise Usage(
+            "--offload cpu is for a model on a GPU: this one computes on the CPU, whose memory "
+            "its layers would wait in; --offload disk keeps them out of it"
+        )
     if weights.model.endswith(".gguf"):
-        raise Usage(f"--offload reads layers from safetensors, and {weights.model} is a GGUF file: give a folder or a hub id")
+        raise Usage(
+            f"--offload reads layers from safetensors, and {weights.model} is a GGUF file: give "
+            "a folder or a hub id"
+        )
 
 
 @dataclass(frozen=True)
 class _Loaded:
-    "A model on its device, in eval mode, and its tokenizer; with offloading, where its weights are."
+    """A model on its device, in eval mode, and its tokenizer; with offloading, where its
+    weights are."""
 
     model: Any
     tokenizer: Any
@@ -543,17 +671,23 @@ class _Loaded:
 
 
 def _usual_dtype(device) -> str:
-    "Of weights on a device: bfloat16, but float32 on a CPU and float16 on an NVIDIA GPU that has no bfloat16 (a T4, the free GPU of Colab)."
+    """Of weights on a device: bfloat16, but float32 on a CPU and float16 on an NVIDIA GPU that
+    has no bfloat16 (a T4, the free GPU of Colab)."""
     import torch
 
     if device.type == "cpu":
         return "float32"
-    old = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0)
+    old = (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) < (8, 0)
+    )
     return "float16" if old else "bfloat16"
 
 
 def load(weights: Weights, quiet: bool, offloading: Offloading = Offloading()) -> _Loaded:
-    "The model that was asked for. Raises Usage for a name, dtype or device that does not exist."
+    """The model that was asked for. Raises Usage for a name, dtype or device that does not
+    exist."""
     import torch
 
     from turboquant_nb.evaluation.models import load_model
@@ -564,24 +698,49 @@ def load(weights: Weights, quiet: bool, offloading: Offloading = Offloading()) -
     if not quiet:
         print(f"turboquant: loading {weights.model}", file=sys.stderr, flush=True)
         if getattr(weights, "attention", "turboquant") != "turboquant":
-            slow = f"--attention {weights.attention.value} gets all past tokens decoded, in every layer and step"
-            print(f"turboquant: {slow}; faster: --attention turboquant", file=sys.stderr, flush=True)
-    with at_fault(FileNotFoundError, TypeError, ValueError, where="--offload: " if offloading.offload else "--model: "):
+            slow = (
+                f"--attention {weights.attention.value} gets all past tokens decoded, in every "
+                "layer and step"
+            )
+            print(
+                f"turboquant: {slow}; faster: --attention turboquant",
+                file=sys.stderr,
+                flush=True,
+            )
+    with at_fault(
+        FileNotFoundError,
+        TypeError,
+        ValueError,
+        where="--offload: " if offloading.offload else "--model: ",
+    ):
         how = dict(dtype=getattr(torch, dtype), device=device, progress=not quiet)
         with hushed() if quiet else nullcontext():
             if offloading.offload is None:
                 return _Loaded(*load_model(weights.model, **how))
             from turboquant_nb.evaluation.offload import load_offloaded
 
-            loaded = _Loaded(*load_offloaded(weights.model, str(offloading.offload), offloading.gpu_memory, **how))
+            loaded = _Loaded(
+                *load_offloaded(
+                    weights.model, str(offloading.offload), offloading.gpu_memory, **how
+                )
+            )
     if not quiet:
-        there, p = {"cpu": "in the CPU's memory", "disk": "on the disk"}[offloading.offload], loaded.placement
-        print(f"turboquant: {in_words(p.resident)} of weights stay on {device}, {in_words(p.offloaded)} wait {there}", file=sys.stderr, flush=True)
+        there, p = (
+            {"cpu": "in the CPU's memory", "disk": "on the disk"}[offloading.offload],
+            loaded.placement,
+        )
+        print(
+            f"turboquant: {in_words(p.resident)} of weights stay on {device}, "
+            f"{in_words(p.offloaded)} wait {there}",
+            file=sys.stderr,
+            flush=True,
+        )
     return loaded
 
 # %% ../../nbs/87d_cli_inputs.ipynb #76bc46e7
 def pick_device(name: str | None):
-    "A torch.device. Raises Usage for no such device, RuntimeError for CUDA where there is none."
+    """A torch.device. Raises Usage for no such device, RuntimeError for CUDA where there is
+    none."""
     import torch
 
     try:
@@ -595,7 +754,11 @@ def pick_device(name: str | None):
 
 def plain_attention(model, source: Source) -> str:
     "The attention of an uncompressed cache beside the compressed one."
-    return model.config._attn_implementation if source.attention == "turboquant" else source.attention.value
+    return (
+        model.config._attn_implementation
+        if source.attention == "turboquant"
+        else source.attention.value
+    )
 
 
 def context_length(model) -> int:

@@ -44,7 +44,14 @@ from turboquant_nb.cli.inputs import (
 from .output import Stage, hushed, print_json, show_table
 
 # %% ../../nbs/87g_cli_measure.ipynb #9a1a06e9
-_OTHERS = ("dense", "fp8", "quanto4", "quanto2", "hqq4", "hqq2")  # of OTHERS, which lie beside torch
+_OTHERS = (
+    "dense",
+    "fp8",
+    "quanto4",
+    "quanto2",
+    "hqq4",
+    "hqq2",
+)  # of OTHERS, which lie beside torch
 
 
 @options("What is compared")
@@ -64,7 +71,10 @@ class Caches:
         typer.Option(
             "--against",
             metavar="CACHE ...",
-            help=f"Further recipes, or {', '.join(_OTHERS)} (optimum-quanto and hqq must be installed).",
+            help=(
+                f"Further recipes, or {', '.join(_OTHERS)} (optimum-quanto and hqq must be "
+                "installed)."
+            ),
         ),
     ] = ()
 
@@ -98,11 +108,14 @@ def _extras(what, budget: float | None) -> str:
 
     recipes = what if isinstance(what, list) else []
     transforms = any(transform_class(r.key.rotation).per_head for r in recipes)
-    return (" + transforms" if transforms else "") + (f" at {budget:g} bits" if budget and recipes else "")
+    return (" + transforms" if transforms else "") + (
+        f" at {budget:g} bits" if budget and recipes else ""
+    )
 
 
 def _candidates(model, named: list, length: int | None) -> list:
-    "What is compared; Usage for a recipe that does not fit the model, ImportError for a missing package."
+    """What is compared; Usage for a recipe that does not fit the model, ImportError for a
+    missing package."""
     from turboquant_nb.evaluation.candidates import as_candidate
 
     out = []
@@ -112,7 +125,14 @@ def _candidates(model, named: list, length: int | None) -> list:
             what = recipe_for(model, what, asked.calibrated)
         name = asked.text if len(asked.text) < 25 else f"recipe {i}"
         with at_fault(ValueError):
-            out.append(as_candidate(model, what, name + _extras(what, asked.calibrated.budget), max_length=length))
+            out.append(
+                as_candidate(
+                    model,
+                    what,
+                    name + _extras(what, asked.calibrated.budget),
+                    max_length=length,
+                )
+            )
             out[-1].new()  # what is missing is missed now, not after an hour
     return out
 
@@ -126,11 +146,16 @@ class Windows:
         typer.Option(
             "--text",
             metavar="FILE ...",
-            help="UTF-8 text, a window of each file before a second of any; default: three chapters of Moby-Dick.",
+            help=(
+                "UTF-8 text, a window of each file before a second of any; default: three "
+                "chapters of Moby-Dick."
+            ),
         ),
     ] = ()
     windows: Annotated[int, typer.Option(parser=whole, metavar="N", help="How many.")] = 8
-    length: Annotated[int, typer.Option(parser=whole, metavar="N", help="Tokens of a window.")] = 1024
+    length: Annotated[
+        int, typer.Option(parser=whole, metavar="N", help="Tokens of a window.")
+    ] = 1024
     prompt: Annotated[
         int | None,
         typer.Option(
@@ -153,7 +178,9 @@ class _Protocols:
 
     protocol: Annotated[
         list[_Protocol],
-        typer.Option("--protocol", help="What is exact and what is coded; several can be named."),
+        typer.Option(
+            "--protocol", help="What is exact and what is coded; several can be named."
+        ),
     ] = (_Protocol.decode,)
 
 
@@ -168,7 +195,10 @@ class _Needles:
     depths: Annotated[
         list[float],
         typer.Option(
-            "--depths", parser=number, metavar="X ...", help="Where the sentence is, from 0 to 1."
+            "--depths",
+            parser=number,
+            metavar="X ...",
+            help="Where the sentence is, from 0 to 1.",
         ),
     ] = (0.0, 0.5, 1.0)
     trials: Annotated[
@@ -181,7 +211,9 @@ class _Needles:
 class _Record:
     "How it is run, and what is written."
 
-    batch: Annotated[int, typer.Option(parser=whole, metavar="N", help="Windows at a time.")] = 4
+    batch: Annotated[
+        int, typer.Option(parser=whole, metavar="N", help="Windows at a time.")
+    ] = 4
     out: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Write rows, machine, versions and commit as JSON."),
@@ -226,7 +258,10 @@ class _WindowMeasure:
     def check(self) -> None:
         x = self.asked
         if x.windows < 2 or x.length < 32 or not 16 <= self.prompt <= x.length - 8:
-            low = "--windows must be at least 2, --length 32, and --prompt from 16 to --length - 8"
+            low = (
+                "--windows must be at least 2, --length 32, and --prompt from 16 to --length - "
+                "8"
+            )
             raise Usage(f"{low}; got {x.windows}, {x.length} and {self.prompt}")
         read_texts(x.text)
 
@@ -400,7 +435,9 @@ def _evaluate(measure, caches: Caches, common: _Common) -> None:
         raise Usage(f"--out and --plot must be two files, got {record.out} for both")
     named = _named(caches, common.changes, common.calibrated)
     check_calibrated(common.calibrated)
-    check_fits(weights.model, [(x.what, x.calibrated) for x in named if not isinstance(x.what, str)])
+    check_fits(
+        weights.model, [(x.what, x.calibrated) for x in named if not isinstance(x.what, str)]
+    )
     loaded = load(replace(weights, dtype=weights.dtype or "float32"), output.quiet)
     from turboquant_nb import results
     from turboquant_nb.evaluation.score import one_pass_gate
@@ -430,7 +467,8 @@ def _evaluate(measure, caches: Caches, common: _Common) -> None:
 _EVAL = group(
     "eval",
     "Measure it",
-    "Measure what a compressed cache costs: recipes, and caches of others, on a model and a text.",
+    "Measure what a compressed cache costs: recipes, and caches of others, on a model and a "
+    "text.",
     """turboquant eval ppl --recipe k3v3 k4v4 --against fp8
     turboquant eval ppl --text a.txt b.txt --windows 32 --out r.json --plot r.png
     turboquant eval needle --lengths 1024 4096 --depths 0 0.5 1""",
@@ -440,29 +478,38 @@ _EVAL = group(
 @command(_EVAL, "ppl", "Measures", "turboquant eval ppl --recipe k3v3 k4v4 --against fp8")
 def ppl(caches: Caches, asked: Windows, protocols: _Protocols, common: _Common) -> None:
     "Perplexity of text read through the cache, change against the uncompressed model."
-    what = _WindowMeasure("ppl", asked, tuple(map(str, protocols.protocol)), common.record.batch)
+    what = _WindowMeasure(
+        "ppl", asked, tuple(map(str, protocols.protocol)), common.record.batch
+    )
     _evaluate(what, caches, common)
 
 
 @command(_EVAL, "logits", "Measures", "turboquant eval logits --recipe k3v3 --protocol stress")
 def logits(caches: Caches, asked: Windows, protocols: _Protocols, common: _Common) -> None:
     "KL divergence and agreement of next-token distributions."
-    what = _WindowMeasure("logits", asked, tuple(map(str, protocols.protocol)), common.record.batch)
+    what = _WindowMeasure(
+        "logits", asked, tuple(map(str, protocols.protocol)), common.record.batch
+    )
     _evaluate(what, caches, common)
 
 # %% ../../nbs/87g_cli_measure.ipynb #3d77d85d
-@command(_EVAL, "needle", "Measures", "turboquant eval needle --lengths 1024 4096 --depths 0 0.5 1")
+@command(
+    _EVAL, "needle", "Measures", "turboquant eval needle --lengths 1024 4096 --depths 0 0.5 1"
+)
 def needle(caches: Caches, asked: _Needles, common: _Common) -> None:
     "A sentence with a number, asked for at the end of a long text."
     what = _NeedleMeasure(asked, common.record.batch)
     _evaluate(what, caches, common)
 
 
-@command(_EVAL, "attention", "Measures", "turboquant eval attention --recipe k3v3 --against fp8")
+@command(
+    _EVAL, "attention", "Measures", "turboquant eval attention --recipe k3v3 --against fp8"
+)
 def attention(caches: Caches, asked: Windows, common: _Common) -> None:
     """Error of each layer's attention output, and which tokens have the highest scores.
 
-    Cosine of outputs per head and query; top-1 and top-5: how often the token with the highest score keeps its place, or one of five."""
+    Cosine of outputs per head and query; top-1 and top-5: how often the token with the highest
+    score keeps its place, or one of five."""
     what = _WindowMeasure("attention", asked, ("chunk",), common.record.batch)
     _evaluate(what, caches, common)
 
@@ -494,7 +541,9 @@ def _claim_lines(row: dict) -> str:
     if row["condition"]:
         lines.append(f"condition: {row['condition']}")
     fill = dict(width=95, initial_indent="    ", subsequent_indent="    ")
-    return "\n".join([f"{row['id']}: {row['verdict']}", *(textwrap.fill(x, **fill) for x in lines)])
+    return "\n".join(
+        [f"{row['id']}: {row['verdict']}", *(textwrap.fill(x, **fill) for x in lines)]
+    )
 
 
 @command(

@@ -17,7 +17,9 @@ def aligned(
 ) -> str:
     "A table as plain text."
     width = [max(map(len, column)) for column in zip(*rows)]
-    lines = ([r[0].ljust(width[0]), *(x.rjust(w) for x, w in zip(r[1:], width[1:]))] for r in rows)
+    lines = (
+        [r[0].ljust(width[0]), *(x.rjust(w) for x, w in zip(r[1:], width[1:]))] for r in rows
+    )
     return "\n".join("   ".join(line).rstrip() for line in lines)
 
 
@@ -87,7 +89,13 @@ class Stage:
 def _bar(label: str, total: int):
     "A started bar that leaves nothing behind."
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()
     console = Console(file=sys.stderr)

@@ -14,7 +14,18 @@ from typing import Annotated
 
 import typer
 
-from .app import Output, Usage, app, at_fault, command, in_words, options, size, version, whole
+from turboquant_nb.cli.app import (
+    Output,
+    Usage,
+    app,
+    at_fault,
+    command,
+    in_words,
+    options,
+    size,
+    version,
+    whole,
+)
 from .inputs import Recipes, check_name, named_recipes
 from .output import hushed, print_json, show_table
 
@@ -28,12 +39,15 @@ class Planned:
 
     config: object
     parameters: int | None  # None: not known
-    quantised: str | None = None  # how the checkpoint stores its weights, if not as numbers of a dtype
+    quantised: str | None = (
+        None  # how the checkpoint stores its weights, if not as numbers of a dtype
+    )
     context: int | None = None  # most tokens that it reads
 
 
 def planned(name: str) -> Planned:
-    "A model from a folder, a .gguf file, a hub id, or a shape such as 32x8x128. Raises Usage for what is none of them."
+    """A model from a folder, a .gguf file, a hub id, or a shape such as 32x8x128. Raises Usage
+    for what is none of them."""
     if match := _SHAPE.fullmatch(name):
         return Planned(_config_of(*map(int, match.groups())), None)
     import transformers
@@ -43,9 +57,15 @@ def planned(name: str) -> Planned:
     with at_fault(FileNotFoundError, ValueError, where="--model: "):
         if name != "embedded":
             check_name(name, "--model", "config.json", (".gguf", ".safetensors", ".bin", ".pt"))
-        where, file, _ = (str(embedded_path().parent), embedded_path().name, True) if name == "embedded" else _resolve(name)
+        where, file, _ = (
+            (str(embedded_path().parent), embedded_path().name, True)
+            if name == "embedded"
+            else _resolve(name)
+        )
     with at_fault(OSError, KeyError, ValueError, where=f"--model {name}: "), hushed():
-        config = transformers.AutoConfig.from_pretrained(where, **({} if file is None else {"gguf_file": file}))
+        config = transformers.AutoConfig.from_pretrained(
+            where, **({} if file is None else {"gguf_file": file})
+        )
     with at_fault(TypeError, ValueError, where=f"--model {name}: "):
         from turboquant_nb.hf import ModelInfo
 
@@ -53,7 +73,9 @@ def planned(name: str) -> Planned:
     stored = getattr(config, "quantization_config", None)
     stored = stored.get("quant_method", "quantised") if isinstance(stored, dict) else None
     text = config.get_text_config(decoder=True)
-    return Planned(config, _parameters(config), stored, getattr(text, "max_position_embeddings", None))
+    return Planned(
+        config, _parameters(config), stored, getattr(text, "max_position_embeddings", None)
+    )
 
 
 def _config_of(layers: int, heads: int, d: int):
@@ -61,9 +83,14 @@ def _config_of(layers: int, heads: int, d: int):
     from transformers import LlamaConfig
 
     if min(layers, heads) < 1 or d < 2 or d % 2:
-        raise Usage(f"--model {layers}x{heads}x{d}: expected layers, KV heads and an even head size, none of them 0")
+        raise Usage(
+            f"--model {layers}x{heads}x{d}: expected layers, KV heads and an even head size, "
+            "none of them 0"
+        )
     sizes = dict(num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads)
-    return LlamaConfig(hidden_size=heads * d, head_dim=d, intermediate_size=d, vocab_size=3, **sizes)  # ids up to 2: where a text ends
+    return LlamaConfig(
+        hidden_size=heads * d, head_dim=d, intermediate_size=d, vocab_size=3, **sizes
+    )  # ids up to 2: where a text ends
 
 
 def _parameters(config) -> int:
@@ -71,14 +98,20 @@ def _parameters(config) -> int:
     import torch
     import transformers
 
-    kinds = [getattr(transformers, x, None) for x in getattr(config, "architectures", None) or ()]
-    make = next((x._from_config for x in kinds if x is not None), transformers.AutoModelForCausalLM.from_config)
+    kinds = [
+        getattr(transformers, x, None) for x in getattr(config, "architectures", None) or ()
+    ]
+    make = next(
+        (x._from_config for x in kinds if x is not None),
+        transformers.AutoModelForCausalLM.from_config,
+    )
     with at_fault(ValueError, where="--model: "), torch.device("meta"), hushed():
         return sum(p.numel() for p in make(config).parameters())
 
 # %% ../../nbs/87k_cli_plan.ipynb #d5f2e529
 class CacheSize:
-    "What a cache of one recipe holds for a model, as a function of the number of tokens. Raises ValueError for a recipe that does not fit."
+    """What a cache of one recipe holds for a model, as a function of the number of tokens.
+    Raises ValueError for a recipe that does not fit."""
 
     def __init__(self, config, recipe, dtype):
         from turboquant_nb.hf import TurboQuantCache
@@ -97,7 +130,9 @@ class CacheSize:
         return KVStore(layer.recipe, 1, heads, d, d, self.dtype, max_length=max_length, **rope)
 
     @cached_property
-    def parts(self) -> list:  # of (bytes without a tile, bytes of a tile, most tiles or None), one for each layer
+    def parts(
+        self,
+    ) -> list:  # (bytes without a tile, of a tile, most tiles or None) of each layer
         from turboquant_nb.hf.cache import MARGIN
 
         out, known = [], {}
@@ -105,7 +140,11 @@ class CacheSize:
             kind = layer.recipe, _heads(self.text, layer.index)
             if kind not in known:
                 empty, one = self._store(layer), self._store(layer, max_length=1)
-                known[kind] = empty.expected_nbytes(), one.expected_nbytes() - empty.expected_nbytes(), one.tile
+                known[kind] = (
+                    empty.expected_nbytes(),
+                    one.expected_nbytes() - empty.expected_nbytes(),
+                    one.tile,
+                )
             fixed, each, tile = known[kind]
             tiles = None
             if layer.is_sliding:
@@ -122,33 +161,56 @@ class CacheSize:
             angles = None if store.cos_sin is None else store.cos_sin.inv_freq
             if angles is not None:
                 rope[tuple(angles.tolist())] = 4 * len(angles)  # a cosine and a sine in float16
-                rows[tuple(angles.tolist())] = 16 * len(angles)  # of the current position, twice each in float32
-            held = [t for t in store.tables() if store.cos_sin is None or all(t is not x for x in store.cos_sin.kept)]
+                rows[tuple(angles.tolist())] = 16 * len(
+                    angles
+                )  # of the current position, twice each in float32
+            held = [
+                t
+                for t in store.tables()
+                if store.cos_sin is None or all(t is not x for x in store.cos_sin.kept)
+            ]
             tables |= {t.data_ptr(): t.nbytes for t in held if t.numel()}
         return sum(tables.values()) + sum(rows.values()), sum(rope.values())
 
     def bytes(self, tokens: int, batch: int = 1) -> int:
-        "Bytes of a cache that holds so many tokens of each sequence; with sliding windows, at most."
+        """Bytes of a cache that holds so many tokens of each sequence; with sliding windows, at
+        most."""
         parts, used = self.parts, -(-tokens // self.tile)
-        each = sum(fixed + size * (used if most is None else min(used, most)) for fixed, size, most in parts)
+        each = sum(
+            fixed + size * (used if most is None else min(used, most))
+            for fixed, size, most in parts
+        )
         return batch * each + self.tables + self.rope * used * self.tile
 
 
 def _heads(config, layer: int) -> tuple:  # (KV heads, head size) of a layer
-    """What a config says of a layer; some have other heads in layers that attend to everything. Raises ValueError
-    where keys and values have sizes that a config does not say in one place."""
-    if several := [x for x in ("kv_lora_rank", "v_head_dim", "attention_head_dim") if getattr(config, x, None)]:
-        raise ValueError(f"{config.model_type} has {several[0]}: keys and values of different size are not planned")
+    """What a config says of a layer; some have other heads in layers that attend to everything.
+    Raises ValueError where keys and values have sizes that a config does not say in one
+    place."""
+    if several := [
+        x
+        for x in ("kv_lora_rank", "v_head_dim", "attention_head_dim")
+        if getattr(config, x, None)
+    ]:
+        raise ValueError(
+            f"{config.model_type} has {several[0]}: keys and values of different size are not "
+            "planned"
+        )
     types = getattr(config, "layer_types", None)
     full = types is not None and types[layer] == "full_attention"
-    own = lambda name: (full and getattr(config, f"global_{name}", None)) or getattr(config, name, None)  # noqa: E731
-    heads = (full and getattr(config, "num_global_key_value_heads", None)) or getattr(config, "num_key_value_heads", None)
+    own = lambda name: (
+        (full and getattr(config, f"global_{name}", None)) or getattr(config, name, None)
+    )
+    heads = (full and getattr(config, "num_global_key_value_heads", None)) or getattr(
+        config, "num_key_value_heads", None
+    )
     heads = heads or config.num_attention_heads
     return heads, own("head_dim") or config.hidden_size // config.num_attention_heads
 
 
 def plain_bytes(config, tokens: int, batch: int, itemsize: int) -> int:
-    "Bytes of an uncompressed cache: every token of layers that keep all, the window of those that slide."
+    """Bytes of an uncompressed cache: every token of layers that keep all, the window of those
+    that slide."""
     from turboquant_nb.hf import ModelInfo
 
     info, total = ModelInfo(config), 0
@@ -178,26 +240,41 @@ class Plan:
         str,
         typer.Option(
             metavar="PATH_OR_HUB_ID_OR_SHAPE",
-            help="A folder, a .gguf file, a hub id, embedded, or layers x KV heads x head size such as 32x8x128. Only the config is read.",
+            help=(
+                "A folder, a .gguf file, a hub id, embedded, or layers x KV heads x head size "
+                "such as 32x8x128. Only the config is read."
+            ),
         ),
     ]
     context: Annotated[
         int, typer.Option(parser=whole, metavar="N", help="Tokens of each sequence.")
     ] = 32768
-    batch: Annotated[int, typer.Option(parser=whole, metavar="N", help="Sequences at once.")] = 1
+    batch: Annotated[
+        int, typer.Option(parser=whole, metavar="N", help="Sequences at once.")
+    ] = 1
     gpu: Annotated[
         int | None,
-        typer.Option(parser=size, metavar="SIZE", help="Memory, such as 24GB; default: that of the GPU here, if there is one."),
+        typer.Option(
+            parser=size,
+            metavar="SIZE",
+            help="Memory, such as 24GB; default: that of the GPU here, if there is one.",
+        ),
     ] = None
     weights: Annotated[
         int | None,
-        typer.Option(parser=size, metavar="SIZE", help="Bytes of the weights, where they are not parameters in --bits-of-weights."),
+        typer.Option(
+            parser=size,
+            metavar="SIZE",
+            help="Bytes of the weights, where they are not parameters in --bits-of-weights.",
+        ),
     ] = None
     bits_of_weights: Annotated[
-        int, typer.Option(parser=whole, metavar="N", help="Bits of a parameter: 16, 32, 8 or 4.")
+        int,
+        typer.Option(parser=whole, metavar="N", help="Bits of a parameter: 16, 32, 8 or 4."),
     ] = 16
     reserve: Annotated[
-        int, typer.Option(parser=size, metavar="SIZE", help="Kept for activations and the runtime.")
+        int,
+        typer.Option(parser=size, metavar="SIZE", help="Kept for activations and the runtime."),
     ] = "1GB"
     recipe: Recipes = ("k4v4", "k3v3", "k2v2")
 
@@ -229,7 +306,9 @@ def _weights(ask: Plan, model: Planned) -> int:
         return ask.weights
     if model.quantised:
         how = f"its weights are stored quantised ({model.quantised})"
-        raise Usage(f"--model {ask.model}: {how}; say how large they are, such as --weights 5GB")
+        raise Usage(
+            f"--model {ask.model}: {how}; say how large they are, such as --weights 5GB"
+        )
     return 0 if model.parameters is None else model.parameters * ask.bits_of_weights // 8
 
 
@@ -252,7 +331,8 @@ def _memory(ask: Plan) -> int | None:
 def plan(ask: Plan, output: Output) -> None:
     """Plan memory: what weights and cache hold, and what fits.
 
-    Only the model's config is read. Bytes of caches are those that a cache of this package reports."""
+    Only the model's config is read. Bytes of caches are those that a cache of this package
+    reports."""
     named = _check_plan(ask)
     import torch
 
@@ -260,7 +340,7 @@ def plan(ask: Plan, output: Output) -> None:
     weights = _weights(ask, model)
     room = None if memory is None else memory - weights - ask.reserve
     with at_fault(TypeError, ValueError, where=f"--model {ask.model}: "):
-        plain = lambda n: plain_bytes(model.config, n, ask.batch, 2)  # noqa: E731
+        plain = lambda n: plain_bytes(model.config, n, ask.batch, 2)
         caches = [("16 bits", plain)]
         for name, recipe in named:
             sized = CacheSize(model.config, _as_typed(ask, name, recipe), torch.bfloat16)
@@ -270,8 +350,21 @@ def plan(ask: Plan, output: Output) -> None:
         for name, held in caches:
             nbytes = held(ask.context)
             fits = None if room is None else nbytes <= room
-            rows.append(_Row(name, nbytes, values, fits, None if room is None else largest(held, room)))
-    _show_plan(ask, output, rows, dict(weights=weights, memory=memory, reserve=ask.reserve, model_context=model.context, parameters=model.parameters))
+            rows.append(
+                _Row(name, nbytes, values, fits, None if room is None else largest(held, room))
+            )
+    _show_plan(
+        ask,
+        output,
+        rows,
+        dict(
+            weights=weights,
+            memory=memory,
+            reserve=ask.reserve,
+            model_context=model.context,
+            parameters=model.parameters,
+        ),
+    )
 
 
 def _as_typed(ask: Plan, name: str, recipe):
@@ -284,17 +377,33 @@ def _as_typed(ask: Plan, name: str, recipe):
 def _show_plan(ask: Plan, output: Output, rows: list, about: dict) -> None:
     "The table, and in words what it rests on."
     data = [
-        dict(cache=r.cache, nbytes=r.nbytes, bits_per_value=8 * r.nbytes / r.values, ratio=rows[0].nbytes / r.nbytes, fits=r.fits, largest_context=r.longest)
+        dict(
+            cache=r.cache,
+            nbytes=r.nbytes,
+            bits_per_value=8 * r.nbytes / r.values,
+            ratio=rows[0].nbytes / r.nbytes,
+            fits=r.fits,
+            largest_context=r.longest,
+        )
         for r in rows
     ]
     if output.json:
         head = dict(version=version(), model=ask.model, context=ask.context, batch=ask.batch)
         return print_json(head | about | dict(caches=data))
     known = about["memory"] is not None
-    headings = ["cache", "bytes", "bits per value", "smaller", "with weights"] + ["fits", "largest context"] * known
-    tokens = lambda n: "none" if not n else "any" if n >= MOST else f"{n:,}"  # noqa: E731
+    headings = ["cache", "bytes", "bits per value", "smaller", "with weights"] + [
+        "fits",
+        "largest context",
+    ] * known
+    tokens = lambda n: "none" if not n else "any" if n >= MOST else f"{n:,}"
     lines = [
-        [d["cache"], in_words(d["nbytes"]), f"{d['bits_per_value']:.2f}", f"{d['ratio']:.2f}x", in_words(d["nbytes"] + about["weights"])]
+        [
+            d["cache"],
+            in_words(d["nbytes"]),
+            f"{d['bits_per_value']:.2f}",
+            f"{d['ratio']:.2f}x",
+            in_words(d["nbytes"] + about["weights"]),
+        ]
         + ([("yes" if d["fits"] else "no"), tokens(d["largest_context"])] if known else [])
         for d in data
     ]
@@ -310,10 +419,19 @@ def _assumed(ask: Plan, about: dict) -> list:
     elif n is None:
         weights = "Weights: not known of a shape, taken as none; give --weights SIZE."
     else:
-        weights = f"Weights: {n:,} parameters of {ask.bits_of_weights} bits, {in_words(about['weights'])}."
-    out = [f"Cache: {ask.batch:,} x {ask.context:,} tokens, tables and exact tokens included.", weights]
+        weights = (
+            f"Weights: {n:,} parameters of {ask.bits_of_weights} bits, "
+            f"{in_words(about['weights'])}."
+        )
+    out = [
+        f"Cache: {ask.batch:,} x {ask.context:,} tokens, tables and exact tokens included.",
+        weights,
+    ]
     if about["memory"] is not None:
-        out.append(f"Memory: {in_words(about['memory'])}, of which {in_words(ask.reserve)} are kept for activations and the runtime; a long prompt needs more, or chunks.")
+        out.append(
+            f"Memory: {in_words(about['memory'])}, of which {in_words(ask.reserve)} are kept "
+            "for activations and the runtime; a long prompt needs more, or chunks."
+        )
     if reads and ask.context > reads:
         out.append(f"The model reads {reads:,} tokens; {ask.context:,} are more.")
     return out

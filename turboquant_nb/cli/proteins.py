@@ -60,7 +60,9 @@ def fit_code(ask: Fit, output: Output) -> None:
     n = len(sequences)
     with at_fault(ValueError, TypeError):
         with Stage(f"reading {n} sequences twice", 2 * n, not output.quiet) as stage:
-            code = esm.calibrate_esm(model, sequences, ask.recipe, list(held_out.values()), stage.at)
+            code = esm.calibrate_esm(
+                model, sequences, ask.recipe, list(held_out.values()), stage.at
+            )
     with writing(ask.out) as new:
         save_code(code, new)
     sizes = dict(bits_per_value=code.bits_per_value, tables_nbytes=code.tables_nbytes)
@@ -76,7 +78,9 @@ def _load(model: str, device: str | None, quiet: bool):
 
     check_name(model, "--model", "config.json", (".pt", ".safetensors", ".bin"))
     with at_fault(FileNotFoundError, TypeError, ValueError, where="--model: "):
-        with hushed() if quiet or Path(model).exists() else nullcontext():  # bars are for downloads
+        with (
+            hushed() if quiet or Path(model).exists() else nullcontext()
+        ):  # bars are for downloads
             return load_esm(model, device=pick_device(device))
 
 # %% ../../nbs/87h_cli_proteins.ipynb #2522d77d
@@ -116,13 +120,18 @@ class Scores:
     code: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="From turboquant calibrate --fasta; default: uncompressed states."
+            metavar="FILE",
+            help="From turboquant calibrate --fasta; default: uncompressed states.",
         ),
     ] = None
     method: Annotated[
         _Method,
         typer.Option(
-            help="frozen: two passes; exact: masked marginals, a pass for each residue; every: eight passes; wildtype: one pass, nothing masked; one-pass: pseudo-log-likelihood of each variant's sequence, a pass for each variant."
+            help=(
+                "frozen: two passes; exact: masked marginals, a pass for each residue; every: "
+                "eight passes; wildtype: one pass, nothing masked; one-pass: "
+                "pseudo-log-likelihood of each variant's sequence, a pass for each variant."
+            )
         ),
     ] = _Method.frozen
 
@@ -140,11 +149,18 @@ def variants(proteins: Proteins, scores: Scores, output: Output) -> None:
     from turboquant_nb.esm.transform import load_code
 
     sequences = _read_input("--fasta", proteins.fasta, esm.read_fasta)
-    asked = _read_input("--mutations", scores.mutations, esm.read_mutations) if scores.mutations else None
+    asked = (
+        _read_input("--mutations", scores.mutations, esm.read_mutations)
+        if scores.mutations
+        else None
+    )
     with at_fault(ValueError, where="--mutations: "):
         esm.variants_of(sequences, asked)
     if scores.code and scores.method in ("exact", "every"):
-        raise Usage(f"--method {scores.method.value} reads exact states and would not use --code; frozen, wildtype and one-pass do")
+        raise Usage(
+            f"--method {scores.method.value} reads exact states and would not use --code; "
+            "frozen, wildtype and one-pass do"
+        )
     code = _read_input("--code", scores.code, load_code) if scores.code else None
     model = _load(proteins.model, proteins.device, output.quiet)
     n = len(sequences)
@@ -154,6 +170,11 @@ def variants(proteins: Proteins, scores: Scores, output: Output) -> None:
                 rows = esm.variants(turbo, sequences, asked, scores.method.value, stage.at)
     names = ["name", "mutation", "score"]
     if output.json:
-        about = dict(version=version(), model=proteins.model, method=scores.method.value, code=scores.code)
+        about = dict(
+            version=version(),
+            model=proteins.model,
+            method=scores.method.value,
+            code=scores.code,
+        )
         return print_json(about | dict(variants=[dict(zip(names, row)) for row in rows]))
     show_table([names, *([name, m, f"{score:.4f}"] for name, m, score in rows)], tabs=True)

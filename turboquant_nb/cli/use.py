@@ -44,8 +44,8 @@ def bits_per_value(
     recipe,  # a Recipe
     d: int | None = None,  # head size; None: codes alone
 ) -> float:  # mean of keys and values
-    """Bits per value of a coded token: codes, and with `d` the numbers stored per vector (scale, and
-    norm of a QJL residual). Raises ValueError for bits that do not fit d."""
+    """Bits per value of a coded token: codes, and with `d` the numbers stored per vector
+    (scale, and norm of a QJL residual). Raises ValueError for bits that do not fit d."""
     from turboquant_nb.quant.quantizer import channel_bits
 
     if d is not None and d < 1:
@@ -76,7 +76,9 @@ class _OneRecipe:
 
     recipe: Annotated[
         str,
-        typer.Argument(metavar="RECIPE", help="A preset, a JSON object or a file.", show_default=False),
+        typer.Argument(
+            metavar="RECIPE", help="A preset, a JSON object or a file.", show_default=False
+        ),
     ]
 
 
@@ -94,7 +96,9 @@ def recipe(named: _OneRecipe, changes: Changes, output: Output) -> None:
     The recipe goes to standard output, its bits per value to standard error."""
     found = read_recipe(named.recipe, changes)
     if isinstance(found, list):
-        raise Usage(f"a list has a recipe for each layer, this command prints one: got {len(found)}")
+        raise Usage(
+            f"a list has a recipe for each layer, this command prints one: got {len(found)}"
+        )
     nominal, costs = bits_per_value(found), _bits_by_head_size(found)
     if output.json:
         data = json.loads(found.to_json())
@@ -117,13 +121,20 @@ class Length:
     max_length: Annotated[
         int | None,
         typer.Option(
-            parser=whole, metavar="N", help="Allocate the cache for so many tokens at once and use no more."
+            parser=whole,
+            metavar="N",
+            help="Allocate the cache for so many tokens at once and use no more.",
         ),
     ] = None
     prefill_chunk: Annotated[
         int | None,
         typer.Option(
-            parser=whole, metavar="N", help="Read the prompt so many tokens at a time: less memory at once, and later parts read earlier ones from codes."
+            parser=whole,
+            metavar="N",
+            help=(
+                "Read the prompt so many tokens at a time: less memory at once, and later parts "
+                "read earlier ones from codes."
+            ),
         ),
     ] = None
 
@@ -134,17 +145,23 @@ class _Sampling:
 
     sample: Annotated[
         bool,
-        typer.Option("--sample", help="Draw tokens at random instead of taking the most likely one."),
+        typer.Option(
+            "--sample", help="Draw tokens at random instead of taking the most likely one."
+        ),
     ] = False
     temperature: Annotated[
-        float | None, typer.Option(parser=number, metavar="X", help="With --sample; default: 1.")
+        float | None,
+        typer.Option(parser=number, metavar="X", help="With --sample; default: 1."),
     ] = None
     top_p: Annotated[
         float | None,
         typer.Option(
             parser=number,
             metavar="P",
-            help="With --sample: only the most likely tokens that together have this probability; default: 1.",
+            help=(
+                "With --sample: only the most likely tokens that together have this "
+                "probability; default: 1."
+            ),
         ),
     ] = None
     seed: Annotated[
@@ -160,18 +177,27 @@ class _Coding:
     compare: Annotated[
         bool,
         typer.Option(
-            "--compare", help="Generate on an uncompressed cache too, and say where the texts part."
+            "--compare",
+            help="Generate on an uncompressed cache too, and say where the texts part.",
         ),
     ] = False
 
 
 def _check_generate(length: Length, sampling: _Sampling) -> None:
     "Ranges of the numbers, before the model is loaded."
-    sizes = {"--max-new-tokens": length.max_new_tokens, "--max-length": length.max_length, "--prefill-chunk": length.prefill_chunk}
+    sizes = {
+        "--max-new-tokens": length.max_new_tokens,
+        "--max-length": length.max_length,
+        "--prefill-chunk": length.prefill_chunk,
+    }
     for name, x in sizes.items():
         if x is not None and x < 1:
             raise Usage(f"{name} must be at least 1, got {x}")
-    chances = {"--temperature": sampling.temperature, "--top-p": sampling.top_p, "--seed": sampling.seed}
+    chances = {
+        "--temperature": sampling.temperature,
+        "--top-p": sampling.top_p,
+        "--seed": sampling.seed,
+    }
     for name, x in chances.items():
         if x is not None and not sampling.sample:
             raise Usage(f"{name} has a meaning only with --sample")
@@ -199,7 +225,9 @@ def _room(length: Length, model, tokens: int, quiet: bool) -> int:
     return min(room, length.max_new_tokens)
 
 
-def _generated(sampling: _Sampling, model, ids, cache, limit: int, streamer, chunk: int | None = None) -> list:  # of tokens
+def _generated(
+    sampling: _Sampling, model, ids, cache, limit: int, streamer, chunk: int | None = None
+) -> list:  # of tokens
     "The answer of transformers' generate."
     import torch
 
@@ -251,7 +279,10 @@ def generate(
     The text goes to standard output, the cache report to standard error."""
     _check_generate(length, sampling)
     check_offloading(offloading, source)
-    text, recipe = read_prompt(prompt), read_recipe(coding.recipe, changes)  # torch is imported for a recipe: a prompt that is missing is said before
+    text, recipe = (
+        read_prompt(prompt),
+        read_recipe(coding.recipe, changes),
+    )  # torch is imported for a recipe: a prompt that is missing is said before
     check_calibrated(calibrated)
     check_fits(source.model, [(recipe, calibrated)])
     loaded = load(source, output.quiet, offloading)
@@ -260,7 +291,10 @@ def generate(
     from turboquant_nb.hf import TurboQuantCache
 
     model, tokenizer, on = loaded.model, loaded.tokenizer, not output.quiet
-    plain, text_of = plain_attention(model, source), lambda x: tokenizer.decode(x, skip_special_tokens=True)
+    plain, text_of = (
+        plain_attention(model, source),
+        lambda x: tokenizer.decode(x, skip_special_tokens=True),
+    )
     with hushed():
         ids = tokens_of(tokenizer, text, prompt.chat).to(model.device)
         limit = _room(length, model, ids.shape[1], output.quiet)
@@ -271,22 +305,33 @@ def generate(
         label, begin = f"reading {ids.shape[1]:,} tokens", time.monotonic()
         if output.json:
             with Stage(f"{label}, writing up to {limit:,}", limit + 1, on) as stage:
-                tokens = _generated(sampling, model, ids, cache, limit, stage, length.prefill_chunk)
+                tokens = _generated(
+                    sampling, model, ids, cache, limit, stage, length.prefill_chunk
+                )
         else:
             streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
             with Stage(label, len(cache.layers), on) as stage, layer_progress(model, stage):
-                tokens = _generated(sampling, model, ids, cache, limit, streamer, length.prefill_chunk)
+                tokens = _generated(
+                    sampling, model, ids, cache, limit, streamer, length.prefill_chunk
+                )
         found = about_run("generate", source, model) | dict(
-            prompt_tokens=ids.shape[1], new_tokens=len(tokens), text=text_of(tokens),
-            seconds=time.monotonic() - begin, cache=dict(cache.report()),
+            prompt_tokens=ids.shape[1],
+            new_tokens=len(tokens),
+            text=text_of(tokens),
+            seconds=time.monotonic() - begin,
+            cache=dict(cache.report()),
         )
         if (placed := loaded.placement) is not None:
-            found["offload"] = dict(to=str(offloading.offload), resident=placed.resident, offloaded=placed.offloaded)
+            found["offload"] = dict(
+                to=str(offloading.offload), resident=placed.resident, offloaded=placed.offloaded
+            )
         if coding.compare:
             model.set_attn_implementation(plain)
             with Stage("the same on an uncompressed cache", limit + 1, on) as stage:
                 exact = DynamicCache(config=model.config)
-                other = _generated(sampling, model, ids, exact, limit, stage, length.prefill_chunk)
+                other = _generated(
+                    sampling, model, ids, exact, limit, stage, length.prefill_chunk
+                )
             found["compare"] = dict(text=text_of(other)) | _likeness(tokens, other)
     _show_generate(output, found, cache)
 
@@ -325,11 +370,17 @@ class _Line:
 
 _LINES = (
     _Line("answer same up to token", lambda r: f"{r['same_tokens']} of {r['of_tokens']}"),
-    _Line("odds where it parts", lambda r: "" if r["answer_same"] else f"{r['odds_where_parted']:.2f}"),
+    _Line(
+        "odds where it parts",
+        lambda r: "" if r["answer_same"] else f"{r['odds_where_parted']:.2f}",
+    ),
     _Line("same next token", lambda r: f"{r['top1_agreement']:.1%}"),
     _Line("perplexity", lambda r: f"{r['perplexity']:.3f}"),
     _Line("  change", lambda r: f"{r['perplexity_change']:+.2%}" if r["recipe"] else ""),
-    _Line("  its standard error", lambda r: f"{r['perplexity_change_se']:.2%}" if r["recipe"] else ""),
+    _Line(
+        "  its standard error",
+        lambda r: f"{r['perplexity_change_se']:.2%}" if r["recipe"] else "",
+    ),
     _Line("bytes held", lambda r: f"{r['nbytes']:,}"),
     _Line("bits per value", lambda r: f"{r['bits_per_value']:.3f}"),
     _Line("smaller than fp16", lambda r: f"{r['ratio_fp16']:.2f}x"),
@@ -348,12 +399,16 @@ def _seen(rows: list, scored: int) -> str:
     else:
         r = max(rows[1:], key=lambda r: (r["same_tokens"], -r["nbytes"]))
         start = (
-            f"Every compressed cache parts from the uncompressed answer; {r['cache']} keeps to it for {r['same_tokens']} of {r['of_tokens']} tokens, "
-            f"up to where the best token of the uncompressed cache is {r['odds_where_parted']:.2f} times as likely as the second"
+            f"Every compressed cache parts from the uncompressed answer; {r['cache']} keeps to "
+            f"it for {r['same_tokens']} of {r['of_tokens']} tokens, "
+            "up to where the best token of the uncompressed cache is "
+            f"{r['odds_where_parted']:.2f} times as likely as the second"
         )
     return (
-        f"{start}. {r['cache']} holds {r['bits_per_value']:.2f} bits per value, {r['ratio_fp16']:.2f}x smaller than fp16, and predicts the same next token "
-        f"as the uncompressed cache at {r['top1_agreement']:.1%} of {scored} positions of the book."
+        f"{start}. {r['cache']} holds {r['bits_per_value']:.2f} bits per value, "
+        f"{r['ratio_fp16']:.2f}x smaller than fp16, and predicts the same next token "
+        f"as the uncompressed cache at {r['top1_agreement']:.1%} of {scored} positions of the "
+        "book."
     )
 
 # %% ../../nbs/87f_cli_use.ipynb #1670f141
@@ -376,7 +431,13 @@ class _Demo:
     ] = 256
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="Half a minute on two cores: k3v3 alone, 24 tokens of an answer and 16 scored ones, where no option says otherwise."),
+        typer.Option(
+            "--quick",
+            help=(
+                "Half a minute on two cores: k3v3 alone, 24 tokens of an answer and 16 scored "
+                "ones, where no option says otherwise."
+            ),
+        ),
     ] = False
 
 
@@ -385,8 +446,12 @@ _QUICK = {"recipes": ["k3v3"], "new_tokens": 24, "score_tokens": 16}
 
 def _quickened(ask: _Demo, ctx) -> _Demo:
     "With --quick, the little of `_QUICK` in place of what was not typed."
-    typed = lambda name: ctx.get_parameter_source(name).name == "COMMANDLINE"  # noqa: E731
-    return replace(ask, **{name: x for name, x in _QUICK.items() if not typed(name)}) if ask.quick else ask
+    typed = lambda name: ctx.get_parameter_source(name).name == "COMMANDLINE"
+    return (
+        replace(ask, **{name: x for name, x in _QUICK.items() if not typed(name)})
+        if ask.quick
+        else ask
+    )
 
 
 @dataclass(frozen=True)
@@ -404,26 +469,37 @@ def _check_demo(ask: _Demo) -> list:  # of _Compared
     for name, (x, low) in lowest.items():
         if x < low:
             raise Usage(f"{name} must be at least {low}, got {x}")
-    return [_Compared(name, x, r) for x, (name, r) in zip(ask.recipes, named_recipes(ask.recipes))]
+    return [
+        _Compared(name, x, r) for x, (name, r) in zip(ask.recipes, named_recipes(ask.recipes))
+    ]
 
 
 def _check_fit(ask: _Demo, model, question) -> None:
     "Whether the question fits the model, and the scored tokens the book."
     room, need = context_length(model), question.ids.shape[1] + ask.new_tokens
     if need > room:
-        raise RuntimeError(f"the demo needs a context of {need:,} tokens, this model reads {room:,}")
+        raise RuntimeError(
+            f"the demo needs a context of {need:,} tokens, this model reads {room:,}"
+        )
     if question.end - ask.score_tokens < 2:
         most = f"at most {question.end - 2:,} with this tokenizer"
         raise Usage(f"--score-tokens must be {most}, got {ask.score_tokens:,}")
 
 # %% ../../nbs/87f_cli_use.ipynb #86e62137
 @command(
-    app, "demo", "Use it", "turboquant demo\nturboquant demo --quick\nturboquant demo --recipes k4v2 k3v3 --json > demo.json"
+    app,
+    "demo",
+    "Use it",
+    "turboquant demo\nturboquant demo --quick\nturboquant demo --recipes k4v2 k3v3 --json > "
+    "demo.json",
 )
-def demo(ctx: typer.Context, ask: _Demo, calibrated: Calibrated, source: Source, output: Output) -> None:
+def demo(
+    ctx: typer.Context, ask: _Demo, calibrated: Calibrated, source: Source, output: Output
+) -> None:
     """A real model answers on compressed caches.
 
-    The model reads a chapter of Moby-Dick and answers a question, on an uncompressed cache and on compressed ones."""
+    The model reads a chapter of Moby-Dick and answers a question, on an uncompressed cache and
+    on compressed ones."""
     ask = _quickened(ask, ctx)
     caches = _check_demo(ask)
     check_calibrated(calibrated)
@@ -433,7 +509,7 @@ def demo(ctx: typer.Context, ask: _Demo, calibrated: Calibrated, source: Source,
 
     model, tokenizer = loaded.model, loaded.tokenizer
     say = (lambda *a: None) if output.json else (lambda *a: print(*a, flush=True))
-    stage = lambda label, units: Stage(label, units, not output.quiet)  # noqa: E731
+    stage = lambda label, units: Stage(label, units, not output.quiet)
     with hushed():
         plain = plain_attention(model, source)
         model.set_attn_implementation(plain)
@@ -443,7 +519,10 @@ def demo(ctx: typer.Context, ask: _Demo, calibrated: Calibrated, source: Source,
         question = replace(question, ids=question.ids.to(model.device))
         n, begin = question.ids.shape[1], time.monotonic()
         layers = model.config.get_text_config().num_hidden_layers
-        with stage(f"reading {n:,} tokens", layers) as progress, layer_progress(model, progress):
+        with (
+            stage(f"reading {n:,} tokens", layers) as progress,
+            layer_progress(model, progress),
+        ):
             prompt = compare.read_once(model, question.ids)
         about = about_run("demo", source, model) | dict(
             prompt_tokens=n,
@@ -472,13 +551,19 @@ def _tell_demo(ask: _Demo, output: Output, about: dict, rows: list) -> None:
     if output.json:
         return print_json(about | dict(caches=rows, seen=seen))
     print()
-    show_table([["", *(r["cache"] for r in rows)], *([x.name, *map(x.tell, rows)] for x in _LINES)])
+    show_table(
+        [["", *(r["cache"] for r in rows)], *([x.name, *map(x.tell, rows)] for x in _LINES)]
+    )
     legend = (
-        f"Answer: greedy, up to {ask.new_tokens} tokens; the first comes from the prompt, which is read exactly. "
+        f"Answer: greedy, up to {ask.new_tokens} tokens; the first comes from the prompt, which "
+        "is read exactly. "
         "Odds: of the best token against the second, uncompressed, where the answer parts. "
-        f"Next token and perplexity: {about['scored_tokens']} tokens of the book after {about['prefix_tokens']:,} of its prompt. "
-        f"Bytes: with all {about['prompt_tokens']:,} tokens of the prompt held. Seconds: wall time on this machine "
-        f"({about['device']}, {about['threads']} threads, {about['dtype']} weights, attention {about['attention']}); "
+        f"Next token and perplexity: {about['scored_tokens']} tokens of the book after "
+        f"{about['prefix_tokens']:,} of its prompt. "
+        f"Bytes: with all {about['prompt_tokens']:,} tokens of the prompt held. Seconds: wall "
+        "time on this machine "
+        f"({about['device']}, {about['threads']} threads, {about['dtype']} weights, attention "
+        f"{about['attention']}); "
         f"reading the prompt took {about['prefill_seconds']:.1f} s."
     )
     print(f"\n{textwrap.fill(legend, 95)}\n\n{textwrap.fill(seen, 95)}")

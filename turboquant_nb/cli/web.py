@@ -16,7 +16,16 @@ from typing import Annotated, Any
 import typer
 
 from .app import Output, Usage, app, at_fault, command, message, options, whole
-from .inputs import Weights, check_fits, context_length, load, read_recipe, read_recipes, recipe_for, tokens_of
+from turboquant_nb.cli.inputs import (
+    Weights,
+    check_fits,
+    context_length,
+    load,
+    read_recipe,
+    read_recipes,
+    recipe_for,
+    tokens_of,
+)
 from .output import hushed
 
 # %% ../../nbs/87o_cli_web.ipynb #699a7ecf
@@ -46,7 +55,11 @@ class SideBySide:
     def __init__(self, model, tokenizer):
         import turboquant_nb.hf  # noqa: F401  registers the attention on codes
 
-        self.models, self.tokenizer, self.lock = (model, shared_copy(model)), tokenizer, threading.Lock()
+        self.models, self.tokenizer, self.lock = (
+            (model, shared_copy(model)),
+            tokenizer,
+            threading.Lock(),
+        )
         for each, attention in zip(self.models, ("sdpa", "turboquant")):
             each.set_attn_implementation(attention)
 
@@ -59,7 +72,10 @@ class SideBySide:
         found = recipe_for(self.models[1], read_recipe(recipe))
         ids = tokens_of(self.tokenizer, text).to(self.models[0].device)
         if (need := ids.shape[1] + most) > (reads := context_length(self.models[0])):
-            raise Usage(f"the prompt has {ids.shape[1]:,} tokens, with the answer {need:,}; this model reads {reads:,}")
+            raise Usage(
+                f"the prompt has {ids.shape[1]:,} tokens, with the answer {need:,}; this model "
+                f"reads {reads:,}"
+            )
         return ids, found
 
     def frames(self, text: str, recipe: str = "k3v3", most: int = 128):  # of `Frame`
@@ -71,7 +87,10 @@ class SideBySide:
         from turboquant_nb.hf import TurboQuantCache
 
         ids, recipe = self.check(text, recipe, most)
-        caches = DynamicCache(config=self.models[0].config), TurboQuantCache(self.models[1], recipe)
+        caches = (
+            DynamicCache(config=self.models[0].config),
+            TurboQuantCache(self.models[1], recipe),
+        )
         answers, seconds, stop = ([], []), [0.0, 0.0], stop_tokens(self.models[0])
         left = [most, most]
 
@@ -79,9 +98,13 @@ class SideBySide:
             feed = ids if not answers[i] else torch.tensor([answers[i][-1:]], device=ids.device)
             with self.lock, torch.inference_mode():
                 began = time.perf_counter()
-                logits = self.models[i](feed, past_key_values=caches[i], logits_to_keep=1).logits
+                logits = self.models[i](
+                    feed, past_key_values=caches[i], logits_to_keep=1
+                ).logits
                 answers[i].append(int(logits[0, -1].argmax()))
-                seconds[i] += (time.perf_counter() - began) * (len(answers[i]) > 1)  # not of reading the prompt
+                seconds[i] += (time.perf_counter() - began) * (
+                    len(answers[i]) > 1
+                )  # not of reading the prompt
             left[i] = 0 if answers[i][-1] in stop else left[i] - 1
 
         while any(left):
@@ -90,7 +113,9 @@ class SideBySide:
                     step(i)
             plain = sum(x.keys.nbytes + x.values.nbytes for x in caches[0].layers)
             yield Frame(
-                texts=tuple(self.tokenizer.decode(x, skip_special_tokens=True) for x in answers),
+                texts=tuple(
+                    self.tokenizer.decode(x, skip_special_tokens=True) for x in answers
+                ),
                 tokens=tuple(map(len, answers)),
                 nbytes=(plain, caches[1].report()["nbytes"]),
                 seconds=tuple(seconds),
@@ -103,14 +128,26 @@ class SideBySide:
 
 def frame_rows(frame: Frame) -> list:  # of [what, uncompressed, on codes]
     "The table of a moment."
-    speed = [f"{(n - 1) / s:.1f}" if s and n > 1 else "" for n, s in zip(frame.tokens, frame.seconds)]
+    speed = [
+        f"{(n - 1) / s:.1f}" if s and n > 1 else "" for n, s in zip(frame.tokens, frame.seconds)
+    ]
     held = frame.prompt + max(frame.tokens) - 1
     return [
         ["tokens held", f"{held:,}", f"{held:,}"],
         ["bytes held", *(f"{x:,}" for x in frame.nbytes)],
-        ["against uncompressed", "1.00x", f"{frame.nbytes[0] / frame.nbytes[1]:.2f}x smaller" if frame.nbytes[0] >= frame.nbytes[1] else f"{frame.nbytes[1] / frame.nbytes[0]:.2f}x larger"],
+        [
+            "against uncompressed",
+            "1.00x",
+            f"{frame.nbytes[0] / frame.nbytes[1]:.2f}x smaller"
+            if frame.nbytes[0] >= frame.nbytes[1]
+            else f"{frame.nbytes[1] / frame.nbytes[0]:.2f}x larger",
+        ],
         ["tokens per second", *speed],
-        ["answer", f"{frame.tokens[0]} tokens", f"first {frame.same} of {frame.tokens[1]} tokens the same"],
+        [
+            "answer",
+            f"{frame.tokens[0]} tokens",
+            f"first {frame.same} of {frame.tokens[1]} tokens the same",
+        ],
     ]
 
 # %% ../../nbs/87o_cli_web.ipynb #4c625375
@@ -144,14 +181,26 @@ def picture(cache, side: str = "key", layer: int = 0, head: int = 0):  # a matpl
     fig = Figure(figsize=(7.5, 3.6), layout="constrained")
     top, low = fig.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     span = (first, first + codes.shape[1])
-    shown = top.imshow(codes.numpy(), aspect="auto", cmap="viridis", interpolation="nearest", extent=(*span, codes.shape[0], 0))
+    shown = top.imshow(
+        codes.numpy(),
+        aspect="auto",
+        cmap="viridis",
+        interpolation="nearest",
+        extent=(*span, codes.shape[0], 0),
+    )
     fig.colorbar(shown, ax=top, label="code")
     for i in exact.nonzero().flatten().tolist():
         low.axvspan(first + i, first + i + 1, color="0.85", lw=0)
     low.step([first + i + 0.5 for i in range(len(scales))], scales.numpy(), where="mid", lw=1)
     low.set(xlabel="token (grey: read exactly)", ylabel="scale", xlim=span, ylim=(0, None))
     spec = getattr(cache.coded_layers[layer].recipe, side)
-    top.set(ylabel="channel, rotated", title=f"{side}s of layer {layer}, head {head}: {spec.bits} bits a channel, one scale a token")
+    top.set(
+        ylabel="channel, rotated",
+        title=(
+            f"{side}s of layer {layer}, head {head}: {spec.bits} bits a channel, one scale a "
+            "token"
+        ),
+    )
     return fig
 
 # %% ../../nbs/87o_cli_web.ipynb #bf2d6f82
@@ -168,26 +217,47 @@ def page(both: SideBySide, title: str, recipes: list):  # gradio's Blocks
 
     def draw(cache, side, layer, head):
         if cache is None:
-            raise gr.Error("there is nothing stored yet: ask something first", print_exception=False)
+            raise gr.Error(
+                "there is nothing stored yet: ask something first", print_exception=False
+            )
         try:
             return picture(cache, side, int(layer), int(head))
         except Usage as error:
             raise gr.Error(message(error), print_exception=False) from error
 
     with gr.Blocks(title="turboquant", analytics_enabled=False) as out:
-        gr.Markdown(f"# One prompt, two caches\n{title}. Left: keys and values as they are. Right: as codes. Both answers are greedy.")
+        gr.Markdown(
+            f"# One prompt, two caches\n{title}. Left: keys and values as they are. Right: as "
+            "codes. Both answers are greedy."
+        )
         held = gr.State(None, time_to_live=3600)
         with gr.Row():
-            text = gr.Textbox(label="Prompt", lines=4, scale=4, elem_id="prompt", value="Name three whales and say which is the largest.")
+            text = gr.Textbox(
+                label="Prompt",
+                lines=4,
+                scale=4,
+                elem_id="prompt",
+                value="Name three whales and say which is the largest.",
+            )
             with gr.Column(scale=1):
-                recipe = gr.Dropdown(recipes, value=recipes[0], label="Recipe", allow_custom_value=True, elem_id="recipe")
+                recipe = gr.Dropdown(
+                    recipes,
+                    value=recipes[0],
+                    label="Recipe",
+                    allow_custom_value=True,
+                    elem_id="recipe",
+                )
                 most = gr.Number(64, label="Tokens", precision=0, elem_id="most")
         ask = gr.Button("Answer", variant="primary", elem_id="ask")
         with gr.Row():
-            plain = gr.Textbox(label="Uncompressed", lines=8, interactive=False, elem_id="plain")
+            plain = gr.Textbox(
+                label="Uncompressed", lines=8, interactive=False, elem_id="plain"
+            )
             coded = gr.Textbox(label="On codes", lines=8, interactive=False, elem_id="coded")
         said = gr.Markdown(elem_id="progress")
-        table = gr.Dataframe(headers=["", "uncompressed", "on codes"], interactive=False, elem_id="table")
+        table = gr.Dataframe(
+            headers=["", "uncompressed", "on codes"], interactive=False, elem_id="table"
+        )
         gr.Markdown("## What is stored")
         with gr.Row():
             side = gr.Radio(["key", "value"], value="key", label="Side", elem_id="side")
@@ -197,7 +267,9 @@ def page(both: SideBySide, title: str, recipes: list):  # gradio's Blocks
         plot = gr.Plot(elem_id="stored", show_label=False)
         what = [held, side, layer, head]
         together = dict(concurrency_limit=4, concurrency_id="model")
-        ask.click(answer, [text, recipe, most], [plain, coded, table, held, said], **together).success(draw, what, plot)
+        ask.click(
+            answer, [text, recipe, most], [plain, coded, table, held, said], **together
+        ).success(draw, what, plot)
         show.click(draw, what, plot)
     return out
 
@@ -205,8 +277,15 @@ def page(both: SideBySide, title: str, recipes: list):  # gradio's Blocks
 def _progress(frame: Frame) -> str:
     "A sentence on how alike the answers are so far."
     n = min(frame.tokens)
-    alike = "the same so far" if frame.same == n else f"the same for {frame.same} of {n} tokens, then they part"
-    return f"{'Done' if frame.done else 'Writing'}: {alike}; {frame.nbytes[0]:,} bytes uncompressed, {frame.nbytes[1]:,} on codes."
+    alike = (
+        "the same so far"
+        if frame.same == n
+        else f"the same for {frame.same} of {n} tokens, then they part"
+    )
+    return (
+        f"{'Done' if frame.done else 'Writing'}: {alike}; {frame.nbytes[0]:,} bytes "
+        f"uncompressed, {frame.nbytes[1]:,} on codes."
+    )
 
 
 def _gradio():
@@ -214,7 +293,9 @@ def _gradio():
     try:
         import gradio
     except ImportError as error:
-        raise ImportError('turboquant web needs gradio: pip install "turboquant-nb[web]"') from error
+        raise ImportError(
+            'turboquant web needs gradio: pip install "turboquant-nb[web]"'
+        ) from error
     return gradio
 
 
@@ -224,12 +305,22 @@ class _Web:
 
     recipe: Annotated[
         list[str],
-        typer.Option("--recipe", metavar="RECIPE ...", help="Recipes to choose from; others can be typed."),
+        typer.Option(
+            "--recipe",
+            metavar="RECIPE ...",
+            help="Recipes to choose from; others can be typed.",
+        ),
     ] = ("k3v3", "k4v4", "k2v2")
     host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Address to listen at; 0.0.0.0 is open to the network.")
+        str,
+        typer.Option(
+            metavar="ADDRESS", help="Address to listen at; 0.0.0.0 is open to the network."
+        ),
     ] = "127.0.0.1"
-    port: Annotated[int, typer.Option(parser=whole, metavar="N", help="Port to listen at; 0: any that is free.")] = 7860
+    port: Annotated[
+        int,
+        typer.Option(parser=whole, metavar="N", help="Port to listen at; 0: any that is free."),
+    ] = 7860
 
 
 @command(
@@ -254,9 +345,19 @@ def web(ask: _Web, weights: Weights, output: Output) -> None:
         both = SideBySide(loaded.model, loaded.tokenizer)
         for recipe in recipes:
             recipe_for(both.models[1], recipe)
-    title = f"{weights.model} on {loaded.model.device}, {str(loaded.model.dtype).removeprefix('torch.')} weights"
+    title = (
+        f"{weights.model} on {loaded.model.device}, "
+        f"{str(loaded.model.dtype).removeprefix('torch.')} weights"
+    )
     shown = page(both, title, list(ask.recipe))
-    shown.queue(max_size=64).launch(server_name=ask.host, server_port=port, share=False, quiet=True, prevent_thread_lock=True, show_error=True)
+    shown.queue(max_size=64).launch(
+        server_name=ask.host,
+        server_port=port,
+        share=False,
+        quiet=True,
+        prevent_thread_lock=True,
+        show_error=True,
+    )
     try:
         print(f"http://{ask.host}:{port}/", flush=True)
         if not output.quiet:
@@ -267,7 +368,8 @@ def web(ask: _Web, weights: Weights, output: Output) -> None:
 
 
 def free_port(host: str, port: int) -> int:
-    "The port, or one that is free. Raises Usage for an address that is none, RuntimeError for a port that is taken."
+    """The port, or one that is free. Raises Usage for an address that is none, RuntimeError for
+    a port that is taken."""
     import socket
 
     with at_fault(socket.gaierror, where=f"--host {host}: "), socket.socket() as s:
@@ -277,5 +379,7 @@ def free_port(host: str, port: int) -> int:
         except socket.gaierror:
             raise
         except OSError as error:
-            raise RuntimeError(f"--port {port}: cannot listen at {host} ({error.strerror})") from error
+            raise RuntimeError(
+                f"--port {port}: cannot listen at {host} ({error.strerror})"
+            ) from error
         return s.getsockname()[1]

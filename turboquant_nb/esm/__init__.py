@@ -1,10 +1,35 @@
-"ESM-2 on compressed keys and values. Written by hand: names are imported on first use, so that files and letters need no transformers."
+"""ESM-2 on compressed keys and values. Written by hand: names are imported on first use, so
+that files and letters need no transformers."""
+
 _HOME = {
-    "checkpoints": ["TOKENS", "RESIDUES", "CLS", "PAD", "EOS", "UNK", "MASK", "_INDEX", "tokens", "read_fasta", "load_esm", "random_esm", "random_proteins"],
+    "checkpoints": [
+        "TOKENS",
+        "RESIDUES",
+        "CLS",
+        "PAD",
+        "EOS",
+        "UNK",
+        "MASK",
+        "_INDEX",
+        "tokens",
+        "read_fasta",
+        "load_esm",
+        "random_esm",
+        "random_proteins",
+    ],
     "codes": ["Past", "CodedPast", "StorePast"],
     "model": ["TurboSelfAttention", "EsmOutput", "fingerprint", "TurboEsm"],
     "calibration": ["gather_statistics", "fit_esm", "calibrate_esm"],
-    "mutations": ["masked_marginals", "pseudo_log_likelihood", "pseudo_perplexity", "score_mutations", "mutated", "variants_of", "variants", "read_mutations"],
+    "mutations": [
+        "masked_marginals",
+        "pseudo_log_likelihood",
+        "pseudo_perplexity",
+        "score_mutations",
+        "mutated",
+        "variants_of",
+        "variants",
+        "read_mutations",
+    ],
 }
 _HOME = {name: module for module, names in _HOME.items() for name in names}
 __all__ = [name for name in _HOME if not name.startswith("_")]

@@ -18,8 +18,13 @@ from .codes import prefix_visible
 from .model import TurboEsm, fingerprint
 from ..theory.rope import apply_cos_sin, cos_sin_table
 from turboquant_nb.esm.transform import (
-    CodeStatistics, TransformCode, TransformRecipe, _positions, as_transform, fit_code,
-)  # fmt: skip
+    CodeStatistics,
+    TransformCode,
+    TransformRecipe,
+    _positions,
+    as_transform,
+    fit_code,
+)
 
 # %% ../../nbs/74_esm_calibration.ipynb #f16989e9
 def _batches(sequences, at_most):
@@ -35,14 +40,16 @@ def _batches(sequences, at_most):
 
 
 def _visible(real: Tensor, halved: bool) -> Tensor:  # bool [B, 1, T or 1, T]
-    "What tokens see: all, or only the first half itself and then, token by token, what came before."
+    """What tokens see: all, or only the first half itself and then, token by token, what came
+    before."""
     if not halved:
         return real[:, None, None]
     return (real[:, None] & prefix_visible(real.shape[1], real.sum(1) // 2))[:, None]
 
 
 def _pass_over(turbo, sequences, take, progress=lambda done, total: None, at_most=4096):
-    "Run the model over sequences; take(layer, q, k, v, real, visible) gets the states of every layer."
+    """Run the model over sequences; take(layer, q, k, v, real, visible) gets the states of
+    every layer."""
     done = 0
     for i, batch in enumerate(_batches(sequences, at_most)):
         ids, mask = tokens(batch, turbo.base.device)
@@ -65,7 +72,9 @@ def _key_mean(turbo, sequences, inv_freq) -> Tensor:  # [L, H, d] fp64
 
     def take(layer, q, k, v, real, visible):
         nonlocal n
-        x = apply_cos_sin(k.float(), cos_sin_table(-_positions(k), inv_freq)[:, None]).transpose(1, 2)[real]
+        x = apply_cos_sin(
+            k.float(), cos_sin_table(-_positions(k), inv_freq)[:, None]
+        ).transpose(1, 2)[real]
         total[layer] += x.sum(0).double().cpu()
         n += len(x) * (layer == 0)
 
@@ -79,7 +88,8 @@ def _dense(turbo) -> list:
 
 
 def _shaken(turbo, ids, probed, generator, size=0.05):
-    "Final states with noise on one layer's attention output, and the energy of that noise after W_o."
+    """Final states with noise on one layer's attention output, and the energy of that noise
+    after W_o."""
     given, dense = [], _dense(turbo)[probed]
 
     def hook(layer, q, k, v, _):
@@ -132,7 +142,8 @@ def fit_esm(
     recipe: TransformRecipe | str = "water3",
     progress=lambda done, total: None,
 ) -> TransformCode:
-    "Transforms from the statistics, tables and bits from a second pass; several recipes can share statistics."
+    """Transforms from the statistics, tables and bits from a second pass; several recipes can
+    share statistics."""
     name, recipe = as_transform(recipe)
     some = sorted(sequences, key=len)[:: max(1, len(sequences) // 64)]
     model_name = str(getattr(turbo.base.config, "_name_or_path", "") or "unnamed")
@@ -148,7 +159,13 @@ def fit_esm(
     }
     over = partial(_pass_over, turbo, sequences, progress=progress)
     return fit_code(
-        statistics, recipe, over, partial(_pass_over, turbo, some), _dense(turbo), header, sequences
+        statistics,
+        recipe,
+        over,
+        partial(_pass_over, turbo, some),
+        _dense(turbo),
+        header,
+        sequences,
     )
 
 
@@ -159,11 +176,13 @@ def calibrate_esm(
     held_out: list = (),  # sequences that must not be among them
     progress=lambda done, total: None,
 ) -> TransformCode:
-    """A code for a model from sequences: two passes over them, nothing written in between. Raises
-    ValueError for fewer than 8 sequences or one of `held_out` among them."""
+    """A code for a model from sequences: two passes over them, nothing written in between.
+    Raises ValueError for fewer than 8 sequences or one of `held_out` among them."""
     sequences = list(dict.fromkeys(s.upper() for s in sequences))
     if len(sequences) < 8:
-        raise ValueError(f"calibration needs at least 8 different sequences, got {len(sequences)}")
+        raise ValueError(
+            f"calibration needs at least 8 different sequences, got {len(sequences)}"
+        )
     for s in held_out:
         if s.upper() in set(sequences):
             raise ValueError(f"{s[:20]}… is held out and in the calibration set")
@@ -171,4 +190,6 @@ def calibrate_esm(
     with TurboEsm(model) as turbo:
         n = len(sequences)
         statistics = gather_statistics(turbo, sequences, lambda done, _: progress(done, 2 * n))
-        return fit_esm(turbo, sequences, statistics, recipe, lambda done, _: progress(n + done, 2 * n))
+        return fit_esm(
+            turbo, sequences, statistics, recipe, lambda done, _: progress(n + done, 2 * n)
+        )

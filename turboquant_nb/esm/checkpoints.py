@@ -14,9 +14,14 @@ from pathlib import Path
 import torch
 
 # %% ../../nbs/71_esm_checkpoints.ipynb #d191ce3b
-TOKENS = "<cls> <pad> <eos> <unk> L A G V S E R T I D P K Q N F Y M H W C X B U Z O . - <null_1> <mask>".split()
+TOKENS = (
+    "<cls> <pad> <eos> <unk> L A G V S E R T I D P K Q N F Y M H W C X B U Z O . - <null_1> "
+    "<mask>"
+).split()
 RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
-CLS, PAD, EOS, UNK, MASK = (TOKENS.index(x) for x in ("<cls>", "<pad>", "<eos>", "<unk>", "<mask>"))
+CLS, PAD, EOS, UNK, MASK = (
+    TOKENS.index(x) for x in ("<cls>", "<pad>", "<eos>", "<unk>", "<mask>")
+)
 _INDEX = {t: i for i, t in enumerate(TOKENS)}
 
 
@@ -26,7 +31,8 @@ def _transformers():  # the module
         import transformers
     except ImportError as error:
         raise ImportError(
-            'turboquant_nb.esm needs transformers 5.17 or newer: pip install "turboquant-nb[hf]"'
+            "turboquant_nb.esm needs transformers 5.17 or newer: pip install "
+            '"turboquant-nb[hf]"'
         ) from error
     return transformers
 
@@ -34,11 +40,21 @@ def _transformers():  # the module
 def _config(vocab, hidden, heads, layers, wide, **more):  # EsmConfig
     "The configuration that makes an EsmModel an ESM-2."
     sizes = dict(
-        vocab_size=vocab, hidden_size=hidden, num_attention_heads=heads, num_hidden_layers=layers,
-        intermediate_size=wide, pad_token_id=PAD, mask_token_id=MASK, max_position_embeddings=1026,
-        layer_norm_eps=1e-5, token_dropout=True, position_embedding_type="rotary",
-        emb_layer_norm_before=False, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+        vocab_size=vocab,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_hidden_layers=layers,
+        intermediate_size=wide,
+        pad_token_id=PAD,
+        mask_token_id=MASK,
+        max_position_embeddings=1026,
+        layer_norm_eps=1e-5,
+        token_dropout=True,
+        position_embedding_type="rotary",
+        emb_layer_norm_before=False,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     return _transformers().EsmConfig(**sizes | more)
 
 
@@ -49,8 +65,16 @@ def random_esm(
     seed: int = 0,
     **more,  # fields of EsmConfig
 ):  # EsmForMaskedLM, fp32, in eval mode
-    "A small ESM-2 with random weights and biases, for tests and examples. Leaves global random state as it was."
-    config = _config(len(TOKENS), d * heads, heads, layers, 2 * d * heads, **{"initializer_range": 0.3} | more)
+    """A small ESM-2 with random weights and biases, for tests and examples. Leaves global
+    random state as it was."""
+    config = _config(
+        len(TOKENS),
+        d * heads,
+        heads,
+        layers,
+        2 * d * heads,
+        **{"initializer_range": 0.3} | more,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.random.manual_seed(seed)
         model = _transformers().EsmForMaskedLM(config).eval()
@@ -64,7 +88,8 @@ def tokens(
     sequences: list,  # of str, one letter per residue
     device: torch.device | str = "cpu",
 ) -> tuple:  # (ids [B, T], attention mask [B, T]), <cls> … <eos>, padded on the right
-    "ESM's own alphabet; an unknown letter is <unk>. Raises ValueError for no or an empty sequence."
+    """ESM's own alphabet; an unknown letter is <unk>. Raises ValueError for no or an empty
+    sequence."""
     if isinstance(sequences, str):
         raise TypeError("sequences must be a list of strings, got one string")
     if not sequences or not all(sequences):
@@ -84,19 +109,25 @@ def random_proteins(
     "Random sequences of the twenty residues, for tests and examples."
     g = torch.Generator().manual_seed(seed)
     sizes = torch.randint(low, high, (n,), generator=g).tolist()
-    return ["".join(RESIDUES[i] for i in torch.randint(0, 20, (k,), generator=g).tolist()) for k in sizes]
+    return [
+        "".join(RESIDUES[i] for i in torch.randint(0, 20, (k,), generator=g).tolist())
+        for k in sizes
+    ]
 
 # %% ../../nbs/71_esm_checkpoints.ipynb #e72d9d75
 def read_fasta(
     path,  # a FASTA file
 ) -> dict:  # name (up to the first blank) -> sequence, upper case
-    """Sequences of a FASTA file; a `*` after the last residue is left out. Raises ValueError that names the line for text
-    before the first ">", a name that comes twice, and what is no letter (a gap, a digit); ValueError for an empty sequence, a
-    file without any, and what is no text; FileNotFoundError if there is none."""
+    """Sequences of a FASTA file; a `*` after the last residue is left out. Raises ValueError
+    that names the line for text before the first ">", a name that comes twice, and what is no
+    letter (a gap, a digit); ValueError for an empty sequence, a file without any, and what is
+    no text; FileNotFoundError if there is none."""
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} must be a FASTA file in UTF-8, got something else at byte {error.start}") from None
+        raise ValueError(
+            f"{path} must be a FASTA file in UTF-8, got something else at byte {error.start}"
+        ) from None
     out, name = {}, None
     for n, raw in enumerate(lines, 1):
         line = raw.strip()
@@ -108,7 +139,9 @@ def read_fasta(
         elif line and name is None:
             raise ValueError(f'{path}, line {n}: expected ">" and a name, got {line[:20]!r}')
         elif line:
-            out[name] += _residues(line, f"{path}, line {n}, column", raw.index(line) + 1, name, out[name])
+            out[name] += _residues(
+                line, f"{path}, line {n}, column", raw.index(line) + 1, name, out[name]
+            )
     if empty := [name for name, s in out.items() if not s.rstrip("*")]:
         raise ValueError(f"{path}: the sequence {empty[0]!r} is empty")
     if not out:
@@ -117,13 +150,24 @@ def read_fasta(
 
 
 def _residues(line: str, where: str, column: int, name: str, before: str) -> str:
-    "A line of a sequence, upper case. Raises ValueError for what is no letter; a stop `*` may only end the sequence."
-    bad = re.search(r"[^A-Za-z*]|\*(?=[^*])", line) if not before.endswith("*") else re.match(".", line)
+    """A line of a sequence, upper case. Raises ValueError for what is no letter; a stop `*` may
+    only end the sequence."""
+    bad = (
+        re.search(r"[^A-Za-z*]|\*(?=[^*])", line)
+        if not before.endswith("*")
+        else re.match(".", line)
+    )
     if bad is None:
         return line.upper()
-    why = {"-": "; take the gaps out of an alignment", ".": "; take the gaps out of an alignment"}.get(bad[0], "")
+    why = {
+        "-": "; take the gaps out of an alignment",
+        ".": "; take the gaps out of an alignment",
+    }.get(bad[0], "")
     why = "; a stop ends a sequence" if "*" in (bad[0], before[-1:]) else why
-    raise ValueError(f"{where} {column + bad.start()}: expected a letter for each residue of {name!r}, got {bad[0]!r}{why}")
+    raise ValueError(
+        f"{where} {column + bad.start()}: expected a letter for each residue of {name!r}, got "
+        f"{bad[0]!r}{why}"
+    )
 
 # %% ../../nbs/71_esm_checkpoints.ipynb #fd3bf7ed
 _FAIR = [  # fair-esm's names -> those of transformers
@@ -164,7 +208,8 @@ def _from_fair(state: dict) -> tuple:  # (config, state dict of EsmForMaskedLM)
 
 # %% ../../nbs/71_esm_checkpoints.ipynb #9d645182
 def _load_fair(path, regression):
-    "EsmForMaskedLM from a checkpoint of fair-esm and, where there is one, its contact regression."
+    """EsmForMaskedLM from a checkpoint of fair-esm and, where there is one, its contact
+    regression."""
     with torch.serialization.safe_globals([argparse.Namespace]):
         state = torch.load(path, map_location="cpu", weights_only=True)
     config, state = _from_fair(state.get("model", state))
@@ -186,9 +231,11 @@ def load_esm(
     source,  # a fair-esm .pt file, or a folder or hub id for transformers
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-    regression=None,  # fair-esm's contact regression; "<stem>-contact-regression.pt" if it exists
+    # fair-esm's contact regression; "<stem>-contact-regression.pt" if it exists
+    regression=None,
 ):  # EsmForMaskedLM, or EsmModel where the checkpoint has no language-model head
-    "An ESM-2 model. Raises ValueError for a checkpoint of another kind, OSError if there is none."
+    """An ESM-2 model. Raises ValueError for a checkpoint of another kind, OSError if there is
+    none."""
     if str(source).endswith(".pt"):
         return _load_fair(source, regression).to(device, dtype)
     load = _transformers().EsmForMaskedLM.from_pretrained

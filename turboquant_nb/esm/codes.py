@@ -20,25 +20,37 @@ from ..cache.attention import _pre_rope_terms
 from ..cache.gather import BLOCK
 from ..cache.store import KVStore
 from turboquant_nb.esm.transform import (
-    SideCode, TransformCode, Workspace, _positions, centre_at, code_states, look_up, transformed_states,
-)  # fmt: skip
+    SideCode,
+    TransformCode,
+    Workspace,
+    _positions,
+    centre_at,
+    code_states,
+    look_up,
+    transformed_states,
+)
 from ..kernels import ops
 from ..theory.rope import cos_sin_table
 
 # %% ../../nbs/72_esm_codes.ipynb #b01cc5a7
 class Past:
-    """Keys and values of tokens already read, of all layers: exactly as they are, which is what the
-    compressed ones are compared with. Subclasses hold them in another basis or with fewer bits."""
+    """Keys and values of tokens already read, of all layers: exactly as they are, which is what
+    the compressed ones are compared with. Subclasses hold them in another basis or with fewer
+    bits."""
 
     def __init__(
         self,
         layers: int,
         start: Tensor,  # [B] int64 slots before each sequence starts
         max_length: int | None = None,  # of the past, in tokens; None: it grows
-        captured: bool = False,  # no number may be read: all sequences start at 0, and nobody asks
+        # no number may be read: all sequences start at 0, and nobody asks
+        captured: bool = False,
     ):
         self.layers, self.start, self.max_length, self.length = layers, start, max_length, 0
-        self.captured, self.ragged = captured, not captured and bool(start.any())  # asked once: on a GPU every answer waits
+        self.captured, self.ragged = (
+            captured,
+            not captured and bool(start.any()),
+        )  # asked once: on a GPU every answer waits
         self.kept, self.new = [None] * layers, {}
 
     def take(self, layer: int, k: Tensor, v: Tensor):
@@ -49,7 +61,9 @@ class Past:
         "The chunk of n tokens becomes past."
         for i, pair in self.new.items():
             old = self.kept[i]
-            self.kept[i] = pair if old is None else tuple(torch.cat(x, 2) for x in zip(old, pair))
+            self.kept[i] = (
+                pair if old is None else tuple(torch.cat(x, 2) for x in zip(old, pair))
+            )
         self.length, self.new = self.length + n, {}
 
     def rollback(self):
@@ -61,7 +75,8 @@ class Past:
         return torch.arange(first, last, device=self.start.device) - self.start[:, None]
 
     def align(self, x: Tensor) -> Tensor:
-        "Move each row of a first chunk x [B, H, n, d] right by its padding: all sequences end together."
+        """Move each row of a first chunk x [B, H, n, d] right by its padding: all sequences end
+        together."""
         if not self.ragged:
             return x
         at = (torch.arange(x.shape[2], device=x.device) - self.start[:, None]) % x.shape[2]
@@ -72,7 +87,8 @@ class Past:
         return self.kept[layer]
 
     def scores(self, layer: int, q: Tensor, rows: slice = slice(None)) -> Tensor:
-        "fp32 products [B, H, n, T] of queries [B, H, n, d] with the keys of the past of these sequences."
+        """fp32 products [B, H, n, T] of queries [B, H, n, d] with the keys of the past of these
+        sequences."""
         return q.float() @ self.states(layer)[0][rows].float().mT
 
     def weighted(self, layer: int, p: Tensor, rows: slice = slice(None)) -> Tensor:
@@ -88,14 +104,16 @@ def prefix_visible(
     n: int,  # tokens
     prefix: Tensor,  # [B] how many of them were read together
 ) -> Tensor:  # bool [B, n, n]: row i sees column j
-    "Visibility of tokens: the prefix to itself, and to each later token the prefix and what came since."
+    """Visibility of tokens: the prefix to itself, and to each later token the prefix and what
+    came since."""
     at, prefix = torch.arange(n, device=prefix.device), prefix[:, None, None]
     return (at < prefix) | ((at <= at[:, None]) & (at[:, None] >= prefix))
 
 
 @patch
 def visible(self: Past, n: int, causal: bool = True) -> Tensor | None:
-    "What a chunk of n tokens sees of the past and of itself: bool [B, 1, n, T+n], None for all."
+    """What a chunk of n tokens sees of the past and of itself: bool [B, 1, n, T+n], None for
+    all."""
     own = causal and n > 1
     if not self.ragged and not own:
         return None
@@ -108,7 +126,9 @@ def visible(self: Past, n: int, causal: bool = True) -> Tensor | None:
 
 
 @patch
-def attend(self: Past, layer: int, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+def attend(
+    self: Past, layer: int, q: Tensor, k: Tensor, v: Tensor, causal: bool = True
+) -> Tensor:
     "Output [B, H, n, d] of a chunk that sees the past and itself; its states are taken."
     self.take(layer, k, v)
     pair = (torch.cat(x, 2) for x in zip(self.states(layer), (k, v)))
@@ -116,8 +136,11 @@ def attend(self: Past, layer: int, q: Tensor, k: Tensor, v: Tensor, causal: bool
 
 # %% ../../nbs/72_esm_codes.ipynb #cd7899cf
 @patch
-def rows(self: Past, layer: int, q: Tensor, k: Tensor, v: Tensor, at: Tensor, sequence: int) -> Tensor:
-    "Each query [1, H, R, d] sees one sequence's past, with its own key and value in slot at[r] of it."
+def rows(
+    self: Past, layer: int, q: Tensor, k: Tensor, v: Tensor, at: Tensor, sequence: int
+) -> Tensor:
+    """Each query [1, H, R, d] sees one sequence's past, with its own key and value in slot
+    at[r] of it."""
     dtype, one = q.dtype, slice(sequence, sequence + 1)
     q, k, v = q.float(), k.float(), v.float()
     scores, index = self.scores(layer, q, one), at.expand(1, q.shape[1], -1)[..., None]
@@ -134,7 +157,9 @@ class _TokenBytes:
 
     def __init__(self, widths: list, batch: int, capacity: int, device="cpu"):
         self.edges = torch.tensor([0, *widths]).cumsum(0).tolist()  # of the layers
-        self.data = torch.zeros(batch, self.edges[-1], capacity, dtype=torch.uint8, device=device)
+        self.data = torch.zeros(
+            batch, self.edges[-1], capacity, dtype=torch.uint8, device=device
+        )
 
     def room(self, need: int):
         "Make room for so many tokens."
@@ -172,7 +197,8 @@ class _Outliers:
         self.past, self.found = [], []
 
     def keep(self, far: Tensor, k: Tensor, v: Tensor, first: int, length: int):
-        "Keep the tokens marked in far [layers, B, n] of a chunk [layers, B, H, n, d] from slot `length` on."
+        """Keep the tokens marked in far [layers, B, n] of a chunk [layers, B, H, n, d] from
+        slot `length` on."""
         layer, row, at = far.nonzero(as_tuple=True)
         for i in layer.unique().tolist():
             pick = layer == i
@@ -216,7 +242,9 @@ class _CodedSide:
         self.side, self.start = side, start
         widths = [side.width(i) for i in range(layers)]
         self.bytes = _TokenBytes(widths, len(start), capacity, start.device)
-        self.sinks = torch.zeros(len(start), layers, heads, sinks, d, dtype=dtype, device=start.device)
+        self.sinks = torch.zeros(
+            len(start), layers, heads, sinks, d, dtype=dtype, device=start.device
+        )
 
     def transformed(self, layer: int, x: Tensor, positions: Tensor) -> Tensor:
         "Exact states [B, H, n, d] of tokens at positions [B, n], as the past has them."
@@ -224,7 +252,8 @@ class _CodedSide:
         return (x.float() - mean) @ self.side.into[layer].mT
 
     def keep_sinks(self, x: Tensor, first: int, length: int):
-        "Copy the first tokens of each sequence out of a chunk x [layers, B, H, n, d] from slot `length` on."
+        """Copy the first tokens of each sequence out of a chunk x [layers, B, H, n, d] from
+        slot `length` on."""
         for b, s in enumerate(self.start.tolist()):
             for i in range(self.sinks.shape[3]):
                 if 0 <= (at := s + i - length) < x.shape[3]:
@@ -234,12 +263,16 @@ class _CodedSide:
         "Sinks and outliers (row, slot, states) of a layer in their places of z [B, H, d, T]."
         start, length = self.start[rows], z.shape[3]
         for j in range(self.sinks.shape[3]):
-            exact = self.transformed(layer, self.sinks[rows, layer, :, j : j + 1], torch.full_like(start, j)[:, None])
+            exact = self.transformed(
+                layer, self.sinks[rows, layer, :, j : j + 1], torch.full_like(start, j)[:, None]
+            )
             at = (start + j)[:, None, None, None]  # beyond the past: a sequence of fewer tokens
             place = at.clamp(max=length - 1).expand(*z.shape[:3], 1)
             z.scatter_(3, place, torch.where(at < length, exact.mT, z.gather(3, place)))
         for row, slot, x in outliers:
-            z[row, :, :, slot] = self.transformed(layer, x[:, :, None], (slot - start[row])[:, None])[:, :, 0]
+            z[row, :, :, slot] = self.transformed(
+                layer, x[:, :, None], (slot - start[row])[:, None]
+            )[:, :, 0]
 
     def nbytes(self) -> int:
         "Bytes of codes and sinks."
@@ -247,22 +280,38 @@ class _CodedSide:
 
 # %% ../../nbs/72_esm_codes.ipynb #5d7913b4
 class CodedPast(Past):
-    """A past in the basis of its transforms: no key or value is ever transformed back, and no mean is ever
-    added to one. Layers are looked up some at a time, as many as have `BLOCK` numbers, or one; what was
-    looked up goes with the last layer."""
+    """A past in the basis of its transforms: no key or value is ever transformed back, and no
+    mean is ever added to one. Layers are looked up some at a time, as many as have `BLOCK`
+    numbers, or one; what was looked up goes with the last layer."""
 
-    def __init__(self, code: TransformCode, start: Tensor, max_length: int | None, dtype, captured: bool = False):
+    def __init__(
+        self,
+        code: TransformCode,
+        start: Tensor,
+        max_length: int | None,
+        dtype,
+        captured: bool = False,
+    ):
         super().__init__(code.key.shape[0], start, max_length, captured)
         self.code, room = code, max_length or 0
-        make = partial(_CodedSide, start=start, capacity=room, sinks=code.recipe.sinks, dtype=dtype)
+        make = partial(
+            _CodedSide, start=start, capacity=room, sinks=code.recipe.sinks, dtype=dtype
+        )
         self.key, self.value = make(code.key), make(code.value)
         self.outliers, self.workspace = _Outliers(dtype), Workspace()
         self._rest()
 
     sides = property(lambda self: (self.key, self.value), doc="Keys, values.")
-    edges = property(lambda self: [s.bytes.edges for s in self.sides], doc="Where layers begin in a token's bytes.")
-    found = property(lambda self: self.outliers.found, doc="Outlier tokens of the chunk that is being read.")
-    outlier_tokens = property(lambda self: self.outliers.past, doc="Outlier tokens of the past.")
+    edges = property(
+        lambda self: [s.bytes.edges for s in self.sides],
+        doc="Where layers begin in a token's bytes.",
+    )
+    found = property(
+        lambda self: self.outliers.found, doc="Outlier tokens of the chunk that is being read."
+    )
+    outlier_tokens = property(
+        lambda self: self.outliers.past, doc="Outlier tokens of the past."
+    )
 
     def take(self, layer, k, v):
         "Code the layers that came, several at once where the chunk is small."
@@ -307,18 +356,31 @@ class CodedPast(Past):
         if of != rows or not first <= layer < first + found.shape[1]:
             size = b * math.prod(self.code.key.shape[1:]) * self.length
             first, last = layer, min(self.layers, layer + max(1, BLOCK // max(1, size)))
-            found = look_up(side.side, side.bytes.read(first, last, self.length)[rows], first, last, self.workspace, which)
+            found = look_up(
+                side.side,
+                side.bytes.read(first, last, self.length)[rows],
+                first,
+                last,
+                self.workspace,
+                which,
+            )
             self._looked_up[which] = rows, first, found
         z = found[:, layer - first]
         if self.code.recipe.sinks or self.outlier_tokens:
             side.put_exact(z, layer, rows, self._apart(which, layer, rows))
         return z
 
-    def _apart(self, which: str, layer: int, rows: slice) -> list:  # (row among these, slot, states)
-        found = [(x.row, x.slot, getattr(x, which)) for x in self.outlier_tokens if x.layer == layer]
+    def _apart(
+        self, which: str, layer: int, rows: slice
+    ) -> list:  # (row among these, slot, states)
+        found = [
+            (x.row, x.slot, getattr(x, which)) for x in self.outlier_tokens if x.layer == layer
+        ]
         if len(self.start[rows]) < len(self.start):
             here = [(row >= rows.start) & (row < rows.stop) for row, *_ in found]
-            found = [(row[i] - rows.start, slot[i], x[i]) for (row, slot, x), i in zip(found, here)]
+            found = [
+                (row[i] - rows.start, slot[i], x[i]) for (row, slot, x), i in zip(found, here)
+            ]
         return found
 
     def _mean_scores(self, layer: int, q: Tensor, rows: slice) -> Tensor | float:
@@ -335,7 +397,9 @@ class CodedPast(Past):
 
     def scores(self, layer, q, rows=slice(None)):
         q = q.float()
-        return (q @ self.code.key.back[layer] @ self._read("key", layer, rows)).add_(self._mean_scores(layer, q, rows))
+        return (q @ self.code.key.back[layer] @ self._read("key", layer, rows)).add_(
+            self._mean_scores(layer, q, rows)
+        )
 
     def weighted(self, layer, p, rows=slice(None)):
         side = self.code.value
@@ -347,14 +411,20 @@ class CodedPast(Past):
     def attend(self, layer, q, k, v, causal=True):
         self.take(layer, k, v)
         own, dtype = q.float() @ k.float().mT, q.dtype
-        scores, seen = torch.cat([self.scores(layer, q), own], -1), self.visible(q.shape[2], causal)
+        scores, seen = (
+            torch.cat([self.scores(layer, q), own], -1),
+            self.visible(q.shape[2], causal),
+        )
         p = (scores if seen is None else scores.masked_fill_(~seen, -math.inf)).softmax(-1)
         past, own = p.split([self.length, q.shape[2]], -1)
         return (self.weighted(layer, past) + own @ v.float()).to(dtype)
 
     def states(self, layer):
-        "Keys and values in the bases of their codes, [B, H, T, d]: keys with their mean, values without."
-        mean = centre_at(self.code.key.mean[layer], self.positions(0, self.length), self.code.key.inv_freq)
+        """Keys and values in the bases of their codes, [B, H, T, d]: keys with their mean,
+        values without."""
+        mean = centre_at(
+            self.code.key.mean[layer], self.positions(0, self.length), self.code.key.inv_freq
+        )
         key = self._read("key", layer, slice(None)).mT + mean @ self.code.key.into[layer].mT
         value = self._read("value", layer, slice(None)).mT.clone()
         self._rest()
@@ -367,9 +437,13 @@ class CodedPast(Past):
 class StorePast(Past):
     "States in one `KVStore` per layer: any `Recipe`, and the kernels where they can serve."
 
-    def __init__(self, recipes: list, start: Tensor, max_length, heads: int, inv_freq: Tensor, dtype):
+    def __init__(
+        self, recipes: list, start: Tensor, max_length, heads: int, inv_freq: Tensor, dtype
+    ):
         super().__init__(len(recipes), start, max_length)
-        make = partial(KVStore, heads=heads, d_key=2 * len(inv_freq), dtype=dtype, device=start.device)
+        make = partial(
+            KVStore, heads=heads, d_key=2 * len(inv_freq), dtype=dtype, device=start.device
+        )
         make = partial(make, inv_freq=inv_freq)  # for means before RoPE
         self.stores = [make(r, len(start), max_length=max_length) for r in recipes]
         if self.ragged:
@@ -419,7 +493,9 @@ def open_past(
 def why_not_captured(code: TransformCode | list | None) -> str:
     "Why a past of this code cannot be filled in a captured graph; empty if it can."
     if isinstance(code, list):
-        return "stores decide on the host how they grow; calibrated codes and exact states do not"
+        return (
+            "stores decide on the host how they grow; calibrated codes and exact states do not"
+        )
     if code is not None and (code.recipe.sinks or code.recipe.outliers):
         return "which tokens are sinks or outliers is read from the device"
     return ""

@@ -22,8 +22,11 @@ from .transform import TransformCode, attention_weights
 _transformers()  # says which extra installs it
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.esm.modeling_esm import (
-    EsmModel, EsmSelfAttention, apply_rotary_pos_emb, eager_attention_forward,
-)  # fmt: skip
+    EsmModel,
+    EsmSelfAttention,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
 
 # %% ../../nbs/73_esm_model.ipynb #b08ce9b3
 def _states(attention: EsmSelfAttention, x: Tensor, position_embeddings: tuple) -> tuple:
@@ -36,19 +39,36 @@ def _states(attention: EsmSelfAttention, x: Tensor, position_embeddings: tuple) 
 
 
 class TurboSelfAttention(EsmSelfAttention):
-    "One `EsmSelfAttention` with its weights; without the owner's hook, the same calls in the same order."
+    """One `EsmSelfAttention` with its weights; without the owner's hook, the same calls in the
+    same order."""
 
     def __init__(self, inner: EsmSelfAttention, index: int, owner):
         nn.Module.__init__(self)
-        for name in ("query", "key", "value", "config", "dropout", "scaling", "all_head_size",
-                     "num_attention_heads", "attention_head_size"):  # fmt: skip
+        for name in (
+            "query",
+            "key",
+            "value",
+            "config",
+            "dropout",
+            "scaling",
+            "all_head_size",
+            "num_attention_heads",
+            "attention_head_size",
+        ):
             setattr(self, name, getattr(inner, name))
         self.position_embedding_type, self.is_decoder, self.is_causal = "rotary", False, False
         self.layer_idx, self._link = index, (inner, owner)  # a tuple: not submodules
         self.train(inner.training)
 
-    def forward(self, hidden_states, attention_mask=None, encoder_hidden_states=None,
-                encoder_attention_mask=None, position_embeddings=None, **kwargs):  # fmt: skip
+    def forward(
+        self,
+        hidden_states,
+        attention_mask=None,
+        encoder_hidden_states=None,
+        encoder_attention_mask=None,
+        position_embeddings=None,
+        **kwargs,
+    ):
         q, k, v = _states(self, hidden_states, position_embeddings)
         out, weights, hook = None, None, self._link[1].hook
         if hook is not None:
@@ -64,7 +84,8 @@ class TurboSelfAttention(EsmSelfAttention):
 
 
 class _HookedAttention:
-    "The self-attention of a whole encoder, replaced by one that calls a hook; and the way back."
+    """The self-attention of a whole encoder, replaced by one that calls a hook; and the way
+    back."""
 
     def __init__(self, base: EsmModel):
         self.layers, self.hook = [layer.attention for layer in base.encoder.layer], None
@@ -83,7 +104,8 @@ class _HookedAttention:
             layer.self = inner
 
     def run(self, hook, f):
-        "f() with hook(layer, q, k, v, mask) -> (k, v, output or None) in every layer; gone afterwards, whatever happens."
+        """f() with hook(layer, q, k, v, mask) -> (k, v, output or None) in every layer; gone
+        afterwards, whatever happens."""
         self.hook = hook
         try:
             return f()
@@ -122,10 +144,14 @@ def _code_for(code, base: EsmModel, shape: tuple):  # None, TransformCode or [Re
         if not isinstance(code, (list, tuple)):
             return [as_recipe(code)] * layers
         if len(code) != layers:
-            raise ValueError(f"code must hold one recipe for each of {layers} layers, got {len(code)}")
+            raise ValueError(
+                f"code must hold one recipe for each of {layers} layers, got {len(code)}"
+            )
         return [as_recipe(r) for r in code]
     if code.key.shape != shape:
-        raise ValueError(f"code is for layers, heads, head size {code.key.shape}, the model has {shape}")
+        raise ValueError(
+            f"code is for layers, heads, head size {code.key.shape}, the model has {shape}"
+        )
     mark, own = torch.tensor(code.header["fingerprint"]), torch.tensor(fingerprint(base))
     if not torch.allclose(mark, own, rtol=0.02, atol=1e-3 * float(own.abs().max())):
         raise ValueError("code was calibrated on another model: the key weights differ")
@@ -133,7 +159,8 @@ def _code_for(code, base: EsmModel, shape: tuple):  # None, TransformCode or [Re
 
 
 def _padding(ids: Tensor, mask: Tensor | None) -> Tensor:  # [B] padding tokens of each row
-    "Padding on the right. Raises TypeError/ValueError for ids or a mask that are not what they must be."
+    """Padding on the right. Raises TypeError/ValueError for ids or a mask that are not what
+    they must be."""
     checks.shape(checks.integers(ids, "ids"), "ids", "B", "T")
     if not ids.numel():
         raise ValueError(f"ids must hold at least one token, got {list(ids.shape)}")
@@ -141,14 +168,17 @@ def _padding(ids: Tensor, mask: Tensor | None) -> Tensor:  # [B] padding tokens 
         return torch.zeros(len(ids), dtype=torch.long, device=ids.device)
     m = checks.shape(mask, "mask", *ids.shape).long()
     if bool((m.diff(dim=1) > 0).any()) or bool((m[:, 0] != 1).any()):
-        raise ValueError("mask must be 1 for the tokens of a row and then 0 for padding on the right")
+        raise ValueError(
+            "mask must be 1 for the tokens of a row and then 0 for padding on the right"
+        )
     return ids.shape[1] - m.sum(1)
 
 
 class TurboEsm:
-    """An ESM-2 model whose self-attention can keep, code and reuse keys and values. `code`: None
-    (exact), a preset or `Recipe` (or one per layer), or a `TransformCode`. `undo()`, or leaving a
-    `with` block, gives the model back. Raises TypeError/ValueError for what does not fit."""
+    """An ESM-2 model whose self-attention can keep, code and reuse keys and values. `code`:
+    None (exact), a preset or `Recipe` (or one per layer), or a `TransformCode`. `undo()`, or
+    leaving a `with` block, gives the model back. Raises TypeError/ValueError for what does not
+    fit."""
 
     def __init__(self, model, code=None, max_length: int | None = None):
         if max_length is not None:
@@ -158,19 +188,25 @@ class TurboEsm:
         self.past, self.max_length = None, max_length
         c = self.base.config
         heads = c.num_attention_heads
-        self.shape = len(self.attention.inner), heads, c.hidden_size // heads  # layers, heads, head size
+        self.shape = (
+            len(self.attention.inner),
+            heads,
+            c.hidden_size // heads,
+        )  # layers, heads, head size
         self.code = _code_for(code, self.base, self.shape)
         self.attention.replace()
 
-    hook = property(lambda self: self.attention.hook, doc="The hook of the pass that is running.")
+    hook = property(
+        lambda self: self.attention.hook, doc="The hook of the pass that is running."
+    )
 
     def undo(self):
         "Put the original attention back and drop the past. Calling it twice does no harm."
         self.attention.undo()
         self.past = None
 
-    __enter__ = lambda self: self  # noqa: E731
-    __exit__ = lambda self, *exc: self.undo()  # noqa: E731
+    __enter__ = lambda self: self
+    __exit__ = lambda self, *exc: self.undo()
 
     @torch.no_grad()
     def _run(self, hook, f) -> EsmOutput:
@@ -179,7 +215,8 @@ class TurboEsm:
         return EsmOutput(hidden, None if self.head is None else self.head(hidden))
 
     def run(self, hook, ids: Tensor, mask: Tensor | None = None) -> EsmOutput:
-        "The whole model over ids, with hook(layer, q, k, v, mask) -> (k, v, output or None) in every layer; nothing is kept."
+        """The whole model over ids, with hook(layer, q, k, v, mask) -> (k, v, output or None)
+        in every layer; nothing is kept."""
         return self._run(hook, lambda: self.base(ids, attention_mask=mask).last_hidden_state)
 
     def prefill(self, ids: Tensor, mask: Tensor | None = None) -> EsmOutput:
@@ -198,10 +235,14 @@ class TurboEsm:
         if self.max_length is not None and n > self.max_length:
             raise ValueError(f"max_length is {self.max_length}: cannot hold {n} tokens")
 
-    def _read(self, ids: Tensor, start: Tensor, mask: Tensor | None = None, captured: bool = False) -> tuple:
+    def _read(
+        self, ids: Tensor, start: Tensor, mask: Tensor | None = None, captured: bool = False
+    ) -> tuple:
         "A past that holds these sequences, and the output of the pass that filled it."
         inv_freq = self.base.rotary_embeddings.inv_freq
-        past = open_past(self.code, self.shape, start, self.max_length, inv_freq, self.base.dtype, captured)
+        past = open_past(
+            self.code, self.shape, start, self.max_length, inv_freq, self.base.dtype, captured
+        )
 
         def hook(layer, q, k, v, _):
             past.take(layer, past.align(k), past.align(v))
@@ -231,12 +272,20 @@ class TurboEsm:
         past, (layers, heads, d) = self._need(), self.shape
         values = 2 * layers * heads * d * len(past.start) * past.length
         held, tables = past.nbytes(), getattr(self.code, "tables_nbytes", 0)
-        return dict(tokens=past.length, nbytes=held, bits_per_value=8 * held / values,
-                    ratio_fp16=2 * values / held, ratio_fp32=4 * values / held, tables_nbytes=tables)  # fmt: skip
+        return dict(
+            tokens=past.length,
+            nbytes=held,
+            bits_per_value=8 * held / values,
+            ratio_fp16=2 * values / held,
+            ratio_fp32=4 * values / held,
+            tables_nbytes=tables,
+        )
 
 # %% ../../nbs/73_esm_model.ipynb #7de99272
 @patch
-def _embed(self: TurboEsm, ids: Tensor, ratio: Tensor) -> Tensor:  # ratio [B] of masked tokens so far
+def _embed(
+    self: TurboEsm, ids: Tensor, ratio: Tensor
+) -> Tensor:  # ratio [B] of masked tokens so far
     "ESM's embedding, with its correction for masked tokens continued."
     e, config = self.base.embeddings, self.base.config
     x = e.word_embeddings(ids)
@@ -283,13 +332,17 @@ def decode(self: TurboEsm, ids: Tensor, causal: bool = True) -> EsmOutput:
 
 # %% ../../nbs/73_esm_model.ipynb #8ffebb42
 @patch
-def rows(self: TurboEsm, ids: Tensor, at: Tensor, sequence: int = 0, block: int = 1024) -> EsmOutput:
+def rows(
+    self: TurboEsm, ids: Tensor, at: Tensor, sequence: int = 0, block: int = 1024
+) -> EsmOutput:
     """Token ids[r] in place of position at[r], each alone in the frozen context of one
     sequence: hidden [R, D]. The past does not change. Raises ValueError for a sequence or a
     position that is not in it."""
     past = self._need()
     if not -len(past.start) <= sequence < len(past.start):
-        raise ValueError(f"sequence must be one of {len(past.start)}, counted from 0, got {sequence}")
+        raise ValueError(
+            f"sequence must be one of {len(past.start)}, counted from 0, got {sequence}"
+        )
     sequence %= len(past.start)
     start = int(past.start[sequence])
     if ids.shape != at.shape or ids.ndim != 1 or not len(ids):
@@ -303,7 +356,15 @@ def rows(self: TurboEsm, ids: Tensor, at: Tensor, sequence: int = 0, block: int 
 
 
 @patch
-def _rows(self: TurboEsm, past, ids: Tensor, at: Tensor, start: int = 0, sequence: int = 0, block: int = 1024) -> EsmOutput:
+def _rows(
+    self: TurboEsm,
+    past,
+    ids: Tensor,
+    at: Tensor,
+    start: int = 0,
+    sequence: int = 0,
+    block: int = 1024,
+) -> EsmOutput:
     "`rows` of a past that is given, positions unchecked: no number is read from the device."
     ratio = torch.zeros(1, device=ids.device)  # a masked token's embedding is 0 at any ratio
 
@@ -320,14 +381,20 @@ def _rows(self: TurboEsm, past, ids: Tensor, at: Tensor, start: int = 0, sequenc
 # %% ../../nbs/73_esm_model.ipynb #dc8ea47a
 def _real(ids: Tensor, mask: Tensor | None) -> Tensor:  # bool [B, T]
     "Which tokens are not padding; raises as `_padding`."
-    return torch.arange(ids.shape[1], device=ids.device) < (ids.shape[1] - _padding(ids, mask))[:, None]
+    return (
+        torch.arange(ids.shape[1], device=ids.device)
+        < (ids.shape[1] - _padding(ids, mask))[:, None]
+    )
 
 
 def _replayed(q, exact, codes, prefix, real) -> Tensor:  # [B, H, T, d]
-    "Attention of prefix rows on exact states, of later ones on coded states and their exact own."
+    """Attention of prefix rows on exact states, of later ones on coded states and their exact
+    own."""
     (k, v), (ck, cv) = exact, codes
     n = q.shape[2]
-    late = (torch.arange(n, device=q.device) >= prefix[:, None])[:, None, :, None]  # [B, 1, T, 1]
+    late = (torch.arange(n, device=q.device) >= prefix[:, None])[
+        :, None, :, None
+    ]  # [B, 1, T, 1]
     visible = (prefix_visible(n, prefix) & real[:, None])[:, None]
     scores = torch.where(late, q @ ck.transpose(-1, -2), q @ k.transpose(-1, -2))
     own = (q * k).sum(-1, keepdim=True)
@@ -339,11 +406,16 @@ def _replayed(q, exact, codes, prefix, real) -> Tensor:  # [B, H, T, d]
 
 @patch
 def replay(
-    self: TurboEsm, ids: Tensor, prefix: Tensor, mask: Tensor | None = None, layers: tuple | None = None
+    self: TurboEsm,
+    ids: Tensor,
+    prefix: Tensor,
+    mask: Tensor | None = None,
+    layers: tuple | None = None,
 ) -> EsmOutput:
     """What a prefill of the first prefix[b] tokens and decoding of the others one by one gives,
     in one pass; nothing is kept. Only `layers`, if given, are coded. Rows of padding mean
-    nothing. ValueError for a `Recipe` with sinks, recent tokens or centres: they depend on the order."""
+    nothing. ValueError for a `Recipe` with sinks, recent tokens or centres: they depend on the
+    order."""
     check_recodable(self.code)
     real = _real(ids, mask)
 
@@ -355,7 +427,9 @@ def replay(
 
 # %% ../../nbs/73_esm_model.ipynb #84e7591c
 @patch
-def reread(self: TurboEsm, ids: Tensor, mask: Tensor | None = None, attentions: list | None = None) -> EsmOutput:
+def reread(
+    self: TurboEsm, ids: Tensor, mask: Tensor | None = None, attentions: list | None = None
+) -> EsmOutput:
     """A whole pass in which every layer attends on coded keys and values of the same pass,
     nothing kept: what the code does to the encoder itself. A list takes the attention weights
     [B, H, T, T] of each layer. ValueError as `replay`."""
@@ -373,7 +447,9 @@ def reread(self: TurboEsm, ids: Tensor, mask: Tensor | None = None, attentions: 
 
 # %% ../../nbs/73_esm_model.ipynb #f246d68a
 @patch
-def contacts(self: TurboEsm, ids: Tensor, mask: Tensor | None = None) -> Tensor:  # [B, T-2, T-2]
+def contacts(
+    self: TurboEsm, ids: Tensor, mask: Tensor | None = None
+) -> Tensor:  # [B, T-2, T-2]
     "Contact probabilities of the model's own head, from the attention of `reread`."
     self.reread(ids, mask, found := [])
     real = (torch.ones_like(ids) if mask is None else mask).to(found[0])

@@ -48,28 +48,38 @@ def _masked_passes(turbo, ids, groups, at_most) -> Tensor:  # [L, vocabulary]
 
 def _unmasked_pass(turbo, ids, mask=None) -> Tensor:  # [B, n, vocabulary]
     "Logits of one pass over sequences as they are; on the states of the code, if there is one."
-    return (turbo.run(None, ids, mask) if turbo.code is None else turbo.reread(ids, mask)).logits
+    return (
+        turbo.run(None, ids, mask) if turbo.code is None else turbo.reread(ids, mask)
+    ).logits
 
 
 def _check_head(turbo, method, methods) -> None:
-    "ValueError for a model without a head, an unknown method, and a code that the method would not use."
+    """ValueError for a model without a head, an unknown method, and a code that the method
+    would not use."""
     if turbo.head is None:
         raise ValueError("the model has no language-model head, so it gives no probabilities")
     checks.one_of(method, "method", methods)
     if turbo.code is not None and method in ("exact", "every", "masked"):
-        raise ValueError(f'method "{method}" reads exact states and would not use the code: take one of "frozen", "wildtype", "one-pass"')
+        raise ValueError(
+            f'method "{method}" reads exact states and would not use the code: take one of '
+            '"frozen", "wildtype", "one-pass"'
+        )
 
 
 def masked_marginals(
     turbo: TurboEsm,  # over a model with a language-model head
     sequence: str,
-    method: str = "frozen",  # "frozen": two passes; "exact": a pass per residue; "every": see passes; "wildtype": one pass, nothing masked
+    # "frozen": two passes; "exact": a pass per residue; "every": see passes; "wildtype": one
+    # pass, nothing masked
+    method: str = "frozen",
     passes: int = 8,  # for "every": so many passes, in each every passes-th residue is masked
     block: int = 1024,  # rows at a time ("frozen"), or tokens / 16 ("exact", "every")
 ) -> Tensor:  # [L, 20] fp32, columns in the order of RESIDUES, 0 at the wild type
-    """log p(mutant) - log p(wild type) of every substitution, with the position masked; for "wildtype" with nothing masked.
-    "frozen" reads the sequence once unmasked, so its context has seen the residue that is masked. Raises ValueError for a model
-    without a head, and for "exact" and "every" on a code, which they do not use. Source of the scores: Meier et al. 2021."""
+    """log p(mutant) - log p(wild type) of every substitution, with the position masked; for
+    "wildtype" with nothing masked. "frozen" reads the sequence once unmasked, so its context
+    has seen the residue that is masked. Raises ValueError for a model without a head, and for
+    "exact" and "every" on a code, which they do not use. Source of the scores: Meier et al.
+    2021."""
     _check_head(turbo, method, ("frozen", "exact", "every", "wildtype"))
     ids, _ = tokens([sequence], turbo.base.device)
     inside = torch.arange(1, ids.shape[1] - 1, device=ids.device)
@@ -85,8 +95,10 @@ def masked_marginals(
 
 # %% ../../nbs/75_esm_mutations.ipynb #7f5c0b02
 class MaskedRows:
-    """`masked_marginals(turbo, sequence, "frozen")` of proteins of one length as one captured graph; called with a sequence. Raises
-    ValueError for a model without a head, a code that cannot be captured, more tokens than max_length, another length, and states that are not finite."""
+    """`masked_marginals(turbo, sequence, "frozen")` of proteins of one length as one captured
+    graph; called with a sequence. Raises ValueError for a model without a head, a code that
+    cannot be captured, more tokens than max_length, another length, and states that are not
+    finite."""
 
     def __init__(self, turbo: TurboEsm, length: int, graphs=CudaGraph):  # or a class like it
         _check_head(turbo, "frozen", ("frozen",))
@@ -98,7 +110,10 @@ class MaskedRows:
         if graphs is CudaGraph and device.type != "cuda":
             raise ValueError(f"a CUDA graph needs a model on a GPU, got one on {device}")
         self.turbo, self.length = turbo, length
-        self.ids, self.start = tokens(["A" * length], device)[0], torch.zeros(1, dtype=torch.long, device=device)
+        self.ids, self.start = (
+            tokens(["A" * length], device)[0],
+            torch.zeros(1, dtype=torch.long, device=device),
+        )
         self.at = torch.arange(1, length + 1, device=device)
         self.mask = torch.full_like(self.at, MASK)
         for _ in range(2):  # tables are made and libraries loaded before
@@ -115,7 +130,9 @@ class MaskedRows:
     def __call__(self, sequence: str) -> Tensor:  # [L, 20] fp32, as `masked_marginals`
         ids, _ = tokens([sequence], self.ids.device)
         if ids.shape != self.ids.shape:
-            raise ValueError(f"this graph is for sequences of {self.length} residues, got {len(sequence)}")
+            raise ValueError(
+                f"this graph is for sequences of {self.length} residues, got {len(sequence)}"
+            )
         self.ids.copy_(ids)
         self.graph.replay()
         if not self.out["finite"]:
@@ -124,13 +141,15 @@ class MaskedRows:
 
 # %% ../../nbs/75_esm_mutations.ipynb #75ee0003
 def _seen_to_masked(logq: Tensor, kept: float, replaced: float, letters: int) -> Tensor:
-    "equation (75.3) in logarithms: what the model says of a residue that it sees, as if it were masked."
+    """equation (75.3) in logarithms: what the model says of a residue that it sees, as if it
+    were masked."""
     b = replaced / letters
     return logq + math.log(b) - (b - kept * torch.expm1(logq)).log()
 
 
 def _batches(sequences: list, at_most: int):
-    "Lists of the places of sequences of similar length, at most so many tokens together, padding counted."
+    """Lists of the places of sequences of similar length, at most so many tokens together,
+    padding counted."""
     part = []
     for i in sorted(range(len(sequences)), key=lambda i: len(sequences[i])):
         if part and (len(part) + 1) * (len(sequences[i]) + 2) > at_most:
@@ -144,14 +163,17 @@ def _batches(sequences: list, at_most: int):
 def pseudo_log_likelihood(
     turbo: TurboEsm,  # over a model with a language-model head
     sequences: list,  # of str
-    method: str = "one-pass",  # "one-pass": a pass per sequence; "masked": a pass per residue, the definition
+    # "one-pass": a pass per sequence; "masked": a pass per residue, the definition
+    method: str = "one-pass",
     kept: float = 0.1,  # of the residues to be named in training: left as they were
     replaced: float = 0.1,  # and replaced by a random letter
     letters: int = len(RESIDUES),  # one of so many
     at_most: int = 4096,  # tokens at a time
 ) -> Tensor:  # [n] fp64
-    """Sum of the log-probabilities of all residues of a sequence, each as if it were masked. Raises ValueError for a model without a
-    head, for "masked" on a code, which it does not use, and for shares that are none. Source: equation (75.3); of the definition Salazar et al. 2020."""
+    """Sum of the log-probabilities of all residues of a sequence, each as if it were masked.
+    Raises ValueError for a model without a head, for "masked" on a code, which it does not use,
+    and for shares that are none. Source: equation (75.3); of the definition Salazar et al.
+    2020."""
     _check_head(turbo, method, ("one-pass", "masked"))
     for name, x in (("kept", kept), ("replaced", replaced)):
         if not 0 < x < 1:
@@ -162,13 +184,25 @@ def pseudo_log_likelihood(
         for i, s in enumerate(sequences):
             ids, _ = tokens([s], turbo.base.device)
             inside = torch.arange(1, ids.shape[1] - 1, device=ids.device)
-            logp = _masked_passes(turbo, ids, list(inside[:, None]), at_most).float().log_softmax(-1)
+            logp = (
+                _masked_passes(turbo, ids, list(inside[:, None]), at_most)
+                .float()
+                .log_softmax(-1)
+            )
             out[i] = logp.gather(1, ids[0, 1:-1, None]).double().sum().cpu()
         return out
     for part in _batches(sequences, at_most):
         ids, mask = tokens([sequences[i] for i in part], turbo.base.device)
-        logq = _unmasked_pass(turbo, ids, mask).float().log_softmax(-1).gather(2, ids[..., None])[..., 0].double()
-        real = torch.arange(ids.shape[1], device=ids.device)[None] < mask.sum(1, keepdim=True) - 1
+        logq = (
+            _unmasked_pass(turbo, ids, mask)
+            .float()
+            .log_softmax(-1)
+            .gather(2, ids[..., None])[..., 0]
+            .double()
+        )
+        real = (
+            torch.arange(ids.shape[1], device=ids.device)[None] < mask.sum(1, keepdim=True) - 1
+        )
         real[:, 0] = False  # neither the first token nor the last
         out[part] = (_seen_to_masked(logq, kept, replaced, letters) * real).sum(1).cpu()
     return out
@@ -180,7 +214,8 @@ def pseudo_perplexity(
     method: str = "one-pass",
     **how,  # as `pseudo_log_likelihood`
 ) -> Tensor:  # [n] fp64
-    "exp of minus the mean log-probability of a residue. Raises ValueError as `pseudo_log_likelihood`."
+    """exp of minus the mean log-probability of a residue. Raises ValueError as
+    `pseudo_log_likelihood`."""
     sums = pseudo_log_likelihood(turbo, sequences, method, **how)
     return (-sums / torch.tensor([len(s) for s in sequences], dtype=torch.float64)).exp()
 
@@ -190,8 +225,11 @@ def score_mutations(
     sequence: str,
     mutations: list,  # "A5G", or several together: "A5G:L7P"; positions from 1
 ) -> list:  # of float: sums of log-odds
-    "Scores of variants. Raises ValueError for a mutation that does not fit the sequence, and for one residue that is named twice."
-    return [sum(float(table[at, to]) for at, to in _parse_variant(x, sequence)) for x in mutations]
+    """Scores of variants. Raises ValueError for a mutation that does not fit the sequence, and
+    for one residue that is named twice."""
+    return [
+        sum(float(table[at, to]) for at, to in _parse_variant(x, sequence)) for x in mutations
+    ]
 
 
 def _parse_variant(text: str, sequence: str) -> list:  # of (row, column) of the table
@@ -199,7 +237,10 @@ def _parse_variant(text: str, sequence: str) -> list:  # of (row, column) of the
     found = [_parse_mutation(x, sequence) for x in re.split(r"[:,/+]", text)]
     rows = [at for at, _ in found]
     if again := [at for i, at in enumerate(rows) if at in rows[:i]]:
-        raise ValueError(f"{text} must name each residue once, got {sequence[again[0]].upper()}{again[0] + 1} twice")
+        raise ValueError(
+            f"{text} must name each residue once, got "
+            f"{sequence[again[0]].upper()}{again[0] + 1} twice"
+        )
     return found
 
 
@@ -230,13 +271,16 @@ def variants_of(
     sequences: dict,  # name -> sequence, as `read_fasta` gives them
     mutations: dict | list | None = None,  # per name or for all; None: all 19·L substitutions
 ) -> dict:  # name -> list of variants, each of which fits
-    "What is to be scored of each protein, without a model. Raises ValueError as `score_mutations` and for unknown names."
+    """What is to be scored of each protein, without a model. Raises ValueError as
+    `score_mutations` and for unknown names."""
     if isinstance(mutations, dict) and (lost := set(mutations) - set(sequences)):
-        raise ValueError(f"mutations name {sorted(lost)[0]!r}, which is not among the sequences")
-    every = lambda s: [f"{w}{j}{m}" for j, w in enumerate(s, 1) for m in RESIDUES if m != w]  # noqa: E731
+        raise ValueError(
+            f"mutations name {sorted(lost)[0]!r}, which is not among the sequences"
+        )
+    every = lambda s: [f"{w}{j}{m}" for j, w in enumerate(s, 1) for m in RESIDUES if m != w]
     if mutations is None:
         return {name: every(s) for name, s in sequences.items()}
-    of = lambda name: mutations.get(name, []) if isinstance(mutations, dict) else mutations  # noqa: E731
+    of = lambda name: mutations.get(name, []) if isinstance(mutations, dict) else mutations
     for name, s in sequences.items():
         for text in of(name):
             try:
@@ -246,11 +290,14 @@ def variants_of(
     return {name: of(name) for name in sequences}
 
 
-CAPTURE_FROM = 5  # proteins of one length: capturing takes as long as three or four of them eagerly
+CAPTURE_FROM = (
+    5  # proteins of one length: capturing takes as long as three or four of them eagerly
+)
 
 
 def _tables(turbo: TurboEsm, method: str, lengths: Counter, graphs):
-    "A function from sequences to `masked_marginals`; lengths that come often are captured, one graph at a time."
+    """A function from sequences to `masked_marginals`; lengths that come often are captured,
+    one graph at a time."""
     on_gpu = turbo.base.device.type == "cuda"
     kind = (CudaGraph if on_gpu else None) if graphs is True else graphs or None
     if kind is None or method != "frozen" or why_not_captured(turbo.code):
@@ -268,7 +315,10 @@ def _tables(turbo: TurboEsm, method: str, lengths: Counter, graphs):
                 graph = MaskedRows(turbo, n, kind)
             except RuntimeError as error:
                 failed.add(n)
-                warnings.warn(f"proteins of {n} residues are scored without a graph: {error}", stacklevel=3)
+                warnings.warn(
+                    f"proteins of {n} residues are scored without a graph: {error}",
+                    stacklevel=3,
+                )
                 return masked_marginals(turbo, s, method)
         return graph(s)
 
@@ -279,38 +329,60 @@ def variants(
     turbo: TurboEsm,  # over a model with a language-model head
     sequences: dict,  # name -> sequence, as `read_fasta` gives them
     mutations: dict | list | None = None,  # per name or for all; None: all 19·L substitutions
-    method: str = "frozen",  # of `masked_marginals`; "one-pass": a pass for each variant, of its whole sequence
+    # of `masked_marginals`; "one-pass": a pass for each variant, of its whole sequence
+    method: str = "frozen",
     progress=lambda done, total: None,
-    graphs: bool | type = True,  # for "frozen": capture lengths that come `CAPTURE_FROM` times; True: on a GPU, False: never, or a class like CudaGraph
+    graphs: bool
+    # for "frozen": capture lengths that come `CAPTURE_FROM` times; True: on a GPU, False:
+    # never, or a class like CudaGraph
+    | type = True,
 ) -> list:  # of (name, mutation, score)
     "Scores of all proteins. Raises ValueError as `variants_of`, before anything is computed."
     wanted_of = variants_of(sequences, mutations)
     _check_head(turbo, method, ("frozen", "exact", "every", "wildtype", "one-pass"))
-    asked = sorted((name for name, wanted in wanted_of.items() if wanted), key=lambda name: len(sequences[name]))
-    table, found = _tables(turbo, method, Counter(len(sequences[name]) for name in asked), graphs), {}
+    asked = sorted(
+        (name for name, wanted in wanted_of.items() if wanted),
+        key=lambda name: len(sequences[name]),
+    )
+    table, found = (
+        _tables(turbo, method, Counter(len(sequences[name]) for name in asked), graphs),
+        {},
+    )
     for i, name in enumerate(asked):
         s, wanted = sequences[name], wanted_of[name]
         if method == "one-pass":
-            own, *others = pseudo_log_likelihood(turbo, [s, *(mutated(s, m) for m in wanted)]).tolist()
+            own, *others = pseudo_log_likelihood(
+                turbo, [s, *(mutated(s, m) for m in wanted)]
+            ).tolist()
             found[name] = [x - own for x in others]
         else:
             found[name] = score_mutations(table(s), s, wanted)
         progress(i + 1 + len(sequences) - len(asked), len(sequences))
-    return [(name, m, x) for name in wanted_of if name in found for m, x in zip(wanted_of[name], found[name])]
+    return [
+        (name, m, x)
+        for name in wanted_of
+        if name in found
+        for m, x in zip(wanted_of[name], found[name])
+    ]
 
 
 def read_mutations(path) -> dict | list:
-    """Lines "A5G" or "name<tab>A5G:L7P", empty lines and those with # left out: a list, or a dict
-    by name. Raises ValueError for a mixture, an empty file and what is no text."""
+    """Lines "A5G" or "name<tab>A5G:L7P", empty lines and those with # left out: a list, or a
+    dict by name. Raises ValueError for a mixture, an empty file and what is no text."""
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} must hold lines of mutations in UTF-8, got something else at byte {error.start}") from None
+        raise ValueError(
+            f"{path} must hold lines of mutations in UTF-8, got something else at byte "
+            f"{error.start}"
+        ) from None
     rows = [x.split() for x in lines]
     rows = [r for r in rows if r and not r[0].startswith("#")]
     widths = {len(r) for r in rows}
     if len(widths) != 1 or not widths <= {1, 2}:
-        raise ValueError(f"{path} must hold lines of one mutation, or all of a name and a mutation")
+        raise ValueError(
+            f"{path} must hold lines of one mutation, or all of a name and a mutation"
+        )
     if widths == {1}:
         return [r[0] for r in rows]
     out = {}

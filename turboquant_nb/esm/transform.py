@@ -27,9 +27,14 @@ from ..theory.transforms import Moments, attention_weights, sensitivity
 
 # %% ../../nbs/70_transform.ipynb #221c3118
 def centre_at(mean: Tensor, positions: Tensor, inv_freq: Tensor | None) -> Tensor:
-    "Means [.., H, d] at positions [B, n]: [.., B, H, n, d], with RoPE applied where frequencies are given."
+    """Means [.., H, d] at positions [B, n]: [.., B, H, n, d], with RoPE applied where
+    frequencies are given."""
     mean = mean[..., None, :, None, :]
-    return mean if inv_freq is None else apply_cos_sin(mean, cos_sin_table(positions, inv_freq)[:, None])
+    return (
+        mean
+        if inv_freq is None
+        else apply_cos_sin(mean, cos_sin_table(positions, inv_freq)[:, None])
+    )
 
 
 def _positions(x: Tensor) -> Tensor:  # [B, n]
@@ -39,9 +44,10 @@ def _positions(x: Tensor) -> Tensor:  # [B, n]
 # %% ../../nbs/70_transform.ipynb #b81ecf65
 @dataclass(eq=False)
 class SideCode:
-    """The code of all keys or all values of a model: per head a mean and an invertible transform, per
-    channel a number of bits and a table. `levels[b]` and `edges[b]` list the channels of b bits.
-    With frequencies the mean is that before RoPE, and RoPE carries it to each position."""
+    """The code of all keys or all values of a model: per head a mean and an invertible
+    transform, per channel a number of bits and a table. `levels[b]` and `edges[b]` list the
+    channels of b bits. With frequencies the mean is that before RoPE, and RoPE carries it to
+    each position."""
 
     mean: Tensor  # [L, H, d] fp32
     into: Tensor  # [L, H, d, d] fp32: z = into (x - mean)
@@ -66,7 +72,7 @@ class SideCode:
     @classmethod
     def of(cls, tensors: dict) -> "SideCode":
         "From what `tensors` gave."
-        table = lambda kind: {  # noqa: E731
+        table = lambda kind: {
             int(n.removeprefix(kind)): t for n, t in tensors.items() if n.startswith(kind)
         }
         fixed = (tensors[n] for n in cls._fixed)
@@ -91,7 +97,9 @@ class _Planes(NamedTuple):
     ends: tuple  # lowest and highest level [channels, 1]
 
 
-def _bit_order(bits: Tensor) -> tuple:  # (channels most bits first, counts, channel, shift, keep)
+def _bit_order(
+    bits: Tensor,
+) -> tuple:  # (channels most bits first, counts, channel, shift, keep)
     "Plane p of a layer holds bit p of all channels that have one, most significant first."
     order = torch.argsort(bits.long(), descending=True, stable=True)
     counts = [int((bits > p).sum()) for p in range(int(bits.max()))]
@@ -157,7 +165,8 @@ def code_states(
     over: bool = False,  # also how far each token leaves the tables
     check: bool = True,  # that states are finite; in a captured graph nobody can ask
 ) -> Tensor:  # [B, n, bytes of these layers] uint8; with `over` a pair with [layers, B, n] fp32
-    "Take the mean off, transform, code and pack, all layers at once. Raises ValueError for NaN or Inf."
+    """Take the mean off, transform, code and pack, all layers at once. Raises ValueError for
+    NaN or Inf."""
     if check:
         checks.finite(x, "states")
     layers, b, _, n, _ = x.shape
@@ -174,7 +183,8 @@ def code_states(
 class _Levels(NamedTuple):
     "How the codes of some layers become levels; all on one device."
 
-    planes: list  # rows of first, second, … bits among all rows of bits, channels with most bits first
+    # rows of first, second, … bits among all rows of bits, channels with most bits first
+    planes: list
     row: Tensor  # [channels] place of each channel in that order; of one without bits any
     silent: Tensor  # channels without bits
     offset: Tensor  # [channels, 1] int32: where a channel's table begins
@@ -206,7 +216,9 @@ def _levels(side: SideCode, first: int, last: int) -> _Levels:
     row, silent = order.argsort().masked_fill(mine == 0, 0), (mine == 0).nonzero().flatten()
     found = row, silent, offset[:, None], torch.cat(tables).view(torch.int32)
     device = side.bits.device
-    side._made["levels", first, last] = _Levels([p.to(device) for p in planes], *(x.to(device) for x in found))
+    side._made["levels", first, last] = _Levels(
+        [p.to(device) for p in planes], *(x.to(device) for x in found)
+    )
     return side._made["levels", first, last]
 
 
@@ -232,22 +244,30 @@ def look_up(
     workspace: Workspace | None = None,
     name: str = "levels",  # the result lies there in the workspace until it is asked for again
 ) -> Tensor:  # [B, layers, H, d, n] fp32
-    "into (x - mean) as the codes stand for it, channel by channel; a channel without bits reads as 0."
+    """into (x - mean) as the codes stand for it, channel by channel; a channel without bits
+    reads as 0."""
     layers, heads, d = side.shape
     last, (b, width, n) = layers if last is None else last, rows.shape
     shape = b, last - first, heads, d, n
     if not width:
         return torch.zeros(shape, device=rows.device)
-    levels, take = _levels(side, first, last), partial((workspace or Workspace()).take, device=rows.device)
+    levels, take = (
+        _levels(side, first, last),
+        partial((workspace or Workspace()).take, device=rows.device),
+    )
     eight = 2 ** torch.arange(8, dtype=torch.uint8, device=rows.device)[:, None]
-    bit = torch.bitwise_and(rows[:, :, None], eight, out=take("bits", (b, width, 8, n), torch.uint8))
+    bit = torch.bitwise_and(
+        rows[:, :, None], eight, out=take("bits", (b, width, 8, n), torch.uint8)
+    )
     bit = bit.clamp_(max=1).view(b, 8 * width, n)
     sort = take("sort", (b, len(levels.planes[0]), n), torch.uint8)
     torch.index_select(bit, 1, levels.planes[0], out=sort)
     for plane in levels.planes[1:]:  # a prefix of the order has one bit more
         some, more = sort[:, : len(plane)], take("more", (b, len(plane), n), torch.uint8)
         torch.add(torch.index_select(bit, 1, plane, out=more), some, alpha=2, out=some)
-    code = torch.index_select(sort, 1, levels.row, out=take("code", (b, len(levels.row), n), torch.uint8))
+    code = torch.index_select(
+        sort, 1, levels.row, out=take("code", (b, len(levels.row), n), torch.uint8)
+    )
     if len(levels.silent):
         code.index_fill_(1, levels.silent, 0)
     index = take("index", code.shape, torch.int32).copy_(code).add_(levels.offset)
@@ -271,7 +291,9 @@ class SideSpec:
 
     bits: float = 3.0  # mean per channel; an integer unless the recipe allocates
     rotation: str = "svd"  # "svd" (per head), "hadamard" or "none"
-    center: str = "mean"  # of each head: "pre_rope" (keys: the mean before RoPE), "mean" or "none"
+    center: str = (
+        "mean"  # of each head: "pre_rope" (keys: the mean before RoPE), "mean" or "none"
+    )
     aware: bool = True  # weigh errors by what attention makes of them
     table: str = "channel"  # levels fitted per "channel" or per "head"
     sign: bool = False  # the last bit is the sign of the error of the others
@@ -297,7 +319,9 @@ class TransformRecipe(TwoSides):
 
     key: SideSpec = SideSpec(center="pre_rope")
     value: SideSpec = SideSpec()
-    allocation: str = "model"  # where bits are allocated: over the "model", each "layer", or "none"
+    allocation: str = (
+        "model"  # where bits are allocated: over the "model", each "layer", or "none"
+    )
     min_bits: int = 1  # bits that every channel has at least
     one_table: bool = False  # keys and values share their tables
     sinks: int = 0  # first tokens kept exact
@@ -311,7 +335,9 @@ class TransformRecipe(TwoSides):
     def __post_init__(self):
         sides = (self.key, self.value)
         if self.allocation not in ("model", "layer", "none"):
-            raise ValueError(f"allocation must be 'model', 'layer' or 'none', got {self.allocation!r}")
+            raise ValueError(
+                f"allocation must be 'model', 'layer' or 'none', got {self.allocation!r}"
+            )
         if self.value.center == "pre_rope":
             raise ValueError("center='pre_rope' is for keys; RoPE rotates no values")
         if self.allocation == "none" and any(s.bits != int(s.bits) for s in sides):
@@ -322,7 +348,9 @@ class TransformRecipe(TwoSides):
             raise ValueError("one_table needs tables per head on both sides")
         top = min(s.bits for s in sides)
         if type(self.min_bits) is not int or not 0 <= self.min_bits <= top:
-            raise ValueError(f"min_bits must be an integer from 0 to {top:g}, got {self.min_bits!r}")
+            raise ValueError(
+                f"min_bits must be an integer from 0 to {top:g}, got {self.min_bits!r}"
+            )
         if type(self.sinks) is not int or self.sinks < 0:
             raise ValueError(f"sinks must be a non-negative integer, got {self.sinks!r}")
         if not 0 <= self.outliers < math.inf:
@@ -353,8 +381,9 @@ def as_transform(recipe) -> tuple:  # (name, TransformRecipe)
 # %% ../../nbs/70_transform.ipynb #e779cc2f
 @dataclass
 class CodeStatistics:
-    """What a transform code is fitted to: moments of all layers and heads, and what errors cost. Kinds of
-    moments: "key" and "value" as they are, "rope" for keys minus their pre-RoPE mean at each position, "query"."""
+    """What a transform code is fitted to: moments of all layers and heads, and what errors
+    cost. Kinds of moments: "key" and "value" as they are, "rope" for keys minus their pre-RoPE
+    mean at each position, "query"."""
 
     center: Tensor  # [L, H, d] mean of the keys before RoPE
     inv_freq: Tensor  # [d/2] frequencies of RoPE
@@ -368,7 +397,9 @@ class CodeStatistics:
 
     def mean_square(self, kind: str) -> Tensor:
         "[L, H, d, d] fp64 on the CPU; of queries weighed by their sensitivity."
-        return torch.stack([self.moments.mean_square(kind, i).cpu() for i in range(len(self.gain))])
+        return torch.stack(
+            [self.moments.mean_square(kind, i).cpu() for i in range(len(self.gain))]
+        )
 
     def metric(self, side: str) -> Tensor:
         "[L, H, d, d]: errors e of this side count as eᵀ M e."
@@ -378,13 +409,15 @@ class CodeStatistics:
     def take(self, layer, q, k, v, real, visible):
         "Add the states [B, H, T, d] of one layer; `real` [B, T] is False for padding."
         q, k, v = q.float(), k.float(), v.float()
-        flat = lambda x: x.transpose(1, 2)[real]  # noqa: E731 [N, H, d]
-        move = lambda x: x[layer].float().to(k.device)  # noqa: E731
+        flat = lambda x: x.transpose(1, 2)[real]  # [N, H, d]
+        move = lambda x: x[layer].float().to(k.device)
         centred = k - centre_at(move(self.center), _positions(k), self.inv_freq.to(k.device))
         for kind, x in {"key": k, "value": v, "rope": centred}.items():
             self.moments.add(kind, layer, flat(x))
         rows = flat(q)
-        self.moments.add("query", layer, rows, flat(sensitivity(q, k, v, visible, move(self.output))))
+        self.moments.add(
+            "query", layer, rows, flat(sensitivity(q, k, v, visible, move(self.output)))
+        )
         self.moments.tokens += len(rows) * (layer == 0)
 
 # %% ../../nbs/70_transform.ipynb #129de249
@@ -430,12 +463,15 @@ class _Counts:
     count: Tensor  # [rows, bins] fp64
 
     def cells(self, edges: Tensor) -> list:
-        "Mass, first and second moments, in bins, of the cells between edges [rows, k-1]: [rows, k]."
+        """Mass, first and second moments, in bins, of the cells between edges [rows, k-1]:
+        [rows, k]."""
         if not hasattr(self, "sums"):
             c = torch.arange(self.count.shape[1], dtype=torch.float64) + 0.5
             zero = self.count.new_zeros(len(self.count), 1)
             self.sums = [torch.cat([zero, (self.count * c**i).cumsum(1)], 1) for i in range(3)]
-        at = (edges + 0.5).floor().long().clamp(0, self.count.shape[1])  # bins with centre below
+        at = (
+            (edges + 0.5).floor().long().clamp(0, self.count.shape[1])
+        )  # bins with centre below
         first, last = at.new_zeros(len(at), 1), at.new_full((len(at), 1), self.count.shape[1])
         at = torch.cat([first, at, last], 1)
         return [s.gather(1, at).diff(dim=1) for s in self.sums]
@@ -466,7 +502,8 @@ def _lloyd_rows(
 
 # %% ../../nbs/70_transform.ipynb #1551cf71
 def _with_sign(h: _Counts, y: Tensor) -> tuple:  # (levels, edges), both in bins
-    "Levels c ± mean |error| in cells split at c. Source: TurboESM (arXiv 2603.26110), Eqs. 6 and 7."
+    """Levels c ± mean |error| in cells split at c. Source: TurboESM (arXiv 2603.26110), Eqs. 6
+    and 7."""
     middle = _midpoints(y)
     centre = torch.arange(h.count.shape[1], dtype=torch.float64) + 0.5
     cell = torch.searchsorted(middle.contiguous(), centre.expand(len(y), -1).contiguous())
@@ -560,9 +597,7 @@ class _Errors:
 
     def __init__(self, h, most):
         levels = [_lloyd_rows(h, b)[0] for b in range(1, most + 1)]
-        self.books = [
-            [h.values(t).float() for t in (_midpoints(y), y)] for y in levels
-        ]
+        self.books = [[h.values(t).float() for t in (_midpoints(y), y)] for y in levels]
 
     def __call__(self, z, layer, bits):
         "z [B, H, T, d] minus what a table of so many bits makes of it."
@@ -577,7 +612,8 @@ class _Errors:
 
 
 class _Costs:
-    "What 0 … most bits for one channel leave wrong in the final states; `take` as in `CodeStatistics`."
+    """What 0 … most bits for one channel leave wrong in the final states; `take` as in
+    `CodeStatistics`."""
 
     def __init__(self, statistics, fits, counts, recipe, dense, most=7):
         self.most, self.dense, self.statistics = most, dense, statistics
@@ -609,16 +645,21 @@ class _Costs:
 
 # %% ../../nbs/70_transform.ipynb #49ef983c
 def _spread(gains: Tensor, budget: int) -> Tensor:  # [channels, most bits] -> [channels] int64
-    "Bits by measured gains; where they are not convex, a bit counts for no more than the bits before it."
+    """Bits by measured gains; where they are not convex, a bit counts for no more than the bits
+    before it."""
     losses = -gains.cummin(1).values.cumsum(1)
-    return torch.tensor(allocate_bits(torch.cat([0 * losses[:, :1], losses], 1), budget, exact=True))
+    return torch.tensor(
+        allocate_bits(torch.cat([0 * losses[:, :1], losses], 1), budget, exact=True)
+    )
 
 
 def _allocate(cost, recipe, shape) -> dict:  # side -> bits [L, H, d]
     "Bits of every channel; cost: side -> [L, H, d, most bits + 1]."
     sides, layers = ("key", "value"), shape[0]
     if recipe.allocation == "none":
-        fixed = (torch.full(shape, int(getattr(recipe, s).bits), dtype=torch.uint8) for s in sides)
+        fixed = (
+            torch.full(shape, int(getattr(recipe, s).bits), dtype=torch.uint8) for s in sides
+        )
         return dict(zip(sides, fixed))
     gains = [-cost[s].diff(dim=-1).flatten(1, 2) for s in sides]
     gains = torch.cat(gains, 1)[..., recipe.min_bits :]  # [L, both sides, most - least]
@@ -655,7 +696,7 @@ class TransformCode:
 
     def to(self, device) -> "TransformCode":
         "The same on another device."
-        move = lambda s: SideCode.of({n: t.to(device) for n, t in s.tensors().items()})  # noqa: E731
+        move = lambda s: SideCode.of({n: t.to(device) for n, t in s.tensors().items()})
         return replace(self, key=move(self.key), value=move(self.value))
 
     def check_held_out(self, texts: list) -> None:
@@ -714,8 +755,8 @@ def save_code(code: TransformCode, path) -> None:
 
 
 def load_code(path, device: torch.device | str = "cpu") -> TransformCode:
-    """Read it back. Raises FileNotFoundError, or ValueError for a file of another kind, a truncated
-    or a changed one."""
+    """Read it back. Raises FileNotFoundError, or ValueError for a file of another kind, a
+    truncated or a changed one."""
     tensors, header = read_file(path, FORMAT, "code")
     recipe = TransformRecipe.from_dict(header.pop("recipe"))
     sides = [

@@ -15,7 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..hf import TurboQuantCache, _is_coded, _kinds  # first: it says how to get transformers
+from turboquant_nb.hf import (
+    TurboQuantCache,
+    _is_coded,
+    _kinds,
+)  # first: it says how to get transformers
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, QuantizedCache
 
 from ..quant.quantizer import PRESETS, Recipe
@@ -23,7 +27,8 @@ from ..quant.quantizer import PRESETS, Recipe
 # %% ../../nbs/81_candidates.ipynb #df2a504d
 def wrap_update(
     cache,  # a cache of any class
-    around: Callable,  # (update, keys, values, layer, …) -> (keys, values); `update` is the cache's own
+    # (update, keys, values, layer, …) -> (keys, values); `update` is the cache's own
+    around: Callable,
 ):  # the same cache
     "Let what a model hands to this cache go through `around`."
     plain = cache.update
@@ -38,7 +43,9 @@ class Candidate:
     name: str
     make: Callable  # () -> an empty cache
     recipe: object = None  # of ours: a Recipe, or a list with one per layer
-    dtype: torch.dtype | None = torch.bfloat16  # states are handed over in it; None: as they come
+    dtype: torch.dtype | None = (
+        torch.bfloat16
+    )  # states are handed over in it; None: as they come
     block: int = 1  # it does the same with all but the last of so many tokens at once
     flush: int = 1  # tokens after which an earlier one is surely coded
     decays: bool = False  # codes of old tokens change later: every step has to be taken
@@ -96,10 +103,13 @@ OTHERS = {
 
 
 def _make_other(name: str, config) -> Cache:
-    "A cache that is not ours. ImportError names a missing package, RuntimeError says what failed."
+    """A cache that is not ours. ImportError names a missing package, RuntimeError says what
+    failed."""
     other = OTHERS[name]
     if other.package and find_spec(other.package.replace("-", ".").split(".")[0]) is None:
-        raise ImportError(f"{name} needs a package that is not installed: pip install {other.package}")
+        raise ImportError(
+            f"{name} needs a package that is not installed: pip install {other.package}"
+        )
     try:
         return other.make(config)
     except (ImportError, ValueError) as error:
@@ -108,7 +118,8 @@ def _make_other(name: str, config) -> Cache:
 # %% ../../nbs/81_candidates.ipynb #34940447
 def as_candidate(
     model,  # a transformers model
-    what,  # a recipe (preset, Recipe, list of them), a name in OTHERS, a function that makes a cache
+    # a recipe (preset, Recipe, list of them), a name in OTHERS, a function that makes a cache
+    what,
     name: str | None = None,  # how rows call it
     dtype: torch.dtype | None = torch.bfloat16,  # of exact tokens; None: the model's
     max_length: int | None = None,  # allocate ours for so many tokens, without slack
@@ -120,14 +131,14 @@ def as_candidate(
         known = ", ".join([*PRESETS, *OTHERS])
         raise ValueError(f"a candidate must be a recipe or one of {known}; got {what!r}")
     if isinstance(what, str) and what in OTHERS:
-        make = lambda: _make_other(what, model.config)  # noqa: E731
+        make = lambda: _make_other(what, model.config)
         return Candidate(name or what, make, None, dtype, OTHERS[what].block)
     if not isinstance(what, (str, list, tuple, Recipe)) and callable(what):
         return Candidate(name or getattr(what, "__name__", "cache"), what, None, dtype)
     recipe = TurboQuantCache(model, what).recipe  # a preset as this model gets it
     name = name or (what if isinstance(what, str) else "recipe")
     each = recipe if isinstance(recipe, list) else [recipe]
-    make = lambda: TurboQuantCache(model, recipe, max_length=max_length)  # noqa: E731
+    make = lambda: TurboQuantCache(model, recipe, max_length=max_length)
     decays = any(r.decay is not None for r in each)
     return Candidate(name, make, recipe, dtype, 1, max(r.recent for r in each) + 1, decays)
 
@@ -174,7 +185,8 @@ def bits_per_value(
     model,  # whose states it holds
     rows: int = 1,  # sequences in it
 ) -> float:
-    "Bits per value of a cache by equation (81.1): from its own report where it has one, else by walking."
+    """Bits per value of a cache by equation (81.1): from its own report where it has one, else
+    by walking."""
     if hasattr(cache, "report"):
         return cache.report()["bits_per_value"]
     config = model.config.get_text_config(decoder=True)

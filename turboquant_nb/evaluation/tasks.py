@@ -34,7 +34,9 @@ def _named(model, candidates) -> list:
     out = [as_candidate(model, x) for x in candidates]
     names = [x.name for x in out]
     if twice := {x for x in names if names.count(x) > 1}:
-        raise ValueError(f"candidates need different names, got {', '.join(sorted(twice))} twice")
+        raise ValueError(
+            f"candidates need different names, got {', '.join(sorted(twice))} twice"
+        )
     return out
 
 
@@ -45,7 +47,10 @@ def _identity(candidate: Candidate | None) -> dict:
     recipe = candidate.recipe
     if isinstance(recipe, list):
         recipe = [r.to_json() for r in map(as_recipe, recipe)]
-    return {"cache": candidate.name, "recipe": recipe.to_json() if isinstance(recipe, Recipe) else recipe}
+    return {
+        "cache": candidate.name,
+        "recipe": recipe.to_json() if isinstance(recipe, Recipe) else recipe,
+    }
 
 
 def perplexity(
@@ -57,8 +62,8 @@ def perplexity(
     batch: int = 4,
     tick: Callable = lambda: None,  # called after each batch
 ):  # rows, one at a time
-    """Perplexity of tokens P … L-1, change and error against the uncompressed model and against every
-    earlier candidate, bits per value. The first row is the uncompressed model."""
+    """Perplexity of tokens P … L-1, change and error against the uncompressed model and against
+    every earlier candidate, bits per value. The first row is the uncompressed model."""
     known, starts = {}, None
     if protocol != "stress":
         starts = [prefill(model, x[:, :prompt]) for x in ids.split(batch)]
@@ -91,7 +96,8 @@ def next_token(
     batch: int = 4,
     tick: Callable = lambda: None,
 ):  # rows, one at a time
-    "KL divergence from the uncompressed next-token distribution and top-1 agreement, errors over windows."
+    """KL divergence from the uncompressed next-token distribution and top-1 agreement, errors
+    over windows."""
     for x in _named(model, candidates):
         got = score(model, ids, x, protocol, prompt, batch, True, tick=tick)
         kl, same, root = got.kl.mean(1), got.same.double().mean(1), len(ids) ** 0.5
@@ -115,7 +121,8 @@ _ASKED = "The pass number of the {} is"
 
 
 def _book(sentences: list, start: int, room: int) -> list:
-    "Sentences from number `start`, round and round; what is beyond `room` tokens is cut off at the front."
+    """Sentences from number `start`, round and round; what is beyond `room` tokens is cut off
+    at the front."""
     out, held = [], 0
     while held < room:
         out.append(sentences[(start + len(out)) % len(sentences)])
@@ -142,8 +149,8 @@ def _needle_texts(
 ) -> tuple:  # ([trials, length + …] tokens, padded on the right; for each, where the answer begins and ends)
     "Books with a needle, each followed by its question and answer."
     g = torch.Generator().manual_seed(seed)
-    draw = lambda low, high: int(torch.randint(low, high, (1,), generator=g))  # noqa: E731
-    encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids  # noqa: E731
+    draw = lambda low, high: int(torch.randint(low, high, (1,), generator=g))
+    encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids
     sentences = [encode(x + ". ") for x in filler.replace("\n", " ").split(". ")]
     rows, spans = [], []
     for i in range(trials):
@@ -190,7 +197,8 @@ def needle(
     seed: int = 0,
     tick: Callable = lambda: None,
 ):  # rows, one at a time
-    "Log-probability of the needle and share written exactly by greedy decoding. ValueError for bad depths."
+    """Log-probability of the needle and share written exactly by greedy decoding. ValueError
+    for bad depths."""
     if not all(0 <= x <= 1 for x in depths) or min(lengths) < 64 or trials < 2:
         raise ValueError("depths must be in [0, 1], lengths at least 64 and trials at least 2")
     filler = sample_text() if filler is None else filler
@@ -214,14 +222,21 @@ def kept_tokens(
     coded: Tensor,  # the same as a cache gives them back
     visible: Tensor | None = None,  # broadcasts to [b, Hq, n, T]; None: causal
 ) -> dict:  # top1, top5: shares of queries, over all heads
-    """How often the token with the highest score stays the one, or is among the five highest, by coded keys. Source: TurboQuantDC's
-    validation (its real_model.py); there the query is the last token's own key."""
-    group, n, T = query.shape[1] // key.shape[1], query.shape[2], coded.shape[2]  # sliding layers keep the newest
+    """How often the token with the highest score stays the one, or is among the five highest,
+    by coded keys. Source: TurboQuantDC's validation (its real_model.py); there the query is the
+    last token's own key."""
+    group, n, T = (
+        query.shape[1] // key.shape[1],
+        query.shape[2],
+        coded.shape[2],
+    )  # sliding layers keep the newest
     hidden = ~(causal_mask(n, T, query.device) if visible is None else visible[..., -T:])
-    wide = lambda x: x[:, :, -T:].repeat_interleave(group, 1).to(query)  # noqa: E731
+    wide = lambda x: x[:, :, -T:].repeat_interleave(group, 1).to(query)
     best = (query @ wide(key).mT).masked_fill(hidden, -torch.inf).argmax(-1, keepdim=True)
-    five = (query @ wide(coded).mT).masked_fill(hidden, -torch.inf).topk(min(5, T), dim=-1).indices
-    share = lambda x: float(x.double().mean())  # noqa: E731
+    five = (
+        (query @ wide(coded).mT).masked_fill(hidden, -torch.inf).topk(min(5, T), dim=-1).indices
+    )
+    share = lambda x: float(x.double().mean())
     return dict(top1=share(five[..., :1] == best), top5=share((five == best).any(-1)))
 
 
@@ -236,13 +251,24 @@ def _dense(query, key, value, mask, scaling, softcap, s_aux):
 
 
 def _observed_attention(
-    module, query, key, value, attention_mask, scaling=None, dropout=0.0, softcap=None, s_aux=None, **_
-):  # fmt: skip
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    scaling=None,
+    dropout=0.0,
+    softcap=None,
+    s_aux=None,
+    **_,
+):
     "transformers' attention interface: exact, and shown on the way."
     mask = _as_bool(attention_mask)
     out = _dense(query, key, value, mask, scaling, softcap, s_aux)
     if _observers:
-        _observers[-1](module.layer_idx, out, query, key, value, mask, (scaling, softcap, s_aux))
+        _observers[-1](
+            module.layer_idx, out, query, key, value, mask, (scaling, softcap, s_aux)
+        )
     return out, None
 
 
@@ -279,8 +305,9 @@ def attention_error(
     prompt: int = 512,
     tick: Callable = lambda: None,  # called after each window
 ) -> list:  # one row per candidate and layer
-    """Relative error and cosine of each layer's attention output on exact activations, and how often the token with the highest score
-    stays it (`top1`), or is among the five highest (`top5`). Raises as `score` does."""
+    """Relative error and cosine of each layer's attention output on exact activations, and how
+    often the token with the highest score stays it (`top1`), or is among the five highest
+    (`top5`). Raises as `score` does."""
     check_windows(ids, "chunk", prompt)
     candidates, found = _named(model, candidates), []
     for row in ids.split(1):
@@ -289,7 +316,9 @@ def attention_error(
     rows = []
     for candidate in candidates:
         for layer in sorted({i for _, i in found[0]}):
-            of = lambda name: torch.tensor([f[candidate.name, layer][name] for f in found], dtype=torch.float64)  # noqa: E731
+            of = lambda name: torch.tensor(
+                [f[candidate.name, layer][name] for f in found], dtype=torch.float64
+            )
             x = of("error")
             stderr = float(x.std() / len(x) ** 0.5) if len(x) > 1 else math.nan
             more = {"error": float(x.mean()), "stderr": stderr, "windows": len(x)}
@@ -301,10 +330,16 @@ def attention_error(
 # %% ../../nbs/84_tasks.ipynb #6c5ddf5f
 _COLUMNS = {  # measure: (heading, key, format) of each column, separated by commas
     "perplexity": "bits/value bits .2f, perplexity ppl .3f, change,% percent +.2f, ± stderr .2f",
-    "KL": "bits/value bits .2f, KL,nats kl .4f, ± kl_stderr .4f, 99% kl_99 .3f, same,top-1 top1 .1%",
+    "KL": (
+        "bits/value bits .2f, KL,nats kl .4f, ± kl_stderr .4f, 99% kl_99 .3f, same,top-1 top1 "
+        ".1%"
+    ),
     "needle": "length length d, depth depth .2f, bits/value bits .2f, written,exactly exact .0%, "
     "log-probability logprob .2f, ± stderr .2f",
-    "attention": "layer layer d, error error .4f, ± stderr .4f, cosine cosine .4f, same,top-1 top1 .1%, in,top-5 top5 .1%",
+    "attention": (
+        "layer layer d, error error .4f, ± stderr .4f, cosine cosine .4f, same,top-1 top1 .1%, "
+        "in,top-5 top5 .1%"
+    ),
 }
 
 
@@ -336,12 +371,18 @@ def table(
     "Rows as aligned text. Raises ValueError for rows of no measure, or of several."
     lines = table_cells(rows)
     width = [max(map(len, c)) for c in zip(*lines)]
-    row = lambda c: [c[0].ljust(width[0]), *(x.rjust(w) for x, w in zip(c[1:], width[1:]))]  # noqa: E731
+    row = lambda c: [c[0].ljust(width[0]), *(x.rjust(w) for x, w in zip(c[1:], width[1:]))]
     return "\n".join("   ".join(row(c)) for c in lines)
 
 # %% ../../nbs/84_tasks.ipynb #b87a30e5
 _AXES = {
-    "perplexity": ("bits", "percent", "stderr", "bits stored per value", "change of perplexity, %"),
+    "perplexity": (
+        "bits",
+        "percent",
+        "stderr",
+        "bits stored per value",
+        "change of perplexity, %",
+    ),
     "KL": ("bits", "kl", "kl_stderr", "bits stored per value", "KL divergence, nats"),
     "needle": ("depth", "logprob", "stderr", "depth of the needle", "log-probability, nats"),
     "attention": ("layer", "error", "stderr", "layer", "relative error of attention's output"),

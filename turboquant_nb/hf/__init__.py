@@ -7,7 +7,7 @@ __all__ = ['MARGIN', 'NAME', 'CodedStates', 'ModelInfo', 'Report', 'TurboQuantCa
            'CanaryError', 'Check', 'plan_layers', 'layer_frequencies', 'turboquant_attention', 'turboquant_mask']
 
 # %% ../../nbs/56_hf.ipynb #228b9a2d
-from turboquant_nb.hf.model_info import (  # noqa: F401
+from turboquant_nb.hf.model_info import (
     DynamicCache,
     ModelInfo,
     _is_coded,
@@ -16,7 +16,7 @@ from turboquant_nb.hf.model_info import (  # noqa: F401
     plan_layers,
     layer_frequencies,
 )
-from turboquant_nb.hf.cache import (  # noqa: F401
+from turboquant_nb.hf.cache import (
     MARGIN,
     NAME,
     CodedStates,
@@ -24,7 +24,7 @@ from turboquant_nb.hf.cache import (  # noqa: F401
     TurboQuantCache,
     TurboQuantLayer,
 )
-from turboquant_nb.hf.attention import (  # noqa: F401
+from turboquant_nb.hf.attention import (
     AttentionInterface,
     AttentionMaskInterface,
     _as_bool,
@@ -33,7 +33,23 @@ from turboquant_nb.hf.attention import (  # noqa: F401
     turboquant_attention,
     turboquant_mask,
 )
-from .canary import Canary, CanaryError, Check, Watch  # noqa: F401
-from . import archive, graphs  # noqa: F401
+from .canary import Canary, CanaryError, Check, Watch
+from . import archive, graphs
 
-_all_ = ["MARGIN", "NAME", "CodedStates", "ModelInfo", "Report", "TurboQuantCache", "TurboQuantLayer", "Watch", "Canary", "CanaryError", "Check", "plan_layers", "layer_frequencies", "turboquant_attention", "turboquant_mask"]
+_all_ = [
+    "MARGIN",
+    "NAME",
+    "CodedStates",
+    "ModelInfo",
+    "Report",
+    "TurboQuantCache",
+    "TurboQuantLayer",
+    "Watch",
+    "Canary",
+    "CanaryError",
+    "Check",
+    "plan_layers",
+    "layer_frequencies",
+    "turboquant_attention",
+    "turboquant_mask",
+]

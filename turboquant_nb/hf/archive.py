@@ -16,12 +16,17 @@ from ..cache.store import FORMAT, RETIRED, KVStore
 
 # %% ../../nbs/54_archive.ipynb #01c9b8c8
 def _facts(cache: TurboQuantCache) -> dict:
-    "What a file says of its model; RoPE is compared by its frequencies, which configs write in several ways."
-    return {n: x for n, x in _structure(cache.info).items() if n not in ("RoPE", "kinds of layers")}
+    """What a file says of its model; RoPE is compared by its frequencies, which configs write
+    in several ways."""
+    return {
+        n: x for n, x in _structure(cache.info).items() if n not in ("RoPE", "kinds of layers")
+    }
 
 
 @patch
-def states(self: TurboQuantCache) -> tuple:  # ([(tensors, header) of each layer], header of all)
+def states(
+    self: TurboQuantCache,
+) -> tuple:  # ([(tensors, header) of each layer], header of all)
     """What is saved, uncopied. Raises ValueError for an empty cache or one with layers that are
     not codes."""
     if not all(isinstance(x, TurboQuantLayer) and x.is_initialized for x in self.layers):
@@ -29,7 +34,11 @@ def states(self: TurboQuantCache) -> tuple:  # ([(tensors, header) of each layer
     self.check()
     for layer in self.layers:
         layer.make_growing()  # where a graph replays steps, which no file knows of
-    about = {"model_type": self.config.model_type, "facts": _facts(self), "recipe": _recipes_to_json(self.recipes)}
+    about = {
+        "model_type": self.config.model_type,
+        "facts": _facts(self),
+        "recipe": _recipes_to_json(self.recipes),
+    }
     states = [layer.store.state() for layer in self.layers]
     return states, about | {"layers": [h for _, h in states]}
 
@@ -52,22 +61,30 @@ def take_store(self: TurboQuantLayer, store: KVStore) -> None:
 
 
 def _same_rope(held: torch.Tensor, mine: tuple | None) -> bool:
-    "Whether frequencies in a file are those of a layer, but for how a version computes a power."
-    return mine is not None and len(held) == len(mine) and torch.allclose(held.float().cpu(), torch.tensor(mine), rtol=1e-4, atol=0)
+    """Whether frequencies in a file are those of a layer, but for how a version computes a
+    power."""
+    return (
+        mine is not None
+        and len(held) == len(mine)
+        and torch.allclose(held.float().cpu(), torch.tensor(mine), rtol=1e-4, atol=0)
+    )
 
 
 @patch(cls_method=True)
 def from_states(
     cls: TurboQuantCache, states, header: dict, model_or_config, device="cpu", path="this"
 ) -> TurboQuantCache:
-    """The inverse of `states`; `states` gives the tensors of one layer at a time. Raises ValueError
-    for another model's, called by `path`."""
+    """The inverse of `states`; `states` gives the tensors of one layer at a time. Raises
+    ValueError for another model's, called by `path`."""
     cache = cls(model_or_config)
     have = f"a {header['model_type']} with {len(header['layers'])} layers"
     want = f"a {cache.config.model_type} with {len(cache.layers)} layers"
     if have != want:
         raise ValueError(f"{path} is of {have}, the model is {want}")
-    mine, facts = _facts(cache), header.get("facts") or {}  # files of earlier versions have none
+    mine, facts = (
+        _facts(cache),
+        header.get("facts") or {},
+    )  # files of earlier versions have none
     if differ := [f"{n} {facts[n]}, not {x}" for n, x in mine.items() if facts.get(n, x) != x]:
         raise ValueError(f"{path} is of another model: it has {'; '.join(differ)}")
     stores, recipes = header["layers"], _recipes_from_json(header["recipe"])
@@ -77,7 +94,10 @@ def from_states(
     for layer, tensors, h in zip(cache.layers, states, stores):
         held = tensors.get("inv_freq")
         if held is not None and not _same_rope(held, layer.inv_freq):
-            raise ValueError(f"{path} is of another model: RoPE rotates keys of layer {layer.index} by other frequencies")
+            raise ValueError(
+                f"{path} is of another model: RoPE rotates keys of layer {layer.index} by other "
+                "frequencies"
+            )
         layer.take_store(KVStore.from_state(tensors, h, device))
     return cache
 
@@ -91,6 +111,6 @@ def load(
     tensors, header = read_file(path, FORMAT, "store", RETIRED)
     if "layers" not in header:
         raise ValueError(f"{path} holds a single store, not a cache; read it with KVStore.load")
-    part = lambda i: {k[len(i) :]: t for k, t in tensors.items() if k.startswith(i)}  # noqa: E731
+    part = lambda i: {k[len(i) :]: t for k, t in tensors.items() if k.startswith(i)}
     states = (part(f"{i}.") for i in range(len(header["layers"])))
     return cls.from_states(states, header, model_or_config, device, path)

@@ -16,18 +16,28 @@ from transformers.modeling_utils import AttentionInterface
 
 from ..kernels import ops
 from ..cache.attention import dense_attention
-from .cache import NAME, CodedStates, _pads_longer, _Padding, _store_padding, _check_mask, _check_size
-
+from turboquant_nb.hf.cache import (
+    NAME,
+    CodedStates,
+    _pads_longer,
+    _Padding,
+    _store_padding,
+    _check_mask,
+    _check_size,
+)
 
 # %% ../../nbs/52_hf_attention.ipynb #85ef7537
 def _window_of(mask_function):
-    "The sliding window of a causal mask function; None for plain causal order, 0 for anything else."
+    """The sliding window of a causal mask function; None for plain causal order, 0 for anything
+    else."""
     if mask_function is causal_mask_function:
         return None
     try:  # transformers joins (sliding_window_overlay(w), causal_mask_function)
         overlay, causal = mask_function.__closure__[0].cell_contents
         (sliding_window,) = (x.cell_contents for x in overlay.__closure__)
-        plain = causal is causal_mask_function and "sliding_window_overlay" in overlay.__qualname__
+        plain = (
+            causal is causal_mask_function and "sliding_window_overlay" in overlay.__qualname__
+        )
         return sliding_window if plain else 0
     except (AttributeError, TypeError, ValueError, IndexError):
         return 0
@@ -44,15 +54,21 @@ class _MaskAnswer:
 def _mask_reason(cache, layer, n: int, mask_function, attention_mask) -> _MaskAnswer:
     "Whether a mask must be made for n tokens, and why. Changes nothing; `_store_padding` does."
     if layer.capturing:  # nothing can be read; padding was learnt when the prompt came
-        return _MaskAnswer("" if attention_mask is None else "an attention mask in a captured step")
+        return _MaskAnswer(
+            "" if attention_mask is None else "an attention mask in a captured step"
+        )
     past = layer.held
     if not layer.static and any(x.held != past for x in cache.coded_layers):
         raise ValueError("a forward pass was broken off: cache.recover() forgets its tokens")
     sliding_window, mine = _window_of(mask_function), layer.sliding_window
     if sliding_window == 0:
         return _MaskAnswer("a mask function of the model's own")
-    if sliding_window != mine and past + n > min(x for x in (sliding_window, mine) if x is not None):
-        return _MaskAnswer(f"a mask with window {sliding_window} for a layer with window {mine}")
+    if sliding_window != mine and past + n > min(
+        x for x in (sliding_window, mine) if x is not None
+    ):
+        return _MaskAnswer(
+            f"a mask with window {sliding_window} for a layer with window {mine}"
+        )
     if attention_mask is None:
         return _MaskAnswer()
     if attention_mask.ndim != 2 or attention_mask.shape[-1] != past + n:
@@ -63,7 +79,9 @@ def _mask_reason(cache, layer, n: int, mask_function, attention_mask) -> _MaskAn
         return _MaskAnswer("" if bool(attention_mask.all()) else unlike)
     padding = _Padding.of(attention_mask)
     if past == 0:
-        return _MaskAnswer("" if padding.left_only else "an attention mask with holes", padding.starts)
+        return _MaskAnswer(
+            "" if padding.left_only else "an attention mask with holes", padding.starts
+        )
     if not padding.left_only or padding.starts == layer.starts:
         return _MaskAnswer("" if padding.left_only else unlike)
     if not _pads_longer(cache.coded_layers[0].starts, padding.starts, past):
@@ -72,11 +90,18 @@ def _mask_reason(cache, layer, n: int, mask_function, attention_mask) -> _MaskAn
 
 # %% ../../nbs/52_hf_attention.ipynb #8ffb6ff7
 def turboquant_mask(
-    batch_size, q_length, kv_length, q_offset=0, kv_offset=0,
-    mask_function=causal_mask_function, attention_mask=None, **kwargs,
-):  # fmt: skip
-    """The mask for the 'turboquant' attention: None where causal order, left padding and sliding window
-    say all of it, else bool [B, 1, n, T]. Takes what transformers gives every mask function."""
+    batch_size,
+    q_length,
+    kv_length,
+    q_offset=0,
+    kv_offset=0,
+    mask_function=causal_mask_function,
+    attention_mask=None,
+    **kwargs,
+):
+    """The mask for the 'turboquant' attention: None where causal order, left padding and
+    sliding window say all of it, else bool [B, 1, n, T]. Takes what transformers gives every
+    mask function."""
     args = (q_offset, kv_offset, mask_function, attention_mask)
     args = (batch_size, q_length, int(kv_length), *args)
     if torch.compiler.is_compiling():
@@ -109,7 +134,8 @@ def _as_bool(mask: Tensor | None) -> Tensor | None:
     low = mask <= torch.finfo(mask.dtype).min / 2
     if not bool((low | (mask == 0)).all()):
         raise ValueError(
-            "the 'turboquant' attention takes masks that allow or forbid; this one adds a bias to scores"
+            "the 'turboquant' attention takes masks that allow or forbid; this one adds a bias "
+            "to scores"
         )
     return ~low
 
@@ -124,7 +150,8 @@ def _with_sink_logit(out, lse, s_aux):
 
 # %% ../../nbs/52_hf_attention.ipynb #ee9aa5dc
 def _sliding(query, key, value, scaling, sliding_window: int, rows: int = 1024):
-    "Causal attention in a sliding window, a block of queries at a time; the queries are the last tokens."
+    """Causal attention in a sliding window, a block of queries at a time; the queries are the
+    last tokens."""
     out, before, length = [], key.shape[2] - query.shape[2], key.shape[2]
     for i in range(0, query.shape[2], rows):
         last = min(before + i + rows, length)
@@ -139,15 +166,17 @@ def _sliding(query, key, value, scaling, sliding_window: int, rows: int = 1024):
 
 
 def _exact(query, key, value, mask, scaling, softcap, s_aux, sliding_window=None, causal=True):
-    """Attention on dense tensors: torch's own where it can, the reference where scores are capped
-    or a logit is added."""
+    """Attention on dense tensors: torch's own where it can, the reference where scores are
+    capped or a logit is added."""
     if softcap is not None or s_aux is not None:
         call = dict(causal=causal, sliding_window=sliding_window, softcap=softcap)
         out, lse = dense_attention(query, key, value, scaling, mask, **call)
         return _with_sink_logit(out, lse, s_aux)
     groups, (n, length) = query.shape[1] // key.shape[1], (query.shape[2], key.shape[2])
     slides = mask is None and sliding_window is not None and sliding_window < length
-    if causal and mask is None and not slides and 1 < n < length:  # torch's own order begins at the first
+    if (
+        causal and mask is None and not slides and 1 < n < length
+    ):  # torch's own order begins at the first
         mask = torch.ones(n, length, dtype=torch.bool, device=query.device).tril(length - n)
     if (slides or mask is not None) and groups > 1:  # with a mask no fused kernel shares heads
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
@@ -161,8 +190,8 @@ def _exact(query, key, value, mask, scaling, softcap, s_aux, sliding_window=None
 
 # %% ../../nbs/52_hf_attention.ipynb #baec7ee4
 def _prefill(query, key: CodedStates, value: CodedStates, mask, *call):
-    """The first chunk, exactly. What padding sees is 0. A layer that takes another's keys may bring the
-    last queries only (Gemma 4)."""
+    """The first chunk, exactly. What padding sees is 0. A layer that takes another's keys may
+    bring the last queries only (Gemma 4)."""
     layer, k, v = key.layer, key.chunk, value.chunk
     if key.drafts and mask is None:
         return _prefill_and_drafts(query, key, value, *call)
@@ -188,10 +217,13 @@ def _prefill_and_drafts(query, key, value, *call):
     "A prompt exactly, then the drafts behind it as if they came one by one."
     layer, n, drafts = key.layer, key.chunk.shape[2], key.drafts
     last = query.shape[2] - drafts
-    prompt = (CodedStates(layer, x.chunk[:, :, : n - drafts], x.first, True) for x in (key, value))
+    prompt = (
+        CodedStates(layer, x.chunk[:, :, : n - drafts], x.first, True) for x in (key, value)
+    )
     out = _prefill(query[:, :, :last], *prompt, None, *call)
     rest = (
-        CodedStates(layer, x.chunk[:, :, n - drafts :], x.first, False, x.near) for x in (key, value)
+        CodedStates(layer, x.chunk[:, :, n - drafts :], x.first, False, x.near)
+        for x in (key, value)
     )
     return torch.cat([out, _on_codes(query[:, :, last:], *rest, None, *call)], 2)
 
@@ -217,12 +249,18 @@ def _on_codes(query, key: CodedStates, value: CodedStates, mask, scaling, softca
         return _with_sink_logit(out, lse, s_aux)
     args, demanded = (query, layer.store, k, v), layer.backend
     if mask is None and demanded != "torch":
-        again = ops.attend_again(*args, scaling, layer.sliding_window, softcap, recent, s_aux is not None)
+        again = ops.attend_again(
+            *args, scaling, layer.sliding_window, softcap, recent, s_aux is not None
+        )
         if again is not None:
             return _done(layer, query, "triton", again, key.first, scaling, softcap, s_aux)
     if mask is not None:
         mask = mask[..., : layer.store.length - key.first]  # a static layer asked for more
-    call = dict(sliding_window=layer.sliding_window) if mask is None else dict(mask=mask, first=key.first)
+    call = (
+        dict(sliding_window=layer.sliding_window)
+        if mask is None
+        else dict(mask=mask, first=key.first)
+    )
     call |= {"recent": recent}
     ask = "auto" if demanded == "triton" and n > 16 and recent is None else demanded
     name, why = ops.select_backend(*args, **call, softcap=softcap, backend=ask)
@@ -230,14 +268,21 @@ def _on_codes(query, key: CodedStates, value: CodedStates, mask, scaling, softca
         _, why = ops.explain(*args, **call, softcap=softcap)["flash"]
         raise ValueError(f"backend 'triton' cannot serve a chunk of {n} tokens: {why}")
     first, sliding_window = call.get("first"), call.get("sliding_window")
-    found = ops.dispatch_attend(name, *args, scaling, mask, first, True, sliding_window, softcap, recent)
+    found = ops.dispatch_attend(
+        name, *args, scaling, mask, first, True, sliding_window, softcap, recent
+    )
     if name in ("gather", "torch") or (name == "triton" and why):
         layer.reasons[why if mask is None else layer.mask_reason or "a mask was given"] += 1
-    return _done(layer, query, name, found, key.first, scaling, softcap, s_aux, watched=mask is None)
+    return _done(
+        layer, query, name, found, key.first, scaling, softcap, s_aux, watched=mask is None
+    )
 
 
-def _done(layer, query, name: str, found: tuple, first: int, scaling, softcap, s_aux, watched=True):
-    "The output of an attention by backend `name`, which is counted and, where a canary listens, told."
+def _done(
+    layer, query, name: str, found: tuple, first: int, scaling, softcap, s_aux, watched=True
+):
+    """The output of an attention by backend `name`, which is counted and, where a canary
+    listens, told."""
     layer.calls[_SERVED[name]] += 1
     layer.backends[name] += 1
     if layer.canary is not None and watched:
@@ -266,7 +311,9 @@ def turboquant_attention(
     if isinstance(key, Tensor):
         if getattr(module, "is_causal", True):
             remedy = "pass past_key_values=TurboQuantCache(model), or set another attention"
-            remedy += " (gradient checkpointing takes every cache away)" if module.training else ""
+            remedy += (
+                " (gradient checkpointing takes every cache away)" if module.training else ""
+            )
             raise TypeError(f"the 'turboquant' attention needs a TurboQuantCache: {remedy}")
         out = _exact(query, key, value, mask, scaling, softcap, s_aux, causal=False)
     else:

@@ -33,9 +33,11 @@ NAME = "turboquant"  # of the attention implementation that reads codes
 STEPS = 16  # tokens of the longest chunk that is served as if its tokens came one by one
 _DRAFTS = 64  # the same where transformers has said that drafts will come
 _LONG = 1024  # tokens of a past that a processor decodes slowly for another attention
-MARGIN = 256  # tokens a sliding layer keeps beyond its window, so that rejected drafts can be cropped
+# tokens a sliding layer keeps beyond its window, so that rejected drafts can be cropped
+MARGIN = 256
 _NOT_A_TENSOR = (
-    "these keys and values are codes, not a tensor. The 'turboquant' attention serves models whose "
+    "these keys and values are codes, not a tensor. The 'turboquant' attention serves models "
+    "whose "
     "layers hand them to the attention interface as they come from the cache; set another one"
 )
 
@@ -83,22 +85,24 @@ class CodedStates:
 def _say_slow(attention: str | None) -> None:
     "Once: what makes steps slow."
     warnings.warn(
-        f"attn_implementation={attention!r} gets all past tokens decoded, in every layer and step. Twice to several times as fast, "
+        f"attn_implementation={attention!r} gets all past tokens decoded, in every layer and "
+        "step. Twice to several times as fast, "
         f"where the model allows it: model.set_attn_implementation({NAME!r})",
         stacklevel=2,
     )
 
 
 class TurboQuantLayer(CacheLayerMixin):
-    """One layer of a `TurboQuantCache`: a store of codes with the interface of transformers. With
-    `sliding_window`, tiles that no query can see any more are freed."""
+    """One layer of a `TurboQuantCache`: a store of codes with the interface of transformers.
+    With `sliding_window`, tiles that no query can see any more are freed."""
 
     is_croppable, is_compileable, supports_early_init = True, False, False
 
     def __init__(
         self,
         recipe: Recipe,
-        config=None,  # of the model: says which attention runs now, and how many heads there are
+        # of the model: says which attention runs now, and how many heads there are
+        config=None,
         sliding_window: int | None = None,
         max_length: int | None = None,
         index: int = 0,
@@ -112,15 +116,28 @@ class TurboQuantLayer(CacheLayerMixin):
         self.max_length, self.index, self.backend, self.store = max_length, index, backend, None
         self.is_sliding = sliding_window is not None
         self.inv_freq = inv_freq
-        self.starts = None  # leading tokens of each row that are padding; None: not known, so none
+        self.starts = (
+            None  # leading tokens of each row that are padding; None: not known, so none
+        )
         self.calls, self.coded = Counter(), Counter()  # what attended, what coded: see `Report`
-        self.backends = Counter()  # of those that attended on codes, by the names of `ops.attend`
-        self.reasons, self.mask_reason = Counter(), ""  # why no kernel served; why there was a mask
+        self.backends = (
+            Counter()
+        )  # of those that attended on codes, by the names of `ops.attend`
+        self.reasons, self.mask_reason = (
+            Counter(),
+            "",
+        )  # why no kernel served; why there was a mask
         self.drafting, self.drafts = False, 0  # see `activate_past_recording`
         self.tail = None  # exact states that the last chunk's queries read, and a crop
         self.canary, self.changes = None, 0  # what checks; times that rows became others
-        self.captured_backends, self.captured_tail = {}, None  # of a static store: what serves steps that a graph captures; where it leaves exact states
-        self.names = f"keys of layer {index}", f"values of layer {index}"  # how errors call new states
+        self.captured_backends, self.captured_tail = (
+            {},
+            None,
+        )  # of a static store: what serves steps that a graph captures; where it leaves exact states
+        self.names = (
+            f"keys of layer {index}",
+            f"values of layer {index}",
+        )  # how errors call new states
         self.patience = 0  # steps to run eagerly before one is captured: tokens were cropped
 
     @property
@@ -130,12 +147,14 @@ class TurboQuantLayer(CacheLayerMixin):
 
     @property
     def capturing(self) -> bool:
-        "Whether a CUDA graph or torch.compile captures this call, to run it again without Python."
+        """Whether a CUDA graph or torch.compile captures this call, to run it again without
+        Python."""
         return self.is_initialized and self.store.static and self.store._capturing()
 
     @property
     def held(self) -> int:
-        "Tokens seen so far, freed ones included; where a device counts them, this waits for it."
+        """Tokens seen so far, freed ones included; where a device counts them, this waits for
+        it."""
         if not self.is_initialized:
             return 0
         return self.store.sync() if self.static else self.store.length
@@ -148,28 +167,41 @@ class TurboQuantLayer(CacheLayerMixin):
         return max(0, self.held - self.sliding_window + 1)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Build the store from the shapes of the first chunk; head counts are the local ones under
-        tensor parallelism."""
+        """Build the store from the shapes of the first chunk; head counts are the local ones
+        under tensor parallelism."""
         (b, h, _, dk), dv = key_states.shape, value_states.shape[3]
         length = None if self.is_sliding and not self.static else self.max_length
         kind = key_states.dtype, key_states.device
         rope = {} if self.inv_freq is None else {"inv_freq": torch.tensor(self.inv_freq)}
-        self.store = KVStore(self.recipe, b, h, dk, dv, *kind, length, static=self.static, **rope)
+        self.store = KVStore(
+            self.recipe, b, h, dk, dv, *kind, length, static=self.static, **rope
+        )
         self.is_initialized = True
         if self.static:
             self.select_backends(key_states)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, on_codes: bool | None = None, later: list | None = None, **kwargs) -> tuple:
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args,
+        on_codes: bool | None = None,
+        later: list | None = None,
+        **kwargs,
+    ) -> tuple:
         """Code n tokens; return handles for the 'turboquant' attention, dense tensors for any
-        other. A refused update changes nothing; what comes after the first chunk kernels take without
-        looking at it, see `TurboQuantCache.check`. A cache, which has asked already, says whether the
-        model attends `on_codes`, and takes the store into the list `later` where it will code the token."""
+        other. A refused update changes nothing; what comes after the first chunk kernels take
+        without looking at it, see `TurboQuantCache.check`. A cache, which has asked already,
+        says whether the model attends `on_codes`, and takes the store into the list `later`
+        where it will code the token."""
         if self.capturing:
             return self.append_captured(key_states, value_states)
         on_codes = self.on_codes if on_codes is None else on_codes
         first = self.first
         if on_codes and self._append_again(key_states, value_states):
-            return CodedStates(self, key_states, first, False), CodedStates(self, value_states, first, False)
+            return CodedStates(self, key_states, first, False), CodedStates(
+                self, value_states, first, False
+            )
         past, (drafts, self.drafts) = self.held, (self.drafts, 0)
         states, drafts = (key_states, value_states), drafts if on_codes and not past else 0
         self._append_parts(states, key_states.shape[2] - drafts, past == 0, later)
@@ -192,15 +224,27 @@ class TurboQuantLayer(CacheLayerMixin):
 
     def _handles(self, states: tuple, first: int, fresh: bool, drafts: int) -> tuple:
         "What the 'turboquant' attention takes: keys, values."
-        (k, v), near = states, (None, None) if self.tail is None else (self.tail.key, self.tail.value)
+        (k, v), near = (
+            states,
+            (None, None) if self.tail is None else (self.tail.key, self.tail.value),
+        )
         if self.tail is None and drafts:
             near = tuple(x[:, :, -drafts:] for x in states)
-        return CodedStates(self, k, first, fresh, near[0], drafts), CodedStates(self, v, first, fresh, near[1], drafts)
+        return CodedStates(self, k, first, fresh, near[0], drafts), CodedStates(
+            self, v, first, fresh, near[1], drafts
+        )
 
     def _append_again(self, key_states: Tensor, value_states: Tensor) -> bool:
-        "Code a step like the one before by its launch, where no exact states are kept for it; False: it is taken as any chunk."
+        """Code a step like the one before by its launch, where no exact states are kept for it;
+        False: it is taken as any chunk."""
         exact = self.recipe.recent and (self.drafting or key_states.shape[2] > 1)
-        if exact or self.static or self.drafts or self.backend == "torch" or not self.is_initialized:
+        if (
+            exact
+            or self.static
+            or self.drafts
+            or self.backend == "torch"
+            or not self.is_initialized
+        ):
             return False
         if not ops.encode.append_again(self.store, key_states, value_states):
             return False
@@ -211,7 +255,8 @@ class TurboQuantLayer(CacheLayerMixin):
         return True
 
     def _append_parts(self, states: tuple, whole: int, first_chunk: bool, later: list | None):
-        "Code `whole` tokens, then the rest: drafts after a prompt, which has the mean to itself."
+        """Code `whole` tokens, then the rest: drafts after a prompt, which has the mean to
+        itself."""
         if whole < states[0].shape[2]:
             self._append(*(x[:, :, :whole] for x in states), True)
             try:
@@ -239,12 +284,16 @@ class TurboQuantLayer(CacheLayerMixin):
             few = few and not first_chunk and self.recipe.recent
             tail = self.store.tail_with(key_states, value_states, self.names) if few else None
             together = later is not None and n == 1 and not few and self.backend != "triton"
-            wait = None if first_chunk else False  # flags of all layers are looked at together, in the next pass
+            wait = (
+                None if first_chunk else False
+            )  # flags of all layers are looked at together, in the next pass
             if together and gather.append_later(self.store, key_states, value_states):
                 later.append(self.store)
                 coder = "torch"
             else:
-                coder = ops.append(self.store, key_states, value_states, self.backend, self.names, wait)
+                coder = ops.append(
+                    self.store, key_states, value_states, self.backend, self.names, wait
+                )
         except BaseException:  # out of memory, or interrupted
             if fresh:
                 self.reset()
@@ -273,15 +322,15 @@ class TurboQuantLayer(CacheLayerMixin):
             self.store.evict(first - MARGIN)
 
     def make_growing(self) -> None:
-        """Let a store grow, move and change its rows again that was made static for captured steps;
-        what was captured on it must not be replayed any more."""
+        """Let a store grow, move and change its rows again that was made static for captured
+        steps; what was captured on it must not be replayed any more."""
         if self.is_initialized and self.store.static and not self.static:
             self.store = copy.copy(self.store)
             self.store.storage, self.store.max_length = Growing(), self.max_length
 
     def reset(self) -> None:
-        """Forget everything; the next update builds a new store, or fills the same tensors again
-        where they are static."""
+        """Forget everything; the next update builds a new store, or fills the same tensors
+        again where they are static."""
         if self.static and self.is_initialized:
             self.store.crop(self.held)
         else:
@@ -303,7 +352,11 @@ class TurboQuantLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         "Most tokens the layer holds; -1 if it grows."
-        return self.sliding_window if self.is_sliding and not self.static else self.max_length or -1
+        return (
+            self.sliding_window
+            if self.is_sliding and not self.static
+            else self.max_length or -1
+        )
 
     get_max_cache_shape = get_max_length  # its name up to transformers 5.17
 
@@ -365,20 +418,23 @@ class _Padding(NamedTuple):
     def of(cls, attention_mask: Tensor) -> "_Padding":  # [B, T], 1 = real
         "At the price of waiting for the device once."
         real = attention_mask.bool()
-        start = real.shape[-1] - real.long().cummax(-1).values.sum(-1)  # a row may be all padding
+        start = real.shape[-1] - real.long().cummax(-1).values.sum(
+            -1
+        )  # a row may be all padding
         left = real == (torch.arange(real.shape[-1], device=real.device) >= start[:, None])
         *starts, left_only = torch.cat([start, left.all().long()[None]]).tolist()
         return cls(tuple(starts), bool(left_only))
 
 
 def _pads_longer(old: tuple, new: tuple, past: int) -> bool:
-    """Whether only rows that were padding alone so far start later than was known, as in a prompt
-    that comes in chunks."""
+    """Whether only rows that were padding alone so far start later than was known, as in a
+    prompt that comes in chunks."""
     return all(b == a or (b > a == past) for a, b in zip(old, new))
 
 
 def _store_padding(cache, starts: tuple | None, filled: bool) -> None:
-    "Note the padding of each row in every layer, and in the stores where they are filled already."
+    """Note the padding of each row in every layer, and in the stores where they are filled
+    already."""
     for x in cache.coded_layers:
         x.starts = starts
         if filled:
@@ -396,10 +452,13 @@ def _structure(info: ModelInfo) -> dict:
 
 
 def _check_size(batch: int, n: int, past: int = 0) -> None:
-    "Raise ValueError for a pass without sequences or tokens, before a reshape of the model's fails."
+    """Raise ValueError for a pass without sequences or tokens, before a reshape of the model's
+    fails."""
     if batch == 0 or n == 0:
         want = "at least one sequence and one token"
-        why = f". {_goes_on(past)}" if batch and past else ""  # `generate` cut off more than there is
+        why = (
+            f". {_goes_on(past)}" if batch and past else ""
+        )  # `generate` cut off more than there is
         raise ValueError(f"a pass must have {want}, got {batch} sequences of {n} tokens{why}")
 
 
@@ -413,14 +472,21 @@ def _goes_on(past: int) -> str:
 
 
 def _refuse_other_prompt(module, args, kwargs) -> None:
-    """Before a model's forward: raise ValueError for what `generate` leaves of a prompt that is no longer than what the cache
-    holds. It cuts off as many tokens as are held by counting from the end, so a part of the prompt goes on after a past
-    that is another's, at positions that are taken. With drafts it cuts off nothing, and reads the conversation a second time."""
+    """Before a model's forward: raise ValueError for what `generate` leaves of a prompt that is
+    no longer than what the cache holds. It cuts off as many tokens as are held by counting from
+    the end, so a part of the prompt goes on after a past that is another's, at positions that
+    are taken. With drafts it cuts off nothing, and reads the conversation a second time."""
     cache, places = kwargs.get("past_key_values"), kwargs.get("position_ids")
-    if torch.compiler.is_compiling() or not isinstance(cache, TurboQuantCache) or not isinstance(places, Tensor):
+    if (
+        torch.compiler.is_compiling()
+        or not isinstance(cache, TurboQuantCache)
+        or not isinstance(places, Tensor)
+    ):
         return
     layer, n, mask = cache.coded_layers[0], places.shape[-1], kwargs.get("attention_mask")
-    dropped = mask is None or (cache.static and getattr(mask, "ndim", 4) == 4)  # of a static cache `generate` makes one of four dimensions
+    dropped = mask is None or (
+        cache.static and getattr(mask, "ndim", 4) == 4
+    )  # of a static cache `generate` makes one of four dimensions
     waits = places.device.type != "cpu" and n == 1  # a step on a GPU is not worth a look
     if not dropped or waits or places.ndim != 2 or layer.capturing:
         return
@@ -428,7 +494,9 @@ def _refuse_other_prompt(module, args, kwargs) -> None:
     first, last = torch.stack([places[:, 0].min(), places[:, -1].max()]).tolist()
     given = last + 1  # tokens of the prompt, in the row with the least padding
     if given <= past and n == 2 * given - past:
-        raise ValueError(f"a prompt of {given:,} tokens does not go on from what is held. {_goes_on(past)}")
+        raise ValueError(
+            f"a prompt of {given:,} tokens does not go on from what is held. {_goes_on(past)}"
+        )
     if first == 0 and n > 1 and past and (given > past or layer.drafting):
         other = f"a prompt from its first token on does not go on from {past:,} tokens"
         raise ValueError(f"{other}; with drafts generate() reads all of it again. {_AGAIN}")
@@ -441,29 +509,43 @@ def _listen_to_positions(model) -> None:
 
 
 def _check_mask(attention_mask, batch: int, past: int, n: int) -> None:
-    """Raise ValueError for a mask of the tokens that lacks some, or is of other sequences. One with more
-    columns is for a cache of fixed length; one of four dimensions says itself who sees what."""
+    """Raise ValueError for a mask of the tokens that lacks some, or is of other sequences. One
+    with more columns is for a cache of fixed length; one of four dimensions says itself who
+    sees what."""
     if attention_mask is None or attention_mask.ndim > 2:
         return
     shape = list(attention_mask.shape)
     if len(shape) < 2:
-        raise ValueError(f"attention_mask must be [sequences, tokens], as input_ids are; got {shape}. One sequence is input_ids[None]")
+        raise ValueError(
+            f"attention_mask must be [sequences, tokens], as input_ids are; got {shape}. One "
+            "sequence is input_ids[None]"
+        )
     if shape[0] not in (1, batch) or shape[1] < past + n:
-        want = f"[{batch}, {past + n}], a column for each of {past} tokens held and {n} new ones"
+        want = (
+            f"[{batch}, {past + n}], a column for each of {past} tokens held and {n} new ones"
+        )
         if past and n > past:  # `generate` cuts off what is held by the length of the mask
-            want += f"; or [{batch}, {n}], where generate() got all {n} tokens of a conversation again"
+            want += (
+                f"; or [{batch}, {n}], where generate() got all {n} tokens of a conversation "
+                "again"
+            )
         raise ValueError(f"attention_mask must be {want}, got {shape}")
 
 
 def _listening(make_mask):
-    "A mask function that tells the cache of a pass its model and its padding, then does what it did."
+    """A mask function that tells the cache of a pass its model and its padding, then does what
+    it did."""
 
     @wraps(make_mask)
     def run(*args, **kwargs):
         if not torch.compiler.is_compiling():
             cache = getattr(kwargs.get("kv_length"), "cache", None)
             if cache is not None and not cache.coded_layers[0].capturing:
-                batch, n, held = kwargs.get("batch_size", 1), kwargs["q_length"], cache.coded_layers[0].held
+                batch, n, held = (
+                    kwargs.get("batch_size", 1),
+                    kwargs["q_length"],
+                    cache.coded_layers[0].held,
+                )
                 _check_size(batch, n, held)
                 _check_mask(kwargs.get("attention_mask"), batch, held, n)
                 cache.check_model(kwargs.get("config"))
@@ -475,7 +557,8 @@ def _listening(make_mask):
 
 
 def _listen_to_masks() -> None:
-    "Put a listener before each mask function of transformers that has none; caches call it when they are made."
+    """Put a listener before each mask function of transformers that has none; caches call it
+    when they are made."""
     for name, make_mask in ALL_MASK_ATTENTION_FUNCTIONS.items():
         if name != NAME and not hasattr(make_mask, "listens"):
             ALL_MASK_ATTENTION_FUNCTIONS[name] = _listening(make_mask)
@@ -509,7 +592,10 @@ class TurboQuantCache(Cache):
     def __init__(
         self,
         model_or_config,  # a model or its config; the cache reads the attention's name there
-        recipe: Recipe | str | list | None = None,  # a Recipe, a preset, None for k3v3, or a list
+        recipe: Recipe
+        | str
+        | list
+        | None = None,  # a Recipe, a preset, None for k3v3, or a list
         bits: int | float | tuple | None = None,  # replaces the bits of keys and values
         max_length: int | None = None,  # allocate so many tokens at once and refuse more
         backend: str = "auto",  # "triton" demands kernels, "torch" goes without
@@ -517,7 +603,8 @@ class TurboQuantCache(Cache):
         calibration=None,  # transforms of keys: a file, a hub id or a Calibration
         budget: float | None = None,  # average bits, spent by the calibration's losses
         watch=None,  # share of layer steps that are checked against exact states, or a `Watch`
-        graphs=True,  # replay decoding steps on a GPU; False: never; or a class like `hf.graphs.CudaGraph`
+        # replay decoding steps on a GPU; False: never; or a class like `hf.graphs.CudaGraph`
+        graphs=True,
     ):
         self.info = ModelInfo(model_or_config)
         module = isinstance(model_or_config, torch.nn.Module)
@@ -530,11 +617,15 @@ class TurboQuantCache(Cache):
         layers = self.info.own_layers()
         for x, p in zip(self.info.coded, plans):
             settings = max_length, x.index, backend, static, p.inv_freq
-            layers[x.index] = TurboQuantLayer(p.recipe, self.config, x.sliding_window, *settings)
+            layers[x.index] = TurboQuantLayer(
+                p.recipe, self.config, x.sliding_window, *settings
+            )
         super().__init__(layers=layers)
         self.coded_layers = [x for x in self.layers if isinstance(x, TurboQuantLayer)]
         self._flags, self._padding_set, self._like = _Flags(), False, None
-        self._on_codes = None  # whether the pass that runs attends on codes; its first layer asks
+        self._on_codes = (
+            None  # whether the pass that runs attends on codes; its first layer asks
+        )
         self._late = []  # stores whose newest token is coded when the pass ends
         self._lengths = {}  # of a pass: tokens that static layers hold before it, by layer
         _listen_to_masks()
@@ -553,7 +644,8 @@ class TurboQuantCache(Cache):
 
     @property
     def recipe(self) -> Recipe | list:
-        "The recipe that all layers share, or the list with one for each layer that holds codes."
+        """The recipe that all layers share, or the list with one for each layer that holds
+        codes."""
         return self.recipes[0] if len(set(self.recipes)) == 1 else self.recipes
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
@@ -583,7 +675,14 @@ class TurboQuantCache(Cache):
         if last:
             self._on_codes = None  # the pass ends here
         if known is None:
-            states = layer.update(key_states, value_states, *args, on_codes=on_codes, later=self._late if on_codes else None, **kwargs)
+            states = layer.update(
+                key_states,
+                value_states,
+                *args,
+                on_codes=on_codes,
+                later=self._late if on_codes else None,
+                **kwargs,
+            )
             if last and self._late:
                 gather.complete(self._late)
                 self._late = []
@@ -601,7 +700,8 @@ class TurboQuantCache(Cache):
         if store is not None and store._capturing():
             if not store.static:
                 raise ValueError(
-                    "only steps of a static cache can be captured: give max_length and static=True"
+                    "only steps of a static cache can be captured: give max_length and "
+                    "static=True"
                 )
             return
         self.runner.attach()
@@ -611,10 +711,13 @@ class TurboQuantCache(Cache):
             self._count()
 
     def _count(self) -> None:
-        "Of static layers: ask the devices once for all counts of tokens and flags, which else each layer would wait for."
+        """Of static layers: ask the devices once for all counts of tokens and flags, which else
+        each layer would wait for."""
         numbers, layers = {}, [x for x in self.coded_layers if x.is_initialized]
         for x in layers:
-            numbers.setdefault(x.store.device, []).append(torch.cat([x.store.position, x.store.flags[:5]]))
+            numbers.setdefault(x.store.device, []).append(
+                torch.cat([x.store.position, x.store.flags[:5]])
+            )
         found = {device: iter(torch.stack(rows).tolist()) for device, rows in numbers.items()}
         for x in layers:
             held, *raised = next(found[x.store.device])
@@ -631,8 +734,8 @@ class TurboQuantCache(Cache):
                 self.check()
 
     def check(self) -> None:
-        """Wait for the device. Raises ValueError if states that kernels took without waiting were not
-        finite or too large; attention to them gives NaN, as with dense states."""
+        """Wait for the device. Raises ValueError if states that kernels took without waiting
+        were not finite or too large; attention to them gives NaN, as with dense states."""
         self._flags = _Flags()
         self.runner.check()
         for x in self.coded_layers:
@@ -645,8 +748,8 @@ class TurboQuantCache(Cache):
     # --- what a pass tells
 
     def check_model(self, config) -> None:
-        """Raise ValueError, saying what differs, if the cache was built for another model than the one
-        with this config. Without a config there is nothing to compare."""
+        """Raise ValueError, saying what differs, if the cache was built for another model than
+        the one with this config. Without a config there is nothing to compare."""
         if config is None or config is self._like:
             return
         if config.get_text_config(decoder=True) is self.config:
@@ -654,12 +757,14 @@ class TurboQuantCache(Cache):
         mine, other = _structure(self.info), _structure(ModelInfo(config))
         differ = [f"{n} {mine[n]}, not {x}" for n, x in other.items() if mine[n] != x]
         if differ:
-            raise ValueError(f"this cache was built for another model: it has {'; '.join(differ)}")
+            raise ValueError(
+                f"this cache was built for another model: it has {'; '.join(differ)}"
+            )
         self._like = config  # compared once, not in each pass
 
     def learn_padding(self, n: int, attention_mask: Tensor | None) -> None:
-        """Take from the 2-D mask [B, past + n] of a pass what is not known yet about leading padding;
-        masks of other shapes say nothing. What `set_padding` was given stays."""
+        """Take from the 2-D mask [B, past + n] of a pass what is not known yet about leading
+        padding; masks of other shapes say nothing. What `set_padding` was given stays."""
         layer = self.coded_layers[0]
         past = layer.held
         if past == 0 and layer.starts is not None:
@@ -675,14 +780,17 @@ class TurboQuantCache(Cache):
             _store_padding(self, starts, filled=past > 0)
 
     def set_padding(self, attention_mask: Tensor) -> None:
-        """Tell an empty cache which leading tokens are padding ([B, T], 1 = real), so that sinks
-        are real tokens. Where transformers makes the masks, the cache learns it by itself."""
+        """Tell an empty cache which leading tokens are padding ([B, T], 1 = real), so that
+        sinks are real tokens. Where transformers makes the masks, the cache learns it by
+        itself."""
         if self.get_seq_length():
             raise ValueError("set_padding must come before the first token")
         if not isinstance(attention_mask, Tensor):
             got = type(attention_mask).__name__
             raise TypeError(f"attention_mask must be a tensor [B, T], got {got}")
-        padding = _Padding.of(attention_mask) if attention_mask.ndim == 2 else _Padding((), False)
+        padding = (
+            _Padding.of(attention_mask) if attention_mask.ndim == 2 else _Padding((), False)
+        )
         if not padding.left_only:
             raise ValueError("attention_mask must be [B, T] with padding on the left only")
         self._padding_set = True
@@ -691,10 +799,11 @@ class TurboQuantCache(Cache):
 
 # %% ../../nbs/51_cache.ipynb #752017bc
 class Report(dict):
-    """What a cache holds; prints as a small table. "served" counts calls over all layers: prefill
-    (exact), kernel, codes (PyTorch on codes), chunk (long chunks, block by block), dense (the past
-    was decoded for another attention); steps that a graph replays are counted in "graphs" instead.
-    "backends" names what attended on codes, "reasons" says why not a kernel; "coded" what coded."""
+    """What a cache holds; prints as a small table. "served" counts calls over all layers:
+    prefill (exact), kernel, codes (PyTorch on codes), chunk (long chunks, block by block),
+    dense (the past was decoded for another attention); steps that a graph replays are counted
+    in "graphs" instead. "backends" names what attended on codes, "reasons" says why not a
+    kernel; "coded" what coded."""
 
     def __str__(self):
         r = self
@@ -702,35 +811,61 @@ class Report(dict):
             return "TurboQuantCache: empty"
         parts = ", ".join(f"{k} {v:,}" for k, v in r["parts"].items() if v)
         w = r["watch"]
-        checked = w and f"\ncanary: {w['checks']} checks, {w['alarms']} alarms, attention off by {w['error']:.3f} on average"
+        checked = w and (
+            f"\ncanary: {w['checks']} checks, {w['alarms']} alarms, attention off by "
+            f"{w['error']:.3f} on average"
+        )
         return (
-            f"{r['tokens']:,} tokens x {r['batch']} in {r['layers']} layers: {r['nbytes']:,} bytes, {r['bits_per_value']:.3f} bits per value\n"
+            f"{r['tokens']:,} tokens x {r['batch']} in {r['layers']} layers: {r['nbytes']:,} "
+            f"bytes, {r['bits_per_value']:.3f} bits per value\n"
             f"{self.compared()} (bytes: {parts}){checked or ''}{r['graphs'].get('line', '')}"
         )
 
     def compared(self) -> str:
-        "How much smaller it is than exact caches; or that it is larger, why, and from how many tokens on it is not."
+        """How much smaller it is than exact caches; or that it is larger, why, and from how
+        many tokens on it is not."""
         if self["ratio_fp16"] >= 1:
-            return f"{self['ratio_fp16']:.2f}x smaller than fp16, {self['ratio_fp32']:.2f}x smaller than fp32"
-        later = "" if self["pays_from"] is None else f"; from about {self['pays_from']:,} tokens on it is smaller"
-        return f"{1 / self['ratio_fp16']:.2f}x larger than fp16: codes take whole tiles of {self['tile']} tokens, beside the exact ones{later}"
+            return (
+                f"{self['ratio_fp16']:.2f}x smaller than fp16, {self['ratio_fp32']:.2f}x "
+                "smaller than fp32"
+            )
+        later = (
+            ""
+            if self["pays_from"] is None
+            else f"; from about {self['pays_from']:,} tokens on it is smaller"
+        )
+        return (
+            f"{1 / self['ratio_fp16']:.2f}x larger than fp16: codes take whole tiles of "
+            f"{self['tile']} tokens, beside the exact ones{later}"
+        )
 
 
 def _pays_from(layers: list, parts: dict, values: int) -> int | None:
-    "The first length at which such a cache holds fewer bytes than one in fp16; None if it never does, or forgets tokens."
+    """The first length at which such a cache holds fewer bytes than one in fp16; None if it
+    never does, or forgets tokens."""
     if not values or any(x.is_sliding for x in layers):
         return None
     store = layers[0].store
-    each = sum(parts.get(x, 0) for x in ("planes", "scale", "signs", "residual_norm")) * store.tile / store.capacity
-    fixed, dense = sum(parts.values()) - each * store.capacity / store.tile, 2 * values / layers[0].held
+    each = (
+        sum(parts.get(x, 0) for x in ("planes", "scale", "signs", "residual_norm"))
+        * store.tile
+        / store.capacity
+    )
+    fixed, dense = (
+        sum(parts.values()) - each * store.capacity / store.tile,
+        2 * values / layers[0].held,
+    )
     if each >= dense * store.tile:
         return None
-    tiles = 1 + int(fixed / (dense * store.tile - each))  # so many, filled, are smaller; perhaps already the last in part
+    tiles = 1 + int(
+        fixed / (dense * store.tile - each)
+    )  # so many, filled, are smaller; perhaps already the last in part
     return max((tiles - 1) * store.tile, int((fixed + tiles * each) / dense)) + 1
 
 
 def _captured_by(layers: list) -> dict:
-    "What serves captured steps of a static cache: each (answer, why no kernel) that a layer gives."
+    """What serves captured steps of a static cache: each (answer, why no kernel) that a layer
+    gives."""
     out = {}
     for x in layers:
         for what, answer in x.captured_backends.items():
@@ -740,8 +875,8 @@ def _captured_by(layers: list) -> dict:
 
 @patch
 def report(self: TurboQuantCache) -> Report:
-    """Bytes held, summed over real tensors (tables, slack, sinks, recent tokens and margins included),
-    per value that an uncompressed cache of this model would hold."""
+    """Bytes held, summed over real tensors (tables, slack, sinks, recent tokens and margins
+    included), per value that an uncompressed cache of this model would hold."""
     layers = [x for x in self.coded_layers if x.store is not None]
     stores = [x.store for x in layers]
     parts = Counter()
@@ -757,7 +892,7 @@ def report(self: TurboQuantCache) -> Report:
     seen = [min(x.held, x.sliding_window - 1) if x.is_sliding else x.held for x in layers]
     values = sum(n * m for n, m in zip(row, seen))
     total = sum(parts.values())
-    count = lambda name: dict(sum((getattr(x, name) for x in self.coded_layers), Counter()))  # noqa: E731
+    count = lambda name: dict(sum((getattr(x, name) for x in self.coded_layers), Counter()))
     return Report(
         tokens=layers[0].held if layers else 0,
         batch=stores[0].batch if stores else 0,
@@ -794,7 +929,9 @@ def crop(self: TurboQuantLayer, tokens_to_remove: int) -> None:
     if self.static:
         self.tail = self.store.crop(min(n, self.held), self.tail)
         return
-    if self.drafting and self.store.static:  # passes with drafts are replayed, so no tensor may move; the host knows the length
+    if (
+        self.drafting and self.store.static
+    ):  # passes with drafts are replayed, so no tensor may move; the host knows the length
         self.store.storage.known = True
         try:
             self.tail = self.store.crop(n, self.tail)
@@ -828,8 +965,8 @@ def recover(self: TurboQuantCache) -> int:  # tokens held
 # %% ../../nbs/51_cache.ipynb #5bdf3d34
 @patch
 def activate_past_recording(self: TurboQuantCache) -> None:
-    """transformers says that drafts will come. Where the cache knows its model, the next forward tells
-    how many of them end the first chunk."""
+    """transformers says that drafts will come. Where the cache knows its model, the next
+    forward tells how many of them end the first chunk."""
     super(TurboQuantCache, self).activate_past_recording()
     for x in self.coded_layers:
         x.drafting = True
@@ -849,7 +986,8 @@ def activate_past_recording(self: TurboQuantCache) -> None:
 # %% ../../nbs/51_cache.ipynb #0d18cb0e
 @patch
 def rows_changed(self: TurboQuantLayer, starts: tuple) -> None:
-    "Note where the rows begin that there are now. Of what was kept for the last chunk, nothing fits them."
+    """Note where the rows begin that there are now. Of what was kept for the last chunk,
+    nothing fits them."""
     self.starts, self.tail, self.changes = starts, None, self.changes + 1
 
 
@@ -889,18 +1027,21 @@ def batch_repeat_interleave(self: TurboQuantLayer, repeats: int) -> None:
 
 
 def _check_rows(beam_idx, batch: list) -> None:
-    "Raise TypeError/ValueError for what is no vector of rows of `batch` sequences (empty: not known); a GPU is not waited for."
+    """Raise TypeError/ValueError for what is no vector of rows of `batch` sequences (empty: not
+    known); a GPU is not waited for."""
     checks.integers(beam_idx, "beam_idx")
     if beam_idx.ndim != 1 or not len(beam_idx):
-        raise ValueError(f"beam_idx must be a vector of one row or more, got shape {list(beam_idx.shape)}")
+        raise ValueError(
+            f"beam_idx must be a vector of one row or more, got shape {list(beam_idx.shape)}"
+        )
     for n in batch[:1] if beam_idx.device.type == "cpu" else []:
         checks.within(beam_idx, "beam_idx", 0, n - 1)
 
 
 @patch
 def reorder_cache(self: TurboQuantCache, beam_idx: Tensor) -> None:  # noqa: F811
-    """Row i becomes old row beam_idx[i], in every layer; the device is waited for once, and only
-    where rows differ in their padding."""
+    """Row i becomes old row beam_idx[i], in every layer; the device is waited for once, and
+    only where rows differ in their padding."""
     _check_rows(beam_idx, [x.store.batch for x in self.coded_layers if x.is_initialized])
     padded = any(len(set(x.starts or ())) > 1 for x in self.coded_layers)
     order = beam_idx.tolist() if padded else None
@@ -925,7 +1066,10 @@ def __deepcopy__(self: TurboQuantCache, memo):
 @patch
 def __reduce__(self: TurboQuantCache):
     "Raises TypeError: a cache belongs to its model, which no pickle should hold."
-    raise TypeError("a TurboQuantCache is not pickled: cache.save(path) writes it, TurboQuantCache.load(path, model) reads it; copy.deepcopy copies it")
+    raise TypeError(
+        "a TurboQuantCache is not pickled: cache.save(path) writes it, "
+        "TurboQuantCache.load(path, model) reads it; copy.deepcopy copies it"
+    )
 
 
 @patch

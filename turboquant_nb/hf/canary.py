@@ -26,7 +26,8 @@ from ..quant.quantizer import decided, decode
 # %% ../../nbs/55_canary.ipynb #06fc2bc7
 @dataclass(frozen=True)
 class Watch:
-    "How a cache checks itself: the setting of `watch`. Raises ValueError for numbers out of range."
+    """How a cache checks itself: the setting of `watch`. Raises ValueError for numbers out of
+    range."""
 
     rate: float = 1 / 1000  # checks per layer step
     tail: int = 32  # tokens kept exactly besides the recent ones
@@ -60,8 +61,11 @@ class CanaryError(RuntimeError):
     "A cache with a canary does not hold what it was given."
 
 # %% ../../nbs/55_canary.ipynb #aebef3d3
-def _again(store, name: str, x: Tensor, first: int) -> tuple:  # (states, codes that differ, scales that are off)
-    "Exact states x of positions from `first` on, coded again: what they stand for, and how the store's codes differ."
+def _again(
+    store, name: str, x: Tensor, first: int
+) -> tuple:  # (states, codes that differ, scales that are off)
+    """Exact states x of positions from `first` on, coded again: what they stand for, and how
+    the store's codes differ."""
     side, last = getattr(store, name), first + x.shape[2]
     stored, mean = store.coded(name, first, last), store.center(name, first, last)
     again = side.q.encode(x, mean, name)
@@ -74,7 +78,9 @@ def _again(store, name: str, x: Tensor, first: int) -> tuple:  # (states, codes 
     off = ~((stored.scale.float() - new).abs() <= 0.01 * new.abs() + 1e-6)  # NaN counts
     states = decode(side.q, again, mean, torch.float32)
     positions = torch.arange(first, last, device=x.device)[None]
-    exact = store.ranges.is_exact(positions, store.recipe.sinks, min(store.past_exact_from, store.length - 1))
+    exact = store.ranges.is_exact(
+        positions, store.recipe.sinks, min(store.past_exact_from, store.length - 1)
+    )
     return torch.where(exact.mT, x.float(), states), int(differ.sum()), int(off.sum())
 
 
@@ -86,11 +92,16 @@ def check_layer(
     scaling: float | None = None,
     softcap: float | None = None,
 ) -> Check:
-    "Compare what a layer serves over its last m tokens with exact attention, and its codes with the exact states."
+    """Compare what a layer serves over its last m tokens with exact attention, and its codes
+    with the exact states."""
     store, m = layer.store, k.shape[2]
     first = store.length - m
-    served = ops.attend(query, store, k[:, :, -1:], v[:, :, -1:], scaling, sliding_window=m, softcap=softcap)[0]
-    real = torch.arange(first, store.length, device=k.device) >= store.start[:, None, None, None]
+    served = ops.attend(
+        query, store, k[:, :, -1:], v[:, :, -1:], scaling, sliding_window=m, softcap=softcap
+    )[0]
+    real = (
+        torch.arange(first, store.length, device=k.device) >= store.start[:, None, None, None]
+    )
     (ka, codes_k, scales_k), (va, codes_v, scales_v) = (
         _again(store, name, x, first) for name, x in (("key", k), ("value", v))
     )
@@ -117,7 +128,8 @@ class _Kept:
         return sum(x.nbytes for piece in self.pieces for x in piece)
 
     def add(self, layer, k: Tensor, v: Tensor, reach: int) -> None:
-        "Take a chunk that is in the store already, and let go of what is older than `reach` tokens."
+        """Take a chunk that is in the store already, and let go of what is older than `reach`
+        tokens."""
         first = layer.store.length - k.shape[2]
         if (self.end, self.changes) != (first, layer.changes):
             self.pieces = []
@@ -147,13 +159,20 @@ class Canary:
         self.reach = watch.tail + max(x.recipe.recent for x in layers)
         n = len(layers)
         self.at_once = min(n, math.ceil(watch.rate * n * self.reach))
-        self.every = max(1, round(self.at_once / (n * watch.rate)))  # steps between checks of one tail
-        self.random, self.checks, self.alarms = random.Random(watch.seed), deque(maxlen=10_000), 0
+        self.every = max(
+            1, round(self.at_once / (n * watch.rate))
+        )  # steps between checks of one tail
+        self.random, self.checks, self.alarms = (
+            random.Random(watch.seed),
+            deque(maxlen=10_000),
+            0,
+        )
         self.blind = False  # whether it has warned that no query comes here
         self.kept = {i: _Kept() for i in self.random.sample(self.layers, self.at_once)}
 
     def keep(self, layer: TurboQuantLayer, k: Tensor, v: Tensor) -> None:
-        "Hold the exact states of a chunk that a layer has just coded, if it is this layer's turn."
+        """Hold the exact states of a chunk that a layer has just coded, if it is this layer's
+        turn."""
         if layer.index in self.kept:
             self.kept[layer.index].add(layer, k, v, self.reach)
 
@@ -170,7 +189,9 @@ class Canary:
         reach = min(self.reach, layer.sliding_window or self.reach)
         k, v = (torch.cat(x, 2)[:, :, -reach:] for x in zip(*kept.pieces))
         first, store = layer.store.length - reach, layer.store
-        if first >= store.offset + store.tile * max(store.key.truncated_tiles, store.value.truncated_tiles):  # else truncated on purpose
+        if first >= store.offset + store.tile * max(
+            store.key.truncated_tiles, store.value.truncated_tiles
+        ):  # else truncated on purpose
             with torch.no_grad():
                 self.take(check_layer(layer, query[:, :, -1:], k, v, scaling, softcap))
         kept.steps = 0
@@ -180,11 +201,14 @@ class Canary:
             self.kept[self.random.choice(free)] = _Kept()
 
     def warn_blind(self, attention: str | None) -> None:
-        "Warn, once, that under this attention no query reaches the cache, so nothing is checked."
+        """Warn, once, that under this attention no query reaches the cache, so nothing is
+        checked."""
         if not self.blind:
             self.blind = True
             needs = f"it needs model.set_attn_implementation({NAME!r})"
-            message = f"the canary checks nothing under attn_implementation={attention!r}: {needs}"
+            message = (
+                f"the canary checks nothing under attn_implementation={attention!r}: {needs}"
+            )
             warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def take(self, check: Check) -> None:
@@ -192,9 +216,14 @@ class Canary:
         self.checks.append(check)
         w, why = self.watch, []
         if check.codes or check.scales:
-            why.append(f"{check.codes} codes and {check.scales} scales are not those of its states")
+            why.append(
+                f"{check.codes} codes and {check.scales} scales are not those of its states"
+            )
         if not check.fault <= w.limit:
-            why.append(f"attention on codes is off by {check.fault:.3f} besides coding, limit {w.limit}")
+            why.append(
+                f"attention on codes is off by {check.fault:.3f} besides coding, limit "
+                f"{w.limit}"
+            )
         if w.max_error is not None and not check.error <= w.max_error:
             why.append(f"coding moves attention by {check.error:.3f}, limit {w.max_error}")
         if not why:
@@ -211,20 +240,27 @@ class Canary:
         return sum(x.nbytes for x in self.kept.values())
 
     def report(self) -> dict:
-        "Checks, alarms, mean error, largest fault, and what each check found, the oldest first."
+        """Checks, alarms, mean error, largest fault, and what each check found, the oldest
+        first."""
         errors, n = [x.error for x in self.checks], max(1, len(self.checks))
         worst = max((x.fault for x in self.checks), default=0.0)
         return dict(
-            rate=self.watch.rate, checks=len(self.checks), alarms=self.alarms,
-            error=sum(errors) / n, worst_fault=worst, over_time=[x._asdict() for x in self.checks],
-        )  # fmt: skip
+            rate=self.watch.rate,
+            checks=len(self.checks),
+            alarms=self.alarms,
+            error=sum(errors) / n,
+            worst_fault=worst,
+            over_time=[x._asdict() for x in self.checks],
+        )
 
 # %% ../../nbs/55_canary.ipynb #8755e175
 @patch
 def add_canary(self: TurboQuantCache, watch: float | Watch) -> None:
     "Check from now on. Raises ValueError for a rate out of range or a static cache."
     if self.static:
-        raise ValueError("watch needs Python in every step, which a static cache may run without")
+        raise ValueError(
+            "watch needs Python in every step, which a static cache may run without"
+        )
     watch = watch if isinstance(watch, Watch) else Watch(watch)
     self.canary = Canary(watch, self.coded_layers)
     for x in self.coded_layers:

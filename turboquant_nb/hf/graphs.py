@@ -33,7 +33,9 @@ def select_backends(self: TurboQuantLayer, key_states: Tensor) -> None:
     group = heads["query heads"] // heads["KV heads"]
     q = key_states.new_empty(b, h * group, 1, d).detach()
     coder = ops.select_coder(self.store, self.backend)
-    server = ops.select_backend(q, self.store, sliding_window=self.sliding_window, backend=self.backend)
+    server = ops.select_backend(
+        q, self.store, sliding_window=self.sliding_window, backend=self.backend
+    )
     self.captured_backends = {"coding": coder, "attention": server}
     if coder.backend == "triton":
         ops.encode.prepare(self.store)  # a graph cannot copy tables to the device
@@ -49,23 +51,34 @@ def append_captured(self: TurboQuantLayer, key_states: Tensor, value_states: Ten
     tail = self.store.tail_with(*states) if few else None
     near = (tail.key, tail.value) if few else states
     if not torch.compiler.is_compiling():
-        self.captured_tail = near if few else None  # where a replay leaves them, for a crop after it
+        self.captured_tail = (
+            near if few else None
+        )  # where a replay leaves them, for a crop after it
     ops.dispatch_append(self.captured_backends["coding"].backend, self.store, *states)
     return tuple(CodedStates(self, x, 0, False, t) for x, t in zip(states, near))
 
 
 @patch
 def attend_captured(
-    self: TurboQuantLayer, query: Tensor, k: Tensor, v: Tensor, mask, scaling, softcap, recent=None
+    self: TurboQuantLayer,
+    query: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask,
+    scaling,
+    softcap,
+    recent=None,
 ) -> tuple:  # (out, lse), see `ops.dispatch_attend`
-    "Attention in a captured step: the settled backend, PyTorch for what it was not asked about."
+    """Attention in a captured step: the settled backend, PyTorch for what it was not asked
+    about."""
     few = mask is None and query.shape[2] <= 16
     name = self.captured_backends["attention"].backend if few else "torch"
     call = scaling, mask, None, True, self.sliding_window, softcap, recent
     return ops.dispatch_attend(name, query, self.store, k, v, *call)
 
 # %% ../../nbs/53_graphs.ipynb #024f6c1b
-_SIDE = {}  # device -> the stream on which graphs are captured: one, since each has a workspace of its own
+# device -> the stream on which graphs are captured: one, since each has a workspace of its own
+_SIDE = {}
 
 
 class CudaGraph:
@@ -75,7 +88,8 @@ class CudaGraph:
         self.device, self.graph = device, None
 
     def capture(self, step, held: list):
-        "What `step` returns; every replay overwrites it. `held` are tensors that must stay as they are."
+        """What `step` returns; every replay overwrites it. `held` are tensors that must stay as
+        they are."""
         with torch.cuda.device(self.device):
             here, collects = torch.cuda.current_stream(), gc.isenabled()
             side = _SIDE.get(self.device) or torch.cuda.Stream()
@@ -101,8 +115,9 @@ class CudaGraph:
 
 # %% ../../nbs/53_graphs.ipynb #d5298d60
 class Tape(TorchDispatchMode):
-    """What `CudaGraph` is to a GPU, for any device: notes the operators of a step and runs them again
-    on the same tensors. Numbers of Python are as they were when it was captured, as in a graph."""
+    """What `CudaGraph` is to a GPU, for any device: notes the operators of a step and runs them
+    again on the same tensors. Numbers of Python are as they were when it was captured, as in a
+    graph."""
 
     def __init__(self, device: torch.device | None = None):
         super().__init__()
@@ -145,14 +160,17 @@ class Tape(TorchDispatchMode):
             x.copy_(now(x))
 
 # %% ../../nbs/53_graphs.ipynb #e7df7699
-_ROOM = 512  # tokens that a store can take at least, when it is made static without a max_length
+_ROOM = (
+    512  # tokens that a store can take at least, when it is made static without a max_length
+)
 
 
 @patch
 @_plain
 def as_static(self: KVStore, max_length: int | None = None) -> KVStore:
-    """A store with the same tensors, which do not move until it is full; the device counts tokens.
-    Without `max_length` it grows first where it is almost full: by an eighth, or by `_ROOM`."""
+    """A store with the same tensors, which do not move until it is full; the device counts
+    tokens. Without `max_length` it grows first where it is almost full: by an eighth, or by
+    `_ROOM`."""
     new = copy(self)
     if max_length is None and new.capacity - new.length < 64:
         new._make_room(_ROOM)
@@ -201,11 +219,25 @@ class _Step:
         ids = rest.pop("input_ids", None)
         ids = args[0] if args else ids
         rest.pop("past_key_values")
-        if len(args) > 1 or type(ids) is not Tensor or ids.ndim != 2 or not 1 <= ids.shape[1] <= (STEPS if drafting else 1):
+        if (
+            len(args) > 1
+            or type(ids) is not Tensor
+            or ids.ndim != 2
+            or not 1 <= ids.shape[1] <= (STEPS if drafting else 1)
+        ):
             return None
-        if not all(isinstance(x, Tensor | None) for x in (kwargs.get("position_ids"), kwargs.get("attention_mask"))):
+        if not all(
+            isinstance(x, Tensor | None)
+            for x in (kwargs.get("position_ids"), kwargs.get("attention_mask"))
+        ):
             return None
-        return cls(ids, rest.pop("position_ids", None), rest.pop("attention_mask", None), drafting, rest)
+        return cls(
+            ids,
+            rest.pop("position_ids", None),
+            rest.pop("attention_mask", None),
+            drafting,
+            rest,
+        )
 
     @property
     def tokens(self) -> int:
@@ -219,21 +251,30 @@ class _Step:
         return _Kind(self.ids.shape, places, self.mask is not None, self.drafting, self.rest)
 
 # %% ../../nbs/53_graphs.ipynb #406642ce
-_PROVED = WeakKeyDictionary()  # model -> kinds of steps whose replay was compared with an eager step
+_PROVED = (
+    WeakKeyDictionary()
+)  # model -> kinds of steps whose replay was compared with an eager step
 
 
 def _settings(model: torch.nn.Module) -> int:
-    "What a graph of the model has of it besides the values of its weights: where they are, and the plain attributes of its modules, such as which adapter is active."
+    """What a graph of the model has of it besides the values of its weights: where they are,
+    and the plain attributes of its modules, such as which adapter is active."""
     where = [(x.data_ptr(), x.dtype) for x in (*model.parameters(), *model.buffers())]
-    plain = lambda x: isinstance(x, (bool, int, float, str)) or (isinstance(x, (list, tuple)) and all(map(plain, x)))  # noqa: E731
-    attributes = [(name, repr(x)) for m in model.modules() for name, x in m.__dict__.items() if plain(x)]
+    plain = lambda x: (
+        isinstance(x, (bool, int, float, str))
+        or (isinstance(x, (list, tuple)) and all(map(plain, x)))
+    )
+    attributes = [
+        (name, repr(x)) for m in model.modules() for name, x in m.__dict__.items() if plain(x)
+    ]
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
     return hash((*where, *attributes, *hooks))
 
 
 @dataclass
 class _Captured:
-    "A step that can be replayed, and the tensors through which it gets its arguments and gives its results."
+    """A step that can be replayed, and the tensors through which it gets its arguments and
+    gives its results."""
 
     kind: _Kind
     proof: tuple  # what must have been compared once
@@ -250,16 +291,25 @@ class _Captured:
     def of(cls, step: _Step, proof: tuple) -> "_Captured":
         "Before it is captured."
         places = None if step.places is None else step.places.clone()
-        return cls(step.kind, proof, step.ids.clone(), places, torch.zeros(len(step.ids), dtype=torch.long, device=step.ids.device))
+        return cls(
+            step.kind,
+            proof,
+            step.ids.clone(),
+            places,
+            torch.zeros(len(step.ids), dtype=torch.long, device=step.ids.device),
+        )
 
 
 class StepRunner:
-    """Runs the decoding steps of one cache and model: eagerly, or as graphs of the whole forward
-    pass, one for each number of tokens. Captures by itself, at the first step; `why` says why it does not."""
+    """Runs the decoding steps of one cache and model: eagerly, or as graphs of the whole
+    forward pass, one for each number of tokens. Captures by itself, at the first step; `why`
+    says why it does not."""
 
     def __init__(self, cache: TurboQuantCache, model, graphs):
         if not isinstance(graphs, bool) and not callable(graphs):
-            raise TypeError(f"graphs must be True, False or a class like CudaGraph, got {graphs!r}")
+            raise TypeError(
+                f"graphs must be True, False or a class like CudaGraph, got {graphs!r}"
+            )
         self.cache = weakref.ref(cache)
         self.model = weakref.ref(model) if isinstance(model, torch.nn.Module) else None
         self.graphs = graphs  # True, False, or a class like CudaGraph
@@ -274,7 +324,11 @@ class StepRunner:
 
     def forget(self) -> None:
         "Drop the graphs and what they read."
-        self.held, self.stores, self.room = {}, [], 0  # the first: tokens of a row -> `_Captured`
+        self.held, self.stores, self.room = (
+            {},
+            [],
+            0,
+        )  # the first: tokens of a row -> `_Captured`
 
     # --- when
 
@@ -283,7 +337,10 @@ class StepRunner:
         "Whether steps are to be replayed where that can be done."
         model = self.model and self.model()
         if self.graphs is True:
-            return model is not None and getattr(model, "device", torch.device("cpu")).type == "cuda"
+            return (
+                model is not None
+                and getattr(model, "device", torch.device("cpu")).type == "cuda"
+            )
         return model is not None and bool(self.graphs)
 
     def attach(self) -> None:
@@ -291,7 +348,9 @@ class StepRunner:
         cache = self.cache()
         if not self.attached and self.wanted and cache.coded_layers[0].on_codes:
             self.attached = True
-            if any(x.is_meta for x in self.model().parameters()):  # a replay would read memory that others have by then
+            if any(
+                x.is_meta for x in self.model().parameters()
+            ):  # a replay would read memory that others have by then
                 self.failed = "some of the weights are offloaded"
             _Forward.join(self.model(), cache)
 
@@ -310,12 +369,20 @@ class StepRunner:
             return "the layers are on several devices"
         if any(x.mask_reason for x in layers):
             return next(x.mask_reason for x in layers if x.mask_reason)
-        odd = [name for name, x in step.rest.items() if not isinstance(x, (bool, int, float, str))]
+        odd = [
+            name for name, x in step.rest.items() if not isinstance(x, (bool, int, float, str))
+        ]
         if odd:
             return f"the model is given {', '.join(odd)}"
-        if step.mask is not None and step.mask.shape != (layers[0].store.batch, layers[0].store.length + step.tokens):
+        if step.mask is not None and step.mask.shape != (
+            layers[0].store.batch,
+            layers[0].store.length + step.tokens,
+        ):
             return f"an attention mask of shape {list(step.mask.shape)}"
-        if step.places is None and "position_ids" not in inspect.signature(self.model().forward).parameters:
+        if (
+            step.places is None
+            and "position_ids" not in inspect.signature(self.model().forward).parameters
+        ):
             return "the model takes no position_ids"
         if self.cache().canary is not None:
             return "a canary checks the steps, and a replay shows it nothing"
@@ -331,7 +398,10 @@ class StepRunner:
             return ""
         if layer.is_sliding:
             return "a sliding layer frees tokens; max_length and static=True keep them"
-        if store.recipe.decay is not None or "qjl" in (store.recipe.key.residual, store.recipe.value.residual):
+        if store.recipe.decay is not None or "qjl" in (
+            store.recipe.key.residual,
+            store.recipe.value.residual,
+        ):
             return "decay and QJL residuals"
         if layer.patience or store._recent_from > max(0, store.length - store.recipe.recent):
             return "tokens were cropped lately"
@@ -355,9 +425,17 @@ class StepRunner:
         self.before = step.tokens
         if captured and self._fits(captured, step):
             new = captured.proof not in _PROVED.get(self.model(), ())
-            return self._compared(forward, args, kwargs, captured, step) if new else self._replay(captured, step)
-        if step.drafting and not as_before:  # an assistant drafts now 3, now 7 tokens: most such graphs would never be replayed
-            self.why = self.why or ("" if self.captured else "no two passes in a row had as many drafts")
+            return (
+                self._compared(forward, args, kwargs, captured, step)
+                if new
+                else self._replay(captured, step)
+            )
+        if (
+            step.drafting and not as_before
+        ):  # an assistant drafts now 3, now 7 tokens: most such graphs would never be replayed
+            self.why = self.why or (
+                "" if self.captured else "no two passes in a row had as many drafts"
+            )
             return forward(*args, **kwargs)
         return self._start(forward, args, kwargs, step)
 
@@ -371,7 +449,8 @@ class StepRunner:
         return step.mask is None or step.mask.shape[1] == length + step.tokens
 
     def _start(self, forward, args, kwargs, step):
-        "A step that no graph is there for: an eager one, which is captured where that can be done."
+        """A step that no graph is there for: an eager one, which is captured where that can be
+        done."""
         cache = self.cache()
         self.why, layers = self.refusal(step), cache.coded_layers
         if self.why:
@@ -382,16 +461,36 @@ class StepRunner:
             if layer.store.length + step.tokens > (layer.store.max_length or 0):
                 layer.make_growing()
             layer.make_static()
-        slow = [a for x in layers for a in x.captured_backends.values() if a.backend != "triton"]
+        slow = [
+            a for x in layers for a in x.captured_backends.values() if a.backend != "triton"
+        ]
         if slow and self.graphs is True:  # what PyTorch does here waits for the device
-            self.why = self.failed = f"kernels do not serve: {slow[0].why or 'PyTorch was asked for'}"
+            self.why = self.failed = (
+                f"kernels do not serve: {slow[0].why or 'PyTorch was asked for'}"
+            )
             return forward(*args, **kwargs)
         self.settings = _settings(self.model())
-        captured = _Captured.of(step, (repr(step.kind), tuple(cache.recipes), cache.backend, layers[0].store.dtype, self.graphs, self.settings))
+        captured = _Captured.of(
+            step,
+            (
+                repr(step.kind),
+                tuple(cache.recipes),
+                cache.backend,
+                layers[0].store.dtype,
+                self.graphs,
+                self.settings,
+            ),
+        )
         if captured.proof in _PROVED.setdefault(self.model(), set()):
-            return self._replay(captured, step) if self._try_capture(forward, captured, step) else forward(*args, **kwargs)
+            return (
+                self._replay(captured, step)
+                if self._try_capture(forward, captured, step)
+                else forward(*args, **kwargs)
+            )
         out = forward(*args, **kwargs)  # kernels are compiled here
-        self._move(-step.tokens)  # what Python knows while it captures is what it knew in this step
+        self._move(
+            -step.tokens
+        )  # what Python knows while it captures is what it knew in this step
         self._try_capture(forward, captured, step)
         self._move(step.tokens)
         return out
@@ -403,13 +502,18 @@ class StepRunner:
         began, proved = time.perf_counter(), _PROVED[self.model()]
         try:
             self._capture(forward, captured, step)
-        except Exception as error:  # of a model that no graph can hold; of a kind that was proved, once more
+        except (
+            Exception
+        ) as error:  # of a model that no graph can hold; of a kind that was proved, once more
             known = captured.proof in proved
             proved.discard(captured.proof)
             self.forget()
             self.failed = "" if known else f"capturing failed: {type(error).__name__}: {error}"
             return False
-        self.captured, self.seconds = self.captured + 1, self.seconds + time.perf_counter() - began
+        self.captured, self.seconds = (
+            self.captured + 1,
+            self.seconds + time.perf_counter() - began,
+        )
         return True
 
     def _capture(self, forward, captured: _Captured, step: _Step) -> None:
@@ -425,12 +529,25 @@ class StepRunner:
                 real = first.position + n - first.start
                 self.odd.logical_or_((captured.sums != real).any())
             counted = first.position.long() + torch.arange(n, device=first.device)
-            places = counted.expand(len(step.ids), n) if captured.places is None else captured.places
-            out = forward(input_ids=captured.ids, position_ids=places, past_key_values=cache, **step.rest)
-            if not isinstance(out, dict) or not all(isinstance(x, (Tensor, TurboQuantCache)) for x in out.values()):
+            places = (
+                counted.expand(len(step.ids), n) if captured.places is None else captured.places
+            )
+            out = forward(
+                input_ids=captured.ids, position_ids=places, past_key_values=cache, **step.rest
+            )
+            if not isinstance(out, dict) or not all(
+                isinstance(x, (Tensor, TurboQuantCache)) for x in out.values()
+            ):
                 raise ValueError("the model returns more than logits")
-            captured.made, names = type(out), [name for name, x in out.items() if isinstance(x, Tensor)]
-            tails = {(i, j): x for i, layer in enumerate(layers) for j, x in enumerate(layer.captured_tail or ())}
+            captured.made, names = (
+                type(out),
+                [name for name, x in out.items() if isinstance(x, Tensor)],
+            )
+            tails = {
+                (i, j): x
+                for i, layer in enumerate(layers)
+                for j, x in enumerate(layer.captured_tail or ())
+            }
             return {name: out[name] for name in names} | tails
 
         make = CudaGraph if self.graphs is True else self.graphs
@@ -438,8 +555,14 @@ class StepRunner:
         kept = [self.odd, *(t for s in stores for t in (*s._fixed(), s.position, s.flags))]
         out = captured.graph.capture(run, kept)
         captured.tensors = {name: x for name, x in out.items() if isinstance(name, str)}
-        captured.tails = [(out[i, 0], out[i, 1]) if (i, 0) in out else None for i in range(len(layers))]
-        self.stores, self.held[n], self.room = stores, captured, min(s.max_length for s in stores)
+        captured.tails = [
+            (out[i, 0], out[i, 1]) if (i, 0) in out else None for i in range(len(layers))
+        ]
+        self.stores, self.held[n], self.room = (
+            stores,
+            captured,
+            min(s.max_length for s in stores),
+        )
 
     def _replay(self, captured: _Captured, step: _Step):
         "The step by the graph."
@@ -456,17 +579,22 @@ class StepRunner:
         self.replayed += 1
         if self.replayed % 16 == 0:
             self._look()
-        tensors = {name: x.clone() for name, x in captured.tensors.items()}  # the next replay overwrites them
+        tensors = {
+            name: x.clone() for name, x in captured.tensors.items()
+        }  # the next replay overwrites them
         return captured.made(**tensors, past_key_values=self.cache())
 
     def _compared(self, forward, args, kwargs, captured: _Captured, step: _Step):
-        """The eager step, one after that which was captured, then the same tokens replayed into their own
-        places: to the bit where kernels serve both. Where it differs, the graph is dropped."""
+        """The eager step, one after that which was captured, then the same tokens replayed into
+        their own places: to the bit where kernels serve both. Where it differs, the graph is
+        dropped."""
         want = forward(*args, **kwargs)
         self._take_back(step.tokens)
         got, kernels = self._replay(captured, step), {"triton"}
-        served = {a.backend for x in self.cache().coded_layers for a in x.captured_backends.values()}
-        apart = lambda a, b: float((a - b).float().norm() / b.float().norm().clamp(min=1e-30))  # noqa: E731
+        served = {
+            a.backend for x in self.cache().coded_layers for a in x.captured_backends.values()
+        }
+        apart = lambda a, b: float((a - b).float().norm() / b.float().norm().clamp(min=1e-30))
         error = max(apart(got[name], want[name]) for name in captured.tensors)
         if error <= (0 if served == kernels else 1e-4):
             _PROVED[self.model()].add(captured.proof)
@@ -478,7 +606,8 @@ class StepRunner:
         return forward(*args, **kwargs)
 
     def _take_back(self, tokens: int) -> None:
-        "Forget the last tokens, which come again: recent tokens that drafts overwrote return, one token is written over with itself."
+        """Forget the last tokens, which come again: recent tokens that drafts overwrote return,
+        one token is written over with itself."""
         if all(x.tail is None for x in self.cache().coded_layers):
             return self._move(-tokens)
         for layer in self.cache().coded_layers:
@@ -511,11 +640,13 @@ class StepRunner:
         if self.odd is not None and bool(self.odd):
             self.odd.zero_()
             raise ValueError(
-                "an attention mask unlike the prompt's came to a replayed step; graphs=False serves it"
+                "an attention mask unlike the prompt's came to a replayed step; graphs=False "
+                "serves it"
             )
 
     def report(self) -> dict:
-        "Graphs captured, steps replayed, and why not where none was; empty where none was wanted."
+        """Graphs captured, steps replayed, and why not where none was; empty where none was
+        wanted."""
         layer = self.cache().coded_layers[0]
         lost = self.graphs is True and self.model is None  # whose forward is not known
         lost = lost and layer.is_initialized and layer.store.device.type == "cuda"
@@ -526,8 +657,13 @@ class StepRunner:
             why = "the cache was made from a config, not from the model"
         elif not layer.on_codes:
             why = f"the model attends by {layer.config._attn_implementation!r}, not {NAME!r}"
-        graphs = f"{self.captured} graph{'s' * (self.captured != 1)} captured in {self.seconds:.2f} s"
-        line = f"\n{self.replayed:,} steps replayed, {graphs}" + (f"; eager: {why}" if why else "")
+        graphs = (
+            f"{self.captured} graph{'s' * (self.captured != 1)} captured in {self.seconds:.2f} "
+            "s"
+        )
+        line = f"\n{self.replayed:,} steps replayed, {graphs}" + (
+            f"; eager: {why}" if why else ""
+        )
         took = dict(captured=self.captured, seconds=self.seconds, replayed=self.replayed)
         return took | dict(why_not=why, line=line)
 
@@ -536,10 +672,15 @@ TurboQuantCache.make_runner = StepRunner
 
 # %% ../../nbs/53_graphs.ipynb #d0e2730a
 class _Forward:
-    "Stands in the place of a model's `forward` while a cache lives whose steps may be replayed."
+    """Stands in the place of a model's `forward` while a cache lives whose steps may be
+    replayed."""
 
     def __init__(self, model):
-        self.model, self.before, self.users = weakref.ref(model), model.__dict__.get("forward"), 0
+        self.model, self.before, self.users = (
+            weakref.ref(model),
+            model.__dict__.get("forward"),
+            0,
+        )
         self.__signature__ = inspect.signature(model.forward)  # generate() reads it
         self.__name__, self.__doc__ = "forward", model.forward.__doc__
 
@@ -554,7 +695,11 @@ class _Forward:
             return self.inner(*args, **kwargs)
         busy = cache.coded_layers[0].is_initialized and cache.coded_layers[0].store._capturing()
         mine = cache.runner.attached and cache.runner.model() is self.model()
-        return self.inner(*args, **kwargs) if busy or not mine else cache.runner(self.inner, args, kwargs)
+        return (
+            self.inner(*args, **kwargs)
+            if busy or not mine
+            else cache.runner(self.inner, args, kwargs)
+        )
 
     def __deepcopy__(self, memo):  # of a model that is copied
         new = _Forward.__new__(_Forward)

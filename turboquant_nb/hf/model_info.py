@@ -27,7 +27,8 @@ from ..theory.rope import apply_rope
 
 # %% ../../nbs/50_model_info.ipynb #9082c185
 def _text_config(model_or_config):
-    "The config of the decoder. Raises ValueError/TypeError for what is no decoder of transformers."
+    """The config of the decoder. Raises ValueError/TypeError for what is no decoder of
+    transformers."""
     config = getattr(model_or_config, "config", model_or_config)
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError("encoder-decoder models cache two attentions a layer; not served")
@@ -36,7 +37,10 @@ def _text_config(model_or_config):
         raise TypeError(f"model_or_config must be a transformers model or config, got {got}")
     text = config.get_text_config(decoder=True)
     if not hasattr(text, "num_hidden_layers"):
-        raise ValueError(f"model_or_config must be of a decoder, got {text.model_type}, which has no layers of attention")
+        raise ValueError(
+            f"model_or_config must be of a decoder, got {text.model_type}, which has no layers "
+            "of attention"
+        )
     return text
 
 
@@ -47,13 +51,17 @@ def _kinds(config) -> list:
     try:
         layers = DynamicCache(config=config).layers
     except KeyError as kind:
-        raise ValueError(f"{config.model_type} has layers of kind {kind}, which cannot be served: {only}") from None
+        raise ValueError(
+            f"{config.model_type} has layers of kind {kind}, which cannot be served: {only}"
+        ) from None
     served = ("DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer")
     for i, layer in enumerate(layers):
         if (kind := type(layer).__name__) not in served:
             raise ValueError(f"layer {i} caches {kind}, which cannot be served: {only}")
     if not any(map(_is_coded, layers)):
-        raise ValueError(f"{config.model_type} has no layer whose keys and values could be coded")
+        raise ValueError(
+            f"{config.model_type} has no layer whose keys and values could be coded"
+        )
     return layers
 
 
@@ -98,7 +106,9 @@ class ModelInfo:
     def rope(self) -> "LayerFrequencies":
         "`layer_frequencies` as numbers, since a cache counts every tensor that it holds."
         found = layer_frequencies(self.config)
-        return found._replace(by_layer=[None if f is None else tuple(f.tolist()) for f in found.by_layer])
+        return found._replace(
+            by_layer=[None if f is None else tuple(f.tolist()) for f in found.by_layer]
+        )
 
     def own_layers(self) -> list:
         "New layers of transformers' own cache, one for each layer of the model."
@@ -107,16 +117,23 @@ class ModelInfo:
     def __repr__(self):
         f, n = self.facts, len(self.coded)
         sliding = sum(x.sliding_window is not None for x in self.coded)
-        heads = f"{f['query heads']} query heads on {f['KV heads']} KV heads of {f['head size']}"
-        return f"ModelInfo({f['model type']}: {len(self.layers)} layers, {n} coded, {sliding} with a sliding window; {heads})"
+        heads = (
+            f"{f['query heads']} query heads on {f['KV heads']} KV heads of {f['head size']}"
+        )
+        return (
+            f"ModelInfo({f['model type']}: {len(self.layers)} layers, {n} coded, {sliding} with "
+            f"a sliding window; {heads})"
+        )
 
 # %% ../../nbs/50_model_info.ipynb #dd5d6f12
 def _rotary(config) -> tuple:  # (modeling module, its rotary embedding), or (None, reason)
     try:
-        module = importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
+        module = importlib.import_module(
+            type(config).__module__.replace("configuration_", "modeling_")
+        )
     except ModuleNotFoundError:  # the kind runs as another one
         return None, f"{config.model_type} has no modeling file of its own"
-    mine = lambda c: isinstance(c, type) and c.__module__ == module.__name__  # noqa: E731
+    mine = lambda c: isinstance(c, type) and c.__module__ == module.__name__
     found = [c for n, c in vars(module).items() if n.endswith("RotaryEmbedding") and mine(c)]
     found = [c for c in found if "Vision" not in c.__name__]
     if len(found) != 1 or not hasattr(module, "apply_rotary_pos_emb"):
@@ -127,13 +144,20 @@ def _rotary(config) -> tuple:  # (modeling module, its rotary embedding), or (No
 
 
 def _has_axes(rotary, kind) -> bool:
-    "Whether RoPE takes several positions for a token: time, height and width of a part of an image or a video."
+    """Whether RoPE takes several positions for a token: time, height and width of a part of an
+    image or a video."""
     if any("rope_section" in name and value for name, value in vars(rotary).items()):
         return True
     more = () if hasattr(rotary, "inv_freq") else (kind,)
     try:
         cos, _ = rotary(torch.zeros(1, 1, 4, 8), torch.arange(4).expand(3, 1, 4), *more)
-    except (RuntimeError, TypeError, ValueError, IndexError, KeyError):  # [B, T] only; no RoPE in such layers
+    except (
+        RuntimeError,
+        TypeError,
+        ValueError,
+        IndexError,
+        KeyError,
+    ):  # [B, T] only; no RoPE in such layers
         return False
     return cos.ndim == 3 and cos.shape[0] == 1  # of three positions it makes one angle
 
@@ -143,7 +167,9 @@ def _is_half_split(module, rotary, kind, inv_freq) -> bool:
     probe = dict(dtype=torch.float32, generator=torch.Generator().manual_seed(0))
     x, positions = torch.randn(1, 1, 4, 2 * len(inv_freq), **probe), torch.arange(4) * 3
     more = () if hasattr(rotary, "inv_freq") else (kind,)
-    factor = getattr(rotary, "attention_scaling", getattr(rotary, f"{kind}_attention_scaling", 1.0))
+    factor = getattr(
+        rotary, "attention_scaling", getattr(rotary, f"{kind}_attention_scaling", 1.0)
+    )
     want = apply_rope(x, positions, inv_freq=inv_freq, scale=factor)
     apply = module.apply_rotary_pos_emb
     takes_one = "k" not in inspect.signature(apply).parameters  # x, cos, sin: Gemma 3n and 4
@@ -165,8 +191,9 @@ class LayerFrequencies(NamedTuple):
 def layer_frequencies(
     config,  # of a decoder
 ) -> LayerFrequencies:
-    """By what RoPE rotates the keys of each layer: None for a layer that has no RoPE, and for all
-    layers, with a reason, of a model whose RoPE is not the half-split one with fixed frequencies and one position a token."""
+    """By what RoPE rotates the keys of each layer: None for a layer that has no RoPE, and for
+    all layers, with a reason, of a model whose RoPE is not the half-split one with fixed
+    frequencies and one position a token."""
     n = config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or [None] * n
     module, rotary = _rotary(config)
@@ -175,13 +202,21 @@ def layer_frequencies(
     given = getattr(config, "rope_parameters", None) or {}
     types = {p.get("rope_type") for p in (given, *given.values()) if isinstance(p, dict)}
     if types & {"dynamic", "longrope"}:
-        return LayerFrequencies([None] * n, f"{config.model_type} rotates by frequencies that change with the length")
+        return LayerFrequencies(
+            [None] * n,
+            f"{config.model_type} rotates by frequencies that change with the length",
+        )
     if any(_has_axes(rotary, kind) for kind in set(kinds)):
-        return LayerFrequencies([None] * n, f"{config.model_type} rotates by several positions of each token")
-    own = lambda kind: getattr(rotary, f"{kind}_inv_freq", getattr(rotary, "inv_freq", None))  # noqa: E731
+        return LayerFrequencies(
+            [None] * n, f"{config.model_type} rotates by several positions of each token"
+        )
+    own = lambda kind: getattr(rotary, f"{kind}_inv_freq", getattr(rotary, "inv_freq", None))
     for kind in set(kinds):
         if own(kind) is not None and not _is_half_split(module, rotary, kind, own(kind)):
-            return LayerFrequencies([None] * n, f"{config.model_type} pairs the channels that RoPE rotates otherwise")
+            return LayerFrequencies(
+                [None] * n,
+                f"{config.model_type} pairs the channels that RoPE rotates otherwise",
+            )
     unrotated = [not x for x in getattr(config, "no_rope_layers", None) or [True] * n]
     return LayerFrequencies([None if u else own(kind) for kind, u in zip(kinds, unrotated)], "")
 
@@ -194,8 +229,11 @@ class LayerPlan:
     inv_freq: tuple | None = None  # r/2 numbers, where the centre of keys is the pre-RoPE mean
 
 
-def _settle_centers(info: ModelInfo, recipes: list) -> tuple:  # (recipes without "auto", [inv_freq or None])
-    "Where the keys' centre is left to the model: its RoPE decides. Raises ValueError where a recipe names a pre-RoPE mean and there is no such RoPE."
+def _settle_centers(
+    info: ModelInfo, recipes: list
+) -> tuple:  # (recipes without "auto", [inv_freq or None])
+    """Where the keys' centre is left to the model: its RoPE decides. Raises ValueError where a
+    recipe names a pre-RoPE mean and there is no such RoPE."""
     if all(r.key.center not in ("auto", "pre_rope") for r in recipes):
         return recipes, [None] * len(recipes)
     found, why = info.rope
@@ -203,12 +241,15 @@ def _settle_centers(info: ModelInfo, recipes: list) -> tuple:  # (recipes withou
     recipes = [r.settled(rope=f is not None) for r, f in zip(recipes, frequencies)]
     inv_freq = [f if r.key.center == "pre_rope" else None for r, f in zip(recipes, frequencies)]
     if any(f is None and r.key.center == "pre_rope" for f, r in zip(inv_freq, recipes)):
-        raise ValueError(f"center='pre_rope' needs RoPE in each of its layers: {why or 'one has none'}")
+        raise ValueError(
+            f"center='pre_rope' needs RoPE in each of its layers: {why or 'one has none'}"
+        )
     return recipes, inv_freq
 
 # %% ../../nbs/50_model_info.ipynb #a522f8d6
 def _check_sizes(info: ModelInfo, recipes: list) -> None:
-    "Raise ValueError for a fraction, or bits by channel, that heads cannot have, where the config says their one size."
+    """Raise ValueError for a fraction, or bits by channel, that heads cannot have, where the
+    config says their one size."""
     several = ("kv_lora_rank", "v_head_dim", "global_head_dim", "attention_head_dim")
     if any(getattr(info.config, name, None) for name in several):
         return
@@ -225,8 +266,9 @@ def plan_layers(
     calibration=None,  # a file, a hub id or a Calibration
     budget: float | None = None,  # average bits, spent by the calibration's losses
 ) -> list:  # a LayerPlan for each coded layer
-    """Raises TypeError/ValueError for what is no recipe, a list of another length, bits that no head of
-    this size can have, decay with max_length, a pre-RoPE mean without RoPE, another model's calibration, a budget without one."""
+    """Raises TypeError/ValueError for what is no recipe, a list of another length, bits that no
+    head of this size can have, decay with max_length, a pre-RoPE mean without RoPE, another
+    model's calibration, a budget without one."""
     n = len(info.coded)
     listed = isinstance(recipe, (list, tuple))
     if listed and len(recipe) != n:
@@ -234,7 +276,9 @@ def plan_layers(
         raise ValueError(f"recipe must be {want}, got a list of {len(recipe)}")
     recipes = [as_recipe(r, bits) for r in recipe] if listed else [as_recipe(recipe, bits)] * n
     if max_length is not None and any(r.decay is not None for r in recipes):
-        raise ValueError("max_length allocates once, so decay frees nothing; choose one of them")
+        raise ValueError(
+            "max_length allocates once, so decay frees nothing; choose one of them"
+        )
     recipes, inv_freq = _settle_centers(info, recipes)
     if calibration is None and budget is not None:
         raise ValueError("a budget needs a calibration, which says where bits are worth most")

@@ -28,12 +28,16 @@ KINDS = 1, 2, 4, 8, 16, 32  # numbers of tables that are tried
 _LIMIT = 2**22  # codes that are unpacked at a time
 
 
-def _tables(counts: np.ndarray) -> np.ndarray:  # [K, n] counts -> [K, n] weights from 1 to 65535
+def _tables(
+    counts: np.ndarray,
+) -> np.ndarray:  # [K, n] counts -> [K, n] weights from 1 to 65535
     total = counts.sum(1, keepdims=True).clip(1)
     return np.rint(counts * (2**16 - 1) / total).clip(1).astype("<u2")
 
 
-def _bits(counts: np.ndarray, tables: np.ndarray) -> np.ndarray:  # [rows, n], [K, n] -> [rows, K]
+def _bits(
+    counts: np.ndarray, tables: np.ndarray
+) -> np.ndarray:  # [rows, n], [K, n] -> [rows, K]
     "What each row would cost by each table."
     return counts @ -np.log2(tables / tables.sum(1, keepdims=True, dtype=float)).T
 
@@ -59,11 +63,14 @@ def _partition(counts: np.ndarray, k: int) -> _Partition:
     tables = _tables(np.stack([counts[which == i].sum(0) for i in range(k)]))
     size = _bits(counts, tables)[np.arange(rows), which].sum()
     ends = 14 * 8 * k  # a length, and where a stream begins and ends
-    return _Partition(which.astype(np.uint8), tables, size + 16 * k * n + 8 * rows * (k > 1) + ends)
+    return _Partition(
+        which.astype(np.uint8), tables, size + 16 * k * n + 8 * rows * (k > 1) + ends
+    )
 
 # %% ../../nbs/57_storage.ipynb #91899d71
 def _squeeze(x: np.ndarray, room: int) -> bytes | None:  # [rows, symbols] uint8, not empty
-    "Tables, the table of each row and a stream for each table; None if that takes `room` bytes."
+    """Tables, the table of each row and a stream for each table; None if that takes `room`
+    bytes."""
     low = int(x.min())
     n = max(2, int(x.max()) - low + 1)
     at = (np.arange(len(x)) * n - low).astype(np.int32)[:, None]
@@ -97,7 +104,9 @@ def _expand(data: bytes, rows: int, symbols: int) -> np.ndarray:  # [rows, symbo
     out = np.empty((rows, symbols), np.uint8)
     for i, (size, table) in enumerate(zip(sizes, tables)):
         mine = which == i
-        out[mine] = entropy_decode(data[at : at + size], table, (int(mine.sum()), symbols)).numpy()
+        out[mine] = entropy_decode(
+            data[at : at + size], table, (int(mine.sum()), symbols)
+        ).numpy()
         at += size
     out += np.uint8(low)
     return out
@@ -128,8 +137,12 @@ class _Run:
         return [name for name, _ in self.planes]
 
     def blocks(self, tensors: dict):
-        "Blocks of at most `_LIMIT` codes, at least one tile of one head: (planes [heads, tiles, ...] each, tokens)."
-        flat, tile = [(tensors[name].flatten(0, 1), at) for name, at in self.planes], self.layout.tile
+        """Blocks of at most `_LIMIT` codes, at least one tile of one head: (planes [heads,
+        tiles, ...] each, tokens)."""
+        flat, tile = (
+            [(tensors[name].flatten(0, 1), at) for name, at in self.planes],
+            self.layout.tile,
+        )
         most = max(1, _LIMIT // (self.layout.d * tile))
         step = min(self.tiles, most)
         height = most // step
@@ -148,10 +161,17 @@ def _runs(store: KVStore, held: int) -> list:  # tokens held
             edges = 0, side.truncated_tiles, math.ceil(held / tile)
             for truncated, first, last in zip((True, False), edges, edges[1:]):
                 lost = truncated and g.truncates
-                planes = [[f"{name}.{n}", first - side.tiles_before(n)] for n in (g.names[:-1] if lost else g.names)]
+                planes = [
+                    [f"{name}.{n}", first - side.tiles_before(n)]
+                    for n in (g.names[:-1] if lost else g.names)
+                ]
                 layout = Layout(g.layout.bits - lost, g.layout.d, g.layout.along, tile)
                 if first < last:
-                    out.append(_Run(planes, layout, last - first, min(last * tile, held) - first * tile))
+                    out.append(
+                        _Run(
+                            planes, layout, last - first, min(last * tile, held) - first * tile
+                        )
+                    )
     return out
 
 # %% ../../nbs/57_storage.ipynb #91732535
@@ -174,7 +194,9 @@ def _block_in(data: "_Bytes", planes: list, layout: Layout, tokens: int) -> None
     if form == 0:
         for p in planes:
             p.copy_(
-                torch.frombuffer(bytearray(data.take(p.nbytes)), dtype=torch.uint8).view(p.shape)
+                torch.frombuffer(bytearray(data.take(p.nbytes)), dtype=torch.uint8).view(
+                    p.shape
+                )
             )
         return
     n = tokens if form == 1 else planes[0].shape[1] * layout.tile
@@ -214,7 +236,9 @@ def _bytes_out(t: Tensor) -> bytes:
         column = np.ascontiguousarray(x[..., i])
         data = _squeeze(column, column.size)
         out += (
-            [b"\0", column.tobytes()] if data is None else [struct.pack("<BI", 1, len(data)), data]
+            [b"\0", column.tobytes()]
+            if data is None
+            else [struct.pack("<BI", 1, len(data)), data]
         )
     return b"".join(out)
 
@@ -234,7 +258,9 @@ def _bytes_in(data: _Bytes, t: Tensor) -> None:
 # %% ../../nbs/57_storage.ipynb #1efd604a
 def _about(store: KVStore, tensors: dict, state: dict) -> dict:
     "What reading a layer takes besides its bytes."
-    kinds = {k: [str(t.dtype).removeprefix("torch."), list(t.shape)] for k, t in tensors.items()}
+    kinds = {
+        k: [str(t.dtype).removeprefix("torch."), list(t.shape)] for k, t in tensors.items()
+    }
     runs = _runs(store, store.length - store.offset)
     return dict(state=state, tensors=kinds, parts=[run.header for run in runs])
 
@@ -263,7 +289,9 @@ def _part(name: str) -> str:
 def _layer_in(data: bytes, about: dict) -> dict:  # tensors on the CPU
     "The inverse of `_layer_out`. Raises ValueError for data that does not fit."
     data, packed = _Bytes(data), set()
-    dtypes = {k: (getattr(torch, dtype), shape) for k, (dtype, shape) in about["tensors"].items()}
+    dtypes = {
+        k: (getattr(torch, dtype), shape) for k, (dtype, shape) in about["tensors"].items()
+    }
     tensors = {k: torch.zeros(shape, dtype=dtype) for k, (dtype, shape) in dtypes.items()}
     for run in map(_Run.of, about["parts"]):
         for planes, tokens in run.blocks(tensors):
@@ -291,9 +319,10 @@ def save_compressed(
     cache,  # a filled TurboQuantCache or a KVStore
     path,  # file to write
 ) -> dict:  # {kind of tensor: (bytes held, bytes in the file)}; "file": the whole
-    """Write all tensors, entropy coded, to one safetensors file for `load_compressed`. Takes memory
-    for the file's bytes twice and one layer. Raises TypeError for what is no cache, ValueError for
-    an empty cache or one whose layers are not all coded, ImportError without constriction."""
+    """Write all tensors, entropy coded, to one safetensors file for `load_compressed`. Takes
+    memory for the file's bytes twice and one layer. Raises TypeError for what is no cache,
+    ValueError for an empty cache or one whose layers are not all coded, ImportError without
+    constriction."""
     stores, states, header = _stored(cache)
     abouts, layers, tensors = [], [], {}
     sizes, held = Counter(), Counter()
@@ -307,18 +336,28 @@ def save_compressed(
         layers.append([abouts.index(about), digest({k: x.cpu() for k, x in t.items()}, state)])
         tensors[f"{i:04}"] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     more = {k: v for k, v in header.items() if k != "layers"}
-    write_file(path, tensors, {"format": FORMAT} | more | dict(abouts=abouts, layers=layers), FORMAT)
+    write_file(
+        path, tensors, {"format": FORMAT} | more | dict(abouts=abouts, layers=layers), FORMAT
+    )
     out = {k: (held[k], sizes[k]) for k in held}
     return out | {"file": (sum(held.values()), os.path.getsize(path))}
 
 # %% ../../nbs/57_storage.ipynb #0c5afb85
 def _states(tensors: dict, header: dict, path):
-    "Tensors of each layer, one after the other. Raises ValueError if they are not what was saved."
+    """Tensors of each layer, one after the other. Raises ValueError if they are not what was
+    saved."""
     for i, (n, written) in enumerate(header["layers"]):
         about = header["abouts"][n]
         try:
             out = _layer_in(tensors.pop(f"{i:04}").numpy().tobytes(), about)
-        except (ValueError, TypeError, KeyError, IndexError, struct.error, RuntimeError) as error:
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            IndexError,
+            struct.error,
+            RuntimeError,
+        ) as error:
             raise ValueError(f"{path}: layer {i} cannot be decoded ({error})") from None
         if digest(out, about["state"]) != written:
             raise ValueError(f"{path}: layer {i} decodes to other tensors than were saved")
@@ -330,9 +369,9 @@ def load_compressed(
     model_or_config=None,  # of a cache: the model it is for; a KVStore takes none
     device: torch.device | str = "cpu",
 ):  # a TurboQuantCache or a KVStore
-    """Read back, bit for bit, what `save_compressed` wrote. Raises FileNotFoundError; ValueError for a
-    file of another kind, a truncated or a changed one, another model's, or a cache without a model;
-    ImportError without constriction."""
+    """Read back, bit for bit, what `save_compressed` wrote. Raises FileNotFoundError;
+    ValueError for a file of another kind, a truncated or a changed one, another model's, or a
+    cache without a model; ImportError without constriction."""
     tensors, header = read_file(path, FORMAT, "compressed cache")
     states = [header["abouts"][n]["state"] for n, _ in header["layers"]]
     decoded = _states(tensors, header, path)

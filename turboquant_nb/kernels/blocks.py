@@ -26,30 +26,54 @@ except ImportError:  # `supports` says so
 def half_asm(
     bits: int,  # 2, 3 or 4
 ) -> tuple:  # (PTX, constraints)
-    """PTX that turns 4 bytes of each plane into fp16 levels of a pair of quarters. In: base-plane words of the lower and
-    upper half of the channels, one word per further plane, by how many bits the pair is shifted (4 times, as packed bytes
-    come), table's words plus 128 in each byte (4 times each). Out: half x quarter x 2 words."""
+    """PTX that turns 4 bytes of each plane into fp16 levels of a pair of quarters. In:
+    base-plane words of the lower and upper half of the channels, one word per further plane, by
+    how many bits the pair is shifted (4 times, as packed bytes come), table's words plus 128 in
+    each byte (4 times each). Out: half x quarter x 2 words."""
     planes, words = ["p", "r"][: bits - 2], {2: 1, 3: 2, 4: 4}[bits]
     table = [f"${12 + bits + 4 * i}" for i in range(words)]
-    out = ["{", ".reg .b32 lo, hi, p, r, s, t, u, v, x, y, m, k, z;", "mov.b32 k, 0x64646464;", "mov.b32 z, 0x64806480;"]
-    out += [f"shr.b32 {to}, ${8 + i}, ${8 + bits};" for i, to in enumerate(["lo", "hi", *planes])]
+    out = [
+        "{",
+        ".reg .b32 lo, hi, p, r, s, t, u, v, x, y, m, k, z;",
+        "mov.b32 k, 0x64646464;",
+        "mov.b32 z, 0x64806480;",
+    ]
+    out += [
+        f"shr.b32 {to}, ${8 + i}, ${8 + bits};" for i, to in enumerate(["lo", "hi", *planes])
+    ]
     for half, base in enumerate(("lo", "hi")):
         if bits == 2:
             out.append(f"and.b32 s, {base}, 0x33333333;")
         else:
-            out += [f"shl.b32 t, p, {2 - half};", "and.b32 t, t, 0x44444444;", f"lop3.b32 s, {base}, 0x33333333, t, 0xEA;"]
+            out += [
+                f"shl.b32 t, p, {2 - half};",
+                "and.b32 t, t, 0x44444444;",
+                f"lop3.b32 s, {base}, 0x33333333, t, 0xEA;",
+            ]
         if bits == 4:
             out += [f"shl.b32 u, r, {3 - half};", "shl.b32 v, u, 4;"]
-        for to, signs in (("x", "0xD9C8"), ("y", "0xFBEA")):  # bytes 0 and 1 of both quarters, then 2 and 3
+        for to, signs in (
+            ("x", "0xD9C8"),
+            ("y", "0xFBEA"),
+        ):  # bytes 0 and 1 of both quarters, then 2 and 3
             if bits < 4:
                 out.append(f"prmt.b32 {to}, {table[0]}, {table[-1]}, s;")
             else:
-                out += [f"prmt.b32 m, v, u, {signs};", f"prmt.b32 t, {table[0]}, {table[1]}, s;", f"prmt.b32 y, {table[2]}, {table[3]}, s;"]
+                out += [
+                    f"prmt.b32 m, v, u, {signs};",
+                    f"prmt.b32 t, {table[0]}, {table[1]}, s;",
+                    f"prmt.b32 y, {table[2]}, {table[3]}, s;",
+                ]
                 out.append(f"lop3.b32 {to}, m, y, t, 0xCA;")
             out.append("shr.b32 s, s, 16;")
-            for quarter, order in enumerate(("0x4240", "0x4341")):  # with 0x64 above it a byte is fp16 1024 plus the byte
+            for quarter, order in enumerate(
+                ("0x4240", "0x4341")
+            ):  # with 0x64 above it a byte is fp16 1024 plus the byte
                 word = f"${4 * half + 2 * quarter + (to == 'y')}"
-                out += [f"prmt.b32 {word}, {to}, k, {order};", f"sub.rn.f16x2 {word}, {word}, z;"]
+                out += [
+                    f"prmt.b32 {word}, {to}, k, {order};",
+                    f"sub.rn.f16x2 {word}, {word}, z;",
+                ]
     return "\n".join([*out, "}"]), ",".join(["=&r"] * 8 + ["r"] * (bits + 4 + 4 * words))
 
 
@@ -59,7 +83,8 @@ _IN2, _IN3, _IN4 = (tl.constexpr(half_asm(bits)[1]) for bits in (2, 3, 4))
 # %% ../../nbs/43b_blocks.ipynb #43b0000f
 @triton.jit
 def _one_level(c, p1, p2, LUT, slot, HALF: tl.constexpr, BITS: tl.constexpr):
-    "fp16 levels of the quarter whose bits begin at `slot`, one half of the channels, without PTX."
+    """fp16 levels of the quarter whose bits begin at `slot`, one half of the channels, without
+    PTX."""
     select = (c.to(tl.int32) >> slot) & 3
     if BITS > 2:
         select += ((p1.to(tl.int32) >> (slot + HALF)) & 1) * 4
@@ -71,28 +96,65 @@ def _one_level(c, p1, p2, LUT, slot, HALF: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _two_quarters(w, t, LUT, shift, BITS: tl.constexpr, ASM: tl.constexpr):
-    "fp16 levels of a pair of quarters, whose bits begin at `shift`: of the lower half of the channels, then of the upper."
+    """fp16 levels of a pair of quarters, whose bits begin at `shift`: of the lower half of the
+    channels, then of the upper."""
     c0, c1, p1, p2 = w
     t0, t1, t2, t3 = t
     if not ASM:
-        a0, a1 = _one_level(c0, p1, p2, LUT, shift, 0, BITS), _one_level(c0, p1, p2, LUT, shift + 4, 0, BITS)
-        b0, b1 = _one_level(c1, p1, p2, LUT, shift, 1, BITS), _one_level(c1, p1, p2, LUT, shift + 4, 1, BITS)
+        a0, a1 = (
+            _one_level(c0, p1, p2, LUT, shift, 0, BITS),
+            _one_level(c0, p1, p2, LUT, shift + 4, 0, BITS),
+        )
+        b0, b1 = (
+            _one_level(c1, p1, p2, LUT, shift, 1, BITS),
+            _one_level(c1, p1, p2, LUT, shift + 4, 1, BITS),
+        )
         return a0, a1, b0, b1
     elif BITS == 2:
         return tl.inline_asm_elementwise(
-            _ASM2, _IN2, [c0, c1, shift, t0], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=4)  # fmt: skip
+            _ASM2,
+            _IN2,
+            [c0, c1, shift, t0],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
+        )
     elif BITS == 3:
         return tl.inline_asm_elementwise(
-            _ASM3, _IN3, [c0, c1, p1, shift, t0, t1], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=4)  # fmt: skip
+            _ASM3,
+            _IN3,
+            [c0, c1, p1, shift, t0, t1],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
+        )
     else:
         return tl.inline_asm_elementwise(
-            _ASM4, _IN4, [c0, c1, p1, p2, shift, t0, t1, t2, t3], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True,
-            pack=4)  # fmt: skip
+            _ASM4,
+            _IN4,
+            [c0, c1, p1, p2, shift, t0, t1, t2, t3],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
+        )
 
 # %% ../../nbs/43b_blocks.ipynb #43b00011
 @triton.jit
-def _bytes(P0, P1, P2, tile, base, upper, bit, seen, SIZE: tl.constexpr, BITS: tl.constexpr, WHOLE: tl.constexpr):
-    "Bytes of a tile's planes: base plane of the lower and the upper channels, and up to two planes of bits."
+def _bytes(
+    P0,
+    P1,
+    P2,
+    tile,
+    base,
+    upper,
+    bit,
+    seen,
+    SIZE: tl.constexpr,
+    BITS: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Bytes of a tile's planes: base plane of the lower and the upper channels, and up to two
+    planes of bits."""
     here = P0 + tile * SIZE + base
     if WHOLE:
         c0, c1 = tl.load(here), tl.load(here + upper)
@@ -100,9 +162,17 @@ def _bytes(P0, P1, P2, tile, base, upper, bit, seen, SIZE: tl.constexpr, BITS: t
         c0, c1 = tl.load(here, mask=seen, other=0), tl.load(here + upper, mask=seen, other=0)
     p1, p2 = c0, c0
     if BITS > 2:
-        p1 = tl.load(P1 + tile * (SIZE // 2) + bit) if WHOLE else tl.load(P1 + tile * (SIZE // 2) + bit, mask=seen, other=0)
+        p1 = (
+            tl.load(P1 + tile * (SIZE // 2) + bit)
+            if WHOLE
+            else tl.load(P1 + tile * (SIZE // 2) + bit, mask=seen, other=0)
+        )
     if BITS > 3:
-        p2 = tl.load(P2 + tile * (SIZE // 2) + bit) if WHOLE else tl.load(P2 + tile * (SIZE // 2) + bit, mask=seen, other=0)
+        p2 = (
+            tl.load(P2 + tile * (SIZE // 2) + bit)
+            if WHOLE
+            else tl.load(P2 + tile * (SIZE // 2) + bit, mask=seen, other=0)
+        )
     return c0, c1, p1, p2
 
 
@@ -115,10 +185,40 @@ def _table(LUT):
 # %% ../../nbs/43b_blocks.ipynb #43b00012
 @triton.jit(do_not_specialize=["cap", "offset", "first", "last", "exact_from"])
 def _read_kernel(
-    OUT, P0, P1, P2, SCALE, TABLE, MATRIX, mh, M, COS_SIN, START, SINKS, RECENT, heads, cap, offset, first, last, sinks, recent,
-    exact_from, factor, D: tl.constexpr, DP: tl.constexpr, HK: tl.constexpr, R: tl.constexpr, BITS: tl.constexpr, BY_TOKEN: tl.constexpr,
-    H2: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_START: tl.constexpr, PARTS: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+    OUT,
+    P0,
+    P1,
+    P2,
+    SCALE,
+    TABLE,
+    MATRIX,
+    mh,
+    M,
+    COS_SIN,
+    START,
+    SINKS,
+    RECENT,
+    heads,
+    cap,
+    offset,
+    first,
+    last,
+    sinks,
+    recent,
+    exact_from,
+    factor,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    HK: tl.constexpr,
+    R: tl.constexpr,
+    BITS: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    H2: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    HAS_START: tl.constexpr,
+    PARTS: tl.constexpr,
+    ASM: tl.constexpr,
+):
     "A pair of quarters of one head, decoded, to OUT [B, H, last - first, D]."
     HALF: tl.constexpr = D // 2
     pair = (first - offset) // (2 * R) + tl.program_id(0)
@@ -128,19 +228,49 @@ def _read_kernel(
     if BY_TOKEN:
         base = c[:, None] * R + slot[None, :]
         seen = (c < HALF)[:, None] & (slot >= 0)[None, :]
-        w = _bytes(P0, P1, P2, bh.to(tl.int64) * cap + pair // 2, base, HALF * R, base, seen, R * D, BITS, 2 * HK == D)
+        w = _bytes(
+            P0,
+            P1,
+            P2,
+            bh.to(tl.int64) * cap + pair // 2,
+            base,
+            HALF * R,
+            base,
+            seen,
+            R * D,
+            BITS,
+            2 * HK == D,
+        )
     else:
         seen = (slot >= 0)[:, None] & (c < HALF)[None, :]
         base, bit = slot[:, None] * D + c[None, :], slot[:, None] * HALF + c[None, :]
-        w = _bytes(P0, P1, P2, bh.to(tl.int64) * cap + pair // 2, base, HALF, bit, seen, R * D, BITS, 2 * HK == D)
+        w = _bytes(
+            P0,
+            P1,
+            P2,
+            bh.to(tl.int64) * cap + pair // 2,
+            base,
+            HALF,
+            bit,
+            seen,
+            R * D,
+            BITS,
+            2 * HK == D,
+        )
     l0, l1, u0, u1 = _two_quarters(w, _table(TABLE), TABLE, pair % 2 * 2, BITS, ASM)
     at = MATRIX + h * mh + c[:, None] * D + d[None, :]
     real = (c < HALF)[:, None] & (d < D)[None, :]
-    lower, upper = tl.load(at, mask=real, other=0.0), tl.load(at + HALF * D, mask=real, other=0.0)
+    lower, upper = (
+        tl.load(at, mask=real, other=0.0),
+        tl.load(at + HALF * D, mask=real, other=0.0),
+    )
     below, above = lower, upper
     if PARTS > 1:
         rest = at + heads * mh if mh > 0 else at + D * D
-        below, above = tl.load(rest, mask=real, other=0.0), tl.load(rest + HALF * D, mask=real, other=0.0)
+        below, above = (
+            tl.load(rest, mask=real, other=0.0),
+            tl.load(rest + HALF * D, mask=real, other=0.0),
+        )
     start = 0
     if HAS_START:
         start = tl.load(START + b).to(tl.int32)
@@ -152,22 +282,35 @@ def _read_kernel(
         if PARTS > 1:
             x += tl.dot(up, above, tl.dot(low, below)) * (1 / 2048)
         t = pair * (2 * R) + quarter * R + slot  # from the first stored token
-        x *= (tl.load(SCALE + bh.to(tl.int64) * (cap * (4 * R)) + t).to(tl.float32) * factor)[:, None]
+        x *= (tl.load(SCALE + bh.to(tl.int64) * (cap * (4 * R)) + t).to(tl.float32) * factor)[
+            :, None
+        ]
         t += offset
         if HAS_MEAN:
             m = tl.load(M + bh * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
             if H2 > 0:
                 rotates, other = d < 2 * H2, tl.where(d < H2, d + H2, d - H2)
-                partner = tl.load(M + bh * D + other, mask=rotates, other=0.0).to(tl.float32) * tl.where(d < H2, -1.0, 1.0)
-                row = COS_SIN + tl.maximum(t - start, 0).to(tl.int64)[:, None] * (2 * H2) + tl.where(d < H2, d, d - H2)[None, :]
+                partner = tl.load(M + bh * D + other, mask=rotates, other=0.0).to(
+                    tl.float32
+                ) * tl.where(d < H2, -1.0, 1.0)
+                row = (
+                    COS_SIN
+                    + tl.maximum(t - start, 0).to(tl.int64)[:, None] * (2 * H2)
+                    + tl.where(d < H2, d, d - H2)[None, :]
+                )
                 turns = rotates[None, :] & (t < last)[:, None]
-                cos, sin = tl.load(row, mask=turns, other=1.0).to(tl.float32), tl.load(row + H2, mask=turns, other=0.0).to(tl.float32)
+                cos, sin = (
+                    tl.load(row, mask=turns, other=1.0).to(tl.float32),
+                    tl.load(row + H2, mask=turns, other=0.0).to(tl.float32),
+                )
                 x += m * cos + partner[None, :] * sin
             else:
                 x += m
         inside = (t >= first) & (t < last)
         sink, near = (t >= start) & (t < start + sinks), t >= exact_from
-        exact = tl.where(sink, (bh * sinks + t - start), bh * recent + t % tl.maximum(recent, 1)).to(tl.int64)
+        exact = tl.where(
+            sink, (bh * sinks + t - start), bh * recent + t % tl.maximum(recent, 1)
+        ).to(tl.int64)
         own = tl.where(sink[:, None], SINKS, RECENT) + exact[:, None] * D + d[None, :]
         held = (inside & (sink | near))[:, None] & (d < D)[None, :]
         x = tl.where(held, tl.load(own, mask=held, other=0.0).to(tl.float32), x)
@@ -184,7 +327,10 @@ def _two_halves(q, matrix: Tensor) -> Tensor:
     held = _MATRICES.get(q)
     if held is None or held[0] is not matrix:
         hi = matrix.float().half()
-        held = _MATRICES[q] = matrix, torch.stack([hi, ((matrix.float() - hi.float()) * 2048).half()])
+        held = _MATRICES[q] = (
+            matrix,
+            torch.stack([hi, ((matrix.float() - hi.float()) * 2048).half()]),
+        )
     return held[1]
 
 
@@ -192,10 +338,22 @@ def supports(store: KVStore, tables: CodeTables | None) -> tuple:  # (bool, reas
     "Whether `read_block` can read this store, and if not, why."
     if triton.language is None:
         return False, "Triton is not installed (pip install 'turboquant-nb[triton]')"
-    if not is_interpreted() and (store.device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(store.device) < (8, 0)):
-        return False, f"an NVIDIA GPU from compute capability 8.0 on is needed, the store is on {store.device.type}"
+    if not is_interpreted() and (
+        store.device.type != "cuda"
+        or torch.version.hip is not None
+        or torch.cuda.get_device_capability(store.device) < (8, 0)
+    ):
+        return (
+            False,
+            "an NVIDIA GPU from compute capability 8.0 on is needed, the store is on "
+            f"{store.device.type}",
+        )
     if store.dtype == torch.float64 or not 64 <= store.tile <= 256:
-        return False, f"tiles of 64 to 256 tokens in at most 32 bits are supported, got {store.tile} in {store.dtype}"
+        return (
+            False,
+            f"tiles of 64 to 256 tokens in at most 32 bits are supported, got {store.tile} in "
+            f"{store.dtype}",
+        )
     if store.key.truncated_tiles or store.value.truncated_tiles:
         return False, "tiles that lost a plane (decay) are not supported"
     if tables is None or tables.parts is not None:
@@ -213,34 +371,77 @@ def read_block(
     first: int,  # positions [first, last), of past tokens
     last: int,
 ) -> tuple:  # keys [B, H, last-first, d_key] and values, in the store's dtype
-    "`KVStore.read` by a kernel. Raises ValueError for positions that are not held, and with the reason for what `supports` refuses."
+    """`KVStore.read` by a kernel. Raises ValueError for positions that are not held, and with
+    the reason for what `supports` refuses."""
     if not store.offset <= first < last <= store.length:
-        raise ValueError(f"positions must lie in [{store.offset}, {store.length}], got [{first}, {last})")
+        raise ValueError(
+            f"positions must lie in [{store.offset}, {store.length}], got [{first}, {last})"
+        )
     served, why = supports(store, tables)
     if not served:
         raise ValueError(f"read_block cannot serve this: {why}")
     R, absent, out = store.tile // 4, tables.packed_lut, []
     pairs = -(-(last - store.offset) // (2 * R)) - (first - store.offset) // (2 * R)
     for side, by_token, step in zip(store.sides, (False, True), tables.steps):
-        t, q, d, turns = side.tensors, side.q, side.q.d, not by_token and store.recipe.key.center == "pre_rope"
-        matrix, mean, rope = _two_halves(q, q.rotation.query_matrix), t.get("mean"), store.rope_table if turns else absent
-        x = torch.empty(store.batch, store.heads, last - first, d, dtype=store.dtype, device=store.device)
+        t, q, d, turns = (
+            side.tensors,
+            side.q,
+            side.q.d,
+            not by_token and store.recipe.key.center == "pre_rope",
+        )
+        matrix, mean, rope = (
+            _two_halves(q, q.rotation.query_matrix),
+            t.get("mean"),
+            store.rope_table if turns else absent,
+        )
+        x = torch.empty(
+            store.batch, store.heads, last - first, d, dtype=store.dtype, device=store.device
+        )
         p0, p1, p2 = [*side.planes, side.planes[0], side.planes[0]][:3]
         named = dict(
-            OUT=x, P0=p0, P1=p1, P2=p2, SCALE=t["scale"], TABLE=absent[4:] if by_token else absent, MATRIX=matrix, mh=d * d if matrix.ndim == 4 else 0,
-            M=absent if mean is None else mean, COS_SIN=rope, START=store.start, SINKS=t["sinks"], RECENT=t["recent"], heads=store.heads,
-            cap=t["scale"].shape[2], offset=store.offset, first=first, last=last, sinks=t["sinks"].shape[2], recent=t["recent"].shape[2],
-            exact_from=store.past_exact_from, factor=step, D=d, DP=padded_size(d), HK=padded_size(d // 2), R=R, BITS=len(side.planes) + 1,
-            BY_TOKEN=by_token, H2=rope.shape[1] // 2 if turns else 0, HAS_MEAN=mean is not None, HAS_START=True,
-            PARTS=1 if store.dtype == torch.bfloat16 else 2, ASM=not is_interpreted(),
-        )  # fmt: skip
+            OUT=x,
+            P0=p0,
+            P1=p1,
+            P2=p2,
+            SCALE=t["scale"],
+            TABLE=absent[4:] if by_token else absent,
+            MATRIX=matrix,
+            mh=d * d if matrix.ndim == 4 else 0,
+            M=absent if mean is None else mean,
+            COS_SIN=rope,
+            START=store.start,
+            SINKS=t["sinks"],
+            RECENT=t["recent"],
+            heads=store.heads,
+            cap=t["scale"].shape[2],
+            offset=store.offset,
+            first=first,
+            last=last,
+            sinks=t["sinks"].shape[2],
+            recent=t["recent"].shape[2],
+            exact_from=store.past_exact_from,
+            factor=step,
+            D=d,
+            DP=padded_size(d),
+            HK=padded_size(d // 2),
+            R=R,
+            BITS=len(side.planes) + 1,
+            BY_TOKEN=by_token,
+            H2=rope.shape[1] // 2 if turns else 0,
+            HAS_MEAN=mean is not None,
+            HAS_START=True,
+            PARTS=1 if store.dtype == torch.bfloat16 else 2,
+            ASM=not is_interpreted(),
+        )
         _read_launcher((pairs, store.batch * store.heads, 1), named, {}, num_warps=4)
         out.append(x)
     return tuple(out)
 
 # %% ../../nbs/43b_blocks.ipynb #43b00018
 @triton.jit
-def _join_kernel(OUT, LSE, MORE, MORE_LSE, rows, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr):
+def _join_kernel(
+    OUT, LSE, MORE, MORE_LSE, rows, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr
+):
     "OUT [rows, D] fp32 and LSE become those of both pieces."
     r, d = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, DP)
     ok = r < rows
@@ -252,7 +453,10 @@ def _join_kernel(OUT, LSE, MORE, MORE_LSE, rows, D: tl.constexpr, DP: tl.constex
     some = tl.where(whole != 0, whole, 1.0)  # NaN counts as seen
     at, seen = r.to(tl.int64)[:, None] * D + d[None, :], ok[:, None] & (d < D)[None, :]
     more = tl.load(MORE + at, mask=seen, other=0.0).to(tl.float32)
-    out = tl.load(OUT + at, mask=seen, other=0.0) * (x / some)[:, None] + more * (y / some)[:, None]
+    out = (
+        tl.load(OUT + at, mask=seen, other=0.0) * (x / some)[:, None]
+        + more * (y / some)[:, None]
+    )
     tl.store(OUT + at, out, mask=seen)
     tl.store(LSE + r, tl.where(whole != 0, top + tl.log(some), float("-inf")), mask=ok)
 
@@ -267,8 +471,25 @@ def join_piece(
     more_lse: Tensor,  # [...] fp32
 ) -> None:
     "Attention to both sets of tokens, in place. Raises ValueError for pieces that do not fit."
-    if more.shape != out.shape or lse.shape != out.shape[:-1] or more_lse.shape != lse.shape or not (out.is_contiguous() and lse.is_contiguous()):
-        raise ValueError(f"pieces must be contiguous and of one shape, got {list(out.shape)}, {list(lse.shape)} and {list(more.shape)}, {list(more_lse.shape)}")
+    if (
+        more.shape != out.shape
+        or lse.shape != out.shape[:-1]
+        or more_lse.shape != lse.shape
+        or not (out.is_contiguous() and lse.is_contiguous())
+    ):
+        raise ValueError(
+            f"pieces must be contiguous and of one shape, got {list(out.shape)}, "
+            f"{list(lse.shape)} and {list(more.shape)}, {list(more_lse.shape)}"
+        )
     d, rows = out.shape[-1], lse.numel()
-    named = dict(OUT=out, LSE=lse, MORE=more.contiguous(), MORE_LSE=more_lse.contiguous(), rows=rows, D=d, DP=padded_size(d), ROWS=16)
+    named = dict(
+        OUT=out,
+        LSE=lse,
+        MORE=more.contiguous(),
+        MORE_LSE=more_lse.contiguous(),
+        rows=rows,
+        D=d,
+        DP=padded_size(d),
+        ROWS=16,
+    )
     _join_launcher(-(-rows // 16), named, {}, num_warps=4)

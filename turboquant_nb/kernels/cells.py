@@ -15,7 +15,14 @@ from torch import Tensor
 
 from .. import checks
 from ..cache.pages import CellLayout, Recent
-from .decode import _levels, _portable_cap, is_interpreted, padded_size, rotate, triton
+from turboquant_nb.kernels.decode import (
+    _levels,
+    _portable_cap,
+    is_interpreted,
+    padded_size,
+    rotate,
+    triton,
+)
 from turboquant_nb.kernels.decode_mma import (
     _fetch,
     _finish,
@@ -60,33 +67,48 @@ except ImportError:  # `CellPlan.supports` says so
 
 # %% ../../nbs/45b_cells.ipynb #45b0000a
 class CellPlan:
-    """What kernels must know of the codes in a pool of cells, made once for a layer. Raises TypeError/ValueError for codes
-    that no kernel reads, and for a centre of another size."""
+    """What kernels must know of the codes in a pool of cells, made once for a layer. Raises
+    TypeError/ValueError for codes that no kernel reads, and for a centre of another size."""
 
     def __init__(
         self,
         key: Quantizer,
         value: Quantizer,
         tokens: int,  # of a block
-        center: Tensor | None = None,  # [H, d_key] fp32, subtracted from all keys; None: nothing is
+        # [H, d_key] fp32, subtracted from all keys; None: nothing is
+        center: Tensor | None = None,
     ):
         if key.scale_dtype != value.scale_dtype:
-            raise ValueError(f"keys and values must have scales of one dtype, got {key.scale_dtype} and {value.scale_dtype}")
+            raise ValueError(
+                f"keys and values must have scales of one dtype, got {key.scale_dtype} and "
+                f"{value.scale_dtype}"
+            )
         self.key, self.value, self.cell = key, value, CellLayout.of(key, value, tokens)
         self.plan = Plan.of(key, value, tokens, key.device)
         if self.plan.why:
             raise ValueError(f"no kernel reads these codes: {self.plan.why}")
-        self.tables, self.device, self.scale_dtype = self.plan.tables, key.device, key.scale_dtype
-        self.sides = [_quantizer_tables(q) for q in (key, value)]  # (RotationOperand, table) each
+        self.tables, self.device, self.scale_dtype = (
+            self.plan.tables,
+            key.device,
+            key.scale_dtype,
+        )
+        self.sides = [
+            _quantizer_tables(q) for q in (key, value)
+        ]  # (RotationOperand, table) each
         self.center = self.rotated_center = None
         if center is not None:
             checks.shape(checks.floats(center, "center"), "center", "heads", key.d)
             self.center = center.to(self.device, torch.float32).contiguous()
-            parts = self.sides[0][0].parts.unbind(-3)  # in the basis and the unit of the kernel's product
-            self.rotated_center = sum((self.center[:, None] @ part.float().mT)[:, 0] for part in parts).contiguous()
+            parts = self.sides[0][0].parts.unbind(
+                -3
+            )  # in the basis and the unit of the kernel's product
+            self.rotated_center = sum(
+                (self.center[:, None] @ part.float().mT)[:, 0] for part in parts
+            ).contiguous()
 
     def supports(self, kernel: str = "auto") -> tuple:  # (bool, reason)
-        "Whether a kernel can attend to these cells, and if not, why. Raises ValueError for an unknown name."
+        """Whether a kernel can attend to these cells, and if not, why. Raises ValueError for an
+        unknown name."""
         _, why = select_kernel(self.plan, self.device, kernel)
         return not why, why
 
@@ -95,24 +117,58 @@ class CellPlan:
         of = dict(scale=self.scale_dtype, large=_processors(self.device)[1])
         means = None if self.center is None else torch.float32, None
         sides = zip((self.key, self.value), self.sides, means)
-        return [CodingConstants.of(q.d, dtype, q.channel_bits[0], r, mode=q.spec.scale, mean=mean, **of) for q, (r, _), mean in sides]
+        return [
+            CodingConstants.of(
+                q.d, dtype, q.channel_bits[0], r, mode=q.spec.scale, mean=mean, **of
+            )
+            for q, (r, _), mean in sides
+        ]
 
     def places(self, side: str) -> tuple:
-        "Offsets of three planes of a side (of the last, where there are fewer), and of its scales."
+        """Offsets of three planes of a side (of the last, where there are fewer), and of its
+        scales."""
         at = self.cell.offsets
-        planes = [x for name, x in at.items() if name.startswith(side) and not name.endswith("scale")]
+        planes = [
+            x for name, x in at.items() if name.startswith(side) and not name.endswith("scale")
+        ]
         return *(planes + planes[-1:] * 2)[:3], at[f"{side} scale"]
 
     def memory(self, cache: Tensor) -> dict:
         "Addresses and strides of a pool, as kernels take them."
         self.cell.check(cache)
-        return dict(CELLS=cache, SCALES=cache.view(self.scale_dtype), block_stride=cache.stride(0), head_stride=cache.stride(1))
+        return dict(
+            CELLS=cache,
+            SCALES=cache.view(self.scale_dtype),
+            block_stride=cache.stride(0),
+            head_stride=cache.stride(1),
+        )
 
 # %% ../../nbs/45b_cells.ipynb #45b0000c
 @triton.jit
-def _append_side(X, xt, xh, W, TAB, MEAN, CELLS, SCALES, SLOTS, block_stride, head_stride, tokens, factor, C: tl.constexpr,
-                 A: tl.constexpr, BY_TOKEN: tl.constexpr, R: tl.constexpr, M: tl.constexpr, WIDE: tl.constexpr, STEPS: tl.constexpr):  # fmt: skip
-    "M tokens of one head: codes and scales of those that lead and of all that share their bytes, if STEPS is 4; 1: none does."
+def _append_side(
+    X,
+    xt,
+    xh,
+    W,
+    TAB,
+    MEAN,
+    CELLS,
+    SCALES,
+    SLOTS,
+    block_stride,
+    head_stride,
+    tokens,
+    factor,
+    C: tl.constexpr,
+    A: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    WIDE: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """M tokens of one head: codes and scales of those that lead and of all that share their
+    bytes, if STEPS is 4; 1: none does."""
     D: tl.constexpr = C.D
     HALF: tl.constexpr = C.HALF
     BITS: tl.constexpr = C.BITS
@@ -139,14 +195,20 @@ def _append_side(X, xt, xh, W, TAB, MEAN, CELLS, SCALES, SLOTS, block_stride, he
         cell = (slot // (4 * R)).to(tl.int64) * block_stride + head.to(tl.int64) * head_stride
         k, zero, row = tl.arange(0, K), tl.zeros((M, HALF), tl.float32), (t % R).to(tl.int32)
         w_lo = _encode_weights(W, 0, k, 0, TYPE, D, HALF)
-        w_hi = _encode_weights(W, 0, k + HALF, 0, TYPE, D, HALF) if BUTTERFLY else _encode_weights(W, 0, k, 1, TYPE, D, HALF)
+        w_hi = (
+            _encode_weights(W, 0, k + HALF, 0, TYPE, D, HALF)
+            if BUTTERFLY
+            else _encode_weights(W, 0, k, 1, TYPE, D, HALF)
+        )
         edges, levels = _table(TAB, BITS)
         m_lo = tl.zeros((1, HALF), tl.float32)
         m_hi = m_lo
         if CENTRED:
             j = tl.arange(0, HALF)
             m_lo = tl.load(MEAN + head * D + j[None, :], mask=(j < D // 2)[None, :], other=0.0)
-            m_hi = tl.load(MEAN + head * D + D // 2 + j[None, :], mask=(j < D // 2)[None, :], other=0.0)
+            m_hi = tl.load(
+                MEAN + head * D + D // 2 + j[None, :], mask=(j < D // 2)[None, :], other=0.0
+            )
         word, new = tl.zeros((M, HALF), tl.int32), row * 0
         for q in range(STEPS):
             at, valid = i + q * R, leads
@@ -157,40 +219,131 @@ def _append_side(X, xt, xh, W, TAB, MEAN, CELLS, SCALES, SLOTS, block_stride, he
             if tl.max(valid.to(tl.int32), 0) > 0:
                 x = X + at.to(tl.int64)[:, None] * xt + head.to(tl.int64) * xh + k[None, :]
                 lo, hi = _rotate(
-                    at=x, step=1, valid=valid[:, None], W=W, w_lo=w_lo, w_hi=w_hi, zero=zero, mean=X, cos_sin=X, C=C, XP=XP, ROPE=0,
+                    at=x,
+                    step=1,
+                    valid=valid[:, None],
+                    W=W,
+                    w_lo=w_lo,
+                    w_hi=w_hi,
+                    zero=zero,
+                    mean=X,
+                    cos_sin=X,
+                    C=C,
+                    XP=XP,
+                    ROPE=0,
                     WIDE=WIDE,
-                )  # fmt: skip
+                )
                 if CENTRED:
                     lo, hi = lo - m_lo, hi - m_hi
                 pair, scale, finite, fitting = _measure(lo, hi, edges, levels, factor, C, WIDE)
-                tl.store(SCALES + (cell // 2 + (A[3] // 2) + t + q * R), scale.to(SCALES.dtype.element_ty), mask=valid)
+                tl.store(
+                    SCALES + (cell // 2 + (A[3] // 2) + t + q * R),
+                    scale.to(SCALES.dtype.element_ty),
+                    mask=valid,
+                )
                 quarter = (t // R).to(tl.int32) + q
                 bit = (quarter & 1) * 4 + (quarter >> 1) * 2
                 new |= tl.where(valid, 3 << bit, 0)
-                word += tl.mul(pair, tl.where(valid, 1 << 2 * bit, 0)[:, None], sanitize_overflow=False)  # bit 31 is a code's
+                word += tl.mul(
+                    pair, tl.where(valid, 1 << 2 * bit, 0)[:, None], sanitize_overflow=False
+                )  # bit 31 is a code's
         to = CELLS + cell[:, None]
         _store(
-            P0=to + A[0], P1=to + A[1], P2=to + A[2], word=word, at=0, old=0, row=row, keep=255 - new, mask=leads, C=C, BY_TOKEN=BY_TOKEN,
-            R=R, WHOLE=False,
-        )  # fmt: skip
+            P0=to + A[0],
+            P1=to + A[1],
+            P2=to + A[2],
+            word=word,
+            at=0,
+            old=0,
+            row=row,
+            keep=255 - new,
+            mask=leads,
+            C=C,
+            BY_TOKEN=BY_TOKEN,
+            R=R,
+            WHOLE=False,
+        )
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _append_kernel(KX, kt, kh, KW, KTAB, kfactor, VX, vt, vh, VW, VTAB, vfactor, MEAN, CELLS, SCALES, SLOTS, block_stride, head_stride, tokens,
-                   KC: tl.constexpr, VC: tl.constexpr, KA: tl.constexpr, VA: tl.constexpr, R: tl.constexpr, M: tl.constexpr,
-                   WIDE: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def _append_kernel(
+    KX,
+    kt,
+    kh,
+    KW,
+    KTAB,
+    kfactor,
+    VX,
+    vt,
+    vh,
+    VW,
+    VTAB,
+    vfactor,
+    MEAN,
+    CELLS,
+    SCALES,
+    SLOTS,
+    block_stride,
+    head_stride,
+    tokens,
+    KC: tl.constexpr,
+    VC: tl.constexpr,
+    KA: tl.constexpr,
+    VA: tl.constexpr,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    WIDE: tl.constexpr,
+    STEPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if tl.program_id(1) == 0:
         _append_side(
-            X=KX, xt=kt, xh=kh, W=KW, TAB=KTAB, MEAN=MEAN, CELLS=CELLS, SCALES=SCALES, SLOTS=SLOTS, block_stride=block_stride, head_stride=head_stride,
-            tokens=tokens, factor=kfactor, C=KC, A=KA, BY_TOKEN=False, R=R, M=M, WIDE=WIDE, STEPS=STEPS,
-        )  # fmt: skip
+            X=KX,
+            xt=kt,
+            xh=kh,
+            W=KW,
+            TAB=KTAB,
+            MEAN=MEAN,
+            CELLS=CELLS,
+            SCALES=SCALES,
+            SLOTS=SLOTS,
+            block_stride=block_stride,
+            head_stride=head_stride,
+            tokens=tokens,
+            factor=kfactor,
+            C=KC,
+            A=KA,
+            BY_TOKEN=False,
+            R=R,
+            M=M,
+            WIDE=WIDE,
+            STEPS=STEPS,
+        )
     else:
         _append_side(
-            X=VX, xt=vt, xh=vh, W=VW, TAB=VTAB, MEAN=MEAN, CELLS=CELLS, SCALES=SCALES, SLOTS=SLOTS, block_stride=block_stride, head_stride=head_stride,
-            tokens=tokens, factor=vfactor, C=VC, A=VA, BY_TOKEN=True, R=R, M=M, WIDE=WIDE, STEPS=STEPS,
-        )  # fmt: skip
+            X=VX,
+            xt=vt,
+            xh=vh,
+            W=VW,
+            TAB=VTAB,
+            MEAN=MEAN,
+            CELLS=CELLS,
+            SCALES=SCALES,
+            SLOTS=SLOTS,
+            block_stride=block_stride,
+            head_stride=head_stride,
+            tokens=tokens,
+            factor=vfactor,
+            C=VC,
+            A=VA,
+            BY_TOKEN=True,
+            R=R,
+            M=M,
+            WIDE=WIDE,
+            STEPS=STEPS,
+        )
 
 # %% ../../nbs/45b_cells.ipynb #45b0000d
 def _dense(x: Tensor) -> Tensor:
@@ -199,7 +352,8 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _dependent(device: torch.device) -> bool:
-    "Whether a kernel may begin before the one before it has ended (programmatic dependent launch)."
+    """Whether a kernel may begin before the one before it has ended (programmatic dependent
+    launch)."""
     return device.type == "cuda" and device_properties(device.index)[1]
 
 
@@ -208,35 +362,95 @@ def append_cells(
     plan: CellPlan,
     k: Tensor,  # [T, H, d_key]; may be a slice of a larger tensor
     v: Tensor,  # [T, H, d_value]
-    slots: Tensor,  # [T] int32 or int64, below 0: not stored; tokens of a block in one run, in order
+    # [T] int32 or int64, below 0: not stored; tokens of a block in one run, in order
+    slots: Tensor,
 ) -> None:
-    """`append_slots` in one launch that waits for nothing, of keys minus the plan's centre. A state that is not finite gets the scale NaN, and what
-    attends to it becomes NaN. Raises TypeError/ValueError for tensors that do not fit, and where no kernel runs."""
+    """`append_slots` in one launch that waits for nothing, of keys minus the plan's centre. A
+    state that is not finite gets the scale NaN, and what attends to it becomes NaN. Raises
+    TypeError/ValueError for tensors that do not fit, and where no kernel runs."""
     if reason := _backend(plan.device):
         raise ValueError(f"append_cells cannot serve this: {reason}")
-    if slots.dtype not in (torch.int32, torch.int64) or slots.ndim != 1 or not slots.is_contiguous():
-        raise TypeError(f"slots must be a contiguous [T] tensor of int32 or int64, got {slots.dtype} {list(slots.shape)}")
+    if (
+        slots.dtype not in (torch.int32, torch.int64)
+        or slots.ndim != 1
+        or not slots.is_contiguous()
+    ):
+        raise TypeError(
+            f"slots must be a contiguous [T] tensor of int32 or int64, got {slots.dtype} "
+            f"{list(slots.shape)}"
+        )
     for name, x, d in (("k", k, plan.cell.d_key), ("v", v, plan.cell.d_value)):
         if list(x.shape) != [len(slots), cache.shape[1], d] or x.dtype != k.dtype:
-            raise ValueError(f"{name} must have shape {[len(slots), cache.shape[1], d]} and one dtype with k, got {list(x.shape)} {x.dtype}")
+            raise ValueError(
+                f"{name} must have shape {[len(slots), cache.shape[1], d]} and one dtype with "
+                f"k, got {list(x.shape)} {x.dtype}"
+            )
     if not len(slots):
         return
-    k, v, (one, two), d = _dense(k), _dense(v), plan.sides, max(plan.cell.d_key, plan.cell.d_value)
+    k, v, (one, two), d = (
+        _dense(k),
+        _dense(v),
+        plan.sides,
+        max(plan.cell.d_key, plan.cell.d_value),
+    )
     rows, options = _short_config(d, _processors(plan.device)[1])
     kc, vc = plan.constants(k.dtype)
     grid = (cache.shape[1] * -(-len(slots) // rows), 2)
     _append_kernel[grid](
-        k, k.stride(0), k.stride(1), one[0].parts, one[1], one[0].factor, v, v.stride(0), v.stride(1), two[0].parts, two[1], two[0].factor,
-        MEAN=two[1] if plan.center is None else plan.rotated_center, SLOTS=slots, tokens=len(slots), KC=kc, VC=vc, KA=plan.places("key"), VA=plan.places("value"), R=plan.cell.tokens // 4,
-        M=rows, WIDE=_wide(plan.device), STEPS=1 if len(slots) <= plan.cell.tokens // 4 else 4, PDL=_dependent(plan.device), **plan.memory(cache),
+        k,
+        k.stride(0),
+        k.stride(1),
+        one[0].parts,
+        one[1],
+        one[0].factor,
+        v,
+        v.stride(0),
+        v.stride(1),
+        two[0].parts,
+        two[1],
+        two[0].factor,
+        MEAN=two[1] if plan.center is None else plan.rotated_center,
+        SLOTS=slots,
+        tokens=len(slots),
+        KC=kc,
+        VC=vc,
+        KA=plan.places("key"),
+        VA=plan.places("value"),
+        R=plan.cell.tokens // 4,
+        M=rows,
+        WIDE=_wide(plan.device),
+        STEPS=1 if len(slots) <= plan.cell.tokens // 4 else 4,
+        PDL=_dependent(plan.device),
+        **plan.memory(cache),
         **options,
-    )  # fmt: skip
+    )
 
 # %% ../../nbs/45b_cells.ipynb #45b0001j
 @triton.jit(do_not_specialize=["early"])
-def _recent_kernel(K, kt, kh, V, vt, vh, NEAR, nb, nh, nt, SLOTS, ORIGINS, early, N: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-                   DV: tl.constexpr, DVP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    "One token of one head to its slot, and S first tokens to the last rows of its block where ORIGINS says from where."
+def _recent_kernel(
+    K,
+    kt,
+    kh,
+    V,
+    vt,
+    vh,
+    NEAR,
+    nb,
+    nh,
+    nt,
+    SLOTS,
+    ORIGINS,
+    early,
+    N: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    DV: tl.constexpr,
+    DVP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One token of one head to its slot, and S first tokens to the last rows of its block where
+    ORIGINS says from where."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         if early == 0:
@@ -246,17 +460,34 @@ def _recent_kernel(K, kt, kh, V, vt, vh, NEAR, nb, nh, nt, SLOTS, ORIGINS, early
     if slot >= 0:
         block, d, e = NEAR + slot // N * nb + h * nh, tl.arange(0, DP), tl.arange(0, DVP)
         to = block + slot % N * nt
-        tl.store(to + d, tl.load(K + token * kt + h * kh + d, mask=d < D).to(NEAR.dtype.element_ty), mask=d < D)
-        tl.store(to + D + e, tl.load(V + token * vt + h * vh + e, mask=e < DV).to(NEAR.dtype.element_ty), mask=e < DV)
+        tl.store(
+            to + d,
+            tl.load(K + token * kt + h * kh + d, mask=d < D).to(NEAR.dtype.element_ty),
+            mask=d < D,
+        )
+        tl.store(
+            to + D + e,
+            tl.load(V + token * vt + h * vh + e, mask=e < DV).to(NEAR.dtype.element_ty),
+            mask=e < DV,
+        )
         for s in range(S):
             origin = tl.load(ORIGINS + token * S + s).to(tl.int64)
             if origin != -1:
                 own, to = origin >= 0, block + (N + s) * nt
-                token_at, at = tl.where(own, origin, 0), NEAR + tl.where(own, 0, -2 - origin) * nb + h * nh + (N + s) * nt
-                k = tl.load(K + token_at * kt + h * kh + d, mask=own & (d < D), other=0.0).to(NEAR.dtype.element_ty)
-                v = tl.load(V + token_at * vt + h * vh + e, mask=own & (e < DV), other=0.0).to(NEAR.dtype.element_ty)
+                token_at, at = (
+                    tl.where(own, origin, 0),
+                    NEAR + tl.where(own, 0, -2 - origin) * nb + h * nh + (N + s) * nt,
+                )
+                k = tl.load(K + token_at * kt + h * kh + d, mask=own & (d < D), other=0.0).to(
+                    NEAR.dtype.element_ty
+                )
+                v = tl.load(V + token_at * vt + h * vh + e, mask=own & (e < DV), other=0.0).to(
+                    NEAR.dtype.element_ty
+                )
                 k = tl.where(own, k, tl.load(at + d, mask=(origin < 0) & (d < D), other=0.0))
-                v = tl.where(own, v, tl.load(at + D + e, mask=(origin < 0) & (e < DV), other=0.0))
+                v = tl.where(
+                    own, v, tl.load(at + D + e, mask=(origin < 0) & (e < DV), other=0.0)
+                )
                 tl.store(to + d, k, mask=d < D)
                 tl.store(to + D + e, v, mask=e < DV)
     if PDL:
@@ -269,27 +500,51 @@ def _request_of(STARTS, i, requests, B: tl.constexpr):
     r = i * 0
     for j in range(1, requests + 1, B):
         k = j + tl.arange(0, B)
-        r += tl.sum((tl.load(STARTS + k, mask=k <= requests, other=2147483647) <= i).to(tl.int32), 0)
+        r += tl.sum(
+            (tl.load(STARTS + k, mask=k <= requests, other=2147483647) <= i).to(tl.int32), 0
+        )
     return r
 
 
 @triton.jit
 def _past_of(STARTS, LENGTH, r, there):
     "Tokens that request r had before the step, its first one in the step, and its length."
-    begin, end = tl.load(STARTS + r, mask=there, other=0), tl.load(STARTS + r + 1, mask=there, other=0)
+    begin, end = (
+        tl.load(STARTS + r, mask=there, other=0),
+        tl.load(STARTS + r + 1, mask=there, other=0),
+    )
     length = tl.load(LENGTH + r, mask=there, other=0)
     return tl.maximum(length - (end - begin), 0), begin, length
 
 
 @triton.jit(do_not_specialize=["requests", "tokens", "table_stride", "block", "sinks"])
-def _sinks_kernel(TABLE, table_stride, LENGTH, STARTS, SLOTS, ORIGINS, requests, tokens, block, sinks, B: tl.constexpr, T: tl.constexpr, S: tl.constexpr):  # fmt: skip
-    "Origins of the first tokens in the block of token i of a step, if it is the first of the step in that block."
+def _sinks_kernel(
+    TABLE,
+    table_stride,
+    LENGTH,
+    STARTS,
+    SLOTS,
+    ORIGINS,
+    requests,
+    tokens,
+    block,
+    sinks,
+    B: tl.constexpr,
+    T: tl.constexpr,
+    S: tl.constexpr,
+):
+    """Origins of the first tokens in the block of token i of a step, if it is the first of the
+    step in that block."""
     i, s = tl.program_id(0), tl.arange(0, S)
     slot = tl.load(SLOTS + i).to(tl.int64)
     before = tl.load(SLOTS + i - 1, mask=i > 0, other=-1).to(tl.int64)
     r = _request_of(STARTS, i, requests, B)
     p, begin, length = _past_of(STARTS, LENGTH, r, r < requests)
-    leads = (slot >= 0) & (r < requests) & ((i == begin) | (before < 0) | (before // block != slot // block))
+    leads = (
+        (slot >= 0)
+        & (r < requests)
+        & ((i == begin) | (before < 0) | (before // block != slot // block))
+    )
     out, left = tl.full([S], -1, tl.int32), (s < tl.minimum(length, sinks)) & leads
     while tl.max(left.to(tl.int32), 0) > 0:
         out = tl.where(left & (s >= p), begin + s - p, out)  # tokens of this request's step
@@ -301,14 +556,23 @@ def _sinks_kernel(TABLE, table_stride, LENGTH, STARTS, SLOTS, ORIGINS, requests,
                 for j in range(0, tokens, T):
                     k = j + tl.arange(0, T)
                     taken = tl.load(SLOTS + k, mask=k < tokens, other=-1).to(tl.int64)
-                    found = tl.minimum(found, tl.min(tl.where((taken >= 0) & (taken // block == at), k, tokens), 0))
+                    found = tl.minimum(
+                        found,
+                        tl.min(tl.where((taken >= 0) & (taken // block == at), k, tokens), 0),
+                    )
                 if found < tokens:
                     other = _request_of(STARTS, found, requests, B)
             other_p, other_begin, _ = _past_of(STARTS, LENGTH, other, other < requests)
             moves = (other < requests) & (other_p < p)
-            out = tl.where(left & (moves == 0) & (at != slot // block), (-2 - at).to(tl.int32), out)
+            out = tl.where(
+                left & (moves == 0) & (at != slot // block), (-2 - at).to(tl.int32), out
+            )
             left = left & moves
-            r, p, begin = tl.where(moves, other, r), tl.where(moves, other_p, p), tl.where(moves, other_begin, begin)
+            r, p, begin = (
+                tl.where(moves, other, r),
+                tl.where(moves, other_p, p),
+                tl.where(moves, other_begin, begin),
+            )
     tl.store(ORIGINS + i.to(tl.int64) * sinks + s, out, mask=s < sinks)
 
 
@@ -317,60 +581,145 @@ def append_recent(
     k: Tensor,  # [T, H, d_key]; may be a slice of a larger tensor
     v: Tensor,  # [T, H, d_value]
     slots: Tensor,  # [T] int32 or int64, below 0: not stored
-    origins: Tensor | None = None,  # [at least T, sinks] int32 of `locate_sinks`: first tokens travel too
-    early: bool = False,  # begin while the launch before runs: it is `append_cells`, and wrote none of these tensors
+    # [at least T, sinks] int32 of `locate_sinks`: first tokens travel too
+    origins: Tensor | None = None,
+    # begin while the launch before runs: it is `append_cells`, and wrote none of these tensors
+    early: bool = False,
 ) -> None:
-    "`store_recent` in one launch that waits for nothing. Raises TypeError/ValueError for tensors that do not fit."
-    if slots.dtype not in (torch.int32, torch.int64) or slots.ndim != 1 or not slots.is_contiguous():
-        raise TypeError(f"slots must be a contiguous [T] tensor of int32 or int64, got {slots.dtype} {list(slots.shape)}")
-    if k.shape[:2] != v.shape[:2] or [*k.shape[:2], k.shape[2] + v.shape[2]] != [len(slots), cache.shape[1], cache.shape[3]] or cache.stride(3) != 1:
-        raise ValueError(f"k and v must be [{len(slots)}, {cache.shape[1]}, …] with {cache.shape[3]} channels together, got {list(k.shape)} and {list(v.shape)}")
+    """`store_recent` in one launch that waits for nothing. Raises TypeError/ValueError for
+    tensors that do not fit."""
+    if (
+        slots.dtype not in (torch.int32, torch.int64)
+        or slots.ndim != 1
+        or not slots.is_contiguous()
+    ):
+        raise TypeError(
+            f"slots must be a contiguous [T] tensor of int32 or int64, got {slots.dtype} "
+            f"{list(slots.shape)}"
+        )
+    if (
+        k.shape[:2] != v.shape[:2]
+        or [*k.shape[:2], k.shape[2] + v.shape[2]]
+        != [len(slots), cache.shape[1], cache.shape[3]]
+        or cache.stride(3) != 1
+    ):
+        raise ValueError(
+            f"k and v must be [{len(slots)}, {cache.shape[1]}, …] with {cache.shape[3]} "
+            f"channels together, got {list(k.shape)} and {list(v.shape)}"
+        )
     sinks = 0 if origins is None else _check_origins(origins, len(slots))
     if sinks >= cache.shape[2]:
-        raise ValueError(f"a block must have room for {sinks} first tokens and a recent one, got {cache.shape[2]} rows")
+        raise ValueError(
+            f"a block must have room for {sinks} first tokens and a recent one, got "
+            f"{cache.shape[2]} rows"
+        )
     if len(slots):
-        k, v, (d, dv), pdl = _dense(k), _dense(v), (k.shape[2], v.shape[2]), _dependent(k.device)
+        k, v, (d, dv), pdl = (
+            _dense(k),
+            _dense(v),
+            (k.shape[2], v.shape[2]),
+            _dependent(k.device),
+        )
         _recent_kernel[(len(slots), cache.shape[1])](
-            K=k, kt=k.stride(0), kh=k.stride(1), V=v, vt=v.stride(0), vh=v.stride(1), NEAR=cache, nb=cache.stride(0), nh=cache.stride(1),
-            nt=cache.stride(2), SLOTS=slots, ORIGINS=origins if sinks else slots, early=int(early), N=cache.shape[2] - sinks, S=sinks, D=d,
-            DP=padded_size(d), DV=dv, DVP=padded_size(dv), PDL=pdl, num_warps=1, **({"launch_pdl": True} if pdl else {}),
-        )  # fmt: skip
+            K=k,
+            kt=k.stride(0),
+            kh=k.stride(1),
+            V=v,
+            vt=v.stride(0),
+            vh=v.stride(1),
+            NEAR=cache,
+            nb=cache.stride(0),
+            nh=cache.stride(1),
+            nt=cache.stride(2),
+            SLOTS=slots,
+            ORIGINS=origins if sinks else slots,
+            early=int(early),
+            N=cache.shape[2] - sinks,
+            S=sinks,
+            D=d,
+            DP=padded_size(d),
+            DV=dv,
+            DVP=padded_size(dv),
+            PDL=pdl,
+            num_warps=1,
+            **({"launch_pdl": True} if pdl else {}),
+        )
 
 
 def _check_origins(origins: Tensor, tokens: int) -> int:
-    "Their number of first tokens. Raises TypeError unless they are rows of int32 of so many tokens at least."
-    if origins.dtype != torch.int32 or origins.ndim != 2 or len(origins) < tokens or not origins.is_contiguous():
-        raise TypeError(f"origins must be a contiguous [at least {tokens}, sinks] tensor of int32, got {origins.dtype} {list(origins.shape)}")
+    """Their number of first tokens. Raises TypeError unless they are rows of int32 of so many
+    tokens at least."""
+    if (
+        origins.dtype != torch.int32
+        or origins.ndim != 2
+        or len(origins) < tokens
+        or not origins.is_contiguous()
+    ):
+        raise TypeError(
+            f"origins must be a contiguous [at least {tokens}, sinks] tensor of int32, got "
+            f"{origins.dtype} {list(origins.shape)}"
+        )
     return origins.shape[1]
 
 
 def locate_sinks(
     table: Tensor,  # [B, n] int32 recent blocks of each request
     lengths: Tensor,  # [B] int32 tokens of each request, those of this step included; 0: nobody
-    starts: Tensor,  # [B + 1] int32 first token of each request among those of the step, and the end
-    slots: Tensor,  # [T] int32 or int64 of the step's tokens in the recent blocks; below 0: not stored
+    # [B + 1] int32 first token of each request among those of the step, and the end
+    starts: Tensor,
+    # [T] int32 or int64 of the step's tokens in the recent blocks; below 0: not stored
+    slots: Tensor,
     block: int,  # recent tokens of a block
     out: Tensor,  # [at least T, sinks] int32; the first T rows are written
 ) -> None:
-    "`sink_origins` in one launch that waits for nothing. Raises TypeError/ValueError for tensors that do not fit."
+    """`sink_origins` in one launch that waits for nothing. Raises TypeError/ValueError for
+    tensors that do not fit."""
     for name, x, dims in (("table", table, 2), ("lengths", lengths, 1), ("starts", starts, 1)):
         if x.dtype != torch.int32 or x.ndim != dims or x.stride(-1) != 1:
-            raise TypeError(f"{name} must be int32 with {dims} dimensions, neighbours side by side; got {x.dtype} {list(x.shape)}")
-    if slots.dtype not in (torch.int32, torch.int64) or slots.ndim != 1 or not slots.is_contiguous():
-        raise TypeError(f"slots must be a contiguous [T] tensor of int32 or int64, got {slots.dtype} {list(slots.shape)}")
+            raise TypeError(
+                f"{name} must be int32 with {dims} dimensions, neighbours side by side; got "
+                f"{x.dtype} {list(x.shape)}"
+            )
+    if (
+        slots.dtype not in (torch.int32, torch.int64)
+        or slots.ndim != 1
+        or not slots.is_contiguous()
+    ):
+        raise TypeError(
+            f"slots must be a contiguous [T] tensor of int32 or int64, got {slots.dtype} "
+            f"{list(slots.shape)}"
+        )
     if len(table) < len(lengths) or len(starts) <= len(lengths):
-        raise ValueError(f"{len(lengths)} requests need as many rows of the table and one more start, got {len(table)} and {len(starts)}")
+        raise ValueError(
+            f"{len(lengths)} requests need as many rows of the table and one more start, got "
+            f"{len(table)} and {len(starts)}"
+        )
     sinks = _check_origins(out, len(slots))
     if len(slots) and sinks:
         _sinks_kernel[(len(slots),)](
-            TABLE=table, table_stride=table.stride(0), LENGTH=lengths, STARTS=starts, SLOTS=slots, ORIGINS=out, requests=len(lengths), tokens=len(slots),
-            block=block, sinks=sinks, B=64, T=256, S=triton.next_power_of_2(sinks), num_warps=1,
-        )  # fmt: skip
+            TABLE=table,
+            table_stride=table.stride(0),
+            LENGTH=lengths,
+            STARTS=starts,
+            SLOTS=slots,
+            ORIGINS=out,
+            requests=len(lengths),
+            tokens=len(slots),
+            block=block,
+            sinks=sinks,
+            B=64,
+            T=256,
+            S=triton.next_power_of_2(sinks),
+            num_warps=1,
+        )
 
 # %% ../../nbs/45b_cells.ipynb #45b00011
 @triton.jit
-def _extent(length, m, own, sinks, splits, sliding_window, TILE: tl.constexpr, SLIDING: tl.constexpr):
-    "First tile that the last m queries see of the coded tokens, how many tiles they see, and how many of them a split has."
+def _extent(
+    length, m, own, sinks, splits, sliding_window, TILE: tl.constexpr, SLIDING: tl.constexpr
+):
+    """First tile that the last m queries see of the coded tokens, how many tiles they see, and
+    how many of them a split has."""
     low = length * 0 + sinks
     if SLIDING:
         low = tl.maximum(low, length - m - sliding_window + 1)
@@ -381,21 +730,64 @@ def _extent(length, m, own, sinks, splits, sliding_window, TILE: tl.constexpr, S
 
 @triton.jit
 def _item(WORK, item, requests):
-    "Of an item of a list of work: its request, which of the request's parts it is, and whether it is nobody's."
+    """Of an item of a list of work: its request, which of the request's parts it is, and
+    whether it is nobody's."""
     b = tl.load(WORK + requests + 2 + item)
     nobody = b < 0
     b = tl.maximum(b, 0)
     return b, item - tl.load(WORK + 1 + b), nobody
 
 
-@triton.jit(do_not_specialize=["requests", "splits", "m", "own", "sinks", "sliding_window", "table_stride"])
+@triton.jit(
+    do_not_specialize=[
+        "requests",
+        "splits",
+        "m",
+        "own",
+        "sinks",
+        "sliding_window",
+        "table_stride",
+    ]
+)
 def _portable_cells_kernel(
-    ROTATED, LEVELS, LENGTH, WORK, requests, TABLE, table_stride, CELLS, SCALES, block_stride, head_stride, O, LSE, heads, m, own, sinks,
-    blocks, splits, sliding_window, cap_at, KA: tl.constexpr, VA: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
-    DVP: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, Q: tl.constexpr, SLIDING: tl.constexpr,
-    CAPPED: tl.constexpr, LISTED: tl.constexpr,
-):  # fmt: skip
-    "Q query rows of one KV head of one request over one split of its coded tokens: output and log2-sum-exp2."
+    ROTATED,
+    LEVELS,
+    LENGTH,
+    WORK,
+    requests,
+    TABLE,
+    table_stride,
+    CELLS,
+    SCALES,
+    block_stride,
+    head_stride,
+    O,
+    LSE,
+    heads,
+    m,
+    own,
+    sinks,
+    blocks,
+    splits,
+    sliding_window,
+    cap_at,
+    KA: tl.constexpr,
+    VA: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    DV: tl.constexpr,
+    DVP: tl.constexpr,
+    R: tl.constexpr,
+    BR: tl.constexpr,
+    KB: tl.constexpr,
+    VB: tl.constexpr,
+    Q: tl.constexpr,
+    SLIDING: tl.constexpr,
+    CAPPED: tl.constexpr,
+    LISTED: tl.constexpr,
+):
+    """Q query rows of one KV head of one request over one split of its coded tokens: output and
+    log2-sum-exp2."""
     pid = tl.program_id(0)
     split, base = pid % splits, pid // splits
     if LISTED:  # items without work come last, else they are holes in what multiprocessors get
@@ -422,7 +814,10 @@ def _portable_cells_kernel(
     if LISTED:
         count, each = tl.where(nobody, 0, count), tl.load(WORK)
     for page in range(first + split * each, first + tl.minimum((split + 1) * each, count)):
-        cell = tl.load(TABLE + b.to(tl.int64) * table_stride + page).to(tl.int64) * block_stride + h.to(tl.int64) * head_stride
+        cell = (
+            tl.load(TABLE + b.to(tl.int64) * table_stride + page).to(tl.int64) * block_stride
+            + h.to(tl.int64) * head_stride
+        )
         to, scales = CELLS + cell, SCALES + cell // 2
         for i in range(0, 4 * R, BR):
             t = i + tl.arange(0, BR)
@@ -430,8 +825,13 @@ def _portable_cells_kernel(
             if BR > R:
                 quarter, r = (t // R)[:, None], t % R
             pos = page * (4 * R) + t
-            k = _levels(to + KA[0], to + KA[1], to + KA[2], LEVELS, 0, quarter, r, D, DP, R, KB, False)
-            s = tl.dot(q, tl.trans(k), input_precision="ieee") * tl.load(scales + (KA[3] // 2) + t).to(tl.float32)[None, :]
+            k = _levels(
+                to + KA[0], to + KA[1], to + KA[2], LEVELS, 0, quarter, r, D, DP, R, KB, False
+            )
+            s = (
+                tl.dot(q, tl.trans(k), input_precision="ieee")
+                * tl.load(scales + (KA[3] // 2) + t).to(tl.float32)[None, :]
+            )
             if CAPPED:
                 s = _portable_cap(s, cap_at)
             visible = (pos[None, :] >= low[:, None]) & (pos[None, :] < high[:, None])
@@ -439,21 +839,66 @@ def _portable_cells_kernel(
             new = tl.maximum(top, tl.max(s, 1))
             rescale = tl.exp2(top - new)
             p = tl.where(visible, tl.exp2(s - new[:, None]), 0.0)
-            w = tl.load(scales + (VA[3] // 2) + t).to(tl.float32)  # of a token that was never written it may be anything
-            v = _levels(to + VA[0], to + VA[1], to + VA[2], LEVELS + 16, 0, quarter, r, DV, DVP, R, VB, True)
-            acc = acc * rescale[:, None] + tl.dot(tl.where(visible, p * w[None, :], 0.0), v, input_precision="ieee")
+            w = tl.load(scales + (VA[3] // 2) + t).to(
+                tl.float32
+            )  # of a token that was never written it may be anything
+            v = _levels(
+                to + VA[0],
+                to + VA[1],
+                to + VA[2],
+                LEVELS + 16,
+                0,
+                quarter,
+                r,
+                DV,
+                DVP,
+                R,
+                VB,
+                True,
+            )
+            acc = acc * rescale[:, None] + tl.dot(
+                tl.where(visible, p * w[None, :], 0.0), v, input_precision="ieee"
+            )
             total = total * rescale + tl.sum(p, 1)
             top = new
     some = tl.where(total != 0, total, 1.0)  # NaN counts as seen
     place = pid.to(tl.int64) * Q + tl.arange(0, Q)
-    tl.store(O + place[:, None] * DV + dv[None, :], acc / some[:, None], mask=(dv < DV)[None, :] & (place >= 0)[:, None])
+    tl.store(
+        O + place[:, None] * DV + dv[None, :],
+        acc / some[:, None],
+        mask=(dv < DV)[None, :] & (place >= 0)[:, None],
+    )
     tl.store(LSE + place, tl.where(total != 0, top + tl.log2(some), float("-inf")))
 
 # %% ../../nbs/45b_cells.ipynb #45b00013
 @triton.jit
-def _own_tokens(q, b, h, i, CK, ckt, ckh, CV, cvt, cvh, CENTER, m, length, sliding_window, cap_at, D: tl.constexpr, DP: tl.constexpr,
-                DV: tl.constexpr, DVP: tl.constexpr, R: tl.constexpr, SLIDING: tl.constexpr, CAPPED: tl.constexpr, CENTRED: tl.constexpr):  # fmt: skip
-    "Query i of R rows over its request's own exact tokens: maximum (base 2), total, weighted sum."
+def _own_tokens(
+    q,
+    b,
+    h,
+    i,
+    CK,
+    ckt,
+    ckh,
+    CV,
+    cvt,
+    cvh,
+    CENTER,
+    m,
+    length,
+    sliding_window,
+    cap_at,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    DV: tl.constexpr,
+    DVP: tl.constexpr,
+    R: tl.constexpr,
+    SLIDING: tl.constexpr,
+    CAPPED: tl.constexpr,
+    CENTRED: tl.constexpr,
+):
+    """Query i of R rows over its request's own exact tokens: maximum (base 2), total, weighted
+    sum."""
     d, e = tl.arange(0, DP), tl.arange(0, DVP)
     top = tl.full([R], float("-inf"), tl.float32)
     total = tl.zeros([R], tl.float32)
@@ -463,7 +908,10 @@ def _own_tokens(q, b, h, i, CK, ckt, ckh, CV, cvt, cvh, CENTER, m, length, slidi
         center = tl.load(CENTER + h * D + d, mask=d < D, other=0.0)
     for j in range(0, m):
         token = (b * m + j).to(tl.int64)
-        k = tl.load(CK + token * ckt + h * ckh + d, mask=d < D, other=0.0).to(tl.float32) - center
+        k = (
+            tl.load(CK + token * ckt + h * ckh + d, mask=d < D, other=0.0).to(tl.float32)
+            - center
+        )
         v = tl.load(CV + token * cvt + h * cvh + e, mask=e < DV, other=0.0).to(tl.float32)
         s = tl.sum(q * k[None, :], 1)
         if CAPPED:
@@ -482,10 +930,39 @@ def _own_tokens(q, b, h, i, CK, ckt, ckh, CV, cvt, cvh, CENTER, m, length, slidi
 
 
 @triton.jit
-def _recent_tokens(q, top, total, acc, b, h, i, NEAR, nb, nh, nt, NEAR_TABLE, near_stride, CENTER, m, length, recent, sinks, sliding_window, cap_at,
-                   D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, N: tl.constexpr, T: tl.constexpr,
-                   SLIDING: tl.constexpr, CAPPED: tl.constexpr, CENTRED: tl.constexpr):  # fmt: skip
-    "The same state after the exact tokens before the request's own and then its first ones, T at a time."
+def _recent_tokens(
+    q,
+    top,
+    total,
+    acc,
+    b,
+    h,
+    i,
+    NEAR,
+    nb,
+    nh,
+    nt,
+    NEAR_TABLE,
+    near_stride,
+    CENTER,
+    m,
+    length,
+    recent,
+    sinks,
+    sliding_window,
+    cap_at,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    DV: tl.constexpr,
+    DVP: tl.constexpr,
+    N: tl.constexpr,
+    T: tl.constexpr,
+    SLIDING: tl.constexpr,
+    CAPPED: tl.constexpr,
+    CENTRED: tl.constexpr,
+):
+    """The same state after the exact tokens before the request's own and then its first ones, T
+    at a time."""
     d, e = tl.arange(0, DP), tl.arange(0, DVP)
     center = tl.zeros([DP], tl.float32)
     if CENTRED:
@@ -495,11 +972,22 @@ def _recent_tokens(q, top, total, acc, b, h, i, NEAR, nb, nh, nt, NEAR_TABLE, ne
         oldest, begins = length - m - recent, j >= recent
         t = tl.where(begins, j - recent, oldest + j)
         there = (t >= 0) & (j < recent + sinks) & ((begins == 0) | (t < oldest))
-        held = tl.where(begins, length - m - 1, t)  # first tokens lie in the block of the token before the step, behind its recent ones
-        block = tl.load(NEAR_TABLE + b.to(tl.int64) * near_stride + held // N, mask=there, other=0).to(tl.int64)
+        held = tl.where(
+            begins, length - m - 1, t
+        )  # first tokens lie in the block of the token before the step, behind its recent ones
+        block = tl.load(
+            NEAR_TABLE + b.to(tl.int64) * near_stride + held // N, mask=there, other=0
+        ).to(tl.int64)
         at = (block * nb + h * nh + tl.where(begins, N + t, t % N) * nt)[:, None]
-        k = tl.load(NEAR + at + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0).to(tl.float32) - center[None, :]
-        v = tl.load(NEAR + at + D + e[None, :], mask=there[:, None] & (e < DV)[None, :], other=0.0).to(tl.float32)
+        k = (
+            tl.load(
+                NEAR + at + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0
+            ).to(tl.float32)
+            - center[None, :]
+        )
+        v = tl.load(
+            NEAR + at + D + e[None, :], mask=there[:, None] & (e < DV)[None, :], other=0.0
+        ).to(tl.float32)
         s = tl.sum(q[:, None, :] * k[None, :, :], 2)
         if CAPPED:
             s = _portable_cap(s, cap_at)
@@ -516,15 +1004,77 @@ def _recent_tokens(q, top, total, acc, b, h, i, NEAR, nb, nh, nt, NEAR_TABLE, ne
     return top, total, acc
 
 
-@triton.jit(do_not_specialize=["requests", "splits", "m", "own", "sliding_window", "recent", "sinks", "near_stride"])
+@triton.jit(
+    do_not_specialize=[
+        "requests",
+        "splits",
+        "m",
+        "own",
+        "sliding_window",
+        "recent",
+        "sinks",
+        "near_stride",
+    ]
+)
 def _join_kernel(
-    PARTS, LSE_PARTS, OUT, REST, ot, oh, LSE, QUERY, qt, qh, CK, ckt, ckh, CV, cvt, cvh, NEAR, nb, nh, nt, NEAR_TABLE, near_stride, CENTER,
-    LENGTH, WORK, requests, splits, heads, group, m, own, recent, sinks, blocks, sliding_window, scaling, cap_at, D: tl.constexpr, DP: tl.constexpr,
-    DV: tl.constexpr, DVP: tl.constexpr, Q: tl.constexpr, R: tl.constexpr, SB: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr, T: tl.constexpr,
-    OWN: tl.constexpr, RECENT: tl.constexpr, ROTATED: tl.constexpr, SLIDING: tl.constexpr, CAPPED: tl.constexpr, CENTRED: tl.constexpr,
-    LISTED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    "R query rows of one KV head: its request's own tokens and all splits. What is still ROTATED goes to REST."
+    PARTS,
+    LSE_PARTS,
+    OUT,
+    REST,
+    ot,
+    oh,
+    LSE,
+    QUERY,
+    qt,
+    qh,
+    CK,
+    ckt,
+    ckh,
+    CV,
+    cvt,
+    cvh,
+    NEAR,
+    nb,
+    nh,
+    nt,
+    NEAR_TABLE,
+    near_stride,
+    CENTER,
+    LENGTH,
+    WORK,
+    requests,
+    splits,
+    heads,
+    group,
+    m,
+    own,
+    recent,
+    sinks,
+    blocks,
+    sliding_window,
+    scaling,
+    cap_at,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    DV: tl.constexpr,
+    DVP: tl.constexpr,
+    Q: tl.constexpr,
+    R: tl.constexpr,
+    SB: tl.constexpr,
+    TILE: tl.constexpr,
+    N: tl.constexpr,
+    T: tl.constexpr,
+    OWN: tl.constexpr,
+    RECENT: tl.constexpr,
+    ROTATED: tl.constexpr,
+    SLIDING: tl.constexpr,
+    CAPPED: tl.constexpr,
+    CENTRED: tl.constexpr,
+    LISTED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """R query rows of one KV head: its request's own tokens and all splits. What is still
+    ROTATED goes to REST."""
     rows = group * m
     programs = (rows + R - 1) // R
     bh = tl.program_id(0) // programs
@@ -541,22 +1091,73 @@ def _join_kernel(
         at = QUERY + (token * qt + head * qh)[:, None] + d[None, :]
         q = tl.load(at, mask=ok[:, None] & (d < D)[None, :], other=0.0).to(tl.float32) * scaling
         top, whole, near = _own_tokens(
-            q=q, b=b, h=h, i=i, CK=CK, ckt=ckt, ckh=ckh, CV=CV, cvt=cvt, cvh=cvh, CENTER=CENTER, m=m, length=length,
-            sliding_window=sliding_window, cap_at=cap_at, D=D, DP=DP, DV=DV, DVP=DVP, R=R, SLIDING=SLIDING, CAPPED=CAPPED, CENTRED=CENTRED,
-        )  # fmt: skip
+            q=q,
+            b=b,
+            h=h,
+            i=i,
+            CK=CK,
+            ckt=ckt,
+            ckh=ckh,
+            CV=CV,
+            cvt=cvt,
+            cvh=cvh,
+            CENTER=CENTER,
+            m=m,
+            length=length,
+            sliding_window=sliding_window,
+            cap_at=cap_at,
+            D=D,
+            DP=DP,
+            DV=DV,
+            DVP=DVP,
+            R=R,
+            SLIDING=SLIDING,
+            CAPPED=CAPPED,
+            CENTRED=CENTRED,
+        )
         if RECENT:
             if PDL:
-                if (length - m) % 16 == 0:  # a request that begins with blocks of another, which may have written their last token in this step
+                if (
+                    (length - m) % 16 == 0
+                ):  # a request that begins with blocks of another, which may have written their last token in this step
                     tl.extra.cuda.gdc_wait()
             top, whole, near = _recent_tokens(
-                q=q, top=top, total=whole, acc=near, b=b, h=h, i=i, NEAR=NEAR, nb=nb, nh=nh, nt=nt, NEAR_TABLE=NEAR_TABLE, near_stride=near_stride,
-                CENTER=CENTER, m=m, length=length, recent=recent, sinks=sinks, sliding_window=sliding_window, cap_at=cap_at, D=D, DP=DP, DV=DV, DVP=DVP,
-                N=N, T=T, SLIDING=SLIDING, CAPPED=CAPPED, CENTRED=CENTRED,
-            )  # fmt: skip
+                q=q,
+                top=top,
+                total=whole,
+                acc=near,
+                b=b,
+                h=h,
+                i=i,
+                NEAR=NEAR,
+                nb=nb,
+                nh=nh,
+                nt=nt,
+                NEAR_TABLE=NEAR_TABLE,
+                near_stride=near_stride,
+                CENTER=CENTER,
+                m=m,
+                length=length,
+                recent=recent,
+                sinks=sinks,
+                sliding_window=sliding_window,
+                cap_at=cap_at,
+                D=D,
+                DP=DP,
+                DV=DV,
+                DVP=DVP,
+                N=N,
+                T=T,
+                SLIDING=SLIDING,
+                CAPPED=CAPPED,
+                CENTRED=CENTRED,
+            )
     far = tl.zeros([R, DVP], tl.float32)
     place0 = (bh * blocks + r // Q).to(tl.int64) * splits
     first, count, each = _extent(length, m, own, sinks, splits, sliding_window, TILE, SLIDING)
-    used = tl.where(each > 0, (count + each - 1) // tl.maximum(each, 1), 0)  # splits with tokens
+    used = tl.where(
+        each > 0, (count + each - 1) // tl.maximum(each, 1), 0
+    )  # splits with tokens
     if LISTED:
         begin = tl.load(WORK + 1 + b)
         used = tl.load(WORK + 2 + b) - begin
@@ -569,7 +1170,11 @@ def _join_kernel(
         there = ok[:, None] & (part < used)[None, :]
         lse = tl.load(LSE_PARTS + place, mask=there, other=float("-inf"))
         seen = lse != float("-inf")  # a row that sees no token of a split
-        o = tl.load(PARTS + place[:, :, None] * DV + e[None, None, :], mask=seen[:, :, None] & (e < DV)[None, None, :], other=0.0)
+        o = tl.load(
+            PARTS + place[:, :, None] * DV + e[None, None, :],
+            mask=seen[:, :, None] & (e < DV)[None, None, :],
+            other=0.0,
+        )
         new = tl.maximum(top, tl.max(lse, 1))
         safe = tl.where(new == float("-inf"), 0.0, new)
         rescale = tl.exp2(top - safe)
@@ -590,15 +1195,21 @@ def _join_kernel(
 # %% ../../nbs/45b_cells.ipynb #45b00015
 @lru_cache(maxsize=64)
 def _cell_form(cell: CellLayout, rows: int, key: tuple, value: tuple) -> _Form:
-    "What the kernel is compiled for. key, value: offsets of three planes and of scales. One object per set of arguments."
-    form = decode_form(cell.d_key, cell.d_value, rows, cell.key_bits, cell.value_bits, cell.tokens)
+    """What the kernel is compiled for. key, value: offsets of three planes and of scales. One
+    object per set of arguments."""
+    form = decode_form(
+        cell.d_key, cell.d_value, rows, cell.key_bits, cell.value_bits, cell.tokens
+    )
     names = [*(f"{s}{n}" for s in "KV" for n in ("0", "1", "2", "S"))]
-    return _Form(**vars(form), **{f"AT_{n}": gl.constexpr(x) for n, x in zip(names, (*key, *value))})
+    return _Form(
+        **vars(form), **{f"AT_{n}": gl.constexpr(x) for n, x in zip(names, (*key, *value))}
+    )
 
 
 @gluon.jit
 def _cell(cells, t, row, G: gl.constexpr):
-    "Where the cell with byte row `row` of tile t begins. `cells`: table of the request, origin of the head, block stride, last entry."
+    """Where the cell with byte row `row` of tile t begins. `cells`: table of the request,
+    origin of the head, block stride, last entry."""
     TABLE, origin, stride, last = cells
     if G.RP == 64:
         page = t  # a block is a tile
@@ -643,7 +1254,9 @@ def _copy_values(buf, slot, c, CELLS, cells, t, go, G: gl.constexpr):
             cell = cell[None, :]
         base = CELLS + cell + (m[:, None] * G.RP + col[None, :] % G.RP)
         cp.async_copy_global_to_shared(buf.index(s), base + G.AT_V0, mask=ok)
-        cp.async_copy_global_to_shared(buf.index(s + G.RV), base + (G.AT_V0 + half * G.RP), mask=ok)
+        cp.async_copy_global_to_shared(
+            buf.index(s + G.RV), base + (G.AT_V0 + half * G.RP), mask=ok
+        )
         if G.VB > 2:
             cp.async_copy_global_to_shared(buf.index(s + 2 * G.RV), base + G.AT_V1, mask=ok)
         if G.VB > 3:
@@ -652,8 +1265,11 @@ def _copy_values(buf, slot, c, CELLS, cells, t, go, G: gl.constexpr):
 
 # %% ../../nbs/45b_cells.ipynb #45b00017
 @gluon.jit
-def _keys_of_tile(keys, values, F, CELLS, cells, t, q_lo, q_hi, table, G: gl.constexpr, mma: gl.constexpr):
-    "Scores of a tile, piece by piece, to F; each slot that is free again takes a piece of the values."
+def _keys_of_tile(
+    keys, values, F, CELLS, cells, t, q_lo, q_hi, table, G: gl.constexpr, mma: gl.constexpr
+):
+    """Scores of a tile, piece by piece, to F; each slot that is free again takes a piece of the
+    values."""
     for c in range(G.NK):
         cp.wait_group(G.NK - 1)
         for r in gl.static_range(G.RK):
@@ -666,8 +1282,23 @@ def _keys_of_tile(keys, values, F, CELLS, cells, t, q_lo, q_hi, table, G: gl.con
 
 
 @gluon.jit
-def _values_of_tile(keys, values, ACC, CELLS, cells, following, go, P, rescale, top, table, G: gl.constexpr, mma: gl.constexpr):
-    "Weighted values of a tile to the accumulators; each free slot takes a piece of the next tile's keys."
+def _values_of_tile(
+    keys,
+    values,
+    ACC,
+    CELLS,
+    cells,
+    following,
+    go,
+    P,
+    rescale,
+    top,
+    table,
+    G: gl.constexpr,
+    mma: gl.constexpr,
+):
+    """Weighted values of a tile to the accumulators; each free slot takes a piece of the next
+    tile's keys."""
     old_weight = gl.convert_layout(rescale, gl.SliceLayout(0, G.LO))
     new_weight = gl.convert_layout(top * (1.0 / (127.0 * 254.0)), gl.SliceLayout(0, G.LO))
     Q: gl.constexpr = G.Q
@@ -676,20 +1307,31 @@ def _values_of_tile(keys, values, ACC, CELLS, cells, following, go, P, rescale, 
         for r in gl.static_range(G.RV):
             w = _fetch(values, c, r, G.VB, G.LV, G.PL, G.RV)
             o = gl.convert_layout(_weighted(w, P, table, G, mma), G.LO, assert_trivial=True)
-            old = gl.convert_layout(gl.reshape(ACC.index(c * G.RV + r).load(G.LA), [32, Q]), G.LO, assert_trivial=True)
+            old = gl.convert_layout(
+                gl.reshape(ACC.index(c * G.RV + r).load(G.LA), [32, Q]),
+                G.LO,
+                assert_trivial=True,
+            )
             acc = gl.reshape(old * old_weight[None, :] + o * new_weight[None, :], [4, 8 * Q])
             ACC.index(c * G.RV + r).store(gl.convert_layout(acc, G.LA, assert_trivial=True))
         _copy_keys(keys, c, c, CELLS, cells, following, go, G)
 
 # %% ../../nbs/45b_cells.ipynb #45b00082
 @gluon.jit
-def _part(WORK, requests, heads, blocks, splits, early, LISTED: gl.constexpr, PDL: gl.constexpr):
-    "Request, head, block of query rows and split of this program, where its output begins, and whether it is nobody's."
+def _part(
+    WORK, requests, heads, blocks, splits, early, LISTED: gl.constexpr, PDL: gl.constexpr
+):
+    """Request, head, block of query rows and split of this program, where its output begins,
+    and whether it is nobody's."""
     pid = gl.program_id(0)
     split, bh, block = pid // blocks % splits, pid // (blocks * splits), pid % blocks
     if LISTED:  # items without work come last, else they are holes in what multiprocessors get
         split, bh = pid // (blocks * heads), pid // blocks % heads
-    b, h, out_row = bh // heads, bh % heads, ((bh * blocks + block) * splits + split).to(gl.int64)
+    b, h, out_row = (
+        bh // heads,
+        bh % heads,
+        ((bh * blocks + block) * splits + split).to(gl.int64),
+    )
     if PDL:
         if early == 0:
             tl.extra.cuda.gdc_wait()
@@ -704,7 +1346,8 @@ def _part(WORK, requests, heads, blocks, splits, early, LISTED: gl.constexpr, PD
 
 @gluon.jit
 def _seen(length, row, m, own, sinks, sliding_window, SLIDING: gl.constexpr):
-    "First and last coded token that each row sees; those that any row does; and those between which all do, so that tiles need no mask."
+    """First and last coded token that each row sees; those that any row does; and those between
+    which all do, so that tiles need no mask."""
     at0 = length - m  # the first query
     lo_row, hi_row = row * 0 + sinks, gl.minimum(length - own, at0 + row % m + 1)
     lo, hi = length * 0 + sinks, gl.minimum(length - own, at0 + m)
@@ -729,7 +1372,8 @@ def _tiles(WORK, lo, hi, split, splits, nobody, LISTED: gl.constexpr):
 
 @gluon.jit
 def _token_places(G: gl.constexpr):
-    "Of the 256 tokens of a tile as scores hold them: byte row, place in the block, place in the tile."
+    """Of the 256 tokens of a tile as scores hold them: byte row, place in the block, place in
+    the tile."""
     token = gl.arange(0, 256, layout=gl.SliceLayout(1, G.LF))  # quarter x 64 + byte row
     row64 = token % 64
     inside = token
@@ -739,25 +1383,81 @@ def _token_places(G: gl.constexpr):
     return row64, inside, token
 
 # %% ../../nbs/45b_cells.ipynb #45b00084
-@gluon.jit(do_not_specialize=["requests", "splits", "m", "own", "sinks", "sliding_window", "table_stride", "early"])
+@gluon.jit(
+    do_not_specialize=[
+        "requests",
+        "splits",
+        "m",
+        "own",
+        "sinks",
+        "sliding_window",
+        "table_stride",
+        "early",
+    ]
+)
 def _fragments_cells_kernel(
-    QUERY, sb, sh, sn, ROTATED, RK_, RV_, CELLS, SCALES, LUT, LENGTH, WORK, requests, TABLE, table_stride, block_stride, head_stride, O, LSE, heads,
-    group, blocks, splits, m, own, sinks, sliding_window, scaling, k_step, v_step, cap_at, early, FAST_K: gl.constexpr, FAST: gl.constexpr,
-    SLIDING: gl.constexpr, CAPPED: gl.constexpr, LISTED: gl.constexpr, PDL: gl.constexpr, G: gl.constexpr,
-):  # fmt: skip
-    "Q query rows of one KV head of one request over one split of its coded tokens, by one warp: output and log2-sum-exp2."
+    QUERY,
+    sb,
+    sh,
+    sn,
+    ROTATED,
+    RK_,
+    RV_,
+    CELLS,
+    SCALES,
+    LUT,
+    LENGTH,
+    WORK,
+    requests,
+    TABLE,
+    table_stride,
+    block_stride,
+    head_stride,
+    O,
+    LSE,
+    heads,
+    group,
+    blocks,
+    splits,
+    m,
+    own,
+    sinks,
+    sliding_window,
+    scaling,
+    k_step,
+    v_step,
+    cap_at,
+    early,
+    FAST_K: gl.constexpr,
+    FAST: gl.constexpr,
+    SLIDING: gl.constexpr,
+    CAPPED: gl.constexpr,
+    LISTED: gl.constexpr,
+    PDL: gl.constexpr,
+    G: gl.constexpr,
+):
+    """Q query rows of one KV head of one request over one split of its coded tokens, by one
+    warp: output and log2-sum-exp2."""
     Q: gl.constexpr = G.Q
     SH: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
+    mma: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8]
+    )
     operand: gl.constexpr = gl.DotOperandLayout(1, mma, 4)
     column: gl.constexpr = gl.SliceLayout(0, G.LF)
-    b, h, block, split, out_row, nobody = _part(WORK, requests, heads, blocks, splits, early, LISTED, PDL)
+    b, h, block, split, out_row, nobody = _part(
+        WORK, requests, heads, blocks, splits, early, LISTED, PDL
+    )
     bh, length, out_row = b * heads + h, gl.load(LENGTH + b), out_row * Q
     if PDL:
-        if (length - m) % 16 == 0:  # a request that begins with blocks of another, which may have written their last token in this step
+        if (
+            (length - m) % 16 == 0
+        ):  # a request that begins with blocks of another, which may have written their last token in this step
             tl.extra.cuda.gdc_wait()
     row = block * Q + gl.arange(0, Q, layout=column)
-    lo_row, hi_row, lo, hi, safe_lo, safe_hi = _seen(length, row, m, own, sinks, sliding_window, SLIDING)
+    lo_row, hi_row, lo, hi, safe_lo, safe_hi = _seen(
+        length, row, m, own, sinks, sliding_window, SLIDING
+    )
     begin, end = _tiles(WORK, lo, hi, split, splits, nobody, LISTED)
     if begin >= end:
         if PDL:
@@ -766,28 +1466,57 @@ def _fragments_cells_kernel(
     last = gl.maximum((hi + 4 * G.RP - 1) // (4 * G.RP) - 1, 0)
     table = TABLE + b.to(gl.int64) * table_stride
     cells = (table, h.to(gl.int64) * head_stride, block_stride, last)
-    halves = (table, h.to(gl.int64) * (head_stride // 2), block_stride // 2, last)  # the same in scales
+    halves = (
+        table,
+        h.to(gl.int64) * (head_stride // 2),
+        block_stride // 2,
+        last,
+    )  # the same in scales
     keys = gl.allocate_shared_memory(gl.uint8, [G.NK * G.PL * G.RK, 16, G.HK], SH)
     values = keys._reinterpret(gl.uint8, [G.NK * G.PL * G.RV, 16, 64], SH)
     ACC = gl.allocate_shared_memory(gl.float32, [G.NV * G.RV, 4, 8 * Q], SH)
     jq = block * Q + gl.arange(0, Q, layout=gl.SliceLayout(0, G.LQA))
     ok_q = jq < group * m
-    row_at = b.to(gl.int64) * sb + (h * group + jq // m).to(gl.int64) * sh + (jq % m).to(gl.int64) * sn
+    row_at = (
+        b.to(gl.int64) * sb
+        + (h * group + jq // m).to(gl.int64) * sh
+        + (jq % m).to(gl.int64) * sn
+    )
     for i in range(G.NK):
         _copy_keys(keys, i, i, CELLS, cells, begin, begin < end, G)
-    k0 = gl.load(LUT); k1 = gl.load(LUT + 1); k2 = gl.load(LUT + 2); k3 = gl.load(LUT + 3)
-    v0 = gl.load(LUT + 4); v1 = gl.load(LUT + 5); v2 = gl.load(LUT + 6); v3 = gl.load(LUT + 7)
+    k0 = gl.load(LUT)
+    k1 = gl.load(LUT + 1)
+    k2 = gl.load(LUT + 2)
+    k3 = gl.load(LUT + 3)
+    v0 = gl.load(LUT + 4)
+    v1 = gl.load(LUT + 5)
+    v2 = gl.load(LUT + 6)
+    v3 = gl.load(LUT + 7)
     top = gl.full([Q], -1e30, gl.float32, layout=column)
-    total = gl.sum(gl.sum(gl.reshape(gl.zeros([256, Q], gl.float32, layout=G.LF), [4, 8, 8, Q]), 0), 1)  # [8 lanes, Q]
+    total = gl.sum(
+        gl.sum(gl.reshape(gl.zeros([256, Q], gl.float32, layout=G.LF), [4, 8, 8, Q]), 0), 1
+    )  # [8 lanes, Q]
     for c in range(G.NV * G.RV):
         ACC.index(c).store(gl.zeros([4, 8 * Q], gl.float32, layout=G.LA))
     row64, inside, token = _token_places(G)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     q_lo, q_hi, unit, shift_q = _queries(
-        QUERY=QUERY, ROTATED=ROTATED, R=RK_, MU=RK_, row_at=row_at, row=((bh * blocks + block) * Q).to(gl.int64), ok=ok_q, bh=bh, scaling=scaling, step=k_step,
-        FAST=FAST_K, MEAN=False, CAPPED=CAPPED, G=G,
-    )  # fmt: skip
+        QUERY=QUERY,
+        ROTATED=ROTATED,
+        R=RK_,
+        MU=RK_,
+        row_at=row_at,
+        row=((bh * blocks + block) * Q).to(gl.int64),
+        ok=ok_q,
+        bh=bh,
+        scaling=scaling,
+        step=k_step,
+        FAST=FAST_K,
+        MEAN=False,
+        CAPPED=CAPPED,
+        G=G,
+    )
     lut_k = (_in_register(k0), _in_register(k1), _in_register(k2), _in_register(k3))
     lut_v = (_in_register(v0), _in_register(v1), _in_register(v2), _in_register(v3))
     q_lo = _query_fragment(q_lo, G.C, G.W, Q, operand)
@@ -798,17 +1527,47 @@ def _fragments_cells_kernel(
         scale_at = gl.max_contiguous(gl.multiple_of(scale_at, G.NEAR), G.NEAR)
         ks = gl.load(SCALES + scale_at + G.AT_KS // 2)
         vs = gl.load(SCALES + scale_at + G.AT_VS // 2)
-        F = gl.allocate_shared_memory(gl.float32, [4, 8, 8 * Q], SH)  # here, so that others may use its bytes later
+        F = gl.allocate_shared_memory(
+            gl.float32, [4, 8, 8 * Q], SH
+        )  # here, so that others may use its bytes later
         _keys_of_tile(keys, values, F, CELLS, cells, t, q_lo, q_hi, lut_k, G, mma)
         y, top, total, rescale = _softmax_step(
-            F=F, ks=ks, vs=vs, bias=qs, t=t, token=token, m=top, total=total, qs=qs, shift=shift, safe_lo=safe_lo, safe_hi=safe_hi,
-            lo_row=lo_row, hi_row=hi_row, cap_at=cap_at, SH=SH, BIASED=False, CAPPED=CAPPED, G=G,
-        )  # fmt: skip
+            F=F,
+            ks=ks,
+            vs=vs,
+            bias=qs,
+            t=t,
+            token=token,
+            m=top,
+            total=total,
+            qs=qs,
+            shift=shift,
+            safe_lo=safe_lo,
+            safe_hi=safe_hi,
+            lo_row=lo_row,
+            hi_row=hi_row,
+            cap_at=cap_at,
+            SH=SH,
+            BIASED=False,
+            CAPPED=CAPPED,
+            G=G,
+        )
         peak, P = _weights(y, operand, Q)
         _values_of_tile(
-            keys=keys, values=values, ACC=ACC, CELLS=CELLS, cells=cells, following=t + 1, go=t + 1 < end, P=P, rescale=rescale, top=peak,
-            table=lut_v, G=G, mma=mma,
-        )  # fmt: skip
+            keys=keys,
+            values=values,
+            ACC=ACC,
+            CELLS=CELLS,
+            cells=cells,
+            following=t + 1,
+            go=t + 1 < end,
+            P=P,
+            rescale=rescale,
+            top=peak,
+            table=lut_v,
+            G=G,
+            mma=mma,
+        )
     scale = qs
     if CAPPED:
         scale = qs * 0 + 1.0
@@ -817,71 +1576,122 @@ def _fragments_cells_kernel(
     j = gl.arange(0, Q, layout=gl.SliceLayout(0, G.LVB))
     if PDL:
         tl.extra.cuda.gdc_wait()
-    gl.store(LSE + out_row + j, gl.where(total != 0, top + gl.log2(total), float("-inf")))  # NaN counts as seen
+    gl.store(
+        LSE + out_row + j, gl.where(total != 0, top + gl.log2(total), float("-inf"))
+    )  # NaN counts as seen
     _finish(ACC, RV_, RV_, O, out_row, bh, total, v_step, SH, FAST, False, G)
 
 # %% ../../nbs/45b_cells.ipynb #45b00019
 class Workspace:
-    """Memory for what the splits of a call leave. Grows when asked for more, unless it is fixed: a captured graph keeps
-    the address that it saw."""
+    """Memory for what the splits of a call leave. Grows when asked for more, unless it is
+    fixed: a captured graph keeps the address that it saw."""
 
     def __init__(self, device, floats: int = 0, fixed: bool = False):
         self.memory, self.fixed = torch.empty(floats, dtype=torch.float32, device=device), fixed
 
     def take(self, *sizes: int) -> list:
-        "Parts with so many numbers each, one after another; what they held is gone. Raises ValueError where it may not grow."
+        """Parts with so many numbers each, one after another; what they held is gone. Raises
+        ValueError where it may not grow."""
         sizes = [-(-n // 4) * 4 for n in sizes]  # each from a multiple of 16 bytes
         if sum(sizes) > len(self.memory):
             if self.fixed:
-                raise ValueError(f"the workspace has {len(self.memory)} numbers and is fixed, a call needs {sum(sizes)}")
-            self.memory = torch.empty(sum(sizes), dtype=torch.float32, device=self.memory.device)
+                raise ValueError(
+                    f"the workspace has {len(self.memory)} numbers and is fixed, a call needs "
+                    f"{sum(sizes)}"
+                )
+            self.memory = torch.empty(
+                sum(sizes), dtype=torch.float32, device=self.memory.device
+            )
         return list(self.memory[: sum(sizes)].split(sizes))
 
 
 def count_splits(tokens: int, programs: int, target: int, tile: int = 256) -> int:
-    "Splits of requests that may have so many tokens, where a split of all has so many programs and `target` fill the GPU."
+    """Splits of requests that may have so many tokens, where a split of all has so many
+    programs and `target` fill the GPU."""
     tiles = max(1, -(-tokens // tile))
     each = -(-tiles // max(1, round(target / programs)))
     return -(-tiles // each)
 
 # %% ../../nbs/45b_cells.ipynb #45b00071
-@triton.jit(do_not_specialize=["batch", "parts", "items", "m", "own", "sinks", "sliding_window"])
-def _work_kernel(LENGTH, WORK, batch, parts, items, m, own, sinks, sliding_window, TILE: tl.constexpr, SLIDING: tl.constexpr, B: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    "The requests of N items; the first program writes tiles of a part and where the parts of each request begin, too."
+@triton.jit(
+    do_not_specialize=["batch", "parts", "items", "m", "own", "sinks", "sliding_window"]
+)
+def _work_kernel(
+    LENGTH,
+    WORK,
+    batch,
+    parts,
+    items,
+    m,
+    own,
+    sinks,
+    sliding_window,
+    TILE: tl.constexpr,
+    SLIDING: tl.constexpr,
+    B: tl.constexpr,
+    N: tl.constexpr,
+):
+    """The requests of N items; the first program writes tiles of a part and where the parts of
+    each request begin, too."""
     pid = tl.program_id(0)
     item = pid * N + tl.arange(0, N)
     total = 0
     for b0 in range(0, batch, B):
         b = b0 + tl.arange(0, B)
-        count = _extent(tl.load(LENGTH + b, mask=b < batch, other=0), m, own, sinks, 1, sliding_window, TILE, SLIDING)[1]
+        count = _extent(
+            tl.load(LENGTH + b, mask=b < batch, other=0),
+            m,
+            own,
+            sinks,
+            1,
+            sliding_window,
+            TILE,
+            SLIDING,
+        )[1]
         total += tl.sum(tl.where(b < batch, count, 0), 0)
     each = tl.maximum((total + parts - 1) // parts, 1)
     before, request = 0, tl.zeros([N], tl.int32)
     for b0 in range(0, batch, B):
         b = b0 + tl.arange(0, B)
-        count = _extent(tl.load(LENGTH + b, mask=b < batch, other=0), m, own, sinks, 1, sliding_window, TILE, SLIDING)[1]
+        count = _extent(
+            tl.load(LENGTH + b, mask=b < batch, other=0),
+            m,
+            own,
+            sinks,
+            1,
+            sliding_window,
+            TILE,
+            SLIDING,
+        )[1]
         mine = tl.where(b < batch, (count + each - 1) // each, 0)
         end = before + tl.cumsum(mine, 0)
-        request += tl.sum(((end[None, :] <= item[:, None]) & (b < batch)[None, :]).to(tl.int32), 1)
+        request += tl.sum(
+            ((end[None, :] <= item[:, None]) & (b < batch)[None, :]).to(tl.int32), 1
+        )
         tl.store(WORK + 1 + b, end - mine, mask=(b < batch) & (pid == 0))
         before += tl.sum(mine, 0)
     tl.store(WORK + batch + 2 + item, tl.where(request < batch, request, -1), mask=item < items)
     tl.store(WORK, each, mask=pid == 0)
     tl.store(WORK + 1 + batch, before, mask=pid == 0)
 
-
 # %% ../../nbs/45b_cells.ipynb #45b00072
 @dataclass(frozen=True)
 class WorkList:
     "Which part of which request a program takes."
 
-    memory: Tensor  # [2 + B + items] int32: tiles of a part, the first item of each request and the end, the request of each item or -1
+    # [2 + B + items] int32: tiles of a part, the first item of each request and the end, the
+    # request of each item or -1
+    memory: Tensor
     items: int  # programs for each KV head and block of rows
 
-    def parts(self, request: int) -> list:  # [(first tile, one after the last)], counted from the first that is read
+    def parts(
+        self, request: int
+    ) -> list:  # [(first tile, one after the last)], counted from the first that is read
         "A request's parts, as the kernels cut them; the last may end earlier."
         each, *starts = self.memory[: len(self.memory) - self.items].tolist()
-        return [(i * each, (i + 1) * each) for i in range(starts[request + 1] - starts[request])]
+        return [
+            (i * each, (i + 1) * each) for i in range(starts[request + 1] - starts[request])
+        ]
 
 
 def list_work(
@@ -897,49 +1707,101 @@ def list_work(
 ) -> WorkList:
     "The list of a batch; one of `known`, if it has it. Waits for nothing and may be captured."
     batch, known = len(lengths), {} if known is None else known
-    items, of = min(parts + batch, batch * most), (parts, most, m, own, sinks, sliding_window, tile)
+    items, of = (
+        min(parts + batch, batch * most),
+        (parts, most, m, own, sinks, sliding_window, tile),
+    )
     if of not in known:
         memory = torch.empty(2 + batch + items, dtype=torch.int32, device=lengths.device)
         n = 1024 if is_interpreted() else 64
         _work_kernel[(-(-items // n),)](
-            LENGTH=lengths, WORK=memory, batch=batch, parts=parts, items=items, m=m, own=own, sinks=sinks, sliding_window=sliding_window or 0,
-            TILE=tile, SLIDING=sliding_window is not None, B=64, N=n, num_warps=1,
-        )  # fmt: skip
+            LENGTH=lengths,
+            WORK=memory,
+            batch=batch,
+            parts=parts,
+            items=items,
+            m=m,
+            own=own,
+            sinks=sinks,
+            sliding_window=sliding_window or 0,
+            TILE=tile,
+            SLIDING=sliding_window is not None,
+            B=64,
+            N=n,
+            num_warps=1,
+        )
         known[of] = WorkList(memory, items)
     return known[of]
-
 
 # %% ../../nbs/45b_cells.ipynb #45b0001a
 def _check_decode(q, cache, plan, table, lengths, k, v, recent):
     "Sizes (B, m, Hq, H). Raises TypeError/ValueError for tensors that do not fit."
     for name, x, dims in (("table", table, 2), ("lengths", lengths, 1)):
         if x.dtype != torch.int32 or x.ndim != dims or x.stride(-1) != 1:
-            raise TypeError(f"{name} must be int32 with {dims} dimensions, neighbours side by side; got {x.dtype} {list(x.shape)}")
+            raise TypeError(
+                f"{name} must be int32 with {dims} dimensions, neighbours side by side; got "
+                f"{x.dtype} {list(x.shape)}"
+            )
     batch, heads, cell = len(lengths), cache.shape[1], plan.cell
-    if q.ndim != 3 or not batch or len(table) < batch or q.shape[0] % batch or q.shape[1] % heads or q.shape[2] != cell.d_key:
+    if (
+        q.ndim != 3
+        or not batch
+        or len(table) < batch
+        or q.shape[0] % batch
+        or q.shape[1] % heads
+        or q.shape[2] != cell.d_key
+    ):
         want = f"[a multiple of {batch} requests, a multiple of {heads} heads, {cell.d_key}]"
-        raise ValueError(f"q must have shape {want} and table a row for each request, got {list(q.shape)} and {list(table.shape)}")
+        raise ValueError(
+            f"q must have shape {want} and table a row for each request, got {list(q.shape)} "
+            f"and {list(table.shape)}"
+        )
     m, query_heads = q.shape[0] // batch, q.shape[1]
     if not 1 <= m <= 16 or query_heads > 16 * heads:
-        raise ValueError(f"1 to 16 query tokens and 1 to 16 query heads a KV head are supported, got {m} and {query_heads // heads}")
+        raise ValueError(
+            f"1 to 16 query tokens and 1 to 16 query heads a KV head are supported, got {m} and "
+            f"{query_heads // heads}"
+        )
     if (k is None) != (v is None):
         raise ValueError("k and v must be given together")
     for name, x, d in (("k", k, cell.d_key), ("v", v, cell.d_value)):
         if x is not None and list(x.shape) != [q.shape[0], heads, d]:
-            raise ValueError(f"{name} must have shape {[q.shape[0], heads, d]}, got {list(x.shape)}")
+            raise ValueError(
+                f"{name} must have shape {[q.shape[0], heads, d]}, got {list(x.shape)}"
+            )
     if recent is not None:
         want = [heads, cell.d_key + cell.d_value]
-        if k is None or recent.cache.ndim != 4 or [recent.cache.shape[1], recent.cache.shape[3]] != want or recent.cache.stride(3) != 1:
-            raise ValueError(f"recent needs k and v, and memory [blocks, {want[0]}, n, {want[1]}], neighbours side by side; got {list(recent.cache.shape)}")
-        if recent.table.dtype != torch.int32 or recent.table.ndim != 2 or len(recent.table) < batch or recent.table.stride(1) != 1:
-            raise TypeError(f"recent.table must be int32 with a row for each request, got {recent.table.dtype} {list(recent.table.shape)}")
+        if (
+            k is None
+            or recent.cache.ndim != 4
+            or [recent.cache.shape[1], recent.cache.shape[3]] != want
+            or recent.cache.stride(3) != 1
+        ):
+            raise ValueError(
+                f"recent needs k and v, and memory [blocks, {want[0]}, n, {want[1]}], "
+                f"neighbours side by side; got {list(recent.cache.shape)}"
+            )
+        if (
+            recent.table.dtype != torch.int32
+            or recent.table.ndim != 2
+            or len(recent.table) < batch
+            or recent.table.stride(1) != 1
+        ):
+            raise TypeError(
+                "recent.table must be int32 with a row for each request, got "
+                f"{recent.table.dtype} {list(recent.table.shape)}"
+            )
     return batch, m, query_heads, heads
 
 
-def _rotated(q: Tensor, plan: CellPlan, batch: int, m: int, heads: int, rows: int, scaling: float) -> Tensor:
+def _rotated(
+    q: Tensor, plan: CellPlan, batch: int, m: int, heads: int, rows: int, scaling: float
+) -> Tensor:
     "Queries by the matrix of the keys, [B, H, rows, d] fp32 with zeros where a row is padding."
     plain = q.new_zeros(batch, heads, rows, q.shape[2], dtype=torch.float32)
-    by_row = q.unflatten(0, (batch, m)).unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)  # [B, H, group, m, d]
+    by_row = (
+        q.unflatten(0, (batch, m)).unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)
+    )  # [B, H, group, m, d]
     plain[:, :, : by_row.shape[2] * m] = by_row.flatten(2, 3).float() * scaling
     return rotate(plain, plan.key.rotation.query_matrix.mT)
 
@@ -959,41 +1821,133 @@ class _Cut:
     options: dict = field(default_factory=dict)  # of compiling for tensor cores
 
 
-def _cut(plan, portable: bool, batch: int, heads: int, group: int, lengths, entries: int, of: dict, splits, work) -> _Cut:
-    "entries: of the table; of: m, own, sinks, sliding_window; splits and work as in `decode_cells`."
+def _cut(
+    plan,
+    portable: bool,
+    batch: int,
+    heads: int,
+    group: int,
+    lengths,
+    entries: int,
+    of: dict,
+    splits,
+    work,
+) -> _Cut:
+    """entries: of the table; of: m, own, sinks, sliding_window; splits and work as in
+    `decode_cells`."""
     cell, m, window = plan.cell, of["m"], of["sliding_window"]
     rows = 16 if portable else 4 if group * m <= 4 else 8
-    blocks, width, target, pdl, options = -(-group * m // rows), entries * cell.tokens, 2, False, {}
+    blocks, width, target, pdl, options = (
+        -(-group * m // rows),
+        entries * cell.tokens,
+        2,
+        False,
+        {},
+    )
     if not portable:
         count, pdl, capability = device_properties(plan.device.index)
-        each, options = packaged_config(capability, padded_size(cell.d_key), rows, max(cell.key_bits, cell.value_bits))
+        each, options = packaged_config(
+            capability, padded_size(cell.d_key), rows, max(cell.key_bits, cell.value_bits)
+        )
         target = each * count
     tile, together = cell.tokens if portable else 256, heads * blocks
     if work is None or batch == 1:
         seen = width if window is None else min(width, window + m + 254)
         splits = splits or count_splits(seen, batch * together, target)
-        return _Cut(rows, blocks, splits, batch * together * splits, tile, None, True, pdl, options)
+        return _Cut(
+            rows, blocks, splits, batch * together * splits, tile, None, True, pdl, options
+        )
     most, known = width if window is None else min(width, window + m + tile - 2), len(work)
-    listing = list_work(lengths, splits or max(1, round(target / together)), -(-most // tile), tile=tile, known=work, **of)
-    return _Cut(rows, blocks, listing.items, together * listing.items, tile, listing, len(work) == known, pdl, options)
+    listing = list_work(
+        lengths,
+        splits or max(1, round(target / together)),
+        -(-most // tile),
+        tile=tile,
+        known=work,
+        **of,
+    )
+    return _Cut(
+        rows,
+        blocks,
+        listing.items,
+        together * listing.items,
+        tile,
+        listing,
+        len(work) == known,
+        pdl,
+        options,
+    )
 
 
-def _join_parts(left, lse_parts, out, lse, q, k, v, near_cache, near_table, recent, plan, cut: _Cut, group, scaling, fast, shared: dict) -> None:
-    "What splits left and the exact tokens to out and lse. near_cache, near_table: of `recent` tokens, any tensors where there are none."
+def _join_parts(
+    left,
+    lse_parts,
+    out,
+    lse,
+    q,
+    k,
+    v,
+    near_cache,
+    near_table,
+    recent,
+    plan,
+    cut: _Cut,
+    group,
+    scaling,
+    fast,
+    shared: dict,
+) -> None:
+    """What splits left and the exact tokens to out and lse. near_cache, near_table: of `recent`
+    tokens, any tensors where there are none."""
     rows_of_head, heads = group * shared["m"], shared["heads"]
-    many = q.shape[0] * q.shape[1] > 1024 or is_interpreted()  # an interpreter runs one program after another
+    many = (
+        q.shape[0] * q.shape[1] > 1024 or is_interpreted()
+    )  # an interpreter runs one program after another
     together = 1 << min(4, rows_of_head).bit_length() - 1 if many else 1  # a power of two
     near = out if fast else torch.empty(out.shape, dtype=torch.float32, device=q.device)
     rest = out if fast else torch.empty_like(near)
     _join_kernel[(shared["requests"] * heads * -(-rows_of_head // together),)](
-        PARTS=left, LSE_PARTS=lse_parts, OUT=near, REST=rest, ot=near.stride(0), oh=near.stride(1), LSE=lse, QUERY=q, qt=q.stride(0),
-        qh=q.stride(1), CK=k, ckt=k.stride(0), ckh=k.stride(1), CV=v, cvt=v.stride(0), cvh=v.stride(1), NEAR=near_cache, nb=near_cache.stride(0),
-        nh=near_cache.stride(1), nt=near_cache.stride(2), NEAR_TABLE=near_table, near_stride=near_table.stride(0), recent=recent,
-        N=near_cache.shape[2] - shared["sinks"], T=16 if is_interpreted() else max(1, 16 // together), RECENT=recent > 0, group=group, scaling=scaling,
-        Q=cut.rows, R=together, SB=max(2, min(16, 64 // together)), TILE=cut.tile, OWN=shared["own"] > 0, ROTATED=not fast,
-        CENTER=lse if plan.center is None else plan.center, CENTRED=plan.center is not None, PDL=cut.pdl, **shared, num_warps=4,
+        PARTS=left,
+        LSE_PARTS=lse_parts,
+        OUT=near,
+        REST=rest,
+        ot=near.stride(0),
+        oh=near.stride(1),
+        LSE=lse,
+        QUERY=q,
+        qt=q.stride(0),
+        qh=q.stride(1),
+        CK=k,
+        ckt=k.stride(0),
+        ckh=k.stride(1),
+        CV=v,
+        cvt=v.stride(0),
+        cvh=v.stride(1),
+        NEAR=near_cache,
+        nb=near_cache.stride(0),
+        nh=near_cache.stride(1),
+        nt=near_cache.stride(2),
+        NEAR_TABLE=near_table,
+        near_stride=near_table.stride(0),
+        recent=recent,
+        N=near_cache.shape[2] - shared["sinks"],
+        T=16 if is_interpreted() else max(1, 16 // together),
+        RECENT=recent > 0,
+        group=group,
+        scaling=scaling,
+        Q=cut.rows,
+        R=together,
+        SB=max(2, min(16, 64 // together)),
+        TILE=cut.tile,
+        OWN=shared["own"] > 0,
+        ROTATED=not fast,
+        CENTER=lse if plan.center is None else plan.center,
+        CENTRED=plan.center is not None,
+        PDL=cut.pdl,
+        **shared,
+        num_warps=4,
         **({"launch_pdl": True} if cut.pdl else {}),
-    )  # fmt: skip
+    )
     if not fast:
         out.copy_(near + rotate(rest, plan.value.rotation.matrix))
 
@@ -1002,70 +1956,200 @@ def decode_cells(
     q: Tensor,  # [B m, Hq, d_key] queries after RoPE; m tokens of each request, its last ones
     cache: Tensor,  # [blocks, H, N, C] uint8
     plan: CellPlan,
-    table: Tensor,  # [B, n] int32 blocks of each request; entries beyond its length are not read
-    lengths: Tensor,  # [B] int32 tokens of each request, those of the queries included; 0: nobody
-    k: Tensor | None = None,  # [B m, H, d_key] exact states of the queries' tokens; None: their codes are read
+    # [B, n] int32 blocks of each request; entries beyond its length are not read
+    table: Tensor,
+    # [B] int32 tokens of each request, those of the queries included; 0: nobody
+    lengths: Tensor,
+    k: Tensor
+    # [B m, H, d_key] exact states of the queries' tokens; None: their codes are read
+    | None = None,
     v: Tensor | None = None,  # [B m, H, d_value]
-    recent: Recent | None = None,  # exact states of tokens before the queries', and of first ones; None: their codes are read
+    recent: Recent
+    # exact states of tokens before the queries', and of first ones; None: their codes are read
+    | None = None,
     scaling: float | None = None,  # softmax scale; d_key**-0.5 if None
     sliding_window: int | None = None,  # token i attends to i-sliding_window+1 … i
     softcap: float | None = None,  # scores become softcap·tanh(score/softcap)
     out: Tensor | None = None,  # [B m, Hq, d_value], neighbouring channels side by side
     lse: Tensor | None = None,  # [B m, Hq] fp32, contiguous
     workspace: Workspace | None = None,
-    splits: int | None = None,  # of each request, or parts of all together where work is given; None: enough to fill the GPU
-    work: dict | None = None,  # lists of a step's work, which its first layer makes and all read; None: each request has as many splits
+    splits: int
+    # of each request, or parts of all together where work is given; None: enough to fill the
+    # GPU
+    | None = None,
+    work: dict
+    # lists of a step's work, which its first layer makes and all read; None: each request has
+    # as many splits
+    | None = None,
     kernel: str = "auto",  # "fragments", "portable", or "auto": the first of them that can
-    early: bool = False,  # begin while the launch before runs: it appends this step's tokens, and wrote nothing else of what is read
+    # begin while the launch before runs: it appends this step's tokens, and wrote nothing else
+    # of what is read
+    early: bool = False,
 ) -> tuple:  # (out, lse)
-    """Attention to cells without a dense copy. With a centre, scores lack the query's product with it, which is the same
-    for all tokens: the output is the same, the log-sum-exp is less by it, and a soft cap is refused. Waits for nothing and may be captured. Raises TypeError/ValueError for
-    tensors that do not fit, and where no kernel can serve."""
+    """Attention to cells without a dense copy. With a centre, scores lack the query's product
+    with it, which is the same for all tokens: the output is the same, the log-sum-exp is less
+    by it, and a soft cap is refused. Waits for nothing and may be captured. Raises
+    TypeError/ValueError for tensors that do not fit, and where no kernel can serve."""
     batch, m, query_heads, heads = _check_decode(q, cache, plan, table, lengths, k, v, recent)
     portable, why = select_kernel(plan.plan, plan.device, kernel)
     if why:
         raise ValueError(f"decode_cells cannot serve this: {why}")
     if softcap is not None and plan.center is not None:
-        raise ValueError("keys with a centre cannot have a soft cap: it would cap scores without their common part")
-    cell, q, group, (kept, sinks) = plan.cell, _dense(q), query_heads // heads, (0, 0) if recent is None else (recent.tokens, recent.sinks)
+        raise ValueError(
+            "keys with a centre cannot have a soft cap: it would cap scores without their "
+            "common part"
+        )
+    cell, q, group, (kept, sinks) = (
+        plan.cell,
+        _dense(q),
+        query_heads // heads,
+        (0, 0) if recent is None else (recent.tokens, recent.sinks),
+    )
     own = 0 if k is None else m + kept  # tokens whose codes are not read
     (k, v), d, dv = (q, q) if k is None else (_dense(k), _dense(v)), cell.d_key, cell.d_value
     fast = not portable and plan.tables.hadamard[1] and d == dv and d in (64, 128, 256)
     fast_k = fast and plan.tables.hadamard[0]
-    cut = _cut(plan, portable, batch, heads, group, lengths, table.shape[1], dict(m=m, own=own, sinks=sinks, sliding_window=sliding_window), splits, work)
+    cut = _cut(
+        plan,
+        portable,
+        batch,
+        heads,
+        group,
+        lengths,
+        table.shape[1],
+        dict(m=m, own=own, sinks=sinks, sliding_window=sliding_window),
+        splits,
+        work,
+    )
     scaling = float(d**-0.5 if scaling is None else scaling)
     out = q.new_empty(*q.shape[:2], dv) if out is None else out
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if lse is None else lse
     rows = cut.programs * cut.rows
-    left, lse_parts = (Workspace(q.device) if workspace is None else workspace).take(rows * dv, rows)
-    shared = dict(LENGTH=lengths, WORK=lengths if cut.listing is None else cut.listing.memory, LISTED=cut.listing is not None, requests=batch, heads=heads, m=m, own=own,
-                  sinks=sinks, blocks=cut.blocks, splits=cut.splits, sliding_window=sliding_window or 0, cap_at=float(softcap or 1.0), SLIDING=sliding_window is not None,
-                  CAPPED=softcap is not None)  # fmt: skip
-    where = dict(TABLE=table, table_stride=table.stride(0), O=left, LSE=lse_parts, **plan.memory(cache))
-    places, constants = (plan.places("key"), plan.places("value")), dict(D=d, DP=padded_size(d), DV=dv, DVP=padded_size(dv))
-    rotated = left if fast_k else _rotated(q, plan, batch, m, heads, cut.blocks * cut.rows, scaling if portable else 1.0)
+    left, lse_parts = (Workspace(q.device) if workspace is None else workspace).take(
+        rows * dv, rows
+    )
+    shared = dict(
+        LENGTH=lengths,
+        WORK=lengths if cut.listing is None else cut.listing.memory,
+        LISTED=cut.listing is not None,
+        requests=batch,
+        heads=heads,
+        m=m,
+        own=own,
+        sinks=sinks,
+        blocks=cut.blocks,
+        splits=cut.splits,
+        sliding_window=sliding_window or 0,
+        cap_at=float(softcap or 1.0),
+        SLIDING=sliding_window is not None,
+        CAPPED=softcap is not None,
+    )
+    where = dict(
+        TABLE=table, table_stride=table.stride(0), O=left, LSE=lse_parts, **plan.memory(cache)
+    )
+    places, constants = (
+        (plan.places("key"), plan.places("value")),
+        dict(D=d, DP=padded_size(d), DV=dv, DVP=padded_size(dv)),
+    )
+    rotated = (
+        left
+        if fast_k
+        else _rotated(
+            q, plan, batch, m, heads, cut.blocks * cut.rows, scaling if portable else 1.0
+        )
+    )
     if portable:
         R = cell.tokens // 4
         _portable_cells_kernel[(cut.programs,)](
-            ROTATED=rotated, LEVELS=plan.tables.levels, KA=places[0], VA=places[1], R=R, BR=min(4 * R, 64 if is_interpreted() else 16),
-            KB=cell.key_bits, VB=cell.value_bits, Q=cut.rows, **where, **shared, **constants, num_warps=8 if max(d, dv) > 128 else 4, num_stages=1,
-        )  # fmt: skip
+            ROTATED=rotated,
+            LEVELS=plan.tables.levels,
+            KA=places[0],
+            VA=places[1],
+            R=R,
+            BR=min(4 * R, 64 if is_interpreted() else 16),
+            KB=cell.key_bits,
+            VB=cell.value_bits,
+            Q=cut.rows,
+            **where,
+            **shared,
+            **constants,
+            num_warps=8 if max(d, dv) > 128 else 4,
+            num_stages=1,
+        )
     else:
         _fragments_cells_kernel[(cut.programs,)](
-            QUERY=q, sb=q.stride(0) * m, sh=q.stride(1), sn=q.stride(0), ROTATED=rotated, RK_=plan.key.rotation.query_matrix,
-            RV_=plan.value.rotation.matrix, LUT=plan.tables.packed_lut, group=group, scaling=scaling, k_step=plan.tables.steps[0],
-            v_step=plan.tables.steps[1], early=int(early and cut.known and own > 0 and fast_k), FAST_K=fast_k, FAST=fast, PDL=cut.pdl,
-            G=_cell_form(cell, cut.rows, *places), **where, **shared, num_warps=1, **cut.options, **({"launch_pdl": True} if cut.pdl else {}),
-        )  # fmt: skip
+            QUERY=q,
+            sb=q.stride(0) * m,
+            sh=q.stride(1),
+            sn=q.stride(0),
+            ROTATED=rotated,
+            RK_=plan.key.rotation.query_matrix,
+            RV_=plan.value.rotation.matrix,
+            LUT=plan.tables.packed_lut,
+            group=group,
+            scaling=scaling,
+            k_step=plan.tables.steps[0],
+            v_step=plan.tables.steps[1],
+            early=int(early and cut.known and own > 0 and fast_k),
+            FAST_K=fast_k,
+            FAST=fast,
+            PDL=cut.pdl,
+            G=_cell_form(cell, cut.rows, *places),
+            **where,
+            **shared,
+            num_warps=1,
+            **cut.options,
+            **({"launch_pdl": True} if cut.pdl else {}),
+        )
     exact = (q[:, :, None], table) if recent is None else (recent.cache, recent.table)
-    _join_parts(left, lse_parts, out, lse, q, k, v, *exact, kept, plan, cut, group, scaling, fast, shared | constants)
+    _join_parts(
+        left,
+        lse_parts,
+        out,
+        lse,
+        q,
+        k,
+        v,
+        *exact,
+        kept,
+        plan,
+        cut,
+        group,
+        scaling,
+        fast,
+        shared | constants,
+    )
     return out, lse
 
 # %% ../../nbs/45b_cells.ipynb #45b00023
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["TABLE"])
-def _past_kernel(CELLS, SCALES, LEVELS, TABLE, K, kt, kh, V, vt, vh, block_stride, head_stride, tokens, k_scale: tl.constexpr,
-                 v_scale: tl.constexpr, KA: tl.constexpr, VA: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
-                 DVP: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr):  # fmt: skip
+def _past_kernel(
+    CELLS,
+    SCALES,
+    LEVELS,
+    TABLE,
+    K,
+    kt,
+    kh,
+    V,
+    vt,
+    vh,
+    block_stride,
+    head_stride,
+    tokens,
+    k_scale: tl.constexpr,
+    v_scale: tl.constexpr,
+    KA: tl.constexpr,
+    VA: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    DV: tl.constexpr,
+    DVP: tl.constexpr,
+    R: tl.constexpr,
+    BR: tl.constexpr,
+    KB: tl.constexpr,
+    VB: tl.constexpr,
+):
     "One cell to dense rows: levels times scales, still rotated."
     page, h = tl.program_id(0), tl.program_id(1)
     cell = tl.load(TABLE + page).to(tl.int64) * block_stride + h.to(tl.int64) * head_stride
@@ -1074,8 +2158,34 @@ def _past_kernel(CELLS, SCALES, LEVELS, TABLE, K, kt, kh, V, vt, vh, block_strid
         t = i + tl.arange(0, BR)
         at = (page * (4 * R) + t).to(tl.int64)[:, None]
         here = at < tokens
-        k = _levels(to + KA[0], to + KA[1], to + KA[2], LEVELS, 0, (t // R)[:, None], t % R, D, DP, R, KB, False)
-        v = _levels(to + VA[0], to + VA[1], to + VA[2], LEVELS + 16, 0, (t // R)[:, None], t % R, DV, DVP, R, VB, True)
+        k = _levels(
+            to + KA[0],
+            to + KA[1],
+            to + KA[2],
+            LEVELS,
+            0,
+            (t // R)[:, None],
+            t % R,
+            D,
+            DP,
+            R,
+            KB,
+            False,
+        )
+        v = _levels(
+            to + VA[0],
+            to + VA[1],
+            to + VA[2],
+            LEVELS + 16,
+            0,
+            (t // R)[:, None],
+            t % R,
+            DV,
+            DVP,
+            R,
+            VB,
+            True,
+        )
         k *= tl.load(SCALES + cell // 2 + (k_scale + t)).to(tl.float32)[:, None]
         v *= tl.load(SCALES + cell // 2 + (v_scale + t)).to(tl.float32)[:, None]
         tl.store(K + at * kt + h * kh + d, k.to(K.dtype.element_ty), mask=here & (d < D))
@@ -1090,30 +2200,75 @@ def past_cells(
     k: Tensor,  # [at least tokens, H, d_key] is written, in the basis of the codes
     v: Tensor,  # [at least tokens, H, d_value]
 ) -> None:
-    "Dense keys and values of a run of blocks, still rotated. Raises ValueError for tensors that do not fit."
+    """Dense keys and values of a run of blocks, still rotated. Raises ValueError for tensors
+    that do not fit."""
     cell = plan.cell
     count = -(-tokens // cell.tokens)
     if table.ndim != 1 or count > len(table) or table.stride(0) != 1:
-        raise ValueError(f"{tokens} tokens need a dense table of {count} blocks, got {list(table.shape)}")
+        raise ValueError(
+            f"{tokens} tokens need a dense table of {count} blocks, got {list(table.shape)}"
+        )
     for name, x, d in (("k", k, cell.d_key), ("v", v, cell.d_value)):
         if len(x) < tokens or list(x.shape[1:]) != [cache.shape[1], d] or x.stride(2) != 1:
-            raise ValueError(f"{name} must have shape [at least {tokens}, {cache.shape[1]}, {d}], got {list(x.shape)}")
+            raise ValueError(
+                f"{name} must have shape [at least {tokens}, {cache.shape[1]}, {d}], got "
+                f"{list(x.shape)}"
+            )
     if why := plan.supports("portable")[1]:
         raise ValueError(f"past_cells cannot serve this: {why}")
     if not tokens:
         return
     places = plan.places("key"), plan.places("value")
     _past_kernel[(count, cache.shape[1])](
-        LEVELS=plan.tables.levels, TABLE=table, K=k, kt=k.stride(0), kh=k.stride(1), V=v, vt=v.stride(0), vh=v.stride(1), tokens=tokens,
-        k_scale=places[0][3] // 2, v_scale=places[1][3] // 2, KA=places[0], VA=places[1], D=cell.d_key, DP=padded_size(cell.d_key),
-        DV=cell.d_value, DVP=padded_size(cell.d_value), R=cell.tokens // 4, BR=min(cell.tokens, 64), KB=cell.key_bits, VB=cell.value_bits,
-        num_warps=4, **plan.memory(cache),
-    )  # fmt: skip
+        LEVELS=plan.tables.levels,
+        TABLE=table,
+        K=k,
+        kt=k.stride(0),
+        kh=k.stride(1),
+        V=v,
+        vt=v.stride(0),
+        vh=v.stride(1),
+        tokens=tokens,
+        k_scale=places[0][3] // 2,
+        v_scale=places[1][3] // 2,
+        KA=places[0],
+        VA=places[1],
+        D=cell.d_key,
+        DP=padded_size(cell.d_key),
+        DV=cell.d_value,
+        DVP=padded_size(cell.d_value),
+        R=cell.tokens // 4,
+        BR=min(cell.tokens, 64),
+        KB=cell.key_bits,
+        VB=cell.value_bits,
+        num_warps=4,
+        **plan.memory(cache),
+    )
 
 # %% ../../nbs/45b_cells.ipynb #45b0002b
 @triton.jit(do_not_specialize=["rows"])
-def _join_past_kernel(OWN, ot, oh, OWN_LSE, lt, lh, PAST, pt, ph, PAST_LSE, mt, mh, rows, heads, factor, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr):  # fmt: skip
-    "M rows (token, head) of OWN become those of both parts, of which PAST is multiplied by a factor."
+def _join_past_kernel(
+    OWN,
+    ot,
+    oh,
+    OWN_LSE,
+    lt,
+    lh,
+    PAST,
+    pt,
+    ph,
+    PAST_LSE,
+    mt,
+    mh,
+    rows,
+    heads,
+    factor,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    M: tl.constexpr,
+):
+    """M rows (token, head) of OWN become those of both parts, of which PAST is multiplied by a
+    factor."""
     row, d = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, DP)
     token, head, real = (row // heads).to(tl.int64), (row % heads).to(tl.int64), row < rows
     own = tl.load(OWN_LSE + token * lt + head * lh, mask=real, other=0.0).to(tl.float32)
@@ -1125,7 +2280,12 @@ def _join_past_kernel(OWN, ot, oh, OWN_LSE, lt, lh, PAST, pt, ph, PAST_LSE, mt, 
     here = real[:, None] & (d < D)[None, :]
     at = OWN + (token * ot + head * oh)[:, None] + d[None, :]
     x = tl.load(at, mask=here, other=0.0).to(tl.float32) * (a / whole)[:, None]
-    y = tl.load(PAST + (token * pt + head * ph)[:, None] + d[None, :], mask=here, other=0.0).to(tl.float32) * (b / whole * factor)[:, None]
+    y = (
+        tl.load(PAST + (token * pt + head * ph)[:, None] + d[None, :], mask=here, other=0.0).to(
+            tl.float32
+        )
+        * (b / whole * factor)[:, None]
+    )
     tl.store(at, (x + tl.where((b > 0)[:, None], y, 0.0)).to(OWN.dtype.element_ty), mask=here)
 
 
@@ -1136,12 +2296,39 @@ def join_past(
     past_lse: Tensor,  # [T, Hq]; -inf: no token of the past is seen
     factor: float = 1.0,  # of past
 ) -> None:
-    "Two attentions of the same queries to different tokens, as one. Raises ValueError for tensors that do not fit."
-    if own.ndim != 3 or own.shape != past.shape or own.stride(2) != 1 or past.stride(2) != 1 or not own.shape[:2] == own_lse.shape == past_lse.shape:
-        raise ValueError(f"own and past must be [T, Hq, d] alike, their log-sum-exps [T, Hq], got {list(own.shape)}, {list(past.shape)}, {list(own_lse.shape)}, {list(past_lse.shape)}")
+    """Two attentions of the same queries to different tokens, as one. Raises ValueError for
+    tensors that do not fit."""
+    if (
+        own.ndim != 3
+        or own.shape != past.shape
+        or own.stride(2) != 1
+        or past.stride(2) != 1
+        or not own.shape[:2] == own_lse.shape == past_lse.shape
+    ):
+        raise ValueError(
+            "own and past must be [T, Hq, d] alike, their log-sum-exps [T, Hq], got "
+            f"{list(own.shape)}, {list(past.shape)}, {list(own_lse.shape)}, "
+            f"{list(past_lse.shape)}"
+        )
     rows, heads, d, m = own.shape[0] * own.shape[1], own.shape[1], own.shape[2], 16
     _join_past_kernel[(-(-rows // m),)](
-        OWN=own, ot=own.stride(0), oh=own.stride(1), OWN_LSE=own_lse, lt=own_lse.stride(0), lh=own_lse.stride(1), PAST=past, pt=past.stride(0),
-        ph=past.stride(1), PAST_LSE=past_lse, mt=past_lse.stride(0), mh=past_lse.stride(1), rows=rows, heads=heads, factor=factor, D=d,
-        DP=padded_size(d), M=m, num_warps=4,
-    )  # fmt: skip
+        OWN=own,
+        ot=own.stride(0),
+        oh=own.stride(1),
+        OWN_LSE=own_lse,
+        lt=own_lse.stride(0),
+        lh=own_lse.stride(1),
+        PAST=past,
+        pt=past.stride(0),
+        ph=past.stride(1),
+        PAST_LSE=past_lse,
+        mt=past_lse.stride(0),
+        mh=past_lse.stride(1),
+        rows=rows,
+        heads=heads,
+        factor=factor,
+        D=d,
+        DP=padded_size(d),
+        M=m,
+        num_warps=4,
+    )

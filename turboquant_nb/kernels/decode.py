@@ -29,8 +29,20 @@ except ImportError:  # `launch.supports` says so; everything that needs no kerne
 
 # %% ../../nbs/41_decode.ipynb #2479f4d1
 @triton.jit
-def _codes(P0, P1, P2, tile, r, j, slot, real,
-           D: tl.constexpr, R: tl.constexpr, BITS: tl.constexpr, BY_TOKEN: tl.constexpr):  # fmt: skip
+def _codes(
+    P0,
+    P1,
+    P2,
+    tile,
+    r,
+    j,
+    slot,
+    real,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    BITS: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+):
     "Codes of byte rows r and channels j in the slots of the planes of a tile."
     HALF: tl.constexpr = D // 2
     low = j % HALF
@@ -53,9 +65,22 @@ def _codes(P0, P1, P2, tile, r, j, slot, real,
 
 
 @triton.jit
-def _levels(P0, P1, P2, TABLE, tile, i, r,
-            D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr, BITS: tl.constexpr, BY_TOKEN: tl.constexpr):  # fmt: skip
-    "Levels of byte rows r in quarters i of a tile, [rows, DP] fp32; 0 where a channel is padding."
+def _levels(
+    P0,
+    P1,
+    P2,
+    TABLE,
+    tile,
+    i,
+    r,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    R: tl.constexpr,
+    BITS: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+):
+    """Levels of byte rows r in quarters i of a tile, [rows, DP] fp32; 0 where a channel is
+    padding."""
     r = r[:, None]
     j = tl.arange(0, DP)[None, :]
     real = (r >= 0) & (j < D)
@@ -73,29 +98,107 @@ def _portable_cap(s, cap):
 
 @triton.jit
 def _absorb(s, visible, values, weight, m, total, acc, cap, CAPPED: tl.constexpr):
-    "One more block of tokens in an online softmax: scores s [rows, tokens], values [tokens, DVP]."
+    """One more block of tokens in an online softmax: scores s [rows, tokens], values [tokens,
+    DVP]."""
     if CAPPED:
         s = _portable_cap(s, cap)
     s = tl.where(visible, s * 1.4426950408889634, -1e30)
     new = tl.maximum(m, tl.max(s, 1))
     rescale = tl.exp2(m - new)
     p = tl.where(visible, tl.exp2(s - new[:, None]), 0.0)
-    w = tl.where(visible, p * weight[None, :], 0.0)  # the scale of a token that was never written may be anything
+    w = tl.where(
+        visible, p * weight[None, :], 0.0
+    )  # the scale of a token that was never written may be anything
     acc = acc * rescale[:, None] + tl.dot(w, values, input_precision="ieee")
     return new, total * rescale + tl.sum(p, 1), acc
 
 # %% ../../nbs/41_decode.ipynb #206b8505
-@triton.jit(do_not_specialize=["splits", "length", "recent_from", "chunk", "own", "offset", "sliding_window", "cap", "key_old", "value_old"])
+@triton.jit(
+    do_not_specialize=[
+        "splits",
+        "length",
+        "recent_from",
+        "chunk",
+        "own",
+        "offset",
+        "sliding_window",
+        "cap",
+        "key_old",
+        "value_old",
+    ]
+)
 def _portable_kernel(
-    ROTATED, SHIFT, MV, K0, K1, K2, KSCALE, V0, V1, V2, VSCALE, TABLE, START, END, LENGTH, each_length, PAGES, page_stride,
-    BIAS, bias_stride, O, LSE, heads, n, blocks, splits, cap, length, offset, sinks, recent, recent_from, chunk, own, sliding_window, cap_at,
-    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
-    KB: tl.constexpr, VB: tl.constexpr, Q: tl.constexpr, HAS_START: tl.constexpr, HAS_END: tl.constexpr,
-    HAS_LENGTH: tl.constexpr, PAGED: tl.constexpr, BIASED: tl.constexpr, SLIDING: tl.constexpr, CAPPED: tl.constexpr,
-    L0=None, L1=None, L2=None, W0=None, W1=None, W2=None, key_old=None, value_old=None, SIGNS=None, NORM=None, SKETCHED=None,
-    KD1: tl.constexpr = 0, KB2: tl.constexpr = 0, VD1: tl.constexpr = 0, VB2: tl.constexpr = 0, PARTS: tl.constexpr = False,
-    AGED: tl.constexpr = False, SIGNED: tl.constexpr = False,
-):  # fmt: skip
+    ROTATED,
+    SHIFT,
+    MV,
+    K0,
+    K1,
+    K2,
+    KSCALE,
+    V0,
+    V1,
+    V2,
+    VSCALE,
+    TABLE,
+    START,
+    END,
+    LENGTH,
+    each_length,
+    PAGES,
+    page_stride,
+    BIAS,
+    bias_stride,
+    O,
+    LSE,
+    heads,
+    n,
+    blocks,
+    splits,
+    cap,
+    length,
+    offset,
+    sinks,
+    recent,
+    recent_from,
+    chunk,
+    own,
+    sliding_window,
+    cap_at,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    DV: tl.constexpr,
+    DVP: tl.constexpr,
+    R: tl.constexpr,
+    BR: tl.constexpr,
+    KB: tl.constexpr,
+    VB: tl.constexpr,
+    Q: tl.constexpr,
+    HAS_START: tl.constexpr,
+    HAS_END: tl.constexpr,
+    HAS_LENGTH: tl.constexpr,
+    PAGED: tl.constexpr,
+    BIASED: tl.constexpr,
+    SLIDING: tl.constexpr,
+    CAPPED: tl.constexpr,
+    L0=None,
+    L1=None,
+    L2=None,
+    W0=None,
+    W1=None,
+    W2=None,
+    key_old=None,
+    value_old=None,
+    SIGNS=None,
+    NORM=None,
+    SKETCHED=None,
+    KD1: tl.constexpr = 0,
+    KB2: tl.constexpr = 0,
+    VD1: tl.constexpr = 0,
+    VB2: tl.constexpr = 0,
+    PARTS: tl.constexpr = False,
+    AGED: tl.constexpr = False,
+    SIGNED: tl.constexpr = False,
+):
     "Q query rows of one KV head over one split of its coded tokens: output and log2-sum-exp2."
     pid = tl.program_id(0)
     split, base = pid % splits, pid // splits
@@ -113,13 +216,20 @@ def _portable_kernel(
     low = tl.maximum(low, offset)
     if SLIDING:
         low = tl.maximum(low, at - sliding_window + 1)
-    high = tl.minimum(high, tl.maximum(at + 1 - own, tl.minimum(length - chunk, tl.maximum(recent_from, length - recent))))
+    high = tl.minimum(
+        high,
+        tl.maximum(
+            at + 1 - own, tl.minimum(length - chunk, tl.maximum(recent_from, length - recent))
+        ),
+    )
     d, dv = tl.arange(0, DP), tl.arange(0, DVP)
     here = (bh * blocks * Q + j)[:, None] * D + d[None, :]
     q = tl.load(ROTATED + here, mask=(j >= 0)[:, None] & (d < D)[None, :], other=0.0)
     shift = tl.load(SHIFT + bh * blocks * Q + j)
     if SIGNED:
-        sketched = tl.load(SKETCHED + here, mask=(j >= 0)[:, None] & (d < D)[None, :], other=0.0)
+        sketched = tl.load(
+            SKETCHED + here, mask=(j >= 0)[:, None] & (d < D)[None, :], other=0.0
+        )
     m = tl.full([Q], -1e30, tl.float32)
     total = tl.zeros([Q], tl.float32)
     acc = tl.zeros([Q, DVP], tl.float32)
@@ -132,7 +242,12 @@ def _portable_kernel(
             slot = bh.to(tl.int64) * cap + tile
         k_last, v_last, k_whole, v_whole = slot, slot, tile >= 0, tile >= 0
         if AGED:  # the first tiles lack the last planes, which therefore begin later
-            k_last, v_last, k_whole, v_whole = slot - (bh + 1) * key_old, slot - (bh + 1) * value_old, tile >= key_old, tile >= value_old
+            k_last, v_last, k_whole, v_whole = (
+                slot - (bh + 1) * key_old,
+                slot - (bh + 1) * value_old,
+                tile >= key_old,
+                tile >= value_old,
+            )
         for i in range(0, 4 * R, BR):
             t = i + tl.arange(0, BR)
             quarter, r = i // R, i % R + tl.arange(0, BR)
@@ -141,24 +256,71 @@ def _portable_kernel(
             pos = offset + tile * (4 * R) + t
             if PARTS:
                 k = _part_levels(
-                    P0=K0, P1=K1, P2=K2, S0=L0, S1=L1, S2=L2, TABLE=TABLE, tile=slot, last=k_last, whole=k_whole, i=quarter, r=r, D=D, D1=KD1, DP=DP, R=R,
-                    BITS=KB, BITS2=KB2, BY_TOKEN=False, TRUNCATES=AGED,
-                )  # fmt: skip
+                    P0=K0,
+                    P1=K1,
+                    P2=K2,
+                    S0=L0,
+                    S1=L1,
+                    S2=L2,
+                    TABLE=TABLE,
+                    tile=slot,
+                    last=k_last,
+                    whole=k_whole,
+                    i=quarter,
+                    r=r,
+                    D=D,
+                    D1=KD1,
+                    DP=DP,
+                    R=R,
+                    BITS=KB,
+                    BITS2=KB2,
+                    BY_TOKEN=False,
+                    TRUNCATES=AGED,
+                )
             else:
                 k = _levels(K0, K1, K2, TABLE, slot, quarter, r, D, DP, R, KB, False)
             ks = tl.load(KSCALE + slot * (4 * R) + t).to(tl.float32)
             s = tl.dot(q, tl.trans(k), input_precision="ieee") * ks[None, :] + shift[:, None]
             if SIGNED:
                 norm = tl.load(NORM + slot * (4 * R) + t).to(tl.float32)
-                s += tl.dot(sketched, tl.trans(_signs(SIGNS, slot, quarter, r, D, DP, R)), input_precision="ieee") * norm[None, :]
+                s += (
+                    tl.dot(
+                        sketched,
+                        tl.trans(_signs(SIGNS, slot, quarter, r, D, DP, R)),
+                        input_precision="ieee",
+                    )
+                    * norm[None, :]
+                )
             if BIASED:
-                s += tl.load(BIAS + (bh * blocks * Q + j).to(tl.int64)[:, None] * bias_stride + (pos - offset)[None, :])
+                s += tl.load(
+                    BIAS
+                    + (bh * blocks * Q + j).to(tl.int64)[:, None] * bias_stride
+                    + (pos - offset)[None, :]
+                )
             visible = (pos[None, :] >= low[:, None]) & (pos[None, :] < high[:, None])
             if PARTS:
                 v = _part_levels(
-                    P0=V0, P1=V1, P2=V2, S0=W0, S1=W1, S2=W2, TABLE=TABLE + 64, tile=slot, last=v_last, whole=v_whole, i=quarter, r=r, D=DV, D1=VD1, DP=DVP, R=R,
-                    BITS=VB, BITS2=VB2, BY_TOKEN=True, TRUNCATES=AGED,
-                )  # fmt: skip
+                    P0=V0,
+                    P1=V1,
+                    P2=V2,
+                    S0=W0,
+                    S1=W1,
+                    S2=W2,
+                    TABLE=TABLE + 64,
+                    tile=slot,
+                    last=v_last,
+                    whole=v_whole,
+                    i=quarter,
+                    r=r,
+                    D=DV,
+                    D1=VD1,
+                    DP=DVP,
+                    R=R,
+                    BITS=VB,
+                    BITS2=VB2,
+                    BY_TOKEN=True,
+                    TRUNCATES=AGED,
+                )
             else:
                 v = _levels(V0, V1, V2, TABLE + 16, slot, quarter, r, DV, DVP, R, VB, True)
             vs = tl.load(VSCALE + slot * (4 * R) + t).to(tl.float32)
@@ -198,16 +360,53 @@ def _exact_rows(S, W, C, bh, i, ok, sinks, recent, cn, D: tl.constexpr, DP: tl.c
 
 # %% ../../nbs/41_decode.ipynb #4fa23205
 @triton.jit
-def _exact_tokens(q, b, h, bh, at, SK, WK, CK, ckb, ckh, ckn, SV, WV, CV, cvb, cvh, cvn, start, stop, length,
-                  sinks, recent, recent_from, chunk, own, offset, sliding_window, cap, D: tl.constexpr, DP: tl.constexpr,
-                  DV: tl.constexpr, DVP: tl.constexpr, R: tl.constexpr, EB: tl.constexpr, SLIDING: tl.constexpr,
-                  CAPPED: tl.constexpr):  # fmt: skip
-    "Attention of R queries at positions `at` over the exact tokens, EB at a time: maximum and total [R], sum [R, DVP]."
+def _exact_tokens(
+    q,
+    b,
+    h,
+    bh,
+    at,
+    SK,
+    WK,
+    CK,
+    ckb,
+    ckh,
+    ckn,
+    SV,
+    WV,
+    CV,
+    cvb,
+    cvh,
+    cvn,
+    start,
+    stop,
+    length,
+    sinks,
+    recent,
+    recent_from,
+    chunk,
+    own,
+    offset,
+    sliding_window,
+    cap,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    DV: tl.constexpr,
+    DVP: tl.constexpr,
+    R: tl.constexpr,
+    EB: tl.constexpr,
+    SLIDING: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
+    """Attention of R queries at positions `at` over the exact tokens, EB at a time: maximum and
+    total [R], sum [R, DVP]."""
     low = tl.maximum(start, offset) + at * 0
     if SLIDING:
         low = tl.maximum(low, at - sliding_window + 1)
     high = tl.minimum(at + 1, stop)
-    since = tl.maximum(at + 1 - own, tl.minimum(length - chunk, tl.maximum(recent_from, length - recent)))  # what is older is read from codes, but for sinks
+    since = tl.maximum(
+        at + 1 - own, tl.minimum(length - chunk, tl.maximum(recent_from, length - recent))
+    )  # what is older is read from codes, but for sinks
     m = tl.full([R], -1e30, tl.float32)
     total = tl.zeros([R], tl.float32)
     acc = tl.zeros([R, DVP], tl.float32)
@@ -221,7 +420,9 @@ def _exact_tokens(q, b, h, bh, at, SK, WK, CK, ckb, ckh, ckn, SV, WV, CV, cvb, c
         s = tl.sum(q[:, None, :] * k[None, :, :], 2)
         if CAPPED:
             s = _portable_cap(s, cap)
-        visible = counts[None, :] & (pos[None, :] >= low[:, None]) & (pos[None, :] < high[:, None])
+        visible = (
+            counts[None, :] & (pos[None, :] >= low[:, None]) & (pos[None, :] < high[:, None])
+        )
         visible = visible & ((pos[None, :] >= since[:, None]) | (pos < start + sinks)[None, :])
         s = tl.where(visible, s * 1.4426950408889634, -1e30)
         new = tl.maximum(m, tl.max(s, 1))
@@ -233,15 +434,76 @@ def _exact_tokens(q, b, h, bh, at, SK, WK, CK, ckb, ckh, ckn, SV, WV, CV, cvb, c
     return m, total, acc
 
 # %% ../../nbs/41_decode.ipynb #faad4c72
-@triton.jit(do_not_specialize=["splits", "recent_from", "chunk", "own", "length", "offset", "sliding_window"])
+@triton.jit(
+    do_not_specialize=[
+        "splits",
+        "recent_from",
+        "chunk",
+        "own",
+        "length",
+        "offset",
+        "sliding_window",
+    ]
+)
 def _combine_kernel(
-    OUT_PARTS, LSE_PARTS, OUT, LSE, REST, QUERY, sb, sh, sn, SK, WK, CK, ckb, ckh, ckn, SV, WV, CV, cvb, cvh, cvn,
-    START, END, LENGTH, each_length, splits, heads, group, n, blocks, sinks, recent, recent_from, chunk, own, length, offset,
-    sliding_window, scaling, cap_at, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, Q: tl.constexpr,
-    R: tl.constexpr, SB: tl.constexpr, EB: tl.constexpr, HAS_START: tl.constexpr, HAS_END: tl.constexpr,
-    HAS_LENGTH: tl.constexpr, SLIDING: tl.constexpr, CAPPED: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    "R query rows of one KV head: exact tokens and splits, weighted by their sums. Rotated parts go to REST unless FAST."
+    OUT_PARTS,
+    LSE_PARTS,
+    OUT,
+    LSE,
+    REST,
+    QUERY,
+    sb,
+    sh,
+    sn,
+    SK,
+    WK,
+    CK,
+    ckb,
+    ckh,
+    ckn,
+    SV,
+    WV,
+    CV,
+    cvb,
+    cvh,
+    cvn,
+    START,
+    END,
+    LENGTH,
+    each_length,
+    splits,
+    heads,
+    group,
+    n,
+    blocks,
+    sinks,
+    recent,
+    recent_from,
+    chunk,
+    own,
+    length,
+    offset,
+    sliding_window,
+    scaling,
+    cap_at,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    DV: tl.constexpr,
+    DVP: tl.constexpr,
+    Q: tl.constexpr,
+    R: tl.constexpr,
+    SB: tl.constexpr,
+    EB: tl.constexpr,
+    HAS_START: tl.constexpr,
+    HAS_END: tl.constexpr,
+    HAS_LENGTH: tl.constexpr,
+    SLIDING: tl.constexpr,
+    CAPPED: tl.constexpr,
+    FAST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """R query rows of one KV head: exact tokens and splits, weighted by their sums. Rotated
+    parts go to REST unless FAST."""
     rows = group * n
     parts = (rows + R - 1) // R
     bh = tl.program_id(0) // parts
@@ -262,13 +524,51 @@ def _combine_kernel(
         if HAS_END:
             stop = tl.load(END + b).to(tl.int32)
         d = tl.arange(0, DP)[None, :]
-        here = QUERY + b.to(tl.int64) * sb + (h * group + r // n).to(tl.int64)[:, None] * sh + (r % n).to(tl.int64)[:, None] * sn
+        here = (
+            QUERY
+            + b.to(tl.int64) * sb
+            + (h * group + r // n).to(tl.int64)[:, None] * sh
+            + (r % n).to(tl.int64)[:, None] * sn
+        )
         q = tl.load(here + d, mask=ok[:, None] & (d < D), other=0.0).to(tl.float32) * scaling
         m, whole, near = _exact_tokens(
-            q=q, b=b, h=h, bh=bh.to(tl.int64), at=length - n + r % n, SK=SK, WK=WK, CK=CK, ckb=ckb, ckh=ckh, ckn=ckn, SV=SV, WV=WV, CV=CV,
-            cvb=cvb, cvh=cvh, cvn=cvn, start=start, stop=stop, length=length, sinks=sinks, recent=recent, recent_from=recent_from, chunk=chunk,
-            own=own, offset=offset, sliding_window=sliding_window, cap=cap_at, D=D, DP=DP, DV=DV, DVP=DVP, R=R, EB=EB, SLIDING=SLIDING, CAPPED=CAPPED,
-        )  # fmt: skip
+            q=q,
+            b=b,
+            h=h,
+            bh=bh.to(tl.int64),
+            at=length - n + r % n,
+            SK=SK,
+            WK=WK,
+            CK=CK,
+            ckb=ckb,
+            ckh=ckh,
+            ckn=ckn,
+            SV=SV,
+            WV=WV,
+            CV=CV,
+            cvb=cvb,
+            cvh=cvh,
+            cvn=cvn,
+            start=start,
+            stop=stop,
+            length=length,
+            sinks=sinks,
+            recent=recent,
+            recent_from=recent_from,
+            chunk=chunk,
+            own=own,
+            offset=offset,
+            sliding_window=sliding_window,
+            cap=cap_at,
+            D=D,
+            DP=DP,
+            DV=DV,
+            DVP=DVP,
+            R=R,
+            EB=EB,
+            SLIDING=SLIDING,
+            CAPPED=CAPPED,
+        )
         top = tl.where(whole != 0, m, top)  # NaN counts as seen
     far = tl.zeros([R, DVP], tl.float32)
     first = (bh * blocks + r // Q).to(tl.int64) * splits
@@ -279,13 +579,19 @@ def _combine_kernel(
         place = (first[:, None] + part[None, :]) * Q + (r % Q)[:, None]
         there = ok[:, None] & (part < splits)[None, :]
         lse = tl.load(LSE_PARTS + place, mask=there, other=float("-inf"))
-        o = tl.load(OUT_PARTS + place[:, :, None] * DV + e[None, None, :], mask=there[:, :, None] & (e < DV)[None, None, :], other=0.0)
+        o = tl.load(
+            OUT_PARTS + place[:, :, None] * DV + e[None, None, :],
+            mask=there[:, :, None] & (e < DV)[None, None, :],
+            other=0.0,
+        )
         new = tl.maximum(top, tl.max(lse, 1))
         safe = tl.where(new == float("-inf"), 0.0, new)
         rescale = tl.where(top == float("-inf"), 0.0, tl.exp2(top - safe))
         seen = lse != float("-inf")  # an empty split has written no output
         w = tl.where(seen, tl.exp2(lse - safe[:, None]), 0.0)
-        far = far * rescale[:, None] + tl.sum(tl.where(seen[:, :, None], o * w[:, :, None], 0.0), 1)
+        far = far * rescale[:, None] + tl.sum(
+            tl.where(seen[:, :, None], o * w[:, :, None], 0.0), 1
+        )
         near = near * rescale[:, None]
         whole = whole * rescale + tl.sum(w, 1)
         top = new
@@ -299,7 +605,11 @@ def _combine_kernel(
         tl.store(OUT + at, near / norm[:, None], mask=mask)
         tl.store(REST + at, far / norm[:, None], mask=mask)
     safe = tl.where(top == float("-inf"), 0.0, top)
-    tl.store(LSE + row, tl.where(whole != 0, (safe + tl.log2(norm)) * 0.6931471805599453, float("-inf")), mask=ok)
+    tl.store(
+        LSE + row,
+        tl.where(whole != 0, (safe + tl.log2(norm)) * 0.6931471805599453, float("-inf")),
+        mask=ok,
+    )
 
 # %% ../../nbs/41_decode.ipynb #a5968428
 class DecodeOperands(NamedTuple):
@@ -327,7 +637,9 @@ class DecodeOperands(NamedTuple):
     position: Tensor | None  # [1] or [B] int32, replaces `length`
     pages: Tensor | None  # [B, n] int32, see `paged.Pages`
     cos_sin: Tensor | None  # [positions, r] fp16: key_mean is a pre-RoPE mean
-    near_angles: Tensor | None  # see `query.AngleTables`: the tensor-core kernel needs no bias of scores
+    near_angles: (
+        Tensor | None
+    )  # see `query.AngleTables`: the tensor-core kernel needs no bias of scores
     far_angles: Tensor | None
     key_step: float  # of the int8 levels
     value_step: float
@@ -341,11 +653,24 @@ class DecodeOperands(NamedTuple):
     key_hadamard: bool  # is the rotation a Sylvester matrix, so that a kernel can do it itself?
     value_hadamard: bool
     portable: bool  # by the portable kernel?
-    own: int | None = None  # each query reads only so many of its own last tokens exactly, itself included; None: all read the same
-    part_levels: Tensor | None = None  # [2, 2, 2, 16] fp32: keys and values, two groups of channels, whole and truncated; None: one table for a side, whole
-    part_channels: list = []  # bits of the first group, its channels, bits of the second (0: none); of keys, then of values
-    truncated: list = []  # tiles of keys and of values that lost their last plane, at the front; empty: none
-    key_signs: Tensor | None = None  # [B, H, tiles, tile / 4, d / 2] of a QJL residual; with them:
+    own: int | None = (
+        # each query reads only so many of its own last tokens exactly, itself included; None:
+        # all read the same
+        None
+    )
+    part_levels: Tensor | None = (
+        # [2, 2, 2, 16] fp32: keys and values, two groups of channels, whole and truncated;
+        # None: one table for a side, whole
+        None
+    )
+    # bits of the first group, its channels, bits of the second (0: none); of keys, then of
+    # values
+    part_channels: list = []
+    # tiles of keys and of values that lost their last plane, at the front; empty: none
+    truncated: list = []
+    key_signs: Tensor | None = (
+        None  # [B, H, tiles, tile / 4, d / 2] of a QJL residual; with them:
+    )
     key_residual_norm: Tensor | None = None  # [B, H, tiles, tile]
     key_sketch: Tensor | None = None  # [d, d] fp32
 
@@ -372,15 +697,32 @@ class DecodeSizes(NamedTuple):
         batch, query_heads, n, d = x.q.shape
         (_, heads, *tiles, tile), dv = x.key_scale.shape, len(x.value_rotation)
         tiles = tiles[0] if x.pages is None else x.pages.shape[1]
-        chunk, sinks, recent = 0 if x.k is None else x.k.shape[2], x.key_sinks.shape[2], x.key_recent.shape[2]
-        key_bits = len(x.key_planes) + 1 if x.key_planes[0].shape[-1] == d else 1  # else the first plane holds single bits
+        chunk, sinks, recent = (
+            0 if x.k is None else x.k.shape[2],
+            x.key_sinks.shape[2],
+            x.key_recent.shape[2],
+        )
+        key_bits = (
+            len(x.key_planes) + 1 if x.key_planes[0].shape[-1] == d else 1
+        )  # else the first plane holds single bits
         value_bits = len(x.value_planes) + 1 if x.value_planes[0].shape[-2] == dv else 1
         if x.part_levels is not None:
             key_bits, _, _, value_bits, *_ = x.part_channels
         return cls(
-            batch=batch, heads=heads, group=query_heads // heads, n=n, d=d, dv=dv, tiles=tiles, tile=tile, chunk=chunk, sinks=sinks,
-            recent=recent, key_bits=key_bits, value_bits=value_bits,
-        )  # fmt: skip
+            batch=batch,
+            heads=heads,
+            group=query_heads // heads,
+            n=n,
+            d=d,
+            dv=dv,
+            tiles=tiles,
+            tile=tile,
+            chunk=chunk,
+            sinks=sinks,
+            recent=recent,
+            key_bits=key_bits,
+            value_bits=value_bits,
+        )
 
     @property
     def rows(self) -> int:
@@ -431,13 +773,23 @@ class CodeTables(NamedTuple):
 
     @classmethod
     def of(cls, key, value, device, parts: bool = False) -> "CodeTables":
-        "Tables for codes of one width; with `parts` for those of the portable kernel that are in parts, which have no int8 table."
+        """Tables for codes of one width; with `parts` for those of the portable kernel that are
+        in parts, which have no int8 table."""
         hadamard = tuple(q.rotation.form == "sylvester" for q in (key, value))
         if parts:
             (levels, more), (channels, others) = zip(*(_part_tables(q) for q in (key, value)))
             none = torch.zeros(8, dtype=torch.int32, device=device)
-            return cls(none, levels.new_zeros(2, 16).to(device), (1.0, 1.0), hadamard, torch.stack([levels, more]).to(device), (*channels, *others))
-        books = [getattr(q.codebook, "book", q.codebook) for q in (key, value)]  # before any tile was truncated
+            return cls(
+                none,
+                levels.new_zeros(2, 16).to(device),
+                (1.0, 1.0),
+                hadamard,
+                torch.stack([levels, more]).to(device),
+                (*channels, *others),
+            )
+        books = [
+            getattr(q.codebook, "book", q.codebook) for q in (key, value)
+        ]  # before any tile was truncated
         levels, packed = torch.zeros(2, 16), []
         for row, book in zip(levels, books):
             row[: len(book.levels)] = book.levels.cpu()
@@ -473,18 +825,57 @@ def store_operands(
     kt, vt, key, value = store.key.tensors, store.value.tensors, store.key.q, store.value.q
     more, truncated = {}, [side.truncated_tiles for side in store.sides]
     if tables.parts is not None:
-        more = dict(part_levels=tables.parts, part_channels=[*tables.channels], truncated=truncated if any(truncated) else [])
-        more |= dict(key_signs=kt["signs"], key_residual_norm=kt["residual_norm"], key_sketch=key.sketch) if store.key.signs else {}
+        more = dict(
+            part_levels=tables.parts,
+            part_channels=[*tables.channels],
+            truncated=truncated if any(truncated) else [],
+        )
+        more |= (
+            dict(
+                key_signs=kt["signs"],
+                key_residual_norm=kt["residual_norm"],
+                key_sketch=key.sketch,
+            )
+            if store.key.signs
+            else {}
+        )
     return DecodeOperands(
-        last_dim_dense(q), store.key.planes, kt["scale"], store.value.planes, vt["scale"], tables.packed_lut, tables.levels,
-        key_rotation=key.rotation.query_matrix, value_rotation=value.rotation.matrix, key_mean=kt.get("mean"), value_mean=vt.get("mean"),
-        key_sinks=kt["sinks"], key_recent=kt["recent"], value_sinks=vt["sinks"], value_recent=vt["recent"], k=last_dim_dense(k), v=last_dim_dense(v),
-        start=store.start if padded else None, end=store.end, position=store.position, pages=None,
+        last_dim_dense(q),
+        store.key.planes,
+        kt["scale"],
+        store.value.planes,
+        vt["scale"],
+        tables.packed_lut,
+        tables.levels,
+        key_rotation=key.rotation.query_matrix,
+        value_rotation=value.rotation.matrix,
+        key_mean=kt.get("mean"),
+        value_mean=vt.get("mean"),
+        key_sinks=kt["sinks"],
+        key_recent=kt["recent"],
+        value_sinks=vt["sinks"],
+        value_recent=vt["recent"],
+        k=last_dim_dense(k),
+        v=last_dim_dense(v),
+        start=store.start if padded else None,
+        end=store.end,
+        position=store.position,
+        pages=None,
         cos_sin=store.rope_table if store.recipe.key.center == "pre_rope" else None,
-        near_angles=None if angles is None else angles.near, far_angles=None if angles is None else angles.far, key_step=tables.steps[0], value_step=tables.steps[1],
-        length=store.length, offset=store.offset, recent_from=store._recent_from, **call_numbers(q, scaling, sliding_window, softcap, splits),
-        key_hadamard=tables.hadamard[0], value_hadamard=tables.hadamard[1], portable=portable, own=recent, **more,
-    )  # fmt: skip
+        near_angles=None if angles is None else angles.near,
+        far_angles=None if angles is None else angles.far,
+        key_step=tables.steps[0],
+        value_step=tables.steps[1],
+        length=store.length,
+        offset=store.offset,
+        recent_from=store._recent_from,
+        **call_numbers(q, scaling, sliding_window, softcap, splits),
+        key_hadamard=tables.hadamard[0],
+        value_hadamard=tables.hadamard[1],
+        portable=portable,
+        own=recent,
+        **more,
+    )
 
 
 def call_numbers(q, scaling, sliding_window, softcap, splits) -> dict:
@@ -517,7 +908,8 @@ _dtype = operator.attrgetter("dtype")
 
 
 class Launcher:
-    "Launches a kernel with arguments by name; from the second time on without Triton's own search for the compiled kernel."
+    """Launches a kernel with arguments by name; from the second time on without Triton's own
+    search for the compiled kernel."""
 
     def __init__(self, kernel):
         parameters = inspect.signature(getattr(kernel, "fn", kernel)).parameters
@@ -526,23 +918,48 @@ class Launcher:
         tensors = [n for n in parameters if n not in constants and n[0].isupper()]
         numbers = [n for n in parameters if n not in general and n[0].islower()]
         self.kernel, self.places = kernel, {name: i for i, name in enumerate(parameters)}
-        pick = lambda names: operator.itemgetter(*names) if len(names) > 1 else lambda named: tuple(named[n] for n in names)  # noqa: E731
-        self.ordered, self.constants, self.tensors, self.numbers = map(pick, (list(parameters), constants, tensors, numbers))
+        pick = lambda names: (
+            operator.itemgetter(*names)
+            if len(names) > 1
+            else lambda named: tuple(named[n] for n in names)
+        )
+        self.ordered, self.constants, self.tensors, self.numbers = map(
+            pick, (list(parameters), constants, tensors, numbers)
+        )
 
     def kind(self, named: dict) -> tuple:
         "What Triton compiles for."
         tensors, numbers = self.tensors(named), self.numbers(named)
         addresses = list(map(Tensor.data_ptr, tensors))
-        aligned = reduce(operator.or_, addresses) & 15 == 0 or tuple([a & 15 == 0 for a in addresses])
-        sizes = tuple([-1 if x == 1 else x & 15 == 0 for x in numbers]), numbers if max(numbers) >> 31 else 0
-        return self, tensors[0].device, self.constants(named), tuple(map(_dtype, tensors)), aligned, sizes
+        aligned = reduce(operator.or_, addresses) & 15 == 0 or tuple(
+            [a & 15 == 0 for a in addresses]
+        )
+        sizes = (
+            tuple([-1 if x == 1 else x & 15 == 0 for x in numbers]),
+            numbers if max(numbers) >> 31 else 0,
+        )
+        return (
+            self,
+            tensors[0].device,
+            self.constants(named),
+            tuple(map(_dtype, tensors)),
+            aligned,
+            sizes,
+        )
 
     def __call__(self, grid: int | tuple, named: dict, slots: dict, **options) -> Launch:
-        "Launch. slots: what other calls bring, by the name of the argument; options: how Triton compiles."
-        grid, args, kind = grid if isinstance(grid, tuple) else (grid, 1, 1), self.ordered(named), self.kind(named)
+        """Launch. slots: what other calls bring, by the name of the argument; options: how
+        Triton compiles."""
+        grid, args, kind = (
+            grid if isinstance(grid, tuple) else (grid, 1, 1),
+            self.ordered(named),
+            self.kind(named),
+        )
         compiled = READY.get(kind)
         if compiled is None:
-            compiled = READY[kind] = self.kernel[grid](*args, **options)  # the interpreter returns None
+            compiled = READY[kind] = self.kernel[grid](
+                *args, **options
+            )  # the interpreter returns None
         else:
             compiled[grid](*args)
         return Launch(compiled, grid, args, self.places, slots)
@@ -558,35 +975,79 @@ def padded_size(d: int) -> int:
 
 
 def rotate(x: Tensor, matrix: Tensor) -> Tensor:
-    "x times a [d, d] fp32 matrix, or [B, H, n, d] times those of heads, in fp32 whatever autocast says."
+    """x times a [d, d] fp32 matrix, or [B, H, n, d] times those of heads, in fp32 whatever
+    autocast says."""
     with torch.autocast(x.device.type, enabled=False):
         return x.float() @ matrix
 
 
 @lru_cache(maxsize=256)
-def _shared_constants(d: int, dv: int, start: bool, end: bool, length: bool, sliding: bool, capped: bool) -> dict:
-    flags = dict(HAS_START=start, HAS_END=end, HAS_LENGTH=length, SLIDING=sliding, CAPPED=capped)
+def _shared_constants(
+    d: int, dv: int, start: bool, end: bool, length: bool, sliding: bool, capped: bool
+) -> dict:
+    flags = dict(
+        HAS_START=start, HAS_END=end, HAS_LENGTH=length, SLIDING=sliding, CAPPED=capped
+    )
     return dict(D=d, DP=padded_size(d), DV=dv, DVP=padded_size(dv)) | flags
 
 
 def shared_arguments(x: DecodeOperands, s: DecodeSizes) -> dict:
     "Arguments that kernels have in common, by their names."
-    start, end, position, absent = x.start, x.end, x.position, x.packed_lut  # the last stands where a tensor is missing
+    start, end, position, absent = (
+        x.start,
+        x.end,
+        x.position,
+        x.packed_lut,
+    )  # the last stands where a tensor is missing
     sb, sh, sn, _ = x.q.stride()
-    flags = start is not None, end is not None, position is not None, x.sliding_window is not None, x.softcap is not None
+    flags = (
+        start is not None,
+        end is not None,
+        position is not None,
+        x.sliding_window is not None,
+        x.softcap is not None,
+    )
     return _shared_constants(s.d, s.dv, *flags) | dict(
-        QUERY=x.q, sb=sb, sh=sh, sn=sn, START=absent if start is None else start, END=absent if end is None else end,
-        LENGTH=absent if position is None else position, each_length=int(position is not None and len(position) > 1),
-        heads=s.heads, group=s.group, n=s.n, sinks=s.sinks, recent=s.recent, chunk=s.chunk, length=x.length, offset=x.offset,
-        recent_from=x.recent_from, own=2**30 if x.own is None else x.own, sliding_window=x.sliding_window or 0, scaling=x.scaling, cap_at=x.softcap or 1.0,
-    )  # fmt: skip
+        QUERY=x.q,
+        sb=sb,
+        sh=sh,
+        sn=sn,
+        START=absent if start is None else start,
+        END=absent if end is None else end,
+        LENGTH=absent if position is None else position,
+        each_length=int(position is not None and len(position) > 1),
+        heads=s.heads,
+        group=s.group,
+        n=s.n,
+        sinks=s.sinks,
+        recent=s.recent,
+        chunk=s.chunk,
+        length=x.length,
+        offset=x.offset,
+        recent_from=x.recent_from,
+        own=2**30 if x.own is None else x.own,
+        sliding_window=x.sliding_window or 0,
+        scaling=x.scaling,
+        cap_at=x.softcap or 1.0,
+    )
 
 
 def plane_arguments(x: DecodeOperands, s: DecodeSizes) -> dict:
     "The planes, and the table of pages, of a kernel that reads codes."
     (k0, k1, k2), (v0, v1, v2) = ([*p, p[0], p[0]][:3] for p in (x.key_planes, x.value_planes))
     pages, stride = (x.packed_lut, 0) if x.pages is None else (x.pages, x.pages.stride(0))
-    return dict(K0=k0, K1=k1, K2=k2, V0=v0, V1=v1, V2=v2, PAGES=pages, page_stride=stride, PAGED=x.pages is not None, cap=s.tiles)
+    return dict(
+        K0=k0,
+        K1=k1,
+        K2=k2,
+        V0=v0,
+        V1=v1,
+        V2=v2,
+        PAGES=pages,
+        page_stride=stride,
+        PAGED=x.pages is not None,
+        cap=s.tiles,
+    )
 
 
 NUMBER_SLOTS = dict(length="length", recent_from="recent_from", offset="offset")
@@ -603,7 +1064,9 @@ class SplitRule(NamedTuple):
     asked: int | None  # splits that the caller asked for
 
     @classmethod
-    def of(cls, x: DecodeOperands, s: DecodeSizes, rows: int, programs: int, tile: int) -> "SplitRule":
+    def of(
+        cls, x: DecodeOperands, s: DecodeSizes, rows: int, programs: int, tile: int
+    ) -> "SplitRule":
         held = None if x.position is None else s.tiles * s.tile
         visible = None if x.sliding_window is None else x.sliding_window + s.n + tile - 2
         return cls(rows, programs, tile, held, visible, x.splits)
@@ -613,7 +1076,9 @@ class SplitRule(NamedTuple):
         if self.asked is not None:
             return self.asked
         coded = coded if self.held is None else self.held
-        tiles = max(1, -(-(coded if self.visible is None else min(coded, self.visible)) // self.tile))
+        tiles = max(
+            1, -(-(coded if self.visible is None else min(coded, self.visible)) // self.tile)
+        )
         each = -(-tiles // max(1, round(self.programs / self.rows)))
         return -(-tiles // each)
 
@@ -629,14 +1094,20 @@ class Parts(NamedTuple):
     def empty(cls, x: DecodeOperands, s: DecodeSizes, Q: int, splits: int) -> "Parts":
         blocks = -(-s.rows // Q)
         shape, new = (s.batch * s.heads * blocks, splits, Q), x.q.new_empty
-        return cls(new((*shape, s.dv), dtype=torch.float32), new(shape, dtype=torch.float32), blocks)
+        return cls(
+            new((*shape, s.dv), dtype=torch.float32), new(shape, dtype=torch.float32), blocks
+        )
 
 # %% ../../nbs/41_decode.ipynb #cbd2269f
 _combine_launcher = Launcher(_combine_kernel)
-_COMBINE_SLOTS = NUMBER_SLOTS | dict(OUT_PARTS="parts", LSE_PARTS="lse_parts", OUT="out", LSE="lse", REST="out", QUERY="q")
+_COMBINE_SLOTS = NUMBER_SLOTS | dict(
+    OUT_PARTS="parts", LSE_PARTS="lse_parts", OUT="out", LSE="lse", REST="out", QUERY="q"
+)
 
 
-def _together(s: DecodeSizes, rows: int, queries: int) -> tuple:  # (rows, exact tokens) at a time
+def _together(
+    s: DecodeSizes, rows: int, queries: int
+) -> tuple:  # (rows, exact tokens) at a time
     "What a program of the combine kernel takes at once."
     big, together = max(s.d, s.dv), min(4, rows) if queries > 1024 else 1
     each = 16 if big <= 64 else 8
@@ -644,14 +1115,25 @@ def _together(s: DecodeSizes, rows: int, queries: int) -> tuple:  # (rows, exact
 
 
 def combine(
-    x: DecodeOperands, s: DecodeSizes, shared: dict, parts: Parts, fast: bool = False, pdl: bool = False
+    x: DecodeOperands,
+    s: DecodeSizes,
+    shared: dict,
+    parts: Parts,
+    fast: bool = False,
+    pdl: bool = False,
 ) -> tuple:  # (output [B, Hq, n, d_value], log-sum-exp [B, Hq, n], `Launch` or None if it cannot be repeated)
-    "Exact tokens and splits. fast: splits are rotated back already; pdl: start while they are at work."
+    """Exact tokens and splits. fast: splits are rotated back already; pdl: start while they are
+    at work."""
     q, shape = x.q, x.q.shape[:3]
-    out, lse = q.new_empty((*shape, s.dv), dtype=q.dtype if fast else torch.float32), q.new_empty(shape, dtype=torch.float32)
+    out, lse = (
+        q.new_empty((*shape, s.dv), dtype=q.dtype if fast else torch.float32),
+        q.new_empty(shape, dtype=torch.float32),
+    )
     rest = out if fast else torch.empty_like(out)
     k, v = (x.key_sinks, x.value_sinks) if x.k is None else (x.k, x.v)
-    exact = dict(SK=x.key_sinks, WK=x.key_recent, CK=k, SV=x.value_sinks, WV=x.value_recent, CV=v)
+    exact = dict(
+        SK=x.key_sinks, WK=x.key_recent, CK=k, SV=x.value_sinks, WV=x.value_recent, CV=v
+    )
     mixed = k.dtype != x.key_sinks.dtype or v.dtype != x.key_sinks.dtype
     if mixed:  # the kernel reads all of them through one pointer
         exact = {name: t.float() for name, t in exact.items()}
@@ -659,11 +1141,35 @@ def combine(
     together, each = _together(s, rows, shape.numel())
     few, at_once = s.sinks + s.recent + s.chunk, min(16 if splits <= 32 else 64, 64 // together)
     (ckb, ckh, ckn, _), (cvb, cvh, cvn, _) = exact["CK"].stride(), exact["CV"].stride()
-    named = shared | exact | dict(
-        OUT_PARTS=parts.out, LSE_PARTS=parts.lse, OUT=out, LSE=lse, REST=rest, ckb=ckb, ckh=ckh, ckn=ckn, cvb=cvb, cvh=cvh, cvn=cvn, splits=splits, blocks=parts.blocks, Q=rows, R=together,
-        SB=at_once, EB=each if few else 0, FAST=fast, PDL=pdl,
-    )  # fmt: skip
-    grid, options = s.batch * s.heads * -(-s.rows // together), {"launch_pdl": True} if pdl else {}
+    named = (
+        shared
+        | exact
+        | dict(
+            OUT_PARTS=parts.out,
+            LSE_PARTS=parts.lse,
+            OUT=out,
+            LSE=lse,
+            REST=rest,
+            ckb=ckb,
+            ckh=ckh,
+            ckn=ckn,
+            cvb=cvb,
+            cvh=cvh,
+            cvn=cvn,
+            splits=splits,
+            blocks=parts.blocks,
+            Q=rows,
+            R=together,
+            SB=at_once,
+            EB=each if few else 0,
+            FAST=fast,
+            PDL=pdl,
+        )
+    )
+    grid, options = (
+        s.batch * s.heads * -(-s.rows // together),
+        {"launch_pdl": True} if pdl else {},
+    )
     slots = _COMBINE_SLOTS if x.k is None else _COMBINE_SLOTS | dict(CK="k", CV="v")
     launch = _combine_launcher(grid, named, slots, num_warps=4, **options)
     if not fast:  # value_rotation is R, so this is Rᵀ o
@@ -672,9 +1178,25 @@ def combine(
 
 # %% ../../nbs/41_decode.ipynb #a41d0001
 @triton.jit
-def _group_levels(P0, P1, P2, TABLE, tile, last, whole, slot, r, j,
-                  D: tl.constexpr, R: tl.constexpr, BITS: tl.constexpr, BY_TOKEN: tl.constexpr, TRUNCATES: tl.constexpr):  # fmt: skip
-    "Levels of channels j of a group of D; 0 where it has no such channel. The last plane has tile `last` where a tile is `whole`."
+def _group_levels(
+    P0,
+    P1,
+    P2,
+    TABLE,
+    tile,
+    last,
+    whole,
+    slot,
+    r,
+    j,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    BITS: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    TRUNCATES: tl.constexpr,
+):
+    """Levels of channels j of a group of D; 0 where it has no such channel. The last plane has
+    tile `last` where a tile is `whole`."""
     real = (r >= 0) & (j >= 0) & (j < D)
     j = tl.where(real, j, 0)
     if BITS < 3 or not TRUNCATES:
@@ -692,18 +1214,67 @@ def _group_levels(P0, P1, P2, TABLE, tile, last, whole, slot, r, j,
 
 
 @triton.jit
-def _part_levels(P0, P1, P2, S0, S1, S2, TABLE, tile, last, whole, i, r, D: tl.constexpr, D1: tl.constexpr, DP: tl.constexpr,
-                 R: tl.constexpr, BITS: tl.constexpr, BITS2: tl.constexpr, BY_TOKEN: tl.constexpr, TRUNCATES: tl.constexpr):  # fmt: skip
-    "`_levels` of a side whose first D1 channels have codes of BITS in planes P, the others of BITS2 in planes S."
+def _part_levels(
+    P0,
+    P1,
+    P2,
+    S0,
+    S1,
+    S2,
+    TABLE,
+    tile,
+    last,
+    whole,
+    i,
+    r,
+    D: tl.constexpr,
+    D1: tl.constexpr,
+    DP: tl.constexpr,
+    R: tl.constexpr,
+    BITS: tl.constexpr,
+    BITS2: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    TRUNCATES: tl.constexpr,
+):
+    """`_levels` of a side whose first D1 channels have codes of BITS in planes P, the others of
+    BITS2 in planes S."""
     r = r[:, None]
     j = tl.arange(0, DP)[None, :]
     slot = i % 2 * 4 + i // 2 * 2
     levels = _group_levels(
-        P0=P0, P1=P1, P2=P2, TABLE=TABLE, tile=tile, last=last, whole=whole, slot=slot, r=r, j=j, D=D1, R=R, BITS=BITS, BY_TOKEN=BY_TOKEN, TRUNCATES=TRUNCATES
+        P0=P0,
+        P1=P1,
+        P2=P2,
+        TABLE=TABLE,
+        tile=tile,
+        last=last,
+        whole=whole,
+        slot=slot,
+        r=r,
+        j=j,
+        D=D1,
+        R=R,
+        BITS=BITS,
+        BY_TOKEN=BY_TOKEN,
+        TRUNCATES=TRUNCATES,
     )
     if D1 < D:
         levels += _group_levels(
-            P0=S0, P1=S1, P2=S2, TABLE=TABLE + 32, tile=tile, last=last, whole=whole, slot=slot, r=r, j=j - D1, D=D - D1, R=R, BITS=BITS2, BY_TOKEN=BY_TOKEN, TRUNCATES=TRUNCATES
+            P0=S0,
+            P1=S1,
+            P2=S2,
+            TABLE=TABLE + 32,
+            tile=tile,
+            last=last,
+            whole=whole,
+            slot=slot,
+            r=r,
+            j=j - D1,
+            D=D - D1,
+            R=R,
+            BITS=BITS2,
+            BY_TOKEN=BY_TOKEN,
+            TRUNCATES=TRUNCATES,
         )
     return levels
 
@@ -718,7 +1289,9 @@ def _signs(P, tile, i, r, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr):
     return tl.where(real, bit * 2.0 - 1.0, 0.0)
 
 # %% ../../nbs/41_decode.ipynb #a41d0003
-_NO_PARTS = dict.fromkeys("L0 L1 L2 W0 W1 W2 key_old value_old SIGNS NORM SKETCHED".split())  # None: Triton compiles the kernel without them
+_NO_PARTS = dict.fromkeys(
+    "L0 L1 L2 W0 W1 W2 key_old value_old SIGNS NORM SKETCHED".split()
+)  # None: Triton compiles the kernel without them
 _NO_PARTS |= dict(KD1=0, KB2=0, VD1=0, VB2=0, PARTS=False, AGED=False, SIGNED=False)
 
 
@@ -730,14 +1303,37 @@ def _part_arguments(
     if x.part_levels is None:
         return _NO_PARTS
     kb, kd, kb2, vb, vd, vb2 = x.part_channels
-    (l0, l1, l2), (w0, w1, w2) = ([*p[max(1, b - 1) :], *p[:1] * 3][:3] for p, b in ((x.key_planes, kb), (x.value_planes, vb)))
-    out = _NO_PARTS | dict(TABLE=x.part_levels, L0=l0, L1=l1, L2=l2, W0=w0, W1=w1, W2=w2, KD1=kd, KB2=kb2, VD1=vd, VB2=vb2, PARTS=True)
+    (l0, l1, l2), (w0, w1, w2) = (
+        [*p[max(1, b - 1) :], *p[:1] * 3][:3]
+        for p, b in ((x.key_planes, kb), (x.value_planes, vb))
+    )
+    out = _NO_PARTS | dict(
+        TABLE=x.part_levels,
+        L0=l0,
+        L1=l1,
+        L2=l2,
+        W0=w0,
+        W1=w1,
+        W2=w2,
+        KD1=kd,
+        KB2=kb2,
+        VD1=vd,
+        VB2=vb2,
+        PARTS=True,
+    )
     if x.truncated:
         key_old, value_old = x.truncated
         out |= dict(key_old=key_old, value_old=value_old, AGED=True)
     if x.key_signs is not None:
-        sketched = rotate(rotate(plain, x.key_rotation.mT), x.key_sketch.T) * (math.sqrt(math.pi / 2) / len(x.key_sketch))
-        out |= dict(SIGNS=x.key_signs, NORM=x.key_residual_norm, SKETCHED=sketched.contiguous(), SIGNED=True)
+        sketched = rotate(rotate(plain, x.key_rotation.mT), x.key_sketch.T) * (
+            math.sqrt(math.pi / 2) / len(x.key_sketch)
+        )
+        out |= dict(
+            SIGNS=x.key_signs,
+            NORM=x.key_residual_norm,
+            SKETCHED=sketched.contiguous(),
+            SIGNED=True,
+        )
     return out
 
 # %% ../../nbs/41_decode.ipynb #835c6a9d
@@ -750,7 +1346,9 @@ _portable_launcher = Launcher(_portable_kernel)
 
 
 def portable_attention(
-    x: DecodeOperands, bias: Tensor | None = None  # [B * H * rows, width] fp32, rows padded to 16 a KV head: added to scores
+    x: DecodeOperands,
+    # [B * H * rows, width] fp32, rows padded to 16 a KV head: added to scores
+    bias: Tensor | None = None,
 ) -> tuple:  # (output [B, Hq, n, d_value], log-sum-exp [B, Hq, n])
     "Attention by the portable kernel."
     s, q, Q = DecodeSizes.of(x), x.q, 16
@@ -762,11 +1360,35 @@ def portable_attention(
     centred = x.key_mean is not None and bias is None  # every score of a row gets the same
     shift = rotate(plain, x.key_mean.float().mT) if centred else plain[..., 0] * 0
     mean = q.new_zeros(s.batch, s.heads, 1, s.dv) if x.value_mean is None else x.value_mean
-    named = shared | plane_arguments(x, s) | dict(
-        ROTATED=rotate(plain, x.key_rotation.mT), SHIFT=shift.contiguous(), MV=rotate(mean, x.value_rotation.T), KSCALE=x.key_scale,
-        VSCALE=x.value_scale, TABLE=x.levels, BIAS=x.packed_lut if bias is None else bias, bias_stride=s.width, O=parts.out,
-        LSE=parts.lse, blocks=parts.blocks, splits=parts.lse.shape[1], R=s.tile // 4, BR=min(s.tile, 64 if is_interpreted() else 16),
-        KB=s.key_bits, VB=s.value_bits, Q=Q, BIASED=bias is not None,
-    ) | _part_arguments(x, plain)  # fmt: skip
-    _portable_launcher.plain(parts.lse.shape[:2].numel(), named, num_warps=8 if max(s.d, s.dv) > 128 else 4, num_stages=1)
+    named = (
+        shared
+        | plane_arguments(x, s)
+        | dict(
+            ROTATED=rotate(plain, x.key_rotation.mT),
+            SHIFT=shift.contiguous(),
+            MV=rotate(mean, x.value_rotation.T),
+            KSCALE=x.key_scale,
+            VSCALE=x.value_scale,
+            TABLE=x.levels,
+            BIAS=x.packed_lut if bias is None else bias,
+            bias_stride=s.width,
+            O=parts.out,
+            LSE=parts.lse,
+            blocks=parts.blocks,
+            splits=parts.lse.shape[1],
+            R=s.tile // 4,
+            BR=min(s.tile, 64 if is_interpreted() else 16),
+            KB=s.key_bits,
+            VB=s.value_bits,
+            Q=Q,
+            BIASED=bias is not None,
+        )
+        | _part_arguments(x, plain)
+    )
+    _portable_launcher.plain(
+        parts.lse.shape[:2].numel(),
+        named,
+        num_warps=8 if max(s.d, s.dv) > 128 else 4,
+        num_stages=1,
+    )
     return combine(x, s, shared, parts)[:2]

@@ -50,7 +50,8 @@ def _shift(out: list, source: str, have: int, want: int, name: str) -> str:
 
 
 def _nibbles(out: list, bits: int, half: int, pair: int):
-    "Selector nibbles in `s`: base plane in bits 0-1, the next plane's bit in bit 2. Returns the last plane's word."
+    """Selector nibbles in `s`: base plane in bits 0-1, the next plane's bit in bit 2. Returns
+    the last plane's word."""
     base = f"${8 + half}"
     at = 2 * pair + half  # bit of this half and pair of quarters in a bit plane's nibble
     if pair:
@@ -73,9 +74,9 @@ def lookup_asm(
     bits: int,  # 2, 3 or 4
     pairs: bool,  # True: separate the bytes of the two quarters of a pair (keys)
 ) -> tuple:  # (PTX, constraints)
-    """PTX that turns 4 bytes of each plane into 32 int8 levels. In: base-plane words of the lower and upper
-    half of the channels, one word per further plane, table's words (4 times each, as packed bytes
-    come). Out: half x pair x 2."""
+    """PTX that turns 4 bytes of each plane into 32 int8 levels. In: base-plane words of the
+    lower and upper half of the channels, one word per further plane, table's words (4 times
+    each, as packed bytes come). Out: half x pair x 2."""
     planes, lut_words = bits - 2, {2: 1, 3: 2, 4: 4}[bits]
     table = [f"${10 + planes + 4 * i}" for i in range(lut_words)]
     out = ["{", ".reg .b32 s, t, h, u, v, x, y, m, c;"]
@@ -101,11 +102,12 @@ def lookup_asm(
 
 # %% ../../nbs/43_decode_mma.ipynb #bee1fe57
 def _run_ptx(text: str, inputs: list) -> list:
-    "Run generated PTX on uint32 arrays: the inputs $8, $9, … give the outputs $0 … $7. For checks without a GPU."
+    """Run generated PTX on uint32 arrays: the inputs $8, $9, … give the outputs $0 … $7. For
+    checks without a GPU."""
     import numpy as np
 
     held = {f"${8 + i}": np.asarray(w).astype(np.uint32) for i, w in enumerate(inputs)}
-    value = lambda x: held[x] if x in held else np.uint32(int(x, 0))  # noqa: E731
+    value = lambda x: held[x] if x in held else np.uint32(int(x, 0))
     for line in text.replace("{", "").replace("}", "").split(";"):
         name, _, rest = line.strip().partition(" ")
         if not name or name == ".reg":
@@ -120,8 +122,12 @@ def _run_ptx(text: str, inputs: list) -> list:
             out = np.uint32(0)
             for i in range(4):
                 nibble = (more[0] >> np.uint32(4 * i)) & np.uint32(15)
-                byte = sum(np.where((nibble & 7) == j, x, np.uint32(0)) for j, x in enumerate(eight))
-                byte = np.where(nibble & 8, np.where(byte & 128, 255, 0), byte).astype(np.uint32)
+                byte = sum(
+                    np.where((nibble & 7) == j, x, np.uint32(0)) for j, x in enumerate(eight)
+                )
+                byte = np.where(nibble & 8, np.where(byte & 128, 255, 0), byte).astype(
+                    np.uint32
+                )
                 out = out | byte << np.uint32(8 * i)
         elif name == "lop3.b32":
             c, table = more
@@ -134,7 +140,9 @@ def _run_ptx(text: str, inputs: list) -> list:
             a, b = (np.ascontiguousarray(x).view(np.float16) for x in np.broadcast_arrays(a, b))
             out = (a - b).view(np.uint32)
         else:
-            out = {"and.b32": a & b, "shl.b32": a << b, "shr.b32": a >> b, "shr.u32": a >> b}[name]
+            out = {"and.b32": a & b, "shl.b32": a << b, "shr.b32": a >> b, "shr.u32": a >> b}[
+                name
+            ]
         held[to] = out
     return [held[f"${i}"] for i in range(8)]
 
@@ -142,46 +150,72 @@ def _run_ptx(text: str, inputs: list) -> list:
 _ASM = [lookup_asm(bits, keys) for bits in (2, 3, 4) for keys in (True, False)]
 _KEY2, _VALUE2, _KEY3, _VALUE3, _KEY4, _VALUE4 = (gl.constexpr(text) for text, _ in _ASM)
 _IN2, _IN3, _IN4 = (gl.constexpr(constraints) for _, constraints in _ASM[::2])
-_VARYING = gl.constexpr("{ .reg .u32 l; mov.u32 l, %laneid; mul.hi.u32 l, l, 3; add.u32 $0, $1, l; }")
-_MAGIC = gl.constexpr(12582912.0)  # 1.5 * 2**23: adding it leaves an integer in the low mantissa bits
+_VARYING = gl.constexpr(
+    "{ .reg .u32 l; mov.u32 l, %laneid; mul.hi.u32 l, l, 3; add.u32 $0, $1, l; }"
+)
+_MAGIC = gl.constexpr(
+    12582912.0
+)  # 1.5 * 2**23: adding it leaves an integer in the low mantissa bits
 _LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
 def _in_register(x):
-    "x (what is added is 0) in a vector register: from a uniform one it would be moved before every prmt."
-    return gl.inline_asm_elementwise(_VARYING, "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
+    """x (what is added is 0) in a vector register: from a uniform one it would be moved before
+    every prmt."""
+    return gl.inline_asm_elementwise(
+        _VARYING, "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
 def _lookup(w, t, BITS: gl.constexpr, KEYS: gl.constexpr):
-    "Eight int8 tiles from the bytes of a piece: lower and upper half of the channels, four quarters or words each."
+    """Eight int8 tiles from the bytes of a piece: lower and upper half of the channels, four
+    quarters or words each."""
     if BITS == 2:
         a2: gl.constexpr = _KEY2 if KEYS else _VALUE2
         return gl.inline_asm_elementwise(
-            a2, _IN2, [w[0], w[1], t[0]], is_pure=True, pack=4,
-            dtype=(gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8))  # fmt: skip
+            a2,
+            _IN2,
+            [w[0], w[1], t[0]],
+            is_pure=True,
+            pack=4,
+            dtype=(gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8),
+        )
     elif BITS == 3:
         a3: gl.constexpr = _KEY3 if KEYS else _VALUE3
         return gl.inline_asm_elementwise(
-            a3, _IN3, [w[0], w[1], w[2], t[0], t[1]], is_pure=True, pack=4,
-            dtype=(gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8))  # fmt: skip
+            a3,
+            _IN3,
+            [w[0], w[1], w[2], t[0], t[1]],
+            is_pure=True,
+            pack=4,
+            dtype=(gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8),
+        )
     else:
         a4: gl.constexpr = _KEY4 if KEYS else _VALUE4
         return gl.inline_asm_elementwise(
-            a4, _IN4, [w[0], w[1], w[2], w[3], t[0], t[1], t[2], t[3]], is_pure=True, pack=4,
-            dtype=(gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8))  # fmt: skip
+            a4,
+            _IN4,
+            [w[0], w[1], w[2], w[3], t[0], t[1], t[2], t[3]],
+            is_pure=True,
+            pack=4,
+            dtype=(gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8),
+        )
 
 # %% ../../nbs/43_decode_mma.ipynb #da7da1b0
 @gluon.jit
 def _fragment(x, C: gl.constexpr, W: gl.constexpr, operand: gl.constexpr):
-    "[16, 16*C*W] bytes as a lane loads them (W words in a row) -> operand A of the product; no data moves."
+    """[16, 16*C*W] bytes as a lane loads them (W words in a row) -> operand A of the product;
+    no data moves."""
     y = gl.permute(gl.reshape(x, [16, C, 4, W, 4]), [0, 1, 3, 2, 4])
     return gl.convert_layout(gl.reshape(y, [16, 16 * C * W]), operand, assert_trivial=True)
 
 
 @gluon.jit
-def _query_fragment(x, C: gl.constexpr, W: gl.constexpr, Q: gl.constexpr, operand: gl.constexpr):
+def _query_fragment(
+    x, C: gl.constexpr, W: gl.constexpr, Q: gl.constexpr, operand: gl.constexpr
+):
     "The query's channels in the same order, as operand B."
     y = gl.permute(gl.reshape(x, [C, 4, W, 4, 2 * Q]), [0, 2, 1, 3, 4])
     return gl.convert_layout(gl.reshape(y, [16 * C * W, 2 * Q]), operand, assert_trivial=True)
@@ -199,7 +233,9 @@ def _split_hi_lo(y, HK: gl.constexpr, Q: gl.constexpr, LB: gl.constexpr):
     "[HK, Q] in [-127, 127] -> int8 [HK, 2Q]: hi and lo of each query in neighbouring columns."
     hi = y + _MAGIC
     lo = (y - (hi - _MAGIC)) * 254.0 + _MAGIC
-    both = gl.join(hi.to(gl.int32, bitcast=True).to(gl.int8), lo.to(gl.int32, bitcast=True).to(gl.int8))
+    both = gl.join(
+        hi.to(gl.int32, bitcast=True).to(gl.int8), lo.to(gl.int32, bitcast=True).to(gl.int8)
+    )
     return gl.convert_layout(gl.reshape(both, [HK, 2 * Q]), LB)
 
 # %% ../../nbs/43_decode_mma.ipynb #9ab60969
@@ -239,24 +275,34 @@ def _weighted(w, P, table, G: gl.constexpr, mma: gl.constexpr):
 # %% ../../nbs/43_decode_mma.ipynb #d73aac44
 @gluon.jit
 def _weights(y, operand: gl.constexpr, Q: gl.constexpr):
-    "Weights [256, Q] -> their largest magnitude per column, and int8 hi + lo/254 of them as four operands B."
+    """Weights [256, Q] -> their largest magnitude per column, and int8 hi + lo/254 of them as
+    four operands B."""
     top = gl.maximum(gl.max(gl.abs(y), 0), 1e-30)
     z = y * (127.0 / top)[None, :]
     hi = z + _MAGIC
     lo = (z - (hi - _MAGIC)) * 254.0 + _MAGIC
-    both = gl.join(hi.to(gl.int32, bitcast=True).to(gl.int8), lo.to(gl.int32, bitcast=True).to(gl.int8))
-    P = gl.reshape(both, [2, 2, 2, 2, 2, 2, 2, 2, 2 * Q])  # token bits i1 i0 g2 g1 g0 c1 c0 half, then columns
+    both = gl.join(
+        hi.to(gl.int32, bitcast=True).to(gl.int8), lo.to(gl.int32, bitcast=True).to(gl.int8)
+    )
+    P = gl.reshape(
+        both, [2, 2, 2, 2, 2, 2, 2, 2, 2 * Q]
+    )  # token bits i1 i0 g2 g1 g0 c1 c0 half, then columns
     P = gl.reshape(gl.permute(P, [4, 5, 2, 3, 7, 1, 8, 6, 0]), [64, 2 * Q, 2, 2])
     Pa, Pb = gl.split(P)
     P00, P01 = gl.split(Pa)
     P10, P11 = gl.split(Pb)
-    return top, (gl.convert_layout(P00, operand), gl.convert_layout(P01, operand),
-                 gl.convert_layout(P10, operand), gl.convert_layout(P11, operand))  # fmt: skip
+    return top, (
+        gl.convert_layout(P00, operand),
+        gl.convert_layout(P01, operand),
+        gl.convert_layout(P10, operand),
+        gl.convert_layout(P11, operand),
+    )
 
 # %% ../../nbs/43_decode_mma.ipynb #ea17312e
 @gluon.jit
 def _butterfly(x, bit: gl.constexpr, D: gl.constexpr, Q: gl.constexpr):
-    "One stage of the Walsh-Hadamard transform of [D, Q] along D; both partners are in the same lane."
+    """One stage of the Walsh-Hadamard transform of [D, Q] along D; both partners are in the
+    same lane."""
     L: gl.constexpr = x.type.layout
     y = gl.permute(gl.reshape(x, [D >> (bit + 1), 2, 1 << bit, Q]), [0, 2, 3, 1])
     a, b = gl.split(y)
@@ -282,9 +328,24 @@ def _high_stages(x, D: gl.constexpr, Q: gl.constexpr):
 
 # %% ../../nbs/43_decode_mma.ipynb #58d9e085
 @gluon.jit
-def _queries(QUERY, ROTATED, R, MU, row_at, row, ok, bh, scaling, step,
-             FAST: gl.constexpr, MEAN: gl.constexpr, CAPPED: gl.constexpr, G: gl.constexpr):  # fmt: skip
-    "Rotated queries as int8 hi + lo/254, lower and upper half of the channels, [HK, 2Q]; their steps; their products with the mean."
+def _queries(
+    QUERY,
+    ROTATED,
+    R,
+    MU,
+    row_at,
+    row,
+    ok,
+    bh,
+    scaling,
+    step,
+    FAST: gl.constexpr,
+    MEAN: gl.constexpr,
+    CAPPED: gl.constexpr,
+    G: gl.constexpr,
+):
+    """Rotated queries as int8 hi + lo/254, lower and upper half of the channels, [HK, 2Q];
+    their steps; their products with the mean."""
     D: gl.constexpr = G.D
     HK: gl.constexpr = G.HK
     Q: gl.constexpr = G.Q
@@ -293,27 +354,53 @@ def _queries(QUERY, ROTATED, R, MU, row_at, row, ok, bh, scaling, step,
     d = gl.arange(0, 2 * HK, layout=gl.SliceLayout(1, LQA))
     shift = gl.zeros([Q], gl.float32, layout=gl.SliceLayout(0, LQA))
     if FAST:
-        x = gl.load(QUERY + row_at[None, :] + d[:, None], mask=(d[:, None] >= 0) & ok[None, :], other=0.0).to(gl.float32) * scaling
+        x = (
+            gl.load(
+                QUERY + row_at[None, :] + d[:, None],
+                mask=(d[:, None] >= 0) & ok[None, :],
+                other=0.0,
+            ).to(gl.float32)
+            * scaling
+        )
         if MEAN:
             shift = gl.sum(x * gl.load(MU + bh.to(gl.int64) * D + d).to(gl.float32)[:, None], 0)
-        y = _low_stages(x * gl.load(R + d)[:, None], D, Q)  # first row of the rotation: the signs over the root of d
+        y = _low_stages(
+            x * gl.load(R + d)[:, None], D, Q
+        )  # first row of the rotation: the signs over the root of d
         y = _high_stages(gl.convert_layout(y, G.LQB), D, Q)
     else:
         if MEAN:
-            x = gl.load(QUERY + row_at[None, :] + d[:, None], mask=(d[:, None] < D) & ok[None, :], other=0.0).to(gl.float32) * scaling
-            shift = gl.sum(x * gl.load(MU + bh.to(gl.int64) * D + d, mask=d < D, other=0.0).to(gl.float32)[:, None], 0)
+            x = (
+                gl.load(
+                    QUERY + row_at[None, :] + d[:, None],
+                    mask=(d[:, None] < D) & ok[None, :],
+                    other=0.0,
+                ).to(gl.float32)
+                * scaling
+            )
+            shift = gl.sum(
+                x
+                * gl.load(MU + bh.to(gl.int64) * D + d, mask=d < D, other=0.0).to(gl.float32)[
+                    :, None
+                ],
+                0,
+            )
         channel = gl.where(d < HK, d, d - HK + D // 2)
         real = gl.where(d < HK, d < D // 2, channel < D)
         j = gl.arange(0, Q, layout=gl.SliceLayout(0, LQA))
         here = ROTATED + (row + j[None, :]) * D + channel[:, None]
         y = gl.load(here, mask=real[:, None] & (j >= 0)[None, :], other=0.0) * scaling
-        y = gl.convert_layout(y, G.LQB)  # loaded in LQ at once, Triton 3.6 mixes channels up where HK = 32
+        y = gl.convert_layout(
+            y, G.LQB
+        )  # loaded in LQ at once, Triton 3.6 mixes channels up where HK = 32
     lower, upper = gl.split(gl.permute(gl.reshape(y, [2, HK, Q]), [1, 2, 0]))
     lower = gl.convert_layout(lower, LQ)
     upper = gl.convert_layout(upper, LQ)
     top = gl.maximum(gl.max(gl.abs(lower), 0), gl.max(gl.abs(upper), 0))
     s = gl.where(top > 0, top / 127.0, 1.0)
-    bad = gl.sum((lower + upper) * 0.0, 0)  # NaN where the query has NaN or Inf, so that the answer has it too
+    bad = gl.sum(
+        (lower + upper) * 0.0, 0
+    )  # NaN where the query has NaN or Inf, so that the answer has it too
     unit = s * (step / 254.0) + bad
     if not CAPPED:
         unit = unit * _LOG2E
@@ -323,8 +410,9 @@ def _queries(QUERY, ROTATED, R, MU, row_at, row, ok, bh, scaling, step,
 
 # %% ../../nbs/43_decode_mma.ipynb #3d0f5ccf
 @gluon.jit
-def _page(tiles, t, row, PAGED: gl.constexpr, G: gl.constexpr):  # fmt: skip
-    "Index among the pages of a plane tensor: of the page with byte row `row` of tile t. `tiles`: see `_span`."
+def _page(tiles, t, row, PAGED: gl.constexpr, G: gl.constexpr):
+    """Index among the pages of a plane tensor: of the page with byte row `row` of tile t.
+    `tiles`: see `_span`."""
     PAGES, first, step, last = tiles
     if G.RP == 64:
         page = t  # a page is a tile
@@ -383,7 +471,15 @@ def _copy_v(buf, slot, c, V, tiles, t, go, PAGED: gl.constexpr, G: gl.constexpr)
 
 
 @gluon.jit
-def _fetch(buf, slot, r: gl.constexpr, BITS: gl.constexpr, L: gl.constexpr, PL: gl.constexpr, R: gl.constexpr):
+def _fetch(
+    buf,
+    slot,
+    r: gl.constexpr,
+    BITS: gl.constexpr,
+    L: gl.constexpr,
+    PL: gl.constexpr,
+    R: gl.constexpr,
+):
     "The bytes of one block of 16 rows, from the ring to registers."
     s = slot * PL * R + r
     c0 = buf.index(s).load(L)
@@ -398,14 +494,44 @@ def _fetch(buf, slot, r: gl.constexpr, BITS: gl.constexpr, L: gl.constexpr, PL: 
 
 # %% ../../nbs/43_decode_mma.ipynb #511f5e61
 @gluon.jit
-def _span(START, END, LENGTH, each_length, PAGES, page_stride, b, h, heads, cap, block, split, splits, length, n, sinks, recent,
-          recent_from, chunk, own, offset, sliding_window, HAS_START: gl.constexpr, HAS_END: gl.constexpr, HAS_LENGTH: gl.constexpr,
-          PAGED: gl.constexpr, SLIDING: gl.constexpr, G: gl.constexpr):  # fmt: skip
-    """Tiles [begin, end) of a split, what each row may read of them, between which tokens nothing is masked, and where the
-    pages of the sequence are: (table, index of page 0, step, last page). Positions count from the first stored token."""
+def _span(
+    START,
+    END,
+    LENGTH,
+    each_length,
+    PAGES,
+    page_stride,
+    b,
+    h,
+    heads,
+    cap,
+    block,
+    split,
+    splits,
+    length,
+    n,
+    sinks,
+    recent,
+    recent_from,
+    chunk,
+    own,
+    offset,
+    sliding_window,
+    HAS_START: gl.constexpr,
+    HAS_END: gl.constexpr,
+    HAS_LENGTH: gl.constexpr,
+    PAGED: gl.constexpr,
+    SLIDING: gl.constexpr,
+    G: gl.constexpr,
+):
+    """Tiles [begin, end) of a split, what each row may read of them, between which tokens
+    nothing is masked, and where the pages of the sequence are: (table, index of page 0, step,
+    last page). Positions count from the first stored token."""
     if HAS_LENGTH:
         length = gl.load(LENGTH + b * each_length)
-    shared = gl.minimum(length - chunk, gl.maximum(recent_from, length - recent))  # all rows read the tokens before from codes
+    shared = gl.minimum(
+        length - chunk, gl.maximum(recent_from, length - recent)
+    )  # all rows read the tokens before from codes
     stop = length
     if HAS_END:
         stop = gl.minimum(stop, gl.load(END + b).to(gl.int32))
@@ -428,7 +554,9 @@ def _span(START, END, LENGTH, each_length, PAGES, page_stride, b, h, heads, cap,
     count = gl.maximum((hi + 255) // 256 - first, 0)
     begin = first + split * count // splits
     end = first + (split + 1) * count // splits
-    safe_hi = gl.minimum(gl.minimum(stop, at0 + 1), gl.maximum(shared, at0 + 1 - own))  # tiles that end here or before, and begin after safe_lo, need no mask
+    safe_hi = gl.minimum(
+        gl.minimum(stop, at0 + 1), gl.maximum(shared, at0 + 1 - own)
+    )  # tiles that end here or before, and begin after safe_lo, need no mask
     safe_lo = lo
     if SLIDING:
         safe_lo = gl.maximum(lo, at0 + n - sliding_window)
@@ -448,15 +576,38 @@ def _cap(s, cap):
 
 # %% ../../nbs/43_decode_mma.ipynb #a6c2a79b
 @gluon.jit
-def _mean_coefficients(COEFFICIENTS, QUERY, M, FAR, sb, sh, sn, b, h, bh, block, n, group, begin_at, factor, G: gl.constexpr):
-    """Coefficients of Q query rows and the mean of their head at 127.5 tokens after position `begin_at` modulo 256, as
-    multiples of what is returned, to shared memory; returned too: the product of channels that RoPE leaves alone."""
+def _mean_coefficients(
+    COEFFICIENTS,
+    QUERY,
+    M,
+    FAR,
+    sb,
+    sh,
+    sn,
+    b,
+    h,
+    bh,
+    block,
+    n,
+    group,
+    begin_at,
+    factor,
+    G: gl.constexpr,
+):
+    """Coefficients of Q query rows and the mean of their head at 127.5 tokens after position
+    `begin_at` modulo 256, as multiples of what is returned, to shared memory; returned too: the
+    product of channels that RoPE leaves alone."""
     HP: gl.constexpr = G.HP
     H2: gl.constexpr = G.H2
     L: gl.constexpr = gl.SliceLayout(2, G.LC)
     e = gl.arange(0, HP, layout=gl.SliceLayout(1, L))
     j = block * G.Q + gl.arange(0, G.Q, layout=gl.SliceLayout(0, L))
-    q = QUERY + b.to(gl.int64) * sb + (h * group + j // n).to(gl.int64) * sh + (j % n).to(gl.int64) * sn
+    q = (
+        QUERY
+        + b.to(gl.int64) * sb
+        + (h * group + j // n).to(gl.int64) * sh
+        + (j % n).to(gl.int64) * sn
+    )
     at, m = q[None, :] + e[:, None], M + bh.to(gl.int64) * G.D + e
     ok = (e < H2)[:, None] & (j < group * n)[None, :]
     q1 = gl.load(at, mask=ok, other=0.0).to(gl.float32)
@@ -478,14 +629,24 @@ def _mean_coefficients(COEFFICIENTS, QUERY, M, FAR, sb, sh, sn, b, h, bh, block,
             rest = first + e
             seen = (rest < G.D)[:, None] & (j < group * n)[None, :]
             x = gl.load(q[None, :] + rest[:, None], mask=seen, other=0.0).to(gl.float32)
-            still += gl.sum(x * gl.load(M + bh.to(gl.int64) * G.D + rest, mask=rest < G.D, other=0.0).to(gl.float32)[:, None], 0)
+            still += gl.sum(
+                x
+                * gl.load(M + bh.to(gl.int64) * G.D + rest, mask=rest < G.D, other=0.0).to(
+                    gl.float32
+                )[:, None],
+                0,
+            )
     column: gl.constexpr = gl.SliceLayout(0, G.LF)
     return gl.convert_layout(top * factor, column), gl.convert_layout(still * factor, column)
 
 # %% ../../nbs/43_decode_mma.ipynb #d30c5663
-_TWO_HALVES = gl.constexpr("""{ .reg .b16 p, q; .reg .f32 u, v; cvt.rn.f16x2.f32 $0, $3, $2; mov.b32 {p, q}, $0; cvt.f32.f16 u, p; cvt.f32.f16 v, q;
- sub.f32 u, $2, u; sub.f32 v, $3, v; cvt.rn.f16x2.f32 $1, v, u; }""")  # two fp32 as hi and as lo, each two fp16 in a register
-_MIRROR = gl.constexpr("shfl.sync.bfly.b32 $0, $1, 28, 31, -1;")  # lane 4g + c takes from lane 4(7-g) + c
+_TWO_HALVES = (
+    gl.constexpr("""{ .reg .b16 p, q; .reg .f32 u, v; cvt.rn.f16x2.f32 $0, $3, $2; mov.b32 {p, q}, $0; cvt.f32.f16 u, p; cvt.f32.f16 v, q;
+ sub.f32 u, $2, u; sub.f32 v, $3, v; cvt.rn.f16x2.f32 $1, v, u; }""")
+)  # two fp32 as hi and as lo, each two fp16 in a register
+_MIRROR = gl.constexpr(
+    "shfl.sync.bfly.b32 $0, $1, 28, 31, -1;"
+)  # lane 4g + c takes from lane 4(7-g) + c
 
 
 @gluon.jit
@@ -493,7 +654,9 @@ def _coefficient_operand(x, part, G: gl.constexpr, mma: gl.constexpr):
     "fp16 [HP, Q], the same in both columns of a query, or [HP, Q, 2], as operand B."
     y, _ = gl.broadcast(x, part)
     y = gl.permute(gl.reshape(y, [4, G.HP // 16, 2, 2, 2 * G.Q]), [1, 2, 0, 3, 4])
-    return gl.convert_layout(gl.reshape(y, [G.HP, 2 * G.Q]), gl.DotOperandLayout(1, mma, 2), assert_trivial=True)
+    return gl.convert_layout(
+        gl.reshape(y, [G.HP, 2 * G.Q]), gl.DotOperandLayout(1, mma, 2), assert_trivial=True
+    )
 
 
 @gluon.jit
@@ -501,7 +664,9 @@ def _angle_operand(NEAR, block, part, G: gl.constexpr, mma: gl.constexpr):
     "Cosines (part 0) or sines (part 1) of 16 positions, as operand A."
     x = gl.load(NEAR + (2 * block + part) * (16 * G.HP) + gl.arange(0, 16 * G.HP, layout=G.LN))
     x = gl.permute(gl.reshape(x, [G.HP // 16, 8, 4, 2, 2, 2]), [4, 1, 0, 3, 2, 5])
-    return gl.convert_layout(gl.reshape(x, [16, G.HP]), gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
+    return gl.convert_layout(
+        gl.reshape(x, [16, G.HP]), gl.DotOperandLayout(0, mma, 2), assert_trivial=True
+    )
 
 
 @gluon.jit
@@ -515,18 +680,30 @@ def _even_odd(NEAR, block, high, low, odd, G: gl.constexpr, mma: gl.constexpr):
 @gluon.jit
 def _far_angles(FAR, tile, G: gl.constexpr):
     "Cosines and sines of the place of a tile, by whole tiles: [HP] each."
-    row = FAR + (257 + tile) * (2 * G.HP) + gl.arange(0, G.HP, layout=gl.SliceLayout(1, gl.SliceLayout(2, G.LC)))
+    row = (
+        FAR
+        + (257 + tile) * (2 * G.HP)
+        + gl.arange(0, G.HP, layout=gl.SliceLayout(1, gl.SliceLayout(2, G.LC)))
+    )
     return gl.load(row), gl.load(row + G.HP)
 
 
 @gluon.jit
 def _mean_scores(COEFFICIENTS, NEAR, far, G: gl.constexpr, mma: gl.constexpr):
-    "What a pre-RoPE mean adds to the scores of a tile, [256, Q], as multiples of what `_mean_coefficients` returned."
+    """What a pre-RoPE mean adds to the scores of a tile, [256, Q], as multiples of what
+    `_mean_coefficients` returned."""
     L: gl.constexpr = gl.SliceLayout(2, G.LC)
     cos, sin = far[0][:, None], far[1][:, None]
     a, o = COEFFICIENTS.index(0).load(L), COEFFICIENTS.index(1).load(L)
     part = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, G.LC)))[None, None, :]
-    high, low = gl.inline_asm_elementwise(_TWO_HALVES, "=r,=r,f,f", [a * cos + o * sin], dtype=(gl.float16, gl.float16), is_pure=True, pack=2)
+    high, low = gl.inline_asm_elementwise(
+        _TWO_HALVES,
+        "=r,=r,f,f",
+        [a * cos + o * sin],
+        dtype=(gl.float16, gl.float16),
+        is_pure=True,
+        pack=2,
+    )
     odd = (o * cos - a * sin)[:, :, None]
     odd = gl.where(part == 0, odd, -odd).to(gl.float16)
     high = _coefficient_operand(high[:, :, None], part, G, mma)
@@ -540,13 +717,26 @@ def _mean_scores(COEFFICIENTS, NEAR, far, G: gl.constexpr, mma: gl.constexpr):
     u5, d5 = _even_odd(NEAR, 5, high, low, odd, G, mma)
     u6, d6 = _even_odd(NEAR, 6, high, low, odd, G, mma)
     u7, d7 = _even_odd(NEAR, 7, high, low, odd, G, mma)
-    # token bits: 0 and 3 to 5 are the row of a product, 1, 2 and 6 its number, 7 the half of the tile; the lower half runs backwards
-    up = gl.join(gl.join(gl.join(u0, u1), gl.join(u2, u3)), gl.join(gl.join(u4, u5), gl.join(u6, u7)))
-    down = gl.join(gl.join(gl.join(d7, d6), gl.join(d5, d4)), gl.join(gl.join(d3, d2), gl.join(d1, d0)))
-    down = gl.inline_asm_elementwise(_MIRROR, "=f,f", [down], dtype=gl.float32, is_pure=False, pack=1)
-    first, second = gl.split(gl.permute(gl.reshape(down, [2, 8, G.Q, 2, 2, 2]), [1, 2, 3, 4, 5, 0]))
-    down = gl.reshape(gl.permute(gl.join(second, first), [5, 0, 1, 2, 3, 4]), [16, G.Q, 2, 2, 2])
-    y = gl.reshape(gl.join(down, up), [2, 8, G.Q, 2, 2, 2, 2])  # bit 0, bits 3-5, query, bits 1, 2, 6, 7
+    # token bits: 0 and 3 to 5 are the row of a product, 1, 2 and 6 its number, 7 the half of
+    # the tile; the lower half runs backwards
+    up = gl.join(
+        gl.join(gl.join(u0, u1), gl.join(u2, u3)), gl.join(gl.join(u4, u5), gl.join(u6, u7))
+    )
+    down = gl.join(
+        gl.join(gl.join(d7, d6), gl.join(d5, d4)), gl.join(gl.join(d3, d2), gl.join(d1, d0))
+    )
+    down = gl.inline_asm_elementwise(
+        _MIRROR, "=f,f", [down], dtype=gl.float32, is_pure=False, pack=1
+    )
+    first, second = gl.split(
+        gl.permute(gl.reshape(down, [2, 8, G.Q, 2, 2, 2]), [1, 2, 3, 4, 5, 0])
+    )
+    down = gl.reshape(
+        gl.permute(gl.join(second, first), [5, 0, 1, 2, 3, 4]), [16, G.Q, 2, 2, 2]
+    )
+    y = gl.reshape(
+        gl.join(down, up), [2, 8, G.Q, 2, 2, 2, 2]
+    )  # bit 0, bits 3-5, query, bits 1, 2, 6, 7
     y = gl.reshape(gl.permute(y, [6, 5, 1, 4, 3, 0, 2]), [256, G.Q])
     return gl.convert_layout(y, G.LF, assert_trivial=True)
 
@@ -559,13 +749,36 @@ def _bias(BIAS, stride, base, token, G: gl.constexpr):
 
 
 @gluon.jit
-def _softmax_step(F, ks, vs, bias, t, token, m, total, qs, shift, safe_lo, safe_hi, lo_row, hi_row, cap_at,
-                  SH: gl.constexpr, BIASED: gl.constexpr, CAPPED: gl.constexpr, G: gl.constexpr):  # fmt: skip
-    "Scores of a tile -> weights times value scales [256, Q], the new maximum and total, and by how much the old ones shrink."
+def _softmax_step(
+    F,
+    ks,
+    vs,
+    bias,
+    t,
+    token,
+    m,
+    total,
+    qs,
+    shift,
+    safe_lo,
+    safe_hi,
+    lo_row,
+    hi_row,
+    cap_at,
+    SH: gl.constexpr,
+    BIASED: gl.constexpr,
+    CAPPED: gl.constexpr,
+    G: gl.constexpr,
+):
+    """Scores of a tile -> weights times value scales [256, Q], the new maximum and total, and
+    by how much the old ones shrink."""
     Q: gl.constexpr = G.Q
     f = F._reinterpret(gl.float32, [32, 8 * Q], SH).load(G.LF2)  # [(c, half, i1, i0), (g, q)]
     f = gl.permute(gl.reshape(f, [4, 2, 2, 2, 8, Q]), [2, 3, 4, 0, 1, 5])
-    f = gl.convert_layout(gl.reshape(f, [256, Q]), G.LF, assert_trivial=True) * ks.to(gl.float32)[:, None]
+    f = (
+        gl.convert_layout(gl.reshape(f, [256, Q]), G.LF, assert_trivial=True)
+        * ks.to(gl.float32)[:, None]
+    )
     scale = qs
     if BIASED or CAPPED:
         f = f * qs[None, :]
@@ -581,7 +794,9 @@ def _softmax_step(F, ks, vs, bias, t, token, m, total, qs, shift, safe_lo, safe_
     new = gl.maximum(m, gl.max(f, 0))
     rescale = gl.exp2((m - new) * scale)
     vs = vs.to(gl.float32)
-    p = gl.exp2(f * scale[None, :] - (new * scale)[None, :]) + (vs * 0.0)[:, None]  # NaN where the scale of a value is NaN
+    p = (
+        gl.exp2(f * scale[None, :] - (new * scale)[None, :]) + (vs * 0.0)[:, None]
+    )  # NaN where the scale of a value is NaN
     y = p * vs[:, None]
     if edge:  # the scale of a token that was never written may be anything
         p0 = t * 256 + token[:, None]
@@ -589,18 +804,34 @@ def _softmax_step(F, ks, vs, bias, t, token, m, total, qs, shift, safe_lo, safe_
         p = gl.where(visible, p, 0.0)
         y = gl.where(visible, y, 0.0)
     part = gl.sum(gl.sum(gl.reshape(p, [4, 8, 8, Q]), 0), 1)
-    total = total * gl.convert_layout(rescale, gl.SliceLayout(0, total.type.layout))[None, :] + part
+    total = (
+        total * gl.convert_layout(rescale, gl.SliceLayout(0, total.type.layout))[None, :] + part
+    )
     return y, new, total, rescale
 
 # %% ../../nbs/43_decode_mma.ipynb #4fa7b148
 @gluon.jit
-def _finish(ACC, R, MV, O, out_row, bh, total, v_step,
-            SH: gl.constexpr, FAST: gl.constexpr, MEAN: gl.constexpr, G: gl.constexpr):  # fmt: skip
+def _finish(
+    ACC,
+    R,
+    MV,
+    O,
+    out_row,
+    bh,
+    total,
+    v_step,
+    SH: gl.constexpr,
+    FAST: gl.constexpr,
+    MEAN: gl.constexpr,
+    G: gl.constexpr,
+):
     "The sums of a split, divided, un-rotated where FAST, with the mean of the values, to O."
     Q: gl.constexpr = G.Q
     HV: gl.constexpr = G.HV
     DV: gl.constexpr = G.DV
-    cp.wait_group(0)  # a copy for a tile that does not come writes zeros, perhaps where the sums below are handed between lanes
+    cp.wait_group(
+        0
+    )  # a copy for a tile that does not come writes zeros, perhaps where the sums below are handed between lanes
     o = ACC._reinterpret(gl.float32, [G.NV * G.RV * 4, 8 * Q], SH).load(G.LACC)
     o = gl.reshape(o, [G.NV * G.RV, 2, 2, 8, Q])
     o = gl.reshape(gl.permute(o, [1, 0, 2, 3, 4]), [2 * HV, Q])
@@ -620,14 +851,34 @@ def _finish(ACC, R, MV, O, out_row, bh, total, v_step,
         real = gl.where(pos < HV, pos < DV // 2, channel < DV)
         o = o * v_step
         if MEAN:
-            mean = gl.load(MV + bh.to(gl.int64) * DV + channel, mask=real, other=0.0).to(gl.float32)  # rotated here
+            mean = gl.load(MV + bh.to(gl.int64) * DV + channel, mask=real, other=0.0).to(
+                gl.float32
+            )  # rotated here
             o += mean[:, None]
-        gl.store(O + (out_row + q[None, :]) * DV + channel[:, None], o, mask=real[:, None] & (q >= 0)[None, :])
+        gl.store(
+            O + (out_row + q[None, :]) * DV + channel[:, None],
+            o,
+            mask=real[:, None] & (q >= 0)[None, :],
+        )
 
 # %% ../../nbs/43_decode_mma.ipynb #c9f28a4a
 @gluon.jit
-def _key_pieces(keys, values, F, V, tiles, t, q_lo, q_hi, table, PAGED: gl.constexpr, G: gl.constexpr, mma: gl.constexpr):
-    "Scores of a tile, piece by piece, to F; each slot that is free again takes a piece of the values."
+def _key_pieces(
+    keys,
+    values,
+    F,
+    V,
+    tiles,
+    t,
+    q_lo,
+    q_hi,
+    table,
+    PAGED: gl.constexpr,
+    G: gl.constexpr,
+    mma: gl.constexpr,
+):
+    """Scores of a tile, piece by piece, to F; each slot that is free again takes a piece of the
+    values."""
     for c in range(G.NK):
         cp.wait_group(G.NK - 1)
         for r in gl.static_range(G.RK):
@@ -640,9 +891,24 @@ def _key_pieces(keys, values, F, V, tiles, t, q_lo, q_hi, table, PAGED: gl.const
 
 
 @gluon.jit
-def _value_pieces(keys, values, ACC, K, tiles, following, go, P, rescale, top, table, PAGED: gl.constexpr, G: gl.constexpr,
-                  mma: gl.constexpr):  # fmt: skip
-    "Weighted values of a tile to the accumulators; each free slot takes a piece of the next tile's keys."
+def _value_pieces(
+    keys,
+    values,
+    ACC,
+    K,
+    tiles,
+    following,
+    go,
+    P,
+    rescale,
+    top,
+    table,
+    PAGED: gl.constexpr,
+    G: gl.constexpr,
+    mma: gl.constexpr,
+):
+    """Weighted values of a tile to the accumulators; each free slot takes a piece of the next
+    tile's keys."""
     old_weight = gl.convert_layout(rescale, gl.SliceLayout(0, G.LO))
     new_weight = gl.convert_layout(top * (1.0 / (127.0 * 254.0)), gl.SliceLayout(0, G.LO))
     Q: gl.constexpr = G.Q
@@ -651,25 +917,101 @@ def _value_pieces(keys, values, ACC, K, tiles, following, go, P, rescale, top, t
         for r in gl.static_range(G.RV):
             w = _fetch(values, c, r, G.VB, G.LV, G.PL, G.RV)
             o = gl.convert_layout(_weighted(w, P, table, G, mma), G.LO, assert_trivial=True)
-            old = gl.convert_layout(gl.reshape(ACC.index(c * G.RV + r).load(G.LA), [32, Q]), G.LO, assert_trivial=True)
+            old = gl.convert_layout(
+                gl.reshape(ACC.index(c * G.RV + r).load(G.LA), [32, Q]),
+                G.LO,
+                assert_trivial=True,
+            )
             acc = gl.reshape(old * old_weight[None, :] + o * new_weight[None, :], [4, 8 * Q])
             ACC.index(c * G.RV + r).store(gl.convert_layout(acc, G.LA, assert_trivial=True))
         _copy_k(keys, c, c, K, tiles, following, go, PAGED, G)
 
 # %% ../../nbs/43_decode_mma.ipynb #a584d32c
-@gluon.jit(do_not_specialize=["page_stride", "cap", "splits", "length", "recent_from", "chunk", "own", "offset", "sliding_window"])
+@gluon.jit(
+    do_not_specialize=[
+        "page_stride",
+        "cap",
+        "splits",
+        "length",
+        "recent_from",
+        "chunk",
+        "own",
+        "offset",
+        "sliding_window",
+    ]
+)
 def _decode_kernel(
-    QUERY, sb, sh, sn, ROTATED, RK_, RV_, MK, MV, K0, K1, K2, KS, V0, V1, V2, VS, TABLE, START, END, LENGTH, each_length,
-    PAGES, page_stride, BIAS, bias_stride, NEAR, FAR, O, LSE, heads, group, cap, blocks, splits, length, n, sinks, recent, recent_from,
-    chunk, own, offset, sliding_window, scaling, factor, k_step, v_step, cap_at,
-    HAS_START: gl.constexpr, HAS_END: gl.constexpr, HAS_LENGTH: gl.constexpr, PAGED: gl.constexpr, FAST_K: gl.constexpr, FAST: gl.constexpr,
-    MEAN_K: gl.constexpr, MEAN_V: gl.constexpr, BIASED: gl.constexpr, FUSED: gl.constexpr, SLIDING: gl.constexpr, CAPPED: gl.constexpr,
-    PDL: gl.constexpr, G: gl.constexpr,
+    QUERY,
+    sb,
+    sh,
+    sn,
+    ROTATED,
+    RK_,
+    RV_,
+    MK,
+    MV,
+    K0,
+    K1,
+    K2,
+    KS,
+    V0,
+    V1,
+    V2,
+    VS,
+    TABLE,
+    START,
+    END,
+    LENGTH,
+    each_length,
+    PAGES,
+    page_stride,
+    BIAS,
+    bias_stride,
+    NEAR,
+    FAR,
+    O,
+    LSE,
+    heads,
+    group,
+    cap,
+    blocks,
+    splits,
+    length,
+    n,
+    sinks,
+    recent,
+    recent_from,
+    chunk,
+    own,
+    offset,
+    sliding_window,
+    scaling,
+    factor,
+    k_step,
+    v_step,
+    cap_at,
+    HAS_START: gl.constexpr,
+    HAS_END: gl.constexpr,
+    HAS_LENGTH: gl.constexpr,
+    PAGED: gl.constexpr,
+    FAST_K: gl.constexpr,
+    FAST: gl.constexpr,
+    MEAN_K: gl.constexpr,
+    MEAN_V: gl.constexpr,
+    BIASED: gl.constexpr,
+    FUSED: gl.constexpr,
+    SLIDING: gl.constexpr,
+    CAPPED: gl.constexpr,
+    PDL: gl.constexpr,
+    G: gl.constexpr,
 ):
-    "Q query rows of one KV head over one split of the coded tokens, by one warp: output and log2-sum-exp2."
+    """Q query rows of one KV head over one split of the coded tokens, by one warp: output and
+    log2-sum-exp2."""
     Q: gl.constexpr = G.Q
     SH: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
+    mma: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8]
+    )
     operand: gl.constexpr = gl.DotOperandLayout(1, mma, 4)
     column: gl.constexpr = gl.SliceLayout(0, G.LF)
     pid = gl.program_id(0)
@@ -683,13 +1025,41 @@ def _decode_kernel(
     ACC = gl.allocate_shared_memory(gl.float32, [G.NV * G.RV, 4, 8 * Q], SH)
     jq = block * Q + gl.arange(0, Q, layout=gl.SliceLayout(0, G.LQA))
     ok_q = jq < group * n
-    row_at = b.to(gl.int64) * sb + (h * group + jq // n).to(gl.int64) * sh + (jq % n).to(gl.int64) * sn
+    row_at = (
+        b.to(gl.int64) * sb
+        + (h * group + jq // n).to(gl.int64) * sh
+        + (jq % n).to(gl.int64) * sn
+    )
     begin, end, lo_row, hi_row, safe_lo, safe_hi, tiles = _span(
-        START=START, END=END, LENGTH=LENGTH, each_length=each_length, PAGES=PAGES, page_stride=page_stride, b=b, h=h, heads=heads, cap=cap,
-        block=block, split=split, splits=splits, length=length, n=n, sinks=sinks, recent=recent, recent_from=recent_from, chunk=chunk,
-        own=own, offset=offset, sliding_window=sliding_window, HAS_START=HAS_START, HAS_END=HAS_END, HAS_LENGTH=HAS_LENGTH, PAGED=PAGED, SLIDING=SLIDING,
+        START=START,
+        END=END,
+        LENGTH=LENGTH,
+        each_length=each_length,
+        PAGES=PAGES,
+        page_stride=page_stride,
+        b=b,
+        h=h,
+        heads=heads,
+        cap=cap,
+        block=block,
+        split=split,
+        splits=splits,
+        length=length,
+        n=n,
+        sinks=sinks,
+        recent=recent,
+        recent_from=recent_from,
+        chunk=chunk,
+        own=own,
+        offset=offset,
+        sliding_window=sliding_window,
+        HAS_START=HAS_START,
+        HAS_END=HAS_END,
+        HAS_LENGTH=HAS_LENGTH,
+        PAGED=PAGED,
+        SLIDING=SLIDING,
         G=G,
-    )  # fmt: skip
+    )
     first_at = offset  # position of the first stored token in its sequence
     if FUSED:
         COEFFICIENTS = gl.allocate_shared_memory(gl.float32, [2, G.HP, Q], G.SC)
@@ -697,10 +1067,18 @@ def _decode_kernel(
             first_at -= gl.load(START + b).to(gl.int32)
     for i in range(G.NK):
         _copy_k(keys, i, i, (K0, K1, K2), tiles, begin, begin < end, PAGED, G)
-    k0 = gl.load(TABLE); k1 = gl.load(TABLE + 1); k2 = gl.load(TABLE + 2); k3 = gl.load(TABLE + 3)
-    v0 = gl.load(TABLE + 4); v1 = gl.load(TABLE + 5); v2 = gl.load(TABLE + 6); v3 = gl.load(TABLE + 7)
+    k0 = gl.load(TABLE)
+    k1 = gl.load(TABLE + 1)
+    k2 = gl.load(TABLE + 2)
+    k3 = gl.load(TABLE + 3)
+    v0 = gl.load(TABLE + 4)
+    v1 = gl.load(TABLE + 5)
+    v2 = gl.load(TABLE + 6)
+    v3 = gl.load(TABLE + 7)
     m = gl.full([Q], -1e30, gl.float32, layout=column)
-    total = gl.sum(gl.sum(gl.reshape(gl.zeros([256, Q], gl.float32, layout=G.LF), [4, 8, 8, Q]), 0), 1)  # [8 lanes, Q]
+    total = gl.sum(
+        gl.sum(gl.reshape(gl.zeros([256, Q], gl.float32, layout=G.LF), [4, 8, 8, Q]), 0), 1
+    )  # [8 lanes, Q]
     for c in range(G.NV * G.RV):
         ACC.index(c).store(gl.zeros([4, 8 * Q], gl.float32, layout=G.LA))
     token = gl.arange(0, 256, layout=gl.SliceLayout(1, G.LF))  # quarter x 64 + byte row
@@ -712,10 +1090,27 @@ def _decode_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     q_lo, q_hi, unit, shift_q = _queries(
-        QUERY=QUERY, ROTATED=ROTATED, R=RK_, MU=MK, row_at=row_at, row=(base * Q).to(gl.int64), ok=ok_q, bh=bh, scaling=scaling, step=k_step,
-        FAST=FAST_K, MEAN=MEAN_K, CAPPED=CAPPED, G=G,
-    )  # fmt: skip
-    lut_k = (_in_register(k0), _in_register(k1), _in_register(k2), _in_register(k3))  # here, so that these loads wait together with those of the query
+        QUERY=QUERY,
+        ROTATED=ROTATED,
+        R=RK_,
+        MU=MK,
+        row_at=row_at,
+        row=(base * Q).to(gl.int64),
+        ok=ok_q,
+        bh=bh,
+        scaling=scaling,
+        step=k_step,
+        FAST=FAST_K,
+        MEAN=MEAN_K,
+        CAPPED=CAPPED,
+        G=G,
+    )
+    lut_k = (
+        _in_register(k0),
+        _in_register(k1),
+        _in_register(k2),
+        _in_register(k3),
+    )  # here, so that these loads wait together with those of the query
     lut_v = (_in_register(v0), _in_register(v1), _in_register(v2), _in_register(v3))
     q_lo = _query_fragment(q_lo, G.C, G.W, Q, operand)
     q_hi = _query_fragment(q_hi, G.C, G.W, Q, operand)
@@ -725,9 +1120,23 @@ def _decode_kernel(
     still = shift
     if FUSED:
         top_b, still = _mean_coefficients(
-            COEFFICIENTS=COEFFICIENTS, QUERY=QUERY, M=MK, FAR=FAR, sb=sb, sh=sh, sn=sn, b=b, h=h, bh=bh, block=block, n=n, group=group,
-            begin_at=first_at, factor=factor, G=G,
-        )  # fmt: skip
+            COEFFICIENTS=COEFFICIENTS,
+            QUERY=QUERY,
+            M=MK,
+            FAR=FAR,
+            sb=sb,
+            sh=sh,
+            sn=sn,
+            b=b,
+            h=h,
+            bh=bh,
+            block=block,
+            n=n,
+            group=group,
+            begin_at=first_at,
+            factor=factor,
+            G=G,
+        )
     for t in range(begin, end):
         if G.RP == 64:
             scale_at = _page(tiles, t, 0, PAGED, G) * 256 + inside
@@ -744,37 +1153,76 @@ def _decode_kernel(
             bias = _bias(BIAS, bias_stride, base, at, G)
         far = (qs, qs)
         if FUSED:
-            far = _far_angles(FAR, t + (first_at >> 8), G)  # here, so that the scores of codes do not wait for it
-        F = gl.allocate_shared_memory(gl.float32, [4, 8, 8 * Q], SH)  # here, so that others may use its bytes later
+            far = _far_angles(
+                FAR, t + (first_at >> 8), G
+            )  # here, so that the scores of codes do not wait for it
+        F = gl.allocate_shared_memory(
+            gl.float32, [4, 8, 8 * Q], SH
+        )  # here, so that others may use its bytes later
         _key_pieces(keys, values, F, (V0, V1, V2), tiles, t, q_lo, q_hi, lut_k, PAGED, G, mma)
         if FUSED:
             bias = _mean_scores(COEFFICIENTS, NEAR, far, G, mma) * top_b[None, :]
             if 2 * G.H2 < G.D:
                 bias += still[None, :]
         y, m, total, rescale = _softmax_step(
-            F=F, ks=ks, vs=vs, bias=bias, t=t, token=token, m=m, total=total, qs=qs, shift=shift, safe_lo=safe_lo, safe_hi=safe_hi,
-            lo_row=lo_row, hi_row=hi_row, cap_at=cap_at, SH=SH, BIASED=BIASED or FUSED, CAPPED=CAPPED, G=G,
-        )  # fmt: skip
+            F=F,
+            ks=ks,
+            vs=vs,
+            bias=bias,
+            t=t,
+            token=token,
+            m=m,
+            total=total,
+            qs=qs,
+            shift=shift,
+            safe_lo=safe_lo,
+            safe_hi=safe_hi,
+            lo_row=lo_row,
+            hi_row=hi_row,
+            cap_at=cap_at,
+            SH=SH,
+            BIASED=BIASED or FUSED,
+            CAPPED=CAPPED,
+            G=G,
+        )
         top, P = _weights(y, operand, Q)
         _value_pieces(
-            keys=keys, values=values, ACC=ACC, K=(K0, K1, K2), tiles=tiles, following=t + 1, go=t + 1 < end, P=P, rescale=rescale, top=top,
-            table=lut_v, PAGED=PAGED, G=G, mma=mma,
-        )  # fmt: skip
+            keys=keys,
+            values=values,
+            ACC=ACC,
+            K=(K0, K1, K2),
+            tiles=tiles,
+            following=t + 1,
+            go=t + 1 < end,
+            P=P,
+            rescale=rescale,
+            top=top,
+            table=lut_v,
+            PAGED=PAGED,
+            G=G,
+            mma=mma,
+        )
     scale = qs
     if CAPPED or BIASED or FUSED:
         scale = qs * 0 + 1.0
     total = gl.convert_layout(gl.sum(total, 0), gl.SliceLayout(0, G.LVB))
-    top = gl.convert_layout(m * scale + (shift * 0 if CAPPED else shift * _LOG2E), gl.SliceLayout(0, G.LVB))
+    top = gl.convert_layout(
+        m * scale + (shift * 0 if CAPPED else shift * _LOG2E), gl.SliceLayout(0, G.LVB)
+    )
     j = gl.arange(0, Q, layout=gl.SliceLayout(0, G.LVB))
-    gl.store(LSE + out_row + j, gl.where(total != 0, top + gl.log2(total), float("-inf")))  # NaN counts as seen
+    gl.store(
+        LSE + out_row + j, gl.where(total != 0, top + gl.log2(total), float("-inf"))
+    )  # NaN counts as seen
     if begin < end:
         _finish(ACC, RV_, MV, O, out_row, bh, total, v_step, SH, FAST, MEAN_V, G)
 
 # %% ../../nbs/43_decode_mma.ipynb #961937ab
 class _Form(SimpleNamespace):
-    """What the fragments kernel is compiled for: sizes (D, DV; bits KB, VB; Q rows; HK, HV halves of a
-    head, padded; NK, NV pieces of RK, RV blocks of 16 rows; RP byte rows of a page; NEAR tokens that lie together in a page and in a lane; lanes with C runs
-    of W words; H2 channel pairs of RoPE, HP padded; PL slots of a block) and the layouts L*: which lane and register holds what. All are constexprs."""
+    """What the fragments kernel is compiled for: sizes (D, DV; bits KB, VB; Q rows; HK, HV
+    halves of a head, padded; NK, NV pieces of RK, RV blocks of 16 rows; RP byte rows of a page;
+    NEAR tokens that lie together in a page and in a lane; lanes with C runs of W words; H2
+    channel pairs of RoPE, HP padded; PL slots of a block) and the layouts L*: which lane and
+    register holds what. All are constexprs."""
 
     __hash__, __eq__ = object.__hash__, object.__eq__  # one object per form, see `decode_form`
 
@@ -785,16 +1233,24 @@ def _powers(first: int, count: int) -> list:
 
 @lru_cache(maxsize=256)
 def decode_form(
-    d_key: int, d_value: int, rows: int, key_bits: int, value_bits: int, page: int = 256, rotary: int = 0
+    d_key: int,
+    d_value: int,
+    rows: int,
+    key_bits: int,
+    value_bits: int,
+    page: int = 256,
+    rotary: int = 0,
 ) -> _Form:
-    """The form for head sizes, query rows of a program (4 or 8), bits, tokens of a page and channels that a pre-RoPE mean
-    rotates in this kernel. One object per set of arguments."""
+    """The form for head sizes, query rows of a program (4 or 8), bits, tokens of a page and
+    channels that a pre-RoPE mean rotates in this kernel. One object per set of arguments."""
     HK, HV = (max(32, 1 << (d // 2 - 1).bit_length()) for d in (d_key, d_value))
     W = min(4, HK // 16)
     C = HK // (16 * W)
     NK = min(4, HK // 16)
     RV = HV // (16 * NK)
-    sizes = dict(D=d_key, DV=d_value, KB=key_bits, VB=value_bits, Q=rows, HK=HK, HV=HV, C=C, W=W)
+    sizes = dict(
+        D=d_key, DV=d_value, KB=key_bits, VB=value_bits, Q=rows, HK=HK, HV=HV, C=C, W=W
+    )
     pieces = dict(NK=NK, NV=NK, RK=4 // NK, RV=RV, RP=page // 4, PL=max(key_bits, value_bits))
     pieces |= dict(NEAR=min(8, page // 4))
     layouts = _byte_layouts(HK, W, C, rows) | _float_layouts(HK, HV, NK * RV, rows)
@@ -805,30 +1261,37 @@ def decode_form(
 # %% ../../nbs/43_decode_mma.ipynb #31fae585
 def _byte_layouts(HK: int, W: int, C: int, rows: int) -> dict:
     "Bytes of keys and values as lanes load them, and the query as operand B."
-    linear = lambda regs, lanes, shape: gl.DistributedLinearLayout(regs, lanes, [], [], shape)  # noqa: E731
+    linear = lambda regs, lanes, shape: gl.DistributedLinearLayout(regs, lanes, [], [], shape)
     byte = [1, 2, *_powers(4, W.bit_length() - 1)]
     far = _powers(16 * W, C.bit_length() - 1)
-    groups, columns = [[1, 0], [2, 0], [4, 0]], [[0, x] for x in _powers(8, (2 * rows // 8).bit_length() - 1)]
+    groups, columns = (
+        [[1, 0], [2, 0], [4, 0]],
+        [[0, x] for x in _powers(8, (2 * rows // 8).bit_length() - 1)],
+    )
     k_bytes = [[0, x] for x in byte] + [[8, 0]] + [[0, x] for x in far]
     q_bytes = [[x, 0] for x in byte + far] + columns
     q_lanes = [[4 * W, 0], [8 * W, 0], [0, 1], [0, 2], [0, 4]]
     return dict(
         LK=linear(k_bytes, [[0, 4 * W], [0, 8 * W], *groups], [16, HK]),
-        LV=linear([[0, 1], [0, 2], [0, 4], [0, 8], [8, 0]], [[0, 16], [0, 32], *groups], [16, 64]),
+        LV=linear(
+            [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0]], [[0, 16], [0, 32], *groups], [16, 64]
+        ),
         LB=linear(q_bytes, q_lanes, [HK, 2 * rows]),
     )
 
 
 def _float_layouts(HK: int, HV: int, blocks: int, rows: int) -> dict:
     "Scores, weights, accumulators and rotated vectors."
-    linear = lambda regs, lanes, shape: gl.DistributedLinearLayout(regs, lanes, [], [], shape)  # noqa: E731
+    linear = lambda regs, lanes, shape: gl.DistributedLinearLayout(regs, lanes, [], [], shape)
     more = [[0, x] for x in _powers(4, (rows // 4).bit_length() - 1)]  # rows beyond four
     groups, column = [[1, 0], [2, 0], [4, 0]], [[0, 1], [0, 2]]
     lanes = [[0, x] for x in (1, 2, rows, 2 * rows, 4 * rows)]
-    channels = lambda first, size: [[x, 0] for x in _powers(first, (size // 8).bit_length() - 1)]  # noqa: E731
-    above = lambda d: [[x, 0] for x in _powers(d // 8, 3)]  # noqa: E731
-    near = lambda d: linear(channels(1, d) + more, column + above(d), [d, rows])  # noqa: E731
-    apart = lambda d: linear(channels(8, d) + more, column + groups, [d, rows])  # noqa: E731
+    channels = lambda first, size: [
+        [x, 0] for x in _powers(first, (size // 8).bit_length() - 1)
+    ]
+    above = lambda d: [[x, 0] for x in _powers(d // 8, 3)]
+    near = lambda d: linear(channels(1, d) + more, column + above(d), [d, rows])
+    apart = lambda d: linear(channels(8, d) + more, column + groups, [d, rows])
     tokens = [[1, 0], [2, 0], [4, 0], [64, 0], [128, 0]]
     pieces = [[x, 0] for x in _powers(1, (4 * blocks).bit_length() - 1)]
     return dict(
@@ -837,39 +1300,54 @@ def _float_layouts(HK: int, HV: int, blocks: int, rows: int) -> dict:
         LA=linear([[1, 0], [2, 0]] + more, lanes, [4, 8 * rows]),
         LF2=linear([[4, 0], [8, 0], [16, 0], [1, 0], [2, 0]] + more, lanes, [32, 8 * rows]),
         LACC=linear(pieces + more, lanes, [4 * blocks, 8 * rows]),
-        LQ=apart(HK), LQA=near(2 * HK), LQB=apart(2 * HK), LVA=near(2 * HV), LVB=apart(2 * HV),
-    )  # fmt: skip
+        LQ=apart(HK),
+        LQA=near(2 * HK),
+        LQB=apart(2 * HK),
+        LVA=near(2 * HV),
+        LVB=apart(2 * HV),
+    )
 
 
 def _mean_layouts(pairs: int, rows: int) -> dict:
-    "Coefficients of a pre-RoPE mean (channel pair, query, hi or lo), and where they lie in shared memory; a block of the table of angles."
-    linear = lambda regs, lanes, shape: gl.DistributedLinearLayout(regs, lanes, [], [], shape)  # noqa: E731
+    """Coefficients of a pre-RoPE mean (channel pair, query, hi or lo), and where they lie in
+    shared memory; a block of the table of angles."""
+    linear = lambda regs, lanes, shape: gl.DistributedLinearLayout(regs, lanes, [], [], shape)
     more = [[0, x, 0] for x in _powers(4, (rows // 4).bit_length() - 1)]
     near = [[x, 0, 0] for x in _powers(1, (pairs // 4).bit_length() - 1)]
     lanes = [[pairs // 4, 0, 0], [pairs // 2, 0, 0], [0, 0, 1], [0, 1, 0], [0, 2, 0]]
     far = [[x] for x in _powers(256, (pairs // 16).bit_length() - 1)]
     return dict(
-        LC=linear(near + more, lanes, [pairs, rows, 2]), SC=gl.SwizzledSharedLayout(4, 1, 4, [0, 1]),
+        LC=linear(near + more, lanes, [pairs, rows, 2]),
+        SC=gl.SwizzledSharedLayout(4, 1, 4, [0, 1]),
         LN=linear([[1], [2], [4], *far], [[x] for x in (8, 16, 32, 64, 128)], [16 * pairs]),
-    )  # fmt: skip
+    )
 
 # %% ../../nbs/43_decode_mma.ipynb #eacf17ba
 @lru_cache(maxsize=16)
-def device_properties(index: int) -> tuple:  # (multiprocessors, programmatic dependent launch?, capability)
+def device_properties(
+    index: int,
+) -> tuple:  # (multiprocessors, programmatic dependent launch?, capability)
     "What launching depends on of a CUDA device."
     p = torch.cuda.get_device_properties(index)
-    return p.multi_processor_count, p.major >= 9 and torch.version.hip is None, f"{p.major}.{p.minor}"
+    return (
+        p.multi_processor_count,
+        p.major >= 9 and torch.version.hip is None,
+        f"{p.major}.{p.minor}",
+    )
 
 
 @lru_cache(maxsize=1)
 def _configs() -> dict:
     "What `scripts/tools/tune.py` found, by compute capability and form."
-    return json.loads((resources.files("turboquant_nb") / "configs" / "decode.json").read_text())
+    return json.loads(
+        (resources.files("turboquant_nb") / "configs" / "decode.json").read_text()
+    )
 
 
 def packaged_config(capability: str, d: int, rows: int, bits: int, mean: str = "") -> tuple:
-    """Programs to aim at for each multiprocessor, and how the kernel is compiled. mean: "biased" where the sums of a
-    pre-RoPE mean are read, "fused" where they are computed, else empty."""
+    """Programs to aim at for each multiprocessor, and how the kernel is compiled. mean:
+    "biased" where the sums of a pre-RoPE mean are read, "fused" where they are computed, else
+    empty."""
     name = f"d{d} rows{rows} bits{bits} {mean}".strip()
     found = _configs().get(capability, {}).get(name, {})
     limit = found.get("maxnreg")
@@ -877,7 +1355,8 @@ def packaged_config(capability: str, d: int, rows: int, bits: int, mean: str = "
 
 
 class MeanRule(NamedTuple):
-    "Where the sums of a pre-RoPE mean are computed: in the kernel, or by a kernel of their own that writes them."
+    """Where the sums of a pre-RoPE mean are computed: in the kernel, or by a kernel of their
+    own that writes them."""
 
     size: int  # of heads, padded
     rows: int  # query rows of a program
@@ -889,9 +1368,11 @@ class MeanRule(NamedTuple):
     can: bool = True  # are there tables of angles?
 
     def fuses(self, coded: int) -> bool:
-        """Whether the kernel computes them, for so many coded tokens. A captured graph serves all lengths, so there it is
-        asked about all that there is room for. Coefficients of 8 rows of 128 channels leave no room for the table beside planes of
-        more than 2 bits. At 128 channels the sums of few tiles cost more than a kernel that writes them (measured on an H200)."""
+        """Whether the kernel computes them, for so many coded tokens. A captured graph serves
+        all lengths, so there it is asked about all that there is room for. Coefficients of 8
+        rows of 128 channels leave no room for the table beside planes of more than 2 bits. At
+        128 channels the sums of few tiles cost more than a kernel that writes them (measured on
+        an H200)."""
         tokens = coded if self.held is None else self.held
         tokens = tokens if self.visible is None else min(tokens, self.visible)
         if not self.can or self.size > (128 if self.rows <= 4 or self.bits == 2 else 64):
@@ -905,7 +1386,9 @@ class Repeatable(NamedTuple):
 
     splits: int  # if the next call has as many
     rule: SplitRule
-    shapes: dict  # of fp32 tensors that launches pass on to each other, by the names in their slots
+    shapes: (
+        dict  # of fp32 tensors that launches pass on to each other, by the names in their slots
+    )
     launches: list
     mean: MeanRule
     fused: bool  # did it say so?
@@ -919,7 +1402,9 @@ _mma_launcher = Launcher(_decode_kernel)
 _MMA_SLOTS = NUMBER_SLOTS | dict(QUERY="q", ROTATED="parts", O="parts", LSE="lse_parts")
 
 
-def mma_attention(x: DecodeOperands) -> tuple:  # (output [B, Hq, n, d_value], log-sum-exp [B, Hq, n], `Repeatable` or None)
+def mma_attention(
+    x: DecodeOperands,
+) -> tuple:  # (output [B, Hq, n, d_value], log-sum-exp [B, Hq, n], `Repeatable` or None)
     "Attention by the tensor-core kernel."
     s = DecodeSizes.of(x)
     shared, q, Q = shared_arguments(x, s), x.q, 4 if s.rows <= 4 else 8
@@ -928,17 +1413,43 @@ def mma_attention(x: DecodeOperands) -> tuple:  # (output [B, Hq, n, d_value], l
     count, pdl, capability = device_properties(q.device.index)
     held = None if x.position is None else s.tiles * s.tile
     visible = None if x.sliding_window is None else x.sliding_window + s.n
-    mean = MeanRule(size, Q, max(s.key_bits, s.value_bits), s.batch * s.heads * blocks, count, held, visible, x.near_angles is not None)
+    mean = MeanRule(
+        size,
+        Q,
+        max(s.key_bits, s.value_bits),
+        s.batch * s.heads * blocks,
+        count,
+        held,
+        visible,
+        x.near_angles is not None,
+    )
     fused = mean.fuses(coded)
-    form = decode_form(s.d, s.dv, Q, s.key_bits, s.value_bits, s.tile, x.cos_sin.shape[1] if fused else 0)
-    biased, centred = x.cos_sin is not None and not fused, x.key_mean is not None and x.cos_sin is None
-    programs, options = packaged_config(capability, size, Q, max(s.key_bits, s.value_bits), "fused" if fused else "biased" if biased else "")
+    form = decode_form(
+        s.d, s.dv, Q, s.key_bits, s.value_bits, s.tile, x.cos_sin.shape[1] if fused else 0
+    )
+    biased, centred = (
+        x.cos_sin is not None and not fused,
+        x.key_mean is not None and x.cos_sin is None,
+    )
+    programs, options = packaged_config(
+        capability,
+        size,
+        Q,
+        max(s.key_bits, s.value_bits),
+        "fused" if fused else "biased" if biased else "",
+    )
     rule = SplitRule.of(x, s, s.batch * s.heads * blocks, programs * count, 256)
     splits = rule.splits(coded)
-    fast = x.value_hadamard and s.d == s.dv and s.d in (64, 128, 256)  # rotate back in registers
+    fast = (
+        x.value_hadamard and s.d == s.dv and s.d in (64, 128, 256)
+    )  # rotate back in registers
     fast_k = fast and x.key_hadamard
     factor = x.scaling * (1.0 if x.softcap else _LOG2E.value)
-    bias, launches = score_bias(x, s, shared, blocks * Q, factor, pdl and not fast_k) if biased else (None, [])
+    bias, launches = (
+        score_bias(x, s, shared, blocks * Q, factor, pdl and not fast_k)
+        if biased
+        else (None, [])
+    )
     parts, absent, value_mean = Parts.empty(x, s, Q, splits), x.packed_lut, x.value_mean
     if not fast and value_mean is not None:
         value_mean = rotate(value_mean, x.value_rotation.T)
@@ -946,16 +1457,54 @@ def mma_attention(x: DecodeOperands) -> tuple:  # (output [B, Hq, n, d_value], l
     if not fast_k:
         rotated, launch = rotated_queries(x, s, shared, blocks * Q, pdl and biased)
         launches, slots = [*launches, launch], slots | dict(ROTATED="rotated")
-    named = shared | plane_arguments(x, s) | dict(
-        ROTATED=rotated, RK_=x.key_rotation, RV_=x.value_rotation, MK=x.key_mean if centred or fused else absent, KS=x.key_scale, VS=x.value_scale,
-        MV=absent if value_mean is None else value_mean, TABLE=x.packed_lut, BIAS=bias if biased else absent, bias_stride=s.width,
-        NEAR=x.near_angles if fused else absent, FAR=x.far_angles if fused else absent, factor=factor,
-        O=parts.out, LSE=parts.lse, blocks=blocks, splits=splits, k_step=x.key_step, v_step=x.value_step, FAST_K=fast_k, FAST=fast,
-        MEAN_K=centred, MEAN_V=value_mean is not None, BIASED=biased, FUSED=fused, PDL=pdl, G=form,
-    )  # fmt: skip
-    slots = slots | (dict(BIAS="bias") if biased else {}) | (dict(FAR="far_angles") if fused else {})
-    launches.append(_mma_launcher(s.batch * s.heads * blocks * splits, named, slots, num_warps=1, **options))
+    named = (
+        shared
+        | plane_arguments(x, s)
+        | dict(
+            ROTATED=rotated,
+            RK_=x.key_rotation,
+            RV_=x.value_rotation,
+            MK=x.key_mean if centred or fused else absent,
+            KS=x.key_scale,
+            VS=x.value_scale,
+            MV=absent if value_mean is None else value_mean,
+            TABLE=x.packed_lut,
+            BIAS=bias if biased else absent,
+            bias_stride=s.width,
+            NEAR=x.near_angles if fused else absent,
+            FAR=x.far_angles if fused else absent,
+            factor=factor,
+            O=parts.out,
+            LSE=parts.lse,
+            blocks=blocks,
+            splits=splits,
+            k_step=x.key_step,
+            v_step=x.value_step,
+            FAST_K=fast_k,
+            FAST=fast,
+            MEAN_K=centred,
+            MEAN_V=value_mean is not None,
+            BIASED=biased,
+            FUSED=fused,
+            PDL=pdl,
+            G=form,
+        )
+    )
+    slots = (
+        slots
+        | (dict(BIAS="bias") if biased else {})
+        | (dict(FAR="far_angles") if fused else {})
+    )
+    launches.append(
+        _mma_launcher(s.batch * s.heads * blocks * splits, named, slots, num_warps=1, **options)
+    )
     out, lse, last = combine(x, s, shared, parts, fast, pdl)
     shapes = dict(parts=parts.out.shape, lse_parts=parts.lse.shape)
-    shapes |= ({"bias": bias.shape} if biased else {}) | ({} if fast_k else {"rotated": rotated.shape})
-    return out, lse, Repeatable(splits, rule, shapes, [*launches, last], mean, fused) if last else None
+    shapes |= ({"bias": bias.shape} if biased else {}) | (
+        {} if fast_k else {"rotated": rotated.shape}
+    )
+    return (
+        out,
+        lse,
+        Repeatable(splits, rule, shapes, [*launches, last], mean, fused) if last else None,
+    )

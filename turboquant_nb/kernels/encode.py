@@ -22,7 +22,18 @@ from torch import Tensor
 from ..cache.packing import TILE, Layout
 from ..quant.quantizer import Recipe, as_recipe
 from ..theory.rotation import make_rotation
-from ..cache.store import _APPEND, AppendOperands, KVStore, Unchanged, _append_by_position, _coder, _encoded, _plain, _sides, _take_mean
+from turboquant_nb.cache.store import (
+    _APPEND,
+    AppendOperands,
+    KVStore,
+    Unchanged,
+    _append_by_position,
+    _coder,
+    _encoded,
+    _plain,
+    _sides,
+    _take_mean,
+)
 
 try:
     import triton
@@ -55,7 +66,8 @@ class RotationOperand:
         cls,
         matrix: Tensor,  # [d, d] fp32, orthogonal, or [H, d, d] bf16: key transforms
     ) -> "RotationOperand":
-        "One part where all entries are 0 or ±c (Hadamard, identity) or bf16 (key transforms), three otherwise."
+        """One part where all entries are 0 or ±c (Hadamard, identity) or bf16 (key transforms),
+        three otherwise."""
         if matrix.ndim == 3:
             return cls(-matrix[:, None].contiguous(), 1.0)
         factor = float(matrix.abs().max())
@@ -133,19 +145,45 @@ class CodingConstants:
         large: bool = True,  # has a multiprocessor 200 kB of shared memory?
         rope: int = 0,
     ) -> "CodingConstants":
-        return _constants(d, dtype, bits, rotation.count, rotation.butterfly, rotation.per_head, mode, mean, scale, large, rope)
+        return _constants(
+            d,
+            dtype,
+            bits,
+            rotation.count,
+            rotation.butterfly,
+            rotation.per_head,
+            mode,
+            mean,
+            scale,
+            large,
+            rope,
+        )
 
 
 @lru_cache(maxsize=256)
-def _constants(d, dtype, bits, parts, butterfly, per_head, mode, mean, scale, large, rope) -> CodingConstants:
+def _constants(
+    d, dtype, bits, parts, butterfly, per_head, mode, mean, scale, large, rope
+) -> CodingConstants:
     half = max(16, 1 << (d // 2 - 1).bit_length())
     butterfly = large and butterfly and half > 64 and d == 2 * half
-    x_parts = 1 if parts == 1 and dtype == torch.float16 else _PARTS[dtype]  # ±1 is exact in fp16 too
+    x_parts = (
+        1 if parts == 1 and dtype == torch.float16 else _PARTS[dtype]
+    )  # ±1 is exact in fp16 too
     return CodingConstants(
-        D=d, HALF=half, SLICE=2 * half if parts == 1 and half <= 64 else 64 if parts == 1 else 32, BITS=bits, MODE=_MODES[mode],
-        X_PARTS=3 if rope else x_parts, MEAN_PARTS=0 if mean is None or rope else _PARTS[mean], W_PARTS=parts,
-        LARGEST=torch.finfo(scale).max, BUTTERFLY=butterfly, SLICED=half > 64 and not butterfly, ROPE=rope, PER_HEAD=per_head,
-    )  # fmt: skip
+        D=d,
+        HALF=half,
+        SLICE=2 * half if parts == 1 and half <= 64 else 64 if parts == 1 else 32,
+        BITS=bits,
+        MODE=_MODES[mode],
+        X_PARTS=3 if rope else x_parts,
+        MEAN_PARTS=0 if mean is None or rope else _PARTS[mean],
+        W_PARTS=parts,
+        LARGEST=torch.finfo(scale).max,
+        BUTTERFLY=butterfly,
+        SLICED=half > 64 and not butterfly,
+        ROPE=rope,
+        PER_HEAD=per_head,
+    )
 
 # %% ../../nbs/40_encode.ipynb #d4b07fca
 @triton.jit
@@ -157,7 +195,17 @@ def _weights(W, part, k, half, TYPE: tl.constexpr, D: tl.constexpr, HALF: tl.con
 
 
 @triton.jit
-def _add_half(acc, x, W, k, half, C: tl.constexpr, TYPE: tl.constexpr, XP: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+def _add_half(
+    acc,
+    x,
+    W,
+    k,
+    half,
+    C: tl.constexpr,
+    TYPE: tl.constexpr,
+    XP: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     D: tl.constexpr = C.D
     HALF: tl.constexpr = C.HALF
     WP: tl.constexpr = C.W_PARTS
@@ -186,9 +234,23 @@ def _uncentre(x, k, mean, cos_sin, valid, C: tl.constexpr):
 
 
 @triton.jit
-def _rotate(at, step, valid, W, w_lo, w_hi, zero, mean, cos_sin, C: tl.constexpr, XP: tl.constexpr, ROPE: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """Both halves of rows times Wᵀ, of rows minus a pre-RoPE mean where there is one. A matrix that fits is
-    held, of a butterfly a half; others come in slices of BK."""
+def _rotate(
+    at,
+    step,
+    valid,
+    W,
+    w_lo,
+    w_hi,
+    zero,
+    mean,
+    cos_sin,
+    C: tl.constexpr,
+    XP: tl.constexpr,
+    ROPE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Both halves of rows times Wᵀ, of rows minus a pre-RoPE mean where there is one. A matrix
+    that fits is held, of a butterfly a half; others come in slices of BK."""
     D: tl.constexpr = C.D
     HALF: tl.constexpr = C.HALF
     K: tl.constexpr = 2 * HALF
@@ -227,7 +289,7 @@ def _rotate(at, step, valid, W, w_lo, w_hi, zero, mean, cos_sin, C: tl.constexpr
 def _code_table(
     edges: Tensor,  # [2**bits - 1] fp32, ascending
     levels: Tensor,  # [2**bits] fp32, ascending
-) -> Tensor:  # [16] fp32: positive edges from 0, positive levels from 8, with their codes inside
+) -> Tensor:  # [16] fp32: positive edges from 0, positive levels from 8
     "The half of a symmetric table that coding needs. Raises ValueError if it is not symmetric."
     size, half = len(levels), len(levels) // 2
     if size not in (2, 4, 8, 16) or len(edges) != size - 1:
@@ -333,8 +395,23 @@ def _put(at, byte, keep, mask, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _store(P0, P1, P2, word, at, old, row, keep, mask, C: tl.constexpr, BY_TOKEN: tl.constexpr, R: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
-    "Words to planes, in tile `at`; tile `old` in a plane that decays, which lacks its first tiles."
+def _store(
+    P0,
+    P1,
+    P2,
+    word,
+    at,
+    old,
+    row,
+    keep,
+    mask,
+    C: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    R: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Words to planes, in tile `at`; tile `old` in a plane that decays, which lacks its first
+    tiles."""
     D: tl.constexpr = C.D
     BITS: tl.constexpr = C.BITS
     HALF: tl.constexpr = C.HALF
@@ -359,10 +436,36 @@ def _store(P0, P1, P2, word, at, old, row, keep, mask, C: tl.constexpr, BY_TOKEN
 
 # %% ../../nbs/40_encode.ipynb #1bf6b231
 @triton.jit
-def _whole(x_at, stride, sd, w0, w1, m_lo, m_hi, mean, COS_SIN, t, TAB, P0, P1, P2, scale_at, FLAG, factor, row, at, old, tiles,
-           C: tl.constexpr, BY_TOKEN: tl.constexpr, R: tl.constexpr, M: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """M rows of `tiles` whole tiles of one head; x_at: their pointers, `stride` from quarter to quarter,
-    t: their positions."""
+def _whole(
+    x_at,
+    stride,
+    sd,
+    w0,
+    w1,
+    m_lo,
+    m_hi,
+    mean,
+    COS_SIN,
+    t,
+    TAB,
+    P0,
+    P1,
+    P2,
+    scale_at,
+    FLAG,
+    factor,
+    row,
+    at,
+    old,
+    tiles,
+    C: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """M rows of `tiles` whole tiles of one head; x_at: their pointers, `stride` from quarter to
+    quarter, t: their positions."""
     D: tl.constexpr = C.D
     HALF: tl.constexpr = C.HALF
     BITS: tl.constexpr = C.BITS
@@ -376,7 +479,11 @@ def _whole(x_at, stride, sd, w0, w1, m_lo, m_hi, mean, COS_SIN, t, TAB, P0, P1, 
     word, none = tl.zeros((M, HALF), tl.int32), row * 0
     finite, fitting = row >= 0, row >= 0
     for step in range(4 * tiles):
-        x = tl.load(x_at) if BUTTERFLY or D == K else tl.load(x_at, mask=(k < D)[None, :], other=0.0)
+        x = (
+            tl.load(x_at)
+            if BUTTERFLY or D == K
+            else tl.load(x_at, mask=(k < D)[None, :], other=0.0)
+        )
         cos_sin = COS_SIN + (tl.maximum(t, 0) * ROPE)[:, None]
         if ROPE > 0:
             x = _uncentre(x, k, mean, cos_sin, True, C)
@@ -395,11 +502,25 @@ def _whole(x_at, stride, sd, w0, w1, m_lo, m_hi, mean, COS_SIN, t, TAB, P0, P1, 
         tl.store(scale_at, scale.to(scale_at.dtype.element_ty))
         finite, fitting = finite & f, fitting & g
         quarter = step & 3
-        word += tl.mul(pair, 1 << (quarter & 1) * 8 + (quarter >> 1) * 4, sanitize_overflow=False)  # bit 31 is a code's
+        word += tl.mul(
+            pair, 1 << (quarter & 1) * 8 + (quarter >> 1) * 4, sanitize_overflow=False
+        )  # bit 31 is a code's
         if quarter == 3:
             _store(
-                P0=P0, P1=P1, P2=P2, word=word, at=at, old=old, row=row, keep=none, mask=row >= 0, C=C, BY_TOKEN=BY_TOKEN, R=R, WHOLE=True,
-            )  # fmt: skip
+                P0=P0,
+                P1=P1,
+                P2=P2,
+                word=word,
+                at=at,
+                old=old,
+                row=row,
+                keep=none,
+                mask=row >= 0,
+                C=C,
+                BY_TOKEN=BY_TOKEN,
+                R=R,
+                WHOLE=True,
+            )
             word = tl.zeros((M, HALF), tl.int32)
             at, old = at + 1, old + 1
         x_at += stride
@@ -410,8 +531,36 @@ def _whole(x_at, stride, sd, w0, w1, m_lo, m_hi, mean, COS_SIN, t, TAB, P0, P1, 
 
 # %% ../../nbs/40_encode.ipynb #6ced2ba0
 @triton.jit
-def _partial(x_at, stride, sd, W, w0, w1, m_lo, m_hi, mean, COS_SIN, t0, TAB, P0, P1, P2, scale_at, FLAG, factor, row, at, old, start, last,
-             C: tl.constexpr, BY_TOKEN: tl.constexpr, R: tl.constexpr, M: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+def _partial(
+    x_at,
+    stride,
+    sd,
+    W,
+    w0,
+    w1,
+    m_lo,
+    m_hi,
+    mean,
+    COS_SIN,
+    t0,
+    TAB,
+    P0,
+    P1,
+    P2,
+    scale_at,
+    FLAG,
+    factor,
+    row,
+    at,
+    old,
+    start,
+    last,
+    C: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     "M rows of one tile of which tokens [start, last) are new."
     HALF: tl.constexpr = C.HALF
     BITS: tl.constexpr = C.BITS
@@ -428,8 +577,20 @@ def _partial(x_at, stride, sd, W, w0, w1, m_lo, m_hi, mean, COS_SIN, t0, TAB, P0
         here, ok = x_at + quarter * stride, valid[:, None]
         cos_sin = COS_SIN + (tl.maximum(t0 + quarter * R, 0) * ROPE)[:, None]
         lo, hi = _rotate(
-            at=here, step=sd, valid=ok, W=W, w_lo=w0, w_hi=w1, zero=zero, mean=mean, cos_sin=cos_sin, C=C, XP=XP, ROPE=ROPE, WIDE=WIDE,
-        )  # fmt: skip
+            at=here,
+            step=sd,
+            valid=ok,
+            W=W,
+            w_lo=w0,
+            w_hi=w1,
+            zero=zero,
+            mean=mean,
+            cos_sin=cos_sin,
+            C=C,
+            XP=XP,
+            ROPE=ROPE,
+            WIDE=WIDE,
+        )
         if MEAN:
             lo, hi = lo - m_lo, hi - m_hi
         pair, scale, f, g = _measure(lo, hi, edges, levels, factor, C, WIDE)
@@ -437,17 +598,60 @@ def _partial(x_at, stride, sd, W, w0, w1, m_lo, m_hi, mean, COS_SIN, t0, TAB, P0
         finite, fitting = finite & (f | ~valid), fitting & (g | ~valid)
         slot = (quarter & 1) * 4 + (quarter >> 1) * 2
         new |= tl.where(valid, 3 << slot, 0)
-        word += tl.mul(pair, tl.where(valid, 1 << 2 * slot, 0)[:, None], sanitize_overflow=False)
+        word += tl.mul(
+            pair, tl.where(valid, 1 << 2 * slot, 0)[:, None], sanitize_overflow=False
+        )
     tl.store(FLAG + row * 0, 1, mask=~finite)
     tl.store(FLAG + 1 + row * 0, 1, mask=~fitting)
     _store(
-        P0=P0, P1=P1, P2=P2, word=word, at=at, old=old, row=row, keep=255 - new, mask=new != 0, C=C, BY_TOKEN=BY_TOKEN, R=R, WHOLE=False,
-    )  # fmt: skip
+        P0=P0,
+        P1=P1,
+        P2=P2,
+        word=word,
+        at=at,
+        old=old,
+        row=row,
+        keep=255 - new,
+        mask=new != 0,
+        C=C,
+        BY_TOKEN=BY_TOKEN,
+        R=R,
+        WHOLE=False,
+    )
 
 # %% ../../nbs/40_encode.ipynb #3b752378
 @triton.jit
-def _side(X, sb, sh, sn, sd, W, MEAN, TAB, P0, P1, P2, SCALE, FLAG, COS_SIN, START, factor, truncated, heads, first, base, n, tiles, each,
-          C: tl.constexpr, BY_TOKEN: tl.constexpr, R: tl.constexpr, M: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+def _side(
+    X,
+    sb,
+    sh,
+    sn,
+    sd,
+    W,
+    MEAN,
+    TAB,
+    P0,
+    P1,
+    P2,
+    SCALE,
+    FLAG,
+    COS_SIN,
+    START,
+    factor,
+    truncated,
+    heads,
+    first,
+    base,
+    n,
+    tiles,
+    each,
+    C: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    WHOLE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     "Byte rows of one block of one head: in `each` whole tiles, or in one that is partly new."
     D: tl.constexpr = C.D
     HALF: tl.constexpr = C.HALF
@@ -473,18 +677,28 @@ def _side(X, sb, sh, sn, sd, W, MEAN, TAB, P0, P1, P2, SCALE, FLAG, COS_SIN, STA
         m_lo = tl.load(MEAN + bh * D + j[None, :], mask=real, other=0.0)
         m_hi = tl.load(MEAN + bh * D + D // 2 + j[None, :], mask=real, other=0.0)
     w0 = _weights(W, 0, k, 0, TYPE, D, HALF)
-    w1 = _weights(W, 0, k + HALF, 0, TYPE, D, HALF) if BUTTERFLY else _weights(W, 0, k, 1, TYPE, D, HALF)
+    w1 = (
+        _weights(W, 0, k + HALF, 0, TYPE, D, HALF)
+        if BUTTERFLY
+        else _weights(W, 0, k, 1, TYPE, D, HALF)
+    )
     if WHOLE:
         tile = (first + 4 * R - 1) // (4 * R) + chunk * each
         count = tl.minimum((first + n) // (4 * R) - tile, each)
     else:
         tile, top = first // (4 * R), tl.maximum(first + n - 1, first) // (4 * R)
-        tile += chunk * tl.where(each > 0, each, top - tile)  # all tiles, or the first and the last
+        tile += chunk * tl.where(
+            each > 0, each, top - tile
+        )  # all tiles, or the first and the last
         start = tl.maximum(first - tile * (4 * R), 0)
         last = tl.minimum(first + n - tile * (4 * R), 4 * R)
-        count = (last > start) & ((each > 0) | (last - start < 4 * R) & ((chunk == 0) | (tile > first // (4 * R))))
+        count = (last > start) & (
+            (each > 0) | (last - start < 4 * R) & ((chunk == 0) | (tile > first // (4 * R)))
+        )
     x_at = X + (bh // heads) * sb + (bh % heads) * sh
-    x_at += (row + (tile * (4 * R) - first)).to(tl.int64)[:, None] * sn + k[None, :].to(tl.int64) * sd
+    x_at += (row + (tile * (4 * R) - first)).to(tl.int64)[:, None] * sn + k[None, :].to(
+        tl.int64
+    ) * sd
     scale_at, at = SCALE + (bh * tiles + tile) * (4 * R) + row, bh * tiles + tile
     old = bh * (tiles - truncated) + tile - truncated
     t, mean = row + tile * (4 * R) + base, MEAN + bh * D
@@ -493,47 +707,215 @@ def _side(X, sb, sh, sn, sd, W, MEAN, TAB, P0, P1, P2, SCALE, FLAG, COS_SIN, STA
     if count > 0:
         if WHOLE:
             _whole(
-                x_at=x_at, stride=R * sn, sd=sd, w0=w0, w1=w1, m_lo=m_lo, m_hi=m_hi, mean=mean, COS_SIN=COS_SIN, t=t, TAB=TAB, P0=P0, P1=P1,
-                P2=P2, scale_at=scale_at, FLAG=FLAG, factor=factor, row=row, at=at, old=old, tiles=count, C=C, BY_TOKEN=BY_TOKEN, R=R, M=M,
+                x_at=x_at,
+                stride=R * sn,
+                sd=sd,
+                w0=w0,
+                w1=w1,
+                m_lo=m_lo,
+                m_hi=m_hi,
+                mean=mean,
+                COS_SIN=COS_SIN,
+                t=t,
+                TAB=TAB,
+                P0=P0,
+                P1=P1,
+                P2=P2,
+                scale_at=scale_at,
+                FLAG=FLAG,
+                factor=factor,
+                row=row,
+                at=at,
+                old=old,
+                tiles=count,
+                C=C,
+                BY_TOKEN=BY_TOKEN,
+                R=R,
+                M=M,
                 WIDE=WIDE,
-            )  # fmt: skip
+            )
         else:
             _partial(
-                x_at=x_at, stride=R * sn, sd=sd, W=W, w0=w0, w1=w1, m_lo=m_lo, m_hi=m_hi, mean=mean, COS_SIN=COS_SIN, t0=t, TAB=TAB, P0=P0,
-                P1=P1, P2=P2, scale_at=scale_at, FLAG=FLAG, factor=factor, row=row, at=at, old=old, start=start, last=last, C=C,
-                BY_TOKEN=BY_TOKEN, R=R, M=M, WIDE=WIDE,
-            )  # fmt: skip
+                x_at=x_at,
+                stride=R * sn,
+                sd=sd,
+                W=W,
+                w0=w0,
+                w1=w1,
+                m_lo=m_lo,
+                m_hi=m_hi,
+                mean=mean,
+                COS_SIN=COS_SIN,
+                t0=t,
+                TAB=TAB,
+                P0=P0,
+                P1=P1,
+                P2=P2,
+                scale_at=scale_at,
+                FLAG=FLAG,
+                factor=factor,
+                row=row,
+                at=at,
+                old=old,
+                start=start,
+                last=last,
+                C=C,
+                BY_TOKEN=BY_TOKEN,
+                R=R,
+                M=M,
+                WIDE=WIDE,
+            )
 
 # %% ../../nbs/40_encode.ipynb #a262aeae
-@triton.jit(do_not_specialize=["ktruncated", "vtruncated", "first", "base", "n", "tiles", "limit", "each"])
+@triton.jit(
+    do_not_specialize=[
+        "ktruncated",
+        "vtruncated",
+        "first",
+        "base",
+        "n",
+        "tiles",
+        "limit",
+        "each",
+    ]
+)
 def _encode_kernel(
-    KX, ksb, ksh, ksn, ksd, KW, KMEAN, KTAB, KP0, KP1, KP2, KSCALE, kfactor, ktruncated,
-    VX, vsb, vsh, vsn, vsd, VW, VMEAN, VTAB, VP0, VP1, VP2, VSCALE, vfactor, vtruncated,
-    COS_SIN, START, POSITION, FLAG, heads, first, base, n, tiles, limit, each,
-    KC: tl.constexpr, VC: tl.constexpr, R: tl.constexpr, M: tl.constexpr, STATIC: tl.constexpr, WIDE: tl.constexpr,
+    KX,
+    ksb,
+    ksh,
+    ksn,
+    ksd,
+    KW,
+    KMEAN,
+    KTAB,
+    KP0,
+    KP1,
+    KP2,
+    KSCALE,
+    kfactor,
+    ktruncated,
+    VX,
+    vsb,
+    vsh,
+    vsn,
+    vsd,
+    VW,
+    VMEAN,
+    VTAB,
+    VP0,
+    VP1,
+    VP2,
+    VSCALE,
+    vfactor,
+    vtruncated,
+    COS_SIN,
+    START,
+    POSITION,
+    FLAG,
+    heads,
+    first,
+    base,
+    n,
+    tiles,
+    limit,
+    each,
+    KC: tl.constexpr,
+    VC: tl.constexpr,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    STATIC: tl.constexpr,
+    WIDE: tl.constexpr,
     WHOLE: tl.constexpr,
-):  # fmt: skip
+):
     if STATIC:
         first = tl.load(POSITION)
         n = tl.where(first + n <= limit, n, 0)
     if tl.program_id(2) == 0:
         _side(
-            X=KX, sb=ksb, sh=ksh, sn=ksn, sd=ksd, W=KW, MEAN=KMEAN, TAB=KTAB, P0=KP0, P1=KP1, P2=KP2, SCALE=KSCALE, FLAG=FLAG, COS_SIN=COS_SIN,
-            START=START, factor=kfactor, truncated=ktruncated, heads=heads, first=first, base=base, n=n, tiles=tiles, each=each, C=KC,
-            BY_TOKEN=False, R=R, M=M, WHOLE=WHOLE, WIDE=WIDE,
-        )  # fmt: skip
+            X=KX,
+            sb=ksb,
+            sh=ksh,
+            sn=ksn,
+            sd=ksd,
+            W=KW,
+            MEAN=KMEAN,
+            TAB=KTAB,
+            P0=KP0,
+            P1=KP1,
+            P2=KP2,
+            SCALE=KSCALE,
+            FLAG=FLAG,
+            COS_SIN=COS_SIN,
+            START=START,
+            factor=kfactor,
+            truncated=ktruncated,
+            heads=heads,
+            first=first,
+            base=base,
+            n=n,
+            tiles=tiles,
+            each=each,
+            C=KC,
+            BY_TOKEN=False,
+            R=R,
+            M=M,
+            WHOLE=WHOLE,
+            WIDE=WIDE,
+        )
     else:
         _side(
-            X=VX, sb=vsb, sh=vsh, sn=vsn, sd=vsd, W=VW, MEAN=VMEAN, TAB=VTAB, P0=VP0, P1=VP1, P2=VP2, SCALE=VSCALE, FLAG=FLAG + 2,
-            COS_SIN=COS_SIN, START=START, factor=vfactor, truncated=vtruncated, heads=heads, first=first, base=base, n=n, tiles=tiles,
-            each=each, C=VC, BY_TOKEN=True, R=R, M=M, WHOLE=WHOLE, WIDE=WIDE,
-        )  # fmt: skip
+            X=VX,
+            sb=vsb,
+            sh=vsh,
+            sn=vsn,
+            sd=vsd,
+            W=VW,
+            MEAN=VMEAN,
+            TAB=VTAB,
+            P0=VP0,
+            P1=VP1,
+            P2=VP2,
+            SCALE=VSCALE,
+            FLAG=FLAG + 2,
+            COS_SIN=COS_SIN,
+            START=START,
+            factor=vfactor,
+            truncated=vtruncated,
+            heads=heads,
+            first=first,
+            base=base,
+            n=n,
+            tiles=tiles,
+            each=each,
+            C=VC,
+            BY_TOKEN=True,
+            R=R,
+            M=M,
+            WHOLE=WHOLE,
+            WIDE=WIDE,
+        )
 
 # %% ../../nbs/40_encode.ipynb #226585ab
 @triton.jit
-def _copy(X_AT, SINKS, RING, START, heads, bh, i, first, n, valid, lost, sinks: tl.constexpr, ring: tl.constexpr,
-          D: tl.constexpr, K: tl.constexpr):  # fmt: skip
-    "Rows into the ring and among the sinks; where they are lost, NaN into the last token's slot."
+def _copy(
+    X_AT,
+    SINKS,
+    RING,
+    START,
+    heads,
+    bh,
+    i,
+    first,
+    n,
+    valid,
+    lost,
+    sinks: tl.constexpr,
+    ring: tl.constexpr,
+    D: tl.constexpr,
+    K: tl.constexpr,
+):
+    """Rows into the ring and among the sinks; where they are lost, NaN into the last token's
+    slot."""
     k = tl.arange(0, K)[None, :]
     ok, p = k < D, first + i
     x = tl.load(X_AT[:, None] + k, mask=valid[:, None] & ok, other=0.0)
@@ -550,9 +932,40 @@ def _copy(X_AT, SINKS, RING, START, heads, bh, i, first, n, valid, lost, sinks: 
 
 # %% ../../nbs/40_encode.ipynb #d3649d12
 @triton.jit
-def _short(X, sb, sh, sn, W, MEAN, TAB, P0, P1, P2, SCALE, SINKS, RING, factor, truncated, START, COS_SIN, FLAG, heads, rows, first, base, n, tiles, limit,
-           C: tl.constexpr, BY_TOKEN: tl.constexpr, sinks: tl.constexpr, ring: tl.constexpr, R: tl.constexpr, M: tl.constexpr,
-           WIDE: tl.constexpr):  # fmt: skip
+def _short(
+    X,
+    sb,
+    sh,
+    sn,
+    W,
+    MEAN,
+    TAB,
+    P0,
+    P1,
+    P2,
+    SCALE,
+    SINKS,
+    RING,
+    factor,
+    truncated,
+    START,
+    COS_SIN,
+    FLAG,
+    heads,
+    rows,
+    first,
+    base,
+    n,
+    tiles,
+    limit,
+    C: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    sinks: tl.constexpr,
+    ring: tl.constexpr,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     "M of the rows (sequence, token) of one head: exact copies, codes and scales."
     D: tl.constexpr = C.D
     HALF: tl.constexpr = C.HALF
@@ -576,65 +989,226 @@ def _short(X, sb, sh, sn, W, MEAN, TAB, P0, P1, P2, SCALE, SINKS, RING, factor, 
     x_at = X + (bh // heads) * sb + (bh % heads) * sh + i * sn
     if sinks + ring > 0:
         _copy(
-            X_AT=x_at, SINKS=SINKS, RING=RING, START=START, heads=heads, bh=bh, i=i, first=first, n=n, valid=valid, lost=lost, sinks=sinks,
-            ring=ring, D=D, K=2 * HALF,
-        )  # fmt: skip
+            X_AT=x_at,
+            SINKS=SINKS,
+            RING=RING,
+            START=START,
+            heads=heads,
+            bh=bh,
+            i=i,
+            first=first,
+            n=n,
+            valid=valid,
+            lost=lost,
+            sinks=sinks,
+            ring=ring,
+            D=D,
+            K=2 * HALF,
+        )
     K: tl.constexpr = HALF if BUTTERFLY else SLICE
     k, zero = tl.arange(0, K), tl.zeros((M, HALF), tl.float32)
     w_lo = _weights(W, 0, k, 0, TYPE, D, HALF)
-    w_hi = _weights(W, 0, k + HALF, 0, TYPE, D, HALF) if BUTTERFLY else _weights(W, 0, k, 1, TYPE, D, HALF)
+    w_hi = (
+        _weights(W, 0, k + HALF, 0, TYPE, D, HALF)
+        if BUTTERFLY
+        else _weights(W, 0, k, 1, TYPE, D, HALF)
+    )
     at, cos_sin, ok = MEAN + (bh * D)[:, None], COS_SIN + (r * 0)[:, None], valid[:, None]
     if ROPE > 0:
         t = p + base - tl.load(START + bh // heads, mask=valid, other=0).to(tl.int32)
         cos_sin = COS_SIN + (tl.maximum(t, 0) * ROPE)[:, None]
     lo, hi = _rotate(
-        at=x_at[:, None] + k, step=1, valid=ok, W=W, w_lo=w_lo, w_hi=w_hi, zero=zero, mean=at, cos_sin=cos_sin, C=C, XP=XP, ROPE=ROPE,
+        at=x_at[:, None] + k,
+        step=1,
+        valid=ok,
+        W=W,
+        w_lo=w_lo,
+        w_hi=w_hi,
+        zero=zero,
+        mean=at,
+        cos_sin=cos_sin,
+        C=C,
+        XP=XP,
+        ROPE=ROPE,
         WIDE=WIDE,
-    )  # fmt: skip
+    )
     if MP > 0:
         w_lo, w_hi = w_lo.to(tl.bfloat16), w_hi.to(tl.bfloat16)
         m_lo, m_hi = _rotate(
-            at=at + k, step=1, valid=ok, W=W, w_lo=w_lo, w_hi=w_hi, zero=zero, mean=at, cos_sin=cos_sin, C=C, XP=MP, ROPE=0, WIDE=WIDE,
-        )  # fmt: skip
+            at=at + k,
+            step=1,
+            valid=ok,
+            W=W,
+            w_lo=w_lo,
+            w_hi=w_hi,
+            zero=zero,
+            mean=at,
+            cos_sin=cos_sin,
+            C=C,
+            XP=MP,
+            ROPE=0,
+            WIDE=WIDE,
+        )
         lo, hi = lo - m_lo, hi - m_hi
     edges, levels = _table(TAB, BITS)
     pair, scale, finite, fitting = _measure(lo, hi, edges, levels, factor, C, WIDE)
     tile, t = p // (4 * R), p % (4 * R)
     slot = (t // R & 1) * 4 + (t // R >> 1) * 2
-    tl.store(SCALE + (bh * tiles + tile) * (4 * R) + t, scale.to(SCALE.dtype.element_ty), mask=valid)
+    tl.store(
+        SCALE + (bh * tiles + tile) * (4 * R) + t, scale.to(SCALE.dtype.element_ty), mask=valid
+    )
     nothing = ((r * 0).to(tl.float32) + float("nan")).to(SCALE.dtype.element_ty)
     tl.store(SCALE + bh * tiles * (4 * R) + first - 1, nothing, mask=lost)
     tl.store(FLAG + r * 0, 1, mask=valid & ~finite)
     tl.store(FLAG + 1 + r * 0, 1, mask=valid & ~fitting)
-    word, at = tl.mul(pair, (1 << 2 * slot)[:, None], sanitize_overflow=False), (bh * tiles + tile)[:, None]
+    word, at = (
+        tl.mul(pair, (1 << 2 * slot)[:, None], sanitize_overflow=False),
+        (bh * tiles + tile)[:, None],
+    )
     old = (bh * (tiles - truncated) + tile - truncated)[:, None]
     _store(
-        P0=P0, P1=P1, P2=P2, word=word, at=at, old=old, row=t % R, keep=255 - (3 << slot), mask=valid, C=C, BY_TOKEN=BY_TOKEN, R=R, WHOLE=False,
-    )  # fmt: skip
+        P0=P0,
+        P1=P1,
+        P2=P2,
+        word=word,
+        at=at,
+        old=old,
+        row=t % R,
+        keep=255 - (3 << slot),
+        mask=valid,
+        C=C,
+        BY_TOKEN=BY_TOKEN,
+        R=R,
+        WHOLE=False,
+    )
 
 # %% ../../nbs/40_encode.ipynb #9df40eba
-@triton.jit(do_not_specialize=["ktruncated", "vtruncated", "rows", "first", "base", "tiles", "limit"])
+@triton.jit(
+    do_not_specialize=["ktruncated", "vtruncated", "rows", "first", "base", "tiles", "limit"]
+)
 def _short_kernel(
-    KX, ksb, ksh, ksn, KW, KTAB, kfactor, ktruncated, KP0, KP1, KP2, KSCALE, KSINKS, KRING, KMEAN,
-    VX, vsb, vsh, vsn, VW, VTAB, vfactor, vtruncated, VP0, VP1, VP2, VSCALE, VSINKS, VRING, VMEAN,
-    START, COS_SIN, POSITION, FLAG, heads, rows, first, base, n, tiles, limit,
-    KC: tl.constexpr, VC: tl.constexpr, sinks: tl.constexpr, ring: tl.constexpr, R: tl.constexpr, M: tl.constexpr,
-    STATIC: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    KX,
+    ksb,
+    ksh,
+    ksn,
+    KW,
+    KTAB,
+    kfactor,
+    ktruncated,
+    KP0,
+    KP1,
+    KP2,
+    KSCALE,
+    KSINKS,
+    KRING,
+    KMEAN,
+    VX,
+    vsb,
+    vsh,
+    vsn,
+    VW,
+    VTAB,
+    vfactor,
+    vtruncated,
+    VP0,
+    VP1,
+    VP2,
+    VSCALE,
+    VSINKS,
+    VRING,
+    VMEAN,
+    START,
+    COS_SIN,
+    POSITION,
+    FLAG,
+    heads,
+    rows,
+    first,
+    base,
+    n,
+    tiles,
+    limit,
+    KC: tl.constexpr,
+    VC: tl.constexpr,
+    sinks: tl.constexpr,
+    ring: tl.constexpr,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    STATIC: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     if STATIC:
         first = tl.load(POSITION)
     if tl.program_id(1) == 0:
         _short(
-            X=KX, sb=ksb, sh=ksh, sn=ksn, W=KW, MEAN=KMEAN, TAB=KTAB, P0=KP0, P1=KP1, P2=KP2, SCALE=KSCALE, SINKS=KSINKS, RING=KRING,
-            factor=kfactor, truncated=ktruncated, START=START, COS_SIN=COS_SIN, FLAG=FLAG, heads=heads, rows=rows, first=first, base=base, n=n,
-            tiles=tiles, limit=limit, C=KC, BY_TOKEN=False, sinks=sinks, ring=ring, R=R, M=M, WIDE=WIDE,
-        )  # fmt: skip
+            X=KX,
+            sb=ksb,
+            sh=ksh,
+            sn=ksn,
+            W=KW,
+            MEAN=KMEAN,
+            TAB=KTAB,
+            P0=KP0,
+            P1=KP1,
+            P2=KP2,
+            SCALE=KSCALE,
+            SINKS=KSINKS,
+            RING=KRING,
+            factor=kfactor,
+            truncated=ktruncated,
+            START=START,
+            COS_SIN=COS_SIN,
+            FLAG=FLAG,
+            heads=heads,
+            rows=rows,
+            first=first,
+            base=base,
+            n=n,
+            tiles=tiles,
+            limit=limit,
+            C=KC,
+            BY_TOKEN=False,
+            sinks=sinks,
+            ring=ring,
+            R=R,
+            M=M,
+            WIDE=WIDE,
+        )
     else:
         _short(
-            X=VX, sb=vsb, sh=vsh, sn=vsn, W=VW, MEAN=VMEAN, TAB=VTAB, P0=VP0, P1=VP1, P2=VP2, SCALE=VSCALE, SINKS=VSINKS, RING=VRING,
-            factor=vfactor, truncated=vtruncated, START=START, COS_SIN=COS_SIN, FLAG=FLAG + 2, heads=heads, rows=rows, first=first, base=base,
-            n=n, tiles=tiles, limit=limit, C=VC, BY_TOKEN=True, sinks=sinks, ring=ring, R=R, M=M, WIDE=WIDE,
-        )  # fmt: skip
+            X=VX,
+            sb=vsb,
+            sh=vsh,
+            sn=vsn,
+            W=VW,
+            MEAN=VMEAN,
+            TAB=VTAB,
+            P0=VP0,
+            P1=VP1,
+            P2=VP2,
+            SCALE=VSCALE,
+            SINKS=VSINKS,
+            RING=VRING,
+            factor=vfactor,
+            truncated=vtruncated,
+            START=START,
+            COS_SIN=COS_SIN,
+            FLAG=FLAG + 2,
+            heads=heads,
+            rows=rows,
+            first=first,
+            base=base,
+            n=n,
+            tiles=tiles,
+            limit=limit,
+            C=VC,
+            BY_TOKEN=True,
+            sinks=sinks,
+            ring=ring,
+            R=R,
+            M=M,
+            WIDE=WIDE,
+        )
     if STATIC:
         fits = first + n <= limit
         tl.store(FLAG + 4, 1, mask=fits == 0)
@@ -730,22 +1304,31 @@ def _check_target(name: str, x: Tensor, target: Target, along: str, tile: int) -
     if mean and target.mean.shape != (b, h, 1, d):
         got = list(target.mean.shape)
         raise ValueError(f"the mean of {name} must have shape {[b, h, 1, d]}, got {got}")
-    if target.cos_sin is not None and (target.start is None or len(target.start) != b or not mean):
+    if target.cos_sin is not None and (
+        target.start is None or len(target.start) != b or not mean
+    ):
         raise ValueError(f"a pre-RoPE mean of {name} needs mean and start, {b} positions")
     if tuple(target.scale.shape) != (b, h, tiles, tile) or target.rotation.parts.shape[-1] != d:
         raise ValueError(f"scale and rotation of {name} must fit {tuple(x.shape)}")
     if target.rotation.per_head and len(target.rotation.parts) != h:
-        raise ValueError(f"a transform of {name} must be of {h} heads, got {len(target.rotation.parts)}")
+        raise ValueError(
+            f"a transform of {name} must be of {h} heads, got {len(target.rotation.parts)}"
+        )
     for t in (*target.planes, target.scale, target.rotation.parts, target.table, *mean):
         if t.device != x.device or not t.is_contiguous():
             raise ValueError(f"tensors of {name} must be contiguous and on {x.device}")
     return bits
 
 # %% ../../nbs/40_encode.ipynb #a6be9377
-def _config(d: int, rows: int, parts: int, large: bool = True, size: int = 2, rope: int = 0) -> tuple:
+def _config(
+    d: int, rows: int, parts: int, large: bool = True, size: int = 2, rope: int = 0
+) -> tuple:
     "Of a long append: byte rows of a program, and how Triton compiles it."
     m = min(64, max(16, 1 << (rows - 1).bit_length()))
-    options = dict(num_warps=8 if d > 128 else 4, num_stages=3 if large and parts == 1 and d * size < 1024 else 2)
+    options = dict(
+        num_warps=8 if d > 128 else 4,
+        num_stages=3 if large and parts == 1 and d * size < 1024 else 2,
+    )
     if 64 < d <= 128 and parts == 1 and not large:
         options["maxnreg"] = 168  # three programs a multiprocessor
     if parts > 1 and d <= 128:  # 64 rows make the sliced product a pipelined wgmma, which
@@ -775,8 +1358,8 @@ def _wide(device: torch.device) -> bool:
 
 
 def _rotated_mean(target: Target) -> Tensor:
-    """The mean in the basis and unit of the product, fp32; every product is exact, also as TF32. A
-    pre-RoPE mean stays as it is."""
+    """The mean in the basis and unit of the product, fp32; every product is exact, also as
+    TF32. A pre-RoPE mean stays as it is."""
     if target.mean is None or target.cos_sin is not None:
         return target.table if target.mean is None else target.mean
     with torch.autocast(target.mean.device.type, enabled=False):
@@ -805,27 +1388,71 @@ class LongSide(NamedTuple):
     @classmethod
     def of(cls, x: Tensor, t: Target) -> "LongSide":
         (p0, p1, p2), rotation = [*t.planes, t.planes[0], t.planes[0]][:3], t.rotation
-        return cls(x, *x.stride(), rotation.parts, _rotated_mean(t), t.table, p0, p1, p2, t.scale, rotation.factor, t.truncated)
+        return cls(
+            x,
+            *x.stride(),
+            rotation.parts,
+            _rotated_mean(t),
+            t.table,
+            p0,
+            p1,
+            p2,
+            t.scale,
+            rotation.factor,
+            t.truncated,
+        )
 
 # %% ../../nbs/40_encode.ipynb #487bf355
-def _launch_long(k, v, key: Target, value: Target, consts, first, flags, tile, position=None, limit=2**31 - 1, config=None):
-    "Code k and v from token `first` on, or from where `position` says if they end at `limit` at the latest."
+def _launch_long(
+    k,
+    v,
+    key: Target,
+    value: Target,
+    consts,
+    first,
+    flags,
+    tile,
+    position=None,
+    limit=2**31 - 1,
+    config=None,
+):
+    """Code k and v from token `first` on, or from where `position` says if they end at `limit`
+    at the latest."""
     (b, h, n, d), rows, static = k.shape, tile // 4, position is not None
     parts, rope = max(key.rotation.count, value.rotation.count), key.rope
     processors, large = _processors(k.device)
     m, options = config or _config(max(d, v.shape[-1]), rows, parts, large, k.itemsize, rope)
     sides, blocks = (*LongSide.of(k, key), *LongSide.of(v, value)), -(-rows // m)
     named = dict(
-        COS_SIN=key.cos_sin if rope else flags, START=key.start if rope else flags, POSITION=position if static else flags, FLAG=flags,
-        heads=h, first=first, base=key.base, n=n, tiles=key.scale.shape[2], limit=limit, KC=consts[0], VC=consts[1], R=rows, M=m,
-        STATIC=static, WIDE=_wide(k.device),
-    )  # fmt: skip
+        COS_SIN=key.cos_sin if rope else flags,
+        START=key.start if rope else flags,
+        POSITION=position if static else flags,
+        FLAG=flags,
+        heads=h,
+        first=first,
+        base=key.base,
+        n=n,
+        tiles=key.scale.shape[2],
+        limit=limit,
+        KC=consts[0],
+        VC=consts[1],
+        R=rows,
+        M=m,
+        STATIC=static,
+        WIDE=_wide(k.device),
+    )
 
     def launch(programs, each, whole):
-        _encode_kernel[(programs * blocks, b * h, 2)](*sides, **named, each=each, WHOLE=whole, **options)
+        _encode_kernel[(programs * blocks, b * h, 2)](
+            *sides, **named, each=each, WHOLE=whole, **options
+        )
 
-    if parts > 1 or consts[0].SLICED or consts[1].SLICED or rows % m:  # one program for each tile
-        touched = -(-(n - 1) // tile) + 1 if static else (first + n - 1) // tile - first // tile + 1
+    if (
+        parts > 1 or consts[0].SLICED or consts[1].SLICED or rows % m
+    ):  # one program for each tile
+        touched = (
+            -(-(n - 1) // tile) + 1 if static else (first + n - 1) // tile - first // tile + 1
+        )
         return launch(touched, 1, False)
     whole = n // tile if static else (first + n) // tile - -(-first // tile)
     if whole > 0:
@@ -843,10 +1470,13 @@ def encode_append(
     first: int,  # token, counted from the first tile, at which the first of n goes
     flags: Tensor | None = None,  # [4] int32 to raise flags in; new and zero if None
     tile: int = TILE,
-    config: tuple | None = None,  # byte rows of a program, how Triton compiles it; None: what is fastest on the GPUs it was measured on
-) -> Tensor:  # the flags: key not finite, key scale too large, value not finite, value too large
-    """Code k and v and write them into planes and scales, in one launch and without waiting for it.
-    Raises ImportError without Triton, ValueError/TypeError for tensors that do not fit."""
+    config: tuple
+    # byte rows of a program, how Triton compiles it; None: what is fastest on the GPUs it was
+    # measured on
+    | None = None,
+) -> Tensor:  # flags: key not finite, too large, value not finite, too large
+    """Code k and v and write them into planes and scales, in one launch and without waiting for
+    it. Raises ImportError without Triton, ValueError/TypeError for tensors that do not fit."""
     if triton.language is None:
         raise ImportError("encode_append needs Triton: pip install 'turboquant-nb[triton]'")
     for name, x in (("k", k), ("v", v)):
@@ -857,11 +1487,19 @@ def encode_append(
             raise ValueError(f"k and v must be {want}, got {list(k.shape)} and {list(x.shape)}")
     if reason := _backend(k.device):
         raise ValueError(reason)
-    bits = _check_target("k", k, key, "channel", tile), _check_target("v", v, value, "token", tile)
+    bits = (
+        _check_target("k", k, key, "channel", tile),
+        _check_target("v", v, value, "token", tile),
+    )
     room = min(key.scale.shape[2], value.scale.shape[2]) * tile
     low = max(key.truncated, value.truncated) * tile
-    if not low <= first <= first + k.shape[2] <= room or key.scale.shape[2] != value.scale.shape[2]:
-        raise ValueError(f"tokens must lie in [{low}, {room}), got {first} and {k.shape[2]} more")
+    if (
+        not low <= first <= first + k.shape[2] <= room
+        or key.scale.shape[2] != value.scale.shape[2]
+    ):
+        raise ValueError(
+            f"tokens must lie in [{low}, {room}), got {first} and {k.shape[2]} more"
+        )
     cos_sin, last = key.cos_sin, first + key.base + k.shape[2]
     if value.cos_sin is not None or cos_sin is not None and len(cos_sin) < last:
         have = "values" if cos_sin is None else f"{len(cos_sin)} positions"
@@ -870,28 +1508,46 @@ def encode_append(
     if k.shape[2]:
         consts, large = [], _processors(k.device)[1]
         for x, b, t in zip((k, v), bits, (key, value)):
-            of = dict(mode=t.mode, mean=None if t.mean is None else t.mean.dtype, scale=t.scale.dtype, large=large, rope=t.rope)
+            of = dict(
+                mode=t.mode,
+                mean=None if t.mean is None else t.mean.dtype,
+                scale=t.scale.dtype,
+                large=large,
+                rope=t.rope,
+            )
             consts.append(CodingConstants.of(x.shape[3], x.dtype, b, t.rotation, **of))
         _launch_long(k, v, key, value, consts, first, flags, tile, config=config)
     return flags
 
 # %% ../../nbs/40_encode.ipynb #f0cf1f80
 @lru_cache(maxsize=64)
-def _seeded_rotation(kind: str, d: int, seed: int | None, device: torch.device) -> RotationOperand:
+def _seeded_rotation(
+    kind: str, d: int, seed: int | None, device: torch.device
+) -> RotationOperand:
     operand = RotationOperand.of(make_rotation(kind, d, seed or 0).matrix)
     return replace(operand, parts=operand.parts.to(device))
 
 
-_BOOKS, _ROTATIONS = WeakKeyDictionary(), WeakKeyDictionary()  # codebook -> table; transform -> RotationOperand
+_BOOKS, _ROTATIONS = (
+    WeakKeyDictionary(),
+    WeakKeyDictionary(),
+)  # codebook -> table; transform -> RotationOperand
 
 
 def _quantizer_tables(q) -> tuple:
-    "Rotation and table of a quantizer, as kernels want them; layers share both. Making them waits for the device."
+    """Rotation and table of a quantizer, as kernels want them; layers share both. Making them
+    waits for the device."""
     r, book = q.rotation, getattr(q.codebook, "book", q.codebook)
     if r not in _ROTATIONS:
-        _ROTATIONS[r] = _seeded_rotation(r.kind, q.d, r.seed, q.device) if r.seeded else RotationOperand.of(r.matrix)
+        _ROTATIONS[r] = (
+            _seeded_rotation(r.kind, q.d, r.seed, q.device)
+            if r.seeded
+            else RotationOperand.of(r.matrix)
+        )
     if book not in _BOOKS:
-        _BOOKS[book] = _code_table(book.edges, book.decode(torch.arange(2**book.bits, device=q.device)))
+        _BOOKS[book] = _code_table(
+            book.edges, book.decode(torch.arange(2**book.bits, device=q.device))
+        )
     return _ROTATIONS[r], _BOOKS[book]
 
 
@@ -904,14 +1560,23 @@ def target(
     planes = [side.tensors[n] for n in side.groups[0].names]
     mean = None if mean is None else mean.contiguous()
     rotation, table = _quantizer_tables(side.q)
-    out = Target(planes, side.tensors["scale"], rotation, table, side.q.spec.scale, mean, side.truncated_tiles if side.truncated_planes else 0)
+    out = Target(
+        planes,
+        side.tensors["scale"],
+        rotation,
+        table,
+        side.q.spec.scale,
+        mean,
+        side.truncated_tiles if side.truncated_planes else 0,
+    )
     if side.q.spec.center != "pre_rope":
         return out
     return out._replace(cos_sin=store.rope_table, start=store.start, base=store.offset)
 
 # %% ../../nbs/40_encode.ipynb #92f25193
 class ShortSide(NamedTuple):
-    "The arguments of a short append for one side, in the kernel's order and by its names; tensors or their addresses."
+    """The arguments of a short append for one side, in the kernel's order and by its names;
+    tensors or their addresses."""
 
     X: Tensor | int
     sb: int
@@ -934,22 +1599,41 @@ class _SidePlan:
     "What stays the same of one side from short append to short append."
 
     def __init__(self, q, dtype, device, rope):
-        bits, centred, (rotation, table) = max(q.channel_bits), q.spec.center != "none", _quantizer_tables(q)
-        of = dict(mode=q.spec.scale, mean=torch.bfloat16 if centred else None, scale=q.scale_dtype)
-        self.constants = CodingConstants.of(q.d, dtype, bits, rotation, **of, large=_processors(device)[1], rope=rope)
+        bits, centred, (rotation, table) = (
+            max(q.channel_bits),
+            q.spec.center != "none",
+            _quantizer_tables(q),
+        )
+        of = dict(
+            mode=q.spec.scale, mean=torch.bfloat16 if centred else None, scale=q.scale_dtype
+        )
+        self.constants = CodingConstants.of(
+            q.d, dtype, bits, rotation, **of, large=_processors(device)[1], rope=rope
+        )
         self.tensors, self.factor = (rotation.parts, table), rotation.factor
         self.known = rotation.parts.data_ptr(), table.data_ptr(), rotation.factor
         n = max(1, bits - 1)  # planes; then come scale, sinks, recent and mean
         self.scale_at = n
-        self.pick = itemgetter(0, min(1, n - 1), n - 1, n, n + 1, n + 2, n + 3 if centred else 0)
+        self.pick = itemgetter(
+            0, min(1, n - 1), n - 1, n, n + 1, n + 2, n + 3 if centred else 0
+        )
 
     def arguments(self, x: Tensor, tensors: list, truncated: int) -> ShortSide:
         "As tensors, for Triton to look at."
-        return ShortSide(x, *x.stride()[:3], *self.tensors, self.factor, truncated, *self.pick(tensors))
+        return ShortSide(
+            x, *x.stride()[:3], *self.tensors, self.factor, truncated, *self.pick(tensors)
+        )
 
     def pointers(self, x: int, strides: tuple, tensors: list, truncated: int) -> tuple:
-        "The same as addresses, for a kernel that is compiled already; a plain tuple, as this is done for every token."
-        return (x, *strides[:3], *self.known, truncated, *self.pick(list(map(Tensor.data_ptr, tensors))))
+        """The same as addresses, for a kernel that is compiled already; a plain tuple, as this
+        is done for every token."""
+        return (
+            x,
+            *strides[:3],
+            *self.known,
+            truncated,
+            *self.pick(list(map(Tensor.data_ptr, tensors))),
+        )
 
 # %% ../../nbs/40_encode.ipynb #d049450a
 _READY = {}  # compiled kernels, by what they are compiled for
@@ -959,10 +1643,21 @@ class _AppendPlan:
     "How short appends to stores of one kind are launched, with the quantizers `qs`."
 
     def __init__(self, qs, dtype, device, heads, sinks, ring, tile, rope=0):
-        self.qs, self.tokens, self.tile = qs, min(64, tile // 4), tile  # so many at most are short
+        self.qs, self.tokens, self.tile = (
+            qs,
+            min(64, tile // 4),
+            tile,
+        )  # so many at most are short
         self.key, self.value = (_SidePlan(q, dtype, device, r) for q, r in zip(qs, (rope, 0)))
         self.rows, self.options = _short_config(max(q.d for q in qs), _processors(device)[1])
-        self.fixed = (self.key.constants, self.value.constants, sinks, ring, tile // 4, self.rows)
+        self.fixed = (
+            self.key.constants,
+            self.value.constants,
+            sinks,
+            ring,
+            tile // 4,
+            self.rows,
+        )
         self.wide = _wide(device)
         self.ready = _READY.setdefault((device, dtype, heads, *self.fixed), {})
 
@@ -971,20 +1666,42 @@ class _AppendPlan:
         return self.key.constants, self.value.constants
 
     def launch(self, k, v, key, value, truncated, numbers, first, base, limit, static):
-        """key, value: the tensors of each side, which have lost `truncated` tiles of their last planes;
-        numbers: start, cosines and sines, position, flags (any tensor for what is not needed). Returns the compiled kernel, its grid
-        and its arguments, all of them numbers, or None where Triton looked at tensors."""
+        """key, value: the tensors of each side, which have lost `truncated` tiles of their last
+        planes; numbers: start, cosines and sines, position, flags (any tensor for what is not
+        needed). Returns the compiled kernel, its grid and its arguments, all of them numbers,
+        or None where Triton looked at tensors."""
         (b, h, n, _), (cut, cut_value) = k.shape, truncated
         k_at, v_at, ks, vs = k.data_ptr(), v.data_ptr(), k.stride(), v.stride()
         name = n, ks, vs, k_at % 16, v_at % 16, static
         ready = self.ready.get(name)
         if ready is None:
-            one, two, shared = self.key.arguments(k, key, cut), self.value.arguments(v, value, cut_value), numbers
+            one, two, shared = (
+                self.key.arguments(k, key, cut),
+                self.value.arguments(v, value, cut_value),
+                numbers,
+            )
         else:
-            one, two = self.key.pointers(k_at, ks, key, cut), self.value.pointers(v_at, vs, value, cut_value)
+            one, two = (
+                self.key.pointers(k_at, ks, key, cut),
+                self.value.pointers(v_at, vs, value, cut_value),
+            )
             shared = map(Tensor.data_ptr, numbers)
         tiles, rows = key[self.key.scale_at].shape[2], b * n
-        args = *one, *two, *shared, h, rows, first, base, n, tiles, limit, *self.fixed, static, self.wide
+        args = (
+            *one,
+            *two,
+            *shared,
+            h,
+            rows,
+            first,
+            base,
+            n,
+            tiles,
+            limit,
+            *self.fixed,
+            static,
+            self.wide,
+        )
         grid = (h * -(-rows // self.rows), 2, 1)  # each head has programs of its own
         if ready is None:
             self.ready[name] = _short_kernel[grid](*args, **self.options)
@@ -1001,13 +1718,23 @@ def _plan(store: KVStore) -> _AppendPlan:
     plan, sides = _plans.get(store), (store.key, store.value)
     if plan is None or plan.qs[0] is not sides[0].q or plan.qs[1] is not sides[1].q:
         qs, r = [side.q for side in sides], store.recipe
-        served, why = supports(r, *(q.d for q in qs), store.dtype, store.device, store.batch * store.heads)
+        served, why = supports(
+            r, *(q.d for q in qs), store.dtype, store.device, store.batch * store.heads
+        )
         if not served:
             raise ValueError(f"the kernel cannot serve this store: {why}")
-        sizes = (store.heads, r.sinks, r.recent, store.tile, 0 if store.rope_table is None else store.rope_table.shape[1])
+        sizes = (
+            store.heads,
+            r.sinks,
+            r.recent,
+            store.tile,
+            0 if store.rope_table is None else store.rope_table.shape[1],
+        )
         plan = _plans[store] = _AppendPlan(qs, store.dtype, store.device, *sizes)
         if store.static:  # a capture finds its own plan ready, and a graph its tables alive
-            plan.captured = _plan_of(tuple(store.storage.texts), store.dtype, store.device, *sizes)
+            plan.captured = _plan_of(
+                tuple(store.storage.texts), store.dtype, store.device, *sizes
+            )
     return plan
 
 
@@ -1019,7 +1746,10 @@ def prepare(store: KVStore) -> None:
 # %% ../../nbs/40_encode.ipynb #2204b283
 def _truncates(store, before: int) -> bool:
     "Whether whole tiles below `before` are to lose a plane now."
-    return any(s.truncated_planes and s.truncated_tiles < before // store.tile for s in (store.key, store.value))
+    return any(
+        s.truncated_planes and s.truncated_tiles < before // store.tile
+        for s in (store.key, store.value)
+    )
 
 
 def _is_short(store: KVStore, plan: _AppendPlan, k, v) -> bool:
@@ -1027,7 +1757,11 @@ def _is_short(store: KVStore, plan: _AppendPlan, k, v) -> bool:
     for x, q in zip((k, v), plan.qs):
         if type(x) is not Tensor or x.dtype is not store.dtype or x.device != store.device:
             return False
-        if x.ndim != 4 or x.shape != (store.batch, store.heads, k.shape[2], q.d) or x.stride(3) != 1:
+        if (
+            x.ndim != 4
+            or x.shape != (store.batch, store.heads, k.shape[2], q.d)
+            or x.stride(3) != 1
+        ):
             return False
     n, at = k.shape[2], store.length - store.offset
     if store.recipe.decay is not None and _truncates(store, at + n - store.recipe.decay):
@@ -1045,11 +1779,15 @@ _STREAM, _ARGS = object(), object()  # stand for a stream and for the arguments 
 
 
 def direct_launcher(compiled, grid: tuple):
-    """What launches a compiled kernel on the current stream, given its arguments. Triton's launcher asks on every launch for the device, for hooks and for scratch
-    memory, and calls a C function; here it is asked once what it passes to that function, which is called from then on (so hooks of profilers see nothing).
-    Triton's own launcher where it is of another form, or the kernel needs scratch memory."""
+    """What launches a compiled kernel on the current stream, given its arguments. Triton's
+    launcher asks on every launch for the device, for hooks and for scratch memory, and calls a
+    C function; here it is asked once what it passes to that function, which is called from then
+    on (so hooks of profilers see nothing). Triton's own launcher where it is of another form,
+    or the kernel needs scratch memory."""
     usual, run, passed = compiled[grid], getattr(compiled, "run", None), []
-    if getattr(run, "launch", None) is None or any(getattr(run, f"{name}_scratch_size", 1) for name in ("global", "profile")):
+    if getattr(run, "launch", None) is None or any(
+        getattr(run, f"{name}_scratch_size", 1) for name in ("global", "profile")
+    ):
         return usual
     probe = copy(run)
     probe.launch = lambda *args: passed.append(args)
@@ -1058,35 +1796,66 @@ def direct_launcher(compiled, grid: tuple):
     at = next((i for i, x in enumerate(lead) if x is _STREAM), None)
     if at is None or not (last is _ARGS or last == (_ARGS,)):
         return usual
-    before, after, stream, device = tuple(lead[:at]), tuple(lead[at + 1 :]), driver.get_current_stream, driver.get_current_device()
+    before, after, stream, device = (
+        tuple(lead[:at]),
+        tuple(lead[at + 1 :]),
+        driver.get_current_stream,
+        driver.get_current_device(),
+    )
     if last is _ARGS:
         return lambda *args: call(*before, stream(device), *after, *args)
     return lambda *args: call(*before, stream(device), *after, args)
 
 
 _K, _V = 0, len(ShortSide._fields)  # places of the new states among the arguments
-_FIRST = 2 * _V + 6  # and of the position, after start, cosines and sines, position, flags, heads and rows; then comes the base
+_FIRST = (
+    2 * _V + 6
+)  # and of the position, after start, cosines and sines, position, flags, heads and rows; then comes the base
 
 
 def _alike(k: Tensor, v: Tensor) -> tuple:
     "What short appends must have in common to share a launch."
-    return k.shape, v.shape, k.stride(), v.stride(), k.dtype, v.dtype, k.device, v.device, k.data_ptr() & 15, v.data_ptr() & 15
+    return (
+        k.shape,
+        v.shape,
+        k.stride(),
+        v.stride(),
+        k.dtype,
+        v.dtype,
+        k.device,
+        v.device,
+        k.data_ptr() & 15,
+        v.data_ptr() & 15,
+    )
 
 
 class _Again:
     "A short append that was launched, for those that follow it."
 
     def __init__(self, store: KVStore, k, v, launched: tuple):
-        self.alike, self.unchanged, (compiled, grid, args) = _alike(k, v), Unchanged(store), launched
+        self.alike, self.unchanged, (compiled, grid, args) = (
+            _alike(k, v),
+            Unchanged(store),
+            launched,
+        )
         self.launcher, self.args = direct_launcher(compiled, grid), list(args)
         self.n, room = k.shape[2], store.key.tiles * store.tile
-        self.room = room if store.max_length is None else min(room, store.max_length)  # tokens from the first tile on
-        self.last = math.inf if store.rope_table is None or store.static else len(store.rope_table)
+        self.room = (
+            room if store.max_length is None else min(room, store.max_length)
+        )  # tokens from the first tile on
+        self.last = (
+            math.inf if store.rope_table is None or store.static else len(store.rope_table)
+        )
 
     def __call__(self, store: KVStore, k, v) -> bool:  # whether it could be launched
         length, offset = store.length, store.offset
         at = length - offset
-        if not 0 < at <= self.room - self.n or length + self.n > self.last or type(k) is not Tensor or type(v) is not Tensor:
+        if (
+            not 0 < at <= self.room - self.n
+            or length + self.n > self.last
+            or type(k) is not Tensor
+            or type(v) is not Tensor
+        ):
             return False
         if _alike(k, v) != self.alike or not self.unchanged(store):
             return False
@@ -1103,35 +1872,70 @@ _LAUNCHED = WeakKeyDictionary()  # store -> `_Again`
 
 
 def is_current(device: torch.device) -> bool:
-    "Whether this is the GPU on which Triton launches kernels now: PyTorch's current one, whatever device their tensors are on."
+    """Whether this is the GPU on which Triton launches kernels now: PyTorch's current one,
+    whatever device their tensors are on."""
     return device.type == "cuda" and device.index == torch.cuda.current_device()
 
 
 def append_again(store: KVStore, k: Tensor, v: Tensor) -> bool:
-    "A short append like the one before, without another look at what cannot have changed; False: `append` has to."
+    """A short append like the one before, without another look at what cannot have changed;
+    False: `append` has to."""
     again = _LAUNCHED.get(store)
-    if again is None or (store.static and store._capturing()) or (k.device.type == "cuda" and not is_current(k.device)):
+    if (
+        again is None
+        or (store.static and store._capturing())
+        or (k.device.type == "cuda" and not is_current(k.device))
+    ):
         return False
     return again(store, k, v)
 
 # %% ../../nbs/40_encode.ipynb #40e0b002
 @triton.jit(do_not_specialize=["skip", "n", "each"])
 def _sums_kernel(
-    X, sb, sh, sn, COS_SIN, START, SUMS, heads, skip, n, each,
-    D: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, EP: tl.constexpr, T: tl.constexpr,
-):  # fmt: skip
-    "Over `each` real tokens of one head: the sum of its vectors without RoPE (of the first 2 H channels), then of their squares."
+    X,
+    sb,
+    sh,
+    sn,
+    COS_SIN,
+    START,
+    SUMS,
+    heads,
+    skip,
+    n,
+    each,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    HP: tl.constexpr,
+    EP: tl.constexpr,
+    T: tl.constexpr,
+):
+    """Over `each` real tokens of one head: the sum of its vectors without RoPE (of the first 2
+    H channels), then of their squares."""
     bh, part = tl.program_id(0), tl.program_id(1)
     b = (bh // heads).to(tl.int64)
-    base, out = X + b * sb + (bh % heads).to(tl.int64) * sh, SUMS + (bh * tl.num_programs(1) + part).to(tl.int64) * (D + 1)
+    base, out = (
+        X + b * sb + (bh % heads).to(tl.int64) * sh,
+        SUMS + (bh * tl.num_programs(1) + part).to(tl.int64) * (D + 1),
+    )
     start, last = tl.load(START + b).to(tl.int32), tl.minimum(n, (part + 1) * each)
     c, e = tl.arange(0, HP), 2 * H + tl.arange(0, EP)
-    one, two, rest, squares = tl.zeros([HP], tl.float32), tl.zeros([HP], tl.float32), tl.zeros([EP], tl.float32), tl.zeros([T], tl.float32)
+    one, two, rest, squares = (
+        tl.zeros([HP], tl.float32),
+        tl.zeros([HP], tl.float32),
+        tl.zeros([EP], tl.float32),
+        tl.zeros([T], tl.float32),
+    )
     for first in range(part * each, last, T):
         t = first + tl.arange(0, T)
-        real, at = ((t < last) & (t >= start + skip))[:, None], base + t.to(tl.int64)[:, None] * sn
+        real, at = (
+            ((t < last) & (t >= start + skip))[:, None],
+            base + t.to(tl.int64)[:, None] * sn,
+        )
         if H > 0:
-            mask, row = real & (c < H)[None, :], COS_SIN + (t - start).to(tl.int64)[:, None] * (2 * H)
+            mask, row = (
+                real & (c < H)[None, :],
+                COS_SIN + (t - start).to(tl.int64)[:, None] * (2 * H),
+            )
             x = tl.load(at + c[None, :], mask=mask, other=0.0).to(tl.float32)
             y = tl.load(at + H + c[None, :], mask=mask, other=0.0).to(tl.float32)
             cos = tl.load(row + c[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -1157,16 +1961,25 @@ def fused_mean(
     side,  # of the store, with a mean
     x: Tensor,  # [B, H, n, d] states of the first chunk
 ) -> Tensor:  # [B, H, 1, d] bf16
-    "The mean that `KVStore.append` takes of a first chunk, in one pass over its states; `prompt_mean` says what it is."
+    """The mean that `KVStore.append` takes of a first chunk, in one pass over its states;
+    `prompt_mean` says what it is."""
     (b, h, n, d), skip = x.shape, store.recipe.sinks
     x = x if x.stride(3) == 1 else x.contiguous()
     rope = side.q.spec.center == "pre_rope"
     half = store.rope_table.shape[1] // 2 if rope else 0
     each = max(128, -(-n * b * h // (4 * _processors(x.device)[0])))
     sums = torch.empty(b * h, -(-n // each), d + 1, dtype=torch.float32, device=x.device)
-    sizes = dict(D=d, H=half, HP=triton.next_power_of_2(max(half, 1)), EP=triton.next_power_of_2(max(d - 2 * half, 1)), T=32)
+    sizes = dict(
+        D=d,
+        H=half,
+        HP=triton.next_power_of_2(max(half, 1)),
+        EP=triton.next_power_of_2(max(d - 2 * half, 1)),
+        T=32,
+    )
     table = store.rope_table if rope else store.start
-    _sums_kernel[(b * h, sums.shape[1])](x, *x.stride()[:3], table, store.start, sums, h, skip, n, each, **sizes)
+    _sums_kernel[(b * h, sums.shape[1])](
+        x, *x.stride()[:3], table, store.start, sums, h, skip, n, each, **sizes
+    )
     count = (n - skip - store.start).clamp(min=0).float().view(b, 1, 1)
     total, squares = sums.sum(1).view(b, h, d + 1).split([d, 1], -1)
     mean = total / count.clamp(min=1)
@@ -1184,7 +1997,8 @@ def _code_flagged(store, states, means, flags=None) -> Tensor:
 
 
 def _code_unseen(store, states, means, names):
-    "What `KVStore.append` calls to code where nobody waits: flags go up in the store, whose `sync` raises."
+    """What `KVStore.append` calls to code where nobody waits: flags go up in the store, whose
+    `sync` raises."""
     _code_flagged(store, states, means, store._need_flags())
 
 
@@ -1195,13 +2009,17 @@ def _code_and_wait(store, states, means, names):
     def confirm():
         if any(flags.tolist()):
             _encoded(store, states, means, names)  # raises what the PyTorch path raises
-            raise ValueError(f"{' or '.join(names)} cannot be coded: a norm or a scale overflows")
+            raise ValueError(
+                f"{' or '.join(names)} cannot be coded: a norm or a scale overflows"
+            )
 
     return confirm
 
 # %% ../../nbs/40_encode.ipynb #ef23b3a5
 @lru_cache(maxsize=256)
-def _plan_of(texts: tuple, dtype, device, heads: int, sinks: int, ring: int, tile: int, rope: int) -> _AppendPlan:
+def _plan_of(
+    texts: tuple, dtype, device, heads: int, sinks: int, ring: int, tile: int, rope: int
+) -> _AppendPlan:
     "The plan of sides that these texts describe, see `Side.text`."
     coders = [_coder(text, device) for text in texts]
     reasons = [_side_reason(c.q.spec, c.q.d) for c in coders] + [_backend(device)]
@@ -1224,7 +2042,16 @@ def _code_long(sides, start, position, flags, cos_sin, max_length):
     for s, q in zip(sides, plan.qs):
         planes = [s.t[name] for name in s.coder.groups[0].names]
         more = dict(cos_sin=cos_sin, start=start) if s.pre_rope else {}
-        to.append(Target(planes, s.t["scale"], *_quantizer_tables(q), s.coder.q.spec.scale, s.mean, **more))
+        to.append(
+            Target(
+                planes,
+                s.t["scale"],
+                *_quantizer_tables(q),
+                s.coder.q.spec.scale,
+                s.mean,
+                **more,
+            )
+        )
     k, v = (s.x for s in sides)
     _launch_long(k, v, *to, plan.constants, 0, flags, plan.tile, position, max_length)
 
@@ -1238,13 +2065,21 @@ def _append_at(*operands):
     sides = _sides(k, v, new.key, new.value, new.texts)
     for s in sides:
         _take_mean(s, new.start, new.position, new.rope_table)
-    numbers = new.start, new.flags if new.rope_table is None else new.rope_table, new.position, new.flags
+    numbers = (
+        new.start,
+        new.flags if new.rope_table is None else new.rope_table,
+        new.position,
+        new.flags,
+    )
     plan = _plan_of_sides(sides, new.rope_table)
     plan.launch(k, v, new.key, new.value, (0, 0), numbers, 0, 0, new.max_length, True)
 
 
 _operator = torch.library.custom_op(
-    "turboquant_nb::encode_append", _append_at, mutates_args=("key", "value", "position", "flags"), schema=_APPEND
+    "turboquant_nb::encode_append",
+    _append_at,
+    mutates_args=("key", "value", "position", "flags"),
+    schema=_APPEND,
 )
 _operator.register_fake(lambda *args: None)
 
@@ -1254,16 +2089,22 @@ def append(
     k: Tensor,  # [B, H, n, d_key] in the store's dtype
     v: Tensor,  # [B, H, n, d_value]
     names: tuple = ("k", "v"),  # how errors call them
-    wait: bool | None = None,  # look at values before anything is taken; None: unless it is short; False: only of a first chunk
+    wait: bool
+    # look at values before anything is taken; None: unless it is short; False: only of a first
+    # chunk
+    | None = None,
 ) -> None:
     """`KVStore.append` with the kernel in place of coding and packing. Raises as it does, and
-    ValueError with the reason where `supports` says no. After the first chunk, appends of at most
-    64 tokens (a quarter of a tile), and with wait=False longer ones, do not wait for the device: a state that
-    is not finite or too large is taken with the scale NaN, and `store.sync()` raises."""
+    ValueError with the reason where `supports` says no. After the first chunk, appends of at
+    most 64 tokens (a quarter of a tile), and with wait=False longer ones, do not wait for the
+    device: a state that is not finite or too large is taken with the scale NaN, and
+    `store.sync()` raises."""
     if store.static and store._capturing():
         args = store._by_position(k, v)
         compiled = torch.compiler.is_compiling()
-        return (torch.ops.turboquant_nb.encode_append.default if compiled else _append_at)(*args)
+        return (torch.ops.turboquant_nb.encode_append.default if compiled else _append_at)(
+            *args
+        )
     if k.device.type == "cuda" and not is_current(k.device):  # a model over several GPUs
         with torch.cuda.device(k.device):
             return append(store, k, v, names, wait)
@@ -1273,11 +2114,23 @@ def append(
         return store._append_now(k, v, names, code, fused_mean)
     if not store.static:
         _make_room(store, k.shape[2])
-    sides, flags, at = (store.key, store.value), store._need_flags(), store.length - store.offset
-    tensors, truncated = [list(s.tensors.values()) for s in sides], [s.truncated_tiles for s in sides]
-    cos_sin, position = flags if store.inv_freq is None else store.rope_table, store.position if store.static else flags
+    sides, flags, at = (
+        (store.key, store.value),
+        store._need_flags(),
+        store.length - store.offset,
+    )
+    tensors, truncated = (
+        [list(s.tensors.values()) for s in sides],
+        [s.truncated_tiles for s in sides],
+    )
+    cos_sin, position = (
+        flags if store.inv_freq is None else store.rope_table,
+        store.position if store.static else flags,
+    )
     numbers = store.start, cos_sin, position, flags
-    place = (0, 0, store.max_length, True) if store.static else (at, store.offset, 2**31 - 1, False)
+    place = (
+        (0, 0, store.max_length, True) if store.static else (at, store.offset, 2**31 - 1, False)
+    )
     launched = plan.launch(k, v, *tensors, truncated, numbers, *place)
     if launched and store.recipe.decay is None:
         _LAUNCHED[store] = _Again(store, k, v, launched)

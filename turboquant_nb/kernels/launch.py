@@ -39,7 +39,9 @@ def _run_portable(x: DecodeOperands) -> tuple:  # (output, log-sum-exp)
     if x.cos_sin is None:
         return portable_attention(x)
     s = DecodeSizes.of(x)
-    return portable_attention(x, score_bias(x, s, shared_arguments(x, s), -(-s.rows // 16) * 16, x.scaling)[0])
+    return portable_attention(
+        x, score_bias(x, s, shared_arguments(x, s), -(-s.rows // 16) * 16, x.scaling)[0]
+    )
 
 # %% ../../nbs/44_launch.ipynb #22ce7e35
 def _parts_reason(name: str, q) -> str:
@@ -59,7 +61,10 @@ def _side_reason(name: str, q, tile: int) -> str:
     if q.spec.residual == "qjl" and name != "keys":
         return f"{name}: a QJL residual is served for keys only"
     if [*bits] != sorted(bits, reverse=True) or len(groups) > 2 or any(n % 2 for n in groups):
-        return f"{name}: channels must be one or two groups of even size, the one with more bits first, got sizes {groups}"
+        return (
+            f"{name}: channels must be one or two groups of even size, the one with more bits "
+            f"first, got sizes {groups}"
+        )
     if isinstance(book, Codebook) and not book.grid:
         return f"{name}: levels must be on their int8 grid (Codebook.to_int8_grid)"
     if q.d % 16 or not 16 <= q.d <= 256:
@@ -70,7 +75,8 @@ def _side_reason(name: str, q, tile: int) -> str:
 
 
 def _mma_reason(key, value, tile: int) -> str:
-    "Why the tensor-core kernel cannot read codes that the portable kernel can; empty if it can."
+    """Why the tensor-core kernel cannot read codes that the portable kernel can; empty if it
+    can."""
     if tile > 256:
         return f"tiles must have at most 256 tokens, got {tile}"
     if min(len(q.codebook.levels) for q in (key, value)) < 4:
@@ -94,20 +100,48 @@ class Plan(NamedTuple):
     aged: bool = False  # have tiles lost a plane?
 
     @classmethod
-    def of(cls, key, value, tile: int, device, start: Tensor | None = None, angles: AngleTables | None = None) -> "Plan":
+    def of(
+        cls,
+        key,
+        value,
+        tile: int,
+        device,
+        start: Tensor | None = None,
+        angles: AngleTables | None = None,
+    ) -> "Plan":
         "The plan for codes of two quantizers, planes of one width with one table."
-        if why := _parts_reason("keys", key) or _parts_reason("values", value) or _side_reason("keys", key, tile) or _side_reason("values", value, tile):
+        if (
+            why := _parts_reason("keys", key)
+            or _parts_reason("values", value)
+            or _side_reason("keys", key, tile)
+            or _side_reason("values", value, tile)
+        ):
             return cls(key, value, None, why)
-        plan = cls(key, value, CodeTables.of(key, value, device), why_mma=_mma_reason(key, value, tile), angles=angles)
+        plan = cls(
+            key,
+            value,
+            CodeTables.of(key, value, device),
+            why_mma=_mma_reason(key, value, tile),
+            angles=angles,
+        )
         return plan._knowing(start)
 
     @classmethod
-    def of_parts(cls, key, value, tile: int, device, start: Tensor | None = None, aged: bool = False) -> "Plan":
-        "The plan for codes in several parts: `why_mma` says why. The portable kernel reads them."
+    def of_parts(
+        cls, key, value, tile: int, device, start: Tensor | None = None, aged: bool = False
+    ) -> "Plan":
+        """The plan for codes in several parts: `why_mma` says why. The portable kernel reads
+        them."""
         if why := _side_reason("keys", key, tile) or _side_reason("values", value, tile):
             return cls(key, value, None, why, aged=aged)
-        why = _parts_reason("keys", key) or _parts_reason("values", value) or "tiles that lost a plane (decay) are read by the portable kernel"
-        return cls(key, value, CodeTables.of(key, value, device, parts=True), why_mma=why, aged=aged)._knowing(start)
+        why = (
+            _parts_reason("keys", key)
+            or _parts_reason("values", value)
+            or "tiles that lost a plane (decay) are read by the portable kernel"
+        )
+        return cls(
+            key, value, CodeTables.of(key, value, device, parts=True), why_mma=why, aged=aged
+        )._knowing(start)
 
     def _knowing(self, start: Tensor | None) -> "Plan":
         "With `start` noted if it is zero everywhere."
@@ -116,16 +150,20 @@ class Plan(NamedTuple):
         return self._replace(start=start, start_version=start._version)
 
     def is_unpadded(self, store) -> bool:
-        "Whether no sequence of this store starts after position 0, as far as is known without waiting for the device."
+        """Whether no sequence of this store starts after position 0, as far as is known without
+        waiting for the device."""
         known = self.start
-        return known is not None and store.start is known and known._version == self.start_version
+        return (
+            known is not None and store.start is known and known._version == self.start_version
+        )
 
 
 _PLANS = WeakKeyDictionary()
 
 
 def _angles_of(store: KVStore) -> AngleTables | None:
-    "Tables of the pre-RoPE mean of a store; None without one, or where tiles are larger than those of the tensor-core kernel."
+    """Tables of the pre-RoPE mean of a store; None without one, or where tiles are larger than
+    those of the tensor-core kernel."""
     if store.recipe.key.center != "pre_rope" or store.tile > 256:
         return None
     return angle_tables(store.cos_sin, len(store.rope_table), store.tile)
@@ -142,7 +180,11 @@ def _plan_of(store: KVStore) -> Plan:
         else:
             plan = Plan.of(key, value, store.tile, store.device, start, _angles_of(store))
         _PLANS[store] = plan
-    elif plan.angles is not None and not store.static and plan.angles.positions < len(store.rope_table):
+    elif (
+        plan.angles is not None
+        and not store.static
+        and plan.angles.positions < len(store.rope_table)
+    ):
         plan = _PLANS[store] = plan._replace(angles=_angles_of(store))
     return plan
 
@@ -193,7 +235,8 @@ def _device_reason(device: torch.device, portable: bool) -> str:
 
 
 def select_kernel(plan: Plan, device, kernel: str) -> tuple:  # (portable?, reason)
-    "Which kernel serves codes with this plan; the reason is empty if one does. Raises ValueError for an unknown name."
+    """Which kernel serves codes with this plan; the reason is empty if one does. Raises
+    ValueError for an unknown name."""
     if kernel not in ("auto", "fragments", "portable"):
         raise ValueError(f"kernel must be 'auto', 'fragments' or 'portable', got {kernel!r}")
     why = plan.why or plan.why_mma or _device_reason(device, False)
@@ -204,7 +247,8 @@ def select_kernel(plan: Plan, device, kernel: str) -> tuple:  # (portable?, reas
 
 
 def why_portable(store: KVStore) -> str:
-    "Why the portable kernel serves a store and not that for tensor cores; empty if that one does, or none."
+    """Why the portable kernel serves a store and not that for tensor cores; empty if that one
+    does, or none."""
     plan = _plan_of(store)
     portable, why = select_kernel(plan, store.device, "auto")
     return (plan.why_mma or _device_reason(store.device, False)) if portable and not why else ""
@@ -221,7 +265,8 @@ def supports(
     kernel: str = "auto",  # "fragments", "portable", or "auto": the first of them that can
     recent: int | None = None,
 ) -> tuple:  # (bool, reason): the reason is empty where it is supported
-    "Whether `decode_attention` can serve this call, and if not, why. Raises ValueError for an unknown kernel."
+    """Whether `decode_attention` can serve this call, and if not, why. Raises ValueError for an
+    unknown kernel."""
     _, why = select_kernel(_plan_of(store), store.device, kernel)
     why = _call_reason(q, store, k, v, mask, recent) or why
     return not why, why
@@ -247,7 +292,9 @@ def _run_operator(*operands) -> tuple:
     return run_kernel(DecodeOperands(*operands))[:2]
 
 
-_operator = torch.library.custom_op("turboquant_nb::decode_attention", _run_operator, mutates_args=(), schema=_SCHEMA)
+_operator = torch.library.custom_op(
+    "turboquant_nb::decode_attention", _run_operator, mutates_args=(), schema=_SCHEMA
+)
 
 
 @_operator.register_fake
@@ -259,10 +306,16 @@ def _shapes(*operands):
 
 def run(x: DecodeOperands) -> tuple:  # (output, log-sum-exp)
     "By the operator where its arguments are traced, else without it."
-    return run_kernel(x)[:2] if type(x.q) is Tensor else torch.ops.turboquant_nb.decode_attention.default(*x)
+    return (
+        run_kernel(x)[:2]
+        if type(x.q) is Tensor
+        else torch.ops.turboquant_nb.decode_attention.default(*x)
+    )
 
 # %% ../../nbs/44_launch.ipynb #29f2b02c
-def checked_operands(q, store, k, v, scaling, sliding_window, softcap, splits, kernel, recent=None) -> DecodeOperands:
+def checked_operands(
+    q, store, k, v, scaling, sliding_window, softcap, splits, kernel, recent=None
+) -> DecodeOperands:
     "The operands of a call. Raises ValueError for one that does not fit or is not supported."
     _check_attend(q, store, k, v, store.offset, None, softcap, sliding_window, recent)
     plan = _plan_of(store)
@@ -270,16 +323,33 @@ def checked_operands(q, store, k, v, scaling, sliding_window, softcap, splits, k
     why = _call_reason(q, store, k, v, None, recent) or why
     if why:
         raise ValueError(f"decode_attention cannot serve this: {why}")
-    call = dict(scaling=scaling, sliding_window=sliding_window, softcap=softcap, splits=splits, recent=recent)
-    return store_operands(q, store, plan.tables, k, v, **call, padded=not plan.is_unpadded(store), portable=portable, angles=plan.angles)
+    call = dict(
+        scaling=scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        splits=splits,
+        recent=recent,
+    )
+    return store_operands(
+        q,
+        store,
+        plan.tables,
+        k,
+        v,
+        **call,
+        padded=not plan.is_unpadded(store),
+        portable=portable,
+        angles=plan.angles,
+    )
 
 
 _checked_operands_uncompiled = torch.compiler.disable(checked_operands)
 
 # %% ../../nbs/44_launch.ipynb #4e5c045a
 class Repeat:
-    """The launches of a call on a store, for calls of the same kind. Keeps no tensor of the store or
-    of the call alive: of those it has the address, and sees before each use that they are the same."""
+    """The launches of a call on a store, for calls of the same kind. Keeps no tensor of the
+    store or of the call alive: of those it has the address, and sees before each use that they
+    are the same."""
 
     def __init__(self, x: DecodeOperands, store, again: Repeatable):
         self.kind, self.shapes = again._replace(launches=[]), again.shapes
@@ -288,17 +358,29 @@ class Repeat:
         self.out = (*x.q.shape[:3], len(x.value_rotation))
         self.shapes = self.shapes | dict(lse=self.out[:3])
         self.unchanged = Unchanged(store)
-        self.version = store.start._version if x.start is None else None  # of a `start` that is zero everywhere
-        self.others, known = [], {id(t) for t in _consists_of(store)}  # tables and matrices, which stay
+        self.version = (
+            store.start._version if x.start is None else None
+        )  # of a `start` that is zero everywhere
+        self.others, known = (
+            [],
+            {id(t) for t in _consists_of(store)},
+        )  # tables and matrices, which stay
         self.launches = [self._settled(launch, known) for launch in again.launches]
-        self.passed_on, self.size = [], 0  # (name, first byte) of what launches pass on to each other, in one tensor
+        self.passed_on, self.size = (
+            [],
+            0,
+        )  # (name, first byte) of what launches pass on to each other, in one tensor
         for name, shape in self.shapes.items():
             self.passed_on.append((name, 4 * self.size))
             self.size += -(-math.prod(shape) // 64) * 64
 
     def _settled(self, launch: Launch, known: set) -> tuple:
-        "(launcher, arguments, places of what a call brings). Triton reads an address faster than a tensor."
-        args, changing = list(launch.args), {i: name for i, name in launch.changing if name not in ("cos_sin", "far_angles")}
+        """(launcher, arguments, places of what a call brings). Triton reads an address faster
+        than a tensor."""
+        args, changing = (
+            list(launch.args),
+            {i: name for i, name in launch.changing if name not in ("cos_sin", "far_angles")},
+        )
         for i, value in enumerate(args):
             if i in changing:
                 args[i] = None
@@ -308,15 +390,33 @@ class Repeat:
                     self.others.append(value)
         return direct_launcher(launch.compiled, launch.grid), args, [*changing.items()]
 
-    def __call__(self, q, k, v, store, need_lse: bool = True) -> tuple | None:  # None: the store is not what it was; without need_lse it may be left out
+    def __call__(
+        self, q, k, v, store, need_lse: bool = True
+    ) -> tuple | None:  # None: the store is not what it was
         length, offset, zero = store.length, store.offset, self.version
-        if not self.unchanged(store) or (zero is not None and store.start._version != zero) or store._bound < self.min_length:
+        if (
+            not self.unchanged(store)
+            or (zero is not None and store.start._version != zero)
+            or store._bound < self.min_length
+        ):
             return None
         if not self.kind.serves(length - offset - self.chunk):
             return None
         device, lse = q.device, None
-        passed, out = torch.empty(self.size, dtype=torch.float32, device=device), torch.empty(self.out, dtype=q.dtype, device=device)
-        first, at = passed.data_ptr(), {"q": q.data_ptr(), "out": out.data_ptr(), "length": length, "offset": offset, "recent_from": store._recent_from}
+        passed, out = (
+            torch.empty(self.size, dtype=torch.float32, device=device),
+            torch.empty(self.out, dtype=q.dtype, device=device),
+        )
+        first, at = (
+            passed.data_ptr(),
+            {
+                "q": q.data_ptr(),
+                "out": out.data_ptr(),
+                "length": length,
+                "offset": offset,
+                "recent_from": store._recent_from,
+            },
+        )
         for name, place in self.passed_on:
             at[name] = first + place
         if need_lse:
@@ -347,14 +447,15 @@ def _kind(q, k, v, options: tuple) -> tuple | None:
 REPEATS = WeakKeyDictionary()  # store -> {kind: Repeat}
 
 
-def repeated(q, store, k, v, options: tuple, need_lse: bool = True) -> tuple:  # ((output, log-sum-exp) or None, what calls have in common, see `_kind`)
+def repeated(
+    q, store, k, v, options: tuple, need_lse: bool = True
+) -> tuple:  # ((output, log-sum-exp) or None, what calls have in common, see `_kind`)
     "A call on the current device like one that a kernel served before, by the same launches."
     if not is_current(q.device):
         return None, None
     kind, held = _kind(q, k, v, options), REPEATS.get(store)
     again = None if held is None else held.get(kind)
     return (None if again is None else again(q, k, v, store, need_lse)), kind
-
 
 # %% ../../nbs/44_launch.ipynb #4cbd16c3
 def decode_attention(
@@ -367,14 +468,17 @@ def decode_attention(
     softcap: float | None = None,  # scores become softcap·tanh(score/softcap)
     splits: int | None = None,  # parts of the coded tokens; None: enough to fill the GPU
     kernel: str = "auto",  # "fragments", "portable", or "auto": the first of them that can
-    recent: int | None = None,  # of k and v each query reads only its own last ones, itself included
+    # of k and v each query reads only its own last ones, itself included
+    recent: int | None = None,
 ) -> tuple:  # (output [B, Hq, n, d_value] in q's dtype, log-sum-exp [B, Hq, n] fp32)
-    """`attention.attend` without a mask, in one kernel on the codes. Deterministic. Raises ValueError
-    for shapes that do not fit and, with the reason, for what `supports` refuses."""
+    """`attention.attend` without a mask, in one kernel on the codes. Deterministic. Raises
+    ValueError for shapes that do not fit and, with the reason, for what `supports` refuses."""
     options = (scaling, sliding_window, softcap, splits, kernel, recent)
     if torch.compiler.is_compiling():
         operands = checked_operands if store.static else _checked_operands_uncompiled
-        return torch.ops.turboquant_nb.decode_attention.default(*operands(q, store, k, v, *options))
+        return torch.ops.turboquant_nb.decode_attention.default(
+            *operands(q, store, k, v, *options)
+        )
     done, kind = repeated(q, store, k, v, options)
     if done:
         return done

@@ -36,7 +36,9 @@ def _device_reason(store, named: bool) -> str:
     return f"an NVIDIA GPU is needed, the store is on {kind}"
 
 
-def _triton_reason(q, store, k, v, mask, first, causal, sliding_window, softcap, recent, named) -> str:
+def _triton_reason(
+    q, store, k, v, mask, first, causal, sliding_window, softcap, recent, named
+) -> str:
     "Why the decode kernel cannot serve a call; empty if it can."
     if mask is not None:
         return "the kernel knows ranges of positions, not masks"
@@ -46,7 +48,9 @@ def _triton_reason(q, store, k, v, mask, first, causal, sliding_window, softcap,
         return "the kernel is causal"
     if why := _device_reason(store, named):
         return why
-    served, why = launch.supports(q, store, k, v, sliding_window=sliding_window, softcap=softcap, recent=recent)
+    served, why = launch.supports(
+        q, store, k, v, sliding_window=sliding_window, softcap=softcap, recent=recent
+    )
     return "" if served else why
 
 # %% ../../nbs/46_ops.ipynb #3bdce418
@@ -59,14 +63,15 @@ def _block(store) -> int:
 
 
 def _merge(a: tuple | None, b: tuple) -> tuple:
-    "Two pieces (output fp32 [..., d], log-sum-exp [...]) as one; on a GPU the first is changed in place."
+    """Two pieces (output fp32 [..., d], log-sum-exp [...]) as one; on a GPU the first is
+    changed in place."""
     if a is None:
         return b[0].float().contiguous(), b[1].contiguous()
     if a[0].device.type == "cuda" and blocks.triton.language is not None:
         blocks.join_piece(*a, *b)
         return a
     lse = torch.logaddexp(a[1], b[1])
-    weigh = lambda x: x[0] * (x[1] - lse).exp()[..., None]  # noqa: E731
+    weigh = lambda x: x[0] * (x[1] - lse).exp()[..., None]
     return weigh(a) + weigh(b), lse
 
 
@@ -74,27 +79,45 @@ def _read(store, first: int, last: int) -> tuple:
     "Keys and values of past positions: by the kernel where it can, else step by step."
     tables = launch._plan_of(store).tables if store.device.type == "cuda" else None
     by_kernel = tables is not None and blocks.supports(store, tables)[0]
-    return blocks.read_block(store, tables, first, last) if by_kernel else store.read(first, last)
+    return (
+        blocks.read_block(store, tables, first, last) if by_kernel else store.read(first, last)
+    )
 
 # %% ../../nbs/46_ops.ipynb #09ee8ba6
-# AVX2 multiplies no 16-bit numbers; and where only PyTorch's kernels are held to it, their packing of 16-bit keys stops with "only supported when avx512 is supported"
+# AVX2 multiplies no 16-bit numbers; and where only PyTorch's kernels are held to it, their
+# packing of 16-bit keys stops with "only supported when avx512 is supported"
 _WIDEN_ON_CPU = not torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
-_PAYS = 3e10  # floating-point operations from which on cuDNN's attention is worth the plan (40 ms on an H200's host) that it makes for each new shape
-_ROWS = 256  # a chunk of a multiple of so many tokens comes again; a prompt's last one, of any length, would need a plan of its own
+# floating-point operations from which on cuDNN's attention is worth the plan (40 ms on an
+# H200's host) that it makes for each new shape
+_PAYS = 3e10
+# a chunk of a multiple of so many tokens comes again; a prompt's last one, of any length, would
+# need a plan of its own
+_ROWS = 256
 
 
 @lru_cache(maxsize=16)
 def _has_cudnn_attention(device: torch.device) -> bool:
     "Whether this is a Hopper GPU with cuDNN."
-    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9 and torch.backends.cudnn.is_available()
+    return (
+        torch.version.hip is None
+        and torch.cuda.get_device_capability(device)[0] == 9
+        and torch.backends.cudnn.is_available()
+    )
 
 
 def _by_cudnn(q: Tensor, length: int, causal: bool = False) -> bool:
-    "Whether cuDNN's attention of these queries to so many tokens is taken: on Hopper twice as fast as torch's flash kernel."
+    """Whether cuDNN's attention of these queries to so many tokens is taken: on Hopper twice as
+    fast as torch's flash kernel."""
     operations = 4 * q.numel() * length / (2 if causal else 1)
-    if q.device.type != "cuda" or operations < _PAYS or q.shape[2] % _ROWS or q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] > 128:
+    if (
+        q.device.type != "cuda"
+        or operations < _PAYS
+        or q.shape[2] % _ROWS
+        or q.dtype not in (torch.float16, torch.bfloat16)
+        or q.shape[-1] > 128
+    ):
         return False
     return _has_cudnn_attention(q.device) and torch.backends.cuda.cudnn_sdp_enabled()
 
@@ -103,13 +126,17 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, scaling: float, bias, causal: bool) 
     "torch's fused attention with its log-sum-exp: (output, [B, H, n] fp32)."
     aten, half = torch.ops.aten, (torch.float16, torch.bfloat16)
     if bias is None and _by_cudnn(q, k.shape[2], causal):
-        out, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scaling)[:2]
+        out, lse = aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, causal, False, scale=scaling
+        )[:2]
         return out, lse.reshape(out.shape[:3])
     if q.device.type != "cuda":
         run = aten._scaled_dot_product_flash_attention_for_cpu
         if q.dtype in half and _WIDEN_ON_CPU:
             bias = bias if bias is None else bias.float()
-            out, lse = run(q.float(), k.float(), v.float(), 0.0, causal, attn_mask=bias, scale=scaling)
+            out, lse = run(
+                q.float(), k.float(), v.float(), 0.0, causal, attn_mask=bias, scale=scaling
+            )
             return out.to(q.dtype), lse
         return run(q, k, v, 0.0, causal, attn_mask=bias, scale=scaling)
     if bias is None and q.dtype in half:
@@ -121,7 +148,8 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, scaling: float, bias, causal: bool) 
 
 # %% ../../nbs/46_ops.ipynb #016b2c4b
 def _bias(store, q, first: int, last: int, sliding_window, low: float) -> Tensor:
-    "0 where the last n tokens may look at positions [first, last), else `low`: [B, 1, g * n, w]."
+    """0 where the last n tokens may look at positions [first, last), else `low`: [B, 1, g * n,
+    w]."""
     width = (last - first + 15) // 16 * 16  # rows start aligned
     at = torch.arange(first, first + width, device=store.device)[None]
     seen = attention._visible(store, q.shape[2], at, True, sliding_window)
@@ -130,7 +158,8 @@ def _bias(store, q, first: int, last: int, sliding_window, low: float) -> Tensor
 
 
 def _whole(q, k, v, scaling) -> list:  # [(output, log-sum-exp)]
-    "Attention that needs no bias; to powers of two of tokens where cuDNN serves them, whose plans later blocks find again."
+    """Attention that needs no bias; to powers of two of tokens where cuDNN serves them, whose
+    plans later blocks find again."""
     out, at, length = [], 0, k.shape[2]
     while at < length:
         n = 1 << (length - at).bit_length() - 1
@@ -145,20 +174,33 @@ def _flash(q, store, k, v, scaling, sliding_window) -> tuple:
     (b, heads, n, d), h, past = q.shape, store.heads, store.length - q.shape[2]
     g, low = heads // h, max(-1e30, torch.finfo(q.dtype).min / 2)
     scaling = d**-0.5 if scaling is None else scaling
-    begin, total = max(store.ranges.starts), None  # from here on no position is padding; the host knows, and need not wait
-    first = store.offset if sliding_window is None else max(store.offset, past - sliding_window + 1)
+    begin, total = (
+        max(store.ranges.starts),
+        None,
+    )  # from here on no position is padding; the host knows, and need not wait
+    first = (
+        store.offset if sliding_window is None else max(store.offset, past - sliding_window + 1)
+    )
     rows = q.reshape(b, h, g * n, d)
-    plain = begin <= past and (sliding_window is None or sliding_window >= n)  # the chunk needs no bias
+    plain = begin <= past and (
+        sliding_window is None or sliding_window >= n
+    )  # the chunk needs no bias
     size = _block(store)
     spans = [(a, min(a + size, past)) for a in range(first, past, size)]
     if not plain:
         spans += [(a, min(a + size, store.length)) for a in range(past, store.length, size)]
     for a, z in spans:
-        kb, vb = _read(store, a, z) if a < past else (x[:, :, a - past : z - past] for x in (k, v))
+        kb, vb = (
+            _read(store, a, z) if a < past else (x[:, :, a - past : z - past] for x in (k, v))
+        )
         bias, whole = None, sliding_window is None or a > store.length - 1 - sliding_window
         if begin > a or z > past or not whole:
             bias = _bias(store, q, a, z, sliding_window, low).expand(b, h, -1, -1)
-        for piece in _whole(rows, kb, vb, scaling) if bias is None else [_fused(rows, kb, vb, scaling, bias, False)]:
+        for piece in (
+            _whole(rows, kb, vb, scaling)
+            if bias is None
+            else [_fused(rows, kb, vb, scaling, bias, False)]
+        ):
             total = _merge(total, piece)
     if plain:
         k, v = (x.repeat_interleave(g, 1) for x in (k, v))
@@ -220,7 +262,9 @@ def explain(
     call = (q, store, k, v, mask, first, causal, sliding_window, softcap, recent)
     why = {"triton": _triton_reason(*call, backend == "triton"), "flash": _flash_reason(*call)}
     why["gather"] = _gather_reason(q, store, k, v, mask, first, recent)
-    answers = {name: (not reason, reason) for name, reason in why.items()} | {"torch": (True, "")}
+    answers = {name: (not reason, reason) for name, reason in why.items()} | {
+        "torch": (True, "")
+    }
     if answers["triton"][0] and (slow := launch.why_portable(store)):
         answers["triton"] = True, f"by the portable kernel: {slow}"
     return answers
@@ -266,14 +310,32 @@ def select_backend(
     "What `attend` would do with these arguments. Raises as it does."
     chunk = None if k is None else (k.shape[2], k.dtype, v.shape[3])
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v))
-    place = (first in (None, store.offset), store.key.truncated_tiles + store.value.truncated_tiles, store.device)
+    place = (
+        first in (None, store.offset),
+        store.key.truncated_tiles + store.value.truncated_tiles,
+        store.device,
+    )
     place += (store.end is None,)
-    key = (backend, q.shape, q.dtype, chunk, grad, mask is None, causal, sliding_window, softcap, recent, place)
+    key = (
+        backend,
+        q.shape,
+        q.dtype,
+        chunk,
+        grad,
+        mask is None,
+        causal,
+        sliding_window,
+        softcap,
+        recent,
+        place,
+    )
     answers = _CHOSEN.setdefault(store, {})
     if key not in answers:
         if len(answers) > 64:  # chunks of many lengths
             answers.clear()
-        reasons = explain(q, store, k, v, mask, first, causal, sliding_window, softcap, backend, recent)
+        reasons = explain(
+            q, store, k, v, mask, first, causal, sliding_window, softcap, backend, recent
+        )
         _, why = reasons["triton"]
         answers[key] = Choice(_pick(backend, reasons, "this call"), why)
     return answers[key]
@@ -291,13 +353,18 @@ def attend(
     sliding_window: int | None = None,  # sliding window: token i sees i-window+1 … i
     softcap: float | None = None,  # scores become softcap·tanh(score/softcap)
     backend: str = "auto",  # "auto", "triton", "flash", "gather" or "torch"
-    recent: int | None = None,  # of k and v each query reads only its own last ones, itself included
+    # of k and v each query reads only its own last ones, itself included
+    recent: int | None = None,
 ) -> tuple:  # (output [B, Hq, n, d_value] in q's dtype, log-sum-exp [B, Hq, n] fp32)
     """Attention on codes by the best backend that can serve, or by the one named. Raises
     ValueError with the reason if that one cannot, ValueError/TypeError on arguments that do not
     fit."""
-    name, _ = select_backend(q, store, k, v, mask, first, causal, sliding_window, softcap, backend, recent)
-    return dispatch_attend(name, q, store, k, v, scaling, mask, first, causal, sliding_window, softcap, recent)
+    name, _ = select_backend(
+        q, store, k, v, mask, first, causal, sliding_window, softcap, backend, recent
+    )
+    return dispatch_attend(
+        name, q, store, k, v, scaling, mask, first, causal, sliding_window, softcap, recent
+    )
 
 
 def dispatch_attend(
@@ -311,16 +378,26 @@ def dispatch_attend(
         return attention.attend(q, store, k, v, *call, recent=recent)
     if name == "flash":
         attention._check_attend(q, store, k, v, store.offset, None, softcap, sliding_window)
-        with torch.cuda.device(q.device) if q.device.type == "cuda" else nullcontext():  # where kernels are launched
+        with (
+            torch.cuda.device(q.device) if q.device.type == "cuda" else nullcontext()
+        ):  # where kernels are launched
             return _flash(q, store, k, v, scaling, sliding_window)
     if name == "gather":
         return gather.attend(q, store, k, v, scaling, sliding_window, softcap)
-    return launch.decode_attention(q, store, k, v, scaling, sliding_window=sliding_window, softcap=softcap, recent=recent)
+    return launch.decode_attention(
+        q, store, k, v, scaling, sliding_window=sliding_window, softcap=softcap, recent=recent
+    )
 
 # %% ../../nbs/46_ops.ipynb #46e0a002
-def attend_again(q, store, k, v, scaling, sliding_window, softcap, recent=None, need_lse=True) -> tuple | None:
-    "`attend` by the launches that served a call of the same kind before, without choosing again; None if there are none, or the store is not what it was. Without need_lse the log-sum-exp may be left out."
-    return launch.repeated(q, store, k, v, (scaling, sliding_window, softcap, None, "auto", recent), need_lse)[0]
+def attend_again(
+    q, store, k, v, scaling, sliding_window, softcap, recent=None, need_lse=True
+) -> tuple | None:
+    """`attend` by the launches that served a call of the same kind before, without choosing
+    again; None if there are none, or the store is not what it was. Without need_lse the
+    log-sum-exp may be left out."""
+    return launch.repeated(
+        q, store, k, v, (scaling, sliding_window, softcap, None, "auto", recent), need_lse
+    )[0]
 
 # %% ../../nbs/46_ops.ipynb #dfce742e
 _CODERS = WeakKeyDictionary()  # store -> {what an answer depends on: the answer}
@@ -333,7 +410,9 @@ def select_coder(store: KVStore, backend: str = "auto") -> Choice:
         d, rows = (store.key.q.d, store.value.q.d), store.batch * store.heads
         _, why = encode.supports(store.recipe, *d, store.dtype, store.device, rows)
         why = why or _device_reason(store, backend == "triton")
-        answers[key] = Choice(_pick(backend, {"triton": (not why, why), "torch": (True, "")}, "this store"), why)
+        answers[key] = Choice(
+            _pick(backend, {"triton": (not why, why), "torch": (True, "")}, "this store"), why
+        )
     return answers[key]
 
 
@@ -343,10 +422,11 @@ def append(
     v: Tensor,  # [B, H, n, d_value]
     backend: str = "auto",  # "auto", "triton" or "torch"
     names: tuple = ("k", "v"),  # how errors call them
-    wait: bool | None = None,  # may the kernel wait for the device to refuse values? see `encode.append`
+    # may the kernel wait for the device to refuse values? see `encode.append`
+    wait: bool | None = None,
 ) -> str:  # the backend that coded
-    """Code n tokens and add them. Raises ValueError/TypeError on states that do not fit, or with
-    the reason if the backend named cannot serve; the store is then as before."""
+    """Code n tokens and add them. Raises ValueError/TypeError on states that do not fit, or
+    with the reason if the backend named cannot serve; the store is then as before."""
     if store.uncoded:
         store.complete()
     if backend != "torch" and encode.append_again(store, k, v):

@@ -16,9 +16,13 @@ from ..quant.quantizer import Quantizer
 
 # %% ../../nbs/45_paged.ipynb #b413b7fe
 def _check_cos_sin(p: "Pages") -> None:
-    "Raise ValueError for cosines and sines that do not belong to these keys and this many pages."
+    """Raise ValueError for cosines and sines that do not belong to these keys and this many
+    pages."""
     if (p.key.spec.center == "pre_rope") != (p.cos_sin is not None):
-        raise ValueError(f"cos_sin belongs to keys whose center is 'pre_rope', here it is {p.key.spec.center!r}")
+        raise ValueError(
+            "cos_sin belongs to keys whose center is 'pre_rope', here it is "
+            f"{p.key.spec.center!r}"
+        )
     if p.cos_sin is None:
         return
     if p.key_mean is None:
@@ -27,7 +31,9 @@ def _check_cos_sin(p: "Pages") -> None:
     ok = p.cos_sin.ndim == 2 and len(p.cos_sin) >= rows and r <= p.key.d and not r % 2
     if not ok or p.cos_sin.dtype != torch.float16 or not p.cos_sin.is_contiguous():
         want = f"contiguous float16 [at least {rows}, an even number up to {p.key.d}]"
-        raise ValueError(f"cos_sin must be {want}, got {p.cos_sin.dtype} {list(p.cos_sin.shape)}")
+        raise ValueError(
+            f"cos_sin must be {want}, got {p.cos_sin.dtype} {list(p.cos_sin.shape)}"
+        )
 
 
 def _check_pages(p: "Pages", pages: int) -> None:
@@ -38,7 +44,10 @@ def _check_pages(p: "Pages", pages: int) -> None:
     if p.table.ndim != 2 or p.lengths.shape != p.table.shape[:1] or p.table.stride(1) != 1:
         got = f"{list(p.table.shape)} and {list(p.lengths.shape)}"
         raise ValueError(f"table and lengths must have shapes [B, n] and [B], got {got}")
-    sides = (("key_planes", p.key, p.key_planes, "channel"), ("value_planes", p.value, p.value_planes, "token"))
+    sides = (
+        ("key_planes", p.key, p.key_planes, "channel"),
+        ("value_planes", p.value, p.value_planes, "token"),
+    )
     for name, q, planes, along in sides:
         shapes = Layout(q.channel_bits[0], q.d, along, p.size).plane_shapes
         want = [[pages, p.heads, *shape] for shape in shapes]
@@ -48,19 +57,22 @@ def _check_pages(p: "Pages", pages: int) -> None:
     tensors = (p.key_scale, p.value_scale, p.table, p.lengths, *p.key_planes, *p.value_planes)
     tensors += tuple(x for x in (p.key_mean, p.value_mean, p.cos_sin) if x is not None)
     if len({x.device for x in tensors}) > 1:
-        raise ValueError(f"all tensors must be on one device, got {sorted({str(x.device) for x in tensors})}")
+        raise ValueError(
+            f"all tensors must be on one device, got {sorted({str(x.device) for x in tensors})}"
+        )
 
 # %% ../../nbs/45_paged.ipynb #b3eb613a
 class Pages:
-    """Codes of many sequences in a pool of pages of P = 16, 32, 64, 128 or 256 tokens, as a serving
-    engine keeps them. `table` and `lengths` may change in place between calls. Raises ValueError or
-    TypeError for parts that do not fit together or that no kernel reads."""
+    """Codes of many sequences in a pool of pages of P = 16, 32, 64, 128 or 256 tokens, as a
+    serving engine keeps them. `table` and `lengths` may change in place between calls. Raises
+    ValueError or TypeError for parts that do not fit together or that no kernel reads."""
 
     def __init__(
         self,
         key: Quantizer,
         value: Quantizer,
-        key_planes: list,  # of uint8 [pages, H, *shape]; shapes of Layout(bits, d, "channel", P)
+        # of uint8 [pages, H, *shape]; shapes of Layout(bits, d, "channel", P)
+        key_planes: list,
         key_scale: Tensor,  # [pages, H, P]
         value_planes: list,  # the same with "token"
         value_scale: Tensor,
@@ -76,7 +88,9 @@ class Pages:
         self.value_mean, self.cos_sin = value_mean, cos_sin
         if key_scale.ndim != 3 or value_scale.shape != key_scale.shape:
             got = f"{list(key_scale.shape)} and {list(value_scale.shape)}"
-            raise ValueError(f"key_scale and value_scale must have one shape [pages, H, P], got {got}")
+            raise ValueError(
+                f"key_scale and value_scale must have one shape [pages, H, P], got {got}"
+            )
         pages, self.heads, self.size = key_scale.shape
         self.plan = Plan.of(key, value, self.size, key_scale.device)
         if self.plan.why:
@@ -90,7 +104,10 @@ def _check_call(q, pages: Pages, k, v) -> None:
     "Raise ValueError for queries and chunk that do not belong to these pages."
     b, d = len(pages.lengths), [pages.key.d, pages.value.d]
     if q.ndim != 4 or q.shape[0] != b or q.shape[1] % pages.heads or q.shape[3] != d[0]:
-        raise ValueError(f"q must have shape [{b}, a multiple of {pages.heads}, n, {d[0]}], got {list(q.shape)}")
+        raise ValueError(
+            f"q must have shape [{b}, a multiple of {pages.heads}, n, {d[0]}], got "
+            f"{list(q.shape)}"
+        )
     if (k is None) != (v is None):
         raise ValueError("k and v must be given together")
     for name, x, size in (("k", k, d[0]), ("v", v, d[1])):
@@ -101,7 +118,8 @@ def _check_call(q, pages: Pages, k, v) -> None:
 def decode_pages(
     q: Tensor,  # [B, Hq, n, d_key] queries after RoPE; query i of row b is token lengths[b]-n+i
     pages: Pages,
-    k: Tensor | None = None,  # [B, H, m, d_key] exact states of the last m tokens of each sequence
+    # [B, H, m, d_key] exact states of the last m tokens of each sequence
+    k: Tensor | None = None,
     v: Tensor | None = None,  # [B, H, m, d_value]; both are used instead of the codes
     scaling: float | None = None,  # softmax scale; d_key**-0.5 if None
     sliding_window: int | None = None,  # token i attends to i-sliding_window+1 … i
@@ -109,18 +127,48 @@ def decode_pages(
     splits: int | None = None,  # parts of the coded tokens; None: enough to fill the GPU
     kernel: str = "auto",
 ) -> tuple:  # (output [B, Hq, n, d_value] in q's dtype, log-sum-exp [B, Hq, n] fp32)
-    "`decode_attention` for sequences in pages. Raises ValueError with the reason for what is not supported."
+    """`decode_attention` for sequences in pages. Raises ValueError with the reason for what is
+    not supported."""
     _check_call(q, pages, k, v)
     tables, none = pages.plan.tables, q.new_empty(len(pages.lengths), pages.heads, 0, 1)
     portable, why = select_kernel(pages.plan, pages.table.device, kernel)
     why = shape_reason(q, pages.heads, k, v, q.dtype) or why
     if why:
         raise ValueError(f"decode_pages cannot serve this: {why}")
-    return run(DecodeOperands(
-        last_dim_dense(q), pages.key_planes, pages.key_scale, pages.value_planes, pages.value_scale, tables.packed_lut, tables.levels,
-        key_rotation=pages.key.rotation.query_matrix, value_rotation=pages.value.rotation.matrix, key_mean=pages.key_mean,
-        value_mean=pages.value_mean, key_sinks=none, key_recent=none, value_sinks=none, value_recent=none, k=last_dim_dense(k), v=last_dim_dense(v), start=None, end=None,
-        position=pages.lengths, pages=pages.table, cos_sin=pages.cos_sin, near_angles=None, far_angles=None, key_step=tables.steps[0], value_step=tables.steps[1],
-        length=0, offset=0, recent_from=2**31 - 1, **call_numbers(q, scaling, sliding_window, softcap, splits),
-        key_hadamard=tables.hadamard[0], value_hadamard=tables.hadamard[1], portable=portable,
-    ))  # fmt: skip
+    return run(
+        DecodeOperands(
+            last_dim_dense(q),
+            pages.key_planes,
+            pages.key_scale,
+            pages.value_planes,
+            pages.value_scale,
+            tables.packed_lut,
+            tables.levels,
+            key_rotation=pages.key.rotation.query_matrix,
+            value_rotation=pages.value.rotation.matrix,
+            key_mean=pages.key_mean,
+            value_mean=pages.value_mean,
+            key_sinks=none,
+            key_recent=none,
+            value_sinks=none,
+            value_recent=none,
+            k=last_dim_dense(k),
+            v=last_dim_dense(v),
+            start=None,
+            end=None,
+            position=pages.lengths,
+            pages=pages.table,
+            cos_sin=pages.cos_sin,
+            near_angles=None,
+            far_angles=None,
+            key_step=tables.steps[0],
+            value_step=tables.steps[1],
+            length=0,
+            offset=0,
+            recent_from=2**31 - 1,
+            **call_numbers(q, scaling, sliding_window, softcap, splits),
+            key_hadamard=tables.hadamard[0],
+            value_hadamard=tables.hadamard[1],
+            portable=portable,
+        )
+    )

@@ -32,7 +32,8 @@ except ImportError:  # `launch.supports` says so; everything that needs no kerne
 # %% ../../nbs/42_query.ipynb #b629b1cf
 @triton.jit
 def _coefficients(q, m, e, seen, H2: tl.constexpr):
-    "a and b of the channel pairs e: [rows, pairs] fp32 from pointers to rows of queries and means."
+    """a and b of the channel pairs e: [rows, pairs] fp32 from pointers to rows of queries and
+    means."""
     q1 = tl.load(q[:, None] + e[None, :], mask=seen, other=0.0).to(tl.float32)
     q2 = tl.load(q[:, None] + e[None, :] + H2, mask=seen, other=0.0).to(tl.float32)
     m1 = tl.load(m[:, None] + e[None, :], mask=seen, other=0.0).to(tl.float32)
@@ -49,11 +50,37 @@ def _halves(x):
 # %% ../../nbs/42_query.ipynb #db0583d1
 @triton.jit(do_not_specialize=["length", "offset", "reach"])
 def _mean_bias_kernel(
-    QUERY, sb, sh, sn, M, COS_SIN, START, LENGTH, each_length, BIAS, bias_stride, heads, group, n, rows, length, offset, reach, factor,
-    D: tl.constexpr, H2: tl.constexpr, HP: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, BT: tl.constexpr,
-    HAS_START: tl.constexpr, HAS_LENGTH: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    "BIAS[i, t] for ROWS query rows of a sequence and BT tokens: factor times the query's product with the mean at t."
+    QUERY,
+    sb,
+    sh,
+    sn,
+    M,
+    COS_SIN,
+    START,
+    LENGTH,
+    each_length,
+    BIAS,
+    bias_stride,
+    heads,
+    group,
+    n,
+    rows,
+    length,
+    offset,
+    reach,
+    factor,
+    D: tl.constexpr,
+    H2: tl.constexpr,
+    HP: tl.constexpr,
+    REST: tl.constexpr,
+    ROWS: tl.constexpr,
+    BT: tl.constexpr,
+    HAS_START: tl.constexpr,
+    HAS_LENGTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BIAS[i, t] for ROWS query rows of a sequence and BT tokens: factor times the query's
+    product with the mean at t."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     i = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -69,7 +96,12 @@ def _mean_bias_kernel(
         t = tl.where(slot + offset < length, tl.maximum(t, 0), 0)
         h, j = i // rows, i % rows
         ok = (h < heads) & (j < group * n)
-        q = QUERY + b.to(tl.int64) * sb + (h * group + j // n).to(tl.int64) * sh + (j % n).to(tl.int64) * sn
+        q = (
+            QUERY
+            + b.to(tl.int64) * sb
+            + (h * group + j // n).to(tl.int64) * sh
+            + (j % n).to(tl.int64) * sn
+        )
         m = M + (b * heads + h).to(tl.int64) * D
         e = tl.arange(0, HP)
         x, y = _coefficients(q, m, e, ok[:, None] & (e < H2)[None, :], H2)
@@ -80,7 +112,9 @@ def _mean_bias_kernel(
         here = COS_SIN + t.to(tl.int64)[None, :] * (2 * H2) + e[:, None]
         cos = tl.load(here, mask=(e < H2)[:, None] & (t >= 0)[None, :], other=0.0)
         sin = tl.load(here + H2, mask=(e < H2)[:, None] & (t >= 0)[None, :], other=0.0)
-        out = (tl.dot(x0, cos) + tl.dot(y0, sin)) + (tl.dot(x1, cos) + tl.dot(y1, sin)) * (1 / 2048)
+        out = (tl.dot(x0, cos) + tl.dot(y0, sin)) + (tl.dot(x1, cos) + tl.dot(y1, sin)) * (
+            1 / 2048
+        )
         out *= (top * factor)[:, None]
         if REST > 0:  # channels that RoPE leaves alone
             d = 2 * H2 + tl.arange(0, REST)
@@ -108,23 +142,49 @@ def score_bias(
     if x.cos_sin is None:
         return None, []
     half = x.cos_sin.shape[1] // 2
-    bias = torch.empty(s.batch * s.heads * rows, s.width, dtype=torch.float32, device=x.q.device)
-    block, tokens, still = 16 if s.heads * rows <= 16 else 32, 128 if half <= 64 else 64, s.d - 2 * half
+    bias = torch.empty(
+        s.batch * s.heads * rows, s.width, dtype=torch.float32, device=x.q.device
+    )
+    block, tokens, still = (
+        16 if s.heads * rows <= 16 else 32,
+        128 if half <= 64 else 64,
+        s.d - 2 * half,
+    )
     named = shared | dict(
-        M=x.key_mean, COS_SIN=x.cos_sin, BIAS=bias, bias_stride=s.width, rows=rows, factor=factor,
-        reach=2**31 - 1 if x.sliding_window is None else x.sliding_window + s.n, H2=half, HP=padded_size(half),
-        REST=padded_size(still) if still else 0, ROWS=block, BT=tokens, PDL=pdl,
-    )  # fmt: skip
+        M=x.key_mean,
+        COS_SIN=x.cos_sin,
+        BIAS=bias,
+        bias_stride=s.width,
+        rows=rows,
+        factor=factor,
+        reach=2**31 - 1 if x.sliding_window is None else x.sliding_window + s.n,
+        H2=half,
+        HP=padded_size(half),
+        REST=padded_size(still) if still else 0,
+        ROWS=block,
+        BT=tokens,
+        PDL=pdl,
+    )
     grid = s.width // tokens, -(-s.heads * rows // block), s.batch
     return bias, [_bias_launcher(grid, named, _BIAS_SLOTS, num_warps=4)]
 
 # %% ../../nbs/42_query.ipynb #e97932fa
-def _near_order(pairs: int, page: int) -> tuple:  # (token of the tile's upper half, channel pair) of each entry: [8, 16 * pairs] each
-    "Which angle is where in `near`: 8 blocks of 16 positions; pages of `page` tokens say which token a byte row holds."
+def _near_order(
+    pairs: int, page: int
+) -> tuple:  # (token of the upper half, channel pair), [8, 16 * pairs] each
+    """Which angle is where in `near`: 8 blocks of 16 positions; pages of `page` tokens say
+    which token a byte row holds."""
     f, block = torch.arange(16 * pairs), torch.arange(8)[:, None]
     near, upper, far, lane = f & 1, f >> 1 & 1, f >> 2 & 1, f >> 3 & 31
     pair = lane % 4 * (pairs // 4) + (f >> 8) * 4 + far * 2 + near
-    slot = 128 + upper + 2 * (block & 1) + 4 * (block >> 1 & 1) + 8 * (lane // 4) + 64 * (block >> 2)
+    slot = (
+        128
+        + upper
+        + 2 * (block & 1)
+        + 4 * (block >> 1 & 1)
+        + 8 * (lane // 4)
+        + 64 * (block >> 2)
+    )
     row, rows = slot % 64, page // 4
     return row // rows * page + slot // 64 * rows + row % rows, pair.expand(8, -1)
 
@@ -132,22 +192,35 @@ def _near_order(pairs: int, page: int) -> tuple:  # (token of the tile's upper h
 class AngleTables(NamedTuple):
     "Cosines and sines from which the tensor-core kernel makes those of every position."
 
-    near: Tensor  # [8, 2, 16 * HP] fp16: cosines and sines of the upper half of a tile, seen from its middle; HP: r/2, padded
-    far: Tensor  # [257 + tiles, 2 * HP] fp32: of 127.5, 128.5, … 382.5 positions, then of -256, 0, 256, …
+    # [8, 2, 16 * HP] fp16: cosines and sines of the upper half of a tile, seen from its middle;
+    # HP: r/2, padded
+    near: Tensor
+    # [257 + tiles, 2 * HP] fp32: of 127.5, 128.5, … 382.5 positions, then of -256, 0, 256, …
+    far: Tensor
 
     @classmethod
     def of(cls, inv_freq: Tensor, positions: int, page: int) -> "AngleTables":
-        "For positions below `positions`, in stores with tiles of `page` tokens, on the device of `inv_freq` [r/2]."
+        """For positions below `positions`, in stores with tiles of `page` tokens, on the device
+        of `inv_freq` [r/2]."""
         pairs = padded_size(len(inv_freq))
         omega = torch.zeros(pairs, dtype=torch.float64)
         omega[: len(inv_freq)] = inv_freq.detach().cpu().double()
-        real = torch.arange(pairs) < len(inv_freq)  # a pair that only pads has zeros, whatever its coefficients are
+        real = torch.arange(pairs) < len(
+            inv_freq
+        )  # a pair that only pads has zeros, whatever its coefficients are
         token, pair = _near_order(pairs, page)
         angle = (token - 127.5) * omega[pair]
         near = torch.stack([angle.cos(), angle.sin()], 1) * real[pair][:, None]
-        at = torch.cat([torch.arange(256) + 127.5, 256.0 * torch.arange(-1, -(-positions // 256))]).double()[:, None] * omega
+        at = (
+            torch.cat(
+                [torch.arange(256) + 127.5, 256.0 * torch.arange(-1, -(-positions // 256))]
+            ).double()[:, None]
+            * omega
+        )
         far = torch.cat([at.cos() * real, at.sin() * real], 1)
-        return cls(near.half().contiguous().to(inv_freq.device), far.float().to(inv_freq.device))
+        return cls(
+            near.half().contiguous().to(inv_freq.device), far.float().to(inv_freq.device)
+        )
 
     @property
     def positions(self) -> int:
@@ -163,7 +236,8 @@ def angle_tables(
     positions: int,
     page: int,  # tokens of a tile or page, at most 256
 ) -> AngleTables:
-    "Shared tables that serve positions below `positions`; made anew, twice as long at least, where those at hand are too short."
+    """Shared tables that serve positions below `positions`; made anew, twice as long at least,
+    where those at hand are too short."""
     held = _ANGLES.setdefault(cos_sin, {})
     if page not in held or held[page].positions < positions:
         more = 0 if page not in held else 2 * held[page].positions
@@ -174,10 +248,28 @@ def angle_tables(
 # %% ../../nbs/42_query.ipynb #6b7f8499
 @triton.jit(do_not_specialize=["batch"])
 def _rotate_few_kernel(
-    QUERY, sb, sh, sn, ROTATION, th, tc, te, OUT, batch, heads, group, n, rows,
-    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, AFTER: tl.constexpr,
-):  # fmt: skip
-    "OUT[b, h, j, c] = sum of QUERY[b, h, j, e] ROTATION[h, c, e] for ROWS rows of one head and COLS channels c; 0 in rows that only pad."
+    QUERY,
+    sb,
+    sh,
+    sn,
+    ROTATION,
+    th,
+    tc,
+    te,
+    OUT,
+    batch,
+    heads,
+    group,
+    n,
+    rows,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    AFTER: tl.constexpr,
+):
+    """OUT[b, h, j, c] = sum of QUERY[b, h, j, e] ROTATION[h, c, e] for ROWS rows of one head
+    and COLS channels c; 0 in rows that only pad."""
     h = tl.program_id(1)
     c = tl.program_id(2) * COLS + tl.arange(0, COLS)
     e = tl.arange(0, DP)
@@ -198,9 +290,25 @@ def _rotate_few_kernel(
 # %% ../../nbs/42_query.ipynb #c2c34650
 @triton.jit(do_not_specialize=["batch"])
 def _rotate_many_kernel(
-    QUERY, sb, sh, sn, ROTATION, th, tc, te, OUT, batch, heads, group, n, rows,
-    D: tl.constexpr, SLICE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
+    QUERY,
+    sb,
+    sh,
+    sn,
+    ROTATION,
+    th,
+    tc,
+    te,
+    OUT,
+    batch,
+    heads,
+    group,
+    n,
+    rows,
+    D: tl.constexpr,
+    SLICE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
     "The same for many rows, on tensor cores."
     h = tl.program_id(1)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -208,11 +316,16 @@ def _rotate_many_kernel(
     c = tl.program_id(2) * COLS + tl.arange(0, COLS)
     ok = (b < batch) & (j < group * n)
     at = QUERY + b * sb + (h * group + j // n).to(tl.int64) * sh + (j % n).to(tl.int64) * sn
-    matrix, out = ROTATION + h.to(tl.int64) * th + c[None, :] * tc, tl.zeros((ROWS, COLS), tl.float32)
+    matrix, out = (
+        ROTATION + h.to(tl.int64) * th + c[None, :] * tc,
+        tl.zeros((ROWS, COLS), tl.float32),
+    )
     for first in range(0, D, SLICE):
         e = first + tl.arange(0, SLICE)
         q = tl.load(at[:, None] + e[None, :], mask=ok[:, None] & (e < D)[None, :], other=0.0)
-        m = tl.load(matrix + e[:, None] * te, mask=(c < D)[None, :] & (e < D)[:, None], other=0.0)
+        m = tl.load(
+            matrix + e[:, None] * te, mask=(c < D)[None, :] & (e < D)[:, None], other=0.0
+        )
         out = tl.dot(q.to(tl.float32), m, out, input_precision="tf32x3")
     place = OUT + ((b * heads + h) * rows + j)[:, None] * D + c[None, :]
     tl.store(place, out, mask=(b < batch)[:, None] & (c < D)[None, :])
@@ -234,7 +347,15 @@ def rotated_queries(
     out = torch.empty(s.batch, s.heads, rows, d, dtype=torch.float32, device=x.q.device)
     few = s.batch * s.heads * rows <= 512
     tc, te = matrix.stride()[-2:]
-    named = shared | dict(ROTATION=matrix, th=matrix.stride(0) if matrix.ndim == 3 else 0, tc=tc, te=te, OUT=out, batch=s.batch, rows=rows)
+    named = shared | dict(
+        ROTATION=matrix,
+        th=matrix.stride(0) if matrix.ndim == 3 else 0,
+        tc=tc,
+        te=te,
+        OUT=out,
+        batch=s.batch,
+        rows=rows,
+    )
     if few:
         launcher, block, columns = _few_launcher, 4, 16
         named |= dict(ROWS=block, COLS=columns, AFTER=after)

@@ -40,28 +40,42 @@ def model_facts(
 # %% ../../nbs/23_calibration.ipynb #baa2fa73
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    "Key transforms and mean keys of one model, a layer at a time, what its layers lose by codes, and their provenance."
+    """Key transforms and mean keys of one model, a layer at a time, what its layers lose by
+    codes, and their provenance."""
 
     transforms: list  # a HeadTransform for each layer that holds keys and values; or none
-    header: dict  # about (model), tokens, length, skip, shrink, gain of each layer, data, versions; losses
-    centers: list = ()  # [H, d] fp32 for each such layer: the mean of its keys, as attention sees them; or none
+    # about (model), tokens, length, skip, shrink, gain of each layer, data, versions; losses
+    header: dict
+    # [H, d] fp32 for each such layer: the mean of its keys, as attention sees them; or none
+    centers: list = ()
 
     def __post_init__(self):
         for i, x in enumerate(self.centers):
-            checks.finite(checks.shape(checks.floats(x, f"centers[{i}]"), f"centers[{i}]", "heads", "channels"), f"centers[{i}]")
+            checks.finite(
+                checks.shape(
+                    checks.floats(x, f"centers[{i}]"), f"centers[{i}]", "heads", "channels"
+                ),
+                f"centers[{i}]",
+            )
         if self.centers and self.transforms and len(self.centers) != len(self.transforms):
-            raise ValueError(f"centers must be as many as transforms, got {len(self.centers)} and {len(self.transforms)}")
+            raise ValueError(
+                f"centers must be as many as transforms, got {len(self.centers)} and "
+                f"{len(self.transforms)}"
+            )
 
     def check(self, config) -> None:
         "Raise ValueError, naming what differs, unless it is of a model with this config."
         mine, other = self.header["about"], model_facts(config)
-        differ = [f"{n} {mine.get(n)!r}, not {x!r}" for n, x in other.items() if mine.get(n) != x]
+        differ = [
+            f"{n} {mine.get(n)!r}, not {x!r}" for n, x in other.items() if mine.get(n) != x
+        ]
         if differ:
             raise ValueError(f"the calibration is of another model: it has {'; '.join(differ)}")
 
     def recipes(self, recipes: list) -> list:
-        """Recipes of all layers that hold keys and values, with the transforms, if there are any, in place of
-        their rotation. Raises ValueError for another number of layers, and for a rotation that was chosen."""
+        """Recipes of all layers that hold keys and values, with the transforms, if there are
+        any, in place of their rotation. Raises ValueError for another number of layers, and for
+        a rotation that was chosen."""
         if not self.transforms:
             return recipes
         if len(recipes) != len(self.transforms):
@@ -69,18 +83,23 @@ class Calibration:
             raise ValueError(f"the calibration has {got}")
         chosen = {r.key.rotation for r in recipes} - {"hadamard"}
         if chosen:
-            raise ValueError(f"a calibration replaces the rotation of keys, got {chosen.pop()!r}")
-        named = lambda r, m: replace(r, key=replace(r.key, rotation=m.name))  # noqa: E731
+            raise ValueError(
+                f"a calibration replaces the rotation of keys, got {chosen.pop()!r}"
+            )
+        named = lambda r, m: replace(r, key=replace(r.key, rotation=m.name))
         return [named(r, m) for r, m in zip(recipes, self.transforms)]
 
     @property
     def nbytes(self) -> int:
-        "Bytes of all transforms: once for a model, whatever its caches hold. Centres, which caches do not use, are not counted."
+        """Bytes of all transforms: once for a model, whatever its caches hold. Centres, which
+        caches do not use, are not counted."""
         return sum(m.nbytes for m in self.transforms)
 
     def __repr__(self):
         a, gain, losses = (self.header.get(x) for x in ("about", "gain", "losses"))
-        parts = [f"{a['model type']}, {a['layers']} layers of {a['KV heads']} x {a['head size']}"]
+        parts = [
+            f"{a['model type']}, {a['layers']} layers of {a['KV heads']} x {a['head size']}"
+        ]
         if self.transforms:
             bits = f"{sum(gain) / len(gain):.2f} bits a channel of keys"
             parts.append(f"{self.header['tokens']:,} tokens, {bits}")
@@ -97,14 +116,21 @@ FORMER = "turboquant-nb calibration 1"  # has no centres; read as well
 def save_calibration(c: Calibration, path) -> None:
     "Write transforms, centres and header to one safetensors file."
     tensors = {f"map{i:04}": m.matrix for i, m in enumerate(c.transforms)}
-    write_file(path, tensors | {f"center{i:04}": x.float().contiguous() for i, x in enumerate(c.centers)}, c.header, FORMAT)
+    write_file(
+        path,
+        tensors | {f"center{i:04}": x.float().contiguous() for i, x in enumerate(c.centers)},
+        c.header,
+        FORMAT,
+    )
 
 
 def load_calibration(
-    source,  # a file, or the id of a model or repository on the hub that has a calibration.safetensors
+    # a file, or the id of a model or repository on the hub that has a calibration.safetensors
+    source,
 ) -> Calibration:
-    """Read a calibration and register its transforms. Raises FileNotFoundError for a name that is neither a file
-    nor on the hub, TypeError for anything else, ValueError for a file of another kind, a truncated or a changed one."""
+    """Read a calibration and register its transforms. Raises FileNotFoundError for a name that
+    is neither a file nor on the hub, TypeError for anything else, ValueError for a file of
+    another kind, a truncated or a changed one."""
     if isinstance(source, Calibration):
         return source
     if not isinstance(source, (str, os.PathLike)):
@@ -114,12 +140,15 @@ def load_calibration(
     if not path.is_file():
         path = _from_hub(str(source))
     tensors, header = read_file(path, FORMER if _says_former(path) else FORMAT, "calibration")
-    of = lambda kind: [tensors[n] for n in sorted(tensors) if n.startswith(kind)]  # noqa: E731
-    return Calibration([register_transform(HeadTransform.of(x)) for x in of("map")], header, of("center"))
+    of = lambda kind: [tensors[n] for n in sorted(tensors) if n.startswith(kind)]
+    return Calibration(
+        [register_transform(HeadTransform.of(x)) for x in of("map")], header, of("center")
+    )
 
 
 def _says_former(path: Path) -> bool:
-    "Whether a file says that it has the format before this one; what cannot be read says nothing."
+    """Whether a file says that it has the format before this one; what cannot be read says
+    nothing."""
     try:
         with safe_open(path, "pt") as f:
             header = json.loads((f.metadata() or {}).get("header", "{}"))
@@ -129,8 +158,14 @@ def _says_former(path: Path) -> bool:
 
 
 def _is_path(name: str) -> bool:
-    "Whether no repository can be called so. Without a network the hub's client asks for half a minute before it gives up."
-    return Path(name).is_dir() or name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix in (".safetensors", ".st")
+    """Whether no repository can be called so. Without a network the hub's client asks for half
+    a minute before it gives up."""
+    return (
+        Path(name).is_dir()
+        or name.startswith((".", "/", "~"))
+        or name.count("/") > 1
+        or Path(name).suffix in (".safetensors", ".st")
+    )
 
 
 def _from_hub(name: str) -> Path:
@@ -138,25 +173,34 @@ def _from_hub(name: str) -> Path:
         got = "a folder" if Path(name).is_dir() else "the name of a file that is not there"
         raise FileNotFoundError(f"{name} is neither a file nor found on the hub: it is {got}")
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+    )
 
     try:
         return Path(hf_hub_download(name, "calibration.safetensors"))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         why = str(error).strip().split("\n")[0]
-        raise FileNotFoundError(f"{name} is neither a file nor found on the hub: {why}") from None
+        raise FileNotFoundError(
+            f"{name} is neither a file nor found on the hub: {why}"
+        ) from None
 
 # %% ../../nbs/23_calibration.ipynb #0e74d9e9
 def allocate_layers(
     losses: dict,  # header["losses"] of what measure_sensitivity gave
     budget: float,  # average bits of all keys and values, within those measured
 ) -> list:  # (bits of keys, bits of values) of each layer that is coded
-    "Where bits are worth most. Raises TypeError/ValueError for a budget that no choice of the measured bits meets."
+    """Where bits are worth most. Raises TypeError/ValueError for a budget that no choice of the
+    measured bits meets."""
     bits = losses["bits"]
     if isinstance(budget, bool) or not isinstance(budget, (int, float)):
         raise TypeError(f"budget must be a number, got {type(budget).__name__}")
     if not bits[0] <= budget <= bits[-1]:
-        raise ValueError(f"budget must be from {bits[0]} to {bits[-1]}, as measured, got {budget}")
+        raise ValueError(
+            f"budget must be from {bits[0]} to {bits[-1]}, as measured, got {budget}"
+        )
     curves = [x for pair in zip(losses["key"], losses["value"]) for x in pair]
     sizes = [n for pair in losses["size"] for n in pair]
     each = allocate_bits(curves, math.floor(budget * sum(sizes) + 1e-6), bits, sizes)
@@ -168,12 +212,17 @@ def apply_bit_budget(
     calibration: Calibration,  # with losses
     budget: float,  # average bits, within those measured
 ) -> list:  # the recipes with other bits
-    "Recipes of all coded layers with the bits that a budget buys. Raises ValueError where layers were not measured."
+    """Recipes of all coded layers with the bits that a budget buys. Raises ValueError where
+    layers were not measured."""
     losses = calibration.header.get("losses")
     if losses is None:
-        raise ValueError("a budget needs layers that were measured: turboquant calibrate --layers")
+        raise ValueError(
+            "a budget needs layers that were measured: turboquant calibrate --layers"
+        )
     if len(recipes) != len(losses["key"]):
         got = f"{len(losses['key'])} layers, got {len(recipes)} recipes"
         raise ValueError(f"the calibration has measured {got}")
-    given = lambda r, k, v: replace(r, key=replace(r.key, bits=k), value=replace(r.value, bits=v))  # noqa: E731
+    given = lambda r, k, v: replace(
+        r, key=replace(r.key, bits=k), value=replace(r.value, bits=v)
+    )
     return [given(r, *b) for r, b in zip(recipes, allocate_layers(losses, budget))]

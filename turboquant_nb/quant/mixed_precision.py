@@ -9,7 +9,14 @@ __all__ = ['make_quantizer', 'by_layer']
 import torch
 
 from .. import checks
-from .quantizer import Quantizer, Recipe, Spec, as_recipe, channel_bits, scalar_codebook
+from turboquant_nb.quant.quantizer import (
+    Quantizer,
+    Recipe,
+    Spec,
+    as_recipe,
+    channel_bits,
+    scalar_codebook,
+)
 from ..theory.rates import MixedCodebook
 from .residual import ProdQuantizer, sign_codebook
 from ..theory.rotation import Rotation
@@ -21,18 +28,22 @@ def make_quantizer(
     device: torch.device | str = "cpu",
     rotation: Rotation | None = None,  # use this one instead of the spec's
 ) -> Quantizer:
-    """The quantizer that a spec names: one table, a table per channel, a sign stage or QJL. Raises
-    TypeError/ValueError for anything but a Spec, and for bits that do not fit d."""
+    """The quantizer that a spec names: one table, a table per channel, a sign stage or QJL.
+    Raises TypeError/ValueError for anything but a Spec, and for bits that do not fit d."""
     checks.instance(spec, "spec", Spec)
     if spec.residual == "qjl":
         return ProdQuantizer(spec, d, device, rotation)
     bits = channel_bits(spec.bits, d)
     if spec.residual == "sign":
-        book = sign_codebook(spec.bits, base=scalar_codebook(spec.codebook, spec.bits - 1, d)).to_int8_grid()
+        book = sign_codebook(
+            spec.bits, base=scalar_codebook(spec.codebook, spec.bits - 1, d)
+        ).to_int8_grid()
     elif isinstance(spec.bits, int):
         book = None  # the spec's own
     else:
-        book = MixedCodebook({b: scalar_codebook(spec.codebook, b, d).to_int8_grid() for b in set(bits)}, bits)
+        book = MixedCodebook(
+            {b: scalar_codebook(spec.codebook, b, d).to_int8_grid() for b in set(bits)}, bits
+        )
     return Quantizer(spec, d, device, rotation, book)
 
 # %% ../../nbs/22_mixed_precision.ipynb #1f6d7dd5
@@ -41,7 +52,8 @@ def by_layer(
     n_layers: int,  # layers of the model
     special: dict,  # {layer: Recipe or preset}; -1 is the last layer
 ) -> list:  # one Recipe per layer, for TurboQuantCache
-    "A recipe per layer. Raises ValueError for a layer that the model does not have or that is named twice."
+    """A recipe per layer. Raises ValueError for a layer that the model does not have or that is
+    named twice."""
     n_layers = checks.whole(n_layers, "n_layers", 1)
     checks.instance(special, "special", dict)
     recipes, seen = [as_recipe(base)] * n_layers, {}

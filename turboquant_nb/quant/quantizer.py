@@ -22,12 +22,13 @@ from ..theory.transforms import find_transform, transform_class
 
 # %% ../../nbs/20_quantizer.ipynb #63d17d47
 def _check_bits(bits, residual):
-    whole = lambda b: type(b) is int and 1 <= b <= 4  # noqa: E731
+    whole = lambda b: type(b) is int and 1 <= b <= 4
     many = isinstance(bits, tuple) and bits and all(map(whole, bits))
     fraction = type(bits) is float and 1 < bits < 4 and not bits.is_integer()
     if not (whole(bits) or many or fraction):
         want = (
-            "an integer from 1 to 4, a fraction such as 2.5 or a tuple of integers, one per channel"
+            "an integer from 1 to 4, a fraction such as 2.5 or a tuple of integers, one per "
+            "channel"
         )
         raise ValueError(f"bits must be {want}; got {bits!r}")
     if residual != "none" and (type(bits) is not int or bits < 2):
@@ -44,17 +45,25 @@ CODEBOOKS = {
 # %% ../../nbs/20_quantizer.ipynb #d8371c50
 @dataclass(frozen=True)
 class Spec:
-    """How one side, keys or values, is coded. Raises ValueError for a value that is not allowed,
-    naming it."""
+    """How one side, keys or values, is coded. Raises ValueError for a value that is not
+    allowed, naming it."""
 
-    bits: int | float | tuple = 3  # per channel, 1-4: one integer, a fraction, or one per channel
-    rotation: str = "hadamard"  # "hadamard", "haar", "identity" or the name of a registered transform
+    bits: int | float | tuple = (
+        3  # per channel, 1-4: one integer, a fraction, or one per channel
+    )
+    rotation: str = (
+        "hadamard"  # "hadamard", "haar", "identity" or the name of a registered transform
+    )
     seed: int = 0  # seed of the rotation
     scale: str = "mse"  # "norm" (‖y‖/√d), "mse" (least squares) or "unbiased" (‖y‖²/⟨y,ŷ⟩)
     codebook: str = "sphere"  # "sphere" (exact law at this d), "gaussian" or "uniform"
-    center: str = "none"  # "none", "prompt_mean" (of the first chunk), "pre_rope" (the mean before RoPE); "auto": see `Recipe.settled`
+    # "none", "prompt_mean" (of the first chunk), "pre_rope" (the mean before RoPE); "auto": see
+    # `Recipe.settled`
+    center: str = "none"
     scale_dtype: str = "float16"  # how the scale is stored: "float16", "bfloat16" or "float32"
-    residual: str = "none"  # what the last bit is spent on: "none" (more levels), "sign" or "qjl"
+    residual: str = (
+        "none"  # what the last bit is spent on: "none" (more levels), "sign" or "qjl"
+    )
 
     def __post_init__(self):
         if isinstance(self.bits, list):  # as it comes from JSON
@@ -75,9 +84,9 @@ def channel_bits(
     bits: int | float | tuple,  # as in a `Spec`
     d: int,  # head size
 ) -> tuple:  # d integers
-    """Bits of each channel; a fraction gives the first channels one bit more than the others. Raises
-    ValueError for bits that a `Spec` refuses, for a tuple of another length than d, or if d times
-    the bits is not an integer."""
+    """Bits of each channel; a fraction gives the first channels one bit more than the others.
+    Raises ValueError for bits that a `Spec` refuses, for a tuple of another length than d, or
+    if d times the bits is not an integer."""
     d = checks.whole(d, "d", 1)
     bits = tuple(bits) if isinstance(bits, list) else bits
     _check_bits(bits, "none")
@@ -124,11 +133,15 @@ _FORMER_VALUES = {
 def _with_todays_words(data: dict, names: dict) -> dict:
     "Fields as they are called today, from what a file calls them."
     out = {names.get(name, name): x for name, x in data.items()}
-    return {name: _FORMER_VALUES.get(name, {}).get(x, x) if isinstance(x, str) else x for name, x in out.items()}
+    return {
+        name: _FORMER_VALUES.get(name, {}).get(x, x) if isinstance(x, str) else x
+        for name, x in out.items()
+    }
 
 
 class TwoSides:
-    "What recipes have in common: settings of keys and of values, each a `side_class`, and JSON."
+    """What recipes have in common: settings of keys and of values, each a `side_class`, and
+    JSON."""
 
     side_class, former_names = None, {}
 
@@ -138,7 +151,8 @@ class TwoSides:
 
     @classmethod
     def from_dict(cls, data: dict) -> "TwoSides":
-        "From what `dataclasses.asdict` gave, today or before. Raises KeyError or TypeError for unknown or missing structure."
+        """From what `dataclasses.asdict` gave, today or before. Raises KeyError or TypeError
+        for unknown or missing structure."""
         data = _with_todays_words(data, cls.former_names)
         sides = {
             name: cls.side_class(**_with_todays_words(data.pop(name), cls.former_names))
@@ -158,8 +172,8 @@ class TwoSides:
 # %% ../../nbs/20_quantizer.ipynb #2101c814
 @dataclass(frozen=True)
 class Recipe(TwoSides):
-    """How a cache is coded: one `Spec` for keys, one for values, and how many tokens stay exact.
-    Raises ValueError/TypeError on fields that are not allowed."""
+    """How a cache is coded: one `Spec` for keys, one for values, and how many tokens stay
+    exact. Raises ValueError/TypeError on fields that are not allowed."""
 
     key: Spec = Spec(center="auto")
     value: Spec = Spec()
@@ -175,7 +189,10 @@ class Recipe(TwoSides):
         for name in ("key", "value"):
             checks.instance(getattr(self, name), name, Spec)
         if self.value.center in ("pre_rope", "auto"):
-            raise ValueError(f"center={self.value.center!r} is for keys: RoPE rotates no values; use 'prompt_mean'")
+            raise ValueError(
+                f"center={self.value.center!r} is for keys: RoPE rotates no values; use "
+                "'prompt_mean'"
+            )
         serves, why = transform_class(self.value.rotation).supports("values")
         if not serves:
             raise ValueError(why)
@@ -188,20 +205,26 @@ class Recipe(TwoSides):
         _check_decay(self.decay, (self.key, self.value))
 
     def settled(self, rope: bool) -> "Recipe":
-        "The recipe without \"auto\": keys get the mean before RoPE where the frequencies of a model's RoPE are known, else the prompt's."
+        """The recipe without "auto": keys get the mean before RoPE where the frequencies of a
+        model's RoPE are known, else the prompt's."""
         if self.key.center != "auto":
             return self
-        return replace(self, key=replace(self.key, center="pre_rope" if rope else "prompt_mean"))
+        return replace(
+            self, key=replace(self.key, center="pre_rope" if rope else "prompt_mean")
+        )
 
 # %% ../../nbs/20_quantizer.ipynb #a960cdb2
-PRESETS = {f"k{k}v{v}": (k, v) for k, v in ((4, 4), (4, 3), (3, 3), (4, 2), (3, 2), (2, 2), (1, 1))}
+PRESETS = {
+    f"k{k}v{v}": (k, v) for k, v in ((4, 4), (4, 3), (3, 3), (4, 2), (3, 2), (2, 2), (1, 1))
+}
 
 
 def preset(
     name: str,  # "k4v4", "k3v3", "k4v2", "k2v2", …
 ) -> Recipe:
     """A recipe by name: bits of keys, bits of values; 4 sinks, 16 recent tokens, or 64 where a
-    side has 1 or 2 bits; the mean of keys that suits the model. Raises ValueError for a name that is not in `PRESETS`."""
+    side has 1 or 2 bits; the mean of keys that suits the model. Raises ValueError for a name
+    that is not in `PRESETS`."""
     k, v = PRESETS[checks.one_of(name, "preset", PRESETS)]
     return Recipe(
         key=Spec(bits=k, center="auto"), value=Spec(bits=v), recent=16 if min(k, v) > 2 else 64
@@ -234,7 +257,9 @@ class Coded(NamedTuple):
 
     codes: Tensor  # [..., d] uint8
     scale: Tensor  # [...] in the spec's scale_dtype
-    signs: Tensor | None = None  # [..., m] uint8, 1 where the sketch of the residual is positive
+    signs: Tensor | None = (
+        None  # [..., m] uint8, 1 where the sketch of the residual is positive
+    )
     residual_norm: Tensor | None = None  # [...] in the spec's scale_dtype
 
 # %% ../../nbs/20_quantizer.ipynb #0d945a41
@@ -251,7 +276,9 @@ def _table(spec: Spec, d: int) -> Codebook:
     "The codebook that a spec names, where one table without residual is enough."
     if type(spec.bits) is not int or spec.residual != "none":
         what = f"bits={spec.bits!r} and residual={spec.residual!r}"
-        raise ValueError(f"{what} need a codebook of their own; use mixed_precision.make_quantizer(spec, d)")
+        raise ValueError(
+            f"{what} need a codebook of their own; use mixed_precision.make_quantizer(spec, d)"
+        )
     return scalar_codebook(spec.codebook, spec.bits, d).to_int8_grid()
 
 # %% ../../nbs/20_quantizer.ipynb #5cf69282
@@ -265,14 +292,17 @@ class Quantizer:
         d: int,  # head size
         device: torch.device | str = "cpu",
         rotation: Transform | None = None,  # use this one instead of the spec's
-        codebook: Codebook | None = None,  # anything with encode, decode and to; else the spec's
+        # anything with encode, decode and to; else the spec's
+        codebook: Codebook | None = None,
     ):
         checks.instance(spec, "spec", Spec)
         if rotation is not None and rotation.d != d:
             raise ValueError(f"rotation must have d = {d}, got d = {rotation.d}")
         self.spec, self.d = spec, d
         self.device = torch.zeros(0, device=device).device  # "cuda" becomes "cuda:0"
-        self.rotation = (rotation or find_transform(spec.rotation, d, spec.seed)).to(self.device)
+        self.rotation = (rotation or find_transform(spec.rotation, d, spec.seed)).to(
+            self.device
+        )
         self.channel_bits = channel_bits(spec.bits, d)
         self.codebook = (_table(spec, d) if codebook is None else codebook).to(self.device)
         self.scale_dtype = getattr(torch, spec.scale_dtype)
@@ -317,7 +347,8 @@ def _store_scale(scale: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 
 # %% ../../nbs/20_quantizer.ipynb #256e8bd4
 def _encode_block(q: Quantizer, x: Tensor, mean: Tensor | None):
-    "Codes and fp32 scale of a block [n, d]; a zero vector gets scale 0. Transforms per head: see `_flat`."
+    """Codes and fp32 scale of a block [n, d]; a zero vector gets scale 0. Transforms per head:
+    see `_flat`."""
     x = x if mean is None else x.float() - mean.float()
     y = x.float() if q.rotation.per_head else q.rotation.apply(x)
     power = torch.linalg.vector_norm(y, dim=-1).square()
@@ -337,7 +368,8 @@ def _encode_block(q: Quantizer, x: Tensor, mean: Tensor | None):
 
 
 def _flat(q: Quantizer, x: Tensor, mean: Tensor | None) -> tuple:
-    "x and its mean, if it has one, as rows [n, d]; what a head's own matrix does is done before."
+    """x and its mean, if it has one, as rows [n, d]; what a head's own matrix does is done
+    before."""
     if q.rotation.per_head:
         x, mean = q.rotation.apply(x if mean is None else x.float() - mean.float()), None
     return x.reshape(-1, q.d), None if mean is None else mean.reshape(-1, q.d)
@@ -350,8 +382,8 @@ def encode(
     name: str = "x",  # how errors call it
     block: int = 4096,  # vectors per block
 ) -> Coded:
-    """Center, rotate, scale, code. Raises TypeError/ValueError for a wrong dtype, device, shape,
-    NaN or Inf, and for a scale that its dtype cannot hold."""
+    """Center, rotate, scale, code. Raises TypeError/ValueError for a wrong dtype, device,
+    shape, NaN or Inf, and for a scale that its dtype cannot hold."""
     _check_input(q, x, name)
     flat, means = _flat(q, x, None if mean is None else _check_mean(q, mean, x, name))
     codes = torch.empty(flat.shape, dtype=torch.uint8, device=x.device)
@@ -361,7 +393,9 @@ def encode(
         codes[part], scale[part] = _encode_block(
             q, flat[part], None if means is None else means[part]
         )
-    return Coded(codes.view(x.shape), _store_scale(scale, q.scale_dtype, name).view(x.shape[:-1]))
+    return Coded(
+        codes.view(x.shape), _store_scale(scale, q.scale_dtype, name).view(x.shape[:-1])
+    )
 
 # %% ../../nbs/20_quantizer.ipynb #177b1214
 def decode_rotated(q: Quantizer, coded: Coded) -> Tensor:  # [..., d] fp32
@@ -375,11 +409,12 @@ def decode(
     mean: Tensor | None = None,  # what was subtracted
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # [..., d]
-    """The vectors that the codes stand for. Raises ValueError if codes and scale do not fit each
-    other or d."""
+    """The vectors that the codes stand for. Raises ValueError if codes and scale do not fit
+    each other or d."""
     if coded.codes.shape[-1] != q.d or coded.scale.shape != coded.codes.shape[:-1]:
         raise ValueError(
-            f"codes must be [..., {q.d}] and scale [...]; got {tuple(coded.codes.shape)} and {tuple(coded.scale.shape)}"
+            f"codes must be [..., {q.d}] and scale [...]; got {tuple(coded.codes.shape)} and "
+            f"{tuple(coded.scale.shape)}"
         )
     x = q.rotation.inverse(q.decode_rotated(coded))
     return (x if mean is None else x + mean.float()).to(dtype)
@@ -390,12 +425,14 @@ def decided(
     x: Tensor,  # [..., d], finite
     mean: Tensor | None = None,  # broadcastable to x
 ) -> Tensor:  # [..., d] bool
-    """True where every float32 program gives the same code, whatever the order of its sums: no edge
-    lies within the rounding of the coordinate. Raises TypeError for per-head matrices. Source: Higham
-    2002, Accuracy and Stability of Numerical Algorithms, §3.1."""
+    """True where every float32 program gives the same code, whatever the order of its sums: no
+    edge lies within the rounding of the coordinate. Raises TypeError for per-head matrices.
+    Source: Higham 2002, Accuracy and Stability of Numerical Algorithms, §3.1."""
     if q.rotation.per_head:
-        raise TypeError(f"decided is about one matrix for all vectors, got {type(q.rotation).__name__}")
-    gamma = lambda n: n * 2.0**-24 / (1 - n * 2.0**-24)  # noqa: E731
+        raise TypeError(
+            f"decided is about one matrix for all vectors, got {type(q.rotation).__name__}"
+        )
+    gamma = lambda n: n * 2.0**-24 / (1 - n * 2.0**-24)
     x = x.double() if mean is None else x.double() - mean.double()
     matrix = q.rotation.matrix.double()
     y, e = x @ matrix.mT, gamma(q.d + 2) * (x.abs() @ matrix.abs().mT)

@@ -17,16 +17,23 @@ from torch import Tensor
 from .. import checks
 from ..theory.codebook import Codebook, _make, lloyd_max, partial_moments
 from ..theory.qjl import qjl_decode, sign_bits, sketch_matrix
-from .quantizer import Coded, Quantizer, Spec, _store_scale, decode_rotated, encode
+from turboquant_nb.quant.quantizer import (
+    Coded,
+    Quantizer,
+    Spec,
+    _store_scale,
+    decode_rotated,
+    encode,
+)
 from ..theory.rotation import Rotation
 
 # %% ../../nbs/21_residual.ipynb #585d31b0
 def sign_gain(
     codebook: Codebook,  # a table under the Gaussian or a sphere law
 ) -> float:  # (E|e|)², the drop in mean squared error
-    """What one sign per channel takes off the error of a table: levels move by ±E|e| towards the
-    value. Raises TypeError/ValueError for anything but a table under a known law. Source: the
-    residual stage of TurboESM (arXiv 2603.26110), Eqs. 6 and 7."""
+    """What one sign per channel takes off the error of a table: levels move by ±E|e| towards
+    the value. Raises TypeError/ValueError for anything but a table under a known law. Source:
+    the residual stage of TurboESM (arXiv 2603.26110), Eqs. 6 and 7."""
     checks.instance(codebook, "codebook", Codebook)
     if codebook.law == "samples":
         raise ValueError("codebook must be under a known law, got one fitted to samples")
@@ -48,7 +55,9 @@ def _split(base):
     mid = (y[1:] + y[:-1]) / 2
     m0, m1, _ = partial_moments(np.append(-np.inf, mid), np.append(mid, np.inf), base.dim)
     means = np.divide(m1, m0, out=y.copy(), where=m0 > 0)
-    power = base.mse + (base.probs * base.levels64 * (2 * base.means - base.levels64)).sum()  # E x²
+    power = (
+        base.mse + (base.probs * base.levels64 * (2 * base.means - base.levels64)).sum()
+    )  # E x²
     mse = float(
         power - (m0 * y * (2 * means - y)).sum()
     )  # base.mse - step² for nearest-level bases
@@ -60,8 +69,9 @@ def sign_codebook(
     d: int | None = None,  # the law of the table, as in `lloyd_max`
     base: Codebook | None = None,  # a table of bits - 1 bits; None: lloyd_max(bits - 1, d)
 ) -> Codebook:  # 2**bits levels c_i ± E|e|, sorted; law "sign"
-    """A (bits-1)-bit table followed by the sign of its error, as the one table that it is. Raises
-    TypeError/ValueError if bits leave no table or base does not fit. Source: TurboESM, Eq. 7."""
+    """A (bits-1)-bit table followed by the sign of its error, as the one table that it is.
+    Raises TypeError/ValueError if bits leave no table or base does not fit. Source: TurboESM,
+    Eq. 7."""
     bits = checks.whole(bits, "bits", 2, 8)  # one of them is the sign
     if base is None:
         return _split(lloyd_max(bits - 1, d))
@@ -81,7 +91,8 @@ def _sketch(d, kind, seed, device):
 # %% ../../nbs/21_residual.ipynb #bed8ea0a
 class ProdQuantizer(Quantizer):
     """A (bits-1)-bit code, the signs of a random projection of its residual, and the residual's
-    norm. Raises TypeError/ValueError for a spec without residual="qjl". Source: TurboQuant (arXiv
+    norm. Raises TypeError/ValueError for a spec without residual="qjl". Source: TurboQuant
+    (arXiv
     2504.19874), Algorithm 2."""
 
     def __init__(
@@ -90,8 +101,10 @@ class ProdQuantizer(Quantizer):
         d: int,  # head size
         device: torch.device | str = "cpu",
         rotation: Rotation | None = None,  # use this one instead of the spec's
-        codebook: Codebook | None = None,  # a table of bits - 1 bits to use instead of the spec's
-        kind: str = "gaussian",  # rows of the sketch: "gaussian" (the paper's), "orthogonal", "hadamard"
+        # a table of bits - 1 bits to use instead of the spec's
+        codebook: Codebook | None = None,
+        # rows of the sketch: "gaussian" (the paper's), "orthogonal", "hadamard"
+        kind: str = "gaussian",
     ):
         checks.instance(spec, "spec", Spec)
         if spec.residual != "qjl":
@@ -102,7 +115,9 @@ class ProdQuantizer(Quantizer):
         plain = replace(spec, bits=spec.bits - 1, residual="none")
         super().__init__(plain, d, device, rotation, codebook)
         self.spec = spec
-        self.sketch = _sketch(d, kind, spec.seed, self.device)  # [m, d], m = d; shared, read-only
+        self.sketch = _sketch(
+            d, kind, spec.seed, self.device
+        )  # [m, d], m = d; shared, read-only
 
     def encode(self, x: Tensor, mean: Tensor | None = None, name: str = "x") -> Coded:
         "`prod_encode`."
@@ -143,8 +158,8 @@ def prod_decode_rotated(
     q: ProdQuantizer,
     coded: Coded,  # from `prod_encode`
 ) -> Tensor:  # [..., d] fp32, still rotated and centred
-    """levels · scale + ‖r‖ √(π/2)/m Sᵀσ: linear in what is stored, so that inner products with it
-    are the paper's estimates. Raises ValueError for a code without signs."""
+    """levels · scale + ‖r‖ √(π/2)/m Sᵀσ: linear in what is stored, so that inner products with
+    it are the paper's estimates. Raises ValueError for a code without signs."""
     checks.instance(q, "q", ProdQuantizer)
     if coded.signs is None or coded.residual_norm is None:
         raise ValueError("coded must hold signs and residual_norm; it comes from prod_encode")

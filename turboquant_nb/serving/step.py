@@ -16,8 +16,23 @@ from torch import Tensor
 
 from .. import checks
 from ..cache.attention import dense_attention
-from ..cache.pages import CellLayout, Recent, append_slots, attend_cells, store_recent
-from ..kernels.cells import CellPlan, Workspace, append_cells, append_recent, decode_cells, join_past, locate_sinks, past_cells
+from turboquant_nb.cache.pages import (
+    CellLayout,
+    Recent,
+    append_slots,
+    attend_cells,
+    store_recent,
+)
+from turboquant_nb.kernels.cells import (
+    CellPlan,
+    Workspace,
+    append_cells,
+    append_recent,
+    decode_cells,
+    join_past,
+    locate_sinks,
+    past_cells,
+)
 from ..quant.calibration import Calibration, load_calibration
 from ..quant.mixed_precision import make_quantizer
 from ..quant.quantizer import PRESETS, Quantizer, Recipe, preset
@@ -27,25 +42,46 @@ from ..theory.transforms import HeadTransform, register_transform
 def serving_recipe(
     recipe: str | dict | Recipe,  # a preset's name, the fields of a `Recipe`, or one
     recent: int | None = None,  # exact tokens before a step; None: as many as the recipe says
-    sinks: int | None = None,  # exact first tokens; None: likewise, and none where `recent` is 0
+    # exact first tokens; None: likewise, and none where `recent` is 0
+    sinks: int | None = None,
 ) -> Recipe:
-    "The recipe that an engine's cache can hold. Raises ValueError/TypeError with a reason for each part that it cannot."
+    """The recipe that an engine's cache can hold. Raises ValueError/TypeError with a reason for
+    each part that it cannot."""
     if isinstance(recipe, str):
         recipe = preset(checks.one_of(recipe, "recipe", PRESETS))
-    recipe = Recipe.from_json(json.dumps(recipe)) if isinstance(recipe, dict) else checks.instance(recipe, "recipe", Recipe)
-    given = {name: checks.whole(x, name, 0) for name, x in dict(recent=recent, sinks=0 if recent == 0 and sinks is None else sinks).items() if x is not None}
+    recipe = (
+        Recipe.from_json(json.dumps(recipe))
+        if isinstance(recipe, dict)
+        else checks.instance(recipe, "recipe", Recipe)
+    )
+    given = {
+        name: checks.whole(x, name, 0)
+        for name, x in dict(
+            recent=recent, sinks=0 if recent == 0 and sinks is None else sinks
+        ).items()
+        if x is not None
+    }
     if recipe.key.center == "auto":  # `Recipe.settled` would take a mean of one request
         given["key"] = replace(recipe.key, center="none")
     recipe, reasons = replace(recipe, **given), []
     if recipe.sinks and not recipe.recent:
-        reasons.append(f"sinks must be 0 where recent is 0, got {recipe.sinks}: first tokens travel in the blocks of recent ones")
+        reasons.append(
+            f"sinks must be 0 where recent is 0, got {recipe.sinks}: first tokens travel in the "
+            "blocks of recent ones"
+        )
     if recipe.decay is not None:
         reasons.append(f"decay must be None, got {recipe.decay}: blocks have one size")
     for name, side in (("key", recipe.key), ("value", recipe.value)):
         if side.center != "none":
-            reasons.append(f"{name}.center must be 'none', got {side.center!r}: a mean belongs to one request, blocks are shared; means of a calibration are used where it has them")
+            reasons.append(
+                f"{name}.center must be 'none', got {side.center!r}: a mean belongs to one "
+                "request, blocks are shared; means of a calibration are used where it has them"
+            )
         if side.residual == "qjl" or type(side.bits) is not int:
-            reasons.append(f"{name} must have one number of bits and no QJL residual, got bits={side.bits!r}, residual={side.residual!r}")
+            reasons.append(
+                f"{name} must have one number of bits and no QJL residual, got "
+                f"bits={side.bits!r}, residual={side.residual!r}"
+            )
         if side.scale_dtype == "float32":
             reasons.append(f"{name}.scale_dtype must have 2 bytes, got 'float32'")
     if reasons:
@@ -56,16 +92,24 @@ def serving_recipe(
 def needs_means(
     model_config,  # of transformers
 ) -> bool:
-    "Whether a head's keys are known to lie far from 0 on one side: their projection has a bias, or it was measured (Gemma 3)."
+    """Whether a head's keys are known to lie far from 0 on one side: their projection has a
+    bias, or it was measured (Gemma 3)."""
     c = getattr(model_config, "text_config", model_config)
-    return c.model_type.startswith(("qwen2", "gemma3")) or any(getattr(c, name, False) for name in ("attention_bias", "qkv_bias", "use_qkv_bias"))
+    return c.model_type.startswith(("qwen2", "gemma3")) or any(
+        getattr(c, name, False) for name in ("attention_bias", "qkv_bias", "use_qkv_bias")
+    )
 
 
 def recent_block(nbytes: int, numbers: int, itemsize: int, sinks: int = 0) -> int:
-    "Recent tokens of so many numbers that fit into a cell's bytes beside first ones: a power of two. Raises ValueError where none does."
+    """Recent tokens of so many numbers that fit into a cell's bytes beside first ones: a power
+    of two. Raises ValueError where none does."""
     fit = nbytes // (numbers * itemsize)
     if fit <= sinks:
-        raise ValueError(f"a cell of {nbytes:,} bytes has room for {fit} exact tokens of {numbers * itemsize:,} bytes: not for {sinks} first tokens and a recent one; take larger blocks or fewer first tokens")
+        raise ValueError(
+            f"a cell of {nbytes:,} bytes has room for {fit} exact tokens of "
+            f"{numbers * itemsize:,} bytes: not for {sinks} first tokens and a recent one; take "
+            "larger blocks or fewer first tokens"
+        )
     return 1 << (fit - sinks).bit_length() - 1
 
 
@@ -81,9 +125,16 @@ class ServingConfig:
 
     recipe: str | dict | Recipe = "k3v3"
     past_tokens: int = 32768  # of a chunk's past that are decoded at a time
-    calibration: str | Calibration | None = None  # means and transforms of keys; a file, or a hub id
-    recent: int | None = None  # tokens before a step that are read exactly; None: as many as the recipe says
-    sinks: int | None = None  # first tokens of a request that are read exactly, where recent ones are; None: likewise
+    calibration: str | Calibration | None = (
+        None  # means and transforms of keys; a file, or a hub id
+    )
+    recent: int | None = (
+        None  # tokens before a step that are read exactly; None: as many as the recipe says
+    )
+    sinks: int | None = (
+        # first tokens of a request that are read exactly, where recent ones are; None: likewise
+        None
+    )
     means: bool = True  # keys are centred by the calibration's means
 
     def __post_init__(self):
@@ -91,13 +142,18 @@ class ServingConfig:
         checks.instance(self.means, "means", bool)
         for name, x in dict(recipe=recipe, recent=recipe.recent, sinks=recipe.sinks).items():
             object.__setattr__(self, name, x)
-        object.__setattr__(self, "past_tokens", checks.whole(self.past_tokens, "past_tokens", 256))
+        object.__setattr__(
+            self, "past_tokens", checks.whole(self.past_tokens, "past_tokens", 256)
+        )
         if self.calibration is not None:
             object.__setattr__(self, "calibration", _calibration(self.calibration))
             found = self.calibration
             layers = max(len(found.transforms), len(found.centers))
             if layers != found.header["about"]["layers"]:
-                raise ValueError(f"the calibration has transforms or means of {layers} of {found.header['about']['layers']} layers; all are needed")
+                raise ValueError(
+                    f"the calibration has transforms or means of {layers} of "
+                    f"{found.header['about']['layers']} layers; all are needed"
+                )
             if not found.transforms and not self.means:
                 raise ValueError("the calibration has means alone, and means is False")
             found.recipes([self.recipe] * layers)  # a rotation that was chosen is refused
@@ -112,7 +168,9 @@ class ServingConfig:
 
     def quantizers(self, d_key: int, d_value: int, device) -> tuple:
         "Of keys and of values, without a calibration."
-        return make_quantizer(self.recipe.key, d_key, device), make_quantizer(self.recipe.value, d_value, device)
+        return make_quantizer(self.recipe.key, d_key, device), make_quantizer(
+            self.recipe.value, d_value, device
+        )
 
     def calibrated(
         self,
@@ -122,32 +180,50 @@ class ServingConfig:
         d_value: int,
         device,
     ) -> tuple:  # (quantizer of keys, of values, centre [H, d_key] fp32 or None)
-        "What a layer codes with, by the calibration. Raises ValueError for a layer that it does not have, and other sizes."
+        """What a layer codes with, by the calibration. Raises ValueError for a layer that it
+        does not have, and other sizes."""
         key, value = self.quantizers(d_key, d_value, device)
         found = self.calibration
         if found is None:
             return key, value, None
         about = found.header["about"]
         if not 0 <= layer < about["layers"] or d_key != about["head size"]:
-            raise ValueError(f"the calibration has {about['layers']} layers with heads of {about['head size']}, layer {layer} with heads of {d_key} is asked for")
+            raise ValueError(
+                f"the calibration has {about['layers']} layers with heads of "
+                f"{about['head size']}, layer {layer} with heads of {d_key} is asked for"
+            )
         if found.transforms:
             matrix = found.transforms[layer].matrix[heads]
             named = register_transform(HeadTransform.of(matrix)).name
             key = make_quantizer(replace(self.recipe.key, rotation=named), d_key, device)
-        return key, value, found.centers[layer][heads].to(device) if found.centers and self.means else None
+        return (
+            key,
+            value,
+            found.centers[layer][heads].to(device) if found.centers and self.means else None,
+        )
 
-    def bytes_per_token(self, d_key: int, d_value: int | None = None) -> int:  # d_value: d_key if None
+    def bytes_per_token(
+        self, d_key: int, d_value: int | None = None
+    ) -> int:  # d_value: d_key if None
         "Of one KV head in one layer. Raises ValueError for head sizes that cells do not hold."
-        return CellLayout(self.recipe.key.bits, self.recipe.value.bits, d_key, d_value or d_key).bytes_per_token
+        return CellLayout(
+            self.recipe.key.bits, self.recipe.value.bits, d_key, d_value or d_key
+        ).bytes_per_token
 
     def recent_block(self, tokens: int, d: int, itemsize: int) -> int:
-        """Recent tokens that fit into the page of a block of coded ones beside the first ones: a power of two. itemsize: bytes of a number of the
-        model. Raises ValueError where none does."""
+        """Recent tokens that fit into the page of a block of coded ones beside the first ones:
+        a power of two. itemsize: bytes of a number of the model. Raises ValueError where none
+        does."""
         return recent_block(tokens * self.bytes_per_token(d), 2 * d, itemsize, self.sinks)
 
     def recent_blocks(self, tokens: int, d: int, itemsize: int, step: int = 1) -> int:
-        "Pages of recent tokens that a request holds at most in a step that brings it so many tokens."
-        return -(-(self.recent + step) // self.recent_block(tokens, d, itemsize)) + 1 if self.recent else 0
+        """Pages of recent tokens that a request holds at most in a step that brings it so many
+        tokens."""
+        return (
+            -(-(self.recent + step) // self.recent_block(tokens, d, itemsize)) + 1
+            if self.recent
+            else 0
+        )
 
 # %% ../../nbs/76_serving.ipynb #76a0000e
 @dataclass(frozen=True)
@@ -166,14 +242,16 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Group:
-    "Requests, anywhere in a step, that have a past and equally few tokens: drafts to verify, the end of a prompt."
+    """Requests, anywhere in a step, that have a past and equally few tokens: drafts to verify,
+    the end of a prompt."""
 
     requests: list  # rows of the table
     firsts: list  # the first token of each among those of the step
     each: int  # tokens of each
 
 
-SHORT = 8  # tokens of a request, at most, that are read by the kernel on codes where they have a past
+# tokens of a request, at most, that are read by the kernel on codes where they have a past
+SHORT = 8
 
 
 @dataclass(frozen=True)
@@ -188,13 +266,23 @@ class Step:
     tokens: int  # of all requests; what comes after them is padding
     each: int = 1  # tokens of each request that decodes: 1, or 1 and its drafts
     groups: tuple = ()  # of `Group`
-    work: dict = field(default_factory=dict)  # what layers share: lists of work, of requests that decode and of each group
+    work: dict = field(
+        default_factory=dict
+    )  # what layers share: lists of work, of requests that decode and of each group
 
     @classmethod
     def of(
-        cls, table: Tensor, lengths: Tensor, starts: Tensor, decodes: int, host_lengths: list, host_starts: list, each: int = 1
+        cls,
+        table: Tensor,
+        lengths: Tensor,
+        starts: Tensor,
+        decodes: int,
+        host_lengths: list,
+        host_starts: list,
+        each: int = 1,
     ) -> "Step":
-        "host_lengths, host_starts: the numbers of `lengths` and `starts`, of requests that do not decode at least, where the host can read them."
+        """host_lengths, host_starts: the numbers of `lengths` and `starts`, of requests that do
+        not decode at least, where the host can read them."""
         chunks, short = [], {}
         for i in range(decodes, len(host_lengths)):
             first, last = host_starts[i], host_starts[i + 1]
@@ -204,10 +292,14 @@ class Step:
             elif last > first:
                 chunks.append(Chunk(i, first, last, past))
         groups = tuple(Group(*map(list, zip(*found)), n) for n, found in sorted(short.items()))
-        return cls(table, lengths, starts, decodes, tuple(chunks), host_starts[-1], each, groups)
+        return cls(
+            table, lengths, starts, decodes, tuple(chunks), host_starts[-1], each, groups
+        )
 
 # %% ../../nbs/76_serving.ipynb #76a00010
-def join(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple:  # (output fp32 [T, Hq, d], log-sum-exp [T, Hq])
+def join(
+    out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor
+) -> tuple:  # (output fp32 [T, Hq, d], log-sum-exp [T, Hq])
     "Two attentions of the same queries to different tokens, as one."
     both = torch.logaddexp(lse, other_lse)
     safe = both.clamp(min=-1e38)
@@ -234,7 +326,9 @@ def dense(
         if left is not None:
             mask = mask & (token >= own - left)
         parts = (x.transpose(0, 1)[None] for x in (q[a:b], k[c:e], v[c:e]))
-        o, s = dense_attention(*parts, scaling=scaling, mask=mask[None, None].to(q.device), softcap=softcap)
+        o, s = dense_attention(
+            *parts, scaling=scaling, mask=mask[None, None].to(q.device), softcap=softcap
+        )
         outs.append(o[0].transpose(0, 1))
         lses.append(s[0].T)
     return torch.cat(outs), torch.cat(lses)
@@ -252,8 +346,8 @@ def _runs(chunks: tuple) -> list:
 
 
 class CodedAttention:
-    """Attention of one layer to cells in an engine's memory. `store` comes before `attend` in each step. Raises
-    ValueError where no kernel reads the codes."""
+    """Attention of one layer to cells in an engine's memory. `store` comes before `attend` in
+    each step. Raises ValueError where no kernel reads the codes."""
 
     def __init__(
         self,
@@ -270,9 +364,16 @@ class CodedAttention:
         center: Tensor | None = None,  # [H, d_key], subtracted from all keys
     ):
         if center is not None and softcap is not None:
-            raise ValueError("keys with a centre cannot have a soft cap: leave the calibration's means out")
+            raise ValueError(
+                "keys with a centre cannot have a soft cap: leave the calibration's means out"
+            )
         self.key, self.value, self.cell = key, value, CellLayout.of(key, value, tokens)
-        self.query_heads, self.heads, self.scaling, self.flash = query_heads, heads, scaling, flash
+        self.query_heads, self.heads, self.scaling, self.flash = (
+            query_heads,
+            heads,
+            scaling,
+            flash,
+        )
         self.options = dict(sliding_window=sliding_window, softcap=softcap)
         kernels = key.device.type == "cuda" if kernels is None else kernels
         self.plan = CellPlan(key, value, tokens, center) if kernels else None
@@ -280,52 +381,117 @@ class CodedAttention:
 
     @property
     def served_by(self) -> str:
-        "Which code attends to a token's codes: \"fragments\", \"portable\" or \"oracle\"."
+        'Which code attends to a token\'s codes: "fragments", "portable" or "oracle".'
         if self.plan is None:
             return "oracle"
         return "fragments" if self.plan.supports("fragments")[0] else "portable"
 
-    def prepare(self, dtype: torch.dtype, drafts: int = 0, recent: int = 0, sinks: int = 0) -> None:
-        """Compile the kernels that steps with states of this dtype, and so many drafts, may need, before the first one: an engine
-        may watch what is compiled later, or forbid it."""
+    def prepare(
+        self, dtype: torch.dtype, drafts: int = 0, recent: int = 0, sinks: int = 0
+    ) -> None:
+        """Compile the kernels that steps with states of this dtype, and so many drafts, may
+        need, before the first one: an engine may watch what is compiled later, or forbid it."""
         if self.plan is None:
             return
         device, (dk, dv), n = self.key.device, (self.key.d, self.value.d), self.cell.tokens
         cache = self.cell.empty(1, self.heads, device).zero_()
         for tokens in (1, n // 4 + 1):
-            k, v = (torch.zeros(tokens, self.heads, d, dtype=dtype, device=device) for d in (dk, dv))
+            k, v = (
+                torch.zeros(tokens, self.heads, d, dtype=dtype, device=device) for d in (dk, dv)
+            )
             for kind in (torch.int32, torch.int64):
-                append_cells(cache, self.plan, k, v, torch.full((tokens,), -1, dtype=kind, device=device))
+                append_cells(
+                    cache, self.plan, k, v, torch.full((tokens,), -1, dtype=kind, device=device)
+                )
         one, near = torch.ones(1, dtype=torch.int32, device=device), None
         if recent:  # one block, at the distance of the engine's
             block = recent_block(self.cell.nbytes, dk + dv, dtype.itemsize, sinks)
-            page, size = self.heads * self.cell.nbytes // dtype.itemsize, (1, self.heads, block + sinks, dk + dv)
-            near = torch.zeros(page, dtype=dtype, device=device).as_strided(size, (page, size[2] * size[3], size[3], 1))
-            origins = torch.full((1, sinks), -1, dtype=torch.int32, device=device) if sinks else None
+            page, size = (
+                self.heads * self.cell.nbytes // dtype.itemsize,
+                (1, self.heads, block + sinks, dk + dv),
+            )
+            near = torch.zeros(page, dtype=dtype, device=device).as_strided(
+                size, (page, size[2] * size[3], size[3], 1)
+            )
+            origins = (
+                torch.full((1, sinks), -1, dtype=torch.int32, device=device) if sinks else None
+            )
             for kind in (torch.int32, torch.int64):
                 slots = torch.full((1,), -1, dtype=kind, device=device)
-                append_recent(near, *(torch.zeros(1, self.heads, d, dtype=dtype, device=device) for d in (dk, dv)), slots, origins)
+                append_recent(
+                    near,
+                    *(
+                        torch.zeros(1, self.heads, d, dtype=dtype, device=device)
+                        for d in (dk, dv)
+                    ),
+                    slots,
+                    origins,
+                )
                 if sinks:
-                    locate_sinks(one[:, None] * 0, one, torch.arange(2, dtype=torch.int32, device=device), slots, block, origins)
-        many = -(-1025 // self.query_heads) if device.type == "cuda" else 1  # large batches are joined by a program of another size
-        for requests, each in {(r, m) for r in (1, 2, many) for m in {*range(1, SHORT + 1), 1 + drafts}}:
-            q, k, v = (torch.zeros(requests * each, h, d, dtype=dtype, device=device) for h, d in ((self.query_heads, dk), (self.heads, dk), (self.heads, dv)))
-            table, lengths = (one[:, None] * 0).expand(requests, 1).contiguous(), one.expand(requests).contiguous() * each
+                    locate_sinks(
+                        one[:, None] * 0,
+                        one,
+                        torch.arange(2, dtype=torch.int32, device=device),
+                        slots,
+                        block,
+                        origins,
+                    )
+        many = (
+            -(-1025 // self.query_heads) if device.type == "cuda" else 1
+        )  # large batches are joined by a program of another size
+        for requests, each in {
+            (r, m) for r in (1, 2, many) for m in {*range(1, SHORT + 1), 1 + drafts}
+        }:
+            q, k, v = (
+                torch.zeros(requests * each, h, d, dtype=dtype, device=device)
+                for h, d in ((self.query_heads, dk), (self.heads, dk), (self.heads, dv))
+            )
+            table, lengths = (
+                (one[:, None] * 0).expand(requests, 1).contiguous(),
+                one.expand(requests).contiguous() * each,
+            )
             exact = None if near is None else Recent(near, table, recent, sinks)
-            decode_cells(q, cache, self.plan, table, lengths, k, v, exact, self.scaling, **self.options, workspace=Workspace(device), work={})
-        own, lse = torch.zeros(1, self.query_heads, dv, dtype=dtype, device=device), torch.zeros(self.query_heads, 1, device=device).T
+            decode_cells(
+                q,
+                cache,
+                self.plan,
+                table,
+                lengths,
+                k,
+                v,
+                exact,
+                self.scaling,
+                **self.options,
+                workspace=Workspace(device),
+                work={},
+            )
+        own, lse = (
+            torch.zeros(1, self.query_heads, dv, dtype=dtype, device=device),
+            torch.zeros(self.query_heads, 1, device=device).T,
+        )
         join_past(own, lse, self._unrotated(own, dtype)[0], lse)
-        past_cells(cache, self.plan, one * 0, n, *(torch.empty(n, self.heads, d, dtype=dtype, device=device) for d in (dk, dv)))
+        past_cells(
+            cache,
+            self.plan,
+            one * 0,
+            n,
+            *(torch.empty(n, self.heads, d, dtype=dtype, device=device) for d in (dk, dv)),
+        )
 
     def store(self, cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
         "Code the tokens of a step into their slots; below 0: padding."
         if self.plan is None:
-            return append_slots(cache, self.cell, self.key, self.value, self._centred(k), v, slots)
+            return append_slots(
+                cache, self.cell, self.key, self.value, self._centred(k), v, slots
+            )
         append_cells(cache, self.plan, k, v, slots)
 
-    def store_recent(self, cache: Tensor, k: Tensor, v: Tensor, slots: Tensor, origins: Tensor | None = None) -> None:
-        """Keep the exact states of a step's tokens in their slots of the recent blocks; below 0: padding. And first tokens beside them, where
-        `origins` ([T, sinks], of `sink_origins` or `locate_sinks`) says from where. Comes right after `store`."""
+    def store_recent(
+        self, cache: Tensor, k: Tensor, v: Tensor, slots: Tensor, origins: Tensor | None = None
+    ) -> None:
+        """Keep the exact states of a step's tokens in their slots of the recent blocks; below
+        0: padding. And first tokens beside them, where `origins` ([T, sinks], of `sink_origins`
+        or `locate_sinks`) says from where. Comes right after `store`."""
         if self.plan is None:
             return store_recent(cache, k, v, slots, origins)
         append_recent(cache, k, v, slots, origins, early=True)
@@ -339,37 +505,124 @@ class CodedAttention:
         step: Step,
         out: Tensor,  # [T, Hq, d_value]
         workspace: Workspace,
-        past: tuple,  # two tensors [P, H, d] in the model's dtype, for keys and values of a piece of a past; P a multiple of the block
-        recent: Recent | None = None,  # exact states of tokens before the step, and first ones, of all its requests; None: their codes are read
+        # two tensors [P, H, d] in the model's dtype, for keys and values of a piece of a past;
+        # P a multiple of the block
+        past: tuple,
+        recent: Recent
+        # exact states of tokens before the step, and first ones, of all its requests; None:
+        # their codes are read
+        | None = None,
     ) -> None:
-        "Attention of a step, right after it was stored. Raises ValueError for exact first tokens in a layer with a sliding window."
+        """Attention of a step, right after it was stored. Raises ValueError for exact first
+        tokens in a layer with a sliding window."""
         if recent is not None and recent.sinks and self.options["sliding_window"] is not None:
-            raise ValueError(f"exact first tokens with a sliding window are not served, got {recent.sinks} and a window of {self.options['sliding_window']}")
+            raise ValueError(
+                f"exact first tokens with a sliding window are not served, got {recent.sinks} "
+                f"and a window of {self.options['sliding_window']}"
+            )
         if self.plan is None:
             n, ends, exact, begin = step.tokens, step.starts.tolist(), None, None
             if recent is not None:
-                before = [max(0, length - (b - a)) for length, a, b in zip(step.lengths.tolist(), ends, ends[1:])]
+                before = [
+                    max(0, length - (b - a))
+                    for length, a, b in zip(step.lengths.tolist(), ends, ends[1:])
+                ]
                 exact, begin = (
-                    [(self._centred(keys).transpose(0, 1), x.transpose(0, 1)) for keys, x in (read(i, past, self.key.d) for i, past in enumerate(before))]
+                    [
+                        (self._centred(keys).transpose(0, 1), x.transpose(0, 1))
+                        for keys, x in (
+                            read(i, past, self.key.d) for i, past in enumerate(before)
+                        )
+                    ]
                     for read in (recent.read, recent.read_first)
                 )
-            states = self.key, self.value, step.table, step.lengths, step.starts, self._centred(k[:n]), v[:n]
-            out[:n] = attend_cells(q[:n], cache, self.cell, *states, self.scaling, **self.options, recent=exact, first=begin)[0]
+            states = (
+                self.key,
+                self.value,
+                step.table,
+                step.lengths,
+                step.starts,
+                self._centred(k[:n]),
+                v[:n],
+            )
+            out[:n] = attend_cells(
+                q[:n],
+                cache,
+                self.cell,
+                *states,
+                self.scaling,
+                **self.options,
+                recent=exact,
+                first=begin,
+            )[0]
             return
         if n := step.decodes:
-            self._decode(q, k, v, cache, step.table[:n], step.lengths[:n], slice(n * step.each), out, workspace, recent, step.work.setdefault("decodes", {}), early=True)
+            self._decode(
+                q,
+                k,
+                v,
+                cache,
+                step.table[:n],
+                step.lengths[:n],
+                slice(n * step.each),
+                out,
+                workspace,
+                recent,
+                step.work.setdefault("decodes", {}),
+                early=True,
+            )
         for i, group in enumerate(step.groups):
             rows = [first + j for first in group.firsts for j in range(group.each)]
-            rows, requests = (torch.tensor(x).to(q.device, non_blocking=True) for x in (rows, group.requests))
+            rows, requests = (
+                torch.tensor(x).to(q.device, non_blocking=True) for x in (rows, group.requests)
+            )
             own = torch.empty(len(rows), *out.shape[1:], dtype=out.dtype, device=out.device)
-            self._decode(q[rows], k[rows], v[rows], cache, step.table[requests], step.lengths[requests], slice(None), own, workspace, recent and recent.of(requests), step.work.setdefault(i, {}))
+            self._decode(
+                q[rows],
+                k[rows],
+                v[rows],
+                cache,
+                step.table[requests],
+                step.lengths[requests],
+                slice(None),
+                own,
+                workspace,
+                recent and recent.of(requests),
+                step.work.setdefault(i, {}),
+            )
             out[rows] = own
         if step.chunks:
             self._attend_chunks(q, k, v, cache, step, out, past, recent)
 
-    def _decode(self, q, k, v, cache, table, lengths, rows: slice, out, workspace, recent, work: dict, early: bool = False) -> None:
+    def _decode(
+        self,
+        q,
+        k,
+        v,
+        cache,
+        table,
+        lengths,
+        rows: slice,
+        out,
+        workspace,
+        recent,
+        work: dict,
+        early: bool = False,
+    ) -> None:
         how = dict(out=out[rows], workspace=workspace, work=work, early=early)
-        decode_cells(q[rows], cache, self.plan, table, lengths, k[rows], v[rows], recent, self.scaling, **self.options, **how)
+        decode_cells(
+            q[rows],
+            cache,
+            self.plan,
+            table,
+            lengths,
+            k[rows],
+            v[rows],
+            recent,
+            self.scaling,
+            **self.options,
+            **how,
+        )
 
     def _centred(self, k: Tensor) -> Tensor:
         "Keys less the centre, in their dtype."
@@ -382,33 +635,56 @@ class CodedAttention:
             first, last = run[0].first, run[-1].last
             starts = [c.first - first for c in run] + [last - first]
             keys, values, ends = self._exact(run, k[first:last], v[first:last], starts, recent)
-            own, lse = self.flash(q[first:last], keys, values, starts, ends, self.scaling, True, left, softcap)
+            own, lse = self.flash(
+                q[first:last], keys, values, starts, ends, self.scaling, True, left, softcap
+            )
             out[first:last] = own
             for c in run:
-                begin, coded = (0, c.past) if recent is None else (recent.sinks, c.past - recent.tokens)
+                begin, coded = (
+                    (0, c.past) if recent is None else (recent.sinks, c.past - recent.tokens)
+                )
                 if coded > begin:
                     here, mine = slice(c.first, c.last), slice(c.first - first, c.last - first)
-                    self._add_past(q[here], cache, step.table[c.request], c, begin, coded, out[here], lse[mine], past)
+                    self._add_past(
+                        q[here],
+                        cache,
+                        step.table[c.request],
+                        c,
+                        begin,
+                        coded,
+                        out[here],
+                        lse[mine],
+                        past,
+                    )
 
-    def _exact(self, run, k, v, starts, recent) -> tuple:  # (keys, values, where those of each chunk begin)
+    def _exact(
+        self, run, k, v, starts, recent
+    ) -> tuple:  # (keys, values, where those of each chunk begin)
         "What the chunks of a run read exactly: first tokens, recent ones and their own."
         k = self._centred(k)
         if recent is None:
             return k, v, starts
         keys, values, ends = [], [], [0]
         for c, a, b in zip(run, starts, starts[1:]):
-            begin, near = (read(c.request, c.past, self.key.d) for read in (recent.read_first, recent.read))
+            begin, near = (
+                read(c.request, c.past, self.key.d) for read in (recent.read_first, recent.read)
+            )
             keys += [self._centred(begin[0]), self._centred(near[0]), k[a:b]]
             values += [begin[1], near[1], v[a:b]]
             ends.append(ends[-1] + len(begin[0]) + len(near[0]) + b - a)
         return torch.cat(keys), torch.cat(values), ends
 
-    def _add_past(self, q, cache, table, c: Chunk, first: int, coded: int, own, own_lse, past) -> None:
-        "Make `own`, a chunk's attention to what it reads exactly, its attention to the tokens from `first` to `coded` too."
+    def _add_past(
+        self, q, cache, table, c: Chunk, first: int, coded: int, own, own_lse, past
+    ) -> None:
+        """Make `own`, a chunk's attention to what it reads exactly, its attention to the tokens
+        from `first` to `coded` too."""
         (k, v), (window, softcap), n = past, self.options.values(), self.cell.tokens
         rotated, q_factor = self._rotated(q)
         far, far_lse = None, None
-        oldest = 0 if window is None else max(0, c.past - window + 1) // n * n  # what the first query sees begins here or later
+        oldest = (
+            0 if window is None else max(0, c.past - window + 1) // n * n
+        )  # what the first query sees begins here or later
         for begin in range(oldest, coded, len(k)):
             tokens = min(len(k), coded - begin)
             seeing, left = c.tokens, None
@@ -419,24 +695,44 @@ class CodedAttention:
             if seeing <= 0 or skip >= tokens:
                 continue
             past_cells(cache, self.plan, table[begin // n :], tokens, k, v)
-            o, lse = self.flash(rotated[:seeing], k[skip:tokens], v[skip:tokens], [0, seeing], [0, tokens - skip], self.scaling * q_factor, False, left, softcap)
+            o, lse = self.flash(
+                rotated[:seeing],
+                k[skip:tokens],
+                v[skip:tokens],
+                [0, seeing],
+                [0, tokens - skip],
+                self.scaling * q_factor,
+                False,
+                left,
+                softcap,
+            )
             if seeing < c.tokens:
-                o, lse = torch.nn.functional.pad(o, (0, 0, 0, 0, 0, c.tokens - seeing)), torch.nn.functional.pad(lse, (0, 0, 0, c.tokens - seeing), value=-torch.inf)
+                o, lse = (
+                    torch.nn.functional.pad(o, (0, 0, 0, 0, 0, c.tokens - seeing)),
+                    torch.nn.functional.pad(
+                        lse, (0, 0, 0, c.tokens - seeing), value=-torch.inf
+                    ),
+                )
             far, far_lse = (o, lse) if far is None else join(far, far_lse, o, lse)
         if far is not None:
             far, factor = self._unrotated(far, own.dtype)
             join_past(own, own_lse, far, far_lse, factor)
 
     def _rotated(self, q: Tensor) -> tuple:  # (queries in q's dtype, factor)
-        "Queries by the matrix of the keys, of a head's own where each has one, but for a factor."
+        """Queries by the matrix of the keys, of a head's own where each has one, but for a
+        factor."""
         signs, factor = self._signs(0, q.dtype)
         if signs is not None:
             return q @ signs.mT, factor
         if not self.key.rotation.per_head:
             return self.key.rotation.query(q).to(q.dtype), 1.0
-        by_head = q.unflatten(1, (self.heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)  # [H, group T, d]
+        by_head = (
+            q.unflatten(1, (self.heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+        )  # [H, group T, d]
         rotated = self.key.rotation.query(by_head)
-        return rotated.unflatten(1, (-1, len(q))).permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype), 1.0
+        return rotated.unflatten(1, (-1, len(q))).permute(2, 0, 1, 3).flatten(1, 2).to(
+            q.dtype
+        ), 1.0
 
     def _unrotated(self, out: Tensor, dtype: torch.dtype) -> tuple:  # (outputs, factor)
         "Outputs in the basis of the values, but for a factor."
@@ -446,7 +742,8 @@ class CodedAttention:
         return self.value.rotation.inverse(out), 1.0
 
     def _signs(self, side: int, dtype: torch.dtype) -> tuple:  # ([d, d] or None, factor)
-        "The rotation of a side where it is signs times a factor, which 16 bits hold exactly. In fp32 the whole matrix is as fast."
+        """The rotation of a side where it is signs times a factor, which 16 bits hold exactly.
+        In fp32 the whole matrix is as fast."""
         rotation = self.plan.sides[side][0]
         if rotation.count != 1 or rotation.per_head or dtype == torch.float32:
             return None, 1.0

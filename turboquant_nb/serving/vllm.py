@@ -18,20 +18,41 @@ from torch import Tensor
 
 from ..cache.pages import Recent, sink_origins
 from ..kernels.cells import Workspace, locate_sinks
-from .step import SHORT, CodedAttention, ServingConfig, Step, dense, needs_means
+from turboquant_nb.serving.step import (
+    SHORT,
+    CodedAttention,
+    ServingConfig,
+    Step,
+    dense,
+    needs_means,
+)
 
 try:
     import vllm
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-    from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionImpl, AttentionMetadata, AttentionMetadataBuilder, AttentionType, MultipleOf
+    from vllm.v1.attention.backend import (
+        AttentionBackend,
+        AttentionCGSupport,
+        AttentionImpl,
+        AttentionMetadata,
+        AttentionMetadataBuilder,
+        AttentionType,
+        MultipleOf,
+    )
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 except ImportError:  # the names below can be read, `register` says what is missing
-    vllm, AttentionBackend, AttentionImpl, AttentionMetadata, AttentionMetadataBuilder = None, *[object] * 4
+    vllm, AttentionBackend, AttentionImpl, AttentionMetadata, AttentionMetadataBuilder = (
+        None,
+        *[object] * 4,
+    )
     FullAttentionSpec = SlidingWindowSpec = AttentionLayerBase = object
     MultipleOf = None
     from types import SimpleNamespace
 
-    AttentionCGSupport, AttentionType = SimpleNamespace(UNIFORM_BATCH=2), SimpleNamespace(DECODER="decoder")
+    AttentionCGSupport, AttentionType = (
+        SimpleNamespace(UNIFORM_BATCH=2),
+        SimpleNamespace(DECODER="decoder"),
+    )
 
 # %% ../../nbs/77_vllm.ipynb #77a00009
 VERSIONS = (0, 26), (0, 33)  # from the first, below the second
@@ -41,18 +62,29 @@ BLOCKS = 64, 128, 256  # tokens of a block that are served
 def version_reason(version: str) -> str:
     "Why a release of vLLM is not served; empty if it is."
     parts = version.split(".")
-    found = tuple(int(p) for p in parts[:2]) if len(parts) > 1 and parts[0].isdigit() and parts[1].isdigit() else (0, 0)
+    found = (
+        tuple(int(p) for p in parts[:2])
+        if len(parts) > 1 and parts[0].isdigit() and parts[1].isdigit()
+        else (0, 0)
+    )
     if VERSIONS[0] <= found < VERSIONS[1]:
         return ""
     first, last = (".".join(map(str, v)) for v in VERSIONS)
-    return f"vLLM must be at least {first} and below {last}, whose interface this was tested with; got {version}"
+    return (
+        f"vLLM must be at least {first} and below {last}, whose interface this was tested with; "
+        f"got {version}"
+    )
 
 
 def options_of(vllm_config) -> dict:
-    "What the user wrote under \"turboquant_nb\" in --additional-config. Raises ValueError if nothing."
+    """What the user wrote under "turboquant_nb" in --additional-config. Raises ValueError if
+    nothing."""
     found = (vllm_config.additional_config or {}).get("turboquant_nb")
     if found is None:
-        raise ValueError("--additional-config must have an entry \"turboquant_nb\", such as {\"turboquant_nb\": {\"recipe\": \"k3v3\"}}")
+        raise ValueError(
+            '--additional-config must have an entry "turboquant_nb", such as {"turboquant_nb": '
+            '{"recipe": "k3v3"}}'
+        )
     return found
 
 # %% ../../nbs/77_vllm.ipynb #77a0000c
@@ -79,7 +111,8 @@ class CodedSpec(_Cells, FullAttentionSpec):
 
     @classmethod
     def merge(cls, specs: list):
-        "One spec for layers that share blocks. Raises AssertionError, as vLLM expects, for specs of other kinds."
+        """One spec for layers that share blocks. Raises AssertionError, as vLLM expects, for
+        specs of other kinds."""
         if not all(isinstance(s, cls) for s in specs) or len({s.cell_bytes for s in specs}) > 1:
             raise AssertionError(f"layers of one group must be coded alike, got {specs}")
         return replace(super().merge(specs), cell_bytes=specs[0].cell_bytes)
@@ -116,7 +149,9 @@ class Backend(AttentionBackend):
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        return default_block_size if default_block_size in BLOCKS else 128  # measured: 64 is slower, 256 shares less
+        return (
+            default_block_size if default_block_size in BLOCKS else 128
+        )  # measured: 64 is slower, 256 shares less
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -135,8 +170,19 @@ class Backend(AttentionBackend):
         return False  # a store of others would hold pages without their recipe
 
     @staticmethod
-    def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto") -> tuple:
-        return num_blocks, num_kv_heads, block_size, _process_config().bytes_per_token(-(-head_size // 16) * 16)  # some probe with a head of size 1
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple:
+        return (
+            num_blocks,
+            num_kv_heads,
+            block_size,
+            _process_config().bytes_per_token(-(-head_size // 16) * 16),
+        )  # some probe with a head of size 1
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple:
@@ -150,14 +196,21 @@ class Backend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec):  # 0.28 and later
-        return replace(spec, dtype=torch.uint8, state_content_bytes=_process_config().bytes_per_token(spec.head_size, getattr(spec, "head_size_v", None)))
+        return replace(
+            spec,
+            dtype=torch.uint8,
+            state_content_bytes=_process_config().bytes_per_token(
+                spec.head_size, getattr(spec, "head_size_v", None)
+            ),
+        )
 
 
 _made_with = []  # the config that the layers of this process were made with
 
 
 def _process_config() -> ServingConfig:
-    "The config of this process: vLLM asks about pages also where it names no config. Raises ValueError before any layer was made."
+    """The config of this process: vLLM asks about pages also where it names no config. Raises
+    ValueError before any layer was made."""
     from vllm.config import get_current_vllm_config_or_none
 
     current = get_current_vllm_config_or_none()
@@ -191,13 +244,21 @@ class Builder(AttentionMetadataBuilder):
 
         c = common_attn_metadata
         starts = c.query_start_loc_cpu.tolist()[: c.num_reqs + 1]
-        decodes = split_decodes_and_prefills(c, decode_threshold=self.reorder_batch_threshold, require_uniform=True)[0]
+        decodes = split_decodes_and_prefills(
+            c, decode_threshold=self.reorder_batch_threshold, require_uniform=True
+        )[0]
         each = starts[1] - starts[0] if decodes else 1
         lengths = starts[1:]  # not read
         if decodes < c.num_reqs:
-            bound = c.seq_lens_cpu_upper_bound  # exact, unless a draft may have been rejected since
-            lengths = (c.seq_lens if self.drafts or bound is None else bound).tolist()[: c.num_reqs]
-        step = Step.of(c.block_table_tensor, c.seq_lens, c.query_start_loc, decodes, lengths, starts, each)
+            bound = (
+                c.seq_lens_cpu_upper_bound
+            )  # exact, unless a draft may have been rejected since
+            lengths = (c.seq_lens if self.drafts or bound is None else bound).tolist()[
+                : c.num_reqs
+            ]
+        step = Step.of(
+            c.block_table_tensor, c.seq_lens, c.query_start_loc, decodes, lengths, starts, each
+        )
         return Meta(step, c.slot_mapping)
 
 # %% ../../nbs/77_vllm.ipynb #77a00031
@@ -215,23 +276,37 @@ class RecentMeta(AttentionMetadata):
 
 
 class RecentBuilder(Builder):
-    "From vLLM's batch, cut as for the codes, to the table of its recent blocks and the origins of first tokens."
+    """From vLLM's batch, cut as for the codes, to the table of its recent blocks and the
+    origins of first tokens."""
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        sinks, captured = ServingConfig.of(options_of(vllm_config)).sinks, vllm_config.compilation_config.cudagraph_capture_sizes or ()
+        sinks, captured = (
+            ServingConfig.of(options_of(vllm_config)).sinks,
+            vllm_config.compilation_config.cudagraph_capture_sizes or (),
+        )
         tokens = max(vllm_config.scheduler_config.max_num_batched_tokens, *captured, 1)
         self.block = kv_cache_spec.block_size
-        self.origins = torch.full((tokens, sinks), -1, dtype=torch.int32, device=device) if sinks else None
+        self.origins = (
+            torch.full((tokens, sinks), -1, dtype=torch.int32, device=device) if sinks else None
+        )
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> RecentMeta:
         c = common_attn_metadata
         if self.origins is not None:
-            batch = c.block_table_tensor, c.seq_lens, c.query_start_loc, c.slot_mapping, self.block
+            batch = (
+                c.block_table_tensor,
+                c.seq_lens,
+                c.query_start_loc,
+                c.slot_mapping,
+                self.block,
+            )
             if self.origins.device.type == "cuda":
                 locate_sinks(*batch, self.origins)
             else:
-                self.origins[: len(c.slot_mapping)] = sink_origins(*batch, self.origins.shape[1])
+                self.origins[: len(c.slot_mapping)] = sink_origins(
+                    *batch, self.origins.shape[1]
+                )
         return RecentMeta(c.block_table_tensor, self.origins)
 
 
@@ -251,7 +326,13 @@ class RecentBackend(Backend):
         return True
 
     @staticmethod
-    def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto") -> tuple:
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple:
         return num_blocks, num_kv_heads, block_size, 2 * head_size
 
     @classmethod
@@ -265,7 +346,12 @@ class RecentLayer(AttentionLayerBase):
     impl = kv_sharing_target_layer_name = None
 
     def __init__(self, owner):  # a layer of vLLM
-        self.layer_name, self.heads, self.d, self.dtype = recent_name(owner.layer_name), owner.num_kv_heads, owner.head_size, owner.dtype
+        self.layer_name, self.heads, self.d, self.dtype = (
+            recent_name(owner.layer_name),
+            owner.num_kv_heads,
+            owner.head_size,
+            owner.dtype,
+        )
         self.config, self.kv_cache = owner.impl.config, torch.tensor([])
 
     def get_attn_backend(self):
@@ -275,14 +361,28 @@ class RecentLayer(AttentionLayerBase):
         "A sliding window whose pages are as large as those of codes."
         tokens, d = vllm_config.cache_config.block_size, self.d
         page = tokens * self.heads * self.config.bytes_per_token(d)
-        sizes = dict(block_size=self.config.recent_block(tokens, d, self.dtype.itemsize), num_kv_heads=self.heads, head_size=d, head_size_v=d)
-        return SlidingWindowSpec(**sizes, dtype=self.dtype, sliding_window=self.config.recent + 1, page_size_padded=page)
+        sizes = dict(
+            block_size=self.config.recent_block(tokens, d, self.dtype.itemsize),
+            num_kv_heads=self.heads,
+            head_size=d,
+            head_size_v=d,
+        )
+        return SlidingWindowSpec(
+            **sizes,
+            dtype=self.dtype,
+            sliding_window=self.config.recent + 1,
+            page_size_padded=page,
+        )
 
 # %% ../../nbs/77_vllm.ipynb #77a00013
 @lru_cache(maxsize=8)
-def _shared_memory(device, floats: int, past_tokens: int, heads: int, d_key: int, d_value: int, dtype) -> tuple:
+def _shared_memory(
+    device, floats: int, past_tokens: int, heads: int, d_key: int, d_value: int, dtype
+) -> tuple:
     "Workspace and past of all layers of one kind on a device."
-    past = tuple(torch.zeros(past_tokens, heads, d, dtype=dtype, device=device) for d in (d_key, d_value))
+    past = tuple(
+        torch.zeros(past_tokens, heads, d, dtype=dtype, device=device) for d in (d_key, d_value)
+    )
     return Workspace(device, floats, fixed=device.type == "cuda"), past
 
 
@@ -293,42 +393,61 @@ def _quantizers(config: ServingConfig, d: int, device) -> tuple:
 
 
 def heads_of(rank: int, ranks: int, total: int) -> slice:
-    "Which of a model's KV heads a process has: a share of them, or one, where there are more processes than heads."
+    """Which of a model's KV heads a process has: a share of them, or one, where there are more
+    processes than heads."""
     each = max(1, total // ranks)
     first = rank * total // ranks if total < ranks else rank * each
     return slice(first, first + each)
 
 
 def _coders(config: ServingConfig, name: str, d: int, device) -> tuple:
-    "What the layer of this name codes with: quantizers of keys and values, and the centre of this process's heads or None."
+    """What the layer of this name codes with: quantizers of keys and values, and the centre of
+    this process's heads or None."""
     if config.calibration is None:
         return _quantizers(config, d, device)
-    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+    from vllm.distributed import (
+        get_tensor_model_parallel_rank,
+        get_tensor_model_parallel_world_size,
+    )
     from vllm.model_executor.models.utils import extract_layer_index
 
     total = config.calibration.header["about"]["KV heads"]
-    heads = heads_of(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(), total)
+    heads = heads_of(
+        get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(), total
+    )
     return config.calibrated(extract_layer_index(name), heads, d, d, device)
 
 
-def workspace_floats(requests: int, heads: int, group: int, d_value: int, programs: int, each: int = 1) -> int:
-    "Numbers that splits of so many requests with `each` tokens leave at most, where `programs` fill the GPU."
+def workspace_floats(
+    requests: int, heads: int, group: int, d_value: int, programs: int, each: int = 1
+) -> int:
+    """Numbers that splits of so many requests with `each` tokens leave at most, where
+    `programs` fill the GPU."""
     rows = 8 if group * each > 4 else 4
     blocks = -(-group * each // rows)
-    most = (requests + 1) * heads * blocks + 2 * programs  # parts of a list of work, or splits, which are rounded
+    most = (
+        requests + 1
+    ) * heads * blocks + 2 * programs  # parts of a list of work, or splits, which are rounded
     return most * max(rows, 16) * (d_value + 4)
 
 
 def with_room(blocks: Tensor, sinks: int) -> Tensor:  # [blocks, H, n + sinks, C]
-    "Blocks [blocks, H, n, C] of pages of our own, with rows for first tokens in each page's room. Raises ValueError where a page has none."
+    """Blocks [blocks, H, n, C] of pages of our own, with rows for first tokens in each page's
+    room. Raises ValueError where a page has none."""
     count, heads, n, c = blocks.shape
     if blocks.stride(0) < heads * (n + sinks) * c:
-        raise ValueError(f"a page of {blocks.stride(0):,} numbers has no room for {n} recent and {sinks} first tokens of {heads} heads with {c} numbers each")
-    return blocks.as_strided((count, heads, n + sinks, c), (blocks.stride(0), (n + sinks) * c, c, 1))
+        raise ValueError(
+            f"a page of {blocks.stride(0):,} numbers has no room for {n} recent and {sinks} "
+            f"first tokens of {heads} heads with {c} numbers each"
+        )
+    return blocks.as_strided(
+        (count, heads, n + sinks, c), (blocks.stride(0), (n + sinks) * c, c, 1)
+    )
 
 
 def _recent_blocks(layer, sinks: int) -> tuple:  # (blocks, name, context)
-    "Of a layer of vLLM: the blocks of its recent tokens, and the name under which the context of a step tells more of them."
+    """Of a layer of vLLM: the blocks of its recent tokens, and the name under which the context
+    of a step tells more of them."""
     from vllm.forward_context import get_forward_context
 
     context, name = get_forward_context(), recent_name(layer.layer_name)
@@ -344,29 +463,50 @@ def _on_device(numbers: tuple, device) -> Tensor:
 
 def _flash(q, k, v, starts_q, starts_k, scaling, causal=True, left=None, softcap=None) -> tuple:
     "vLLM's own attention kernel, with the interface of `dense`."
-    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+    from vllm.v1.attention.backends.fa_utils import (
+        flash_attn_varlen_func,
+        get_flash_attn_version,
+    )
 
-    longest = lambda starts: max(b - a for a, b in zip(starts, starts[1:]))  # noqa: E731
+    longest = lambda starts: max(b - a for a, b in zip(starts, starts[1:]))
     at = [_on_device(tuple(s), q.device) for s in (starts_q, starts_k)]
     window = [-1, 0 if causal else -1] if left is None else [left, 0 if causal else -1]
     out, lse = flash_attn_varlen_func(
-        q.contiguous(), k.contiguous(), v.contiguous(), max_seqlen_q=longest(starts_q), cu_seqlens_q=at[0], max_seqlen_k=longest(starts_k),
-        cu_seqlens_k=at[1], softmax_scale=scaling, causal=causal, window_size=window, softcap=softcap or 0.0, return_softmax_lse=True,
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        max_seqlen_q=longest(starts_q),
+        cu_seqlens_q=at[0],
+        max_seqlen_k=longest(starts_k),
+        cu_seqlens_k=at[1],
+        softmax_scale=scaling,
+        causal=causal,
+        window_size=window,
+        softcap=softcap or 0.0,
+        return_softmax_lse=True,
         fa_version=get_flash_attn_version(),
-    )[:2]  # fmt: skip
+    )[:2]
     return out, lse.T
 
 # %% ../../nbs/77_vllm.ipynb #77a00014
 def layer_reasons(
-    alibi_slopes=None, attn_type="decoder", kv_cache_dtype="auto", kv_sharing_target_layer_name=None, sinks=None, other=()
+    alibi_slopes=None,
+    attn_type="decoder",
+    kv_cache_dtype="auto",
+    kv_sharing_target_layer_name=None,
+    sinks=None,
+    other=(),
 ) -> list:
     "Why a layer is not served, one reason for each thing; empty if it is."
     reasons = {
         "ALiBi": alibi_slopes is not None,
         "learned attention sinks": sinks is not None,
-        f"attention of kind {attn_type!r}: a cache of codes is for decoders": attn_type != "decoder",
-        f"kv_cache_dtype={kv_cache_dtype!r}: the recipe says how keys and values are held, leave it \"auto\"": kv_cache_dtype != "auto",
-        f"layers that read the cache of {kv_sharing_target_layer_name}": kv_sharing_target_layer_name is not None,
+        f"attention of kind {attn_type!r}: a cache of codes is for decoders": attn_type
+        != "decoder",
+        f"kv_cache_dtype={kv_cache_dtype!r}: the recipe says how keys and values are held, "
+        'leave it "auto"': kv_cache_dtype != "auto",
+        f"layers that read the cache of {kv_sharing_target_layer_name}": kv_sharing_target_layer_name
+        is not None,
         f"options {sorted(other)}": bool(other),
     }
     return [why for why, applies in reasons.items() if applies]
@@ -374,18 +514,32 @@ def layer_reasons(
 
 def parallel_reasons(parallel) -> list:
     "Why a way of dividing work among GPUs is not served."
-    names = dict(decode_context_parallel_size="decode context parallelism", prefill_context_parallel_size="prefill context parallelism")
-    return [f"{what} ({name}={getattr(parallel, name)})" for name, what in names.items() if getattr(parallel, name, 1) != 1]
+    names = dict(
+        decode_context_parallel_size="decode context parallelism",
+        prefill_context_parallel_size="prefill context parallelism",
+    )
+    return [
+        f"{what} ({name}={getattr(parallel, name)})"
+        for name, what in names.items()
+        if getattr(parallel, name, 1) != 1
+    ]
 
 
 def recent_reasons(config, sliding_window, scheduler, parallel) -> list:
     "Why exact recent tokens are not served."
     reasons = {
         "beside layers with a sliding window": sliding_window is not None,
-        "without the hybrid KV cache manager, which frees them (disable_hybrid_kv_cache_manager)": bool(getattr(scheduler, "disable_hybrid_kv_cache_manager", False)),
+        "without the hybrid KV cache manager, which frees them "
+        "(disable_hybrid_kv_cache_manager)": bool(
+            getattr(scheduler, "disable_hybrid_kv_cache_manager", False)
+        ),
         "in batches cut in two (enable_dbo)": bool(getattr(parallel, "enable_dbo", False)),
     }
-    return [f"{config.recent} exact recent tokens {why}: \"recent\": 0 turns them off" for why, applies in reasons.items() if applies and config.recent]
+    return [
+        f'{config.recent} exact recent tokens {why}: "recent": 0 turns them off'
+        for why, applies in reasons.items()
+        if applies and config.recent
+    ]
 
 
 def room_reasons(config, tokens: int, d: int, itemsize: int) -> list:
@@ -393,7 +547,10 @@ def room_reasons(config, tokens: int, d: int, itemsize: int) -> list:
     try:
         config.recent_block(tokens, d, itemsize)
     except ValueError as error:
-        return [f"{config.recent} recent and {config.sinks} first tokens in blocks of {tokens}: {error}"]
+        return [
+            f"{config.recent} recent and {config.sinks} first tokens in blocks of {tokens}: "
+            f"{error}"
+        ]
     return []
 
 
@@ -402,7 +559,10 @@ def mean_reasons(config, model_config) -> list:
     centred = config.calibration is not None and bool(config.calibration.centers)
     if not config.means or centred or not needs_means(model_config):
         return []
-    return [f"{model_config.model_type}, whose keys lie far from 0, without a calibration's means, which such codes need: give a calibration; \"means\": false serves it all the same"]
+    return [
+        f"{model_config.model_type}, whose keys lie far from 0, without a calibration's means, "
+        'which such codes need: give a calibration; "means": false serves it all the same'
+    ]
 
 
 MOST = 16  # tokens of a request that the kernel on codes takes at once
@@ -412,7 +572,9 @@ def draft_reasons(speculative) -> list:
     "Why a way of speculating is not served."
     if speculative is None:
         return []
-    each = (2 if getattr(speculative, "parallel_drafting", False) else 1) * (getattr(speculative, "num_speculative_tokens", 0) or 0)
+    each = (2 if getattr(speculative, "parallel_drafting", False) else 1) * (
+        getattr(speculative, "num_speculative_tokens", 0) or 0
+    )
     return [f"{each} drafts of a step, at most {MOST - 1} are"] if each >= MOST else []
 
 # %% ../../nbs/77_vllm.ipynb #77a00015
@@ -420,18 +582,45 @@ class Impl(AttentionImpl):
     "One layer. Raises ValueError, with every reason, for what is not served."
 
     def __init__(
-        self, num_heads, head_size, scale, num_kv_heads=None, alibi_slopes=None, sliding_window=None, kv_cache_dtype="auto",
-        logits_soft_cap=None, attn_type="decoder", kv_sharing_target_layer_name=None, sinks=None, **other,
-    ):  # fmt: skip
+        self,
+        num_heads,
+        head_size,
+        scale,
+        num_kv_heads=None,
+        alibi_slopes=None,
+        sliding_window=None,
+        kv_cache_dtype="auto",
+        logits_soft_cap=None,
+        attn_type="decoder",
+        kv_sharing_target_layer_name=None,
+        sinks=None,
+        **other,
+    ):
         from vllm.config import get_current_vllm_config
 
         current = get_current_vllm_config()
-        reasons = layer_reasons(alibi_slopes, getattr(attn_type, "value", attn_type), kv_cache_dtype, kv_sharing_target_layer_name, sinks, other)
-        reasons += parallel_reasons(current.parallel_config) + draft_reasons(current.speculative_config)
+        reasons = layer_reasons(
+            alibi_slopes,
+            getattr(attn_type, "value", attn_type),
+            kv_cache_dtype,
+            kv_sharing_target_layer_name,
+            sinks,
+            other,
+        )
+        reasons += parallel_reasons(current.parallel_config) + draft_reasons(
+            current.speculative_config
+        )
         self.config, self.kv_cache_dtype = ServingConfig.of(options_of(current)), kv_cache_dtype
-        reasons += recent_reasons(self.config, sliding_window, current.scheduler_config, current.parallel_config)
+        reasons += recent_reasons(
+            self.config, sliding_window, current.scheduler_config, current.parallel_config
+        )
         if self.config.recent:
-            reasons += room_reasons(self.config, current.cache_config.block_size, head_size, current.model_config.dtype.itemsize)
+            reasons += room_reasons(
+                self.config,
+                current.cache_config.block_size,
+                head_size,
+                current.model_config.dtype.itemsize,
+            )
         reasons += mean_reasons(self.config, current.model_config.hf_config)
         if self.config.calibration is not None:
             self.config.calibration.check(current.model_config.hf_config)
@@ -439,9 +628,17 @@ class Impl(AttentionImpl):
                 reasons.append("a soft cap on keys that a calibration centres")
         if reasons:
             raise ValueError(f"turboquant_nb does not serve {'; '.join(reasons)}")
-        self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, float(scale), num_kv_heads or num_heads
+        self.num_heads, self.head_size, self.scale, self.num_kv_heads = (
+            num_heads,
+            head_size,
+            float(scale),
+            num_kv_heads or num_heads,
+        )
         self.tokens, self.softcap = current.cache_config.block_size, logits_soft_cap or None
-        self.window, self.drafts = sliding_window, getattr(current.speculative_config, "num_speculative_tokens", 0) or 0
+        self.window, self.drafts = (
+            sliding_window,
+            getattr(current.speculative_config, "num_speculative_tokens", 0) or 0,
+        )
         self.requests, self.layer = current.scheduler_config.max_num_seqs, None
         _made_with[:] = [self.config]
 
@@ -451,49 +648,95 @@ class Impl(AttentionImpl):
         key, value, center = _coders(self.config, name, self.head_size, device)
         sizes = self.num_heads, self.num_kv_heads, self.scale
         how = dict(sliding_window=self.window, softcap=self.softcap, center=center)
-        self.layer = CodedAttention(key, value, tokens, *sizes, flash=_flash if gpu else dense, **how)
-        programs = 64 * torch.cuda.get_device_properties(device).multi_processor_count if gpu else 0
+        self.layer = CodedAttention(
+            key, value, tokens, *sizes, flash=_flash if gpu else dense, **how
+        )
+        programs = (
+            64 * torch.cuda.get_device_properties(device).multi_processor_count if gpu else 0
+        )
         group = self.num_heads // self.num_kv_heads
-        floats = max(workspace_floats(self.requests, self.num_kv_heads, group, self.head_size, programs, m) for m in (SHORT, 1 + self.drafts)) if gpu else 0
+        floats = (
+            max(
+                workspace_floats(
+                    self.requests, self.num_kv_heads, group, self.head_size, programs, m
+                )
+                for m in (SHORT, 1 + self.drafts)
+            )
+            if gpu
+            else 0
+        )
         self.layer.prepare(dtype, self.drafts, self.config.recent, self.config.sinks)
         d, past = self.head_size, -(-self.config.past_tokens // 256) * 256
-        self.workspace, self.past = _shared_memory(device, floats, past if gpu else 0, self.num_kv_heads, d, d, dtype)
+        self.workspace, self.past = _shared_memory(
+            device, floats, past if gpu else 0, self.num_kv_heads, d, d, dtype
+        )
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
         "Code this step's tokens into their slots."
         if self.layer is None or self.layer.cell.tokens != kv_cache.shape[2]:
             self._make(layer.layer_name, key.device, key.dtype, kv_cache.shape[2])
-        n, recent = slot_mapping.shape[0], self._recent_slots(layer) if self.config.recent else None
+        n, recent = (
+            slot_mapping.shape[0],
+            self._recent_slots(layer) if self.config.recent else None,
+        )
         self.layer.store(kv_cache, key[:n], value[:n], slot_mapping)
         if recent:  # nothing is launched between the two
             blocks, slots, origins = recent
-            self.layer.store_recent(blocks, key[: len(slots)], value[: len(slots)], slots, origins)
+            self.layer.store_recent(
+                blocks, key[: len(slots)], value[: len(slots)], slots, origins
+            )
 
     def _recent_slots(self, layer) -> tuple:
-        "Blocks of a layer's recent tokens, the step's slots in them, and the origins of first tokens or None."
+        """Blocks of a layer's recent tokens, the step's slots in them, and the origins of first
+        tokens or None."""
         blocks, name, context = _recent_blocks(layer, self.config.sinks)
         slots, told = context.slot_mapping[name], (context.attn_metadata or {}).get(name)
         if not self.config.sinks:
             return blocks, slots, None
         if told is None:  # a run of nobody's tokens
-            return blocks, slots, slots.new_full((len(slots), self.config.sinks), -1, dtype=torch.int32)
+            return (
+                blocks,
+                slots,
+                slots.new_full((len(slots), self.config.sinks), -1, dtype=torch.int32),
+            )
         return blocks, slots, told.origins[: len(slots)]
 
-    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None) -> Tensor:
+    def forward(
+        self,
+        layer,
+        query,
+        key,
+        value,
+        kv_cache,
+        attn_metadata,
+        output,
+        output_scale=None,
+        output_block_scale=None,
+    ) -> Tensor:
         "Attention of a step. Without metadata it is the profiling run, which counts memory."
         if output_scale is not None or output_block_scale is not None:
-            raise ValueError("turboquant_nb does not serve outputs that are quantised in the attention")
+            raise ValueError(
+                "turboquant_nb does not serve outputs that are quantised in the attention"
+            )
         if attn_metadata is None:
             if self.layer is None:
                 self._make(layer.layer_name, query.device, query.dtype, self.tokens)
             return output.fill_(0)
         shaped = output.view(len(output), self.num_heads, self.head_size)
-        q, k, v = query.view(len(query), self.num_heads, -1), key.view(len(key), self.num_kv_heads, -1), value.view(len(value), self.num_kv_heads, -1)
+        q, k, v = (
+            query.view(len(query), self.num_heads, -1),
+            key.view(len(key), self.num_kv_heads, -1),
+            value.view(len(value), self.num_kv_heads, -1),
+        )
         recent = None
         if self.config.recent:
             blocks, name, context = _recent_blocks(layer, self.config.sinks)
-            recent = Recent(blocks, context.attn_metadata[name].table, self.config.recent, self.config.sinks)
-        self.layer.attend(q, k, v, kv_cache, attn_metadata.step, shaped, self.workspace, self.past, recent)
+            recent = Recent(
+                blocks, context.attn_metadata[name].table, self.config.recent, self.config.sinks
+            )
+        self.layer.attend(
+            q, k, v, kv_cache, attn_metadata.step, shaped, self.workspace, self.past, recent
+        )
         return output
 
 # %% ../../nbs/77_vllm.ipynb #77a00019
@@ -502,13 +745,30 @@ def _spec_of_cells(old):
 
     def get_kv_cache_spec(self, vllm_config):
         spec = old(self, vllm_config)
-        if spec is None or not isinstance(self.attn_backend, type) or not issubclass(self.attn_backend, Backend):
+        if (
+            spec is None
+            or not isinstance(self.attn_backend, type)
+            or not issubclass(self.attn_backend, Backend)
+        ):
             return spec
         window = isinstance(spec, SlidingWindowSpec)
-        same = {n: getattr(spec, n) for n in ("block_size", "num_kv_heads", "head_size", "head_size_v", "sliding_window")}
+        same = {
+            n: getattr(spec, n)
+            for n in (
+                "block_size",
+                "num_kv_heads",
+                "head_size",
+                "head_size_v",
+                "sliding_window",
+            )
+        }
         config = ServingConfig.of(options_of(vllm_config))
         kind = CodedWindowSpec if window else CodedSpec
-        return kind(**same, dtype=torch.uint8, cell_bytes=config.bytes_per_token(spec.head_size, spec.head_size_v))
+        return kind(
+            **same,
+            dtype=torch.uint8,
+            cell_bytes=config.bytes_per_token(spec.head_size, spec.head_size_v),
+        )
 
     get_kv_cache_spec.of_cells = True
     return get_kv_cache_spec
@@ -519,7 +779,11 @@ def _with_recent(old):
 
     def __init__(self, *args, **kwargs):
         old(self, *args, **kwargs)
-        if isinstance(self.attn_backend, type) and issubclass(self.attn_backend, Backend) and self.impl.config.recent:
+        if (
+            isinstance(self.attn_backend, type)
+            and issubclass(self.attn_backend, Backend)
+            and self.impl.config.recent
+        ):
             from vllm.config import get_current_vllm_config
 
             layers = get_current_vllm_config().compilation_config.static_forward_context
@@ -530,7 +794,8 @@ def _with_recent(old):
 
 
 def register() -> None:
-    "What vLLM calls in each process. Raises ImportError without vLLM or with a release that is not served."
+    """What vLLM calls in each process. Raises ImportError without vLLM or with a release that
+    is not served."""
     if vllm is None:
         raise ImportError("vLLM is not installed: pip install 'turboquant-nb[vllm]'")
     if why := version_reason(vllm.__version__):

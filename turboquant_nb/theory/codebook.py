@@ -19,67 +19,90 @@ from torch import Tensor
 from .. import checks
 
 # %% ../../nbs/10_codebook.ipynb #132b5fc3
-def _bits(bits) -> int: return checks.whole(bits, "bits", 1, 8)
+def _bits(bits) -> int:
+    return checks.whole(bits, "bits", 1, 8)
 
-def _dim(d) -> int | None: return None if d is None else checks.whole(d, "d", 2)
+
+def _dim(d) -> int | None:
+    return None if d is None else checks.whole(d, "d", 2)
 
 # %% ../../nbs/10_codebook.ipynb #500cd123
 def _log_c(d):
-    "log of c_d = Γ(d/2) / (√π Γ((d-1)/2)), the factor that makes the law integrate to 1; `d` may be fractional."
+    """log of c_d = Γ(d/2) / (√π Γ((d-1)/2)), the factor that makes the law integrate to 1; `d`
+    may be fractional."""
     z = (d - 1) / 2
-    if z < 20: ratio = gammaln(d / 2) - gammaln(z)
-    else: ratio = math.log(z) / 2 - 1 / (8 * z) + 1 / (192 * z**3) - 1 / (640 * z**5) + 17 / (14336 * z**7)  # no digits cancel
+    if z < 20:
+        ratio = gammaln(d / 2) - gammaln(z)
+    else:
+        ratio = (
+            math.log(z) / 2
+            - 1 / (8 * z)
+            + 1 / (192 * z**3)
+            - 1 / (640 * z**5)
+            + 17 / (14336 * z**7)
+        )  # no digits cancel
     return ratio - math.log(math.pi) / 2
+
 
 def coordinate_pdf(
     t: np.ndarray,  # points on the axis of the unit vector, any shape
-    d: int,         # dimension of the vector, at least 2
-) -> np.ndarray:    # fp64, same shape
-    "Density of one coordinate of a uniform unit vector in R^d. Zero outside [-1, 1]. Source: TurboQuant, Lemma 1."
+    d: int,  # dimension of the vector, at least 2
+) -> np.ndarray:  # fp64, same shape
+    """Density of one coordinate of a uniform unit vector in R^d. Zero outside [-1, 1]. Source:
+    TurboQuant, Lemma 1."""
     t, d = np.asarray(t, np.float64), checks.whole(d, "d", 2)
     with np.errstate(divide="ignore"):
         f = np.exp(_log_c(d)) * np.clip((1 - t) * (1 + t), 0, None) ** ((d - 3) / 2)
-    return np.where(np.abs(t) <= 1, f, np.where(np.isnan(t), np.nan, 0.))
+    return np.where(np.abs(t) <= 1, f, np.where(np.isnan(t), np.nan, 0.0))
+
 
 def _density(x, d):
     "Density at unit variance."
-    if d is None: return np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+    if d is None:
+        return np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
     return coordinate_pdf(x / math.sqrt(d), d) / math.sqrt(d)
 
 # %% ../../nbs/10_codebook.ipynb #f4521919
 def _tail(a, d):
-    "P(X > a) and E[X; X > a] for a >= 0 at unit variance; `d` None is the Gaussian. fp64 arrays."
+    """P(X > a) and E[X; X > a] for a >= 0 at unit variance; `d` None is the Gaussian. fp64
+    arrays."""
     if d is None:
-        a = np.minimum(a, 40.)
+        a = np.minimum(a, 40.0)
         return ndtr(-a), np.exp(-a * a / 2) / math.sqrt(2 * math.pi)
-    t = np.minimum(a / math.sqrt(d), 1.)
+    t = np.minimum(a / math.sqrt(d), 1.0)
     u = (1 - t) * (1 + t)
-    return betainc((d - 1) / 2, .5, u) / 2, math.sqrt(d) / (d - 1) * np.exp(_log_c(d)) * u ** ((d - 1) / 2)
+    return betainc((d - 1) / 2, 0.5, u) / 2, math.sqrt(d) / (d - 1) * np.exp(_log_c(d)) * u ** (
+        (d - 1) / 2
+    )
+
 
 def coordinate_cdf(
     t: np.ndarray,  # points on the axis of the unit vector, any shape
-    d: int,         # dimension of the vector, at least 2
-) -> np.ndarray:    # fp64, same shape
-    "P(coordinate <= t) for a uniform unit vector in R^d, through the regularised incomplete beta function."
+    d: int,  # dimension of the vector, at least 2
+) -> np.ndarray:  # fp64, same shape
+    """P(coordinate <= t) for a uniform unit vector in R^d, through the regularised incomplete
+    beta function."""
     t, d = np.asarray(t, np.float64), checks.whole(d, "d", 2)
     upper, _ = _tail(np.abs(t) * math.sqrt(d), d)
     return np.where(t < 0, upper, 1 - upper)
 
 # %% ../../nbs/10_codebook.ipynb #a24d2acd
 def partial_moments(
-    lo: np.ndarray,        # lower ends, unit-variance scale, -inf allowed
-    hi: np.ndarray,        # upper ends, same shape
+    lo: np.ndarray,  # lower ends, unit-variance scale, -inf allowed
+    hi: np.ndarray,  # upper ends, same shape
     d: int | None = None,  # None: N(0,1); otherwise the sphere law of dimension d
-) -> tuple:                # (m0, m1, m2), fp64: ∫f, ∫x f, ∫x² f over [lo, hi]
+) -> tuple:  # (m0, m1, m2), fp64: ∫f, ∫x f, ∫x² f over [lo, hi]
     "Closed-form partial moments of the law at unit variance."
     d, lo, hi = _dim(d), np.asarray(lo, np.float64), np.asarray(hi, np.float64)
-    end = 40. if d is None else math.sqrt(d)
+    end = 40.0 if d is None else math.sqrt(d)
+
     def above(a):  # the three moments over [a, end]
         a = np.clip(a, -end, end)
         s, m = _tail(np.abs(a), d)
         s2 = s if d is None else _tail(np.abs(a) * math.sqrt((d + 2) / d), d + 2)[0]
         q = np.abs(a) * m + s2
         return np.where(a < 0, 1 - s, s), m, np.where(a < 0, 1 - q, q)
+
     flip = lo + hi < 0  # work in the upper tail, where differences keep their digits
     a, b = above(np.where(flip, -hi, lo)), above(np.where(flip, -lo, hi))
     m0, m1, m2 = (x - y for x, y in zip(a, b))
@@ -88,55 +111,70 @@ def partial_moments(
 # %% ../../nbs/10_codebook.ipynb #ff1d62d4
 def _half_moments(y, d):
     "Edges, masses and first moments of the cells around the positive levels `y`."
-    e = np.concatenate([[0.], (y[1:] + y[:-1]) / 2])
+    e = np.concatenate([[0.0], (y[1:] + y[:-1]) / 2])
     s, m = _tail(e, d)
-    return e, s - np.append(s[1:], 0.), m - np.append(m[1:], 0.)
+    return e, s - np.append(s[1:], 0.0), m - np.append(m[1:], 0.0)
+
 
 def _step(y, d):
-    "Newton's step for the conditions y_i m0_i = m1_i, or Lloyd's where the Hessian is not positive definite."
+    """Newton's step for the conditions y_i m0_i = m1_i, or Lloyd's where the Hessian is not
+    positive definite."""
     e, m0, m1 = _half_moments(y, d)
     w = _density(e[1:], d) * np.diff(y) / 4
-    step = _solve_tridiagonal(m0 - np.append(w, 0.) - np.append(0., w), -w, m1 - y * m0)
+    step = _solve_tridiagonal(m0 - np.append(w, 0.0) - np.append(0.0, w), -w, m1 - y * m0)
     return m1 / m0 - y if step is None else step
 
+
 def _mse_at(y, d):
-    "D of the symmetric code with positive levels y; infinite where y is out of order or off the support."
-    if (np.diff(y, prepend=0.) <= 0).any() or (d is not None and y[-1] >= math.sqrt(d)): return math.inf
+    """D of the symmetric code with positive levels y; infinite where y is out of order or off
+    the support."""
+    if (np.diff(y, prepend=0.0) <= 0).any() or (d is not None and y[-1] >= math.sqrt(d)):
+        return math.inf
     _, m0, m1 = _half_moments(y, d)
     return 1 - 4 * (y * m1).sum() + 2 * (y * y * m0).sum()
 
 # %% ../../nbs/10_codebook.ipynb #0b1ad3bd
 def _solve_tridiagonal(diag, off, b):
-    "Solution of the symmetric tridiagonal system by elimination; None when a pivot shows that it is not positive definite."
+    """Solution of the symmetric tridiagonal system by elimination; None when a pivot shows that
+    it is not positive definite."""
     diag, off, x = diag.tolist(), off.tolist(), b.tolist()
     for i in range(1, len(x)):
-        if diag[i - 1] <= 0: return None
+        if diag[i - 1] <= 0:
+            return None
         r = off[i - 1] / diag[i - 1]
         diag[i] -= r * off[i - 1]
         x[i] -= r * x[i - 1]
-    if diag[-1] <= 0: return None
+    if diag[-1] <= 0:
+        return None
     x[-1] /= diag[-1]
-    for i in range(len(x) - 2, -1, -1): x[i] = (x[i] - off[i] * x[i + 1]) / diag[i]
+    for i in range(len(x) - 2, -1, -1):
+        x[i] = (x[i] - off[i] * x[i + 1]) / diag[i]
     return np.array(x)
+
 
 def _start(bits, d):
     "Positive levels at the quantiles of the density f^(1/3)."
     n = 2 ** (bits - 1)
-    u = (np.arange(n) + .5) / n
-    if d is None: return math.sqrt(3) * ndtri((1 + u) / 2)
-    return np.sqrt(d * betaincinv(.5, (d / 3 + 1) / 2, u))
+    u = (np.arange(n) + 0.5) / n
+    if d is None:
+        return math.sqrt(3) * ndtri((1 + u) / 2)
+    return np.sqrt(d * betaincinv(0.5, (d / 3 + 1) / 2, u))
 
 # %% ../../nbs/10_codebook.ipynb #c8cc04df
 def _check_x(x, device, finite):
     "`x` detached, when `Codebook.encode` can take it."
     checks.device(checks.floats(x, "x"), "x", device, "the codebook")
-    if finite: checks.finite(x, "x")
+    if finite:
+        checks.finite(x, "x")
     return x.detach()
 
+
 def _check_codes(codes, device, n):
-    "Raise unless `codes` are integers on `device` from 0 to n-1; `n` None leaves the range unchecked."
+    """Raise unless `codes` are integers on `device` from 0 to n-1; `n` None leaves the range
+    unchecked."""
     checks.device(checks.integers(codes, "codes"), "codes", device, "the codebook")
-    if n is not None and not (n == 256 and codes.dtype == torch.uint8): checks.within(codes, "codes", 0, n - 1)
+    if n is not None and not (n == 256 and codes.dtype == torch.uint8):
+        checks.within(codes, "codes", 0, n - 1)
 
 # %% ../../nbs/10_codebook.ipynb #c22d4d8b
 def _count_edges(x, edges, chunk=1 << 17):
@@ -145,23 +183,28 @@ def _count_edges(x, edges, chunk=1 << 17):
     edges = edges.tolist()
     for a, c in zip(x.reshape(-1).split(chunk), codes.view(-1).split(chunk)):
         a = a.float()
-        for e in edges: c += (a > e).view(torch.uint8)
+        for e in edges:
+            c += (a > e).view(torch.uint8)
     return codes
 
 # %% ../../nbs/10_codebook.ipynb #9d114bc6
 @dataclass(frozen=True, eq=False)
 class Codebook:
-    "The `2**bits` levels and the edges between them: `encode` finds the nearest level, `decode` looks it up."
-    levels: Tensor        # [2**bits] fp32, ascending
-    edges: Tensor         # [2**bits - 1] fp32; the code of x is the number of edges below x
-    mse: float            # mean squared error D under the law
-    bits: int             # 1..8
-    law: str              # "gaussian", "sphere", "samples" or "uniform"
-    dim: int | None       # d of the sphere law; None for the Gaussian and for samples
+    """The `2**bits` levels and the edges between them: `encode` finds the nearest level,
+    `decode` looks it up."""
+
+    levels: Tensor  # [2**bits] fp32, ascending
+    edges: Tensor  # [2**bits - 1] fp32; the code of x is the number of edges below x
+    mse: float  # mean squared error D under the law
+    bits: int  # 1..8
+    law: str  # "gaussian", "sphere", "samples" or "uniform"
+    dim: int | None  # d of the sphere law; None for the Gaussian and for samples
     levels64: np.ndarray  # [2**bits] fp64, the levels before rounding to fp32
-    means: np.ndarray     # [2**bits] fp64, mean of the law in each cell
-    probs: np.ndarray     # [2**bits] fp64, probability of each cell
-    grid: object = None   # Int8Grid or None; set by `to_int8_grid`: the levels are exactly its step times its integers
+    means: np.ndarray  # [2**bits] fp64, mean of the law in each cell
+    probs: np.ndarray  # [2**bits] fp64, probability of each cell
+    # Int8Grid or None; set by `to_int8_grid`: the levels are exactly its step times its
+    # integers
+    grid: object = None
 
     @property
     def entropy(self) -> float:
@@ -169,27 +212,36 @@ class Codebook:
         return float(entr(self.probs).sum() / math.log(2))
 
     def encode(self, x: Tensor, check_finite: bool = True) -> Tensor:
-        "x [...] float -> uint8 codes [...], the lower level on an exact tie. ValueError for NaN or Inf (unless `check_finite=False`) or another device."
+        """x [...] float -> uint8 codes [...], the lower level on an exact tie. ValueError for
+        NaN or Inf (unless `check_finite=False`) or another device."""
         x = _check_x(x, self.levels.device, check_finite)
-        if x.device.type == "cpu" and self.bits <= 4: return _count_edges(x, self.edges)
+        if x.device.type == "cpu" and self.bits <= 4:
+            return _count_edges(x, self.edges)
         return torch.bucketize(x.float(), self.edges, out_int32=True).to(torch.uint8)
 
-    def decode(self, codes: Tensor, dtype: torch.dtype = torch.float32, check_range: bool = True) -> Tensor:
-        "codes [...] integers -> levels [...] of `dtype`. ValueError for a code outside 0..2**bits-1 (unless `check_range=False`) or another device."
-        _check_codes(codes, self.levels.device, 2 ** self.bits if check_range else None)
+    def decode(
+        self, codes: Tensor, dtype: torch.dtype = torch.float32, check_range: bool = True
+    ) -> Tensor:
+        """codes [...] integers -> levels [...] of `dtype`. ValueError for a code outside
+        0..2**bits-1 (unless `check_range=False`) or another device."""
+        _check_codes(codes, self.levels.device, 2**self.bits if check_range else None)
         return self.levels.to(dtype).index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
     def to(self, device) -> "Codebook":
         "The same codebook with its tables on `device`."
         grid = self.grid and replace(self.grid, levels=self.grid.levels.to(device))
-        return replace(self, levels=self.levels.to(device), edges=self.edges.to(device), grid=grid)
+        return replace(
+            self, levels=self.levels.to(device), edges=self.edges.to(device), grid=grid
+        )
 
     def int8(self) -> "Int8Grid":
-        "The table as a step times int8 levels, with the step of least distortion; computed once."
+        """The table as a step times int8 levels, with the step of least distortion; computed
+        once."""
         return self.grid or self._int8
 
     def to_int8_grid(self) -> "Codebook":
-        "The same edges with the levels of `int8()`: exactly an fp32 step times int8. ValueError where two levels meet, as at 8 bits. Computed once."
+        """The same edges with the levels of `int8()`: exactly an fp32 step times int8.
+        ValueError where two levels meet, as at 8 bits. Computed once."""
         return self if self.grid else self._on_int8_grid
 
     _int8 = cached_property(lambda self: _int8_grid(self))
@@ -200,21 +252,39 @@ def _make(y, m0, means, mse, bits, law, dim):
     "Codebook from fp64 levels `y` and the mass and mean of the law in each cell."
     levels = y.astype(np.float32)
     if not (levels[:-1] < levels[1:]).all():
-        raise ValueError(f"levels must be distinct in fp32, got {len(np.unique(levels))} different values for {bits} bits")
+        raise ValueError(
+            f"levels must be distinct in fp32, got {len(np.unique(levels))} different values "
+            f"for {bits} bits"
+        )
     mid = (levels[1:].astype(np.float64) + levels[:-1]) / 2
     edges = mid.astype(np.float32)
-    edges = np.where(edges > mid, np.nextafter(edges, np.float32(-np.inf)), edges)  # round down: x <= edge exactly when x <= mid
-    for a in (y, m0, means): a.setflags(write=False)
+    edges = np.where(
+        edges > mid, np.nextafter(edges, np.float32(-np.inf)), edges
+    )  # round down: x <= edge exactly when x <= mid
+    for a in (y, m0, means):
+        a.setflags(write=False)
     with torch.inference_mode(False):
-        levels, edges = (torch.tensor(a, dtype=torch.float32, device="cpu") for a in (levels, edges))
+        levels, edges = (
+            torch.tensor(a, dtype=torch.float32, device="cpu") for a in (levels, edges)
+        )
     return Codebook(levels, edges, float(mse), bits, law, dim, y, means, m0)
+
 
 def _from_half(y, bits, law, d):
     "Symmetric codebook from its positive levels."
     _, m0, m1 = _half_moments(y, d)
     mse = 1 - 4 * (y * m1).sum() + 2 * (y * y * m0).sum()
     means = np.divide(m1, m0, out=y.copy(), where=m0 > 0)
-    return _make(np.append(-y[::-1], y), np.append(m0[::-1], m0), np.append(-means[::-1], means), mse, bits, law, d)
+    return _make(
+        np.append(-y[::-1], y),
+        np.append(m0[::-1], m0),
+        np.append(-means[::-1], means),
+        mse,
+        bits,
+        law,
+        d,
+    )
+
 
 @lru_cache(maxsize=None)
 def _solve(bits, d):
@@ -222,94 +292,125 @@ def _solve(bits, d):
     y, last = _start(bits, d), math.inf
     for _ in range(100):
         step, mse = _step(y, d), _mse_at(y, d)
-        while _mse_at(y + step, d) > mse + 1e-14: step = step / 2
+        while _mse_at(y + step, d) > mse + 1e-14:
+            step = step / 2
         y, size = y + step, np.abs(step).max()
-        if size < 1e-14 * y[-1] or (size < 1e-6 and size > last / 2): break
+        if size < 1e-14 * y[-1] or (size < 1e-6 and size > last / 2):
+            break
         last = size
     return _from_half(y, bits, "gaussian" if d is None else "sphere", d)
 
+
 def lloyd_max(
-    bits: int,             # 1..8
-    d: int | None = None,  # None: N(0,1); d >= 2: sqrt(d) times a coordinate of a uniform unit vector in R^d
-) -> Codebook:             # unit-variance scale; cached, so treat its tensors as read-only
-    "The symmetric stationary code of smallest mean squared error. Source: Lloyd 1982, Max 1960; TurboQuant, Eq. 4."
+    bits: int,  # 1..8
+    d: int
+    # None: N(0,1); d >= 2: sqrt(d) times a coordinate of a uniform unit vector in R^d
+    | None = None,
+) -> Codebook:  # unit-variance scale; cached, so treat its tensors as read-only
+    """The symmetric stationary code of smallest mean squared error. Source: Lloyd 1982, Max
+    1960; TurboQuant, Eq. 4."""
     return _solve(_bits(bits), _dim(d))
 
 # %% ../../nbs/10_codebook.ipynb #4de7c607
 def shannon_rate(
     mse: float,  # distortion D at unit variance, 0 < D <= 1
-) -> float:      # bits
-    "Shannon's R(D) = ½ log2(1/D) of a Gaussian source: no code of any length does with fewer bits per value."
-    return .5 * math.log2(1 / checks.number(mse, "mse", above=0, high=1))
+) -> float:  # bits
+    """Shannon's R(D) = ½ log2(1/D) of a Gaussian source: no code of any length does with fewer
+    bits per value."""
+    return 0.5 * math.log2(1 / checks.number(mse, "mse", above=0, high=1))
+
 
 def high_rate_mse(
-    bits: int,             # 1..8
+    bits: int,  # 1..8
     d: int | None = None,  # the law, as in `lloyd_max`
-) -> float:                # (∫ f^(1/3))^3 / 12 · 4^-bits
-    "Panter and Dite's high-rate distortion; for the Gaussian it is √3π/2 · 4^-bits, the upper bound of TurboQuant's Theorem 1."
+) -> float:  # (∫ f^(1/3))^3 / 12 · 4^-bits
+    """Panter and Dite's high-rate distortion; for the Gaussian it is √3π/2 · 4^-bits, the upper
+    bound of TurboQuant's Theorem 1."""
     bits, d = _bits(bits), _dim(d)
-    if d is None: return math.sqrt(3) * math.pi / 2 * 4. ** -bits
-    return d / 12 * math.exp(_log_c(d) - 3 * _log_c(d / 3 + 2)) * 4. ** -bits
+    if d is None:
+        return math.sqrt(3) * math.pi / 2 * 4.0**-bits
+    return d / 12 * math.exp(_log_c(d) - 3 * _log_c(d / 3 + 2)) * 4.0**-bits
 
 # %% ../../nbs/10_codebook.ipynb #ebd7a070
 @lru_cache(maxsize=None)
 def _uniform(bits, d):
-    k = np.arange(2 ** (bits - 1)) + .5
-    lo, hi = 0., (8. if d is None else min(8., math.sqrt(d))) / k[-1]
+    k = np.arange(2 ** (bits - 1)) + 0.5
+    lo, hi = 0.0, (8.0 if d is None else min(8.0, math.sqrt(d))) / k[-1]
     for _ in range(60):
         step = (lo + hi) / 2
         _, m0, m1 = _half_moments(k * step, d)
         lo, hi = (step, hi) if (k * (k * step * m0 - m1)).sum() < 0 else (lo, step)
     return _from_half(k * step, bits, "uniform", d)
 
+
 def uniform(
-    bits: int,             # 1..8
+    bits: int,  # 1..8
     d: int | None = None,  # the law, as in `lloyd_max`
 ) -> Codebook:
-    "Evenly spaced symmetric levels with the step that minimises the mean squared error under the law."
+    """Evenly spaced symmetric levels with the step that minimises the mean squared error under
+    the law."""
     return _uniform(_bits(bits), _dim(d))
 
 # %% ../../nbs/10_codebook.ipynb #df58f875
 def from_levels(
-    levels: Tensor,        # [2**bits] float, ascending, symmetric about 0, at unit variance
+    levels: Tensor,  # [2**bits] float, ascending, symmetric about 0, at unit variance
     d: int | None = None,  # the law, as in `lloyd_max`
 ) -> Codebook:
-    "The code of given levels: a value goes to the nearest. TypeError/ValueError for levels that are not such a table."
+    """The code of given levels: a value goes to the nearest. TypeError/ValueError for levels
+    that are not such a table."""
     checks.finite(checks.floats(levels, "levels"), "levels")
     y, bits = levels.detach().cpu().double().numpy(), max(0, levels.numel()).bit_length() - 1
-    if y.ndim != 1 or len(y) != 2**bits: raise ValueError(f"levels must be [2**bits], got {tuple(levels.shape)}")
-    if (np.diff(y) <= 0).any() or np.abs(y + y[::-1]).max() > 1e-6 * y[-1]: raise ValueError(f"levels must be ascending and symmetric about 0, got {y.tolist()}")
-    return _from_half(y[len(y) // 2:], _bits(bits), "gaussian" if d is None else "sphere", _dim(d))
+    if y.ndim != 1 or len(y) != 2**bits:
+        raise ValueError(f"levels must be [2**bits], got {tuple(levels.shape)}")
+    if (np.diff(y) <= 0).any() or np.abs(y + y[::-1]).max() > 1e-6 * y[-1]:
+        raise ValueError(f"levels must be ascending and symmetric about 0, got {y.tolist()}")
+    return _from_half(
+        y[len(y) // 2 :], _bits(bits), "gaussian" if d is None else "sphere", _dim(d)
+    )
 
 # %% ../../nbs/10_codebook.ipynb #4207cfd3
 def _distinct(samples, weights):
     "Distinct values of positive weight, ascending, and their weights, which sum to 1; fp64."
     checks.finite(checks.floats(samples, "samples"), "samples")
-    if samples.numel() == 0: raise ValueError("samples must not be empty")
+    if samples.numel() == 0:
+        raise ValueError("samples must not be empty")
     x = samples.detach().cpu().double().reshape(-1).numpy()
-    if weights is None: x, w = np.unique(x, return_counts=True); return x, w / w.sum()
+    if weights is None:
+        x, w = np.unique(x, return_counts=True)
+        return x, w / w.sum()
     checks.finite(checks.floats(weights, "weights"), "weights")
-    if weights.shape != samples.shape: raise ValueError(f"weights must have the shape of samples, {tuple(samples.shape)}, got {tuple(weights.shape)}")
-    if weights.min() < 0: raise ValueError(f"weights must not be negative, got {weights.min().item()}")
+    if weights.shape != samples.shape:
+        raise ValueError(
+            f"weights must have the shape of samples, {tuple(samples.shape)}, got "
+            f"{tuple(weights.shape)}"
+        )
+    if weights.min() < 0:
+        raise ValueError(f"weights must not be negative, got {weights.min().item()}")
     x, inv = np.unique(x, return_inverse=True)
     w = np.bincount(inv.reshape(-1), weights.detach().cpu().double().reshape(-1).numpy())
-    if not w.sum() > 0: raise ValueError("weights must not all be zero")
+    if not w.sum() > 0:
+        raise ValueError("weights must not all be zero")
     keep = w > 1e-12 * w.sum()  # less than that is lost in the rounding of the sums
     return x[keep], w[keep] / w[keep].sum()
 
+
 def _refill(cut, z, sums, k):
-    "Drop empty cells from the cut points and split the cell of largest error at its mean until there are k."
+    """Drop empty cells from the cut points and split the cell of largest error at its mean
+    until there are k."""
     cut = np.unique(cut)
     while len(cut) <= k:
         m0, m1, m2 = (np.diff(s[cut]) for s in sums)
         i = int(np.where(np.diff(cut) > 1, m2 - m1 * m1 / m0, -np.inf).argmax())
-        mid = np.clip(np.searchsorted(z, m1[i] / m0[i], side="right"), cut[i] + 1, cut[i + 1] - 1)
+        mid = np.clip(
+            np.searchsorted(z, m1[i] / m0[i], side="right"), cut[i] + 1, cut[i + 1] - 1
+        )
         cut = np.insert(cut, i + 1, mid)
     return cut
 
 # %% ../../nbs/10_codebook.ipynb #84270cbc
 def _best_cut(sums, k):
-    "Cut points of the partition into k runs of least squared error: dynamic programming over every partition."
+    """Cut points of the partition into k runs of least squared error: dynamic programming over
+    every partition."""
     m0, m1, m2 = (s[None, :] - s[:, None] for s in sums)
     cost = np.full(m0.shape, np.inf)
     i, j = np.triu_indices(len(cost), 1)
@@ -320,35 +421,47 @@ def _best_cut(sums, k):
         back.append(total.argmin(0))
         best = total.min(0)
     cut = [len(best) - 1]
-    for b in reversed(back): cut.append(int(b[cut[-1]]))
+    for b in reversed(back):
+        cut.append(int(b[cut[-1]]))
     return np.array([0] + cut[::-1])
 
+
 def _first_cut(z, w, sums, k, groups=512):
-    "The best partition when there are few values; otherwise the best partition of 512 groups of neighbours."
+    """The best partition when there are few values; otherwise the best partition of 512 groups
+    of neighbours."""
     cut = np.arange(len(z) + 1)
     if len(z) > groups:
-        pull = np.append(0., np.cumsum(((w[1:] + w[:-1]) / 2) ** (1 / 3) * np.diff(z) ** (2 / 3)))  # ∫ f^(1/3)
+        pull = np.append(
+            0.0, np.cumsum(((w[1:] + w[:-1]) / 2) ** (1 / 3) * np.diff(z) ** (2 / 3))
+        )  # ∫ f^(1/3)
         inner = np.searchsorted(pull, np.arange(1, groups) / groups * pull[-1])
         cut = _refill(np.concatenate([[0], inner, [len(z)]]), z, sums, groups)
     return cut[_best_cut([s[cut] for s in sums], k)]
 
 # %% ../../nbs/10_codebook.ipynb #fb639342
 def lloyd_max_samples(
-    samples: Tensor,                # any shape, float: the values to be coded
-    bits: int,                      # 1..8
-    weights: Tensor | None = None,  # same shape, float, not negative: how much each sample counts
-) -> Codebook:                      # in the units of the samples
-    "Lloyd-Max levels of given samples. ValueError for fewer distinct values than levels. Source: Lloyd 1982, method I."
+    samples: Tensor,  # any shape, float: the values to be coded
+    bits: int,  # 1..8
+    # same shape, float, not negative: how much each sample counts
+    weights: Tensor | None = None,
+) -> Codebook:  # in the units of the samples
+    """Lloyd-Max levels of given samples. ValueError for fewer distinct values than levels.
+    Source: Lloyd 1982, method I."""
     bits = _bits(bits)
-    k, (x, w) = 2 ** bits, _distinct(samples, weights)
-    if len(x) < k: raise ValueError(f"samples must hold at least {k} distinct values of positive weight for {bits} bits, got {len(x)}")
+    k, (x, w) = 2**bits, _distinct(samples, weights)
+    if len(x) < k:
+        raise ValueError(
+            f"samples must hold at least {k} distinct values of positive weight for {bits} "
+            f"bits, got {len(x)}"
+        )
     z = (x - (w * x).sum()) / np.ptp(x)
-    sums = [np.append(0., np.cumsum(a)) for a in (w, w * z, w * z * z)]
+    sums = [np.append(0.0, np.cumsum(a)) for a in (w, w * z, w * z * z)]
     cut = _first_cut(z, w, sums, k)
     for _ in range(10_000):
         y = np.diff(sums[1][cut]) / np.diff(sums[0][cut])
         inner = np.searchsorted(z, (y[1:] + y[:-1]) / 2, side="right")
-        if np.array_equal(inner, cut[1:-1]): break
+        if np.array_equal(inner, cut[1:-1]):
+            break
         cut = _refill(np.concatenate([[0], inner, [len(z)]]), z, sums, k)
     m0 = np.add.reduceat(w, cut[:-1])
     y = np.add.reduceat(w * x, cut[:-1]) / m0
@@ -359,20 +472,29 @@ def lloyd_max_samples(
 @dataclass(frozen=True, eq=False)
 class Int8Grid:
     "The table of a codebook rounded to `step` times an int8."
+
     levels: Tensor  # [2**bits] int8, ascending
-    step: float     # levels * step is close to Codebook.levels
-    mse: float      # mean squared error when the codes of the codebook are decoded with this table
+    step: float  # levels * step is close to Codebook.levels
+    mse: float  # mean squared error when the codes of the codebook are decoded with this table
+
 
 def _int8_grid(cb):
-    "The best step over every way of rounding the levels to int8; odd integers for evenly spaced levels, which stay so."
+    """The best step over every way of rounding the levels to int8; odd integers for evenly
+    spaced levels, which stay so."""
     y = cb.levels64
     if cb.law == "uniform" and cb.bits < 8:
-        odd = torch.arange(1 - 2**cb.bits, 2**cb.bits, 2, dtype=torch.int8, device=cb.levels.device)
+        odd = torch.arange(
+            1 - 2**cb.bits, 2**cb.bits, 2, dtype=torch.int8, device=cb.levels.device
+        )
         return Int8Grid(odd, float(y[-1]) / (2**cb.bits - 1), cb.mse)
     size = np.unique(np.abs(y)[np.abs(y) > 0])
-    cuts = (np.arange(127) + .5) / size[:, None]                # 1/step at which some level changes its integer
+    cuts = (np.arange(127) + 0.5) / size[
+        :, None
+    ]  # 1/step at which some level changes its integer
     cuts = np.unique(cuts[cuts < 254 / size[-1]])
-    inv = np.append((cuts[1:] + cuts[:-1]) / 2, 127 / size[-1])  # one point in each interval between cuts
+    inv = np.append(
+        (cuts[1:] + cuts[:-1]) / 2, 127 / size[-1]
+    )  # one point in each interval between cuts
     best = (math.inf, None, None)
     for part in np.array_split(inv, max(1, inv.size // 1000)):
         n = np.clip(np.rint(y * part[:, None]), -127, 127)
@@ -382,16 +504,24 @@ def _int8_grid(cb):
         best = min(best, (float(extra[i]), float(step[i]), n[i]), key=lambda r: r[0])
     extra, step, n = best
     with torch.inference_mode(False):
-        return Int8Grid(torch.tensor(n, dtype=torch.int8, device=cb.levels.device), step, cb.mse + extra)
+        return Int8Grid(
+            torch.tensor(n, dtype=torch.int8, device=cb.levels.device), step, cb.mse + extra
+        )
 
 # %% ../../nbs/10_codebook.ipynb #fb6dfa12
 def _to_int8_grid(cb):
-    "`Codebook.to_int8_grid`: levels and distortion from the int8 grid, its step rounded to fp32."
+    """`Codebook.to_int8_grid`: levels and distortion from the int8 grid, its step rounded to
+    fp32."""
     n, step = cb.int8().levels, float(np.float32(cb.int8().step))
     y = step * n.double().cpu().numpy()  # exact: 24 bits times 7 bits
     if not (np.diff(y) > 0).all():
-        raise ValueError(f"to_int8_grid needs levels that stay apart as int8, got {len(np.unique(y))} different ones of {len(y)} for {cb.bits} bits")
-    mse = cb.mse + float((cb.probs * ((y - cb.means) ** 2 - (cb.levels64 - cb.means) ** 2)).sum())
+        raise ValueError(
+            f"to_int8_grid needs levels that stay apart as int8, got {len(np.unique(y))} "
+            f"different ones of {len(y)} for {cb.bits} bits"
+        )
+    mse = cb.mse + float(
+        (cb.probs * ((y - cb.means) ** 2 - (cb.levels64 - cb.means) ** 2)).sum()
+    )
     y.setflags(write=False)
     with torch.inference_mode(False):
         levels = torch.tensor(y, dtype=torch.float32, device=cb.levels.device)

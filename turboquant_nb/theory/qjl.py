@@ -23,7 +23,6 @@ def _gaussian_block(d: int, generator: torch.Generator) -> Tensor:
 
 _BLOCKS = {"gaussian": _gaussian_block}
 
-
 # %% ../../nbs/13_qjl.ipynb #d8b70b91
 def sketch_matrix(
     m: int,  # number of signs, >= 1; need not be a multiple of 8 or of d
@@ -31,11 +30,14 @@ def sketch_matrix(
     kind: str = "gaussian",  # "gaussian", "orthogonal" or "hadamard"
     seed: int = 0,  # >= 0; the same seed gives the same matrix on every device
 ) -> Tensor:  # [m, d] float32 on the CPU; a larger m only appends rows
-    """The rows whose signs are kept, in blocks of d. TypeError/ValueError for a bad m, d, kind or
-    seed. Source: Zandieh et al. 2024 (QJL), Definition 3.1; Yu et al. 2016 for orthogonal rows."""
+    """The rows whose signs are kept, in blocks of d. TypeError/ValueError for a bad m, d, kind
+    or seed. Source: Zandieh et al. 2024 (QJL), Definition 3.1; Yu et al. 2016 for orthogonal
+    rows."""
     m, d, seed = checks.whole(m, "m", 1), checks.whole(d, "d", 1), checks.whole(seed, "seed", 0)
     checks.one_of(kind, "kind", _BLOCKS)
-    generator = _generator(f"qjl-{kind}", seed)  # no draws in common with a rotation of this seed
+    generator = _generator(
+        f"qjl-{kind}", seed
+    )  # no draws in common with a rotation of this seed
     with torch.inference_mode(False):  # the matrix must stay usable in autograd
         S = torch.empty(m, d, dtype=torch.float32, device="cpu")
         for rows in S.split(d):
@@ -67,8 +69,8 @@ def qjl_variance(
     m: int,  # number of signs, >= 1
     kind: str = "gaussian",  # "gaussian" or "orthogonal", as in `sketch_matrix`
 ) -> Tensor:  # [...] float64, variance of the estimate of ⟨q, r⟩ over the draw of the sketch
-    """Exact for these kinds. TypeError/ValueError for a bad dtype, shape, m or kind. Source: this
-    chapter; for iid rows an upper bound is Lemma 4 of Zandieh et al. 2025 (TurboQuant)."""
+    """Exact for these kinds. TypeError/ValueError for a bad dtype, shape, m or kind. Source:
+    this chapter; for iid rows an upper bound is Lemma 4 of Zandieh et al. 2025 (TurboQuant)."""
     m = checks.whole(m, "m", 1)
     checks.one_of(kind, "kind", _VARIANCE)
     checks.floats(q, "q")
@@ -123,7 +125,9 @@ def _hadamard_block(d: int, generator: torch.Generator) -> Tensor:
     p, R = block_order(d), torch.eye(d, dtype=torch.float64, device="cpu")
     for start in (0, d - p)[: 1 + (p < d)]:  # two overlapping blocks where d has no such matrix
         signs = torch.randint(0, 2, (p,), generator=generator, device="cpu").double() * 2 - 1
-        R[start : start + p] = (hadamard_matrix(p) * signs / math.sqrt(p)) @ R[start : start + p]
+        R[start : start + p] = (hadamard_matrix(p) * signs / math.sqrt(p)) @ R[
+            start : start + p
+        ]
     return R[torch.randperm(d, generator=generator, device="cpu")] * _mean_length(d)
 
 
@@ -208,8 +212,8 @@ def qjl_encode(
     r: Tensor,  # [..., d] any float dtype
     S: Tensor,  # [m, d] sketch
 ) -> tuple:  # packed signs [..., ceil(m/8)] uint8, norms ‖r‖ [...] float32
-    """What is kept of r: m signs and one number. Errors as `sign_bits`, and ValueError for a norm
-    above the range of float32. Source: Zandieh et al. 2024 (QJL), Definition 3.1."""
+    """What is kept of r: m signs and one number. Errors as `sign_bits`, and ValueError for a
+    norm above the range of float32. Source: Zandieh et al. 2024 (QJL), Definition 3.1."""
     _check_sketch(S)
     bits, norm = _signs_and_norm(_check_vectors(r, S, "r"), S)
     if not bool(norm.isfinite().all()):
@@ -218,7 +222,8 @@ def qjl_encode(
 
 # %% ../../nbs/13_qjl.ipynb #e470fdcf
 def _byte_tables(p: Tensor) -> Tensor:
-    "[..., m] -> [..., ceil(m/8), 256]: entry b is the sum of eight values with the signs of byte b."
+    """[..., m] -> [..., ceil(m/8), 256]: entry b is the sum of eight values with the signs of
+    byte b."""
     p = torch.nn.functional.pad(p, (0, -p.shape[-1] % 8)).unflatten(-1, (-1, 8))
     table = torch.zeros_like(p[..., :1])
     for value in p.split(1, -1):  # bytes without the next bit, then bytes with it
@@ -252,8 +257,8 @@ def qjl_scores(
     S: Tensor,  # [m, d] sketch
 ) -> Tensor:  # [..., n, T] float32, estimates of ⟨q, r⟩; leading dimensions broadcast
     """Inner products from packed signs, one table look-up per byte; unbiased over a Gaussian or
-    orthogonal sketch. TypeError/ValueError for a bad dtype, shape, device or value, and for scores
-    above the range of float32. Source: Zandieh et al. 2024 (QJL), Definition 3.1."""
+    orthogonal sketch. TypeError/ValueError for a bad dtype, shape, device or value, and for
+    scores above the range of float32. Source: Zandieh et al. 2024 (QJL), Definition 3.1."""
     _check_sketch(S)
     q, m = _check_vectors(q, S, "q", "n"), len(S)
     _check_packed(packed, m, "T")

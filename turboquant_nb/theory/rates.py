@@ -39,11 +39,13 @@ def _per_channel(bits, low=0, high=8) -> tuple:
 
 
 def _per_channel_books(books, bits) -> tuple:
-    "One Codebook per channel (None at 0 bits) from a dict by bits or from such a sequence, or raise."
+    """One Codebook per channel (None at 0 bits) from a dict by bits or from such a sequence, or
+    raise."""
     if hasattr(books, "keys"):
         if missing := sorted(set(bits) - {0} - set(books)):
             raise ValueError(
-                f"books must hold a table of {missing[0]} bits, got tables of {sorted(books)} bits"
+                f"books must hold a table of {missing[0]} bits, got tables of {sorted(books)} "
+                "bits"
             )
         books = [books[b] if b else None for b in bits]
     if isinstance(books, str) or not hasattr(books, "__len__"):
@@ -69,14 +71,18 @@ class MixedCodebook:
 
     books: dict | tuple  # {bits: Codebook}; kept as one Codebook per channel, None at 0 bits
     channel_bits: tuple  # d integers from 0 to 8; a channel of 0 bits reads as 0
-    std: Tensor | None = None  # [d] fp32 > 0: channel j has this standard deviation; None: all 1
+    std: Tensor | None = (
+        None  # [d] fp32 > 0: channel j has this standard deviation; None: all 1
+    )
 
     def __post_init__(self):
         object.__setattr__(self, "channel_bits", _per_channel(self.channel_bits))
         object.__setattr__(self, "books", _per_channel_books(self.books, self.channel_bits))
         if self.std is None:
             return
-        if checks.floats(self.std, "std").shape != (self.d,) or not bool((self.std.isfinite() & (self.std > 0)).all()):
+        if checks.floats(self.std, "std").shape != (self.d,) or not bool(
+            (self.std.isfinite() & (self.std > 0)).all()
+        ):
             raise ValueError(
                 f"std must be {self.d} finite positive numbers, got {self.std.tolist()}"
             )
@@ -91,16 +97,17 @@ class MixedCodebook:
 
     @cached_property
     def groups(self) -> list:
-        """[(bits, channels as a slice or a list, Codebook or None)]: channels that share a table,
-        in the order of their first channel."""
+        """[(bits, channels as a slice or a list, Codebook or None)]: channels that share a
+        table, in the order of their first channel."""
         found = {}
         for j, book in enumerate(self.books):
             found.setdefault(id(book), []).append(j)
-        run = lambda v: slice(v[0], v[-1] + 1) if v[-1] - v[0] + 1 == len(v) else v  # noqa: E731
+        run = lambda v: slice(v[0], v[-1] + 1) if v[-1] - v[0] + 1 == len(v) else v
         return [(self.channel_bits[v[0]], run(v), self.books[v[0]]) for v in found.values()]
 
     def encode(self, x: Tensor, check_finite: bool = True) -> Tensor:
-        "x [..., d] float -> uint8 codes [..., d]. ValueError for another d, NaN, Inf or another device."
+        """x [..., d] float -> uint8 codes [..., d]. ValueError for another d, NaN, Inf or
+        another device."""
         self._check(checks.floats(x, "x"), "x")
         if check_finite:
             checks.finite(x, "x")
@@ -115,7 +122,8 @@ class MixedCodebook:
     def decode(
         self, codes: Tensor, dtype: torch.dtype = torch.float32, check_range: bool = True
     ) -> Tensor:
-        "codes [..., d] -> levels [..., d]. ValueError for another d or device, or a code that its channel does not have."
+        """codes [..., d] -> levels [..., d]. ValueError for another d or device, or a code that
+        its channel does not have."""
         self._check(checks.integers(codes, "codes"), "codes")
         x = torch.zeros(codes.shape, dtype=dtype, device=codes.device)
         for _, index, book in self.groups:
@@ -129,7 +137,9 @@ class MixedCodebook:
         "The same with its tables on `device`."
         moved = {id(book): book and book.to(device) for _, _, book in self.groups}
         std = None if self.std is None else self.std.to(device)
-        return MixedCodebook(tuple(moved[id(book)] for book in self.books), self.channel_bits, std)
+        return MixedCodebook(
+            tuple(moved[id(book)] for book in self.books), self.channel_bits, std
+        )
 
     @property
     def mse(self) -> float:
@@ -170,7 +180,8 @@ def mixture_mse(
     bits,  # one integer from 0 to 8 per channel
     d: int | None = None,  # dimension of the law; None: Gaussian
 ) -> float:
-    "Mean of D_b over the channels: the relative error of a mixed code after a Haar rotation. Raises TypeError/ValueError for bits that are no such vector."
+    """Mean of D_b over the channels: the relative error of a mixed code after a Haar rotation.
+    Raises TypeError/ValueError for bits that are no such vector."""
     return float(np.mean([lloyd_max(b, d).mse if b else 1.0 for b in _per_channel(bits)]))
 
 # %% ../../nbs/15_rates.ipynb #fba30074
@@ -191,8 +202,9 @@ def _variances(variances) -> np.ndarray:
 def water_filling(
     variances: Tensor,  # [d] > 0, variance of each channel
     rate: float,  # mean bits per channel, at least 0
-) -> tuple:  # (bits fp64 [d] numpy, mean squared error per channel in the unit of the variances)
-    "Shannon's optimal bits of independent Gaussian channels. Raises ValueError for bad variances or a negative rate. Source: Cover and Thomas, Theorem 10.3.3."
+) -> tuple:  # (bits fp64 [d] numpy, mean squared error per channel)
+    """Shannon's optimal bits of independent Gaussian channels. Raises ValueError for bad
+    variances or a negative rate. Source: Cover and Thomas, Theorem 10.3.3."""
     v = _variances(variances)
     rate = checks.number(rate, "rate", 0)
     log = np.sort(np.log2(v))[::-1]
@@ -212,7 +224,8 @@ def allocate_bits(
     sizes=None,  # [n] numbers that share the bits of a part; None: 1 each
     exact: bool = False,  # spend the budget also where a bit gains nothing
 ) -> list:  # [n] bits
-    "Bits of least total loss, greedily; optimal as the theorem above says. Raises ValueError for a budget that the bits do not allow. Source: Fox 1966; Shoham and Gersho 1988."
+    """Bits of least total loss, greedily; optimal as the theorem above says. Raises ValueError
+    for a budget that the bits do not allow. Source: Fox 1966; Shoham and Gersho 1988."""
     curves = losses.tolist() if hasattr(losses, "tolist") else losses
     sizes = [1] * len(curves) if sizes is None else sizes
     bits = list(range(len(curves[0]))) if bits is None else list(bits)
@@ -221,9 +234,13 @@ def allocate_bits(
         raise ValueError(f"budget must be from {least} to {most}, got {budget}")
     at, left = [0] * len(curves), budget - least
 
-    def best_step(i: int) -> list:  # [(minus its gain a bit, part, where to)] of the best that fits; or none
+    def best_step(
+        i: int,
+    ) -> list:  # [(minus its gain a bit, part, where to)] of the best that fits; or none
         ahead = ((j, (bits[j] - bits[at[i]]) * sizes[i]) for j in range(at[i] + 1, len(bits)))
-        gains = [((curves[i][at[i]] - curves[i][j]) / cost, j) for j, cost in ahead if cost <= left]
+        gains = [
+            ((curves[i][at[i]] - curves[i][j]) / cost, j) for j, cost in ahead if cost <= left
+        ]
         return [(-gain, i, j) for gain, j in [max(gains)]] if gains else []
 
     heap = [step for i in range(len(curves)) for step in best_step(i)]
@@ -244,7 +261,8 @@ def allocate_channels(
     lo: int = 0,  # fewest bits of a channel
     hi: int = 6,  # most bits of a channel, at most 8
 ) -> Tensor:  # [d] int64
-    "Integer bits of least total error σ²D_b: each bit goes where it removes most. Raises ValueError for a budget that lo and hi do not allow. Source: Fox 1966."
+    """Integer bits of least total error σ²D_b: each bit goes where it removes most. Raises
+    ValueError for a budget that lo and hi do not allow. Source: Fox 1966."""
     v = _variances(variances)
     lo, hi = checks.whole(lo, "lo", 0, 8), checks.whole(hi, "hi", 0, 8)
     if lo > hi:
@@ -256,11 +274,14 @@ def allocate_channels(
     )
 
 # %% ../../nbs/15_rates.ipynb #eac988e8
-_MARK = 0x54514E42  # lies under the first code; what a decoder must find when it has read the last
+_MARK = (
+    0x54514E42  # lies under the first code; what a decoder must find when it has read the last
+)
 
 
 def _coder(probs, d):
-    "The coder class of constriction, its models (one, or one per channel), size of the alphabet."
+    """The coder class of constriction, its models (one, or one per channel), size of the
+    alphabet."""
     try:
         stream = importlib.import_module("constriction").stream
     except ImportError as err:
@@ -282,8 +303,8 @@ def entropy_encode(
     codes: Tensor,  # [..., d] integers from 0 to n-1
     probs: Tensor,  # [n] or, a row per channel, [d, n]: positive weights; need not sum to 1
 ) -> bytes:  # a whole number of 32-bit words
-    """Asymmetric numeral systems over all codes. Raises TypeError/ValueError for codes outside the
-    table, ImportError without constriction. Source: Duda 2013; library of Bamler 2022."""
+    """Asymmetric numeral systems over all codes. Raises TypeError/ValueError for codes outside
+    the table, ImportError without constriction. Source: Duda 2013; library of Bamler 2022."""
     checks.shape(checks.integers(codes, "codes"), "codes", ..., "d")
     coder, models, n = _coder(probs, codes.shape[-1])
     flat = checks.within(codes.detach().cpu(), "codes", 0, n - 1).numpy().astype(np.int32)
@@ -301,8 +322,8 @@ def entropy_decode(
     probs: Tensor,  # the same weights
     shape: tuple,  # shape of the codes
 ) -> Tensor:  # uint8 codes
-    """The inverse of `entropy_encode`. Raises ValueError when data, weights and shape do not belong
-    together (a wrong set goes unnoticed about once in four thousand million)."""
+    """The inverse of `entropy_encode`. Raises ValueError when data, weights and shape do not
+    belong together (a wrong set goes unnoticed about once in four thousand million)."""
     if not hasattr(data, "__len__") or isinstance(data, str):
         raise TypeError(f"data must be bytes, got {type(data).__name__}")
     if len(data) % 4 or len(data) == 0:
@@ -324,20 +345,32 @@ def entropy_decode(
 # %% ../../nbs/15_rates.ipynb #dc26f1f2
 def _merge(book: Codebook, planes: int) -> Codebook:
     "Merge runs of 2**planes cells; each run reads as its conditional mean."
-    runs = lambda a: a.reshape(-1, 2**planes)  # noqa: E731
+    runs = lambda a: a.reshape(-1, 2**planes)
     probs, first = runs(book.probs).sum(1), runs(book.probs * book.means).sum(1)
     y = np.divide(first, probs, out=runs(book.levels64).mean(1), where=probs > 0)
-    power = book.mse + (book.probs * book.levels64 * (2 * book.means - book.levels64)).sum()  # E x²
-    mse, edges = float(power - (probs * y**2).sum()), book.edges[2**planes - 1 :: 2**planes].clone()
+    power = (
+        book.mse + (book.probs * book.levels64 * (2 * book.means - book.levels64)).sum()
+    )  # E x²
+    mse, edges = (
+        float(power - (probs * y**2).sum()),
+        book.edges[2**planes - 1 :: 2**planes].clone(),
+    )
     levels = torch.tensor(y, dtype=torch.float32, device=edges.device)
-    new = {"levels": levels, "edges": edges, "mse": mse, "bits": book.bits - planes, "grid": None}
+    new = {
+        "levels": levels,
+        "edges": edges,
+        "mse": mse,
+        "bits": book.bits - planes,
+        "grid": None,
+    }
     return replace(book, levels64=y, means=y, probs=probs, **new)
 
 
 def truncate(
     codebook: Codebook | MixedCodebook,
     planes: int = 1,  # how many of the last planes are dropped
-    keep: int = 1,  # bits that stay; groups of a MixedCodebook that could not are left as they are
+    # bits that stay; groups of a MixedCodebook that could not are left as they are
+    keep: int = 1,
 ) -> Codebook | MixedCodebook:
     """The table for `codes >> planes`: conditional means of the merged cells, nothing is coded
     again. Raises TypeError/ValueError when no table has `keep + planes` bits."""

@@ -18,56 +18,67 @@ from .. import checks
 def _even(name: str, value: int) -> int:
     "`value` as a positive even int; TypeError or ValueError naming the argument otherwise."
     n = checks.whole(value, name)
-    if n < 2 or n % 2: raise ValueError(f"{name} must be a positive even integer, got {n}")
+    if n < 2 or n % 2:
+        raise ValueError(f"{name} must be a positive even integer, got {n}")
     return n
 
+
 def rope_frequencies(
-    d: int,                  # number of rotated channels, even
+    d: int,  # number of rotated channels, even
     theta: float = 10000.0,  # base, positive
-) -> Tensor:                 # [d/2] float64 on the CPU, radians per position, fastest first
-    "ω_i = θ^(-2i/d). ValueError for odd d or a theta that is not positive. Source: Su et al. 2021, equation 15."
+) -> Tensor:  # [d/2] float64 on the CPU, radians per position, fastest first
+    """ω_i = θ^(-2i/d). ValueError for odd d or a theta that is not positive. Source: Su et al.
+    2021, equation 15."""
     d, theta = _even("d", d), checks.number(theta, "theta", above=0)
     return theta ** (-torch.arange(0, d, 2, dtype=torch.float64, device="cpu") / d)
 
 # %% ../../nbs/12_rope.ipynb #79d8b603
 def rope_angles(
-    positions: Tensor | int,         # [...] any integer dtype
-    d: int,                          # number of rotated channels, even
-    theta: float = 10000.0,          # base of the frequencies
+    positions: Tensor | int,  # [...] any integer dtype
+    d: int,  # number of rotated channels, even
+    theta: float = 10000.0,  # base of the frequencies
     inv_freq: Tensor | None = None,  # [d/2] frequencies to use instead (scaled RoPE variants)
-) -> Tensor:                         # [..., d/2] float64, radians, on the device of positions (CPU for MPS)
-    "Angle of every plane at every position. TypeError for non-integer positions, ValueError for odd d or a wrong inv_freq."
+) -> Tensor:  # [..., d/2] float64, radians, on the device of positions (CPU for MPS)
+    """Angle of every plane at every position. TypeError for non-integer positions, ValueError
+    for odd d or a wrong inv_freq."""
     omega = rope_frequencies(d, theta)
     if inv_freq is not None:
         omega = checks.shape(inv_freq, "inv_freq", d // 2).detach().cpu().double()
     positions = checks.integers(torch.as_tensor(positions), "positions")
-    if positions.device.type == "mps": positions = positions.cpu()  # MPS has no float64
+    if positions.device.type == "mps":
+        positions = positions.cpu()  # MPS has no float64
     return positions.to(torch.float64)[..., None] * omega.to(positions.device)
 
 # %% ../../nbs/12_rope.ipynb #d4f75bf4
 def plane_channels(
-    d: int,                  # number of rotated channels, even
-    pairing: str = "half",   # "half": (i, i + d/2); "interleaved": (2i, 2i + 1)
+    d: int,  # number of rotated channels, even
+    pairing: str = "half",  # "half": (i, i + d/2); "interleaved": (2i, 2i + 1)
 ) -> tuple[Tensor, Tensor]:  # two [d/2] int64 tensors: first and second channel of every plane
     "Which two channels form plane i. ValueError for odd d or an unknown pairing."
     i = torch.arange(_even("d", d) // 2, device="cpu")
-    if checks.one_of(pairing, "pairing", ("half", "interleaved")) == "half": return i, i + d // 2
+    if checks.one_of(pairing, "pairing", ("half", "interleaved")) == "half":
+        return i, i + d // 2
     return 2 * i, 2 * i + 1
 
+
 def pairing_permutation(
-    d: int,    # number of rotated channels, even
-) -> Tensor:   # [d] int64: x_half = x_interleaved[..., perm]; perm.argsort() leads back
+    d: int,  # number of rotated channels, even
+) -> Tensor:  # [d] int64: x_half = x_interleaved[..., perm]; perm.argsort() leads back
     "Reorders interleaved channels into the half-split order."
     return torch.cat(plane_channels(d, "interleaved"))
 
 # %% ../../nbs/12_rope.ipynb #7d0de1b4
 def plane_matrix(
-    a: Tensor,              # [d/2] real parts
-    b: Tensor,              # [d/2] imaginary parts
+    a: Tensor,  # [d/2] real parts
+    b: Tensor,  # [d/2] imaginary parts
     pairing: str = "half",  # "half" | "interleaved"
-) -> Tensor:                # [d, d] float64 on the CPU: the block [[a_i, -b_i], [b_i, a_i]] on plane i
-    "Multiplication of every plane by its own complex number. RoPE is a = cos, b = sin; |a + ib| = 1 makes it orthogonal."
-    if a.ndim != 1 or a.shape != b.shape: raise ValueError(f"a and b must be vectors of one length, got {tuple(a.shape)} and {tuple(b.shape)}")
+) -> Tensor:  # [d, d] float64 on the CPU: the block [[a_i, -b_i], [b_i, a_i]] on plane i
+    """Multiplication of every plane by its own complex number. RoPE is a = cos, b = sin; |a +
+    ib| = 1 makes it orthogonal."""
+    if a.ndim != 1 or a.shape != b.shape:
+        raise ValueError(
+            f"a and b must be vectors of one length, got {tuple(a.shape)} and {tuple(b.shape)}"
+        )
     d = 2 * a.shape[0]
     first, second = plane_channels(d, pairing)
     a, b = (t.detach().cpu().double() for t in (a, b))
@@ -79,27 +90,39 @@ def plane_matrix(
 # %% ../../nbs/12_rope.ipynb #1d84c380
 def _rotary(name: str, d: int, rotary_dim: int | None) -> int:
     "Number of rotated channels out of d, checked."
-    r = _even(f"last dimension of {name}" if rotary_dim is None else "rotary_dim", d if rotary_dim is None else rotary_dim)
-    if r > d: raise ValueError(f"rotary_dim must be at most the last dimension {d} of {name}, got {r}")
+    r = _even(
+        f"last dimension of {name}" if rotary_dim is None else "rotary_dim",
+        d if rotary_dim is None else rotary_dim,
+    )
+    if r > d:
+        raise ValueError(
+            f"rotary_dim must be at most the last dimension {d} of {name}, got {r}"
+        )
     return r
 
 # %% ../../nbs/12_rope.ipynb #e4d9c8a2
 def apply_rope(
-    x: Tensor,                       # [..., d] queries or keys, any float dtype
-    positions: Tensor | int,         # integers that broadcast against x.shape[:-1]
-    theta: float = 10000.0,          # base of the frequencies
-    pairing: str = "half",           # "half" (transformers) | "interleaved" (the paper)
-    rotary_dim: int | None = None,   # rotate only the first rotary_dim channels; None: all d
+    x: Tensor,  # [..., d] queries or keys, any float dtype
+    positions: Tensor | int,  # integers that broadcast against x.shape[:-1]
+    theta: float = 10000.0,  # base of the frequencies
+    pairing: str = "half",  # "half" (transformers) | "interleaved" (the paper)
+    rotary_dim: int | None = None,  # rotate only the first rotary_dim channels; None: all d
     inv_freq: Tensor | None = None,  # [rotary_dim/2] frequencies to use instead of theta's
-    scale: float = 1.0,              # multiplies the rotated channels
-) -> Tensor:                         # [..., d], broadcast of x and positions, dtype of x
-    "Rotate plane i of x by position·ω_i. TypeError for a dtype, ValueError for odd or mismatched sizes. Source: Su et al. 2021, eq. 34."
+    scale: float = 1.0,  # multiplies the rotated channels
+) -> Tensor:  # [..., d], broadcast of x and positions, dtype of x
+    """Rotate plane i of x by position·ω_i. TypeError for a dtype, ValueError for odd or
+    mismatched sizes. Source: Su et al. 2021, eq. 34."""
     d = x.shape[-1] if checks.floats(x, "x").ndim else 0
     r = _rotary("x", d, rotary_dim)
     first, second = (c.to(x.device) for c in plane_channels(r, pairing))
     angles = rope_angles(positions, r, theta, inv_freq)
-    try: shape = torch.broadcast_shapes(x.shape[:-1], angles.shape[:-1])
-    except RuntimeError: raise ValueError(f"positions must broadcast against {tuple(x.shape[:-1])}, got {tuple(angles.shape[:-1])}") from None
+    try:
+        shape = torch.broadcast_shapes(x.shape[:-1], angles.shape[:-1])
+    except RuntimeError:
+        raise ValueError(
+            f"positions must broadcast against {tuple(x.shape[:-1])}, got "
+            f"{tuple(angles.shape[:-1])}"
+        ) from None
     high = torch.float64 if x.dtype == torch.float64 else torch.float32
     cos, sin = ((scale * f(angles)).to(high).to(x.device) for f in (torch.cos, torch.sin))
     y = x.to(high).expand(*shape, d).clone()
@@ -110,18 +133,20 @@ def apply_rope(
 # %% ../../nbs/12_rope.ipynb #a0c05517
 def cos_sin_table(
     positions: Tensor,  # [...] integers
-    inv_freq: Tensor,   # [r/2] fp32 frequencies, on the same device
-) -> Tensor:            # [..., r] fp32: r/2 cosines of position times frequency, then r/2 sines
+    inv_freq: Tensor,  # [r/2] fp32 frequencies, on the same device
+) -> Tensor:  # [..., r] fp32: r/2 cosines of position times frequency, then r/2 sines
     "The table that `apply_cos_sin` reads."
     angle = positions[..., None].float() * inv_freq
     return torch.cat([angle.cos(), angle.sin()], -1)
 
+
 def apply_cos_sin(
-    x: Tensor,              # [..., n or 1, d] fp32
-    cos_sin: Tensor,        # [..., n, r] of each position: r/2 cosines, then r/2 sines; r ≤ d
+    x: Tensor,  # [..., n or 1, d] fp32
+    cos_sin: Tensor,  # [..., n, r] of each position: r/2 cosines, then r/2 sines; r ≤ d
     inverse: bool = False,  # undo RoPE
-) -> Tensor:                # [..., n, d]
-    "RoPE (half-split) of the first r channels by a table; x of one position is taken to all n. Source: as `apply_rope`."
+) -> Tensor:  # [..., n, d]
+    """RoPE (half-split) of the first r channels by a table; x of one position is taken to all
+    n. Source: as `apply_rope`."""
     cos, sin = cos_sin.float().chunk(2, -1)
     half, r = cos.shape[-1], cos_sin.shape[-1]
     a, b, sin = x[..., :half], x[..., half:r], -sin if inverse else sin
@@ -130,17 +155,24 @@ def apply_cos_sin(
 
 # %% ../../nbs/12_rope.ipynb #2aa088a0
 def commutant_part(
-    M: Tensor,                       # [d, d] real matrix, any float dtype
-    pairing: str = "half",           # "half" | "interleaved"
-    theta: float = 10000.0,          # base of the frequencies
-    rotary_dim: int | None = None,   # rotated channels; None: all d
+    M: Tensor,  # [d, d] real matrix, any float dtype
+    pairing: str = "half",  # "half" | "interleaved"
+    theta: float = 10000.0,  # base of the frequencies
+    rotary_dim: int | None = None,  # rotated channels; None: all d
     inv_freq: Tensor | None = None,  # [rotary_dim/2] frequencies to use instead of theta's
-) -> Tensor:                         # [d, d] float64 on the CPU: the average of R_mᵀ M R_m over all positions
-    "The matrix nearest to M (Frobenius) that commutes with RoPE at every position. ValueError if M is not square."
+) -> Tensor:  # [d, d] float64 on the CPU: the average of R_mᵀ M R_m over all positions
+    """The matrix nearest to M (Frobenius) that commutes with RoPE at every position. ValueError
+    if M is not square."""
     if not isinstance(M, Tensor) or M.ndim != 2 or M.shape[0] != M.shape[1]:
-        raise ValueError(f"M must be a square matrix, got {tuple(M.shape) if isinstance(M, Tensor) else type(M).__name__}")
+        raise ValueError(
+            "M must be a square matrix, got "
+            f"{tuple(M.shape) if isinstance(M, Tensor) else type(M).__name__}"
+        )
     M, r = M.detach().cpu().double(), _rotary("M", M.shape[0], rotary_dim)
-    omega, (first, second) = rope_angles(1, r, theta, inv_freq).cpu(), plane_channels(r, pairing)
+    omega, (first, second) = (
+        rope_angles(1, r, theta, inv_freq).cpu(),
+        plane_channels(r, pairing),
+    )
     same = (omega[:, None] - omega).abs() <= 1e-12 * omega.abs().max()
     block = lambda i, j: M[i[:, None], j]
     a = same * (block(first, first) + block(second, second)) / 2
@@ -148,19 +180,24 @@ def commutant_part(
     P = torch.zeros_like(M)
     P[first[:, None], first] = P[second[:, None], second] = a
     P[second[:, None], first], P[first[:, None], second] = b, -b
-    still = torch.ones(len(M), dtype=torch.bool, device="cpu")  # channels that no position moves
+    still = torch.ones(
+        len(M), dtype=torch.bool, device="cpu"
+    )  # channels that no position moves
     still[first] = still[second] = omega == 0
     return torch.where(still[:, None] & still, M, P)
 
 # %% ../../nbs/12_rope.ipynb #f60c4c74
 def commutes(
-    R: Tensor,                       # [d, d] real matrix, any float dtype
-    pairing: str = "half",           # "half" | "interleaved"
-    theta: float = 10000.0,          # base of the frequencies
-    rotary_dim: int | None = None,   # rotated channels; None: all d
+    R: Tensor,  # [d, d] real matrix, any float dtype
+    pairing: str = "half",  # "half" | "interleaved"
+    theta: float = 10000.0,  # base of the frequencies
+    rotary_dim: int | None = None,  # rotated channels; None: all d
     inv_freq: Tensor | None = None,  # [rotary_dim/2] frequencies to use instead of theta's
-) -> float:                          # between 0 (may come before RoPE) and √2 (nothing commutes)
-    "Root mean square over all positions m of ‖R R_m − R_m R‖ / ‖R‖, in closed form: √2 ‖R − P(R)‖ / ‖R‖."
+) -> float:  # between 0 (may come before RoPE) and √2 (nothing commutes)
+    """Root mean square over all positions m of ‖R R_m − R_m R‖ / ‖R‖, in closed form: √2 ‖R −
+    P(R)‖ / ‖R‖."""
     P = commutant_part(R, pairing, theta, rotary_dim, inv_freq)
     M = R.detach().cpu().double()
-    return float(math.sqrt(2) * torch.linalg.norm(M - P) / torch.linalg.norm(M).clamp_min(1e-300))
+    return float(
+        math.sqrt(2) * torch.linalg.norm(M - P) / torch.linalg.norm(M).clamp_min(1e-300)
+    )

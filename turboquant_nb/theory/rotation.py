@@ -20,14 +20,18 @@ from .. import checks
 # %% ../../nbs/11_rotation.ipynb #5b550ebe
 def haar_qr(
     Z: Tensor,  # [..., d, d] float64, iid N(0,1): the only source of randomness
-) -> Tensor:    # [..., d, d] float64, orthogonal, Haar-distributed on O(d)
-    "Q of the QR factorisation whose R has a positive diagonal. Source: Mezzadri 2007 (math-ph/0609050), section 5."
+) -> Tensor:  # [..., d, d] float64, orthogonal, Haar-distributed on O(d)
+    """Q of the QR factorisation whose R has a positive diagonal. Source: Mezzadri 2007
+    (math-ph/0609050), section 5."""
     Q, R = torch.linalg.qr(Z)
     sign = torch.where(R.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(Z.dtype)
     return Q * sign.unsqueeze(-2)  # column j of Q takes the sign of R_jj
 
 # %% ../../nbs/11_rotation.ipynb #76b3ee9a
-_cpu64 = dict(device="cpu", dtype=torch.float64)  # explicit: callers may have changed the default device or dtype
+_cpu64 = dict(
+    device="cpu", dtype=torch.float64
+)  # explicit: callers may have changed the default device or dtype
+
 
 def _generator(kind: str, seed: int) -> torch.Generator:
     "A CPU generator whose state depends on the kind and the seed."
@@ -36,29 +40,36 @@ def _generator(kind: str, seed: int) -> torch.Generator:
 
 # %% ../../nbs/11_rotation.ipynb #96b648d7
 def haar(
-    d: int,         # size of the vectors, >= 1
+    d: int,  # size of the vectors, >= 1
     seed: int = 0,  # >= 0; the same seed gives the same matrix on every device
-) -> Tensor:        # [d, d] float32 on the CPU, orthogonal to float32 rounding
-    "A Haar-distributed orthogonal matrix, O(d³) to make. TypeError/ValueError for a bad d or seed. Source: Mezzadri 2007."
+) -> Tensor:  # [d, d] float32 on the CPU, orthogonal to float32 rounding
+    """A Haar-distributed orthogonal matrix, O(d³) to make. TypeError/ValueError for a bad d or
+    seed. Source: Mezzadri 2007."""
     d, seed = checks.whole(d, "d", 1), checks.whole(seed, "seed", 0)
     Z = torch.randn(d, d, generator=_generator("haar", seed), **_cpu64)
     return haar_qr(Z).float().contiguous()
 
 # %% ../../nbs/11_rotation.ipynb #b184879c
 def _paley_q(n: int) -> int:
-    "The prime q behind a Paley matrix of order n (n = q+1, q = 3 mod 4, or n = 2(q+1), q = 1 mod 4); 0 if there is none."
+    """The prime q behind a Paley matrix of order n (n = q+1, q = 3 mod 4, or n = 2(q+1), q = 1
+    mod 4); 0 if there is none."""
     for q, rest in ((n - 1, 3), (n // 2 - 1, 1)):
         prime = q > 2 and all(q % k for k in range(2, math.isqrt(q) + 1))
-        if n % 4 == 0 and q % 4 == rest and prime: return q
+        if n % 4 == 0 and q % 4 == rest and prime:
+            return q
     return 0
 
 # %% ../../nbs/11_rotation.ipynb #fd01113f
 def paley(
-    n: int,    # order: q+1 for a prime q = 3 (mod 4), or 2(q+1) for a prime q = 1 (mod 4)
-) -> Tensor:   # [n, n] float64 on the CPU, entries ±1, H Hᵀ = n I
-    "Hadamard matrix from the squares modulo a prime. ValueError if n has no such prime. Source: Paley 1933."
+    n: int,  # order: q+1 for a prime q = 3 (mod 4), or 2(q+1) for a prime q = 1 (mod 4)
+) -> Tensor:  # [n, n] float64 on the CPU, entries ±1, H Hᵀ = n I
+    """Hadamard matrix from the squares modulo a prime. ValueError if n has no such prime.
+    Source: Paley 1933."""
     q = _paley_q(checks.whole(n, "n", 1))
-    if not q: raise ValueError(f"n must be q+1 (prime q = 3 mod 4) or 2(q+1) (prime q = 1 mod 4), got {n}")
+    if not q:
+        raise ValueError(
+            f"n must be q+1 (prime q = 3 mod 4) or 2(q+1) (prime q = 1 mod 4), got {n}"
+        )
     i = torch.arange(q, device="cpu")
     chi = torch.full((q,), -1.0, **_cpu64)
     chi[i * i % q], chi[0] = 1.0, 0.0
@@ -66,138 +77,189 @@ def paley(
     C[1:, 1:] = chi[(i[:, None] - i) % q]
     C[0, 1:], C[1:, 0] = 1.0, -1.0 if q % 4 == 3 else 1.0
     I = torch.eye(q + 1, **_cpu64)
-    if q % 4 == 3: return C + I
-    return torch.kron(C, torch.tensor([[1, 1], [1, -1]], **_cpu64)) + torch.kron(I, torch.tensor([[1, -1], [-1, -1]], **_cpu64))
+    if q % 4 == 3:
+        return C + I
+    return torch.kron(C, torch.tensor([[1, 1], [1, -1]], **_cpu64)) + torch.kron(
+        I, torch.tensor([[1, -1], [-1, -1]], **_cpu64)
+    )
 
 # %% ../../nbs/11_rotation.ipynb #8453aeb5
 @lru_cache(None)
 def hadamard_factors(
-    d: int,                       # order wanted, >= 1
-) -> tuple[int, ...] | None:      # largest first; None: out of reach
-    "Orders of the Paley and Sylvester (2) matrices whose Kronecker product has order d, with the smallest sum."
-    if d == 1: return ()
+    d: int,  # order wanted, >= 1
+) -> tuple[int, ...] | None:  # largest first; None: out of reach
+    """Orders of the Paley and Sylvester (2) matrices whose Kronecker product has order d, with
+    the smallest sum."""
+    if d == 1:
+        return ()
     best = None
     for m in range(2, d + 1):
         rest = hadamard_factors(d // m) if d % m == 0 and (m == 2 or _paley_q(m)) else None
-        if rest is not None and (best is None or m + sum(rest) < sum(best)): best = (m, *rest)
+        if rest is not None and (best is None or m + sum(rest) < sum(best)):
+            best = (m, *rest)
     return best and tuple(sorted(best, reverse=True))
 
 # %% ../../nbs/11_rotation.ipynb #488fef39
 @lru_cache(32)
 def hadamard_matrix(
-    d: int,   # an order for which `hadamard_factors(d)` is not None
-) -> Tensor:  # [d, d] float64 on the CPU, entries ±1, H Hᵀ = d I; shared, so never write into it
-    "The unscaled Hadamard matrix of order d as a Kronecker product. ValueError if no construction here reaches d."
+    d: int,  # an order for which `hadamard_factors(d)` is not None
+) -> Tensor:  # [d, d] float64 on the CPU, entries ±1, H Hᵀ = d I; never write into it
+    """The unscaled Hadamard matrix of order d as a Kronecker product. ValueError if no
+    construction here reaches d."""
     factors = hadamard_factors(checks.whole(d, "d", 1))
-    if factors is None: raise ValueError(f"d must be a product of 2s and Paley orders, got {d}")
+    if factors is None:
+        raise ValueError(f"d must be a product of 2s and Paley orders, got {d}")
     with torch.inference_mode(False):  # a cached tensor must stay usable in autograd
         H = torch.ones(1, 1, **_cpu64)
-        for m in factors: H = torch.kron(H, paley(m) if m > 2 else torch.tensor([[1, 1], [1, -1]], **_cpu64))
+        for m in factors:
+            H = torch.kron(H, paley(m) if m > 2 else torch.tensor([[1, 1], [1, -1]], **_cpu64))
         return H
 
 # %% ../../nbs/11_rotation.ipynb #179a9426
 def hadamard_form(
     d: int,  # size of the vectors, >= 1
-) -> str:    # "sylvester" | "paley" | "kronecker" | "block"
-    "How `hadamard(d)` is built; all but `block` are true Hadamard matrices (every entry ±1/√d)."
+) -> str:  # "sylvester" | "paley" | "kronecker" | "block"
+    """How `hadamard(d)` is built; all but `block` are true Hadamard matrices (every entry
+    ±1/√d)."""
     factors = hadamard_factors(checks.whole(d, "d", 1))
-    if factors is None: return "block"
+    if factors is None:
+        return "block"
     return "sylvester" if set(factors) <= {2} else "paley" if len(factors) == 1 else "kronecker"
+
 
 def block_order(
     d: int,  # size of the vectors, >= 1
-) -> int:    # p <= d; p == d exactly when a true Hadamard matrix exists here
+) -> int:  # p <= d; p == d exactly when a true Hadamard matrix exists here
     "Order of the Hadamard matrix inside `hadamard(d)`: the largest p <= d with a construction."
-    return next(p for p in range(checks.whole(d, "d", 1), 0, -1) if hadamard_factors(p) is not None)
+    return next(
+        p for p in range(checks.whole(d, "d", 1), 0, -1) if hadamard_factors(p) is not None
+    )
 
 # %% ../../nbs/11_rotation.ipynb #a494b62c
 def hadamard(
-    d: int,         # size of the vectors, any d >= 1
+    d: int,  # size of the vectors, any d >= 1
     seed: int = 0,  # >= 0, seeds the random signs
-) -> Tensor:        # [d, d] float32 on the CPU, orthogonal to float32 rounding
-    "Randomised Hadamard H·diag(±1)/√d where H exists, two overlapping blocks of it otherwise. Source: Ailon & Chazelle 2006."
+) -> Tensor:  # [d, d] float32 on the CPU, orthogonal to float32 rounding
+    """Randomised Hadamard H·diag(±1)/√d where H exists, two overlapping blocks of it otherwise.
+    Source: Ailon & Chazelle 2006."""
     d, seed = checks.whole(d, "d", 1), checks.whole(seed, "seed", 0)
     p, generator = block_order(d), _generator("hadamard", seed)
-    signs = lambda: torch.randint(0, 2, (p,), generator=generator, device="cpu").double() * 2 - 1
+    signs = lambda: (
+        torch.randint(0, 2, (p,), generator=generator, device="cpu").double() * 2 - 1
+    )
     R = torch.eye(d, **_cpu64)
     R[:p, :p] = hadamard_matrix(p) * signs() / math.sqrt(p)
-    if p < d: R[d - p:] = (hadamard_matrix(p) * signs() / math.sqrt(p)) @ R[d - p:]
+    if p < d:
+        R[d - p :] = (hadamard_matrix(p) * signs() / math.sqrt(p)) @ R[d - p :]
     return R.float()
 
 # %% ../../nbs/11_rotation.ipynb #1d199c55
 class Transform:
-    """An invertible linear map that stands between vectors and their codes: what quantizers, stores, files and kernels ask of it.
-    A subclass has `name`, `d`, `matrix`, `apply`, `inverse` and `to`; one that is not orthogonal also `query` and `query_matrix`."""
-    name: str         # what `Spec.rotation` calls it
-    d: int            # size of the vectors
-    matrix: Tensor    # [d, d]; with a matrix for every head, [heads, d, d]
+    """An invertible linear map that stands between vectors and their codes: what quantizers,
+    stores, files and kernels ask of it. A subclass has `name`, `d`, `matrix`, `apply`,
+    `inverse` and `to`; one that is not orthogonal also `query` and `query_matrix`."""
+
+    name: str  # what `Spec.rotation` calls it
+    d: int  # size of the vectors
+    matrix: Tensor  # [d, d]; with a matrix for every head, [heads, d, d]
     per_head = False  # whether each head has its own; vectors are [..., heads, n, d] then
-    form = "matrix"   # "sylvester" tells kernels that butterflies of ±1 will do
-    seeded = False    # whether `make_rotation(kind, d, seed)` makes it again
+    form = "matrix"  # "sylvester" tells kernels that butterflies of ±1 will do
+    seeded = False  # whether `make_rotation(kind, d, seed)` makes it again
 
     @property
     def query_matrix(self) -> Tensor:
         "What a query is multiplied by."
         return self.matrix
+
     @property
     def tables(self) -> list:
         "Tensors held, whatever the number of vectors."
         return [self.matrix]
+
     @property
-    def nbytes(self) -> int: return sum(t.nbytes for t in self.tables)
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tables)
+
     @property
     def stored(self) -> dict:
         "Tensors that a file must carry because `name` alone does not make the transform again."
         return {}
 
     def query(self, q: Tensor) -> Tensor:
-        "What reads transformed keys in place of q; for an orthogonal matrix R it is R q, as Rᵀ R = I."
+        """What reads transformed keys in place of q; for an orthogonal matrix R it is R q, as
+        Rᵀ R = I."""
         return self.apply(q)
+
     def check_heads(self, heads: int):
         "Raise ValueError if it cannot serve so many heads."
         if self.per_head and len(self.matrix) != heads:
             raise ValueError(f"a transform of {len(self.matrix)} heads cannot serve {heads}")
+
     @classmethod
     def supports(cls, use: str) -> tuple[bool, str]:
-        "Whether it may stand before `use`, \"values\" or \"qjl\" (a residual's sketch), and the reason if not."
+        """Whether it may stand before `use`, "values" or "qjl" (a residual's sketch), and the
+        reason if not."""
         return True, ""
 
 # %% ../../nbs/11_rotation.ipynb #5855a522
 @dataclass(frozen=True, eq=False)
 class Rotation(Transform):
-    "An orthogonal map y = R x of the last dimension. The table may be shared between callers: never write into `matrix`."
-    kind: str         # "identity" | "haar" | "hadamard" | "matrix"
-    d: int            # size of the last dimension
+    """An orthogonal map y = R x of the last dimension. The table may be shared between callers:
+    never write into `matrix`."""
+
+    kind: str  # "identity" | "haar" | "hadamard" | "matrix"
+    d: int  # size of the last dimension
     seed: int | None  # None for identity and matrix
-    matrix: Tensor    # [d, d] float32, R
+    matrix: Tensor  # [d, d] float32, R
 
     @property
-    def form(self) -> str: return hadamard_form(self.d) if self.kind == "hadamard" else self.kind
+    def form(self) -> str:
+        return hadamard_form(self.d) if self.kind == "hadamard" else self.kind
+
     @property
-    def name(self) -> str: return self.kind
+    def name(self) -> str:
+        return self.kind
+
     @property
-    def seeded(self) -> bool: return self.kind != "matrix"
+    def seeded(self) -> bool:
+        return self.kind != "matrix"
+
     def apply(self, x: Tensor) -> Tensor:
         "R x for x [..., d] of any float dtype, as a new float32 tensor accumulated in float32."
         return _times(x, self.matrix.T, self, "x")
+
     def inverse(self, y: Tensor) -> Tensor:
-        "Rᵀ y for y [..., d] of any float dtype, as a new float32 tensor accumulated in float32."
+        """Rᵀ y for y [..., d] of any float dtype, as a new float32 tensor accumulated in
+        float32."""
         return _times(y, self.matrix, self, "y")
+
     def to(self, device) -> "Rotation":
         "The same rotation with its table on `device`."
-        return self if self.matrix.device == torch.device(device) else replace(self, matrix=self.matrix.to(device))
+        return (
+            self
+            if self.matrix.device == torch.device(device)
+            else replace(self, matrix=self.matrix.to(device))
+        )
 
 # %% ../../nbs/11_rotation.ipynb #4e3df03d
 def _no_autocast(x: Tensor):
     "A context in which products on the device of x keep float32."
-    kind = x.device.type  # is_autocast_available() would say it too, but torch.compile of PyTorch 2.11 cannot trace it
-    return nullcontext() if kind == "meta" or not torch.is_autocast_enabled(kind) else torch.autocast(kind, enabled=False)
+    # is_autocast_available() would say it too, but torch.compile of PyTorch 2.11 cannot trace
+    # it
+    kind = x.device.type
+    return (
+        nullcontext()
+        if kind == "meta" or not torch.is_autocast_enabled(kind)
+        else torch.autocast(kind, enabled=False)
+    )
+
 
 def _times(x: Tensor, M: Tensor, rotation: Rotation, name: str) -> Tensor:
     "x @ M in float32 with autocast off, after the checks that every caller deserves."
     checks.shape(checks.floats(x, name), name, ..., rotation.d)
     checks.device(x, name, M.device, "the rotation")
-    if rotation.kind == "identity": return x.to(torch.float32, copy=True)
+    if rotation.kind == "identity":
+        return x.to(torch.float32, copy=True)
     with _no_autocast(x):
         return x.to(torch.float32) @ M
 
@@ -207,7 +269,10 @@ def _given(d: int, matrix: Tensor) -> Rotation:
     checks.finite(checks.shape(checks.floats(matrix, "matrix"), "matrix", d, d), "matrix")
     M = matrix.detach().cpu().double()
     off = (M @ M.T - torch.eye(d, **_cpu64)).abs().max().item()
-    if off > 1e-4: raise ValueError(f"matrix must be orthogonal: M Mᵀ may differ from I by at most 1e-4, got {off:.3g}")
+    if off > 1e-4:
+        raise ValueError(
+            f"matrix must be orthogonal: M Mᵀ may differ from I by at most 1e-4, got {off:.3g}"
+        )
     return Rotation("matrix", d, None, matrix.detach().to(torch.float32, copy=True))
 
 # %% ../../nbs/11_rotation.ipynb #788dc8d8
@@ -215,29 +280,46 @@ def _given(d: int, matrix: Tensor) -> Rotation:
 def _seeded(kind: str, d: int, seed: int | None) -> Rotation:
     "The one shared Rotation of (kind, d, seed)."
     with torch.inference_mode(False):  # a cached table must stay usable in autograd
-        make = {"haar": haar, "hadamard": hadamard, "identity": lambda d, _: torch.eye(d, **_cpu64).float()}[kind]
+        make = {
+            "haar": haar,
+            "hadamard": hadamard,
+            "identity": lambda d, _: torch.eye(d, **_cpu64).float(),
+        }[kind]
         return Rotation(kind, d, seed, make(d, seed))
 
+
 def make_rotation(
-    kind: str,                      # "identity" | "haar" | "hadamard" | "matrix"
-    d: int,                         # size of the vectors, >= 1
-    seed: int = 0,                  # >= 0, for "haar" and "hadamard"
-    matrix: Tensor | None = None,   # [d, d], orthogonal to 1e-4, for "matrix" and only then
-) -> Rotation:                      # one shared object per (kind, d, seed)
-    "The rotation of that kind, on the CPU (or where `matrix` lies). ValueError/TypeError name the argument that is wrong."
+    kind: str,  # "identity" | "haar" | "hadamard" | "matrix"
+    d: int,  # size of the vectors, >= 1
+    seed: int = 0,  # >= 0, for "haar" and "hadamard"
+    matrix: Tensor | None = None,  # [d, d], orthogonal to 1e-4, for "matrix" and only then
+) -> Rotation:  # one shared object per (kind, d, seed)
+    """The rotation of that kind, on the CPU (or where `matrix` lies). ValueError/TypeError name
+    the argument that is wrong."""
     d, seed = checks.whole(d, "d", 1), checks.whole(seed, "seed", 0)
     checks.one_of(kind, "kind", ("identity", "haar", "hadamard", "matrix"))
     if (kind == "matrix") != (matrix is not None):
-        raise ValueError(f"matrix must be given for kind 'matrix' and only then, got kind {kind!r} {'without' if matrix is None else 'with'} one")
-    return _given(d, matrix) if kind == "matrix" else _seeded(kind, d, None if kind == "identity" else seed)
+        raise ValueError(
+            f"matrix must be given for kind 'matrix' and only then, got kind {kind!r} "
+            f"{'without' if matrix is None else 'with'} one"
+        )
+    return (
+        _given(d, matrix)
+        if kind == "matrix"
+        else _seeded(kind, d, None if kind == "identity" else seed)
+    )
 
 # %% ../../nbs/11_rotation.ipynb #dd47b307
 def fwht(
     x: Tensor,  # [..., d], any float dtype, d a power of two
-) -> Tensor:    # [..., d] float32: H x/√d with the Sylvester matrix H
-    "Orthonormal fast Walsh-Hadamard transform, its own inverse. TypeError for a dtype, ValueError for a d it cannot serve."
+) -> Tensor:  # [..., d] float32: H x/√d with the Sylvester matrix H
+    """Orthonormal fast Walsh-Hadamard transform, its own inverse. TypeError for a dtype,
+    ValueError for a d it cannot serve."""
     d = x.shape[-1] if checks.floats(x, "x").ndim else 0
-    if d < 1 or d & (d - 1): raise ValueError(f"x must have a power of two as last dimension, got shape {tuple(x.shape)}")
+    if d < 1 or d & (d - 1):
+        raise ValueError(
+            f"x must have a power of two as last dimension, got shape {tuple(x.shape)}"
+        )
     y, h = x.to(torch.float32, copy=True), 1
     while h < d:
         a, b = y.unflatten(-1, (d // (2 * h), 2, h)).unbind(-2)

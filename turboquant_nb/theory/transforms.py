@@ -29,7 +29,8 @@ def sensitivity(
     visible: Tensor,  # bool, broadcast to [B, H, n, T]
     output: Tensor,  # [H, d, d] W_oᵀ W_o
 ) -> Tensor:  # [B, H, n]
-    "What noise on the scores of a query does to the layer's output, the sum of all w_j: Σ_j p_j² ‖W_o (v_j - o)‖²."
+    """What noise on the scores of a query does to the layer's output, the sum of all w_j: Σ_j
+    p_j² ‖W_o (v_j - o)‖²."""
     p = attention_weights(q, k, visible)
     out = p @ v
     vg, og = v @ output, out @ output
@@ -39,7 +40,8 @@ def sensitivity(
 # %% ../../nbs/14_transforms.ipynb #4cc81b74
 @dataclass
 class Moments:
-    "Sums over tokens of the vectors of heads, fp64, where the layer is. Keys of the dictionaries are (kind, layer)."
+    """Sums over tokens of the vectors of heads, fp64, where the layer is. Keys of the
+    dictionaries are (kind, layer)."""
 
     tokens: int = 0  # that were added to each; who adds them counts
     first: dict = field(default_factory=dict)  # -> [H, d] sum of x
@@ -82,7 +84,8 @@ def _power(x: Tensor, power: float) -> Tensor:
 
 
 def _shrunk(queries: Tensor, keys: Tensor, shrink: float) -> tuple:
-    "Both in fp64 and shrunk towards a multiple of the identity. Raises TypeError/ValueError for what are no second moments."
+    """Both in fp64 and shrunk towards a multiple of the identity. Raises TypeError/ValueError
+    for what are no second moments."""
     for name, x in (("queries", queries), ("keys", keys)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor [H, d, d], got {type(x).__name__}")
@@ -107,13 +110,13 @@ def best_metric(
     keys: Tensor,  # [H, d, d] second moments of its centred keys
     shrink: float = 0.01,  # towards the identity, of both
 ) -> Tensor:  # [H, d, d] fp64, P
-    """Equation (14.3), scaled so that keys keep their energy. A head whose keys or queries are all zero
-    counts as one where they are alike in all directions. Raises ValueError for shapes that do not
-    fit, and for what is not finite or not symmetric."""
+    """Equation (14.3), scaled so that keys keep their energy. A head whose keys or queries are
+    all zero counts as one where they are alike in all directions. Raises ValueError for shapes
+    that do not fit, and for what is not finite or not symmetric."""
     m, c = _shrunk(queries, keys, shrink)
     half = _power(m, 0.5)
     p = half @ _power(half @ c @ half, -0.5) @ half
-    trace = lambda x: x.diagonal(dim1=1, dim2=2).sum(1)[:, None, None]  # noqa: E731
+    trace = lambda x: x.diagonal(dim1=1, dim2=2).sum(1)[:, None, None]
     return p * trace(c) / trace(c @ p)
 
 
@@ -123,9 +126,10 @@ def coding_gain(
     metric: Tensor | None = None,  # [H, d, d] P; the best one if None
     shrink: float = 0.0,
 ) -> Tensor:  # [H] fp64
-    "Bits a channel that a transform saves over a rotation, equation (14.4). Raises ValueError as `best_metric`."
+    """Bits a channel that a transform saves over a rotation, equation (14.4). Raises ValueError
+    as `best_metric`."""
     m, c = _shrunk(queries, keys, shrink)
-    trace = lambda x: x.diagonal(dim1=1, dim2=2).sum(1)  # noqa: E731
+    trace = lambda x: x.diagonal(dim1=1, dim2=2).sum(1)
     if metric is None:
         half = _power(m, 0.5)
         least = trace(_power(half @ c @ half, 0.5)).square()
@@ -136,7 +140,8 @@ def coding_gain(
 
 # %% ../../nbs/14_transforms.ipynb #f4355fd6
 def _pair_means(x: Tensor, rotary: int) -> Tensor:  # [H, d] -> [H, d]
-    "Each channel's share of its pair's energy: half of the sum for two that RoPE rotates together."
+    """Each channel's share of its pair's energy: half of the sum for two that RoPE rotates
+    together."""
     half = rotary // 2
     both = (x[:, :half] + x[:, half:rotary]) / 2
     return torch.cat([both, both, x[:, rotary:]], 1)
@@ -147,12 +152,14 @@ def best_scales(
     keys: Tensor,  # [H, d] variances of its keys
     rotary: int,  # channels that RoPE rotates, the first of the head
 ) -> Tensor:  # [H, d] fp32, powers of two
-    """Scales by which keys are multiplied and queries divided: equation (14.7), rounded. A channel that no
-    query reads or no key uses keeps 1. Raises ValueError for shapes that do not fit, and for what is
-    negative or not finite."""
+    """Scales by which keys are multiplied and queries divided: equation (14.7), rounded. A
+    channel that no query reads or no key uses keeps 1. Raises ValueError for shapes that do not
+    fit, and for what is negative or not finite."""
     if queries.ndim != 2 or queries.shape != keys.shape or not 0 <= rotary <= keys.shape[1]:
         got = f"{list(queries.shape)}, {list(keys.shape)} and {rotary}"
-        raise ValueError(f"queries and keys must be [H, d] alike and rotary at most d, got {got}")
+        raise ValueError(
+            f"queries and keys must be [H, d] alike and rotary at most d, got {got}"
+        )
     for name, x in (("queries", queries), ("keys", keys)):
         if not x.isfinite().all() or x.min() < 0:
             raise ValueError(f"{name} must be finite and not negative")
@@ -161,7 +168,9 @@ def best_scales(
     log = 0.25 * ((m + low_m) / (c + low_c)).log2()
     log = torch.where((m > low_m) & (c > low_c), log, log.nanmedian(1, keepdim=True).values)
     log = (log - log.mean(1, keepdim=True)).nan_to_num(0.0)
-    shifts = torch.arange(8, dtype=torch.float64)[:, None, None] / 8  # a common factor changes no cost
+    shifts = (
+        torch.arange(8, dtype=torch.float64)[:, None, None] / 8
+    )  # a common factor changes no cost
     tried = (log + shifts).round().clamp(-12, 12).exp2()  # [8, H, d]
     cost = (c * tried.square()).sum(2) * (m / tried.square()).sum(2)
     return tried.gather(0, cost.argmin(0)[None, :, None].expand(1, *log.shape))[0].float()
@@ -181,8 +190,8 @@ def _head_times(x: Tensor, matrix: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class HeadTransform(Transform):
-    """An invertible matrix for every head: y = W x, and queries times the inverse transpose. Shared
-    between callers: never write into its tensors."""
+    """An invertible matrix for every head: y = W x, and queries times the inverse transpose.
+    Shared between callers: never write into its tensors."""
 
     name: str  # "map-" and 16 hexadecimal digits
     matrix: Tensor  # [H, d, d] bf16, W
@@ -193,7 +202,8 @@ class HeadTransform(Transform):
     heads = property(lambda self: self.matrix.shape[0], doc="Heads.")
     d = property(lambda self: self.matrix.shape[2], doc="Head size.")
     query_matrix = property(
-        lambda self: self.inverse_matrix.mT, doc="[H, d, d] fp32: what a query is multiplied by."
+        lambda self: self.inverse_matrix.mT,
+        doc="[H, d, d] fp32: what a query is multiplied by.",
     )
     tables = property(lambda self: [self.matrix, self.inverse_matrix], doc="Tensors held.")
     stored = property(lambda self: {"map": self.matrix}, doc="What a file of codes must carry.")
@@ -203,25 +213,34 @@ class HeadTransform(Transform):
         cls,
         matrix: Tensor,  # [H, d, d] of any float dtype; rounded to bf16
     ) -> "HeadTransform":
-        """From matrices. Raises TypeError for no tensor, ValueError for another shape, and for matrices that
-        are not finite or that an inverse in fp32 cannot serve."""
+        """From matrices. Raises TypeError for no tensor, ValueError for another shape, and for
+        matrices that are not finite or that an inverse in fp32 cannot serve."""
         if not isinstance(matrix, Tensor):
             raise TypeError(f"matrix must be a tensor [H, d, d], got {type(matrix).__name__}")
-        if matrix.ndim != 3 or matrix.shape[1] != matrix.shape[2] or not matrix.is_floating_point():
-            raise ValueError(f"matrix must be a float tensor [H, d, d], got {list(matrix.shape)}")
+        if (
+            matrix.ndim != 3
+            or matrix.shape[1] != matrix.shape[2]
+            or not matrix.is_floating_point()
+        ):
+            raise ValueError(
+                f"matrix must be a float tensor [H, d, d], got {list(matrix.shape)}"
+            )
         with torch.inference_mode(False), torch.no_grad():
             w = matrix.detach().to("cpu", torch.bfloat16, copy=True).contiguous()
             if not w.isfinite().all():
                 raise ValueError("matrix must be finite")
             condition = float(torch.linalg.cond(w.double()).max())
             if not condition < 1e4:
-                raise ValueError(f"matrix must be well conditioned (below 1e4), got {condition:.3g}")
+                raise ValueError(
+                    f"matrix must be well conditioned (below 1e4), got {condition:.3g}"
+                )
             inverse = torch.linalg.inv(w.double()).float().contiguous()
             raw = str(list(w.shape)).encode() + w.view(torch.uint8).numpy().tobytes()
             return cls(cls.prefix + hashlib.sha256(raw).hexdigest()[:16], w, inverse)
 
     def apply(self, x: Tensor) -> Tensor:
-        "W x for x [..., H, n, d] of any float dtype, fp32. Raises ValueError for another shape or device."
+        """W x for x [..., H, n, d] of any float dtype, fp32. Raises ValueError for another
+        shape or device."""
         return _head_times(x, self.matrix.float().mT)
 
     def inverse(self, y: Tensor) -> Tensor:
@@ -254,8 +273,9 @@ _registered = {}  # name -> Transform, on the CPU
 
 
 def register_transform(transform: Transform) -> Transform:
-    """A transform that a `Spec` can name by its `name`; the one registered before, if there is one of that name.
-    Raises TypeError for what is no Transform, ValueError for a name that is no text or that of a rotation."""
+    """A transform that a `Spec` can name by its `name`; the one registered before, if there is
+    one of that name. Raises TypeError for what is no Transform, ValueError for a name that is
+    no text or that of a rotation."""
     if not isinstance(transform, Transform):
         raise TypeError(f"transform must be a Transform, got {type(transform).__name__}")
     name = transform.name
@@ -265,8 +285,8 @@ def register_transform(transform: Transform) -> Transform:
 
 
 def transform_class(name: str) -> type:
-    """The class that a `Spec.rotation` names; the object itself may come later, with its calibration. Raises
-    ValueError for a name that nothing has."""
+    """The class that a `Spec.rotation` names; the object itself may come later, with its
+    calibration. Raises ValueError for a name that nothing has."""
     if isinstance(name, str):
         if name in _ROTATIONS:
             return Rotation
@@ -284,7 +304,8 @@ def find_transform(
     d: int,  # head size
     seed: int = 0,  # of a rotation
 ) -> Transform:  # on the CPU
-    "What a `Spec` names. Raises ValueError for what is not registered, and for another head size."
+    """What a `Spec` names. Raises ValueError for what is not registered, and for another head
+    size."""
     if transform_class(name) is Rotation and name not in _registered:
         return make_rotation(name, d, seed=seed)
     if name not in _registered:
@@ -307,7 +328,8 @@ def fit_head_transform(
     shrink: float = 0.01,
     seed: int = 0,  # of the Hadamard rotation
 ) -> HeadTransform:
-    "The best transform for these moments, registered. Raises ValueError as `best_metric` and `HeadTransform.of`."
+    """The best transform for these moments, registered. Raises ValueError as `best_metric` and
+    `HeadTransform.of`."""
     root = _power(best_metric(queries, keys, shrink), 0.5)
     hadamard = make_rotation("hadamard", root.shape[2], seed).matrix.double()
     return register_transform(HeadTransform.of(hadamard @ root))
