@@ -18,7 +18,7 @@ from ..quant.quantizer import Quantizer
 def _check_cos_sin(p: "Pages") -> None:
     """Raise ValueError for cosines and sines that do not belong to these keys and this many
     pages."""
-    if (p.key.spec.center == "pre_rope") != (p.cos_sin is not None):
+    if p.key.centre.rotates != (p.cos_sin is not None):
         raise ValueError(
             "cos_sin belongs to keys whose center is 'pre_rope', here it is "
             f"{p.key.spec.center!r}"
