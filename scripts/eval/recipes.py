@@ -11,7 +11,6 @@ only names that match a regular expression."""
 import argparse
 import re
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -35,8 +34,9 @@ def recipe(k, v, sinks=4, recent=0, center="pre_rope", vmean=False, **both):
 
 
 def with_pre_rope(name):
-    "A preset as a model with RoPE gets it: keys coded around a mean before RoPE."
-    return replace(preset(name).settled(rope=True), recent=16)
+    """A preset as a model with RoPE gets it: keys coded around a mean before RoPE, and as many
+    recent tokens as it ships with."""
+    return preset(name).settled(rope=True)
 
 
 def ablation():
