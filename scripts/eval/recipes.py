@@ -124,8 +124,8 @@ def add_options(p):
         "--text",
         nargs="*",
         help=(
-            "text files, a window of each before a second of any; default: the package's sample "
-            "text"
+            "text files, a window of each before a second of any; default: the package's "
+            "sample text"
         ),
     )
     p.add_argument("--data-id", default="turboquant_nb sample text (Moby-Dick, ch. 1-3)")

@@ -113,7 +113,7 @@ def test_hurts_root_and_packing_can_fail(monkeypatch):
         2,
         3,
         4,
-    ):  # the signs' factor is that of the sketch at any table; with enough rows they cost nothing
+    ):  # the signs' factor is that of the sketch at any table; with many rows they cost nothing
         figures = claims.examine("mlx-root", bits=bits)["figures"]
         assert figures["by signs"] == pytest.approx(figures["theory"], rel=0.15)
         assert figures["by lost centroids"] == pytest.approx(
