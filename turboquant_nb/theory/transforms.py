@@ -262,7 +262,9 @@ class HeadTransform(Transform):
     def refuses(cls, use: str) -> str:
         "Keys only, without a sketched residual."
         return {
-            "values": "head transforms are for keys: for values they gain nothing (see transforms)",
+            "values": (
+                "head transforms are for keys: for values they gain nothing (see transforms)"
+            ),
             "sketch": "a QJL residual is of rotated vectors, not of those of a head transform",
         }.get(use, "")
 
