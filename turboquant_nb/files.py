@@ -64,7 +64,6 @@ def read_file(
     path,
     format: str,  # the kind and version that the caller reads
     what: str,  # how errors call such a file
-    retired: dict | None = None,  # {format that is read no more: why, and what to do}
 ) -> tuple:  # (tensors on the CPU, header as `write_file` took it)
     """The inverse of `write_file`. FileNotFoundError if there is no file; ValueError for one of
     another kind or version, a truncated or a changed one."""
@@ -82,15 +81,11 @@ def read_file(
             f"{path} is not a readable {what}: truncated or of another kind ({error})"
         ) from None
     found = header.get("format") if isinstance(header, dict) else None
-    if isinstance(found, str) and found in (retired or {}):
-        raise ValueError(
-            f"{path} has format {found!r}, this version reads {format!r}: {retired[found]}"
-        )
     if found != format:
         got = (
             "a safetensors file without a header of this package"
             if header == {}
-            else repr(str(header)[:60])
+            else repr(found if isinstance(found, str) else str(header)[:60])
         )
         raise ValueError(f"{path} must have format {format!r}, got {got}")
     written = header.pop("sha256", None)

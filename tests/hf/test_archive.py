@@ -1,21 +1,18 @@
-"""Files that an earlier version wrote (commit 3b70b000, the last before the cache became a
-package of modules) load today, with the same bits."""
+"""Caches on disk, plain and entropy coded: the same bits again, room by request, refusals."""
 
 import json
-import warnings
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
-from safetensors.torch import load_file
 
-from tests.helpers import DATA
+from turboquant_nb.cache.store import KVStore
+from turboquant_nb.files import write_file
 from turboquant_nb.hf import TurboQuantCache
-from turboquant_nb.quant.calibration import load_calibration, save_calibration
-from turboquant_nb.quant.quantizer import Recipe
+from turboquant_nb.hf.storage import load_compressed, save_compressed
 
-FACTS = json.loads((DATA / "archives.json").read_text())
 CONFIG = transformers.LlamaConfig(
     vocab_size=64,
     hidden_size=32,
@@ -28,90 +25,112 @@ CONFIG = transformers.LlamaConfig(
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
 
-def load(name):
-    if name != "compressed":
-        return TurboQuantCache.load(DATA / f"{name}.safetensors", CONFIG)
+def filled(**how):
+    "A cache of nine tokens of two rows, the first padded."
+    cache, ids = TurboQuantCache(CONFIG, "k3v2", **how), torch.ones(2, 9, dtype=torch.long)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    model = transformers.LlamaForCausalLM(CONFIG).eval()
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=cache)
+    return cache
+
+
+def save(cache, path, compressed):
+    if not compressed:
+        return cache.save(path)
     pytest.importorskip("constriction")
-    from turboquant_nb.hf.storage import load_compressed
-
-    return load_compressed(DATA / "compressed.safetensors", CONFIG)
+    save_compressed(cache, path)
 
 
-@pytest.mark.parametrize("name", ["cache", "static", "compressed"])
-def test_a_cache_of_an_earlier_version_loads(name):
-    "Its size, recipe, padding, and what its codes stand for are what the earlier version said."
-    cache, facts = load(name), FACTS[name]
-    report = cache.report()
-    for key in ("nbytes", "tokens"):
-        assert report[key] == facts[key], key
-    assert Recipe.from_json(report["recipe"]) == Recipe.from_json(facts["recipe"])
-    assert cache.static == (name == "static") and all(
-        list(x.starts) == facts["starts"] == x.store.start.tolist() for x in cache.layers
-    )
-    for layer, norms in zip(cache.layers, facts["norms"]):
-        for x, norm in zip(layer.store.read(), norms):
-            assert abs(float(x.double().norm()) / norm - 1) < 1e-5
+def load(path, compressed, **how):
+    return (load_compressed if compressed else TurboQuantCache.load)(path, CONFIG, **how)
 
 
-@pytest.mark.parametrize("name", ["cache", "static"])
-def test_saved_again_it_is_the_same_but_for_words(name, tmp_path):
-    """Every tensor to the bit; the header says today's words; a second copy is the first, byte
-    for byte."""
-    load(name).save(tmp_path / "again")
-    TurboQuantCache.load(tmp_path / "again", CONFIG).save(tmp_path / "third")
-    assert (tmp_path / "again").read_bytes() == (tmp_path / "third").read_bytes()
-    then, now = load_file(DATA / f"{name}.safetensors"), load_file(tmp_path / "again")
-    assert {n.replace(".window", ".recent"): x.shape for n, x in then.items()} == {
-        n: x.shape for n, x in now.items()
-    }
-    assert all(torch.equal(x, now[n.replace(".window", ".recent")]) for n, x in then.items())
+@pytest.mark.parametrize("compressed", (False, True))
+@pytest.mark.parametrize("how", ({}, {"max_length": 40}, {"max_length": 40, "static": True}))
+def test_a_cache_comes_back_with_its_bits_and_the_room_that_is_asked_for(
+    how, compressed, tmp_path
+):
+    cache, static = filled(**how), how.get("static", False)
+    save(cache, tmp_path / "cache", compressed)
+    for room in ({}, {"max_length": 600}):
+        again = load(tmp_path / "cache", compressed, **room)
+        assert again.static == bool(static and room) and again.max_length == room.get(
+            "max_length"
+        )
+        for a, b in zip(cache.layers, again.layers):
+            assert a.starts == b.starts and b.store.capacity == (768 if room else 256)
+            for x, y in zip(a.store.read(), b.store.read()):
+                assert torch.equal(x, y)
+        if not (static and room):
+            save(again, tmp_path / "again", compressed)
+            third = load(tmp_path / "again", compressed)
+            for a, b in zip(again.states()[0], third.states()[0]):
+                assert a[1] == b[1] and all(torch.equal(x, b[0][n]) for n, x in a[0].items())
+    with pytest.raises(ValueError, match="max_length is 5: 9 tokens are held"):
+        load(tmp_path / "cache", compressed, max_length=5)
 
 
-def test_the_compressed_file_holds_the_same_tensors():
-    plain, compressed = load("cache").states()[0], load("compressed").states()[0]
-    for (a, ha), (b, hb) in zip(plain, compressed):
-        assert ha == hb and a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+@pytest.mark.parametrize(
+    "name, value, why",
+    [
+        ("max_length", 10**9, ""),
+        ("length", 10**9, "length must be"),
+        ("offset", -(10**9), "offset must be"),
+        ("batch", 10**6, "start must have shape"),
+        ("heads", 10**6, "must be of shape"),
+        ("tile", 2**20, "must be of shape"),
+        ("d", [2**13, 2**13], "must be of shape"),
+        ("d", [10**6, 10**6], "d must be"),
+        ("recipe", {"recent": 10**7}, "must be of shape"),
+        ("recipe", {"sinks": 10**7}, "must be of shape"),
+        ("truncated", [10**9, 0], ""),
+    ],
+)
+def test_a_header_cannot_ask_for_more_memory_than_the_file_holds(name, value, why):
+    "160 kB asked for 13 GB by `max_length`: loading allocates for the tokens that are there."
+    tensors, header = filled().layers[0].store.state()
+    if name == "recipe":
+        value = json.dumps(json.loads(header["recipe"]) | value)
+    size = sum(t.nbytes for t in tensors.values())
+    with Allocations() as made:
+        if why:
+            with pytest.raises(ValueError, match=why):
+                KVStore.from_state(tensors, header | {name: value})
+        elif name == "max_length":
+            store = KVStore.from_state(tensors, header | {name: value})
+            assert store.max_length is None and store.nbytes <= size
+        else:
+            with pytest.raises(ValueError):
+                KVStore.from_state(tensors, header | {name: value})
+    assert made.largest <= 2 * size
 
 
-@pytest.mark.parametrize("name", ["cache", "compressed"])
-def test_a_changed_file_is_refused(name, tmp_path):
-    from turboquant_nb.hf.storage import load_compressed
+class Allocations(TorchDispatchMode):
+    "Bytes of the largest tensor that an operator made."
 
-    data = bytearray((DATA / f"{name}.safetensors").read_bytes())
-    data[-2000] ^= 1
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.largest = max(self.largest, out.nbytes)
+        return out
+
+
+@pytest.mark.parametrize("compressed", (False, True))
+def test_a_changed_file_and_an_unknown_format_are_refused(compressed, tmp_path):
+    path = tmp_path / "cache"
+    save(filled(), path, compressed)
+    data = bytearray(path.read_bytes())
+    data[-200] ^= 1
     (tmp_path / "changed").write_bytes(data)
     with pytest.raises(ValueError, match="was changed after it was written"):
-        TurboQuantCache.load(
-            tmp_path / "changed", CONFIG
-        ) if name == "cache" else load_compressed(tmp_path / "changed", CONFIG)
-
-
-def test_a_calibration_of_an_earlier_version_loads(tmp_path):
-    """The same transforms by name, the same recipes for a budget, no centres; written again it
-    has the format of today and the same contents."""
-    path, facts = DATA / "calibration.safetensors", FACTS["calibration"]
-    found = load_calibration(path)
-    found.check(CONFIG)
-    assert [m.name for m in found.transforms] == facts["maps"]
-    recipes = TurboQuantCache(CONFIG, "k3v3", calibration=path, budget=facts["budget"]).recipes
-    assert recipes == [Recipe.from_json(x) for x in facts["recipes"]]
-    save_calibration(found, tmp_path / "again")
-    again = load_calibration(tmp_path / "again")
-    assert (
-        found.centers == again.centers == []
-        and again.header == found.header
-        and [m.name for m in again.transforms] == facts["maps"]
-    )
-    with (
-        warnings.catch_warnings(),
-        pytest.raises(
-            ValueError, match="the calibration is of another model: it has layers 2, not 3"
-        ),
-    ):
-        TurboQuantCache(
-            transformers.LlamaConfig(**CONFIG.to_dict() | {"num_hidden_layers": 3}),
-            calibration=path,
-        )
+        load(tmp_path / "changed", compressed)
+    write_file(path, {}, {}, "turboquant-nb store 2")
+    with pytest.raises(ValueError, match="must have format .*, got .*turboquant-nb store 2"):
+        load(path, compressed)
 
 
 @pytest.mark.parametrize(

@@ -361,8 +361,8 @@ def test_deepcopy_save_load_offload(attention, tmp_path):
         cache.save(tmp_path / "c")
         copies = [
             copy.deepcopy(cache),
-            TurboQuantCache.load(tmp_path / "c", model),
-            TurboQuantCache.load(tmp_path / "c", model.config),
+            TurboQuantCache.load(tmp_path / "c", model, max_length=cache.max_length),
+            TurboQuantCache.load(tmp_path / "c", model.config, max_length=cache.max_length),
         ]
         for layer in copies[0].layers:
             layer.offload()

@@ -222,7 +222,10 @@ def test_copies_and_files(tmp_path):
     with torch.no_grad():
         model(**inputs, past_key_values=cache)
         cache.save(tmp_path / "c")
-        others = [copy.deepcopy(cache), TurboQuantCache.load(tmp_path / "c", model)]
+        others = [
+            copy.deepcopy(cache),
+            TurboQuantCache.load(tmp_path / "c", model, max_length=LENGTH),
+        ]
         want = model(step, attention_mask=mask, past_key_values=cache).logits
         for other in others:
             assert other.static and other.max_length == LENGTH

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers import DATA
 from turboquant_nb.theory.codebook import lloyd_max
 from turboquant_nb.quant.quantizer import (
     PRESETS,
@@ -645,17 +644,3 @@ def test_work_is_vectorised(gen):
             encode(q, x[:n])
         calls.append(count.calls)
     assert calls[0] < 600 and calls[1] < 3 * calls[0]
-
-
-def test_recipes_written_under_former_names_are_read():
-    """JSON of the code before the rebuilding: window, table, and centres and codebooks as they
-    were called then."""
-    mean, rope = Spec(3, center="prompt_mean"), Spec(2.5, center="pre_rope", codebook="uniform")
-    mixed, qjl = Spec((4,) * 4 + (2,) * 4, center="prompt_mean"), Spec(3, residual="qjl")
-    assert [Recipe.from_dict(x) for x in json.loads((DATA / "recipes.json").read_text())] == [
-        Recipe(mean, Spec(3), sinks=4, recent=16),
-        Recipe(replace(mean, bits=4), Spec(2), sinks=4, recent=64),
-        Recipe(rope, Spec(3, codebook="gaussian"), sinks=2, recent=7),
-        Recipe(mixed, Spec(3, residual="sign"), sinks=4, recent=16, decay=300),
-        Recipe(qjl, Spec(4, rotation="haar"), sinks=0, recent=0),
-    ]

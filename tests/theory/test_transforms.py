@@ -3,9 +3,7 @@ had its name, and refusals."""
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from tests.helpers import DATA
 from turboquant_nb.quant import quantizer
 from turboquant_nb.theory import transforms
 from turboquant_nb.cache.attention import attend
@@ -115,36 +113,6 @@ def test_the_interface_is_one():
         t.check_heads(3)
     with pytest.raises(TypeError, match="one matrix for all vectors"):
         decided(Quantizer(Spec(rotation=t.name), 8), k)
-
-
-def test_a_store_of_the_first_head_transforms_loads(monkeypatch):
-    """Written by the code that called them maps: its recipe names one, its tensors carry the
-    matrix."""
-    monkeypatch.setattr(transforms, "_registered", {})
-    path = DATA / "store_head_transform.safetensors"
-    store, want = KVStore.load(path), load_file(DATA / "store_head_transform_read.safetensors")
-    assert store.recipe.key.rotation == "map-c43c16135cc54f33" and isinstance(
-        store.key.q.rotation, HeadTransform
-    )
-    for name, got in zip(("key", "value"), store.read()):
-        torch.testing.assert_close(
-            got, want[name], rtol=1e-5, atol=1e-5
-        )  # a product with a matrix: sums in another order
-    tensors, header = store.state()
-    assert (
-        torch.equal(tensors["map"], load_file(path)["map"])
-        and Recipe.from_json(header["recipe"]) == store.recipe
-    )
-
-
-@pytest.mark.parametrize("name", ("fourier", "", "map", 3, None))
-def test_names_that_nothing_has(name):
-    with pytest.raises(
-        ValueError, match="rotation must be one of 'hadamard', 'haar', 'identity', 'map-…'"
-    ):
-        Spec(rotation=name)
-    with pytest.raises(ValueError, match="rotation must be one of"):
-        find_transform(name, 8)
 
 
 def test_what_cannot_be_registered():

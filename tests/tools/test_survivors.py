@@ -1035,7 +1035,7 @@ def test_codes_outside_an_embedded_table_are_refused():
     store.append(*(x[:1, :1] for x in states(32)))
     code, symbols = store.key.q.code, torch.tensor([[11] * 8], dtype=torch.uint8)
     assert code.levels(symbols, check_range=True).isfinite().all()
-    with pytest.raises(ValueError, match="codes must be below 4, got 4"):
+    with pytest.raises(ValueError, match="codes must lie in 0..3, got 4"):
         code.levels(symbols + 1, check_range=True)
 
 

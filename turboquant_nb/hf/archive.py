@@ -12,7 +12,7 @@ from fastcore.basics import patch
 from ..files import read_file, write_file
 from .cache import TurboQuantCache, TurboQuantLayer, _structure
 from .model_info import _recipes_from_json, _recipes_to_json
-from ..cache.store import FORMAT, RETIRED, KVStore
+from ..cache.store import FORMAT, KVStore
 
 # %% ../../nbs/54_archive.ipynb #01c9b8c8
 def _facts(cache: TurboQuantCache) -> dict:
@@ -72,25 +72,29 @@ def _same_rope(held: torch.Tensor, mine: tuple | None) -> bool:
 
 @patch(cls_method=True)
 def from_states(
-    cls: TurboQuantCache, states, header: dict, model_or_config, device="cpu", path="this"
+    cls: TurboQuantCache,
+    states,
+    header: dict,
+    model_or_config,
+    device="cpu",
+    path="this",
+    max_length: int | None = None,
 ) -> TurboQuantCache:
-    """The inverse of `states`; `states` gives the tensors of one layer at a time. Raises
-    ValueError for another model's, called by `path`."""
+    """The inverse of `states`; `states` gives the tensors of one layer at a time. With
+    `max_length` there is room for so many tokens, and a static cache is one again; without it
+    for those held, and the cache grows. Raises ValueError for another model's, called by
+    `path`."""
     cache = cls(model_or_config)
     have = f"a {header['model_type']} with {len(header['layers'])} layers"
     want = f"a {cache.config.model_type} with {len(cache.layers)} layers"
     if have != want:
         raise ValueError(f"{path} is of {have}, the model is {want}")
-    mine, facts = (
-        _facts(cache),
-        header.get("facts") or {},
-    )  # files of earlier versions have none
-    if differ := [f"{n} {facts[n]}, not {x}" for n, x in mine.items() if facts.get(n, x) != x]:
+    mine, facts = _facts(cache), header["facts"]
+    if differ := [f"{n} {facts[n]}, not {x}" for n, x in mine.items() if facts[n] != x]:
         raise ValueError(f"{path} is of another model: it has {'; '.join(differ)}")
     stores, recipes = header["layers"], _recipes_from_json(header["recipe"])
-    longest = max((h["max_length"] for h in stores if h["max_length"]), default=None)
-    static = any(h.get("static") for h in stores)
-    cache = cls(model_or_config, recipes, max_length=longest, static=static)
+    static = max_length is not None and any(h.get("static") for h in stores)
+    cache = cls(model_or_config, recipes, max_length=max_length, static=static)
     for layer, tensors, h in zip(cache.layers, states, stores):
         held = tensors.get("inv_freq")
         if held is not None and not _same_rope(held, layer.inv_freq):
@@ -98,19 +102,24 @@ def from_states(
                 f"{path} is of another model: RoPE rotates keys of layer {layer.index} by "
                 "other frequencies"
             )
-        layer.take_store(KVStore.from_state(tensors, h, device))
+        length = None if layer.is_sliding and not static else max_length
+        layer.take_store(KVStore.from_state(tensors, h, device, length))
     return cache
 
 
 @patch(cls_method=True)
 def load(
-    cls: TurboQuantCache, path, model_or_config, device: torch.device | str = "cpu"
+    cls: TurboQuantCache,
+    path,
+    model_or_config,
+    device: torch.device | str = "cpu",
+    max_length: int | None = None,  # as of `from_states`
 ) -> TurboQuantCache:
     """Read a cache back for the same model. Raises ValueError for a wrong, truncated or
     changed file, or another model's."""
-    tensors, header = read_file(path, FORMAT, "store", RETIRED)
+    tensors, header = read_file(path, FORMAT, "store")
     if "layers" not in header:
         raise ValueError(f"{path} holds a single store, not a cache; read it with KVStore.load")
     part = lambda i: {k[len(i) :]: t for k, t in tensors.items() if k.startswith(i)}
     states = (part(f"{i}.") for i in range(len(header["layers"])))
-    return cls.from_states(states, header, model_or_config, device, path)
+    return cls.from_states(states, header, model_or_config, device, path, max_length)

@@ -368,6 +368,8 @@ def load_compressed(
     path,
     model_or_config=None,  # of a cache: the model it is for; a KVStore takes none
     device: torch.device | str = "cpu",
+    max_length: int
+    | None = None,  # room for so many tokens; None: for those held, and it grows
 ):  # a TurboQuantCache or a KVStore
     """Read back, bit for bit, what `save_compressed` wrote. Raises FileNotFoundError;
     ValueError for a file of another kind, a truncated or a changed one, another model's, or a
@@ -378,10 +380,11 @@ def load_compressed(
     if "model_type" not in header:
         if model_or_config is not None:
             raise ValueError(f"{path} holds a single store, not a cache: give no model")
-        return KVStore.from_state(next(decoded), states[0], device)
+        return KVStore.from_state(next(decoded), states[0], device, max_length)
     if model_or_config is None:
         raise ValueError(f"{path} holds a cache: give the model it is for")
     from turboquant_nb.hf import TurboQuantCache
 
     about = header | {"layers": states}
-    return TurboQuantCache.from_states(decoded, about, model_or_config, device, path)
+    more = device, path, max_length
+    return TurboQuantCache.from_states(decoded, about, model_or_config, *more)

@@ -141,19 +141,9 @@ def _check_decay(decay, sides):
         )
 
 # %% ../../nbs/20_quantizer.ipynb #510b1bdd
-_FORMER_VALUES = {
-    "center": {"prompt": "prompt_mean", "rope": "pre_rope"},
-    "codebook": {"affine": "uniform"},
-}  # in files written before these were the words
-
-
 def _with_todays_words(data: dict, names: dict) -> dict:
     "Fields as they are called today, from what a file calls them."
-    out = {names.get(name, name): x for name, x in data.items()}
-    return {
-        name: _FORMER_VALUES.get(name, {}).get(x, x) if isinstance(x, str) else x
-        for name, x in out.items()
-    }
+    return {names.get(name, name): x for name, x in data.items()}
 
 
 class TwoSides:
@@ -200,7 +190,6 @@ class Recipe(TwoSides):
     residual: InitVar[str | None] = None  # "none", "sign", "prod" or "rescale": only sets `key`
 
     side_class = Spec
-    former_names = {"table": "codebook", "window": "recent"}
 
     def __post_init__(self, residual):
         for name in ("key", "value"):
