@@ -942,7 +942,8 @@ def _join_kernel(
             if PDL:
                 if (
                     (length - m) % 16 == 0
-                ):  # a request that begins with blocks of another, which may have written their last token in this step
+                ):  # a request that begins with blocks of another, which may have written their
+                    # last token in this step
                     tl.extra.cuda.gdc_wait()
             top, whole, near = _recent_tokens(
                 q=q,
@@ -1160,7 +1161,8 @@ def _fragments_cells_kernel(
     if PDL:
         if (
             (length - m) % 16 == 0
-        ):  # a request that begins with blocks of another, which may have written their last token in this step
+        ):  # a request that begins with blocks of another, which may have written their last
+            # token in this step
             tl.extra.cuda.gdc_wait()
     row = block * Q + gl.arange(0, Q, layout=column)
     lo_row, hi_row, lo, hi, safe_lo, safe_hi = _seen(
@@ -1468,8 +1470,8 @@ def _check_decode(q, cache, plan, table, lengths, k, v, recent):
     m, query_heads = q.shape[0] // batch, q.shape[1]
     if not 1 <= m <= 16 or query_heads > 16 * heads:
         raise ValueError(
-            f"1 to 16 query tokens and 1 to 16 query heads a KV head are supported, got {m} and "
-            f"{query_heads // heads}"
+            f"1 to 16 query tokens and 1 to 16 query heads a KV head are supported, got {m} "
+            f"and {query_heads // heads}"
         )
     if (k is None) != (v is None):
         raise ValueError("k and v must be given together")

@@ -1147,7 +1147,7 @@ def combine(
     parts: Parts,
     fast: bool = False,
     pdl: bool = False,
-) -> tuple:  # (output [B, Hq, n, d_value], log-sum-exp [B, Hq, n], `Launch` or None if it cannot be repeated)
+) -> tuple:  # (output [B, Hq, n, d_value], log-sum-exp [B, Hq, n], `Launch`; None: no repeat)
     """Exact tokens and splits. fast: splits are rotated back already; pdl: start while they are
     at work."""
     q, shape = x.q, x.q.shape[:3]

@@ -853,7 +853,8 @@ def _finish(
     DV: gl.constexpr = G.DV
     cp.wait_group(
         0
-    )  # a copy for a tile that does not come writes zeros, perhaps where the sums below are handed between lanes
+    )  # a copy for a tile that does not come writes zeros, perhaps where the sums below are
+    # handed between lanes
     o = ACC._reinterpret(gl.float32, [G.NV * G.RV * 4, 8 * Q], SH).load(G.LACC)
     o = gl.reshape(o, [G.NV * G.RV, 2, 2, 8, Q])
     o = gl.reshape(gl.permute(o, [1, 0, 2, 3, 4]), [2 * HV, Q])
