@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from turboquant_nb import KVStore, preset
+from turboquant_nb import KVStore, Recipe, Spec, preset
 from turboquant_nb.quant.quantizer import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -297,7 +297,8 @@ def speed():
     ]
     assert all(10 < slow < 36 and 8 < gain < 60 for slow, gain in kernel)
     yield (
-        "10 to 36 times as slow as bf16, where PyTorch takes 8 to 60 times as long as the kernel"
+        "10 to 36 times as slow as bf16, where PyTorch takes 8 to 60 times as long as the "
+        "kernel"
     )
     drafts = {
         (r["cache"], r["jumps"], r["drafts"]): r["token_ms"]
@@ -308,9 +309,8 @@ def speed():
         for (name, jumps, n), ms in drafts.items()
         if n and name == "turboquant k3v3"
     ]
-    yield (
-        f"with prompt lookup {min(gains):.1f} to {max(gains):.1f} times the tokens of one by one"
-    )
+    many = f"{min(gains):.1f} to {max(gains):.1f}"
+    yield f"with prompt lookup {many} times the tokens of one by one"
 
 
 MEASURED = (
@@ -341,6 +341,16 @@ GUIDE_TEXT = re.sub(
 def test_a_sentence_of_the_guide_is_what_the_files_say(made):
     for sentence in sentences(made):
         assert sentence in GUIDE_TEXT, sentence
+
+
+def test_recipes_of_the_guide_are_recipes():
+    "What it names can be asked for, and the fast recipe is the preset but for a mean."
+    for field, word in (("residual", "sign"), ("residual", "qjl"), ("scale", "unbiased")):
+        assert f"Spec({field}=" in GUIDE_TEXT and f'"{word}"' in GUIDE_TEXT
+        assert getattr(Spec(**{field: word}), field) == word
+    fast = Recipe(Spec(3, center="prompt_mean"), Spec(3))
+    assert '`Recipe(Spec(3, center="prompt_mean"), Spec(3))`' in GUIDE_TEXT
+    assert fast == preset("k3v3").settled(rope=False) != preset("k3v3").settled(rope=True)
 
 
 def test_every_other_number_of_the_guide_is_a_name_or_a_setting():
