@@ -272,9 +272,8 @@ def by_hand():
     first, second, third = (f"{x:.2f} times" for x in ratios)
     yield (
         f"in graphs recorded by hand codes make {first} the tokens per second of flash "
-        "attention "
-        f"on bf16 with one sequence of 8,192 tokens, {second} with eight, {third} with eight of "
-        "32,768"
+        f"attention on bf16 with one sequence of 8,192 tokens, {second} with eight, {third} "
+        "with eight of 32,768"
     )
 
 
