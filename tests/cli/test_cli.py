@@ -48,7 +48,7 @@ def test_version_and_main_help(call):
     assert code == 0 and all(c in out for c in ("demo", "generate", "recipe", "example:"))
 
 
-@pytest.mark.parametrize("argv", ([], ["eval"], ["report"]))
+@pytest.mark.parametrize("argv", ([], ["eval"]))
 def test_a_command_of_commands_alone_shows_its_help(call, argv):
     code, out, err = call(*argv)
     assert (
@@ -1402,7 +1402,6 @@ OPTIONS = {  # every option that a command line could have before there was type
         f"--held-out {MODEL} {SHARED}"
     ),
     "recipe": f"RECIPE --bits --sinks --recent {SHARED}",
-    "report claims": f"--only {SHARED}",
     "variants": f"--fasta --mutations --code --method --model --device {SHARED}",
     "plan": (
         "--model --context --batch --gpu --weights --bits-of-weights --reserve --recipe "
@@ -1437,7 +1436,6 @@ def test_commands_are_listed_by_panel(call):
             "generate",
             "Measure it",
             "eval",
-            "report",
             "Calibrate",
             "calibrate",
             "fold",
@@ -1484,7 +1482,7 @@ def test_several_values(typed, want):
         (["fold", "--out"], ["--out", "got nothing"]),
         (["demo", "--new-tokens", "ten"], ["whole number", "'ten'"]),
         (["eval", "needle", "--depths", "0", "half"], ["expected a number", "'half'"]),
-        (["report", "claims", "x"], ["unexpected extra argument", "x"]),
+        (["recipe", "k3v3", "x"], ["unexpected extra argument", "x"]),
         (["eval", "ppl", "--protocol", "all"], ["'all'", "'decode', 'stress', 'chunk'"]),
         (["variants", "--fasta", "x"], ["--model"]),
         (["demo", "--quiet=yes"], ["--quiet"]),
