@@ -6,7 +6,10 @@ import json
 from tests.golden import messages
 
 # Messages that are meant to be gone: of a module, or the message itself, and why.
-GONE: dict[str, str] = {}
+GONE: dict[str, str] = {
+    "kernels/paged": "a third layout that no path of a model took",
+    "apps/claims": "the audit is a page (chapter 98), not a command",
+}
 
 
 def recorded():
