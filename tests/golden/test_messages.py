@@ -11,6 +11,7 @@ GONE: dict[str, str] = {
     "keys with a centre cannot have a soft cap: it would cap scores without their common part": (
         "scores of codes get the query's product with the centre, so a soft cap is served"
     ),
+    "apps/claims": "the audit is a page (chapter 98), not a command",
 }
 
 
