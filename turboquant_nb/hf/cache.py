@@ -138,7 +138,7 @@ class TurboQuantLayer(CacheLayerMixin):
         self.max_length, self.backend, self.store = max_length, backend, None
         self.is_sliding = self.sliding_window is not None
         # r/2 frequencies of RoPE, for a pre-RoPE mean of keys
-        self.inv_freq = info.inv_freq if recipe.key.center == "pre_rope" else None
+        self.inv_freq = info.inv_freq if recipe.key.centre.rotates else None
         self.starts = None  # leading padding of each row; None: not known, so none
         self.calls, self.coded = Counter(), Counter()  # what attended, what coded: see `Report`
         self.backends = Counter()  # what attended on codes, by the names of `ops.attend`
