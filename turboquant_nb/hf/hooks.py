@@ -140,7 +140,8 @@ def as_interface(
         call = AttentionCall(module, query, key, value, mask, scaling, softcap, s_aux, dropout)
         return attend(call).transpose(1, 2).contiguous(), None
 
-    interface.__name__, interface.__doc__ = attend.__name__, attend.__doc__
+    interface.__name__ = getattr(attend, "__name__", type(attend).__name__)
+    interface.__doc__ = attend.__doc__
     return interface
 
 # %% ../../nbs/50b_hooks.ipynb #d1137f91
