@@ -616,8 +616,9 @@ def _array(x: Tensor) -> np.ndarray:
 
 def _code_rows(q: Quantizer, y: Tensor) -> tuple | None:
     """Codes, scales and levels [n, d] of rotated vectors, with the operations of `encode`; None
-    if one is zero, not finite, or too large, or the code has no such way. NumPy does what is rounded once, and so the same
-    everywhere; PyTorch does sums, in the order of `encode`, and its own roots."""
+    if one is zero, not finite, or too large, or the code has no such way. NumPy does what is
+    rounded once, and so the same everywhere; PyTorch does sums, in the order of `encode`, and
+    its own roots."""
     norm, of = torch.linalg.vector_norm, torch.from_numpy
     with np.errstate(all="ignore"):  # what is not finite is refused below
         rows, power = y.numpy(), np.square(norm(y, dim=-1).numpy())

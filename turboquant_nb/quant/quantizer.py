@@ -65,7 +65,8 @@ class Spec:
     scale: str = "mse"  # "norm" (‖y‖/√d), "mse" (least squares) or "unbiased" (‖y‖²/⟨y,ŷ⟩)
     # "sphere" (exact law at this d), "gaussian", "uniform" or the name of a registered code
     codebook: str = "sphere"
-    # "none", "prompt_mean" (of the first chunk), "pre_rope" (the mean before RoPE) or the name of
+    # "none", "prompt_mean" (of the first chunk), "pre_rope" (the mean before RoPE) or the name
+    # of
     # a registered centre; "auto": see `Recipe.settled`
     center: str = "none"
     scale_dtype: str = "float16"  # how the scale is stored: "float16", "bfloat16" or "float32"
@@ -344,7 +345,8 @@ class Code:
         return self.levels(coded.codes, check_range) * coded.scale.float().unsqueeze(-1)
 
     def nearest(self, u: np.ndarray) -> tuple | None:
-        "`encode` and `levels` of rows [n, d] by few NumPy calls; None where it has no such way."
+        """`encode` and `levels` of rows [n, d] by few NumPy calls; None where it has no such
+        way."""
         return None
 
     def refuses(self, use: str) -> str:
@@ -490,7 +492,8 @@ def scalar_code(spec: Spec, d: int) -> ScalarCode:
 
 def register_code(
     name: str,  # what `Spec.codebook` calls it
-    make,  # function of (spec, d) that makes it, on the CPU; raises ValueError for what it cannot
+    # function of (spec, d) that makes it, on the CPU; raises ValueError for what it cannot
+    make,
 ) -> None:
     "Let a `Spec` name a code. Raises ValueError for the name of a table."
     if name in CODEBOOKS:
@@ -625,7 +628,8 @@ def _flat(q: Quantizer, x: Tensor, mean: Tensor | None) -> tuple:
 def code_rows(
     q: Quantizer, x: Tensor, mean: Tensor | None, block: int = 4096
 ) -> tuple:  # (codes [..., d], fp32 scale [...])
-    "Codes and scales of vectors [..., d], whatever is in them; a head's own code codes its own."
+    """Codes and scales of vectors [..., d], whatever is in them; a head's own code codes its
+    own."""
     if q.code.heads:
         y, flat = q.rotation.apply(x if mean is None else x.float() - mean.float()), copy(q)
         flat.rotation = make_rotation("identity", q.d).to(q.device)
