@@ -237,46 +237,23 @@ def coded(
 class _CodedSide:
     "Keys or values of a past, in the basis of their code."
 
-    def __init__(self, side: SideCode, start, capacity: int, sinks: int, dtype):
-        layers, heads, d = side.shape
+    def __init__(self, side: SideCode, start: Tensor, capacity: int):
         self.side, self.start = side, start
-        widths = [side.width(i) for i in range(layers)]
+        widths = [side.width(i) for i in range(side.shape[0])]
         self.bytes = _TokenBytes(widths, len(start), capacity, start.device)
-        self.sinks = torch.zeros(
-            len(start), layers, heads, sinks, d, dtype=dtype, device=start.device
-        )
 
     def transformed(self, layer: int, x: Tensor, positions: Tensor) -> Tensor:
         "Exact states [B, H, n, d] of tokens at positions [B, n], as the past has them."
         mean = centre_at(self.side.mean[layer], positions, self.side.inv_freq)
         return (x.float() - mean) @ self.side.into[layer].mT
 
-    def keep_sinks(self, x: Tensor, first: int, length: int):
-        """Copy the first tokens of each sequence out of a chunk x [layers, B, H, n, d] from
-        slot `length` on."""
-        for b, s in enumerate(self.start.tolist()):
-            for i in range(self.sinks.shape[3]):
-                if 0 <= (at := s + i - length) < x.shape[3]:
-                    self.sinks[b, first : first + len(x), :, i] = x[:, b, :, at]
-
     def put_exact(self, z: Tensor, layer: int, rows: slice, outliers: list):
-        "Sinks and outliers (row, slot, states) of a layer in their places of z [B, H, d, T]."
-        start, length = self.start[rows], z.shape[3]
-        for j in range(self.sinks.shape[3]):
-            exact = self.transformed(
-                layer, self.sinks[rows, layer, :, j : j + 1], torch.full_like(start, j)[:, None]
-            )
-            at = (start + j)[:, None, None, None]  # beyond the past: a sequence of fewer tokens
-            place = at.clamp(max=length - 1).expand(*z.shape[:3], 1)
-            z.scatter_(3, place, torch.where(at < length, exact.mT, z.gather(3, place)))
+        "Outliers (row, slot, states) of a layer in their places of z [B, H, d, T]."
+        start = self.start[rows]
         for row, slot, x in outliers:
             z[row, :, :, slot] = self.transformed(
                 layer, x[:, :, None], (slot - start[row])[:, None]
             )[:, :, 0]
-
-    def nbytes(self) -> int:
-        "Bytes of codes and sinks."
-        return self.bytes.data.nbytes + self.sinks.nbytes
 
 # %% ../../nbs/72_esm_codes.ipynb #5d7913b4
 class CodedPast(Past):
@@ -293,11 +270,8 @@ class CodedPast(Past):
         captured: bool = False,
     ):
         super().__init__(code.key.shape[0], start, max_length, captured)
-        self.code, room = code, max_length or 0
-        make = partial(
-            _CodedSide, start=start, capacity=room, sinks=code.recipe.sinks, dtype=dtype
-        )
-        self.key, self.value = make(code.key), make(code.value)
+        self.code = code
+        self.key, self.value = (_CodedSide(s, start, max_length or 0) for s in code.sides)
         self.outliers, self.workspace = _Outliers(dtype), Workspace()
         self._rest()
 
@@ -329,8 +303,6 @@ class CodedPast(Past):
         for side, x in zip(self.sides, chunks):
             packed, out = coded(side.side, x, positions, first, reach, not self.captured)
             side.bytes.write(packed, first, self.length)
-            if self.code.recipe.sinks:
-                side.keep_sinks(x, first, self.length)
             far = far | out
         if reach:
             self.outliers.keep(far & (positions >= 0), *chunks, first, self.length)
@@ -350,7 +322,7 @@ class CodedPast(Past):
         self._looked_up, self._cos_sin = {}, None
 
     def _read(self, which: str, layer: int, rows: slice) -> Tensor:  # [B, H, d, T]
-        "Keys or values of a layer, as codes, sinks and outliers say, without their mean."
+        "Keys or values of a layer, as codes and outliers say, without their mean."
         side, (b, last) = getattr(self, which), (len(self.start[rows]), layer + 1)
         of, first, found = self._looked_up.get(which, (None, 0, None))
         if of != rows or not first <= layer < first + found.shape[1]:
@@ -366,7 +338,7 @@ class CodedPast(Past):
             )
             self._looked_up[which] = rows, first, found
         z = found[:, layer - first]
-        if self.code.recipe.sinks or self.outlier_tokens:
+        if self.outlier_tokens:
             side.put_exact(z, layer, rows, self._apart(which, layer, rows))
         return z
 
@@ -431,7 +403,8 @@ class CodedPast(Past):
         return key, value
 
     def nbytes(self) -> int:
-        return sum(x.nbytes() for x in (*self.sides, self.outliers)) + self.start.nbytes
+        held = sum(side.bytes.data.nbytes for side in self.sides)
+        return held + self.outliers.nbytes() + self.start.nbytes
 
 # %% ../../nbs/72_esm_codes.ipynb #3bec6832
 class StorePast(Past):
@@ -496,8 +469,8 @@ def why_not_captured(code: TransformCode | list | None) -> str:
         return (
             "stores decide on the host how they grow; calibrated codes and exact states do not"
         )
-    if code is not None and (code.recipe.sinks or code.recipe.outliers):
-        return "which tokens are sinks or outliers is read from the device"
+    if code is not None and code.recipe.outliers:
+        return "which tokens are outliers is read from the device"
     return ""
 
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['RECIPES', 'FORMAT', 'centre_at', 'SideCode', 'code_states', 'Workspace', 'look_up', 'transformed_states', 'SideSpec',
-           'TransformRecipe', 'as_transform', 'CodeStatistics', 'fit_transform', 'TransformCode', 'fit_code',
-           'save_code', 'load_code']
+           'TransformRecipe', 'as_transform', 'CodeStatistics', 'fit_transform', 'midpoints', 'lloyd_rows',
+           'Histograms', 'TransformCode', 'text_hashes', 'fit_code', 'save_code', 'load_code']
 
 # %% ../../nbs/70_transform.ipynb #ae4f1154
 import hashlib
@@ -67,7 +67,7 @@ class SideCode:
         out = {n: getattr(self, n) for n in self._fixed}
         out |= {f"levels{b}": t for b, t in self.levels.items()}
         out |= {f"edges{b}": t for b, t in self.edges.items()}
-        return out if self.inv_freq is None else out | {"turn": self.inv_freq}
+        return out if self.inv_freq is None else out | {"inv_freq": self.inv_freq}
 
     @classmethod
     def of(cls, tensors: dict) -> "SideCode":
@@ -76,7 +76,7 @@ class SideCode:
             int(n.removeprefix(kind)): t for n, t in tensors.items() if n.startswith(kind)
         }
         fixed = (tensors[n] for n in cls._fixed)
-        return cls(*fixed, table("levels"), table("edges"), tensors.get("turn"))
+        return cls(*fixed, table("levels"), table("edges"), tensors.get("inv_freq"))
 
     def width(self, layer: int) -> int:
         "Bytes of one token in this layer."
@@ -295,22 +295,16 @@ class SideSpec:
         "mean"  # of each head: "pre_rope" (keys: the mean before RoPE), "mean" or "none"
     )
     aware: bool = True  # weigh errors by what attention makes of them
-    table: str = "channel"  # levels fitted per "channel" or per "head"
-    sign: bool = False  # the last bit is the sign of the error of the others
 
     def __post_init__(self):
         choices = dict(
-            rotation=("svd", "hadamard", "none"),
-            center=("pre_rope", "mean", "none"),
-            table=("channel", "head"),
+            rotation=("svd", "hadamard", "none"), center=("pre_rope", "mean", "none")
         )
         for name, allowed in choices.items():
             if (got := getattr(self, name)) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {got!r}")
         if not 0 < self.bits <= 8:
             raise ValueError(f"bits must be above 0 and at most 8, got {self.bits!r}")
-        if self.sign and self.bits < 2:
-            raise ValueError(f"with sign, bits must be at least 2, got {self.bits!r}")
 
 # %% ../../nbs/70_transform.ipynb #33e45060
 @dataclass(frozen=True)
@@ -323,14 +317,11 @@ class TransformRecipe(TwoSides):
         "model"  # where bits are allocated: over the "model", each "layer", or "none"
     )
     min_bits: int = 1  # bits that every channel has at least
-    one_table: bool = False  # keys and values share their tables
-    sinks: int = 0  # first tokens kept exact
     outliers: float = (
         0.0  # tokens that leave the tables by this share of their reach are kept apart; 0: none
     )
 
     side_class = SideSpec
-    former_names = {"water": "allocation", "least": "min_bits", "strays": "outliers"}
 
     def __post_init__(self):
         sides = (self.key, self.value)
@@ -342,31 +333,20 @@ class TransformRecipe(TwoSides):
             raise ValueError("center='pre_rope' is for keys; RoPE rotates no values")
         if self.allocation == "none" and any(s.bits != int(s.bits) for s in sides):
             raise ValueError("without allocation bits must be an integer")
-        if self.allocation != "none" and any(s.sign or s.table == "head" for s in sides):
-            raise ValueError("allocation needs a table per channel, without sign")
-        if self.one_table and {s.table for s in sides} != {"head"}:
-            raise ValueError("one_table needs tables per head on both sides")
         top = min(s.bits for s in sides)
         if type(self.min_bits) is not int or not 0 <= self.min_bits <= top:
             raise ValueError(
                 f"min_bits must be an integer from 0 to {top:g}, got {self.min_bits!r}"
             )
-        if type(self.sinks) is not int or self.sinks < 0:
-            raise ValueError(f"sinks must be a non-negative integer, got {self.sinks!r}")
         if not 0 <= self.outliers < math.inf:
             raise ValueError(f"outliers must be a number from 0 up, got {self.outliers!r}")
 
 # %% ../../nbs/70_transform.ipynb #be961ca8
-_PLAIN = SideSpec(center="none", aware=False, table="head")
 RECIPES = {
-    "turboesm": TransformRecipe(
-        replace(_PLAIN, bits=4.0, sign=True), replace(_PLAIN, rotation="none"), "none"
-    )
-} | {
     f"water{b}": TransformRecipe(SideSpec(float(b), center="pre_rope"), SideSpec(float(b)))
     for b in (2, 3, 4)
 }
-RECIPES |= {f"{n}+": replace(r, outliers=0.01) for n, r in RECIPES.items() if n[0] == "w"}
+RECIPES |= {f"{n}+": replace(r, outliers=0.01) for n, r in RECIPES.items()}
 
 
 def as_transform(recipe) -> tuple:  # (name, TransformRecipe)
@@ -456,7 +436,7 @@ def fit_transform(
 # %% ../../nbs/70_transform.ipynb #605c6986
 @dataclass
 class _Counts:
-    "Histograms of rows (channels or heads): where their values lie."
+    "Histograms of rows: where the values of each lie."
 
     low: Tensor  # [rows] fp64
     step: Tensor  # [rows] fp64
@@ -481,12 +461,12 @@ class _Counts:
         return y * self.step[:, None] + self.low[:, None]
 
 
-def _midpoints(y: Tensor) -> Tensor:  # [rows, k-1]
+def midpoints(y: Tensor) -> Tensor:  # [rows, k-1]
     "Edges between levels y [rows, k]: each value goes to the nearest."
     return (y[:, 1:] + y[:, :-1]) / 2
 
 
-def _lloyd_rows(
+def lloyd_rows(
     h: _Counts, bits: int, steps: int = 60
 ) -> tuple:  # (levels [rows, 2**bits] in bins, mse [rows])
     "Lloyd's method on every row, from the quantiles of the density's cube root."
@@ -495,61 +475,27 @@ def _lloyd_rows(
     want = (torch.arange(k, dtype=torch.float64) + 0.5) / k * pull[:, -1:]
     y = torch.searchsorted(pull, want).double() + 0.5
     for _ in range(steps if k > 1 else 1):
-        m0, m1, m2 = h.cells(_midpoints(y))
+        m0, m1, m2 = h.cells(midpoints(y))
         y = torch.where(m0 > 0, m1 / m0.clamp(min=1e-300), y)
     mse = (m2 - 2 * y * m1 + y * y * m0).sum(1) / h.count.sum(1).clamp(min=1)
     return y, mse.clamp(min=0)
 
 # %% ../../nbs/70_transform.ipynb #1551cf71
-def _with_sign(h: _Counts, y: Tensor) -> tuple:  # (levels, edges), both in bins
-    """Levels c ± mean |error| in cells split at c. Source: TurboESM (arXiv 2603.26110), Eqs. 6
-    and 7."""
-    middle = _midpoints(y)
-    centre = torch.arange(h.count.shape[1], dtype=torch.float64) + 0.5
-    cell = torch.searchsorted(middle.contiguous(), centre.expand(len(y), -1).contiguous())
-    size = (h.count * (centre - y.gather(1, cell)).abs()).sum(1) / h.count.sum(1).clamp(min=1)
-    levels = torch.stack([y - size[:, None], y + size[:, None]], 2).flatten(1)
-    edges = torch.stack([y, torch.cat([middle, middle[:, :1]], 1)], 2).flatten(1)[:, :-1]
-    return levels, edges
+def _grid(m: dict, bins: int) -> _Counts:
+    "Empty histograms of all channels of a side that reach sixteen standard deviations."
+    reach = 16 * m["var"].sqrt()
+    low = (m["off"] - reach).flatten()
+    count = torch.zeros(len(low), bins, dtype=torch.float64)
+    return _Counts(low, 2 * reach.flatten() / bins, count)
 
 
-def _rows(spec, shape) -> tuple:  # (rows of the histogram of each channel [L, H, d], how many)
-    layers, heads, d = shape
-    n = layers * heads * (d if spec.table == "channel" else 1)
-    return torch.arange(n).view(layers, heads, -1).expand(shape), n
-
-
-def _tables(h: _Counts, spec, bits, row) -> tuple:  # ({b: levels}, {b: edges})
+def _tables(h: _Counts, bits: Tensor) -> tuple:  # ({b: levels}, {b: edges})
+    "Lloyd's tables of channels with so many bits [L, H, d]."
     levels, edges = {}, {}
     for b in sorted(set(bits.flatten().tolist()) - {0}):
-        y, _ = _lloyd_rows(h, b - spec.sign)
-        y, e = _with_sign(h, y) if spec.sign else (y, _midpoints(y))
-        use = row.flatten()[bits.flatten() == b]
-        levels[b], edges[b] = (h.values(t)[use].float().contiguous() for t in (y, e))
+        y, of_b = lloyd_rows(h, b)[0], bits.flatten() == b
+        levels[b], edges[b] = (h.values(t)[of_b].float() for t in (y, midpoints(y)))
     return levels, edges
-
-# %% ../../nbs/70_transform.ipynb #964cf5cf
-def _grid(fits, recipe, shape) -> tuple:  # side -> _Counts, side -> rows
-    "Empty histograms that reach sixteen standard deviations."
-    out, at = {}, {}
-    for side, m in fits.items():
-        spec = getattr(recipe, side)
-        at[side], n = _rows(spec, shape)
-        reach, ends = 16 * m["var"].sqrt(), []
-        for sign, how in ((-1, "amin"), (1, "amax")):
-            end = torch.full((n,), -sign * math.inf, dtype=torch.float64)
-            far = (m["off"] + sign * reach).flatten()
-            ends.append(end.scatter_reduce(0, at[side].flatten(), far, how))
-        bins = 1024 if spec.table == "channel" else 4096
-        count = torch.zeros(n, bins, dtype=torch.float64)
-        low, high = ends
-        out[side] = _Counts(low, (high - low) / bins, count)
-    if recipe.one_table:
-        a, b = out["key"], out["value"]
-        low = torch.minimum(a.low, b.low)
-        high = torch.maximum(a.low + a.step * 4096, b.low + b.step * 4096)
-        out["value"] = out["key"] = _Counts(low, (high - low) / 4096, a.count)
-    return out, at
 
 
 class _Transformed:
@@ -566,11 +512,11 @@ class _Transformed:
         return (x.float() - centre_at(mean, _positions(x), inv_freq)) @ into.transpose(-1, -2)
 
 # %% ../../nbs/70_transform.ipynb #409ed8d5
-class _Histograms:
+class Histograms:
     "Fills histograms of the transformed channels; `take` as in `CodeStatistics`."
 
-    def __init__(self, fits, recipe, inv_freq, shape):
-        self.out, self.at = _grid(fits, recipe, shape)
+    def __init__(self, fits, recipe, inv_freq, bins=1024):
+        self.out = {side: _grid(m, bins) for side, m in fits.items()}
         self.transformed, self.recipe = _Transformed(fits, recipe, inv_freq), recipe
 
     def take(self, layer, q, k, v, real, visible):
@@ -581,23 +527,25 @@ class _Histograms:
             aware = getattr(self.recipe, side).aware
             w = attended if aware else torch.ones_like(attended)
             z = self.transformed(side, layer, x).transpose(1, 2)[real]  # [N, H, d]
-            self._count(self.out[side], self.at[side][layer], z, w)
+            self._count(self.out[side], layer, z.flatten(1), w.repeat_interleave(z.shape[2], 1))
 
-    def _count(self, h, row, z, w):
-        bins, lo, hi = h.count.shape[1], int(row.min()), int(row.max()) + 1
-        low, step = (x[row].float().to(z.device) for x in (h.low, h.step))
+    def _count(self, h, layer, z, w):
+        "Add channels z [N, H·d] of a layer with weights w."
+        channels, bins = z.shape[1], h.count.shape[1]
+        mine = slice(layer * channels, (layer + 1) * channels)
+        low, step = (x[mine].float().to(z.device) for x in (h.low, h.step))
         index = ((z - low) / step).long().clamp(0, bins - 1)
-        index = (index + (row - lo).to(z.device) * bins).flatten()
-        w = w[..., None].expand(z.shape).flatten()
-        h.count[lo:hi] += torch.bincount(index, w, (hi - lo) * bins).view(-1, bins).cpu()
+        index = index + bins * torch.arange(channels, device=z.device)
+        found = torch.bincount(index.flatten(), w.flatten(), channels * bins)
+        h.count[mine] += found.view(-1, bins).cpu()
 
 # %% ../../nbs/70_transform.ipynb #1db91c84
 class _Errors:
     "Errors of codes of 0 … most bits, for all channels of a side."
 
     def __init__(self, h, most):
-        levels = [_lloyd_rows(h, b)[0] for b in range(1, most + 1)]
-        self.books = [[h.values(t).float() for t in (_midpoints(y), y)] for y in levels]
+        levels = [lloyd_rows(h, b)[0] for b in range(1, most + 1)]
+        self.books = [[h.values(t).float() for t in (midpoints(y), y)] for y in levels]
 
     def __call__(self, z, layer, bits):
         "z [B, H, T, d] minus what a table of so many bits makes of it."
@@ -703,14 +651,14 @@ class TransformCode:
         "Raise ValueError, naming the first, if a text was one of the calibration."
         seen = set(self.hashes.tolist())
         for s in texts:
-            if _text_hash(s) in seen:
+            if int(text_hashes([s])) in seen:
                 raise ValueError(f"{s[:20]}… ({len(s)} letters) is in the calibration set")
 
 
-def _text_hash(text: str) -> int:
-    "64 bits of the SHA-256 of a text in upper case."
-    digest = hashlib.sha256(text.upper().encode()).digest()
-    return int.from_bytes(digest[:8], "little", signed=True)
+def text_hashes(texts: list) -> Tensor:  # [n] int64, sorted
+    "64 bits of the SHA-256 of each text in upper case."
+    digest = lambda s: hashlib.sha256(s.upper().encode()).digest()[:8]
+    return torch.tensor(sorted(int.from_bytes(digest(s), "little", signed=True) for s in texts))
 
 # %% ../../nbs/70_transform.ipynb #f8210236
 def fit_code(
@@ -725,7 +673,7 @@ def fit_code(
     "Transforms from the statistics, then tables and bits from further passes."
     fits = {s: fit_transform(statistics, s, getattr(recipe, s)) for s in ("key", "value")}
     shape = tuple(fits["key"]["mean"].shape)
-    fill = _Histograms(fits, recipe, statistics.inv_freq, shape)
+    fill = Histograms(fits, recipe, statistics.inv_freq)
     over(fill.take)
     costs = None
     if recipe.allocation != "none":
@@ -734,16 +682,14 @@ def fit_code(
         costs = measure.out
     bits, sides = _allocate(costs, recipe, shape), []
     for s, m in fits.items():
-        spec = getattr(recipe, s)
-        tables = _tables(fill.out[s], spec, bits[s], fill.at[s])
+        spec, tables = getattr(recipe, s), _tables(fill.out[s], bits[s])
         fixed = (m[n].float().contiguous() for n in ("mean", "into", "back"))
         inv_freq = statistics.inv_freq.float() if spec.center == "pre_rope" else None
         sides.append(SideCode(*fixed, bits[s], *tables, inv_freq))
-    hashes = torch.tensor(sorted(map(_text_hash, texts)))
-    return TransformCode(*sides, recipe, header, hashes)
+    return TransformCode(*sides, recipe, header, text_hashes(texts))
 
 # %% ../../nbs/70_transform.ipynb #091ba91f
-FORMAT = "turboquant-nb transform code 1"
+FORMAT = "turboquant-nb transform code 2"
 
 
 def save_code(code: TransformCode, path) -> None:
