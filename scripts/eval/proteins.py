@@ -54,15 +54,15 @@ from turboquant_nb.esm.transform import (
     SideSpec,
     TransformCode,
     TransformRecipe,
-    centre_at,
     code_states,
+    decode_states,
     fit_transform,
+    join_levels,
     load_code,
     lloyd_rows,
     midpoints,
     save_code,
     text_hashes,
-    transformed_states,
 )
 
 FAMILIES = {
@@ -235,16 +235,12 @@ def gathered(parts: list, rows: int, bins=4096):
     return replace(parts[0], low=low, step=step, count=count)
 
 
-def with_sign(h, y: Tensor) -> tuple:  # (levels, edges), both in bins
-    """Levels c ± mean |error| in cells split at c. Source: TurboESM (arXiv 2603.26110), Eqs. 6
-    and 7."""
-    middle = midpoints(y)
+def with_sign(h, y: Tensor) -> Tensor:  # [rows, 2k] in bins
+    "Levels c ± mean |error|. Source: TurboESM (arXiv 2603.26110), Eqs. 6 and 7."
     centre = torch.arange(h.count.shape[1], dtype=torch.float64) + 0.5
-    cell = torch.searchsorted(middle.contiguous(), centre.expand(len(y), -1).contiguous())
+    cell = torch.searchsorted(midpoints(y), centre.expand(len(y), -1).contiguous())
     size = (h.count * (centre - y.gather(1, cell)).abs()).sum(1) / h.count.sum(1).clamp(min=1)
-    levels = torch.stack([y - size[:, None], y + size[:, None]], 2).flatten(1)
-    edges = torch.stack([y, torch.cat([middle, middle[:, :1]], 1)], 2).flatten(1)[:, :-1]
-    return levels, edges
+    return torch.stack([y - size[:, None], y + size[:, None]], 2).flatten(1)
 
 
 def fit_paper(turbo, sequences, statistics, paper: Paper) -> TransformCode:
@@ -262,15 +258,12 @@ def fit_paper(turbo, sequences, statistics, paper: Paper) -> TransformCode:
         parts = [*fill.out.values()] if paper.one_table else [fill.out[n]]
         h = fill.out[n] if s.channels else gathered(parts, rows)
         y, _ = lloyd_rows(h, s.bits - s.sign)
-        tables = with_sign(h, y) if s.sign else (y, midpoints(y))
-        each = fits[n]["mean"].numel() // rows
-        levels, edges = (
-            {s.bits: h.values(t).repeat_interleave(each, 0).float()} for t in tables
-        )
+        y = with_sign(h, y) if s.sign else y
+        levels = h.values(y).repeat_interleave(fits[n]["mean"].numel() // rows, 0)
         fixed = (fits[n][x].float().contiguous() for x in ("mean", "into", "back"))
         inv_freq = statistics.inv_freq.float() if s.center == "pre_rope" else None
         bits = torch.full(shape, s.bits, dtype=torch.uint8)
-        made.append(SideCode(*fixed, bits, levels, edges, inv_freq))
+        made.append(SideCode(*fixed, bits, join_levels(bits, {s.bits: levels}), inv_freq))
     header = code_header(turbo, "turboesm", sequences, statistics)
     return TransformCode(*made, recipe, header, text_hashes(sequences))
 
@@ -476,8 +469,7 @@ def noise(code, found) -> dict:
             for i, pair in enumerate(x):
                 v = pair[which]
                 at = torch.arange(v.shape[2], device=v.device)[None]
-                z = transformed_states(s, code_states(s, v[None], at, i), i)
-                read = z @ s.back[i].transpose(-1, -2) + centre_at(s.mean[i], at, s.inv_freq)
+                read = decode_states(s, code_states(s, v[None], at, i), at, i)
                 err, sig = err + (read - v).square().sum().item(), sig + v.square().sum().item()
         out[f"{side}_db"] = 10 * torch.tensor(sig / err).log10().item()
     return out
@@ -576,21 +568,12 @@ def outlier_tokens(lab, a):
                 if name == "kept":
                     row["strays"] = [
                         [x[0], *(f"{s[i - 1]}{i}" for i in x[2].tolist() if 0 < i <= len(s))]
-                        for x in turbo.past.outlier_tokens
+                        for x in turbo.past.outliers.past
                     ]
         for i, (_, v) in enumerate(found):
-            z = transformed_states(
-                code.value,
-                code_states(
-                    code.value, v[None], torch.arange(v.shape[2], device=v.device)[None], i
-                ),
-                i,
-            )
-            error = (
-                (z @ code.value.back[i].transpose(-1, -2) + code.value.mean[i][:, None] - v)
-                .square()
-                .sum((0, 1, 3))
-            )
+            at = torch.arange(v.shape[2], device=v.device)[None]
+            read = decode_states(code.value, code_states(code.value, v[None], at, i), at, i)
+            error = (read - v).square().sum((0, 1, 3))
             worst = error.argmax().item()
             share = error[worst].item() / v.square().sum((0, 1, 3)).mean().item()
             if share > row.get("share", 0):

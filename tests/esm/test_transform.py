@@ -16,7 +16,6 @@ from turboquant_nb.esm.transform import (
     code_states,
     load_code,
     look_up,
-    transformed_states,
     save_code,
 )
 
@@ -27,13 +26,10 @@ def side(bits, seed=0, inv_freq=None):
     layers, heads, d = bits.shape
     into = torch.linalg.qr(torch.randn(layers, heads, d, d, generator=g))[0]
     into = into * torch.rand(layers, heads, d, 1, generator=g).add(0.5)
-    levels, edges = {}, {}
-    for b in sorted(set(bits.flatten().tolist()) - {0}):
-        n = int((bits == b).sum())
-        levels[b] = torch.randn(n, 2**b, generator=g).sort(1).values
-        edges[b] = (levels[b][:, 1:] + levels[b][:, :-1]) / 2
+    count = {b: int((bits == b).sum()) for b in set(bits.flatten().tolist()) - {0}}
+    levels = {b: torch.randn(n, 2**b, generator=g).sort(1).values for b, n in count.items()}
     mean = torch.randn(layers, heads, d, generator=g)
-    return SideCode(mean, into, into.inverse(), bits, levels, edges, inv_freq)
+    return SideCode(mean, into, into.inverse(), bits, M.join_levels(bits, levels), inv_freq)
 
 
 @pytest.mark.parametrize("d, heads", [(4, 1), (8, 3), (16, 20), (24, 2), (64, 2)])
@@ -47,21 +43,20 @@ def test_round_trip(d, heads, most, pre_rope):
     x = torch.randn(3, 2, heads, 5, d, generator=g)
     at = torch.arange(5) + torch.tensor([[0], [-3]])
     packed = code_states(s, x, at)
-    assert packed.shape == (2, 5, sum(s.width(i) for i in range(3)))
-    z = torch.einsum("lhde,lbhne->lbhnd", s.into, x - M.centre_at(s.mean, at, s.inv_freq))
-    first, rows = 0, dict.fromkeys(s.levels, 0)
-    for i in range(3):
-        got = transformed_states(s, packed[..., first : first + s.width(i)], i)
-        first += s.width(i)
+    assert packed.shape == (2, 5, sum(s.widths))
+    z = M.transform_states(s, x, at).view(3, heads, d, 2, 5)
+    tables, first = iter(s.levels.split((2 ** bits.flatten().long()).tolist())), 0
+    for i, width in enumerate(s.widths):
+        rows = packed[..., first : first + width].mT.contiguous()
+        got, first = look_up(s, rows, i, i + 1)[:, 0], first + width
         for h, j in itertools.product(range(heads), range(d)):
-            b = int(bits[i, h, j])
-            if not b:
-                assert not got[:, h, :, j].any()
-                continue
-            levels, rows[b] = s.levels[b][rows[b]], rows[b] + 1
-            near = (z[i, :, h, :, j, None] - levels).abs().min(-1).values
-            far = (z[i, :, h, :, j] - got[:, h, :, j]).abs()
+            near = (z[i, h, j, ..., None] - next(tables)).abs().min(-1).values
+            far = (z[i, h, j] - got[:, h, j]).abs()
             torch.testing.assert_close(far, near, rtol=1e-3, atol=1e-5)
+        back = M.decode_states(s, packed[..., first - width : first], at, i)
+        mean = M.centre_at(s.mean[i], at, s.inv_freq)
+        want = torch.einsum("hed,bhdn->bhne", s.into[i].inverse(), got) + mean
+        torch.testing.assert_close(back, want, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("most", [1, 3, 8])
@@ -72,16 +67,14 @@ def test_several_layers_are_looked_up_at_once(most):
     bits = torch.randint(0, most + 1, (4, 3, 8), generator=g).to(torch.uint8)
     bits[2] = 0  # a layer without bits among others
     s, x = side(bits), torch.randn(4, 2, 3, 9, 8, generator=g)
-    store = torch.zeros(2, sum(s.width(i) for i in range(4)), 12, dtype=torch.uint8)
+    store = torch.zeros(2, sum(s.widths), 12, dtype=torch.uint8)
     store[:, :, :9] = code_states(s, x, torch.arange(9).expand(2, -1)).mT
-    edges = torch.tensor([0, *(s.width(i) for i in range(4))]).cumsum(0).tolist()
-    one = torch.stack(
-        [
-            transformed_states(s, store[:, a:b, :9].mT, i).mT
-            for i, (a, b) in enumerate(itertools.pairwise(edges))
-        ],
-        1,
-    )
+    edges = list(itertools.accumulate(s.widths, initial=0))
+    one = [
+        look_up(s, store[:, a:b, :9].contiguous(), i, i + 1)
+        for i, (a, b) in enumerate(itertools.pairwise(edges))
+    ]
+    one = torch.cat(one, 1)
     workspace = Workspace()
     look_up(s, store, 0, 4, workspace)
     for first, last in ((0, 4), (1, 4), (0, 2), (2, 3), (1, 3)):
@@ -93,9 +86,9 @@ def test_several_layers_are_looked_up_at_once(most):
 def test_width_counts_whole_bytes():
     bits = torch.tensor([[[3, 1, 2, 0]], [[4, 4, 4, 4]]], dtype=torch.uint8)
     s = side(bits)
-    assert [s.width(i) for i in range(2)] == [3, 4]
+    assert s.widths == [3, 4]
     nine = torch.ones(1, 1, 9, dtype=torch.uint8)
-    assert side(nine).width(0) == 2
+    assert side(nine).widths == [2]
 
 
 def test_recipes():
