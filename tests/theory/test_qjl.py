@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from turboquant_nb.testing import bounded, no_worse_than, same, within_z
 from turboquant_nb.theory.qjl import (
     pack_signs,
     qjl_decode,
@@ -19,7 +20,6 @@ from turboquant_nb.theory.qjl import (
     unpack_signs,
 )
 from turboquant_nb.theory.rotation import haar, hadamard, hadamard_form
-from turboquant_nb.testing import bounded, no_worse_than, same, within_z
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 KINDS = ("gaussian", "orthogonal", "hadamard")
@@ -665,3 +665,23 @@ def test_bad_variance():
     ]:
         with pytest.raises(error, match=text):
             qjl_variance(*args)
+
+
+@pytest.mark.parametrize("d", (3, 5, 6, 7, 9, 13))
+def test_no_row_of_a_hadamard_sketch_is_a_channel(d):
+    "Where d has no Hadamard matrix two blocks overlap, which together mix all channels."
+    from turboquant_nb.theory.qjl import sketch_matrix
+
+    for seed in range(4):
+        rows = sketch_matrix(d, d, "hadamard", seed).double()
+        assert ((rows.abs() > 1e-6).sum(1) >= 2).all()
+        assert rows @ rows.mT == pytest.approx(
+            torch.eye(d).numpy() * float((rows[0] ** 2).sum()), abs=1e-5
+        )
+
+
+def test_a_sign_without_a_dimension_is_refused():
+    from turboquant_nb.theory.qjl import qjl_decode, sketch_matrix
+
+    with pytest.raises(ValueError, match=r"signs must have shape .*, got \[\]"):
+        qjl_decode(torch.tensor(1, dtype=torch.uint8), torch.tensor(1.0), sketch_matrix(8, 4))

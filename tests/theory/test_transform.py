@@ -17,8 +17,8 @@ from turboquant_nb.esm.transform import (
     code_states,
     load_code,
     look_up,
-    transformed_states,
     save_code,
+    transformed_states,
 )
 
 
