@@ -17,7 +17,7 @@ from turboquant_nb.quant.quantizer import (
     preset,
     scalar_codebook,
 )
-from turboquant_nb.quant.residual import ProdQuantizer, sign_codebook
+from turboquant_nb.quant.residual import SketchedCode, sign_codebook
 from turboquant_nb.testing import same
 from turboquant_nb.theory import codebook, rates
 from turboquant_nb.theory.codebook import Codebook, lloyd_max, lloyd_max_samples, uniform
@@ -140,9 +140,8 @@ def test_make_quantizer_residuals(table):
     assert sign.codebook.bits == 3
     if table == "sphere":
         assert torch.equal(sign.codebook.levels, sign_codebook(3, 16).to_int8_grid().levels)
-    assert isinstance(
-        make_quantizer(Spec(bits=3, residual="qjl", codebook=table), 16), ProdQuantizer
-    )
+    sketched = make_quantizer(Spec(bits=3, residual="qjl", codebook=table), 16)
+    assert isinstance(sketched.code, SketchedCode)
 
 
 @pytest.mark.parametrize("d", [16, 64, 80, 128])
