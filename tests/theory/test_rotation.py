@@ -377,3 +377,12 @@ def test_rotations_are_compared_by_identity():
     "Their fields are tensors: equality by fields would raise, and a hash would be lost."
     a, b = (rotations.Rotation("matrix", 8, None, torch.eye(8)) for _ in "ab")
     assert a == a and a != b and len({a, a, b}) == 2
+
+
+def test_every_transform_serves_values_unless_it_says_otherwise():
+    for kind in ("identity", "haar", "hadamard"):
+        assert (
+            rotations.make_rotation(kind, 8).refuses("values")
+            == rotations.Transform.refuses("sketch")
+            == ""
+        )

@@ -1,184 +1,17 @@
-"""Mutants that no other test noticed: each test names the change that it must notice. More are
-found by scripts/tools/mutants.py."""
+"""Stores, clocks and attention at their edges: each test names the change that it must notice."""
 
-import inspect
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from turboquant_nb.theory import codebook, rates, rope, rotation as rotations, transforms
-from turboquant_nb.esm import transform
-from turboquant_nb.theory.codebook import lloyd_max
 from turboquant_nb.cache.attention import attend, dense_attention
 from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec
 from turboquant_nb.cache.store import KVStore, Side, _encode_quietly
-from turboquant_nb.theory.centre import CosSinCache, masked_mean, prompt_mean
 from turboquant_nb.testing import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-# ---------------------------------------------------------------- tables and bits
-
-
-def test_every_transform_serves_values_unless_it_says_otherwise():
-    for kind in ("identity", "haar", "hadamard"):
-        assert (
-            rotations.make_rotation(kind, 8).refuses("values")
-            == rotations.Transform.refuses("sketch")
-            == ""
-        )
-
-
-# ---------------------------------------------------------------- defaults, and what is shared
-
-DEFAULTS = """
-codebook.partial_moments d=None | codebook._count_edges chunk=131072 | codebook.Codebook.encode check_finite=True | codebook.Codebook.decode dtype=torch.float32 check_range=True
-codebook.lloyd_max d=None | codebook.high_rate_mse d=None | codebook.uniform d=None | codebook.from_levels d=None | codebook._first_cut groups=512 | codebook.lloyd_max_samples weights=None
-rotation.haar seed=0 | rotation.hadamard seed=0 | rotation.make_rotation seed=0 matrix=None
-rope.rope_frequencies theta=10000.0 | rope.rope_angles theta=10000.0 inv_freq=None | rope.plane_channels pairing='half' | rope.plane_matrix pairing='half'
-rope.apply_rope theta=10000.0 pairing='half' rotary_dim=None inv_freq=None scale=1.0 | rope.apply_cos_sin inverse=False
-rope.commutant_part pairing='half' theta=10000.0 rotary_dim=None inv_freq=None | rope.commutes pairing='half' theta=10000.0 rotary_dim=None inv_freq=None
-quantizer.as_recipe recipe=None bits=None | quantizer.Quantizer.__init__ device='cpu' rotation=None codebook=None | quantizer.Quantizer.encode mean=None name='x'
-quantizer.encode mean=None name='x' block=4096 | quantizer.decode mean=None dtype=torch.float32 | quantizer.decided mean=None
-quantizer.Recipe.__init__ sinks=4 recent=16 decay=None residual=None
-quantizer.Spec.__init__ bits=3 rotation='hadamard' seed=0 scale='mse' codebook='sphere' center='none' scale_dtype='float16' residual='none'
-qjl.sketch_matrix kind='gaussian' seed=0 | qjl.qjl_variance kind='gaussian'
-residual.sign_codebook d=None base=None | residual.sketched_code codebook=None kind='gaussian' | residual.SketchedCode.levels check_range=False | residual.SketchedCode.decode check_range=False
-rates._per_channel low=0 high=8 | rates.MixedCodebook.encode check_finite=True | rates.MixedCodebook.decode dtype=torch.float32 check_range=True | rates.MixedCodebook.__init__ std=None
-rates.mixture_mse d=None | rates.allocate_bits bits=None sizes=None exact=False | rates.allocate_channels lo=0 hi=6 | rates.truncate planes=1 keep=1
-packing.Layout.__init__ along='channel' tile=256 | packing.unpack tokens=None
-store.Side.__init__ tile=256 device='cpu' | store.Side.allocate sinks=0 recent=0 dtype=torch.float32 | store.Ranges.__init__ device='cpu'
-store.KVStore.__init__ d_value=None dtype=torch.float32 device='cpu' max_length=None tile=256 static=False inv_freq=None | store.KVStore.append names=('k',·'v')
-store.KVStore.read first=None last=None | store.KVStore.set_range start=None end=None k=None v=None | store.KVStore.tail_with names=('k',·'v') | store.KVStore.crop tail=None
-store.TruncatedCode.levels check_range=False
-attention._check_attend recent=None
-attention.attend k=None v=None scaling=None mask=None first=None causal=True sliding_window=None softcap=None block=1024 recent=None
-attention.dense_attention scaling=None mask=None causal=True sliding_window=None softcap=None rows=256
-"""
-
-
-def core_modules():
-    from turboquant_nb.cache import attention, packing, store
-    from turboquant_nb.quant import quantizer, residual
-    from turboquant_nb.theory import qjl
-
-    return dict(
-        codebook=codebook,
-        rotation=rotations,
-        rope=rope,
-        quantizer=quantizer,
-        qjl=qjl,
-        residual=residual,
-        rates=rates,
-        packing=packing,
-        store=store,
-        attention=attention,
-    )
-
-
-def test_defaults_are_part_of_what_is_promised():
-    """A default that changes changes what everybody's code does who left it out; this is the
-    list."""
-    for line in DEFAULTS.strip().replace("\n", " | ").split(" | "):
-        name, *fields = line.split()
-        where, *path = name.split(".")
-        f = core_modules()[where]
-        for part in path:
-            f = inspect.getattr_static(f, part) if inspect.isclass(f) else getattr(f, part)
-        f = getattr(f, "__wrapped__", f)
-        found = {
-            p.name: p.default
-            for p in inspect.signature(f).parameters.values()
-            if p.default is not p.empty
-        }
-        assert [f"{k}={v!r}" for k, v in found.items() if not isinstance(v, Spec)] == [
-            x.replace("·", " ") for x in fields
-        ], name
-
-
-def test_what_is_compared_by_value_and_what_cannot_be_changed():
-    """Dataclasses are frozen; those that hold tensors are equal to themselves only, the others
-    by value."""
-    by_value = {"Spec", "Recipe", "Layout", "_Group", "_Query"}
-    for module in core_modules().values():
-        for name, cls in vars(module).items():
-            if (
-                inspect.isclass(cls)
-                and cls.__module__ == module.__name__
-                and (params := getattr(cls, "__dataclass_params__", None))
-            ):
-                assert params.frozen and params.eq == (name in by_value), name
-
-
-def test_shared_tables_can_be_used_in_any_mode():
-    """What is made once and kept must not be an inference tensor, whoever asks first: autograd
-    and in-place writes would fail for all others."""
-    from turboquant_nb.cache.store import _shared, _slots, _truncated
-    from turboquant_nb.theory.qjl import sketch_matrix
-
-    slots = _slots.__wrapped__
-    with torch.inference_mode():
-        cos_sin = CosSinCache(torch.ones(2).clone())
-        cos_sin.reach(3), cos_sin.row(2)
-        book = lloyd_max(3, 77)
-        made = [
-            cos_sin.table,
-            *cos_sin.kept,
-            slots(torch.device("cpu")),
-            sketch_matrix(3, 7, "gaussian", 77),
-        ]
-        for b in (book, book.to_int8_grid(), codebook.lloyd_max_samples(torch.arange(9.0), 2)):
-            made += [b.levels, b.edges, b.int8().levels]
-        made += [
-            rotations.make_rotation(kind, 44, 77).matrix for kind in ("haar", "hadamard")
-        ] + [rotations.hadamard_matrix.__wrapped__(44)]
-        q = _shared(Spec(3, seed=77), 44, torch.device("cpu"))
-        made += [q.rotation.matrix, q.codebook.levels, *_truncated(q).code.tables]
-    assert not any(t.is_inference() for t in made)
-
-
-# ---------------------------------------------------------------- transforms
-
-
-def of_moments(mean, second, query):
-    "Moments of one layer and head, of one token each."
-    one = lambda x: x[None].double()
-    kinds = ("key", "value", "rope")
-    sums = transforms.Moments(
-        1,
-        {(k, 0): one(mean) for k in kinds},
-        {(k, 0): one(second) for k in kinds} | {("query", 0): one(query)},
-    )
-    eye = torch.eye(len(mean)).double()
-    return transform.CodeStatistics(
-        torch.zeros_like(mean)[None, None],
-        torch.ones(len(mean) // 2),
-        eye[None, None],
-        torch.ones(1).double(),
-        sums,
-    )
-
-
-@pytest.mark.parametrize("rotation", ("svd", "none"))
-def test_a_centred_transform_is_of_the_covariance(rotation):
-    """`second - outer`, twice: the axes are those of what is left when the mean is gone, and so
-    are the variances."""
-    covariance, mean = (
-        torch.diag(torch.tensor([4.0, 1.0, 2.0, 0.5])),
-        torch.tensor([0.0, 30.0, 0.0, 0.0]),
-    )
-    m = of_moments(mean, covariance + mean[:, None] * mean, torch.eye(4))
-    fit = transform.fit_transform(
-        m, "key", transform.SideSpec(center="mean", rotation=rotation, aware=False)
-    )
-    want = [4.0, 2.0, 1.0, 0.5] if rotation == "svd" else [4.0, 1.0, 2.0, 0.5]
-    assert (
-        fit["var"][0, 0].tolist() == pytest.approx(want)
-        and fit["mean"][0, 0].tolist() == mean.tolist()
-    )
 
 
 # ---------------------------------------------------------------- the store
@@ -211,12 +44,6 @@ def test_a_crop_takes_the_ends_of_rows_along():
     store.set_range(end=torch.tensor([38, 20]))
     store.crop(10)
     assert store.length == 30 and store.end.tolist() == [30, 20]
-
-
-def test_a_row_of_padding_has_the_mean_zero():
-    "No token is left to take a mean of; 0 / 0 would make every code of the row meaningless."
-    mean = masked_mean(torch.full((2, 1, 4, 8), 3.0), torch.tensor([4, 0]))
-    assert mean.shape[0] == 2 and (mean[0] == 0).all() and (mean[1] == 3).all()
 
 
 def test_a_new_side_has_no_tiles():
@@ -369,18 +196,6 @@ def test_tensors_without_their_start_or_header_are_no_store():
             KVStore.from_state(t, h)
 
 
-def test_a_mean_has_the_unit_of_the_states():
-    """Scaled by a power of two, states have the mean so scaled: nothing in it is an absolute
-    number."""
-    x = torch.randn(2, 2, 12, 8, generator=torch.Generator().manual_seed(0)) + 1
-    mean, masked = prompt_mean(x, 2), masked_mean(x, torch.tensor([2, 2]))
-    assert mean.any()
-    for unit in (2.0**-40, 2.0**-9, 2.0**30):
-        same(prompt_mean(x * unit, 2), mean * unit)
-        same(masked_mean(x * unit, torch.tensor([2, 2])), masked * unit)
-    torch.testing.assert_close(mean, masked, rtol=2**-7, atol=0)
-
-
 def test_a_store_that_lost_all_has_whole_tiles_again():
     store = KVStore(Recipe(Spec(3), Spec(3), sinks=0, recent=0, decay=4), 2, 2, 8, tile=8)
     store.append(*states(40))
@@ -451,24 +266,6 @@ def test_a_static_store_is_asked_after_the_device(what):
     assert store.length == 20 and ASKING[what](store) == 23
 
 
-def test_a_mean_that_is_noise_is_zero():
-    "Positive-part James-Stein: what is shrunk below zero is zero, not turned round."
-    x = torch.randn(1, 1, 6, 8, generator=torch.Generator().manual_seed(0))
-    x = x - x.mean(2, keepdim=True) + 0.01
-    assert (masked_mean(x, torch.zeros(1)) == 0).all()
-
-
-def test_the_mean_of_a_prompt_that_is_noise_is_zero():
-    "As of `masked_mean`, for the path that does not wait for a device."
-    x = torch.randn(1, 1, 6, 8, generator=torch.Generator().manual_seed(0))
-    x = x - x.mean(2, keepdim=True) + 0.01
-    assert (
-        (prompt_mean(x) == 0).all()
-        and (prompt_mean(x[:, :, :1]) == 0).all()
-        and (prompt_mean(x + 9) != 0).all()
-    )
-
-
 def test_a_store_grows_by_an_eighth():
     "Nine tiles and one token more: eleven; one and one: two; many at once: what they need."
     for have, more, want in ((9, 1, 11), (1, 1, 2), (16, 1, 18), (2, 80, 12)):
@@ -518,24 +315,6 @@ def by_position(store, states):
 
 
 # ---------------------------------------------------------------- attention and planes
-
-
-@pytest.mark.parametrize("r", (4, 8))
-def test_a_row_of_cosines_and_sines(r):
-    """x * cos + x.roll(r / 2) * sin is `apply_cos_sin`, bit for bit; the last answer is kept,
-    another position is another."""
-
-    table = CosSinCache(0.5 ** torch.arange(1.0, r // 2 + 1))
-    assert table.kept == ()
-    table.reach(300)
-    x = torch.randn(3, r, generator=torch.Generator().manual_seed(0))
-    for position in (0, 7, 299):
-        cos, sin = table.row(position)
-        same(
-            x * cos + x.roll(r // 2, -1) * sin,
-            rope.apply_cos_sin(x, table.table[position].expand(3, -1)),
-        )
-        assert table.row(position)[0] is cos and len(table.kept) == 2 and table.kept[1] is sin
 
 
 def test_what_is_freed_in_front_is_not_asked_for_behind():
@@ -783,12 +562,6 @@ def test_a_first_position_at_the_end_sees_nothing():
     assert (out == 0).all() and (lse == -math.inf).all()
     with pytest.raises(ValueError, match="first must be from 0 to 9, got 10"):
         attend(torch.ones(2, 2, 1, 8), store, first=10)
-
-
-# ---------------------------------------------------------------- transformers' side
-
-
-# ---------------------------------------------------------------- the encode kernel
 
 
 # (`fits` of the kernel: test_states_taken_without_waiting in test_encode_kernel.py)
