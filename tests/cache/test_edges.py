@@ -1,4 +1,4 @@
-"""Stores, clocks and attention at their edges: each test names the change that it must notice."""
+"Stores, clocks and attention at their edges: each test names the change that it must see."
 
 import math
 

@@ -1,5 +1,5 @@
-"""What is promised of the whole core: defaults, what is compared by value, and tables that can be
-used in any mode."""
+"""What is promised of the whole core: defaults, what is compared by value, and tables that can
+be used in any mode."""
 
 import inspect
 
