@@ -141,16 +141,11 @@ def _check_decay(decay, sides):
         )
 
 # %% ../../nbs/20_quantizer.ipynb #510b1bdd
-def _with_todays_words(data: dict, names: dict) -> dict:
-    "Fields as they are called today, from what a file calls them."
-    return {names.get(name, name): x for name, x in data.items()}
-
-
 class TwoSides:
     """What recipes have in common: settings of keys and of values, each a `side_class`, and
     JSON."""
 
-    side_class, former_names = None, {}
+    side_class = None
 
     def to_json(self) -> str:
         "The recipe as a JSON object; `from_json` reads it back."
@@ -158,13 +153,10 @@ class TwoSides:
 
     @classmethod
     def from_dict(cls, data: dict) -> "TwoSides":
-        """From what `dataclasses.asdict` gave, today or before. Raises KeyError or TypeError
-        for unknown or missing structure."""
-        data = _with_todays_words(data, cls.former_names)
-        sides = {
-            name: cls.side_class(**_with_todays_words(data.pop(name), cls.former_names))
-            for name in ("key", "value")
-        }
+        """From what `dataclasses.asdict` gave. Raises KeyError or TypeError for unknown or
+        missing structure."""
+        data = dict(data)
+        sides = {name: cls.side_class(**data.pop(name)) for name in ("key", "value")}
         return cls(**sides, **data)
 
     @classmethod
