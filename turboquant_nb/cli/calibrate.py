@@ -191,7 +191,7 @@ class Sequences:
         typer.Option(
             metavar="RECIPE",
             help=(
-                "With --fasta: turboesm, water2, water3, water4, or one of these with a +; "
+                "With --fasta: water2, water3, water4, or one of these with a +; "
                 "default: water3."
             ),
         ),
