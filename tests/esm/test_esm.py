@@ -491,10 +491,17 @@ def test_rows_of_one_sequence_of_a_batch(model, code, kind):
         for i, s in enumerate(seqs):
             at = torch.tensor([1, len(s), 4])
             t.prefill(ids, mask)
-            a = t.rows(torch.tensor([MASK, 5, MASK]), at, sequence=i).hidden
+            a, again = (
+                t.rows(torch.tensor([MASK, 5, MASK]), at, sequence=j).hidden
+                for j in (i, i - len(seqs))  # counted from the end
+            )
             t.prefill(tokens([s])[0])
             b = t.rows(torch.tensor([MASK, 5, MASK]), at).hidden
             torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
+            assert torch.equal(a, again)
+        for bad in (1, -2):  # one sequence is left
+            with pytest.raises(ValueError, match=f"one of 1, counted from 0, got {bad}"):
+                t.rows(at, at, bad)
         for bad in (torch.tensor([-1]), torch.tensor([len(seqs[-1]) + 2])):
             with pytest.raises(ValueError, match="at must be from 0"):
                 t.rows(torch.tensor([MASK]), bad)
@@ -590,25 +597,6 @@ def test_wild_type_marginals_and_one_pass(model, code):
         ):
             with pytest.raises(ValueError, match="would not use the code"):
                 call()
-
-
-def test_rows_of_a_sequence_from_the_end(model, code):
-    ids, mask = tokens([x[:n] for x, n in zip(proteins(3, 20, 30, seed=5), (12, 9, 17))])
-    at = torch.tensor([1, 5])
-    for use in (None, code, PLAIN):
-        with TurboEsm(model, use) as t:
-            t.prefill(ids, mask)
-            found = [t.rows(torch.full_like(at, MASK), at, i).hidden for i in (1, -2, 2, -1)]
-            assert (
-                torch.equal(found[0], found[1])
-                and torch.equal(found[2], found[3])
-                and not torch.equal(found[0], found[2])
-            )
-            for bad in (3, -4):
-                with pytest.raises(
-                    ValueError, match=f"sequence must be one of 3, counted from 0, got {bad}"
-                ):
-                    t.rows(at, at, bad)
 
 
 def test_masked_rows_in_one_graph(model, code):
