@@ -224,3 +224,11 @@ def test_an_error_in_the_middle_leaves_the_model_as_it_was():
     with pytest.raises(KeyboardInterrupt):
         measure_sensitivity(model, texts(), progress=stop)
     assert model.config._attn_implementation == kind
+
+
+def test_a_budget_is_rounded_down():
+    "2.45 bits of 6 numbers buy 2.7 bits more than two each: not the 3 of one step."
+    losses = dict(bits=[2, 3, 4], key=[[1.0, 0.5, 0.1]], value=[[0.9, 0.4, 0.1]], size=[[3, 3]])
+    assert allocate_layers(losses, 2.45) == [(2, 2)] and allocate_layers(losses, 2.5) == [
+        (3, 2)
+    ]

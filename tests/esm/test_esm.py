@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 from transformers import EsmConfig, EsmForMaskedLM
 
 from turboquant_nb import esm as M
-from turboquant_nb.esm import codes, mutations
+from turboquant_nb.esm import codes, mutations, transform
 from turboquant_nb.esm import (
     EOS,
     MASK,
@@ -41,6 +41,7 @@ from turboquant_nb.esm.mutations import MaskedRows
 from turboquant_nb.hf.graphs import Tape
 from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.esm.transform import RECIPES, SideSpec
+from turboquant_nb.theory import transforms
 
 
 def tiny(d=16, heads=2, layers=2, seed=0, **more):
@@ -993,3 +994,41 @@ def test_random_models_leave_the_random_state():
     assert torch.equal(torch.get_rng_state(), before)
     assert not torch.equal(a.lm_head.dense.weight, b.lm_head.dense.weight)
     assert torch.equal(a.lm_head.dense.weight, random_esm(1, 2, 8, seed=3).lm_head.dense.weight)
+
+
+def of_moments(mean, second, query):
+    "Moments of one layer and head, of one token each."
+    one = lambda x: x[None].double()
+    kinds = ("key", "value", "rope")
+    sums = transforms.Moments(
+        1,
+        {(k, 0): one(mean) for k in kinds},
+        {(k, 0): one(second) for k in kinds} | {("query", 0): one(query)},
+    )
+    eye = torch.eye(len(mean)).double()
+    return transform.CodeStatistics(
+        torch.zeros_like(mean)[None, None],
+        torch.ones(len(mean) // 2),
+        eye[None, None],
+        torch.ones(1).double(),
+        sums,
+    )
+
+
+@pytest.mark.parametrize("rotation", ("svd", "none"))
+def test_a_centred_transform_is_of_the_covariance(rotation):
+    """`second - outer`, twice: the axes are those of what is left when the mean is gone, and so
+    are the variances."""
+    covariance, mean = (
+        torch.diag(torch.tensor([4.0, 1.0, 2.0, 0.5])),
+        torch.tensor([0.0, 30.0, 0.0, 0.0]),
+    )
+    m = of_moments(mean, covariance + mean[:, None] * mean, torch.eye(4))
+    fit = transform.fit_transform(
+        m, "key", transform.SideSpec(center="mean", rotation=rotation, aware=False)
+    )
+    want = [4.0, 2.0, 1.0, 0.5] if rotation == "svd" else [4.0, 1.0, 2.0, 0.5]
+    assert (
+        fit["var"][0, 0].tolist() == pytest.approx(want)
+        and fit["mean"][0, 0].tolist() == mean.tolist()
+    )

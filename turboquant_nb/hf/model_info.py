@@ -37,7 +37,7 @@ def _text_config(model_or_config):
         got = type(model_or_config).__name__
         raise TypeError(f"model_or_config must be a transformers model or config, got {got}")
     text = config.get_text_config(decoder=True)
-    if not hasattr(text, "num_hidden_layers"):
+    if not is_registered(text) and not hasattr(text, "num_hidden_layers"):
         raise ValueError(
             f"model_or_config must be of a decoder, got {text.model_type}, which has no layers "
             "of attention"
@@ -235,8 +235,8 @@ class ModelInfo:
             f"{f['query heads']} query heads on {f['KV heads']} KV heads of {f['head size']}"
         )
         return (
-            f"ModelInfo({f['model type']}: {len(self.layers)} layers, {n} coded, {sliding} with "
-            f"a sliding window; {heads})"
+            f"ModelInfo({f['model type']}: {len(self.layers)} layers, {n} coded, {sliding} "
+            f"with a sliding window; {heads})"
         )
 
 # %% ../../nbs/50_model_info.ipynb #46a291ce
