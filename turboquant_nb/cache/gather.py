@@ -556,6 +556,8 @@ def supports(
         )
     if store.end is not None:
         return False, "sequences have ends"
+    if any(side.q.code.whole.edges is None for side in store.sides):
+        return False, "the code has no look-up table"
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v)):
         return False, "there is no gradient; call under torch.no_grad()"
     return True, ""
@@ -616,8 +618,9 @@ def _array(x: Tensor) -> np.ndarray:
 
 def _code_rows(q: Quantizer, y: Tensor) -> tuple | None:
     """Codes, scales and levels [n, d] of rotated vectors, with the operations of `encode`; None
-    if one is zero, not finite, or too large, or the code has no such way. NumPy does what is rounded once, and so the same
-    everywhere; PyTorch does sums, in the order of `encode`, and its own roots."""
+    if one is zero, not finite, or too large, or the code has no such way. NumPy does what is
+    rounded once, and so the same everywhere; PyTorch does sums, in the order of `encode`, and
+    its own roots."""
     norm, of = torch.linalg.vector_norm, torch.from_numpy
     with np.errstate(all="ignore"):  # what is not finite is refused below
         rows, power = y.numpy(), np.square(norm(y, dim=-1).numpy())
@@ -727,10 +730,11 @@ def _rotated(
 ) -> list:  # [B * H, d] of keys, of values
     "States of one position, centred and rotated."
     means, rotated = [side.mean for side in store.sides], []
-    if store.key.q.centre.kind == "rotating":
-        means[0] = _key_mean(store, position)
-    elif store.key.q.centre.kind == "own":
-        means[0] = store.center("key", position, position + 1)
+    for i, (name, side) in enumerate(zip(("key", "value"), store.sides)):
+        if side.q.centre.kind == "rotating":
+            means[i] = _key_mean(store, position)
+        elif side.q.centre.kind == "own":
+            means[i] = store.center(name, position, position + 1)
     for side, x, mean in zip(store.sides, states, means):
         x = x.float() if mean is None else x.float() - mean.float()
         y = side.q.rotation.apply(x if side.q.rotation.per_head else x.reshape(-1, side.q.d))
