@@ -20,7 +20,7 @@ GONE: dict[str, str] = {
     "decay drops the last plane of codes; residual 'qjl' keeps signs apart": "its signs",
     WAITS: "in two parts: what is asked, and the code's reason",
     # options of TurboESM, which is an experiment of its page (chapter 93)
-    "which tokens are sinks or outliers is read from the device": "exact tokens are the store's",
+    "which tokens are sinks or outliers is read from the device": "said by the store",
     "allocation needs a table per channel, without sign": "TurboESM",
     "one_table needs tables per head on both sides": "TurboESM",
     "sinks must be a non-negative integer, got {}": "TurboESM",
