@@ -1,5 +1,5 @@
-"""A family of models that nobody prepared for: one function reads its configuration, and a whole
-model of it decodes on codes."""
+"""A family of models that nobody prepared for: one function reads its configuration, and a
+whole model of it decodes on codes."""
 
 import copy
 

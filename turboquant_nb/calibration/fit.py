@@ -126,7 +126,8 @@ def observed(model, ids: Tensor, observer):  # gives the ids where the model rea
     it caches."""
     info, decoder = ModelInfo(model), model.get_decoder()
     device = model.get_input_embeddings().weight.device
-    # accelerate streams weights in that are "meta"; what else the model has, such as eyes, keeps
+    # accelerate streams weights in that are "meta"; what else the model has, such as eyes,
+    # keeps
     # its own attention
     ids = ids.to(ids.device if device.type == "meta" else device, torch.long)
     with hooked(observing(decoder, observer.observe)), torch.no_grad():

@@ -186,7 +186,8 @@ def _sizes(layer, model_type: str) -> tuple:  # (KV heads, channels of a key, of
     does not say in one place."""
     if layer.sized_by:
         raise ValueError(
-            f"{model_type} has {layer.sized_by}: keys and values of different size are not planned"
+            f"{model_type} has {layer.sized_by}: keys and values of different size are not "
+            "planned"
         )
     return layer.heads, layer.key_size, layer.value_size
 

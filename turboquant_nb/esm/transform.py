@@ -116,7 +116,8 @@ class _Tables:
         end = end if last == side.shape[0] else int(_table_starts(flat[: last * size])[1])
         levels, starts = side.levels[int(starts[0]) : end], starts - int(starts[0])
         rows, n = _bit_rows(mine.view(last - first, size))
-        # coding: edges of channels with as many bits, then which bit of which channel goes where
+        # coding: edges of channels with as many bits, then which bit of which channel goes
+        # where
         self.groups = []
         for b in range(int(mine.max()), 0, -1):
             if len(at := (mine == b).nonzero().flatten()):

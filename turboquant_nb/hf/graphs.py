@@ -49,7 +49,8 @@ class CapturedSteps:
             ops.encode.prepare(layer.store)  # a graph cannot copy tables to the device
 
     def append(self, key_states: Tensor, value_states: Tensor) -> tuple:
-        "`update` in a captured step. Raises ValueError where the model does not attend on codes."
+        """`update` in a captured step. Raises ValueError where the model does not attend on
+        codes."""
         layer, states, n = self.layer, (key_states, value_states), key_states.shape[2]
         if not layer.on_codes:
             raise ValueError("captured steps need the 'turboquant' attention")

@@ -54,9 +54,9 @@ class RowStarts:
         attention_mask: Tensor | None,  # [B, past + n]; other shapes say nothing
         decides: bool,  # whether nothing but the starts keeps queries from padding
     ) -> None:
-        """What the mask of a pass says that is not known yet. What a caller has set stays, unless
-        the starts `decide`; then no mask may mean that one was asked for already and said all
-        by its starts, as `generate` does for a static cache."""
+        """What the mask of a pass says that is not known yet. What a caller has set stays,
+        unless the starts `decide`; then no mask may mean that one was asked for already and
+        said all by its starts, as `generate` does for a static cache."""
         if past == 0 and layer.starts is not None and not self.given and not decides:
             self._tell(None)  # of a pass that was broken off
         if attention_mask is None or list(attention_mask.shape[1:]) != [past + n]:
