@@ -8,7 +8,9 @@ import torch.nn.functional as F
 
 from turboquant_nb.cache.attention import attend, dense_attention
 from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec
-from turboquant_nb.cache.store import KVStore, Side, _encode_quietly
+from turboquant_nb.cache.clock import CAPTURE, _append_by_position, _encode_quietly
+from turboquant_nb.cache.memory import Side
+from turboquant_nb.cache.store import KVStore
 from turboquant_nb.testing import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -158,7 +160,7 @@ def test_an_empty_store_has_no_tile():
 
 
 def test_only_the_tiles_that_tokens_lie_in_are_unpacked(monkeypatch):
-    from turboquant_nb.cache import store as module
+    from turboquant_nb.cache import memory as module
 
     store, seen, unpack = KVStore(Recipe(), 2, 2, 8, tile=8), [], module.unpack
     store.append(*states(80))
@@ -308,7 +310,6 @@ def test_a_static_store_that_went_back_is_as_one_that_never_was_ahead(d):
 
 def by_position(store, states):
     "Append as a recorded step does: where the device's position says."
-    from turboquant_nb.cache.store import _append_by_position
 
     _append_by_position(*store._by_position(*states))
     store.sync()
@@ -351,7 +352,6 @@ def test_a_start_may_lie_as_far_as_positions_go():
 def test_a_tail_where_the_device_counts():
     """Recorded as eager: positions and states are those of the last `recent` tokens and the
     chunk."""
-    from turboquant_nb.cache.store import CAPTURE
 
     store = KVStore(Recipe(sinks=1, recent=4), 2, 2, 8, tile=8, max_length=64, static=True)
     store.append(*states(21))
@@ -414,7 +414,6 @@ def test_a_crop_of_a_static_store_asks_the_device_first():
 
 def unsynced(store, states):
     "Append as a recorded step does, and tell the host nothing."
-    from turboquant_nb.cache.store import _append_by_position
 
     _append_by_position(*store._by_position(*states))
 
@@ -497,7 +496,6 @@ def decode_all(store, name):
 def test_attention_where_the_device_counts_the_tokens(center, recent):
     """Recorded, the length is a tensor and masks reach to max_length: the same output as where
     the host knows it, with a chunk and without."""
-    from turboquant_nb.cache.store import CAPTURE
 
     recipe, freq = (
         Recipe(Spec(3, center=center), Spec(2), sinks=2, recent=4),

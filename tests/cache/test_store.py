@@ -20,14 +20,10 @@ from turboquant_nb.files import read_file, write_file
 from turboquant_nb.quant.mixed_precision import make_quantizer
 from turboquant_nb.theory.centre import prompt_mean
 from turboquant_nb.theory.rates import truncate
-from turboquant_nb.cache.store import (
-    FORMAT,
-    ExactTokens,
-    KVStore,
-    Ranges,
-    Side,
-    _append_by_position,
-)
+from turboquant_nb.cache.clock import _append_by_position
+from turboquant_nb.cache.exact import ExactTokens, Ranges
+from turboquant_nb.cache.memory import Side
+from turboquant_nb.cache.store import FORMAT, KVStore
 from turboquant_nb.testing import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")

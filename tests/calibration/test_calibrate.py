@@ -792,7 +792,7 @@ FRESH = """
 import torch
 torch.set_num_threads(1)
 from pathlib import Path
-from turboquant_nb.cache import store
+from turboquant_nb.cache import memory, store
 from turboquant_nb.theory import transforms
 from turboquant_nb.quant.calibration import load_calibration
 from turboquant_nb.hf import TurboQuantCache
@@ -802,7 +802,7 @@ here, out = Path("."), {}
 config = torch.load("config", weights_only=False)
 for file in sorted(here.glob("*.saved")):
     transforms._registered.clear()  # of the file before
-    store._shared.cache_clear(), store._coder.cache_clear()
+    memory._shared.cache_clear(), memory._coder.cache_clear()
     cache = file.name.startswith("cache") or file.name.startswith("static")
     reader = load_compressed if "compressed" in file.name else TurboQuantCache.load if cache else store.KVStore.load
     got = reader(file, config) if cache else reader(file)

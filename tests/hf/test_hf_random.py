@@ -25,7 +25,8 @@ from turboquant_nb.hf import MARGIN, TurboQuantCache, layer_frequencies, turboqu
 from turboquant_nb.hf.cache import STEPS
 from turboquant_nb.quant.mixed_precision import make_quantizer
 from turboquant_nb.quant.quantizer import Coded, Recipe, Spec, decode
-from turboquant_nb.cache.store import KVStore, TruncatedCode
+from turboquant_nb.cache.memory import TruncatedCode
+from turboquant_nb.cache.store import KVStore
 from turboquant_nb.theory.centre import prompt_mean
 
 SEQUENCES = int(os.environ.get("TURBOQUANT_SEQUENCES", 60 if SLOW else 12))

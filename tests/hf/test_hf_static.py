@@ -237,7 +237,7 @@ def test_copies_and_files(tmp_path):
 def test_a_pass_asks_the_device_once_for_all_layers(monkeypatch):
     """A prompt waits for counts of tokens as often with seven layers as with two; and what the
     device has counted meanwhile is seen."""
-    from turboquant_nb.cache.store import Static
+    from turboquant_nb.cache.clock import DeviceClock
 
     found = []
     for layers in (2, 7):
@@ -248,9 +248,9 @@ def test_a_pass_asks_the_device_once_for_all_layers(monkeypatch):
             model(ids, past_key_values=cache)
             cache.reset()
             with monkeypatch.context() as m:
-                counted = Static.counted
+                counted = DeviceClock.counted
                 m.setattr(
-                    Static,
+                    DeviceClock,
                     "counted",
                     lambda self, length: asked.append(self.known) or counted(self, length),
                 )

@@ -55,9 +55,9 @@ rates.allocate_channels lo=0 hi=6
 rates.truncate planes=1 keep=1
 packing.Layout.__init__ along='channel' tile=256
 packing.unpack tokens=None
-store.Side.__init__ tile=256 device='cpu'
-store.Side.allocate sinks=0 recent=0 dtype=torch.float32
-store.Ranges.__init__ device='cpu'
+memory.Side.__init__ tile=256 device='cpu'
+memory.Side.allocate sinks=0 recent=0 dtype=torch.float32
+exact.Ranges.__init__ device='cpu'
 store.KVStore.__init__ d_value=None dtype=torch.float32 device='cpu' max_length=None
     tile=256 static=False inv_freq=None
 store.KVStore.append names=('k',·'v')
@@ -65,7 +65,7 @@ store.KVStore.read first=None last=None
 store.KVStore.set_range start=None end=None k=None v=None
 store.KVStore.tail_with names=('k',·'v')
 store.KVStore.crop tail=None
-store.TruncatedCode.levels check_range=False
+memory.TruncatedCode.levels check_range=False
 attention.attend k=None v=None scaling=None mask=None first=None causal=True
     sliding_window=None softcap=None block=1024 recent=None
 attention.dense_attention scaling=None mask=None causal=True sliding_window=None
@@ -74,7 +74,7 @@ attention.dense_attention scaling=None mask=None causal=True sliding_window=None
 
 
 def core_modules():
-    from turboquant_nb.cache import attention, packing, store
+    from turboquant_nb.cache import attention, exact, memory, packing, store
     from turboquant_nb.quant import quantizer, residual
     from turboquant_nb.theory import qjl
 
@@ -87,6 +87,8 @@ def core_modules():
         residual=residual,
         rates=rates,
         packing=packing,
+        exact=exact,
+        memory=memory,
         store=store,
         attention=attention,
     )
@@ -130,7 +132,7 @@ def test_what_is_compared_by_value_and_what_cannot_be_changed():
 def test_shared_tables_can_be_used_in_any_mode():
     """What is made once and kept must not be an inference tensor, whoever asks first: autograd
     and in-place writes would fail for all others."""
-    from turboquant_nb.cache.store import _shared, _slots, _truncated
+    from turboquant_nb.cache.memory import _shared, _slots, _truncated
     from turboquant_nb.theory.qjl import sketch_matrix
 
     slots = _slots.__wrapped__

@@ -32,7 +32,8 @@ from turboquant_nb.hf.passes import (
 from .report import Report, report_of
 from ..quant.layer_info import LayerInfo
 from ..quant.quantizer import Recipe
-from ..cache.store import Growing, KVStore
+from ..cache.clock import HostClock
+from ..cache.store import KVStore
 
 # %% ../../nbs/51_cache.ipynb #351d9ca3
 NAME = "turboquant"  # of the attention implementation that reads codes
@@ -316,7 +317,7 @@ class TurboQuantLayer(CacheLayerMixin):
         steps; what was captured on it must not be replayed any more."""
         if self.is_initialized and self.store.static and not self.static:
             self.store = copy.copy(self.store)
-            self.store.storage, self.store.max_length = Growing(), self.max_length
+            self.store.storage, self.store.max_length = HostClock(), self.max_length
 
     def reset(self) -> None:
         """Forget everything; the next update builds a new store, or fills the same tensors

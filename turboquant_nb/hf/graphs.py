@@ -22,7 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..kernels import ops
 from .cache import NAME, STEPS, CodedStates, TurboQuantCache, TurboQuantLayer
 from .hooks import AttentionCall, Detour, attention_name
-from ..cache.store import CAPTURE, KVStore, Static, Tail, _plain
+from ..cache.clock import CAPTURE, DeviceClock
+from ..cache.exact import Tail, _plain
+from ..cache.store import KVStore
 
 # %% ../../nbs/53_graphs.ipynb #8c645051
 class CapturedSteps:
@@ -181,7 +183,7 @@ def as_static(self: KVStore, max_length: int | None = None) -> KVStore:
     new.max_length = max_length or new.capacity
     if new.cos_sin is not None:
         new.cos_sin.reach(new.max_length)
-    new.storage = Static(new)
+    new.storage = DeviceClock(new)
     new.storage.count(new.length)
     new._need_flags()
     return new

@@ -23,18 +23,16 @@ from ..cache.packing import TILE, Layout
 from ..quant.mixed_precision import find_code
 from ..quant.quantizer import Recipe, as_recipe
 from ..theory.rotation import make_rotation
-from turboquant_nb.cache.store import (
+from turboquant_nb.cache.clock import (
     _APPEND,
     AppendOperands,
-    KVStore,
-    Unchanged,
     _append_by_position,
-    _coder,
-    _encoded,
-    _plain,
     _sides,
     _take_mean,
 )
+from ..cache.exact import _plain
+from ..cache.memory import _coder
+from ..cache.store import KVStore, Unchanged, _encoded
 
 try:
     import triton
