@@ -354,7 +354,7 @@ class ScalarCode(Code):
         "[n] or [d, n]: where the symbol of a channel changes; None of a table that has none."
         return getattr(self.codebook, "edges", None)
 
-    @property
+    @cached_property
     def books(self) -> list:
         "[(channels as a slice or a list, table)]: channels that share one."
         if isinstance(self.codebook, MixedCodebook):
@@ -389,8 +389,9 @@ class ScalarCode(Code):
         return ScalarCode(truncate(self.codebook, keep=2), bits)
 
     def to(self, device) -> "ScalarCode":
-        moved = self.codebook.to(device)
-        return self if moved is self.codebook else ScalarCode(moved, self.channel_bits)
+        if self.edges is not None and self.edges.device == torch.device(device):
+            return self
+        return ScalarCode(self.codebook.to(device), self.channel_bits)
 
     def encode(self, u):
         return self.codebook.encode(u, check_finite=False)
@@ -398,15 +399,21 @@ class ScalarCode(Code):
     def levels(self, codes, check_range=False):
         return self.codebook.decode(codes, check_range=check_range)
 
+    @cached_property
+    def _arrays(self) -> list:
+        "`books` as NumPy sees them: [(channels, edges, levels)]."
+        return [(at, book.edges.numpy(), book.levels.numpy()) for at, book in self.books]
+
     def nearest(self, u):
-        if len(self.books) == 1:
-            codes = self.codebook.edges.numpy().searchsorted(u)
-            return codes, self.codebook.levels.numpy().take(codes)
-        codes, levels = np.empty(u.shape, np.intp), np.empty_like(u)
-        for channels, book in self.books:
-            part = book.edges.numpy().searchsorted(u[:, channels])
-            codes[:, channels], levels[:, channels] = part, book.levels.numpy().take(part)
-        return codes, levels
+        if len(self._arrays) == 1:
+            _, edges, levels = self._arrays[0]
+            codes = edges.searchsorted(u)
+            return codes, levels.take(codes)
+        codes, out = np.empty(u.shape, np.intp), np.empty_like(u)
+        for channels, edges, levels in self._arrays:
+            part = edges.searchsorted(u[:, channels])
+            codes[:, channels], out[:, channels] = part, levels.take(part)
+        return codes, out
 
     def refuses(self, use):
         kinds = sorted(set(self.channel_bits))
@@ -511,7 +518,7 @@ class Quantizer:
     def __repr__(self):
         return f"{type(self).__name__}(d={self.d}, {self.spec})"
 
-    @property
+    @cached_property
     def centre(self) -> Centre:
         "What is taken out before coding."
         return self.spec.centre
