@@ -155,7 +155,7 @@ class TwoSides:
     def from_dict(cls, data: dict) -> "TwoSides":
         """From what `dataclasses.asdict` gave. Raises KeyError or TypeError for unknown or
         missing structure."""
-        data = dict(data)
+        data = {**data}
         sides = {name: cls.side_class(**data.pop(name)) for name in ("key", "value")}
         return cls(**sides, **data)
 
@@ -349,7 +349,7 @@ class ScalarCode(Code):
     def __repr__(self):
         return f"{type(self).__name__}({self.codebook})"
 
-    @property
+    @cached_property
     def edges(self) -> Tensor | None:
         "[n] or [d, n]: where the symbol of a channel changes; None of a table that has none."
         return getattr(self.codebook, "edges", None)
