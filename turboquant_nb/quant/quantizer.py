@@ -380,13 +380,10 @@ class ScalarCode(Code):
     def encoder(self) -> str | None:
         return "edges" if isinstance(self.codebook, Codebook) else None
 
-    @cached_property
+    @property
     def coarser(self) -> "ScalarCode | None":
         "Conditional means of the merged cells; groups of 1 or 2 bits stay as they are."
-        if max(self.channel_bits) < 3:
-            return None
-        bits = tuple(b - (b > 2) for b in self.channel_bits)
-        return ScalarCode(truncate(self.codebook, keep=2), bits)
+        return _coarser(self) if max(self.channel_bits) > 2 else None
 
     def to(self, device) -> "ScalarCode":
         if self.edges is not None and self.edges.device == torch.device(device):
@@ -422,6 +419,14 @@ class ScalarCode(Code):
         if use == "decode" and self.lut is None:
             return "levels must be on their int8 grid (Codebook.to_int8_grid)"
         return super().refuses(use)
+
+
+@lru_cache(maxsize=256)
+def _coarser(code: ScalarCode) -> ScalarCode:
+    "The one code that is left of another."
+    with torch.inference_mode(False):
+        bits = tuple(b - (b > 2) for b in code.channel_bits)
+        return ScalarCode(truncate(code.codebook, keep=2), bits)
 
 # %% ../../nbs/20_quantizer.ipynb #2a36df64
 class HeadCodes(Code):
