@@ -4,18 +4,17 @@
 
 # %% auto #0
 __all__ = ['CAPTURE', 'FORMAT', 'RETIRED', 'Side', 'ExactTokens', 'Ranges', 'Growing', 'Tail', 'KVStore', 'prompt_mean',
-           'CosSinCache', 'shared_cos_sin', 'Static', 'AppendOperands', 'Unchanged']
+           'CosSinCache', 'shared_cos_sin', 'Static', 'AppendOperands']
 
 # %% ../../nbs/31_store.ipynb #897555f6
 import json
 import math
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import asdict, dataclass
 from functools import lru_cache, wraps
-from operator import is_
 from types import SimpleNamespace
 from typing import NamedTuple
-from weakref import WeakValueDictionary, ref
+from weakref import WeakValueDictionary
 
 import torch
 from fastcore.basics import patch
@@ -500,6 +499,7 @@ class KVStore:
         self.key = Side(r.key, d_key, "channel", tile, self.device).allocate(**more)
         self.value = Side(r.value, dv, "token", tile, self.device).allocate(**more)
         self.ranges, self.flags, self.cos_sin = Ranges(batch, self.device), None, None
+        self.epoch, self._memo, self._memo_table = 0, {}, None  # see `memo`
         self.length = self.offset = 0  # tokens ever appended; of these, freed at the front
         self._recent_from = (
             0  # first position whose slot of the ring was not overwritten and cropped
@@ -520,6 +520,18 @@ class KVStore:
         size = f"{self.batch} x {self.heads} heads x {self.length} tokens"
         return f"KVStore({size}, {self.bits_per_value():.2f} bits per value)"
 
+    def __copy__(self):
+        "Another store of the same tensors; it remembers nothing."
+        new = object.__new__(type(self))
+        new.__dict__ = dict(self.__dict__)
+        new.changed()
+        return new
+
+    def __deepcopy__(self, memo):
+        new = memo[id(self)] = copy(self)
+        new.__dict__ = deepcopy(new.__dict__, memo)
+        return new
+
     # --- what it has
 
     @property
@@ -534,7 +546,9 @@ class KVStore:
 
     @start.setter
     def start(self, start: Tensor):
-        self.ranges.start = start
+        if start is not self.ranges.start:
+            self.ranges.start = start
+            self.changed()
 
     @property
     def end(self) -> Tensor | None:
@@ -543,7 +557,9 @@ class KVStore:
 
     @end.setter
     def end(self, end: Tensor | None):
-        self.ranges.end = end
+        if end is not self.ranges.end:
+            self.ranges.end = end
+            self.changed()
 
     @property
     def static(self) -> bool:
@@ -573,6 +589,22 @@ class KVStore:
         held = self.batch * self.heads * (self.length - self.offset)
         values = held * (self.key.q.d + self.value.q.d)
         return 8 * self.nbytes / values if values else math.nan
+
+    # --- what calls remember of it
+
+    def changed(self) -> None:
+        """Tensors, quantizers or ranges are others now: the epoch grows, and what calls
+        remember ends with it."""
+        self.epoch, self._memo = self.epoch + 1, {}
+
+    @property
+    def memo(self) -> dict:
+        """What calls remember of this store, each under a name of its own: addresses, plans,
+        choices. Empty again in each epoch."""
+        if self.cos_sin is not None and self._memo_table is not self.rope_table:
+            self._memo_table = self.rope_table  # another layer needed a longer one
+            self.changed()
+        return self._memo
 
     # --- appending
 
@@ -627,6 +659,7 @@ class KVStore:
             grown = [side.resized(drop=0, tiles=tiles) for side in self.sides]
             for side, tensors in zip(self.sides, grown):
                 side.tensors |= tensors
+            self.changed()
         self._reach(self.length + n)
 
     def _took(self, states, means, confirm=None):
@@ -647,10 +680,16 @@ class KVStore:
             if mean is not None and mean is not side.mean:
                 side.mean.copy_(mean)
             side.exact.put(new)
-        for side, truncation in older:
-            side.adopt(truncation)
+        self._adopt(older)
         self.length = length
         self.storage.count(length)
+
+    def _adopt(self, truncations: list) -> None:
+        "Take what `_truncations` made: [(side, `_Truncation`)]."
+        for side, truncation in truncations:
+            side.adopt(truncation)
+        if truncations:
+            self.changed()
 
     @_plain
     def complete(self) -> None:
@@ -823,6 +862,7 @@ class CosSinCache:
 
     def __init__(self, inv_freq: Tensor):
         self.inv_freq = inv_freq  # [r/2] fp32
+        self.memo = {}  # what kernels made of them
         self.table = torch.zeros(
             0, 2 * len(inv_freq), dtype=torch.float16, device=inv_freq.device
         )
@@ -920,9 +960,11 @@ def is_sink(self: KVStore, positions: Tensor) -> Tensor:
 @patch
 def _rewind(self: KVStore, *, length, start, end, recent_from):
     "Go back to another state of the numbers, in place."
-    self.length, self._recent_from = length, recent_from
-    self.ranges.end = end
-    self.start.copy_(start)
+    self.length, self._recent_from, self.end = length, recent_from, end
+    if start is not self.start:
+        self.start.copy_(start)
+        if not self.static:  # where no address changes, and captured steps read it anew
+            self.changed()
     self.storage.count(length)
 
 
@@ -945,6 +987,7 @@ def _code_again(self: KVStore, start, k, v):
         self._rewind(**held)
         for side, truncated_tiles, tensors in sides:
             side.truncated_tiles, side.tensors = truncated_tiles, tensors
+        self.changed()
         raise
 
 
@@ -973,16 +1016,14 @@ def set_range(
             freed = f"positions below {self.offset} were freed"
             raise ValueError(f"start cannot move any more: {freed}")
         self._code_again(start, k, v)
-    self.ranges.end = end
+    self.end = end
 
 
 @patch
 def _make_whole(self: KVStore):
     "Truncated tiles that hold no token any more are whole ones again."
     used = max(0, math.ceil((self.length - self.offset) / self.tile))
-    for side in self.sides:
-        if side.truncated_tiles > used:
-            side.adopt(side.truncation(used))
+    self._adopt([(s, s.truncation(used)) for s in self.sides if s.truncated_tiles > used])
 
 # %% ../../nbs/31_store.ipynb #6ef67c17
 @patch
@@ -994,7 +1035,7 @@ def _map(self: KVStore, f, change):
         side.tensors = change(side.tensors, f)
     numbers = {"start": self.start} | ({} if self.end is None else {"end": self.end})
     numbers = change(numbers, f)
-    self.ranges.start, self.ranges.end = numbers["start"], numbers.get("end")
+    self.start, self.end = numbers["start"], numbers.get("end")
 
 
 @patch
@@ -1097,7 +1138,7 @@ def crop(
             self._recent_from = max(self._recent_from, self.length - self.recipe.recent)
         self.length = length
         self._recent_from = min(self._recent_from, self.length)  # new tokens enter the ring
-        self.ranges.end = None if self.end is None else self.end.clamp(max=self.length)
+        self.end = None if self.end is None else self.end.clamp(max=self.length)
         self._make_whole()
     if not within:
         return None
@@ -1141,6 +1182,7 @@ def evict(self: KVStore, before: int) -> None:
         side.tensors |= side.resized(drop=tiles, tiles=keep)
         side.truncated_tiles = max(0, side.truncated_tiles - tiles)
     self.offset += tiles * self.tile
+    self.changed()
 
 
 @patch
@@ -1166,6 +1208,7 @@ def to(self: KVStore, device) -> None:
     if self.cos_sin is not None:
         self.cos_sin = shared_cos_sin(self.inv_freq, self.key.q.d, self.device)
         self.cos_sin.reach(self.length)
+    self.changed()
 
 # %% ../../nbs/31_store.ipynb #d76dd408
 class _EmbeddedCodebook:
@@ -1253,8 +1296,7 @@ def decay(self: KVStore, before: int) -> None:
         raise ValueError("decay needs a side with channels of 3 or 4 bits")
     before = checks.whole(before, "before")
     self.complete()
-    for side, truncation in self._truncations(before, self.length):
-        side.adopt(truncation)
+    self._adopt(self._truncations(before, self.length))
 
 # %% ../../nbs/31_store.ipynb #00146328
 def _table_tensors(x) -> list:
@@ -1609,6 +1651,7 @@ def _need_flags(self: KVStore) -> Tensor:
     counter."""
     if self.flags is None:
         self.flags = torch.zeros(6, dtype=torch.int32, device=self.device)
+        self.changed()
     return self.flags
 
 
@@ -1645,39 +1688,6 @@ def _by_position(self: KVStore, k, v) -> AppendOperands:
     )
     more = dict(texts=self.storage.texts, max_length=self.max_length)
     return AppendOperands(k.detach(), v.detach(), key, value, **numbers, **more)
-
-# %% ../../nbs/31_store.ipynb #31e0a002
-def _gone():
-    return None
-
-
-def _consists_of(store: KVStore) -> list:
-    "What addresses were taken of, or depend on."
-    key, value, ranges, storage = store.key, store.value, store.ranges, store.storage
-    table = None if store.cos_sin is None else storage.table(store.cos_sin)
-    return [
-        *key.tensors.values(),
-        *value.tensors.values(),
-        key.q,
-        value.q,
-        ranges.start,
-        ranges.end,
-        store.flags,
-        storage,
-        table,
-    ]
-
-
-class Unchanged:
-    """Sees whether a store still consists of the objects that it had when this was made; keeps
-    none of them alive."""
-
-    def __init__(self, store: KVStore):
-        self.refs = [_gone if x is None else ref(x) for x in _consists_of(store)]
-
-    def __call__(self, store: KVStore) -> bool:
-        now = _consists_of(store)
-        return len(now) == len(self.refs) and all(map(is_, [x() for x in self.refs], now))
 
 # %% ../../nbs/31_store.ipynb #505b05b7
 FORMAT = "turboquant-nb store 2"

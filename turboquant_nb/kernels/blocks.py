@@ -7,7 +7,6 @@ __all__ = ['half_asm', 'supports', 'read_block', 'join_piece']
 
 # %% ../../nbs/43b_blocks.ipynb #43b00007
 from types import SimpleNamespace
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -319,19 +318,15 @@ def _read_kernel(
 
 # %% ../../nbs/43b_blocks.ipynb #43b00014
 _read_launcher = Launcher(_read_kernel)
-_MATRICES = WeakKeyDictionary()  # quantizer -> (matrix, its two fp16)
 
 
-def _two_halves(q, matrix: Tensor) -> Tensor:
-    "A matrix as [hi, 2048 (matrix - hi)], fp16."
-    held = _MATRICES.get(q)
-    if held is None or held[0] is not matrix:
-        hi = matrix.float().half()
-        held = _MATRICES[q] = (
-            matrix,
-            torch.stack([hi, ((matrix.float() - hi.float()) * 2048).half()]),
-        )
-    return held[1]
+def _two_halves(rotation) -> Tensor:
+    "What queries are multiplied by, as [hi, 2048 (matrix - hi)], fp16."
+    if "two halves" not in rotation.memo:
+        matrix = rotation.query_matrix.float()
+        hi = matrix.half()
+        rotation.memo["two halves"] = torch.stack([hi, ((matrix - hi.float()) * 2048).half()])
+    return rotation.memo["two halves"]
 
 
 def supports(store: KVStore, tables: CodeTables | None) -> tuple:  # (bool, reason)
@@ -390,7 +385,7 @@ def read_block(
             not by_token and store.recipe.key.center == "pre_rope",
         )
         matrix, mean, rope = (
-            _two_halves(q, q.rotation.query_matrix),
+            _two_halves(q.rotation),
             t.get("mean"),
             store.rope_table if turns else absent,
         )

@@ -14,7 +14,6 @@ from functools import lru_cache
 from operator import itemgetter
 from types import SimpleNamespace
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -26,7 +25,6 @@ from turboquant_nb.cache.store import (
     _APPEND,
     AppendOperands,
     KVStore,
-    Unchanged,
     _append_by_position,
     _coder,
     _encoded,
@@ -1528,27 +1526,21 @@ def _seeded_rotation(
     return replace(operand, parts=operand.parts.to(device))
 
 
-_BOOKS, _ROTATIONS = (
-    WeakKeyDictionary(),
-    WeakKeyDictionary(),
-)  # codebook -> table; transform -> RotationOperand
-
-
 def _quantizer_tables(q) -> tuple:
     """Rotation and table of a quantizer, as kernels want them; layers share both. Making them
     waits for the device."""
     r, book = q.rotation, getattr(q.codebook, "book", q.codebook)
-    if r not in _ROTATIONS:
-        _ROTATIONS[r] = (
+    if "operand" not in r.memo:
+        r.memo["operand"] = (
             _seeded_rotation(r.kind, q.d, r.seed, q.device)
             if r.seeded
             else RotationOperand.of(r.matrix)
         )
-    if book not in _BOOKS:
-        _BOOKS[book] = _code_table(
+    if "encode" not in book.memo:
+        book.memo["encode"] = _code_table(
             book.edges, book.decode(torch.arange(2**book.bits, device=q.device))
         )
-    return _ROTATIONS[r], _BOOKS[book]
+    return r.memo["operand"], book.memo["encode"]
 
 
 def target(
@@ -1710,14 +1702,11 @@ class _AppendPlan:
         return ready, grid, args
 
 # %% ../../nbs/40_encode.ipynb #2199f06a
-_plans = WeakKeyDictionary()
-
-
 def _plan(store: KVStore) -> _AppendPlan:
     "The plan of a store. Raises ValueError, with the reason, where the kernel cannot serve it."
-    plan, sides = _plans.get(store), (store.key, store.value)
-    if plan is None or plan.qs[0] is not sides[0].q or plan.qs[1] is not sides[1].q:
-        qs, r = [side.q for side in sides], store.recipe
+    plan = store.memo.get("append plan")
+    if plan is None:
+        qs, r = [side.q for side in store.sides], store.recipe
         served, why = supports(
             r, *(q.d for q in qs), store.dtype, store.device, store.batch * store.heads
         )
@@ -1730,7 +1719,7 @@ def _plan(store: KVStore) -> _AppendPlan:
             store.tile,
             0 if store.rope_table is None else store.rope_table.shape[1],
         )
-        plan = _plans[store] = _AppendPlan(qs, store.dtype, store.device, *sizes)
+        plan = store.memo["append plan"] = _AppendPlan(qs, store.dtype, store.device, *sizes)
         if store.static:  # a capture finds its own plan ready, and a graph its tables alive
             plan.captured = _plan_of(
                 tuple(store.storage.texts), store.dtype, store.device, *sizes
@@ -1833,11 +1822,7 @@ class _Again:
     "A short append that was launched, for those that follow it."
 
     def __init__(self, store: KVStore, k, v, launched: tuple):
-        self.alike, self.unchanged, (compiled, grid, args) = (
-            _alike(k, v),
-            Unchanged(store),
-            launched,
-        )
+        self.alike, (compiled, grid, args) = _alike(k, v), launched
         self.launcher, self.args = direct_launcher(compiled, grid), list(args)
         self.n, room = k.shape[2], store.key.tiles * store.tile
         self.room = (
@@ -1857,7 +1842,7 @@ class _Again:
             or type(v) is not Tensor
         ):
             return False
-        if _alike(k, v) != self.alike or not self.unchanged(store):
+        if _alike(k, v) != self.alike:
             return False
         args = self.args
         args[_K], args[_V] = k.data_ptr(), v.data_ptr()
@@ -1866,9 +1851,6 @@ class _Again:
         self.launcher(*args)
         store.length = length + self.n
         return True
-
-
-_LAUNCHED = WeakKeyDictionary()  # store -> `_Again`
 
 
 def is_current(device: torch.device) -> bool:
@@ -1880,7 +1862,7 @@ def is_current(device: torch.device) -> bool:
 def append_again(store: KVStore, k: Tensor, v: Tensor) -> bool:
     """A short append like the one before, without another look at what cannot have changed;
     False: `append` has to."""
-    again = _LAUNCHED.get(store)
+    again = store.memo.get("append")
     if (
         again is None
         or (store.static and store._capturing())
@@ -2133,5 +2115,5 @@ def append(
     )
     launched = plan.launch(k, v, *tensors, truncated, numbers, *place)
     if launched and store.recipe.decay is None:
-        _LAUNCHED[store] = _Again(store, k, v, launched)
+        store.memo["append"] = _Again(store, k, v, launched)
     store.length += k.shape[2]

@@ -10,7 +10,6 @@ __all__ = ['BLOCK', 'explain', 'Choice', 'select_backend', 'attend', 'dispatch_a
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -291,9 +290,6 @@ def _pick(backend: str, reasons: dict, what: str) -> str:
     return backend
 
 # %% ../../nbs/46_ops.ipynb #4fe2d1e6
-_CHOSEN = WeakKeyDictionary()  # store -> {what an answer depends on: the answer}
-
-
 def select_backend(
     q,
     store,
@@ -310,12 +306,6 @@ def select_backend(
     "What `attend` would do with these arguments. Raises as it does."
     chunk = None if k is None else (k.shape[2], k.dtype, v.shape[3])
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v))
-    place = (
-        first in (None, store.offset),
-        store.key.truncated_tiles + store.value.truncated_tiles,
-        store.device,
-    )
-    place += (store.end is None,)
     key = (
         backend,
         q.shape,
@@ -327,9 +317,9 @@ def select_backend(
         sliding_window,
         softcap,
         recent,
-        place,
+        first in (None, store.offset),
     )
-    answers = _CHOSEN.setdefault(store, {})
+    answers = store.memo.setdefault("choices", {})
     if key not in answers:
         if len(answers) > 64:  # chunks of many lengths
             answers.clear()
@@ -400,12 +390,9 @@ def attend_again(
     )[0]
 
 # %% ../../nbs/46_ops.ipynb #dfce742e
-_CODERS = WeakKeyDictionary()  # store -> {what an answer depends on: the answer}
-
-
 def select_coder(store: KVStore, backend: str = "auto") -> Choice:
     "The backend that `append` takes. Raises ValueError as it does."
-    key, answers = (backend, store.batch, store.device), _CODERS.setdefault(store, {})
+    key, answers = ("coder", backend), store.memo
     if key not in answers:
         d, rows = (store.key.q.d, store.value.q.d), store.batch * store.heads
         _, why = encode.supports(store.recipe, *d, store.dtype, store.device, rows)
