@@ -569,8 +569,9 @@ store.Side.__init__ tile=256 device='cpu' | store.Side.allocate sinks=0 recent=0
 store.KVStore.__init__ d_value=None dtype=torch.float32 device='cpu' max_length=None tile=256 static=False inv_freq=None | store.KVStore.append names=('k',·'v')
 store.KVStore.read first=None last=None | store.KVStore.set_range start=None end=None k=None v=None | store.KVStore.tail_with names=('k',·'v') | store.KVStore.crop tail=None
 store.prompt_mean skip=0 | store._EmbeddedCodebook.encode check_finite=True | store._EmbeddedCodebook.decode dtype=torch.float32 check_range=True | store._encode_quietly block=4096
-attention._Softmax.__init__ sketch=0 | attention._check_attend recent=None
-attention.attend k=None v=None scaling=None mask=None first=None causal=True sliding_window=None softcap=None block=1024 recent=None
+attention._Softmax.__init__ sketch=0 | attention.check_call block=None
+attention.attend k=None v=None block=1024 | attention.Reference.__init__ block=1024 | attention.Call.of k=None v=None mask=None first=None recent=None
+attention.Rule scaling=None sliding_window=None softcap=None causal=True backend='auto' sinks=None
 attention.dense_attention scaling=None mask=None causal=True sliding_window=None softcap=None rows=256
 """
 

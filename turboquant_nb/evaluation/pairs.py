@@ -16,13 +16,13 @@ from turboquant_nb.hf import (
     TurboQuantCache,
     TurboQuantLayer,
     _as_bool,
-    _with_sink_logit,
     turboquant_mask,
 )
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
+from ..cache.attention import with_sinks
 from ..quant.quantizer import decode
 
 # %% ../../nbs/82_pairs.ipynb #58734246
@@ -66,7 +66,7 @@ def mixed_attention(
     s = s.masked_fill(~visible, -torch.inf)
     p = s.softmax(-1)
     out = (p * exact) @ wide(value.exact) + (p * ~exact) @ wide(value.coded)
-    return _with_sink_logit(out, s.logsumexp(-1), s_aux).transpose(1, 2)
+    return with_sinks(out, s.logsumexp(-1), s_aux).out.transpose(1, 2)
 
 # %% ../../nbs/82_pairs.ipynb #ca042aff
 PAIR = "turboquant_pair"  # name of the attention that meets exact and quantised states

@@ -29,7 +29,6 @@ from turboquant_nb.hf.attention import (
     AttentionMaskInterface,
     _as_bool,
     _exact,
-    _with_sink_logit,
     turboquant_attention,
     turboquant_mask,
 )

@@ -15,7 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from transformers.modeling_utils import AttentionInterface
 
 from ..kernels import ops
-from ..cache.attention import dense_attention
+from ..cache.attention import Call, Rule, dense_attention, with_sinks
 from turboquant_nb.hf.cache import (
     NAME,
     CodedStates,
@@ -139,15 +139,6 @@ def _as_bool(mask: Tensor | None) -> Tensor | None:
         )
     return ~low
 
-
-def _with_sink_logit(out, lse, s_aux):
-    "Add one learnt logit to the softmax: every weight shrinks by sigmoid(lse - s_aux)."
-    return (
-        out
-        if s_aux is None
-        else (out * torch.sigmoid(lse - s_aux.float()[None, :, None])[..., None]).to(out.dtype)
-    )
-
 # %% ../../nbs/52_hf_attention.ipynb #ee9aa5dc
 def _sliding(query, key, value, scaling, sliding_window: int, rows: int = 1024):
     """Causal attention in a sliding window, a block of queries at a time; the queries are the
@@ -171,7 +162,7 @@ def _exact(query, key, value, mask, scaling, softcap, s_aux, sliding_window=None
     if softcap is not None or s_aux is not None:
         call = dict(causal=causal, sliding_window=sliding_window, softcap=softcap)
         out, lse = dense_attention(query, key, value, scaling, mask, **call)
-        return _with_sink_logit(out, lse, s_aux)
+        return with_sinks(out, lse, s_aux).out
     groups, (n, length) = query.shape[1] // key.shape[1], (query.shape[2], key.shape[2])
     slides = mask is None and sliding_window is not None and sliding_window < length
     if (
@@ -235,60 +226,51 @@ def _store_starts_of(mask: Tensor, layer, k: Tensor, v: Tensor) -> None:
     layer.starts = tuple(start.tolist())
 
 
-_SERVED = {"triton": "kernel", "flash": "chunk", "gather": "codes", "torch": "codes"}
+def _rule(layer, scaling, softcap, s_aux, backend: str) -> Rule:
+    "How a layer attends on codes, made once."
+    rule = layer.rules.get((scaling, softcap, backend))
+    if rule is None or rule.sinks is not s_aux:
+        rule = Rule(scaling, layer.sliding_window, softcap, backend=backend, sinks=s_aux)
+        layer.rules[scaling, softcap, backend] = rule
+    return rule
 
 
 def _on_codes(query, key: CodedStates, value: CodedStates, mask, scaling, softcap, s_aux):
     "A later chunk: few tokens as if they came one by one, many with their own tokens exactly."
     layer, k, v, n = key.layer, key.chunk, value.chunk, query.shape[2]
-    recent = None
+    recent, demanded, first = None, layer.backend, None
     if mask is None and layer.serves_steps(k.shape[2]):
         k, v, recent = key.near, value.near, max(layer.recipe.recent, 1)
-    if layer.capturing:
-        out, lse = layer.attend_captured(query, k, v, mask, scaling, softcap, recent)
-        return _with_sink_logit(out, lse, s_aux)
-    args, demanded = (query, layer.store, k, v), layer.backend
-    if mask is None and demanded != "torch":
-        again = ops.attend_again(
-            *args, scaling, layer.sliding_window, softcap, recent, s_aux is not None
-        )
-        if again is not None:
-            return _done(layer, query, "triton", again, key.first, scaling, softcap, s_aux)
-    if mask is not None:
+    elif mask is not None and not layer.capturing:
         mask = mask[..., : layer.store.length - key.first]  # a static layer asked for more
-    call = (
-        dict(sliding_window=layer.sliding_window)
-        if mask is None
-        else dict(mask=mask, first=key.first)
-    )
-    call |= {"recent": recent}
+        first = key.first
     ask = "auto" if demanded == "triton" and n > 16 and recent is None else demanded
-    name, why = ops.select_backend(*args, **call, softcap=softcap, backend=ask)
+    rule = _rule(layer, scaling, softcap, s_aux, ask)
+    call = Call(rule, layer.store, query, k, v, mask, first, recent, s_aux is not None)
+    if layer.capturing:
+        return layer.attend_captured(call)
+    if mask is None and demanded != "torch" and (again := ops.attend_again(call)) is not None:
+        return _done(key, call, "triton", again)
+    name, why = ops.select_backend(call)
     if name == "torch" and demanded == "triton":
-        _, why = ops.explain(*args, **call, softcap=softcap)["flash"]
+        why = ops.BACKENDS["flash"].refuses(call)
         raise ValueError(f"backend 'triton' cannot serve a chunk of {n} tokens: {why}")
-    first, sliding_window = call.get("first"), call.get("sliding_window")
-    found = ops.dispatch_attend(
-        name, *args, scaling, mask, first, True, sliding_window, softcap, recent
-    )
-    if name in ("gather", "torch") or (name == "triton" and why):
+    answer = ops.serve(call, name)
+    if why and name != "flash":
         layer.reasons[why if mask is None else layer.mask_reason or "a mask was given"] += 1
-    return _done(
-        layer, query, name, found, key.first, scaling, softcap, s_aux, watched=mask is None
-    )
+    return _done(key, call, name, answer)
 
 
-def _done(
-    layer, query, name: str, found: tuple, first: int, scaling, softcap, s_aux, watched=True
-):
+def _done(key: CodedStates, call: Call, name: str, answer) -> Tensor:
     """The output of an attention by backend `name`, which is counted and, where a canary
     listens, told."""
-    layer.calls[_SERVED[name]] += 1
+    layer, rule = key.layer, call.rule
+    layer.calls[ops.BACKENDS[name].served] += 1
     layer.backends[name] += 1
-    if layer.canary is not None and watched:
-        layer.canary.observe(layer, query, scaling, softcap)
-    layer.free(first)
-    return found[0] if s_aux is None else _with_sink_logit(*found, s_aux)
+    if layer.canary is not None and call.mask is None:
+        layer.canary.observe(layer, call.q, rule.scaling, rule.softcap)
+    layer.free(key.first)
+    return answer.out
 
 # %% ../../nbs/52_hf_attention.ipynb #614d6c52
 def turboquant_attention(

@@ -138,6 +138,7 @@ class TurboQuantLayer(CacheLayerMixin):
             f"keys of layer {index}",
             f"values of layer {index}",
         )  # how errors call new states
+        self.rules = {}  # how it attends on codes, see `hf.attention`
         self.patience = 0  # steps to run eagerly before one is captured: tokens were cropped
 
     @property

@@ -19,6 +19,7 @@ from fastcore.basics import patch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..cache.attention import Call
 from ..kernels import ops
 from .cache import NAME, STEPS, CodedStates, TurboQuantCache, TurboQuantLayer
 from ..quant.calibration import model_facts
@@ -33,9 +34,8 @@ def select_backends(self: TurboQuantLayer, key_states: Tensor) -> None:
     group = heads["query heads"] // heads["KV heads"]
     q = key_states.new_empty(b, h * group, 1, d).detach()
     coder = ops.select_coder(self.store, self.backend)
-    server = ops.select_backend(
-        q, self.store, sliding_window=self.sliding_window, backend=self.backend
-    )
+    ask = dict(sliding_window=self.sliding_window, backend=self.backend)
+    server = ops.select_backend(Call.of(q, self.store, **ask))
     self.captured_backends = {"coding": coder, "attention": server}
     if coder.backend == "triton":
         ops.encode.prepare(self.store)  # a graph cannot copy tables to the device
@@ -54,27 +54,16 @@ def append_captured(self: TurboQuantLayer, key_states: Tensor, value_states: Ten
         self.captured_tail = (
             near if few else None
         )  # where a replay leaves them, for a crop after it
-    ops.dispatch_append(self.captured_backends["coding"].backend, self.store, *states)
+    ops.CODERS[self.captured_backends["coding"].backend].append(self.store, *states)
     return tuple(CodedStates(self, x, 0, False, t) for x, t in zip(states, near))
 
 
 @patch
-def attend_captured(
-    self: TurboQuantLayer,
-    query: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask,
-    scaling,
-    softcap,
-    recent=None,
-) -> tuple:  # (out, lse), see `ops.dispatch_attend`
+def attend_captured(self: TurboQuantLayer, call: Call) -> Tensor:
     """Attention in a captured step: the settled backend, PyTorch for what it was not asked
     about."""
-    few = mask is None and query.shape[2] <= 16
-    name = self.captured_backends["attention"].backend if few else "torch"
-    call = scaling, mask, None, True, self.sliding_window, softcap, recent
-    return ops.dispatch_attend(name, query, self.store, k, v, *call)
+    few = call.mask is None and call.q.shape[2] <= 16
+    return ops.serve(call, self.captured_backends["attention"].backend if few else "torch").out
 
 # %% ../../nbs/53_graphs.ipynb #024f6c1b
 # device -> the stream on which graphs are captured: one, since each has a workspace of its own
