@@ -24,7 +24,7 @@ import torch
 from recipes import add_options, opened
 
 from turboquant_nb import results
-from turboquant_nb.cache.store import prompt_mean, shared_cos_sin
+from turboquant_nb.theory.centre import prompt_mean, shared_cos_sin
 from turboquant_nb.calibration.fit import calibrate
 from turboquant_nb.evaluation.candidates import as_candidate
 from turboquant_nb.evaluation.score import OnePass, score, token_losses

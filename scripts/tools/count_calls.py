@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""How far a query walks through the package: functions entered from `attend` to its score on the
-reference path, and from an append of keys to their planes; and the host's time for both.
+"""How far a query walks through the package: functions entered from `attend` to its score on
+the reference path, and from an append of keys to their planes; and the host's time for both.
 
 `sys.setprofile` sees every function of the package that is entered. Those that are handed the
 query (itself, what is computed from it, or an object that holds either) are its path; where a
 function that handed it on before hands it on again, the path came back to a function that it
-had left. Comprehensions and lambdas belong to the function that they stand in; validators of `checks`
-look and hand nothing on, and are not counted.
+had left. Comprehensions and lambdas belong to the function that they stand in; validators of
+`checks` look and hand nothing on, and are not counted.
 
     count_calls.py                       print
     count_calls.py --names               and what is entered, in order

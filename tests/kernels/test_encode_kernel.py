@@ -674,6 +674,30 @@ def test_flags_without_checks():
     assert call(x, z) == [0, 0, 0, 1]
 
 
+def guarded(count):
+    "So many flags that are down, in the middle of memory that nobody may write to."
+    memory = torch.full((512 + count,), 7, dtype=torch.int32, device=DEVICE)
+    return memory, memory[256 : 256 + count].zero_()
+
+
+@pytest.mark.parametrize("way", ("whole tiles", "parts of tiles", "short"))
+def test_flags_go_up_and_nothing_beside_them(way):
+    "Every row is bad: each raises the two flags of its side, and writes nowhere else."
+    store = KVStore(Recipe(Spec(), Spec(), 0, 0), 1, 2, 32, device=DEVICE, max_length=512)
+    memory, flags = guarded(6)
+    n = {"whole tiles": 256, "parts of tiles": 200, "short": 16}[way]
+    good, bad = states(1, 2, n, 32, torch.float32), torch.full((1, 2, n, 32), torch.nan)
+    if way == "short":
+        kernel.append(store, good, good)
+        store.flags = flags
+        kernel.append(store, bad.to(DEVICE), bad.to(DEVICE))
+    else:
+        to, first = map(kernel.target, (store.key, store.value)), 0 if n == 256 else 100
+        kernel.encode_append(bad.to(DEVICE), bad.to(DEVICE), *to, first, flags[:4])
+    assert flags.tolist() == [1, 1, 1, 1, 0, 0]
+    assert (memory[:256] == 7).all() and (memory[262:] == 7).all()
+
+
 def test_refusals():
     for recipe, args, why in (
         (preset("k3v3"), (72,), "multiple of 16"),

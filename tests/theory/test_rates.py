@@ -28,7 +28,7 @@ from turboquant_nb.theory.rates import (
     truncate,
     water_filling,
 )
-from turboquant_nb.quant.residual import ProdQuantizer, sign_codebook
+from turboquant_nb.quant.residual import SketchedCode, sign_codebook
 
 D = [1.0] + [lloyd_max(b).mse for b in range(1, 9)]
 
@@ -138,9 +138,8 @@ def test_make_quantizer_residuals(table):
     assert sign.codebook.bits == 3
     if table == "sphere":
         assert torch.equal(sign.codebook.levels, sign_codebook(3, 16).to_int8_grid().levels)
-    assert isinstance(
-        make_quantizer(Spec(bits=3, residual="qjl", codebook=table), 16), ProdQuantizer
-    )
+    sketched = make_quantizer(Spec(bits=3, residual="qjl", codebook=table), 16)
+    assert isinstance(sketched.code, SketchedCode)
 
 
 @pytest.mark.parametrize("d", [16, 64, 80, 128])

@@ -106,8 +106,8 @@ def test_the_interface_is_one():
         assert (
             t.per_head
             == bool(t.stored)
-            == (not t.supports("values")[0])
-            == (not t.supports("qjl")[0])
+            == bool(t.refuses("values"))
+            == bool(t.refuses("sketch"))
         )
         assert find_transform(t.name, 8) is t and transform_class(t.name) is type(t)
     t.check_heads(2)

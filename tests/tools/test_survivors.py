@@ -28,7 +28,8 @@ from turboquant_nb.quant.quantizer import (
     scalar_codebook,
 )
 from turboquant_nb.theory.rates import MixedCodebook
-from turboquant_nb.cache.store import KVStore, Side, _encode_quietly, _masked_mean, prompt_mean
+from turboquant_nb.cache.store import KVStore, Side, _encode_quietly
+from turboquant_nb.theory.centre import CosSinCache, masked_mean, prompt_mean
 from turboquant_nb.testing import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -410,9 +411,9 @@ def test_a_vector_of_zeros_is_decided_where_no_edge_is_zero():
 def test_every_transform_serves_values_unless_it_says_otherwise():
     for kind in ("identity", "haar", "hadamard"):
         assert (
-            rotations.make_rotation(kind, 8).supports("values")
-            == rotations.Transform.supports("qjl")
-            == (True, "")
+            rotations.make_rotation(kind, 8).refuses("values")
+            == rotations.Transform.refuses("sketch")
+            == ""
         )
 
 
@@ -560,16 +561,15 @@ quantizer.encode mean=None name='x' block=4096 | quantizer.decode mean=None dtyp
 quantizer.Recipe.__init__ sinks=4 recent=16 decay=None residual=None
 quantizer.Spec.__init__ bits=3 rotation='hadamard' seed=0 scale='mse' codebook='sphere' center='none' scale_dtype='float16' residual='none'
 qjl.sketch_matrix kind='gaussian' seed=0 | qjl.qjl_variance kind='gaussian'
-residual.sign_codebook d=None base=None | residual.ProdQuantizer.__init__ device='cpu' rotation=None codebook=None kind='gaussian' | residual.ProdQuantizer.encode mean=None name='x'
-residual.prod_encode mean=None name='x' block=4096
+residual.sign_codebook d=None base=None | residual.sketched_code codebook=None kind='gaussian' | residual.SketchedCode.levels check_range=False | residual.SketchedCode.decode check_range=False
 rates._per_channel low=0 high=8 | rates.MixedCodebook.encode check_finite=True | rates.MixedCodebook.decode dtype=torch.float32 check_range=True | rates.MixedCodebook.__init__ std=None
 rates.mixture_mse d=None | rates.allocate_bits bits=None sizes=None exact=False | rates.allocate_channels lo=0 hi=6 | rates.truncate planes=1 keep=1
 packing.Layout.__init__ along='channel' tile=256 | packing.unpack tokens=None
 store.Side.__init__ tile=256 device='cpu' | store.Side.allocate sinks=0 recent=0 dtype=torch.float32 | store.Ranges.__init__ device='cpu'
 store.KVStore.__init__ d_value=None dtype=torch.float32 device='cpu' max_length=None tile=256 static=False inv_freq=None | store.KVStore.append names=('k',·'v')
 store.KVStore.read first=None last=None | store.KVStore.set_range start=None end=None k=None v=None | store.KVStore.tail_with names=('k',·'v') | store.KVStore.crop tail=None
-store.prompt_mean skip=0 | store._EmbeddedCodebook.encode check_finite=True | store._EmbeddedCodebook.decode dtype=torch.float32 check_range=True | store._encode_quietly block=4096
-attention._Softmax.__init__ sketch=0 | attention.check_call block=None
+store.TruncatedCode.levels check_range=False
+attention.check_call block=None
 attention.attend k=None v=None block=1024 | attention.Reference.__init__ block=1024 | attention.Call.of k=None v=None mask=None first=None recent=None
 attention.Rule scaling=None sliding_window=None softcap=None causal=True backend='auto' sinks=None
 attention.dense_attention scaling=None mask=None causal=True sliding_window=None softcap=None rows=256
@@ -632,7 +632,7 @@ def test_what_is_compared_by_value_and_what_cannot_be_changed():
 def test_shared_tables_can_be_used_in_any_mode():
     """What is made once and kept must not be an inference tensor, whoever asks first: autograd
     and in-place writes would fail for all others."""
-    from turboquant_nb.cache.store import CosSinCache, _embedded, _shared, _slots
+    from turboquant_nb.cache.store import _shared, _slots, _truncated
     from turboquant_nb.theory.qjl import sketch_matrix
 
     slots = _slots.__wrapped__
@@ -652,12 +652,7 @@ def test_shared_tables_can_be_used_in_any_mode():
             rotations.make_rotation(kind, 44, 77).matrix for kind in ("haar", "hadamard")
         ] + [rotations.hadamard_matrix.__wrapped__(44)]
         q = _shared(Spec(3, seed=77), 44, torch.device("cpu"))
-        made += [
-            q.rotation.matrix,
-            q.codebook.levels,
-            _embedded(q.codebook).levels,
-            _embedded(q.codebook).row,
-        ]
+        made += [q.rotation.matrix, q.codebook.levels, *_truncated(q).code.tables]
     assert not any(t.is_inference() for t in made)
 
 
@@ -954,7 +949,7 @@ def test_a_crop_takes_the_ends_of_rows_along():
 
 def test_a_row_of_padding_has_the_mean_zero():
     "No token is left to take a mean of; 0 / 0 would make every code of the row meaningless."
-    mean = _masked_mean(torch.full((2, 1, 4, 8), 3.0), torch.tensor([4, 0]), None)
+    mean = masked_mean(torch.full((2, 1, 4, 8), 3.0), torch.tensor([4, 0]))
     assert mean.shape[0] == 2 and (mean[0] == 0).all() and (mean[1] == 3).all()
 
 
@@ -1039,11 +1034,10 @@ def test_a_crop_without_a_tail_gives_up_exact_tokens():
 def test_codes_outside_an_embedded_table_are_refused():
     store = KVStore(Recipe(Spec(3), Spec(3), sinks=0, recent=0, decay=8), 1, 1, 8, tile=8)
     store.append(*(x[:1, :1] for x in states(32)))
-    book = store.key.q.codebook
-    width = book.levels.shape[-1]
-    assert book.decode(torch.tensor([[width - 1] * 8], dtype=torch.uint8)).isfinite().all()
-    with pytest.raises(ValueError, match=f"0..{width - 1}, got {width}"):
-        book.decode(torch.tensor([[width] * 8], dtype=torch.uint8))
+    code, symbols = store.key.q.code, torch.tensor([[11] * 8], dtype=torch.uint8)
+    assert code.levels(symbols, check_range=True).isfinite().all()
+    with pytest.raises(ValueError, match="codes must be below 4, got 4"):
+        code.levels(symbols + 1, check_range=True)
 
 
 def test_a_range_is_checked_entry_by_entry_and_is_the_stores_own():
@@ -1113,11 +1107,11 @@ def test_a_mean_has_the_unit_of_the_states():
     """Scaled by a power of two, states have the mean so scaled: nothing in it is an absolute
     number."""
     x = torch.randn(2, 2, 12, 8, generator=torch.Generator().manual_seed(0)) + 1
-    mean, masked = prompt_mean(x, 2), _masked_mean(x, torch.tensor([2, 2]), None)
+    mean, masked = prompt_mean(x, 2), masked_mean(x, torch.tensor([2, 2]))
     assert mean.any()
     for unit in (2.0**-40, 2.0**-9, 2.0**30):
         same(prompt_mean(x * unit, 2), mean * unit)
-        same(_masked_mean(x * unit, torch.tensor([2, 2]), None), masked * unit)
+        same(masked_mean(x * unit, torch.tensor([2, 2])), masked * unit)
     torch.testing.assert_close(mean, masked, rtol=2**-7, atol=0)
 
 
@@ -1195,11 +1189,11 @@ def test_a_mean_that_is_noise_is_zero():
     "Positive-part James-Stein: what is shrunk below zero is zero, not turned round."
     x = torch.randn(1, 1, 6, 8, generator=torch.Generator().manual_seed(0))
     x = x - x.mean(2, keepdim=True) + 0.01
-    assert (_masked_mean(x, torch.zeros(1), None) == 0).all()
+    assert (masked_mean(x, torch.zeros(1)) == 0).all()
 
 
 def test_the_mean_of_a_prompt_that_is_noise_is_zero():
-    "As of `_masked_mean`, for the path that does not wait for a device."
+    "As of `masked_mean`, for the path that does not wait for a device."
     x = torch.randn(1, 1, 6, 8, generator=torch.Generator().manual_seed(0))
     x = x - x.mean(2, keepdim=True) + 0.01
     assert (
@@ -1264,7 +1258,6 @@ def by_position(store, states):
 def test_a_row_of_cosines_and_sines(r):
     """x * cos + x.roll(r / 2) * sin is `apply_cos_sin`, bit for bit; the last answer is kept,
     another position is another."""
-    from turboquant_nb.cache.store import CosSinCache
 
     table = CosSinCache(0.5 ** torch.arange(1.0, r // 2 + 1))
     assert table.kept == ()
@@ -1412,7 +1405,8 @@ def test_a_file_says_what_it_lacks_or_has_instead():
         KVStore.from_state({n: t for n, t in tensors.items() if n != "value.scale"}, header)
     with pytest.raises(
         ValueError,
-        match=r"value.scale must be torch.float16 of shape .*, got torch.float32 of shape \(1, 1, 1, 256\)",
+        match=r"value.scale must be torch.float16 of shape .*, got torch.float32 of shape "
+        r"\(1, 1, 1, 256\)",
     ):
         KVStore.from_state(tensors | {"value.scale": tensors["value.scale"].float()}, header)
 

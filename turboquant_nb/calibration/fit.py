@@ -22,7 +22,7 @@ from ..hf import layer_frequencies, turboquant_mask
 from ..quant.calibration import Calibration, model_facts
 from ..theory.rotation import _no_autocast
 from ..theory.rope import apply_cos_sin
-from ..cache.store import prompt_mean, shared_cos_sin
+from ..theory.centre import prompt_mean, shared_cos_sin
 from ..theory.transforms import Moments, coding_gain, fit_head_transform
 
 # %% ../../nbs/60_calibrate.ipynb #d22d00d3

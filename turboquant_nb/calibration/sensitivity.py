@@ -42,8 +42,8 @@ class _Probe:
             return x
         spec = replace(getattr(self.recipes[layer], side), bits=bits)
         coder, c = make_quantizer(spec, x.shape[3], x.device), 0.0
-        if spec.center != "none":
-            inv_freqs = self.inv_freqs[layer] if spec.center == "pre_rope" else None
+        if spec.centre.holds_mean:
+            inv_freqs = self.inv_freqs[layer] if spec.centre.rotates else None
             c = window_center(x, inv_freqs, self.skip)
         y = decode(coder, encode(coder, x.float() - c, None, "x")) + c
         return torch.cat([x[:, :, : self.skip], y.to(x.dtype)[:, :, self.skip :]], 2)

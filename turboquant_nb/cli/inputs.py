@@ -282,8 +282,8 @@ class Calibrated:
         typer.Option(
             metavar="FILE_OR_HUB_ID",
             help=(
-                "Key transforms and sensitivities of layers, from turboquant calibrate; without "
-                "one, codes are data-free."
+                "Key transforms and sensitivities of layers, from turboquant calibrate; "
+                "without one, codes are data-free."
             ),
         ),
     ] = None
@@ -655,8 +655,8 @@ def check_offloading(offloading: Offloading, weights: Weights) -> None:
         )
     if weights.model.endswith(".gguf"):
         raise Usage(
-            f"--offload reads layers from safetensors, and {weights.model} is a GGUF file: give "
-            "a folder or a hub id"
+            f"--offload reads layers from safetensors, and {weights.model} is a GGUF file: "
+            "give a folder or a hub id"
         )
 
 

@@ -132,8 +132,8 @@ class Length:
             parser=whole,
             metavar="N",
             help=(
-                "Read the prompt so many tokens at a time: less memory at once, and later parts "
-                "read earlier ones from codes."
+                "Read the prompt so many tokens at a time: less memory at once, and later "
+                "parts read earlier ones from codes."
             ),
         ),
     ] = None
@@ -555,8 +555,8 @@ def _tell_demo(ask: _Demo, output: Output, about: dict, rows: list) -> None:
         [["", *(r["cache"] for r in rows)], *([x.name, *map(x.tell, rows)] for x in _LINES)]
     )
     legend = (
-        f"Answer: greedy, up to {ask.new_tokens} tokens; the first comes from the prompt, which "
-        "is read exactly. "
+        f"Answer: greedy, up to {ask.new_tokens} tokens; the first comes from the prompt, "
+        "which is read exactly. "
         "Odds: of the best token against the second, uncompressed, where the answer parts. "
         f"Next token and perplexity: {about['scored_tokens']} tokens of the book after "
         f"{about['prefix_tokens']:,} of its prompt. "

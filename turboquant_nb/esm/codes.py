@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from fastcore.basics import patch
 from torch import Tensor
 
-from ..cache.attention import _pre_rope_terms
+from ..theory.centre import PreRopeMean
 from ..cache.gather import BLOCK
 from ..cache.store import KVStore
 from turboquant_nb.esm.transform import (
@@ -387,8 +387,8 @@ class CodedPast(Past):
         "What the mean of keys adds to the scores of queries [B, H, n, d]: [B, H, n, T or 1]."
         side = self.code.key
         r = 0 if side.inv_freq is None else 2 * len(side.inv_freq)
-        weights, still = _pre_rope_terms(q, side.mean[layer][:, None], r)
-        if weights is None:
+        still, weights = PreRopeMean().query(q, side.mean[layer][:, None], r)
+        if not r:
             return still
         if self._cos_sin is None:  # one table for all layers of a step
             positions = self.positions(0, self.length)[slice(None) if self.ragged else slice(1)]

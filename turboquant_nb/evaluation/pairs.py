@@ -12,12 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from turboquant_nb.hf import (
-    TurboQuantCache,
-    TurboQuantLayer,
-    _as_bool,
-    turboquant_mask,
-)
+from ..hf import TurboQuantCache, TurboQuantLayer, _as_bool, turboquant_mask
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface

@@ -387,9 +387,8 @@ class StepRunner:
             return ""
         if layer.is_sliding:
             return "a sliding layer frees tokens; max_length and static=True keep them"
-        if store.recipe.decay is not None or "qjl" in (
-            store.recipe.key.residual,
-            store.recipe.value.residual,
+        if store.recipe.decay is not None or any(
+            side.q.code.refuses("capture") for side in store.sides
         ):
             return "decay and QJL residuals"
         if layer.patience or store._recent_from > max(0, store.length - store.recipe.recent):

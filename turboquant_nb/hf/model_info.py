@@ -121,8 +121,8 @@ class ModelInfo:
             f"{f['query heads']} query heads on {f['KV heads']} KV heads of {f['head size']}"
         )
         return (
-            f"ModelInfo({f['model type']}: {len(self.layers)} layers, {n} coded, {sliding} with "
-            f"a sliding window; {heads})"
+            f"ModelInfo({f['model type']}: {len(self.layers)} layers, {n} coded, {sliding} "
+            f"with a sliding window; {heads})"
         )
 
 # %% ../../nbs/50_model_info.ipynb #dd5d6f12
@@ -234,13 +234,13 @@ def _settle_centers(
 ) -> tuple:  # (recipes without "auto", [inv_freq or None])
     """Where the keys' centre is left to the model: its RoPE decides. Raises ValueError where a
     recipe names a pre-RoPE mean and there is no such RoPE."""
-    if all(r.key.center not in ("auto", "pre_rope") for r in recipes):
+    if not any(r.key.center == "auto" or r.key.centre.rotates for r in recipes):
         return recipes, [None] * len(recipes)
     found, why = info.rope
     frequencies = [found[x.index] for x in info.coded]
     recipes = [r.settled(rope=f is not None) for r, f in zip(recipes, frequencies)]
-    inv_freq = [f if r.key.center == "pre_rope" else None for r, f in zip(recipes, frequencies)]
-    if any(f is None and r.key.center == "pre_rope" for f, r in zip(inv_freq, recipes)):
+    inv_freq = [f if r.key.centre.rotates else None for r, f in zip(recipes, frequencies)]
+    if any(f is None and r.key.centre.rotates for f, r in zip(inv_freq, recipes)):
         raise ValueError(
             f"center='pre_rope' needs RoPE in each of its layers: {why or 'one has none'}"
         )

@@ -338,11 +338,15 @@ def refuses(store: KVStore, tables: CodeTables | None) -> str:
         or torch.version.hip is not None
         or torch.cuda.get_device_capability(store.device) < (8, 0)
     ):
-        needed = "an NVIDIA GPU from compute capability 8.0 on is needed"
-        return f"{needed}, the store is on {store.device.type}"
+        return (
+            "an NVIDIA GPU from compute capability 8.0 on is needed, the store is on "
+            f"{store.device.type}"
+        )
     if store.dtype == torch.float64 or not 64 <= store.tile <= 256:
-        served = "tiles of 64 to 256 tokens in at most 32 bits are supported"
-        return f"{served}, got {store.tile} in {store.dtype}"
+        return (
+            f"tiles of 64 to 256 tokens in at most 32 bits are supported, got {store.tile} in "
+            f"{store.dtype}"
+        )
     if store.key.truncated_tiles or store.value.truncated_tiles:
         return "tiles that lost a plane (decay) are not supported"
     if tables is None or tables.parts is not None:
@@ -375,7 +379,7 @@ def read_block(
             side.tensors,
             side.q,
             side.q.d,
-            not by_token and store.recipe.key.center == "pre_rope",
+            not by_token and store.rope_table is not None,
         )
         matrix, mean, rope = (
             _two_halves(q.rotation),
