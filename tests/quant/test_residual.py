@@ -15,6 +15,7 @@ from turboquant_nb.theory.rates import truncate
 from turboquant_nb.quant.residual import SketchedCode, sketched_code, sign_gain, sign_codebook
 from turboquant_nb.theory.rotation import make_rotation
 from turboquant_nb.testing import same
+from turboquant_nb.theory import codebook
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DIMS = (None, 2, 3, 16, 64, 256)
@@ -385,3 +386,36 @@ def test_refusals(gen):
     wide = prod(scale_dtype="bfloat16")
     assert decode(wide, wide.encode(4e4 * x)).isfinite().all()
     assert isinstance(coded, Coded)
+
+
+def test_a_sign_on_levels_that_nothing_reaches():
+    "A cell without mass has no mean: its level stands for it."
+    from turboquant_nb.quant.residual import sign_codebook
+
+    book = sign_codebook(3, base=codebook.from_levels(torch.tensor([-120.0, -1.0, 1.0, 120.0])))
+    assert (
+        np.isfinite(book.means).all()
+        and book.means[0] == book.levels64[0] < -119
+        and math.isfinite(book.mse)
+    )
+
+
+def test_signs_need_levels_twice_their_step_apart():
+    "At 1.5 E|e| the two halves of neighbouring cells would cross."
+    from turboquant_nb.quant import residual
+
+    book = lloyd_max(2)
+    step = math.sqrt(residual.sign_gain(book))
+    gap = float(np.diff(book.levels64).min())
+    assert gap > 2 * step and residual._split(book).bits == 3
+    for near in np.linspace(
+        0.02, 0.6, 59
+    ):  # levels that come nearer to one another until they are too near
+        y = torch.tensor([-2.0, -near, near, 2.0], dtype=torch.float64)
+        close = codebook.from_levels(y)
+        apart = np.diff(close.levels64).min() / math.sqrt(residual.sign_gain(close))
+        if apart > 2:
+            assert residual._split(close).bits == 3
+        else:
+            with pytest.raises(ValueError, match="more than 2 E|e| apart"):
+                residual._split(close)

@@ -542,6 +542,8 @@ class Gather(Backend):
             )
         if store.end is not None:
             return "sequences have ends"
+        if any(side.q.code.whole.edges is None for side in store.sides):
+            return "the code has no look-up table"
         states = (q, call.k, call.v)
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in states):
             return "there is no gradient; call under torch.no_grad()"
@@ -733,10 +735,11 @@ def _rotated(
 ) -> list:  # [B * H, d] of keys, of values
     "States of one position, centred and rotated."
     means, rotated = [side.mean for side in store.sides], []
-    if store.key.q.centre.kind == "rotating":
-        means[0] = _key_mean(store, position)
-    elif store.key.q.centre.kind == "own":
-        means[0] = store.center("key", position, position + 1)
+    for i, (name, side) in enumerate(zip(("key", "value"), store.sides)):
+        if side.q.centre.kind == "rotating":
+            means[i] = _key_mean(store, position)
+        elif side.q.centre.kind == "own":
+            means[i] = store.center(name, position, position + 1)
     for side, x, mean in zip(store.sides, states, means):
         x = x.float() if mean is None else x.float() - mean.float()
         y = side.q.rotation.apply(x if side.q.rotation.per_head else x.reshape(-1, side.q.d))

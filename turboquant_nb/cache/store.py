@@ -39,6 +39,7 @@ from turboquant_nb.quant.quantizer import (
     as_recipe,
     code_rows,
     decode,
+    residual_rows,
 )
 from ..theory.centre import rows_at, shared_cos_sin
 from ..theory.transforms import restore_transforms
@@ -439,13 +440,12 @@ def _code(store, states, means, names):
 
 def _encoded(store, states, means, names):
     "New states coded by PyTorch."
-    if store.cos_sin is not None:
-        k, _ = states
-        key_mean, value_mean = means
-        rows = store._rows(store.length, store.length + k.shape[2])
-        means = store.key.q.centre.at(key_mean, rows), value_mean
-    given = zip(store.sides, states, means, names)
-    return [side.q.encode(x, mean, name) for side, x, mean, name in given]
+    first, last = store.length, store.length + states[0].shape[2]
+    given, out = zip(store.sides, states, means, names), []
+    for side, x, mean, name in given:
+        rows = store._rows(first, last) if side.q.centre.rotates else None
+        out.append(side.q.encode(x, side.q.centre.at(mean, rows), name))
+    return out
 
 
 class Tail(NamedTuple):
@@ -1368,15 +1368,19 @@ def write_at(
     rows = self.tile // 4
     slot = _slots(at.device)[t // rows][:, None]
     keep, t = (255 - (3 << slot)).to(torch.uint8), t % rows
-    for g in self.groups:
-        parts = _plane_codes(coded.codes[..., g.channels], g.layout)
-        for plane, part in zip((self.tensors[n] for n in g.names), parts):
+    packed = [(g.names, g.layout, coded.codes[..., g.channels]) for g in self.groups]
+    packed += [((n,), x, coded.residual[n]) for n, x in self.extras.items() if x]
+    for names, layout, codes in packed:
+        for plane, part in zip((self.tensors[n] for n in names), _plane_codes(codes, layout)):
             by_row = plane if self.along == "channel" else plane.transpose(-1, -2)
             old = by_row[:, :, tile, t]
             new = old & keep | (part << slot).to(torch.uint8)
             by_row[:, :, tile, t] = torch.where(fits, new, old)
-    scales = self.tensors["scale"].flatten(2)
-    scales[:, :, at] = torch.where(fits, coded.scale, scales[:, :, at])
+    numbers = {"scale": coded.scale}
+    numbers |= {n: coded.residual[n] for n, x in self.extras.items() if x is None}
+    for name, new in numbers.items():
+        held = self.tensors[name].flatten(2)
+        held[:, :, at] = torch.where(fits, new, held[:, :, at])
 
 
 @patch
@@ -1405,11 +1409,19 @@ def put_at(
 # %% ../../nbs/31_store.ipynb #fca8aeba
 def _encode_quietly(q, x, mean, flags):
     "Codes and scales; a state that cannot be coded gets the scale NaN and raises a flag."
-    codes, scale = code_rows(q, x, None if mean is None else mean.expand_as(x))
-    large = ~(scale <= torch.finfo(q.scale_dtype).max)
-    endless = ~x.isfinite().all(-1)
+    mean, top = None if mean is None else mean.expand_as(x), torch.finfo(q.scale_dtype).max
+    codes, scale = code_rows(q, x, mean)
+    large, endless = ~(scale <= top), ~x.isfinite().all(-1)
+    kept = {}
+    if q.code.extras:
+        coded = Coded(codes, scale.to(q.scale_dtype))
+        kept = residual_rows(q, x, mean, coded)
+    for name, bits in q.code.extras:
+        if not bits:
+            large, kept[name] = large | ~(kept[name] <= top), kept[name].to(q.scale_dtype)
     flags.bitwise_or_(torch.stack([endless.any(), (large & ~endless).any()]).int())
-    return Coded(codes, scale.masked_fill(large | endless, math.nan).to(q.scale_dtype))
+    scale = scale.masked_fill(large | endless, math.nan).to(q.scale_dtype)
+    return Coded(codes, scale, kept or None)
 
 # %% ../../nbs/31_store.ipynb #97d37b9f
 class AppendOperands(NamedTuple):
@@ -1447,7 +1459,9 @@ def _sides(k, v, key, value, texts) -> list:
     for x, tensors, text in zip((k, v), (key, value), texts):
         side = copy(_coder(text, x.device))
         names = [name for g in side.groups for name in g.names]
-        side.tensors = dict(zip([*names, "scale", "sinks", "recent", "mean"], tensors))
+        side.tensors = dict(
+            zip([*names, "scale", *side.extras, "sinks", "recent", "mean"], tensors)
+        )
         out.append(_NewStates(x, side, text))
     return out
 
@@ -1478,7 +1492,9 @@ def _code_at(sides, start, position, flags, rope_table, max_length):
         mean = s.centre.at(s.mean, angles)
         coded = _encode_quietly(s.side.q, s.x, mean, raised)
         for j in range(0, n, rows):
-            part = Coded(coded.codes[:, :, j : j + rows], coded.scale[:, :, j : j + rows])
+            cut = lambda x, j=j: x[:, :, j : j + rows]
+            kept = {name: cut(x) for name, x in (coded.residual or {}).items()}
+            part = Coded(cut(coded.codes), cut(coded.scale), kept)
             s.side.write_at(part, at[j : j + rows], fits)
 
 

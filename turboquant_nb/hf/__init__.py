@@ -7,31 +7,10 @@ __all__ = ['MARGIN', 'NAME', 'CodedStates', 'ModelInfo', 'Report', 'TurboQuantCa
            'CanaryError', 'Check', 'plan_layers', 'layer_frequencies', 'turboquant_attention', 'turboquant_mask']
 
 # %% ../../nbs/56_hf.ipynb #228b9a2d
-from turboquant_nb.hf.model_info import (
-    DynamicCache,
-    ModelInfo,
-    _is_coded,
-    _kinds,
-    _text_config,
-    plan_layers,
-    layer_frequencies,
-)
-from turboquant_nb.hf.cache import (
-    MARGIN,
-    NAME,
-    CodedStates,
-    Report,
-    TurboQuantCache,
-    TurboQuantLayer,
-)
-from turboquant_nb.hf.attention import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    _as_bool,
-    _exact,
-    turboquant_attention,
-    turboquant_mask,
-)
+from .model_info import ModelInfo, plan_layers, layer_frequencies
+from .cache import MARGIN, NAME, CodedStates, TurboQuantCache, TurboQuantLayer
+from .attention import exact_attention, turboquant_attention, turboquant_mask
+from .report import Report
 from .canary import Canary, CanaryError, Check, Watch
 from . import archive, graphs
 

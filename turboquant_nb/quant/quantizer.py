@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CODEBOOKS', 'CODES', 'PRESETS', 'Spec', 'channel_bits', 'TwoSides', 'Recipe', 'preset', 'as_recipe', 'Coded', 'Lut',
            'Extra', 'Code', 'ScalarCode', 'HeadCodes', 'scalar_codebook', 'scalar_code', 'register_code', 'Quantizer',
-           'code_rows', 'encode', 'decode_rotated', 'decode', 'decided']
+           'code_rows', 'residual_rows', 'encode', 'decode_rotated', 'decode', 'decided']
 
 # %% ../../nbs/20_quantizer.ipynb #6df47394
 import json
@@ -66,8 +66,7 @@ class Spec:
     # "sphere" (exact law at this d), "gaussian", "uniform" or the name of a registered code
     codebook: str = "sphere"
     # "none", "prompt_mean" (of the first chunk), "pre_rope" (the mean before RoPE) or the name
-    # of
-    # a registered centre; "auto": see `Recipe.settled`
+    # of a registered centre; "auto": see `Recipe.settled`
     center: str = "none"
     scale_dtype: str = "float16"  # how the scale is stored: "float16", "bfloat16" or "float32"
     residual: str = (
@@ -345,8 +344,7 @@ class Code:
         return self.levels(coded.codes, check_range) * coded.scale.float().unsqueeze(-1)
 
     def nearest(self, u: np.ndarray) -> tuple | None:
-        """`encode` and `levels` of rows [n, d] by few NumPy calls; None where it has no such
-        way."""
+        "`encode` and `levels` of rows [n, d] by few NumPy calls; None where it has none such."
         return None
 
     def refuses(self, use: str) -> str:
@@ -479,15 +477,19 @@ def scalar_codebook(
     return CODEBOOKS[kind](bits, d)
 
 
-@lru_cache(maxsize=256)
 def scalar_code(spec: Spec, d: int) -> ScalarCode:
-    "One table, or one for each number of bits; one object for each such spec."
-    bits = channel_bits(spec.bits, d)
-    table = lambda b: scalar_codebook(spec.codebook, b, d).to_int8_grid()
+    "One table, or one for each number of bits; shared by all sides with these."
+    return _scalar_code(spec.bits, spec.codebook, d)
+
+
+@lru_cache(maxsize=256)
+def _scalar_code(bits, codebook: str, d: int) -> ScalarCode:
+    each = channel_bits(bits, d)
+    table = lambda b: scalar_codebook(codebook, b, d).to_int8_grid()
     with torch.inference_mode(False):
-        if isinstance(spec.bits, int):
-            return ScalarCode(table(spec.bits), bits)
-        return ScalarCode(MixedCodebook({b: table(b) for b in set(bits)}, bits), bits)
+        if isinstance(bits, int):
+            return ScalarCode(table(bits), each)
+        return ScalarCode(MixedCodebook({b: table(b) for b in set(each)}, each), each)
 
 
 def register_code(
@@ -628,8 +630,7 @@ def _flat(q: Quantizer, x: Tensor, mean: Tensor | None) -> tuple:
 def code_rows(
     q: Quantizer, x: Tensor, mean: Tensor | None, block: int = 4096
 ) -> tuple:  # (codes [..., d], fp32 scale [...])
-    """Codes and scales of vectors [..., d], whatever is in them; a head's own code codes its
-    own."""
+    "Codes and scales of vectors [..., d], whatever they hold; a head's own code codes its own."
     if q.code.heads:
         y, flat = q.rotation.apply(x if mean is None else x.float() - mean.float()), copy(q)
         flat.rotation = make_rotation("identity", q.d).to(q.device)
@@ -648,8 +649,11 @@ def code_rows(
     return codes.view(x.shape), scale.view(x.shape[:-1])
 
 
-def _residual(q: Quantizer, x: Tensor, mean: Tensor | None, coded: Coded, name, block) -> dict:
-    "What the code keeps of the errors of vectors, coded with the scales as stored."
+def residual_rows(
+    q: Quantizer, x: Tensor, mean: Tensor | None, coded: Coded, block: int = 4096
+) -> dict:
+    """What the code keeps of the errors of vectors, coded with the scales as stored: bits
+    [..., m] uint8 and fp32 numbers [...] by name."""
     (flat, means), parts = _flat(q, x, mean), []
     base = (q.code.levels(coded.codes) * coded.scale.float().unsqueeze(-1)).view(-1, q.d)
     for i in range(0, len(flat), block):
@@ -658,13 +662,11 @@ def _residual(q: Quantizer, x: Tensor, mean: Tensor | None, coded: Coded, name, 
         y = x.float() if q.rotation.per_head else q.rotation.apply(x)
         parts.append(q.code.residual(y - base[part]))
     out, lead = {}, coded.scale.shape
-    for extra in q.code.extras:
-        shape = (0, extra.bits) if extra.bits else (0,)
-        x = torch.cat([flat.new_zeros(shape), *(part[extra.name] for part in parts)])
-        if not extra.bits:
-            x = _store_scale(x.float(), q.scale_dtype, f"the residual of {name}")
-        shape = (*lead, extra.bits) if extra.bits else lead
-        out[extra.name] = (x.to(torch.uint8) if extra.bits else x).view(shape)
+    for name, bits in q.code.extras:
+        kind = torch.uint8 if bits else torch.float32
+        none = flat.new_zeros((0, bits) if bits else (0,), dtype=kind)
+        found = torch.cat([none, *(part[name].to(kind) for part in parts)])
+        out[name] = found.view((*lead, bits) if bits else lead)
     return out
 
 
@@ -683,7 +685,11 @@ def encode(
     coded = Coded(codes, _store_scale(scale, q.scale_dtype, name))
     if not q.code.extras:
         return coded
-    return coded._replace(residual=_residual(q, x, mean, coded, name, block))
+    kept, what = residual_rows(q, x, mean, coded, block), f"the residual of {name}"
+    for extra in q.code.extras:
+        if not extra.bits:
+            kept[extra.name] = _store_scale(kept[extra.name], q.scale_dtype, what)
+    return coded._replace(residual=kept)
 
 # %% ../../nbs/20_quantizer.ipynb #177b1214
 def decode_rotated(q: Quantizer, coded: Coded) -> Tensor:  # [..., d] fp32
