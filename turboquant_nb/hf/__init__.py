@@ -12,7 +12,7 @@ from .cache import MARGIN, NAME, CodedStates, TurboQuantCache, TurboQuantLayer
 from .attention import exact_attention, turboquant_attention, turboquant_mask
 from .report import Report
 from .canary import Canary, CanaryError, Check, Watch
-from . import archive, graphs
+from . import archive, edits, graphs
 
 _all_ = [
     "MARGIN",
