@@ -186,12 +186,15 @@ def _prefill_and_drafts(call: AttentionCall) -> Tensor:
 
 def _rule(layer, call: AttentionCall, backend: str) -> Rule:
     "How a layer attends on codes, made once."
+    make = lambda: Rule(
+        call.scaling, layer.sliding_window, call.softcap, backend=backend, sinks=call.sink
+    )
+    if torch.compiler.is_compiling():  # which would trace once more what was kept meanwhile
+        return make()
     known = call.scaling, call.softcap, backend
     rule = layer.rules.get(known)
     if rule is None or rule.sinks is not call.sink:
-        more = dict(backend=backend, sinks=call.sink)
-        rule = Rule(call.scaling, layer.sliding_window, call.softcap, **more)
-        layer.rules[known] = rule
+        rule = layer.rules[known] = make()
     return rule
 
 
