@@ -139,16 +139,6 @@ class _Query:
     rotated: Tensor  # the same, rotated like the keys
     terms: Terms  # what centring took out of the coded scores
 
-    @property
-    def offset(self) -> Tensor | float:
-        "[B, H, g*n, 1]: what all coded scores get back."
-        return self.terms.shift
-
-    @property
-    def rope_coefficients(self) -> Tensor | None:
-        "[B, H, g*n, r], or None: what cosines and sines of a key's position are weighed with."
-        return self.terms.coefficients
-
 
 def _query(call: Call) -> _Query:
     store, (b, heads, n, d) = call.store, call.q.shape
@@ -257,9 +247,9 @@ def _add_coded(soft: _Softmax, query: _Query, sight: _Sight, block: int):
                 v_scale = v_scale.where(held[:, None], 0)
         scores = query.rotated @ k.mT
         scores = scores if k_scale is None else scores * k_scale.unsqueeze(-2)
-        scores = query.offset + scores
-        if query.rope_coefficients is not None:
-            scores = scores + query.rope_coefficients @ store._rows(lo, hi).float().mT
+        scores = query.terms.shift + scores
+        if query.terms.coefficients is not None:
+            scores = scores + query.terms.coefficients @ store._rows(lo, hi).float().mT
         soft.add_coded(_masked(scores, seen, sight.rule.softcap), v, v_scale)
 
 # %% ../../nbs/32_attention.ipynb #04366c1c

@@ -404,9 +404,11 @@ def _mean_scores(query, store: KVStore, tiles: slice):
     """A function that says what the mean of keys adds to the scores of some tiles, counted from
     the first of these; None if nothing."""
     offset = (
-        query.offset.flatten(0, 1).unsqueeze(-1) if isinstance(query.offset, Tensor) else None
+        query.terms.shift.flatten(0, 1).unsqueeze(-1)
+        if isinstance(query.terms.shift, Tensor)
+        else None
     )
-    starts, tile, weights = store.ranges.starts, store.tile, query.rope_coefficients
+    starts, tile, weights = store.ranges.starts, store.tile, query.terms.coefficients
     if weights is not None:
         store.cos_sin.reach(store.offset + tiles.stop * tile)
 
