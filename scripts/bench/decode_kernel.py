@@ -40,7 +40,7 @@ from timing import event_time, kernel_times, quantiles, replayed
 from turboquant_nb import results
 from turboquant_nb.cache.attention import attend
 from turboquant_nb.kernels import ops
-from turboquant_nb.kernels.launch import decode_attention, supports
+from turboquant_nb.kernels.launch import decode_attention, refuses
 
 BITS = [(4, 4), (3, 3), (2, 2)]
 ALL_BITS = [(k, v) for k in (4, 3, 2) for v in (4, 3, 2)]
@@ -315,8 +315,7 @@ def measure(case: Shape, bits, seconds, known=()):
         if (center == "pre_rope" and k_bits != v_bits) or (center == "prompt_mean" and known):
             continue
         store = filled(k, v, k_bits, v_bits, center)
-        served, why = supports(q, store)
-        if not served:
+        if why := refuses(ops.Call.of(q, store)):
             raise SystemExit(f"{case}: {why}")
         for launch, wrap in (("eager", lambda f: f), ("graph", replayed)):
             f = wrap(lambda store=store: decode_attention(q, store))

@@ -102,7 +102,7 @@ def gate(model, use):
     k, v = (t.float() for t in store.read())
     far = (
         (
-            ops.attend(q, store, None, None, 0.125)[0].float()
+            ops.attend(q, store, scaling=0.125)[0].float()
             - F.scaled_dot_product_attention(q.float(), k, v, scale=0.125)
         )
         .abs()

@@ -113,7 +113,7 @@ def store_case(batch, heads, group, d, k_bits, v_bits, center, static, name):
         )  # drafts, each with two exact tokens of its own
         assert out.isfinite().all()
     tables = launch._plan_of(store).tables
-    if blocks.supports(store, tables)[0]:
+    if not blocks.refuses(store, tables):
         assert all(
             x.isfinite().all() for x in blocks.read_block(store, tables, 3, store.length - 7)
         )
@@ -151,7 +151,7 @@ def part_case(batch, heads, group, d, k_bits, v_bits, residual, decay):
     store = KVStore(recipe, batch, heads, d, dtype=torch.bfloat16, device=DEVICE, tile=64)
     for n in (255, 1, 3):
         x = states(2, batch, heads, n, d)
-        (encode.append if encode.supports(recipe, d, device=DEVICE)[0] else KVStore.append)(
+        (KVStore.append if encode.refuses(recipe, d, device=DEVICE) else encode.append)(
             store, *x
         )
         if decay and n == 255:

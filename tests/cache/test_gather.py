@@ -181,7 +181,7 @@ def test_what_is_not_served():
     )
     for store in (static, ends):
         store.append(*torch.randn(2, 1, 2, 300, 64))
-    assert gather.supports(q, ends) == (True, "")
+    assert not gather.Gather().refuses(attention.Call.of(q, ends))
     ends.set_range(end=200)
     for query, store, why in (
         (q, static, "the store is static"),

@@ -1599,3 +1599,40 @@ def test_operators_that_are_registered_again_still_serve():
         [sys.executable, "-X", "faulthandler", "-c", AGAIN], capture_output=True, text=True
     )
     assert done.returncode == 0 and done.stdout == "served\n", done.stderr[-2000:]
+
+
+EPOCHS = {  # what begins a new one, and what does not
+    "append": (lambda s, x: s.append(x, x), False),
+    "grow": (lambda s, x: s.append(*[x.repeat(1, 1, 40, 1)] * 2), True),
+    "crop": (lambda s, x: s.crop(3), False),
+    "crop what was truncated": (lambda s, x: (s.decay(64), s.crop(60)), True),
+    "evict": (lambda s, x: s.evict(64), True),
+    "decay": (lambda s, x: s.decay(64), True),
+    "select": (lambda s, x: s.select(torch.tensor([1, 0])), True),
+    "repeat": (lambda s, x: s.repeat(2), True),
+    "to": (lambda s, x: s.to("cpu"), True),
+    "end": (lambda s, x: s.set_range(end=70), True),
+    "no other end": (lambda s, x: s.set_range(end=None), False),
+    "start": (lambda s, x: s.set_range([0, 2], None, *s.read()), True),
+    "another layer's longer table": (lambda s, x: s.cos_sin.reach(9000), True),
+}
+
+
+@pytest.mark.parametrize("name", EPOCHS)
+def test_what_calls_remember_ends_with_its_epoch(name):
+    "Addresses of tensors, here, which are right as long as the memo holds them."
+    change, ends = EPOCHS[name]
+    inv_freq = 10000.0 ** (-torch.arange(0, 16, 2) / 16)
+    recipe = Recipe(Spec(3, center="pre_rope"), Spec(3), sinks=2, recent=4)
+    store = KVStore(recipe, 2, 1, 16, tile=16, inv_freq=inv_freq)
+    x = torch.randn(2, 1, 70, 16)
+    store.append(x, x)
+    where = lambda: [t.data_ptr() for t in (*store._fixed(), store.rope_table)]
+    store.memo["where"] = where()
+    epoch = store.epoch
+    change(store, x[:, :, :2])
+    assert ("where" not in store.memo) == (store.epoch > epoch) == ends
+    assert store.memo.get("where", where()) == where()
+    other = copy.deepcopy(store)
+    store.memo["a launch"] = 1
+    assert not other.memo and not copy.copy(store).memo and store.memo

@@ -550,7 +550,10 @@ def test_long_chunks_by_fused_attention(key, dtype):
             & (p > at - (sliding_window or 701))
         )
         call = q, store, k[:, :, -n:], v[:, :, -n:]
-        assert ops.select_backend(*call, sliding_window=sliding_window)[0] == "flash"
+        assert (
+            ops.select_backend(ops.Call.of(*call, sliding_window=sliding_window)).backend
+            == "flash"
+        )
         got, want = (
             ops.attend(*call, sliding_window=sliding_window),
             dense_attention(q, kd, vd, mask=mask),

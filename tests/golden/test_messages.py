@@ -12,6 +12,9 @@ GONE: dict[str, str] = {
     "{} has format {}, this version reads {}: {}": "no format of before is read or explained",
     "kernels/paged": "a third layout of codes, which only its own chapter used",
     CAP: "scores of codes get the query's product with the centre, so a soft cap is served",
+    "a mask is not supported, only causal order, ranges and a sliding window": (
+        "the kernel's backend says it: ranges of positions, not masks"
+    ),
     "apps/claims": "the audit is a page (chapter 98), not a command",
     # by a code, which says why it does not serve; who asks puts a name before it
     "{}: a QJL residual needs the sketch of the query": "a sentence of `SketchedCode.refuses`",

@@ -283,7 +283,7 @@ def kernel_cache(model, recipe="k4v4"):
     return TurboQuantCache(model, recipe, backend="triton")
 
 
-@pytest.mark.skipif(not CUDA and not ops._interpreted(), reason="needs Triton")
+@pytest.mark.skipif(not CUDA and not ops.launch.is_interpreted(), reason="needs Triton")
 @pytest.mark.parametrize("way", WAYS)
 def test_kernels_serve_generate(way):
     """Left-padded batches decode on kernels alone, from coding to attention, and give the
@@ -373,7 +373,7 @@ def test_demanding_kernels_raises_before_anything_is_stored(which):
 def test_demanding_kernels_without_a_gpu_or_interpreter(monkeypatch):
     if CUDA:
         pytest.skip("there is one")
-    monkeypatch.setattr(ops, "_interpreted", lambda: False)
+    monkeypatch.setattr(ops.launch, "is_interpreted", lambda: False)
     model = tiny(**SMALL)
     with pytest.raises(
         ValueError,
@@ -459,7 +459,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.skipif(not CUDA and not ops._interpreted(), reason="needs Triton")
+@pytest.mark.skipif(not CUDA and not ops.launch.is_interpreted(), reason="needs Triton")
 def test_a_step_makes_nothing_as_large_as_the_past():
     """Of decoding after 500 tokens: on kernels no tensor is a third of one layer's dense keys;
     the dense path makes one."""
@@ -490,7 +490,7 @@ def test_a_step_makes_nothing_as_large_as_the_past():
         model.to("cpu")
 
 
-@pytest.mark.skipif(not CUDA and not ops._interpreted(), reason="needs Triton")
+@pytest.mark.skipif(not CUDA and not ops.launch.is_interpreted(), reason="needs Triton")
 @pytest.mark.parametrize("n", [1, 100])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
 def test_what_a_kernel_took_is_told_later(bad, n):
@@ -538,7 +538,7 @@ def test_memory_of_a_chunk_does_not_grow_with_the_past(length, monkeypatch):
     store.append(k, v)
     q = torch.randn(1, 4, 64, 16, generator=g)
     held = max(t.nbytes for s in (store.key, store.value) for t in s.tensors.values())
-    assert ops.select_backend(q, store, k, v)[0] == "flash"
+    assert ops.select_backend(ops.Call.of(q, store, k, v)).backend == "flash"
     with Largest() as seen:
         ops.attend(q, store, k, v)
     block = 2 * ops.BLOCK * 4  # twice, for a table's index in int64 or two pieces at once
@@ -603,7 +603,8 @@ def host_calls(step):
 
 
 @pytest.mark.skipif(
-    CUDA or not ops._interpreted(), reason="Triton's interpreter, where there is no GPU"
+    CUDA or not ops.launch.is_interpreted(),
+    reason="Triton's interpreter, where there is no GPU",
 )
 @pytest.mark.parametrize("static", [False, True])
 def test_what_a_layer_costs_the_host(static, silent):

@@ -51,7 +51,7 @@ def test_static_is_dynamic(name, attention):
 
 
 @pytest.mark.skipif(
-    not ops._interpreted() or torch.cuda.is_available(),
+    not ops.launch.is_interpreted() or torch.cuda.is_available(),
     reason="needs Triton's interpreter; test_cuda.py for GPUs",
 )
 def test_static_on_kernels():

@@ -165,7 +165,7 @@ def test_what_is_not_written_is_not_read():
 def test_refusals(case, why):
     _, store, _ = setup(**(dict(B=1, H=1) | case))
     tables = launch._plan_of(store).tables
-    assert why in blocks.supports(store, tables)[1]
+    assert why in blocks.refuses(store, tables)
     with pytest.raises(ValueError, match=why):
         blocks.read_block(store, tables, 0, 9)
 
@@ -174,15 +174,15 @@ def test_refusals(case, why):
 def test_more_refusals():
     _, store, _ = setup(B=1, H=1)
     tables = launch._plan_of(store).tables
-    assert "one table" in blocks.supports(store, None)[1]
+    assert "one table" in blocks.refuses(store, None)
     for first, last in ((-1, 5), (5, 5), (0, 301)):
         with pytest.raises(ValueError, match="positions must lie in"):
             blocks.read_block(store, tables, first, last)
     store.key.tensors["plane0"] = store.key.tensors["plane0"].mT.contiguous().mT
-    assert "contiguous" in blocks.supports(store, tables)[1]
+    assert "contiguous" in blocks.refuses(store, tables)
     _, short, _ = setup(B=1, H=1, T=600, sinks=0, win=0)
     short.decay(600)
-    assert "decay" in blocks.supports(short, tables)[1]
+    assert "decay" in blocks.refuses(short, tables)
 
 
 @needs_triton

@@ -28,9 +28,10 @@ try:
 except ImportError:
     triton = None
 
-from turboquant_nb.cache.attention import _visible, attend
+from turboquant_nb.cache import attention
+from turboquant_nb.cache.attention import Call, attend
 from turboquant_nb.kernels import decode, decode_mma, launch, query
-from turboquant_nb.kernels.launch import decode_attention, supports
+from turboquant_nb.kernels.launch import decode_attention, refuses
 from turboquant_nb.theory.codebook import uniform, lloyd_max
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 from turboquant_nb.cache.packing import Layout, pack
@@ -295,15 +296,9 @@ def test_a_plan_follows_decay_and_its_end():
     )
     assert gap() < PORTABLE and launch._plan_of(store).tables.parts is None
     store.decay(130)
-    assert (
-        gap() < PORTABLE
-        and launch._plan_of(store).aged
-        and launch._plan_of(store).tables.parts is not None
-    )
-    assert "decay" in supports(q, store, kernel="fragments")[1] and supports(q, store) == (
-        True,
-        "",
-    )
+    assert gap() < PORTABLE and launch._plan_of(store).tables.parts is not None
+    call = Call.of(q, store)
+    assert "decay" in refuses(call, "fragments") and not refuses(call)
     store.select(torch.tensor([1, 1]))
     assert gap() < PORTABLE
     store.crop(store.length - 40)  # in the first truncated tile
@@ -405,9 +400,8 @@ def test_portable_poison_and_nan():
 def test_operator():
     "Schema, fake implementation and dispatch, as torch checks them."
     q, store, chunk = setup(B=1, H=1, T=40, d=64 if CUDA else 16, n=2, m=2)
-    args = launch.checked_operands(
-        q, store, chunk["k"], chunk["v"], None, 30, 5.0, None, "auto"
-    )
+    call = Call.of(q, store, **chunk, sliding_window=30, softcap=5.0)
+    args = launch.checked_operands(call)
     torch.library.opcheck(launch._operator, args)
 
 
@@ -421,7 +415,7 @@ def test_torch_compile():
         assert torch.equal(f(q), decode_attention(q * 2, store)[0] + 1), step
         new = torch.randn(1, 1, 1, q.shape[3], device=DEVICE)
         store.append(new, new)
-    args = launch.checked_operands(q, store, None, None, None, None, None, None, "auto")
+    args = launch.checked_operands(Call.of(q, store))
     whole = torch.compile(
         lambda *a: torch.ops.turboquant_nb.decode_attention(*a)[0] + 1,
         backend=backend,
@@ -485,19 +479,17 @@ def test_repeats_pass_what_a_fresh_call_passes(case, monkeypatch):
     """While a store grows, is cropped, evicted, padded or replaced, a repeated call is refused
     or passes what a new one would."""
     q, store, chunk = setup(**(dict(d=64, G=4, T=250) | case))
-    launches, options, kinds, refused = (
-        recorded(monkeypatch),
-        (None, None, None, None, "fragments"),
-        {},
-        0,
-    )
+    launches, options = recorded(monkeypatch), (None, "fragments")  # splits, kernel
+    seen, refused = set(), 0
     monkeypatch.setattr(launch, "_device_reason", lambda device, portable: "")
-    kinds_of = lambda: launch._kind(q, chunk.get("k"), chunk.get("v"), options)
+    call_of = lambda: Call.of(q, store, **chunk)
+    kind_of = lambda: launch._kind(call_of(), *options)
+    kept = lambda: store.memo.setdefault("launches", {})
 
     def fresh():
         launches.clear()
-        x = launch.checked_operands(q, store, chunk.get("k"), chunk.get("v"), *options)
-        return launch.Repeat(x, store, decode_mma.mma_attention(x)[2]), list(launches)
+        x = launch.checked_operands(call_of(), *options)
+        return launch.Repeat(x, decode_mma.mma_attention(x)[2]), list(launches)
 
     def step(x):
         nonlocal refused, q
@@ -507,15 +499,17 @@ def test_repeats_pass_what_a_fresh_call_passes(case, monkeypatch):
         for name in chunk:
             chunk[name] = torch.randn_like(chunk[name])
         repeat, want = fresh()
-        old = kinds.setdefault(kinds_of(), repeat)
+        old = kept().setdefault(kind_of(), repeat)
         assert old.out == repeat.out
+        refused += old is repeat and kind_of() in seen  # its epoch had ended
+        seen.add(kind_of())
         launches.clear()
-        done = old(q, chunk.get("k"), chunk.get("v"), store)
+        done = old(call_of())
         if done is None:
             refused += 1
-            kinds[kinds_of()] = repeat
+            kept()[kind_of()] = repeat
             assert not launches
-            done = repeat(q, chunk.get("k"), chunk.get("v"), store)
+            done = repeat(call_of())
         elif old is not repeat:
             assert old.shapes == repeat.shapes
         out, lse = done
@@ -539,13 +533,12 @@ def test_repeats_pass_what_a_fresh_call_passes(case, monkeypatch):
             store.set_range(start=torch.tensor([0, 3]))
             step(tokens(20))
     launches.clear()
-    repeat = kinds[kinds_of()]
     planes = weakref.ref(store.key.tensors["plane0"])
     store.key.tensors["plane0"] = planes().clone()
-    assert planes() is None  # repeats hold no tensor of a store
-    assert repeat(q, chunk.get("k"), chunk.get("v"), store) is None
+    store.changed()
+    assert planes() is None and not store.memo  # nothing holds a tensor that was replaced
     step(tokens(1))
-    repeat = kinds[kinds_of()]
+    repeat = kept()[kind_of()]
     run, args, slots = repeat.launches[-1]
     args[function_index(decode._combine_kernel, "length")] = store.length
     repeat.launches[-1] = run, args, [x for x in slots if x[1] != "length"]
@@ -563,14 +556,12 @@ def test_what_is_not_repeated(monkeypatch):
     monkeypatch.setattr(launch, "_device_reason", lambda device, portable: "")
     other = {name: x.half() for name, x in chunk.items()}
     call = lambda more: decode_mma.mma_attention(
-        launch.checked_operands(
-            q, store, more["k"], more["v"], None, None, None, None, "fragments"
-        )
+        launch.checked_operands(Call.of(q, store, **more), kernel="fragments")
     )
     assert call(other)[2] is None and call(chunk)[2] is not None
     assert (
-        launch._kind(q, chunk["k"], None, ()) is None
-        and launch._kind(q, None, None, ()) is not None
+        launch._kind(Call.of(q, store, chunk["k"])) is None
+        and launch._kind(Call.of(q, store)) is not None
     )
 
 
@@ -582,7 +573,7 @@ def test_where_the_means_sums_are_computed_follows_the_length(monkeypatch):
     q, store, _ = setup(d=128, G=4, B=1, H=1, T=600, center="pre_rope")
     recorded(monkeypatch)
     monkeypatch.setattr(launch, "_device_reason", lambda device, portable: "")
-    x = launch.checked_operands(q, store, None, None, None, None, None, 3, "fragments")
+    x = launch.checked_operands(Call.of(q, store), 3, "fragments")
     again = decode_mma.mma_attention(x)[2]
     assert not again.fused and "bias" in again.shapes
     assert again.serves(600) and again.serves(12_287) and not again.serves(12_288)
@@ -599,9 +590,7 @@ def test_where_the_means_sums_are_computed_follows_the_length(monkeypatch):
         and seen[0].can
     )
     _, static, _ = setup(d=128, G=4, B=1, H=1, T=600, center="pre_rope", static=True)
-    decode_mma.mma_attention(
-        launch.checked_operands(q, static, None, None, None, None, None, 3, "fragments")
-    )
+    decode_mma.mma_attention(launch.checked_operands(Call.of(q, static), 3, "fragments"))
     assert seen[-1].held == static.capacity
 
 
@@ -655,8 +644,8 @@ FRAGMENT_REFUSALS = [
 @mark.parametrize("case,options,why", REFUSALS)
 def test_refusals(case, options, why):
     q, store, _ = setup(**(dict(B=1, H=1, T=40) | case))
-    ok, reason = supports(q, store, **options)
-    assert ok is False and why in reason
+    reason = refuses(Call.of(q, store, **options))
+    assert why in reason
     if not options:
         with pytest.raises(ValueError, match="decode_attention cannot serve this") as error:
             decode_attention(q, store)
@@ -667,46 +656,41 @@ def test_refusals(case, options, why):
 @mark.parametrize("case,why", FRAGMENT_REFUSALS)
 def test_fragment_refusals(case, why):
     q, store, _ = setup(**(dict(B=1, H=1, T=40) | case))
-    ok, reason = supports(q, store, kernel="fragments")
-    assert ok is False and why in reason
-    assert (
-        supports(q, store) == supports(q, store, kernel="portable") == (True, "")
-    )  # the portable kernel serves it
+    call = Call.of(q, store)
+    assert why in refuses(call, "fragments")
+    assert not refuses(call) and not refuses(call, "portable")  # the portable kernel serves it
 
 
 @needs_triton
 def test_more_refusals():
     q, store, _ = setup(B=1, H=1, T=40, d=64)
     q.requires_grad_()
-    assert supports(q, store) == (False, "there is no gradient; call under torch.no_grad()")
+    assert refuses(Call.of(q, store)) == "there is no gradient; call under torch.no_grad()"
     with torch.no_grad():
-        assert supports(q, store) == (True, "")
+        assert not refuses(Call.of(q, store))
     q = q.detach()
     _, truncated_tiles, _ = setup(B=1, H=1, T=600, d=64, sinks=0, win=0)
     truncated_tiles.decay(600)
-    assert "decay" in supports(q, truncated_tiles, kernel="fragments")[1] and supports(
-        q, truncated_tiles
-    ) == (True, "")
+    call = Call.of(q, truncated_tiles)
+    assert "decay" in refuses(call, "fragments") and not refuses(call)
     truncated_tiles.crop(600)
     new = torch.randn(1, 1, 9, 64, device=DEVICE)
     truncated_tiles.append(new, new)
-    assert supports(q[:, :1], truncated_tiles) == (True, "") and agree_with(
+    assert not refuses(Call.of(q[:, :1], truncated_tiles)) and agree_with(
         q, truncated_tiles
     )  # no tile is truncated any more; the table is that of before
     store.key.tensors["plane0"] = store.key.tensors["plane0"].mT.contiguous().mT
-    assert "contiguous" in supports(q, store)[1]
+    assert "contiguous" in refuses(Call.of(q, store))
     with pytest.raises(ValueError, match="'auto', 'fragments' or 'portable'"):
-        supports(q, store, kernel="fast")
+        refuses(Call.of(q, store), "fast")
 
 
 @cpu_only
 @needs_triton
 def test_no_gpu():
     q, store, _ = setup(B=1, H=1, T=40, d=64)
-    assert supports(q, store, kernel="fragments") == (
-        False,
-        "an NVIDIA GPU is needed, the store is on cpu",
-    )
+    why = "an NVIDIA GPU is needed, the store is on cpu"
+    assert refuses(Call.of(q, store), "fragments") == why
     with pytest.raises(ValueError, match="NVIDIA GPU"):
         decode_attention(q, store, kernel="fragments")
 
@@ -738,12 +722,14 @@ import sys
 sys.modules["triton"] = None
 import torch
 from turboquant_nb.kernels.decode_mma import lookup_asm
-from turboquant_nb.kernels.launch import decode_attention, supports
+from turboquant_nb.kernels.launch import decode_attention, refuses
+from turboquant_nb.cache.attention import Call
 from turboquant_nb.cache.store import KVStore
 store = KVStore("k3v3", 1, 1, 64)
 store.append(torch.randn(1, 1, 9, 64), torch.randn(1, 1, 9, 64))
 q = torch.randn(1, 1, 1, 64)
-assert supports(q, store) == (False, "Triton is not installed (pip install 'turboquant-nb[triton]')"), supports(q, store)
+why = refuses(Call.of(q, store))
+assert why == "Triton is not installed (pip install 'turboquant-nb[triton]')", why
 try:
     decode_attention(q, store)
 except ValueError as error:
@@ -1052,7 +1038,7 @@ def test_what_the_tensor_core_kernel_reads_from_codes(own, start, end, sliding_w
         else torch.maximum(at - own + 1, torch.as_tensor(min(store.past_exact_from, past)))
     )
     coded = (
-        _visible(store, n, p, True, sliding_window)[0, 0]
+        attention.visible(store, n, p, True, sliding_window)[0, 0]
         & ~store.ranges.is_exact(p, sinks, since)[0, 0]
         & (p >= offset)
     )
@@ -1300,13 +1286,12 @@ def test_gpu_repeats():
             last = store.read(store.length - 2) if step % 2 else (None, None)
             if step % 97 < 6:
                 out, lse = decode_attention(q, store, *last)
-                fresh = launch.run_kernel(
-                    launch.checked_operands(q, store, *last, None, None, None, None, "auto")
-                )
+                fresh = launch.run_kernel(launch.checked_operands(Call.of(q, store, *last)))
                 assert torch.equal(out, fresh[0]) and torch.equal(lse, fresh[1]), step
                 want = attend(q, store, *last)[0]
                 assert (out - want).norm() <= 1e-3 * want.norm(), step
-        assert len(launch.REPEATS[store]) == 2 and store.length > 1024
+                assert 1 <= len(store.memo["launches"]) <= 2
+        assert store.length > 1024
         store.crop(store.length)
         store.set_range(start=torch.tensor([0, 500]))  # start is written in place
         x = torch.randn(2, 2, 600, 128, device=DEVICE)

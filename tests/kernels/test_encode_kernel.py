@@ -699,7 +699,7 @@ def test_flags_go_up_and_nothing_beside_them(way):
     assert (memory[:256] == 7).all() and (memory[262:] == 7).all()
 
 
-def test_supports():
+def test_refusals():
     for recipe, args, why in (
         (preset("k3v3"), (72,), "multiple of 16"),
         (preset("k3v3"), (512,), "up to 256"),
@@ -709,9 +709,9 @@ def test_supports():
         (preset("k3v3"), (64, None, torch.float64), "dtype"),
         (preset("k3v3"), (64, None, torch.bfloat16, DEVICE, 70000), "65535"),
     ):
-        ok, reason = kernel.supports(recipe, *args)
-        assert not ok and why in reason
-    assert kernel.supports("k3v3", 64, device=DEVICE) == (True, "")
+        reason = kernel.refuses(recipe, *args)
+        assert why in reason
+    assert not kernel.refuses("k3v3", 64, device=DEVICE)
 
 
 def test_bad_arguments():

@@ -1,9 +1,14 @@
 "Dispatch: what serves, what refuses, and that the meaning does not depend on it."
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.cache import attention
+from turboquant_nb.cache.attention import Call
 from turboquant_nb.kernels import ops
 from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.cache.store import KVStore
@@ -44,7 +49,7 @@ def test_auto_is_the_reference_on_a_cpu(call):
 )
 def test_a_named_backend_gives_its_reason(call, why):
     store, q = filled()
-    assert not ops.explain(q, store, **call)["triton"][0]
+    assert why in ops.explain(q, store, **call)["triton"]
     with pytest.raises(ValueError, match=why):
         ops.attend(q, store, backend="triton", **call)
 
@@ -52,18 +57,14 @@ def test_a_named_backend_gives_its_reason(call, why):
 @pytest.mark.skipif(CUDA, reason="a device could serve")
 def test_without_a_device_the_reason_is_about_devices_or_triton():
     store, q = filled()
-    served, why = ops.explain(q, store)["triton"]
-    assert not served and ("Triton" in why or "CUDA" in why or "cpu" in why), why
+    why = ops.explain(q, store)["triton"]
+    assert "Triton" in why or "CUDA" in why or "cpu" in why, why
 
 
 def test_explain_lists_torch_last_and_always():
     store, q = filled()
-    assert list(ops.explain(q, store)) == [
-        "triton",
-        "flash",
-        "gather",
-        "torch",
-    ] and ops.explain(q, store)["torch"] == (True, "")
+    answers = ops.explain(q, store)
+    assert [*answers] == ["triton", "flash", "gather", "torch"] and not answers["torch"]
 
 
 @pytest.mark.parametrize("backend", ["cuda", "", None])
@@ -154,10 +155,7 @@ def test_long_chunks_are_the_reference(call, kind, start, monkeypatch):
     store.append(new(2, 300) + 3, new(2, 300))
     k, v, q = new(2, 70), new(2, 70), new(8, 70)
     store.append(k, v)
-    assert (
-        ops.select_backend(q, store, k, v, sliding_window=call.get("sliding_window"))[0]
-        == "flash"
-    )
+    assert ops.select_backend(Call.of(q, store, k, v, **call)).backend == "flash"
     got, want = ops.attend(q, store, k, v, **call), attention.attend(q, store, k, v, **call)
     assert torch.allclose(got[0], want[0], atol=2e-5), (got[0] - want[0]).abs().max()
     assert torch.equal(got[1].isinf(), want[1].isinf())
@@ -211,23 +209,20 @@ def test_what_long_chunks_refuse(call, n, why):
         ops.attend(q, store, k, k, backend="flash")
 
 
-def test_an_answer_is_kept_and_given_up_when_it_no_longer_holds():
+def test_an_answer_is_kept_and_given_up_when_it_no_longer_holds(monkeypatch):
     "Per store and question; a decayed tile, another device or a gradient is another question."
     store, q = filled()
-    asked = []
-    original = ops.explain
-    try:
-        ops.explain = lambda *a, **k: asked.append(1) or original(*a, **k)
-        for _ in range(5):
-            ops.select_backend(q, store)
-        assert len(asked) == 1
-        ops.select_backend(q[:, :, :1], store)
-        store.decay(256)
-        ops.select_backend(q, store)
-        ops.select_backend(q.clone().requires_grad_(), store)
-        assert len(asked) == 4
-    finally:
-        ops.explain = original
+    asked, first = [], ops.BACKENDS["triton"]
+    ask = lambda call: asked.append(call) or first.refuses(call)
+    monkeypatch.setitem(ops.BACKENDS, "triton", SimpleNamespace(refuses=ask))
+    for _ in range(5):
+        ops.select_backend(Call.of(q, store))
+    assert len(asked) == 1
+    ops.select_backend(Call.of(q[:, :, :1], store))
+    store.decay(256)
+    ops.select_backend(Call.of(q, store))
+    ops.select_backend(Call.of(q.clone().requires_grad_(), store))
+    assert len(asked) == 4
 
 
 @pytest.mark.skipif(CUDA, reason="the stores lie on a CPU here")
@@ -245,7 +240,7 @@ def test_an_answer_is_kept_and_given_up_when_it_no_longer_holds():
 def test_a_step_on_a_cpu_is_served_by_look_up_or_says_why_not(change, served):
     store, q = filled()
     q = q[:, :, :1]
-    assert ops.select_backend(q, store, **change)[0] == served
+    assert ops.select_backend(Call.of(q, store, **change)).backend == served
     got, want = ops.attend(q, store, **change), attention.attend(q, store, **change)
     assert torch.allclose(got[0], want[0], atol=1e-5) and torch.allclose(
         got[1], want[1], atol=1e-5
@@ -266,13 +261,13 @@ def test_a_step_on_a_cpu_is_served_by_look_up_or_says_why_not(change, served):
 def test_the_look_up_is_asked_again_when_tiles_are_truncated_or_sequences_end():
     store, q = filled()
     q = q[:, :, :1]
-    assert ops.select_backend(q, store)[0] == "gather"
+    assert ops.select_backend(Call.of(q, store)).backend == "gather"
     store.set_range(end=300)
-    assert ops.select_backend(q, store)[0] == "torch"
+    assert ops.select_backend(Call.of(q, store)).backend == "torch"
     store.set_range(end=None)
-    assert ops.select_backend(q, store)[0] == "gather"
+    assert ops.select_backend(Call.of(q, store)).backend == "gather"
     store.decay(256)
-    assert ops.select_backend(q, store)[0] == "gather"
+    assert ops.select_backend(Call.of(q, store)).backend == "gather"
     close(ops.attend(q, store, backend="gather"), attention.attend(q, store))
 
 
@@ -285,7 +280,7 @@ def test_the_look_up_serves_every_recipe(kind):
     store = KVStore(KINDS[kind], 2, 2, 64, **more)
     store.append(*torch.randn(2, 2, 2, 600, 64, generator=torch.Generator().manual_seed(0)))
     q = torch.randn(2, 8, 1, 64, generator=torch.Generator().manual_seed(1))
-    assert ops.select_backend(q, store)[0] == "gather"
+    assert ops.select_backend(Call.of(q, store)).backend == "gather"
     close(ops.attend(q, store), attention.attend(q, store))
 
 
@@ -293,7 +288,7 @@ def test_the_look_up_serves_every_recipe(kind):
 @pytest.mark.parametrize("call", [dict(), dict(sliding_window=50), dict(softcap=20.0)])
 def test_triton_agrees_on_a_gpu(call):
     store, q = filled("cuda", key=Spec(center="prompt_mean"))
-    assert ops.explain(q, store, **call)["triton"][0]
+    assert not ops.explain(q, store, **call)["triton"]
     got, want = (
         ops.attend(q, store, backend="triton", **call),
         attention.attend(q, store, **call),
@@ -303,7 +298,7 @@ def test_triton_agrees_on_a_gpu(call):
 
 
 @pytest.mark.skipif(
-    not CUDA and not ops._interpreted(), reason="needs a GPU or Triton's interpreter"
+    not CUDA and not ops.launch.is_interpreted(), reason="needs a GPU or Triton's interpreter"
 )
 @pytest.mark.parametrize("n", (3, 18))
 def test_drafts_are_one_call_of_the_kernel(n, monkeypatch):
@@ -318,11 +313,11 @@ def test_drafts_are_one_call_of_the_kernel(n, monkeypatch):
     q, k, v = (torch.randn(1, h, n, 64, generator=g).to(store.device) for h in (2, 1, 1))
     tail = store.tail_with(k, v)
     store.append(k, v)
-    run = ops.launch.decode_attention
-    monkeypatch.setattr(
-        ops.launch, "decode_attention", lambda *a, **call: calls.append(call) or run(*a, **call)
-    )
-    assert ops.explain(q, store, tail.key, tail.value, recent=4, backend="triton")["triton"][0]
+    run = ops.launch.Triton.run
+    counted = lambda self, call: calls.append(call) or run(self, call)
+    monkeypatch.setattr(ops.launch.Triton, "run", counted)
+    ask = dict(recent=4, backend="triton")
+    assert not ops.explain(q, store, tail.key, tail.value, **ask)["triton"]
     got, lse = ops.attend(q, store, tail.key, tail.value, recent=4, backend="triton")
     want, want_lse = attention.attend(q, store, tail.key, tail.value, recent=4)
     error = lambda x: float((got - x).norm() / x.norm())
@@ -347,3 +342,44 @@ def test_a_range_is_read_as_a_part_of_the_whole(recent, start):
         for part, x in zip(store.read(first, last), whole):
             torch.testing.assert_close(part, x[:, :, first:last], rtol=0, atol=1e-6)
         assert not torch.equal(store.read(first, last - 1)[0], whole[0][:, :, first + 1 : last])
+
+
+class Dense(attention.Backend):
+    "Plain attention in fp32 to what the store reads back; the new states exactly."
+
+    name = "dense"
+
+    def refuses(self, call):
+        return "a mask is not served" if call.mask is not None else ""
+
+    def run(self, call):
+        attention.check_call(call)
+        states = [x.float() for x in call.store.read()]
+        for x, new in zip(states, (call.k, call.v)):
+            if new is not None:
+                x[:, :, x.shape[2] - new.shape[2] :] = new
+        at = torch.arange(call.store.offset, call.store.length, device=call.q.device)[None]
+        rule, n = call.rule, call.q.shape[2]
+        seen = attention.visible(call.store, n, at, rule.causal, rule.sliding_window)
+        more = dict(scaling=rule.scaling, softcap=rule.softcap, mask=seen)
+        return attention.Answer(*attention.dense_attention(call.q, *states, **more))
+
+
+@pytest.mark.parametrize("backend", ["dense", "torch"])
+def test_a_backend_added_in_one_place_serves_a_whole_model(backend, monkeypatch):
+    "A model generates with it, the report names it, and it gives what the reference gives."
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    model = LlamaForCausalLM(config).eval()
+    model.set_attn_implementation("turboquant")
+    added = {"dense": Dense()} if backend == "dense" else {}
+    taken = added | {"torch": ops.BACKENDS["torch"]}
+    monkeypatch.setattr(ops, "BACKENDS", taken)
+    cache = TurboQuantCache(model, "k4v4")
+    ids = torch.arange(3, 43)[None]
+    model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False)
+    report = cache.report()
+    assert report["backends"] == {backend: 2 * 11} and report["served"]["codes"] == 22
+    q, store = torch.randn(1, 4, 1, 8), cache.coded_layers[0].store
+    close(ops.attend(q, store), attention.attend(q, store))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from turboquant_nb.cache.attention import attend
+from turboquant_nb.cache.attention import Call, attend
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.kernels import encode, launch, ops
 from turboquant_nb.quant.quantizer import Recipe, Spec
@@ -74,21 +74,15 @@ def test_the_kernel_that_a_gpu_gets(gpu, capability, fast):
         "",
     ) and launch.select_kernel(plan, device, "portable") == (True, "")
     assert launch.select_kernel(plan, device, "fragments") == (False, "" if fast else why)
-    assert encode.supports(store.recipe, 64, dtype=torch.float16, device=device) == (
-        (True, "") if fast else (False, "bf16 tensor cores need compute capability 8.0")
-    )
+    slow = "" if fast else "bf16 tensor cores need compute capability 8.0"
+    assert encode.refuses(store.recipe, 64, dtype=torch.float16, device=device) == slow
     store.device = device  # asking reads nothing else of it
     assert launch.why_portable(store) == ("" if fast else why)
     q = torch.zeros(1, 4, 1, 64, dtype=torch.float16)
-    assert ops.explain(q, store)["triton"] == (
-        True,
-        "" if fast else f"by the portable kernel: {why}",
-    )
-    choice = ops.select_backend(q, store)
+    assert not ops.explain(q, store)["triton"]
+    choice = ops.select_backend(Call.of(q, store))
     assert choice == ("triton", "" if fast else f"by the portable kernel: {why}")
-    assert ops.select_coder(store) == (
-        ("triton", "") if fast else ("torch", "bf16 tensor cores need compute capability 8.0")
-    )
+    assert ops.select_coder(store) == ("triton" if fast else "torch", slow)
 
 
 @needs_triton
@@ -97,8 +91,8 @@ def test_codes_that_tensor_cores_do_not_read(gpu):
     device, store = gpu(), KVStore("k1v1", 1, 1, 64)
     launch._plan_of(store)  # tables lie where the store does
     store.device = device
-    assert ops.explain(torch.zeros(1, 1, 1, 64), store)["triton"] == (
-        True,
+    assert ops.select_backend(Call.of(torch.zeros(1, 1, 1, 64), store)) == (
+        "triton",
         "by the portable kernel: codes must have 2 to 4 bits",
     )
 
@@ -110,15 +104,11 @@ def test_amd_gets_pytorch(gpu):
     launch._plan_of(store)
     store.device = device
     q = torch.zeros(1, 1, 1, 64)
-    answers = ops.explain(q, store)
-    assert answers["triton"] == (
-        False,
-        "no kernel has run on ROCm yet; backend='triton' tries the portable one",
-    )
-    assert ops.select_coder(store).backend == "torch" and ops.select_backend(
-        q, store
-    ).backend in ("gather", "torch")
-    assert ops.explain(q, store, backend="triton")["triton"][0] and launch.select_kernel(
+    why = "no kernel has run on ROCm yet; backend='triton' tries the portable one"
+    assert ops.explain(q, store)["triton"] == why
+    assert ops.select_coder(store).backend == "torch"
+    assert ops.select_backend(Call.of(q, store)).backend in ("gather", "torch")
+    assert not ops.explain(q, store, backend="triton")["triton"] and launch.select_kernel(
         launch._plan_of(store), device, "auto"
     ) == (True, "")
 

@@ -161,7 +161,10 @@ def attention_rows(
     for name, layer in layers.items():
         store = filled_store(shapes, layer, tokens)
         calls[name] = lambda store=store: ops.attend(q, store)
-        nbytes[name], served[name] = store.nbytes, ops.select_backend(q, store)[0]
+        nbytes[name], served[name] = (
+            store.nbytes,
+            ops.select_backend(ops.Call.of(q, store)).backend,
+        )
     times = in_turns({n: _waiting(f, shapes.device) for n, f in calls.items()}, rounds, tick)
     return _rows("attention", tokens, times, nbytes, served, 1e6, "us")
 

@@ -387,7 +387,7 @@ class StorePast(Past):
 
     def attend(self, layer, q, k, v, causal=True):
         self.take(layer, k, v)
-        out, _ = ops.attend(q, self.stores[layer], k, v, 1.0, causal=causal)
+        out, _ = ops.attend(q, self.stores[layer], k, v, scaling=1.0, causal=causal)
         return out
 
     def commit(self, n):

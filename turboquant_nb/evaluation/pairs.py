@@ -10,7 +10,8 @@ __all__ = ['PAIR', 'Pair', 'mixed_attention', 'pair_attention', 'causal_mask', '
 import torch
 from torch import Tensor
 
-from ..hf import TurboQuantCache, TurboQuantLayer, with_sink_logit
+from ..hf import TurboQuantCache, TurboQuantLayer
+from ..cache.attention import with_sinks
 from ..hf.hooks import Attend, AttentionCall, hooked
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -58,7 +59,7 @@ def mixed_attention(
     s = s.masked_fill(~visible, -torch.inf)
     p = s.softmax(-1)
     out = (p * exact) @ wide(value.exact) + (p * ~exact) @ wide(value.coded)
-    return with_sink_logit(out, s.logsumexp(-1), s_aux).transpose(1, 2)
+    return with_sinks(out, s.logsumexp(-1), s_aux).out.transpose(1, 2)
 
 # %% ../../nbs/82_pairs.ipynb #ca042aff
 PAIR = "turboquant_pair"  # name of the attention that meets exact and quantised states

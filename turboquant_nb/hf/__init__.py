@@ -9,12 +9,7 @@ __all__ = ['MARGIN', 'NAME', 'CodedStates', 'ModelInfo', 'Report', 'TurboQuantCa
 # %% ../../nbs/56_hf.ipynb #228b9a2d
 from .model_info import ModelInfo, plan_layers, layer_frequencies
 from .cache import MARGIN, NAME, CodedStates, TurboQuantCache, TurboQuantLayer
-from turboquant_nb.hf.attention import (
-    exact_attention,
-    turboquant_attention,
-    turboquant_mask,
-    with_sink_logit,
-)
+from .attention import exact_attention, turboquant_attention, turboquant_mask
 from .report import Report
 from .canary import Canary, CanaryError, Check, Watch
 from . import archive, edits, graphs

@@ -151,6 +151,7 @@ class TurboQuantLayer(CacheLayerMixin):
         self.drafting, self.drafts = False, 0  # see `activate_past_recording`
         self.tail = None  # exact states that the last chunk's queries read, and a crop
         self.canary, self.changes = None, 0  # what checks; times that rows became others
+        self.rules = {}  # how it attends on codes, see `hf.attention`
         self.captured = self.make_captured(self)  # serves steps that a graph captures
         # how errors call new states
         self.names = f"keys of layer {self.index}", f"values of layer {self.index}"

@@ -97,8 +97,14 @@ def check_layer(
     store, m = layer.store, k.shape[2]
     first = store.length - m
     served = ops.attend(
-        query, store, k[:, :, -1:], v[:, :, -1:], scaling, sliding_window=m, softcap=softcap
-    )[0]
+        query,
+        store,
+        k[:, :, -1:],
+        v[:, :, -1:],
+        scaling=scaling,
+        sliding_window=m,
+        softcap=softcap,
+    ).out
     real = (
         torch.arange(first, store.length, device=k.device) >= store.start[:, None, None, None]
     )

@@ -19,9 +19,10 @@ from fastcore.basics import patch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..cache.attention import Answer, Call
 from ..kernels import ops
 from .cache import NAME, STEPS, CodedStates, TurboQuantCache, TurboQuantLayer
-from .hooks import AttentionCall, Detour, attention_name
+from .hooks import Detour, attention_name
 from ..cache.clock import CAPTURE, DeviceClock
 from ..cache.exact import Tail, _plain
 from ..cache.store import KVStore
@@ -43,9 +44,8 @@ class CapturedSteps:
         group = layer.info.query_heads // layer.info.heads
         q = key_states.new_empty(b, h * group, 1, d).detach()
         coder = ops.select_coder(layer.store, layer.backend)
-        server = ops.select_backend(
-            q, layer.store, sliding_window=layer.sliding_window, backend=layer.backend
-        )
+        ask = dict(sliding_window=layer.sliding_window, backend=layer.backend)
+        server = ops.select_backend(Call.of(q, layer.store, **ask))
         self.backends = {"coding": coder, "attention": server}
         if coder.backend == "triton":
             ops.encode.prepare(layer.store)  # a graph cannot copy tables to the device
@@ -68,16 +68,13 @@ class CapturedSteps:
         near = (tail.key, tail.value) if few else states
         if not torch.compiler.is_compiling():
             self.tail = near if few else None  # a replay leaves them there, for a crop after it
-        ops.dispatch_append(self.backends["coding"].backend, layer.store, *states)
+        ops.CODERS[self.backends["coding"].backend].append(layer.store, *states)
         return tuple(CodedStates(layer, x, 0, False, t) for x, t in zip(states, near))
 
-    def attend(self, call: AttentionCall, recent: int | None = None) -> tuple:
-        """(out, lse), see `ops.dispatch_attend`: by the settled backend, by PyTorch for what it
-        was not asked about."""
-        layer, few = self.layer, call.mask is None and call.query.shape[2] <= 16
-        name = self.backends["attention"].backend if few else "torch"
-        seen = call.scaling, call.mask, None, True, layer.sliding_window, call.softcap, recent
-        return ops.dispatch_attend(name, call.query, layer.store, call.key, call.value, *seen)
+    def attend(self, call: Call) -> Answer:
+        "By the settled backend, by PyTorch for what it was not asked about."
+        few = call.mask is None and call.q.shape[2] <= 16
+        return ops.serve(call, self.backends["attention"].backend if few else "torch")
 
 
 TurboQuantLayer.make_captured = CapturedSteps

@@ -23,7 +23,7 @@ from ..theory.rates import MixedCodebook, truncate
 try:
     import triton
     import triton.language as tl
-except ImportError:  # `launch.supports` says so; everything that needs no kernel works
+except ImportError:  # `launch.refuses` says so; everything that needs no kernel works
     triton = SimpleNamespace(jit=lambda f=None, **_: f or (lambda g: g), language=None)
     tl = SimpleNamespace(constexpr=None)
 

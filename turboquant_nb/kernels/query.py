@@ -8,7 +8,6 @@ __all__ = ['score_bias', 'AngleTables', 'angle_tables', 'rotated_queries']
 # %% ../../nbs/42_query.ipynb #e296a90a
 from types import SimpleNamespace
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from turboquant_nb.kernels.decode import (
 try:
     import triton
     import triton.language as tl
-except ImportError:  # `launch.supports` says so; everything that needs no kernel works
+except ImportError:  # `launch.refuses` says so; everything that needs no kernel works
     triton = SimpleNamespace(jit=lambda f=None, **_: f or (lambda g: g), language=None)
     tl = SimpleNamespace(constexpr=None)
 
@@ -228,9 +227,6 @@ class AngleTables(NamedTuple):
         return (len(self.far) - 257) * 256
 
 
-_ANGLES = WeakKeyDictionary()  # store.CosSinCache -> {page: AngleTables}
-
-
 def angle_tables(
     cos_sin,  # `store.CosSinCache`
     positions: int,
@@ -238,7 +234,7 @@ def angle_tables(
 ) -> AngleTables:
     """Shared tables that serve positions below `positions`; made anew, twice as long at least,
     where those at hand are too short."""
-    held = _ANGLES.setdefault(cos_sin, {})
+    held = cos_sin.memo
     if page not in held or held[page].positions < positions:
         more = 0 if page not in held else 2 * held[page].positions
         with torch.inference_mode(False), torch.no_grad():

@@ -58,6 +58,7 @@ class CosSinCache:
 
     def __init__(self, inv_freq: Tensor):
         self.inv_freq = inv_freq  # [r/2] fp32
+        self.memo = {}  # what kernels made of them
         self.table = torch.zeros(
             0, 2 * len(inv_freq), dtype=torch.float16, device=inv_freq.device
         )

@@ -206,6 +206,11 @@ class Codebook:
     # integers
     grid: object = None
 
+    @cached_property
+    def memo(self) -> dict:
+        "What kernels made of it, by names of their own; gone when it is."
+        return {}
+
     @property
     def entropy(self) -> float:
         "Entropy of the code in bits."

@@ -10,7 +10,7 @@ __all__ = ['haar_qr', 'haar', 'paley', 'hadamard_factors', 'hadamard_matrix', 'h
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -165,6 +165,11 @@ class Transform:
     per_head = False  # whether each head has its own; vectors are [..., heads, n, d] then
     form = "matrix"  # "sylvester" tells kernels that butterflies of ±1 will do
     seeded = False  # whether `make_rotation(kind, d, seed)` makes it again
+
+    @cached_property
+    def memo(self) -> dict:
+        "What kernels made of it, by names of their own; gone when it is."
+        return {}
 
     @property
     def query_matrix(self) -> Tensor:
