@@ -50,14 +50,12 @@ from turboquant_nb.esm.model import _real, _replayed
 from turboquant_nb.esm.transform import (
     RECIPES,
     Histograms,
-    SideCode,
     SideSpec,
     TransformCode,
     TransformRecipe,
     code_states,
     decode_states,
     fit_transform,
-    join_levels,
     load_code,
     lloyd_rows,
     midpoints,
@@ -239,21 +237,19 @@ def fit_paper(turbo, sequences, statistics, paper: Paper) -> TransformCode:
     specs = {n: SideSpec(float(s.bits), s.rotation, s.center, False) for n, s in sides.items()}
     recipe = TransformRecipe(**specs, allocation="none")
     fits = {n: fit_transform(statistics, n, spec) for n, spec in specs.items()}
-    fill = Histograms(fits, recipe, statistics.inv_freq, 4096)
+    fill = Histograms(fits, recipe, 4096)
     _pass_over(turbo, sequences, fill.take)
     made = []
     for n, s in sides.items():
-        shape = tuple(fits[n]["mean"].shape)
+        shape = tuple(fits[n].mean.shape)
         rows = shape[0] * shape[1] * (shape[2] if s.channels else 1)
         parts = [*fill.out.values()] if paper.one_table else [fill.out[n]]
         h = fill.out[n] if s.channels else gathered(parts, rows)
         y, _ = lloyd_rows(h, s.bits - s.sign)
         y = with_sign(h, y) if s.sign else y
-        levels = h.values(y).repeat_interleave(fits[n]["mean"].numel() // rows, 0)
-        fixed = (fits[n][x].float().contiguous() for x in ("mean", "into", "back"))
-        inv_freq = statistics.inv_freq.float() if s.center == "pre_rope" else None
+        levels = h.values(y).repeat_interleave(fits[n].mean.numel() // rows, 0)
         bits = torch.full(shape, s.bits, dtype=torch.uint8)
-        made.append(SideCode(*fixed, bits, join_levels(bits, {s.bits: levels}), inv_freq))
+        made.append(fits[n].coded(bits, {s.bits: levels}))
     header = code_header(turbo, "turboesm", sequences, statistics)
     return TransformCode(*made, recipe, header, text_hashes(sequences))
 

@@ -5,14 +5,15 @@
 # %% auto #0
 __all__ = ['RECIPES', 'FORMAT', 'centre_at', 'SideCode', 'join_levels', 'midpoints', 'transform_states', 'code_states',
            'Workspace', 'look_up', 'decode_states', 'restore_states', 'SideSpec', 'TransformRecipe', 'as_transform',
-           'CodeStatistics', 'fit_transform', 'lloyd_rows', 'Histograms', 'TransformCode', 'text_hashes', 'fit_code',
-           'save_code', 'load_code']
+           'CodeStatistics', 'FittedTransform', 'fit_transform', 'lloyd_rows', 'Histograms', 'TransformCode',
+           'text_hashes', 'fit_code', 'save_code', 'load_code']
 
 # %% ../../nbs/70_transform.ipynb #ae4f1154
 import hashlib
 import math
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -396,11 +397,35 @@ def _root(m: Tensor) -> tuple:  # (M^½, M^-½), fp64
     return (u * root) @ u.transpose(-1, -2), (u / root) @ u.transpose(-1, -2)
 
 
+class FittedTransform(NamedTuple):
+    "Mean and transform of every head, as `SideCode` has them, before there are tables; fp64."
+
+    mean: Tensor  # [L, H, d]
+    into: Tensor  # [L, H, d, d]
+    back: Tensor  # [L, H, d, d]
+    inv_freq: Tensor | None  # of a mean before RoPE
+    off: Tensor  # [L, H, d] mean of the transformed channels
+    var: Tensor  # [L, H, d] and their variance
+
+    def apply(self, layer: int, x: Tensor) -> Tensor:
+        "States [B, H, T, d] of a layer, at positions 0 … T-1, as they will be coded; fp32."
+        move = lambda t: t.float().to(x.device)
+        inv_freq = None if self.inv_freq is None else move(self.inv_freq)
+        mean = centre_at(move(self.mean[layer]), _positions(x), inv_freq)
+        return (x.float() - mean) @ move(self.into[layer]).mT
+
+    def coded(self, bits: Tensor, levels: dict) -> SideCode:
+        "With tables of these bits, as `join_levels` takes them."
+        fixed = (t.float().contiguous() for t in self[:3])
+        inv_freq = None if self.inv_freq is None else self.inv_freq.float()
+        return SideCode(*fixed, bits, join_levels(bits, levels), inv_freq)
+
+
 def fit_transform(
     m: CodeStatistics,
     side: str,  # "key" or "value"
     spec: SideSpec,
-) -> dict:  # mean, into, back; and of the transformed channels: off (their mean), var; fp64
+) -> FittedTransform:
     "Mean and transform of every head."
     kind = "rope" if spec.center == "pre_rope" else side
     mu, second = m.mean(kind), m.mean_square(kind)
@@ -418,7 +443,8 @@ def fit_transform(
     center = {"pre_rope": m.center, "mean": mu, "none": torch.zeros_like(mu)}[spec.center]
     off = (into @ (mu if spec.center == "pre_rope" else mu - center)[..., None])[..., 0]
     var = (into @ (second - outer) @ into.transpose(-1, -2)).diagonal(dim1=-2, dim2=-1)
-    return dict(mean=center, into=into, back=back, off=off, var=var.clamp(min=1e-30))
+    inv_freq = m.inv_freq if spec.center == "pre_rope" else None
+    return FittedTransform(center, into, back, inv_freq, off, var.clamp(min=1e-30))
 
 # %% ../../nbs/70_transform.ipynb #605c6986
 @dataclass
@@ -463,34 +489,20 @@ def lloyd_rows(
     return y, mse.clamp(min=0)
 
 # %% ../../nbs/70_transform.ipynb #1551cf71
-def _grid(m: dict, bins: int) -> _Counts:
+def _grid(m: FittedTransform, bins: int) -> _Counts:
     "Empty histograms of all channels of a side that reach sixteen standard deviations."
-    reach = 16 * m["var"].sqrt()
-    low = (m["off"] - reach).flatten()
+    reach = 16 * m.var.sqrt()
+    low = (m.off - reach).flatten()
     count = torch.zeros(len(low), bins, dtype=torch.float64)
     return _Counts(low, 2 * reach.flatten() / bins, count)
-
-
-class _Basis:
-    "Keys and values of a pass in the basis of the transforms."
-
-    def __init__(self, fits, recipe, inv_freq):
-        self.fits = {s: {n: x.float() for n, x in m.items()} for s, m in fits.items()}
-        self.recipe, self.inv_freq = recipe, inv_freq
-
-    def __call__(self, side, layer, x):
-        spec, m = getattr(self.recipe, side), self.fits[side]
-        mean, into = (m[n][layer].to(x.device) for n in ("mean", "into"))
-        inv_freq = self.inv_freq.to(x.device) if spec.center == "pre_rope" else None
-        return (x.float() - centre_at(mean, _positions(x), inv_freq)) @ into.transpose(-1, -2)
 
 # %% ../../nbs/70_transform.ipynb #409ed8d5
 class Histograms:
     "Fills histograms of the transformed channels; `take` as in `CodeStatistics`."
 
-    def __init__(self, fits, recipe, inv_freq, bins=1024):
+    def __init__(self, fits, recipe, bins=1024):
         self.out = {side: _grid(m, bins) for side, m in fits.items()}
-        self.transformed, self.recipe = _Basis(fits, recipe, inv_freq), recipe
+        self.fits, self.recipe = fits, recipe
 
     def take(self, layer, q, k, v, real, visible):
         p = attention_weights(q.float(), k.float(), visible).square() * real[:, None, :, None]
@@ -499,7 +511,7 @@ class Histograms:
         for side, x in (("key", k), ("value", v)):
             aware = getattr(self.recipe, side).aware
             w = attended if aware else torch.ones_like(attended)
-            z = self.transformed(side, layer, x).transpose(1, 2)[real]  # [N, H, d]
+            z = self.fits[side].apply(layer, x).transpose(1, 2)[real]  # [N, H, d]
             self._count(self.out[side], layer, z.flatten(1), w.repeat_interleave(z.shape[2], 1))
 
     def _count(self, h, layer, z, w):
@@ -536,13 +548,12 @@ class _Costs:
     """What 0 … most bits for one channel leave wrong in the final states; `take` as in
     `CodeStatistics`."""
 
-    def __init__(self, statistics, fits, counts, recipe, dense, most=7):
-        self.most, self.dense, self.statistics = most, dense, statistics
-        self.transformed = _Basis(fits, recipe, statistics.inv_freq)
+    def __init__(self, statistics, fits, counts, dense, most=7):
+        self.most, self.dense, self.statistics, self.fits = most, dense, statistics, fits
         self.errors = {s: _Errors(h, most) for s, h in counts.items()}
-        shape = (*fits["key"]["mean"].shape, most + 1)
+        shape = (*fits["key"].mean.shape, most + 1)
         self.out = {s: torch.zeros(shape, dtype=torch.float64) for s in counts}
-        self.back = {s: fits[s]["back"].float() for s in counts}
+        self.back = {s: fits[s].back.float() for s in counts}
         metric = statistics.metric("value").float()
         self.weight = (self.back["value"] * (metric @ self.back["value"])).sum(-2)
         self.generator = torch.Generator().manual_seed(0)
@@ -554,10 +565,11 @@ class _Costs:
         u = torch.einsum("bhtd,hd->bht", v, (r @ w).view(v.shape[1], -1))[..., None]
         mean, query = p @ u, q @ self.back["key"][layer].to(q)
         gain = float(self.statistics.gain[layer])
+        key, value = (self.fits[s].apply(layer, x) for s, x in (("key", k), ("value", v)))
         for b in range(self.most + 1):
-            e = self.errors["key"](self.transformed("key", layer, k), layer, b)
+            e = self.errors["key"](key, layer, b)
             self._add("key", layer, b, (p @ (e * u) - mean * (p @ e)) * query, real, gain)
-            e = self.errors["value"](self.transformed("value", layer, v), layer, b)
+            e = self.errors["value"](value, layer, b)
             self._add("value", layer, b, p @ e, real, self.weight[layer])
 
     def _add(self, side, layer, bits, moved, real, weight):
@@ -645,22 +657,20 @@ def fit_code(
 ) -> TransformCode:
     "Transforms from the statistics, then tables and bits from further passes."
     fits = {s: fit_transform(statistics, s, getattr(recipe, s)) for s in ("key", "value")}
-    shape = tuple(fits["key"]["mean"].shape)
-    fill = Histograms(fits, recipe, statistics.inv_freq)
+    shape = tuple(fits["key"].mean.shape)
+    fill = Histograms(fits, recipe)
     over(fill.take)
     costs = None
     if recipe.allocation != "none":
-        measure = _Costs(statistics, fits, fill.out, recipe, dense)
+        measure = _Costs(statistics, fits, fill.out, dense)
         some(measure.take)
         costs = measure.out
     bits, sides = _allocate(costs, recipe, shape), []
     for s, m in fits.items():
-        spec, h = getattr(recipe, s), fill.out[s]
+        h = fill.out[s]
         of = {b: bits[s].flatten() == b for b in set(bits[s].flatten().tolist()) - {0}}
         levels = {b: h.values(lloyd_rows(h, b)[0])[at] for b, at in of.items()}
-        fixed = (m[n].float().contiguous() for n in ("mean", "into", "back"))
-        inv_freq = statistics.inv_freq.float() if spec.center == "pre_rope" else None
-        sides.append(SideCode(*fixed, bits[s], join_levels(bits[s], levels), inv_freq))
+        sides.append(m.coded(bits[s], levels))
     return TransformCode(*sides, recipe, header, text_hashes(texts))
 
 # %% ../../nbs/70_transform.ipynb #091ba91f
