@@ -11,6 +11,9 @@ GONE: dict[str, str] = {
     "keys with a centre cannot have a soft cap: it would cap scores without their common part": (
         "scores of codes get the query's product with the centre, so a soft cap is served"
     ),
+    "keys with a centre cannot have a soft cap: leave the calibration's means out": (
+        "scores are whole before the cap, whatever they are computed from"
+    ),
 }
 
 
