@@ -791,7 +791,7 @@ def pack_lut(
 # %% ../../nbs/41_decode.ipynb #dd65ef74
 def _part_tables(q) -> tuple:  # (levels [2, 2, 16] fp32, (bits, channels, bits of the others))
     "Levels of whole and truncated codes for each group of channels, most bits first."
-    book, bits = getattr(q.codebook, "book", q.codebook), q.channel_bits
+    book, bits = q.codebook, q.channel_bits
     kinds, levels = sorted(set(bits), reverse=True), torch.zeros(2, 2, 16)
     for group, b in zip(levels, kinds):
         one = book.books[bits.index(b)] if isinstance(book, MixedCodebook) else book
@@ -826,9 +826,7 @@ class CodeTables(NamedTuple):
                 torch.stack([levels, more]).to(device),
                 (*channels, *others),
             )
-        books = [
-            getattr(q.codebook, "book", q.codebook) for q in (key, value)
-        ]  # before any tile was truncated
+        books = [q.codebook for q in (key, value)]  # before any tile was truncated
         levels, packed = torch.zeros(2, 16), []
         for row, book in zip(levels, books):
             row[: len(book.levels)] = book.levels.cpu()
@@ -873,9 +871,9 @@ def store_operands(
             dict(
                 key_signs=kt["signs"],
                 key_residual_norm=kt["residual_norm"],
-                key_sketch=key.sketch,
+                key_sketch=key.code.sketch,
             )
-            if store.key.signs
+            if store.key.extras
             else {}
         )
     return DecodeOperands(
@@ -899,7 +897,7 @@ def store_operands(
         start=store.start if padded else None,
         end=store.end,
         position=store.position,
-        cos_sin=store.rope_table if store.recipe.key.center == "pre_rope" else None,
+        cos_sin=store.rope_table,
         near_angles=None if angles is None else angles.near,
         far_angles=None if angles is None else angles.far,
         key_step=tables.steps[0],
