@@ -170,7 +170,8 @@ class CellLayout:
 # %% ../../nbs/34_pages.ipynb #34a00048
 @dataclass(eq=False)
 class CellCodes:
-    "How the tokens of a pool of cells are coded. Raises ValueError for a centre of another size."
+    """How the tokens of a pool of cells are coded. Raises ValueError for a centre of another
+    size."""
 
     key: Quantizer
     value: Quantizer

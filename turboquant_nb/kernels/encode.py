@@ -1664,9 +1664,9 @@ class _AppendPlan:
 
     def launch(self, k, v, sides: tuple, truncated: tuple, numbers: tuple, place: Place):
         """sides: the tensors of keys and of values, which have lost `truncated` tiles of their
-        last planes; numbers: start, cosines and sines, position, flags (any tensor for what is
-        not needed). Returns the compiled kernel, its grid and its arguments, all of them numbers,
-        or None where Triton looked at tensors."""
+        last planes; numbers: start, cosines and sines, position, flags (any tensor
+        for what is not needed). Returns the compiled kernel, its grid and its
+        arguments, all of them numbers, or None where Triton looked at tensors."""
         (b, h, n, _), (key, value), (cut, cut_value) = k.shape, sides, truncated
         first, base, limit, static = place
         k_at, v_at, ks, vs = k.data_ptr(), v.data_ptr(), k.stride(), v.stride()
