@@ -14,9 +14,19 @@ import torch.nn.functional as F
 from plan import Plan
 from timing import kernel_times, replayed
 
-from turboquant_nb.cache.pages import append_slots, attend_cells, read_cells
+from turboquant_nb.cache.pages import (
+    Exact,
+    Requests,
+    Scoring,
+    append_slots,
+    attend_cells,
+    read_cells,
+)
 from turboquant_nb.kernels.cells import (
     CellPlan,
+    Launching,
+    Reads,
+    Room,
     Workspace,
     append_cells,
     decode_cells,
@@ -105,15 +115,7 @@ def case(
         row[: len(blocks)] = blocks
         t = torch.arange(length)
         k, v = torch.randn(2, length, heads, d, generator=gen).to(DEVICE)
-        append_slots(
-            cache,
-            plan.cell,
-            plan.key,
-            plan.value,
-            k,
-            v,
-            (row[t // n].long() * n + t % n).to(DEVICE),
-        )
+        append_slots(cache, plan, k, v, (row[t // n].long() * n + t % n).to(DEVICE))
     x = torch.randn(len(lengths) * m, (group + 2) * heads, d, generator=gen).to(DEVICE, dtype)
     return (
         plan,
@@ -132,14 +134,11 @@ def decode_error(kernel, options=None, own=True, splits=None, listed=False, **of
     want, want_lse = attend_cells(
         q.float(),
         cache,
-        plan.cell,
-        plan.key,
-        plan.value,
-        table,
-        lengths,
+        plan,
+        Requests(table, lengths),
         starts,
-        *exact,
-        **options,
+        Exact(*exact),
+        rule=Scoring(**options),
     )
     space = Workspace(DEVICE)
     space.memory = torch.full((10**7,), torch.nan, device=DEVICE)
@@ -147,14 +146,11 @@ def decode_error(kernel, options=None, own=True, splits=None, listed=False, **of
         q,
         cache,
         plan,
-        table,
-        lengths,
-        *own,
-        kernel=kernel,
-        splits=splits,
-        workspace=space,
-        work={} if listed else None,
-        **options,
+        Requests(table, lengths),
+        Exact(*own),
+        rule=Scoring(**options),
+        to=Room(workspace=space),
+        how=Launching(splits=splits, work={} if listed else None, kernel=kernel),
     )
     seen = want_lse > -torch.inf
     if not torch.equal(lse > -torch.inf, seen) or out[~seen].any():
@@ -193,7 +189,7 @@ def append_share(n, d, kb, vb, dtype):
         1, (2, n, plan.cell.bytes_per_token)
     )
     append_cells(view(mine), plan, k, v, slots)
-    append_slots(view(theirs), plan.cell, plan.key, plan.value, k.float(), v.float(), slots)
+    append_slots(view(theirs), plan, k.float(), v.float(), slots)
     beside = (mine != raw) & (theirs == raw)
     if beside.sum() > 0.002 * (theirs != raw).sum():
         return float("inf")
@@ -223,7 +219,13 @@ def replay_error():
     )
     replay = replayed(
         lambda: decode_cells(
-            q, cache, plan, table, lengths, k, v, out=out, workspace=space, work={}
+            q,
+            cache,
+            plan,
+            Requests(table, lengths),
+            Exact(k, v),
+            to=Room(out=out, workspace=space),
+            how=Launching(work={}),
         )
     )
     for others in ((3000, 40, 700, 0), (100, 40, 600, 0), (2900, 0, 1, 0), (1, 1, 1, 0)):
@@ -233,14 +235,10 @@ def replay_error():
         want = attend_cells(
             q.float(),
             cache,
-            plan.cell,
-            plan.key,
-            plan.value,
-            table,
-            lengths,
+            plan,
+            Requests(table, lengths),
             torch.arange(5),
-            k.float(),
-            v.float(),
+            Exact(k.float(), v.float()),
         )[0]
         worst = max(worst, float((out.float() - want).norm() / want.norm()))
     return worst
@@ -327,7 +325,12 @@ def rows(a):
                 t = kernel_times(
                     replayed(
                         lambda: decode_cells(
-                            q, cache, plan, table, lengths, k, v, out=out, workspace=space
+                            q,
+                            cache,
+                            plan,
+                            Requests(table, lengths),
+                            Exact(k, v),
+                            to=Room(out=out, workspace=space),
                         )
                     )
                 )
@@ -407,7 +410,13 @@ def ragged():
         )
         for work in (None, {}):
             call = lambda: decode_cells(
-                q, cache, plan, table, lengths, k, v, out=out, workspace=space, work=work
+                q,
+                cache,
+                plan,
+                Requests(table, lengths),
+                Exact(k, v),
+                to=Room(out=out, workspace=space),
+                how=Launching(work=work),
             )
             call()
             t = kernel_times(replayed(call))
@@ -423,7 +432,9 @@ def ragged():
         yield (
             common
             | dict(what="list")
-            | kernel_times(replayed(lambda: list_work(lengths, 264, -(-width // 256), own=1)))
+            | kernel_times(
+                replayed(lambda: list_work(lengths, 264, -(-width // 256), Reads(own=1)))
+            )
         )
         cache = None
 

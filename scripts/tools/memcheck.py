@@ -25,6 +25,7 @@ import torch
 from turboquant_nb.kernels import blocks, encode, launch
 from turboquant_nb.kernels.cells import (
     CellPlan,
+    Launching,
     append_cells,
     append_recent,
     decode_cells,
@@ -34,7 +35,7 @@ from turboquant_nb.kernels.cells import (
 )
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec
-from turboquant_nb.cache.pages import Recent
+from turboquant_nb.cache.pages import Exact, Recent, Requests
 from turboquant_nb.cache.store import KVStore
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -210,7 +211,9 @@ def cell_case(n, heads, group, d, k_bits, v_bits, m, centred):
         )
     q, k, v = (states(2 * m, h, d) for h in (group * heads, heads, heads))
     for kernel in dict.fromkeys((kernel_here("fragments"), "portable")):
-        out, lse = decode_cells(q, cache, plan, table, lengths, k, v, kernel=kernel)
+        out, lse = decode_cells(
+            q, cache, plan, Requests(table, lengths), Exact(k, v), how=Launching(kernel=kernel)
+        )
         assert out.isfinite().all() and lse.isfinite().all()
     k, v = (
         torch.empty(2 * n + 5, heads, d, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)
@@ -264,7 +267,14 @@ def sink_case(n, heads, group, d, k_bits, v_bits, m, centred, tokens, sinks):
     q, k, v = (states(2 * m, h, d) for h in (group * heads, heads, heads))
     for kernel in dict.fromkeys((kernel_here("fragments"), "portable")):
         kernel = kernel if plan.supports(kernel)[0] else "portable"
-        out, lse = decode_cells(q, cache, plan, table, lengths, k, v, near, kernel=kernel)
+        out, lse = decode_cells(
+            q,
+            cache,
+            plan,
+            Requests(table, lengths),
+            Exact(k, v, near),
+            how=Launching(kernel=kernel),
+        )
         assert out.isfinite().all() and lse.isfinite().all()
     done(
         f"{sinks} first and {tokens} recent tokens beside blocks of {n}, {heads} KV heads, "

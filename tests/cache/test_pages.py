@@ -5,8 +5,11 @@ import pytest
 import torch
 
 from turboquant_nb.cache.pages import (
+    CellCodes,
     CellLayout,
+    Exact,
     Recent,
+    Requests,
     append_slots,
     attend_cells,
     leaders,
@@ -42,9 +45,7 @@ def test_any_order(n, kb, vb, gen):
         size = int(torch.randint(1, n + 2, (), generator=gen))
         append_slots(
             cache,
-            c,
-            key,
-            value,
+            CellCodes(key, value, c),
             k[done : done + size],
             v[done : done + size],
             slots[done : done + size],
@@ -125,13 +126,10 @@ def test_refused():
         attend_cells(
             torch.zeros(1, 2, 64),
             good,
-            c,
-            q,
-            q,
-            torch.zeros(1, 1, dtype=torch.int32),
-            torch.tensor([1]),
+            CellCodes(q, q, c),
+            Requests(torch.zeros(1, 1, dtype=torch.int32), torch.tensor([1])),
             torch.tensor([0, 1]),
-            k=torch.zeros(1, 2, 64),
+            Exact(torch.zeros(1, 2, 64)),
         )
 
 

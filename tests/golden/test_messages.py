@@ -7,10 +7,12 @@ from tests.golden import messages
 
 # Messages that are meant to be gone: of a module, or the message itself, and why.
 CAP = "keys with a centre cannot have a soft cap: it would cap scores without their common part"
+MEANS = "keys with a centre cannot have a soft cap: leave the calibration's means out"
 WAITS = "static=True does not serve a QJL residual: its coding waits for the device"
 GONE: dict[str, str] = {
     "{} has format {}, this version reads {}: {}": "no format of before is read or explained",
     "kernels/paged": "a third layout of codes, which only its own chapter used",
+    MEANS: "scores are whole before the cap, whatever they are computed from",
     CAP: "scores of codes get the query's product with the centre, so a soft cap is served",
     "a mask is not supported, only causal order, ranges and a sliding window": (
         "the kernel's backend says it: ranges of positions, not masks"

@@ -17,7 +17,7 @@ import aot_decode
 
 from turboquant_nb.cache.pages import CellLayout
 from turboquant_nb.kernels import cells, decode
-from turboquant_nb.kernels.encode import CodingConstants, RotationOperand
+from turboquant_nb.kernels.encode import CodedSide, CodingConstants, RotationOperand
 from turboquant_nb.theory.rotation import make_rotation
 
 TYPES = aot_decode.TYPES | dict.fromkeys(
@@ -148,20 +148,15 @@ def join(c, together=1, rotated=False, sliding=False, capped=False, recent=False
 
 
 def append(c, steps=4, centred=False):
-    of, means = (
-        dict(mode="mse", scale=torch.float16, large=True),
-        (torch.float32 if centred else None, None),
-    )
     kc, vc = (
         CodingConstants.of(
-            d,
-            torch.bfloat16,
-            b,
+            CodedSide(d, torch.bfloat16, b, "mse", torch.float16, mean),
             RotationOperand.of(make_rotation("hadamard", d).matrix),
-            mean=mean,
-            **of,
         )
-        for d, b, mean in ((c.d_key, c.key_bits, means[0]), (c.d_value, c.value_bits, means[1]))
+        for d, b, mean in (
+            (c.d_key, c.key_bits, torch.float32 if centred else None),
+            (c.d_value, c.value_bits, None),
+        )
     )
     constants = dict(
         KC=kc,

@@ -26,9 +26,11 @@ def consts(d, dtype, bits, parts, center, capability, r, transform=False):
     one = kernel.RotationOperand(torch.empty(parts, d, d), 1.0, parts == 1)
     rotations = kernel.RotationOperand(torch.empty(8, 1, d, d), 1.0) if transform else one, one
     sides = zip(bits, (torch.bfloat16 if center else None, None), (r, 0), rotations)
-    more = dict(mode="mse", scale=torch.float16, large=capability >= 90)
+    how = d, dtype
     return [
-        kernel.CodingConstants.of(d, dtype, b, rotation, mean=mean, rope=r, **more)
+        kernel.CodingConstants.of(
+            kernel.CodedSide(*how, b, "mse", torch.float16, mean, r), rotation, capability >= 90
+        )
         for b, mean, r, rotation in sides
     ]
 

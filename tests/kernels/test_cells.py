@@ -11,7 +11,10 @@ import pytest
 import torch
 
 from turboquant_nb.cache.pages import (
+    Exact,
     Recent,
+    Requests,
+    Scoring,
     append_slots,
     attend_cells,
     sink_origins,
@@ -19,6 +22,9 @@ from turboquant_nb.cache.pages import (
 )
 from turboquant_nb.kernels.cells import (
     CellPlan,
+    Launching,
+    Reads,
+    Room,
     Workspace,
     append_cells,
     append_recent,
@@ -77,15 +83,7 @@ def case(
         row[: len(blocks)] = blocks
         t = torch.arange(length)
         k, v = torch.randn(2, length, heads, d, generator=gen).to(DEVICE)
-        append_slots(
-            cache,
-            plan.cell,
-            plan.key,
-            plan.value,
-            k,
-            v,
-            (row[t // n].long() * n + t % n).to(DEVICE),
-        )
+        append_slots(cache, plan, k, v, (row[t // n].long() * n + t % n).to(DEVICE))
     x = torch.randn(len(lengths) * m, (group + 2) * heads, d, generator=gen).to(DEVICE, dtype)
     return (
         plan,
@@ -129,54 +127,37 @@ CASES = [
 ]
 
 
+def check(plan, cache, requests, q, exact=None, rule=Scoring(), limit=1e-5, **how):
+    """Every kernel that runs here against the oracle, with a workspace full of NaN: nobody gets
+    0 and -inf. Returns the oracle's output."""
+    starts = torch.arange(len(requests.lengths) + 1) * (len(q) // len(requests.lengths))
+    states = exact and exact._replace(k=exact.k.float(), v=exact.v.float())
+    want, want_lse = attend_cells(q.float(), cache, plan, requests, starts, states, rule)
+    limit, seen = 3e-3 if CUDA or q.dtype != torch.float32 else limit, want_lse > -torch.inf
+    kernels = ("portable", "fragments")[: 1 + (CUDA and plan.supports("fragments")[0])]
+    for kernel in kernels:
+        space = Workspace(DEVICE, 10**6)
+        space.memory.fill_(torch.nan)
+        fresh = {"work": {}} if "work" in how else {}
+        to, way = Room(workspace=space), Launching(kernel=kernel, **how | fresh)
+        out, lse = decode_cells(q, cache, plan, requests, exact, rule, to, way)
+        assert torch.equal(lse > -torch.inf, seen) and (out[~seen] == 0).all()
+        if seen.any():
+            assert (out.float() - want)[seen].norm() <= limit * want[seen].norm()
+            assert (lse - want_lse)[seen].abs().max() < max(1e-4, limit)
+    return want
+
+
 @needs_triton
 @pytest.mark.parametrize("of,options", CASES)
 def test_decode(of, options, gen):
-    "Every kernel that runs here, with a workspace full of NaN."
     own = of.get("own", True)  # else the codes of the queries' own tokens are read
     plan, cache, table, lengths, q, k, v = case(
         gen, **{k: x for k, x in of.items() if k != "own"}
     )
-    states = (k, v) if own else (None, None)
-    oracle = {name: x for name, x in options.items() if name not in ("splits", "work")}
-    starts = torch.arange(len(lengths) + 1) * (len(q) // len(lengths))
-    exact = [x if x is None else x.float() for x in states]
-    want, want_lse = attend_cells(
-        q.float(),
-        cache,
-        plan.cell,
-        plan.key,
-        plan.value,
-        table,
-        lengths,
-        starts,
-        *exact,
-        **oracle,
-    )
-    for kernel in (
-        ("portable", "fragments") if CUDA and plan.supports("fragments")[0] else ("portable",)
-    ):
-        space = Workspace(DEVICE, 10**6)
-        space.memory.fill_(torch.nan)
-        fresh = {"work": {}} if "work" in options else {}
-        out, lse = decode_cells(
-            q,
-            cache,
-            plan,
-            table,
-            lengths,
-            *states,
-            kernel=kernel,
-            workspace=space,
-            **options | fresh,
-        )
-        seen = want_lse > -torch.inf
-        assert torch.equal(lse > -torch.inf, seen) and (out[~seen] == 0).all()
-        if seen.any():
-            limit = 3e-3 if CUDA or q.dtype != torch.float32 else 1e-5
-            assert (out.float() - want)[seen].norm() <= limit * want[seen].norm() and (
-                lse - want_lse
-            )[seen].abs().max() < max(1e-4, limit)
+    rule = Scoring(**{name: x for name, x in options.items() if name in Scoring._fields})
+    how = {name: x for name, x in options.items() if name not in Scoring._fields}
+    check(plan, cache, Requests(table, lengths), q, Exact(k, v) if own else None, rule, **how)
 
 
 @needs_triton
@@ -204,7 +185,7 @@ def test_append(n, kb, vb, d, gen):
             1, (2, n, plan.cell.bytes_per_token)
         )
         append_cells(view(mine), plan, k, v, slots)
-        append_slots(view(theirs), plan.cell, plan.key, plan.value, k, v, slots)
+        append_slots(view(theirs), plan, k, v, slots)
         written = theirs != raw
         assert (mine != theirs).sum() <= 2e-3 * written.sum() and written.any()
         raw = theirs
@@ -219,13 +200,13 @@ def test_the_order_that_is_asked_for(gen):
     k, v = torch.randn(2, 16, 1, 32, generator=gen).to(DEVICE)
     view = lambda x: x[:, : plan.cell.nbytes].unflatten(1, (1, 16, plan.cell.bytes_per_token))
     want, slots = raw.clone(), torch.arange(16, device=DEVICE)
-    append_slots(view(want), plan.cell, plan.key, plan.value, k, v, slots)
+    append_slots(view(want), plan, k, v, slots)
     good = raw.clone()
     append_cells(view(good), plan, k, v, slots)
     assert (good != want).sum() <= 2
     bad = raw.clone()
     append_cells(view(bad), plan, k, v, slots.flip(0))
-    append_slots(view(raw), plan.cell, plan.key, plan.value, k, v, slots.flip(0))
+    append_slots(view(raw), plan, k, v, slots.flip(0))
     assert (bad != raw).sum() > 20
 
 
@@ -259,11 +240,7 @@ def test_list_of_work(parts, window, own, sinks):
             torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
             parts,
             79,
-            2,
-            own,
-            sinks,
-            window,
-            64,
+            Reads(m=2, own=own, sinks=sinks, sliding_window=window, tile=64),
         )
         of = work.memory[len(lengths) + 2 :].tolist()
         for b, n in enumerate(lengths):
@@ -332,144 +309,124 @@ def test_many_requests_of_three_heads(gen):
     plan, cache, table, lengths, q, k, v = case(
         gen, lengths=(20, 5) * 4 + (0,) * 163
     )  # without a past a request costs the interpreter half
-    starts = torch.arange(172)
-    want, _ = attend_cells(
-        q, cache, plan.cell, plan.key, plan.value, table, lengths, starts, k, v
-    )
-    out, _ = decode_cells(q, cache, plan, table, lengths, k, v)
-    assert (
-        q.shape[0] * q.shape[1] > 1024
-        and (out - want).norm() <= (3e-3 if CUDA else 1e-5) * want.norm()
-    )
+    assert q.shape[0] * q.shape[1] > 1024
+    check(plan, cache, Requests(table, lengths), q, Exact(k, v))
 
 
 @needs_triton
 @pytest.mark.parametrize(
-    "of", (dict(), dict(rot="transform"), dict(m=4, group=5), dict(d=48, kb=4))
+    "of,options",
+    (
+        (dict(), {}),
+        (dict(rot="transform"), {}),
+        (dict(m=4, group=5), dict(softcap=3.0)),
+        (dict(d=48, kb=4), {}),
+    ),
 )
-def test_center(of, gen):
-    "Keys far from 0: append and decode with a centre are those of the keys less the centre."
+def test_center(of, options, gen):
+    """Keys far from 0: append and decode with a centre are those of the oracle, which adds it
+    to the keys that it reads."""
     plain, cache, table, lengths, q, k, v = case(gen, **of)
-    heads, d, n, m = cache.shape[1], plain.cell.d_key, plain.cell.tokens, of.get("m", 1)
-    center = 5 * torch.randn(heads, d, generator=gen)
-    plan = CellPlan(plain.key, plain.value, n, center)
+    heads, d, n = cache.shape[1], plain.cell.d_key, plain.cell.tokens
+    center = 5 * torch.randn(heads, d, generator=gen).to(DEVICE)
+    plan, read = CellPlan(plain.key, plain.value, n, center), Requests(table, lengths)
     slots = torch.cat(
         [
             row[torch.arange(x) // n].long() * n + torch.arange(x) % n
             for row, x in zip(table.cpu(), lengths.tolist())
         ]
     ).to(DEVICE)
-    states = torch.randn(2, len(slots), heads, d, generator=gen).to(DEVICE)
+    keys, values = torch.randn(2, len(slots), heads, d, generator=gen).to(DEVICE)
     mine, theirs = cache.clone(), cache.clone()
-    append_cells(mine, plan, states[0] + center.to(DEVICE), states[1], slots)
-    append_slots(theirs, plan.cell, plan.key, plan.value, states[0], states[1], slots)
+    append_cells(mine, plan, keys + center, values, slots)
+    append_slots(theirs, plan, keys + center, values, slots)
     assert (mine != theirs).sum() <= 5e-3 * (
         theirs != cache
     ).sum()  # the mean costs the sum its last bits, so that more values lie at an edge
-    starts = torch.arange(len(lengths) + 1) * m
-    want, _ = attend_cells(
-        q, mine, plan.cell, plan.key, plan.value, table, lengths, starts, k, v
-    )
-    out, _ = decode_cells(q, mine, plan, table, lengths, k + center.to(DEVICE), v)
-    assert (out - want).norm() <= (3e-3 if CUDA else 1e-4) * want.norm()
-    forgot, _ = decode_cells(q, mine, plain, table, lengths, k + center.to(DEVICE), v)
+    exact, rule = Exact(k + center, v), Scoring(**options)
+    want = check(plan, mine, read, q, exact, rule, limit=1e-4)
+    forgot, _ = decode_cells(q, mine, plain, read, exact, rule)
     assert (forgot - want).norm() > 1e-2 * want.norm()
 
 
-@needs_triton
-@pytest.mark.parametrize("tokens", (1, 7, 100))
-@pytest.mark.parametrize(
-    "of,options",
-    (
+def exact_blocks(gen, plan, requests, m, tokens, sinks):
+    """Exact states before the last m tokens of each request, in blocks of four that are
+    shuffled; what is not to be read is NaN, the scales of first tokens' codes too."""
+    heads, d, lengths = len(plan.center), plan.cell.d_key, requests.lengths.tolist()
+    rows = torch.randperm(len(lengths) * 20, generator=gen).view(len(lengths), 20).int()
+    empty = torch.full((rows.numel(), heads, 4 + sinks, 2 * d), torch.nan, device=DEVICE)
+    near = Recent(empty, rows.to(DEVICE), tokens, sinks)
+    for row, length in zip(rows, lengths):
+        past = max(0, length - m)
+        exact = torch.randn(2, past, heads, d, generator=gen).to(DEVICE)
+        exact[0] += plan.center
+        both = torch.cat([*exact], -1).transpose(0, 1)  # [H, past, 2 d]
+        for t in range(max(0, past - tokens), past):
+            near.cache[row[t // 4], :, t % 4] = both[:, t]
+        if past:
+            near.cache[row[(past - 1) // 4], :, 4 : 4 + min(sinks, past)] = both[:, :sinks]
+    return near
+
+
+EXACT = [
+    (tokens, sinks, of, options)
+    for tokens, sinks in ((1, 0), (7, 0), (100, 0), (1, 4), (7, 3), (9, 20))
+    for of, options in (
         (dict(), {}),
         (dict(m=4, group=5), dict(softcap=3.0)),
+        (dict(m=2, d=48, n=32), dict(sliding_window=40)),
         (dict(m=2, d=48), dict(sliding_window=5)),
-        (dict(m=2), dict(sliding_window=40)),
-    ),
-)
-def test_recent(tokens, of, options, gen):
-    """Exact tokens before the queries', from blocks whose distance is padded and whose older
-    ones hold NaN, with a centre where there is no soft cap. A table that is shifted by a block
-    reads others."""
-    n, m = 4, of.get("m", 1)
+    )
+    if not sinks or options.get("sliding_window") != 5  # which sees no first token
+]
+
+
+@needs_triton
+@pytest.mark.parametrize("tokens,sinks,of,options", EXACT)
+def test_recent_and_first_tokens(tokens, sinks, of, options, gen):
+    """Exact tokens before the queries' and first ones, with a centre; requests with more and
+    with fewer of them than their past has. Mutants: a table that is shifted by a block reads
+    others; of one first token less the codes are read, which are of no use."""
     plain, cache, table, lengths, q, k, v = case(
-        gen, **{"lengths": (70, 5, 0, 33), "heads": 1} | of
+        gen, **{"lengths": (70, 5, 0, 33, 12), "heads": 1} | of
     )
-    heads, d = cache.shape[1], plain.cell.d_key
-    center = (
-        None if "softcap" in options else 3 * torch.randn(heads, d, generator=gen).to(DEVICE)
-    )
-    plan, shift = (
-        CellPlan(plain.key, plain.value, plain.cell.tokens, center),
-        0.0 if center is None else center,
-    )
-    rows = (
-        torch.randperm(len(lengths) * 20, generator=gen).view(len(lengths), 20).int().to(DEVICE)
-    )
-    memory = torch.full((rows.numel(), heads * n * 2 * d + 16), torch.nan, device=DEVICE)
-    near = Recent(memory[:, : heads * n * 2 * d].unflatten(1, (heads, n, 2 * d)), rows, tokens)
-    same, states = Recent(torch.full_like(near.cache, torch.nan), rows, tokens), []
-    for i, length in enumerate(lengths.tolist()):
-        past = max(0, length - m)
-        t, exact = (
-            torch.arange(max(0, past - tokens), past, device=DEVICE),
-            torch.randn(2, past, heads, d, generator=gen).to(DEVICE),
-        )
-        slots = rows[i][t // n].long() * n + t % n
-        padded = torch.cat([slots, slots.new_full((3,), -1)])
-        for store, to in ((append_recent, near.cache), (store_recent, same.cache)):
-            store(
-                to,
-                *(
-                    torch.cat([x[t] + y, x.new_zeros(3, heads, d)])
-                    for x, y in zip(exact, (shift, 0.0))
-                ),
-                padded,
-            )
-        a, b = same.read(i, past, d)
-        states.append(((a - shift).transpose(0, 1), b.transpose(0, 1)))
-    assert (
-        torch.equal(near.cache.nan_to_num(9.0), same.cache.nan_to_num(9.0))
-        and memory[:, heads * n * 2 * d :].isnan().all()
-    )
-    starts = torch.arange(len(lengths) + 1) * m
-    want, want_lse = attend_cells(
-        q,
-        cache,
-        plan.cell,
-        plan.key,
-        plan.value,
-        table,
-        lengths,
-        starts,
-        k,
-        v,
-        recent=states,
-        **options,
-    )
-    for kernel in (
-        ("portable", "fragments") if CUDA and plan.supports("fragments")[0] else ("portable",)
-    ):
-        out, lse = decode_cells(
-            q, cache, plan, table, lengths, k + shift, v, near, kernel=kernel, **options
-        )
-        seen = want_lse > -torch.inf
-        assert (
-            torch.equal(lse > -torch.inf, seen)
-            and (out - want).norm() <= (3e-3 if CUDA else 1e-5) * want.norm()
-        )
-    moved = decode_cells(
-        q,
-        cache,
-        plan,
-        table,
-        lengths,
-        k + shift,
-        v,
-        Recent(near.cache, rows.roll(1, 1), tokens),
-        **options,
-    )[0]
+    center = 3 * torch.randn(1, plain.cell.d_key, generator=gen).to(DEVICE)
+    plan = CellPlan(plain.key, plain.value, plain.cell.tokens, center)
+    m, read, rule = of.get("m", 1), Requests(table, lengths), Scoring(**options)
+    near = exact_blocks(gen, plan, read, m, tokens, sinks)
+    exact = Exact(k + center, v, near)
+    held = [
+        near.read_first(i, max(0, x - m), 1)[0].shape[0] for i, x in enumerate(lengths.tolist())
+    ]
+    assert max(held) == min(sinks, max(0, 70 - m - tokens)) and min(held) == 0
+    want = check(plan, cache, read, q, exact, rule)
+    scale = plan.views(cache)["key scale"]
+    for row, count in zip(table, held):
+        for t in range(count):
+            scale[row[t // plan.cell.tokens], :, t % plan.cell.tokens] = torch.nan
+    if sinks:
+        same = check(plan, cache, read, q, exact, rule)
+        assert torch.equal(same, want)
+        other = Recent(near.cache[:, :, :-1], near.table, tokens, sinks - 1)
+    else:
+        other = Recent(near.cache, near.table.roll(1, 1), tokens)
+    moved = decode_cells(q, cache, plan, read, exact._replace(recent=other), rule)[0]
     assert not (moved - want).norm() < 1e-2 * want.norm()
+
+
+@needs_triton
+def test_recent_states_are_copied_to_their_slots(gen):
+    "Into blocks whose distance is padded, beside memory that stays; some are not stored."
+    n, heads, d = 4, 2, 32
+    memory = torch.full((9, heads * n * 2 * d + 16), torch.nan, device=DEVICE)
+    mine = memory[:, : heads * n * 2 * d].unflatten(1, (heads, n, 2 * d))
+    theirs, slots = torch.full_like(mine, torch.nan), torch.randperm(36, generator=gen)[:20]
+    slots = torch.cat([slots, torch.full((3,), -1)]).to(DEVICE)
+    k, v = torch.randn(2, 23, heads, d, generator=gen).to(DEVICE)
+    append_recent(mine, k, v, slots)
+    store_recent(theirs, k, v, slots)
+    assert torch.equal(mine.nan_to_num(9.0), theirs.nan_to_num(9.0))
+    assert memory[:, heads * n * 2 * d :].isnan().all()
 
 
 @needs_triton
@@ -542,100 +499,3 @@ def test_origins_end_whatever_tables_hold(gen):
             slots,
             out,
         )
-
-
-@needs_triton
-@pytest.mark.parametrize("tokens,sinks", ((1, 4), (7, 3), (9, 20)))
-@pytest.mark.parametrize(
-    "of,options",
-    (
-        (dict(), {}),
-        (dict(m=4, group=5), dict(softcap=3.0)),
-        (dict(m=2, d=48, n=32), dict(sliding_window=40)),
-    ),
-)
-def test_first_tokens(tokens, sinks, of, options, gen):
-    """Exact first tokens in the block of the token before the queries', in all others NaN, with
-    a centre where there is no soft cap; of requests with more and with fewer of them than their
-    past has. The codes of first tokens are of no use: their scales are NaN. One first token
-    less is read from codes."""
-    n, m = 4, of.get("m", 1)
-    plain, cache, table, lengths, q, k, v = case(
-        gen, **{"lengths": (70, 5, 0, 33, 12), "heads": 1} | of
-    )
-    heads, d = cache.shape[1], plain.cell.d_key
-    center = (
-        None if "softcap" in options else 3 * torch.randn(heads, d, generator=gen).to(DEVICE)
-    )
-    plan, shift = (
-        CellPlan(plain.key, plain.value, plain.cell.tokens, center),
-        0.0 if center is None else center,
-    )
-    rows = (
-        torch.randperm(len(lengths) * 20, generator=gen).view(len(lengths), 20).int().to(DEVICE)
-    )
-    near, states, begins = (
-        Recent(
-            torch.full((rows.numel(), heads, n + sinks, 2 * d), torch.nan, device=DEVICE),
-            rows,
-            tokens,
-            sinks,
-        ),
-        [],
-        [],
-    )
-    for i, length in enumerate(lengths.tolist()):
-        past = max(0, length - m)
-        exact = torch.randn(2, past, heads, d, generator=gen).to(DEVICE)
-        exact[0] += shift
-        both = torch.cat([*exact], -1).transpose(0, 1)  # [H, past, 2 d]
-        for t in range(max(0, past - tokens), past):
-            near.cache[rows[i, t // n], :, t % n] = both[:, t]
-        if past:
-            near.cache[rows[i, (past - 1) // n], :, n : n + min(sinks, past)] = both[:, :sinks]
-        for store, read in ((states, near.read), (begins, near.read_first)):
-            a, b = read(i, past, d)
-            store.append(((a - shift).transpose(0, 1), b.transpose(0, 1)))
-    starts, held = torch.arange(len(lengths) + 1) * m, [x[0].shape[1] for x in begins]
-    want, want_lse = attend_cells(
-        q,
-        cache,
-        plan.cell,
-        plan.key,
-        plan.value,
-        table,
-        lengths,
-        starts,
-        k,
-        v,
-        recent=states,
-        first=begins,
-        **options,
-    )
-    views = plan.cell.views(cache)
-    for i, count in enumerate(held):
-        for t in range(count):
-            for side in ("key", "value"):
-                views[f"{side} scale"][
-                    table[i, t // plan.cell.tokens], :, t % plan.cell.tokens
-                ] = torch.nan
-    for kernel in (
-        ("portable", "fragments") if CUDA and plan.supports("fragments")[0] else ("portable",)
-    ):
-        out, lse = decode_cells(
-            q, cache, plan, table, lengths, k + shift, v, near, kernel=kernel, **options
-        )
-        seen = want_lse > -torch.inf
-        assert (
-            torch.equal(lse > -torch.inf, seen)
-            and (out - want).norm() <= (3e-3 if CUDA else 1e-5) * want.norm()
-        )
-    assert max(held) == min(sinks, 70 - m - tokens) and min(held) == 0
-    fewer = Recent(near.cache[:, :, : n + sinks - 1], rows, tokens, sinks - 1)
-    assert (
-        not (
-            decode_cells(q, cache, plan, table, lengths, k + shift, v, fewer, **options)[0]
-            - want
-        ).norm()
-        < 1e-2 * want.norm()
-    )

@@ -166,7 +166,8 @@ def watch():
             CUDA and seen["all"] % 4 and not step.chunks and not step.groups
         ):  # each comparison waits for the device many times
             return output
-        starts, lengths, center = step.starts.tolist(), step.lengths.tolist(), self.layer.center
+        codes, center = self.layer.codes, self.layer.codes.center
+        starts, lengths = step.starts.tolist(), step.lengths.tolist()
         seen["calls"] += 1
         seen["decodes"] += step.decodes
         seen["drafted"] += step.decodes * (step.each > 1)
@@ -178,7 +179,7 @@ def watch():
         window, sinks, (key, value) = (
             self.config.recent,
             self.config.sinks,
-            (self.layer.key, self.layer.value),
+            (codes.key, codes.value),
         )
         seen["recent"] += window > 0
         for row, length, a, b in zip(step.table, lengths, starts, starts[1:]):
@@ -193,11 +194,7 @@ def watch():
                 max(0, length - (b - a) - window - first),
             )  # tokens whose codes are read
             held = read_cells(
-                kv_cache,
-                self.layer.cell,
-                row,
-                first + past,
-                (key.scale_dtype, value.scale_dtype),
+                kv_cache, codes.cell, row, first + past, (key.scale_dtype, value.scale_dtype)
             )
             sides = []
             for x, q, stored, mean in zip(self.shadow, (key, value), held, (center, None)):

@@ -16,12 +16,15 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..cache.pages import Recent, sink_origins
+from ..cache.pages import CellCodes, CellLayout, Recent, Scoring, sink_origins
 from ..kernels.cells import Workspace, locate_sinks
 from turboquant_nb.serving.step import (
     SHORT,
     CodedAttention,
+    LayerMemory,
+    Seen,
     ServingConfig,
+    States,
     Step,
     dense,
     needs_means,
@@ -461,13 +464,14 @@ def _on_device(numbers: tuple, device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32).to(device)
 
 
-def _flash(q, k, v, starts_q, starts_k, scaling, causal=True, left=None, softcap=None) -> tuple:
+def _flash(q, k, v, seen: Seen, scaling: float, softcap: float | None = None) -> tuple:
     "vLLM's own attention kernel, with the interface of `dense`."
     from vllm.v1.attention.backends.fa_utils import (
         flash_attn_varlen_func,
         get_flash_attn_version,
     )
 
+    starts_q, starts_k, causal, left = seen
     longest = lambda starts: max(b - a for a, b in zip(starts, starts[1:]))
     at = [_on_device(tuple(s), q.device) for s in (starts_q, starts_k)]
     window = [-1, 0 if causal else -1] if left is None else [left, 0 if causal else -1]
@@ -624,8 +628,6 @@ class Impl(AttentionImpl):
         reasons += mean_reasons(self.config, current.model_config.hf_config)
         if self.config.calibration is not None:
             self.config.calibration.check(current.model_config.hf_config)
-            if logits_soft_cap and self.config.means and self.config.calibration.centers:
-                reasons.append("a soft cap on keys that a calibration centres")
         if reasons:
             raise ValueError(f"turboquant_nb does not serve {'; '.join(reasons)}")
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = (
@@ -646,11 +648,9 @@ class Impl(AttentionImpl):
         "The layer's tables, and memory that layers share."
         gpu = device.type == "cuda"
         key, value, center = _coders(self.config, name, self.head_size, device)
-        sizes = self.num_heads, self.num_kv_heads, self.scale
-        how = dict(sliding_window=self.window, softcap=self.softcap, center=center)
-        self.layer = CodedAttention(
-            key, value, tokens, *sizes, flash=_flash if gpu else dense, **how
-        )
+        codes = CellCodes(key, value, CellLayout.of(key, value, tokens), center)
+        rule, flash = Scoring(self.scale, self.window, self.softcap), _flash if gpu else dense
+        self.layer = CodedAttention(codes, self.num_heads, self.num_kv_heads, rule, flash=flash)
         programs = (
             64 * torch.cuda.get_device_properties(device).multi_processor_count if gpu else 0
         )
@@ -673,7 +673,7 @@ class Impl(AttentionImpl):
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
         "Code this step's tokens into their slots."
-        if self.layer is None or self.layer.cell.tokens != kv_cache.shape[2]:
+        if self.layer is None or self.layer.codes.cell.tokens != kv_cache.shape[2]:
             self._make(layer.layer_name, key.device, key.dtype, kv_cache.shape[2])
         n, recent = (
             slot_mapping.shape[0],
@@ -734,9 +734,8 @@ class Impl(AttentionImpl):
             recent = Recent(
                 blocks, context.attn_metadata[name].table, self.config.recent, self.config.sinks
             )
-        self.layer.attend(
-            q, k, v, kv_cache, attn_metadata.step, shaped, self.workspace, self.past, recent
-        )
+        memory = LayerMemory(kv_cache, self.workspace, self.past, recent)
+        self.layer.attend(States(q, k, v), shaped, memory, attn_metadata.step)
         return output
 
 # %% ../../nbs/77_vllm.ipynb #77a00019
