@@ -31,6 +31,9 @@ GONE: dict[str, str] = {
     "one_table needs tables per head on both sides": "TurboESM",
     "sinks must be a non-negative integer, got {}": "TurboESM",
     "with sign, bits must be at least 2, got {}": "TurboESM",
+    "{} is not an index written by CodedIndex.save": "said by `files.read_file`",
+    "{} is not an index, or was cut: {}": "said by `files.read_file`",
+    "this model is wrapped already; undo() gives it back": "two may take turns now",
     "coded must hold signs and residual_norm; it comes from prod_encode": "from `SketchedCode`",
 }
 
