@@ -14,9 +14,9 @@ an edge, for the bits, dtypes, head sizes, rotations, centres and positions belo
 import multiprocessing
 
 import torch
-from cases import CASES, Append, frequencies
+from bench.cases import CASES, Append, frequencies
 from plan import Plan
-from timing import event_time, host_times, kernel_times, quantiles
+from bench.timing import event_time, host_times, kernel_times, quantiles
 
 from turboquant_nb.kernels import encode as kernel
 from turboquant_nb.quant.quantizer import Recipe, Spec

@@ -12,7 +12,7 @@ token, bytes moved per second, and the append."""
 import torch
 import torch.nn.functional as F
 from plan import Plan
-from timing import kernel_times, replayed
+from bench.timing import kernel_times, replayed
 
 from turboquant_nb.cache.pages import append_slots, attend_cells, read_cells
 from turboquant_nb.kernels.cells import (
