@@ -131,7 +131,7 @@ EXPERIMENTS = {
     "served": Entry(
         "eval.serving",
         "what a served cache gives up, and what a calibration takes back",
-        "--layers 2 --windows 2 --calibrate-windows 1 --length 100 --prompt 80 --few",
+        "--layers 1 --windows 2 --calibrate-windows 1 --length 100 --prompt 80 --few",
     ),
     "engine": Entry(
         "eval.engine", "a model in a real vLLM engine against TurboQuantCache", needs="vllm"

@@ -91,7 +91,6 @@ def attention(
     value,
     attention_mask,
     scaling=None,
-    dropout=0.0,
     softcap=None,
     sliding_window=None,
     **_,
