@@ -260,15 +260,21 @@ def head(node):
     return " ".join(ast.unparse(ast.fix_missing_locations(bare)).split())
 
 
-def change(old, new):
-    "The innermost statement that two sources have otherwise: (as it was, as it is)."
+def holds(node, line):
+    "Whether a statement, its decorators included, has this line."
+    first = min([node.lineno, *(x.lineno for x in getattr(node, "decorator_list", ()))])
+    return first <= line <= node.end_lineno
+
+
+def change(old, new, line):
+    "The innermost statement on a line of two sources: (as it was, as it is)."
     old, new = ast.parse(old), ast.parse(new)
     while True:
         pairs = zip(below(old), below(new))
-        other = next((x for x in pairs if ast.dump(x[0]) != ast.dump(x[1])), None)
-        if other is None:
+        inside = next((x for x in pairs if holds(x[0], line)), None)
+        if inside is None:
             return head(old), head(new)
-        old, new = other
+        old, new = inside
 
 
 def equivalent():
@@ -451,7 +457,7 @@ class Tree:
         def run():
             path, source = self.path(mutant.module), self.sources[mutant.module]
             new = mutated(mutant, source) if mutant.operator != CONTROL else source
-            print(json.dumps(both := change(source, new)), flush=True)
+            print(json.dumps(both := change(source, new, mutant.line)), flush=True)
             if (mutant.module, *both) in known or (
                 new != source and ast.dump(ast.parse(new)) == ast.dump(ast.parse(source))
             ):
@@ -664,7 +670,7 @@ def survivors(path, tree):
         for mutant in mutants(name, source):
             if (name, mutant.operator, held.get(mutant.line)) not in wanted_at:
                 continue  # making the change takes longer than all the rest
-            key = (name, mutant.operator, *change(source, mutated(mutant, source)))
+            key = (name, mutant.operator, *change(source, mutated(mutant, source), mutant.line))
             if wanted[key]:
                 wanted[key] -= 1
                 yield mutant

@@ -109,6 +109,68 @@ def test_packages_of_others_are_measured_in_processes_of_their_own(measured, tmp
     assert all(abs(r["percent"]) < 1 and r["package"] for r in found["rows"])
 
 
+@pytest.fixture
+def without_gpu(monkeypatch):
+    "Import a bench whose clocks take one call and say one second; kernels are interpreted."
+    timing = importlib.import_module("bench.timing")
+    times = lambda f, *a: (f(), {"p20": 1.0, "p50": 1.0, "p80": 1.0})[1]
+    both = lambda f, *a: [{"launch": x} | times(f) for x in ("eager", "graph")]
+    fakes = dict(kernel_times=times, both_launches=both, replayed=lambda f: f)
+    fakes |= dict(event_time=lambda f: (f(), 1.0)[1])
+
+    def load(name):
+        module = importlib.import_module(f"bench.{name}")
+        for fake, f in fakes.items():
+            if hasattr(module, fake):
+                monkeypatch.setattr(module, fake, f)
+        return module
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    if not timing.torch.cuda.is_available():
+        pytest.importorskip("triton")
+    return load
+
+
+def test_coding_is_timed_and_compared(without_gpu):
+    bench = without_gpu("encode_kernel")
+    case = bench.Bulk(16, tokens=70, batch=1, heads=2)
+    assert bench.bulk_case(case)["p50"] == 1 and set(bench.torch_path(case)) == {
+        "copy_us",
+        "torch_us",
+    }
+    recipe = bench.Recipe(bench.Spec(bits=3, center="prompt_mean"), bench.Spec(bits=4))
+    assert bench.compare(recipe, (70, 1), 16, torch.float32)[1] == 0
+    assert {f for f, *_ in bench.to_compile(True)} == {bench.small, bench.short}
+
+
+def test_attention_is_timed_by_method(without_gpu, monkeypatch):
+    bench = without_gpu("decode_kernel")
+    monkeypatch.setattr(bench, "fastest_dense", lambda *a: (lambda: None, (1, 2, 3, 4)))
+    case = bench.Shape(1, 2, 2, 32, 70)
+    rows = list(bench.measure(case, [(3, 3)], 0.1))
+    methods = ["sdpa bf16", "triton bf16", "triton fp8", "codes", "codes, turning centre"]
+    assert [r["method"] for r in rows] == [x for x in methods for _ in range(2)]
+    again = list(bench.measure(case, [(3, 3)], 0.1, [r for r in rows if r["bits"] == 16]))
+    assert [r["method"] for r in again] == methods[-1:] * 2 and again[0]["speedup"] == 1
+    assert [r["drafted"] for r in bench.measure_drafts(case, 0.1)][:4] == [1, 1, 2, 2]
+    chunks = list(bench.measure_chunks(bench.Shape(1, 2, 2, 32, 96), 32, 1, 20))
+    assert [r["method"] for r in chunks] == ["prompt at once"] + ["prompt in chunks"] * 2
+
+
+def test_blocks_of_an_engine_are_compared_and_timed(without_gpu, monkeypatch):
+    bench = without_gpu("serving_kernels")
+    case = bench.Case(d=32, n=16, lengths=(40, 16, 0, 7))
+    assert str(case) == "d=32, n=16, lengths=(40, 16, 0, 7)" and str(bench.Case()) == "d=128"
+    for own, listed in ((True, False), (False, False), (True, True)):
+        assert bench.decode_error("portable", case._replace(own=own), listed) < 3e-3
+    assert bench.append_share(16, 32, 3, 3, torch.float32) < 2e-3
+    assert not bench.checked({"a": 1.0}, 0.1) and bench.checked({"a": 0.01}, 0.1)
+    for name, x in dict(D=32, HEADS=2, GROUP=2, RAGGED=[([(1, 40), (2, 20)], 64)]).items():
+        monkeypatch.setattr(bench, name, x)
+    rows = list(bench.ragged())
+    assert [r["what"] for r in rows] == ["decode", "decode", "list"] and rows[0]["gbs"] > 0
+
+
 def test_shapes_have_names():
     cases = importlib.import_module("bench.cases")
     assert all(
