@@ -55,18 +55,12 @@ import transformers
 from bench.cases import CASES, DEVICE, Context
 from bench.timing import host_times, replayed, step_times
 from plan import Plan, earlier
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    DynamicCache,
-    LlamaConfig,
-    LlamaForCausalLM,
-    StaticCache,
-)
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
 from turboquant_nb.hf import TurboQuantCache, turboquant_attention
+from turboquant_nb.hf.hooks import register
 from turboquant_nb.quant.quantizer import preset
 
 LLAMA = dict(
@@ -146,8 +140,7 @@ def in_place(module, query, key, value, attention_mask, scaling=None, **kwargs):
     ).transpose(1, 2), None
 
 
-AttentionInterface.register("in_place", in_place)
-AttentionMaskInterface.register("in_place", lambda *a, **k: None)
+register("in_place", in_place, lambda *a, **k: None)
 
 
 # --- caches filled with random states

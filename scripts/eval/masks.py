@@ -86,7 +86,7 @@ def _viterbi_kernel(
 def viterbi_all(x, levels, k):
     "Windows [C, M, n] of M segments x [M, n] by C candidates' levels [C, 2^L], from state 0."
     (count, windows), (m, n) = levels.shape, x.shape
-    states, block = windows >> k, 16
+    states, block = windows >> k, max(2, min(16, 4096 // windows))
     out = torch.empty(count, m, n, dtype=torch.int16, device=x.device)
     back = torch.empty(count * m * n * states, dtype=torch.int8, device=x.device)
     grid = m // block, count

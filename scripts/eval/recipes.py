@@ -6,7 +6,6 @@ bits on some layers, `presets` and `others` are what the leaderboard compares; `
 only names that match a regular expression."""
 
 import re
-from dataclasses import replace
 
 from eval.windows import Windows, add_match, add_options, add_protocols
 from plan import Plan
@@ -30,8 +29,9 @@ def recipe(k, v, sinks=4, recent=0, center="pre_rope", vmean=False, **both):
 
 
 def with_pre_rope(name):
-    "A preset as a model with RoPE gets it: keys coded around a mean before RoPE."
-    return replace(preset(name).settled(rope=True), recent=16)
+    """A preset as a model with RoPE gets it: keys coded around a mean before RoPE, and as many
+    recent tokens as it ships with."""
+    return preset(name).settled(rope=True)
 
 
 def ablation():

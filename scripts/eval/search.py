@@ -16,7 +16,8 @@ import torch
 from eval.windows import Windows, add_match, add_options
 from plan import Plan
 
-from turboquant_nb.cache.store import KVStore, prompt_mean, shared_cos_sin
+from turboquant_nb.cache.store import KVStore
+from turboquant_nb.theory.centre import prompt_mean, shared_cos_sin
 from turboquant_nb.evaluation.candidates import as_candidate
 from turboquant_nb.evaluation.pairs import PairLayer
 from turboquant_nb.evaluation.score import OnePass, predict, token_losses

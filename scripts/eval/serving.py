@@ -21,17 +21,12 @@ import torch
 from eval.windows import Windows, add_options
 from plan import Plan, must_pass
 
-from turboquant_nb.cache.store import prompt_mean, shared_cos_sin
+from turboquant_nb.theory.centre import prompt_mean, shared_cos_sin
 from turboquant_nb.calibration.fit import calibrate
 from turboquant_nb.evaluation.candidates import as_candidate
 from turboquant_nb.evaluation.score import OnePass, score, token_losses
-from turboquant_nb.hf import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    _text_config,
-    layer_frequencies,
-    turboquant_mask,
-)
+from turboquant_nb.hf import ModelInfo, turboquant_mask
+from turboquant_nb.hf.hooks import register
 from turboquant_nb.quant.mixed_precision import make_quantizer
 from turboquant_nb.quant.quantizer import PRESETS, Recipe, Spec, decode
 from turboquant_nb.theory.rope import apply_cos_sin
@@ -223,11 +218,10 @@ def plan(a):
     w = Windows(a)
     ids, rest = w.ids[:scored], w.ids[scored:]
     plain = {"decode": losses(w.model, ids, a.prompt), "steps": losses(w.model, ids, 0)}
-    frequencies = layer_frequencies(_text_config(w.model)).by_layer
-    on = lambda f: None if f is None else torch.as_tensor(f, device=ids.device)
-    how.update(calibration=calibrate(w.model, rest), frequencies=[*map(on, frequencies)])
-    AttentionInterface.register("served", attention)
-    AttentionMaskInterface.register("served", turboquant_mask)
+    on = lambda f: None if f is None else torch.tensor(f, device=ids.device)
+    frequencies = [on(x.inv_freq) for x in ModelInfo(w.model).layers]
+    how.update(calibration=calibrate(w.model, rest), frequencies=frequencies)
+    register("served", attention, turboquant_mask)
     w.model.set_attn_implementation("served")
     exact, found = gate(w.model, ids, a, plain)
     data = w.data | {"n": scored}

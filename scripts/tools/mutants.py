@@ -94,7 +94,7 @@ def modules(package):
 
 def tests_of(module, tests):
     """The files of tests that have to notice a change of a module: its own, or else those of
-    its wing that import it, or else all that do; and the survivors."""
+    its wing that import it, or else all that do; and what is promised."""
     wing, name = module.split("/")
     imports = re.compile(rf"\b{wing}\.{name}\b|\b{wing} import [^\n]*\b{name}\b")
     using = [
@@ -104,7 +104,7 @@ def tests_of(module, tests):
     found = [x for x in own if x.exists()] or [x for x in using if x.parent.name == wing]
     if not (found or using):
         raise Failed(f"no file of tests imports {module}")
-    return list(dict.fromkeys([*(found or using), tests / "tools" / "test_survivors.py"]))
+    return list(dict.fromkeys([*(found or using), tests / "tools" / "test_promises.py"]))
 
 
 class Failed(Exception):

@@ -112,7 +112,9 @@ def test_sketch_scores_are_those_of_the_qjl_chapter(gen):
     rotated = quantizer.rotation.apply(q)
     coded = quantizer.encode(x)
     plain = rotated @ (quantizer.codebook.decode(coded.codes) * coded.scale.float()[:, None]).T
-    both = plain + qjl_scores(rotated, block.signs, block.residual_norm, quantizer.sketch)
+    both = plain + qjl_scores(
+        rotated, *(block.residual[n] for n in ("signs", "residual_norm")), quantizer.code.sketch
+    )
     scores, ids = index.search(q, 64)
     assert float((both.gather(1, ids) - scores).abs().max()) < 1e-4
     assert float((plain.gather(1, ids) - scores).abs().max()) > 0.1
@@ -124,7 +126,8 @@ def test_bytes(spec, center, gen):
     x, _ = data(gen, 64, 48)
     index = CodedIndex(48, spec, x.mean(0) if center else None).add(x)
     parts = index.parts()
-    held = [t for b in index._blocks for t in (*b.planes, *b[1:]) if t is not None]
+    parts_of = lambda b: (*b.planes, b.scale, *b.residual.values(), b.along)
+    held = [t for b in index._blocks for t in parts_of(b) if t is not None]
     assert sum(t.numel() * t.element_size() for t in held) == 64 * code_bytes(spec, 48, center)
     assert parts["planes"] + parts["signs"] + parts["numbers"] == 64 * code_bytes(
         spec, 48, center

@@ -48,7 +48,7 @@ def test_version_and_main_help(call):
     assert code == 0 and all(c in out for c in ("demo", "generate", "recipe", "example:"))
 
 
-@pytest.mark.parametrize("argv", ([], ["eval"], ["report"]))
+@pytest.mark.parametrize("argv", ([], ["eval"]))
 def test_a_command_of_commands_alone_shows_its_help(call, argv):
     code, out, err = call(*argv)
     assert (
@@ -259,8 +259,9 @@ def test_price_is_what_is_stored():
             q = make_quantizer(spec, 32)
             coded = q.encode(torch.ones(32))
             total += sum(q.channel_bits) + 8 * coded.scale.nbytes
-            if coded.signs is not None:  # the last bit of each channel, and a second number
-                total += coded.signs.numel() + 8 * coded.residual_norm.nbytes
+            if coded.residual:  # the last bit of each channel, and a second number
+                total += coded.residual["signs"].numel()
+                total += 8 * coded.residual["residual_norm"].nbytes
         assert use.bits_per_value(recipe, 32) == total / 64
 
 
@@ -1403,7 +1404,6 @@ OPTIONS = {  # every option that a command line could have before there was type
         f"--held-out {MODEL} {SHARED}"
     ),
     "recipe": f"RECIPE --bits --sinks --recent {SHARED}",
-    "report claims": f"--only {SHARED}",
     "variants": f"--fasta --mutations --code --method --model --device {SHARED}",
     "plan": (
         "--model --context --batch --gpu --weights --bits-of-weights --reserve --recipe "
@@ -1438,7 +1438,6 @@ def test_commands_are_listed_by_panel(call):
             "generate",
             "Measure it",
             "eval",
-            "report",
             "Calibrate",
             "calibrate",
             "fold",
@@ -1485,7 +1484,7 @@ def test_several_values(typed, want):
         (["fold", "--out"], ["--out", "got nothing"]),
         (["demo", "--new-tokens", "ten"], ["whole number", "'ten'"]),
         (["eval", "needle", "--depths", "0", "half"], ["expected a number", "'half'"]),
-        (["report", "claims", "x"], ["unexpected extra argument", "x"]),
+        (["recipe", "k3v3", "x"], ["unexpected extra argument", "x"]),
         (["eval", "ppl", "--protocol", "all"], ["'all'", "'decode', 'stress', 'chunk'"]),
         (["variants", "--fasta", "x"], ["--model"]),
         (["demo", "--quiet=yes"], ["--quiet"]),

@@ -7,7 +7,6 @@ __all__ = ['code_bytes', 'exact_search', 'recall', 'CodedIndex']
 
 # %% ../../nbs/85_vector_search.ipynb #49993284
 import json
-import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -18,11 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .. import checks
-from ..quant.mixed_precision import make_quantizer
+from ..quant.mixed_precision import find_code, make_quantizer
 from ..cache.packing import WIDTHS, Layout, pack, unpack
 from ..theory.qjl import pack_signs, unpack_signs
-from ..quant.quantizer import Coded, Spec, _store_scale
-from ..cache.store import _table_tensors
+from ..quant.quantizer import Code, Coded, Spec, _store_scale
 
 # %% ../../nbs/85_vector_search.ipynb #6cb8b39e
 def code_bytes(
@@ -36,9 +34,10 @@ def code_bytes(
     if type(spec.bits) is not int:
         raise ValueError(f"spec must have one integer bit count, got bits={spec.bits!r}")
     number = 4 if spec.scale_dtype == "float32" else 2
-    if spec.residual == "qjl":
-        return d * (spec.bits - 1) / 8 + -(-d // 8) + number * (3 if center else 2)
-    return d * spec.bits / 8 + number * (2 if center else 1)
+    code = find_code(spec, d)
+    planes = sum(code.channel_bits) / 8 + sum(-(-extra.bits // 8) for extra in code.extras)
+    numbers = 1 + center + sum(not extra.bits for extra in code.extras)
+    return planes + number * numbers
 
 # %% ../../nbs/85_vector_search.ipynb #5b892e8b
 def _rows(x: Tensor, d: int, device: torch.device, name: str) -> Tensor:
@@ -98,23 +97,31 @@ class _Block(NamedTuple):
 
     planes: tuple  # uint8, as `packing.pack` makes them with tiles of 4 vectors
     scale: Tensor  # [n]
-    signs: Tensor | None  # [n, ceil(d/8)] uint8
-    residual_norm: Tensor | None  # [n]
+    residual: dict  # what the code keeps besides: bits packed to bytes [n, ...], numbers [n]
     along: Tensor | None  # [n], part along the centre, minus its length
 
 
 def _packed(coded: Coded, along: Tensor | None, layout: Layout) -> _Block:
-    signs = None if coded.signs is None else pack_signs(coded.signs)
-    return _Block(pack(coded.codes, layout), coded.scale, signs, coded.residual_norm, along)
+    kept = {
+        name: x if x.ndim == 1 else pack_signs(x) for name, x in (coded.residual or {}).items()
+    }
+    return _Block(pack(coded.codes, layout), coded.scale, kept, along)
 
 
-def _unpacked(b: _Block, layout: Layout) -> Coded:
-    signs = None if b.signs is None else unpack_signs(b.signs, layout.d)
-    return Coded(unpack(b.planes, layout, len(b.scale)), b.scale, signs, b.residual_norm)
+def _unpacked(b: _Block, layout: Layout, code: Code) -> Coded:
+    sizes = {extra.name: extra.bits for extra in code.extras}
+    kept = {
+        name: unpack_signs(x, sizes[name]) if sizes[name] else x
+        for name, x in b.residual.items()
+    }
+    return Coded(unpack(b.planes, layout, len(b.scale)), b.scale, kept or None)
 
 
-def _joined(a, b) -> tuple:
-    return tuple(None if p is None else torch.cat([p, q]) for p, q in zip(a, b))
+def _joined(a: Coded, b: Coded) -> Coded:
+    kept = a.residual and {
+        name: torch.cat([x, b.residual[name]]) for name, x in a.residual.items()
+    }
+    return Coded(torch.cat([a.codes, b.codes]), torch.cat([a.scale, b.scale]), kept)
 
 # %% ../../nbs/85_vector_search.ipynb #6abe3020
 def _parted(index, x: Tensor) -> tuple:
@@ -138,35 +145,31 @@ def _extended(index, x: Tensor) -> list:
         if along is not None:
             along = _store_scale(along, index.quantizer.scale_dtype, "x")
         if last is not None:
-            coded = Coded(*_joined(_unpacked(last, layout), coded))
+            coded = _joined(_unpacked(last, layout, index.quantizer.code), coded)
             along = None if along is None else torch.cat([last.along, along])
         blocks.append(_packed(coded, along, layout))
         x = x[room:]
     return blocks
 
 # %% ../../nbs/85_vector_search.ipynb #fb51644a
-def _block_scores(index, rotated: Tensor, sketched: Tensor | None, b: _Block) -> Tensor:
-    "⟨Πq, s ℓ⟩, and the QJL estimate of the residual's part, for one block: [m, n_i] fp32."
-    coded = _unpacked(b, index._layout)
-    levels = index.quantizer.codebook.decode(coded.codes, check_range=False)
-    scores = (rotated @ levels.T).mul_(coded.scale.float())
-    if sketched is not None:
-        factor = coded.residual_norm.float() * (math.sqrt(math.pi / 2) / sketched.shape[1])
-        scores += (sketched @ (coded.signs.float() * 2 - 1).T).mul_(factor)
-    return scores
+def _block_scores(index, rotated: Tensor, b: _Block) -> Tensor:
+    "⟨Πq, s ℓ⟩, what the code keeps besides included, for one block: [m, n_i] fp32."
+    code = index.quantizer.code
+    coded = _unpacked(b, index._layout, code)
+    if code.extras:
+        return rotated @ code.decode(coded).T
+    return (rotated @ code.levels(coded.codes).T).mul_(coded.scale.float())
 
 
 def _search(index, queries: Tensor, k: int) -> tuple:
     q, (across, part) = index.quantizer, _parted(index, queries)
     rotated = q.rotation.apply(across)
-    sketched = rotated @ q.sketch.T if index.spec.residual == "qjl" else None
     if part is None:
-        return _best((_block_scores(index, rotated, sketched, b) for b in index._blocks), k)
+        return _best((_block_scores(index, rotated, b) for b in index._blocks), k)
     length = torch.linalg.vector_norm(index.center)
     along = (part + length)[:, None]  # of the queries: exact, as that of the vectors is
     blocks = (
-        _block_scores(index, rotated, sketched, b).addcmul_(along, b.along.float())
-        for b in index._blocks
+        _block_scores(index, rotated, b).addcmul_(along, b.along.float()) for b in index._blocks
     )
     scores, ids = _best(blocks, k)
     return scores + along * length, ids
@@ -174,7 +177,7 @@ def _search(index, queries: Tensor, k: int) -> tuple:
 
 def _decoded(index, b: _Block) -> Tensor:
     q, center = index.quantizer, index.center
-    x = q.rotation.inverse(q.decode_rotated(_unpacked(b, index._layout)))
+    x = q.rotation.inverse(q.decode_rotated(_unpacked(b, index._layout, q.code)))
     if center is None:
         return x
     x, _ = _parted(index, x)
@@ -187,8 +190,7 @@ def _save(index, path):
         tensors |= {f"{i}.plane{j}": p for j, p in enumerate(b.planes)} | {
             f"{i}.scale": b.scale
         }
-        if b.signs is not None:
-            tensors |= {f"{i}.signs": b.signs, f"{i}.residual_norm": b.residual_norm}
+        tensors |= {f"{i}.{name}": x for name, x in b.residual.items()}
         if b.along is not None:
             tensors[f"{i}.along"] = b.along
     about = {
@@ -219,8 +221,9 @@ def _opened(cls, path, name, device):
         count = len(WIDTHS[index._layout.bits])
         for i in range(int(about["blocks"])):
             planes = tuple(get(f"{i}.plane{j}") for j in range(count))
-            rest = (get(f"{i}.{name}") for name in _Block._fields[1:])
-            index._blocks.append(_Block(planes, *rest))
+            kept = {x.name: get(f"{i}.{x.name}") for x in index.quantizer.code.extras}
+            block = _Block(planes, get(f"{i}.scale"), kept, get(f"{i}.along"))
+            index._blocks.append(block)
     return index
 
 # %% ../../nbs/85_vector_search.ipynb #c276f9c5
@@ -246,13 +249,13 @@ def _checked_center(center, d, device) -> Tensor:
 def _parts(index) -> dict:
     q, sizes = index.quantizer, dict.fromkeys(("planes", "signs", "numbers"), 0)
     for b in index._blocks:
-        numbers = (b.scale, b.residual_norm, b.along)
+        kept = b.residual.values()
+        numbers = (b.scale, *(x for x in kept if x.is_floating_point()), b.along)
         sizes["planes"] += sum(p.nbytes for p in b.planes)
-        sizes["signs"] += 0 if b.signs is None else b.signs.nbytes
+        sizes["signs"] += sum(x.nbytes for x in kept if not x.is_floating_point())
         sizes["numbers"] += sum(t.nbytes for t in numbers if t is not None)
-    tables = [q.rotation.matrix, *_table_tensors(q.codebook), getattr(q, "sketch", None)]
     sizes["center"] = 0 if index.center is None else index.center.nbytes
-    sizes["tables"] = sum(t.nbytes for t in tables if t is not None)
+    sizes["tables"] = sum(t.nbytes for t in (q.rotation.matrix, *q.code.tables))
     return sizes
 
 # %% ../../nbs/85_vector_search.ipynb #cfab31e8
@@ -308,7 +311,7 @@ class CodedIndex(_Held):
         _checked(d, spec)
         self.spec, self.d, self.quantizer = spec, d, make_quantizer(spec, d, device)
         self.device, self.center, self._blocks = self.quantizer.device, None, []
-        self._layout = Layout(self.quantizer.codebook.bits, d, "channel", 4)
+        self._layout = Layout(self.quantizer.channel_bits[0], d, "channel", 4)
         if center is not None:
             self.center = _checked_center(center, d, self.device)
 

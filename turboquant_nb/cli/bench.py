@@ -26,6 +26,7 @@ from turboquant_nb.cli.inputs import (
 )
 from .measure import _picture_target, _release
 from .output import Stage, hushed, print_json, show_table
+from ..quant.layer_info import read_facts
 
 # %% ../../nbs/87m_cli_bench.ipynb #16b30972
 def in_turns(
@@ -72,10 +73,9 @@ class Shapes:
     @classmethod
     def of(cls, model) -> "Shapes":
         "Of a model of transformers."
-        c = model.config.get_text_config(decoder=True)
-        kv = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-        d = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        return cls(c.num_attention_heads, kv, d, model.dtype, model.device)
+        facts = read_facts(model.config)
+        heads = facts["query heads"], facts["KV heads"], facts["head size"]
+        return cls(*heads, model.dtype, model.device)
 
     def draw(self, tokens: int, heads: int, seed: int):
         "[1, heads, tokens, d] normal numbers."

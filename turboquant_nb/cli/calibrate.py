@@ -23,6 +23,7 @@ from turboquant_nb.cli.inputs import (
 )
 from .output import Stage, hushed, print_json
 from .proteins import Fit, fit_code
+from ..quant.layer_info import longest_context
 
 # %% ../../nbs/87i_cli_calibrate.ipynb #c8d57b74
 def _checked_texts(names: list, windows: int, length: int) -> list | None:
@@ -54,9 +55,7 @@ def _check_long_enough(model: str, texts: list | None, length: int) -> None:
     config = config_of(model) if texts else None
     if config is None:
         return
-    length = min(
-        length, getattr(config.get_text_config(), "max_position_embeddings", None) or length
-    )
+    length = min(length, longest_context(config) or length)
     longest = max(len(x.encode()) for x in texts)
     if longest >= 8 * length:
         return
@@ -192,7 +191,7 @@ class Sequences:
         typer.Option(
             metavar="RECIPE",
             help=(
-                "With --fasta: turboesm, water2, water3, water4, or one of these with a +; "
+                "With --fasta: water2, water3, water4, or one of these with a +; "
                 "default: water3."
             ),
         ),

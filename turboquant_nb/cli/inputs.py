@@ -35,6 +35,7 @@ from turboquant_nb.cli.app import (
     whole,
 )
 from .output import hushed
+from ..quant.layer_info import longest_context
 
 # %% ../../nbs/87d_cli_inputs.ipynb #71b82c56
 def _read_bits(text) -> int | float:
@@ -763,7 +764,7 @@ def plain_attention(model, source: Source) -> str:
 
 def context_length(model) -> int:
     "Most tokens that the model can read."
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 62
+    return longest_context(model.config) or 1 << 62
 
 
 def about_run(command: str, source: Source, model) -> dict:

@@ -105,26 +105,14 @@ def _bar(label: str, total: int):
     return bar
 
 # %% ../../nbs/87b_cli_output.ipynb #7c65b07d
-@contextmanager
 def layer_progress(
     model,  # of transformers
     stage: Stage,  # ticks once for each layer of the first forward pass
 ):
-    "Count the layers of a forward pass as progress."
-    seen = set()
+    "A context: count the layers of a forward pass as progress."
+    from turboquant_nb.hf.hooks import each_layer, hooked
 
-    def after(module, *_):
-        if module.layer_idx not in seen:
-            seen.add(module.layer_idx)
-            stage.tick()
-
-    attention = [m for m in model.modules() if isinstance(getattr(m, "layer_idx", None), int)]
-    hooks = [m.register_forward_hook(after) for m in attention]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    return hooked(*each_layer(model, stage.tick))
 
 
 @contextmanager

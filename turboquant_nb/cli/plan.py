@@ -28,6 +28,7 @@ from turboquant_nb.cli.app import (
 )
 from .inputs import Recipes, check_name, named_recipes
 from .output import hushed, print_json, show_table
+from ..quant.layer_info import longest_context
 
 # %% ../../nbs/87k_cli_plan.ipynb #9e31254a
 _SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
@@ -72,10 +73,7 @@ def planned(name: str) -> Planned:
         ModelInfo(config)  # refuses what has no keys and values to code
     stored = getattr(config, "quantization_config", None)
     stored = stored.get("quant_method", "quantised") if isinstance(stored, dict) else None
-    text = config.get_text_config(decoder=True)
-    return Planned(
-        config, _parameters(config), stored, getattr(text, "max_position_embeddings", None)
-    )
+    return Planned(config, _parameters(config), stored, longest_context(config))
 
 
 def _config_of(layers: int, heads: int, d: int):
@@ -125,9 +123,9 @@ class CacheSize:
         import torch
         from turboquant_nb.cache.store import KVStore
 
-        heads, d = _heads(self.text, layer.index)
+        sizes = _sizes(layer.info, self.text.model_type)
         rope = {} if layer.inv_freq is None else {"inv_freq": torch.tensor(layer.inv_freq)}
-        return KVStore(layer.recipe, 1, heads, d, d, self.dtype, max_length=max_length, **rope)
+        return KVStore(layer.recipe, 1, *sizes, self.dtype, max_length=max_length, **rope)
 
     @cached_property
     def parts(
@@ -137,7 +135,7 @@ class CacheSize:
 
         out, known = [], {}
         for layer in self.layers:
-            kind = layer.recipe, _heads(self.text, layer.index)
+            kind = layer.recipe, _sizes(layer.info, self.text.model_type)
             if kind not in known:
                 empty, one = self._store(layer), self._store(layer, max_length=1)
                 known[kind] = (
@@ -183,29 +181,15 @@ class CacheSize:
         return batch * each + self.tables + self.rope * used * self.tile
 
 
-def _heads(config, layer: int) -> tuple:  # (KV heads, head size) of a layer
-    """What a config says of a layer; some have other heads in layers that attend to everything.
-    Raises ValueError where keys and values have sizes that a config does not say in one
-    place."""
-    if several := [
-        x
-        for x in ("kv_lora_rank", "v_head_dim", "attention_head_dim")
-        if getattr(config, x, None)
-    ]:
+def _sizes(layer, model_type: str) -> tuple:  # (KV heads, channels of a key, of a value)
+    """What a `LayerInfo` says. Raises ValueError where keys and values have sizes that a config
+    does not say in one place."""
+    if layer.sized_by:
         raise ValueError(
-            f"{config.model_type} has {several[0]}: keys and values of different size are not "
+            f"{model_type} has {layer.sized_by}: keys and values of different size are not "
             "planned"
         )
-    types = getattr(config, "layer_types", None)
-    full = types is not None and types[layer] == "full_attention"
-    own = lambda name: (
-        (full and getattr(config, f"global_{name}", None)) or getattr(config, name, None)
-    )
-    heads = (full and getattr(config, "num_global_key_value_heads", None)) or getattr(
-        config, "num_key_value_heads", None
-    )
-    heads = heads or config.num_attention_heads
-    return heads, own("head_dim") or config.hidden_size // config.num_attention_heads
+    return layer.heads, layer.key_size, layer.value_size
 
 
 def plain_bytes(config, tokens: int, batch: int, itemsize: int) -> int:
@@ -215,9 +199,9 @@ def plain_bytes(config, tokens: int, batch: int, itemsize: int) -> int:
 
     info, total = ModelInfo(config), 0
     for layer in info.coded:
-        heads, d = _heads(info.config, layer.index)
+        heads, *sizes = _sizes(layer, info.config.model_type)
         held = tokens if layer.sliding_window is None else min(tokens, layer.sliding_window - 1)
-        total += 2 * heads * d * held * itemsize * batch
+        total += heads * sum(sizes) * held * itemsize * batch
     return total
 
 # %% ../../nbs/87k_cli_plan.ipynb #c3056487

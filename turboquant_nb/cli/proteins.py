@@ -39,7 +39,7 @@ class Fit:
     "A code to fit."
 
     fasta: str  # file of sequences
-    recipe: str  # turboesm, water2, water3, water4, or one of these with a +
+    recipe: str  # water2, water3, water4, or one of these with a +
     held_out: str | None  # file of sequences that must not be among them
     model: str
     device: str | None

@@ -38,6 +38,7 @@ from turboquant_nb.cli.inputs import (
     tokens_of,
 )
 from .output import Stage, hushed, print_json, show_table, layer_progress
+from ..quant.layer_info import read_facts
 
 # %% ../../nbs/87f_cli_use.ipynb #5393dd07
 def bits_per_value(
@@ -518,7 +519,7 @@ def demo(
         _check_fit(ask, model, question)
         question = replace(question, ids=question.ids.to(model.device))
         n, begin = question.ids.shape[1], time.monotonic()
-        layers = model.config.get_text_config().num_hidden_layers
+        layers = read_facts(model.config)["layers"]
         with (
             stage(f"reading {n:,} tokens", layers) as progress,
             layer_progress(model, progress),

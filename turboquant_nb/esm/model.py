@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from .. import checks
 from .checkpoints import _transformers
 from .codes import check_recodable, open_past, prefix_visible, recoded
+from ..quant.layer_info import read_facts
 from ..quant.quantizer import as_recipe
 from .transform import TransformCode, attention_weights
 
 _transformers()  # says which extra installs it
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from ..hf.hooks import attention_function, attention_name
 from transformers.models.esm.modeling_esm import (
     EsmModel,
     EsmSelfAttention,
@@ -76,8 +77,7 @@ class TurboSelfAttention(EsmSelfAttention):
         if out is not None:
             out = out.transpose(1, 2)
         else:
-            name = self.config._attn_implementation
-            attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
+            attend = attention_function(attention_name(self.config), eager_attention_forward)
             kwargs |= dict(dropout=self.dropout if self.training else 0.0, scaling=self.scaling)
             out, weights = attend(self, q, k, v, attention_mask, **kwargs)
         return out.reshape(*hidden_states.shape[:-1], -1).contiguous(), weights
@@ -186,13 +186,8 @@ class TurboEsm:
         self.base, self.model, self.head = _trunk(model), model, getattr(model, "lm_head", None)
         self.attention = _HookedAttention(self.base)
         self.past, self.max_length = None, max_length
-        c = self.base.config
-        heads = c.num_attention_heads
-        self.shape = (
-            len(self.attention.inner),
-            heads,
-            c.hidden_size // heads,
-        )  # layers, heads, head size
+        facts = read_facts(self.base.config)
+        self.shape = len(self.attention.inner), facts["query heads"], facts["head size"]
         self.code = _code_for(code, self.base, self.shape)
         self.attention.replace()
 

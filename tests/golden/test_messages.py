@@ -1,0 +1,62 @@
+"No message of an error is lost: each that the package had is still written somewhere in it."
+
+import ast
+import json
+
+from tests.golden import messages
+
+# Messages that are meant to be gone: of a module, or the message itself, and why.
+CAP = "keys with a centre cannot have a soft cap: it would cap scores without their common part"
+WAITS = "static=True does not serve a QJL residual: its coding waits for the device"
+GONE: dict[str, str] = {
+    "kernels/paged": "a third layout of codes, which only its own chapter used",
+    CAP: "scores of codes get the query's product with the centre, so a soft cap is served",
+    "apps/claims": "the audit is a page (chapter 98), not a command",
+    # by a code, which says why it does not serve; who asks puts a name before it
+    "{}: a QJL residual needs the sketch of the query": "a sentence of `SketchedCode.refuses`",
+    "{}: all channels must have equally many bits, got {}": "a sentence of `ScalarCode`",
+    "{}: levels must be on their int8 grid (Codebook.to_int8_grid)": "the same",
+    "codes must lie in 0..{}, got {}": "by `checks.within`, in the same words",
+    "decay drops the last plane of codes; residual 'qjl' keeps signs apart": "its signs",
+    WAITS: "in two parts: what is asked, and the code's reason",
+    "coded must hold signs and residual_norm; it comes from prod_encode": "from `SketchedCode`",
+}
+
+
+def recorded():
+    return json.loads(messages.FILE.read_text(encoding="utf-8"))
+
+
+def lost(before, now):
+    "[(module, message)] of what no module says any more."
+    return [
+        (module, text)
+        for module, texts in before.items()
+        for text in texts
+        if text not in now and not {module, text} & GONE.keys()
+    ]
+
+
+def test_every_message_is_still_there():
+    now = {text for _, tree in messages.modules() for text in messages.strings(tree)}
+    assert lost(recorded(), now) == []
+
+
+def test_what_is_gone_is_gone_and_was_there():
+    before = recorded()
+    known = {*before, *(text for texts in before.values() for text in texts)}
+    assert GONE.keys() <= known and all(GONE.values())
+    assert not GONE.keys() & {name for name, _ in messages.modules()}
+
+
+def test_a_lost_message_is_seen():
+    "Words count, expressions do not; a sum is one message; a reason counts as an error does."
+    tree = ast.parse(
+        "def f(x):\n"
+        "    raise ValueError(f'x must be at least {low}, got {x}' + ' of three')\n"
+        "def why_not(store):\n"
+        "    return False, f'no kernel reads {store.bits} bits' if store else ''\n"
+    )
+    first, second = "x must be at least {}, got {} of three", "no kernel reads {} bits"
+    assert messages.messages(tree) == {first, second}
+    assert lost({"m": [first, second]}, {first}) == [("m", second)]
