@@ -72,15 +72,19 @@ def carry_out(a, plan):
             raise SystemExit("out of time; what is measured is saved")
 
 
+def names_of(row) -> str:
+    "What tells a row from others: names and counts; measured numbers may differ."
+    measured = float | list | dict
+    return repr(sorted((k, v) for k, v in row.items() if not isinstance(v, measured)))
+
+
 def join(a):
-    "One file of those that were measured in parts; a row that two of them have stays once."
-    whole, seen = results.joined(a.join, a.draft), {}
-    for row in whole[
-        "rows"
-    ]:  # what two parts have alike are names; measured numbers may differ
-        names = {k: v for k, v in row.items() if not isinstance(v, float | list | dict)}
-        origin = names.pop("commit"), names.pop("utc")
-        seen.setdefault(repr(sorted(names.items())), []).append((origin, row))
-    whole["rows"] = [row for same in seen.values() for at, row in same if at == same[0][0]]
-    whole["commits"] = results.commits(whole)
+    "One file of those that were measured in parts; a row that several have stays once."
+    whole = results.joined(a.join, a.draft)
+    rows, kept, seen = iter(whole["rows"]), [], set()
+    for path in a.join:
+        here = [(names_of(x), next(rows)) for x in results.load(path, a.draft)["rows"]]
+        kept += [row for name, row in here if name not in seen]
+        seen |= {name for name, _ in here}
+    whole |= {"rows": kept, "commits": results.commits(whole | {"rows": kept})}
     results.save(whole, a.out, a.draft)
