@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-sys.path[:1] = [str(Path(__file__).resolve().parent)]
+if (HERE := str(Path(__file__).resolve().parent)) not in sys.path:
+    sys.path.insert(0, HERE)
 
 from plan import carry_out, join
 

@@ -43,11 +43,11 @@ import torch
 from eval.windows import add_limit, add_match, add_model, open_model
 from plan import Plan, earlier, must_pass
 
-from turboquant_nb.cli.plan import CacheSize, _heads
+from turboquant_nb.cli.plan import CacheSize
 from turboquant_nb.evaluation.candidates import as_candidate
 from turboquant_nb.evaluation.models import sample_text
 from turboquant_nb.evaluation.score import Prefill, prefill
-from turboquant_nb.hf import TurboQuantCache
+from turboquant_nb.hf import ModelInfo, TurboQuantCache
 from turboquant_nb.quant.quantizer import as_recipe
 
 NAMES = (
@@ -374,16 +374,9 @@ def prompts(tokenizer, questions, length):
 def budgeted(model, budget, tokens, room, batch, dtype):
     """Recipes with the most bits, in halves, whose cache with `room` for so many tokens takes
     at most `budget` bits for each value of `tokens`, with all that it holds."""
-    text = model.config.get_text_config(decoder=True)
-    own, entries = (
-        TurboQuantCache(model, "k3v3").recipes,
-        2
-        * tokens
-        * batch
-        * text.num_hidden_layers
-        * text.num_key_value_heads
-        * _heads(text, 0)[1],
-    )
+    own = TurboQuantCache(model, "k3v3").recipes
+    numbers = sum(x.heads * (x.key_size + x.value_size) for x in ModelInfo(model).layers)
+    entries = numbers * tokens * batch
     for bits in (4, 3.5, 3, 2.5, 2, 1.5, 1):
         recipes = [as_recipe(r, bits) for r in own]
         if 8 * CacheSize(model.config, recipes, dtype).bytes(room, batch) <= budget * entries:
