@@ -17,7 +17,7 @@ from turboquant_nb.hf.attention import (
 )
 from .report import Report
 from .canary import Canary, CanaryError, Check, Watch
-from . import archive, graphs
+from . import archive, edits, graphs
 
 _all_ = [
     "MARGIN",

@@ -15,16 +15,20 @@ from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
-from fastcore.basics import patch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .. import checks
 from ..cache import gather
 from ..kernels import ops
 from .hooks import Before, MaskLength, attention_name, listen_to_masks
 from .model_info import ModelInfo, plan_layers
-from .passes import RowStarts, check_mask, check_positions, check_size
+from turboquant_nb.hf.passes import (
+    RowStarts,
+    check_mask,
+    check_positions,
+    check_size,
+    repeated_starts,
+)
 from .report import Report, report_of
 from ..quant.layer_info import LayerInfo
 from ..quant.quantizer import Recipe
@@ -137,8 +141,8 @@ class TurboQuantLayer(CacheLayerMixin):
         self.index, self.sliding_window = info.index, info.sliding_window
         self.max_length, self.backend, self.store = max_length, backend, None
         self.is_sliding = self.sliding_window is not None
-        # r/2 frequencies of RoPE, for a pre-RoPE mean of keys
-        self.inv_freq = info.inv_freq if recipe.key.centre.rotates else None
+        follows = recipe.key.center != "auto" and recipe.key.centre.rotates
+        self.inv_freq = info.inv_freq if follows else None  # of RoPE, for a pre-RoPE mean
         self.starts = None  # leading padding of each row; None: not known, so none
         self.calls, self.coded = Counter(), Counter()  # what attended, what coded: see `Report`
         self.backends = Counter()  # what attended on codes, by the names of `ops.attend`
@@ -274,7 +278,9 @@ class TurboQuantLayer(CacheLayerMixin):
             if fresh:
                 self.lazy_initialization(key_states, value_states)
             if first_chunk:
-                self._place_starts(len(key_states))
+                self.starts = repeated_starts(self.starts, len(key_states))
+                if self.store.ranges.starts != self.starts:
+                    self.store.set_range(start=torch.tensor(self.starts))
             elif self.store.length + key_states.shape[2] > (self.store.max_length or math.inf):
                 self.make_growing()  # it may grow again
             few = self.serves_steps(n) or (n == 1 and self.drafting)
@@ -299,18 +305,6 @@ class TurboQuantLayer(CacheLayerMixin):
         self.coded["kernel" if coder == "triton" else "torch"] += 1
         if self.canary is not None:
             self.canary.keep(self, key_states, value_states)
-
-    def _place_starts(self, batch: int) -> None:
-        "Before the first token: hand the store the padding of each row."
-        known = self.starts or (0,)
-        if batch % len(known):
-            raise ValueError(
-                f"set_padding was given {len(known)} sequences, the first update has {batch}"
-            )
-        # generate() repeats rows for beams and samples, side by side
-        self.starts = tuple(x for x in known for _ in range(batch // len(known)))
-        if self.store.ranges.starts != self.starts:
-            self.store.set_range(start=torch.tensor(self.starts))
 
     def free(self, first: int) -> None:
         "Give back what a sliding layer will not see again: tiles below position `first`."
@@ -639,173 +633,3 @@ class TurboQuantCache(Cache):
         """Bytes held, summed over real tensors (tables, slack, sinks, recent tokens and margins
         included), per value that an uncompressed cache of this model would hold."""
         return report_of(self)
-
-# %% ../../nbs/51_cache.ipynb #bef88f44
-@patch
-def crop(self: TurboQuantLayer, tokens_to_remove: int) -> None:
-    """Forget the last tokens; transformers passes a negative count. Raises ValueError for a
-    positive one or if they are freed already."""
-    n = -tokens_to_remove
-    if n < 0:
-        raise ValueError(f"crop takes a negative number of tokens to remove, got {-n}")
-    if not self.is_initialized or not n:
-        return
-    if self.static:
-        self.tail = self.store.crop(min(n, self.held), self.tail)
-        return
-    if (
-        self.drafting and self.store.static
-    ):  # passes with drafts are replayed, so no tensor may move; the host knows the length
-        self.store.storage.known = True
-        try:
-            self.tail = self.store.crop(n, self.tail)
-        finally:
-            self.store.storage.known = False
-        return
-    self.make_growing()
-    if not self.drafting:
-        self.patience = 8  # of a cache that is cropped again and again no graph is worth it
-    oldest = self.store.length - n - (self.sliding_window or 0) + 1  # that must be visible then
-    if self.is_sliding and oldest < self.store.offset and self.store.offset:
-        kept = f"its window of {self.sliding_window} and {MARGIN} tokens more"
-        raise ValueError(f"cannot crop {n} tokens: a sliding layer keeps {kept}")
-    self.tail = self.store.crop(n, self.tail)
-    if self.canary is not None:
-        self.canary.crop(self, n)
-
-
-@patch
-def recover(self: TurboQuantCache) -> int:  # tokens held
-    """After a forward pass that was broken off (out of memory, an interrupt): forget what only
-    some layers have taken."""
-    held = min(x.held for x in self.coded_layers)
-    for x in self.coded_layers:
-        if held:
-            x.crop(held - x.held)
-        else:
-            x.reset()
-    return held
-
-# %% ../../nbs/51_cache.ipynb #5bdf3d34
-@patch
-def activate_past_recording(self: TurboQuantCache) -> None:
-    """transformers says that drafts will come. Where the cache knows its model, the next
-    forward tells how many of them end the first chunk."""
-    super(TurboQuantCache, self).activate_past_recording()
-    for x in self.coded_layers:
-        x.drafting = True
-    model = self._model()
-    if model is None or self.coded_layers[0].held:
-        return
-
-    def count_drafts(module, args, kwargs):
-        unhook()
-        keep = kwargs.get("logits_to_keep")
-        if kwargs.get("past_key_values") is self and type(keep) is int and 1 < keep <= _DRAFTS:
-            for x in self.coded_layers:
-                x.drafts = keep - 1
-
-    unhook = Before(model, count_drafts).put()
-
-# %% ../../nbs/51_cache.ipynb #0d18cb0e
-@patch
-def rows_changed(self: TurboQuantLayer, starts: tuple) -> None:
-    """Note where the rows begin that there are now. Of what was kept for the last chunk,
-    nothing fits them."""
-    self.starts, self.tail, self.changes = starts, None, self.changes + 1
-
-
-@patch
-def take_rows(self: TurboQuantLayer, index: Tensor, order: list | None) -> None:
-    """Row i becomes old row order[i], in range; index says the same on a device. None: all rows
-    have the same padding, and the host need not know."""
-    if self.is_initialized:
-        rows = index.to(self.store.device)
-        self.store._rearrange(lambda x: x[rows], len(index))
-        order = [0] * len(index) if order is None else order
-        self.rows_changed(tuple(self.starts[i] for i in order))
-
-
-@patch
-def batch_select_indices(self: TurboQuantLayer, indices: Tensor) -> None:
-    "Keep the rows `indices`, or those that a bool mask says."
-    if self.is_initialized:
-        self.make_growing()
-        self.store.select(indices)
-        self.rows_changed(tuple(self.store.start.tolist()))
-
-
-@patch
-def reorder_cache(self: TurboQuantLayer, beam_idx: Tensor) -> None:
-    "Row i becomes old row beam_idx[i]."
-    self.batch_select_indices(beam_idx)
-
-
-@patch
-def batch_repeat_interleave(self: TurboQuantLayer, repeats: int) -> None:
-    "Repeat every row, neighbours together."
-    if self.is_initialized:
-        self.make_growing()
-        self.store.repeat(repeats)
-        self.rows_changed(tuple(x for x in self.starts for _ in range(repeats)))
-
-
-def _check_rows(beam_idx, batch: list) -> None:
-    """Raise TypeError/ValueError for what is no vector of rows of `batch` sequences (empty: not
-    known); a GPU is not waited for."""
-    checks.integers(beam_idx, "beam_idx")
-    if beam_idx.ndim != 1 or not len(beam_idx):
-        raise ValueError(
-            f"beam_idx must be a vector of one row or more, got shape {list(beam_idx.shape)}"
-        )
-    for n in batch[:1] if beam_idx.device.type == "cpu" else []:
-        checks.within(beam_idx, "beam_idx", 0, n - 1)
-
-
-@patch
-def reorder_cache(self: TurboQuantCache, beam_idx: Tensor) -> None:  # noqa: F811
-    """Row i becomes old row beam_idx[i], in every layer; the device is waited for once, and
-    only where rows differ in their padding."""
-    _check_rows(beam_idx, [x.store.batch for x in self.coded_layers if x.is_initialized])
-    padded = any(len(set(x.starts or ())) > 1 for x in self.coded_layers)
-    order = beam_idx.tolist() if padded else None
-    for layer in self.layers:
-        coded = isinstance(layer, TurboQuantLayer)
-        layer.take_rows(beam_idx, order) if coded else layer.reorder_cache(beam_idx)
-
-# %% ../../nbs/51_cache.ipynb #bfd4fd53
-@patch
-def __deepcopy__(self: TurboQuantCache, memo):
-    "A copy with tokens of its own; what belongs to the model stays shared."
-    shared = [self.config, self.info, self._like, *(x.info for x in self.coded_layers)]
-    for layer in self.coded_layers:
-        if layer.is_initialized and layer.inv_freq is not None:
-            shared.append(layer.store.rope_table)
-    memo |= {id(x): x for x in shared}
-    new = memo[id(self)] = object.__new__(type(self))
-    new.__dict__ = copy.deepcopy(self.__dict__ | {"_flags": _Flags()}, memo)
-    return new
-
-
-@patch
-def __reduce__(self: TurboQuantCache):
-    "Raises TypeError: a cache belongs to its model, which no pickle should hold."
-    raise TypeError(
-        "a TurboQuantCache is not pickled: cache.save(path) writes it, "
-        "TurboQuantCache.load(path, model) reads it; copy.deepcopy copies it"
-    )
-
-
-@patch
-def offload(self: TurboQuantLayer) -> None:
-    "Move the codes to the CPU."
-    if self.is_initialized:
-        self.make_growing()
-        self.store.to("cpu")
-
-
-@patch
-def prefetch(self: TurboQuantLayer) -> None:
-    "Move the codes back to where the layer computes."
-    if self.is_initialized and self.store.device != self.store.home:
-        self.store.to(self.store.home)

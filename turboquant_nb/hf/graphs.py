@@ -48,6 +48,13 @@ class CapturedSteps:
         if coder.backend == "triton":
             ops.encode.prepare(layer.store)  # a graph cannot copy tables to the device
 
+    def hold_still(self) -> None:
+        "Let no tensor of the layer move until its store is full, or `make_growing` is called."
+        layer = self.layer
+        if not layer.store.static:
+            layer.store = layer.store.as_static(layer.max_length)
+            self.settle(layer.store.key.tensors["sinks"])
+
     def append(self, key_states: Tensor, value_states: Tensor) -> tuple:
         """`update` in a captured step. Raises ValueError where the model does not attend on
         codes."""
@@ -178,14 +185,6 @@ def as_static(self: KVStore, max_length: int | None = None) -> KVStore:
     new.storage.count(new.length)
     new._need_flags()
     return new
-
-
-@patch
-def make_static(self: TurboQuantLayer) -> None:
-    "Let no tensor move until the store is full, or `make_growing` is called."
-    if not self.store.static:
-        self.store = self.store.as_static(self.max_length)
-        self.captured.settle(self.store.key.tensors["sinks"])
 
 # %% ../../nbs/53_graphs.ipynb #a1e2ab51
 @dataclass(frozen=True)
@@ -456,7 +455,7 @@ class StepRunner:
         for layer in layers:
             if layer.store.length + step.tokens > (layer.store.max_length or 0):
                 layer.make_growing()
-            layer.make_static()
+            layer.captured.hold_still()
         slow = [
             a for x in layers for a in x.captured.backends.values() if a.backend != "triton"
         ]
