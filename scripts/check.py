@@ -35,12 +35,16 @@ import tempfile
 import time
 import tokenize
 import zipfile
-from configparser import ConfigParser
 from email import message_from_string
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ROOT / "scripts" / "tools"
+sys.path.insert(0, str(TOOLS))
+import notebooks as notebook_tools
+import preview_docs
+from notebooks import text_of
+
 IMPORT_BUDGET = 0.5  # seconds that `import turboquant_nb` may take beyond `import torch`
 MOST_WORKERS = 4  # processes that run notebooks or tests at once, where there are as many cores
 STEPS = {}
@@ -63,9 +67,7 @@ def step(f):
 @functools.cache
 def settings():
     "settings.ini as a dict."
-    config = ConfigParser(delimiters=["="])
-    config.read(ROOT / "settings.ini", encoding="utf-8")
-    return dict(config["DEFAULT"])
+    return notebook_tools.settings(ROOT)
 
 
 @functools.cache
@@ -78,14 +80,9 @@ def scratch():
 
 def copy_tree(name):
     "A copy of what git would carry (without git: all but build products), as scratch()/name."
-    sys.path.insert(0, str(TOOLS))
-    try:
-        from preview_docs import copy_tree as copy
-    finally:
-        sys.path.remove(str(TOOLS))
     target = scratch() / name
     shutil.rmtree(target, ignore_errors=True)
-    copy(target)
+    preview_docs.copy_tree(target)
     return target
 
 
@@ -140,10 +137,6 @@ def is_chapter(path):
     """Whether a notebook is a chapter, whose name begins with its number, and not a page such
     as the index or the guide."""
     return path.name[0].isdigit()
-
-
-def text_of(value):
-    return value if isinstance(value, str) else "".join(value)
 
 
 def compare(old, new, names):

@@ -18,7 +18,8 @@ if not torch.cuda.is_available():
         "1"
     )
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts" / "tools"))
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+sys.path[:0] = [str(SCRIPTS / "tools"), str(SCRIPTS)]
 import interpreter
 
 interpreter.quicken()

@@ -77,18 +77,19 @@ class Tree:
 # %% ../nbs/03_results.ipynb #0e5ae54a
 def tree() -> Tree:
     """The code that runs now. TURBOQUANT_COMMIT and TURBOQUANT_DIRTY (0 or 1) speak for a copy
-    without its git history. Raises ValueError if there is no commit, or not all of its
-    digits."""
-    commit = os.environ.get("TURBOQUANT_COMMIT") or _git("rev-parse", "HEAD")
+    without its git history, and for no other. Raises ValueError if there is no commit, or not
+    all of its digits."""
+    commit = _git("rev-parse", "HEAD") or os.environ.get("TURBOQUANT_COMMIT")
     if not commit:
         raise ValueError("no commit: run inside the git repository, or set TURBOQUANT_COMMIT")
     if not re.fullmatch("[0-9a-f]{40}|release .+", commit):
         raise ValueError(f"TURBOQUANT_COMMIT must have 40 hex digits, got {commit!r}")
-    if (dirty := os.environ.get("TURBOQUANT_DIRTY")) is not None:
-        return Tree(commit, () if dirty in ("", "0") else (f"TURBOQUANT_DIRTY={dirty}",))
     known = _git("status", "--porcelain", "-uno", "--", ":/", ":(top,exclude)results")
     if known is None:
-        return Tree(commit, ("no git history here: set TURBOQUANT_DIRTY",))
+        dirty = os.environ.get("TURBOQUANT_DIRTY")
+        if dirty is None:
+            return Tree(commit, ("no git history here: set TURBOQUANT_DIRTY",))
+        return Tree(commit, () if dirty in ("", "0") else (f"TURBOQUANT_DIRTY={dirty}",))
     new = _git("status", "--porcelain", "-uall", "--", *_CODE) or ""
     new = [x for x in new.splitlines() if x.startswith("??")]
     return Tree(commit, tuple(known.splitlines() + new))

@@ -7,6 +7,8 @@ import torch
 from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.cache.store import KVStore
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 class Shape(NamedTuple):
     "Attention of one new token."
@@ -103,8 +105,8 @@ def states(shape: Shape, dtype=torch.bfloat16, outlier=False, seed=0):
     """Random query [batch, heads * group, 1, d] and keys and values [batch, heads, tokens, d]
     on the GPU."""
     batch, heads, group, d, tokens = shape
-    g = torch.Generator("cuda").manual_seed(seed)
-    make = lambda *size: torch.randn(*size, generator=g, device="cuda", dtype=dtype)
+    g = torch.Generator(DEVICE).manual_seed(seed)
+    make = lambda *size: torch.randn(*size, generator=g, device=DEVICE, dtype=dtype)
     q, k, v = (
         make(batch, heads * group, 1, d),
         make(batch, heads, tokens, d),

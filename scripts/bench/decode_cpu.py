@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import torch
 from plan import Plan
-from timing import quantiles
+from bench.timing import quantiles
 
 from turboquant_nb.cache import attention, gather
 from turboquant_nb.cache.store import KVStore

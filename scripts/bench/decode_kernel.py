@@ -28,24 +28,26 @@ new shape."""
 import itertools
 import math
 import multiprocessing
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from cases import CASES, Shape, filled, states
-from plan import Plan
-from timing import event_time, kernel_times, quantiles, replayed
+from bench.cases import CASES, DEVICE, Shape, filled, states
+from plan import Plan, earlier
+from bench.timing import both_launches, event_time, kernel_times, quantiles, replayed
 
-from turboquant_nb import results
 from turboquant_nb.cache.attention import attend
 from turboquant_nb.kernels import ops
 from turboquant_nb.kernels.launch import decode_attention, refuses
 
+CENTERS = "prompt_mean", "pre_rope"
 BITS = [(4, 4), (3, 3), (2, 2)]
 ALL_BITS = [(k, v) for k in (4, 3, 2) for v in (4, 3, 2)]
 DRAFTED = (1, 2, 4, 8, 16)  # tokens in one call
 RECENT = 16  # exact tokens of a query, itself included
+FP8 = torch.float8_e4m3fn
 DENSE = [(64, 4, 3), (128, 4, 3)]  # blocks, warps and stages of the dense kernel
 
 
@@ -153,6 +155,11 @@ def dense(q, k, v, splits, block, warps, stages):
     return run
 
 
+def apart(got, want):
+    "Relative to the norm."
+    return float((got - want).norm() / want.norm())
+
+
 def gate(cases):
     """The largest relative error over head sizes, groups and bits, in fp32 on batches of at
     most 2 and 16,384 tokens, and after outliers."""
@@ -173,20 +180,15 @@ def gate(cases):
                 store = filled(k, v, k_bits, v_bits, center)
                 want, _ = attend(q, store)
                 got, _ = decode_attention(q, store)
-                worst = max(worst, float((got - want).norm() / want.norm()))
-        for n in (4, 64) if case == cases[0] else ():  # drafts, and a chunk in blocks
-            q, k, v = drafted(small, n, torch.float32)
-            store, near = (
-                filled(k, v, 3, 3, "pre_rope"),
-                (k[:, :, -n - RECENT + 1 :], v[:, :, -n - RECENT + 1 :]),
-            )
-            call = dict(recent=RECENT) if n == 4 else {}
-            near = near if n == 4 else (k[:, :, -n:], v[:, :, -n:])
+                worst = max(worst, apart(got, want))
+        for n, backend in ((4, "triton"), (64, "flash")) if case == cases[0] else ():
+            q, k, v = drafted(small, n, torch.float32)  # drafts, and a chunk in blocks
+            store, drafts = filled(k, v, 3, 3, "pre_rope"), backend == "triton"
+            near = last(n + RECENT - 1 if drafts else n, k, v)
+            call = dict(recent=RECENT) if drafts else {}
             want, _ = attend(q, store, *near, **call)
-            got, _ = ops.attend(
-                q, store, *near, backend="triton" if n == 4 else "flash", **call
-            )
-            worst = max(worst, float((got - want).norm() / want.norm()))
+            got, _ = ops.attend(q, store, *near, backend=backend, **call)
+            worst = max(worst, apart(got, want))
     return {
         "cmd": (
             "decode kernel against attention.attend on the same codes in fp32: every head size "
@@ -201,53 +203,35 @@ def gate(cases):
 def drafted(case, n, dtype=torch.bfloat16):
     "As `states`, with queries of the last n tokens."
     q, k, v = states(case, dtype)
-    g = torch.Generator("cuda").manual_seed(1)
-    return (
-        torch.randn(
-            case.batch,
-            case.heads * case.group,
-            n,
-            case.d,
-            generator=g,
-            device="cuda",
-            dtype=dtype,
-        ),
-        k,
-        v,
-    )
+    g = torch.Generator(DEVICE).manual_seed(1)
+    size = case.batch, case.heads * case.group, n, case.d
+    return torch.randn(size, generator=g, device=DEVICE, dtype=dtype), k, v
+
+
+def last(n, *states):
+    "The last n tokens of keys and values."
+    return [x[:, :, -n:] for x in states]
 
 
 def compile_one(task):
     "Compile what one row needs; the result lies in Triton's cache for the other processes."
     case, bits, dtype = task
-    q, k, v = states(case._replace(batch=1, tokens=600), dtype)
+    of = lambda tokens: case._replace(batch=1, tokens=tokens)
     if bits is None:  # the dense kernel
-        for config in DENSE:
-            for kind in (torch.bfloat16, torch.float8_e4m3fn):
-                try:
-                    dense(q, k.to(kind), v.to(kind), 2, *config)()
-                except triton.runtime.errors.OutOfResources:  # d = 256 in blocks of 128 tokens
-                    pass
+        q, k, v = states(of(600), dtype)
+        for config, kind in itertools.product(DENSE, (torch.bfloat16, FP8)):
+            try:
+                dense(q, k.to(kind), v.to(kind), 2, *config)()
+            except triton.runtime.errors.OutOfResources:  # d = 256 in blocks of 128 tokens
+                pass
     elif isinstance(bits, int):  # so many drafts
-        q, k, v = drafted(case._replace(batch=1, tokens=600), bits, dtype)
-        for center in ("prompt_mean", "pre_rope"):
-            decode_attention(
-                q, filled(k, v, 3, 3, center), k[:, :, -bits:], v[:, :, -bits:], recent=RECENT
-            )
-            ops.attend(
-                torch.cat([q] * 20, 2),
-                filled(k, v, 3, 3, center),
-                k[:, :, -20 * bits :],
-                v[:, :, -20 * bits :],
-                backend="flash",
-            )
+        q, k, v = drafted(of(600), bits, dtype)
+        for store in (filled(k, v, 3, 3, center) for center in CENTERS):
+            decode_attention(q, store, *last(bits, k, v), recent=RECENT)
+            ops.attend(torch.cat([q] * 20, 2), store, *last(20 * bits, k, v), backend="flash")
     else:
-        for center, tokens in (
-            ("prompt_mean", 600),
-            ("pre_rope", 600),
-            ("pre_rope", 13000),
-        ):  # a long one computes the mean's sums itself
-            q, k, v = states(case._replace(batch=1, tokens=tokens), dtype)
+        for center, tokens in (*((c, 600) for c in CENTERS), ("pre_rope", 13000)):
+            q, k, v = states(of(tokens), dtype)  # a long one computes the mean's sums itself
             decode_attention(q, filled(k, v, *bits, center))
     torch.cuda.synchronize()
 
@@ -269,169 +253,102 @@ def compile_all(cases, workers, known):
         pool.map(compile_one, kinds.values(), chunksize=1)
 
 
+def about(case, method, **more):
+    return case._asdict() | dict(method=method, unit="microseconds", n=1) | more
+
+
+def fastest_dense(q, k, v, seconds):
+    "(a callable, its splits, block, warps and stages) of the dense kernel at its best."
+    programs, best = q.shape[0] * k.shape[1], None
+    for splits in sorted({max(1, n // programs) for n in (256, 528, 1056)}):
+        for config in ((splits, *x) for x in DENSE):
+            try:
+                f = dense(q, k, v, *config)
+                t = kernel_times(replayed(f), seconds / 4)["p50"]
+            except triton.runtime.errors.OutOfResources:
+                continue
+            if best is None or t < best[0]:
+                best = t, f, config
+    return best[1:]
+
+
+def baselines(case: Shape, q, k, v, seconds):
+    "Rows of the best attention on bf16 and fp8."
+    sdpa = partial(F.scaled_dot_product_attention, q, k, v, enable_gqa=case.group > 1)
+    for row in both_launches(sdpa, seconds):
+        yield about(case, "sdpa bf16", bits=16) | row
+    if case.d != triton.next_power_of_2(case.d):
+        return  # Triton's ranges are powers of two
+    for kind, name, bits in ((torch.bfloat16, "triton bf16", 16), (FP8, "triton fp8", 8)):
+        f, config = fastest_dense(q, k.to(kind), v.to(kind), seconds)
+        for row in both_launches(f, seconds):
+            yield about(case, name, bits=bits, config=str(config)) | row
+
+
 def measure(case: Shape, bits, seconds, known=()):
     """Rows of one case: baselines, then ours at every bit pair; with a pre-RoPE mean only where
     baselines are known."""
-    batch, heads, group, d, tokens = case
     q, k, v = states(case)
-    rows = [*known]
-    add = lambda **row: rows.append(case._asdict() | dict(unit="microseconds", n=1) | row)
-    sdpa = lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=group > 1)
-    for launch, wrap in (("eager", lambda f: f), ("graph", replayed)) if not known else ():
-        add(method="sdpa bf16", launch=launch, bits=16, **kernel_times(wrap(sdpa), seconds))
-    dense_kernels = (
-        ("triton bf16", k, v, 16),
-        ("triton fp8", k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn), 8),
-    )
-    for name, kk, vv, stored in (
-        dense_kernels if d == triton.next_power_of_2(d) and not known else ()
-    ):  # Triton's ranges are powers of two
-        best = None
-        for splits in sorted(
-            {
-                max(1, 256 // (batch * heads)),
-                max(1, 528 // (batch * heads)),
-                max(1, 1056 // (batch * heads)),
-            }
-        ):
-            for block, warps, stages in DENSE:
-                try:
-                    f = dense(q, kk, vv, splits, block, warps, stages)
-                    t = kernel_times(replayed(f), seconds / 4)["p50"]
-                except triton.runtime.errors.OutOfResources:
-                    continue
-                if best is None or t < best[0]:
-                    best = t, f, (splits, block, warps, stages)
-        for launch, wrap in (("eager", lambda f: f), ("graph", replayed)):
-            add(
-                method=name,
-                launch=launch,
-                bits=stored,
-                config=str(best[2]),
-                **kernel_times(wrap(best[1]), seconds),
-            )
-        del kk, vv
-    for (k_bits, v_bits), center in itertools.product(bits, ("prompt_mean", "pre_rope")):
+    dense = [*(known or baselines(case, q, k, v, seconds))]
+    yield from () if known else dense
+    best = {
+        launch: min(r["p50"] for r in dense if (r["launch"], r["bits"]) == (launch, 16))
+        for launch in ("eager", "graph")
+    }
+    for (k_bits, v_bits), center in itertools.product(bits, CENTERS):
         if (center == "pre_rope" and k_bits != v_bits) or (center == "prompt_mean" and known):
             continue
         store = filled(k, v, k_bits, v_bits, center)
         if why := refuses(ops.Call.of(q, store)):
             raise SystemExit(f"{case}: {why}")
-        for launch, wrap in (("eager", lambda f: f), ("graph", replayed)):
-            f = wrap(lambda store=store: decode_attention(q, store))
-            row = kernel_times(f, seconds)
-            best = min(r["p50"] for r in rows if r["launch"] == launch and r["bits"] == 16)
-            add(
-                method="codes" if center == "prompt_mean" else "codes, turning centre",
-                launch=launch,
-                k_bits=k_bits,
-                v_bits=v_bits,
-                bits=(k_bits + v_bits) / 2 + 16 / d,
-                held=store.bits_per_value(),
-                speedup=best / row["p50"],
-                **row,
-            )
-    return rows[len(known) :]
+        method = "codes" if center == "prompt_mean" else "codes, turning centre"
+        what = about(case, method, k_bits=k_bits, v_bits=v_bits, held=store.bits_per_value())
+        what["bits"] = (k_bits + v_bits) / 2 + 16 / case.d
+        for row in both_launches(partial(decode_attention, q, store), seconds):
+            yield what | dict(speedup=best[row["launch"]] / row["p50"]) | row
 
 
 def measure_drafts(case: Shape, seconds):
     "Rows of several tokens in one call, each as if it had come alone."
-    rows, one = [], {}
-    for center, n in itertools.product(("prompt_mean", "pre_rope"), DRAFTED):
+    one = {}
+    for center, n in itertools.product(CENTERS, DRAFTED):
         q, k, v = drafted(case, n)
-        store, near = (
-            filled(k, v, 3, 3, center),
-            (k[:, :, -n - RECENT + 1 :], v[:, :, -n - RECENT + 1 :]),
-        )
-        for launch, wrap in (("eager", lambda f: f), ("graph", replayed)):
-            row = kernel_times(
-                wrap(
-                    lambda q=q, store=store, near=near: decode_attention(
-                        q, store, *near, recent=RECENT
-                    )
-                ),
-                seconds,
-            )
-            one.setdefault((center, launch), row["p50"])
-            rows.append(
-                case._asdict()
-                | dict(
-                    unit="microseconds",
-                    n=1,
-                    method="codes, drafts",
-                    center=center,
-                    drafted=n,
-                    launch=launch,
-                    k_bits=3,
-                    v_bits=3,
-                    of_one=row["p50"] / one[center, launch],
-                )
-                | row
-            )
-    return rows
+        near = last(n + RECENT - 1, k, v)
+        call = partial(decode_attention, q, filled(k, v, 3, 3, center), *near, recent=RECENT)
+        for row in both_launches(call, seconds):
+            of_one = row["p50"] / one.setdefault((center, row["launch"]), row["p50"])
+            what = dict(center=center, drafted=n, k_bits=3, v_bits=3, of_one=of_one)
+            yield about(case, "codes, drafts", **what) | row
 
 
-def measure_chunks(case: Shape, chunk=2048, repeats=3):
+def in_chunks(case, chunk, center, q, k, v):
+    "Microseconds of attention of a prompt in chunks, all calls together."
+    part = lambda x, i: x[:, :, i : i + chunk]
+    store = filled(part(k, 0), part(v, 0), 3, 3, center, room=case.tokens)
+    own = [part(q, 0), part(k, 0), part(v, 0)]
+    flash = partial(F.scaled_dot_product_attention, *own, is_causal=True, enable_gqa=True)
+    total = event_time(flash)
+    for i in range(chunk, case.tokens, chunk):
+        own = part(k, i), part(v, i)
+        store.append(*own)
+        total += event_time(partial(ops.attend, part(q, i), store, *own, backend="flash"))
+    return 1e3 * total
+
+
+def measure_chunks(case: Shape, chunk=2048, repeats=3, few=40):
     """Rows of attention of a whole prompt: at once, and in chunks on the codes of what came
     before."""
     q, k, v = drafted(case, case.tokens)
-    whole = quantiles(
-        [
-            1e3
-            * event_time(
-                lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            )
-            for _ in range(repeats + 1)
-        ][1:]
-    )
-    rows = [
-        case._asdict()
-        | dict(unit="microseconds", n=repeats, method="prompt at once", launch="eager", bits=16)
-        | whole
-    ]
-    for center in ("prompt_mean", "pre_rope"):
-        sums, few = [], 40
-        ops.attend(
-            q[:, :, :few],
-            filled(k[:, :, :600], v[:, :, :600], 3, 3, center),
-            k[:, :, :few],
-            v[:, :, :few],
-            backend="flash",
-        )  # kernels are compiled, nothing is planned
-        for _ in range(repeats + 1):
-            store, total = (
-                filled(k[:, :, :chunk], v[:, :, :chunk], 3, 3, center, room=case.tokens),
-                0.0,
-            )
-            for i in range(0, case.tokens, chunk):
-                own = k[:, :, i : i + chunk], v[:, :, i : i + chunk]
-                if i:
-                    store.append(*own)
-                    call = lambda i=i, store=store, own=own: ops.attend(
-                        q[:, :, i : i + chunk], store, *own, backend="flash"
-                    )
-                else:
-                    call = lambda own=own: F.scaled_dot_product_attention(
-                        q[:, :, :chunk], *own, is_causal=True, enable_gqa=True
-                    )
-                total += 1e3 * event_time(call)
-            sums.append(total)
-        rows.append(
-            case._asdict()
-            | dict(
-                unit="microseconds",
-                n=repeats,
-                method="prompt in chunks",
-                chunk=chunk,
-                center=center,
-                launch="eager",
-                k_bits=3,
-                v_bits=3,
-                first=sums[0],
-            )
-            | quantiles(sums[1:])
-        )
-    return rows
+    flash = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True)
+    whole = [1e3 * event_time(flash) for _ in range(repeats + 1)][1:]
+    what = dict(launch="eager", n=repeats)
+    yield about(case, "prompt at once", bits=16) | what | quantiles(whole)
+    for center in CENTERS:
+        short = filled(*(x[:, :, :600] for x in (k, v)), 3, 3, center)
+        ops.attend(*(q[:, :, :few], short, k[:, :, :few], v[:, :, :few]), backend="flash")
+        sums = [in_chunks(case, chunk, center, q, k, v) for _ in range(repeats + 1)]
+        codes = dict(chunk=chunk, center=center, k_bits=3, v_bits=3, first=sums[0])
+        yield about(case, "prompt in chunks", **codes) | what | quantiles(sums[1:])
 
 
 def options(p):
@@ -447,9 +364,13 @@ def options(p):
     p.add_argument("--workers", type=int, default=0, help="processes that compile beforehand")
 
 
+def shape_of(row):
+    return Shape(*(row[x] for x in Shape._fields))
+
+
 def rows(cases, whole, seconds, known, again):
     "What is measured, case by case; `known`: rows of an earlier file."
-    head, have = cases[0], {tuple(r[x] for x in Shape._fields) for r in known}
+    head, have = cases[0], {shape_of(r) for r in known}
     if not any(r["method"] == "codes, drafts" for r in known):
         yield from measure_drafts(head, seconds)
         yield from measure_drafts(Shape(1, 8, 4, 128, 8192), seconds)
@@ -459,14 +380,7 @@ def rows(cases, whole, seconds, known, again):
             yield from measure(case, ALL_BITS if i == 0 and whole else BITS, seconds)
     for case in again:
         yield from measure(
-            case,
-            BITS,
-            seconds,
-            [
-                r
-                for r in known
-                if r["bits"] == 16 and tuple(r[x] for x in Shape._fields) == case
-            ],
+            case, BITS, seconds, [r for r in known if r["bits"] == 16 and shape_of(r) == case]
         )
 
 
@@ -475,15 +389,12 @@ def plan(a):
         CASES["decode_kernel, quick" if a.quick else "decode_kernel"],
         [Shape(*map(int, x.split("x"))) for x in a.again],
     )
-    known = results.earlier(a.after) if a.after else []
-    have = {tuple(r[x] for x in Shape._fields) for r in known}
+    known = earlier(a)
+    have = {shape_of(r) for r in known}
     if missing := [x for x in again if x not in have]:
         raise SystemExit(f"--again: not in {a.after}: {missing}")
     known = [
-        r
-        for r in known
-        if r["method"] != "codes, turning centre"
-        or tuple(r[x] for x in Shape._fields) not in again
+        r for r in known if r["method"] != "codes, turning centre" or shape_of(r) not in again
     ]
     new = [c for c in cases if c not in have or c in again or c == cases[0]]
     if a.workers:

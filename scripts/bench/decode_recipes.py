@@ -12,12 +12,12 @@ largest output, on 4,096 tokens."""
 
 import re
 
-import decode_cpu
 import torch
+from bench import decode_cpu
 import torch.nn.functional as F
-from cases import Shape, held, states
+from bench.cases import Shape, held, states
 from plan import Plan
-from timing import kernel_times
+from bench.timing import kernel_times
 
 from turboquant_nb.cache import attention
 from turboquant_nb.kernels import launch, ops

@@ -7,9 +7,9 @@ count, the median of R runs of `encode` (center none, Hadamard, least-squares sc
 fp32 vectors, and the floor: one copy of the input."""
 
 import torch
-from cases import CASES
+from bench.cases import CASES
 from plan import Plan
-from timing import clock_times, quantiles
+from bench.timing import clock_times, quantiles
 
 from turboquant_nb.quant.quantizer import Quantizer, Spec, encode
 

@@ -12,11 +12,13 @@ an edge, for the bits, dtypes, head sizes, rotations, centres and positions belo
 --tune also prints launch options beside the packaged ones."""
 
 import multiprocessing
+from functools import partial
+from typing import NamedTuple
 
 import torch
-from cases import CASES, Append, frequencies
+from bench.cases import CASES, DEVICE, Append, frequencies
 from plan import Plan
-from timing import event_time, host_times, kernel_times, quantiles
+from bench.timing import event_time, host_times, kernel_times, quantiles
 
 from turboquant_nb.kernels import encode as kernel
 from turboquant_nb.quant.quantizer import Recipe, Spec
@@ -26,9 +28,9 @@ NEAR = 2e-5  # of a coordinate over its unit: both paths round, the GPU's fp32 p
 
 
 def states(b, h, n, d, dtype, seed, shift=0.0):
-    gen = torch.Generator("cuda").manual_seed(seed)
-    x = torch.randn(b, n, h, d, generator=gen, device="cuda") + shift * torch.randn(
-        b, 1, h, d, generator=gen, device="cuda"
+    gen = torch.Generator(DEVICE).manual_seed(seed)
+    x = torch.randn(b, n, h, d, generator=gen, device=DEVICE) + shift * torch.randn(
+        b, 1, h, d, generator=gen, device=DEVICE
     )
     return x.to(dtype).transpose(1, 2)  # as a model gives them: a transposed view
 
@@ -37,7 +39,7 @@ def compare(recipe, lengths, d, dtype):
     """(entries that differ, entries that differ away from an edge, largest relative difference
     of scales)."""
     fused, plain = (
-        KVStore(recipe, 2, 3, d, dtype=dtype, device="cuda", inv_freq=frequencies(d))
+        KVStore(recipe, 2, 3, d, dtype=dtype, device=DEVICE, inv_freq=frequencies(d))
         for _ in range(2)
     )
     given = []
@@ -141,24 +143,52 @@ def gate(workers, more=()):
     return {"cmd": said, "passed": wrong == 0 and worst <= limit}
 
 
-def targets(b, h, n, d, bk, bv, center="prompt_mean", dtype=torch.bfloat16):
-    recipe = Recipe(Spec(bits=bk, center=center), Spec(bits=bv), 0, 0)
+class Bulk(NamedTuple):
+    "Keys and values that are coded at once."
+
+    d: int = 128
+    k: int = 3  # bits
+    v: int = 3
+    batch: int = 8
+    heads: int = 8
+    tokens: int = 32768
+    center: str = "prompt_mean"
+    dtype: torch.dtype = torch.bfloat16
+
+
+BULK = [Bulk(k=k, v=v) for k, v in ((3, 3), (2, 2), (4, 4), (4, 2), (1, 1))] + [
+    Bulk(center="none"),
+    Bulk(center="pre_rope"),
+    Bulk(dtype=torch.float16),
+    Bulk(dtype=torch.float32, tokens=16384),
+    Bulk(batch=1, tokens=4096),
+    Bulk(64),
+    Bulk(96),
+    Bulk(256, tokens=16384),
+]
+
+
+def coded_at_once(case: Bulk, config=None):
+    "(a store, keys, values, a call that codes them)."
+    d, k_bits, v_bits, b, h, n, center, dtype = case
+    recipe = Recipe(Spec(bits=k_bits, center=center), Spec(bits=v_bits), 0, 0)
     store = KVStore(
-        recipe, b, h, d, dtype=dtype, device="cuda", max_length=n, inv_freq=frequencies(d)
+        recipe, b, h, d, dtype=dtype, device=DEVICE, max_length=n, inv_freq=frequencies(d)
     )
     store._make_room(n)
-    mean = None if center == "none" else torch.randn(b, h, 1, d, device="cuda").bfloat16()
-    return store, kernel.target(store.key, mean, store), kernel.target(store.value)
+    mean = None if center == "none" else torch.randn(b, h, 1, d, device=DEVICE).bfloat16()
+    to = kernel.target(store.key, mean, store), kernel.target(store.value)
+    k, v = states(b, h, n, d, dtype, 0), states(b, h, n, d, dtype, 1)
+    flags = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    return store, k, v, partial(kernel.encode_append, k, v, *to, 0, flags, config=config)
 
 
-def small(d, bk, bv, center="prompt_mean", dtype=torch.bfloat16, config=None):
+def small(case: Bulk, config=None):
     "Compile what a bulk case needs."
-    store, key, value = targets(1, 2, 1024, d, bk, bv, center, dtype)
-    k, v = states(1, 2, 512, d, dtype, 0), states(1, 2, 512, d, dtype, 1)
     try:
-        kernel.encode_append(k, v, key, value, 0, config=config).tolist()
+        coded_at_once(case._replace(batch=1, heads=2, tokens=512), config)[-1]().tolist()
     except Exception as error:
-        print(d, config, str(error)[:200], flush=True)
+        print(case.d, config, str(error)[:200], flush=True)
 
 
 def short(case: Append):
@@ -166,55 +196,29 @@ def short(case: Append):
     append_store(case, True), append_store(case, False)
 
 
-def bulk_case(
-    d,
-    bk,
-    bv,
-    b=8,
-    h=8,
-    n=32768,
-    center="prompt_mean",
-    dtype=torch.bfloat16,
-    torch_path=False,
-    config=None,
-):
-    store, key, value = targets(b, h, n, d, bk, bv, center, dtype)
-    k, v = states(b, h, n, d, dtype, 0), states(b, h, n, d, dtype, 1)
-    flags = torch.zeros(4, dtype=torch.int32, device="cuda")
-    took = kernel_times(lambda: kernel.encode_append(k, v, key, value, 0, flags, config=config))
-    vectors = 2 * b * h * n
-    nbytes = vectors * d * (dtype.itemsize + (bk + bv) / 16) + 2 * vectors
-    row = (
-        dict(
-            case="bulk",
-            d=d,
-            k=bk,
-            v=bv,
-            center=center,
-            dtype=str(dtype)[6:],
-            batch=b,
-            heads=h,
-            tokens=n,
-            unit="us",
-            n=1,
-        )
-        | took
-    )
-    row |= dict(giga_vectors=vectors / took["p50"] / 1e3, terabytes=nbytes / took["p50"] / 1e6)
-    if torch_path:
-        out = torch.empty_like(k)
-        row["copy_us"] = (
-            kernel_times(lambda: out.copy_(k))["p50"]
-            + kernel_times(lambda: out.copy_(v))["p50"]
-        )
-        del out
-        f = lambda: (
-            store.key.write(store.key.q.encode(k, key.mean), 0),
-            store.value.write(store.value.q.encode(v), 0),
-        )
-        event_time(f)
-        row["torch_us"] = event_time(f) * 1e3
-    return row
+def bulk_case(case: Bulk, config=None):
+    _, k, v, call = coded_at_once(case, config)
+    took = kernel_times(call)
+    vectors = 2 * case.batch * case.heads * case.tokens
+    nbytes = vectors * (case.d * (k.itemsize + (case.k + case.v) / 16) + 2)
+    what = case._asdict() | dict(case="bulk", dtype=str(case.dtype)[6:], unit="us", n=1)
+    rate = dict(giga_vectors=vectors / took["p50"] / 1e3, terabytes=nbytes / took["p50"] / 1e6)
+    return what | took | rate
+
+
+def torch_path(case: Bulk):
+    "What PyTorch takes for the same, and a copy of the input."
+    store, k, v, call = coded_at_once(case)
+    out = torch.empty_like(k)
+    copies = [kernel_times(partial(out.copy_, x))["p50"] for x in (k, v)]
+    mean = torch.randn(case.batch, case.heads, 1, case.d, device=DEVICE).bfloat16()
+
+    def coded():
+        store.key.write(store.key.q.encode(k, mean), 0)
+        store.value.write(store.value.q.encode(v), 0)
+
+    event_time(coded)
+    return dict(copy_us=sum(copies), torch_us=event_time(coded) * 1e3)
 
 
 def append_store(case: Append, static, rotation="hadamard"):
@@ -227,7 +231,7 @@ def append_store(case: Append, static, rotation="hadamard"):
         h,
         d,
         dtype=torch.bfloat16,
-        device="cuda",
+        device=DEVICE,
         max_length=2048,
         static=static,
         inv_freq=frequencies(d),
@@ -308,7 +312,7 @@ def tune():
     "Time the options."
     for d, config in tune_cases():
         try:
-            row = bulk_case(d, 3, 3, b=4, n=32768 if d < 256 else 16384, config=config)
+            row = bulk_case(Bulk(d, batch=4, tokens=32768 if d < 256 else 16384), config)
             print(
                 d,
                 config,
@@ -323,30 +327,11 @@ def tune():
             print(d, config, str(error)[:80], flush=True)
 
 
-BITS = ((3, 3), (2, 2), (4, 4), (4, 2), (1, 1))
-INPUTS = (
-    dict(center="none"),
-    dict(center="pre_rope"),
-    dict(dtype=torch.float16),
-    dict(dtype=torch.float32, n=16384),
-    dict(b=1, n=4096),
-)
-SIZES = ((64, 32768), (96, 32768), (256, 16384))
-
-
 def to_compile(tuning):
     "Everything that will be timed."
-    jobs = [dict(d=128, bk=bk, bv=bv) for bk, bv in BITS] + [
-        dict(d=d, bk=3, bv=3) for d, _ in SIZES
-    ]
-    jobs += [
-        dict(d=128, bk=3, bv=3, **{k: v for k, v in x.items() if k in ("center", "dtype")})
-        for x in INPUTS
-    ]
-    jobs += [dict(d=d, bk=3, bv=3, config=c) for d, c in tune_cases()] if tuning else []
-    return [(small, (), x) for x in jobs] + [
-        (short, (case,), {}) for case in CASES["encode_kernel"]
-    ]
+    jobs = [(small, (case._replace(batch=1),), {}) for case in BULK]
+    jobs += [(small, (Bulk(d), c), {}) for d, c in tune_cases()] if tuning else []
+    return jobs + [(short, (case,), {}) for case in CASES["encode_kernel"]]
 
 
 def options(p):
@@ -359,12 +344,8 @@ def options(p):
 def rows(tuning):
     for case in CASES["encode_kernel"]:
         yield append_case(case)
-    for bk, bv in BITS:
-        yield bulk_case(128, bk, bv, torch_path=(bk, bv) == (3, 3))
-    for case in INPUTS:
-        yield bulk_case(128, 3, 3, **case)
-    for d, n in SIZES:
-        yield bulk_case(d, 3, 3, n=n)
+    for i, case in enumerate(BULK):
+        yield bulk_case(case) | ({} if i else torch_path(case))
     if tuning:
         tune()
 

@@ -18,9 +18,9 @@ this package with attention on codes. mode `eager` launches from Python, `graph`
 CUDA graph of the whole step, appending included (flash with its length fixed at capture, which
 favours it). Other modes: `launches` of an eager step, `host` Python's time for one layer,
 `fits` the context at three bits in the memory that bf16 takes for 8 x 32,768 tokens, `largest`
-the longest context of eight sequences that fits on the GPU, with what was tried, `prefill` a
-prompt at once or in chunks, after one that is not timed. `filling_peak_bytes` is the most that
-was allocated while a cache was filled, `reserved_bytes` with the allocator's holes.
+the longest context of eight sequences that fits on the GPU, with what was tried.
+`filling_peak_bytes` is the most that was allocated while a cache was filled, `reserved_bytes`
+with the allocator's holes.
 
 --wall BxT measures whole calls of generate() instead, by the clock, on prompts of random ids:
 `first_ms` until the first token's logits, `step_ms` what each of the `new - 1` tokens after it
@@ -45,28 +45,22 @@ timed step of ours was served by anything but kernels. No row is written on a re
 import gc
 import re
 import time
+from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
+from itertools import product
 
 import torch
 import torch.nn.functional as F
 import transformers
-from cases import CASES, Context
-from plan import Plan
-from timing import host_times, replayed, step_times
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    DynamicCache,
-    LlamaConfig,
-    LlamaForCausalLM,
-    StaticCache,
-)
+from bench.cases import CASES, DEVICE, Context
+from bench.timing import host_times, replayed, step_times
+from plan import Plan, earlier
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
-from turboquant_nb import results
-from turboquant_nb.hf import TurboQuantCache
+from turboquant_nb.hf import TurboQuantCache, turboquant_attention
+from turboquant_nb.hf.hooks import register
 from turboquant_nb.quant.quantizer import preset
 
 LLAMA = dict(
@@ -93,7 +87,6 @@ TINY = dict(
 PLAIN = {
     f"{name}, prompt mean": preset(name).settled(rope=False) for name in ("k3v3", "k4v4")
 }  # by name alone keys have the pre-RoPE mean where the model has it
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def make_model(sizes, dtype=torch.bfloat16):
@@ -147,8 +140,7 @@ def in_place(module, query, key, value, attention_mask, scaling=None, **kwargs):
     ).transpose(1, 2), None
 
 
-AttentionInterface.register("in_place", in_place)
-AttentionMaskInterface.register("in_place", lambda *a, **k: None)
+register("in_place", in_place, lambda *a, **k: None)
 
 
 # --- caches filled with random states
@@ -193,32 +185,39 @@ def put(cache, kind, layer, at, k, v):
 
 
 def filled(kind, recipe, config, batch, tokens, graph):
-    """A cache of a kind that holds `tokens` random tokens. Of ours all layers get a short chunk
-    first: a store allocates at its first chunk, beside float32 copies of it, and the next
-    layer's planes would be cut out of what such large copies leave, with a hole each."""
+    "A cache of a kind that holds `tokens` random tokens."
     return fill(empty(kind, recipe, config, batch, tokens, graph), kind, config, batch, tokens)
 
 
 def fill(cache, kind, config, batch, tokens):
-    "See `filled`."
-    step = max(1024, 262144 // batch)
+    """Fill an empty cache. Of ours all layers get a short chunk first: a store allocates at its
+    first chunk, beside float32 copies of it, and the next layer's planes would be cut out of
+    what such large copies leave, with a hole each."""
+    step, layers = max(1024, 262144 // batch), range(config.num_hidden_layers)
     first = min(1024 if kind == "turboquant" else step, tokens)
-    pieces = [(i, 0, first) for i in range(config.num_hidden_layers)]
+    pieces = [(i, 0, first) for i in layers]
     pieces += [
-        (i, a, min(a + step, tokens))
-        for i in range(config.num_hidden_layers)
-        for a in range(first, tokens, step)
+        (i, a, min(a + step, tokens)) for i in layers for a in range(first, tokens, step)
     ]
     for i, a, z in pieces:
-        x = states(config, batch, z - a, i)
-        put(cache, kind, i, a, x[0], x[1])
-        del x
+        put(cache, kind, i, a, *states(config, batch, z - a, i))
     return cache
 
 
-# --- time
+# --- single steps
 
-NAMES = {"turboquant": "turboquant", "flash": "in_place"}
+ATTENTION = {"turboquant": "turboquant", "flash": "in_place"}
+
+
+def use(model, kind):
+    "Attend as a kind of cache wants it; kinds of whole calls name their recipe, too."
+    model.set_attn_implementation(ATTENTION.get(kind.split()[0], "sdpa"))
+
+
+def step_of(model, cache, batch):
+    "A forward pass for one new token of each sequence."
+    ids = torch.ones(batch, 1, dtype=torch.long, device=DEVICE)
+    return partial(model, ids, past_key_values=cache, logits_to_keep=1)
 
 
 def on_kernels(cache):
@@ -237,7 +236,14 @@ def on_kernels(cache):
     return r
 
 
-def memory(name, weights):
+def clean():
+    "Nothing of an earlier cache is left, one that refers to itself neither."
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+def peak(weights, name="peak_bytes"):
     """The most that was allocated since the peak was reset, and reserved with the allocator's
     holes."""
     return {
@@ -246,139 +252,94 @@ def memory(name, weights):
     }
 
 
+@contextmanager
+def noting(row, ours, memory=dict):
+    "A row says that memory ran out. Another package's cache may fail otherwise too; not ours."
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        row |= {"error": "out of memory"} | memory()
+    except Exception as error:
+        if ours:
+            raise
+        row["error"] = repr(error)[:200]
+
+
+def about(kind, recipe, case, mode):
+    what = {"cache": kind, "recipe": str(recipe or "bf16"), "mode": mode}
+    return what | case._asdict()
+
+
 def measure(model, kind, recipe, case: Context, mode, seconds):
     "One row, or one that says that memory ran out."
     batch, tokens = case
-    row = {
-        "cache": kind,
-        "recipe": str(recipe or "bf16"),
-        "batch": batch,
-        "tokens": tokens,
-        "mode": mode,
-    }
-    gc.collect()  # a cache that refers to itself
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    row = about(kind, recipe, case, mode)
+    clean()
     weights = torch.cuda.memory_allocated()
-    cache = step = run = None
-    try:
-        model.set_attn_implementation(NAMES.get(kind, "sdpa"))
+    name = lambda: "peak_bytes" if "cache_bytes" in row else "filling_peak_bytes"
+    with noting(row, kind == "turboquant", lambda: peak(weights, name())):
+        use(model, kind)
         cache = filled(kind, recipe, model.config, batch, tokens, mode == "graph")
         torch.cuda.synchronize()
         row["cache_bytes"] = torch.cuda.memory_allocated() - weights
-        row |= memory("filling_peak_bytes", weights)
+        row |= peak(weights, "filling_peak_bytes")
         torch.cuda.reset_peak_memory_stats()
-        ids = torch.ones(batch, 1, dtype=torch.long, device=DEVICE)
-        step = partial(model, ids, past_key_values=cache, logits_to_keep=1)
-        run = replayed(step) if mode == "graph" else step
-        row |= step_times(run, seconds=seconds)
-        row |= {
-            "tokens_s": batch / row["p50"] * 1e3,
-            "peak_bytes": torch.cuda.max_memory_allocated() - weights,
-        }
+        step = step_of(model, cache, batch)
+        row |= step_times(replayed(step) if mode == "graph" else step, seconds=seconds)
+        row["tokens_s"] = batch / row["p50"] * 1e3
+        row["peak_bytes"] = torch.cuda.max_memory_allocated() - weights
         if kind == "turboquant":
             row["bits_per_value"] = on_kernels(cache)["bits_per_value"]
-    except torch.OutOfMemoryError:
-        row |= {"error": "out of memory"} | memory(
-            "peak_bytes" if "cache_bytes" in row else "filling_peak_bytes", weights
-        )
-    except Exception as error:  # another package's cache may fail; ours may not
-        if kind == "turboquant":
-            raise
-        row["error"] = repr(error)[:200]
-    finally:
-        cache = step = run = None
-        torch.cuda.empty_cache()
     return row
 
 
-def launches(model, kind, recipe, batch=1, tokens=2048):
+WAITS = "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"
+
+
+def launches(model, kind, recipe, case=Context(1, 2048)):
     """Kernel launches of one eager decode step, how often the host waits in it, and its time on
     the host."""
     from torch.profiler import ProfilerActivity, profile
 
-    model.set_attn_implementation(NAMES.get(kind, "sdpa"))
-    cache, layers = (
-        filled(kind, recipe, model.config, batch, tokens, False),
-        model.config.num_hidden_layers,
-    )
-    step, host = (
-        partial(
-            model,
-            torch.ones(batch, 1, dtype=torch.long, device=DEVICE),
-            past_key_values=cache,
-            logits_to_keep=1,
-        ),
-        [],
-    )
-    for _ in range(8):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        step()
-        host.append(time.perf_counter() - began)
-    torch.cuda.synchronize()
+    use(model, kind)
+    layers = model.config.num_hidden_layers
+    step = step_of(model, filled(kind, recipe, model.config, *case, False), case.batch)
+    host = sorted(host_times(step, 1, 8))[4]
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
         step()
         torch.cuda.synchronize()
+    names = [e.name for e in prof.events()]
     on_gpu = [
         e.name
         for e in prof.events()
         if str(e.device_type).endswith("CUDA") and not e.name.startswith(("Memcpy", "Memset"))
     ]
-    waits = (
-        sum(
-            e.name in ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
-            for e in prof.events()
-        )
-        - 1
+    return (
+        about(kind, recipe, case, "launches")
+        | dict.fromkeys(("p20", "p50", "p80"), len(on_gpu))
+        | {
+            "n": 1,
+            "unit": "launches a step",
+            "per_layer": len(on_gpu) / layers,
+            "waits": sum(x in WAITS for x in names) - 1,  # the one after the step
+            "host_us_per_layer": host / layers,
+        }
     )
-    row = {
-        "cache": kind,
-        "recipe": str(recipe or "bf16"),
-        "batch": batch,
-        "tokens": tokens,
-        "mode": "launches",
-        "n": 1,
-        "unit": "launches a step",
-        "p20": len(on_gpu),
-        "p50": len(on_gpu),
-        "p80": len(on_gpu),
-        "per_layer": len(on_gpu) / layers,
-        "waits": waits,
-        "host_us_per_layer": sorted(host)[4] / layers * 1e6,
-    }
-    return row
 
 
-def host_cost(model):
+def host_cost(model, case=Context(1, 2048)):
     "Microseconds of Python that update and attention of one layer take in an eager step."
-    from turboquant_nb.hf import turboquant_attention
-
-    model.set_attn_implementation("turboquant")
-    cache = filled("turboquant", "k3v3", model.config, 1, 2048, False)
+    use(model, "turboquant")
     c = model.config
-    k = states(c, 1, 1, 0)[0]
-    q = torch.randn(
-        1, c.num_attention_heads, 1, c.head_dim, device=DEVICE, dtype=torch.bfloat16
-    )
+    cache = filled("turboquant", "k3v3", c, *case, False)
+    k, size = states(c, 1, 1, 0)[0], (1, c.num_attention_heads, 1, c.head_dim)
+    q = torch.randn(size, device=DEVICE, dtype=torch.bfloat16)
     update = lambda: cache.layers[0].update(k, k)
     whole = lambda: turboquant_attention(None, q, *update(), None, 0.1)
-    took = {what: host_times(f, 20, 5) for what, f in (("whole", whole), ("update", update))}
-    out, update = sorted(took["whole"]), sorted(took["update"])[2]
-    row = {
-        "cache": "turboquant",
-        "recipe": "k3v3",
-        "batch": 1,
-        "tokens": 2048,
-        "mode": "host",
-        "p20": out[1],
-        "p50": out[2],
-        "p80": out[3],
-        "n": 150,
-        "unit": "us a layer",
-        "update": update,
-    }
-    return row
+    took, update = (sorted(host_times(f, 20, 5)) for f in (whole, update))
+    times = dict(zip(("p20", "p50", "p80"), took[1:4]))
+    row = about("turboquant", "k3v3", case, "host") | times
+    return row | {"n": 150, "unit": "us a layer", "update": update[2]}
 
 
 # --- memory
@@ -393,25 +354,17 @@ def contexts(model, rows):
         if (r["batch"], r["tokens"], r["mode"]) == (8, 32768, "graph")
         and r["recipe"] in ("bf16", "k3v3")
     }
+    of = lambda kind, recipe, tokens: measure(
+        model, kind, recipe, Context(8, tokens), "eager", 0.1
+    )
     dense = took["flash"] * (32768 + 256)
     fits = int(dense / took["turboquant"]) // 256 * 256 - 256
-    row = measure(model, "turboquant", "k3v3", Context(8, fits), "eager", 0.1)
-    out = [
-        row | {"mode": "fits", "fits_in_bytes": dense, "ratio": (fits + 256) / (32768 + 256)}
-    ]
-    gc.collect()
-    torch.cuda.empty_cache()
+    more = {"fits_in_bytes": dense, "ratio": (fits + 256) / (32768 + 256)}
+    yield of("turboquant", "k3v3", fits) | {"mode": "fits"} | more
+    clean()
     free = torch.cuda.mem_get_info()[0] - 3 * 2**30
     for kind, recipe in (("flash", None), ("turboquant", "k3v3")):
-        out.append(
-            longest(
-                lambda tokens, what=(kind, recipe): measure(
-                    model, *what, Context(8, tokens), "eager", 0.1
-                ),
-                int(free / took[kind]),
-            )
-        )
-    return out
+        yield longest(partial(of, kind, recipe), int(free / took[kind]))
 
 
 def longest(measured, estimate, least=0.6, near=0.02):
@@ -437,59 +390,6 @@ def longest(measured, estimate, least=0.6, near=0.02):
     return row | {"mode": "largest", "estimate": estimate, "tried": tried}
 
 
-def prefills(model, lengths, chunk=2048):
-    """Peak memory beside weights and cache of generate() for one token, the prompt at once or
-    in chunks."""
-    rows = []
-    model.set_attn_implementation("turboquant")
-    for size in (None, chunk):  # kernels are compiled and chosen outside of what is timed
-        model.generate(
-            torch.zeros(1, 2 * chunk, dtype=torch.long, device=DEVICE),
-            past_key_values=empty("turboquant", "k3v3", model.config, 1, 2 * chunk, False),
-            max_new_tokens=1,
-            do_sample=False,
-            prefill_chunk_size=size,
-        )
-    for tokens in lengths:
-        ids = torch.randint(256, (1, tokens), generator=torch.Generator().manual_seed(0)).to(
-            DEVICE
-        )
-        for size in (None, chunk):
-            cache = empty("turboquant", "k3v3", model.config, 1, tokens, False)
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            weights, began = torch.cuda.memory_allocated(), time.perf_counter()
-            model.generate(
-                ids,
-                past_key_values=cache,
-                max_new_tokens=1,
-                do_sample=False,
-                prefill_chunk_size=size,
-            )
-            torch.cuda.synchronize()
-            seconds, held = time.perf_counter() - began, cache.report()["nbytes"]
-            rows.append(
-                {
-                    "cache": "turboquant",
-                    "recipe": "k3v3",
-                    "batch": 1,
-                    "tokens": tokens,
-                    "mode": "prefill",
-                    "chunk": size or tokens,
-                    "p20": seconds * 1e3,
-                    "p50": seconds * 1e3,
-                    "p80": seconds * 1e3,
-                    "n": 1,
-                    "unit": "ms",
-                    "cache_bytes": held,
-                    "peak_bytes": torch.cuda.max_memory_allocated() - weights - held,
-                    "served": cache.report()["served"],
-                }
-            )
-            del cache
-    return rows
-
-
 # --- gate
 
 
@@ -512,7 +412,7 @@ def filling(model, prompt):
         ("flash", None),
         ("turboquant", "k3v3"),
     ):
-        model.set_attn_implementation(NAMES.get(kind, "sdpa"))
+        use(model, kind)
         cache, want = (
             empty(kind, recipe, model.config, len(prompt), prompt.shape[1], False),
             dense,
@@ -578,20 +478,20 @@ class Clock(transformers.LogitsProcessor):
         return scores
 
 
-def call(model, batch, prompt, new, seed, **options):
-    "(seconds to the first token, seconds for each further one, tokens) of one call."
-    ids = torch.randint(
-        5,
-        min(model.config.vocab_size, 1000),
-        (batch, prompt),
-        generator=torch.Generator().manual_seed(seed),
-    ).to(DEVICE)
+def random_ids(model, batch, prompt, seed):
+    gen, most = torch.Generator().manual_seed(seed), min(model.config.vocab_size, 1000)
+    return torch.randint(5, most, (batch, prompt), generator=gen).to(DEVICE)
+
+
+def call(model, ids, new, cache, **options):
+    "(milliseconds to the first token, of all tokens after it, the tokens) of one call."
     clock = Clock()
     torch.cuda.synchronize()
     began = time.perf_counter()
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
         max_new_tokens=new,
         do_sample=False,
         logits_processor=[clock],
@@ -599,122 +499,122 @@ def call(model, batch, prompt, new, seed, **options):
         **options,
     )
     torch.cuda.synchronize()
-    return clock.at - began, (time.perf_counter() - clock.at) / (new - 1), out[:, prompt:]
+    ends = 1e3 * (clock.at - began), 1e3 * (time.perf_counter() - clock.at)
+    return *ends, out[:, ids.shape[1] :]
 
 
-def wall_filled(model, cache, mode, batch, tokens, new, repeats):
-    """One row of a cache that was filled by random states instead of a prompt: calls that go on
-    from there; the first, which compiles and captures, is not counted."""
-    ours = cache.startswith("turboquant")
-    model.set_attn_implementation("turboquant" if ours else "sdpa")
-    row = {
-        "cache": cache,
-        "mode": mode,
-        "batch": batch,
-        "prompt": tokens,
-        "filled": True,
-        "new": new,
-        "n": repeats,
-        "unit": "ms",
-    }
-    length = -(-(tokens + (repeats + 1) * new) // 256) * 256
-    gc.collect()
-    torch.cuda.empty_cache()
-    try:
-        made = DynamicCache(config=model.config)
-        if ours:
-            made = TurboQuantCache(
-                model,
-                "k3v3",
-                max_length=length,
-                static=mode.endswith("kept"),
-                graphs=mode != "eager",
-            )
-        with torch.no_grad():
-            fill(made, "turboquant" if ours else cache, model.config, batch, tokens)
-        torch.cuda.reset_peak_memory_stats()
-        took = [
-            call(model, batch, int(made.get_seq_length()) + 1, new, i, past_key_values=made)[1]
-            for i in range(repeats + 1)
-        ][1:]
-        row |= {
-            "steps_ms": [1e3 * x for x in took],
-            "peak_bytes": torch.cuda.max_memory_allocated(),
-        }
-        row |= {"step_ms": sorted(row["steps_ms"])[(repeats - 1) // 2]}
-        row["tokens_s"] = batch / row["step_ms"] * 1e3
-        if ours:
-            row |= {
-                "bits_per_value": made.report()["bits_per_value"],
-                "graphs": {k: x for k, x in made.report()["graphs"].items() if k != "line"},
-            }
-    except torch.OutOfMemoryError:
-        row["error"] = "out of memory"
-    return row
+def is_ours(cache):
+    return cache.startswith("turboquant")
 
 
-def wall(model, cache, mode, batch, prompt, new, repeats):
-    "One row of a shape and a mode."
-    ours = cache.startswith("turboquant")
-    model.set_attn_implementation("turboquant" if ours else "sdpa")
-    length, kept = -(-(prompt + new) // 256) * 256, None
+def new_cache(model, cache, mode="graphs", length=None):
+    "A cache of whole calls; with a length ours has room for it."
+    if cache == "dynamic":
+        return DynamicCache(config=model.config)
     if cache == "static":
-        kept = StaticCache(config=model.config, max_cache_len=length)
-    elif mode.endswith("kept"):
-        kept = TurboQuantCache(model, "k3v3", max_length=length, static=True)
+        return StaticCache(config=model.config, max_cache_len=length)
+    room = dict(max_length=length, static=mode.endswith("kept")) if length else {}
+    return TurboQuantCache(model, "k3v3", graphs=mode != "eager", **room)
 
-    def fresh():
-        if kept is None:
-            return TurboQuantCache(model, "k3v3", graphs=mode != "eager") if ours else None
-        kept.reset()
-        return kept
 
-    row = {
-        "cache": cache,
-        "mode": mode,
-        "batch": batch,
-        "prompt": prompt,
-        "new": new,
-        "n": repeats,
-        "unit": "ms",
-    }
-    options = (
-        {"prefill_chunk_size": 8192} if batch * prompt > 300_000 and cache != "static" else {}
-    )  # of a static cache chunks are compiled too
+def said(cache, *names):
+    "What our cache reports of these."
+    if not isinstance(cache, TurboQuantCache):
+        return {}
+    report = cache.report()
+    report["graphs"] = {k: x for k, x in report["graphs"].items() if k != "line"}
+    return {name: report[name] for name in names}
+
+
+def middle(batch, steps):
+    "Times of a step, their (lower) median, and tokens per second by it."
+    step = sorted(steps)[(len(steps) - 1) // 2]
+    return {"steps_ms": steps, "step_ms": step, "tokens_s": batch / step * 1e3}
+
+
+def wall(model, cache, mode, batch, prompt, new, repeats, held=False):
+    """One row of a shape and a mode. `held`: a cache that was filled by random states instead
+    of a prompt, with calls that go on from there; the first, which compiles and captures, is
+    not counted."""
+    use(model, cache)
+    row = dict(
+        cache=cache, mode=mode, batch=batch, prompt=prompt, new=new, n=repeats, unit="ms"
+    )
+    row |= {"filled": True} if held else {}
+    options = {}
+    if batch * prompt > 300_000 and cache != "static" and not held:
+        options = {"prefill_chunk_size": 8192}  # of a static cache chunks are compiled too
     row |= options
-    try:
-        call(model, batch, 600, 6, 0, past_key_values=fresh())
+    tokens = prompt + new * (repeats + 1 if held else 1)
+    room = -(-tokens // 256) * 256
+    kept = held or cache == "static" or mode.endswith("kept")
+    clean()
+    with noting(row, is_ours(cache)):
+        one = new_cache(model, cache, mode, room) if kept else None
+
+        def fresh():
+            if one is None:
+                return new_cache(model, cache, mode)
+            one.reset()
+            return one
+
         took = []
-        for i in range(repeats):
-            gc.collect()
-            torch.cuda.empty_cache()
+        if held:
+            with torch.no_grad():
+                fill(one, cache.split()[0], model.config, batch, prompt)
             torch.cuda.reset_peak_memory_stats()
-            used = fresh()
-            took.append(
-                call(model, batch, prompt, new, 1 + i, past_key_values=used, **options)[:2]
-            )
-            if ours:
-                row["graphs"] = {
-                    k: x for k, x in used.report()["graphs"].items() if k != "line"
-                }
-                row["bits_per_value"] = used.report()["bits_per_value"]
-            del used
-        row |= {
-            "first_ms": 1e3 * min(x for x, _ in took),
-            "steps_ms": [1e3 * x for _, x in took],
-        }
-        row |= {
-            "step_ms": sorted(row["steps_ms"])[(repeats - 1) // 2],
-            "peak_bytes": torch.cuda.max_memory_allocated(),
-        }
-        row["tokens_s"] = batch / row["step_ms"] * 1e3
-    except torch.OutOfMemoryError:
-        row["error"] = "out of memory"
-    except Exception as error:
-        if ours:
-            raise
-        row["error"] = repr(error)[:200]
+            for i in range(repeats + 1):
+                ids = random_ids(model, batch, int(one.get_seq_length()) + 1, i)
+                took.append(call(model, ids, new, one))
+            took, used = took[1:], one
+        else:
+            call(model, random_ids(model, batch, 600, 0), 6, fresh())
+            for i in range(repeats):
+                clean()
+                used = fresh()
+                ids = random_ids(model, batch, prompt, 1 + i)
+                took.append(call(model, ids, new, used, **options))
+            row["first_ms"] = min(first for first, *_ in took)
+        row |= middle(batch, [later / (new - 1) for _, later, _ in took])
+        row["peak_bytes"] = torch.cuda.max_memory_allocated()
+        row |= said(used, "graphs", "bits_per_value")
     return row
+
+
+def merged(taken):
+    "One row of those that a mode got in several rounds."
+    if failed := [r for r in taken if "error" in r]:
+        return failed[0]
+    row = taken[-1] | middle(taken[-1]["batch"], [x for r in taken for x in r["steps_ms"]])
+    row |= {"n": len(row["steps_ms"]), "peak_bytes": max(r["peak_bytes"] for r in taken)}
+    firsts = [r["first_ms"] for r in taken if "first_ms" in r]
+    return row | ({"first_ms": min(firsts)} if firsts else {})
+
+
+def walls(a, model, shapes, before=(), held=False):
+    """Rows of all modes for each shape, with their speedup over transformers' best mode, of
+    earlier rows too where a mode is left out."""
+    for batch, prompt in shapes:
+        here = f"@{batch}x{prompt}"
+        left_out = {*a.skip, *(x.removesuffix(here) for x in a.skip)}
+        left_out |= {"static/compiled"} if held else set()
+        how = [x for x in WALL if "/".join(x) not in left_out]
+        n = a.repeats if batch * prompt < 100_000 else min(2, a.repeats)
+        rounds = [
+            [wall(model, *x, batch, prompt, a.new, n, held) for x in how]
+            for _ in range(a.rounds)
+        ]
+        found = [merged(x) for x in zip(*rounds)]
+        same = lambda r: (r["batch"], r["prompt"], r.get("filled", False))
+        known = [r for r in before if same(r) == (batch, prompt, held)]
+        theirs = [
+            r["tokens_s"]
+            for r in [*found, *known]
+            if "tokens_s" in r and not is_ours(r["cache"])
+        ]
+        for r in found:
+            counts = theirs and "tokens_s" in r
+            yield r | ({"speedup": r["tokens_s"] / max(theirs)} if counts else {})
 
 
 KERNELS = {
@@ -724,145 +624,46 @@ KERNELS = {
     "attention": "attention|flash|fprop|sdpa",
     "products": "nvjet|gemm|gemv",
 }
+OURS = "turboquant k3v3"
 
 
 def where_time_goes(model, batch, prompt, chunk):
     "A row: the GPU's time for a prompt in chunks on our cache, by what kernels do."
+    ids, cache = random_ids(model, batch, prompt, 0), new_cache(model, OURS)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call(
-            model,
-            batch,
-            prompt,
-            2,
-            0,
-            past_key_values=TurboQuantCache(model, "k3v3"),
-            prefill_chunk_size=chunk,
-        )
+        call(model, ids, 2, cache, prefill_chunk_size=chunk)
     spent = dict.fromkeys((*KERNELS, "the rest"), 0.0)
     for event in profile.key_averages():
-        name = next(
-            (name for name, kinds in KERNELS.items() if re.search(kinds, event.key)), "the rest"
-        )
-        spent[name] += event.self_device_time_total / 1e3
-    return {
-        "cache": "turboquant k3v3",
-        "mode": "prompt, kernels",
-        "batch": batch,
-        "prompt": prompt,
-        "chunk": chunk,
-        "unit": "ms",
-        "n": 1,
-        "kernels": spent,
-    }
+        names = (name for name, kinds in KERNELS.items() if re.search(kinds, event.key))
+        spent[next(names, "the rest")] += event.self_device_time_total / 1e3
+    row = dict(cache=OURS, mode="prompt, kernels", batch=batch, prompt=prompt, chunk=chunk)
+    return row | dict(unit="ms", n=1, kernels=spent)
 
 
-def prompts(model, shapes, chunks, repeats):
+def prompts(a, model, shapes):
     """Rows of calls of generate() for one token: the prompt at once and in chunks, by both
     caches; and where the GPU's time goes in the smallest chunks."""
     for batch, prompt in shapes:
         whole = {}
-        for chunk in (None, *chunks):
-            for cache in ("dynamic", "turboquant k3v3"):
-                ours, took = cache != "dynamic", []
-                model.set_attn_implementation("turboquant" if ours else "sdpa")
-                gc.collect()
-                torch.cuda.empty_cache()
-                before = torch.cuda.memory_allocated()
-                torch.cuda.reset_peak_memory_stats()
-                for i in range(repeats + 1):
-                    used = (
-                        TurboQuantCache(model, "k3v3")
-                        if ours
-                        else DynamicCache(config=model.config)
-                    )
-                    took.append(
-                        1e3
-                        * call(
-                            model,
-                            batch,
-                            prompt,
-                            2,
-                            i,
-                            past_key_values=used,
-                            prefill_chunk_size=chunk,
-                        )[0]
-                    )
-                    report = used.report() if ours else {}
-                    del used
-                row = {
-                    "cache": cache,
-                    "mode": "prompt",
-                    "batch": batch,
-                    "prompt": prompt,
-                    "chunk": chunk or prompt,
-                    "n": repeats,
-                    "unit": "ms",
-                    "begun_ms": took[0],
-                    "firsts_ms": took[1:],
-                }
-                row |= {
-                    "first_ms": min(took[1:]),
-                    "peak_bytes": torch.cuda.max_memory_allocated() - before,
-                } | ({"served": report["served"]} if ours else {})
-                whole.setdefault(cache, row["first_ms"])
-                yield (
-                    row
-                    | {"of_whole": row["first_ms"] / whole[cache]}
-                    | (
-                        {"of_best": row["first_ms"] / min(whole.values())}
-                        if len(whole) > 1
-                        else {}
-                    )
-                )
-        yield where_time_goes(model, batch, prompt, min(chunks))
-
-
-def merged(taken):
-    "One row of those that a mode got in several rounds."
-    if any("error" in r for r in taken):
-        return next(r for r in taken if "error" in r)
-    steps = [x for r in taken for x in r["steps_ms"]]
-    row = taken[-1] | {
-        "n": len(steps),
-        "steps_ms": steps,
-        "step_ms": sorted(steps)[(len(steps) - 1) // 2],
-        "peak_bytes": max(r["peak_bytes"] for r in taken),
-    }
-    row |= {"tokens_s": row["batch"] / row["step_ms"] * 1e3} | (
-        {"first_ms": min(r["first_ms"] for r in taken)} if "first_ms" in row else {}
-    )
-    return row
-
-
-def walls(model, shapes, new, repeats, rounds, skip, before=(), held=False):
-    """Rows of all modes for each shape, with their speedup over transformers' best mode, of
-    earlier rows too where a mode is left out."""
-    for batch, prompt in shapes:
-        left_out = {*skip, *(["static/compiled"] if held else [])} | {
-            x.split("@")[0] for x in skip if x.endswith(f"@{batch}x{prompt}")
-        }
-        how = [x for x in WALL if "/".join(x) not in left_out]
-        n = repeats if batch * prompt < 100_000 else min(2, repeats)
-        taken = [
-            [(wall_filled if held else wall)(model, *x, batch, prompt, new, n) for x in how]
-            for _ in range(rounds)
-        ]
-        found = [merged(x) for x in zip(*taken)]
-        known = [
-            r
-            for r in before
-            if (r["batch"], r["prompt"], r.get("filled", False)) == (batch, prompt, held)
-        ]
-        best = max(
-            (
-                r["tokens_s"]
-                for r in [*found, *known]
-                if "tokens_s" in r and not r["cache"].startswith("turboquant")
-            ),
-            default=None,
-        )
-        for r in found:
-            yield r | ({"speedup": r["tokens_s"] / best} if best and "tokens_s" in r else {})
+        for chunk in (None, *a.chunks):
+            for cache in ("dynamic", OURS):
+                use(model, cache)
+                clean()
+                before, took = torch.cuda.memory_allocated(), []
+                for i in range(a.repeats + 1):
+                    used = new_cache(model, cache)
+                    ids = random_ids(model, batch, prompt, i)
+                    took.append(call(model, ids, 2, used, prefill_chunk_size=chunk)[0])
+                first = min(took[1:])
+                row = dict(cache=cache, mode="prompt", batch=batch, prompt=prompt)
+                row |= dict(chunk=chunk or prompt, n=a.repeats, unit="ms", begun_ms=took[0])
+                row |= dict(firsts_ms=took[1:], first_ms=first) | said(used, "served")
+                row["peak_bytes"] = torch.cuda.max_memory_allocated() - before
+                row["of_whole"] = first / whole.setdefault(cache, first)
+                best = {"of_best": first / min(whole.values())} if len(whole) > 1 else {}
+                del used
+                yield row | best
+        yield where_time_goes(model, batch, prompt, min(a.chunks))
 
 
 COUNTED = 997  # tokens of the model that counts
@@ -893,83 +694,38 @@ def counted(n, length, jumps, seed):
     return by.cumsum(0)[None] % n
 
 
-def drafts(model, shapes, lookups, jumps, new, repeats):
+def drafts(a, model, shapes):
     "Rows of calls of generate() with prompt lookup and one by one, by both caches."
     n, passes = counting(model), []
     hook = model.register_forward_pre_hook(
         lambda module, args, given: passes.append(given["position_ids"]), with_kwargs=True
     )
-    for (batch, prompt), often in ((shape, x) for shape in shapes for x in jumps):
-        best = 0
-        for cache in ("dynamic", "turboquant k3v3"):
-            model.set_attn_implementation("turboquant" if cache != "dynamic" else "sdpa")
-            for tokens in lookups:
-                took = []
-                for i in range(repeats + 1):
-                    ids = counted(n, prompt, often, i).to(DEVICE)
-                    used, clock, options = (
-                        DynamicCache(config=model.config),
-                        Clock(),
-                        {"prompt_lookup_num_tokens": tokens} if tokens else {},
-                    )
-                    if cache != "dynamic":
-                        used = TurboQuantCache(model, "k3v3")
-                    torch.cuda.synchronize()
-                    passes.clear()
-                    out = model.generate(
-                        ids,
-                        attention_mask=torch.ones_like(ids),
-                        max_new_tokens=new,
-                        do_sample=False,
-                        logits_processor=[clock],
-                        pad_token_id=0,
-                        past_key_values=used,
-                        **options,
-                    )
-                    torch.cuda.synchronize()
-                    after = time.perf_counter() - clock.at
-                    later = (
-                        prompt + new - int(passes[1][0, 0]) - 1
-                    )  # tokens of all passes but the first
-                    took.append(1e3 * after / later)
-                    want = (ids[0, -1] + 1 + torch.arange(new, device=DEVICE)) % n
-                    if not torch.equal(out[0, prompt:], want):
-                        raise RuntimeError(
-                            f"{cache}, {tokens} drafts: not the tokens of a model that counts"
-                        )
-                    report = used.report() if cache != "dynamic" else {}
-                    del used
-                row = {
-                    "cache": cache,
-                    "mode": "prompt lookup" if tokens else "one by one",
-                    "drafts": tokens,
-                    "jumps": often,
-                    "batch": batch,
-                    "prompt": prompt,
-                    "new": new,
-                    "n": repeats,
-                    "unit": "ms",
-                }
-                row |= {
-                    "token_ms": min(took[1:]),
-                    "tokens_ms": took[1:],
-                    "passes": len(passes) - 1,
-                    "a_pass": later / (len(passes) - 1),
-                }
-                row |= {
-                    "pass_ms": row["token_ms"] * row["a_pass"],
-                    "tokens_s": 1e3 / row["token_ms"],
-                }
-                row |= (
-                    {
-                        "served": report["served"],
-                        "graphs": {k: x for k, x in report["graphs"].items() if k != "line"},
-                    }
-                    if report
-                    else {}
+    jobs = product(product(shapes, a.jumps), ("dynamic", OURS), a.lookup)
+    best = {}  # tokens/s of transformers' cache
+    for ((batch, prompt), often), cache, tokens in jobs:
+        use(model, cache)
+        options, took = {"prompt_lookup_num_tokens": tokens} if tokens else {}, []
+        for i in range(a.repeats + 1):
+            ids, used = counted(n, prompt, often, i).to(DEVICE), new_cache(model, cache)
+            passes.clear()
+            _, after, out = call(model, ids, a.new, used, **options)
+            later = prompt + a.new - int(passes[1][0, 0]) - 1  # tokens after the first pass
+            took.append(after / later)
+            want = (ids[0, -1] + 1 + torch.arange(a.new, device=DEVICE)) % n
+            if not torch.equal(out[0], want):
+                raise RuntimeError(
+                    f"{cache}, {tokens} drafts: not the tokens of a model that counts"
                 )
-                best = max(best, row["tokens_s"] if cache == "dynamic" else 0)
-                yield row | {"speedup": row["tokens_s"] / best}
+        token, each = min(took[1:]), later / (len(passes) - 1)
+        mode = "prompt lookup" if tokens else "one by one"
+        row = dict(cache=cache, mode=mode, drafts=tokens, jumps=often, batch=batch)
+        row |= dict(prompt=prompt, new=a.new, n=a.repeats, unit="ms", token_ms=token)
+        row |= dict(tokens_ms=took[1:], passes=len(passes) - 1, a_pass=each)
+        row |= dict(pass_ms=token * each, tokens_s=1e3 / token)
+        theirs = best.setdefault((batch, prompt, often), row["tokens_s"])
+        if cache == "dynamic":
+            best[batch, prompt, often] = theirs = max(theirs, row["tokens_s"])
+        yield row | said(used, "served", "graphs") | {"speedup": row["tokens_s"] / theirs}
     hook.remove()
 
 
@@ -1022,13 +778,13 @@ def options(p):
     p.add_argument("--seconds", type=float, default=0.6, help="for each row")
     p.add_argument(
         "--after",
-        type=Path,
         help="a file of this bench: its rows are kept with their commit, not measured again",
     )
     p.add_argument(
         "--wall",
         nargs="+",
         metavar="BxT",
+        default=(),
         help="measure whole calls of generate() for these batches and prompts, nothing else",
     )
     p.add_argument(
@@ -1132,25 +888,17 @@ def measured(case: Context, peers):
 @torch.no_grad()
 def rows(a, before):
     model, found = make_model(TINY if a.tiny else LLAMA), [*before]
-    print(f"{sum(x.nbytes for x in model.parameters()) / 1e9:.2f} GB of weights", flush=True)
     if not before:
         yield host_cost(model)
         for kind, recipe in (("static", None), ("flash", None), ("turboquant", "k3v3")):
             yield launches(model, kind, recipe)
-    peers = [
-        kind
-        for kind, there in (
-            ("quanto", is_optimum_quanto_available()),
-            ("hqq", is_hqq_available()),
-        )
-        if there
-    ]
+    there = dict(quanto=is_optimum_quanto_available(), hqq=is_hqq_available())
+    peers = [kind for kind, installed in there.items() if installed]
     done = {Context(r["batch"], r["tokens"]) for r in before if r["mode"] in ("eager", "graph")}
     for case in CASES["generate, quick" if a.quick else "generate"]:
         for kind, recipe, mode in measured(case, peers) if case not in done else ():
             found.append(measure(model, kind, recipe, case, mode, a.seconds))
             yield found[-1]
-    yield from prefills(model, (512, 4096) if a.tiny else (8192, 32768))
     if not a.tiny:
         yield from contexts(model, found)
 
@@ -1161,48 +909,25 @@ def by_the_clock(a, before):
         model = make_model(TINY if a.tiny else LLAMA)
     model.generation_config.eos_token_id = None
     pairs = lambda shapes: [tuple(map(int, x.split("x"))) for x in shapes]
-    for shapes, held in ((a.filled, True), (a.wall or (), False)):
-        yield from walls(model, pairs(shapes), a.new, a.repeats, a.rounds, a.skip, before, held)
-    yield from prompts(model, pairs(a.prompts), a.chunks, a.repeats)
-    yield from drafts(
-        model, pairs(a.drafts), a.lookup, a.jumps, a.new, a.repeats
-    )  # the last: they change the weights
+    yield from walls(a, model, pairs(a.filled), before, held=True)
+    yield from walls(a, model, pairs(a.wall), before)
+    yield from prompts(a, model, pairs(a.prompts))
+    yield from drafts(a, model, pairs(a.drafts))  # the last: they change the weights
 
 
 def plan(a):
-    if a.wall or a.prompts or a.drafts:
-        before, logits = results.earlier(a.after, a.draft) if a.after else [], gate()
-        checked = {
-            "cmd": "tokens of replayed steps are those of eager ones; " + logits["cmd"],
-            "passed": bool(replayed_tokens() and logits["passed"]),
-        }
-        shape = {
-            "id": "tiny" if a.tiny else "random weights, Llama-3.1-8B shapes",
-            "revision": "none",
-        }
-        return Plan(
-            "generate",
-            checked,
-            by_the_clock(a, before),
-            {
-                "id": "random ids",
-                "n": len(a.wall or ()) + len(a.filled) + len(a.prompts) + len(a.drafts),
-            },
-            shape,
-            before=before,
-        )
-    again = ("prefill", "fits", "largest")  # these are measured in every run
-    before = [
-        row
-        for row in (results.earlier(a.after, a.draft) if a.after else ())
-        if row["mode"] not in again
-    ]
-    shape = {
-        "id": "tiny" if a.tiny else "random weights, Llama-3.1-8B shapes",
-        "revision": "none",
-    }
-    data = {
-        "id": "random states in place of a prompt, normal",
-        "n": len(CASES["generate, quick" if a.quick else "generate"]),
-    }
-    return Plan("generate", gate(), rows(a, before), data, shape, before=before)
+    name = "tiny" if a.tiny else "random weights, Llama-3.1-8B shapes"
+    about = dict(model={"id": name, "revision": "none"})
+    before, checked = earlier(a), gate()
+    calls = [*a.wall, *a.filled, *a.prompts, *a.drafts]
+    if calls:
+        cmd = "tokens of replayed steps are those of eager ones; " + checked["cmd"]
+        checked = {"cmd": cmd, "passed": bool(checked["passed"] and replayed_tokens())}
+        data = {"id": "random ids", "n": len(calls)}
+        todo = by_the_clock(a, before)
+    else:
+        before = [r for r in before if r["mode"] not in ("prefill", "fits", "largest")]
+        cases = CASES["generate, quick" if a.quick else "generate"]
+        data = {"id": "random states in place of a prompt, normal", "n": len(cases)}
+        todo = rows(a, before)
+    return Plan("generate", checked, todo, data, before=before, **about)

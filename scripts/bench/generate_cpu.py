@@ -22,7 +22,7 @@ import time
 
 import torch
 from plan import Plan
-from timing import quantiles
+from bench.timing import quantiles
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from turboquant_nb.evaluation.models import SMOLLM2, demo_message, load_model, sample_text

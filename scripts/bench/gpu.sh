@@ -24,13 +24,13 @@ for name in $steps; do
             step decode-tests python tests/kernels/test_decode_kernel.py
             step cuda-tests python -m pytest -q tests/kernels/test_cuda.py tests/kernels/test_encode_kernel.py tests/kernels/test_ops.py tests/hf/test_hf_kernels.py tests/hf/test_hf_static.py
             ;;
-        encode) step encode python scripts/bench/run.py encode_kernel --workers "$workers" --out "$out/encode_kernel.json" ;;
-        decode) step decode python scripts/bench/run.py decode_kernel --workers "$workers" --seconds 0.04 --out "$out/decode.json" ;;
+        encode) step encode python scripts/run.py encode_kernel --workers "$workers" --out "$out/encode_kernel.json" ;;
+        decode) step decode python scripts/run.py decode_kernel --workers "$workers" --seconds 0.04 --out "$out/decode.json" ;;
         tune) step tune python scripts/tools/tune.py --workers "$workers" --write --out "$out/tune.json" && cp turboquant_nb/configs/decode.json "$out/" ;;
-        generate) step generate python scripts/bench/run.py generate --out "$out/generate.json" ;;
-        wall) step wall python scripts/bench/run.py generate --wall 1x8192 8x8192 8x32768 --out "$out/wall.json" ;;
+        generate) step generate python scripts/run.py generate --out "$out/generate.json" ;;
+        wall) step wall python scripts/run.py generate --wall 1x8192 8x8192 8x32768 --out "$out/wall.json" ;;
         memcheck | racecheck) step "$name" python scripts/tools/memcheck.py --tool "$name" ;;
-        esm) step esm python scripts/bench/run.py proteins --out "$out/esm.json" ;;
+        esm) step esm python scripts/run.py proteins --out "$out/esm.json" ;;
         *)
             echo "unknown step $name: tests, encode, decode, tune, generate, wall, memcheck, racecheck, esm" >&2
             exit 2

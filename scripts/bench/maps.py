@@ -6,11 +6,13 @@ kernel gives the codes of PyTorch but for ties, both with head transforms. Then 
 20th and 80th percentiles: whole attention as a cache calls it, launched from Python and
 replayed from a CUDA graph; long appends; short appends in a graph."""
 
+from functools import partial
+
 import torch
-from cases import CASES, Append, Shape, filled, frequencies, states
-from encode_kernel import graph_times
+from bench.cases import CASES, Append, Shape, filled, frequencies, states
+from bench.encode_kernel import graph_times
 from plan import Plan
-from timing import kernel_times, quantiles, replayed
+from bench.timing import both_launches, kernel_times, quantiles
 
 from turboquant_nb.cache.attention import attend
 from turboquant_nb.kernels import encode
@@ -93,9 +95,8 @@ def attention_rows(case: Shape, bits, seconds):
                     dict(what="attention", codes=codes_of(rotation), center=center, bits=b)
                     | case._asdict()
                 )
-                for launch, wrap in (("graph", replayed), ("eager", lambda f: f)):
-                    f = wrap(lambda store=store: decode_attention(q, store))
-                    yield dict(unit="us", launch=launch, n=1) | how | kernel_times(f, seconds)
+                for row in both_launches(partial(decode_attention, q, store), seconds):
+                    yield dict(unit="us", n=1) | how | row
 
 
 def coding_rows(d, seconds, tokens=16384):

@@ -6,21 +6,41 @@ are as good as any. Prefill is compared with the original model's; decode with t
 exact states in the same dtype; variants with passes over the whole protein, one per residue."""
 
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from cases import CASES
-from plan import Plan
-from timing import replayed, step_times
+from bench.cases import CASES, DEVICE
+from plan import Plan, earlier
+from bench.timing import replayed, step_times
 from transformers import EsmConfig, EsmForMaskedLM
 
-from turboquant_nb import results
 from turboquant_nb.kernels import ops
 from turboquant_nb.esm import MASK, RESIDUES, TurboEsm, fingerprint, masked_marginals, tokens
 from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.esm.transform import RECIPES, SideCode, TransformCode, join_levels
+
+
+def random_esm(layers, width=1280, heads=20, device=DEVICE):
+    "ESM-2 of these shapes with random weights."
+    config = EsmConfig(
+        vocab_size=33,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=4 * width,
+        pad_token_id=1,
+        mask_token_id=32,
+        token_dropout=True,
+        position_embedding_type="rotary",
+        max_position_embeddings=1026,
+        layer_norm_eps=1e-5,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        return EsmForMaskedLM(config).eval()
 
 
 def random_code(model, bits, spread=2, pre_rope=True, seed=0):
@@ -85,7 +105,7 @@ def codes(model):
 def gate(model, use):
     """Prefill gives the model's bits; decode on exact states gives one masked pass; kernels and
     torch agree on one layer."""
-    ids, mask = tokens([protein(60), protein(41, 1)], "cuda")
+    ids, mask = tokens([protein(60), protein(41, 1)], DEVICE)
     with torch.no_grad():
         want = model(ids, attention_mask=mask).logits
     equal = []
@@ -93,9 +113,9 @@ def gate(model, use):
         with TurboEsm(model, code) as turbo:
             equal.append(torch.equal(turbo.prefill(ids, mask).logits, want))
             turbo.decode(ids[:, 1:2])
-    x = torch.randn(3, 1, 20, 300, 64, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(3, 1, 20, 300, 64, device=DEVICE, dtype=torch.bfloat16)
     store = KVStore(
-        PLAIN["plain 3 bits"], 1, heads=20, d_key=64, dtype=torch.bfloat16, device="cuda"
+        PLAIN["plain 3 bits"], 1, heads=20, d_key=64, dtype=torch.bfloat16, device=DEVICE
     )
     ops.append(store, x[1], x[2])
     q = x[0][:, :, :1]
@@ -120,7 +140,7 @@ def gate(model, use):
 
 
 def memory(model, use, dtype, length=1024):
-    ids, _ = tokens([protein(length - 2)], "cuda")
+    ids, _ = tokens([protein(length - 2)], DEVICE)
     for name, code in use.items():
         with TurboEsm(model, code, max_length=length) as turbo:
             turbo.prefill(ids)
@@ -131,7 +151,7 @@ def memory(model, use, dtype, length=1024):
 
 def prefill(model, use, dtype):
     for t in CASES["proteins, prefill"]:
-        ids, _ = tokens([protein(t - 2)], "cuda")
+        ids, _ = tokens([protein(t - 2)], DEVICE)
         with torch.no_grad():
             base = step_times(partial(model, ids), 12)
         yield dict(what="prefill", name="original", dtype=dtype, tokens=t, **base)
@@ -148,7 +168,7 @@ def prefill(model, use, dtype):
 
 def decode(model, use, dtype):
     for t in CASES["proteins, decode"]:
-        ids, _ = tokens([protein(t - 2)], "cuda")
+        ids, _ = tokens([protein(t - 2)], DEVICE)
         for name in ("exact", "water3", "plain 3 bits"):
             with TurboEsm(model, use[name], max_length=1100) as turbo:
                 turbo.prefill(ids)
@@ -165,8 +185,8 @@ def attention(model, use, dtype):
     "One layer's decode attention, 20 heads of 64, replayed from graphs."
     for batch in (1, 16, 128):
         for t in (256, 1024):
-            q = torch.randn(batch, 20, 1, 64, device="cuda", dtype=torch.bfloat16)
-            k, v = torch.randn(2, batch, 20, t, 64, device="cuda", dtype=torch.bfloat16)
+            q = torch.randn(batch, 20, 1, 64, device=DEVICE, dtype=torch.bfloat16)
+            k, v = torch.randn(2, batch, 20, t, 64, device=DEVICE, dtype=torch.bfloat16)
             dense = replayed(partial(F.scaled_dot_product_attention, q, k, v, scale=0.125))
             yield dict(
                 what="attention",
@@ -182,7 +202,7 @@ def attention(model, use, dtype):
                     heads=20,
                     d_key=64,
                     dtype=torch.bfloat16,
-                    device="cuda",
+                    device=DEVICE,
                     max_length=t,
                 )
                 ops.append(store, k, v)
@@ -205,8 +225,8 @@ def attention(model, use, dtype):
 def variants(model, use, dtype):
     for length in CASES["proteins, variants"]:
         s = protein(length)
-        ids, _ = tokens([s], "cuda")
-        at = torch.arange(1, length + 1, device="cuda")
+        ids, _ = tokens([s], DEVICE)
+        at = torch.arange(1, length + 1, device=DEVICE)
         size = min(length, max(1, 16384 // (length + 2)))
         batch = ids.repeat(size, 1)
         batch[torch.arange(size), at[:size]] = MASK
@@ -249,9 +269,7 @@ STEPS = {
 
 def options(p):
     p.add_argument("--layers", type=int, default=33)
-    p.add_argument(
-        "--after", type=Path, help="a file of this bench: its rows are kept, with their commit"
-    )
+    p.add_argument("--after", help="a file of this bench: its rows are kept, with their commit")
     p.add_argument(
         "--only", nargs="*", choices=[*STEPS], default=[*STEPS], help="what to measure"
     )
@@ -270,31 +288,13 @@ def rows(model, only):
 
 
 def plan(a):
-    config = EsmConfig(
-        vocab_size=33,
-        hidden_size=1280,
-        num_hidden_layers=a.layers,
-        num_attention_heads=20,
-        intermediate_size=5120,
-        pad_token_id=1,
-        mask_token_id=32,
-        token_dropout=True,
-        position_embedding_type="rotary",
-        max_position_embeddings=1026,
-        layer_norm_eps=1e-5,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = EsmForMaskedLM(config).eval()
+    model = random_esm(a.layers)
     made = {"id": "ESM-2 650M shapes", "revision": "random weights, seed 0"}
-    before = results.earlier(a.after, a.draft) if a.after else []
     return Plan(
         "esm bench",
         gate(model, codes(model)),
         rows(model, a.only),
         {"id": "random proteins", "n": 1},
         made,
-        before=before,
+        before=earlier(a),
     )

@@ -6,7 +6,7 @@ states, on a calibrated code and on data-free codes in stores, in turns. `--mode
 one, its code `water3` fitted to random proteins; `--shapes` are ESM-2's with random weights and
 a random code of 1 to 5 bits, 3 on average, because times depend on neither. `p20`, `p50` and
 `p80` are quantiles of processor time, which other jobs of the machine leave nearly alone.
-`--before` takes a file of this bench that another commit wrote and keeps its rows with that
+`--after` takes a file of this bench that another commit wrote and keeps its rows with that
 commit.
 
 Gate: a step on codes gives what attention on the states that the codes stand for gives, to 2e-5
@@ -17,12 +17,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from plan import Plan
-from proteins import protein, random_code
-from timing import quantiles
-from transformers import EsmConfig, EsmForMaskedLM
+from plan import Plan, earlier
+from bench.proteins import protein, random_code, random_esm
+from bench.timing import quantiles
 
-from turboquant_nb import results
 from turboquant_nb.esm import TurboEsm, calibrate_esm, load_esm, tokens
 from turboquant_nb.quant.quantizer import Recipe, Spec
 
@@ -32,28 +30,6 @@ SHAPES = {
     "150M": (640, 30, 20),
 }  # width, layers, heads
 STORE = Recipe(Spec(bits=3), Spec(bits=3), sinks=0, recent=0)
-
-
-def shaped(name):
-    "ESM-2 of these shapes with random weights."
-    width, layers, heads = SHAPES[name]
-    config = EsmConfig(
-        vocab_size=33,
-        hidden_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        intermediate_size=4 * width,
-        pad_token_id=1,
-        mask_token_id=32,
-        token_dropout=True,
-        position_embedding_type="rotary",
-        max_position_embeddings=1026,
-        layer_norm_eps=1e-5,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    torch.manual_seed(0)
-    return EsmForMaskedLM(config).eval()
 
 
 def models(a):
@@ -66,7 +42,8 @@ def models(a):
             calibrate_esm(model, [protein(60, seed) for seed in range(1, 33)], "water3"),
         )
     for name in a.shapes:
-        model = shaped(name)
+        width, layers, heads = SHAPES[name]
+        model = random_esm(layers, width, heads, "cpu")
         yield f"{name} shapes", model, random_code(model, 3)
 
 
@@ -146,7 +123,9 @@ def options(p):
     p.add_argument("--shapes", nargs="*", default=["150M"], choices=[*SHAPES])
     p.add_argument("--tokens", type=int, nargs="+", default=[256, 1000])
     p.add_argument("--repeats", type=int, default=15)
-    p.add_argument("--before", help="a file of this bench, written by another commit")
+    p.add_argument(
+        "--after", "--before", help="a file of this bench, written by another commit"
+    )
 
 
 def plan(a):
@@ -159,7 +138,6 @@ def plan(a):
         "passed": max(far.values()) <= 2e-5,
         "worst": max(far.values()),
     }
-    before = results.earlier(a.before, a.draft) if a.before else []
     named = Path(a.model).name if a.model else "none"
     return Plan(
         "esm decode",
@@ -167,5 +145,5 @@ def plan(a):
         rows(a),
         {"id": "random proteins", "n": 1},
         {"id": named, "revision": "and random weights, seed 0, of ESM-2's shapes"},
-        before=before,
+        before=earlier(a),
     )

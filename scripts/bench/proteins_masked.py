@@ -18,54 +18,16 @@ from functools import partial
 
 import torch
 from plan import Plan
-from proteins import protein, random_code
-from timing import quantiles
-from transformers import EsmConfig, EsmForMaskedLM
+from bench.proteins import protein, random_code, random_esm
+from bench.timing import clock_times, quantiles
 
 from turboquant_nb.esm import MASK, TurboEsm, masked_marginals, tokens
 from turboquant_nb.esm.mutations import MaskedRows
 from turboquant_nb.hf.graphs import CudaGraph, Tape
 
 
-def shaped(layers, device):
-    "ESM-2 650M with random weights and so many layers."
-    wide = device == "cuda"
-    width, heads = (1280, 20) if wide else (64, 4)
-    config = EsmConfig(
-        vocab_size=33,
-        hidden_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        intermediate_size=4 * width,
-        pad_token_id=1,
-        mask_token_id=32,
-        token_dropout=True,
-        position_embedding_type="rotary",
-        max_position_embeddings=1026,
-        layer_norm_eps=1e-5,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    torch.manual_seed(0)
-    with torch.device(device):
-        return EsmForMaskedLM(config).eval()
-
-
 def codes(model):
     return {"exact": None} | {f"water{b}": random_code(model, b) for b in (3, 4, 2)}
-
-
-def seconds(f, least, device, warm=2):
-    "Seconds of some calls, the device waited for."
-    wait, out = torch.cuda.synchronize if device == "cuda" else lambda: None, []
-    for i in range(least + warm):
-        wait()
-        began = time.perf_counter()
-        f()
-        wait()
-        if i >= warm:
-            out.append(time.perf_counter() - began)
-    return out
 
 
 def distance(model, code, graphs, length=60):
@@ -86,9 +48,10 @@ def distance(model, code, graphs, length=60):
 
 @torch.no_grad()
 def rows(a, model, graphs, device):
-    ms = lambda times, scale=1.0: (
-        quantiles([1e3 * scale * t for t in times]) | {"n": len(times), "unit": "ms"}
-    )
+    def ms(f, repeats, scale=1.0, warm=2):
+        times = [1e3 * scale * t for t in clock_times(f, repeats, warm)]
+        return quantiles(times) | {"n": repeats, "unit": "ms"}
+
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     for length in a.lengths:
         s = protein(length)
@@ -100,9 +63,9 @@ def rows(a, model, graphs, device):
             batch[torch.arange(size, device=device), at[:size]] = MASK
             return model(batch).logits
 
-        one = ms(seconds(partial(passes, 1), 10, device), length)
+        one = ms(partial(passes, 1), 10, length)
         size = min(length, max(1, 16384 // (length + 2)))
-        many = ms(seconds(partial(passes, size), 3, device, 1), length / size)
+        many = ms(partial(passes, size), 3, length / size, 1)
         base = dict(what="masked marginals", dtype=dtype, length=length, device=device)
         yield base | dict(
             name="one by one", code="exact", speed_up=many["p50"] / one["p50"], **one
@@ -117,15 +80,11 @@ def rows(a, model, graphs, device):
         for name, code in codes(model).items():
             with TurboEsm(model, code) as turbo:
                 if code is None:
-                    wild = ms(
-                        seconds(
-                            partial(masked_marginals, turbo, s, "wildtype"), a.repeats, device
-                        )
-                    )
+                    wild = ms(partial(masked_marginals, turbo, s, "wildtype"), a.repeats)
                     yield base | dict(
                         name="wildtype", code=name, speed_up=many["p50"] / wild["p50"], **wild
                     )
-                eager = ms(seconds(partial(masked_marginals, turbo, s), a.repeats, device))
+                eager = ms(partial(masked_marginals, turbo, s), a.repeats)
                 held = turbo.report()["nbytes"]
                 yield base | dict(
                     name="frozen",
@@ -137,7 +96,7 @@ def rows(a, model, graphs, device):
                 began = time.perf_counter()
                 graph = MaskedRows(turbo, length, graphs)
                 capture = time.perf_counter() - began
-                replay = ms(seconds(partial(graph, s), 2 * a.repeats, device))
+                replay = ms(partial(graph, s), 2 * a.repeats)
                 far = float(
                     (graph(s) - masked_marginals(turbo, s)).abs().max()
                     / masked_marginals(turbo, s).abs().max()
@@ -164,8 +123,8 @@ def options(p):
 def plan(a):
     if not a.small and not torch.cuda.is_available():
         raise SystemExit("proteins_masked needs an NVIDIA GPU; --small tries it without")
-    device, graphs, layers = ("cpu", Tape, 2) if a.small else ("cuda", CudaGraph, a.layers)
-    model = shaped(layers, device)
+    device, graphs = ("cpu", Tape) if a.small else ("cuda", CudaGraph)
+    model = random_esm(2, 64, 4, device) if a.small else random_esm(a.layers)
     found = {
         name: distance(model, code, graphs)
         for name, code in codes(model).items()

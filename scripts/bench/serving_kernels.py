@@ -9,10 +9,15 @@ chunk is the oracle's to bf16's rounding.
 Then medians of CUDA graphs' replays: decode of one token for each request with its own exact
 token, bytes moved per second, and the append."""
 
+from functools import partial
+from itertools import product
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from plan import Plan
-from timing import kernel_times, replayed
+from bench.cases import DEVICE
+from bench.timing import kernel_times, replayed
 
 from turboquant_nb.cache.pages import (
     Exact,
@@ -35,43 +40,65 @@ from turboquant_nb.kernels.cells import (
 )
 from turboquant_nb.quant.quantizer import Quantizer, Spec
 
-DEVICE = "cuda"
 SHAPES = [(8, 32768), (8, 8192), (64, 2048), (1, 32768), (1, 1024)]
+
+
+class Case(NamedTuple):
+    "A pool of requests, and what attends to it."
+
+    kb: int = 3
+    vb: int = 3
+    d: int = 128
+    n: int = 64  # tokens of a block
+    m: int = 1  # query tokens of a request
+    lengths: tuple = (1500, 64, 0, 33, 257, 1024)
+    heads: int = 2
+    group: int = 4
+    dtype: torch.dtype = torch.bfloat16
+    own: bool = True  # else the codes of the queries' own tokens are read
+    splits: int | None = None
+    options: dict = {}  # a sliding window, a soft cap
+
+    def __str__(self):
+        given = zip(self._fields, self, Case())
+        return ", ".join(f"{k}={x}" for k, x, plain in given if x != plain) or "d=128"
+
+
 GATE = [
-    dict(),
-    dict(n=128),
-    dict(n=256),
-    dict(n=16),
-    dict(n=32),
-    dict(group=8),
-    dict(group=1),
-    dict(group=5, m=3),
-    dict(d=64),
-    dict(d=64, group=8, n=128),
-    dict(d=256, heads=1),
-    dict(d=96),
-    dict(d=80, n=128),
-    dict(kb=4, vb=4),
-    dict(kb=4, vb=2, n=256),
-    dict(kb=2, vb=2),
-    dict(m=4, group=4),
-    dict(dtype=torch.float16),
-    dict(own=False),
-    dict(options=dict(sliding_window=100)),
-    dict(options=dict(softcap=8.0)),
-    dict(options=dict(sliding_window=700, softcap=8.0), n=128),
-    dict(splits=7),
+    Case(),
+    Case(n=128),
+    Case(n=256),
+    Case(n=16),
+    Case(n=32),
+    Case(group=8),
+    Case(group=1),
+    Case(group=5, m=3),
+    Case(d=64),
+    Case(d=64, group=8, n=128),
+    Case(d=256, heads=1),
+    Case(d=96),
+    Case(d=80, n=128),
+    Case(kb=4, vb=4),
+    Case(kb=4, vb=2, n=256),
+    Case(kb=2, vb=2),
+    Case(m=4, group=4),
+    Case(dtype=torch.float16),
+    Case(own=False),
+    Case(options=dict(sliding_window=100)),
+    Case(options=dict(softcap=8.0)),
+    Case(options=dict(sliding_window=700, softcap=8.0), n=128),
+    Case(splits=7),
 ]
 LISTED = [  # the same with a list of work
-    dict(),
-    dict(n=128, splits=9),
-    dict(d=64, n=128, splits=3),
-    dict(group=5, m=3, splits=20),
-    dict(own=False, splits=5),
-    dict(options=dict(sliding_window=700), n=128, splits=11),
-    dict(d=96, splits=6),
-    dict(lengths=(0, 0)),
-    dict(lengths=(9000,) + (40, 0, 300) * 30, heads=1, n=128),
+    Case(),
+    Case(n=128, splits=9),
+    Case(d=64, n=128, splits=3),
+    Case(group=5, m=3, splits=20),
+    Case(own=False, splits=5),
+    Case(options=dict(sliding_window=700), n=128, splits=11),
+    Case(d=96, splits=6),
+    Case(lengths=(0, 0)),
+    Case(lengths=(9000,) + (40, 0, 300) * 30, heads=1, n=128),
 ]
 RAGGED = [  # (requests, tokens) of a batch, and tokens that the table has room for
     ([(8, 32000)], 33500),
@@ -83,91 +110,75 @@ RAGGED = [  # (requests, tokens) of a batch, and tokens that the table has room 
 ]
 
 
-def case(
-    kb=3,
-    vb=3,
-    d=128,
-    n=64,
-    m=1,
-    lengths=(1500, 64, 0, 33, 257, 1024),
-    heads=2,
-    group=4,
-    dtype=torch.bfloat16,
-    seed=0,
-    **_,
-):
+def cell_plan(kb, vb, d, n):
+    return CellPlan(*(Quantizer(Spec(b), d, DEVICE) for b in (kb, vb)), tokens=n)
+
+
+def rows_of(tokens, heads, group, d, dtype=torch.bfloat16, gen=None):
+    "Queries, keys and values of so many tokens, as slices of one tensor."
+    x = torch.randn(tokens, (group + 2) * heads, d, generator=gen).to(DEVICE, dtype)
+    return x.split([group * heads, heads, heads], 1)
+
+
+def pool_of(case):
     """A pool with these requests in shuffled blocks, coded by the oracle; queries, keys and
-    values of the last m tokens, as slices of one tensor."""
-    gen = torch.Generator().manual_seed(seed)
-    plan = CellPlan(*(Quantizer(Spec(b), d, DEVICE) for b in (kb, vb)), tokens=n)
-    need = [-(-x // n) for x in lengths]
-    raw = torch.randint(
-        0, 256, (sum(need) + 1, heads * plan.cell.nbytes + 64), dtype=torch.uint8, generator=gen
-    ).to(DEVICE)
-    cache = raw[:, : heads * plan.cell.nbytes].unflatten(
-        1, (heads, n, plan.cell.bytes_per_token)
+    values of the last m tokens."""
+    gen, n = torch.Generator().manual_seed(0), case.n
+    plan = cell_plan(case.kb, case.vb, case.d, n)
+    need = [-(-x // n) for x in case.lengths]
+    size = sum(need) + 1, case.heads * plan.cell.nbytes + 64
+    raw = torch.randint(0, 256, size, dtype=torch.uint8, generator=gen).to(DEVICE)
+    cache = raw[:, : case.heads * plan.cell.nbytes].unflatten(
+        1, (case.heads, n, plan.cell.bytes_per_token)
     )
-    order, table = (
-        torch.randperm(sum(need), generator=gen).split(need),
-        torch.zeros(len(lengths), max(need) + 1, dtype=torch.int32),
-    )
-    for row, blocks, length in zip(table, order, lengths):
+    order = torch.randperm(sum(need), generator=gen).split(need)
+    table = torch.zeros(len(need), max(need) + 1, dtype=torch.int32)
+    for row, blocks, length in zip(table, order, case.lengths):
         row[: len(blocks)] = blocks
         t = torch.arange(length)
-        k, v = torch.randn(2, length, heads, d, generator=gen).to(DEVICE)
-        append_slots(cache, plan, k, v, (row[t // n].long() * n + t % n).to(DEVICE))
-    x = torch.randn(len(lengths) * m, (group + 2) * heads, d, generator=gen).to(DEVICE, dtype)
-    return (
-        plan,
-        cache,
-        table.to(DEVICE),
-        torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
-        *x.split([group * heads, heads, heads], 1),
-    )
+        k, v = torch.randn(2, length, case.heads, case.d, generator=gen).to(DEVICE)
+        slots = (row[t // n].long() * n + t % n).to(DEVICE)
+        append_slots(cache, plan, k, v, slots)
+    lengths = torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE)
+    near = rows_of(len(need) * case.m, case.heads, case.group, case.d, case.dtype, gen)
+    return plan, cache, table.to(DEVICE), lengths, *near
 
 
-def decode_error(kernel, options=None, own=True, splits=None, listed=False, **of):
-    plan, cache, table, lengths, q, k, v = case(**of)
-    own, options = (k, v) if own else (None, None), options or {}
+def oracle(plan, cache, table, lengths, q, k, v, **options):
+    "(output, log-sum-exp) in fp32 on the same codes."
     starts = torch.arange(len(lengths) + 1) * (len(q) // len(lengths))
-    exact = [x if x is None else x.float() for x in own]
-    want, want_lse = attend_cells(
-        q.float(),
-        cache,
-        plan,
-        Requests(table, lengths),
-        starts,
-        Exact(*exact),
-        rule=Scoring(**options),
-    )
+    exact = [x if x is None else x.float() for x in (k, v)]
+    where = cache, plan, Requests(table, lengths), starts, Exact(*exact)
+    return attend_cells(q.float(), *where, rule=Scoring(**options))
+
+
+def apart(got, want):
+    return float((got.float() - want).norm() / want.norm())
+
+
+def decode_error(kernel, case, listed=False):
+    plan, cache, table, lengths, q, *own = pool_of(case)
+    own = own if case.own else (None, None)
+    want, want_lse = oracle(plan, cache, table, lengths, q, *own, **case.options)
     space = Workspace(DEVICE)
     space.memory = torch.full((10**7,), torch.nan, device=DEVICE)
-    out, lse = decode_cells(
-        q,
-        cache,
-        plan,
-        Requests(table, lengths),
-        Exact(*own),
-        rule=Scoring(**options),
-        to=Room(workspace=space),
-        how=Launching(splits=splits, work={} if listed else None, kernel=kernel),
-    )
+    how = Launching(splits=case.splits, work={} if listed else None, kernel=kernel)
+    where = cache, plan, Requests(table, lengths), Exact(*own)
+    rule, room = Scoring(**case.options), Room(workspace=space)
+    out, lse = decode_cells(q, *where, rule=rule, to=room, how=how)
     seen = want_lse > -torch.inf
     if not torch.equal(lse > -torch.inf, seen) or out[~seen].any():
         return float("inf")
     if not seen.any():
         return 0.0
-    return max(
-        float((out.float() - want)[seen].norm() / want[seen].norm()),
-        float((lse - want_lse)[seen].abs().max()) / 5,
-    )
+    return max(apart(out[seen], want[seen]), float((lse - want_lse)[seen].abs().max()) / 5)
 
 
 def append_share(n, d, kb, vb, dtype):
     """Share of the bytes written by the oracle that a kernel writes otherwise; infinite if it
     writes beside them."""
     gen = torch.Generator().manual_seed(n + d)
-    plan = CellPlan(*(Quantizer(Spec(b), d, DEVICE) for b in (kb, vb)), tokens=n)
+    plan = cell_plan(kb, vb, d, n)
     raw = torch.randint(
         0, 256, (64, 2 * plan.cell.nbytes + 64), dtype=torch.uint8, generator=gen
     ).to(DEVICE)
@@ -197,100 +208,69 @@ def append_share(n, d, kb, vb, dtype):
 
 
 def past_error():
-    plan, cache, table, lengths, *_ = case(lengths=(1500,), n=128)
+    plan, cache, table, *_ = pool_of(Case(lengths=(1500,), n=128))
+    rest = 1500 - 128
     k, v = torch.full((2, 1500, 2, 128), torch.nan, dtype=torch.bfloat16, device=DEVICE)
-    past_cells(cache, plan, table[0, 1:], 1500 - 128, k, v)
-    worst = 0.0
-    for got, q, coded in zip(
-        (k, v), (plan.key, plan.value), read_cells(cache, plan.cell, table[0], 1500)
-    ):
-        want = q.decode_rotated(coded)[:, 128:].transpose(0, 1)
-        worst = max(worst, float((got[: 1500 - 128].float() - want).norm() / want.norm()))
-    return worst
+    past_cells(cache, plan, table[0, 1:], rest, k, v)
+    coded = read_cells(cache, plan.cell, table[0], 1500)
+    want = [q.decode_rotated(x)[:, 128:] for q, x in zip((plan.key, plan.value), coded)]
+    return max(apart(x[:rest], y.transpose(0, 1)) for x, y in zip((k, v), want))
 
 
 def replay_error():
     "A graph that makes its list itself, replayed with other lengths."
-    plan, cache, table, lengths, q, k, v = case(lengths=(3000, 40, 700, 0), n=128)
-    space, out, worst = (
-        Workspace(DEVICE, 10**7),
-        torch.empty(4, 8, 128, dtype=torch.bfloat16, device=DEVICE),
-        0.0,
-    )
-    replay = replayed(
-        lambda: decode_cells(
-            q,
-            cache,
-            plan,
-            Requests(table, lengths),
-            Exact(k, v),
-            to=Room(out=out, workspace=space),
-            how=Launching(work={}),
-        )
-    )
+    plan, cache, table, lengths, q, k, v = pool_of(Case(lengths=(3000, 40, 700, 0), n=128))
+    out, worst = torch.empty(4, 8, 128, dtype=torch.bfloat16, device=DEVICE), 0.0
+    room = Room(out=out, workspace=Workspace(DEVICE, 10**7))
+    where = cache, plan, Requests(table, lengths), Exact(k, v)
+    replay = replayed(lambda: decode_cells(q, *where, to=room, how=Launching(work={})))
     for others in ((3000, 40, 700, 0), (100, 40, 600, 0), (2900, 0, 1, 0), (1, 1, 1, 0)):
         lengths.copy_(torch.tensor(others, dtype=torch.int32))
         out.fill_(torch.nan)
         replay()
-        want = attend_cells(
-            q.float(),
-            cache,
-            plan,
-            Requests(table, lengths),
-            torch.arange(5),
-            Exact(k.float(), v.float()),
-        )[0]
-        worst = max(worst, float((out.float() - want).norm() / want.norm()))
+        worst = max(worst, apart(out, oracle(plan, cache, table, lengths, q, k, v)[0]))
     return worst
+
+
+def checked(said, limit):
+    "Whether all of {case: error} are below a limit; those that are not are printed."
+    for name, x in said.items():
+        if not x < limit:
+            print("RED", name, f"{x:.1e}", flush=True)
+    return all(x < limit for x in said.values())
 
 
 def gate_of_lists():
     "Both kernels with a list of work, and a graph."
-    said = {
-        f"{kernel} {of}": decode_error(kernel, listed=True, **of)
-        for of in LISTED
-        for kernel in ("fragments", "portable")[: 1 + (of in LISTED[1:3])]
-    }
+    both = [("fragments", c) for c in LISTED] + [("portable", c) for c in LISTED[1:3]]
+    said = {f"{kernel} {c}": decode_error(kernel, c, listed=True) for kernel, c in both}
     said["replayed with other lengths"] = replay_error()
-    for name, x in said.items():
-        print("RED" if not x < 3e-3 else "ok", name, f"{x:.1e}", flush=True)
-    return dict(
-        cmd=(
-            f"{len(said)} cases of attention by a list of work against the oracle, worst "
-            f"{max(said.values()):.1e}"
-        ),
-        passed=max(said.values()) < 3e-3,
-    )
+    worst = max(said.values())
+    cmd = f"{len(said)} cases of attention by a list of work against the oracle, "
+    cmd += f"worst {worst:.1e}"
+    return dict(cmd=cmd, passed=checked(said, 3e-3))
 
 
 def gate(cases):
-    said = {}
-    for of in cases:
-        name = ", ".join(f"{k}={v}" for k, v in of.items()) or "d=128"
-        said[f"fragments {name}"] = decode_error("fragments", **of)
-    for of in GATE[:1] + GATE[9:12]:
-        said[f"portable {of}"] = decode_error("portable", **of)
-    append = {
-        f"append n={n} d={d} k{kb}v{vb} {dtype}": append_share(n, d, kb, vb, dtype)
-        for n in (64, 128, 256)
-        for d, kb, vb, dtype in (
-            (128, 3, 3, torch.bfloat16),
-            (64, 4, 2, torch.float16),
-            (256, 2, 4, torch.bfloat16),
-        )
-    }
+    both = [("fragments", c) for c in cases]
+    both += [("portable", c) for c in (GATE[0], *GATE[9:12])]
+    said = {f"{kernel} {c}": decode_error(kernel, c) for kernel, c in both}
     said["past of a chunk"] = past_error()
-    worst, share = max(said.values()), max(append.values())
-    red = [f"{k}: {v:.2e}" for k, v in said.items() if not v < 3e-3] + [
-        f"{k}: {v:.2e}" for k, v in append.items() if not v < 2e-3
-    ]
-    for line in red:
-        print("RED", line, flush=True)
-    cmd = (
-        f"{len(said)} cases of attention and past against the oracle, worst {worst:.1e}; "
-        f"{len(append)} of the append, worst share of bytes {share:.1e}"
+    codes = (
+        (128, 3, 3, torch.bfloat16),
+        (64, 4, 2, torch.float16),
+        (256, 2, 4, torch.bfloat16),
     )
-    return dict(cmd=cmd, passed=not red)
+    append = {
+        f"append of blocks of {n}, {x}": append_share(n, *x)
+        for n, x in product((64, 128, 256), codes)
+    }
+    cmd = (
+        f"{len(said)} cases of attention and past against the oracle, worst "
+        f"{max(said.values()):.1e}; {len(append)} of the append, worst share of bytes "
+        f"{max(append.values()):.1e}"
+    )
+    return dict(cmd=cmd, passed=checked(said, 3e-3) and checked(append, 2e-3))
 
 
 def pool(plan, batch, tokens, heads=8):
@@ -308,135 +288,72 @@ def pool(plan, batch, tokens, heads=8):
     return cache, torch.randperm(blocks, device=DEVICE).int().view(batch, -1)
 
 
+HEADS, GROUP, D = 8, 4, 128
+
+
+def timed(what, of, call, nbytes=0, **more):
+    "A row of a replayed call; `nbytes` are those it moves."
+    call()
+    t = kernel_times(replayed(call))
+    rate = {"gbs": nbytes / t["p50"] / 1e3} if nbytes else {}
+    shape = dict(heads=HEADS, group=GROUP, d=D, unit="us", n=100)
+    return of | shape | dict(what=what) | more | rate | t
+
+
 def rows(a):
-    heads, group, d = 8, 4, 128
     for bits in ((3, 3), (4, 4)) if not a.quick else ((3, 3),):
         for batch, tokens in SHAPES[::4] if a.quick else SHAPES:
-            q = torch.randn(batch, (group + 2) * heads, d, device=DEVICE, dtype=torch.bfloat16)
-            q, k, v = q.split([group * heads, heads, heads], 1)
+            q, k, v = rows_of(batch, HEADS, GROUP, D)
+            of = dict(batch=batch, tokens=tokens)
             for n in (64, 128, 256):
-                plan = CellPlan(*(Quantizer(Spec(b), d, DEVICE) for b in bits), tokens=n)
-                cache, table = pool(plan, batch, tokens, heads)
-                lengths, space, out = (
-                    torch.full((batch,), tokens, dtype=torch.int32, device=DEVICE),
-                    Workspace(DEVICE, 4 * 10**6),
-                    torch.empty_like(q, memory_format=torch.contiguous_format),
-                )
-                t = kernel_times(
-                    replayed(
-                        lambda: decode_cells(
-                            q,
-                            cache,
-                            plan,
-                            Requests(table, lengths),
-                            Exact(k, v),
-                            to=Room(out=out, workspace=space),
-                        )
-                    )
-                )
-                common = dict(
-                    batch=batch, tokens=tokens, heads=heads, group=group, d=d, unit="us", n=100
-                )
-                yield (
-                    common
-                    | dict(
-                        what="decode",
-                        key_bits=bits[0],
-                        value_bits=bits[1],
-                        block=n,
-                        gbs=cache.numel() / t["p50"] / 1e3,
-                    )
-                    | t
-                )
+                plan = cell_plan(*bits, D, n)
+                cache, table = pool(plan, batch, tokens, HEADS)
+                lengths = torch.full((batch,), tokens, dtype=torch.int32, device=DEVICE)
+                out = torch.empty_like(q, memory_format=torch.contiguous_format)
+                room = Room(out=out, workspace=Workspace(DEVICE, 4 * 10**6))
+                where = cache, plan, Requests(table, lengths), Exact(k, v)
+                call = partial(decode_cells, q, *where, to=room)
+                block = dict(key_bits=bits[0], value_bits=bits[1], block=n)
+                yield timed("decode", of, call, cache.numel(), **block)
                 slots = table[:, -1].long() * n + (tokens - 1) % n
-                t = kernel_times(replayed(lambda: append_cells(cache, plan, k, v, slots)))
-                yield (
-                    common
-                    | dict(what="append", key_bits=bits[0], value_bits=bits[1], block=n)
-                    | t
-                )
-                cache = None
+                call = partial(append_cells, cache, plan, k, v, slots)
+                yield timed("append", of, call, **block)
+                cache = call = where = None
             if bits == (3, 3):
-                kd, vd = (
-                    torch.randn(batch, heads, tokens, d, device=DEVICE, dtype=torch.bfloat16)
-                    for _ in range(2)
-                )
-                qd = q.contiguous()[:, :, None]
-                t = kernel_times(
-                    replayed(
-                        lambda: F.scaled_dot_product_attention(qd, kd, vd, enable_gqa=True)
-                    )
-                )
-                yield (
-                    common
-                    | dict(what="torch flash bf16", gbs=kd.nbytes * 2 / t["p50"] / 1e3)
-                    | t
-                )
-                kd = vd = None
+                size = 2, batch, HEADS, tokens, D
+                kd, vd = torch.randn(size, device=DEVICE, dtype=torch.bfloat16)
+                flash = partial(F.scaled_dot_product_attention, enable_gqa=True)
+                call = partial(flash, q.contiguous()[:, :, None], kd, vd)
+                yield timed("torch flash bf16", of, call, 2 * kd.nbytes)
+                kd = vd = call = None
 
 
 def ragged():
     """Batches of unequal requests, with equally many splits for each and with a list of work,
     which the layers of a step share; and its making."""
-    heads, group, d, n = 8, 4, 128, 128
-    plan, space = (
-        CellPlan(*(Quantizer(Spec(3), d, DEVICE) for _ in range(2)), tokens=n),
-        Workspace(DEVICE, 2 * 10**7),
-    )
+    n = 128
+    plan, space = cell_plan(3, 3, D, n), Workspace(DEVICE, 2 * 10**7)
     for batch, width in RAGGED:
         each = [tokens for count, tokens in batch for _ in range(count)]
-        lengths, need = (
-            torch.tensor(each, dtype=torch.int32, device=DEVICE),
-            [-(-x // n) for x in each],
-        )
-        cache, blocks = pool(plan, 1, sum(need) * n, heads)
+        need = [-(-x // n) for x in each]
+        lengths = torch.tensor(each, dtype=torch.int32, device=DEVICE)
+        cache, blocks = pool(plan, 1, sum(need) * n, HEADS)
         table = torch.zeros(len(each), -(-width // n), dtype=torch.int32, device=DEVICE)
         for row, mine in zip(table, blocks[0].split(need)):
             row[: len(mine)] = mine
-        q, k, v = torch.randn(
-            len(each), (group + 2) * heads, d, device=DEVICE, dtype=torch.bfloat16
-        ).split([group * heads, heads, heads], 1)
+        q, k, v = rows_of(len(each), HEADS, GROUP, D)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        common = dict(
-            batch=len(each),
-            lengths=" + ".join(f"{count} x {tokens}" for count, tokens in batch),
-            width=width,
-            heads=heads,
-            group=group,
-            d=d,
-            block=n,
-            unit="us",
-            n=100,
-        )
+        where, room = (Requests(table, lengths), Exact(k, v)), Room(out=out, workspace=space)
+        named = " + ".join(f"{count} x {tokens}" for count, tokens in batch)
+        of = dict(batch=len(each), lengths=named, width=width, block=n)
+        nbytes = sum(each) * HEADS * plan.cell.bytes_per_token
         for work in (None, {}):
-            call = lambda: decode_cells(
-                q,
-                cache,
-                plan,
-                Requests(table, lengths),
-                Exact(k, v),
-                to=Room(out=out, workspace=space),
-                how=Launching(work=work),
-            )
-            call()
-            t = kernel_times(replayed(call))
-            yield (
-                common
-                | dict(
-                    what="decode",
-                    listed=work is not None,
-                    gbs=sum(each) * heads * plan.cell.bytes_per_token / t["p50"] / 1e3,
-                )
-                | t
-            )
-        yield (
-            common
-            | dict(what="list")
-            | kernel_times(
-                replayed(lambda: list_work(lengths, 264, -(-width // 256), Reads(own=1)))
-            )
-        )
-        cache = None
+            how = Launching(work=work)
+            call = partial(decode_cells, q, cache, plan, *where, to=room, how=how)
+            yield timed("decode", of, call, nbytes, listed=work is not None)
+        call = partial(list_work, lengths, 264, -(-width // 256), Reads(own=1))
+        yield timed("list", of, call)
+        cache = call = None
 
 
 def options(p):

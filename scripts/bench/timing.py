@@ -43,6 +43,12 @@ def replayed(f):
     return graph.replay
 
 
+def both_launches(f, seconds):
+    "Rows of a kernel launched from Python and replayed from a CUDA graph."
+    for launch, wrap in (("eager", lambda f: f), ("graph", replayed)):
+        yield {"launch": launch} | kernel_times(wrap(f), seconds)
+
+
 def event_time(f):
     "Milliseconds of one call between two CUDA events."
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -80,9 +86,11 @@ def host_times(f, calls, repeats, before=lambda: None):
     return out
 
 
-def clock_times(f, repeats):
-    "Seconds of some calls on a CPU, the first (warm-up) left out."
-    return [t / 1e6 for t in host_times(f, 1, repeats + 1)[1:]]
+def clock_times(f, repeats, warm=1):
+    "Seconds of some calls until the device is idle again, those to warm up left out."
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    whole = lambda: (f(), wait())
+    return [t / 1e6 for t in host_times(whole, 1, repeats + warm)[warm:]]
 
 
 class Clock:

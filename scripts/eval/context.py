@@ -1,5 +1,4 @@
-#!/usr/bin/env python3
-"""How long a context fits a GPU of 24 GB, tried and not computed: context.py --out FILE
+"""How long a context fits a GPU of 24 GB, tried and not computed: run.py context --out FILE
 [--shapes 14B 32B 70B] [--caches bf16 k4v4 ...] [--limit BYTES].
 
 A model of each shape with random weights decodes under
@@ -18,14 +17,15 @@ PyTorch's allocator: a card of 24 GiB has 1.8 * 10^9 more, for CUDA itself and a
 Gate: no peak of a run that fits lies above the limit, logits are finite, and one step of tokens
 more runs out of memory."""
 
-import argparse
 import gc
 import time
+from itertools import product
 
 import torch
 import transformers
+from eval.windows import add_limit
+from plan import Plan
 
-from turboquant_nb import results
 from turboquant_nb.hf import TurboQuantCache
 
 # as Qwen2.5 14B and 32B and Llama 3.1 70B have them: architecture, sizes, where the weights are
@@ -189,10 +189,7 @@ def longest(model, name, chunk, states, limit, step, probes=(4096, 12288)):
     return dict(tokens=low, refused=refused, tries=len(known)) | known.get(low, {})
 
 
-def main():
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def options(p):
     p.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
     p.add_argument("--caches", nargs="+", default=["bf16", "k4v4", "k3v3", "k2v2"])
     p.add_argument(
@@ -205,85 +202,66 @@ def main():
             "decodes only"
         ),
     )
-    p.add_argument("--limit", type=float, default=24e9, help="bytes of PyTorch's allocator")
     p.add_argument(
-        "--seconds", type=float, default=1e9, help="start nothing further after so long"
+        "--limit", type=float, dest="room", default=24e9, help="bytes of PyTorch's allocator"
     )
-    p.add_argument("--out", required=True)
-    a = results.parse(p)
-    began, device = time.monotonic(), torch.device("cuda")
+    add_limit(p)
+
+
+def of_shape(a, shape, device):
+    "Rows of one model."
+    architecture, sizes, where = SHAPES[shape]
+    model, one = shared_model(architecture, sizes, device)
+    weights, block = placed(model, one, where, device)
+    d, heads = (
+        sizes["hidden_size"] // sizes["num_attention_heads"],
+        sizes["num_key_value_heads"],
+    )
+    states = torch.randn(1, heads, 8192, d, dtype=torch.bfloat16, device=device)
+    about = dict(
+        model=shape,
+        weights_are=where,
+        weights=weights,
+        block=block.nbytes,
+        largest=one,
+        limit=a.room,
+        layers=sizes["num_hidden_layers"],
+        unit="tokens",
+    )
+    for chunk, name in product(a.chunk, a.caches):
+        model.set_attn_implementation("sdpa" if name == "bf16" else "turboquant")
+        step, at = 1024 if name == "bf16" else 8192, time.monotonic()
+        found = longest(model, name, chunk, states, a.room, step)
+        took = time.monotonic() - at
+        yield about | dict(cache=name, chunk=chunk, step=step, seconds=took) | found
+
+
+def rows(a):
+    device = torch.device("cuda")
     torch.manual_seed(0)
-    torch.cuda.set_per_process_memory_fraction(
-        a.limit / torch.cuda.get_device_properties(device).total_memory
-    )
-    rows, sound = [], True
+    whole = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(a.room / whole)
     for shape in a.shapes:
-        architecture, sizes, where = SHAPES[shape]
-        model, one = shared_model(architecture, sizes, device)
-        weights, block = placed(model, one, where, device)
-        d = sizes["hidden_size"] // sizes["num_attention_heads"]
-        states = torch.randn(
-            1, sizes["num_key_value_heads"], 8192, d, dtype=torch.bfloat16, device=device
-        )
-        for chunk in a.chunk:
-            for name in a.caches:
-                if time.monotonic() - began > a.seconds:
-                    raise SystemExit("out of time; what is measured is saved")
-                model.set_attn_implementation("sdpa" if name == "bf16" else "turboquant")
-                at = time.monotonic()
-                step = 1024 if name == "bf16" else 8192
-                found = longest(model, name, chunk, states, a.limit, step)
-                sound &= (
-                    found["tokens"] > 0
-                    and found["finite"]
-                    and found["peak"] <= a.limit
-                    and found["refused"] - found["tokens"] <= step
-                )
-                row = dict(
-                    model=shape,
-                    cache=name,
-                    weights_are=where,
-                    weights=weights,
-                    block=block.nbytes,
-                    largest=one,
-                    limit=a.limit,
-                    chunk=chunk,
-                    step=step,
-                    layers=sizes["num_hidden_layers"],
-                    seconds=time.monotonic() - at,
-                    unit="tokens",
-                )
-                rows.append(row | found)
-                print(rows[-1], flush=True)
-                gate = {
-                    "cmd": (
-                        "peaks of what fits within the limit, finite logits, one step of "
-                        "tokens more runs out of memory"
-                    ),
-                    "passed": sound,
-                }
-                if sound:
-                    results.write(
-                        a,
-                        "longest context",
-                        rows,
-                        gate,
-                        {
-                            "id": (
-                                "random weights in the shapes of Qwen2.5 14B and 32B and Llama "
-                                "3.1 70B"
-                            ),
-                            "revision": "synthetic",
-                        },
-                        {"id": "normal states", "n": 1},
-                        [0],
-                    )
-        del model, block, states
+        yield from of_shape(a, shape, device)
         gc.collect()
         torch.cuda.empty_cache()
-    if not sound:
-        raise SystemExit("the gate did not pass: the last file is of the rows before")
 
 
-if __name__ == "__main__":
-    main()
+def gate(rows):
+    cmd = (
+        "peaks of what fits within the limit, finite logits, one step of tokens more runs out "
+        "of memory"
+    )
+    sound = lambda r: (
+        r["tokens"] > 0
+        and r["finite"]
+        and r["peak"] <= r["limit"]
+        and r["refused"] - r["tokens"] <= r["step"]
+    )
+    return {"cmd": cmd, "passed": all(map(sound, rows))}
+
+
+def plan(a):
+    name = "random weights in the shapes of Qwen2.5 14B and 32B and Llama 3.1 70B"
+    data = {"id": "normal states", "n": 1}
+    return Plan("longest context", gate, rows(a), data, {"id": name, "revision": "synthetic"})

@@ -1,6 +1,5 @@
-#!/usr/bin/env python3
-"""A model in a real vLLM engine against TurboQuantCache with the same recipe: engine.py --model
-FOLDER --out FILE [options of recipes.py]. Runs where vLLM is installed.
+"""A model in a real vLLM engine against TurboQuantCache with the same recipe: run.py engine
+--model FOLDER --out FILE [options of recipes]. Runs where vLLM is installed.
 
 The engine writes tokens greedily, one request at a time; the model in transformers, with a
 TurboQuantCache, is then given the same tokens, so that each step of both has the same past.
@@ -17,12 +16,12 @@ TurboQuantCache does not have, are put in the place of the mean that it takes of
 Gate: an engine whose window is wider than the context gives the model's own log-probabilities
 on exact states."""
 
-import argparse
 import os
-import re
 import tempfile
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -35,52 +34,67 @@ os.environ |= {
 }
 os.environ |= {} if CUDA else {"VLLM_CPU_KVCACHE_SPACE": "1", "TURBOQUANT_NB_VLLM_CPU": "1"}
 
-from recipes import add_options, opened
+from eval.windows import Windows, add_match, add_options, matching
+from plan import Plan, must_pass
 from transformers import DynamicCache
 
-from turboquant_nb import TurboQuantCache, results
+from turboquant_nb import TurboQuantCache
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.calibration.fit import calibrate
 from turboquant_nb.quant.calibration import Calibration, save_calibration
 from turboquant_nb.quant.quantizer import PRESETS, Recipe, Spec
 
 CHUNK = 64
-# name, transforms, means, the engine's recent tokens, first tokens, tokens of a step or None:
-# the whole prompt; what the cache does otherwise
-CASES = [
-    ("codes alone", False, False, 0, 0, None, {}),
-    ("recent", False, False, 16, 0, None, {}),
-    ("recent and first", False, False, 16, 4, None, {}),
-    ("with transforms", True, False, 16, 4, None, {}),
-    ("with transforms and means", True, True, 16, 4, None, {}),
-    ("codes alone, in chunks", False, False, 0, 0, CHUNK, {}),
-    ("in chunks", True, True, 16, 4, CHUNK, {}),
-    ("in chunks, the cache in one piece", True, True, 16, 4, CHUNK, dict(chunk=None)),
-    ("the cache with one recent token less", True, True, 16, 4, None, dict(recent=16)),
-]
+
+
+class Case(NamedTuple):
+    "An engine, and what the cache beside it does otherwise."
+
+    transforms: bool = False
+    means: bool = False
+    recent: int = 16  # the engine's recent tokens
+    first: int = 4
+    chunk: int | None = None  # tokens of a step; None: the whole prompt
+    otherwise: dict = {}
+
+
+CASES = {
+    "codes alone": Case(recent=0, first=0),
+    "recent": Case(first=0),
+    "recent and first": Case(),
+    "with transforms": Case(True),
+    "with transforms and means": Case(True, True),
+    "codes alone, in chunks": Case(recent=0, first=0, chunk=CHUNK),
+    "in chunks": Case(True, True, chunk=CHUNK),
+    "in chunks, the cache in one piece": Case(
+        True, True, chunk=CHUNK, otherwise={"chunk": None}
+    ),
+    "the cache with one recent token less": Case(True, True, otherwise={"recent": 16}),
+}
+EXACT = Case(recent=1024, first=0)  # all tokens are recent ones
 TIE = 0.05  # nats between the two likeliest tokens, below which either may be first
 
 
-def generated(a, folder, path, prompts, transforms, means, recent, sinks, chunk):
+def generated(a, path, prompts, case):
     "[(tokens, the five likeliest of each step with their log-probabilities)] of an engine."
     from vllm import LLM, SamplingParams
 
-    given = dict(recipe=a.recipe, recent=recent, sinks=sinks) | (
-        dict(calibration=str(path), means=means) if transforms or means else {}
-    )
+    given = dict(recipe=a.recipe, recent=case.recent, sinks=case.first)
+    if case.transforms or case.means:
+        given |= dict(calibration=str(path), means=case.means)
     here = (
         dict(dtype="bfloat16", attention_backend="CUSTOM", gpu_memory_utilization=0.3)
         if CUDA
         else dict(dtype="float32")
     )
     llm = LLM(
-        folder,
+        a.model,
         **here,
         skip_tokenizer_init=True,
         enforce_eager=True,
         max_model_len=2048,
         max_num_seqs=1,
-        max_num_batched_tokens=chunk or 2048,
+        max_num_batched_tokens=case.chunk or 2048,
         block_size=128,
         enable_chunked_prefill=True,
         enable_prefix_caching=False,
@@ -162,16 +176,12 @@ def shaken(model, seed):
         weight.data.copy_(before)
 
 
-def coded_cache(a, model, calibration, transforms, means, recent, sinks):
+def coded_cache(a, model, calibration, case, recent):
     "A cache with the engine's recipe; a calibration's means stand where it takes a prompt's."
     k, v = PRESETS[a.recipe]
-    of = Calibration(calibration.transforms, calibration.header) if transforms else None
-    recipe = Recipe(
-        key=Spec(bits=k, center="prompt_mean" if means else "none"),
-        value=Spec(bits=v),
-        sinks=sinks,
-        recent=recent,
-    )
+    of = Calibration(calibration.transforms, calibration.header) if case.transforms else None
+    center = "prompt_mean" if case.means else "none"
+    recipe = Recipe(Spec(bits=k, center=center), Spec(bits=v), case.first, recent)
     layers = iter(calibration.centers)
     KVStore._first_mean = lambda self, side, x: next(layers)[None, :, None].to(
         x.device, torch.bfloat16
@@ -179,114 +189,86 @@ def coded_cache(a, model, calibration, transforms, means, recent, sinks):
     return TurboQuantCache(model, recipe, calibration=of, backend="auto" if CUDA else "torch")
 
 
-def main():
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_options(p)
+def options(p):
+    add_options(p, windows=4, length=320)
     p.add_argument("--recipe", default="k3v3", choices=list(PRESETS))
     p.add_argument("--new", type=int, default=32, help="tokens that a prompt is continued by")
-    p.add_argument("--match", default="", help="only cases that match this regular expression")
-    p.add_argument("--out", required=True)
-    p.set_defaults(windows=4, length=320)
-    a = results.parse(p)
+    add_match(p)
+
+
+def likeliest(row, ranked):
+    "What another row of log-probabilities says of the same tokens."
+    return [(i, float(row[i])) for i, _ in ranked]
+
+
+def compared(a, model, calibration, prompts, case, found):
+    """(the cache's numbers, itself with shaken embeddings, exact states) of what an engine
+    wrote."""
+    how = dict(chunk=case.chunk, recent=case.recent + 1) | case.otherwise
+
+    def coded():
+        for prompt, (tokens, _) in zip(prompts, found):
+            cache = coded_cache(a, model, calibration, case, how["recent"])
+            yield followed(model, cache, prompt, tokens, how["chunk"])
+
+    model.set_attn_implementation("turboquant")
+    ours, itself = [*coded()], []
+    for seed in range(4):
+        with shaken(model, seed):
+            for x, y, (tokens, ranks) in zip(ours, coded(), found):
+                itself.append(apart(x, tokens, [*map(likeliest, y, ranks)]))
+    return how, numbers([apart(x, *y) for x, y in zip(ours, found)]), numbers(itself)
+
+
+def exactly(model, prompts, found):
+    "The numbers of the model on exact states."
+    model.set_attn_implementation("sdpa")
+    rows = [
+        followed(model, DynamicCache(), p, tokens) for p, (tokens, _) in zip(prompts, found)
+    ]
+    return numbers([apart(x, *y) for x, y in zip(rows, found)])
+
+
+def rows(a, model, calibration, path, prompts):
+    for name, case in matching(a, CASES).items():
+        found = generated(a, path, prompts, case)
+        how, ours, itself = compared(a, model, calibration, prompts, case, found)
+        about = case._asdict()
+        del about["otherwise"]
+        yield dict(
+            case=name,
+            recipe=a.recipe,
+            cache=how,
+            n=sum(len(tokens) for tokens, _ in found),
+            unit="nats",
+            itself=itself,
+            exact=exactly(model, prompts, found),
+            **about,
+            **ours,
+        )
+
+
+def plan(a):
     import vllm
 
     from turboquant_nb.serving.vllm import register
 
     register()
     scored, a.windows = a.windows, a.windows + 4
-    model, _, ids, _, origin = opened(a)
-    model, prompts = model.to(torch.bfloat16) if CUDA else model, ids[:scored].tolist()
-    more, rows = dict(vllm=vllm.__version__), []
-    with tempfile.TemporaryDirectory() as folder:
-        calibration, path = calibrate(model, ids[scored:]), f"{folder}/calibration.safetensors"
-        calibration = replace(
-            calibration, centers=[x.bfloat16().float() for x in calibration.centers]
-        )  # for both
-        save_calibration(calibration, path)
-        dense = lambda tokens: [
-            followed(model, DynamicCache(), prompt, x) for prompt, x in zip(prompts, tokens)
-        ]
-        model.set_attn_implementation("sdpa")
-        found = generated(a, a.model, path, prompts, False, False, 1024, 0, None)
-        off = numbers([apart(x, *y) for x, y in zip(dense([t for t, _ in found]), found)])
-        gate = {
-            "cmd": (
-                f"an engine that reads all tokens exactly against the model: "
-                f"{off['worst']:.1e} nats at most, "
-                f"{off['other']} of {off['clear']} tokens other"
-            ),
-            "passed": off["worst"] < (0.3 if CUDA else 1e-3) and not off["other"],
-        }
-        print(gate, flush=True)
-        if not gate["passed"]:
-            raise SystemExit("the gate did not pass; nothing is measured")
-        for name, transforms, means, recent, sinks, chunk, otherwise in CASES:
-            if not re.search(a.match, name):
-                continue
-            found = generated(
-                a, a.model, path, prompts, transforms, means, recent, sinks, chunk
-            )
-            how = dict(chunk=chunk, recent=recent + 1) | otherwise
-            model.set_attn_implementation("turboquant")
-            coded = lambda: [
-                followed(
-                    model,
-                    coded_cache(a, model, calibration, transforms, means, how["recent"], sinks),
-                    prompt,
-                    t,
-                    how["chunk"],
-                )
-                for prompt, (t, _) in zip(prompts, found)
-            ]
-            ours = coded()
-            itself = []
-            for seed in range(4):
-                with shaken(model, seed):
-                    for x, y, (t, ranks) in zip(ours, coded(), found):
-                        itself.append(
-                            apart(
-                                x,
-                                t,
-                                [
-                                    [(i, float(row[i])) for i, _ in ranked]
-                                    for row, ranked in zip(y, ranks)
-                                ],
-                            )
-                        )
-            model.set_attn_implementation("sdpa")
-            exact = dense([t for t, _ in found])
-            rows.append(
-                dict(
-                    case=name,
-                    recipe=a.recipe,
-                    transforms=transforms,
-                    means=means,
-                    recent=recent,
-                    first=sinks,
-                    chunk=chunk,
-                    cache=how,
-                    n=sum(len(t) for t, _ in found),
-                    unit="nats",
-                    **numbers([apart(x, *y) for x, y in zip(ours, found)]),
-                    itself=numbers(itself),
-                    exact=numbers([apart(x, *y) for x, y in zip(exact, found)]),
-                )
-            )
-            print(rows[-1], flush=True)
-            results.write(
-                a,
-                "engine",
-                rows,
-                gate,
-                origin,
-                {"id": a.data_id, "n": scored},
-                [],
-                noise=off,
-                **more,
-            )
-
-
-if __name__ == "__main__":
-    main()
+    w = Windows(a)
+    model, prompts = w.model.to(torch.bfloat16) if CUDA else w.model, w.ids[:scored].tolist()
+    calibration = calibrate(model, w.ids[scored:])
+    centers = [x.bfloat16().float() for x in calibration.centers]
+    calibration = replace(calibration, centers=centers)  # for both
+    path = Path(tempfile.mkdtemp()) / "calibration.safetensors"
+    save_calibration(calibration, path)
+    off = exactly(model, prompts, generated(a, path, prompts, EXACT))
+    cmd = (
+        f"an engine that reads all tokens exactly against the model: {off['worst']:.1e} nats "
+        f"at most, {off['other']} of {off['clear']} tokens other"
+    )
+    gate = {"cmd": cmd, "passed": off["worst"] < (0.3 if CUDA else 1e-3) and not off["other"]}
+    more = dict(noise=off, vllm=vllm.__version__)
+    todo = rows(a, model, calibration, path, prompts)
+    data = w.data | {"n": scored}
+    return Plan("engine", must_pass(gate), todo, data, w.origin, seeds=[], more=more)

@@ -1,5 +1,5 @@
-#!/usr/bin/env python3
-"""Which trellis codes are good? masks.py --out FILE [--plan k,L,m …] [--seconds N] [--seed N].
+"""Which trellis codes are good? run.py masks --out FILE [--plan k,L,m …] [--seconds N] [--seed
+N].
 
 A trellis code keeps k bits a channel. The level of a channel is found from a window of L bits,
 its own and those of the channels before it: bit j of the level's index is the parity of
@@ -14,15 +14,13 @@ Sources: Marcellin and Fischer 1990 (trellis-coded quantisation), Tseng et al. 2
 computed codes on a bit-shift trellis). Gate: the Triton encoder's paths cost what PyTorch's
 do."""
 
-import argparse
 import math
 import time
 
 import torch
 import triton
 import triton.language as tl
-
-from turboquant_nb import results
+from plan import Plan
 
 PLAN = [
     "1,7,2",
@@ -244,41 +242,30 @@ def gate(device):
     return worst
 
 
-def main():
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+def options(p):
     p.add_argument("--plan", nargs="+", default=PLAN, metavar="k,L,m", help="what is searched")
     p.add_argument("--seconds", type=float, default=20, help="of search for each of the plan")
-    p.add_argument("--out", help="results/trellis/<gpu>.json")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--width", type=int, default=128, help="candidates of one launch")
     p.add_argument("--segments", type=int, default=2048, help="segments that judge a candidate")
-    a = results.parse(p)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    worst = gate(device)
-    rows = []
+    p.add_argument("--fresh", type=int, default=2**18, help="draws that measure what is kept")
+
+
+def rows(a, device):
     for k, length, m in (map(int, item.split(",")) for item in a.plan):
         front, tried = search(k, length, m, a.seconds, a.seed, device, a.width, a.segments)
         for cost, (_, masks) in front.items():
-            levels, errors = measured(k, length, masks, a.seed, device)
-            row = dict(
-                bits=k, length=length, index_bits=m, masks=masks, taps=cost, levels=levels
-            )
+            levels, errors = measured(k, length, masks, a.seed, device, a.fresh)
+            row = dict(bits=k, length=length, index_bits=m, masks=masks, taps=cost)
             for name, (mean, error) in errors.items():
                 row |= {name: mean, f"{name} s.e.": error}
-            row |= dict(tried=tried, n=2**18, unit="mean squared error")
-            rows.append(row)
-            print(row, flush=True)
-    limit = 1e-4
+            yield row | dict(levels=levels, tried=tried, n=a.fresh, unit="mean squared error")
+
+
+def plan(a):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    worst, limit = gate(device), 1e-4
     checked = dict(cmd="costs of the kernel's paths and of PyTorch's", value=worst, limit=limit)
     checked["passed"] = worst < limit
-    if not checked["passed"]:
-        raise SystemExit(f"the gate did not pass ({worst:.1e}); nothing is saved")
-    if a.out:
-        data = {"id": "Gaussian", "n": 2**18}
-        results.write(a, "trellis masks", rows, checked, {"id": "none"}, data, [a.seed])
-
-
-if __name__ == "__main__":
-    main()
+    data = {"id": "Gaussian", "n": a.fresh}
+    return Plan("trellis masks", checked, rows(a, device), data, seeds=[a.seed])

@@ -1,6 +1,5 @@
-#!/usr/bin/env python3
-"""The caches of other packages on the windows of the leaderboard: peers.py --out FILE [--text
-FILE ...] [--only NAME ...] [--packages DIR].
+"""The caches of other packages on the windows of the leaderboard: run.py peers --out FILE
+[--text FILE ...] [--only NAME ...] [--packages DIR].
 
 Each package is installed from PyPI without its dependencies into a virtual environment of its
 own, which sees this one's torch and transformers, and is measured in a process of its own.
@@ -15,15 +14,17 @@ import importlib.util
 import os
 import subprocess
 import sys
-import time
 import venv
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from recipes import add_options, opened
+from eval.windows import Windows, add_options, add_protocols
+from plan import Plan
 
-from turboquant_nb import results
+import turboquant_nb
+from turboquant_nb.evaluation.candidates import as_candidate, held_bytes
+from turboquant_nb.evaluation.score import one_pass_gate
 
 PEERS = {  # package: (import name, [(name, flush, settings)])
     "turboquant==0.2.0": (
@@ -114,8 +115,6 @@ def fresh(module, settings, model, made):
 
 def coded_bytes(cache):
     "Bytes without dense copies: `keys` and `values` of a layer that also holds codes."
-    from turboquant_nb.evaluation.candidates import held_bytes
-
     layers = getattr(cache, "layers", ())
     copies = [
         t
@@ -126,94 +125,29 @@ def coded_bytes(cache):
     return held_bytes(cache) - held_bytes(copies)
 
 
-def measure(a, requirement):
-    "Rows of one package, in its own environment; saved after each."
-    from turboquant_nb.evaluation.candidates import as_candidate
-    from turboquant_nb.evaluation.score import one_pass_gate, paired, prefill, score
-
-    name, variants = PEERS[requirement]
-    began = time.time()
-    model, _, ids, batch, origin = opened(a)
-    gate = one_pass_gate(model, ids)
-    starts = [prefill(model, x[:, : a.prompt]) for x in ids.split(batch)]
-    plain, rows = score(model, ids, None, "decode", a.prompt, batch), []
+def rows(a, w, requirement):
+    "Rows of one package, in its own environment."
+    module, variants = PEERS[requirement]
+    module = importlib.import_module(module)
+    config = w.model.config.get_text_config()
+    d = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * d  # of a token
+    windows = len(w.ids) - (len(w.ids) - 1) // w.batch * w.batch  # of the last batch
     for label, flush, settings in variants:
         for protocol in a.protocols:
-            row = dict(
-                cache=label,
-                package=requirement,
-                settings=settings,
-                protocol=protocol,
-                windows=len(ids),
-                unit="perplexity",
-            )
-            if time.time() - began > a.seconds:
-                raise SystemExit("out of time; what is measured is saved")
+            about, made = dict(package=requirement, settings=settings), []
             try:
-                made = []
-                candidate = as_candidate(
-                    model,
-                    partial(fresh, importlib.import_module(name), settings, model, made),
-                    label,
-                )
-                got = score(
-                    model,
-                    ids,
-                    replace(candidate, flush=flush),
-                    protocol,
-                    a.prompt,
-                    batch,
-                    starts=starts,
-                )
-                last = ids[len(ids) - 1 - (len(ids) - 1) % batch :]
-                tokens = ids.shape[1] - 1 + (flush if protocol == "stress" else 0)
-                config = model.config
-                d = (
-                    getattr(config, "head_dim", None)
-                    or config.hidden_size // config.num_attention_heads
-                )
-                values = (
-                    2
-                    * config.num_hidden_layers
-                    * config.num_key_value_heads
-                    * d
-                    * tokens
-                    * len(last)
-                )
-                percent, stderr = paired(got.loss, plain.loss)
-                row |= dict(
-                    ppl=float(got.loss.mean().exp()),
-                    percent=percent,
-                    stderr=stderr,
-                    bits=got.bits,
-                    bits_coded=8 * coded_bytes(made[-1][0]) / values,
-                    shim=made[-1][1],
-                    n=got.loss.numel(),
-                )
-            except (
-                Exception
-            ) as error:  # whatever a package raises is what a reader wants to know
-                row["failed"] = f"{type(error).__name__}: {error}"[:300]
-            rows.append(row)
-            print(
-                {
-                    k: row[k]
-                    for k in (
-                        "cache",
-                        "protocol",
-                        "percent",
-                        "stderr",
-                        "bits",
-                        "bits_coded",
-                        "failed",
-                        "shim",
-                    )
-                    if k in row
-                },
-                f"{time.time() - began:.0f} s",
-                flush=True,
-            )
-            results.write(a, "peers", rows, gate, origin, {"id": a.data_id, "n": len(ids)}, [0])
+                build = partial(fresh, module, settings, w.model, made)
+                candidate = replace(as_candidate(w.model, build, label), flush=flush)
+                got = w.score(candidate, protocol)
+                tokens = w.ids.shape[1] - 1 + (flush if protocol == "stress" else 0)
+                coded = 8 * coded_bytes(made[-1][0]) / (numbers * tokens * windows)
+                about |= dict(bits=got.bits, bits_coded=coded, shim=made[-1][1])
+                yield w.row(label, protocol, got.loss, **about)
+            except Exception as error:  # what a package raises is what a reader wants to know
+                failed = f"{type(error).__name__}: {error}"[:300]
+                what = dict(cache=label, protocol=protocol, unit="perplexity")
+                yield what | dict(windows=len(w.ids), failed=failed) | about
 
 
 def environment(requirement):
@@ -245,41 +179,37 @@ def environment(requirement):
     return str(python)
 
 
-def main():
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def options(p):
     p.add_argument("--only", nargs="*", choices=[*PEERS], default=[*PEERS])
     p.add_argument("--packages", help="folder of unpacked wheels, instead of an installation")
     p.add_argument("--inside", choices=[*PEERS], help=argparse.SUPPRESS)
     add_options(p)
-    p.add_argument("--protocols", nargs="*", default=["decode", "stress"])
-    p.add_argument("--out", required=True, help="JSON; the package's name is added")
-    a = results.parse(p)
-    if a.inside:
-        return measure(a, a.inside)
-    jobs = []
+    add_protocols(p)
+
+
+def elsewhere(a):
+    """Each package in a process of its own, which writes its own file, named as --out with the
+    package's name added; those from a folder at once, the others as they are installed."""
+    jobs, here = [], Path(turboquant_nb.__file__).parents[1]
     for requirement in a.only:
         stem = requirement.split("==")[0]
-        here = importlib.util.find_spec("turboquant_nb").submodule_search_locations[0]
-        python, path = (
-            sys.executable,
-            os.pathsep.join([str(Path(here).parent), os.environ.get("PYTHONPATH", "")]),
-        )
+        path, python = [str(here), os.environ.get("PYTHONPATH", "")], sys.executable
         if a.packages:
-            path = os.pathsep.join(
-                [str(Path(a.packages).resolve() / PEERS[requirement][0]), path]
-            )
+            path.insert(0, str(Path(a.packages).resolve() / PEERS[requirement][0]))
         else:
             python = environment(requirement)
         out = Path(a.out).with_name(f"{Path(a.out).stem}-{stem}.json")
-        argv = [python, __file__, *sys.argv[1:], "--inside", requirement, "--out", str(out)]
-        jobs.append(subprocess.Popen(argv, env=os.environ | {"PYTHONPATH": path}))
+        argv = [python, *sys.argv, "--inside", requirement, "--out", str(out)]
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
+        jobs.append(subprocess.Popen(argv, env=env))
         if not a.packages:
             jobs[-1].wait()
-    for job in jobs:
-        job.wait()
+    return max(job.wait() for job in jobs)
 
 
-if __name__ == "__main__":
-    main()
+def plan(a):
+    if not a.inside:
+        raise SystemExit(elsewhere(a))
+    w = Windows(a)
+    gate = one_pass_gate(w.model, w.ids)
+    return Plan("peers", gate, rows(a, w, a.inside), w.data, w.origin)

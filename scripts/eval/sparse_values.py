@@ -1,6 +1,5 @@
-#!/usr/bin/env python3
-"""How many values could a decode step leave unread? sparse_values.py --model M --text FILE ...
---out FILE [--lengths N ...] [--queries N].
+"""How many values could a decode step leave unread? run.py sparse_values --model M --text
+FILE ... --out FILE [--lengths N ...] [--queries N].
 
 A step needs a value only as far as its weight goes. For the last queries at each length the
 softmax weights on all earlier tokens are computed exactly, and blocks of tokens are counted
@@ -12,13 +11,12 @@ the model is causal. No codes are involved: weights are those of exact keys.
 
 Gate: weights sum to one, and the output from them is that of the model's own attention."""
 
-import argparse
-import time
+from itertools import product
 
 import torch
-from recipes import add_options, opened
+from eval.windows import Windows, add_options
+from plan import Plan, must_pass, seconds
 
-from turboquant_nb import results
 from turboquant_nb.evaluation.pairs import attending, causal_mask
 
 NAME = "turboquant_sparse_values"
@@ -125,55 +123,28 @@ def summary(texts, length, block, threshold, shared):
     )
 
 
-def main():
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_options(p)
+def options(p):
+    add_options(p, windows=3)
     p.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
     p.add_argument("--queries", type=int, default=32)
-    p.add_argument("--out", required=True)
-    p.set_defaults(windows=3)
-    a = results.parse(p)
+
+
+def plan(a):
     a.length = max(a.lengths)
-    began = time.time()
-    model, _, ids, _, origin = opened(a)
-    texts, worst = [], 0.0
-    for row in ids:
-        if time.time() - began > a.seconds:
-            raise SystemExit("out of time; what is measured is saved")
+    w, texts, worst = Windows(a), [], 0.0
+    for row in w.ids:
+        if texts and a.limit and seconds() > a.limit:
+            break  # means are over the texts that were read
         watch = Watch(a.lengths, a.queries)
-        with torch.inference_mode(), attending(model, NAME, watch):
-            model(row[None], use_cache=False, logits_to_keep=1)
+        with torch.inference_mode(), attending(w.model, NAME, watch):
+            w.model(row[None], use_cache=False, logits_to_keep=1)
         texts.append(watch.found)
         worst = max(worst, watch.worst)
-        gate = {
-            "cmd": (
-                "weights sum to one and give the output of the model's own attention, largest "
-                "relative difference"
-            ),
-            "value": worst,
-            "limit": 1e-4,
-            "passed": worst < 1e-4,
-        }
-        print(
-            f"text {len(texts)} of {len(ids)}, {time.time() - began:.0f} s, "
-            f"{gate['value']:.1e}",
-            flush=True,
+        cmd = (
+            "weights sum to one and give the output of the model's own attention, largest "
+            "relative difference"
         )
-        if not gate["passed"]:
-            raise SystemExit("the gate did not pass; nothing is saved")
-        rows = [
-            summary(texts, n, b, t, s)
-            for n in a.lengths
-            for b in BLOCKS
-            for t in THRESHOLDS
-            for s in (False, True)
-        ]
-        results.write(
-            a, "sparse values", rows, gate, origin, {"id": a.data_id, "n": len(texts)}, [0]
-        )
-
-
-if __name__ == "__main__":
-    main()
+        gate = must_pass({"cmd": cmd, "value": worst, "limit": 1e-4, "passed": worst < 1e-4})
+    cases = product(a.lengths, BLOCKS, THRESHOLDS, (False, True))
+    rows = [summary(texts, *case) for case in cases]
+    return Plan("sparse values", gate, rows, w.data | {"n": len(texts)}, w.origin)

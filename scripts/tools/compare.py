@@ -203,7 +203,7 @@ def main():
     p.add_argument("--out", help="results/size/<gpu>.json")
     p.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     if "--worker" in sys.argv:
-        return worker(p.parse_args().quick)
+        return worker("--quick" in sys.argv)
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     from turboquant_nb import results
 

@@ -15,8 +15,10 @@ import difflib
 import json
 import re
 import sys
-from configparser import ConfigParser
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from notebooks import directives, fence, page_name, settings, text_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = "nbs/index_files"
@@ -26,28 +28,11 @@ NOTICE = (
 )
 
 
-def text_of(value):
-    "Notebook fields are a string or a list of lines."
-    return value if isinstance(value, str) else "".join(value)
-
-
-def directives(source):
-    "({directive: value}, the rest of the cell)."
-    found, lines = {}, []
-    for line in source.splitlines():
-        match = re.match(r"^#\|\s*([\w.-]+)\s*:?\s*(.*)$", line)
-        if match:
-            found[match[1]] = match[2].strip().strip("\"'")
-        else:
-            lines.append(line)
-    return found, "\n".join(lines).strip("\n")
-
-
 def links(text, site):
     "[x](10_codebook.ipynb#y) -> [x](site/codebook.html#y)."
 
     def page(match):
-        return f"]({site}/{re.sub(r'^[0-9]+[a-zA-Z0-9]*_', '', match[1])}.html{match[2] or ''})"
+        return f"]({site}/{page_name(match[1])}{match[2] or ''})"
 
     return re.sub(r"\]\((?:\./)?([\w-]+)\.ipynb(#[^)\s]*)?\)", page, text)
 
@@ -76,11 +61,6 @@ def markdown_cell(source, site):
     "A markdown cell as GitHub reads it."
     text = links(callouts(source.strip()), site)
     return re.sub(r"[ \t]*\{#(?:fig|eq|tbl|sec)-[\w-]+\}", "", text)
-
-
-def fence(text, language=""):
-    ticks = "`" * max([3] + [len(m[0]) + 1 for m in re.finditer(r"`{3,}", text)])
-    return f"{ticks}{language}\n{text.strip(chr(10))}\n{ticks}"
 
 
 def output(out, opts, name, files, site):
@@ -134,9 +114,7 @@ def numbered(text, order):
 
 def build():
     "(README.md, {picture path: bytes})."
-    config = ConfigParser(delimiters=["="])
-    config.read(ROOT / "settings.ini", encoding="utf-8")
-    cfg = config["DEFAULT"]
+    cfg = settings(ROOT)
     site = cfg["doc_host"].rstrip("/") + cfg["doc_baseurl"]
     index = ROOT / cfg["nbs_path"] / cfg["readme_nb"]
     if not index.is_file():

@@ -19,6 +19,7 @@ import os
 import shutil
 import sys
 import time
+from typing import NamedTuple
 
 import torch
 
@@ -44,16 +45,30 @@ TOOLS = {
     "racecheck": {},
 }  # what each tool wants in the environment
 
-# batch, KV heads, group, head size, key bits, value bits, centre of keys, static, kernel
+
+class StoreCase(NamedTuple):
+    "A store and the kernel that reads it."
+
+    batch: int
+    heads: int  # KV heads
+    group: int
+    d: int
+    k_bits: int
+    v_bits: int
+    center: str  # of keys, and whether they have a transform
+    static: bool
+    kernel: str
+
+
 CASES = [
-    (1, 3, 4, 128, 3, 3, "pre_rope", False, "fragments"),
-    (2, 1, 8, 128, 4, 2, "prompt_mean", True, "fragments"),
-    (1, 5, 3, 64, 2, 3, "pre_rope", True, "fragments"),
-    (1, 3, 4, 96, 3, 4, "prompt_mean", False, "fragments"),
-    (1, 1, 1, 256, 4, 4, "pre_rope", False, "fragments"),
-    (1, 3, 2, 48, 3, 1, "pre_rope", False, "portable"),
-    (2, 3, 4, 128, 3, 3, "pre_rope transform", False, "fragments"),
-    (1, 1, 3, 64, 4, 2, "prompt_mean transform", True, "fragments"),
+    StoreCase(1, 3, 4, 128, 3, 3, "pre_rope", False, "fragments"),
+    StoreCase(2, 1, 8, 128, 4, 2, "prompt_mean", True, "fragments"),
+    StoreCase(1, 5, 3, 64, 2, 3, "pre_rope", True, "fragments"),
+    StoreCase(1, 3, 4, 96, 3, 4, "prompt_mean", False, "fragments"),
+    StoreCase(1, 1, 1, 256, 4, 4, "pre_rope", False, "fragments"),
+    StoreCase(1, 3, 2, 48, 3, 1, "pre_rope", False, "portable"),
+    StoreCase(2, 3, 4, 128, 3, 3, "pre_rope transform", False, "fragments"),
+    StoreCase(1, 1, 3, 64, 4, 2, "prompt_mean transform", True, "fragments"),
 ]
 
 
@@ -72,8 +87,9 @@ def states(*shape):
     return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)
 
 
-def store_case(batch, heads, group, d, k_bits, v_bits, center, static, name):
+def store_case(case):
     "A store that grows by a prompt, single tokens and drafts."
+    batch, heads, group, d, k_bits, v_bits, center, static, name = case
     center, *transform = center.split()
     rotation = (
         register_transform(
@@ -143,9 +159,10 @@ PARTS = [
 ]
 
 
-def part_case(batch, heads, group, d, k_bits, v_bits, residual, decay):
+def part_case(case):
     """Codes in parts: channels of two bit widths, a QJL residual, tiles that lost a plane; with
     exact first and recent tokens."""
+    batch, heads, group, d, k_bits, v_bits, residual, decay = case
     recipe = Recipe(
         Spec(k_bits, center="prompt_mean", residual=residual), Spec(v_bits), sinks=3, recent=5
     )
@@ -199,9 +216,10 @@ def plan_of(n, heads, d, k_bits, v_bits, centred):
     )
 
 
-def cell_case(n, heads, group, d, k_bits, v_bits, m, centred):
+def cell_case(case):
     """Blocks that fill their memory to the last byte: a prompt, a short call, drafts, the past
     of a chunk."""
+    n, heads, group, d, k_bits, v_bits, m, centred = case
     plan = plan_of(n, heads, d, k_bits, v_bits, centred)
     cache, table, lengths = random_cells(plan, heads, n)
     for row, first, count in ((0, 0, 3 * n), (1, 0, n + 3), (1, n + 3, 4)):
@@ -226,18 +244,32 @@ def cell_case(n, heads, group, d, k_bits, v_bits, m, centred):
     )
 
 
-# tokens of a block, KV heads, group, head size, key bits, value bits, query tokens, whether
-# keys have a centre, recent tokens, first tokens
+class SinkCase(NamedTuple):
+    "Blocks of an engine with exact recent and first tokens."
+
+    n: int  # tokens of a block
+    heads: int  # KV heads
+    group: int
+    d: int
+    k_bits: int
+    v_bits: int
+    m: int  # query tokens
+    centred: bool  # keys
+    tokens: int  # recent ones
+    sinks: int
+
+
 SINKS = [
-    (16, 2, 3, 64, 3, 3, 1, True, 7, 4),
-    (64, 1, 4, 128, 4, 3, 4, False, 9, 20),
-    (32, 1, 5, 48, 3, 2, 2, True, 1, 1),
+    SinkCase(16, 2, 3, 64, 3, 3, 1, True, 7, 4),
+    SinkCase(64, 1, 4, 128, 4, 3, 4, False, 9, 20),
+    SinkCase(32, 1, 5, 48, 3, 2, 2, True, 1, 1),
 ]
 
 
-def sink_case(n, heads, group, d, k_bits, v_bits, m, centred, tokens, sinks):
+def sink_case(case):
     """Exact recent and first tokens beside codes: prompts, steps that carry the first tokens
     into new blocks, attention to all of it."""
+    n, heads, group, d, k_bits, v_bits, m, centred, tokens, sinks = case
     plan, size = plan_of(n, heads, d, k_bits, v_bits, centred), 4  # recent tokens of a block
     cache, table, lengths = random_cells(plan, heads, n)
     width = -(-int(lengths.max()) // size)
@@ -350,7 +382,7 @@ def main():
                 flush=True,
             )
             sys.exit(3)
-        run(*case)
+        run(case)
     print(f"all {len(cases)} cases ran in {time.perf_counter() - began:.0f} s", flush=True)
 
 

@@ -8,23 +8,29 @@
     python scripts/tools/mutants.py --retry x.jsonl          those of it that survived, after a
                                                              test was added
     python scripts/tools/mutants.py --list                   how many mutants each module has
+    python scripts/tools/mutants.py --prune                  drop from mutants_equivalent.txt
+                                                             what no module says any more
 
 cosmic-ray makes the mutants (pip install -c constraints.txt ".[mutants]"). It would start a
 process for each, and importing torch takes longer than most tests; here one process imports the
 libraries once and forks for each mutant. The tests of each module run once without any change,
 observed; then a mutant meets first the tests that enter its function, the fastest first. A
-mutant is killed if a test of its own module's files (MODULES) fails, or runs much longer than
-it should. What cannot be imported at all does not count. A survivor is either a test that is
-missing or a change that nothing can see (`x < 0` for `x <= 0` where both give the same): those
-are listed, with the reason, in mutants_equivalent.txt, and count no more."""
+mutant is killed if a test of its own module's files (`tests_of`) fails, or runs much longer
+than it should; kernels run in Triton's interpreter. What cannot be imported at all does not
+count. A survivor is either a test that is missing or a change that nothing can see (`x < 0` for
+`x <= 0` where both give the same): those are listed, with the reason, in
+mutants_equivalent.txt, by the statement that is changed and not by how it is laid out, and
+count no more."""
 
 import argparse
 import ast
 import importlib
 import importlib.machinery
 import json
+import linecache
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -39,14 +45,12 @@ from pathlib import Path
 
 from pytest import hookimpl as pytest_hook
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from preview_docs import copy_tree
+
 SCRIPTS = Path(__file__).resolve().parent
 EQUIVALENT = SCRIPTS / "mutants_equivalent.txt"
-MODULES = {  # module -> the tests that have to notice
-    name: f"{name} survivors"
-    for name in (
-        "codebook rotation rope quantizer qjl residual rates packing store attention"
-    ).split()
-}
+WINGS = "theory", "quant", "cache", "kernels"  # whose modules are changed
 SWAPS = (
     "Add_Sub Sub_Add Mul_Div Div_Mul FloorDiv_Mul Mod_FloorDiv Pow_Mul BitAnd_BitOr "
     "BitOr_BitXor LShift_RShift RShift_LShift"
@@ -78,17 +82,29 @@ KEEPS_KIND = (
 )  # x.f(...) and x are of one kind
 
 
-def place(folder, name):
-    "The file of a module or a test, in whatever wing it is. Raises Failed unless there is one."
-    found = sorted(folder.rglob(f"{name}.py"))
-    found = (
-        [x for x in found if x.parent.name not in ("kernels", "hf", "esm", "cli")]
-        if len(found) > 1
-        else found
-    )
-    if len(found) != 1:
-        raise Failed(f"{folder.name} must have one file {name}.py, got {len(found)}")
-    return found[0]
+def modules(package):
+    "The modules that are changed, as wing/name."
+    return [
+        f"{wing}/{path.stem}"
+        for wing in WINGS
+        for path in sorted((package / wing).glob("*.py"))
+        if path.stem != "__init__"
+    ]
+
+
+def tests_of(module, tests):
+    """The files of tests that have to notice a change of a module: its own, or else those of
+    its wing that import it, or else all that do; and what is promised."""
+    wing, name = module.split("/")
+    imports = re.compile(rf"\b{wing}\.{name}\b|\b{wing} import [^\n]*\b{name}\b")
+    using = [
+        x for x in sorted(tests.rglob("test_*.py")) if imports.search(x.read_text("utf-8"))
+    ]
+    own = [tests / wing / f"test_{name}{kind}.py" for kind in ("", "_kernel")]
+    found = [x for x in own if x.exists()] or [x for x in using if x.parent.name == wing]
+    if not (found or using):
+        raise Failed(f"no file of tests imports {module}")
+    return list(dict.fromkeys([*(found or using), tests / "tools" / "test_promises.py"]))
 
 
 class Failed(Exception):
@@ -186,7 +202,7 @@ def operators():
 class Mutant:
     "One place of a module, and what is done there."
 
-    module: str
+    module: str  # wing/name
     operator: str
     occurrence: int  # of the operator in the module
     line: int  # from 1
@@ -224,14 +240,45 @@ def mutated(mutant, source):
     return mutate_code(source, operators()[mutant.operator], mutant.occurrence)
 
 
-def change(old, new):
-    "The first line that differs: (as it was, as it is)."
-    pairs = zip([*old.splitlines(), ""], [*new.splitlines(), ""])
-    return next(((a.strip(), b.strip()) for a, b in pairs if a != b), ("", ""))
+BELOW = "body", "orelse", "finalbody", "handlers"
+
+
+def below(node):
+    "The statements that a statement holds."
+    return [x for name in BELOW for x in getattr(node, name, ()) if isinstance(x, ast.AST)]
+
+
+def head(node):
+    "A statement without what it holds, in one line, as Python lays it out."
+    if isinstance(node, ast.Module):
+        return ""
+    given = {name: getattr(node, name) for name in node._fields if name not in BELOW}
+    if hasattr(node, "body") and isinstance(node.body, list):
+        given |= {"body": [ast.Expr(ast.Constant(...))], "orelse": [], "finalbody": []}
+        given |= {"handlers": []} if isinstance(node, ast.Try) else {}
+    bare = type(node)(**{k: x for k, x in given.items() if k in node._fields})
+    return " ".join(ast.unparse(ast.fix_missing_locations(bare)).split())
+
+
+def holds(node, line):
+    "Whether a statement, its decorators included, has this line."
+    first = min([node.lineno, *(x.lineno for x in getattr(node, "decorator_list", ()))])
+    return first <= line <= node.end_lineno
+
+
+def change(old, new, line):
+    "The innermost statement on a line of two sources: (as it was, as it is)."
+    old, new = ast.parse(old), ast.parse(new)
+    while True:
+        pairs = zip(below(old), below(new))
+        inside = next((x for x in pairs if holds(x[0], line)), None)
+        if inside is None:
+            return head(old), head(new)
+        old, new = inside
 
 
 def equivalent():
-    "(module, as it was, as it is) of the changes that nothing can see."
+    "{(module, as it was, as it is): why} of the changes that nothing can see."
     lines = EQUIVALENT.read_text(encoding="utf-8").splitlines()
     rows = [
         [x.strip() for x in line.split(" || ")]
@@ -243,7 +290,27 @@ def equivalent():
             f"{EQUIVALENT.name}: expected `module || as it was || as it is || why`, got "
             f"{wrong[0]}"
         )
-    return {tuple(row[:3]) for row in rows}
+    return {tuple(row[:3]): row[3] for row in rows}
+
+
+def stale(sources):
+    "Those of `equivalent` whose statement is in no module any more."
+    said = {
+        (name, head(x))
+        for name, source in sources.items()
+        for x in ast.walk(ast.parse(source))
+        if isinstance(x, ast.stmt | ast.ExceptHandler)
+    }
+    return [x for x in equivalent() if x[:2] not in said]
+
+
+def prune(sources):
+    "Write the list without what is stale; how many went."
+    gone = {" || ".join(x) for x in stale(sources)}
+    lines = EQUIVALENT.read_text(encoding="utf-8").splitlines()
+    kept = [x for x in lines if x.rpartition(" || ")[0] not in gone]
+    EQUIVALENT.write_text("\n".join(kept) + "\n", encoding="utf-8")
+    return len(lines) - len(kept)
 
 
 # ---------------------------------------------------------------- how it is tried
@@ -333,11 +400,12 @@ class Tree:
 
     def __post_init__(self):
         self.tests = {}
-        self.sources = {name: self.path(name).read_text(encoding="utf-8") for name in MODULES}
+        names = modules(self.root / self.package)
+        self.sources = {name: self.path(name).read_text(encoding="utf-8") for name in names}
         self.functions = {name: functions(x) for name, x in self.sources.items()}
 
     def path(self, module):
-        return place(self.root / self.package, module)
+        return self.root / self.package / f"{module}.py"
 
     def seconds(self, module):
         "What the tests of a module take, observed."
@@ -347,7 +415,9 @@ class Tree:
         """Run the tests of these modules as they are, the observed ones at the same time. Says
         which tests fail; raises Failed if all do."""
         files = {
-            name: self.root / f"observed-{name}" for name in modules if name not in self.tests
+            name: self.root / f"observed-{name.replace('/', '-')}"
+            for name in modules
+            if name not in self.tests
         }
         for name, said, log in side_by_side(
             ((name, self._observed(name, out), 1800) for name, out in files.items()), workers
@@ -387,7 +457,7 @@ class Tree:
         def run():
             path, source = self.path(mutant.module), self.sources[mutant.module]
             new = mutated(mutant, source) if mutant.operator != CONTROL else source
-            print(json.dumps(both := change(source, new)), flush=True)
+            print(json.dumps(both := change(source, new, mutant.line)), flush=True)
             if (mutant.module, *both) in known or (
                 new != source and ast.dump(ast.parse(new)) == ast.dump(ast.parse(source))
             ):
@@ -410,9 +480,7 @@ class Tree:
     def _pytest(self, module, plugin, *more):
         import pytest
 
-        files = [
-            str(place(self.root / "tests", f"test_{name}")) for name in MODULES[module].split()
-        ]
+        files = [str(x) for x in tests_of(module, self.root / "tests")]
         scratch = self.root / f"scratch-{os.getpid()}"
         try:
             return pytest.main(
@@ -433,7 +501,9 @@ class Tree:
 
 
 def import_from(path, source):
-    "Whoever imports the module at `path` gets this source."
+    """Whoever imports the module at `path` gets this source, and Triton's interpreter, which
+    reads the lines of a kernel, too."""
+    linecache.cache[path] = len(source), None, source.splitlines(keepends=True), path
     loader = importlib.machinery.SourceFileLoader
     get_code = loader.get_code
     loader.get_code = lambda self, name: (
@@ -566,7 +636,7 @@ def report(found):
     killed = lambda c: c["killed"] + c["late"]
     for module, c in sorted(table.items()):
         lines.append(
-            f"{module:10} {killed(c):4} of {killed(c) + c['survived']:4} killed, "
+            f"{module:22} {killed(c):4} of {killed(c) + c['survived']:4} killed, "
             f"{c['equivalent']} equivalent, {c['import']} not importable"
         )
     total = sum(table.values(), Counter())
@@ -588,14 +658,19 @@ def survivors(path, tree):
         for x in rows
         if x["outcome"] == "survived"
     )
-    places = {x[:3] for x in wanted}
+    wanted_at = {x[:3] for x in wanted}
     for name in sorted({x[0] for x in wanted}):
         source = tree.sources[name]
-        lines = [x.strip() for x in source.splitlines()]
+        held = {  # the innermost statement of a line comes last
+            line: head(x)
+            for x in ast.walk(ast.parse(source))
+            if isinstance(x, ast.stmt | ast.ExceptHandler)
+            for line in range(x.lineno, x.end_lineno + 1)
+        }
         for mutant in mutants(name, source):
-            if (name, mutant.operator, lines[mutant.line - 1]) not in places:
+            if (name, mutant.operator, held.get(mutant.line)) not in wanted_at:
                 continue  # making the change takes longer than all the rest
-            key = (name, mutant.operator, *change(source, mutated(mutant, source)))
+            key = (name, mutant.operator, *change(source, mutated(mutant, source), mutant.line))
             if wanted[key]:
                 wanted[key] -= 1
                 yield mutant
@@ -608,9 +683,6 @@ def survivors(path, tree):
 
 def run(args):
     "Copy the tree, draw mutants, try them, and print; returns the last line. Raises Failed."
-    sys.path.insert(0, str(SCRIPTS))
-    from preview_docs import copy_tree
-
     out, again = (
         args.out and Path(args.out).resolve(),
         args.retry and Path(args.retry).resolve(),
@@ -621,14 +693,14 @@ def run(args):
         if again:
             pool = list(survivors(again, tree))
         else:
-            pool = [
-                m for name in args.module or MODULES for m in mutants(name, tree.sources[name])
-            ]
+            chosen = named(args.module, tree.sources)
+            pool = [m for name in chosen for m in mutants(name, tree.sources[name])]
         if not args.all:
             random.Random(args.seed).shuffle(pool)
         begin = time.monotonic()
         tree.measure(
-            sorted({m.module for m in pool[: args.most]}, key=list(MODULES).index), args.workers
+            sorted({m.module for m in pool[: args.most]}, key=list(tree.sources).index),
+            args.workers,
         )
         print(
             f"tests of {len(tree.tests)} modules measured in {time.monotonic() - begin:.0f} s",
@@ -667,6 +739,14 @@ def run(args):
         )
 
 
+def named(wanted, known):
+    "The modules that were asked for, by wing/name or the name alone; all where none was."
+    found = [x for x in known if not wanted or {x, x.split("/")[1]} & {*wanted}]
+    if not found:
+        raise Failed(f"--module must be among {', '.join(known)}, got {', '.join(wanted)}")
+    return found
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
@@ -688,11 +768,7 @@ def main(argv=None):
         "--seed", type=int, default=0, help="of the order in which mutants are drawn"
     )
     parser.add_argument(
-        "--module",
-        action="append",
-        choices=list(MODULES),
-        metavar="NAME",
-        help="only this module (may be repeated)",
+        "--module", action="append", metavar="NAME", help="only this module (may be repeated)"
     )
     parser.add_argument(
         "--all", action="store_true", help="in the order of the file instead of drawn"
@@ -706,17 +782,26 @@ def main(argv=None):
     parser.add_argument(
         "--list", action="store_true", help="count the mutants of each module and stop"
     )
+    parser.add_argument(
+        "--prune",
+        action="store_true",
+        help=f"drop from {EQUIVALENT.name} what no module says any more, and stop",
+    )
     args = parser.parse_args(argv)
     try:
-        if args.list:
-            for name in MODULES:
-                source = place(SCRIPTS.parents[1] / "turboquant_nb", name).read_text(
-                    encoding="utf-8"
-                )
-                print(
-                    f"{name:10} {sum(1 for _ in mutants(name, source)):5}   tests: "
-                    f"{MODULES[name]}"
-                )
+        if args.list or args.prune:
+            root = SCRIPTS.parents[1]
+            sources = {
+                name: (root / "turboquant_nb" / f"{name}.py").read_text(encoding="utf-8")
+                for name in modules(root / "turboquant_nb")
+            }
+            if args.prune:
+                print(f"{prune(sources)} changes are not listed any more")
+                return 0
+            for name in named(args.module, sources):
+                files = " ".join(x.stem for x in tests_of(name, root / "tests"))
+                count = sum(1 for _ in mutants(name, sources[name]))
+                print(f"{name:22} {count:5}   tests: {files}")
             return 0
         print(run(args))
     except Failed as error:

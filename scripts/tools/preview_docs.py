@@ -29,7 +29,6 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from configparser import ConfigParser
 from functools import partial
 from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -37,46 +36,17 @@ from pathlib import Path
 from threading import Thread
 from urllib.parse import unquote, urlsplit
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from notebooks import directives, fence, page_name, settings, text_of
+from search_names import entries
+
 ROOT = Path(__file__).resolve().parents[2]
 MAX_PICTURE = 100_000
 WORKERS = min(4, os.cpu_count() or 1)
 KINDS = {"fig": "Figure", "tbl": "Table"}
 
-LAYOUT_CSS = """
-:root { --line:#e2e8f0; --ink:#1e293b; --soft:#64748b; --link:#1d4ed8; --bar:#0f3d5e; --paper:#fff; --code:#f1f5f9; --box:#f8fbff; color-scheme:light dark; }
-@media (prefers-color-scheme:dark) { :root { --line:#334155; --ink:#e2e8f0; --soft:#94a3b8; --link:#93c5fd; --bar:#0b2a41; --paper:#0f172a; --code:#1e293b; --box:#172033; --tq-soft:#1e293b; --tq-line:#475569; --tq-faint:#94a3b8; }
-  main img { background:#fff; } div.sourceCode code span { filter:brightness(1.6); } }
-* { box-sizing:border-box; } html { scroll-padding-top:4rem; }
-body { margin:0; color:var(--ink); background:var(--paper); font:16px/1.65 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif; }
-a { color:var(--link); text-decoration:none; } a:hover { text-decoration:underline; }
-header.bar { position:sticky; top:0; z-index:2; background:var(--bar); padding:.6rem 1.4rem; display:flex; flex-wrap:wrap; gap:.2rem 1.2rem; justify-content:space-between; }
-header.bar nav { display:flex; flex-wrap:wrap; gap:.2rem 1.2rem; }
-header.bar a { color:#fff; font-weight:600; }
-.page { display:grid; grid-template-columns:13rem minmax(0,54rem) 13rem; gap:2rem; max-width:88rem; margin:0 auto; padding:1.4rem; }
-nav.side,nav.toc { font-size:.9rem; position:sticky; top:4.2rem; align-self:start; max-height:calc(100vh - 5rem); overflow-y:auto; }
-nav ul { list-style:none; margin:0 0 .8rem; padding:0; } nav li { margin:.25rem 0; } nav li li { padding-left:.9rem; }
-nav .section { font-weight:600; margin:.9rem 0 .2rem; } nav a { color:var(--soft); } nav a.here { color:var(--link); font-weight:600; }
-main { min-width:0; } h1 { font-size:2rem; line-height:1.2; margin:.2rem 0 .3rem; } h2 { margin:2.2rem 0 .6rem; padding-bottom:.2rem; border-bottom:1px solid var(--line); font-size:1.45rem; }
-h3 { margin:1.5rem 0 .4rem; font-size:1.15rem; } p.description { color:var(--soft); font-size:1.1rem; margin:.2rem 0 1.2rem; }
-code { font:.875em/1.5 ui-monospace,"SFMono-Regular",Menlo,Consolas,"DejaVu Sans Mono",monospace; background:var(--code); padding:.08em .28em; border-radius:.25em; }
-pre { overflow-x:auto; line-height:1.45; } pre code { background:none; padding:0; font-size:.8rem; }
-main > pre, section > pre, li > pre { background:var(--code); border:1px solid var(--line); border-radius:.4rem; padding:.5rem .8rem; }
-div.sourceCode { background:var(--code); border:1px solid var(--line); border-radius:.4rem; padding:.1rem .8rem; margin:.7rem 0 .5rem; }
-div.sourceCode pre { margin:.45rem 0; }
-table { border-collapse:collapse; margin:1rem 0; display:block; overflow-x:auto; } th,td { padding:.35rem .7rem; border-bottom:1px solid var(--line); vertical-align:top; }
-thead th { border-bottom:2px solid #94a3b8; } img { max-width:100%; height:auto; } figure { margin:1rem 0; text-align:center; }
-figcaption { color:var(--soft); font-size:.92rem; text-align:left; margin-top:.3rem; } caption { caption-side:top; color:var(--soft); text-align:left; }
-blockquote { margin:1rem 0; padding:.1rem 1rem; border-left:3px solid var(--line); color:var(--soft); }
-.equation { display:grid; grid-template-columns:minmax(0,1fr) auto; align-items:center; gap:1rem; } .equation .number { color:var(--soft); }
-.callout { border:1px solid var(--line); border-left:5px solid #3b82f6; border-radius:.4rem; padding:.5rem 1rem; margin:1.1rem 0; background:var(--box); }
-.callout > p:first-child { margin-top:.3rem; } .callout > .callout-title { font-weight:600; margin:.1rem 0; }
-.callout-tip { border-left-color:#16a34a; } .callout-warning,.callout-caution { border-left-color:#d97706; } .callout-important { border-left-color:#dc2626; }
-details.code summary { cursor:pointer; color:var(--soft); font-size:.9rem; } hr { border:0; border-top:1px solid var(--line); margin:1.6rem 0; }
-footer { display:flex; justify-content:space-between; margin:3rem 0 1rem; padding-top:1rem; border-top:1px solid var(--line); }
-@media (max-width:70rem) { .page { grid-template-columns:13rem minmax(0,1fr); } nav.toc { display:none; } }
-@media (max-width:48rem) { .page { grid-template-columns:minmax(0,1fr); } nav.side { position:static; max-height:none; order:2; } }
-"""
-
+LAYOUT = Path(__file__).with_name("preview_layout.css")
+MEASURE = Path(__file__).with_name("preview_widths.html")
 PANDOC_TEMPLATE = "$toc$\n<!--split-->\n$highlighting-css$\n<!--split-->\n$body$\n"
 
 
@@ -149,18 +119,6 @@ def prepare(tree):
     return tree / "_proc"
 
 
-def settings(tree):
-    "settings.ini as a dict."
-    config = ConfigParser(delimiters=["="])
-    config.read(tree / "settings.ini", encoding="utf-8")
-    return config["DEFAULT"]
-
-
-def page_name(path):
-    "10_codebook.ipynb -> codebook.html, as nbdev does."
-    return re.sub(r"^\d+[a-zA-Z0-9]*_", "", Path(path).stem) + ".html"
-
-
 def site_address(cfg):
     "Where the published site lives, with a slash at the end."
     return (cfg["doc_host"] + cfg["doc_baseurl"]).rstrip("/") + "/"
@@ -168,30 +126,6 @@ def site_address(cfg):
 
 # ---------------------------------------------------------------- one notebook -> pandoc
 # markdown
-
-
-def text_of(value):
-    "Notebook fields are a string or a list of lines."
-    return value if isinstance(value, str) else "".join(value)
-
-
-def fence(text, attrs):
-    "A fenced block whose fence is longer than any fence inside."
-    ticks = "`" * max([3] + [len(m[0]) + 1 for m in re.finditer(r"^`{3,}", text, re.M)])
-    return f"{ticks}{attrs}\n{text.rstrip()}\n{ticks}\n"
-
-
-def options(source):
-    """Split `#| key: value` lines from a cell; unknown ones stay away from the reader too, like
-    in Quarto."""
-    opts, lines = {}, []
-    for line in source.splitlines():
-        found = re.match(r"^#\|\s*([\w.-]+)\s*:?\s*(.*)$", line)
-        if found:
-            opts[found[1]] = found[2].strip().strip("\"'")
-        else:
-            lines.append(line)
-    return opts, "\n".join(lines).strip("\n")
 
 
 def picture(data, where, name, opts, page, problems):
@@ -233,7 +167,7 @@ def output_markdown(out, opts, where, name, page, problems):
         return (
             text
             if opts.get("output") == "asis"
-            else f"::: {{.cell-output}}\n{fence(text, '')}:::\n"
+            else f"::: {{.cell-output}}\n{fence(text)}\n:::\n"
         )
     data = out.get("data", {})
     if "image/png" in data or "image/svg+xml" in data:
@@ -241,9 +175,9 @@ def output_markdown(out, opts, where, name, page, problems):
     if "text/markdown" in data:
         return text_of(data["text/markdown"]) + "\n"
     if "text/html" in data:
-        return fence(text_of(data["text/html"]), "{=html}")
+        return fence(text_of(data["text/html"]), "{=html}") + "\n"
     if "text/plain" in data:
-        return f"::: {{.cell-output}}\n{fence(text_of(data['text/plain']), '')}:::\n"
+        return f"::: {{.cell-output}}\n{fence(text_of(data['text/plain']))}\n:::\n"
     return ""
 
 
@@ -258,12 +192,12 @@ def cell_markdown(cell, number, where, stem, page, problems):
         return source + "\n"
     if cell["cell_type"] != "code":
         return ""
-    opts, code = options(source)
+    opts, code = directives(source)
     if opts.get("include") == "false":
         return ""
     parts = []
     if code and opts.get("echo") != "false":
-        block = fence(code, "python")
+        block = fence(code, "python") + "\n"
         if opts.get("code-fold") in ("true", "show"):
             is_open = " open" if opts["code-fold"] == "show" else ""
             block = (
@@ -783,63 +717,6 @@ def check_equations(name, cells, problems):
 # ---------------------------------------------------------------- widths, in a browser
 
 WIDTHS = (390, 1280)
-MEASURE = """<!DOCTYPE html><meta charset="utf-8"><body><script>
-const pages = %s, widths = %s, out = [];
-const scrolls = e => /auto|scroll|hidden/.test(getComputedStyle(e).overflowX);
-function inside(e, top) { for (let p = e.parentElement; p && p !== top; p = p.parentElement) if (scrolls(p)) return true; return false; }
-function name(e) { return e.tagName.toLowerCase() + (e.id ? "#" + e.id : "") + " " + JSON.stringify((e.textContent || e.getAttribute("src") || "").trim().slice(0, 50)); }
-function behaviour(frame, page, width) {
-  const doc = frame.contentDocument;
-  for (const block of doc.querySelectorAll("main div.sourceCode")) if (block.textContent.trimEnd().split("\\n").length > 30 && !block.closest("details")) out.push([page, width, "long source that stands open: " + name(block)]);
-  for (const code of doc.querySelectorAll(".cell-output pre code")) if (/^raised \\w+: /m.test(code.textContent) && !code.closest("details")) out.push([page, width, "refusals that stand open: " + name(code)]);
-  const head = doc.querySelector("thead th[tabindex]");
-  if (head) {
-    const first = () => [...head.closest("table").tBodies[0].rows].map(row => row.cells[0].textContent);
-    const before = first().sort().join();
-    for (const sign of [1, -1]) { head.click(); if (head.getAttribute("aria-sort") !== (sign > 0 ? "ascending" : "descending") || first().sort().join() !== before) out.push([page, width, "a table that does not sort by " + name(head)]); }
-  }
-  for (const box of doc.querySelectorAll(".tq-live")) {  // what it computes is what Python expects, and it follows its controls
-    const got = parseFloat(box.dataset.value), want = parseFloat(box.dataset.expect), slider = box.querySelector("input[type=range]");
-    if (!(Math.abs(got / want - 1) < 0.001)) out.push([page, width, `#${box.id} computes ${got}, Python ${want}`]);
-    slider.value = slider.min;
-    slider.dispatchEvent(new Event("input", {bubbles: true}));
-    if (parseFloat(box.dataset.value) === got) out.push([page, width, `#${box.id} does not follow its control`]);
-  }
-  const words = frame.contentWindow.tqGlossary, terms = [...doc.querySelectorAll("dfn.tq-term")].map(x => x.dataset.name);
-  const bare = [...doc.querySelectorAll("main p")].flatMap(p => [...p.childNodes].filter(x => x.nodeType === 3)).map(x => x.textContent).join(" ");
-  if (words && page !== "book.html" && !terms.length && Object.keys(words).some(w => new RegExp(`(?<![\\w-])${w}(?![\\w-])`, "i").test(bare))) out.push([page, width, "no word of the glossary is explained"]);
-  if (new Set(terms).size < terms.length || [...doc.querySelectorAll("dfn.tq-term")].some(x => !x.dataset.tip)) out.push([page, width, "a word explained twice, or not: " + terms.join(", ")]);
-  const cited = [...doc.querySelectorAll("main p, main li")].flatMap(p => [...p.childNodes].filter(x => x.nodeType === 3)).filter(x => /[Ee]quations? \\(\\d\\d[a-z]?\\.\\d+\\)/.test(x.textContent));
-  if (cited.length) out.push([page, width, "the number of an equation that leads nowhere: " + cited[0].textContent.trim().slice(0, 60)]);
-  for (const details of doc.querySelectorAll("details")) details.open = true;
-}
-function layout(frame, page, width) {
-  const doc = frame.contentDocument, top = doc.documentElement;
-  const wide = [...doc.body.querySelectorAll("*")].filter(e => e.getBoundingClientRect().right > width + 1 && !inside(e, doc.body) && getComputedStyle(e).position !== "absolute");
-  if (top.scrollWidth > width + 1 || wide.length)
-    out.push([page, width, "sticks out to " + Math.max(top.scrollWidth, ...wide.map(e => Math.ceil(e.getBoundingClientRect().right))) + " px: " + (wide.length ? name(wide[wide.length - 1]) : "an invisible element")]);
-  for (const number of doc.querySelectorAll(".equation .number")) {
-    const a = number.getBoundingClientRect(), b = number.parentElement.firstElementChild.getBoundingClientRect();
-    if (a.left < Math.min(b.right, width) - 1 && a.top < b.bottom && a.bottom > b.top) out.push([page, width, "the number " + number.textContent + " lies on its equation"]);
-  }
-  for (const image of doc.images) if (image.naturalWidth && Math.abs(image.width / image.height - image.naturalWidth / image.naturalHeight) > 0.02 * image.naturalWidth / image.naturalHeight)
-    out.push([page, width, "a stretched picture: " + image.getAttribute("src")]);
-  for (const pre of doc.querySelectorAll("pre")) if (/wrap|break/.test(getComputedStyle(pre.querySelector("code") || pre).whiteSpace)) { out.push([page, width, "code that wraps: " + name(pre)]); break; }
-}
-async function main() {
-  const frame = document.createElement("iframe");
-  frame.style.cssText = "border:0;height:800px";
-  document.body.append(frame);
-  for (const page of pages) {
-    frame.style.width = widths[0] + "px";
-    await new Promise(done => { frame.onload = done; frame.src = page; });
-    behaviour(frame, page, widths[0]);
-    for (const width of widths) { frame.style.width = width + "px"; layout(frame, page, width); }
-  }
-  await fetch("/measured", {method: "POST", body: JSON.stringify(out)});
-}
-main();
-</script>"""
 
 
 def browser():
@@ -871,7 +748,8 @@ def check_widths(site, problems, seconds=120):
     how many pages were measured."""
     pages = sorted(p.name for p in site.glob("*.html"))
     harness = site / ".widths.html"
-    harness.write_text(MEASURE % (json.dumps(pages), json.dumps(WIDTHS)), encoding="utf-8")
+    text = MEASURE.read_text(encoding="utf-8").replace("PAGES", json.dumps(pages), 1)
+    harness.write_text(text.replace("WIDTHS", json.dumps(WIDTHS), 1), encoding="utf-8")
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Measured, directory=site))
     server.found = None
     Thread(target=server.serve_forever, daemon=True).start()
@@ -975,7 +853,7 @@ def build(tree, site, problems):
             target = site / file.relative_to(processed)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(file, target)
-    (site / "layout.css").write_text(LAYOUT_CSS, encoding="utf-8")
+    shutil.copyfile(LAYOUT, site / "layout.css")
     with ThreadPoolExecutor(WORKERS) as pool:  # the work is pandoc's, in processes of its own
         found = [(name, Problems()) for name in notebooks]
         list(
@@ -996,9 +874,6 @@ def build(tree, site, problems):
         cfg,
         problems,
     )
-    sys.path.append(str(Path(__file__).resolve().parent))
-    from search_names import entries  # beside this file
-
     for name in entries(site, tree)[1]:
         problems.add("search", f"no section for the public name {name}")
     return len(notebooks)

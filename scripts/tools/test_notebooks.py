@@ -12,6 +12,7 @@ import sys
 
 import interpreter
 import nbdev.test
+from notebooks import text_of
 
 LONGEST = (
     "61_sensitivity 83_score 21_residual 76_serving 57_storage 45b_cells 44_launch "
@@ -39,10 +40,6 @@ def longest_first(f, files, **kwargs):
     order = sorted(range(len(files)), key=lambda i: place(files[i]))
     results = dict(zip(order, parallel(compared, [files[i] for i in order], **kwargs)))
     return [results[i] for i in range(len(files))]
-
-
-def text_of(value):
-    return value if isinstance(value, str) else "".join(value)
 
 
 def printed(cell):

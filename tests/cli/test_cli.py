@@ -1120,6 +1120,7 @@ def test_eval_of_uncommitted_code_is_marked_as_a_draft(
 ):
     from turboquant_nb import results
 
+    monkeypatch.setattr(results, "_git", lambda *a: None)
     monkeypatch.setenv("TURBOQUANT_COMMIT", "0" * 40)
     monkeypatch.setenv("TURBOQUANT_DIRTY", str(int(dirty)))
     code, _, _ = call(

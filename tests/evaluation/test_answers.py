@@ -1,11 +1,8 @@
 "The scripts that judge answers and count planted keys: judges, limits, intervals, theory."
 
-import importlib.util
 import math
 import re
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,36 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from turboquant_nb.evaluation.models import load_model
 from turboquant_nb.hf import TurboQuantCache
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "eval"
-pytestmark = pytest.mark.skipif(not SCRIPTS.exists(), reason="scripts/ is not beside the tests")
-
-
-@pytest.fixture(scope="module")
-def script():
-    sys.path.insert(0, str(SCRIPTS))  # answers.py imports its neighbours
-    try:
-
-        def load(name):
-            spec = importlib.util.spec_from_file_location(
-                f"eval_{name}", SCRIPTS / f"{name}.py"
-            )
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            return module
-
-        yield load
-    finally:
-        sys.path.remove(str(SCRIPTS))
-
-
-@pytest.fixture(scope="module")
-def answers(script):
-    return script("answers")
-
-
-@pytest.fixture(scope="module")
-def retrieval(script):
-    return script("retrieval")
+answers = pytest.importorskip("eval.answers")
+retrieval = pytest.importorskip("eval.retrieval")
 
 
 @pytest.mark.parametrize(
@@ -66,11 +35,11 @@ def retrieval(script):
         ("raise SystemExit(1)", False),
     ],
 )
-def test_code_is_run_with_limits(answers, text, right):
+def test_code_is_run_with_limits(text, right):
     assert answers.runs(text, "f(2, 3) == 5", seconds=1) is right
 
 
-def test_written_functions_can_be_right(answers):
+def test_written_functions_can_be_right():
     """Every check of the list holds for some function: an item that cannot be solved would
     count as lost everywhere."""
     solved = [
@@ -134,11 +103,11 @@ def test_written_functions_can_be_right(answers):
         ("[1]", False),
     ],
 )
-def test_objects(answers, text, right):
+def test_objects(text, right):
     assert answers.holds(text, dict(name="Anna", age=31, city="Oslo")) is right
 
 
-def test_judges(answers):
+def test_judges():
     g = torch.Generator().manual_seed(0)
     (question,) = answers.sums(1, g)
     a, b = (int(x) for x in question.ask.removeprefix("What is ").split("?")[0].split(" + "))
@@ -157,7 +126,7 @@ def test_judges(answers):
     ] == [1, 1, 0, 0, 0]
 
 
-def test_what_an_answer_mentions(answers):
+def test_what_an_answer_mentions():
     judge = answers.mentions(["12345", 67890, "stone"])
     assert (
         judge("12345,67890 and Stone") == 1
@@ -170,7 +139,7 @@ def test_what_an_answer_mentions(answers):
     "task, wanted",
     [("single", 1), ("keys", 1), ("values", 3), ("queries", 3), ("variables", 4), ("words", 3)],
 )
-def test_long_questions_can_be_answered_from_their_text(answers, task, wanted):
+def test_long_questions_can_be_answered_from_their_text(task, wanted):
     """What is asked for stands in the text once or follows from it, its sentences are in order,
     and an answer of one part gets one part of the score."""
     ask, _ = answers.TASKS[task]
@@ -219,7 +188,7 @@ def test_long_questions_can_be_answered_from_their_text(answers, task, wanted):
         assert q.judge("I do not know.") == 0
 
 
-def test_facts_stand_where_they_should(answers):
+def test_facts_stand_where_they_should():
     """In a prompt the sentences keep their places among the words of the text, and all prompts
     of a task have one length."""
     _, tokenizer = load_model()
@@ -241,7 +210,7 @@ def test_facts_stand_where_they_should(answers):
 
 
 @pytest.mark.parametrize("task, length", [("single", 700), ("words", 300), ("json", 256)])
-def test_prompts_hold_as_many_words_as_fit(answers, task, length):
+def test_prompts_hold_as_many_words_as_fit(task, length):
     """Found from a guess for all at once; it is what trying every number of words one after
     another finds."""
     _, tokenizer = load_model()
@@ -261,7 +230,7 @@ def test_prompts_hold_as_many_words_as_fit(answers, task, length):
 
 
 @pytest.mark.parametrize("task", ["single", "keys"])
-def test_one_number_is_asked_for_at_even_depths(answers, task):
+def test_one_number_is_asked_for_at_even_depths(task):
     questions = list(answers.TASKS[task][0](25, torch.Generator().manual_seed(0)))
     assert [float(q.depth) for q in questions] == [
         pytest.approx((2 + 93 * i // 24) / 100) for i in range(25)
@@ -276,7 +245,7 @@ def test_one_number_is_asked_for_at_even_depths(answers, task):
 
 
 @pytest.mark.parametrize("budget", [4.0, 5.0])
-def test_a_budget_buys_the_most_bits(answers, budget):
+def test_a_budget_buys_the_most_bits(budget):
     "Counted on a real cache that holds these tokens; half a bit more would not fit."
     torch.manual_seed(0)
     model = LlamaForCausalLM(
@@ -313,7 +282,7 @@ def test_a_budget_buys_the_most_bits(answers, budget):
         answers.budgeted(model, 1, 960, 960, 2, torch.float32)
 
 
-def test_weights_are_cast_and_frequencies_are_not(answers):
+def test_weights_are_cast_and_frequencies_are_not():
     model, _ = load_model()
     before = model.model.rotary_emb.inv_freq.clone()
     answers.cast(model, torch.bfloat16)
@@ -322,7 +291,7 @@ def test_weights_are_cast_and_frequencies_are_not(answers):
     )
 
 
-def test_caches_are_what_a_user_gets(answers):
+def test_caches_are_what_a_user_gets():
     """By its name a preset has the centre that suits the model; so have the codes without
     recent tokens."""
     model, _ = load_model()
@@ -348,12 +317,12 @@ def test_caches_are_what_a_user_gets(answers):
         (1, 2, 0.0945, 0.9055),
     ],
 )
-def test_wilson(answers, right, n, low, high):
+def test_wilson(right, n, low, high):
     "Values from Newcombe's and Brown's tables of the interval without continuity correction."
     assert answers.wilson(right, n) == pytest.approx((low, high), abs=1e-4)
 
 
-def test_theory_of_planted_keys(retrieval):
+def test_theory_of_planted_keys():
     for s, n in ((4.0, 1000), (2.0, 10)):
         p = 0.5 * math.erfc(-s / math.sqrt(2))
         assert retrieval.found_by_theory(s, n, "exact", 0) == pytest.approx(p**n, rel=1e-9)
@@ -373,7 +342,7 @@ def test_theory_of_planted_keys(retrieval):
     assert retrieval.found_by_theory(1.5, 1, "mse", 2) == pytest.approx(float(want), abs=1e-9)
 
 
-def test_counts_are_those_of_theory(retrieval):
+def test_counts_are_those_of_theory():
     """Small enough to be quick: every count within 5 standard deviations of a binomial; the
     mutant, a code of one bit less, is out."""
     import argparse
@@ -391,7 +360,7 @@ def test_counts_are_those_of_theory(retrieval):
     assert min(wrong) > 5
 
 
-def test_prompts_read_some_at_a_time_have_the_same_states(answers):
+def test_prompts_read_some_at_a_time_have_the_same_states():
     model = (
         LlamaForCausalLM(
             LlamaConfig(

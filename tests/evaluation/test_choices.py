@@ -1,13 +1,9 @@
 "The group-wise uniform quantiser that scripts/eval/choices.py compares with."
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "eval"))
-choices = pytest.importorskip("choices")
+choices = pytest.importorskip("eval.choices")
 
 
 @pytest.mark.parametrize("bits, size", [(4, 64), (3, 32), (2, 16), (1, 64)])

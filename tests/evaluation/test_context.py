@@ -1,14 +1,10 @@
 "What scripts/eval/context.py searches and reserves."
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "eval"))
-context = pytest.importorskip("context")
+context = pytest.importorskip("eval.context")
 TINY = dict(
     hidden_size=64,
     intermediate_size=96,

@@ -1,46 +1,178 @@
-"""The benches' runner: every bench is named and complete, a red gate measures nothing, rows are
-saved as they come, quantiles are those of numpy."""
+"""What is measured: every experiment of scripts/run.py starts with its smallest case, a red
+gate measures nothing, rows are saved as they come, parts are joined, quantiles are those of
+numpy."""
 
-import argparse
 import ast
 import importlib
+import subprocess
 import sys
-from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
-pytestmark = pytest.mark.skipif(not BENCH.exists(), reason="scripts/ is not beside the tests")
-OURS = ("cases", "plan", "run", "timing", "serving", "serving_engine")
+from turboquant_nb import results
+
+from tests.conftest import SCRIPTS
+
+pytest.importorskip("transformers")
+run = pytest.importorskip("run")
+plan = importlib.import_module("plan")
 
 
 @pytest.fixture
-def bench(monkeypatch):
-    "Import a module of scripts/bench as a run does, and forget it afterwards."
-    monkeypatch.syspath_prepend(str(BENCH))
-    yield importlib.import_module
-    for name in OURS:
-        sys.modules.pop(name, None)
+def measured(tmp_path, monkeypatch, capsys):
+    "Measure as a command does: words -> the file's record. The code counts as committed."
+    code = results.Tree("0" * 40)
+    monkeypatch.setattr(results, "tree", lambda: code)
+    monkeypatch.setenv("TURBOQUANT_COMMIT", code.commit)  # of processes that it starts
+    monkeypatch.chdir(SCRIPTS.parent)
+    threads = torch.get_num_threads()
+
+    def measure(*words):
+        out = tmp_path / "out.json"
+        argv = [*words, "--out", str(out)]
+        monkeypatch.setattr(sys, "argv", [str(SCRIPTS / "run.py"), *argv])
+        run.main(argv)
+        return results.load(out)
+
+    yield measure
+    torch.set_num_threads(threads)
 
 
 def functions(path):
-    return {
-        x.name
-        for x in ast.parse(path.read_text(encoding="utf-8")).body
-        if isinstance(x, ast.FunctionDef)
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {x.name for x in tree.body if isinstance(x, ast.FunctionDef)}
+
+
+def test_every_experiment_is_named():
+    found = {
+        f"{folder}.{path.stem}"
+        for folder in ("bench", "eval")
+        for path in (SCRIPTS / folder).glob("*.py")
+        if {"options", "plan"} <= functions(path)
     }
+    assert found == {x.module for x in run.EXPERIMENTS.values()}
 
 
-def test_every_bench_is_named_and_complete(bench):
-    found = {path.stem for path in BENCH.glob("*.py") if "plan" in functions(path)}
-    assert found == {*bench("run").BENCHES}
-    assert all("options" in functions(BENCH / f"{name}.py") for name in found)
+@pytest.mark.parametrize("name", run.EXPERIMENTS)
+def test_every_experiment_says_what_it_measures(name, capsys):
+    with pytest.raises(SystemExit) as done:
+        run.main([name, "--help"])
+    assert done.value.code == 0
+    text = capsys.readouterr().out
+    assert f"run.py {name}" in text and "--draft" in text and "--join" in text
 
 
-def test_shapes_have_names(bench):
-    cases = bench("cases")
+@pytest.mark.parametrize("name", [k for k, x in run.EXPERIMENTS.items() if x.smallest])
+def test_every_experiment_starts(name, measured):
+    found = measured(name, *run.EXPERIMENTS[name].smallest.split())
+    assert found["rows"] and found["gate"]["passed"]
+    assert found["command"].startswith("python scripts/run.py") or not found["command"]
+
+
+@pytest.mark.parametrize("name", [k for k, x in run.EXPERIMENTS.items() if x.needs])
+def test_what_a_machine_lacks_is_said(name, measured, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    words = ["--embeddings", "x.npy"] if name == "vectors" else []
+    with pytest.raises(SystemExit, match=f"^{name} needs (an NVIDIA GPU|faiss, which is not)"):
+        measured(name, *words)
+
+
+@pytest.mark.parametrize("script", ["run.py", "bench/run.py"])
+def test_commands_list_what_there_is(script):
+    said = subprocess.run(
+        [sys.executable, SCRIPTS / script, "--list"], capture_output=True, text=True
+    )
+    assert said.returncode == 0 and all(f"  {name} " in said.stdout for name in run.EXPERIMENTS)
+
+
+def test_packages_of_others_are_measured_in_processes_of_their_own(measured, tmp_path):
+    "A package that hands exact states back changes nothing; one that is missing says so."
+    package = tmp_path / "wheels" / "turboquant" / "turboquant"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(
+        "import transformers\n"
+        "class TurboQuantCache(transformers.DynamicCache):\n"
+        "    def __init__(self, bits):\n"
+        "        super().__init__()\n"
+    )
+    words = "--layers 2 --windows 2 --length 112 --prompt 106 --protocols decode --only "
+    words += "turboquant==0.2.0"
+    with pytest.raises(SystemExit) as done:
+        measured("peers", *words.split(), "--packages", str(package.parents[1]), "--draft")
+    assert not done.value.code
+    found = results.load(tmp_path / "out-turboquant.json", draft=True)
+    assert [r["cache"] for r in found["rows"]] == [f"turboquant, {b} bits" for b in (4, 3, 2)]
+    assert all(abs(r["percent"]) < 1 and r["package"] for r in found["rows"])
+
+
+@pytest.fixture
+def without_gpu(monkeypatch):
+    "Import a bench whose clocks take one call and say one second; kernels are interpreted."
+    timing = importlib.import_module("bench.timing")
+    times = lambda f, *a: (f(), {"p20": 1.0, "p50": 1.0, "p80": 1.0})[1]
+    both = lambda f, *a: [{"launch": x} | times(f) for x in ("eager", "graph")]
+    fakes = dict(kernel_times=times, both_launches=both, replayed=lambda f: f)
+    fakes |= dict(event_time=lambda f: (f(), 1.0)[1])
+
+    def load(name):
+        module = importlib.import_module(f"bench.{name}")
+        for fake, f in fakes.items():
+            if hasattr(module, fake):
+                monkeypatch.setattr(module, fake, f)
+        return module
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    if not timing.torch.cuda.is_available():
+        pytest.importorskip("triton")
+    return load
+
+
+def test_coding_is_timed_and_compared(without_gpu):
+    bench = without_gpu("encode_kernel")
+    case = bench.Bulk(16, tokens=70, batch=1, heads=2)
+    assert bench.bulk_case(case)["p50"] == 1 and set(bench.torch_path(case)) == {
+        "copy_us",
+        "torch_us",
+    }
+    recipe = bench.Recipe(bench.Spec(bits=3, center="prompt_mean"), bench.Spec(bits=4))
+    assert bench.compare(recipe, (70, 1), 16, torch.float32)[1] == 0
+    assert {f for f, *_ in bench.to_compile(True)} == {bench.small, bench.short}
+
+
+def test_attention_is_timed_by_method(without_gpu, monkeypatch):
+    bench = without_gpu("decode_kernel")
+    monkeypatch.setattr(bench, "fastest_dense", lambda *a: (lambda: None, (1, 2, 3, 4)))
+    case = bench.Shape(1, 2, 2, 32, 70)
+    rows = list(bench.measure(case, [(3, 3)], 0.1))
+    methods = ["sdpa bf16", "triton bf16", "triton fp8", "codes", "codes, turning centre"]
+    assert [r["method"] for r in rows] == [x for x in methods for _ in range(2)]
+    again = list(bench.measure(case, [(3, 3)], 0.1, [r for r in rows if r["bits"] == 16]))
+    assert [r["method"] for r in again] == methods[-1:] * 2 and again[0]["speedup"] == 1
+    assert [r["drafted"] for r in bench.measure_drafts(case, 0.1)][:4] == [1, 1, 2, 2]
+    chunks = list(bench.measure_chunks(bench.Shape(1, 2, 2, 32, 96), 32, 1, 20))
+    assert [r["method"] for r in chunks] == ["prompt at once"] + ["prompt in chunks"] * 2
+
+
+def test_blocks_of_an_engine_are_compared_and_timed(without_gpu, monkeypatch):
+    bench = without_gpu("serving_kernels")
+    case = bench.Case(d=32, n=16, lengths=(40, 16, 0, 7))
+    assert str(case) == "d=32, n=16, lengths=(40, 16, 0, 7)" and str(bench.Case()) == "d=128"
+    for own, listed in ((True, False), (False, False), (True, True)):
+        assert bench.decode_error("portable", case._replace(own=own), listed) < 3e-3
+    assert bench.append_share(16, 32, 3, 3, torch.float32) < 2e-3
+    assert not bench.checked({"a": 1.0}, 0.1) and bench.checked({"a": 0.01}, 0.1)
+    for name, x in dict(D=32, HEADS=2, GROUP=2, RAGGED=[([(1, 40), (2, 20)], 64)]).items():
+        monkeypatch.setattr(bench, name, x)
+    rows = list(bench.ragged())
+    assert [r["what"] for r in rows] == ["decode", "decode", "list"] and rows[0]["gbs"] > 0
+
+
+def test_shapes_have_names():
+    cases = importlib.import_module("bench.cases")
     assert all(
         isinstance(c, cases.Shape) and c.d in (64, 80, 112, 128, 256) and c.tokens >= 1024
         for c in cases.CASES["decode_kernel"]
@@ -49,45 +181,75 @@ def test_shapes_have_names(bench):
     assert set(cases.CASES["generate, quick"]) < set(cases.CASES["generate"])
 
 
-def arguments(tmp_path, monkeypatch):
-    from turboquant_nb import results
-
-    monkeypatch.setenv("TURBOQUANT_COMMIT", "0" * 40)
-    monkeypatch.setenv("TURBOQUANT_DIRTY", "0")
-    p = argparse.ArgumentParser()
-    p.add_argument("--out")
-    return results, results.parse(p, ["--out", str(tmp_path / "r.json")])
+@pytest.fixture
+def a(tmp_path):
+    code = results.Tree("0" * 40)
+    return SimpleNamespace(out=tmp_path / "r.json", draft=False, code=code, limit=None)
 
 
-def test_a_red_gate_measures_nothing(bench, tmp_path, monkeypatch):
-    _, a = arguments(tmp_path, monkeypatch)
+GREEN = {"cmd": "c", "passed": True}
+
+
+def test_a_red_gate_measures_nothing(a, tmp_path):
     rows = (pytest.fail("measured") for _ in range(1))
     with pytest.raises(SystemExit, match="nothing is measured"):
-        bench("run").measure(a, bench("plan").Plan("x", {"cmd": "c", "passed": False}, rows))
+        plan.carry_out(a, plan.Plan("x", {"cmd": "c", "passed": False}, rows))
     assert not list(tmp_path.iterdir())
 
 
-def test_rows_are_saved_as_they_come(bench, tmp_path, monkeypatch):
+def test_rows_are_saved_as_they_come(a):
     "The first row is in the file when the second is asked for, beside those of an earlier run."
-    results, a = arguments(tmp_path, monkeypatch)
     old = {"x": 0, "unit": "s", "commit": "1" * 40, "utc": "2026-01-01T00:00:00Z"}
+    held = lambda: [r["x"] for r in results.load(a.out)["rows"]]
 
     def rows():
         yield {"x": 1, "unit": "s"}
-        assert [r["x"] for r in results.load(tmp_path / "r.json")["rows"]] == [0, 1]
+        assert held() == [0, 1]
         yield {"x": 2, "unit": "s"}
 
-    bench("run").measure(
-        a,
-        bench("plan").Plan(
-            "x", {"cmd": "c", "passed": True}, rows(), model={"id": "m"}, before=[old]
-        ),
-    )
-    assert [r["x"] for r in results.load(tmp_path / "r.json")["rows"]] == [0, 1, 2]
+    plan.carry_out(a, plan.Plan("x", GREEN, rows(), model={"id": "m"}, before=[old]))
+    assert held() == [0, 1, 2]
 
 
-def test_times(bench):
-    timing = bench("timing")
+def test_a_gate_of_rows_is_asked_after_each(a):
+    "What a red row would have added is not in the file."
+    gate = lambda rows: {"cmd": "c", "passed": rows[-1]["x"] < 2}
+    rows = ({"x": i, "unit": "s"} for i in range(9))
+    with pytest.raises(SystemExit, match="nothing more is saved"):
+        plan.carry_out(a, plan.Plan("x", gate, rows))
+    assert [r["x"] for r in results.load(a.out)["rows"]] == [0, 1]
+
+
+def test_no_row_is_begun_when_the_time_is_over(a):
+    a.limit = 1e-9
+    rows = ({"x": i, "unit": "s"} for i in range(9))
+    with pytest.raises(SystemExit, match="out of time"):
+        plan.carry_out(a, plan.Plan("x", GREEN, rows))
+    assert [r["x"] for r in results.load(a.out)["rows"]] == [0]
+
+
+def test_parts_are_joined(a, tmp_path):
+    "A row that both have by name stays once, as the first of them measured it."
+    paths = []
+    for i, name in enumerate("bc"):
+        paths.append(tmp_path / f"{name}.json")
+        rows = [
+            {"cache": "uncompressed", "ppl": 5.0 + i, "unit": "x"},
+            {"cache": name, "unit": "x"},
+            {"cache": name, "unit": "x"},
+        ]
+        plan.carry_out(
+            SimpleNamespace(**vars(a) | dict(out=paths[-1])), plan.Plan("x", GREEN, rows)
+        )
+    a.join = paths
+    plan.join(a)
+    found = results.load(a.out)
+    assert [r["cache"] for r in found["rows"]] == ["uncompressed", "b", "b", "c", "c"]
+    assert found["rows"][0]["ppl"] == 5.0 and len(found["joined"]) == 2
+
+
+def test_times():
+    timing = importlib.import_module("bench.timing")
     x = torch.rand(37, dtype=torch.float64).tolist()
     assert [*timing.quantiles(x).values()] == pytest.approx(np.quantile(x, [0.2, 0.5, 0.8]))
     calls = []
@@ -95,8 +257,8 @@ def test_times(bench):
     assert len(timing.clock_times(lambda: calls.append(1), 4)) == 4 and len(calls) == 20
 
 
-def test_kinds_and_shapes_of_engines(bench):
-    engine = bench("serving_engine")
+def test_kinds_and_shapes_of_engines():
+    engine = importlib.import_module("bench.serving_engine")
     assert (
         engine.options("k3v3-128", 8, 1, 0.5)["additional_config"]
         == {"turboquant_nb": {"recipe": "k3v3", "recent": 0, "sinks": 0}}
@@ -127,8 +289,8 @@ def test_kinds_and_shapes_of_engines(bench):
     ]
 
 
-def test_a_step_of_an_engine_is_timed_without_the_ends_of_a_run(bench):
-    engine = bench("serving_engine")
+def test_a_step_of_an_engine_is_timed_without_the_ends_of_a_run():
+    engine = importlib.import_module("bench.serving_engine")
     ends = (
         [100.0 * i for i in range(7)]
         + [600 + 0.005 * i for i in range(1, 31)]
@@ -146,8 +308,8 @@ def test_a_step_of_an_engine_is_timed_without_the_ends_of_a_run(bench):
     )
 
 
-def test_a_kind_of_engine_is_measured_only_where_its_parts_of_the_gate_pass(bench):
-    serving = bench("serving")
+def test_a_kind_of_engine_is_measured_only_where_its_parts_of_the_gate_pass():
+    serving = importlib.import_module("bench.serving")
     kinds = ["bf16", "k3v3-128", "k3v3-128-r16-s4"]
     good = dict(worst=0.004, calls=9, chunks_with_past=3, preempted=1, firsts=7)
     found = lambda **more: {
@@ -189,8 +351,8 @@ def test_a_kind_of_engine_is_measured_only_where_its_parts_of_the_gate_pass(benc
     ), "ours have"
 
 
-def test_a_gate_is_shared_by_runs_of_one_package(bench, tmp_path, monkeypatch):
-    serving, ran = bench("serving"), []
+def test_a_gate_is_shared_by_runs_of_one_package(tmp_path, monkeypatch):
+    serving, ran = importlib.import_module("bench.serving"), []
     monkeypatch.setattr(
         serving,
         "gate",

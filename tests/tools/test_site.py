@@ -39,7 +39,7 @@ def page(body):
 
 @pytest.mark.skipif(preview.browser() is None, reason="no chromium on the PATH")
 def test_a_browser_sees_what_is_wrong(tmp_path):
-    (tmp_path / "layout.css").write_text(preview.LAYOUT_CSS)
+    (tmp_path / "layout.css").write_text(preview.LAYOUT.read_text())
     for name in ("styles.css", "site.js"):
         (tmp_path / name).write_text((ROOT / "nbs" / name).read_text())
     (tmp_path / "good.html").write_text(page(GOOD))

@@ -1,0 +1,1 @@
+"Everything that takes time: shapes are in `cases`, clocks in `timing`."

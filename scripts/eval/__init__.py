@@ -1,0 +1,1 @@
+"Everything that measures quality: models and windows of text are in `windows`."

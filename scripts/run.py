@@ -1,0 +1,195 @@
+#!/usr/bin/env python3
+"""Everything that is measured: run.py NAME --out FILE [options of the experiment]. run.py NAME
+--help says what it measures, run.py --list which experiments there are.
+
+Older results name `scripts/bench/run.py NAME` or `scripts/eval/NAME.py`: the same options of
+the same name here (of `proteins.py` PART: esm PART; of `serving.py`: served)."""
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+if (HERE := str(Path(__file__).resolve().parent)) not in sys.path:
+    sys.path.insert(0, HERE)
+
+from plan import carry_out, join
+
+from turboquant_nb import results
+
+
+class Entry(NamedTuple):
+    "An experiment."
+
+    module: str
+    what: str  # it measures
+    smallest: str = ""  # options with which a CPU needs seconds; none where it needs a GPU
+    needs: str = ""  # "GPU", or a package that no extra of the checks installs
+
+
+EXPERIMENTS = {
+    # --- what takes time
+    "encode": Entry(
+        "bench.encode", "vectors coded per second by PyTorch", "--vectors 3000 --repeat 1"
+    ),
+    "encode_kernel": Entry(
+        "bench.encode_kernel", "the fused kernel that codes keys and values", needs="GPU"
+    ),
+    "decode_kernel": Entry(
+        "bench.decode_kernel",
+        "attention on codes against the best attention on bf16 and fp8",
+        needs="GPU",
+    ),
+    "decode_recipes": Entry(
+        "bench.decode_recipes",
+        "attention by recipe: tensor cores, portable kernel, PyTorch",
+        needs="GPU",
+    ),
+    "decode_cpu": Entry(
+        "bench.decode_cpu",
+        "a decode step of one layer on a CPU, by recipe",
+        "--tokens 200 --repeats 1",
+    ),
+    "maps": Entry("bench.maps", "what a matrix for every head costs both kernels", needs="GPU"),
+    "generate": Entry(
+        "bench.generate",
+        "decode steps of a whole model, launched and replayed; memory; whole calls",
+        needs="GPU",
+    ),
+    "generate_cpu": Entry(
+        "bench.generate_cpu",
+        "tokens per second of generate() on a CPU, on codes and uncompressed",
+        "--tiny --prompts 300 --new 2 --repeats 1",
+    ),
+    "serving": Entry(
+        "bench.serving", "a vLLM engine with codes in its blocks, bf16 and fp8", needs="vllm"
+    ),
+    "serving_kernels": Entry(
+        "bench.serving_kernels", "kernels on an engine's blocks, by block size", needs="GPU"
+    ),
+    "proteins": Entry("bench.proteins", "memory and time of ESM-2 650M", needs="GPU"),
+    "proteins_masked": Entry(
+        "bench.proteins_masked",
+        "all masked marginals of a protein: passes, frozen, one graph (GPU; --small without)",
+        "--small --lengths 12 --repeats 1",
+    ),
+    "proteins_cpu": Entry(
+        "bench.proteins_cpu",
+        "a decode step of ESM-2 on a CPU, exact and on codes",
+        "--shapes 8M --tokens 20 --repeats 1",
+    ),
+    "vectors": Entry(
+        "bench.vectors", "nearest neighbours from codes of equal size", needs="faiss"
+    ),
+    # --- quality
+    "recipes": Entry(
+        "eval.recipes",
+        "perplexity of a model on coded caches, by sets of recipes",
+        "--set presets --match k4v4 --protocols decode --layers 2 --windows 2 --length 112 "
+        "--prompt 106",
+    ),
+    "choices": Entry(
+        "eval.choices",
+        "perplexity for single choices of a code, all else equal",
+        "--match ^k3v3$ --protocols decode --layers 2 --windows 2 --length 112 --prompt 106",
+    ),
+    "search": Entry(
+        "eval.search",
+        "perplexity of many data-free recipes at once",
+        "--match s1.w16.*decode --part 0/99 --layers 2 --windows 2 --length 112 --prompt 106",
+    ),
+    "calibrated": Entry(
+        "eval.calibrated",
+        "perplexity of data-free, folded and transformed codes, and of bits by layer",
+        "--calibrate CONTRIBUTING.md --calibrate-length 40 --layers 2 --windows 2 --length 112 "
+        "--prompt 106 --bits k2v2 --protocols stress",
+    ),
+    "peers": Entry("eval.peers", "the caches of other packages on the same windows"),
+    "answers": Entry(
+        "eval.answers",
+        "how many answers stay right on a coded cache",
+        "--layers 2 --tasks single --items 2 --length 128 --match ^k3v3",
+    ),
+    "retrieval": Entry(
+        "eval.retrieval",
+        "whether the token that attention looks for is still found",
+        "planted --lengths 64 --strengths 3 --trials 20",
+    ),
+    "sparse_values": Entry(
+        "eval.sparse_values",
+        "how many values a decode step could leave unread",
+        "--layers 2 --lengths 64 --queries 4 --windows 1",
+    ),
+    "storage": Entry(
+        "eval.storage",
+        "caches on disk, raw and entropy coded",
+        "--layers 2 --windows 1 --length 40 --lengths 40 --repeat 1",
+    ),
+    "served": Entry(
+        "eval.serving",
+        "what a served cache gives up, and what a calibration takes back",
+        "--layers 1 --windows 2 --calibrate-windows 1 --length 100 --prompt 80 --few",
+    ),
+    "engine": Entry(
+        "eval.engine", "a model in a real vLLM engine against TurboQuantCache", needs="vllm"
+    ),
+    "context": Entry("eval.context", "how long a context fits a GPU of 24 GB", needs="GPU"),
+    "offload": Entry(
+        "eval.offload",
+        "what a model costs whose layers wait elsewhere",
+        "--model tiny --prompt 16 --new 4 --caches k3v3",
+    ),
+    "esm": Entry(
+        "eval.proteins",
+        "ESM-2 on compressed keys and values: recipes, findings, contacts, variants, scores",
+        "contacts --small --match ^water3$",
+    ),
+    "masks": Entry("eval.masks", "which trellis codes are good", needs="GPU"),
+}
+
+
+def lacks(needs):
+    "Why an experiment cannot run here; an empty text if it can."
+    if needs in ("GPU", "vllm") and not torch.cuda.is_available():
+        return "an NVIDIA GPU"
+    if needs not in ("", "GPU") and not importlib.util.find_spec(needs):
+        return f"{needs}, which is not installed here"
+    return ""
+
+
+def parser(name):
+    "(the module of an experiment, its parser of options)."
+    module = importlib.import_module(EXPERIMENTS[name].module)
+    p = argparse.ArgumentParser(
+        prog=f"run.py {name}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument("--out", required=True, help="a JSON file")
+    p.add_argument("--join", nargs="+", metavar="FILE", help="results of parts: join them")
+    module.options(p)
+    return module, p
+
+
+def main(argv=None):
+    name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
+    if name not in EXPERIMENTS:
+        print(__doc__, *(f"  {k:16} {x.what}" for k, x in EXPERIMENTS.items()), sep="\n")
+        return 0 if name in ("--list", "--help", "-h") else 2
+    module, p = parser(name)
+    a = results.parse(p, rest)
+    if a.join:
+        join(a)
+    elif missing := lacks(EXPERIMENTS[name].needs):
+        raise SystemExit(f"{name} needs {missing}")
+    else:
+        carry_out(a, module.plan(a))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"What the tools know of notebooks: their fields, directives and pages."
+
+import re
+from configparser import ConfigParser
+from pathlib import Path
+
+
+def settings(root):
+    "settings.ini as a dict."
+    config = ConfigParser(delimiters=["="])
+    config.read(root / "settings.ini", encoding="utf-8")
+    return dict(config["DEFAULT"])
+
+
+def text_of(value):
+    "Notebook fields are a string or a list of lines."
+    return value if isinstance(value, str) else "".join(value)
+
+
+def directives(source):
+    "({directive: value} of `#| directive: value` lines, the rest of the cell)."
+    found, lines = {}, []
+    for line in source.splitlines():
+        match = re.match(r"^#\|\s*([\w.-]+)\s*:?\s*(.*)$", line)
+        if match:
+            found[match[1]] = match[2].strip().strip("\"'")
+        else:
+            lines.append(line)
+    return found, "\n".join(lines).strip("\n")
+
+
+def fence(text, attributes=""):
+    "A fenced block whose fence is longer than any fence inside."
+    ticks = "`" * max([3] + [len(m[0]) + 1 for m in re.finditer(r"^`{3,}", text, re.M)])
+    return f"{ticks}{attributes}\n{text.strip(chr(10))}\n{ticks}"
+
+
+def page_name(path):
+    "10_codebook.ipynb -> codebook.html, as nbdev does."
+    return re.sub(r"^\d+[a-zA-Z0-9]*_", "", Path(path).stem) + ".html"
