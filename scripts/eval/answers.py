@@ -46,7 +46,7 @@ import torch
 from recipes import must_pass
 
 from turboquant_nb import results
-from turboquant_nb.cli.plan import CacheSize, _heads
+from turboquant_nb.cli.plan import CacheSize, heads_of
 from turboquant_nb.evaluation.candidates import as_candidate
 from turboquant_nb.evaluation.models import load_model, sample_text
 from turboquant_nb.evaluation.score import Prefill, prefill
@@ -384,7 +384,7 @@ def budgeted(model, budget, tokens, room, batch, dtype):
         * batch
         * text.num_hidden_layers
         * text.num_key_value_heads
-        * _heads(text, 0)[1],
+        * heads_of(text, 0)[1],
     )
     for bits in (4, 3.5, 3, 2.5, 2, 1.5, 1):
         recipes = [as_recipe(r, bits) for r in own]

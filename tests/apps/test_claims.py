@@ -1,9 +1,7 @@
-"""The claims audit: every verdict is computed, every check can come out the other way, and the
-command prints what the module finds."""
+"""The claims audit: every verdict is computed, and every check can come out the other way."""
 
 import json
 import math
-import subprocess
 import sys
 import time
 
@@ -11,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from turboquant_nb import cli
 from turboquant_nb.apps import claims
 from turboquant_nb.theory.codebook import lloyd_max
 
@@ -250,66 +247,5 @@ def test_filled_bits_of_equal_variances_are_equal():
     assert claims._filled_mse(np.ones(16), 3) == pytest.approx(lloyd_max(3).mse, rel=1e-12)
 
 
-# ---------------------------------------------------------------- the command
-
-
-def run(capsys, *argv):
-    code = cli.main(["report", "claims", *argv])
-    out = capsys.readouterr()
-    return code, out.out, out.err
-
-
-def test_command_prints_every_claim(capsys, rows):
-    code, out, err = run(capsys, "--quiet")
-    assert code == 0 and err == "" and max(map(len, out.splitlines())) <= 95
-    assert (
-        all(f"{id}: {r['verdict']}\n" in out for id, r in rows.items())
-        and claims.summary(list(rows.values())) in out
-    )
-
-
-def test_command_json_and_only(capsys, rows):
-    code, out, err = run(capsys, "--json", "--quiet", "--only", "nieto-saved", "esm-ratio")
-    data = json.loads(out)
-    assert (
-        code == 0
-        and err == ""
-        and [r["id"] for r in data["claims"]] == ["esm-ratio", "nieto-saved"]
-    )
-    assert data["claims"][0] == rows["esm-ratio"] and data["seen"].startswith("2 claims")
-
-
 def test_every_row_is_json(rows):
     assert json.loads(json.dumps(list(rows.values()))) == list(rows.values())
-
-
-def test_command_refuses_an_unknown_id(capsys):
-    code, out, err = run(capsys, "--only", "esm-ratio", "colour")
-    assert code == 2 and out == "" and err.count("\n") == 1 and "got 'colour'" in err
-
-
-@pytest.mark.parametrize("argv,words", [(["report", "x"], "No such command 'x'")])
-def test_report_usage(capsys, argv, words):
-    assert cli.main(argv) == 2
-    assert words in capsys.readouterr().err
-
-
-def test_help_has_an_example(capsys):
-    assert (
-        cli.main(["report", "--help"]) == 0
-        and "turboquant report claims" in capsys.readouterr().out
-    )
-    code, out, _ = run(capsys, "--help")
-    assert (
-        code == 0
-        and "example:" in out
-        and all(x in out for x in ("--only", "--json", "--quiet", "--debug"))
-    )
-
-
-def test_help_imports_neither_torch_nor_claims():
-    code = (
-        "import sys; from turboquant_nb import cli; cli.main(['report', 'claims', '--help']); "
-        "assert 'torch' not in sys.modules and 'turboquant_nb.apps.claims' not in sys.modules"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

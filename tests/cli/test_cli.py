@@ -16,7 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from turboquant_nb import cli
 from turboquant_nb.cli import app as conventions
-from turboquant_nb.cli import compare, files, inputs, use
+from turboquant_nb.cli import demo as demos
+from turboquant_nb.cli import generate as answers
+from turboquant_nb.cli import inputs, output, plan
 from turboquant_nb.cli.output import Stage, show_table
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.evaluation.models import load_model, sample_text
@@ -48,7 +50,7 @@ def test_version_and_main_help(call):
     assert code == 0 and all(c in out for c in ("demo", "generate", "recipe", "example:"))
 
 
-@pytest.mark.parametrize("argv", ([], ["eval"], ["report"]))
+@pytest.mark.parametrize("argv", ([], ["eval"]))
 def test_a_command_of_commands_alone_shows_its_help(call, argv):
     code, out, err = call(*argv)
     assert (
@@ -168,10 +170,10 @@ def test_a_wrong_recipe_is_refused_before_torch_is_imported():
 
 
 def test_names_known_without_torch_are_those_of_the_package():
-    from turboquant_nb.cli import inputs, measure
+    from turboquant_nb.cli.eval import OTHERS as OTHERS_HERE
     from turboquant_nb.evaluation.candidates import OTHERS
 
-    assert inputs._PRESETS == tuple(PRESETS) and measure._OTHERS == tuple(OTHERS)
+    assert inputs.PRESETS == tuple(PRESETS) and OTHERS_HERE == tuple(OTHERS)
 
 
 # ---------------------------------------------------------------- recipe
@@ -197,11 +199,11 @@ def test_recipe_options_and_file(call, tmp_path):
         and got["recipe"]["key"]["bits"] == 4
     )
     assert (
-        use.bits_per_value(Recipe(Spec(bits=2, scale_dtype="float32"), Spec(bits=3)), 16)
+        plan.bits_per_value(Recipe(Spec(bits=2, scale_dtype="float32"), Spec(bits=3)), 16)
         == (2 + 2 + 3 + 1) / 2
     )
     with pytest.raises(ValueError, match="d must be"):
-        use.bits_per_value(preset("k3v3"), 0)
+        plan.bits_per_value(preset("k3v3"), 0)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +236,7 @@ def test_prices(call, recipe, nominal, costs, words):
     got = json.loads(call("recipe", recipe.to_json(), "--json")[1])
     assert got["nominal_bits"] == pytest.approx(nominal) and got[
         "bits_with_scale"
-    ] == costs == use._bits_by_head_size(recipe)
+    ] == costs == plan.bits_by_head_size(recipe)
     assert words in call("recipe", recipe.to_json())[2]
 
 
@@ -261,7 +263,7 @@ def test_price_is_what_is_stored():
             total += sum(q.channel_bits) + 8 * coded.scale.nbytes
             if coded.signs is not None:  # the last bit of each channel, and a second number
                 total += coded.signs.numel() + 8 * coded.residual_norm.nbytes
-        assert use.bits_per_value(recipe, 32) == total / 64
+        assert plan.bits_per_value(recipe, 32) == total / 64
 
 
 @pytest.mark.parametrize(
@@ -524,8 +526,8 @@ def test_generate_reads_the_prompt_in_chunks(call, tiny, monkeypatch):
     model, tokenizer = load_model(tiny)
     model.set_attn_implementation("turboquant")
     ids, cache = (
-        use.tokens_of(tokenizer, text),
-        TurboQuantCache(model, use.recipe_for(model, replace(preset("k2v2"), recent=0))),
+        inputs.tokens_of(tokenizer, text),
+        TurboQuantCache(model, replace(preset("k2v2"), recent=0)),
     )
     with torch.no_grad():
         for part in ids.split(16, 1):
@@ -682,7 +684,7 @@ def test_failures_inside(call, tiny, monkeypatch):
         def fail(*args, err=err):
             raise err
 
-        monkeypatch.setattr(use, "_generated", fail)
+        monkeypatch.setattr(answers, "generated", fail)
         if code == 130:
             assert call(*argv) == (130, "", "")
         else:
@@ -826,7 +828,7 @@ def test_demo_json(demo):
 
 def test_demo_numbers_are_those_of_the_library(demo, tiny):
     model, tokenizer = load_model(tiny, progress=False)
-    question = compare.demo_question(tokenizer)
+    question = demos.demo_question(tokenizer)
     ids, end = question.ids, question.end
     assert tokenizer.decode(ids[0, :end]).endswith(
         sample_text().split("CHAPTER 2.")[0].strip()[-40:]
@@ -856,14 +858,14 @@ def test_demo_numbers_are_those_of_the_library(demo, tiny):
 def test_fed_states_equal_a_prefill_through_the_cache(tiny, attention):
     model, tokenizer = load_model(tiny, progress=False)
     ids = tokenizer(sample_text()[:2500], return_tensors="pt").input_ids
-    prompt = compare.read_once(model, ids)
+    prompt = demos.read_once(model, ids)
     model.set_attn_implementation(attention)
     for name in ("k4v4", "k1v1"):
         through = TurboQuantCache(model, name)
         with torch.no_grad():
             logits = model(ids, past_key_values=through, logits_to_keep=1).logits
-        fed = compare.filled(model, prompt, name)
-        assert int(logits[0, -1].argmax()) == compare._first_token(prompt)
+        fed = demos.filled(model, prompt, name)
+        assert int(logits[0, -1].argmax()) == demos.first_token(prompt)
         for a, b in zip(fed.layers, through.layers):
             (x, h), (y, g) = a.store.state(), b.store.state()
             assert h == g and x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
@@ -889,10 +891,10 @@ def test_demo_table(call, tiny):
     )
     table = {
         line[:24].strip(): line[24:].split()
-        for line in lines[head + 1 : head + 1 + len(use._LINES)]
+        for line in lines[head + 1 : head + 1 + len(demos._LINES)]
     }
     assert lines[head].split() == ["uncompressed", "k4v4", "recipe", "2"] and set(table) == {
-        line.name.strip() for line in use._LINES
+        name.strip() for name in demos._LINES
     }
     assert (
         len(table["bytes held"]) == len(table["perplexity"]) == 3
@@ -974,13 +976,13 @@ def test_seen():
         )
 
     base = row("uncompressed", True, 100)
-    assert use._seen(
+    assert demos.what_was_seen(
         [base, row("a", True, 50), row("b", True, 40), row("c", False, 30)], 7
     ).startswith("The smallest cache whose answer is unchanged is b. b holds 3.00 bits")
     assert (
         "; b keeps to it for 5 of 9 tokens, up to where the best token of the uncompressed "
         "cache is 1.25 times"
-        in use._seen(
+        in demos.what_was_seen(
             [base, row("a", False, 50, 5), row("b", False, 40, 5), row("c", False, 30, 4)], 7
         )
     )
@@ -988,18 +990,18 @@ def test_seen():
 
 def test_change_and_same_start():
     loss = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
-    assert compare._ppl_change(loss, loss) == compare.Change(0, 0)
+    assert demos.ppl_change(loss, loss) == demos.Change(0, 0)
     assert (
-        compare.common_prefix([1, 2], [1, 2, 3]) == 2
-        and compare.common_prefix([1], [2]) == 0
-        and compare.common_prefix([], [1]) == 0
+        answers.common_prefix([1, 2], [1, 2, 3]) == 2
+        and answers.common_prefix([1], [2]) == 0
+        and answers.common_prefix([], [1]) == 0
     )
-    change = compare._ppl_change(loss + torch.tensor([0.1, 0.2, 0.3]), loss)
+    change = demos.ppl_change(loss + torch.tensor([0.1, 0.2, 0.3]), loss)
     rel, se = change.relative, change.stderr
     assert abs(rel - (torch.tensor(0.2).exp() - 1)) < 1e-6 and abs(se - 0.1 / 3**0.5) < 1e-6
     for bad in (loss[:1], loss[None]):
         with pytest.raises(ValueError, match="loss and reference"):
-            compare._ppl_change(bad, bad)
+            demos.ppl_change(bad, bad)
 
 
 SHORT = ["--windows", "2", "--length", "64", "--quiet"]
@@ -1402,7 +1404,6 @@ OPTIONS = {  # every option that a command line could have before there was type
         f"--held-out {MODEL} {SHARED}"
     ),
     "recipe": f"RECIPE --bits --sinks --recent {SHARED}",
-    "report claims": f"--only {SHARED}",
     "variants": f"--fasta --mutations --code --method --model --device {SHARED}",
     "plan": (
         "--model --context --batch --gpu --weights --bits-of-weights --reserve --recipe "
@@ -1437,7 +1438,6 @@ def test_commands_are_listed_by_panel(call):
             "generate",
             "Measure it",
             "eval",
-            "report",
             "Calibrate",
             "calibrate",
             "fold",
@@ -1484,7 +1484,7 @@ def test_several_values(typed, want):
         (["fold", "--out"], ["--out", "got nothing"]),
         (["demo", "--new-tokens", "ten"], ["whole number", "'ten'"]),
         (["eval", "needle", "--depths", "0", "half"], ["expected a number", "'half'"]),
-        (["report", "claims", "x"], ["unexpected extra argument", "x"]),
+        (["recipe", "k3v3", "x"], ["unexpected extra argument", "x"]),
         (["eval", "ppl", "--protocol", "all"], ["'all'", "'decode', 'stress', 'chunk'"]),
         (["variants", "--fasta", "x"], ["--model"]),
         (["demo", "--quiet=yes"], ["--quiet"]),
@@ -1636,7 +1636,7 @@ def test_an_unwritable_folder_is_refused(call, tmp_path, monkeypatch):
     def no(*args, **kwargs):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(files.tempfile, "mkdtemp", no)
+    monkeypatch.setattr(output.tempfile, "mkdtemp", no)
     for argv in (
         ["calibrate", "--out", tmp_path / "c.st"],
         ["fold", "--out", tmp_path / "a" / "b"],
@@ -1794,9 +1794,9 @@ def test_what_stops_while_it_writes_leaves_nothing(
 
 
 def test_a_target_that_has_changed_is_not_replaced(tmp_path):
-    path = files.target_file(str(tmp_path / "r.json"), "--out")
+    path = output.target_file(str(tmp_path / "r.json"), "--out")
     with pytest.raises(OSError, match="it was not replaced"):
-        with files.writing(path) as new:
+        with output.writing(path) as new:
             new.write_text("rows")
             os.mkfifo(path)
     assert [x.name for x in tmp_path.iterdir()] == ["r.json"] and not path.is_file()
@@ -2405,7 +2405,7 @@ def test_closed_and_full_streams(shell, code, words):
 
 
 def test_a_prompt_without_tokens(call, tiny, monkeypatch):
-    monkeypatch.setattr(use, "tokens_of", lambda *a: torch.zeros(1, 0, dtype=torch.long))
+    monkeypatch.setattr(answers, "tokens_of", lambda *a: torch.zeros(1, 0, dtype=torch.long))
     refused(
         call("generate", "--model", tiny, "--prompt", "x", "--quiet"),
         "the prompt has no tokens",
@@ -2416,9 +2416,9 @@ def test_a_full_disk_is_seen_before_the_work(call, tiny, tmp_path, monkeypatch):
     def full(self, data):
         raise OSError(28, "No space left on device")
 
-    usage = files.shutil.disk_usage
+    usage = output.shutil.disk_usage
     monkeypatch.setattr(
-        files.shutil, "disk_usage", lambda path: usage(path)._replace(free=1000)
+        output.shutil, "disk_usage", lambda path: usage(path)._replace(free=1000)
     )
     refused(
         call(
@@ -2436,7 +2436,7 @@ def test_a_full_disk_is_seen_before_the_work(call, tiny, tmp_path, monkeypatch):
         "bytes, and 1,000 are free there",
         code=1,
     )
-    monkeypatch.setattr(files.Path, "write_bytes", full)
+    monkeypatch.setattr(output.Path, "write_bytes", full)
     refused(
         call("calibrate", "--model", "/no/such/model", "--out", tmp_path / "c.st"),
         "cannot be written (No space left on device)",
@@ -2475,4 +2475,4 @@ def test_the_usual_dtype_is_one_that_the_device_has(monkeypatch, name, capabilit
 
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert inputs._usual_dtype(torch.device(name)) == want
+    assert inputs.usual_dtype(torch.device(name)) == want

@@ -98,7 +98,7 @@ def test_uncompressed_bytes_are_those_of_a_dense_cache(kind):
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_parameters_are_counted_without_weights(kind):
-    assert plan._parameters(CONFIGS[kind]) == sum(
+    assert plan.parameters_of(CONFIGS[kind]) == sum(
         p.numel() for p in model_of(kind).parameters()
     )
 
@@ -128,7 +128,7 @@ def test_the_largest_context_fits_and_no_more(call, tmp_path):
     data = json.loads(out)
     assert (
         (code, err) == (0, "")
-        and data["parameters"] == plan._parameters(CONFIGS["llama"])
+        and data["parameters"] == plan.parameters_of(CONFIGS["llama"])
         and data["weights"] == 2 * data["parameters"]
     )
     for row in data["caches"]:

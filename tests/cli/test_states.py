@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_weights, save_file
 from transformers import EsmForMaskedLM
 
-from turboquant_nb.cli import states
+from turboquant_nb.cli import proteins as commands
 from turboquant_nb.esm import read_fasta, tokens
 
 from .conftest import refused
@@ -139,7 +139,7 @@ def test_without_a_contact_head_it_refuses(call, esm2, proteins, tmp_path):
     }
     (tmp_path / "config.json").write_text((esm2 / "model" / "config.json").read_text())
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert states.has_contact_head(str(esm2 / "model")) and not states.has_contact_head(
+    assert commands.has_contact_head(str(esm2 / "model")) and not commands.has_contact_head(
         str(tmp_path)
     )
     refused(

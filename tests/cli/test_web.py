@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ def test_frames_tell_what_is_held_now(both):
     assert [f.nbytes[0] for f in frames] == [
         2 * layers * heads * d * 4 * (frames[0].prompt + i) for i in range(5)
     ]
-    rows = dict((r[0], r[1:]) for r in web.frame_rows(frames[-1]))
+    rows = dict((r[0], r[1:]) for r in frames[-1].rows())
     assert (
         rows["bytes held"][1] == f"{frames[-1].nbytes[1]:,}"
         and f"first {frames[-1].same} of 5" in rows["answer"][1]
@@ -144,7 +145,7 @@ def test_without_gradio_it_says_how_to_get_it(call, tiny, monkeypatch):
 def test_a_port_that_is_taken(call, tiny, monkeypatch):
     import socket
 
-    monkeypatch.setitem(sys.modules, "gradio", object())
+    monkeypatch.setitem(sys.modules, "gradio", SimpleNamespace(Blocks=None))
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         s.listen()
