@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
 """Everything that must hold before a commit, in one command (the second one of the README).
 
-    python scripts/check.py             all steps, quick ones first; stops at the first that fails
-    python scripts/check.py --list      what the steps are
+    python scripts/check.py           all steps, quick ones first; stops at the first that fails
+    python scripts/check.py --list    what the steps are
     python scripts/check.py --only lint --only docs
-    python scripts/check.py --only tests --numerics default       under another arithmetic of the processor; `all`: under each
-    python scripts/check.py --mutants 1200                        instead of the steps: do the tests notice small changes of the code?
+    python scripts/check.py --only tests --numerics default    under another arithmetic of the
+                                      processor; `all`: under each
+    python scripts/check.py --mutants 1200    instead of the steps: do the tests notice small
+                                      changes of the code?
 
 The notebooks and the tests run under named settings of the arithmetic (CONTRIBUTING.md says
 why). Without --numerics they run under `native`; without --only too, the notebooks run a second
@@ -21,6 +23,7 @@ import atexit
 import difflib
 import functools
 import graphlib
+import io
 import json
 import os
 import re
@@ -30,6 +33,7 @@ import sys
 import tarfile
 import tempfile
 import time
+import tokenize
 import zipfile
 from configparser import ConfigParser
 from email import message_from_string
@@ -283,12 +287,17 @@ def notebook_problems(path):
         or not head[1].startswith("> ")
         or any(not line.startswith("- ") for line in head[2:])
     ):
-        yield "the first cell must be `# Title` and one `> line`, nothing else: nbdev turns it into front matter and the rest would vanish from the site"
+        yield (
+            "the first cell must be `# Title` and one `> line`, nothing else: nbdev turns it "
+            "into front matter and the rest would vanish from the site"
+        )
     if is_chapter(path):
         address = f"https://colab.research.google.com/github/{cfg['user']}/{cfg['repo']}/blob/{cfg['branch']}/{cfg['nbs_path']}/{path.name}"
         badge = f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({address})"
         if badge not in sources[:5]:
-            yield f"one of the first five cells must be the Colab badge and nothing else: {badge}"
+            yield (
+                f"one of the first five cells must be the Colab badge and nothing else: {badge}"
+            )
         elif not re.match(
             INSTALL.format(
                 lib_name=re.escape(cfg["lib_name"]),
@@ -296,7 +305,9 @@ def notebook_problems(path):
             ),
             sources[sources.index(badge) + 1],
         ):
-            yield "the cell after the Colab badge must be the install cell (see CONTRIBUTING.md)"
+            yield (
+                "the cell after the Colab badge must be the install cell (see CONTRIBUTING.md)"
+            )
         if not any(re.match(r"#\| *default_exp +\S", source) for source in sources[:3]):
             yield "one of the first three cells must be `#| default_exp name`"
     if any(out["output_type"] == "error" for cell in cells for out in cell.get("outputs", [])):
@@ -405,21 +416,86 @@ def step_readme():
     return command
 
 
+WIDTH = 96  # characters of a line, as ruff.toml has it
+
+
+def long_lines(text):
+    """(number, line) beyond WIDTH of a text of Python. Addresses, `#|` directives, the inside
+    of long string literals (docstrings aside) and words that no blank divides may be
+    longer."""
+    lines = text.splitlines()
+    long = {
+        i
+        for i, line in enumerate(lines, 1)
+        if len(line) > WIDTH and "://" not in line and not line.startswith("#|")
+    }
+    if not long:
+        return []
+    docstrings = {
+        node.body[0].lineno
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        and ast.get_docstring(node) is not None
+    }
+    begun = []  # where f-strings begin that have not ended
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        kind = tokenize.tok_name[token.type]
+        if kind == "FSTRING_START":
+            begun.append(token.start)
+        if kind not in ("STRING", "FSTRING_END"):
+            continue
+        (first, column), (last, end) = (
+            token.start if kind == "STRING" else begun.pop(),
+            token.end,
+        )
+        if first < last and first not in docstrings:
+            long -= set(range(first, last + 1))
+        elif first == last and end - column > WIDTH // 2:
+            if " " not in lines[first - 1][column:end]:
+                long.discard(first)
+    return [(i, lines[i - 1]) for i in sorted(long)]
+
+
+def python_of(cell):
+    "The Python of a code cell: other languages' cells are empty, IPython's lines are passed."
+    text = text_of(cell["source"])
+    return "" if text.startswith("%%") else re.sub(r"^( *)[%!].*$", r"\1pass", text, flags=re.M)
+
+
 @step
 def step_lint():
-    "ruff finds nothing in the package, scripts/ and tests/"
-    folders = [
-        name
-        for name in (settings()["lib_path"], "scripts", "tests", "setup.py")
-        if (ROOT / name).exists()
+    """ruff finds nothing in the package, scripts/ and tests/ and formats nothing anew; lines of
+    code have 96 characters at most"""
+    written = [x for x in ("scripts", "tests", "setup.py") if (ROOT / x).exists()]
+    ruff = [sys.executable, "-m", "ruff"]
+    must([*ruff, "check", "--no-cache", settings()["lib_path"], *written], "ruff:")
+    must(
+        [*ruff, "format", "--check", "--quiet", "--no-cache", settings()["nbs_path"], *written],
+        "not as ruff formats it (run ruff format nbs scripts tests setup.py):",
+    )
+    texts = {
+        f"{path.name}, cell {cell['id']}": python_of(cell)
+        for path in notebooks()
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]
+        if cell["cell_type"] == "code"
+    } | {
+        str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+        for folder in written
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    }
+    long = [
+        f"{where}, line {i}: {len(line)} characters: {line.strip()[:60]}"
+        for where, text in texts.items()
+        for i, line in long_lines(text)
     ]
-    must([sys.executable, "-m", "ruff", "check", "--no-cache", *folders], "ruff:")
+    if long:
+        raise Failed(f"lines of more than {WIDTH} characters:\n" + listing(long))
     exported = [
-        p
+        p.name
         for p in (ROOT / settings()["lib_path"]).rglob("*.py")
-        if re.search(r"^\s*assert\b", p.read_text(encoding="utf-8"), re.M)
+        if p.name != "testing.py"
+        and re.search(r"^\s*assert\b", p.read_text(encoding="utf-8"), re.M)
     ]
-    exported = [p.name for p in exported if p.name != "testing.py"]
     if exported:
         raise Failed(
             "bare assert in exported code (raise ValueError or TypeError instead): "

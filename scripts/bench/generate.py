@@ -111,7 +111,6 @@ def make_model(sizes, dtype=torch.bfloat16):
 
 
 # --- the best that bf16 does: flash attention on preallocated tensors
-# --------------------------------
 
 
 class FlashCache(transformers.Cache):
@@ -153,7 +152,6 @@ AttentionMaskInterface.register("in_place", lambda *a, **k: None)
 
 
 # --- caches filled with random states
-# ----------------------------------------------------------------
 
 
 def states(config, batch, n, seed):
@@ -219,7 +217,6 @@ def fill(cache, kind, config, batch, tokens):
 
 
 # --- time
-# ----------------------------------------------------------------------------------------------
 
 NAMES = {"turboquant": "turboquant", "flash": "in_place"}
 
@@ -385,7 +382,6 @@ def host_cost(model):
 
 
 # --- memory
-# --------------------------------------------------------------------------------------------
 
 
 def contexts(model, rows):
@@ -495,7 +491,6 @@ def prefills(model, lengths, chunk=2048):
 
 
 # --- gate
-# ------------------------------------------------------------------------------------------------
 
 
 def apart(a, b):
@@ -560,7 +555,6 @@ def replaying(model, recipe, prompt):
 
 
 # --- whole calls of generate()
-# -------------------------------------------------------------------------
 
 WALL = [
     ("dynamic", "eager"),
@@ -1029,13 +1023,13 @@ def options(p):
     p.add_argument(
         "--after",
         type=Path,
-        help="a file of this bench: its rows are kept, with their commit, and not measured again",
+        help="a file of this bench: its rows are kept with their commit, not measured again",
     )
     p.add_argument(
         "--wall",
         nargs="+",
         metavar="BxT",
-        help="measure whole calls of generate() for these batches and prompts, and nothing else",
+        help="measure whole calls of generate() for these batches and prompts, nothing else",
     )
     p.add_argument(
         "--filled",
@@ -1102,8 +1096,8 @@ def options(p):
         type=int,
         default=1,
         help=(
-            "with --wall: times that all modes of a shape are taken in turn, for a host that is "
-            "slow for seconds at a time"
+            "with --wall: times that all modes of a shape are taken in turn, for a host that "
+            "is slow for seconds at a time"
         ),
     )
     p.add_argument(

@@ -65,8 +65,8 @@ def gate():
         differing = max(differing, float((one != two).float().mean()))
     return {
         "cmd": (
-            "with maps: decode kernel against attention.attend, relative; codes that the encode "
-            "kernel gives unlike PyTorch, share"
+            "with maps: decode kernel against attention.attend, relative; codes that the "
+            "encode kernel gives unlike PyTorch, share"
         ),
         "worst": worst,
         "differing": differing,

@@ -113,8 +113,8 @@ def gate(model, use):
     )
     return {
         "cmd": (
-            "prefill bit-equal for every code; attention on 3-bit codes against dense attention "
-            "on what they stand for <= 1e-2 (bf16)"
+            "prefill bit-equal for every code; attention on 3-bit codes against dense "
+            "attention on what they stand for <= 1e-2 (bf16)"
         ),
         "passed": all(equal) and far <= 1e-2,
         "worst": far,

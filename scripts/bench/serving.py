@@ -42,9 +42,22 @@ PARTS = (
     "graphs_firsts",
     "graphs_ragged",
 )  # of tests/serving/engine.py
-WANTED = dict(plain=("chunks_with_past", "preempted"), drafts=("drafted", "centred"), random=("preempted", "hits", "cancelled"), hybrid=("sliding",), firsts=("firsts", "chunks_with_past"),
-              firsts_few=("firsts", "preempted"), firsts_short=("firsts", "grouped"), drafts_recent=("recent",), drafts_firsts=("firsts", "centred"), recent=("recent",),
-              random_firsts=("firsts", "preempted", "hits", "cancelled"))  # fmt: skip  # what a part must have met
+WANTED = {  # what a part must have met
+    part: tuple(met.split())
+    for part, met in dict(
+        plain="chunks_with_past preempted",
+        drafts="drafted centred",
+        random="preempted hits cancelled",
+        hybrid="sliding",
+        firsts="firsts chunks_with_past",
+        firsts_few="firsts preempted",
+        firsts_short="firsts grouped",
+        drafts_recent="recent",
+        drafts_firsts="firsts centred",
+        recent="recent",
+        random_firsts="firsts preempted hits cancelled",
+    ).items()
+}
 began = time.monotonic()
 
 
@@ -294,8 +307,8 @@ def options(p):
         default=["1x1024x64", "8x32000x48", "first:1x32000", "full:96x8192x512"],
         help=(
             "requests x tokens x new tokens: first token and time of a token; ragged: all but "
-            "one of the requests have 1,000 tokens; first: first token alone; full: all at once "
-            "in --gib of blocks, written tokens per second"
+            "one of the requests have 1,000 tokens; first: first token alone; full: all at "
+            "once in --gib of blocks, written tokens per second"
         ),
     )
     p.add_argument(
@@ -322,9 +335,9 @@ def options(p):
         default=PARTS,
         choices=(*WANTED, *PARTS[2:]),
         help=(
-            "of the gate, which kinds of ours need; one is not measured if a part that concerns "
-            "it does not pass. hybrid needs flash attention that was built for windows and soft "
-            "caps"
+            "of the gate, which kinds of ours need; one is not measured if a part that "
+            "concerns it does not pass. hybrid needs flash attention that was built for "
+            "windows and soft caps"
         ),
     )
     p.add_argument(
@@ -340,8 +353,8 @@ def options(p):
         "--profile",
         metavar="FOLDER",
         help=(
-            "where each engine writes, after its rows, which kernels and functions its steps of "
-            "the last shape spend their time in"
+            "where each engine writes, after its rows, which kernels and functions its steps "
+            "of the last shape spend their time in"
         ),
     )
     p.add_argument(

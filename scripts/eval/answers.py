@@ -58,8 +58,8 @@ NAMES = (
     "Peter"
 ).split()
 CITIES = (
-    "Oslo Lima Cairo Paris Tokyo Quito Delhi Rome Kyiv Accra Dublin Madrid Vienna Athens Prague "
-    "Lisbon"
+    "Oslo Lima Cairo Paris Tokyo Quito Delhi Rome Kyiv Accra Dublin Madrid Vienna Athens "
+    "Prague Lisbon"
 ).split()
 FUNCTIONS = (  # what is asked for, and what must hold; `f` is what the model wrote
     ("returns the sum of two numbers a and b", "f(2, 3) == 5 and f(-4, 1) == -3"),
@@ -191,8 +191,8 @@ def variables(n, g, hops=3):
             ]
             told += zip((Fraction(p, 100) for p in sorted(places[part])), lines)
         ask = (
-            f"Which variables have the value {numbers[0]}, directly or through other variables? "
-            f"There are {hops + 1}. Answer with their names only."
+            f"Which variables have the value {numbers[0]}, directly or through other "
+            f"variables? There are {hops + 1}. Answer with their names only."
         )
         yield Question(ask, mentions(names[: hops + 1]), tuple(sorted(told)))
 
@@ -224,7 +224,8 @@ def objects(n, g):
             int(torch.randint(20, 80, (1,), generator=g)),
         )
         ask = (
-            f"{name} is {age} years old and lives in {city}. Write this as one JSON object with "
+            f"{name} is {age} years old and lives in {city}. Write this as one JSON object "
+            "with "
             'the keys "name", "age" and "city", and nothing else.'
         )
         yield Question(

@@ -257,8 +257,8 @@ def main():
                 print(rows[-1], flush=True)
                 gate = {
                     "cmd": (
-                        "peaks of what fits within the limit, finite logits, one step of tokens "
-                        "more runs out of memory"
+                        "peaks of what fits within the limit, finite logits, one step of "
+                        "tokens more runs out of memory"
                     ),
                     "passed": sound,
                 }

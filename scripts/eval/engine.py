@@ -213,8 +213,9 @@ def main():
         off = numbers([apart(x, *y) for x, y in zip(dense([t for t, _ in found]), found)])
         gate = {
             "cmd": (
-                f"an engine that reads all tokens exactly against the model: {off['worst']:.1e} "
-                f"nats at most, {off['other']} of {off['clear']} tokens other"
+                f"an engine that reads all tokens exactly against the model: "
+                f"{off['worst']:.1e} nats at most, "
+                f"{off['other']} of {off['clear']} tokens other"
             ),
             "passed": off["worst"] < (0.3 if CUDA else 1e-3) and not off["other"],
         }

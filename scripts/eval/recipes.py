@@ -11,7 +11,6 @@ only names that match a regular expression."""
 import argparse
 import re
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -35,8 +34,9 @@ def recipe(k, v, sinks=4, recent=0, center="pre_rope", vmean=False, **both):
 
 
 def with_pre_rope(name):
-    "A preset as a model with RoPE gets it: keys coded around a mean before RoPE."
-    return replace(preset(name).settled(rope=True), recent=16)
+    """A preset as a model with RoPE gets it: keys coded around a mean before RoPE, and as many
+    recent tokens as it ships with."""
+    return preset(name).settled(rope=True)
 
 
 def ablation():
@@ -124,8 +124,8 @@ def add_options(p):
         "--text",
         nargs="*",
         help=(
-            "text files, a window of each before a second of any; default: the package's sample "
-            "text"
+            "text files, a window of each before a second of any; default: the package's "
+            "sample text"
         ),
     )
     p.add_argument("--data-id", default="turboquant_nb sample text (Moby-Dick, ch. 1-3)")

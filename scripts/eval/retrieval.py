@@ -126,8 +126,8 @@ def exact_gate(rows):
             )
     return {
         "cmd": (
-            "exact keys are found as often as theory says, in standard deviations (at least one "
-            "count)"
+            "exact keys are found as often as theory says, in standard deviations (at least "
+            "one count)"
         ),
         "value": worst,
         "limit": 5,

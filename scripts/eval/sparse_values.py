@@ -158,7 +158,8 @@ def main():
             "passed": worst < 1e-4,
         }
         print(
-            f"text {len(texts)} of {len(ids)}, {time.time() - began:.0f} s, {gate['value']:.1e}",
+            f"text {len(texts)} of {len(ids)}, {time.time() - began:.0f} s, "
+            f"{gate['value']:.1e}",
             flush=True,
         )
         if not gate["passed"]:

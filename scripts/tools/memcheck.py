@@ -2,8 +2,12 @@
 """Every kernel once or twice on small, odd shapes, under NVIDIA's compute-sanitizer where
 `--tool` names one of its tools:
 
-    python scripts/tools/memcheck.py --tool memcheck     # reads and writes beside a tensor: PyTorch's memory cache is off, so each tensor is an allocation of its own
-    python scripts/tools/memcheck.py --tool racecheck    # threads of one block that read and write shared memory without waiting for each other
+    python scripts/tools/memcheck.py --tool memcheck
+    python scripts/tools/memcheck.py --tool racecheck
+
+memcheck finds reads and writes beside a tensor: PyTorch's memory cache is off, so each tensor
+is an allocation of its own. racecheck finds threads of one block that read and write shared
+memory without waiting for each other.
 
 Without `--tool` the kernels run as they are; without a GPU those that Triton's interpreter can
 run do (TRITON_INTERPRET=1). Prints what ran, and what `--seconds` left out. Long chunks are
@@ -122,9 +126,9 @@ def store_case(batch, heads, group, d, k_bits, v_bits, center, static, name):
     blocks.join_piece(*pieces)
     assert pieces[0].isfinite().all()
     done(
-        f"batch {batch}, {heads} KV heads, group {group}, d={d}, {k_bits}/{v_bits} bits, centre "
-        f"{center}{' transform' if transform else ''}, {'static' if static else 'growing'}, "
-        f"{kernel_here(name)}"
+        f"batch {batch}, {heads} KV heads, group {group}, d={d}, {k_bits}/{v_bits} bits, "
+        f"centre {center}{' transform' if transform else ''}, "
+        f"{'static' if static else 'growing'}, {kernel_here(name)}"
     )
 
 

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Change the code on purpose, one small thing at a time, and see whether the tests notice.
 
-    python scripts/tools/mutants.py --seconds 600              a sample of the core modules' mutants
-    python scripts/tools/mutants.py --module rates --seed 1    another sample, of one module
-    python scripts/tools/mutants.py --all --module rope        every mutant of a module
-    python scripts/tools/mutants.py --workers 16 --out x.jsonl a sample, sixteen at a time, kept
-    python scripts/tools/mutants.py --retry x.jsonl            those of it that survived, after a test was added
-    python scripts/tools/mutants.py --list                     how many mutants each module has
+    python scripts/tools/mutants.py --seconds 600            a sample of the core's mutants
+    python scripts/tools/mutants.py --module rates --seed 1  another sample, of one module
+    python scripts/tools/mutants.py --all --module rope      every mutant of a module
+    python scripts/tools/mutants.py --workers 16 --out x.jsonl    sixteen at a time, kept
+    python scripts/tools/mutants.py --retry x.jsonl          those of it that survived, after a
+                                                             test was added
+    python scripts/tools/mutants.py --list                   how many mutants each module has
 
 cosmic-ray makes the mutants (pip install -c constraints.txt ".[mutants]"). It would start a
 process for each, and importing torch takes longer than most tests; here one process imports the
@@ -42,7 +43,9 @@ SCRIPTS = Path(__file__).resolve().parent
 EQUIVALENT = SCRIPTS / "mutants_equivalent.txt"
 MODULES = {  # module -> the tests that have to notice
     name: f"{name} survivors"
-    for name in "codebook rotation rope quantizer qjl residual rates packing store attention".split()
+    for name in (
+        "codebook rotation rope quantizer qjl residual rates packing store attention"
+    ).split()
 }
 SWAPS = (
     "Add_Sub Sub_Add Mul_Div Div_Mul FloorDiv_Mul Mod_FloorDiv Pow_Mul BitAnd_BitOr "

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Render the website without Quarto, and check it.
 
-    scripts/tools/preview_docs.py                     write _site/ (open _site/index.html)
-    scripts/tools/preview_docs.py --check             write to a temporary folder, only report
-    scripts/tools/preview_docs.py --screenshots DIR   also photograph every page (needs chromium)
-    scripts/tools/preview_docs.py --glossary          write nbs/glossary.js again, after the glossary of book.ipynb changed
+    scripts/tools/preview_docs.py                    write _site/ (open _site/index.html)
+    scripts/tools/preview_docs.py --check            write to a temporary folder, only report
+    scripts/tools/preview_docs.py --screenshots DIR  also photograph every page (chromium)
+    scripts/tools/preview_docs.py --glossary         write nbs/glossary.js again, after the
+                                                     glossary of book.ipynb changed
 
 nbdev prepares the notebooks exactly as it does for Quarto (exported cells become signatures,
 names become links); pandoc, from the pypandoc_binary wheel, turns each into a page with MathML.
@@ -267,7 +268,8 @@ def cell_markdown(cell, number, where, stem, page, problems):
             is_open = " open" if opts["code-fold"] == "show" else ""
             block = (
                 f"```{{=html}}\n<details "
-                f'class="code"{is_open}><summary>{opts.get("code-summary", "Code")}</summary>\n```\n\n{block}\n```{{=html}}\n</details>\n```\n'
+                f'class="code"{is_open}><summary>{opts.get("code-summary", "Code")}</summary>'
+                f"\n```\n\n{block}\n```{{=html}}\n</details>\n```\n"
             )
         parts.append(block)
     if opts.get("output") != "false":
@@ -389,7 +391,8 @@ class Shape:
             ):
                 self.problems.add(
                     self.page,
-                    f"the section '{stringify(block['c'][2])}' is empty (show its code with `#| exports` or add prose)",
+                    f"the section '{stringify(block['c'][2])}' is empty (show its code with "
+                    "`#| exports` or add prose)",
                 )
 
     def equations(self, inlines):
@@ -690,11 +693,8 @@ def check_links(page, reader, readers, site, tree, absent, cfg, problems):
             continue
         if target in readers:
             name = unquote(parts.fragment)
-            owner = name.split(
-                "."
-            )[
-                0
-            ]  # nbdev links `Class.method`; a method without its own show_doc is found at its class
+            # nbdev links `Class.method`; a method without a show_doc is found at its class
+            owner = name.split(".")[0]
             if (
                 name
                 and name not in readers[target].ids

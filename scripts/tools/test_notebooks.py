@@ -14,9 +14,9 @@ import interpreter
 import nbdev.test
 
 LONGEST = (
-    "61_sensitivity 83_score 21_residual 76_serving 57_storage 45b_cells 44_launch 60_calibrate "
-    "53_graphs 55_canary 94_images 32_attention 41_decode 40_encode 13_qjl 31_store "
-    "20_quantizer 84_tasks"
+    "61_sensitivity 83_score 21_residual 76_serving 57_storage 45b_cells 44_launch "
+    "60_calibrate 53_graphs 55_canary 94_images 32_attention 41_decode 40_encode 13_qjl "
+    "31_store 20_quantizer 84_tasks"
 ).split()
 PAGES = (
     "90_speed 91_leaderboard 92_generate 93_proteins index guide api".split()
@@ -89,7 +89,11 @@ def differences(path, cells):
         if old and shows_results(path.stem, old) and printed(old) != printed(cell):
             pairs = zip([*printed(old).splitlines(), ""], [*printed(cell).splitlines(), ""])
             a, b = next(((a, b) for a, b in pairs if a != b), ("", ""))
-            yield f"{path.name}, cell {cell['id']}: the notebook shows\n    {a[:160]}\nand the results give\n    {b[:160]}\n(run scripts/tools/run_notebooks.py nbs/{path.name})"
+            yield (
+                f"{path.name}, cell {cell['id']}: the notebook shows\n    {a[:160]}\n"
+                f"and the results give\n    {b[:160]}\n"
+                f"(run scripts/tools/run_notebooks.py nbs/{path.name})"
+            )
 
 
 @contextlib.contextmanager

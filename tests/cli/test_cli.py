@@ -1370,9 +1370,9 @@ def test_a_device_that_there_is_not_is_refused_first(call, monkeypatch, argv):
 
 def test_a_wrong_device_costs_no_import_of_transformers():
     code = (
-        "import sys; from turboquant_nb.cli import main; c = main(['generate', '--prompt', 'x', "
-        "'--device', 'abacus']); sys.exit('transformers was imported' if 'transformers' in "
-        "sys.modules else c)"
+        "import sys; from turboquant_nb.cli import main; c = main(['generate', '--prompt', "
+        "'x', '--device', 'abacus']); sys.exit('transformers was imported' if 'transformers' "
+        "in sys.modules else c)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2 and "abacus" in done.stderr

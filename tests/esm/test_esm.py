@@ -1,4 +1,4 @@
-"""ESM-2 on compressed keys and values: exactness, decoding, variant scores, files and refusals."""
+"ESM-2 on compressed keys and values: exactness, decoding, variant scores, files, refusals."
 
 import argparse
 import copy

@@ -58,8 +58,8 @@ def retrieval(script):
         ("def f(a, b):\n    while True:\n        pass", False),
         ("x = bytearray(1 << 30)\ndef f(a, b):\n    return a + b", False),
         (
-            "open('/tmp/x' if False else 'big', 'wb').write(b'0' * (1 << 22))\ndef f(a, b):\n   "
-            " return a + b",
+            "open('/tmp/x' if False else 'big', 'wb').write(b'0' * (1 << 22))\ndef f(a, "
+            "b):\n    return a + b",
             False,
         ),
         ("import os\nos._exit(3)", False),

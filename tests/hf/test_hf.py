@@ -153,7 +153,8 @@ def test_prompt_lookup_and_assisted(name):
     model.set_attn_implementation("eager")
     twin = copy.deepcopy(
         model
-    )  # agrees with every draft; a drafting model keeps a cache of its own, so its attention stays dense
+    )  # agrees with every draft; a drafting model keeps a cache of its own, so its attention
+    # stays dense
     ids = prompt(1, 12, padded=False)["input_ids"].repeat(1, 3)
     inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
     for attention in three(model):
@@ -871,8 +872,8 @@ def test_a_used_cache_refuses_another_prompt(attention, masked):
             with pytest.raises(
                 ValueError,
                 match=(
-                    "The cache holds 27 tokens: .* For another prompt make a new cache, or call "
-                    "cache.reset"
+                    "The cache holds 27 tokens: .* For another prompt make a new cache, or "
+                    "call cache.reset"
                 ),
             ):
                 generate(model, inputs, attention, cache=cache)
@@ -966,7 +967,8 @@ def test_a_mask_of_one_dimension_is_refused(attention):
         cache = TurboQuantCache(model)
         with pytest.raises(
             ValueError,
-            match=r"must be .sequences, tokens., as input_ids are; got .20.. One sequence is input_ids.None.",
+            match=r"must be .sequences, tokens., as input_ids are; got .20.. "
+            r"One sequence is input_ids.None.",
         ):
             model(ids, attention_mask=torch.ones(20, dtype=torch.long), past_key_values=cache)
         assert cache.get_seq_length() == 0
@@ -1376,7 +1378,7 @@ def test_padding_is_learnt_under_any_attention(name):
             )
             steps = (
                 6 if exact else 1
-            )  # in float32 rounding may move a code, and later logits with it; the prefill is exact
+            )  # in float32 rounding may move a code, and later logits with it; prefill is exact
             assert float((logits[row] - alone[0])[:steps].abs().max()) < 1e-4 * float(
                 alone.abs().max()
             ), (attention, row)

@@ -433,7 +433,8 @@ def test_chunked_prefill(name, padded, no_masks):
     slow = model.config.model_type == "gemma2"  # softcap
     assert (
         served["prefill"] == layers and served.get("codes" if slow else "chunk", 0) >= layers
-    )  # 45 and 45: a rest of up to 16 would be served as single steps, which dense attention cannot do
+    )  # 45 and 45: a rest of up to 16 would be served as single steps, which dense attention
+    # cannot do
 
 
 def test_a_chunk_that_is_all_padding(no_masks):

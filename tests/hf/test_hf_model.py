@@ -156,8 +156,8 @@ def test_greedy_on_codes_is_dense_attention_on_the_same_codes(real, monkeypatch)
     }
     apart, mutant = torch.tensor(seen).T
     print(
-        f"largest distance {apart.max():.3f} of the bound, median {apart.median():.3f}; mutant: "
-        f"median {mutant.median():.0f} times the bound"
+        f"largest distance {apart.max():.3f} of the bound, median {apart.median():.3f}; "
+        f"mutant: median {mutant.median():.0f} times the bound"
     )
     assert len(seen) == (TOKENS - 1) * 30 and apart.max() <= 1 and mutant.median() > 20
     assert len(set(tokens[0, 200:].tolist())) > 8  # not a loop of one token

@@ -221,7 +221,8 @@ WRONG = {
     ),
     "other device": (
         lambda: tiny().to("meta"),
-        "keys of layer 0 must be torch.float32 on cpu like the store, got torch.float32 on meta",
+        "keys of layer 0 must be torch.float32 on cpu like the store, got torch.float32 on "
+        "meta",
     ),
 }
 

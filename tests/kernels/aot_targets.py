@@ -20,7 +20,7 @@ SHARED = {
     89: 99,
     90: 227,
     100: 227,
-}  # KiB of shared memory that a block may have; CUDA C++ Programming Guide, compute capabilities
+}  # KiB of shared memory that a block may have; CUDA C++ Programming Guide, capabilities
 HALF = {75: "fp16"}  # what 16-bit floats a GPU multiplies; bf16 from 8.0 on
 
 

@@ -29,12 +29,12 @@ except ImportError:
     triton = None
 
 from turboquant_nb.cache.attention import _visible, attend
-from turboquant_nb.kernels import decode, decode_mma, launch, paged, query
+from turboquant_nb.kernels import decode, decode_mma, launch, query
 from turboquant_nb.kernels.launch import decode_attention, supports
 from turboquant_nb.theory.codebook import uniform, lloyd_max
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 from turboquant_nb.cache.packing import Layout, pack
-from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec
+from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.quant.residual import sign_codebook
 from turboquant_nb.cache.store import KVStore
 
@@ -808,177 +808,6 @@ def test_ptx_emulated(bits, along, d):
     assert not torch.equal(looked_up(codes, wrong, along), wild[codes.int()])
 
 
-# ---- pages
-def pooled(store, lengths, seed=0):
-    """The tiles of a store as shuffled pages, unused entries of the pool poisoned; a longer
-    table than is needed, whose tail is out of range."""
-    kt, vt = store.key.tensors, store.value.tensors
-    b, tiles = store.batch, kt["scale"].shape[2]
-    order = torch.randperm(b * tiles + 3, generator=torch.Generator().manual_seed(seed))[
-        : b * tiles
-    ].to(DEVICE)
-
-    def pool(x):
-        fill = float("nan") if x.dtype.is_floating_point else 255
-        x = x.transpose(1, 2).flatten(0, 1)
-        return torch.full(
-            (len(x) + 3, *x.shape[1:]), fill, dtype=x.dtype, device=DEVICE
-        ).index_copy_(0, order, x)
-
-    sides = [
-        ([pool(p) for p in s.planes], pool(s.tensors["scale"]))
-        for s in (store.key, store.value)
-    ]
-    table = torch.full((b, tiles + 2), 2**30, dtype=torch.int32, device=DEVICE)
-    table[:, :tiles] = order.view(b, tiles)
-    lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    cos_sin = store.rope_table if store.recipe.key.center == "pre_rope" else None
-    if cos_sin is not None:
-        cos_sin = torch.cat(
-            [
-                cos_sin,
-                torch.full(
-                    ((tiles + 1) * store.tile, cos_sin.shape[1]),
-                    float("nan"),
-                    dtype=cos_sin.dtype,
-                    device=DEVICE,
-                ),
-            ]
-        )
-    return paged.Pages(
-        store.key.q,
-        store.value.q,
-        *sides[0],
-        *sides[1],
-        table[:, : tiles + 1],
-        lengths,
-        kt.get("mean"),
-        vt.get("mean"),
-        cos_sin,
-    )
-
-
-PAGES = [
-    (p, case, options)
-    for p in (16, 32, 64, 128, 256)
-    for case, options in (
-        (dict(), {}),
-        (dict(n=3, G=4), dict(sliding_window=100)),
-        (dict(n=5, m=5, d=80), dict(softcap=5.0)),
-        (dict(kb=2, vb=4, rot="haar", vcenter="prompt_mean"), {}),
-        (dict(center="pre_rope", n=2), {}),
-    )
-]
-
-
-def check_pages(name, limit, page, case, options):
-    """Each sequence against `attend` on a store of its own length; nothing beyond the lengths
-    is read."""
-    lengths = [300, 171]
-    q, store, chunk = setup(**(dict(sinks=0, win=0, tile=page, d=64) | case))
-    pages, n = pooled(store, lengths), q.shape[2]
-    for side in (pages.key_scale, pages.value_scale):  # tokens that were never written
-        for row, length in enumerate(lengths):
-            for t in range(length, pages.table.shape[1] * page - page):
-                side[pages.table[row, t // page], :, t % page] = float("nan")
-    m = chunk["k"].shape[2] if chunk else 0
-    if m:
-        chunk = {name: x.clone() for name, x in chunk.items()}
-    out, lse = paged.decode_pages(q, pages, **chunk, **options, kernel=name)
-    for row, length in enumerate(lengths):
-        one = KVStore(
-            store.recipe,
-            1,
-            store.heads,
-            store.key.q.d,
-            store.value.q.d,
-            store.dtype,
-            DEVICE,
-            tile=page,
-            inv_freq=store.inv_freq,
-        )
-        one.key.tensors, one.value.tensors = (
-            {n: t[row : row + 1] for n, t in s.tensors.items()}
-            for s in (store.key, store.value)
-        )
-        one.length = length
-        want, want_lse = attend(
-            q[row : row + 1], one, **{n: x[row : row + 1] for n, x in chunk.items()}, **options
-        )
-        assert (out[row] - want[0]).norm() <= limit * want.norm(), (
-            page,
-            case,
-            options,
-            row,
-            float((out[row] - want[0]).norm() / want.norm()),
-        )
-        assert (lse[row] - want_lse[0]).abs().max() < 1e-3
-    assert n == out.shape[2]
-
-
-@needs_triton
-@mark.parametrize("page,case,options", PAGES)
-def test_portable_pages(page, case, options):
-    check_pages("portable", PORTABLE, page, case, options)
-
-
-@needs_gpu
-@needs_triton
-@mark.parametrize("page,case,options", PAGES)
-def test_gpu_pages(page, case, options):
-    check_pages("fragments", 1e-3, page, case, options)
-
-
-@needs_triton
-def test_pages_refuse():
-    _, store, _ = setup(sinks=0, win=0, d=64, B=1, H=1)
-    p = pooled(store, [300, 171][:1])
-    args = dict(
-        key=p.key,
-        value=p.value,
-        key_planes=p.key_planes,
-        key_scale=p.key_scale,
-        value_planes=p.value_planes,
-        value_scale=p.value_scale,
-        table=p.table,
-        lengths=p.lengths,
-    )
-    for wrong, error, message in (
-        (dict(table=p.table.long()), TypeError, "table must be int32"),
-        (dict(lengths=p.lengths[:0]), ValueError, "must have shapes"),
-        (dict(key_planes=p.key_planes[:1]), ValueError, "key_planes must be"),
-        (dict(value_scale=p.value_scale[:2]), ValueError, "one shape"),
-        (dict(key_planes=[x.float() for x in p.key_planes]), ValueError, "uint8"),
-        (dict(cos_sin=torch.ones(9, 64)), ValueError, "center is 'pre_rope'"),
-        (
-            dict(key=Quantizer(Spec(rotation=random_transform(3, 64).name), 64, DEVICE)),
-            ValueError,
-            "a transform of 3 heads cannot serve 1",
-        ),
-    ):
-        with pytest.raises(error, match=message):
-            paged.Pages(**args | wrong)
-    _, pre_rope, _ = setup(sinks=0, win=0, d=64, B=1, H=1, center="pre_rope")
-    p2 = pooled(pre_rope, [300])
-    args2 = dict(args, key=p2.key, value=p2.value, key_mean=p2.key_mean, cos_sin=p2.cos_sin)
-    for wrong, message in (
-        (dict(cos_sin=None), "center is 'pre_rope'"),
-        (dict(key_mean=None), "needs key_mean"),
-        (dict(cos_sin=p2.cos_sin[:9]), "float16 .at least"),
-        (dict(cos_sin=p2.cos_sin.float()), "float16"),
-        (dict(cos_sin=p2.cos_sin[:, :1]), "float16"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            paged.Pages(**args2 | wrong)
-    q = torch.randn(1, 2, 1, 64, device=DEVICE)
-    with pytest.raises(ValueError, match="q must have shape"):
-        paged.decode_pages(q[..., :32], p)
-    with pytest.raises(ValueError, match="given together"):
-        paged.decode_pages(q, p, k=q)
-    with pytest.raises(ValueError, match="1 to 16 query tokens"):
-        paged.decode_pages(q.expand(1, 2, 17, 64), p)
-
-
 @needs_triton
 @mark.parametrize(
     "batch,heads,group,n,d,rows",
@@ -1314,7 +1143,7 @@ SLOW = [
         for r in (4, 8)
     ),
     (dict(sliding=True, capped=True), 255, 120),
-    (dict(page=16, paged=True, length=True), 255, 40),
+    (dict(page=16, length=True), 255, 40),
     (dict(kernel="combine", fast=False, d=96), 128, 0),
     *(
         (
@@ -1555,12 +1384,6 @@ def main(workers=15):
             bad += 1
             print(line, flush=True)
     print(len(tasks), "cases,", bad, "failures", flush=True)
-    for case in PAGES:
-        try:
-            check_pages("fragments", 1e-3, *case)
-        except Exception as error:
-            bad += 1
-            print("FAILED pages", case, type(error).__name__, str(error)[:300], flush=True)
     for test in (
         test_gpu_repeats,
         test_gpu_overlapping_launches,

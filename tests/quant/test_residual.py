@@ -31,7 +31,7 @@ def prod(bits=3, d=64, kind="gaussian", **kw):
 
 
 # --- the sign stage
-# -------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("d", DIMS)
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_sign_table_is_a_nearest_level_code(bits, d):
@@ -215,7 +215,7 @@ def test_mirror_holds_for_the_sign_residual_too(gen):
 
 
 # --- prod
-# -----------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ("gaussian", "orthogonal", "hadamard"))
 @pytest.mark.parametrize(
     "shape",

@@ -101,7 +101,8 @@ def test_a_launch_replaces_builtins_once_and_puts_them_back(monkeypatch):
         _nested[(2,)](x, out, 8)
         assert (
             out.tolist() == [56, 57] and len(looks) <= 10
-        )  # 4 for the launch, at most 6 for `tl.sum`, which knows other modules; not as many for each call
+        )  # 4 for the launch, at most 6 for `tl.sum`, which knows other modules; not as many
+        # for each call
     assert all(
         getattr(tl, name) is value
         for name, value in before.items()

@@ -1,4 +1,4 @@
-"""The step of scripts/check.py that proves the order of imports, on a package of four modules."""
+"Steps of scripts/check.py: the order of imports, on a package of four modules, and lint."
 
 import importlib.util
 from pathlib import Path
@@ -98,8 +98,8 @@ SIDEBAR = """
             href: 87a_cli.ipynb
 """
 BOOK = (
-    "## Reading order\n\n| 10 | [Codebooks](10_codebook.ipynb) | levels |\n| 87a | [The command "
-    "line: conventions](87a_cli.ipynb) | errors |"
+    "## Reading order\n\n| 10 | [Codebooks](10_codebook.ipynb) | levels |\n| 87a | [The "
+    "command line: conventions](87a_cli.ipynb) | errors |"
 )
 
 
@@ -121,3 +121,30 @@ def test_chapters_in_order_pass():
 def test_another_number_title_file_or_order_is_seen(sidebar, book, where):
     found = list(check.misplaced(CHAPTERS, sidebar, book))
     assert found and where in found[0]
+
+
+LONG = "x" * 90
+
+
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        (f"a = 1  # {LONG} and more", [1]),
+        (f'f("""\n{LONG} {LONG}\n""")', []),
+        (f'"""{LONG} {LONG}\n"""', [1]),
+        (f'def f():\n    """{LONG} {LONG}\n    """', [2]),
+        (f'a = "{LONG}{LONG}"', []),
+        (f'a = "{LONG} {LONG}"', [1]),
+        (f"a = b  # https://{LONG}", []),
+        (f"#| fig-cap: {LONG}", []),
+        ("a = b", []),
+    ],
+)
+def test_long_lines_are_found(text, found):
+    "Code and docstrings have 96 characters at most; what cannot be broken may be longer."
+    assert [i for i, _ in check.long_lines(text)] == found
+
+
+def test_only_python_is_measured():
+    assert check.python_of({"source": [f"%%html\n<p>{LONG} {LONG}</p>"]}) == ""
+    assert check.python_of({"source": [f"a = 1\n!pip install {LONG} {LONG}"]}) == "a = 1\npass"

@@ -1411,7 +1411,8 @@ def test_a_file_says_what_it_lacks_or_has_instead():
         KVStore.from_state({n: t for n, t in tensors.items() if n != "value.scale"}, header)
     with pytest.raises(
         ValueError,
-        match=r"value.scale must be torch.float16 of shape .*, got torch.float32 of shape \(1, 1, 1, 256\)",
+        match=r"value.scale must be torch.float16 of shape .*, got torch.float32 of shape "
+        r"\(1, 1, 1, 256\)",
     ):
         KVStore.from_state(tensors | {"value.scale": tensors["value.scale"].float()}, header)
 

@@ -52,7 +52,8 @@ _LEVEL = {word: level for level, word in _WORD.items()}
 @lru_cache(maxsize=64)
 def quad_table(
     codebook,  # of 1 to 4 bits; held for as long as the table
-) -> Tensor:  # [n] on the CPU, each word four levels, the first quarter's first in memory: int8 on the codebook's grid (words int32), without one fp32 (words complex128)
+) -> Tensor:  # [n] on the CPU, each word four levels, the first quarter's first in memory:
+    # int8 on the codebook's grid (words int32), without one fp32 (words complex128)
     "The four levels that each index stands for. Raises TypeError for anything but a Codebook."
     checks.instance(codebook, "codebook", Codebook)
     return _quad_words(
@@ -129,7 +130,8 @@ class StepRanges:
     tiles: slice  # that they lie in, counted from the first that is held
     hidden: (
         Tensor | None
-    )  # [B, 1, 1, S + W + m + tokens of these tiles] bool: sinks, ring and chunk, then `by_row`; None: all count
+    )  # [B, 1, 1, S + W + m + tokens of these tiles] bool: sinks, ring and chunk, then
+    # `by_row`; None: all count
     bias: Tensor | None = None  # the same as what is added to scores: -inf where hidden, else 0
     blind: bool = False  # whether a sequence sees nothing
 
@@ -410,7 +412,8 @@ def _mean_scores(query, store: KVStore, tiles: slice):
         if len(set(starts)) > 1 or first < starts[0]:
             found = (weights @ store._rows(first, last).float().mT).flatten(0, 1)
             found = by_row(found, tile // 4).reshape(into.shape)
-        else:  # all sequences have the same angles: a product for each tile, which threads share, with rows in the order of the look-up
+        else:  # all sequences have the same angles: a product for each tile, which threads
+            # share, with rows in the order of the look-up
             rows = (
                 store.rope_table[first - starts[0] : last - starts[0]]
                 .unflatten(0, (-1, 4, tile // 4))

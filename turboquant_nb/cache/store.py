@@ -1682,7 +1682,9 @@ class Unchanged:
 # %% ../../nbs/31_store.ipynb #505b05b7
 FORMAT = "turboquant-nb store 2"
 RETIRED = {
-    "turboquant-nb store 1": "its codes stand for levels that are slightly different today; code again"
+    "turboquant-nb store 1": (
+        "its codes stand for levels that are slightly different today; code again"
+    )
 }
 _NUMBERS = ("length", "offset", "_recent_from")  # of a store, as its header calls them
 _FORMER = {"_recent_from": "_window_from", "truncated": "thin"}  # what headers of before say

@@ -84,7 +84,8 @@ class _Exemplified:
     examples = ""  # lines
 
     def format_help(self, ctx, formatter):
-        "typer's panels, or plain lines where a terminal is so narrow that panels cut names short."
+        """typer's panels, or plain lines where a terminal is so narrow that panels cut names
+        short."""
         if shutil.get_terminal_size().columns < 60:
             self.rich_markup_mode = None
         super().format_help(ctx, formatter)

@@ -323,8 +323,8 @@ class _Session:
             self.keep(rest) if word == "save" else self.fetch(rest, "/load")
         else:
             raise Usage(
-                f"/{word}: there is no such command; /help lists them, // begins a message with "
-                "a slash"
+                f"/{word}: there is no such command; /help lists them, // begins a message "
+                "with a slash"
             )
         return True
 

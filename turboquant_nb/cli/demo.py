@@ -62,15 +62,15 @@ def read_once(
 ):  # Prefill
     """One exact prefill, by the model's attention. RuntimeError if some layer does not keep all
     keys and values."""
-    advice = "; use: turboquant generate --compare"
     layers = caches.DynamicCache(config=model.config).layers
     if lost := sum(not isinstance(layer, caches.DynamicLayer) for layer in layers):
-        keeps = f"{lost} of the {len(layers)} layers keep something else than all keys and "
-        raise RuntimeError(f"{keeps}values{advice}")
+        keeps = "keep something else than all keys and values"
+        error = f"{lost} of the {len(layers)} layers {keeps}"
+        raise RuntimeError(f"{error}; use: turboquant generate --compare")
     try:
         return scores.prefill(model, ids, attention=model.config._attn_implementation)
     except ValueError as error:
-        raise RuntimeError(f"{error}{advice}") from error
+        raise RuntimeError(f"{error}; use: turboquant generate --compare") from error
 
 
 def first_token(prompt) -> int:
@@ -376,7 +376,7 @@ def _tell(ask: _Demo, about: dict, rows: list, seen: str) -> None:
     show_table([names, *([name, *map(tell, rows)] for name, tell in _LINES.items())])
     legend = (
         f"Answer: greedy, up to {ask.new_tokens} tokens; the first comes from the prompt, which "
-        "is read exactly. "
+        "which is read exactly. "
         "Odds: of the best token against the second, uncompressed, where the answer parts. "
         f"Next token and perplexity: {about['scored_tokens']} tokens of the book after "
         f"{about['prefix_tokens']:,} of its prompt. "

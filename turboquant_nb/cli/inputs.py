@@ -557,7 +557,8 @@ class Weights:
 
     model: str = option(
         "embedded",
-        "A folder, a .gguf file, a hub id, or embedded (SmolLM2-135M-Instruct, downloaded once).",
+        "A folder, a .gguf file, a hub id, or embedded (SmolLM2-135M-Instruct, downloaded "
+        "once).",
         metavar="PATH_OR_HUB_ID",
     )
     dtype: _Dtype | None = option(

@@ -386,7 +386,8 @@ def contacts(ask: Contacts, reading: Reading) -> None:
     opened = reading.open()
     if not has_contact_head(name):
         raise Usage(
-            f"--model {name}: this checkpoint holds no contact head, so contacts would be random"
+            f"--model {name}: this checkpoint holds no contact head, so contacts would be "
+            "random"
         )
     found = opened.each(_matrices, f"contacts of {len(opened.sequences)} proteins")
     rows = [(name, *row) for name, x in found.items() for row in pairs(x, ask.above, ask.apart)]

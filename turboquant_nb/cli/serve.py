@@ -81,8 +81,8 @@ def cache_size(
         room = memory * gpus - weights
         if room <= 0:
             raise ValueError(
-                f"the weights, {weights / 1e9:.1f} GB, do not fit the {memory * gpus / 1e9:.1f} "
-                "GB that vLLM may take"
+                f"the weights, {weights / 1e9:.1f} GB, do not fit the "
+                f"{memory * gpus / 1e9:.1f} GB that vLLM may take"
             )
         found["most_tokens"] = max(
             0, int((room - found["chunk_bytes"]) // found["bytes_per_token"])

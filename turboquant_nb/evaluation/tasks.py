@@ -146,7 +146,7 @@ def _needle(tokenizer, sentences, length, depth, place, number, start) -> list:
 
 def _needle_texts(
     tokenizer, length: int, depth: float, trials: int, filler: str, seed: int
-) -> tuple:  # ([trials, length + …] tokens, padded on the right; for each, where the answer begins and ends)
+) -> tuple:  # ([trials, length + …] tokens, padded on the right; begin and end of each answer)
     "Books with a needle, each followed by its question and answer."
     g = torch.Generator().manual_seed(seed)
     draw = lambda low, high: int(torch.randint(low, high, (1,), generator=g))
@@ -329,12 +329,15 @@ def attention_error(
 
 # %% ../../nbs/84_tasks.ipynb #6c5ddf5f
 _COLUMNS = {  # measure: (heading, key, format) of each column, separated by commas
-    "perplexity": "bits/value bits .2f, perplexity ppl .3f, change,% percent +.2f, ± stderr .2f",
+    "perplexity": (
+        "bits/value bits .2f, perplexity ppl .3f, change,% percent +.2f, ± stderr .2f"
+    ),
     "KL": (
         "bits/value bits .2f, KL,nats kl .4f, ± kl_stderr .4f, 99% kl_99 .3f, same,top-1 top1 "
         ".1%"
     ),
-    "needle": "length length d, depth depth .2f, bits/value bits .2f, written,exactly exact .0%, "
+    "needle": "length length d, depth depth .2f, bits/value bits .2f, "
+    "written,exactly exact .0%, "
     "log-probability logprob .2f, ± stderr .2f",
     "attention": (
         "layer layer d, error error .4f, ± stderr .4f, cosine cosine .4f, same,top-1 top1 .1%, "

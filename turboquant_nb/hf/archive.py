@@ -95,8 +95,8 @@ def from_states(
         held = tensors.get("inv_freq")
         if held is not None and not _same_rope(held, layer.inv_freq):
             raise ValueError(
-                f"{path} is of another model: RoPE rotates keys of layer {layer.index} by other "
-                "frequencies"
+                f"{path} is of another model: RoPE rotates keys of layer {layer.index} by "
+                "other frequencies"
             )
         layer.take_store(KVStore.from_state(tensors, h, device))
     return cache

@@ -133,7 +133,8 @@ class TurboQuantLayer(CacheLayerMixin):
         self.captured_backends, self.captured_tail = (
             {},
             None,
-        )  # of a static store: what serves steps that a graph captures; where it leaves exact states
+        )  # of a static store: what serves steps that a graph captures; where it leaves exact
+        # states
         self.names = (
             f"keys of layer {index}",
             f"values of layer {index}",

@@ -121,8 +121,8 @@ class ModelInfo:
             f"{f['query heads']} query heads on {f['KV heads']} KV heads of {f['head size']}"
         )
         return (
-            f"ModelInfo({f['model type']}: {len(self.layers)} layers, {n} coded, {sliding} with "
-            f"a sliding window; {heads})"
+            f"ModelInfo({f['model type']}: {len(self.layers)} layers, {n} coded, {sliding} "
+            f"with a sliding window; {heads})"
         )
 
 # %% ../../nbs/50_model_info.ipynb #dd5d6f12

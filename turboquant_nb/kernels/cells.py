@@ -24,15 +24,17 @@ from turboquant_nb.kernels.decode import (
     triton,
 )
 from turboquant_nb.kernels.decode_mma import (
-    _fetch,
+    _copy_k,
     _finish,
     _Form,
     _in_register,
+    _key_pieces,
+    _page,
     _queries,
     _query_fragment,
-    _scores,
     _softmax_step,
-    _weighted,
+    _token_places,
+    _value_pieces,
     _weights,
     decode_form,
     device_properties,
@@ -58,8 +60,6 @@ from ..quant.quantizer import Quantizer
 
 try:
     import triton.language as tl
-    from triton.experimental.gluon.language.nvidia.ampere import async_copy as cp
-    from triton.experimental.gluon.language.nvidia.ampere import mma_v2  # noqa: F401
 except ImportError:  # `CellPlan.supports` says so
     from types import SimpleNamespace
 
@@ -1119,7 +1119,8 @@ def _join_kernel(
             if PDL:
                 if (
                     (length - m) % 16 == 0
-                ):  # a request that begins with blocks of another, which may have written their last token in this step
+                ):  # a request that begins with blocks of another, which may have written their
+                    # last token in this step
                     tl.extra.cuda.gdc_wait()
             top, whole, near = _recent_tokens(
                 q=q,
@@ -1207,114 +1208,14 @@ def _cell_form(cell: CellLayout, rows: int, key: tuple, value: tuple) -> _Form:
 
 
 @gluon.jit
-def _cell(cells, t, row, G: gl.constexpr):
-    """Where the cell with byte row `row` of tile t begins. `cells`: table of the request,
-    origin of the head, block stride, last entry."""
-    TABLE, origin, stride, last = cells
-    if G.RP == 64:
-        page = t  # a block is a tile
-    else:
-        page = t * (64 // G.RP) + row // G.RP
-    return origin + gl.load(TABLE + gl.minimum(page, last)).to(gl.int64) * stride
+def _key_planes(CELLS, G: gl.constexpr):
+    "Where the planes of the keys of cell 0 begin."
+    return CELLS + G.AT_K0, CELLS + G.AT_K1, CELLS + G.AT_K2
 
 
 @gluon.jit
-def _copy_keys(buf, slot, c, CELLS, cells, t, go, G: gl.constexpr):
-    "Start copying key piece c (RK x 16 rows) of tile t into a slot of the ring."
-    half: gl.constexpr = G.D // 2
-    for r in gl.static_range(G.RK):
-        m = gl.arange(0, 16, layout=gl.SliceLayout(1, G.LK))
-        col = gl.arange(0, G.HK, layout=gl.SliceLayout(0, G.LK))
-        row = (m % 8) * 8 + (c * G.RK + r) * 2 + m // 8
-        ok = (row[:, None] >= 0) & (col[None, :] < half) & go
-        s = slot * G.PL * G.RK + r
-        cell = _cell(cells, t, row, G)
-        base = CELLS + (cell + (row % G.RP * G.D + G.AT_K0))[:, None] + col[None, :]
-        cp.async_copy_global_to_shared(buf.index(s), base, mask=ok)
-        cp.async_copy_global_to_shared(buf.index(s + G.RK), base + half, mask=ok)
-        bit = CELLS + (cell + row % G.RP * half)[:, None] + col[None, :]
-        if G.KB > 2:
-            cp.async_copy_global_to_shared(buf.index(s + 2 * G.RK), bit + G.AT_K1, mask=ok)
-        if G.KB > 3:
-            cp.async_copy_global_to_shared(buf.index(s + 3 * G.RK), bit + G.AT_K2, mask=ok)
-    cp.commit_group()
-
-
-@gluon.jit
-def _copy_values(buf, slot, c, CELLS, cells, t, go, G: gl.constexpr):
-    "The same for value piece c: RV x 16 channels of each half."
-    half: gl.constexpr = G.DV // 2
-    for r in gl.static_range(G.RV):
-        m = gl.arange(0, 16, layout=gl.SliceLayout(1, G.LV)) + (c * G.RV + r) * 16
-        col = gl.arange(0, 64, layout=gl.SliceLayout(0, G.LV))
-        ok = (m[:, None] < half) & (col[None, :] >= 0) & go
-        s = slot * G.PL * G.RV + r
-        cell = _cell(cells, t, col, G)
-        if G.RP < 64:
-            cell = cell[None, :]
-        base = CELLS + cell + (m[:, None] * G.RP + col[None, :] % G.RP)
-        cp.async_copy_global_to_shared(buf.index(s), base + G.AT_V0, mask=ok)
-        cp.async_copy_global_to_shared(
-            buf.index(s + G.RV), base + (G.AT_V0 + half * G.RP), mask=ok
-        )
-        if G.VB > 2:
-            cp.async_copy_global_to_shared(buf.index(s + 2 * G.RV), base + G.AT_V1, mask=ok)
-        if G.VB > 3:
-            cp.async_copy_global_to_shared(buf.index(s + 3 * G.RV), base + G.AT_V2, mask=ok)
-    cp.commit_group()
-
-# %% ../../nbs/45b_cells.ipynb #45b00017
-@gluon.jit
-def _keys_of_tile(
-    keys, values, F, CELLS, cells, t, q_lo, q_hi, table, G: gl.constexpr, mma: gl.constexpr
-):
-    """Scores of a tile, piece by piece, to F; each slot that is free again takes a piece of the
-    values."""
-    for c in range(G.NK):
-        cp.wait_group(G.NK - 1)
-        for r in gl.static_range(G.RK):
-            w = _fetch(keys, c, r, G.KB, G.LK, G.PL, G.RK)
-            F.index(c * G.RK + r).store(_scores(w, q_lo, q_hi, table, G, mma))
-        if c < G.NV:
-            _copy_values(values, c, c, CELLS, cells, t, t >= 0, G)
-        else:
-            cp.commit_group()
-
-
-@gluon.jit
-def _values_of_tile(
-    keys,
-    values,
-    ACC,
-    CELLS,
-    cells,
-    following,
-    go,
-    P,
-    rescale,
-    top,
-    table,
-    G: gl.constexpr,
-    mma: gl.constexpr,
-):
-    """Weighted values of a tile to the accumulators; each free slot takes a piece of the next
-    tile's keys."""
-    old_weight = gl.convert_layout(rescale, gl.SliceLayout(0, G.LO))
-    new_weight = gl.convert_layout(top * (1.0 / (127.0 * 254.0)), gl.SliceLayout(0, G.LO))
-    Q: gl.constexpr = G.Q
-    for c in range(G.NV):
-        cp.wait_group(G.NV - 1)
-        for r in gl.static_range(G.RV):
-            w = _fetch(values, c, r, G.VB, G.LV, G.PL, G.RV)
-            o = gl.convert_layout(_weighted(w, P, table, G, mma), G.LO, assert_trivial=True)
-            old = gl.convert_layout(
-                gl.reshape(ACC.index(c * G.RV + r).load(G.LA), [32, Q]),
-                G.LO,
-                assert_trivial=True,
-            )
-            acc = gl.reshape(old * old_weight[None, :] + o * new_weight[None, :], [4, 8 * Q])
-            ACC.index(c * G.RV + r).store(gl.convert_layout(acc, G.LA, assert_trivial=True))
-        _copy_keys(keys, c, c, CELLS, cells, following, go, G)
+def _value_planes(CELLS, G: gl.constexpr):
+    return CELLS + G.AT_V0, CELLS + G.AT_V1, CELLS + G.AT_V2
 
 # %% ../../nbs/45b_cells.ipynb #45b00082
 @gluon.jit
@@ -1368,19 +1269,6 @@ def _tiles(WORK, lo, hi, split, splits, nobody, LISTED: gl.constexpr):
     if LISTED:
         count, each = gl.where(nobody, 0, count), gl.load(WORK)
     return first + split * each, first + gl.minimum((split + 1) * each, count)
-
-
-@gluon.jit
-def _token_places(G: gl.constexpr):
-    """Of the 256 tokens of a tile as scores hold them: byte row, place in the block, place in
-    the tile."""
-    token = gl.arange(0, 256, layout=gl.SliceLayout(1, G.LF))  # quarter x 64 + byte row
-    row64 = token % 64
-    inside = token
-    if G.RP < 64:
-        inside = token // 64 * G.RP + row64 % G.RP
-        token = row64 // G.RP * (4 * G.RP) + inside
-    return row64, inside, token
 
 # %% ../../nbs/45b_cells.ipynb #45b00084
 @gluon.jit(
@@ -1452,7 +1340,8 @@ def _fragments_cells_kernel(
     if PDL:
         if (
             (length - m) % 16 == 0
-        ):  # a request that begins with blocks of another, which may have written their last token in this step
+        ):  # a request that begins with blocks of another, which may have written their last
+            # token in this step
             tl.extra.cuda.gdc_wait()
     row = block * Q + gl.arange(0, Q, layout=column)
     lo_row, hi_row, lo, hi, safe_lo, safe_hi = _seen(
@@ -1465,6 +1354,7 @@ def _fragments_cells_kernel(
         return
     last = gl.maximum((hi + 4 * G.RP - 1) // (4 * G.RP) - 1, 0)
     table = TABLE + b.to(gl.int64) * table_stride
+    K, V = _key_planes(CELLS, G), _value_planes(CELLS, G)
     cells = (table, h.to(gl.int64) * head_stride, block_stride, last)
     halves = (
         table,
@@ -1483,7 +1373,7 @@ def _fragments_cells_kernel(
         + (jq % m).to(gl.int64) * sn
     )
     for i in range(G.NK):
-        _copy_keys(keys, i, i, CELLS, cells, begin, begin < end, G)
+        _copy_k(keys, i, i, K, cells, begin, begin < end, True, G)
     k0 = gl.load(LUT)
     k1 = gl.load(LUT + 1)
     k2 = gl.load(LUT + 2)
@@ -1523,14 +1413,14 @@ def _fragments_cells_kernel(
     q_hi = _query_fragment(q_hi, G.C, G.W, Q, operand)
     qs, shift = gl.convert_layout(unit, column), gl.convert_layout(shift_q, column)
     for t in range(begin, end):
-        scale_at = _cell(halves, t, row64, G) + inside
+        scale_at = _page(halves, t, row64, True, G) + inside
         scale_at = gl.max_contiguous(gl.multiple_of(scale_at, G.NEAR), G.NEAR)
         ks = gl.load(SCALES + scale_at + G.AT_KS // 2)
         vs = gl.load(SCALES + scale_at + G.AT_VS // 2)
         F = gl.allocate_shared_memory(
             gl.float32, [4, 8, 8 * Q], SH
         )  # here, so that others may use its bytes later
-        _keys_of_tile(keys, values, F, CELLS, cells, t, q_lo, q_hi, lut_k, G, mma)
+        _key_pieces(keys, values, F, V, cells, t, q_lo, q_hi, lut_k, True, G, mma)
         y, top, total, rescale = _softmax_step(
             F=F,
             ks=ks,
@@ -1553,18 +1443,19 @@ def _fragments_cells_kernel(
             G=G,
         )
         peak, P = _weights(y, operand, Q)
-        _values_of_tile(
+        _value_pieces(
             keys=keys,
             values=values,
             ACC=ACC,
-            CELLS=CELLS,
-            cells=cells,
+            K=K,
+            tiles=cells,
             following=t + 1,
             go=t + 1 < end,
             P=P,
             rescale=rescale,
             top=peak,
             table=lut_v,
+            PAGED=True,
             G=G,
             mma=mma,
         )
@@ -1759,8 +1650,8 @@ def _check_decode(q, cache, plan, table, lengths, k, v, recent):
     m, query_heads = q.shape[0] // batch, q.shape[1]
     if not 1 <= m <= 16 or query_heads > 16 * heads:
         raise ValueError(
-            f"1 to 16 query tokens and 1 to 16 query heads a KV head are supported, got {m} and "
-            f"{query_heads // heads}"
+            f"1 to 16 query tokens and 1 to 16 query heads a KV head are supported, got {m} "
+            f"and {query_heads // heads}"
         )
     if (k is None) != (v is None):
         raise ValueError("k and v must be given together")

@@ -616,8 +616,8 @@ class DecodeOperands(NamedTuple):
     "The arguments of the operator, in its order."
 
     q: Tensor  # [B, Hq, n, d_key], neighbouring channels in memory
-    key_planes: list  # uint8 [B, H, tiles, *plane_shape], or [pages, H, *plane_shape]
-    key_scale: Tensor  # [B, H, tiles, tile], or [pages, H, page]
+    key_planes: list  # uint8 [B, H, tiles, *plane_shape]
+    key_scale: Tensor  # [B, H, tiles, tile]
     value_planes: list
     value_scale: Tensor
     packed_lut: Tensor  # [8] int32: int8 levels of keys, then of values, four to a word
@@ -635,7 +635,6 @@ class DecodeOperands(NamedTuple):
     start: Tensor | None  # [B] int64; None: no sequence is padded
     end: Tensor | None  # [B] int64
     position: Tensor | None  # [1] or [B] int32, replaces `length`
-    pages: Tensor | None  # [B, n] int32, see `paged.Pages`
     cos_sin: Tensor | None  # [positions, r] fp16: key_mean is a pre-RoPE mean
     near_angles: (
         Tensor | None
@@ -685,7 +684,7 @@ class DecodeSizes(NamedTuple):
     d: int
     dv: int
     tiles: int  # that a sequence has room for
-    tile: int  # tokens of a tile or page
+    tile: int  # tokens of a tile
     chunk: int  # exact tokens that the call brings
     sinks: int
     recent: int  # slots of the ring of recent tokens
@@ -695,8 +694,7 @@ class DecodeSizes(NamedTuple):
     @classmethod
     def of(cls, x: DecodeOperands) -> "DecodeSizes":
         batch, query_heads, n, d = x.q.shape
-        (_, heads, *tiles, tile), dv = x.key_scale.shape, len(x.value_rotation)
-        tiles = tiles[0] if x.pages is None else x.pages.shape[1]
+        (_, heads, tiles, tile), dv = x.key_scale.shape, len(x.value_rotation)
         chunk, sinks, recent = (
             0 if x.k is None else x.k.shape[2],
             x.key_sinks.shape[2],
@@ -860,7 +858,6 @@ def store_operands(
         start=store.start if padded else None,
         end=store.end,
         position=store.position,
-        pages=None,
         cos_sin=store.rope_table if store.recipe.key.center == "pre_rope" else None,
         near_angles=None if angles is None else angles.near,
         far_angles=None if angles is None else angles.far,
@@ -1033,9 +1030,8 @@ def shared_arguments(x: DecodeOperands, s: DecodeSizes) -> dict:
 
 
 def plane_arguments(x: DecodeOperands, s: DecodeSizes) -> dict:
-    "The planes, and the table of pages, of a kernel that reads codes."
+    "The planes of a kernel that reads codes."
     (k0, k1, k2), (v0, v1, v2) = ([*p, p[0], p[0]][:3] for p in (x.key_planes, x.value_planes))
-    pages, stride = (x.packed_lut, 0) if x.pages is None else (x.pages, x.pages.stride(0))
     return dict(
         K0=k0,
         K1=k1,
@@ -1043,9 +1039,9 @@ def plane_arguments(x: DecodeOperands, s: DecodeSizes) -> dict:
         V0=v0,
         V1=v1,
         V2=v2,
-        PAGES=pages,
-        page_stride=stride,
-        PAGED=x.pages is not None,
+        PAGES=x.packed_lut,
+        page_stride=0,
+        PAGED=False,
         cap=s.tiles,
     )
 
@@ -1121,7 +1117,7 @@ def combine(
     parts: Parts,
     fast: bool = False,
     pdl: bool = False,
-) -> tuple:  # (output [B, Hq, n, d_value], log-sum-exp [B, Hq, n], `Launch` or None if it cannot be repeated)
+) -> tuple:  # (output [B, Hq, n, d_value], log-sum-exp [B, Hq, n], `Launch`; None: no repeat)
     """Exact tokens and splits. fast: splits are rotated back already; pdl: start while they are
     at work."""
     q, shape = x.q, x.q.shape[:3]

@@ -411,8 +411,8 @@ def _queries(
 # %% ../../nbs/43_decode_mma.ipynb #3d0f5ccf
 @gluon.jit
 def _page(tiles, t, row, PAGED: gl.constexpr, G: gl.constexpr):
-    """Index among the pages of a plane tensor: of the page with byte row `row` of tile t.
-    `tiles`: see `_span`."""
+    """Where the page with byte row `row` of tile t begins: in pages of a plane, or in what the
+    table's strides count. `tiles`: table, where page 0 is, step to the next, last page."""
     PAGES, first, step, last = tiles
     if G.RP == 64:
         page = t  # a page is a tile
@@ -425,6 +425,15 @@ def _page(tiles, t, row, PAGED: gl.constexpr, G: gl.constexpr):
 
 
 @gluon.jit
+def _begin(page, size: gl.constexpr, PAGED: gl.constexpr):
+    "The address of a page in a plane whose pages have this size; strides of a table are bytes."
+    if PAGED:
+        return page
+    else:
+        return page * size
+
+
+@gluon.jit
 def _copy_k(buf, slot, c, K, tiles, t, go, PAGED: gl.constexpr, G: gl.constexpr):
     "Start copying key piece c (RK x 16 rows) of tile t into a slot of the ring."
     half: gl.constexpr = G.D // 2
@@ -434,11 +443,11 @@ def _copy_k(buf, slot, c, K, tiles, t, go, PAGED: gl.constexpr, G: gl.constexpr)
         row = (m % 8) * 8 + (c * G.RK + r) * 2 + m // 8
         ok = (row[:, None] >= 0) & (col[None, :] < half) & go
         s = slot * G.PL * G.RK + r
-        at = (_page(tiles, t, row, PAGED, G) * G.RP + row % G.RP)[:, None]
-        base = K[0] + at * G.D + col[None, :]
+        page, row = _page(tiles, t, row, PAGED, G), row % G.RP
+        base = K[0] + (_begin(page, G.RP * G.D, PAGED) + row * G.D)[:, None] + col[None, :]
         cp.async_copy_global_to_shared(buf.index(s), base, mask=ok)
         cp.async_copy_global_to_shared(buf.index(s + G.RK), base + half, mask=ok)
-        bit = at * half + col[None, :]
+        bit = (_begin(page, G.RP * half, PAGED) + row * half)[:, None] + col[None, :]
         if G.KB > 2:
             cp.async_copy_global_to_shared(buf.index(s + 2 * G.RK), K[1] + bit, mask=ok)
         if G.KB > 3:
@@ -459,10 +468,10 @@ def _copy_v(buf, slot, c, V, tiles, t, go, PAGED: gl.constexpr, G: gl.constexpr)
         if G.RP < 64:
             page = page[None, :]
         here = m[:, None] * G.RP + col[None, :] % G.RP
-        base = V[0] + page * (G.RP * G.DV) + here
+        base = V[0] + _begin(page, G.RP * G.DV, PAGED) + here
         cp.async_copy_global_to_shared(buf.index(s), base, mask=ok)
         cp.async_copy_global_to_shared(buf.index(s + G.RV), base + half * G.RP, mask=ok)
-        bit = page * (G.RP * half) + here
+        bit = _begin(page, G.RP * half, PAGED) + here
         if G.VB > 2:
             cp.async_copy_global_to_shared(buf.index(s + 2 * G.RV), V[1] + bit, mask=ok)
         if G.VB > 3:
@@ -493,6 +502,19 @@ def _fetch(
     return c0, c1, p1, p2
 
 # %% ../../nbs/43_decode_mma.ipynb #511f5e61
+@gluon.jit
+def _token_places(G: gl.constexpr):
+    """Of the 256 tokens of a tile as scores hold them: byte row, place in the page, place in
+    the tile."""
+    token = gl.arange(0, 256, layout=gl.SliceLayout(1, G.LF))  # quarter x 64 + byte row
+    row = token % 64
+    inside = token
+    if G.RP < 64:
+        inside = token // 64 * G.RP + row % G.RP
+        token = row // G.RP * (4 * G.RP) + inside
+    return row, inside, token
+
+
 @gluon.jit
 def _span(
     START,
@@ -831,7 +853,8 @@ def _finish(
     DV: gl.constexpr = G.DV
     cp.wait_group(
         0
-    )  # a copy for a tile that does not come writes zeros, perhaps where the sums below are handed between lanes
+    )  # a copy for a tile that does not come writes zeros, perhaps where the sums below are
+    # handed between lanes
     o = ACC._reinterpret(gl.float32, [G.NV * G.RV * 4, 8 * Q], SH).load(G.LACC)
     o = gl.reshape(o, [G.NV * G.RV, 2, 2, 8, Q])
     o = gl.reshape(gl.permute(o, [1, 0, 2, 3, 4]), [2 * HV, Q])
@@ -1081,12 +1104,7 @@ def _decode_kernel(
     )  # [8 lanes, Q]
     for c in range(G.NV * G.RV):
         ACC.index(c).store(gl.zeros([4, 8 * Q], gl.float32, layout=G.LA))
-    token = gl.arange(0, 256, layout=gl.SliceLayout(1, G.LF))  # quarter x 64 + byte row
-    row = token % 64
-    inside = token  # place in its page
-    if G.RP < 64:
-        inside = token // 64 * G.RP + row % G.RP
-        token = row // G.RP * (4 * G.RP) + inside  # place in the tile
+    row, inside, token = _token_places(G)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     q_lo, q_hi, unit, shift_q = _queries(

@@ -1810,7 +1810,8 @@ def direct_launcher(compiled, grid: tuple):
 _K, _V = 0, len(ShortSide._fields)  # places of the new states among the arguments
 _FIRST = (
     2 * _V + 6
-)  # and of the position, after start, cosines and sines, position, flags, heads and rows; then comes the base
+)  # and of the position, after start, cosines and sines, position, flags, heads and rows; then
+# comes the base
 
 
 def _alike(k: Tensor, v: Tensor) -> tuple:

@@ -40,7 +40,7 @@ CODEBOOKS = {
     "sphere": lambda bits, d: lloyd_max(bits, d if d > 1 else None),
     "gaussian": lambda bits, d: lloyd_max(bits),
     "uniform": lambda bits, d: uniform(bits, d if d > 1 else None),
-}  # what `Spec.codebook` names: the codebook of one channel, at unit variance, from bits and head size
+}  # what `Spec.codebook` names: a channel's codebook, at unit variance, by bits and head size
 
 # %% ../../nbs/20_quantizer.ipynb #d8371c50
 @dataclass(frozen=True)

@@ -66,8 +66,8 @@ def serving_recipe(
     recipe, reasons = replace(recipe, **given), []
     if recipe.sinks and not recipe.recent:
         reasons.append(
-            f"sinks must be 0 where recent is 0, got {recipe.sinks}: first tokens travel in the "
-            "blocks of recent ones"
+            f"sinks must be 0 where recent is 0, got {recipe.sinks}: first tokens travel in "
+            "the blocks of recent ones"
         )
     if recipe.decay is not None:
         reasons.append(f"decay must be None, got {recipe.decay}: blocks have one size")
@@ -107,8 +107,8 @@ def recent_block(nbytes: int, numbers: int, itemsize: int, sinks: int = 0) -> in
     if fit <= sinks:
         raise ValueError(
             f"a cell of {nbytes:,} bytes has room for {fit} exact tokens of "
-            f"{numbers * itemsize:,} bytes: not for {sinks} first tokens and a recent one; take "
-            "larger blocks or fewer first tokens"
+            f"{numbers * itemsize:,} bytes: not for {sinks} first tokens and a recent one; "
+            "take larger blocks or fewer first tokens"
         )
     return 1 << (fit - sinks).bit_length() - 1
 

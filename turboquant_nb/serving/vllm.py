@@ -71,8 +71,8 @@ def version_reason(version: str) -> str:
         return ""
     first, last = (".".join(map(str, v)) for v in VERSIONS)
     return (
-        f"vLLM must be at least {first} and below {last}, whose interface this was tested with; "
-        f"got {version}"
+        f"vLLM must be at least {first} and below {last}, whose interface this was tested "
+        f"with; got {version}"
     )
 
 
@@ -505,8 +505,8 @@ def layer_reasons(
         != "decoder",
         f"kv_cache_dtype={kv_cache_dtype!r}: the recipe says how keys and values are held, "
         'leave it "auto"': kv_cache_dtype != "auto",
-        f"layers that read the cache of {kv_sharing_target_layer_name}": kv_sharing_target_layer_name
-        is not None,
+        "layers that read the cache of "
+        f"{kv_sharing_target_layer_name}": kv_sharing_target_layer_name is not None,
         f"options {sorted(other)}": bool(other),
     }
     return [why for why, applies in reasons.items() if applies]

@@ -262,7 +262,9 @@ class HeadTransform(Transform):
     def supports(cls, use: str) -> tuple[bool, str]:
         "Keys only, without a QJL residual."
         why = {
-            "values": "head transforms are for keys: for values they gain nothing (see transforms)",
+            "values": (
+                "head transforms are for keys: for values they gain nothing (see transforms)"
+            ),
             "qjl": "a QJL residual is of rotated vectors, not of those of a head transform",
         }.get(use, "")
         return not why, why

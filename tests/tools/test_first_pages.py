@@ -1,0 +1,372 @@
+"""The first pages, audited: README (made from nbs/index.ipynb) and the guide. README is short and
+every measured number of it is printed by a cell that reads a file of results; every measured
+sentence of the guide is put together here from those files."""
+
+import importlib
+import json
+import re
+from bisect import bisect_left
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from turboquant_nb import KVStore, preset
+from turboquant_nb.quant.quantizer import PRESETS
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+INDEX, GUIDE = (
+    json.loads((ROOT / "nbs" / f"{name}.ipynb").read_text(encoding="utf-8"))
+    for name in ("index", "guide")
+)
+
+# Numbers that are no measurements: what each is. A measured number has no place here; it is
+# printed by a cell.
+SETTINGS = {
+    "2": "bits from",
+    "4": "bits to; exact sinks",
+    "3.11": "the oldest Python",
+    "3.1": "Llama's version",
+    "8": "billions of weights of its shape",
+    "135": "millions of weights of SmolLM2",
+    "16": "recent tokens",
+    "64": "recent tokens where a side has two bits",
+    "32": "windows",
+    "512": "tokens read and scored",
+    "2.0": "Apache",
+}
+
+
+def prose(text):
+    "What a reader takes for a statement: no fenced or inline code, no addresses, no years."
+    text = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    text = re.sub(r"`[^`]*`|\]\([^)]*\)|<!--.*?-->|arXiv \S+", "", text, flags=re.S)
+    return re.sub(r"\b(?:19|20)\d\d\b", "", text)
+
+
+def numbers(text):
+    return re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?", prose(text))
+
+
+def outputs():
+    """What cells of the index print: held to the files of results by
+    scripts/tools/test_notebooks.py."""
+    for cell in INDEX["cells"]:
+        for out in cell.get("outputs", []):
+            for text in (out.get("text", ""), out.get("data", {}).get("text/markdown", "")):
+                yield "".join(text)
+
+
+def written(text):
+    "The README without what cells print."
+    for part in outputs():
+        if part.strip():
+            text = text.replace(part.strip(), "")
+    return text
+
+
+def unaccounted(text):
+    return [x for x in numbers(written(text)) if x.rstrip(",") not in SETTINGS]
+
+
+def test_it_is_short_and_holds_five_measured_rows():
+    assert len(README.splitlines()) <= 120
+    table = next(x for x in outputs() if "tokens per second" in x)
+    assert len(table.strip().splitlines()) == 2 + 5 and table.strip() in README
+
+
+def test_every_number_is_printed_by_a_cell_or_is_a_setting():
+    assert unaccounted(README) == []
+
+
+def test_a_typed_measurement_is_seen():
+    typed = README + "\nPerplexity grows by 4.4 % in place of 6.8.\n"
+    assert unaccounted(typed) == ["4.4", "6.8"]
+    table = next(x for x in outputs() if "tokens per second" in x).strip()
+    assert (
+        unaccounted(README.replace(table, table.replace("34.6 GB", "35.1 GB"))) != []
+    )  # no longer what the cell prints
+
+
+def test_nothing_is_claimed_of_a_model_without_its_weights():
+    "The 8B model has random weights: who reads its numbers reads that too."
+    assert "random weights" in prose(README).replace("*", "")
+
+
+def test_another_home_of_the_repository_is_seen(monkeypatch):
+    "Owner and repository are those of settings.ini, wherever an address is written."
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import check
+
+    cfg = check.settings()
+    own = f"https://github.com/{cfg['user']}/{cfg['repo']} https://{cfg['user']}.github.io/{cfg['repo']}/a.html"
+    assert check.other_homes(own) == []
+    assert check.other_homes(
+        own + f" https://colab.research.google.com/github/someone/{cfg['repo']}/blob/main"
+    ) == [f"someone/{cfg['repo']}"]
+    assert check.other_homes(
+        f"https://github.com/someone/{cfg['repo']}/x https://else.github.io/{cfg['repo']}/"
+    ) == sorted({f"someone/{cfg['repo']}", f"else/{cfg['repo']}"})
+
+
+# The guide --------------------------------------------------------------------------------------
+
+
+@cache
+def rows(name):
+    text = (ROOT / "results" / f"{name}.json").read_text(encoding="utf-8")
+    return json.loads(text)["rows"]
+
+
+def one(file, **wanted):
+    "The only row of a file with these entries."
+    (found,) = (r for r in rows(file) if all(r.get(k) == v for k, v in wanted.items()))
+    return found
+
+
+def speed_before_quality():
+    step = dict(cache="turboquant", mode="graph")
+    ratios = [
+        r["tokens_s"]
+        / one("generate/h200", recipe="k3v3", batch=r["batch"], tokens=r["tokens"], **step)[
+            "tokens_s"
+        ]
+        for r in rows("generate/h200")
+        if r["recipe"] == "k3v3, prompt mean" and r["mode"] == "graph"
+    ]
+    on_small, default = (
+        one("eval/h200-search", cache=f"k3v3 s4 w16 c={c}", protocol="decode")["percent"]
+        for c in ("prompt", "rope")
+    )
+    biased = one("eval/cpu-qwen", cache="k3v3 c=prompt", protocol="decode")["percent"]
+    yield (
+        f"{min(ratios):.2f} to {max(ratios):.2f} times the tokens per second of `k3v3` in graphs "
+        f"on an H200"
+    )
+    yield (
+        f"{on_small:+.2f} % for {default:+.2f} % on SmolLM2, {biased:+.0f} % on Qwen2.5-Coder "
+        "0.5B"
+    )
+
+
+def short_contexts():
+    def codes_are_smaller(name, d, n):
+        store = KVStore(preset(name), 1, 1, d, dtype=torch.float16)
+        x = torch.zeros(1, 1, n, d, dtype=torch.float16)
+        store.append(x, x)
+        return store.nbytes <= 2 * x.nbytes
+
+    lengths = range(32, 256)  # within one tile: codes stay as large as they are
+    from_here = {
+        (name, d): lengths[
+            bisect_left(lengths, True, key=lambda n: codes_are_smaller(name, d, n))
+        ]
+        for name in PRESETS
+        for d in (64, 128)
+    }
+    low, high = min(from_here.values()), max(from_here.values())
+    assert KVStore(preset("k3v3"), 1, 1, 64).tile == 256
+    yield "codes take whole tiles of 256 tokens"
+    yield (
+        f"codes are allocated in tiles of 256 tokens; below {low} to {high} tokens, depending on "
+        "preset and head size, a dense fp16 cache is smaller"
+    )
+
+
+def serving():
+    bf16, fp8, ours = (
+        [
+            one("serving/vllm-h200", kind=kind, what="token", batch=b, tokens=n, others=None)[
+                "p50"
+            ]
+            for b, n in ((8, 32000), (1, 1024))
+        ]
+        for kind in ("bf16", "fp8", "k3v3-128-r16-s4")
+    )
+    many, few = (
+        one("serving/vllm-h200", kind=kind, what="cache")["p50"]
+        for kind in ("k3v3-128-r16-s4", "bf16")
+    )
+    assert round(many / few, 1) == 5.1
+    yield (
+        f"On an H200 a token of eight requests of 32,000 takes {ours[0] / bf16[0]:.2f} of bf16's "
+        f"time and {ours[0] / fp8[0]:.2f} of fp8's, one of a short request "
+        f"{ours[1] / bf16[1]:.2f} of bf16's, and five times as many tokens fit"
+    )
+
+
+def larger_than_the_gpu():
+    cpu, disk = (one("offload/h200", where=where, cache="k3v3") for where in ("cpu", "disk"))
+    whole = (cpu["resident"] + cpu["offloaded"]) / 1e9
+    yield (
+        f"an 8B of {whole:.0f} GB on a GPU limited to {cpu['limit'] / 1e9:.0f} GB wrote "
+        f"{cpu['tokens_s']:.1f} tokens a second from the CPU's memory, "
+        f"{disk['tokens_s']:.1f} from files".replace(" 0.", " .")
+    )
+    held = {
+        (r["model"], r["cache"]): r for r in rows("offload/h200-context") if r["chunk"] == 512
+    }
+    assert all(r["limit"] == 24e9 for r in held.values())
+    tokens = {k: f"{r['tokens']:,}" for k, r in held.items()}
+    yield (
+        f"a 14B in 4 bits holds {tokens['14B', 'bf16']} tokens uncompressed and "
+        f"{tokens['14B', 'k3v3']} with `k3v3`, a 32B {tokens['32B', 'bf16']} and "
+        f"{tokens['32B', 'k3v3']}, a 70B whose layers wait in the CPU's memory "
+        f"{tokens['70B', 'bf16']} and {tokens['70B', 'k3v3']} (at some "
+        f"{held['70B', 'k3v3']['seconds']:.0f} s a token)"
+    )
+
+
+def proteins():
+    graph = one("esm/masked-h200", code="water3", name="graph", length=300)
+    assert round(graph["speed_up"]) == 25
+    yield (
+        f"{graph['p50']:.0f} ms on codes for all variants of 300 residues by a model of 650M "
+        "shapes, a 25th of a pass for each residue"
+    )
+    steps = [r for r in rows("esm/decode-cpu") if r["name"] == "water3" and r["n"] == 15]
+    times = [r["p50"] / r["exact"] for r in steps]
+    exact = {
+        (r["model"], r["tokens"]): r["nbytes"]
+        for r in rows("esm/decode-cpu")
+        if r["name"] == "exact states"
+    }
+    assert all(0.09 < r["nbytes"] / exact[r["model"], r["tokens"]] < 0.11 for r in steps)
+    yield (
+        f"On a CPU a decode step on a calibrated code takes {min(times):.1f} to "
+        f"{max(times):.1f} times one on exact states, and a tenth of its memory"
+    )
+
+
+def long_contexts():
+    answers = [r for r in rows("answers/long-h200-qwen1.5b") if r["tokens"] in (4096, 32704)]
+    right = {(r["cache"], r["task"]): r["right"] for r in answers if r["tokens"] == 32704}
+    for cache_, exact in (("k4v4", 45), ("k3v3", 46)):
+        assert right[cache_, "single"] + right[cache_, "keys"] == exact
+    assert right["uncompressed", "single"] + right["uncompressed", "keys"] == 45
+    assert right["k2v2", "keys"] == 0.8 * right["uncompressed", "keys"]
+    three = [r for r in answers if r["cache"] == "k3v3"]
+    assert [sum(r[k] for r in three) for k in ("n", "lost", "gained")] == [250, 10, 3]
+    yield (
+        "behind 32,704 tokens Qwen2.5-Coder 1.5B finds a number on `k4v4` and `k3v3` as often as "
+        "on exact states, at 2 bits a fifth less among eight; of 250 answers at 4K and 32K "
+        "`k3v3` loses ten and gains three"
+    )
+
+
+def by_hand():
+    ratios = (
+        one("generate/h200", cache="turboquant", recipe="k3v3", **step)["tokens_s"]
+        / one("generate/h200", cache="flash", **step)["tokens_s"]
+        for step in (
+            dict(batch=b, tokens=n, mode="graph") for b, n in ((1, 8192), (8, 8192), (8, 32768))
+        )
+    )
+    first, second, third = (f"{x:.2f} times" for x in ratios)
+    yield (
+        f"in graphs recorded by hand codes make {first} the tokens per second of flash attention "
+        f"on bf16 with one sequence of 8,192 tokens, {second} with eight, {third} with eight of "
+        "32,768"
+    )
+
+
+def speed():
+    slower = [1 / r["speedup"] for r in rows("generate/cpu") if r["cache"] == "turboquant k3v3"]
+    assert slower[1] < 1
+    yield (
+        f"on a CPU a token takes {slower[0]:.1f} times the time at 2,926 tokens and no longer "
+        "than on an uncompressed cache at 16,384"
+    )
+    cpu = {(r["recipe"], r["path"]): r["p50"] for r in rows("decode/cpu")}
+    names = {name for name, _ in cpu}
+    assert all(2 < cpu[x, "step by step"] / cpu[x, "look-up"] < 3.5 for x in names)
+    assert all(3 < cpu[x, "look-up"] / cpu[x, "exact states"] < 4 for x in names)
+    yield "two to three times as fast as PyTorch step by step, and three to four times as slow"
+    gpu = {}
+    for r in rows("decode/recipes-h200"):
+        gpu.setdefault((r["batch"], r["heads"], r["tokens"]), {})[r["recipe"], r["path"]] = r[
+            "p50"
+        ]
+    kernel = [
+        (t / found["exact states", "exact states"], found[name, "PyTorch"] / t)
+        for found in gpu.values()
+        for (name, path), t in found.items()
+        if path == "kernel" and name != "k3v3"
+    ]
+    assert all(10 < slow < 36 and 8 < gain < 60 for slow, gain in kernel)
+    yield (
+        "10 to 36 times as slow as bf16, where PyTorch takes 8 to 60 times as long as the kernel"
+    )
+    drafts = {
+        (r["cache"], r["jumps"], r["drafts"]): r["token_ms"]
+        for r in rows("generate/drafts-h200")
+    }
+    gains = [
+        drafts[name, jumps, 0] / ms
+        for (name, jumps, n), ms in drafts.items()
+        if n and name == "turboquant k3v3"
+    ]
+    yield (
+        f"with prompt lookup {min(gains):.1f} to {max(gains):.1f} times the tokens of one by one"
+    )
+
+
+MEASURED = (
+    speed_before_quality,
+    short_contexts,
+    serving,
+    larger_than_the_gpu,
+    proteins,
+    long_contexts,
+    by_hand,
+    speed,
+)
+
+
+@cache
+def sentences(made):
+    return list(made())
+
+
+GUIDE_TEXT = re.sub(
+    r"\]\([^)]*\)",
+    "]",
+    "\n".join("".join(c["source"]) for c in GUIDE["cells"] if c["cell_type"] == "markdown"),
+)
+
+
+@pytest.mark.parametrize("made", MEASURED, ids=lambda f: f.__name__)
+def test_a_sentence_of_the_guide_is_what_the_files_say(made):
+    for sentence in sentences(made):
+        assert sentence in GUIDE_TEXT, sentence
+
+
+def test_every_other_number_of_the_guide_is_a_name_or_a_setting():
+    known = {
+        "1": "bits; the best token; a ratio",
+        "2": "bits, and names: ESM-2",
+        "2.25": "bits of a budget",
+        "2.5": "bits; Qwen's version",
+        "3": "bits; Gemma's version",
+        "3.1": "Llama's version",
+        "4": "bits, and names: GLM-4V",
+        "5": "of the best tokens",
+        "5.17": "transformers from",
+        "5.23": "transformers to",
+        "8": "billions of weights",
+        "14": "billions of weights",
+        "16": "bits of a scale",
+        "20": "families, counted below",
+        "32": "billions of weights",
+        "70": "billions of weights",
+        "128": "thousand tokens, of a page",
+    }
+    families = importlib.import_module("tests.hf.test_hf_vision")
+    assert (len(families.FAMILIES), len(families.VIDEOS)) == (20, 6)
+    text = GUIDE_TEXT
+    for made in MEASURED:
+        for sentence in sentences(made):
+            text = text.replace(sentence, "")
+    assert [x for x in numbers(text) if x.rstrip(",") not in known] == []
