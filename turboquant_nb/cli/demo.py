@@ -375,7 +375,7 @@ def _tell(ask: _Demo, about: dict, rows: list, seen: str) -> None:
     names = ["", *(r["cache"] for r in rows)]
     show_table([names, *([name, *map(tell, rows)] for name, tell in _LINES.items())])
     legend = (
-        f"Answer: greedy, up to {ask.new_tokens} tokens; the first comes from the prompt, which "
+        f"Answer: greedy, up to {ask.new_tokens} tokens; the first comes from the prompt, "
         "which is read exactly. "
         "Odds: of the best token against the second, uncompressed, where the answer parts. "
         f"Next token and perplexity: {about['scored_tokens']} tokens of the book after "

@@ -130,7 +130,10 @@ def planned(name: str) -> Planned:
         return Planned(_config_of(*map(int, match.groups())), None)
     with at_fault(FileNotFoundError, ValueError, where="--model: "):
         check_model(name)
-    with at_fault(OSError, KeyError, ValueError, where=f"--model {name}: "):
+    with (
+        at_fault(OSError, KeyError, ValueError, where=f"--model {name}: "),
+        at_fault(FileNotFoundError, where="--model: "),
+    ):
         config = read_config(name)
     with at_fault(TypeError, ValueError, where=f"--model {name}: "):
         hf.ModelInfo(config)  # refuses what has no keys and values to code
