@@ -20,7 +20,7 @@ from turboquant_nb.kernels import ops
 from turboquant_nb.esm import MASK, RESIDUES, TurboEsm, fingerprint, masked_marginals, tokens
 from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.cache.store import KVStore
-from turboquant_nb.esm.transform import RECIPES, SideCode, TransformCode
+from turboquant_nb.esm.transform import RECIPES, SideCode, TransformCode, join_levels
 
 
 def random_code(model, bits, spread=2, pre_rope=True, seed=0):
@@ -40,15 +40,13 @@ def random_code(model, bits, spread=2, pre_rope=True, seed=0):
         into = torch.linalg.qr(torch.randn(*shape[:2], shape[2], shape[2], generator=g))[0]
         count = {b: int((flat == b).sum()) for b in flat.unique().tolist()}
         levels = {b: torch.randn(n, 2**b, generator=g).sort(1).values for b, n in count.items()}
-        edges = {b: (x[:, 1:] + x[:, :-1]) / 2 for b, x in levels.items()}
         freq = model.esm.rotary_embeddings.inv_freq.float().cpu() if pre_rope else None
         return SideCode(
             torch.zeros(shape),
             into,
             into.transpose(-1, -2).contiguous(),
             flat.view(shape),
-            levels,
-            edges,
+            join_levels(flat, levels),
             freq,
         )
 

@@ -80,11 +80,7 @@ def apart(model, code):
         attend = past.attend
 
         def checked(layer, q, k, v, causal=True):
-            z, u = past.states(layer)
-            keys, values = (
-                z @ code.key.back[layer].mT,
-                u @ code.value.back[layer].mT + code.value.mean[layer][:, None],
-            )
+            keys, values = past.states(layer)
             want = F.scaled_dot_product_attention(
                 q, torch.cat([keys, k], 2), torch.cat([values, v], 2), scale=1.0
             )

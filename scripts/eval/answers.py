@@ -46,10 +46,11 @@ import torch
 from recipes import must_pass
 
 from turboquant_nb import results
-from turboquant_nb.cli.plan import CacheSize, heads_of
+from turboquant_nb.cli.plan import CacheSize
 from turboquant_nb.evaluation.candidates import as_candidate
 from turboquant_nb.evaluation.models import load_model, sample_text
 from turboquant_nb.evaluation.score import Prefill, prefill
+from turboquant_nb.quant.layer_info import read_facts
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.quant.quantizer import as_recipe
 
@@ -385,7 +386,7 @@ def budgeted(model, budget, tokens, room, batch, dtype):
         * batch
         * text.num_hidden_layers
         * text.num_key_value_heads
-        * heads_of(text, 0)[1],
+        * read_facts(text)["head size"],
     )
     for bits in (4, 3.5, 3, 2.5, 2, 1.5, 1):
         recipes = [as_recipe(r, bits) for r in own]

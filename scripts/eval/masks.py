@@ -4,14 +4,15 @@
 A trellis code keeps k bits a channel. The level of a channel is found from a window of L bits,
 its own and those of the channels before it: bit j of the level's index is the parity of
 `window & mask_j`, so a decoder computes it by XOR of shifted bit planes. For every triple
-(k, L, m) of the plan, m masks are searched by mutation, each candidate with its 2^m levels trained
-(Lloyd's two steps, levels antisymmetric) on a Gaussian source, hundreds of candidates a launch.
-What is kept is the front of squared error against taps, the ones of all masks, since a tap is a
-XOR in a kernel. Every row is measured again on fresh draws: segments of 32 and of 128 channels that
-start at zero, and tail-biting vectors of 64 and 128.
+(k, L, m) of the plan, m masks are searched by mutation, each candidate with its 2^m levels
+trained (Lloyd's two steps, levels antisymmetric) on a Gaussian source, hundreds of candidates a
+launch. What is kept is the front of squared error against taps, the ones of all masks, since a
+tap is a XOR in a kernel. Every row is measured again on fresh draws: segments of 32 and of 128
+channels that start at zero, and tail-biting vectors of 64 and 128.
 
-Sources: Marcellin and Fischer 1990 (trellis-coded quantisation), Tseng et al. 2024 (QTIP, computed
-codes on a bit-shift trellis). Gate: the Triton encoder's paths cost what PyTorch's do."""
+Sources: Marcellin and Fischer 1990 (trellis-coded quantisation), Tseng et al. 2024 (QTIP,
+computed codes on a bit-shift trellis). Gate: the Triton encoder's paths cost what PyTorch's
+do."""
 
 import argparse
 import math
@@ -96,8 +97,8 @@ def viterbi_all(x, levels, k):
 
 
 def viterbi(x, levels, k, start=None):
-    """(windows [M, n], squared error [M]) in PyTorch for levels [2^L]. `start`: state [M] that a
-    vector begins and ends in; None: it begins in 0 and ends anywhere; "free": anywhere."""
+    """(windows [M, n], squared error [M]) in PyTorch for levels [2^L]. `start`: state [M] that
+    a vector begins and ends in; None: it begins in 0 and ends anywhere; "free": anywhere."""
     (m, n), choices = x.shape, 1 << k
     states = len(levels) >> k
     free = isinstance(start, str)
@@ -126,7 +127,8 @@ def tail_biting(x, levels, k):
 
 
 def indices(masks, length):
-    "Index [C, 2^L] of every window by masks [C, m]: the parities of `window & mask`, bit by bit."
+    """Index [C, 2^L] of every window by masks [C, m]: the parities of `window & mask`, bit by
+    bit."""
     window = torch.arange(1 << length, device=masks.device)
     bits = masks[..., None] & window
     for shift in (8, 4, 2, 1):

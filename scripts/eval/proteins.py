@@ -18,7 +18,7 @@ import json
 import random
 import re
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -44,18 +44,25 @@ from turboquant_nb.esm import (
 )
 from turboquant_nb.evaluation.models import load_model, sample_text
 from turboquant_nb.quant.quantizer import Recipe, Spec
-from turboquant_nb.esm.checkpoints import _INDEX, RESIDUES
+from turboquant_nb.esm.calibration import _pass_over, code_header
+from turboquant_nb.esm.checkpoints import _INDEX, RESIDUES, batches
 from turboquant_nb.esm.model import _real, _replayed
 from turboquant_nb.esm.transform import (
     RECIPES,
+    Histograms,
+    SideCode,
     SideSpec,
+    TransformCode,
     TransformRecipe,
-    as_transform,
     code_states,
+    decode_states,
+    fit_transform,
+    join_levels,
     load_code,
-    transformed_states,
+    lloyd_rows,
+    midpoints,
     save_code,
-    centre_at,
+    text_hashes,
 )
 
 FAMILIES = {
@@ -111,16 +118,6 @@ def select(folder) -> dict:
         "head": head,
         "proteins": proteins,
     }
-
-
-def batches(sequences, device, at_most=4096):
-    "(indices, ids, mask) of sequences of similar length."
-    order, batch = sorted(range(len(sequences)), key=lambda i: len(sequences[i])), []
-    for i in [*order, None]:
-        if i is None or (batch and (len(batch) + 1) * (len(sequences[i]) + 2) > at_most):
-            yield batch, *tokens([sequences[j] for j in batch], device)
-            batch = []
-        batch.append(i)
 
 
 class Integers(NamedTuple):
@@ -189,29 +186,99 @@ def compare(got, exact, centre) -> dict:
     )
 
 
+# --- what TurboESM (arXiv 2603.26110) describes, with every stored bit counted
+
+
+@dataclass(frozen=True)
+class PaperSide:
+    "Keys or values of it: every head one basis, one table and, for keys, a sign."
+
+    bits: int = 3  # of every channel, the sign included
+    rotation: str = "svd"  # "svd" (per head), "hadamard" or "none"
+    center: str = "none"  # of each head: "pre_rope" (keys), "mean" or "none"
+    sign: bool = False  # the last bit is the sign of the error of the others
+    channels: bool = False  # a table a channel in place of one a head
+
+
+@dataclass(frozen=True)
+class Paper:
+    "Both sides: keys in the SVD basis with 8 levels and a sign, values as they are."
+
+    key: PaperSide = PaperSide(4, sign=True)
+    value: PaperSide = PaperSide(rotation="none")
+    one_table: bool = False  # keys and values share the tables of their head
+    outliers = 0.0  # it keeps no token apart
+
+
+def gathered(parts: list, rows: int, bins=4096):
+    """Histograms of channels, taken together: those of a head where there are fewer rows, and
+    those of several sides."""
+    part = lambda x: x.view(rows, -1)
+    low = torch.stack([part(h.low).amin(1) for h in parts]).amin(0)
+    high = [part(h.low + h.step * h.count.shape[1]).amax(1) for h in parts]
+    step = (torch.stack(high).amax(0) - low) / bins
+    count = torch.zeros(rows, bins, dtype=torch.float64)
+    for h in parts:
+        centre = h.values(torch.arange(h.count.shape[1]).double().expand_as(h.count) + 0.5)
+        at = (part(centre) - low[:, None]) / step[:, None]
+        count.scatter_add_(1, at.long().clamp(0, bins - 1), part(h.count))
+    return replace(parts[0], low=low, step=step, count=count)
+
+
+def with_sign(h, y: Tensor) -> Tensor:  # [rows, 2k] in bins
+    "Levels c ± mean |error|. Source: TurboESM (arXiv 2603.26110), Eqs. 6 and 7."
+    centre = torch.arange(h.count.shape[1], dtype=torch.float64) + 0.5
+    cell = torch.searchsorted(midpoints(y), centre.expand(len(y), -1).contiguous())
+    size = (h.count * (centre - y.gather(1, cell)).abs()).sum(1) / h.count.sum(1).clamp(min=1)
+    return torch.stack([y - size[:, None], y + size[:, None]], 2).flatten(1)
+
+
+def fit_paper(turbo, sequences, statistics, paper: Paper) -> TransformCode:
+    "A code as TurboESM fits it, from the statistics and one pass more."
+    sides = {"key": paper.key, "value": paper.value}
+    specs = {n: SideSpec(float(s.bits), s.rotation, s.center, False) for n, s in sides.items()}
+    recipe = TransformRecipe(**specs, allocation="none")
+    fits = {n: fit_transform(statistics, n, spec) for n, spec in specs.items()}
+    fill = Histograms(fits, recipe, statistics.inv_freq, 4096)
+    _pass_over(turbo, sequences, fill.take)
+    made = []
+    for n, s in sides.items():
+        shape = tuple(fits[n]["mean"].shape)
+        rows = shape[0] * shape[1] * (shape[2] if s.channels else 1)
+        parts = [*fill.out.values()] if paper.one_table else [fill.out[n]]
+        h = fill.out[n] if s.channels else gathered(parts, rows)
+        y, _ = lloyd_rows(h, s.bits - s.sign)
+        y = with_sign(h, y) if s.sign else y
+        levels = h.values(y).repeat_interleave(fits[n]["mean"].numel() // rows, 0)
+        fixed = (fits[n][x].float().contiguous() for x in ("mean", "into", "back"))
+        inv_freq = statistics.inv_freq.float() if s.center == "pre_rope" else None
+        bits = torch.full(shape, s.bits, dtype=torch.uint8)
+        made.append(SideCode(*fixed, bits, join_levels(bits, {s.bits: levels}), inv_freq))
+    header = code_header(turbo, "turboesm", sequences, statistics)
+    return TransformCode(*made, recipe, header, text_hashes(sequences))
+
+
 def recipes() -> dict:
-    "Name -> TransformRecipe (calibrated), Recipe (data-free) or Integers."
-    paper, ours = RECIPES["turboesm"], RECIPES["water3"]
+    "Name -> Paper or TransformRecipe (calibrated), Recipe (data-free) or Integers."
+    paper, ours = Paper(), RECIPES["water3"]
     k, v = paper.key, paper.value
     key, value = ours.key, ours.value
-    random_rotation = SideSpec(3.0, "hadamard", "none", False, "head")
+    random_rotation = PaperSide(3, "hadamard")
     free = lambda b: Recipe(Spec(bits=b), Spec(bits=b), sinks=0, recent=0)
     return {
         "turboesm": paper,
         "turboesm, no rotation": replace(paper, key=replace(k, rotation="none")),
-        "turboesm, no sign": replace(paper, key=replace(k, bits=3.0, sign=False)),
+        "turboesm, no sign": replace(paper, key=replace(k, bits=3, sign=False)),
         "turboesm, 4-bit table for the sign": replace(paper, key=replace(k, sign=False)),
         "turboesm, one table": replace(paper, one_table=True),
-        "turboesm, table a channel": replace(
-            paper, key=replace(k, table="channel"), value=replace(v, table="channel")
+        "turboesm, table a channel": Paper(
+            replace(k, channels=True), replace(v, channels=True)
         ),
-        "turboesm, mean centres": replace(
-            paper, key=replace(k, center="mean"), value=replace(v, center="mean")
+        "turboesm, mean centres": Paper(replace(k, center="mean"), replace(v, center="mean")),
+        "turboesm, pre-RoPE mean": Paper(
+            replace(k, center="pre_rope"), replace(v, center="mean")
         ),
-        "turboesm, pre-RoPE mean": replace(
-            paper, key=replace(k, center="pre_rope"), value=replace(v, center="mean")
-        ),
-        "rotation only, 3 bits": TransformRecipe(random_rotation, random_rotation, "none"),
+        "rotation only, 3 bits": Paper(random_rotation, random_rotation),
         "water4": RECIPES["water4"],
         "water3": ours,
         "water2": RECIPES["water2"],
@@ -277,7 +344,8 @@ class Lab:
     def fit(self, recipe, which="mixed"):
         if isinstance(recipe, Recipe | Integers):
             return recipe
-        recipe = as_transform(recipe)[1]
+        if isinstance(recipe, str):
+            recipe = (RECIPES | recipes())[recipe]
         if recipe.outliers:  # fitting does not depend on it
             return replace(self.fit(replace(recipe, outliers=0.0), which), recipe=recipe)
         key = hashlib.sha256(f"{recipe} {self.sets[which]}".encode()).hexdigest()[:16]
@@ -287,7 +355,8 @@ class Lab:
         with TurboEsm(self.model) as turbo:
             if which not in self.statistics:
                 self.statistics[which] = gather_statistics(turbo, self.sets[which])
-            code = fit_esm(turbo, self.sets[which], self.statistics[which], recipe)
+            fit = fit_paper if isinstance(recipe, Paper) else fit_esm
+            code = fit(turbo, self.sets[which], self.statistics[which], recipe)
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)
             save_code(code, path)
@@ -390,8 +459,7 @@ def noise(code, found) -> dict:
             for i, pair in enumerate(x):
                 v = pair[which]
                 at = torch.arange(v.shape[2], device=v.device)[None]
-                z = transformed_states(s, code_states(s, v[None], at, i), i)
-                read = z @ s.back[i].transpose(-1, -2) + centre_at(s.mean[i], at, s.inv_freq)
+                read = decode_states(s, code_states(s, v[None], at, i), at, i)
                 err, sig = err + (read - v).square().sum().item(), sig + v.square().sum().item()
         out[f"{side}_db"] = 10 * torch.tensor(sig / err).log10().item()
     return out
@@ -490,21 +558,12 @@ def outlier_tokens(lab, a):
                 if name == "kept":
                     row["strays"] = [
                         [x[0], *(f"{s[i - 1]}{i}" for i in x[2].tolist() if 0 < i <= len(s))]
-                        for x in turbo.past.outlier_tokens
+                        for x in turbo.past.outliers.past
                     ]
         for i, (_, v) in enumerate(found):
-            z = transformed_states(
-                code.value,
-                code_states(
-                    code.value, v[None], torch.arange(v.shape[2], device=v.device)[None], i
-                ),
-                i,
-            )
-            error = (
-                (z @ code.value.back[i].transpose(-1, -2) + code.value.mean[i][:, None] - v)
-                .square()
-                .sum((0, 1, 3))
-            )
+            at = torch.arange(v.shape[2], device=v.device)[None]
+            read = decode_states(code.value, code_states(code.value, v[None], at, i), at, i)
+            error = (read - v).square().sum((0, 1, 3))
             worst = error.argmax().item()
             share = error[worst].item() / v.square().sum((0, 1, 3)).mean().item()
             if share > row.get("share", 0):

@@ -34,7 +34,8 @@ from turboquant_nb.hf import layer_frequencies
 from turboquant_nb.quant.quantizer import Recipe, Spec, decode, encode
 from turboquant_nb.quant.mixed_precision import make_quantizer
 from turboquant_nb.theory.rope import apply_cos_sin
-from turboquant_nb.cache.store import KVStore, prompt_mean, shared_cos_sin
+from turboquant_nb.cache.store import KVStore
+from turboquant_nb.theory.centre import prompt_mean, shared_cos_sin
 
 PAIRS = (
     "4 4,3 3,2 2,3 2,4 3,4 2,2 1,3.5 2.5,2.5 1.5,1.5 1,4 2.5,3.5 3,3 1.5,2 1.5,2.5 2,3 2.5,1 "

@@ -24,17 +24,12 @@ import torch
 from recipes import add_options, opened
 
 from turboquant_nb import results
-from turboquant_nb.cache.store import prompt_mean, shared_cos_sin
+from turboquant_nb.theory.centre import prompt_mean, shared_cos_sin
 from turboquant_nb.calibration.fit import calibrate
 from turboquant_nb.evaluation.candidates import as_candidate
 from turboquant_nb.evaluation.score import OnePass, score, token_losses
-from turboquant_nb.hf import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    _text_config,
-    layer_frequencies,
-    turboquant_mask,
-)
+from turboquant_nb.hf import ModelInfo, turboquant_mask
+from turboquant_nb.hf.hooks import register
 from turboquant_nb.quant.mixed_precision import make_quantizer
 from turboquant_nb.quant.quantizer import PRESETS, Recipe, Spec, decode
 from turboquant_nb.theory.rope import apply_cos_sin
@@ -209,12 +204,11 @@ def main():
     how.update(
         calibration=calibrate(model, rest),
         frequencies=[
-            None if f is None else torch.as_tensor(f, device=ids.device)
-            for f in layer_frequencies(_text_config(model)).by_layer
+            None if x.inv_freq is None else torch.tensor(x.inv_freq, device=ids.device)
+            for x in ModelInfo(model).layers
         ],
     )
-    AttentionInterface.register("served", attention)
-    AttentionMaskInterface.register("served", turboquant_mask)
+    register("served", attention, turboquant_mask)
     model.set_attn_implementation("served")
     exact, found = gate(model, ids, a, plain)
     print(found, f"{time.time() - began:.0f} s", flush=True)

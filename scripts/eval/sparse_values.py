@@ -47,9 +47,8 @@ class Watch:
     def __init__(self, ends, queries):
         self.ends, self.queries, self.found, self.worst = ends, queries, [], 0.0
 
-    def __call__(
-        self, module, query, key, value, attention_mask, scaling=None, dropout=0.0, **_
-    ):
+    def __call__(self, call):
+        module, query, key, value, _, scaling, *_ = call
         scaling = query.shape[3] ** -0.5 if scaling is None else scaling
         group = query.shape[1] // key.shape[1]
         out = torch.nn.functional.scaled_dot_product_attention(
@@ -87,7 +86,7 @@ class Watch:
                                 error=float(change.max()),
                             )
                         )
-        return out.transpose(1, 2), None
+        return out
 
 
 def summary(texts, length, block, threshold, shared):

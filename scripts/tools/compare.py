@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Two checkouts timed in turns on one machine: compare.py --trees OLD NEW --out FILE [--rounds N].
+"""Two checkouts timed in turns on one machine: compare.py --trees OLD NEW --out FILE [--rounds
+N].
 
 A redesign must not cost speed. Each tree runs in a process of its own, one after the other and
 again, and does what a user does, by public names alone, so that both trees understand it: whole
-calls of `generate()` on a model with 32 layers and random weights, attention on codes of one layer
-in a replayed graph, and the time that Python takes for a layer of an eager step. A row has the
-median of each tree and their quotient. Without a GPU the model is small and the processor is
-timed.
+calls of `generate()` on a model with 32 layers and random weights, attention on codes of one
+layer in a replayed graph, and the time that Python takes for a layer of an eager step. A row
+has the median of each tree and their quotient. Without a GPU the model is small and the
+processor is timed.
 
 Gate: both trees generate the same tokens from codes."""
 
@@ -63,7 +64,8 @@ def clock(run, device, n):
 
 
 def whole_calls(model, device, calls, new):
-    "Milliseconds a token of `generate()` with a new cache, the prompt left out; and its tokens."
+    """Milliseconds a token of `generate()` with a new cache, the prompt left out; and its
+    tokens."""
     import torch
     from turboquant_nb import TurboQuantCache
 

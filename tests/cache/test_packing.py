@@ -270,3 +270,22 @@ def test_write_refuses_positions(first, n, gen):
         write(planes, layout, random_codes(gen, 2, 1, n, 4), first)
     for a, b in zip(planes, before):
         same(a, b)
+
+
+@pytest.mark.parametrize("along", ("channel", "token"))
+def test_what_does_not_fit_is_said_with_its_place(along):
+    from turboquant_nb.cache.packing import pack, write
+
+    layout = Layout(3, 6, along, tile=8)
+    planes = [p.clone() for p in pack(torch.zeros(2, 3, 16, 6, dtype=torch.uint8), layout)]
+    with pytest.raises(ValueError, match="planes hold 16 tokens, cannot write tokens 12 to 17"):
+        write(planes, layout, torch.zeros(2, 3, 5, 6, dtype=torch.uint8), 12)
+
+
+def test_the_smallest_tile():
+    "Four tokens, a quarter of a byte each; three are too few, five are no multiple."
+    assert Layout(2, 8, tile=4).rows == 1
+    with pytest.raises(ValueError, match="at least 4"):
+        Layout(2, 8, tile=3)
+    with pytest.raises(ValueError, match="multiple of 4"):
+        Layout(2, 8, tile=5)

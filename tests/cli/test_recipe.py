@@ -1,4 +1,4 @@
-"""turboquant recipe: what it prints can be passed on, and its bits are those that are stored."""
+"""turboquant recipe: what it prints can be passed on; its bits are those that are stored."""
 
 import json
 from dataclasses import replace
@@ -93,6 +93,7 @@ def test_price_is_what_is_stored():
             q = make_quantizer(spec, 32)
             coded = q.encode(torch.ones(32))
             total += sum(q.channel_bits) + 8 * coded.scale.nbytes
-            if coded.signs is not None:  # the last bit of each channel, and a second number
-                total += coded.signs.numel() + 8 * coded.residual_norm.nbytes
+            if coded.residual:  # the last bit of each channel, and a second number
+                total += coded.residual["signs"].numel()
+                total += 8 * coded.residual["residual_norm"].nbytes
         assert plan.bits_per_value(recipe, 32) == total / 64

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 pytest.importorskip("transformers")
 from transformers import EsmConfig, EsmForMaskedLM
 
-from tests.helpers import DATA
 from turboquant_nb import esm as M
 from turboquant_nb.esm import codes, mutations, transform
 from turboquant_nb.esm import (
@@ -41,15 +40,8 @@ from turboquant_nb.esm import (
 from turboquant_nb.esm.mutations import MaskedRows
 from turboquant_nb.hf.graphs import Tape
 from turboquant_nb.quant.quantizer import Recipe, Spec
-from turboquant_nb.esm.transform import (
-    RECIPES,
-    SideSpec,
-    TransformRecipe,
-    code_states,
-    load_code,
-    transformed_states,
-    save_code,
-)
+from turboquant_nb.esm.transform import RECIPES, SideSpec
+from turboquant_nb.theory import transforms
 
 
 def tiny(d=16, heads=2, layers=2, seed=0, **more):
@@ -90,22 +82,27 @@ def test_prefill_bit_equal(d, heads, attn):
         assert torch.equal(out.hidden, want.hidden_states[-1])
         with torch.no_grad():  # a plain call of the wrapped model, nothing kept
             assert torch.equal(m(ids, attention_mask=mask).logits, want.logits)
-    assert all(
-        type(x.attention.self).__name__ == "EsmSelfAttention" for x in m.esm.encoder.layer
-    )
     with torch.no_grad():
         assert torch.equal(m(ids, attention_mask=mask).logits, want.logits)
 
 
-def test_weights_are_shared_and_undone(model):
-    before = {n: p.data_ptr() for n, p in model.named_parameters()}
-    t = TurboEsm(model)
-    assert {n: p.data_ptr() for n, p in model.named_parameters()} == before
-    with pytest.raises(ValueError, match="wrapped already"):
-        TurboEsm(model)
-    t.undo()
-    t.undo()
-    assert {n: p.data_ptr() for n, p in model.named_parameters()} == before
+def test_the_model_is_as_it_was_between_passes(model):
+    """Weights stay where they are and modules what they are; two wrappers of one model take
+    turns."""
+    ids, _ = tokens(proteins(1))
+    held = lambda: [(n, p.data_ptr()) for n, p in model.named_parameters()]
+    kept = lambda: [type(m) for m in model.modules() if "forward" not in vars(m)]
+    before, kinds = held(), [type(m) for m in model.modules()]
+    with TurboEsm(model) as a, TurboEsm(model, PLAIN) as b:
+        want = a.prefill(ids).hidden
+        assert torch.equal(b.prefill(ids).hidden, want)
+        first = a.decode(ids[:, :1]).hidden
+        assert (b.decode(ids[:, :1]).hidden - first).abs().max() > 1e-3
+        with pytest.raises(ZeroDivisionError):
+            a.run(lambda *states: 1 / 0, ids)
+        assert held() == before and kept() == kinds
+        a.undo()
+        assert a.past is None and b.past is not None
 
 
 def test_contacts(model):
@@ -261,63 +258,23 @@ def test_failed_decode_leaves_the_past(model, code, kind):
         with pytest.raises(ZeroDivisionError):
             t.decode(ids[:, 2:3])
         last.forward = f
-        assert t.hook is None and t.past.length == ids.shape[1]
+        assert t.past.length == ids.shape[1]
         assert torch.equal(t.decode(ids[:, 1:2]).hidden, plain)
 
 
 # --- the code
 
 
-def test_code_round_trip(code):
-    "What is read back is the nearest level of every channel, and channels without bits read 0."
-    side, g = code.key, torch.Generator().manual_seed(3)
-    layers, heads, d = side.shape
-    x = torch.randn(layers, 2, heads, 7, d, generator=g)
-    at = torch.arange(7).expand(2, -1) + torch.tensor([[0], [5]])
-    packed = code_states(side, x, at)
-    assert packed.shape == (2, 7, sum(side.width(i) for i in range(layers)))
-    parts = torch.cat([code_states(side, x[i : i + 1], at, i) for i in range(layers)], -1)
-    assert torch.equal(packed, parts)
-    cut = [0, *torch.tensor([side.width(i) for i in range(layers)]).cumsum(0).tolist()]
-    z = torch.stack(
-        [transformed_states(side, packed[..., cut[i] : cut[i + 1]], i) for i in range(layers)]
-    )
-    centre = transform.centre_at(side.mean, at, side.inv_freq)
-    exact = torch.einsum("lhde,lbhne->lbhnd", side.into, x - centre)
-    flat, z, exact = (
-        side.bits.flatten(),
-        z.permute(0, 2, 4, 1, 3).flatten(0, 2),
-        exact.permute(0, 2, 4, 1, 3).flatten(0, 2),
-    )
-    for b, levels in side.levels.items():
-        near = (exact[flat == b].flatten(1)[..., None] - levels[:, None]).abs().min(-1).values
-        got = (exact[flat == b] - z[flat == b]).abs().flatten(1)
-        torch.testing.assert_close(got, near, rtol=1e-3, atol=1e-5)
-    assert not z[flat == 0].any()
-
-
-def test_maps_are_inverse(code):
-    for side in (code.key, code.value):
-        eye = torch.eye(side.shape[2]).expand_as(side.into)
-        torch.testing.assert_close(side.into @ side.back, eye, rtol=1e-3, atol=1e-3)
-
-
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_recipes_fit(model, name):
     c = calibrate_esm(model, proteins(12), name)
-    want = {"turboesm": (4.0, 3.0)}.get(name)
-    bits = [s.bits.float().mean().item() for s in (c.key, c.value)]
-    if want:
-        assert tuple(bits) == want
-        m, rot = c.value.into, c.key.into
-        assert torch.equal(m, torch.eye(m.shape[-1]).expand_as(m))
-        torch.testing.assert_close(
-            rot @ rot.transpose(-1, -2), torch.eye(16).expand_as(rot), rtol=1e-4, atol=1e-4
-        )
-    else:
-        assert sum(bits) / 2 == pytest.approx(float(name[5]), abs=0.01)
-        assert min(int(s.bits.min()) for s in (c.key, c.value)) >= 1
+    bits = [s.bits.float().mean().item() for s in c.sides]
+    assert sum(bits) / 2 == pytest.approx(float(name[5]), abs=0.01)
+    assert min(int(s.bits.min()) for s in c.sides) >= 1
     assert c.bits_per_value >= sum(bits) / 2
+    for side in c.sides:
+        eye = torch.eye(side.shape[2]).expand_as(side.into)
+        torch.testing.assert_close(side.into @ side.back, eye, rtol=1e-3, atol=1e-3)
 
 
 def test_more_bits_come_closer(model):
@@ -336,8 +293,7 @@ def test_more_bits_come_closer(model):
 
 def test_bytes_are_what_the_formula_says(model, code):
     ids, mask = tokens(proteins(2))
-    layers = code.key.shape[0]
-    wide = sum(s.width(i) for s in (code.key, code.value) for i in range(layers))
+    wide = sum(sum(s.widths) for s in code.sides)
     with TurboEsm(model, code, max_length=64) as t:
         t.prefill(ids, mask)
         assert t.report()["nbytes"] == 2 * 64 * wide + 2 * 8
@@ -345,59 +301,23 @@ def test_bytes_are_what_the_formula_says(model, code):
         t.prefill(ids, mask)
         assert t.report()["nbytes"] == 2 * ids.shape[1] * wide + 2 * 8
         assert t.report()["tables_nbytes"] == code.tables_nbytes
-    sinks = replace(code, recipe=replace(code.recipe, sinks=2))
-    with TurboEsm(model, sinks, max_length=64) as t:
-        t.prefill(ids, mask)
-        exact = 2 * 2 * layers * 2 * 2 * 16 * 4
-        assert t.report()["nbytes"] == 2 * 64 * wide + 2 * 8 + exact
-
-
-def test_sinks_are_exact(model, code):
-    ids, mask = tokens(proteins(2))
-    with TurboEsm(model) as t:
-        t.prefill(ids, mask)
-        exact = [t.past.states(i) for i in range(2)]
-        start = t.past.start
-    with TurboEsm(model, replace(code, recipe=replace(code.recipe, sinks=2))) as t:
-        t.prefill(ids, mask)
-        for i in range(2):
-            k, v = t.past.states(i)
-            for side, z, x in ((code.key, k, exact[i][0]), (code.value, v, exact[i][1])):
-                x = x if side is code.key else x - side.mean[i][:, None]
-                want = x @ side.into[i].transpose(-1, -2)
-                for b, s in enumerate(start.tolist()):
-                    torch.testing.assert_close(
-                        z[b, :, s : s + 2], want[b, :, s : s + 2], rtol=1e-4, atol=1e-4
-                    )
-                    assert (z[b, :, s + 2 :] - want[b, :, s + 2 :]).abs().max() > 1e-3
-
-
-def dense_states(past, layer):
-    """What a coded past stands for, transformed back token by token: keys and values [B, H, T,
-    d]."""
-    key, value = past.states(layer)
-    key = key @ past.code.key.back[layer].mT
-    return key, value @ past.code.value.back[layer].mT + past.code.value.mean[layer][:, None]
 
 
 @pytest.mark.parametrize("block", [1, 2**20])  # numbers looked up at a time: a layer, or all
 @pytest.mark.parametrize("start", [[0, 0], [0, 5]])
-@pytest.mark.parametrize("name", ["water3", "water4", "turboesm", "sinks", "outliers", "mean"])
+@pytest.mark.parametrize("name", ["water3", "outliers", "mean"])
 def test_attention_adds_no_mean_to_a_token(model, code, name, start, block, monkeypatch):
     """Scores with their mean apart, and values with theirs at the end, are attention on what
     the codes stand for; a chunk, a step, and rows."""
     monkeypatch.setattr(codes, "BLOCK", block)
-    more = {"sinks": dict(sinks=3), "outliers": dict(sinks=1, outliers=0.02)}.get(name)
-    if name == "mean":
-        c = calibrate_esm(
-            model, proteins(12), replace(RECIPES["water3"], key=SideSpec(3.0, center="mean"))
-        )
-    else:
-        c = (
-            calibrate_esm(model, proteins(12), name)
-            if more is None
-            else replace(code, recipe=replace(code.recipe, **more))
-        )
+    centred = replace(RECIPES["water3"], key=SideSpec(3.0, center="mean"))
+    c = (
+        code
+        if name == "outliers"
+        else calibrate_esm(model, proteins(12), centred if name == "mean" else name)
+    )
+    if name == "outliers":
+        c = replace(code, recipe=replace(code.recipe, outliers=0.02))
     past, bare = (M.CodedPast(c, torch.tensor(start), None, torch.float32) for _ in range(2))
     g = torch.Generator().manual_seed(1)
     layers, heads, d = c.key.shape
@@ -407,14 +327,14 @@ def test_attention_adds_no_mean_to_a_token(model, code, name, start, block, monk
         for i in range(layers):
             p.take(i, x[0, i], x[1, i])
         p.commit(40)
-    assert bool(past.outlier_tokens) == (name == "outliers")
+    assert bool(past.outliers.past) == (name == "outliers")
     bare._mean_scores = lambda *_: 0.0  # the mutant
     gap = lambda a, b: float((a - b).abs().max() / b.abs().max())
     far = []
     for n in (1, 4):
         q, k, v = torch.randn(3, layers, 2, heads, n, d, generator=g)
         for i in range(layers):
-            pk, pv = dense_states(past, i)
+            pk, pv = past.states(i)
             want = F.scaled_dot_product_attention(
                 q[i],
                 torch.cat([pk, k[i]], 2),
@@ -438,21 +358,6 @@ def test_attention_adds_no_mean_to_a_token(model, code, name, start, block, monk
     assert (min(far) > 1e-3) == bool(c.key.mean.any())
 
 
-def test_sinks_of_a_sequence_that_is_shorter(model, code):
-    "Three tokens and four sinks: the fourth is nobody's, and the third stays what it is."
-    ids, _ = tokens(["M"])
-    for sinks in (3, 4):
-        with TurboEsm(model, replace(code, recipe=replace(code.recipe, sinks=sinks))) as t:
-            t.prefill(ids)
-            found = [t.past.states(i)[1].clone() for i in range(2)]
-        if sinks == 3:
-            want = found
-    assert (
-        all(torch.equal(a, b) for a, b in zip(want, found))
-        and found[0].abs().min(1).values.max() > 0
-    )
-
-
 def test_outlier_tokens_are_kept(code):
     far = replace(code, recipe=replace(code.recipe, outliers=0.5))
     g = torch.Generator().manual_seed(0)
@@ -463,30 +368,27 @@ def test_outlier_tokens_are_kept(code):
     chunks[0, 0, 1, :, 1] *= 300  # before sequence 1 starts: nobody's
     for i in range(layers):
         past.take(i, chunks[0, i], chunks[1, i])
-    plain = 6 * sum(e[-1] for e in past.edges) * 2 + 16
+    plain = 6 * sum(sum(s.widths) for s in code.sides) * 2 + 16
     assert past.nbytes() == plain
     past.commit(6)
-    ((layer, row, slot, k, v),) = past.outlier_tokens
+    ((layer, row, slot, k, v),) = past.outliers.past
     assert (layer, row.tolist(), slot.tolist()) == (1, [0], [2]) and k.dtype == torch.float16
     assert past.nbytes() == plain + 2 * 2 * heads * d + 2 * 8
-    z = past.states(1)[1][0, :, 2]
-    want = (chunks[1, 1, 0, :, 2] - code.value.mean[1])[:, None] @ code.value.into[1].transpose(
-        -1, -2
-    )
-    torch.testing.assert_close(z, want[:, 0], rtol=1e-2, atol=1e-2)
+    want = chunks[1, 1, 0, :, 2]
+    torch.testing.assert_close(past.states(1)[1][0, :, 2], want, rtol=1e-2, atol=1e-2)
     other = M.CodedPast(code, torch.tensor([0, 3]), None, torch.float32)
     for i in range(layers):
         other.take(i, chunks[0, i], chunks[1, i])
     other.commit(6)
-    assert (other.states(1)[1][0, :, 2] - want[:, 0]).norm() > 0.5 * want.norm()
+    assert (other.states(1)[1][0, :, 2] - want).norm() > 0.5 * want.norm()
     rest = [i for i in range(6) if i != 2]
     assert torch.equal(past.states(1)[1][0, :, rest], other.states(1)[1][0, :, rest])
     for i in range(layers):  # a chunk that is given up leaves nothing
         past.take(i, 300 * chunks[0, i, :, :, :1], chunks[1, i, :, :, :1])
-    assert past.found
+    assert past.outliers.found
     past.rollback()
     past.commit(0)
-    assert len(past.outlier_tokens) == 1
+    assert len(past.outliers.past) == 1
 
 
 def test_outlier_tokens_in_a_model(model, code):
@@ -509,52 +411,6 @@ def test_outlier_tokens_in_a_model(model, code):
     assert error[1] < 0.9 * error[0] and held[1] > held[0]
 
 
-def test_file(model, code, tmp_path):
-    path = tmp_path / "a.safetensors"
-    save_code(code, path)
-    back = load_code(path)
-    assert back.recipe == code.recipe and back.header == code.header
-    for a, b in ((code.key, back.key), (code.value, back.value)):
-        assert set(a.tensors()) == set(b.tensors())
-        assert all(torch.equal(a.tensors()[n], b.tensors()[n]) for n in a.tensors())
-    ids, _ = tokens(proteins(1, seed=4))
-    out = []
-    for c in (code, back):
-        with TurboEsm(model, c) as t:
-            t.prefill(ids)
-            out.append(t.decode(ids[:, :1]).hidden)
-    assert torch.equal(*out)
-    with pytest.raises(FileNotFoundError):
-        load_code(tmp_path / "b.safetensors")
-    path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(ValueError, match="not a readable code"):
-        load_code(path)
-
-
-def test_file_of_the_first_format():
-    """A code written before this package was cut into modules; what it says of a model, that
-    model still accepts."""
-    path = DATA / "esm-code-1.safetensors"
-    c, m = load_code(path), tiny(4)
-    assert c.header["tokens"] == 264 and c.recipe.sinks == 1 and c.recipe.outliers == 0.25
-    with pytest.raises(ValueError, match="in the calibration set"):
-        c.check_held_out(proteins(8))
-    ids, mask = tokens(proteins(2, seed=4))
-    with TurboEsm(m, c, max_length=64) as t:
-        t.prefill(ids, mask)
-        assert t.decode(ids[:, :1]).hidden.isfinite().all()
-        exact, apart = (
-            2 * 2 * 2 * 2 * 4 * 4,
-            sum(2 * 2 * 4 * 2 * len(x.row) + 2 * 8 * len(x.row) for x in t.past.outlier_tokens),
-        )
-        assert (
-            t.report()["nbytes"] == 2 * 64 * 12 + exact + 2 * 8 + apart
-            and t.report()["tables_nbytes"] == 2376
-        )
-    with pytest.raises(ValueError, match="another model"):
-        TurboEsm(tiny(4, seed=1), c)
-
-
 def test_refusals_of_calibration(model, code):
     seqs = proteins(24)
     with pytest.raises(ValueError, match="in the calibration set"):
@@ -574,26 +430,6 @@ def test_refusals_of_calibration(model, code):
         TurboEsm(model, ["k3v3"])
     with pytest.raises(TypeError, match="EsmModel"):
         TurboEsm(torch.nn.Linear(2, 2))
-    for bad in (
-        dict(allocation="x"),
-        dict(min_bits=4),
-        dict(sinks=-1),
-        dict(outliers=-1.0),
-        dict(one_table=True),
-        dict(key=SideSpec(table="head")),
-        dict(value=SideSpec(center="pre_rope")),
-    ):
-        with pytest.raises(ValueError):
-            TransformRecipe(**bad)
-    for bad in (
-        dict(bits=0),
-        dict(rotation="x"),
-        dict(table="x"),
-        dict(center="x"),
-        dict(bits=1.0, sign=True),
-    ):
-        with pytest.raises(ValueError):
-            SideSpec(**bad)
     ids, _ = tokens(seqs[:1])
     with TurboEsm(model, code) as t:
         with pytest.raises(ValueError, match="finite"):
@@ -656,10 +492,17 @@ def test_rows_of_one_sequence_of_a_batch(model, code, kind):
         for i, s in enumerate(seqs):
             at = torch.tensor([1, len(s), 4])
             t.prefill(ids, mask)
-            a = t.rows(torch.tensor([MASK, 5, MASK]), at, sequence=i).hidden
+            a, again = (
+                t.rows(torch.tensor([MASK, 5, MASK]), at, sequence=j).hidden
+                for j in (i, i - len(seqs))  # counted from the end
+            )
             t.prefill(tokens([s])[0])
             b = t.rows(torch.tensor([MASK, 5, MASK]), at).hidden
             torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
+            assert torch.equal(a, again)
+        for bad in (1, -2):  # one sequence is left
+            with pytest.raises(ValueError, match=f"one of 1, counted from 0, got {bad}"):
+                t.rows(at, at, bad)
         for bad in (torch.tensor([-1]), torch.tensor([len(seqs[-1]) + 2])):
             with pytest.raises(ValueError, match="at must be from 0"):
                 t.rows(torch.tensor([MASK]), bad)
@@ -757,25 +600,6 @@ def test_wild_type_marginals_and_one_pass(model, code):
                 call()
 
 
-def test_rows_of_a_sequence_from_the_end(model, code):
-    ids, mask = tokens([x[:n] for x, n in zip(proteins(3, 20, 30, seed=5), (12, 9, 17))])
-    at = torch.tensor([1, 5])
-    for use in (None, code, PLAIN):
-        with TurboEsm(model, use) as t:
-            t.prefill(ids, mask)
-            found = [t.rows(torch.full_like(at, MASK), at, i).hidden for i in (1, -2, 2, -1)]
-            assert (
-                torch.equal(found[0], found[1])
-                and torch.equal(found[2], found[3])
-                and not torch.equal(found[0], found[2])
-            )
-            for bad in (3, -4):
-                with pytest.raises(
-                    ValueError, match=f"sequence must be one of 3, counted from 0, got {bad}"
-                ):
-                    t.rows(at, at, bad)
-
-
 def test_masked_rows_in_one_graph(model, code):
     """Captured on alanines, replayed on others in turns: the eager scores, bit for bit; and
     what cannot be captured is refused."""
@@ -808,8 +632,7 @@ def test_masked_rows_in_one_graph(model, code):
             graph(a)
     for use, why in (
         (PLAIN, "stores decide"),
-        (replace(code, recipe=replace(code.recipe, sinks=1)), "sinks or outliers"),
-        (replace(code, recipe=replace(code.recipe, outliers=0.1)), "sinks or outliers"),
+        (replace(code, recipe=replace(code.recipe, outliers=0.1)), "are outliers"),
     ):
         with TurboEsm(model, use) as t, pytest.raises(ValueError, match=why):
             MaskedRows(t, 17, Tape)
@@ -1171,3 +994,41 @@ def test_random_models_leave_the_random_state():
     assert torch.equal(torch.get_rng_state(), before)
     assert not torch.equal(a.lm_head.dense.weight, b.lm_head.dense.weight)
     assert torch.equal(a.lm_head.dense.weight, random_esm(1, 2, 8, seed=3).lm_head.dense.weight)
+
+
+def of_moments(mean, second, query):
+    "Moments of one layer and head, of one token each."
+    one = lambda x: x[None].double()
+    kinds = ("key", "value", "rope")
+    sums = transforms.Moments(
+        1,
+        {(k, 0): one(mean) for k in kinds},
+        {(k, 0): one(second) for k in kinds} | {("query", 0): one(query)},
+    )
+    eye = torch.eye(len(mean)).double()
+    return transform.CodeStatistics(
+        torch.zeros_like(mean)[None, None],
+        torch.ones(len(mean) // 2),
+        eye[None, None],
+        torch.ones(1).double(),
+        sums,
+    )
+
+
+@pytest.mark.parametrize("rotation", ("svd", "none"))
+def test_a_centred_transform_is_of_the_covariance(rotation):
+    """`second - outer`, twice: the axes are those of what is left when the mean is gone, and so
+    are the variances."""
+    covariance, mean = (
+        torch.diag(torch.tensor([4.0, 1.0, 2.0, 0.5])),
+        torch.tensor([0.0, 30.0, 0.0, 0.0]),
+    )
+    m = of_moments(mean, covariance + mean[:, None] * mean, torch.eye(4))
+    fit = transform.fit_transform(
+        m, "key", transform.SideSpec(center="mean", rotation=rotation, aware=False)
+    )
+    want = [4.0, 2.0, 1.0, 0.5] if rotation == "svd" else [4.0, 1.0, 2.0, 0.5]
+    assert (
+        fit["var"][0, 0].tolist() == pytest.approx(want)
+        and fit["mean"][0, 0].tolist() == mean.tolist()
+    )

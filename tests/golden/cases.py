@@ -1,8 +1,9 @@
 """Cases of recipe × path through the public names alone: what each holds and what it gives.
 
-A case makes a `Held`: the bytes of its planes, its other tensors, and outputs. States are drawn by
-NumPy, which gives the same numbers everywhere; where a number lies so near an edge of its code
-that another order of a sum would move it, its token is drawn again (`make.py` finds these)."""
+A case makes a `Held`: the bytes of its planes, its other tensors, and outputs. States are drawn
+by NumPy, which gives the same numbers everywhere; where a number lies so near an edge of its
+code that another order of a sum would move it, its token is drawn again (`make.py` finds
+these)."""
 
 import hashlib
 import tempfile
@@ -78,7 +79,8 @@ class States:
         return torch.from_numpy(x.astype(np.float32))
 
 
-# Paths of a store: (store, states) -> outputs by name ---------------------------------------------
+# Paths of a store: (store, states) -> outputs by name
+# ---------------------------------------------
 
 
 def prefill(make, s):
@@ -164,7 +166,8 @@ def attended(store, s, backend):
     return out
 
 
-# Paths of a cache: what `update` returns, one layer -----------------------------------------------
+# Paths of a cache: what `update` returns, one layer
+# -----------------------------------------------
 
 
 def cache_prefill(cache, s):
@@ -279,7 +282,8 @@ def states(name, seed, again=()):
     return States(seed, 1 if "two tiles" in name else 2, CASES[name][1], again)
 
 
-# What is compared ---------------------------------------------------------------------------------
+# What is compared
+# ---------------------------------------------------------------------------------
 
 
 def tensors_in(x):

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Goldens of the cases of cases.py: TRITON_INTERPRET=1 python -m tests.golden.make [NAME ...]
-writes digests.json anew, or only the cases named. Made at commit 456dc67; run it again only where
-a change of what is stored is meant, and say why in the commit.
+writes digests.json anew, or only the cases named. Made at commit 456dc67; run it again only
+where a change of what is stored is meant, and say why in the commit.
 
 Of each case it looks for states of which no number lies near an edge: moved by 5e-6 at random,
-eight times, they must give the same planes. A token that does not is drawn again; where that is not
-enough (what is exact hides its codes, and a mean moves all), the next seed is taken."""
+eight times, they must give the same planes. A token that does not is drawn again; where that is
+not enough (what is exact hides its codes, and a mean moves all), the next seed is taken."""
 
 import json
 import sys

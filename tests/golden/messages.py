@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Every message of an error in the package: python -m tests.golden.messages writes messages.json.
+"""Every message of an error in the package: python -m tests.golden.messages writes
+messages.json.
 
 A message is what follows `raise X(`, or a sentence of a function that says why something is not
 served. Of an f-string its words count and not its expressions, which are written as {}."""

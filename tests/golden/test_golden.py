@@ -1,7 +1,7 @@
 """What stores and caches hold and give is what they held and gave at the commit that made the
-goldens: planes to the bit, everything else within a distance that no code of another value stays
-in. The states keep all numbers away from edges of their codes (make.py), so this holds under every
-processor and number of threads."""
+goldens: planes to the bit, everything else within a distance that no code of another value
+stays in. The states keep all numbers away from edges of their codes (make.py), so this holds
+under every processor and number of threads."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""What kernels need of a multiprocessor is what they needed: registers, stack, spilled bytes and
-shared memory, compiled ahead of time for sm_90 by the Triton of constraints.txt. Fewer is welcome and recorded by
-`python -m tests.golden.kernels --write`; more needs a reason."""
+"""What kernels need of a multiprocessor is what they needed: registers, stack, spilled bytes
+and shared memory, compiled ahead of time for sm_90 by the Triton of constraints.txt. Fewer is
+welcome and recorded by `python -m tests.golden.kernels --write`; more needs a reason."""
 
 import json
 import os

@@ -6,8 +6,27 @@ import json
 from tests.golden import messages
 
 # Messages that are meant to be gone: of a module, or the message itself, and why.
+CAP = "keys with a centre cannot have a soft cap: it would cap scores without their common part"
+WAITS = "static=True does not serve a QJL residual: its coding waits for the device"
 _LEAST = 'cli/app says it for every number that has a least: "{} must be at least {}, got {}"'
 GONE: dict[str, str] = {
+    "kernels/paged": "a third layout of codes, which only its own chapter used",
+    CAP: "scores of codes get the query's product with the centre, so a soft cap is served",
+    "apps/claims": "the audit is a page (chapter 98), not a command",
+    # by a code, which says why it does not serve; who asks puts a name before it
+    "{}: a QJL residual needs the sketch of the query": "a sentence of `SketchedCode.refuses`",
+    "{}: all channels must have equally many bits, got {}": "a sentence of `ScalarCode`",
+    "{}: levels must be on their int8 grid (Codebook.to_int8_grid)": "the same",
+    "codes must lie in 0..{}, got {}": "by `checks.within`, in the same words",
+    "decay drops the last plane of codes; residual 'qjl' keeps signs apart": "its signs",
+    WAITS: "in two parts: what is asked, and the code's reason",
+    # options of TurboESM, which is an experiment of its page (chapter 93)
+    "which tokens are sinks or outliers is read from the device": "said by the store",
+    "allocation needs a table per channel, without sign": "TurboESM",
+    "one_table needs tables per head on both sides": "TurboESM",
+    "sinks must be a non-negative integer, got {}": "TurboESM",
+    "with sign, bits must be at least 2, got {}": "TurboESM",
+    "coded must hold signs and residual_norm; it comes from prod_encode": "from `SketchedCode`",
     "--threads must be at least 1, got 0": _LEAST,
     "--batch must be at least 1, got {}": _LEAST,
     "--apart must be at least 1, got {}": _LEAST,

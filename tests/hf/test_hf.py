@@ -35,6 +35,7 @@ from tests.helpers import (
     three,
     tiny,
 )
+import torch.nn.functional as F
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
@@ -2155,3 +2156,68 @@ def test_a_preset_has_its_mean_however_it_is_given():
             )
     with pytest.raises(ValueError, match="center='auto' is for keys"):
         Recipe(value=Spec(center="auto"))
+
+
+def sliding_cache(window):
+    """A cache of a random model with sliding windows, and the function that feeds its first
+    layer n tokens."""
+    transformers = pytest.importorskip("transformers")
+    from turboquant_nb.hf import TurboQuantCache
+
+    sizes = dict(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+    )
+    config = transformers.MistralConfig(
+        **sizes, sliding_window=window, max_position_embeddings=4096
+    )
+    cache = TurboQuantCache(transformers.MistralForCausalLM(config).eval(), "k3v3")
+    return cache.layers[0], lambda n, batch=1: cache.update(
+        torch.randn(batch, 1, n, 16), torch.randn(batch, 1, n, 16), 0
+    )
+
+
+def test_a_crop_needs_the_whole_window_before_the_new_end():
+    "`length - n - window + 1`, not `length - n`: the token at the new end still looks back."
+    layer, feed = sliding_cache(100)
+    for _ in range(30):
+        feed(100)
+    store = layer.store
+    assert store.offset > 0
+    lost = store.length - store.offset - 5  # five tokens are left: their windows are freed
+    with pytest.raises(ValueError, match="a sliding layer keeps its window of 100"):
+        layer.crop(-lost)
+    n = store.length - store.offset - 99  # the new end sees exactly what is there
+    layer.crop(-n)
+    assert store.length - store.offset == 99
+
+
+@pytest.mark.parametrize(
+    "n, window, rows", [(50, 5, 8), (50, 1, 16), (50, 16, 16), (50, 49, 7), (1030, 20, 1024)]
+)
+def test_sliding_attention_by_blocks(n, window, rows):
+    """Blocks of queries see the keys that one mask shows them; only prompts beyond 1,024 tokens
+    have a second block."""
+    pytest.importorskip("transformers")
+    from turboquant_nb.hf.attention import _sliding
+
+    g = torch.Generator().manual_seed(n)
+    q, k, v = torch.randn(3, 1, 2, n, 8, generator=g)
+    at = torch.arange(n)
+    mask = (at <= at[:, None]) & (at > at[:, None] - window)
+    want = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), mask, scale=0.3)
+    assert (_sliding(q, k, v, 0.3, window, rows) - want).abs().max() < 1e-5
+
+
+def test_repeated_rows_keep_their_padding():
+    "Neighbours together: row 0 twice, then row 1 twice."
+    layer, feed = sliding_cache(None)
+    layer.starts = (0, 3)
+    feed(9, batch=2)
+    layer.batch_repeat_interleave(2)
+    assert layer.starts == (0, 0, 3, 3) and layer.store.start.tolist() == [0, 0, 3, 3]

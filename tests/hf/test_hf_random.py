@@ -25,7 +25,8 @@ from turboquant_nb.hf import MARGIN, TurboQuantCache, layer_frequencies, turboqu
 from turboquant_nb.hf.cache import STEPS
 from turboquant_nb.quant.mixed_precision import make_quantizer
 from turboquant_nb.quant.quantizer import Coded, Recipe, Spec, decode
-from turboquant_nb.cache.store import KVStore, _EmbeddedCodebook, prompt_mean
+from turboquant_nb.cache.store import KVStore, TruncatedCode
+from turboquant_nb.theory.centre import prompt_mean
 
 SEQUENCES = int(os.environ.get("TURBOQUANT_SEQUENCES", 60 if SLOW else 12))
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
@@ -110,7 +111,7 @@ class Dense:
         truncated = coded = back(self.q, coded), coded
         if self.recipe.decay is not None:
             old = make_quantizer(self.q.spec, D)
-            old.codebook = _EmbeddedCodebook(old.codebook)
+            old = old.with_code(TruncatedCode(old.code))
             truncated = (
                 back(old, Coded((coded[1].codes >> 1) + 2**self.q.spec.bits, coded[1].scale)),
                 None,

@@ -52,6 +52,7 @@ TYPES |= dict.fromkeys(
     vfactor="fp32",
     factor="fp32",
 )
+PLANES = "K0 K1 K2 V0 V1 V2".split()
 STRIDES = (
     "block_stride head_stride qt qh ot oh ckt ckh cvt cvh kt kh vt vh pt ph nb nh nt".split()
 )
@@ -63,9 +64,9 @@ def places(c, side):
     return *(planes + planes[-1:] * 2)[:3], at[f"{side} scale"]
 
 
-def compiled(fn, kind, constants, **options):
+def compiled(fn, kind, constants, types=TYPES, **options):
     "For a Hopper GPU, strides of the engine's tensors multiples of 16."
-    src = aot_decode.source(fn, kind, TYPES, constants)
+    src = aot_decode.source(fn, kind, types, constants)
     src.attrs |= {
         (fn.arg_names.index(n),): [["tt.divisibility", 16]]
         for n in STRIDES
@@ -74,12 +75,13 @@ def compiled(fn, kind, constants, **options):
     return triton.compile(src, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def fragments(c, rows=4, sliding=False, capped=False, fast_k=True, listed=True):
+def fragments(c, rows=4, sliding=False, capped=False, fast_k=True, listed=True, centred=False):
     fast = c.d_key == c.d_value and c.d_key in (64, 128, 256)
     form = cells._cell_form(c, rows, places(c, "key"), places(c, "value"))
     constants = dict(
         FAST_K=fast and fast_k,
         FAST=fast,
+        CENTRED=centred,
         SLIDING=sliding,
         CAPPED=capped,
         LISTED=listed,
@@ -101,7 +103,9 @@ def sizes(c):
 
 
 def portable(c, sliding=False, capped=False, listed=True):
-    constants = sizes(c) | dict(
+    flags = dict.fromkeys(("HAS_START", "HAS_END", "BIASED"), False)
+    constants = decode._NO_TABLE | decode._NO_PARTS | sizes(c) | flags
+    constants |= dict(
         KA=places(c, "key"),
         VA=places(c, "value"),
         R=c.tokens // 4,
@@ -109,35 +113,31 @@ def portable(c, sliding=False, capped=False, listed=True):
         KB=c.key_bits,
         VB=c.value_bits,
         Q=16,
+        HAS_LENGTH=True,
+        PAGED=True,
         SLIDING=sliding,
         CAPPED=capped,
         LISTED=listed,
+        MV=None,
     )
+    given = "PAGES page_stride block_stride head_stride WORK requests".split()
+    constants = {name: x for name, x in constants.items() if name not in given}
+    types = TYPES | dict.fromkeys(("SHIFT", "TABLE"), "*fp32")
+    types |= dict.fromkeys(("KSCALE", "VSCALE"), "*fp16") | dict.fromkeys(PLANES, "*u8")
     return compiled(
-        cells._portable_cells_kernel, ASTSource, constants, num_warps=4, num_stages=1
+        decode._portable_kernel, ASTSource, constants, types, num_warps=4, num_stages=1
     )
 
 
-def join(
-    c,
-    together=1,
-    rotated=False,
-    sliding=False,
-    capped=False,
-    centred=False,
-    recent=False,
-    listed=True,
-):
+def join(c, together=1, rotated=False, sliding=False, capped=False, recent=False, listed=True):
     constants = sizes(c) | dict(
         Q=4,
         R=together,
         SB=max(2, min(16, 64 // together)),
-        TILE=256,
         N=16,
         T=max(1, 16 // together),
         OWN=True,
         RECENT=recent,
-        CENTRED=centred,
         ROTATED=rotated,
         SLIDING=sliding,
         CAPPED=capped,

@@ -159,12 +159,11 @@ def portable(capability=90, d=128, bits=(3, 3), parts=()):
         HAS_START=False,
         HAS_END=False,
         HAS_LENGTH=False,
-        PAGED=False,
         BIASED=False,
         SLIDING=False,
         CAPPED=False,
     )
-    constants |= decode._NO_PARTS
+    constants |= decode._NO_TABLE | decode._NO_PARTS
     if parts:
         given = {"L0": "*u8", "L1": "*u8", "L2": "*u8", "W0": "*u8", "W1": "*u8", "W2": "*u8"}
         given |= {"key_old": "i32", "value_old": "i32"} if "aged" in parts else {}

@@ -300,14 +300,15 @@ def test_compiled_for_hopper():
         dict(kernel="fragments", tokens=64),
         dict(kernel="fragments", tokens=64, listed=False),
         dict(kernel="fragments", tokens=128, d=64),
+        dict(kernel="fragments", tokens=64, centred=True),
     ]
     for got in aot(*fragments):
         assert (
             got["spills"] == 0 and got["copies of 16 bytes"] > 0 and got["registers"] <= 255
         ), got
     joins = [
-        dict(kernel="join", centred=True, listed=False),
-        dict(kernel="join", centred=True, recent=True),
+        dict(kernel="join", listed=False),
+        dict(kernel="join", recent=True),
         dict(kernel="join", together=16, recent=True),
     ]
     for got in aot(

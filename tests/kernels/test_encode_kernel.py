@@ -13,7 +13,8 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+import triton.language as tl
 
 from tests.helpers import SLOW, covering_pairs
 from turboquant_nb.kernels import encode as kernel
@@ -674,6 +675,30 @@ def test_flags_without_checks():
     assert call(x, z) == [0, 0, 0, 1]
 
 
+def guarded(count):
+    "So many flags that are down, in the middle of memory that nobody may write to."
+    memory = torch.full((512 + count,), 7, dtype=torch.int32, device=DEVICE)
+    return memory, memory[256 : 256 + count].zero_()
+
+
+@pytest.mark.parametrize("way", ("whole tiles", "parts of tiles", "short"))
+def test_flags_go_up_and_nothing_beside_them(way):
+    "Every row is bad: each raises the two flags of its side, and writes nowhere else."
+    store = KVStore(Recipe(Spec(), Spec(), 0, 0), 1, 2, 32, device=DEVICE, max_length=512)
+    memory, flags = guarded(6)
+    n = {"whole tiles": 256, "parts of tiles": 200, "short": 16}[way]
+    good, bad = states(1, 2, n, 32, torch.float32), torch.full((1, 2, n, 32), torch.nan)
+    if way == "short":
+        kernel.append(store, good, good)
+        store.flags = flags
+        kernel.append(store, bad.to(DEVICE), bad.to(DEVICE))
+    else:
+        to, first = map(kernel.target, (store.key, store.value)), 0 if n == 256 else 100
+        kernel.encode_append(bad.to(DEVICE), bad.to(DEVICE), *to, first, flags[:4])
+    assert flags.tolist() == [1, 1, 1, 1, 0, 0]
+    assert (memory[:256] == 7).all() and (memory[262:] == 7).all()
+
+
 def test_supports():
     for recipe, args, why in (
         (preset("k3v3"), (72,), "multiple of 16"),
@@ -831,3 +856,53 @@ def test_compiled_ahead_of_time(compiled, i):
         and used["stack"] <= stack
         and used["shared"] <= shared * 1024
     ), used
+
+
+@triton.jit
+def _product_kernel(X, W0, W1, W2, OUT, XP: tl.constexpr, WP: tl.constexpr, WIDE: tl.constexpr):
+    i = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    acc = tl.zeros((16, 16), tl.float32)
+    tl.store(
+        OUT + i,
+        kernel._add_product(
+            acc, tl.load(X + i), tl.load(W0 + i), tl.load(W1 + i), tl.load(W2 + i), XP, WP, WIDE
+        ),
+    )
+
+
+def test_a_product_in_parts_has_all_its_terms():
+    """x (w0 + w1 + w2) with x in three parts: dropping a product of the first two parts of x is
+    seen, since the parts of w are alike in size."""
+    g = torch.Generator().manual_seed(0)
+    w = [y.bfloat16() for y in torch.randn(3, 16, 16, generator=g).to(DEVICE)]
+    whole = torch.randint(32, 64, (3, 16, 16), generator=g).double().to(DEVICE)
+    a = [
+        part * 2.0**-power for part, power in zip(whole, (5, 14, 22))
+    ]  # rounding and cutting x to 16 bits give the first, of the rest the second
+    x, (w0, w1, w2) = sum(a).float(), [y.double() for y in w]
+    for XP, WP, want in (
+        (1, 1, a[0] @ w0),
+        (3, 1, (a[0] + a[1] + a[2]) @ w0),
+        (3, 3, a[0] @ (w0 + w1 + w2) + a[1] @ (w0 + w1) + a[2] @ w0),
+    ):
+        out = torch.full((16, 16), torch.nan, device=DEVICE)
+        _product_kernel[(1,)](x, *w, out, XP, WP, DEVICE == "cpu")
+        assert (out - want).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("scale", ("norm", "mse", "unbiased"))
+def test_a_vector_of_zeros_has_scale_zero_in_the_kernel(scale):
+    "`power / dot` is 0 / 0 there; the PyTorch path gives 0."
+    recipe = Recipe(Spec(3, scale=scale), Spec(2, scale=scale), sinks=0, recent=0)
+    store = KVStore(recipe, 1, 1, 32, dtype=torch.bfloat16, device=DEVICE)
+    x = (
+        torch.randn(1, 1, 5, 32, generator=torch.Generator().manual_seed(0))
+        .bfloat16()
+        .to(DEVICE)
+    )
+    x[:, :, 2] = 0
+    kernel.append(store, x, x)
+    store.sync()
+    for name in ("key", "value"):
+        scales = store.coded(name, 0, 5).scale.flatten()
+        assert scales[2] == 0 and scales.isfinite().all() and (scales[[0, 1, 3, 4]] > 0).all()

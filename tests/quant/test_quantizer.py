@@ -28,6 +28,11 @@ from turboquant_nb.quant.quantizer import (
 )
 from turboquant_nb.theory.rotation import make_rotation
 from turboquant_nb.testing import raises, same, within_z
+from turboquant_nb.theory import codebook
+from turboquant_nb.quant.quantizer import decided
+import itertools
+from turboquant_nb.theory import transforms
+from turboquant_nb.theory.codebook import uniform
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -279,11 +284,7 @@ def test_own_codebook():
         a, b = encode(q, x), encode(plain, x)
         same(a.codes, b.codes + 100)
         same(decode(q, a), decode(plain, b))
-        assert (
-            a.signs is None
-            and a.residual_norm is None
-            and q.channel_bits == channel_bits(spec.bits, 8)
-        )
+        assert a.residual is None and q.channel_bits == channel_bits(spec.bits, 8)
     for bits, text in ((2.3, "2.3 at d = 8"), ((3, 2), "length d = 8, got 2")):
         with pytest.raises(ValueError, match=text):
             Quantizer(Spec(bits), 8)
@@ -663,3 +664,226 @@ def test_recipes_written_under_former_names_are_read():
         Recipe(mixed, Spec(3, residual="sign"), sinks=4, recent=16, decay=300),
         Recipe(qjl, Spec(4, rotation="haar"), sinks=0, recent=0),
     ]
+
+
+def test_the_window_is_long_where_either_side_is_coarse():
+    "`min(k, v) > 2`, not `k > 2` or `v > 2`."
+    windows = {name: preset(name).recent for name in PRESETS}
+    assert windows == {
+        "k4v4": 16,
+        "k4v3": 16,
+        "k3v3": 16,
+        "k4v2": 64,
+        "k3v2": 64,
+        "k2v2": 64,
+        "k1v1": 64,
+    }
+
+
+def test_the_uniform_table_is_that_of_the_head_size():
+    "`uniform(bits, d)`, not `uniform(bits, None)`."
+    for d in (3, 8, 64):
+        assert torch.equal(
+            scalar_codebook("uniform", 3, d).levels, uniform(3, d).levels
+        ) and not torch.equal(uniform(3, d).levels, uniform(3).levels)
+    assert torch.equal(scalar_codebook("uniform", 3, 1).levels, uniform(3).levels)
+
+
+def test_rows_are_decided_each_for_itself():
+    """`decided`: most coordinates are, one on an edge is not, and a row of another size beside
+    it changes nothing."""
+    q = Quantizer(Spec(3, rotation="haar"), 16)
+    x = torch.randn(40, 16, generator=torch.Generator().manual_seed(0))
+    alone = torch.cat([decided(q, row[None]) for row in x])
+    assert alone.float().mean() > 0.9
+    assert torch.equal(
+        decided(q, x * 10.0 ** torch.arange(-5, 5).repeat(4)[:, None]),
+        torch.cat([decided(q, row[None] * 10.0 ** (i % 10 - 5)) for i, row in enumerate(x)]),
+    )
+    plain = Quantizer(Spec(2, rotation="identity"), 16)  # whose middle edge is 0
+    x[:, 3] = 0
+    assert not decided(plain, x)[:, 3].any() and decided(plain, x)[:, 4:].float().mean() > 0.9
+
+
+def test_an_edge_is_undecided_at_every_scale():
+    """`y / unit`, not `y`: a coordinate on an edge of the table stays there when the vector is
+    a hundred times longer."""
+    q = Quantizer(Spec(2, rotation="identity"), 16)
+    edge = float(q.codebook.edges[-1])
+    x = torch.full((16,), math.sqrt((16 - edge**2) / 15), dtype=torch.float64)
+    x[3] = edge
+    for scale in (0.01, 1.0, 100.0):
+        found = decided(q, (x * scale)[None])[0]
+        assert not found[3] and found.sum() == 15
+
+
+def test_a_scale_among_others_that_no_dtype_holds():
+    "The largest of the scales decides, and says its size."
+    x = torch.ones(3, 16)
+    x[1] *= 1e6
+    with pytest.raises(
+        ValueError, match=r"needs a scale of 1e\+06, above the largest torch.float16"
+    ):
+        encode(Quantizer(Spec(4, scale="norm", rotation="identity"), 16), x)
+
+
+def test_a_scale_may_be_as_large_as_its_dtype():
+    "`largest > top`: 65,504 is a float16, and the largest."
+    from turboquant_nb.quant.quantizer import _store_scale
+
+    assert _store_scale(torch.tensor([1.0, 65504.0]), torch.float16, "x")[1] == 65504
+    with pytest.raises(ValueError, match="needs a scale of 6.55e"):
+        _store_scale(torch.tensor([1.0, 65505.0]), torch.float16, "x")
+
+
+def test_decided_is_about_what_is_left_of_the_mean():
+    """`x - mean`: a coordinate on an edge lies there when a mean was added and is taken off,
+    and only then."""
+    q = Quantizer(Spec(2, rotation="identity"), 16)
+    edge = float(q.codebook.edges[-1])
+    x = torch.full((1, 16), math.sqrt((16 - edge**2) / 15), dtype=torch.float64)
+    x[0, 3] = edge
+    mean = torch.linspace(0.1, 0.9, 16).double()
+    assert (
+        decided(q, x + mean, mean)[0].tolist()
+        == decided(q, x)[0].tolist()
+        == [i != 3 for i in range(16)]
+    )
+    assert decided(q, x + mean).all()
+
+
+def test_a_vector_of_zeros_is_decided_where_no_edge_is_zero():
+    "Its coordinates are exact zeros for every program; 0 / 0 would be no number."
+    book = codebook.lloyd_max_samples(torch.tensor([-1.0, 3.0, 4.0, 9.0]), 2)
+    q = Quantizer(Spec(2, rotation="identity"), 8, codebook=book)
+    assert (
+        decided(q, torch.zeros(3, 8)).all()
+        and not decided(Quantizer(Spec(2, rotation="identity"), 8), torch.zeros(3, 8)).any()
+    )
+
+
+def test_the_law_of_the_smallest_head():
+    "Two channels have a law of their own; one channel is taken for a Gaussian."
+    for kind, f in (("sphere", lloyd_max), ("uniform", uniform)):
+        assert torch.equal(scalar_codebook(kind, 2, 2).levels, f(2, 2).levels) and torch.equal(
+            scalar_codebook(kind, 2, 1).levels, f(2).levels
+        )
+        assert not torch.equal(f(2, 2).levels, f(2).levels)
+
+
+@pytest.mark.parametrize("scale", ("norm", "mse", "unbiased"))
+def test_a_vector_of_zeros_has_the_codes_of_zero(scale):
+    "Not those of 0 / 0, which lies below every edge."
+    q = Quantizer(Spec(3, scale=scale), 16)
+    coded = encode(q, torch.zeros(2, 16))
+    assert (
+        (coded.codes == q.codebook.encode(torch.zeros(1))).all()
+        and coded.codes[0, 0] == 3
+        and not coded.scale.any()
+    )
+
+
+def test_which_recipes_can_lose_a_plane():
+    "A fraction above 2 has channels of 3 bits; 2 bits have nothing to lose."
+    for key, value, can in (
+        (2.5, 1, True),
+        (1, 2.25, True),
+        (3, 2, True),
+        ((2, 3), 2, True),
+        (2, 1.5, False),
+        ((1, 2), 2, False),
+    ):
+        if can:
+            assert Recipe(Spec(key), Spec(value), decay=8).decay == 8
+        else:
+            with pytest.raises(ValueError, match="3 or 4 bits, got at most 2"):
+                Recipe(Spec(key), Spec(value), decay=8)
+
+
+def test_an_edge_of_a_table_that_is_not_symmetric_is_undecided():
+    "`- edges`, not `+ edges`, which symmetric tables cannot tell."
+    book = codebook.lloyd_max_samples(torch.tensor([-1.0, 0.5, 1.0, 3.0]), 2)
+    q = Quantizer(Spec(2, rotation="identity"), 16, codebook=book)
+    for edge in book.edges.tolist():
+        for sign, want in ((1, False), (-1, True)):
+            x = torch.full((1, 16), math.sqrt((16 - edge**2) / 15), dtype=torch.float64)
+            x[0, 3] = sign * edge
+            assert bool(decided(q, x)[0, 3]) == want
+
+
+def test_a_mean_is_taken_off_before_a_transform_per_head():
+    "With a matrix for each head, coding x with a mean is coding x - mean without."
+    g = torch.Generator().manual_seed(0)
+    name = transforms.register_transform(
+        transforms.HeadTransform.of(torch.randn(2, 8, 8, generator=g) + 3 * torch.eye(8))
+    ).name
+    q, x, mean = (
+        Quantizer(Spec(3, rotation=name), 8),
+        torch.randn(1, 2, 20, 8, generator=g),
+        torch.randn(1, 2, 1, 8, generator=g),
+    )
+    with_mean, without = encode(q, x, mean), encode(q, x - mean)
+    assert torch.equal(with_mean.codes, without.codes) and torch.equal(
+        with_mean.scale, without.scale
+    )
+    assert not torch.equal(encode(q, x).codes, without.codes)
+
+
+def test_small_numbers_of_a_recipe_are_allowed():
+    "No sinks, no recent tokens, a decay after one token; less is refused."
+    r = Recipe(sinks=0, recent=0, decay=1)
+    assert (r.sinks, r.recent, r.decay) == (0, 0, 1)
+    for name, low in (("sinks", 0), ("recent", 0), ("decay", 1)):
+        with pytest.raises(ValueError, match=name):
+            Recipe(**{name: low - 1})
+
+
+def test_the_json_of_a_recipe_is_sorted_and_says_what_is_missing():
+    "Sorted: two equal recipes have one text, whatever the order of fields in a later version."
+    fields = json.loads(
+        Recipe().to_json(), object_pairs_hook=lambda pairs: [k for k, _ in pairs]
+    )
+    assert fields == sorted(fields)
+    with pytest.raises(ValueError, match="^not a recipe: 'key' is missing$"):
+        Recipe.from_json("{}")
+    with pytest.raises(ValueError, match="^not a recipe: .*unexpected keyword"):
+        Recipe.from_json('{"key": {}, "value": {}, "other": 1}')
+
+
+def reach(matrix, x, d):
+    """Higham's bound on the error of a coordinate over the scale, to first order, in plain
+    loops of fp64."""
+    gamma = lambda n: n * 2.0**-24
+    y = [math.fsum(a * b for a, b in zip(row, x)) for row in matrix]
+    e = [gamma(d + 2) * math.fsum(abs(a * b) for a, b in zip(row, x)) for row in matrix]
+    power = math.fsum(a * a for a in y)
+    eta = math.fsum(abs(a) * b for a, b in zip(y, e)) / power
+    return [(b + abs(a) * (eta + gamma(d + 8))) / math.sqrt(power / d) for a, b in zip(y, e)]
+
+
+@pytest.mark.parametrize("rotation", ("identity", "haar"))
+def test_undecided_reaches_as_far_as_the_bound(rotation):
+    """A coordinate at 0.98 times the bound from an edge is undecided, at 1.02 times it is
+    decided; rows, batches and one vector alike."""
+    d, q = 16, Quantizer(Spec(2, rotation=rotation), 16)
+    matrix = q.rotation.matrix.double()
+    rest = torch.randn(d, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    for edge, (factor, want) in itertools.product(
+        q.codebook.edges[[0, -1]].tolist(),
+        ((0.98, False), (1.02, True), (-0.98, False), (-1.02, True)),
+    ):
+        y, at = rest.clone(), edge
+        for _ in range(3):  # the bound depends on the coordinate a little
+            y[3], others = 0, float((rest.square().sum() - rest[3] ** 2))
+            y[3] = at * math.sqrt(others / (d - at * at))
+            at = edge + factor * reach(matrix.tolist(), (matrix.mT @ y).tolist(), d)[3]
+        x = matrix.mT @ y
+        found = [
+            decided(q, z).reshape(-1, d)[-1]
+            for z in (x, x[None], x.expand(3, d), x.expand(2, 3, d))
+        ]
+        assert (
+            all(torch.equal(f, found[0]) for f in found)
+            and bool(found[0][3]) == want
+            and found[0].sum() >= d - 1
+        )

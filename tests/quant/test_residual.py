@@ -10,24 +10,20 @@ import torch
 
 from turboquant_nb.theory.codebook import uniform, lloyd_max, lloyd_max_samples, partial_moments
 from turboquant_nb.theory.qjl import pack_signs, qjl_decode, qjl_scores, sign_bits
-from turboquant_nb.quant.quantizer import Coded, Quantizer, Spec, decode, decode_rotated, encode
+from turboquant_nb.quant.quantizer import Coded, Quantizer, Spec, decode, encode
 from turboquant_nb.theory.rates import truncate
-from turboquant_nb.quant.residual import (
-    ProdQuantizer,
-    prod_decode_rotated,
-    prod_encode,
-    sign_gain,
-    sign_codebook,
-)
+from turboquant_nb.quant.residual import SketchedCode, sketched_code, sign_gain, sign_codebook
 from turboquant_nb.theory.rotation import make_rotation
 from turboquant_nb.testing import same
+from turboquant_nb.theory import codebook
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DIMS = (None, 2, 3, 16, 64, 256)
 
 
 def prod(bits=3, d=64, kind="gaussian", **kw):
-    return ProdQuantizer(Spec(bits=bits, residual="qjl", **kw), d, kind=kind)
+    spec = Spec(bits=bits, residual="qjl", **kw)
+    return Quantizer(spec, d, codebook=sketched_code(spec, d, kind=kind))
 
 
 # --- the sign stage
@@ -136,7 +132,7 @@ def test_sign_table_in_a_quantizer(d, gen):
         codebook=sign_codebook(3, d),
     )
     coded = encode(q, x)
-    assert coded.signs is None and coded.codes.max() < 8
+    assert coded.residual is None and coded.codes.max() < 8
     error = (decode(q, coded) - x).square().sum(-1) / x.square().sum(-1)
     assert float(error.mean()) == pytest.approx(sign_codebook(3, d).mse, rel=0.08)
 
@@ -227,14 +223,18 @@ def test_shapes_and_parts(kind, shape, bits, gen):
     q = prod(bits, d, kind)
     coded = q.encode(torch.randn(shape, generator=gen))
     assert coded.codes.shape == shape and coded.codes.dtype == torch.uint8
-    assert coded.signs.shape == shape and coded.signs.dtype == torch.uint8
-    assert coded.scale.shape == coded.residual_norm.shape == shape[:-1]
-    assert coded.scale.dtype == coded.residual_norm.dtype == torch.float16
     assert (
-        q.sketch.shape == (d, d) and q.channel_bits == (bits - 1,) * d and q.spec.bits == bits
+        coded.residual["signs"].shape == shape and coded.residual["signs"].dtype == torch.uint8
+    )
+    assert coded.scale.shape == coded.residual["residual_norm"].shape == shape[:-1]
+    assert coded.scale.dtype == coded.residual["residual_norm"].dtype == torch.float16
+    assert (
+        q.code.sketch.shape == (d, d)
+        and q.channel_bits == (bits - 1,) * d
+        and q.spec.bits == bits
     )
     if coded.codes.numel():
-        assert coded.codes.max() < 2 ** (bits - 1) and coded.signs.max() <= 1
+        assert coded.codes.max() < 2 ** (bits - 1) and coded.residual["signs"].max() <= 1
     out = decode(q, coded)
     assert out.shape == shape and out.isfinite().all()
 
@@ -245,23 +245,25 @@ def test_shapes_and_parts(kind, shape, bits, gen):
 def test_residual_is_against_the_stored_scale(dtype, scale_dtype, scale, gen):
     q = prod(3, 48, scale_dtype=scale_dtype, scale=scale, rotation="haar")
     x = torch.randn(4, 11, 48, generator=gen).to(dtype)
-    coded = prod_encode(q, x)
-    plain = encode(q, x)
+    coded = encode(q, x)
+    plain = encode(Quantizer(q.spec, q.d, codebook=q.code.base), x)
     same(coded.codes, plain.codes)
     same(coded.scale, plain.scale)
     r = q.rotation.apply(x) - q.codebook.decode(coded.codes) * coded.scale.float().unsqueeze(-1)
     assert (
-        coded.signs != sign_bits(r, q.sketch)
+        coded.residual["signs"] != sign_bits(r, q.code.sketch)
     ).float().mean() < 1e-3  # a tie may round the other way
     torch.testing.assert_close(
-        coded.residual_norm, r.norm(dim=-1).to(coded.scale.dtype), rtol=1e-2, atol=0
+        coded.residual["residual_norm"], r.norm(dim=-1).to(coded.scale.dtype), rtol=1e-2, atol=0
     )
-    assert coded.residual_norm.dtype == getattr(torch, scale_dtype)
-    out = prod_decode_rotated(q, coded)
+    assert coded.residual["residual_norm"].dtype == getattr(torch, scale_dtype)
+    out = q.decode_rotated(coded)
     torch.testing.assert_close(
         out,
-        decode_rotated(q, coded)
-        + qjl_decode(coded.signs, coded.residual_norm.float(), q.sketch),
+        q.code.base.decode(coded)
+        + qjl_decode(
+            coded.residual["signs"], coded.residual["residual_norm"].float(), q.code.sketch
+        ),
     )
     assert out.dtype == torch.float32
     assert decode(q, coded, dtype=torch.bfloat16).dtype == torch.bfloat16
@@ -275,7 +277,10 @@ def test_scores_on_codes(d, lead, gen):
     levels = q.codebook.decode(coded.codes)
     direct = rotated @ levels.mT * coded.scale.float().unsqueeze(-2)
     direct = direct + qjl_scores(
-        rotated, pack_signs(coded.signs), coded.residual_norm, q.sketch
+        rotated,
+        pack_signs(coded.residual["signs"]),
+        coded.residual["residual_norm"],
+        q.code.sketch,
     )
     torch.testing.assert_close(direct, query @ decode(q, coded).mT, rtol=1e-4, atol=1e-4)
 
@@ -295,10 +300,12 @@ def test_mean(mean_shape, gen):
 
 def test_blocks_do_not_change_the_code(gen):
     q, x = prod(), torch.randn(100, 64, generator=gen)
-    whole, parts = prod_encode(q, x), prod_encode(q, x, block=7)
+    whole, parts = encode(q, x), encode(q, x, block=7)
     assert (whole.codes != parts.codes).float().mean() < 1e-3  # rounding at an edge
-    assert (whole.signs != parts.signs).float().mean() < 2e-3
-    torch.testing.assert_close(whole.residual_norm, parts.residual_norm, rtol=2e-3, atol=0)
+    assert (whole.residual["signs"] != parts.residual["signs"]).float().mean() < 2e-3
+    torch.testing.assert_close(
+        whole.residual["residual_norm"], parts.residual["residual_norm"], rtol=2e-3, atol=0
+    )
 
 
 @pytest.mark.parametrize(
@@ -317,25 +324,21 @@ def test_error_is_the_noise_of_the_sketch(kind, factor, bits, gen):
 def test_sketch_is_shared_seeded_and_leaves_the_rng_alone():
     before = torch.get_rng_state()
     a, b, c = prod(seed=1), prod(seed=1, bits=4), prod(seed=2)
-    assert a.sketch is b.sketch
-    assert not torch.equal(a.sketch, c.sketch)
+    assert a.code.sketch is b.code.sketch
+    assert not torch.equal(a.code.sketch, c.code.sketch)
     assert torch.equal(before, torch.get_rng_state())
     with torch.inference_mode():
-        assert not prod(d=22, seed=3).sketch.is_inference()
+        assert not prod(d=22, seed=3).code.sketch.is_inference()
 
 
 def test_table_and_rotation_of_the_caller(gen):
     rotation = make_rotation("haar", 16, seed=4)
-    q = ProdQuantizer(
-        Spec(bits=3, residual="qjl"), 16, rotation=rotation, codebook=uniform(2, 16)
-    )
+    spec = Spec(bits=3, residual="qjl")
+    q = Quantizer(spec, 16, rotation=rotation, codebook=sketched_code(spec, 16, uniform(2, 16)))
     assert q.rotation is rotation and q.codebook.law == "uniform"
     assert decode(q, q.encode(torch.randn(3, 16, generator=gen))).shape == (3, 16)
-    assert "ProdQuantizer" in repr(q) and "qjl" in repr(q)
-    assert (
-        ProdQuantizer(Spec(bits=3, residual="qjl", codebook="uniform"), 16).codebook.law
-        == "uniform"
-    )
+    assert "qjl" in repr(q) and isinstance(q.code, SketchedCode)
+    assert sketched_code(replace(spec, codebook="uniform"), 16).codebook.law == "uniform"
 
 
 def test_zeros_constants_and_outliers():
@@ -351,30 +354,26 @@ def test_refusals(gen):
     q, x = prod(), torch.randn(3, 64, generator=gen)
     for spec in (Spec(bits=3), Spec(bits=3, residual="sign")):
         with pytest.raises(ValueError, match="spec must have residual='qjl'"):
-            ProdQuantizer(spec, 64)
+            sketched_code(spec, 64)
     with pytest.raises(TypeError, match="spec must be a Spec, got int"):
-        ProdQuantizer(3, 64)
+        sketched_code(3, 64)
     with pytest.raises(ValueError, match="kind must be one of"):
-        ProdQuantizer(Spec(bits=3, residual="qjl"), 64, kind="sparse")
+        sketched_code(Spec(bits=3, residual="qjl"), 64, kind="sparse")
     for bits in (1, 3, 4):  # one bit of the three is the sign
         with pytest.raises(
             ValueError, match="codebook must have 2 bits, one less than the spec"
         ):
-            ProdQuantizer(Spec(bits=3, residual="qjl"), 64, codebook=lloyd_max(bits, 64))
+            sketched_code(Spec(bits=3, residual="qjl"), 64, codebook=lloyd_max(bits, 64))
     for bits in (1, 2.5, (2,) * 64):
         with pytest.raises(ValueError, match="bits must be an integer of at least 2"):
             Spec(bits=bits, residual="qjl")
-    with pytest.raises(TypeError, match="must be a ProdQuantizer, got Quantizer"):
-        prod_encode(Quantizer(Spec(bits=3), 64), x)
-    with pytest.raises(TypeError, match="must be a ProdQuantizer"):
-        prod_decode_rotated(Quantizer(Spec(bits=3), 64), q.encode(x))
-    with pytest.raises(ValueError, match="signs and residual_norm"):
-        q.decode_rotated(encode(q, x))
     coded = q.encode(x)
-    with pytest.raises(ValueError, match="signs and residual_norm"):
-        q.decode_rotated(coded._replace(residual_norm=None))
+    for kept in (None, {}, coded.residual | {"residual_norm": None}):
+        with pytest.raises(ValueError, match="signs and residual_norm"):
+            q.decode_rotated(coded._replace(residual=kept))
     with pytest.raises(ValueError):
-        q.decode_rotated(coded._replace(signs=coded.signs[..., :-9]))
+        short = coded.residual | {"signs": coded.residual["signs"][..., :-9]}
+        q.decode_rotated(coded._replace(residual=short))
     with pytest.raises(ValueError, match=r"\[\.\.\., 64\]"):
         q.encode(torch.ones(3, 63))
     with pytest.raises(TypeError, match="keys must be a floating-point"):
@@ -387,3 +386,36 @@ def test_refusals(gen):
     wide = prod(scale_dtype="bfloat16")
     assert decode(wide, wide.encode(4e4 * x)).isfinite().all()
     assert isinstance(coded, Coded)
+
+
+def test_a_sign_on_levels_that_nothing_reaches():
+    "A cell without mass has no mean: its level stands for it."
+    from turboquant_nb.quant.residual import sign_codebook
+
+    book = sign_codebook(3, base=codebook.from_levels(torch.tensor([-120.0, -1.0, 1.0, 120.0])))
+    assert (
+        np.isfinite(book.means).all()
+        and book.means[0] == book.levels64[0] < -119
+        and math.isfinite(book.mse)
+    )
+
+
+def test_signs_need_levels_twice_their_step_apart():
+    "At 1.5 E|e| the two halves of neighbouring cells would cross."
+    from turboquant_nb.quant import residual
+
+    book = lloyd_max(2)
+    step = math.sqrt(residual.sign_gain(book))
+    gap = float(np.diff(book.levels64).min())
+    assert gap > 2 * step and residual._split(book).bits == 3
+    for near in np.linspace(
+        0.02, 0.6, 59
+    ):  # levels that come nearer to one another until they are too near
+        y = torch.tensor([-2.0, -near, near, 2.0], dtype=torch.float64)
+        close = codebook.from_levels(y)
+        apart = np.diff(close.levels64).min() / math.sqrt(residual.sign_gain(close))
+        if apart > 2:
+            assert residual._split(close).bits == 3
+        else:
+            with pytest.raises(ValueError, match="more than 2 E|e| apart"):
+                residual._split(close)

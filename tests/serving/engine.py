@@ -111,7 +111,7 @@ def check_codes(q, stored, exact, shift):
         )
         sure = torch.stack(
             [
-                decided(SimpleNamespace(rotation=r, codebook=q.codebook, d=q.d), y)
+                decided(SimpleNamespace(rotation=r, code=q.code, d=q.d), y)
                 for r, y in zip(heads, x)
             ]
         )

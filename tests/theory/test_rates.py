@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from turboquant_nb.theory.codebook import Codebook, uniform, lloyd_max, lloyd_max_samples
 from turboquant_nb.quant.mixed_precision import by_layer, make_quantizer
 from turboquant_nb.quant.quantizer import (
     Quantizer,
@@ -18,17 +17,20 @@ from turboquant_nb.quant.quantizer import (
     preset,
     scalar_codebook,
 )
+from turboquant_nb.quant.residual import SketchedCode, sign_codebook
+from turboquant_nb.testing import same
+from turboquant_nb.theory import codebook, rates
+from turboquant_nb.theory.codebook import Codebook, lloyd_max, lloyd_max_samples, uniform
 from turboquant_nb.theory.rates import (
     MixedCodebook,
-    allocate_channels,
     allocate_bits,
+    allocate_channels,
     entropy_decode,
     entropy_encode,
     mixture_mse,
     truncate,
     water_filling,
 )
-from turboquant_nb.quant.residual import ProdQuantizer, sign_codebook
 
 D = [1.0] + [lloyd_max(b).mse for b in range(1, 9)]
 
@@ -138,9 +140,8 @@ def test_make_quantizer_residuals(table):
     assert sign.codebook.bits == 3
     if table == "sphere":
         assert torch.equal(sign.codebook.levels, sign_codebook(3, 16).to_int8_grid().levels)
-    assert isinstance(
-        make_quantizer(Spec(bits=3, residual="qjl", codebook=table), 16), ProdQuantizer
-    )
+    sketched = make_quantizer(Spec(bits=3, residual="qjl", codebook=table), 16)
+    assert isinstance(sketched.code, SketchedCode)
 
 
 @pytest.mark.parametrize("d", [16, 64, 80, 128])
@@ -496,3 +497,63 @@ def test_bits_are_given_where_they_remove_most(kind):
     ) == [1]
     with pytest.raises(ValueError, match="budget must be from 4 to 8, got 3"):
         allocate_bits([[1.0, 0.5]] * 2, 3, bits=[2, 4])
+
+
+def test_codes_of_an_empty_cell_read_as_the_middle_of_its_levels():
+    "Merged cells without mass have no mean: 0 / 0 must not become a level."
+    book = rates.truncate(
+        codebook.from_levels(torch.tensor([-120.0, -100.0, -2.0, -1.0, 1.0, 2.0, 100.0, 120.0]))
+    )
+    assert book.levels.isfinite().all() and book.levels[[0, 3]].tolist() == [-110, 110]
+
+
+def test_a_mixed_code_of_channels_without_bits():
+    "A channel of 0 bits loses all it has: 1, and not 0."
+    assert rates.mixture_mse([0]) == 1 and rates.mixture_mse([0, 2], 16) == pytest.approx(
+        (1 + lloyd_max(2, 16).mse) / 2
+    )
+
+
+def test_bytes_of_entropy_coded_files_do_not_change():
+    """What lies under the first code is the same for ever: these bytes were written when this
+    test was."""
+    pytest.importorskip("constriction")
+    codes, probs = (
+        torch.tensor([0, 1, 2, 3, 1, 1, 0, 2], dtype=torch.uint8),
+        torch.tensor([0.4, 0.3, 0.2, 0.1]),
+    )
+    data = bytes.fromhex("487b4ce47a4a0000")
+    assert rates.entropy_encode(codes, probs) == data
+    same(rates.entropy_decode(data, probs, (8,)), codes)
+
+
+def test_channels_of_one_table_are_a_slice_where_they_can_be():
+    "A slice is a view; a list copies. What lies apart is a list."
+    groups = MixedCodebook({2: lloyd_max(2), 3: lloyd_max(3)}, (3, 2, 2, 3, 0)).groups
+    assert [(bits, at) for bits, at, _ in groups] == [
+        (3, [0, 3]),
+        (2, slice(1, 3)),
+        (0, slice(4, 5)),
+    ]
+
+
+def test_bits_between_equal_bounds():
+    "lo = hi says everything; 0 and 8 are bounds like any other."
+    v = torch.tensor([1.0, 2.0, 4.0])
+    for b in (0, 2, 8):
+        assert rates.allocate_channels(v, 3 * b, b, b).tolist() == [b] * 3
+    for lo, hi in ((3, 2), (-1, 2), (0, 9)):
+        with pytest.raises(ValueError):
+            rates.allocate_channels(v, 6, lo, hi)
+
+
+def test_a_shorter_row_of_levels_repeats_its_last_one():
+    "A table of mixed bits is rectangular; nothing that pads it may look like a level."
+    book = MixedCodebook({b: lloyd_max(b) for b in (1, 3)}, (3, 1, 0))
+    three, one = lloyd_max(3).levels, lloyd_max(1).levels
+    assert torch.equal(
+        book.levels, torch.stack([three, torch.cat([one, one[-1:].expand(6)]), torch.zeros(8)])
+    )
+    assert torch.equal(
+        book.edges[1], torch.cat([lloyd_max(1).edges, torch.full((6,), torch.inf)])
+    )

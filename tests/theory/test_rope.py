@@ -1,10 +1,12 @@
 """Wide dtype, shape and layout matrices for turboquant_nb.theory.rope."""
 
+import inspect
 import math
 
 import pytest
 import torch
 
+from turboquant_nb.theory import rope
 from turboquant_nb.theory.rope import (
     apply_cos_sin,
     apply_rope,
@@ -283,3 +285,25 @@ def test_a_table_there_and_back(d):
     torch.testing.assert_close(back, x, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1))
     assert torch.equal(back, apply_cos_sin(y, cos_sin_table(-at, inv_freq)[:, None]))
+
+
+def test_how_far_a_matrix_is_from_commuting_has_no_unit():
+    "`commutes` of c R is that of R, however small c; of the matrix 0 it is 0."
+    r = torch.randn(8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    want = rope.commutes(r)
+    assert 0.5 < want < math.sqrt(2)
+    for c in (2.0**-500, 2.0**-20, 2.0**20):
+        assert rope.commutes(r * c) == pytest.approx(want, rel=1e-12)
+    assert rope.commutes(torch.zeros(8, 8)) == 0
+
+
+def test_the_base_of_the_frequencies_is_the_papers():
+    "10,000 wherever it is a default."
+    found = {
+        n: inspect.signature(f).parameters["theta"].default
+        for n, f in vars(rope).items()
+        if inspect.isfunction(f) and "theta" in inspect.signature(f).parameters
+    }
+    assert len(found) > 3 and {
+        x for x in found.values() if x is not inspect.Parameter.empty
+    } == {10000.0}

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from turboquant_nb.theory import rotation as rot
+from turboquant_nb.theory import rotation as rotations
 from turboquant_nb.theory.rotation import (
     Rotation,
     block_order,
@@ -350,3 +351,38 @@ def test_haar_qr_is_equivariant_and_full(d):
     det = torch.linalg.det(Q)
     assert abs(det.mean()) < 5 / math.sqrt(4000)  # reflections as often as rotations
     assert (Q.square().mean(0) - 1 / d).abs().max() < 5 * math.sqrt(2 / 4000) / d + 1e-12
+
+
+def test_a_seed_is_a_state():
+    """Files hold seeds, so a seed must give the same state for ever: the golden ratio's
+    multiple and the kind's letters, modulo 2^63."""
+    for kind in ("haar", "hadamard"):
+        for seed in (0, 1, 2, 12345, 2**40):
+            want = (seed * 11400714819323198485 + int(kind[:7].encode().hex(), 16)) % 2**63
+            assert rotations._generator(kind, seed).initial_seed() == want
+
+
+def test_a_size_of_zero_has_no_order():
+    for f in (
+        rotations.block_order,
+        rotations.hadamard_form,
+        rotations.hadamard,
+        rotations.haar,
+    ):
+        with pytest.raises(ValueError, match="d must be"):
+            f(0)
+
+
+def test_rotations_are_compared_by_identity():
+    "Their fields are tensors: equality by fields would raise, and a hash would be lost."
+    a, b = (rotations.Rotation("matrix", 8, None, torch.eye(8)) for _ in "ab")
+    assert a == a and a != b and len({a, a, b}) == 2
+
+
+def test_every_transform_serves_values_unless_it_says_otherwise():
+    for kind in ("identity", "haar", "hadamard"):
+        assert (
+            rotations.make_rotation(kind, 8).refuses("values")
+            == rotations.Transform.refuses("sketch")
+            == ""
+        )

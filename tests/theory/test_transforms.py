@@ -6,13 +6,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers import DATA
-from turboquant_nb.quant import quantizer
-from turboquant_nb.theory import transforms
 from turboquant_nb.cache.attention import attend
-from turboquant_nb.theory.codebook import from_levels
-from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec, decided
-from turboquant_nb.theory.rotation import Rotation, Transform, make_rotation
 from turboquant_nb.cache.store import KVStore
+from turboquant_nb.quant import quantizer
+from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec, decided
+from turboquant_nb.theory import transforms
+from turboquant_nb.theory.codebook import from_levels
+from turboquant_nb.theory.rotation import Rotation, Transform, make_rotation
 from turboquant_nb.theory.transforms import (
     HeadTransform,
     find_transform,
@@ -106,8 +106,8 @@ def test_the_interface_is_one():
         assert (
             t.per_head
             == bool(t.stored)
-            == (not t.supports("values")[0])
-            == (not t.supports("qjl")[0])
+            == bool(t.refuses("values"))
+            == bool(t.refuses("sketch"))
         )
         assert find_transform(t.name, 8) is t and transform_class(t.name) is type(t)
     t.check_heads(2)
@@ -157,3 +157,26 @@ def test_what_cannot_be_registered():
     with pytest.raises(ValueError, match="is for head size 4, not 8"):
         find_transform(register_transform(HeadTransform.of(torch.eye(4)[None])).name, 8)
     assert transform_class("map-0") is HeadTransform and transform_class("haar") is Rotation
+
+
+def test_the_best_metric_keeps_the_energy_of_keys():
+    "tr(CP) = tr(C): the scale of P, which a common factor of all scales would hide."
+    g = torch.Generator().manual_seed(0)
+    queries, keys = (x @ x.mT for x in torch.randn(2, 3, 6, 6, generator=g).double())
+    p, trace = (
+        transforms.best_metric(queries, keys, shrink=0.0),
+        lambda x: x.diagonal(dim1=1, dim2=2).sum(1),
+    )
+    assert torch.allclose(trace(keys @ p), trace(keys), rtol=1e-9) and not torch.allclose(
+        trace(p), trace(keys), rtol=0.1
+    )
+
+
+def test_a_map_whose_inverse_fp32_cannot_serve_is_refused():
+    "The limit of the condition is 1e4, with powers of two on both sides of it."
+    matrix = lambda power: torch.diag(torch.tensor([2.0**power, 1.0]))[None]
+    assert torch.equal(
+        transforms.HeadTransform.of(matrix(13)).inverse_matrix[0], matrix(-13)[0]
+    )
+    with pytest.raises(ValueError, match="below 1e4.*got 1.64e"):
+        transforms.HeadTransform.of(matrix(14))

@@ -1,6 +1,6 @@
-"""The first pages, audited: README (made from nbs/index.ipynb) and the guide. README is short and
-every measured number of it is printed by a cell that reads a file of results; every measured
-sentence of the guide is put together here from those files."""
+"""The first pages, audited: README (made from nbs/index.ipynb) and the guide. README is short
+and every measured number of it is printed by a cell that reads a file of results; every
+measured sentence of the guide is put together here from those files."""
 
 import importlib
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from turboquant_nb import KVStore, preset
+from turboquant_nb import KVStore, Recipe, Spec, preset
 from turboquant_nb.quant.quantizer import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,7 +111,8 @@ def test_another_home_of_the_repository_is_seen(monkeypatch):
     ) == sorted({f"someone/{cfg['repo']}", f"else/{cfg['repo']}"})
 
 
-# The guide --------------------------------------------------------------------------------------
+# The guide
+# --------------------------------------------------------------------------------------
 
 
 @cache
@@ -142,7 +143,8 @@ def speed_before_quality():
     )
     biased = one("eval/cpu-qwen", cache="k3v3 c=prompt", protocol="decode")["percent"]
     yield (
-        f"{min(ratios):.2f} to {max(ratios):.2f} times the tokens per second of `k3v3` in graphs "
+        f"{min(ratios):.2f} to {max(ratios):.2f} times the tokens per second of `k3v3` in "
+        "graphs "
         f"on an H200"
     )
     yield (
@@ -170,7 +172,8 @@ def short_contexts():
     assert KVStore(preset("k3v3"), 1, 1, 64).tile == 256
     yield "codes take whole tiles of 256 tokens"
     yield (
-        f"codes are allocated in tiles of 256 tokens; below {low} to {high} tokens, depending on "
+        f"codes are allocated in tiles of 256 tokens; below {low} to {high} tokens, depending "
+        "on "
         "preset and head size, a dense fp16 cache is smaller"
     )
 
@@ -191,7 +194,8 @@ def serving():
     )
     assert round(many / few, 1) == 5.1
     yield (
-        f"On an H200 a token of eight requests of 32,000 takes {ours[0] / bf16[0]:.2f} of bf16's "
+        f"On an H200 a token of eight requests of 32,000 takes {ours[0] / bf16[0]:.2f} of "
+        "bf16's "
         f"time and {ours[0] / fp8[0]:.2f} of fp8's, one of a short request "
         f"{ours[1] / bf16[1]:.2f} of bf16's, and five times as many tokens fit"
     )
@@ -250,7 +254,8 @@ def long_contexts():
     three = [r for r in answers if r["cache"] == "k3v3"]
     assert [sum(r[k] for r in three) for k in ("n", "lost", "gained")] == [250, 10, 3]
     yield (
-        "behind 32,704 tokens Qwen2.5-Coder 1.5B finds a number on `k4v4` and `k3v3` as often as "
+        "behind 32,704 tokens Qwen2.5-Coder 1.5B finds a number on `k4v4` and `k3v3` as often "
+        "as "
         "on exact states, at 2 bits a fifth less among eight; of 250 answers at 4K and 32K "
         "`k3v3` loses ten and gains three"
     )
@@ -266,9 +271,9 @@ def by_hand():
     )
     first, second, third = (f"{x:.2f} times" for x in ratios)
     yield (
-        f"in graphs recorded by hand codes make {first} the tokens per second of flash attention "
-        f"on bf16 with one sequence of 8,192 tokens, {second} with eight, {third} with eight of "
-        "32,768"
+        f"in graphs recorded by hand codes make {first} the tokens per second of flash "
+        f"attention on bf16 with one sequence of 8,192 tokens, {second} with eight, {third} "
+        "with eight of 32,768"
     )
 
 
@@ -297,7 +302,8 @@ def speed():
     ]
     assert all(10 < slow < 36 and 8 < gain < 60 for slow, gain in kernel)
     yield (
-        "10 to 36 times as slow as bf16, where PyTorch takes 8 to 60 times as long as the kernel"
+        "10 to 36 times as slow as bf16, where PyTorch takes 8 to 60 times as long as the "
+        "kernel"
     )
     drafts = {
         (r["cache"], r["jumps"], r["drafts"]): r["token_ms"]
@@ -308,9 +314,8 @@ def speed():
         for (name, jumps, n), ms in drafts.items()
         if n and name == "turboquant k3v3"
     ]
-    yield (
-        f"with prompt lookup {min(gains):.1f} to {max(gains):.1f} times the tokens of one by one"
-    )
+    many = f"{min(gains):.1f} to {max(gains):.1f}"
+    yield f"with prompt lookup {many} times the tokens of one by one"
 
 
 MEASURED = (
@@ -341,6 +346,15 @@ GUIDE_TEXT = re.sub(
 def test_a_sentence_of_the_guide_is_what_the_files_say(made):
     for sentence in sentences(made):
         assert sentence in GUIDE_TEXT, sentence
+
+
+def test_recipes_of_the_guide_are_recipes():
+    "What it names can be asked for, and the fast recipe is the preset but for a mean."
+    for word in ("none", "sign", "prod", "rescale"):
+        assert f'"{word}"' in GUIDE_TEXT and Recipe(residual=word).key
+    fast = Recipe(Spec(3, center="prompt_mean"), Spec(3))
+    assert '`Recipe(Spec(3, center="prompt_mean"), Spec(3))`' in GUIDE_TEXT
+    assert fast == preset("k3v3").settled(rope=False) != preset("k3v3").settled(rope=True)
 
 
 def test_every_other_number_of_the_guide_is_a_name_or_a_setting():

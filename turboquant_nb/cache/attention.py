@@ -14,18 +14,18 @@ from torch import Tensor
 
 from .. import checks
 from .store import KVStore
+from ..theory.centre import Terms
 
 # %% ../../nbs/32_attention.ipynb #7afea176
 class _Softmax:
     """Online softmax over pieces: running maximum, sum and weighted sums, fp32. Source: Milakov
     and Gimelshein 2018 (arXiv 1805.02867)."""
 
-    def __init__(self, shape, device, d_value, sketch=0):
+    def __init__(self, shape, device, d_value):
         make = lambda *s: torch.zeros(*s, dtype=torch.float32, device=device)
         self.top = torch.full((*shape, 1), -math.inf, dtype=torch.float32, device=device)
         self.total, self.coded_total = make(*shape, 1), make(*shape, 1)
-        self.exact = make(*shape, d_value)
-        self.coded = [make(*shape, n) for n in (d_value, sketch) if n]  # levels, and QJL signs
+        self.exact, self.coded = make(*shape, d_value), make(*shape, d_value)
 
     def _rescale(self, scores: Tensor):
         "Weights [.., rows, T] of new scores; everything so far fades to the new maximum."
@@ -33,7 +33,7 @@ class _Softmax:
         safe = top.clamp(min=-1e38)
         rescale = (self.top - safe).exp()
         self.top, self.total = top, self.total * rescale
-        self.coded, self.exact = [x * rescale for x in self.coded], self.exact * rescale
+        self.coded, self.exact = self.coded * rescale, self.exact * rescale
         self.coded_total = self.coded_total * rescale
         return (scores - safe).exp()
 
@@ -43,13 +43,13 @@ class _Softmax:
         self.total = self.total + p.sum(-1, keepdim=True)
         self.exact = self.exact + p @ values
 
-    def add_coded(self, scores: Tensor, terms: list):
-        "Scores and the terms of coded values: (vectors [.., T, w], weights [.., T])."
+    def add_coded(self, scores: Tensor, values: Tensor, scale: Tensor | None):
+        "Scores and coded values: levels [.., T, d] and their scales [.., T], or whole vectors."
         p = self._rescale(scores)
         part = p.sum(-1, keepdim=True)
         self.total, self.coded_total = self.total + part, self.coded_total + part
-        new = [(p * w.unsqueeze(-2)) @ x for x, w in terms]
-        self.coded = [a + b for a, b in zip(self.coded, new)]
+        weights = p if scale is None else p * scale.unsqueeze(-2)
+        self.coded = self.coded + weights @ values
 
 # %% ../../nbs/32_attention.ipynb #b0327ecd
 @dataclass(frozen=True)
@@ -59,13 +59,19 @@ class _Query:
 
     plain: Tensor  # [B, H, g*n, d] fp32
     rotated: Tensor  # the same, rotated like the keys
-    sketched: Tensor | None  # S times the rotated one, where keys have a QJL residual
-    offset: Tensor | float  # ⟨q, μ⟩, [B, H, g*n, 1]: what centring took out of the coded scores
-    rope_coefficients: (
-        Tensor | None
-    )  # of a pre-RoPE mean: what cosines and sines are weighed with, [B, H, g*n, r]
+    terms: Terms  # what centring took out of the coded scores
     groups: int
     tokens: int
+
+    @property
+    def offset(self) -> Tensor | float:
+        "[B, H, g*n, 1]: what all coded scores get back."
+        return self.terms.shift
+
+    @property
+    def rope_coefficients(self) -> Tensor | None:
+        "[B, H, g*n, r], or None: what cosines and sines of a key's position are weighed with."
+        return self.terms.coefficients
 
     def grouped(self, mask: Tensor | None):
         "A mask [B|1, Hq|1, n, T] in the row order of the queries."
@@ -78,26 +84,12 @@ class _Query:
         )
 
 
-def _pre_rope_terms(q: Tensor, mean: Tensor, r: int) -> tuple:
-    """What ⟨q, R_t m⟩ is made of: weights [..., r] of the cosines and sines, None if r is 0,
-    and the share [..., 1] of channels that RoPE leaves, 0.0 if it leaves none."""
-    still = q[..., r:] @ mean[..., r:].mT if r < q.shape[-1] else 0.0
-    if not r:
-        return None, still
-    (a, b), (x, y) = (z[..., :r].chunk(2, -1) for z in (q, mean))
-    return torch.cat([a * x + b * y, b * x - a * y], -1), still
-
-
 def _query(q: Tensor, store: KVStore, scaling: float) -> _Query:
     b, heads, n, d = q.shape
     plain = q.float().reshape(b, store.heads, heads // store.heads * n, d) * scaling
-    mean, r = store.key.mean, 0 if store.rope_table is None else store.rope_table.shape[1]
-    rope_coefficients, shift = (
-        (None, 0.0) if mean is None else _pre_rope_terms(plain, mean.float(), r)
-    )
-    rotated = store.key.q.rotation.query(plain)
-    sketched = rotated @ store.key.q.sketch.T if store.key.signs else None
-    return _Query(plain, rotated, sketched, shift, rope_coefficients, heads // store.heads, n)
+    key, rotary = store.key, 0 if store.rope_table is None else store.rope_table.shape[1]
+    terms = key.q.centre.query(plain, key.mean, rotary)
+    return _Query(plain, key.q.rotation.query(plain), terms, heads // store.heads, n)
 
 # %% ../../nbs/32_attention.ipynb #b1ea91c6
 def _visible(
@@ -122,14 +114,13 @@ def _masked(scores: Tensor, mask: Tensor | None, softcap: float | None) -> Tenso
     return scores if mask is None else scores.masked_fill(~mask, -math.inf)
 
 # %% ../../nbs/32_attention.ipynb #b560610b
-def _terms(store, side, coded):
-    """What coded vectors are sums of: levels with their scales and, with a QJL residual, signs
-    with their weights: [(vectors [.., T, w], weights [.., T])]."""
-    out = [(store.levels(side, coded.codes), coded.scale.float())]
-    if coded.signs is not None:
-        factor = math.sqrt(math.pi / 2) / coded.signs.shape[-1]
-        out.append((coded.signs.float() * 2 - 1, coded.residual_norm.float() * factor))
-    return out
+def _vectors(store, side: str, first: int, last: int) -> tuple:
+    """Coded vectors of positions [first, last): (levels [.., T, d], scales [.., T]) or, of a
+    code that keeps more than symbols, (whole vectors, None)."""
+    coded, code = store.coded(side, first, last), getattr(store, side).q.code
+    if code.extras:
+        return code.decode(coded), None
+    return code.levels(coded.codes), coded.scale.float()
 
 
 def _reads_exactly(query, store, positions, past, recent):
@@ -158,18 +149,22 @@ def _add_coded(soft, query, store, visible, first, past, softcap, block, recent)
         hi = min(lo + block, end)
         positions = torch.arange(lo, hi, device=store.device)[None]
         seen = visible(positions) & ~_reads_exactly(query, store, positions, past, recent)
-        k, v = (_terms(store, side, store.coded(side, lo, hi)) for side in ("key", "value"))
+        (k, k_scale), (v, v_scale) = (
+            _vectors(store, side, lo, hi) for side in ("key", "value")
+        )
         if store._by_device:  # what lies beyond the length may be anything
             held = positions < last
-            seen, v = (
-                seen & held[:, None, None, :],
-                [(x, w.where(held[:, None], 0)) for x, w in v],
-            )
-        parts = zip((query.rotated, query.sketched), k)
-        scores = query.offset + sum(q @ x.mT * w.unsqueeze(-2) for q, (x, w) in parts)
+            seen = seen & held[:, None, None, :]
+            if v_scale is None:
+                v = v.where(held[:, None, :, None], 0)
+            else:
+                v_scale = v_scale.where(held[:, None], 0)
+        scores = query.rotated @ k.mT
+        scores = scores if k_scale is None else scores * k_scale.unsqueeze(-2)
+        scores = query.offset + scores
         if query.rope_coefficients is not None:
             scores = scores + query.rope_coefficients @ store._rows(lo, hi).float().mT
-        soft.add_coded(_masked(scores, seen, softcap), v)
+        soft.add_coded(_masked(scores, seen, softcap), v, v_scale)
 
 # %% ../../nbs/32_attention.ipynb #04366c1c
 def _add_exact(soft, query, store, visible, first, past, softcap, recent):
@@ -186,11 +181,10 @@ def _add_exact(soft, query, store, visible, first, past, softcap, recent):
 
 
 def _finish(soft, q, store):
-    "Un-sketch and un-rotate the coded part once, add the mean's share, divide."
-    coded = soft.coded[0] + (soft.coded[1] @ store.value.q.sketch if store.value.signs else 0)
-    out = store.value.q.rotation.inverse(coded) + soft.exact
-    if store.value.mean is not None:
-        out = out + soft.coded_total * store.value.mean.float()
+    "Un-rotate the coded part once, add the mean's share, divide."
+    value = store.value
+    out = value.q.rotation.inverse(soft.coded) + soft.exact
+    out = value.q.centre.output(out, soft.coded_total, value.mean)
     out = torch.where(soft.total == 0, 0.0, out / soft.total)  # NaN in q stays NaN
     lse = soft.top + soft.total.log()
     shape = (q.shape[0], q.shape[1], q.shape[2])
@@ -280,8 +274,7 @@ def attend(
     _check_mask(mask, q, store, first)
     query = _query(q, store, q.shape[3] ** -0.5 if scaling is None else scaling)
     visible = _sight(query, store, mask, first, causal, sliding_window)
-    sketch = len(store.value.q.sketch) if store.value.signs else 0
-    soft = _Softmax(query.plain.shape[:3], q.device, store.value.q.d, sketch)
+    soft = _Softmax(query.plain.shape[:3], q.device, store.value.q.d)
     chunk = 0 if k is None else k.shape[2]
     past = store._now - chunk
     _add_coded(soft, query, store, visible, first, past, softcap, block, recent)

@@ -21,9 +21,7 @@ from . import attention
 from .packing import SLOT, TILE, WIDTHS, Layout
 from .store import KVStore, Ranges, Side, _plain
 from ..quant.quantizer import Quantizer
-from ..quant.residual import ProdQuantizer
 from ..theory.codebook import Codebook
-from ..theory.qjl import _signs_and_norm
 from ..theory.rates import MixedCodebook
 from ..theory.rope import apply_cos_sin
 
@@ -327,7 +325,7 @@ def _tables(
 
 def _code_tiles(side: Side, tiles: slice) -> list:  # of `_Tiles`
     "Codes of some tiles: first those of the truncated ones, then the others."
-    book, out = side.q.codebook, []
+    code, out = side.q.code, []
     firsts = tuple(
         g.channels.start if isinstance(g.channels, slice) else g.channels[0]
         for g in side.groups
@@ -340,7 +338,7 @@ def _code_tiles(side: Side, tiles: slice) -> list:  # of `_Tiles`
         if part.start >= part.stop:
             continue
         tables, step = _tables(
-            book.truncated if truncated else getattr(book, "book", book), firsts, sizes
+            code.coarser.codebook if truncated else code.codebook, firsts, sizes
         )
         groups = []
         for g, table in zip(side.groups, tables):
@@ -368,14 +366,15 @@ def _sign_table() -> Tensor:
 
 def _sign_tiles(side: Side, tiles: slice) -> list:  # of `_Tiles`
     "Signs of a QJL residual in some tiles, as vectors of m channels; none without one."
-    if side.signs is None:
+    signs = side.extras.get("signs")
+    if signs is None:
         return []
-    group = _Group([(side.tensors["signs"], 0)], side.signs, _sign_table())
+    group = _Group([(side.tensors["signs"], 0)], signs, _sign_table())
     return [
         _Tiles(
             [group],
             side.tensors["residual_norm"],
-            math.sqrt(math.pi / 2) / side.signs.d,
+            math.sqrt(math.pi / 2) / signs.d,
             tiles,
             tiles.start,
         )
@@ -503,7 +502,7 @@ def _step(
             )
         for part in key_signs:
             part.put_scores(
-                query.sketched.view(b * h, g, -1), lambda part, into: into, coded, place
+                rotated @ store.key.q.code.sketch.T, lambda part, into: into, coded, place
             )
     if softcap is not None:
         scores.div_(softcap).tanh_().mul_(softcap)
@@ -526,10 +525,10 @@ def _step(
         rotated = sum(part.weighted(coded, place, unseen) for part in values)
         rotated = rotated if value_order is None else rotated[..., value_order]
         for part in value_signs:
-            rotated = rotated + part.weighted(coded, place, unseen) @ value.q.sketch
+            rotated = rotated + part.weighted(coded, place, unseen) @ value.q.code.sketch
         out += value.q.rotation.inverse(rotated)
-        if value.mean is not None:
-            out += coded.sum((-1, -2)).unsqueeze(-1) * value.mean.float().view(b * h, 1, dv)
+        mean = None if value.mean is None else value.mean.view(b * h, 1, dv)
+        out = value.q.centre.output(out, coded.sum((-1, -2)).unsqueeze(-1), mean)
     return out.view(b, h * g, 1, dv).to(q.dtype), (top - largest.log()).view(b, h * g, 1)
 
 
@@ -557,6 +556,8 @@ def supports(
         )
     if store.end is not None:
         return False, "sequences have ends"
+    if any(side.q.code.whole.edges is None for side in store.sides):
+        return False, "the code has no look-up table"
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v)):
         return False, "there is no gradient; call under torch.no_grad()"
     return True, ""
@@ -598,7 +599,7 @@ def _put_codes(planes: list, layout: Layout, codes: np.ndarray, t: int) -> None:
 # %% ../../nbs/33_gather.ipynb #33a00032
 def _coding(q: Quantizer) -> tuple:
     "Rotated vectors can be coded together where this is equal."
-    return q.d, q.spec.bits, q.spec.codebook, q.spec.residual, q.spec.scale, q.spec.scale_dtype
+    return q.code.whole, q.spec.scale, q.scale_dtype
 
 
 class _Rows(NamedTuple):
@@ -606,8 +607,7 @@ class _Rows(NamedTuple):
 
     codes: np.ndarray  # [n, d] integers
     scale: Tensor  # [n] as it is held
-    signs: np.ndarray | None = None  # [n, m] uint8
-    residual_norm: Tensor | None = None  # [n] as it is held
+    residual: dict | None = None  # what the code keeps besides, as it is held
 
 
 def _array(x: Tensor) -> np.ndarray:
@@ -616,30 +616,19 @@ def _array(x: Tensor) -> np.ndarray:
     return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy()
 
 
-def _nearest(book, x: np.ndarray) -> tuple:  # (codes, levels) of x [n, d] fp32
-    """`Codebook.encode` and `decode` in few calls; of a table for each group of channels, group
-    by group."""
-    if isinstance(book, MixedCodebook):
-        codes, levels = np.empty(x.shape, np.intp), np.empty_like(x)
-        for _, channels, one in book.groups:
-            codes[:, channels], levels[:, channels] = _nearest(one, x[:, channels])
-        return codes, levels
-    codes = book.edges.numpy().searchsorted(x)
-    return codes, book.levels.numpy().take(codes)
-
-
 def _code_rows(q: Quantizer, y: Tensor) -> tuple | None:
     """Codes, scales and levels [n, d] of rotated vectors, with the operations of `encode`; None
-    if one is zero, not finite, or too large. NumPy does what is rounded once, and so the same
-    everywhere; PyTorch does sums, in the order of `encode`, and its own roots."""
+    if one is zero, not finite, or too large, or the code has no such way. NumPy does what is
+    rounded once, and so the same everywhere; PyTorch does sums, in the order of `encode`, and
+    its own roots."""
     norm, of = torch.linalg.vector_norm, torch.from_numpy
     with np.errstate(all="ignore"):  # what is not finite is refused below
         rows, power = y.numpy(), np.square(norm(y, dim=-1).numpy())
         scale = of(power / np.float32(q.d)).sqrt().numpy()
-        codes, level = _nearest(
-            getattr(q.codebook, "book", q.codebook),
-            rows / np.maximum(scale, np.finfo(np.float32).tiny)[:, None],
-        )
+        found = q.code.nearest(rows / np.maximum(scale, np.finfo(np.float32).tiny)[:, None])
+        if found is None:
+            return None
+        codes, level = found
         if q.spec.scale != "norm":
             dot = of(rows * level).sum(-1).numpy()
             scale = (
@@ -658,19 +647,16 @@ def _code_rows(q: Quantizer, y: Tensor) -> tuple | None:
 
 
 def _with_residual(q: Quantizer, y: Tensor, coded: tuple) -> _Rows | None:
-    """What `_code_rows` found and, where the quantizer keeps it, a QJL residual by the
-    operations of `prod_encode`; None if its norm is too large."""
+    """What `_code_rows` found and what the code keeps besides; None if a number of it is too
+    large."""
     codes, scale, level = coded
-    if not isinstance(q, ProdQuantizer):
+    if not q.code.extras:
         return _Rows(codes, scale)
-    rest = y - torch.from_numpy(level) * scale.float().unsqueeze(-1)
-    norm = torch.linalg.vector_norm(rest, dim=-1)
-    fits = float(norm.max()) <= torch.finfo(q.scale_dtype).max
-    return (
-        _Rows(codes, scale, _signs_and_norm(rest, q.sketch)[0].numpy(), norm.to(q.scale_dtype))
-        if fits
-        else None
-    )
+    kept = q.code.residual(y - torch.from_numpy(level) * scale.float().unsqueeze(-1))
+    numbers = [extra.name for extra in q.code.extras if not extra.bits]
+    if any(float(kept[name].max()) > torch.finfo(q.scale_dtype).max for name in numbers):
+        return None
+    return _Rows(codes, scale, kept | {name: kept[name].to(q.scale_dtype) for name in numbers})
 
 
 def _key_mean(store: KVStore, position: int) -> Tensor:
@@ -692,10 +678,7 @@ def _is_usual(store: KVStore, k: Tensor, v: Tensor) -> bool:
     if k.shape != (b, h, 1, store.key.q.d) or v.shape != (b, h, 1, store.value.q.d):
         return False
     tile = (store.length - store.offset) // store.tile  # that takes the token
-    if any(
-        tile < s.truncated_tiles or type(s.q) not in (Quantizer, ProdQuantizer)
-        for s in store.sides
-    ):
+    if any(tile < s.truncated_tiles for s in store.sides):
         return False
     decay = store.recipe.decay
     return decay is None or not any(
@@ -747,8 +730,11 @@ def _rotated(
 ) -> list:  # [B * H, d] of keys, of values
     "States of one position, centred and rotated."
     means, rotated = [side.mean for side in store.sides], []
-    if store.cos_sin is not None:
-        means[0] = _key_mean(store, position)
+    for i, (name, side) in enumerate(zip(("key", "value"), store.sides)):
+        if side.q.centre.kind == "rotating":
+            means[i] = _key_mean(store, position)
+        elif side.q.centre.kind == "own":
+            means[i] = store.center(name, position, position + 1)
     for side, x, mean in zip(store.sides, states, means):
         x = x.float() if mean is None else x.float() - mean.float()
         y = side.q.rotation.apply(x if side.q.rotation.per_head else x.reshape(-1, side.q.d))
@@ -783,11 +769,12 @@ def _put_rows(store: KVStore, side: Side, rows: _Rows, position: int) -> None:
             planes, g.layout, codes if len(side.groups) == 1 else codes[..., g.channels], t
         )
     _array(held["scale"])[:, :, tile, t] = _array(rows.scale).reshape(shape)
-    if side.signs is not None:
-        _put_codes(
-            [held["signs"].numpy()[:, :, tile]], side.signs, rows.signs.reshape(*shape, -1), t
-        )
-        _array(held["residual_norm"])[:, :, tile, t] = _array(rows.residual_norm).reshape(shape)
+    for name, layout in side.extras.items():
+        kept, plane = rows.residual[name], _array(held[name])[:, :, tile]
+        if layout is None:
+            plane[:, :, t] = _array(kept).reshape(shape)
+        else:
+            _put_codes([plane], layout, kept.numpy().reshape(*shape, -1), t)
 
 
 def _put_exact(store: KVStore, side: Side, x: Tensor) -> None:
@@ -815,7 +802,7 @@ def append_later(
         store.static
         or store.uncoded
         or not store.recipe.recent
-        or any(type(s.q) is not Quantizer or s.q.rotation.per_head for s in sides)
+        or any(s.q.code.extras or s.q.rotation.per_head for s in sides)
     ):
         return False
     if not _is_usual(store, k, v) or not all(

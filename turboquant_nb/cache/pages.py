@@ -62,7 +62,7 @@ class CellLayout:
     def of(cls, key: Quantizer, value: Quantizer, tokens: int) -> "CellLayout":
         "For codes of two quantizers. Raises ValueError where a cell cannot hold them."
         for name, q in (("keys", key), ("values", value)):
-            if len(set(q.channel_bits)) > 1 or q.spec.residual == "qjl":
+            if q.code.lut is None:
                 raise ValueError(
                     f"{name}: a cell holds codes with one number of bits and no sketch, got "
                     f"{q.spec}"

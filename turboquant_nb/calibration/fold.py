@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..hf import layer_frequencies
+from ..hf import ModelInfo
+from ..hf.hooks import After, hooked
 from ..files import read_file, write_file
 from ..theory.transforms import best_scales
 
@@ -47,15 +48,14 @@ class _Layer:
 def _layers(model) -> list:
     """The layers of a decoder whose queries and keys come from linear layers and RoPE alone.
     Raises ValueError, with the reason, for a model that has another kind."""
-    config = model.config.get_text_config()
-    inv_freqs, why = layer_frequencies(config)
-    if why:
-        raise ValueError(f"{config.model_type} cannot be folded: {why}")
-    d = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    info = ModelInfo(model)
+    kind = info.facts["model type"]
+    if info.rope.why:
+        raise ValueError(f"{kind} cannot be folded: {info.rope.why}")
     out = []
     layers = getattr(model.get_decoder(), "layers", None)
     if layers is None:
-        raise ValueError(f"{config.model_type} cannot be folded: its decoder has no `layers`")
+        raise ValueError(f"{kind} cannot be folded: its decoder has no `layers`")
     for i, layer in enumerate(layers):
         attention = getattr(layer, "self_attn", None)
         q, k = (getattr(attention, name, None) for name in ("q_proj", "k_proj"))
@@ -69,7 +69,7 @@ def _layers(model) -> list:
                 f"layer {i} normalises queries or keys after their projection, so that a scale "
                 "there would change the scores"
             )
-        rotary_dim = 0 if inv_freqs[i] is None else 2 * len(inv_freqs[i])
+        d, rotary_dim = info.layers[i].key_size, info.layers[i].rotary_size
         out.append(_Layer(q, k, k.out_features // d, d, rotary_dim))
     return out
 
@@ -109,20 +109,17 @@ def fit_fold(
     for layer, pair in zip(layers, sums):
         for module, s in zip((layer.q, layer.k), pair):
             keep = lambda m, args, out, s=s: s.take(out[:, skip:].flatten(0, 1))
-            hooks.append(module.register_forward_hook(keep))
-    try:
-        with torch.no_grad():
-            for i in range(0, len(ids), batch):
-                model.get_decoder()(ids[i : i + batch].to(device), use_cache=False)
-                for _ in ids[i : i + batch] if progress else ():
-                    progress()
-    finally:
-        for hook in hooks:
-            hook.remove()
+            hooks.append(After(module, keep))
+    with hooked(*hooks), torch.no_grad():
+        for i in range(0, len(ids), batch):
+            model.get_decoder()(ids[i : i + batch].to(device), use_cache=False)
+            for _ in ids[i : i + batch] if progress else ():
+                progress()
     scales = [_scales(layer, *pair) for layer, pair in zip(layers, sums)]
-    config = model.config.get_text_config()
     shape = [len(layers), layers[0].heads, layers[0].d]
-    header = dict(model=config.model_type, shape=shape, tokens=sums[0][0].n, skip=skip)
+    header = dict(
+        model=ModelInfo(model).facts["model type"], shape=shape, tokens=sums[0][0].n, skip=skip
+    )
     return Fold(scales, header)
 
 # %% ../../nbs/62_fold.ipynb #2ac3cf0c
@@ -136,7 +133,7 @@ def _scales(layer: _Layer, q: _Sums, k: _Sums) -> Tensor:
 def _check(model, f: Fold) -> list:
     layers = _layers(model)
     have = [len(layers), layers[0].heads, layers[0].d]
-    kind = model.config.get_text_config().model_type
+    kind = ModelInfo(model).facts["model type"]
     if (f.header["model"], f.header["shape"]) != (kind, have):
         want = f"{f.header['model']} with [layers, KV heads, head size] {f.header['shape']}"
         raise ValueError(f"the fold is of {want}, the model is {kind} with {have}")

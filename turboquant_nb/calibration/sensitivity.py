@@ -8,14 +8,14 @@ __all__ = ['measure_sensitivity']
 # %% ../../nbs/61_sensitivity.ipynb #ac90491d
 import hashlib
 import math
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from .fit import _check_ids, provenance, observed, window_center
-from ..hf import TurboQuantCache, _is_coded, _kinds, _text_config, layer_frequencies
+from ..hf import ModelInfo, TurboQuantCache
+from ..hf.hooks import After, AttentionCall, Instead, hooked
 from ..quant.calibration import Calibration
 from ..quant.quantizer import decode, encode
 from ..quant.mixed_precision import make_quantizer
@@ -31,8 +31,9 @@ class _Probe:
     bits: dict  # (layer, side) -> bits, of what is coded now
     sizes: dict  # layer -> numbers of keys, and of values, of a token
 
-    def observe(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple:
+    def observe(self, call: AttentionCall) -> tuple:
         "Keys and values [B, H, n, d] of whole windows, coded where that is asked for."
+        layer, key, value = call.module.layer_idx, call.key, call.value
         self.sizes[layer] = key.shape[1] * key.shape[3], value.shape[1] * value.shape[3]
         return self._coded(layer, "key", key), self._coded(layer, "value", value)
 
@@ -42,8 +43,8 @@ class _Probe:
             return x
         spec = replace(getattr(self.recipes[layer], side), bits=bits)
         coder, c = make_quantizer(spec, x.shape[3], x.device), 0.0
-        if spec.center != "none":
-            inv_freqs = self.inv_freqs[layer] if spec.center == "pre_rope" else None
+        if spec.centre.holds_mean:
+            inv_freqs = self.inv_freqs[layer] if spec.centre.rotates else None
             c = window_center(x, inv_freqs, self.skip)
         y = decode(coder, encode(coder, x.float() - c, None, "x")) + c
         return torch.cat([x[:, :, : self.skip], y.to(x.dtype)[:, :, self.skip :]], 2)
@@ -80,31 +81,16 @@ class _Prefix:
         self.layers, self.outs = fits[0] if len(fits) == 1 else [], {}
         self.sound = None if self.layers else False  # None: not known yet
 
-    @contextmanager
     def kept(self):
         "While this lasts, what the layers give is kept."
         keep = lambda i: lambda layer, args, out: self.outs.update({i: out})
-        hooks = [x.register_forward_hook(keep(i)) for i, x in enumerate(self.layers)]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        return hooked(*(After(x, keep(i)) for i, x in enumerate(self.layers)))
 
-    @contextmanager
     def given(self, first: int):
         "While this lasts, the layers before `first` give what was kept, if that is sound."
         layers = self.layers[:first] if self.sound else []
-        before = [vars(x).get("forward") for x in layers]
-        try:
-            for i, x in enumerate(layers):
-                x.forward = lambda *args, out=self.outs[i], **kwargs: out
-            yield
-        finally:
-            for x, forward in zip(layers, before):
-                vars(x).pop("forward", None)
-                if forward is not None:  # accelerate's, which streams weights in
-                    x.forward = forward
+        give = lambda out: lambda *args, **kwargs: out
+        return hooked(*(Instead(x, give(self.outs[i])) for i, x in enumerate(layers)))
 
     def try_out(self, measure, first: tuple, last: tuple):
         """Sound is what gives the same number to the bit as a whole pass, also after a pass in
@@ -136,13 +122,14 @@ def measure_sensitivity(
     bits. Raises TypeError/ValueError as `collect`, and ValueError for a model whose
     probabilities are not finite."""
     _check_ids(ids, skip, 1)
-    config = _text_config(model)
-    bits = _check_measure(bits, calibration, config)
-    coded = [i for i, kind in enumerate(_kinds(config)) if _is_coded(kind)]
+    info = ModelInfo(model)
+    bits = _check_measure(bits, calibration, info.config)
+    coded = [x.index for x in info.coded]
     recipes = TurboQuantCache(model, "k2v2", calibration=calibration).recipes
-    probe = _Probe(dict(zip(coded, recipes)), layer_frequencies(config).by_layer, skip, {}, {})
+    inv_freqs = [None if x.inv_freq is None else torch.tensor(x.inv_freq) for x in info.layers]
+    probe = _Probe(dict(zip(coded, recipes)), inv_freqs, skip, {}, {})
     jobs = [(i, side, b) for i in coded for side in ("key", "value") for b in bits]
-    lost, prefix = dict.fromkeys(jobs, 0.0), _Prefix(model, len(_kinds(config)))
+    lost, prefix = dict.fromkeys(jobs, 0.0), _Prefix(model, len(info.layers))
     with observed(model, ids, probe) as windows:
         for window in windows:
             probe.bits = {}

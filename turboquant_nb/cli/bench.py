@@ -15,6 +15,7 @@ from .app import Typed, Usage, app, command, lazy, option, options
 from .generate import bytes_held
 from .inputs import RECIPES, Weights, asked_caches, context_length, opened
 from .output import Files, Output, hushed, recorded, show_table
+from ..quant.layer_info import read_facts
 
 # %% ../../nbs/87j_cli_bench.ipynb #77c5bf19
 torch, transformers, hf = lazy("torch"), lazy("transformers"), lazy("turboquant_nb.hf")
@@ -64,10 +65,9 @@ class Shapes:
     @classmethod
     def of(cls, model) -> "Shapes":
         "Of a model of transformers."
-        c = model.config.get_text_config(decoder=True)
-        kv = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-        d = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        return cls(c.num_attention_heads, kv, d, model.dtype, model.device)
+        facts = read_facts(model.config)
+        heads = facts["query heads"], facts["KV heads"], facts["head size"]
+        return cls(*heads, model.dtype, model.device)
 
     def draw(self, tokens: int, heads: int, seed: int):
         "[1, heads, tokens, d] normal numbers."

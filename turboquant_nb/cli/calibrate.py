@@ -169,7 +169,7 @@ class Sequences:
     )
     recipe: str = option(
         "water3",
-        "With --fasta: turboesm, water2, water3, water4, or one of these with a +.",
+        "With --fasta: water2, water3, water4, or one of these with a +.",
         metavar="RECIPE",
     )
     held_out: str | None = option(

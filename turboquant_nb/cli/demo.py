@@ -28,6 +28,7 @@ from turboquant_nb.cli.inputs import (
     tokens_of,
 )
 from .output import Output, hushed, layer_progress, show_table
+from ..quant.layer_info import read_facts
 
 # %% ../../nbs/87f_cli_demo.ipynb #e98a1200
 torch, hf = lazy("torch"), lazy("turboquant_nb.hf")
@@ -344,7 +345,7 @@ def demo(
         ask.check(model, question)
         question = replace(question, ids=question.ids.to(model.device))
         n, begin = question.ids.shape[1], time.monotonic()
-        layers = model.config.get_text_config().num_hidden_layers
+        layers = read_facts(model.config)["layers"]
         with output.stage(f"reading {n:,} tokens", layers) as stage:
             with layer_progress(model, stage):
                 prompt = read_once(model, question.ids)

@@ -37,6 +37,7 @@ from turboquant_nb.cli.app import (
     version,
 )
 from .output import Output, hushed
+from ..quant.layer_info import longest_context
 
 # %% ../../nbs/87c_cli_inputs.ipynb #0db017a9
 torch, transformers, hf = lazy("torch"), lazy("transformers"), lazy("turboquant_nb.hf")
@@ -702,8 +703,7 @@ def usual_dtype(device) -> str:
 
 def context_length(model_or_config) -> int:
     "Most tokens that the model can read."
-    config = getattr(model_or_config, "config", model_or_config).get_text_config()
-    return getattr(config, "max_position_embeddings", None) or 1 << 62
+    return longest_context(getattr(model_or_config, "config", model_or_config)) or 1 << 62
 
 
 def about_run(command: str, source: Source, model) -> dict:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['torch', 'transformers', 'hf', 'quant', 'stores', 'MOST', 'bits_per_value', 'bits_by_head_size', 'recipe', 'Planned',
-           'planned', 'parameters_of', 'CacheSize', 'heads_of', 'plain_bytes', 'largest', 'Plan', 'plan']
+           'planned', 'parameters_of', 'CacheSize', 'sizes_of', 'plain_bytes', 'largest', 'Plan', 'plan']
 
 # %% ../../nbs/87h_cli_plan.ipynb #bb5bec74
 import json
@@ -36,6 +36,7 @@ from turboquant_nb.cli.inputs import (
     read_recipe,
 )
 from .output import Output, hushed, show_table
+from ..quant.layer_info import longest_context
 
 # %% ../../nbs/87h_cli_plan.ipynb #b0ef58bf
 torch, transformers, hf = lazy("torch"), lazy("transformers"), lazy("turboquant_nb.hf")
@@ -139,8 +140,7 @@ def planned(name: str) -> Planned:
         hf.ModelInfo(config)  # refuses what has no keys and values to code
     stored = getattr(config, "quantization_config", None)
     stored = stored.get("quant_method", "quantised") if isinstance(stored, dict) else None
-    most = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return Planned(config, parameters_of(config), stored, most)
+    return Planned(config, parameters_of(config), stored, longest_context(config))
 
 
 def _config_of(layers: int, heads: int, d: int):
@@ -179,10 +179,10 @@ class CacheSize:
         self.tables, self.rope = self._shared()
 
     def _store(self, layer, max_length=None):
-        heads, d = heads_of(self.text, layer.index)
+        sizes = sizes_of(layer.info, self.text.model_type)
         rope = {} if layer.inv_freq is None else {"inv_freq": torch.tensor(layer.inv_freq)}
         return stores.KVStore(
-            layer.recipe, 1, heads, d, d, self.dtype, max_length=max_length, **rope
+            layer.recipe, 1, *sizes, self.dtype, max_length=max_length, **rope
         )
 
     @cached_property
@@ -191,7 +191,7 @@ class CacheSize:
     ) -> list:  # (bytes without a tile, of a tile, most tiles or None) of each layer
         out, known = [], {}
         for layer in self.layers:
-            kind = layer.recipe, heads_of(self.text, layer.index)
+            kind = layer.recipe, sizes_of(layer.info, self.text.model_type)
             if kind not in known:
                 empty, one = self._store(layer), self._store(layer, max_length=1)
                 known[kind] = (
@@ -237,29 +237,15 @@ class CacheSize:
         return batch * each + self.tables + self.rope * used * self.tile
 
 
-def heads_of(config, layer: int) -> tuple:  # (KV heads, head size) of a layer
-    """What a config says of a layer; some have other heads in layers that attend to everything.
-    Raises ValueError where keys and values have sizes that a config does not say in one
-    place."""
-    if several := [
-        x
-        for x in ("kv_lora_rank", "v_head_dim", "attention_head_dim")
-        if getattr(config, x, None)
-    ]:
+def sizes_of(layer, model_type: str) -> tuple:  # (KV heads, channels of a key, of a value)
+    """What a `LayerInfo` says. Raises ValueError where keys and values have sizes that a config
+    does not say in one place."""
+    if layer.sized_by:
         raise ValueError(
-            f"{config.model_type} has {several[0]}: keys and values of different size are not "
+            f"{model_type} has {layer.sized_by}: keys and values of different size are not "
             "planned"
         )
-    types = getattr(config, "layer_types", None)
-    full = types is not None and types[layer] == "full_attention"
-    own = lambda name: (
-        (full and getattr(config, f"global_{name}", None)) or getattr(config, name, None)
-    )
-    heads = (full and getattr(config, "num_global_key_value_heads", None)) or getattr(
-        config, "num_key_value_heads", None
-    )
-    heads = heads or config.num_attention_heads
-    return heads, own("head_dim") or config.hidden_size // config.num_attention_heads
+    return layer.heads, layer.key_size, layer.value_size
 
 
 def plain_bytes(config, tokens: int, batch: int, itemsize: int) -> int:
@@ -267,9 +253,9 @@ def plain_bytes(config, tokens: int, batch: int, itemsize: int) -> int:
     that slide."""
     info, total = hf.ModelInfo(config), 0
     for layer in info.coded:
-        heads, d = heads_of(info.config, layer.index)
+        heads, *sizes = sizes_of(layer, info.config.model_type)
         held = tokens if layer.sliding_window is None else min(tokens, layer.sliding_window - 1)
-        total += 2 * heads * d * held * itemsize * batch
+        total += heads * sum(sizes) * held * itemsize * batch
     return total
 
 # %% ../../nbs/87h_cli_plan.ipynb #c3056487

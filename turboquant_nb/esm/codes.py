@@ -8,7 +8,6 @@ __all__ = ['Past', 'prefix_visible', 'coded', 'CodedPast', 'StorePast', 'open_pa
 
 # %% ../../nbs/72_esm_codes.ipynb #f33095e2
 import math
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,7 +15,6 @@ import torch.nn.functional as F
 from fastcore.basics import patch
 from torch import Tensor
 
-from ..cache.attention import _pre_rope_terms
 from ..cache.gather import BLOCK
 from ..cache.store import KVStore
 from turboquant_nb.esm.transform import (
@@ -24,10 +22,11 @@ from turboquant_nb.esm.transform import (
     TransformCode,
     Workspace,
     _positions,
-    centre_at,
     code_states,
+    decode_states,
     look_up,
-    transformed_states,
+    restore_states,
+    transform_states,
 )
 from ..kernels import ops
 from ..theory.rope import cos_sin_table
@@ -206,6 +205,15 @@ class _Outliers:
             kept = (x[where].to(self.dtype) for x in (k, v))
             self.found.append(_Outlier(first + i, row[pick], at[pick] + length, *kept))
 
+    def of(self, layer: int, rows: slice) -> list:
+        "Those of the past in a layer of these sequences, which are counted from the first."
+        mine = [x for x in self.past if x.layer == layer]
+        if rows == slice(None):
+            return mine
+        here = [(x.row >= rows.start) & (x.row < rows.stop) for x in mine]
+        kept = (_Outlier(layer, *(t[i] for t in x[1:])) for x, i in zip(mine, here))
+        return [x._replace(row=x.row - rows.start) for x in kept]
+
     def commit(self):
         "Those of the chunk belong to the past."
         self.past, self.found = self.past + self.found, []
@@ -234,49 +242,11 @@ def coded(
     return packed, over > reach
 
 
-class _CodedSide:
+class _CodedSide(NamedTuple):
     "Keys or values of a past, in the basis of their code."
 
-    def __init__(self, side: SideCode, start, capacity: int, sinks: int, dtype):
-        layers, heads, d = side.shape
-        self.side, self.start = side, start
-        widths = [side.width(i) for i in range(layers)]
-        self.bytes = _TokenBytes(widths, len(start), capacity, start.device)
-        self.sinks = torch.zeros(
-            len(start), layers, heads, sinks, d, dtype=dtype, device=start.device
-        )
-
-    def transformed(self, layer: int, x: Tensor, positions: Tensor) -> Tensor:
-        "Exact states [B, H, n, d] of tokens at positions [B, n], as the past has them."
-        mean = centre_at(self.side.mean[layer], positions, self.side.inv_freq)
-        return (x.float() - mean) @ self.side.into[layer].mT
-
-    def keep_sinks(self, x: Tensor, first: int, length: int):
-        """Copy the first tokens of each sequence out of a chunk x [layers, B, H, n, d] from
-        slot `length` on."""
-        for b, s in enumerate(self.start.tolist()):
-            for i in range(self.sinks.shape[3]):
-                if 0 <= (at := s + i - length) < x.shape[3]:
-                    self.sinks[b, first : first + len(x), :, i] = x[:, b, :, at]
-
-    def put_exact(self, z: Tensor, layer: int, rows: slice, outliers: list):
-        "Sinks and outliers (row, slot, states) of a layer in their places of z [B, H, d, T]."
-        start, length = self.start[rows], z.shape[3]
-        for j in range(self.sinks.shape[3]):
-            exact = self.transformed(
-                layer, self.sinks[rows, layer, :, j : j + 1], torch.full_like(start, j)[:, None]
-            )
-            at = (start + j)[:, None, None, None]  # beyond the past: a sequence of fewer tokens
-            place = at.clamp(max=length - 1).expand(*z.shape[:3], 1)
-            z.scatter_(3, place, torch.where(at < length, exact.mT, z.gather(3, place)))
-        for row, slot, x in outliers:
-            z[row, :, :, slot] = self.transformed(
-                layer, x[:, :, None], (slot - start[row])[:, None]
-            )[:, :, 0]
-
-    def nbytes(self) -> int:
-        "Bytes of codes and sinks."
-        return self.bytes.data.nbytes + self.sinks.nbytes
+    code: SideCode
+    bytes: _TokenBytes
 
 # %% ../../nbs/72_esm_codes.ipynb #5d7913b4
 class CodedPast(Past):
@@ -293,25 +263,13 @@ class CodedPast(Past):
         captured: bool = False,
     ):
         super().__init__(code.key.shape[0], start, max_length, captured)
-        self.code, room = code, max_length or 0
-        make = partial(
-            _CodedSide, start=start, capacity=room, sinks=code.recipe.sinks, dtype=dtype
+        self.code = code
+        memory = (
+            _TokenBytes(s.widths, len(start), max_length or 0, start.device) for s in code.sides
         )
-        self.key, self.value = make(code.key), make(code.value)
+        self.key, self.value = map(_CodedSide, code.sides, memory)
         self.outliers, self.workspace = _Outliers(dtype), Workspace()
         self._rest()
-
-    sides = property(lambda self: (self.key, self.value), doc="Keys, values.")
-    edges = property(
-        lambda self: [s.bytes.edges for s in self.sides],
-        doc="Where layers begin in a token's bytes.",
-    )
-    found = property(
-        lambda self: self.outliers.found, doc="Outlier tokens of the chunk that is being read."
-    )
-    outlier_tokens = property(
-        lambda self: self.outliers.past, doc="Outlier tokens of the past."
-    )
 
     def take(self, layer, k, v):
         "Code the layers that came, several at once where the chunk is small."
@@ -324,13 +282,11 @@ class CodedPast(Past):
         positions = self.positions(self.length, self.length + n)
         chunks = [torch.stack(x) for x in zip(*self.new.values())]
         reach, far = self.code.recipe.outliers, False
-        for side in self.sides:
+        for side in (self.key, self.value):  # before any is written
             side.bytes.room(self.length + n)
-        for side, x in zip(self.sides, chunks):
-            packed, out = coded(side.side, x, positions, first, reach, not self.captured)
+        for side, x in zip((self.key, self.value), chunks):
+            packed, out = coded(side.code, x, positions, first, reach, not self.captured)
             side.bytes.write(packed, first, self.length)
-            if self.code.recipe.sinks:
-                side.keep_sinks(x, first, self.length)
             far = far | out
         if reach:
             self.outliers.keep(far & (positions >= 0), *chunks, first, self.length)
@@ -350,50 +306,31 @@ class CodedPast(Past):
         self._looked_up, self._cos_sin = {}, None
 
     def _read(self, which: str, layer: int, rows: slice) -> Tensor:  # [B, H, d, T]
-        "Keys or values of a layer, as codes, sinks and outliers say, without their mean."
+        "Keys or values of a layer, as codes and outliers say, without their mean."
         side, (b, last) = getattr(self, which), (len(self.start[rows]), layer + 1)
         of, first, found = self._looked_up.get(which, (None, 0, None))
         if of != rows or not first <= layer < first + found.shape[1]:
             size = b * math.prod(self.code.key.shape[1:]) * self.length
             first, last = layer, min(self.layers, layer + max(1, BLOCK // max(1, size)))
-            found = look_up(
-                side.side,
-                side.bytes.read(first, last, self.length)[rows],
-                first,
-                last,
-                self.workspace,
-                which,
-            )
+            held = side.bytes.read(first, last, self.length)[rows]
+            found = look_up(side.code, held, first, last, self.workspace, which)
             self._looked_up[which] = rows, first, found
         z = found[:, layer - first]
-        if self.code.recipe.sinks or self.outlier_tokens:
-            side.put_exact(z, layer, rows, self._apart(which, layer, rows))
+        for x in self.outliers.of(layer, rows):
+            at = (x.slot - self.start[rows][x.row])[:, None]
+            exact = transform_states(side.code, getattr(x, which)[None, :, :, None], at, layer)
+            z[x.row, :, :, x.slot] = exact.T.reshape(-1, *z.shape[1:3])
         return z
-
-    def _apart(
-        self, which: str, layer: int, rows: slice
-    ) -> list:  # (row among these, slot, states)
-        found = [
-            (x.row, x.slot, getattr(x, which)) for x in self.outlier_tokens if x.layer == layer
-        ]
-        if len(self.start[rows]) < len(self.start):
-            here = [(row >= rows.start) & (row < rows.stop) for row, *_ in found]
-            found = [
-                (row[i] - rows.start, slot[i], x[i]) for (row, slot, x), i in zip(found, here)
-            ]
-        return found
 
     def _mean_scores(self, layer: int, q: Tensor, rows: slice) -> Tensor | float:
         "What the mean of keys adds to the scores of queries [B, H, n, d]: [B, H, n, T or 1]."
-        side = self.code.key
-        r = 0 if side.inv_freq is None else 2 * len(side.inv_freq)
-        weights, still = _pre_rope_terms(q, side.mean[layer][:, None], r)
-        if weights is None:
-            return still
-        if self._cos_sin is None:  # one table for all layers of a step
-            positions = self.positions(0, self.length)[slice(None) if self.ragged else slice(1)]
-            self._cos_sin = cos_sin_table(positions, side.inv_freq).mT[:, None].contiguous()
-        return weights @ self._cos_sin[rows if self.ragged else slice(None)]
+        side, held = self.code.key, slice(None) if self.ragged else slice(1)
+        if self._cos_sin is None and side.inv_freq is not None:  # one for all layers of a step
+            table = cos_sin_table(self.positions(0, self.length)[held], side.inv_freq)
+            self._cos_sin = table.mT[:, None].contiguous().mT
+        angles = None if self._cos_sin is None else self._cos_sin[rows if self.ragged else held]
+        rotary = 0 if side.inv_freq is None else 2 * len(side.inv_freq)
+        return side.centre.query(q, side.mean[layer][:, None], rotary).scores(angles)
 
     def scores(self, layer, q, rows=slice(None)):
         q = q.float()
@@ -406,32 +343,29 @@ class CodedPast(Past):
         out = p @ self._read("value", layer, rows).mT @ side.back[layer].mT
         if layer == self.layers - 1:
             self._rest()
-        return out.add_(p.sum(-1, keepdim=True) * side.mean[layer][:, None])
+        return side.centre.output(out, p.sum(-1, keepdim=True), side.mean[layer][:, None])
 
     def attend(self, layer, q, k, v, causal=True):
         self.take(layer, k, v)
         own, dtype = q.float() @ k.float().mT, q.dtype
-        scores, seen = (
-            torch.cat([self.scores(layer, q), own], -1),
-            self.visible(q.shape[2], causal),
-        )
+        scores = torch.cat([self.scores(layer, q), own], -1)
+        seen = self.visible(q.shape[2], causal)
         p = (scores if seen is None else scores.masked_fill_(~seen, -math.inf)).softmax(-1)
         past, own = p.split([self.length, q.shape[2]], -1)
         return (self.weighted(layer, past) + own @ v.float()).to(dtype)
 
     def states(self, layer):
-        """Keys and values in the bases of their codes, [B, H, T, d]: keys with their mean,
-        values without."""
-        mean = centre_at(
-            self.code.key.mean[layer], self.positions(0, self.length), self.code.key.inv_freq
-        )
-        key = self._read("key", layer, slice(None)).mT + mean @ self.code.key.into[layer].mT
-        value = self._read("value", layer, slice(None)).mT.clone()
+        "Keys and values of the past [B, H, T, d] fp32, as codes and outliers say."
+        at, out = self.positions(0, self.length), []
+        for name in ("key", "value"):
+            z = self._read(name, layer, slice(None)).mT
+            out.append(restore_states(getattr(self.code, name), z, at, layer))
         self._rest()
-        return key, value
+        return tuple(out)
 
     def nbytes(self) -> int:
-        return sum(x.nbytes() for x in (*self.sides, self.outliers)) + self.start.nbytes
+        held = sum(side.bytes.data.nbytes for side in (self.key, self.value))
+        return held + self.outliers.nbytes() + self.start.nbytes
 
 # %% ../../nbs/72_esm_codes.ipynb #3bec6832
 class StorePast(Past):
@@ -441,11 +375,9 @@ class StorePast(Past):
         self, recipes: list, start: Tensor, max_length, heads: int, inv_freq: Tensor, dtype
     ):
         super().__init__(len(recipes), start, max_length)
-        make = partial(
-            KVStore, heads=heads, d_key=2 * len(inv_freq), dtype=dtype, device=start.device
-        )
-        make = partial(make, inv_freq=inv_freq)  # for means before RoPE
-        self.stores = [make(r, len(start), max_length=max_length) for r in recipes]
+        more = dict(heads=heads, d_key=2 * len(inv_freq), dtype=dtype, device=start.device)
+        more |= dict(max_length=max_length, inv_freq=inv_freq)  # for means before RoPE
+        self.stores = [KVStore(r, len(start), **more) for r in recipes]
         if self.ragged:
             for s in self.stores:
                 s.set_range(start=start)
@@ -496,8 +428,8 @@ def why_not_captured(code: TransformCode | list | None) -> str:
         return (
             "stores decide on the host how they grow; calibrated codes and exact states do not"
         )
-    if code is not None and (code.recipe.sinks or code.recipe.outliers):
-        return "which tokens are sinks or outliers is read from the device"
+    if code is not None and code.recipe.outliers:
+        return "which tokens are outliers is read from the device"
     return ""
 
 
@@ -527,9 +459,8 @@ def recoded(
     out, far, positions = [], False, _positions(k)
     for side, x in zip(code.sides, (k, v)):
         packed, over = coded(side, x[None], positions, layer, code.recipe.outliers)
-        far, z = far | over, transformed_states(side, packed, layer)
-        mean = centre_at(side.mean[layer], positions, side.inv_freq)
-        out.append((z @ side.back[layer].transpose(-1, -2) + mean).to(x.dtype))
+        far = far | over
+        out.append(decode_states(side, packed, positions, layer).to(x.dtype))
     if not code.recipe.outliers:
         return out
     return [torch.where(far[0][:, None, :, None], x, y) for x, y in zip((k, v), out)]

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from turboquant_nb.hf import (
+    ModelInfo,
     TurboQuantCache,
-    _is_coded,
-    _kinds,
 )  # first: it says how to get transformers
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, QuantizedCache
 
@@ -189,11 +188,8 @@ def bits_per_value(
     by walking."""
     if hasattr(cache, "report"):
         return cache.report()["bits_per_value"]
-    config = model.config.get_text_config(decoder=True)
-    kv = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    d = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     entries, T = 0, cache.get_seq_length()
-    for kind in filter(_is_coded, _kinds(config)):
-        window = getattr(kind, "sliding_window", None)
-        entries += 2 * kv * d * (T if window is None else min(T, window - 1))
+    for x in ModelInfo(model).coded:
+        held = T if x.sliding_window is None else min(T, x.sliding_window - 1)
+        entries += x.heads * (x.key_size + x.value_size) * held
     return 8 * held_bytes(cache) / (entries * rows)

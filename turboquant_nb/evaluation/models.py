@@ -28,6 +28,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from ..quant.layer_info import longest_context, read_facts
+
 # %% ../../nbs/80_models.ipynb #3f6b9d1c
 def _need(module: str):  # the imported module
     "Import an optional module; ImportError names the extra that installs it."
@@ -531,19 +533,15 @@ def model_facts(
 ) -> dict:  # numbers that decide the size of the cache, read from the configuration
     """Layers, heads, KV heads, head size, context and parameters of a transformers model; bytes
     per token of an fp16 cache if all layers are alike."""
-    c = model.config.get_text_config()
-    layers, heads = c.num_hidden_layers, c.num_attention_heads
-    kv, d = (
-        getattr(c, "num_key_value_heads", None) or heads,
-        getattr(c, "head_dim", None) or c.hidden_size // heads,
-    )
+    facts = read_facts(model.config)
+    layers, kv, d = facts["layers"], facts["KV heads"], facts["head size"]
     return {
         "layers": layers,
-        "heads": heads,
+        "heads": facts["query heads"],
         "kv_heads": kv,
         "head_dim": d,
-        "context": c.max_position_embeddings,
-        "vocabulary": c.vocab_size,
+        "context": longest_context(model.config),
+        "vocabulary": facts["vocabulary"],
         "parameters": sum(p.numel() for p in model.parameters()),
         "fp16_bytes_per_token": 2 * layers * kv * d * 2,
     }

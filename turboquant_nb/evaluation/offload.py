@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from .models import _embedded, _need, _quiet, _resolve
+from ..quant.layer_info import read_facts
 
 # %% ../../nbs/80b_offload.ipynb #0ff10a0c
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def _bytes_of(module: nn.Module, dtype: torch.dtype, seen: set) -> int:
 
 def _layers_of(model: nn.Module) -> tuple:  # (name, ModuleList)
     "The decoder layers. Raises ValueError where they are not one list."
-    n = model.config.get_text_config(decoder=True).num_hidden_layers
+    n = read_facts(model.config)["layers"]
     found = [
         (name, x)
         for name, x in model.named_modules()

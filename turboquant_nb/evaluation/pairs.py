@@ -7,22 +7,14 @@ __all__ = ['PAIR', 'Pair', 'mixed_attention', 'pair_attention', 'causal_mask', '
            'pair_layers']
 
 # %% ../../nbs/82_pairs.ipynb #b5115c0f
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
-from turboquant_nb.hf import (
-    TurboQuantCache,
-    TurboQuantLayer,
-    _as_bool,
-    _with_sink_logit,
-    turboquant_mask,
-)
+from ..hf import TurboQuantCache, TurboQuantLayer, with_sink_logit
+from ..hf.hooks import Attend, AttentionCall, hooked
 from transformers.cache_utils import Cache, DynamicLayer
-from transformers.masking_utils import AttentionMaskInterface
-from transformers.modeling_utils import AttentionInterface
 
+from ..quant.layer_info import read_layers
 from ..quant.quantizer import decode
 
 # %% ../../nbs/82_pairs.ipynb #58734246
@@ -66,42 +58,27 @@ def mixed_attention(
     s = s.masked_fill(~visible, -torch.inf)
     p = s.softmax(-1)
     out = (p * exact) @ wide(value.exact) + (p * ~exact) @ wide(value.coded)
-    return _with_sink_logit(out, s.logsumexp(-1), s_aux).transpose(1, 2)
+    return with_sink_logit(out, s.logsumexp(-1), s_aux).transpose(1, 2)
 
 # %% ../../nbs/82_pairs.ipynb #ca042aff
 PAIR = "turboquant_pair"  # name of the attention that meets exact and quantised states
 
 
-def pair_attention(
-    module,
-    query,
-    key,
-    value,
-    attention_mask,
-    scaling=None,
-    dropout=0.0,
-    softcap=None,
-    s_aux=None,
-    **_,
-):
-    "transformers' attention interface on a `Pair` of keys and one of values."
+def pair_attention(call: AttentionCall) -> Tensor:  # [B, Hq, n, d]
+    "Attention of transformers on a `Pair` of keys and one of values."
+    _, query, key, value, mask, scaling, softcap, sink, _ = call
     if not isinstance(key, Pair):
         raise TypeError(f"the {PAIR!r} attention needs the cache of `score`")
     n, T = query.shape[2], key.shape[2]
-    visible = (
-        causal_mask(n, T, query.device) if attention_mask is None else _as_bool(attention_mask)
-    )
+    visible = causal_mask(n, T, query.device) if mask is None else mask
     exact, scaling = key.is_exact(n), query.shape[3] ** -0.5 if scaling is None else scaling
     out = []
     for b in range(0, len(query), 4):
         rows = slice(b, b + 4)
         mask = visible if len(visible) == 1 else visible[rows]
-        out.append(
-            mixed_attention(
-                query[rows], key[rows], value[rows], exact, mask, scaling, softcap, s_aux
-            )
-        )
-    return torch.cat(out), None
+        part = query[rows], key[rows], value[rows], exact, mask
+        out.append(mixed_attention(*part, scaling, softcap, sink))
+    return torch.cat(out).transpose(1, 2)
 
 
 def causal_mask(n: int, T: int, device) -> Tensor:
@@ -111,27 +88,18 @@ def causal_mask(n: int, T: int, device) -> Tensor:
 
 def _own_attention(model) -> str:
     "transformers' attention that computes what the model says."
-    soft = getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None)
+    soft = read_layers(model.config)[0].softcap
     return "sdpa" if model._supports_sdpa and soft is None else "eager"
 
 
-@contextmanager
 def attending(
     model,
     name: str | None = None,  # of an attention implementation; None: `_own_attention`
-    # registered under this name, for masks of ours; None: it is known to transformers
-    function=None,
+    # of an `AttentionCall`, and stands under this name; None: it is known to transformers
+    attend=None,
 ):
-    "Run with another attention implementation, and go back."
-    if function is not None:
-        AttentionInterface.register(name, function)
-        AttentionMaskInterface.register(name, turboquant_mask)
-    before = model.config._attn_implementation
-    model.set_attn_implementation(name or _own_attention(model))
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
+    "A context: run with another attention implementation, and go back."
+    return hooked(Attend(model, name or _own_attention(model), attend))
 
 # %% ../../nbs/82_pairs.ipynb #15e80d42
 class PairLayer(DynamicLayer):

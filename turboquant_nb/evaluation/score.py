@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from turboquant_nb.hf import (
+    ModelInfo,
     TurboQuantLayer,
-    _is_coded,
 )  # first: it says how to get transformers
 from transformers.cache_utils import DynamicCache
 
@@ -118,7 +118,7 @@ def prefill(
     cache = wrap_update(DynamicCache(config=model.config), keep)
     with attending(model, attention):
         last = model(ids, past_key_values=cache, logits_to_keep=1).logits
-    if len(states) != sum(map(_is_coded, cache.layers)):
+    if len(states) != len(ModelInfo(model).coded):
         raise ValueError("a layer did not hand its keys and values to the cache")
     return Prefill(states, last)
 

@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..hf import _as_bool
+from ..calibration.fit import observing
+from ..hf.hooks import hooked
 from .candidates import Candidate, as_candidate
-from .pairs import Pair, attending, causal_mask, mixed_attention
+from .pairs import Pair, causal_mask, mixed_attention
 from turboquant_nb.evaluation.score import (
     check_windows,
     leading_tokens,
@@ -213,7 +214,6 @@ def needle(
 
 # %% ../../nbs/84_tasks.ipynb #47b25ac3
 _OBSERVED = "turboquant_observed"  # name of the attention that shows what it attends to
-_observers = []  # whom it shows that, the last one only, while `attention_error` runs
 
 
 def kept_tokens(
@@ -250,34 +250,14 @@ def _dense(query, key, value, mask, scaling, softcap, s_aux):
     return mixed_attention(query, k, v, exact, visible, scaling, softcap, s_aux)
 
 
-def _observed_attention(
-    module,
-    query,
-    key,
-    value,
-    attention_mask,
-    scaling=None,
-    dropout=0.0,
-    softcap=None,
-    s_aux=None,
-    **_,
-):
-    "transformers' attention interface: exact, and shown on the way."
-    mask = _as_bool(attention_mask)
-    out = _dense(query, key, value, mask, scaling, softcap, s_aux)
-    if _observers:
-        _observers[-1](
-            module.layer_idx, out, query, key, value, mask, (scaling, softcap, s_aux)
-        )
-    return out, None
-
-
 def _layer_errors(model, ids, candidates: list, prompt: int) -> dict:
     "{(name, layer): what one window says of it}."
     caches, found = [(x.name, x.new()) for x in candidates], {}
 
-    def observe(layer, out, query, key, value, mask, rest):
-        late = None if mask is None else mask[..., prompt:, :]
+    def observe(call):
+        _, query, key, value, mask, *rest, _ = call
+        layer, late = call.module.layer_idx, None if mask is None else mask[..., prompt:, :]
+        out = _dense(query, key, value, mask, *rest)
         for name, cache in caches:
             cache.update(key[:, :, :prompt], value[:, :, :prompt], layer)
             k, v = cache.update(key[:, :, prompt:], value[:, :, prompt:], layer)
@@ -288,13 +268,10 @@ def _layer_errors(model, ids, candidates: list, prompt: int) -> dict:
                 cosine=float(F.cosine_similarity(got, exact, dim=-1).mean()),
                 **kept_tokens(query[:, :, prompt:], key, k, late),
             )
+        return key, value
 
-    _observers.append(observe)
-    try:
-        with attending(model, _OBSERVED, _observed_attention), torch.no_grad():
-            model(ids, use_cache=False, logits_to_keep=1)
-    finally:
-        _observers.pop()
+    with hooked(observing(model, observe, _OBSERVED)), torch.no_grad():
+        model(ids, use_cache=False, logits_to_keep=1)
     return found
 
 

@@ -7,34 +7,17 @@ __all__ = ['MARGIN', 'NAME', 'CodedStates', 'ModelInfo', 'Report', 'TurboQuantCa
            'CanaryError', 'Check', 'plan_layers', 'layer_frequencies', 'turboquant_attention', 'turboquant_mask']
 
 # %% ../../nbs/56_hf.ipynb #228b9a2d
-from turboquant_nb.hf.model_info import (
-    DynamicCache,
-    ModelInfo,
-    _is_coded,
-    _kinds,
-    _text_config,
-    plan_layers,
-    layer_frequencies,
-)
-from turboquant_nb.hf.cache import (
-    MARGIN,
-    NAME,
-    CodedStates,
-    Report,
-    TurboQuantCache,
-    TurboQuantLayer,
-)
+from .model_info import ModelInfo, plan_layers, layer_frequencies
+from .cache import MARGIN, NAME, CodedStates, TurboQuantCache, TurboQuantLayer
 from turboquant_nb.hf.attention import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    _as_bool,
-    _exact,
-    _with_sink_logit,
+    exact_attention,
     turboquant_attention,
     turboquant_mask,
+    with_sink_logit,
 )
+from .report import Report
 from .canary import Canary, CanaryError, Check, Watch
-from . import archive, graphs
+from . import archive, edits, graphs
 
 _all_ = [
     "MARGIN",

@@ -10,7 +10,7 @@ import torch
 from fastcore.basics import patch
 
 from ..files import read_file, write_file
-from .cache import TurboQuantCache, TurboQuantLayer, _structure
+from .cache import TurboQuantCache, TurboQuantLayer
 from .model_info import _recipes_from_json, _recipes_to_json
 from ..cache.store import FORMAT, RETIRED, KVStore
 
@@ -19,7 +19,7 @@ def _facts(cache: TurboQuantCache) -> dict:
     """What a file says of its model; RoPE is compared by its frequencies, which configs write
     in several ways."""
     return {
-        n: x for n, x in _structure(cache.info).items() if n not in ("RoPE", "kinds of layers")
+        n: x for n, x in cache.info.structure.items() if n not in ("RoPE", "kinds of layers")
     }
 
 
@@ -51,13 +51,12 @@ def save(self: TurboQuantCache, path) -> None:
     write_file(path, tensors, header, FORMAT)
 
 # %% ../../nbs/54_archive.ipynb #53ac52b4
-@patch
-def take_store(self: TurboQuantLayer, store: KVStore) -> None:
-    "Go on with a store that was filled elsewhere."
-    self.store, self.is_initialized = store, True
-    self.starts = tuple(store.start.tolist())
-    if self.static:
-        self.select_backends(store.key.tensors["sinks"])
+def _go_on(layer: TurboQuantLayer, store: KVStore) -> None:
+    "Let a layer go on with a store that was filled elsewhere."
+    layer.store, layer.is_initialized = store, True
+    layer.starts = tuple(store.start.tolist())
+    if layer.static:
+        layer.captured.settle(store.key.tensors["sinks"])
 
 
 def _same_rope(held: torch.Tensor, mine: tuple | None) -> bool:
@@ -98,7 +97,7 @@ def from_states(
                 f"{path} is of another model: RoPE rotates keys of layer {layer.index} by "
                 "other frequencies"
             )
-        layer.take_store(KVStore.from_state(tensors, h, device))
+        _go_on(layer, KVStore.from_state(tensors, h, device))
     return cache
 
 

@@ -387,7 +387,7 @@ def read_block(
             side.tensors,
             side.q,
             side.q.d,
-            not by_token and store.recipe.key.center == "pre_rope",
+            not by_token and store.rope_table is not None,
         )
         matrix, mean, rope = (
             _two_halves(q, q.rotation.query_matrix),

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CellPlan', 'append_cells', 'append_recent', 'locate_sinks', 'Workspace', 'count_splits', 'WorkList', 'list_work',
-           'decode_cells', 'past_cells', 'join_past']
+           'by_request', 'decode_cells', 'past_cells', 'join_past']
 
 # %% ../../nbs/45b_cells.ipynb #45b00008
 from dataclasses import dataclass, field
@@ -18,8 +18,10 @@ from ..cache.pages import CellLayout, Recent
 from turboquant_nb.kernels.decode import (
     _levels,
     _portable_cap,
+    _portable_kernel,
     is_interpreted,
     padded_size,
+    plain_queries,
     rotate,
     triton,
 )
@@ -29,6 +31,7 @@ from turboquant_nb.kernels.decode_mma import (
     _Form,
     _in_register,
     _key_pieces,
+    _LOG2E,
     _page,
     _queries,
     _query_fragment,
@@ -713,163 +716,6 @@ def locate_sinks(
             num_warps=1,
         )
 
-# %% ../../nbs/45b_cells.ipynb #45b00011
-@triton.jit
-def _extent(
-    length, m, own, sinks, splits, sliding_window, TILE: tl.constexpr, SLIDING: tl.constexpr
-):
-    """First tile that the last m queries see of the coded tokens, how many tiles they see, and
-    how many of them a split has."""
-    low = length * 0 + sinks
-    if SLIDING:
-        low = tl.maximum(low, length - m - sliding_window + 1)
-    first = low // TILE
-    count = tl.maximum((length - own + TILE - 1) // TILE - first, 0)
-    return first, count, (count + splits - 1) // splits
-
-
-@triton.jit
-def _item(WORK, item, requests):
-    """Of an item of a list of work: its request, which of the request's parts it is, and
-    whether it is nobody's."""
-    b = tl.load(WORK + requests + 2 + item)
-    nobody = b < 0
-    b = tl.maximum(b, 0)
-    return b, item - tl.load(WORK + 1 + b), nobody
-
-
-@triton.jit(
-    do_not_specialize=[
-        "requests",
-        "splits",
-        "m",
-        "own",
-        "sinks",
-        "sliding_window",
-        "table_stride",
-    ]
-)
-def _portable_cells_kernel(
-    ROTATED,
-    LEVELS,
-    LENGTH,
-    WORK,
-    requests,
-    TABLE,
-    table_stride,
-    CELLS,
-    SCALES,
-    block_stride,
-    head_stride,
-    O,
-    LSE,
-    heads,
-    m,
-    own,
-    sinks,
-    blocks,
-    splits,
-    sliding_window,
-    cap_at,
-    KA: tl.constexpr,
-    VA: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    DV: tl.constexpr,
-    DVP: tl.constexpr,
-    R: tl.constexpr,
-    BR: tl.constexpr,
-    KB: tl.constexpr,
-    VB: tl.constexpr,
-    Q: tl.constexpr,
-    SLIDING: tl.constexpr,
-    CAPPED: tl.constexpr,
-    LISTED: tl.constexpr,
-):
-    """Q query rows of one KV head of one request over one split of its coded tokens: output and
-    log2-sum-exp2."""
-    pid = tl.program_id(0)
-    split, base = pid % splits, pid // splits
-    if LISTED:  # items without work come last, else they are holes in what multiprocessors get
-        split, base = pid // (heads * blocks), pid % (heads * blocks)
-        pid = base * splits + split
-    b, h, block = base // blocks // heads, base // blocks % heads, base % blocks
-    nobody = False
-    if LISTED:
-        b, split, nobody = _item(WORK, split, requests)
-        h = base // blocks
-    bh, length = b * heads + h, tl.load(LENGTH + b)
-    j = block * Q + tl.arange(0, Q)
-    at = length - m + j % m
-    low, high = at * 0 + sinks, tl.minimum(at + 1, length - own)
-    if SLIDING:
-        low = tl.maximum(low, at - sliding_window + 1)
-    d, dv = tl.arange(0, DP), tl.arange(0, DVP)
-    here = (bh * blocks * Q + j)[:, None] * D + d[None, :]
-    q = tl.load(ROTATED + here, mask=(j >= 0)[:, None] & (d < D)[None, :], other=0.0)
-    top = tl.full([Q], -1e30, tl.float32)
-    total = tl.zeros([Q], tl.float32)
-    acc = tl.zeros([Q, DVP], tl.float32)
-    first, count, each = _extent(length, m, own, sinks, splits, sliding_window, 4 * R, SLIDING)
-    if LISTED:
-        count, each = tl.where(nobody, 0, count), tl.load(WORK)
-    for page in range(first + split * each, first + tl.minimum((split + 1) * each, count)):
-        cell = (
-            tl.load(TABLE + b.to(tl.int64) * table_stride + page).to(tl.int64) * block_stride
-            + h.to(tl.int64) * head_stride
-        )
-        to, scales = CELLS + cell, SCALES + cell // 2
-        for i in range(0, 4 * R, BR):
-            t = i + tl.arange(0, BR)
-            quarter, r = i // R, i % R + tl.arange(0, BR)
-            if BR > R:
-                quarter, r = (t // R)[:, None], t % R
-            pos = page * (4 * R) + t
-            k = _levels(
-                to + KA[0], to + KA[1], to + KA[2], LEVELS, 0, quarter, r, D, DP, R, KB, False
-            )
-            s = (
-                tl.dot(q, tl.trans(k), input_precision="ieee")
-                * tl.load(scales + (KA[3] // 2) + t).to(tl.float32)[None, :]
-            )
-            if CAPPED:
-                s = _portable_cap(s, cap_at)
-            visible = (pos[None, :] >= low[:, None]) & (pos[None, :] < high[:, None])
-            s = tl.where(visible, s * 1.4426950408889634, -1e30)
-            new = tl.maximum(top, tl.max(s, 1))
-            rescale = tl.exp2(top - new)
-            p = tl.where(visible, tl.exp2(s - new[:, None]), 0.0)
-            w = tl.load(scales + (VA[3] // 2) + t).to(
-                tl.float32
-            )  # of a token that was never written it may be anything
-            v = _levels(
-                to + VA[0],
-                to + VA[1],
-                to + VA[2],
-                LEVELS + 16,
-                0,
-                quarter,
-                r,
-                DV,
-                DVP,
-                R,
-                VB,
-                True,
-            )
-            acc = acc * rescale[:, None] + tl.dot(
-                tl.where(visible, p * w[None, :], 0.0), v, input_precision="ieee"
-            )
-            total = total * rescale + tl.sum(p, 1)
-            top = new
-    some = tl.where(total != 0, total, 1.0)  # NaN counts as seen
-    place = pid.to(tl.int64) * Q + tl.arange(0, Q)
-    tl.store(
-        O + place[:, None] * DV + dv[None, :],
-        acc / some[:, None],
-        mask=(dv < DV)[None, :] & (place >= 0)[:, None],
-    )
-    tl.store(LSE + place, tl.where(total != 0, top + tl.log2(some), float("-inf")))
-
 # %% ../../nbs/45b_cells.ipynb #45b00013
 @triton.jit
 def _own_tokens(
@@ -883,7 +729,6 @@ def _own_tokens(
     CV,
     cvt,
     cvh,
-    CENTER,
     m,
     length,
     sliding_window,
@@ -895,7 +740,6 @@ def _own_tokens(
     R: tl.constexpr,
     SLIDING: tl.constexpr,
     CAPPED: tl.constexpr,
-    CENTRED: tl.constexpr,
 ):
     """Query i of R rows over its request's own exact tokens: maximum (base 2), total, weighted
     sum."""
@@ -903,15 +747,9 @@ def _own_tokens(
     top = tl.full([R], float("-inf"), tl.float32)
     total = tl.zeros([R], tl.float32)
     acc = tl.zeros([R, DVP], tl.float32)
-    center = tl.zeros([DP], tl.float32)
-    if CENTRED:
-        center = tl.load(CENTER + h * D + d, mask=d < D, other=0.0)
     for j in range(0, m):
         token = (b * m + j).to(tl.int64)
-        k = (
-            tl.load(CK + token * ckt + h * ckh + d, mask=d < D, other=0.0).to(tl.float32)
-            - center
-        )
+        k = tl.load(CK + token * ckt + h * ckh + d, mask=d < D, other=0.0).to(tl.float32)
         v = tl.load(CV + token * cvt + h * cvh + e, mask=e < DV, other=0.0).to(tl.float32)
         s = tl.sum(q * k[None, :], 1)
         if CAPPED:
@@ -944,7 +782,6 @@ def _recent_tokens(
     nt,
     NEAR_TABLE,
     near_stride,
-    CENTER,
     m,
     length,
     recent,
@@ -959,14 +796,10 @@ def _recent_tokens(
     T: tl.constexpr,
     SLIDING: tl.constexpr,
     CAPPED: tl.constexpr,
-    CENTRED: tl.constexpr,
 ):
     """The same state after the exact tokens before the request's own and then its first ones, T
     at a time."""
     d, e = tl.arange(0, DP), tl.arange(0, DVP)
-    center = tl.zeros([DP], tl.float32)
-    if CENTRED:
-        center = tl.load(CENTER + h * D + d, mask=d < D, other=0.0)
     for first in range(0, recent + sinks, T):
         j = first + tl.arange(0, T)
         oldest, begins = length - m - recent, j >= recent
@@ -979,12 +812,9 @@ def _recent_tokens(
             NEAR_TABLE + b.to(tl.int64) * near_stride + held // N, mask=there, other=0
         ).to(tl.int64)
         at = (block * nb + h * nh + tl.where(begins, N + t, t % N) * nt)[:, None]
-        k = (
-            tl.load(
-                NEAR + at + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0
-            ).to(tl.float32)
-            - center[None, :]
-        )
+        k = tl.load(
+            NEAR + at + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0
+        ).to(tl.float32)
         v = tl.load(
             NEAR + at + D + e[None, :], mask=there[:, None] & (e < DV)[None, :], other=0.0
         ).to(tl.float32)
@@ -1009,7 +839,6 @@ def _recent_tokens(
         "requests",
         "splits",
         "m",
-        "own",
         "sliding_window",
         "recent",
         "sinks",
@@ -1039,7 +868,6 @@ def _join_kernel(
     nt,
     NEAR_TABLE,
     near_stride,
-    CENTER,
     LENGTH,
     WORK,
     requests,
@@ -1047,7 +875,6 @@ def _join_kernel(
     heads,
     group,
     m,
-    own,
     recent,
     sinks,
     blocks,
@@ -1061,7 +888,6 @@ def _join_kernel(
     Q: tl.constexpr,
     R: tl.constexpr,
     SB: tl.constexpr,
-    TILE: tl.constexpr,
     N: tl.constexpr,
     T: tl.constexpr,
     OWN: tl.constexpr,
@@ -1069,7 +895,6 @@ def _join_kernel(
     ROTATED: tl.constexpr,
     SLIDING: tl.constexpr,
     CAPPED: tl.constexpr,
-    CENTRED: tl.constexpr,
     LISTED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -1101,7 +926,6 @@ def _join_kernel(
             CV=CV,
             cvt=cvt,
             cvh=cvh,
-            CENTER=CENTER,
             m=m,
             length=length,
             sliding_window=sliding_window,
@@ -1113,7 +937,6 @@ def _join_kernel(
             R=R,
             SLIDING=SLIDING,
             CAPPED=CAPPED,
-            CENTRED=CENTRED,
         )
         if RECENT:
             if PDL:
@@ -1136,7 +959,6 @@ def _join_kernel(
                 nt=nt,
                 NEAR_TABLE=NEAR_TABLE,
                 near_stride=near_stride,
-                CENTER=CENTER,
                 m=m,
                 length=length,
                 recent=recent,
@@ -1151,14 +973,10 @@ def _join_kernel(
                 T=T,
                 SLIDING=SLIDING,
                 CAPPED=CAPPED,
-                CENTRED=CENTRED,
             )
     far = tl.zeros([R, DVP], tl.float32)
     place0 = (bh * blocks + r // Q).to(tl.int64) * splits
-    first, count, each = _extent(length, m, own, sinks, splits, sliding_window, TILE, SLIDING)
-    used = tl.where(
-        each > 0, (count + each - 1) // tl.maximum(each, 1), 0
-    )  # splits with tokens
+    used = splits
     if LISTED:
         begin = tl.load(WORK + 1 + b)
         used = tl.load(WORK + 2 + b) - begin
@@ -1265,10 +1083,11 @@ def _tiles(WORK, lo, hi, split, splits, nobody, LISTED: gl.constexpr):
     "First tile of a split and one after its last."
     first = lo // 256
     count = gl.maximum((hi + 255) // 256 - first, 0)
-    each = (count + splits - 1) // splits
+    begin, end = split * count // splits, (split + 1) * count // splits
     if LISTED:
-        count, each = gl.where(nobody, 0, count), gl.load(WORK)
-    return first + split * each, first + gl.minimum((split + 1) * each, count)
+        each = gl.load(WORK)
+        begin, end = split * each, gl.minimum((split + 1) * each, gl.where(nobody, 0, count))
+    return first + begin, first + end
 
 # %% ../../nbs/45b_cells.ipynb #45b00084
 @gluon.jit(
@@ -1291,6 +1110,7 @@ def _fragments_cells_kernel(
     ROTATED,
     RK_,
     RV_,
+    CENTER,
     CELLS,
     SCALES,
     LUT,
@@ -1318,6 +1138,7 @@ def _fragments_cells_kernel(
     early,
     FAST_K: gl.constexpr,
     FAST: gl.constexpr,
+    CENTRED: gl.constexpr,
     SLIDING: gl.constexpr,
     CAPPED: gl.constexpr,
     LISTED: gl.constexpr,
@@ -1351,6 +1172,8 @@ def _fragments_cells_kernel(
     if begin >= end:
         if PDL:
             tl.extra.cuda.gdc_wait()  # the append has ended when this kernel has
+        nothing = gl.full([Q], float("-inf"), gl.float32, layout=column)
+        gl.store(LSE + out_row + gl.arange(0, Q, layout=column), nothing)
         return
     last = gl.maximum((hi + 4 * G.RP - 1) // (4 * G.RP) - 1, 0)
     table = TABLE + b.to(gl.int64) * table_stride
@@ -1395,15 +1218,15 @@ def _fragments_cells_kernel(
         QUERY=QUERY,
         ROTATED=ROTATED,
         R=RK_,
-        MU=RK_,
+        MU=CENTER,
         row_at=row_at,
         row=((bh * blocks + block) * Q).to(gl.int64),
         ok=ok_q,
-        bh=bh,
+        bh=h,
         scaling=scaling,
         step=k_step,
         FAST=FAST_K,
-        MEAN=False,
+        MEAN=CENTRED,
         CAPPED=CAPPED,
         G=G,
     )
@@ -1463,7 +1286,9 @@ def _fragments_cells_kernel(
     if CAPPED:
         scale = qs * 0 + 1.0
     total = gl.convert_layout(gl.sum(total, 0), gl.SliceLayout(0, G.LVB))
-    top = gl.convert_layout(top * scale, gl.SliceLayout(0, G.LVB))
+    top = gl.convert_layout(
+        top * scale + (shift * 0 if CAPPED else shift * _LOG2E), gl.SliceLayout(0, G.LVB)
+    )
     j = gl.arange(0, Q, layout=gl.SliceLayout(0, G.LVB))
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -1504,6 +1329,17 @@ def count_splits(tokens: int, programs: int, target: int, tile: int = 256) -> in
     return -(-tiles // each)
 
 # %% ../../nbs/45b_cells.ipynb #45b00071
+@triton.jit
+def _tiles_read(
+    length, m, own, sinks, sliding_window, TILE: tl.constexpr, SLIDING: tl.constexpr
+):
+    "How many tiles of coded tokens the last m queries see."
+    low = length * 0 + sinks
+    if SLIDING:
+        low = tl.maximum(low, length - m - sliding_window + 1)
+    return tl.maximum((length - own + TILE - 1) // TILE - low // TILE, 0)
+
+
 @triton.jit(
     do_not_specialize=["batch", "parts", "items", "m", "own", "sinks", "sliding_window"]
 )
@@ -1529,31 +1365,15 @@ def _work_kernel(
     total = 0
     for b0 in range(0, batch, B):
         b = b0 + tl.arange(0, B)
-        count = _extent(
-            tl.load(LENGTH + b, mask=b < batch, other=0),
-            m,
-            own,
-            sinks,
-            1,
-            sliding_window,
-            TILE,
-            SLIDING,
-        )[1]
+        length = tl.load(LENGTH + b, mask=b < batch, other=0)
+        count = _tiles_read(length, m, own, sinks, sliding_window, TILE, SLIDING)
         total += tl.sum(tl.where(b < batch, count, 0), 0)
     each = tl.maximum((total + parts - 1) // parts, 1)
     before, request = 0, tl.zeros([N], tl.int32)
     for b0 in range(0, batch, B):
         b = b0 + tl.arange(0, B)
-        count = _extent(
-            tl.load(LENGTH + b, mask=b < batch, other=0),
-            m,
-            own,
-            sinks,
-            1,
-            sliding_window,
-            TILE,
-            SLIDING,
-        )[1]
+        length = tl.load(LENGTH + b, mask=b < batch, other=0)
+        count = _tiles_read(length, m, own, sinks, sliding_window, TILE, SLIDING)
         mine = tl.where(b < batch, (count + each - 1) // each, 0)
         end = before + tl.cumsum(mine, 0)
         request += tl.sum(
@@ -1685,16 +1505,12 @@ def _check_decode(q, cache, plan, table, lengths, k, v, recent):
     return batch, m, query_heads, heads
 
 
-def _rotated(
-    q: Tensor, plan: CellPlan, batch: int, m: int, heads: int, rows: int, scaling: float
-) -> Tensor:
-    "Queries by the matrix of the keys, [B, H, rows, d] fp32 with zeros where a row is padding."
-    plain = q.new_zeros(batch, heads, rows, q.shape[2], dtype=torch.float32)
-    by_row = (
-        q.unflatten(0, (batch, m)).unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)
-    )  # [B, H, group, m, d]
-    plain[:, :, : by_row.shape[2] * m] = by_row.flatten(2, 3).float() * scaling
-    return rotate(plain, plan.key.rotation.query_matrix.mT)
+def by_request(
+    q: Tensor,  # [B m, Hq, d] tokens of requests, one after another
+    batch: int,
+) -> Tensor:  # [B, Hq, m, d]
+    "Queries as a store has them."
+    return q.unflatten(0, (batch, -1)).transpose(1, 2)
 
 # %% ../../nbs/45b_cells.ipynb #45b00085
 @dataclass(frozen=True)
@@ -1829,11 +1645,7 @@ def _join_parts(
         Q=cut.rows,
         R=together,
         SB=max(2, min(16, 64 // together)),
-        TILE=cut.tile,
-        OWN=shared["own"] > 0,
         ROTATED=not fast,
-        CENTER=lse if plan.center is None else plan.center,
-        CENTRED=plan.center is not None,
         PDL=cut.pdl,
         **shared,
         num_warps=4,
@@ -1877,19 +1689,13 @@ def decode_cells(
     # of what is read
     early: bool = False,
 ) -> tuple:  # (out, lse)
-    """Attention to cells without a dense copy. With a centre, scores lack the query's product
-    with it, which is the same for all tokens: the output is the same, the log-sum-exp is less
-    by it, and a soft cap is refused. Waits for nothing and may be captured. Raises
-    TypeError/ValueError for tensors that do not fit, and where no kernel can serve."""
+    """Attention to cells without a dense copy. With a centre, scores of codes get the query's
+    product with it back. Waits for nothing and may be captured. Raises TypeError/ValueError for
+    tensors that do not fit, and where no kernel can serve."""
     batch, m, query_heads, heads = _check_decode(q, cache, plan, table, lengths, k, v, recent)
     portable, why = select_kernel(plan.plan, plan.device, kernel)
     if why:
         raise ValueError(f"decode_cells cannot serve this: {why}")
-    if softcap is not None and plan.center is not None:
-        raise ValueError(
-            "keys with a centre cannot have a soft cap: it would cap scores without their "
-            "common part"
-        )
     cell, q, group, (kept, sinks) = (
         plan.cell,
         _dense(q),
@@ -1925,8 +1731,6 @@ def decode_cells(
         LISTED=cut.listing is not None,
         requests=batch,
         heads=heads,
-        m=m,
-        own=own,
         sinks=sinks,
         blocks=cut.blocks,
         splits=cut.splits,
@@ -1935,25 +1739,36 @@ def decode_cells(
         SLIDING=sliding_window is not None,
         CAPPED=softcap is not None,
     )
-    where = dict(
-        TABLE=table, table_stride=table.stride(0), O=left, LSE=lse_parts, **plan.memory(cache)
-    )
+    where, memory = dict(O=left, LSE=lse_parts), plan.memory(cache)
     places, constants = (
         (plan.places("key"), plan.places("value")),
         dict(D=d, DP=padded_size(d), DV=dv, DVP=padded_size(dv)),
     )
-    rotated = (
-        left
-        if fast_k
-        else _rotated(
-            q, plan, batch, m, heads, cut.blocks * cut.rows, scaling if portable else 1.0
-        )
-    )
+    scaled, padded = scaling if portable else 1.0, cut.blocks * cut.rows
+    plain = left if fast_k else plain_queries(by_request(q, batch), heads, padded, scaled)
+    rotated = left if fast_k else rotate(plain, plan.key.rotation.query_matrix.mT)
     if portable:
-        R = cell.tokens // 4
-        _portable_cells_kernel[(cut.programs,)](
+        R, cells = cell.tokens // 4, memory.pop("CELLS")
+        planes = dict.fromkeys(("K0", "K1", "K2", "V0", "V1", "V2"), cells)
+        scales = memory.pop("SCALES")
+        centred = plan.center is not None  # every score of codes gets the same
+        shift = rotate(plain, plan.center[..., None]) if centred else plain[..., 0] * 0
+        store = dict.fromkeys(("cap", "length", "offset", "recent", "recent_from"), 0)
+        absent = dict(START=lengths, END=lengths, BIAS=lengths, bias_stride=0)
+        flags = dict.fromkeys(("HAS_START", "HAS_END", "BIASED"), False)
+        _portable_kernel[(cut.programs,)](
             ROTATED=rotated,
-            LEVELS=plan.tables.levels,
+            SHIFT=shift.contiguous(),
+            MV=None,
+            KSCALE=scales,
+            VSCALE=scales,
+            TABLE=plan.tables.levels,
+            PAGES=table,
+            page_stride=table.stride(0),
+            each_length=1,
+            n=m,
+            chunk=own,
+            own=2**30,
             KA=places[0],
             VA=places[1],
             R=R,
@@ -1961,6 +1776,13 @@ def decode_cells(
             KB=cell.key_bits,
             VB=cell.value_bits,
             Q=cut.rows,
+            HAS_LENGTH=True,
+            PAGED=True,
+            **planes,
+            **memory,
+            **store,
+            **absent,
+            **flags,
             **where,
             **shared,
             **constants,
@@ -1976,16 +1798,23 @@ def decode_cells(
             ROTATED=rotated,
             RK_=plan.key.rotation.query_matrix,
             RV_=plan.value.rotation.matrix,
+            CENTER=left if plan.center is None else plan.center,
             LUT=plan.tables.packed_lut,
+            TABLE=table,
+            table_stride=table.stride(0),
             group=group,
+            m=m,
+            own=own,
             scaling=scaling,
             k_step=plan.tables.steps[0],
             v_step=plan.tables.steps[1],
             early=int(early and cut.known and own > 0 and fast_k),
             FAST_K=fast_k,
             FAST=fast,
+            CENTRED=plan.center is not None,
             PDL=cut.pdl,
             G=_cell_form(cell, cut.rows, *places),
+            **memory,
             **where,
             **shared,
             num_warps=1,
@@ -2008,7 +1837,7 @@ def decode_cells(
         group,
         scaling,
         fast,
-        shared | constants,
+        shared | constants | dict(m=m, OWN=own > 0),
     )
     return out, lse
 

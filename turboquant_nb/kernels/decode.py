@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['READY', 'NUMBER_SLOTS', 'DecodeOperands', 'DecodeSizes', 'pack_lut', 'CodeTables', 'last_dim_dense', 'store_operands',
            'call_numbers', 'Launch', 'Launcher', 'padded_size', 'rotate', 'shared_arguments', 'plane_arguments',
-           'SplitRule', 'Parts', 'combine', 'is_interpreted', 'portable_attention']
+           'SplitRule', 'Parts', 'combine', 'is_interpreted', 'plain_queries', 'portable_attention']
 
 # %% ../../nbs/41_decode.ipynb #4b4c78b3
 import inspect
@@ -113,6 +113,23 @@ def _absorb(s, visible, values, weight, m, total, acc, cap, CAPPED: tl.constexpr
     return new, total * rescale + tl.sum(p, 1), acc
 
 # %% ../../nbs/41_decode.ipynb #206b8505
+@triton.jit
+def _item(WORK, item, requests):
+    """Of an item of a list of work: its request, which of the request's parts it is, and
+    whether it is nobody's."""
+    b = tl.load(WORK + requests + 2 + item)
+    nobody = b < 0
+    b = tl.maximum(b, 0)
+    return b, item - tl.load(WORK + 1 + b), nobody
+
+
+@triton.jit
+def _planes(CELLS, SCALES, cell, A: tl.constexpr):
+    "Planes and scales of one side in the cell that begins at this byte."
+    at = CELLS + cell
+    return at + A[0], at + A[1], at + A[2], SCALES + cell // 2 + A[3] // 2
+
+
 @triton.jit(
     do_not_specialize=[
         "splits",
@@ -123,6 +140,8 @@ def _absorb(s, visible, values, weight, m, total, acc, cap, CAPPED: tl.constexpr
         "offset",
         "sliding_window",
         "cap",
+        "page_stride",
+        "requests",
         "key_old",
         "value_old",
     ]
@@ -144,8 +163,6 @@ def _portable_kernel(
     END,
     LENGTH,
     each_length,
-    PAGES,
-    page_stride,
     BIAS,
     bias_stride,
     O,
@@ -176,10 +193,19 @@ def _portable_kernel(
     HAS_START: tl.constexpr,
     HAS_END: tl.constexpr,
     HAS_LENGTH: tl.constexpr,
-    PAGED: tl.constexpr,
     BIASED: tl.constexpr,
     SLIDING: tl.constexpr,
     CAPPED: tl.constexpr,
+    PAGES=None,
+    page_stride=None,
+    block_stride=None,
+    head_stride=None,
+    WORK=None,
+    requests=None,
+    KA: tl.constexpr = None,
+    VA: tl.constexpr = None,
+    PAGED: tl.constexpr = False,
+    LISTED: tl.constexpr = False,
     L0=None,
     L1=None,
     L2=None,
@@ -202,8 +228,14 @@ def _portable_kernel(
     "Q query rows of one KV head over one split of its coded tokens: output and log2-sum-exp2."
     pid = tl.program_id(0)
     split, base = pid % splits, pid // splits
+    if LISTED:  # items without work come last, else they are holes in what multiprocessors get
+        split, base = pid // (heads * blocks), pid % (heads * blocks)
+        pid = base * splits + split
     bh, block = base // blocks, base % blocks
-    b, h = bh // heads, bh % heads
+    b, h, nobody = bh // heads, bh % heads, False
+    if LISTED:
+        b, split, nobody = _item(WORK, split, requests)
+        bh = b * heads + h
     if HAS_LENGTH:
         length = tl.load(LENGTH + b * each_length)
     j = block * Q + tl.arange(0, Q)
@@ -235,11 +267,18 @@ def _portable_kernel(
     acc = tl.zeros([Q, DVP], tl.float32)
     first = (tl.min(low, 0) - offset) // (4 * R)
     count = tl.maximum((tl.max(high, 0) - offset + 4 * R - 1) // (4 * R) - first, 0)
-    for tile in range(first + split * count // splits, first + (split + 1) * count // splits):
-        if PAGED:
-            slot = tl.load(PAGES + b.to(tl.int64) * page_stride + tile).to(tl.int64) * heads + h
-        else:
-            slot = bh.to(tl.int64) * cap + tile
+    begin, end = split * count // splits, (split + 1) * count // splits
+    if LISTED:
+        each = tl.load(WORK)
+        begin, end = split * each, tl.minimum((split + 1) * each, tl.where(nobody, 0, count))
+    for tile in range(first + begin, first + end):
+        slot, k0, k1, k2, k_scale = bh.to(tl.int64) * cap + tile, K0, K1, K2, KSCALE
+        v0, v1, v2, v_scale = V0, V1, V2, VSCALE
+        if PAGED:  # all that a head has of a block lies together
+            page = tl.load(PAGES + b.to(tl.int64) * page_stride + tile).to(tl.int64)
+            cell, slot = page * block_stride + h.to(tl.int64) * head_stride, tile * 0
+            k0, k1, k2, k_scale = _planes(K0, KSCALE, cell, KA)
+            v0, v1, v2, v_scale = _planes(K0, KSCALE, cell, VA)
         k_last, v_last, k_whole, v_whole = slot, slot, tile >= 0, tile >= 0
         if AGED:  # the first tiles lack the last planes, which therefore begin later
             k_last, v_last, k_whole, v_whole = (
@@ -278,8 +317,8 @@ def _portable_kernel(
                     TRUNCATES=AGED,
                 )
             else:
-                k = _levels(K0, K1, K2, TABLE, slot, quarter, r, D, DP, R, KB, False)
-            ks = tl.load(KSCALE + slot * (4 * R) + t).to(tl.float32)
+                k = _levels(k0, k1, k2, TABLE, slot, quarter, r, D, DP, R, KB, False)
+            ks = tl.load(k_scale + slot * (4 * R) + t).to(tl.float32)
             s = tl.dot(q, tl.trans(k), input_precision="ieee") * ks[None, :] + shift[:, None]
             if SIGNED:
                 norm = tl.load(NORM + slot * (4 * R) + t).to(tl.float32)
@@ -322,11 +361,13 @@ def _portable_kernel(
                     TRUNCATES=AGED,
                 )
             else:
-                v = _levels(V0, V1, V2, TABLE + 16, slot, quarter, r, DV, DVP, R, VB, True)
-            vs = tl.load(VSCALE + slot * (4 * R) + t).to(tl.float32)
+                v = _levels(v0, v1, v2, TABLE + 16, slot, quarter, r, DV, DVP, R, VB, True)
+            vs = tl.load(v_scale + slot * (4 * R) + t).to(tl.float32)
             m, total, acc = _absorb(s, visible, v, vs, m, total, acc, cap_at, CAPPED)
     some = tl.where(total != 0, total, 1.0)  # NaN counts as seen
-    out = acc / some[:, None] + tl.load(MV + bh * DV + dv, mask=dv < DV, other=0.0)[None, :]
+    out = acc / some[:, None]
+    if MV is not None:
+        out += tl.load(MV + bh * DV + dv, mask=dv < DV, other=0.0)[None, :]
     place = pid.to(tl.int64) * Q + tl.arange(0, Q)
     mask = (dv < DV)[None, :] & (place >= 0)[:, None]
     tl.store(O + place[:, None] * DV + dv[None, :], out, mask=mask)
@@ -750,7 +791,7 @@ def pack_lut(
 # %% ../../nbs/41_decode.ipynb #dd65ef74
 def _part_tables(q) -> tuple:  # (levels [2, 2, 16] fp32, (bits, channels, bits of the others))
     "Levels of whole and truncated codes for each group of channels, most bits first."
-    book, bits = getattr(q.codebook, "book", q.codebook), q.channel_bits
+    book, bits = q.codebook, q.channel_bits
     kinds, levels = sorted(set(bits), reverse=True), torch.zeros(2, 2, 16)
     for group, b in zip(levels, kinds):
         one = book.books[bits.index(b)] if isinstance(book, MixedCodebook) else book
@@ -785,9 +826,7 @@ class CodeTables(NamedTuple):
                 torch.stack([levels, more]).to(device),
                 (*channels, *others),
             )
-        books = [
-            getattr(q.codebook, "book", q.codebook) for q in (key, value)
-        ]  # before any tile was truncated
+        books = [q.codebook for q in (key, value)]  # before any tile was truncated
         levels, packed = torch.zeros(2, 16), []
         for row, book in zip(levels, books):
             row[: len(book.levels)] = book.levels.cpu()
@@ -832,9 +871,9 @@ def store_operands(
             dict(
                 key_signs=kt["signs"],
                 key_residual_norm=kt["residual_norm"],
-                key_sketch=key.sketch,
+                key_sketch=key.code.sketch,
             )
-            if store.key.signs
+            if store.key.extras
             else {}
         )
     return DecodeOperands(
@@ -858,7 +897,7 @@ def store_operands(
         start=store.start if padded else None,
         end=store.end,
         position=store.position,
-        cos_sin=store.rope_table if store.recipe.key.center == "pre_rope" else None,
+        cos_sin=store.rope_table,
         near_angles=None if angles is None else angles.near,
         far_angles=None if angles is None else angles.far,
         key_step=tables.steps[0],
@@ -1032,18 +1071,7 @@ def shared_arguments(x: DecodeOperands, s: DecodeSizes) -> dict:
 def plane_arguments(x: DecodeOperands, s: DecodeSizes) -> dict:
     "The planes of a kernel that reads codes."
     (k0, k1, k2), (v0, v1, v2) = ([*p, p[0], p[0]][:3] for p in (x.key_planes, x.value_planes))
-    return dict(
-        K0=k0,
-        K1=k1,
-        K2=k2,
-        V0=v0,
-        V1=v1,
-        V2=v2,
-        PAGES=x.packed_lut,
-        page_stride=0,
-        PAGED=False,
-        cap=s.tiles,
-    )
+    return dict(K0=k0, K1=k1, K2=k2, V0=v0, V1=v1, V2=v2, cap=s.tiles)
 
 
 NUMBER_SLOTS = dict(length="length", recent_from="recent_from", offset="offset")
@@ -1285,6 +1313,10 @@ def _signs(P, tile, i, r, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr):
     return tl.where(real, bit * 2.0 - 1.0, 0.0)
 
 # %% ../../nbs/41_decode.ipynb #a41d0003
+_NO_TABLE = dict.fromkeys(
+    "PAGES page_stride block_stride head_stride WORK requests KA VA".split()
+)
+_NO_TABLE |= dict(PAGED=False, LISTED=False)
 _NO_PARTS = dict.fromkeys(
     "L0 L1 L2 W0 W1 W2 key_old value_old SIGNS NORM SKETCHED".split()
 )  # None: Triton compiles the kernel without them
@@ -1341,6 +1373,19 @@ def is_interpreted() -> bool:
 _portable_launcher = Launcher(_portable_kernel)
 
 
+def plain_queries(
+    q: Tensor,  # [B, Hq, n, d]
+    heads: int,  # KV heads
+    rows: int,  # of a KV head, padded
+    scaling: float,
+) -> Tensor:  # [B, heads, rows, d] fp32, 0 in rows that only pad
+    "Query rows of each KV head, times the softmax scale."
+    batch, d, used = len(q), q.shape[3], q.shape[1] // heads * q.shape[2]
+    plain = q.new_zeros(batch, heads, rows, d, dtype=torch.float32)
+    plain[:, :, :used] = q.reshape(batch, heads, used, d).float() * scaling
+    return plain
+
+
 def portable_attention(
     x: DecodeOperands,
     # [B * H * rows, width] fp32, rows padded to 16 a KV head: added to scores
@@ -1351,8 +1396,7 @@ def portable_attention(
     shared, rows = shared_arguments(x, s), -(-s.rows // Q) * Q
     rule = SplitRule.of(x, s, s.batch * s.heads * rows // Q, 256, s.tile)
     parts = Parts.empty(x, s, Q, rule.splits(x.length - x.offset - s.chunk))
-    plain = q.new_zeros(s.batch, s.heads, rows, s.d, dtype=torch.float32)
-    plain[:, :, : s.rows] = q.reshape(s.batch, s.heads, s.rows, s.d).float() * x.scaling
+    plain = plain_queries(q, s.heads, rows, x.scaling)
     centred = x.key_mean is not None and bias is None  # every score of a row gets the same
     shift = rotate(plain, x.key_mean.float().mT) if centred else plain[..., 0] * 0
     mean = q.new_zeros(s.batch, s.heads, 1, s.dv) if x.value_mean is None else x.value_mean
@@ -1379,6 +1423,7 @@ def portable_attention(
             Q=Q,
             BIASED=bias is not None,
         )
+        | _NO_TABLE
         | _part_arguments(x, plain)
     )
     _portable_launcher.plain(

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..cache.packing import TILE, Layout
+from ..quant.mixed_precision import find_code
 from ..quant.quantizer import Recipe, as_recipe
 from ..theory.rotation import make_rotation
 from turboquant_nb.cache.store import (
@@ -1239,8 +1240,9 @@ def _backend(device: torch.device) -> str:
 def _side_reason(spec, d: int) -> str:
     if type(spec.bits) is not int:
         return f"bits must be one integer, not {spec.bits!r}"
-    if spec.residual == "qjl":
-        return "a QJL residual needs the sketch of the error"
+    why = "" if spec.center == "auto" else spec.centre.refuses("kernels")
+    if why := why or find_code(spec, d).refuses("encode"):
+        return why
     if d % 16 or not 16 <= d <= 256:
         return f"head size must be a multiple of 16 up to 256, not {d}"
     return ""
@@ -1537,7 +1539,7 @@ _BOOKS, _ROTATIONS = (
 def _quantizer_tables(q) -> tuple:
     """Rotation and table of a quantizer, as kernels want them; layers share both. Making them
     waits for the device."""
-    r, book = q.rotation, getattr(q.codebook, "book", q.codebook)
+    r, book = q.rotation, q.codebook
     if r not in _ROTATIONS:
         _ROTATIONS[r] = (
             _seeded_rotation(r.kind, q.d, r.seed, q.device)
@@ -1569,7 +1571,7 @@ def target(
         mean,
         side.truncated_tiles if side.truncated_planes else 0,
     )
-    if side.q.spec.center != "pre_rope":
+    if not side.q.centre.rotates:
         return out
     return out._replace(cos_sin=store.rope_table, start=store.start, base=store.offset)
 
@@ -1601,7 +1603,7 @@ class _SidePlan:
     def __init__(self, q, dtype, device, rope):
         bits, centred, (rotation, table) = (
             max(q.channel_bits),
-            q.spec.center != "none",
+            q.centre.holds_mean,
             _quantizer_tables(q),
         )
         of = dict(
@@ -1964,9 +1966,11 @@ def fused_mean(
 ) -> Tensor:  # [B, H, 1, d] bf16
     """The mean that `KVStore.append` takes of a first chunk, in one pass over its states;
     `prompt_mean` says what it is."""
+    if not side.q.centre.by_kernel:
+        return store._first_mean(side, x)
     (b, h, n, d), skip = x.shape, store.recipe.sinks
     x = x if x.stride(3) == 1 else x.contiguous()
-    rope = side.q.spec.center == "pre_rope"
+    rope = side.q.centre.rotates
     half = store.rope_table.shape[1] // 2 if rope else 0
     each = max(128, -(-n * b * h // (4 * _processors(x.device)[0])))
     sums = torch.empty(b * h, -(-n // each), d + 1, dtype=torch.float32, device=x.device)
@@ -2042,7 +2046,7 @@ def _code_long(sides, start, position, flags, cos_sin, max_length):
     plan, to = _plan_of_sides(sides, cos_sin), []
     for s, q in zip(sides, plan.qs):
         planes = [s.t[name] for name in s.coder.groups[0].names]
-        more = dict(cos_sin=cos_sin, start=start) if s.pre_rope else {}
+        more = dict(cos_sin=cos_sin, start=start) if s.centre.rotates else {}
         to.append(
             Target(
                 planes,

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ..cache.attention import _check_attend
-from ..theory.codebook import Codebook
 from turboquant_nb.kernels.decode import (
     CodeTables,
     DecodeOperands,
@@ -46,27 +45,27 @@ def _run_portable(x: DecodeOperands) -> tuple:  # (output, log-sum-exp)
 # %% ../../nbs/44_launch.ipynb #22ce7e35
 def _parts_reason(name: str, q) -> str:
     "Why the codes of one side are not planes of one width with one table; empty if they are."
-    bits, book = set(q.channel_bits), getattr(q.codebook, "book", q.codebook)
-    if q.spec.residual == "qjl":
-        return f"{name}: a QJL residual needs the sketch of the query"
-    if len(bits) > 1 or not isinstance(book, Codebook):
-        return f"{name}: all channels must have equally many bits, got {sorted(bits)}"
-    return ""
+    why = q.code.whole.refuses("decode")
+    return f"{name}: {why}" if why else ""
 
 
 def _side_reason(name: str, q, tile: int) -> str:
     "Why no kernel can read the codes of one side, in parts or not; empty if one can."
-    bits, book = q.channel_bits, getattr(q.codebook, "book", q.codebook)
+    if why := q.centre.refuses("kernels"):
+        return f"{name}: {why}"
+    code, bits = q.code.whole, q.channel_bits
     groups = [bits.count(b) for b in sorted(set(bits), reverse=True)]
-    if q.spec.residual == "qjl" and name != "keys":
+    if code.extras and name != "keys":
         return f"{name}: a QJL residual is served for keys only"
+    if not code.extras and code.edges is None:
+        return f"{name}: {code.refuses('decode')}"
     if [*bits] != sorted(bits, reverse=True) or len(groups) > 2 or any(n % 2 for n in groups):
         return (
             f"{name}: channels must be one or two groups of even size, the one with more bits "
             f"first, got sizes {groups}"
         )
-    if isinstance(book, Codebook) and not book.grid:
-        return f"{name}: levels must be on their int8 grid (Codebook.to_int8_grid)"
+    if len(set(bits)) == 1 and not code.extras and code.lut is None:
+        return f"{name}: {code.refuses('decode')}"
     if q.d % 16 or not 16 <= q.d <= 256:
         return f"{name}: head size must be a multiple of 16 up to 256, got {q.d}"
     if tile < 16 or tile & (tile - 1):
@@ -164,7 +163,7 @@ _PLANS = WeakKeyDictionary()
 def _angles_of(store: KVStore) -> AngleTables | None:
     """Tables of the pre-RoPE mean of a store; None without one, or where tiles are larger than
     those of the tensor-core kernel."""
-    if store.recipe.key.center != "pre_rope" or store.tile > 256:
+    if store.rope_table is None or store.tile > 256:
         return None
     return angle_tables(store.cos_sin, len(store.rope_table), store.tile)
 

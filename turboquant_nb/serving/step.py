@@ -35,7 +35,7 @@ from turboquant_nb.kernels.cells import (
 )
 from ..quant.calibration import Calibration, load_calibration
 from ..quant.mixed_precision import make_quantizer
-from ..quant.quantizer import PRESETS, Quantizer, Recipe, preset
+from ..quant.quantizer import CODES, PRESETS, Quantizer, Recipe, preset
 from ..theory.transforms import HeadTransform, register_transform
 
 # %% ../../nbs/76_serving.ipynb #76a0000b
@@ -81,6 +81,10 @@ def serving_recipe(
             reasons.append(
                 f"{name} must have one number of bits and no QJL residual, got "
                 f"bits={side.bits!r}, residual={side.residual!r}"
+            )
+        if side.codebook in CODES:
+            reasons.append(
+                f"{name}.codebook must be a table, got {side.codebook!r}: kernels know no other"
             )
         if side.scale_dtype == "float32":
             reasons.append(f"{name}.scale_dtype must have 2 bytes, got 'float32'")

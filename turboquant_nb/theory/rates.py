@@ -135,6 +135,8 @@ class MixedCodebook:
 
     def to(self, device) -> "MixedCodebook":
         "The same with its tables on `device`."
+        if all(b is None or b.levels.device == torch.device(device) for b in self.books):
+            return self
         moved = {id(book): book and book.to(device) for _, _, book in self.groups}
         std = None if self.std is None else self.std.to(device)
         return MixedCodebook(

@@ -196,10 +196,10 @@ class Transform:
             raise ValueError(f"a transform of {len(self.matrix)} heads cannot serve {heads}")
 
     @classmethod
-    def supports(cls, use: str) -> tuple[bool, str]:
-        """Whether it may stand before `use`, "values" or "qjl" (a residual's sketch), and the
-        reason if not."""
-        return True, ""
+    def refuses(cls, use: str) -> str:
+        """Why it may not stand before `use`, "values" or "sketch" (of a residual); empty if it
+        may."""
+        return ""
 
 # %% ../../nbs/11_rotation.ipynb #5855a522
 @dataclass(frozen=True, eq=False)

@@ -259,15 +259,14 @@ class HeadTransform(Transform):
         return HeadTransform(self.name, *moved)
 
     @classmethod
-    def supports(cls, use: str) -> tuple[bool, str]:
-        "Keys only, without a QJL residual."
-        why = {
+    def refuses(cls, use: str) -> str:
+        "Keys only, without a sketched residual."
+        return {
             "values": (
                 "head transforms are for keys: for values they gain nothing (see transforms)"
             ),
-            "qjl": "a QJL residual is of rotated vectors, not of those of a head transform",
+            "sketch": "a QJL residual is of rotated vectors, not of those of a head transform",
         }.get(use, "")
-        return not why, why
 
 # %% ../../nbs/14_transforms.ipynb #b5c1fcfa
 _ROTATIONS = ("hadamard", "haar", "identity")  # what `make_rotation` makes from a name

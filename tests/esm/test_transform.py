@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 
-from tests.helpers import DATA
 from turboquant_nb.esm import transform as M
 from turboquant_nb.esm.transform import (
     RECIPES,
@@ -17,7 +16,6 @@ from turboquant_nb.esm.transform import (
     code_states,
     load_code,
     look_up,
-    transformed_states,
     save_code,
 )
 
@@ -28,13 +26,10 @@ def side(bits, seed=0, inv_freq=None):
     layers, heads, d = bits.shape
     into = torch.linalg.qr(torch.randn(layers, heads, d, d, generator=g))[0]
     into = into * torch.rand(layers, heads, d, 1, generator=g).add(0.5)
-    levels, edges = {}, {}
-    for b in sorted(set(bits.flatten().tolist()) - {0}):
-        n = int((bits == b).sum())
-        levels[b] = torch.randn(n, 2**b, generator=g).sort(1).values
-        edges[b] = (levels[b][:, 1:] + levels[b][:, :-1]) / 2
+    count = {b: int((bits == b).sum()) for b in set(bits.flatten().tolist()) - {0}}
+    levels = {b: torch.randn(n, 2**b, generator=g).sort(1).values for b, n in count.items()}
     mean = torch.randn(layers, heads, d, generator=g)
-    return SideCode(mean, into, into.inverse(), bits, levels, edges, inv_freq)
+    return SideCode(mean, into, into.inverse(), bits, M.join_levels(bits, levels), inv_freq)
 
 
 @pytest.mark.parametrize("d, heads", [(4, 1), (8, 3), (16, 20), (24, 2), (64, 2)])
@@ -48,21 +43,20 @@ def test_round_trip(d, heads, most, pre_rope):
     x = torch.randn(3, 2, heads, 5, d, generator=g)
     at = torch.arange(5) + torch.tensor([[0], [-3]])
     packed = code_states(s, x, at)
-    assert packed.shape == (2, 5, sum(s.width(i) for i in range(3)))
-    z = torch.einsum("lhde,lbhne->lbhnd", s.into, x - M.centre_at(s.mean, at, s.inv_freq))
-    first, rows = 0, dict.fromkeys(s.levels, 0)
-    for i in range(3):
-        got = transformed_states(s, packed[..., first : first + s.width(i)], i)
-        first += s.width(i)
+    assert packed.shape == (2, 5, sum(s.widths))
+    z = M.transform_states(s, x, at).view(3, heads, d, 2, 5)
+    tables, first = iter(s.levels.split((2 ** bits.flatten().long()).tolist())), 0
+    for i, width in enumerate(s.widths):
+        rows = packed[..., first : first + width].mT.contiguous()
+        got, first = look_up(s, rows, i, i + 1)[:, 0], first + width
         for h, j in itertools.product(range(heads), range(d)):
-            b = int(bits[i, h, j])
-            if not b:
-                assert not got[:, h, :, j].any()
-                continue
-            levels, rows[b] = s.levels[b][rows[b]], rows[b] + 1
-            near = (z[i, :, h, :, j, None] - levels).abs().min(-1).values
-            far = (z[i, :, h, :, j] - got[:, h, :, j]).abs()
+            near = (z[i, h, j, ..., None] - next(tables)).abs().min(-1).values
+            far = (z[i, h, j] - got[:, h, j]).abs()
             torch.testing.assert_close(far, near, rtol=1e-3, atol=1e-5)
+        back = M.decode_states(s, packed[..., first - width : first], at, i)
+        mean = M.centre_at(s.mean[i], at, s.inv_freq)
+        want = torch.einsum("hed,bhdn->bhne", s.into[i].inverse(), got) + mean
+        torch.testing.assert_close(back, want, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("most", [1, 3, 8])
@@ -73,16 +67,14 @@ def test_several_layers_are_looked_up_at_once(most):
     bits = torch.randint(0, most + 1, (4, 3, 8), generator=g).to(torch.uint8)
     bits[2] = 0  # a layer without bits among others
     s, x = side(bits), torch.randn(4, 2, 3, 9, 8, generator=g)
-    store = torch.zeros(2, sum(s.width(i) for i in range(4)), 12, dtype=torch.uint8)
+    store = torch.zeros(2, sum(s.widths), 12, dtype=torch.uint8)
     store[:, :, :9] = code_states(s, x, torch.arange(9).expand(2, -1)).mT
-    edges = torch.tensor([0, *(s.width(i) for i in range(4))]).cumsum(0).tolist()
-    one = torch.stack(
-        [
-            transformed_states(s, store[:, a:b, :9].mT, i).mT
-            for i, (a, b) in enumerate(itertools.pairwise(edges))
-        ],
-        1,
-    )
+    edges = list(itertools.accumulate(s.widths, initial=0))
+    one = [
+        look_up(s, store[:, a:b, :9].contiguous(), i, i + 1)
+        for i, (a, b) in enumerate(itertools.pairwise(edges))
+    ]
+    one = torch.cat(one, 1)
     workspace = Workspace()
     look_up(s, store, 0, 4, workspace)
     for first, last in ((0, 4), (1, 4), (0, 2), (2, 3), (1, 3)):
@@ -94,33 +86,33 @@ def test_several_layers_are_looked_up_at_once(most):
 def test_width_counts_whole_bytes():
     bits = torch.tensor([[[3, 1, 2, 0]], [[4, 4, 4, 4]]], dtype=torch.uint8)
     s = side(bits)
-    assert [s.width(i) for i in range(2)] == [3, 4]
+    assert s.widths == [3, 4]
     nine = torch.ones(1, 1, 9, dtype=torch.uint8)
-    assert side(nine).width(0) == 2
+    assert side(nine).widths == [2]
 
 
 def test_recipes():
     for name, r in RECIPES.items():
         assert M.as_transform(name) == (name, r) and M.as_transform(r) == (name, r)
-    assert M.as_transform(TransformRecipe(sinks=3))[0] == "custom"
-    for bad in (dict(allocation="x"), dict(min_bits=4), dict(sinks=-1), dict(one_table=True)):
-        with pytest.raises(ValueError):
-            TransformRecipe(**bad)
-    for bad in (
-        dict(bits=0),
-        dict(bits=9),
-        dict(rotation="x"),
-        dict(table="x"),
-        dict(center="x"),
+    assert M.as_transform(TransformRecipe(outliers=3.0))[0] == "custom"
+    for bad, words in (
+        (dict(allocation="x"), "allocation must be"),
+        (dict(min_bits=4), "min_bits must be"),
+        (dict(outliers=-1.0), "outliers must be"),
+        (dict(value=SideSpec(center="pre_rope")), "RoPE rotates no values"),
+        (dict(key=SideSpec(2.5), allocation="none"), "bits must be an integer"),
     ):
-        with pytest.raises(ValueError):
-            SideSpec(**bad)
+        with pytest.raises(ValueError, match=words):
+            TransformRecipe(**bad)
+    for name, bad in (("bits", 0), ("bits", 9), ("rotation", "x"), ("center", "x")):
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            SideSpec(**{name: bad})
 
 
 def test_file_and_held_out(tmp_path):
     bits = torch.randint(0, 5, (2, 3, 8), generator=torch.Generator().manual_seed(0))
     key, value = side(bits.to(torch.uint8), 1, torch.ones(4)), side(bits.to(torch.uint8), 2)
-    hashes = torch.tensor([M._text_hash("MKV")])
+    hashes = M.text_hashes(["MKV"])
     code = TransformCode(key, value, RECIPES["water2"], {"model": "x"}, hashes)
     path = tmp_path / "a.safetensors"
     save_code(code, path)
@@ -137,35 +129,6 @@ def test_file_and_held_out(tmp_path):
     back.check_held_out(["AAA"])
     with pytest.raises(FileNotFoundError):
         load_code(tmp_path / "b")
-
-
-def test_file_of_the_first_format():
-    """A file written by version 0.1.0: recipe, tables, and what given bytes stand for, to the
-    bit."""
-    code = load_code(DATA / "esm-code-1.safetensors")
-    want = TransformRecipe(
-        SideSpec(2.0, center="pre_rope"), SideSpec(2.0), sinks=1, outliers=0.25
-    )
-    assert code.recipe == want and code.header["name"] == "custom"
-    assert code.bits_per_value == 3.0 and code.tables_nbytes == 2376
-    assert code.key.bits.flatten().tolist() == [3, 3, 3, 1, 4, 4, 3, 2, 1, 1, 1, 1, 2, 1, 1, 1]
-    means = {
-        "key": [
-            -0.021849308162927628,
-            -0.02669123187661171,
-            -0.025320617482066154,
-            -0.014073430560529232,
-            -0.029652411118149757,
-        ],
-        "value": [
-            -0.21021448075771332,
-            0.32613062858581543,
-            -0.12159892171621323,
-            -0.028813159093260765,
-            0.15753409266471863,
-        ],
-    }
-    for name, values in means.items():
-        s = getattr(code, name)
-        packed = (torch.arange(3 * s.width(1)) * 37 % 256).to(torch.uint8).view(1, 3, -1)
-        assert transformed_states(s, packed, 1).flatten()[::5].tolist() == values
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="not a readable code"):
+        load_code(path)

@@ -1,0 +1,581 @@
+"Stores, clocks and attention at their edges: each test names the change that it must see."
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from turboquant_nb.cache.attention import attend, dense_attention
+from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec
+from turboquant_nb.cache.store import KVStore, Side, _encode_quietly
+from turboquant_nb.testing import same
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# ---------------------------------------------------------------- the store
+
+
+def states(n, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(2, 2, n, 8, generator=g) for _ in "kv"]
+
+
+def test_freed_tiles_of_a_bounded_store_stay_allocated():
+    "With max_length its tensors have one size for ever: what is freed in front is room behind."
+    store = KVStore(Recipe(sinks=1, recent=4), 2, 2, 8, tile=8, max_length=64)
+    store.append(*states(40))
+    before, want = store.capacity, [x[:, :, 16:] for x in store.read()]
+    store.evict(20)
+    assert (
+        store.offset == 16
+        and store.capacity == before
+        and store.nbytes == store.expected_nbytes()
+    )
+    for a, b in zip(store.read(), want):
+        same(a, b.contiguous())
+
+
+def test_a_crop_takes_the_ends_of_rows_along():
+    "An end beyond what is left would hide nothing now and show too much later."
+    store = KVStore(Recipe(sinks=1, recent=4), 2, 2, 8, tile=8)
+    store.append(*states(40))
+    store.set_range(end=torch.tensor([38, 20]))
+    store.crop(10)
+    assert store.length == 30 and store.end.tolist() == [30, 20]
+
+
+def test_a_new_side_has_no_tiles():
+    "What it allocates is for exact tokens and the mean; tiles come with tokens."
+    side = Side(Spec(3, center="prompt_mean"), 16, "channel", 8).allocate(
+        2, 3, sinks=1, recent=4
+    )
+    assert {n: t.shape[2] for n, t in side.tensors.items()} == dict.fromkeys(
+        [n for n in side.tensors if n.startswith("plane")], 0
+    ) | {"scale": 0, "sinks": 1, "recent": 4, "mean": 1}
+
+
+def test_any_part_of_a_store_is_read_as_the_whole_is():
+    "Exact tokens at the ends of the part, inside it and beside it."
+    store = KVStore(Recipe(sinks=2, recent=5), 2, 2, 8, tile=8)
+    store.append(*states(21))
+    whole = store.read()
+    for first in (0, 1, 3, 15, 17, 20):
+        for last in (first + 1, 2, 3, 16, 18, 20, 21):
+            if first < last:
+                for x, y in zip(store.read(first, last), whole):
+                    same(x, y[:, :, first:last].contiguous())
+
+
+def test_a_store_of_one_token():
+    store = KVStore(Recipe(), 2, 2, 8, max_length=1)
+    store.append(*states(1))
+    with pytest.raises(ValueError, match="max_length is 1"):
+        store.append(*states(1))
+
+
+def test_states_with_different_numbers_of_tokens_are_counted():
+    store = KVStore(Recipe(), 2, 2, 8)
+    with pytest.raises(ValueError, match="equally many tokens, got 3 and 5"):
+        store.append(states(3)[0], states(5)[1])
+
+
+@pytest.mark.parametrize("static", (False, True))
+@pytest.mark.parametrize("crop", (1, 2, 3))
+def test_what_is_left_of_a_tail_ends_with_the_store(static, crop):
+    """A tail that begins late: after the crop its states are those of the positions that are
+    left, and so is the ring."""
+    recipe = Recipe(sinks=1, recent=4)
+    more = dict(max_length=64, static=True) if static else {}
+    store, bare = (KVStore(recipe, 2, 2, 8, 12, tile=8, **more) for _ in range(2))
+    g = torch.Generator().manual_seed(1)
+    k, v = torch.randn(2, 2, 33, 8, generator=g), torch.randn(2, 2, 33, 12, generator=g)
+    for s in (store, bare):
+        s.append(k[:, :, :30], v[:, :, :30])
+    tail = store.tail_with(k[:, :, 30:], v[:, :, 30:])
+    assert (tail.first, tail.past, tail.end) == (
+        26,
+        30,
+        33,
+    ) and tail.nbytes == 4 * 2 * 2 * 7 * (8 + 12)
+    store.append(k[:, :, 30:], v[:, :, 30:])
+    left = store.crop(crop, tail)
+    assert (left.first, left.end, store.length) == (26, 33 - crop, 33 - crop)
+    same(left.key, k[:, :, 26 : 33 - crop].contiguous())
+    if crop < 3:
+        bare.append(k[:, :, 30 : 33 - crop], v[:, :, 30 : 33 - crop])
+    for a, b in zip(store.read(), bare.read()):
+        same(a, b)
+    for name in ("key", "value"):
+        for a, b in zip(store.exact(name), bare.exact(name)):
+            same(a, b)
+
+
+def test_a_crop_without_a_tail_gives_up_exact_tokens():
+    """The ring was overwritten by what is cropped: only slots of tokens before it are still
+    exact."""
+    store = KVStore(Recipe(sinks=0, recent=4), 2, 2, 8, tile=8)
+    k, v = states(20)
+    store.append(k, v)
+    store.crop(2)
+    assert store.past_exact_from == 16 and store.exact("key")[1].max() == 17
+    for x, y in zip(store.read(16), (k, v)):
+        same(x, y[:, :, 16:18].contiguous())
+
+
+def test_codes_outside_an_embedded_table_are_refused():
+    store = KVStore(Recipe(Spec(3), Spec(3), sinks=0, recent=0, decay=8), 1, 1, 8, tile=8)
+    store.append(*(x[:1, :1] for x in states(32)))
+    code, symbols = store.key.q.code, torch.tensor([[11] * 8], dtype=torch.uint8)
+    assert code.levels(symbols, check_range=True).isfinite().all()
+    with pytest.raises(ValueError, match=r"codes must lie in 0\.\.3, got 4"):
+        code.levels(symbols + 1, check_range=True)
+
+
+def test_a_range_is_checked_entry_by_entry_and_is_the_stores_own():
+    """The largest entry decides at the top, the smallest at the bottom; whoever changes his
+    tensor later changes nothing here."""
+    store = KVStore(Recipe(), 3, 1, 8)
+    assert store.ranges.starts == (0, 0, 0) and KVStore(Recipe(), 1, 1, 8).ranges.starts == (0,)
+    store.append(*(torch.randn(3, 1, 9, 8) for _ in "kv"))
+    for bad in ([0, 3, 10], [10, 0, 3], [-1, 3, 9]):
+        with pytest.raises(ValueError, match="end must be from 0 to 9"):
+            store.set_range(end=torch.tensor(bad))
+    for mine, want in ((torch.tensor([9, 3, 0]), [9, 3, 0]), (torch.tensor([4]), [4, 4, 4])):
+        store.set_range(end=mine)
+        mine.zero_()
+        assert store.end.tolist() == want
+        store.end[0] -= 1
+        assert store.end.tolist() == [want[0] - 1, *want[1:]]
+
+
+def test_an_empty_store_has_no_tile():
+    "What grows begins with nothing, what has a length with all of it."
+    for limit, tiles in ((None, 0), (1, 1), (8, 1), (9, 2)):
+        store = KVStore(Recipe(), 2, 2, 8, tile=8, max_length=limit)
+        assert store.key.tiles == store.value.tiles == tiles and store.capacity == 8 * tiles
+
+
+def test_only_the_tiles_that_tokens_lie_in_are_unpacked(monkeypatch):
+    from turboquant_nb.cache import store as module
+
+    store, seen, unpack = KVStore(Recipe(), 2, 2, 8, tile=8), [], module.unpack
+    store.append(*states(80))
+    monkeypatch.setattr(
+        module,
+        "unpack",
+        lambda planes, layout: seen.append(planes[0].shape[2]) or unpack(planes, layout),
+    )
+    for first, last, tiles in ((0, 80, 10), (8, 16, 1), (7, 17, 3), (30, 31, 1), (72, 80, 1)):
+        seen.clear()
+        store.coded("key", first, last)
+        assert seen == [tiles]
+
+
+def test_the_counter_among_the_flags_is_no_flag():
+    """Five are raised, the sixth number counts for kernels: `sync` says nothing of it, and
+    nothing of ours raises it."""
+    store = KVStore(Recipe(sinks=1, recent=4), 2, 2, 8, tile=8, max_length=16, static=True)
+    store.append(*states(10))
+    store.flags[5] = 4
+    assert store.sync() == 10 and store.flags.tolist() == [0, 0, 0, 0, 0, 4]
+    unsynced(store, states(9))
+    assert store.flags.tolist() == [0, 0, 0, 0, 1, 4]
+
+
+def test_tensors_without_their_start_or_header_are_no_store():
+    store = KVStore(Recipe(), 1, 1, 8)
+    store.append(*(x[:1, :1] for x in states(9)))
+    tensors, header = store.state()
+    for t, h in (
+        ({n: x for n, x in tensors.items() if n != "start"}, header),
+        (tensors, {n: x for n, x in header.items() if n != "d"}),
+    ):
+        with pytest.raises(ValueError, match="not the state of a single store"):
+            KVStore.from_state(t, h)
+
+
+def test_a_store_that_lost_all_has_whole_tiles_again():
+    store = KVStore(Recipe(Spec(3), Spec(3), sinks=0, recent=0, decay=4), 2, 2, 8, tile=8)
+    store.append(*states(40))
+    assert store.key.truncated_tiles == 4
+    for crop, left in ((7, 4), (16, 3), (16, 1), (1, 0)):  # 33, 17, 1 and 0 tokens
+        store.crop(crop)
+        assert (
+            store.key.truncated_tiles == store.value.truncated_tiles == left
+            and store.nbytes == store.expected_nbytes()
+        )
+
+
+@pytest.mark.parametrize("recent", (0, 1, 2))
+def test_a_tail_of_few_recent_tokens(recent):
+    store = KVStore(Recipe(sinks=0, recent=recent), 2, 2, 8, tile=8)
+    k, v = states(12)
+    store.append(k[:, :, :10], v[:, :, :10])
+    tail = store.tail_with(k[:, :, 10:], v[:, :, 10:])
+    assert (tail.first, tail.past, tail.end) == (10 - recent, 10, 12)
+    same(tail.key, k[:, :, 10 - recent :].contiguous())
+    same(tail.value, v[:, :, 10 - recent :].contiguous())
+    store.append(k[:, :, 10:], v[:, :, 10:])
+    left = store.crop(1, tail)
+    assert left.end == 11 and store.exact("key")[1][0].tolist() == list(range(11 - recent, 11))
+    same(store.exact("key")[0], k[:, :, 11 - recent : 11].contiguous(), allow_empty=True)
+
+
+@pytest.mark.parametrize("parts", ((16,), (10, 6), (15, 1)))
+def test_a_static_store_takes_what_fits_to_the_last_token(parts):
+    "By number and by position, at once and in parts; one token more is refused or noted."
+    one, two = (
+        KVStore(Recipe(sinks=1, recent=4), 2, 2, 8, tile=8, max_length=16, static=True)
+        for _ in range(2)
+    )
+    k, v = states(16)
+    for a, b in zip(k.split(parts, 2), v.split(parts, 2)):
+        one.append(a, b)
+        unsynced(two, (a, b))
+    assert one.length == two.sync() == 16
+    for name in ("key", "value"):
+        assert (
+            one.coded(name, 0, 16).codes != two.coded(name, 0, 16).codes
+        ).float().mean() < 0.01  # the mean is summed in another order
+        assert two.coded(name, 0, 16).scale.isfinite().all()
+    with pytest.raises(ValueError, match="cannot append 1 tokens to 16"):
+        one.append(k[:, :, :1], v[:, :, :1])
+    unsynced(two, (k[:, :, :1], v[:, :, :1]))
+    with pytest.raises(ValueError, match="more tokens than max_length"):
+        two.sync()
+
+
+ASKING = dict(
+    read=lambda s: s.read()[0].shape[2],
+    append=lambda s: s.append(*states(1)) or s.length - 1,
+    crop=lambda s: s.crop(1) or s.length + 1,
+    state=lambda s: s.state()[1]["length"],
+    set_range=lambda s: s.set_range(start=0) or s.length,
+    attend=lambda s: attend(torch.ones(2, 2, 23, 8), s)[0].shape[2],
+)
+
+
+@pytest.mark.parametrize("what", ASKING)
+def test_a_static_store_is_asked_after_the_device(what):
+    "Whatever is done with it, tokens that a recorded step appended count."
+    store = KVStore(Recipe(sinks=1, recent=4), 2, 2, 8, tile=8, max_length=64, static=True)
+    store.append(*states(20))
+    unsynced(store, states(3, 1))
+    assert store.length == 20 and ASKING[what](store) == 23
+
+
+def test_a_store_grows_by_an_eighth():
+    "Nine tiles and one token more: eleven; one and one: two; many at once: what they need."
+    for have, more, want in ((9, 1, 11), (1, 1, 2), (16, 1, 18), (2, 80, 12)):
+        store = KVStore(Recipe(), 2, 2, 8, tile=8)
+        store.append(*states(8 * have))
+        assert store.key.tiles == have
+        store.append(*states(more))
+        assert store.key.tiles == store.value.tiles == want
+
+
+@pytest.mark.parametrize("d", (8, 12))
+def test_a_static_store_that_went_back_is_as_one_that_never_was_ahead(d):
+    "Codes are written over others, whose bits must go; back at 0 the mean is taken anew."
+    recipe = Recipe(
+        Spec(3, center="prompt_mean"), Spec(2, center="prompt_mean"), sinks=1, recent=4
+    )
+    g = torch.Generator().manual_seed(2)
+    draw = lambda n: [torch.randn(2, 2, n, d, generator=g) + 3 for _ in "kv"]
+    first, other, then = draw(11), draw(9), draw(2)
+    store, bare = (
+        KVStore(recipe, 2, 2, d, tile=8, max_length=64, static=True) for _ in range(2)
+    )
+    for crop in (5, 11):
+        store.crop(store.length)
+        assert not store.key.mean.any() and not store.value.mean.any()
+        store.append(*first)
+        for _ in range(2):
+            by_position(store, then)
+        store.crop(crop)
+        bare.crop(bare.length)
+        bare.append(*first)
+        bare.crop(max(0, crop - 4))
+        assert store.length == bare.length == 15 - crop
+        for part in zip(*(x.split(2, 2) for x in other)):
+            by_position(store, part), by_position(bare, part)
+        for name in ("key", "value"):
+            a, b = (s.coded(name, 0, s.sync()) for s in (store, bare))
+            assert torch.equal(a.codes, b.codes) and torch.equal(a.scale, b.scale)
+
+
+def by_position(store, states):
+    "Append as a recorded step does: where the device's position says."
+    from turboquant_nb.cache.store import _append_by_position
+
+    _append_by_position(*store._by_position(*states))
+    store.sync()
+
+
+# ---------------------------------------------------------------- attention and planes
+
+
+def test_what_is_freed_in_front_is_not_asked_for_behind():
+    """After an eviction a store holds the tiles that its tokens need, and grows by an eighth at
+    most."""
+    store = KVStore(Recipe(sinks=1, recent=4), 2, 2, 8, tile=8)
+    store.append(*states(160))
+    store.evict(152)
+    assert store.offset == 152 and store.key.tiles == 1
+    store.append(*states(1))
+    assert store.key.tiles == 2
+    store.append(*states(7))
+    assert store.key.tiles == 2
+
+
+def test_a_static_store_shows_what_it_holds_and_no_more():
+    "Outside a recording the host knows the length: `coded` ends there, not at max_length."
+    store = KVStore(Recipe(sinks=1, recent=4), 2, 2, 8, tile=8, max_length=64, static=True)
+    store.append(*states(20))
+    store.coded("key", 0, 20)
+    with pytest.raises(ValueError, match=r"positions must lie in \[0, 20\], got \[0, 21\)"):
+        store.coded("key", 0, 21)
+    assert store._now == 20 and store.past_exact_from == 16
+
+
+def test_a_start_may_lie_as_far_as_positions_go():
+    "Before any token 2^31, a position being an int32; afterwards the length."
+    store = KVStore(Recipe(), 2, 2, 8)
+    store.set_range(start=2**31)
+    with pytest.raises(ValueError, match=f"start must be from 0 to {2**31}, got"):
+        store.set_range(start=2**31 + 1)
+
+
+def test_a_tail_where_the_device_counts():
+    """Recorded as eager: positions and states are those of the last `recent` tokens and the
+    chunk."""
+    from turboquant_nb.cache.store import CAPTURE
+
+    store = KVStore(Recipe(sinks=1, recent=4), 2, 2, 8, tile=8, max_length=64, static=True)
+    store.append(*states(21))
+    want = store.tail_with(*states(3, 1))
+    CAPTURE.tape = True
+    try:
+        got = store.tail_with(*states(3, 1))
+        assert (
+            (int(got.first), int(got.past), int(got.end))
+            == (want.first, want.past, want.end)
+            == (17, 21, 24)
+        )
+    finally:
+        CAPTURE.tape = False
+    same(got.key, want.key), same(got.value, want.value)
+
+
+@pytest.mark.parametrize("n", (1, 2, 3))
+def test_a_ring_with_a_gap_is_filled_from_the_tail(n):
+    """After a deep crop the ring holds less than it could; a tail then begins late, and gives
+    back what it has."""
+    store, recipe = (
+        KVStore(Recipe(sinks=0, recent=4), 2, 2, 8, tile=8),
+        Recipe(sinks=0, recent=4),
+    )
+    k, v = states(23)
+    store.append(k[:, :, :20], v[:, :, :20])
+    store.crop(2)
+    tail = store.tail_with(k[:, :, 20:], v[:, :, 20:])
+    assert (tail.first, tail.past, tail.end) == (16, 18, 21)
+    store.append(k[:, :, 20:], v[:, :, 20:])
+    assert store.crop(n, tail).end == store.length == 21 - n
+    order = [*range(18), 20, 21, 22]
+    at = torch.tensor(order[max(16, 21 - n - 4) : 21 - n])
+    states_, positions = store.exact("key")
+    held = [(p, i) for i, p in enumerate(positions[0].tolist()) if p >= 0]
+    assert (
+        sorted(p for p, _ in held) == list(range(max(16, 21 - n - 4), 21 - n))
+        and recipe.recent == 4
+    )
+    same(torch.stack([states_[:, :, i] for _, i in sorted(held)], 2), k[:, :, at])
+
+
+def test_a_crop_of_a_static_store_asks_the_device_first():
+    "Tokens that a recorded step appended count, though the host has not been told."
+    store, bare = (
+        KVStore(Recipe(sinks=1, recent=4), 2, 2, 8, tile=8, max_length=64, static=True)
+        for _ in range(2)
+    )
+    for s in (store, bare):
+        s.append(*states(20))
+    unsynced(store, states(3, 1))
+    assert store.length == 20
+    store.crop(2)
+    bare.append(*(x[:, :, :1] for x in states(3, 1)))
+    assert store.length == int(store.position) == 21
+    for name in ("key", "value"):
+        same(store.coded(name, 0, 21).codes, bare.coded(name, 0, 21).codes)
+
+
+def unsynced(store, states):
+    "Append as a recorded step does, and tell the host nothing."
+    from turboquant_nb.cache.store import _append_by_position
+
+    _append_by_position(*store._by_position(*states))
+
+
+@pytest.mark.parametrize("center", ("prompt_mean", "pre_rope"))
+@pytest.mark.parametrize("tokens", range(7))
+def test_the_first_chunk_of_any_length_has_its_mean(center, tokens):
+    """By position as by number: 0 up to one token after the sinks, the shrunk mean from two on,
+    every last bit but rounding to bfloat16."""
+    recipe, freq = (
+        Recipe(Spec(3, center=center), Spec(3, center="prompt_mean"), sinks=2, recent=3),
+        0.5 ** torch.arange(1.0, 5.0),
+    )
+    one, two = (
+        KVStore(recipe, 2, 2, 8, tile=16, max_length=32, static=True, inv_freq=freq)
+        for _ in range(2)
+    )
+    k, v = (x + 2 for x in states(tokens + 1))
+    one.append(k, v)
+    unsynced(two, (k, v))
+    for a, b in zip(one.sides, two.sides):
+        assert bool(a.mean.any()) == (tokens + 1 - 2 >= 2)
+        torch.testing.assert_close(a.mean, b.mean, rtol=2**-7, atol=2**-7)
+
+
+def test_a_file_says_what_it_lacks_or_has_instead():
+    store = KVStore(Recipe(), 1, 1, 8)
+    store.append(*(x[:1, :1] for x in states(9)))
+    tensors, header = store.state()
+    with pytest.raises(
+        ValueError, match="value.scale must be torch.float16 of shape .*, got nothing"
+    ):
+        KVStore.from_state({n: t for n, t in tensors.items() if n != "value.scale"}, header)
+    with pytest.raises(
+        ValueError,
+        match=r"value.scale must be torch.float16 of shape .*, got torch.float32 of shape "
+        r"\(1, 1, 1, 256\)",
+    ):
+        KVStore.from_state(tensors | {"value.scale": tensors["value.scale"].float()}, header)
+
+
+def test_each_query_reads_its_own_recent_tokens_exactly():
+    """Several queries at once, from the definition: exact are sinks, the last `recent` up to
+    the query, and nothing older."""
+    recent, n, g = 4, 3, torch.Generator().manual_seed(0)
+    store = KVStore(Recipe(Spec(2), Spec(2), sinks=2, recent=recent), 1, 2, 8, tile=8)
+    k, v = (torch.randn(1, 2, 30, 8, generator=g) for _ in "kv")
+    store.append(k[:, :, :27], v[:, :, :27])
+    tail = store.tail_with(k[:, :, 27:], v[:, :, 27:])
+    store.append(k[:, :, 27:], v[:, :, 27:])
+    coded = [decode_all(store, name) for name in ("key", "value")]
+    q = torch.randn(1, 2, n, 8, generator=g)
+    out, lse = attend(q, store, tail.key, tail.value, recent=recent)
+    for i in range(n):
+        at = 30 - n + i
+        exact = torch.zeros(30, dtype=torch.bool)
+        exact[:2], exact[max(0, at - recent + 1) :] = True, True
+        mixed = [
+            torch.where(exact[:, None], x, c)[:, :, : at + 1] for x, c in zip((k, v), coded)
+        ]
+        want = dense_attention(q[:, :, i : i + 1], *mixed)
+        assert (out[:, :, i : i + 1] - want[0]).abs().max() < 1e-5 and (
+            lse[:, :, i : i + 1] - want[1]
+        ).abs().max() < 1e-5
+
+
+def decode_all(store, name):
+    "Every token from its code, sinks and recent ones too."
+    from turboquant_nb.quant.quantizer import decode
+
+    return decode(
+        getattr(store, name).q,
+        store.coded(name, 0, store.length),
+        store.center(name, 0, store.length),
+    )
+
+
+@pytest.mark.parametrize("center", ("prompt_mean", "pre_rope"))
+@pytest.mark.parametrize("recent", (None, 4))
+def test_attention_where_the_device_counts_the_tokens(center, recent):
+    """Recorded, the length is a tensor and masks reach to max_length: the same output as where
+    the host knows it, with a chunk and without."""
+    from turboquant_nb.cache.store import CAPTURE
+
+    recipe, freq = (
+        Recipe(Spec(3, center=center), Spec(2), sinks=2, recent=4),
+        0.5 ** torch.arange(1.0, 5.0),
+    )
+    store = KVStore(recipe, 2, 2, 8, tile=8, max_length=64, static=True, inv_freq=freq)
+    k, v = states(40)
+    store.set_range(start=torch.tensor([0, 5]))
+    store.append(k[:, :, :37], v[:, :, :37])
+    tail = store.tail_with(k[:, :, 37:], v[:, :, 37:])
+    store.append(k[:, :, 37:], v[:, :, 37:])
+    for side in store.sides:  # what lies beyond the length may be anything
+        side.tensors["scale"].flatten(2)[:, :, 40:] = math.nan
+    q = torch.randn(2, 4, 3, 8, generator=torch.Generator().manual_seed(1))
+    chunk = (tail.key, tail.value) if recent else (k[:, :, 37:], v[:, :, 37:])
+    for given in (chunk,) if recent else (chunk, (None, None)):
+        for more in (dict(), dict(sliding_window=9), dict(block=16), dict(softcap=2.0)):
+            want = attend(q, store, *given, recent=recent, **more)
+            CAPTURE.tape = True
+            try:
+                got = attend(q, store, *given, recent=recent, **more)
+            finally:
+                CAPTURE.tape = False
+            for a, b in zip(got, want):
+                assert (a - b).abs().max() < 1e-5
+
+
+def test_dense_attention_takes_its_mask_row_by_row():
+    """Rows of a mask go with their queries, whatever the number at a time; it replaces the
+    sliding window; the scale is the one given."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, 2, 7, 8, generator=g),
+        torch.randn(1, 2, 9, 8, generator=g),
+        torch.randn(1, 2, 9, 8, generator=g),
+    )
+    mask = torch.rand(1, 2, 7, 9, generator=g) < 0.5
+    mask[..., 0] = True
+    want = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), mask, scale=0.3)
+    for rows in (1, 3, 256):
+        out, lse = dense_attention(q, k, v, scaling=0.3, mask=mask, sliding_window=2, rows=rows)
+        scores = (q.double() @ k.double().mT * 0.3).masked_fill(~mask, -math.inf)
+        assert (out - want).abs().max() < 1e-5 and (
+            lse - scores.logsumexp(-1)
+        ).abs().max() < 1e-5
+
+
+def test_recent_needs_as_many_exact_states_as_queries():
+    store = KVStore(Recipe(), 2, 2, 8)
+    k, v = states(9)
+    store.append(k, v)
+    with pytest.raises(ValueError, match="exact k and v of the last 3 tokens"):
+        attend(torch.zeros(2, 2, 3, 8), store, k[:, :, -2:], v[:, :, -2:], recent=4)
+    attend(torch.zeros(2, 2, 3, 8), store, k[:, :, -3:], v[:, :, -3:], recent=4)
+
+
+def test_a_first_position_at_the_end_sees_nothing():
+    "The range of `first` includes the length: no column is left, the answer is 0 and -inf."
+    store = KVStore(Recipe(), 2, 2, 8)
+    store.append(*states(9))
+    out, lse = attend(torch.ones(2, 2, 1, 8), store, first=9)
+    assert (out == 0).all() and (lse == -math.inf).all()
+    with pytest.raises(ValueError, match="first must be from 0 to 9, got 10"):
+        attend(torch.ones(2, 2, 1, 8), store, first=10)
+
+
+# (`fits` of the kernel: test_states_taken_without_waiting in test_encode_kernel.py)
+
+
+def test_a_scale_that_does_not_fit_is_nan_until_it_is_said():
+    """Not infinite and not the largest: who waits for nobody must give an attention that shows
+    the loss."""
+    x, flags = (
+        torch.randn(1, 1, 5, 32, generator=torch.Generator().manual_seed(0)),
+        torch.zeros(2, dtype=torch.int32),
+    )
+    x[:, :, 2] = 3e6
+    scale = _encode_quietly(Quantizer(Spec(3), 32), x, None, flags).scale.flatten()
+    assert (
+        scale[2].isnan() and scale[[0, 1, 3, 4]].isfinite().all() and flags.tolist() == [0, 1]
+    )
