@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import typer
@@ -219,6 +220,7 @@ def _refusals(function):
     def told(error):
         return gradio.Error(message(error), print_exception=False)
 
+    @wraps(function)
     def run(*values):
         try:
             yield from function(*values)
