@@ -498,7 +498,7 @@ def step_lint():
 
 def imported(path, name, modules):
     """(line, module of the package) of every import, inside functions too, and of every
-    import_module of a literal."""
+    import_module or lazy of a literal."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         found = []
@@ -512,10 +512,9 @@ def imported(path, name, modules):
             found = [
                 full if (full := f"{base}.{x.name}") in modules else base for x in node.names
             ]
-        elif (
-            isinstance(node, ast.Call)
-            and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module"
-        ):
+        elif isinstance(node, ast.Call) and getattr(
+            node.func, "attr", getattr(node.func, "id", "")
+        ) in ("import_module", "lazy"):
             found = [x.value for x in node.args[:1] if isinstance(x, ast.Constant)]
         yield from ((node.lineno, x) for x in found if x in modules and x != name)
 

@@ -28,7 +28,7 @@ interpreter.quicken()
 # Files that take longest, which several processes (pytest-xdist, one file each at a time) begin
 # with: no long file is left for the end.
 LONGEST = (
-    "hf decode_kernel encode_kernel cells hf_kernels cli hf_static hf_model hf_graphs "
+    "hf decode_kernel encode_kernel cells hf_kernels hf_static hf_model hf_graphs "
     "hf_random attention store models evaluate calibrate chat hf_system"
 ).split()
 

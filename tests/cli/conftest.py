@@ -1,10 +1,22 @@
 """What the tests of all commands share: small models with tokenizers, a command called in this
 process, and how a refusal looks."""
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    DeepseekV2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3NextConfig,
+)
 
 from turboquant_nb import cli
 from turboquant_nb.evaluation.models import sample_text
@@ -73,10 +85,11 @@ def plain(tmp_path_factory):
 
 @pytest.fixture
 def call(capsys):
-    "Run the command; returns (exit code, standard output, standard error)."
+    """Run a command line, further words as they are; (exit code, standard output, standard
+    error)."""
 
-    def run(*argv):
-        code = cli.main([str(a) for a in argv])
+    def run(line, *more):
+        code = cli.main([*line.split(), *map(str, more)])
         out = capsys.readouterr()
         return code, out.out, out.err
 
@@ -88,6 +101,15 @@ def refused(result, *words, code=2):
     got, out, err = result
     assert got == code and out == "" and err.count("\n") == 1 and "Traceback" not in err, result
     assert err.startswith("turboquant") and all(w in err for w in words), err
+
+
+PROGRAM = "import sys; from turboquant_nb.cli import main; sys.exit(main())"
+
+
+def shell(*argv, program=PROGRAM, **env):
+    "The program, or another one, in a process of its own; what subprocess.run gives."
+    ask = [sys.executable, "-c", program, *map(str, argv)]
+    return subprocess.run(ask, capture_output=True, text=True, env=os.environ | env)
 
 
 @pytest.fixture(scope="session")
@@ -119,4 +141,53 @@ def esm2(tmp_path_factory):
     )
     (folder / "many.fasta").write_text("".join(f">p{i}\n{draw()}\n" for i in range(10)))
     (folder / "one.fasta").write_text(">mine\nMKTAYIAKQRQISF\n")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def scene(tmp_path_factory, tiny, plain, esm2):
+    "A folder with everything that a command line can name rightly or wrongly."
+    return build_scene(tmp_path_factory.mktemp("scene"), tiny=tiny, plain=plain, esm2=esm2)
+
+
+def build_scene(folder, tiny, plain, esm2):
+    "What `scene` is made of."
+    models = {"tiny": tiny, "plain": plain, "esm2": esm2 / "model"}
+    for name, there in models.items():
+        (folder / name).symlink_to(there, target_is_directory=True)
+    written = {
+        "bad.json": b"\xff\xfe{",
+        "blank.txt": b"\n\n",
+        "c.csv": b"K2A\n",
+        "dots.fasta": b">a\nMKT-AY.IAK\n",
+        "latin.txt": "Wal und M\u00f6we".encode("latin-1"),
+        "list.json": b"[1]",
+        "many.fasta": (esm2 / "many.fasta").read_bytes(),
+        "not.fasta": b"MKTAYIAK\n",
+        "one.fasta": (esm2 / "one.fasta").read_bytes(),
+        "other.txt": b"other K2A\n",
+        "short.txt": b"Call me Ishmael.",
+        "twice.txt": b"K2A:K2G\n",
+        "wal.gguf": b"GGUF",
+        "zip.fasta": b"\x1f\x8b\x08",
+    }
+    for name, content in written.items():
+        (folder / name).write_bytes(content)
+    sizes = dict(num_hidden_layers=4)
+    (folder / "awq").mkdir()
+    quantised = LlamaConfig(**SIZE).to_dict() | {"quantization_config": {"quant_method": "awq"}}
+    (folder / "awq" / "config.json").write_text(json.dumps(quantised))
+    Qwen3NextConfig(**sizes).save_pretrained(folder / "hybrid")
+    Qwen2Config(**sizes).save_pretrained(folder / "qwen2")
+    DeepseekV2Config(**sizes).save_pretrained(folder / "latent")
+    for kind in ("mamba", "nothing", "t5"):
+        (folder / kind).mkdir()
+        about = {"model_type": kind, "is_encoder_decoder": kind == "t5"}
+        (folder / kind / "config.json").write_text(json.dumps(about))
+    for name in ("broken", "empty", "void"):
+        (folder / name).mkdir()
+    (folder / "broken" / "config.json").write_text("{}")
+    (folder / "void" / "config.json").write_text("")
+    os.mkfifo(folder / "pipe.png")
+    (folder / "circle.png").symlink_to("circle.png")
     return folder

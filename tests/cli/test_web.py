@@ -9,15 +9,16 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from turboquant_nb.cli import web
 from turboquant_nb.cli.app import Usage
+from turboquant_nb.cli.inputs import Changes, asked_caches
 from turboquant_nb.evaluation.models import load_model
-
-from .conftest import refused
+from turboquant_nb.quant.quantizer import PRESETS, preset
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PYTHON = os.environ.get("TURBOQUANT_NB_WEB", sys.executable)
@@ -65,7 +66,7 @@ def test_frames_tell_what_is_held_now(both):
     assert [f.nbytes[0] for f in frames] == [
         2 * layers * heads * d * 4 * (frames[0].prompt + i) for i in range(5)
     ]
-    rows = dict((r[0], r[1:]) for r in web.frame_rows(frames[-1]))
+    rows = dict((r[0], r[1:]) for r in frames[-1].rows())
     assert (
         rows["bytes held"][1] == f"{frames[-1].nbytes[1]:,}"
         and f"first {frames[-1].same} of 5" in rows["answer"][1]
@@ -121,34 +122,55 @@ def test_the_codes_that_are_shown_are_those_that_are_held(both, side):
     for wrong in (dict(layer=2), dict(layer=-1), dict(head=1)):
         with pytest.raises(Usage, match="must be from 0"):
             web.stored(cache, side, **wrong)
+    with pytest.raises(Usage, match="side must be key or value, got '__class__'"):
+        web.stored(cache, "__class__")
 
 
-@pytest.mark.parametrize(
-    "argv, words",
-    [
-        (["--port", "70000"], ["--port"]),
-        (["--port", "x"], ["'x'"]),
-        (["--recipe", "k9v9"], ["k9v9"]),
-    ],
-)
-def test_bad_options(call, argv, words):
-    refused(call("web", *argv), *words)
+def test_a_visitor_names_no_file_and_writes_no_recipe(both, tmp_path):
+    """The field took whatever --recipe takes: a path was read, and its content was in the
+    message."""
+    for name, content in (
+        ("secret.json", '{"key": {"password": "sesame"}, "value": {}}'),
+        ("recipe.json", preset("k2v2").to_json()),
+    ):
+        (tmp_path / name).write_text(content)
+        for typed in (str(tmp_path / name), content, f"[{content}]"):
+            with pytest.raises(Usage, match="^recipe must be one of k4v4, .*; got '") as said:
+                next(both.frames("a", typed, 5))
+            assert typed in str(said.value) or repr(typed) in str(said.value)
+            assert typed == content or "sesame" not in str(said.value).replace(typed, "")
+
+
+def test_fields_change_what_is_offered_and_the_command_line_may_offer_more(tiny):
+    mine = asked_caches([preset("k3v3").to_json()])
+    both = web.SideBySide(*load_model(tiny), mine)
+    assert list(both.offered) == ["recipe 1", *PRESETS]
+    found = both.recipe("recipe 1", Changes(bits=2, recent=5))
+    assert (found.key.bits, found.recent) == (2, 5) and both.recipe("k2v2").key.bits == 2
+    for wrong, words in (
+        (Changes(bits=9), "recipe: .*got 9"),
+        (Changes(bits=3.7), "bits times d must be an integer"),
+        (Changes(recent=10**14), "recent must be at most 8,192, got 100,000,000,000,000"),
+        (Changes(sinks=-1), "sinks"),
+    ):
+        with pytest.raises(Usage, match=words):
+            both.recipe("k3v3", wrong)
 
 
 def test_without_gradio_it_says_how_to_get_it(call, tiny, monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
-    code, out, err = call("web", "--model", tiny)
+    code, out, err = call(f"web --model {tiny}")
     assert code == 1 and out == "" and err.count("\n") == 1 and "turboquant-nb[web]" in err
 
 
 def test_a_port_that_is_taken(call, tiny, monkeypatch):
     import socket
 
-    monkeypatch.setitem(sys.modules, "gradio", object())
+    monkeypatch.setitem(sys.modules, "gradio", SimpleNamespace(Blocks=None))
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         s.listen()
-        code, out, err = call("web", "--model", tiny, "--port", s.getsockname()[1], "--quiet")
+        code, out, err = call(f"web --model {tiny} --quiet", "--port", s.getsockname()[1])
     assert code == 1 and "cannot listen" in err and err.count("\n") == 1
 
 

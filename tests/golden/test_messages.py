@@ -9,6 +9,7 @@ from tests.golden import messages
 CAP = "keys with a centre cannot have a soft cap: it would cap scores without their common part"
 MEANS = "keys with a centre cannot have a soft cap: leave the calibration's means out"
 WAITS = "static=True does not serve a QJL residual: its coding waits for the device"
+_LEAST = 'cli/app says it for every number that has a least: "{} must be at least {}, got {}"'
 GONE: dict[str, str] = {
     "{} has format {}, this version reads {}: {}": "no format of before is read or explained",
     "kernels/paged": "a third layout of codes, which only its own chapter used",
@@ -35,6 +36,10 @@ GONE: dict[str, str] = {
     "{} is not an index, or was cut: {}": "said by `files.read_file`",
     "this model is wrapped already; undo() gives it back": "two may take turns now",
     "coded must hold signs and residual_norm; it comes from prod_encode": "from `SketchedCode`",
+    "--threads must be at least 1, got 0": _LEAST,
+    "--batch must be at least 1, got {}": _LEAST,
+    "--apart must be at least 1, got {}": _LEAST,
+    "{} must be at least 1, got {}": _LEAST,
 }
 
 

@@ -1,5 +1,5 @@
-"""turboquant embed and contacts: numbers against transformers' own, batches, codes, files and
-bad input."""
+"""turboquant variants, embed and contacts: numbers against the library's and transformers' own,
+batches, codes and files."""
 
 import csv
 import json
@@ -11,12 +11,55 @@ from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_weights, save_file
 from transformers import EsmForMaskedLM
 
-from turboquant_nb.cli import states
-from turboquant_nb.esm import read_fasta, tokens
+from turboquant_nb.cli import proteins as commands
+from turboquant_nb.esm import TurboEsm, load_esm, read_fasta, tokens, variants
 
 from .conftest import refused
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_a_code_is_fitted_and_variants_take_it(call, esm2, tmp_path):
+    "`calibrate --fasta`, wherever that option stands."
+    common, c, d = (
+        f"--model {esm2 / 'model'} --device cpu",
+        tmp_path / "c.st",
+        tmp_path / "d.st",
+    )
+    fit = f"calibrate {common} --recipe water2 --held-out {esm2 / 'one.fasta'}"
+    code, out, err = call(f"{fit} --out {c} --fasta {esm2 / 'many.fasta'}")
+    assert code == 0 and out.startswith(f"{c}: ") and out.endswith(", 10 sequences\n")
+    assert "bits per value" in out and "reading 10 sequences twice" in err
+    code, out, err = call(f"{fit} --out {d} --fasta={esm2 / 'many.fasta'} --json --quiet")
+    found = json.loads(out)
+    assert (code, err) == (0, "") and found["sequences"] == 10 and found["bits_per_value"] > 2
+    assert c.read_bytes() == d.read_bytes() and len(list(tmp_path.iterdir())) == 2
+    ask = f"variants {common} --fasta {esm2 / 'one.fasta'} --code {c} --quiet"
+    code, out, _ = call(ask)
+    rows = [x.split("\t") for x in out.splitlines()]
+    assert code == 0 and len(rows) == 19 * 14 and rows[0][0] == "mine"
+    found = json.loads(call(f"{ask} --json")[1])
+    assert (found["method"], found["code"]) == ("frozen", str(c))
+    assert found["model"] == str(esm2 / "model")
+    said = [[x["name"], x["mutation"], f"{x['score']:.4f}"] for x in found["variants"]]
+    assert said == rows
+
+
+@pytest.mark.parametrize("method", ["wildtype", "one-pass", "every"])
+def test_methods_of_variants(call, esm2, tmp_path, method):
+    (tmp_path / "m.txt").write_text("K2A\nT3G:A4L\n")
+    code, out, _ = call(
+        f"variants --fasta {esm2 / 'one.fasta'} --model {esm2 / 'model'} --method {method} "
+        f"--mutations {tmp_path / 'm.txt'} --json --quiet"
+    )
+    found = json.loads(out)
+    with TurboEsm(load_esm(esm2 / "model", device="cpu")) as turbo:
+        want = variants(turbo, read_fasta(esm2 / "one.fasta"), ["K2A", "T3G:A4L"], method)
+    assert code == 0 and found["method"] == method
+    assert [(r["name"], r["mutation"]) for r in found["variants"]] == [w[:2] for w in want]
+    assert [r["score"] for r in found["variants"]] == pytest.approx(
+        [w[2] for w in want], abs=1e-4
+    )
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +88,9 @@ def own(esm2, proteins):
 
 @pytest.mark.parametrize("batch", [1, 2, 8])
 def test_embeddings_are_those_of_transformers(call, esm2, proteins, own, tmp_path, batch):
-    ask = ("embed", "--model", esm2 / "model", "--fasta", proteins, "--batch", batch, "--quiet")
-    assert (
-        call(*ask, "--out", tmp_path / "p.npz")[0]
-        == call(*ask, "--out", tmp_path / "r.safetensors", "--of", "residues")[0]
-        == call(*ask, "--out", tmp_path / "p.csv")[0]
-        == 0
-    )
+    ask = f"embed --model {esm2 / 'model'} --fasta {proteins} --batch {batch} --quiet"
+    for out in ("p.npz", "r.safetensors --of residues", "p.csv"):
+        assert call(f"{ask} --out {tmp_path}/{out}")[0] == 0
     means, each = np.load(tmp_path / "p.npz"), load_file(tmp_path / "r.safetensors")
     lines = list(csv.reader((tmp_path / "p.csv").open()))[1:]
     assert means["names"].tolist() == list(own) == [x[0] for x in lines] and set(each) == set(
@@ -67,10 +106,8 @@ def test_embeddings_are_those_of_transformers(call, esm2, proteins, own, tmp_pat
 
 
 def test_contacts_are_those_of_transformers(call, esm2, proteins, own, tmp_path):
-    ask = ("contacts", "--model", esm2 / "model", "--fasta", proteins, "--quiet")
-    code, out, _ = call(
-        *ask, "--above", 0.5, "--apart", 4, "--json", "--out", tmp_path / "c.npz"
-    )
+    ask = f"contacts --model {esm2 / 'model'} --fasta {proteins} --quiet"
+    code, out, _ = call(f"{ask} --above 0.5 --apart 4 --json --out {tmp_path / 'c.npz'}")
     matrices, found = np.load(tmp_path / "c.npz"), json.loads(out)["contacts"]
     assert code == 0 and set(matrices) == set(own)
     for name, (_, want) in own.items():
@@ -83,45 +120,21 @@ def test_contacts_are_those_of_transformers(call, esm2, proteins, own, tmp_path)
             for j in range(i + 4, L)
             if x[i, j] >= 0.5
         }
-    assert call(*ask, "--out", tmp_path / "c.csv")[0] == 0
+    assert call(f"{ask} --out {tmp_path / 'c.csv'}")[0] == 0
     assert len(list(csv.reader((tmp_path / "c.csv").open()))) == 1 + sum(
         len(x) * (len(x) - 1) // 2 for _, x in own.values()
     )
-    text = call(*ask, "--above", 0, "--apart", 30)[1]
+    text = call(f"{ask} --above 0 --apart 30")[1]
     assert text.splitlines()[0].split("\t")[0] == "a" and len(text.splitlines()) == 3 + 2 + 1
 
 
 def test_a_code_changes_a_little(call, esm2, proteins, own, tmp_path):
-    assert (
-        call(
-            "calibrate",
-            "--fasta",
-            esm2 / "many.fasta",
-            "--model",
-            esm2 / "model",
-            "--recipe",
-            "water4",
-            "--out",
-            tmp_path / "c.st",
-            "--quiet",
-        )[0]
-        == 0
-    )
-    ask = (
-        "--model",
-        esm2 / "model",
-        "--fasta",
-        proteins,
-        "--code",
-        tmp_path / "c.st",
-        "--quiet",
-        "--out",
-    )
-    assert (
-        call("embed", *ask, tmp_path / "p.npz")[0]
-        == call("contacts", *ask, tmp_path / "c.npz")[0]
-        == 0
-    )
+    model, code = f"--model {esm2 / 'model'} --quiet", tmp_path / "c.st"
+    fit = f"calibrate --fasta {esm2 / 'many.fasta'} {model} --recipe water4 --out {code}"
+    assert call(fit)[0] == 0
+    for line in ("embed --out p.npz", "contacts --out c.npz"):
+        ask = line.replace("--out ", f"--out {tmp_path}/")
+        assert call(f"{ask} {model} --fasta {proteins} --code {code}")[0] == 0
     for i, (name, (hidden, contacts)) in enumerate(own.items()):
         got, exact = np.load(tmp_path / "p.npz")["embeddings"][i], hidden.mean(0)
         assert (
@@ -139,32 +152,12 @@ def test_without_a_contact_head_it_refuses(call, esm2, proteins, tmp_path):
     }
     (tmp_path / "config.json").write_text((esm2 / "model" / "config.json").read_text())
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert states.has_contact_head(str(esm2 / "model")) and not states.has_contact_head(
+    assert commands.has_contact_head(str(esm2 / "model")) and not commands.has_contact_head(
         str(tmp_path)
     )
     refused(
-        call("contacts", "--model", tmp_path, "--fasta", proteins, "--quiet"), "no contact head"
+        call(f"contacts --fasta {proteins} --quiet", "--model", tmp_path), "no contact head"
     )
-
-
-@pytest.mark.parametrize(
-    "argv, words",
-    [
-        (["embed"], ["--out"]),
-        (["embed", "--out", "a.txt"], [".npz"]),
-        (["embed", "--out", "none/a.npz"], ["no such folder"]),
-        (["embed", "--out", "a.npz", "--batch", 0], ["--batch"]),
-        (["embed", "--out", "a.csv", "--of", "residues"], ["one vector"]),
-        (["embed", "--out", "a.npz", "--code", __file__], ["--code"]),
-        (["contacts", "--above", 1.5], ["--above"]),
-        (["contacts", "--apart", 0], ["--apart"]),
-        (["contacts", "--out", "a.txt"], [".npz"]),
-    ],
-)
-def test_bad_input(call, esm2, proteins, tmp_path, monkeypatch, argv, words):
-    monkeypatch.chdir(tmp_path)
-    refused(call(*argv, "--model", esm2 / "model", "--fasta", proteins, "--quiet"), *words)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_protein_may_be_called_as_it_likes(call, esm2, tmp_path):
@@ -173,18 +166,10 @@ def test_a_protein_may_be_called_as_it_likes(call, esm2, tmp_path):
     names = ["file", "allow_pickle", "names", "sp|P12345|X/1-9", "ünd"]
     (tmp_path / "odd.fasta").write_text("".join(f">{name}\nMKTAYIAKQ\n" for name in names))
     ask = (
-        "embed",
-        "--model",
-        esm2 / "model",
-        "--fasta",
-        tmp_path / "odd.fasta",
-        "--of",
-        "residues",
-        "--quiet",
+        f"embed --model {esm2 / 'model'} --fasta {tmp_path / 'odd.fasta'} --of residues --quiet"
     )
-    assert [
-        call(*ask, "--out", tmp_path / f"r.{end}")[0] for end in ("npz", "safetensors")
-    ] == [0, 0]
+    for end in ("npz", "safetensors"):
+        assert call(f"{ask} --out {tmp_path}/r.{end}")[0] == 0
     found, other = np.load(tmp_path / "r.npz"), load_file(tmp_path / "r.safetensors")
     assert sorted(found) == sorted(other) == sorted(names) and all(
         (found[n] == other[n]).all() for n in names

@@ -1,0 +1,347 @@
+"""What all commands have in common: help, options, imports, exit codes and streams; and that a
+command is a file."""
+
+import os
+import re
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+
+from turboquant_nb import cli
+from turboquant_nb.cli import app as conventions
+from turboquant_nb.cli import generate as answers
+
+from .conftest import PROGRAM, refused, shell
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_a_command_is_a_file(call, tmp_path, monkeypatch):
+    "Nothing else is touched: it has its options, its ranges, its help, JSON and exit codes."
+    (tmp_path / "whales.py").write_text(
+        """
+from turboquant_nb.cli.app import app, command, lazy, option, options
+from turboquant_nb.cli.output import Output
+
+slow = lazy("turboquant_nb.quant.quantizer")
+
+
+@options("Whales")
+class Whales:
+    names: list[str] = option(..., "Names.", metavar="NAME")
+    times: int = option(1, "How often.", least=1)
+
+
+@command(app, "whales", "Use it", "turboquant whales --names Moby Dick")
+def whales(ask: Whales, output: Output) -> None:
+    "Count whales."
+    n = len(ask.names) * ask.times
+    output.note(f"looking at {len(slow.PRESETS)} seas")
+    output.result({"whales": n}, lambda: print(f"{n} whales"))
+"""
+    )
+    monkeypatch.setattr(conventions.app, "registered_commands", [])
+    monkeypatch.syspath_prepend(tmp_path.parent)
+    cli.register(tmp_path.name, [str(tmp_path)])
+    ask = "whales --names Moby Dick --times 3"
+    assert call(ask) == (0, "6 whales\n", "turboquant: looking at 7 seas\n")
+    assert call(f"{ask} --json --quiet") == (0, '{"whales": 6}\n', "")
+    refused(call("whales --names a --times 0"), "whales: --times must be at least 1, got 0")
+    code, out, _ = call("whales --help")
+    assert code == 0 and all(x in out for x in ("--names", "NAME ...", "--times", "--quiet"))
+    assert "Count whales." in call("--help")[1] and "turboquant whales" in out
+
+
+def test_the_commands_are_the_files_of_the_folder():
+    "None is named in a list that could lack one."
+    known = {x.name for x in conventions.app.registered_commands}
+    assert {"bench", "calibrate", "chat", "demo", "generate", "plan", "serve", "web"} <= known
+
+
+@pytest.mark.parametrize(
+    "lines, code, heavy",
+    [
+        (["--help", "recipe --help"], 0, "torch transformers numpy scipy"),
+        (["generate", "generate --file none", "generate --prompt="], 2, "torch transformers"),
+        (["generate --prompt x --device abacus"], 2, "transformers"),
+        (
+            # a wrong recipe in every command that takes one, also behind a right one
+            [
+                f"{line} k9v9"
+                for line in (
+                    "generate --prompt x --recipe",
+                    "chat --recipe",
+                    "demo --recipes k3v3",
+                    "plan --model embedded --recipe k3v3",
+                    "eval ppl --recipe k3v3",
+                    "eval ppl --against dense",
+                    "bench --recipe k3v3",
+                    "serve nothing --recipe",
+                    "recipe",
+                    "web --recipe k3v3",
+                )
+            ],
+            2,
+            "torch transformers",
+        ),
+    ],
+)
+def test_what_is_said_at_once_loads_nothing_heavy(lines, code, heavy):
+    "A slip of the finger is told before the seconds that importing torch takes."
+    program = (
+        "import sys; from turboquant_nb.cli import main\n"
+        f"codes = [main(line.split()) for line in {lines!r}]\n"
+        f"loaded = set({heavy.split()!r}) & set(sys.modules)\n"
+        f"sys.exit(str((codes, loaded)) if set(codes) != {{{code}}} or loaded else 0)"
+    )
+    done = shell(program=program)
+    assert not done.returncode, done.stderr
+
+
+def test_an_import_that_waits_says_what_is_missing():
+    found = conventions.lazy("no.such.module", "it needs nowhere: pip install nowhere")
+    with pytest.raises(ImportError, match="pip install nowhere"):
+        found.anything
+    with pytest.raises(ImportError, match="No module named 'no'"):
+        conventions.lazy("no.such.module").anything
+    assert not hasattr(found, "__wrapped__")  # what tools ask of every object imports nothing
+    assert conventions.lazy("json").dumps([1]) == "[1]"
+
+
+def test_version_and_main_help(call):
+    assert call("--version")[:2] == (0, f"turboquant {metadata.version('turboquant-nb')}\n")
+    code, out, _ = call("--help")
+    assert code == 0 and all(c in out for c in ("demo", "generate", "recipe", "example:"))
+
+
+@pytest.mark.parametrize("line", ["", "eval"])
+def test_a_command_of_commands_alone_shows_its_help(call, line):
+    code, out, err = call(line)
+    assert (code, err) == (0, "") and out == call(f"{line} --help")[1]
+    assert f"Usage: {f'turboquant {line}'.strip()} [OPTIONS] COMMAND" in out
+
+
+@pytest.mark.parametrize(
+    "argv, options",
+    [
+        (["demo"], ["--new-tokens N", "--score-tokens N", "--calibration FILE_OR_HUB_ID"]),
+        ([], ["--install-completion", "generate"]),
+        (["eval", "ppl"], ["--windows N"]),
+    ],
+)
+def test_help_of_a_narrow_terminal_names_every_option(argv, options):
+    "At 40 columns panels showed --new-to… and --calibr…."
+    done = shell(*argv, "--help", COLUMNS="40")
+    assert (
+        done.returncode == 0
+        and all(x in done.stdout for x in options)
+        and not re.search("--[a-z-]*…", done.stdout)
+    ), done.stdout
+    assert "\n\nexample:" in done.stdout
+
+
+MODEL, SHARED = "--model --dtype --device", "--json --quiet -q --debug --help -h"
+
+
+CHANGES = "--bits --sinks --recent --calibration --budget"
+
+
+EVAL = f"--recipe --against {CHANGES} --batch --out --plot {MODEL} {SHARED}"
+
+
+OPTIONS = {  # every option that a command line could have before there was typer
+    "demo": (
+        "--recipes --new-tokens --score-tokens --quick --calibration --budget --attention "
+        f"{MODEL} {SHARED}"
+    ),
+    "generate": (
+        f"- --prompt --file --recipe {CHANGES} --max-new-tokens --max-length --prefill-chunk "
+        "--sample --temperature --top-p --seed --chat --no-chat --compare --attention "
+        f"--offload --gpu-memory {MODEL} {SHARED}"
+    ),
+    "eval ppl": f"--text --windows --length --prompt --protocol {EVAL}",
+    "eval logits": f"--text --windows --length --prompt --protocol {EVAL}",
+    "eval attention": f"--text --windows --length --prompt {EVAL}",
+    "eval needle": f"--lengths --depths --trials --seed {EVAL}",
+    "fold": f"--out --text --windows --length {MODEL} {SHARED}",
+    "calibrate": (
+        "--out --text --windows --length --layers --no-transforms --no-maps --fasta --recipe "
+        f"--held-out {MODEL} {SHARED}"
+    ),
+    "recipe": f"RECIPE --bits --sinks --recent {SHARED}",
+    "variants": f"--fasta --mutations --code --method --model --device {SHARED}",
+    "plan": (
+        "--model --context --batch --gpu --weights --bits-of-weights --reserve --recipe "
+        f"{SHARED}"
+    ),
+    "chat": (
+        f"--recipe {CHANGES} --system --load --max-new-tokens --max-length --prefill-chunk "
+        f"--sample --temperature --top-p --seed --chat --no-chat --attention {MODEL} {SHARED}"
+    ),
+    "bench": f"--recipe --tokens --new --rounds --only --threads --out --plot {MODEL} {SHARED}",
+    "embed": f"--out --of --fasta --code --batch --model --device {SHARED}",
+    "contacts": f"--above --apart --fasta --code --batch --out --model --device {SHARED}",
+}
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_every_option_is_there_and_shown(call, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, err = call(*command.split(), "--help")
+    words = out.replace("│", " ").replace(",", " ").split()
+    assert code == 0 and err == "" and set(OPTIONS[command].split()) <= set(words)
+    assert f"turboquant {command}" in out.split("example:")[1]
+
+
+def test_commands_are_listed_by_panel(call):
+    out = call("-h")[1]
+    order = "Use it, demo, generate, Measure it, eval, Calibrate, calibrate, fold, Proteins"
+    places = [out.index(f" {word} ") for word in f"{order}, variants, Recipes".split(", ")]
+    assert places == sorted(places) and all(
+        x in out for x in ("--version", "--install-completion", "--show-completion")
+    )
+
+
+KNOWN = {
+    "--recipe": conventions.Takes(True, True),
+    "--bits": conventions.Takes(True),
+    "--json": conventions.Takes(False),
+}
+
+
+@pytest.mark.parametrize(
+    "typed, want",
+    [
+        ("--recipe a b --json c", "--recipe a --recipe b --json c"),
+        ("--recipe a --recipe b", "--recipe a --recipe b"),
+        ("--recipe=a b", "--recipe=a b"),
+        ("--bits 3 4", "--bits 3 4"),
+        ("--recipe a -- b", "--recipe a -- b"),
+        ("--recipe 0 -1 -.5 - x", "--recipe 0 --recipe -1 --recipe -.5 --recipe - --recipe x"),
+        ("--recipe a -q", "--recipe a -q"),
+        ("--bits -1", "--bits -1"),
+        ("--recipe a --bits=3 b", "--recipe a --bits=3 b"),
+        ("", ""),
+    ],
+)
+def test_several_values(typed, want):
+    assert conventions.spread(typed.split(), KNOWN) == want.split()
+
+
+def test_typer_is_not_asked_to_draw_errors():
+    "From a shell, with colours forced: one line and no box."
+    for line in ("dance", "recipe k9v9", "demo --bogus"):
+        done = shell(*line.split(), FORCE_COLOR="1", COLUMNS="60")
+        refused((done.returncode, done.stdout, done.stderr))
+        assert "\x1b" not in done.stderr and "│" not in done.stderr
+
+
+def test_completion_is_quick_and_needs_no_torch():
+    "A shell asks; the answer loads nothing heavy, also behind an option of several values."
+    code = (
+        "import sys; from turboquant_nb.cli import main; code = main([]); heavy = {'torch', "
+        "'transformers', 'numpy'} & set(sys.modules); sys.exit(code or sorted(heavy) or 0)"
+    )
+    for line, want in (
+        ("turboquant rec", ["recipe"]),
+        ("turboquant eval ", ["attention", "logits", "needle", "ppl"]),
+        ("turboquant eval ppl --recipe k3v3 k4v4 --ag", ["--against"]),
+        ("turboquant generate --attention s", ["sdpa"]),
+        ("turboquant demo --recipes --js", ["--json"]),
+    ):
+        at = str(len(line.split(" ")) - 1)
+        ask = dict(_TURBOQUANT_COMPLETE="complete_bash", COMP_WORDS=line, COMP_CWORD=at)
+        done = shell(program=code, **ask)
+        assert (done.returncode, done.stdout.split(), done.stderr) == (0, want, "")
+
+
+def processor_seconds(code):
+    "Time of the processor, which other programs do not change; the best of three."
+    probe = f"import sys, time\n{code}\nprint(time.process_time(), file=sys.stderr)"
+    runs = [shell(program=probe) for _ in range(3)]
+    return min(float(done.stderr.split()[-1]) for done in runs)
+
+
+def test_help_answers_within_half_a_second():
+    took = processor_seconds(
+        "from turboquant_nb.cli import main; main(['--help'])"
+    ) - processor_seconds("pass")
+    assert took < 0.5
+
+
+def test_failures_inside(call, tiny, monkeypatch):
+    ask = f"generate --model {tiny} --prompt x --quiet"
+    for err, code in (
+        (KeyboardInterrupt(), 130),
+        (RuntimeError("out of\nmemory"), 1),
+        (ValueError("x"), 1),
+        (MemoryError(), 1),
+    ):
+
+        def fail(*args, err=err):
+            raise err
+
+        monkeypatch.setattr(answers, "generated", fail)
+        if code == 130:
+            assert call(ask) == (130, "", "")
+        else:
+            refused(call(ask), str(err).replace("\n", " ") or "MemoryError", code=1)
+    with pytest.raises(MemoryError):
+        cli.main([*ask.split(), "--debug"])
+
+
+def test_a_closed_pipe_is_quiet(tiny):
+    code = (
+        "from turboquant_nb.cli import main; import sys; sys.exit(main(['generate', '--model', "
+        f"{tiny!r}, '--prompt', 'Call me', '--max-new-tokens', '64', '--quiet']))"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    child.stdout.close()
+    assert (child.stderr.read(), child.wait()) == ("", 1)
+
+
+@pytest.mark.parametrize(
+    "line, code, words",
+    [
+        ("recipe k3v3 >&-", 1, "turboquant: standard output is closed\n"),
+        ("--version >&-", 1, "turboquant: standard output is closed\n"),
+        ("recipe k3v3 >/dev/full", 1, "No space left"),
+        ("recipe --help >/dev/full", 1, "No space left"),
+        ("--version >/dev/full", 1, "No space left"),
+        ("recipe k3v3 --quiet 2>&-", 0, ""),
+        ("recipe k9v9 2>&-", 2, ""),
+    ],
+)
+def test_closed_and_full_streams(line, code, words):
+    if "/dev/full" in line and not os.path.exists("/dev/full"):
+        pytest.skip("there is no /dev/full")
+    done = subprocess.run(
+        ["sh", "-c", f'"$0" -c "$1" {line}', sys.executable, PROGRAM],
+        capture_output=True,
+        text=True,
+    )
+    assert (
+        done.returncode == code
+        and words in done.stderr
+        and "Traceback" not in done.stderr
+        and "Exception" not in done.stderr
+    ), done
+    assert (done.stdout == "") == (code != 0), done.stdout
+
+
+def test_memory_that_is_not_there_is_said_in_a_sentence(call, tiny):
+    "It was a line of torch's source and a number of 17 digits."
+    refused(
+        call(f"generate --model {tiny} --prompt x --quiet", "--recent", 10**14),
+        "not enough memory: ",
+        " TB were asked for at once",
+        code=1,
+    )

@@ -1,0 +1,135 @@
+"""turboquant calibrate and fold: files that the other commands take."""
+
+import json
+
+import pytest
+from transformers import LlamaConfig
+
+from .conftest import SIZE, refused
+from .test_output import SHORT
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_calibrate_writes_maps_that_the_other_commands_take(call, plain, tmp_path):
+    """One file for demo, generate and eval; what is missing or of another model is said in one
+    line."""
+    file = tmp_path / "maps.safetensors"
+    code, out, err = call(
+        f"calibrate --model {plain} --windows 2 --length 64 --out {file} --json --quiet"
+    )
+    about = json.loads(out)
+    assert (
+        code == 0
+        and err == ""
+        and about["tokens"] == 2 * 60
+        and len(about["gain"]) == about["about"]["layers"]
+        and file.stat().st_size > 0
+    )
+    shared = f"--model {plain} --quiet --json --calibration {file}"
+    code, out, _ = call(f"eval ppl {SHORT} {shared} --recipe k3v3 --against k3v3")
+    found = {r["cache"]: "map-" in json.dumps(r["recipe"]) for r in json.loads(out)["rows"]}
+    assert code == 0 and found["k3v3 + transforms"] and not found["k3v3"]
+    code, out, _ = call(f"generate --max-new-tokens 3 --prompt a {shared}")
+    assert code == 0 and "map-" in json.dumps(json.loads(out)["cache"]["recipe"])
+
+
+def test_layers_are_measured_and_a_budget_is_spent(call, plain, tmp_path):
+    "With key transforms and without; a budget needs layers that were measured."
+    shared = f"--model {plain} --quiet --json"
+    for more, maps in (("--no-maps", False), ("", True)):
+        file = tmp_path / f"layers{maps}.safetensors"
+        ask = f"calibrate --windows 1 --length 64 --out {file} --layers {shared} {more}"
+        code, out, _ = call(ask)
+        about = json.loads(out)
+        assert (
+            code == 0 and about["losses"]["bits"] == [2, 3, 4] and bool(about["nbytes"]) == maps
+        )
+        assert (
+            len(about["losses"]["key"])
+            == len(about["losses"]["value"])
+            == about["about"]["layers"]
+        )
+        with_file = f"{shared} --calibration {file} --budget 2.5"
+        code, out, _ = call(f"generate --max-new-tokens 3 --prompt a {with_file}")
+        said = json.loads(out)["cache"]["recipe"]
+        recipes = (
+            [json.loads(x) for x in said] if isinstance(said, list) else [said]
+        )  # one that all layers share
+        bits = [r[side]["bits"] for r in recipes for side in ("key", "value")]
+        assert (
+            code == 0
+            and sum(bits) == 2.5 * len(bits)
+            and ("map-" in json.dumps(recipes)) == maps
+        )
+        code, out, _ = call(f"eval ppl --recipe k2v2 {SHORT} {with_file}")
+        names = [r["cache"] for r in json.loads(out)["rows"]]
+        assert (
+            code == 0
+            and ("k2v2 + transforms at 2.5 bits" if maps else "k2v2 at 2.5 bits") in names
+        )
+    unmeasured = tmp_path / "maps.safetensors"
+    assert call(f"calibrate --windows 1 --length 64 --out {unmeasured} {shared}")[0] == 0
+    for more, says in (
+        (f"--calibration {file} --budget 5", "budget must be from 2 to 4"),
+        (
+            f"--calibration {unmeasured} --budget 2.5",
+            "a budget needs layers that were measured",
+        ),
+    ):
+        refused(call(f"generate --prompt a --model {plain} --quiet {more}"), says)
+
+
+@pytest.mark.parametrize("command", ["calibrate --out c.st", "fold --out new"])
+@pytest.mark.parametrize(
+    "text, before",
+    [
+        ("Call me Ishmael.", True),
+        ("Call me Ishmael. " * 60, True),
+        ("Call me Ishmael. " * 60, False),
+    ],
+)
+def test_a_short_text_is_refused_before_the_weights(
+    call, plain, tmp_path, monkeypatch, command, text, before
+):
+    """By its bytes, by its tokens, and where the tokenizer cannot be read alone, once the model
+    is there; in the same words."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "short.txt").write_text(text)
+    if before:
+        monkeypatch.setattr(
+            "turboquant_nb.cli.calibrate.load", lambda *_: pytest.fail("the weights were read")
+        )
+    else:
+        monkeypatch.setattr("turboquant_nb.cli.calibrate.tokenizer_of", lambda _: None)
+    length = 128 if len(text) < 100 else 100_000
+    if len(text) > 100:
+        monkeypatch.setattr(
+            "turboquant_nb.cli.calibrate.config_of",
+            lambda _: LlamaConfig(**SIZE, max_position_embeddings=100_000),
+        )
+        monkeypatch.setattr("turboquant_nb.cli.calibrate.context_length", lambda _: 100_000)
+        length = len(text) - 1
+    ask = f"{command} --model {plain} --text short.txt --length {length} --quiet"
+    want = f"--text: a window of {length:,} tokens was asked for, and the text gives none"
+    refused(call(ask), want)
+    assert {x.name for x in tmp_path.iterdir()} == {"short.txt"}
+
+
+def test_fold_writes_new_and_empty_folders(call, plain, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "a/new/one"):
+        code, out, err = call(
+            f"fold --model {plain} --windows 1 --length 64 --json --quiet",
+            "--out",
+            tmp_path / name,
+        )
+        about = json.loads(out)
+        assert (
+            code == 0
+            and about["out"] == str(tmp_path / name)
+            and {"moved", "channels", "tokens", "version"} <= set(about)
+        )
+        assert {"config.json", "model.safetensors", "fold.safetensors", "tokenizer.json"} <= {
+            x.name for x in (tmp_path / name).iterdir()
+        }

@@ -1,0 +1,241 @@
+"""turboquant generate: what the library writes on the same cache, from every source of a
+prompt."""
+
+import io
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from turboquant_nb.cli import generate as answers
+from turboquant_nb.cli.inputs import tokens_of
+from turboquant_nb.evaluation.models import load_model, sample_text
+from turboquant_nb.hf import TurboQuantCache
+from turboquant_nb.quant.quantizer import preset
+
+from .conftest import refused
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_generate_text_and_report(call, tiny):
+    code, out, err = call(
+        f"generate --model {tiny} --max-new-tokens 8", "--prompt", sample_text()[:600]
+    )
+    assert code == 0 and out.strip() and "Traceback" not in err
+    assert "bits per value" in err and "smaller than fp16" in err
+    again = call(
+        f"generate --model {tiny} --max-new-tokens 8 --quiet", "--prompt", sample_text()[:600]
+    )
+    assert again == (0, out, "")
+
+
+def test_generate_is_what_the_library_does(call, tiny):
+    model, tokenizer = load_model(tiny, progress=False)
+    ids = tokenizer(sample_text()[:600], return_tensors="pt").input_ids
+    for attention in ("sdpa", "turboquant"):
+        model.set_attn_implementation(attention)
+        want = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=TurboQuantCache(model, "k4v4"),
+            max_new_tokens=8,
+            do_sample=False,
+        )
+        code, out, err = call(
+            f"generate --model {tiny} --no-chat --max-new-tokens 8 --recipe k4v4 --json "
+            f"--attention {attention} --prompt",
+            sample_text()[:600],
+        )
+        assert ("faster: --attention turboquant" in err) == (attention == "sdpa") and err.count(
+            "--attention sdpa gets"
+        ) <= 1
+        got = json.loads(out)
+        assert code == 0 and got["text"] == tokenizer.decode(
+            want[0, ids.shape[1] :], skip_special_tokens=True
+        )
+        assert (
+            got["prompt_tokens"] == ids.shape[1]
+            and got["cache"]["tokens"] == want.shape[1] - 1
+            and got["cache"]["recipe"] == TurboQuantCache(model, "k4v4").recipe.to_json()
+        )
+
+
+def test_generate_json_is_all_of_stdout(call, tiny):
+    code, out, err = call(
+        f"generate --model {tiny} --max-new-tokens 5 --json --compare --quiet",
+        "--prompt",
+        "Call me",
+    )
+    got = json.loads(out)
+    assert code == 0 and err == "" and out.count("\n") == 1
+    keys = "command version model dtype device threads attention prompt_tokens new_tokens text"
+    assert set(got) == {*keys.split(), "seconds", "cache", "compare"}
+    assert (
+        got["new_tokens"] <= 5
+        and got["compare"]["same_tokens"] <= got["compare"]["new_tokens"]
+        and got["cache"]["nbytes"] > 0
+    )
+
+
+def test_generate_sources_agree(call, tiny, tmp_path, monkeypatch):
+    text = "Call me Ishmael. Möwe und Wal."
+    file = tmp_path / "p.txt"
+    file.write_text(text, encoding="utf-8")
+    ask = f"generate --model {tiny} --max-new-tokens 4 --quiet --recipe k4v4"
+    want = call(f"{ask} --prompt", text)
+    assert want[0] == 0 and call(f"{ask} --file {file}") == want
+    for dash in ("-", "--file -"):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        assert call(f"{ask} {dash}") == want
+
+
+def test_generate_chat(call, tiny, plain):
+    def tokens(line):
+        ask = f"generate --max-new-tokens 1 --json --prompt Call --model {line}"
+        return json.loads(call(ask)[1])["prompt_tokens"]
+
+    assert tokens(tiny) == tokens(f"{tiny} --chat") == tokens(f"{tiny} --no-chat") + 2
+    assert tokens(plain) == tokens(f"{plain} --no-chat")
+
+
+def test_generate_samples_by_seed_and_leaves_the_generator_alone(call, tiny):
+    def text(seed, more=""):
+        ask = f"generate --model {tiny} --max-new-tokens 12 --json --sample --prompt Call"
+        return json.loads(call(f"{ask} --seed {seed} {more}")[1])["text"]
+
+    torch.manual_seed(5)
+    want = torch.rand(1)
+    torch.manual_seed(5)
+    assert text(1) == text(1) != text(2) and torch.rand(1) == want
+    for sure in ("--top-p 1e-6", "--temperature 0.001"):
+        assert text(1, sure) == text(2, sure)
+
+
+def test_generate_reads_the_prompt_in_chunks(call, tiny, monkeypatch):
+    """Tokens are those of a model that is given the chunks by hand; without the option it gets
+    the prompt at once."""
+    text, seen = "Call me Ishmael. Some years ago, never mind how long precisely.", []
+    keep = LlamaForCausalLM.forward
+    monkeypatch.setattr(
+        LlamaForCausalLM,
+        "forward",
+        lambda self, input_ids=None, **kw: (
+            seen.append(input_ids.shape[1]),
+            keep(self, input_ids=input_ids, **kw),
+        )[1],
+    )
+    found = json.loads(
+        call(
+            f"generate --model {tiny} --max-new-tokens 6 --prefill-chunk 16 --recipe k2v2 "
+            "--recent 0 --json --quiet --prompt",
+            text,
+        )[1]
+    )
+    n = found["prompt_tokens"]
+    assert seen[: -(-n // 16)] == [16] * (n // 16) + [n % 16] * (n % 16 > 0) and set(
+        seen[-(-n // 16) :]
+    ) == {1}
+    monkeypatch.undo()
+    model, tokenizer = load_model(tiny)
+    model.set_attn_implementation("turboquant")
+    ids, cache = (
+        tokens_of(tokenizer, text),
+        TurboQuantCache(model, replace(preset("k2v2"), recent=0)),
+    )
+    with torch.no_grad():
+        for part in ids.split(16, 1):
+            logits = model(part, past_key_values=cache).logits
+        out = []
+        while len(out) < 6:
+            out.append(logits[:, -1:].argmax(-1))
+            logits = model(out[-1], past_key_values=cache).logits
+    assert tokenizer.decode(torch.cat(out, 1)[0], skip_special_tokens=True) == found["text"]
+
+
+def test_generate_compare(call, tiny):
+    for cache, said in (
+        ("--recipe k1v1 --sinks 0 --recent 0", "the same first"),
+        ("--recent 4096", "the same 24 tokens."),
+    ):
+        ask = f"generate --model {tiny} --max-new-tokens 24 --compare --quiet {cache} --prompt"
+        code, out, _ = call(ask, sample_text()[:600])
+        assert code == 0 and f"An uncompressed cache gives {said}" in out
+
+
+def test_generate_lengths(call, plain):
+    long, fits = "whale " * 200, "whale " * 20
+    ask = lambda more, prompt: call(f"generate --model {plain} {more} --prompt", prompt)
+    refused(ask("--quiet", long), "context is 128")
+    refused(ask("--max-length 10 --quiet", fits), "--max-length is 10")
+    n = json.loads(ask("--max-new-tokens 1 --json", fits)[1])["prompt_tokens"]
+    code, out, err = ask("--json --max-new-tokens 500", fits)
+    assert code == 0 and json.loads(out)["new_tokens"] <= 128 - n
+    assert f"only {128 - n} tokens fit" in err
+    code, out, err = ask(f"--json --quiet --max-length {n + 3}", fits)
+    assert (code, err) == (0, "") and json.loads(out)["new_tokens"] <= 3
+
+
+@pytest.mark.parametrize(
+    "data, words",
+    [
+        (b"", "the prompt is empty (standard input)"),
+        ("M\u00f6we".encode("latin-1"), "standard input is not UTF-8 text (byte 1)"),
+        ("Wal".encode("utf-16"), "standard input is not UTF-8 text"),
+    ],
+)
+def test_bad_standard_input(call, tiny, monkeypatch, data, words):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    refused(call(f"generate --model {tiny} -"), words)
+
+
+def test_a_prompt_without_tokens(call, tiny, monkeypatch):
+    monkeypatch.setattr(answers, "tokens_of", lambda *a: torch.zeros(1, 0, dtype=torch.long))
+    refused(call(f"generate --model {tiny} --prompt x --quiet"), "the prompt has no tokens")
+
+
+def test_a_short_cache_is_told_to_be_larger_and_pays_where_it_says(call, tiny):
+    code, out, err = call(
+        f"generate --model {tiny} --max-new-tokens 4", "--prompt", "Name three whales."
+    )
+    assert (
+        code == 0
+        and "smaller than fp16" not in err
+        and "x larger than fp16: codes take whole tiles of 256 tokens" in err
+    )
+    model, _ = load_model(tiny, progress=False)
+    for recipe in ("k3v3", "k4v4"):
+        ratio = lambda n: filled_with(model, recipe, n).report()["ratio_fp16"]
+        cache = filled_with(model, recipe, 16)
+        pays, said = cache.report()["pays_from"], str(cache.report())
+        assert (
+            ratio(pays - 1) < 1 <= ratio(pays)
+            and f"{1 / ratio(16):.2f}x larger than fp16" in said
+            and f"from about {pays:,} tokens on" in said
+        )
+    assert str(TurboQuantCache(model).report()) == "TurboQuantCache: empty"
+    said = str(filled_with(model, "k3v3", 1000).report())
+    assert "larger" not in said and "x smaller than fp16" in said
+
+
+def filled_with(model, recipe, n):
+    cache = TurboQuantCache(model, recipe)
+    for layer in range(2):
+        cache.update(torch.randn(1, 1, n, 32), torch.randn(1, 1, n, 32), layer)
+    return cache
+
+
+def test_gradient_checkpointing_is_named(tiny):
+    """transformers takes the cache away in training with checkpointing; the message about the
+    missing cache says so."""
+    model, _ = load_model(tiny, progress=False)
+    model.set_attn_implementation("turboquant")
+    model.train()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(TypeError, match="gradient checkpointing takes every cache away"):
+        model(
+            torch.ones(1, 8, dtype=torch.long), past_key_values=TurboQuantCache(model, "k3v3")
+        )
