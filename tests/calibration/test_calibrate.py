@@ -533,36 +533,6 @@ def test_attention_on_codes_is_dense_attention(key, dtype):
             assert error(ops.attend(q, store, *chunk, **call), want, dtype) < 1
 
 
-@pytest.mark.parametrize("dtype", SHARP)
-@pytest.mark.parametrize("key", ["none", "prompt", "rope", "decay"])
-def test_long_chunks_by_fused_attention(key, dtype):
-    """40 tokens at once behind 660: torch's flash attention on decoded blocks, with and without
-    a sliding window."""
-    store, k, v = filled(KEYS[key], dtype)
-    n, dense = 40, store.read()
-    kd, vd = (torch.cat([x[:, :, :-n], c[:, :, -n:]], 2) for x, c in zip(dense, (k, v)))
-    q = drawn(moments()[0].repeat(2, 1, 1), 2, 4, n, seed=8).to(dtype)
-    at, p = torch.arange(700 - n, 700)[:, None], torch.arange(700)
-    for sliding_window in (None, 33):
-        mask = (
-            (p <= at)
-            & (p >= store.start[:, None, None, None])
-            & (p > at - (sliding_window or 701))
-        )
-        call = q, store, k[:, :, -n:], v[:, :, -n:]
-        assert ops.select_backend(*call, sliding_window=sliding_window)[0] == "flash"
-        got, want = (
-            ops.attend(*call, sliding_window=sliding_window),
-            dense_attention(q, kd, vd, mask=mask),
-        )
-        lse = (
-            1e-4 if dtype == torch.float32 else 20 * SHARP[dtype]
-        )  # fused attention rounds on its way
-        assert (got[0].float() - want[0].float()).abs().max() < 2 * SHARP[dtype] * want[
-            0
-        ].abs().max() and (got[1] - want[1]).abs().max() < lse
-
-
 def test_the_law_fails_for_a_query_that_is_rotated_like_a_key(monkeypatch):
     "The mutant: what is right for a rotation."
     store, k, v = filled(KEYS["prompt"], torch.float32)
