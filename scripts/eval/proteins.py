@@ -45,7 +45,7 @@ from turboquant_nb.esm import (
 from turboquant_nb.evaluation.models import load_model, sample_text
 from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.esm.calibration import _pass_over, code_header
-from turboquant_nb.esm.checkpoints import _INDEX, RESIDUES
+from turboquant_nb.esm.checkpoints import _INDEX, RESIDUES, batches
 from turboquant_nb.esm.model import _real, _replayed
 from turboquant_nb.esm.transform import (
     RECIPES,
@@ -118,16 +118,6 @@ def select(folder) -> dict:
         "head": head,
         "proteins": proteins,
     }
-
-
-def batches(sequences, device, at_most=4096):
-    "(indices, ids, mask) of sequences of similar length."
-    order, batch = sorted(range(len(sequences)), key=lambda i: len(sequences[i])), []
-    for i in [*order, None]:
-        if i is None or (batch and (len(batch) + 1) * (len(sequences[i]) + 2) > at_most):
-            yield batch, *tokens([sequences[j] for j in batch], device)
-            batch = []
-        batch.append(i)
 
 
 class Integers(NamedTuple):

@@ -19,6 +19,12 @@ GONE: dict[str, str] = {
     "codes must lie in 0..{}, got {}": "by `checks.within`, in the same words",
     "decay drops the last plane of codes; residual 'qjl' keeps signs apart": "its signs",
     WAITS: "in two parts: what is asked, and the code's reason",
+    # options of TurboESM, which is an experiment of its page (chapter 93)
+    "which tokens are sinks or outliers is read from the device": "said by the store",
+    "allocation needs a table per channel, without sign": "TurboESM",
+    "one_table needs tables per head on both sides": "TurboESM",
+    "sinks must be a non-negative integer, got {}": "TurboESM",
+    "with sign, bits must be at least 2, got {}": "TurboESM",
     "coded must hold signs and residual_norm; it comes from prod_encode": "from `SketchedCode`",
 }
 

@@ -1,7 +1,6 @@
 """Wide checks of turboquant_nb.theory.codebook: every bit width and many dimensions against
 quadrature, exact encoding, errors."""
 
-import itertools
 import math
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import pytest
 import torch
 from scipy.integrate import quad
 
-from turboquant_nb.testing import same, within_z
+from turboquant_nb.testing import same
 from turboquant_nb.theory import codebook
 from turboquant_nb.theory.codebook import (
     coordinate_cdf,
@@ -27,45 +26,20 @@ from turboquant_nb.theory.codebook import (
 DIMS = (None, 2, 3, 4, 5, 16, 64, 80, 128, 256, 1000, 10_000)
 
 
-def over_cells(cb, *functions):
-    """Integrals of h(x, level) over the cells; for the sphere in the angle and normalised by
-    the sum, so no closed form is shared."""
-    r = None if cb.dim is None else math.sqrt(cb.dim)
-    end = 14.0 if r is None else min(r, 14.0)
-    e = np.concatenate([[-end], (cb.levels64[1:] + cb.levels64[:-1]) / 2, [end]])
-    if r is None:
-        var, x, weight = e, lambda v: v, lambda v: math.exp(-v * v / 2)
-    else:
-        var, x, weight = (
-            np.arccos(e / r),
-            lambda v: r * math.cos(v),
-            lambda v: math.sin(v) ** (cb.dim - 2),
-        )
-
-    def one(h, i):
-        return abs(
-            quad(
-                lambda v: h(x(v), cb.levels64[i]) * weight(v),
-                var[i],
-                var[i + 1],
-                epsabs=0,
-                epsrel=1e-11,
-            )[0]
-        )
-
-    mass = np.array([one(lambda x, y: 1.0, i) for i in range(len(e) - 1)])
-    return [mass / mass.sum()] + [
-        np.array([one(h, i) for i in range(len(e) - 1)]) / mass.sum() for h in functions
-    ]
+def error_of(cb, levels):
+    "The squared error of these levels on the cells of a table, and the moments of its cells."
+    e = np.concatenate([[-np.inf], (cb.levels64[1:] + cb.levels64[:-1]) / 2, [np.inf]])
+    m0, m1, m2 = partial_moments(e[:-1], e[1:], cb.dim)  # held to quadrature below
+    return (m2 - 2 * levels * m1 + levels**2 * m0).sum(), m0, m1
 
 
 @pytest.mark.parametrize("d", DIMS)
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_stationary_and_mse(bits, d):
     cb = lloyd_max(bits, d)
-    mass, first, square = over_cells(cb, lambda x, y: abs(x), lambda x, y: (x - y) ** 2)
-    assert np.abs(first / mass - np.abs(cb.levels64)).max() < 1e-9
-    assert abs(square.sum() - cb.mse) < 1e-9 * cb.mse
+    mse, mass, first = error_of(cb, cb.levels64)
+    assert np.abs(first / mass - cb.levels64).max() < 1e-9
+    assert abs(mse - cb.mse) < 1e-9 * cb.mse + 1e-14
     assert np.abs(mass - cb.probs).max() < 1e-10
     same(cb.levels, -cb.levels.flip(0))
     assert (cb.levels.diff() > 0).all() and len(cb.edges) == 2**bits - 1
@@ -80,23 +54,11 @@ def test_very_large_d_tends_to_gaussian(bits):
     assert abs(big.mse / gauss.mse - 1) < 1e-4
 
 
-def test_wrong_levels_are_seen():
-    cb = lloyd_max(4, 128)
-    object.__setattr__(cb := type(cb)(**vars_of(cb)), "levels64", cb.levels64 * (1 + 1e-6))
-    mass, first = over_cells(cb, lambda x, y: abs(x))
-    assert np.abs(first / mass - np.abs(cb.levels64)).max() > 1e-7
-
-
-def vars_of(cb):
-    return {k: getattr(cb, k) for k in cb.__dataclass_fields__}
-
-
 @pytest.mark.parametrize("d", (None, 2, 3, 4, 64))
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_affine_is_the_best_step(bits, d):
     cb = uniform(bits, d)
-    _, square = over_cells(cb, lambda x, y: (x - y) ** 2)
-    assert abs(square.sum() - cb.mse) < 1e-9
+    assert abs(error_of(cb, cb.levels64)[0] - cb.mse) < 1e-9
     assert cb.mse >= lloyd_max(bits, d).mse - 1e-15
     k = np.arange(2**bits) - (2**bits - 1) / 2
     step = cb.levels64[-1] / k[-1]
@@ -178,18 +140,6 @@ def test_twenty_million_without_a_python_loop():
     same(y[::9973], cb.levels[codes[::9973].long()])
 
 
-def test_distortion_mean():
-    for bits, d in ((1, 3), (3, 16), (4, 128), (8, 64)):
-        v = torch.randn(100_000, d, generator=torch.Generator().manual_seed(bits))
-        x = math.sqrt(d) * v[:, 0] / v.norm(dim=1)
-        cb = lloyd_max(bits, d)
-        _, fourth = over_cells(cb, lambda x, y: (x - y) ** 4)
-        error, sd = (x - cb.decode(cb.encode(x))).square(), math.sqrt(fourth.sum() - cb.mse**2)
-        within_z(error, cb.mse, sd)
-        with pytest.raises(AssertionError):
-            within_z(error, cb.mse * 1.2, sd)
-
-
 def best_partition(x, w, k):
     """Least weighted squared error over all partitions of the sorted values into k runs, the
     slow way."""
@@ -205,11 +155,14 @@ def best_partition(x, w, k):
     return best[n]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(72))
 def test_samples_reach_the_best_partition(seed):
-    r = np.random.default_rng(seed)
+    "In some of the few samples Lloyd's iteration alone stops earlier."
+    r, few = np.random.default_rng(seed), seed >= 12
     x = r.standard_t(2, 40) if seed % 2 else np.round(r.normal(size=40) * 5)
     w, bits = r.random(40), int(r.integers(1, 4))
+    if few:
+        x, w, bits = r.normal(size=9) ** 3, r.random(9) + 0.05, 1 + seed % 2
     values, inv = np.unique(x, return_inverse=True)
     weight = np.bincount(inv, w) / w.sum()
     cb = lloyd_max_samples(torch.tensor(x), bits, torch.tensor(w))
@@ -268,9 +221,8 @@ def test_int8(bits):
             and len(grid.levels) == 2**bits
         )
         assert (grid.levels.int().diff() >= 0).all() and grid.levels.int().abs().max() <= 127
-        on_grid = dict(zip(cb.levels64.tolist(), (grid.step * grid.levels.double()).tolist()))
-        _, square = over_cells(cb, lambda x, y: (x - on_grid[float(y)]) ** 2)
-        assert abs(square.sum() - grid.mse) < 1e-9
+        on_grid = grid.step * grid.levels.double().numpy()
+        assert abs(error_of(cb, on_grid)[0] - grid.mse) < 1e-9
         for step in (
             np.linspace(0.5, 1.5, 400 if cb.law != "uniform" or bits == 8 else 0)
             * cb.levels64[-1]
@@ -310,23 +262,11 @@ def test_snap(make, bits, d):
     x = torch.randn(1000, generator=torch.Generator().manual_seed(bits))
     same(table.encode(x), cb.encode(x))
     same(table.encode(table.levels), torch.arange(2**bits, dtype=torch.uint8))
-    on_grid = dict(zip(cb.levels64.tolist(), table.levels64.tolist()))
-    _, square = over_cells(
-        cb, lambda x, y: (x - on_grid[float(y)]) ** 2
-    )  # the cells are those of the old levels
-    assert abs(square.sum() - table.mse) < 1e-10 and grid.mse == table.mse
+    # the cells are those of the old levels
+    assert abs(error_of(cb, table.levels64)[0] - table.mse) < 1e-10 and grid.mse == table.mse
     assert -1e-12 < table.mse - cb.mse < (2.5e-3 if make is lloyd_max else 1e-6) * cb.mse
     if make is uniform:
         same(grid.levels, torch.arange(1 - 2**bits, 2**bits, 2, dtype=torch.int8))
-    assert (
-        abs(
-            1
-            - 2 * (table.probs * table.levels64 * table.means).sum()
-            + (table.probs * table.levels64**2).sum()
-            - table.mse
-        )
-        < 1e-12
-    )
 
 
 @pytest.mark.parametrize("bits", range(5, 9))
@@ -527,31 +467,6 @@ def test_levels_that_are_no_table(levels, why):
         codebook.from_levels(torch.tensor(levels))
 
 
-def test_few_samples_get_the_best_partition():
-    """Against every partition of 9 values into 2 and into 4 runs, with weights; Lloyd's
-    iteration alone stops earlier in some."""
-    g = torch.Generator().manual_seed(0)
-    for seed in range(60):
-        x, w = (
-            torch.randn(9, generator=g, dtype=torch.float64).sort().values ** 3,
-            torch.rand(9, generator=g, dtype=torch.float64) + 0.05,
-        )
-        x, w = x.sort().values, w / w.sum()
-        for bits in (1, 2):
-            costs = []
-            for cuts in itertools.combinations(range(1, 9), 2**bits - 1):
-                runs = [slice(i, j) for i, j in zip((0, *cuts), (*cuts, 9))]
-                costs.append(
-                    sum(
-                        float((w[r] * (x[r] - (w[r] * x[r]).sum() / w[r].sum()) ** 2).sum())
-                        for r in runs
-                    )
-                )
-            assert codebook.lloyd_max_samples(x, bits, w).mse == pytest.approx(
-                min(costs), rel=1e-9
-            )
-
-
 def test_a_tridiagonal_system_and_every_pivot():
     "Against NumPy; a negative pivot at any place is said."
     rng = np.random.default_rng(0)
@@ -748,15 +663,3 @@ def test_negative_weights_are_refused():
     for weights in ([-1.0, 2.0, 3.0], [-1.0, -2.0, -3.0]):
         with pytest.raises(ValueError, match="weights must not be negative"):
             codebook.lloyd_max_samples(torch.tensor([1.0, 2.0, 3.0]), 1, torch.tensor(weights))
-
-
-@pytest.mark.parametrize("d", [5, 16, 64])
-def test_panter_and_dite_on_the_sphere(d):
-    """(∫ f^(1/3))^3 / 12 · 4^-bits by numerical integration of the law that `coordinate_pdf`
-    gives."""
-    from scipy.integrate import quad
-
-    whole = quad(lambda t: float(codebook.coordinate_pdf(t, d)) ** (1 / 3), -1, 1, limit=200)[0]
-    assert codebook.high_rate_mse(4, d) == pytest.approx(
-        d * whole**3 / 12 * 4.0**-4, rel=1e-5
-    )  # a unit vector's coordinate has variance 1 / d

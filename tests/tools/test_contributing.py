@@ -1,5 +1,5 @@
-"""The paths of CONTRIBUTING.md: a question leads through three files at most, and every file
-and name that it gives exists."""
+"""The questions of CONTRIBUTING.md: each has one file, and every file and name that the page
+gives exists."""
 
 import ast
 import re
@@ -40,14 +40,23 @@ def defined(path):
 
 
 @pytest.mark.parametrize("question, answer", QUESTIONS, ids=[q for q, _ in QUESTIONS])
-def test_a_question_has_a_short_path_of_names_that_exist(question, answer):
-    found = re.findall(r"`([\w/]+\.py)`(?: \(((?:`[\w.]+`(?:, )?)+))?", answer)
-    own = [(PACKAGE / name, names) for name, names in found if not name.startswith("tests/")]
-    assert 1 <= len({path for path, _ in own}) <= 3
-    for path, names in own:
-        wrong = set(re.findall(r"`([\w.]+)`", names)) - defined(path)
-        assert not wrong, f"{path.name} has no {', '.join(sorted(wrong))}"
+def test_a_question_has_one_file_with_the_names_that_it_gives(question, answer):
+    ((name, names),) = re.findall(r"`([\w/]+\.py)`(?: \(((?:`[\w.]+`(?:, )?)+))?", answer)
+    wrong = set(re.findall(r"`([\w.]+)`", names)) - defined(PACKAGE / name)
+    assert not wrong, f"{name} has no {', '.join(sorted(wrong))}"
 
 
-def test_there_are_questions():
-    assert len(QUESTIONS) > 12 and any("padding" in q for q, _ in QUESTIONS)
+def test_there_are_fifteen_questions():
+    assert len(QUESTIONS) == 15 and any("padding" in q for q, _ in QUESTIONS)
+
+
+def test_wings_name_their_modules():
+    "Every module of the package stands in the row of its folder, and no other does."
+    listed = set()
+    for wing, modules in re.findall(r"^\| \dx (.+?) \| (.+?) \|", TEXT, re.M):
+        folders = re.findall(r"`(\w+)/`", wing) or [""]
+        for folder, names in zip(folders, modules.split(";")):
+            listed |= {f"{folder}/{x}".strip("/") for x in re.findall(r"`(\w+)`", names)}
+    there = {p.relative_to(PACKAGE).with_suffix("").as_posix() for p in PACKAGE.rglob("*.py")}
+    there = {x for x in there if not x.rpartition("/")[2].startswith("_")}
+    assert listed == {x for x in there if not x.startswith("cli/")}

@@ -18,7 +18,7 @@ _HOME = {
         "random_proteins",
     ],
     "codes": ["Past", "CodedPast", "StorePast"],
-    "model": ["TurboSelfAttention", "EsmOutput", "fingerprint", "TurboEsm"],
+    "model": ["EsmOutput", "fingerprint", "TurboEsm"],
     "calibration": ["gather_statistics", "fit_esm", "calibrate_esm"],
     "mutations": [
         "masked_marginals",

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checkpoints import tokens
+from .checkpoints import batches, tokens
 from .codes import prefix_visible
 from .model import TurboEsm, fingerprint
 from ..theory.rope import apply_cos_sin, cos_sin_table
@@ -27,18 +27,6 @@ from turboquant_nb.esm.transform import (
 )
 
 # %% ../../nbs/74_esm_calibration.ipynb #f16989e9
-def _batches(sequences, at_most):
-    "Sequences of similar length in batches of at most so many tokens, padding included."
-    batch = []
-    for s in sorted(sequences, key=len):
-        if batch and (len(batch) + 1) * (len(s) + 2) > at_most:
-            yield batch
-            batch = []
-        batch.append(s)
-    if batch:
-        yield batch
-
-
 def _visible(real: Tensor, halved: bool) -> Tensor:  # bool [B, 1, T or 1, T]
     """What tokens see: all, or only the first half itself and then, token by token, what came
     before."""
@@ -51,8 +39,7 @@ def _pass_over(turbo, sequences, take, progress=lambda done, total: None, at_mos
     """Run the model over sequences; take(layer, q, k, v, real, visible) gets the states of
     every layer."""
     done = 0
-    for i, batch in enumerate(_batches(sequences, at_most)):
-        ids, mask = tokens(batch, turbo.base.device)
+    for i, (places, ids, mask) in enumerate(batches(sequences, turbo.base.device, at_most)):
         real = mask.bool()
 
         def hook(layer, q, k, v, _, real=real, visible=_visible(real, i % 2 == 1)):
@@ -62,7 +49,7 @@ def _pass_over(turbo, sequences, take, progress=lambda done, total: None, at_mos
             return k, v, F.scaled_dot_product_attention(q, k, v, visible, scale=1.0)
 
         turbo.run(hook, ids, mask)
-        done += len(batch)
+        done += len(places)
         progress(done, len(sequences))
 
 # %% ../../nbs/74_esm_calibration.ipynb #003cdda3

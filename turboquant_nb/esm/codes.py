@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from fastcore.basics import patch
 from torch import Tensor
 
-from ..theory.centre import PreRopeMean
 from ..cache.gather import BLOCK
 from ..cache.store import KVStore
 from turboquant_nb.esm.transform import (
@@ -325,15 +324,13 @@ class CodedPast(Past):
 
     def _mean_scores(self, layer: int, q: Tensor, rows: slice) -> Tensor | float:
         "What the mean of keys adds to the scores of queries [B, H, n, d]: [B, H, n, T or 1]."
-        side = self.code.key
-        r = 0 if side.inv_freq is None else 2 * len(side.inv_freq)
-        still, weights = PreRopeMean().query(q, side.mean[layer][:, None], r)
-        if not r:
-            return still
-        if self._cos_sin is None:  # one table for all layers of a step
-            positions = self.positions(0, self.length)[slice(None) if self.ragged else slice(1)]
-            self._cos_sin = cos_sin_table(positions, side.inv_freq).mT[:, None].contiguous()
-        return weights @ self._cos_sin[rows if self.ragged else slice(None)]
+        side, held = self.code.key, slice(None) if self.ragged else slice(1)
+        if self._cos_sin is None and side.inv_freq is not None:  # one for all layers of a step
+            table = cos_sin_table(self.positions(0, self.length)[held], side.inv_freq)
+            self._cos_sin = table.mT[:, None].contiguous().mT
+        angles = None if self._cos_sin is None else self._cos_sin[rows if self.ragged else held]
+        rotary = 0 if side.inv_freq is None else 2 * len(side.inv_freq)
+        return side.centre.query(q, side.mean[layer][:, None], rotary).scores(angles)
 
     def scores(self, layer, q, rows=slice(None)):
         q = q.float()
@@ -346,7 +343,7 @@ class CodedPast(Past):
         out = p @ self._read("value", layer, rows).mT @ side.back[layer].mT
         if layer == self.layers - 1:
             self._rest()
-        return out.add_(p.sum(-1, keepdim=True) * side.mean[layer][:, None])
+        return side.centre.output(out, p.sum(-1, keepdim=True), side.mean[layer][:, None])
 
     def attend(self, layer, q, k, v, causal=True):
         self.take(layer, k, v)

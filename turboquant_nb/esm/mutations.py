@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from .checkpoints import _INDEX, MASK, RESIDUES, tokens
+from .checkpoints import _INDEX, MASK, RESIDUES, batches, tokens
 from .codes import why_not_captured
 from .model import TurboEsm
 from ..hf.graphs import CudaGraph
@@ -147,19 +147,6 @@ def _seen_to_masked(logq: Tensor, kept: float, replaced: float, letters: int) ->
     return logq + math.log(b) - (b - kept * torch.expm1(logq)).log()
 
 
-def _batches(sequences: list, at_most: int):
-    """Lists of the places of sequences of similar length, at most so many tokens together,
-    padding counted."""
-    part = []
-    for i in sorted(range(len(sequences)), key=lambda i: len(sequences[i])):
-        if part and (len(part) + 1) * (len(sequences[i]) + 2) > at_most:
-            yield part
-            part = []
-        part.append(i)
-    if part:
-        yield part
-
-
 def pseudo_log_likelihood(
     turbo: TurboEsm,  # over a model with a language-model head
     sequences: list,  # of str
@@ -191,8 +178,7 @@ def pseudo_log_likelihood(
             )
             out[i] = logp.gather(1, ids[0, 1:-1, None]).double().sum().cpu()
         return out
-    for part in _batches(sequences, at_most):
-        ids, mask = tokens([sequences[i] for i in part], turbo.base.device)
+    for part, ids, mask in batches(sequences, turbo.base.device, at_most):
         logq = (
             _unmasked_pass(turbo, ids, mask)
             .float()

@@ -21,7 +21,8 @@ from .. import checks
 from ..files import read_file, write_file
 from ..quant.quantizer import TwoSides
 from ..theory.rates import allocate_bits
-from ..theory.rope import apply_cos_sin, cos_sin_table
+from ..theory.centre import CENTRES
+from ..theory.rope import cos_sin_table
 from ..theory.rotation import make_rotation
 from ..theory.transforms import Moments, attention_weights, sensitivity
 
@@ -30,11 +31,9 @@ def centre_at(mean: Tensor, positions: Tensor, inv_freq: Tensor | None) -> Tenso
     """Means [.., H, d] at positions [B, n]: [.., B, H, n, d], with RoPE applied where
     frequencies are given."""
     mean = mean[..., None, :, None, :]
-    return (
-        mean
-        if inv_freq is None
-        else apply_cos_sin(mean, cos_sin_table(positions, inv_freq)[:, None])
-    )
+    if inv_freq is None:
+        return mean
+    return CENTRES["pre_rope"].at(mean, cos_sin_table(positions, inv_freq)[:, None])
 
 
 def _positions(x: Tensor) -> Tensor:  # [B, n]
@@ -56,6 +55,10 @@ class SideCode:
     inv_freq: Tensor | None = None  # [d/2] fp32 frequencies of RoPE, pairs (i, i + d/2)
 
     shape = property(lambda self: tuple(self.bits.shape), doc="Layers, heads, head size.")
+    centre = property(
+        lambda self: CENTRES["prompt_mean" if self.inv_freq is None else "pre_rope"],
+        doc="How the mean is taken out, and what a query and a sum get back for it.",
+    )
 
     def tensors(self) -> dict:
         "Everything that is stored, by name."
@@ -116,8 +119,7 @@ class _Tables:
         end = end if last == side.shape[0] else int(_table_starts(flat[: last * size])[1])
         levels, starts = side.levels[int(starts[0]) : end], starts - int(starts[0])
         rows, n = _bit_rows(mine.view(last - first, size))
-        # coding: edges of channels with as many bits, then which bit of which channel goes
-        # where
+        # coding: edges of channels with as many bits, then where each of their bits goes
         self.groups = []
         for b in range(int(mine.max()), 0, -1):
             if len(at := (mine == b).nonzero().flatten()):
