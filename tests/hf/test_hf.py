@@ -4,6 +4,7 @@ and no silent wrong answer."""
 import copy
 import gc
 import pickle
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -1103,6 +1104,20 @@ def test_a_pass_codes_its_tokens_at_its_end(recipe, monkeypatch):
         for side in ("key", "value"):
             a, b = (x.store.coded(side, 0, held) for x in (one, other))
             assert torch.equal(a.codes, b.codes) and torch.equal(a.scale, b.scale)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
+def test_a_cache_is_freed_with_its_last_name(attention):
+    "No circle holds its codes until Python's collector comes by."
+    model = tiny()
+    gc.disable()
+    try:
+        _, cache = generate(model, prompt(1, 9, padded=False), attention)
+        store = weakref.ref(cache.layers[0].store)
+        del cache
+        assert store() is None
+    finally:
+        gc.enable()
 
 
 def test_forward_with_autograd_keeps_no_graph():

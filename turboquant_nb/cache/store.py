@@ -1213,7 +1213,8 @@ def tables(self: KVStore) -> list:
             *self.cos_sin.kept,
         ]
     for s in self.sides:
-        out += [*s.q.rotation.tables, *s.q.code.tables]
+        codes = s.q.code, s.q.code.coarser  # a code keeps what it is without its last plane
+        out += [*s.q.rotation.tables, *(t for c in codes if c is not None for t in c.tables)]
     return out
 
 # %% ../../nbs/31_store.ipynb #b9efdb40

@@ -207,7 +207,7 @@ def _on_codes(call: AttentionCall) -> Tensor:
     if mask is None and layer.serves_steps(k.shape[2]):
         k, v, recent = key.near, value.near, max(layer.recipe.recent, 1)
     if layer.capturing:
-        out, lse = layer.captured.attend(call._replace(key=k, value=v), recent)
+        out, lse = layer.captured.attend(layer, call._replace(key=k, value=v), recent)
         return with_sink_logit(out, lse, sink)
     args, demanded = (query, layer.store, k, v), layer.backend
     if mask is None and demanded != "torch":
