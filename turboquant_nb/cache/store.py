@@ -1213,8 +1213,7 @@ def tables(self: KVStore) -> list:
             *self.cos_sin.kept,
         ]
     for s in self.sides:
-        codes = s.q.code, s.q.code.coarser  # a code keeps what it is without its last plane
-        out += [*s.q.rotation.tables, *(t for c in codes if c is not None for t in c.tables)]
+        out += [*s.q.rotation.tables, *s.q.code.tables]
     return out
 
 # %% ../../nbs/31_store.ipynb #b9efdb40
