@@ -4,6 +4,7 @@ and no silent wrong answer."""
 import copy
 import gc
 import pickle
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -300,103 +301,6 @@ def test_conversation_continues(name):
     assert torch.equal(whole, exact[0])
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
-def test_crop_then_again(attention):
-    """Cropped back, the same continuation gives the same tokens; crop takes what transformers
-    gives."""
-    model, inputs = tiny(), prompt(2, 25)
-    model.set_attn_implementation(attention)
-    cache = TurboQuantCache(model, Recipe(recent=0))
-    cache.set_padding(inputs["attention_mask"])
-    step = prompt(2, 4, seed=5, padded=False)["input_ids"]
-    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 4, dtype=torch.long)], 1)
-    with torch.no_grad():
-        model(**inputs, past_key_values=cache)
-        first = model(step, attention_mask=mask, past_key_values=cache).logits
-        cache.crop(-4)
-        assert cache.get_seq_length() == 25
-        same(model(step, attention_mask=mask, past_key_values=cache).logits, first)
-    for bad in (-100, 3):
-        before = walk_snapshot(cache)
-        with pytest.raises(ValueError):
-            cache.layers[0].crop(bad)
-        assert_same(walk_snapshot(cache), before)
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
-def test_reorder_select_repeat(attention):
-    model, inputs = tiny("mistral"), prompt(3, 25)
-    model.set_attn_implementation(attention)
-    cache = TurboQuantCache(model, "k4v4")
-    cache.set_padding(inputs["attention_mask"])
-    step, one = (
-        prompt(3, 1, seed=5, padded=False)["input_ids"],
-        torch.ones(3, 1, dtype=torch.long),
-    )
-    mask = torch.cat([inputs["attention_mask"], one], 1)
-    with torch.no_grad():
-        model(**inputs, past_key_values=cache)
-        logits = model(step, attention_mask=mask, past_key_values=copy.deepcopy(cache)).logits
-        for change, index in (
-            (lambda c: c.reorder_cache(torch.tensor([2, 2, 0])), [2, 2, 0]),
-            (lambda c: c.batch_select_indices(torch.tensor([1])), [1]),
-            (lambda c: c.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
-        ):
-            other = copy.deepcopy(cache)
-            change(other)
-            got = model(step[index], attention_mask=mask[index], past_key_values=other).logits
-            assert torch.allclose(got, logits[index], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
-def test_deepcopy_save_load_offload(attention, tmp_path):
-    model, inputs = tiny("gemma3_text"), prompt(2, 40)
-    model.set_attn_implementation(attention)
-    cache = TurboQuantCache(model, "k3v3")
-    step, mask = (
-        prompt(2, 1, seed=5, padded=False)["input_ids"],
-        torch.cat([inputs["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1),
-    )
-    with torch.no_grad():
-        model(**inputs, past_key_values=cache)
-        cache.save(tmp_path / "c")
-        copies = [
-            copy.deepcopy(cache),
-            TurboQuantCache.load(tmp_path / "c", model, max_length=cache.max_length),
-            TurboQuantCache.load(tmp_path / "c", model.config, max_length=cache.max_length),
-        ]
-        for layer in copies[0].layers:
-            layer.offload()
-            layer.prefetch()
-        want = model(step, attention_mask=mask, past_key_values=cache).logits
-        for other in copies:
-            same(model(step, attention_mask=mask, past_key_values=other).logits, want)
-            assert other.report()["nbytes"] == cache.report()["nbytes"] == walk_bytes(cache)
-
-
-def test_a_copy_follows_its_model():
-    """The prompt-caching pattern: prefill once, deepcopy for each request, in whichever
-    attention the model uses now."""
-    model, inputs = tiny(), prompt(2, 20)
-    base = TurboQuantCache(model, "k3v3")
-    base.set_padding(inputs["attention_mask"])
-    with torch.no_grad():
-        model(**inputs, past_key_values=base)
-    step, mask = (
-        prompt(2, 1, seed=5, padded=False)["input_ids"],
-        torch.cat([inputs["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1),
-    )
-    out = []
-    for attention in ("sdpa", "turboquant", "eager"):
-        model.set_attn_implementation(attention)
-        other = copy.deepcopy(base)
-        with torch.no_grad():
-            out.append(model(step, attention_mask=mask, past_key_values=other).logits)
-        assert other.config is model.config
-    for x in out[1:]:
-        assert torch.allclose(x, out[0], atol=1e-4)
-
-
 def test_load_refuses_another_model(tmp_path):
     model = tiny()
     with torch.no_grad():
@@ -412,18 +316,6 @@ def test_load_refuses_another_model(tmp_path):
     cache.layers[0].store.save(tmp_path / "s")
     with pytest.raises(ValueError, match="single store"):
         TurboQuantCache.load(tmp_path / "s", model)
-    data = (tmp_path / "c").read_bytes()
-    (tmp_path / "c").write_bytes(data[:-30])
-    with pytest.raises(ValueError):
-        TurboQuantCache.load(tmp_path / "c", model)
-    with pytest.raises(ValueError):  # the same family and depth, other head sizes
-        (tmp_path / "c").write_bytes(data)
-        wide = tiny(head_dim=16)
-        with torch.no_grad():
-            wide(
-                prompt(1, 1)["input_ids"],
-                past_key_values=TurboQuantCache.load(tmp_path / "c", wide),
-            )
 
 
 # --- everything a recipe can say
@@ -495,6 +387,7 @@ def test_every_recipe_on_codes_and_dense(which, name, tmp_path):
     mask = torch.cat([inputs["attention_mask"], torch.ones(2, 6, dtype=torch.long)], 1)
     with torch.no_grad():
         want = model(step, attention_mask=mask, past_key_values=cache).logits
+        assert copies[0].config is model.config
         for other in copies:
             assert other.recipe == cache.recipe
             same(model(step, attention_mask=mask, past_key_values=other).logits, want)
@@ -754,6 +647,14 @@ def test_what_no_pass_could_serve_is_said_first():
     ):
         with pytest.raises(ValueError, match=why):
             TurboQuantCache(model, bits=bits)
+    _, cache = generate(model, prompt(2, 20), "turboquant")
+    for tokens, why in (
+        (3, "takes a negative number of tokens to remove, got 3"),
+        (-100, "100"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            cache.layers[0].crop(tokens)
+    assert cache.get_seq_length() == 27
     cache, eighth = TurboQuantCache(model), torch.zeros(1, 2, 5, 8).to(torch.float8_e4m3fn)
     with pytest.raises(
         TypeError, match="float16, bfloat16, float32 or float64, got torch.float8_e4m3fn"
@@ -973,50 +874,6 @@ def test_a_mask_of_one_dimension_is_refused(attention):
         ):
             model(ids, attention_mask=torch.ones(20, dtype=torch.long), past_key_values=cache)
         assert cache.get_seq_length() == 0
-
-
-def test_a_pre_rope_mean_follows_a_bias():
-    """Keys that are a bias and little else, rotated by RoPE: the mean before RoPE leaves little
-    to code, the one that does not leaves the bias."""
-    model = copy.deepcopy(tiny("qwen2"))
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.k_proj.bias.normal_(
-                0, 30, generator=torch.Generator().manual_seed(0)
-            )
-    dense, inputs, error = DynamicCache(config=model.config), prompt(2, 200, padded=False), {}
-    with torch.no_grad():
-        model(**inputs, past_key_values=dense)
-    for center in ("none", "prompt_mean", "pre_rope"):
-        _, cache = generate(
-            model,
-            inputs,
-            "turboquant",
-            Recipe(Spec(3, center=center), Spec(3), 0, 0),
-            max_new_tokens=1,
-        )
-        k = dense.layers[0].keys
-        error[center] = float((cache.layers[0].store.read()[0] - k).norm() / k.norm())
-    assert error["pre_rope"] < error["prompt_mean"] / 10 < error["none"], error
-
-
-def test_decay_in_the_cache_frees_and_changes():
-    """Less memory than without; other logits, since something was lost; the window and the
-    young part are as before."""
-    model, inputs = tiny_long(), prompt(1, 300, padded=False)
-    whole, truncated = (TurboQuantCache(model, Recipe(decay=x)) for x in (None, 30))
-    with torch.no_grad():
-        for cache in (whole, truncated):
-            model(**inputs, past_key_values=cache)
-        a, b = (
-            model(inputs["input_ids"][:, :1], past_key_values=c).logits
-            for c in (whole, truncated)
-        )
-    assert not torch.equal(a, b)
-    for x, y in zip(whole.layers, truncated.layers):
-        assert x.store.parts()["planes"] - y.store.parts()["planes"] == 2 * 2 * 256 * 8 // 8
-        for p, q in zip(x.store.read(256), y.store.read(256)):
-            assert x.index > 0 or torch.equal(p, q)  # later layers saw other states
 
 
 def test_recipe_per_layer():
@@ -1247,6 +1104,20 @@ def test_a_pass_codes_its_tokens_at_its_end(recipe, monkeypatch):
         for side in ("key", "value"):
             a, b = (x.store.coded(side, 0, held) for x in (one, other))
             assert torch.equal(a.codes, b.codes) and torch.equal(a.scale, b.scale)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
+def test_a_cache_is_freed_with_its_last_name(attention):
+    "No circle holds its codes until Python's collector comes by."
+    model = tiny()
+    gc.disable()
+    try:
+        _, cache = generate(model, prompt(1, 9, padded=False), attention)
+        store = weakref.ref(cache.layers[0].store)
+        del cache
+        assert store() is None
+    finally:
+        gc.enable()
 
 
 def test_forward_with_autograd_keeps_no_graph():
@@ -1902,22 +1773,6 @@ def test_handles_are_not_tensors():
             use()
     with pytest.raises(TypeError):
         torch.matmul(torch.randn(1, 2, 5, 8), handle)
-
-
-def test_switching_attention_in_mid_conversation():
-    model, inputs = tiny("mistral"), prompt(2, 20)
-    out, cache = generate(model, inputs, "sdpa", "k3v3")
-    want, _ = generate(model, inputs, "sdpa", "k3v3", max_new_tokens=14)
-    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 8, dtype=torch.long)], 1)
-    got, _ = generate(
-        model,
-        dict(input_ids=out, attention_mask=mask),
-        "turboquant",
-        cache=cache,
-        max_new_tokens=6,
-    )
-    assert torch.equal(got, want)
-    assert set(cache.report()["served"]) == {"prefill", "dense", "codes"}
 
 
 def test_reset_and_another_batch_size():

@@ -56,7 +56,7 @@ def _go_on(layer: TurboQuantLayer, store: KVStore) -> None:
     layer.store, layer.is_initialized = store, True
     layer.starts = tuple(store.start.tolist())
     if layer.static:
-        layer.captured.settle(store.key.tensors["sinks"])
+        layer.captured.settle(layer, store.key.tensors["sinks"])
 
 
 def _same_rope(held: torch.Tensor, mine: tuple | None) -> bool:

@@ -115,9 +115,6 @@ class _NeverCaptured:
 
     backends = {}
 
-    def __init__(self, layer):
-        pass
-
 
 class TurboQuantLayer(CacheLayerMixin):
     """One layer of a `TurboQuantCache`: a store of codes with the interface of transformers.
@@ -152,7 +149,7 @@ class TurboQuantLayer(CacheLayerMixin):
         self.tail = None  # exact states that the last chunk's queries read, and a crop
         self.canary, self.changes = None, 0  # what checks; times that rows became others
         self.rules = {}  # how it attends on codes, see `hf.attention`
-        self.captured = self.make_captured(self)  # serves steps that a graph captures
+        self.captured = self.make_captured()  # serves steps that a graph captures
         # how errors call new states
         self.names = f"keys of layer {self.index}", f"values of layer {self.index}"
         self.patience = 0  # steps to run eagerly before one is captured: tokens were cropped
@@ -195,7 +192,7 @@ class TurboQuantLayer(CacheLayerMixin):
         )
         self.is_initialized = True
         if self.static:
-            self.captured.settle(key_states)
+            self.captured.settle(self, key_states)
 
     def update(
         self,
@@ -212,7 +209,7 @@ class TurboQuantLayer(CacheLayerMixin):
         says whether the model attends `on_codes`, and takes the store into the list `later`
         where it will code the token."""
         if self.capturing:
-            return self.captured.append(key_states, value_states)
+            return self.captured.append(self, key_states, value_states)
         on_codes = self.on_codes if on_codes is None else on_codes
         states, first = (key_states, value_states), self.first
         if on_codes and self._append_again(key_states, value_states):

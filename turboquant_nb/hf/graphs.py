@@ -29,18 +29,16 @@ from ..cache.store import KVStore
 
 # %% ../../nbs/53_graphs.ipynb #8c645051
 class CapturedSteps:
-    "What serves the steps of a static layer that a graph captures."
+    """What serves the steps of a static layer that a graph captures. It holds no layer, which
+    holds it: a cache that nobody needs any more is freed at once."""
 
-    def __init__(self, layer: TurboQuantLayer):
-        self.layer, self.backends = (
-            layer,
-            {},
-        )  # "coding" and "attention" -> who does it, and why
+    def __init__(self):
+        self.backends = {}  # "coding" and "attention" -> who does it, and why
         self.tail = None  # where the step that was captured last leaves exact states
 
-    def settle(self, key_states: Tensor) -> None:
+    def settle(self, layer: TurboQuantLayer, key_states: Tensor) -> None:
         "Choose what codes and what attends, by the shape of a chunk."
-        layer, (b, h, _, d) = self.layer, key_states.shape
+        b, h, _, d = key_states.shape
         group = layer.info.query_heads // layer.info.heads
         q = key_states.new_empty(b, h * group, 1, d).detach()
         coder = ops.select_coder(layer.store, layer.backend)
@@ -50,17 +48,16 @@ class CapturedSteps:
         if coder.backend == "triton":
             ops.encode.prepare(layer.store)  # a graph cannot copy tables to the device
 
-    def hold_still(self) -> None:
+    def hold_still(self, layer: TurboQuantLayer) -> None:
         "Let no tensor of the layer move until its store is full, or `make_growing` is called."
-        layer = self.layer
         if not layer.store.static:
             layer.store = layer.store.as_static(layer.max_length)
-            self.settle(layer.store.key.tensors["sinks"])
+            self.settle(layer, layer.store.key.tensors["sinks"])
 
-    def append(self, key_states: Tensor, value_states: Tensor) -> tuple:
+    def append(self, layer: TurboQuantLayer, key_states: Tensor, value_states: Tensor) -> tuple:
         """`update` in a captured step. Raises ValueError where the model does not attend on
         codes."""
-        layer, states, n = self.layer, (key_states, value_states), key_states.shape[2]
+        states, n = (key_states, value_states), key_states.shape[2]
         if not layer.on_codes:
             raise ValueError("captured steps need the 'turboquant' attention")
         few = layer.recipe.recent and (layer.serves_steps(n) or (n == 1 and layer.drafting))
@@ -454,7 +451,7 @@ class StepRunner:
         for layer in layers:
             if layer.store.length + step.tokens > (layer.store.max_length or 0):
                 layer.make_growing()
-            layer.captured.hold_still()
+            layer.captured.hold_still(layer)
         slow = [
             a for x in layers for a in x.captured.backends.values() if a.backend != "triton"
         ]
