@@ -544,7 +544,7 @@ class Gather(Backend):
             )
         if store.end is not None:
             return "sequences have ends"
-        if any(side.q.code.whole.edges is None for side in store.sides):
+        if not all(side.q.code.whole.has_edges for side in store.sides):
             return "the code has no look-up table"
         states = (q, call.k, call.v)
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in states):

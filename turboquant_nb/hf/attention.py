@@ -189,11 +189,13 @@ def _rule(layer, call: AttentionCall, backend: str) -> Rule:
     make = lambda: Rule(
         call.scaling, layer.sliding_window, call.softcap, backend=backend, sinks=call.sink
     )
-    if torch.compiler.is_compiling():  # which would trace once more what was kept meanwhile
+    # compilers would trace once more what was kept meanwhile; a sink's logit is the model's,
+    # which no cache keeps
+    if torch.compiler.is_compiling() or call.sink is not None:
         return make()
     known = call.scaling, call.softcap, backend
     rule = layer.rules.get(known)
-    if rule is None or rule.sinks is not call.sink:
+    if rule is None:
         rule = layer.rules[known] = make()
     return rule
 

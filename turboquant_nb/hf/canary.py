@@ -70,7 +70,7 @@ def _again(
     stored, mean = store.coded(name, first, last), store.center(name, first, last)
     again = side.q.encode(x, mean, name)
     differ = stored.codes != again.codes
-    if not side.q.rotation.per_head and side.q.code.edges is not None:
+    if not side.q.rotation.per_head and side.q.code.has_edges:
         differ = differ & decided(side.q, x, mean)
     else:  # transforms per head, channels of several kinds
         differ = (stored.codes.int() - again.codes.int()).abs() > 1

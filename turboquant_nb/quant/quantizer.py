@@ -303,6 +303,11 @@ class Code:
         "The code before any tile was truncated."
         return self
 
+    @property
+    def has_edges(self) -> bool:
+        "Whether there are `edges`, which a table by channel puts together each time."
+        return self.edges is not None
+
     def to(self, device) -> "Code":
         "The same on another device."
         raise NotImplementedError
@@ -349,10 +354,14 @@ class ScalarCode(Code):
     def __repr__(self):
         return f"{type(self).__name__}({self.codebook})"
 
-    @cached_property
+    @property
     def edges(self) -> Tensor | None:
         "[n] or [d, n]: where the symbol of a channel changes; None of a table that has none."
         return getattr(self.codebook, "edges", None)
+
+    @property
+    def has_edges(self) -> bool:
+        return isinstance(self.codebook, MixedCodebook) or self.edges is not None
 
     @cached_property
     def books(self) -> list:
@@ -386,7 +395,7 @@ class ScalarCode(Code):
         return _coarser(self) if max(self.channel_bits) > 2 else None
 
     def to(self, device) -> "ScalarCode":
-        if self.edges is not None and self.edges.device == torch.device(device):
+        if self.has_edges and self.books[0][1].edges.device == torch.device(device):
             return self
         return ScalarCode(self.codebook.to(device), self.channel_bits)
 
