@@ -12,6 +12,7 @@ WAITS = "static=True does not serve a QJL residual: its coding waits for the dev
 _LEAST = 'cli/app says it for every number that has a least: "{} must be at least {}, got {}"'
 GONE: dict[str, str] = {
     "{} has format {}, this version reads {}: {}": "no format of before is read or explained",
+    "{}.{} must be {} of shape {}, got {}": "by one name that holds both: key.plane0",
     "kernels/paged": "a third layout of codes, which only its own chapter used",
     MEANS: "scores are whole before the cap, whatever they are computed from",
     CAP: "scores of codes get the query's product with the centre, so a soft cap is served",
