@@ -814,7 +814,7 @@ for file in sorted(here.glob("*.saved")):
         x.append(k, v)
     out[file.name] = [t for x in (got.layers if cache else [got]) for t in (*(x.store if cache else x).read(), *(x.store if cache else x).state()[0].values())]
 transforms._registered.clear()
-store._shared.cache_clear()
+memory._shared.cache_clear()
 try:
     store.KVStore(got.recipe, 1, 2, 16)
 except ValueError as e:
