@@ -12,6 +12,7 @@ from tests.helpers import SLOW
 from turboquant_nb.cache.attention import attend, dense_attention
 from turboquant_nb.quant.quantizer import Recipe, Spec, decode
 from turboquant_nb.cache.store import KVStore
+from turboquant_nb.theory.centre import shared_cos_sin
 from turboquant_nb.testing import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -280,7 +281,8 @@ def test_a_pre_rope_mean_does_not_cancel(softcap):
     want = reference(q, store, None, mask, 0, softcap=softcap)
     compare(attend(q, store, softcap=softcap), want, torch.float32)
     cos_sin, mean = store.cos_sin, store.key.mean.clone()
-    store.cos_sin = None  # a fixed mean
+    store.cos_sin = shared_cos_sin(torch.zeros(8), 16, "cpu")  # a fixed mean
+    store.cos_sin.reach(60)
     with pytest.raises(AssertionError):
         compare(attend(q, store, softcap=softcap), want, torch.float32)
     store.cos_sin = cos_sin
