@@ -156,9 +156,10 @@ def _parts_of(x) -> list:
         return []
     slots, own = getattr(type(x), "__slots__", ()), getattr(x, "__dict__", None)
     slots = [slots] if isinstance(slots, str) else slots
-    return [getattr(x, n) for n in slots if hasattr(x, n)] + (
-        list(own.values()) if isinstance(own, dict) else []
-    )
+    own = own if isinstance(own, dict) else {}
+    # tables that a process made of a codebook or a transform lie there, once for all caches
+    kept = [value for name, value in own.items() if name != "memo"]
+    return [getattr(x, n) for n in slots if hasattr(x, n)] + kept
 
 # %% ../../nbs/81_candidates.ipynb #e8d082f4
 def held_bytes(
