@@ -83,6 +83,7 @@ def test_eval_outside_a_repository_names_the_release(call, plain, monkeypatch):
 def test_eval_of_uncommitted_code_is_marked_as_a_draft(
     call, plain, monkeypatch, tmp_path, dirty
 ):
+    monkeypatch.setattr(results, "_git", lambda *a: None)  # as where there is no git
     monkeypatch.setenv("TURBOQUANT_COMMIT", "0" * 40)
     monkeypatch.setenv("TURBOQUANT_DIRTY", str(int(dirty)))
     code, _, _ = call(
