@@ -20,6 +20,8 @@ import time
 import torch
 import triton
 import triton.language as tl
+
+from turboquant_nb.theory.trellis import parity_index, viterbi
 from plan import Plan
 
 PLAN = [
@@ -94,29 +96,6 @@ def viterbi_all(x, levels, k):
     return out
 
 
-def viterbi(x, levels, k, start=None):
-    """(windows [M, n], squared error [M]) in PyTorch for levels [2^L]. `start`: state [M] that
-    a vector begins and ends in; None: it begins in 0 and ends anywhere; "free": anywhere."""
-    (m, n), choices = x.shape, 1 << k
-    states = len(levels) >> k
-    free = isinstance(start, str)
-    cost = torch.full((m, states), 0.0 if free else 1e9, device=x.device)
-    if not free:
-        begin = torch.zeros(m, dtype=torch.long, device=x.device) if start is None else start
-        cost.scatter_(1, begin[:, None], 0.0)
-    back = torch.empty(n, m, states, dtype=torch.uint8, device=x.device)
-    for t in range(n):
-        spread = cost.unsqueeze(2).expand(m, states, choices).reshape(m, -1)
-        cost, leaving = (spread + (x[:, t, None] - levels) ** 2).view(m, choices, states).min(1)
-        back[t] = leaving.to(torch.uint8)
-    at = cost.argmin(1) if start is None or free else start
-    error, out = cost.gather(1, at[:, None])[:, 0], torch.empty_like(x, dtype=torch.long)
-    for t in range(n - 1, -1, -1):
-        out[:, t] = back[t].gather(1, at[:, None])[:, 0].long() * states + at
-        at = out[:, t] >> k
-    return out, error
-
-
 def tail_biting(x, levels, k):
     "Squared error [M] where the first windows hold the last channels' bits; two passes."
     half = x.shape[1] // 2
@@ -124,21 +103,10 @@ def tail_biting(x, levels, k):
     return viterbi(x, levels, k, windows[:, x.shape[1] - half] >> k)[1]
 
 
-def indices(masks, length):
-    """Index [C, 2^L] of every window by masks [C, m]: the parities of `window & mask`, bit by
-    bit."""
-    window = torch.arange(1 << length, device=masks.device)
-    bits = masks[..., None] & window
-    for shift in (8, 4, 2, 1):
-        bits = bits ^ (bits >> shift)
-    weight = 1 << torch.arange(masks.shape[1], device=masks.device)
-    return ((bits & 1) * weight[:, None]).sum(1)
-
-
 def train(x, masks, k, length, turns, levels=None):
     "(squared error of a channel [C], levels [C, 2^m]) after so many turns of Lloyd's steps."
     count, m = masks.shape
-    size, index = 1 << m, indices(masks, length)
+    size, index = 1 << m, parity_index(masks, length)
     if levels is None:
         p = (torch.arange(size, device=x.device) + 0.5) / size
         levels = (math.sqrt(2) * torch.erfinv(2 * p - 1)).expand(count, -1)
@@ -214,7 +182,7 @@ def measured(k, length, masks, seed, device, n=2**18):
     fresh = lambda width: torch.randn(n // width, width, generator=gen, device=device)
     each = torch.tensor([masks], device=device)
     _, levels = train(fresh(SEGMENT), each, k, length, 25)
-    by_window = levels[0][indices(each, length)[0]]
+    by_window = levels[0][parity_index(each, length)[0]]
     out = {}
     for width in (SEGMENT, 128):
         out[f"zero {width}"] = viterbi(fresh(width), by_window, k)[1] / width
@@ -233,7 +201,7 @@ def gate(device):
         x = torch.randn(64, SEGMENT, generator=gen, device=device)
         masks = torch.randint(1, 1 << length, (3, m), generator=gen, device=device)
         levels = torch.randn(3, 1 << m, generator=gen, device=device)
-        by_window = levels.gather(1, indices(masks, length)).contiguous()
+        by_window = levels.gather(1, parity_index(masks, length)).contiguous()
         windows = viterbi_all(x, by_window, k).long()
         for row, found in zip(by_window, windows):
             cost = (x - row[found]).square().sum(1)
