@@ -17,9 +17,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from turboquant_nb.hf import (
+    ModelInfo,
+    exact_attention,
+)  # first: it says how to get transformers
 from transformers import DynamicCache
 
-from ..hf import ModelInfo, exact_attention
 from ..hf.hooks import Attend, AttentionCall, hooked
 from ..quant.calibration import Calibration
 from ..quant.layer_info import read_facts
