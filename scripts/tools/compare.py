@@ -182,7 +182,8 @@ def worker(quick):
 
 def measured(tree, quick):
     "{what: (value, tokens)} of a tree, by a process of its own."
-    env = os.environ | {"PYTHONPATH": str(tree)}
+    more = os.environ.get("PYTHONPATH", "")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tree), *more.split(os.pathsep)])}
     args = [sys.executable, __file__, "--worker", *(["--quick"] if quick else [])]
     with subprocess.Popen(args, env=env, stdout=subprocess.PIPE, text=True) as process:
         lines = [
