@@ -134,19 +134,10 @@ class CellPlan(CellCodes):
 # %% ../../nbs/45b_cells.ipynb #45b0000c
 @triton.jit
 def _append_side(
-    X,
-    xt,
-    xh,
-    W,
-    TAB,
-    MEAN,
-    CELLS,
-    SCALES,
+    side,  # what belongs to keys or to values
+    memory,
     SLOTS,
-    block_stride,
-    head_stride,
     tokens,
-    factor,
     C: tl.constexpr,
     A: tl.constexpr,
     BY_TOKEN: tl.constexpr,
@@ -157,6 +148,8 @@ def _append_side(
 ):
     """M tokens of one head: codes and scales of those that lead and of all that share their
     bytes, if STEPS is 4; 1: none does."""
+    X, xt, xh, W, TAB, factor, MEAN = side
+    CELLS, SCALES, block_stride, head_stride = memory
     D: tl.constexpr = C.D
     HALF: tl.constexpr = C.HALF
     BITS: tl.constexpr = C.BITS
@@ -286,52 +279,13 @@ def _append_kernel(
 ):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    memory = (CELLS, SCALES, block_stride, head_stride)
     if tl.program_id(1) == 0:
-        _append_side(
-            X=KX,
-            xt=kt,
-            xh=kh,
-            W=KW,
-            TAB=KTAB,
-            MEAN=MEAN,
-            CELLS=CELLS,
-            SCALES=SCALES,
-            SLOTS=SLOTS,
-            block_stride=block_stride,
-            head_stride=head_stride,
-            tokens=tokens,
-            factor=kfactor,
-            C=KC,
-            A=KA,
-            BY_TOKEN=False,
-            R=R,
-            M=M,
-            WIDE=WIDE,
-            STEPS=STEPS,
-        )
+        key = (KX, kt, kh, KW, KTAB, kfactor, MEAN)
+        _append_side(key, memory, SLOTS, tokens, KC, KA, False, R, M, WIDE, STEPS)
     else:
-        _append_side(
-            X=VX,
-            xt=vt,
-            xh=vh,
-            W=VW,
-            TAB=VTAB,
-            MEAN=MEAN,
-            CELLS=CELLS,
-            SCALES=SCALES,
-            SLOTS=SLOTS,
-            block_stride=block_stride,
-            head_stride=head_stride,
-            tokens=tokens,
-            factor=vfactor,
-            C=VC,
-            A=VA,
-            BY_TOKEN=True,
-            R=R,
-            M=M,
-            WIDE=WIDE,
-            STEPS=STEPS,
-        )
+        value = (VX, vt, vh, VW, VTAB, vfactor, MEAN)
+        _append_side(value, memory, SLOTS, tokens, VC, VA, True, R, M, WIDE, STEPS)
 
 # %% ../../nbs/45b_cells.ipynb #45b0000d
 def _dense(x: Tensor) -> Tensor:

@@ -617,29 +617,9 @@ def _partial(
 # %% ../../nbs/40_encode.ipynb #3b752378
 @triton.jit
 def _side(
-    X,
-    sb,
-    sh,
-    sn,
-    sd,
-    W,
-    MEAN,
-    TAB,
-    P0,
-    P1,
-    P2,
-    SCALE,
+    side,  # what belongs to keys or to values
+    shared,
     FLAG,
-    COS_SIN,
-    START,
-    factor,
-    truncated,
-    heads,
-    first,
-    base,
-    n,
-    tiles,
-    each,
     C: tl.constexpr,
     BY_TOKEN: tl.constexpr,
     R: tl.constexpr,
@@ -648,6 +628,8 @@ def _side(
     WIDE: tl.constexpr,
 ):
     "Byte rows of one block of one head: in `each` whole tiles, or in one that is partly new."
+    X, sb, sh, sn, sd, W, MEAN, TAB, P0, P1, P2, SCALE, factor, truncated = side
+    COS_SIN, START, heads, first, base, n, tiles, each = shared
     D: tl.constexpr = C.D
     HALF: tl.constexpr = C.HALF
     XP: tl.constexpr = C.X_PARTS
@@ -825,70 +807,13 @@ def _encode_kernel(
     if STATIC:
         first = tl.load(POSITION)
         n = tl.where(first + n <= limit, n, 0)
+    shared = (COS_SIN, START, heads, first, base, n, tiles, each)
     if tl.program_id(2) == 0:
-        _side(
-            X=KX,
-            sb=ksb,
-            sh=ksh,
-            sn=ksn,
-            sd=ksd,
-            W=KW,
-            MEAN=KMEAN,
-            TAB=KTAB,
-            P0=KP0,
-            P1=KP1,
-            P2=KP2,
-            SCALE=KSCALE,
-            FLAG=FLAG,
-            COS_SIN=COS_SIN,
-            START=START,
-            factor=kfactor,
-            truncated=ktruncated,
-            heads=heads,
-            first=first,
-            base=base,
-            n=n,
-            tiles=tiles,
-            each=each,
-            C=KC,
-            BY_TOKEN=False,
-            R=R,
-            M=M,
-            WHOLE=WHOLE,
-            WIDE=WIDE,
-        )
+        key = (KX, ksb, ksh, ksn, ksd, KW, KMEAN, KTAB, KP0, KP1, KP2, KSCALE, kfactor)
+        _side(key + (ktruncated,), shared, FLAG, KC, False, R, M, WHOLE, WIDE)
     else:
-        _side(
-            X=VX,
-            sb=vsb,
-            sh=vsh,
-            sn=vsn,
-            sd=vsd,
-            W=VW,
-            MEAN=VMEAN,
-            TAB=VTAB,
-            P0=VP0,
-            P1=VP1,
-            P2=VP2,
-            SCALE=VSCALE,
-            FLAG=FLAG + 2,
-            COS_SIN=COS_SIN,
-            START=START,
-            factor=vfactor,
-            truncated=vtruncated,
-            heads=heads,
-            first=first,
-            base=base,
-            n=n,
-            tiles=tiles,
-            each=each,
-            C=VC,
-            BY_TOKEN=True,
-            R=R,
-            M=M,
-            WHOLE=WHOLE,
-            WIDE=WIDE,
-        )
+        value = (VX, vsb, vsh, vsn, vsd, VW, VMEAN, VTAB, VP0, VP1, VP2, VSCALE, vfactor)
+        _side(value + (vtruncated,), shared, FLAG + 2, VC, True, R, M, WHOLE, WIDE)
 
 # %% ../../nbs/40_encode.ipynb #226585ab
 @triton.jit
@@ -928,31 +853,9 @@ def _copy(
 # %% ../../nbs/40_encode.ipynb #d3649d12
 @triton.jit
 def _short(
-    X,
-    sb,
-    sh,
-    sn,
-    W,
-    MEAN,
-    TAB,
-    P0,
-    P1,
-    P2,
-    SCALE,
-    SINKS,
-    RING,
-    factor,
-    truncated,
-    START,
-    COS_SIN,
+    side,  # what belongs to keys or to values
+    shared,
     FLAG,
-    heads,
-    rows,
-    first,
-    base,
-    n,
-    tiles,
-    limit,
     C: tl.constexpr,
     BY_TOKEN: tl.constexpr,
     sinks: tl.constexpr,
@@ -962,6 +865,8 @@ def _short(
     WIDE: tl.constexpr,
 ):
     "M of the rows (sequence, token) of one head: exact copies, codes and scales."
+    X, sb, sh, sn, W, TAB, factor, truncated, P0, P1, P2, SCALE, SINKS, RING, MEAN = side
+    START, COS_SIN, heads, rows, first, base, n, tiles, limit = shared
     D: tl.constexpr = C.D
     HALF: tl.constexpr = C.HALF
     BITS: tl.constexpr = C.BITS
@@ -1134,76 +1039,15 @@ def _short_kernel(
 ):
     if STATIC:
         first = tl.load(POSITION)
+    shared = (START, COS_SIN, heads, rows, first, base, n, tiles, limit)
     if tl.program_id(1) == 0:
-        _short(
-            X=KX,
-            sb=ksb,
-            sh=ksh,
-            sn=ksn,
-            W=KW,
-            MEAN=KMEAN,
-            TAB=KTAB,
-            P0=KP0,
-            P1=KP1,
-            P2=KP2,
-            SCALE=KSCALE,
-            SINKS=KSINKS,
-            RING=KRING,
-            factor=kfactor,
-            truncated=ktruncated,
-            START=START,
-            COS_SIN=COS_SIN,
-            FLAG=FLAG,
-            heads=heads,
-            rows=rows,
-            first=first,
-            base=base,
-            n=n,
-            tiles=tiles,
-            limit=limit,
-            C=KC,
-            BY_TOKEN=False,
-            sinks=sinks,
-            ring=ring,
-            R=R,
-            M=M,
-            WIDE=WIDE,
-        )
+        key = (KX, ksb, ksh, ksn, KW, KTAB, kfactor, ktruncated)
+        key += (KP0, KP1, KP2, KSCALE, KSINKS, KRING, KMEAN)
+        _short(key, shared, FLAG, KC, False, sinks, ring, R, M, WIDE)
     else:
-        _short(
-            X=VX,
-            sb=vsb,
-            sh=vsh,
-            sn=vsn,
-            W=VW,
-            MEAN=VMEAN,
-            TAB=VTAB,
-            P0=VP0,
-            P1=VP1,
-            P2=VP2,
-            SCALE=VSCALE,
-            SINKS=VSINKS,
-            RING=VRING,
-            factor=vfactor,
-            truncated=vtruncated,
-            START=START,
-            COS_SIN=COS_SIN,
-            FLAG=FLAG + 2,
-            heads=heads,
-            rows=rows,
-            first=first,
-            base=base,
-            n=n,
-            tiles=tiles,
-            limit=limit,
-            C=VC,
-            BY_TOKEN=True,
-            sinks=sinks,
-            ring=ring,
-            R=R,
-            M=M,
-            WIDE=WIDE,
-        )
+        value = (VX, vsb, vsh, vsn, VW, VTAB, vfactor, vtruncated)
+        value += (VP0, VP1, VP2, VSCALE, VSINKS, VRING, VMEAN)
+        _short(value, shared, FLAG + 2, VC, True, sinks, ring, R, M, WIDE)
     if STATIC:
         fits = first + n <= limit
         tl.store(FLAG + 4, 1, mask=fits == 0)
