@@ -390,13 +390,11 @@ def dense_attention(
     v: Tensor,  # [B, H, T, d_value]
     scaling: float | None = None,
     mask: Tensor | None = None,  # bool [B|1, Hq|1, n, T]; replaces causal and sliding_window
-    causal: bool = True,  # query i is token T-n+i
-    sliding_window: int | None = None,
-    softcap: float | None = None,
     rows: int = 256,  # queries at a time
+    **rule,  # sliding_window, softcap, causal of `Rule`; query i is token T-n+i
 ) -> tuple:  # (output in q's dtype, log-sum-exp fp32)
     "Attention on dense keys and values in fp32: the oracle for every other path."
-    b, heads, n, d = q.shape
+    (_, heads, n, d), rule = q.shape, Rule(**rule)
     scaling = d**-0.5 if scaling is None else scaling
     k, v = (x.float().repeat_interleave(heads // k.shape[1], 1) for x in (k, v))
     outs, lses = [], []
@@ -407,10 +405,10 @@ def dense_attention(
             k.shape[2] - n + i, k.shape[2] - n + i + part.shape[2], device=q.device
         )[:, None]
         p = torch.arange(k.shape[2], device=q.device)
-        seen = mask[:, :, i : i + rows] if mask is not None else (p <= at) | (not causal)
-        if sliding_window is not None and mask is None:
-            seen = seen & (p > at - sliding_window)
-        scores = _masked(scores, seen, softcap)
+        seen = mask[:, :, i : i + rows] if mask is not None else (p <= at) | (not rule.causal)
+        if rule.sliding_window is not None and mask is None:
+            seen = seen & (p > at - rule.sliding_window)
+        scores = _masked(scores, seen, rule.softcap)
         lse = scores.logsumexp(-1)
         outs.append((scores - lse.clamp(min=-1e38)[..., None]).exp() @ v)
         lses.append(lse)

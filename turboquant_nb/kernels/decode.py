@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..cache.attention import Call, Rule
+
 try:
     import triton
     import triton.language as tl
@@ -710,21 +712,15 @@ def last_dim_dense(x: Tensor | None) -> Tensor | None:
 
 
 def store_operands(
-    q: Tensor,  # [B, Hq, n, d_key]
-    store,  # KVStore
+    call: Call,
     tables: CodeTables,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    scaling: float | None = None,  # d_key**-0.5 if None
-    sliding_window: int | None = None,
-    softcap: float | None = None,
     splits: int | None = None,
-    recent: int | None = None,  # of k and v each query reads only its own last ones
     padded: bool = True,  # may a sequence start after position 0?
     portable: bool = True,
     angles=None,  # `query.AngleTables` of a pre-RoPE mean
 ) -> DecodeOperands:
-    "What kernels need of a store and a call."
+    "What kernels need of a call and its store."
+    rule, store, q, k, v, *_ = call
     kt, vt, key, value = store.key.tensors, store.value.tensors, store.key.q, store.value.q
     return DecodeOperands(
         last_dim_dense(q),
@@ -755,21 +751,24 @@ def store_operands(
         length=store.length,
         offset=store.offset,
         recent_from=store._recent_from,
-        **call_numbers(q, scaling, sliding_window, softcap, splits),
+        **call_numbers(q, rule, splits),
         key_hadamard=tables.hadamard[0],
         value_hadamard=tables.hadamard[1],
         portable=portable,
-        own=recent,
+        own=call.recent,
     )
 
 
-def call_numbers(q, scaling, sliding_window, softcap, splits) -> dict:
+def call_numbers(q: Tensor, rule: Rule, splits: int | None) -> dict:
     "The numbers of a call as the operator takes them. Raises ValueError for splits below 1."
     if splits is not None and splits < 1:
         raise ValueError(f"splits must be positive, got {splits}")
-    scaling = float(q.shape[3] ** -0.5 if scaling is None else scaling)
-    softcap = None if softcap is None else float(softcap)
-    return dict(scaling=scaling, sliding_window=sliding_window, softcap=softcap, splits=splits)
+    return dict(
+        scaling=float(q.shape[3] ** -0.5 if rule.scaling is None else rule.scaling),
+        sliding_window=rule.sliding_window,
+        softcap=None if rule.softcap is None else float(rule.softcap),
+        splits=splits,
+    )
 
 # %% ../../nbs/41_decode.ipynb #b5b79162
 class Launch(NamedTuple):

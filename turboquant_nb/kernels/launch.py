@@ -245,25 +245,12 @@ def checked_operands(
 ) -> DecodeOperands:
     "The operands of a call. Raises ValueError for one that does not fit or is not supported."
     check_call(call)
-    rule, store, plan = call.rule, call.store, _plan_of(call.store)
+    store, plan = call.store, _plan_of(call.store)
     portable, why = select_kernel(plan, store.device, kernel)
     if why := _call_reason(call) or why:
         raise ValueError(f"decode_attention cannot serve this: {why}")
-    return store_operands(
-        call.q,
-        store,
-        plan.tables,
-        call.k,
-        call.v,
-        scaling=rule.scaling,
-        sliding_window=rule.sliding_window,
-        softcap=rule.softcap,
-        splits=splits,
-        recent=call.recent,
-        padded=plan.padded,
-        portable=portable,
-        angles=plan.angles,
-    )
+    more = dict(padded=plan.padded, portable=portable, angles=plan.angles)
+    return store_operands(call, plan.tables, splits, **more)
 
 
 _checked_operands_uncompiled = torch.compiler.disable(checked_operands)
