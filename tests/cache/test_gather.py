@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from turboquant_nb.cache.clock import flags_of
+from turboquant_nb.cache.store import _truncations
 from turboquant_nb.cache import attention, gather
 from turboquant_nb.cache.packing import Layout, pack, unpack
 from turboquant_nb.cache.store import KVStore
@@ -107,7 +109,7 @@ def test_random_steps_are_attention_on_codes(kind, seed):
             store.evict(store.length - window - 1)
         if kind == "decay" and r.random() < 0.5 and store.length > 60:
             before = store.length - 30
-            for side, truncation in store._truncations(before, store.length)[
+            for side, truncation in _truncations(store, before, store.length)[
                 :1
             ]:  # of keys alone, where both could
                 side.adopt(truncation)
@@ -207,13 +209,13 @@ def test_scales_of_hidden_tokens_stay_as_they_are():
     store.append(*torch.randn(2, 1, 1, 40, 16, generator=torch.Generator().manual_seed(0)))
     q, options = torch.randn(1, 1, 1, 16), dict(sliding_window=9)
     want = gather.attend(q, store, **options)
-    store._need_flags()
-    for side in store.sides:
+    flags_of(store)
+    for side in store.parts:
         side.tensors["scale"].flatten(2)[:, :, 30] = (
             torch.nan
         )  # in the first tile that is read, before the window
     close(gather.attend(q, store, **options), want, 0)
-    assert all(side.tensors["scale"].flatten(2)[0, 0, 30].isnan() for side in store.sides)
+    assert all(side.tensors["scale"].flatten(2)[0, 0, 30].isnan() for side in store.parts)
 
 
 def test_no_gradient_is_lost_in_silence():
@@ -225,12 +227,14 @@ def test_no_gradient_is_lost_in_silence():
 
 def assert_same_store(one, other):
     assert one.length == other.length and one._recent_from == other._recent_from
-    assert [s.truncated_tiles for s in one.sides] == [s.truncated_tiles for s in other.sides]
-    for a, b in zip(one.sides, other.sides):
+    assert [s.memory.truncated_tiles for s in one.parts] == [
+        s.memory.truncated_tiles for s in other.parts
+    ]
+    for a, b in zip(one.parts, other.parts):
         assert a.tensors.keys() == b.tensors.keys()
         for name, t in a.tensors.items():
             assert t.dtype == b.tensors[name].dtype and torch.equal(t, b.tensors[name]), name
-    assert one.position is None or torch.equal(one.position, other.position)
+    assert one.clock.position is None or torch.equal(one.clock.position, other.clock.position)
 
 
 @pytest.mark.parametrize(
@@ -292,9 +296,9 @@ def test_one_token_has_the_bits_of_the_store(kind, static, seed):
             not mine.length,
             kind == "decay"
             and any(
-                s.truncated_planes
-                and (mine.length + 1 - recipe.decay) // mine.tile > s.truncated_tiles
-                for s in mine.sides
+                s.memory.truncated_planes
+                and (mine.length + 1 - recipe.decay) // mine.tile > s.memory.truncated_tiles
+                for s in mine.parts
             ),
         )
         did = gather.append(mine, *states)
@@ -302,7 +306,9 @@ def test_one_token_has_the_bits_of_the_store(kind, static, seed):
             n == 1
             and not first
             and not aged
-            and all(mine.length - did >= s.truncated_tiles * mine.tile for s in mine.sides)
+            and all(
+                mine.length - did >= s.memory.truncated_tiles * mine.tile for s in mine.parts
+            )
         )
         if not did:
             mine.append(*states)
@@ -371,9 +377,9 @@ def test_stores_whose_token_takes_the_long_way():
         and not gather.append(aging, *new(1))
     ), "512 tokens: the first tile is 256 tokens old"
     aging.append(*new(1))
-    assert aging.key.truncated_tiles == 1 and gather.append(aging, *new(1))
+    assert aging.key.memory.truncated_tiles == 1 and gather.append(aging, *new(1))
     aging.crop(aging.length - 100)
-    assert aging.key.truncated_tiles == 1 and not gather.append(aging, *new(1))
+    assert aging.key.memory.truncated_tiles == 1 and not gather.append(aging, *new(1))
     usual = KVStore(Recipe(), 1, 2, 64)
     one = torch.randn(2, 1, 2, 1, 64)
     assert not gather.append(usual, *one), "the first token has the mean to itself"
@@ -421,7 +427,7 @@ def test_results_are_ordinary_tensors():
     assert gather.append(store, *torch.randn(2, 1, 2, 1, 64))
     out, lse = gather.attend(torch.randn(1, 2, 1, 64), store)
     assert not out.is_inference() and not lse.is_inference()
-    assert not any(t.is_inference() for side in store.sides for t in side.tensors.values())
+    assert not any(t.is_inference() for side in store.parts for t in side.tensors.values())
     (out.mul_(2) * torch.ones(64, requires_grad=True)).sum().backward()
 
 
@@ -480,7 +486,7 @@ def test_tokens_of_all_layers_together_have_the_bits_of_each(dtype):
         lambda s, new: s.append(*new()),
         lambda s, new: gather.append(s, *new()),
         lambda s, new: s.evict(s.tile),
-        lambda s, new: s.decay(s.tile) if s.key.truncated_planes else None,
+        lambda s, new: s.decay(s.tile) if s.key.memory.truncated_planes else None,
         lambda s, new: s.to("cpu"),
         lambda s, new: copy.deepcopy(s).complete(),
         lambda s, new: s.set_range(end=torch.tensor([s.length, 100])),
@@ -528,7 +534,7 @@ def test_a_step_does_not_read_codes_that_are_not_there():
         states = new()
         assert gather.append_later(one, *states)
         other.append(*states)
-        for side in one.sides:
+        for side in one.parts:
             side.tensors["scale"][:, :, 0, 250] = (
                 1e4  # what a slot that is not written may hold
             )

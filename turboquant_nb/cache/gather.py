@@ -20,7 +20,7 @@ from .. import checks
 from . import attention
 from .attention import Answer, Backend, Call, check_call
 from .packing import SLOT, TILE, WIDTHS, Layout
-from .store import KVStore, Ranges, Side, _plain
+from .store import KVStore, Part, Ranges, _plain, angles, make_room
 from ..quant.quantizer import Quantizer
 from ..theory.codebook import Codebook
 from ..theory.rates import MixedCodebook
@@ -329,14 +329,14 @@ def _tables(
     return [_wide(quad_table(book)) for book in books], step
 
 
-def _code_tiles(side: Side, tiles: slice) -> list:  # of `_Tiles`
+def _code_tiles(side: Part, tiles: slice) -> list:  # of `_Tiles`
     "Codes of some tiles: first those of the truncated ones, then the others."
     code, out = side.q.code, []
     firsts = tuple(
         g.channels.start if isinstance(g.channels, slice) else g.channels[0]
-        for g in side.groups
+        for g in side.memory.groups
     )
-    sizes, edge = tuple(g.layout.d for g in side.groups), side.truncated_tiles
+    sizes, edge = tuple(g.layout.d for g in side.memory.groups), side.memory.truncated_tiles
     for truncated, part in (
         (True, slice(tiles.start, min(tiles.stop, edge))),
         (False, slice(max(tiles.start, edge), tiles.stop)),
@@ -347,7 +347,7 @@ def _code_tiles(side: Side, tiles: slice) -> list:  # of `_Tiles`
             code.coarser.codebook if truncated else code.codebook, firsts, sizes
         )
         groups = []
-        for g, table in zip(side.groups, tables):
+        for g, table in zip(side.memory.groups, tables):
             layout, names = (
                 (replace(g.layout, bits=g.layout.bits - 1), g.names[:-1])
                 if truncated and g.truncates
@@ -355,12 +355,15 @@ def _code_tiles(side: Side, tiles: slice) -> list:  # of `_Tiles`
             )
             groups.append(
                 _Group(
-                    [(side.tensors[name], side.tiles_before(name)) for name in names],
+                    [
+                        (side.memory.tensors[name], side.memory.tiles_before(name))
+                        for name in names
+                    ],
                     layout,
                     table,
                 )
             )
-        out.append(_Tiles(groups, side.tensors["scale"], step, part, tiles.start))
+        out.append(_Tiles(groups, side.memory.tensors["scale"], step, part, tiles.start))
     return out
 
 
@@ -370,16 +373,16 @@ def _sign_table() -> Tensor:
     return _quad_words(torch.tensor([-1.0, 1.0]), 1)
 
 
-def _sign_tiles(side: Side, tiles: slice) -> list:  # of `_Tiles`
+def _sign_tiles(side: Part, tiles: slice) -> list:  # of `_Tiles`
     "Signs of a QJL residual in some tiles, as vectors of m channels; none without one."
-    signs = side.extras.get("signs")
+    signs = side.memory.extras.get("signs")
     if signs is None:
         return []
-    group = _Group([(side.tensors["signs"], 0)], signs, _sign_table())
+    group = _Group([(side.memory.tensors["signs"], 0)], signs, _sign_table())
     return [
         _Tiles(
             [group],
-            side.tensors["residual_norm"],
+            side.memory.tensors["residual_norm"],
             math.sqrt(math.pi / 2) / signs.d,
             tiles,
             tiles.start,
@@ -417,7 +420,7 @@ def _mean_scores(query, store: KVStore, tiles: slice):
             return offset
         first, last = (store.offset + (tiles.start + i) * tile for i in (part.start, part.stop))
         if len(set(starts)) > 1 or first < starts[0]:
-            found = (weights @ store._rows(first, last).float().mT).flatten(0, 1)
+            found = (weights @ angles(store, first, last).float().mT).flatten(0, 1)
             found = by_row(found, tile // 4).reshape(into.shape)
         else:  # all sequences have the same angles: a product for each tile, which threads
             # share, with rows in the order of the look-up
@@ -455,7 +458,7 @@ def _step(call: Call, ranges: StepRanges) -> Answer:
     store, q, softcap = call.store, call.q, call.rule.softcap
     query, value = attention._query(call), store.value
     (b, h, g, _), dv = query.plain.shape, value.q.d
-    exact_k, exact_v = (_exact(side, x) for side, x in zip(store.sides, (call.k, call.v)))
+    exact_k, exact_v = (_exact(side, x) for side, x in zip(store.parts, (call.k, call.v)))
     near, tiles = exact_k.shape[1], ranges.tiles.stop - ranges.tiles.start
     scores = torch.empty(b * h, g, near + tiles * store.tile, dtype=torch.float32)
     if not scores.shape[2]:  # no sequence has begun
@@ -466,14 +469,14 @@ def _step(call: Call, ranges: StepRanges) -> Answer:
     if tiles:
         (keys, key_signs), (values, value_signs) = (
             (_code_tiles(side, ranges.tiles), _sign_tiles(side, ranges.tiles))
-            for side in store.sides
+            for side in store.parts
         )
         place = torch.empty(
             max(part.block for part in (*keys, *key_signs, *values, *value_signs)),
             dtype=torch.float32,
         )
         (order, _), (_, value_order) = (
-            _channel_order(side.q.channel_bits) for side in store.sides
+            _channel_order(side.q.channel_bits) for side in store.parts
         )
         rotated, mean = (
             query.rotated.view(b * h, g, -1),
@@ -516,7 +519,7 @@ def _step(call: Call, ranges: StepRanges) -> Answer:
     return Answer(out.view(b, h * g, 1, dv).to(q.dtype), lse)
 
 
-def _exact(side: Side, chunk: Tensor | None) -> Tensor:
+def _exact(side: Part, chunk: Tensor | None) -> Tensor:
     "Sinks, the ring as it lies, and the chunk: [B * H, S + W + m, d] fp32."
     parts = [side.exact.sinks, side.exact.recent] + ([] if chunk is None else [chunk])
     return torch.cat(parts, 2).float().flatten(0, 1)
@@ -537,14 +540,11 @@ class Gather(Backend):
             return f"the table is for a CPU, the store is on {store.device.type}"
         if q.ndim != 4 or q.shape[2] != 1:
             return f"one query a sequence is served, got q of shape {list(q.shape)}"
-        if store.static:
-            return (
-                "the store is static: its steps may be captured, and the host then knows no "
-                "length"
-            )
+        if why := store.clock.refuses("look-up"):
+            return why
         if store.end is not None:
             return "sequences have ends"
-        if not all(side.q.code.whole.has_edges for side in store.sides):
+        if not all(side.q.code.whole.has_edges for side in store.parts):
             return "the code has no look-up table"
         states = (q, call.k, call.v)
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in states):
@@ -670,7 +670,7 @@ def _key_mean(store: KVStore, position: int) -> Tensor:
     "A pre-RoPE mean at a position: [B, H, 1, d]."
     mean, starts = store.key.mean.float(), store.ranges.starts
     if len(set(starts)) > 1 or store.cos_sin.table.shape[1] < mean.shape[3]:
-        return apply_cos_sin(mean, store._rows(position, position + 1))
+        return apply_cos_sin(mean, angles(store, position, position + 1))
     cos, sin = store.cos_sin.row(max(0, position - starts[0]))
     return mean * cos + mean.roll(mean.shape[3] // 2, -1) * sin
 
@@ -685,13 +685,13 @@ def _is_usual(store: KVStore, k: Tensor, v: Tensor) -> bool:
     if k.shape != (b, h, 1, store.key.q.d) or v.shape != (b, h, 1, store.value.q.d):
         return False
     tile = (store.length - store.offset) // store.tile  # that takes the token
-    if any(tile < s.truncated_tiles for s in store.sides):
+    if any(tile < s.memory.truncated_tiles for s in store.parts):
         return False
     decay = store.recipe.decay
     return decay is None or not any(
-        s.truncated_planes
-        and s.truncated_tiles < (store.length + 1 - decay - store.offset) // store.tile
-        for s in store.sides
+        s.memory.truncated_planes
+        and s.memory.truncated_tiles < (store.length + 1 - decay - store.offset) // store.tile
+        for s in store.parts
     )
 
 
@@ -703,26 +703,25 @@ def append(
     "Code one token of each sequence in few operations, with the bits of `KVStore.append`."
     if store.uncoded:
         store.complete()
-    if store.static:
-        if store._capturing():
-            return False
-        store.sync()
+    if store.clock.by_device:
+        return False
+    store.clock.learn(store)
     return _is_usual(store, k, v) and _append_usual(store, k, v)
 
 
 @_plain
 def _append_usual(store: KVStore, k: Tensor, v: Tensor) -> bool:
     "`append` for what `_is_usual` lets through."
-    store._make_room(1)
+    make_room(store, 1)
     with torch.inference_mode():
         coded = _code_token(store, k, v)
         if coded is None:
             return False
-        for side, x, rows in zip(store.sides, (k, v), coded):
+        for side, x, rows in zip(store.parts, (k, v), coded):
             _put_rows(store, side, rows, store.length)
             _put_exact(store, side, x)
         store.length += 1
-        store.storage.count(store.length)
+        store.clock.count(store.length)
     return True
 
 
@@ -736,13 +735,13 @@ def _rotated(
     store: KVStore, states: tuple, position: int
 ) -> list:  # [B * H, d] of keys, of values
     "States of one position, centred and rotated."
-    means, rotated = [side.mean for side in store.sides], []
-    for i, (name, side) in enumerate(zip(("key", "value"), store.sides)):
+    means, rotated = [side.mean for side in store.parts], []
+    for i, (name, side) in enumerate(zip(("key", "value"), store.parts)):
         if side.q.centre.kind == "rotating":
             means[i] = _key_mean(store, position)
         elif side.q.centre.kind == "own":
             means[i] = store.center(name, position, position + 1)
-    for side, x, mean in zip(store.sides, states, means):
+    for side, x, mean in zip(store.parts, states, means):
         x = x.float() if mean is None else x.float() - mean.float()
         y = side.q.rotation.apply(x if side.q.rotation.per_head else x.reshape(-1, side.q.d))
         rotated.append(y.reshape(-1, side.q.d))
@@ -758,25 +757,30 @@ def _code_token(store: KVStore, k: Tensor, v: Tensor) -> list | None:
             [None] if both is None else [tuple(x[half] for x in both) for half in _halves(both)]
         )
     else:
-        coded = [_code_rows(side.q, y) for side, y in zip(store.sides, rotated)]
+        coded = [_code_rows(side.q, y) for side, y in zip(store.parts, rotated)]
     if any(x is None for x in coded):
         return None
-    rows = [_with_residual(side.q, y, x) for side, y, x in zip(store.sides, rotated, coded)]
+    rows = [_with_residual(side.q, y, x) for side, y, x in zip(store.parts, rotated, coded)]
     return None if any(x is None for x in rows) else rows
 
 
-def _put_rows(store: KVStore, side: Side, rows: _Rows, position: int) -> None:
+def _put_rows(store: KVStore, side: Part, rows: _Rows, position: int) -> None:
     "Write codes and scale of a position."
-    shape, held = (store.batch, store.heads), side.tensors
+    shape, held = (store.batch, store.heads), side.memory.tensors
     tile, t = divmod(position - store.offset, store.tile)
     codes = rows.codes.reshape(*shape, -1)
-    for g in side.groups:
-        planes = [held[name].numpy()[:, :, tile - side.tiles_before(name)] for name in g.names]
+    for g in side.memory.groups:
+        planes = [
+            held[name].numpy()[:, :, tile - side.memory.tiles_before(name)] for name in g.names
+        ]
         _put_codes(
-            planes, g.layout, codes if len(side.groups) == 1 else codes[..., g.channels], t
+            planes,
+            g.layout,
+            codes if len(side.memory.groups) == 1 else codes[..., g.channels],
+            t,
         )
     _array(held["scale"])[:, :, tile, t] = _array(rows.scale).reshape(shape)
-    for name, layout in side.extras.items():
+    for name, layout in side.memory.extras.items():
         kept, plane = rows.residual[name], _array(held[name])[:, :, tile]
         if layout is None:
             plane[:, :, t] = _array(kept).reshape(shape)
@@ -784,7 +788,7 @@ def _put_rows(store: KVStore, side: Side, rows: _Rows, position: int) -> None:
             _put_codes([plane], layout, kept.numpy().reshape(*shape, -1), t)
 
 
-def _put_exact(store: KVStore, side: Side, x: Tensor) -> None:
+def _put_exact(store: KVStore, side: Part, x: Tensor) -> None:
     """Copy a token into the ring after the last one, and where it is a sink to its place among
     them."""
     position, (sinks, ring) = store.length, (side.exact.sinks, side.exact.recent)
@@ -804,9 +808,9 @@ def append_later(
     v: Tensor,  # [B, H, 1, d_value]
 ) -> bool:  # whether it did; if not, nothing has changed
     "Take the exact state of one token of each sequence, which `complete` codes."
-    sides = store.sides
+    sides = store.parts
     if (
-        store.static
+        store.clock.fixed
         or store.uncoded
         or not store.recipe.recent
         or any(s.q.code.extras or s.q.rotation.per_head for s in sides)
@@ -816,7 +820,7 @@ def append_later(
         float(torch.linalg.vector_norm(x.detach(), math.inf)) < _SURE for x in (k, v)
     ):  # NaN is not
         return False
-    store._make_room(1)
+    make_room(store, 1)
     for side, x in zip(sides, (k, v)):
         _put_exact(store, side, x)
     store.length, store.uncoded = store.length + 1, True
@@ -835,10 +839,10 @@ def complete(
             slot = position % store.recipe.recent
             rotated = _rotated(
                 store,
-                tuple(side.exact.recent[:, :, slot : slot + 1] for side in store.sides),
+                tuple(side.exact.recent[:, :, slot : slot + 1] for side in store.parts),
                 position,
             )
-            for side, y in zip(store.sides, rotated):
+            for side, y in zip(store.parts, rotated):
                 alike.setdefault(_coding(side.q), []).append((store, side, y))
         coded = [
             (_code_rows(parts[0][1].q, torch.cat([y for *_, y in parts])), parts)

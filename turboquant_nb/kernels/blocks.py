@@ -347,13 +347,13 @@ def refuses(store: KVStore, tables: CodeTables | None) -> str:
             f"tiles of 64 to 256 tokens in at most 32 bits are supported, got {store.tile} in "
             f"{store.dtype}"
         )
-    if store.key.truncated_tiles or store.value.truncated_tiles:
+    if store.key.memory.truncated_tiles or store.value.memory.truncated_tiles:
         return "tiles that lost a plane (decay) are not supported"
     if tables is None or tables.parts is not None:
         return "one table of int8 levels must serve all channels"
-    if min(len(side.q.codebook.levels) for side in store.sides) < 4:
+    if min(len(side.q.codebook.levels) for side in store.parts) < 4:
         return "codes must have 2 to 4 bits"
-    if not all(t.is_contiguous() for side in store.sides for t in side.tensors.values()):
+    if not all(t.is_contiguous() for side in store.parts for t in side.tensors.values()):
         return "the store's tensors must be contiguous"
     return ""
 
@@ -374,7 +374,7 @@ def read_block(
         raise ValueError(f"read_block cannot serve this: {why}")
     R, absent, out = store.tile // 4, tables.packed_lut, []
     pairs = -(-(last - store.offset) // (2 * R)) - (first - store.offset) // (2 * R)
-    for side, by_token, step in zip(store.sides, (False, True), tables.steps):
+    for side, by_token, step in zip(store.parts, (False, True), tables.steps):
         t, q, d, turns = (
             side.tensors,
             side.q,
@@ -389,7 +389,7 @@ def read_block(
         x = torch.empty(
             store.batch, store.heads, last - first, d, dtype=store.dtype, device=store.device
         )
-        p0, p1, p2 = [*side.planes, side.planes[0], side.planes[0]][:3]
+        p0, p1, p2 = [*side.memory.planes, side.memory.planes[0], side.memory.planes[0]][:3]
         named = dict(
             OUT=x,
             P0=p0,
@@ -417,7 +417,7 @@ def read_block(
             DP=padded_size(d),
             HK=padded_size(d // 2),
             R=R,
-            BITS=len(side.planes) + 1,
+            BITS=len(side.memory.planes) + 1,
             BY_TOKEN=by_token,
             H2=rope.shape[1] // 2 if turns else 0,
             HAS_MEAN=mean is not None,

@@ -860,7 +860,7 @@ def store_operands(
 ) -> DecodeOperands:
     "What kernels need of a store and a call."
     kt, vt, key, value = store.key.tensors, store.value.tensors, store.key.q, store.value.q
-    more, truncated = {}, [side.truncated_tiles for side in store.sides]
+    more, truncated = {}, [side.memory.truncated_tiles for side in store.parts]
     if tables.parts is not None:
         more = dict(
             part_levels=tables.parts,
@@ -873,14 +873,14 @@ def store_operands(
                 key_residual_norm=kt["residual_norm"],
                 key_sketch=key.code.sketch,
             )
-            if store.key.extras
+            if store.key.memory.extras
             else {}
         )
     return DecodeOperands(
         last_dim_dense(q),
-        store.key.planes,
+        store.key.memory.planes,
         kt["scale"],
-        store.value.planes,
+        store.value.memory.planes,
         vt["scale"],
         tables.packed_lut,
         tables.levels,
@@ -896,7 +896,7 @@ def store_operands(
         v=last_dim_dense(v),
         start=store.start if padded else None,
         end=store.end,
-        position=store.position,
+        position=store.clock.position,
         cos_sin=store.rope_table,
         near_angles=None if angles is None else angles.near,
         far_angles=None if angles is None else angles.far,
