@@ -8,6 +8,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 from tests.helpers import covering_pairs, exact_recipe, fused, generate, prompt, tiny
+from turboquant_nb.cache.clock import CAPTURE
 from turboquant_nb.cache.store import row_tensors
 from turboquant_nb.kernels import ops
 from turboquant_nb.hf import TurboQuantCache
@@ -192,7 +193,7 @@ def test_a_cache_that_grows_is_not_captured(monkeypatch):
     cache = TurboQuantCache(model)
     with torch.no_grad():
         model(**inputs, past_key_values=cache)
-        monkeypatch.setattr(type(cache.layers[0].store), "_capturing", lambda self: True)
+        monkeypatch.setattr(CAPTURE, "tape", True)
         with pytest.raises(ValueError, match="only steps of a static cache can be captured"):
             model(inputs["input_ids"][:, :1], past_key_values=cache)
 
