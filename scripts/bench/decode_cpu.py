@@ -61,7 +61,7 @@ def gate(tokens):
             other.append(k, v)
         same = all(
             torch.equal(t, b.tensors[n])
-            for a, b in zip(mine.sides, other.sides)
+            for a, b in zip(mine.parts, other.parts)
             for n, t in a.tensors.items()
         )
         got, want = gather.attend(q, mine, k, v)[0], attention.attend(q, other, k, v)[0]

@@ -174,7 +174,7 @@ def part_case(case):
         )
         if decay and n == 255:
             store.decay(decay)
-            assert store.key.truncated_tiles and store.value.truncated_tiles
+            assert store.key.memory.truncated_tiles and store.value.memory.truncated_tiles
         q = states(batch, heads * group, min(n, 3), d)
         for chunk in ((), x) if n < 255 else ((),):
             out, lse = launch.decode_attention(q, store, *chunk)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from turboquant_nb.cache.clock import flags_of
 from turboquant_nb.cache import attention, gather
 from turboquant_nb.cache.packing import Layout, pack, unpack
 from turboquant_nb.cache.store import KVStore
@@ -188,13 +189,13 @@ def test_scales_of_hidden_tokens_stay_as_they_are():
     store.append(*torch.randn(2, 1, 1, 40, 16, generator=torch.Generator().manual_seed(0)))
     q, options = torch.randn(1, 1, 1, 16), dict(sliding_window=9)
     want = gather.attend(q, store, **options)
-    store._need_flags()
-    for side in store.sides:
+    flags_of(store)
+    for side in store.parts:
         side.tensors["scale"].flatten(2)[:, :, 30] = (
             torch.nan
         )  # in the first tile that is read, before the window
     close(gather.attend(q, store, **options), want, 0)
-    assert all(side.tensors["scale"].flatten(2)[0, 0, 30].isnan() for side in store.sides)
+    assert all(side.tensors["scale"].flatten(2)[0, 0, 30].isnan() for side in store.parts)
 
 
 def test_no_gradient_is_lost_in_silence():
@@ -206,12 +207,14 @@ def test_no_gradient_is_lost_in_silence():
 
 def assert_same_store(one, other):
     assert one.length == other.length and one._recent_from == other._recent_from
-    assert [s.truncated_tiles for s in one.sides] == [s.truncated_tiles for s in other.sides]
-    for a, b in zip(one.sides, other.sides):
+    assert [s.memory.truncated_tiles for s in one.parts] == [
+        s.memory.truncated_tiles for s in other.parts
+    ]
+    for a, b in zip(one.parts, other.parts):
         assert a.tensors.keys() == b.tensors.keys()
         for name, t in a.tensors.items():
             assert t.dtype == b.tensors[name].dtype and torch.equal(t, b.tensors[name]), name
-    assert one.position is None or torch.equal(one.position, other.position)
+    assert one.clock.position is None or torch.equal(one.clock.position, other.clock.position)
 
 
 @pytest.mark.parametrize(
@@ -350,7 +353,7 @@ def test_results_are_ordinary_tensors():
     assert gather.append(store, *torch.randn(2, 1, 2, 1, 64))
     out, lse = gather.attend(torch.randn(1, 2, 1, 64), store)
     assert not out.is_inference() and not lse.is_inference()
-    assert not any(t.is_inference() for side in store.sides for t in side.tensors.values())
+    assert not any(t.is_inference() for side in store.parts for t in side.tensors.values())
     (out.mul_(2) * torch.ones(64, requires_grad=True)).sum().backward()
 
 
@@ -409,7 +412,7 @@ def test_tokens_of_all_layers_together_have_the_bits_of_each(dtype):
         lambda s, new: s.append(*new()),
         lambda s, new: gather.append(s, *new()),
         lambda s, new: s.evict(s.tile),
-        lambda s, new: s.decay(s.tile) if s.key.truncated_planes else None,
+        lambda s, new: s.decay(s.tile) if s.key.memory.truncated_planes else None,
         lambda s, new: s.to("cpu"),
         lambda s, new: copy.deepcopy(s).complete(),
         lambda s, new: s.set_range(end=torch.tensor([s.length, 100])),
@@ -457,7 +460,7 @@ def test_a_step_does_not_read_codes_that_are_not_there():
         states = new()
         assert gather.append_later(one, *states)
         other.append(*states)
-        for side in one.sides:
+        for side in one.parts:
             side.tensors["scale"][:, :, 0, 250] = (
                 1e4  # what a slot that is not written may hold
             )

@@ -371,7 +371,9 @@ def test_every_recipe_on_codes_and_dense(which, name, tmp_path):
         r = cache.report()
         assert r["nbytes"] == walk_bytes(cache.coded_layers) == sum(r["parts"].values())
         truncated = [
-            s.truncated_tiles for x in cache.coded_layers for s in (x.store.key, x.store.value)
+            s.memory.truncated_tiles
+            for x in cache.coded_layers
+            for s in (x.store.key, x.store.value)
         ]
         assert (
             any(truncated)
@@ -1018,12 +1020,17 @@ def test_tokens_of_decode_are_coded(attention):
     with torch.no_grad():
         ids = model(inputs["input_ids"], past_key_values=cache).logits[:, -1:].argmax(-1)
         for step in range(20):
-            planes = [p.clone() for p in layer.store.key.planes + layer.store.value.planes]
+            planes = [
+                p.clone()
+                for p in layer.store.key.memory.planes + layer.store.value.memory.planes
+            ]
             ids = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
             assert layer.store.length == 301 + step
             assert any(
                 not torch.equal(a, b)
-                for a, b in zip(planes, layer.store.key.planes + layer.store.value.planes)
+                for a, b in zip(
+                    planes, layer.store.key.memory.planes + layer.store.value.memory.planes
+                )
             )
     del layer.update
     k, v = (torch.cat(x, 2) for x in zip(*raw))
@@ -1256,7 +1263,7 @@ def test_padding_is_learnt_under_any_attention(name):
             ), (attention, row)
             assert torch.equal(tokens[row], same_tokens[0]) or not exact
             for x, y in zip(cache.coded_layers, one.coded_layers):
-                for a, b in zip(x.store.sides, y.store.sides):
+                for a, b in zip(x.store.parts, y.store.parts):
                     assert torch.allclose(
                         a.tensors["sinks"][row], b.tensors["sinks"][0], atol=1e-4
                     ), "exact tokens are the row's first real ones"

@@ -147,7 +147,7 @@ def test_what_is_not_written_is_not_read():
     "Scales and planes beyond the length may hold anything."
     _, store, _ = setup(H=1, B=1, T=70, center="pre_rope")
     want = store.read(0, 70)
-    for side in store.sides:
+    for side in store.parts:
         side.tensors["scale"][:, :, :, 70:] = float("nan")
     for x, y in zip(blocks.read_block(store, launch._plan_of(store).tables, 0, 70), want):
         assert differs(x, y) <= 1

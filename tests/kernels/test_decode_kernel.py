@@ -309,12 +309,12 @@ def test_a_plan_follows_decay_and_its_end():
     store.select(torch.tensor([1, 1]))
     assert gap(backend="blocks") < PORTABLE
     store.crop(store.length - 40)  # in the first truncated tile
-    assert store.key.truncated_tiles == 1 and gap(backend="blocks") < PORTABLE
+    assert store.key.memory.truncated_tiles == 1 and gap(backend="blocks") < PORTABLE
     store.crop(store.length)
     store.append(
         torch.randn(2, 1, 40, 32, device=DEVICE), torch.randn(2, 1, 40, 32, device=DEVICE)
     )
-    assert store.key.truncated_tiles == 0 and not refuses(Call.of(q, store))
+    assert store.key.memory.truncated_tiles == 0 and not refuses(Call.of(q, store))
     assert gap(backend="triton") < 1e-3
 
 
@@ -521,9 +521,9 @@ def test_repeats_pass_what_a_fresh_call_passes(case, monkeypatch):
         same_arguments(launches, want)
 
     tokens = lambda n: torch.randn(2, 2, n, 64)
-    for n in (1,) * 4 if store.static else (1, 1, 1, 300, 1, 1, 700, 1):
+    for n in (1,) * 4 if store.clock.fixed else (1, 1, 1, 300, 1, 1, 700, 1):
         step(tokens(n))
-    if not store.static:
+    if not store.clock.fixed:
         assert refused >= 2  # more splits, and a store that grew
         for change in (
             lambda: store.crop(-5),
@@ -547,7 +547,7 @@ def test_repeats_pass_what_a_fresh_call_passes(case, monkeypatch):
     args[function_index(decode._combine_kernel, "length")] = store.length
     repeat.launches[-1] = run, args, [x for x in slots if x[1] != "length"]
     with pytest.raises(AssertionError):  # the mutant: a number that is not renewed
-        step(tokens(1)) if not store.static else same_arguments([], [0])
+        step(tokens(1)) if not store.clock.fixed else same_arguments([], [0])
 
 
 @cpu_only

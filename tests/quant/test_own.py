@@ -78,7 +78,7 @@ def test_a_new_code_is_one_class_and_one_line(monkeypatch, tmp_path):
     register_code("halves", Halves)
     cache = lives(Recipe(Spec(1, codebook="halves"), Spec(1, codebook="halves")), tmp_path)
     store = cache.layers[0].store
-    assert store.nbytes == store.expected_nbytes() and store.parts()["negative"]
+    assert store.nbytes == store.expected_nbytes() and store.bytes_by_kind()["negative"]
 
 
 class HalfOfLast(Centre):

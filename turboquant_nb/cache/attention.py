@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from .store import KVStore
+from .store import KVStore, angles
 from ..theory.centre import Terms
 
 # %% ../../nbs/32_attention.ipynb #43bd0f14
@@ -154,7 +154,7 @@ def visible(
     store: KVStore, n: int, positions: Tensor, causal: bool, sliding_window: int | None
 ) -> Tensor:
     "Which of `positions` [B|1, T] the last n tokens may look at: [B, 1, n, T] bool."
-    at = (torch.arange(n, device=store.device) + (store._now - n))[:, None]
+    at = (torch.arange(n, device=store.device) + (store.clock.now(store) - n))[:, None]
     p = positions[:, None, None, :]
     ok = (p >= store.start[:, None, None, None]).expand(-1, 1, n, -1)
     if causal:
@@ -205,7 +205,7 @@ class _Sight:
     def begin(self) -> int:
         "The first position that any row may see, as far as the host knows."
         window, store = self.rule.sliding_window, self.store
-        if window is None or self.mask is not None or store._by_device:
+        if window is None or self.mask is not None or store.clock.by_device:
             return self.first
         return max(self.first, store.length - self.tokens - window + 1)
 
@@ -234,8 +234,8 @@ class _Sight:
         since, sinks = store.past_exact_from, store.recipe.sinks
         if self.recent is None:
             return store.ranges.is_exact(positions, sinks, since)
-        since = torch.minimum(since, past) if store._by_device else min(since, past)
-        at = (torch.arange(n, device=store.device) + (store._now - n))[:, None]
+        since = torch.minimum(since, past) if store.clock.by_device else min(since, past)
+        at = (torch.arange(n, device=store.device) + (store.clock.now(store) - n))[:, None]
         since = (at - self.recent + 1).clamp(min=since)
         return self._rows(store.ranges.is_exact(positions, sinks, since))
 
@@ -245,8 +245,8 @@ def _add_coded(soft: _Softmax, query: _Query, sight: _Sight, blocks: Blocks, blo
     Exact tokens are left out."""
     store = sight.store
     # with `recent`, some rows read the chunk's codes
-    last = sight.past if sight.recent is None else store._now
-    end = store._bound if store._by_device else last
+    last = sight.past if sight.recent is None else store.clock.now(store)
+    end = store.clock.bound(store) if store.clock.by_device else last
     for lo in range(sight.begin, end, block):
         hi = min(lo + block, end)
         positions = torch.arange(lo, hi, device=store.device)[None]
@@ -254,7 +254,7 @@ def _add_coded(soft: _Softmax, query: _Query, sight: _Sight, blocks: Blocks, blo
         (k, k_scale), (v, v_scale) = (
             blocks.vectors(store, side, lo, hi) for side in ("key", "value")
         )
-        if store._by_device:  # what lies beyond the length may be anything
+        if store.clock.by_device:  # what lies beyond the length may be anything
             held = positions < last
             seen = seen & held[:, None, None, :]
             if v_scale is None:
@@ -265,7 +265,7 @@ def _add_coded(soft: _Softmax, query: _Query, sight: _Sight, blocks: Blocks, blo
         scores = scores if k_scale is None else scores * k_scale.unsqueeze(-2)
         scores = query.terms.shift + scores
         if query.terms.coefficients is not None:
-            scores = scores + query.terms.coefficients @ store._rows(lo, hi).float().mT
+            scores = scores + query.terms.coefficients @ angles(store, lo, hi).float().mT
         scores = _masked(scores, seen, sight.rule.softcap)
         soft.add_coded(scores, v, v_scale, blocks.product)
 
@@ -295,7 +295,7 @@ def check_call(call: Call, block: int | None = None) -> None:
     rule, store, q, k, v, _, first, recent, _ = call
     first = store.offset if first is None else first
     checks.floats(q, "q")
-    (b, h, dk), length = (store.batch, store.heads, store.key.q.d), store._bound
+    (b, h, dk), length = (store.batch, store.heads, store.key.q.d), store.clock.bound(store)
     if q.ndim != 4 or q.shape[0] != b or q.shape[1] % h or q.shape[3] != dk:
         raise ValueError(
             f"q must have shape [{b}, a multiple of {h}, n, {dk}], got {list(q.shape)}"
@@ -329,7 +329,7 @@ def check_call(call: Call, block: int | None = None) -> None:
 
 def _check_mask(mask, q, store, first):
     checks.dtype(mask, "mask", torch.bool)
-    (b, h, n, _), width = q.shape, store._bound - first
+    (b, h, n, _), width = q.shape, store.clock.bound(store) - first
     ok = mask.ndim == 4 and mask.shape[0] in (1, b) and mask.shape[1] in (1, h)
     if not ok or list(mask.shape[2:]) != [n, width]:
         want = f"[{b} or 1, {h} or 1, {n}, {width}]"
@@ -353,11 +353,11 @@ class Reference(Backend):
     def run(self, call: Call) -> Answer:
         "Raises ValueError/TypeError on shapes, dtypes or devices that do not fit."
         rule, store, q, k, v, mask, first, recent, _ = call
-        if store.static and not store._by_device:
-            store.sync()
+        if not store.clock.by_device:
+            store.clock.learn(store)
         check_call(call, self.block)
         query, n = _query(call), q.shape[2]
-        first, past = store.offset if first is None else first, store._now
+        first, past = store.offset if first is None else first, store.clock.now(store)
         past = past if k is None else past - k.shape[2]
         sight = _Sight(store, rule, n, q.shape[1] // store.heads, mask, first, past, recent)
         soft = _Softmax(query.plain.shape[:3], q.device, store.value.q.d)

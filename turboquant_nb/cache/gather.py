@@ -20,7 +20,7 @@ from .. import checks
 from . import attention
 from .attention import Answer, Backend, Call, check_call
 from .packing import SLOT, TILE, WIDTHS, Layout
-from .store import KVStore, Ranges, Side, _plain
+from .store import KVStore, Part, Ranges, _plain, angles, make_room
 from ..quant.quantizer import Quantizer
 from ..theory.codebook import Codebook
 from ..theory.rope import apply_cos_sin
@@ -197,8 +197,8 @@ class _Tiles:
     """Some tiles of the coded vectors of a side, a block at a time; tokens in the order of
     `by_row`."""
 
-    def __init__(self, side: Side, tiles: slice):
-        self.planes, self.layout = side.planes, side.groups[0].layout
+    def __init__(self, side: Part, tiles: slice):
+        self.planes, self.layout = side.memory.planes, side.memory.groups[0].layout
         self.table, self.step = _step_table(side.code.codebook), side.code.lut.step
         self.scale, self.tiles = side.tensors["scale"], tiles
         self.size = math.prod(self.scale.shape[:2]), self.layout.d, self.scale.shape[3]
@@ -309,7 +309,7 @@ def _mean_scores(query, store: KVStore, tiles: slice):
             return offset
         first, last = (store.offset + (tiles.start + i) * tile for i in (part.start, part.stop))
         if len(set(starts)) > 1 or first < starts[0]:
-            found = (weights @ store._rows(first, last).float().mT).flatten(0, 1)
+            found = (weights @ angles(store, first, last).float().mT).flatten(0, 1)
             found = by_row(found, tile // 4).reshape(into.shape)
         else:  # all sequences have the same angles: a product for each tile, which threads
             # share, with rows in the order of the look-up
@@ -347,7 +347,7 @@ def _step(call: Call, ranges: StepRanges) -> Answer:
     store, q, softcap = call.store, call.q, call.rule.softcap
     query, value = attention._query(call), store.value
     (b, h, g, _), dv = query.plain.shape, value.q.d
-    exact_k, exact_v = (_exact(side, x) for side, x in zip(store.sides, (call.k, call.v)))
+    exact_k, exact_v = (_exact(side, x) for side, x in zip(store.parts, (call.k, call.v)))
     near, tiles = exact_k.shape[1], ranges.tiles.stop - ranges.tiles.start
     scores = torch.empty(b * h, g, near + tiles * store.tile, dtype=torch.float32)
     if not scores.shape[2]:  # no sequence has begun
@@ -356,7 +356,7 @@ def _step(call: Call, ranges: StepRanges) -> Answer:
     scores[..., :near] = torch.bmm(query.plain.view(b * h, g, -1), exact_k.mT)
     coded = scores[..., near:].view(b * h, g, tiles, store.tile)
     if tiles:
-        keys, values = (_Tiles(side, ranges.tiles) for side in store.sides)
+        keys, values = (_Tiles(side, ranges.tiles) for side in store.parts)
         place = torch.empty(max(keys.block, values.block), dtype=torch.float32)
         rotated = query.rotated.view(b * h, g, -1)
         mean = _mean_scores(query, store, ranges.tiles)
@@ -387,7 +387,7 @@ def _step(call: Call, ranges: StepRanges) -> Answer:
     return Answer(out.view(b, h * g, 1, dv).to(q.dtype), lse)
 
 
-def _exact(side: Side, chunk: Tensor | None) -> Tensor:
+def _exact(side: Part, chunk: Tensor | None) -> Tensor:
     "Sinks, the ring as it lies, and the chunk: [B * H, S + W + m, d] fp32."
     parts = [side.exact.sinks, side.exact.recent] + ([] if chunk is None else [chunk])
     return torch.cat(parts, 2).float().flatten(0, 1)
@@ -408,14 +408,11 @@ class Gather(Backend):
             return f"the table is for a CPU, the store is on {store.device.type}"
         if q.ndim != 4 or q.shape[2] != 1:
             return f"one query a sequence is served, got q of shape {list(q.shape)}"
-        if store.static:
-            return (
-                "the store is static: its steps may be captured, and the host then knows no "
-                "length"
-            )
+        if why := store.clock.refuses("look-up"):
+            return why
         if store.end is not None:
             return "sequences have ends"
-        if why := next(filter(None, (s.code.refuses("decode") for s in store.sides)), ""):
+        if why := next(filter(None, (s.code.refuses("decode") for s in store.parts)), ""):
             return why
         states = (q, call.k, call.v)
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in states):
@@ -527,7 +524,7 @@ def _key_mean(store: KVStore, position: int) -> Tensor:
     "A pre-RoPE mean at a position: [B, H, 1, d]."
     mean, starts = store.key.mean.float(), store.ranges.starts
     if len(set(starts)) > 1 or store.cos_sin.table.shape[1] < mean.shape[3]:
-        return apply_cos_sin(mean, store._rows(position, position + 1))
+        return apply_cos_sin(mean, angles(store, position, position + 1))
     cos, sin = store.cos_sin.row(max(0, position - starts[0]))
     return mean * cos + mean.roll(mean.shape[3] // 2, -1) * sin
 
@@ -541,7 +538,7 @@ def _is_usual(store: KVStore, k: Tensor, v: Tensor) -> bool:
         return False
     if k.shape != (b, h, 1, store.key.q.d) or v.shape != (b, h, 1, store.value.q.d):
         return False
-    return store.recipe.decay is None and all(side.code.lut for side in store.sides)
+    return store.recipe.decay is None and all(side.code.lut for side in store.parts)
 
 
 def append(
@@ -552,26 +549,25 @@ def append(
     "Code one token of each sequence in few operations, with the bits of `KVStore.append`."
     if store.uncoded:
         store.complete()
-    if store.static:
-        if store._capturing():
-            return False
-        store.sync()
+    if store.clock.by_device:
+        return False
+    store.clock.learn(store)
     return _is_usual(store, k, v) and _append_usual(store, k, v)
 
 
 @_plain
 def _append_usual(store: KVStore, k: Tensor, v: Tensor) -> bool:
     "`append` for what `_is_usual` lets through."
-    store._make_room(1)
+    make_room(store, 1)
     with torch.inference_mode():
         coded = _code_token(store, k, v)
         if coded is None:
             return False
-        for side, x, rows in zip(store.sides, (k, v), coded):
+        for side, x, rows in zip(store.parts, (k, v), coded):
             _put_rows(store, side, rows, store.length)
             _put_exact(store, side, x)
         store.length += 1
-        store.storage.count(store.length)
+        store.clock.count(store.length)
     return True
 
 
@@ -585,13 +581,13 @@ def _rotated(
     store: KVStore, states: tuple, position: int
 ) -> list:  # [B * H, d] of keys, of values
     "States of one position, centred and rotated."
-    means, rotated = [side.mean for side in store.sides], []
-    for i, (name, side) in enumerate(zip(("key", "value"), store.sides)):
+    means, rotated = [side.mean for side in store.parts], []
+    for i, (name, side) in enumerate(zip(("key", "value"), store.parts)):
         if side.q.centre.kind == "rotating":
             means[i] = _key_mean(store, position)
         elif side.q.centre.kind == "own":
             means[i] = store.center(name, position, position + 1)
-    for side, x, mean in zip(store.sides, states, means):
+    for side, x, mean in zip(store.parts, states, means):
         x = x.float() if mean is None else x.float() - mean.float()
         y = side.q.rotation.apply(x if side.q.rotation.per_head else x.reshape(-1, side.q.d))
         rotated.append(y.reshape(-1, side.q.d))
@@ -607,20 +603,20 @@ def _code_token(store: KVStore, k: Tensor, v: Tensor) -> list | None:
             [None] if both is None else [tuple(x[half] for x in both) for half in _halves(both)]
         )
     else:
-        coded = [_code_rows(side.q, y) for side, y in zip(store.sides, rotated)]
+        coded = [_code_rows(side.q, y) for side, y in zip(store.parts, rotated)]
     return None if any(x is None for x in coded) else [_Rows(*x[:2]) for x in coded]
 
 
-def _put_rows(store: KVStore, side: Side, rows: _Rows, position: int) -> None:
+def _put_rows(store: KVStore, side: Part, rows: _Rows, position: int) -> None:
     "Write codes and scale of a position."
-    shape, held = (store.batch, store.heads), side.tensors
+    shape, held = (store.batch, store.heads), side.memory.tensors
     tile, t = divmod(position - store.offset, store.tile)
-    planes = [plane.numpy()[:, :, tile] for plane in side.planes]
-    _put_codes(planes, side.groups[0].layout, rows.codes.reshape(*shape, -1), t)
+    planes = [plane.numpy()[:, :, tile] for plane in side.memory.planes]
+    _put_codes(planes, side.memory.groups[0].layout, rows.codes.reshape(*shape, -1), t)
     _array(held["scale"])[:, :, tile, t] = _array(rows.scale).reshape(shape)
 
 
-def _put_exact(store: KVStore, side: Side, x: Tensor) -> None:
+def _put_exact(store: KVStore, side: Part, x: Tensor) -> None:
     """Copy a token into the ring after the last one, and where it is a sink to its place among
     them."""
     position, (sinks, ring) = store.length, (side.exact.sinks, side.exact.recent)
@@ -640,9 +636,9 @@ def append_later(
     v: Tensor,  # [B, H, 1, d_value]
 ) -> bool:  # whether it did; if not, nothing has changed
     "Take the exact state of one token of each sequence, which `complete` codes."
-    sides = store.sides
+    sides = store.parts
     if (
-        store.static
+        store.clock.fixed
         or store.uncoded
         or not store.recipe.recent
         or any(s.q.rotation.per_head for s in sides)
@@ -652,7 +648,7 @@ def append_later(
         float(torch.linalg.vector_norm(x.detach(), math.inf)) < _SURE for x in (k, v)
     ):  # NaN is not
         return False
-    store._make_room(1)
+    make_room(store, 1)
     for side, x in zip(sides, (k, v)):
         _put_exact(store, side, x)
     store.length, store.uncoded = store.length + 1, True
@@ -671,10 +667,10 @@ def complete(
             slot = position % store.recipe.recent
             rotated = _rotated(
                 store,
-                tuple(side.exact.recent[:, :, slot : slot + 1] for side in store.sides),
+                tuple(side.exact.recent[:, :, slot : slot + 1] for side in store.parts),
                 position,
             )
-            for side, y in zip(store.sides, rotated):
+            for side, y in zip(store.parts, rotated):
                 alike.setdefault(_coding(side.q), []).append((store, side, y))
         coded = [
             (_code_rows(parts[0][1].q, torch.cat([y for *_, y in parts])), parts)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..cache.attention import Blocks
-from ..cache.memory import Side
+from ..cache.memory import Part
 from ..cache.store import KVStore
 from turboquant_nb.kernels.decode import (
     CodeTables,
@@ -358,13 +358,13 @@ def refuses(store: KVStore, tables: CodeTables | None) -> str:
             f"tiles of 64 to 256 tokens in at most 32 bits are supported, got {store.tile} in "
             f"{store.dtype}"
         )
-    if any(side.code is not side.code.whole for side in store.sides):
+    if any(side.code is not side.code.whole for side in store.parts):
         return "tiles that lost a plane (decay) are not supported"
     if tables is None:
         return "one table of int8 levels must serve all channels"
-    if min(len(side.q.codebook.levels) for side in store.sides) < 4:
+    if min(len(side.q.codebook.levels) for side in store.parts) < 4:
         return "codes must have 2 to 4 bits"
-    if not all(t.is_contiguous() for side in store.sides for t in side.tensors.values()):
+    if not all(t.is_contiguous() for side in store.parts for t in side.tensors.values()):
         return "the store's tensors must be contiguous"
     return ""
 
@@ -385,7 +385,7 @@ def read_block(
         raise ValueError(f"read_block cannot serve this: {why}")
     R, absent, out = store.tile // 4, tables.packed_lut, []
     pairs = -(-(last - store.offset) // (2 * R)) - (first - store.offset) // (2 * R)
-    for side, by_token, step in zip(store.sides, (False, True), tables.steps):
+    for side, by_token, step in zip(store.parts, (False, True), tables.steps):
         t, q, d, turns = (
             side.tensors,
             side.q,
@@ -400,7 +400,7 @@ def read_block(
         x = torch.empty(
             store.batch, store.heads, last - first, d, dtype=store.dtype, device=store.device
         )
-        p0, p1, p2 = [*side.planes, side.planes[0], side.planes[0]][:3]
+        p0, p1, p2 = [*side.memory.planes, side.memory.planes[0], side.memory.planes[0]][:3]
         named = dict(
             OUT=x,
             P0=p0,
@@ -428,7 +428,7 @@ def read_block(
             DP=padded_size(d),
             HK=padded_size(d // 2),
             R=R,
-            BITS=len(side.planes) + 1,
+            BITS=len(side.memory.planes) + 1,
             BY_TOKEN=by_token,
             H2=rope.shape[1] // 2 if turns else 0,
             HAS_MEAN=mean is not None,
@@ -584,24 +584,25 @@ def _put(out: Tensor, planes: list, layout, channels: tuple, table: Tensor) -> N
 
 
 def look_up(
-    side: Side,
+    side: Part,
     first: int,  # tokens [first, last), counted from the first tile
     last: int,
     table: Tensor,  # [d, symbols], or [1, symbols] for all channels
 ) -> Tensor:  # [B, H, last - first, d] in the table's dtype
     "What a table has for the symbols of a side."
-    tile, edge = side.tile, side.truncated_tiles
+    tile, edge = side.memory.tile, side.memory.truncated_tiles
     a, z = first // tile, -(-last // tile)
-    shape = (*side.tensors["scale"].shape[:2], (z - a) * tile, side.q.d)
+    shape = (*side.memory.tensors["scale"].shape[:2], (z - a) * tile, side.q.d)
     out, shift = table.new_empty(shape), 2 ** max(side.q.channel_bits)
     for short, begin, end in ((True, a, min(z, edge)), (False, max(a, edge), z)):
-        for g in side.groups if begin < end else ():
+        for g in side.memory.groups if begin < end else ():
             names, layout = g.names, g.layout
             if short and g.truncates:
                 names, layout = names[:-1], replace(layout, bits=layout.bits - 1)
-            before = [side.tiles_before(name) for name in names]
+            before = [side.memory.tiles_before(name) for name in names]
             planes = [
-                side.tensors[name][:, :, begin - n : end - n] for name, n in zip(names, before)
+                side.memory.tensors[name][:, :, begin - n : end - n]
+                for name, n in zip(names, before)
             ]
             channels = (
                 tuple(range(side.q.d)[g.channels])
@@ -633,12 +634,12 @@ class KernelBlocks(Blocks):
             return code.decode(coded), None
         return code.levels(coded.codes), scale.float()
 
-    def _kept(self, held: Side, first: int, last: int) -> dict:
+    def _kept(self, held: Part, first: int, last: int) -> dict:
         "What a code keeps besides symbols, by name."
-        out, tile = {}, held.tile
+        out, tile = {}, held.memory.tile
         a, z = first // tile, -(-last // tile)
-        for name, layout in held.extras.items():
-            tensor = held.tensors[name]
+        for name, layout in held.memory.extras.items():
+            tensor = held.memory.tensors[name]
             if layout is None:
                 out[name] = tensor.flatten(2)[:, :, first:last]
                 continue

@@ -724,9 +724,9 @@ def store_operands(
     kt, vt, key, value = store.key.tensors, store.value.tensors, store.key.q, store.value.q
     return DecodeOperands(
         last_dim_dense(q),
-        store.key.planes,
+        store.key.memory.planes,
         kt["scale"],
-        store.value.planes,
+        store.value.memory.planes,
         vt["scale"],
         tables.packed_lut,
         tables.levels,
@@ -742,7 +742,7 @@ def store_operands(
         v=last_dim_dense(v),
         start=store.start if padded else None,
         end=store.end,
-        position=store.position,
+        position=store.clock.position,
         cos_sin=store.rope_table,
         near_angles=None if angles is None else angles.near,
         far_angles=None if angles is None else angles.far,

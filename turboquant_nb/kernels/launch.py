@@ -94,10 +94,10 @@ def _plan_of(store: KVStore) -> Plan:
     "The plan of a store."
     plan = store.memo.get("plan")
     if plan is None:
-        key, value = (side.q.with_code(side.code) for side in store.sides)
+        key, value = (side.q.with_code(side.code) for side in store.parts)
         plan = Plan.of(key, value, store.tile, store.device)
         angles = None if plan.why else _angles_of(store)
-        padded = store.static or any(store.ranges.starts)  # a graph must see later changes
+        padded = store.clock.fixed or any(store.ranges.starts)  # a graph must see later changes
         plan = store.memo["plan"] = plan._replace(padded=padded, angles=angles)
     return plan
 
@@ -138,7 +138,7 @@ def _call_reason(call: Call) -> str:
     store = call.store
     if why := _ranges_reason(call):
         return why
-    if not all(t.is_contiguous() for s in store.sides for t in s.tensors.values()):
+    if not all(t.is_contiguous() for s in store.parts for t in s.tensors.values()):
         return "the store's tensors must be contiguous"
     most = 16 if call.recent is None else DRAFTS
     return shape_reason(call.q, store.heads, call.k, call.v, store.dtype, most)
@@ -294,7 +294,7 @@ class Repeat:
     def __call__(self, call: Call) -> Answer | None:  # None: other launches serve this length
         _, store, q, k, v, *_, need_lse = call
         length, offset = store.length, store.offset
-        if store._bound < self.min_length:
+        if store.clock.bound(store) < self.min_length:
             return None
         if not self.kind.serves(length - offset - self.chunk):
             return None
@@ -378,7 +378,7 @@ class Triton(Backend):
         refused."""
         store, ask = call.store, (call, self.splits, self.kernel)
         if torch.compiler.is_compiling():
-            operands = checked_operands if store.static else _checked_operands_uncompiled
+            operands = checked_operands if store.clock.fixed else _checked_operands_uncompiled
             return Answer(*torch.ops.turboquant_nb.decode_attention.default(*operands(*ask)))
         if done := again(*ask):
             return done

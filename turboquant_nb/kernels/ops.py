@@ -236,7 +236,7 @@ class BlockByBlock(attention.Reference):
             return "Triton is not installed (pip install 'turboquant-nb[triton]')"
         if why := launch.device_reason(store, call.rule.backend == self.name):
             return why
-        if not all(t.is_contiguous() for side in store.sides for t in side.tensors.values()):
+        if not all(t.is_contiguous() for side in store.parts for t in side.tensors.values()):
             return "the store's tensors must be contiguous"
         states = (call.q, call.k, call.v)
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in states):
