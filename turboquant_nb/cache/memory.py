@@ -290,8 +290,8 @@ def write_at(
 
 # %% ../../nbs/30c_memory.ipynb #d76dd408
 class TruncatedCode(Code):
-    """A code some of whose symbols have lost their last bit: symbol c from 2**bits on stands
-    for c - 2**bits of the coarser code."""
+    """A code some of whose symbols have lost their last bit: symbol c from `2**bits` on
+    stands for `c - 2**bits` of the coarser code."""
 
     def __init__(self, whole: Code):
         self._whole, self.coarser, self.d = whole, whole.coarser, whole.d
