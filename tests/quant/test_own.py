@@ -1,5 +1,6 @@
-"""A code, a centre and a transform that nothing in the package was made for: a whole model generates with
-each, saves, crops, captures its steps and searches by beams."""
+"""A code, a centre and a transform that nothing in the package was made for: a whole model
+generates with each, saves, crops, captures its steps and searches by beams. A family of models:
+tests/hf/test_family.py; a backend: tests/kernels/test_ops.py."""
 
 import pytest
 import torch
