@@ -146,6 +146,11 @@ class Side:
         return out
 
     @property
+    def code(self) -> Code:
+        "The code of what is held: the whole one, unless tiles lost their last planes."
+        return self.q.code if self.truncated_tiles else self.q.code.whole
+
+    @property
     def planes(self) -> list:
         "Planes, most significant first."
         return [t for name, t in self.tensors.items() if name.startswith("plane")]
@@ -323,6 +328,11 @@ class TruncatedCode(Code):
 
     def nearest(self, u):
         return self.whole.nearest(u)
+
+    def refuses(self, use):
+        if use == "decode":
+            return "tiles that lost a plane (decay) have levels of their own"
+        return self.whole.refuses(use)
 
 
 @lru_cache(maxsize=256)
