@@ -43,7 +43,7 @@ class Calls(TorchDispatchMode):
 
 @contextmanager
 def recording():
-    "What runs here runs as in a recorded step: the device counts, and the host is told nothing."
+    "What runs here is as in a recorded step: the device counts, the host is told nothing."
     CAPTURE.tape = True
     try:
         yield
