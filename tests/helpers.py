@@ -2,11 +2,13 @@
 family, and how they generate."""
 
 import os
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from turboquant_nb.cache.clock import CAPTURE
 from turboquant_nb.cache.pages import Recent
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.quant.quantizer import Recipe, Spec
@@ -39,6 +41,16 @@ class Calls(TorchDispatchMode):
             and func._overloadname != "dtype_layout"
         )
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def recording():
+    "What runs here is as in a recorded step: the device counts, the host is told nothing."
+    CAPTURE.tape = True
+    try:
+        yield
+    finally:
+        CAPTURE.tape = False
 
 
 class RecentBlocks:
@@ -213,6 +225,19 @@ BASE = dict(
     eos_token_id=None,
 )
 MOE = dict(num_local_experts=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+LATENT = dict(  # multi-head latent attention
+    MOE,
+    n_routed_experts=4,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+    kv_lora_rank=8,
+    q_lora_rank=16,
+    qk_rope_head_dim=4,
+    qk_nope_head_dim=8,
+    v_head_dim=6,
+    num_key_value_heads=4,
+)
 FAMILIES = {
     "llama": ("Llama", {}),
     "mistral": ("Mistral", dict(sliding_window=12)),
@@ -253,23 +278,7 @@ FAMILIES = {
     "phi": ("Phi", {}),
     "starcoder2": ("Starcoder2", dict(sliding_window=None)),
     "glm4": ("Glm4", {}),
-    "deepseek_v3": (
-        "DeepseekV3",
-        dict(
-            MOE,
-            n_routed_experts=4,
-            n_group=1,
-            topk_group=1,
-            first_k_dense_replace=1,
-            kv_lora_rank=8,
-            q_lora_rank=16,
-            qk_rope_head_dim=4,
-            qk_nope_head_dim=8,
-            v_head_dim=6,
-            num_key_value_heads=4,
-            head_dim=4,
-        ),
-    ),
+    "deepseek_v3": ("DeepseekV3", dict(LATENT, head_dim=4)),
     "qwen3_next": (
         "Qwen3Next",
         dict(

@@ -6,13 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from turboquant_nb.cache.clock import AppendOperands
 from turboquant_nb.cache.attention import attend, dense_attention
-from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec
-from turboquant_nb.cache.clock import CAPTURE, _append_by_position, _encode_quietly
+from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.cache.memory import Part
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.testing import same
+from tests.helpers import recording
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -314,8 +313,7 @@ def test_a_static_store_that_went_back_is_as_one_that_never_was_ahead(d):
 
 def by_position(store, states):
     "Append as a recorded step does: where the device's position says."
-
-    _append_by_position(*AppendOperands.of(store, *states))
+    unsynced(store, states)
     store.sync()
 
 
@@ -342,7 +340,7 @@ def test_a_static_store_shows_what_it_holds_and_no_more():
     store.coded("key", 0, 20)
     with pytest.raises(ValueError, match=r"positions must lie in \[0, 20\], got \[0, 21\)"):
         store.coded("key", 0, 21)
-    assert store.clock.now(store) == 20 and store.past_exact_from == 16
+    assert store.length == 20 and store.past_exact_from == 16
 
 
 def test_a_start_may_lie_as_far_as_positions_go():
@@ -360,16 +358,13 @@ def test_a_tail_where_the_device_counts():
     store = KVStore(Recipe(sinks=1, recent=4), 2, 2, 8, tile=8, max_length=64, static=True)
     store.append(*states(21))
     want = store.tail_with(*states(3, 1))
-    CAPTURE.tape = True
-    try:
+    with recording():
         got = store.tail_with(*states(3, 1))
         assert (
             (int(got.first), int(got.past), int(got.end))
             == (want.first, want.past, want.end)
             == (17, 21, 24)
         )
-    finally:
-        CAPTURE.tape = False
     same(got.key, want.key), same(got.value, want.value)
 
 
@@ -418,8 +413,8 @@ def test_a_crop_of_a_static_store_asks_the_device_first():
 
 def unsynced(store, states):
     "Append as a recorded step does, and tell the host nothing."
-
-    _append_by_position(*AppendOperands.of(store, *states))
+    with recording():
+        store.append(*states)
 
 
 @pytest.mark.parametrize("center", ("prompt_mean", "pre_rope"))
@@ -518,11 +513,8 @@ def test_attention_where_the_device_counts_the_tokens(center, recent):
     for given in (chunk,) if recent else (chunk, (None, None)):
         for more in (dict(), dict(sliding_window=9), dict(block=16), dict(softcap=2.0)):
             want = attend(q, store, *given, recent=recent, **more)
-            CAPTURE.tape = True
-            try:
+            with recording():
                 got = attend(q, store, *given, recent=recent, **more)
-            finally:
-                CAPTURE.tape = False
             for a, b in zip(got, want):
                 assert (a - b).abs().max() < 1e-5
 
@@ -572,12 +564,12 @@ def test_a_first_position_at_the_end_sees_nothing():
 def test_a_scale_that_does_not_fit_is_nan_until_it_is_said():
     """Not infinite and not the largest: who waits for nobody must give an attention that shows
     the loss."""
-    x, flags = (
-        torch.randn(1, 1, 5, 32, generator=torch.Generator().manual_seed(0)),
-        torch.zeros(2, dtype=torch.int32),
-    )
-    x[:, :, 2] = 3e6
-    scale = _encode_quietly(Quantizer(Spec(3), 32), x, None, flags).scale.flatten()
-    assert (
-        scale[2].isnan() and scale[[0, 1, 3, 4]].isfinite().all() and flags.tolist() == [0, 1]
-    )
+    store = KVStore(Recipe(sinks=0, recent=0), 1, 1, 32, max_length=8, static=True)
+    x = torch.randn(1, 1, 5, 32, generator=torch.Generator().manual_seed(0))
+    large = x.clone()
+    large[:, :, 2] = 3e6
+    unsynced(store, (large, x))
+    scale = store.key.tensors["scale"].flatten()[:5]
+    assert scale[2].isnan() and scale[[0, 1, 3, 4]].isfinite().all()
+    with pytest.raises(ValueError, match="keys that were too large; attention to such tokens"):
+        store.sync()

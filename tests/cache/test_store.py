@@ -14,15 +14,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from tests.helpers import SLOW
-from turboquant_nb.cache.clock import AppendOperands
+from tests.helpers import SLOW, recording
 from turboquant_nb.cache.store import row_tensors
 from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec, channel_bits, decode, preset
 from turboquant_nb.files import read_file, write_file
 from turboquant_nb.quant.mixed_precision import make_quantizer
 from turboquant_nb.theory.centre import prompt_mean
 from turboquant_nb.theory.rates import truncate
-from turboquant_nb.cache.clock import _append_by_position
 from turboquant_nb.cache.exact import ExactTokens, Ranges
 from turboquant_nb.cache.memory import Part
 from turboquant_nb.cache.store import FORMAT, KVStore
@@ -555,7 +553,8 @@ def test_a_preset_takes_the_mean_that_the_store_can_carry():
 
 def captured(store, k, v):
     "What a captured append runs."
-    _append_by_position(*AppendOperands.of(store, k, v))
+    with recording():
+        store.append(k, v)
 
 
 @pytest.mark.parametrize(

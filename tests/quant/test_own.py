@@ -1,5 +1,6 @@
-"""A code and a centre that nothing in the package was made for: a whole model generates with
-each, saves, crops, captures its steps and searches by beams."""
+"""A code, a centre and a transform that nothing in the package was made for: a whole model
+generates with each, saves, crops, captures its steps and searches by beams. A family of models:
+tests/hf/test_family.py; a backend: tests/kernels/test_ops.py."""
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from turboquant_nb.quant import quantizer
 from turboquant_nb.quant.quantizer import Code, Recipe, Spec, register_code
 from turboquant_nb.quant.trellis import TrellisCode
 from turboquant_nb.serving.step import serving_recipe
-from turboquant_nb.theory import centre
+from turboquant_nb.theory import centre, transforms
 from turboquant_nb.theory.centre import Centre, Terms, register_centre
+from turboquant_nb.theory.rotation import Transform
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
@@ -106,3 +108,28 @@ def test_a_new_centre_is_one_class_and_one_line(monkeypatch, tmp_path):
     store = lives(Recipe(side, side, sinks=1, recent=4), tmp_path).layers[0].store
     for name, side in (("key", store.key), ("value", store.value)):
         assert torch.equal(store.center(name, 0, 3), side.mean.float() / 2) and side.mean.any()
+
+
+class Shuffle(Transform):
+    "Channels in another order."
+
+    name, d, order = "shuffle", 32, torch.arange(32).view(2, 16).T.flatten()
+    matrix = torch.eye(32)[order]
+
+    def apply(self, x):
+        return x.float()[..., self.order]
+
+    def inverse(self, y):
+        return y.float()[..., self.order.argsort()]
+
+    def to(self, device):
+        return self
+
+
+def test_a_new_transform_is_one_class_and_one_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(transforms, "_registered", {})
+    transforms.register_transform(Shuffle())
+    side = Spec(4, rotation="shuffle")
+    store = lives(Recipe(side, side, sinks=1, recent=4), tmp_path).layers[0].store
+    x = torch.randn(1, 2, 8, 32)
+    assert torch.equal(store.key.q.rotation.apply(x), x @ Shuffle.matrix.T)
