@@ -83,8 +83,8 @@ class Stamps:
 
 
 def whole_calls(model, device, quick):
-    """Milliseconds of `generate()` with a new cache, in every call: the first token, the mean of
-    the others (graphs are recorded among them), and one step once they replay."""
+    """Milliseconds of `generate()` with a new cache, in every call: the first token, the mean
+    of the others (graphs are recorded among them), and one step once they replay."""
     import torch
     from turboquant_nb import TurboQuantCache
 

@@ -276,6 +276,11 @@ class TruncatedCode(Code):
     def nearest(self, u):
         return self.whole.nearest(u)
 
+    def refuses(self, use):
+        if use == "decode":
+            return "tiles that lost a plane (decay) have levels of their own"
+        return self.whole.refuses(use)
+
 
 @lru_cache(maxsize=256)
 def _truncated(q):
@@ -352,6 +357,11 @@ class Part:
         out.memory = copy(self.memory)
         out.hold({name: t.clone() for name, t in self.tensors.items()})
         return out
+
+    @property
+    def code(self) -> Code:
+        "The code of what is held: the whole one, unless tiles lost their last planes."
+        return self.q.code if self.memory.truncated_tiles else self.q.code.whole
 
     @property
     def mean(self) -> Tensor | None:
