@@ -252,11 +252,11 @@ def test_a_pass_asks_the_device_once_for_all_layers(monkeypatch):
             model(ids, past_key_values=cache)
             cache.reset()
             with monkeypatch.context() as m:
-                counted = DeviceClock.counted
+                sync = DeviceClock.sync
                 m.setattr(
                     DeviceClock,
-                    "counted",
-                    lambda self, length: asked.append(self.known) or counted(self, length),
+                    "sync",
+                    lambda self, store: asked.append(self.known) or sync(self, store),
                 )
                 model(ids, past_key_values=cache)
             model(ids[:, :1], past_key_values=cache)

@@ -107,7 +107,7 @@ def test_more_refusals():
     for first, last in ((-1, 5), (5, 5), (0, 301)):
         with pytest.raises(ValueError, match="positions must lie in"):
             blocks.read_block(store, tables, first, last)
-    store.key.tensors["plane0"] = store.key.tensors["plane0"].mT.contiguous().mT
+    store.key.memory.tensors["plane0"] = store.key.tensors["plane0"].mT.contiguous().mT
     assert "contiguous" in blocks.refuses(store, tables)
     _, short, _ = setup(B=1, H=1, T=600, sinks=0, win=0)
     short.decay(600)

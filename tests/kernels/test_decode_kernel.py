@@ -461,7 +461,7 @@ def test_repeats_pass_what_a_fresh_call_passes(case, monkeypatch):
             step(tokens(20))
     launches.clear()
     planes = weakref.ref(store.key.tensors["plane0"])
-    store.key.tensors["plane0"] = planes().clone()
+    store.key.memory.tensors["plane0"] = planes().clone()
     store.changed()
     assert planes() is None and not store.memo  # nothing holds a tensor that was replaced
     step(tokens(1))
@@ -604,7 +604,7 @@ def test_more_refusals():
     assert not refuses(Call.of(q[:, :1], truncated_tiles)) and agree_with(
         q, truncated_tiles
     )  # no tile is truncated any more; the table is that of before
-    store.key.tensors["plane0"] = store.key.tensors["plane0"].mT.contiguous().mT
+    store.key.memory.tensors["plane0"] = store.key.tensors["plane0"].mT.contiguous().mT
     assert "contiguous" in refuses(Call.of(q, store))
     with pytest.raises(ValueError, match="'auto', 'fragments' or 'portable'"):
         refuses(Call.of(q, store), "fast")

@@ -200,7 +200,7 @@ class _Tiles:
     def __init__(self, side: Part, tiles: slice):
         self.planes, self.layout = side.memory.planes, side.memory.groups[0].layout
         self.table, self.step = _step_table(side.code.codebook), side.code.lut.step
-        self.scale, self.tiles = side.tensors["scale"], tiles
+        self.scale, self.tiles = side.memory.tensors["scale"], tiles
         self.size = math.prod(self.scale.shape[:2]), self.layout.d, self.scale.shape[3]
         n, most = tiles.stop - tiles.start, max(1, BLOCK // math.prod(self.size))
         self.at_once = -(-n // -(-n // most))  # blocks of one size

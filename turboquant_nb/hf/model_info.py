@@ -172,8 +172,8 @@ class ModelInfo:
 
     def __init__(self, model_or_config):
         self.config = _text_config(model_or_config)
-        if not is_registered(self.config):
-            _own_layers(self.config)  # refuses kinds that are not served
+        registered = is_registered(self.config)  # else it refuses kinds that are not served
+        self._own = None if registered else _own_layers(self.config)
 
     @cached_property
     def layers(self) -> list:
@@ -189,7 +189,7 @@ class ModelInfo:
                 sliding_window=getattr(own, "sliding_window", None),
                 inv_freq=inv_freq,
             )
-            for layer, own, inv_freq in zip(read, _own_layers(self.config), self.rope.by_layer)
+            for layer, own, inv_freq in zip(read, self._own, self.rope.by_layer)
         ]
 
     @property
