@@ -10,7 +10,9 @@ import json
 import re
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[2] / "turboquant_nb"
+import turboquant_nb
+
+PACKAGE = Path(turboquant_nb.__file__).parent
 FILE = Path(__file__).parent / "messages.json"
 SAYS_WHY = re.compile(r"why|reason|refus|support")
 

@@ -30,7 +30,7 @@ except ImportError:
 
 from turboquant_nb.cache import attention
 from turboquant_nb.cache.attention import Call, attend
-from turboquant_nb.kernels import decode, decode_mma, launch, query
+from turboquant_nb.kernels import decode, decode_mma, launch, ops, query
 from turboquant_nb.kernels.launch import decode_attention, refuses
 from turboquant_nb.theory.codebook import uniform, lloyd_max
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
@@ -260,58 +260,62 @@ def test_portable_features(case, options):
     )
 
 
-PARTS = [
+WITHOUT_TABLE = [
     (dict(kb=2.5, vb=3.5), {}),
     (dict(kb=1.5, vb=2.25, start=[0, 37], vcenter="prompt_mean"), dict(sliding_window=100)),
     (dict(kb=3.5, center="pre_rope", n=3, m=3), dict(softcap=9.0)),
     (dict(kb=2.5, static=True), {}),
     (dict(kb=2.25, vb=1.5, d=48, dv=16), {}),
     (dict(kb=(4,) * 20 + (1,) * 12), {}),
+    (dict(kb=(3, 1) * 16, vb=(4, 2, 1, 1) * 8, tile=36), {}),
+    (dict(kb=2.2, vb=1.4, d=15), {}),
     (dict(residual="qjl"), {}),
     (dict(residual="qjl", kb=4, vb=2.5, n=2, start=[0, 37]), dict(sliding_window=50)),
     (dict(decay=150), {}),
     (dict(decay=200, kb=4, vb=2, start=[0, 70]), dict(sliding_window=220)),
     (dict(decay=200, kb=3.5, vb=2.5, n=5, m=20), dict(recent=16)),
-    (dict(decay=270, kb=1, vb=4, evict=70, center="pre_rope"), dict(softcap=5.0, splits=3)),
+    (dict(decay=270, kb=1, vb=4, evict=70, center="pre_rope"), dict(softcap=5.0)),
 ]
 
 
 @needs_triton
-@mark.parametrize("case,options", PARTS)
-def test_portable_codes_in_parts(case, options):
-    """Channels of different bits, a residual of keys, tiles that lost a plane; keys and values
-    with other parts."""
-    case = dict(d=32, H=1, B=2, G=1, tile=64, T=300) | case
-    agree(case, options, "portable", PORTABLE)
+@mark.parametrize("case,options", WITHOUT_TABLE)
+def test_codes_without_a_table_are_served_block_by_block(case, options, monkeypatch):
+    """Channels of different bits, residuals, tiles that lost a plane: decode kernels say why
+    not, and blocks that a kernel unpacks, several of them, give what `attend` does."""
+    monkeypatch.setattr(ops, "BLOCK", 1)
+    q, store, chunk = setup(**(dict(d=32, H=1, B=2, G=1, tile=64, T=300) | case))
+    assert refuses(Call.of(q, store, **chunk, **options))
+    with torch.no_grad():
+        got, lse = ops.attend(q, store, **chunk, backend="blocks", **options)
+    want, want_lse = attend(q, store, **chunk, **options)
+    assert (got - want).norm() <= PORTABLE * want.norm() and (lse - want_lse).abs().max() < 1e-4
+    if DEVICE == "cuda":
+        assert ops.select_backend(Call.of(q, store, **chunk, **options)).backend == "blocks"
 
 
 @needs_triton
 def test_a_plan_follows_decay_and_its_end():
-    """Truncated tiles come, sequences are chosen, and the tiles go with a crop: each time the
-    same as `attend`, by the right tables."""
+    """Truncated tiles come, and go with a crop: the kernel refuses as long as there are some,
+    and its tables are then those of before."""
     q, store, _ = setup(d=32, H=1, G=1, T=200, tile=64)
-    gap = lambda: float(
-        (decode_attention(q, store, kernel="portable")[0] - attend(q, store)[0]).norm()
+    gap = lambda **how: float(
+        (ops.attend(q, store, **how)[0] - attend(q, store)[0]).norm()
         / attend(q, store)[0].norm()
     )
-    assert gap() < PORTABLE and launch._plan_of(store).tables.parts is None
+    assert gap(backend="triton") < 1e-3
     store.decay(130)
-    assert gap() < PORTABLE and launch._plan_of(store).tables.parts is not None
-    call = Call.of(q, store)
-    assert "decay" in refuses(call, "fragments") and not refuses(call)
+    assert "decay" in refuses(Call.of(q, store)) and gap(backend="blocks") < PORTABLE
     store.select(torch.tensor([1, 1]))
-    assert gap() < PORTABLE
+    assert gap(backend="blocks") < PORTABLE
     store.crop(store.length - 40)  # in the first truncated tile
-    assert store.key.truncated_tiles == 1 and gap() < PORTABLE
+    assert store.key.truncated_tiles == 1 and gap(backend="blocks") < PORTABLE
     store.crop(store.length)
     store.append(
         torch.randn(2, 1, 40, 32, device=DEVICE), torch.randn(2, 1, 40, 32, device=DEVICE)
     )
-    assert (
-        store.key.truncated_tiles == 0
-        and gap() < PORTABLE
-        and launch._plan_of(store).tables.parts is None
-    )
+    assert store.key.truncated_tiles == 0 and not refuses(Call.of(q, store))
+    assert gap(backend="triton") < 1e-3
 
 
 @needs_triton
@@ -622,18 +626,16 @@ REFUSALS = [
     (dict(), dict(mask=torch.ones(1, 1, 1, 1, dtype=torch.bool)), "mask"),
     (dict(n=17), {}, "1 to 16 query tokens"),
     (dict(G=17), {}, "16 query heads"),
-    (dict(kb=2 + 1 / 32), {}, "one or two groups of even size"),
-    (dict(kb=(2, 3) * 16), {}, "one or two groups of even size"),
-    (dict(vb=(4, 3, 2, 1) * 8), {}, "one or two groups of even size"),
+    (dict(kb=2.5), {}, "keys: all channels must have equally many bits"),
+    (dict(vb=(4, 3, 2, 1) * 8), {}, "values: all channels must have equally many bits"),
+    (dict(residual="qjl"), {}, "QJL"),
+    (dict(decay=40, tile=16), {}, "lost a plane (decay)"),
     (dict(d=24), {}, "multiple of 16"),
     (dict(d=272), {}, "multiple of 16"),
     (dict(tile=60), {}, "power of two"),
     (dict(dtype=torch.float64), {}, "float16, bfloat16 or float32"),
 ]
 FRAGMENT_REFUSALS = [
-    (dict(kb=2.5), "equally many bits"),
-    (dict(residual="qjl"), "QJL"),
-    (dict(decay=40, tile=16), "lost a plane (decay)"),
     (dict(kb=1, d=64), "2 to 4 bits"),
     (dict(d=128, dv=64), "same power of two"),
     (dict(d=64, tile=512), "at most 256 tokens"),
@@ -672,7 +674,7 @@ def test_more_refusals():
     _, truncated_tiles, _ = setup(B=1, H=1, T=600, d=64, sinks=0, win=0)
     truncated_tiles.decay(600)
     call = Call.of(q, truncated_tiles)
-    assert "decay" in refuses(call, "fragments") and not refuses(call)
+    assert "decay" in refuses(call)
     truncated_tiles.crop(600)
     new = torch.randn(1, 1, 9, 64, device=DEVICE)
     truncated_tiles.append(new, new)
@@ -1052,34 +1054,28 @@ def test_what_the_tensor_core_kernel_reads_from_codes(own, start, end, sliding_w
         read = torch.zeros(n, 705, dtype=torch.int32)
         for split in range(splits):
             begin, end_tile, lo, hi, safe_lo, safe_hi, _ = span(
-                flat(start),
-                flat(end),
-                None,
-                0,
-                flat(0),
-                0,
-                whole(0),
-                whole(0),
-                whole(1),
-                3,
-                0,
-                split,
-                splits,
-                705,
-                n,
-                sinks,
-                recent,
-                store._recent_from,
-                chunk,
-                2**30 if own is None else own,
-                offset,
-                sliding_window or 0,
-                start is not None,
-                end is not None,
-                False,
-                False,
-                sliding_window is not None,
-                G,
+                START=flat(start),
+                END=flat(end),
+                WORK=None,
+                b=0,
+                nobody=False,
+                block=0,
+                split=split,
+                splits=splits,
+                length=whole(705),
+                n=n,
+                sinks=sinks,
+                recent=recent,
+                recent_from=store._recent_from,
+                chunk=chunk,
+                own=2**30 if own is None else own,
+                offset=offset,
+                sliding_window=sliding_window or 0,
+                HAS_START=start is not None,
+                HAS_END=end is not None,
+                LISTED=False,
+                SLIDING=sliding_window is not None,
+                G=G,
             )
             for tile in range(int(begin), int(end_tile)):
                 here = tile * 256 + torch.arange(256)

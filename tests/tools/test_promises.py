@@ -66,10 +66,11 @@ store.KVStore.set_range start=None end=None k=None v=None
 store.KVStore.tail_with names=('k',·'v')
 store.KVStore.crop tail=None
 memory.TruncatedCode.levels check_range=False
-attention.attend k=None v=None scaling=None mask=None first=None causal=True
-    sliding_window=None softcap=None block=1024 recent=None
-attention.dense_attention scaling=None mask=None causal=True sliding_window=None
-    softcap=None rows=256
+attention.Rule.__init__ scaling=None sliding_window=None softcap=None causal=True
+    backend='auto' sinks=None
+attention.Call.of k=None v=None mask=None first=None recent=None
+attention.attend k=None v=None block=1024
+attention.dense_attention scaling=None mask=None rows=256
 """
 
 

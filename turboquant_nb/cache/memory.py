@@ -146,6 +146,11 @@ class Side:
         return out
 
     @property
+    def code(self) -> Code:
+        "The code of what is held: the whole one, unless tiles lost their last planes."
+        return self.q.code if self.truncated_tiles else self.q.code.whole
+
+    @property
     def planes(self) -> list:
         "Planes, most significant first."
         return [t for name, t in self.tensors.items() if name.startswith("plane")]
@@ -290,8 +295,8 @@ def write_at(
 
 # %% ../../nbs/30c_memory.ipynb #d76dd408
 class TruncatedCode(Code):
-    """A code some of whose symbols have lost their last bit: symbol c from 2**bits on stands
-    for c - 2**bits of the coarser code."""
+    """A code some of whose symbols have lost their last bit: symbol c from `2**bits` on
+    stands for `c - 2**bits` of the coarser code."""
 
     def __init__(self, whole: Code):
         self._whole, self.coarser, self.d = whole, whole.coarser, whole.d
@@ -323,6 +328,11 @@ class TruncatedCode(Code):
 
     def nearest(self, u):
         return self.whole.nearest(u)
+
+    def refuses(self, use):
+        if use == "decode":
+            return "tiles that lost a plane (decay) have levels of their own"
+        return self.whole.refuses(use)
 
 
 @lru_cache(maxsize=256)

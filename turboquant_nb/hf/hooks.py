@@ -141,6 +141,7 @@ def as_interface(
         return attend(call).transpose(1, 2).contiguous(), None
 
     interface.__name__ = getattr(attend, "__name__", type(attend).__name__)
+    interface.__qualname__ = interface.__name__  # the heading of its documentation
     interface.__doc__ = attend.__doc__
     return interface
 

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['RotationOperand', 'CodedSide', 'CodingConstants', 'refuses', 'Target', 'LongSide', 'Place', 'encode_append', 'target',
-           'ShortSide', 'prepare', 'direct_launcher', 'is_current', 'append_again', 'fused_mean', 'append']
+           'ShortSide', 'StoreSizes', 'prepare', 'direct_launcher', 'is_current', 'append_again', 'fused_mean',
+           'append']
 
 # %% ../../nbs/40_encode.ipynb #02770075
 import math
@@ -1470,15 +1471,23 @@ class _SidePlan:
 _READY = {}  # compiled kernels, by what they are compiled for
 
 
+class StoreSizes(NamedTuple):
+    "What a kernel that appends is compiled for, besides quantizers and dtype."
+
+    heads: int
+    sinks: int
+    recent: int  # slots of the ring
+    tile: int
+    rope: int = 0  # channels that a pre-RoPE mean rotates
+
+
 class _AppendPlan:
     "How short appends to stores of one kind are launched, with the quantizers `qs`."
 
-    def __init__(self, qs, dtype, device, heads, sinks, ring, tile, rope=0):
-        self.qs, self.tokens, self.tile = (
-            qs,
-            min(64, tile // 4),
-            tile,
-        )  # so many at most are short
+    def __init__(self, qs, dtype, device, sizes: StoreSizes):
+        heads, sinks, ring, tile, rope = sizes
+        self.qs, self.tile = qs, tile
+        self.tokens = min(64, tile // 4)  # so many at most are short
         self.key, self.value = (_SidePlan(q, dtype, device, r) for q, r in zip(qs, (rope, 0)))
         self.rows, self.options = _short_config(max(q.d for q in qs), _processors(device)[1])
         self.fixed = (
@@ -1550,18 +1559,12 @@ def _plan(store: KVStore) -> _AppendPlan:
         rows = store.batch * store.heads
         if why := refuses(r, *(q.d for q in qs), store.dtype, store.device, rows):
             raise ValueError(f"the kernel cannot serve this store: {why}")
-        sizes = (
-            store.heads,
-            r.sinks,
-            r.recent,
-            store.tile,
-            0 if store.rope_table is None else store.rope_table.shape[1],
-        )
-        plan = store.memo["append plan"] = _AppendPlan(qs, store.dtype, store.device, *sizes)
+        rope = 0 if store.rope_table is None else store.rope_table.shape[1]
+        sizes = StoreSizes(store.heads, r.sinks, r.recent, store.tile, rope)
+        plan = store.memo["append plan"] = _AppendPlan(qs, store.dtype, store.device, sizes)
         if store.static:  # a capture finds its own plan ready, and a graph its tables alive
-            plan.captured = _plan_of(
-                tuple(store.storage.texts), store.dtype, store.device, *sizes
-            )
+            texts = tuple(store.storage.texts)
+            plan.captured = _plan_of(texts, store.dtype, store.device, sizes)
     return plan
 
 
@@ -1840,23 +1843,22 @@ def _code_and_wait(store, states, means, names):
 
 # %% ../../nbs/40_encode.ipynb #ef23b3a5
 @lru_cache(maxsize=256)
-def _plan_of(
-    texts: tuple, dtype, device, heads: int, sinks: int, ring: int, tile: int, rope: int
-) -> _AppendPlan:
+def _plan_of(texts: tuple, dtype, device, sizes: StoreSizes) -> _AppendPlan:
     "The plan of sides that these texts describe, see `Side.text`."
     coders = [_coder(text, device) for text in texts]
     reasons = [_side_reason(c.q.spec, c.q.d) for c in coders] + [_backend(device)]
     if any(reasons) or dtype not in _PARTS:
         why = next(filter(None, reasons), f"dtype {dtype}")
         raise ValueError(f"the kernel cannot serve this store: {why}")
-    return _AppendPlan([c.q for c in coders], dtype, device, heads, sinks, ring, tile, rope)
+    return _AppendPlan([c.q for c in coders], dtype, device, sizes)
 
 
 def _plan_of_sides(sides, cos_sin) -> _AppendPlan:
     "The plan of sides in a capture."
     s, rope = sides[0], 0 if cos_sin is None else cos_sin.shape[1]
     exact, texts = (s.t[n].shape[2] for n in ("sinks", "recent")), tuple(s.text for s in sides)
-    return _plan_of(texts, s.x.dtype, s.x.device, s.x.shape[1], *exact, s.coder.tile, rope)
+    sizes = StoreSizes(s.x.shape[1], *exact, s.coder.tile, rope)
+    return _plan_of(texts, s.x.dtype, s.x.device, sizes)
 
 
 def _code_long(sides, start, position, flags, cos_sin, max_length):

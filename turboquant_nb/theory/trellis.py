@@ -123,7 +123,7 @@ def train_levels(
 @dataclass(frozen=True)
 class Trellis:
     """A trellis code of unit-variance values: k bits a channel, windows of `length` bits, and
-    2**m levels chosen by parities of a window. Raises ValueError for masks or levels that do
+    `2**m` levels chosen by parities of a window. Raises ValueError for masks or levels that do
     not fit. Source: Marcellin and Fischer 1990; computed codes: Tseng et al. 2024 (QTIP)."""
 
     bits: int  # k, from 1 to 4
