@@ -7,51 +7,15 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from tests.helpers import generate, prompt, tiny
-from turboquant_nb.hf import TurboQuantCache
-from turboquant_nb.hf.graphs import Tape
+from tests.quant.lives import lives
 from turboquant_nb.quant import quantizer
 from turboquant_nb.quant.quantizer import Code, Recipe, Spec, register_code
-from turboquant_nb.quant.trellis import TrellisCode
 from turboquant_nb.serving.step import serving_recipe
 from turboquant_nb.theory import centre, transforms
 from turboquant_nb.theory.centre import Centre, Terms, register_centre
 from turboquant_nb.theory.rotation import Transform
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
-
-
-def lives(recipe, tmp_path):
-    "A tiny Llama generates on this recipe by every way of holding it; its last cache."
-    model, inputs = tiny(hidden_size=128, head_dim=32), prompt(2, 20)
-    new = lambda **how: TurboQuantCache(model, recipe, **how)
-    run = lambda cache, **how: generate(model, inputs, "turboquant", cache=cache, **how)[0]
-    want = run(kept := new())
-    assert torch.equal(run(new(max_length=64, static=True)), want)  # in place
-    assert torch.equal(run(captured := new(max_length=64, graphs=Tape)), want)
-    assert captured.report()["graphs"]["replayed"] > 0
-    kept.save(tmp_path / "cache")
-    again = TurboQuantCache.load(tmp_path / "cache", model)
-    for a, b in zip(again.layers, kept.layers):
-        assert all(map(torch.equal, a.store.read(), b.store.read()))
-    again.crop(-5)
-    model(want[:, -5:], past_key_values=again)
-    for a, b in zip(again.layers, kept.layers):  # the last token was not fed yet
-        assert a.store.length == b.store.length
-    assert run(new(), num_beams=3).shape == want.shape
-    assert (
-        kept.report()["backends"].keys() <= {"torch", "flash"}
-        or recipe.key.codebook == "sphere"
-    )
-    return kept
-
-
-def test_a_trellis_code_serves_a_whole_model(tmp_path):
-    side = Spec(2, codebook="trellis")
-    cache = lives(Recipe(side, side, sinks=1, recent=4), tmp_path)
-    assert isinstance(cache.layers[0].store.key.q.code, TrellisCode)
-    with pytest.raises(ValueError, match="codebook must be a table, got 'trellis'"):
-        serving_recipe(Recipe(side, side))
 
 
 class Halves(Code):
