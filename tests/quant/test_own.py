@@ -10,7 +10,6 @@ transformers = pytest.importorskip("transformers")
 from tests.quant.lives import lives
 from turboquant_nb.quant import quantizer
 from turboquant_nb.quant.quantizer import Code, Recipe, Spec, register_code
-from turboquant_nb.serving.step import serving_recipe
 from turboquant_nb.theory import centre, transforms
 from turboquant_nb.theory.centre import Centre, Terms, register_centre
 from turboquant_nb.theory.rotation import Transform
