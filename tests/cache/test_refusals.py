@@ -149,7 +149,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("name, what, error, call", REFUSED, ids=lambda x: str(x)[:60])
+@pytest.mark.parametrize(
+    "name, what, error, call", REFUSED, ids=[f"{name}-{what}" for name, what, *_ in REFUSED]
+)
 def test_a_refused_call_changes_nothing(name, what, error, call):
     store = filled(name)
     before, epoch = digest(store), store.epoch
