@@ -76,7 +76,7 @@ def gate(tokens):
 
 def has_table(store):
     "Whether the look-up codes and reads its tokens for good; else PyTorch does."
-    return store.recipe.decay is None and all(side.code.lut for side in store.sides)
+    return store.recipe.decay is None and all(side.code.lut for side in store.parts)
 
 
 def timed(code, attend):

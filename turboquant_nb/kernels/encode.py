@@ -1888,7 +1888,7 @@ def _code_long(sides, start, position, flags, cos_sin, max_length):
 def _append_at(*operands):
     "`AppendOperands` to a store that counts on the device."
     new = AppendOperands(*operands)
-    if new.k.shape[2] > min(64, _coder(new.texts[0], new.k.device).tile // 4):
+    if new.k.shape[2] > min(64, _coder(new.texts[0], new.k.device).memory.tile // 4):
         return _append_by_position(*new, code=_code_long)
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (new.k, new.v))
     sides = _sides(k, v, new.key, new.value, new.texts)
