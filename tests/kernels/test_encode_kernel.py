@@ -268,7 +268,7 @@ def test_maps_of_a_static_store():
     "Appends that a device places, as in a captured step."
     recipe, parts = transformed(2, 32, center="prompt_mean"), chunks((70, 1, 1), b=2)
     fused, plain = both(recipe, parts, max_length=100, static=True)
-    assert int(fused.position) == int(plain.position) == 72
+    assert int(fused.clock.position) == int(plain.clock.position) == 72
     with pytest.raises(ValueError, match="a transform of 2 heads cannot serve 3"):
         KVStore(recipe, 1, 3, 32)
 
@@ -295,7 +295,7 @@ def test_pre_rope_mean_after_evict_crop_and_growth():
         assert (a.codes != b.codes).float().mean() < 1e-3
     right = plain.read()[0].float()[:, :, -20:-16]
     assert (fused.read()[0].float()[:, :, -20:-16] - right).abs().max() < 0.05
-    fused.start += 20  # the mutant: rotated by twenty positions too few
+    fused.start.add_(20)  # the mutant: rotated by twenty positions too few
     assert (fused.read()[0].float()[:, :, -20:-16] - right).abs().max() > 0.5
 
 

@@ -1552,6 +1552,12 @@ class _AppendPlan:
         return ready, grid, args
 
 # %% ../../nbs/40_encode.ipynb #2199f06a
+@lru_cache(maxsize=512)  # layers with transforms of their own have quantizers of their own
+def _shared_plan(qs: tuple, dtype, device, sizes: StoreSizes) -> _AppendPlan:
+    "The one plan of these quantizers: a new cache finds that of the cache before."
+    return _AppendPlan(qs, dtype, device, sizes)
+
+
 def _plan(store: KVStore) -> _AppendPlan:
     "The plan of a store. Raises ValueError, with the reason, where the kernel cannot serve it."
     plan = store.memo.get("append plan")
@@ -1562,7 +1568,8 @@ def _plan(store: KVStore) -> _AppendPlan:
             raise ValueError(f"the kernel cannot serve this store: {why}")
         rope = 0 if store.rope_table is None else store.rope_table.shape[1]
         sizes = StoreSizes(store.heads, r.sinks, r.recent, store.tile, rope)
-        plan = store.memo["append plan"] = _AppendPlan(qs, store.dtype, store.device, sizes)
+        plan = _shared_plan(tuple(qs), store.dtype, store.device, sizes)
+        store.memo["append plan"] = plan
         if (
             store.clock.fixed
         ):  # a capture finds its own plan ready, and a graph its tables alive
