@@ -8,8 +8,6 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 from tests.helpers import covering_pairs, exact_recipe, fused, generate, prompt, tiny
-from turboquant_nb.cache.clock import CAPTURE
-from turboquant_nb.cache.store import row_tensors
 from turboquant_nb.kernels import ops
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.quant.quantizer import Recipe
@@ -24,9 +22,7 @@ def static(model, recipe="k4v4", length=LENGTH, **kwargs):
 
 def addresses(cache):
     return [
-        t.data_ptr()
-        for x in cache.coded_layers
-        for t in (*row_tensors(x.store), x.store.clock.position)
+        t.data_ptr() for x in cache.coded_layers for t in (*x.store._fixed(), x.store.position)
     ]
 
 
@@ -193,7 +189,7 @@ def test_a_cache_that_grows_is_not_captured(monkeypatch):
     cache = TurboQuantCache(model)
     with torch.no_grad():
         model(**inputs, past_key_values=cache)
-        monkeypatch.setattr(CAPTURE, "tape", True)
+        monkeypatch.setattr(type(cache.layers[0].store), "_capturing", lambda self: True)
         with pytest.raises(ValueError, match="only steps of a static cache can be captured"):
             model(inputs["input_ids"][:, :1], past_key_values=cache)
 
@@ -252,11 +248,11 @@ def test_a_pass_asks_the_device_once_for_all_layers(monkeypatch):
             model(ids, past_key_values=cache)
             cache.reset()
             with monkeypatch.context() as m:
-                sync = DeviceClock.sync
+                counted = DeviceClock.counted
                 m.setattr(
                     DeviceClock,
-                    "sync",
-                    lambda self, store: asked.append(self.known) or sync(self, store),
+                    "counted",
+                    lambda self, length: asked.append(self.known) or counted(self, length),
                 )
                 model(ids, past_key_values=cache)
             model(ids[:, :1], past_key_values=cache)
@@ -269,7 +265,7 @@ def test_a_pass_asks_the_device_once_for_all_layers(monkeypatch):
             assert (
                 {x.store.length for x in cache.coded_layers}
                 == {22}
-                == {int(x.store.clock.position) for x in cache.coded_layers}
+                == {int(x.store.position) for x in cache.coded_layers}
             )
-            assert not any(x.store.clock.known for x in cache.coded_layers)
+            assert not any(x.store.storage.known for x in cache.coded_layers)
     assert found == [2, 2], found  # both for the mask
