@@ -7,7 +7,6 @@ __all__ = ['OTHERS', 'wrap_update', 'Candidate', 'Other', 'as_candidate', 'held_
 
 # %% ../../nbs/81_candidates.ipynb #ea325e0e
 from dataclasses import dataclass
-from functools import cached_property
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Callable
@@ -158,9 +157,8 @@ def _parts_of(x) -> list:
     slots, own = getattr(type(x), "__slots__", ()), getattr(x, "__dict__", None)
     slots = [slots] if isinstance(slots, str) else slots
     own = own if isinstance(own, dict) else {}
-    # what a process derived from a codebook or a transform belongs to no cache of its own
-    derived = lambda name: isinstance(getattr(type(x), name, None), cached_property)
-    kept = [value for name, value in own.items() if name != "memo" and not derived(name)]
+    # tables that a process made of a codebook or a transform lie there, once for all caches
+    kept = [value for name, value in own.items() if name != "memo"]
     return [getattr(x, n) for n in slots if hasattr(x, n)] + kept
 
 # %% ../../nbs/81_candidates.ipynb #e8d082f4
