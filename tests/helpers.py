@@ -2,13 +2,17 @@
 family, and how they generate."""
 
 import os
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from turboquant_nb.cache.clock import CAPTURE
 from turboquant_nb.cache.pages import Recent
-from turboquant_nb.quant.quantizer import Recipe
+from turboquant_nb.cache.store import KVStore
+from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.theory.transforms import HeadTransform, register_transform
 
 SLOW = bool(
     os.environ.get("TURBOQUANT_SLOW")
@@ -37,6 +41,16 @@ class Calls(TorchDispatchMode):
             and func._overloadname != "dtype_layout"
         )
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def recording():
+    "What runs here is as in a recorded step: the device counts, the host is told nothing."
+    CAPTURE.tape = True
+    try:
+        yield
+    finally:
+        CAPTURE.tape = False
 
 
 class RecentBlocks:
@@ -211,6 +225,19 @@ BASE = dict(
     eos_token_id=None,
 )
 MOE = dict(num_local_experts=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+LATENT = dict(  # multi-head latent attention
+    MOE,
+    n_routed_experts=4,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+    kv_lora_rank=8,
+    q_lora_rank=16,
+    qk_rope_head_dim=4,
+    qk_nope_head_dim=8,
+    v_head_dim=6,
+    num_key_value_heads=4,
+)
 FAMILIES = {
     "llama": ("Llama", {}),
     "mistral": ("Mistral", dict(sliding_window=12)),
@@ -251,23 +278,7 @@ FAMILIES = {
     "phi": ("Phi", {}),
     "starcoder2": ("Starcoder2", dict(sliding_window=None)),
     "glm4": ("Glm4", {}),
-    "deepseek_v3": (
-        "DeepseekV3",
-        dict(
-            MOE,
-            n_routed_experts=4,
-            n_group=1,
-            topk_group=1,
-            first_k_dense_replace=1,
-            kv_lora_rank=8,
-            q_lora_rank=16,
-            qk_rope_head_dim=4,
-            qk_nope_head_dim=8,
-            v_head_dim=6,
-            num_key_value_heads=4,
-            head_dim=4,
-        ),
-    ),
+    "deepseek_v3": ("DeepseekV3", dict(LATENT, head_dim=4)),
     "qwen3_next": (
         "Qwen3Next",
         dict(
@@ -430,3 +441,81 @@ def texts(n=2, length=40, seed=0):
 def logits(model, ids, **kwargs):
     with torch.no_grad():
         return model(ids, **kwargs).logits
+
+
+def random_transform(heads, d):
+    "Matrices that are no rotations, other ones for each head."
+    g = torch.Generator().manual_seed(heads * 1000 + d)
+    u, v = torch.linalg.qr(torch.randn(2, heads, d, d, generator=g))[0]
+    return register_transform(HeadTransform.of(u * torch.linspace(0.3, 2, d) @ v))
+
+
+def attended_store(
+    B=2,
+    H=2,
+    G=2,
+    d=32,
+    dv=None,
+    T=300,
+    kb=3,
+    vb=3,
+    n=1,
+    dtype=torch.float32,
+    center="prompt_mean",
+    vcenter="none",
+    sinks=4,
+    win=16,
+    m=0,
+    start=None,
+    end=None,
+    rotary=None,
+    static=False,
+    scale="mse",
+    rot="hadamard",
+    tile=256,
+    residual="none",
+    evict=0,
+    big=False,
+    scale_dtype="float16",
+    table="sphere",
+    decay=0,
+):
+    "A query, a store with T tokens, and the last m of them exact."
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    g = torch.Generator().manual_seed(1)
+    rand = lambda *s: torch.randn(*s, generator=g)
+    dv = dv or d
+    spec = dict(scale=scale, scale_dtype=scale_dtype, codebook=table)
+    of_keys, of_values = (
+        (random_transform(H, d).name, "hadamard") if rot == "transform" else (rot, rot)
+    )
+    recipe = Recipe(
+        Spec(bits=kb, center=center, residual=residual, rotation=of_keys, **spec),
+        Spec(bits=vb, center=vcenter, rotation=of_values, **spec),
+        sinks=sinks,
+        recent=win,
+    )
+    inv_freq = (
+        10000.0 ** (-torch.arange(0, rotary or d, 2) / (rotary or d))
+        if center == "pre_rope"
+        else None
+    )
+    fixed = dict(max_length=T + 8, static=True) if static else {}
+    store = KVStore(recipe, B, H, d, dv, dtype, device, tile=tile, inv_freq=inv_freq, **fixed)
+    if start is not None:
+        store.set_range(start=torch.tensor(start))
+    k, v = rand(B, H, T, d) + 2 * rand(1, H, 1, d), rand(B, H, T, dv) + rand(1, H, 1, dv)
+    q = rand(B, n, H * G, d).transpose(1, 2)
+    if big:
+        v[:, :, T // 2] *= 1000
+        q[..., 0] *= 1000
+    q, k, v = (x.to(device, dtype) for x in (q, k, v))
+    store.append(k[:, :, :-n], v[:, :, :-n])
+    store.append(k[:, :, -n:], v[:, :, -n:])
+    if end is not None:
+        store.set_range(end=torch.tensor(end))
+    if decay:
+        store.decay(decay)
+    if evict:
+        store.evict(evict)
+    return q, store, dict(k=k[:, :, -m:], v=v[:, :, -m:]) if m else {}

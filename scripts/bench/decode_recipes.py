@@ -1,6 +1,6 @@
 """What a decode step's attention costs on a GPU by recipe, where the kernel for tensor cores
-serves and where the portable one does: run.py decode_recipes [--shapes BxHxGxDxT …] [--match
-RE] [--seconds S] --out FILE.
+serves, where the portable one does and where blocks are decoded: run.py decode_recipes
+[--shapes BxHxGxDxT …] [--match RE] [--seconds S] --out FILE.
 
 Random states in bf16, a recipe's own 4 exact sinks and 16 recent tokens, keys around the mean
 before RoPE. `path`: `kernel`, what `ops.attend` takes by itself; `PyTorch`, `attention.attend`,
@@ -20,7 +20,8 @@ from plan import Plan
 from bench.timing import kernel_times
 
 from turboquant_nb.cache import attention
-from turboquant_nb.kernels import launch, ops
+from turboquant_nb.cache.attention import Call
+from turboquant_nb.kernels import ops
 from turboquant_nb.quant.quantizer import preset
 
 SHAPES = "8x8x4x128x32768", "1x8x4x128x8192", "8x3x3x64x8192"
@@ -34,16 +35,13 @@ def gate(shapes, recipes):
         q, k, v = states(shape)
         for name, recipe in recipes.items():
             store = held(recipe, k, v)
-            got, want = (
-                ops.attend(q, store, backend="triton")[0].float(),
-                attention.attend(q, store)[0].float(),
-            )
+            got, want = (ops.attend(q, store)[0].float(), attention.attend(q, store)[0].float())
             apart = float((got - want).abs().max() / want.abs().max())
             print(
                 "gate:",
                 shape,
                 name,
-                launch.why_portable(store) or "tensor cores",
+                ops.select_backend(Call.of(q, store)).why or "tensor cores",
                 f"{apart:.1e}",
                 flush=True,
             )
@@ -83,7 +81,7 @@ def rows(shapes, recipes, seconds):
                 recipe=name,
                 bits=store.bits_per_value(),
                 nbytes=store.nbytes,
-                why=launch.why_portable(store),
+                why=ops.select_backend(Call.of(q, store)).why,
             )
             for path, call in (
                 ("kernel", lambda: ops.attend(q, store)),

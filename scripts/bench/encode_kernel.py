@@ -20,6 +20,7 @@ from bench.cases import CASES, DEVICE, Append, frequencies
 from plan import Plan
 from bench.timing import event_time, host_times, kernel_times, quantiles
 
+from turboquant_nb.cache.store import make_room
 from turboquant_nb.kernels import encode as kernel
 from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.cache.store import KVStore
@@ -175,7 +176,7 @@ def coded_at_once(case: Bulk, config=None):
     store = KVStore(
         recipe, b, h, d, dtype=dtype, device=DEVICE, max_length=n, inv_freq=frequencies(d)
     )
-    store._make_room(n)
+    make_room(store, n)
     mean = None if center == "none" else torch.randn(b, h, 1, d, device=DEVICE).bfloat16()
     to = kernel.target(store.key, mean, store), kernel.target(store.value)
     k, v = states(b, h, n, d, dtype, 0), states(b, h, n, d, dtype, 1)
@@ -214,8 +215,8 @@ def torch_path(case: Bulk):
     mean = torch.randn(case.batch, case.heads, 1, case.d, device=DEVICE).bfloat16()
 
     def coded():
-        store.key.write(store.key.q.encode(k, mean), 0)
-        store.value.write(store.value.q.encode(v), 0)
+        store.key.memory.write(store.key.q.encode(k, mean), 0)
+        store.value.memory.write(store.value.q.encode(v), 0)
 
     event_time(coded)
     return dict(copy_us=sum(copies), torch_us=event_time(coded) * 1e3)
@@ -255,7 +256,7 @@ def graph_times(case: Append, rotation="hadamard", calls=20):
             kernel.append(store, k, v)
     out = []
     for _ in range(40):
-        store.position.fill_(70)
+        store.clock.position.fill_(70)
         out.append(event_time(graph.replay) * 1e3 / calls)
     store.sync()
     if store.length != 70 + calls * case.tokens:

@@ -39,7 +39,8 @@ from plan import Plan, must_pass
 from transformers import DynamicCache
 
 from turboquant_nb import TurboQuantCache
-from turboquant_nb.cache.store import KVStore
+from turboquant_nb.cache import store as cache_store
+from turboquant_nb.kernels import encode
 from turboquant_nb.calibration.fit import calibrate
 from turboquant_nb.quant.calibration import Calibration, save_calibration
 from turboquant_nb.quant.quantizer import PRESETS, Recipe, Spec
@@ -183,9 +184,8 @@ def coded_cache(a, model, calibration, case, recent):
     center = "prompt_mean" if case.means else "none"
     recipe = Recipe(Spec(bits=k, center=center), Spec(bits=v), case.first, recent)
     layers = iter(calibration.centers)
-    KVStore._first_mean = lambda self, side, x: next(layers)[None, :, None].to(
-        x.device, torch.bfloat16
-    )  # as the cache holds it
+    mean = lambda store, part, x: next(layers)[None, :, None].to(x.device, torch.bfloat16)
+    cache_store.first_mean = encode.first_mean = mean  # as the cache holds it
     return TurboQuantCache(model, recipe, calibration=of, backend="auto" if CUDA else "torch")
 
 

@@ -88,19 +88,16 @@ def _viterbi_kernel(
 def viterbi_all(x, levels, k):
     "Windows [C, M, n] of M segments x [M, n] by C candidates' levels [C, 2^L], from state 0."
     (count, windows), (m, n) = levels.shape, x.shape
+    if x.device.type == "cpu":
+        return torch.stack(
+            [viterbi(x, *row.unique(return_inverse=True), k)[0] for row in levels]
+        )
     states, block = windows >> k, max(2, min(16, 4096 // windows))
     out = torch.empty(count, m, n, dtype=torch.int16, device=x.device)
     back = torch.empty(count * m * n * states, dtype=torch.int8, device=x.device)
     grid = m // block, count
     _viterbi_kernel[grid](x, levels, back, out, 1 << k, states, k, block, n, num_warps=4)
     return out
-
-
-def tail_biting(x, levels, k):
-    "Squared error [M] where the first windows hold the last channels' bits; two passes."
-    half = x.shape[1] // 2
-    windows, _ = viterbi(torch.roll(x, -half, 1), levels, k, "free")
-    return viterbi(x, levels, k, windows[:, x.shape[1] - half] >> k)[1]
 
 
 def train(x, masks, k, length, turns, levels=None):
@@ -182,12 +179,10 @@ def measured(k, length, masks, seed, device, n=2**18):
     fresh = lambda width: torch.randn(n // width, width, generator=gen, device=device)
     each = torch.tensor([masks], device=device)
     _, levels = train(fresh(SEGMENT), each, k, length, 25)
-    by_window = levels[0][parity_index(each, length)[0]]
-    out = {}
-    for width in (SEGMENT, 128):
-        out[f"zero {width}"] = viterbi(fresh(width), by_window, k)[1] / width
-    for width in (64, 128):
-        out[f"tail {width}"] = tail_biting(fresh(width), by_window, k) / width
+    index, out = parity_index(each, length)[0], {}
+    for start, width in (("zero", SEGMENT), ("zero", 128), ("tail", 64), ("tail", 128)):
+        error = viterbi(fresh(width), levels[0], index, k, start)[1]
+        out[f"{start} {width}"] = error / width
     spread = lambda e: (round(float(e.mean()), 5), round(float(e.std() / len(e) ** 0.5), 5))
     return [round(v, 4) for v in levels[0].tolist()], {
         name: spread(e) for name, e in out.items()
@@ -205,7 +200,7 @@ def gate(device):
         windows = viterbi_all(x, by_window, k).long()
         for row, found in zip(by_window, windows):
             cost = (x - row[found]).square().sum(1)
-            best = viterbi(x, row, k)[1]
+            best = viterbi(x, *row.unique(return_inverse=True), k)[1]
             worst = max(worst, float(((cost - best).abs() / best).max()))
     return worst
 

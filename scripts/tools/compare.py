@@ -1,12 +1,17 @@
 #!/usr/bin/env python3
 """Two checkouts timed in turns on one machine: compare.py --trees OLD NEW --out FILE [--rounds
-N].
+N] [--only PART].
 
 A redesign must not cost speed. Each tree runs in a process of its own, one after the other and
-again, and does what a user does, by public names alone, so that both trees understand it: whole
-calls of `generate()` on a model with 32 layers and random weights, attention on codes of one
-layer in a replayed graph, and the time that Python takes for a layer of an eager step. A row
-has the median of each tree and their quotient. Without a GPU the model is small and the
+again, and does what a user does, by public names alone, so that both trees understand it:
+
+- host: the time that Python takes for a layer of an eager step;
+- calls: whole calls of `generate()` on a model with 32 layers and random weights;
+- layer: attention on codes of one layer in a replayed graph, by recipe.
+
+A figure is printed as soon as it is measured, with its median and its least; a row has both of
+each tree and their quotients. Other work on a machine only ever adds time, so the least is what
+the code costs, and the median what a user waits. Without a GPU the model is small and the
 processor is timed.
 
 Gate: both trees generate the same tokens from codes."""
@@ -17,11 +22,14 @@ import os
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 GPU_CALLS = [(1, 2048), (1, 8192), (8, 8192), (8, 32768)]
 CPU_CALLS = [(1, 512), (1, 2048)]
+WARM = 20  # eager steps before they are timed
 
 
 def llama(device, layers):
@@ -47,60 +55,76 @@ def llama(device, layers):
     return model
 
 
-def clock(run, device, n):
-    "Seconds of n runs."
-    import torch
+class Figure(NamedTuple):
+    "What was measured: of many runs the median and the least."
 
-    out = []
-    for _ in range(n):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        run()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        out.append(time.perf_counter() - began)
-    return out
+    what: str
+    median: float
+    least: float
+    n: int
+    tokens: list | None = None  # that both trees must agree on
+
+    @classmethod
+    def of(cls, what, times, tokens=None):
+        return cls(what, median(times), min(times), len(times), tokens)
 
 
-def whole_calls(model, device, calls, new):
-    """Milliseconds a token of `generate()` with a new cache, the prompt left out; and its
-    tokens."""
+class Stamps:
+    "A streamer, as `generate()` takes it, that notes when the prompt and each token came."
+
+    def __init__(self):
+        self.at = []
+
+    def put(self, _):  # the tokens are on the CPU by now: the GPU has finished
+        self.at.append(time.perf_counter())
+
+    def end(self):
+        pass
+
+
+def whole_calls(model, device, quick):
+    """Milliseconds of `generate()` with a new cache, in every call: the first token, the mean
+    of the others (graphs are recorded among them), and one step once they replay."""
     import torch
     from turboquant_nb import TurboQuantCache
 
     model.set_attn_implementation("turboquant")
-    for batch, length in calls:
+    new = 65 if device == "cuda" else 17
+    calls = GPU_CALLS if device == "cuda" else CPU_CALLS
+    for batch, length in calls[:2] if quick else calls:
         gen = torch.Generator(device).manual_seed(1)
         ids = torch.randint(0, 1000, (batch, length), generator=gen, device=device)
-        seen = {}
-
-        def run(tokens, ids=ids, seen=seen):
-            cache = TurboQuantCache(model, "k3v3")
-            seen[tokens] = model.generate(
+        first, mean, steps = [], [], []
+        for i in range(4 if batch * length > 100_000 else 8):
+            stamps = Stamps()
+            tokens = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                past_key_values=cache,
-                max_new_tokens=tokens,
+                past_key_values=TurboQuantCache(model, "k3v3"),
+                max_new_tokens=new,
                 do_sample=False,
                 pad_token_id=0,
+                streamer=stamps,
             )
+            ms = [1e3 * (b - a) for a, b in pairwise(stamps.at)]
+            if i:  # the first call compiles kernels
+                first.append(ms[0])
+                mean.append(sum(ms[1:]) / (new - 1))
+                steps += ms[-(new // 2) :]
+        what, tokens = f"generate {batch} x {length}", tokens[:, length:][:, :8].flatten()
+        yield Figure.of(f"{what}, ms a token", mean, tokens.tolist())
+        yield Figure.of(f"{what}, one step, ms", steps)
+        yield Figure.of(f"{what}, first token, ms", first)
 
-        run(new)
-        first = clock(lambda: run(1), device, 2)
-        whole = clock(lambda: run(new), device, 2)
-        tokens = seen[new][:, length : length + 8].flatten().tolist()
-        what = f"generate {batch} x {length}"
-        yield f"{what}, ms a token", 1e3 * (min(whole) - min(first)) / (new - 1), tokens
-        yield f"{what}, first token, ms", 1e3 * min(first), tokens
 
-
-def one_layer(device):
+def one_layer(model, device, quick):
     "Microseconds of attention on codes at 8 x 32,768, in a replayed graph, by recipe."
     import torch
     from turboquant_nb import KVStore, Recipe, Spec
     from turboquant_nb.kernels import ops
 
+    if device != "cuda":
+        return
     for bits in (2, 3, 4):
         for center in ("prompt_mean", "pre_rope"):
             side = Spec(bits, center=center)
@@ -130,68 +154,101 @@ def one_layer(device):
                 b.record()
                 torch.cuda.synchronize()
                 times.append(a.elapsed_time(b) * 50)
-            yield f"attention 8 x 32768, {bits} bits, {center}, us", median(times), None
+            yield Figure.of(f"attention 8 x 32768, {bits} bits, {center}, us", times)
 
 
-def host(model, device):
-    "Microseconds of a layer of an eager step beyond those of transformers' own cache."
+def host(model, device, quick):
+    "Microseconds of a layer of an eager step, and those beyond transformers' own cache."
     import torch
     import transformers
     from turboquant_nb import TurboQuantCache
 
     layers, context = model.config.num_hidden_layers, 2048 if device == "cuda" else 256
     ids = torch.arange(context, device=device)[None] % 1000
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
 
-    def step(cache):
+    def steps(cache):
+        out = []
         with torch.no_grad():
             model(ids, past_key_values=cache)
-            run = lambda: model(ids[:, :1], past_key_values=cache)
-            clock(run, device, 8)
-            return median(clock(run, device, 40))
+            for _ in range(WARM + 60):
+                wait()
+                began = time.perf_counter()
+                model(ids[:, :1], past_key_values=cache)
+                wait()
+                out.append(1e6 * (time.perf_counter() - began) / layers)
+        return out[WARM:]
 
     model.set_attn_implementation("sdpa")
-    exact = step(transformers.DynamicCache(config=model.config))
+    exact = steps(transformers.DynamicCache(config=model.config))
     model.set_attn_implementation("turboquant")
-    coded = step(TurboQuantCache(model, "k3v3", graphs=False))
-    yield "eager step 1 x 2048, us a layer", 1e6 * coded / layers, None
-    yield (
-        "eager step 1 x 2048, us a layer beyond transformers",
-        1e6 * (coded - exact) / layers,
-        None,
-    )
+    coded = steps(TurboQuantCache(model, "k3v3", graphs=False))
+    what = f"eager step 1 x {context}, us a layer"
+    yield (whole := Figure.of(what, coded))
+    exact = Figure.of(what, exact)
+    beyond = whole.median - exact.median, whole.least - exact.least
+    yield Figure(f"{what} beyond transformers", *beyond, whole.n)
 
 
-def worker(quick):
+PARTS = {"host": host, "calls": whole_calls, "layer": one_layer}
+
+
+def worker(parts, quick):
     "Measure the tree that PYTHONPATH names; a line of JSON for each figure."
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = llama(device, 8 if quick or device == "cpu" else 32)
-    calls = GPU_CALLS if device == "cuda" else CPU_CALLS
-    new = 65 if device == "cuda" else 17
-    parts = [
-        host(model, device),
-        whole_calls(model, device, calls[:2] if quick else calls, new),
-    ]
-    if device == "cuda":
-        parts.append(one_layer(device))
+    model = None
+    if {*parts} & {"host", "calls"}:
+        model = llama(device, 8 if quick or device == "cpu" else 32)
     for part in parts:
-        for what, value, tokens in part:
-            print("ROW " + json.dumps([what, value, tokens]), flush=True)
+        for figure in PARTS[part](model, device, quick):
+            print("ROW " + json.dumps(figure), flush=True)
 
 
-def measured(tree, quick):
-    "{what: (value, tokens)} of a tree, by a process of its own."
+def measured(tree, name, parts, quick):
+    "{what: Figure} of a tree, by a process of its own; printed as they come."
     more = os.environ.get("PYTHONPATH", "")
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tree), *more.split(os.pathsep)])}
     args = [sys.executable, __file__, "--worker", *(["--quick"] if quick else [])]
+    args += [x for part in parts for x in ("--only", part)]
+    found = {}
     with subprocess.Popen(args, env=env, stdout=subprocess.PIPE, text=True) as process:
-        lines = [
-            line for line in process.stdout if line.startswith("ROW ") or print(line, end="")
-        ]
+        for line in process.stdout:
+            if not line.startswith("ROW "):
+                print(line, end="", flush=True)
+                continue
+            x = Figure(*json.loads(line[4:]))
+            found[x.what] = x
+            print(f"{name} {x.what:52} {x.median:10.2f} {x.least:10.2f} n={x.n}", flush=True)
     if process.returncode:
         raise SystemExit(f"{tree}: the process ended with {process.returncode}")
-    return {what: (value, tokens) for what, value, tokens in (json.loads(x[4:]) for x in lines)}
+    return found
+
+
+def compared(runs):
+    "(a row for every figure, whether all runs of both trees gave the same tokens)."
+    rows, equal = [], True
+    for what, x in runs[0][0].items():
+        sides = [[run[i][what] for run in runs] for i in range(2)]
+        equal &= len({json.dumps(figure.tokens) for side in sides for figure in side}) == 1
+        old, new = (median(x.median for x in side) for side in sides)
+        least = [min(x.least for x in side) for side in sides]
+        rows.append(
+            dict(
+                what=what,
+                old=old,
+                new=new,
+                quotient=new / old,
+                old_least=least[0],
+                new_least=least[1],
+                quotient_least=least[1] / least[0],
+                runs=[[x.median for x in side] for side in sides],
+                n=x.n * len(runs),
+                unit="see what",
+            )
+        )
+    return rows, equal
 
 
 def main():
@@ -202,30 +259,35 @@ def main():
     p.add_argument("--rounds", type=int, default=2, help="times that each is measured")
     p.add_argument("--quick", action="store_true", help="8 layers, short prompts")
     p.add_argument("--out", help="results/size/<gpu>.json")
+    p.add_argument("--only", action="append", choices=PARTS, help="a part, or several")
     p.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     if "--worker" in sys.argv:
-        return worker("--quick" in sys.argv)
+        a = p.parse_args()
+        return worker(a.only, a.quick)
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     from turboquant_nb import results
 
     a = results.parse(p)
     if not a.trees:
         p.error("--trees: two checkouts are needed")
-    runs = [[measured(tree.resolve(), a.quick) for tree in a.trees] for _ in range(a.rounds)]
-    rows, equal = [], True
-    for what in runs[0][0]:
-        old, new = ([r[i][what][0] for r in runs] for i in range(2))
-        equal &= len({json.dumps(side[what][1]) for r in runs for side in r}) == 1
-        row = dict(what=what, old=median(old), new=median(new), runs=[old, new])
-        rows.append(row | dict(quotient=row["new"] / row["old"], n=a.rounds, unit="see what"))
-        print(f"{what:50} {row['old']:10.2f} {row['new']:10.2f} {rows[-1]['quotient']:6.3f}")
+    trees, parts = dict(zip(("old", "new"), a.trees)), a.only or list(PARTS)
+    runs = []
+    for _ in range(a.rounds):
+        each = [measured(t.resolve(), name, parts, a.quick) for name, t in trees.items()]
+        runs.append(each)
+    rows, equal = compared(runs)
+    print(f"{'median of each, quotient; least of each, quotient':50}")
+    for x in rows:
+        print(
+            f"{x['what']:52} {x['old']:10.2f} {x['new']:10.2f} {x['quotient']:6.3f} "
+            f"{x['old_least']:10.2f} {x['new_least']:10.2f} {x['quotient_least']:6.3f}"
+        )
     print("same tokens" if equal else "OTHER TOKENS")
     if a.out:
         gate = dict(cmd="both trees generate the same tokens from codes", passed=equal)
         kind = {"id": "random weights of Llama 3.1 8B's shape"}
-        results.write(
-            a, "two trees", rows, gate, kind, {"id": "random ids", "n": len(rows)}, [0]
-        )
+        data = {"id": "random ids", "n": len(rows)}
+        results.write(a, "two trees", rows, gate, kind, data, [0])
 
 
 if __name__ == "__main__":

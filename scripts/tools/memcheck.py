@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from turboquant_nb.kernels import blocks, encode, launch
+from turboquant_nb.kernels import blocks, encode, launch, ops
 from turboquant_nb.kernels.cells import (
     CellPlan,
     Launching,
@@ -160,8 +160,8 @@ PARTS = [
 
 
 def part_case(case):
-    """Codes in parts: channels of two bit widths, a QJL residual, tiles that lost a plane; with
-    exact first and recent tokens."""
+    """Codes without one table: channels of two bit widths, a QJL residual, tiles that lost a
+    plane; with exact first and recent tokens."""
     batch, heads, group, d, k_bits, v_bits, residual, decay = case
     recipe = Recipe(
         Spec(k_bits, center="prompt_mean", residual=residual), Spec(v_bits), sinks=3, recent=5
@@ -174,14 +174,14 @@ def part_case(case):
         )
         if decay and n == 255:
             store.decay(decay)
-            assert store.key.truncated_tiles and store.value.truncated_tiles
+            assert store.key.memory.truncated_tiles and store.value.memory.truncated_tiles
         q = states(batch, heads * group, min(n, 3), d)
         for chunk in ((), x) if n < 255 else ((),):
-            out, lse = launch.decode_attention(q, store, *chunk)
+            with torch.no_grad():
+                out, lse = ops.attend(q, store, *chunk, backend="blocks")
             assert out.isfinite().all() and lse.isfinite().all()
-    assert launch._plan_of(store).tables.parts is not None
     done(
-        f"codes in parts: batch {batch}, {heads} KV heads, group {group}, d={d}, "
+        f"codes without a table: batch {batch}, {heads} KV heads, group {group}, d={d}, "
         f"{k_bits}/{v_bits} bits, residual {residual}, "
         f"{f'decay behind {decay} tokens' if decay else 'no decay'}"
     )

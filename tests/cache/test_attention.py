@@ -251,9 +251,9 @@ def test_every_code_of_keys_with_every_code_of_values(key, decay):
             continue
         store, k, v = filled(recipe, 2, 2, 16, 16, 50, 3, dtype, 8, torch.tensor([0, 5]), 3)
         assert (
-            store.key.truncated_tiles + store.value.truncated_tiles > 0
+            store.key.memory.truncated_tiles + store.value.memory.truncated_tiles > 0
             if decay
-            else store.key.truncated_tiles == store.value.truncated_tiles == 0
+            else store.key.memory.truncated_tiles == store.value.memory.truncated_tiles == 0
         )
         q = torch.randn(2, 4, 5, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
         mask = seen_by(store, 5, 0, True, None)

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from turboquant_nb.cache.attention import attend, dense_attention
-from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec
-from turboquant_nb.cache.clock import CAPTURE, _append_by_position, _encode_quietly
-from turboquant_nb.cache.memory import Side
+from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.cache.memory import Part
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.testing import same
+from tests.helpers import recording
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -50,7 +50,7 @@ def test_a_crop_takes_the_ends_of_rows_along():
 
 def test_a_new_side_has_no_tiles():
     "What it allocates is for exact tokens and the mean; tiles come with tokens."
-    side = Side(Spec(3, center="prompt_mean"), 16, "channel", 8).allocate(
+    side = Part(Spec(3, center="prompt_mean"), 16, "channel", 8).allocate(
         2, 3, sinks=1, recent=4
     )
     assert {n: t.shape[2] for n, t in side.tensors.items()} == dict.fromkeys(
@@ -156,7 +156,10 @@ def test_an_empty_store_has_no_tile():
     "What grows begins with nothing, what has a length with all of it."
     for limit, tiles in ((None, 0), (1, 1), (8, 1), (9, 2)):
         store = KVStore(Recipe(), 2, 2, 8, tile=8, max_length=limit)
-        assert store.key.tiles == store.value.tiles == tiles and store.capacity == 8 * tiles
+        assert (
+            store.key.memory.tiles == store.value.memory.tiles == tiles
+            and store.capacity == 8 * tiles
+        )
 
 
 def test_only_the_tiles_that_tokens_lie_in_are_unpacked(monkeypatch):
@@ -201,11 +204,11 @@ def test_tensors_without_their_start_or_header_are_no_store():
 def test_a_store_that_lost_all_has_whole_tiles_again():
     store = KVStore(Recipe(Spec(3), Spec(3), sinks=0, recent=0, decay=4), 2, 2, 8, tile=8)
     store.append(*states(40))
-    assert store.key.truncated_tiles == 4
+    assert store.key.memory.truncated_tiles == 4
     for crop, left in ((7, 4), (16, 3), (16, 1), (1, 0)):  # 33, 17, 1 and 0 tokens
         store.crop(crop)
         assert (
-            store.key.truncated_tiles == store.value.truncated_tiles == left
+            store.key.memory.truncated_tiles == store.value.memory.truncated_tiles == left
             and store.nbytes == store.expected_nbytes()
         )
 
@@ -273,9 +276,9 @@ def test_a_store_grows_by_an_eighth():
     for have, more, want in ((9, 1, 11), (1, 1, 2), (16, 1, 18), (2, 80, 12)):
         store = KVStore(Recipe(), 2, 2, 8, tile=8)
         store.append(*states(8 * have))
-        assert store.key.tiles == have
+        assert store.key.memory.tiles == have
         store.append(*states(more))
-        assert store.key.tiles == store.value.tiles == want
+        assert store.key.memory.tiles == store.value.memory.tiles == want
 
 
 @pytest.mark.parametrize("d", (8, 12))
@@ -310,8 +313,7 @@ def test_a_static_store_that_went_back_is_as_one_that_never_was_ahead(d):
 
 def by_position(store, states):
     "Append as a recorded step does: where the device's position says."
-
-    _append_by_position(*store._by_position(*states))
+    unsynced(store, states)
     store.sync()
 
 
@@ -324,11 +326,11 @@ def test_what_is_freed_in_front_is_not_asked_for_behind():
     store = KVStore(Recipe(sinks=1, recent=4), 2, 2, 8, tile=8)
     store.append(*states(160))
     store.evict(152)
-    assert store.offset == 152 and store.key.tiles == 1
+    assert store.offset == 152 and store.key.memory.tiles == 1
     store.append(*states(1))
-    assert store.key.tiles == 2
+    assert store.key.memory.tiles == 2
     store.append(*states(7))
-    assert store.key.tiles == 2
+    assert store.key.memory.tiles == 2
 
 
 def test_a_static_store_shows_what_it_holds_and_no_more():
@@ -338,7 +340,7 @@ def test_a_static_store_shows_what_it_holds_and_no_more():
     store.coded("key", 0, 20)
     with pytest.raises(ValueError, match=r"positions must lie in \[0, 20\], got \[0, 21\)"):
         store.coded("key", 0, 21)
-    assert store._now == 20 and store.past_exact_from == 16
+    assert store.length == 20 and store.past_exact_from == 16
 
 
 def test_a_start_may_lie_as_far_as_positions_go():
@@ -356,16 +358,13 @@ def test_a_tail_where_the_device_counts():
     store = KVStore(Recipe(sinks=1, recent=4), 2, 2, 8, tile=8, max_length=64, static=True)
     store.append(*states(21))
     want = store.tail_with(*states(3, 1))
-    CAPTURE.tape = True
-    try:
+    with recording():
         got = store.tail_with(*states(3, 1))
         assert (
             (int(got.first), int(got.past), int(got.end))
             == (want.first, want.past, want.end)
             == (17, 21, 24)
         )
-    finally:
-        CAPTURE.tape = False
     same(got.key, want.key), same(got.value, want.value)
 
 
@@ -407,15 +406,15 @@ def test_a_crop_of_a_static_store_asks_the_device_first():
     assert store.length == 20
     store.crop(2)
     bare.append(*(x[:, :, :1] for x in states(3, 1)))
-    assert store.length == int(store.position) == 21
+    assert store.length == int(store.clock.position) == 21
     for name in ("key", "value"):
         same(store.coded(name, 0, 21).codes, bare.coded(name, 0, 21).codes)
 
 
 def unsynced(store, states):
     "Append as a recorded step does, and tell the host nothing."
-
-    _append_by_position(*store._by_position(*states))
+    with recording():
+        store.append(*states)
 
 
 @pytest.mark.parametrize("center", ("prompt_mean", "pre_rope"))
@@ -434,7 +433,7 @@ def test_the_first_chunk_of_any_length_has_its_mean(center, tokens):
     k, v = (x + 2 for x in states(tokens + 1))
     one.append(k, v)
     unsynced(two, (k, v))
-    for a, b in zip(one.sides, two.sides):
+    for a, b in zip(one.parts, two.parts):
         assert bool(a.mean.any()) == (tokens + 1 - 2 >= 2)
         torch.testing.assert_close(a.mean, b.mean, rtol=2**-7, atol=2**-7)
 
@@ -507,18 +506,15 @@ def test_attention_where_the_device_counts_the_tokens(center, recent):
     store.append(k[:, :, :37], v[:, :, :37])
     tail = store.tail_with(k[:, :, 37:], v[:, :, 37:])
     store.append(k[:, :, 37:], v[:, :, 37:])
-    for side in store.sides:  # what lies beyond the length may be anything
+    for side in store.parts:  # what lies beyond the length may be anything
         side.tensors["scale"].flatten(2)[:, :, 40:] = math.nan
     q = torch.randn(2, 4, 3, 8, generator=torch.Generator().manual_seed(1))
     chunk = (tail.key, tail.value) if recent else (k[:, :, 37:], v[:, :, 37:])
     for given in (chunk,) if recent else (chunk, (None, None)):
         for more in (dict(), dict(sliding_window=9), dict(block=16), dict(softcap=2.0)):
             want = attend(q, store, *given, recent=recent, **more)
-            CAPTURE.tape = True
-            try:
+            with recording():
                 got = attend(q, store, *given, recent=recent, **more)
-            finally:
-                CAPTURE.tape = False
             for a, b in zip(got, want):
                 assert (a - b).abs().max() < 1e-5
 
@@ -568,12 +564,12 @@ def test_a_first_position_at_the_end_sees_nothing():
 def test_a_scale_that_does_not_fit_is_nan_until_it_is_said():
     """Not infinite and not the largest: who waits for nobody must give an attention that shows
     the loss."""
-    x, flags = (
-        torch.randn(1, 1, 5, 32, generator=torch.Generator().manual_seed(0)),
-        torch.zeros(2, dtype=torch.int32),
-    )
-    x[:, :, 2] = 3e6
-    scale = _encode_quietly(Quantizer(Spec(3), 32), x, None, flags).scale.flatten()
-    assert (
-        scale[2].isnan() and scale[[0, 1, 3, 4]].isfinite().all() and flags.tolist() == [0, 1]
-    )
+    store = KVStore(Recipe(sinks=0, recent=0), 1, 1, 32, max_length=8, static=True)
+    x = torch.randn(1, 1, 5, 32, generator=torch.Generator().manual_seed(0))
+    large = x.clone()
+    large[:, :, 2] = 3e6
+    unsynced(store, (large, x))
+    scale = store.key.tensors["scale"].flatten()[:5]
+    assert scale[2].isnan() and scale[[0, 1, 3, 4]].isfinite().all()
+    with pytest.raises(ValueError, match="keys that were too large; attention to such tokens"):
+        store.sync()

@@ -14,15 +14,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from tests.helpers import SLOW
+from tests.helpers import SLOW, recording
+from turboquant_nb.cache.store import row_tensors
 from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec, channel_bits, decode, preset
 from turboquant_nb.files import read_file, write_file
 from turboquant_nb.quant.mixed_precision import make_quantizer
 from turboquant_nb.theory.centre import prompt_mean
 from turboquant_nb.theory.rates import truncate
-from turboquant_nb.cache.clock import _append_by_position
 from turboquant_nb.cache.exact import ExactTokens, Ranges
-from turboquant_nb.cache.memory import Side
+from turboquant_nb.cache.memory import Part
 from turboquant_nb.cache.store import FORMAT, KVStore
 from turboquant_nb.testing import same
 
@@ -64,8 +64,8 @@ def snapshot(store):
             store.offset,
             store._recent_from,
             store.batch,
-            store.key.truncated_tiles,
-            store.value.truncated_tiles,
+            store.key.memory.truncated_tiles,
+            store.value.memory.truncated_tiles,
         ),
     }
 
@@ -104,7 +104,7 @@ class Dense:
             [None, None],
             store.start.clone(),
             {},
-            store.inv_freq,
+            store.cos_sin and store.cos_sin.inv_freq,
         )
 
     @property
@@ -191,7 +191,7 @@ class Dense:
 
 def check(store, dense):
     assert store.length == dense.length and store.nbytes == store.expected_nbytes() == sum(
-        store.parts().values()
+        store.bytes_by_kind().values()
     )
     got, want = store.read(), dense.read(store.offset)
     real = (torch.arange(store.offset, store.length) >= store.start[:, None])[
@@ -205,7 +205,7 @@ def check(store, dense):
             t.nbytes for s in (store.key, store.value) for t in s.tensors.values()
         ) + sum(
             0 if t is None else t.nbytes
-            for t in (store.start, store.end, store.position, store.flags)
+            for t in (store.start, store.end, store.clock.position, store.flags)
         )
         assert total == store.nbytes
         values = (
@@ -475,7 +475,7 @@ def test_one_table_for_all_stores():
         and len(held) == 50
     )
     pointers = [t.data_ptr() for t in a.tables()]
-    assert a.rope_table.data_ptr() in pointers and a.inv_freq.data_ptr() in pointers
+    assert a.rope_table.data_ptr() in pointers and a.cos_sin.inv_freq.data_ptr() in pointers
     b.append(*states(b, 1))
     for t in range(0, 700, 99):
         torch.testing.assert_close(
@@ -492,7 +492,7 @@ def test_a_pre_rope_mean_to_file_and_back(tmp_path):
     store.evict(17)
     store.save(tmp_path / "s")
     again = KVStore.load(tmp_path / "s")
-    same(again.inv_freq, FREQ)
+    same(again.cos_sin.inv_freq, FREQ)
     for s in (store, again):
         s.append(*states(s, 9, seed=3))
     for a, b in zip(again.read(), store.read()):
@@ -521,9 +521,7 @@ def test_inv_freq_is_refused():
         ):
             make(PRE_ROPE, inv_freq=bad)
     named = make(Recipe(Spec(3, center="prompt_mean")), inv_freq=FREQ)
-    assert (
-        named.inv_freq is None and named.recipe.key.center == "prompt_mean"
-    )  # nothing rotates
+    assert named.cos_sin is None and named.recipe.key.center == "prompt_mean"  # nothing rotates
 
 
 def test_a_preset_takes_the_mean_that_the_store_can_carry():
@@ -544,7 +542,7 @@ def test_a_preset_takes_the_mean_that_the_store_can_carry():
             == {s.key.q.spec.center for s in stores}
             == {center}
         )
-        assert stores[0].recipe == stores[3].recipe and (stores[0].inv_freq is None) == (
+        assert stores[0].recipe == stores[3].recipe and (stores[0].cos_sin is None) == (
             inv_freq is None
         )
 
@@ -555,7 +553,8 @@ def test_a_preset_takes_the_mean_that_the_store_can_carry():
 
 def captured(store, k, v):
     "What a captured append runs."
-    _append_by_position(*store._by_position(k, v))
+    with recording():
+        store.append(k, v)
 
 
 @pytest.mark.parametrize(
@@ -583,7 +582,7 @@ def test_where_the_device_counts(recipe, padding):
         store = make(recipe, tile=16, max_length=90, static=True, inv_freq=FREQ)
         held = [
             t.data_ptr()
-            for t in (*store._fixed(), store.position, store.flags, *store.tables())
+            for t in (*row_tensors(store), store.clock.position, store.flags, *store.tables())
         ]
         for s in (store, plain):
             s.crop(s.length)
@@ -592,7 +591,7 @@ def test_where_the_device_counts(recipe, padding):
             k, v = states(store, n, seed=i)
             add(store, k, v)
             plain.append(k, v)
-            assert int(store.position) == plain.length
+            assert int(store.clock.position) == plain.length
         assert (
             store.sync() == store.length == plain.length
             and store.nbytes == store.expected_nbytes() == plain.nbytes + 4 + 24
@@ -604,7 +603,7 @@ def test_where_the_device_counts(recipe, padding):
             )  # the mean of padded rows is summed in another order
         assert held == [
             t.data_ptr()
-            for t in (*store._fixed(), store.position, store.flags, *store.tables())
+            for t in (*row_tensors(store), store.clock.position, store.flags, *store.tables())
         ]
 
 
@@ -624,13 +623,13 @@ def test_what_a_recording_cannot_refuse():
     assert store.sync() == 20
     for n in (5, 7):
         captured(store, good[0][:, :, :n], good[1][:, :, :n])
-    assert int(store.position) == 25
+    assert int(store.clock.position) == 25
     with pytest.raises(ValueError, match="more tokens than max_length"):
         store.sync()
     assert store.sync() == 25 and store.key.tensors["scale"].flatten(2)[:, :, 24].isnan().all()
     store.crop(15)
     store.append(*good)
-    assert store.length == int(store.position) == 20 and not any(
+    assert store.length == int(store.clock.position) == 20 and not any(
         x.isnan().any() for x in store.read()
     )
 
@@ -663,9 +662,9 @@ def test_static_refuses():
 def test_static_to_file_and_back():
     store = make(max_length=40, static=True)
     captured(store, *states(store, 10))
-    assert not KVStore.from_state(*store.state()).static
+    assert not KVStore.from_state(*store.state()).clock.fixed
     again = KVStore.from_state(*store.state(), max_length=40)
-    assert again.static and int(again.position) == again.length == 10
+    assert again.clock.fixed and int(again.clock.position) == again.length == 10
     for s in (store, again):
         captured(s, *states(s, 4, seed=1))
         s.sync()
@@ -792,13 +791,17 @@ def test_append_is_amortised():
 
 def test_max_length_allocates_once():
     store = make(max_length=100, tile=16)
-    size, pointers = store.nbytes, [t.data_ptr() for t in store.key.planes + store.value.planes]
+    size, pointers = (
+        store.nbytes,
+        [t.data_ptr() for t in store.key.memory.planes + store.value.memory.planes],
+    )
     assert store.capacity == 112
     for n in (1, 50, 49):
         store.append(*states(store, n))
     assert (
         store.nbytes == size
-        and [t.data_ptr() for t in store.key.planes + store.value.planes] == pointers
+        and [t.data_ptr() for t in store.key.memory.planes + store.value.memory.planes]
+        == pointers
     )
     with pytest.raises(ValueError, match="max_length is 100: cannot append 1 tokens to 100"):
         store.append(*states(store, 1))
@@ -867,10 +870,10 @@ def test_uniform_codes_keep_their_planes(bits, names):
             "sinks",
             "recent",
         ]
-        assert [tuple(p.shape) for p in store.key.planes] == [
+        assert [tuple(p.shape) for p in store.key.memory.planes] == [
             (2, 2, 2, *shape) for shape in names
         ] and t["scale"].shape == (2, 2, 2, 16)
-        assert store.key.groups[0].layout.bits == bits
+        assert store.key.memory.groups[0].layout.bits == bits
         uniform = make(Recipe(Spec((bits,) * 8), Spec(bits), sinks=0, recent=0), tile=16)
         if residual == "none":  # a tuple of equal numbers is the same code
             uniform.append(*states(store, 20))
@@ -894,7 +897,7 @@ def test_bytes_of_every_kind():
         store = make(Recipe(spec, spec, sinks=0, recent=0), 1, 1, 16, tile=64)
         store.append(*states(store, 128))
         assert store.nbytes - 8 == 2 * 128 * per_token // 8 == store.expected_nbytes() - 8, spec
-        parts = store.parts()
+        parts = store.bytes_by_kind()
         if spec.residual == "qjl":
             assert parts["signs"] == 2 * 128 * 2 and parts["residual_norm"] == parts["scale"]
 
@@ -931,7 +934,7 @@ def test_decay_frees_exactly_one_bit_per_value():
         assert held + store.start.nbytes == store.nbytes  # freed, not hidden behind a view
         store.decay(64)
         store.decay(10**9)
-        assert (store.key.truncated_tiles, store.value.truncated_tiles) == (
+        assert (store.key.memory.truncated_tiles, store.value.memory.truncated_tiles) == (
             3,
             0,
         ) and before - store.nbytes == 2 * 3 * 192 * 16 * freed / 8
@@ -948,7 +951,7 @@ def test_decay_by_recipe_does_not_depend_on_the_chunks():
         for n in sizes[1:] or [130]:
             store.append(k[:, :, at : at + n], v[:, :, at : at + n])
             assert (
-                store.key.truncated_tiles == max(0, (at + n - 30) // 16)
+                store.key.memory.truncated_tiles == max(0, (at + n - 30) // 16)
                 and store.nbytes == store.expected_nbytes()
             )
             at += n
@@ -971,13 +974,13 @@ def test_decay_with_padding_found_late_and_with_eviction():
     want = early.read(32)
     for store in (early, late):
         store.evict(35)
-        assert store.key.truncated_tiles == 2 and store.nbytes == store.expected_nbytes()
+        assert store.key.memory.truncated_tiles == 2 and store.nbytes == store.expected_nbytes()
         for a, b in zip(store.read(), want):
             same(a, b)
         store.evict(57)
-        assert store.key.truncated_tiles == 0 and store.nbytes == store.expected_nbytes()
+        assert store.key.memory.truncated_tiles == 0 and store.nbytes == store.expected_nbytes()
         store.append(k[:, :, :30], v[:, :, :30])
-        assert store.key.truncated_tiles == 3
+        assert store.key.memory.truncated_tiles == 3
 
 
 def test_decay_refuses():
@@ -1073,7 +1076,7 @@ def test_a_refused_move_of_start_changes_nothing():
         assert (
             store.start.tolist() == [3, 3]
             and store.end is None
-            and store.key.truncated_tiles == 0
+            and store.key.memory.truncated_tiles == 0
         )
         fresh = make(recipe, tile=8)
         fresh.set_range(start=3)
@@ -1143,8 +1146,8 @@ def test_layers_share_their_tables(spec, device):
         assert tuple(map(id, second.tables())) in ids
         other = copy.deepcopy(second)
         assert tuple(map(id, other.tables())) in ids and not {
-            t.data_ptr() for t in other._fixed()
-        } & {t.data_ptr() for t in second._fixed()}
+            t.data_ptr() for t in row_tensors(other)
+        } & {t.data_ptr() for t in row_tensors(second)}
 
 
 def test_tables_hold_every_tensor_of_a_quantizer():
@@ -1481,14 +1484,14 @@ def test_copies_share_tables_and_nothing_else(static):
         for s in (other, copy.deepcopy(store)):
             s.append(*states(s, 9, seed=1))
             s.crop(20)
-            assert s.sync() == 19 and s.static == static
+            assert s.sync() == 19 and s.clock.fixed == static
         assert_same_snapshot(snapshot(store), before)
     assert copy.deepcopy(store).cos_sin is store.cos_sin
 
 
 def test_classes_are_whole():
     "No private parents: each is one class."
-    for cls in (KVStore, Side, ExactTokens, Ranges):
+    for cls in (KVStore, Part, ExactTokens, Ranges):
         assert cls.__mro__ == (cls, object)
 
 
@@ -1533,42 +1536,43 @@ def test_exact_tokens_by_number_and_by_device(sinks, recent, gen):
 def test_a_side_alone(gen):
     """Written in any order, truncated and whole again, dropped at the front: codes are where
     they were put."""
-    side = Side(Spec((4, 1, 3, 2)), 4, "token", tile=8).allocate(1, 2)
-    side.tensors |= side.resized(drop=0, tiles=4)
+    side = Part(Spec((4, 1, 3, 2)), 4, "token", tile=8).allocate(1, 2)
+    side.memory.tensors |= side.memory.resized(drop=0, tiles=4)
     coded = side.q.encode(torch.randn(1, 2, 32, 4, generator=gen))
     for first, last in ((16, 32), (3, 16), (0, 3)):
-        side.write(
+        side.memory.write(
             coded._replace(
                 codes=coded.codes[:, :, first:last], scale=coded.scale[:, :, first:last]
             ),
             first,
         )
-    same(side.read(0, 32).codes, coded.codes)
+    same(side.memory.read(0, 32).codes, coded.codes)
     size = sum(t.nbytes for t in side.tensors.values())
     made = side.truncation(2)
     assert (
-        sum(t.nbytes for t in side.tensors.values()) == size and side.truncated_tiles == 0
+        sum(t.nbytes for t in side.tensors.values()) == size
+        and side.memory.truncated_tiles == 0
     )  # making changes nothing
     side.adopt(made)
     assert (
         size - sum(t.nbytes for t in side.tensors.values()) == 2 * 2 * (1 + 1) * 2
     )  # two heads, two tiles, half a slot for each odd group of 8 tokens
-    same(side.read(16, 32).codes, coded.codes[:, :, 16:])
+    same(side.memory.read(16, 32).codes, coded.codes[:, :, 16:])
     kept = coded.codes[:, :, :16] >> torch.tensor([1, 0, 1, 0], dtype=torch.uint8)
-    same(side.read(0, 16).codes, kept + 16)
-    side.tensors |= side.resized(drop=1, tiles=3)
-    side.truncated_tiles -= 1
-    same(side.read(8, 24).codes, coded.codes[:, :, 16:])
+    same(side.memory.read(0, 16).codes, kept + 16)
+    side.memory.tensors |= side.memory.resized(drop=1, tiles=3)
+    side.memory.truncated_tiles -= 1
+    same(side.memory.read(8, 24).codes, coded.codes[:, :, 16:])
 
 
 AGAIN = """
 import importlib.util, sys, torch
-from turboquant_nb.cache import store
+from turboquant_nb.cache import clock, store
 from turboquant_nb.kernels import encode, launch
 from turboquant_nb.quant.quantizer import Recipe
 from torch.utils._python_dispatch import TorchDispatchMode
 
-for module in (store, launch, encode):  # as a notebook that exports the module does, in a process that has imported it
+for module in (clock, store, launch, encode):  # as a notebook that exports the module does, in a process that has imported it
     spec = importlib.util.spec_from_file_location(module.__name__ + "_again", module.__file__)
     again = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(again)
@@ -1582,10 +1586,10 @@ class Operators(TorchDispatchMode):
 x = torch.randn(2, 1, 2, 5, 16)
 a, b = (store.KVStore(Recipe(sinks=1, recent=2), 1, 2, 16, max_length=8, static=True) for _ in range(2))
 a.append(*x)
-store.CAPTURE.tape = True
+clock.CAPTURE.tape = True
 with Operators():
     b.append(*x)
-store.CAPTURE.tape = False
+clock.CAPTURE.tape = False
 assert b.sync() == a.length == 5
 assert all(torch.equal(i, j) for i, j in zip(a.read(), b.read()))
 print("served")
@@ -1627,7 +1631,7 @@ def test_what_calls_remember_ends_with_its_epoch(name):
     store = KVStore(recipe, 2, 1, 16, tile=16, inv_freq=inv_freq)
     x = torch.randn(2, 1, 70, 16)
     store.append(x, x)
-    where = lambda: [t.data_ptr() for t in (*store._fixed(), store.rope_table)]
+    where = lambda: [t.data_ptr() for t in (*row_tensors(store), store.rope_table)]
     store.memo["where"] = where()
     epoch = store.epoch
     change(store, x[:, :, :2])

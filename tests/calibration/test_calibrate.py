@@ -512,7 +512,7 @@ def test_attention_on_codes_is_dense_attention(key, dtype):
     dense, length = plain(store), store.length
     for a, b in zip(store.read(), dense):
         same(a, b.to(dtype))
-    assert (store.key.truncated_tiles > 0) == (key == "decay")
+    assert (store.key.memory.truncated_tiles > 0) == (key == "decay")
     for n, sliding_window, softcap in ((1, None, None), (5, 50, None), (3, None, 4.0)):
         q = drawn(moments()[0].repeat(2, 1, 1), 2, 4, n, seed=n).to(dtype)
         at, p = torch.arange(length - n, length)[:, None], torch.arange(length)

@@ -45,6 +45,9 @@ RECIPES = PRESETS | {
 }
 
 
+WITHOUT_TABLE = "half bits", "bits by channel", "qjl"  # once read by the look-up of a CPU
+
+
 class States:
     "Keys and values of a case, [B, H, n, D] each, and queries. The mean of keys is not 0."
 
@@ -245,7 +248,8 @@ def all_cases():
     "name -> (function of states -> (tensors held, outputs, bytes), tokens)."
     for name, recipe in RECIPES.items():
         backend = "torch" if name == "means of both" else "gather"
-        yield f"{name}, prefill, {backend}", of_store(recipe, "prefill", backend)
+        takes = "auto" if name in WITHOUT_TABLE else backend
+        yield f"{name}, prefill, {backend}", of_store(recipe, "prefill", takes)
     for name in ("k3v3", "half bits"):
         for path in PATHS:
             if path != "prefill":

@@ -27,6 +27,10 @@ GONE: dict[str, str] = {
     "codes must lie in 0..{}, got {}": "by `checks.within`, in the same words",
     "decay drops the last plane of codes; residual 'qjl' keeps signs apart": "its signs",
     WAITS: "in two parts: what is asked, and the code's reason",
+    # a code without one look-up table is decoded block by block, whatever it is
+    "{}: a QJL residual is served for keys only": "served for both sides, by blocks",
+    "{}: channels must be one or two groups of even size, the one with more bits first, got "
+    "sizes {}": "any groups are served, by blocks",
     # options of TurboESM, which is an experiment of its page (chapter 93)
     "which tokens are sinks or outliers is read from the device": "said by the store",
     "allocation needs a table per channel, without sign": "TurboESM",

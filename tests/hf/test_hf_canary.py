@@ -29,9 +29,9 @@ ALL = Watch(rate=1, tail=12, action="raise")  # every layer, at every step that 
 
 def flip_byte(side, at):
     "The byte of the first plane that holds a bit of token `at`."
-    old, x = [p.clone() for p in side.planes], side.read(at, at + 1)
-    side.write(x._replace(codes=x.codes ^ 1), at)
-    for plane, was in zip(side.planes, old):
+    old, x = [p.clone() for p in side.memory.planes], side.memory.read(at, at + 1)
+    side.memory.write(x._replace(codes=x.codes ^ 1), at)
+    for plane, was in zip(side.memory.planes, old):
         changed = (plane != was).flatten().nonzero()
         plane.copy_(was)
         if len(changed):
@@ -48,7 +48,7 @@ def scale_nan(side, at):
 
 
 def another_place(side, at):
-    side.write(side.read(at - 1, at), at)
+    side.memory.write(side.memory.read(at - 1, at), at)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "gpt2"])

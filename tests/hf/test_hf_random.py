@@ -261,7 +261,7 @@ class Machine(RuleBasedStateMachine):
                     center(name),
                     torch.float32,
                 )
-                for s, name in zip(layer.store.sides, names)
+                for s, name in zip(layer.store.parts, names)
             ]
             out = turboquant_attention(None, q, *handles, None, 0.25)[0].transpose(1, 2)
             seen = [
@@ -436,8 +436,8 @@ def snapshot(store):
         store.offset,
         store._recent_from,
         store.past_exact_from,
-        store.key.truncated_tiles,
-        store.value.truncated_tiles,
+        store.key.memory.truncated_tiles,
+        store.value.memory.truncated_tiles,
         store.batch,
     )
     return (

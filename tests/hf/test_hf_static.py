@@ -8,6 +8,8 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 from tests.helpers import covering_pairs, exact_recipe, fused, generate, prompt, tiny
+from turboquant_nb.cache.clock import CAPTURE
+from turboquant_nb.cache.store import row_tensors
 from turboquant_nb.kernels import ops
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.quant.quantizer import Recipe
@@ -22,7 +24,9 @@ def static(model, recipe="k4v4", length=LENGTH, **kwargs):
 
 def addresses(cache):
     return [
-        t.data_ptr() for x in cache.coded_layers for t in (*x.store._fixed(), x.store.position)
+        t.data_ptr()
+        for x in cache.coded_layers
+        for t in (*row_tensors(x.store), x.store.clock.position)
     ]
 
 
@@ -189,7 +193,7 @@ def test_a_cache_that_grows_is_not_captured(monkeypatch):
     cache = TurboQuantCache(model)
     with torch.no_grad():
         model(**inputs, past_key_values=cache)
-        monkeypatch.setattr(type(cache.layers[0].store), "_capturing", lambda self: True)
+        monkeypatch.setattr(CAPTURE, "tape", True)
         with pytest.raises(ValueError, match="only steps of a static cache can be captured"):
             model(inputs["input_ids"][:, :1], past_key_values=cache)
 
@@ -248,11 +252,11 @@ def test_a_pass_asks_the_device_once_for_all_layers(monkeypatch):
             model(ids, past_key_values=cache)
             cache.reset()
             with monkeypatch.context() as m:
-                counted = DeviceClock.counted
+                sync = DeviceClock.sync
                 m.setattr(
                     DeviceClock,
-                    "counted",
-                    lambda self, length: asked.append(self.known) or counted(self, length),
+                    "sync",
+                    lambda self, store: asked.append(self.known) or sync(self, store),
                 )
                 model(ids, past_key_values=cache)
             model(ids[:, :1], past_key_values=cache)
@@ -265,7 +269,7 @@ def test_a_pass_asks_the_device_once_for_all_layers(monkeypatch):
             assert (
                 {x.store.length for x in cache.coded_layers}
                 == {22}
-                == {int(x.store.position) for x in cache.coded_layers}
+                == {int(x.store.clock.position) for x in cache.coded_layers}
             )
-            assert not any(x.store.storage.known for x in cache.coded_layers)
+            assert not any(x.store.clock.known for x in cache.coded_layers)
     assert found == [2, 2], found  # both for the mask

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import aot_decode
 
 from turboquant_nb.cache.pages import CellLayout
-from turboquant_nb.kernels import cells, decode
+from turboquant_nb.kernels import cells, decode, decode_mma
 from turboquant_nb.kernels.encode import CodedSide, CodingConstants, RotationOperand
 from turboquant_nb.theory.rotation import make_rotation
 
@@ -78,19 +78,24 @@ def compiled(fn, kind, constants, types=TYPES, **options):
 def fragments(c, rows=4, sliding=False, capped=False, fast_k=True, listed=True, centred=False):
     fast = c.d_key == c.d_value and c.d_key in (64, 128, 256)
     form = cells._cell_form(c, rows, places(c, "key"), places(c, "value"))
-    constants = dict(
+    flags = "HAS_START HAS_END MEAN_V BIASED FUSED".split()
+    constants = dict.fromkeys(flags, False) | dict(
+        HAS_LENGTH=True,
+        PAGED=True,
         FAST_K=fast and fast_k,
         FAST=fast,
-        CENTRED=centred,
+        MEAN_K=centred,
         SLIDING=sliding,
         CAPPED=capped,
         LISTED=listed,
         PDL=True,
         G=form,
     )
-    return compiled(
-        cells._fragments_cells_kernel, GluonASTSource, constants, num_warps=1, launch_pdl=True
-    )
+    types = TYPES | dict(MK="*fp32", NEAR="*i32", FAR="*i32", BIAS="*i32", MV="*i32")
+    types |= dict(START="*i32", END="*i32", each_length="constexpr", bias_stride="i32")
+    constants |= dict(each_length=1)
+    fn = decode_mma._decode_kernel
+    return compiled(fn, GluonASTSource, constants, types, num_warps=1, launch_pdl=True)
 
 
 def sizes(c):

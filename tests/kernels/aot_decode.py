@@ -31,6 +31,7 @@ TYPES = dict(
     END="*i64",
     LENGTH="*i32",
     PAGES="*i32",
+    WORK="*i32",
     BIAS="*fp32",
     reach="i32",
     COS_SIN="*fp16",
@@ -90,6 +91,8 @@ def build(
         HAS_END=False,
         HAS_LENGTH=length,
         PAGED=paged,
+        LISTED=False,
+        block_stride=1,
         FAST_K=not per_head and d in (64, 128, 256),
         FAST=d in (64, 128, 256),
         MEAN_K=not biased and not fused,
@@ -137,9 +140,8 @@ def combine(capability=90, d=128, fast=True, together=1, each=16):
     )
 
 
-def portable(capability=90, d=128, bits=(3, 3), parts=()):
-    """The portable kernel; parts: "groups" (half of the channels have one bit less), "aged"
-    (tiles that lost a plane), "signed" (a QJL residual of keys)."""
+def portable(capability=90, d=128, bits=(3, 3)):
+    "The portable kernel."
     types = (
         TYPES
         | dict.fromkeys(("SHIFT", "MV", "TABLE"), "*fp32")
@@ -163,27 +165,7 @@ def portable(capability=90, d=128, bits=(3, 3), parts=()):
         SLIDING=False,
         CAPPED=False,
     )
-    constants |= decode._NO_TABLE | decode._NO_PARTS
-    if parts:
-        given = {"L0": "*u8", "L1": "*u8", "L2": "*u8", "W0": "*u8", "W1": "*u8", "W2": "*u8"}
-        given |= {"key_old": "i32", "value_old": "i32"} if "aged" in parts else {}
-        given |= (
-            {"SIGNS": "*u8", "NORM": "*fp16", "SKETCHED": "*fp32"} if "signed" in parts else {}
-        )
-        first, others = (d // 2, [b - 1 for b in bits]) if "groups" in parts else (d, [0, 0])
-        constants |= dict(
-            PARTS=True,
-            AGED="aged" in parts,
-            SIGNED="signed" in parts,
-            KD1=first,
-            VD1=first,
-            KB2=others[0],
-            VB2=others[1],
-        )
-        constants, types = (
-            {name: x for name, x in constants.items() if name not in given},
-            types | given,
-        )
+    constants |= decode._NO_TABLE
     src = source(decode._portable_kernel, ASTSource, types, constants)
     return triton.compile(
         src,
@@ -234,6 +216,23 @@ def transform(capability=90, d=128, rows=4):
     )
     assert "wgmma" not in built.asm["ptx"]  # Triton 3.6 computes a pipelined one wrongly
     return built
+
+
+def look_up(capability=90, d=128, bits=3, by_token=False):
+    "The kernel that looks symbols of any code up."
+    types = (
+        TYPES
+        | dict.fromkeys(("P0", "P1", "P2"), "*u8")
+        | dict.fromkeys(("OUT", "TABLE"), "*fp16")
+        | dict(CHANNELS="*i32", ob="i64", s0="i64", s1="i64", s2="i64")
+    )
+    padded = decode.padded_size(d)
+    constants = dict(D=d, DP=padded, R=64, RP=64, BITS=bits, BY_TOKEN=by_token)
+    return triton.compile(
+        source(blocks._look_up_kernel, ASTSource, types, constants),
+        target=GPUTarget("cuda", capability, 32),
+        options=dict(num_warps=8),
+    )
 
 
 def read(capability=90, d=128, bits=3, by_token=False, rotary=0, parts=1):

@@ -37,9 +37,7 @@ KERNELS = {
     "decode, tensor cores, pre-RoPE mean": lambda c: aot_decode.build(c, fused=128),
     "decode, portable": lambda c: aot_decode.portable(c),
     "decode, portable, d = 256, 4 bits": lambda c: aot_decode.portable(c, 256, (4, 4)),
-    "decode, portable, codes in parts": lambda c: aot_decode.portable(
-        c, 128, (4, 4), ("groups", "aged", "signed")
-    ),
+    "look-up of a block": lambda c: aot_decode.look_up(c),
     "join of parts": lambda c: aot_decode.combine(c),
     "pre-RoPE mean": lambda c: aot_decode.pre_rope(c),
     "transform, few rows": lambda c: aot_decode.transform(c),

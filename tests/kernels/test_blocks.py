@@ -14,10 +14,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
 from turboquant_nb.cache import attention
-from turboquant_nb.cache.store import KVStore
 from turboquant_nb.kernels import blocks, decode_mma, launch, ops
-from turboquant_nb.quant.quantizer import Recipe, Spec
-from turboquant_nb.theory.transforms import HeadTransform, register_transform
+from tests.helpers import attended_store
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -46,78 +44,9 @@ CASES = [  # what `setup` is given, first and last position
 ]
 
 
-def setup(
-    B=2,
-    H=1,
-    G=1,
-    d=32,
-    dv=None,
-    T=300,
-    kb=3,
-    vb=3,
-    n=1,
-    dtype=torch.float32,
-    center="prompt_mean",
-    vcenter="none",
-    sinks=4,
-    win=16,
-    m=0,
-    start=None,
-    rotary=None,
-    static=False,
-    rot="hadamard",
-    tile=256,
-    residual="none",
-    evict=0,
-    scale_dtype="float16",
-    table="sphere",
-):
-    "Queries, a store with T tokens, and the last m of them exact."
-    g, dv = torch.Generator().manual_seed(1), dv or d
-    own = rot
-    if rot == "transform":
-        u, v = torch.linalg.qr(torch.randn(2, H, d, d, generator=g))[0]
-        own, rot = (
-            register_transform(HeadTransform.of(u * torch.linspace(0.3, 2, d) @ v)).name,
-            "hadamard",
-        )
-    spec = dict(codebook=table, scale_dtype=scale_dtype)
-    recipe = Recipe(
-        Spec(kb, center=center, residual=residual, rotation=own, **spec),
-        Spec(vb, center=vcenter, rotation=rot, **spec),
-        sinks=sinks,
-        recent=win,
-    )
-    inv_freq = (
-        10000.0 ** (-torch.arange(0, rotary or d, 2) / (rotary or d))
-        if center == "pre_rope"
-        else None
-    )
-    store = KVStore(
-        recipe,
-        B,
-        H,
-        d,
-        dv,
-        dtype,
-        DEVICE,
-        tile=tile,
-        inv_freq=inv_freq,
-        **(dict(max_length=T + 8, static=True) if static else {}),
-    )
-    if start is not None:
-        store.set_range(start=torch.tensor(start))
-    q, k, v = (
-        torch.randn(B, H * G, n, d, generator=g),
-        torch.randn(B, H, T, d, generator=g) + 2 * torch.randn(1, H, 1, d, generator=g),
-        torch.randn(B, H, T, dv, generator=g),
-    )
-    q, k, v = (x.to(DEVICE, dtype) for x in (q, k, v))
-    store.append(k[:, :, :-n], v[:, :, :-n])
-    store.append(k[:, :, -n:], v[:, :, -n:])
-    if evict:
-        store.evict(evict)
-    return q, store, dict(k=k[:, :, -m:], v=v[:, :, -m:]) if m else {}
+def setup(**case):
+    "A store with one KV head and one query head, unless the case says otherwise."
+    return attended_store(**(dict(H=1, G=1) | case))
 
 
 def differs(got, want):
@@ -147,7 +76,7 @@ def test_what_is_not_written_is_not_read():
     "Scales and planes beyond the length may hold anything."
     _, store, _ = setup(H=1, B=1, T=70, center="pre_rope")
     want = store.read(0, 70)
-    for side in store.sides:
+    for side in store.parts:
         side.tensors["scale"][:, :, :, 70:] = float("nan")
     for x, y in zip(blocks.read_block(store, launch._plan_of(store).tables, 0, 70), want):
         assert differs(x, y) <= 1
@@ -178,7 +107,7 @@ def test_more_refusals():
     for first, last in ((-1, 5), (5, 5), (0, 301)):
         with pytest.raises(ValueError, match="positions must lie in"):
             blocks.read_block(store, tables, first, last)
-    store.key.tensors["plane0"] = store.key.tensors["plane0"].mT.contiguous().mT
+    store.key.memory.tensors["plane0"] = store.key.tensors["plane0"].mT.contiguous().mT
     assert "contiguous" in blocks.refuses(store, tables)
     _, short, _ = setup(B=1, H=1, T=600, sinks=0, win=0)
     short.decay(600)

@@ -30,14 +30,14 @@ except ImportError:
 
 from turboquant_nb.cache import attention
 from turboquant_nb.cache.attention import Call, attend
-from turboquant_nb.kernels import decode, decode_mma, launch, query
+from turboquant_nb.kernels import decode, decode_mma, launch, ops, query
 from turboquant_nb.kernels.launch import decode_attention, refuses
 from turboquant_nb.theory.codebook import uniform, lloyd_max
-from turboquant_nb.theory.transforms import HeadTransform, register_transform
 from turboquant_nb.cache.packing import Layout, pack
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Recipe
 from turboquant_nb.quant.residual import sign_codebook
 from turboquant_nb.cache.store import KVStore
+from tests.helpers import attended_store as setup
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -56,83 +56,6 @@ needs_gluon = mark.skipif(
 )
 needs_gpu = mark.skipif(not CUDA, reason="needs a CUDA device")
 cpu_only = mark.skipif(CUDA, reason="Triton's interpreter, where there is no GPU")
-
-
-def setup(
-    B=2,
-    H=2,
-    G=2,
-    d=32,
-    dv=None,
-    T=300,
-    kb=3,
-    vb=3,
-    n=1,
-    dtype=torch.float32,
-    center="prompt_mean",
-    vcenter="none",
-    sinks=4,
-    win=16,
-    m=0,
-    start=None,
-    end=None,
-    rotary=None,
-    static=False,
-    scale="mse",
-    rot="hadamard",
-    tile=256,
-    residual="none",
-    evict=0,
-    big=False,
-    scale_dtype="float16",
-    table="sphere",
-    decay=0,
-):
-    "A query, a store with T tokens, and the last m of them exact."
-    g = torch.Generator().manual_seed(1)
-    rand = lambda *s: torch.randn(*s, generator=g)
-    dv = dv or d
-    spec = dict(scale=scale, scale_dtype=scale_dtype, codebook=table)
-    of_keys, of_values = (
-        (random_transform(H, d).name, "hadamard") if rot == "transform" else (rot, rot)
-    )
-    recipe = Recipe(
-        Spec(bits=kb, center=center, residual=residual, rotation=of_keys, **spec),
-        Spec(bits=vb, center=vcenter, rotation=of_values, **spec),
-        sinks=sinks,
-        recent=win,
-    )
-    inv_freq = (
-        10000.0 ** (-torch.arange(0, rotary or d, 2) / (rotary or d))
-        if center == "pre_rope"
-        else None
-    )
-    fixed = dict(max_length=T + 8, static=True) if static else {}
-    store = KVStore(recipe, B, H, d, dv, dtype, DEVICE, tile=tile, inv_freq=inv_freq, **fixed)
-    if start is not None:
-        store.set_range(start=torch.tensor(start))
-    k, v = rand(B, H, T, d) + 2 * rand(1, H, 1, d), rand(B, H, T, dv) + rand(1, H, 1, dv)
-    q = rand(B, n, H * G, d).transpose(1, 2)
-    if big:
-        v[:, :, T // 2] *= 1000
-        q[..., 0] *= 1000
-    q, k, v = (x.to(DEVICE, dtype) for x in (q, k, v))
-    store.append(k[:, :, :-n], v[:, :, :-n])
-    store.append(k[:, :, -n:], v[:, :, -n:])
-    if end is not None:
-        store.set_range(end=torch.tensor(end))
-    if decay:
-        store.decay(decay)
-    if evict:
-        store.evict(evict)
-    return q, store, dict(k=k[:, :, -m:], v=v[:, :, -m:]) if m else {}
-
-
-def random_transform(heads, d):
-    "Matrices that are no rotations, other ones for each head."
-    g = torch.Generator().manual_seed(heads * 1000 + d)
-    u, v = torch.linalg.qr(torch.randn(2, heads, d, d, generator=g))[0]
-    return register_transform(HeadTransform.of(u * torch.linspace(0.3, 2, d) @ v))
 
 
 def agree(case, options, kernel_name, limit):
@@ -260,58 +183,61 @@ def test_portable_features(case, options):
     )
 
 
-PARTS = [
+WITHOUT_TABLE = [
     (dict(kb=2.5, vb=3.5), {}),
     (dict(kb=1.5, vb=2.25, start=[0, 37], vcenter="prompt_mean"), dict(sliding_window=100)),
     (dict(kb=3.5, center="pre_rope", n=3, m=3), dict(softcap=9.0)),
     (dict(kb=2.5, static=True), {}),
     (dict(kb=2.25, vb=1.5, d=48, dv=16), {}),
     (dict(kb=(4,) * 20 + (1,) * 12), {}),
+    (dict(kb=(3, 1) * 16, vb=(4, 2, 1, 1) * 8, tile=36), {}),
+    (dict(kb=2.2, vb=1.4, d=15), {}),
     (dict(residual="qjl"), {}),
     (dict(residual="qjl", kb=4, vb=2.5, n=2, start=[0, 37]), dict(sliding_window=50)),
     (dict(decay=150), {}),
     (dict(decay=200, kb=4, vb=2, start=[0, 70]), dict(sliding_window=220)),
     (dict(decay=200, kb=3.5, vb=2.5, n=5, m=20), dict(recent=16)),
-    (dict(decay=270, kb=1, vb=4, evict=70, center="pre_rope"), dict(softcap=5.0, splits=3)),
+    (dict(decay=270, kb=1, vb=4, evict=70, center="pre_rope"), dict(softcap=5.0)),
 ]
 
 
 @needs_triton
-@mark.parametrize("case,options", PARTS)
-def test_portable_codes_in_parts(case, options):
-    """Channels of different bits, a residual of keys, tiles that lost a plane; keys and values
-    with other parts."""
-    case = dict(d=32, H=1, B=2, G=1, tile=64, T=300) | case
-    agree(case, options, "portable", PORTABLE)
+@mark.parametrize("case,options", WITHOUT_TABLE)
+def test_codes_without_a_table_are_served_block_by_block(case, options, monkeypatch):
+    """Channels of different bits, residuals, tiles that lost a plane: decode kernels say why
+    not, and blocks that a kernel unpacks, several of them, give what `attend` does."""
+    monkeypatch.setattr(ops, "BLOCK", 1)
+    q, store, chunk = setup(**(dict(d=32, H=1, B=2, G=1, tile=64, T=300) | case))
+    assert refuses(Call.of(q, store, **chunk, **options))
+    with torch.no_grad():
+        got, lse = ops.attend(q, store, **chunk, backend="blocks", **options)
+    want, want_lse = attend(q, store, **chunk, **options)
+    assert (got - want).norm() <= PORTABLE * want.norm() and (lse - want_lse).abs().max() < 1e-4
+    if DEVICE == "cuda":
+        assert ops.select_backend(Call.of(q, store, **chunk, **options)).backend == "blocks"
 
 
 @needs_triton
 def test_a_plan_follows_decay_and_its_end():
-    """Truncated tiles come, sequences are chosen, and the tiles go with a crop: each time the
-    same as `attend`, by the right tables."""
+    """Truncated tiles come, and go with a crop: the kernel refuses as long as there are some,
+    and its tables are then those of before."""
     q, store, _ = setup(d=32, H=1, G=1, T=200, tile=64)
-    gap = lambda: float(
-        (decode_attention(q, store, kernel="portable")[0] - attend(q, store)[0]).norm()
-        / attend(q, store)[0].norm()
-    )
-    assert gap() < PORTABLE and launch._plan_of(store).tables.parts is None
+    off = lambda out: float((out - attend(q, store)[0]).norm() / attend(q, store)[0].norm())
+    portable = lambda: off(decode_attention(q, store, kernel="portable")[0])
+    gap = lambda: off(ops.attend(q, store, backend="blocks")[0])
+    assert portable() < PORTABLE
     store.decay(130)
-    assert gap() < PORTABLE and launch._plan_of(store).tables.parts is not None
-    call = Call.of(q, store)
-    assert "decay" in refuses(call, "fragments") and not refuses(call)
+    assert "decay" in refuses(Call.of(q, store)) and gap() < PORTABLE
     store.select(torch.tensor([1, 1]))
     assert gap() < PORTABLE
     store.crop(store.length - 40)  # in the first truncated tile
-    assert store.key.truncated_tiles == 1 and gap() < PORTABLE
+    assert store.key.memory.truncated_tiles == 1 and gap() < PORTABLE
     store.crop(store.length)
     store.append(
         torch.randn(2, 1, 40, 32, device=DEVICE), torch.randn(2, 1, 40, 32, device=DEVICE)
     )
-    assert (
-        store.key.truncated_tiles == 0
-        and gap() < PORTABLE
-        and launch._plan_of(store).tables.parts is None
-    )
+    assert store.key.memory.truncated_tiles == 0 and not refuses(Call.of(q, store))
+    assert portable() < PORTABLE
 
 
 @needs_triton
@@ -517,9 +443,9 @@ def test_repeats_pass_what_a_fresh_call_passes(case, monkeypatch):
         same_arguments(launches, want)
 
     tokens = lambda n: torch.randn(2, 2, n, 64)
-    for n in (1,) * 4 if store.static else (1, 1, 1, 300, 1, 1, 700, 1):
+    for n in (1,) * 4 if store.clock.fixed else (1, 1, 1, 300, 1, 1, 700, 1):
         step(tokens(n))
-    if not store.static:
+    if not store.clock.fixed:
         assert refused >= 2  # more splits, and a store that grew
         for change in (
             lambda: store.crop(-5),
@@ -534,7 +460,7 @@ def test_repeats_pass_what_a_fresh_call_passes(case, monkeypatch):
             step(tokens(20))
     launches.clear()
     planes = weakref.ref(store.key.tensors["plane0"])
-    store.key.tensors["plane0"] = planes().clone()
+    store.key.memory.tensors["plane0"] = planes().clone()
     store.changed()
     assert planes() is None and not store.memo  # nothing holds a tensor that was replaced
     step(tokens(1))
@@ -543,7 +469,7 @@ def test_repeats_pass_what_a_fresh_call_passes(case, monkeypatch):
     args[function_index(decode._combine_kernel, "length")] = store.length
     repeat.launches[-1] = run, args, [x for x in slots if x[1] != "length"]
     with pytest.raises(AssertionError):  # the mutant: a number that is not renewed
-        step(tokens(1)) if not store.static else same_arguments([], [0])
+        step(tokens(1)) if not store.clock.fixed else same_arguments([], [0])
 
 
 @cpu_only
@@ -622,18 +548,16 @@ REFUSALS = [
     (dict(), dict(mask=torch.ones(1, 1, 1, 1, dtype=torch.bool)), "mask"),
     (dict(n=17), {}, "1 to 16 query tokens"),
     (dict(G=17), {}, "16 query heads"),
-    (dict(kb=2 + 1 / 32), {}, "one or two groups of even size"),
-    (dict(kb=(2, 3) * 16), {}, "one or two groups of even size"),
-    (dict(vb=(4, 3, 2, 1) * 8), {}, "one or two groups of even size"),
+    (dict(kb=2.5), {}, "keys: all channels must have equally many bits"),
+    (dict(vb=(4, 3, 2, 1) * 8), {}, "values: all channels must have equally many bits"),
+    (dict(residual="qjl"), {}, "QJL"),
+    (dict(decay=40, tile=16), {}, "lost a plane (decay)"),
     (dict(d=24), {}, "multiple of 16"),
     (dict(d=272), {}, "multiple of 16"),
     (dict(tile=60), {}, "power of two"),
     (dict(dtype=torch.float64), {}, "float16, bfloat16 or float32"),
 ]
 FRAGMENT_REFUSALS = [
-    (dict(kb=2.5), "equally many bits"),
-    (dict(residual="qjl"), "QJL"),
-    (dict(decay=40, tile=16), "lost a plane (decay)"),
     (dict(kb=1, d=64), "2 to 4 bits"),
     (dict(d=128, dv=64), "same power of two"),
     (dict(d=64, tile=512), "at most 256 tokens"),
@@ -672,14 +596,14 @@ def test_more_refusals():
     _, truncated_tiles, _ = setup(B=1, H=1, T=600, d=64, sinks=0, win=0)
     truncated_tiles.decay(600)
     call = Call.of(q, truncated_tiles)
-    assert "decay" in refuses(call, "fragments") and not refuses(call)
+    assert "decay" in refuses(call)
     truncated_tiles.crop(600)
     new = torch.randn(1, 1, 9, 64, device=DEVICE)
     truncated_tiles.append(new, new)
     assert not refuses(Call.of(q[:, :1], truncated_tiles)) and agree_with(
         q, truncated_tiles
     )  # no tile is truncated any more; the table is that of before
-    store.key.tensors["plane0"] = store.key.tensors["plane0"].mT.contiguous().mT
+    store.key.memory.tensors["plane0"] = store.key.tensors["plane0"].mT.contiguous().mT
     assert "contiguous" in refuses(Call.of(q, store))
     with pytest.raises(ValueError, match="'auto', 'fragments' or 'portable'"):
         refuses(Call.of(q, store), "fast")
@@ -1052,34 +976,28 @@ def test_what_the_tensor_core_kernel_reads_from_codes(own, start, end, sliding_w
         read = torch.zeros(n, 705, dtype=torch.int32)
         for split in range(splits):
             begin, end_tile, lo, hi, safe_lo, safe_hi, _ = span(
-                flat(start),
-                flat(end),
-                None,
-                0,
-                flat(0),
-                0,
-                whole(0),
-                whole(0),
-                whole(1),
-                3,
-                0,
-                split,
-                splits,
-                705,
-                n,
-                sinks,
-                recent,
-                store._recent_from,
-                chunk,
-                2**30 if own is None else own,
-                offset,
-                sliding_window or 0,
-                start is not None,
-                end is not None,
-                False,
-                False,
-                sliding_window is not None,
-                G,
+                START=flat(start),
+                END=flat(end),
+                WORK=None,
+                b=0,
+                nobody=False,
+                block=0,
+                split=split,
+                splits=splits,
+                length=whole(705),
+                n=n,
+                sinks=sinks,
+                recent=recent,
+                recent_from=store._recent_from,
+                chunk=chunk,
+                own=2**30 if own is None else own,
+                offset=offset,
+                sliding_window=sliding_window or 0,
+                HAS_START=start is not None,
+                HAS_END=end is not None,
+                LISTED=False,
+                SLIDING=sliding_window is not None,
+                G=G,
             )
             for tile in range(int(begin), int(end_tile)):
                 here = tile * 256 + torch.arange(256)

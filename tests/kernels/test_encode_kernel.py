@@ -17,6 +17,8 @@ triton = pytest.importorskip("triton")
 import triton.language as tl
 
 from tests.helpers import SLOW, covering_pairs
+from turboquant_nb.cache.clock import AppendOperands
+from turboquant_nb.cache.store import angles, append_by_host, row_tensors
 from turboquant_nb.kernels import encode as kernel
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 from turboquant_nb.cache.packing import pack, unpack
@@ -92,7 +94,7 @@ def agree(fused, plain, chunks, ties=3e-3):
 def plain_append(store, k, v):
     """PyTorch's append, but for the mean of a first chunk: a sum in another order may round to
     another bf16, and all codes follow it. `test_fused_mean` holds the mean."""
-    store._append_now(k, v, ("k", "v"), first_mean=kernel.fused_mean)
+    append_by_host(store, k, v, ("k", "v"), mean_of=kernel.fused_mean)
 
 
 def both(recipe, chunks, dtype=torch.bfloat16, ties=3e-3, **kwargs):
@@ -206,12 +208,12 @@ def test_fused_mean(d, r, dtype, starts):
         x = states(2, 2, n, d, dtype, shift=shift)
         store = KVStore(recipe, 2, 2, d, dtype=dtype, device=DEVICE, inv_freq=freq)
         store.set_range(start=torch.tensor(begin))
-        store._reach(n)
-        for side in store.sides:
+        store.cos_sin.reach(n)
+        for side in store.parts:
             y = x.double()
             if side is store.key:
                 y = y.clone()
-                cos, sin = store._rows(0, n).double().chunk(2, -1)
+                cos, sin = angles(store, 0, n).double().chunk(2, -1)
                 a, b = y[..., : r // 2].clone(), y[..., r // 2 : r].clone()
                 y[..., : r // 2], y[..., r // 2 : r] = a * cos + b * sin, b * cos - a * sin
             got = kernel.fused_mean(store, side, x)
@@ -266,7 +268,7 @@ def test_maps_of_a_static_store():
     "Appends that a device places, as in a captured step."
     recipe, parts = transformed(2, 32, center="prompt_mean"), chunks((70, 1, 1), b=2)
     fused, plain = both(recipe, parts, max_length=100, static=True)
-    assert int(fused.position) == int(plain.position) == 72
+    assert int(fused.clock.position) == int(plain.clock.position) == 72
     with pytest.raises(ValueError, match="a transform of 2 heads cannot serve 3"):
         KVStore(recipe, 1, 3, 32)
 
@@ -293,13 +295,13 @@ def test_pre_rope_mean_after_evict_crop_and_growth():
         assert (a.codes != b.codes).float().mean() < 1e-3
     right = plain.read()[0].float()[:, :, -20:-16]
     assert (fused.read()[0].float()[:, :, -20:-16] - right).abs().max() < 0.05
-    fused.start += 20  # the mutant: rotated by twenty positions too few
+    fused.start.add_(20)  # the mutant: rotated by twenty positions too few
     assert (fused.read()[0].float()[:, :, -20:-16] - right).abs().max() > 0.5
 
 
 def captured(store, k, v):
     "What a captured step runs."
-    kernel._append_at(*store._by_position(k, v))
+    kernel._append_at(*AppendOperands.of(store, k, v))
 
 
 @pytest.mark.parametrize(
@@ -343,13 +345,15 @@ def test_where_the_device_counts(center, lengths):
     )
     for add in (kernel.append, captured, *compiled):
         store = make(True)
-        places = [t.data_ptr() for t in (*store._fixed(), store.position, *store.tables())]
+        places = [
+            t.data_ptr() for t in (*row_tensors(store), store.clock.position, *store.tables())
+        ]
         store.set_range(start=torch.tensor([0, 3]))
         for k, v in parts:
             add(store, k, v)
-        assert store.sync() == int(store.position) == plain.length
+        assert store.sync() == int(store.clock.position) == plain.length
         assert places == [
-            t.data_ptr() for t in (*store._fixed(), store.position, *store.tables())
+            t.data_ptr() for t in (*row_tensors(store), store.clock.position, *store.tables())
         ]
         agree(
             store, other if add is kernel.append else plain, parts
@@ -377,7 +381,7 @@ def test_a_step_makes_room_and_stays_short(center, monkeypatch):
             kernel.append(store, *steps[0])
     assert store.length == store.capacity == 256
     with monkeypatch.context() as patch:
-        patch.setattr(KVStore, "_append_now", lambda *args: pytest.fail("the long way"))
+        patch.setattr(kernel, "append_by_host", lambda *args: pytest.fail("the long way"))
         for k, v in steps:
             kernel.append(store, k, v)
     for k, v in steps:
@@ -469,7 +473,7 @@ def test_cuda_graph(center):
             for x, y in zip(here, part):
                 x.copy_(y)
             graph.replay()
-        assert store.sync() == int(store.position)
+        assert store.sync() == int(store.clock.position)
     for k, v in (first, *parts):
         plain_append(plain, k, v)
     agree(store, plain, [first, *parts])
@@ -492,7 +496,7 @@ def test_a_captured_step_that_does_not_fit():
     for n in (3, 3, 70):
         captured(store, x[:, :, :n], x[:, :, :n])
     assert (
-        int(store.position) == 103
+        int(store.clock.position) == 103
         and store.key.tensors["scale"].flatten(2)[:, :, 102].isnan().all()
     )
     with pytest.raises(ValueError, match="more tokens than max_length"):
@@ -510,17 +514,19 @@ def test_one_token_leaves_others_alone(first):
     store = KVStore(recipe, 1, 2, 32, dtype=torch.bfloat16, device=DEVICE, max_length=512)
     gen, before = torch.Generator().manual_seed(1), {}
     for name, side in (("key", store.key), ("value", store.value)):
-        layout = side.groups[0].layout
+        layout = side.memory.groups[0].layout
         before[name] = torch.randint(
             0, 2**layout.bits, (1, 2, 512, 32), dtype=torch.uint8, generator=gen
         ).to(DEVICE)
-        for n, p in zip(side.groups[0].names, pack(before[name], layout)):
+        for n, p in zip(side.memory.groups[0].names, pack(before[name], layout)):
             side.tensors[n].copy_(p)
         side.tensors["scale"].fill_(7)
     k, v = states(1, 2, 1, 32), states(1, 2, 1, 32, seed=1)
     kernel.encode_append(k, v, kernel.target(store.key), kernel.target(store.value), first)
     for name, side, x in (("key", store.key, k), ("value", store.value, v)):
-        codes = unpack([side.tensors[n] for n in side.groups[0].names], side.groups[0].layout)
+        codes = unpack(
+            [side.tensors[n] for n in side.memory.groups[0].names], side.memory.groups[0].layout
+        )
         want = side.q.encode(x)
         assert not (
             (codes[:, :, first : first + 1] != want.codes) & ~near_edges(side, x, None)
@@ -577,7 +583,7 @@ def test_decay_evict_crop():
     parts = chunks((300, 300, 5))
     fused, plain = both(recipe, parts, tile=64)
     for store in (fused, plain):
-        assert store.key.truncated_tiles > 0
+        assert store.key.memory.truncated_tiles > 0
         store.crop(30)
         store.evict(200)
     more = chunks((50,), shift=0)

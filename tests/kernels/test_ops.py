@@ -64,14 +64,17 @@ def test_without_a_device_the_reason_is_about_devices_or_triton():
 def test_explain_lists_torch_last_and_always():
     store, q = filled()
     answers = ops.explain(q, store)
-    assert [*answers] == ["triton", "flash", "gather", "torch"] and not answers["torch"]
+    assert [*answers] == ["triton", "flash", "gather", "blocks", "torch"] and not answers[
+        "torch"
+    ]
 
 
 @pytest.mark.parametrize("backend", ["cuda", "", None])
 def test_unknown_names(backend):
     store, q = filled()
     with pytest.raises(
-        ValueError, match="backend must be 'auto', 'triton', 'flash', 'gather', 'torch'"
+        ValueError,
+        match="backend must be 'auto', 'triton', 'flash', 'gather', 'blocks', 'torch'",
     ):
         ops.attend(q, store, backend=backend)
     with pytest.raises(ValueError, match="backend must be 'auto'"):
@@ -267,20 +270,26 @@ def test_the_look_up_is_asked_again_when_tiles_are_truncated_or_sequences_end():
     store.set_range(end=None)
     assert ops.select_backend(Call.of(q, store)).backend == "gather"
     store.decay(256)
-    assert ops.select_backend(Call.of(q, store)).backend == "gather"
+    assert ops.select_backend(Call.of(q, store)).backend == "torch"
+    store.crop(store.length - 200)
+    assert ops.select_backend(Call.of(q, store)).backend == "torch"
+    store.crop(200)
+    store.append(*torch.randn(2, 2, 2, 9, 64))
+    assert ops.select_backend(Call.of(q, store)).backend == "gather", "as before any truncation"
     close(ops.attend(q, store, backend="gather"), attention.attend(q, store))
 
 
 @pytest.mark.skipif(CUDA, reason="the stores lie on a CPU here")
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_look_up_serves_every_recipe(kind):
-    """All that the dispatcher calls a recipe here: fractional bits, a residual and tiles that
-    lost a plane too."""
+def test_a_step_of_every_recipe_is_served_on_a_cpu(kind):
+    "By look-up where a code has one table; fractions, signs and lost planes by the reference."
     more = dict(inv_freq=1e4 ** -(torch.arange(32) / 32)) if kind == "pre_rope" else {}
     store = KVStore(KINDS[kind], 2, 2, 64, **more)
     store.append(*torch.randn(2, 2, 2, 600, 64, generator=torch.Generator().manual_seed(0)))
     q = torch.randn(2, 8, 1, 64, generator=torch.Generator().manual_seed(1))
-    assert ops.select_backend(Call.of(q, store)).backend == "gather"
+    table = kind not in ("qjl", "bits", "decay")
+    served = "gather" if table else "torch"
+    assert ops.select_backend(Call.of(q, store)).backend == served
     close(ops.attend(q, store), attention.attend(q, store))
 
 

@@ -77,7 +77,10 @@ def test_a_new_transform_and_a_new_codebook_touch_one_class_each(monkeypatch):
 
 def values_of(store, token):
     "Every value that a token of the first head may read as."
-    return store.key.q.codebook.levels * store.key.read(token, token + 1).scale[0, 0].float()
+    return (
+        store.key.q.codebook.levels
+        * store.key.memory.read(token, token + 1).scale[0, 0].float()
+    )
 
 
 def test_the_interface_is_one():

@@ -55,8 +55,8 @@ rates.allocate_channels lo=0 hi=6
 rates.truncate planes=1 keep=1
 packing.Layout.__init__ along='channel' tile=256
 packing.unpack tokens=None
-memory.Side.__init__ tile=256 device='cpu'
-memory.Side.allocate sinks=0 recent=0 dtype=torch.float32
+memory.Part.__init__ tile=256 device='cpu'
+memory.Part.allocate sinks=0 recent=0 dtype=torch.float32
 exact.Ranges.__init__ device='cpu'
 store.KVStore.__init__ d_value=None dtype=torch.float32 device='cpu' max_length=None
     tile=256 static=False inv_freq=None
@@ -70,8 +70,7 @@ attention.Rule.__init__ scaling=None sliding_window=None softcap=None causal=Tru
     backend='auto' sinks=None
 attention.Call.of k=None v=None mask=None first=None recent=None
 attention.attend k=None v=None block=1024
-attention.dense_attention scaling=None mask=None causal=True sliding_window=None
-    softcap=None rows=256
+attention.dense_attention scaling=None mask=None rows=256
 """
 
 

@@ -8,7 +8,7 @@ __all__ = ['BLOCK', 'quad_table', 'quad_index', 'decode_quads', 'by_token', 'by_
 
 # %% ../../nbs/33_gather.ipynb #33a00007
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -20,10 +20,9 @@ from .. import checks
 from . import attention
 from .attention import Answer, Backend, Call, check_call
 from .packing import SLOT, TILE, WIDTHS, Layout
-from .store import KVStore, Ranges, Side, _plain
+from .store import KVStore, Part, Ranges, _plain, angles, make_room
 from ..quant.quantizer import Quantizer
 from ..theory.codebook import Codebook
-from ..theory.rates import MixedCodebook
 from ..theory.rope import apply_cos_sin
 
 # %% ../../nbs/33_gather.ipynb #33a0000c
@@ -194,27 +193,15 @@ BLOCK = (
 )  # numbers decoded at a time: 4 MB of fp32; smaller blocks stay nearer, and cost more calls
 
 
-@dataclass(frozen=True)
-class _Group:
-    "Channels of equal bits in some tiles of one age."
-
-    planes: list  # (tensor [B, H, tiles, *plane_shape], tiles that it lacks at its front)
-    layout: Layout
-    table: Tensor  # of `quad_table`
-
-
 class _Tiles:
-    """Some tiles of coded vectors, a block at a time; channels group by group, tokens in the
-    order of `by_row`."""
+    """Some tiles of the coded vectors of a side, a block at a time; tokens in the order of
+    `by_row`."""
 
-    def __init__(self, groups: list, scale: Tensor, step, tiles: slice, first: int):
-        self.groups, self.scale, self.step = (
-            groups,
-            scale,
-            step,
-        )  # step: a number, or one for each channel [d]
-        self.tiles, self.first = tiles, first  # first: the tile that scores begin with
-        self.size = math.prod(scale.shape[:2]), sum(g.layout.d for g in groups), scale.shape[3]
+    def __init__(self, side: Part, tiles: slice):
+        self.planes, self.layout = side.memory.planes, side.memory.groups[0].layout
+        self.table, self.step = _step_table(side.code.codebook), side.code.lut.step
+        self.scale, self.tiles = side.memory.tensors["scale"], tiles
+        self.size = math.prod(self.scale.shape[:2]), self.layout.d, self.scale.shape[3]
         n, most = tiles.stop - tiles.start, max(1, BLOCK // math.prod(self.size))
         self.at_once = -(-n // -(-n // most))  # blocks of one size
 
@@ -233,17 +220,10 @@ class _Tiles:
         other in the same place."""
         heads, d, tile = self.size
         for lo in range(self.tiles.start, self.tiles.stop, self.at_once):
-            hi, at = min(lo + self.at_once, self.tiles.stop), 0
+            hi = min(lo + self.at_once, self.tiles.stop)
             x = place[: heads * (hi - lo) * d * tile].view(-1, d, tile)
-            for g in self.groups:
-                planes = [p[:, :, lo - skip : hi - skip] for p, skip in g.planes]
-                decode_quads(
-                    planes,
-                    g.layout,
-                    g.table,
-                    x if g.layout.d == d else x[:, at : at + g.layout.d],
-                )
-                at += g.layout.d
+            planes = [p[:, :, lo:hi] for p in self.planes]
+            decode_quads(planes, self.layout, self.table, x)
             yield (lo, hi), x
 
     def put_scores(self, q: Tensor, begin, out: Tensor, place: Tensor) -> None:
@@ -255,8 +235,8 @@ class _Tiles:
         for (lo, hi), x in self.blocks(place):
             one = q.unsqueeze(1).expand(heads, hi - lo, g, d).reshape(-1, g, d)
             dots = torch.bmm(one, x).view(heads, -1, g, self.size[2]).transpose(1, 2)
-            part = slice(lo - self.first, hi - self.first)
-            into, w = out[:, :, part], weights[:, :, lo - own : hi - own]
+            part = slice(lo - own, hi - own)
+            into, w = out[:, :, part], weights[:, :, part]
             former = begin(part, into)
             torch.mul(dots, w, out=into) if former is None else torch.addcmul(
                 former, dots, w, out=into
@@ -274,11 +254,8 @@ class _Tiles:
             p.shape[1],
             None,
         )
-        p = p[:, :, own - self.first : self.tiles.stop - self.first]
         if hidden is not None:
-            hidden = hidden.view(len(hidden), 1, -1, tile)[
-                :, :, own - self.first : self.tiles.stop - self.first
-            ]
+            hidden = hidden.view(len(hidden), 1, -1, tile)
             weights = (
                 weights.view(len(hidden), -1, *weights.shape[1:])
                 .masked_fill(hidden, 0)
@@ -310,94 +287,9 @@ def _wide(table: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _tables(
-    codebook, firsts: tuple, sizes: tuple
-) -> tuple:  # (`quad_table` of each group, step of the levels: a number or [d])
-    "What a codebook says of groups of so many channels, from the first channel of each."
-    books = (
-        [codebook.books[j] for j in firsts]
-        if isinstance(codebook, MixedCodebook)
-        else [codebook]
-    )
-    steps = [1.0 if book.grid is None else book.grid.step for book in books]
-    with torch.inference_mode(False):
-        step = (
-            steps[0]
-            if len(steps) == 1
-            else torch.tensor(steps).repeat_interleave(torch.tensor(sizes))
-        )
-    return [_wide(quad_table(book)) for book in books], step
-
-
-def _code_tiles(side: Side, tiles: slice) -> list:  # of `_Tiles`
-    "Codes of some tiles: first those of the truncated ones, then the others."
-    code, out = side.q.code, []
-    firsts = tuple(
-        g.channels.start if isinstance(g.channels, slice) else g.channels[0]
-        for g in side.groups
-    )
-    sizes, edge = tuple(g.layout.d for g in side.groups), side.truncated_tiles
-    for truncated, part in (
-        (True, slice(tiles.start, min(tiles.stop, edge))),
-        (False, slice(max(tiles.start, edge), tiles.stop)),
-    ):
-        if part.start >= part.stop:
-            continue
-        tables, step = _tables(
-            code.coarser.codebook if truncated else code.codebook, firsts, sizes
-        )
-        groups = []
-        for g, table in zip(side.groups, tables):
-            layout, names = (
-                (replace(g.layout, bits=g.layout.bits - 1), g.names[:-1])
-                if truncated and g.truncates
-                else (g.layout, g.names)
-            )
-            groups.append(
-                _Group(
-                    [(side.tensors[name], side.tiles_before(name)) for name in names],
-                    layout,
-                    table,
-                )
-            )
-        out.append(_Tiles(groups, side.tensors["scale"], step, part, tiles.start))
-    return out
-
-
-@lru_cache(maxsize=1)
-def _sign_table() -> Tensor:
-    "The words of a plane of signs: -1 and 1."
-    return _quad_words(torch.tensor([-1.0, 1.0]), 1)
-
-
-def _sign_tiles(side: Side, tiles: slice) -> list:  # of `_Tiles`
-    "Signs of a QJL residual in some tiles, as vectors of m channels; none without one."
-    signs = side.extras.get("signs")
-    if signs is None:
-        return []
-    group = _Group([(side.tensors["signs"], 0)], signs, _sign_table())
-    return [
-        _Tiles(
-            [group],
-            side.tensors["residual_norm"],
-            math.sqrt(math.pi / 2) / signs.d,
-            tiles,
-            tiles.start,
-        )
-    ]
-
-
-@lru_cache(maxsize=64)
-def _channel_order(
-    bits: tuple,
-) -> tuple:  # ([d] long, its inverse), or (None, None): as they are
-    "The channels group by group: most bits first."
-    order = sorted(range(len(bits)), key=lambda j: -bits[j])
-    if order == [*range(len(bits))]:
-        return None, None
-    with torch.inference_mode(False):
-        order = torch.tensor(order)
-        return order, order.argsort()
+def _step_table(codebook) -> Tensor:
+    "The table of a step."
+    return _wide(quad_table(codebook))
 
 # %% ../../nbs/33_gather.ipynb #33a00017
 def _mean_scores(query, store: KVStore, tiles: slice):
@@ -417,7 +309,7 @@ def _mean_scores(query, store: KVStore, tiles: slice):
             return offset
         first, last = (store.offset + (tiles.start + i) * tile for i in (part.start, part.stop))
         if len(set(starts)) > 1 or first < starts[0]:
-            found = (weights @ store._rows(first, last).float().mT).flatten(0, 1)
+            found = (weights @ angles(store, first, last).float().mT).flatten(0, 1)
             found = by_row(found, tile // 4).reshape(into.shape)
         else:  # all sequences have the same angles: a product for each tile, which threads
             # share, with rows in the order of the look-up
@@ -455,7 +347,7 @@ def _step(call: Call, ranges: StepRanges) -> Answer:
     store, q, softcap = call.store, call.q, call.rule.softcap
     query, value = attention._query(call), store.value
     (b, h, g, _), dv = query.plain.shape, value.q.d
-    exact_k, exact_v = (_exact(side, x) for side, x in zip(store.sides, (call.k, call.v)))
+    exact_k, exact_v = (_exact(side, x) for side, x in zip(store.parts, (call.k, call.v)))
     near, tiles = exact_k.shape[1], ranges.tiles.stop - ranges.tiles.start
     scores = torch.empty(b * h, g, near + tiles * store.tile, dtype=torch.float32)
     if not scores.shape[2]:  # no sequence has begun
@@ -464,29 +356,11 @@ def _step(call: Call, ranges: StepRanges) -> Answer:
     scores[..., :near] = torch.bmm(query.plain.view(b * h, g, -1), exact_k.mT)
     coded = scores[..., near:].view(b * h, g, tiles, store.tile)
     if tiles:
-        (keys, key_signs), (values, value_signs) = (
-            (_code_tiles(side, ranges.tiles), _sign_tiles(side, ranges.tiles))
-            for side in store.sides
-        )
-        place = torch.empty(
-            max(part.block for part in (*keys, *key_signs, *values, *value_signs)),
-            dtype=torch.float32,
-        )
-        (order, _), (_, value_order) = (
-            _channel_order(side.q.channel_bits) for side in store.sides
-        )
-        rotated, mean = (
-            query.rotated.view(b * h, g, -1),
-            _mean_scores(query, store, ranges.tiles),
-        )
-        for part in keys:
-            part.put_scores(
-                rotated if order is None else rotated[..., order], mean, coded, place
-            )
-        for part in key_signs:
-            part.put_scores(
-                rotated @ store.key.q.code.sketch.T, lambda part, into: into, coded, place
-            )
+        keys, values = (_Tiles(side, ranges.tiles) for side in store.parts)
+        place = torch.empty(max(keys.block, values.block), dtype=torch.float32)
+        rotated = query.rotated.view(b * h, g, -1)
+        mean = _mean_scores(query, store, ranges.tiles)
+        keys.put_scores(rotated, mean, coded, place)
     if softcap is not None:
         scores.div_(softcap).tanh_().mul_(softcap)
     unsure = (
@@ -505,10 +379,7 @@ def _step(call: Call, ranges: StepRanges) -> Answer:
     out = torch.bmm(weights[..., :near], exact_v)
     if tiles:
         unseen = ranges.hidden[:, 0, 0, near:] if unsure else None
-        rotated = sum(part.weighted(coded, place, unseen) for part in values)
-        rotated = rotated if value_order is None else rotated[..., value_order]
-        for part in value_signs:
-            rotated = rotated + part.weighted(coded, place, unseen) @ value.q.code.sketch
+        rotated = values.weighted(coded, place, unseen)
         out += value.q.rotation.inverse(rotated)
         mean = None if value.mean is None else value.mean.view(b * h, 1, dv)
         out = value.q.centre.output(out, coded.sum((-1, -2)).unsqueeze(-1), mean)
@@ -516,7 +387,7 @@ def _step(call: Call, ranges: StepRanges) -> Answer:
     return Answer(out.view(b, h * g, 1, dv).to(q.dtype), lse)
 
 
-def _exact(side: Side, chunk: Tensor | None) -> Tensor:
+def _exact(side: Part, chunk: Tensor | None) -> Tensor:
     "Sinks, the ring as it lies, and the chunk: [B * H, S + W + m, d] fp32."
     parts = [side.exact.sinks, side.exact.recent] + ([] if chunk is None else [chunk])
     return torch.cat(parts, 2).float().flatten(0, 1)
@@ -537,15 +408,12 @@ class Gather(Backend):
             return f"the table is for a CPU, the store is on {store.device.type}"
         if q.ndim != 4 or q.shape[2] != 1:
             return f"one query a sequence is served, got q of shape {list(q.shape)}"
-        if store.static:
-            return (
-                "the store is static: its steps may be captured, and the host then knows no "
-                "length"
-            )
+        if why := store.clock.refuses("look-up"):
+            return why
         if store.end is not None:
             return "sequences have ends"
-        if not all(side.q.code.whole.has_edges for side in store.sides):
-            return "the code has no look-up table"
+        if why := next(filter(None, (s.code.refuses("decode") for s in store.parts)), ""):
+            return why
         states = (q, call.k, call.v)
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in states):
             return "there is no gradient; call under torch.no_grad()"
@@ -614,7 +482,6 @@ class _Rows(NamedTuple):
 
     codes: np.ndarray  # [n, d] integers
     scale: Tensor  # [n] as it is held
-    residual: dict | None = None  # what the code keeps besides, as it is held
 
 
 def _array(x: Tensor) -> np.ndarray:
@@ -653,24 +520,11 @@ def _code_rows(q: Quantizer, y: Tensor) -> tuple | None:
     return (codes, of(scale).to(q.scale_dtype), level) if fits else None
 
 
-def _with_residual(q: Quantizer, y: Tensor, coded: tuple) -> _Rows | None:
-    """What `_code_rows` found and what the code keeps besides; None if a number of it is too
-    large."""
-    codes, scale, level = coded
-    if not q.code.extras:
-        return _Rows(codes, scale)
-    kept = q.code.residual(y - torch.from_numpy(level) * scale.float().unsqueeze(-1))
-    numbers = [extra.name for extra in q.code.extras if not extra.bits]
-    if any(float(kept[name].max()) > torch.finfo(q.scale_dtype).max for name in numbers):
-        return None
-    return _Rows(codes, scale, kept | {name: kept[name].to(q.scale_dtype) for name in numbers})
-
-
 def _key_mean(store: KVStore, position: int) -> Tensor:
     "A pre-RoPE mean at a position: [B, H, 1, d]."
     mean, starts = store.key.mean.float(), store.ranges.starts
     if len(set(starts)) > 1 or store.cos_sin.table.shape[1] < mean.shape[3]:
-        return apply_cos_sin(mean, store._rows(position, position + 1))
+        return apply_cos_sin(mean, angles(store, position, position + 1))
     cos, sin = store.cos_sin.row(max(0, position - starts[0]))
     return mean * cos + mean.roll(mean.shape[3] // 2, -1) * sin
 
@@ -684,15 +538,7 @@ def _is_usual(store: KVStore, k: Tensor, v: Tensor) -> bool:
         return False
     if k.shape != (b, h, 1, store.key.q.d) or v.shape != (b, h, 1, store.value.q.d):
         return False
-    tile = (store.length - store.offset) // store.tile  # that takes the token
-    if any(tile < s.truncated_tiles for s in store.sides):
-        return False
-    decay = store.recipe.decay
-    return decay is None or not any(
-        s.truncated_planes
-        and s.truncated_tiles < (store.length + 1 - decay - store.offset) // store.tile
-        for s in store.sides
-    )
+    return store.recipe.decay is None and all(side.code.lut for side in store.parts)
 
 
 def append(
@@ -703,26 +549,25 @@ def append(
     "Code one token of each sequence in few operations, with the bits of `KVStore.append`."
     if store.uncoded:
         store.complete()
-    if store.static:
-        if store._capturing():
-            return False
-        store.sync()
+    if store.clock.by_device:
+        return False
+    store.clock.learn(store)
     return _is_usual(store, k, v) and _append_usual(store, k, v)
 
 
 @_plain
 def _append_usual(store: KVStore, k: Tensor, v: Tensor) -> bool:
     "`append` for what `_is_usual` lets through."
-    store._make_room(1)
+    make_room(store, 1)
     with torch.inference_mode():
         coded = _code_token(store, k, v)
         if coded is None:
             return False
-        for side, x, rows in zip(store.sides, (k, v), coded):
+        for side, x, rows in zip(store.parts, (k, v), coded):
             _put_rows(store, side, rows, store.length)
             _put_exact(store, side, x)
         store.length += 1
-        store.storage.count(store.length)
+        store.clock.count(store.length)
     return True
 
 
@@ -736,13 +581,13 @@ def _rotated(
     store: KVStore, states: tuple, position: int
 ) -> list:  # [B * H, d] of keys, of values
     "States of one position, centred and rotated."
-    means, rotated = [side.mean for side in store.sides], []
-    for i, (name, side) in enumerate(zip(("key", "value"), store.sides)):
+    means, rotated = [side.mean for side in store.parts], []
+    for i, (name, side) in enumerate(zip(("key", "value"), store.parts)):
         if side.q.centre.kind == "rotating":
             means[i] = _key_mean(store, position)
         elif side.q.centre.kind == "own":
             means[i] = store.center(name, position, position + 1)
-    for side, x, mean in zip(store.sides, states, means):
+    for side, x, mean in zip(store.parts, states, means):
         x = x.float() if mean is None else x.float() - mean.float()
         y = side.q.rotation.apply(x if side.q.rotation.per_head else x.reshape(-1, side.q.d))
         rotated.append(y.reshape(-1, side.q.d))
@@ -758,33 +603,20 @@ def _code_token(store: KVStore, k: Tensor, v: Tensor) -> list | None:
             [None] if both is None else [tuple(x[half] for x in both) for half in _halves(both)]
         )
     else:
-        coded = [_code_rows(side.q, y) for side, y in zip(store.sides, rotated)]
-    if any(x is None for x in coded):
-        return None
-    rows = [_with_residual(side.q, y, x) for side, y, x in zip(store.sides, rotated, coded)]
-    return None if any(x is None for x in rows) else rows
+        coded = [_code_rows(side.q, y) for side, y in zip(store.parts, rotated)]
+    return None if any(x is None for x in coded) else [_Rows(*x[:2]) for x in coded]
 
 
-def _put_rows(store: KVStore, side: Side, rows: _Rows, position: int) -> None:
+def _put_rows(store: KVStore, side: Part, rows: _Rows, position: int) -> None:
     "Write codes and scale of a position."
-    shape, held = (store.batch, store.heads), side.tensors
+    shape, held = (store.batch, store.heads), side.memory.tensors
     tile, t = divmod(position - store.offset, store.tile)
-    codes = rows.codes.reshape(*shape, -1)
-    for g in side.groups:
-        planes = [held[name].numpy()[:, :, tile - side.tiles_before(name)] for name in g.names]
-        _put_codes(
-            planes, g.layout, codes if len(side.groups) == 1 else codes[..., g.channels], t
-        )
+    planes = [plane.numpy()[:, :, tile] for plane in side.memory.planes]
+    _put_codes(planes, side.memory.groups[0].layout, rows.codes.reshape(*shape, -1), t)
     _array(held["scale"])[:, :, tile, t] = _array(rows.scale).reshape(shape)
-    for name, layout in side.extras.items():
-        kept, plane = rows.residual[name], _array(held[name])[:, :, tile]
-        if layout is None:
-            plane[:, :, t] = _array(kept).reshape(shape)
-        else:
-            _put_codes([plane], layout, kept.numpy().reshape(*shape, -1), t)
 
 
-def _put_exact(store: KVStore, side: Side, x: Tensor) -> None:
+def _put_exact(store: KVStore, side: Part, x: Tensor) -> None:
     """Copy a token into the ring after the last one, and where it is a sink to its place among
     them."""
     position, (sinks, ring) = store.length, (side.exact.sinks, side.exact.recent)
@@ -804,19 +636,19 @@ def append_later(
     v: Tensor,  # [B, H, 1, d_value]
 ) -> bool:  # whether it did; if not, nothing has changed
     "Take the exact state of one token of each sequence, which `complete` codes."
-    sides = store.sides
+    sides = store.parts
     if (
-        store.static
+        store.clock.fixed
         or store.uncoded
         or not store.recipe.recent
-        or any(s.q.code.extras or s.q.rotation.per_head for s in sides)
+        or any(s.q.rotation.per_head for s in sides)
     ):
         return False
     if not _is_usual(store, k, v) or not all(
         float(torch.linalg.vector_norm(x.detach(), math.inf)) < _SURE for x in (k, v)
     ):  # NaN is not
         return False
-    store._make_room(1)
+    make_room(store, 1)
     for side, x in zip(sides, (k, v)):
         _put_exact(store, side, x)
     store.length, store.uncoded = store.length + 1, True
@@ -835,10 +667,10 @@ def complete(
             slot = position % store.recipe.recent
             rotated = _rotated(
                 store,
-                tuple(side.exact.recent[:, :, slot : slot + 1] for side in store.sides),
+                tuple(side.exact.recent[:, :, slot : slot + 1] for side in store.parts),
                 position,
             )
-            for side, y in zip(store.sides, rotated):
+            for side, y in zip(store.parts, rotated):
                 alike.setdefault(_coding(side.q), []).append((store, side, y))
         coded = [
             (_code_rows(parts[0][1].q, torch.cat([y for *_, y in parts])), parts)

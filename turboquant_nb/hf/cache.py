@@ -32,7 +32,7 @@ from turboquant_nb.hf.passes import (
 from .report import Report, report_of
 from ..quant.layer_info import LayerInfo
 from ..quant.quantizer import Recipe
-from ..cache.clock import HostClock
+from ..cache.clock import HostClock, is_captured
 from ..cache.store import KVStore
 
 # %% ../../nbs/51_cache.ipynb #351d9ca3
@@ -163,7 +163,7 @@ class TurboQuantLayer(CacheLayerMixin):
     def capturing(self) -> bool:
         """Whether a CUDA graph or torch.compile captures this call, to run it again without
         Python."""
-        return self.is_initialized and self.store.static and self.store._capturing()
+        return self.is_initialized and self.store.clock.by_device
 
     @property
     def held(self) -> int:
@@ -313,9 +313,9 @@ class TurboQuantLayer(CacheLayerMixin):
     def make_growing(self) -> None:
         """Let a store grow, move and change its rows again that was made static for captured
         steps; what was captured on it must not be replayed any more."""
-        if self.is_initialized and self.store.static and not self.static:
+        if self.is_initialized and self.store.clock.fixed and not self.static:
             self.store = copy.copy(self.store)
-            self.store.storage, self.store.max_length = HostClock(), self.max_length
+            self.store.clock, self.store.max_length = HostClock(), self.max_length
 
     def reset(self) -> None:
         """Forget everything; the next update builds a new store, or fills the same tensors
@@ -330,7 +330,7 @@ class TurboQuantLayer(CacheLayerMixin):
     def get_seq_length(self) -> int | Tensor:
         "Tokens seen so far, freed ones included; of a static layer a tensor on the device."
         if self.static and self.is_initialized:
-            return self.store.position[0]
+            return self.store.clock.position[0]
         return self.held
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -535,18 +535,18 @@ class TurboQuantCache(Cache):
                 gather.complete(self._late)
                 self._late = []
             return states
-        storage = layer.store.storage
-        layer.store.length, storage.known = known, True
+        clock = layer.store.clock
+        layer.store.length, clock.known = known, True
         try:
             return layer.update(key_states, value_states, *args, on_codes=on_codes, **kwargs)
         finally:
-            storage.known = False
+            clock.known = False
 
     def _begin_pass(self) -> None:
         "Once a pass, before its first layer: what concerns the cache and not a layer."
         store, self._lengths = self.coded_layers[0].store, {}
-        if store is not None and store._capturing():
-            if not store.static:
+        if store is not None and is_captured(store.device):
+            if not store.clock.fixed:
                 raise ValueError(
                     "only steps of a static cache can be captured: give max_length and "
                     "static=True"
@@ -564,7 +564,7 @@ class TurboQuantCache(Cache):
         numbers, layers = {}, [x for x in self.coded_layers if x.is_initialized]
         for x in layers:
             numbers.setdefault(x.store.device, []).append(
-                torch.cat([x.store.position, x.store.flags[:5]])
+                torch.cat([x.store.clock.position, x.store.flags[:5]])
             )
         found = {device: iter(torch.stack(rows).tolist()) for device, rows in numbers.items()}
         for x in layers:

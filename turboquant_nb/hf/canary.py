@@ -196,7 +196,7 @@ class Canary:
         k, v = (torch.cat(x, 2)[:, :, -reach:] for x in zip(*kept.pieces))
         first, store = layer.store.length - reach, layer.store
         if first >= store.offset + store.tile * max(
-            store.key.truncated_tiles, store.value.truncated_tiles
+            store.key.memory.truncated_tiles, store.value.memory.truncated_tiles
         ):  # else truncated on purpose
             with torch.no_grad():
                 self.take(check_layer(layer, query[:, :, -1:], k, v, scaling, softcap))

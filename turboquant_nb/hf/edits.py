@@ -12,6 +12,7 @@ from fastcore.basics import patch
 from torch import Tensor
 
 from .. import checks
+from ..cache.store import rearrange
 from .cache import MARGIN, _DRAFTS, _Flags, TurboQuantCache, TurboQuantLayer
 from .hooks import Before
 
@@ -29,13 +30,13 @@ def crop(self: TurboQuantLayer, tokens_to_remove: int) -> None:
         self.tail = self.store.crop(min(n, self.held), self.tail)
         return
     if (
-        self.drafting and self.store.static
+        self.drafting and self.store.clock.fixed
     ):  # passes with drafts are replayed, so no tensor may move; the host knows the length
-        self.store.storage.known = True
+        self.store.clock.known = True
         try:
             self.tail = self.store.crop(n, self.tail)
         finally:
-            self.store.storage.known = False
+            self.store.clock.known = False
         return
     self.make_growing()
     if not self.drafting:
@@ -96,7 +97,7 @@ def take_rows(self: TurboQuantLayer, index: Tensor, order: list | None) -> None:
     have the same padding, and the host need not know."""
     if self.is_initialized:
         rows = index.to(self.store.device)
-        self.store._rearrange(lambda x: x[rows], len(index))
+        rearrange(self.store, lambda x: x[rows], len(index))
         order = [0] * len(index) if order is None else order
         self.rows_changed(tuple(self.starts[i] for i in order))
 

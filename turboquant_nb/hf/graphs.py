@@ -23,9 +23,9 @@ from ..cache.attention import Answer, Call
 from ..kernels import ops
 from .cache import NAME, STEPS, CodedStates, TurboQuantCache, TurboQuantLayer
 from .hooks import Detour, attention_name
-from ..cache.clock import CAPTURE, DeviceClock
+from ..cache.clock import CAPTURE, DeviceClock, flags_of, is_captured
 from ..cache.exact import Tail, _plain
-from ..cache.store import KVStore
+from ..cache.store import KVStore, make_room, row_tensors
 
 # %% ../../nbs/53_graphs.ipynb #8c645051
 class CapturedSteps:
@@ -50,7 +50,7 @@ class CapturedSteps:
 
     def hold_still(self, layer: TurboQuantLayer) -> None:
         "Let no tensor of the layer move until its store is full, or `make_growing` is called."
-        if not layer.store.static:
+        if not layer.store.clock.fixed:
             layer.store = layer.store.as_static(layer.max_length)
             self.settle(layer, layer.store.key.tensors["sinks"])
 
@@ -173,13 +173,13 @@ def as_static(self: KVStore, max_length: int | None = None) -> KVStore:
     `_ROOM`."""
     new = copy(self)
     if max_length is None and new.capacity - new.length < 64:
-        new._make_room(_ROOM)
+        make_room(new, _ROOM)
     new.max_length = max_length or new.capacity
     if new.cos_sin is not None:
         new.cos_sin.reach(new.max_length)
-    new.storage = DeviceClock(new)
-    new.storage.count(new.length)
-    new._need_flags()
+    new.clock = DeviceClock(new)
+    new.clock.count(new.length)
+    flags_of(new)
     return new
 
 # %% ../../nbs/53_graphs.ipynb #a1e2ab51
@@ -391,7 +391,7 @@ class StepRunner:
         if layer.is_sliding:
             return "a sliding layer frees tokens; max_length and static=True keep them"
         if store.recipe.decay is not None or any(
-            side.q.code.refuses("capture") for side in store.sides
+            side.q.code.refuses("capture") for side in store.parts
         ):
             return "decay and QJL residuals"
         if layer.patience or store._recent_from > max(0, store.length - store.recipe.recent):
@@ -517,9 +517,9 @@ class StepRunner:
 
         def run():
             if step.mask is not None:  # what it says must be what the stores know
-                real = first.position + n - first.start
+                real = first.clock.position + n - first.start
                 self.odd.logical_or_((captured.sums != real).any())
-            counted = first.position.long() + torch.arange(n, device=first.device)
+            counted = first.clock.position.long() + torch.arange(n, device=first.device)
             places = (
                 counted.expand(len(step.ids), n) if captured.places is None else captured.places
             )
@@ -543,7 +543,10 @@ class StepRunner:
 
         make = CudaGraph if self.graphs is True else self.graphs
         captured.graph = make(first.device)
-        kept = [self.odd, *(t for s in stores for t in (*s._fixed(), s.position, s.flags))]
+        kept = [
+            self.odd,
+            *(t for s in stores for t in (*row_tensors(s), s.clock.position, s.flags)),
+        ]
         out = captured.graph.capture(run, kept)
         captured.tensors = {name: x for name, x in out.items() if isinstance(name, str)}
         captured.tails = [
@@ -608,7 +611,7 @@ class StepRunner:
         "Count so many tokens more, or fewer, as if nothing else had happened."
         for layer in self.cache().coded_layers:
             layer.store.length += tokens
-            layer.store.storage.count(layer.store.length)
+            layer.store.clock.count(layer.store.length)
 
     # --- what replays found
 
@@ -668,7 +671,7 @@ def _by_runner(model, forward, args: tuple, kwargs: dict):
     if torch.compiler.is_compiling() or not isinstance(cache, TurboQuantCache):
         return forward(*args, **kwargs)
     first = cache.coded_layers[0]
-    busy = first.is_initialized and first.store._capturing()
+    busy = first.is_initialized and is_captured(first.store.device)
     mine = cache.runner.attached and cache.runner.model() is model
     return (
         cache.runner(forward, args, kwargs) if mine and not busy else forward(*args, **kwargs)

@@ -172,8 +172,11 @@ class ModelInfo:
 
     def __init__(self, model_or_config):
         self.config = _text_config(model_or_config)
-        if not is_registered(self.config):
-            _own_layers(self.config)  # refuses kinds that are not served
+        registered = is_registered(self.config)  # else it refuses kinds that are not served
+        own = [] if registered else _own_layers(self.config)  # whose tensors are not kept
+        self._own = [
+            (type(x).__name__, _is_coded(x), getattr(x, "sliding_window", None)) for x in own
+        ]
 
     @cached_property
     def layers(self) -> list:
@@ -182,14 +185,10 @@ class ModelInfo:
         if is_registered(self.config):
             return read
         return [
-            replace(
-                layer,
-                kind=type(own).__name__,
-                coded=_is_coded(own),
-                sliding_window=getattr(own, "sliding_window", None),
-                inv_freq=inv_freq,
+            replace(layer, kind=kind, coded=coded, sliding_window=window, inv_freq=inv_freq)
+            for layer, (kind, coded, window), inv_freq in zip(
+                read, self._own, self.rope.by_layer
             )
-            for layer, own, inv_freq in zip(read, _own_layers(self.config), self.rope.by_layer)
         ]
 
     @property

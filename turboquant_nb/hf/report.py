@@ -96,7 +96,7 @@ def report_of(
     parts = Counter()
     tails = [0 if x.tail is None else x.tail.nbytes for x in layers]
     for s in stores:
-        parts.update(s.parts())
+        parts.update(s.bytes_by_kind())
     parts["exact"] += sum(tails)
     tables = {t.data_ptr(): t.nbytes for s in stores for t in s.tables()}
     parts["tables"] = sum(tables.values())

@@ -157,12 +157,12 @@ def _runs(store: KVStore, held: int) -> list:  # tokens held
     "Those of a store: truncated tiles and those after them, for each group of channels."
     out, tile = [], store.tile
     for name, side in (("key", store.key), ("value", store.value)):
-        for g in side.groups:
-            edges = 0, side.truncated_tiles, math.ceil(held / tile)
+        for g in side.memory.groups:
+            edges = 0, side.memory.truncated_tiles, math.ceil(held / tile)
             for truncated, first, last in zip((True, False), edges, edges[1:]):
                 lost = truncated and g.truncates
                 planes = [
-                    [f"{name}.{n}", first - side.tiles_before(n)]
+                    [f"{name}.{n}", first - side.memory.tiles_before(n)]
                     for n in (g.names[:-1] if lost else g.names)
                 ]
                 layout = Layout(g.layout.bits - lost, g.layout.d, g.layout.along, tile)

@@ -26,23 +26,11 @@ from turboquant_nb.kernels.decode import (
     triton,
 )
 from turboquant_nb.kernels.decode_mma import (
-    _copy_k,
-    _finish,
+    _decode_kernel,
     _Form,
-    _in_register,
-    _key_pieces,
-    _LOG2E,
-    _page,
-    _queries,
-    _query_fragment,
-    _softmax_step,
-    _token_places,
-    _value_pieces,
-    _weights,
     decode_form,
     device_properties,
     gl,
-    gluon,
     packaged_config,
 )
 from turboquant_nb.kernels.encode import (
@@ -975,279 +963,6 @@ def _cell_form(cell: CellLayout, rows: int, key: tuple, value: tuple) -> _Form:
         **vars(form), **{f"AT_{n}": gl.constexpr(x) for n, x in zip(names, (*key, *value))}
     )
 
-
-@gluon.jit
-def _key_planes(CELLS, G: gl.constexpr):
-    "Where the planes of the keys of cell 0 begin."
-    return CELLS + G.AT_K0, CELLS + G.AT_K1, CELLS + G.AT_K2
-
-
-@gluon.jit
-def _value_planes(CELLS, G: gl.constexpr):
-    return CELLS + G.AT_V0, CELLS + G.AT_V1, CELLS + G.AT_V2
-
-# %% ../../nbs/45b_cells.ipynb #45b00082
-@gluon.jit
-def _part(
-    WORK, requests, heads, blocks, splits, early, LISTED: gl.constexpr, PDL: gl.constexpr
-):
-    """Request, head, block of query rows and split of this program, where its output begins,
-    and whether it is nobody's."""
-    pid = gl.program_id(0)
-    split, bh, block = pid // blocks % splits, pid // (blocks * splits), pid % blocks
-    if LISTED:  # items without work come last, else they are holes in what multiprocessors get
-        split, bh = pid // (blocks * heads), pid // blocks % heads
-    b, h, out_row = (
-        bh // heads,
-        bh % heads,
-        ((bh * blocks + block) * splits + split).to(gl.int64),
-    )
-    if PDL:
-        if early == 0:
-            tl.extra.cuda.gdc_wait()
-    nobody = bh < 0
-    if LISTED:
-        b = gl.load(WORK + requests + 2 + split)
-        nobody = b < 0
-        b, h = gl.maximum(b, 0), bh
-        split = split - gl.load(WORK + 1 + b)
-    return b, h, block, split, out_row, nobody
-
-
-@gluon.jit
-def _seen(length, row, m, own, sinks, sliding_window, SLIDING: gl.constexpr):
-    """First and last coded token that each row sees; those that any row does; and those between
-    which all do, so that tiles need no mask."""
-    at0 = length - m  # the first query
-    lo_row, hi_row = row * 0 + sinks, gl.minimum(length - own, at0 + row % m + 1)
-    lo, hi = length * 0 + sinks, gl.minimum(length - own, at0 + m)
-    safe_lo, safe_hi = lo, gl.minimum(hi, at0 + 1)
-    if SLIDING:
-        lo_row = gl.maximum(lo_row, at0 + row % m - sliding_window + 1)
-        lo = gl.maximum(lo, at0 - sliding_window + 1)
-        safe_lo = gl.maximum(lo, at0 + m - sliding_window)
-    return lo_row, hi_row, lo, hi, safe_lo, safe_hi
-
-
-@gluon.jit
-def _tiles(WORK, lo, hi, split, splits, nobody, LISTED: gl.constexpr):
-    "First tile of a split and one after its last."
-    first = lo // 256
-    count = gl.maximum((hi + 255) // 256 - first, 0)
-    begin, end = split * count // splits, (split + 1) * count // splits
-    if LISTED:
-        each = gl.load(WORK)
-        begin, end = split * each, gl.minimum((split + 1) * each, gl.where(nobody, 0, count))
-    return first + begin, first + end
-
-# %% ../../nbs/45b_cells.ipynb #45b00084
-@gluon.jit(
-    do_not_specialize=[
-        "requests",
-        "splits",
-        "m",
-        "own",
-        "sinks",
-        "sliding_window",
-        "table_stride",
-        "early",
-    ]
-)
-def _fragments_cells_kernel(
-    QUERY,
-    sb,
-    sh,
-    sn,
-    ROTATED,
-    RK_,
-    RV_,
-    CENTER,
-    CELLS,
-    SCALES,
-    LUT,
-    LENGTH,
-    WORK,
-    requests,
-    TABLE,
-    table_stride,
-    block_stride,
-    head_stride,
-    O,
-    LSE,
-    heads,
-    group,
-    blocks,
-    splits,
-    m,
-    own,
-    sinks,
-    sliding_window,
-    scaling,
-    k_step,
-    v_step,
-    cap_at,
-    early,
-    FAST_K: gl.constexpr,
-    FAST: gl.constexpr,
-    CENTRED: gl.constexpr,
-    SLIDING: gl.constexpr,
-    CAPPED: gl.constexpr,
-    LISTED: gl.constexpr,
-    PDL: gl.constexpr,
-    G: gl.constexpr,
-):
-    """Q query rows of one KV head of one request over one split of its coded tokens, by one
-    warp: output and log2-sum-exp2."""
-    Q: gl.constexpr = G.Q
-    SH: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    mma: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8]
-    )
-    operand: gl.constexpr = gl.DotOperandLayout(1, mma, 4)
-    column: gl.constexpr = gl.SliceLayout(0, G.LF)
-    b, h, block, split, out_row, nobody = _part(
-        WORK, requests, heads, blocks, splits, early, LISTED, PDL
-    )
-    bh, length, out_row = b * heads + h, gl.load(LENGTH + b), out_row * Q
-    if PDL:
-        if (
-            (length - m) % 16 == 0
-        ):  # a request that begins with blocks of another, which may have written their last
-            # token in this step
-            tl.extra.cuda.gdc_wait()
-    row = block * Q + gl.arange(0, Q, layout=column)
-    lo_row, hi_row, lo, hi, safe_lo, safe_hi = _seen(
-        length, row, m, own, sinks, sliding_window, SLIDING
-    )
-    begin, end = _tiles(WORK, lo, hi, split, splits, nobody, LISTED)
-    if begin >= end:
-        if PDL:
-            tl.extra.cuda.gdc_wait()  # the append has ended when this kernel has
-        nothing = gl.full([Q], float("-inf"), gl.float32, layout=column)
-        gl.store(LSE + out_row + gl.arange(0, Q, layout=column), nothing)
-        return
-    last = gl.maximum((hi + 4 * G.RP - 1) // (4 * G.RP) - 1, 0)
-    table = TABLE + b.to(gl.int64) * table_stride
-    K, V = _key_planes(CELLS, G), _value_planes(CELLS, G)
-    cells = (table, h.to(gl.int64) * head_stride, block_stride, last)
-    halves = (
-        table,
-        h.to(gl.int64) * (head_stride // 2),
-        block_stride // 2,
-        last,
-    )  # the same in scales
-    keys = gl.allocate_shared_memory(gl.uint8, [G.NK * G.PL * G.RK, 16, G.HK], SH)
-    values = keys._reinterpret(gl.uint8, [G.NK * G.PL * G.RV, 16, 64], SH)
-    ACC = gl.allocate_shared_memory(gl.float32, [G.NV * G.RV, 4, 8 * Q], SH)
-    jq = block * Q + gl.arange(0, Q, layout=gl.SliceLayout(0, G.LQA))
-    ok_q = jq < group * m
-    row_at = (
-        b.to(gl.int64) * sb
-        + (h * group + jq // m).to(gl.int64) * sh
-        + (jq % m).to(gl.int64) * sn
-    )
-    for i in range(G.NK):
-        _copy_k(keys, i, i, K, cells, begin, begin < end, True, G)
-    k0 = gl.load(LUT)
-    k1 = gl.load(LUT + 1)
-    k2 = gl.load(LUT + 2)
-    k3 = gl.load(LUT + 3)
-    v0 = gl.load(LUT + 4)
-    v1 = gl.load(LUT + 5)
-    v2 = gl.load(LUT + 6)
-    v3 = gl.load(LUT + 7)
-    top = gl.full([Q], -1e30, gl.float32, layout=column)
-    total = gl.sum(
-        gl.sum(gl.reshape(gl.zeros([256, Q], gl.float32, layout=G.LF), [4, 8, 8, Q]), 0), 1
-    )  # [8 lanes, Q]
-    for c in range(G.NV * G.RV):
-        ACC.index(c).store(gl.zeros([4, 8 * Q], gl.float32, layout=G.LA))
-    row64, inside, token = _token_places(G)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    q_lo, q_hi, unit, shift_q = _queries(
-        QUERY=QUERY,
-        ROTATED=ROTATED,
-        R=RK_,
-        MU=CENTER,
-        row_at=row_at,
-        row=((bh * blocks + block) * Q).to(gl.int64),
-        ok=ok_q,
-        bh=h,
-        scaling=scaling,
-        step=k_step,
-        FAST=FAST_K,
-        MEAN=CENTRED,
-        CAPPED=CAPPED,
-        G=G,
-    )
-    lut_k = (_in_register(k0), _in_register(k1), _in_register(k2), _in_register(k3))
-    lut_v = (_in_register(v0), _in_register(v1), _in_register(v2), _in_register(v3))
-    q_lo = _query_fragment(q_lo, G.C, G.W, Q, operand)
-    q_hi = _query_fragment(q_hi, G.C, G.W, Q, operand)
-    qs, shift = gl.convert_layout(unit, column), gl.convert_layout(shift_q, column)
-    for t in range(begin, end):
-        scale_at = _page(halves, t, row64, True, G) + inside
-        scale_at = gl.max_contiguous(gl.multiple_of(scale_at, G.NEAR), G.NEAR)
-        ks = gl.load(SCALES + scale_at + G.AT_KS // 2)
-        vs = gl.load(SCALES + scale_at + G.AT_VS // 2)
-        F = gl.allocate_shared_memory(
-            gl.float32, [4, 8, 8 * Q], SH
-        )  # here, so that others may use its bytes later
-        _key_pieces(keys, values, F, V, cells, t, q_lo, q_hi, lut_k, True, G, mma)
-        y, top, total, rescale = _softmax_step(
-            F=F,
-            ks=ks,
-            vs=vs,
-            bias=qs,
-            t=t,
-            token=token,
-            m=top,
-            total=total,
-            qs=qs,
-            shift=shift,
-            safe_lo=safe_lo,
-            safe_hi=safe_hi,
-            lo_row=lo_row,
-            hi_row=hi_row,
-            cap_at=cap_at,
-            SH=SH,
-            BIASED=False,
-            CAPPED=CAPPED,
-            G=G,
-        )
-        peak, P = _weights(y, operand, Q)
-        _value_pieces(
-            keys=keys,
-            values=values,
-            ACC=ACC,
-            K=K,
-            tiles=cells,
-            following=t + 1,
-            go=t + 1 < end,
-            P=P,
-            rescale=rescale,
-            top=peak,
-            table=lut_v,
-            PAGED=True,
-            G=G,
-            mma=mma,
-        )
-    scale = qs
-    if CAPPED:
-        scale = qs * 0 + 1.0
-    total = gl.convert_layout(gl.sum(total, 0), gl.SliceLayout(0, G.LVB))
-    top = gl.convert_layout(
-        top * scale + (shift * 0 if CAPPED else shift * _LOG2E), gl.SliceLayout(0, G.LVB)
-    )
-    j = gl.arange(0, Q, layout=gl.SliceLayout(0, G.LVB))
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    gl.store(
-        LSE + out_row + j, gl.where(total != 0, top + gl.log2(total), float("-inf"))
-    )  # NaN counts as seen
-    _finish(ACC, RV_, RV_, O, out_row, bh, total, v_step, SH, FAST, False, G)
-
 # %% ../../nbs/45b_cells.ipynb #45b00019
 class Workspace:
     """Memory for what the splits of a call leave. Grows when asked for more, unless it is
@@ -1503,7 +1218,7 @@ class _Cut:
 
 _JOIN, _PORTABLE, _FRAGMENTS = (
     frozenset(getattr(kernel, "arg_names", ()))
-    for kernel in (_join_kernel, _portable_kernel, _fragments_cells_kernel)
+    for kernel in (_join_kernel, _portable_kernel, _decode_kernel)
 )
 
 
@@ -1626,27 +1341,38 @@ def _launch_fragments(
     cache, plan: CellPlan, table, cut: _Cut, named: dict, early: bool
 ) -> None:
     "The codes of all splits, by the kernel for tensor cores."
-    q, m, left = named["QUERY"], named["m"], named["PARTS"]
-    fast_k = named["FAST"] and plan.tables.hadamard[0]
-    arguments = named | plan.memory(cache) | dict(O=left, LSE=named["LSE_PARTS"])
-    _fragments_cells_kernel[(cut.programs,)](
+    q, m, left, memory = named["QUERY"], named["m"], named["PARTS"], plan.memory(cache)
+    fast_k, absent = named["FAST"] and plan.tables.hadamard[0], plan.tables.packed_lut
+    arguments = named | memory | dict(O=left, LSE=named["LSE_PARTS"], recent=0)
+    arguments |= dict(chunk=named["own"], own=2**30, n=m)
+    arguments |= dict.fromkeys(("K0", "K1", "K2", "V0", "V1", "V2"), memory["CELLS"])
+    arguments |= dict.fromkeys(("KS", "VS"), memory["SCALES"])
+    arguments |= dict.fromkeys(("cap", "length", "offset", "recent_from", "bias_stride"), 0)
+    arguments |= dict.fromkeys(("START", "END", "BIAS", "NEAR", "FAR", "MV"), absent)
+    flags = "HAS_START HAS_END MEAN_V BIASED FUSED".split()
+    _decode_kernel[(cut.programs,)](
         sb=q.stride(0) * m,
         sh=q.stride(1),
         sn=q.stride(0),
         ROTATED=left if fast_k else _rotated(plan, cut, named, 1.0)[1],
         RK_=plan.key.rotation.query_matrix,
         RV_=plan.value.rotation.matrix,
-        CENTER=left if plan.center is None else plan.center,
-        LUT=plan.tables.packed_lut,
-        TABLE=table,
-        table_stride=table.stride(0),
+        MK=left if plan.center is None else plan.center,
+        TABLE=plan.tables.packed_lut,
+        PAGES=table,
+        page_stride=table.stride(0),
+        each_length=1,
+        factor=1.0,
         k_step=plan.tables.steps[0],
         v_step=plan.tables.steps[1],
         early=int(early and cut.known and named["OWN"] and fast_k),
         FAST_K=fast_k,
-        CENTRED=plan.center is not None,
+        MEAN_K=plan.center is not None,
         PDL=cut.pdl,
+        HAS_LENGTH=True,
+        PAGED=True,
         G=_cell_form(plan.cell, cut.rows, plan.places("key"), plan.places("value")),
+        **dict.fromkeys(flags, False),
         **_only(_FRAGMENTS, arguments),
         num_warps=1,
         **cut.options,

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..theory.rates import MixedCodebook, truncate
+from ..cache.attention import Call, Rule
 
 try:
     import triton
@@ -44,7 +44,7 @@ def _codes(
     BY_TOKEN: tl.constexpr,
 ):
     "Codes of byte rows r and channels j in the slots of the planes of a tile."
-    HALF: tl.constexpr = D // 2
+    HALF: tl.constexpr = (D + 1) // 2
     low = j % HALF
     if BY_TOKEN:
         base, bit = j * R + r, low * R + r
@@ -142,8 +142,6 @@ def _planes(CELLS, SCALES, cell, A: tl.constexpr):
         "cap",
         "page_stride",
         "requests",
-        "key_old",
-        "value_old",
     ]
 )
 def _portable_kernel(
@@ -206,24 +204,6 @@ def _portable_kernel(
     VA: tl.constexpr = None,
     PAGED: tl.constexpr = False,
     LISTED: tl.constexpr = False,
-    L0=None,
-    L1=None,
-    L2=None,
-    W0=None,
-    W1=None,
-    W2=None,
-    key_old=None,
-    value_old=None,
-    SIGNS=None,
-    NORM=None,
-    SKETCHED=None,
-    KD1: tl.constexpr = 0,
-    KB2: tl.constexpr = 0,
-    VD1: tl.constexpr = 0,
-    VB2: tl.constexpr = 0,
-    PARTS: tl.constexpr = False,
-    AGED: tl.constexpr = False,
-    SIGNED: tl.constexpr = False,
 ):
     "Q query rows of one KV head over one split of its coded tokens: output and log2-sum-exp2."
     pid = tl.program_id(0)
@@ -258,10 +238,6 @@ def _portable_kernel(
     here = (bh * blocks * Q + j)[:, None] * D + d[None, :]
     q = tl.load(ROTATED + here, mask=(j >= 0)[:, None] & (d < D)[None, :], other=0.0)
     shift = tl.load(SHIFT + bh * blocks * Q + j)
-    if SIGNED:
-        sketched = tl.load(
-            SKETCHED + here, mask=(j >= 0)[:, None] & (d < D)[None, :], other=0.0
-        )
     m = tl.full([Q], -1e30, tl.float32)
     total = tl.zeros([Q], tl.float32)
     acc = tl.zeros([Q, DVP], tl.float32)
@@ -279,57 +255,15 @@ def _portable_kernel(
             cell, slot = page * block_stride + h.to(tl.int64) * head_stride, tile * 0
             k0, k1, k2, k_scale = _planes(K0, KSCALE, cell, KA)
             v0, v1, v2, v_scale = _planes(K0, KSCALE, cell, VA)
-        k_last, v_last, k_whole, v_whole = slot, slot, tile >= 0, tile >= 0
-        if AGED:  # the first tiles lack the last planes, which therefore begin later
-            k_last, v_last, k_whole, v_whole = (
-                slot - (bh + 1) * key_old,
-                slot - (bh + 1) * value_old,
-                tile >= key_old,
-                tile >= value_old,
-            )
         for i in range(0, 4 * R, BR):
             t = i + tl.arange(0, BR)
             quarter, r = i // R, i % R + tl.arange(0, BR)
             if BR > R:
                 quarter, r = (t // R)[:, None], t % R
             pos = offset + tile * (4 * R) + t
-            if PARTS:
-                k = _part_levels(
-                    P0=K0,
-                    P1=K1,
-                    P2=K2,
-                    S0=L0,
-                    S1=L1,
-                    S2=L2,
-                    TABLE=TABLE,
-                    tile=slot,
-                    last=k_last,
-                    whole=k_whole,
-                    i=quarter,
-                    r=r,
-                    D=D,
-                    D1=KD1,
-                    DP=DP,
-                    R=R,
-                    BITS=KB,
-                    BITS2=KB2,
-                    BY_TOKEN=False,
-                    TRUNCATES=AGED,
-                )
-            else:
-                k = _levels(k0, k1, k2, TABLE, slot, quarter, r, D, DP, R, KB, False)
+            k = _levels(k0, k1, k2, TABLE, slot, quarter, r, D, DP, R, KB, False)
             ks = tl.load(k_scale + slot * (4 * R) + t).to(tl.float32)
             s = tl.dot(q, tl.trans(k), input_precision="ieee") * ks[None, :] + shift[:, None]
-            if SIGNED:
-                norm = tl.load(NORM + slot * (4 * R) + t).to(tl.float32)
-                s += (
-                    tl.dot(
-                        sketched,
-                        tl.trans(_signs(SIGNS, slot, quarter, r, D, DP, R)),
-                        input_precision="ieee",
-                    )
-                    * norm[None, :]
-                )
             if BIASED:
                 s += tl.load(
                     BIAS
@@ -337,31 +271,7 @@ def _portable_kernel(
                     + (pos - offset)[None, :]
                 )
             visible = (pos[None, :] >= low[:, None]) & (pos[None, :] < high[:, None])
-            if PARTS:
-                v = _part_levels(
-                    P0=V0,
-                    P1=V1,
-                    P2=V2,
-                    S0=W0,
-                    S1=W1,
-                    S2=W2,
-                    TABLE=TABLE + 64,
-                    tile=slot,
-                    last=v_last,
-                    whole=v_whole,
-                    i=quarter,
-                    r=r,
-                    D=DV,
-                    D1=VD1,
-                    DP=DVP,
-                    R=R,
-                    BITS=VB,
-                    BITS2=VB2,
-                    BY_TOKEN=True,
-                    TRUNCATES=AGED,
-                )
-            else:
-                v = _levels(v0, v1, v2, TABLE + 16, slot, quarter, r, DV, DVP, R, VB, True)
+            v = _levels(v0, v1, v2, TABLE + 16, slot, quarter, r, DV, DVP, R, VB, True)
             vs = tl.load(v_scale + slot * (4 * R) + t).to(tl.float32)
             m, total, acc = _absorb(s, visible, v, vs, m, total, acc, cap_at, CAPPED)
     some = tl.where(total != 0, total, 1.0)  # NaN counts as seen
@@ -698,21 +608,6 @@ class DecodeOperands(NamedTuple):
         # all read the same
         None
     )
-    part_levels: Tensor | None = (
-        # [2, 2, 2, 16] fp32: keys and values, two groups of channels, whole and truncated;
-        # None: one table for a side, whole
-        None
-    )
-    # bits of the first group, its channels, bits of the second (0: none); of keys, then of
-    # values
-    part_channels: list = []
-    # tiles of keys and of values that lost their last plane, at the front; empty: none
-    truncated: list = []
-    key_signs: Tensor | None = (
-        None  # [B, H, tiles, tile / 4, d / 2] of a QJL residual; with them:
-    )
-    key_residual_norm: Tensor | None = None  # [B, H, tiles, tile]
-    key_sketch: Tensor | None = None  # [d, d] fp32
 
 # %% ../../nbs/41_decode.ipynb #7299d6bd
 class DecodeSizes(NamedTuple):
@@ -745,8 +640,6 @@ class DecodeSizes(NamedTuple):
             len(x.key_planes) + 1 if x.key_planes[0].shape[-1] == d else 1
         )  # else the first plane holds single bits
         value_bits = len(x.value_planes) + 1 if x.value_planes[0].shape[-2] == dv else 1
-        if x.part_levels is not None:
-            key_bits, _, _, value_bits, *_ = x.part_channels
         return cls(
             batch=batch,
             heads=heads,
@@ -789,17 +682,6 @@ def pack_lut(
     return [w - (1 << 32) if w >> 31 else w for w in words]
 
 # %% ../../nbs/41_decode.ipynb #dd65ef74
-def _part_tables(q) -> tuple:  # (levels [2, 2, 16] fp32, (bits, channels, bits of the others))
-    "Levels of whole and truncated codes for each group of channels, most bits first."
-    book, bits = q.codebook, q.channel_bits
-    kinds, levels = sorted(set(bits), reverse=True), torch.zeros(2, 2, 16)
-    for group, b in zip(levels, kinds):
-        one = book.books[bits.index(b)] if isinstance(book, MixedCodebook) else book
-        for row, x in zip(group, (one, truncate(one, keep=2) if b > 2 else one)):
-            row[: len(x.levels)] = x.levels.cpu()
-    return levels, (kinds[0], bits.count(kinds[0]), kinds[1] if len(kinds) > 1 else 0)
-
-
 class CodeTables(NamedTuple):
     "What kernels must know of the quantizers of keys and values."
 
@@ -807,25 +689,10 @@ class CodeTables(NamedTuple):
     levels: Tensor  # [2, 16] fp32
     steps: tuple  # of the int8 levels of keys and of values
     hadamard: tuple  # are keys, and values, rotated by a Sylvester matrix?
-    parts: Tensor | None = None  # see `DecodeOperands.part_levels`
-    channels: tuple = ()  # see `DecodeOperands.part_channels`
 
     @classmethod
-    def of(cls, key, value, device, parts: bool = False) -> "CodeTables":
-        """Tables for codes of one width; with `parts` for those of the portable kernel that are
-        in parts, which have no int8 table."""
-        hadamard = tuple(q.rotation.form == "sylvester" for q in (key, value))
-        if parts:
-            (levels, more), (channels, others) = zip(*(_part_tables(q) for q in (key, value)))
-            none = torch.zeros(8, dtype=torch.int32, device=device)
-            return cls(
-                none,
-                levels.new_zeros(2, 16).to(device),
-                (1.0, 1.0),
-                hadamard,
-                torch.stack([levels, more]).to(device),
-                (*channels, *others),
-            )
+    def of(cls, key, value, device) -> "CodeTables":
+        "Tables of codes that have a `Lut`."
         books = [q.codebook for q in (key, value)]  # before any tile was truncated
         levels, packed = torch.zeros(2, 16), []
         for row, book in zip(levels, books):
@@ -833,6 +700,7 @@ class CodeTables(NamedTuple):
             packed += pack_lut(book.int8().levels)
         packed = torch.tensor(packed, dtype=torch.int32, device=device)
         steps = tuple(float(book.int8().step) for book in books)
+        hadamard = tuple(q.rotation.form == "sylvester" for q in (key, value))
         return cls(packed, levels.to(device), steps, hadamard)
 
 # %% ../../nbs/41_decode.ipynb #0be81bc1
@@ -844,43 +712,21 @@ def last_dim_dense(x: Tensor | None) -> Tensor | None:
 
 
 def store_operands(
-    q: Tensor,  # [B, Hq, n, d_key]
-    store,  # KVStore
+    call: Call,
     tables: CodeTables,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    scaling: float | None = None,  # d_key**-0.5 if None
-    sliding_window: int | None = None,
-    softcap: float | None = None,
     splits: int | None = None,
-    recent: int | None = None,  # of k and v each query reads only its own last ones
     padded: bool = True,  # may a sequence start after position 0?
     portable: bool = True,
     angles=None,  # `query.AngleTables` of a pre-RoPE mean
 ) -> DecodeOperands:
-    "What kernels need of a store and a call."
+    "What kernels need of a call and its store."
+    rule, store, q, k, v, *_ = call
     kt, vt, key, value = store.key.tensors, store.value.tensors, store.key.q, store.value.q
-    more, truncated = {}, [side.truncated_tiles for side in store.sides]
-    if tables.parts is not None:
-        more = dict(
-            part_levels=tables.parts,
-            part_channels=[*tables.channels],
-            truncated=truncated if any(truncated) else [],
-        )
-        more |= (
-            dict(
-                key_signs=kt["signs"],
-                key_residual_norm=kt["residual_norm"],
-                key_sketch=key.code.sketch,
-            )
-            if store.key.extras
-            else {}
-        )
     return DecodeOperands(
         last_dim_dense(q),
-        store.key.planes,
+        store.key.memory.planes,
         kt["scale"],
-        store.value.planes,
+        store.value.memory.planes,
         vt["scale"],
         tables.packed_lut,
         tables.levels,
@@ -896,7 +742,7 @@ def store_operands(
         v=last_dim_dense(v),
         start=store.start if padded else None,
         end=store.end,
-        position=store.position,
+        position=store.clock.position,
         cos_sin=store.rope_table,
         near_angles=None if angles is None else angles.near,
         far_angles=None if angles is None else angles.far,
@@ -905,22 +751,24 @@ def store_operands(
         length=store.length,
         offset=store.offset,
         recent_from=store._recent_from,
-        **call_numbers(q, scaling, sliding_window, softcap, splits),
+        **call_numbers(q, rule, splits),
         key_hadamard=tables.hadamard[0],
         value_hadamard=tables.hadamard[1],
         portable=portable,
-        own=recent,
-        **more,
+        own=call.recent,
     )
 
 
-def call_numbers(q, scaling, sliding_window, softcap, splits) -> dict:
+def call_numbers(q: Tensor, rule: Rule, splits: int | None) -> dict:
     "The numbers of a call as the operator takes them. Raises ValueError for splits below 1."
     if splits is not None and splits < 1:
         raise ValueError(f"splits must be positive, got {splits}")
-    scaling = float(q.shape[3] ** -0.5 if scaling is None else scaling)
-    softcap = None if softcap is None else float(softcap)
-    return dict(scaling=scaling, sliding_window=sliding_window, softcap=softcap, splits=splits)
+    return dict(
+        scaling=float(q.shape[3] ** -0.5 if rule.scaling is None else rule.scaling),
+        sliding_window=rule.sliding_window,
+        softcap=None if rule.softcap is None else float(rule.softcap),
+        splits=splits,
+    )
 
 # %% ../../nbs/41_decode.ipynb #b5b79162
 class Launch(NamedTuple):
@@ -1200,169 +1048,11 @@ def combine(
         out = (out + rotate(rest, x.value_rotation)).to(q.dtype)
     return out, lse, launch if fast and not mixed else None
 
-# %% ../../nbs/41_decode.ipynb #a41d0001
-@triton.jit
-def _group_levels(
-    P0,
-    P1,
-    P2,
-    TABLE,
-    tile,
-    last,
-    whole,
-    slot,
-    r,
-    j,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    BITS: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
-    TRUNCATES: tl.constexpr,
-):
-    """Levels of channels j of a group of D; 0 where it has no such channel. The last plane has
-    tile `last` where a tile is `whole`."""
-    real = (r >= 0) & (j >= 0) & (j < D)
-    j = tl.where(real, j, 0)
-    if BITS < 3 or not TRUNCATES:
-        code = _codes(P0, P1, P2, tile, r, j, slot, real, D, R, BITS, BY_TOKEN)
-    else:
-        HALF: tl.constexpr = D // 2
-        code = _codes(P0, P1, P2, tile, r, j, slot, real, D, R, BITS - 1, BY_TOKEN)
-        at = last * (R * HALF) + (j % HALF * R + r if BY_TOKEN else r * HALF + j % HALF)
-        if BITS == 3:
-            byte = tl.load(P1 + at, mask=real & whole, other=0).to(tl.int32)
-        else:
-            byte = tl.load(P2 + at, mask=real & whole, other=0).to(tl.int32)
-        code = tl.where(whole, code * 2 + ((byte >> (slot + j // HALF)) & 1), code + 16)
-    return tl.load(TABLE + code, mask=real, other=0.0)
-
-
-@triton.jit
-def _part_levels(
-    P0,
-    P1,
-    P2,
-    S0,
-    S1,
-    S2,
-    TABLE,
-    tile,
-    last,
-    whole,
-    i,
-    r,
-    D: tl.constexpr,
-    D1: tl.constexpr,
-    DP: tl.constexpr,
-    R: tl.constexpr,
-    BITS: tl.constexpr,
-    BITS2: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
-    TRUNCATES: tl.constexpr,
-):
-    """`_levels` of a side whose first D1 channels have codes of BITS in planes P, the others of
-    BITS2 in planes S."""
-    r = r[:, None]
-    j = tl.arange(0, DP)[None, :]
-    slot = i % 2 * 4 + i // 2 * 2
-    levels = _group_levels(
-        P0=P0,
-        P1=P1,
-        P2=P2,
-        TABLE=TABLE,
-        tile=tile,
-        last=last,
-        whole=whole,
-        slot=slot,
-        r=r,
-        j=j,
-        D=D1,
-        R=R,
-        BITS=BITS,
-        BY_TOKEN=BY_TOKEN,
-        TRUNCATES=TRUNCATES,
-    )
-    if D1 < D:
-        levels += _group_levels(
-            P0=S0,
-            P1=S1,
-            P2=S2,
-            TABLE=TABLE + 32,
-            tile=tile,
-            last=last,
-            whole=whole,
-            slot=slot,
-            r=r,
-            j=j - D1,
-            D=D - D1,
-            R=R,
-            BITS=BITS2,
-            BY_TOKEN=BY_TOKEN,
-            TRUNCATES=TRUNCATES,
-        )
-    return levels
-
-
-@triton.jit
-def _signs(P, tile, i, r, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr):
-    "Signs of a QJL residual: -1 or 1, [rows, DP]; 0 where a channel is padding."
-    r = r[:, None]
-    j = tl.arange(0, DP)[None, :]
-    real = (r >= 0) & (j < D)
-    bit = _codes(P, P, P, tile, r, j, i % 2 * 4 + i // 2 * 2, real, D, R, 1, False)
-    return tl.where(real, bit * 2.0 - 1.0, 0.0)
-
 # %% ../../nbs/41_decode.ipynb #a41d0003
 _NO_TABLE = dict.fromkeys(
     "PAGES page_stride block_stride head_stride WORK requests KA VA".split()
-)
-_NO_TABLE |= dict(PAGED=False, LISTED=False)
-_NO_PARTS = dict.fromkeys(
-    "L0 L1 L2 W0 W1 W2 key_old value_old SIGNS NORM SKETCHED".split()
 )  # None: Triton compiles the kernel without them
-_NO_PARTS |= dict(KD1=0, KB2=0, VD1=0, VB2=0, PARTS=False, AGED=False, SIGNED=False)
-
-
-def _part_arguments(
-    x: DecodeOperands,
-    plain: Tensor,  # [B, H, rows, d] fp32: queries times the softmax scale
-) -> dict:
-    "Arguments of the portable kernel for codes in several parts, by their names."
-    if x.part_levels is None:
-        return _NO_PARTS
-    kb, kd, kb2, vb, vd, vb2 = x.part_channels
-    (l0, l1, l2), (w0, w1, w2) = (
-        [*p[max(1, b - 1) :], *p[:1] * 3][:3]
-        for p, b in ((x.key_planes, kb), (x.value_planes, vb))
-    )
-    out = _NO_PARTS | dict(
-        TABLE=x.part_levels,
-        L0=l0,
-        L1=l1,
-        L2=l2,
-        W0=w0,
-        W1=w1,
-        W2=w2,
-        KD1=kd,
-        KB2=kb2,
-        VD1=vd,
-        VB2=vb2,
-        PARTS=True,
-    )
-    if x.truncated:
-        key_old, value_old = x.truncated
-        out |= dict(key_old=key_old, value_old=value_old, AGED=True)
-    if x.key_signs is not None:
-        sketched = rotate(rotate(plain, x.key_rotation.mT), x.key_sketch.T) * (
-            math.sqrt(math.pi / 2) / len(x.key_sketch)
-        )
-        out |= dict(
-            SIGNS=x.key_signs,
-            NORM=x.key_residual_norm,
-            SKETCHED=sketched.contiguous(),
-            SIGNED=True,
-        )
-    return out
+_NO_TABLE |= dict(PAGED=False, LISTED=False)
 
 # %% ../../nbs/41_decode.ipynb #835c6a9d
 def is_interpreted() -> bool:
@@ -1424,7 +1114,6 @@ def portable_attention(
             BIASED=bias is not None,
         )
         | _NO_TABLE
-        | _part_arguments(x, plain)
     )
     _portable_launcher.plain(
         parts.lse.shape[:2].numel(),

@@ -519,14 +519,9 @@ def _token_places(G: gl.constexpr):
 def _span(
     START,
     END,
-    LENGTH,
-    each_length,
-    PAGES,
-    page_stride,
+    WORK,
     b,
-    h,
-    heads,
-    cap,
+    nobody,
     block,
     split,
     splits,
@@ -541,16 +536,12 @@ def _span(
     sliding_window,
     HAS_START: gl.constexpr,
     HAS_END: gl.constexpr,
-    HAS_LENGTH: gl.constexpr,
-    PAGED: gl.constexpr,
+    LISTED: gl.constexpr,
     SLIDING: gl.constexpr,
     G: gl.constexpr,
 ):
     """Tiles [begin, end) of a split, what each row may read of them, between which tokens
-    nothing is masked, and where the pages of the sequence are: (table, index of page 0, step,
-    last page). Positions count from the first stored token."""
-    if HAS_LENGTH:
-        length = gl.load(LENGTH + b * each_length)
+    nothing is masked, and the last page. Positions count from the first stored token."""
     shared = gl.minimum(
         length - chunk, gl.maximum(recent_from, length - recent)
     )  # all rows read the tokens before from codes
@@ -574,8 +565,10 @@ def _span(
     hi = gl.minimum(gl.minimum(stop, at0 + n), gl.maximum(shared, at0 + n - own))
     first = lo // 256
     count = gl.maximum((hi + 255) // 256 - first, 0)
-    begin = first + split * count // splits
-    end = first + (split + 1) * count // splits
+    begin, end = split * count // splits, (split + 1) * count // splits
+    if LISTED:
+        each = gl.load(WORK)
+        begin, end = split * each, gl.minimum((split + 1) * each, gl.where(nobody, 0, count))
     safe_hi = gl.minimum(
         gl.minimum(stop, at0 + 1), gl.maximum(shared, at0 + 1 - own)
     )  # tiles that end here or before, and begin after safe_lo, need no mask
@@ -583,11 +576,34 @@ def _span(
     if SLIDING:
         safe_lo = gl.maximum(lo, at0 + n - sliding_window)
     last = gl.maximum((hi + 4 * G.RP - 1) // (4 * G.RP) - 1, 0)
-    if PAGED:
-        tiles = (PAGES + b.to(gl.int64) * page_stride, h.to(gl.int64), heads, last)
-    else:
-        tiles = (PAGES, (b * heads + h).to(gl.int64) * cap, 1, last)
-    return begin, end, lo_row, hi_row, safe_lo, safe_hi, tiles
+    return first + begin, first + end, lo_row, hi_row, safe_lo, safe_hi, last
+
+
+@gluon.jit
+def _part(
+    WORK, requests, heads, blocks, splits, early, LISTED: gl.constexpr, PDL: gl.constexpr
+):
+    """Request, head, block of query rows and split of this program, where its output begins,
+    and whether it is nobody's."""
+    pid = gl.program_id(0)
+    split, bh, block = pid // blocks % splits, pid // (blocks * splits), pid % blocks
+    if LISTED:  # items without work come last, else they are holes in what multiprocessors get
+        split, bh = pid // (blocks * heads), pid // blocks % heads
+    b, h, out_row = (
+        bh // heads,
+        bh % heads,
+        ((bh * blocks + block) * splits + split).to(gl.int64),
+    )
+    if PDL:
+        if early == 0:
+            tl.extra.cuda.gdc_wait()
+    nobody = bh < 0
+    if LISTED:
+        b = gl.load(WORK + requests + 2 + split)
+        nobody = b < 0
+        b, h = gl.maximum(b, 0), bh
+        split = split - gl.load(WORK + 1 + b)
+    return b, h, block, split, out_row, nobody
 
 # %% ../../nbs/43_decode_mma.ipynb #6fd17c1d
 @gluon.jit
@@ -950,9 +966,18 @@ def _value_pieces(
         _copy_k(keys, c, c, K, tiles, following, go, PAGED, G)
 
 # %% ../../nbs/43_decode_mma.ipynb #a584d32c
+@gluon.jit
+def _planes_of_cells(CELLS, G: gl.constexpr):
+    "Where the planes of the keys and of the values of cell 0 begin."
+    keys = (CELLS + G.AT_K0, CELLS + G.AT_K1, CELLS + G.AT_K2)
+    return keys, (CELLS + G.AT_V0, CELLS + G.AT_V1, CELLS + G.AT_V2)
+
+
 @gluon.jit(
     do_not_specialize=[
         "page_stride",
+        "requests",
+        "early",
         "cap",
         "splits",
         "length",
@@ -988,6 +1013,11 @@ def _decode_kernel(
     each_length,
     PAGES,
     page_stride,
+    block_stride,
+    head_stride,
+    WORK,
+    requests,
+    early,
     BIAS,
     bias_stride,
     NEAR,
@@ -1017,6 +1047,7 @@ def _decode_kernel(
     HAS_END: gl.constexpr,
     HAS_LENGTH: gl.constexpr,
     PAGED: gl.constexpr,
+    LISTED: gl.constexpr,
     FAST_K: gl.constexpr,
     FAST: gl.constexpr,
     MEAN_K: gl.constexpr,
@@ -1037,12 +1068,22 @@ def _decode_kernel(
     )
     operand: gl.constexpr = gl.DotOperandLayout(1, mma, 4)
     column: gl.constexpr = gl.SliceLayout(0, G.LF)
-    pid = gl.program_id(0)
-    split = pid // blocks % splits
-    bh = pid // (blocks * splits)
-    block = pid % blocks
-    b, h, base = bh // heads, bh % heads, bh * blocks + block
-    out_row = (base * splits + split).to(gl.int64) * Q
+    if PAGED:
+        b, h, block, split, out_row, nobody = _part(
+            WORK, requests, heads, blocks, splits, early, LISTED, PDL
+        )
+        bh, out_row, mean_at = b * heads + h, out_row * Q, h
+        base = bh * blocks + block
+    else:
+        pid = gl.program_id(0)
+        split, bh, block = pid // blocks % splits, pid // (blocks * splits), pid % blocks
+        b, h, base, nobody, mean_at = bh // heads, bh % heads, bh * blocks + block, False, bh
+        out_row = (base * splits + split).to(gl.int64) * Q
+    if HAS_LENGTH:
+        length = gl.load(LENGTH + b * each_length)
+    if PAGED and PDL:
+        if (length - n) % 16 == 0:  # a request that begins with blocks of another, which may
+            tl.extra.cuda.gdc_wait()  # have written their last token in this step
     keys = gl.allocate_shared_memory(gl.uint8, [G.NK * G.PL * G.RK, 16, G.HK], SH)
     values = keys._reinterpret(gl.uint8, [G.NK * G.PL * G.RV, 16, 64], SH)
     ACC = gl.allocate_shared_memory(gl.float32, [G.NV * G.RV, 4, 8 * Q], SH)
@@ -1053,17 +1094,12 @@ def _decode_kernel(
         + (h * group + jq // n).to(gl.int64) * sh
         + (jq % n).to(gl.int64) * sn
     )
-    begin, end, lo_row, hi_row, safe_lo, safe_hi, tiles = _span(
+    begin, end, lo_row, hi_row, safe_lo, safe_hi, last = _span(
         START=START,
         END=END,
-        LENGTH=LENGTH,
-        each_length=each_length,
-        PAGES=PAGES,
-        page_stride=page_stride,
+        WORK=WORK,
         b=b,
-        h=h,
-        heads=heads,
-        cap=cap,
+        nobody=nobody,
         block=block,
         split=split,
         splits=splits,
@@ -1078,18 +1114,33 @@ def _decode_kernel(
         sliding_window=sliding_window,
         HAS_START=HAS_START,
         HAS_END=HAS_END,
-        HAS_LENGTH=HAS_LENGTH,
-        PAGED=PAGED,
+        LISTED=LISTED,
         SLIDING=SLIDING,
         G=G,
     )
+    K, V = (K0, K1, K2), (V0, V1, V2)
+    if PAGED:  # all that a head has of a block lies together; strides count bytes
+        if begin >= end:
+            if PDL:
+                tl.extra.cuda.gdc_wait()  # the append has ended when this kernel has
+            nothing = gl.full([Q], float("-inf"), gl.float32, layout=column)
+            gl.store(LSE + out_row + gl.arange(0, Q, layout=column), nothing)
+            return
+        table, origin = PAGES + b.to(gl.int64) * page_stride, h.to(gl.int64)
+        tiles = (table, origin * head_stride, block_stride, last)
+        scales = (table, origin * (head_stride // 2), block_stride // 2, last)
+        K, V = _planes_of_cells(K0, G)
+        KS, VS = KS + G.AT_KS // 2, VS + G.AT_VS // 2
+    else:
+        tiles = (PAGES, bh.to(gl.int64) * cap, 1, last)
+        scales = tiles
     first_at = offset  # position of the first stored token in its sequence
     if FUSED:
         COEFFICIENTS = gl.allocate_shared_memory(gl.float32, [2, G.HP, Q], G.SC)
         if HAS_START:
             first_at -= gl.load(START + b).to(gl.int32)
     for i in range(G.NK):
-        _copy_k(keys, i, i, (K0, K1, K2), tiles, begin, begin < end, PAGED, G)
+        _copy_k(keys, i, i, K, tiles, begin, begin < end, PAGED, G)
     k0 = gl.load(TABLE)
     k1 = gl.load(TABLE + 1)
     k2 = gl.load(TABLE + 2)
@@ -1115,7 +1166,7 @@ def _decode_kernel(
         row_at=row_at,
         row=(base * Q).to(gl.int64),
         ok=ok_q,
-        bh=bh,
+        bh=mean_at,
         scaling=scaling,
         step=k_step,
         FAST=FAST_K,
@@ -1156,10 +1207,8 @@ def _decode_kernel(
             G=G,
         )
     for t in range(begin, end):
-        if G.RP == 64:
-            scale_at = _page(tiles, t, 0, PAGED, G) * 256 + inside
-        else:
-            scale_at = _page(tiles, t, row, PAGED, G) * (4 * G.RP) + inside
+        scale_at = _begin(_page(scales, t, row, PAGED, G), 4 * G.RP, PAGED) + inside
+        if PAGED or G.RP < 64:
             scale_at = gl.max_contiguous(gl.multiple_of(scale_at, G.NEAR), G.NEAR)
         ks = gl.load(KS + scale_at)
         vs = gl.load(VS + scale_at)
@@ -1177,7 +1226,7 @@ def _decode_kernel(
         F = gl.allocate_shared_memory(
             gl.float32, [4, 8, 8 * Q], SH
         )  # here, so that others may use its bytes later
-        _key_pieces(keys, values, F, (V0, V1, V2), tiles, t, q_lo, q_hi, lut_k, PAGED, G, mma)
+        _key_pieces(keys, values, F, V, tiles, t, q_lo, q_hi, lut_k, PAGED, G, mma)
         if FUSED:
             bias = _mean_scores(COEFFICIENTS, NEAR, far, G, mma) * top_b[None, :]
             if 2 * G.H2 < G.D:
@@ -1208,7 +1257,7 @@ def _decode_kernel(
             keys=keys,
             values=values,
             ACC=ACC,
-            K=(K0, K1, K2),
+            K=K,
             tiles=tiles,
             following=t + 1,
             go=t + 1 < end,
@@ -1228,6 +1277,8 @@ def _decode_kernel(
         m * scale + (shift * 0 if CAPPED else shift * _LOG2E), gl.SliceLayout(0, G.LVB)
     )
     j = gl.arange(0, Q, layout=gl.SliceLayout(0, G.LVB))
+    if PAGED and PDL:
+        tl.extra.cuda.gdc_wait()
     gl.store(
         LSE + out_row + j, gl.where(total != 0, top + gl.log2(total), float("-inf"))
     )  # NaN counts as seen
@@ -1488,7 +1539,13 @@ def mma_attention(
             MV=absent if value_mean is None else value_mean,
             PAGES=absent,
             page_stride=0,
+            block_stride=1,
+            head_stride=0,
+            WORK=absent,
+            requests=0,
+            early=0,
             PAGED=False,
+            LISTED=False,
             TABLE=x.packed_lut,
             BIAS=bias if biased else absent,
             bias_stride=s.width,

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['RotationOperand', 'CodedSide', 'CodingConstants', 'refuses', 'Target', 'LongSide', 'Place', 'encode_append', 'target',
-           'ShortSide', 'prepare', 'direct_launcher', 'is_current', 'append_again', 'fused_mean', 'append']
+           'ShortSide', 'StoreSizes', 'prepare', 'direct_launcher', 'is_current', 'append_again', 'fused_mean',
+           'append']
 
 # %% ../../nbs/40_encode.ipynb #02770075
 import math
@@ -28,10 +29,11 @@ from turboquant_nb.cache.clock import (
     _append_by_position,
     _sides,
     _take_mean,
+    flags_of,
 )
 from ..cache.exact import _plain
 from ..cache.memory import _coder
-from ..cache.store import KVStore, _encoded
+from ..cache.store import KVStore, _encoded, append_by_host, first_mean, make_room
 
 try:
     import triton
@@ -1391,7 +1393,7 @@ def target(
     store: KVStore | None = None,  # whose side it is, if it has a pre-RoPE mean
 ) -> Target:
     "The target that one side of a store is."
-    planes = [side.tensors[n] for n in side.groups[0].names]
+    planes = [side.tensors[n] for n in side.memory.groups[0].names]
     mean = None if mean is None else mean.contiguous()
     rotation, table = _quantizer_tables(side.q)
     out = Target(
@@ -1401,7 +1403,7 @@ def target(
         table,
         side.q.spec.scale,
         mean,
-        side.truncated_tiles if side.truncated_planes else 0,
+        side.memory.truncated_tiles if side.memory.truncated_planes else 0,
     )
     if not side.q.centre.rotates:
         return out
@@ -1470,15 +1472,23 @@ class _SidePlan:
 _READY = {}  # compiled kernels, by what they are compiled for
 
 
+class StoreSizes(NamedTuple):
+    "What a kernel that appends is compiled for, besides quantizers and dtype."
+
+    heads: int
+    sinks: int
+    recent: int  # slots of the ring
+    tile: int
+    rope: int = 0  # channels that a pre-RoPE mean rotates
+
+
 class _AppendPlan:
     "How short appends to stores of one kind are launched, with the quantizers `qs`."
 
-    def __init__(self, qs, dtype, device, heads, sinks, ring, tile, rope=0):
-        self.qs, self.tokens, self.tile = (
-            qs,
-            min(64, tile // 4),
-            tile,
-        )  # so many at most are short
+    def __init__(self, qs, dtype, device, sizes: StoreSizes):
+        heads, sinks, ring, tile, rope = sizes
+        self.qs, self.tile = qs, tile
+        self.tokens = min(64, tile // 4)  # so many at most are short
         self.key, self.value = (_SidePlan(q, dtype, device, r) for q, r in zip(qs, (rope, 0)))
         self.rows, self.options = _short_config(max(q.d for q in qs), _processors(device)[1])
         self.fixed = (
@@ -1542,26 +1552,29 @@ class _AppendPlan:
         return ready, grid, args
 
 # %% ../../nbs/40_encode.ipynb #2199f06a
+@lru_cache(maxsize=512)  # layers with transforms of their own have quantizers of their own
+def _shared_plan(qs: tuple, dtype, device, sizes: StoreSizes) -> _AppendPlan:
+    "The one plan of these quantizers: a new cache finds that of the cache before."
+    return _AppendPlan(qs, dtype, device, sizes)
+
+
 def _plan(store: KVStore) -> _AppendPlan:
     "The plan of a store. Raises ValueError, with the reason, where the kernel cannot serve it."
     plan = store.memo.get("append plan")
     if plan is None:
-        qs, r = [side.q for side in store.sides], store.recipe
+        qs, r = [side.q for side in store.parts], store.recipe
         rows = store.batch * store.heads
         if why := refuses(r, *(q.d for q in qs), store.dtype, store.device, rows):
             raise ValueError(f"the kernel cannot serve this store: {why}")
-        sizes = (
-            store.heads,
-            r.sinks,
-            r.recent,
-            store.tile,
-            0 if store.rope_table is None else store.rope_table.shape[1],
-        )
-        plan = store.memo["append plan"] = _AppendPlan(qs, store.dtype, store.device, *sizes)
-        if store.static:  # a capture finds its own plan ready, and a graph its tables alive
-            plan.captured = _plan_of(
-                tuple(store.storage.texts), store.dtype, store.device, *sizes
-            )
+        rope = 0 if store.rope_table is None else store.rope_table.shape[1]
+        sizes = StoreSizes(store.heads, r.sinks, r.recent, store.tile, rope)
+        plan = _shared_plan(tuple(qs), store.dtype, store.device, sizes)
+        store.memo["append plan"] = plan
+        if (
+            store.clock.fixed
+        ):  # a capture finds its own plan ready, and a graph its tables alive
+            texts = tuple(store.clock.texts)
+            plan.captured = _plan_of(texts, store.dtype, store.device, sizes)
     return plan
 
 
@@ -1574,7 +1587,7 @@ def prepare(store: KVStore) -> None:
 def _truncates(store, before: int) -> bool:
     "Whether whole tiles below `before` are to lose a plane now."
     return any(
-        s.truncated_planes and s.truncated_tiles < before // store.tile
+        s.memory.truncated_planes and s.memory.truncated_tiles < before // store.tile
         for s in (store.key, store.value)
     )
 
@@ -1595,11 +1608,11 @@ def _is_short(store: KVStore, plan: _AppendPlan, k, v) -> bool:
         return False
     room = math.inf  # it can be made
     if store.max_length is not None:
-        room = min(store.key.tiles * store.tile, store.max_length)
+        room = min(store.key.memory.tiles * store.tile, store.max_length)
     return 0 < n <= plan.tokens and at + n <= room and store.end is None and at > 0
 
 
-_make_room = _plain(KVStore._make_room)
+_make_room = _plain(make_room)
 
 # %% ../../nbs/40_encode.ipynb #40e0a002
 _STREAM, _ARGS = object(), object()  # stand for a stream and for the arguments of a kernel
@@ -1663,12 +1676,12 @@ class _Again:
     def __init__(self, store: KVStore, k, v, launched: tuple):
         self.alike, (compiled, grid, args) = _alike(k, v), launched
         self.launcher, self.args = direct_launcher(compiled, grid), list(args)
-        self.n, room = k.shape[2], store.key.tiles * store.tile
+        self.n, room = k.shape[2], store.key.memory.tiles * store.tile
         self.room = (
             room if store.max_length is None else min(room, store.max_length)
         )  # tokens from the first tile on
         self.last = (
-            math.inf if store.rope_table is None or store.static else len(store.rope_table)
+            math.inf if store.rope_table is None or store.clock.fixed else len(store.rope_table)
         )
 
     def __call__(self, store: KVStore, k, v) -> bool:  # whether it could be launched
@@ -1685,7 +1698,7 @@ class _Again:
             return False
         args = self.args
         args[_K], args[_V] = k.data_ptr(), v.data_ptr()
-        if not store.static:
+        if not store.clock.fixed:
             args[_FIRST], args[_FIRST + 1] = at, offset
         self.launcher(*args)
         store.length = length + self.n
@@ -1704,7 +1717,7 @@ def append_again(store: KVStore, k: Tensor, v: Tensor) -> bool:
     again = store.memo.get("append")
     if (
         again is None
-        or (store.static and store._capturing())
+        or store.clock.by_device
         or (k.device.type == "cuda" and not is_current(k.device))
     ):
         return False
@@ -1785,7 +1798,7 @@ def fused_mean(
     """The mean that `KVStore.append` takes of a first chunk, in one pass over its states;
     `prompt_mean` says what it is."""
     if not side.q.centre.by_kernel:
-        return store._first_mean(side, x)
+        return first_mean(store, side, x)
     (b, h, n, d), skip = x.shape, store.recipe.sinks
     x = x if x.stride(3) == 1 else x.contiguous()
     rope = side.q.centre.rotates
@@ -1814,7 +1827,7 @@ def fused_mean(
 # %% ../../nbs/40_encode.ipynb #b023a9ff
 def _code_flagged(store, states, means, flags=None) -> Tensor:
     "Code by the kernel; the flags."
-    store._make_room(states[0].shape[2])
+    make_room(store, states[0].shape[2])
     to = [target(side, m, store) for side, m in zip((store.key, store.value), means)]
     return encode_append(*states, *to, store.length - store.offset, flags, tile=store.tile)
 
@@ -1822,7 +1835,7 @@ def _code_flagged(store, states, means, flags=None) -> Tensor:
 def _code_unseen(store, states, means, names):
     """What `KVStore.append` calls to code where nobody waits: flags go up in the store, whose
     `sync` raises."""
-    _code_flagged(store, states, means, store._need_flags())
+    _code_flagged(store, states, means, flags_of(store))
 
 
 def _code_and_wait(store, states, means, names):
@@ -1840,30 +1853,29 @@ def _code_and_wait(store, states, means, names):
 
 # %% ../../nbs/40_encode.ipynb #ef23b3a5
 @lru_cache(maxsize=256)
-def _plan_of(
-    texts: tuple, dtype, device, heads: int, sinks: int, ring: int, tile: int, rope: int
-) -> _AppendPlan:
-    "The plan of sides that these texts describe, see `Side.text`."
+def _plan_of(texts: tuple, dtype, device, sizes: StoreSizes) -> _AppendPlan:
+    "The plan of sides that these texts describe, see `Part.text`."
     coders = [_coder(text, device) for text in texts]
     reasons = [_side_reason(c.q.spec, c.q.d) for c in coders] + [_backend(device)]
     if any(reasons) or dtype not in _PARTS:
         why = next(filter(None, reasons), f"dtype {dtype}")
         raise ValueError(f"the kernel cannot serve this store: {why}")
-    return _AppendPlan([c.q for c in coders], dtype, device, heads, sinks, ring, tile, rope)
+    return _AppendPlan([c.q for c in coders], dtype, device, sizes)
 
 
 def _plan_of_sides(sides, cos_sin) -> _AppendPlan:
     "The plan of sides in a capture."
     s, rope = sides[0], 0 if cos_sin is None else cos_sin.shape[1]
     exact, texts = (s.t[n].shape[2] for n in ("sinks", "recent")), tuple(s.text for s in sides)
-    return _plan_of(texts, s.x.dtype, s.x.device, s.x.shape[1], *exact, s.coder.tile, rope)
+    sizes = StoreSizes(s.x.shape[1], *exact, s.coder.memory.tile, rope)
+    return _plan_of(texts, s.x.dtype, s.x.device, sizes)
 
 
 def _code_long(sides, start, position, flags, cos_sin, max_length):
     "A long append where the device counts."
     plan, to = _plan_of_sides(sides, cos_sin), []
     for s, q in zip(sides, plan.qs):
-        planes = [s.t[name] for name in s.coder.groups[0].names]
+        planes = [s.t[name] for name in s.coder.memory.groups[0].names]
         more = dict(cos_sin=cos_sin, start=start) if s.centre.rotates else {}
         to.append(
             Target(
@@ -1883,7 +1895,7 @@ def _code_long(sides, start, position, flags, cos_sin, max_length):
 def _append_at(*operands):
     "`AppendOperands` to a store that counts on the device."
     new = AppendOperands(*operands)
-    if new.k.shape[2] > min(64, _coder(new.texts[0], new.k.device).tile // 4):
+    if new.k.shape[2] > min(64, _coder(new.texts[0], new.k.device).memory.tile // 4):
         return _append_by_position(*new, code=_code_long)
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (new.k, new.v))
     sides = _sides(k, v, new.key, new.value, new.texts)
@@ -1924,8 +1936,8 @@ def append(
     most 64 tokens (a quarter of a tile), and with wait=False longer ones, do not wait for the
     device: a state that is not finite or too large is taken with the scale NaN, and
     `store.sync()` raises."""
-    if store.static and store._capturing():
-        args = store._by_position(k, v)
+    if store.clock.by_device:
+        args = AppendOperands.of(store, k, v)
         compiled = torch.compiler.is_compiling()
         return (torch.ops.turboquant_nb.encode_append.default if compiled else _append_at)(
             *args
@@ -1936,25 +1948,21 @@ def append(
     plan = _plan(store)
     if wait or not _is_short(store, plan, k, v):
         code = _code_unseen if wait is False and store.length else _code_and_wait
-        return store._append_now(k, v, names, code, fused_mean)
-    if not store.static:
+        return append_by_host(store, k, v, names, code, fused_mean)
+    if not store.clock.fixed:
         _make_room(store, k.shape[2])
-    sides, flags, at = (
-        (store.key, store.value),
-        store._need_flags(),
-        store.length - store.offset,
-    )
+    sides, flags, at = ((store.key, store.value), flags_of(store), store.length - store.offset)
     tensors, truncated = (
         [list(s.tensors.values()) for s in sides],
-        [s.truncated_tiles for s in sides],
+        [s.memory.truncated_tiles for s in sides],
     )
     cos_sin, position = (
-        flags if store.inv_freq is None else store.rope_table,
-        store.position if store.static else flags,
+        flags if store.cos_sin is None else store.rope_table,
+        store.clock.position if store.clock.fixed else flags,
     )
     numbers = store.start, cos_sin, position, flags
     place = Place(at, store.offset)
-    if store.static:
+    if store.clock.fixed:
         place = Place(0, limit=store.max_length, static=True)
     launched = plan.launch(k, v, tensors, truncated, numbers, place)
     if launched and store.recipe.decay is None:

@@ -42,29 +42,10 @@ def _run_portable(x: DecodeOperands) -> tuple:  # (output, log-sum-exp)
     )
 
 # %% ../../nbs/44_launch.ipynb #22ce7e35
-def _parts_reason(name: str, q) -> str:
-    "Why the codes of one side are not planes of one width with one table; empty if they are."
-    why = q.code.whole.refuses("decode")
-    return f"{name}: {why}" if why else ""
-
-
 def _side_reason(name: str, q, tile: int) -> str:
-    "Why no kernel can read the codes of one side, in parts or not; empty if one can."
-    if why := q.centre.refuses("kernels"):
+    "Why no kernel can read the codes of one side; empty if one can."
+    if why := q.centre.refuses("kernels") or q.code.refuses("decode"):
         return f"{name}: {why}"
-    code, bits = q.code.whole, q.channel_bits
-    groups = [bits.count(b) for b in sorted(set(bits), reverse=True)]
-    if code.extras and name != "keys":
-        return f"{name}: a QJL residual is served for keys only"
-    if not code.extras and code.edges is None:
-        return f"{name}: {code.refuses('decode')}"
-    if [*bits] != sorted(bits, reverse=True) or len(groups) > 2 or any(n % 2 for n in groups):
-        return (
-            f"{name}: channels must be one or two groups of even size, the one with more bits "
-            f"first, got sizes {groups}"
-        )
-    if len(set(bits)) == 1 and not code.extras and code.lut is None:
-        return f"{name}: {code.refuses('decode')}"
     if q.d % 16 or not 16 <= q.d <= 256:
         return f"{name}: head size must be a multiple of 16 up to 256, got {q.d}"
     if tile < 16 or tile & (tile - 1):
@@ -95,28 +76,10 @@ class Plan(NamedTuple):
 
     @classmethod
     def of(cls, key, value, tile: int, device) -> "Plan":
-        "The plan for codes of two quantizers, planes of one width with one table."
-        if (
-            why := _parts_reason("keys", key)
-            or _parts_reason("values", value)
-            or _side_reason("keys", key, tile)
-            or _side_reason("values", value, tile)
-        ):
-            return cls(None, why)
-        return cls(CodeTables.of(key, value, device), why_mma=_mma_reason(key, value, tile))
-
-    @classmethod
-    def of_parts(cls, key, value, tile: int, device) -> "Plan":
-        """The plan for codes in several parts: `why_mma` says why. The portable kernel reads
-        them."""
+        "The plan for codes of two quantizers."
         if why := _side_reason("keys", key, tile) or _side_reason("values", value, tile):
             return cls(None, why)
-        why = (
-            _parts_reason("keys", key)
-            or _parts_reason("values", value)
-            or "tiles that lost a plane (decay) are read by the portable kernel"
-        )
-        return cls(CodeTables.of(key, value, device, parts=True), why_mma=why)
+        return cls(CodeTables.of(key, value, device), why_mma=_mma_reason(key, value, tile))
 
 
 def _angles_of(store: KVStore) -> AngleTables | None:
@@ -131,15 +94,11 @@ def _plan_of(store: KVStore) -> Plan:
     "The plan of a store."
     plan = store.memo.get("plan")
     if plan is None:
-        key, value = store.key.q, store.value.q
-        aged = store.key.truncated_tiles or store.value.truncated_tiles
-        if aged or _parts_reason("keys", key) or _parts_reason("values", value):
-            plan = Plan.of_parts(key, value, store.tile, store.device)
-        else:
-            plan = Plan.of(key, value, store.tile, store.device)
-            plan = plan._replace(angles=None if plan.why else _angles_of(store))
-        padded = store.static or any(store.ranges.starts)  # a graph must see later changes
-        plan = store.memo["plan"] = plan._replace(padded=padded)
+        key, value = (side.q.with_code(side.code) for side in store.parts)
+        plan = Plan.of(key, value, store.tile, store.device)
+        angles = None if plan.why else _angles_of(store)
+        padded = store.clock.fixed or any(store.ranges.starts)  # a graph must see later changes
+        plan = store.memo["plan"] = plan._replace(padded=padded, angles=angles)
     return plan
 
 # %% ../../nbs/44_launch.ipynb #d6eb63e7
@@ -179,7 +138,7 @@ def _call_reason(call: Call) -> str:
     store = call.store
     if why := _ranges_reason(call):
         return why
-    if not all(t.is_contiguous() for s in store.sides for t in s.tensors.values()):
+    if not all(t.is_contiguous() for s in store.parts for t in s.tensors.values()):
         return "the store's tensors must be contiguous"
     most = 16 if call.recent is None else DRAFTS
     return shape_reason(call.q, store.heads, call.k, call.v, store.dtype, most)
@@ -245,8 +204,7 @@ _SCHEMA = """(Tensor q, Tensor[] key_planes, Tensor key_scale, Tensor[] value_pl
  Tensor packed_lut, Tensor levels, Tensor key_rotation, Tensor value_rotation, Tensor? key_mean, Tensor? value_mean,
  Tensor key_sinks, Tensor key_recent, Tensor value_sinks, Tensor value_recent, Tensor? k, Tensor? v, Tensor? start, Tensor? end, Tensor? position, Tensor? cos_sin, Tensor? near_angles, Tensor? far_angles, float key_step, float value_step,
  SymInt length, SymInt offset, SymInt recent_from, float scaling, SymInt? sliding_window, float? softcap,
- SymInt? splits, bool key_hadamard, bool value_hadamard, bool portable, SymInt? own, Tensor? part_levels, int[] part_channels, SymInt[] truncated,
- Tensor? key_signs, Tensor? key_residual_norm, Tensor? key_sketch) -> (Tensor, Tensor)"""
+ SymInt? splits, bool key_hadamard, bool value_hadamard, bool portable, SymInt? own) -> (Tensor, Tensor)"""
 
 
 def run_kernel(x: DecodeOperands) -> tuple:  # (output, log-sum-exp, `Repeatable` or None)
@@ -287,25 +245,12 @@ def checked_operands(
 ) -> DecodeOperands:
     "The operands of a call. Raises ValueError for one that does not fit or is not supported."
     check_call(call)
-    rule, store, plan = call.rule, call.store, _plan_of(call.store)
+    store, plan = call.store, _plan_of(call.store)
     portable, why = select_kernel(plan, store.device, kernel)
     if why := _call_reason(call) or why:
         raise ValueError(f"decode_attention cannot serve this: {why}")
-    return store_operands(
-        call.q,
-        store,
-        plan.tables,
-        call.k,
-        call.v,
-        scaling=rule.scaling,
-        sliding_window=rule.sliding_window,
-        softcap=rule.softcap,
-        splits=splits,
-        recent=call.recent,
-        padded=plan.padded,
-        portable=portable,
-        angles=plan.angles,
-    )
+    more = dict(padded=plan.padded, portable=portable, angles=plan.angles)
+    return store_operands(call, plan.tables, splits, **more)
 
 
 _checked_operands_uncompiled = torch.compiler.disable(checked_operands)
@@ -349,7 +294,7 @@ class Repeat:
     def __call__(self, call: Call) -> Answer | None:  # None: other launches serve this length
         _, store, q, k, v, *_, need_lse = call
         length, offset = store.length, store.offset
-        if store._bound < self.min_length:
+        if store.clock.bound(store) < self.min_length:
             return None
         if not self.kind.serves(length - offset - self.chunk):
             return None
@@ -433,7 +378,7 @@ class Triton(Backend):
         refused."""
         store, ask = call.store, (call, self.splits, self.kernel)
         if torch.compiler.is_compiling():
-            operands = checked_operands if store.static else _checked_operands_uncompiled
+            operands = checked_operands if store.clock.fixed else _checked_operands_uncompiled
             return Answer(*torch.ops.turboquant_nb.decode_attention.default(*operands(*ask)))
         if done := again(*ask):
             return done

@@ -21,6 +21,7 @@ from turboquant_nb.quant.quantizer import (
     scalar_code,
 )
 from .residual import sign_code, sketched_code
+from .trellis import trellis_code  # noqa: F401 (importing registers it)
 from ..theory.rotation import Rotation
 
 # %% ../../nbs/22_mixed_precision.ipynb #a8988747

@@ -29,46 +29,70 @@ def parity_index(
 
 # %% ../../nbs/17_trellis.ipynb #c64a8cd1
 def _first_minimum(cost: Tensor) -> Tensor:
-    "Index [N] of the least entry of each row [N, S]; the first of equals, on every device."
-    at = torch.arange(cost.shape[1], device=cost.device)
-    return torch.where(cost == cost.amin(1, keepdim=True), at, cost.shape[1]).amin(1)
+    """Index [N] of the least entry of each column [S, N]; the first of equals, on every device,
+    and a row of the table even if the entries are NaN."""
+    at = torch.arange(len(cost), device=cost.device)[:, None]
+    return torch.where(cost == cost.amin(0), at, len(cost) - 1).amin(0)
 
 
+def _paths(
+    x: Tensor,  # [N, n] fp32
+    levels: Tensor,  # as for `viterbi`
+    index: Tensor,
+    bits: int,
+    begin: Tensor | None,  # state [N] before the first channel; None: any
+    end: Tensor | None,  # state [N] after the last; None: any
+) -> Tensor:  # [N, n] long
+    "The windows of least cost."
+    (count, n), states, leaving = x.shape, len(index) >> bits, 1 << bits
+    away = (x.t().contiguous()[:, None] - levels[:, None]).square_()  # [n, levels, N]
+    cost = x.new_full((states, count), 0.0 if begin is None else torch.inf)
+    if begin is not None:
+        cost.scatter_(0, begin[None], 0.0)
+    step = x.new_empty(len(index), count)  # cost of each window
+    by_state = step.view(states, leaving, count)  # window >> k is the state before
+    packed = step.view(torch.int32).view(leaving, states, count)  # its highest bits leave
+    h = torch.arange(leaving, dtype=torch.int32, device=x.device)[:, None, None]
+    left = torch.empty(n, states, count, dtype=torch.uint8, device=x.device)
+    for t in range(n):
+        torch.index_select(away[t], 0, index, out=step)
+        by_state.add_(cost[:, None])
+        best = packed.bitwise_and_(-leaving).bitwise_or_(h).amin(0)
+        left[t] = best & (leaving - 1)
+        cost = (best & -leaving).view(torch.float32)
+    at = _first_minimum(cost) if end is None else end
+    windows = torch.empty(n, count, dtype=torch.long, device=x.device)
+    for t in range(n - 1, -1, -1):
+        torch.add(at, left[t].gather(0, at[None])[0], alpha=states, out=windows[t])
+        at = windows[t] >> bits
+    return windows.t()
+
+# %% ../../nbs/17_trellis.ipynb #c93bd708
 def viterbi(
     x: Tensor,  # [N, n] fp32, unit variance
-    by_window: Tensor,  # [2**L] fp32, the level of each window
+    levels: Tensor,  # [2**m] fp32
+    index: Tensor,  # [2**L] long: which level each window reads
     bits: int,  # k, of a channel
-    # state [N] long in which each vector begins and ends; None: it begins in 0 and ends
-    # anywhere;
-    # "free": it begins and ends anywhere
-    start: Tensor | str | None = None,
+    # "zero": from state 0 to any; "free": from any to any; "tail": back to where it began,
+    # found in two passes; or such states [N] long
+    start: Tensor | str = "zero",
 ) -> tuple:  # (windows [N, n] long, squared error [N] fp32)
     "The best windows of each vector, equation (17.3). Source: Viterbi 1967, Forney 1973."
-    (count, n), states = x.shape, len(by_window) >> bits
-    levels = by_window.view(1 << bits, states)
-    free = isinstance(start, str)
-    cost = torch.full((count, states), 0.0 if free else torch.inf, device=x.device)
-    if not free:
-        begin = (
-            torch.zeros(count, dtype=torch.long, device=x.device) if start is None else start
-        )
-        cost.scatter_(1, begin[:, None], 0.0)
-    left = torch.empty(n, count, states, dtype=torch.uint8, device=x.device)
-    for t in range(n):
-        before = cost[:, :, None].expand(-1, -1, 1 << bits)  # state w >> k of each window w
-        before = before.reshape(count, 1 << bits, states)
-        cost = before[:, 0] + (x[:, t, None] - levels[0]).square()
-        for h in range(1, 1 << bits):
-            other = before[:, h] + (x[:, t, None] - levels[h]).square()
-            better = other < cost
-            cost = torch.where(better, other, cost)
-            left[t] = torch.where(better, h, left[t] if h > 1 else 0)
-    at = _first_minimum(cost) if start is None or free else start
-    error, windows = cost.gather(1, at[:, None])[:, 0], x.new_empty(x.shape, dtype=torch.long)
-    for t in range(n - 1, -1, -1):
-        windows[:, t] = left[t].gather(1, at[:, None])[:, 0].long() * states + at
-        at = windows[:, t] >> bits
-    return windows, error
+    (count, n), half = x.shape, x.shape[1] // 2
+    most = 1 << (22 if x.device.type == "cpu" else 28)  # winners held at a time
+    size = max(1, most // max(1, n * (len(index) >> bits)))
+    windows = torch.empty(x.shape, dtype=torch.long, device=x.device)
+    for i in range(0, count, size):
+        part, begin, end = x[i : i + size], None, None
+        if isinstance(start, Tensor):
+            begin = end = start[i : i + size]
+        elif start == "zero":
+            begin = torch.zeros(len(part), dtype=torch.long, device=x.device)
+        elif start == "tail":  # around the seam first, which tells the state there
+            around = _paths(part.roll(-half, 1), levels, index, bits, None, None)
+            begin = end = around[:, n - half] >> bits
+        windows[i : i + size] = _paths(part, levels, index, bits, begin, end)
+    return windows, (x - levels[index[windows]]).square().sum(1)
 
 # %% ../../nbs/17_trellis.ipynb #a8cbbae0
 def train_levels(
@@ -87,7 +111,7 @@ def train_levels(
         levels = 2**0.5 * torch.erfinv(2 * quantile - 1)
     errors = []
     for _ in range(turns):
-        windows, error = viterbi(x, levels[index], bits)
+        windows, error = viterbi(x, levels, index, bits)
         errors.append(float(error.sum() / x.numel()))
         at = index[windows].flatten()
         total = torch.zeros(size, device=x.device).index_add_(0, at, x.flatten())
@@ -103,7 +127,7 @@ class Trellis:
     not fit. Source: Marcellin and Fischer 1990; computed codes: Tseng et al. 2024 (QTIP)."""
 
     bits: int  # k, from 1 to 4
-    length: int  # L, more than k, at most 12
+    length: int  # L, more than k, at most 13
     masks: tuple  # m integers below 2**length
     levels: tuple  # 2**m floats
     segment: int | None = None  # channels after which the windows begin anew; None: never
@@ -111,7 +135,7 @@ class Trellis:
 
     def __post_init__(self):
         checks.whole(self.bits, "bits", 1, 4)
-        checks.whole(self.length, "length", self.bits + 1, 12)
+        checks.whole(self.length, "length", self.bits + 1, 13)
         checks.one_of(self.start, "start", ("zero", "tail"))
         for j, mask in enumerate(self.masks):
             checks.whole(mask, f"masks[{j}]", 1, (1 << self.length) - 1)
@@ -127,9 +151,14 @@ class Trellis:
         return 1 << (self.length - self.bits)
 
     @cached_property
-    def by_window(self) -> Tensor:
-        "[2**length] fp32 on the CPU: the level of each window."
-        return torch.tensor(self.levels)[parity_index(torch.tensor(self.masks), self.length)]
+    def table(self) -> Tensor:
+        "[2**m] fp32 on the CPU: the levels."
+        return torch.tensor(self.levels, dtype=torch.float32)
+
+    @cached_property
+    def index(self) -> Tensor:
+        "[2**length] long on the CPU: which level each window reads, equation (17.2)."
+        return parity_index(torch.tensor(self.masks), self.length)
 
     def encode(
         self,
@@ -138,26 +167,25 @@ class Trellis:
         """The best bits of each vector. Raises ValueError for NaN, Inf or a length that does
         not fit."""
         checks.finite(checks.floats(x, "x"), "x")
-        rows = self._rows(x.float())
-        table = self.by_window.to(x.device)
-        start = None
-        if self.start == "tail":  # around the seam first, which tells the state there
-            half = rows.shape[1] // 2
-            around, _ = viterbi(rows.roll(-half, 1), table, self.bits, "free")
-            start = around[:, rows.shape[1] - half] >> self.bits
-        windows, _ = viterbi(rows, table, self.bits, start)
-        return (windows & ((1 << self.bits) - 1)).to(torch.uint8).view(x.shape)
+        table, index = self.table.to(x.device), self.index.to(x.device)
+        windows, _ = viterbi(self.rows(x.float()), table, index, self.bits, self.start)
+        return self.symbols(windows).view(x.shape)
 
     def decode(
         self,
         symbols: Tensor,  # [..., n] integers, as `encode` gave them
     ) -> Tensor:  # [..., n] fp32
         "The levels that the windows of these bits stand for, equation (17.1)."
-        return self.by_window.to(symbols.device)[self.windows(symbols)]
+        read = self.index.to(symbols.device)[self.windows(symbols)]
+        return self.table.to(symbols.device)[read]
+
+    def symbols(self, windows: Tensor) -> Tensor:  # uint8, the same shape
+        "The bits that each window's own channel has."
+        return (windows & ((1 << self.bits) - 1)).to(torch.uint8)
 
     def windows(self, symbols: Tensor) -> Tensor:  # [..., n] long
         "The window of each channel."
-        rows = self._rows(checks.integers(symbols, "symbols").long())
+        rows = self.rows(checks.integers(symbols, "symbols").long())
         held = -(-self.length // self.bits) - 1  # channels before this one that a window sees
         before = (
             rows[:, rows.shape[1] - held :]
@@ -169,8 +197,8 @@ class Trellis:
             out = (out << self.bits) | padded[:, held - back : padded.shape[1] - back]
         return (out & ((1 << self.length) - 1)).view(symbols.shape)
 
-    def _rows(self, x: Tensor) -> Tensor:
-        "[segments, channels], or raise ValueError."
+    def rows(self, x: Tensor) -> Tensor:  # [segments, channels]
+        "Vectors [..., n], cut. Raises ValueError for a length that does not fit."
         n = x.shape[-1] if x.ndim else 0
         width = self.segment or n
         held = -(-self.length // self.bits) - 1

@@ -1,0 +1,92 @@
+"""The trellis code as a choice of a recipe: a whole model, every processor, what is refused."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from turboquant_nb.quant.mixed_precision import make_quantizer
+from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec, decode, encode
+from turboquant_nb.quant.trellis import TrellisCode
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.mark.parametrize("bits, kind", [(2, "trellis"), (3, "trellis_fast")])
+def test_a_whole_model(tmp_path, bits, kind):
+    pytest.importorskip("transformers")
+    from tests.quant.lives import lives
+    from turboquant_nb.serving.step import serving_recipe
+
+    side = Spec(bits, codebook=kind)
+    cache = lives(Recipe(side, side, sinks=1, recent=4), tmp_path)
+    store = cache.layers[0].store
+    assert isinstance(store.key.q.code, TrellisCode)
+    assert store.nbytes == store.expected_nbytes()
+    with pytest.raises(ValueError, match=f"codebook must be a table, got '{kind}'"):
+        serving_recipe(Recipe(side, side))
+
+
+DIGEST = """
+import hashlib, torch
+from turboquant_nb.quant.mixed_precision import find_code
+from turboquant_nb.quant.quantizer import Spec
+u = (torch.arange(40 * 64) * 7919 % 4001 / 1000 - 2).view(40, 64)  # exact everywhere
+for bits in (1, 2, 3):
+    for kind in ("trellis", "trellis_fast"):
+        codes = find_code(Spec(bits, codebook=kind), 64).encode(u)
+        print(hashlib.sha256(codes.numpy().tobytes()).hexdigest())
+"""
+
+
+def test_symbols_are_equal_on_every_processor():
+    found = set()
+    for capability in ("default", "avx2"):
+        for threads in ("1", "2"):
+            env = os.environ | {"ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": threads}
+            run = subprocess.run(
+                [sys.executable, "-c", DIGEST], env=env, capture_output=True, text=True
+            )
+            assert run.returncode == 0, run.stderr
+            found.add(run.stdout)
+    assert len(found) == 1 and len(set(found.pop().split())) == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("d", [16, 48, 80, 112, 256])
+def test_head_sizes_and_dtypes(d, dtype):
+    q = make_quantizer(Spec(2, codebook="trellis"), d)
+    x = torch.randn(64, d, generator=torch.Generator().manual_seed(d)).to(dtype)
+    table = make_quantizer(Spec(2), d)
+    loss = lambda q: float((x.float() - decode(q, encode(q, x))).square().sum())
+    assert loss(q) < 0.9 * loss(table)
+
+
+@pytest.mark.parametrize("bits, d", [(4, 64), (2.5, 64), ((2, 3) * 32, 64), (2, 24), (2, 272)])
+def test_what_it_does_not_have_is_refused(bits, d):
+    with pytest.raises(ValueError, match="codebook='trellis' has 1, 2 or 3 bits and a head"):
+        make_quantizer(Spec(bits, codebook="trellis"), d)
+
+
+def test_decay_and_residual_are_refused():
+    side = Spec(3, codebook="trellis")
+    with pytest.raises(ValueError, match="a trellis code reads every plane"):
+        Recipe(side, side, decay=64)
+    with pytest.raises(ValueError, match="is a code without residual='qjl'"):
+        Spec(3, codebook="trellis", residual="qjl")
+
+
+@pytest.mark.parametrize("kind", ["trellis", "trellis_fast"])
+def test_bad_input(kind):
+    q = Quantizer(Spec(2, codebook=kind), 64)
+    assert not decode(q, encode(q, torch.zeros(3, 64))).any()
+    assert encode(q, torch.zeros(0, 64)).codes.shape == (0, 64)
+    for bad in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="finite"):
+            encode(q, torch.full((1, 64), bad))
+    for x in (torch.ones(1, 64), torch.eye(64)[:1] * 1e4):  # constant, one large entry
+        assert float((decode(q, encode(q, x)) - x).norm() / x.norm()) < 0.5
+    poisoned = q.code.encode(torch.full((1, 64), float("nan")))  # a captured step waits not
+    assert int(poisoned.max()) < 4
