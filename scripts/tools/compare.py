@@ -262,7 +262,7 @@ def main():
     p.add_argument("--only", action="append", choices=PARTS, help="a part, or several")
     p.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     if "--worker" in sys.argv:
-        a = p.parse_args()
+        a, _ = p.parse_known_args()
         return worker(a.only, a.quick)
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     from turboquant_nb import results
