@@ -294,16 +294,23 @@ def speed():
         gpu.setdefault((r["batch"], r["heads"], r["tokens"]), {})[r["recipe"], r["path"]] = r[
             "p50"
         ]
-    kernel = [
-        (t / found["exact states", "exact states"], found[name, "PyTorch"] / t)
-        for found in gpu.values()
-        for (name, path), t in found.items()
-        if path == "kernel" and name != "k3v3"
+    uniform = ("k2v2", "k3v3", "k4v4")
+    rows_of = [(t, found, x, p) for found in gpu.values() for (x, p), t in found.items()]
+    slow = {
+        path: [
+            t / found["exact states", "exact states"]
+            for t, found, x, p in rows_of
+            if p == path and x not in uniform
+        ]
+        for path in ("graph", "kernel")
+    }
+    gain = [
+        found[x, "PyTorch"] / t for t, found, x, p in rows_of if p in slow and x not in uniform
     ]
-    assert all(10 < slow < 36 and 8 < gain < 60 for slow, gain in kernel)
     yield (
-        "10 to 36 times as slow as bf16, where PyTorch takes 8 to 60 times as long as the "
-        "kernel"
+        f"{min(slow['graph']):.0f} to {max(slow['graph']):.0f} times as slow as bf16 in a recorded graph and "
+        f"{min(slow['kernel']):.0f} to {max(slow['kernel']):.0f} times launched from Python, as a QJL residual "
+        f"always is; by PyTorch alone it takes {min(gain):.0f} to {max(gain):.0f} times as long"
     )
     drafts = {
         (r["cache"], r["jumps"], r["drafts"]): r["token_ms"]
