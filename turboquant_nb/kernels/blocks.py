@@ -16,12 +16,7 @@ from torch import Tensor
 from ..cache.attention import Blocks
 from ..cache.memory import Part
 from ..cache.store import KVStore
-from turboquant_nb.kernels.decode import (
-    CodeTables,
-    Launcher,
-    is_interpreted,
-    padded_size,
-)
+from .decode import CodeTables, Launcher, is_interpreted, padded_size
 from ..quant.quantizer import Code, Coded
 
 try:
