@@ -18,11 +18,11 @@ from .clock import DeviceClock, HostClock, check_states, flags_of
 from .exact import Ranges, Tail, _plain, _ring_slots
 from .memory import Part
 from .packing import TILE
-from ..files import read_file, write_file
+from ..files import Saved, read_file, write_file
 from ..quant.mixed_precision import find_code
 from ..quant.quantizer import Coded, Recipe, Spec, as_recipe, decode
 from ..theory.centre import rows_at, shared_cos_sin
-from ..theory.transforms import restore_transforms
+from ..theory.transforms import HeadTransform, restore_transforms
 
 # %% ../../nbs/31_store.ipynb #52fedbc5
 def angles(store, first: int, last: int) -> Tensor:
@@ -210,7 +210,10 @@ class KVStore:
     def rope_table(self) -> Tensor | None:
         """[positions, r] fp16: cosines, then sines, for the positions held and perhaps more;
         None without a pre-RoPE mean."""
-        return None if self.cos_sin is None else self.clock.table(self.cos_sin)
+        if self.cos_sin is None:
+            return None
+        self.clock.reach(self.cos_sin, self.length)
+        return self.clock.table(self.cos_sin)
 
     @property
     def capacity(self) -> int:
@@ -721,21 +724,13 @@ def state(self: KVStore) -> tuple:  # (tensors, header)
     return tensors, header | {"d": [self.key.q.d, self.value.q.d]}
 
 
-def _check_saved(name: str, x: Tensor | None, dtype: torch.dtype, shape: tuple) -> None:
-    "Raise ValueError unless a file's tensor is of this type and shape."
-    if x is None or tuple(x.shape) != shape or x.dtype != dtype:
-        got = "nothing" if x is None else f"{x.dtype} of shape {tuple(x.shape)}"
-        raise ValueError(f"{name} must be {dtype} of shape {shape}, got {got}")
-
-
 def _restore(part, name, tensors, tiles):
     """Put saved tensors of `tiles` tiles into a new part. Raises ValueError if one is missing
     or of another shape or type."""
     held, tiled = {}, part.memory.tensors
     for n, t in part.tensors.items():
-        new, rows = tensors.get(f"{name}.{n}"), max(0, tiles - part.memory.tiles_before(n))
-        want = (*t.shape[:2], rows, *t.shape[3:]) if n in tiled else tuple(t.shape)
-        _check_saved(f"{name}.{n}", new, t.dtype, want)
+        rows = tiles - part.memory.tiles_before(n) if n in tiled else t.shape[2]
+        new = tensors.tensor(f"{name}.{n}", t.dtype, *t.shape[:2], rows, *t.shape[3:])
         if n in tiled:
             t = t.new_zeros(*t.shape[:2], max(rows, t.shape[2]), *t.shape[3:])
         t[:, :, : new.shape[2]] = new.to(t.device)
@@ -743,36 +738,52 @@ def _restore(part, name, tensors, tiles):
     part.hold(held)
 
 # %% ../../nbs/31_store.ipynb #0d5c4dd0
-_FARTHEST = 2**24  # positions that a file may count to: the table of angles has a row for each
+_FARTHEST = 2**24  # positions that a file may count to
+_DTYPES = "float16", "bfloat16", "float32", "float64"
 
 
-def _checked_header(tensors: dict, header: dict) -> SimpleNamespace:
-    """A header's numbers, its recipe and its tiles. Raises ValueError unless the file holds
-    tensors as large as it says, before anything is allocated for them."""
+def _checked_header(tensors: Saved, header: Saved) -> SimpleNamespace:
+    """What a header says, each number within what a store can have. Raises ValueError unless
+    the file holds tensors as large as it says, before anything is allocated for them."""
     if not {"d", "recipe", "dtype", "batch", "heads", "tile", *_NUMBERS} <= header.keys() or (
         "start" not in tensors
     ):
         raise ValueError("these tensors are not the state of a single store")
-    h = SimpleNamespace(**{"static": False, "truncated": (0, 0)} | header)
-    for name in ("batch", "heads", "tile", *_NUMBERS):
-        checks.whole(getattr(h, name), name, 0 if name in _NUMBERS else 1, _FARTHEST)
-    checks.whole(h.offset, "offset", 0, h.length)
-    h.recipe, h.tiles = Recipe.from_json(h.recipe), math.ceil((h.length - h.offset) / h.tile)
-    if list(tensors["start"].shape) != [h.batch]:
-        got = list(tensors["start"].shape)
-        raise ValueError(f"start must have shape [{h.batch}], got {got}")
-    rows, r, dtype = (h.batch, h.heads), h.recipe, getattr(torch, h.dtype)
+    header = Saved({"static": False, "truncated": [0, 0]} | header)
+    h = SimpleNamespace(static=header.a("static", bool))
+    for name in ("batch", "heads", "tile", "length"):
+        setattr(h, name, header.whole(name, name != "length", _FARTHEST))
+    for name in ("offset", "_recent_from"):
+        setattr(h, name, header.whole(name, 0, h.length))
+    if h.offset % h.tile:
+        raise ValueError(f"offset must be a multiple of the tile {h.tile}, got {h.offset}")
+    h.tiles = math.ceil((h.length - h.offset) / h.tile)
+    h.truncated = header.wholes("truncated", 2, 0, h.tiles)
+    if h.static and (h.offset or any(h.truncated) or "end" in tensors):
+        raise ValueError("static must be False where tokens were freed, truncated or ended")
+    # tables have d x d numbers: a file without a token cannot ask for large ones
+    h.d = header.wholes("d", 2, 1, max(2**11, tensors.nbytes))
+    h.recipe, h.dtype = Recipe.from_json(header["recipe"]), header.one_of("dtype", _DTYPES)
+    h.dtype = getattr(torch, h.dtype)
+    checks.within(tensors.tensor("start", torch.long, h.batch), "start", 0, 2**31)
+    if "end" in tensors:
+        checks.within(tensors.tensor("end", torch.long, h.batch), "end", 0, h.length)
+    rows, r = (h.batch, h.heads), h.recipe
     for name, spec, d in zip(("key", "value"), (r.key, r.value), h.d):
-        checks.whole(d, "d", 1, 2**14)
-        scale = getattr(torch, spec.scale_dtype), (h.tiles, h.tile)
-        sizes = {
-            "sinks": (dtype, (r.sinks, d)),
-            "recent": (dtype, (r.recent, d)),
-            "scale": scale,
-        }
-        for n, (kind, size) in sizes.items():
-            _check_saved(f"{name}.{n}", tensors.get(f"{name}.{n}"), kind, (*rows, *size))
+        tensors.tensor(f"{name}.sinks", h.dtype, *rows, r.sinks, d)
+        tensors.tensor(f"{name}.recent", h.dtype, *rows, r.recent, d)
+        scale = getattr(torch, spec.scale_dtype)
+        tensors.tensor(f"{name}.scale", scale, *rows, h.tiles, h.tile)
     return h
+
+
+def _restored_transform(tensors: Saved, h: SimpleNamespace) -> None:
+    "Register the transform that a recipe names. Raises ValueError if the file has another."
+    name = h.recipe.key.rotation
+    if name.startswith(HeadTransform.prefix):
+        tensors.tensor("map", torch.bfloat16, h.heads, h.d[0], h.d[0])
+        if (found := restore_transforms(tensors).name) != name:
+            raise ValueError(f"map must be the transform {name}, got {found}")
 
 
 @patch(cls_method=True)
@@ -788,31 +799,36 @@ def from_state(
     """The inverse of `state`. Of a static store it is one where `max_length` says how much room
     it shall have. Raises ValueError if tensors and header do not fit each other, or
     `max_length` is less than is held."""
+    tensors, header = Saved(tensors), Saved.of(header, "header")
     h = _checked_header(tensors, header)
     if max_length is not None and max_length < h.length - h.offset:
         raise ValueError(f"max_length is {max_length}: {h.length - h.offset} tokens are held")
-    restore_transforms(tensors)
+    _restored_transform(tensors, h)
+    rope = h.recipe.key.center != "auto" and h.recipe.key.centre.rotates
     store = cls(
         h.recipe,
         h.batch,
         h.heads,
         *h.d,
-        dtype=getattr(torch, h.dtype),
+        dtype=h.dtype,
         device=device,
         max_length=max_length,
         tile=h.tile,
         static=h.static and max_length is not None,
-        inv_freq=tensors.get("inv_freq"),
+        inv_freq=tensors.tensor("inv_freq", torch.float32, None) if rope else None,
     )
+    if store.recipe != h.recipe:
+        raise ValueError(f"recipe must be {store.recipe.to_json()}, got {header['recipe']}")
     for name, part, truncated_tiles in zip(("key", "value"), store.parts, h.truncated):
         part.adopt(part.truncation(truncated_tiles))
+        if part.memory.truncated_tiles != truncated_tiles:
+            raise ValueError(f"truncated must be 0 for codes of {name}s, got {truncated_tiles}")
         _restore(part, name, tensors, h.tiles)
     for n in _NUMBERS:
         setattr(store, n, getattr(h, n))
     start, end = (x if x is None else x.to(device) for x in map(tensors.get, ("start", "end")))
     _rewind(store, length=h.length, start=start, end=end, recent_from=h._recent_from)
-    if store.cos_sin is not None:
-        store.clock.reach(store.cos_sin, store.length)
+    tensors.only(store.state()[0])
     return store
 
 

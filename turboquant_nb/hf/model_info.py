@@ -166,11 +166,21 @@ def layer_frequencies(
     return LayerFrequencies([None if u else own(kind) for kind, u in zip(kinds, unrotated)], "")
 
 # %% ../../nbs/50_model_info.ipynb #cfa16813
+def _check_adapter(model) -> None:
+    kind = getattr(getattr(model, "active_peft_config", None), "peft_type", "")
+    if kind in ("PREFIX_TUNING", "CARTRIDGE"):
+        raise ValueError(
+            f"an adapter of kind {kind} puts a cache of its own, with learnt keys and values, "
+            "in place of the one that is passed: use LoRA or prompt tuning"
+        )
+
+
 class ModelInfo:
     """What a cache must know of a model, read from its config. Raises TypeError for what is no
     model of transformers, ValueError for one that cannot be served."""
 
     def __init__(self, model_or_config):
+        _check_adapter(model_or_config)
         self.config = _text_config(model_or_config)
         registered = is_registered(self.config)  # else it refuses kinds that are not served
         own = [] if registered else _own_layers(self.config)  # whose tensors are not kept

@@ -16,13 +16,7 @@ from torch import Tensor
 from ..cache.attention import Blocks
 from ..cache.memory import Part
 from ..cache.store import KVStore
-from turboquant_nb.kernels.decode import (
-    CodeTables,
-    Launcher,
-    _codes,
-    is_interpreted,
-    padded_size,
-)
+from .decode import CodeTables, Launcher, is_interpreted, padded_size
 from ..quant.quantizer import Code, Coded
 
 try:
@@ -511,25 +505,42 @@ def _look_up_kernel(
     TABLE,
     each,
     CHANNELS,
+    first,
     width,
     D: tl.constexpr,
     DP: tl.constexpr,
     R: tl.constexpr,
-    RP: tl.constexpr,
+    ROWS: tl.constexpr,
     BITS: tl.constexpr,
     BY_TOKEN: tl.constexpr,
+    RANGE: tl.constexpr,
 ):
-    "OUT[head, token, channel] = TABLE[channel, symbol]: a tile, D channels of equal bits."
+    """OUT[head, token, channel] = TABLE[channel, symbol]: ROWS byte rows of a tile, D channels
+    of equal bits, which are neighbours from `first` on or (without RANGE) those of CHANNELS."""
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    r, j = tl.arange(0, RP)[:, None], tl.arange(0, DP)[None, :]
+    r, j = tl.program_id(2) * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, DP)[None, :]
     real = (r < R) & (j < D)
-    channel = tl.load(CHANNELS + j, mask=j < D, other=0)
-    p0, p1, p2 = P0 + head * s0, P1 + head * s1, P2 + head * s2
-    i = tl.program_id(2)  # a quarter of the tile
-    symbol = _codes(p0, p1, p2, tile, r, j, i % 2 * 4 + i // 2 * 2, real, D, R, BITS, BY_TOKEN)
-    level = tl.load(TABLE + channel * each + symbol, mask=real, other=0)
-    to = OUT + head * ob + (tile * (4 * R) + i * R + r) * width + channel
-    tl.store(to, level, mask=real)
+    channel = first + j if RANGE else tl.load(CHANNELS + j, mask=j < D, other=0)
+    HALF: tl.constexpr = (D + 1) // 2
+    low, upper = j % HALF, j // HALF
+    bit = tile * (R * HALF) + (low * R + r if BY_TOKEN else r * HALF + low)
+    base = bit if BITS == 1 else tile * (R * D) + (j * R + r if BY_TOKEN else r * D + j)
+    c0 = tl.load(P0 + head * s0 + base, mask=real, other=0).to(tl.int32)
+    c1, c2 = c0, c0
+    if BITS > 2:
+        c1 = tl.load(P1 + head * s1 + bit, mask=real, other=0).to(tl.int32) >> upper
+    if BITS > 3:
+        c2 = tl.load(P2 + head * s2 + bit, mask=real, other=0).to(tl.int32) >> upper
+    to = OUT + head * ob + (tile * (4 * R) + r) * width + channel
+    for quarter in tl.static_range(4):
+        slot = quarter % 2 * 4 + quarter // 2 * 2
+        symbol = (c0 >> (slot + upper)) & 1 if BITS == 1 else (c0 >> slot) & 3
+        if BITS > 2:
+            symbol = symbol * 2 + ((c1 >> slot) & 1)
+        if BITS > 3:
+            symbol = symbol * 2 + ((c2 >> slot) & 1)
+        level = tl.load(TABLE + channel * each + symbol, mask=real, other=0)
+        tl.store(to + quarter * R * width, level, mask=real)
 
 # %% ../../nbs/43b_blocks.ipynb #43b00023
 _look_up_launcher = Launcher(_look_up_kernel)
@@ -560,6 +571,7 @@ def _put(out: Tensor, planes: list, layout, channels: tuple, table: Tensor) -> N
     "Look tiles up: planes [B, H, tiles, *plane_shape] to out [B, H, tokens or more, width]."
     p0, p1, p2 = [*planes, planes[0], planes[0]][:3]
     batch, heads, tiles = p0.shape[:3]
+    rows = min(16, padded_size(layout.rows))
     named = dict(
         OUT=out,
         ob=out.stride(1),
@@ -572,15 +584,18 @@ def _put(out: Tensor, planes: list, layout, channels: tuple, table: Tensor) -> N
         TABLE=table,
         each=table.stride(0) if len(table) > 1 else 0,
         CHANNELS=_numbers(channels, torch.int32, out.device),
+        first=channels[0],
         width=out.shape[3],
         D=layout.d,
         DP=padded_size(layout.d),
         R=layout.rows,
-        RP=padded_size(layout.rows),
+        ROWS=rows,
         BITS=layout.bits,
         BY_TOKEN=layout.along == "token",
+        RANGE=channels == tuple(range(channels[0], channels[0] + layout.d)),
     )
-    _look_up_launcher((tiles, batch * heads, 4), named, {}, num_warps=8)
+    parts = -(-layout.rows // rows)
+    _look_up_launcher((tiles, batch * heads, parts), named, {}, num_warps=4)
 
 
 def look_up(

@@ -80,7 +80,7 @@ class Spec:
             object.__setattr__(self, "bits", tuple(self.bits))
         checks.one_of(self.residual, "residual", ("none", "sign", "qjl"))
         _check_bits(self.bits, self.residual)
-        object.__setattr__(self, "seed", checks.whole(self.seed, "seed", 0))
+        object.__setattr__(self, "seed", checks.whole(self.seed, "seed", 0, 2**63 - 1))
         why = transform_class(self.rotation).refuses("sketch")
         if self.residual == "qjl" and why:
             raise ValueError(why)
@@ -174,7 +174,7 @@ class TwoSides:
         "The inverse of `to_json`. Raises ValueError on unknown or missing structure."
         try:
             return cls.from_dict(json.loads(text))
-        except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
+        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError) as error:
             why = f"{error} is missing" if isinstance(error, KeyError) else error
             raise ValueError(f"not a recipe: {why}") from None
 
