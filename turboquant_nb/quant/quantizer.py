@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CODEBOOKS', 'CODES', 'TRELLIS_CODES', 'PRESETS', 'Spec', 'channel_bits', 'TwoSides', 'Recipe', 'preset', 'as_recipe',
-           'Coded', 'Lut', 'Extra', 'Code', 'ScalarCode', 'HeadCodes', 'scalar_codebook', 'scalar_code',
+           'Coded', 'Lut', 'Windows', 'Extra', 'Code', 'ScalarCode', 'HeadCodes', 'scalar_codebook', 'scalar_code',
            'register_code', 'Quantizer', 'code_rows', 'residual_rows', 'encode', 'decode_rotated', 'decode', 'decided']
 
 # %% ../../nbs/20_quantizer.ipynb #6df47394
@@ -284,6 +284,15 @@ class Lut:
     order: str = "plain"  # of the channels
 
 
+class Windows(NamedTuple):
+    """How a level is read by a window: the bits of its own channel, lowest, and of the channels
+    before it."""
+
+    levels: Tensor  # [2**length] fp32: the level of each window
+    bits: int  # of a channel
+    circular: bool  # before the first channel come the last ones; else zeros
+
+
 class Extra(NamedTuple):
     "What a code keeps of each vector besides its symbols."
 
@@ -304,6 +313,7 @@ class Code:
         None  # where a channel's symbol changes, if that is all there is to it
     )
     lut: Lut | None = None  # None: attention gets its blocks decoded
+    windows: Windows | None = None  # where a level is that of several channels' symbols
     encoder: str | None = None  # "edges": kernels code by `codebook`; None: `encode` does
     coarser: "Code | None" = None  # what is left when the last plane of symbols is dropped
     heads: tuple = ()  # a code for each head, where they differ: vectors are [..., heads, n, d]
@@ -642,7 +652,7 @@ def _flat(q: Quantizer, x: Tensor, mean: Tensor | None) -> tuple:
 
 
 def code_rows(
-    q: Quantizer, x: Tensor, mean: Tensor | None, block: int = 4096
+    q: Quantizer, x: Tensor, mean: Tensor | None, block: int | None = None
 ) -> tuple:  # (codes [..., d], fp32 scale [...])
     "Codes and scales of vectors [..., d], whatever they hold; a head's own code codes its own."
     if q.code.heads:
@@ -653,6 +663,7 @@ def code_rows(
         codes, scale = zip(*coded)
         return torch.stack(codes, -3), torch.stack(scale, -2)
     flat, means = _flat(q, x, mean)
+    block = block or (4096 if x.device.type == "cpu" else 1 << 16)
     codes = torch.empty(flat.shape, dtype=torch.uint8, device=x.device)
     scale = torch.empty(len(flat), dtype=torch.float32, device=x.device)
     for i in range(0, len(flat), block):
@@ -689,7 +700,7 @@ def encode(
     x: Tensor,  # [..., d] fp32/fp16/bf16
     mean: Tensor | None = None,  # broadcastable to x
     name: str = "x",  # how errors call it
-    block: int = 4096,  # vectors per block
+    block: int | None = None,  # vectors at a time; None: as many as the device is quick at
 ) -> Coded:
     """Center, rotate, scale, code. Raises TypeError/ValueError for a wrong dtype, device,
     shape, NaN or Inf, and for a scale that its dtype cannot hold."""
@@ -699,7 +710,7 @@ def encode(
     coded = Coded(codes, _store_scale(scale, q.scale_dtype, name))
     if not q.code.extras:
         return coded
-    kept, what = residual_rows(q, x, mean, coded, block), f"the residual of {name}"
+    kept, what = residual_rows(q, x, mean, coded, block or 4096), f"the residual of {name}"
     for extra in q.code.extras:
         if not extra.bits:
             kept[extra.name] = _store_scale(kept[extra.name], q.scale_dtype, what)
