@@ -129,6 +129,11 @@ EXPERIMENTS = {
         "caches on disk, raw and entropy coded",
         "--layers 2 --windows 1 --length 40 --lengths 40 --repeat 1",
     ),
+    "archives": Entry(
+        "eval.archives",
+        "what loaders make of files that were changed on purpose, with the right digest",
+        "--files 216",
+    ),
     "served": Entry(
         "eval.serving",
         "what a served cache gives up, and what a calibration takes back",
