@@ -82,7 +82,7 @@ class CellLayout:
         return Layout(self.value_bits, self.d_value, "token", self.tokens)
 
     def fields(self, scale_dtypes: tuple = (torch.float16, torch.float16)) -> list:
-        "The parts of a cell, in the order of their bytes."
+        "The fields of a cell, in the order of their bytes."
         out, at = [], 0
         planes = [
             (f"{side} {i}", shape, torch.uint8)
@@ -150,7 +150,7 @@ class CellLayout:
     def views(
         self, cache: Tensor, scale_dtypes: tuple = (torch.float16, torch.float16)
     ) -> dict:
-        "The parts of all cells, by name: views [blocks, heads, *shape] of the memory."
+        "The fields of all cells, by name: views [blocks, heads, *shape] of the memory."
         self.check(cache)
         out = {}
         for part in self.fields(scale_dtypes):
@@ -187,7 +187,7 @@ class CellCodes:
         return k if self.center is None else (k.float() - self.center).to(k.dtype)
 
     def views(self, cache: Tensor) -> dict:
-        "The parts of all cells, by name."
+        "The fields of all cells, by name."
         return self.cell.views(cache, (self.key.scale_dtype, self.value.scale_dtype))
 
     def read(self, cache: Tensor, table: Tensor, tokens: int) -> list:
