@@ -4,17 +4,21 @@
 
 # %% auto #0
 __all__ = ['Before', 'After', 'Instead', 'hooked', 'as_bool', 'AttentionCall', 'as_interface', 'register', 'attention_name',
-           'attention_function', 'Attend', 'MaskLength', 'listening', 'listen_to_masks', 'Detour', 'each_layer',
-           'causal_mask_function', 'sdpa_mask']
+           'attention_function', 'Attend', 'MaskLength', 'listening', 'listen_to_masks', 'Handle', 'serve_handles',
+           'keeps_keys', 'wants_weights', 'Detour', 'each_layer', 'causal_mask_function', 'sdpa_mask']
 
 # %% ../../nbs/50b_hooks.ipynb #f2eda8d2
+import ast
 import inspect
+import re
+import sys
+import textwrap
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import wraps
+from functools import lru_cache, partial, wraps
 from typing import NamedTuple
 
 import torch
@@ -32,6 +36,11 @@ except ImportError as error:
     raise ImportError(
         'turboquant_nb.hf needs transformers 5.17 or newer: pip install "turboquant-nb[hf]"'
     ) from error
+
+try:  # which outputs a pass collects; private, so it may move
+    from transformers.utils.output_capturing import _active_collector as _collector
+except ImportError:
+    _collector = None
 
 _all_ = ["causal_mask_function", "sdpa_mask"]  # for the masks of our own attention
 
@@ -191,22 +200,26 @@ class MaskLength(int):
 
     @classmethod
     def of(cls, length: int, cache, layer) -> "MaskLength":
-        "A cache has a method `hear(layer, batch, n, attention_mask, config)`."
+        """A cache has a method `hear(layer, batch, n, attention_mask, config)`, which returns a
+        mask function or None."""
         new = cls(length)
         new.cache, new.layer = cache, layer
         return new
 
 
 def listening(make_mask: Callable) -> Callable:
-    "A mask function that lets the cache of a pass hear the call, then does what it did."
+    """A mask function that lets the cache of a pass hear the call, then does what it did,
+    unless the cache has a mask function of its own."""
 
     @wraps(make_mask)
     def run(batch_size, q_length, kv_length, *args, **kwargs):
-        cache = getattr(kv_length, "cache", None)
-        if cache is not None and not torch.compiler.is_compiling():
-            told = kwargs.get("attention_mask"), kwargs.get("config")
-            cache.hear(kv_length.layer, batch_size, q_length, *told)
-        return make_mask(batch_size, q_length, kv_length, *args, **kwargs)
+        if not isinstance(kv_length, MaskLength):
+            return make_mask(batch_size, q_length, kv_length, *args, **kwargs)
+        told = kwargs.get("attention_mask"), kwargs.get("config")
+        own = kv_length.cache.hear(kv_length.layer, batch_size, q_length, *told)
+        if own is not None:
+            return own(batch_size, q_length, kv_length, *args, **kwargs)
+        return make_mask(batch_size, q_length, int(kv_length), *args, **kwargs)
 
     run.listens = True
     return run
@@ -217,6 +230,112 @@ def listen_to_masks() -> None:
     for name, make_mask in ALL_MASK_ATTENTION_FUNCTIONS.items():
         if not hasattr(make_mask, "listens"):
             ALL_MASK_ATTENTION_FUNCTIONS[name] = listening(make_mask)
+
+# %% ../../nbs/50b_hooks.ipynb #908bf1ef
+class Handle:
+    "What a cache returns in place of keys and values."
+
+    def attend(self, own: Callable, module, query: Tensor, value, mask, **kwargs):
+        "What attention returns; `own` is the function that the model called."
+        raise NotImplementedError
+
+
+def _attend(own: Callable, module, query, key, value, attention_mask, *args, **kwargs):
+    "The model's own attention, unless the keys are a handle."
+    if isinstance(key, Handle):
+        return key.attend(own, module, query, value, attention_mask, *args, **kwargs)
+    return own(module, query, key, value, attention_mask, *args, **kwargs)
+
+
+def serve_handles() -> None:
+    "From now on whatever attention a model asks transformers for lets a handle attend."
+    get = AttentionInterface.get_interface
+    if hasattr(get, "serves_handles"):
+        return
+
+    @wraps(get)
+    def get_interface(self, attn_implementation, default):
+        return partial(_attend, get(self, attn_implementation, default))
+
+    get_interface.serves_handles = True
+    AttentionInterface.get_interface = get_interface
+
+# %% ../../nbs/50b_hooks.ipynb #29eb5608
+_CARRIED = ("to", "shape", "dtype", "device")  # what a handle has of a tensor
+# what attention on codes takes into account, besides the mask
+_HEEDED = {"attention_mask", "dropout", "scaling", "sliding_window", "softcap", "s_aux"}
+_HEEDED |= {"position_ids", "output_attentions", None}
+
+
+def _alters(x: ast.Name, parents: dict) -> bool:
+    "Whether a use of a name may change what it stands for, or needs a tensor there."
+    up = parents[x]
+    if isinstance(x.ctx, ast.Store):
+        return getattr(getattr(getattr(up, "value", None), "func", None), "attr", "") != "to"
+    beside = isinstance(up, ast.Call) and "reorder" in ast.dump(up.func)  # see `keeps_keys`
+    return not (isinstance(up, ast.Tuple) or getattr(up, "attr", "") in _CARRIED or beside)
+
+
+@lru_cache
+def _touches(attention: type) -> str | None:
+    """What an attention class does to what `update` returned before it attends; "" for nothing,
+    None if it updates no cache."""
+    try:
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(attention.forward)))
+        nodes = list(ast.walk(ast.parse(source)))
+    except (OSError, TypeError, SyntaxError):
+        return "has no source that could be read"
+    update = call = None
+    for x in nodes:
+        if isinstance(x, ast.Assign) and isinstance(x.targets[0], ast.Tuple):
+            if getattr(getattr(x.value, "func", None), "attr", "") == "update":
+                update = x
+        if isinstance(x, ast.Call) and getattr(x.func, "id", "") == "attention_interface":
+            call = x
+    if update is None:
+        own = re.search(r"(past|cache)\w*\.update\(", source)
+        return "keeps its states in a way of its own" if own else None
+    if call is None:
+        return "attends without transformers' attention interface"
+    if odd := [x.arg for x in call.keywords if x.arg not in _HEEDED]:
+        return f"gives attention {', '.join(odd)} besides"
+    names = [getattr(x, "id", "") for x in update.targets[0].elts]
+    given = [getattr(x, "id", "") for x in call.args[2:4]]
+    parents = {child: x for x in nodes for child in ast.iter_child_nodes(x)}
+    between = [x for x in nodes if getattr(x, "id", "") in names]
+    between = [x for x in between if update.end_lineno < x.lineno < call.lineno]
+    if names != given or any(_alters(x, parents) for x in between):
+        return "changes what a cache returns before it attends"
+    return ""
+
+
+def keeps_keys(
+    model_or_config,  # a config: of a model whose code is loaded
+    layers: tuple = (),  # numbers of the layers that are meant
+) -> str:
+    """Why the layers of a model cannot be served by handles; empty where each gives keys and
+    values to transformers' attention as a cache returned them."""
+    config = getattr(model_or_config, "config", model_or_config)
+    if isinstance(model_or_config, nn.Module):
+        each = (x for x in model_or_config.modules() if getattr(x, "layer_idx", -1) in layers)
+        classes = {type(x) for x in each}
+    else:
+        name = type(config).__module__.replace(".configuration_", ".modeling_")
+        classes = vars(sys.modules.get(name, object)).values()
+        classes = {x for x in classes if isinstance(x, type) and issubclass(x, nn.Module)}
+        classes = {x for x in classes if x.__module__ == name and "Attention" in x.__name__}
+    found = {x: why for x in classes if (why := _touches(x)) is not None}
+    if not found:
+        return "no layer that updates a cache was found in the model's code"
+    if getattr(config, "reorder_and_upcast_attn", False):
+        return "GPT-2 attends by itself where scores are reordered and upcast"
+    return next((f"{x.__name__} {why}" for x, why in found.items() if why), "")
+
+
+def wants_weights() -> bool:
+    "Whether the pass that runs was asked for the weights of attention."
+    asked = None if _collector is None else _collector.get()
+    return asked is not None and "attentions" in asked
 
 # %% ../../nbs/50b_hooks.ipynb #3f82486a
 class Detour:

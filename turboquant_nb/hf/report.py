@@ -14,7 +14,8 @@ from .model_info import _recipes_to_json
 class Report(dict):
     """What a cache holds; prints as a small table. "served" counts calls over all layers:
     prefill (exact), kernel, codes (PyTorch on codes), chunk (long chunks, block by block),
-    dense (the past was decoded for another attention); steps that a graph replays are counted
+    dense (the past was decoded for another attention; why, and the cure, stand in "dense"),
+    and "by_layer" has the same for each layer; steps that a graph replays are counted
     in "graphs" instead. "backends" names what attended on codes, "reasons" says why not a
     kernel; "coded" what coded."""
 
@@ -121,6 +122,8 @@ def report_of(
         pays_from=_pays_from(layers, parts, values),
         per_layer=[s.nbytes + n for s, n in zip(stores, tails)],
         served=count("calls"),
+        by_layer={x.index: dict(x.calls) for x in cache.coded_layers},
+        dense=cache.reader.obstacle._asdict() if cache.reader.obstacle else {},
         backends=count("backends"),
         reasons=count("reasons"),
         coded=count("coded"),
