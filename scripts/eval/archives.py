@@ -371,7 +371,7 @@ def changed_value(old, rng):
     if type(old) is int and kind < 3:
         return rng.choice([old - 1, old + 1, 2 * old, -old, old + 4, old * 2**12, old + 8])
     if isinstance(old, list) and old and kind < 3:
-        return rng.choice([old[:-1], [*old, old[-1]], old[::-1], [old], dict(enumerate(old))])
+        return rng.choice([old[:-1], [*old, old[-1]], old[::-1], [old], {"0": old[0]}])
     if isinstance(old, str) and kind == 0:
         return old[:-1] + "é"
     if kind == 1:
