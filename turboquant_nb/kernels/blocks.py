@@ -614,6 +614,12 @@ def _levels_of(code: Code, dtype: torch.dtype) -> Tensor:  # [d, symbols]
 
 
 @lru_cache(maxsize=64)
+def _by_window(code: Code, dtype: torch.dtype) -> Tensor:  # [2**length]
+    with torch.inference_mode(False), torch.no_grad():
+        return code.windows.levels.to(dtype)
+
+
+@lru_cache(maxsize=64)
 def _numbers(numbers: tuple, dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.tensor(numbers, dtype=dtype, device=device)
@@ -705,8 +711,9 @@ class KernelBlocks(Blocks):
         if code.whole.has_edges and not code.extras:
             return look_up(held, first, last, _levels_of(code, dtype)), scale.float()
         if w := code.windows:
-            levels = look_up(held, first, last, w.levels.to(dtype), w.circular)
-            return levels, scale.float()
+            return look_up(
+                held, first, last, _by_window(code, dtype), w.circular
+            ), scale.float()
         symbols = _numbers(tuple(range(32)), torch.uint8, store.device)[None]
         coded = Coded(
             look_up(held, first, last, symbols), scale, self._kept(held, first, last) or None

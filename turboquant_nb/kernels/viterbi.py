@@ -38,6 +38,7 @@ _UNIT, _REACH, _FAR = tl.constexpr(float(1 << UNIT)), tl.constexpr(REACH), tl.co
 @triton.jit
 def _distances(x, LEVELS, M: tl.constexpr, BITS: tl.constexpr):
     "What each of M levels costs, in units, above BITS zero bits."
+    x = tl.where(x == x, x, 0.0)  # NaN has a code, and its scale says what it was
     near, away = tl.minimum(tl.maximum(x, -_REACH), _REACH), ()
     for i in tl.static_range(M):
         d = near - tl.load(LEVELS + i)

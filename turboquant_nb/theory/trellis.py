@@ -50,7 +50,7 @@ def _paths(
 ) -> Tensor:  # [N, n] long
     "The windows of least cost."
     (count, n), states, leaving = x.shape, len(index) >> bits, 1 << bits
-    near = x.clamp(-REACH, REACH).t().contiguous()[:, None]
+    near = x.nan_to_num().clamp(-REACH, REACH).t().contiguous()[:, None]
     away = (near - levels[:, None]).square_().mul_(1 << UNIT).round_().to(torch.int32)
     away <<= bits  # [n, levels, N]
     cost = away.new_full((states, count), 0 if begin is None else FAR)
