@@ -378,6 +378,24 @@ class _Flags:
             self.sent.append((host, event))
 
 
+def _check_reading(info: ModelInfo, warn: bool = False) -> None:
+    """Say that a model gets all past tokens decoded, before its first pass. Raises ValueError
+    where it is set to an attention that could not take them."""
+    if why := info.reading.why:
+        if attention_name(info.config) == NAME:
+            raise ValueError(
+                f"the {NAME!r} attention cannot serve {info.config.model_type}: {why}; its own "
+                "can: model.set_attn_implementation('eager')"
+            )
+        if warn:
+            warnings.warn(
+                f"{info.config.model_type} gets all past tokens decoded, in every layer and "
+                f"step: {why}. The cache is small all the same, but steps take longer than "
+                "with DynamicCache",
+                stacklevel=3,
+            )
+
+
 def _check_settings(max_length, backend, static) -> None:
     if max_length is not None and (type(max_length) is not int or max_length < 1):
         raise ValueError(f"max_length must be a positive integer or None, got {max_length!r}")
@@ -459,6 +477,7 @@ class TurboQuantCache(Cache):
         self._model = weakref.ref(model_or_config) if module else lambda: None
         self.config = self.info.config
         _check_settings(max_length, backend, static)
+        _check_reading(self.info, warn=True)
         self.max_length, self.backend, self.static = max_length, backend, static
         plans = plan_layers(self.info, recipe, bits, max_length, calibration, budget)
         self.recipes = [p.recipe for p in plans]
@@ -553,6 +572,7 @@ class TurboQuantCache(Cache):
                 )
             return
         self.runner.attach()
+        _check_reading(self.info)
         if not self.static:
             self._read_flags()
         elif store is not None:
