@@ -5,7 +5,8 @@ serves, where the portable one does and where blocks are decoded: run.py decode_
 Random states in bf16, a recipe's own 4 exact sinks and 16 recent tokens, keys around the mean
 before RoPE. `path`: `kernel`, what `ops.attend` takes by itself, launched from Python; `graph`,
 the same replayed from a CUDA graph, as `generate()` replays it, of codes that can be recorded;
-`PyTorch`, `attention.attend`; `exact states`, torch's SDPA on bf16. Medians of triton's do_bench. `why` says why it is not the kernel for tensor cores.
+`PyTorch`, `attention.attend`; `exact states`, torch's SDPA on bf16. Medians of triton's
+do_bench. `why` says why it is not the kernel for tensor cores.
 
 Gate: each recipe by the kernel agrees with PyTorch's attention on the same codes to 1e-2 of the
 largest output, on 4,096 tokens."""

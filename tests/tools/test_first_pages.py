@@ -294,23 +294,19 @@ def speed():
         gpu.setdefault((r["batch"], r["heads"], r["tokens"]), {})[r["recipe"], r["path"]] = r[
             "p50"
         ]
-    uniform = ("k2v2", "k3v3", "k4v4")
-    rows_of = [(t, found, x, p) for found in gpu.values() for (x, p), t in found.items()]
-    slow = {
-        path: [
-            t / found["exact states", "exact states"]
-            for t, found, x, p in rows_of
-            if p == path and x not in uniform
+    every = [(t, found, x, path) for found in gpu.values() for (x, path), t in found.items()]
+    every = [row for row in every if row[2] not in ("k2v2", "k3v3", "k4v4")]
+    bounds = {}
+    for ours in ("graph", "kernel"):
+        slow = [
+            t / f["exact states", "exact states"] for t, f, _, path in every if path == ours
         ]
-        for path in ("graph", "kernel")
-    }
-    gain = [
-        found[x, "PyTorch"] / t for t, found, x, p in rows_of if p in slow and x not in uniform
-    ]
+        bounds[ours] = f"{min(slow):.0f} to {max(slow):.0f}"
+    gain = [f[x, "PyTorch"] / t for t, f, x, path in every if path in bounds]
     yield (
-        f"{min(slow['graph']):.0f} to {max(slow['graph']):.0f} times as slow as bf16 in a recorded graph and "
-        f"{min(slow['kernel']):.0f} to {max(slow['kernel']):.0f} times launched from Python, as a QJL residual "
-        f"always is; by PyTorch alone it takes {min(gain):.0f} to {max(gain):.0f} times as long"
+        f"{bounds['graph']} times as slow as bf16 in a recorded graph and {bounds['kernel']} "
+        "times launched from Python, as a QJL residual always is; by PyTorch alone it takes "
+        f"{min(gain):.0f} to {max(gain):.0f} times as long"
     )
     drafts = {
         (r["cache"], r["jumps"], r["drafts"]): r["token_ms"]

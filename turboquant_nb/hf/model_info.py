@@ -290,8 +290,8 @@ def _check_adapter(model) -> None:
     kind = getattr(getattr(model, "active_peft_config", None), "peft_type", "")
     if kind in ("PREFIX_TUNING", "CARTRIDGE"):
         raise ValueError(
-            f"an adapter of kind {kind} puts a cache of its own, with learnt keys and values, in "
-            "place of the one that is passed: use LoRA or prompt tuning"
+            f"an adapter of kind {kind} puts a cache of its own, with learnt keys and values, "
+            "in place of the one that is passed: use LoRA or prompt tuning"
         )
 
 

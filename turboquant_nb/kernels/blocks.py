@@ -515,8 +515,8 @@ def _look_up_kernel(
     BY_TOKEN: tl.constexpr,
     RANGE: tl.constexpr,
 ):
-    """OUT[head, token, channel] = TABLE[channel, symbol]: ROWS byte rows of a tile, D channels of
-    equal bits, which are neighbours from `first` on or (without RANGE) those of CHANNELS."""
+    """OUT[head, token, channel] = TABLE[channel, symbol]: ROWS byte rows of a tile, D channels
+    of equal bits, which are neighbours from `first` on or (without RANGE) those of CHANNELS."""
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     r, j = tl.program_id(2) * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, DP)[None, :]
     real = (r < R) & (j < D)
