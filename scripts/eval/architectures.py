@@ -1,13 +1,13 @@
-"""How each causal language model of transformers reads a coded cache: run.py architectures --out
-FILE [--classes NAME ...].
+"""How each causal language model of transformers reads a coded cache: run.py architectures
+--out FILE [--classes NAME ...].
 
-Of each class of transformers' mapping of causal language models a random model of a few thousand
-weights is made, and a cache for it. What the cache says when it is made (on codes, decoded each
-step, refused) is held against what `generate()` then does: which attention served, and whether
-the tokens are those of transformers' own cache where every token is held exactly.
+Of each class of transformers' mapping of causal language models a random model of a few
+thousand weights is made, and a cache for it. What the cache says when it is made (on codes,
+decoded each step, refused) is held against what `generate()` then does: which attention served,
+and whether the tokens are those of transformers' own cache where all are held exactly.
 
-Gate: every class is answered when its cache is made, each answer is what happens, and all tokens
-are equal."""
+Gate: every class is answered when its cache is made, each answer is what happens, and all
+tokens are equal."""
 
 import dataclasses
 import warnings
@@ -327,8 +327,8 @@ def asked(model, recipe=EXACT) -> tuple:
 
 
 def tried(name: str) -> dict:
-    """What a cache says when it is made for a model of this class, and what then happens. Raises
-    AssertionError where the two differ."""
+    """What a cache says when it is made for a model of this class, and what then happens.
+    Raises AssertionError where the two differ."""
     row = {"class": name, "unit": "answer"}
     if name in NOT_MADE:
         return row | {"answer": "not tried", "why": NOT_MADE[name]}

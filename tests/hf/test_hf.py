@@ -43,8 +43,8 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 
 
 def test_an_attention_that_cannot_be_is_refused_before_the_first_layer():
-    """Latents must be decoded for what expands them; a model that is set to read codes after its
-    cache was made hears that before anything is computed."""
+    """Latents must be decoded for what expands them; a model that is set to read codes after
+    its cache was made hears that before anything is computed."""
     model = tiny("deepseek_v3")
     if not caches_latents(model):
         pytest.skip("this transformers caches expanded keys and values")

@@ -242,18 +242,16 @@ def _classes(model_or_config, config) -> list:
     """The classes of a model's modules, each with whether it is causal: those of the model, or
     those of a config's code; empty where a config does not say which code is run."""
     if isinstance(model_or_config, torch.nn.Module):
-        causal = lambda x: (getattr(x, "is_causal", None), getattr(x, "is_decoder", None))
-        return [
-            (type(x), set(causal(x)) != {False, None} and set(causal(x)) != {False})
-            for x in model_or_config.modules()
-        ]
-    code = _modeling(config)
+        said = lambda x: {getattr(x, "is_causal", None), getattr(x, "is_decoder", None)}
+        return [(type(x), said(x) - {None} != {False}) for x in model_or_config.modules()]
+    if (code := _modeling(config)) is None:
+        return []
     mine = lambda x: isinstance(x, type) and x.__module__ == code.__name__
-    found = [
-        x for x in vars(code or object).values() if mine(x) and issubclass(x, torch.nn.Module)
+    asks = "self.is_decoder = config.is_decoder" in inspect.getsource(code)
+    causal = not asks or config.is_decoder
+    return [
+        (x, causal) for x in vars(code).values() if mine(x) and issubclass(x, torch.nn.Module)
     ]
-    told = lambda x: _touches(x) is not None and "config.is_decoder" in inspect.getsource(x)
-    return [(x, not told(x) or bool(getattr(config, "is_decoder", True))) for x in found]
 
 
 def _takes_cache(head: type) -> bool:
@@ -266,12 +264,12 @@ def _takes_cache(head: type) -> bool:
 def _read_by(model_or_config, config) -> Reading:
     "How a model reads a cache. Raises ValueError, with the reason, for one that reads none."
     kind, classes = config.model_type, _classes(model_or_config, config)
-    heads = {x for x, _ in classes if hasattr(x, "_supports_default_dynamic_cache")}
-    if heads and not any(map(_takes_cache, heads)):
-        raise ValueError(f"{kind} takes only a cache of its own kind, so it cannot be served")
     readers = [(x, causal) for x, causal in classes if _touches(x) is not None]
     if classes and not readers:
         raise ValueError(f"{kind} has no layer that attends to a cache, so none can serve it")
+    heads = {x for x, _ in classes if hasattr(x, "_supports_default_dynamic_cache")}
+    if heads and not any(map(_takes_cache, heads)):
+        raise ValueError(f"{kind} takes only a cache of its own kind, so it cannot be served")
     if readers and not any(causal for _, causal in readers):
         raise ValueError(
             f"{kind} attends to later tokens too, so none can be kept; is_decoder=True in its "

@@ -12,8 +12,8 @@ from .model_info import _recipes_to_json
 
 # %% ../../nbs/50d_report.ipynb #008dd632
 class Report(dict):
-    """What a cache holds; prints as a small table. "reading" is how the model reads it: on codes,
-    or decoded each step, and why. "served" counts calls over all layers:
+    """What a cache holds; prints as a small table. "reading" is how the model reads it: on
+    codes, or decoded each step, and why. "served" counts calls over all layers:
     prefill (exact), kernel, codes (PyTorch on codes), chunk (long chunks, block by block),
     dense (the past was decoded for another attention); steps that a graph replays are counted
     in "graphs" instead. "backends" names what attended on codes, "reasons" says why not a
