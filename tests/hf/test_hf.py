@@ -43,16 +43,20 @@ import torch.nn.functional as F
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
 
-def test_latent_caches_are_refused_on_codes():
+def test_an_attention_that_cannot_be_is_refused_before_the_first_layer():
+    """Latents must be decoded for what expands them; a model that is set to read codes after
+    its cache was made hears that before anything is computed."""
     model = tiny("deepseek_v3")
     if not caches_latents(model):
         pytest.skip("this transformers caches expanded keys and values")
+    cache = TurboQuantCache(model)
     model.set_attn_implementation("turboquant")
-    with (
-        torch.no_grad(),
-        pytest.raises((TypeError, AttributeError), match="codes, not a tensor"),
-    ):
-        model(prompt(1, 5)["input_ids"], past_key_values=TurboQuantCache(model))
+    refused = pytest.raises(ValueError, match="cannot serve deepseek_v3: .* keeps latents")
+    with torch.no_grad(), refused:
+        model(prompt(1, 5)["input_ids"], past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    with refused:
+        TurboQuantCache(model)
 
 
 # --- every family

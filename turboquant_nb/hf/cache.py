@@ -26,7 +26,6 @@ from turboquant_nb.hf.hooks import (
     Handle,
     MaskLength,
     attention_name,
-    keeps_keys,
     listen_to_masks,
     serve_handles,
     wants_weights,
@@ -136,16 +135,14 @@ class Reader:
 
     def __init__(
         self,
-        source,  # a model, or a config: then its code is looked at in the first pass
-        config,  # of the text model: names the attention that runs now
-        layers: tuple = (),  # numbers of the layers with codes
+        why: str = "",  # the model can read no codes, see `ModelInfo.reading`
+        config=None,  # of the text model: names the attention that runs now
         asked: str = "auto",  # "codes" demands codes, "dense" goes without
     ):
-        self.config, self.asked, self._kept = config, asked, None
-        if isinstance(source, torch.nn.Module):
-            self._kept = keeps_keys(source, layers)
-            if asked == "codes" and (found := self.obstacle):
-                raise ValueError(f"attention='codes' cannot be: {found.why}; {found.cure}")
+        self.why, self.config, self.asked = why, config, asked
+        named = attention_name(config) is not None
+        if asked == "codes" and named and (found := self.obstacle):
+            raise ValueError(f"attention='codes' cannot be: {found.why}; {found.cure}")
 
     @property
     def obstacle(self) -> Obstacle | None:
@@ -157,11 +154,8 @@ class Reader:
             return Obstacle("attention='dense'", "attention='auto'")
         if name is None or CodedStates.serve is None:
             return Obstacle("no model of transformers runs", "model.generate()")
-        if self._kept is None:
-            self._kept = keeps_keys(self.config)
-        if self._kept:
-            make = "a cache made from the model, where it was made from a config"
-            return Obstacle(self._kept, f"a model that hands its keys over, or {make}")
+        if self.why:
+            return Obstacle(self.why, "a model that hands its keys over")
         if name not in _OWN and "flash" not in name:
             cure = f"model.set_attn_implementation('sdpa'), or {NAME!r}"
             return Obstacle(f"attn_implementation={name!r} is not transformers' own", cure)
@@ -177,6 +171,7 @@ class Reader:
     def say_slow(self) -> None:
         "Once: why steps are slow, where nobody asked for that."
         silent = self.asked == "dense" or attention_name(self.config) is None
+        silent = silent or bool(self.why)  # said when the cache was made
         if not silent and (found := self.obstacle):
             _say_slow(found)
 
@@ -206,7 +201,7 @@ class TurboQuantLayer(CacheLayerMixin):
     ):
         super().__init__()
         self.is_compileable = self.static = static
-        self.recipe, self.info, self.reader = recipe, info, reader or Reader(None, None)
+        self.recipe, self.info, self.reader = recipe, info, reader or Reader()
         self.index, self.sliding_window = info.index, info.sliding_window
         self.max_length, self.backend, self.store = max_length, backend, None
         self.is_sliding = self.sliding_window is not None
@@ -453,6 +448,24 @@ class _Flags:
             self.sent.append((host, event))
 
 
+def _check_reading(info: ModelInfo, warn: bool = False) -> None:
+    """Say that a model gets all past tokens decoded, before its first pass. Raises ValueError
+    where it is set to an attention that could not take them."""
+    if why := info.reading.why:
+        if attention_name(info.config) == NAME:
+            raise ValueError(
+                f"the {NAME!r} attention cannot serve {info.config.model_type}: {why}; its own "
+                "can: model.set_attn_implementation('eager')"
+            )
+        if warn:
+            warnings.warn(
+                f"{info.config.model_type} gets all past tokens decoded, in every layer and "
+                f"step: {why}. The cache is small all the same, but steps take longer than "
+                "with DynamicCache",
+                stacklevel=3,
+            )
+
+
 def _check_settings(max_length, backend, static, attention) -> None:
     if max_length is not None and (type(max_length) is not int or max_length < 1):
         raise ValueError(f"max_length must be a positive integer or None, got {max_length!r}")
@@ -539,11 +552,12 @@ class TurboQuantCache(Cache):
         self._model = weakref.ref(model_or_config) if module else lambda: None
         self.config = self.info.config
         _check_settings(max_length, backend, static, attention)
+        _check_reading(self.info, warn=attention != "dense")
         self.max_length, self.backend, self.static = max_length, backend, static
         plans = plan_layers(self.info, recipe, bits, max_length, calibration, budget)
         self.recipes = [p.recipe for p in plans]
-        layers, at = self.info.own_layers(), tuple(x.index for x in self.info.coded)
-        self.reader = Reader(model_or_config, self.config, at, attention)
+        layers = self.info.own_layers()
+        self.reader = Reader(self.info.reading.why, self.config, attention)
         for x, p in zip(self.info.coded, plans):
             layers[x.index] = TurboQuantLayer(
                 p.recipe, x, self.reader, max_length, backend, static
@@ -635,6 +649,7 @@ class TurboQuantCache(Cache):
                 )
             return
         self.runner.attach()
+        _check_reading(self.info)
         if not self.static:
             self._read_flags()
         elif store is not None:
