@@ -238,7 +238,7 @@ class Handle:
 
 def _attend(own: Callable, module, query, key, value, attention_mask, *args, **kwargs):
     "The model's own attention, unless the keys are a handle."
-    if isinstance(key, Handle):
+    if hasattr(type(key), "attend"):  # a handle, of whichever copy of this module
         return key.attend(own, module, query, value, attention_mask, *args, **kwargs)
     return own(module, query, key, value, attention_mask, *args, **kwargs)
 
