@@ -8,6 +8,7 @@ __all__ = ['NAME', 'STEPS', 'MARGIN', 'CodedStates', 'Obstacle', 'Reader', 'Turb
 # %% ../../nbs/51_cache.ipynb #fa496ed6
 import copy
 import math
+import threading
 import warnings
 import weakref
 from collections import Counter
@@ -23,6 +24,7 @@ from ..cache import gather
 from ..kernels import ops
 from turboquant_nb.hf.hooks import (
     Before,
+    Finally,
     Handle,
     MaskLength,
     attention_name,
@@ -477,15 +479,14 @@ def _check_settings(max_length, backend, static, attention) -> None:
         raise ValueError("static=True needs max_length: tensors that never move cannot grow")
 
 # %% ../../nbs/51_cache.ipynb #01c4c5d7
-def _refuse_other_prompt(module, args, kwargs) -> None:
-    """Before a model's forward: let `check_positions` see where a pass with a cache of ours
-    begins, where transformers made no mask that says it."""
+def _begin(module, args, kwargs) -> None:
+    """Before a model's forward: the pass takes a cache of ours for itself; and
+    `check_positions` sees where it begins, where transformers made no mask that says it."""
     cache, places = kwargs.get("past_key_values"), kwargs.get("position_ids")
-    if (
-        torch.compiler.is_compiling()
-        or not isinstance(cache, TurboQuantCache)
-        or not isinstance(places, Tensor)
-    ):
+    if torch.compiler.is_compiling() or not isinstance(cache, TurboQuantCache):
+        return
+    cache.take()
+    if not isinstance(places, Tensor):
         return
     layer, n, mask = cache.coded_layers[0], places.shape[-1], kwargs.get("attention_mask")
     dropped = mask is None or (
@@ -496,10 +497,20 @@ def _refuse_other_prompt(module, args, kwargs) -> None:
         check_positions(places, layer.held, layer.drafting)
 
 
-def _listen_to_positions(model) -> None:
-    "Let a model ask `_refuse_other_prompt`, once however many caches it has."
-    if _refuse_other_prompt not in model._forward_pre_hooks.values():
-        Before(model, _refuse_other_prompt).put()
+def _end(module, args, kwargs, out) -> None:
+    "After a model's forward, also if it failed: the cache is free."
+    if torch.compiler.is_compiling():
+        return
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, TurboQuantCache):
+        cache.give()
+
+
+def _listen_to_passes(model) -> None:
+    "Let a model ask `_begin` and `_end`, once however many caches it has."
+    if _begin not in model._forward_pre_hooks.values():
+        Before(model, _begin).put()
+        Finally(model, _end).put()
 
 # %% ../../nbs/51_cache.ipynb #78ab00d4
 class _EagerSteps:
@@ -570,11 +581,12 @@ class TurboQuantCache(Cache):
             None  # whether the pass that runs attends on codes; its first layer asks
         )
         self._late = []  # stores whose newest token is coded when the pass ends
+        self._mine = False  # whether the pass that runs took the cache in its first layer
         self._lengths = {}  # of a pass: tokens that static layers hold before it, by layer
         listen_to_masks()
         serve_handles()
         if module:
-            _listen_to_positions(model_or_config)
+            _listen_to_passes(model_or_config)
         self.runner = self.make_runner(self, model_or_config, graphs)
         self.canary = None
         if watch is not None:
@@ -612,12 +624,15 @@ class TurboQuantCache(Cache):
         if torch.compiler.is_compiling() or not isinstance(layer, TurboQuantLayer):
             return layer.update(key_states, value_states, *args, **kwargs)
         if layer is self.coded_layers[0]:
+            self._mine |= self.take()  # nobody took it where it was made from a config
             self._begin_pass()
             self._on_codes, self._late = layer.on_codes, []
         known, on_codes = self._lengths.pop(layer_idx, None), self._on_codes
         last = layer is self.coded_layers[-1]
         if last:
             self._on_codes = None  # the pass ends here
+            if self._mine:
+                self.give()
         if known is None:
             states = layer.update(
                 key_states,
@@ -677,6 +692,25 @@ class TurboQuantCache(Cache):
             self._flags.send(self.coded_layers)
             if raised:
                 self.check()
+
+    # --- one pass at a time
+
+    def take(self) -> bool:
+        """For the pass of this thread; False if it has it already. Raises ValueError while
+        another thread's pass runs."""
+        me, taken = threading.get_ident(), "_owner" in self.__dict__
+        if self.__dict__.setdefault("_owner", me) != me:  # in one step, so no two get it
+            raise ValueError(
+                "this cache is in a forward pass of another thread, and serves one at a time: "
+                "make a cache for each; cache.recover() frees one whose pass was broken off"
+            )
+        return not taken
+
+    def give(self) -> None:
+        "Let other passes have it."
+        if self.__dict__.get("_owner") == threading.get_ident():
+            self._mine = False
+            self.__dict__.pop("_owner", None)
 
     def check(self) -> None:
         """Wait for the device. Raises ValueError if states that kernels took without waiting
