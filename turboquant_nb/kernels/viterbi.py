@@ -152,8 +152,9 @@ def find_symbols(
 ) -> (
     tuple
 ):  # ([N, n] uint8 bits of each channel, [N] fp32 x @ levels, [N] fp32 levels @ levels)
-    """`Trellis.encode` by a kernel, bit for bit, without a look at the values, and what a scale
-    by least squares needs. Raises ValueError for a trellis or a length that it does not have."""
+    """`Trellis.encode` by a kernel, bit for bit, without a look at the values, and sums for a
+    scale by least squares. Raises ValueError for a trellis or a length that it does not
+    have."""
     count, n = x.shape
     if n % 8 or trellis.states < 1 << trellis.bits or trellis.segment not in (None, n):
         want = "whole vectors of a multiple of 8 channels, and 2**bits states or more"
