@@ -17,7 +17,8 @@ from turboquant_nb.kernels import blocks, viterbi
 from turboquant_nb.quant.mixed_precision import find_code
 from turboquant_nb.quant.quantizer import Spec
 
-TYPES = dict(X="*fp32", LEVELS="*fp32", BACK="*i32", count="i32", ob="i64", s0="i32", s1="i32")
+TYPES = dict.fromkeys(("X", "LEVELS", "BY_WINDOW", "DOT", "SQUARE"), "*fp32")
+TYPES |= dict(BACK="*i32", count="i32", ob="i64", s0="i32", s1="i32")
 TYPES |= dict(P0="*u8", P1="*u8", TABLE="*fp16", width="i32")
 
 
@@ -35,7 +36,7 @@ def compiled(kernel, out, constants, capability, warps):
     return triton.compile(source, target=target, options={"num_warps": warps})
 
 
-def build(kernel, bits, codebook, capability=90, d=128, block=128, along="token"):
+def build(kernel, bits, codebook, capability=90, d=128, block=32, along="token"):
     "The kernel for a code of d channels."
     code = find_code(Spec(bits, codebook=codebook), d)
     t, circular = code.trellis, code.trellis.start == "tail"

@@ -77,8 +77,11 @@ def _survivors(cost, away, back, B: tl.constexpr, MASKS: tl.constexpr, BITS: tl.
 def _viterbi_kernel(
     X,
     LEVELS,
+    BY_WINDOW,
     BACK,
     OUT,
+    DOT,
+    SQUARE,
     count,
     N: tl.constexpr,
     MASKS: tl.constexpr,
@@ -87,7 +90,8 @@ def _viterbi_kernel(
     TURNS: tl.constexpr,
     B: tl.constexpr,
 ):
-    "Symbols of `count` vectors X [count, N], four to a word of OUT, by S states."
+    """Symbols of `count` vectors X [count, N], four to a word of OUT, by S states; products of
+    the vectors with their levels, and of the levels with themselves."""
     M: tl.constexpr = 2 ** len(MASKS)
     K: tl.constexpr = 2**BITS
     PER: tl.constexpr = _in_a_word(BITS)
@@ -114,6 +118,7 @@ def _viterbi_kernel(
                 best = tl.minimum(best, own)
             if TURNS > 1:
                 state = tl.where(around, state, begin)
+            dot, square = tl.zeros((B,), tl.float32), tl.zeros((B,), tl.float32)
             tl.debug_barrier()
             for i in range(tl.where(around, N // 8, N // 4)):
                 four = begin * 0
@@ -125,9 +130,14 @@ def _viterbi_kernel(
                         word = tl.where(state // PER == w, other, word)
                     left = (word >> (state % PER * BITS)) & (K - 1)
                     four = four | (state & (K - 1)) << (24 - 8 * j)
+                    level = tl.load(BY_WINDOW + left * S + state)
+                    dot += level * tl.load(X + v * N + t, mask=real, other=0.0)
+                    square += level * level
                     state = (left * S + state) >> BITS
                 at = OUT + v * (N // 4) + (N // 4 - 1 - i)
                 tl.store(at, four, mask=real & (turn + 1 == TURNS))
+            tl.store(DOT + v, dot, mask=real)  # of the last turn
+            tl.store(SQUARE + v, square, mask=real)
             begin = state
             tl.debug_barrier()
 
@@ -136,30 +146,35 @@ def find_symbols(
     trellis: Trellis,  # at least as many states as a channel has symbols
     x: Tensor,  # [N, n] fp32, of unit variance; n a multiple of 8
     levels: Tensor,  # [2**m] fp32, on the same device
-    programs: int | None = None,  # at a time; None: four on each multiprocessor
-    block: int | None = None,  # vectors of a program
-) -> Tensor:  # [N, n] uint8, the bits of each channel
-    """`Trellis.encode` by a kernel, bit for bit, without a look at the values. Raises
-    ValueError for a trellis or a length that it does not have."""
+    by_window: Tensor,  # [2**L] fp32, the level of each window
+    programs: int | None = None,  # at a time; None: sixteen on each multiprocessor
+    block: int = 32,  # vectors of a program
+) -> (
+    tuple
+):  # ([N, n] uint8 bits of each channel, [N] fp32 x @ levels, [N] fp32 levels @ levels)
+    """`Trellis.encode` by a kernel, bit for bit, without a look at the values, and sums for a
+    scale by least squares. Raises ValueError for a trellis or a length that it does not
+    have."""
     count, n = x.shape
     if n % 8 or trellis.states < 1 << trellis.bits or trellis.segment not in (None, n):
         want = "whole vectors of a multiple of 8 channels, and 2**bits states or more"
         raise ValueError(f"find_symbols takes {want}, got {n} channels and {trellis}")
-    out = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    out, sums = torch.empty(x.shape, dtype=torch.uint8, device=x.device), x.new_empty(2, count)
     if not count:
-        return out
+        return out, *sums
     if programs is None:
         processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-        programs = 4 * processors
-    block = block or (128 if count > 32 * programs else 32)
+        programs = 16 * processors
     programs = min(programs, -(-count // block))
     words = -(-trellis.states // (32 // (trellis.bits + trellis.bits // 3)))
     back = torch.empty(programs * n * words * block, dtype=torch.int32, device=x.device)
     _viterbi_kernel[(programs,)](
         x.contiguous(),
         levels,
+        by_window,
         back,
         out.view(torch.int32),
+        *sums,
         count,
         N=n,
         MASKS=trellis.masks,
@@ -169,7 +184,7 @@ def find_symbols(
         B=block,
         num_warps=block // 32,
     )
-    return out
+    return out, *sums
 
 
 if triton.language:

@@ -348,6 +348,11 @@ class Code:
         "u [..., n, d] fp32, finite, of unit variance -> symbols [..., n, d] uint8."
         raise NotImplementedError
 
+    def fit(self, u: Tensor) -> tuple | None:
+        """(`encode` of u, its inner product with their levels [..., n], the levels' squared
+        norm), where a kernel has them in one pass; None where it has not."""
+        return None
+
     def levels(self, codes: Tensor, check_range: bool = False) -> Tensor:
         "Symbols -> the vectors [..., n, d] fp32 of unit variance that they stand for."
         raise NotImplementedError
@@ -643,14 +648,17 @@ def _encode_block(q: Quantizer, x: Tensor, mean: Tensor | None):
     y = x.float() if q.rotation.per_head else q.rotation.apply(x)
     power = torch.linalg.vector_norm(y, dim=-1).square()
     unit = (power / q.d).sqrt()
-    codes = q.code.encode(y / unit.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1))
+    u = y / unit.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
+    if fitted := q.code.fit(u):
+        codes, dot, square = fitted
+        dot = unit * dot
+    else:
+        codes = q.code.encode(u)
+        level = q.code.levels(codes) if q.spec.scale != "norm" else y
+        dot, square = (y * level).sum(-1), torch.linalg.vector_norm(level, dim=-1).square()
     if q.spec.scale == "norm":
         return codes, unit.nan_to_num(float("inf"))
-    level = q.code.levels(codes)
-    dot = (y * level).sum(-1)
-    top, bottom = power, dot
-    if q.spec.scale == "mse":
-        top, bottom = dot, torch.linalg.vector_norm(level, dim=-1).square()
+    top, bottom = (dot, square) if q.spec.scale == "mse" else (power, dot)
     scale = torch.where(power > 0, top / bottom, 0.0)
     return codes, scale.where(power.isfinite(), float("inf"))  # refused by `_store_scale`
 

@@ -17,7 +17,8 @@ from .quantizer import Code, Spec, Windows, register_code
 from ..theory.trellis import TRELLISES, Trellis, viterbi
 
 # %% ../../nbs/21b_trellis_code.ipynb #ed010e85
-KERNELS = {}  # "encode": what finds symbols on a GPU, function of (trellis, rows, levels)
+# "encode": what finds symbols on a GPU, a function of (trellis, rows, levels, levels by window)
+KERNELS = {}
 
 
 class TrellisCode(Code):
@@ -46,10 +47,18 @@ class TrellisCode(Code):
         levels, index = self.tables
         return Windows(levels[index], self.trellis.bits, self.trellis.start == "tail")
 
+    def fit(self, u):
+        kernel = KERNELS.get("encode")
+        if not kernel or not u.is_cuda or torch.compiler.is_compiling():
+            return None
+        rows = self.trellis.rows(u.float())
+        codes, *sums = kernel(self.trellis, rows, self.tables[0], self.windows.levels)
+        return codes.view(u.shape), *(x.view(u.shape[:-1]) for x in sums)
+
     def encode(self, u):
-        rows, kernel = self.trellis.rows(u.float()), KERNELS.get("encode")
-        if kernel and rows.is_cuda and not torch.compiler.is_compiling():
-            return kernel(self.trellis, rows, self.tables[0]).view(u.shape)
+        if fitted := self.fit(u):
+            return fitted[0]
+        rows = self.trellis.rows(u.float())
         windows, _ = viterbi(rows, *self.tables, self.trellis.bits, self.trellis.start)
         return self.trellis.symbols(windows).view(u.shape)
 
