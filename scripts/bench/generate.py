@@ -25,7 +25,8 @@ with the allocator's holes.
 --wall BxT measures whole calls of generate() instead, by the clock, on prompts of random ids:
 `first_ms` until the first token's logits, `step_ms` what each of the `new - 1` tokens after it
 took on average, recording a graph included; every mode once before that on a short prompt, for
-kernels and compilers. `graphs, sdpa`: the model is left as it loads. `cache kept`: one cache for all calls, emptied by reset(). --rounds N:
+kernels and compilers. `graphs, sdpa`: the model is left as it loads. `cache kept`: one cache
+for all calls, emptied by reset(). --rounds N:
 the modes of a shape take turns, N times. --prompts BxT with --chunks N …: calls for one token,
 the prompt at once and in chunks, by transformers' dynamic cache and by ours; `begun_ms` is the
 first of them, `of_whole` the time over that of the same cache at once, `of_best` over the
