@@ -134,7 +134,7 @@ MEANT = {
     "lecturer": {"commutes"},
 }
 LATER = {"31_store", "43b_blocks", "50b_hooks", "50c_passes", "51_cache", "51b_edits"}
-LATER |= {"52_hf_attention", "53_graphs"}  # pages that are being rewritten
+LATER |= {"52_hf_attention", "52b_default", "53_graphs"}  # pages that are being rewritten
 
 
 def homes():
