@@ -1,5 +1,5 @@
-"""What the chapters say, held to what they show: a measured number in the prose of a results
-page is a number that a cell of that page prints or asserts, a formula holds no word that the
+"""What the chapters say, held to what they show: a measured number in the prose of a page of
+results or of theory is a number that a cell of that page prints or asserts, a formula holds no word that the
 site explains, and a name in backticks leads to the page that it means."""
 
 import json
@@ -13,10 +13,17 @@ from turboquant_nb import _modidx
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {p.stem: p for p in sorted((ROOT / "nbs").rglob("*.ipynb"))}
-RESULTS = [name for name in PAGES if re.match(r"(9[0-7]|56|57|6|77|80b|85)", name)]
+RESULTS = [
+    name for name in PAGES if re.match(r"(1[0-6]|2[0-4]_|9[0-7]|56|57|6|77|80b|85)", name)
+]
 
 # Numbers that no cell of the page shows, and whose they are.
 ELSEWHERE = {
+    "10_codebook": {"1.87", "4.4"},  # of two numbers of the table; a bound
+    "13_qjl": {"3.2", "8.1", "2.75"},  # a lemma; of two formulas
+    "14_transforms": {"7.4"},  # a section of a book
+    "20_quantizer": {".125"},  # 16 bits of 128
+    "22_mixed_precision": {"5.66", "2.625", "34%"},  # worked out; TurboQuantDC's
     "56_hf": {".03", "29%"},  # worked out: 64 numbers in 2,048; of two rows
     "60_calibrate": {".375"},  # shown by chapter 91
     "62_fold": {"1.17"},  # of chapter 14
@@ -27,7 +34,6 @@ ELSEWHERE = {
     "92_generate": {
         ".26",  # trials of integer products, named as one
         ".64",
-        "1.24",  # of chapter 90, linked
         ".95",  # a goal
     },
     "93_proteins": {".964", ".780", "2.07"},  # TurboESM's; a law of TurboESM's
@@ -48,7 +54,7 @@ def prose(text):
     "Without formulas, code, addresses and numbers of papers."
     text = re.sub(r"```.*?```|\$\$.*?\$\$|\$[^$]*\$", "", text, flags=re.S)
     text = re.sub(r"`[^`]*`|<code>.*?</code>|\]\([^)]*\)|arXiv \S+", "", text, flags=re.S)
-    return re.sub(r"\(\d+[a-z]?\.\d+\)", "", text)  # equations
+    return re.sub(r"\(\d+[a-z]?\.\d+\)|\d{4}\.\d{5}", "", text)  # equations, papers
 
 
 def measured(text):
