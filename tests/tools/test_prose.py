@@ -1,6 +1,6 @@
 """What the chapters say, held to what they show: a measured number in the prose of a page of
-results or of theory is a number that a cell of that page prints or asserts, a formula holds no word that the
-site explains, and a name in backticks leads to the page that it means."""
+results or of theory is one that a cell of that page prints or asserts, a formula holds no word
+that the site explains, and a name in backticks leads to the page that it means."""
 
 import json
 import re
