@@ -141,6 +141,10 @@ class Output:
         if not self.quiet:
             print(f"turboquant: {text}", file=sys.stderr, flush=True)
 
+    def warn(self, text: str) -> None:
+        "A line on standard error that no option silences."
+        print(f"turboquant: {text}", file=sys.stderr, flush=True)
+
     def stage(self, label: str, total: int) -> Stage:
         "Progress on standard error, unless it is to be quiet."
         return Stage(label, total, not self.quiet)
