@@ -153,6 +153,11 @@ EXPERIMENTS = {
         "ESM-2 on compressed keys and values: recipes, findings, contacts, variants, scores",
         "contacts --small --match ^water3$",
     ),
+    "architectures": Entry(
+        "eval.architectures",
+        "how each causal language model of transformers reads a coded cache",
+        "--classes LlamaForCausalLM BloomForCausalLM RwkvForCausalLM",
+    ),
     "masks": Entry("eval.masks", "which trellis codes are good", needs="GPU"),
 }
 

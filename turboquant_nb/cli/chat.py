@@ -447,7 +447,7 @@ def chat(ask: _Talk, cache: OneCache, how: Writing, source: Source, output: Outp
         raise Usage(NO_TEMPLATE)
     with hushed():
         model.set_attn_implementation(source.attention.value)
-        new_cache = how.length.new_cache(model, asked)
+        new_cache = how.length.new_cache(model, asked, source.reads)
         templated = bool(tokenizer.chat_template) and ask.chat is not False
         talk = Conversation(model, tokenizer, new_cache, templated, ask.system)
         with _StatusLine(not (output.quiet or output.json)) as line:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CODEBOOKS', 'CODES', 'TRELLIS_CODES', 'PRESETS', 'Spec', 'channel_bits', 'TwoSides', 'Recipe', 'preset', 'as_recipe',
-           'Coded', 'Lut', 'Extra', 'least_numbers', 'Code', 'ScalarCode', 'HeadCodes', 'scalar_codebook',
+           'Coded', 'Lut', 'Windows', 'Extra', 'least_numbers', 'Code', 'ScalarCode', 'HeadCodes', 'scalar_codebook',
            'scalar_code', 'register_code', 'Quantizer', 'code_rows', 'residual_rows', 'encode', 'decode_rotated',
            'decode', 'decided']
 
@@ -290,6 +290,15 @@ class Lut:
     order: str = "plain"  # of the channels
 
 
+class Windows(NamedTuple):
+    """How a level is read by a window: the bits of its own channel, lowest, and of the channels
+    before it."""
+
+    levels: Tensor  # [2**length] fp32: the level of each window
+    bits: int  # of a channel
+    circular: bool  # before the first channel come the last ones; else zeros
+
+
 class Extra(NamedTuple):
     "What a code keeps of each vector besides its symbols."
 
@@ -317,6 +326,7 @@ class Code:
         None  # where a channel's symbol changes, if that is all there is to it
     )
     lut: Lut | None = None  # None: attention gets its blocks decoded
+    windows: Windows | None = None  # where a level is that of several channels' symbols
     encoder: str | None = None  # "edges": kernels code by `codebook`; None: `encode` does
     coarser: "Code | None" = None  # what is left when the last plane of symbols is dropped
     heads: tuple = ()  # a code for each head, where they differ: vectors are [..., heads, n, d]
@@ -338,6 +348,11 @@ class Code:
     def encode(self, u: Tensor) -> Tensor:
         "u [..., n, d] fp32, finite, of unit variance -> symbols [..., n, d] uint8."
         raise NotImplementedError
+
+    def fit(self, u: Tensor) -> tuple | None:
+        """(`encode` of u, its inner product with their levels [..., n], the levels' squared
+        norm), where a kernel has them in one pass; None where it has not."""
+        return None
 
     def levels(self, codes: Tensor, check_range: bool = False) -> Tensor:
         "Symbols -> the vectors [..., n, d] fp32 of unit variance that they stand for."
@@ -634,14 +649,17 @@ def _encode_block(q: Quantizer, x: Tensor, mean: Tensor | None):
     y = x.float() if q.rotation.per_head else q.rotation.apply(x)
     power = torch.linalg.vector_norm(y, dim=-1).square()
     unit = (power / q.d).sqrt()
-    codes = q.code.encode(y / unit.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1))
+    u = y / unit.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
+    if fitted := q.code.fit(u):
+        codes, dot, square = fitted
+        dot = unit * dot
+    else:
+        codes = q.code.encode(u)
+        level = q.code.levels(codes) if q.spec.scale != "norm" else y
+        dot, square = (y * level).sum(-1), torch.linalg.vector_norm(level, dim=-1).square()
     if q.spec.scale == "norm":
         return codes, unit.nan_to_num(float("inf"))
-    level = q.code.levels(codes)
-    dot = (y * level).sum(-1)
-    top, bottom = power, dot
-    if q.spec.scale == "mse":
-        top, bottom = dot, torch.linalg.vector_norm(level, dim=-1).square()
+    top, bottom = (dot, square) if q.spec.scale == "mse" else (power, dot)
     scale = torch.where(power > 0, top / bottom, 0.0)
     return codes, scale.where(power.isfinite(), float("inf"))  # refused by `_store_scale`
 
@@ -655,7 +673,7 @@ def _flat(q: Quantizer, x: Tensor, mean: Tensor | None) -> tuple:
 
 
 def code_rows(
-    q: Quantizer, x: Tensor, mean: Tensor | None, block: int = 4096
+    q: Quantizer, x: Tensor, mean: Tensor | None, block: int | None = None
 ) -> tuple:  # (codes [..., d], fp32 scale [...])
     "Codes and scales of vectors [..., d], whatever they hold; a head's own code codes its own."
     if q.code.heads:
@@ -666,6 +684,7 @@ def code_rows(
         codes, scale = zip(*coded)
         return torch.stack(codes, -3), torch.stack(scale, -2)
     flat, means = _flat(q, x, mean)
+    block = block or (4096 if x.device.type == "cpu" else 1 << 16)
     codes = torch.empty(flat.shape, dtype=torch.uint8, device=x.device)
     scale = torch.empty(len(flat), dtype=torch.float32, device=x.device)
     for i in range(0, len(flat), block):
@@ -702,7 +721,7 @@ def encode(
     x: Tensor,  # [..., d] fp32/fp16/bf16
     mean: Tensor | None = None,  # broadcastable to x
     name: str = "x",  # how errors call it
-    block: int = 4096,  # vectors per block
+    block: int | None = None,  # vectors at a time; None: as many as the device is quick at
 ) -> Coded:
     """Center, rotate, scale, code. Raises TypeError/ValueError for a wrong dtype, device,
     shape, NaN or Inf, and for a scale that its dtype cannot hold."""
@@ -712,7 +731,7 @@ def encode(
     coded = Coded(codes, _store_scale(scale, q.scale_dtype, name))
     if not q.code.extras:
         return coded
-    kept, what = residual_rows(q, x, mean, coded, block), f"the residual of {name}"
+    kept, what = residual_rows(q, x, mean, coded, block or 4096), f"the residual of {name}"
     for extra in q.code.extras:
         if not extra.bits:
             kept[extra.name] = _store_scale(kept[extra.name], q.scale_dtype, what)
