@@ -229,18 +229,19 @@ class Recipe(TwoSides):
 # %% ../../nbs/20_quantizer.ipynb #a960cdb2
 PRESETS = {
     f"k{k}v{v}": (k, v) for k, v in ((4, 4), (4, 3), (3, 3), (4, 2), (3, 2), (2, 2), (1, 1))
-}
+} | {"k4v4-fast": (4, 4), "k3v3-fast": (3, 3)}
 
 
 def preset(
     name: str,  # "k4v4", "k3v3", "k4v2", "k2v2", …
 ) -> Recipe:
     """A recipe by name: bits of keys, bits of values; 4 sinks, 16 recent tokens, or 64 where a
-    side has 1 or 2 bits; the mean of keys that suits the model. Raises ValueError for a name
-    that is not in `PRESETS`."""
+    side has 1 or 2 bits; the mean of keys that suits the model, or, for speed, that of the
+    prompt ("-fast"). Raises ValueError for a name that is not in `PRESETS`."""
     k, v = PRESETS[checks.one_of(name, "preset", PRESETS)]
+    center = "prompt_mean" if name.endswith("-fast") else "auto"
     return Recipe(
-        key=Spec(bits=k, center="auto"), value=Spec(bits=v), recent=16 if min(k, v) > 2 else 64
+        key=Spec(bits=k, center=center), value=Spec(bits=v), recent=16 if min(k, v) > 2 else 64
     )
 
 
