@@ -73,7 +73,7 @@ def test_what_it_does_not_have_is_refused(bits, d):
 
 def test_decay_and_residual_are_refused():
     side = Spec(3, codebook="trellis")
-    with pytest.raises(ValueError, match="by a code that can lose a plane"):
+    with pytest.raises(ValueError, match="whose code has a coarser one"):
         KVStore(Recipe(side, side, decay=64), 1, 1, 64)
     mixed = KVStore(Recipe(side, Spec(4), decay=64), 1, 1, 64, tile=64)
     mixed.append(*torch.randn(2, 1, 1, 200, 64))
