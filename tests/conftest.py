@@ -29,7 +29,7 @@ interpreter.quicken()
 # with: no long file is left for the end.
 LONGEST = (
     "hf decode_kernel encode_kernel cells hf_kernels hf_static hf_model hf_graphs "
-    "hf_random attention store models evaluate calibrate chat hf_system"
+    "hf_random attention architectures store models evaluate calibrate chat hf_system"
 ).split()
 
 

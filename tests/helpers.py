@@ -354,13 +354,20 @@ def prompt(batch=3, length=30, seed=0, padded=True):
     return dict(input_ids=ids, attention_mask=mask)
 
 
+def cache_for(model, *args, **kwargs):
+    """A cache that is read on codes where the model is set to "turboquant", and decoded for any
+    other attention: the two paths that must agree."""
+    from turboquant_nb.hf import TurboQuantCache
+
+    own = model.config.get_text_config()._attn_implementation != "turboquant"
+    return TurboQuantCache(model, *args, attention="dense" if own else "auto", **kwargs)
+
+
 def generate(model, inputs, attention, recipe="k4v4", cache=None, padding=True, **kwargs):
-    "(tokens, cache) under one attention implementation."
+    '(tokens, cache) under one attention implementation, decoded but for "turboquant".'
     model.set_attn_implementation(attention)
     if cache is None:
-        from turboquant_nb.hf import TurboQuantCache
-
-        cache = TurboQuantCache(model, recipe)
+        cache = cache_for(model, recipe)
         if padding and "attention_mask" in inputs:
             cache.set_padding(inputs["attention_mask"])
     torch.manual_seed(7)

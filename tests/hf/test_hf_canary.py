@@ -187,9 +187,9 @@ def test_half_precision_is_silent():
 def test_a_canary_that_sees_nothing_says_so(attention):
     """Dense attention brings it no query: one warning for the whole run, and no report of a
     health that nobody looked at."""
-    cache = TurboQuantCache(tiny(), "k3v3", watch=1 / 2)
+    cache = TurboQuantCache(tiny(), "k3v3", watch=1 / 2, attention="dense")
     with pytest.warns(
-        RuntimeWarning, match=f"checks nothing under attn_implementation='{attention}'"
+        RuntimeWarning, match="checks nothing where the past is decoded: attention='dense'"
     ) as said:
         generate(tiny(), prompt(2, 40), attention, cache=cache, padding=False, max_new_tokens=6)
     assert (

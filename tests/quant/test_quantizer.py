@@ -93,7 +93,9 @@ def test_spec_refuses(field, bad):
 
 @pytest.mark.parametrize("bad", [1.5, True, "1", None])
 def test_a_seed_of_another_kind(bad):
-    with pytest.raises(TypeError, match="seed must be an integer of at least 0, got"):
+    with pytest.raises(
+        TypeError, match="seed must be an integer from 0 to 9223372036854775807, got"
+    ):
         Spec(seed=bad)
 
 

@@ -86,10 +86,11 @@ def filled(
     length: int | None = None,  # only so many tokens
 ):
     "A cache that holds the prompt, or its beginning."
-    own = recipe is not None
-    cache = (
-        hf.TurboQuantCache(model, recipe) if own else caches.DynamicCache(config=model.config)
-    )
+    if recipe is None:
+        cache = caches.DynamicCache(config=model.config)
+    else:  # decoded where another attention was asked for
+        own = model.config._attn_implementation != hf.NAME
+        cache = hf.TurboQuantCache(model, recipe, attention="dense" if own else "auto")
     return prompt.fill(cache, length)
 
 # %% ../../nbs/87f_cli_demo.ipynb #5b8e45ab

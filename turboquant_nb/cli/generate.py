@@ -46,13 +46,14 @@ class Length:
         least=1,
     )
 
-    def new_cache(self, model, asked: Asked):
+    def new_cache(self, model, asked: Asked, reads: str = "auto"):
         "A function that makes an empty cache. Raises Usage for one that does not fit."
         recipe = asked.fitted(model)
 
         def new():
             with at_fault(ValueError):
-                return hf.TurboQuantCache(model, recipe, max_length=self.max_length)
+                room = self.max_length
+                return hf.TurboQuantCache(model, recipe, max_length=room, attention=reads)
 
         return new
 
@@ -200,7 +201,7 @@ def generate(
         ids = tokens_of(tokenizer, text, prompt.chat).to(model.device)
         n, limit = ids.shape[1], _room(writing.length, model, ids.shape[1], output)
         model.set_attn_implementation(source.attention.value)
-        coded = writing.length.new_cache(model, asked)()
+        coded = writing.length.new_cache(model, asked, source.reads)()
         begin = time.monotonic()
         tokens = _streamed(writing, loaded, ids, coded, limit, output)
         seconds = time.monotonic() - begin

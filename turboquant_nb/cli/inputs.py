@@ -583,6 +583,11 @@ class Source(Weights):
         "turboquant reads the codes; the others get decoded keys and values.",
     )
 
+    @property
+    def reads(self) -> str:
+        "How a cache of ours is read; see `TurboQuantCache`."
+        return "auto" if self.attention == "turboquant" else "dense"
+
     def beside(self, model) -> str:
         "The attention of an uncompressed cache beside the compressed one."
         own = self.attention == "turboquant"

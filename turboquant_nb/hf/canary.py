@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import checks
 from ..kernels import ops
 from ..cache.attention import dense_attention
-from .cache import NAME, TurboQuantCache, TurboQuantLayer
+from .cache import TurboQuantCache, TurboQuantLayer
 from ..quant.quantizer import decided, decode
 
 # %% ../../nbs/55_canary.ipynb #06fc2bc7
@@ -212,14 +212,14 @@ class Canary:
             free = [i for i in self.layers if i not in self.kept and i != layer.index]
             self.kept[self.random.choice(free)] = _Kept()
 
-    def warn_blind(self, attention: str | None) -> None:
-        """Warn, once, that under this attention no query reaches the cache, so nothing is
+    def warn_blind(self, obstacle) -> None:
+        """Warn, once, that no query reaches the cache where the past is decoded, so nothing is
         checked."""
         if not self.blind:
             self.blind = True
-            needs = f"it needs model.set_attn_implementation({NAME!r})"
             message = (
-                f"the canary checks nothing under attn_implementation={attention!r}: {needs}"
+                f"the canary checks nothing where the past is decoded: {obstacle.why}; it "
+                f"needs {obstacle.cure}"
             )
             warnings.warn(message, RuntimeWarning, stacklevel=2)
 

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..cache.attention import Answer, Call
 from ..kernels import ops
-from .cache import NAME, STEPS, CodedStates, TurboQuantCache, TurboQuantLayer
-from .hooks import Detour, attention_name
+from .cache import STEPS, CodedStates, TurboQuantCache, TurboQuantLayer
+from .hooks import Detour
 from ..cache.clock import CAPTURE, DeviceClock, flags_of, is_captured
 from ..cache.exact import Tail, _plain
 from ..cache.store import KVStore, make_room, row_tensors
@@ -59,7 +59,8 @@ class CapturedSteps:
         codes."""
         states, n = (key_states, value_states), key_states.shape[2]
         if not layer.on_codes:
-            raise ValueError("captured steps need the 'turboquant' attention")
+            why = layer.reader.obstacle.why
+            raise ValueError(f"captured steps need attention on codes: {why}")
         few = layer.recipe.recent and (layer.serves_steps(n) or (n == 1 and layer.drafting))
         tail = layer.store.tail_with(*states) if few else None
         near = (tail.key, tail.value) if few else states
@@ -356,7 +357,7 @@ class StepRunner:
         if len(layers) < len(cache.layers):
             return "a layer keeps something other than codes"
         if not layers[0].on_codes:
-            return f"the model attends by {attention_name(cache.config)!r}, not {NAME!r}"
+            return layers[0].reader.obstacle.why
         if len({x.store.device for x in layers} | {step.ids.device}) > 1:
             return "the layers are on several devices"
         if any(x.mask_reason for x in layers):
@@ -650,7 +651,7 @@ class StepRunner:
         if lost:
             why = "the cache was made from a config, not from the model"
         elif not layer.on_codes:
-            why = f"the model attends by {attention_name(layer.config)!r}, not {NAME!r}"
+            why = layer.reader.obstacle.why
         graphs = (
             f"{self.captured} graph{'s' * (self.captured != 1)} captured in {self.seconds:.2f} "
             "s"

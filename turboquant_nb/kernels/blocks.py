@@ -738,13 +738,11 @@ class KernelBlocks(Blocks):
         return out
 
     def product(self, x: Tensor, y: Tensor) -> Tensor:
-        "fp32 as fp16 hi + lo/2048, in units of the largest number of its row."
+        "In half types rows are rounded to fp16, in units of their largest number."
         if y.dtype == torch.float32:
             return x @ y
-        top = x.abs().amax(-1, keepdim=True)
-        top = top.where(top > 0, 1.0)
-        hi = (x / top).half()
-        rows = torch.cat([hi, ((x / top - hi.float()) * 2048).half()], -2).flatten(0, 1)
-        out = torch.bmm(rows, y.flatten(0, 1), out_dtype=torch.float32)
-        big, small = out.unflatten(0, x.shape[:2]).chunk(2, -2)
-        return (big + small / 2048) * top
+        top = x.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+        out = torch.bmm(
+            (x / top).half().flatten(0, 1), y.flatten(0, 1), out_dtype=torch.float32
+        )
+        return out.unflatten(0, x.shape[:2]) * top

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['CODEBOOKS', 'CODES', 'LATER_CODES', 'PRESETS', 'Spec', 'channel_bits', 'TwoSides', 'Recipe', 'preset', 'as_recipe',
-           'Coded', 'Lut', 'Windows', 'Extra', 'Code', 'ScalarCode', 'HeadCodes', 'scalar_codebook', 'scalar_code',
-           'register_code', 'Quantizer', 'code_rows', 'residual_rows', 'encode', 'decode_rotated', 'decode', 'decided']
+           'Coded', 'Lut', 'Windows', 'Extra', 'least_numbers', 'Code', 'ScalarCode', 'HeadCodes', 'scalar_codebook',
+           'scalar_code', 'register_code', 'Quantizer', 'code_rows', 'residual_rows', 'encode', 'decode_rotated',
+           'decode', 'decided']
 
 # %% ../../nbs/20_quantizer.ipynb #6df47394
 import json
@@ -157,20 +158,24 @@ class TwoSides:
 
     @classmethod
     def from_dict(cls, data: dict) -> "TwoSides":
-        """From what `dataclasses.asdict` gave. Raises KeyError or TypeError for unknown or
-        missing structure."""
-        data = {**data}
-        sides = {name: cls.side_class(**data.pop(name)) for name in ("key", "value")}
-        return cls(**sides, **data)
+        """From what `dataclasses.asdict` gave. Raises ValueError for unknown or missing
+        structure."""
+        try:
+            data = {**data}
+            sides = {name: cls.side_class(**data.pop(name)) for name in ("key", "value")}
+            return cls(**sides, **data)
+        except (AttributeError, KeyError, OverflowError, TypeError) as error:
+            why = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise ValueError(f"not a recipe: {why}") from None
 
     @classmethod
     def from_json(cls, text: str) -> "TwoSides":
         "The inverse of `to_json`. Raises ValueError on unknown or missing structure."
         try:
-            return cls.from_dict(json.loads(text))
-        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError) as error:
-            why = f"{error} is missing" if isinstance(error, KeyError) else error
-            raise ValueError(f"not a recipe: {why}") from None
+            data = json.loads(text)
+        except (RecursionError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"not a recipe: {error}") from None
+        return cls.from_dict(data)
 
 # %% ../../nbs/20_quantizer.ipynb #2101c814
 @dataclass(frozen=True)
@@ -292,6 +297,13 @@ class Extra(NamedTuple):
 
     name: str
     bits: int  # so many bits; 0: one number, stored as scales are
+    low: float | None = None  # the least that such a number can be
+
+
+def least_numbers(spec: Spec, code: "Code") -> dict:  # {name: least, or None}
+    "Of a scale and of what a code keeps besides: what a file can hold."
+    least = {"scale": 0 if spec.scale == "norm" else None}
+    return least | {extra.name: extra.low for extra in code.extras}
 
 
 class Code:
@@ -689,7 +701,7 @@ def residual_rows(
         y = x.float() if q.rotation.per_head else q.rotation.apply(x)
         parts.append(q.code.residual(y - base[part]))
     out, lead = {}, coded.scale.shape
-    for name, bits in q.code.extras:
+    for name, bits, _ in q.code.extras:
         kind = torch.uint8 if bits else torch.float32
         none = flat.new_zeros((0, bits) if bits else (0,), dtype=kind)
         found = torch.cat([none, *(part[name].to(kind) for part in parts)])

@@ -1,0 +1,188 @@
+"""A cache brings its attention: whatever a model is set to, codes are read, and the model is
+left as it was."""
+
+import copy
+import itertools
+import warnings
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from transformers import DynamicCache
+
+from tests.helpers import exact_recipe, prompt, tiny
+from turboquant_nb.hf import TurboQuantCache
+from turboquant_nb.hf import cache as hf_cache
+from turboquant_nb.hf import hooks
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+ATTENTIONS = ("eager", "sdpa", "flex_attention")
+GREEDY = dict(max_new_tokens=8, do_sample=False)
+WAYS = {
+    "greedy": {},
+    "beams": dict(num_beams=3),
+    "sampling": dict(do_sample=True, top_k=20, num_return_sequences=2),
+    "chunks": dict(prefill_chunk_size=11),
+}
+
+
+def tokens(model, inputs, cache, **how):
+    torch.manual_seed(7)
+    return model.generate(**inputs, past_key_values=cache, **GREEDY | how)
+
+
+def own(model, inputs, **how):
+    return tokens(model, inputs, DynamicCache(config=model.config), **how)
+
+
+def on_codes(cache):
+    served = cache.report()["served"]
+    return "dense" not in served and bool(served.get("codes") or served.get("chunk"))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "name, attention",
+    [
+        *itertools.product(["llama", "qwen3", "gemma3_text"], ATTENTIONS),
+        *itertools.product(["gemma2"], ["eager", "flex_attention"]),
+        ("gpt_oss", "eager"),
+    ],
+)
+def test_equal_tokens_on_codes_under_any_attention(name, attention, way):
+    """With all tokens held exactly they are transformers' own; the model's setting stays."""
+    model, inputs = tiny(name), prompt(3, 30)
+    want = own(model, inputs, **WAYS[way])
+    model.set_attn_implementation(attention)
+    cache = TurboQuantCache(model, exact_recipe())
+    assert torch.equal(tokens(model, inputs, cache, **WAYS[way]), want)
+    assert on_codes(cache) and not cache.report()["dense"]
+    assert model.config._attn_implementation == attention
+    each = cache.report()["by_layer"]
+    assert len(each) == 2 and all(x["prefill"] for x in each.values())
+
+
+def test_the_model_is_as_it_was():
+    "Outputs without the cache, another cache in between, and after an error in the middle."
+    model, inputs = tiny(), prompt(2, 24)
+    before, keys = model(**inputs).logits, set(vars(model))
+    want, first = own(model, inputs), TurboQuantCache(model, exact_recipe())
+    second = TurboQuantCache(model, "k4v4")
+    with torch.no_grad():
+        model(**inputs, past_key_values=first)
+        assert torch.equal(own(model, inputs), want)
+        model(**inputs, past_key_values=second)
+        broken = RuntimeError("stop")
+
+        def stop(module, args):
+            raise broken
+
+        hook = model.model.layers[0].mlp.register_forward_pre_hook(stop)
+        with pytest.raises(RuntimeError, match="stop"):
+            model(inputs["input_ids"][:, :1], past_key_values=first)
+        hook.remove()
+        assert torch.equal(own(model, inputs), want)
+        assert first.recover() == 24
+    after = model(**inputs).logits
+    assert torch.equal(after, before) and set(vars(model)) == keys
+    assert torch.equal(tokens(model, inputs, TurboQuantCache(model, exact_recipe())), want)
+    assert model.config._attn_implementation == "sdpa"
+    text = copy.deepcopy(model)
+    assert torch.equal(text(**inputs).logits, before)
+
+
+def test_assisted_generation_and_prompt_lookup():
+    model, twin = tiny(), copy.deepcopy(tiny())
+    ids = prompt(1, 12, padded=False)["input_ids"].repeat(1, 3)
+    inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
+    want = own(model, inputs)
+    for how in (dict(prompt_lookup_num_tokens=3), dict(assistant_model=twin)):
+        cache = TurboQuantCache(model, exact_recipe())
+        assert torch.equal(tokens(model, inputs, cache, **how), want) and on_codes(cache)
+
+
+def test_a_cache_of_a_config_is_on_codes_too():
+    model, inputs = tiny("qwen3"), prompt(2, 24)
+    cache = TurboQuantCache(model.config, exact_recipe())
+    assert torch.equal(tokens(model, inputs, cache), own(model, inputs)) and on_codes(cache)
+
+
+def test_weights_of_eager_attention():
+    "Where they are asked for the model's own attention runs, on decoded states."
+    model, inputs = tiny(), prompt(2, 24, padded=False)
+    model.set_attn_implementation("eager")
+    cache = TurboQuantCache(model, exact_recipe())
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache)
+        step = inputs["input_ids"][:, :1]
+        got = model(step, past_key_values=cache, output_attentions=True).attentions
+        dense = DynamicCache(config=model.config)
+        model(**inputs, past_key_values=dense)
+        want = model(step, past_key_values=dense, output_attentions=True).attentions
+        torch.testing.assert_close(got, want)
+        model(step, past_key_values=cache)
+    assert cache.report()["served"] == {"prefill": 2, "dense": 2, "codes": 2}
+
+
+def test_a_mask_that_adds_a_bias_goes_to_the_model():
+    model, ids = tiny(), prompt(2, 20, padded=False)["input_ids"]
+    bias = torch.randn(2, 1, 1, 21, generator=torch.Generator().manual_seed(0))
+    out = []
+    for cache in (DynamicCache(config=model.config), TurboQuantCache(model, exact_recipe())):
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            out.append(model(ids[:, :1], attention_mask=bias, past_key_values=cache).logits)
+    torch.testing.assert_close(*out)
+    assert cache.report()["reasons"] == {"a mask that adds a bias to scores": 2}
+
+
+def test_an_attention_of_somebodys_own_gets_tensors_and_one_warning():
+    "What it computes nobody knows, so its keys are decoded; the reason and the cure are said."
+    seen, model, inputs = [], tiny(), prompt(1, 24, padded=False)
+
+    def mine(call):
+        seen.append(type(call.key))
+        return torch.nn.functional.scaled_dot_product_attention(
+            call.query, call.key, call.value, call.mask, scale=call.scaling, enable_gqa=True
+        )
+
+    hf_cache._say_slow.cache_clear()
+    with hooks.hooked(hooks.Attend(model, "mine", mine)):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                cache = TurboQuantCache(model, "k4v4")
+                tokens(model, inputs, cache)
+        assert set(seen) == {torch.Tensor} and cache.report()["served"]["dense"]
+        told = [str(x.message) for x in said if "decoded" in str(x.message)]
+        assert len(told) == 1 and "'mine'" in told[0]
+        assert "model.set_attn_implementation('sdpa')" in told[0]
+        assert "'mine'" in cache.report()["dense"]["why"]
+        with pytest.raises(ValueError, match="attention='codes' cannot be.*'mine'"):
+            TurboQuantCache(model, attention="codes")
+    with pytest.raises(ValueError, match="attention must be 'auto', 'codes' or 'dense'"):
+        TurboQuantCache(model, attention="exact")
+
+
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        ("falcon", {}),
+        ("Bloom", {}),
+        ("GPTJ", dict(rotary_dim=4)),
+        ("deepseek_v3", {}),
+        ("Doge", {}),
+        ("DiffLlama", {}),
+    ],
+)
+def test_models_that_keep_their_keys_are_decoded(name, changes):
+    "Their layers attend by themselves, or change what a cache returns: told, and right."
+    model = tiny(name, **changes)
+    inputs, cache = prompt(2, 20, padded=False), TurboQuantCache(model, exact_recipe())
+    want = model.generate(**inputs, **GREEDY, pad_token_id=0, eos_token_id=None)
+    got = tokens(model, inputs, cache, pad_token_id=0, eos_token_id=None)
+    assert torch.equal(got, want) and cache.report()["served"]["dense"]
+    assert "Attention" in cache.report()["dense"]["why"]
+    with pytest.raises(ValueError, match="attention='codes' cannot be"):
+        TurboQuantCache(model, attention="codes")
