@@ -1,11 +1,11 @@
 """How near to the bound do more states come? run.py states --out FILE [--bits K …] [--states S
 …] [--index-bits M].
 
-For each number of states, masks are drawn at random, as many as `--candidates`; each
-candidate's levels are trained for a few turns on a Gaussian source, the best one's for more, and
+For each number of states, masks are drawn at random, as many as `--candidates`; the levels of
+each candidate are trained for a few turns on a Gaussian source, those of the best for more, and
 its error is measured on fresh vectors of 128 channels with a zero start. A search as short as
-this finds no best masks (`run.py masks` looks longer); it is the same for all, so that they
-can be compared. Gate: windows of one channel's own bits are the scalar code."""
+this finds no best masks (`run.py masks` looks longer); it is the same for all, so that they can
+be compared. Gate: windows of one channel's own bits are the scalar code."""
 
 import torch
 
