@@ -159,6 +159,11 @@ EXPERIMENTS = {
         "--classes LlamaForCausalLM BloomForCausalLM RwkvForCausalLM",
     ),
     "masks": Entry("eval.masks", "which trellis codes are good", needs="GPU"),
+    "states": Entry(
+        "eval.states",
+        "how near to the bound more states of a trellis come",
+        "--bits 2 --states 8 --candidates 1 --vectors 16",
+    ),
 }
 
 

@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 from bisect import bisect_left
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -321,8 +322,15 @@ def speed():
     yield f"with prompt lookup {many} times the tokens of one by one"
 
 
+def two_bits():
+    coded = {r["cache"]: r for r in rows("trellis/smollm2-cpu") if r["protocol"] == "stress"}
+    assert 0.45 < coded["k2v2 trellis"]["percent"] / coded["k2v2"]["percent"] < 0.55
+    yield "It halves what two bits lose when everything is coded"
+
+
 MEASURED = (
     speed_before_quality,
+    two_bits,
     short_contexts,
     serving,
     larger_than_the_gpu,
@@ -358,6 +366,11 @@ def test_recipes_of_the_guide_are_recipes():
     fast = Recipe(Spec(3, center="prompt_mean"), Spec(3))
     assert '`Recipe(Spec(3, center="prompt_mean"), Spec(3))`' in GUIDE_TEXT
     assert fast == preset("k3v3").settled(rope=False) != preset("k3v3").settled(rope=True)
+    sides = 'Spec(2, center="auto", codebook="trellis"), Spec(2, codebook="trellis")'
+    assert sides in GUIDE_TEXT and "Recipe(keys, values, sinks=4, recent=64)" in GUIDE_TEXT
+    small = Recipe(*eval(sides), sinks=4, recent=64)
+    tables = (replace(side, codebook="sphere") for side in (small.key, small.value))
+    assert replace(small, **dict(zip(("key", "value"), tables))) == preset("k2v2")
 
 
 def test_every_other_number_of_the_guide_is_a_name_or_a_setting():

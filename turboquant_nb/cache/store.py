@@ -370,6 +370,8 @@ def _check_codes(parts, static: bool, decay: int | None):
         if why := part.q.code.refuses("capture"):
             raise ValueError(f"static=True does not serve {why}")
     if decay is not None and not any(part.memory.truncated_planes for part in parts):
+        if max(max(part.q.channel_bits) for part in parts) > 2:
+            raise ValueError("decay needs a side whose code has a coarser one, got none")
         raise ValueError("decay needs a side with channels of 3 or 4 bits")
 
 
