@@ -680,15 +680,20 @@ class TurboQuantCache(Cache):
 
     # --- one pass at a time
 
-    def take(self) -> bool:
-        """For the pass of this thread; False if it has it already. Raises ValueError while
-        another thread's pass runs."""
-        me, taken = threading.get_ident(), "_owner" in self.__dict__
-        if self.__dict__.setdefault("_owner", me) != me:  # in one step, so no two get it
+    def check_thread(self) -> None:
+        "Raise ValueError while another thread's pass runs."
+        me = threading.get_ident()
+        if self.__dict__.get("_owner", me) != me:
             raise ValueError(
                 "this cache is in a forward pass of another thread, and serves one at a time: "
                 "make a cache for each; cache.recover() frees one whose pass was broken off"
             )
+
+    def take(self) -> bool:
+        "For the pass of this thread; False if it has it already. Raises as `check_thread`."
+        taken = "_owner" in self.__dict__
+        self.__dict__.setdefault("_owner", threading.get_ident())  # in one step: one gets it
+        self.check_thread()
         return not taken
 
     def give(self) -> None:
@@ -730,6 +735,7 @@ class TurboQuantCache(Cache):
         """What a mask function of transformers is asked before a pass of n tokens: refuse what
         does not fit, and learn what padding there is. Returns the mask function for attention
         on codes, None where the model's own is right."""
+        self.check_thread()
         on_codes = layer.on_codes
         if not layer.capturing:
             held = layer.held  # where a device counts, this waits for it
