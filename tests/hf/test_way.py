@@ -21,6 +21,7 @@ from turboquant_nb.hf import hooks
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 ATTENTIONS = ("eager", "sdpa", "flex_attention")
+READS = ("codes", "dense")
 GREEDY = dict(max_new_tokens=8, do_sample=False)
 WAYS = {
     "greedy": {},
@@ -306,3 +307,84 @@ def test_a_default_is_made_anew_and_its_errors_pass():
     model.generate(**inputs, **GREEDY)
     assert second.report["tokens"] == 31 and first.report["tokens"] <= 26
     assert second.report["recipe"] == TurboQuantCache(model, "k4v4").report()["recipe"]
+
+
+# --- compilers, half types, gradients
+
+
+@pytest.mark.parametrize("way", ["module in place", "forward", "wrapped"])
+def test_compiled_models(way):
+    "The cache runs between graphs: equal tokens, padding and all."
+    torch._dynamo.reset()
+    model, inputs = copy.deepcopy(tiny()), prompt(2, 20)
+    want = own(model, inputs)
+    run = model
+    if way == "module in place":
+        model.compile(backend="eager")
+    elif way == "forward":
+        model.forward = torch.compile(model.forward, backend="eager")
+    else:
+        run = torch.compile(model, backend="eager")
+    cache = TurboQuantCache(run, exact_recipe())
+    assert torch.equal(tokens(run, inputs, cache), want) and on_codes(cache)
+    assert cache.coded_layers[0].starts == (0, 7)
+    torch._dynamo.reset()
+
+
+def test_one_graph_needs_a_static_cache():
+    torch._dynamo.reset()
+    model, inputs = copy.deepcopy(tiny()), prompt(1, 20, padded=False)
+    whole = torch.compile(model, backend="eager", fullgraph=True)
+    step = inputs["input_ids"][:, :1]
+    grows, fixed = TurboQuantCache(model, "k4v4"), dict(max_length=64, static=True)
+    fixed = [TurboQuantCache(model, "k4v4", **fixed) for _ in range(2)]
+    with torch.no_grad():
+        for cache in (grows, *fixed):
+            model(**inputs, past_key_values=cache)
+        with pytest.raises(Exception, match="static=True "):
+            whole(step, past_key_values=grows)
+        got = whole(step, past_key_values=fixed[0]).logits
+        torch.testing.assert_close(got, model(step, past_key_values=fixed[1]).logits)
+        whole(step, past_key_values=DynamicCache(config=model.config))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3_text"])
+def test_autocast(name, half):
+    "Weights in fp32, states in a half type: the cache holds that type, and codes in their own."
+    model, inputs, out = tiny(name), prompt(2, 24, padded=False), {}
+    step = inputs["input_ids"][:, :1]
+    with torch.no_grad(), torch.autocast("cpu", half):
+        caches = dict(own=DynamicCache(config=model.config))
+        caches |= {x: TurboQuantCache(model, exact_recipe(), attention=x) for x in READS}
+        for which, cache in caches.items():
+            model(**inputs, past_key_values=cache)
+            out[which] = model(step, past_key_values=cache).logits.float()
+    size = 2e-2 * float(out["own"].abs().max())
+    for which in READS:
+        assert caches[which].layers[0].store.dtype == half
+        assert float((out[which] - out["own"]).abs().max()) < size, which
+    coded = [TurboQuantCache(model, "k4v4") for _ in range(2)]
+    keys, values = torch.randn(2, 1, 2, 30, 8, generator=torch.Generator().manual_seed(0))
+    coded[0].update(keys.to(half), values.to(half), 0)
+    with torch.autocast("cpu", half):
+        coded[1].update(keys, values, 0)
+    for a, b in zip(*(x.layers[0].store.read() for x in coded)):
+        assert torch.equal(a, b), "autocast has no hand in what is coded"
+
+
+def test_grad_modes():
+    model, inputs = copy.deepcopy(tiny()), prompt(2, 24)
+    want = own(model, inputs)
+    with torch.inference_mode():
+        assert torch.equal(tokens(model, inputs, TurboQuantCache(model, exact_recipe())), want)
+    model.gradient_checkpointing_enable()
+    assert torch.equal(tokens(model, inputs, TurboQuantCache(model, exact_recipe())), want)
+    model.train()
+    cache = TurboQuantCache(model, exact_recipe())
+    with torch.no_grad(), pytest.raises(ValueError, match="takes every cache away"):
+        model(**inputs, past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    model.gradient_checkpointing_disable()
+    assert torch.equal(tokens(model, inputs, cache), want)
