@@ -252,7 +252,11 @@ def _biased(mask: Tensor | None) -> bool:
 def serve_codes(own, module, query, key: CodedStates, value: CodedStates, mask, **kwargs):
     """Attention on codes in place of the model's `own`, which gets them decoded where a mask
     adds a bias to scores."""
-    layer = key.layer
+    layer, kind = key.layer, query.device.type
+    if torch.is_autocast_enabled(kind):
+        with torch.autocast(kind, enabled=False):
+            args = query.to(key.dtype), key, value, mask
+            return serve_codes(own, module, *args, **kwargs)
     if mask is not None and own is not turboquant_attention and not layer.capturing:
         if _biased(mask):
             dense = layer.read((key.chunk, value.chunk), key.first)

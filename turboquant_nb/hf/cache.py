@@ -28,6 +28,7 @@ from turboquant_nb.hf.hooks import (
     Handle,
     MaskLength,
     attention_name,
+    eagerly,
     listen_to_masks,
     serve_handles,
     wants_weights,
@@ -98,6 +99,7 @@ class CodedStates(Handle):
         b, h, _, d = self.chunk.shape
         return torch.Size((b, h, self.layer.store.length - self.first, d))
 
+    eager = property(lambda self: not self.layer.static)
     dtype = property(lambda self: self.chunk.dtype)
     device = property(lambda self: self.chunk.device)
 
@@ -483,8 +485,15 @@ def _begin(module, args, kwargs) -> None:
     """Before a model's forward: the pass takes a cache of ours for itself; and
     `check_positions` sees where it begins, where transformers made no mask that says it."""
     cache, places = kwargs.get("past_key_values"), kwargs.get("position_ids")
-    if torch.compiler.is_compiling() or not isinstance(cache, TurboQuantCache):
+    if not isinstance(cache, TurboQuantCache):
         return
+    if torch.compiler.is_compiling():
+        return None if cache.static else eagerly(_begin, module, args, kwargs)
+    if module.training and getattr(module, "is_gradient_checkpointing", False):
+        raise ValueError(
+            "gradient checkpointing takes every cache away from a model that trains: "
+            "model.eval(), or model.gradient_checkpointing_disable()"
+        )
     cache.take()
     if not isinstance(places, Tensor):
         return
@@ -499,11 +508,12 @@ def _begin(module, args, kwargs) -> None:
 
 def _end(module, args, kwargs, out) -> None:
     "After a model's forward, also if it failed: the cache is free."
-    if torch.compiler.is_compiling():
-        return
     cache = kwargs.get("past_key_values")
-    if isinstance(cache, TurboQuantCache):
-        cache.give()
+    if not isinstance(cache, TurboQuantCache):
+        return
+    if torch.compiler.is_compiling():
+        return None if cache.static else eagerly(_end, module, args, kwargs, out)
+    cache.give()
 
 
 def _listen_to_passes(model) -> None:
@@ -606,6 +616,8 @@ class TurboQuantCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         "Length and first position of the keys that the next update of a layer returns."
+        if torch.compiler.is_compiling() and not self.static:
+            return eagerly(self.get_mask_sizes, query_length, layer_idx)
         length, first = super().get_mask_sizes(query_length, layer_idx)
         if torch.compiler.is_compiling():
             return length, first
@@ -614,13 +626,27 @@ class TurboQuantCache(Cache):
             layer = self.coded_layers[0]
         return MaskLength.of(length, self, layer), first
 
+    def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:
+        "Tokens seen so far; of a static cache a tensor on the device."
+        if torch.compiler.is_compiling() and not self.static:
+            return eagerly(self.get_seq_length, layer_idx)
+        return super().get_seq_length(layer_idx)
+
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
         """Code n tokens of a layer; see `TurboQuantLayer.update`. Raises ValueError for a layer
         that the cache does not have."""
         if layer_idx >= len(self.layers):
             have = f"a {self.config.model_type} with {len(self.layers)} layers"
             raise ValueError(f"this cache is for {have}: there is no layer {layer_idx}")
-        layer = self.layers[layer_idx]
+        layer, kind = self.layers[layer_idx], key_states.device.type
+        if torch.compiler.is_compiling() and not self.static:
+            return eagerly(self.update, key_states, value_states, layer_idx, *args, **kwargs)
+        if torch.is_autocast_enabled(
+            kind
+        ):  # which is for the model: codes have their own types
+            cast = [x.to(torch.get_autocast_dtype(kind)) for x in (key_states, value_states)]
+            with torch.autocast(kind, enabled=False):
+                return self.update(*cast, layer_idx, *args, **kwargs)
         if torch.compiler.is_compiling() or not isinstance(layer, TurboQuantLayer):
             return layer.update(key_states, value_states, *args, **kwargs)
         if layer is self.coded_layers[0]:
@@ -695,15 +721,20 @@ class TurboQuantCache(Cache):
 
     # --- one pass at a time
 
-    def take(self) -> bool:
-        """For the pass of this thread; False if it has it already. Raises ValueError while
-        another thread's pass runs."""
-        me, taken = threading.get_ident(), "_owner" in self.__dict__
-        if self.__dict__.setdefault("_owner", me) != me:  # in one step, so no two get it
+    def check_thread(self) -> None:
+        "Raise ValueError while another thread's pass runs."
+        me = threading.get_ident()
+        if self.__dict__.get("_owner", me) != me:
             raise ValueError(
                 "this cache is in a forward pass of another thread, and serves one at a time: "
                 "make a cache for each; cache.recover() frees one whose pass was broken off"
             )
+
+    def take(self) -> bool:
+        "For the pass of this thread; False if it has it already. Raises as `check_thread`."
+        taken = "_owner" in self.__dict__
+        self.__dict__.setdefault("_owner", threading.get_ident())  # in one step: one gets it
+        self.check_thread()
         return not taken
 
     def give(self) -> None:
@@ -745,6 +776,7 @@ class TurboQuantCache(Cache):
         """What a mask function of transformers is asked before a pass of n tokens: refuse what
         does not fit, and learn what padding there is. Returns the mask function for attention
         on codes, None where the model's own is right."""
+        self.check_thread()
         on_codes = layer.on_codes
         if not layer.capturing:
             held = layer.held  # where a device counts, this waits for it
