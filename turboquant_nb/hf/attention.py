@@ -274,7 +274,11 @@ def turboquant_attention(call: AttentionCall) -> Tensor:  # [B, Hq, n, d]
     if not isinstance(call.key, Tensor):
         return _prefill(call) if call.key.fresh else _on_codes(call)
     if getattr(call.module, "is_causal", True):
-        remedy = "pass past_key_values=TurboQuantCache(model), or set another attention"
+        # guidance_scale, for one, makes a pass with a cache of its own
+        remedy = (
+            "a pass without one is for the model's own attention, "
+            "model.set_attn_implementation('sdpa'); a TurboQuantCache brings its attention along"
+        )
         if call.module.training:
             remedy += " (gradient checkpointing takes every cache away)"
         raise TypeError(f"the 'turboquant' attention needs a TurboQuantCache: {remedy}")
