@@ -277,7 +277,7 @@ def turboquant_attention(call: AttentionCall) -> Tensor:  # [B, Hq, n, d]
         # guidance_scale, for one, makes a pass with a cache of its own
         remedy = (
             "a pass without one is for the model's own attention, "
-            "model.set_attn_implementation('sdpa'); a TurboQuantCache brings its attention along"
+            "model.set_attn_implementation('sdpa'), and a TurboQuantCache brings its own"
         )
         if call.module.training:
             remedy += " (gradient checkpointing takes every cache away)"
