@@ -43,8 +43,12 @@ def build(kernel, bits, codebook, capability=90, d=128, block=32, along="token")
     if kernel == "viterbi":
         sizes = dict(N=d, MASKS=t.masks, S=t.states, BITS=bits, TURNS=1 + circular, B=block)
         return compiled(viterbi._viterbi_kernel, "*i32", sizes, capability, block // 32)
+    held, turns = -(-t.length // bits) - 1, 1 + circular
+    if kernel == "few":
+        sizes = dict(N=d, NP=d, S=t.states, BITS=bits, HELD=held, TURNS=turns)
+        return compiled(viterbi._few_kernel, "*u8", sizes, capability, 1)
     sizes = dict(D=d, DP=d, R=64, ROWS=16, BITS=bits, BY_TOKEN=along == "token")
-    sizes |= dict(LAST=(1 << t.length) - 1, HELD=-(-t.length // bits) - 1, CIRCULAR=circular)
+    sizes |= dict(LAST=(1 << t.length) - 1, HELD=held, CIRCULAR=circular)
     return compiled(blocks._window_kernel, "*fp16", sizes, capability, 4)
 
 

@@ -55,7 +55,10 @@ def rows(count, n, seed=0):
 @pytest.mark.parametrize("which", TRELLISES, ids=lambda x: f"{x[0]} {x[1]}")
 def test_symbols_are_those_of_pytorch(which, start, n):
     code, x = replace(TRELLISES[which], start=start), rows(75, n)
-    assert torch.equal(symbols(code, x, programs=2), code.encode(x))
+    want = code.encode(x)
+    assert torch.equal(symbols(code, x, programs=2), want)
+    few = slice(0, 9)  # a warp for each
+    assert torch.equal(symbols(code, x[few], programs=1, block=1), want[few])
 
 
 @needs_triton
@@ -72,7 +75,8 @@ def test_bad_values_and_bad_shapes():
     x = torch.full((3, 8), float("nan"))
     x[1], x[2] = float("inf"), -float("inf")
     bounds = torch.tensor([[0.0], [1e4], [-1e4]]).expand(3, 8)
-    assert torch.equal(symbols(code, x, 1), code.encode(bounds))
+    for block in (1, 32):
+        assert torch.equal(symbols(code, x, 1, block), code.encode(bounds))
     tables = code.table.to(DEVICE), code.table[code.index].to(DEVICE), 1
     assert [len(y) for y in find_symbols(code, x[:0].to(DEVICE), *tables)] == [0, 0, 0]
     for other, n in ((code, 12), (replace(code, segment=8), 16)):
@@ -115,6 +119,9 @@ LIMITS = [  # arguments of `build`, registers a thread, KB of shared memory
     (dict(kernel="viterbi", bits=3, codebook="trellis"), 96, 0),
     (dict(kernel="viterbi", bits=1, codebook="trellis_fast"), 136, 0),
     (dict(kernel="viterbi", bits=3, codebook="trellis_fast", capability=80), 96, 0),
+    (dict(kernel="few", bits=2, codebook="trellis"), 72, 0),
+    (dict(kernel="few", bits=1, codebook="trellis"), 72, 0),
+    (dict(kernel="few", bits=3, codebook="trellis_fast"), 72, 0),
     (dict(kernel="windows", bits=2, codebook="trellis"), 160, 16),
     (dict(kernel="windows", bits=3, codebook="trellis_fast", along="channel"), 160, 0),
 ]
