@@ -139,8 +139,6 @@ MEANT = {
     "91_leaderboard": {"preset"},
     "lecturer": {"commutes"},
 }
-LATER = {"31_store", "43b_blocks", "50b_hooks", "50c_passes", "51_cache", "51b_edits"}
-LATER |= {"52_hf_attention", "52b_default", "53_graphs"}  # pages that are being rewritten
 
 
 def homes():
@@ -173,7 +171,7 @@ def test_a_name_in_backticks_leads_to_what_it_means():
     text = {x: "\n\n".join("".join(c["source"]) for c in cells(x, "markdown")) for x in PAGES}
     found = {
         (page, name)
-        for page in PAGES.keys() - LATER
+        for page in PAGES
         if not page.startswith("87")  # a command's page speaks of commands
         for name in wrong_links(page, text[page], home)
     }
