@@ -9,6 +9,9 @@
     details.append(head, node);
   };
 
+  // Quarto's search is a button without a name.
+  document.querySelectorAll("#quarto-search button:not([aria-label])").forEach(x => x.setAttribute("aria-label", "Search"));
+
   // Long source is folded under the names that it defines; signatures, examples and their results stay.
   for (const block of document.querySelectorAll("main div.sourceCode")) {
     const text = block.textContent.trimEnd(), lines = text.split("\n").length;

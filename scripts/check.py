@@ -305,6 +305,13 @@ def notebook_problems(path):
             yield "one of the first three cells must be `#| default_exp name`"
     if any(out["output_type"] == "error" for cell in cells for out in cell.get("outputs", [])):
         yield "a cell's saved output is an error"
+    ids = [cell["id"] for cell in cells]
+    for twice in sorted({x for x in ids if ids.count(x) > 1}):
+        yield f"two cells have the id {twice}"
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            for line in re.findall(r"^\s*# \|.*", text_of(cell["source"]), re.M):
+                yield f"nbdev takes this comment for a directive, and drops it: {line.strip()}"
 
 
 def other_homes(text):
@@ -586,28 +593,29 @@ def chapters():
 
 
 def misplaced(wanted, sidebar, book):
-    """What in the texts of the sidebar and of the book's front page is not the chapters (file,
-    number, title), in their order."""
-    lists = {
-        "the sidebar of _quarto.yml": re.findall(
-            r'- text: "?(\w+) · (.*?)"?\n +href: (\S+)', sidebar
-        ),
-        "the reading order of book.ipynb": re.findall(
-            r"^\| (\w+) \| \[([^\]]+)\]\((\S+?\.ipynb)\) \|",
-            book.partition("## Reading order")[2],
-            re.M,
-        ),
-    }
-    chapters = [f"{number} · {title} ({name})" for name, number, title in wanted]
-    for where, found in lists.items():
-        yield from difflib.unified_diff(
-            [f"{number} · {title} ({name})" for number, title, name in found],
-            chapters,
-            where,
-            "chapters",
-            lineterm="",
-            n=0,
+    """What in the texts of the sidebars and of the book's front page is not the chapters (file,
+    number, title). The front page has them in their order, and so has each sidebar, which
+    between them name each once."""
+    chapters = {name: f"{number} · {title} ({name})" for name, number, title in wanted}
+    bars = [
+        [f"{number} · {title} ({href})" for number, title, href in found]
+        for found in (
+            re.findall(r'- text: "?(\w+) · (.*?)"?\n +href: (\S+)', bar)
+            for bar in re.split(r"^ *- title: ", sidebar, flags=re.M)
         )
+    ]
+    listed = re.findall(
+        r"^\| (\w+) \| \[([^\]]+)\]\((\S+?\.ipynb)\) \|",
+        book.partition("## Reading order")[2],
+        re.M,
+    )
+    right, here = [*chapters.values()], "a sidebar of _quarto.yml"
+    pairs = [(here, bar, [x for x in right if x in bar]) for bar in bars]
+    pairs += [("the sidebars of _quarto.yml", sorted(sum(bars, [])), sorted(right))]
+    front = [f"{number} · {title} ({name})" for number, title, name in listed]
+    pairs += [("the reading order of book.ipynb", front, right)]
+    for where, found, want in pairs:
+        yield from difflib.unified_diff(found, want, where, "chapters", lineterm="", n=0)
 
 
 @step

@@ -3,9 +3,10 @@ serves, where the portable one does and where blocks are decoded: run.py decode_
 [--shapes BxHxGxDxT …] [--match RE] [--seconds S] --out FILE.
 
 Random states in bf16, a recipe's own 4 exact sinks and 16 recent tokens, keys around the mean
-before RoPE. `path`: `kernel`, what `ops.attend` takes by itself; `PyTorch`, `attention.attend`,
-which served these recipes before a kernel did; `exact states`, torch's SDPA on bf16. Medians of
-triton's do_bench, launched from Python. `why` says why it is not the kernel for tensor cores.
+before RoPE. `path`: `kernel`, what `ops.attend` takes by itself, launched from Python; `graph`,
+the same replayed from a CUDA graph, as `generate()` replays it, of codes that can be recorded;
+`PyTorch`, `attention.attend`; `exact states`, torch's SDPA on bf16. Medians of triton's
+do_bench. `why` says why it is not the kernel for tensor cores.
 
 Gate: each recipe by the kernel agrees with PyTorch's attention on the same codes to 1e-2 of the
 largest output, on 4,096 tokens."""
@@ -17,7 +18,7 @@ from bench import decode_cpu
 import torch.nn.functional as F
 from bench.cases import Shape, held, states
 from plan import Plan
-from bench.timing import kernel_times
+from bench.timing import kernel_times, replayed
 
 from turboquant_nb.cache import attention
 from turboquant_nb.cache.attention import Call
@@ -83,10 +84,11 @@ def rows(shapes, recipes, seconds):
                 nbytes=store.nbytes,
                 why=ops.select_backend(Call.of(q, store)).why,
             )
-            for path, call in (
-                ("kernel", lambda: ops.attend(q, store)),
-                ("PyTorch", lambda: attention.attend(q, store)),
-            ):
+            paths = {"kernel": lambda: ops.attend(q, store)}
+            if not any(part.q.code.refuses("capture") for part in store.parts):
+                paths["graph"] = replayed(paths["kernel"])
+            paths["PyTorch"] = lambda: attention.attend(q, store)
+            for path, call in paths.items():
                 found = kernel_times(call, seconds)
                 yield about | dict(path=path, speedup=exact["p50"] / found["p50"]) | found
 

@@ -207,6 +207,19 @@ def test_models_that_keep_their_keys_are_decoded(name, changes):
         TurboQuantCache(model, attention="codes")
 
 
+def test_guidance_runs_a_second_pass_on_a_cache_of_its_own():
+    """Under the model's own attention both caches are served. Under 'turboquant' the second
+    pass has none that it could read, and the advice helps: "pass a TurboQuantCache" did not."""
+    model, inputs = tiny("llama"), prompt(1, 20)
+    want = own(model, inputs, guidance_scale=1.5)
+    cache = TurboQuantCache(model, exact_recipe())
+    assert torch.equal(tokens(model, inputs, cache, guidance_scale=1.5), want)
+    assert on_codes(cache)
+    model.set_attn_implementation("turboquant")
+    with pytest.raises(TypeError, match="such as sdpa.*the second pass of guidance_scale"):
+        tokens(model, inputs, TurboQuantCache(model), guidance_scale=1.5)
+
+
 # --- one pass at a time
 
 

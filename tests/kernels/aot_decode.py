@@ -227,11 +227,11 @@ def look_up(capability=90, d=128, bits=3, by_token=False):
         | dict(CHANNELS="*i32", ob="i64", s0="i64", s1="i64", s2="i64")
     )
     padded = decode.padded_size(d)
-    constants = dict(D=d, DP=padded, R=64, RP=64, BITS=bits, BY_TOKEN=by_token)
+    constants = dict(D=d, DP=padded, R=64, ROWS=16, BITS=bits, BY_TOKEN=by_token, RANGE=True)
     return triton.compile(
         source(blocks._look_up_kernel, ASTSource, types, constants),
         target=GPUTarget("cuda", capability, 32),
-        options=dict(num_warps=8),
+        options=dict(num_warps=4),
     )
 
 

@@ -115,6 +115,14 @@ def test_chapters_in_order_pass():
         (SIDEBAR, "## Reading order\n" + "\n".join(BOOK.split("\n")[::-1][:2]), "book"),
         (SIDEBAR.replace("Codebooks", "Tables"), BOOK, "sidebar"),
         (SIDEBAR.replace("10_codebook", "11_codebook"), BOOK, "sidebar"),
+        (
+            SIDEBAR.replace(
+                '          - text: "87a', '      - title: Two\n          - text: "87b'
+            ),
+            BOOK,
+            "sidebar",
+        ),
+        (SIDEBAR + SIDEBAR, BOOK, "sidebar"),
         ("", BOOK, "sidebar"),
     ],
 )

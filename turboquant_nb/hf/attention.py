@@ -278,7 +278,11 @@ def turboquant_attention(call: AttentionCall) -> Tensor:  # [B, Hq, n, d]
     if not isinstance(call.key, Tensor):
         return _prefill(call) if call.key.fresh else _on_codes(call)
     if getattr(call.module, "is_causal", True):
-        remedy = "pass past_key_values=TurboQuantCache(model), or set another attention"
+        remedy = (
+            "pass past_key_values=TurboQuantCache(model), or set another attention, such as "
+            "sdpa: a coded cache brings its own, and the second pass of guidance_scale, which "
+            "has a cache of transformers, is served too"
+        )
         if call.module.training:
             remedy += " (gradient checkpointing takes every cache away)"
         raise TypeError(f"the 'turboquant' attention needs a TurboQuantCache: {remedy}")

@@ -70,7 +70,13 @@ def _again(
     stored, mean = store.coded(name, first, last), store.center(name, first, last)
     again = side.q.encode(x, mean, name)
     differ = stored.codes != again.codes
-    if not side.q.rotation.per_head and side.q.code.has_edges:
+    if side.q.code.windows:  # many strings of symbols are near to one vector
+        error = [
+            (x.float() - decode(side.q, c, mean, torch.float32)).square().sum(-1)
+            for c in (stored, again)
+        ]
+        differ = differ & ~(error[0] <= 1.01 * error[1]).unsqueeze(-1)
+    elif not side.q.rotation.per_head and side.q.code.has_edges:
         differ = differ & decided(side.q, x, mean)
     else:  # transforms per head, channels of several kinds
         differ = (stored.codes.int() - again.codes.int()).abs() > 1

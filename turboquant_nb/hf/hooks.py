@@ -5,21 +5,17 @@
 # %% auto #0
 __all__ = ['Before', 'After', 'Finally', 'Instead', 'hooked', 'as_bool', 'AttentionCall', 'as_interface', 'register',
            'attention_name', 'attention_function', 'Attend', 'eagerly', 'MaskLength', 'listening', 'listen_to_masks',
-           'Handle', 'serve_handles', 'keeps_keys', 'wants_weights', 'Detour', 'GenerateWith', 'each_layer',
-           'causal_mask_function', 'sdpa_mask']
+           'Handle', 'serve_handles', 'wants_weights', 'Detour', 'GenerateWith', 'each_layer', 'causal_mask_function',
+           'sdpa_mask']
 
 # %% ../../nbs/50b_hooks.ipynb #f2eda8d2
-import ast
 import inspect
-import re
-import sys
-import textwrap
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import lru_cache, partial, wraps
+from functools import partial, wraps
 from typing import NamedTuple
 
 import torch
@@ -269,7 +265,7 @@ class Handle:
 
 def _attend(own: Callable, module, query, key, value, attention_mask, *args, **kwargs):
     "The model's own attention, unless the keys are a handle."
-    if isinstance(key, Handle):
+    if hasattr(type(key), "attend"):  # a handle, of whichever copy of this module
         if key.eager and torch.compiler.is_compiling():
             more = query, value, attention_mask, *args
             return eagerly(key.attend, own, module, *more, **kwargs)
@@ -291,77 +287,6 @@ def serve_handles() -> None:
     AttentionInterface.get_interface = get_interface
 
 # %% ../../nbs/50b_hooks.ipynb #29eb5608
-_CARRIED = ("to", "shape", "dtype", "device")  # what a handle has of a tensor
-# what attention on codes takes into account, besides the mask
-_HEEDED = {"attention_mask", "dropout", "scaling", "sliding_window", "softcap", "s_aux"}
-_HEEDED |= {"position_ids", "output_attentions", None}
-
-
-def _alters(x: ast.Name, parents: dict) -> bool:
-    "Whether a use of a name may change what it stands for, or needs a tensor there."
-    up = parents[x]
-    if isinstance(x.ctx, ast.Store):
-        return getattr(getattr(getattr(up, "value", None), "func", None), "attr", "") != "to"
-    beside = isinstance(up, ast.Call) and "reorder" in ast.dump(up.func)  # see `keeps_keys`
-    return not (isinstance(up, ast.Tuple) or getattr(up, "attr", "") in _CARRIED or beside)
-
-
-@lru_cache
-def _touches(attention: type) -> str | None:
-    """What an attention class does to what `update` returned before it attends; "" for nothing,
-    None if it updates no cache."""
-    try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(attention.forward)))
-        nodes = list(ast.walk(ast.parse(source)))
-    except (OSError, TypeError, SyntaxError):
-        return "has no source that could be read"
-    update = call = None
-    for x in nodes:
-        if isinstance(x, ast.Assign) and isinstance(x.targets[0], ast.Tuple):
-            if getattr(getattr(x.value, "func", None), "attr", "") == "update":
-                update = x
-        if isinstance(x, ast.Call) and getattr(x.func, "id", "") == "attention_interface":
-            call = x
-    if update is None:
-        own = re.search(r"(past|cache)\w*\.update\(", source)
-        return "keeps its states in a way of its own" if own else None
-    if call is None:
-        return "attends without transformers' attention interface"
-    if odd := [x.arg for x in call.keywords if x.arg not in _HEEDED]:
-        return f"gives attention {', '.join(odd)} besides"
-    names = [getattr(x, "id", "") for x in update.targets[0].elts]
-    given = [getattr(x, "id", "") for x in call.args[2:4]]
-    parents = {child: x for x in nodes for child in ast.iter_child_nodes(x)}
-    between = [x for x in nodes if getattr(x, "id", "") in names]
-    between = [x for x in between if update.end_lineno < x.lineno < call.lineno]
-    if names != given or any(_alters(x, parents) for x in between):
-        return "changes what a cache returns before it attends"
-    return ""
-
-
-def keeps_keys(
-    model_or_config,  # a config: of a model whose code is loaded
-    layers: tuple = (),  # numbers of the layers that are meant
-) -> str:
-    """Why the layers of a model cannot be served by handles; empty where each gives keys and
-    values to transformers' attention as a cache returned them."""
-    config = getattr(model_or_config, "config", model_or_config)
-    if isinstance(model_or_config, nn.Module):
-        each = (x for x in model_or_config.modules() if getattr(x, "layer_idx", -1) in layers)
-        classes = {type(x) for x in each}
-    else:
-        name = type(config).__module__.replace(".configuration_", ".modeling_")
-        classes = vars(sys.modules.get(name, object)).values()
-        classes = {x for x in classes if isinstance(x, type) and issubclass(x, nn.Module)}
-        classes = {x for x in classes if x.__module__ == name and "Attention" in x.__name__}
-    found = {x: why for x in classes if (why := _touches(x)) is not None}
-    if not found:
-        return "no layer that updates a cache was found in the model's code"
-    if getattr(config, "reorder_and_upcast_attn", False):
-        return "GPT-2 attends by itself where scores are reordered and upcast"
-    return next((f"{x.__name__} {why}" for x, why in found.items() if why), "")
-
-
 def wants_weights() -> bool:
     "Whether the pass that runs was asked for the weights of attention."
     asked = None if _collector is None else _collector.get()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import checks
 from ..theory.codebook import Codebook, _make, lloyd_max, partial_moments
-from ..theory.qjl import _signs_and_norm, qjl_decode, sketch_matrix
+from ..theory.qjl import _estimate, _signs_and_norm, qjl_decode, sketch_matrix
 from turboquant_nb.quant.quantizer import (
     Code,
     Extra,
@@ -100,7 +100,7 @@ class SketchedCode(Code):
     ):
         self.base, self.sketch = base, sketch
         self.d, self.channel_bits = base.d, base.channel_bits
-        self.extras = Extra("signs", len(sketch)), Extra("residual_norm", 0)
+        self.extras = Extra("signs", len(sketch)), Extra("residual_norm", 0, low=0)
 
     @property
     def codebook(self) -> Codebook:
@@ -140,7 +140,10 @@ class SketchedCode(Code):
         kept = coded.residual or {}
         if any(kept.get(extra.name) is None for extra in self.extras):
             raise ValueError("coded must hold signs and residual_norm, see `SketchedCode`")
-        rest = qjl_decode(kept["signs"], kept["residual_norm"].float(), self.sketch)
+        if check_range:
+            rest = qjl_decode(kept["signs"], kept["residual_norm"], self.sketch)
+        else:  # what a store holds was checked when it was coded; a check waits for the device
+            rest = _estimate(kept["signs"], kept["residual_norm"], self.sketch)
         return self.base.decode(coded, check_range) + rest
 
     def refuses(self, use):

@@ -271,6 +271,12 @@ def qjl_scores(
     return out
 
 # %% ../../nbs/13_qjl.ipynb #61e17766
+def _estimate(bits: Tensor, norm: Tensor, S: Tensor) -> Tensor:
+    "‖r‖ √(π/2)/m Sᵀσ of checked sign bits [..., m] and norms [...]."
+    scale = norm.float() * (math.sqrt(math.pi / 2) / len(S))
+    return _matmul(2 * bits.float() - 1, S) * scale.unsqueeze(-1)
+
+
 def qjl_decode(
     signs: Tensor,  # [..., ceil(m/8)] uint8 packed signs, or [..., m] uint8 bits, told by width
     norm: Tensor,  # [...] ‖r‖, any float dtype
@@ -290,5 +296,4 @@ def qjl_decode(
         signs = unpack_signs(signs, m)
     else:
         _check_bits(signs, "signs")
-    scale = norm.float() * (math.sqrt(math.pi / 2) / m)
-    return _matmul(2 * signs.float() - 1, S) * scale.unsqueeze(-1)
+    return _estimate(signs, norm, S)
