@@ -293,10 +293,15 @@ FAMILIES = {
         ),
     ),
     "lfm2": ("Lfm2", dict(layer_types=["conv", "full_attention"])),
+    "falcon_h1": (  # both in one layer
+        "FalconH1",
+        dict(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8),
+    ),
 }
 HYBRID = (
     "qwen3_next",
     "lfm2",
+    "falcon_h1",
 )  # layers with a recurrent state: transformers' own, not to be cropped
 SLIDING = ("mistral", "gemma2", "gemma3_text", "cohere2", "gpt_oss")
 MODES = {

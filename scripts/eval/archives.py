@@ -178,7 +178,9 @@ def protein_code():
         levels = transform.join_levels(bits, levels)
         mean = torch.randn(*shape, generator=gen)
         sides.append(transform.SideCode(mean, into, into.inverse(), bits, levels, inv_freq))
-    header = dict(model="m", fingerprint=[0.5, 1.5], sequences=2, tokens=30, residues=26)
+    header = dict(
+        model="m", fingerprint=[[0.5] * 8, [1.5] * 8], sequences=2, tokens=30, residues=26
+    )
     hashes = transform.text_hashes(["MKV", "AA"])
     return transform.TransformCode(*sides, transform.RECIPES["water3"], header, hashes)
 

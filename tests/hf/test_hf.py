@@ -129,7 +129,7 @@ def test_logits_of_codes_equal_logits_of_dense(name):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "qwen3_next", "falcon_h1"])
 def test_ways_of_generating(name, mode):
     model, inputs = tiny(name), prompt(2, 36)
     if mode == "prefill in chunks" and name in HYBRID:
@@ -279,7 +279,9 @@ def test_a_config_cannot_tell_drafts_from_the_prompt():
 # -------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral", "gemma3_text", "gpt_oss", "qwen3_next", "falcon_h1"]
+)
 def test_conversation_continues(name):
     model, results, exact = tiny(name), [], []
     for attention in three(model):
@@ -304,6 +306,34 @@ def test_conversation_continues(name):
         input_ids=exact[0][:, :33], attention_mask=mask, max_new_tokens=8, do_sample=False
     )
     assert torch.equal(whole, exact[0])
+
+
+@torch.no_grad()
+def test_a_state_beside_codes_follows_them(tmp_path):
+    """Rows, copies and a reset take a layer's recurrent state along; what would leave it behind
+    is refused."""
+    model, ids = tiny("falcon_h1"), prompt(3, 30, padded=False)["input_ids"]
+    model.set_attn_implementation("eager")
+    cache, token = TurboQuantCache(model, "k3v3"), ids[:, :1]
+    first = model(ids, past_key_values=cache).logits
+    step = lambda c, rows=slice(None): model(token[rows], past_key_values=c).logits
+    kept = {name: copy.deepcopy(cache) for name in ("rows", "mask", "twice", "order")}
+    kept["rows"].batch_select_indices(torch.tensor([2, 0]))
+    kept["mask"].batch_select_indices(torch.tensor([True, False, True]))
+    kept["twice"].batch_repeat_interleave(2)
+    kept["order"].reorder_cache(torch.tensor([1, 1, 0]))
+    want = step(cache)
+    rows = dict(rows=[2, 0], mask=[0, 2], twice=[0, 0, 1, 1, 2, 2], order=[1, 1, 0])
+    for name, of in rows.items():
+        torch.testing.assert_close(step(kept[name], of), want[of], atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="layers are all coded"):
+        cache.save(tmp_path / "mixed")
+    with pytest.raises(RuntimeError, match="does not track past states"):
+        cache.crop(-1)
+    assert not cache.is_croppable and cache.get_seq_length() == 31
+    cache.reset()
+    torch.testing.assert_close(model(ids, past_key_values=cache).logits, first)
+    torch.testing.assert_close(step(cache), want)
 
 
 def test_load_refuses_another_model(tmp_path):
@@ -1506,12 +1536,6 @@ def _config(name, **kwargs):
 
 
 UNSERVED = {
-    "falcon_h1": (
-        lambda: _config(
-            "FalconH1Config", mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8
-        ),
-        "LinearAttentionAndFullAttentionLayer",
-    ),
     "mamba": (
         lambda: transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=VOCAB),
         "mamba",

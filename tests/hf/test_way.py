@@ -1,8 +1,10 @@
 """A cache brings its attention: whatever a model is set to, codes are read, and the model is
 left as it was."""
 
+import concurrent.futures
 import copy
 import itertools
+import threading
 import warnings
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 pytest.importorskip("transformers")
 from transformers import DynamicCache
 
+import turboquant_nb
 from tests.helpers import exact_recipe, prompt, tiny
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.hf import cache as hf_cache
@@ -18,6 +21,7 @@ from turboquant_nb.hf import hooks
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 ATTENTIONS = ("eager", "sdpa", "flex_attention")
+READS = ("codes", "dense")
 GREEDY = dict(max_new_tokens=8, do_sample=False)
 WAYS = {
     "greedy": {},
@@ -36,9 +40,24 @@ def own(model, inputs, **how):
     return tokens(model, inputs, DynamicCache(config=model.config), **how)
 
 
-def on_codes(cache):
-    served = cache.report()["served"]
+def on_report(report):
+    served = report["served"]
     return "dense" not in served and bool(served.get("codes") or served.get("chunk"))
+
+
+def on_codes(cache):
+    return on_report(cache.report())
+
+
+def words():
+    "A tokenizer of fifty words."
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {f"w{i}": i for i in range(50)}
+    each = Tokenizer(models.WordLevel(vocab, unk_token="w1"))
+    each.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=each, unk_token="w1", pad_token="w0")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -186,3 +205,199 @@ def test_models_that_keep_their_keys_are_decoded(name, changes):
     assert "Attention" in cache.report()["dense"]["why"]
     with pytest.raises(ValueError, match="attention='codes' cannot be"):
         TurboQuantCache(model, attention="codes")
+
+
+def test_guidance_runs_a_second_pass_on_a_cache_of_its_own():
+    """Under the model's own attention both caches are served. Under 'turboquant' the second
+    pass has none that it could read, and the advice helps: "pass a TurboQuantCache" did not."""
+    model, inputs = tiny("llama"), prompt(1, 20)
+    want = own(model, inputs, guidance_scale=1.5)
+    cache = TurboQuantCache(model, exact_recipe())
+    assert torch.equal(tokens(model, inputs, cache, guidance_scale=1.5), want)
+    assert on_codes(cache)
+    model.set_attn_implementation("turboquant")
+    with pytest.raises(TypeError, match="such as sdpa.*the second pass of guidance_scale"):
+        tokens(model, inputs, TurboQuantCache(model), guidance_scale=1.5)
+
+
+# --- one pass at a time
+
+
+def test_a_second_thread_is_refused_and_nothing_is_mixed():
+    model, inputs = tiny(), prompt(2, 24)
+    want = own(model, inputs)
+    for source in (model, model.config):
+        cache, said = TurboQuantCache(source, exact_recipe()), []
+
+        def meanwhile(module, args):
+            def other():
+                try:
+                    with torch.no_grad():
+                        model.model(**inputs, past_key_values=cache)
+                except ValueError as error:
+                    said.append(str(error))
+
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+
+        with torch.no_grad():
+            hook = model.model.layers[0].mlp.register_forward_pre_hook(meanwhile)
+            model(**inputs, past_key_values=cache)
+            hook.remove()
+        assert len(said) == 1 and "in a forward pass of another thread" in said[0]
+        assert cache.get_seq_length() == 24
+        cache.reset()
+        done = []
+        work = threading.Thread(target=lambda: done.append(tokens(model, inputs, cache)))
+        work.start()
+        work.join()
+        assert torch.equal(done[0], want)
+
+
+def test_a_pass_that_failed_gives_the_cache_back():
+    model, inputs = tiny(), prompt(2, 24)
+    for source in (model, model.config):
+        cache = TurboQuantCache(source, exact_recipe())
+
+        def stop(module, args):
+            raise RuntimeError("stop")
+
+        hook = model.model.layers[0].mlp.register_forward_pre_hook(stop)
+        with torch.no_grad(), pytest.raises(RuntimeError, match="stop"):
+            model(**inputs, past_key_values=cache)
+        hook.remove()
+        cache.recover()
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            got = pool.submit(tokens, model, inputs, cache).result()
+        assert torch.equal(got, own(model, inputs))
+
+
+@pytest.mark.parametrize("recipe", ["k3v3", "exact"])
+def test_two_caches_in_two_threads(recipe):
+    "Of one model: each gives what it gives alone, in many passes."
+    model = tiny()
+    recipe = exact_recipe() if recipe == "exact" else recipe
+    inputs = [prompt(2, 20 + 3 * i, seed=i) for i in range(6)]
+    work = lambda x: tokens(model, x, TurboQuantCache(model, recipe), max_new_tokens=20)
+    want = [work(x) for x in inputs]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for got, expected in zip(pool.map(work, inputs * 2), want * 2):
+            assert torch.equal(got, expected)
+
+
+# --- without an argument
+
+
+def test_a_default_in_pipelines_and_assisted_generation():
+    from transformers import pipeline
+
+    model, inputs = copy.deepcopy(tiny()), prompt(1, 24, padded=False)
+    want = tokens(model, inputs, TurboQuantCache(model, exact_recipe()))
+    default = turboquant_nb.enable(model, exact_recipe())
+    assert torch.equal(model.generate(**inputs, **GREEDY), want)
+    assert default.report["served"]["codes"] and default.report["tokens"] == 31
+    assert default.cache is None, "nothing is held between two calls"
+    got = model.generate(**inputs, **GREEDY, prompt_lookup_num_tokens=3)
+    assert torch.equal(got, want) and on_report(default.report)
+    pipe = pipeline("text-generation", model=model, tokenizer=words(), device="cpu")
+    default.report = None
+    text = pipe("w3 w5 w7 w3 w5 w9", **GREEDY, return_tensors=True)[0]["generated_token_ids"]
+    assert default.report["tokens"] == len(text) - 1 and on_report(default.report)
+    turboquant_nb.disable(model)
+    turboquant_nb.disable(model)
+    assert "generate" not in vars(model)
+    assert torch.equal(model.generate(**inputs, **GREEDY), want)
+
+
+def test_a_default_is_made_anew_and_its_errors_pass():
+    model, inputs = copy.deepcopy(tiny()), prompt(1, 24, padded=False)
+    first = turboquant_nb.enable(model, "k3v3", max_length=26)
+    with pytest.raises(ValueError, match="max_length is 26"):
+        model.generate(**inputs, **GREEDY)
+    assert first.cache is None
+    second = turboquant_nb.enable(model, "k4v4")
+    model.generate(**inputs, **GREEDY)
+    assert second.report["tokens"] == 31 and first.report["tokens"] <= 26
+    assert second.report["recipe"] == TurboQuantCache(model, "k4v4").report()["recipe"]
+
+
+# --- compilers, half types, gradients
+
+
+@pytest.mark.parametrize("way", ["module in place", "forward", "wrapped"])
+def test_compiled_models(way):
+    "The cache runs between graphs: equal tokens, padding and all."
+    torch._dynamo.reset()
+    model, inputs = copy.deepcopy(tiny()), prompt(2, 20)
+    want = own(model, inputs)
+    run = model
+    if way == "module in place":
+        model.compile(backend="eager")
+    elif way == "forward":
+        model.forward = torch.compile(model.forward, backend="eager")
+    else:
+        run = torch.compile(model, backend="eager")
+    cache = TurboQuantCache(run, exact_recipe())
+    assert torch.equal(tokens(run, inputs, cache), want) and on_codes(cache)
+    assert cache.coded_layers[0].starts == (0, 7)
+    torch._dynamo.reset()
+
+
+def test_one_graph_needs_a_static_cache():
+    torch._dynamo.reset()
+    model, inputs = copy.deepcopy(tiny()), prompt(1, 20, padded=False)
+    whole = torch.compile(model, backend="eager", fullgraph=True)
+    step = inputs["input_ids"][:, :1]
+    grows, fixed = TurboQuantCache(model, "k4v4"), dict(max_length=64, static=True)
+    fixed = [TurboQuantCache(model, "k4v4", **fixed) for _ in range(2)]
+    with torch.no_grad():
+        for cache in (grows, *fixed):
+            model(**inputs, past_key_values=cache)
+        with pytest.raises(Exception, match="static=True "):
+            whole(step, past_key_values=grows)
+        got = whole(step, past_key_values=fixed[0]).logits
+        torch.testing.assert_close(got, model(step, past_key_values=fixed[1]).logits)
+        whole(step, past_key_values=DynamicCache(config=model.config))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3_text"])
+def test_autocast(name, half):
+    "Weights in fp32, states in a half type: the cache holds that type, and codes in their own."
+    model, inputs, out = tiny(name), prompt(2, 24, padded=False), {}
+    step = inputs["input_ids"][:, :1]
+    with torch.no_grad(), torch.autocast("cpu", half):
+        caches = dict(own=DynamicCache(config=model.config))
+        caches |= {x: TurboQuantCache(model, exact_recipe(), attention=x) for x in READS}
+        for which, cache in caches.items():
+            model(**inputs, past_key_values=cache)
+            out[which] = model(step, past_key_values=cache).logits.float()
+    size = 2e-2 * float(out["own"].abs().max())
+    for which in READS:
+        assert caches[which].layers[0].store.dtype == half
+        assert float((out[which] - out["own"]).abs().max()) < size, which
+    coded = [TurboQuantCache(model, "k4v4") for _ in range(2)]
+    keys, values = torch.randn(2, 1, 2, 30, 8, generator=torch.Generator().manual_seed(0))
+    coded[0].update(keys.to(half), values.to(half), 0)
+    with torch.autocast("cpu", half):
+        coded[1].update(keys, values, 0)
+    for a, b in zip(*(x.layers[0].store.read() for x in coded)):
+        assert torch.equal(a, b), "autocast has no hand in what is coded"
+
+
+def test_grad_modes():
+    model, inputs = copy.deepcopy(tiny()), prompt(2, 24)
+    want = own(model, inputs)
+    with torch.inference_mode():
+        assert torch.equal(tokens(model, inputs, TurboQuantCache(model, exact_recipe())), want)
+    model.gradient_checkpointing_enable()
+    assert torch.equal(tokens(model, inputs, TurboQuantCache(model, exact_recipe())), want)
+    model.train()
+    cache = TurboQuantCache(model, exact_recipe())
+    with torch.no_grad(), pytest.raises(ValueError, match="takes every cache away"):
+        model(**inputs, past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    model.gradient_checkpointing_disable()
+    assert torch.equal(tokens(model, inputs, cache), want)

@@ -7,7 +7,6 @@ import torch
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
-torchao = pytest.importorskip("torchao.quantization")
 
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.quant.quantizer import Recipe, Spec
@@ -40,6 +39,13 @@ def load(folder, **more):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, **more).eval()
 
 
+def int8():
+    "torchao's; it is not installed: each process that imports transformers would show it."
+    name = "torchao.quantization"
+    found = pytest.importorskip(name, reason="torchao is not installed")
+    return found.Int8WeightOnlyConfig()
+
+
 def quantized(config):
     return lambda folder: load(folder, quantization_config=config(), device_map="cpu")
 
@@ -58,9 +64,7 @@ WAYS = {
     "bitsandbytes, 4 bits": quantized(
         lambda: transformers.BitsAndBytesConfig(load_in_4bit=True)
     ),
-    "torchao, int8": quantized(
-        lambda: transformers.TorchAoConfig(quant_type=torchao.Int8WeightOnlyConfig())
-    ),
+    "torchao, int8": quantized(lambda: transformers.TorchAoConfig(quant_type=int8())),
     "LoRA": adapted(LORA),
     "LoRA, merged": adapted(LORA, lambda m: m.merge_and_unload()),
     "prompt tuning": adapted(

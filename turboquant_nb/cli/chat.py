@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Callable
 
 from .app import Usage, app, at_fault, command, lazy, message, option, options
-from .generate import Writing, generated, stop_tokens
+from .generate import Seen, Writing, generated, stop_tokens
 from turboquant_nb.cli.inputs import (
     CHAT,
     NO_TEMPLATE,
@@ -105,7 +105,7 @@ class Conversation:
         """Say something and get the answer. Raises Usage for a message without tokens or
         without room for an answer."""
         new = self.new_tokens(text)
-        ids, seen = self.ids + new, _Seen(streamer)
+        ids, seen = self.ids + new, Seen(streamer)
         limit = min(limit, context_length(self.model) - len(ids))
         if not new:
             raise Usage("the message has no tokens")
@@ -150,26 +150,6 @@ class Conversation:
                 layer.crop(before - held)
             else:
                 layer.reset()
-
-
-class _Seen:
-    "A streamer that notes tokens on their way to another."
-
-    def __init__(self, streamer):
-        self.streamer, self.tokens, self.prompt = streamer, [], True
-
-    def put(self, value):
-        "The prompt first, then one token after another."
-        if not self.prompt:
-            self.tokens += value.reshape(-1).tolist()
-        self.prompt = False
-        if self.streamer is not None:
-            self.streamer.put(value)
-
-    def end(self):
-        "The answer is complete."
-        if self.streamer is not None:
-            self.streamer.end()
 
 # %% ../../nbs/87e_cli_chat.ipynb #fea3b78a
 def fingerprint(model) -> str:  # 16 hexadecimal digits

@@ -302,7 +302,11 @@ def what_was_seen(rows: list, scored: int) -> str:
     unchanged = [r for r in rows[1:] if r["answer_same"]]
     if unchanged:
         r = min(unchanged, key=lambda r: r["nbytes"])
-        start = f"The smallest cache whose answer is unchanged is {r['cache']}"
+        start = (
+            f"{len(unchanged)} of {len(rows) - 1} compressed caches wrote the same "
+            f"{r['same_tokens']} tokens as the uncompressed one; the smallest of them is "
+            f"{r['cache']}"
+        )
     else:
         r = max(rows[1:], key=lambda r: (r["same_tokens"], -r["nbytes"]))
         start = (

@@ -691,10 +691,12 @@ def load_code(path, device: torch.device | str = "cpu") -> TransformCode:
     tensors, header = read_file(path, FORMAT, "code")
     recipe = TransformRecipe.from_dict(header["recipe"])
     del header["recipe"]
-    numbers(header.get("fingerprint", []), "fingerprint")
+    mark = header.a("fingerprint", list, list) if "fingerprint" in header else []
     shape = tuple(getattr(tensors.get("key.bits"), "shape", ()))
     if len(shape) != 3 or 0 in shape:
         raise ValueError(f"key.bits must have shape [layers, heads, d], got {list(shape)}")
+    if mark and [len(numbers(row, "fingerprint")) for row in mark] != [8] * shape[0]:
+        raise ValueError(f"fingerprint must hold {shape[0]} lists of 8 numbers")
     hashes = tensors.tensor("hashes", torch.long, None)
     sides = [_saved_side(tensors, s, shape, recipe) for s in ("key", "value")]
     tensors.only({"hashes"} | {f"{n}.{k}" for n, s in zip(("key", "value"), sides) for k in s})

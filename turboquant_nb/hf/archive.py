@@ -29,7 +29,8 @@ def states(
 ) -> tuple:  # ([(tensors, header) of each layer], header of all)
     """What is saved, uncopied. Raises ValueError for an empty cache or one with layers that are
     not codes."""
-    if not all(isinstance(x, TurboQuantLayer) and x.is_initialized for x in self.layers):
+    coded = (isinstance(x, TurboQuantLayer) and x.only_codes for x in self.layers)
+    if not all(coded) or not all(x.is_initialized for x in self.layers):
         raise ValueError("only a filled cache whose layers are all coded can be saved")
     self.check()
     for layer in self.layers:

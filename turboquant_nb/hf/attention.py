@@ -252,7 +252,11 @@ def _biased(mask: Tensor | None) -> bool:
 def serve_codes(own, module, query, key: CodedStates, value: CodedStates, mask, **kwargs):
     """Attention on codes in place of the model's `own`, which gets them decoded where a mask
     adds a bias to scores."""
-    layer = key.layer
+    layer, kind = key.layer, query.device.type
+    if torch.is_autocast_enabled(kind):
+        with torch.autocast(kind, enabled=False):
+            args = query.to(key.dtype), key, value, mask
+            return serve_codes(own, module, *args, **kwargs)
     if mask is not None and own is not turboquant_attention and not layer.capturing:
         if _biased(mask):
             dense = layer.read((key.chunk, value.chunk), key.first)
@@ -274,7 +278,11 @@ def turboquant_attention(call: AttentionCall) -> Tensor:  # [B, Hq, n, d]
     if not isinstance(call.key, Tensor):
         return _prefill(call) if call.key.fresh else _on_codes(call)
     if getattr(call.module, "is_causal", True):
-        remedy = "pass past_key_values=TurboQuantCache(model), or set another attention"
+        remedy = (
+            "pass past_key_values=TurboQuantCache(model), or set another attention, such as "
+            "sdpa: a coded cache brings its own, and the second pass of guidance_scale, which "
+            "has a cache of transformers, is served too"
+        )
         if call.module.training:
             remedy += " (gradient checkpointing takes every cache away)"
         raise TypeError(f"the 'turboquant' attention needs a TurboQuantCache: {remedy}")

@@ -48,6 +48,13 @@ class CapturedSteps:
         if coder.backend == "triton":
             ops.encode.prepare(layer.store)  # a graph cannot copy tables to the device
 
+    def unfit(self, store) -> list:
+        "Who would wait for the device, of those that code and attend."
+        coding, attention = self.backends["coding"], self.backends["attention"]
+        own = any(part.q.code.refuses("encode") for part in store.parts)  # no kernel codes it
+        out = [] if coding.backend == "triton" or own else [coding]
+        return out + ([] if attention.backend in ("triton", "blocks") else [attention])
+
     def hold_still(self, layer: TurboQuantLayer) -> None:
         "Let no tensor of the layer move until its store is full, or `make_growing` is called."
         if not layer.store.clock.fixed:
@@ -354,7 +361,7 @@ class StepRunner:
             return self.failed
         if (getattr(self.model(), "_tp_size", None) or 1) > 1:
             return "the model runs on several devices at once"
-        if len(layers) < len(cache.layers):
+        if len(layers) < len(cache.layers) or not all(x.only_codes for x in layers):
             return "a layer keeps something other than codes"
         if not layers[0].on_codes:
             return layers[0].reader.obstacle.why
@@ -453,9 +460,7 @@ class StepRunner:
             if layer.store.length + step.tokens > (layer.store.max_length or 0):
                 layer.make_growing()
             layer.captured.hold_still(layer)
-        slow = [
-            a for x in layers for a in x.captured.backends.values() if a.backend != "triton"
-        ]
+        slow = [a for x in layers for a in x.captured.unfit(x.store)]
         if slow and self.graphs is True:  # what PyTorch does here waits for the device
             self.why = self.failed = (
                 f"kernels do not serve: {slow[0].why or 'PyTorch was asked for'}"

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Before', 'After', 'Finally', 'Instead', 'hooked', 'as_bool', 'AttentionCall', 'as_interface', 'register',
-           'attention_name', 'attention_function', 'Attend', 'MaskLength', 'listening', 'listen_to_masks', 'Handle',
-           'serve_handles', 'wants_weights', 'Detour', 'GenerateWith', 'each_layer', 'causal_mask_function',
+           'attention_name', 'attention_function', 'Attend', 'eagerly', 'MaskLength', 'listening', 'listen_to_masks',
+           'Handle', 'serve_handles', 'wants_weights', 'Detour', 'GenerateWith', 'each_layer', 'causal_mask_function',
            'sdpa_mask']
 
 # %% ../../nbs/50b_hooks.ipynb #f2eda8d2
@@ -205,6 +205,15 @@ class Attend:
         return undo
 
 # %% ../../nbs/50b_hooks.ipynb #5e3359fa
+@torch.compiler.disable(
+    reason="a TurboQuantCache that grows runs between compiled graphs; one with static=True "
+    "and max_length= is compiled with the model"
+)
+def eagerly(function: Callable, *args, **kwargs):
+    "Call what torch.compile shall leave to Python: the graph ends before it, the next begins."
+    return function(*args, **kwargs)
+
+
 class MaskLength(int):
     "The length that a cache gives transformers for a mask, and which cache and layer it is of."
 
@@ -225,6 +234,8 @@ def listening(make_mask: Callable) -> Callable:
     def run(batch_size, q_length, kv_length, *args, **kwargs):
         if not isinstance(kv_length, MaskLength):
             return make_mask(batch_size, q_length, kv_length, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return eagerly(run, batch_size, q_length, kv_length, *args, **kwargs)
         told = kwargs.get("attention_mask"), kwargs.get("config")
         own = kv_length.cache.hear(kv_length.layer, batch_size, q_length, *told)
         if own is not None:
@@ -245,6 +256,8 @@ def listen_to_masks() -> None:
 class Handle:
     "What a cache returns in place of keys and values."
 
+    eager = False  # whether torch.compile leaves its attention to Python
+
     def attend(self, own: Callable, module, query: Tensor, value, mask, **kwargs):
         "What attention returns; `own` is the function that the model called."
         raise NotImplementedError
@@ -253,6 +266,9 @@ class Handle:
 def _attend(own: Callable, module, query, key, value, attention_mask, *args, **kwargs):
     "The model's own attention, unless the keys are a handle."
     if hasattr(type(key), "attend"):  # a handle, of whichever copy of this module
+        if key.eager and torch.compiler.is_compiling():
+            more = query, value, attention_mask, *args
+            return eagerly(key.attend, own, module, *more, **kwargs)
         return key.attend(own, module, query, value, attention_mask, *args, **kwargs)
     return own(module, query, key, value, attention_mask, *args, **kwargs)
 

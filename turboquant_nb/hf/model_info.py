@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 try:
-    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+    from transformers.cache_utils import DynamicCache
 except ImportError as error:
     raise ImportError(
         'turboquant_nb.hf needs transformers 5.17 or newer: pip install "turboquant-nb[hf]"'
@@ -48,6 +48,14 @@ def _text_config(model_or_config):
     return text
 
 
+_CODED = (  # transformers' own layers with keys and values; two keep a recurrent state as well
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+)
+
+
 def _own_layers(config) -> list:
     """transformers' own layers for a model, of which we replace those of attention. Raises
     ValueError naming a kind that cannot be served."""
@@ -58,9 +66,12 @@ def _own_layers(config) -> list:
         raise ValueError(
             f"{config.model_type} has layers of kind {kind}, which cannot be served: {only}"
         ) from None
-    served = ("DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer")
     for i, layer in enumerate(layers):
-        if (kind := type(layer).__name__) not in served:
+        if (kind := type(layer).__name__) not in (
+            *_CODED,
+            "LinearAttentionLayer",
+            "DummyLayer",
+        ):
             raise ValueError(f"layer {i} caches {kind}, which cannot be served: {only}")
     if not any(map(_is_coded, layers)):
         raise ValueError(
@@ -71,7 +82,7 @@ def _own_layers(config) -> list:
 
 def _is_coded(layer) -> bool:
     "Whether a layer of transformers' own keeps keys and values."
-    return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+    return type(layer).__name__ in _CODED
 
 # %% ../../nbs/50_model_info.ipynb #dd5d6f12
 def _modeling(config):
