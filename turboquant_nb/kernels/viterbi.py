@@ -239,8 +239,10 @@ def find_symbols(
             return find_symbols(trellis, x, levels, by_window, programs, block)
     if programs is None:
         programs = 16 * torch.cuda.get_device_properties(x.device).multi_processor_count
-    block = block or (1 if count <= 2 * programs else 32)
     x, bits, turns = x.contiguous(), trellis.bits, 2 if trellis.start == "tail" else 1
+    block = block or (1 if count <= 2 * programs else 32)
+    if turns == 2 and n % 16:  # the seam is not between two groups of eight symbols
+        block = max(block, 32)
     if block == 1:
         back = torch.empty(count * n // 8 * trellis.states, dtype=torch.int32, device=x.device)
         sizes = dict(N=n, NP=triton.next_power_of_2(n), S=trellis.states, BITS=bits)
