@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from turboquant_nb import KVStore, Recipe, Spec, preset
+from turboquant_nb.cli import inputs
 from turboquant_nb.quant.quantizer import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -352,12 +353,16 @@ def test_a_sentence_of_the_guide_is_what_the_files_say(made):
 
 
 def test_recipes_of_the_guide_are_recipes():
-    "What it names can be asked for, and the fast recipe is the preset but for a mean."
+    """What it names can be asked for, and the presets for speed are the others but for a mean;
+    of each preset that it names, here and in the help, there is one."""
     for word in ("none", "sign", "prod", "rescale"):
         assert f'"{word}"' in GUIDE_TEXT and Recipe(residual=word).key
-    fast = Recipe(Spec(3, center="prompt_mean"), Spec(3))
-    assert '`Recipe(Spec(3, center="prompt_mean"), Spec(3))`' in GUIDE_TEXT
-    assert fast == preset("k3v3").settled(rope=False) != preset("k3v3").settled(rope=True)
+    for name in ("k3v3", "k4v4"):
+        assert f"`{name}-fast`" in GUIDE_TEXT
+        fast = preset(f"{name}-fast")
+        assert fast == preset(name).settled(rope=False) != preset(name).settled(rope=True)
+    assert {*re.findall(r"`(k\dv\d(?:-\w+)?)`", GUIDE_TEXT)} <= PRESETS.keys()
+    assert inputs.PRESETS == tuple(PRESETS) and ", ".join(PRESETS) in inputs.RECIPE
 
 
 def test_every_other_number_of_the_guide_is_a_name_or_a_setting():
