@@ -234,6 +234,9 @@ def find_symbols(
     out, sums = torch.empty(x.shape, dtype=torch.uint8, device=x.device), x.new_empty(2, count)
     if not count:
         return out, *sums
+    if x.is_cuda and x.device.index != torch.cuda.current_device():  # a model over several
+        with torch.cuda.device(x.device):
+            return find_symbols(trellis, x, levels, by_window, programs, block)
     if programs is None:
         programs = 16 * torch.cuda.get_device_properties(x.device).multi_processor_count
     block = block or (1 if count <= 2 * programs else 32)
