@@ -32,7 +32,7 @@ GONE: dict[str, str] = {
     "{}: channels must be one or two groups of even size, the one with more bits first, got "
     "sizes {}": "any groups are served, by blocks",
     # a cache brings its attention, so steps are captured under any implementation
-    "captured steps need the 'turboquant' attention": "said by `Reader.obstacle`, with the cure",
+    "captured steps need the 'turboquant' attention": "by `Reader.obstacle`, with the cure",
     "the model attends by {}, not {}": "the same",
     # options of TurboESM, which is an experiment of its page (chapter 93)
     "which tokens are sinks or outliers is read from the device": "said by the store",
