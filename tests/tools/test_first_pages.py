@@ -373,7 +373,7 @@ def test_recipes_of_the_guide_are_recipes():
     assert inputs.PRESETS == tuple(PRESETS) and ", ".join(PRESETS) in inputs.RECIPE
     sides = 'Spec(2, center="auto", codebook="trellis"), Spec(2, codebook="trellis")'
     assert sides in GUIDE_TEXT and "Recipe(keys, values, sinks=4, recent=64)" in GUIDE_TEXT
-    small = Recipe(*eval(sides), sinks=4, recent=64)
+    small = Recipe(*eval(sides, {"Spec": Spec}), sinks=4, recent=64)
     tables = (replace(side, codebook="sphere") for side in (small.key, small.value))
     assert replace(small, **dict(zip(("key", "value"), tables))) == preset("k2v2")
 
