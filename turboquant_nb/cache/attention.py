@@ -81,6 +81,7 @@ class Backend:
 
     name: str  # what `Rule.backend` calls it
     served = "codes"  # what reports count its calls as
+    recorded = False  # can a CUDA graph replay it, since it never waits for the device?
 
     def refuses(self, call: Call) -> str:
         "Why it cannot serve a call, in a sentence; empty if it can."

@@ -53,7 +53,7 @@ class CapturedSteps:
         coding, attention = self.backends["coding"], self.backends["attention"]
         own = any(part.q.code.refuses("encode") for part in store.parts)  # no kernel codes it
         out = [] if coding.backend == "triton" or own else [coding]
-        return out + ([] if attention.backend in ("triton", "blocks") else [attention])
+        return out + ([] if ops.BACKENDS[attention.backend].recorded else [attention])
 
     def hold_still(self, layer: TurboQuantLayer) -> None:
         "Let no tensor of the layer move until its store is full, or `make_growing` is called."

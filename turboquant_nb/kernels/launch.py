@@ -354,7 +354,7 @@ def again(call: Call, splits: int | None = None, kernel: str = "auto") -> Answer
 class Triton(Backend):
     "The decode kernels, on codes: causal attention of few queries."
 
-    name, served = "triton", "kernel"
+    name, served, recorded = "triton", "kernel", True
 
     def __init__(
         self,

@@ -220,7 +220,7 @@ class Flash(Backend):
 class BlockByBlock(attention.Reference):
     "`Reference` with blocks that a kernel unpacks: every code, on a GPU."
 
-    name = "blocks"
+    name, recorded = "blocks", True
 
     def __init__(self):
         super().__init__(blocks=blocks.KernelBlocks())
