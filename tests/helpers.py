@@ -12,6 +12,7 @@ from turboquant_nb.cache.clock import CAPTURE
 from turboquant_nb.cache.pages import Recent
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.theory.rotation import Transform
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 
 SLOW = bool(
@@ -448,6 +449,24 @@ def random_transform(heads, d):
     g = torch.Generator().manual_seed(heads * 1000 + d)
     u, v = torch.linalg.qr(torch.randn(2, heads, d, d, generator=g))[0]
     return register_transform(HeadTransform.of(u * torch.linspace(0.3, 2, d) @ v))
+
+
+class Shuffle(Transform):
+    "Channels in another order, without signs: a transform that the package does not have."
+
+    name = "shuffle"
+
+    def __init__(self, order):
+        self.d, self.order, self.matrix = len(order), order, torch.eye(len(order))[order]
+
+    def apply(self, x):
+        return x.float()[..., self.order]
+
+    def inverse(self, y):
+        return y.float()[..., self.order.argsort()]
+
+    def to(self, device):
+        return self
 
 
 def attended_store(

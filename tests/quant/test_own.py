@@ -7,12 +7,12 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from tests.helpers import Shuffle
 from tests.quant.lives import lives
 from turboquant_nb.quant import quantizer
 from turboquant_nb.quant.quantizer import Code, Recipe, Spec, register_code
 from turboquant_nb.theory import centre, transforms
 from turboquant_nb.theory.centre import Centre, Terms, register_centre
-from turboquant_nb.theory.rotation import Transform
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
@@ -73,26 +73,10 @@ def test_a_new_centre_is_one_class_and_one_line(monkeypatch, tmp_path):
         assert torch.equal(store.center(name, 0, 3), side.mean.float() / 2) and side.mean.any()
 
 
-class Shuffle(Transform):
-    "Channels in another order."
-
-    name, d, order = "shuffle", 32, torch.arange(32).view(2, 16).T.flatten()
-    matrix = torch.eye(32)[order]
-
-    def apply(self, x):
-        return x.float()[..., self.order]
-
-    def inverse(self, y):
-        return y.float()[..., self.order.argsort()]
-
-    def to(self, device):
-        return self
-
-
 def test_a_new_transform_is_one_class_and_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr(transforms, "_registered", {})
-    transforms.register_transform(Shuffle())
+    transforms.register_transform(new := Shuffle(torch.arange(32).view(2, 16).T.flatten()))
     side = Spec(4, rotation="shuffle")
     store = lives(Recipe(side, side, sinks=1, recent=4), tmp_path).layers[0].store
     x = torch.randn(1, 2, 8, 32)
-    assert torch.equal(store.key.q.rotation.apply(x), x @ Shuffle.matrix.T)
+    assert torch.equal(store.key.q.rotation.apply(x), x @ new.matrix.T)

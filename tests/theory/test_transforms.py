@@ -4,6 +4,7 @@ had its name, and refusals."""
 import pytest
 import torch
 
+from tests.helpers import Shuffle
 from turboquant_nb.cache.attention import attend
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.quant import quantizer
@@ -20,26 +21,6 @@ from turboquant_nb.theory.transforms import (
 )
 
 
-class Shuffle(Transform):
-    "Channels in another order, without signs."
-
-    name, d, order = (
-        "shuffle",
-        16,
-        torch.randperm(16, generator=torch.Generator().manual_seed(0)),
-    )
-    matrix = torch.eye(16)[order]
-
-    def apply(self, x):
-        return x.float()[..., self.order]
-
-    def inverse(self, y):
-        return y.float()[..., self.order.argsort()]
-
-    def to(self, device):
-        return self
-
-
 class Quantiles:
     "Levels at the quantiles of the normal law, as in NF4."
 
@@ -52,7 +33,8 @@ class Quantiles:
 def test_a_new_transform_and_a_new_codebook_touch_one_class_each(monkeypatch):
     monkeypatch.setitem(quantizer.CODEBOOKS, "quantiles", Quantiles())
     monkeypatch.setattr(transforms, "_registered", {})
-    register_transform(Shuffle())
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(0))
+    register_transform(Shuffle(order))
     side = Spec(4, rotation="shuffle", codebook="quantiles")
     store = KVStore(
         Recipe.from_json(Recipe(side, side, sinks=1, recent=2).to_json()), 1, heads=2, d_key=16
