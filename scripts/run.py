@@ -129,6 +129,11 @@ EXPERIMENTS = {
         "caches on disk, raw and entropy coded",
         "--layers 2 --windows 1 --length 40 --lengths 40 --repeat 1",
     ),
+    "archives": Entry(
+        "eval.archives",
+        "what loaders make of files that were changed on purpose, with the right digest",
+        "--files 216",
+    ),
     "served": Entry(
         "eval.serving",
         "what a served cache gives up, and what a calibration takes back",
@@ -148,7 +153,17 @@ EXPERIMENTS = {
         "ESM-2 on compressed keys and values: recipes, findings, contacts, variants, scores",
         "contacts --small --match ^water3$",
     ),
+    "architectures": Entry(
+        "eval.architectures",
+        "how each causal language model of transformers reads a coded cache",
+        "--classes LlamaForCausalLM BloomForCausalLM RwkvForCausalLM",
+    ),
     "masks": Entry("eval.masks", "which trellis codes are good", needs="GPU"),
+    "states": Entry(
+        "eval.states",
+        "how near to the bound more states of a trellis come",
+        "--bits 2 --states 8 --candidates 1 --vectors 16",
+    ),
 }
 
 

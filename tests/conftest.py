@@ -29,7 +29,7 @@ interpreter.quicken()
 # with: no long file is left for the end.
 LONGEST = (
     "hf decode_kernel encode_kernel cells hf_kernels hf_static hf_model hf_graphs "
-    "hf_random attention store models evaluate calibrate chat hf_system"
+    "hf_random attention architectures store models evaluate calibrate chat hf_system"
 ).split()
 
 
@@ -59,8 +59,8 @@ def pytest_collection_modifyitems(items):
 # have environments of their own; another optional package that is missing there is an error,
 # and so is a new reason.
 MAY_SKIP = re.compile(
-    "GPU|CUDA|no chromium|vLLM is not installed|gradio is not installed|TURBOQUANT_SLOW|caches "
-    "latents|holds latents|caches expanded keys|only for some models|not in this "
+    "GPU|CUDA|no chromium|(torchao|vLLM|gradio) is not installed|TURBOQUANT_SLOW|"
+    "caches latents|holds latents|caches expanded keys|only for some models|not in this "
     "transformers|not a model here|own cache does not work there"
 )
 

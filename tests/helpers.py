@@ -294,10 +294,15 @@ FAMILIES = {
         ),
     ),
     "lfm2": ("Lfm2", dict(layer_types=["conv", "full_attention"])),
+    "falcon_h1": (  # both in one layer
+        "FalconH1",
+        dict(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8),
+    ),
 }
 HYBRID = (
     "qwen3_next",
     "lfm2",
+    "falcon_h1",
 )  # layers with a recurrent state: transformers' own, not to be cropped
 SLIDING = ("mistral", "gemma2", "gemma3_text", "cohere2", "gpt_oss")
 MODES = {
@@ -355,13 +360,20 @@ def prompt(batch=3, length=30, seed=0, padded=True):
     return dict(input_ids=ids, attention_mask=mask)
 
 
+def cache_for(model, *args, **kwargs):
+    """A cache that is read on codes where the model is set to "turboquant", and decoded for any
+    other attention: the two paths that must agree."""
+    from turboquant_nb.hf import TurboQuantCache
+
+    own = model.config.get_text_config()._attn_implementation != "turboquant"
+    return TurboQuantCache(model, *args, attention="dense" if own else "auto", **kwargs)
+
+
 def generate(model, inputs, attention, recipe="k4v4", cache=None, padding=True, **kwargs):
-    "(tokens, cache) under one attention implementation."
+    '(tokens, cache) under one attention implementation, decoded but for "turboquant".'
     model.set_attn_implementation(attention)
     if cache is None:
-        from turboquant_nb.hf import TurboQuantCache
-
-        cache = TurboQuantCache(model, recipe)
+        cache = cache_for(model, recipe)
         if padding and "attention_mask" in inputs:
             cache.set_padding(inputs["attention_mask"])
     torch.manual_seed(7)

@@ -3,6 +3,8 @@ __version__ = "0.1.0"
 # extra.
 _HOME = {
     "TurboQuantCache": "hf",
+    "enable": "hf",
+    "disable": "hf",
     "Recipe": "quant.quantizer",
     "Spec": "quant.quantizer",
     "preset": "quant.quantizer",

@@ -25,7 +25,8 @@ with the allocator's holes.
 --wall BxT measures whole calls of generate() instead, by the clock, on prompts of random ids:
 `first_ms` until the first token's logits, `step_ms` what each of the `new - 1` tokens after it
 took on average, recording a graph included; every mode once before that on a short prompt, for
-kernels and compilers. `cache kept`: one cache for all calls, emptied by reset(). --rounds N:
+kernels and compilers. `graphs, sdpa`: the model is left as it loads. `cache kept`: one cache
+for all calls, emptied by reset(). --rounds N:
 the modes of a shape take turns, N times. --prompts BxT with --chunks N …: calls for one token,
 the prompt at once and in chunks, by transformers' dynamic cache and by ours; `begun_ms` is the
 first of them, `of_whole` the time over that of the same cache at once, `of_best` over the
@@ -209,9 +210,10 @@ def fill(cache, kind, config, batch, tokens):
 ATTENTION = {"turboquant": "turboquant", "flash": "in_place"}
 
 
-def use(model, kind):
+def use(model, kind, mode=""):
     "Attend as a kind of cache wants it; kinds of whole calls name their recipe, too."
-    model.set_attn_implementation(ATTENTION.get(kind.split()[0], "sdpa"))
+    own = "sdpa" if mode.endswith("sdpa") else ATTENTION.get(kind.split()[0], "sdpa")
+    model.set_attn_implementation(own)
 
 
 def step_of(model, cache, batch):
@@ -461,6 +463,7 @@ WALL = [
     ("static", "compiled"),
     ("turboquant k3v3", "eager"),
     ("turboquant k3v3", "graphs"),
+    ("turboquant k3v3", "graphs, sdpa"),
     ("turboquant k3v3", "graphs, cache kept"),
 ]
 
@@ -536,7 +539,7 @@ def wall(model, cache, mode, batch, prompt, new, repeats, held=False):
     """One row of a shape and a mode. `held`: a cache that was filled by random states instead
     of a prompt, with calls that go on from there; the first, which compiles and captures, is
     not counted."""
-    use(model, cache)
+    use(model, cache, mode)
     row = dict(
         cache=cache, mode=mode, batch=batch, prompt=prompt, new=new, n=repeats, unit="ms"
     )

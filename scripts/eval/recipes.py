@@ -2,10 +2,11 @@
 [--text FILE ...] [--windows N] [--protocols P ...].
 
 `ablation` changes one thing at a time, `centers` only the centre of keys, `layers` spends more
-bits on some layers, `presets` and `others` are what the leaderboard compares; `--match` takes
-only names that match a regular expression."""
+bits on some layers, `trellis` puts a trellis code into presets, `presets` and `others` are what
+the leaderboard compares; `--match` takes only names that match a regular expression."""
 
 import re
+from dataclasses import replace
 
 from eval.windows import Windows, add_match, add_options, add_protocols
 from plan import Plan
@@ -82,10 +83,21 @@ def layers(n):
             )
 
 
+def trellis():
+    "Presets with tables, and with a trellis code in place of both."
+    for name in ("k2v2", "k3v3", "k3v2"):
+        table = with_pre_rope(name)
+        yield name, table, BOTH
+        for code in ("trellis", "trellis_fast"):
+            sides = {s: replace(getattr(table, s), codebook=code) for s in ("key", "value")}
+            yield f"{name} {code}", replace(table, **sides), BOTH
+
+
 SETS = {  # of a number of layers: (name, recipe or other, protocols)
     "ablation": lambda n: ablation(),
     "centers": lambda n: centers(),
     "layers": layers,
+    "trellis": lambda n: trellis(),
     "presets": lambda n: ((p, with_pre_rope(p), BOTH) for p in PRESETS),
     "others": lambda n: ((x, x, BOTH) for x in OTHERS),
 }

@@ -95,9 +95,9 @@ def test_views_are_the_memory(blocks, heads, bits, d, n):
         raw = part.view(torch.uint8) if part.dtype != torch.uint8 else part
         assert (raw == 255).all()
         raw.fill_(i)
-    assert int(cache.max()) == len(c.parts()) - 1
+    assert int(cache.max()) == len(c.fields()) - 1
     assert torch.bincount(cache.flatten().long()).tolist() == [
-        p.nbytes * blocks * heads for p in c.parts()
+        p.nbytes * blocks * heads for p in c.fields()
     ]
 
 

@@ -498,7 +498,7 @@ def test_a_pre_rope_mean_to_file_and_back(tmp_path):
     for a, b in zip(again.read(), store.read()):
         same(a, b)
     tensors, header = store.state()
-    with pytest.raises(TypeError, match="inv_freq"):
+    with pytest.raises(ValueError, match="inv_freq"):
         KVStore.from_state({n: t for n, t in tensors.items() if n != "inv_freq"}, header)
 
 
@@ -1021,7 +1021,7 @@ def test_files_from_before_these_fields(tmp_path):
     tensors, header = store.state()
     assert header["truncated"] == [1, 1]
     for wrong in ([0, 1], [2, 1], [9, 9]):
-        with pytest.raises(ValueError, match="plane1 must be"):
+        with pytest.raises(ValueError, match="plane1 must be|truncated.0. must be"):
             KVStore.from_state(tensors, header | {"truncated": wrong})
     again = KVStore.from_state(tensors, header)
     for s in (store, again):

@@ -197,7 +197,10 @@ def test_seen():
     base = row("uncompressed", True, 100)
     assert demos.what_was_seen(
         [base, row("a", True, 50), row("b", True, 40), row("c", False, 30)], 7
-    ).startswith("The smallest cache whose answer is unchanged is b. b holds 3.00 bits")
+    ).startswith(
+        "2 of 3 compressed caches wrote the same 3 tokens as the uncompressed one; the "
+        "smallest of them is b. b holds 3.00 bits"
+    )
     assert (
         "; b keeps to it for 5 of 9 tokens, up to where the best token of the uncompressed "
         "cache is 1.25 times"

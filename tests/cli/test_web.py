@@ -174,29 +174,69 @@ def test_a_port_that_is_taken(call, tiny, monkeypatch):
     assert code == 1 and "cannot listen" in err and err.count("\n") == 1
 
 
-def test_in_a_browser(both, tiny):
-    found = subprocess.run([PYTHON, "-c", "import gradio, selenium"], capture_output=True)
+def played(script, needs, *words):
+    "What a script of this folder saw, run with the python that has gradio."
+    found = subprocess.run([PYTHON, "-c", f"import {needs}"], capture_output=True)
     if found.returncode:
         pytest.skip(
             "gradio is not installed: TURBOQUANT_NB_WEB may name the python of an environment "
             "that has it and selenium"
         )
-    if not (shutil.which("chromium") and shutil.which("chromedriver")):
-        pytest.skip("no chromium, or not its driver, on the PATH")
-    env = os.environ | {
-        "PYTHONPATH": os.pathsep.join(
-            [str(Path(web.__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-        )
-    }
+    paths = [str(Path(web.__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
-        [PYTHON, str(Path(__file__).with_name("browser.py")), tiny],
+        [PYTHON, str(Path(__file__).with_name(script)), *map(str, words)],
         capture_output=True,
         text=True,
-        env=env,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         timeout=900,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    saw = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_an_attacker_gets_nothing(tiny, tmp_path):
+    """Files by address and by field, uploads, large bodies, wrong fields, long answers and a
+    crowd, against a running server; it then still serves, and ends at Ctrl-C."""
+    secret = tmp_path / "secret.json"
+    secret.write_text('{"key": {"password": "sesame"}, "value": {}}')
+    saw = played("attacker.py", "gradio", tiny, secret)
+    told = json.dumps({k: v for k, v in saw.items() if k != "stderr"})  # that is the server's
+    assert "sesame" not in json.dumps(saw) and "root:" not in told and "Traceback" not in told
+    assert not saw["reachable"] and all(status >= 400 for status, _ in saw["files"]), saw[
+        "files"
+    ]
+    assert saw["upload"] == [413] * 3 and 200 not in saw["large"], saw
+    refused = [*saw["recipes"], *saw["fields"], *saw["drawing"]]
+    assert all("event: error" in x or x.startswith(("4", "5")) for x in refused), refused
+    assert "Time is over" in saw["long"] and saw["seconds"] < 30
+    done, asked = saw["crowd"]
+    assert 1 <= done <= 17 and asked == 40  # one runs, sixteen wait
+    assert saw["alive"] and saw["after"] == 200 and saw["code"] == 130, saw["stderr"]
+
+
+def test_an_address_that_others_reach_is_warned_of(call, tiny, monkeypatch):
+    monkeypatch.setattr(web, "gradio", SimpleNamespace(Blocks=None, routes=None))
+    never = SimpleNamespace(
+        Event=lambda: SimpleNamespace(wait=lambda: None), Lock=threading.Lock
+    )
+    monkeypatch.setattr(web, "threading", never)
+    shown = SimpleNamespace(close=lambda verbose: None)
+    shown.queue = lambda max_size: SimpleNamespace(launch=lambda **how: asked.update(how))
+    monkeypatch.setattr(web, "page", lambda *_: shown)
+    monkeypatch.setattr(web, "starlette", SimpleNamespace(Middleware=lambda x: x))
+    asked = {}
+    for host, warned in (("127.0.0.1", False), ("0.0.0.0", True)):
+        code, _, err = call(f"web --model {tiny} --port 0 --quiet --host {host}")
+        assert (code, "there is no password" in err) == (0, warned), err
+        assert asked["server_name"] == host and asked["app_kwargs"]["middleware"] == [
+            web.Limits
+        ]
+
+
+def test_in_a_browser(both, tiny):
+    if not (shutil.which("chromium") and shutil.which("chromedriver")):
+        pytest.skip("no chromium, or not its driver, on the PATH")
+    saw = played("browser.py", "gradio, selenium", tiny)
     assert (
         saw["title"] == "turboquant" and saw["code"] == 130 and "Traceback" not in saw["stderr"]
     ), saw

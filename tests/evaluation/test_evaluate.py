@@ -354,7 +354,7 @@ def test_rows_of_all_measures(llama, tmp_path):
     book = list(
         needle(llama, Words(), ["k4v4"], (100,), (0.0, 1.0), 2, "One thing. Another. " * 20)
     )
-    layers = attention_error(llama, ids, ["k4v4"], 40)
+    layers = list(attention_error(llama, ids, ["k4v4"], 40))
     assert len(kl) == 2 and len(book) == 4 and [r["layer"] for r in layers] == [0, 1, 2]
     import matplotlib
     from matplotlib.figure import Figure

@@ -31,6 +31,9 @@ GONE: dict[str, str] = {
     "{}: a QJL residual is served for keys only": "served for both sides, by blocks",
     "{}: channels must be one or two groups of even size, the one with more bits first, got "
     "sizes {}": "any groups are served, by blocks",
+    # a cache brings its attention, so steps are captured under any implementation
+    "captured steps need the 'turboquant' attention": "by `Reader.obstacle`, with the cure",
+    "the model attends by {}, not {}": "the same",
     # options of TurboESM, which is an experiment of its page (chapter 93)
     "which tokens are sinks or outliers is read from the device": "said by the store",
     "allocation needs a table per channel, without sign": "TurboESM",
@@ -39,6 +42,7 @@ GONE: dict[str, str] = {
     "with sign, bits must be at least 2, got {}": "TurboESM",
     "{} is not an index written by CodedIndex.save": "said by `files.read_file`",
     "{} is not an index, or was cut: {}": "said by `files.read_file`",
+    "start must have shape [{}], got {}": "said by `files.Saved`, as of any tensor of a file",
     "this model is wrapped already; undo() gives it back": "two may take turns now",
     "coded must hold signs and residual_norm; it comes from prod_encode": "from `SketchedCode`",
     "--threads must be at least 1, got 0": _LEAST,

@@ -21,7 +21,6 @@ from turboquant_nb.quant.mixed_precision import by_layer
 from turboquant_nb.testing import same
 from tests.helpers import (
     BASE,
-    Calls,
     DROP,
     FAMILIES,
     HYBRID,
@@ -30,6 +29,8 @@ from tests.helpers import (
     MOE,
     SLIDING,
     VOCAB,
+    Calls,
+    cache_for,
     caches_latents,
     exact_recipe,
     generate,
@@ -42,16 +43,20 @@ import torch.nn.functional as F
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
 
-def test_latent_caches_are_refused_on_codes():
+def test_an_attention_that_cannot_be_is_refused_before_the_first_layer():
+    """Latents must be decoded for what expands them; a model that is set to read codes after
+    its cache was made hears that before anything is computed."""
     model = tiny("deepseek_v3")
     if not caches_latents(model):
         pytest.skip("this transformers caches expanded keys and values")
+    cache = TurboQuantCache(model)
     model.set_attn_implementation("turboquant")
-    with (
-        torch.no_grad(),
-        pytest.raises((TypeError, AttributeError), match="codes, not a tensor"),
-    ):
-        model(prompt(1, 5)["input_ids"], past_key_values=TurboQuantCache(model))
+    refused = pytest.raises(ValueError, match="cannot serve deepseek_v3: .* keeps latents")
+    with torch.no_grad(), refused:
+        model(prompt(1, 5)["input_ids"], past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    with refused:
+        TurboQuantCache(model)
 
 
 # --- every family
@@ -96,7 +101,7 @@ def test_logits_of_codes_equal_logits_of_dense(name):
         out = {}
         for attention in ("eager", "turboquant"):  # sdpa has no softcap in older transformers
             model.set_attn_implementation(attention)
-            cache, logits, at = TurboQuantCache(model, "k3v3"), [], 0
+            cache, logits, at = cache_for(model, "k3v3"), [], 0
             if padded:
                 cache.set_padding(inputs["attention_mask"])
             for n in (9, 1, 20, 1, 1, 17) if name not in HYBRID else (40, 1, 1, 1):
@@ -124,7 +129,7 @@ def test_logits_of_codes_equal_logits_of_dense(name):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "qwen3_next", "falcon_h1"])
 def test_ways_of_generating(name, mode):
     model, inputs = tiny(name), prompt(2, 36)
     if mode == "prefill in chunks" and name in HYBRID:
@@ -274,7 +279,9 @@ def test_a_config_cannot_tell_drafts_from_the_prompt():
 # -------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral", "gemma3_text", "gpt_oss", "qwen3_next", "falcon_h1"]
+)
 def test_conversation_continues(name):
     model, results, exact = tiny(name), [], []
     for attention in three(model):
@@ -299,6 +306,34 @@ def test_conversation_continues(name):
         input_ids=exact[0][:, :33], attention_mask=mask, max_new_tokens=8, do_sample=False
     )
     assert torch.equal(whole, exact[0])
+
+
+@torch.no_grad()
+def test_a_state_beside_codes_follows_them(tmp_path):
+    """Rows, copies and a reset take a layer's recurrent state along; what would leave it behind
+    is refused."""
+    model, ids = tiny("falcon_h1"), prompt(3, 30, padded=False)["input_ids"]
+    model.set_attn_implementation("eager")
+    cache, token = TurboQuantCache(model, "k3v3"), ids[:, :1]
+    first = model(ids, past_key_values=cache).logits
+    step = lambda c, rows=slice(None): model(token[rows], past_key_values=c).logits
+    kept = {name: copy.deepcopy(cache) for name in ("rows", "mask", "twice", "order")}
+    kept["rows"].batch_select_indices(torch.tensor([2, 0]))
+    kept["mask"].batch_select_indices(torch.tensor([True, False, True]))
+    kept["twice"].batch_repeat_interleave(2)
+    kept["order"].reorder_cache(torch.tensor([1, 1, 0]))
+    want = step(cache)
+    rows = dict(rows=[2, 0], mask=[0, 2], twice=[0, 0, 1, 1, 2, 2], order=[1, 1, 0])
+    for name, of in rows.items():
+        torch.testing.assert_close(step(kept[name], of), want[of], atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="layers are all coded"):
+        cache.save(tmp_path / "mixed")
+    with pytest.raises(RuntimeError, match="does not track past states"):
+        cache.crop(-1)
+    assert not cache.is_croppable and cache.get_seq_length() == 31
+    cache.reset()
+    torch.testing.assert_close(model(ids, past_key_values=cache).logits, first)
+    torch.testing.assert_close(step(cache), want)
 
 
 def test_load_refuses_another_model(tmp_path):
@@ -687,11 +722,11 @@ def test_a_mask_that_lacks_tokens_is_refused(attention):
     model.set_attn_implementation(attention)
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     for bad in (mask[:, 1:], mask[:, :-1], mask.repeat(2, 1)):
-        cache = TurboQuantCache(model)
+        cache = cache_for(model)
         with pytest.raises(ValueError, match=r"attention_mask must be \[2, 20\]"):
             model(ids, attention_mask=bad, past_key_values=cache)
         assert cache.get_seq_length() == 0
-    cache = TurboQuantCache(model)
+    cache = cache_for(model)
     with torch.no_grad():
         model(**inputs, past_key_values=cache)
         with pytest.raises(
@@ -719,7 +754,7 @@ def test_a_mask_that_lacks_a_token_in_generate(attention, extra):
         model.generate(
             input_ids=ids,
             attention_mask=mask[:, :-1],
-            past_key_values=TurboQuantCache(model),
+            past_key_values=cache_for(model),
             max_new_tokens=3,
             do_sample=False,
             **extra,
@@ -868,7 +903,7 @@ def test_a_mask_of_one_dimension_is_refused(attention):
     model, inputs = tiny(), prompt(1, 20, padded=False)
     model.set_attn_implementation(attention)
     for ids in (inputs["input_ids"], inputs["input_ids"][0]):
-        cache = TurboQuantCache(model)
+        cache = cache_for(model)
         with pytest.raises(
             ValueError,
             match=r"must be .sequences, tokens., as input_ids are; got .20.. "
@@ -978,7 +1013,7 @@ def test_report_counts_every_tensor(name, attention):
     for batch, kwargs in ((1, {}), (2, dict(max_length=64)), (3, {})):
         model.set_attn_implementation(attention)
         inputs = prompt(batch, 30)
-        cache = TurboQuantCache(model, "k3v3", **kwargs)
+        cache = cache_for(model, "k3v3", **kwargs)
         assert str(cache.report()) == "TurboQuantCache: empty" and cache.report()["nbytes"] == 0
         cache.set_padding(inputs["attention_mask"])
         model.generate(**inputs, past_key_values=cache, max_new_tokens=5, do_sample=False)
@@ -1008,7 +1043,7 @@ def test_tokens_of_decode_are_coded(attention):
     model.config.max_position_embeddings = 512
     model.set_attn_implementation(attention)
     cache, raw = (
-        TurboQuantCache(model, Recipe(sinks=2, recent=3).settled(rope=False), max_length=512),
+        cache_for(model, Recipe(sinks=2, recent=3).settled(rope=False), max_length=512),
         [],
     )
     layer = cache.layers[1]
@@ -1131,7 +1166,7 @@ def test_forward_with_autograd_keeps_no_graph():
     model, inputs = tiny(), prompt(1, 12, padded=False)
     for attention in ("sdpa", "turboquant"):
         model.set_attn_implementation(attention)
-        cache = TurboQuantCache(model, "k3v3")
+        cache = cache_for(model, "k3v3")
         with torch.enable_grad():
             model(**inputs, past_key_values=cache)
             model(inputs["input_ids"][:, :2], past_key_values=cache)
@@ -1147,7 +1182,7 @@ def test_grad_modes_mix():
             (torch.no_grad, torch.inference_mode),
             (torch.inference_mode, torch.inference_mode),
         ):
-            cache = TurboQuantCache(model, "k3v3")
+            cache = cache_for(model, "k3v3")
             with first():
                 model(**inputs, past_key_values=cache)
             with second():
@@ -1225,7 +1260,7 @@ def test_every_family_tells_its_padding(name):
     model, inputs = tiny(name), prompt(3, 30)
     for attention in three(model):
         model.set_attn_implementation(attention)
-        cache = TurboQuantCache(model, "k3v3")
+        cache = cache_for(model, "k3v3")
         with torch.no_grad():
             model(**inputs, past_key_values=cache)
         assert all(x.store.start.tolist() == [0, 7, 13] for x in cache.coded_layers), attention
@@ -1242,7 +1277,7 @@ def test_padding_is_learnt_under_any_attention(name):
         exact = attention != "eager"  # whose softmax makes NaN of float64 rows that see nothing
         model = double if exact else tiny(name)
         model.set_attn_implementation(attention)
-        cache = TurboQuantCache(model, "k3v3")
+        cache = cache_for(model, "k3v3")
         logits, tokens = loop(model, inputs, cache)
         with torch.no_grad():
             by_generate, other = generate(
@@ -1251,7 +1286,7 @@ def test_padding_is_learnt_under_any_attention(name):
         assert torch.equal(by_generate[:, 30:], tokens) or not exact
         assert {x.starts for c in (cache, other) for x in c.coded_layers} == {(0, 7, 13)}
         for row, n in enumerate((0, 7, 13)):
-            one = TurboQuantCache(model, "k3v3")
+            one = cache_for(model, "k3v3")
             alone, same_tokens = loop(
                 model, {k: x[row : row + 1, n:] for k, x in inputs.items()}, one
             )
@@ -1278,7 +1313,7 @@ def test_padding_of_a_prompt_in_chunks(attention):
     next chunk, under any attention."""
     model, inputs = tiny("llama"), prompt(3, 30)
     model.set_attn_implementation(attention)
-    cache, mask = TurboQuantCache(model, "k4v4"), inputs["attention_mask"]
+    cache, mask = cache_for(model, "k4v4"), inputs["attention_mask"]
     with torch.no_grad():
         for a, z in ((0, 10), (10, 30)):
             model(
@@ -1333,7 +1368,7 @@ def test_set_padding_refuses():
     other = TurboQuantCache(model)
     other.set_padding(torch.ones(2, 5))
     with torch.no_grad(), pytest.raises(ValueError, match="2 sequences.* 3"):
-        model(**prompt(3, 5, padded=False), past_key_values=other)
+        model(prompt(3, 5)["input_ids"], past_key_values=other)
     assert other.get_seq_length() == 0 and not other.layers[0].is_initialized
 
 
@@ -1347,7 +1382,7 @@ def test_right_padding():
     out = []
     for attention in three(model):
         model.set_attn_implementation(attention)
-        cache = TurboQuantCache(model, Recipe(recent=0))
+        cache = cache_for(model, Recipe(recent=0))
         with torch.no_grad():
             model(ids, attention_mask=mask, past_key_values=cache)
             out.append(
@@ -1357,8 +1392,8 @@ def test_right_padding():
             )
             noise = ids.clone()
             noise[1, 14:] = 5
-            other = TurboQuantCache(model, Recipe(Spec(), Spec(), recent=0))
-            plain = TurboQuantCache(model, Recipe(Spec(), Spec(), recent=0))
+            other = cache_for(model, Recipe(Spec(), Spec(), recent=0))
+            plain = cache_for(model, Recipe(Spec(), Spec(), recent=0))
             for c, x in ((other, noise), (plain, ids)):
                 model(x, attention_mask=mask, past_key_values=c)
             a, b = (
@@ -1398,9 +1433,7 @@ def test_four_dimensional_masks():
                 if additive
                 else m.expand(2, 1, *m.shape)
             )
-            cache = TurboQuantCache(
-                model, Recipe(Spec(bits=4), Spec(bits=4), sinks=2, recent=4)
-            )
+            cache = cache_for(model, Recipe(Spec(bits=4), Spec(bits=4), sinks=2, recent=4))
             with torch.no_grad():
                 a = model(ids, attention_mask=form(pre), past_key_values=cache).logits
                 b = model(ids[:, :4], attention_mask=form(post), past_key_values=cache).logits
@@ -1420,7 +1453,7 @@ def test_mask_that_hides_the_first_tokens_at_prefill_only():
     post, results = torch.ones(1, 13, dtype=torch.bool), []
     for attention in ("sdpa", "turboquant"):
         model.set_attn_implementation(attention)
-        cache = TurboQuantCache(model, Recipe(Spec(bits=4), Spec(bits=4), sinks=0, recent=0))
+        cache = cache_for(model, Recipe(Spec(bits=4), Spec(bits=4), sinks=0, recent=0))
         with torch.no_grad():
             model(ids, attention_mask=pre[None, None], past_key_values=cache)
             results.append(
@@ -1503,12 +1536,6 @@ def _config(name, **kwargs):
 
 
 UNSERVED = {
-    "falcon_h1": (
-        lambda: _config(
-            "FalconH1Config", mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8
-        ),
-        "LinearAttentionAndFullAttentionLayer",
-    ),
     "mamba": (
         lambda: transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=VOCAB),
         "mamba",
@@ -1653,8 +1680,8 @@ def test_refused_updates_change_nothing(attention):
     model = tiny()
     model.set_attn_implementation(attention)
     for filled in (False, True):
-        cache = TurboQuantCache(model, "k3v3", max_length=40)
-        others = TurboQuantCache(
+        cache = cache_for(model, "k3v3", max_length=40)
+        others = cache_for(
             model, "k3v3"
         )  # shares the table of cosines and sines, which grows with tokens that are tried
         with torch.no_grad():
@@ -1697,7 +1724,7 @@ def test_max_length_is_refused_before_anything_changes():
     model, inputs = tiny(), prompt(2, 20)
     for attention in ("sdpa", "turboquant"):
         model.set_attn_implementation(attention)
-        cache = TurboQuantCache(model, "k3v3", max_length=24)
+        cache = cache_for(model, "k3v3", max_length=24)
         assert cache.get_max_length() == 24
         with pytest.raises(ValueError, match="max_length is 24"):
             model.generate(**inputs, past_key_values=cache, max_new_tokens=12, do_sample=False)
@@ -1771,7 +1798,7 @@ def test_reset_and_another_batch_size():
     model = tiny()
     for attention in ("sdpa", "turboquant"):
         model.set_attn_implementation(attention)
-        cache = TurboQuantCache(model, "k3v3")
+        cache = cache_for(model, "k3v3")
         for batch, length in ((3, 30), (2, 12), (1, 20)):
             inputs = prompt(batch, length, padded=batch > 1)
             fresh, _ = generate(model, inputs, attention, "k3v3")
@@ -1790,18 +1817,19 @@ def test_reset_and_another_batch_size():
 
 
 def test_two_models_and_one_cache():
-    """A cache reads the attention of the model it was made for; another model of other heads or
-    attention is an error, not an answer."""
-    a, b = tiny(seed=0), tiny(seed=1)
-    a.set_attn_implementation("turboquant")
-    b.set_attn_implementation("sdpa")
-    cache = TurboQuantCache(a, "k3v3")
-    with torch.no_grad(), pytest.raises((AttributeError, TypeError)):
-        b(**prompt(1, 6, padded=False), past_key_values=cache)
-    a.set_attn_implementation("sdpa")
-    b.set_attn_implementation("turboquant")
-    with torch.no_grad(), pytest.raises(TypeError):
-        b(**prompt(1, 6, padded=False), past_key_values=TurboQuantCache(a, "k3v3"))
+    """A cache that was made for one model serves another with an equal config, whatever
+    attention each of the two is set to."""
+    a, b, inputs = tiny(seed=0), tiny(seed=1), prompt(2, 24)
+    own = [generate(x, inputs, "eager", exact_recipe())[0] for x in (a, b)]
+    for first, second in (("turboquant", "sdpa"), ("sdpa", "turboquant"), ("eager", "sdpa")):
+        a.set_attn_implementation(first)
+        b.set_attn_implementation(second)
+        for model, want in ((a, own[0]), (b, own[1])):
+            cache = TurboQuantCache(a, exact_recipe())
+            got = model.generate(
+                **inputs, past_key_values=cache, max_new_tokens=8, do_sample=False
+            )
+            assert torch.equal(got, want) and "dense" not in cache.report()["served"]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "turboquant"])
@@ -1843,7 +1871,7 @@ def test_a_pass_of_nothing_is_refused(attention, shape):
     that it cannot reshape."""
     model = tiny("llama")
     model.set_attn_implementation(attention)
-    cache, nothing = TurboQuantCache(model), torch.zeros(shape, dtype=torch.long)
+    cache, nothing = cache_for(model), torch.zeros(shape, dtype=torch.long)
     with torch.no_grad():
         for held in (0, 9):
             with pytest.raises(
@@ -1876,7 +1904,7 @@ def test_explicit_positions():
     model, ids, out = tiny(), prompt(1, 10, padded=False)["input_ids"], []
     for attention in three(model):
         model.set_attn_implementation(attention)
-        cache = TurboQuantCache(model, "k4v4")
+        cache = cache_for(model, "k4v4")
         with torch.no_grad():
             model(ids, position_ids=torch.arange(5, 15)[None], past_key_values=cache)
             out.append(
@@ -1896,7 +1924,7 @@ def test_half_precision(name, dtype):
     inputs, out = prompt(2, 24), {}
     for attention in ("eager", "turboquant"):
         model.set_attn_implementation(attention)
-        cache = TurboQuantCache(model, "k4v4")
+        cache = cache_for(model, "k4v4")
         cache.set_padding(inputs["attention_mask"])
         mask = torch.cat([inputs["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
         with torch.no_grad():
@@ -1921,7 +1949,7 @@ def test_sliding_layers_free_tiles(attention):
     modes."""
     model = tiny("mistral", max_position_embeddings=4096)
     model.set_attn_implementation(attention)
-    cache, sizes = TurboQuantCache(model, "k3v3"), []
+    cache, sizes = cache_for(model, "k3v3"), []
     with torch.no_grad():
         for i in range(12):
             logits = model(
@@ -1951,7 +1979,7 @@ def test_operations_of_a_step_in_each_layer():
         model = tiny("llama", num_hidden_layers=layers)
         for name, make in (
             ("sdpa", lambda m: DynamicCache(config=m.config)),
-            ("turboquant", lambda m: TurboQuantCache(m, "k3v3")),
+            ("turboquant", lambda m: cache_for(m, "k3v3")),
         ):
             model.set_attn_implementation(name)
             cache = make(model)
@@ -2009,7 +2037,9 @@ def sliding_cache(window):
     layer n tokens."""
     heads = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16)
     more = dict(sliding_window=window, max_position_embeddings=4096)
-    cache = TurboQuantCache(tiny("mistral", num_hidden_layers=1, **heads, **more), "k3v3")
+    cache = TurboQuantCache(
+        tiny("mistral", num_hidden_layers=1, **heads, **more), "k3v3", attention="dense"
+    )
     return cache.layers[0], lambda n, batch=1: cache.update(
         torch.randn(batch, 1, n, 16), torch.randn(batch, 1, n, 16), 0
     )

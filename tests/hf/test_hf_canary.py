@@ -23,6 +23,7 @@ RECIPES = {
     "qjl": Recipe(Spec(3, residual="qjl"), Spec(4), sinks=1, recent=7),
     "fractions": Recipe(Spec(2.5), Spec(3.25), sinks=3, recent=5),
     "decay": Recipe(Spec(4), Spec(3), sinks=2, recent=4, decay=300),
+    "trellis": Recipe(Spec(2, codebook="trellis"), Spec(3, codebook="trellis_fast"), 1, 3),
 }
 ALL = Watch(rate=1, tail=12, action="raise")  # every layer, at every step that it can
 
@@ -102,7 +103,7 @@ def test_drafts_and_crops_are_silent():
 def test_faults_are_found(which, fault):
     """In keys and in values of one layer, in every recipe; without the fault the same step is
     silent."""
-    model, recipe = tiny(), RECIPES[which]
+    model, recipe = tiny(head_dim=16 if which == "trellis" else 8), RECIPES[which]
     model.set_attn_implementation("turboquant")
     ids = prompt(2, 40, padded=False)["input_ids"]
     cache = TurboQuantCache(model, recipe, watch=ALL)
@@ -186,9 +187,9 @@ def test_half_precision_is_silent():
 def test_a_canary_that_sees_nothing_says_so(attention):
     """Dense attention brings it no query: one warning for the whole run, and no report of a
     health that nobody looked at."""
-    cache = TurboQuantCache(tiny(), "k3v3", watch=1 / 2)
+    cache = TurboQuantCache(tiny(), "k3v3", watch=1 / 2, attention="dense")
     with pytest.warns(
-        RuntimeWarning, match=f"checks nothing under attn_implementation='{attention}'"
+        RuntimeWarning, match="checks nothing where the past is decoded: attention='dense'"
     ) as said:
         generate(tiny(), prompt(2, 40), attention, cache=cache, padding=False, max_new_tokens=6)
     assert (

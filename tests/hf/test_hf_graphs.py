@@ -7,7 +7,6 @@ import copy
 import functools
 import gc
 import inspect
-import warnings
 
 import pytest
 import torch
@@ -415,29 +414,3 @@ def test_copies_files_and_the_models_own_forward(tmp_path):
     del caches
     gc.collect()
     assert "forward" not in model.__dict__
-
-
-def test_another_attention_is_told_once_where_it_is_slow():
-    """On a GPU (test_cuda.py), and on a long past: the line to write, once. On a short past
-    nothing is said."""
-    from turboquant_nb.hf import cache as module
-
-    module._say_slow.cache_clear()
-    model = tiny("llama")
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        generate(
-            model,
-            prompt(1, 9, padded=False),
-            "sdpa",
-            cache=TurboQuantCache(model),
-            max_new_tokens=3,
-        )
-        long = prompt(1, module._LONG + 2, padded=False)
-        generate(model, long, "turboquant", cache=TurboQuantCache(model), max_new_tokens=3)
-        assert not [w for w in said if "set_attn_implementation" in str(w.message)]
-        for _ in range(2):
-            generate(model, long, "sdpa", cache=TurboQuantCache(model), max_new_tokens=3)
-    assert len(said := [w for w in said if "attn_implementation='sdpa'" in str(w.message)]) == 1
-    assert "model.set_attn_implementation('turboquant')" in str(said[0].message)
-    module._say_slow.cache_clear()

@@ -15,8 +15,9 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 from tests.helpers import (
     FAMILIES,
     HYBRID,
-    Calls,
     MODES,
+    Calls,
+    cache_for,
     exact_recipe,
     generate,
     prompt,
@@ -201,7 +202,7 @@ def test_an_unusual_mask_goes_to_pytorch_and_says_so(which):
         cache = (
             DynamicCache(config=model.config)
             if attention == "sdpa"
-            else TurboQuantCache(model, exact_recipe())
+            else cache_for(model, exact_recipe())
         )
         with torch.no_grad():
             logits = model(inputs["input_ids"], past_key_values=cache, **extra).logits
@@ -233,7 +234,7 @@ def test_a_mask_that_changes_its_mind():
     out = []
     for attention in ("eager", "turboquant"):
         model.set_attn_implementation(attention)
-        cache = TurboQuantCache(model, "k4v4")
+        cache = cache_for(model, "k4v4")
         cache.set_padding(inputs["attention_mask"])
         with torch.no_grad():
             model(**inputs, past_key_values=cache)
@@ -397,7 +398,7 @@ def chunks_alike(model, inputs, given):
     codes; under the attentions `given`, padding is set by hand."""
     outs = []
     for attention in ("eager", "turboquant"):
-        cache = TurboQuantCache(model, "k4v4")
+        cache = cache_for(model, "k4v4")
         if attention in given:
             cache.set_padding(inputs["attention_mask"])
         model.set_attn_implementation(attention)
@@ -471,9 +472,7 @@ def test_a_step_makes_nothing_as_large_as_the_past():
         for attention in ("turboquant", "sdpa"):
             model.set_attn_implementation(attention)
             cache = (
-                kernel_cache(model)
-                if attention == "turboquant"
-                else TurboQuantCache(model, "k4v4")
+                kernel_cache(model) if attention == "turboquant" else cache_for(model, "k4v4")
             )
             with torch.no_grad():
                 model(ids, past_key_values=cache)

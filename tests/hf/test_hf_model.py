@@ -10,7 +10,7 @@ pytest.importorskip("gguf")
 from transformers import DynamicCache
 from transformers.modeling_utils import AttentionInterface
 
-from tests.helpers import SLOW
+from tests.helpers import SLOW, cache_for
 from turboquant_nb import hf
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.evaluation.models import load_model, sample_text
@@ -62,7 +62,7 @@ def perplexity(model, windows, recipe, attention="sdpa"):
     model.set_attn_implementation(attention)
     total = 0.0
     for part, states, _ in windows:
-        cache = TurboQuantCache(model, recipe)
+        cache = cache_for(model, recipe)
         for i, (k, v) in enumerate(states):
             cache.update(k[:, :, :PREFILL], v[:, :, :PREFILL], i)
         with torch.no_grad():
@@ -223,7 +223,7 @@ def test_left_padding_is_the_run_without_it(real):
         model.set_attn_implementation(attention)
         before = torch.zeros(1, padding, dtype=torch.long)
         mask = torch.cat([before, torch.ones_like(ids)], 1)
-        cache = cache and TurboQuantCache(model, cache)
+        cache = cache and cache_for(model, cache)
         out.append(
             model.generate(
                 torch.cat([before, ids], 1),

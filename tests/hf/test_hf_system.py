@@ -12,7 +12,7 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from tests.helpers import generate, prompt, tiny
+from tests.helpers import cache_for, generate, prompt, tiny
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.testing import same
 
@@ -236,7 +236,7 @@ def test_the_wrong_model_is_named(which, attention):
 
     model = copy.deepcopy(tiny())
     model.set_attn_implementation(attention)
-    cache = TurboQuantCache(model, "k3v3")
+    cache = cache_for(model, "k3v3")
     with torch.no_grad():
         model(**prompt(1, 9, padded=False), past_key_values=cache)
     before = [x.clone() for layer in cache.layers for x in layer.store.read()]

@@ -6,6 +6,7 @@ or in layers with a sliding window (Gemma 3, Aya, Cohere 2)."""
 import pytest
 import torch
 
+from tests.helpers import cache_for
 from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.testing import same
 
@@ -434,7 +435,7 @@ def test_a_video_in_chunks(name):
     )
     for attention in ("sdpa", "turboquant"):
         model.set_attn_implementation({"text_config": attention, "vision_config": "sdpa"})
-        cache = TurboQuantCache(model, "k2v2")
+        cache = cache_for(model, "k2v2")
         with torch.no_grad():
             parts = [
                 model.model.language_model(
@@ -484,7 +485,7 @@ def test_a_video_of_eleven_thousand_tokens_in_chunks():
     )
     for attention in ("sdpa", "turboquant"):
         model.set_attn_implementation({"text_config": attention, "vision_config": "sdpa"})
-        cache, hidden, tokens = TurboQuantCache(model, "k3v3"), [], []
+        cache, hidden, tokens = cache_for(model, "k3v3"), [], []
         with torch.no_grad():
             for i in range(0, x.shape[1], 2048):
                 hidden.append(

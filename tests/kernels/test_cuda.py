@@ -86,9 +86,8 @@ def test_generate_on_codes_equals_dense():
     model = LlamaForCausalLM(LlamaConfig(vocab_size=128, pad_token_id=0, **shape)).eval().cuda()
     ids = torch.randint(1, 128, (2, 9), generator=torch.Generator().manual_seed(0)).cuda()
     outs = []
-    for attention in ("sdpa", "turboquant"):
-        model.set_attn_implementation(attention)
-        cache = TurboQuantCache(model, "k4v4")
+    for way in ("dense", "codes"):
+        cache = TurboQuantCache(model, "k4v4", attention=way)
         outs.append(
             model.generate(
                 ids,
@@ -235,11 +234,9 @@ def test_generate_with_a_recipe_per_layer():
     )
     ids = torch.randint(1, 128, (2, 400), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     outs = []
-    for attention in ("sdpa", "turboquant"):
-        model.set_attn_implementation(attention)
-        cache = TurboQuantCache(
-            model, [RICH[name] for name in ("prod", "2.5 bits", "decay", "sign")]
-        )
+    mixed = [RICH[name] for name in ("prod", "2.5 bits", "decay", "sign")]
+    for way in ("dense", "codes"):
+        cache = TurboQuantCache(model, mixed, attention=way)
         outs.append(
             model.generate(
                 ids,
@@ -704,29 +701,21 @@ def test_a_replayed_step_waits_for_nothing_and_is_faster():
     assert took[True] < 0.7 * took[False], took
 
 
-def test_another_attention_is_told_once():
-    import warnings
-
+def test_steps_are_replayed_whatever_attention_is_set():
     from turboquant_nb.hf import TurboQuantCache
-    from turboquant_nb.hf import cache as module
 
-    module._say_slow.cache_clear()
-    model, inputs = llama(), prompts(2, 60)
-    model.set_attn_implementation("sdpa")
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            cache = TurboQuantCache(model, "k4v4")
-            model.generate(**inputs, past_key_values=cache, max_new_tokens=4, do_sample=False)
-    assert (
-        len(
-            [w for w in said if "model.set_attn_implementation('turboquant')" in str(w.message)]
+    model, inputs, out = llama(), prompts(2, 60), {}
+    for attention in ("turboquant", "sdpa", "eager"):
+        model.set_attn_implementation(attention)
+        cache = TurboQuantCache(model, "k4v4")
+        out[attention] = model.generate(
+            **inputs, past_key_values=cache, max_new_tokens=40, do_sample=False
         )
-        == 1
-    )
-    assert (
-        cache.report()["graphs"]["why_not"] == "the model attends by 'sdpa', not 'turboquant'"
-    )
+        report = cache.report()
+        assert report["graphs"]["replayed"] and "dense" not in report["served"], report
+        assert model.config._attn_implementation == attention
+    assert torch.equal(out["sdpa"], out["turboquant"])
+    assert torch.equal(out["eager"], out["turboquant"])
 
 
 def test_weights_on_the_processor_and_the_cache_on_the_gpu():

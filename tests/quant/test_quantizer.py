@@ -93,7 +93,9 @@ def test_spec_refuses(field, bad):
 
 @pytest.mark.parametrize("bad", [1.5, True, "1", None])
 def test_a_seed_of_another_kind(bad):
-    with pytest.raises(TypeError, match="seed must be an integer of at least 0, got"):
+    with pytest.raises(
+        TypeError, match="seed must be an integer from 0 to 9223372036854775807, got"
+    ):
         Spec(seed=bad)
 
 
@@ -318,8 +320,9 @@ def test_presets_and_as_recipe():
         r = preset(name)
         assert (
             (r.key.bits, r.value.bits) == (k, v)
-            and name == f"k{k}v{v}"
+            and name.removesuffix("-fast") == f"k{k}v{v}"
             and as_recipe(name) == r
+            and r.key.center == ("prompt_mean" if "fast" in name else "auto")
         )
     assert as_recipe() == as_recipe(None) == preset("k3v3") and as_recipe(Recipe()) == Recipe()
     assert as_recipe("k4v2", bits=1) == replace(
@@ -661,6 +664,8 @@ def test_the_window_is_long_where_either_side_is_coarse():
         "k4v2": 64,
         "k3v2": 64,
         "k2v2": 64,
+        "k4v4-fast": 16,
+        "k3v3-fast": 16,
         "k1v1": 64,
     }
 

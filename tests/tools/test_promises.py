@@ -34,7 +34,7 @@ rope.commutes pairing='half' theta=10000.0 rotary_dim=None inv_freq=None
 quantizer.as_recipe recipe=None bits=None
 quantizer.Quantizer.__init__ device='cpu' rotation=None codebook=None
 quantizer.Quantizer.encode mean=None name='x'
-quantizer.encode mean=None name='x' block=4096
+quantizer.encode mean=None name='x' block=None
 quantizer.decode mean=None dtype=torch.float32
 quantizer.decided mean=None
 quantizer.Recipe.__init__ sinks=4 recent=16 decay=None residual=None

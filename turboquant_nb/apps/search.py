@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..files import read_file, write_file
+from ..files import Saved, read_file, write_file
 from ..quant.mixed_precision import find_code, make_quantizer
-from ..cache.packing import WIDTHS, Layout, pack, unpack
+from ..cache.packing import Layout, pack, unpack
 from ..theory.qjl import pack_signs, unpack_signs
-from ..quant.quantizer import Code, Coded, Spec, _store_scale
+from ..quant.quantizer import Code, Coded, Recipe, Spec, _store_scale, least_numbers
 
 # %% ../../nbs/85_vector_search.ipynb #6cb8b39e
 def code_bytes(
@@ -96,6 +96,45 @@ class _Block(NamedTuple):
     scale: Tensor  # [n]
     residual: dict  # what the code keeps besides: bits packed to bytes [n, ...], numbers [n]
     along: Tensor | None  # [n], part along the centre, minus its length
+
+    def to(self, device) -> "_Block":
+        "The same on another device."
+        move = lambda x: None if x is None else x.to(device)
+        kept = {name: move(x) for name, x in self.residual.items()}
+        return _Block(tuple(map(move, self.planes)), move(self.scale), kept, move(self.along))
+
+
+def _saved_blocks(tensors: Saved, about: Saved, d: int, spec: Spec) -> list:
+    """Blocks of a file. Raises ValueError unless their tensors fit each other, and all blocks
+    but the last are as long as the first."""
+    code_bytes(spec, d)
+    code, kind = find_code(spec, d), getattr(torch, spec.scale_dtype)
+    count = about.whole("blocks", 0, len(tensors))
+    least = least_numbers(spec, code)
+    layout, names, out = Layout(code.channel_bits[0], d, "channel", 4), set(), []
+    center = "center" in tensors
+    for i in range(count):
+        of = lambda name, *x, i=i: tensors.tensor(f"{i}.{name}", *x, low=least.get(name))
+        scale = of("scale", kind, None)
+        n, first = len(scale), len(out[0].scale) if out else len(scale)
+        if not 1 <= n <= first or (n < first and i + 1 < count):
+            raise ValueError(f"{i}.scale must hold from 1 to {first} numbers, got {n}")
+        tiles = layout.tiles(n)
+        planes = [
+            of(f"plane{j}", torch.uint8, tiles, *x) for j, x in enumerate(layout.plane_shapes)
+        ]
+        kept = {
+            e.name: of(e.name, torch.uint8, n, -(-e.bits // 8))
+            if e.bits
+            else of(e.name, kind, n)
+            for e in code.extras
+        }
+        along = of("along", kind, n) if center else None
+        out.append(_Block(tuple(planes), scale, kept, along))
+        names |= {f"{i}.{x}" for x in ("scale", *["along"] * center, *kept)}
+        names |= {f"{i}.plane{j}" for j in range(len(planes))}
+    tensors.only(names | {"center"})
+    return out
 
 
 def _packed(coded: Coded, along: Tensor | None, layout: Layout) -> _Block:
@@ -263,14 +302,11 @@ class CodedIndex:
         """Read what `save` wrote. Raises FileNotFoundError, or ValueError for another file and
         one that was cut or changed."""
         tensors, about = read_file(path, FORMAT, "index")
-        tensors = {name: x.to(device) for name, x in tensors.items()}
-        index = cls(about["d"], Spec(**about["spec"]), tensors.get("center"), device)
-        extras = [extra.name for extra in index.quantizer.code.extras]
-        for i in range(about["blocks"]):
-            planes = tuple(
-                tensors[f"{i}.plane{j}"] for j in range(len(WIDTHS[index._layout.bits]))
-            )
-            kept = {name: tensors[f"{i}.{name}"] for name in extras}
-            along = tensors.get(f"{i}.along")
-            index._blocks.append(_Block(planes, tensors[f"{i}.scale"], kept, along))
+        # tables have d x d numbers, whatever the file holds
+        d = about.whole("d", 2, max(2**12, min(2**14, tensors.nbytes)))
+        spec = Recipe.from_dict({"key": about["spec"], "value": about["spec"]}).key
+        center = tensors.tensor("center", torch.float32, d) if "center" in tensors else None
+        blocks = _saved_blocks(tensors, about, d, spec)
+        index = cls(d, spec, center, device)
+        index._blocks = [b.to(device) for b in blocks]
         return index

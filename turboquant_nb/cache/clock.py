@@ -232,7 +232,7 @@ def _encode_quietly(q, x, mean, flags):
     if q.code.extras:
         coded = Coded(codes, scale.to(q.scale_dtype))
         kept = residual_rows(q, x, mean, coded)
-    for name, bits in q.code.extras:
+    for name, bits, _ in q.code.extras:
         if not bits:
             large, kept[name] = large | ~(kept[name] <= top), kept[name].to(q.scale_dtype)
     flags.bitwise_or_(torch.stack([endless.any(), (large & ~endless).any()]).int())

@@ -100,12 +100,15 @@ class Memory:
         self, rows: tuple, scale_dtype: torch.dtype, device: torch.device
     ) -> None:  # rows: (batch, heads)
         "Make tensors for no token yet."
+        for name, (kind, shape) in self.kinds(scale_dtype).items():
+            self.tensors[name] = torch.zeros(*rows, 0, *shape, dtype=kind, device=device)
+
+    def kinds(self, scale_dtype: torch.dtype) -> dict:  # {name: (dtype, shape of one tile)}
+        "Of its tensors."
         shapes = {n: s for g in self.groups for n, s in zip(g.names, g.layout.plane_shapes)}
         shapes |= {n: x.plane_shapes[0] for n, x in self.extras.items() if x}
-        for name in self.names:
-            shape, dtype = shapes.get(name, (self.tile,)), torch.uint8
-            dtype = dtype if name in shapes else scale_dtype
-            self.tensors[name] = torch.zeros(*rows, 0, *shape, dtype=dtype, device=device)
+        numbers = scale_dtype, (self.tile,)
+        return {n: (torch.uint8, shapes[n]) if n in shapes else numbers for n in self.names}
 
     @property
     def planes(self) -> list:

@@ -144,6 +144,7 @@ def collect(
     skip: int = 4,  # first tokens of a window that do not count: sinks
     batch: int = 2,  # windows at a time
     progress=None,  # called once for each window that is done
+    ended=lambda: False,  # asked after each batch: whether that was the last
 ) -> Moments:
     """Read the windows once. Raises TypeError/ValueError for what is no model or no windows,
     for a model whose keys are not served, and for one that does not call the attention
@@ -160,6 +161,8 @@ def collect(
             moments.tokens += len(part) * (ids.shape[1] - skip)
             for _ in part if progress else ():
                 progress()
+            if ended():
+                break
     return moments
 
 # %% ../../nbs/60_calibrate.ipynb #93fbc91f
@@ -184,10 +187,11 @@ def calibrate(
     shrink: float = 0.01,  # of both moments, towards the identity
     batch: int = 2,
     progress=None,  # called once for each window that is done
+    ended=lambda: False,  # asked after each batch: whether that was the last
 ) -> Calibration:
     """Read some text once and find the best transforms, and the mean keys. Raises ValueError as
     `collect` and `fit_head_transform`."""
-    moments = collect(model, ids, skip, batch, progress)
+    moments = collect(model, ids, skip, batch, progress, ended)
     transforms, gain = [], []
     for i in moments.layers("key"):
         m, c = moments.mean_square("query", i), moments.mean_square("key", i)

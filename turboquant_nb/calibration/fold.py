@@ -206,7 +206,19 @@ def load_fold(path) -> Fold:
     """Read them back. Raises FileNotFoundError, or ValueError for a file of another kind, a
     truncated or a changed one."""
     tensors, header = read_file(path, FORMAT, "fold")
-    return Fold([tensors[name] for name in sorted(tensors)], header)
+    names = [f"layer{i:04}" for i in range(len(tensors))]
+    first = tensors.tensor("layer0000", torch.float32, None, None).shape
+    scales = [tensors.tensor(name, torch.float32, *first) for name in names]
+    shape = [len(scales), *first]
+    if header.get("shape", shape) != shape or not isinstance(header.get("model", ""), str):
+        raise ValueError(
+            f"shape must be {shape} and model a text, got {header.get('shape')} and "
+            f"{header.get('model')!r}"
+        )
+    for name, s in zip(names, scales):
+        if not bool((s > 0).all() and (s.frexp().mantissa == 0.5).all()):
+            raise ValueError(f"{name} must hold powers of two, got others")
+    return Fold(scales, header)
 
 # %% ../../nbs/62_fold.ipynb #b131cdc2
 def write_folded(

@@ -14,7 +14,7 @@ from typing import Callable
 from .app import Typed, Usage, app, command, lazy, option, options
 from .generate import bytes_held
 from .inputs import RECIPES, Weights, asked_caches, context_length, opened
-from .output import Files, Output, hushed, recorded, show_table
+from .output import Files, Output, collected, hushed, recorded, show_table
 from ..quant.layer_info import read_facts
 
 # %% ../../nbs/87j_cli_bench.ipynb #77c5bf19
@@ -238,21 +238,21 @@ def bench(ask: _Bench, weights: Weights, files: Files, output: Output, typed: Ty
     try:
         torch.set_num_threads(ask.threads or before)
         with hushed():
-            rows, gates = _measured(ask, loaded, asked, output)
+            rows, stopped, gates = _measured(ask, loaded, asked, output)
         data = "turboquant_nb sample text, repeated; normal numbers for attention alone"
         what = dict(rows=rows, gate=max(gates, key=lambda x: x["value"] / x["limit"]))
         what |= dict(experiment="bench", seeds=[0], data={"id": data, "n": 1})
         record = recorded(model, weights.model, typed, **what)
         record |= {"threads": torch.get_num_threads()}
         record |= {"dtype": str(model.dtype).removeprefix("torch.")}
+        record |= {"stopped": True} if stopped else {}
     finally:
         torch.set_num_threads(before)
-    output.result(record, lambda: _tell(record))
-    targets.write(record, _drawn)
+    targets.end(record, _drawn, output, lambda: _tell(record))
 
 
-def _measured(ask: _Bench, loaded, asked: list, output: Output) -> tuple:  # (rows, gates)
-    "Gates, then rows."
+def _measured(ask: _Bench, loaded, asked: list, output: Output) -> tuple:
+    "Gates, then (rows, whether Ctrl-C ended them, gates)."
     model, kinds = loaded.model, [x for x in _KINDS if ask.only in (None, x)]
     shapes, recipes = Shapes.of(model), {x.name: x.fitted(model) for x in asked}
     caches = lambda: {name: hf.TurboQuantCache(model, r) for name, r in recipes.items()}
@@ -266,18 +266,20 @@ def _measured(ask: _Bench, loaded, asked: list, output: Output) -> tuple:  # (ro
             )
     units = len(kinds) * len(ask.tokens) * (ask.rounds + 1) * (len(recipes) + 1)
     label = f"timing {len(recipes)} caches at {', '.join(map(str, ask.tokens))} tokens"
-    rows = []
-    with output.stage(label, units) as stage:
+    exact = lambda: transformers.DynamicCache(config=model.config)
+
+    def measured(tick):
         for tokens in ask.tokens:
             if "attention" in kinds:
-                rows += attention_rows(shapes, layers, tokens, ask.rounds, stage.tick)
+                yield from attention_rows(shapes, layers, tokens, ask.rounds, tick)
             if "generate" in kinds:
-                exact = transformers.DynamicCache(config=model.config)
-                each = {"uncompressed": ("sdpa", exact)}
+                each = {"uncompressed": ("sdpa", exact())}
                 each |= {name: (hf.NAME, cache) for name, cache in caches().items()}
                 ids = _text_ids(loaded.tokenizer, tokens).to(model.device)
-                rows += generate_rows(model, ids, each, ask.new, ask.rounds, stage.tick)
-    return rows, list(gates.values())
+                yield from generate_rows(model, ids, each, ask.new, ask.rounds, tick)
+
+    with output.stage(label, units) as stage:
+        return *collected(measured(stage.tick)), list(gates.values())
 
 
 def _text_ids(tokenizer, n: int):  # [1, n]

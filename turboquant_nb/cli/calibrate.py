@@ -30,6 +30,7 @@ from turboquant_nb.cli.inputs import (
 from turboquant_nb.cli.output import (
     Output,
     check_space,
+    ends_gently,
     hushed,
     target_file,
     target_folder,
@@ -227,18 +228,27 @@ def calibrate(
     if reading.no_transforms and not reading.layers:
         raise Usage("--no-transforms leaves nothing to find without --layers")
     loaded = reading.loaded(weights, output)
-    model, found = loaded.model, None
+    model, found, left = loaded.model, None, ""
     with at_fault(ValueError), hushed():
         ids = reading.tokens(loaded)
         if not reading.no_transforms:
             with output.stage(f"reading {len(ids)} windows", len(ids)) as stage:
-                found = fits.calibrate(model, ids, progress=stage.tick)
-        if reading.layers:
+                with ends_gently(output, "ending after these windows") as ended:
+                    found = fits.calibrate(model, ids, progress=stage.tick, ended=ended)
+                    left = "the transforms of the windows that were read" if ended() else ""
+        if reading.layers and not left:
             passes = len(ids) * 6 * len(hf.TurboQuantCache(model).recipes)
-            with output.stage("measuring layers", passes) as stage:
-                measure = sensitivity.measure_sensitivity
-                found = measure(model, ids[:, :1024], found, progress=stage.tick)
+            measure = sensitivity.measure_sensitivity
+            try:
+                with output.stage("measuring layers", passes) as stage:
+                    found = measure(model, ids[:, :1024], found, progress=stage.tick)
+            except KeyboardInterrupt:
+                if found is None:
+                    raise
+                left = "the transforms, without the layers"
     with writing(out) as new:
         calibrations.save_calibration(found, new)
     about = dict(version=version(), out=target.out, nbytes=found.nbytes)
     output.result(about | found.header, lambda: print(f"{target.out}: {found}"))
+    if left:
+        output.stopped(f"{target.out} has {left}")

@@ -86,10 +86,11 @@ def filled(
     length: int | None = None,  # only so many tokens
 ):
     "A cache that holds the prompt, or its beginning."
-    own = recipe is not None
-    cache = (
-        hf.TurboQuantCache(model, recipe) if own else caches.DynamicCache(config=model.config)
-    )
+    if recipe is None:
+        cache = caches.DynamicCache(config=model.config)
+    else:  # decoded where another attention was asked for
+        own = model.config._attn_implementation != hf.NAME
+        cache = hf.TurboQuantCache(model, recipe, attention="dense" if own else "auto")
     return prompt.fill(cache, length)
 
 # %% ../../nbs/87f_cli_demo.ipynb #5b8e45ab
@@ -301,7 +302,11 @@ def what_was_seen(rows: list, scored: int) -> str:
     unchanged = [r for r in rows[1:] if r["answer_same"]]
     if unchanged:
         r = min(unchanged, key=lambda r: r["nbytes"])
-        start = f"The smallest cache whose answer is unchanged is {r['cache']}"
+        start = (
+            f"{len(unchanged)} of {len(rows) - 1} compressed caches wrote the same "
+            f"{r['same_tokens']} tokens as the uncompressed one; the smallest of them is "
+            f"{r['cache']}"
+        )
     else:
         r = max(rows[1:], key=lambda r: (r["same_tokens"], -r["nbytes"]))
         start = (

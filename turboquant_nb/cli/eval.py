@@ -24,7 +24,7 @@ from turboquant_nb.cli.inputs import (
     opened,
     read_texts,
 )
-from .output import Files, Output, hushed, recorded, show_table
+from .output import Files, Output, collected, hushed, recorded, show_table
 
 # %% ../../nbs/87i_cli_eval.ipynb #64757045
 candidates, scores = (
@@ -184,12 +184,12 @@ def evaluate(measure: Measure, caches: Caches, common: Common) -> None:
         gate = scores.one_pass_gate(model, ids, prompt=min(64, ids.shape[1] - 16))
         label = f"measuring {len(compared)} caches, {measure.name}"
         with output.stage(label, measure.units(len(compared))) as stage:
-            rows = measure.rows(model, tokenizer, ids, compared, stage.tick)
+            rows, stopped = collected(measure.rows(model, tokenizer, ids, compared, stage.tick))
     what = dict(experiment=f"eval {measure.name}", seeds=[measure.seed])
     what |= dict(rows=rows, gate=gate, data={"id": measure.label, "n": measure.n})
     found = recorded(model, weights.model, common.typed, **what)
-    output.result(found, lambda: show_table(tasks.table_cells(rows)))
-    targets.write(found, _drawn)
+    found |= {"stopped": True} if stopped else {}
+    targets.end(found, _drawn, output, lambda: show_table(tasks.table_cells(rows)))
 
 
 def _drawn(found: dict):
@@ -241,7 +241,7 @@ def _by_protocol(
 
     def rows(model, tokenizer, ids, compared, tick):
         how = dict(prompt=asked.begin, batch=batch, tick=tick)
-        return [r for x in names for r in task()(model, ids, compared, x, **how)]
+        return (r for x in names for r in task()(model, ids, compared, x, **how))
 
     return asked.measure(name, lambda n: passes * (n + plain), rows)
 
@@ -302,7 +302,7 @@ def needle(caches: Caches, asked: _Needles, common: Common) -> None:
 
     def rows(model, tokenizer, _, compared, tick):
         more = dict(seed=asked.seed, batch=common.files.batch, tick=tick)
-        return list(tasks.needle(model, tokenizer, compared, **how, **more))
+        return tasks.needle(model, tokenizer, compared, **how, **more)
 
     measure = Measure(
         "needle",

@@ -5,22 +5,24 @@
 # %% auto #0
 __all__ = ['bars', 'rich_text', 'hooks', 'consoles', 'tables', 'results', 'log', 'backends', 'aligned', 'show_table', 'Stage',
            'layer_progress', 'hushed', 'Output', 'target_file', 'target_folder', 'check_space', 'writing', 'recorded',
-           'Targets', 'Files']
+           'collected', 'ends_gently', 'Targets', 'Files']
 
 # %% ../../nbs/87b_cli_output.ipynb #f3f4d918
 import errno
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Iterable
 
-from .app import Typed, Usage, lazy, option, options, version
+from .app import Typed, Usage, can_draw, lazy, option, options, version
 
 # %% ../../nbs/87b_cli_output.ipynb #06b6b682
 bars, rich_text = lazy("rich.progress"), lazy("rich.text")
@@ -46,7 +48,7 @@ def show_table(
     tabs: bool = False,  # for a pipe: separated by tabs and without the headings
 ) -> None:
     "Print a table on standard output: drawn on a terminal, as plain text elsewhere."
-    if sys.stdout.isatty():
+    if sys.stdout.isatty() and can_draw():
         drawn = tables.Table()
         for i, heading in enumerate(rows[0]):
             drawn.add_column(rich_text.Text(heading), justify="right" if i else "left")
@@ -140,6 +142,15 @@ class Output:
         "A line on standard error, unless it is to be quiet."
         if not self.quiet:
             print(f"turboquant: {text}", file=sys.stderr, flush=True)
+
+    def warn(self, text: str) -> None:
+        "A line on standard error that no option silences."
+        print(f"turboquant: {text}", file=sys.stderr, flush=True)
+
+    def stopped(self, text: str) -> None:
+        "Say what Ctrl-C left, and end as it does."
+        self.warn(f"stopped; {text}")
+        raise KeyboardInterrupt
 
     def stage(self, label: str, total: int) -> Stage:
         "Progress on standard error, unless it is to be quiet."
@@ -306,6 +317,40 @@ def recorded(
     return results.check(found, "the result", draft=found["dirty"])
 
 
+def collected(rows: Iterable) -> tuple:  # (list of rows, whether Ctrl-C came)
+    "Rows as they come. Ctrl-C ends them; before the first one nothing is there to be kept."
+    out = []
+    try:
+        for row in rows:
+            out.append(row)
+    except KeyboardInterrupt:
+        if not out:
+            raise
+        return out, True
+    return out, False
+
+
+@contextmanager
+def ends_gently(output: Output, text: str):  # gives () -> whether Ctrl-C came
+    """A first Ctrl-C is noted, for work that is to end after the part under way; a second one
+    ends it at once."""
+    pressed = threading.Event()
+
+    def press(*_):
+        if pressed.is_set():
+            raise KeyboardInterrupt
+        pressed.set()
+        output.warn(f"{text}; Ctrl-C again ends at once")
+
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, press) if main else None
+    try:
+        yield pressed.is_set
+    finally:
+        if main:
+            signal.signal(signal.SIGINT, before)
+
+
 @dataclass(frozen=True)
 class Targets:
     "Where a record and its picture go; None: nowhere."
@@ -313,11 +358,24 @@ class Targets:
     out: Path | None
     picture: Path | None
 
-    def write(
+    def end(
         self,
         record: dict,  # from `recorded`
         draw: Callable,  # record -> a figure of matplotlib
+        output: Output,
+        tell: Callable,  # () -> None, prints for a person
     ) -> None:
+        """The end of a command: files first, then what is printed, whatever becomes of the
+        files. Of a run that Ctrl-C ended it says where its rows are, and ends as that does."""
+        try:
+            self.write(record, draw)
+        finally:
+            output.result(record, tell)
+            if record.get("stopped"):
+                where = self.out or "on standard output"
+                output.stopped(f"{len(record['rows'])} finished rows are {where}")
+
+    def write(self, record: dict, draw: Callable) -> None:
         "Both, the record first: a picture that cannot be drawn costs the picture alone."
         if self.out:
             with writing(self.out) as new:

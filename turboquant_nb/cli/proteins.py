@@ -398,16 +398,16 @@ def contacts(ask: Contacts, reading: Reading) -> None:
         ("name", "i", "j", "probability"),
     )
     found_pairs = [dict(zip(names, row)) for row in rows]
-    reading.output.result(
-        reading.about(above=ask.above, apart=ask.apart, contacts=found_pairs),
-        lambda: lines and show_table([heads, *lines], tabs=True),
-    )
     if target:
         with writing(target) as new:
             if target.suffix.lower() == ".csv":
                 _write_csv(new, list(names), _all_pairs(found))
             else:
                 _write_arrays(found, new, False)
+    reading.output.result(
+        reading.about(above=ask.above, apart=ask.apart, contacts=found_pairs),
+        lambda: lines and show_table([heads, *lines], tabs=True),
+    )
 
 
 def _all_pairs(found: dict):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..files import read_file, write_file
+from ..files import Saved, numbers, read_file, write_file
 from ..quant.quantizer import TwoSides
 from ..theory.rates import allocate_bits
 from ..theory.centre import CENTRES
@@ -689,7 +689,28 @@ def load_code(path, device: torch.device | str = "cpu") -> TransformCode:
     """Read it back. Raises FileNotFoundError, or ValueError for a file of another kind, a
     truncated or a changed one."""
     tensors, header = read_file(path, FORMAT, "code")
-    recipe = TransformRecipe.from_dict(header.pop("recipe"))
-    of = lambda s: {n[len(s) :]: t for n, t in tensors.items() if n.startswith(s)}
-    sides = [SideCode(**of(s)) for s in ("key.", "value.")]
-    return TransformCode(*sides, recipe, header, tensors["hashes"]).to(device)
+    recipe = TransformRecipe.from_dict(header["recipe"])
+    del header["recipe"]
+    mark = header.a("fingerprint", list, list) if "fingerprint" in header else []
+    shape = tuple(getattr(tensors.get("key.bits"), "shape", ()))
+    if len(shape) != 3 or 0 in shape:
+        raise ValueError(f"key.bits must have shape [layers, heads, d], got {list(shape)}")
+    if mark and [len(numbers(row, "fingerprint")) for row in mark] != [8] * shape[0]:
+        raise ValueError(f"fingerprint must hold {shape[0]} lists of 8 numbers")
+    hashes = tensors.tensor("hashes", torch.long, None)
+    sides = [_saved_side(tensors, s, shape, recipe) for s in ("key", "value")]
+    tensors.only({"hashes"} | {f"{n}.{k}" for n, s in zip(("key", "value"), sides) for k in s})
+    return TransformCode(*(SideCode(**s) for s in sides), recipe, header, hashes).to(device)
+
+
+def _saved_side(tensors: Saved, side: str, shape: tuple, recipe: TransformRecipe) -> dict:
+    "Tensors of a `SideCode`. Raises ValueError unless they fit each other and the recipe."
+    of = lambda n, kind, *sizes: tensors.tensor(f"{side}.{n}", kind, *sizes)
+    bits = checks.within(of("bits", torch.uint8, *shape), f"{side}.bits", 0, 8)
+    levels = of("levels", torch.float32, int((2 ** bits.long()).sum()))
+    out = dict(mean=of("mean", torch.float32, *shape), bits=bits, levels=levels)
+    for n in ("into", "back"):
+        out[n] = of(n, torch.float32, *shape, shape[2])
+    if getattr(recipe, side).center == "pre_rope":
+        out["inv_freq"] = of("inv_freq", torch.float32, shape[2] // 2)
+    return out

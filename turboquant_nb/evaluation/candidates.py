@@ -137,7 +137,8 @@ def as_candidate(
     recipe = TurboQuantCache(model, what).recipe  # a preset as this model gets it
     name = name or (what if isinstance(what, str) else "recipe")
     each = recipe if isinstance(recipe, list) else [recipe]
-    make = lambda: TurboQuantCache(model, recipe, max_length=max_length)
+    room = dict(max_length=max_length, attention="dense")  # one attention for all candidates
+    make = lambda: TurboQuantCache(model, recipe, **room)
     decays = any(r.decay is not None for r in each)
     return Candidate(name, make, recipe, dtype, 1, max(r.recent for r in each) + 1, decays)
 

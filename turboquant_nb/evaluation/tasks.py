@@ -281,16 +281,20 @@ def attention_error(
     candidates: list,
     prompt: int = 512,
     tick: Callable = lambda: None,  # called after each window
-) -> list:  # one row per candidate and layer
+):  # rows, one per candidate and layer
     """Relative error and cosine of each layer's attention output on exact activations, and how
     often the token with the highest score stays it (`top1`), or is among the five highest
-    (`top5`). Raises as `score` does."""
+    (`top5`). Ctrl-C leaves rows of the windows that were read. Raises as `score` does."""
     check_windows(ids, "chunk", prompt)
-    candidates, found = _named(model, candidates), []
-    for row in ids.split(1):
-        found.append(_layer_errors(model, row, candidates, prompt))
-        tick()
-    rows = []
+    candidates, found, stopped = _named(model, candidates), [], None
+    try:
+        for row in ids.split(1):
+            found.append(_layer_errors(model, row, candidates, prompt))
+            tick()
+    except KeyboardInterrupt as stop:
+        if not found:
+            raise
+        stopped = stop
     for candidate in candidates:
         for layer in sorted({i for _, i in found[0]}):
             of = lambda name: torch.tensor(
@@ -301,8 +305,9 @@ def attention_error(
             more = {"error": float(x.mean()), "stderr": stderr, "windows": len(x)}
             more |= {name: float(of(name).mean()) for name in ("cosine", "top1", "top5")}
             row = _identity(candidate) | {"layer": layer} | more
-            rows.append(row | {"prompt": prompt, "unit": "relative"})
-    return rows
+            yield row | {"prompt": prompt, "unit": "relative"}
+    if stopped:
+        raise stopped
 
 # %% ../../nbs/84_tasks.ipynb #6c5ddf5f
 _COLUMNS = {  # measure: (heading, key, format) of each column, separated by commas

@@ -4,12 +4,14 @@
 
 # %% auto #0
 __all__ = ['MARGIN', 'NAME', 'CodedStates', 'ModelInfo', 'Report', 'TurboQuantCache', 'TurboQuantLayer', 'Watch', 'Canary',
-           'CanaryError', 'Check', 'plan_layers', 'layer_frequencies', 'turboquant_attention', 'turboquant_mask']
+           'CanaryError', 'Check', 'Default', 'disable', 'enable', 'plan_layers', 'layer_frequencies',
+           'turboquant_attention', 'turboquant_mask']
 
 # %% ../../nbs/56_hf.ipynb #228b9a2d
 from .model_info import ModelInfo, plan_layers, layer_frequencies
 from .cache import MARGIN, NAME, CodedStates, TurboQuantCache, TurboQuantLayer
 from .attention import exact_attention, turboquant_attention, turboquant_mask
+from .default import Default, disable, enable
 from .report import Report
 from .canary import Canary, CanaryError, Check, Watch
 from . import archive, edits, graphs
@@ -26,6 +28,9 @@ _all_ = [
     "Canary",
     "CanaryError",
     "Check",
+    "Default",
+    "disable",
+    "enable",
     "plan_layers",
     "layer_frequencies",
     "turboquant_attention",

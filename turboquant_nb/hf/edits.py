@@ -54,6 +54,7 @@ def crop(self: TurboQuantLayer, tokens_to_remove: int) -> None:
 def recover(self: TurboQuantCache) -> int:  # tokens held
     """After a forward pass that was broken off (out of memory, an interrupt): forget what only
     some layers have taken."""
+    self.__dict__.pop("_owner", None)
     held = min(x.held for x in self.coded_layers)
     for x in self.coded_layers:
         if held:
@@ -157,6 +158,7 @@ def __deepcopy__(self: TurboQuantCache, memo):
     memo |= {id(x): x for x in shared}
     new = memo[id(self)] = object.__new__(type(self))
     new.__dict__ = copy.deepcopy(self.__dict__ | {"_flags": _Flags()}, memo)
+    new.__dict__.pop("_owner", None)
     return new
 
 

@@ -12,9 +12,11 @@ from .model_info import _recipes_to_json
 
 # %% ../../nbs/50d_report.ipynb #008dd632
 class Report(dict):
-    """What a cache holds; prints as a small table. "served" counts calls over all layers:
+    """What a cache holds; prints as a small table. "reading" is how the model reads it: on
+    codes, or decoded each step, and why. "served" counts calls over all layers:
     prefill (exact), kernel, codes (PyTorch on codes), chunk (long chunks, block by block),
-    dense (the past was decoded for another attention); steps that a graph replays are counted
+    dense (the past was decoded for another attention; why, and the cure, stand in "dense"),
+    and "by_layer" has the same for each layer; steps that a graph replays are counted
     in "graphs" instead. "backends" names what attended on codes, "reasons" says why not a
     kernel; "coded" what coded."""
 
@@ -120,7 +122,10 @@ def report_of(
         tile=stores[0].tile if stores else 0,
         pays_from=_pays_from(layers, parts, values),
         per_layer=[s.nbytes + n for s, n in zip(stores, tails)],
+        reading=str(cache.info.reading),
         served=count("calls"),
+        by_layer={x.index: dict(x.calls) for x in cache.coded_layers},
+        dense=cache.reader.obstacle._asdict() if cache.reader.obstacle else {},
         backends=count("backends"),
         reasons=count("reasons"),
         coded=count("coded"),

@@ -17,15 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..files import digest, read_file, write_file
+from .. import checks
+from ..files import Saved, digest, read_file, write_file
 from ..cache.packing import Layout, pack, unpack
 from ..theory.rates import entropy_decode, entropy_encode
-from ..cache.store import KVStore
+from ..cache.store import KVStore, checked_state
 
 # %% ../../nbs/57_storage.ipynb #d5be475b
 FORMAT = "turboquant-nb compressed 1"
 KINDS = 1, 2, 4, 8, 16, 32  # numbers of tables that are tried
 _LIMIT = 2**22  # codes that are unpacked at a time
+_MOST = 64  # no layer becomes smaller by more, so that a file of a few bytes can ask for little
+_DTYPES = "uint8", "int64", "float16", "bfloat16", "float32", "float64"
 
 
 def _tables(
@@ -153,16 +156,16 @@ class _Run:
                 yield planes, min(self.tokens, last * tile) - first * tile
 
 
-def _runs(store: KVStore, held: int) -> list:  # tokens held
-    "Those of a store: truncated tiles and those after them, for each group of channels."
-    out, tile = [], store.tile
-    for name, side in (("key", store.key), ("value", store.value)):
-        for g in side.memory.groups:
-            edges = 0, side.memory.truncated_tiles, math.ceil(held / tile)
+def _runs(memories, held: int) -> list:  # of keys and of values; tokens held
+    "Truncated tiles and those after them, for each group of channels."
+    out, tile = [], memories[0].tile
+    for name, memory in zip(("key", "value"), memories):
+        for g in memory.groups:
+            edges = 0, memory.truncated_tiles, math.ceil(held / tile)
             for truncated, first, last in zip((True, False), edges, edges[1:]):
                 lost = truncated and g.truncates
                 planes = [
-                    [f"{name}.{n}", first - side.memory.tiles_before(n)]
+                    [f"{name}.{n}", first - memory.tiles_before(n)]
                     for n in (g.names[:-1] if lost else g.names)
                 ]
                 layout = Layout(g.layout.bits - lost, g.layout.d, g.layout.along, tile)
@@ -175,10 +178,10 @@ def _runs(store: KVStore, held: int) -> list:  # tokens held
     return out
 
 # %% ../../nbs/57_storage.ipynb #91732535
-def _block_out(planes: list, layout: Layout, tokens: int) -> bytes:
+def _block_out(planes: list, layout: Layout, tokens: int, squeezed: bool = True) -> bytes:
     planes = [p.cpu().contiguous() for p in planes]
     codes, room = unpack(planes, layout), sum(p.nbytes for p in planes)
-    for form, n in ((1, tokens), (2, codes.shape[1])):
+    for form, n in ((1, tokens), (2, codes.shape[1])) if squeezed else ():
         c = codes[:, :n]
         if all(map(torch.equal, pack(c, layout), planes)):
             data = _squeeze(c.transpose(1, 2).flatten(0, 1).contiguous().numpy(), room)
@@ -225,7 +228,7 @@ class _Bytes:
         return self.take(struct.unpack("<I", self.take(4))[0])
 
 # %% ../../nbs/57_storage.ipynb #13d43bf6
-def _bytes_out(t: Tensor) -> bytes:
+def _bytes_out(t: Tensor, squeezed: bool = True) -> bytes:
     "Any tensor, byte by byte: those of a head are a row."
     if t.numel() == 0:
         return b""
@@ -234,7 +237,7 @@ def _bytes_out(t: Tensor) -> bytes:
     out = []
     for i in range(t.itemsize):
         column = np.ascontiguousarray(x[..., i])
-        data = _squeeze(column, column.size)
+        data = _squeeze(column, column.size) if squeezed else None
         out += (
             [b"\0", column.tobytes()]
             if data is None
@@ -261,21 +264,26 @@ def _about(store: KVStore, tensors: dict, state: dict) -> dict:
     kinds = {
         k: [str(t.dtype).removeprefix("torch."), list(t.shape)] for k, t in tensors.items()
     }
-    runs = _runs(store, store.length - store.offset)
+    runs = _runs([part.memory for part in store.parts], store.length - store.offset)
     return dict(state=state, tensors=kinds, parts=[run.header for run in runs])
 
 
 def _layer_out(tensors: dict, about: dict, sizes: Counter) -> bytes:
     "All tensors of a layer in one run of bytes; counts what each kind takes."
-    out, packed = [], set()
-    for run in map(_Run.of, about["parts"]):
-        for planes, tokens in run.blocks(tensors):
-            out.append(_block_out(planes, run.layout, tokens))
-            sizes["planes"] += len(out[-1])
-        packed |= {*run.names}
-    for name in sorted(tensors.keys() - packed):
-        out.append(_bytes_out(tensors[name]))
-        sizes[_part(name)] += len(out[-1])
+    held = sum(t.nbytes for t in tensors.values())
+    for squeezed in (True, False):  # as they are, where almost nothing is in them
+        out, packed, mine = [], set(), Counter()
+        for run in map(_Run.of, about["parts"]):
+            for planes, tokens in run.blocks(tensors):
+                out.append(_block_out(planes, run.layout, tokens, squeezed))
+                mine["planes"] += len(out[-1])
+            packed |= {*run.names}
+        for name in sorted(tensors.keys() - packed):
+            out.append(_bytes_out(tensors[name], squeezed))
+            mine[_part(name)] += len(out[-1])
+        if held <= _MOST * sum(mine.values()) + _LIMIT:
+            break
+    sizes += mine
     return b"".join(out)
 
 
@@ -286,13 +294,31 @@ def _part(name: str) -> str:
     return "planes" if name.startswith("plane") else other.get(name, name)
 
 # %% ../../nbs/57_storage.ipynb #3fba3550
+def _checked_about(about: dict, size: int) -> Saved:  # tensors on the device "meta"
+    """What a layer of `size` bytes becomes. Raises ValueError unless it is what its store
+    holds, and at most `_MOST` times as large, before anything is allocated for it."""
+    about, kinds = Saved.of(about, "abouts"), Saved()
+    for name, kind in about.a("tensors", dict).items():
+        dtype, shape = kind if isinstance(kind, list) and len(kind) == 2 else (None, None)
+        dtype = checks.one_of(dtype, f"dtype of {name}", _DTYPES)
+        shape = Saved(shape=shape).wholes("shape", len(Saved(shape=shape).a("shape", list)))
+        if math.prod(shape) > _MOST * size + _LIMIT:
+            raise ValueError(f"{name} must fit {size} bytes, got shape {shape}")
+        kinds[name] = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+    state = checked_state(kinds, Saved.of(about["state"], "state"))
+    if kinds.nbytes > _MOST * size + _LIMIT:
+        raise ValueError(f"a layer must fit {size} bytes, got {kinds.nbytes} to decode")
+    runs = [run.header for run in _runs(state.memories, state.held)]
+    if about["parts"] != runs:
+        raise ValueError(f"parts must be {runs}, got {about['parts']}")
+    return kinds
+
+
 def _layer_in(data: bytes, about: dict) -> dict:  # tensors on the CPU
     "The inverse of `_layer_out`. Raises ValueError for data that does not fit."
+    kinds = _checked_about(about, len(data))
     data, packed = _Bytes(data), set()
-    dtypes = {
-        k: (getattr(torch, dtype), shape) for k, (dtype, shape) in about["tensors"].items()
-    }
-    tensors = {k: torch.zeros(shape, dtype=dtype) for k, (dtype, shape) in dtypes.items()}
+    tensors = {k: torch.zeros(t.shape, dtype=t.dtype) for k, t in kinds.items()}
     for run in map(_Run.of, about["parts"]):
         for planes, tokens in run.blocks(tensors):
             _block_in(data, planes, run.layout, tokens)
@@ -364,6 +390,20 @@ def _states(tensors: dict, header: dict, path):
         yield out
 
 # %% ../../nbs/57_storage.ipynb #b930fd27
+def _checked_layers(tensors: Saved, header: Saved) -> list:  # the state of each layer
+    "Raise ValueError unless each layer has its bytes, its description and its digest."
+    layers, abouts = header.a("layers", list, list), header.a("abouts", list, dict)
+    for i, layer in enumerate(layers):
+        number, written = layer if len(layer) == 2 else (None, None)
+        Saved(layer=number).whole("layer", 0, len(abouts) - 1)
+        Saved(digest=written).a("digest", str)
+        tensors.tensor(f"{i:04}", torch.uint8, None)
+    tensors.only([f"{i:04}" for i in range(len(layers))])
+    if not layers:
+        raise ValueError("layers must hold a layer, got none")
+    return [abouts[n]["state"] for n, _ in layers]
+
+
 def load_compressed(
     path,
     model_or_config=None,  # of a cache: the model it is for; a KVStore takes none
@@ -375,11 +415,13 @@ def load_compressed(
     ValueError for a file of another kind, a truncated or a changed one, another model's, or a
     cache without a model; ImportError without constriction."""
     tensors, header = read_file(path, FORMAT, "compressed cache")
-    states = [header["abouts"][n]["state"] for n, _ in header["layers"]]
+    states = _checked_layers(tensors, header)
     decoded = _states(tensors, header, path)
     if "model_type" not in header:
         if model_or_config is not None:
             raise ValueError(f"{path} holds a single store, not a cache: give no model")
+        if len(states) > 1:
+            raise ValueError(f"layers must be 1 without a model_type, got {len(states)}")
         return KVStore.from_state(next(decoded), states[0], device, max_length)
     if model_or_config is None:
         raise ValueError(f"{path} holds a cache: give the model it is for")

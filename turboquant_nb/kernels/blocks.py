@@ -542,8 +542,60 @@ def _look_up_kernel(
         level = tl.load(TABLE + channel * each + symbol, mask=real, other=0)
         tl.store(to + quarter * R * width, level, mask=real)
 
+# %% ../../nbs/43b_blocks.ipynb #43b0002b
+@triton.jit
+def _window_kernel(
+    OUT,
+    ob,
+    P0,
+    P1,
+    s0,
+    s1,
+    TABLE,
+    width,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    R: tl.constexpr,
+    ROWS: tl.constexpr,
+    BITS: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    LAST: tl.constexpr,
+    HELD: tl.constexpr,
+    CIRCULAR: tl.constexpr,
+):
+    """OUT[head, token, channel] = TABLE[window]: ROWS byte rows of a tile, windows of a channel
+    and HELD before it, of 1 to 3 bits each."""
+    tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    r, own = tl.program_id(2) * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, DP)[None, :]
+    real = (r < R) & (own < D)
+    HALF: tl.constexpr = (D + 1) // 2
+    windows = (0, 0, 0, 0)
+    for back in tl.static_range(HELD + 1):
+        j = own - back
+        if CIRCULAR:
+            j = tl.where(j < 0, j + D, j)
+        seen, low, upper = real & (j >= 0), j % HALF, j // HALF
+        bit = tile * (R * HALF) + (low * R + r if BY_TOKEN else r * HALF + low)
+        base = bit if BITS == 1 else tile * (R * D) + (j * R + r if BY_TOKEN else r * D + j)
+        c0 = tl.load(P0 + head * s0 + base, mask=seen, other=0).to(tl.int32)
+        c1 = c0
+        if BITS > 2:
+            c1 = tl.load(P1 + head * s1 + bit, mask=seen, other=0).to(tl.int32) >> upper
+        more = ()
+        for quarter in tl.static_range(4):
+            slot = quarter % 2 * 4 + quarter // 2 * 2
+            symbol = (c0 >> (slot + upper)) & 1 if BITS == 1 else (c0 >> slot) & 3
+            if BITS > 2:
+                symbol = symbol * 2 + ((c1 >> slot) & 1)
+            more = more + (windows[quarter] | symbol << (back * BITS),)
+        windows = more
+    to = OUT + head * ob + (tile * (4 * R) + r) * width + own
+    for quarter in tl.static_range(4):
+        level = tl.load(TABLE + (windows[quarter] & LAST), mask=real, other=0)
+        tl.store(to + quarter * R * width, level, mask=real)
+
 # %% ../../nbs/43b_blocks.ipynb #43b00023
-_look_up_launcher = Launcher(_look_up_kernel)
+_look_up_launcher, _window_launcher = Launcher(_look_up_kernel), Launcher(_window_kernel)
 
 
 @lru_cache(maxsize=64)
@@ -562,13 +614,22 @@ def _levels_of(code: Code, dtype: torch.dtype) -> Tensor:  # [d, symbols]
 
 
 @lru_cache(maxsize=64)
+def _by_window(code: Code, dtype: torch.dtype) -> Tensor:  # [2**length]
+    with torch.inference_mode(False), torch.no_grad():
+        return code.windows.levels.to(dtype)
+
+
+@lru_cache(maxsize=64)
 def _numbers(numbers: tuple, dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.tensor(numbers, dtype=dtype, device=device)
 
 
-def _put(out: Tensor, planes: list, layout, channels: tuple, table: Tensor) -> None:
-    "Look tiles up: planes [B, H, tiles, *plane_shape] to out [B, H, tokens or more, width]."
+def _put(
+    out: Tensor, planes: list, layout, channels: tuple, table: Tensor, circular=None
+) -> None:
+    """Look tiles up: planes [B, H, tiles, *plane_shape] to out [B, H, tokens or more, width];
+    by windows where these are circular or not."""
     p0, p1, p2 = [*planes, planes[0], planes[0]][:3]
     batch, heads, tiles = p0.shape[:3]
     rows = min(16, padded_size(layout.rows))
@@ -577,14 +638,9 @@ def _put(out: Tensor, planes: list, layout, channels: tuple, table: Tensor) -> N
         ob=out.stride(1),
         P0=p0,
         P1=p1,
-        P2=p2,
         s0=p0.stride(1),
         s1=p1.stride(1),
-        s2=p2.stride(1),
         TABLE=table,
-        each=table.stride(0) if len(table) > 1 else 0,
-        CHANNELS=_numbers(channels, torch.int32, out.device),
-        first=channels[0],
         width=out.shape[3],
         D=layout.d,
         DP=padded_size(layout.d),
@@ -592,17 +648,29 @@ def _put(out: Tensor, planes: list, layout, channels: tuple, table: Tensor) -> N
         ROWS=rows,
         BITS=layout.bits,
         BY_TOKEN=layout.along == "token",
+    )
+    grid = tiles, batch * heads, -(-layout.rows // rows)
+    if circular is not None:
+        held = -(-(len(table) - 1).bit_length() // layout.bits) - 1
+        named |= dict(LAST=len(table) - 1, HELD=held, CIRCULAR=circular)
+        return _window_launcher(grid, named, {}, num_warps=4)
+    named |= dict(
+        P2=p2,
+        s2=p2.stride(1),
+        each=table.stride(0) if len(table) > 1 else 0,
+        CHANNELS=_numbers(channels, torch.int32, out.device),
+        first=channels[0],
         RANGE=channels == tuple(range(channels[0], channels[0] + layout.d)),
     )
-    parts = -(-layout.rows // rows)
-    _look_up_launcher((tiles, batch * heads, parts), named, {}, num_warps=4)
+    _look_up_launcher(grid, named, {}, num_warps=4)
 
 
 def look_up(
     side: Part,
     first: int,  # tokens [first, last), counted from the first tile
     last: int,
-    table: Tensor,  # [d, symbols], or [1, symbols] for all channels
+    table: Tensor,  # [d, symbols], [1, symbols] for all channels, or [2**length] of windows
+    circular: bool | None = None,  # as in `Windows`; None: each symbol by itself
 ) -> Tensor:  # [B, H, last - first, d] in the table's dtype
     "What a table has for the symbols of a side."
     tile, edge = side.memory.tile, side.memory.truncated_tiles
@@ -625,7 +693,8 @@ def look_up(
                 else (tuple(g.channels))
             )
             here = out[:, :, (begin - a) * tile :]
-            _put(here, planes, layout, channels, table[:, shift:] if short else table)
+            mine = table[:, shift:] if short else table
+            _put(here, planes, layout, channels, mine, circular)
     return out[:, :, first - a * tile : last - a * tile]
 
 
@@ -637,10 +706,14 @@ class KernelBlocks(Blocks):
             return super().vectors(store, side, first, last)
         held, first, last = getattr(store, side), first - store.offset, last - store.offset
         code, scale = held.q.code, held.tensors["scale"].flatten(2)[:, :, first:last]
+        half = store.device.type == "cuda" and store.dtype.itemsize == 2
+        dtype = torch.float16 if half else torch.float32
         if code.whole.has_edges and not code.extras:
-            half = store.device.type == "cuda" and store.dtype.itemsize == 2
-            table = _levels_of(code, torch.float16 if half else torch.float32)
-            return look_up(held, first, last, table), scale.float()
+            return look_up(held, first, last, _levels_of(code, dtype)), scale.float()
+        if w := code.windows:
+            return look_up(
+                held, first, last, _by_window(code, dtype), w.circular
+            ), scale.float()
         symbols = _numbers(tuple(range(32)), torch.uint8, store.device)[None]
         coded = Coded(
             look_up(held, first, last, symbols), scale, self._kept(held, first, last) or None
@@ -665,13 +738,11 @@ class KernelBlocks(Blocks):
         return out
 
     def product(self, x: Tensor, y: Tensor) -> Tensor:
-        "fp32 as fp16 hi + lo/2048, in units of the largest number of its row."
+        "In half types rows are rounded to fp16, in units of their largest number."
         if y.dtype == torch.float32:
             return x @ y
-        top = x.abs().amax(-1, keepdim=True)
-        top = top.where(top > 0, 1.0)
-        hi = (x / top).half()
-        rows = torch.cat([hi, ((x / top - hi.float()) * 2048).half()], -2).flatten(0, 1)
-        out = torch.bmm(rows, y.flatten(0, 1), out_dtype=torch.float32)
-        big, small = out.unflatten(0, x.shape[:2]).chunk(2, -2)
-        return (big + small / 2048) * top
+        top = x.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+        out = torch.bmm(
+            (x / top).half().flatten(0, 1), y.flatten(0, 1), out_dtype=torch.float32
+        )
+        return out.unflatten(0, x.shape[:2]) * top

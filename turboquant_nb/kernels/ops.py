@@ -16,6 +16,7 @@ from torch import Tensor
 from ..cache import attention, gather
 from ..cache.attention import Answer, Backend, Call, check_call, with_sinks
 from . import blocks, encode, launch
+from . import viterbi  # noqa: F401 (importing registers it)
 from ..cache.store import KVStore
 
 # %% ../../nbs/46_ops.ipynb #3bdce418

@@ -11,8 +11,10 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from .. import checks
-from ..files import read_file, write_file
+from ..files import Saved, numbers, read_file, write_file
 from .layer_info import read_facts
 from ..theory.rates import allocate_bits
 from ..theory.transforms import HeadTransform, register_transform
@@ -119,10 +121,48 @@ def load_calibration(
     if not path.is_file():
         path = _from_hub(str(source))
     tensors, header = read_file(path, FORMAT, "calibration")
-    of = lambda kind: [tensors[n] for n in sorted(tensors) if n.startswith(kind)]
-    return Calibration(
-        [register_transform(HeadTransform.of(x)) for x in of("map")], header, of("center")
+    _check_header(header)
+    maps, centers = (
+        [f"{kind}{i:04}" for i in range(sum(n.startswith(kind) for n in tensors))]
+        for kind in ("map", "center")
     )
+    tensors.only(maps + centers)
+    maps = [tensors.tensor(n, torch.bfloat16, None, None, None) for n in maps]
+    centers = [tensors.tensor(n, torch.float32, None, None) for n in centers]
+    for m, x in zip(maps, centers):
+        checks.shape(x, "center", m.shape[0], m.shape[2])
+    found = Calibration([HeadTransform.of(x) for x in maps], header, centers)
+    if maps and len(header["gain"]) != len(maps):
+        raise ValueError(f"gain must hold {len(maps)} numbers, got {len(header['gain'])}")
+    return replace(found, transforms=[register_transform(x) for x in found.transforms])
+
+
+def _check_header(header: Saved) -> None:
+    "Raise ValueError, naming the field, unless a calibration can have such a header."
+    about = Saved.of(header["about"], "about")
+    about.a("model type", str)
+    for name in ("layers", "KV heads", "head size"):
+        about.whole(name, 1)
+    header.whole("tokens")
+    numbers(header["gain"], "gain")
+    if "losses" not in header:
+        return
+    losses = Saved.of(header["losses"], "losses")
+    losses.whole("tokens", 1)
+    bits, layers = losses["bits"], len(losses.a("key", list))
+    if (
+        bits != sorted({*losses.wholes("bits", len(losses.a("bits", list, int)), 1, 4)})
+        or not bits
+    ):
+        raise ValueError(f"losses.bits must be integers from 1 to 4 that rise, got {bits}")
+    for name, each in {"key": len(bits), "value": len(bits), "size": 2}.items():
+        rows = losses.a(name, list, list)
+        if len(rows) != layers or any(len(row) != each for row in rows):
+            raise ValueError(f"losses.{name} must hold {layers} lists of {each} numbers")
+        for row in rows:
+            numbers(row, f"losses.{name}")
+    for row in losses["size"]:
+        Saved(size=row).wholes("size", 2, 1)
 
 
 def _is_path(name: str) -> bool:

@@ -44,6 +44,8 @@ def _usual_layers(config) -> list:
         config, "is_heterogeneous", False
     )  # transformers: a config for each layer
     firsts = count - (getattr(config, "num_kv_shared_layers", None) or 0)  # the others share
+    # layers whose keys are of pictures, not of the tokens that come
+    crossed = getattr(config, "cross_attention_layers", None) or ()
     unlike = ("kv_lora_rank", "v_head_dim", "attention_head_dim")
     for i, kind in enumerate(kinds):
         mine = config.per_layer_config[i] if several else config
@@ -58,6 +60,7 @@ def _usual_layers(config) -> list:
             LayerInfo(
                 i,
                 kind,
+                coded=i not in crossed,
                 query_heads=heads,
                 heads=kv_heads or heads,
                 key_size=size,

@@ -100,7 +100,7 @@ class SketchedCode(Code):
     ):
         self.base, self.sketch = base, sketch
         self.d, self.channel_bits = base.d, base.channel_bits
-        self.extras = Extra("signs", len(sketch)), Extra("residual_norm", 0)
+        self.extras = Extra("signs", len(sketch)), Extra("residual_norm", 0, low=0)
 
     @property
     def codebook(self) -> Codebook:

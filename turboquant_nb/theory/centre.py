@@ -82,7 +82,7 @@ class CosSinCache:
         answer is kept."""
         if self._row[0] != position:
             with torch.inference_mode(False), torch.no_grad():
-                cos, sin = self.table[position].float().chunk(2)
+                cos, sin = self.reach(position + 1)[position].float().chunk(2)
                 self._row = position, (torch.cat([cos, cos]), torch.cat([-sin, sin]))
         return self._row[1]
 

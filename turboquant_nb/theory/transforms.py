@@ -317,10 +317,10 @@ def find_transform(
     return found
 
 
-def restore_transforms(tensors: dict) -> None:
+def restore_transforms(tensors: dict) -> HeadTransform | None:
     "Register what `Transform.stored` put among the tensors of a file."
     if "map" in tensors:
-        register_transform(HeadTransform.of(tensors["map"]))
+        return register_transform(HeadTransform.of(tensors["map"]))
 
 
 def fit_head_transform(

@@ -1,0 +1,58 @@
+"""Every causal language model of transformers is answered when its cache is made: it reads
+codes, gets them decoded in each step, or is refused. Then it does what was said, with the
+tokens of transformers' own cache where every token is held exactly."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+transformers = pytest.importorskip("transformers")
+
+from eval import architectures
+from turboquant_nb import results
+from turboquant_nb.hf import TurboQuantCache
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+FILE = Path(__file__).parents[2] / "results" / "architectures" / "cpu.json"
+
+
+@pytest.fixture(scope="module")
+def table():
+    "What the page of the manual shows, by class; empty where transformers is another."
+    record = results.load(FILE)
+    same = record["versions"]["transformers"] == transformers.__version__
+    return {x["class"]: x for x in record["rows"]} if same else {}
+
+
+@pytest.mark.parametrize("name", architectures.CLASSES)
+def test_the_answer_is_what_happens(name, table):
+    row = architectures.tried(name)
+    assert not table or row == {k: x for k, x in table[name].items() if k in row}
+    if row["answer"] == "refused":
+        assert row["why"].isascii() and len(row["why"]) > 40
+
+
+def test_the_table_holds_every_class(table):
+    assert not table or sorted(table) == architectures.CLASSES
+    count = Counter(x["answer"] for x in table.values())
+    assert not table or count["on codes"] >= 127 and count["not tried"] == 3
+
+
+@pytest.mark.parametrize(
+    "name", ["BertLMHeadModel", "RobertaForCausalLM", "BigBirdForCausalLM"]
+)
+def test_an_encoder_is_refused(name):
+    "The same class, as it attends to later tokens too."
+    config = architectures.small(name).config
+    config.is_decoder = False
+    for source in (config, getattr(transformers, name)(config)):
+        with pytest.raises(ValueError, match="attends to later tokens too"):
+            TurboQuantCache(source)
+
+
+@pytest.mark.parametrize("name", ["ViT", "CLIPText", "CLIPVision", "Rwkv", "XLM"])
+def test_a_model_without_attention_to_a_cache_is_refused(name):
+    kind = getattr(transformers, f"{name}Config")
+    with pytest.raises(ValueError, match="no layer that attends to a cache|cache of its own"):
+        TurboQuantCache(architectures.small_config(kind, {}))

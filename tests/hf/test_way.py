@@ -1,0 +1,403 @@
+"""A cache brings its attention: whatever a model is set to, codes are read, and the model is
+left as it was."""
+
+import concurrent.futures
+import copy
+import itertools
+import threading
+import warnings
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from transformers import DynamicCache
+
+import turboquant_nb
+from tests.helpers import exact_recipe, prompt, tiny
+from turboquant_nb.hf import TurboQuantCache
+from turboquant_nb.hf import cache as hf_cache
+from turboquant_nb.hf import hooks
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+ATTENTIONS = ("eager", "sdpa", "flex_attention")
+READS = ("codes", "dense")
+GREEDY = dict(max_new_tokens=8, do_sample=False)
+WAYS = {
+    "greedy": {},
+    "beams": dict(num_beams=3),
+    "sampling": dict(do_sample=True, top_k=20, num_return_sequences=2),
+    "chunks": dict(prefill_chunk_size=11),
+}
+
+
+def tokens(model, inputs, cache, **how):
+    torch.manual_seed(7)
+    return model.generate(**inputs, past_key_values=cache, **GREEDY | how)
+
+
+def own(model, inputs, **how):
+    return tokens(model, inputs, DynamicCache(config=model.config), **how)
+
+
+def on_report(report):
+    served = report["served"]
+    return "dense" not in served and bool(served.get("codes") or served.get("chunk"))
+
+
+def on_codes(cache):
+    return on_report(cache.report())
+
+
+def words():
+    "A tokenizer of fifty words."
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {f"w{i}": i for i in range(50)}
+    each = Tokenizer(models.WordLevel(vocab, unk_token="w1"))
+    each.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=each, unk_token="w1", pad_token="w0")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "name, attention",
+    [
+        *itertools.product(["llama", "qwen3", "gemma3_text"], ATTENTIONS),
+        *itertools.product(["gemma2"], ["eager", "flex_attention"]),
+        ("gpt_oss", "eager"),
+    ],
+)
+def test_equal_tokens_on_codes_under_any_attention(name, attention, way):
+    """With all tokens held exactly they are transformers' own; the model's setting stays."""
+    model, inputs = tiny(name), prompt(3, 30)
+    want = own(model, inputs, **WAYS[way])
+    model.set_attn_implementation(attention)
+    cache = TurboQuantCache(model, exact_recipe())
+    assert torch.equal(tokens(model, inputs, cache, **WAYS[way]), want)
+    assert on_codes(cache) and not cache.report()["dense"]
+    assert model.config._attn_implementation == attention
+    each = cache.report()["by_layer"]
+    assert len(each) == 2 and all(x["prefill"] for x in each.values())
+
+
+def test_the_model_is_as_it_was():
+    "Outputs without the cache, another cache in between, and after an error in the middle."
+    model, inputs = tiny(), prompt(2, 24)
+    before, keys = model(**inputs).logits, set(vars(model))
+    want, first = own(model, inputs), TurboQuantCache(model, exact_recipe())
+    second = TurboQuantCache(model, "k4v4")
+    with torch.no_grad():
+        model(**inputs, past_key_values=first)
+        assert torch.equal(own(model, inputs), want)
+        model(**inputs, past_key_values=second)
+        broken = RuntimeError("stop")
+
+        def stop(module, args):
+            raise broken
+
+        hook = model.model.layers[0].mlp.register_forward_pre_hook(stop)
+        with pytest.raises(RuntimeError, match="stop"):
+            model(inputs["input_ids"][:, :1], past_key_values=first)
+        hook.remove()
+        assert torch.equal(own(model, inputs), want)
+        assert first.recover() == 24
+    after = model(**inputs).logits
+    assert torch.equal(after, before) and set(vars(model)) == keys
+    assert torch.equal(tokens(model, inputs, TurboQuantCache(model, exact_recipe())), want)
+    assert model.config._attn_implementation == "sdpa"
+    text = copy.deepcopy(model)
+    assert torch.equal(text(**inputs).logits, before)
+
+
+def test_assisted_generation_and_prompt_lookup():
+    model, twin = tiny(), copy.deepcopy(tiny())
+    ids = prompt(1, 12, padded=False)["input_ids"].repeat(1, 3)
+    inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
+    want = own(model, inputs)
+    for how in (dict(prompt_lookup_num_tokens=3), dict(assistant_model=twin)):
+        cache = TurboQuantCache(model, exact_recipe())
+        assert torch.equal(tokens(model, inputs, cache, **how), want) and on_codes(cache)
+
+
+def test_a_cache_of_a_config_is_on_codes_too():
+    model, inputs = tiny("qwen3"), prompt(2, 24)
+    cache = TurboQuantCache(model.config, exact_recipe())
+    assert torch.equal(tokens(model, inputs, cache), own(model, inputs)) and on_codes(cache)
+
+
+def test_weights_of_eager_attention():
+    "Where they are asked for the model's own attention runs, on decoded states."
+    model, inputs = tiny(), prompt(2, 24, padded=False)
+    model.set_attn_implementation("eager")
+    cache = TurboQuantCache(model, exact_recipe())
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache)
+        step = inputs["input_ids"][:, :1]
+        got = model(step, past_key_values=cache, output_attentions=True).attentions
+        dense = DynamicCache(config=model.config)
+        model(**inputs, past_key_values=dense)
+        want = model(step, past_key_values=dense, output_attentions=True).attentions
+        torch.testing.assert_close(got, want)
+        model(step, past_key_values=cache)
+    assert cache.report()["served"] == {"prefill": 2, "dense": 2, "codes": 2}
+
+
+def test_a_mask_that_adds_a_bias_goes_to_the_model():
+    model, ids = tiny(), prompt(2, 20, padded=False)["input_ids"]
+    bias = torch.randn(2, 1, 1, 21, generator=torch.Generator().manual_seed(0))
+    out = []
+    for cache in (DynamicCache(config=model.config), TurboQuantCache(model, exact_recipe())):
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            out.append(model(ids[:, :1], attention_mask=bias, past_key_values=cache).logits)
+    torch.testing.assert_close(*out)
+    assert cache.report()["reasons"] == {"a mask that adds a bias to scores": 2}
+
+
+def test_an_attention_of_somebodys_own_gets_tensors_and_one_warning():
+    "What it computes nobody knows, so its keys are decoded; the reason and the cure are said."
+    seen, model, inputs = [], tiny(), prompt(1, 24, padded=False)
+
+    def mine(call):
+        seen.append(type(call.key))
+        return torch.nn.functional.scaled_dot_product_attention(
+            call.query, call.key, call.value, call.mask, scale=call.scaling, enable_gqa=True
+        )
+
+    hf_cache._say_slow.cache_clear()
+    with hooks.hooked(hooks.Attend(model, "mine", mine)):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                cache = TurboQuantCache(model, "k4v4")
+                tokens(model, inputs, cache)
+        assert set(seen) == {torch.Tensor} and cache.report()["served"]["dense"]
+        told = [str(x.message) for x in said if "decoded" in str(x.message)]
+        assert len(told) == 1 and "'mine'" in told[0]
+        assert "model.set_attn_implementation('sdpa')" in told[0]
+        assert "'mine'" in cache.report()["dense"]["why"]
+        with pytest.raises(ValueError, match="attention='codes' cannot be.*'mine'"):
+            TurboQuantCache(model, attention="codes")
+    with pytest.raises(ValueError, match="attention must be 'auto', 'codes' or 'dense'"):
+        TurboQuantCache(model, attention="exact")
+
+
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        ("falcon", {}),
+        ("Bloom", {}),
+        ("GPTJ", dict(rotary_dim=4)),
+        ("deepseek_v3", {}),
+        ("Doge", {}),
+        ("DiffLlama", {}),
+    ],
+)
+def test_models_that_keep_their_keys_are_decoded(name, changes):
+    "Their layers attend by themselves, or change what a cache returns: told, and right."
+    model = tiny(name, **changes)
+    inputs, cache = prompt(2, 20, padded=False), TurboQuantCache(model, exact_recipe())
+    want = model.generate(**inputs, **GREEDY, pad_token_id=0, eos_token_id=None)
+    got = tokens(model, inputs, cache, pad_token_id=0, eos_token_id=None)
+    assert torch.equal(got, want) and cache.report()["served"]["dense"]
+    assert "Attention" in cache.report()["dense"]["why"]
+    with pytest.raises(ValueError, match="attention='codes' cannot be"):
+        TurboQuantCache(model, attention="codes")
+
+
+def test_guidance_runs_a_second_pass_on_a_cache_of_its_own():
+    """Under the model's own attention both caches are served. Under 'turboquant' the second
+    pass has none that it could read, and the advice helps: "pass a TurboQuantCache" did not."""
+    model, inputs = tiny("llama"), prompt(1, 20)
+    want = own(model, inputs, guidance_scale=1.5)
+    cache = TurboQuantCache(model, exact_recipe())
+    assert torch.equal(tokens(model, inputs, cache, guidance_scale=1.5), want)
+    assert on_codes(cache)
+    model.set_attn_implementation("turboquant")
+    with pytest.raises(TypeError, match="such as sdpa.*the second pass of guidance_scale"):
+        tokens(model, inputs, TurboQuantCache(model), guidance_scale=1.5)
+
+
+# --- one pass at a time
+
+
+def test_a_second_thread_is_refused_and_nothing_is_mixed():
+    model, inputs = tiny(), prompt(2, 24)
+    want = own(model, inputs)
+    for source in (model, model.config):
+        cache, said = TurboQuantCache(source, exact_recipe()), []
+
+        def meanwhile(module, args):
+            def other():
+                try:
+                    with torch.no_grad():
+                        model.model(**inputs, past_key_values=cache)
+                except ValueError as error:
+                    said.append(str(error))
+
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+
+        with torch.no_grad():
+            hook = model.model.layers[0].mlp.register_forward_pre_hook(meanwhile)
+            model(**inputs, past_key_values=cache)
+            hook.remove()
+        assert len(said) == 1 and "in a forward pass of another thread" in said[0]
+        assert cache.get_seq_length() == 24
+        cache.reset()
+        done = []
+        work = threading.Thread(target=lambda: done.append(tokens(model, inputs, cache)))
+        work.start()
+        work.join()
+        assert torch.equal(done[0], want)
+
+
+def test_a_pass_that_failed_gives_the_cache_back():
+    model, inputs = tiny(), prompt(2, 24)
+    for source in (model, model.config):
+        cache = TurboQuantCache(source, exact_recipe())
+
+        def stop(module, args):
+            raise RuntimeError("stop")
+
+        hook = model.model.layers[0].mlp.register_forward_pre_hook(stop)
+        with torch.no_grad(), pytest.raises(RuntimeError, match="stop"):
+            model(**inputs, past_key_values=cache)
+        hook.remove()
+        cache.recover()
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            got = pool.submit(tokens, model, inputs, cache).result()
+        assert torch.equal(got, own(model, inputs))
+
+
+@pytest.mark.parametrize("recipe", ["k3v3", "exact"])
+def test_two_caches_in_two_threads(recipe):
+    "Of one model: each gives what it gives alone, in many passes."
+    model = tiny()
+    recipe = exact_recipe() if recipe == "exact" else recipe
+    inputs = [prompt(2, 20 + 3 * i, seed=i) for i in range(6)]
+    work = lambda x: tokens(model, x, TurboQuantCache(model, recipe), max_new_tokens=20)
+    want = [work(x) for x in inputs]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for got, expected in zip(pool.map(work, inputs * 2), want * 2):
+            assert torch.equal(got, expected)
+
+
+# --- without an argument
+
+
+def test_a_default_in_pipelines_and_assisted_generation():
+    from transformers import pipeline
+
+    model, inputs = copy.deepcopy(tiny()), prompt(1, 24, padded=False)
+    want = tokens(model, inputs, TurboQuantCache(model, exact_recipe()))
+    default = turboquant_nb.enable(model, exact_recipe())
+    assert torch.equal(model.generate(**inputs, **GREEDY), want)
+    assert default.report["served"]["codes"] and default.report["tokens"] == 31
+    assert default.cache is None, "nothing is held between two calls"
+    got = model.generate(**inputs, **GREEDY, prompt_lookup_num_tokens=3)
+    assert torch.equal(got, want) and on_report(default.report)
+    pipe = pipeline("text-generation", model=model, tokenizer=words(), device="cpu")
+    default.report = None
+    text = pipe("w3 w5 w7 w3 w5 w9", **GREEDY, return_tensors=True)[0]["generated_token_ids"]
+    assert default.report["tokens"] == len(text) - 1 and on_report(default.report)
+    turboquant_nb.disable(model)
+    turboquant_nb.disable(model)
+    assert "generate" not in vars(model)
+    assert torch.equal(model.generate(**inputs, **GREEDY), want)
+
+
+def test_a_default_is_made_anew_and_its_errors_pass():
+    model, inputs = copy.deepcopy(tiny()), prompt(1, 24, padded=False)
+    first = turboquant_nb.enable(model, "k3v3", max_length=26)
+    with pytest.raises(ValueError, match="max_length is 26"):
+        model.generate(**inputs, **GREEDY)
+    assert first.cache is None
+    second = turboquant_nb.enable(model, "k4v4")
+    model.generate(**inputs, **GREEDY)
+    assert second.report["tokens"] == 31 and first.report["tokens"] <= 26
+    assert second.report["recipe"] == TurboQuantCache(model, "k4v4").report()["recipe"]
+
+
+# --- compilers, half types, gradients
+
+
+@pytest.mark.parametrize("way", ["module in place", "forward", "wrapped"])
+def test_compiled_models(way):
+    "The cache runs between graphs: equal tokens, padding and all."
+    torch._dynamo.reset()
+    model, inputs = copy.deepcopy(tiny()), prompt(2, 20)
+    want = own(model, inputs)
+    run = model
+    if way == "module in place":
+        model.compile(backend="eager")
+    elif way == "forward":
+        model.forward = torch.compile(model.forward, backend="eager")
+    else:
+        run = torch.compile(model, backend="eager")
+    cache = TurboQuantCache(run, exact_recipe())
+    assert torch.equal(tokens(run, inputs, cache), want) and on_codes(cache)
+    assert cache.coded_layers[0].starts == (0, 7)
+    torch._dynamo.reset()
+
+
+def test_one_graph_needs_a_static_cache():
+    torch._dynamo.reset()
+    model, inputs = copy.deepcopy(tiny()), prompt(1, 20, padded=False)
+    whole = torch.compile(model, backend="eager", fullgraph=True)
+    step = inputs["input_ids"][:, :1]
+    grows, fixed = TurboQuantCache(model, "k4v4"), dict(max_length=64, static=True)
+    fixed = [TurboQuantCache(model, "k4v4", **fixed) for _ in range(2)]
+    with torch.no_grad():
+        for cache in (grows, *fixed):
+            model(**inputs, past_key_values=cache)
+        with pytest.raises(Exception, match="static=True "):
+            whole(step, past_key_values=grows)
+        got = whole(step, past_key_values=fixed[0]).logits
+        torch.testing.assert_close(got, model(step, past_key_values=fixed[1]).logits)
+        whole(step, past_key_values=DynamicCache(config=model.config))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3_text"])
+def test_autocast(name, half):
+    "Weights in fp32, states in a half type: the cache holds that type, and codes in their own."
+    model, inputs, out = tiny(name), prompt(2, 24, padded=False), {}
+    step = inputs["input_ids"][:, :1]
+    with torch.no_grad(), torch.autocast("cpu", half):
+        caches = dict(own=DynamicCache(config=model.config))
+        caches |= {x: TurboQuantCache(model, exact_recipe(), attention=x) for x in READS}
+        for which, cache in caches.items():
+            model(**inputs, past_key_values=cache)
+            out[which] = model(step, past_key_values=cache).logits.float()
+    size = 2e-2 * float(out["own"].abs().max())
+    for which in READS:
+        assert caches[which].layers[0].store.dtype == half
+        assert float((out[which] - out["own"]).abs().max()) < size, which
+    coded = [TurboQuantCache(model, "k4v4") for _ in range(2)]
+    keys, values = torch.randn(2, 1, 2, 30, 8, generator=torch.Generator().manual_seed(0))
+    coded[0].update(keys.to(half), values.to(half), 0)
+    with torch.autocast("cpu", half):
+        coded[1].update(keys, values, 0)
+    for a, b in zip(*(x.layers[0].store.read() for x in coded)):
+        assert torch.equal(a, b), "autocast has no hand in what is coded"
+
+
+def test_grad_modes():
+    model, inputs = copy.deepcopy(tiny()), prompt(2, 24)
+    want = own(model, inputs)
+    with torch.inference_mode():
+        assert torch.equal(tokens(model, inputs, TurboQuantCache(model, exact_recipe())), want)
+    model.gradient_checkpointing_enable()
+    assert torch.equal(tokens(model, inputs, TurboQuantCache(model, exact_recipe())), want)
+    model.train()
+    cache = TurboQuantCache(model, exact_recipe())
+    with torch.no_grad(), pytest.raises(ValueError, match="takes every cache away"):
+        model(**inputs, past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    model.gradient_checkpointing_disable()
+    assert torch.equal(tokens(model, inputs, cache), want)

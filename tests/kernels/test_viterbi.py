@@ -1,0 +1,149 @@
+"""A trellis code's symbols by the kernel against `Trellis.encode`, bit for bit, and its levels
+by windows against `Code.levels`: in Triton's interpreter, on a GPU where there is one."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+
+from turboquant_nb.cache.store import KVStore
+from turboquant_nb.kernels import ops, viterbi
+from turboquant_nb.kernels.blocks import KernelBlocks
+from turboquant_nb.kernels.viterbi import find_symbols
+from turboquant_nb.quant import trellis as codes
+from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.theory.trellis import TRELLISES
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+pytestmark = pytest.mark.usefixtures("one_thread")
+needs_triton = pytest.mark.skipif(viterbi.triton.language is None, reason="needs Triton")
+
+
+def symbols(code, x, programs, block=32):
+    "By the kernel, on the host; the sums beside them are those of the decoded vectors."
+    levels = code.table.to(DEVICE)
+    got, dot, square = find_symbols(
+        code, x.to(DEVICE), levels, levels[code.index.to(DEVICE)], programs, block
+    )
+    decoded, x = code.decode(got.cpu()).double(), x.double()
+    size = (x.abs() * decoded.abs()).sum(1)
+    near = (dot.cpu() - (x * decoded).sum(1)).abs() <= 2**-20 * size
+    assert bool((near | ~size.isfinite()).all())
+    norm = decoded.square().sum(1)
+    assert bool(((square.cpu() - norm).abs() <= 2**-20 * norm).all())  # sums in fp32
+    return got.cpu()
+
+
+def rows(count, n, seed=0):
+    "Gaussian vectors with a zero vector, a constant one and an outlier among them."
+    x = torch.randn(count, n, generator=torch.Generator().manual_seed(seed))
+    x[0], x[1], x[2, 3] = 0.0, 1.0, 1e4
+    return x
+
+
+@needs_triton
+@pytest.mark.parametrize("start, n", [("zero", 8), ("tail", 16)])
+@pytest.mark.parametrize("which", TRELLISES, ids=lambda x: f"{x[0]} {x[1]}")
+def test_symbols_are_those_of_pytorch(which, start, n):
+    code, x = replace(TRELLISES[which], start=start), rows(75, n)
+    want = code.encode(x)
+    assert torch.equal(symbols(code, x, programs=2), want)
+    few = slice(0, 9)  # a warp for each
+    assert torch.equal(symbols(code, x[few], programs=1, block=1), want[few])
+
+
+@needs_triton
+def test_the_block_is_no_part_of_the_result():
+    code, x = TRELLISES[3, "fast"], rows(130, 16, seed=1)
+    assert torch.equal(symbols(code, x, 1), found := symbols(code, x, 5, block=128))
+    seam = replace(code, start="tail"), rows(7, 24)  # not between two groups of eight
+    assert torch.equal(symbols(*seam, 1, block=1), seam[0].encode(seam[1]))
+    turned = x.t().contiguous().t()  # any strides
+    assert torch.equal(symbols(code, turned, 1, block=128), found)
+
+
+@needs_triton
+def test_bad_values_and_bad_shapes():
+    code = TRELLISES[2, "fast"]
+    x = torch.full((3, 8), float("nan"))
+    x[1], x[2] = float("inf"), -float("inf")
+    bounds = torch.tensor([[0.0], [1e4], [-1e4]]).expand(3, 8)
+    for block in (1, 32):
+        assert torch.equal(symbols(code, x, 1, block), code.encode(bounds))
+    tables = code.table.to(DEVICE), code.table[code.index].to(DEVICE), 1
+    assert [len(y) for y in find_symbols(code, x[:0].to(DEVICE), *tables)] == [0, 0, 0]
+    for other, n in ((code, 12), (replace(code, segment=8), 16)):
+        with pytest.raises(ValueError, match="whole vectors of a multiple of 8 channels"):
+            find_symbols(other, torch.zeros(1, n, device=DEVICE), *tables)
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+def test_a_gpu_takes_the_kernel_by_itself(monkeypatch):
+    calls = []
+    monkeypatch.setitem(codes.KERNELS, "encode", lambda *a: calls.append(1) or find_symbols(*a))
+    side = Spec(2, codebook="trellis")
+    store, host = (KVStore(Recipe(side, side), 1, 2, 64, device=x) for x in ("cuda", "cpu"))
+    x = torch.randn(2, 1, 2, 90, 64, generator=torch.Generator().manual_seed(0))
+    ops.append(store, *x.cuda())
+    host.append(*x)
+    assert len(calls) == 2
+    differ = store.coded("key", 0, 90).codes.cpu() != host.coded("key", 0, 90).codes
+    assert float(differ.any(-1).float().mean()) < 0.05  # rotations round in another order
+
+
+@needs_triton
+@pytest.mark.parametrize("bits, kind", [(1, "trellis_fast"), (2, "trellis"), (3, "trellis")])
+@pytest.mark.parametrize("d, tile", [(64, 64), (80, 128)])
+def test_levels_by_windows(bits, kind, d, tile):
+    side = Spec(bits, codebook=kind)
+    held = KVStore(Recipe(side, side, 0, 0), 2, 1, d, device=DEVICE, tile=tile)
+    x = torch.randn(2, 2, 1, tile + 21, d, generator=torch.Generator().manual_seed(0))
+    held.append(*x.to(DEVICE))
+    for name in ("key", "value"):
+        got, scale = KernelBlocks().vectors(held, name, 5, tile + 20)
+        coded = held.coded(name, 5, tile + 20)
+        assert torch.equal(got, getattr(held, name).q.code.levels(coded.codes))
+        assert torch.equal(scale, coded.scale.float())
+
+
+LIMITS = [  # arguments of `build`, registers a thread, KB of shared memory
+    (dict(kernel="viterbi", bits=2, codebook="trellis"), 128, 0),
+    (dict(kernel="viterbi", bits=2, codebook="trellis_fast"), 128, 0),
+    (dict(kernel="viterbi", bits=3, codebook="trellis"), 96, 0),
+    (dict(kernel="viterbi", bits=1, codebook="trellis_fast"), 136, 0),
+    (dict(kernel="viterbi", bits=3, codebook="trellis_fast", capability=80), 96, 0),
+    (dict(kernel="few", bits=2, codebook="trellis"), 72, 0),
+    (dict(kernel="few", bits=1, codebook="trellis"), 72, 0),
+    (dict(kernel="few", bits=3, codebook="trellis_fast"), 72, 0),
+    (dict(kernel="windows", bits=2, codebook="trellis"), 160, 16),
+    (dict(kernel="windows", bits=3, codebook="trellis_fast", along="channel"), 160, 0),
+]
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    "What each variant uses, from one process that compiles."
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    cases = [json.dumps(case) for case, *_ in LIMITS]
+    command = [sys.executable, str(Path(__file__).with_name("aot_viterbi.py")), *cases]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert not done.returncode, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@needs_triton
+@pytest.mark.parametrize("i", range(len(LIMITS)), ids=[str(case) for case, *_ in LIMITS])
+def test_compiled_ahead_of_time(compiled, i):
+    (case, registers, shared), used = LIMITS[i], compiled[i]
+    assert case.items() <= used.items()
+    assert used["registers"] <= registers and not used["stack"], used
+    assert used["shared"] <= shared * 1024, used

@@ -1,0 +1,75 @@
+"""Files that were changed on purpose: the sample of all kinds runs with the other experiments
+(`test_bench`); here, that the script sees what it is to see."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from turboquant_nb.cache.store import KVStore
+from turboquant_nb.files import Saved
+
+pytest.importorskip("transformers")
+archives = pytest.importorskip("eval.archives")
+
+
+@pytest.fixture
+def one(tmp_path, monkeypatch):
+    "Fuzz one kind of file with a loader of ours."
+    monkeypatch.setattr(archives, "models", lambda: pytest.skip("stores alone"))
+
+    def run(load, count=60):
+        x = archives.STORES["k3v3"]()
+        judge, use = archives.unsound, archives.use_store
+        case = archives.Case("store", x.save, load, KVStore.save, judge, use)
+        return archives.fuzz(case, count, 0, tmp_path)
+
+    return run
+
+
+def test_the_loaders_of_the_package_leave_nothing(one):
+    row = one(KVStore.load)
+    assert row["bad"] == [] and row["refused"] > 40 and row["loaded"] > 0
+
+
+def test_numbers_that_are_not_looked_at_are_found(one, monkeypatch):
+    "Mutants: tensors of any type and shape, NaN, integers of any size."
+    monkeypatch.setattr(Saved, "tensor", lambda self, name, *_, **__: self[name])
+    assert any(
+        x.startswith(("raised", "unsound", "unusable")) for x in one(KVStore.load)["bad"]
+    )
+    monkeypatch.undo()
+    monkeypatch.setattr(Saved, "whole", lambda self, name, *_: self[name])
+    assert any(x.startswith("raised: TypeError") for x in one(KVStore.load)["bad"])
+
+
+def test_what_is_allocated_is_counted(one):
+    def load(path):
+        torch.zeros(2**20)  # 4 MB
+        return KVStore.load(path)
+
+    gone = SimpleNamespace(n=0)
+
+    def careless(path):
+        gone.n += 1
+        if gone.n == 5:  # bytes of Python count too
+            bytearray(2**22)
+        return KVStore.load(path)
+
+    assert all(x.startswith("allocated") for x in one(load, 3)["bad"])
+    assert [x.split(":")[0] for x in one(careless, 9)["bad"]] == ["allocated"]
+
+
+def test_changes_are_of_every_kind(tmp_path):
+    x = archives.STORES["k3v3"]()
+    judge, use = archives.unsound, archives.use_store
+    case = archives.Case("store", x.save, KVStore.load, KVStore.save, judge, use)
+    found = archives.original(case, tmp_path / "x")
+    rng, said = random.Random(0), ""
+    for _ in range(300):
+        said += archives.changed(found, rng)[3] + ";"
+    for what in ("drop (", "value (", "rename (", "'json', 'key'", "dtype ", "shape ", "swap "):
+        assert what in said
+    for what in ("add ", "numbers ", "rename key", "drop key", "('offset',)", "_recent_from"):
+        assert what in said

@@ -1,0 +1,178 @@
+"""What the chapters say, held to what they show: a measured number in the prose of a page of
+results or of theory is one that a cell of that page prints or asserts, a formula holds no word
+that the site explains, and a name in backticks leads to the page that it means."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from nbdev.doclinks import _re_backticks
+
+from turboquant_nb import _modidx
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = {p.stem: p for p in sorted((ROOT / "nbs").rglob("*.ipynb"))}
+RESULTS = [
+    name for name in PAGES if re.match(r"(1[0-6]|2[0-4]_|9[0-7]|56|57|6|77|80b|85)", name)
+]
+
+# Numbers that no cell of the page shows, and whose they are.
+ELSEWHERE = {
+    "10_codebook": {"1.87", "4.4"},  # of two numbers of the table; a bound
+    "13_qjl": {"3.2", "8.1", "2.75"},  # a lemma; of two formulas
+    "14_transforms": {"7.4"},  # a section of a book
+    "20_quantizer": {".125"},  # 16 bits of 128
+    "22_mixed_precision": {"5.66", "2.625", "34%"},  # worked out; TurboQuantDC's
+    "56_hf": {".03", "29%"},  # worked out: 64 numbers in 2,048; of two rows
+    "60_calibrate": {".375"},  # shown by chapter 91
+    "62_fold": {"1.17"},  # of chapter 14
+    "77_vllm": {"0.28", "4.7"},  # a version; what a step is without its attention
+    "80b_offload": {"9.6", "5.4", "4.25", "4.3"},  # settings, a mean of two rows, what is left
+    "85_vector_search": {".016", ".018", "9.4"},  # a bound, of two rows, worked out
+    "90_speed": {"115.8", "137.2"},  # a draft run of tune.py, named as one
+    "92_generate": {
+        ".26",  # trials of integer products, named as one
+        ".64",
+        ".95",  # a goal
+    },
+    "93_proteins": {".964", ".780", "2.07"},  # TurboESM's; a law of TurboESM's
+    "94_images": {"3.76", "4.6", "2.1"},  # Molmo2's sizes; a version
+    "95_choices": {"19.48", "13.60", "12.94"},  # the MLX reproduction's
+    "96_sparse_values": {"22.8%"},  # TurboQuantDC's
+    "97_retrieval": {"1.27"},  # worked out in the sentence
+}
+NUMBER = re.compile(r"(?<![\w.,])(\d{1,3}(?:,\d{3})+|\d*\.\d+|\d+)(?:\s?(%))?")
+
+
+def cells(name, kind):
+    notebook = json.loads(PAGES[name].read_text(encoding="utf-8"))
+    return [c for c in notebook["cells"] if c["cell_type"] == kind]
+
+
+def prose(text):
+    "Without formulas, code, addresses and numbers of papers."
+    text = re.sub(r"```.*?```|\$\$.*?\$\$|\$[^$]*\$", "", text, flags=re.S)
+    text = re.sub(r"`[^`]*`|<code>.*?</code>|\]\([^)]*\)|arXiv \S+", "", text, flags=re.S)
+    return re.sub(r"\(\d+[a-z]?\.\d+\)|\d{4}\.\d{5}", "", text)  # equations, papers
+
+
+def measured(text):
+    "Decimals and percentages, as they are written."
+    found = (m.groups(default="") for m in NUMBER.finditer(prose(text)))
+    return [x + percent for x, percent in found if "." in x or percent]
+
+
+def numbers(text):
+    found = re.findall(r"\d{1,3}(?:,\d{3})+|\d+\.?\d*(?:e-\d+)?|\.\d+", text)
+    return {float(x.replace(",", "")) for x in found}
+
+
+def shown(name):
+    "All numbers that code cells of a page print, or hold outside of comments."
+    text = []
+    for c in cells(name, "code"):
+        text.append(re.sub(r"#.*", "", "".join(c["source"])))
+        for out in c.get("outputs", []):
+            text += out.get("text", []), out.get("data", {}).get("text/markdown", [])
+    return numbers("\n".join("".join(x) for x in text))
+
+
+def agrees(number, pool):
+    """Rounded as the prose has it, some number of the pool is this one: as it is, or for a
+    percentage as a share, or as what a share leaves."""
+    value, percent = number.removesuffix("%").replace(",", ""), number.endswith("%")
+    half = 0.5001 * 10 ** -len(value.partition(".")[2])
+    ways = [lambda p: p]
+    if percent:
+        ways += [lambda p: 100 * p, lambda p: 100 * (1 - p), lambda p: 100 * (p - 1)]
+        ways += [lambda p: 100 - p]
+    return any(abs(abs(way(p)) - float(value)) <= half for p in pool for way in ways)
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_number_in_prose_is_one_that_a_cell_shows(name):
+    pool, known = shown(name), ELSEWHERE.get(name, set())
+    said = [x for c in cells(name, "markdown") for x in measured("".join(c["source"]))]
+    assert [x for x in said if x not in known and not agrees(x, pool)] == []
+    assert [x for x in known if x not in said or agrees(x, pool)] == []  # no exception too many
+
+
+def test_a_number_that_drifted_is_seen():
+    text = "takes .605 of bf16's time, 30 % less, 4,358,912 tokens, and 1.303 times as many"
+    pool = numbers("7.578 0.6049 0.699 1.3061 4,358,912")
+    assert measured(text) == [".605", "30%", "1.303"]
+    assert [x for x in measured(text) if not agrees(x, pool)] == ["1.303"]
+    assert not agrees(".607", pool) and not agrees("33%", pool)
+
+
+def test_no_word_of_the_glossary_stands_in_a_formula():
+    "The site marks a word's first mention, and a formula that is cut in two stays raw TeX."
+    script = (ROOT / "nbs/glossary.js").read_text(encoding="utf-8")
+    words = json.loads(script[script.index("{") : script.rindex("}") + 1])
+    word = re.compile(rf"(?<![\w-])({'|'.join(map(re.escape, words))})s?(?![\w-])", re.I)
+    broken = {
+        (name, *word.findall(formula))
+        for name in PAGES
+        for c in cells(name, "markdown")
+        for formula in re.findall(
+            r"\$\$.*?\$\$", re.sub(r"```.*?```", "", "".join(c["source"]), flags=re.S), re.S
+        )
+        if word.search(formula)
+    }
+    assert broken == set()
+
+
+# Names in backticks
+# --------------------------------------------------------------------------------------
+
+# nbdev links a name in backticks to the first module that has one of that name. What means
+# something else stands in <code>, and generate() of transformers is `model.generate()`. These
+# are common words that do mean the other page.
+MEANT = {
+    "book": {"plan", "embed", "contacts"},
+    "api": {"preset", "calibrate"},
+    "21_residual": {"encode"},
+    "44_launch": {"explain"},
+    "61_sensitivity": {"calibrate"},
+    "70_transform": {"sensitivity"},
+    "91_leaderboard": {"preset"},
+    "lecturer": {"commutes"},
+}
+
+
+def homes():
+    "name -> pages of the modules that define it; the first is where nbdev leads."
+    found = {}
+    for module, names in _modidx.d["syms"].items():
+        for full, (page, _) in names.items():
+            found.setdefault(full.removeprefix(f"{module}."), []).append(page.partition("#")[0])
+    return found
+
+
+def wrong_links(page, text, home):
+    own = re.sub(r"^\d+[a-z]?_", "", page) + ".html"
+    fence = False
+    for line in text.split("\n"):
+        fence ^= line.startswith("```")
+        if fence or line.startswith(("```", "    ")):
+            continue
+        for name in _re_backticks.findall(line):
+            to = home.get(name, [own])
+            word = len(to) > 1 or to[0].startswith("cli_") or name.islower() and name.isalpha()
+            if to[0] != own and word and name not in MEANT.get(page, ()):
+                yield name
+
+
+def test_a_name_in_backticks_leads_to_what_it_means():
+    home = homes()
+    assert list(wrong_links("92_generate", "calls of `generate()`", home)) == ["generate"]
+    assert list(wrong_links("92_generate", "calls of `model.generate()`", home)) == []
+    text = {x: "\n\n".join("".join(c["source"]) for c in cells(x, "markdown")) for x in PAGES}
+    found = {
+        (page, name)
+        for page in PAGES
+        if not page.startswith("87")  # a command's page speaks of commands
+        for name in wrong_links(page, text[page], home)
+    }
+    assert found == set()
