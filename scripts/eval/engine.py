@@ -26,14 +26,6 @@ from typing import NamedTuple
 import torch
 
 CUDA = torch.cuda.is_available()
-os.environ |= {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-}
-os.environ |= {} if CUDA else {"VLLM_CPU_KVCACHE_SPACE": "1", "TURBOQUANT_NB_VLLM_CPU": "1"}
-
 from eval.windows import Windows, add_match, add_options, matching
 from plan import Plan, must_pass
 from transformers import DynamicCache
@@ -248,7 +240,16 @@ def rows(a, model, calibration, path, prompts):
         )
 
 
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+} | ({} if CUDA else {"VLLM_CPU_KVCACHE_SPACE": "1", "TURBOQUANT_NB_VLLM_CPU": "1"})
+
+
 def plan(a):
+    os.environ |= ENVIRONMENT  # before vLLM is imported, and only where it will be
     import vllm
 
     from turboquant_nb.serving.vllm import register
