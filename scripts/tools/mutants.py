@@ -14,13 +14,13 @@
 cosmic-ray makes the mutants (pip install -c constraints.txt ".[mutants]"). It would start a
 process for each, and importing torch takes longer than most tests; here one process imports the
 libraries once and forks for each mutant. The tests of each module run once without any change,
-observed; then a mutant meets first the tests that enter its function, the fastest first. A
-mutant is killed if a test of its own module's files (`tests_of`) fails, or runs much longer
-than it should; kernels run in Triton's interpreter. What cannot be imported at all does not
-count. A survivor is either a test that is missing or a change that nothing can see (`x < 0` for
-`x <= 0` where both give the same): those are listed, with the reason, in
-mutants_equivalent.txt, by the statement that is changed and not by how it is laid out, and
-count no more."""
+observed; then a mutant inside a function meets the tests that enter it, the fastest first, and
+any other one meets all. A mutant is killed if a test of its own module's files (`tests_of`)
+fails, or runs much longer than it should; kernels run in Triton's interpreter. What cannot be
+imported at all does not count. A survivor is either a test that is missing or a change that
+nothing can see (`x < 0` for `x <= 0` where both give the same): those are listed, with the
+reason, in mutants_equivalent.txt, by the statement that is changed and not by how it is laid
+out, and count no more."""
 
 import argparse
 import ast
@@ -50,7 +50,7 @@ from preview_docs import copy_tree
 
 SCRIPTS = Path(__file__).resolve().parent
 EQUIVALENT = SCRIPTS / "mutants_equivalent.txt"
-WINGS = "theory", "quant", "cache", "kernels"  # whose modules are changed
+GROUND = "ground"  # the folder of tests for modules that lie in no wing
 SWAPS = (
     "Add_Sub Sub_Add Mul_Div Div_Mul FloorDiv_Mul Mod_FloorDiv Pow_Mul BitAnd_BitOr "
     "BitOr_BitXor LShift_RShift RShift_LShift"
@@ -83,28 +83,31 @@ KEEPS_KIND = (
 
 
 def modules(package):
-    "The modules that are changed, as wing/name."
-    return [
-        f"{wing}/{path.stem}"
-        for wing in WINGS
-        for path in sorted((package / wing).glob("*.py"))
-        if path.stem != "__init__"
-    ]
+    "The modules that are changed, as wing/name, or by name alone."
+    found = (p.relative_to(package).with_suffix("") for p in sorted(package.rglob("*.py")))
+    return [p.as_posix() for p in found if not p.name.startswith("_")]
 
 
 def tests_of(module, tests):
     """The files of tests that have to notice a change of a module: its own, or else those of
-    its wing that import it, or else all that do; and what is promised."""
-    wing, name = module.split("/")
-    imports = re.compile(rf"\b{wing}\.{name}\b|\b{wing} import [^\n]*\b{name}\b")
+    its wing that import it (all of it in hf and serving, where a
+    cache reaches every module), or else all
+    that do, or else all of its wing; and what is promised."""
+    wing, _, name = module.rpartition("/")
+    above = wing or "turboquant_nb"
+    imports = re.compile(rf"\b{above}\.{name}\b|\b{above} import [^\n]*\b{name}\b")
+    wing = wing or GROUND
     using = [
         x for x in sorted(tests.rglob("test_*.py")) if imports.search(x.read_text("utf-8"))
     ]
     own = [tests / wing / f"test_{name}{kind}.py" for kind in ("", "_kernel")]
-    found = [x for x in own if x.exists()] or [x for x in using if x.parent.name == wing]
-    if not (found or using):
+    own = [x for x in own if x.exists()]
+    all_of = sorted((tests / wing).glob("test_*.py"))
+    found = own or [x for x in all_of if x in using] or using or all_of
+    found = all_of if wing in ("hf", "serving") else found
+    if not found:
         raise Failed(f"no file of tests imports {module}")
-    return list(dict.fromkeys([*(found or using), tests / "tools" / "test_promises.py"]))
+    return list(dict.fromkeys([*found, tests / "tools" / "test_promises.py"]))
 
 
 class Failed(Exception):
@@ -366,9 +369,10 @@ class Observe:
 
 
 class Order:
-    """A pytest plugin: first the tests that run the changed function, the fastest first, then
-    the others; without those that fail when nothing is changed. A test that takes half a minute
-    more than ten times its time ends the process (the first one imports what all need)."""
+    """A pytest plugin: the tests that run the changed function, the fastest first, or all if
+    the change is in none; without those that fail when nothing is changed. A test that takes
+    half a minute more than ten times its time ends the process (the first one imports what all
+    need)."""
 
     def __init__(self, tests, near):
         self.tests, self.near = tests, near
@@ -376,11 +380,12 @@ class Order:
     @pytest_hook(trylast=True)
     def pytest_collection_modifyitems(self, items):
         known = [
-            (not self.near & set(t.entered), t.seconds, i)
+            (t.seconds, i)
             for i, x in enumerate(items)
             if (t := self.tests.get(x.nodeid)) and t.passed
+            if not self.near or self.near & set(t.entered)
         ]
-        items[:] = [items[i] for *_, i in sorted(known)]
+        items[:] = [items[i] for _, i in sorted(known)]
 
     @pytest_hook(wrapper=True)
     def pytest_runtest_protocol(self, item, nextitem):
@@ -473,7 +478,7 @@ class Tree:
             order = Order(
                 self.tests[mutant.module], self.functions[mutant.module].get(mutant.line, set())
             )
-            return 1 if self._pytest(mutant.module, order, "-x") else 0
+            return 1 if self._pytest(mutant.module, order, "-x") not in (0, 5) else 0  # 5: none
 
         return run, 20 + 3 * self.seconds(mutant.module)
 
@@ -741,7 +746,7 @@ def run(args):
 
 def named(wanted, known):
     "The modules that were asked for, by wing/name or the name alone; all where none was."
-    found = [x for x in known if not wanted or {x, x.split("/")[1]} & {*wanted}]
+    found = [x for x in known if not wanted or {x, x.rpartition("/")[2]} & {*wanted}]
     if not found:
         raise Failed(f"--module must be among {', '.join(known)}, got {', '.join(wanted)}")
     return found

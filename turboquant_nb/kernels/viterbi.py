@@ -28,7 +28,7 @@ except ImportError:  # PyTorch codes
 # %% ../../nbs/40b_viterbi.ipynb #57e158a9
 @triton.constexpr_function
 def _read_by(window, masks):
-    "Index of the level that a window reads, equation (17.2), while the kernel is compiled."
+    "Index of the level that a window reads, (17.2), while the kernel is compiled."
     return sum((bin(window & m).count("1") & 1) << j for j, m in enumerate(masks))
 
 # %% ../../nbs/40b_viterbi.ipynb #0717208b
@@ -55,7 +55,7 @@ def _in_a_word(bits):
 
 @triton.jit
 def _survivors(cost, away, back, B: tl.constexpr, MASKS: tl.constexpr, BITS: tl.constexpr):
-    "A step of equation (17.3): costs of all states, each with its own highest bits; winners."
+    "A step of (17.3): costs of all states, each with its own highest bits; winners."
     S: tl.constexpr = len(cost)
     K: tl.constexpr = 2**BITS
     PER: tl.constexpr = _in_a_word(BITS)
