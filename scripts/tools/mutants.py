@@ -341,18 +341,19 @@ class Test:
 
 
 class Observe:
-    "A pytest plugin: what each test does."
+    "A pytest plugin: what each test does to the modules at these paths."
 
-    def __init__(self, path):
-        self.path, self.tests = str(path), {}
+    def __init__(self, paths):  # {module: path}
+        self.names = {str(path): name for name, path in paths.items()}
+        self.tests = {name: {} for name in paths}
 
     @pytest_hook(wrapper=True)
     def pytest_runtest_protocol(self, item, nextitem):
-        entered = set()
+        entered = {name: set() for name in self.tests}
 
         def see(frame, event, arg):
-            if frame.f_code.co_filename == self.path:
-                entered.add(frame.f_code.co_firstlineno)
+            if name := self.names.get(frame.f_code.co_filename):
+                entered[name].add(frame.f_code.co_firstlineno)
 
         begin = time.monotonic()
         sys.settrace(see)
@@ -360,12 +361,15 @@ class Observe:
             return (yield)
         finally:
             sys.settrace(None)
-            test = self.tests.setdefault(item.nodeid, Test())
-            test.seconds, test.entered = time.monotonic() - begin, tuple(sorted(entered))
+            for name, tests in self.tests.items():
+                test = tests.setdefault(item.nodeid, Test())
+                test.seconds = time.monotonic() - begin
+                test.entered = tuple(sorted(entered[name]))
 
     def pytest_runtest_logreport(self, report):
         if report.failed:
-            self.tests.setdefault(report.nodeid, Test()).passed = False
+            for tests in self.tests.values():
+                tests.setdefault(report.nodeid, Test()).passed = False
 
 
 class Order:
@@ -417,40 +421,46 @@ class Tree:
         return sum(x.seconds for x in self.tests[module].values())
 
     def measure(self, modules, workers):
-        """Run the tests of these modules as they are, the observed ones at the same time. Says
-        which tests fail; raises Failed if all do."""
-        files = {
-            name: self.root / f"observed-{name.replace('/', '-')}"
-            for name in modules
-            if name not in self.tests
+        """Run the tests of these modules as they are, each set of files once, the observed ones
+        at the same time. Says which tests fail; raises Failed if all do."""
+        groups = {}
+        for name in modules:
+            if name not in self.tests:
+                files = tuple(str(x) for x in tests_of(name, self.root / "tests"))
+                groups.setdefault(files, []).append(name)
+        outs = {
+            names[0]: self.root / f"observed-{i}" for i, names in enumerate(groups.values())
         }
-        for name, said, log in side_by_side(
-            ((name, self._observed(name, out), 1800) for name, out in files.items()), workers
-        ):
-            if said != 0 or not files[name].is_file():
+        jobs = (
+            (names, self._observed(names, outs[names[0]]), 3600) for names in groups.values()
+        )
+        for names, said, log in side_by_side(jobs, workers):
+            out = outs[names[0]]
+            if said != 0 or not out.is_file():
                 raise Failed(
-                    f"the tests of {name} could not run without any change:\n{log[-3000:]}"
+                    f"the tests of {names[0]} could not run without any change:\n{log[-3000:]}"
                 )
-            self.tests[name] = {
-                k: Test(*x) for k, x in json.loads(files[name].read_text()).items()
-            }
-            if bad := [k for k, x in self.tests[name].items() if not x.passed]:
+            for name, tests in json.loads(out.read_text()).items():
+                self.tests[name] = {k: Test(*x) for k, x in tests.items()}
+            tests = self.tests[names[0]]
+            if bad := [k for k, x in tests.items() if not x.passed]:
                 print(
-                    f"{name}: left out, since they fail without any change: {', '.join(bad)}",
+                    f"{' '.join(names)}: left out, since they fail without any change: "
+                    f"{', '.join(bad)}",
                     flush=True,
                 )
-            if not self.tests[name] or len(bad) == len(self.tests[name]):
-                raise Failed(f"no test of {name} passes without any change:\n{log[-3000:]}")
+            if not tests or len(bad) == len(tests):
+                raise Failed(f"no test of {names[0]} passes without any change:\n{log[-3000:]}")
 
-    def _observed(self, module, out):
+    def _observed(self, names, out):
         def run():
-            observe = Observe(self.path(module))
-            self._pytest(module, observe)
-            out.write_text(
-                json.dumps(
-                    {k: (x.seconds, x.passed, x.entered) for k, x in observe.tests.items()}
-                )
-            )
+            observe = Observe({name: self.path(name) for name in names})
+            self._pytest(names[0], observe)
+            found = {
+                name: {k: (x.seconds, x.passed, x.entered) for k, x in tests.items()}
+                for name, tests in observe.tests.items()
+            }
+            out.write_text(json.dumps(found))
             return 0
 
         return run
