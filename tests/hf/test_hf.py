@@ -19,6 +19,7 @@ from turboquant_nb.hf import CodedStates, TurboQuantCache, TurboQuantLayer, laye
 from turboquant_nb.quant.quantizer import Recipe, Spec, as_recipe, preset
 from turboquant_nb.quant.mixed_precision import by_layer
 from turboquant_nb.testing import same
+from turboquant_nb.theory import centre
 from tests.helpers import (
     BASE,
     DROP,
@@ -999,7 +1000,9 @@ def assert_same(a, b):
 
 @pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "deepseek_v3"])
-def test_report_counts_every_tensor(name, attention):
+def test_report_counts_every_tensor(name, attention, monkeypatch):
+    # a table of angles of its own, however long another living cache's is
+    monkeypatch.setattr(centre, "_SHARED_COS_SIN", weakref.WeakValueDictionary())
     model = tiny(name)
     if attention not in three(model):
         pytest.skip("caches latents")
