@@ -5,6 +5,7 @@ import io
 import json
 import sys
 from dataclasses import replace
+from functools import wraps
 
 import pytest
 import torch
@@ -120,14 +121,13 @@ def test_generate_reads_the_prompt_in_chunks(call, tiny, monkeypatch):
     the prompt at once."""
     text, seen = "Call me Ishmael. Some years ago, never mind how long precisely.", []
     keep = LlamaForCausalLM.forward
-    monkeypatch.setattr(
-        LlamaForCausalLM,
-        "forward",
-        lambda self, input_ids=None, **kw: (
-            seen.append(input_ids.shape[1]),
-            keep(self, input_ids=input_ids, **kw),
-        )[1],
-    )
+
+    @wraps(keep)  # a cache asks what it takes
+    def forward(self, input_ids=None, **kw):
+        seen.append(input_ids.shape[1])
+        return keep(self, input_ids=input_ids, **kw)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
     found = json.loads(
         call(
             f"generate --model {tiny} --max-new-tokens 6 --prefill-chunk 16 --recipe k2v2 "
@@ -229,13 +229,23 @@ def filled_with(model, recipe, n):
 
 
 def test_gradient_checkpointing_is_named(tiny):
-    """transformers takes the cache away in training with checkpointing; the message about the
-    missing cache says so."""
+    """transformers takes the cache away in training with checkpointing, with and without
+    gradients: that is refused before anything is computed, or where no cache knew the model, by
+    the attention that misses it. In eval mode nothing is checkpointed, and the cache serves."""
+    taken = "gradient checkpointing takes every cache away"
+    ids = torch.ones(1, 8, dtype=torch.long)
     model, _ = load_model(tiny, progress=False)
     model.set_attn_implementation("turboquant")
-    model.train()
     model.gradient_checkpointing_enable()
-    with pytest.raises(TypeError, match="gradient checkpointing takes every cache away"):
-        model(
-            torch.ones(1, 8, dtype=torch.long), past_key_values=TurboQuantCache(model, "k3v3")
-        )
+    model.train()
+    with pytest.raises(TypeError, match=taken):
+        model(ids, past_key_values=TurboQuantCache(model.config, "k3v3"))
+    cache = TurboQuantCache(model, "k3v3")
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=taken):
+            model(ids, past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    model.eval()
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    assert cache.get_seq_length() == 8

@@ -8,11 +8,11 @@ import torch
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 from transformers import DynamicCache
-from transformers.modeling_utils import AttentionInterface
 
 from tests.helpers import SLOW, cache_for
 from turboquant_nb import hf
 from turboquant_nb.hf import TurboQuantCache
+from turboquant_nb.hf import attention as hf_attention
 from turboquant_nb.evaluation.models import load_model, sample_text
 
 PREFILL, SCORE, WINDOWS = 512, 512, 8 if SLOW else 2
@@ -139,7 +139,7 @@ def test_greedy_on_codes_is_dense_attention_on_the_same_codes(real, monkeypatch)
             )
         return out
 
-    monkeypatch.setitem(AttentionInterface._global_mapping, "turboquant", checked)
+    monkeypatch.setattr(hf_attention, "turboquant_attention", checked)
     model.set_attn_implementation("turboquant")
     cache = TurboQuantCache(model, "k3v3")
     tokens = model.generate(

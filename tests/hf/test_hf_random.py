@@ -60,7 +60,7 @@ def config():
         sliding_window=WINDOW,
         layer_types=["sliding_attention", "full_attention"],
     )
-    c._attn_implementation = "turboquant"
+    c._attn_implementation = "sdpa"
     return c
 
 
@@ -227,7 +227,7 @@ class Machine(RuleBasedStateMachine):
     def take(self, n, on_codes):
         """A chunk through both layers: what attention gives, or what `update` returns, is
         checked against dense attention over what the cache must hold."""
-        self.config._attn_implementation = "turboquant" if on_codes else "sdpa"
+        self.cache.reader.asked = "codes" if on_codes else "dense"
         past = self.length
         self.length += n
         self.longest = max(self.longest, self.length)  # what was freed, was freed then

@@ -246,9 +246,11 @@ class KVStore:
     def memo(self) -> dict:
         """What calls remember of this store, each under a name of its own: addresses, plans,
         choices. Empty again in each epoch."""
-        if self.cos_sin is not None and self._memo_table is not self.rope_table:
-            self._memo_table = self.rope_table  # another layer needed a longer one
-            self.changed()
+        if self.cos_sin is not None:
+            table = self.clock.table(self.cos_sin)
+            if self._memo_table is not table:  # another layer needed a longer one
+                self._memo_table = table
+                self.changed()
         return self._memo
 
     # --- appending

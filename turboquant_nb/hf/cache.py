@@ -534,6 +534,11 @@ def _check_settings(max_length, backend, static, attention) -> None:
         raise ValueError("static=True needs max_length: tensors that never move cannot grow")
 
 # %% ../../nbs/51_cache.ipynb #01c4c5d7
+def _checkpoints(model) -> bool:
+    "Whether a model's layers compute again in the backward pass, which none does in eval mode."
+    return any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+
+
 def _begin(module, args, kwargs) -> None:
     """Before a model's forward: the pass takes a cache of ours for itself; and
     `check_positions` sees where it begins, where transformers made no mask that says it."""
@@ -542,7 +547,7 @@ def _begin(module, args, kwargs) -> None:
         return
     if torch.compiler.is_compiling():
         return None if cache.static else eagerly(_begin, module, args, kwargs)
-    if module.training and getattr(module, "is_gradient_checkpointing", False):
+    if module.training and _checkpoints(module):
         raise ValueError(
             "gradient checkpointing takes every cache away from a model that trains: "
             "model.eval(), or model.gradient_checkpointing_disable()"
@@ -702,9 +707,8 @@ class TurboQuantCache(Cache):
         layer, kind = self.layers[layer_idx], key_states.device.type
         if torch.compiler.is_compiling() and not self.static:
             return eagerly(self.update, key_states, value_states, layer_idx, *args, **kwargs)
-        if torch.is_autocast_enabled(
-            kind
-        ):  # which is for the model: codes have their own types
+        # autocast, which "meta" has none of, is for the model: codes have their own types
+        if kind != "meta" and torch.is_autocast_enabled(kind):
             cast = [x.to(torch.get_autocast_dtype(kind)) for x in (key_states, value_states)]
             with torch.autocast(kind, enabled=False):
                 return self.update(*cast, layer_idx, *args, **kwargs)

@@ -250,11 +250,19 @@ def _touches(attention: type) -> str | None:
 
 
 def _classes(model_or_config, config) -> list:
-    """The classes of a model's modules, each with whether it is causal: those of the model, or
-    those of a config's code; empty where a config does not say which code is run."""
+    """The classes of a model's modules, each with whether it is causal: those of the model that
+    are its decoder's or generate, or those of a config's code; empty where a config does not
+    say which code is run."""
     if isinstance(model_or_config, torch.nn.Module):
+        # a model around the decoder makes the masks (PaliGemma: both ways in the prompt only)
+        masks = getattr(model_or_config, "config", config) is not config
         said = lambda x: {getattr(x, "is_causal", None), getattr(x, "is_decoder", None)}
-        return [(type(x), said(x) - {None} != {False}) for x in model_or_config.modules()]
+        mine = lambda x: type(getattr(x, "config", config)) is type(config)  # Idefics2's eye
+        return [
+            (type(x), masks or said(x) - {None} != {False})
+            for x in model_or_config.modules()
+            if mine(x) or hasattr(x, "_supports_default_dynamic_cache")
+        ]
     if (code := _modeling(config)) is None:
         return []
     mine = lambda x: isinstance(x, type) and x.__module__ == code.__name__
