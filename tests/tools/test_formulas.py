@@ -10,7 +10,8 @@ from turboquant_nb import _modidx
 
 NBS = Path(__file__).resolve().parents[2] / "nbs"
 ROW = re.compile(
-    r"\| .+? \| \$(.+)\$ \| \[\((\d+[a-z]?\.\d+)\)\]\((\S+)\) \| (?:\[<code>(\w+)</code>\]\(\S+\))? *\|"
+    r"\| .+? \| \$(.+)\$ \| \[\((\d+[a-z]?\.\d+)\)\]\((\S+)\) \| "
+    r"(?:\[<code>(\w+)</code>\]\(\S+\))? *\|"
 )
 
 
