@@ -7,6 +7,7 @@ import pickle
 import random
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -1640,3 +1641,14 @@ def test_what_calls_remember_ends_with_its_epoch(name):
     other = copy.deepcopy(store)
     store.memo["a launch"] = 1
     assert not other.memo and not copy.copy(store).memo and store.memo
+
+
+def test_a_table_that_was_replaced_is_let_go():
+    "A store held the last table of angles that it had seen, and a deep copy a copy of it."
+    store = make(PRE_ROPE, 1, inv_freq=FREQ)
+    store.append(*states(store, 10))
+    store.memo["where"] = 1
+    held, other = weakref.ref(store.rope_table), copy.deepcopy(store)
+    assert other.rope_table is store.rope_table
+    store.cos_sin.reach(len(store.rope_table) + 1)
+    assert held() is None and not store.memo

@@ -169,7 +169,7 @@ class KVStore:
         self.parts = self.key, self.value  # what has codes; all of it moves together
         _check_codes(self.parts, static, r.decay)
         self.ranges, self.flags, self.cos_sin = Ranges(batch, self.device), None, None
-        self.epoch, self._memo, self._memo_table = 0, {}, None  # see `memo`
+        self.epoch, self._memo, self._memo_rows = 0, {}, 0  # see `memo`
         self.length = self.offset = 0  # tokens ever appended; of these, freed at the front
         self._recent_from = (
             0  # first position whose slot of the ring was not overwritten and cropped
@@ -247,9 +247,9 @@ class KVStore:
         """What calls remember of this store, each under a name of its own: addresses, plans,
         choices. Empty again in each epoch."""
         if self.cos_sin is not None:
-            table = self.clock.table(self.cos_sin)
-            if self._memo_table is not table:  # another layer needed a longer one
-                self._memo_table = table
+            rows = self.clock.table(self.cos_sin).shape[0]
+            if self._memo_rows != rows:  # another layer needed a longer table, which is new
+                self._memo_rows = rows
                 self.changed()
         return self._memo
 
