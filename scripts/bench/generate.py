@@ -214,7 +214,11 @@ ATTENTION = {"turboquant": "turboquant", "flash": "in_place"}
 
 def use(model, kind, mode=""):
     "Attend as a kind of cache wants it; kinds of whole calls name their recipe, too."
-    own = "sdpa" if mode.endswith(("sdpa", "compiled")) else ATTENTION.get(kind.split()[0], "sdpa")
+    own = (
+        "sdpa"
+        if mode.endswith(("sdpa", "compiled"))
+        else ATTENTION.get(kind.split()[0], "sdpa")
+    )
     model.set_attn_implementation(own)
 
 

@@ -25,7 +25,10 @@ def _is_vectors(module: nn.Module) -> bool:
 def _is_touched(module: nn.Module) -> bool:
     "Whether somebody has changed how a module is called."
     forward = vars(module).get("forward")  # a copy of a model that was compiled has its class's
-    own = getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module
+    own = (
+        getattr(forward, "__func__", None) is type(module).forward
+        and forward.__self__ is module
+    )
     return not (forward is None or own) or bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
     )
@@ -52,9 +55,7 @@ def _fits(module: nn.Module) -> bool:
     )
 
 
-def step_parts(
-    model: nn.Module,
-) -> dict:  # name -> module
+def step_parts(model: nn.Module) -> dict:  # name -> module
     "The largest modules of a model that can be compiled by themselves."
     found = {}
     for name, module in model.named_modules():
