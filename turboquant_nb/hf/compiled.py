@@ -129,10 +129,10 @@ def compile_steps(
     """Run norms and MLPs of a model compiled, in calls for one token of each row without
     gradients.
 
-    It serves any cache, and a graph replays what was compiled. The first step of each batch size
-    takes seconds more; its code is shared by all layers and kept by Inductor's cache on disk.
-    Rounding differs from eager steps. Raises TypeError for what is no module, and ValueError for
-    a model that torch.compile wraps already or that has no such part."""
+    It serves any cache, and a graph replays what was compiled. The first step of each batch
+    size takes seconds more; its code is shared by all layers and kept by Inductor's cache on
+    disk. Rounding differs from eager steps. Raises TypeError for what is no module, and
+    ValueError for a model that torch.compile wraps already or that has no such part."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if hasattr(model, "_orig_mod"):
