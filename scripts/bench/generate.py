@@ -26,7 +26,7 @@ with the allocator's holes.
 `first_ms` until the first token's logits, `step_ms` what each of the `new - 1` tokens after it
 took on average, recording a graph included; every mode once before that on a short prompt, for
 kernels and compilers. `graphs, sdpa`: the model is left as it loads. `graphs, compiled`: so is
-its attention, and norms and MLPs of steps are compiled (compile_steps). `cache kept`: one cache
+its attention, and norms, MLPs and RoPE of steps are compiled (compile_steps). `cache kept`: one cache
 for all calls, emptied by reset(). --rounds N:
 the modes of a shape take turns, N times. --prompts BxT with --chunks N …: calls for one token,
 the prompt at once and in chunks, by transformers' dynamic cache and by ours; `begun_ms` is the
@@ -594,7 +594,7 @@ def wall(model, cache, mode, batch, prompt, new, repeats, held=False):
 
 @contextmanager
 def parts(model, cache, mode):
-    "Norms and MLPs of steps compiled, in the mode that has them so; what was compiled."
+    "Norms, MLPs and RoPE of steps compiled, in the mode that has them so; what was compiled."
     if not (is_ours(cache) and mode.endswith("compiled")):
         yield ""
         return

@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+import sys
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from transformers import (
 )
 
 from turboquant_nb import TurboQuantCache
-from turboquant_nb.hf.compiled import compile_steps, step_parts
+from turboquant_nb.hf.compiled import compile_steps, step_parts, step_rotations
 
 SIZES = dict(
     vocab_size=128,
@@ -77,6 +78,7 @@ def test_parts_are_found_by_what_they_are(family):
     assert len(parts) == FAMILIES[family][3]
     assert not any("attn" in x.rpartition(".")[0] for x in parts if not x.endswith("norm"))
     assert not any(type(x) is nn.Linear for x in parts.values())
+    assert [type(x).__name__[-9:] for x in step_rotations(model).values()] == ["Attention"] * 2
 
 
 @needs_compiler
@@ -120,8 +122,8 @@ def test_what_cannot_be_compiled_is_said_once_and_runs():
     steps = compile_steps(model, backend=broken)
     with pytest.warns(UserWarning, match="runs as it is, since it cannot be compiled") as seen:
         got = logits(model, ids, DynamicCache(config=model.config))
-    assert torch.equal(got, want) and len(seen) == 2  # a norm, an MLP
-    assert set(steps.refused) == {"LlamaRMSNorm", "LlamaMLP"}
+    assert torch.equal(got, want) and len(seen) == 3  # a norm, an MLP, RoPE
+    assert set(steps.refused) == {"LlamaRMSNorm", "LlamaMLP", "apply_rotary_pos_emb"}
     assert "no such compiler" in repr(steps)
 
 
@@ -144,11 +146,18 @@ def test_training_hooks_and_other_forwards_are_left_alone():
     with torch.inference_mode():
         model(torch.ones(1, 1, dtype=torch.long))
     assert compiled
+    attention = model.model.layers[0].self_attn
+    module = sys.modules[type(attention).__module__]
+    assert (
+        "forward" in vars(attention)
+        and "turboquant_nb" not in module.apply_rotary_pos_emb.__module__
+    )
     other = copy.deepcopy(model)
+    assert other.model.layers[0].self_attn.forward.__func__ is type(attention).forward
     assert other.model.layers[1].mlp.forward.__self__ is other.model.layers[1].mlp
     steps.undo()
     steps.undo()  # a second time does nothing
-    assert "forward" not in vars(model.model.layers[1].mlp)
+    assert "forward" not in vars(model.model.layers[1].mlp) | vars(attention)
 
 
 @needs_compiler
