@@ -26,19 +26,18 @@ with the allocator's holes.
 `first_ms` until the first token's logits, `step_ms` what each of the `new - 1` tokens after it
 took on average, recording a graph included; every mode once before that on a short prompt, for
 kernels and compilers. `graphs, sdpa`: the model is left as it loads. `graphs, compiled`: so is
-its attention, and norms, MLPs and RoPE of steps are compiled (compile_steps). `cache kept`: one cache
-for all calls, emptied by reset(). --rounds N:
-the modes of a shape take turns, N times. --prompts BxT with --chunks N …: calls for one token,
-the prompt at once and in chunks, by transformers' dynamic cache and by ours; `begun_ms` is the
-first of them, `of_whole` the time over that of the same cache at once, `of_best` over the
-shorter of both caches' at once, `peak_bytes` what was allocated at most beside the weights;
-`prompt, kernels` the GPU's time in chunks by what kernels do. --drafts 1xT with --lookup N …:
-calls with prompt lookup of N tokens (0: one by one) on a model that counts, t, t+1, …, after a
-prompt that does too but for a jump in one of --jumps tokens: the drafts that meet no jump are
-right. Every mode must give the tokens that counting gives; `passes` are forward passes after
-the prompt, `a_pass` the tokens that each gave. --filled BxT: caches filled by random states,
-from which calls go on, so without `first_ms`. `speedup`: tokens/s of a row over those of
-transformers' best mode for the shape.
+its attention, and norms, MLPs and RoPE of steps are compiled (compile_steps). `cache kept`: one
+cache for all calls, emptied by reset(). --rounds N: the modes of a shape take turns, N times.
+--prompts BxT with --chunks N …: calls for one token, the prompt at once and in chunks, by
+transformers' dynamic cache and by ours; `begun_ms` is the first of them, `of_whole` the time
+over that of the same cache at once, `of_best` over the shorter of both caches' at once,
+`peak_bytes` what was allocated at most beside the weights; `prompt, kernels` the GPU's time in
+chunks by what kernels do. --drafts 1xT with --lookup N …: calls with prompt lookup of N tokens
+(0: one by one) on a model that counts, t, t+1, …, after a prompt that does too but for a jump
+in one of --jumps tokens: the drafts that meet no jump are right. Every mode must give the
+tokens that counting gives; `passes` are forward passes after the prompt, `a_pass` the tokens
+that each gave. --filled BxT: caches filled by random states, from which calls go on, so without
+`first_ms`. `speedup`: tokens/s of a row over those of transformers' best mode for the shape.
 
 Gate, on a small model of the same kind: logits after filling are those after a prompt; of
 kernels those of PyTorch's attention on codes; of replayed graphs those of eager steps; and no
