@@ -25,19 +25,19 @@ with the allocator's holes.
 --wall BxT measures whole calls of generate() instead, by the clock, on prompts of random ids:
 `first_ms` until the first token's logits, `step_ms` what each of the `new - 1` tokens after it
 took on average, recording a graph included; every mode once before that on a short prompt, for
-kernels and compilers. `graphs, sdpa`: the model is left as it loads. `cache kept`: one cache
-for all calls, emptied by reset(). --rounds N:
-the modes of a shape take turns, N times. --prompts BxT with --chunks N …: calls for one token,
-the prompt at once and in chunks, by transformers' dynamic cache and by ours; `begun_ms` is the
-first of them, `of_whole` the time over that of the same cache at once, `of_best` over the
-shorter of both caches' at once, `peak_bytes` what was allocated at most beside the weights;
-`prompt, kernels` the GPU's time in chunks by what kernels do. --drafts 1xT with --lookup N …:
-calls with prompt lookup of N tokens (0: one by one) on a model that counts, t, t+1, …, after a
-prompt that does too but for a jump in one of --jumps tokens: the drafts that meet no jump are
-right. Every mode must give the tokens that counting gives; `passes` are forward passes after
-the prompt, `a_pass` the tokens that each gave. --filled BxT: caches filled by random states,
-from which calls go on, so without `first_ms`. `speedup`: tokens/s of a row over those of
-transformers' best mode for the shape.
+kernels and compilers. `graphs, sdpa`: the model is left as it loads. `graphs, compiled`: so is
+its attention, and norms, MLPs and RoPE of steps are compiled (compile_steps). `cache kept`: one
+cache for all calls, emptied by reset(). --rounds N: the modes of a shape take turns, N times.
+--prompts BxT with --chunks N …: calls for one token, the prompt at once and in chunks, by
+transformers' dynamic cache and by ours; `begun_ms` is the first of them, `of_whole` the time
+over that of the same cache at once, `of_best` over the shorter of both caches' at once,
+`peak_bytes` what was allocated at most beside the weights; `prompt, kernels` the GPU's time in
+chunks by what kernels do. --drafts 1xT with --lookup N …: calls with prompt lookup of N tokens
+(0: one by one) on a model that counts, t, t+1, …, after a prompt that does too but for a jump
+in one of --jumps tokens: the drafts that meet no jump are right. Every mode must give the
+tokens that counting gives; `passes` are forward passes after the prompt, `a_pass` the tokens
+that each gave. --filled BxT: caches filled by random states, from which calls go on, so without
+`first_ms`. `speedup`: tokens/s of a row over those of transformers' best mode for the shape.
 
 Gate, on a small model of the same kind: logits after filling are those after a prompt; of
 kernels those of PyTorch's attention on codes; of replayed graphs those of eager steps; and no
@@ -61,6 +61,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
 from turboquant_nb.hf import TurboQuantCache, turboquant_attention
+from turboquant_nb.hf.compiled import compile_steps
 from turboquant_nb.hf.hooks import register
 from turboquant_nb.quant.quantizer import preset
 
@@ -212,7 +213,11 @@ ATTENTION = {"turboquant": "turboquant", "flash": "in_place"}
 
 def use(model, kind, mode=""):
     "Attend as a kind of cache wants it; kinds of whole calls name their recipe, too."
-    own = "sdpa" if mode.endswith("sdpa") else ATTENTION.get(kind.split()[0], "sdpa")
+    own = (
+        "sdpa"
+        if mode.endswith(("sdpa", "compiled"))
+        else ATTENTION.get(kind.split()[0], "sdpa")
+    )
     model.set_attn_implementation(own)
 
 
@@ -464,6 +469,7 @@ WALL = [
     ("turboquant k3v3", "eager"),
     ("turboquant k3v3", "graphs"),
     ("turboquant k3v3", "graphs, sdpa"),
+    ("turboquant k3v3", "graphs, compiled"),
     ("turboquant k3v3", "graphs, cache kept"),
 ]
 
@@ -552,7 +558,7 @@ def wall(model, cache, mode, batch, prompt, new, repeats, held=False):
     room = -(-tokens // 256) * 256
     kept = held or cache == "static" or mode.endswith("kept")
     clean()
-    with noting(row, is_ours(cache)):
+    with noting(row, is_ours(cache)), parts(model, cache, mode) as compiled:
         one = new_cache(model, cache, mode, room) if kept else None
 
         def fresh():
@@ -581,7 +587,21 @@ def wall(model, cache, mode, batch, prompt, new, repeats, held=False):
         row |= middle(batch, [later / (new - 1) for _, later, _ in took])
         row["peak_bytes"] = torch.cuda.max_memory_allocated()
         row |= said(used, "graphs", "bits_per_value")
+        row |= {"compiled": compiled} if compiled else {}
     return row
+
+
+@contextmanager
+def parts(model, cache, mode):
+    "Norms, MLPs and RoPE of steps compiled, in the mode that has them so; what was compiled."
+    if not (is_ours(cache) and mode.endswith("compiled")):
+        yield ""
+        return
+    steps = compile_steps(model)
+    try:
+        yield repr(steps)
+    finally:
+        steps.undo()
 
 
 def merged(taken):

@@ -258,7 +258,8 @@ _PROVED = (
 
 def _settings(model: torch.nn.Module) -> int:
     """What a graph of the model has of it besides the values of its weights: where they are,
-    and the plain attributes of its modules, such as which adapter is active."""
+    the plain attributes of its modules, such as which adapter is active, and who stands for
+    their forward."""
     where = [(x.data_ptr(), x.dtype) for x in (*model.parameters(), *model.buffers())]
     plain = lambda x: (
         isinstance(x, (bool, int, float, str))
@@ -268,7 +269,8 @@ def _settings(model: torch.nn.Module) -> int:
         (name, repr(x)) for m in model.modules() for name, x in m.__dict__.items() if plain(x)
     ]
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
-    return hash((*where, *attributes, *hooks))
+    below = [id(m.__dict__.get("forward")) for m in model.modules() if m is not model]
+    return hash((*where, *attributes, *hooks, *below))
 
 
 @dataclass
