@@ -15,7 +15,7 @@ from fastcore.basics import patch
 from torch import Tensor
 
 from .. import checks
-from .clock import DeviceClock, HostClock, check_states, flags_of
+from .clock import DeviceClock, HostClock, check_states, clock_of, flags_of
 from .exact import Ranges, Tail, _plain, _ring_slots
 from .memory import Memory, Part
 from .packing import TILE
@@ -722,9 +722,7 @@ def state(self: KVStore) -> tuple:  # (tensors, header)
     truncated = [part.memory.truncated_tiles for part in self.parts]
     if any(truncated):
         header["truncated"] = truncated
-    if self.clock.fixed:
-        header["static"] = True
-    return tensors, header | {"d": [self.key.q.d, self.value.q.d]}
+    return tensors, header | self.clock.settings | {"d": [self.key.q.d, self.value.q.d]}
 
 
 def _restore(part, name, tensors):
@@ -748,12 +746,12 @@ def checked_state(tensors: Saved, header: Saved) -> SimpleNamespace:
     """What a store's header says, each number within what a store can have, and memories
     without tensors. Raises ValueError unless the tensors (on the device "meta": their types and
     shapes) are those of such a store, before anything is allocated for them."""
-    header = Saved({"static": False, "truncated": [0, 0]} | header)
+    header = Saved({"truncated": [0, 0]} | header)
     if not {"d", "recipe", "dtype", "batch", "heads", "tile", *_NUMBERS} <= header.keys() or (
         "start" not in tensors
     ):
         raise ValueError("these tensors are not the state of a single store")
-    h = SimpleNamespace(static=header.a("static", bool))
+    h = SimpleNamespace(clock=clock_of(header))
     for name in ("batch", "heads", "tile", "length"):
         setattr(h, name, header.whole(name, name != "length", _FARTHEST))
     for name in ("offset", "_recent_from"):
@@ -762,8 +760,9 @@ def checked_state(tensors: Saved, header: Saved) -> SimpleNamespace:
         raise ValueError(f"offset must be a multiple of the tile {h.tile}, got {h.offset}")
     h.held, h.tiles = h.length - h.offset, math.ceil((h.length - h.offset) / h.tile)
     h.truncated = header.wholes("truncated", 2, 0, h.tiles)
-    if h.static and (h.offset or any(h.truncated) or "end" in tensors):
-        raise ValueError("static must be False where tokens were freed, truncated or ended")
+    past_was_cut = h.offset or any(h.truncated) or "end" in tensors
+    if past_was_cut and (why := h.clock.refuses("a cut past")):
+        raise ValueError(why)
     h.d = header.wholes("d", 2, 1, _WIDEST)
     h.recipe, h.dtype = Recipe.from_json(header["recipe"]), header.one_of("dtype", _DTYPES)
     h.dtype = getattr(torch, h.dtype)
@@ -835,8 +834,8 @@ def from_state(
         device=device,
         max_length=max_length,
         tile=h.tile,
-        static=h.static and max_length is not None,
         inv_freq=tensors.get("inv_freq"),
+        **(HostClock if max_length is None else h.clock).settings,
     )
     if store.recipe != h.recipe:
         raise ValueError(f"recipe must be {store.recipe.to_json()}, got {header['recipe']}")

@@ -394,7 +394,7 @@ class StepRunner:
         store = layer.store
         if layer.max_length is not None and store.length + tokens > layer.max_length:
             return "the cache is full"
-        if layer.static:
+        if layer.clock.fixed:
             return ""
         if layer.is_sliding:
             return "a sliding layer frees tokens; max_length and static=True keep them"

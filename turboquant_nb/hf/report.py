@@ -79,8 +79,7 @@ def _pays_from(layers: list, parts: dict, values: int) -> int | None:
 
 
 def _captured_by(layers: list) -> dict:
-    """What serves captured steps of a static cache: each (answer, why no kernel) that a layer
-    gives."""
+    "What serves captured steps: each (answer, why no kernel) that a layer gives."
     out = {}
     for x in layers:
         for what, answer in x.captured.backends.items():

@@ -1247,7 +1247,7 @@ class Place(NamedTuple):
     first: int  # counted from the first tile
     base: int = 0  # position of the first tile's first token
     limit: int = 2**31 - 1  # tokens that there is room for, where the device counts
-    static: bool = False  # does it?
+    on_device: bool = False  # does it?
 
 
 def _launch_long(
@@ -1262,7 +1262,7 @@ def _launch_long(
     config: tuple | None = None,
 ) -> None:
     "Code k and v into whole and partial tiles."
-    (key, value), (first, base, limit, static) = targets, place
+    (key, value), (first, base, limit, on_device) = targets, place
     (b, h, n, d), tile = k.shape, key.scale.shape[3]
     rows = tile // 4
     parts, rope = max(key.rotation.count, value.rotation.count), key.rope
@@ -1272,7 +1272,7 @@ def _launch_long(
     named = dict(
         COS_SIN=key.cos_sin if rope else flags,
         START=key.start if rope else flags,
-        POSITION=position if static else flags,
+        POSITION=position if on_device else flags,
         FLAG=flags,
         heads=h,
         first=first,
@@ -1284,7 +1284,7 @@ def _launch_long(
         VC=consts[1],
         R=rows,
         M=m,
-        STATIC=static,
+        STATIC=on_device,
         WIDE=_wide(k.device),
     )
 
@@ -1297,14 +1297,16 @@ def _launch_long(
         parts > 1 or consts[0].SLICED or consts[1].SLICED or rows % m
     ):  # one program for each tile
         touched = (
-            -(-(n - 1) // tile) + 1 if static else (first + n - 1) // tile - first // tile + 1
+            -(-(n - 1) // tile) + 1
+            if on_device
+            else (first + n - 1) // tile - first // tile + 1
         )
         return launch(touched, 1, False)
-    whole = n // tile if static else (first + n) // tile - -(-first // tile)
+    whole = n // tile if on_device else (first + n) // tile - -(-first // tile)
     if whole > 0:
         each = max(1, min(16, whole * blocks * b * h // (6 * processors)))
         launch(-(-whole // each), each, True)
-    if static or first % tile or (first + n) % tile:
+    if on_device or first % tile or (first + n) % tile:
         launch(2, 0, False)
 
 # %% ../../nbs/40_encode.ipynb #db5d94f5
@@ -1512,9 +1514,9 @@ class _AppendPlan:
         for what is not needed). Returns the compiled kernel, its grid and its
         arguments, all of them numbers, or None where Triton looked at tensors."""
         (b, h, n, _), (key, value), (cut, cut_value) = k.shape, sides, truncated
-        first, base, limit, static = place
+        first, base, limit, on_device = place
         k_at, v_at, ks, vs = k.data_ptr(), v.data_ptr(), k.stride(), v.stride()
-        name = n, ks, vs, k_at % 16, v_at % 16, static
+        name = n, ks, vs, k_at % 16, v_at % 16, on_device
         ready = self.ready.get(name)
         if ready is None:
             one, two, shared = (
@@ -1541,7 +1543,7 @@ class _AppendPlan:
             tiles,
             limit,
             *self.fixed,
-            static,
+            on_device,
             self.wide,
         )
         grid = (h * -(-rows // self.rows), 2, 1)  # each head has programs of its own
@@ -1888,7 +1890,7 @@ def _code_long(sides, start, position, flags, cos_sin, max_length):
             )
         )
     k, v = (s.x for s in sides)
-    place = Place(0, limit=max_length, static=True)
+    place = Place(0, limit=max_length, on_device=True)
     _launch_long(k, v, to, plan.constants, place, flags, position)
 
 # %% ../../nbs/40_encode.ipynb #e6c43390
@@ -1908,7 +1910,7 @@ def _append_at(*operands):
         new.flags,
     )
     plan = _plan_of_sides(sides, new.rope_table)
-    place = Place(0, limit=new.max_length, static=True)
+    place = Place(0, limit=new.max_length, on_device=True)
     plan.launch(k, v, (new.key, new.value), (0, 0), numbers, place)
 
 
@@ -1963,7 +1965,7 @@ def append(
     numbers = store.start, cos_sin, position, flags
     place = Place(at, store.offset)
     if store.clock.fixed:
-        place = Place(0, limit=store.max_length, static=True)
+        place = Place(0, limit=store.max_length, on_device=True)
     launched = plan.launch(k, v, tensors, truncated, numbers, place)
     if launched and store.recipe.decay is None:
         store.memo["append"] = _Again(store, k, v, launched)

@@ -211,9 +211,10 @@ class Codebook:
     def encode(self, x: Tensor, check_finite: bool = True) -> Tensor:
         """x [...] float -> uint8 codes [...], the lower level on an exact tie. ValueError for
         NaN or Inf (unless `check_finite=False`) or another device."""
-        x = checks.device(checks.floats(x, "x"), "x", self.levels.device, "the codebook").detach()
+        checks.device(checks.floats(x, "x"), "x", self.levels.device, "the codebook")
         if check_finite:
             checks.finite(x, "x")
+        x = x.detach()
         if x.device.type == "cpu" and self.bits <= 4:
             return _count_edges(x, self.edges)
         return torch.bucketize(x.float(), self.edges, out_int32=True).to(torch.uint8)
