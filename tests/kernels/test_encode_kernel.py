@@ -18,7 +18,7 @@ import triton.language as tl
 
 from tests.helpers import SLOW, covering_pairs
 from turboquant_nb.cache.clock import AppendOperands
-from turboquant_nb.cache.store import angles, append_by_host, row_tensors
+from turboquant_nb.cache.store import angles, append_by_host, row_tensors, tables_of
 from turboquant_nb.kernels import encode as kernel
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 from turboquant_nb.cache.packing import pack, unpack
@@ -346,14 +346,14 @@ def test_where_the_device_counts(center, lengths):
     for add in (kernel.append, captured, *compiled):
         store = make(True)
         places = [
-            t.data_ptr() for t in (*row_tensors(store), store.clock.position, *store.tables())
+            t.data_ptr() for t in (*row_tensors(store), store.clock.position, *tables_of(store))
         ]
         store.set_range(start=torch.tensor([0, 3]))
         for k, v in parts:
             add(store, k, v)
         assert store.sync() == int(store.clock.position) == plain.length
         assert places == [
-            t.data_ptr() for t in (*row_tensors(store), store.clock.position, *store.tables())
+            t.data_ptr() for t in (*row_tensors(store), store.clock.position, *tables_of(store))
         ]
         agree(
             store, other if add is kernel.append else plain, parts

@@ -13,7 +13,7 @@ from ..files import Saved, read_file, write_file
 from .cache import TurboQuantCache, TurboQuantLayer
 from .model_info import _recipes_from_json, _recipes_to_json
 from ..cache.clock import HostClock, clock_of
-from ..cache.store import FORMAT, KVStore
+from ..cache.disk import FORMAT, KVStore, state_of, store_of
 
 # %% ../../nbs/54_archive.ipynb #01c9b8c8
 def _facts(cache: TurboQuantCache) -> dict:
@@ -41,7 +41,7 @@ def states(
         "facts": _facts(self),
         "recipe": _recipes_to_json(self.recipes),
     }
-    states = [layer.store.state() for layer in self.layers]
+    states = [state_of(layer.store) for layer in self.layers]
     return states, about | {"layers": [h for _, h in states]}
 
 
@@ -133,7 +133,7 @@ def from_states(
     cache = cls(model_or_config, recipes, max_length=max_length, **clock.settings)
     for layer, tensors, h in zip(cache.layers, states, stores):
         length = None if layer.is_sliding and not clock.fixed else max_length
-        store = KVStore.from_state(tensors, h, device, length)
+        store = store_of(tensors, h, device, length)
         rope = None if store.cos_sin is None else store.cos_sin.inv_freq
         if rope is not None and not _same_rope(rope, layer.inv_freq):
             raise ValueError(
