@@ -8,7 +8,7 @@ _HOME = {
     "Recipe": "quant.quantizer",
     "Spec": "quant.quantizer",
     "preset": "quant.quantizer",
-    "KVStore": "cache.store",
+    "KVStore": "cache.disk",
     "attend": "kernels.ops",  # the one that chooses a backend
     "load_calibration": "quant.calibration",
     "calibrate": "calibration.fit",

@@ -178,10 +178,14 @@ def coded_at_once(case: Bulk, config=None):
     )
     make_room(store, n)
     mean = None if center == "none" else torch.randn(b, h, 1, d, device=DEVICE).bfloat16()
-    to = kernel.target(store.key, mean, store), kernel.target(store.value)
     k, v = states(b, h, n, d, dtype, 0), states(b, h, n, d, dtype, 1)
     flags = torch.zeros(4, dtype=torch.int32, device=DEVICE)
-    return store, k, v, partial(kernel.encode_append, k, v, *to, 0, flags, config=config)
+    return (
+        store,
+        k,
+        v,
+        partial(kernel.encode_append, store, k, v, 0, (mean, None), flags, config),
+    )
 
 
 def small(case: Bulk, config=None):

@@ -115,15 +115,14 @@ def coding_rows(d, seconds, tokens=16384):
         )
         encode.append(store, k[:, :, :256], v[:, :, :256])
         store.cos_sin.reach(tokens)
-        means = [s.mean for s in (store.key, store.value)]
         store.length = (
             tokens  # as after a long append: the table of cosines and sines is as long
         )
-        to = [encode.target(s, m, store) for s, m in zip((store.key, store.value), means)]
         flags = torch.zeros(4, dtype=torch.int32, device="cuda")
         what = dict(unit="us", codes=codes_of(rotation), d=d, batch=8, heads=8)
         long = kernel_times(
-            lambda to=to, flags=flags: encode.encode_append(k, v, *to, 0, flags), seconds
+            lambda store=store, flags=flags: encode.encode_append(store, k, v, 0, None, flags),
+            seconds,
         )
         yield what | dict(what="coding", tokens=tokens, n=1) | long
         yield (

@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from turboquant_nb.apps import search
-from turboquant_nb.cache.store import KVStore
+from turboquant_nb.cache.disk import KVStore
 from turboquant_nb.calibration import fit, fold, sensitivity
 from turboquant_nb.cli import chat
 from turboquant_nb.esm import transform

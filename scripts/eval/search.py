@@ -16,7 +16,7 @@ import torch
 from eval.windows import Windows, add_match, add_options
 from plan import Plan
 
-from turboquant_nb.cache.store import KVStore
+from turboquant_nb.cache.store import KVStore, tables_of
 from turboquant_nb.theory.centre import prompt_mean, shared_cos_sin
 from turboquant_nb.evaluation.candidates import as_candidate
 from turboquant_nb.evaluation.pairs import PairLayer
@@ -133,7 +133,7 @@ def stored_bits(model, r, tokens, transformed=False):
     tables = {
         t.data_ptr(): t.nbytes
         for store in stores.values()
-        for t in store.tables()
+        for t in tables_of(store)
         if t.dtype != torch.float16
     }
     angles = tokens * sum(

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from turboquant_nb.cache.attention import attend, dense_attention
+from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.cache.memory import Part
-from turboquant_nb.cache.store import KVStore
+from turboquant_nb.cache.store import KVStore, expected_nbytes
 from turboquant_nb.testing import same
 from tests.helpers import recording
 
@@ -33,7 +34,7 @@ def test_freed_tiles_of_a_bounded_store_stay_allocated():
     assert (
         store.offset == 16
         and store.capacity == before
-        and store.nbytes == store.expected_nbytes()
+        and store.nbytes == expected_nbytes(store)
     )
     for a, b in zip(store.read(), want):
         same(a, b.contiguous())
@@ -192,13 +193,13 @@ def test_the_counter_among_the_flags_is_no_flag():
 def test_tensors_without_their_start_or_header_are_no_store():
     store = KVStore(Recipe(), 1, 1, 8)
     store.append(*(x[:1, :1] for x in states(9)))
-    tensors, header = store.state()
+    tensors, header = state_of(store)
     for t, h in (
         ({n: x for n, x in tensors.items() if n != "start"}, header),
         (tensors, {n: x for n, x in header.items() if n != "d"}),
     ):
         with pytest.raises(ValueError, match="not the state of a single store"):
-            KVStore.from_state(t, h)
+            store_of(t, h)
 
 
 def test_a_store_that_lost_all_has_whole_tiles_again():
@@ -209,7 +210,7 @@ def test_a_store_that_lost_all_has_whole_tiles_again():
         store.crop(crop)
         assert (
             store.key.memory.truncated_tiles == store.value.memory.truncated_tiles == left
-            and store.nbytes == store.expected_nbytes()
+            and store.nbytes == expected_nbytes(store)
         )
 
 
@@ -256,7 +257,7 @@ ASKING = dict(
     read=lambda s: s.read()[0].shape[2],
     append=lambda s: s.append(*states(1)) or s.length - 1,
     crop=lambda s: s.crop(1) or s.length + 1,
-    state=lambda s: s.state()[1]["length"],
+    state=lambda s: state_of(s)[1]["length"],
     set_range=lambda s: s.set_range(start=0) or s.length,
     attend=lambda s: attend(torch.ones(2, 2, 23, 8), s)[0].shape[2],
 )
@@ -441,17 +442,17 @@ def test_the_first_chunk_of_any_length_has_its_mean(center, tokens):
 def test_a_file_says_what_it_lacks_or_has_instead():
     store = KVStore(Recipe(), 1, 1, 8)
     store.append(*(x[:1, :1] for x in states(9)))
-    tensors, header = store.state()
+    tensors, header = state_of(store)
     with pytest.raises(
         ValueError, match="value.scale must be torch.float16 of shape .*, got nothing"
     ):
-        KVStore.from_state({n: t for n, t in tensors.items() if n != "value.scale"}, header)
+        store_of({n: t for n, t in tensors.items() if n != "value.scale"}, header)
     with pytest.raises(
         ValueError,
         match=r"value.scale must be torch.float16 of shape .*, got torch.float32 of shape "
         r"\(1, 1, 1, 256\)",
     ):
-        KVStore.from_state(tensors | {"value.scale": tensors["value.scale"].float()}, header)
+        store_of(tensors | {"value.scale": tensors["value.scale"].float()}, header)
 
 
 def test_each_query_reads_its_own_recent_tokens_exactly():

@@ -10,6 +10,7 @@ import torch
 
 from turboquant_nb.cache.clock import flags_of
 from turboquant_nb.cache import attention, gather
+from turboquant_nb.cache.disk import state_of
 from turboquant_nb.cache.packing import Layout, pack, unpack
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.quant.quantizer import Recipe, Spec, scalar_codebook
@@ -301,13 +302,13 @@ def test_what_is_unusual_is_left_to_the_store(spoil, side):
     "Zero vectors, and what must be refused: nothing has changed."
     store = KVStore(Recipe(), 1, 2, 64)
     store.append(*torch.randn(2, 1, 2, 255, 64))
-    states, before = torch.randn(2, 1, 2, 1, 64), store.state()[0]
+    states, before = torch.randn(2, 1, 2, 1, 64), state_of(store)[0]
     before = {name: t.clone() for name, t in before.items()}
     spoil(states[side])
     if side == 0 and not states[0].any():
         states[0] += store.key.mean.float()  # centred, they are zero
     assert not gather.append(store, *states) and store.length == 255
-    assert all(torch.equal(t, before[name]) for name, t in store.state()[0].items())
+    assert all(torch.equal(t, before[name]) for name, t in state_of(store)[0].items())
 
 
 def test_stores_whose_token_takes_the_long_way():
@@ -404,7 +405,7 @@ def test_tokens_of_all_layers_together_have_the_bits_of_each(dtype):
 @pytest.mark.parametrize(
     "use",
     [
-        lambda s, new: s.state(),
+        lambda s, new: state_of(s),
         lambda s, new: s.read(),
         lambda s, new: s.coded("key", s.length - 1, s.length),
         lambda s, new: s.select(torch.tensor([1, 0])),
@@ -482,10 +483,10 @@ def test_a_step_does_not_read_codes_that_are_not_there():
 @pytest.mark.parametrize("side", (0, 1))
 def test_what_may_be_refused_is_not_taken_before_it_is_coded(spoil, side):
     (store, *_), _, new = some_layers()
-    states, before = new(), {name: t.clone() for name, t in store.state()[0].items()}
+    states, before = new(), {name: t.clone() for name, t in state_of(store)[0].items()}
     spoil(states[side])
     assert not gather.append_later(store, *states) and store.length == 250 and not store.uncoded
-    assert all(torch.equal(t, before[name]) for name, t in store.state()[0].items())
+    assert all(torch.equal(t, before[name]) for name, t in state_of(store)[0].items())
     assert not gather.append_later(KVStore(Recipe(recent=0), 2, 3, 64), *new()), (
         "no ring would hold it"
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from turboquant_nb.cache.store import KVStore
+from turboquant_nb.cache.disk import KVStore, state_of, store_of
 from turboquant_nb.files import read_file, write_file
 from turboquant_nb.quant.quantizer import Recipe, Spec
 
@@ -233,5 +233,5 @@ def test_a_refused_file_leaves_store_and_file(name, what, tmp_path: Path):
         KVStore.load(path)
     assert digest(store) == before and path.read_bytes() == data
     with pytest.raises(ValueError, match="tokens are held"):
-        KVStore.from_state(*store.state(), max_length=3)
+        store_of(*state_of(store), max_length=3)
     assert digest(store) == before

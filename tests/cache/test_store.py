@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from tests.helpers import SLOW, recording
-from turboquant_nb.cache.store import row_tensors
+from turboquant_nb.cache.store import bytes_by_kind, expected_nbytes, row_tensors, tables_of
 from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec, channel_bits, decode, preset
 from turboquant_nb.files import read_file, write_file
 from turboquant_nb.quant.mixed_precision import make_quantizer
@@ -24,7 +24,7 @@ from turboquant_nb.theory.centre import prompt_mean
 from turboquant_nb.theory.rates import truncate
 from turboquant_nb.cache.exact import ExactTokens, Ranges
 from turboquant_nb.cache.memory import Part
-from turboquant_nb.cache.store import FORMAT, KVStore
+from turboquant_nb.cache.disk import FORMAT, KVStore, state_of, store_of
 from turboquant_nb.testing import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -191,8 +191,8 @@ class Dense:
 
 
 def check(store, dense):
-    assert store.length == dense.length and store.nbytes == store.expected_nbytes() == sum(
-        store.bytes_by_kind().values()
+    assert store.length == dense.length and store.nbytes == expected_nbytes(store) == sum(
+        bytes_by_kind(store).values()
     )
     got, want = store.read(), dense.read(store.offset)
     real = (torch.arange(store.offset, store.length) >= store.start[:, None])[
@@ -355,7 +355,7 @@ def test_random_operation_sequences(block, tmp_path):
                 store.save(tmp_path / "s")
                 store = KVStore.load(tmp_path / "s", max_length=store.max_length)
             elif what == "state":
-                store = KVStore.from_state(*store.state(), max_length=store.max_length)
+                store = store_of(*state_of(store), max_length=store.max_length)
             elif what == "to":
                 store.to("cpu")
             elif what == "copy":
@@ -460,8 +460,8 @@ def test_one_table_for_all_stores():
     a.append(*states(a, 700))
     a.read()
     assert len(a.rope_table) == 768  # whole tiles; reading takes no room for more
-    assert [t.shape[0] for t in a.tables()[:2]] == [3, 768] and [
-        t.shape[0] for t in b.tables()[:2]
+    assert [t.shape[0] for t in tables_of(a)[:2]] == [3, 768] and [
+        t.shape[0] for t in tables_of(b)[:2]
     ] == [3, 0]  # each counts what it needs
     assert (
         a.rope_table is b.rope_table
@@ -475,7 +475,7 @@ def test_one_table_for_all_stores():
         and fixed.rope_table is held
         and len(held) == 50
     )
-    pointers = [t.data_ptr() for t in a.tables()]
+    pointers = [t.data_ptr() for t in tables_of(a)]
     assert a.rope_table.data_ptr() in pointers and a.cos_sin.inv_freq.data_ptr() in pointers
     b.append(*states(b, 1))
     for t in range(0, 700, 99):
@@ -498,9 +498,9 @@ def test_a_pre_rope_mean_to_file_and_back(tmp_path):
         s.append(*states(s, 9, seed=3))
     for a, b in zip(again.read(), store.read()):
         same(a, b)
-    tensors, header = store.state()
+    tensors, header = state_of(store)
     with pytest.raises(ValueError, match="inv_freq"):
-        KVStore.from_state({n: t for n, t in tensors.items() if n != "inv_freq"}, header)
+        store_of({n: t for n, t in tensors.items() if n != "inv_freq"}, header)
 
 
 def test_inv_freq_is_refused():
@@ -583,7 +583,7 @@ def test_where_the_device_counts(recipe, padding):
         store = make(recipe, tile=16, max_length=90, static=True, inv_freq=FREQ)
         held = [
             t.data_ptr()
-            for t in (*row_tensors(store), store.clock.position, store.flags, *store.tables())
+            for t in (*row_tensors(store), store.clock.position, store.flags, *tables_of(store))
         ]
         for s in (store, plain):
             s.crop(s.length)
@@ -595,7 +595,7 @@ def test_where_the_device_counts(recipe, padding):
             assert int(store.clock.position) == plain.length
         assert (
             store.sync() == store.length == plain.length
-            and store.nbytes == store.expected_nbytes() == plain.nbytes + 4 + 24
+            and store.nbytes == expected_nbytes(store) == plain.nbytes + 4 + 24
         )
         real = (torch.arange(plain.length) >= plain.start[:, None])[:, None, :, None]
         for a, b in zip(store.read(), plain.read()):
@@ -604,7 +604,7 @@ def test_where_the_device_counts(recipe, padding):
             )  # the mean of padded rows is summed in another order
         assert held == [
             t.data_ptr()
-            for t in (*row_tensors(store), store.clock.position, store.flags, *store.tables())
+            for t in (*row_tensors(store), store.clock.position, store.flags, *tables_of(store))
         ]
 
 
@@ -663,8 +663,8 @@ def test_static_refuses():
 def test_static_to_file_and_back():
     store = make(max_length=40, static=True)
     captured(store, *states(store, 10))
-    assert not KVStore.from_state(*store.state()).clock.fixed
-    again = KVStore.from_state(*store.state(), max_length=40)
+    assert not store_of(*state_of(store)).clock.fixed
+    again = store_of(*state_of(store), max_length=40)
     assert again.clock.fixed and int(again.clock.position) == again.length == 10
     for s in (store, again):
         captured(s, *states(s, 4, seed=1))
@@ -757,7 +757,7 @@ def test_set_range_refuses():
     store.set_range(end=torch.tensor([3, 6]))
     assert (
         store.nbytes
-        == store.expected_nbytes()
+        == expected_nbytes(store)
         == before["start"].nbytes * 2 + make_bytes(before)
     )
     with pytest.raises(ValueError, match="ends"):
@@ -818,7 +818,7 @@ def test_evict_frees_bytes():
     assert (
         store.offset == 96
         and store.nbytes < before * 0.6
-        and store.nbytes == store.expected_nbytes()
+        and store.nbytes == expected_nbytes(store)
     )
     for a, b in zip(store.read(), want):
         same(a, b.contiguous())
@@ -832,7 +832,7 @@ def test_evict_frees_bytes():
     for _ in range(50):  # a sliding window for ever: bounded memory
         store.append(*states(store, 9))
         store.evict(store.length - 40)
-    assert store.capacity <= 80 and store.nbytes == store.expected_nbytes()
+    assert store.capacity <= 80 and store.nbytes == expected_nbytes(store)
 
 
 @pytest.mark.parametrize(
@@ -843,7 +843,7 @@ def test_bits_per_value_at_2048_tokens(preset, limit):
     layer shared by 30, d = 64."""
     store = KVStore(preset, 1, 3, 64)
     store.append(*states(store, 2048))
-    shared = sum({t.data_ptr(): t.nbytes for t in store.tables()}.values()) / 30
+    shared = sum({t.data_ptr(): t.nbytes for t in tables_of(store)}.values()) / 30
     assert 8 * (store.nbytes + shared) / (2048 * 3 * 128) <= limit
     assert store.bits_per_value() > int(preset[1])
 
@@ -897,8 +897,8 @@ def test_bytes_of_every_kind():
     ):  # groups of odd size pay half a slot per bit plane
         store = make(Recipe(spec, spec, sinks=0, recent=0), 1, 1, 16, tile=64)
         store.append(*states(store, 128))
-        assert store.nbytes - 8 == 2 * 128 * per_token // 8 == store.expected_nbytes() - 8, spec
-        parts = store.bytes_by_kind()
+        assert store.nbytes - 8 == 2 * 128 * per_token // 8 == expected_nbytes(store) - 8, spec
+        parts = bytes_by_kind(store)
         if spec.residual == "qjl":
             assert parts["signs"] == 2 * 128 * 2 and parts["residual_norm"] == parts["scale"]
 
@@ -923,7 +923,7 @@ def test_decay_frees_exactly_one_bit_per_value():
         store.decay(130)
         assert (
             before - store.nbytes == 2 * 3 * 128 * 16 * freed / 8
-            and store.nbytes == store.expected_nbytes()
+            and store.nbytes == expected_nbytes(store)
         )
         held = sum(
             {
@@ -951,10 +951,9 @@ def test_decay_by_recipe_does_not_depend_on_the_chunks():
         at = 20
         for n in sizes[1:] or [130]:
             store.append(k[:, :, at : at + n], v[:, :, at : at + n])
-            assert (
-                store.key.memory.truncated_tiles == max(0, (at + n - 30) // 16)
-                and store.nbytes == store.expected_nbytes()
-            )
+            assert store.key.memory.truncated_tiles == max(
+                0, (at + n - 30) // 16
+            ) and store.nbytes == expected_nbytes(store)
             at += n
         stores.append(store.read())
     for other in stores[1:]:
@@ -975,11 +974,11 @@ def test_decay_with_padding_found_late_and_with_eviction():
     want = early.read(32)
     for store in (early, late):
         store.evict(35)
-        assert store.key.memory.truncated_tiles == 2 and store.nbytes == store.expected_nbytes()
+        assert store.key.memory.truncated_tiles == 2 and store.nbytes == expected_nbytes(store)
         for a, b in zip(store.read(), want):
             same(a, b)
         store.evict(57)
-        assert store.key.memory.truncated_tiles == 0 and store.nbytes == store.expected_nbytes()
+        assert store.key.memory.truncated_tiles == 0 and store.nbytes == expected_nbytes(store)
         store.append(k[:, :, :30], v[:, :, :30])
         assert store.key.memory.truncated_tiles == 3
 
@@ -1009,7 +1008,7 @@ def test_files_from_before_these_fields(tmp_path):
     decayed loads bit for bit."""
     store = make("k3v3", tile=16)
     store.append(*states(store, 40))
-    tensors, header = store.state()
+    tensors, header = state_of(store)
     recipe = json.loads(header["recipe"])
     for side in ("key", "value"):
         del recipe[side]["residual"]
@@ -1019,12 +1018,12 @@ def test_files_from_before_these_fields(tmp_path):
     for a, b in zip(KVStore.load(tmp_path / "old").read(), store.read()):
         same(a, b)
     store.decay(20)
-    tensors, header = store.state()
+    tensors, header = state_of(store)
     assert header["truncated"] == [1, 1]
     for wrong in ([0, 1], [2, 1], [9, 9]):
         with pytest.raises(ValueError, match="plane1 must be|truncated.0. must be"):
-            KVStore.from_state(tensors, header | {"truncated": wrong})
-    again = KVStore.from_state(tensors, header)
+            store_of(tensors, header | {"truncated": wrong})
+    again = store_of(tensors, header)
     for s in (store, again):
         s.append(*states(s, 3, seed=8))
         s.to("cpu")
@@ -1131,7 +1130,7 @@ def test_positions_are_integers():
 def test_layers_share_their_tables(spec, device):
     "Thirty stores hold the tensors of one, on any device; truncating one changes no other."
     stores = [KVStore(Recipe(spec, Spec(4)), 1, 2, 8, device=device) for _ in range(30)]
-    ids = {tuple(map(id, s.tables())) for s in stores}
+    ids = {tuple(map(id, tables_of(s))) for s in stores}
     assert len(ids) == 1
     if device == "cpu" and spec.residual != "qjl":
         first, second = stores[:2]
@@ -1142,11 +1141,11 @@ def test_layers_share_their_tables(spec, device):
         third = make(Recipe(spec, Spec(4)), 1)
         third.append(*states(third, 600))
         third.decay(300)
-        assert tuple(map(id, first.tables())) == tuple(map(id, third.tables()))
+        assert tuple(map(id, tables_of(first))) == tuple(map(id, tables_of(third)))
         second.to("cpu")
-        assert tuple(map(id, second.tables())) in ids
+        assert tuple(map(id, tables_of(second))) in ids
         other = copy.deepcopy(second)
-        assert tuple(map(id, other.tables())) in ids and not {
+        assert tuple(map(id, tables_of(other))) in ids and not {
             t.data_ptr() for t in row_tensors(other)
         } & {t.data_ptr() for t in row_tensors(second)}
 
@@ -1163,7 +1162,7 @@ def test_tables_hold_every_tensor_of_a_quantizer():
         store.append(*states(store, 40))
         if spec.residual != "qjl":
             store.decay(20)
-        tables = {t.data_ptr() for t in store.tables()}
+        tables = {t.data_ptr() for t in tables_of(store)}
         q = store.key.q
         inside = [
             q.rotation.matrix,
@@ -1311,7 +1310,7 @@ def test_inference_mode_then_no_grad():
     with torch.inference_mode():
         store.append(k[:, :, :1], v[:, :, :1])
     store.append(k[:, :, :1].clone(), v[:, :, :1].clone())
-    assert store.length == 16 and store.nbytes == store.expected_nbytes()
+    assert store.length == 16 and store.nbytes == expected_nbytes(store)
 
 
 # --- files

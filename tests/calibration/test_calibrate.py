@@ -36,7 +36,7 @@ from turboquant_nb.quant.calibration import load_calibration, save_calibration
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec, as_recipe, decode, encode
 from turboquant_nb.hf.storage import load_compressed, save_compressed
-from turboquant_nb.cache.store import KVStore
+from turboquant_nb.cache.disk import KVStore, state_of
 from turboquant_nb.testing import same
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
@@ -796,6 +796,7 @@ import torch
 torch.set_num_threads(1)
 from pathlib import Path
 from turboquant_nb.cache import memory, store
+from turboquant_nb.cache.disk import state_of
 from turboquant_nb.theory import transforms
 from turboquant_nb.quant.calibration import load_calibration
 from turboquant_nb.hf import TurboQuantCache
@@ -812,7 +813,7 @@ for file in sorted(here.glob("*.saved")):
     for x in [layer.store for layer in got.layers] if cache else [got]:
         k, v = (torch.linspace(-3, 2, x.batch * x.heads * 5 * s.q.d).sin().view(x.batch, x.heads, 5, -1).to(x.dtype) for s in (x.key, x.value))
         x.append(k, v)
-    out[file.name] = [t for x in (got.layers if cache else [got]) for t in (*(x.store if cache else x).read(), *(x.store if cache else x).state()[0].values())]
+    out[file.name] = [t for x in (got.layers if cache else [got]) for t in (*(x.store if cache else x).read(), *state_of(x.store if cache else x)[0].values())]
 transforms._registered.clear()
 memory._shared.cache_clear()
 try:
@@ -868,7 +869,7 @@ def written(folder):
                     for side in (s.key, s.value)
                 )
             )
-        tensors = [t.clone() for s in stores for t in (*s.read(), *s.state()[0].values())]
+        tensors = [t.clone() for s in stores for t in (*s.read(), *state_of(s)[0].values())]
         out |= {f"{name}{kind}.saved": tensors for kind in ("", "-compressed")[: 1 + SQUEEZES]}
     return model, found, out
 

@@ -10,6 +10,7 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from turboquant_nb import cli
+from turboquant_nb.cache.disk import state_of
 from turboquant_nb.cli import demo as demos
 from turboquant_nb.cli.generate import common_prefix
 from turboquant_nb.evaluation.models import load_model, sample_text
@@ -121,7 +122,7 @@ def test_fed_states_equal_a_prefill_through_the_cache(tiny, attention):
         fed = demos.filled(model, prompt, name)
         assert int(logits[0, -1].argmax()) == demos.first_token(prompt)
         for a, b in zip(fed.layers, through.layers):
-            (x, h), (y, g) = a.store.state(), b.store.state()
+            (x, h), (y, g) = state_of(a.store), state_of(b.store)
             assert h == g and x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
 
 

@@ -35,7 +35,7 @@ from turboquant_nb.evaluation.tasks import (
 )
 from turboquant_nb.evaluation.models import embedded_path, load_model
 from turboquant_nb.quant.quantizer import Recipe, Spec
-from turboquant_nb.cache.store import KVStore
+from turboquant_nb.cache.store import KVStore, tables_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZE = dict(
@@ -264,7 +264,7 @@ def test_bits_are_those_of_the_tensors(llama):
     for n in (200, 99):
         store.append(*torch.randn(2, 1, 2, n, 32).bfloat16())
     shared = sum(
-        {t.data_ptr(): t.nbytes for t in store.tables()}.values()
+        {t.data_ptr(): t.nbytes for t in tables_of(store)}.values()
     )  # by all layers, K and V
     want = 8 * (3 * store.nbytes + shared) / (3 * 2 * 2 * 32 * 299)
     assert math.isclose(got, want, rel_tol=1e-9)

@@ -14,6 +14,8 @@ import torch
 from transformers import LlamaConfig
 
 from turboquant_nb import KVStore, Recipe, Spec, TurboQuantCache, attend, preset
+from turboquant_nb.cache.disk import state_of
+from turboquant_nb.hf.graphs import counted_by_device
 
 D, HEADS, GROUP = 32, 2, 2
 ANGLES = 10000.0 ** (-torch.arange(0, D, 2) / D)
@@ -129,7 +131,7 @@ def static(make, s):
     store, n = make(), s.shape[3]
     parts = [*s.cut(n - 2, 1, 1)]
     store.append(*parts[0])
-    store = store.as_static(512)
+    store = counted_by_device(store, 512)
     for k, v in parts[1:]:
         store.append(k, v)
     return store, {}
@@ -230,7 +232,7 @@ def of_store(recipe, path, backend="", tokens=80):
         out |= {"keys": keys, "values": values}
         if backend:
             out |= attended(store, s, backend)
-        return store.state()[0], out, store.nbytes
+        return state_of(store)[0], out, store.nbytes
 
     return run, tokens
 

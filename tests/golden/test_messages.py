@@ -10,6 +10,7 @@ CAP = "keys with a centre cannot have a soft cap: it would cap scores without th
 MEANS = "keys with a centre cannot have a soft cap: leave the calibration's means out"
 WAITS = "static=True does not serve a QJL residual: its coding waits for the device"
 _LEAST = 'cli/app says it for every number that has a least: "{} must be at least {}, got {}"'
+_PLAN = "of the target of an encode, which is no object any more"
 GONE: dict[str, str] = {
     "{} has format {}, this version reads {}: {}": "no format of before is read or explained",
     "{}.{} must be {} of shape {}, got {}": "by one name that holds both: key.plane0",
@@ -45,6 +46,16 @@ GONE: dict[str, str] = {
     "start must have shape [{}], got {}": "said by `files.Saved`, as of any tensor of a file",
     "this model is wrapped already; undo() gives it back": "two may take turns now",
     "coded must hold signs and residual_norm; it comes from prod_encode": "from `SketchedCode`",
+    # targets were put together by hand; a store's own tensors are what its plan takes
+    "a pre-RoPE mean of {} needs mean and start, {} positions": _PLAN,
+    "a transform of {} must be of {} heads, got {}": _PLAN,
+    "planes of {} must have shapes {}, got {}": _PLAN,
+    "scale and rotation of {} must fit {}": _PLAN,
+    "tensors of {} must be contiguous and on {}": _PLAN,
+    "the mean of {} must have shape {}, got {}": _PLAN,
+    "encode_append needs Triton: pip install 'turboquant-nb[triton]'": "by `encode.refuses`",
+    "k and v must be {}, got {} and {}": "by `clock.check_states`",
+    "{} must be bfloat16, float16 or float32, got {}": "by `clock.check_states`",
     "--threads must be at least 1, got 0": _LEAST,
     "--batch must be at least 1, got {}": _LEAST,
     "--apart must be at least 1, got {}": _LEAST,

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 
-from turboquant_nb.cache.store import KVStore
+from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.files import write_file
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.hf.storage import load_compressed, save_compressed
@@ -90,20 +90,20 @@ def test_a_cache_comes_back_with_its_bits_and_the_room_that_is_asked_for(
 )
 def test_a_header_cannot_ask_for_more_memory_than_the_file_holds(name, value, why):
     "160 kB asked for 13 GB by `max_length`: loading allocates for the tokens that are there."
-    tensors, header = filled().layers[0].store.state()
+    tensors, header = state_of(filled().layers[0].store)
     if name == "recipe":
         value = json.dumps(json.loads(header["recipe"]) | value)
     size = sum(t.nbytes for t in tensors.values())
     with Allocations() as made:
         if why:
             with pytest.raises(ValueError, match=why):
-                KVStore.from_state(tensors, header | {name: value})
+                store_of(tensors, header | {name: value})
         elif name == "max_length":
-            store = KVStore.from_state(tensors, header | {name: value})
+            store = store_of(tensors, header | {name: value})
             assert store.max_length is None and store.nbytes <= size
         else:
             with pytest.raises(ValueError):
-                KVStore.from_state(tensors, header | {name: value})
+                store_of(tensors, header | {name: value})
     assert made.largest <= 2 * size
 
 

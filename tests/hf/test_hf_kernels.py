@@ -25,6 +25,7 @@ from tests.helpers import (
     tiny,
 )
 from turboquant_nb.kernels import ops
+from turboquant_nb.cache.disk import state_of
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.hf import attention as hf_attention
 from turboquant_nb.quant.quantizer import Recipe, Spec
@@ -126,7 +127,7 @@ def known(cache):
     return layers, [
         None
         if x.store is None
-        else (x.store.length, [t.clone() for t in x.store.state()[0].values()])
+        else (x.store.length, [t.clone() for t in state_of(x.store)[0].values()])
         for x in cache.layers
     ]
 

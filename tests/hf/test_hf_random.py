@@ -26,7 +26,7 @@ from turboquant_nb.hf.cache import STEPS
 from turboquant_nb.quant.mixed_precision import make_quantizer
 from turboquant_nb.quant.quantizer import Coded, Recipe, Spec, decode
 from turboquant_nb.cache.memory import TruncatedCode
-from turboquant_nb.cache.store import KVStore
+from turboquant_nb.cache.store import KVStore, expected_nbytes
 from turboquant_nb.theory.centre import prompt_mean
 
 SEQUENCES = int(os.environ.get("TURBOQUANT_SEQUENCES", 60 if SLOW else 12))
@@ -382,7 +382,7 @@ class Machine(RuleBasedStateMachine):
         assert self.cache.get_seq_length() == self.length
         for layer, sides in zip(self.cache.layers, self.dense):
             store = layer.store
-            assert store.length == self.length and store.nbytes == store.expected_nbytes()
+            assert store.length == self.length and store.nbytes == expected_nbytes(store)
             assert list(layer.starts) == store.start.tolist() == sides[0].starts
             first = max(layer.first, store.offset)
             assert first == layer.first
@@ -480,7 +480,7 @@ def test_out_of_memory_in_an_append_leaves_the_old_state(recipe, held, n):
             break
         except torch.OutOfMemoryError:
             assert same_state(snapshot(store), before), at
-            assert store.nbytes == store.expected_nbytes(), at
+            assert store.nbytes == expected_nbytes(store), at
     assert at > 10 and same_state(snapshot(store), snapshot(want))
 
 

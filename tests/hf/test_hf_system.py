@@ -14,6 +14,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 from tests.helpers import cache_for, generate, prompt, tiny
 from turboquant_nb.hf import TurboQuantCache
+from turboquant_nb.cache.disk import state_of
 from turboquant_nb.testing import same
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
@@ -151,7 +152,7 @@ def test_a_hundred_thousand_tokens_to_disk_and_back(long_cache, tmp_path):
     back = TurboQuantCache.load(tmp_path / "c", model)
     for a, b in zip(cache.layers, back.layers):
         assert a.starts == b.starts == (2, 0)
-        one, two = a.store.state(), b.store.state()
+        one, two = state_of(a.store), state_of(b.store)
         assert one[1] == two[1] and one[0].keys() == two[0].keys()
         for name, t in one[0].items():
             same(two[0][name], t, allow_empty=True)

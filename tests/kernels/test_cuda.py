@@ -11,9 +11,10 @@ except ImportError:  # a machine that has a GPU but no pytest
     pytest = None
 
 from turboquant_nb.cache.attention import attend, dense_attention
+from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec, as_recipe, encode, preset
 from turboquant_nb.quant.mixed_precision import make_quantizer
-from turboquant_nb.cache.store import KVStore
+from turboquant_nb.cache.store import KVStore, bytes_by_kind, expected_nbytes
 
 DEVICE = "cuda"  # "cpu" executes the bodies below where there is no GPU
 
@@ -173,9 +174,9 @@ def test_rich_stores_read_and_attend_alike():
                 states(2, 3, n, 64, seed=n).to(DEVICE),
                 states(2, 3, n, 64, seed=n + 1).to(DEVICE),
             )
-        assert store.nbytes == store.expected_nbytes(), name
-        copy = KVStore.from_state(*store.state())
-        assert copy.device.type == "cpu" and copy.bytes_by_kind() == store.bytes_by_kind(), name
+        assert store.nbytes == expected_nbytes(store), name
+        copy = store_of(*state_of(store))
+        assert copy.device.type == "cpu" and bytes_by_kind(copy) == bytes_by_kind(store), name
         for a, b in zip(store.read(), copy.read()):
             torch.testing.assert_close(a.cpu(), b, rtol=0, atol=2e-5)
         q = states(2, 6, 7, 64, seed=2)
@@ -188,8 +189,8 @@ def test_rich_stores_read_and_attend_alike():
         for got in (attend(q, copy), attend(q.to(DEVICE), store)):
             for a, b in zip(got, want):
                 torch.testing.assert_close(a.cpu(), b, rtol=0, atol=2e-5)
-        back = KVStore.from_state(*copy.state(), device=DEVICE)
-        same = zip(back.state()[0].items(), store.state()[0].items())
+        back = store_of(*state_of(copy), device=DEVICE)
+        same = zip(state_of(back)[0].items(), state_of(store)[0].items())
         assert all(i == j and torch.equal(a.cpu(), b.cpu()) for (i, a), (j, b) in same), name
 
 
@@ -207,7 +208,7 @@ def test_decay_on_the_gpu():
         store.decay(600)  # two tiles of 256
         assert (
             before - store.nbytes == 2 * 3 * 512 * 64 * freed / 8
-            and store.nbytes == store.expected_nbytes()
+            and store.nbytes == expected_nbytes(store)
         )
         assert all(
             t.device.type == torch.device(DEVICE).type

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from tests.helpers import SLOW, covering_pairs
 from turboquant_nb.cache.clock import AppendOperands
-from turboquant_nb.cache.store import angles, append_by_host, row_tensors
+from turboquant_nb.cache.store import angles, append_by_host, row_tensors, tables_of
 from turboquant_nb.kernels import encode as kernel
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 from turboquant_nb.cache.packing import pack, unpack
@@ -346,14 +346,14 @@ def test_where_the_device_counts(center, lengths):
     for add in (kernel.append, captured, *compiled):
         store = make(True)
         places = [
-            t.data_ptr() for t in (*row_tensors(store), store.clock.position, *store.tables())
+            t.data_ptr() for t in (*row_tensors(store), store.clock.position, *tables_of(store))
         ]
         store.set_range(start=torch.tensor([0, 3]))
         for k, v in parts:
             add(store, k, v)
         assert store.sync() == int(store.clock.position) == plain.length
         assert places == [
-            t.data_ptr() for t in (*row_tensors(store), store.clock.position, *store.tables())
+            t.data_ptr() for t in (*row_tensors(store), store.clock.position, *tables_of(store))
         ]
         agree(
             store, other if add is kernel.append else plain, parts
@@ -522,7 +522,7 @@ def test_one_token_leaves_others_alone(first):
             side.tensors[n].copy_(p)
         side.tensors["scale"].fill_(7)
     k, v = states(1, 2, 1, 32), states(1, 2, 1, 32, seed=1)
-    kernel.encode_append(k, v, kernel.target(store.key), kernel.target(store.value), first)
+    kernel.encode_append(store, k, v, first)
     for name, side, x in (("key", store.key, k), ("value", store.value, v)):
         codes = unpack(
             [side.tensors[n] for n in side.memory.groups[0].names], side.memory.groups[0].layout
@@ -671,9 +671,7 @@ def test_flags_without_checks():
     "The low-level call does not look at values; it says afterwards what was wrong, and where."
     store = KVStore(Recipe(Spec(), Spec(), 0, 0), 1, 2, 32, device=DEVICE, max_length=256)
     x = states(1, 2, 8, 32, torch.float32)
-    call = lambda k, v: kernel.encode_append(
-        k, v, kernel.target(store.key), kernel.target(store.value), 0
-    ).tolist()
+    call = lambda k, v: kernel.encode_append(store, k, v, 0).tolist()
     y, z = x.clone(), x.clone()
     y[0, 0, 0, 0], z[0, 0, 0, 0] = float("nan"), 3e6
     assert call(x, x) == [0, 0, 0, 0]
@@ -699,8 +697,8 @@ def test_flags_go_up_and_nothing_beside_them(way):
         store.flags = flags
         kernel.append(store, bad.to(DEVICE), bad.to(DEVICE))
     else:
-        to, first = map(kernel.target, (store.key, store.value)), 0 if n == 256 else 100
-        kernel.encode_append(bad.to(DEVICE), bad.to(DEVICE), *to, first, flags[:4])
+        first = 0 if n == 256 else 100
+        kernel.encode_append(store, bad.to(DEVICE), bad.to(DEVICE), first, flags=flags[:4])
     assert flags.tolist() == [1, 1, 1, 1, 0, 0]
     assert (memory[:256] == 7).all() and (memory[262:] == 7).all()
 
@@ -724,19 +722,29 @@ def test_bad_arguments():
     store = KVStore(
         preset("k3v3"), 1, 2, 32, device=DEVICE, dtype=torch.bfloat16, max_length=256
     )
-    key, value, x = kernel.target(store.key), kernel.target(store.value), states(1, 2, 4, 32)
-    with pytest.raises(TypeError, match="k must be bfloat16"):
-        kernel.encode_append(x.double(), x, key, value, 0)
-    with pytest.raises(ValueError, match="multiple of 16"):
-        kernel.encode_append(x, x[..., :24], key, value, 0)
-    with pytest.raises(ValueError, match="planes of v"):
-        kernel.encode_append(x, x, key, key, 0)
-    with pytest.raises(ValueError, match="tokens must lie"):
-        kernel.encode_append(x, x, key, value, 254)
-    with pytest.raises(ValueError, match="contiguous"):
-        kernel.encode_append(
-            x, x, key._replace(mean=x[:, :, :1, :1].expand(1, 2, 1, 32)), value, 0
-        )
+    x = states(1, 2, 4, 32)
+    with pytest.raises(ValueError, match="k must be torch.bfloat16 on .* like the store"):
+        kernel.encode_append(store, x.double(), x, 0)
+    with pytest.raises(ValueError, match="v must have shape"):
+        kernel.encode_append(store, x, x[..., :24], 0)
+    with pytest.raises(ValueError, match="equally many tokens, got 4 and 3"):
+        kernel.encode_append(store, x, x[:, :, :3], 0)
+    for first in (-1, 254):
+        with pytest.raises(ValueError, match=f"tokens must lie in .0, 256., got {first}"):
+            kernel.encode_append(store, x, x, first)
+    odd = KVStore(
+        Recipe(Spec(center="pre_rope"), Spec(), 0, 0),
+        1,
+        2,
+        32,
+        dtype=torch.bfloat16,
+        device=DEVICE,
+        max_length=512,
+        inv_freq=100.0 ** (-torch.arange(16) / 16),
+    )
+    odd.cos_sin.table = odd.cos_sin.table[:256]
+    with pytest.raises(ValueError, match="for 304 positions; got 256"):
+        kernel.encode_append(odd, x, x, 300)
     with pytest.raises(ValueError, match="cannot serve"):
         kernel.append(
             KVStore(Recipe(residual="prod"), 1, 2, 32, dtype=torch.bfloat16, device=DEVICE),

@@ -10,6 +10,7 @@ transformers = pytest.importorskip("transformers")
 from tests.helpers import Shuffle
 from tests.quant.lives import lives
 from turboquant_nb.quant import quantizer
+from turboquant_nb.cache.store import bytes_by_kind, expected_nbytes
 from turboquant_nb.quant.quantizer import Code, Recipe, Spec, register_code
 from turboquant_nb.theory import centre, transforms
 from turboquant_nb.theory.centre import Centre, Terms, register_centre
@@ -43,7 +44,7 @@ def test_a_new_code_is_one_class_and_one_line(monkeypatch, tmp_path):
     register_code("halves", Halves)
     cache = lives(Recipe(Spec(1, codebook="halves"), Spec(1, codebook="halves")), tmp_path)
     store = cache.layers[0].store
-    assert store.nbytes == store.expected_nbytes() and store.bytes_by_kind()["negative"]
+    assert store.nbytes == expected_nbytes(store) and bytes_by_kind(store)["negative"]
 
 
 class HalfOfLast(Centre):

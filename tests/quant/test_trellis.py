@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from turboquant_nb.cache.store import KVStore
+from turboquant_nb.cache.store import KVStore, expected_nbytes
 from turboquant_nb.quant.mixed_precision import make_quantizer
 from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec, decode, encode
 from turboquant_nb.quant.trellis import TrellisCode
@@ -25,7 +25,7 @@ def test_a_whole_model(tmp_path, bits, kind):
     cache = lives(Recipe(side, side, sinks=1, recent=4), tmp_path)
     store = cache.layers[0].store
     assert isinstance(store.key.q.code, TrellisCode)
-    assert store.nbytes == store.expected_nbytes()
+    assert store.nbytes == expected_nbytes(store)
     with pytest.raises(ValueError, match=f"codebook must be a table, got '{kind}'"):
         serving_recipe(Recipe(side, side))
 

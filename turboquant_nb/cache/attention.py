@@ -338,8 +338,8 @@ def _check_mask(mask, q, store, first):
 
 # %% ../../nbs/32_attention.ipynb #e5da4c92
 class Reference(Backend):
-    """Attention straight on codes in PyTorch, on every device. Where a step of a static store
-    is captured, masks reach to its max_length."""
+    """Attention straight on codes in PyTorch, on every device. In a captured step masks reach
+    to the store's max_length."""
 
     name = "torch"
 

@@ -195,8 +195,8 @@ class CacheSize:
             if kind not in known:
                 empty, one = self._store(layer), self._store(layer, max_length=1)
                 known[kind] = (
-                    empty.expected_nbytes(),
-                    one.expected_nbytes() - empty.expected_nbytes(),
+                    stores.expected_nbytes(empty),
+                    stores.expected_nbytes(one) - stores.expected_nbytes(empty),
                     one.tile,
                 )
             fixed, each, tile = known[kind]
@@ -220,7 +220,7 @@ class CacheSize:
                 )  # of the current position, twice each in float32
             held = [
                 t
-                for t in store.tables()
+                for t in stores.tables_of(store)
                 if store.cos_sin is None or all(t is not x for x in store.cos_sin.kept)
             ]
             tables |= {t.data_ptr(): t.nbytes for t in held if t.numel()}

@@ -277,7 +277,7 @@ def variants_of(
 
 
 CAPTURE_FROM = (
-    5  # proteins of one length: capturing takes as long as three or four of them eagerly
+    5  # proteins of one length: a capture takes as long as three or four of them eagerly
 )
 
 

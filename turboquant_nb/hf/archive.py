@@ -12,7 +12,8 @@ from fastcore.basics import patch
 from ..files import Saved, read_file, write_file
 from .cache import TurboQuantCache, TurboQuantLayer
 from .model_info import _recipes_from_json, _recipes_to_json
-from ..cache.store import FORMAT, KVStore
+from ..cache.clock import HostClock, clock_of
+from ..cache.disk import FORMAT, KVStore, state_of, store_of
 
 # %% ../../nbs/54_archive.ipynb #01c9b8c8
 def _facts(cache: TurboQuantCache) -> dict:
@@ -40,7 +41,7 @@ def states(
         "facts": _facts(self),
         "recipe": _recipes_to_json(self.recipes),
     }
-    states = [layer.store.state() for layer in self.layers]
+    states = [state_of(layer.store) for layer in self.layers]
     return states, about | {"layers": [h for _, h in states]}
 
 
@@ -56,7 +57,7 @@ def _go_on(layer: TurboQuantLayer, store: KVStore) -> None:
     "Let a layer go on with a store that was filled elsewhere."
     layer.store, layer.is_initialized = store, True
     layer.starts = tuple(store.start.tolist())
-    if layer.static:
+    if layer.clock.fixed:
         layer.captured.settle(layer, store.key.tensors["sinks"])
 
 
@@ -114,7 +115,7 @@ def from_states(
     max_length: int | None = None,
 ) -> TurboQuantCache:
     """The inverse of `states`; `states` gives the tensors of one layer at a time. With
-    `max_length` there is room for so many tokens, and a static cache is one again; without it
+    `max_length` there is room for so many tokens, by the clock that the cache had; without it
     for those held, and the cache grows. Raises ValueError for another model's, called by
     `path`."""
     cache, header = cls(model_or_config), Saved.of(header, "header")
@@ -127,11 +128,12 @@ def from_states(
     if differ := [f"{n} {facts[n]}, not {x}" for n, x in mine.items() if facts[n] != x]:
         raise ValueError(f"{path} is of another model: it has {'; '.join(differ)}")
     recipes = _recipes_from_json(header["recipe"])
-    static = max_length is not None and any(h.get("static") is True for h in stores)
-    cache = cls(model_or_config, recipes, max_length=max_length, static=static)
+    clocks = [clock_of(h) for h in stores if max_length is not None]
+    clock = next((x for x in clocks if x.fixed), HostClock)
+    cache = cls(model_or_config, recipes, max_length=max_length, **clock.settings)
     for layer, tensors, h in zip(cache.layers, states, stores):
-        length = None if layer.is_sliding and not static else max_length
-        store = KVStore.from_state(tensors, h, device, length)
+        length = None if layer.is_sliding and not clock.fixed else max_length
+        store = store_of(tensors, h, device, length)
         rope = None if store.cos_sin is None else store.cos_sin.inv_freq
         if rope is not None and not _same_rope(rope, layer.inv_freq):
             raise ValueError(

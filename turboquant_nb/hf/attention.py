@@ -43,10 +43,10 @@ def _window_of(mask_function):
 def _mask_reason(cache, layer, n: int, mask_function, attention_mask) -> str:
     """Why a mask must be made for n tokens; empty if the ranges of the store say all of it.
     Changes nothing: the cache has heard the mask already."""
-    if layer.capturing:  # nothing can be read; padding was learnt when the prompt came
+    if layer.by_device:  # nothing can be read; padding was learnt when the prompt came
         return "" if attention_mask is None else "an attention mask in a captured step"
     past = layer.held
-    if not layer.static and any(x.held != past for x in cache.coded_layers):
+    if not layer.clock.fixed and any(x.held != past for x in cache.coded_layers):
         raise ValueError("a forward pass was broken off: cache.recover() forgets its tokens")
     sliding_window, mine = _window_of(mask_function), layer.sliding_window
     if sliding_window == 0:
@@ -156,7 +156,7 @@ def _prefill(call: AttentionCall) -> Tensor:
         return _prefill_and_drafts(call)
     layer.calls["prefill"] += 1
     if call.mask is not None:
-        call = call._replace(mask=call.mask[..., : k.shape[2]])  # a static layer asked for more
+        call = call._replace(mask=call.mask[..., : k.shape[2]])  # where nothing moves: wider
         layer.reasons[f"prefill: {layer.mask_reason or 'a mask was given'}"] += 1
         if query.shape[2] == k.shape[2]:
             learn_from_scores_mask(layer, call.mask, k, v)
@@ -210,13 +210,13 @@ def _on_codes(call: AttentionCall) -> Tensor:
     recent, demanded, first = None, layer.backend, None
     if mask is None and layer.serves_steps(k.shape[2]):
         k, v, recent = key.near, value.near, max(layer.recipe.recent, 1)
-    elif mask is not None and not layer.capturing:
-        mask = mask[..., : layer.store.length - key.first]  # a static layer asked for more
+    elif mask is not None and not layer.by_device:
+        mask = mask[..., : layer.store.length - key.first]  # where nothing moves: wider
         first = key.first
     ask = "auto" if demanded == "triton" and n > 16 and recent is None else demanded
     rule = _rule(layer, call, ask)
     ours = Call(rule, layer.store, query, k, v, mask, first, recent, rule.sinks is not None)
-    if layer.capturing:
+    if layer.by_device:
         return layer.captured.attend(ours).out
     if mask is None and demanded != "torch" and (again := ops.attend_again(ours)) is not None:
         return _served(call, "triton", again)
@@ -257,7 +257,7 @@ def serve_codes(own, module, query, key: CodedStates, value: CodedStates, mask, 
         with torch.autocast(kind, enabled=False):
             args = query.to(key.dtype), key, value, mask
             return serve_codes(own, module, *args, **kwargs)
-    if mask is not None and own is not turboquant_attention and not layer.capturing:
+    if mask is not None and own is not turboquant_attention and not layer.by_device:
         if _biased(mask):
             dense = layer.read((key.chunk, value.chunk), key.first)
             layer.calls["dense"] += 1

@@ -44,7 +44,7 @@ from turboquant_nb.hf.passes import (
 from .report import Report, report_of
 from ..quant.layer_info import LayerInfo
 from ..quant.quantizer import Recipe
-from ..cache.clock import HostClock, is_captured
+from ..cache.clock import DeviceClock, HostClock, is_captured
 from ..cache.store import KVStore
 
 # %% ../../nbs/51_cache.ipynb #351d9ca3
@@ -99,7 +99,7 @@ class CodedStates(Handle):
         b, h, _, d = self.chunk.shape
         return torch.Size((b, h, self.layer.store.length - self.first, d))
 
-    eager = property(lambda self: not self.layer.static)
+    eager = property(lambda self: not self.layer.clock.fixed)
     dtype = property(lambda self: self.chunk.dtype)
     device = property(lambda self: self.chunk.device)
 
@@ -205,7 +205,8 @@ class TurboQuantLayer(CacheLayerMixin):
         static: bool = False,
     ):
         super().__init__()
-        self.is_compileable = self.static = static
+        self.is_compileable = static
+        self.clock = DeviceClock if static else HostClock  # the kind that its stores begin with
         self.recipe, self.info, self.reader = recipe, info, reader or Reader()
         self.index, self.sliding_window = info.index, info.sliding_window
         self.max_length, self.backend, self.store = max_length, backend, None
@@ -231,9 +232,9 @@ class TurboQuantLayer(CacheLayerMixin):
         return self.reader.on_codes
 
     @property
-    def capturing(self) -> bool:
+    def by_device(self) -> bool:
         """Whether a CUDA graph or torch.compile captures this call, to run it again without
-        Python."""
+        Python: only the device knows the length then."""
         return self.is_initialized and self.store.clock.by_device
 
     @property
@@ -242,12 +243,12 @@ class TurboQuantLayer(CacheLayerMixin):
         it."""
         if not self.is_initialized:
             return 0
-        return self.store.sync() if self.static else self.store.length
+        return self.store.sync() if self.clock.fixed else self.store.length
 
     @property
     def first(self) -> int:
         "First past position that the next token can see, if older ones may have been freed."
-        if not self.is_sliding or self.static:
+        if not self.is_sliding or self.clock.fixed:
             return 0
         return max(0, self.held - self.sliding_window + 1)
 
@@ -255,14 +256,14 @@ class TurboQuantLayer(CacheLayerMixin):
         """Build the store from the shapes of the first chunk; head counts are the local ones
         under tensor parallelism."""
         (b, h, _, dk), dv = key_states.shape, value_states.shape[3]
-        length = None if self.is_sliding and not self.static else self.max_length
+        length = None if self.is_sliding and not self.clock.fixed else self.max_length
         kind = key_states.dtype, key_states.device
         rope = {} if self.inv_freq is None else {"inv_freq": torch.tensor(self.inv_freq)}
         self.store = KVStore(
-            self.recipe, b, h, dk, dv, *kind, length, static=self.static, **rope
+            self.recipe, b, h, dk, dv, *kind, length, **self.clock.settings, **rope
         )
         self.is_initialized = True
-        if self.static:
+        if self.clock.fixed:
             self.captured.settle(self, key_states)
 
     def update(
@@ -279,7 +280,7 @@ class TurboQuantLayer(CacheLayerMixin):
         without looking at it, see `TurboQuantCache.check`. A cache, which has asked already,
         says whether the model attends `on_codes`, and takes the store into the list `later`
         where it will code the token."""
-        if self.capturing:
+        if self.by_device:
             return self.captured.append(self, key_states, value_states)
         on_codes = self.on_codes if on_codes is None else on_codes
         states, first = (key_states, value_states), self.first
@@ -300,7 +301,7 @@ class TurboQuantLayer(CacheLayerMixin):
             self.reader.say_slow()
         dense = self.read(states, first) if past else states
         self.free(first if past else self.first)
-        if self.static:  # transformers made a mask for all that could be held
+        if self.clock.fixed:  # transformers made a mask for all that could be held
             rest = self.max_length - self.store.length
             return tuple(F.pad(x, (0, 0, 0, rest)) for x in dense)
         return dense
@@ -318,7 +319,7 @@ class TurboQuantLayer(CacheLayerMixin):
         exact = self.recipe.recent and (self.drafting or key_states.shape[2] > 1)
         if (
             exact
-            or self.static
+            or self.clock.fixed
             or self.drafts
             or self.backend == "torch"
             or not self.is_initialized
@@ -382,20 +383,20 @@ class TurboQuantLayer(CacheLayerMixin):
 
     def free(self, first: int) -> None:
         "Give back what a sliding layer will not see again: tiles below position `first`."
-        if self.is_sliding and not self.static:
+        if self.is_sliding and not self.clock.fixed:
             self.store.evict(first - MARGIN)
 
     def make_growing(self) -> None:
         """Let a store grow, move and change its rows again that was made static for captured
         steps; what was captured on it must not be replayed any more."""
-        if self.is_initialized and self.store.clock.fixed and not self.static:
+        if self.is_initialized and self.store.clock.fixed and not self.clock.fixed:
             self.store = copy.copy(self.store)
             self.store.clock, self.store.max_length = HostClock(), self.max_length
 
     def reset(self) -> None:
         """Forget everything; the next update builds a new store, or fills the same tensors
         again where they are static."""
-        if self.static and self.is_initialized:
+        if self.clock.fixed and self.is_initialized:
             self.store.crop(self.held)
         else:
             self.store, self.is_initialized = None, False
@@ -404,13 +405,13 @@ class TurboQuantLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int | Tensor:
         "Tokens seen so far, freed ones included; of a static layer a tensor on the device."
-        if self.static and self.is_initialized:
+        if self.clock.fixed and self.is_initialized:
             return self.store.clock.position[0]
         return self.held
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         "Length and first position of the keys that the next update returns."
-        if self.static:
+        if self.clock.fixed:
             return self.max_length, 0
         return self.held - self.first + query_length, self.first
 
@@ -418,7 +419,7 @@ class TurboQuantLayer(CacheLayerMixin):
         "Most tokens the layer holds; -1 if it grows."
         return (
             self.sliding_window
-            if self.is_sliding and not self.static
+            if self.is_sliding and not self.clock.fixed
             else self.max_length or -1
         )
 
@@ -560,7 +561,7 @@ def _begin(module, args, kwargs) -> None:
         cache.static and getattr(mask, "ndim", 4) == 4
     )  # of a static cache `generate` makes one of four dimensions
     waits = places.device.type != "cpu" and n == 1  # a step on a GPU is not worth a look
-    if dropped and not waits and places.ndim == 2 and not layer.capturing:
+    if dropped and not waits and places.ndim == 2 and not layer.by_device:
         check_positions(places, layer.held, layer.drafting)
 
 
@@ -843,7 +844,7 @@ class TurboQuantCache(Cache):
         on codes, None where the model's own is right."""
         self.check_thread()
         on_codes = layer.on_codes
-        if not layer.capturing:
+        if not layer.by_device:
             held = layer.held  # where a device counts, this waits for it
             check_size(batch, n, held)
             check_mask(attention_mask, batch, held, n)

@@ -268,11 +268,10 @@ class Canary:
 # %% ../../nbs/55_canary.ipynb #8755e175
 @patch
 def add_canary(self: TurboQuantCache, watch: float | Watch) -> None:
-    "Check from now on. Raises ValueError for a rate out of range or a static cache."
-    if self.static:
-        raise ValueError(
-            "watch needs Python in every step, which a static cache may run without"
-        )
+    """Check from now on. Raises ValueError for a rate out of range or a cache whose steps may
+    run without Python."""
+    if why := self.coded_layers[0].clock.refuses("a canary"):
+        raise ValueError(why)
     watch = watch if isinstance(watch, Watch) else Watch(watch)
     self.canary = Canary(watch, self.coded_layers)
     for x in self.coded_layers:

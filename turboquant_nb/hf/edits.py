@@ -26,7 +26,7 @@ def crop(self: TurboQuantLayer, tokens_to_remove: int) -> None:
         raise ValueError(f"crop takes a negative number of tokens to remove, got {-n}")
     if not self.is_initialized or not n:
         return
-    if self.static:
+    if self.clock.fixed:
         self.tail = self.store.crop(min(n, self.held), self.tail)
         return
     if (

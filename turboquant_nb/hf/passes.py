@@ -56,7 +56,7 @@ class RowStarts:
     ) -> None:
         """What the mask of a pass says that is not known yet. What a caller has set stays,
         unless the starts `decide`; then no mask may mean that one was asked for already and
-        said all by its starts, as `generate` does for a static cache."""
+        said all by its starts, as `generate` does where it compiles."""
         if past == 0 and layer.starts is not None and not self.given and not decides:
             self._tell(None)  # of a pass that was broken off
         if attention_mask is None or list(attention_mask.shape[1:]) != [past + n]:

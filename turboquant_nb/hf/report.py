@@ -8,6 +8,7 @@ __all__ = ['Report', 'report_of']
 # %% ../../nbs/50d_report.ipynb #c61b7e30
 from collections import Counter
 
+from ..cache.store import bytes_by_kind, tables_of
 from .model_info import _recipes_to_json
 
 # %% ../../nbs/50d_report.ipynb #008dd632
@@ -79,8 +80,7 @@ def _pays_from(layers: list, parts: dict, values: int) -> int | None:
 
 
 def _captured_by(layers: list) -> dict:
-    """What serves captured steps of a static cache: each (answer, why no kernel) that a layer
-    gives."""
+    "What serves captured steps: each (answer, why no kernel) that a layer gives."
     out = {}
     for x in layers:
         for what, answer in x.captured.backends.items():
@@ -98,9 +98,9 @@ def report_of(
     parts = Counter()
     tails = [0 if x.tail is None else x.tail.nbytes for x in layers]
     for s in stores:
-        parts.update(s.bytes_by_kind())
+        parts.update(bytes_by_kind(s))
     parts["exact"] += sum(tails)
-    tables = {t.data_ptr(): t.nbytes for s in stores for t in s.tables()}
+    tables = {t.data_ptr(): t.nbytes for s in stores for t in tables_of(s)}
     parts["tables"] = sum(tables.values())
     if cache.canary is not None:
         parts["canary"] = cache.canary.nbytes

@@ -21,7 +21,7 @@ from .. import checks
 from ..files import Saved, digest, read_file, write_file
 from ..cache.packing import Layout, pack, unpack
 from ..theory.rates import entropy_decode, entropy_encode
-from ..cache.store import KVStore, checked_state
+from ..cache.disk import KVStore, checked_state, state_of, store_of
 
 # %% ../../nbs/57_storage.ipynb #d5be475b
 FORMAT = "turboquant-nb compressed 1"
@@ -333,7 +333,7 @@ def _layer_in(data: bytes, about: dict) -> dict:  # tensors on the CPU
 def _stored(x) -> tuple:  # (stores, states, header)
     "What a cache or a store has to save. Raises TypeError for something else."
     if isinstance(x, KVStore):
-        return [x], [x.state()], {}
+        return [x], [state_of(x)], {}
     if not hasattr(x, "states"):
         got = type(x).__name__
         raise TypeError(f"cache must be a TurboQuantCache or a KVStore, got {got}")
@@ -422,7 +422,7 @@ def load_compressed(
             raise ValueError(f"{path} holds a single store, not a cache: give no model")
         if len(states) > 1:
             raise ValueError(f"layers must be 1 without a model_type, got {len(states)}")
-        return KVStore.from_state(next(decoded), states[0], device, max_length)
+        return store_of(next(decoded), states[0], device, max_length)
     if model_or_config is None:
         raise ValueError(f"{path} holds a cache: give the model it is for")
     from turboquant_nb.hf import TurboQuantCache

@@ -352,7 +352,8 @@ class KernelCoder:
         return why or launch.device_reason(store, named)
 
     def append(self, store, k: Tensor, v: Tensor, names=("k", "v"), wait=None) -> None:
-        encode.append(store, k, v, names, wait)
+        if not encode.append_again(store, k, v):
+            encode.append(store, k, v, names, wait)
 
 
 class TorchCoder:
@@ -364,7 +365,8 @@ class TorchCoder:
         return ""
 
     def append(self, store, k: Tensor, v: Tensor, names=("k", "v"), wait=None) -> None:
-        if not gather.append(store, k, v):
+        step = isinstance(k, Tensor) and k.shape[2:3] == (1,)
+        if not (step and gather.append(store, k, v)):
             store.append(k, v, names)
 
 
@@ -393,8 +395,6 @@ def append(
     with the reason if the backend named cannot serve; the store is then as before."""
     if store.uncoded:
         store.complete()
-    if backend != "torch" and encode.append_again(store, k, v):
-        return "triton"
     name, _ = select_coder(store, backend)
     CODERS[name].append(store, k, v, names, wait)
     return name

@@ -609,15 +609,15 @@ def _code_for(spec: Spec, d: int, given) -> Code:
     return CODES.get(spec.codebook, scalar_code)(spec, d)
 
 # %% ../../nbs/20_quantizer.ipynb #cd653727
-def _check_input(q: Quantizer, x: Tensor, name: str):
-    checks.shape(checks.floats(x, name), name, ..., q.d)
-    checks.device(x, name, q.device, "the quantizer")
-    checks.finite(x, name)
-
-
-def _check_mean(q: Quantizer, mean: Tensor, x: Tensor, name: str) -> Tensor:
-    "The mean in the shape of x."
-    _check_input(q, mean, f"the mean of {name}")
+def _checked_mean(q: Quantizer, x: Tensor, mean: Tensor | None, name: str) -> Tensor | None:
+    "The mean, if there is one, in the shape of x, when `encode` can take both."
+    given = {name: x} | ({} if mean is None else {f"the mean of {name}": mean})
+    for what, t in given.items():
+        checks.shape(checks.floats(t, what), what, ..., q.d)
+        checks.device(t, what, q.device, "the quantizer")
+        checks.finite(t, what)
+    if mean is None:
+        return None
     try:
         return mean.expand_as(x)
     except RuntimeError:
@@ -719,8 +719,7 @@ def encode(
 ) -> Coded:
     """Center, rotate, scale, code. Raises TypeError/ValueError for a wrong dtype, device,
     shape, NaN or Inf, and for a scale that its dtype cannot hold."""
-    _check_input(q, x, name)
-    mean = None if mean is None else _check_mean(q, mean, x, name)
+    mean = _checked_mean(q, x, mean, name)
     codes, scale = code_rows(q, x, mean, block)
     coded = Coded(codes, _store_scale(scale, q.scale_dtype, name))
     if not q.code.extras:

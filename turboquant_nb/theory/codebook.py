@@ -161,14 +161,6 @@ def _start(bits, d):
     return np.sqrt(d * betaincinv(0.5, (d / 3 + 1) / 2, u))
 
 # %% ../../nbs/10_codebook.ipynb #c8cc04df
-def _check_x(x, device, finite):
-    "`x` detached, when `Codebook.encode` can take it."
-    checks.device(checks.floats(x, "x"), "x", device, "the codebook")
-    if finite:
-        checks.finite(x, "x")
-    return x.detach()
-
-
 def _check_codes(codes, device, n):
     """Raise unless `codes` are integers on `device` from 0 to n-1; `n` None leaves the range
     unchecked."""
@@ -219,7 +211,10 @@ class Codebook:
     def encode(self, x: Tensor, check_finite: bool = True) -> Tensor:
         """x [...] float -> uint8 codes [...], the lower level on an exact tie. ValueError for
         NaN or Inf (unless `check_finite=False`) or another device."""
-        x = _check_x(x, self.levels.device, check_finite)
+        checks.device(checks.floats(x, "x"), "x", self.levels.device, "the codebook")
+        if check_finite:
+            checks.finite(x, "x")
+        x = x.detach()
         if x.device.type == "cpu" and self.bits <= 4:
             return _count_edges(x, self.edges)
         return torch.bucketize(x.float(), self.edges, out_int32=True).to(torch.uint8)
