@@ -144,7 +144,7 @@ def test_weights_of_eager_attention():
     assert cache.report()["served"] == {"prefill": 2, "dense": 2, "codes": 2}
 
 
-def test_a_mask_that_adds_a_bias_goes_to_the_model():
+def test_a_mask_that_adds_a_bias_is_served_on_codes():
     model, ids = tiny(), prompt(2, 20, padded=False)["input_ids"]
     bias = torch.randn(2, 1, 1, 21, generator=torch.Generator().manual_seed(0))
     out = []
@@ -153,7 +153,7 @@ def test_a_mask_that_adds_a_bias_goes_to_the_model():
             model(ids, past_key_values=cache)
             out.append(model(ids[:, :1], attention_mask=bias, past_key_values=cache).logits)
     torch.testing.assert_close(*out)
-    assert cache.report()["reasons"] == {"a mask that adds a bias to scores": 2}
+    assert cache.report()["served"] == {"prefill": 2, "codes": 2}
 
 
 def test_an_attention_of_somebodys_own_gets_tensors_and_one_warning():
@@ -185,18 +185,10 @@ def test_an_attention_of_somebodys_own_gets_tensors_and_one_warning():
 
 
 @pytest.mark.parametrize(
-    "name, changes",
-    [
-        ("falcon", {}),
-        ("Bloom", {}),
-        ("GPTJ", dict(rotary_dim=4)),
-        ("deepseek_v3", {}),
-        ("Doge", {}),
-        ("DiffLlama", {}),
-    ],
+    "name, changes", [("deepseek_v3", {}), ("Doge", {}), ("DiffLlama", {})]
 )
-def test_models_that_keep_their_keys_are_decoded(name, changes):
-    "Their layers attend by themselves, or change what a cache returns: told, and right."
+def test_models_that_change_their_keys_are_decoded(name, changes):
+    "Their layers change what a cache returns: told, and right."
     model = tiny(name, **changes)
     inputs, cache = prompt(2, 20, padded=False), TurboQuantCache(model, exact_recipe())
     want = model.generate(**inputs, **GREEDY, pad_token_id=0, eos_token_id=None)
