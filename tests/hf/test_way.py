@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("transformers")
 from transformers import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import turboquant_nb
 from tests.helpers import exact_recipe, prompt, tiny
@@ -80,6 +81,27 @@ def test_equal_tokens_on_codes_under_any_attention(name, attention, way):
     assert model.config._attn_implementation == attention
     each = cache.report()["by_layer"]
     assert len(each) == 2 and all(x["prefill"] for x in each.values())
+
+
+@pytest.mark.parametrize("way", ["greedy", "beams", "chunks"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("flash", ["flash_attention_2", "flash_attention_3"])
+def test_flash_is_not_called(flash, name, way, monkeypatch):
+    """Flash attention needs a GPU. A cache is read on codes before it is called, which it is
+    with any other cache."""
+    model, inputs = copy.deepcopy(tiny(name)), prompt(3, 30)
+    want, called = own(model, inputs, **WAYS[way]), RuntimeError("flash was called")
+
+    def attend(*args, **kwargs):
+        raise called
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, flash, attend)
+    model.config._attn_implementation = flash
+    cache = TurboQuantCache(model, exact_recipe())
+    assert torch.equal(tokens(model, inputs, cache, **WAYS[way]), want)
+    assert on_codes(cache) and not cache.report()["dense"]
+    with pytest.raises(RuntimeError, match="flash was called"):
+        own(model, inputs, **WAYS[way])
 
 
 def test_the_model_is_as_it_was():

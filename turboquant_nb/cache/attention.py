@@ -343,19 +343,21 @@ def check_call(call: Call, block: int | None = None) -> None:
             checks.number(x, name, above=0)
     if call.mask is not None:
         checks.dtype(call.mask, "mask", torch.bool)
-        _check_columns(call.mask, "mask", q, store, first, (q.shape[2],))
+        if want := _other_columns(call.mask, q, store, first, (q.shape[2],)):
+            raise ValueError(f"mask must have shape {want}, got {list(call.mask.shape)}")
     if call.bias is not None:
         checks.floats(call.bias, "bias")
-        _check_columns(call.bias, "bias", q, store, first, (1, q.shape[2]))
+        if want := _other_columns(call.bias, q, store, first, (1, q.shape[2])):
+            raise ValueError(f"bias must have shape {want}, got {list(call.bias.shape)}")
 
 
-def _check_columns(x, name, q, store, first, rows):
+def _other_columns(x, q, store, first, rows) -> str:
+    "The shape that a mask or a bias must have; empty where it has it."
     (b, h, *_), width = q.shape, store.clock.bound(store) - first
-    ok = x.ndim == 4 and x.shape[0] in (1, b) and x.shape[1] in (1, h)
-    if not ok or x.shape[2] not in rows or x.shape[3] != width:
-        each = " or ".join(map(str, sorted({*rows}, reverse=True)))
-        want = f"[{b} or 1, {h} or 1, {each}, {width}]"
-        raise ValueError(f"{name} must have shape {want}, got {list(x.shape)}")
+    fits = x.ndim == 4 and x.shape[0] in (1, b) and x.shape[1] in (1, h)
+    if fits and x.shape[2] in rows and x.shape[3] == width:
+        return ""
+    return f"[{b} or 1, {h} or 1, {' or '.join(map(str, rows[::-1]))}, {width}]"
 
 # %% ../../nbs/32_attention.ipynb #e5da4c92
 class Reference(Backend):

@@ -129,7 +129,8 @@ def split_mask(mask: Tensor | None) -> tuple:  # (bool mask, or None; bias, or N
     if mask is None or mask.dtype == torch.bool:
         return mask, None
     low = mask <= torch.finfo(mask.dtype).min / 2
-    biased = bool((mask.masked_fill(low, 0) != 0).any())
+    tracing = torch.compiler.is_compiling()  # which cannot look at it
+    biased = tracing or bool((mask.masked_fill(low, 0) != 0).any())
     return ~low, mask.masked_fill(low, 0) if biased else None
 
 
