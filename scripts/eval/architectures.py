@@ -303,6 +303,7 @@ def tokens(model, held, n: int = 5):
         attention_mask=torch.ones_like(ids),
         past_key_values=held,
         max_new_tokens=n,
+        use_cache=True,  # which MPT's configuration denies
         do_sample=False,
         pad_token_id=0,
         eos_token_id=None,
@@ -340,7 +341,8 @@ def tried(name: str) -> dict:
         return row
     row |= {"layers": len(held.layers), "coded layers": len(held.coded_layers)}
     want = tokens(model, DynamicCache(config=model.config))
-    for attention in ("its own", "turboquant")[: 1 + (answer == "on codes")]:
+    switches = answer == "on codes" and not held.info.reading.deferred
+    for attention in ("its own", "turboquant")[: 1 + switches]:
         if attention == "turboquant":
             model.set_attn_implementation(attention)
             held, *_ = asked(model)

@@ -1459,15 +1459,21 @@ def test_mask_that_hides_the_first_tokens_at_prefill_only():
     assert torch.allclose(*results, atol=2e-4), float((results[0] - results[1]).abs().max())
 
 
-def test_bias_masks_are_refused():
+def test_bias_masks_are_served():
+    "A mask that adds numbers to all scores, of a prompt and of a later chunk."
     model, ids = tiny(), prompt(1, 6, padded=False)["input_ids"]
-    model.set_attn_implementation("turboquant")
-    with torch.no_grad(), pytest.raises(ValueError, match="bias"):
-        model(
-            ids,
-            attention_mask=torch.full((1, 1, 6, 6), -1.5),
-            past_key_values=TurboQuantCache(model),
-        )
+    g = torch.Generator().manual_seed(0)
+    out, later = [], torch.randn(1, 1, 3, 9, generator=g)
+    for attention in ("eager", "turboquant"):
+        model.set_attn_implementation(attention)
+        cache = DynamicCache(config=model.config)
+        cache = cache if attention == "eager" else TurboQuantCache(model, exact_recipe())
+        with torch.no_grad():
+            first = torch.randn(1, 1, 6, 6, generator=torch.Generator().manual_seed(1))
+            out += model(ids, attention_mask=first, past_key_values=cache).logits
+            out += model(ids[:, :3], attention_mask=later, past_key_values=cache).logits
+    for own, ours in zip(out[:2], out[2:]):
+        torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-4)
 
 
 # --- refusals

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from tests.helpers import cache_for, generate, prompt, tiny
+from tests.helpers import cache_for, exact_recipe, generate, prompt, tiny
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.cache.disk import state_of
 from turboquant_nb.testing import same
@@ -122,6 +122,57 @@ def test_offloaded_weights_and_a_resident_cache(where, tmp_path):
     assert all(x.store.device.type == "cpu" for x in cache.layers) and all(
         p.device.type == "meta" for p in away.model.layers.parameters()
     )
+
+
+MAPS = {
+    "one device": {"": "cpu"},
+    "a layer on disk": {
+        "model.embed_tokens": "cpu",
+        "model.rotary_emb": "cpu",
+        "model.layers.0": "cpu",
+        "model.layers.1": "disk",
+        "model.norm": "cpu",
+        "lm_head": "cpu",
+    },
+    "all layers on disk": {
+        "model.embed_tokens": "cpu",
+        "model.rotary_emb": "cpu",
+        "model.layers": "disk",
+        "model.norm": "disk",
+        "lm_head": "cpu",
+    },
+}
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+@pytest.mark.parametrize("way", ["loaded", "dispatched"])
+@pytest.mark.parametrize("where", MAPS)
+def test_device_maps(where, way, mode, tmp_path):
+    """accelerate puts parts of a model on devices, or leaves them on disk until they run: the
+    tokens are those of the model in one place."""
+    accelerate = pytest.importorskip("accelerate")
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    model, inputs = tiny("llama"), prompt(2, 30)
+    how = dict(max_new_tokens=6, do_sample=False)
+    want = model.generate(**inputs, past_key_values=DynamicCache(config=model.config), **how)
+    if way == "loaded":
+        model.save_pretrained(tmp_path / "model")
+        args = dict(device_map=MAPS[where], offload_folder=str(tmp_path / "away"))
+        away = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **args).eval()
+        away.generation_config = model.generation_config
+    else:
+        args = dict(offload_dir=str(tmp_path / "away"), main_device="cpu", force_hooks=True)
+        away = accelerate.dispatch_model(copy.deepcopy(model), MAPS[where], **args)
+    elsewhere = {p.device.type for p in away.model.layers.parameters()}
+    assert ("meta" in elsewhere) == ("disk" in where)
+    with getattr(torch, mode)():
+        for _ in range(2):  # a cache for each call
+            cache = TurboQuantCache(away, exact_recipe())
+            got = away.generate(**inputs, past_key_values=cache, **how)
+            assert torch.equal(got, want)
+            served = cache.report()["served"]
+            assert served["codes"] and "dense" not in served
 
 
 # --- files

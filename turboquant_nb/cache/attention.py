@@ -51,13 +51,16 @@ class Call(NamedTuple):
     # of k and v each query reads only its own last ones, itself included
     recent: int | None = None
     lse: bool = True  # is the log-sum-exp wanted? If not, it may be None
+    bias: Tensor | None = None  # [B|1, Hq|1, n|1, length-first], added to scaled, capped scores
 
     @classmethod
-    def of(cls, q, store, k=None, v=None, *, mask=None, first=None, recent=None, **rule):
+    def of(
+        cls, q, store, k=None, v=None, *, mask=None, first=None, recent=None, bias=None, **rule
+    ):
         "A call by a rule of these numbers, see `Rule`."
         known = not torch.compiler.is_compiling()  # which looks into no cache
         rule = shared_rule(**rule) if known else Rule(**rule)
-        return cls(rule, store, q, k, v, mask, first, recent)
+        return cls(rule, store, q, k, v, mask, first, recent, bias=bias)
 
 
 class Answer(NamedTuple):
@@ -167,9 +170,11 @@ def visible(
     return ok
 
 
-def _masked(scores: Tensor, mask: Tensor | None, softcap: float | None) -> Tensor:
+def _masked(scores: Tensor, mask: Tensor | None, softcap: float | None, bias=None) -> Tensor:
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
     return scores if mask is None else scores.masked_fill(~mask, -math.inf)
 
 # %% ../../nbs/32_attention.ipynb #b560610b
@@ -198,9 +203,10 @@ class _Sight:
     tokens: int  # of the call; rows are these for each of
     groups: int  # query heads of a KV head
     mask: Tensor | None
-    first: int  # position of the mask's first column
+    first: int  # position of the first column of mask and bias
     past: int  # position of the chunk's first token
     recent: int | None
+    added: Tensor | None = None  # the call's bias
 
     @property
     def begin(self) -> int:
@@ -209,6 +215,18 @@ class _Sight:
         if window is None or self.mask is not None or store.clock.by_device:
             return self.first
         return max(self.first, store.length - self.tokens - window + 1)
+
+    def _columns(self, x: Tensor, positions: Tensor) -> Tensor:
+        "Of a mask or a bias what concerns `positions` [B|1, T]: [B, Hq|1, n, T]."
+        index = (positions - self.first).clamp(min=0)[:, None, None, :]
+        index = index.expand(self.store.batch, x.shape[1], self.tokens, -1)
+        return x.expand(self.store.batch, -1, self.tokens, -1).gather(-1, index)
+
+    def bias(self, positions: Tensor) -> Tensor | None:
+        "What each row adds to its scores of `positions` [B|1, T]."
+        if self.added is None:
+            return None
+        return self._rows(self._columns(self.added, positions).float())
 
     def _rows(self, seen: Tensor) -> Tensor:
         "[B|1, Hq|1, n, T] in the row order of the queries: [B|1, H|1, g*n, T]."
@@ -223,9 +241,7 @@ class _Sight:
         if self.mask is None:
             seen = visible(store, self.tokens, positions, rule.causal, rule.sliding_window)
         else:
-            index = (positions - first).clamp(min=0)[:, None, None, :]
-            index = index.expand(store.batch, self.mask.shape[1], self.tokens, -1)
-            seen = self.mask.expand(store.batch, -1, -1, -1).gather(-1, index)
+            seen = self._columns(self.mask, positions)
         return self._rows(seen & (positions >= first)[:, None, None, :])
 
     def exact(self, positions: Tensor) -> Tensor:
@@ -267,7 +283,7 @@ def _add_coded(soft: _Softmax, query: _Query, sight: _Sight, blocks: Blocks, blo
         scores = query.terms.shift + scores
         if query.terms.coefficients is not None:
             scores = scores + query.terms.coefficients @ angles(store, lo, hi).float().mT
-        scores = _masked(scores, seen, sight.rule.softcap)
+        scores = _masked(scores, seen, sight.rule.softcap, sight.bias(positions))
         soft.add_coded(scores, v, v_scale, blocks.product)
 
 # %% ../../nbs/32_attention.ipynb #04366c1c
@@ -277,7 +293,8 @@ def _add_exact(soft, query, sight, k, v, positions, before=math.inf):
     if sight.recent is not None:
         seen = seen & sight.exact(positions)
     scores = query.plain @ k.float().transpose(-1, -2)
-    soft.add(_masked(scores, seen, sight.rule.softcap), v.float())
+    bias = sight.bias(positions)
+    soft.add(_masked(scores, seen, sight.rule.softcap, bias), v.float())
 
 
 def _finish(soft: _Softmax, call: Call) -> Answer:
@@ -293,7 +310,7 @@ def _finish(soft: _Softmax, call: Call) -> Answer:
 # %% ../../nbs/32_attention.ipynb #5f3c427d
 def check_call(call: Call, block: int | None = None) -> None:
     "Raises ValueError/TypeError on shapes, dtypes, devices or numbers that do not fit."
-    rule, store, q, k, v, _, first, recent, _ = call
+    rule, store, q, k, v, _, first, recent, *_ = call
     first = store.offset if first is None else first
     checks.floats(q, "q")
     (b, h, dk), length = (store.batch, store.heads, store.key.q.d), store.clock.bound(store)
@@ -325,16 +342,22 @@ def check_call(call: Call, block: int | None = None) -> None:
         if x is not None:
             checks.number(x, name, above=0)
     if call.mask is not None:
-        _check_mask(call.mask, q, store, first)
+        checks.dtype(call.mask, "mask", torch.bool)
+        if want := _other_columns(call.mask, q, store, first, (q.shape[2],)):
+            raise ValueError(f"mask must have shape {want}, got {list(call.mask.shape)}")
+    if call.bias is not None:
+        checks.floats(call.bias, "bias")
+        if want := _other_columns(call.bias, q, store, first, (1, q.shape[2])):
+            raise ValueError(f"bias must have shape {want}, got {list(call.bias.shape)}")
 
 
-def _check_mask(mask, q, store, first):
-    checks.dtype(mask, "mask", torch.bool)
-    (b, h, n, _), width = q.shape, store.clock.bound(store) - first
-    ok = mask.ndim == 4 and mask.shape[0] in (1, b) and mask.shape[1] in (1, h)
-    if not ok or list(mask.shape[2:]) != [n, width]:
-        want = f"[{b} or 1, {h} or 1, {n}, {width}]"
-        raise ValueError(f"mask must have shape {want}, got {list(mask.shape)}")
+def _other_columns(x, q, store, first, rows) -> str:
+    "The shape that a mask or a bias must have; empty where it has it."
+    (b, h, *_), width = q.shape, store.clock.bound(store) - first
+    fits = x.ndim == 4 and x.shape[0] in (1, b) and x.shape[1] in (1, h)
+    if fits and x.shape[2] in rows and x.shape[3] == width:
+        return ""
+    return f"[{b} or 1, {h} or 1, {' or '.join(map(str, rows[::-1]))}, {width}]"
 
 # %% ../../nbs/32_attention.ipynb #e5da4c92
 class Reference(Backend):
@@ -353,14 +376,15 @@ class Reference(Backend):
 
     def run(self, call: Call) -> Answer:
         "Raises ValueError/TypeError on shapes, dtypes or devices that do not fit."
-        rule, store, q, k, v, mask, first, recent, _ = call
+        rule, store, q, k, v, mask, first, recent, _, bias = call
         if not store.clock.by_device:
             store.clock.learn(store)
         check_call(call, self.block)
         query, n = _query(call), q.shape[2]
         first, past = store.offset if first is None else first, store.clock.now(store)
         past = past if k is None else past - k.shape[2]
-        sight = _Sight(store, rule, n, q.shape[1] // store.heads, mask, first, past, recent)
+        groups = q.shape[1] // store.heads
+        sight = _Sight(store, rule, n, groups, mask, first, past, recent, bias)
         soft = _Softmax(query.plain.shape[:3], q.device, store.value.q.d)
         _add_coded(soft, query, sight, self.blocks, self.block_of(store))
         (exact_k, positions), (exact_v, _) = store.exact("key"), store.exact("value")
@@ -378,7 +402,8 @@ def attend(
     k: Tensor | None = None,  # [B, H, m, d_key] exact states of the last m tokens
     v: Tensor | None = None,  # [B, H, m, d_value]; both are used instead of the codes
     block: int = 1024,  # coded tokens decoded at a time
-    **more,  # mask, first, recent of `Call`; scaling, sliding_window, softcap, causal of `Rule`
+    # mask, first, recent, bias of `Call`; scaling, sliding_window, softcap, causal of `Rule`
+    **more,
 ) -> Answer:  # output and log-sum-exp
     """Attention straight on codes, by `Reference`. A row that may see nothing gives 0 and
     -inf. Raises ValueError/TypeError on what does not fit."""
@@ -392,6 +417,7 @@ def dense_attention(
     scaling: float | None = None,
     mask: Tensor | None = None,  # bool [B|1, Hq|1, n, T]; replaces causal and sliding_window
     rows: int = 256,  # queries at a time
+    bias: Tensor | None = None,  # [B|1, Hq|1, n|1, T], added to scaled and capped scores
     **rule,  # sliding_window, softcap, causal of `Rule`; query i is token T-n+i
 ) -> tuple:  # (output in q's dtype, log-sum-exp fp32)
     "Attention on dense keys and values in fp32: the oracle for every other path."
@@ -409,7 +435,8 @@ def dense_attention(
         seen = mask[:, :, i : i + rows] if mask is not None else (p <= at) | (not rule.causal)
         if rule.sliding_window is not None and mask is None:
             seen = seen & (p > at - rule.sliding_window)
-        scores = _masked(scores, seen, rule.softcap)
+        added = bias if bias is None or bias.shape[2] == 1 else bias[:, :, i : i + rows]
+        scores = _masked(scores, seen, rule.softcap, added)
         lse = scores.logsumexp(-1)
         outs.append((scores - lse.clamp(min=-1e38)[..., None]).exp() @ v)
         lses.append(lse)

@@ -402,6 +402,8 @@ class Gather(Backend):
         store, q = call.store, call.q
         if call.mask is not None or call.first not in (None, store.offset):
             return "the look-up knows ranges of positions, not masks"
+        if call.bias is not None:
+            return "the look-up adds no bias to scores"
         if call.recent is not None:
             return "the look-up has one set of exact tokens, not one for each query"
         if store.device.type != "cpu":

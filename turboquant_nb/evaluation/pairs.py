@@ -67,7 +67,7 @@ PAIR = "turboquant_pair"  # name of the attention that meets exact and quantised
 
 def pair_attention(call: AttentionCall) -> Tensor:  # [B, Hq, n, d]
     "Attention of transformers on a `Pair` of keys and one of values."
-    _, query, key, value, mask, scaling, softcap, sink, _ = call
+    _, query, key, value, mask, scaling, softcap, sink, *_ = call
     if not isinstance(key, Pair):
         raise TypeError(f"the {PAIR!r} attention needs the cache of `score`")
     n, T = query.shape[2], key.shape[2]

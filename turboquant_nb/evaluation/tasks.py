@@ -255,7 +255,7 @@ def _layer_errors(model, ids, candidates: list, prompt: int) -> dict:
     caches, found = [(x.name, x.new()) for x in candidates], {}
 
     def observe(call):
-        _, query, key, value, mask, *rest, _ = call
+        _, query, key, value, mask, *rest, _, _ = call
         layer, late = call.module.layer_idx, None if mask is None else mask[..., prompt:, :]
         out = _dense(query, key, value, mask, *rest)
         for name, cache in caches:

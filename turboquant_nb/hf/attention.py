@@ -6,6 +6,8 @@
 __all__ = ['turboquant_mask', 'mask_on_codes', 'exact_attention', 'serve_codes', 'turboquant_attention']
 
 # %% ../../nbs/52_hf_attention.ipynb #ec90e378
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -126,9 +128,9 @@ def exact_attention(
 ) -> Tensor:  # [B, Hq, n, d]
     """Attention on dense tensors: torch's own where it can, the reference where scores are
     capped or a logit is added."""
-    _, query, key, value, mask, scaling, softcap, sink, _ = call
-    if softcap is not None or sink is not None:
-        rest = dict(causal=causal, sliding_window=sliding_window, softcap=softcap)
+    _, query, key, value, mask, scaling, softcap, sink, _, bias = call
+    if bias is not None or softcap is not None or sink is not None:
+        rest = dict(causal=causal, sliding_window=sliding_window, softcap=softcap, bias=bias)
         out, lse = dense_attention(query, key, value, scaling, mask, **rest)
         return with_sinks(out, lse, sink).out
     groups, (n, length) = query.shape[1] // key.shape[1], (query.shape[2], key.shape[2])
@@ -155,8 +157,8 @@ def _prefill(call: AttentionCall) -> Tensor:
     if call.key.drafts and call.mask is None:
         return _prefill_and_drafts(call)
     layer.calls["prefill"] += 1
+    call = _within(call, k.shape[2])
     if call.mask is not None:
-        call = call._replace(mask=call.mask[..., : k.shape[2]])  # where nothing moves: wider
         layer.reasons[f"prefill: {layer.mask_reason or 'a mask was given'}"] += 1
         if query.shape[2] == k.shape[2]:
             learn_from_scores_mask(layer, call.mask, k, v)
@@ -170,8 +172,25 @@ def _prefill(call: AttentionCall) -> Tensor:
         part = call._replace(
             query=query[rows, :, asks:], key=k[rows, :, s:], value=v[rows, :, s:]
         )
+        if call.bias is not None:
+            bias = call.bias.expand(len(query), -1, query.shape[2], -1)
+            part = part._replace(bias=bias[rows, :, asks:, s:])
         out[rows, :, asks:] = exact_attention(part, layer.sliding_window)
     return out
+
+
+def _within(call: AttentionCall, length: int) -> AttentionCall:
+    "A call whose mask and bias have columns of so many tokens: a static layer asked for more."
+    cut = lambda x: None if x is None else x[..., :length]
+    return call._replace(mask=cut(call.mask), bias=cut(call.bias))
+
+
+def _rows(call: AttentionCall, rows: slice) -> AttentionCall:
+    "A call of some of its queries."
+    bias = call.bias
+    if bias is not None and bias.shape[2] > 1:
+        bias = bias[:, :, rows]
+    return call._replace(query=call.query[:, :, rows], bias=bias)
 
 
 def _prefill_and_drafts(call: AttentionCall) -> Tensor:
@@ -179,11 +198,11 @@ def _prefill_and_drafts(call: AttentionCall) -> Tensor:
     layer, n, drafts = call.key.layer, call.key.chunk.shape[2], call.key.drafts
     last, states = call.query.shape[2] - drafts, (call.key, call.value)
     k, v = (CodedStates(layer, x.chunk[:, :, : n - drafts], x.first, True) for x in states)
-    out = _prefill(call._replace(query=call.query[:, :, :last], key=k, value=v))
+    out = _prefill(_rows(call, slice(0, last))._replace(key=k, value=v))
     k, v = (
         CodedStates(layer, x.chunk[:, :, n - drafts :], x.first, False, x.near) for x in states
     )
-    rest = _on_codes(call._replace(query=call.query[:, :, last:], key=k, value=v))
+    rest = _on_codes(_rows(call, slice(last, None))._replace(key=k, value=v))
     return torch.cat([out, rest], 2)
 
 
@@ -205,20 +224,24 @@ def _rule(layer, call: AttentionCall, backend: str) -> Rule:
 
 def _on_codes(call: AttentionCall) -> Tensor:
     "A later chunk: few tokens as if they came one by one, many with their own tokens exactly."
-    _, query, key, value, mask, *_ = call
+    _, query, key, value, mask, *_, bias = call
     layer, k, v, n = key.layer, key.chunk, value.chunk, query.shape[2]
     recent, demanded, first = None, layer.backend, None
     if mask is None and layer.serves_steps(k.shape[2]):
         k, v, recent = key.near, value.near, max(layer.recipe.recent, 1)
-    elif mask is not None and not layer.by_device:
-        mask = mask[..., : layer.store.length - key.first]  # where nothing moves: wider
+    if bias is not None and layer.by_device and not layer.clock.fixed:
+        raise ValueError("a bias on scores has another shape in each step: none is captured")
+    if (mask is not None or bias is not None) and not layer.by_device:
+        *_, mask, _, _, _, _, bias = _within(call, layer.store.length - key.first)
         first = key.first
     ask = "auto" if demanded == "triton" and n > 16 and recent is None else demanded
     rule = _rule(layer, call, ask)
-    ours = Call(rule, layer.store, query, k, v, mask, first, recent, rule.sinks is not None)
+    lse = rule.sinks is not None
+    ours = Call(rule, layer.store, query, k, v, mask, first, recent, lse, bias)
     if layer.by_device:
         return layer.captured.attend(ours).out
-    if mask is None and demanded != "torch" and (again := ops.attend_again(ours)) is not None:
+    plain = mask is None and bias is None
+    if plain and demanded != "torch" and (again := ops.attend_again(ours)) is not None:
         return _served(call, "triton", again)
     name, why = ops.select_backend(ours)
     if name == "torch" and demanded == "triton":
@@ -242,32 +265,17 @@ def _served(call: AttentionCall, name: str, answer: Answer) -> Tensor:
     return answer.out
 
 # %% ../../nbs/52_hf_attention.ipynb #614d6c52
-def _biased(mask: Tensor | None) -> bool:
-    "Whether a mask adds numbers to scores, besides those that forbid."
-    if mask is None or mask.dtype == torch.bool:
-        return False
-    return bool(((mask != 0) & (mask > torch.finfo(mask.dtype).min / 2)).any())
-
-
 def serve_codes(own, module, query, key: CodedStates, value: CodedStates, mask, **kwargs):
-    """Attention on codes in place of the model's `own`, which gets them decoded where a mask
-    adds a bias to scores."""
-    layer, kind = key.layer, query.device.type
+    "Attention on codes in place of the model's `own`."
+    kind = query.device.type
     if torch.is_autocast_enabled(kind):
         with torch.autocast(kind, enabled=False):
             args = query.to(key.dtype), key, value, mask
             return serve_codes(own, module, *args, **kwargs)
-    if mask is not None and own is not turboquant_attention and not layer.by_device:
-        if _biased(mask):
-            dense = layer.read((key.chunk, value.chunk), key.first)
-            layer.calls["dense"] += 1
-            layer.reasons["a mask that adds a bias to scores"] += 1
-            layer.free(key.first)
-            return own(module, query, *dense, mask, **kwargs)
     return turboquant_attention(module, query, key, value, mask, **kwargs)
 
 
-@as_interface
+@partial(as_interface, takes_bias=True)
 def turboquant_attention(call: AttentionCall) -> Tensor:  # [B, Hq, n, d]
     """transformers' attention interface on codes. The prefill chunk attends exactly. Raises
     TypeError without a `TurboQuantCache`."""

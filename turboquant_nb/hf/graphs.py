@@ -77,7 +77,13 @@ class CapturedSteps:
 
     def attend(self, call: Call) -> Answer:
         "By the settled backend, by PyTorch for what it was not asked about."
-        few = call.mask is None and call.q.shape[2] <= 16
+        if call.mask is not None:  # a model that is compiled makes it without our padding
+            places, start = (
+                torch.arange(call.mask.shape[3], device=call.q.device),
+                call.store.start,
+            )
+            call = call._replace(mask=call.mask & (places >= start[:, None, None, None]))
+        few = call.mask is None and call.bias is None and call.q.shape[2] <= 16
         return ops.serve(call, self.backends["attention"].backend if few else "torch")
 
 
@@ -365,6 +371,8 @@ class StepRunner:
             return "a layer keeps something other than codes"
         if not layers[0].on_codes:
             return layers[0].reader.obstacle.why
+        if layers[0].reader.deferred:
+            return "the model computes scores itself, of another shape in each step"
         if len({x.store.device for x in layers} | {step.ids.device}) > 1:
             return "the layers are on several devices"
         if any(x.mask_reason for x in layers):

@@ -191,6 +191,7 @@ class Reading(NamedTuple):
 
     how: str  # "on codes" or "decoded each step"
     why: str = ""  # it is decoded
+    deferred: bool = False  # whether it computes its scores itself, of tensors that wait
 
     def __str__(self):
         return f"{self.how}: {self.why}" if self.why else self.how
@@ -198,7 +199,24 @@ class Reading(NamedTuple):
 
 # what attention on codes takes into account, besides the mask
 _HEEDED = {"attention_mask", "dropout", "scaling", "sliding_window", "softcap", "s_aux"}
-_HEEDED |= {"position_ids", "output_attentions", None}
+_HEEDED |= {"position_ids", "output_attentions", "position_bias", None}
+# who computes softmax(f q kᵀ + b) v by hand, and is served by tensors that wait
+_BY_HAND = {
+    "BigBirdSelfAttention",
+    "BloomAttention",
+    "CodeGenAttention",
+    "FalconAttention",
+    "GPTJAttention",
+    "GPTNeoSelfAttention",
+    "GPTNeoXJapaneseAttention",
+    "MegatronBertSelfAttention",
+    "MptAttention",
+    "MvpAttention",
+    "RemBertSelfAttention",
+    "RoFormerSelfAttention",
+    "TrOCRAttention",
+    "XGLMAttention",
+}
 _CARRIED = ("to", "shape", "dtype", "device")  # what a handle has of a tensor
 
 
@@ -268,9 +286,9 @@ def _classes(model_or_config, config) -> list:
     mine = lambda x: isinstance(x, type) and x.__module__ == code.__name__
     asks = "self.is_decoder = config.is_decoder" in inspect.getsource(code)
     causal = not asks or config.is_decoder
-    return [
-        (x, causal) for x in vars(code).values() if mine(x) and issubclass(x, torch.nn.Module)
-    ]
+    flash = "flash" in (getattr(config, "_attn_implementation", None) or "")
+    found = [x for x in vars(code).values() if mine(x) and issubclass(x, torch.nn.Module)]
+    return [(x, causal) for x in found if flash or "Flash" not in x.__name__]
 
 
 def _takes_cache(head: type) -> bool:
@@ -294,13 +312,13 @@ def _read_by(model_or_config, config) -> Reading:
             f"{kind} attends to later tokens too, so none can be kept; is_decoder=True in its "
             "config makes it a decoder"
         )
-    if getattr(config, "reorder_and_upcast_attn", False):
-        why = "GPT-2 attends by itself where scores are reordered and upcast"
-        return Reading("decoded each step", why)
-    reasons = (f"{x.__name__} {_touches(x)}" for x, _ in readers if _touches(x))
+    by_hand = [x for x, _ in readers if x.__name__ in _BY_HAND]
+    others = [x for x, _ in readers if x not in by_hand]
+    reasons = (f"{x.__name__} {_touches(x)}" for x in others if _touches(x))
     if (why := next(reasons, "")) and any(x.latent for x in read_layers(config)):
         why += ": it keeps latents, and makes keys and values of them in each step"
-    return Reading("decoded each step" if why else "on codes", why)
+    deferred = bool(by_hand) or getattr(config, "reorder_and_upcast_attn", False)  # GPT-2's
+    return Reading("decoded each step", why) if why else Reading("on codes", "", deferred)
 
 # %% ../../nbs/50_model_info.ipynb #cfa16813
 def _check_adapter(model) -> None:

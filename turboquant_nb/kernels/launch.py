@@ -125,6 +125,8 @@ def _ranges_reason(call: Call) -> str:
     "Why the tokens that queries see are not those of a kernel; empty if they are."
     if call.mask is not None:
         return "the kernel knows ranges of positions, not masks"
+    if call.bias is not None:
+        return "the kernel adds no bias to scores"
     if call.first not in (None, call.store.offset):
         begins = call.store.offset
         return f"the kernel starts at the store's first position {begins}, not at {call.first}"
@@ -292,7 +294,7 @@ class Repeat:
         return direct_launcher(launch.compiled, launch.grid), args, [*changing.items()]
 
     def __call__(self, call: Call) -> Answer | None:  # None: other launches serve this length
-        _, store, q, k, v, *_, need_lse = call
+        _, store, q, k, v, *_, need_lse, _ = call
         length, offset = store.length, store.offset
         if store.clock.bound(store) < self.min_length:
             return None
@@ -329,7 +331,7 @@ class Repeat:
 # %% ../../nbs/44_launch.ipynb #7db846be
 def _kind(call: Call, splits: int | None = None, kernel: str = "auto") -> tuple | None:
     "What calls must have in common to share launches; None for calls that are not repeated."
-    rule, _, q, k, v, _, _, recent, _ = call
+    rule, _, q, k, v, _, _, recent, *_ = call
     if type(q) is not Tensor or (k is None) != (v is None):
         return None
     kind = [rule, recent, splits, kernel]

@@ -194,6 +194,8 @@ class Flash(Backend):
             return "the blocks have one set of exact tokens, not one for each query"
         if call.mask is not None or call.first not in (None, store.offset):
             return "the blocks know ranges of positions, not masks"
+        if call.bias is not None:
+            return "the blocks take no bias on scores"
         if not call.rule.causal:
             return "the blocks know ranges of positions, not masks"
         if call.rule.softcap is not None:
@@ -294,11 +296,11 @@ def _choice(backend: str, among: dict, refuses, what: str) -> Choice:
 # %% ../../nbs/46_ops.ipynb #4fe2d1e6
 def select_backend(call: Call) -> Choice:
     "Who serves a call: what `attend` would do with it. Raises as it does."
-    rule, store, q, k, v, mask, first, recent, _ = call
+    rule, store, q, k, v, mask, first, recent, _, bias = call
     chunk = None if k is None else (k.shape[2], k.dtype, v.shape[3])
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v))
     place = first in (None, store.offset)
-    kind = rule, q.shape, q.dtype, chunk, grad, mask is None, place, recent
+    kind = rule, q.shape, q.dtype, chunk, grad, mask is None, place, recent, bias is None
     known = store.memo.setdefault("choices", {})
     if kind not in known:
         if len(known) > 64:  # chunks of many lengths
@@ -322,8 +324,8 @@ def attend(
     store: KVStore,
     k: Tensor | None = None,  # [B, H, m, d_key] exact states of the last m tokens
     v: Tensor | None = None,  # [B, H, m, d_value]; both are used instead of the codes
-    # mask, first, recent: see `attention.Call`; scaling, sliding_window, softcap, causal and
-    # backend ("auto", "triton", "flash", "gather", "blocks"
+    # mask, first, recent, bias: see `attention.Call`; scaling, sliding_window, softcap, causal
+    # and backend ("auto", "triton", "flash", "gather", "blocks"
     # or "torch"): see `attention.Rule`
     **more,
 ) -> Answer:  # output [B, Hq, n, d_value] in q's dtype, log-sum-exp [B, Hq, n] fp32

@@ -1,0 +1,460 @@
+"""transformers' own generation tests (tests/generation of its repository), read as a list of
+behaviours: each that concerns a cache has its case here or elsewhere in these tests. With all
+tokens held exactly a case gives what `DynamicCache` gives, or is refused in a sentence."""
+
+import copy
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+from transformers import DynamicCache
+
+from tests.helpers import exact_recipe, prompt, tiny
+from turboquant_nb.hf import TurboQuantCache
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+GREEDY = dict(max_new_tokens=8, do_sample=False)
+HERE = Path(__file__).parent
+
+# What they test -> our tests of it, by file and name; or why there is nothing to test.
+BEHAVIOURS = {
+    # test_utils.py, each kind of model
+    "greedy_generate": "test_hf::test_family",
+    "greedy_generate_dict_outputs(_use_cache)": "test_dict_outputs",
+    "sample_generate(_dict_output)": "test_hf::test_ways_of_generating, test_dict_outputs",
+    "beam_search_generate(_dict_outputs)": (
+        "test_hf::test_ways_of_generating, test_dict_outputs"
+    ),
+    "beam_sample_generate(_dict_output)": "test_hf::test_ways_of_generating, test_dict_outputs",
+    "model_parallel_beam_search": "test_hf_system::test_two_ranks_equal_one",
+    "generate_without_input_ids": "test_without_a_prompt",
+    "group_beam_search_generate": "test_modes_that_moved_are_refused_before_the_first_token",
+    "constrained_beam_search_generate": (
+        "test_modes_that_moved_are_refused_before_the_first_token"
+    ),
+    "contrastive_generate(_low_memory)": (
+        "test_modes_that_moved_are_refused_before_the_first_token"
+    ),
+    "dola_decoding_sample": "test_modes_that_moved_are_refused_before_the_first_token",
+    "assisted_decoding_matches_greedy_search": "test_drafts",
+    "assisted_decoding_sample": "test_drafts_that_are_sampled",
+    "assisted_decoding_with_logits_to_keep": "test_drafts",
+    "prompt_lookup_decoding_matches_greedy_search": "test_drafts",
+    "prompt_lookup_decoding_stops_at_eos": "test_drafts_stop_at_the_end",
+    "left_padding_compatibility": "test_hf::test_padding_is_ignored",
+    "past_key_values_format": "test_dict_outputs",
+    "generate_from_inputs_embeds": "test_embeddings",
+    "generate_from_random_inputs_embeds": "test_embeddings",
+    "generate_from_inputs_embeds_with_static_cache": "test_embeddings_on_fixed_tensors",
+    "generate_continue_from_past_key_values": "test_going_on",
+    "generate_continue_from_inputs_embeds": "test_going_on_from_embeddings",
+    "offloaded_cache_implementation": (
+        "test_another_cache_beside_ours_is_refused, test_codes_that_are_elsewhere"
+    ),
+    "generate_with_static_cache": (
+        "test_hf_static::test_static_is_dynamic, test_another_cache_beside_ours_is_refused"
+    ),
+    "generate_with_quant_cache": "test_another_cache_beside_ours_is_refused",
+    "generate_compile_model_forward(_fullgraph)": (
+        "test_hf_static::test_generate_compiles, test_a_wish_to_compile"
+    ),
+    "generate_compilation_all_outputs": "test_a_wish_to_compile",
+    "generate_methods_with_logits_to_keep": "test_all_logits_are_kept",
+    "eager_matches_sdpa_generate": "test_way::test_equal_tokens_on_codes_under_any_attention",
+    "eager_matches_fa2_generate": "test_way::test_flash_is_not_called",
+    "custom_4d_attention_mask": "test_hf::test_four_dimensional_masks",
+    "beam_search_low_memory": "test_low_memory",
+    # test_utils.py, once
+    "speculative_sampling": "nothing: it computes with logits",
+    "cache_dependant_input_preparation": "test_the_next_input",
+    "custom_stopping_criteria(_overload_error), stop_sequence, max_time": "test_stopping",
+    "generated_length_assisted_generation": "test_drafts_stop_at_the_end",
+    "cfg_mixin": "test_way::test_guidance_runs_a_second_pass_on_a_cache_of_its_own",
+    "prefill_chunking": "test_hf::test_ways_of_generating",
+    "generate_custom_cache": "test_a_decoding_loop_of_ones_own",
+    "custom_generate_callable": "test_a_decoding_loop_of_ones_own",
+    "cache_in_generation_config": "test_a_cache_named_by_the_models_configuration",
+    "tuple_of_past_key_values": "test_old_forms_are_refused",
+    "assisted_decoding_in_different_gpu, multi_gpu_default": (
+        "nothing: each model has its own device, each cache follows its model"
+    ),
+    "logits_processor, watermarking, token_healing, streamers": (
+        "nothing: they see tokens and logits"
+    ),
+    # other files
+    "test_candidate_generator: early exit, other tokenizers": "test_drafts",
+    "test_mtp": "test_multi_token_prediction_needs_its_weights",
+    "test_paged_attention, test_continuous_batching": "test_paged_memory_takes_no_cache",
+    "test_flash_attention_parity": "test_way::test_flash_is_not_called",
+    "test_fsdp": "nothing: a shard of weights is whole when its layer runs",
+}
+
+
+def tokens(model, inputs, cache, **how):
+    torch.manual_seed(7)
+    return model.generate(**inputs, past_key_values=cache, **GREEDY | how)
+
+
+def own(model, inputs, **how):
+    return tokens(model, inputs, DynamicCache(config=model.config), **how)
+
+
+def ours(model, **settings):
+    return TurboQuantCache(model, exact_recipe(), **settings)
+
+
+def on_codes(cache):
+    served = cache.report()["served"]
+    return not served.get("dense") and bool(served.get("codes") or served.get("chunk"))
+
+
+def repeated():
+    ids = prompt(1, 12, padded=False)["input_ids"].repeat(1, 3)
+    return dict(input_ids=ids, attention_mask=torch.ones_like(ids))
+
+
+def test_every_behaviour_has_a_test_that_is_there():
+    for what, tests in BEHAVIOURS.items():
+        if tests.startswith("nothing: "):
+            continue
+        for name in tests.split(", "):
+            file, _, test = ("::" not in name) * "test_generation::" + name, 0, 0
+            file, test = file.split("::")
+            source = (HERE / f"{file}.py").read_text()
+            assert re.search(rf"^def {test}\(", source, re.M), (what, name)
+
+
+OUTPUTS = {
+    "greedy": {},
+    "sampling": dict(do_sample=True, top_k=10),
+    "beams": dict(num_beams=3, num_return_sequences=2),
+    "beam sampling": dict(num_beams=2, do_sample=True, top_k=10),
+}
+
+
+@pytest.mark.parametrize("way", OUTPUTS)
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_dict_outputs(name, way):
+    "Tokens, scores, logits, hidden states, weights; and the cache is the one that was given."
+    model, inputs = tiny(name), prompt(2, 20)
+    model.set_attn_implementation("eager")
+    what = ("scores", "logits", "hidden_states", "attentions")
+    how = OUTPUTS[way] | {f"output_{x}": True for x in what}
+    how |= dict(return_dict_in_generate=True)
+    cache = ours(model)
+    want, got = own(model, inputs, **how), tokens(model, inputs, cache, **how)
+    assert type(got) is type(want) and got.past_key_values is cache
+    assert torch.equal(got.sequences, want.sequences)
+    for x in what:
+        torch.testing.assert_close(getattr(got, x), getattr(want, x), rtol=1e-4, atol=1e-4)
+    assert len(cache) == len(cache.layers) == model.config.num_hidden_layers
+    assert cache.get_seq_length() == got.sequences.shape[1] - 1
+    assert cache.report()["served"]["dense"]  # of weights that were asked for
+    how |= dict(output_attentions=False)
+    cache = ours(model)
+    got = tokens(model, inputs, cache, **how)
+    assert torch.equal(got.sequences, want.sequences) and on_codes(cache)
+    torch.testing.assert_close(got.scores, want.scores, rtol=1e-4, atol=1e-4)
+
+
+def test_without_a_prompt():
+    model = copy.deepcopy(tiny())
+    model.generation_config.bos_token_id = 5
+    assert torch.equal(tokens(model, {}, ours(model)), own(model, {}))
+
+
+MOVED = {
+    "groups of beams": dict(num_beams=4, num_beam_groups=2, diversity_penalty=1.0),
+    "constraints": dict(num_beams=2, force_words_ids=[[5]]),
+    "contrastive": dict(penalty_alpha=0.6, top_k=4),
+    "contrastive, low memory": dict(penalty_alpha=0.6, top_k=4, low_memory=True),
+    "DoLa": dict(dola_layers="low"),
+}
+
+
+@pytest.mark.parametrize("way", MOVED)
+def test_modes_that_moved_are_refused_before_the_first_token(way):
+    "By transformers, which has them no more: they are code of the hub now."
+    model, cache = tiny(), ours(tiny())
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        tokens(model, prompt(1, 12, padded=False), cache, **MOVED[way])
+    assert cache.get_seq_length() == 0
+
+
+def drafter(way, model):
+    "Arguments of `generate()` for drafts of one kind."
+    if way == "lookup":
+        return dict(prompt_lookup_num_tokens=2)
+    if way == "early exit":
+        return dict(assistant_early_exit=1)
+    assistant = copy.deepcopy(model)
+    if way == "random":
+        assistant = copy.deepcopy(tiny(seed=3))
+    assistant.generation_config.num_assistant_tokens = 2
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    return dict(assistant_model=assistant)
+
+
+@pytest.mark.parametrize("keep", [None, 0])
+@pytest.mark.parametrize("way", ["random", "same", "lookup", "early exit"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_drafts(name, way, keep):
+    model, inputs, cache = tiny(name), repeated(), ours(tiny(name))
+    how = {} if keep is None else dict(logits_to_keep=keep)
+    want = own(model, inputs, output_scores=True, return_dict_in_generate=True)
+    more = dict(output_scores=True, return_dict_in_generate=True, **drafter(way, model))
+    got = tokens(model, inputs, cache, **more, **how)
+    assert torch.equal(got.sequences, want.sequences) and got.past_key_values is cache
+    torch.testing.assert_close(got.scores, want.scores, rtol=1e-4, atol=1e-4)
+    assert on_codes(cache)
+
+
+def test_drafts_that_are_sampled():
+    "The draws of both runs are the same, so the tokens are, as long as the logits agree."
+    model, inputs = tiny(), repeated()
+    how = dict(do_sample=True, top_k=10, **drafter("random", model))
+    cache = ours(model)
+    assert torch.equal(tokens(model, inputs, cache, **how), own(model, inputs, **how))
+    assert on_codes(cache)
+
+
+@pytest.mark.parametrize("way", ["random", "same", "lookup"])
+def test_drafts_stop_at_the_end(way):
+    "At a token that ends a text, and at a length; what was rejected is not held."
+    model, inputs = tiny(), repeated()
+    text = own(model, inputs)[0, inputs["input_ids"].shape[1] :].tolist()
+    for stop in (dict(eos_token_id=text[3]), dict(max_new_tokens=5), dict(min_new_tokens=7)):
+        cache, more = ours(model), drafter(way, model)
+        want = own(model, inputs, **stop)
+        assert torch.equal(tokens(model, inputs, cache, **stop, **more), want)
+        assert want.shape[1] - 1 <= cache.get_seq_length() <= want.shape[1]
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3"])
+def test_embeddings(name, beams):
+    "In place of a prompt, or beside it; others give other tokens."
+    model, inputs = tiny(name), prompt(2, 20, padded=False)
+    embed = model.get_input_embeddings()
+    vectors = embed(inputs["input_ids"]).detach()
+    other = torch.randn(vectors.shape, generator=torch.Generator().manual_seed(1))
+    mask = inputs["attention_mask"]
+    for given in (vectors, other):
+        for rest in ({}, dict(input_ids=inputs["input_ids"])):
+            said = dict(inputs_embeds=given, attention_mask=mask, **rest)
+            cache = ours(model)
+            want = own(model, said, num_beams=beams)
+            assert torch.equal(tokens(model, said, cache, num_beams=beams), want)
+            assert on_codes(cache)
+
+
+def test_embeddings_on_fixed_tensors():
+    model, inputs = tiny(), prompt(2, 20, padded=False)
+    vectors = model.get_input_embeddings()(inputs["input_ids"]).detach()
+    said = dict(inputs_embeds=vectors, attention_mask=inputs["attention_mask"])
+    cache = ours(model, max_length=40, static=True)
+    how = dict(disable_compile=True)
+    assert torch.equal(tokens(model, said, cache, **how), own(model, said))
+    assert int(cache.get_seq_length()) == 27
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt2"])
+def test_going_on(name):
+    "Three tokens and one are four, and what is held is the same."
+    model, inputs = tiny(name), prompt(2, 20)
+    whole, parts = ours(model), ours(model)
+    want = tokens(model, inputs, whole, max_new_tokens=4)
+    first = tokens(model, inputs, parts, max_new_tokens=3)
+    longer = first.shape[1] - inputs["input_ids"].shape[1]
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, longer), value=1)
+    rest = dict(input_ids=first, attention_mask=mask)
+    assert torch.equal(tokens(model, rest, parts, max_new_tokens=1), want)
+    assert torch.equal(want, own(model, inputs, max_new_tokens=4))
+    for a, b in zip(whole.layers, parts.layers):
+        torch.testing.assert_close(a.store.read(), b.store.read(), rtol=1e-4, atol=1e-4)
+
+
+def test_going_on_from_embeddings():
+    model, inputs = tiny(), prompt(2, 20, padded=False)
+    embed = lambda ids: model.get_input_embeddings()(ids).detach()
+    for cache in (DynamicCache(config=model.config), ours(model)):
+        said = dict(inputs_embeds=embed(inputs["input_ids"]))
+        first = tokens(model, said, cache, max_new_tokens=3)
+        text = torch.cat([inputs["input_ids"], first], 1)
+        got = tokens(model, dict(inputs_embeds=embed(text)), cache, max_new_tokens=3)
+        all_of_it = torch.cat([text, got], 1)
+    want = own(model, inputs, max_new_tokens=6)
+    assert torch.equal(all_of_it, want) and on_codes(cache)
+
+
+@pytest.mark.parametrize("kind", ["static", "offloaded", "quantized", "dynamic"])
+def test_another_cache_beside_ours_is_refused(kind):
+    model, cache = tiny(), ours(tiny())
+    with pytest.raises(ValueError, match="only one of the two"):
+        tokens(model, prompt(2, 12), cache, cache_implementation=kind)
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("kind", ["static", "hybrid", "quantized"])
+def test_a_cache_named_by_the_models_configuration(kind, tmp_path):
+    """A generation_config.json that names a cache: "hybrid" is what transformers ignores, of
+    the others it says that one must go; `cache_implementation=None` is the way."""
+    model, inputs = copy.deepcopy(tiny()), prompt(2, 12)
+    model.save_pretrained(tmp_path)
+    config = transformers.GenerationConfig(
+        pad_token_id=0, **({} if kind == "hybrid" else dict(cache_implementation=kind))
+    )
+    config.cache_implementation = kind
+    config.save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert model.generation_config.cache_implementation in (kind, None)
+    cache, want = ours(model), own(tiny(), inputs)
+    if model.generation_config.cache_implementation not in (None, "hybrid"):
+        with pytest.raises(ValueError, match="only one of the two"):
+            tokens(model, inputs, cache)
+        assert cache.get_seq_length() == 0
+    got = tokens(model, inputs, cache, cache_implementation=None)
+    assert torch.equal(got, want) and on_codes(cache)
+
+
+def test_codes_that_are_elsewhere():
+    "transformers offloads layers of a cache by these two; tokens go on as they would have."
+    model, inputs = tiny(), prompt(2, 20, padded=False)
+    caches = [ours(model), ours(model)]
+    steps = []
+    with torch.no_grad():
+        for cache in caches:
+            model(**inputs, past_key_values=cache)
+        for layer in caches[1].layers:
+            layer.offload()
+            layer.prefetch()
+        for cache in caches:
+            steps.append(model(inputs["input_ids"][:, :1], past_key_values=cache).logits)
+    assert torch.equal(*steps) and on_codes(caches[1])
+
+
+@pytest.mark.parametrize("outputs", [{}, dict(output_scores=True, output_hidden_states=True)])
+def test_a_wish_to_compile(outputs):
+    "A cache that grows runs eagerly, one of fixed length is compiled: equal tokens either way."
+    torch._dynamo.reset()
+    model, inputs = copy.deepcopy(tiny()), prompt(2, 20)
+    how = dict(return_dict_in_generate=True, cache_implementation=None, **outputs)
+    config = transformers.CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+    config._compile_all_devices = True
+    want = own(model, inputs, **how)
+    for settings in ({}, dict(max_length=40, static=True)):
+        cache = ours(model, **settings)
+        for _ in range(2):  # the second call finds what the first compiled
+            got = tokens(model, inputs, cache, compile_config=config, **how)
+            assert torch.equal(got.sequences, want.sequences)
+            for name in outputs:
+                a, b = (getattr(x, name.removeprefix("output_")) for x in (got, want))
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+            assert not cache.report()["served"].get("dense")
+            cache.reset()
+    torch._dynamo.reset()
+
+
+def test_all_logits_are_kept():
+    model, inputs, cache = tiny(), prompt(2, 20), ours(tiny())
+    assert torch.equal(tokens(model, inputs, cache, logits_to_keep=0), own(model, inputs))
+
+
+def test_low_memory():
+    "transformers ignores the wish, but for beams, of which it says that they have it no more."
+    model, inputs = tiny(), prompt(2, 20)
+    assert torch.equal(tokens(model, inputs, ours(model), low_memory=True), own(model, inputs))
+    try:
+        got = tokens(model, inputs, ours(model), low_memory=True, num_beams=2)
+    except ValueError as refused:
+        assert "low_memory" in str(refused)
+    else:
+        assert torch.equal(got, own(model, inputs, num_beams=2))
+
+
+def test_the_next_input():
+    "Of a conversation only what is not held is given to the model."
+    model, inputs = tiny(), prompt(2, 20, padded=False)
+    seen = []
+    for cache in (DynamicCache(config=model.config), ours(model)):
+        lengths = []
+        hook = model.register_forward_pre_hook(
+            lambda m, args, kwargs, to=lengths: to.append(kwargs["input_ids"].shape[1]),
+            with_kwargs=True,
+        )
+        first = tokens(model, inputs, cache)
+        more = torch.cat([first, inputs["input_ids"][:, :5]], 1)
+        tokens(model, dict(input_ids=more), cache)
+        hook.remove()
+        seen.append(lengths)
+    assert seen[0] == seen[1] == [20] + [1] * 7 + [6] + [1] * 7
+
+
+def test_stopping():
+    "By a token, a criterion, a time, a text."
+    model, inputs = tiny(), prompt(1, 20)
+    text = own(model, inputs)[0, 20:].tolist()
+
+    class Third(transformers.StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            long = input_ids.shape[1] >= 23
+            return torch.full((len(input_ids),), long, dtype=torch.bool)
+
+    ways = [
+        dict(eos_token_id=[text[2], 59]),
+        dict(stopping_criteria=transformers.StoppingCriteriaList([Third()])),
+        dict(max_time=0.0),
+        dict(max_length=24, max_new_tokens=None),
+    ]
+    for how in ways:
+        cache, want = ours(model), own(model, inputs, **how)
+        assert torch.equal(tokens(model, inputs, cache, **how), want)
+        assert cache.get_seq_length() == want.shape[1] - 1 and want.shape[1] < 28
+
+
+def test_a_decoding_loop_of_ones_own():
+    "A function in place of transformers' loop gets the cache that was given."
+    model, inputs = tiny(), prompt(1, 20, padded=False)
+
+    def loop(model, input_ids, generation_config=None, **kwargs):
+        step = input_ids
+        for _ in range(generation_config.max_new_tokens):
+            logits = model(step, past_key_values=kwargs["past_key_values"]).logits
+            step = logits[:, -1:].argmax(-1)
+            input_ids = torch.cat([input_ids, step], 1)
+        return input_ids
+
+    cache = ours(model)
+    got = tokens(model, inputs, cache, custom_generate=loop)
+    assert torch.equal(got, own(model, inputs)) and on_codes(cache)
+
+
+def test_old_forms_are_refused():
+    model, inputs = tiny(), prompt(1, 12, padded=False)
+    with pytest.raises(ValueError, match="Cache"):
+        model.generate(**inputs, past_key_values=((1, 2),), **GREEDY)
+    with pytest.raises(ValueError, match="use_cache=True"):
+        tokens(model, inputs, ours(model), use_cache=False)
+
+
+def test_multi_token_prediction_needs_its_weights():
+    model, cache = tiny(), ours(tiny())
+    if not hasattr(model.generation_config, "use_mtp"):
+        pytest.skip("not in this transformers")
+    with pytest.raises(ValueError, match="mtp"):
+        tokens(model, prompt(1, 12, padded=False), cache, use_mtp=True)
+    assert cache.get_seq_length() == 0
+
+
+def test_paged_memory_takes_no_cache():
+    """Continuous batching has memory of its own, and transformers passes a cache by without a
+    word: it stays empty, and says so."""
+    model, cache = tiny(), ours(tiny())
+    try:
+        tokens(model, prompt(1, 12, padded=False), cache, cache_implementation="paged")
+    except (ValueError, ImportError) as refused:
+        assert str(refused)
+    assert cache.get_seq_length() == 0 and cache.report()["tokens"] == 0
