@@ -76,7 +76,8 @@ def gate(tokens):
 
 def has_table(store):
     "Whether the look-up codes and reads its tokens for good; else PyTorch does."
-    return store.recipe.decay is None and all(side.code.lut for side in store.parts)
+    looked_up = not any(side.code.refuses("decode") for side in store.parts)
+    return store.recipe.decay is None and looked_up
 
 
 def timed(code, attend):

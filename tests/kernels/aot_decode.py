@@ -16,6 +16,8 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from turboquant_nb.kernels import blocks, decode, decode_mma, query
+from turboquant_nb.quant.mixed_precision import find_code
+from turboquant_nb.quant.quantizer import Spec
 
 PTXAS = os.path.join(os.path.dirname(nvidia.__file__), "bin", "ptxas")
 TYPES = dict(
@@ -82,10 +84,13 @@ def build(
     biased=False,
     per_head=False,
     fused=0,
+    codebook=None,
 ):
     """The decode kernel as `mma_attention` asks for it; fused: channels that a pre-RoPE mean
-    rotates."""
-    form = decode_mma.decode_form(d, d, rows, *bits, page, fused)
+    rotates; codebook: of a trellis code."""
+    codes = [find_code(Spec(b, codebook=codebook), d) for b in bits] if codebook else []
+    chains = [decode.chain_of(code.lut, b) for code, b in zip(codes, bits)]
+    form = decode_mma.decode_form(d, d, rows, *bits, page, fused, *chains)
     flags = dict(
         HAS_START=False,
         HAS_END=False,

@@ -19,7 +19,7 @@ from turboquant_nb.quant.quantizer import Spec
 
 TYPES = dict.fromkeys(("X", "LEVELS", "BY_WINDOW", "DOT", "SQUARE"), "*fp32")
 TYPES |= dict(BACK="*i32", count="i32", ob="i64", s0="i32", s1="i32")
-TYPES |= dict(P0="*u8", P1="*u8", TABLE="*fp16", width="i32")
+TYPES |= dict(P0="*u8", P1="*u8", TABLE="*fp16", CHAIN="*i32", width="i32")
 
 
 def compiled(kernel, out, constants, capability, warps):
@@ -48,7 +48,7 @@ def build(kernel, bits, codebook, capability=90, d=128, block=32, along="token")
         sizes = dict(N=d, NP=d, S=t.states, BITS=bits, HELD=held, TURNS=turns)
         return compiled(viterbi._few_kernel, "*u8", sizes, capability, 1)
     sizes = dict(D=d, DP=d, R=64, ROWS=16, BITS=bits, BY_TOKEN=along == "token")
-    sizes |= dict(LAST=(1 << t.length) - 1, HELD=held, CIRCULAR=circular)
+    sizes |= dict(LAST=(1 << t.length) - 1, HELD=held)
     return compiled(blocks._window_kernel, "*fp16", sizes, capability, 4)
 
 

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,8 +35,10 @@ from turboquant_nb.kernels import decode, decode_mma, launch, ops, query
 from turboquant_nb.kernels.launch import decode_attention, refuses
 from turboquant_nb.theory.codebook import uniform, lloyd_max
 from turboquant_nb.cache.packing import Layout, pack
-from turboquant_nb.quant.quantizer import Recipe
+from turboquant_nb.quant.mixed_precision import find_code
+from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.quant.residual import sign_codebook
+from turboquant_nb.quant.trellis import TrellisCode
 from turboquant_nb.cache.store import KVStore
 from tests.helpers import attended_store as setup
 
@@ -700,6 +703,81 @@ def looked_up(codes, levels, along):
     return out.permute(1, 6, 4, 2, 5, 0, 3).reshape(256, -1)
 
 
+CHAINED = ((2, "trellis_fast"), (2, "trellis"), (3, "trellis_fast"), (3, "trellis"))
+
+
+def chained(code, codes, along):
+    "As `looked_up`, of a code whose levels are those of windows."
+    d, bits, half = code.d, code.trellis.bits, code.d // 2
+    back, circular, *masks = decode.chain_of(code.lut, bits)
+    table = decode.pack_lut(code.lut.levels, decode.selector_bits(code.lut.taps, bits))
+    planes = [p[0].numpy() for p in pack(codes, Layout(bits, d, along))]
+    if along == "channel":
+        words = d // 32
+        text, _ = decode_mma.key_chain_asm(tuple(masks), bits, back, bool(circular), words)
+        planes = [planes[0][:, :half], planes[0][:, half:], planes[-1][:, :half]]
+        planes = [np.ascontiguousarray(p).view(np.uint32).reshape(64, 4, -1) for p in planes]
+        inputs = [p[..., i] for p in planes for i in range(words)]
+        inputs += [np.int64(w) for w in table for _ in range(4 * words)]
+        out = np.stack(decode_mma._run_ptx(text, inputs, 8 * words))
+        out = out.reshape(2, 2, 2, words, 64, 4).transpose(1, 2, 4, 0, 5, 3)
+        return torch.from_numpy(np.ascontiguousarray(out).view(np.int8).reshape(256, d))
+    text, _, first, _ = decode_mma.value_chain_asm(tuple(masks), bits, back, bool(circular))
+    planes, pieces = [p.view(np.uint32).reshape(-1, 4, 4) for p in planes], d // 32
+    at = sum((np.arange(d) >> i & 1) << b for i, b in enumerate(decode_mma.place_bits(d)))
+    at = at.reshape(2, pieces, 2, 8)  # half, piece, row, lane
+
+    def piece(c):
+        sides = (planes[0], 0), (planes[0], 1), (planes[-1], 0)
+        return [p[at[h, c, r], :, i].T for p, h in sides for r in (0, 1) for i in range(4)]
+
+    unread = lambda words: [0xDEADBEEF if w is None else w for w in words]
+    carry = unread(decode_mma._run_ptx(first, piece(pieces - 1), 32))
+    levels = torch.zeros(2, 2, 4, 4, 2, 2, d, dtype=torch.int8)
+    for c in range(pieces):
+        inputs = piece(c) + carry + [np.int64(w) for w in table for _ in range(32)]
+        out = decode_mma._run_ptx(text, inputs, 96)
+        carry = unread(out[64:])
+        out = np.stack(out[:64]).reshape(2, 2, 2, 2, 4, 4, 8)
+        # half, pair, which two tokens, row, word, column, lane, token, quarter
+        out = torch.from_numpy(out.copy()).view(torch.int8).view(*out.shape, 2, 2)
+        out = out.permute(1, 8, 5, 4, 2, 7, 0, 3, 6)
+        levels[..., at[:, c].reshape(-1)] = out.flatten(-3)
+    return levels.reshape(256, d)
+
+
+@mark.parametrize("bits, kind", CHAINED)
+@mark.parametrize("along", ("channel", "token"))
+@mark.parametrize("d", (64, 128))
+@mark.parametrize("start", ("zero", "tail"))
+def test_chains_emulated(bits, kind, along, d, start):
+    trellis = replace(find_code(Spec(bits, codebook=kind), d).trellis, start=start)
+    code, g = TrellisCode(trellis, d), torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 2**bits, (256, d), dtype=torch.uint8, generator=g)
+    found = chained(code, codes, along)
+    assert torch.equal(found * torch.tensor(code.lut.step), code.levels(codes))
+    other = "tail" if start == "zero" else "zero"
+    wrong = chained(TrellisCode(replace(trellis, start=other), d), codes, along) != found
+    assert 0 < int(wrong.any(0).sum()) <= 3  # the first channels of the chain
+    codes[:, 5] ^= 1
+    assert not torch.equal(chained(code, codes, along), found)
+
+
+def test_chains_have_one_kernel():
+    "The others say why not; so does that one where lanes do not hold what a window sees."
+    q, store, _ = setup(d=64, kb=2, vb=2, table="trellis_fast")
+    call = Call.of(q, store)
+    assert refuses(call, "portable") == "a level is that of several channels"
+    assert CUDA or "an NVIDIA GPU is needed" in refuses(call, "fragments")
+    for more in (dict(d=80, kb=2, vb=2), dict(d=64, kb=1, vb=1)):
+        q, store, _ = setup(**more, table="trellis_fast")
+        for kernel in ("auto", "fragments", "portable"):
+            assert "2 or 3 bits and 64 or 128 channels" in refuses(Call.of(q, store), kernel)
+    q, store, _ = setup(d=64, kb=2, vb=2, table="trellis_fast")
+    out = ops.attend(q, store)[0]
+    assert (out - attend(q, store)[0]).norm() < 1e-3 * out.norm()
+
+
 @mark.parametrize("bits", (2, 3, 4))
 @mark.parametrize("along", ("channel", "token"))
 @mark.parametrize("d", (16, 64, 96, 128, 256))
@@ -1026,6 +1104,7 @@ QUICK = [
     (dict(biased=True, per_head=True), 255, 0),
     (dict(fused=128), 255, 0),
     (dict(fused=64, d=64, rows=8), 255, 0),
+    (dict(bits=[2, 2], codebook="trellis_fast", regs=168), 168, 0),
     (dict(kernel="pre_rope"), 168, 0),
     (dict(kernel="transform"), 168, 0),
     (dict(kernel="transform", rows=32), 168, 0),
@@ -1062,6 +1141,9 @@ SLOW = [
     *((dict(fused=d, d=d, bits=[b, b]), 255, 40) for d in (64, 80, 128) for b in (2, 3, 4)),
     *((dict(fused=64, d=64, rows=8, bits=[b, b]), 255, 40) for b in (2, 4)),
     (dict(fused=48, page=16), 255, 40),
+    *((dict(bits=[b, b], codebook=kind, d=128), 255, 0) for b, kind in CHAINED),
+    *((dict(bits=[b, b], codebook=kind, d=64, rows=8), 255, 0) for b, kind in CHAINED),
+    (dict(bits=[2, 2], codebook="trellis_fast", fused=128), 255, 40),
     (dict(fused=128, capability=80, per_head=True), 255, 40),
     (dict(kernel="pre_rope", rotary=64, capability=80), 168, 0),
     (dict(kernel="transform", d=256), 168, 0),
@@ -1116,6 +1198,24 @@ GPU = [
     (dict(T=20_000, kb=4, vb=2), {}),
     (dict(B=40, T=300, n=3, m=3), {}),
     *FEATURES,
+    *((dict(kb=b, vb=b, d=d, table=t), {}) for b, t in CHAINED for d in (64, 128)),
+    *((dict(kb=b, vb=b, center="pre_rope", table=t), {}) for b, t in CHAINED),
+    *(
+        (dict(kb=2, vb=2, table="trellis_fast") | case, options)
+        for case, options in (
+            *((dict(tile=t), {}) for t in (16, 32, 64, 128)),
+            *((dict(G=g), {}) for g in (1, 3, 8, 16)),
+            (dict(n=16, m=16), dict(sliding_window=300)),
+            (dict(n=3, start=[290, 5], end=[990, 1000]), {}),
+            (dict(rot="haar", vcenter="prompt_mean"), dict(softcap=5.0)),
+            (dict(rot="transform", d=64), {}),
+            (dict(T=20_000, center="pre_rope", vcenter="prompt_mean"), dict(splits=3)),
+            (dict(T=20_000, d=64, G=8, dtype=torch.bfloat16), {}),
+            (dict(static=True, sinks=0, win=0), {}),
+            (dict(kb=3, T=257), {}),
+            (dict(vb=3, T=5), {}),
+        )
+    ),
 ]
 
 
@@ -1142,6 +1242,7 @@ def test_gpu_poison_and_nan():
         dict(d=64, kb=4, vb=2),
         dict(d=128, rot="haar"),
         dict(d=128, G=7),
+        dict(d=128, kb=2, vb=2, table="trellis_fast"),
     ):
         check_poison_and_nan("fragments", **case)
 
@@ -1154,6 +1255,7 @@ def test_gpu_graph():
         dict(d=128),
         dict(d=96, n=3, m=3),
         dict(d=128, rot="transform", center="pre_rope"),
+        dict(d=128, kb=2, vb=2, table="trellis_fast", center="pre_rope"),
     ):
         q, store, chunk = setup(**(dict(G=4, T=3000) | case))
         want = decode_attention(q, store, **chunk)

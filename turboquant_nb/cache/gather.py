@@ -540,7 +540,8 @@ def _is_usual(store: KVStore, k: Tensor, v: Tensor) -> bool:
         return False
     if k.shape != (b, h, 1, store.key.q.d) or v.shape != (b, h, 1, store.value.q.d):
         return False
-    return store.recipe.decay is None and all(side.code.lut for side in store.parts)
+    looked_up = not any(side.code.refuses("decode") for side in store.parts)
+    return store.recipe.decay is None and looked_up
 
 
 def append(

@@ -280,7 +280,7 @@ class TruncatedCode(Code):
         return self.whole.nearest(u)
 
     def refuses(self, use):
-        if use == "decode":
+        if use in ("decode", "windows"):
             return "tiles that lost a plane (decay) have levels of their own"
         return self.whole.refuses(use)
 

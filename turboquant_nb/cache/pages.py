@@ -62,7 +62,7 @@ class CellLayout:
     def of(cls, key: Quantizer, value: Quantizer, tokens: int) -> "CellLayout":
         "For codes of two quantizers. Raises ValueError where a cell cannot hold them."
         for name, q in (("keys", key), ("values", value)):
-            if q.code.lut is None:
+            if q.code.refuses("decode"):
                 raise ValueError(
                     f"{name}: a cell holds codes with one number of bits and no sketch, got "
                     f"{q.spec}"

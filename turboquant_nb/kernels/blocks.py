@@ -354,7 +354,7 @@ def refuses(store: KVStore, tables: CodeTables | None) -> str:
         )
     if any(side.code is not side.code.whole for side in store.parts):
         return "tiles that lost a plane (decay) are not supported"
-    if tables is None:
+    if tables is None or any(tables.chains):
         return "one table of int8 levels must serve all channels"
     if min(len(side.q.codebook.levels) for side in store.parts) < 4:
         return "codes must have 2 to 4 bits"
@@ -552,6 +552,7 @@ def _window_kernel(
     s0,
     s1,
     TABLE,
+    CHAIN,
     width,
     D: tl.constexpr,
     DP: tl.constexpr,
@@ -561,19 +562,16 @@ def _window_kernel(
     BY_TOKEN: tl.constexpr,
     LAST: tl.constexpr,
     HELD: tl.constexpr,
-    CIRCULAR: tl.constexpr,
 ):
     """OUT[head, token, channel] = TABLE[window]: ROWS byte rows of a tile, windows of a channel
-    and HELD before it, of 1 to 3 bits each."""
+    and HELD before it, of 1 to 3 bits each. CHAIN [HELD + 1, D]: which these are."""
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     r, own = tl.program_id(2) * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, DP)[None, :]
     real = (r < R) & (own < D)
     HALF: tl.constexpr = (D + 1) // 2
     windows = (0, 0, 0, 0)
     for back in tl.static_range(HELD + 1):
-        j = own - back
-        if CIRCULAR:
-            j = tl.where(j < 0, j + D, j)
+        j = tl.load(CHAIN + back * D + own, mask=own < D, other=-1)
         seen, low, upper = real & (j >= 0), j % HALF, j // HALF
         bit = tile * (R * HALF) + (low * R + r if BY_TOKEN else r * HALF + low)
         base = bit if BITS == 1 else tile * (R * D) + (j * R + r if BY_TOKEN else r * D + j)
@@ -625,11 +623,9 @@ def _numbers(numbers: tuple, dtype: torch.dtype, device: torch.device) -> Tensor
         return torch.tensor(numbers, dtype=dtype, device=device)
 
 
-def _put(
-    out: Tensor, planes: list, layout, channels: tuple, table: Tensor, circular=None
-) -> None:
+def _put(out: Tensor, planes: list, layout, channels: tuple, table: Tensor, chain=None) -> None:
     """Look tiles up: planes [B, H, tiles, *plane_shape] to out [B, H, tokens or more, width];
-    by windows where these are circular or not."""
+    by windows where channels are chained."""
     p0, p1, p2 = [*planes, planes[0], planes[0]][:3]
     batch, heads, tiles = p0.shape[:3]
     rows = min(16, padded_size(layout.rows))
@@ -650,9 +646,8 @@ def _put(
         BY_TOKEN=layout.along == "token",
     )
     grid = tiles, batch * heads, -(-layout.rows // rows)
-    if circular is not None:
-        held = -(-(len(table) - 1).bit_length() // layout.bits) - 1
-        named |= dict(LAST=len(table) - 1, HELD=held, CIRCULAR=circular)
+    if chain is not None:
+        named |= dict(CHAIN=chain, LAST=len(table) - 1, HELD=len(chain) - 1)
         return _window_launcher(grid, named, {}, num_warps=4)
     named |= dict(
         P2=p2,
@@ -670,7 +665,7 @@ def look_up(
     first: int,  # tokens [first, last), counted from the first tile
     last: int,
     table: Tensor,  # [d, symbols], [1, symbols] for all channels, or [2**length] of windows
-    circular: bool | None = None,  # as in `Windows`; None: each symbol by itself
+    chain: Tensor | None = None,  # `channels` of `Windows`; None: each symbol by itself
 ) -> Tensor:  # [B, H, last - first, d] in the table's dtype
     "What a table has for the symbols of a side."
     tile, edge = side.memory.tile, side.memory.truncated_tiles
@@ -694,7 +689,7 @@ def look_up(
             )
             here = out[:, :, (begin - a) * tile :]
             mine = table[:, shift:] if short else table
-            _put(here, planes, layout, channels, mine, circular)
+            _put(here, planes, layout, channels, mine, chain)
     return out[:, :, first - a * tile : last - a * tile]
 
 
@@ -712,7 +707,7 @@ class KernelBlocks(Blocks):
             return look_up(held, first, last, _levels_of(code, dtype)), scale.float()
         if w := code.windows:
             return look_up(
-                held, first, last, _by_window(code, dtype), w.circular
+                held, first, last, _by_window(code, dtype), w.channels
             ), scale.float()
         symbols = _numbers(tuple(range(32)), torch.uint8, store.device)[None]
         coded = Coded(

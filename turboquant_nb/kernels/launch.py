@@ -44,7 +44,7 @@ def _run_portable(x: DecodeOperands) -> tuple:  # (output, log-sum-exp)
 # %% ../../nbs/44_launch.ipynb #22ce7e35
 def _side_reason(name: str, q, tile: int) -> str:
     "Why no kernel can read the codes of one side; empty if one can."
-    if why := q.centre.refuses("kernels") or q.code.refuses("decode"):
+    if why := q.centre.refuses("kernels") or q.code.refuses("windows"):
         return f"{name}: {why}"
     if q.d % 16 or not 16 <= q.d <= 256:
         return f"{name}: head size must be a multiple of 16 up to 256, got {q.d}"
@@ -58,7 +58,7 @@ def _mma_reason(key, value, tile: int) -> str:
     can."""
     if tile > 256:
         return f"tiles must have at most 256 tokens, got {tile}"
-    if min(len(q.codebook.levels) for q in (key, value)) < 4:
+    if min(q.code.channel_bits[0] for q in (key, value)) < 2:
         return "codes must have 2 to 4 bits"
     if len({(d - 1).bit_length() for d in (key.d, value.d)}) > 1:
         return f"head sizes must have the same power of two above them, got {[key.d, value.d]}"
@@ -71,6 +71,7 @@ class Plan(NamedTuple):
     tables: CodeTables | None  # None: no kernel can serve
     why: str = ""  # why no kernel can serve this store; empty if one can
     why_mma: str = ""  # the same for the tensor-core kernel
+    why_portable: str = ""  # and for the portable one
     padded: bool = True  # may a sequence start after position 0?
     angles: AngleTables | None = None  # of a pre-RoPE mean
 
@@ -79,7 +80,11 @@ class Plan(NamedTuple):
         "The plan for codes of two quantizers."
         if why := _side_reason("keys", key, tile) or _side_reason("values", value, tile):
             return cls(None, why)
-        return cls(CodeTables.of(key, value, device), why_mma=_mma_reason(key, value, tile))
+        return cls(
+            CodeTables.of(key, value, device),
+            why_mma=_mma_reason(key, value, tile),
+            why_portable=key.code.refuses("decode") or value.code.refuses("decode"),
+        )
 
 
 def _angles_of(store: KVStore) -> AngleTables | None:
@@ -180,7 +185,7 @@ def select_kernel(plan: Plan, device, kernel: str) -> tuple:  # (portable?, reas
     why = plan.why or plan.why_mma or _device_reason(device, False)
     if plan.why or kernel == "fragments" or (not why and kernel == "auto"):
         return False, why
-    other = _device_reason(device, True)
+    other = plan.why_portable or _device_reason(device, True)
     return True, other and (other if kernel == "portable" else why)
 
 
@@ -206,7 +211,7 @@ _SCHEMA = """(Tensor q, Tensor[] key_planes, Tensor key_scale, Tensor[] value_pl
  Tensor packed_lut, Tensor levels, Tensor key_rotation, Tensor value_rotation, Tensor? key_mean, Tensor? value_mean,
  Tensor key_sinks, Tensor key_recent, Tensor value_sinks, Tensor value_recent, Tensor? k, Tensor? v, Tensor? start, Tensor? end, Tensor? position, Tensor? cos_sin, Tensor? near_angles, Tensor? far_angles, float key_step, float value_step,
  SymInt length, SymInt offset, SymInt recent_from, float scaling, SymInt? sliding_window, float? softcap,
- SymInt? splits, bool key_hadamard, bool value_hadamard, bool portable, SymInt? own) -> (Tensor, Tensor)"""
+ SymInt? splits, bool key_hadamard, bool value_hadamard, bool portable, SymInt? own, int[]? key_chain, int[]? value_chain) -> (Tensor, Tensor)"""
 
 
 def run_kernel(x: DecodeOperands) -> tuple:  # (output, log-sum-exp, `Repeatable` or None)

@@ -290,7 +290,8 @@ class Windows(NamedTuple):
 
     levels: Tensor  # [2**length] fp32: the level of each window
     bits: int  # of a channel
-    circular: bool  # before the first channel come the last ones; else zeros
+    # [n, d] int32: each channel, and the n - 1 before it; -1: none, whose bits are zeros
+    channels: Tensor
 
 
 class Extra(NamedTuple):
@@ -367,9 +368,12 @@ class Code:
 
     def refuses(self, use: str) -> str:
         """Why it cannot serve `use`: "capture" (coding that waits for nothing), "encode",
-        "decode" (kernels); empty if it can."""
-        if use == "decode" and self.lut is None:
+        "decode" (kernels that look symbols up), "windows" (kernels that look up symbols or, in
+        their order, windows); empty if it can."""
+        if use in ("decode", "windows") and self.lut is None:
             return "the code has no look-up table"
+        if use == "decode" and self.lut.taps:
+            return "a level is that of several channels"
         return "the code is made by PyTorch" if use == "encode" and not self.encoder else ""
 
 # %% ../../nbs/20_quantizer.ipynb #5f66ba77
@@ -455,9 +459,9 @@ class ScalarCode(Code):
 
     def refuses(self, use):
         kinds = sorted(set(self.channel_bits))
-        if use in ("encode", "decode") and len(self.books) > 1:
+        if use in ("encode", "decode", "windows") and len(self.books) > 1:
             return f"all channels must have equally many bits, got {kinds}"
-        if use == "decode" and self.lut is None:
+        if use in ("decode", "windows") and self.lut is None:
             return "levels must be on their int8 grid (Codebook.to_int8_grid)"
         return super().refuses(use)
 

@@ -147,10 +147,12 @@ class SketchedCode(Code):
         return self.base.decode(coded, check_range) + rest
 
     def refuses(self, use):
+        query = "a QJL residual needs the sketch of the query"
         return {
             "capture": "a QJL residual: its coding waits for the device",
             "encode": "a QJL residual needs the sketch of the error",
-            "decode": "a QJL residual needs the sketch of the query",
+            "decode": query,
+            "windows": query,
             "truncation": "residual 'qjl' keeps signs apart",
         }.get(use, "")
 
