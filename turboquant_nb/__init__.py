@@ -5,6 +5,7 @@ _HOME = {
     "TurboQuantCache": "hf",
     "enable": "hf",
     "disable": "hf",
+    "compile_steps": "hf",
     "Recipe": "quant.quantizer",
     "Spec": "quant.quantizer",
     "preset": "quant.quantizer",

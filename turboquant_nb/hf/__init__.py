@@ -4,14 +4,15 @@
 
 # %% auto #0
 __all__ = ['MARGIN', 'NAME', 'CodedStates', 'ModelInfo', 'Report', 'TurboQuantCache', 'TurboQuantLayer', 'Watch', 'Canary',
-           'CanaryError', 'Check', 'Default', 'disable', 'enable', 'plan_layers', 'layer_frequencies',
-           'turboquant_attention', 'turboquant_mask']
+           'CanaryError', 'Check', 'CompiledSteps', 'compile_steps', 'Default', 'disable', 'enable', 'plan_layers',
+           'layer_frequencies', 'turboquant_attention', 'turboquant_mask']
 
 # %% ../../nbs/56_hf.ipynb #228b9a2d
 from .model_info import ModelInfo, plan_layers, layer_frequencies
 from .cache import MARGIN, NAME, CodedStates, TurboQuantCache, TurboQuantLayer
 from .attention import exact_attention, turboquant_attention, turboquant_mask
 from .default import Default, disable, enable
+from .compiled import CompiledSteps, compile_steps
 from .report import Report
 from .canary import Canary, CanaryError, Check, Watch
 from . import archive, edits, graphs
@@ -28,6 +29,8 @@ _all_ = [
     "Canary",
     "CanaryError",
     "Check",
+    "CompiledSteps",
+    "compile_steps",
     "Default",
     "disable",
     "enable",
