@@ -20,7 +20,7 @@ LONGEST = (
     "31_store 20_quantizer 84_tasks"
 ).split()
 PAGES = (
-    "90_speed 91_leaderboard 92_generate 93_proteins index guide api".split()
+    "90_speed 91_leaderboard 92_generate 93_proteins roofline index guide api".split()
 )  # nothing on them is computed but from results/ and from docstrings
 READS = (
     "results.load(",
