@@ -388,7 +388,8 @@ class LayerMemory(NamedTuple):
 
 class CodedAttention:
     """Attention of one layer to cells in an engine's memory. `store` comes before `attend` in
-    each step. Raises ValueError where no kernel reads the codes."""
+    each step. Raises ValueError where no kernel reads the codes, and for a rule without order
+    or with learnt sinks."""
 
     def __init__(
         self,
@@ -399,6 +400,8 @@ class CodedAttention:
         kernels: bool | None = None,  # None: where the model is on a GPU; else by the oracle
         flash=dense,  # an ordinary attention kernel with the interface of `dense`
     ):
+        if not rule.causal or rule.sinks is not None:
+            raise ValueError("blocks are attended to in order, and without learnt sinks")
         key, value, cell, center = codes.key, codes.value, codes.cell, codes.center
         kernels = key.device.type == "cuda" if kernels is None else kernels
         self.plan = CellPlan(key, value, cell.tokens, center) if kernels else None
