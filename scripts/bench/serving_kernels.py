@@ -19,14 +19,8 @@ from plan import Plan
 from bench.cases import DEVICE
 from bench.timing import kernel_times, replayed
 
-from turboquant_nb.cache.pages import (
-    Exact,
-    Requests,
-    Scoring,
-    append_slots,
-    attend_cells,
-    read_cells,
-)
+from turboquant_nb.cache.attention import Rule
+from turboquant_nb.cache.pages import Exact, Requests, append_slots, attend_cells, read_cells
 from turboquant_nb.kernels.cells import (
     CellPlan,
     Launching,
@@ -149,7 +143,7 @@ def oracle(plan, cache, table, lengths, q, k, v, **options):
     starts = torch.arange(len(lengths) + 1) * (len(q) // len(lengths))
     exact = [x if x is None else x.float() for x in (k, v)]
     where = cache, plan, Requests(table, lengths), starts, Exact(*exact)
-    return attend_cells(q.float(), *where, rule=Scoring(**options))
+    return attend_cells(q.float(), *where, rule=Rule(**options))
 
 
 def apart(got, want):
@@ -164,7 +158,7 @@ def decode_error(kernel, case, listed=False):
     space.memory = torch.full((10**7,), torch.nan, device=DEVICE)
     how = Launching(splits=case.splits, work={} if listed else None, kernel=kernel)
     where = cache, plan, Requests(table, lengths), Exact(*own)
-    rule, room = Scoring(**case.options), Room(workspace=space)
+    rule, room = Rule(**case.options), Room(workspace=space)
     out, lse = decode_cells(q, *where, rule=rule, to=room, how=how)
     seen = want_lse > -torch.inf
     if not torch.equal(lse > -torch.inf, seen) or out[~seen].any():

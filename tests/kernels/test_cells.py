@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from turboquant_nb.cache.attention import Rule
 from turboquant_nb.cache.pages import (
     Exact,
     Recent,
     Requests,
-    Scoring,
     append_slots,
     attend_cells,
     sink_origins,
@@ -127,7 +127,7 @@ CASES = [
 ]
 
 
-def check(plan, cache, requests, q, exact=None, rule=Scoring(), limit=1e-5, **how):
+def check(plan, cache, requests, q, exact=None, rule=Rule(), limit=1e-5, **how):
     """Every kernel that runs here against the oracle, with a workspace full of NaN: nobody gets
     0 and -inf. Returns the oracle's output."""
     starts = torch.arange(len(requests.lengths) + 1) * (len(q) // len(requests.lengths))
@@ -155,8 +155,8 @@ def test_decode(of, options, gen):
     plan, cache, table, lengths, q, k, v = case(
         gen, **{k: x for k, x in of.items() if k != "own"}
     )
-    rule = Scoring(**{name: x for name, x in options.items() if name in Scoring._fields})
-    how = {name: x for name, x in options.items() if name not in Scoring._fields}
+    rule = Rule(**{name: x for name, x in options.items() if name in vars(Rule())})
+    how = {name: x for name, x in options.items() if name not in vars(Rule())}
     check(plan, cache, Requests(table, lengths), q, Exact(k, v) if own else None, rule, **how)
 
 
@@ -343,7 +343,7 @@ def test_center(of, options, gen):
     assert (mine != theirs).sum() <= 5e-3 * (
         theirs != cache
     ).sum()  # the mean costs the sum its last bits, so that more values lie at an edge
-    exact, rule = Exact(k + center, v), Scoring(**options)
+    exact, rule = Exact(k + center, v), Rule(**options)
     want = check(plan, mine, read, q, exact, rule, limit=1e-4)
     forgot, _ = decode_cells(q, mine, plain, read, exact, rule)
     assert (forgot - want).norm() > 1e-2 * want.norm()
@@ -392,7 +392,7 @@ def test_recent_and_first_tokens(tokens, sinks, of, options, gen):
     )
     center = 3 * torch.randn(1, plain.cell.d_key, generator=gen).to(DEVICE)
     plan = CellPlan(plain.key, plain.value, plain.cell.tokens, center)
-    m, read, rule = of.get("m", 1), Requests(table, lengths), Scoring(**options)
+    m, read, rule = of.get("m", 1), Requests(table, lengths), Rule(**options)
     near = exact_blocks(gen, plan, read, m, tokens, sinks)
     exact = Exact(k + center, v, near)
     held = [

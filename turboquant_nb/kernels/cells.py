@@ -14,7 +14,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..cache.pages import CellCodes, CellLayout, Exact, Requests, Scoring
+from ..cache.attention import Rule
+from ..cache.pages import CellCodes, CellLayout, Exact, Requests
 from turboquant_nb.kernels.decode import (
     _levels,
     _portable_cap,
@@ -1395,7 +1396,7 @@ def decode_cells(
     requests: Requests,  # table and lengths in int32
     # of [B m, H, d] each, with the recent tokens of all requests; None: codes are read
     exact: Exact | None = None,
-    rule: Scoring = Scoring(),
+    rule: Rule = Rule(),
     to: Room = Room(),
     how: Launching = Launching(),
 ) -> tuple:  # (out, lse)

@@ -354,8 +354,7 @@ class KernelCoder:
         return why or launch.device_reason(store, named)
 
     def append(self, store, k: Tensor, v: Tensor, names=("k", "v"), wait=None) -> None:
-        if not encode.append_again(store, k, v):
-            encode.append(store, k, v, names, wait)
+        encode.append(store, k, v, names, wait)
 
 
 class TorchCoder:
@@ -397,6 +396,8 @@ def append(
     with the reason if the backend named cannot serve; the store is then as before."""
     if store.uncoded:
         store.complete()
+    if backend != "torch" and encode.append_again(store, k, v):
+        return "triton"
     name, _ = select_coder(store, backend)
     CODERS[name].append(store, k, v, names, wait)
     return name

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..cache.attention import dense_attention
+from ..cache.attention import Rule, dense_attention
 from turboquant_nb.cache.pages import (
     CellCodes,
     CellLayout,
     Exact,
     Recent,
     Requests,
-    Scoring,
     append_slots,
     attend_cells,
     store_recent,
@@ -389,17 +388,20 @@ class LayerMemory(NamedTuple):
 
 class CodedAttention:
     """Attention of one layer to cells in an engine's memory. `store` comes before `attend` in
-    each step. Raises ValueError where no kernel reads the codes."""
+    each step. Raises ValueError where no kernel reads the codes, and for a rule without order
+    or with learnt sinks."""
 
     def __init__(
         self,
         codes: CellCodes,  # on the device of the model
         query_heads: int,
         heads: int,  # KV heads, of this process
-        rule: Scoring,
+        rule: Rule,
         kernels: bool | None = None,  # None: where the model is on a GPU; else by the oracle
         flash=dense,  # an ordinary attention kernel with the interface of `dense`
     ):
+        if not rule.causal or rule.sinks is not None:
+            raise ValueError("blocks are attended to in order, and without learnt sinks")
         key, value, cell, center = codes.key, codes.value, codes.cell, codes.center
         kernels = key.device.type == "cuda" if kernels is None else kernels
         self.plan = CellPlan(key, value, cell.tokens, center) if kernels else None
@@ -574,13 +576,13 @@ class CodedAttention:
 
     def _attend_chunks(self, run: list, states: States, out, memory, step) -> None:
         "Chunks of a run: what they read exactly, then their past."
-        scaling, window, softcap = self.rule
+        window, softcap = self.rule.sliding_window, self.rule.softcap
         first, last, recent = run[0].first, run[-1].last, memory.recent
         starts = [c.first - first for c in run] + [last - first]
         q, k, v = states.rows(slice(first, last))
         keys, values, ends = self._exact(run, k, v, starts, recent)
         seen = Seen(starts, ends, left=None if window is None else window - 1)
-        own, lse = self.flash(q, keys, values, seen, scaling, softcap)
+        own, lse = self.flash(q, keys, values, seen, self.rule.scaling, softcap)
         out[first:last] = own
         for c in run:
             begin, coded = 0, c.past
@@ -613,7 +615,8 @@ class CodedAttention:
         self, q: Tensor, c: Chunk, table: Tensor, coded: tuple, memory: LayerMemory
     ) -> tuple | None:  # (output, still rotated, log-sum-exp); None: nothing is seen
         "A chunk's attention to the tokens from coded[0] to coded[1], whose codes are read."
-        (scaling, window, softcap), (k, v), n = self.rule, memory.past, self.codes.cell.tokens
+        rule, (k, v), n = self.rule, memory.past, self.codes.cell.tokens
+        scaling, window, softcap = rule.scaling, rule.sliding_window, rule.softcap
         rotated, q_factor = self._rotated(q)
         far, (first, last) = None, coded
         oldest = (

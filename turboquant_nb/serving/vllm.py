@@ -16,7 +16,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..cache.pages import CellCodes, CellLayout, Recent, Scoring, sink_origins
+from ..cache.attention import Rule
+from ..cache.pages import CellCodes, CellLayout, Recent, sink_origins
 from ..kernels.cells import Workspace, locate_sinks
 from turboquant_nb.serving.step import (
     SHORT,
@@ -649,7 +650,7 @@ class Impl(AttentionImpl):
         gpu = device.type == "cuda"
         key, value, center = _coders(self.config, name, self.head_size, device)
         codes = CellCodes(key, value, CellLayout.of(key, value, tokens), center)
-        rule, flash = Scoring(self.scale, self.window, self.softcap), _flash if gpu else dense
+        rule, flash = Rule(self.scale, self.window, self.softcap), _flash if gpu else dense
         self.layer = CodedAttention(codes, self.num_heads, self.num_kv_heads, rule, flash=flash)
         programs = (
             64 * torch.cuda.get_device_properties(device).multi_processor_count if gpu else 0
