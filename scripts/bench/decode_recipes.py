@@ -8,9 +8,10 @@ the same replayed from a CUDA graph, as `generate()` replays it, of codes that c
 `PyTorch`, `attention.attend`; `exact states`, torch's SDPA on bf16. Medians of triton's
 do_bench. `why` says why it is not the kernel for tensor cores.
 
---trellis: uniform bits and trellis codes instead, without the path `PyTorch`, with the prompt's mean and the mean before
-RoPE, and, with the first of the shapes, one token of each sequence appended: `append, graph`, a
-share of 20 such steps in a CUDA graph, and `append, host`, what Python takes to launch it.
+--trellis: uniform bits and trellis codes instead, without the path `PyTorch`, with the prompt's
+mean and the mean before RoPE. With the first of the shapes, one token of each sequence is
+appended, too: `append, graph`, a share of 20 such steps in a CUDA graph, and `append, host`,
+what Python takes to launch it.
 
 Gate: each recipe by the kernel agrees with PyTorch's attention on the same codes to 1e-2 of the
 largest output, on 4,096 tokens."""
