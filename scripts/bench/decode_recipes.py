@@ -1,6 +1,6 @@
 """What a decode step's attention costs on a GPU by recipe, where the kernel for tensor cores
 serves, where the portable one does and where blocks are decoded: run.py decode_recipes
-[--shapes BxHxGxDxT …] [--match RE] [--seconds S] --out FILE.
+[--shapes BxHxGxDxT …] [--trellis] [--match RE] [--seconds S] --out FILE.
 
 Random states in bf16, a recipe's own 4 exact sinks and 16 recent tokens, keys around the mean
 before RoPE. `path`: `kernel`, what `ops.attend` takes by itself, launched from Python; `graph`,
@@ -8,25 +8,42 @@ the same replayed from a CUDA graph, as `generate()` replays it, of codes that c
 `PyTorch`, `attention.attend`; `exact states`, torch's SDPA on bf16. Medians of triton's
 do_bench. `why` says why it is not the kernel for tensor cores.
 
+--trellis: uniform bits and trellis codes instead, without the path `PyTorch`, with the prompt's
+mean and the mean before RoPE. With the first of the shapes, one token of each sequence is
+appended, too: `append, graph`, a share of 20 such steps in a CUDA graph, and `append, host`,
+what Python takes to launch it.
+
 Gate: each recipe by the kernel agrees with PyTorch's attention on the same codes to 1e-2 of the
 largest output, on 4,096 tokens."""
 
 import re
+from functools import partial
 
 import torch
 from bench import decode_cpu
 import torch.nn.functional as F
-from bench.cases import Shape, held, states
+from bench.cases import Shape, frequencies, held, states
 from plan import Plan
-from bench.timing import kernel_times, replayed
+from bench.timing import event_time, host_times, kernel_times, quantiles, replayed
 
 from turboquant_nb.cache import attention
 from turboquant_nb.cache.attention import Call
+from turboquant_nb.cache.store import KVStore
 from turboquant_nb.kernels import ops
-from turboquant_nb.quant.quantizer import preset
+from turboquant_nb.quant.quantizer import Recipe, Spec, preset
 
 SHAPES = "8x8x4x128x32768", "1x8x4x128x8192", "8x3x3x64x8192"
 RECIPES = decode_cpu.RECIPES | {name: preset(name) for name in ("k4v4", "k2v2")}
+TRELLIS = {
+    f"{bits} bits, {kind}, {center}": Recipe(
+        Spec(bits, codebook=kind, center=center), Spec(bits, codebook=kind)
+    )
+    for center in ("prompt_mean", "pre_rope")
+    for bits, kind in (
+        *((b, "sphere") for b in (2, 3, 4)),
+        *((b, kind) for b in (2, 3) for kind in ("trellis_fast", "trellis")),
+    )
+}
 
 
 def gate(shapes, recipes):
@@ -87,10 +104,42 @@ def rows(shapes, recipes, seconds):
             paths = {"kernel": lambda: ops.attend(q, store)}
             if not any(part.q.code.refuses("capture") for part in store.parts):
                 paths["graph"] = replayed(paths["kernel"])
-            paths["PyTorch"] = lambda: attention.attend(q, store)
+            if name not in TRELLIS:
+                paths["PyTorch"] = lambda: attention.attend(q, store)
             for path, call in paths.items():
                 found = kernel_times(call, seconds)
                 yield about | dict(path=path, speedup=exact["p50"] / found["p50"]) | found
+
+
+def append_rows(shape, recipes, calls=20, first=70):
+    "One token of each sequence, in a graph and launched."
+    tokens = first + 2 * calls
+    _, k, v = states(shape._replace(tokens=tokens))
+    for name, recipe in recipes.items():
+        make = partial(KVStore, recipe, *k.shape[:2], shape.d, dtype=k.dtype, device=k.device)
+        more = dict(max_length=2048, inv_freq=frequencies(shape.d))
+        stores = [make(static=True, **more), make(**more)]
+        for store in stores:
+            for a, b in ((0, first), (first, first + 1), (first + 1, first + 2)):
+                ops.append(store, k[:, :, a:b], v[:, :, a:b])
+        one = [x[:, :, -1:].contiguous() for x in (k, v)]
+        row = shape._asdict() | dict(unit="microseconds", recipe=name)
+        row["why"] = ops.select_coder(stores[0]).why
+        graph, times = torch.cuda.CUDAGraph(), []
+        with torch.cuda.graph(graph):
+            for _ in range(calls):
+                ops.append(stores[0], *one)
+        for _ in range(40):
+            stores[0].clock.position.fill_(first)
+            times.append(event_time(graph.replay) * 1e3 / calls)
+        stores[0].sync()
+        yield row | dict(path="append, graph", n=30) | quantiles(times[10:])
+
+        def back():
+            stores[1].length = first
+
+        times = host_times(lambda: ops.append(stores[1], *one), 50, 20, back)[5:]
+        yield row | dict(path="append, host", n=len(times)) | quantiles(times)
 
 
 def options(p):
@@ -100,6 +149,7 @@ def options(p):
         default=list(SHAPES),
         help="sequences, KV heads, group, head size, tokens: " + SHAPES[0],
     )
+    p.add_argument("--trellis", action="store_true", help="trellis codes beside uniform bits")
     p.add_argument(
         "--match", default="", help="only recipes whose name matches this regular expression"
     )
@@ -108,5 +158,13 @@ def options(p):
 
 def plan(a):
     shapes = [Shape(*map(int, x.split("x"))) for x in a.shapes]
-    recipes = {name: r for name, r in RECIPES.items() if re.search(a.match, name)}
-    return Plan("decode", gate(shapes, recipes), rows(shapes, recipes, a.seconds))
+    recipes = TRELLIS if a.trellis else RECIPES
+    recipes = {name: r for name, r in recipes.items() if re.search(a.match, name)}
+    passed = gate(shapes, recipes)
+
+    def found():
+        if a.trellis:
+            yield from append_rows(shapes[0], recipes)
+        yield from rows(shapes, recipes, a.seconds)
+
+    return Plan("decode", passed, found())

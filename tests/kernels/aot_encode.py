@@ -16,12 +16,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from turboquant_nb.kernels import encode as kernel
+from turboquant_nb.quant.trellis import lane_order
 
 NAMES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 TOOL = os.path.join(os.path.dirname(nvidia.__file__), "bin", "cuobjdump")
 
 
-def consts(d, dtype, bits, parts, center, capability, r, transform=False):
+def consts(d, dtype, bits, parts, center, capability, r, transform=False, chain=()):
     "The constants of keys and of values."
     one = kernel.RotationOperand(torch.empty(parts, d, d), 1.0, parts == 1)
     rotations = kernel.RotationOperand(torch.empty(8, 1, d, d), 1.0) if transform else one, one
@@ -29,7 +30,9 @@ def consts(d, dtype, bits, parts, center, capability, r, transform=False):
     how = d, dtype
     return [
         kernel.CodingConstants.of(
-            kernel.CodedSide(*how, b, "mse", torch.float16, mean, r), rotation, capability >= 90
+            kernel.CodedSide(*how, b, "mse", torch.float16, mean, r, chain),
+            rotation,
+            capability >= 90,
         )
         for b, mean, r, rotation in sides
     ]
@@ -97,11 +100,13 @@ def build(
     whole=True,
     r=0,
     transform=False,
+    step=0,
 ):
-    "The compiled kernel as `append` asks for it: the short one for at most 64 tokens."
-    both = dict(
-        zip(("KC", "VC"), consts(d, dtype, bits, parts, center, capability, r, transform))
-    )
+    """The compiled kernel as `append` asks for it: the short one up to 64 tokens, in steps
+    for codes by windows."""
+    chain = (d, *lane_order(d)) if step else ()
+    sides = consts(d, dtype, bits, parts, center, capability, r, transform, chain)
+    both = dict(zip(("KC", "VC"), sides))
     shared = both | {"R": 64, "STATIC": static, "WIDE": False}
     if n > 64:
         m, options = config or kernel._config(d, 64, parts, capability >= 90, dtype.itemsize, r)
@@ -113,7 +118,7 @@ def build(
             options,
         )
     m, options = config or kernel._short_config(d, capability >= 90)
-    more = {"M": m, "sinks": 4, "ring": 64} | ({"n": 1} if n == 1 else {})
+    more = {"M": m, "sinks": 4, "ring": 64, "STEP": step} | ({"n": 1} if n == 1 else {})
     return compiled(kernel._short_kernel, shared | more, dtype, capability, options)
 
 

@@ -22,7 +22,8 @@ from turboquant_nb.cache.store import angles, append_by_host, row_tensors, table
 from turboquant_nb.kernels import encode as kernel
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 from turboquant_nb.cache.packing import pack, unpack
-from turboquant_nb.quant.quantizer import Recipe, Spec, preset
+from turboquant_nb.kernels import viterbi  # noqa: F401 (importing registers its kernels)
+from turboquant_nb.quant.quantizer import Recipe, Spec, decode, preset
 from turboquant_nb.cache.store import KVStore
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -562,6 +563,67 @@ def test_tables_and_sign_residual(table):
     both(Recipe(Spec(bits=4, codebook=table), Spec(bits=3, residual="sign")), chunks((40,)))
 
 
+FAST, SMALL = "trellis_fast", "trellis"
+WINDOWS = [  # of keys and values: bits, name; head size, centre of keys, scale, tokens, static
+    ((2, FAST), (2, FAST), 64, "prompt_mean", "mse", 1, False),
+    ((2, SMALL), (2, FAST), 64, "pre_rope", "mse", 3, False),
+    ((3, "sphere"), (2, FAST), 64, "prompt_mean", "mse", 1, True),
+    ((3, FAST), (4, "sphere"), 128, "none", "unbiased", 2, False),
+    ((1, SMALL), (1, FAST), 80, "none", "norm", 1, False),
+    ((3, SMALL), (3, SMALL), 16, "none", "mse", 2, True),
+]
+
+
+@pytest.mark.parametrize("key, value, d, center, scale, n, static", WINDOWS)
+def test_codes_by_windows(key, value, d, center, scale, n, static):
+    """Short appends in three launches, repeated ones too: what PyTorch codes, but for vectors
+    with two strings of symbols at one distance; exact copies bit for bit."""
+    freq = 1e4 ** (-torch.arange(0, d, 2) / d) if center == "pre_rope" else None
+    spec = lambda side, centre: Spec(side[0], codebook=side[1], center=centre, scale=scale)
+    recipe = Recipe(spec(key, center), spec(value, "none"), sinks=1, recent=4)
+    room = dict(max_length=256, static=True) if static else {}
+    fused, plain = (
+        KVStore(recipe, 2, 1, d, device=DEVICE, tile=64, inv_freq=freq, **more)
+        for more in (room, {})
+    )
+    first, *parts = chunks((62, n, n, n), b=2, h=1, dk=d, dtype=torch.float32)
+    for i, (k, v) in enumerate((first, *parts)):
+        (captured if static and i else kernel.append)(fused, k, v)
+        plain_append(plain, k, v)
+    x = [torch.cat(side, 2) for side in zip(first, *parts)]
+    assert fused.sync() == plain.length == fused.length
+    for name, states_of in zip(("key", "value"), x):
+        a, b = (getattr(store, name) for store in (fused, plain))
+        one, two = (store.coded(name, 0, plain.length) for store in (fused, plain))
+        differ = (one.codes != two.codes).any(-1)
+        assert float(differ.float().mean()) < (0.05 if DEVICE == "cuda" else 0.01)
+        mean = plain.center(name, 0, plain.length)
+        error = [
+            (states_of - decode(b.q, c, mean)).square().sum(-1).double() for c in (one, two)
+        ]
+        assert float((error[0] / error[1] - 1).abs().max()) < 2e-3
+        torch.testing.assert_close(one.scale[~differ], two.scale[~differ], rtol=2e-3, atol=0)
+        for t in ("sinks", "recent"):
+            assert torch.equal(a.tensors[t], b.tensors[t])
+
+
+def test_states_that_codes_by_windows_cannot_hold():
+    "Flags go up as with tables; zeros have scale zero."
+    side = Spec(2, codebook=FAST)
+    make = lambda: KVStore(
+        Recipe(side, side), 1, 1, 64, device=DEVICE, tile=64, max_length=20, static=True
+    )
+    for bad in (float("nan"), float("inf"), 1e30):
+        store = make()
+        kernel.append(store, *torch.randn(2, 1, 1, 9, 64, device=DEVICE))
+        x = torch.zeros(1, 1, 1, 64, device=DEVICE)
+        kernel.append(store, x, x)
+        assert store.sync() == 10 and not store.coded("key", 9, 10).scale.any()
+        kernel.append(store, x, x.clone().fill_(bad))
+        with pytest.raises(ValueError, match="v"):
+            store.sync()
+
+
 @pytest.mark.parametrize("tile", (16, 100))
 def test_tiles(tile):
     both(preset("k3v3"), chunks((7, 60), h=1, b=2), tile=tile)
@@ -771,6 +833,8 @@ LIMITS = [
     ({"capability": 90, "n": 1, "r": 128}, 168, 0, 48),
     ({"capability": 90, "r": 128, "transform": True}, 168, 0, 99),
     ({"capability": 90, "n": 1, "r": 128, "transform": True}, 168, 0, 48),
+    ({"capability": 90, "n": 1, "bits": [2, 2], "step": 1}, 168, 0, 48),
+    ({"capability": 90, "n": 1, "bits": [3, 3], "step": 2, "static": True}, 168, 0, 8),
 ]
 LIMITS = LIMITS if SLOW else LIMITS[::4]
 
@@ -808,6 +872,7 @@ def test_arguments_stand_where_the_kernels_have_them():
                 "M",
                 "STATIC",
                 "WIDE",
+                "STEP",
             ],
         ),
         (kernel.LongSide, kernel._encode_kernel, None),

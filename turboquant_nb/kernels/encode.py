@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..quant.mixed_precision import find_code
 from ..quant.quantizer import Recipe, as_recipe
+from ..quant.trellis import KERNELS, lane_order
 from ..theory.rotation import make_rotation
 from turboquant_nb.cache.clock import (
     _APPEND,
@@ -122,6 +123,7 @@ class CodedSide(NamedTuple):
     scale: torch.dtype
     mean: torch.dtype | None = None  # None: no mean
     rope: int = 0  # channels in which a mean is rotated to each position
+    chain: tuple = ()  # of a code by windows: room for a vector, `lane_order`
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,9 @@ class CodingConstants:
     SLICED: bool  # does the rotation come in slices, because it does not fit?
     ROPE: int  # channels in which a mean is rotated to each position; 0: none
     PER_HEAD: bool  # has each head its own rotation?
+    CHAIN: int = 0  # room for a vector between the steps of a code by windows; 0: by edges
+    ORDER: int = 0  # bits of a channel's number, four bits each, by the bits of its place
+    PLACES: int = 0  # how many these are; 0: channels keep their order
 
     @classmethod
     def of(
@@ -156,7 +161,9 @@ class CodingConstants:
 def _constants(
     side: CodedSide, parts: int, butterfly: bool, per_head: bool, large: bool
 ) -> CodingConstants:
-    d, dtype, bits, mode, scale, mean, rope = side
+    d, dtype, bits, mode, scale, mean, rope, (chain, *order) = side._replace(
+        chain=side.chain or (0,)
+    )
     half = max(16, 1 << (d // 2 - 1).bit_length())
     butterfly = large and butterfly and half > 64 and d == 2 * half
     x_parts = (
@@ -176,6 +183,9 @@ def _constants(
         SLICED=half > 64 and not butterfly,
         ROPE=rope,
         PER_HEAD=per_head,
+        CHAIN=chain,
+        ORDER=sum(bit << (4 * i) for i, bit in enumerate(reversed(order))),
+        PLACES=len(order),
     )
 
 # %% ../../nbs/40_encode.ipynb #d4b07fca
@@ -848,108 +858,72 @@ def _copy(
         at = SINKS + (bh * sinks + s)[:, None] * D + k
         tl.store(at, x, mask=(valid & (s >= 0) & (s < sinks))[:, None] & ok)
 
+# %% ../../nbs/40_encode.ipynb #c4a1ed40
+@triton.jit
+def _between(ROOM, v, count, C: tl.constexpr, VALUES: tl.constexpr):
+    """Where vectors v of one side lie between the steps of a code by windows: unit vectors and
+    symbols in the order of the chain (lower and upper half of the channels), units, and sums
+    that the search adds up."""
+    D: tl.constexpr = C.D
+    ORDER: tl.constexpr = C.ORDER
+    PLACES: tl.constexpr = C.PLACES
+    size = 2 * count * C.CHAIN  # of both sides
+    j = tl.arange(0, C.HALF)
+    lower, upper = j, j + D // 2
+    if PLACES > 0:
+        lower, upper = j * 0, j * 0
+        for i in tl.static_range(PLACES):
+            lower += ((j >> ((ORDER >> (4 * i)) & 15)) & 1) << i
+            upper += (((j + D // 2) >> ((ORDER >> (4 * i)) & 15)) & 1) << i
+    at = VALUES * count * C.CHAIN + v[:, None] * D
+    symbols = (ROOM + size).to(tl.pointer_type(tl.uint8), bitcast=True)
+    sums = ROOM + size + size // 4 + VALUES * count + v
+    ok = (j < D // 2)[None, :]
+    return ROOM, symbols, at + lower[None, :], at + upper[None, :], ok, sums, 2 * count
+
+
+@triton.jit
+def _chain_in(lo, hi, room, valid, D: tl.constexpr):
+    "Step 1: vectors of unit variance and their units."
+    vectors, _, lower, upper, ok, sums, _ = room
+    unit = tl.sqrt((tl.sum(lo * lo, 1) + tl.sum(hi * hi, 1)) / D)
+    by, mask = tl.maximum(unit, 1.1754943508222875e-38)[:, None], valid[:, None] & ok
+    tl.store(vectors + lower, -lo / by, mask=mask)  # the rotation comes with another sign
+    tl.store(vectors + upper, -hi / by, mask=mask)
+    tl.store(sums, unit, mask=valid)
+
+
+@triton.jit
+def _chain_out(room, valid, factor, C: tl.constexpr):
+    "Step 2: what `_measure` says, by the symbols and sums that were found."
+    _, symbols, lower, upper, ok, sums, step = room
+    mask = valid[:, None] & ok
+    lo = tl.load(symbols + lower, mask=mask, other=0).to(tl.int32)
+    hi = tl.load(symbols + upper, mask=mask, other=0).to(tl.int32)
+    unit = tl.load(sums, mask=valid, other=0.0)
+    dot = tl.load(sums + step, mask=valid, other=1.0)
+    square = tl.load(sums + 2 * step, mask=valid, other=1.0)
+    scale = unit
+    if C.MODE == 1:
+        scale = unit * dot / square
+    if C.MODE == 2:
+        scale = tl.where(unit == 0, 0.0, unit * C.D / dot)
+    scale *= factor
+    LARGEST: tl.constexpr = C.LARGEST
+    fits = scale <= LARGEST
+    scale = tl.where(fits, scale, float("nan"))
+    return lo | hi << 16, scale, unit < float("inf"), fits
+
 # %% ../../nbs/40_encode.ipynb #d3649d12
 @triton.jit
-def _short(
-    side,  # what belongs to keys or to values
-    shared,
-    FLAG,
-    C: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
-    sinks: tl.constexpr,
-    ring: tl.constexpr,
-    R: tl.constexpr,
-    M: tl.constexpr,
-    WIDE: tl.constexpr,
+def _put_row(
+    side, shared, FLAG, found, place, C: tl.constexpr, BY_TOKEN: tl.constexpr, R: tl.constexpr
 ):
-    "M of the rows (sequence, token) of one head: exact copies, codes and scales."
-    X, sb, sh, sn, W, TAB, factor, truncated, P0, P1, P2, SCALE, SINKS, RING, MEAN = side
-    START, COS_SIN, heads, rows, first, base, n, tiles, limit = shared
-    D: tl.constexpr = C.D
-    HALF: tl.constexpr = C.HALF
-    BITS: tl.constexpr = C.BITS
-    XP: tl.constexpr = C.X_PARTS
-    MP: tl.constexpr = C.MEAN_PARTS  # parts of the mean; 0: none, or a pre-RoPE mean
-    ROPE: tl.constexpr = C.ROPE
-    BUTTERFLY: tl.constexpr = C.BUTTERFLY
-    PER_HEAD: tl.constexpr = C.PER_HEAD
-    SLICE: tl.constexpr = C.SLICE
-    W_PARTS: tl.constexpr = C.W_PARTS
-    TYPE: tl.constexpr = X.dtype.element_ty if XP == 1 else tl.bfloat16
-    blocks = (rows + M - 1) // M
-    head = tl.program_id(0) // blocks
-    r = tl.program_id(0) % blocks * M + tl.arange(0, M)
-    bh, i = (r // n).to(tl.int64) * heads + head, r % n
-    if PER_HEAD:
-        W += head * (W_PARTS * D * D)
-    p, fits = first + i, first + n <= limit
-    valid, lost = (r < rows) & fits, (r < rows) & (i == 0) & (first > 0) & (fits == 0)
-    x_at = X + (bh // heads) * sb + (bh % heads) * sh + i * sn
-    if sinks + ring > 0:
-        _copy(
-            X_AT=x_at,
-            SINKS=SINKS,
-            RING=RING,
-            START=START,
-            heads=heads,
-            bh=bh,
-            i=i,
-            first=first,
-            n=n,
-            valid=valid,
-            lost=lost,
-            sinks=sinks,
-            ring=ring,
-            D=D,
-            K=2 * HALF,
-        )
-    K: tl.constexpr = HALF if BUTTERFLY else SLICE
-    k, zero = tl.arange(0, K), tl.zeros((M, HALF), tl.float32)
-    w_lo = _weights(W, 0, k, 0, TYPE, D, HALF)
-    w_hi = (
-        _weights(W, 0, k + HALF, 0, TYPE, D, HALF)
-        if BUTTERFLY
-        else _weights(W, 0, k, 1, TYPE, D, HALF)
-    )
-    at, cos_sin, ok = MEAN + (bh * D)[:, None], COS_SIN + (r * 0)[:, None], valid[:, None]
-    if ROPE > 0:
-        t = p + base - tl.load(START + bh // heads, mask=valid, other=0).to(tl.int32)
-        cos_sin = COS_SIN + (tl.maximum(t, 0) * ROPE)[:, None]
-    lo, hi = _rotate(
-        at=x_at[:, None] + k,
-        step=1,
-        valid=ok,
-        W=W,
-        w_lo=w_lo,
-        w_hi=w_hi,
-        zero=zero,
-        mean=at,
-        cos_sin=cos_sin,
-        C=C,
-        XP=XP,
-        ROPE=ROPE,
-        WIDE=WIDE,
-    )
-    if MP > 0:
-        w_lo, w_hi = w_lo.to(tl.bfloat16), w_hi.to(tl.bfloat16)
-        m_lo, m_hi = _rotate(
-            at=at + k,
-            step=1,
-            valid=ok,
-            W=W,
-            w_lo=w_lo,
-            w_hi=w_hi,
-            zero=zero,
-            mean=at,
-            cos_sin=cos_sin,
-            C=C,
-            XP=MP,
-            ROPE=0,
-            WIDE=WIDE,
-        )
-        lo, hi = lo - m_lo, hi - m_hi
-    edges, levels = _table(TAB, BITS)
-    pair, scale, finite, fitting = _measure(lo, hi, edges, levels, factor, C, WIDE)
+    "Codes and scales of these rows to their places."
+    _, _, _, _, _, _, _, truncated, P0, P1, P2, SCALE, _, _, _ = side
+    _, _, _, _, first, _, _, tiles, _ = shared
+    pair, scale, finite, fitting = found
+    r, bh, p, valid, lost = place
     tile, t = p // (4 * R), p % (4 * R)
     slot = (t // R & 1) * 4 + (t // R >> 1) * 2
     tl.store(
@@ -979,6 +953,131 @@ def _short(
         R=R,
         WHOLE=False,
     )
+
+
+@triton.jit
+def _short(
+    side,  # what belongs to keys or to values
+    shared,
+    FLAG,
+    C: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    sinks: tl.constexpr,
+    ring: tl.constexpr,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    WIDE: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """M of the rows (sequence, token) of one head: exact copies, codes and scales. STEP: 0, or
+    which of the two that a code by windows takes."""
+    X, sb, sh, sn, W, TAB, factor, truncated, P0, P1, P2, SCALE, SINKS, RING, MEAN = side
+    START, COS_SIN, heads, rows, first, base, n, tiles, limit = shared
+    D: tl.constexpr = C.D
+    HALF: tl.constexpr = C.HALF
+    BITS: tl.constexpr = C.BITS
+    XP: tl.constexpr = C.X_PARTS
+    MP: tl.constexpr = C.MEAN_PARTS  # parts of the mean; 0: none, or a pre-RoPE mean
+    ROPE: tl.constexpr = C.ROPE
+    BUTTERFLY: tl.constexpr = C.BUTTERFLY
+    PER_HEAD: tl.constexpr = C.PER_HEAD
+    SLICE: tl.constexpr = C.SLICE
+    W_PARTS: tl.constexpr = C.W_PARTS
+    TYPE: tl.constexpr = X.dtype.element_ty if XP == 1 else tl.bfloat16
+    blocks = (rows + M - 1) // M
+    head = tl.program_id(0) // blocks
+    r = tl.program_id(0) % blocks * M + tl.arange(0, M)
+    bh, i = (r // n).to(tl.int64) * heads + head, r % n
+    if PER_HEAD:
+        W += head * (W_PARTS * D * D)
+    p, fits = first + i, first + n <= limit
+    valid, lost = (r < rows) & fits, (r < rows) & (i == 0) & (first > 0) & (fits == 0)
+    x_at = X + (bh // heads) * sb + (bh % heads) * sh + i * sn
+    VALUES: tl.constexpr = 1 if BY_TOKEN else 0
+    if sinks + ring > 0 and STEP < 2:
+        _copy(
+            X_AT=x_at,
+            SINKS=SINKS,
+            RING=RING,
+            START=START,
+            heads=heads,
+            bh=bh,
+            i=i,
+            first=first,
+            n=n,
+            valid=valid,
+            lost=lost,
+            sinks=sinks,
+            ring=ring,
+            D=D,
+            K=2 * HALF,
+        )
+    if STEP < 2:
+        K: tl.constexpr = HALF if BUTTERFLY else SLICE
+        k, zero = tl.arange(0, K), tl.zeros((M, HALF), tl.float32)
+        w_lo = _weights(W, 0, k, 0, TYPE, D, HALF)
+        w_hi = (
+            _weights(W, 0, k + HALF, 0, TYPE, D, HALF)
+            if BUTTERFLY
+            else _weights(W, 0, k, 1, TYPE, D, HALF)
+        )
+        at, cos_sin, ok = MEAN + (bh * D)[:, None], COS_SIN + (r * 0)[:, None], valid[:, None]
+        if ROPE > 0:
+            t = p + base - tl.load(START + bh // heads, mask=valid, other=0).to(tl.int32)
+            cos_sin = COS_SIN + (tl.maximum(t, 0) * ROPE)[:, None]
+        lo, hi = _rotate(
+            at=x_at[:, None] + k,
+            step=1,
+            valid=ok,
+            W=W,
+            w_lo=w_lo,
+            w_hi=w_hi,
+            zero=zero,
+            mean=at,
+            cos_sin=cos_sin,
+            C=C,
+            XP=XP,
+            ROPE=ROPE,
+            WIDE=WIDE,
+        )
+        if MP > 0:
+            w_lo, w_hi = w_lo.to(tl.bfloat16), w_hi.to(tl.bfloat16)
+            m_lo, m_hi = _rotate(
+                at=at + k,
+                step=1,
+                valid=ok,
+                W=W,
+                w_lo=w_lo,
+                w_hi=w_hi,
+                zero=zero,
+                mean=at,
+                cos_sin=cos_sin,
+                C=C,
+                XP=MP,
+                ROPE=0,
+                WIDE=WIDE,
+            )
+            lo, hi = lo - m_lo, hi - m_hi
+    if STEP > 0:
+        room = _between(TAB, bh * n + i, heads * rows, C, VALUES)
+    if STEP == 0:
+        edges, levels = _table(TAB, BITS)
+        pair, scale, finite, fitting = _measure(lo, hi, edges, levels, factor, C, WIDE)
+    elif STEP == 1:
+        _chain_in(lo, hi, room, r < rows, D)
+    else:
+        pair, scale, finite, fitting = _chain_out(room, valid, factor, C)
+    if STEP != 1:
+        _put_row(
+            side,
+            shared,
+            FLAG,
+            (pair, scale, finite, fitting),
+            (r, bh, p, valid, lost),
+            C,
+            BY_TOKEN,
+            R,
+        )
 
 # %% ../../nbs/40_encode.ipynb #9df40eba
 @triton.jit(
@@ -1034,19 +1133,28 @@ def _short_kernel(
     M: tl.constexpr,
     STATIC: tl.constexpr,
     WIDE: tl.constexpr,
+    STEP: tl.constexpr = 0,
 ):
+    """STEP 1 leaves vectors of a code by windows to the search for their symbols, which step 2
+    takes; sides with a table are done in step 1."""
     if STATIC:
         first = tl.load(POSITION)
     shared = (START, COS_SIN, heads, rows, first, base, n, tiles, limit)
     if tl.program_id(1) == 0:
         key = (KX, ksb, ksh, ksn, KW, KTAB, kfactor, ktruncated)
         key += (KP0, KP1, KP2, KSCALE, KSINKS, KRING, KMEAN)
-        _short(key, shared, FLAG, KC, False, sinks, ring, R, M, WIDE)
+        if KC.CHAIN > 0:
+            _short(key, shared, FLAG, KC, False, sinks, ring, R, M, WIDE, STEP)
+        elif STEP < 2:
+            _short(key, shared, FLAG, KC, False, sinks, ring, R, M, WIDE, 0)
     else:
         value = (VX, vsb, vsh, vsn, VW, VTAB, vfactor, vtruncated)
         value += (VP0, VP1, VP2, VSCALE, VSINKS, VRING, VMEAN)
-        _short(value, shared, FLAG + 2, VC, True, sinks, ring, R, M, WIDE)
-    if STATIC:
+        if VC.CHAIN > 0:
+            _short(value, shared, FLAG + 2, VC, True, sinks, ring, R, M, WIDE, STEP)
+        elif STEP < 2:
+            _short(value, shared, FLAG + 2, VC, True, sinks, ring, R, M, WIDE, 0)
+    if STATIC and STEP != 1:
         fits = first + n <= limit
         tl.store(FLAG + 4, 1, mask=fits == 0)
         tl.debug_barrier()  # every warp has read POSITION
@@ -1152,13 +1260,16 @@ def _seeded_rotation(
 def _quantizer_tables(q) -> tuple:
     """Rotation and table of a quantizer, as kernels want them; layers share both. Making them
     waits for the device."""
-    r, book = q.rotation, q.codebook
+    r = q.rotation
     if "operand" not in r.memo:
         r.memo["operand"] = (
             _seeded_rotation(r.kind, q.d, r.seed, q.device)
             if r.seeded
             else RotationOperand.of(r.matrix)
         )
+    if q.code.windows:
+        return r.memo["operand"], None
+    book = q.codebook
     if "encode" not in book.memo:
         book.memo["encode"] = _code_table(
             book.edges, book.decode(torch.arange(2**book.bits, device=q.device))
@@ -1209,17 +1320,23 @@ class ShortSide(NamedTuple):
 class _SidePlan:
     "What stays the same of one side from append to append."
 
-    def __init__(self, q, dtype, device, rope):
+    def __init__(self, q, dtype, device, rope, room):
         bits, centred, (rotation, table) = (
             max(q.channel_bits),
             q.centre.holds_mean,
             _quantizer_tables(q),
         )
         mean = torch.bfloat16 if centred else None
-        side = CodedSide(q.d, dtype, bits, q.spec.scale, q.scale_dtype, mean, rope)
+        self.code = q.code if table is None else None  # by windows
+        chain = (room, *lane_order(q.d)) if self.code else ()
+        side = CodedSide(q.d, dtype, bits, q.spec.scale, q.scale_dtype, mean, rope, chain)
         self.constants = CodingConstants.of(side, rotation, _processors(device)[1])
         self.rope, self.rotation, self.table = rope, rotation, table
-        self.known = rotation.parts.data_ptr(), table.data_ptr(), rotation.factor
+        self.known = (
+            rotation.parts.data_ptr(),
+            None if table is None else table.data_ptr(),
+            rotation.factor,
+        )
         n = max(1, bits - 1)  # planes; then come scale, sinks, recent and mean
         self.scale_at = n
         self.pick = itemgetter(
@@ -1241,18 +1358,24 @@ class _SidePlan:
         where = *planes, scale, r.factor, truncated
         return LongSide(x, *x.stride(), r.parts, self.rotated(mean), self.table, *where)
 
-    def arguments(self, x: Tensor, tensors: list, truncated: int) -> ShortSide:
+    def arguments(self, x: Tensor, tensors: list, truncated: int, room=None) -> ShortSide:
         "Of a short one as tensors, for Triton to look at."
-        fitted = self.rotation.parts, self.table, self.rotation.factor
+        table = room if self.code else self.table
+        fitted = self.rotation.parts, table, self.rotation.factor
         return ShortSide(x, *x.stride()[:3], *fitted, truncated, *self.pick(tensors))
 
-    def pointers(self, x: int, strides: tuple, tensors: list, truncated: int) -> tuple:
+    def pointers(
+        self, x: int, strides: tuple, tensors: list, truncated: int, room=None
+    ) -> tuple:
         """The same as addresses, for a kernel that is compiled already; a plain tuple, as this
         is done for every token."""
+        parts, table, factor = self.known
         return (
             x,
             *strides[:3],
-            *self.known,
+            parts,
+            room.data_ptr() if self.code else table,
+            factor,
             truncated,
             *self.pick(list(map(Tensor.data_ptr, tensors))),
         )
@@ -1287,7 +1410,11 @@ class _AppendPlan:
         heads, sinks, ring, tile, rope = sizes
         self.qs, self.tile, self.rope = qs, tile, rope
         self.tokens = min(64, tile // 4)  # so many at most are short
-        self.key, self.value = (_SidePlan(q, dtype, device, r) for q, r in zip(qs, (rope, 0)))
+        self.room = max(q.d for q in qs)  # for a vector between two steps
+        self.key, self.value = (
+            _SidePlan(q, dtype, device, r, self.room) for q, r in zip(qs, (rope, 0))
+        )
+        self.chained = bool(self.key.code or self.value.code)
         self.rows, self.options = _short_config(max(q.d for q in qs), _processors(device)[1])
         self.fixed = (
             self.key.constants,
@@ -1300,26 +1427,51 @@ class _AppendPlan:
         self.wide = _wide(device)
         self.ready = _READY.setdefault((device, dtype, heads, *self.fixed), {})
 
+    def search(self, room: Tensor, count: int) -> list:
+        "Find the symbols of vectors of codes by windows; launches, as `launch` returns them."
+        keys, values = self.key.code, self.value.code
+        size, step = 2 * count * self.room, count * self.room
+        symbols, sums = room[size:].view(torch.uint8), room[size + size // 4 :]
+        alike = keys and values and (keys.trellis, keys.d) == (values.trellis, values.d)
+        sides = [(0, 2 * count, keys)] if alike else [(0, count, keys), (1, count, values)]
+        return [
+            KERNELS["few"](
+                code.trellis,
+                room[i * step :][: n * code.d].view(n, code.d),
+                code.windows.levels,
+                symbols[i * step :][: n * code.d].view(n, code.d),
+                sums[2 * count + i * count :][:n],
+                sums[4 * count + i * count :][:n],
+            )
+            for i, n, code in sides
+            if code
+        ]
+
     def launch(self, k, v, sides: tuple, truncated: tuple, numbers: tuple, place: Place):
         """A short append. sides: the tensors of keys and of values, which have lost `truncated`
         tiles of their last planes; numbers: start, cosines and sines, position, flags (any
-        tensor for what is not needed). Returns the compiled kernel, its grid and its
-        arguments, all of them numbers, or None where Triton looked at tensors."""
+        tensor for what is not needed). Returns compiled kernels with their grids and
+        arguments, all of them numbers, or None where Triton looked at tensors; last, a tensor
+        that they pass on to each other."""
         (b, h, n, _), (key, value), (cut, cut_value) = k.shape, sides, truncated
         first, base, limit, on_device = place
         k_at, v_at, ks, vs = k.data_ptr(), v.data_ptr(), k.stride(), v.stride()
         name = n, ks, vs, k_at % 16, v_at % 16, on_device
-        ready = self.ready.get(name)
+        ready, room = self.ready.get(name), None
+        if self.chained:  # vectors, symbols and three numbers, of both sides
+            count = 2 * b * h * n
+            size = count * self.room * 5 // 4 + 3 * count
+            room = torch.empty(size, dtype=torch.float32, device=k.device)
         if ready is None:
             one, two, shared = (
-                self.key.arguments(k, key, cut),
-                self.value.arguments(v, value, cut_value),
+                self.key.arguments(k, key, cut, room),
+                self.value.arguments(v, value, cut_value, room),
                 numbers,
             )
         else:
             one, two = (
-                self.key.pointers(k_at, ks, key, cut),
-                self.value.pointers(v_at, vs, value, cut_value),
+                self.key.pointers(k_at, ks, key, cut, room),
+                self.value.pointers(v_at, vs, value, cut_value, room),
             )
             shared = map(Tensor.data_ptr, numbers)
         tiles, rows = key[self.key.scale_at].shape[2], b * n
@@ -1339,11 +1491,19 @@ class _AppendPlan:
             self.wide,
         )
         grid = (h * -(-rows // self.rows), 2, 1)  # each head has programs of its own
-        if ready is None:
-            self.ready[name] = _short_kernel[grid](*args, **self.options)
-            return None
-        ready[grid](*args)
-        return ready, grid, args
+        launched, kernels = [], ready or []
+        for step in (1, 2) if self.chained else (0,):
+            if step == 2:
+                launched += self.search(room, b * h * n)
+            if ready is None:
+                kernels.append(_short_kernel[grid](*args, step, **self.options))
+            else:
+                kernel = kernels[max(0, step - 1)]
+                kernel[grid](*args, step)
+                launched.append((kernel, grid, (*args, step)))
+        if kernels[0] is not None:  # there is an interpreter, too
+            self.ready[name] = kernels
+        return None if ready is None else (launched, room)
 
     def launch_long(
         self,
@@ -1557,8 +1717,11 @@ class _Again:
     "A short append that was launched, for those that follow it."
 
     def __init__(self, store: KVStore, k, v, launched: tuple):
-        self.alike, (compiled, grid, args) = _alike(k, v), launched
-        self.launcher, self.args = direct_launcher(compiled, grid), list(args)
+        self.alike, (launches, self.held) = _alike(k, v), launched
+        self.launches = [
+            (direct_launcher(compiled, grid), list(args)) for compiled, grid, args in launches
+        ]
+        self.args = self.launches[0][1], self.launches[-1][1]  # those that take states
         self.n, room = k.shape[2], store.key.memory.tiles * store.tile
         self.room = (
             room if store.max_length is None else min(room, store.max_length)
@@ -1579,11 +1742,12 @@ class _Again:
             return False
         if _alike(k, v) != self.alike:
             return False
-        args = self.args
-        args[_K], args[_V] = k.data_ptr(), v.data_ptr()
-        if not store.clock.fixed:
-            args[_FIRST], args[_FIRST + 1] = at, offset
-        self.launcher(*args)
+        for args in self.args:
+            args[_K], args[_V] = k.data_ptr(), v.data_ptr()
+            if not store.clock.fixed:
+                args[_FIRST], args[_FIRST + 1] = at, offset
+        for launcher, args in self.launches:
+            launcher(*args)
         store.length = length + self.n
         return True
 
@@ -1767,8 +1931,10 @@ def _code_long(sides, start, position, flags, cos_sin, max_length):
 def _append_at(*operands):
     "`AppendOperands` to a store that counts on the device."
     new = AppendOperands(*operands)
-    if new.k.shape[2] > min(64, _coder(new.texts[0], new.k.device).memory.tile // 4):
-        return _append_by_position(*new, code=_code_long)
+    coders = [_coder(text, new.k.device) for text in new.texts]
+    if new.k.shape[2] > min(64, coders[0].memory.tile // 4):
+        chained = any(coder.q.code.windows for coder in coders)
+        return _append_by_position(*new, **({} if chained else dict(code=_code_long)))
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (new.k, new.v))
     sides = _sides(k, v, new.key, new.value, new.texts)
     for s in sides:
@@ -1819,6 +1985,8 @@ def append(
             return append(store, k, v, names, wait)
     plan = _plan(store)
     if wait or not _is_short(store, plan, k, v):
+        if plan.chained:  # PyTorch, which asks a kernel for the symbols
+            return append_by_host(store, k, v, names, mean_of=fused_mean)
         code = _code_unseen if wait is False and store.length else _code_and_wait
         return append_by_host(store, k, v, names, code, fused_mean)
     if not store.clock.fixed:

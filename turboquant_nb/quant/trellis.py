@@ -25,7 +25,8 @@ def lane_order(
     return {64: (4, 3, 0, 1, 5, 2), 128: (5, 4, 0, 1, 3, 6, 2)}.get(d, ())
 
 # %% ../../nbs/21b_trellis_code.ipynb #ed010e85
-# "encode": what finds symbols on a GPU, a function of (trellis, rows, levels, levels by window)
+# "encode": what finds symbols on a GPU, a function of (trellis, rows, levels, levels by
+# window); "few": the same in one launch, see chapter 40b
 KERNELS = {}
 
 
@@ -81,6 +82,10 @@ class TrellisCode(Code):
             self.trellis.start,
             "lanes",
         )
+
+    @property
+    def encoder(self) -> str | None:
+        return "viterbi" if "few" in KERNELS else None
 
     def refuses(self, use):
         if use in ("decode", "windows") and self.lut is None:
