@@ -1,7 +1,10 @@
 """What several tests share: where files of older versions lie, tiny random models of every
 family, and how they generate."""
 
+import json
 import os
+import subprocess
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,6 +31,21 @@ def covering_pairs(one, other):
     return [
         (one[i % len(one)], other[i % len(other)]) for i in range(max(len(one), len(other)))
     ]
+
+
+def ahead_of_time(*cases, script=None):
+    """Rows of what kernels need that are compiled for a GPU: by a script of tests/kernels, or
+    by the goldens' module. A process of its own, since the interpreter excludes the
+    compiler."""
+    kernels = Path(__file__).parent / "kernels"
+    command = ["-m", "tests.golden.kernels"] if script is None else [str(kernels / script)]
+    texts = (x if isinstance(x, str) else json.dumps(x) for x in cases)
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, *command, *texts], capture_output=True, text=True, env=env
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 class Calls(TorchDispatchMode):

@@ -3,14 +3,11 @@ and shared memory, compiled ahead of time for sm_90 by the Triton of constraints
 welcome and recorded by `python -m tests.golden.kernels --write`; more needs a reason."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from tests.golden import kernels
-from tests.helpers import SLOW
+from tests.helpers import SLOW, ahead_of_time
 
 GOLDENS = json.loads(kernels.FILE.read_text())
 USUAL = ['decode {"bits": [3, 3]}', "encode {}", 'decode {"kernel": "combine"}']
@@ -19,11 +16,7 @@ USUAL = ['decode {"bits": [3, 3]}', "encode {}", 'decode {"kernel": "combine"}']
 @pytest.fixture(scope="module")
 def today():
     "case -> what it needs now; all cases with TURBOQUANT_SLOW, without it the usual ones."
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.golden.kernels", *([] if SLOW else USUAL)]
-    said = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert said.returncode == 0, said.stderr[-2000:]
-    return {case.pop("case"): case for case in map(json.loads, said.stdout.splitlines())}
+    return {case.pop("case"): case for case in ahead_of_time(*([] if SLOW else USUAL))}
 
 
 def test_kernels_need_what_they_needed(today):

@@ -1,11 +1,7 @@
 """Blocks of the past by the kernel against `KVStore.read`, and pieces of attention joined in
 place: in Triton's interpreter, on a GPU where there is one."""
 
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +11,7 @@ if not torch.cuda.is_available():
 
 from turboquant_nb.cache import attention
 from turboquant_nb.kernels import blocks, decode_mma, launch, ops
-from tests.helpers import attended_store
+from tests.helpers import ahead_of_time, attended_store
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -212,19 +208,7 @@ def test_compiled_ahead_of_time():
         dict(kernel="read", by_token=True, d=80, bits=4, parts=2),
         dict(kernel="read", bits=2, rotary=128, capability=80),
     ]
-    command = [
-        sys.executable,
-        str(Path(__file__).with_name("aot_decode.py")),
-        *map(json.dumps, cases),
-    ]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    rows = ahead_of_time(*cases, script="aot_decode.py")
     assert len(rows) == len(cases)
     for row in rows:
         assert row["shared"] <= 160 * 1024 and row["spills"] <= 160, row

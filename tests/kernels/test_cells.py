@@ -1,12 +1,6 @@
 """Kernels on an engine's blocks against the oracle: in the interpreter, or on a GPU with both
 kernels; compiled ahead of time for Hopper."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -37,12 +31,11 @@ from turboquant_nb.kernels.decode import triton
 from turboquant_nb.quant.quantizer import Quantizer, Spec
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 
-from tests.helpers import RecentBlocks, random_history
+from tests.helpers import RecentBlocks, ahead_of_time, random_history
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 needs_triton = pytest.mark.skipif(triton.language is None, reason="needs a GPU or Triton")
-AOT = Path(__file__).parent / "aot_cells.py"
 
 
 def pool(plan, blocks, heads, gen):
@@ -256,18 +249,6 @@ def test_list_of_work(parts, window, own, sinks):
         ) == work.items <= parts + len(lengths)
 
 
-def aot(*cases):
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(AOT), *map(json.dumps, cases)],
-        capture_output=True,
-        text=True,
-        env=env,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 @needs_triton
 def test_compiled_for_hopper():
     """The kernels of a step, with the settings that are launched: no spills where they would
@@ -279,7 +260,7 @@ def test_compiled_for_hopper():
         dict(kernel="fragments", tokens=128, d=64),
         dict(kernel="fragments", tokens=64, centred=True),
     ]
-    for got in aot(*fragments):
+    for got in ahead_of_time(*fragments, script="aot_cells.py"):
         assert (
             got["spills"] == 0 and got["copies of 16 bytes"] > 0 and got["registers"] <= 255
         ), got
@@ -288,7 +269,7 @@ def test_compiled_for_hopper():
         dict(kernel="join", recent=True),
         dict(kernel="join", together=16, recent=True),
     ]
-    for got in aot(
+    for got in ahead_of_time(
         dict(kernel="append", steps=1, centred=True),
         *joins,
         dict(kernel="past"),
@@ -298,6 +279,7 @@ def test_compiled_for_hopper():
         dict(kernel="sinks"),
         dict(kernel="work"),
         dict(kernel="work", sliding=True),
+        script="aot_cells.py",
     ):
         assert got["spills"] == 0, got
 

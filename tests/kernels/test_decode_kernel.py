@@ -3,14 +3,12 @@ other one emulated, its compiled form ahead of time, and all of it on a GPU wher
 `python tests/kernels/test_decode_kernel.py` runs the GPU matrix without pytest."""
 
 import itertools
-import json
 import multiprocessing
 import os
 import subprocess
 import sys
 import weakref
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -40,7 +38,7 @@ from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.quant.residual import sign_codebook
 from turboquant_nb.quant.trellis import TrellisCode
 from turboquant_nb.cache.store import KVStore
-from tests.helpers import attended_store as setup
+from tests.helpers import ahead_of_time, attended_store as setup
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -1157,15 +1155,7 @@ SLOW = [
 def compiled(limits):
     """Registers, spills and shared memory within limits; one process for all, without the
     interpreter."""
-    command = [
-        sys.executable,
-        str(Path(__file__).with_name("aot_decode.py")),
-        *(json.dumps(case) for case, *_ in limits),
-    ]
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    rows = ahead_of_time(*(case for case, *_ in limits), script="aot_decode.py")
     assert len(rows) == len(limits)
     for row, (_, registers, spills) in zip(rows, limits):
         assert row["registers"] <= registers or not triton.__version__.startswith(COUNTED), row

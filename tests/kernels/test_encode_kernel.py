@@ -1,12 +1,8 @@
 """The fused encode kernel: in Triton's interpreter against the PyTorch path, and compiled ahead
 of time. Skipped without Triton."""
 
-import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +12,7 @@ if not torch.cuda.is_available():
 triton = pytest.importorskip("triton")
 import triton.language as tl
 
-from tests.helpers import SLOW, covering_pairs
+from tests.helpers import SLOW, ahead_of_time, covering_pairs
 from turboquant_nb.cache.clock import AppendOperands
 from turboquant_nb.cache.store import angles, append_by_host, row_tensors, tables_of
 from turboquant_nb.kernels import encode as kernel
@@ -909,16 +905,7 @@ def test_addresses_are_those_of_the_tensors():
 @pytest.fixture(scope="module")
 def compiled():
     "What each variant uses, from one process that compiles."
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [
-        sys.executable,
-        str(Path(__file__).with_name("aot_encode.py")),
-        *(json.dumps(case) for case, *_ in LIMITS),
-    ]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    if done.returncode:
-        raise AssertionError(done.stderr[-2000:])
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return ahead_of_time(*(case for case, *_ in LIMITS), script="aot_encode.py")
 
 
 @pytest.mark.parametrize(

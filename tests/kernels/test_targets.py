@@ -4,14 +4,13 @@ PyTorch needs of a device."""
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers import ahead_of_time
 from turboquant_nb.cache.attention import Call, attend
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.kernels import encode, launch, ops
@@ -169,19 +168,7 @@ def test_plain_pytorch_needs_no_float64(recipe, dtype):
 
 def compiled(jobs):
     "{(kernel, capability): what came of it}, from one process that compiles."
-    command = [
-        sys.executable,
-        str(Path(__file__).with_name("aot_targets.py")),
-        *map(json.dumps, jobs),
-    ]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    rows = ahead_of_time(*jobs, script="aot_targets.py")
     return {(x["kernel"], x["capability"]): x for x in rows}
 
 

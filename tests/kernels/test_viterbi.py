@@ -1,12 +1,8 @@
 """A trellis code's symbols by the kernel against `Trellis.encode`, bit for bit, and its levels
 by windows against `Code.levels`: in Triton's interpreter, on a GPU where there is one."""
 
-import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +10,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
+from tests.helpers import ahead_of_time
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.kernels import ops, viterbi
 from turboquant_nb.kernels.blocks import KernelBlocks
@@ -132,12 +129,7 @@ LIMITS = [  # arguments of `build`, registers a thread, KB of shared memory
 @pytest.fixture(scope="module")
 def compiled():
     "What each variant uses, from one process that compiles."
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    cases = [json.dumps(case) for case, *_ in LIMITS]
-    command = [sys.executable, str(Path(__file__).with_name("aot_viterbi.py")), *cases]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert not done.returncode, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return ahead_of_time(*(case for case, *_ in LIMITS), script="aot_viterbi.py")
 
 
 @needs_triton

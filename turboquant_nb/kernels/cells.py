@@ -300,6 +300,18 @@ def _dependent(device: torch.device) -> bool:
     return device.type == "cuda" and device_properties(device.index)[1]
 
 
+def _check_slots(slots: Tensor) -> None:
+    if (
+        slots.dtype not in (torch.int32, torch.int64)
+        or slots.ndim != 1
+        or not slots.is_contiguous()
+    ):
+        raise TypeError(
+            f"slots must be a contiguous [T] tensor of int32 or int64, got {slots.dtype} "
+            f"{list(slots.shape)}"
+        )
+
+
 def append_cells(
     cache: Tensor,  # [blocks, H, N, C] uint8, changed in place
     plan: CellPlan,
@@ -313,15 +325,7 @@ def append_cells(
     TypeError/ValueError for tensors that do not fit, and where no kernel runs."""
     if reason := _backend(plan.device):
         raise ValueError(f"append_cells cannot serve this: {reason}")
-    if (
-        slots.dtype not in (torch.int32, torch.int64)
-        or slots.ndim != 1
-        or not slots.is_contiguous()
-    ):
-        raise TypeError(
-            f"slots must be a contiguous [T] tensor of int32 or int64, got {slots.dtype} "
-            f"{list(slots.shape)}"
-        )
+    _check_slots(slots)
     for name, x, d in (("k", k, plan.cell.d_key), ("v", v, plan.cell.d_value)):
         if list(x.shape) != [len(slots), cache.shape[1], d] or x.dtype != k.dtype:
             raise ValueError(
@@ -531,15 +535,7 @@ def append_recent(
 ) -> None:
     """`store_recent` in one launch that waits for nothing. Raises TypeError/ValueError for
     tensors that do not fit."""
-    if (
-        slots.dtype not in (torch.int32, torch.int64)
-        or slots.ndim != 1
-        or not slots.is_contiguous()
-    ):
-        raise TypeError(
-            f"slots must be a contiguous [T] tensor of int32 or int64, got {slots.dtype} "
-            f"{list(slots.shape)}"
-        )
+    _check_slots(slots)
     if (
         k.shape[:2] != v.shape[:2]
         or [*k.shape[:2], k.shape[2] + v.shape[2]]
@@ -623,15 +619,7 @@ def locate_sinks(
                 f"{name} must be int32 with {dims} dimensions, neighbours side by side; got "
                 f"{x.dtype} {list(x.shape)}"
             )
-    if (
-        slots.dtype not in (torch.int32, torch.int64)
-        or slots.ndim != 1
-        or not slots.is_contiguous()
-    ):
-        raise TypeError(
-            f"slots must be a contiguous [T] tensor of int32 or int64, got {slots.dtype} "
-            f"{list(slots.shape)}"
-        )
+    _check_slots(slots)
     if len(table) < len(lengths) or len(starts) <= len(lengths):
         raise ValueError(
             f"{len(lengths)} requests need as many rows of the table and one more start, got "
