@@ -59,8 +59,9 @@ def pytest_collection_modifyitems(items):
 # have environments of their own; another optional package that is missing there is an error,
 # and so is a new reason.
 MAY_SKIP = re.compile(
-    "GPU|CUDA|no chromium|(torchao|vLLM|gradio) is not installed|TURBOQUANT_SLOW|"
-    "caches latents|holds latents|caches expanded keys|only for some models|not in this "
+    "GPU|CUDA|no chromium|(torchao|gptqmodel|gguf|vLLM|gradio) is not installed|"
+    "TURBOQUANT_SLOW|caches latents|holds latents|"
+    "caches expanded keys|only for some models|not in this "
     "transformers|not a model here|own cache does not work there"
 )
 

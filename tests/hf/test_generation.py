@@ -458,3 +458,31 @@ def test_paged_memory_takes_no_cache():
     except (ValueError, ImportError) as refused:
         assert str(refused)
     assert cache.get_seq_length() == 0 and cache.report()["tokens"] == 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "falcon_h1"])
+def test_a_recurrent_state_is_not_recovered(name):
+    """Whether it lies in a layer of its own or beside codes: a pass that was broken off may
+    have changed it, and nothing says so. A prompt that was broken off begins anew."""
+    model, inputs = tiny(name), prompt(2, 20, padded=False)
+
+    def stop(module, args):
+        raise RuntimeError("stop")
+
+    for first in (True, False):
+        cache = ours(model)
+        with torch.no_grad():
+            if not first:
+                model(**inputs, past_key_values=cache)
+            hook = model.model.layers[-1].register_forward_pre_hook(stop)
+            given = inputs["input_ids"] if first else inputs["input_ids"][:, :1]
+            with pytest.raises(RuntimeError, match="stop"):
+                model(given, past_key_values=cache)
+            hook.remove()
+        if first:
+            assert cache.recover() == 0
+        else:
+            with pytest.raises(ValueError, match="recurrent state.*the whole text again"):
+                cache.recover()
+            cache.reset()
+        assert torch.equal(tokens(model, inputs, cache), own(model, inputs))

@@ -126,13 +126,13 @@ class Conversation:
     def _keep(self, ids: list, text: str, answer: list | None, written: list) -> None:
         "The turn becomes part of the conversation, as far as it came."
         if answer is None:  # broken off
-            held = self.cache.recover()
-            if held < len(ids):  # before the message was read
+            held = self._recovered()
+            if 0 < held < len(ids):  # before the message was read
                 self._forget(held)
                 return
-            answer = written[: held + 1 - len(ids)]
-        if not answer:  # the message was read, nothing was written
-            self._forget(self.cache.recover())
+            answer = written[: held + 1 - len(ids)] if held else written
+        if not answer:  # nothing was written
+            self._forget(self._recovered())
             return
         self.ids = ids + answer
         content = self.tokenizer.decode(answer, skip_special_tokens=True)
@@ -142,14 +142,22 @@ class Conversation:
             {"role": "assistant", "content": content},
         ]
 
+    def _recovered(self) -> int:
+        "Tokens held after a break: none of a recurrent model, which reads all of them again."
+        try:
+            return self.cache.recover()
+        except ValueError:
+            self.cache.reset()
+            return 0
+
     def _forget(self, held: int) -> None:
-        "Let the cache hold what it held before the turn."
+        "Let the cache hold what it held before the turn, or nothing."
         before = max(0, len(self.ids) - 1)
+        if not (before and held):
+            self.cache.reset()
+            return
         for layer in self.cache.coded_layers:
-            if before:
-                layer.crop(before - held)
-            else:
-                layer.reset()
+            layer.crop(before - held)
 
 # %% ../../nbs/87e_cli_chat.ipynb #fea3b78a
 def fingerprint(model) -> str:  # 16 hexadecimal digits

@@ -10,6 +10,7 @@ import copy
 
 from fastcore.basics import patch
 from torch import Tensor
+from transformers.cache_utils import LinearAttentionLayer
 
 from .. import checks
 from ..cache.store import rearrange
@@ -53,14 +54,19 @@ def crop(self: TurboQuantLayer, tokens_to_remove: int) -> None:
 @patch
 def recover(self: TurboQuantCache) -> int:  # tokens held
     """After a forward pass that was broken off (out of memory, an interrupt): forget what only
-    some layers have taken."""
+    some layers have taken. Raises ValueError where a recurrent state may have taken it."""
     self.__dict__.pop("_owner", None)
     held = min(x.held for x in self.coded_layers)
+    if not held:
+        self.reset()
+        return 0
+    if any(isinstance(x, LinearAttentionLayer) for x in self.layers):
+        raise ValueError(
+            "a recurrent state may hold tokens of the pass that was broken off, and none can "
+            "be taken out of it: cache.reset(), and give the whole text again"
+        )
     for x in self.coded_layers:
-        if held:
-            x.crop(held - x.held)
-        else:
-            x.reset()
+        x.crop(held - x.held)
     return held
 
 # %% ../../nbs/51b_edits.ipynb #5bdf3d34
