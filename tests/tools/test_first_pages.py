@@ -395,8 +395,9 @@ def test_every_other_number_of_the_guide_is_a_name_or_a_setting():
         "16": "bits of a scale",
         "20": "families, counted below",
         "32": "billions of weights",
+        "64": "a head size",
         "70": "billions of weights",
-        "128": "thousand tokens, of a page",
+        "128": "thousand tokens, of a page; a head size",
     }
     families = importlib.import_module("tests.hf.test_hf_vision")
     assert (len(families.FAMILIES), len(families.VIDEOS)) == (20, 6)
