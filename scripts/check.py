@@ -305,6 +305,10 @@ def notebook_problems(path):
             yield "one of the first three cells must be `#| default_exp name`"
     if any(out["output_type"] == "error" for cell in cells for out in cell.get("outputs", [])):
         yield "a cell's saved output is an error"
+    for cell in cells:
+        said = "".join(text_of(x.get("text", "")) for x in cell.get("outputs", []))
+        for where in sorted(set(re.findall(r"\S*/site-packages/\S*|<ipython-input\S*", said))):
+            yield f"the output of cell {cell['id']} holds a place of one machine: {where}"
     ids = [cell["id"] for cell in cells]
     for twice in sorted({x for x in ids if ids.count(x) > 1}):
         yield f"two cells have the id {twice}"
