@@ -1059,7 +1059,8 @@ def _short(
             )
             lo, hi = lo - m_lo, hi - m_hi
     if STEP > 0:
-        room = _between(TAB, bh * n + i, heads * rows, C, VALUES)
+        count = (heads * rows).to(tl.int64)
+        room = _between(TAB, bh * n + i, count, C, VALUES)
     if STEP == 0:
         edges, levels = _table(TAB, BITS)
         pair, scale, finite, fitting = _measure(lo, hi, edges, levels, factor, C, WIDE)
