@@ -68,9 +68,9 @@ store.KVStore.crop tail=None
 memory.TruncatedCode.levels check_range=False
 attention.Rule.__init__ scaling=None sliding_window=None softcap=None causal=True
     backend='auto' sinks=None
-attention.Call.of k=None v=None mask=None first=None recent=None
+attention.Call.of k=None v=None mask=None first=None recent=None bias=None
 attention.attend k=None v=None block=1024
-attention.dense_attention scaling=None mask=None rows=256
+attention.dense_attention scaling=None mask=None rows=256 bias=None
 """
 
 
