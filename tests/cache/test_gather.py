@@ -59,6 +59,13 @@ def test_random_steps_are_attention_on_codes(seed):
         torch.randn(batch, heads, n, dk, generator=g) + 1,
         torch.randn(batch, heads, n, dv, generator=g) - 1,
     )
+    numbers = torch.Generator().manual_seed(seed)
+
+    def added(store, batch, heads):
+        "What is added to scores: of all rows and heads, or of each."
+        shape = r.choice((1, batch)), r.choice((1, heads)), 1, store.length - store.offset
+        return torch.randn(*shape, generator=numbers)
+
     window = r.choice((None, 3, 90))
     options = dict(
         sliding_window=window, softcap=r.choice((None, 5.0)), scaling=r.choice((None, 0.2))
@@ -68,10 +75,11 @@ def test_random_steps_are_attention_on_codes(seed):
         store.append(k, v)
         q = torch.randn(batch, heads * groups, 1, dk, generator=g)
         for chunk in ((), (k[:, :, -1:], v[:, :, -1:]), (k, v)):
-            close(
-                gather.attend(q, store, *chunk, **options),
-                attention.attend(q, store, *chunk, **options),
-            )
+            for bias in (None, added(store, batch, heads * groups)):
+                close(
+                    gather.attend(q, store, *chunk, **options, bias=bias),
+                    attention.attend(q, store, *chunk, **options, bias=bias),
+                )
         if n > 1:
             store.crop(r.randint(1, n - 1))
             close(gather.attend(q, store, **options), attention.attend(q, store, **options))

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BLOCK', 'quad_table', 'quad_index', 'decode_quads', 'by_token', 'by_row', 'StepRanges', 'Step', 'step_ranges',
-           'attend', 'Gather', 'append', 'append_later', 'complete']
+           'step_positions', 'attend', 'Gather', 'append', 'append_later', 'complete']
 
 # %% ../../nbs/33_gather.ipynb #33a00007
 import math
@@ -187,6 +187,22 @@ def step_ranges(step: Step) -> StepRanges:
         bias = torch.zeros(hidden.shape, dtype=torch.float32).masked_fill_(hidden, -math.inf)
         return StepRanges(first, last, tiles, hidden, bias, bool(hidden.all(-1).any()))
 
+
+@lru_cache(maxsize=8)
+def step_positions(step: Step) -> Tensor:  # [B, S + W + m + tokens of its tiles]
+    "Which position each column of scores is of, in the order of `StepRanges.hidden`."
+    with torch.inference_mode(False):
+        start, tiles = torch.tensor(step.starts)[:, None], step_ranges(step).tiles
+        rows = lambda x: x[None].expand(len(step.starts), -1)
+        ring = step.now - 1 - (step.now - 1 - torch.arange(step.recent)) % max(step.recent, 1)
+        coded = step.offset + torch.arange(tiles.start * step.tile, tiles.stop * step.tile)
+        near = (
+            start + torch.arange(step.sinks),
+            rows(ring),
+            rows(torch.arange(step.past, step.now)),
+        )
+        return torch.cat([*near, by_row(rows(coded), step.tile // 4).flatten(1)], 1)
+
 # %% ../../nbs/33_gather.ipynb #33a00016
 BLOCK = (
     2**20
@@ -342,8 +358,8 @@ def attend(
     return Gather().run(call)
 
 
-def _step(call: Call, ranges: StepRanges) -> Answer:
-    "Attention for what `ranges` says."
+def _step(call: Call, ranges: StepRanges, at: Tensor | None = None) -> Answer:
+    "Attention for what `ranges` says; `at` are positions of columns, where there is a bias."
     store, q, softcap = call.store, call.q, call.rule.softcap
     query, value = attention._query(call), store.value
     (b, h, g, _), dv = query.plain.shape, value.q.d
@@ -363,6 +379,11 @@ def _step(call: Call, ranges: StepRanges) -> Answer:
         keys.put_scores(rotated, mean, coded, place)
     if softcap is not None:
         scores.div_(softcap).tanh_().mul_(softcap)
+    if at is not None:
+        index = (at - store.offset).clamp(0, call.bias.shape[3] - 1)[:, None, None]
+        shape = (b, h * g, 1, -1)
+        added = call.bias.float().expand(*shape).gather(-1, index.expand(*shape))
+        scores.view(b, h * g, 1, -1).add_(added)
     unsure = (
         store.flags is not None and ranges.hidden is not None
     )  # kernels write NaN for what they refuse
@@ -402,8 +423,6 @@ class Gather(Backend):
         store, q = call.store, call.q
         if call.mask is not None or call.first not in (None, store.offset):
             return "the look-up knows ranges of positions, not masks"
-        if call.bias is not None:
-            return "the look-up adds no bias to scores"
         if call.recent is not None:
             return "the look-up has one set of exact tokens, not one for each query"
         if store.device.type != "cpu":
@@ -436,7 +455,8 @@ class Gather(Backend):
             store.tile,
         )
         with torch.inference_mode():  # spares every call a look at versions and gradients
-            found = _step(call, step_ranges(step))
+            at = None if call.bias is None else step_positions(step)
+            found = _step(call, step_ranges(step), at)
         return Answer(*(x.clone() for x in found))  # ordinary tensors
 
 # %% ../../nbs/33_gather.ipynb #33a00031

@@ -121,6 +121,18 @@ def _sliding(query, key, value, scaling, sliding_window: int, rows: int = 1024):
     return torch.cat(out, 2)
 
 
+def _biased(query, key, value, scaling, mask, bias, rows: int = 512):
+    "Attention with a bias on scores, a block of queries at a time."
+    out, low = [], torch.finfo(query.dtype).min / 2
+    cut = lambda x, rows: x if x is None or x.shape[2] == 1 else x[:, :, rows]
+    for i in range(0, query.shape[2], rows):
+        block = slice(i, i + rows)
+        q, added = query[:, :, block], cut(bias, block).to(query.dtype)
+        added = torch.where(cut(mask, block), added, low)
+        out.append(F.scaled_dot_product_attention(q, key, value, added, scale=scaling))
+    return torch.cat(out, 2)
+
+
 def exact_attention(
     call: AttentionCall,  # on dense tensors
     sliding_window: int | None = None,  # tokens that a query sees, where there is no mask
@@ -129,7 +141,17 @@ def exact_attention(
     """Attention on dense tensors: torch's own where it can, the reference where scores are
     capped or a logit is added."""
     _, query, key, value, mask, scaling, softcap, sink, _, bias = call
-    if bias is not None or softcap is not None or sink is not None:
+    plain = softcap is None and sink is None
+    if bias is not None and plain:
+        n, length, groups = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
+        at = torch.arange(length - n, length, device=query.device)[:, None]
+        p = torch.arange(length, device=query.device)
+        if mask is None:
+            window = length if sliding_window is None else sliding_window
+            mask = ((p <= at) & (p > at - window) if causal else p >= 0)[None, None]
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+        return _biased(query, key, value, scaling, mask, bias)
+    if not plain:
         rest = dict(causal=causal, sliding_window=sliding_window, softcap=softcap, bias=bias)
         out, lse = dense_attention(query, key, value, scaling, mask, **rest)
         return with_sinks(out, lse, sink).out
