@@ -168,12 +168,12 @@ def as_interface(
         position_bias=None,
         **kwargs,
     ):
-        if takes_bias:
-            mask, bias = split_mask(attention_mask)
-            if position_bias is not None:
-                bias = position_bias if bias is None else bias + position_bias
-        else:
-            mask, bias = as_bool(attention_mask), None
+        mask = bias = None
+        if attention_mask is not None:
+            split = split_mask if takes_bias else lambda x: (as_bool(x), None)
+            mask, bias = split(attention_mask)
+        if takes_bias and position_bias is not None:
+            bias = position_bias if bias is None else bias + position_bias
         rest = scaling, softcap, s_aux, dropout, bias
         call = AttentionCall(module, query, key, value, mask, *rest)
         return attend(call).transpose(1, 2).contiguous(), None
