@@ -10,8 +10,8 @@ from turboquant_nb import _modidx
 
 NBS = Path(__file__).resolve().parents[2] / "nbs"
 ROW = re.compile(
-    r"\| .+? \| \$(.+)\$ \| \[\((\d+[a-z]?\.\d+)\)\]\((\S+)\) \| "
-    r"(?:\[<code>(\w+)</code>\]\(\S+\))? *\|"
+    r"\| .+?<br>\$(.+)\$ \| \[\((\d+[a-z]?\.\d+)\)\]\((\S+?)\)"
+    r"(?:<br>\[<code>(\w+)</code>\]\(\S+\))? \|"
 )
 
 
@@ -38,7 +38,7 @@ ROWS = [m.groups() for m in ROW.finditer(prose("formulas.ipynb"))]
 
 
 def test_the_page_is_read_whole():
-    lines = [x for x in prose("formulas.ipynb").splitlines() if ".ipynb) |" in x]
+    lines = [x for x in prose("formulas.ipynb").splitlines() if "<br>$" in x]
     assert (
         len(ROWS)
         == len(lines)
