@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Change the code on purpose, one small thing at a time, and see whether the tests notice.
 
-    python scripts/tools/mutants.py --seconds 600            a sample of the core's mutants
+    python scripts/tools/mutants.py --seconds 600            a sample of all mutants
     python scripts/tools/mutants.py --module rates --seed 1  another sample, of one module
     python scripts/tools/mutants.py --all --module rope      every mutant of a module
     python scripts/tools/mutants.py --workers 16 --out x.jsonl    sixteen at a time, kept
