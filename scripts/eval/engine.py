@@ -24,8 +24,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-
-CUDA = torch.cuda.is_available()
 from eval.windows import Windows, add_match, add_options, matching
 from plan import Plan, must_pass
 from transformers import DynamicCache
@@ -37,6 +35,7 @@ from turboquant_nb.calibration.fit import calibrate
 from turboquant_nb.quant.calibration import Calibration, save_calibration
 from turboquant_nb.quant.quantizer import PRESETS, Recipe, Spec
 
+CUDA = torch.cuda.is_available()
 CHUNK = 64
 
 

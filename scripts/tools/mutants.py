@@ -14,8 +14,9 @@
 cosmic-ray makes the mutants (pip install -c constraints.txt ".[mutants]"). It would start a
 process for each, and importing torch takes longer than most tests; here one process imports the
 libraries once and forks for each mutant. The tests of each module run once without any change,
-observed; then a mutant inside a function meets the tests that enter it, the fastest first, and
-any other one meets all. A mutant is killed if a test of its own module's files (`tests_of`)
+observed; then a mutant meets first the tests that enter its function, the fastest first, and
+after them the others: a default is checked by who never calls it, and a result that is kept was
+made by an earlier test. A mutant is killed if a test of its own module's files (`tests_of`)
 fails, or runs much longer than it should; kernels run in Triton's interpreter. What cannot be
 imported at all does not count. A survivor is either a test that is missing or a change that
 nothing can see (`x < 0` for `x <= 0` where both give the same): those are listed, with the
@@ -51,6 +52,7 @@ from preview_docs import copy_tree
 SCRIPTS = Path(__file__).resolve().parent
 EQUIVALENT = SCRIPTS / "mutants_equivalent.txt"
 GROUND = "ground"  # the folder of tests for modules that lie in no wing
+WHOLE = "hf", "serving"  # wings where a cache reaches every module: all of their tests count
 SWAPS = (
     "Add_Sub Sub_Add Mul_Div Div_Mul FloorDiv_Mul Mod_FloorDiv Pow_Mul BitAnd_BitOr "
     "BitOr_BitXor LShift_RShift RShift_LShift"
@@ -90,9 +92,8 @@ def modules(package):
 
 def tests_of(module, tests):
     """The files of tests that have to notice a change of a module: its own, or else those of
-    its wing that import it (all of it in hf and serving, where a
-    cache reaches every module), or else all
-    that do, or else all of its wing; and what is promised."""
+    its wing that import it, or else all that do, or else all of its wing; and what is
+    promised. Of the wings in `WHOLE` all."""
     wing, _, name = module.rpartition("/")
     above = wing or "turboquant_nb"
     imports = re.compile(rf"\b{above}\.{name}\b|\b{above} import [^\n]*\b{name}\b")
@@ -103,9 +104,8 @@ def tests_of(module, tests):
     own = [tests / wing / f"test_{name}{kind}.py" for kind in ("", "_kernel")]
     own = [x for x in own if x.exists()]
     all_of = sorted((tests / wing).glob("test_*.py"))
-    found = own or [x for x in all_of if x in using] or using or all_of
-    found = all_of if wing in ("hf", "serving") else found
-    if not found:
+    found = [] if wing in WHOLE else own or [x for x in all_of if x in using] or using
+    if not (found := found or all_of):
         raise Failed(f"no file of tests imports {module}")
     return list(dict.fromkeys([*found, tests / "tools" / "test_promises.py"]))
 
@@ -373,10 +373,9 @@ class Observe:
 
 
 class Order:
-    """A pytest plugin: the tests that run the changed function, the fastest first, or all if
-    the change is in none; without those that fail when nothing is changed. A test that takes
-    half a minute more than ten times its time ends the process (the first one imports what all
-    need)."""
+    """A pytest plugin: first the tests that run the changed function, the fastest first, then
+    the others; without those that fail when nothing is changed. A test that takes half a minute
+    more than ten times its time ends the process (the first one imports what all need)."""
 
     def __init__(self, tests, near):
         self.tests, self.near = tests, near
@@ -384,12 +383,11 @@ class Order:
     @pytest_hook(trylast=True)
     def pytest_collection_modifyitems(self, items):
         known = [
-            (t.seconds, i)
+            (not self.near & set(t.entered), t.seconds, i)
             for i, x in enumerate(items)
             if (t := self.tests.get(x.nodeid)) and t.passed
-            if not self.near or self.near & set(t.entered)
         ]
-        items[:] = [items[i] for _, i in sorted(known)]
+        items[:] = [items[i] for *_, i in sorted(known)]
 
     @pytest_hook(wrapper=True)
     def pytest_runtest_protocol(self, item, nextitem):
@@ -488,7 +486,7 @@ class Tree:
             order = Order(
                 self.tests[mutant.module], self.functions[mutant.module].get(mutant.line, set())
             )
-            return 1 if self._pytest(mutant.module, order, "-x") not in (0, 5) else 0  # 5: none
+            return 1 if self._pytest(mutant.module, order, "-x") else 0
 
         return run, 20 + 3 * self.seconds(mutant.module)
 
