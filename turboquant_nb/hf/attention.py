@@ -254,8 +254,8 @@ def _on_codes(call: AttentionCall) -> Tensor:
     if bias is not None and layer.by_device and not layer.clock.fixed:
         raise ValueError("a bias on scores has another shape in each step: none is captured")
     if (mask is not None or bias is not None) and not layer.by_device:
-        *_, mask, _, _, _, _, bias = _within(call, layer.store.length - key.first)
-        first = key.first
+        near = _within(call, layer.store.length - key.first)
+        mask, bias, first = near.mask, near.bias, key.first
     ask = "auto" if demanded == "triton" and n > 16 and recent is None else demanded
     rule = _rule(layer, call, ask)
     lse = rule.sinks is not None
