@@ -19,8 +19,9 @@ observed; then a mutant meets first the tests that enter its function, the faste
 after them the others: a default is checked by who never calls it, and a result that is kept was
 made by an earlier test. A mutant is killed if a test of its own module's files (`tests_of`)
 fails, or runs much longer than it should; with --suite every other file counts too, by its tests
-that enter the function, as many as take a minute: that is what the checks would notice. Kernels
-run in Triton's interpreter. What cannot be imported at all does not count. A survivor is either
+that enter the function, as many as take a minute: that is what the checks would notice, and of
+tests that do not enter it as many run as take another minute. Kernels run in Triton's
+interpreter. What cannot be imported at all does not count. A survivor is either
 a test that is missing or a change that nothing can see (`x < 0` for `x <= 0` where both give the same): those are listed, with the
 reason, in mutants_equivalent.txt, by the statement that is changed and not by how it is laid
 out, and count no more."""
@@ -72,7 +73,9 @@ PRELOAD = (
     "triton transformers hypothesis _pytest.assertion.rewrite"
 ).split()
 CONTROL = "no change"
-NEAR = 60  # seconds that the tests of other modules' files may take for one mutant
+# seconds for one mutant of the tests that do not enter its function; with --suite also of those
+# of other modules' files that do
+NEAR = 60
 KEEPS_KIND = (
     "abs",
     "ceil",
@@ -405,6 +408,7 @@ class Tree:
 
     def __post_init__(self):
         self.measured = ()  # modules whose tests were observed
+        self.suite = False  # whether all files of tests count
         self.observed = {}  # {file of tests: {node id: {module: Test}}}
         names = modules(self.root / self.package)
         self.sources = {name: self.path(name).read_text(encoding="utf-8") for name in names}
@@ -429,10 +433,11 @@ class Tree:
                 enters = bool(near & set(test.entered))
                 if test.passed and (enters or is_own):
                     found.append((not enters, test.seconds, is_own, name, test))
-        spent, out = 0.0, {}
-        for _, seconds, is_own, name, test in sorted(found, key=lambda x: x[:2]):
-            spent += 0 if is_own else seconds
-            if is_own or spent < NEAR:
+        spent, out = {True: 0.0, False: 0.0}, {}
+        for far, seconds, is_own, name, test in sorted(found, key=lambda x: x[:2]):
+            free = is_own and not (far and self.suite)
+            spent[far] += 0 if free else seconds
+            if free or spent[far] < NEAR:
                 out[name] = test
         return out
 
@@ -460,7 +465,7 @@ class Tree:
             ]
         if bad:
             print(f"left out, since they fail without any change: {', '.join(bad)}", flush=True)
-        self.measured = tuple(modules)
+        self.measured, self.suite = tuple(modules), suite
         for name in modules:
             if not self.tests(name):
                 raise Failed(f"no test of {name} passes without any change")
@@ -639,7 +644,8 @@ def try_out(tree, chosen, seconds, workers=1):
     they end. Raises Failed if tests fail when they come in another order."""
     known, end = equivalent(), time.monotonic() + seconds
     names = {0: "survived", 3: "import", 5: "equivalent", None: "late"}
-    controls = [Mutant(name, CONTROL, 0, 0) for name in tree.measured]
+    tests = {tuple(tree.tests(name)): name for name in tree.measured}
+    controls = [Mutant(name, CONTROL, 0, 0) for name in tests.values()]
     jobs = chain(controls, takewhile(lambda _: time.monotonic() < end, chosen))
     for mutant, code, log in side_by_side(
         ((m, *tree.attempt(m, known)) for m in jobs), workers
