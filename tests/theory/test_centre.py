@@ -101,6 +101,8 @@ def test_fewer_than_two_tokens_have_no_mean(n, skip):
     for got in (prompt_mean(x, skip), masked_mean(x, torch.tensor([skip, skip]))):
         assert got.shape == (2, 1, 1, 8) and got.dtype == torch.bfloat16 and not got.any()
     assert (prompt_mean(torch.full((1, 1, 2, 8), 5.0)) == 5).all()
+    assert not prompt_mean(torch.zeros(1, 1, 4, 8)).any()
+    assert not masked_mean(torch.zeros(1, 1, 4, 8), torch.tensor([0])).any()
     assert (masked_mean(torch.full((1, 1, 3, 8), 5.0), torch.tensor([1])) == 5).all()
 
 
@@ -111,6 +113,7 @@ def test_a_table_grows_by_whole_steps_and_keeps_its_rows():
     first = table.reach(1)
     assert first.shape == (GROWTH, 4) and first.dtype == torch.float16
     assert table.reach(GROWTH) is first and table.reach(3) is first
+    assert table.row(GROWTH - 1) and table.table is first
     more = table.reach(GROWTH + 1)
     assert more.shape == (2 * GROWTH, 4)
     same(more[:GROWTH], first)
