@@ -13,6 +13,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter
+from contextlib import nullcontext
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -72,7 +73,8 @@ class CodedStates(Handle):
     def __init__(
         self,
         layer,
-        chunk: Tensor,  # [B, H, n, d] as they came
+        # [B, H, n, d] as they came; later keys as the store holds them, see `Part.into_frame`
+        chunk: Tensor,
         first: int,  # position of the first token that the past's queries can see
         fresh: bool,  # whether the chunk is the first one
         near: Tensor | None = None,  # exact states of the newest m >= n tokens; None: the chunk
@@ -145,7 +147,9 @@ class Codes(Held):
                 )
             layer.calls["dense"] += 1
             layer.reasons["the model's own scores are not those that were known"] += 1
-            self.dense = layer.read((self.keys.chunk, self.values.chunk), self.keys.first)
+            k, v = self.keys.chunk, self.values.chunk
+            k = k if self.keys.fresh else layer.store.key.out_of_frame(k)
+            self.dense = layer.read((k, v), self.keys.first)
         return self.dense
 
     def visible(self, n: int) -> Tensor:
@@ -274,6 +278,7 @@ class TurboQuantLayer(CacheLayerMixin):
         # how errors call new states
         self.names = f"keys of layer {self.index}", f"values of layer {self.index}"
         self.patience = 0  # steps to run eagerly before one is captured: tokens were cropped
+        self.asked = False  # whether queries of the first chunk are at hand, see `see_queries`
 
     @property
     def on_codes(self) -> bool:
@@ -329,18 +334,21 @@ class TurboQuantLayer(CacheLayerMixin):
         without looking at it, see `TurboQuantCache.check`. A cache, which has asked already,
         says whether the model attends `on_codes`, and takes the store into the list `later`
         where it will code the token."""
+        states = self.into_frame(key_states), value_states
         if self.by_device:
-            return self.captured.append(self, key_states, value_states)
-        on_codes = self.on_codes if on_codes is None else on_codes
-        states, first = (key_states, value_states), self.first
-        if on_codes and self._append_again(key_states, value_states):
+            return self.captured.append(self, *states)
+        on_codes, first = self.on_codes if on_codes is None else on_codes, self.first
+        if on_codes and self._append_again(*states):
             return CodedStates.pair(self, states, first)
         past, (drafts, self.drafts) = self.held, (self.drafts, 0)
         drafts = drafts if on_codes and not past else 0
+        waits = not past and on_codes and self.recipe.key.pair_scale != "none"
         if drafts:
-            self._append_with_drafts(states, drafts)
+            self._append_with_drafts(states, drafts, waits)
         else:
-            self._append(key_states, value_states, past == 0, later)
+            self._append(*states, past == 0, later, waits)
+        if not past and not waits:
+            self._say_no_pairs("the model's own attention reads decoded keys")
         if on_codes:
             return CodedStates.pair(self, states, first, past == 0, drafts)
         self.calls["dense" if past else "prefill"] += 1
@@ -348,7 +356,8 @@ class TurboQuantLayer(CacheLayerMixin):
             self.canary.warn_blind(self.reader.obstacle)
         if past:
             self.reader.say_slow()
-        dense = self.read(states, first) if past else states
+        given = key_states, value_states
+        dense = self.read(given, first) if past else given
         self.free(first if past else self.first)
         if self.clock.fixed:  # transformers made a mask for all that could be held
             rest = self.max_length - self.store.length
@@ -382,11 +391,33 @@ class TurboQuantLayer(CacheLayerMixin):
             self.canary.keep(self, key_states, value_states)
         return True
 
-    def _append_with_drafts(self, states: tuple, drafts: int):
-        "Code a prompt, which has the mean to itself, then the drafts behind it."
-        self._append(*(x[:, :, :-drafts] for x in states), True)
+    def into_frame(self, key_states: Tensor) -> Tensor:
+        "Keys as the store holds them; before the first chunk is coded, as they are."
+        return self.store.key.into_frame(key_states) if self.is_initialized else key_states
+
+    def see_queries(self, query: Tensor) -> None:
+        "The queries of a first chunk: what waits for them is coded."
+        if not self.store.waiting:
+            return
+        fused = ops.select_coder(self.store, self.backend).backend == "triton"
+        mean_of = ops.encode.fused_mean if fused else None
+        cuda, self.asked = query.device.type == "cuda", True
         try:
-            self._append(*(x[:, :, -drafts:] for x in states), False)
+            with torch.cuda.device(query.device) if cuda else nullcontext():
+                self.store.complete(query, mean_of)
+        finally:
+            self.asked = False
+
+    def _say_no_pairs(self, why: str) -> None:
+        "Note, where keys were to have a pair scale, why they have none."
+        if self.recipe.key.pair_scale != "none":
+            self.reasons[f"no pair scale, which needs the first chunk's queries: {why}"] += 1
+
+    def _append_with_drafts(self, states: tuple, drafts: int, waits: bool):
+        "Code a prompt, which has the mean to itself, then the drafts behind it."
+        self._append(*(x[:, :, :-drafts] for x in states), True, None, waits)
+        try:
+            self._append(*(x[:, :, -drafts:] for x in states), False, None, waits)
         except BaseException:
             self.reset()
             raise
@@ -395,9 +426,16 @@ class TurboQuantLayer(CacheLayerMixin):
         "Whether n tokens after a past are served as if they came one by one."
         return 1 < n <= (_DRAFTS if self.drafting else STEPS)
 
-    def _append(self, key_states, value_states, first_chunk: bool, later: list | None = None):
+    def _append(
+        self,
+        key_states,
+        value_states,
+        first_chunk: bool,
+        later: list | None = None,
+        waits: bool = False,  # is it coded when the queries of the first chunk come?
+    ):
         "Code a chunk. Whatever goes wrong, the layer is as it was."
-        before, fresh, n = self.starts, not self.is_initialized, key_states.shape[2]
+        before, fresh = self.starts, not self.is_initialized
         try:
             if fresh:
                 self.lazy_initialization(key_states, value_states)
@@ -407,28 +445,43 @@ class TurboQuantLayer(CacheLayerMixin):
                     self.store.set_range(start=torch.tensor(self.starts))
             elif self.store.length + key_states.shape[2] > (self.store.max_length or math.inf):
                 self.make_growing()  # it may grow again
-            few = self.serves_steps(n) or (n == 1 and self.drafting)
-            few = few and not first_chunk and self.recipe.recent
-            tail = self.store.tail_with(key_states, value_states, self.names) if few else None
-            together = later is not None and n == 1 and not few and self.backend != "triton"
-            # flags of all layers are looked at together, in the next pass
-            wait = None if first_chunk else False
-            if together and gather.append_later(self.store, key_states, value_states):
-                later.append(self.store)
-                coder = "torch"
+            if waits:
+                code = partial(self._code_late, first_chunk)
+                self.store.wait(key_states, value_states, code, self.names)
+                self.tail = None
             else:
-                coder = ops.append(
-                    self.store, key_states, value_states, self.backend, self.names, wait
-                )
+                self._code(key_states, value_states, first_chunk, later)
         except BaseException:  # out of memory, or interrupted
             if fresh:
                 self.reset()
             self.starts = before
             raise
+
+    def _code(self, key_states, value_states, first_chunk: bool, later: list | None = None):
+        "Code a chunk whose keys are in the store's frame."
+        n = key_states.shape[2]
+        few = self.serves_steps(n) or (n == 1 and self.drafting)
+        few = few and not first_chunk and self.recipe.recent
+        tail = self.store.tail_with(key_states, value_states, self.names) if few else None
+        together = later is not None and n == 1 and not few and self.backend != "triton"
+        # flags of all layers are looked at together, in the next pass
+        wait = None if first_chunk else False
+        if together and gather.append_later(self.store, key_states, value_states):
+            later.append(self.store)
+            coder = "torch"
+        else:
+            how = self.backend, self.names, wait, True
+            coder = ops.append(self.store, key_states, value_states, *how)
         self.tail = tail
         self.coded["kernel" if coder == "triton" else "torch"] += 1
         if self.canary is not None:
             self.canary.keep(self, key_states, value_states)
+
+    def _code_late(self, first_chunk: bool, store, key_states, value_states) -> None:
+        "Code a chunk that waited, see `KVStore.wait`."
+        if first_chunk and not self.asked:
+            self._say_no_pairs("they were read before the layer attended")
+        self._code(store.key.into_frame(key_states), value_states, first_chunk)
 
     def free(self, first: int) -> None:
         "Give back what a sliding layer will not see again: tiles below position `first`."
