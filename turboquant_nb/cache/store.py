@@ -56,6 +56,8 @@ def prompt_pair_scales(
     queries of each group, over the tokens that the centre looks at. Where the store knows no
     RoPE, each channel is a pair of its own."""
     part, n, centre = store.key, k.shape[2], store.key.q.centre
+    if store.cos_sin is not None:
+        store.clock.reach(store.cos_sin, n)
     mean = (mean_of or first_mean)(store, part, k) if centre.holds_mean else None
     skips = [min(n, start + store.recipe.sinks) for start in store.ranges.starts]
     keys, step = 0.0, 4096  # tokens at a time, in fp32
