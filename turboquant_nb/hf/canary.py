@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .. import checks
 from ..kernels import ops
-from ..cache.attention import Call, dense_attention
+from ..cache.attention import dense_attention
 from .cache import TurboQuantCache, TurboQuantLayer
 from ..quant.quantizer import decided, decode
 
@@ -102,8 +102,8 @@ def check_layer(
     with the exact states."""
     store, m = layer.store, k.shape[2]
     first = store.length - m
-    rule = dict(scaling=scaling, sliding_window=m, softcap=softcap)
-    served = ops.serve(Call.of(query, store, k[:, :, -1:], v[:, :, -1:], **rule)).out
+    how = dict(framed=True, scaling=scaling, sliding_window=m, softcap=softcap)
+    served = ops.attend(query, store, k[:, :, -1:], v[:, :, -1:], **how).out
     real = (
         torch.arange(first, store.length, device=k.device) >= store.start[:, None, None, None]
     )
