@@ -278,6 +278,7 @@ class TurboQuantLayer(CacheLayerMixin):
         # how errors call new states
         self.names = f"keys of layer {self.index}", f"values of layer {self.index}"
         self.patience = 0  # steps to run eagerly before one is captured: tokens were cropped
+        self.scales_pairs = recipe.key.pair_scale != "none"
         self.asked = False  # whether queries of the first chunk are at hand, see `see_queries`
 
     @property
@@ -334,7 +335,9 @@ class TurboQuantLayer(CacheLayerMixin):
         without looking at it, see `TurboQuantCache.check`. A cache, which has asked already,
         says whether the model attends `on_codes`, and takes the store into the list `later`
         where it will code the token."""
-        states = self.into_frame(key_states), value_states
+        states = key_states, value_states
+        if self.scales_pairs and self.is_initialized:  # keys as the store holds them
+            states = self.store.key.into_frame(key_states), value_states
         if self.by_device:
             return self.captured.append(self, *states)
         on_codes, first = self.on_codes if on_codes is None else on_codes, self.first
@@ -342,12 +345,12 @@ class TurboQuantLayer(CacheLayerMixin):
             return CodedStates.pair(self, states, first)
         past, (drafts, self.drafts) = self.held, (self.drafts, 0)
         drafts = drafts if on_codes and not past else 0
-        waits = not past and on_codes and self.recipe.key.pair_scale != "none"
+        waits = self.scales_pairs and on_codes and not past
         if drafts:
             self._append_with_drafts(states, drafts, waits)
         else:
             self._append(*states, past == 0, later, waits)
-        if not past and not waits:
+        if self.scales_pairs and not past and not waits:
             self._say_no_pairs("the model's own attention reads decoded keys")
         if on_codes:
             return CodedStates.pair(self, states, first, past == 0, drafts)
@@ -391,10 +394,6 @@ class TurboQuantLayer(CacheLayerMixin):
             self.canary.keep(self, key_states, value_states)
         return True
 
-    def into_frame(self, key_states: Tensor) -> Tensor:
-        "Keys as the store holds them; before the first chunk is coded, as they are."
-        return self.store.key.into_frame(key_states) if self.is_initialized else key_states
-
     def see_queries(self, query: Tensor) -> None:
         "The queries of a first chunk: what waits for them is coded."
         if not self.store.waiting:
@@ -409,9 +408,8 @@ class TurboQuantLayer(CacheLayerMixin):
             self.asked = False
 
     def _say_no_pairs(self, why: str) -> None:
-        "Note, where keys were to have a pair scale, why they have none."
-        if self.recipe.key.pair_scale != "none":
-            self.reasons[f"no pair scale, which needs the first chunk's queries: {why}"] += 1
+        "Note why keys that were to have a pair scale have none."
+        self.reasons[f"no pair scale, which needs the first chunk's queries: {why}"] += 1
 
     def _append_with_drafts(self, states: tuple, drafts: int, waits: bool):
         "Code a prompt, which has the mean to itself, then the drafts behind it."
