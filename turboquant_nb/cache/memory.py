@@ -298,23 +298,19 @@ class Frame(NamedTuple):
     mean: Tensor | None = None  # [B, H, 1, d] bf16, or None
     pair: Tensor | None = None  # [B, H, 1, d] bf16: keys are multiplied by it, queries divided
 
-    @property
-    def tensors(self) -> dict:
-        "Those that there are, by name."
-        held = {} if self.mean is None else {"mean": self.mean}
-        return held if self.pair is None else held | {"pair": self.pair}
-
     def clear(self) -> None:
         "No token is left that it was fitted to."
-        for name, t in self.tensors.items():
-            t.fill_(name == "pair")
+        if self.mean is not None:
+            self.mean.zero_()
+        if self.pair is not None:
+            self.pair.fill_(1)
 
     @property
     def digest(self) -> str:
         "Equal where frames are equal; waits for the device."
-        held = {name: t.cpu().view(torch.int16) for name, t in self.tensors.items()}
-        told = (name.encode() + t.numpy().tobytes() for name, t in held.items())
-        return sha256(b"".join(told)).hexdigest()
+        told = lambda t: b"" if t is None else t.cpu().view(torch.int16).numpy().tobytes()
+        pair = b"" if self.pair is None else b"pair" + told(self.pair)
+        return sha256(told(self.mean) + pair).hexdigest()
 
 # %% ../../nbs/30c_memory.ipynb #c2e26fa8
 @lru_cache(maxsize=256)
@@ -400,7 +396,12 @@ class Part:
     @property
     def tensors(self) -> dict:
         "All of them by name, in the order that kernels and files take them."
-        return self.memory.tensors | self.exact.tensors | self.frame.tensors
+        (mean, pair), out = self.frame, self.memory.tensors | self.exact.tensors
+        if mean is not None:
+            out["mean"] = mean
+        if pair is not None:
+            out["pair"] = pair
+        return out
 
     def hold(self, tensors: dict) -> None:
         "Have these tensors in place of its own."

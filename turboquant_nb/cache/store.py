@@ -36,14 +36,21 @@ def first_mean(store, part: Part, x: Tensor) -> Tensor | None:
     return part.q.centre.fit(x, store.ranges.starts, store.recipe.sinks, rows)
 
 
-def _mean_squares(x: Tensor, skips: list) -> Tensor:  # [B, H, d] fp32
-    "Mean squares of states [B, H, n, d], each row without its first tokens; 0 of none."
-    rows = []
-    for i, skip in enumerate(skips if len(set(skips)) > 1 else skips[:1]):
-        left = (x if len(set(skips)) == 1 else x[i : i + 1])[:, :, skip:]
-        norm = torch.linalg.vector_norm(left, dim=2, dtype=torch.float32)
-        rows.append(norm.square() / max(1, left.shape[2]))
-    return torch.cat(rows)
+def _square_sums(x: Tensor, skips: list) -> Tensor:  # [B, H, d] fp32
+    "Sums of squares of states [B, H, n, d], each row without its first tokens."
+    norm = lambda x: torch.linalg.vector_norm(x, dim=2, dtype=torch.float32)
+    if len(set(skips)) == 1:
+        return norm(x[:, :, skips[0] :]).square()
+    rows = [norm(x[i : i + 1, :, skip:]) for i, skip in enumerate(skips)]
+    return torch.cat(rows).square()
+
+
+def _per_token(sums: Tensor, counts: list) -> Tensor:
+    "Sums [B, H, d] over so many tokens of each row, at least one; one number waits for no copy."
+    counts = [max(1, x) for x in counts]
+    if len(set(counts)) == 1:
+        return sums / counts[0]
+    return sums / torch.tensor(counts, device=sums.device)[:, None, None]
 
 
 def prompt_pair_scales(
@@ -66,15 +73,14 @@ def prompt_pair_scales(
         rows = angles(store, a, a + x.shape[2]) if centre.rotates else None
         taken = centre.at(mean, rows)
         x = x if taken is None else x - taken.float()
-        here = [min(x.shape[2], max(0, skip - a)) for skip in skips]
-        count = torch.tensor([x.shape[2] - skip for skip in here], device=x.device)
-        keys = keys + _mean_squares(x, here) * count[:, None, None]
-    late = n - q.shape[2]
-    queries = _mean_squares(q, [max(0, skip - late) for skip in skips])
+        keys = keys + _square_sums(x, [min(x.shape[2], max(0, skip - a)) for skip in skips])
+    keys = _per_token(keys, [n - skip for skip in skips])
+    m = q.shape[2]
+    skips = [min(m, max(0, skip - (n - m))) for skip in skips]
+    queries = _per_token(_square_sums(q, skips), [m - skip for skip in skips])
     queries = queries.view(store.batch, store.heads, -1, k.shape[3]).mean(2)
     rotary = 0 if store.cos_sin is None else 2 * len(store.cos_sin.inv_freq)
-    count = torch.tensor([max(1, n - skip) for skip in skips], device=k.device)
-    scales = pair_scales(queries, keys / count[:, None, None], rotary)
+    scales = pair_scales(queries, keys, rotary)
     return scales.to(torch.bfloat16)[:, :, None]
 
 

@@ -348,8 +348,10 @@ class TurboQuantLayer(CacheLayerMixin):
         waits = self.scales_pairs and on_codes and not past
         if drafts:
             self._append_with_drafts(states, drafts, waits)
+        elif waits:
+            self._wait(*states, True)
         else:
-            self._append(*states, past == 0, later, waits)
+            self._append(*states, past == 0, later)
         if self.scales_pairs and not past and not waits:
             self._say_no_pairs("the model's own attention reads decoded keys")
         if on_codes:
@@ -413,9 +415,10 @@ class TurboQuantLayer(CacheLayerMixin):
 
     def _append_with_drafts(self, states: tuple, drafts: int, waits: bool):
         "Code a prompt, which has the mean to itself, then the drafts behind it."
-        self._append(*(x[:, :, :-drafts] for x in states), True, None, waits)
+        take = self._wait if waits else self._append
+        take(*(x[:, :, :-drafts] for x in states), True)
         try:
-            self._append(*(x[:, :, -drafts:] for x in states), False, None, waits)
+            take(*(x[:, :, -drafts:] for x in states), False)
         except BaseException:
             self.reset()
             raise
@@ -424,62 +427,67 @@ class TurboQuantLayer(CacheLayerMixin):
         "Whether n tokens after a past are served as if they came one by one."
         return 1 < n <= (_DRAFTS if self.drafting else STEPS)
 
-    def _append(
-        self,
-        key_states,
-        value_states,
-        first_chunk: bool,
-        later: list | None = None,
-        waits: bool = False,  # is it coded when the queries of the first chunk come?
-    ):
-        "Code a chunk. Whatever goes wrong, the layer is as it was."
+    def _begin(self, batch: int) -> None:
+        "Before a first chunk: where its rows begin."
+        self.starts = repeated_starts(self.starts, batch)
+        if self.store.ranges.starts != self.starts:
+            self.store.set_range(start=torch.tensor(self.starts))
+
+    def _wait(self, key_states, value_states, first_chunk: bool) -> None:
+        """Take a first chunk, or drafts behind it, that is coded when the queries come. Whatever
+        goes wrong, the layer is as it was."""
         before, fresh = self.starts, not self.is_initialized
         try:
             if fresh:
                 self.lazy_initialization(key_states, value_states)
             if first_chunk:
-                self.starts = repeated_starts(self.starts, len(key_states))
-                if self.store.ranges.starts != self.starts:
-                    self.store.set_range(start=torch.tensor(self.starts))
-            elif self.store.length + key_states.shape[2] > (self.store.max_length or math.inf):
-                self.make_growing()  # it may grow again
-            if waits:
-                code = partial(self._code_late, first_chunk)
-                self.store.wait(key_states, value_states, code, self.names)
-                self.tail = None
-            else:
-                self._code(key_states, value_states, first_chunk, later)
-        except BaseException:  # out of memory, or interrupted
+                self._begin(len(key_states))
+            code = partial(self._code_late, first_chunk)
+            self.store.wait(key_states, value_states, code, self.names)
+        except BaseException:
             if fresh:
                 self.reset()
             self.starts = before
             raise
-
-    def _code(self, key_states, value_states, first_chunk: bool, later: list | None = None):
-        "Code a chunk whose keys are in the store's frame."
-        n = key_states.shape[2]
-        few = self.serves_steps(n) or (n == 1 and self.drafting)
-        few = few and not first_chunk and self.recipe.recent
-        tail = self.store.tail_with(key_states, value_states, self.names) if few else None
-        together = later is not None and n == 1 and not few and self.backend != "triton"
-        # flags of all layers are looked at together, in the next pass
-        wait = None if first_chunk else False
-        if together and gather.append_later(self.store, key_states, value_states):
-            later.append(self.store)
-            coder = "torch"
-        else:
-            how = self.backend, self.names, wait, True
-            coder = ops.append(self.store, key_states, value_states, *how)
-        self.tail = tail
-        self.coded["kernel" if coder == "triton" else "torch"] += 1
-        if self.canary is not None:
-            self.canary.keep(self, key_states, value_states)
+        self.tail = None
 
     def _code_late(self, first_chunk: bool, store, key_states, value_states) -> None:
         "Code a chunk that waited, see `KVStore.wait`."
         if first_chunk and not self.asked:
             self._say_no_pairs("they were read before the layer attended")
-        self._code(store.key.into_frame(key_states), value_states, first_chunk)
+        self._append(store.key.into_frame(key_states), value_states, first_chunk)
+
+    def _append(self, key_states, value_states, first_chunk: bool, later: list | None = None):
+        "Code a chunk of keys in the store's frame. Whatever goes wrong, it is as it was."
+        before, fresh, n = self.starts, not self.is_initialized, key_states.shape[2]
+        try:
+            if fresh:
+                self.lazy_initialization(key_states, value_states)
+            if first_chunk:
+                self._begin(len(key_states))
+            elif self.store.length + key_states.shape[2] > (self.store.max_length or math.inf):
+                self.make_growing()  # it may grow again
+            few = self.serves_steps(n) or (n == 1 and self.drafting)
+            few = few and not first_chunk and self.recipe.recent
+            tail = self.store.tail_with(key_states, value_states, self.names) if few else None
+            together = later is not None and n == 1 and not few and self.backend != "triton"
+            # flags of all layers are looked at together, in the next pass
+            wait = None if first_chunk else False
+            if together and gather.append_later(self.store, key_states, value_states):
+                later.append(self.store)
+                coder = "torch"
+            else:
+                how = self.backend, self.names, wait, True
+                coder = ops.append(self.store, key_states, value_states, *how)
+        except BaseException:  # out of memory, or interrupted
+            if fresh:
+                self.reset()
+            self.starts = before
+            raise
+        self.tail = tail
+        self.coded["kernel" if coder == "triton" else "torch"] += 1
+        if self.canary is not None:
+            self.canary.keep(self, key_states, value_states)
 
     def free(self, first: int) -> None:
         "Give back what a sliding layer will not see again: tiles below position `first`."
