@@ -3,7 +3,8 @@
 
 `ablation` changes one thing at a time, `centers` only the centre of keys, `layers` spends more
 bits on some layers, `trellis` puts a trellis code into presets, `pairs` a pair scale before
-codes, `presets` and `others` are what the leaderboard compares; `--match` takes only names that match a regular expression."""
+codes, `presets` and `others` are what the leaderboard compares; `--match` takes only names that
+match a regular expression."""
 
 import re
 from dataclasses import replace

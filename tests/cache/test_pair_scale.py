@@ -1,5 +1,5 @@
 """A scale for each pair of channels: keys are multiplied by it, queries divided. What it is
-fitted to, that no score changes by it, and that everything that moves a store takes it along."""
+fitted to, that no score changes by it, and that what moves a store takes it along."""
 
 from dataclasses import replace
 
@@ -27,7 +27,9 @@ KERNELS = pytest.mark.skipif(
 
 
 def scaled(bits=2, sinks=4, recent=16, center="pre_rope", value=4, **more):
-    return Recipe(Spec(bits, center=center, pair_scale="prompt", **more), Spec(value), sinks, recent)
+    return Recipe(
+        Spec(bits, center=center, pair_scale="prompt", **more), Spec(value), sinks, recent
+    )
 
 
 def states(b=2, h=2, groups=3, d=32, n=300, seed=0, dtype=torch.float32, rotary=None):
@@ -102,7 +104,9 @@ def test_what_it_is_fitted_to():
         one = KVStore(scaled(sinks=0), 1, 2, 32, inv_freq=freq)
         cut = lambda x: x[row : row + 1, :, first:200]
         one.cos_sin.reach(400)
-        back = apply_rope(k[row, :, first:200].double(), -torch.arange(first, 200) , inv_freq=freq)
+        back = apply_rope(
+            k[row, :, first:200].double(), -torch.arange(first, 200), inv_freq=freq
+        )
         mean = back.mean(1, keepdim=True)
         energy = (back - mean).square().mean(1)
         asked = cut(q).double().square().view(1, 2, 3, -1, 32).mean((2, 3))[0]
@@ -182,8 +186,12 @@ def test_every_backend_reads_what_the_store_reads_back(backend, codebook, center
     near = q[:, :, -1:], k[:, :, -1:], v[:, :, -1:]
     got = ops.attend(near[0], store, *near[1:], backend=backend)
     want = decoded(store, *near)
-    assert (got.out - want[0]).abs().max() < 2e-5 * want[0].abs().max() + 2e-3 * (backend == "triton")
-    wrong = decoded(store, near[0] / store.key.frame.pair.float().repeat_interleave(2, 1), *near[1:])
+    assert (got.out - want[0]).abs().max() < 2e-5 * want[0].abs().max() + 2e-3 * (
+        backend == "triton"
+    )
+    wrong = decoded(
+        store, near[0] / store.key.frame.pair.float().repeat_interleave(2, 1), *near[1:]
+    )
     assert (got.out - wrong[0]).abs().max() > 0.05  # the mutant: what was divided stays so
 
 
@@ -216,14 +224,20 @@ def test_a_long_chunk_and_a_sliding_window():
     for window in (None, 120):
         want = decoded(store, *chunk, sliding_window=window)
         for backend in ("flash", "torch"):
-            got = ops.attend(chunk[0], store, *chunk[1:], backend=backend, sliding_window=window)
+            got = ops.attend(
+                chunk[0], store, *chunk[1:], backend=backend, sliding_window=window
+            )
             assert (got.out - want[0]).abs().max() < 1e-4, backend
 
 
 def test_it_makes_scores_better_and_its_inverse_makes_them_worse():
     data = q, k, v, freq = states(n=300, d=64)
     error = {}
-    for name, change in (("none", lambda p: p * 0 + 1), ("scaled", None), ("mutant", torch.reciprocal)):
+    for name, change in (
+        ("none", lambda p: p * 0 + 1),
+        ("scaled", None),
+        ("mutant", torch.reciprocal),
+    ):
         store = KVStore(scaled(), 2, 2, 64, inv_freq=freq)
         if change is None:
             store = fitted(scaled(), data, n=300)
@@ -257,7 +271,9 @@ def test_later_chunks_keep_the_frame_and_an_empty_store_has_none():
 
 def test_without_queries_it_is_one():
     q, k, v, freq = states()
-    plain = KVStore(replace(scaled(), key=replace(scaled().key, pair_scale="none")), 2, 2, 32, inv_freq=freq)
+    plain = KVStore(
+        replace(scaled(), key=replace(scaled().key, pair_scale="none")), 2, 2, 32, inv_freq=freq
+    )
     store = KVStore(scaled(), 2, 2, 32, inv_freq=freq)
     late = KVStore(scaled(), 2, 2, 32, inv_freq=freq)
     late.wait(k, v)
@@ -387,7 +403,10 @@ def test_files_carry_it(tmp_path):
         s.append(*near[1:])
     same(ops.attend(near[0], store).out, ops.attend(near[0], again).out)
     tensors, header = state_of(store)
-    for bad, why in ((0.0, "key.pair must be at least"), (torch.nan, "key.pair must be finite")):
+    for bad, why in (
+        (0.0, "key.pair must be at least"),
+        (torch.nan, "key.pair must be finite"),
+    ):
         with pytest.raises(ValueError, match=why):
             store_of(tensors | {"key.pair": tensors["key.pair"] * bad}, header)
     with pytest.raises(ValueError, match="key.pair must be"):
@@ -467,5 +486,9 @@ def test_where_it_is_refused():
         CodedIndex(32, Spec(4, pair_scale="prompt"))
     recipe = scaled()
     assert Recipe.from_json(recipe.to_json()) == recipe
-    old = recipe.to_json().replace(', "pair_scale": "prompt"', "").replace(', "pair_scale": "none"', "")
+    old = (
+        recipe.to_json()
+        .replace(', "pair_scale": "prompt"', "")
+        .replace(', "pair_scale": "none"', "")
+    )
     assert "pair_scale" not in old and Recipe.from_json(old).key.pair_scale == "none"

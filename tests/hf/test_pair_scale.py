@@ -86,9 +86,8 @@ def test_drafts_with_codes():
 
 
 def test_coding_gets_better():
-    "A random model whose channels are of unequal energies: logits lie nearer to the exact ones."
+    "A random model with channels of unequal energies: logits lie nearer to the exact ones."
     model, ids = made("llama")[0], prompt(4, 160, padded=False)["input_ids"]
-    model.set_attn_implementation("turboquant")
     model.set_attn_implementation("sdpa")
     exact, error = logits(model, ids)[:, 129:], {}
     for name in ("none", "prompt"):
@@ -116,14 +115,14 @@ def test_a_mask_of_scores_tells_of_padding():
     model, inputs = made("llama")[0], prompt(3, 60)
     model.set_attn_implementation("turboquant")
     want = TurboQuantCache(model, scaled())
-    logits(model, **{"ids": inputs["input_ids"]}, attention_mask=inputs["attention_mask"],
-           past_key_values=want)  # fmt: skip
+    seen = dict(attention_mask=inputs["attention_mask"])
+    logits(model, inputs["input_ids"], past_key_values=want, **seen)
     got = TurboQuantCache(model, scaled())
     n, real = 60, inputs["attention_mask"].bool()
     mask = torch.ones(n, n, dtype=torch.bool).tril() & real[:, None, None, :]
     places = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
-    logits(model, inputs["input_ids"], attention_mask=mask, position_ids=places,
-           past_key_values=got)  # fmt: skip
+    seen = dict(attention_mask=mask, position_ids=places)
+    logits(model, inputs["input_ids"], past_key_values=got, **seen)
     for a, b in zip(want.coded_layers, got.coded_layers):
         assert a.store.start.tolist() == b.store.start.tolist() == [0, 7, 13]
     assert (frames(want)[0] / frames(got)[0] - 1).abs().max() < 0.02
@@ -236,11 +235,15 @@ def test_one_pass_fits_it_to_the_prompt():
         first = slice(None) if protocol == "decode" else slice(1)  # later ones read codes
         for a, b in zip(layers[first], frames(real)[first]):
             assert (a / b - 1).abs().max() < 0.02 and a.std() > 0.01
-        error = [
-            float((predict(model, ids, as_candidate(model, r, dtype=None), protocol, 50).logits
-                   - logits(model, ids)[:, 49:-1]).square().mean())
-            for r in (Recipe(Spec(2, center="auto"), Spec(4)), scaled(Recipe(Spec(2, center="auto"), Spec(4))))
-        ]  # fmt: skip
+        want, error, plain = (
+            logits(model, ids)[:, 49:-1],
+            [],
+            Recipe(Spec(2, center="auto"), Spec(4)),
+        )
+        for recipe in (plain, scaled(plain)):
+            coded = as_candidate(model, recipe, dtype=None)
+            found = predict(model, ids, coded, protocol, 50).logits
+            error.append(float((found - want).square().mean()))
         assert error[1] < 0.9 * error[0], protocol
     assert score(model, ids, candidate, "decode", 50).bits > 0
     assert prefill(model, ids).queries is None

@@ -46,7 +46,7 @@ def _square_sums(x: Tensor, skips: list) -> Tensor:  # [B, H, d] fp32
 
 
 def _per_token(sums: Tensor, counts: list) -> Tensor:
-    "Sums [B, H, d] over so many tokens of each row, at least one; one number waits for no copy."
+    "Sums [B, H, d] over so many tokens of each row; one number for all needs no copy."
     counts = [max(1, x) for x in counts]
     if len(set(counts)) == 1:
         return sums / counts[0]
@@ -349,7 +349,7 @@ class KVStore:
         return self.key.out_of_frame(k), v
 
     def read_in_frame(self, first: int | None = None, last: int | None = None) -> tuple:
-        "`read` with keys as `Part.into_frame` gave them: what `Part.query` may be multiplied by."
+        "`read` with keys as `Part.into_frame` gave them."
         last = self.clock.learn(self) if last is None else last
         first = self.offset if first is None else first
         out = []
@@ -567,7 +567,6 @@ def _code_waiting(store, q: Tensor | None, mean_of) -> None:
         store.crop(store.clock.learn(store))
         store.key.frame.clear()
         raise
-
 
 # %% ../../nbs/31_store.ipynb #6ef67c17
 @_plain

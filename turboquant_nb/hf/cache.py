@@ -434,8 +434,8 @@ class TurboQuantLayer(CacheLayerMixin):
             self.store.set_range(start=torch.tensor(self.starts))
 
     def _wait(self, key_states, value_states, first_chunk: bool) -> None:
-        """Take a first chunk, or drafts behind it, that is coded when the queries come. Whatever
-        goes wrong, the layer is as it was."""
+        """Take a first chunk, or drafts behind it, that is coded when the queries come.
+        Whatever goes wrong, the layer is as it was."""
         before, fresh = self.starts, not self.is_initialized
         try:
             if fresh:
