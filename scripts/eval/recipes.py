@@ -2,8 +2,9 @@
 [--text FILE ...] [--windows N] [--protocols P ...].
 
 `ablation` changes one thing at a time, `centers` only the centre of keys, `layers` spends more
-bits on some layers, `trellis` puts a trellis code into presets, `presets` and `others` are what
-the leaderboard compares; `--match` takes only names that match a regular expression."""
+bits on some layers, `trellis` puts a trellis code into presets, `pairs` a pair scale before
+codes, `presets` and `others` are what the leaderboard compares; `--match` takes only names that
+match a regular expression."""
 
 import re
 from dataclasses import replace
@@ -93,11 +94,24 @@ def trellis():
             yield f"{name} {code}", replace(table, **sides), BOTH
 
 
+def pairs():
+    """The bits of keys and values, tables and trellis codes, each without a pair scale and with
+    one; no token is recent."""
+    for bits in (2, 3):
+        for code in ("sphere", "trellis"):
+            plain = recipe(bits, bits, codebook=code)
+            scaled = replace(plain, key=replace(plain.key, pair_scale="prompt"))
+            name = f"{bits} bits" + (", trellis" if code == "trellis" else "")
+            yield name, plain, BOTH
+            yield f"{name}, pair scale", scaled, BOTH
+
+
 SETS = {  # of a number of layers: (name, recipe or other, protocols)
     "ablation": lambda n: ablation(),
     "centers": lambda n: centers(),
     "layers": layers,
     "trellis": lambda n: trellis(),
+    "pairs": lambda n: pairs(),
     "presets": lambda n: ((p, with_pre_rope(p), BOTH) for p in PRESETS),
     "others": lambda n: ((x, x, BOTH) for x in OTHERS),
 }

@@ -190,6 +190,9 @@ class CodedIndex:
         code_bytes(checks.instance(spec, "spec", Spec), d)
         if spec.center != "none":
             raise ValueError(f"spec.center is for caches, pass center=; got {spec.center!r}")
+        if spec.pair_scale != "none":
+            why = "it is fitted to a prompt's queries"
+            raise ValueError(f"spec.pair_scale must be 'none', got {spec.pair_scale!r}: {why}")
         self.spec, self.d, self.quantizer = spec, d, make_quantizer(spec, d, device)
         self.device, self.center, self._blocks = self.quantizer.device, None, []
         self._layout = Layout(self.quantizer.channel_bits[0], d, "channel", 4)

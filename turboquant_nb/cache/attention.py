@@ -39,7 +39,8 @@ def shared_rule(**numbers) -> Rule:
 
 
 class Call(NamedTuple):
-    "Queries on a store, by a rule."
+    """Queries on a store, by a rule. Where keys have a pair scale, queries and keys are those
+    that `into_frame` gives: what serves a call need not know of it."""
 
     rule: Rule
     store: KVStore
@@ -61,6 +62,17 @@ class Call(NamedTuple):
         known = not torch.compiler.is_compiling()  # which looks into no cache
         rule = shared_rule(**rule) if known else Rule(**rule)
         return cls(rule, store, q, k, v, mask, first, recent, bias=bias)
+
+    def into_frame(self) -> "Call":
+        """Of queries and keys as the model has them, the same as the store holds keys. What
+        waits to be coded is coded first."""
+        key = self.store.key
+        if self.store.waiting:
+            self.store.complete()
+        if key.frame.pair is None:
+            return self
+        k = None if self.k is None else key.into_frame(self.k)
+        return self._replace(q=key.query(self.q), k=k)
 
 
 class Answer(NamedTuple):
@@ -407,7 +419,7 @@ def attend(
 ) -> Answer:  # output and log-sum-exp
     """Attention straight on codes, by `Reference`. A row that may see nothing gives 0 and
     -inf. Raises ValueError/TypeError on what does not fit."""
-    return Reference(block).run(Call.of(q, store, k, v, **more))
+    return Reference(block).run(Call.of(q, store, k, v, **more).into_frame())
 
 # %% ../../nbs/32_attention.ipynb #26c81a16
 def dense_attention(

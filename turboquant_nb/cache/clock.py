@@ -199,7 +199,7 @@ class DeviceClock(HostClock):
         lo, hi = max(0, length - recent), max(0, min(size - recent, length))
         if lo < hi:
             slots = torch.arange(lo, hi, device=store.device) % recent
-            for part, x in zip(store.parts, store.read(lo)):
+            for part, x in zip(store.parts, store.read_in_frame(lo)):
                 part.exact.recent.index_copy_(2, slots, x[:, :, : hi - lo])
 
 
@@ -277,7 +277,7 @@ class AppendOperands(NamedTuple):
 
     k: Tensor  # [B, H, n, d_key]
     v: Tensor  # [B, H, n, d_value]
-    key: list  # tensors of the part of keys: planes, scale, sinks, recent, mean
+    key: list  # tensors of the part of keys: planes, scale, sinks, recent, those of its frame
     value: list
     start: Tensor  # [B]
     position: Tensor  # [1] int32
@@ -318,7 +318,8 @@ def _sides(k, v, key, value, texts) -> list:
     for x, tensors, text in zip((k, v), (key, value), texts):
         part = copy(_coder(text, x.device))
         part.memory = copy(part.memory)
-        part.hold(dict(zip([*part.memory.names, "sinks", "recent", "mean"], tensors)))
+        names = *part.memory.names, "sinks", "recent", *part.fitted
+        part.hold(dict(zip(names, tensors)))
         out.append(_NewStates(x, part, text))
     return out
 

@@ -20,7 +20,7 @@ from .store import KVStore, _rewind
 from ..files import Saved, read_file, write_file
 from ..quant.mixed_precision import find_code
 from ..quant.quantizer import Recipe, least_numbers
-from ..theory.transforms import HeadTransform, restore_transforms
+from ..theory.transforms import PAIR_RANGE, HeadTransform, restore_transforms
 
 # %% ../../nbs/31b_disk.ipynb #505b05b7
 FORMAT = "turboquant-nb store 3"
@@ -126,6 +126,9 @@ def _kinds(h: SimpleNamespace) -> dict:  # {name: (dtype, shape)}
             out[f"{side}.{name}"] = h.dtype, (*rows, count, d)
         if spec.centre.holds_mean:
             out[f"{side}.mean"] = torch.bfloat16, (*rows, 1, d)
+        if spec.pair_scale != "none":
+            out[f"{side}.pair"] = torch.bfloat16, (*rows, 1, d)
+            h.least[f"{side}.pair"] = 1 / PAIR_RANGE
         if spec.centre.rotates:
             out["inv_freq"] = torch.float32, (None,)
     if r.key.rotation.startswith(HeadTransform.prefix):

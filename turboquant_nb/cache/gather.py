@@ -355,7 +355,7 @@ def attend(
     call = Call.of(q, store, k, v, **more)
     if why := Gather().refuses(call):
         raise ValueError(f"the look-up of four codes cannot serve this call: {why}")
-    return Gather().run(call)
+    return Gather().run(call.into_frame())
 
 
 def _step(call: Call, ranges: StepRanges, at: Tensor | None = None) -> Answer:

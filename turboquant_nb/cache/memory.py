@@ -296,17 +296,21 @@ class Frame(NamedTuple):
     "What is fitted to each sequence. Without it, codes cannot be read."
 
     mean: Tensor | None = None  # [B, H, 1, d] bf16, or None
+    pair: Tensor | None = None  # [B, H, 1, d] bf16: keys are multiplied by it, queries divided
 
     def clear(self) -> None:
         "No token is left that it was fitted to."
         if self.mean is not None:
             self.mean.zero_()
+        if self.pair is not None:
+            self.pair.fill_(1)
 
     @property
     def digest(self) -> str:
         "Equal where frames are equal; waits for the device."
-        held = b"" if self.mean is None else self.mean.cpu().view(torch.int16).numpy().tobytes()
-        return sha256(held).hexdigest()
+        told = lambda t: b"" if t is None else t.cpu().view(torch.int16).numpy().tobytes()
+        pair = b"" if self.pair is None else b"pair" + told(self.pair)
+        return sha256(told(self.mean) + pair).hexdigest()
 
 # %% ../../nbs/30c_memory.ipynb #c2e26fa8
 @lru_cache(maxsize=256)
@@ -314,6 +318,17 @@ def _shared(spec: Spec, d: int, device: torch.device):
     "The one quantizer of its kind."
     with torch.inference_mode(False):
         return make_quantizer(spec, d, device)
+
+
+def _fits(x: Tensor, pair: Tensor, groups: int) -> bool:
+    "Whether states or queries are such that a pair scale is of."
+    rows = pair.shape[0], groups * pair.shape[1]
+    return (
+        x.ndim == 4
+        and x.shape[:2] == rows
+        and x.shape[3] == pair.shape[3]
+        and x.device == pair.device
+    )
 
 
 class Part:
@@ -350,8 +365,15 @@ class Part:
         self.heads = heads
         self.memory.allocate((batch, heads), self.q.scale_dtype, self.q.device)
         self.exact = ExactTokens({"sinks": make(sinks, dtype), "recent": make(recent, dtype)})
-        self.frame = Frame(make(1, torch.bfloat16) if self.q.centre.holds_mean else None)
+        self.frame = Frame(**{name: make(1, torch.bfloat16) for name in self.fitted})
+        self.frame.clear()
         return self
+
+    @property
+    def fitted(self) -> tuple:
+        "Names of the tensors of its frame."
+        held = {"mean": self.q.centre.holds_mean, "pair": self.q.spec.pair_scale != "none"}
+        return tuple(name for name, is_held in held.items() if is_held)
 
     @_plain
     def __deepcopy__(self, memo):
@@ -374,15 +396,39 @@ class Part:
     @property
     def tensors(self) -> dict:
         "All of them by name, in the order that kernels and files take them."
-        fitted = {} if self.frame.mean is None else {"mean": self.frame.mean}
-        return self.memory.tensors | self.exact.tensors | fitted
+        (mean, pair), out = self.frame, self.memory.tensors | self.exact.tensors
+        if mean is not None:
+            out["mean"] = mean
+        if pair is not None:
+            out["pair"] = pair
+        return out
 
     def hold(self, tensors: dict) -> None:
         "Have these tensors in place of its own."
         coded = self.memory.names
         self.memory.tensors = {name: tensors[name] for name in coded}
         self.exact = ExactTokens({name: tensors[name] for name in ("sinks", "recent")})
-        self.frame = Frame(tensors.get("mean"))
+        self.frame = Frame(**{name: tensors[name] for name in self.fitted})
+
+    def into_frame(self, x: Tensor) -> Tensor:
+        """States [B, H, n, d] as they are held: keys times the pair scale, where there is one,
+        rounded to their dtype. What has another shape is left for others to refuse."""
+        pair = self.frame.pair
+        return x if pair is None or not _fits(x, pair, 1) else (x * pair).to(x.dtype)
+
+    def out_of_frame(self, x: Tensor) -> Tensor:
+        "Held states as the model knows them: the inverse of `into_frame` but for rounding."
+        pair = self.frame.pair
+        return x if pair is None else (x / pair).to(x.dtype)
+
+    def query(self, q: Tensor) -> Tensor:
+        """Queries [B, Hq, n, d] that read held keys: divided by the pair scale of their KV
+        head, where there is one."""
+        pair = self.frame.pair
+        if pair is None or not _fits(q, pair, q.shape[1] // max(1, pair.shape[1])):
+            return q
+        rows = q.reshape(len(q), pair.shape[1], -1, q.shape[3])
+        return (rows / pair).to(q.dtype).view(q.shape)
 
     def center(self, rows: Tensor | None) -> Tensor | None:
         "What coding subtracts at positions with these cosines and sines: a mean, or None."

@@ -7,6 +7,8 @@ __all__ = ['PAIR', 'Pair', 'mixed_attention', 'pair_attention', 'causal_mask', '
            'pair_layers']
 
 # %% ../../nbs/82_pairs.ipynb #b5115c0f
+from typing import Callable
+
 import torch
 from torch import Tensor
 
@@ -22,8 +24,17 @@ from ..quant.quantizer import decode
 class Pair:
     "One side of one layer, exact and quantised, in place of a dense tensor."
 
-    def __init__(self, exact: Tensor, coded: Tensor, sinks: int = 0, recent: int = 0):
+    def __init__(
+        self,
+        exact: Tensor,
+        coded: Tensor | None,  # None: `code` has to be called first
+        sinks: int = 0,
+        recent: int = 0,
+        # of the queries: (keys, values) as pairs whose codes needed them, see `PairLayer`
+        code: Callable | None = None,
+    ):
         self.exact, self.coded, self.sinks, self.recent = exact, coded, sinks, recent
+        self.code = code
 
     shape = property(lambda self: self.exact.shape)
     dtype = property(lambda self: self.exact.dtype)
@@ -70,6 +81,8 @@ def pair_attention(call: AttentionCall) -> Tensor:  # [B, Hq, n, d]
     _, query, key, value, mask, scaling, softcap, sink, *_ = call
     if not isinstance(key, Pair):
         raise TypeError(f"the {PAIR!r} attention needs the cache of `score`")
+    if key.coded is None:
+        key, value = key.code(query)
     n, T = query.shape[2], key.shape[2]
     visible = causal_mask(n, T, query.device) if mask is None else mask
     exact, scaling = key.is_exact(n), query.shape[3] ** -0.5 if scaling is None else scaling
@@ -113,17 +126,24 @@ class PairLayer(DynamicLayer):
         super().__init__()
         self.layer, self.prompt, self.exact_dtype = layer, prompt, exact_dtype
         self.recipe = layer.recipe
+        # [B, Hq, P, d] of the prompt, which a pair scale needs; None: they come to attention
+        self.queries = None
         self.recent = (
             0 if all_quantised else max(self.recipe.recent, 1)
         )  # tokens that are met exactly
 
     def append(self, k: Tensor, v: Tensor):
-        """Into the store; the first chunk ends after the prompt, so that its mean is the
-        prompt's."""
+        """Into the store; the first chunk ends after the prompt, so that its mean, and a pair
+        scale, are the prompt's."""
         if not self.layer.is_initialized:
             self.layer.lazy_initialization(k, v)
         store = self.layer.store
         cut = max(0, self.prompt - store.length)
+        if cut and self.queries is not None:
+            store.wait(k[:, :, :cut], v[:, :, :cut])
+            store.complete(self.queries.to(k.dtype))
+            k, v = k[:, :, cut:], v[:, :, cut:]
+            cut = 0
         for part in (slice(0, cut), slice(cut, None)):
             store.append(k[:, :, part], v[:, :, part])
 
@@ -132,17 +152,33 @@ class PairLayer(DynamicLayer):
         s, out = self.layer.store, []
         for name, side in (("key", s.key), ("value", s.value)):
             center = s.center(name, 0, s.length)
-            out.append(decode(side.q, s.coded(name, 0, s.length), center))
+            found = decode(side.q, s.coded(name, 0, s.length), center)
+            out.append(side.out_of_frame(found))
         return out
 
+    def needs_queries(self) -> bool:
+        "Whether codes wait for the queries of the prompt."
+        first = not self.layer.is_initialized or not self.layer.store.length
+        return first and self.recipe.key.pair_scale != "none" and self.queries is None
+
     def update(self, key_states, value_states, *args, **kwargs):
-        "Keep n tokens; return both versions of all."
-        dtype = key_states.dtype
+        "Keep n tokens; return both versions of all, or of a prompt what waits for queries."
+        dtype, rule = key_states.dtype, (self.recipe.sinks, self.recent)
         k, v = key_states.to(self.exact_dtype), value_states.to(self.exact_dtype)
-        self.append(k, v)
-        pairs = zip(super().update(k, v), self.decoded())
-        rule = self.recipe.sinks, self.recent
-        return tuple(Pair(x.to(dtype), c.to(dtype), *rule) for x, c in pairs)
+        exact = super().update(k, v)
+
+        def pairs():
+            self.append(k, v)
+            both = zip(exact, self.decoded())
+            return tuple(Pair(x.to(dtype), c.to(dtype), *rule) for x, c in both)
+
+        def code(query):
+            self.queries = query[:, :, : self.prompt]
+            return pairs()
+
+        if self.needs_queries():
+            return tuple(Pair(x.to(dtype), None, *rule, code) for x in exact)
+        return pairs()
 
 
 def pair_cache(

@@ -35,7 +35,9 @@ from turboquant_nb.evaluation.pairs import (
     pair_cache,
     pair_layers,
 )
+from ..calibration.fit import observing
 from .models import sample_text
+from ..hf.hooks import hooked
 from ..quant.quantizer import decided
 
 # %% ../../nbs/83_score.ipynb #6d44b3bb
@@ -88,6 +90,7 @@ class Prefill:
 
     states: dict  # layer -> (keys, values), [n, heads, P, d]
     logits: Tensor  # [n, 1, V] after the last token
+    queries: dict | None = None  # layer -> [n, query heads, P, d], where they were asked for
 
     def fill(
         self,
@@ -95,6 +98,8 @@ class Prefill:
         length: int | None = None,  # only so many tokens
     ):  # the same cache
         "Hand the prompts to a cache, or their beginning."
+        for i, x in pair_layers(cache).items() if self.queries is not None else ():
+            x.queries = self.queries[i][:, :, :length]
         for layer, (k, v) in self.states.items():
             cache.update(k[:, :, :length], v[:, :, :length], layer)
         return cache
@@ -106,21 +111,27 @@ def prefill(
     ids: Tensor,  # [n, P] the prompts
     # implementation; None: transformers' own that computes what the model says
     attention: str | None = None,
+    queries: bool = False,  # keep queries too; attention is then exact in PyTorch
 ) -> Prefill:
     """Exact states of the prompts. Raises ValueError for a layer that keeps keys and values to
     itself."""
-    states = {}
+    states, asked = {}, {}
+
+    def observe(call):
+        asked[call.module.layer_idx] = call.query
+        return call.key, call.value
 
     def keep(update, k, v, layer, *args, **kwargs):
         states[layer] = k, v
         return update(k, v, layer, *args, **kwargs)
 
     cache = wrap_update(DynamicCache(config=model.config), keep)
-    with attending(model, attention):
+    how = hooked(observing(model, observe)) if queries else attending(model, attention)
+    with how:
         last = model(ids, past_key_values=cache, logits_to_keep=1).logits
     if len(states) != len(ModelInfo(model).coded):
         raise ValueError("a layer did not hand its keys and values to the cache")
-    return Prefill(states, last)
+    return Prefill(states, last, {i: asked[i] for i in states} if queries else None)
 
 # %% ../../nbs/83_score.ipynb #d8d0c3cf
 @dataclass(frozen=True)
@@ -144,7 +155,9 @@ class OnePass:
         "(logits [n, L - P, V], the cache that they were read from)."
         every, dtype = protocol == "stress", candidate.dtype or model.dtype
         cache = pair_cache(model, candidate.recipe, prompt, dtype, every, self.layer)
-        start = None if every else start or prefill(model, ids[:, :prompt])
+        queries = _scales_pairs(candidate)
+        if not every and (start is None or (queries and start.queries is None)):
+            start = prefill(model, ids[:, :prompt], queries=queries)
         with attending(model, PAIR, pair_attention):
             if every:
                 return _last_logits(model, ids, prompt, past_key_values=cache), cache
@@ -163,6 +176,13 @@ class OnePass:
         return bits_per_value(real, model)
 
 
+def _scales_pairs(candidate: Candidate) -> bool:
+    "Whether keys have a pair scale in some layer."
+    r = candidate.recipe
+    each = r if isinstance(r, list) else [] if r is None else [r]
+    return any(x.key.pair_scale != "none" for x in each)
+
+
 def _last_logits(model, ids, prompt: int, **how) -> Tensor:
     "Logits of tokens P … L-1, all tokens in one chunk."
     return model(ids[:, :-1], logits_to_keep=ids.shape[1] - prompt, **how).logits
@@ -174,6 +194,8 @@ class Steps:
     name = "steps"
 
     def supports(self, candidate: Candidate, protocol: str) -> tuple:  # (bool, reason)
+        if _scales_pairs(candidate):
+            return False, "its past is decoded, so no query reaches the pair scale"
         return True, ""
 
     def predict(self, model, ids, candidate, protocol, prompt, start: Prefill | None) -> tuple:
@@ -239,9 +261,8 @@ def select_backend(
     one that cannot."""
     if isinstance(backend, str):
         if backend == "auto":
-            backend = next(
-                name for name, x in _BACKENDS.items() if x.supports(candidate, protocol)[0]
-            )
+            fit = (n for n, x in _BACKENDS.items() if x.supports(candidate, protocol)[0])
+            backend = next(fit, "steps")
         if backend not in _BACKENDS:
             raise ValueError(
                 f"backend must be auto, {', '.join(_BACKENDS)} or an object; got {backend!r}"
@@ -432,6 +453,8 @@ def one_pass_gap(
     matrices."""
     check_windows(ids, protocol, prompt)
     ours = as_candidate(model, recipe, "pass", None)
+    if _scales_pairs(ours):
+        raise ValueError("recipe must have pair_scale='none': the real cache sees no queries")
     real = ours if against is None else as_candidate(model, against, "steps", None)
     every = protocol == "stress"
     calls = (_read_back_calls if every else _decoding_calls)(model, real, ids, prompt)

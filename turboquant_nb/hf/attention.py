@@ -184,6 +184,8 @@ def _prefill(call: AttentionCall) -> Tensor:
         layer.reasons[f"prefill: {layer.mask_reason or 'a mask was given'}"] += 1
         if query.shape[2] == k.shape[2]:
             learn_from_scores_mask(layer, call.mask, k, v)
+    if layer.scales_pairs:
+        layer.see_queries(query)
     layer.free(layer.first)
     if call.mask is not None or not any(layer.starts):
         return exact_attention(call._replace(key=k, value=v), layer.sliding_window)
@@ -221,9 +223,10 @@ def _prefill_and_drafts(call: AttentionCall) -> Tensor:
     last, states = call.query.shape[2] - drafts, (call.key, call.value)
     k, v = (CodedStates(layer, x.chunk[:, :, : n - drafts], x.first, True) for x in states)
     out = _prefill(_rows(call, slice(0, last))._replace(key=k, value=v))
-    k, v = (
-        CodedStates(layer, x.chunk[:, :, n - drafts :], x.first, False, x.near) for x in states
-    )
+    k, v = (x.chunk[:, :, n - drafts :] for x in states)
+    near = (None, None) if layer.tail is None else (layer.tail.key, layer.tail.value)
+    both = zip(states, (layer.store.key.into_frame(k), v), near)
+    k, v = (CodedStates(layer, chunk, x.first, False, last) for x, chunk, last in both)
     rest = _on_codes(_rows(call, slice(last, None))._replace(key=k, value=v))
     return torch.cat([out, rest], 2)
 
@@ -246,6 +249,8 @@ def _rule(layer, call: AttentionCall, backend: str) -> Rule:
 
 def _on_codes(call: AttentionCall) -> Tensor:
     "A later chunk: few tokens as if they came one by one, many with their own tokens exactly."
+    if call.key.layer.scales_pairs:
+        call = call._replace(query=call.key.layer.store.key.query(call.query))
     _, query, key, value, mask, *_, bias = call
     layer, k, v, n = key.layer, key.chunk, value.chunk, query.shape[2]
     recent, demanded, first = None, layer.backend, None

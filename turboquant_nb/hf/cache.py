@@ -13,6 +13,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter
+from contextlib import nullcontext
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -72,7 +73,8 @@ class CodedStates(Handle):
     def __init__(
         self,
         layer,
-        chunk: Tensor,  # [B, H, n, d] as they came
+        # [B, H, n, d] as they came; later keys as the store holds them, see `Part.into_frame`
+        chunk: Tensor,
         first: int,  # position of the first token that the past's queries can see
         fresh: bool,  # whether the chunk is the first one
         near: Tensor | None = None,  # exact states of the newest m >= n tokens; None: the chunk
@@ -145,7 +147,9 @@ class Codes(Held):
                 )
             layer.calls["dense"] += 1
             layer.reasons["the model's own scores are not those that were known"] += 1
-            self.dense = layer.read((self.keys.chunk, self.values.chunk), self.keys.first)
+            k, v = self.keys.chunk, self.values.chunk
+            k = k if self.keys.fresh else layer.store.key.out_of_frame(k)
+            self.dense = layer.read((k, v), self.keys.first)
         return self.dense
 
     def visible(self, n: int) -> Tensor:
@@ -274,6 +278,8 @@ class TurboQuantLayer(CacheLayerMixin):
         # how errors call new states
         self.names = f"keys of layer {self.index}", f"values of layer {self.index}"
         self.patience = 0  # steps to run eagerly before one is captured: tokens were cropped
+        self.scales_pairs = recipe.key.pair_scale != "none"
+        self.asked = False  # whether queries of the first chunk are at hand, see `see_queries`
 
     @property
     def on_codes(self) -> bool:
@@ -329,18 +335,25 @@ class TurboQuantLayer(CacheLayerMixin):
         without looking at it, see `TurboQuantCache.check`. A cache, which has asked already,
         says whether the model attends `on_codes`, and takes the store into the list `later`
         where it will code the token."""
+        states = key_states, value_states
+        if self.scales_pairs and self.is_initialized:  # keys as the store holds them
+            states = self.store.key.into_frame(key_states), value_states
         if self.by_device:
-            return self.captured.append(self, key_states, value_states)
-        on_codes = self.on_codes if on_codes is None else on_codes
-        states, first = (key_states, value_states), self.first
-        if on_codes and self._append_again(key_states, value_states):
+            return self.captured.append(self, *states)
+        on_codes, first = self.on_codes if on_codes is None else on_codes, self.first
+        if on_codes and self._append_again(*states):
             return CodedStates.pair(self, states, first)
         past, (drafts, self.drafts) = self.held, (self.drafts, 0)
         drafts = drafts if on_codes and not past else 0
+        waits = self.scales_pairs and on_codes and not past
         if drafts:
-            self._append_with_drafts(states, drafts)
+            self._append_with_drafts(states, drafts, waits)
+        elif waits:
+            self._wait(*states, True)
         else:
-            self._append(key_states, value_states, past == 0, later)
+            self._append(*states, past == 0, later)
+        if self.scales_pairs and not past and not waits:
+            self._say_no_pairs("the model's own attention reads decoded keys")
         if on_codes:
             return CodedStates.pair(self, states, first, past == 0, drafts)
         self.calls["dense" if past else "prefill"] += 1
@@ -348,7 +361,8 @@ class TurboQuantLayer(CacheLayerMixin):
             self.canary.warn_blind(self.reader.obstacle)
         if past:
             self.reader.say_slow()
-        dense = self.read(states, first) if past else states
+        given = key_states, value_states
+        dense = self.read(given, first) if past else given
         self.free(first if past else self.first)
         if self.clock.fixed:  # transformers made a mask for all that could be held
             rest = self.max_length - self.store.length
@@ -382,11 +396,29 @@ class TurboQuantLayer(CacheLayerMixin):
             self.canary.keep(self, key_states, value_states)
         return True
 
-    def _append_with_drafts(self, states: tuple, drafts: int):
-        "Code a prompt, which has the mean to itself, then the drafts behind it."
-        self._append(*(x[:, :, :-drafts] for x in states), True)
+    def see_queries(self, query: Tensor) -> None:
+        "The queries of a first chunk: what waits for them is coded."
+        if not self.store.waiting:
+            return
+        fused = ops.select_coder(self.store, self.backend).backend == "triton"
+        mean_of = ops.encode.fused_mean if fused else None
+        cuda, self.asked = query.device.type == "cuda", True
         try:
-            self._append(*(x[:, :, -drafts:] for x in states), False)
+            with torch.cuda.device(query.device) if cuda else nullcontext():
+                self.store.complete(query, mean_of)
+        finally:
+            self.asked = False
+
+    def _say_no_pairs(self, why: str) -> None:
+        "Note why keys that were to have a pair scale have none."
+        self.reasons[f"no pair scale, which needs the first chunk's queries: {why}"] += 1
+
+    def _append_with_drafts(self, states: tuple, drafts: int, waits: bool):
+        "Code a prompt, which has the mean to itself, then the drafts behind it."
+        take = self._wait if waits else self._append
+        take(*(x[:, :, :-drafts] for x in states), True)
+        try:
+            take(*(x[:, :, -drafts:] for x in states), False)
         except BaseException:
             self.reset()
             raise
@@ -395,16 +427,44 @@ class TurboQuantLayer(CacheLayerMixin):
         "Whether n tokens after a past are served as if they came one by one."
         return 1 < n <= (_DRAFTS if self.drafting else STEPS)
 
+    def _begin(self, batch: int) -> None:
+        "Before a first chunk: where its rows begin."
+        self.starts = repeated_starts(self.starts, batch)
+        if self.store.ranges.starts != self.starts:
+            self.store.set_range(start=torch.tensor(self.starts))
+
+    def _wait(self, key_states, value_states, first_chunk: bool) -> None:
+        """Take a first chunk, or drafts behind it, that is coded when the queries come.
+        Whatever goes wrong, the layer is as it was."""
+        before, fresh = self.starts, not self.is_initialized
+        try:
+            if fresh:
+                self.lazy_initialization(key_states, value_states)
+            if first_chunk:
+                self._begin(len(key_states))
+            code = partial(self._code_late, first_chunk)
+            self.store.wait(key_states, value_states, code, self.names)
+        except BaseException:
+            if fresh:
+                self.reset()
+            self.starts = before
+            raise
+        self.tail = None
+
+    def _code_late(self, first_chunk: bool, store, key_states, value_states) -> None:
+        "Code a chunk that waited, see `KVStore.wait`."
+        if first_chunk and not self.asked:
+            self._say_no_pairs("they were read before the layer attended")
+        self._append(store.key.into_frame(key_states), value_states, first_chunk)
+
     def _append(self, key_states, value_states, first_chunk: bool, later: list | None = None):
-        "Code a chunk. Whatever goes wrong, the layer is as it was."
+        "Code a chunk of keys in the store's frame. Whatever goes wrong, it is as it was."
         before, fresh, n = self.starts, not self.is_initialized, key_states.shape[2]
         try:
             if fresh:
                 self.lazy_initialization(key_states, value_states)
             if first_chunk:
-                self.starts = repeated_starts(self.starts, len(key_states))
-                if self.store.ranges.starts != self.starts:
-                    self.store.set_range(start=torch.tensor(self.starts))
+                self._begin(len(key_states))
             elif self.store.length + key_states.shape[2] > (self.store.max_length or math.inf):
                 self.make_growing()  # it may grow again
             few = self.serves_steps(n) or (n == 1 and self.drafting)
@@ -417,9 +477,8 @@ class TurboQuantLayer(CacheLayerMixin):
                 later.append(self.store)
                 coder = "torch"
             else:
-                coder = ops.append(
-                    self.store, key_states, value_states, self.backend, self.names, wait
-                )
+                how = self.backend, self.names, wait, True
+                coder = ops.append(self.store, key_states, value_states, *how)
         except BaseException:  # out of memory, or interrupted
             if fresh:
                 self.reset()

@@ -92,8 +92,8 @@ def _again(
 
 def check_layer(
     layer: TurboQuantLayer,
-    query: Tensor,  # [B, Hq, 1, d] of the newest token
-    k: Tensor,  # [B, H, m, d] exact states of the newest tokens
+    query: Tensor,  # [B, Hq, 1, d] of the newest token, see `Part.query`
+    k: Tensor,  # [B, H, m, d] exact states of the newest tokens, see `Part.into_frame`
     v: Tensor,
     scaling: float | None = None,
     softcap: float | None = None,
@@ -102,15 +102,8 @@ def check_layer(
     with the exact states."""
     store, m = layer.store, k.shape[2]
     first = store.length - m
-    served = ops.attend(
-        query,
-        store,
-        k[:, :, -1:],
-        v[:, :, -1:],
-        scaling=scaling,
-        sliding_window=m,
-        softcap=softcap,
-    ).out
+    how = dict(framed=True, scaling=scaling, sliding_window=m, softcap=softcap)
+    served = ops.attend(query, store, k[:, :, -1:], v[:, :, -1:], **how).out
     real = (
         torch.arange(first, store.length, device=k.device) >= store.start[:, None, None, None]
     )

@@ -412,4 +412,4 @@ def decode_attention(
 ) -> Answer:  # output and log-sum-exp
     """`attention.attend` without a mask, in one kernel on the codes. Deterministic. Raises
     ValueError for shapes that do not fit and, with the reason, for what `refuses` names."""
-    return Triton(kernel, splits).run(Call.of(q, store, k, v, **more))
+    return Triton(kernel, splits).run(Call.of(q, store, k, v, **more).into_frame())

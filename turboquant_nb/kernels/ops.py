@@ -42,11 +42,14 @@ def _merge(a: tuple | None, b: tuple) -> tuple:
 
 
 def _read(store, first: int, last: int) -> tuple:
-    "Keys and values of past positions: by the kernel where it can, else step by step."
+    """Keys (as the store holds them, see `Part.into_frame`) and values of past positions: by
+    the kernel where it can, else step by step."""
     tables = launch._plan_of(store).tables if store.device.type == "cuda" else None
     by_kernel = tables is not None and not blocks.refuses(store, tables)
     return (
-        blocks.read_block(store, tables, first, last) if by_kernel else store.read(first, last)
+        blocks.read_block(store, tables, first, last)
+        if by_kernel
+        else store.read_in_frame(first, last)
     )
 
 # %% ../../nbs/46_ops.ipynb #09ee8ba6
@@ -314,7 +317,8 @@ def select_backend(call: Call) -> Choice:
 def serve(call: Call, backend: str | None = None) -> Answer:
     "Attention by the backend that `select_backend` gives, or gave."
     name = select_backend(call).backend if backend is None else backend
-    if call.store.uncoded and name != "gather":  # which reads such a token exactly
+    late = call.store.uncoded and (name != "gather" or call.store.waiting)
+    if late:  # the look-up of four codes reads a token without codes exactly
         call.store.complete()
     return with_sinks(*BACKENDS[name].run(call), call.rule.sinks)
 
@@ -324,6 +328,7 @@ def attend(
     store: KVStore,
     k: Tensor | None = None,  # [B, H, m, d_key] exact states of the last m tokens
     v: Tensor | None = None,  # [B, H, m, d_value]; both are used instead of the codes
+    framed: bool = False,  # are q and k as `Call.into_frame` gives them?
     # mask, first, recent, bias: see `attention.Call`; scaling, sliding_window, softcap, causal
     # and backend ("auto", "triton", "flash", "gather", "blocks"
     # or "torch"): see `attention.Rule`
@@ -332,7 +337,8 @@ def attend(
     """Attention on codes by the best backend that can serve, or by the one named. Raises
     ValueError with the reason if that one cannot, ValueError/TypeError on arguments that do not
     fit."""
-    return serve(Call.of(q, store, k, v, **more))
+    call = Call.of(q, store, k, v, **more)
+    return serve(call if framed else call.into_frame())
 
 # %% ../../nbs/46_ops.ipynb #46e0a002
 def attend_again(call: Call) -> Answer | None:
@@ -368,7 +374,7 @@ class TorchCoder:
     def append(self, store, k: Tensor, v: Tensor, names=("k", "v"), wait=None) -> None:
         step = isinstance(k, Tensor) and k.shape[2:3] == (1,)
         if not (step and gather.append(store, k, v)):
-            store.append(k, v, names)
+            store.append_in_frame(k, v, names)
 
 
 CODERS = {x.name: x for x in (KernelCoder(), TorchCoder())}
@@ -391,11 +397,13 @@ def append(
     names: tuple = ("k", "v"),  # how errors call them
     # may the kernel wait for the device to refuse values? see `encode.append`
     wait: bool | None = None,
+    framed: bool = False,  # are keys as `Part.into_frame` gives them?
 ) -> str:  # the backend that coded
     """Code n tokens and add them. Raises ValueError/TypeError on states that do not fit, or
     with the reason if the backend named cannot serve; the store is then as before."""
     if store.uncoded:
         store.complete()
+    k = k if framed or not isinstance(k, Tensor) else store.key.into_frame(k)
     if backend != "torch" and encode.append_again(store, k, v):
         return "triton"
     name, _ = select_coder(store, backend)

@@ -75,6 +75,9 @@ class Spec:
     residual: str = (
         "none"  # what the last bit is spent on: "none" (more levels), "sign" or "qjl"
     )
+    # of keys: "none", or "prompt", a scale for each pair of channels from the first chunk's
+    # keys and queries
+    pair_scale: str = "none"
 
     def __post_init__(self):
         if isinstance(self.bits, list):  # as it comes from JSON
@@ -95,6 +98,12 @@ class Spec:
             )
         checks.one_of(self.center, "center", (*CENTRES, "auto"))
         checks.one_of(self.scale_dtype, "scale_dtype", ("float16", "bfloat16", "float32"))
+        checks.one_of(self.pair_scale, "pair_scale", ("none", "prompt"))
+        if self.pair_scale != "none" and transform_class(self.rotation).per_head:
+            raise ValueError(
+                f"pair_scale={self.pair_scale!r} and rotation={self.rotation!r} do the same "
+                "work, and the second was fitted to keys without the first: choose one"
+            )
 
     @property
     def centre(self) -> Centre:
@@ -198,6 +207,10 @@ class Recipe(TwoSides):
         if self.value.center == "auto":
             raise ValueError(
                 "center='auto' is for keys: RoPE rotates no values; use 'prompt_mean'"
+            )
+        if self.value.pair_scale != "none":
+            raise ValueError(
+                f"pair_scale={self.value.pair_scale!r} is for keys: no query reads values"
             )
         why = self.value.centre.refuses("values")
         why = why or transform_class(self.value.rotation).refuses("values")

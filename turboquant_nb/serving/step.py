@@ -83,6 +83,11 @@ def serving_recipe(
                 f"{name}.center must be 'none', got {side.center!r}: a mean belongs to one "
                 "request, blocks are shared; means of a calibration are used where it has them"
             )
+        if side.pair_scale != "none":
+            reasons.append(
+                f"{name}.pair_scale must be 'none', got {side.pair_scale!r}: it belongs to one "
+                "request, blocks are shared; transforms of a calibration do its work"
+            )
         if side.residual == "qjl" or type(side.bits) is not int:
             reasons.append(
                 f"{name} must have one number of bits and no QJL residual, got "
