@@ -49,6 +49,11 @@ EXPERIMENTS = {
         "attention by recipe: tensor cores, portable kernel, PyTorch",
         needs="GPU",
     ),
+    "decode_heads": Entry(
+        "bench.decode_heads",
+        "attention where heads of a layer have bits of their own, against uniform bits",
+        "--shapes 1x4x2x64x300 --codebooks sphere --seconds .01",
+    ),
     "decode_cpu": Entry(
         "bench.decode_cpu",
         "a decode step of one layer on a CPU, by recipe",

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import checks
-from .fit import _check_ids, provenance, observed, window_center
-from ..hf import ModelInfo, TurboQuantCache
-from ..hf.hooks import After, AttentionCall, Instead, hooked
+from .fit import NAME, _check_ids, provenance, observed, window_center
+from ..hf import ModelInfo, TurboQuantCache, exact_attention
+from ..hf.hooks import After, Attend, AttentionCall, Instead, hooked
 from ..quant.calibration import Calibration
 from ..quant.quantizer import Recipe, as_recipe, decode, encode
 from ..quant.mixed_precision import at_bits, make_quantizer
@@ -133,44 +133,52 @@ def _by_passes(model, ids, probe: _Probe, bits: list, progress) -> tuple:
 
 # %% ../../nbs/61_sensitivity.ipynb #61d00001
 @dataclass
-class _Gradients:
-    "Hands states on as they are, and keeps them where a gradient comes back to."
+class _Felt:
+    "Attention as it is, which keeps what its calls were and what a gradient comes back to."
 
-    states: dict  # (layer, side) -> [B, H, n, d]
+    calls: dict  # layer -> the call, apart from all graphs
+    outs: dict  # layer -> [B, Hq, n, d]
 
-    def observe(self, call: AttentionCall) -> tuple:
-        "Keys and values, of which the first that depend on nothing begin the graph."
-        grown = lambda x: x if x.requires_grad else x.detach().requires_grad_()
-        pair = grown(call.key), grown(call.value)
-        layer = call.module.layer_idx
-        self.states |= {(layer, "key"): pair[0], (layer, "value"): pair[1]}
-        return pair
+    def attend(self, call: AttentionCall) -> Tensor:
+        "Exact attention; the first outputs that depend on nothing begin the graph."
+        out, layer = exact_attention(call), call.module.layer_idx
+        out = out if out.requires_grad else out.detach().requires_grad_()
+        states = {name: getattr(call, name).detach() for name in ("query", "key", "value")}
+        self.calls[layer], self.outs[layer] = call._replace(**states), out
+        return out
+
+
+def _felt_by_heads(call: AttentionCall, out: Tensor, felt: Tensor) -> Tensor:  # [H] fp64
+    "Equation (61.2) for one layer: of a call on coded states, and the output of exact ones."
+    moved = exact_attention(call) - out
+    each = (felt.float() * moved.float()).sum(-1)  # [B, Hq, n]
+    b, _, n = each.shape
+    return each.view(b, call.key.shape[1], -1, n).sum(2).square().sum((0, 2)).double() / 2
 
 
 def _by_gradients(model, ids, probe: _Probe, bits: list, progress) -> tuple:
     "(losses {(layer, side, bits): nats}, of heads {(layer, side, bits): [H]}): equation (61.2)."
-    seen, heads = _Gradients({}), {}
-    with observed(model, ids, seen) as windows:
+    heads = {}
+    with observed(model, ids, probe) as windows:
         drawn = torch.Generator(windows.device).manual_seed(61)
         for window in windows:
-            with torch.enable_grad():
+            seen = _Felt({}, {})
+            with hooked(Attend(model.get_decoder(), NAME, seen.attend)), torch.enable_grad():
                 logits = model(window[None], use_cache=False).logits[0, probe.skip :].float()
                 chances = logits.detach().softmax(-1)
                 tokens = torch.multinomial(chances, 1, generator=drawn)
                 told = logits.log_softmax(-1).gather(-1, tokens).sum()
-            states = {k: x for k, x in seen.states.items() if k[0] in probe.recipes}
-            felt = torch.autograd.grad(told, list(states.values()))
-            for ((i, side), x), g in zip(states.items(), felt):
-                probe.sizes.setdefault(i, {})[side] = x.shape[1] * x.shape[3]
-                for b in bits:
+                outs = [seen.outs[i] for i in probe.recipes]
+                felt = torch.autograd.grad(told, outs)
+            for i, out, g in zip(probe.recipes, outs, felt):
+                for side, b in ((side, b) for side in ("key", "value") for b in bits):
                     probe.bits = {(i, side): b}
-                    error = probe._coded(i, side, x.detach()).float() - x.detach().float()
-                    lost = (g.float() * error).sum(-1).square().sum((0, 2)).double().cpu() / 2
+                    key, value = probe.observe(seen.calls[i])
+                    call = seen.calls[i]._replace(key=key, value=value)
+                    lost = _felt_by_heads(call, out.detach(), g).cpu()
                     heads[i, side, b] = heads.get((i, side, b), 0.0) + lost
-            seen.states = {}
             if progress:
                 progress()
-    probe.sizes = {i: tuple(sizes.values()) for i, sizes in probe.sizes.items()}
     return {job: float(x.sum()) for job, x in heads.items()}, heads
 
 # %% ../../nbs/61_sensitivity.ipynb #61d00002
