@@ -109,9 +109,9 @@ EXPERIMENTS = {
     ),
     "calibrated": Entry(
         "eval.calibrated",
-        "perplexity of data-free, folded and transformed codes, and of bits by layer",
+        "perplexity of data-free, folded and transformed codes, and of bits by layer and head",
         "--calibrate CONTRIBUTING.md --calibrate-length 40 --layers 2 --windows 2 --length 112 "
-        "--prompt 106 --bits k2v2 --protocols stress",
+        "--prompt 106 --bits k2v2 --protocols stress --parts main heads --budgets 2.25",
     ),
     "peers": Entry("eval.peers", "the caches of other packages on the same windows"),
     "answers": Entry(

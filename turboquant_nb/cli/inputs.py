@@ -252,7 +252,7 @@ class Calibrated:
     )
     budget: float | None = option(
         None,
-        "With a calibration that measured layers: bits on average, spent on the layers that "
+        "With a calibration that measured layers or heads: bits on average, spent on those that "
         "need them, instead of the recipe's.",
         metavar="BITS",
     )

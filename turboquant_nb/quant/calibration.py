@@ -270,9 +270,8 @@ def allocate_heads(
         )
     layers = list(zip(losses["heads"]["key"], losses["heads"]["value"]))
     curves = [x for key, value in layers for pair in zip(key, value) for x in pair]
-    sizes = [
-        n // len(key) for (key, _), size in zip(layers, losses["size"]) for _ in key for n in size
-    ]
+    shares = zip((len(key) for key, _ in layers), losses["size"])
+    sizes = [n // heads for heads, size in shares for _ in range(heads) for n in size]
     each = iter(_spend(losses, budget, curves, sizes))
     return [[(next(each), next(each)) for _ in key] for key, _ in layers]
 
