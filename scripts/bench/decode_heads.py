@@ -159,8 +159,10 @@ def rows(shapes, codebooks, seconds):
                 else:
                     times = [1e6 * t for t in clock_times(step, 5)]
                     found = quantiles(times) | {"n": len(times)}
-                yield about | dict(path="attention", order=order) | compared(
-                    means, "attention", name, found
+                yield (
+                    about
+                    | dict(path="attention", order=order)
+                    | compared(means, "attention", name, found)
                 )
             if cuda:
                 found = appended(recipe, shape) | {"n": 30}

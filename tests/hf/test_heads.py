@@ -180,9 +180,11 @@ def test_a_compiled_step_of_a_static_cache():
         model.set_attn_implementation("turboquant")
         logits(model, ids[:, :16], past_key_values=cache)
         run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
-        step = lambda i, run=run, cache=cache: run(
-            ids[:, i : i + 1], past_key_values=cache, position_ids=torch.tensor([[i]])
-        ).logits
+        step = lambda i, run=run, cache=cache: (
+            run(
+                ids[:, i : i + 1], past_key_values=cache, position_ids=torch.tensor([[i]])
+            ).logits
+        )
         with torch.no_grad():
             steps.append(torch.cat([step(i) for i in range(16, 20)], 1))
     torch._dynamo.reset()
@@ -283,7 +285,9 @@ def test_a_refused_chunk_leaves_all_groups_as_they_were(chunk):
         cache.update(bad, make(bad.shape[2]), 0)
     assert {x.held for x in cache.layers[0].groups} == {past}
     if past:
-        for x, y in zip(cache.layers[0].groups, TurboQuantCache(model_of(), MIXED).layers[0].groups):
+        for x, y in zip(
+            cache.layers[0].groups, TurboQuantCache(model_of(), MIXED).layers[0].groups
+        ):
             y.update(*(take_heads(make(30), y.heads, HEADS) for _ in range(2)))
             same(x.store.coded("key", 0, 30).codes, y.store.coded("key", 0, 30).codes)
     cache.update(make(3), make(3), 0)
@@ -301,7 +305,9 @@ def test_one_pass_is_the_cache_token_by_token():
         found = score(model, texts(2, 60), candidate, protocol, 40)
         assert found.loss.isfinite().all() and found.backend == "one_pass"
     mutant = [HeadRecipe(recipes[0].heads[::-1]), each(3)]
-    other = score(model, texts(2, 60), as_candidate(model, mutant, "x", dtype=None), "stress", 40)
+    other = score(
+        model, texts(2, 60), as_candidate(model, mutant, "x", dtype=None), "stress", 40
+    )
     assert not torch.equal(other.loss, found.loss)
 
 
@@ -318,11 +324,7 @@ def test_models_that_compute_their_scores_themselves(kind):
         cache = TurboQuantCache(model, recipe, attention=attention)
         with torch.no_grad():
             ids = texts(2, 20) % model.config.vocab_size
-            outs.append(
-                model.generate(
-                    ids, past_key_values=cache, **test_deferred.GREEDY
-                )
-            )
+            outs.append(model.generate(ids, past_key_values=cache, **test_deferred.GREEDY))
     same(*outs)
     assert cache.report()["served"]["codes"] and len(cache.layers[0].groups) == 2
 
@@ -394,6 +396,8 @@ def test_a_file_with_other_groups_is_refused(tmp_path):
     few = header | {"recipe": [x.to_json() for x in (MIXED[1], MIXED[1])]}
     with raises(ValueError, "is of a llama with 4 layers, the model is a llama with 2 layers"):
         TurboQuantCache.from_states([t for t, _ in states], few, model)
-    swapped = header | {"recipe": [HeadRecipe(MIXED[0].heads[::-1]).to_json(), MIXED[1].to_json()]}
+    swapped = header | {
+        "recipe": [HeadRecipe(MIXED[0].heads[::-1]).to_json(), MIXED[1].to_json()]
+    }
     with raises(ValueError, "layer 0 does not fit"):
         TurboQuantCache.from_states([t for t, _ in states], swapped, model)

@@ -162,10 +162,7 @@ class _Calibrating(_Reading):
         "each window, instead of --layers.",
     )
     no_transforms: bool = option(
-        False,
-        "With --layers or --heads: measure these only.",
-        "--no-transforms",
-        "--no-maps",
+        False, "With --layers or --heads: measure these only.", "--no-transforms", "--no-maps"
     )
 
 
@@ -234,7 +231,9 @@ def calibrate(
         what = (fasta, sequences.recipe, sequences.held_out, weights.model, weights.device)
         return fit_code(Fit(*what, out, target.out), output)
     if reading.layers and reading.heads:
-        raise Usage("--heads measures layers, too, by another way: give one of --layers, --heads")
+        raise Usage(
+            "--heads measures layers, too, by another way: give one of --layers, --heads"
+        )
     per = "head" if reading.heads else "layer" if reading.layers else ""
     if reading.no_transforms and not per:
         raise Usage("--no-transforms leaves nothing to find without --layers or --heads")
