@@ -3,12 +3,13 @@
 
 Half of the KV heads at 2 bits and half at 3, keys around the mean before RoPE, 4 exact sinks
 and 16 recent tokens: as two runs of neighbours, every other one, and in three groups (a quarter
-at 2 bits, a quarter at 3, half with keys at 3 and values at 2); beside them all heads at 2 and all at 3 bits, whose mean
-is the uniform cache of the same average. A group attends to a store of its own: its query heads
-are taken, and outputs joined, as `hf.cache.GroupedLayer` does. `order`: groups one after the
-other, or side by side on two streams. On a GPU all is replayed from a CUDA graph, the L2 cache
-emptied before; `append` is one token of each sequence. On a CPU only attention is timed, by the
-clock. `over_mean`: time over the mean of 2 and 3 bits; at most 1.1 is the goal.
+at 2 bits, a quarter at 3, half with keys at 3 and values at 2); beside them all heads at 2 and
+all at 3 bits, whose mean is the uniform cache of the same average. A group attends to a store
+of its own: its query heads are taken, and outputs joined, as `hf.cache.GroupedLayer` does.
+`order`: groups one after the other, or side by side on streams of their own. On a GPU all is
+replayed from a CUDA graph, the L2 cache emptied before; `append` is one token of each sequence.
+On a CPU only attention is timed, by the clock. `over_mean`: time over the mean of 2 and 3 bits;
+at most 1.1 is the goal.
 
 Gate: what each query head gets is what it gets from a store of its KV head alone, to 1e-2 of
 the largest output."""

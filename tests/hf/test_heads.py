@@ -99,7 +99,7 @@ def test_each_head_is_what_a_store_of_its_own_holds(recipes):
 
 
 def test_groups_that_code_alike_are_a_layer(twin):
-    "The same codes, and tokens, as one recipe for all heads; of equal recipes no group is made."
+    "The same codes and tokens as one recipe for all heads; of equal recipes no group is made."
     model, inputs = model_of(), prompt(3, 30)
     kinds = [each(3), each(3, **twin)]
     apart = [HeadRecipe([kinds[i] for i in order]) for order in ((0, 1, 1, 0), (1, 0, 0, 0))]

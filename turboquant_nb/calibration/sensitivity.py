@@ -157,7 +157,8 @@ def _felt_by_heads(call: AttentionCall, out: Tensor, felt: Tensor) -> Tensor:  #
 
 
 def _by_gradients(model, ids, probe: _Probe, bits: list, progress) -> tuple:
-    "(losses {(layer, side, bits): nats}, of heads {(layer, side, bits): [H]}): equation (61.2)."
+    """(losses {(layer, side, bits): nats}, of heads {(layer, side, bits): [H]}): equation
+    (61.2)."""
     heads = {}
     with observed(model, ids, probe) as windows:
         drawn = torch.Generator(windows.device).manual_seed(61)

@@ -252,8 +252,8 @@ class Calibrated:
     )
     budget: float | None = option(
         None,
-        "With a calibration that measured layers or heads: bits on average, spent on those that "
-        "need them, instead of the recipe's.",
+        "With a calibration that measured layers or heads: bits on average, spent on those "
+        "that need them, instead of the recipe's.",
         metavar="BITS",
     )
 

@@ -102,8 +102,8 @@ def _layers_of(stores: int, recipes) -> int:
 
 
 def layer_tensors(tensors: dict, layers: int, other: tuple = ()) -> list:
-    """Tensors of a file by layer, or group of heads, as `from_states` takes them. Raises ValueError for a tensor
-    of no layer that is not among `other`."""
+    """Tensors of a file by layer, or group of heads, as `from_states` takes them. Raises
+    ValueError for a tensor of no layer that is not among `other`."""
     out = [{} for _ in range(layers)]
     for name, x in tensors.items():
         i, _, rest = name.partition(".")
