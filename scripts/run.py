@@ -49,6 +49,11 @@ EXPERIMENTS = {
         "attention by recipe: tensor cores, portable kernel, PyTorch",
         needs="GPU",
     ),
+    "decode_heads": Entry(
+        "bench.decode_heads",
+        "attention where heads of a layer have bits of their own, against uniform bits",
+        "--shapes 1x4x2x64x300 --codebooks sphere --seconds .01",
+    ),
     "decode_cpu": Entry(
         "bench.decode_cpu",
         "a decode step of one layer on a CPU, by recipe",
@@ -104,9 +109,9 @@ EXPERIMENTS = {
     ),
     "calibrated": Entry(
         "eval.calibrated",
-        "perplexity of data-free, folded and transformed codes, and of bits by layer",
+        "perplexity of data-free, folded and transformed codes, and of bits by layer and head",
         "--calibrate CONTRIBUTING.md --calibrate-length 40 --layers 2 --windows 2 --length 112 "
-        "--prompt 106 --bits k2v2 --protocols stress",
+        "--prompt 106 --bits k2v2 --protocols stress --parts main heads --budgets 2.25",
     ),
     "peers": Entry("eval.peers", "the caches of other packages on the same windows"),
     "answers": Entry(

@@ -5,7 +5,9 @@ The windows, recipes and protocols of search.py, whose codes without packing it 
 names what is measured: `main` (the texts of --text, all bits and both protocols), `domains`
 (--domain NAME=FILE: other kinds of text, calibrated as before), `tokens` (less text to
 calibrate on) `length` (windows longer than those of the calibration), `gains` (the same by
-formula) and `layers` (bits spent layer by layer, chapter 61, for each of --budgets). Head
+formula), `layers` (bits spent layer by layer, chapter 61, for each of --budgets) and `heads`
+(the same head by head, in tables and in trellis codes, beside bits by layer; its bits are those
+of a real cache that holds a window). Head
 transforms are fitted to one window of --calibrate-length tokens of each file of --calibrate,
 which are none of those measured. Rows say how keys were coded (plain, folded, mapped), the
 change of perplexity against the uncompressed model and against plain codes, paired, and true
@@ -26,18 +28,24 @@ from turboquant_nb.calibration.sensitivity import measure_sensitivity
 from turboquant_nb.evaluation.candidates import as_candidate
 from turboquant_nb.evaluation.score import paired
 from turboquant_nb.hf import TurboQuantCache, layer_frequencies
+from turboquant_nb.quant.calibration import apply_bit_budget
+from turboquant_nb.quant.mixed_precision import head_recipes
 from turboquant_nb.theory.transforms import coding_gain
 
 PLAIN = dict(k4v4=(4, 4), k4v3=(4, 3), k3v3=(3, 3), k3v2=(3, 2), k2v2=(2, 2))
-PARTS = "main", "layers", "tokens", "domains", "length", "gains"
+PARTS = "main", "layers", "heads", "tokens", "domains", "length", "gains"
+
+
+def center_of(model):
+    "The centre of keys that a model's RoPE allows."
+    inv_freqs = layer_frequencies(model.config.get_text_config()).by_layer
+    return "pre_rope" if all(t is not None for t in inv_freqs) else "prompt_mean"
 
 
 def recipes_of(model, bits, sinks, window, calibration=None):
     """Recipes of all layers: around a mean before RoPE where RoPE does, with or without head
     transforms."""
-    inv_freqs = layer_frequencies(model.config.get_text_config()).by_layer
-    center = "pre_rope" if all(t is not None for t in inv_freqs) else "prompt_mean"
-    r = recipe(*map(float, bits), sinks, window, center)
+    r = recipe(*map(float, bits), sinks, window, center_of(model))
     return TurboQuantCache(model, r, calibration=calibration).recipe if calibration else r
 
 
@@ -109,6 +117,39 @@ def by_layer(w, source, calibration, budgets, protocols):
                 yield row | counted(w.model, held, how == "mapped", w.ids.shape[1])
 
 
+def by_head(w, source, calibration, budgets, protocols):
+    """Rows of bits spent by layer and by head, without transforms and with them: by what passes
+    of layers lose, by what gradients say of layers, and of heads."""
+    yield w.uncompressed(part="heads")
+    for how, given in (("plain", None), ("mapped", calibration)):
+        found = {}
+        for per in ("layer", "head"):
+            began = time.time()
+            found[per] = measure_sensitivity(w.model, source[:4], given, per=per)
+            took = dict(seconds=time.time() - began, unit="nats")
+            yield dict(part="losses", how=how, per=per) | took | found[per].header["losses"]
+        ways = {
+            "layer, passes": (found["layer"], "layer"),
+            "layer, gradients": (found["head"], "layer"),
+            "head, gradients": (found["head"], "head"),
+        }
+        for codebook, budget in ((c, b) for c in ("sphere", "trellis") for b in budgets):
+            base = recipe(2.0, 2.0, 4, 16, center_of(w.model))
+            sides = (replace(x, codebook=codebook) for x in (base.key, base.value))
+            base = replace(base, **dict(zip(("key", "value"), sides)))
+            layers = len(found["layer"].header["losses"]["key"])
+            for way, (losses, per) in ways.items():
+                spent = apply_bit_budget([base] * layers, losses, budget, per)
+                r = TurboQuantCache(w.model, spent, calibration=given).recipes
+                groups = [len(x.groups) if per == "head" else 1 for x in r]
+                each = [[[y.key.bits, y.value.bits] for y in head_recipes(x)] for x in r]
+                about = dict(how=how, codebook=codebook, budget=budget, way=way, spent=each)
+                for protocol in protocols:
+                    got = w.score(as_candidate(w.model, r, "x"), protocol)
+                    about |= dict(part="heads", groups=sum(groups) / layers, bits=got.bits)
+                    yield w.row(f"{codebook}, {way}", protocol, got.loss, **about)
+
+
 def options(p):
     add_options(p, batch=8)
     p.add_argument(
@@ -139,6 +180,8 @@ def rows(a, w, source):
         yield from measured(w, "main", ways, a.bits, a.protocols)
     if "layers" in a.parts:
         yield from by_layer(w, source, found, a.budgets, a.protocols)
+    if "heads" in a.parts:
+        yield from by_head(w, source, found, a.budgets, a.protocols)
     for n, length in ((1, 64), (1, 256), (1, 1024), (2, 1024), (4, 1024)):
         if "tokens" in a.parts:
             few = calibrate(w.model, source[:n, :length])

@@ -56,6 +56,7 @@ GONE: dict[str, str] = {
     "encode_append needs Triton: pip install 'turboquant-nb[triton]'": "by `encode.refuses`",
     "k and v must be {}, got {} and {}": "by `clock.check_states`",
     "{} must be bfloat16, float16 or float32, got {}": "by `clock.check_states`",
+    "--no-transforms leaves nothing to find without --layers": "or --heads",
     "--threads must be at least 1, got 0": _LEAST,
     "--batch must be at least 1, got {}": _LEAST,
     "--apart must be at least 1, got {}": _LEAST,

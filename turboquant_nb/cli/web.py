@@ -173,6 +173,19 @@ class SideBySide:
             )
 
 # %% ../../nbs/87g_cli_web.ipynb #4c625375
+def _holder(cache, layer: int, head: int) -> tuple:
+    "(the layer, or group of its heads, that holds a head; which of its own it is)."
+    layers = [x.groups for x in cache.layers if hasattr(x, "groups")]
+    if not 0 <= layer < len(layers):
+        raise Usage(f"layer must be from 0 to {len(layers) - 1}, got {layer}")
+    heads = [(x, i) for x in layers[layer] for i in range(x.store.heads)]
+    if layers[layer][0].heads is not None:
+        heads.sort(key=lambda found: found[0].heads[found[1]])
+    if not 0 <= head < len(heads):
+        raise Usage(f"head must be from 0 to {len(heads) - 1}, got {head}")
+    return heads[head]
+
+
 def stored(
     cache,  # a TurboQuantCache that holds something
     side: str = "key",  # or "value"
@@ -183,11 +196,8 @@ def stored(
     "The codes of one head. Raises Usage for a side, a layer or a head that there is not."
     if side not in ("key", "value"):
         raise Usage(f"side must be key or value, got {side!r}")
-    if not 0 <= layer < len(cache.coded_layers):
-        raise Usage(f"layer must be from 0 to {len(cache.coded_layers) - 1}, got {layer}")
-    store = cache.coded_layers[layer].store
-    if not 0 <= head < store.heads:
-        raise Usage(f"head must be from 0 to {store.heads - 1}, got {head}")
+    holder, head = _holder(cache, layer, head)
+    store = holder.store
     first = max(store.offset, store.length - last)
     coded = store.coded(side, first, store.length)
     at = torch.arange(first, store.length, device=store.device)[None]
@@ -208,7 +218,7 @@ def picture(cache, side: str = "key", layer: int = 0, head: int = 0):  # a matpl
         low.axvspan(first + i, first + i + 1, color="0.85", lw=0)
     low.step([first + i + 0.5 for i in range(len(scales))], scales.numpy(), where="mid", lw=1)
     low.set(xlabel="token (grey: read exactly)", ylabel="scale", xlim=span, ylim=(0, None))
-    bits = getattr(cache.coded_layers[layer].recipe, side).bits
+    bits = getattr(_holder(cache, layer, head)[0].recipe, side).bits
     what = f"{side}s of layer {layer}, head {head}: {bits} bits a channel, one scale a token"
     top.set(ylabel="channel, rotated", title=what)
     return fig

@@ -15,10 +15,7 @@ from typing import Callable, NamedTuple
 import torch
 from torch import Tensor
 
-from turboquant_nb.hf import (
-    ModelInfo,
-    TurboQuantLayer,
-)  # first: it says how to get transformers
+from ..hf import ModelInfo  # first: it says how to get transformers
 from transformers.cache_utils import DynamicCache
 
 from turboquant_nb.evaluation.candidates import (
@@ -38,7 +35,7 @@ from turboquant_nb.evaluation.pairs import (
 from ..calibration.fit import observing
 from .models import sample_text
 from ..hf.hooks import hooked
-from ..quant.quantizer import decided
+from ..quant.mixed_precision import head_recipes
 
 # %% ../../nbs/83_score.ipynb #6d44b3bb
 _PROTOCOLS = (
@@ -180,7 +177,7 @@ def _scales_pairs(candidate: Candidate) -> bool:
     "Whether keys have a pair scale in some layer."
     r = candidate.recipe
     each = r if isinstance(r, list) else [] if r is None else [r]
-    return any(x.key.pair_scale != "none" for x in each)
+    return any(y.key.pair_scale != "none" for x in each for y in head_recipes(x))
 
 
 def _last_logits(model, ids, prompt: int, **how) -> Tensor:
@@ -395,7 +392,7 @@ def _decoding_calls(model, candidate, ids, prompt) -> dict:  # layer -> list of 
 
     def note(update, k, v, layer, *args, **kwargs):
         out = update(k, v, layer, *args, **kwargs)
-        if isinstance(cache.layers[layer], TurboQuantLayer):
+        if hasattr(cache.layers[layer], "groups"):
             calls.setdefault(layer, []).append(_Call((k, v), out))
         return out
 
@@ -423,11 +420,8 @@ def _layer_gap(layer: PairLayer, calls: list) -> float:
     """Largest relative difference in one layer; the first call is the prompt, which attends to
     itself."""
     states = [torch.cat([call.given[side] for call in calls], 2) for side in (0, 1)]
-    store, worst = layer.layer, 0.0
-    pairs = layer.update(*states)
-    for side, (name, x) in enumerate(zip(("key", "value"), pairs)):
-        q = getattr(store.store, name).q
-        sure = decided(q, x.exact, store.store.center(name, 0, x.shape[2])).all(-1)
+    pairs, worst = layer.update(*states), 0.0
+    for side, (x, sure) in enumerate(zip(pairs, layer.sure(tuple(x.exact for x in pairs)))):
         seen = calls[0].given[side].shape[2]
         for call in calls[1:]:
             seen += call.given[side].shape[2]
@@ -466,7 +460,8 @@ def gap_limit(model, recipe) -> float:
     """The right side of equation (83.1) for a model and a recipe of ours (or a list, one per
     layer)."""
     recipe = as_candidate(model, recipe, "recipe").recipe
-    each = recipe if isinstance(recipe, list) else [recipe]
+    layers = recipe if isinstance(recipe, list) else [recipe]
+    each = [r for layer in layers for r in head_recipes(layer)]
     scales = {getattr(torch, s.scale_dtype) for r in each for s in (r.key, r.value)}
     return 2 * max(torch.finfo(t).eps for t in scales) + 4 * torch.finfo(model.dtype).eps
 

@@ -14,6 +14,7 @@ from .cache import TurboQuantCache, TurboQuantLayer
 from .model_info import _recipes_from_json, _recipes_to_json
 from ..cache.clock import HostClock, clock_of
 from ..cache.disk import FORMAT, KVStore, state_of, store_of
+from ..quant.mixed_precision import HeadRecipe
 
 # %% ../../nbs/54_archive.ipynb #01c9b8c8
 def _facts(cache: TurboQuantCache) -> dict:
@@ -30,7 +31,7 @@ def states(
 ) -> tuple:  # ([(tensors, header) of each layer], header of all)
     """What is saved, uncopied. Raises ValueError for an empty cache or one with layers that are
     not codes."""
-    coded = (isinstance(x, TurboQuantLayer) and x.only_codes for x in self.layers)
+    coded = (hasattr(x, "groups") and x.only_codes for x in self.layers)
     if not all(coded) or not all(x.is_initialized for x in self.layers):
         raise ValueError("only a filled cache whose layers are all coded can be saved")
     self.check()
@@ -41,7 +42,7 @@ def states(
         "facts": _facts(self),
         "recipe": _recipes_to_json(self.recipes),
     }
-    states = [state_of(layer.store) for layer in self.layers]
+    states = [state_of(layer.store) for layer in self.coded_layers]
     return states, about | {"layers": [h for _, h in states]}
 
 
@@ -74,7 +75,7 @@ def _same_rope(held: torch.Tensor, mine: tuple | None) -> bool:
 def _check_layer(cache: TurboQuantCache, layer: TurboQuantLayer, store: KVStore) -> None:
     """Raise ValueError, saying what differs, unless a store is one of this layer, beside those
     that were read before."""
-    info, first = layer.info, cache.layers[0].store or store
+    info, first = layer.info, cache.coded_layers[0].store or store
     have = dict(zip(("key_size", "value_size"), (part.q.d for part in store.parts)))
     want = {name: getattr(info, name) for name in have if getattr(info, name) is not None}
     for name in ("batch", "length", "dtype"):
@@ -84,16 +85,25 @@ def _check_layer(cache: TurboQuantCache, layer: TurboQuantLayer, store: KVStore)
     have["recipe"], want["recipe"] = store.recipe, layer.recipe.settled(rope=rope)
     if differ := [f"{n} {have[n]}, not {x}" for n, x in want.items() if have[n] != x]:
         raise ValueError(f"layer {layer.index} does not fit: it has {'; '.join(differ)}")
-    if info.heads and info.heads % store.heads:  # a part of them under tensor parallelism
+    wrong = info.heads and info.heads % store.heads  # a part of them: tensor parallelism
+    if wrong or layer.heads and store.heads != len(layer.heads):
         raise ValueError(
             f"layer {layer.index} does not fit: it has {store.heads} heads, the model "
             f"{info.heads}"
         )
 
 
+def _layers_of(stores: int, recipes) -> int:
+    "Layers that so many stores are of, where each group of heads has its own."
+    groups = lambda r: len(r.groups) if isinstance(r, HeadRecipe) else 1
+    if isinstance(recipes, list):
+        return stores - sum(groups(r) - 1 for r in recipes)
+    return stores // groups(recipes)
+
+
 def layer_tensors(tensors: dict, layers: int, other: tuple = ()) -> list:
-    """Tensors of a file by layer, as `from_states` takes them. Raises ValueError for a tensor
-    of no layer that is not among `other`."""
+    """Tensors of a file by layer, or group of heads, as `from_states` takes them. Raises
+    ValueError for a tensor of no layer that is not among `other`."""
     out = [{} for _ in range(layers)]
     for name, x in tensors.items():
         i, _, rest = name.partition(".")
@@ -120,18 +130,21 @@ def from_states(
     `path`."""
     cache, header = cls(model_or_config), Saved.of(header, "header")
     stores, facts = header.a("layers", list, dict), Saved.of(header["facts"], "facts")
-    have = f"a {header['model_type']} with {len(stores)} layers"
+    recipes = _recipes_from_json(header["recipe"])
+    have = f"a {header['model_type']} with {_layers_of(len(stores), recipes)} layers"
     want = f"a {cache.config.model_type} with {len(cache.layers)} layers"
     if have != want:
         raise ValueError(f"{path} is of {have}, the model is {want}")
     mine = _facts(cache)
     if differ := [f"{n} {facts[n]}, not {x}" for n, x in mine.items() if facts[n] != x]:
         raise ValueError(f"{path} is of another model: it has {'; '.join(differ)}")
-    recipes = _recipes_from_json(header["recipe"])
     clocks = [clock_of(h) for h in stores if max_length is not None]
     clock = next((x for x in clocks if x.fixed), HostClock)
     cache = cls(model_or_config, recipes, max_length=max_length, **clock.settings)
-    for layer, tensors, h in zip(cache.layers, states, stores):
+    if len(stores) != len(cache.coded_layers):
+        want = f"{len(cache.coded_layers)} stores for its recipes"
+        raise ValueError(f"{path} must have {want}, got {len(stores)}")
+    for layer, tensors, h in zip(cache.coded_layers, states, stores):
         length = None if layer.is_sliding and not clock.fixed else max_length
         store = store_of(tensors, h, device, length)
         rope = None if store.cos_sin is None else store.cos_sin.inv_freq

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..kernels import ops
 from ..cache.attention import Answer, Call, Rule, dense_attention, with_sinks
-from .cache import NAME, CodedStates, TurboQuantCache
+from .cache import NAME, CodedStates, TurboQuantCache, take_heads
 from turboquant_nb.hf.hooks import (
     AttentionCall,
     as_interface,
@@ -302,6 +302,31 @@ def serve_codes(own, module, query, key: CodedStates, value: CodedStates, mask, 
     return turboquant_attention(module, query, key, value, mask, **kwargs)
 
 
+def _by_group(call: AttentionCall) -> Tensor:
+    "Groups of heads with a recipe each attend apart; masks and biases may differ by head."
+    layer, outs, heads = call.key.layer, [], call.key.shape[1]
+    for group, key, value in zip(layer.groups, call.key.parts, call.value.parts):
+        take = lambda x, dim=1, group=group: take_heads(x, group.heads, heads, dim)
+        each = lambda x: x if x is None or x.shape[1] == 1 else take(x)
+        mine = call._replace(
+            query=take(call.query),
+            key=key,
+            value=value,
+            mask=each(call.mask),
+            bias=each(call.bias),
+            sink=None if call.sink is None else take(call.sink, 0),
+        )
+        outs.append(_attended(mine))
+    return layer.join(outs)
+
+
+def _attended(call: AttentionCall) -> Tensor:
+    "Attention to handles."
+    if call.key.parts:
+        return _by_group(call)
+    return _prefill(call) if call.key.fresh else _on_codes(call)
+
+
 @partial(as_interface, takes_bias=True)
 def turboquant_attention(call: AttentionCall) -> Tensor:  # [B, Hq, n, d]
     """transformers' attention interface on codes. The prefill chunk attends exactly. Raises
@@ -311,7 +336,7 @@ def turboquant_attention(call: AttentionCall) -> Tensor:  # [B, Hq, n, d]
             f"the 'turboquant' attention is for inference, got dropout={call.dropout}"
         )
     if not isinstance(call.key, Tensor):
-        return _prefill(call) if call.key.fresh else _on_codes(call)
+        return _attended(call)
     if getattr(call.module, "is_causal", True):
         remedy = (
             "pass past_key_values=TurboQuantCache(model), or set another attention, such as "

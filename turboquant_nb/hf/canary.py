@@ -160,7 +160,7 @@ class Canary:
     "Observes the layers of a cache, a few at a time; `checks` is what it found."
 
     def __init__(self, watch: Watch, layers: list):
-        self.watch, self.layers = watch, [x.index for x in layers]
+        self.watch, self.layers = watch, [x.place for x in layers]
         self.reach = watch.tail + max(x.recipe.recent for x in layers)
         n = len(layers)
         self.at_once = min(n, math.ceil(watch.rate * n * self.reach))
@@ -178,17 +178,17 @@ class Canary:
     def keep(self, layer: TurboQuantLayer, k: Tensor, v: Tensor) -> None:
         """Hold the exact states of a chunk that a layer has just coded, if it is this layer's
         turn."""
-        if layer.index in self.kept:
-            self.kept[layer.index].add(layer, k, v, self.reach)
+        if layer.place in self.kept:
+            self.kept[layer.place].add(layer, k, v, self.reach)
 
     def crop(self, layer: TurboQuantLayer, n: int) -> None:
         "A layer has forgotten its last n tokens."
-        if layer.index in self.kept:
-            self.kept[layer.index].crop(n)
+        if layer.place in self.kept:
+            self.kept[layer.place].crop(n)
 
     def observe(self, layer: TurboQuantLayer, query: Tensor, scaling, softcap) -> None:
         "After a layer has attended: check it if it is time, then take another."
-        kept = self.kept.get(layer.index)
+        kept = self.kept.get(layer.place)
         if kept is None or kept.steps < self.every or kept.tokens < self.reach:
             return
         reach = min(self.reach, layer.sliding_window or self.reach)
@@ -201,8 +201,8 @@ class Canary:
                 self.take(check_layer(layer, query[:, :, -1:], k, v, scaling, softcap))
         kept.steps = 0
         if self.at_once < len(self.layers):
-            del self.kept[layer.index]
-            free = [i for i in self.layers if i not in self.kept and i != layer.index]
+            del self.kept[layer.place]
+            free = [i for i in self.layers if i not in self.kept and i != layer.place]
             self.kept[self.random.choice(free)] = _Kept()
 
     def warn_blind(self, obstacle) -> None:

@@ -150,7 +150,7 @@ def reorder_cache(self: TurboQuantCache, beam_idx: Tensor) -> None:
     padded = any(len(set(x.starts or ())) > 1 for x in self.coded_layers)
     order = beam_idx.tolist() if padded else None
     for layer in self.layers:
-        coded = isinstance(layer, TurboQuantLayer)
+        coded = hasattr(layer, "groups")
         layer.take_rows(beam_idx, order) if coded else layer.reorder_cache(beam_idx)
 
 # %% ../../nbs/51b_edits.ipynb #bfd4fd53

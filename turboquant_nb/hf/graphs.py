@@ -367,7 +367,8 @@ class StepRunner:
             return self.failed
         if (getattr(self.model(), "_tp_size", None) or 1) > 1:
             return "the model runs on several devices at once"
-        if len(layers) < len(cache.layers) or not all(x.only_codes for x in layers):
+        codes = (hasattr(x, "groups") and x.only_codes for x in cache.layers)
+        if not all(codes):
             return "a layer keeps something other than codes"
         if not layers[0].on_codes:
             return layers[0].reader.obstacle.why

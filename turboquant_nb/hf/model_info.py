@@ -26,7 +26,13 @@ except ImportError as error:
 
 from ..quant.calibration import load_calibration, apply_bit_budget
 from ..quant.layer_info import is_registered, read_facts, read_layers
-from ..quant.quantizer import Recipe, as_recipe, channel_bits
+from turboquant_nb.quant.mixed_precision import (
+    HeadRecipe,
+    as_layer_recipe,
+    head_recipes,
+    recipe_from_json,
+)
+from ..quant.quantizer import Recipe, channel_bits
 from ..theory.rope import apply_rope
 
 # %% ../../nbs/50_model_info.ipynb #9082c185
@@ -434,12 +440,14 @@ def _settle_centers(
 ) -> tuple:  # (recipes without "auto", [inv_freq or None])
     """Where the keys' centre is left to the model: its RoPE decides. Raises ValueError where a
     recipe names a pre-RoPE mean and there is no such RoPE."""
-    if not any(r.key.center == "auto" or r.key.centre.rotates for r in recipes):
+    keys = [[x.key for x in head_recipes(r)] for r in recipes]
+    if not any(x.center == "auto" or x.centre.rotates for key in keys for x in key):
         return recipes, [None] * len(recipes)
     frequencies = [x.inv_freq for x in info.coded]
     recipes = [r.settled(rope=f is not None) for r, f in zip(recipes, frequencies)]
-    inv_freq = [f if r.key.centre.rotates else None for r, f in zip(recipes, frequencies)]
-    if any(f is None and r.key.centre.rotates for f, r in zip(inv_freq, recipes)):
+    rotates = [any(x.key.centre.rotates for x in head_recipes(r)) for r in recipes]
+    inv_freq = [f if follows else None for follows, f in zip(rotates, frequencies)]
+    if any(f is None and follows for f, follows in zip(inv_freq, rotates)):
         why = info.rope.why or "one has none"
         raise ValueError(f"center='pre_rope' needs RoPE in each of its layers: {why}")
     return recipes, inv_freq
@@ -449,10 +457,15 @@ def _check_sizes(info: ModelInfo, recipes: list) -> None:
     """Raise ValueError for a fraction, or bits by channel, that heads cannot have, where the
     config says their sizes."""
     for layer, recipe in zip(info.coded, recipes):
-        sides = (recipe.key.bits, layer.key_size), (recipe.value.bits, layer.value_size)
+        each = head_recipes(recipe)
+        sides = [(r.key.bits, layer.key_size) for r in each]
+        sides += [(r.value.bits, layer.value_size) for r in each]
         for bits, size in sides:
             if not layer.sized_by and not isinstance(bits, int):
                 channel_bits(bits, size)
+        if isinstance(recipe, HeadRecipe) and layer.heads not in (None, len(each)):
+            want = f"a recipe for each of its {layer.heads} KV heads"
+            raise ValueError(f"layer {layer.index} must have {want}, got {len(each)}")
 
 
 def plan_layers(
@@ -471,7 +484,8 @@ def plan_layers(
     if listed and len(recipe) != n:
         want = f"one recipe for each of the {n} layers with keys and values"
         raise ValueError(f"recipe must be {want}, got a list of {len(recipe)}")
-    recipes = [as_recipe(r, bits) for r in recipe] if listed else [as_recipe(recipe, bits)] * n
+    each = recipe if listed else [recipe] * n
+    recipes = [as_layer_recipe(r, bits) for r in each]
     if max_length is not None and any(r.decay is not None for r in recipes):
         raise ValueError(
             "max_length allocates once, so decay frees nothing; choose one of them"
@@ -482,8 +496,8 @@ def plan_layers(
     if calibration is not None:
         found = load_calibration(calibration)
         found.check(info.config)
-        recipes = found.recipes(recipes)
         recipes = recipes if budget is None else apply_bit_budget(recipes, found, budget)
+        recipes = found.recipes(recipes)
     _check_sizes(info, recipes)
     return [LayerPlan(*x) for x in zip(recipes, inv_freq)]
 
@@ -496,5 +510,5 @@ def _recipes_to_json(recipes: list) -> str | list:
 
 def _recipes_from_json(saved: str | list) -> Recipe | list:
     "What a cache takes, from what `_recipes_to_json` gave."
-    load = Recipe.from_json
+    load = recipe_from_json
     return [load(x) for x in saved] if isinstance(saved, list) else load(saved)

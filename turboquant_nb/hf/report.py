@@ -108,11 +108,16 @@ def report_of(
     seen = [min(x.held, x.sliding_window - 1) if x.is_sliding else x.held for x in layers]
     values = sum(n * m for n, m in zip(row, seen))
     total = sum(parts.values())
+    by_layer, nbytes = {}, {}  # groups of heads count for their layer
+    for x in cache.coded_layers:
+        by_layer[x.index] = by_layer.get(x.index, Counter()) + x.calls
+    for x, s, tail in zip(layers, stores, tails):
+        nbytes[x.index] = nbytes.get(x.index, 0) + s.nbytes + tail
     count = lambda name: dict(sum((getattr(x, name) for x in cache.coded_layers), Counter()))
     return Report(
         tokens=layers[0].held if layers else 0,
         batch=stores[0].batch if stores else 0,
-        layers=len(stores),
+        layers=len(nbytes),
         values=values,
         nbytes=total,
         parts=dict(parts),
@@ -121,10 +126,10 @@ def report_of(
         ratio_fp32=4 * values / total if values else 0.0,
         tile=stores[0].tile if stores else 0,
         pays_from=_pays_from(layers, parts, values),
-        per_layer=[s.nbytes + n for s, n in zip(stores, tails)],
+        per_layer=list(nbytes.values()),
         reading=str(cache.info.reading),
         served=count("calls"),
-        by_layer={x.index: dict(x.calls) for x in cache.coded_layers},
+        by_layer={i: dict(calls) for i, calls in by_layer.items()},
         dense=cache.reader.obstacle._asdict() if cache.reader.obstacle else {},
         backends=count("backends"),
         reasons=count("reasons"),

@@ -338,7 +338,7 @@ def _stored(x) -> tuple:  # (stores, states, header)
         got = type(x).__name__
         raise TypeError(f"cache must be a TurboQuantCache or a KVStore, got {got}")
     states, header = x.states()
-    return [layer.store for layer in x.layers], states, header
+    return [layer.store for layer in x.coded_layers], states, header
 
 # %% ../../nbs/57_storage.ipynb #e32c8761
 def save_compressed(
