@@ -133,21 +133,25 @@ def by_head(w, source, calibration, budgets, protocols):
             "layer, gradients": (found["head"], "layer"),
             "head, gradients": (found["head"], "head"),
         }
-        for codebook, budget in ((c, b) for c in ("sphere", "trellis") for b in budgets):
+        codes = [("sphere", "none"), ("trellis", "none")]
+        codes += [("trellis", "prompt")] if how == "plain" else []
+        for (codebook, pair), budget in ((c, b) for c in codes for b in budgets):
             base = recipe(2.0, 2.0, 4, 16, center_of(w.model))
-            sides = (replace(x, codebook=codebook) for x in (base.key, base.value))
-            base = replace(base, **dict(zip(("key", "value"), sides)))
+            key = replace(base.key, codebook=codebook, pair_scale=pair)
+            name = codebook if pair == "none" else f"{codebook}, pair scale"
+            base = replace(base, key=key, value=replace(base.value, codebook=codebook))
             layers = len(found["layer"].header["losses"]["key"])
             for way, (losses, per) in ways.items():
                 spent = apply_bit_budget([base] * layers, losses, budget, per)
                 r = TurboQuantCache(w.model, spent, calibration=given).recipes
                 groups = [len(x.groups) if per == "head" else 1 for x in r]
                 each = [[[y.key.bits, y.value.bits] for y in head_recipes(x)] for x in r]
-                about = dict(how=how, codebook=codebook, budget=budget, way=way, spent=each)
+                about = dict(how=how, codebook=codebook, pair_scale=pair, budget=budget)
+                about |= dict(way=way, spent=each)
                 for protocol in protocols:
                     got = w.score(as_candidate(w.model, r, "x"), protocol)
                     about |= dict(part="heads", groups=sum(groups) / layers, bits=got.bits)
-                    yield w.row(f"{codebook}, {way}", protocol, got.loss, **about)
+                    yield w.row(f"{name}, {way}", protocol, got.loss, **about)
 
 
 def options(p):

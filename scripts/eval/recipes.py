@@ -97,11 +97,11 @@ def trellis():
 def pairs():
     """The bits of keys and values, tables and trellis codes, each without a pair scale and with
     one; no token is recent."""
-    for bits in (2, 3):
-        for code in ("sphere", "trellis"):
-            plain = recipe(bits, bits, codebook=code)
+    for k, v in ((2, 2), (3, 3), (3, 2)):
+        for code in ("sphere", "trellis", "trellis_fast"):
+            plain = recipe(k, v, codebook=code)
             scaled = replace(plain, key=replace(plain.key, pair_scale="prompt"))
-            name = f"{bits} bits" + (", trellis" if code == "trellis" else "")
+            name = f"k{k}v{v}" if code == "sphere" else f"k{k}v{v} {code}"
             yield name, plain, BOTH
             yield f"{name}, pair scale", scaled, BOTH
 
