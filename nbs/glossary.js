@@ -17,6 +17,7 @@ window.tqGlossary = {
  "int8 grid": "levels written as small integers times one step, so that kernels can multiply integers",
  "mutant": "a check on a deliberately wrong formula, which must fail",
  "outlier token": "a token kept exactly because its values leave the tables",
+ "pair scale": "a factor of both channels of a RoPE pair of keys, by which queries are divided; fitted to a prompt's keys and queries",
  "pre-RoPE mean": "the mean of keys before RoPE, carried to each position and subtracted",
  "randomised Hadamard": "flip the sign of each channel at random, then multiply by a Hadamard matrix: a cheap rotation",
  "recent tokens": "the last and the first tokens, kept exactly beside their codes",
