@@ -331,7 +331,7 @@ def test_attention_adds_no_mean_to_a_token(model, code, name, start, block, monk
         for i in range(layers):
             p.take(i, x[0, i], x[1, i])
         p.commit(40)
-    assert bool(past.outliers.past) == (name == "outliers")
+    assert bool(past.outliers) == (name == "outliers")
     bare._mean_scores = lambda *_: 0.0  # the mutant
     gap = lambda a, b: float((a - b).abs().max() / b.abs().max())
     far = []
@@ -357,7 +357,7 @@ def test_attention_adds_no_mean_to_a_token(model, code, name, start, block, monk
                     v1[:, :, r],
                 )
                 one = F.scaled_dot_product_attention(q1[:, :, r : r + 1], mk, mv, scale=1.0)
-                assert gap(past.rows(i, q1, k1, v1, at, 1)[:, :, r : r + 1], one) < 2e-5
+                assert gap(past.select(1).rows(i, q1, k1, v1, at)[:, :, r : r + 1], one) < 2e-5
         past.rollback(), bare.rollback()
     assert (min(far) > 1e-3) == bool(c.key.mean.any())
 
@@ -373,10 +373,10 @@ def test_outlier_tokens_are_kept(code):
     for i in range(layers):
         past.take(i, chunks[0, i], chunks[1, i])
     plain = 6 * sum(sum(s.widths) for s in code.sides) * 2 + 16
-    assert past.nbytes() == plain
     past.commit(6)
-    ((layer, row, slot, k, v),) = past.outliers.past
-    assert (layer, row.tolist(), slot.tolist()) == (1, [0], [2]) and k.dtype == torch.float16
+    ((layer, before, row, slot, k, v),) = past.outliers
+    assert (layer, before, row.tolist(), slot.tolist()) == (1, 0, [0], [2])
+    assert k.dtype == v.dtype == torch.float16
     assert past.nbytes() == plain + 2 * 2 * heads * d + 2 * 8
     want = chunks[1, 1, 0, :, 2]
     torch.testing.assert_close(past.states(1)[1][0, :, 2], want, rtol=1e-2, atol=1e-2)
@@ -387,12 +387,19 @@ def test_outlier_tokens_are_kept(code):
     assert (other.states(1)[1][0, :, 2] - want).norm() > 0.5 * want.norm()
     rest = [i for i in range(6) if i != 2]
     assert torch.equal(past.states(1)[1][0, :, rest], other.states(1)[1][0, :, rest])
+    for j in (0, 1):  # one sequence alone holds what it held among others
+        alone = past.select(j)
+        assert [len(x.row) for x in alone.outliers] == [1 - j]
+        for mine, both in zip(alone.states(1), past.states(1)):
+            assert torch.equal(mine, both[j : j + 1])
     for i in range(layers):  # a chunk that is given up leaves nothing
         past.take(i, 300 * chunks[0, i, :, :, :1], chunks[1, i, :, :, :1])
-    assert past.outliers.found
+    held = past.states(0)
+    assert len(past.outliers) > 1  # of the chunk, and not read yet
     past.rollback()
     past.commit(0)
-    assert len(past.outliers.past) == 1
+    assert len(past.outliers) == 1
+    assert all(torch.equal(a, b) for a, b in zip(held, past.states(0)))
 
 
 def test_outlier_tokens_in_a_model(model, code):
