@@ -270,12 +270,7 @@ def rows(
 
 @patch
 def _rows(
-    self: TurboEsm,
-    past,
-    ids: Tensor,
-    at: Tensor,
-    start: int = 0,
-    block: int = 1024,
+    self: TurboEsm, past, ids: Tensor, at: Tensor, start: int = 0, block: int = 1024
 ) -> EsmOutput:
     "`rows` of a past that is given, positions unchecked: no number is read from the device."
     ratio = torch.zeros(1, device=ids.device)  # a masked token's embedding is 0 at any ratio
