@@ -259,12 +259,8 @@ class SideSpec:
     aware: bool = True  # weigh errors by what attention makes of them
 
     def __post_init__(self):
-        choices = dict(
-            rotation=("svd", "hadamard", "none"), center=("pre_rope", "mean", "none")
-        )
-        for name, allowed in choices.items():
-            if (got := getattr(self, name)) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {got!r}")
+        checks.one_of(self.rotation, "rotation", ("svd", "hadamard", "none"))
+        checks.one_of(self.center, "center", ("pre_rope", "mean", "none"))
         if not 0 < self.bits <= 8:
             raise ValueError(f"bits must be above 0 and at most 8, got {self.bits!r}")
 
