@@ -305,6 +305,13 @@ def test_bytes_are_what_the_formula_says(model, code):
         t.prefill(ids, mask)
         assert t.report()["nbytes"] == 2 * ids.shape[1] * wide + 2 * 8
         assert t.report()["tables_nbytes"] == code.tables_nbytes
+        need = ids.shape[1] + 1  # then an eighth more than is needed
+        for _ in range(need // 8 + 1):
+            t.decode(ids[:, :1])
+            assert t.report()["nbytes"] == 2 * (need + need // 8) * wide + 2 * 8
+        t.decode(ids[:, :1])
+        need += need // 8 + 1
+        assert t.report()["nbytes"] == 2 * (need + need // 8) * wide + 2 * 8
 
 
 @pytest.mark.parametrize("block", [1, 2**20])  # numbers looked up at a time: a layer, or all
@@ -360,6 +367,29 @@ def test_attention_adds_no_mean_to_a_token(model, code, name, start, block, monk
                 assert gap(past.select(1).rows(i, q1, k1, v1, at)[:, :, r : r + 1], one) < 2e-5
         past.rollback(), bare.rollback()
     assert (min(far) > 1e-3) == bool(c.key.mean.any())
+
+
+@pytest.mark.parametrize("kind", ["exact", "code", "stores"])
+def test_a_chunk_sees_itself_in_order(code, kind):
+    """Unless it is told to see all of itself; what a chunk took and gave up changes neither."""
+    layers, heads, d = code.key.shape
+    use = {"exact": None, "code": code, "stores": [PLAIN] * layers}[kind]
+    past = codes.open_past(
+        use, code.key.shape, torch.tensor([0, 2]), None, torch.ones(d // 2), torch.float32
+    )
+    x = torch.randn(3, 2, heads, 12, d, generator=torch.Generator().manual_seed(2))
+    q, k, v = (t[:, :, :4] for t in x)
+    for i in range(layers):
+        past.take(i, *x[1:])
+    past.commit(12)
+    held, said = past.nbytes(), {}
+    for name, more in {"": (), "causal": (True,), "block": (False,)}.items():
+        said[name] = past.attend(0, q, k, v, *more)
+        past.rollback()
+        assert past.nbytes() == held
+    assert torch.equal(said[""], said["causal"])
+    for i, far in enumerate(((said["block"] - said[""]).abs().amax((0, 1, 3))).tolist()):
+        assert far < 1e-5 if i == 3 else far > 1e-2  # the last sees all in any case
 
 
 def test_outlier_tokens_are_kept(code):
