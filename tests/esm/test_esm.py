@@ -477,6 +477,10 @@ def test_refusals_of_calibration(model, code):
             t.past = M.CodedPast(t.code, torch.zeros(1, dtype=torch.long), None, torch.float32)
             for i in range(2):
                 t.past.take(i, torch.full((1, 2, 3, 16), math.nan), torch.zeros(1, 2, 3, 16))
+        with pytest.raises(ValueError, match="finite"):
+            codes.recoded(
+                code, 1, torch.zeros(1, 2, 3, 16), torch.full((1, 2, 3, 16), math.inf)
+            )
     with pytest.raises(ValueError, match="rotary"):
         TurboEsm(
             EsmForMaskedLM(replace_config(model.config, position_embedding_type="absolute"))
