@@ -432,6 +432,24 @@ def test_outlier_tokens_are_kept(code):
     assert all(torch.equal(a, b) for a, b in zip(held, past.states(0)))
 
 
+def test_an_outlier_lies_where_its_sequence_has_it(code):
+    "The mean that keys lose before RoPE is that of a position, which padding moves."
+    far = replace(code, recipe=replace(code.recipe, outliers=0.5))
+    layers, heads, d = code.key.shape
+    past = M.CodedPast(far, torch.tensor([0, 3]), None, torch.float32)
+    k, v = torch.randn(2, layers, 2, heads, 6, d, generator=torch.Generator().manual_seed(3))
+    k[0, 1, :, 4] *= 20
+    for i in range(layers):
+        past.take(i, k[i], v[i])
+    past.commit(6)
+    ((*_, row, slot, key, value),) = past.outliers
+    assert (row.tolist(), slot.tolist()) == ([1], [4]) and key.dtype == torch.float16
+    for states, kept in zip(past.states(0), (key, value)):
+        torch.testing.assert_close(states[1, :, 4], kept[0].float(), rtol=0, atol=1e-3)
+    mean = transform.centre_at(code.key.mean[0], torch.tensor([[1, 7]]), code.key.inv_freq)
+    assert mean.diff(dim=2).abs().max() > 0.1  # which the check would see
+
+
 def test_outlier_tokens_in_a_model(model, code):
     many = replace(code, recipe=replace(code.recipe, outliers=1e-3))
     ids, mask = tokens(proteins(2, 20, 30, seed=8))
