@@ -225,7 +225,7 @@ def coded(
 # %% ../../nbs/72_esm_codes.ipynb #5d7913b4
 class CodedPast(Past):
     """A past in the basis of its transforms: no key or value is ever transformed back, and no
-    mean is ever added to one. What was looked up goes with the last layer."""
+    mean is ever added to one. What was looked up goes with the pass."""
 
     def __init__(
         self,
@@ -322,8 +322,6 @@ class CodedPast(Past):
     def weighted(self, layer, p):
         side = self.code.value
         out = p @ self._read("value", layer).mT @ side.back[layer].mT
-        if layer == self.layers - 1:
-            self._rest()
         return side.centre.output(out, p.sum(-1, keepdim=True), side.mean[layer][:, None])
 
     def attend(self, layer, q, k, v, causal=True):
