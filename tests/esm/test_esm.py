@@ -382,6 +382,9 @@ def test_a_chunk_sees_itself_in_order(code, kind):
     for i in range(layers):
         past.take(i, *x[1:])
     past.commit(12)
+    for i, pair in enumerate(zip(past.states(1), x[1:])):  # no code is fitted to such states
+        have, want = (t[1, :, 2:] for t in pair)
+        assert (have - want).norm() < (0.75 if kind == "code" else 0.15) * want.norm(), i
     held, said = past.nbytes(), {}
     for name, more in {"": (), "causal": (True,), "block": (False,)}.items():
         said[name] = past.attend(0, q, k, v, *more)
@@ -390,6 +393,22 @@ def test_a_chunk_sees_itself_in_order(code, kind):
     assert torch.equal(said[""], said["causal"])
     for i, far in enumerate(((said["block"] - said[""]).abs().amax((0, 1, 3))).tolist()):
         assert far < 1e-5 if i == 3 else far > 1e-2  # the last sees all in any case
+
+
+@pytest.mark.parametrize("layers, least", [(1, 1.0), (1, 1.99), (2, 2.0), (1, 0.5)])
+def test_so_many_layers_are_looked_up(code, layers, least, monkeypatch):
+    "As many as have `BLOCK` numbers, at least one; they serve the next layers."
+    _, heads, d = code.key.shape
+    past = M.CodedPast(code, torch.tensor([0, 0, 1]), None, torch.float32)
+    for i in range(2):
+        past.take(i, *torch.randn(2, 3, heads, 5, d))
+    past.commit(5)
+    monkeypatch.setattr(codes, "BLOCK", int(least * 3 * heads * d * 5))
+    first, second = past.key.read(0, 5).clone(), past.key.found
+    assert second[0] == 0 and second[1].shape == (3, layers, heads, d, 5)
+    past.key.read(1, 5)
+    assert (past.key.found is second) == (layers == 2)
+    assert torch.equal(past.key.read(0, 5), first)
 
 
 def test_outlier_tokens_are_kept(code):
