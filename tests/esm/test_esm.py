@@ -382,9 +382,9 @@ def test_a_chunk_sees_itself_in_order(code, kind):
     for i in range(layers):
         past.take(i, *x[1:])
     past.commit(12)
-    for i, pair in enumerate(zip(past.states(1), x[1:])):  # no code is fitted to such states
-        have, want = (t[1, :, 2:] for t in pair)
-        assert (have - want).norm() < (0.75 if kind == "code" else 0.15) * want.norm(), i
+    for pair in zip(past.states(1), x[1:]):  # to which no code is fitted
+        have, want = (t[1, :, 2:].flatten() for t in pair)
+        assert F.cosine_similarity(have, want, dim=0) > (0.5 if kind == "code" else 0.99)
     held, said = past.nbytes(), {}
     for name, more in {"": (), "causal": (True,), "block": (False,)}.items():
         said[name] = past.attend(0, q, k, v, *more)
