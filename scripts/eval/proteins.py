@@ -554,8 +554,11 @@ def outlier_tokens(lab, a):
                     found = [turbo.past.states(i) for i in range(turbo.shape[0])]
                 if name == "kept":
                     row["strays"] = [
-                        [x[0], *(f"{s[i - 1]}{i}" for i in x[2].tolist() if 0 < i <= len(s))]
-                        for x in turbo.past.outliers.past
+                        [
+                            x.layer,
+                            *(f"{s[i - 1]}{i}" for i in x.slot.tolist() if 0 < i <= len(s)),
+                        ]
+                        for x in turbo.past.outliers
                     ]
         for i, (_, v) in enumerate(found):
             at = torch.arange(v.shape[2], device=v.device)[None]

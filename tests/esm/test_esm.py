@@ -257,11 +257,11 @@ def test_failed_decode_leaves_the_past(model, code, kind):
         t.prefill(ids)
         plain = t.decode(ids[:, 1:2]).hidden
         t.prefill(ids)
-        last, f = model.esm.encoder.layer[-1].output, model.esm.encoder.layer[-1].output.forward
+        last = model.esm.encoder.layer[-1].output
         last.forward = lambda *a: 1 / 0
         with pytest.raises(ZeroDivisionError):
             t.decode(ids[:, 2:3])
-        last.forward = f
+        del last.forward
         assert t.past.length == ids.shape[1]
         assert torch.equal(t.decode(ids[:, 1:2]).hidden, plain)
 
@@ -305,6 +305,13 @@ def test_bytes_are_what_the_formula_says(model, code):
         t.prefill(ids, mask)
         assert t.report()["nbytes"] == 2 * ids.shape[1] * wide + 2 * 8
         assert t.report()["tables_nbytes"] == code.tables_nbytes
+        need = ids.shape[1] + 1  # then an eighth more than is needed
+        for _ in range(need // 8 + 1):
+            t.decode(ids[:, :1])
+            assert t.report()["nbytes"] == 2 * (need + need // 8) * wide + 2 * 8
+        t.decode(ids[:, :1])
+        need += need // 8 + 1
+        assert t.report()["nbytes"] == 2 * (need + need // 8) * wide + 2 * 8
 
 
 @pytest.mark.parametrize("block", [1, 2**20])  # numbers looked up at a time: a layer, or all
@@ -331,7 +338,7 @@ def test_attention_adds_no_mean_to_a_token(model, code, name, start, block, monk
         for i in range(layers):
             p.take(i, x[0, i], x[1, i])
         p.commit(40)
-    assert bool(past.outliers.past) == (name == "outliers")
+    assert bool(past.outliers) == (name == "outliers")
     bare._mean_scores = lambda *_: 0.0  # the mutant
     gap = lambda a, b: float((a - b).abs().max() / b.abs().max())
     far = []
@@ -357,9 +364,51 @@ def test_attention_adds_no_mean_to_a_token(model, code, name, start, block, monk
                     v1[:, :, r],
                 )
                 one = F.scaled_dot_product_attention(q1[:, :, r : r + 1], mk, mv, scale=1.0)
-                assert gap(past.rows(i, q1, k1, v1, at, 1)[:, :, r : r + 1], one) < 2e-5
+                assert gap(past.select(1).rows(i, q1, k1, v1, at)[:, :, r : r + 1], one) < 2e-5
         past.rollback(), bare.rollback()
     assert (min(far) > 1e-3) == bool(c.key.mean.any())
+
+
+@pytest.mark.parametrize("kind", ["exact", "code", "stores"])
+def test_a_chunk_sees_itself_in_order(code, kind):
+    """Unless it is told to see all of itself; what a chunk took and gave up changes neither."""
+    layers, heads, d = code.key.shape
+    use = {"exact": None, "code": code, "stores": [PLAIN] * layers}[kind]
+    past = codes.open_past(
+        use, code.key.shape, torch.tensor([0, 2]), None, torch.ones(d // 2), torch.float32
+    )
+    x = torch.randn(3, 2, heads, 12, d, generator=torch.Generator().manual_seed(2))
+    q, k, v = (t[:, :, :4] for t in x)
+    for i in range(layers):
+        past.take(i, *x[1:])
+    past.commit(12)
+    for pair in zip(past.states(1), x[1:]):  # to which no code is fitted
+        have, want = (t[1, :, 2:].flatten() for t in pair)
+        assert F.cosine_similarity(have, want, dim=0) > (0.5 if kind == "code" else 0.99)
+    held, said = past.nbytes(), {}
+    for name, more in {"": (), "causal": (True,), "block": (False,)}.items():
+        said[name] = past.attend(0, q, k, v, *more)
+        past.rollback()
+        assert past.nbytes() == held
+    assert torch.equal(said[""], said["causal"])
+    for i, far in enumerate(((said["block"] - said[""]).abs().amax((0, 1, 3))).tolist()):
+        assert far < 1e-5 if i == 3 else far > 1e-2  # the last sees all in any case
+
+
+@pytest.mark.parametrize("layers, least", [(1, 1.0), (1, 1.99), (2, 2.0), (1, 0.5)])
+def test_so_many_layers_are_looked_up(code, layers, least, monkeypatch):
+    "As many as have `BLOCK` numbers, at least one; they serve the next layers."
+    _, heads, d = code.key.shape
+    past = M.CodedPast(code, torch.tensor([0, 0, 1]), None, torch.float32)
+    for i in range(2):
+        past.take(i, *torch.randn(2, 3, heads, 5, d))
+    past.commit(5)
+    monkeypatch.setattr(codes, "BLOCK", int(least * 3 * heads * d * 5))
+    first, second = past.key.read(0, 5).clone(), past.key.found
+    assert second[0] == 0 and second[1].shape == (3, layers, heads, d, 5)
+    past.key.read(1, 5)
+    assert (past.key.found is second) == (layers == 2)
+    assert torch.equal(past.key.read(0, 5), first)
 
 
 def test_outlier_tokens_are_kept(code):
@@ -373,10 +422,10 @@ def test_outlier_tokens_are_kept(code):
     for i in range(layers):
         past.take(i, chunks[0, i], chunks[1, i])
     plain = 6 * sum(sum(s.widths) for s in code.sides) * 2 + 16
-    assert past.nbytes() == plain
     past.commit(6)
-    ((layer, row, slot, k, v),) = past.outliers.past
-    assert (layer, row.tolist(), slot.tolist()) == (1, [0], [2]) and k.dtype == torch.float16
+    ((layer, before, row, slot, k, v),) = past.outliers
+    assert (layer, before, row.tolist(), slot.tolist()) == (1, 0, [0], [2])
+    assert k.dtype == v.dtype == torch.float16
     assert past.nbytes() == plain + 2 * 2 * heads * d + 2 * 8
     want = chunks[1, 1, 0, :, 2]
     torch.testing.assert_close(past.states(1)[1][0, :, 2], want, rtol=1e-2, atol=1e-2)
@@ -387,12 +436,37 @@ def test_outlier_tokens_are_kept(code):
     assert (other.states(1)[1][0, :, 2] - want).norm() > 0.5 * want.norm()
     rest = [i for i in range(6) if i != 2]
     assert torch.equal(past.states(1)[1][0, :, rest], other.states(1)[1][0, :, rest])
+    for j in (0, 1):  # one sequence alone holds what it held among others
+        alone = past.select(j)
+        assert [len(x.row) for x in alone.outliers] == [1 - j]
+        for mine, both in zip(alone.states(1), past.states(1)):
+            assert torch.equal(mine, both[j : j + 1])
     for i in range(layers):  # a chunk that is given up leaves nothing
         past.take(i, 300 * chunks[0, i, :, :, :1], chunks[1, i, :, :, :1])
-    assert past.outliers.found
+    held = past.states(0)
+    assert len(past.outliers) > 1  # of the chunk, and not read yet
     past.rollback()
     past.commit(0)
-    assert len(past.outliers.past) == 1
+    assert len(past.outliers) == 1
+    assert all(torch.equal(a, b) for a, b in zip(held, past.states(0)))
+
+
+def test_an_outlier_lies_where_its_sequence_has_it(code):
+    "The mean that keys lose before RoPE is that of a position, which padding moves."
+    far = replace(code, recipe=replace(code.recipe, outliers=0.5))
+    layers, heads, d = code.key.shape
+    past = M.CodedPast(far, torch.tensor([0, 3]), None, torch.float32)
+    k, v = torch.randn(2, layers, 2, heads, 6, d, generator=torch.Generator().manual_seed(3))
+    k[0, 1, :, 4] *= 20
+    for i in range(layers):
+        past.take(i, k[i], v[i])
+    past.commit(6)
+    ((*_, row, slot, key, value),) = past.outliers
+    assert (row.tolist(), slot.tolist()) == ([1], [4]) and key.dtype == torch.float16
+    for states, kept in zip(past.states(0), (key, value)):
+        torch.testing.assert_close(states[1, :, 4], kept[0].float(), rtol=0, atol=1e-3)
+    mean = transform.centre_at(code.key.mean[0], torch.tensor([[1, 7]]), code.key.inv_freq)
+    assert mean.diff(dim=2).abs().max() > 0.1  # which the check would see
 
 
 def test_outlier_tokens_in_a_model(model, code):
@@ -440,6 +514,10 @@ def test_refusals_of_calibration(model, code):
             t.past = M.CodedPast(t.code, torch.zeros(1, dtype=torch.long), None, torch.float32)
             for i in range(2):
                 t.past.take(i, torch.full((1, 2, 3, 16), math.nan), torch.zeros(1, 2, 3, 16))
+        with pytest.raises(ValueError, match="finite"):
+            codes.recoded(
+                code, 1, torch.zeros(1, 2, 3, 16), torch.full((1, 2, 3, 16), math.inf)
+            )
     with pytest.raises(ValueError, match="rotary"):
         TurboEsm(
             EsmForMaskedLM(replace_config(model.config, position_embedding_type="absolute"))

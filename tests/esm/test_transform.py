@@ -1,5 +1,6 @@
 """Transform codes: specs, allocation, layout and files, without a model."""
 
+import hashlib
 import itertools
 
 import pytest
@@ -12,7 +13,6 @@ from turboquant_nb.esm.transform import (
     SideSpec,
     TransformCode,
     TransformRecipe,
-    Workspace,
     code_states,
     load_code,
     look_up,
@@ -61,8 +61,7 @@ def test_round_trip(d, heads, most, pre_rope):
 
 @pytest.mark.parametrize("most", [1, 3, 8])
 def test_several_layers_are_looked_up_at_once(most):
-    """All at once, some, one, or through a workspace that held something longer: the same bits,
-    from a view of a longer store too."""
+    """All at once, some or one: the same bits, from a view of a longer store too."""
     g = torch.Generator().manual_seed(most)
     bits = torch.randint(0, most + 1, (4, 3, 8), generator=g).to(torch.uint8)
     bits[2] = 0  # a layer without bits among others
@@ -75,12 +74,42 @@ def test_several_layers_are_looked_up_at_once(most):
         for i, (a, b) in enumerate(itertools.pairwise(edges))
     ]
     one = torch.cat(one, 1)
-    workspace = Workspace()
-    look_up(s, store, 0, 4, workspace)
     for first, last in ((0, 4), (1, 4), (0, 2), (2, 3), (1, 3)):
-        got = look_up(s, store[:, edges[first] : edges[last], :9], first, last, workspace)
+        got = look_up(s, store[:, edges[first] : edges[last], :9], first, last)
         assert got.shape == (2, last - first, 3, 8, 9) and torch.equal(got, one[:, first:last])
     assert not one[:, 2].any() and one[:, 3].any() and not torch.equal(one[:, 0], one[:, 1])
+
+
+@pytest.mark.parametrize(
+    "most, digest", [(1, "e3593f8358545cca"), (4, "09038d399d0e8445"), (8, "0e63902ffa28bb1c")]
+)
+def test_bytes_are_as_they_were(most, digest):
+    """The layout of bits that files of states and other programs would rely on, and what it
+    stands for. States, transforms and levels are small integers, so that every processor
+    computes without rounding."""
+    g = torch.Generator().manual_seed(most)
+    shape = layers, heads, d = 3, 3, 8
+    bits = torch.randint(0, most + 1, shape, generator=g).to(torch.uint8)
+    bits[1], bits[..., 0] = bits[1].clamp(max=1), most
+    into = torch.randint(-2, 3, (*shape, d), generator=g).tril(-1) + 2 * torch.eye(d)
+    mean = torch.randint(-3, 4, shape, generator=g).float()
+    count = {b: int((bits == b).sum()) for b in set(bits.flatten().tolist()) - {0}}
+    tables = {
+        b: torch.randint(1, 5, (n, 2**b), generator=g).cumsum(1) - 5 * 2 ** (b - 1)
+        for b, n in count.items()
+    }
+    still = torch.zeros(d // 2)  # RoPE that rotates nothing: cosines are 1
+    back = into.double().inverse().float()
+    s = SideCode(mean, into.float(), back, bits, M.join_levels(bits, tables), still)
+    x = torch.randint(-9, 10, (layers, 2, heads, 7, d), generator=g).float()
+    at = torch.arange(7) - torch.tensor([[0], [3]])
+    packed = code_states(s, x, at)
+    rows = packed.mT.contiguous()
+    said = packed, look_up(s, rows), M.energy_beyond(s, M.transform_states(s, x, at))
+    found = hashlib.sha256()
+    for t in said:
+        found.update(t.contiguous().view(torch.uint8).numpy().tobytes())
+    assert found.hexdigest()[:16] == digest
 
 
 def test_width_counts_whole_bytes():

@@ -8,6 +8,7 @@ __all__ = ['Past', 'prefix_visible', 'coded', 'CodedPast', 'StorePast', 'open_pa
 
 # %% ../../nbs/72_esm_codes.ipynb #f33095e2
 import math
+from copy import copy, deepcopy
 from typing import NamedTuple
 
 import torch
@@ -15,16 +16,17 @@ import torch.nn.functional as F
 from fastcore.basics import patch
 from torch import Tensor
 
+from .. import checks
 from ..cache.gather import BLOCK
 from ..cache.store import KVStore
 from turboquant_nb.esm.transform import (
     SideCode,
     TransformCode,
-    Workspace,
     _positions,
-    code_states,
     decode_states,
+    energy_beyond,
     look_up,
+    pack_channels,
     restore_states,
     transform_states,
 )
@@ -41,33 +43,36 @@ class Past:
         self,
         layers: int,
         start: Tensor,  # [B] int64 slots before each sequence starts
-        max_length: int | None = None,  # of the past, in tokens; None: it grows
         # no number may be read: all sequences start at 0, and nobody asks
         captured: bool = False,
     ):
-        self.layers, self.start, self.max_length, self.length = layers, start, max_length, 0
-        self.captured, self.ragged = (
-            captured,
-            not captured and bool(start.any()),
-        )  # asked once: on a GPU every answer waits
-        self.kept, self.new = [None] * layers, {}
+        self.layers, self.start, self.length, self.captured = layers, start, 0, captured
+        # asked once: on a GPU every answer waits
+        self.ragged = not captured and bool(start.any())
+        self.kept = [None] * layers  # the past and, behind it, the chunk that is being read
 
     def take(self, layer: int, k: Tensor, v: Tensor):
-        "Remember the states [B, H, n, d] of the chunk that is being read."
-        self.new[layer] = k, v
+        "Hold the states [B, H, n, d] of the chunk that is being read."
+        past = self.states(layer) if self.length else None
+        self.kept[layer] = tuple(torch.cat(x, 2) for x in zip(past, (k, v))) if past else (k, v)
 
     def commit(self, n: int):
         "The chunk of n tokens becomes past."
-        for i, pair in self.new.items():
-            old = self.kept[i]
-            self.kept[i] = (
-                pair if old is None else tuple(torch.cat(x, 2) for x in zip(old, pair))
-            )
-        self.length, self.new = self.length + n, {}
+        self.length += n
 
     def rollback(self):
         "Forget the chunk that is being read."
-        self.new = {}
+        self.kept = [self.states(i) if self.length else None for i in range(self.layers)]
+
+    def select(self, sequence: int) -> "Past":
+        "The past of one sequence alone, to be read."
+        part, out = slice(sequence, sequence + 1), copy(self)
+        out.start = self.start[part]
+        out._cut(part)
+        return out
+
+    def _cut(self, part: slice):
+        self.kept = [tuple(x[part] for x in pair) for pair in self.kept]
 
     def positions(self, first: int, last: int) -> Tensor:
         "Positions [B, last - first] of slots; negative before a sequence starts."
@@ -83,16 +88,15 @@ class Past:
 
     def states(self, layer: int) -> tuple:
         "Keys and values of the past [B, H, T, d]."
-        return self.kept[layer]
+        return tuple(x[:, :, : self.length] for x in self.kept[layer])
 
-    def scores(self, layer: int, q: Tensor, rows: slice = slice(None)) -> Tensor:
-        """fp32 products [B, H, n, T] of queries [B, H, n, d] with the keys of the past of these
-        sequences."""
-        return q.float() @ self.states(layer)[0][rows].float().mT
+    def scores(self, layer: int, q: Tensor) -> Tensor:
+        "fp32 products [B, H, n, T] of queries [B, H, n, d] with the keys of the past."
+        return q.float() @ self.states(layer)[0].float().mT
 
-    def weighted(self, layer: int, p: Tensor, rows: slice = slice(None)) -> Tensor:
+    def weighted(self, layer: int, p: Tensor) -> Tensor:
         "Sums [B, H, n, d] fp32 of the values of the past with weights p [B, H, n, T]."
-        return p @ self.states(layer)[1][rows].float()
+        return p @ self.states(layer)[1].float()
 
     def nbytes(self) -> int:
         "Bytes held."
@@ -130,35 +134,34 @@ def attend(
 ) -> Tensor:
     "Output [B, H, n, d] of a chunk that sees the past and itself; its states are taken."
     self.take(layer, k, v)
-    pair = (torch.cat(x, 2) for x in zip(self.states(layer), (k, v)))
-    return F.scaled_dot_product_attention(q, *pair, self.visible(q.shape[2], causal), scale=1.0)
+    seen = self.visible(q.shape[2], causal)
+    return F.scaled_dot_product_attention(q, *self.kept[layer], seen, scale=1.0)
 
 # %% ../../nbs/72_esm_codes.ipynb #cd7899cf
 @patch
-def rows(
-    self: Past, layer: int, q: Tensor, k: Tensor, v: Tensor, at: Tensor, sequence: int
-) -> Tensor:
-    """Each query [1, H, R, d] sees one sequence's past, with its own key and value in slot
+def rows(self: Past, layer: int, q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
+    """Each query [1, H, R, d] sees the past of one sequence, with its own key and value in slot
     at[r] of it."""
-    dtype, one = q.dtype, slice(sequence, sequence + 1)
+    dtype = q.dtype
     q, k, v = q.float(), k.float(), v.float()
-    scores, index = self.scores(layer, q, one), at.expand(1, q.shape[1], -1)[..., None]
+    scores, index = self.scores(layer, q), at.expand(1, q.shape[1], -1)[..., None]
     scores.scatter_(3, index, (q * k).sum(-1, keepdim=True))
     if self.ragged:
-        scores[..., : int(self.start[sequence])] = -math.inf
+        scores[..., : int(self.start)] = -math.inf
     p = scores.softmax(-1)
     own = p.gather(3, index)
-    return (self.weighted(layer, p.scatter_(3, index, 0.0), one) + own * v).to(dtype)
+    return (self.weighted(layer, p.scatter_(3, index, 0.0)) + own * v).to(dtype)
 
 # %% ../../nbs/72_esm_codes.ipynb #378d86bc
-class _TokenBytes:
-    "Codes of tokens, tokens side by side; room grows by an eighth."
+class _CodedSide:
+    """Keys or values of a past as the bytes of their code, of all layers in one tensor, tokens
+    side by side; room grows by an eighth."""
 
-    def __init__(self, widths: list, batch: int, capacity: int, device="cpu"):
-        self.edges = torch.tensor([0, *widths]).cumsum(0).tolist()  # of the layers
-        self.data = torch.zeros(
-            batch, self.edges[-1], capacity, dtype=torch.uint8, device=device
-        )
+    def __init__(self, code: SideCode, start: Tensor, capacity: int = 0):
+        self.code, self.found = code, None
+        self.edges = torch.tensor([0, *code.widths]).cumsum(0).tolist()  # of the layers
+        shape = len(start), self.edges[-1], capacity
+        self.data = torch.zeros(shape, dtype=torch.uint8, device=start.device)
 
     def room(self, need: int):
         "Make room for so many tokens."
@@ -173,58 +176,35 @@ class _TokenBytes:
         at = self.edges[first]
         self.data[:, at : at + packed.shape[2], slot : slot + packed.shape[1]] = packed.mT
 
-    def read(self, first: int, last: int, length: int) -> Tensor:
-        "Bytes [B, width, length] of layers first … last-1."
-        return self.data[:, self.edges[first] : self.edges[last], :length]
+    def read(self, layer: int, length: int) -> Tensor:  # [B, H, d, length]
+        """What the bytes of a layer stand for. Layers are looked up some at a time, as many as
+        have `BLOCK` numbers, or one; what was looked up stays in `found` for the others."""
+        first, z = self.found or (0, None)
+        if z is None or not first <= layer < first + z.shape[1]:
+            layers, heads, d = self.code.shape
+            size = len(self.data) * heads * d * length
+            first, last = layer, min(layers, layer + max(1, BLOCK // max(1, size)))
+            held = self.data[:, self.edges[first] : self.edges[last], :length]
+            z = look_up(self.code, held, first, last)
+            self.found = first, z
+        return z[:, layer - first]
+
+    def select(self, part: slice) -> "_CodedSide":
+        "Of some sequences."
+        out = copy(self)
+        out.data, out.found = self.data[part], None
+        return out
 
 # %% ../../nbs/72_esm_codes.ipynb #57ed8af0
 class _Outlier(NamedTuple):
-    "Outlier tokens of one layer, S of them."
+    "Outlier tokens of one layer and chunk, S of them."
 
     layer: int
+    before: int  # tokens of the past when the chunk came
     row: Tensor  # [S] sequences
     slot: Tensor  # [S]
     key: Tensor  # [S, H, d]
     value: Tensor  # [S, H, d]
-
-
-class _Outliers:
-    "Tokens kept apart: those of the past, and those of the chunk that is being read."
-
-    def __init__(self, dtype: torch.dtype):  # fp32 states are kept in fp16
-        self.dtype = torch.float16 if dtype == torch.float32 else dtype
-        self.past, self.found = [], []
-
-    def keep(self, far: Tensor, k: Tensor, v: Tensor, first: int, length: int):
-        """Keep the tokens marked in far [layers, B, n] of a chunk [layers, B, H, n, d] from
-        slot `length` on."""
-        layer, row, at = far.nonzero(as_tuple=True)
-        for i in layer.unique().tolist():
-            pick = layer == i
-            where = layer[pick], row[pick], slice(None), at[pick]
-            kept = (x[where].to(self.dtype) for x in (k, v))
-            self.found.append(_Outlier(first + i, row[pick], at[pick] + length, *kept))
-
-    def of(self, layer: int, rows: slice) -> list:
-        "Those of the past in a layer of these sequences, which are counted from the first."
-        mine = [x for x in self.past if x.layer == layer]
-        if rows == slice(None):
-            return mine
-        here = [(x.row >= rows.start) & (x.row < rows.stop) for x in mine]
-        kept = (_Outlier(layer, *(t[i] for t in x[1:])) for x, i in zip(mine, here))
-        return [x._replace(row=x.row - rows.start) for x in kept]
-
-    def commit(self):
-        "Those of the chunk belong to the past."
-        self.past, self.found = self.past + self.found, []
-
-    def rollback(self):
-        "Forget those of the chunk."
-        self.found = []
-
-    def nbytes(self) -> int:
-        "Bytes held, places included."
-        return sum(t.nbytes for x in self.past for t in x[1:])
 
 # %% ../../nbs/72_esm_codes.ipynb #b02396b8
 def coded(
@@ -233,26 +213,19 @@ def coded(
     positions: Tensor,  # [B, n]
     first: int,
     reach: float,  # tokens beyond the tables by more than this share are outliers; 0: none
-    check: bool = True,  # that states are finite
+    check: bool = True,  # that states are finite; in a captured graph nobody can ask
 ) -> tuple:  # (bytes [B, n, w], outliers: bool [layers, B, n], or False)
     "Bytes of a chunk, and which of its tokens leave the tables."
-    if not reach:
-        return code_states(side, x, positions, first, check=check), False
-    packed, over = code_states(side, x, positions, first, over=True, check=check)
-    return packed, over > reach
-
-
-class _CodedSide(NamedTuple):
-    "Keys or values of a past, in the basis of their code."
-
-    code: SideCode
-    bytes: _TokenBytes
+    if check:
+        checks.finite(x, "states")
+    z = transform_states(side, x, positions, first)
+    far = reach > 0 and (energy_beyond(side, z, first) > reach).view(-1, *positions.shape)
+    return pack_channels(side, z, first).view(*positions.shape, -1), far
 
 # %% ../../nbs/72_esm_codes.ipynb #5d7913b4
 class CodedPast(Past):
     """A past in the basis of its transforms: no key or value is ever transformed back, and no
-    mean is ever added to one. Layers are looked up some at a time, as many as have `BLOCK`
-    numbers, or one; what was looked up goes with the last layer."""
+    mean is ever added to one. What was looked up goes with the pass."""
 
     def __init__(
         self,
@@ -262,13 +235,10 @@ class CodedPast(Past):
         dtype,
         captured: bool = False,
     ):
-        super().__init__(code.key.shape[0], start, max_length, captured)
-        self.code = code
-        memory = (
-            _TokenBytes(s.widths, len(start), max_length or 0, start.device) for s in code.sides
-        )
-        self.key, self.value = map(_CodedSide, code.sides, memory)
-        self.outliers, self.workspace = _Outliers(dtype), Workspace()
+        super().__init__(code.key.shape[0], start, captured)
+        self.code, self.new, self.outliers = code, {}, []
+        self.exact_dtype = torch.float16 if dtype == torch.float32 else dtype  # of outliers
+        self.key, self.value = (_CodedSide(s, start, max_length or 0) for s in code.sides)
         self._rest()
 
     def take(self, layer, k, v):
@@ -282,67 +252,76 @@ class CodedPast(Past):
         positions = self.positions(self.length, self.length + n)
         chunks = [torch.stack(x) for x in zip(*self.new.values())]
         reach, far = self.code.recipe.outliers, False
-        for side in (self.key, self.value):  # before any is written
-            side.bytes.room(self.length + n)
         for side, x in zip((self.key, self.value), chunks):
             packed, out = coded(side.code, x, positions, first, reach, not self.captured)
-            side.bytes.write(packed, first, self.length)
+            side.room(self.length + n)
+            side.write(packed, first, self.length)
             far = far | out
         if reach:
-            self.outliers.keep(far & (positions >= 0), *chunks, first, self.length)
+            self._keep(far & (positions >= 0), chunks, first)
         self.new = {}
 
+    def _keep(self, far: Tensor, chunks: list, first: int):
+        "Keep the tokens exactly that are marked in far [layers, B, n]."
+        layer, row, at = far.nonzero(as_tuple=True)
+        for i in layer.unique().tolist():
+            mine = row[layer == i], at[layer == i]
+            kept = (x[i, mine[0], :, mine[1]].to(self.exact_dtype) for x in chunks)
+            where = first + i, self.length, mine[0], mine[1] + self.length
+            self.outliers.append(_Outlier(*where, *kept))
+
     def commit(self, n):
-        self.length += n
-        self.outliers.commit()
+        super().commit(n)
         self._rest()
 
     def rollback(self):
         self.new = {}
-        self.outliers.rollback()
+        self.outliers = [x for x in self.outliers if x.before < self.length]
         self._rest()
 
     def _rest(self):
-        self._looked_up, self._cos_sin = {}, None
+        self.key.found = self.value.found = self._cos_sin = None
 
-    def _read(self, which: str, layer: int, rows: slice) -> Tensor:  # [B, H, d, T]
+    def _cut(self, part):
+        self.key, self.value = self.key.select(part), self.value.select(part)
+        here = [x.row == part.start for x in self.outliers]
+        self.outliers = [
+            _Outlier(*x[:2], *(t[i] for t in x[2:]))._replace(row=x.row[i] - part.start)
+            for x, i in zip(self.outliers, here)
+        ]
+        self._rest()
+
+    def _read(self, which: str, layer: int) -> Tensor:  # [B, H, d, T]
         "Keys or values of a layer, as codes and outliers say, without their mean."
-        side, (b, last) = getattr(self, which), (len(self.start[rows]), layer + 1)
-        of, first, found = self._looked_up.get(which, (None, 0, None))
-        if of != rows or not first <= layer < first + found.shape[1]:
-            size = b * math.prod(self.code.key.shape[1:]) * self.length
-            first, last = layer, min(self.layers, layer + max(1, BLOCK // max(1, size)))
-            held = side.bytes.read(first, last, self.length)[rows]
-            found = look_up(side.code, held, first, last, self.workspace, which)
-            self._looked_up[which] = rows, first, found
-        z = found[:, layer - first]
-        for x in self.outliers.of(layer, rows):
-            at = (x.slot - self.start[rows][x.row])[:, None]
-            exact = transform_states(side.code, getattr(x, which)[None, :, :, None], at, layer)
-            z[x.row, :, :, x.slot] = exact.T.reshape(-1, *z.shape[1:3])
+        side = getattr(self, which)
+        z = side.read(layer, self.length)
+        for x in self.outliers:
+            if x.layer == layer and x.before < self.length:
+                at = (x.slot - self.start[x.row])[:, None]
+                exact = getattr(x, which)[None, :, :, None]
+                exact = transform_states(side.code, exact, at, layer).T
+                z[x.row, :, :, x.slot] = exact.reshape(-1, *z.shape[1:3])
         return z
 
-    def _mean_scores(self, layer: int, q: Tensor, rows: slice) -> Tensor | float:
+    def _mean_scores(self, layer: int, q: Tensor) -> Tensor | float:
         "What the mean of keys adds to the scores of queries [B, H, n, d]: [B, H, n, T or 1]."
-        side, held = self.code.key, slice(None) if self.ragged else slice(1)
-        if self._cos_sin is None and side.inv_freq is not None:  # one for all layers of a step
-            table = cos_sin_table(self.positions(0, self.length)[held], side.inv_freq)
-            self._cos_sin = table.mT[:, None].contiguous().mT
-        angles = None if self._cos_sin is None else self._cos_sin[rows if self.ragged else held]
+        side = self.code.key
         rotary = 0 if side.inv_freq is None else 2 * len(side.inv_freq)
-        return side.centre.query(q, side.mean[layer][:, None], rotary).scores(angles)
+        if self._cos_sin is None and rotary:  # one for all layers of a step
+            rows = self.positions(0, self.length)[: None if self.ragged else 1]
+            table = cos_sin_table(rows, side.inv_freq)
+            self._cos_sin = table.mT[:, None].contiguous().mT
+        return side.centre.query(q, side.mean[layer][:, None], rotary).scores(self._cos_sin)
 
-    def scores(self, layer, q, rows=slice(None)):
+    def scores(self, layer, q):
         q = q.float()
-        return (q @ self.code.key.back[layer] @ self._read("key", layer, rows)).add_(
-            self._mean_scores(layer, q, rows)
+        return (q @ self.code.key.back[layer] @ self._read("key", layer)).add_(
+            self._mean_scores(layer, q)
         )
 
-    def weighted(self, layer, p, rows=slice(None)):
+    def weighted(self, layer, p):
         side = self.code.value
-        out = p @ self._read("value", layer, rows).mT @ side.back[layer].mT
-        if layer == self.layers - 1:
-            self._rest()
+        out = p @ self._read("value", layer).mT @ side.back[layer].mT
         return side.centre.output(out, p.sum(-1, keepdim=True), side.mean[layer][:, None])
 
     def attend(self, layer, q, k, v, causal=True):
@@ -358,14 +337,14 @@ class CodedPast(Past):
         "Keys and values of the past [B, H, T, d] fp32, as codes and outliers say."
         at, out = self.positions(0, self.length), []
         for name in ("key", "value"):
-            z = self._read(name, layer, slice(None)).mT
+            z = self._read(name, layer).mT
             out.append(restore_states(getattr(self.code, name), z, at, layer))
         self._rest()
         return tuple(out)
 
     def nbytes(self) -> int:
-        held = sum(side.bytes.data.nbytes for side in (self.key, self.value))
-        return held + self.outliers.nbytes() + self.start.nbytes
+        kept = sum(t.nbytes for x in self.outliers for t in x[2:])
+        return self.key.data.nbytes + self.value.data.nbytes + kept + self.start.nbytes
 
 # %% ../../nbs/72_esm_codes.ipynb #3bec6832
 class StorePast(Past):
@@ -374,7 +353,7 @@ class StorePast(Past):
     def __init__(
         self, recipes: list, start: Tensor, max_length, heads: int, inv_freq: Tensor, dtype
     ):
-        super().__init__(len(recipes), start, max_length)
+        super().__init__(len(recipes), start)
         more = dict(heads=heads, d_key=2 * len(inv_freq), dtype=dtype, device=start.device)
         more |= dict(max_length=max_length, inv_freq=inv_freq)  # for means before RoPE
         self.stores = [KVStore(r, len(start), **more) for r in recipes]
@@ -390,12 +369,14 @@ class StorePast(Past):
         out, _ = ops.attend(q, self.stores[layer], k, v, scaling=1.0, causal=causal)
         return out
 
-    def commit(self, n):
-        self.length += n
-
     def rollback(self):
         for s in self.stores:
             s.crop(s.length - self.length)
+
+    def _cut(self, part):
+        self.stores = [deepcopy(s) for s in self.stores]
+        for s in self.stores:
+            s.select(range(part.start, part.stop))
 
     def states(self, layer):
         return self.stores[layer].read(0)
@@ -416,7 +397,7 @@ def open_past(
     "An empty past of the kind that the code asks for."
     layers, heads, _ = shape
     if code is None:
-        return Past(layers, start, max_length, captured)
+        return Past(layers, start, captured)
     if isinstance(code, TransformCode):
         return CodedPast(code, start, max_length, dtype, captured)
     return StorePast(code, start, max_length, heads, inv_freq, dtype)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 from fastcore.basics import patch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import checks
 from .checkpoints import _transformers
@@ -21,43 +21,21 @@ from ..quant.quantizer import as_recipe
 from .transform import TransformCode, attention_weights
 
 _transformers()  # says which extra installs it
-from ..hf.hooks import Instead, attention_function, attention_name, hooked
-from transformers.models.esm.modeling_esm import (
-    EsmModel,
-    EsmSelfAttention,
-    apply_rotary_pos_emb,
-    eager_attention_forward,
-)
+from ..hf.hooks import Ask, hooked
+from transformers.models.esm.modeling_esm import EsmModel
 
 # %% ../../nbs/73_esm_model.ipynb #b08ce9b3
-def _states(attention: EsmSelfAttention, x: Tensor, position_embeddings: tuple) -> tuple:
-    "Queries (scaled), keys and values [B, H, n, d], the first two after RoPE."
-    shape = (*x.shape[:-1], -1, attention.attention_head_size)
-    project = attention.query, attention.key, attention.value
-    q, k, v = (f(x).view(shape).transpose(1, 2) for f in project)
-    q = q * attention.attention_head_size**-0.5
-    return *apply_rotary_pos_emb(q, k, *position_embeddings, unsqueeze_dim=1), v
+def _asking(attention: nn.Module, layer: int, hook) -> Ask:
+    """hook(layer, q, k, v, mask) -> (k, v, output [B, H, n, d] or None) comes before the
+    attention of a layer; q is scaled."""
 
+    def attend(own, module, q, k, v, mask, **kwargs):
+        k, v, out = hook(layer, q, k, v, mask)
+        if out is None:
+            return own(module, q, k, v, mask, **kwargs)
+        return out.transpose(1, 2), None
 
-def _asking(attention: EsmSelfAttention, layer: int, hook):
-    """Its forward with hook(layer, q, k, v, mask) -> (k, v, output [B, H, n, d] or None) before
-    attention."""
-
-    def forward(hidden_states, attention_mask=None, position_embeddings=None, **kwargs):
-        q, k, v = _states(attention, hidden_states, position_embeddings)
-        k, v, out = hook(layer, q, k, v, attention_mask)
-        if out is not None:
-            out, weights = out.transpose(1, 2), None
-        else:
-            name = attention_name(attention.config)
-            attend = attention_function(name, eager_attention_forward)
-            dropout = attention.dropout if attention.training else 0.0
-            kwargs = {n: x for n, x in kwargs.items() if not n.startswith("encoder_")}
-            kwargs |= dict(dropout=dropout, scaling=attention.scaling)
-            out, weights = attend(attention, q, k, v, attention_mask, **kwargs)
-        return out.reshape(*hidden_states.shape[:-1], -1).contiguous(), weights
-
-    return forward
+    return Ask(attention, attend)
 
 # %% ../../nbs/73_esm_model.ipynb #17ea8413
 class EsmOutput(NamedTuple):
@@ -149,7 +127,7 @@ class TurboEsm:
     def _run(self, hook, f) -> EsmOutput:
         "f() gives hidden states, with a hook in every layer; then the head."
         asked = [] if hook is None else enumerate(self.attention)
-        with hooked(*(Instead(a, _asking(a, i, hook)) for i, a in asked)):
+        with hooked(*(_asking(a, i, hook) for i, a in asked)):
             hidden = f()
         return EsmOutput(hidden, None if self.head is None else self.head(hidden))
 
@@ -278,8 +256,8 @@ def rows(
         raise ValueError(
             f"sequence must be one of {len(past.start)}, counted from 0, got {sequence}"
         )
-    sequence %= len(past.start)
-    start = int(past.start[sequence])
+    past = past.select(sequence % len(past.start))
+    start = int(past.start)
     if ids.shape != at.shape or ids.ndim != 1 or not len(ids):
         text = f"{list(ids.shape)}, {list(at.shape)}"
         raise ValueError(f"ids and at must be vectors of one length, got {text}")
@@ -287,25 +265,19 @@ def rows(
     if low < 0 or high >= past.length - start:
         text = f"{past.length - start - 1}, got {low} to {high}"
         raise ValueError(f"at must be from 0 to {text}")
-    return self._rows(past, ids, at, start, sequence, block)
+    return self._rows(past, ids, at, start, block)
 
 
 @patch
 def _rows(
-    self: TurboEsm,
-    past,
-    ids: Tensor,
-    at: Tensor,
-    start: int = 0,
-    sequence: int = 0,
-    block: int = 1024,
+    self: TurboEsm, past, ids: Tensor, at: Tensor, start: int = 0, block: int = 1024
 ) -> EsmOutput:
     "`rows` of a past that is given, positions unchecked: no number is read from the device."
     ratio = torch.zeros(1, device=ids.device)  # a masked token's embedding is 0 at any ratio
 
     def part(ids, at):
         def hook(layer, q, k, v, _):
-            return k, v, past.rows(layer, q, k, v, at + start, sequence)
+            return k, v, past.rows(layer, q, k, v, at + start)
 
         return self._run(hook, lambda: self._encode(self._embed(ids[None], ratio), at[None]))
 
@@ -316,10 +288,8 @@ def _rows(
 # %% ../../nbs/73_esm_model.ipynb #dc8ea47a
 def _real(ids: Tensor, mask: Tensor | None) -> Tensor:  # bool [B, T]
     "Which tokens are not padding; raises as `_padding`."
-    return (
-        torch.arange(ids.shape[1], device=ids.device)
-        < (ids.shape[1] - _padding(ids, mask))[:, None]
-    )
+    _padding(ids, mask)
+    return torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.long() > 0
 
 
 def _replayed(q, exact, codes, prefix, real) -> Tensor:  # [B, H, T, d]

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['Before', 'After', 'Finally', 'Instead', 'hooked', 'as_bool', 'split_mask', 'AttentionCall', 'as_interface',
-           'register', 'attention_name', 'attention_function', 'Attend', 'eagerly', 'MaskLength', 'listening',
-           'listen_to_masks', 'Handle', 'serve_handles', 'wants_weights', 'Detour', 'GenerateWith', 'each_layer',
-           'causal_mask_function', 'sdpa_mask']
+           'register', 'attention_name', 'Attend', 'eagerly', 'MaskLength', 'listening', 'listen_to_masks', 'Handle',
+           'serve_handles', 'Ask', 'wants_weights', 'Detour', 'GenerateWith', 'each_layer', 'causal_mask_function',
+           'sdpa_mask']
 
 # %% ../../nbs/50b_hooks.ipynb #f2eda8d2
 import inspect
@@ -195,11 +195,6 @@ def attention_name(config) -> str | None:
     return getattr(config, "_attn_implementation", None)
 
 
-def attention_function(name: str, default: Callable) -> Callable:
-    "What transformers calls for this name."
-    return ALL_ATTENTION_FUNCTIONS.get_interface(name, default)
-
-
 @dataclass(frozen=True)
 class Attend:
     "Let a model attend by another implementation."
@@ -282,8 +277,10 @@ class Handle:
         raise NotImplementedError
 
 
-def _attend(own: Callable, module, query, key, value, attention_mask, *args, **kwargs):
-    "The model's own attention, unless the keys are a handle."
+def _attend(asked: dict, own, module, query, key, value, attention_mask, *args, **kwargs):
+    "The model's own attention, unless the keys are a handle or somebody is asked first."
+    if asked and module in asked:
+        own = partial(asked[module], own)
     if hasattr(type(key), "attend"):  # a handle, of whichever copy of this module
         if key.eager and torch.compiler.is_compiling():
             more = query, value, attention_mask, *args
@@ -294,16 +291,39 @@ def _attend(own: Callable, module, query, key, value, attention_mask, *args, **k
 
 def serve_handles() -> None:
     "From now on whatever attention a model asks transformers for lets a handle attend."
-    get = AttentionInterface.get_interface
-    if hasattr(get, "serves_handles"):
+    get, asked = AttentionInterface.get_interface, {}
+    if hasattr(get, "asked"):
         return
 
     @wraps(get)
     def get_interface(self, attn_implementation, default):
-        return partial(_attend, get(self, attn_implementation, default))
+        return partial(_attend, asked, get(self, attn_implementation, default))
 
-    get_interface.serves_handles = True
+    get_interface.asked = asked  # attention module -> what an `Ask` put before its attention
     AttentionInterface.get_interface = get_interface
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Call `function(own, module, query, key, value, mask, **kwargs)` where a module attends;
+    `own` is what it would have called."""
+
+    module: nn.Module  # of transformers, the one that asks for an attention
+    function: Callable
+
+    def put(self) -> Callable:
+        "Hook; what it returns takes that back."
+        serve_handles()
+        asked = AttentionInterface.get_interface.asked
+        before = asked.get(self.module)
+        asked[self.module] = self.function
+
+        def undo():
+            del asked[self.module]
+            if before is not None:
+                asked[self.module] = before
+
+        return undo
 
 # %% ../../nbs/50b_hooks.ipynb #29eb5608
 def wants_weights() -> bool:
