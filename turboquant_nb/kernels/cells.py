@@ -148,6 +148,11 @@ class CellPlan(CellCodes):
         sides = zip(("KX", "VX"), self.tables.chains, (self.cell.d_key, self.cell.d_value))
         return {name: window_chain(chain, d) for name, chain, d in sides}
 
+    def piece(self, heads: int) -> int:
+        """Tokens at most whose vectors lie in memory at once, where codes are by windows:
+        16,384 vectors of a side, in whole runs of 16 tokens."""
+        return max(16, 16384 // heads // 16 * 16)
+
     def memory(self, cache: Tensor) -> dict:
         "Addresses and strides of a pool, as kernels take them."
         self.cell.check(cache)
@@ -418,15 +423,10 @@ def append_cells(
             )
     if not len(slots):
         return
-    heads, most = cache.shape[1], len(slots)
-    if plan.chained:
-        most = max(1, _SEARCHED // heads)
+    most = plan.piece(cache.shape[1]) if plan.chained else len(slots)
     for first in range(0, len(slots), most):
         mine = slice(first, first + most)
         _append_piece(cache, plan, _dense(k[mine]), _dense(v[mine]), slots[mine])
-
-
-_SEARCHED = 16384  # vectors of a side, at most, between the steps of a code by windows
 
 
 def _append_piece(cache: Tensor, plan: CellPlan, k: Tensor, v: Tensor, slots: Tensor) -> None:
@@ -1044,14 +1044,7 @@ def _cell_form(
     """What the kernel is compiled for. key, value: offsets of three planes and of scales;
     chains: of `CodeTables`. One object per set of arguments."""
     form = decode_form(
-        cell.d_key,
-        cell.d_value,
-        rows,
-        cell.key_bits,
-        cell.value_bits,
-        cell.tokens,
-        0,
-        *chains,
+        cell.d_key, cell.d_value, rows, cell.key_bits, cell.value_bits, cell.tokens, 0, *chains
     )
     names = [*(f"{s}{n}" for s in "KV" for n in ("0", "1", "2", "S"))]
     return _Form(

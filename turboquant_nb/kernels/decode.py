@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from ..cache.attention import Call, Rule
-from ..quant.trellis import lane_order
 from .encode import _moved, packed_order
 
 try:
@@ -317,9 +316,7 @@ def _portable_kernel(
                     + (pos - offset)[None, :]
                 )
             visible = (pos[None, :] >= low[:, None]) & (pos[None, :] < high[:, None])
-            v = _levels(
-                v0, v1, v2, TABLE + 16, slot, quarter, r, DV, DVP, R, VB, True, VX
-            )
+            v = _levels(v0, v1, v2, TABLE + 16, slot, quarter, r, DV, DVP, R, VB, True, VX)
             vs = tl.load(v_scale + slot * (4 * R) + t).to(tl.float32)
             m, total, acc = _absorb(s, visible, v, vs, m, total, acc, cap_at, CAPPED)
     some = tl.where(total != 0, total, 1.0)  # NaN counts as seen

@@ -79,10 +79,7 @@ class Plan(NamedTuple):
         "The plan for codes of two quantizers."
         if why := _side_reason("keys", key, tile) or _side_reason("values", value, tile):
             return cls(None, why)
-        return cls(
-            CodeTables.of(key, value, device),
-            why_mma=_mma_reason(key, value, tile),
-        )
+        return cls(CodeTables.of(key, value, device), why_mma=_mma_reason(key, value, tile))
 
 
 def _angles_of(store: KVStore) -> AngleTables | None:

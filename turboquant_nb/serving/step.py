@@ -40,7 +40,7 @@ from turboquant_nb.kernels.cells import (
     past_cells,
 )
 from ..quant.calibration import Calibration, load_calibration
-from ..quant.mixed_precision import make_quantizer
+from ..quant.mixed_precision import find_code, make_quantizer
 from ..quant.quantizer import CODES, PRESETS, Recipe, preset
 from ..theory.transforms import HeadTransform, register_transform
 
@@ -88,15 +88,26 @@ def serving_recipe(
                 f"{name} must have one number of bits and no QJL residual, got "
                 f"bits={side.bits!r}, residual={side.residual!r}"
             )
-        if side.codebook in CODES:
+        elif side.codebook in CODES and (why := _code_reason(side)):
             reasons.append(
-                f"{name}.codebook must be a table, got {side.codebook!r}: kernels know no other"
+                f"{name}.codebook must be a table or windows that kernels read, got "
+                f"{side.codebook!r}: {why}"
             )
         if side.scale_dtype == "float32":
             reasons.append(f"{name}.scale_dtype must have 2 bytes, got 'float32'")
     if reasons:
         raise ValueError(f"this recipe cannot be served: {'; '.join(reasons)}")
     return recipe
+
+
+def _code_reason(spec) -> str:
+    """Why no kernel reads and makes a code that is no table, whatever the head size; empty if
+    one does."""
+    try:
+        code = find_code(spec, 128)
+    except ValueError as error:
+        return str(error)
+    return code.refuses("windows") or ("" if code.windows else code.refuses("encode"))
 
 
 def needs_means(
@@ -425,7 +436,10 @@ class CodedAttention:
         cell, device = self.plan.cell, self.plan.device
         dk, dv, n = cell.d_key, cell.d_value, cell.tokens
         cache = cell.empty(1, self.heads, device).zero_()
-        for tokens in (1, n // 4 + 1):
+        counts = {1, n // 4 + 1}
+        if self.plan.chained and device.type == "cuda":  # many are searched by another kernel
+            counts.add(self.plan.piece(self.heads))
+        for tokens in sorted(counts):
             k, v = (
                 torch.zeros(tokens, self.heads, d, dtype=dtype, device=device) for d in (dk, dv)
             )
