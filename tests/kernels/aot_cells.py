@@ -18,8 +18,6 @@ import aot_decode
 from turboquant_nb.cache.pages import CellLayout
 from turboquant_nb.kernels import cells, decode, decode_mma
 from turboquant_nb.kernels.encode import CodedSide, CodingConstants, RotationOperand
-from turboquant_nb.quant.mixed_precision import find_code
-from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.theory.rotation import make_rotation
 
 TYPES = aot_decode.TYPES | dict.fromkeys(
@@ -81,9 +79,7 @@ def chains(c, codebook):
     "How levels of trellis codes of this name are read, of keys and of values."
     if codebook is None:
         return (), ()
-    sides = (c.key_bits, c.d_key), (c.value_bits, c.d_value)
-    codes = [find_code(Spec(bits, codebook=codebook), d) for bits, d in sides]
-    return tuple(decode.chain_of(code.lut, bits) for code, (bits, _) in zip(codes, sides))
+    return tuple(aot_decode.chains_of(codebook, c.d_key, (c.key_bits, c.value_bits)))
 
 
 def fragments(

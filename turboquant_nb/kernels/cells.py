@@ -17,7 +17,10 @@ from torch import Tensor
 from ..cache.attention import Rule
 from ..cache.pages import CellCodes, CellLayout, Exact, Requests
 from turboquant_nb.kernels.decode import (
+    _add_splits,
+    _attend_exactly,
     _levels,
+    _log_sum,
     _portable_cap,
     _portable_kernel,
     is_interpreted,
@@ -769,7 +772,7 @@ def _own_tokens(
     """Query i of R rows over its request's own exact tokens: maximum (base 2), total, weighted
     sum."""
     d, e = tl.arange(0, DP), tl.arange(0, DVP)
-    top = tl.full([R], float("-inf"), tl.float32)
+    top = tl.full([R], -1e30, tl.float32)
     total = tl.zeros([R], tl.float32)
     acc = tl.zeros([R, DVP], tl.float32)
     for j in range(0, m):
@@ -782,10 +785,9 @@ def _own_tokens(
         seen = (j <= i) & (length > 0)
         if SLIDING:
             seen = seen & (j > i - sliding_window)
-        s = tl.where(seen, s * 1.4426950408889634, float("-inf"))
+        s = tl.where(seen, s * 1.4426950408889634, -1e30)
         new = tl.maximum(top, s)
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        rescale, p = tl.exp2(top - safe), tl.exp2(s - safe)
+        rescale, p = tl.exp2(top - new), tl.where(seen, tl.exp2(s - new), 0.0)
         acc = acc * rescale[:, None] + p[:, None] * v[None, :]
         total = total * rescale + p
         top = new
@@ -843,19 +845,10 @@ def _recent_tokens(
         v = tl.load(
             NEAR + at + D + e[None, :], mask=there[:, None] & (e < DV)[None, :], other=0.0
         ).to(tl.float32)
-        s = tl.sum(q[:, None, :] * k[None, :, :], 2)
-        if CAPPED:
-            s = _portable_cap(s, cap_at)
         seen = there[None, :] & (i >= 0)[:, None]
         if SLIDING:
             seen = seen & (t[None, :] > (length - m + i - sliding_window)[:, None])
-        s = tl.where(seen, s * 1.4426950408889634, float("-inf"))
-        new = tl.maximum(top, tl.max(s, 1))
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        rescale, p = tl.exp2(top - safe), tl.exp2(s - safe[:, None])
-        acc = acc * rescale[:, None] + tl.sum(p[:, :, None] * v[None, :, :], 1)
-        total = total * rescale + tl.sum(p, 1)
-        top = new
+        top, total, acc = _attend_exactly(q, k, v, seen, top, total, acc, cap_at, CAPPED)
     return top, total, acc
 
 
@@ -999,7 +992,7 @@ def _join_kernel(
                 SLIDING=SLIDING,
                 CAPPED=CAPPED,
             )
-    far = tl.zeros([R, DVP], tl.float32)
+        top = tl.where(whole != 0, top, float("-inf"))  # NaN counts as seen
     place0 = (bh * blocks + r // Q).to(tl.int64) * splits
     used = splits
     if LISTED:
@@ -1008,32 +1001,29 @@ def _join_kernel(
         place0 = (h * blocks + r // Q).to(tl.int64) * splits + begin
     if PDL:
         tl.extra.cuda.gdc_wait()
-    for s0 in range(0, used, SB):
-        part = s0 + tl.arange(0, SB)
-        place = (place0[:, None] + part[None, :]) * Q + (r % Q)[:, None]
-        there = ok[:, None] & (part < used)[None, :]
-        lse = tl.load(LSE_PARTS + place, mask=there, other=float("-inf"))
-        seen = lse != float("-inf")  # a row that sees no token of a split
-        o = tl.load(
-            PARTS + place[:, :, None] * DV + e[None, None, :],
-            mask=seen[:, :, None] & (e < DV)[None, None, :],
-            other=0.0,
-        )
-        new = tl.maximum(top, tl.max(lse, 1))
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        rescale = tl.exp2(top - safe)
-        w = tl.where(seen, tl.exp2(lse - safe[:, None]), 0.0)
-        far = far * rescale[:, None] + tl.sum(o * w[:, :, None], 1)
-        near, whole, top = near * rescale[:, None], whole * rescale + tl.sum(w, 1), new
-    norm = tl.where(whole != 0, whole, 1.0)
+    top, whole, near, far = _add_splits(
+        PARTS=PARTS,
+        LSE_PARTS=LSE_PARTS,
+        place0=place0,
+        used=used,
+        r=r,
+        ok=ok,
+        top=top,
+        whole=whole,
+        near=near,
+        DV=DV,
+        DVP=DVP,
+        Q=Q,
+        R=R,
+        SB=SB,
+    )
+    norm, lse = _log_sum(top, whole)
     at, real = (token * ot + head * oh)[:, None] + e[None, :], ok[:, None] & (e < DV)[None, :]
     if ROTATED:
         tl.store(REST + at, far / norm[:, None], mask=real)
         tl.store(OUT + at, near / norm[:, None], mask=real)
     else:
         tl.store(OUT + at, ((near + far) / norm[:, None]).to(OUT.dtype.element_ty), mask=real)
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    lse = tl.where(whole != 0, (safe + tl.log2(norm)) * 0.6931471805599453, float("-inf"))
     tl.store(LSE + token * (heads * group) + head, lse, mask=ok)
 
 # %% ../../nbs/45b_cells.ipynb #45b00015

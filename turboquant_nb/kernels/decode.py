@@ -356,6 +356,73 @@ def _exact_rows(S, W, C, bh, i, ok, sinks, recent, cn, D: tl.constexpr, DP: tl.c
 
 # %% ../../nbs/41_decode.ipynb #4fa23205
 @triton.jit
+def _attend_exactly(q, k, v, visible, m, total, acc, cap, CAPPED: tl.constexpr):
+    """A few more exact tokens in an online softmax: queries [R, DP], keys [T, DP], values [T,
+    DVP], visible [R, T]."""
+    s = tl.sum(q[:, None, :] * k[None, :, :], 2)
+    if CAPPED:
+        s = _portable_cap(s, cap)
+    s = tl.where(visible, s * 1.4426950408889634, -1e30)
+    new = tl.maximum(m, tl.max(s, 1))
+    rescale = tl.exp2(m - new)
+    p = tl.where(visible, tl.exp2(s - new[:, None]), 0.0)
+    acc = acc * rescale[:, None] + tl.sum(p[:, :, None] * v[None, :, :], 1)
+    return new, total * rescale + tl.sum(p, 1), acc
+
+
+@triton.jit
+def _add_splits(
+    PARTS,
+    LSE_PARTS,
+    place0,
+    used,
+    r,
+    ok,
+    top,
+    whole,
+    near,
+    DV: tl.constexpr,
+    DVP: tl.constexpr,
+    Q: tl.constexpr,
+    R: tl.constexpr,
+    SB: tl.constexpr,
+):
+    """`used` splits of rows r, whose first ones lie at place0, SB at a time, after exact
+    tokens: maximum, total, and the sums of exact and of coded tokens."""
+    e, far = tl.arange(0, DVP), tl.zeros([R, DVP], tl.float32)
+    for s0 in range(0, used, SB):
+        part = s0 + tl.arange(0, SB)
+        place = (place0[:, None] + part[None, :]) * Q + (r % Q)[:, None]
+        there = ok[:, None] & (part < used)[None, :]
+        lse = tl.load(LSE_PARTS + place, mask=there, other=float("-inf"))
+        o = tl.load(
+            PARTS + place[:, :, None] * DV + e[None, None, :],
+            mask=there[:, :, None] & (e < DV)[None, None, :],
+            other=0.0,
+        )
+        new = tl.maximum(top, tl.max(lse, 1))
+        safe = tl.where(new == float("-inf"), 0.0, new)
+        rescale = tl.where(top == float("-inf"), 0.0, tl.exp2(top - safe))
+        seen = lse != float("-inf")  # an empty split has written no output
+        w = tl.where(seen, tl.exp2(lse - safe[:, None]), 0.0)
+        far = far * rescale[:, None] + tl.sum(
+            tl.where(seen[:, :, None], o * w[:, :, None], 0.0), 1
+        )
+        near = near * rescale[:, None]
+        whole = whole * rescale + tl.sum(w, 1)
+        top = new
+    return top, whole, near, far
+
+
+@triton.jit
+def _log_sum(top, whole):
+    "What outputs are divided by, and the natural log-sum-exp."
+    norm, safe = tl.where(whole != 0, whole, 1.0), tl.where(top == float("-inf"), 0.0, top)
+    lse = (safe + tl.log2(norm)) * 0.6931471805599453
+    return norm, tl.where(whole != 0, lse, float("-inf"))
+
+
+@triton.jit
 def _exact_tokens(
     q,
     b,
@@ -413,20 +480,11 @@ def _exact_tokens(
         pos, counts = _exact_where(i, start, sinks, recent, recent_from, chunk, length)
         k = _exact_rows(SK, WK, ck, bh, i, counts, sinks, recent, ckn, D, DP)
         v = _exact_rows(SV, WV, cv, bh, i, counts, sinks, recent, cvn, DV, DVP)
-        s = tl.sum(q[:, None, :] * k[None, :, :], 2)
-        if CAPPED:
-            s = _portable_cap(s, cap)
         visible = (
             counts[None, :] & (pos[None, :] >= low[:, None]) & (pos[None, :] < high[:, None])
         )
         visible = visible & ((pos[None, :] >= since[:, None]) | (pos < start + sinks)[None, :])
-        s = tl.where(visible, s * 1.4426950408889634, -1e30)
-        new = tl.maximum(m, tl.max(s, 1))
-        rescale = tl.exp2(m - new)
-        p = tl.where(visible, tl.exp2(s - new[:, None]), 0.0)
-        acc = acc * rescale[:, None] + tl.sum(p[:, :, None] * v[None, :, :], 1)
-        total = total * rescale + tl.sum(p, 1)
-        m = new
+        m, total, acc = _attend_exactly(q, k, v, visible, m, total, acc, cap, CAPPED)
     return m, total, acc
 
 # %% ../../nbs/41_decode.ipynb #faad4c72
@@ -566,32 +624,26 @@ def _combine_kernel(
             CAPPED=CAPPED,
         )
         top = tl.where(whole != 0, m, top)  # NaN counts as seen
-    far = tl.zeros([R, DVP], tl.float32)
     first = (bh * blocks + r // Q).to(tl.int64) * splits
     if PDL:
         tl.extra.cuda.gdc_wait()
-    for s0 in range(0, splits, SB):
-        part = s0 + tl.arange(0, SB)
-        place = (first[:, None] + part[None, :]) * Q + (r % Q)[:, None]
-        there = ok[:, None] & (part < splits)[None, :]
-        lse = tl.load(LSE_PARTS + place, mask=there, other=float("-inf"))
-        o = tl.load(
-            OUT_PARTS + place[:, :, None] * DV + e[None, None, :],
-            mask=there[:, :, None] & (e < DV)[None, None, :],
-            other=0.0,
-        )
-        new = tl.maximum(top, tl.max(lse, 1))
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        rescale = tl.where(top == float("-inf"), 0.0, tl.exp2(top - safe))
-        seen = lse != float("-inf")  # an empty split has written no output
-        w = tl.where(seen, tl.exp2(lse - safe[:, None]), 0.0)
-        far = far * rescale[:, None] + tl.sum(
-            tl.where(seen[:, :, None], o * w[:, :, None], 0.0), 1
-        )
-        near = near * rescale[:, None]
-        whole = whole * rescale + tl.sum(w, 1)
-        top = new
-    norm = tl.where(whole != 0, whole, 1.0)
+    top, whole, near, far = _add_splits(
+        PARTS=OUT_PARTS,
+        LSE_PARTS=LSE_PARTS,
+        place0=first,
+        used=splits,
+        r=r,
+        ok=ok,
+        top=top,
+        whole=whole,
+        near=near,
+        DV=DV,
+        DVP=DVP,
+        Q=Q,
+        R=R,
+        SB=SB,
+    )
+    norm, lse = _log_sum(top, whole)
     row = bh.to(tl.int64) * rows + r
     at = row[:, None] * DV + e[None, :]
     mask = ok[:, None] & (e < DV)[None, :]
@@ -600,12 +652,7 @@ def _combine_kernel(
     else:
         tl.store(OUT + at, near / norm[:, None], mask=mask)
         tl.store(REST + at, far / norm[:, None], mask=mask)
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    tl.store(
-        LSE + row,
-        tl.where(whole != 0, (safe + tl.log2(norm)) * 0.6931471805599453, float("-inf")),
-        mask=ok,
-    )
+    tl.store(LSE + row, lse, mask=ok)
 
 # %% ../../nbs/41_decode.ipynb #a5968428
 class DecodeOperands(NamedTuple):
