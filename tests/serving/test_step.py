@@ -105,6 +105,8 @@ def test_recipes_by_windows():
     ):
         with pytest.raises(ValueError, match=why):
             serving_recipe(Recipe(good, bad))
+    with pytest.raises(ValueError, match="keys cannot be served: .* channels, got 2 and 80"):
+        ServingConfig(Recipe(good, good)).bytes_per_token(80)
     key, value = ServingConfig(Recipe(good, good)).quantizers(80, 80, "cpu")
     with pytest.raises(ValueError, match="2 or 3 bits and 64 or 128 channels, got 2 and 80"):
         CellLayout.of(key, value, 64)

@@ -88,7 +88,7 @@ def serving_recipe(
                 f"{name} must have one number of bits and no QJL residual, got "
                 f"bits={side.bits!r}, residual={side.residual!r}"
             )
-        elif side.codebook in CODES and (why := _code_reason(side)):
+        elif why := _code_reason(side):
             reasons.append(
                 f"{name}.codebook must be a table or windows that kernels read, got "
                 f"{side.codebook!r}: {why}"
@@ -100,11 +100,13 @@ def serving_recipe(
     return recipe
 
 
-def _code_reason(spec) -> str:
-    """Why no kernel reads and makes a code that is no table, whatever the head size; empty if
-    one does."""
+def _code_reason(spec, d: int = 128) -> str:
+    """Why no kernel reads and makes codes of heads of this size; empty if one does, as of every
+    table."""
+    if spec.codebook not in CODES:
+        return ""
     try:
-        code = find_code(spec, 128)
+        code = find_code(spec, d)
     except ValueError as error:
         return str(error)
     return code.refuses("windows") or ("" if code.windows else code.refuses("encode"))
@@ -227,9 +229,11 @@ class ServingConfig:
         self, d_key: int, d_value: int | None = None
     ) -> int:  # d_value: d_key if None
         "Of one KV head in one layer. Raises ValueError for head sizes that cells do not hold."
-        return CellLayout(
-            self.recipe.key.bits, self.recipe.value.bits, d_key, d_value or d_key
-        ).bytes_per_token
+        key, value, d_value = self.recipe.key, self.recipe.value, d_value or d_key
+        for name, spec, d in (("keys", key, d_key), ("values", value, d_value)):
+            if why := _code_reason(spec, d):
+                raise ValueError(f"{name} cannot be served: {why}")
+        return CellLayout(key.bits, value.bits, d_key, d_value).bytes_per_token
 
     def recent_block(self, tokens: int, d: int, itemsize: int) -> int:
         """Recent tokens that fit into the page of a block of coded ones beside the first ones:
