@@ -43,6 +43,8 @@ from turboquant_nb.kernels.encode import (
     _between,
     _chain_in,
     _chain_out,
+    _held,
+    _mean_halves,
     _measure,
     _processors,
     _quantizer_tables,
@@ -50,7 +52,6 @@ from turboquant_nb.kernels.encode import (
     _short_config,
     _store,
     _table,
-    _weights as _encode_weights,
     _wide,
     CodedSide,
     CodingConstants,
@@ -168,37 +169,12 @@ class CellPlan(CellCodes):
 
 # %% ../../nbs/45b_cells.ipynb #45b0000c
 @triton.jit
-def _held(side, head, C: tl.constexpr):
-    """What all tokens of a head need: its matrix, the parts of it that stay in registers, and
-    its mean."""
-    X, xt, xh, W, TAB, factor, MEAN = side
-    D: tl.constexpr = C.D
-    HALF: tl.constexpr = C.HALF
-    BUTTERFLY: tl.constexpr = C.BUTTERFLY
-    PER_HEAD: tl.constexpr = C.PER_HEAD
-    SLICE: tl.constexpr = C.SLICE
-    W_PARTS: tl.constexpr = C.W_PARTS
-    XP: tl.constexpr = C.X_PARTS
-    CENTRED: tl.constexpr = C.MEAN_PARTS > 0
-    TYPE: tl.constexpr = X.dtype.element_ty if XP == 1 else tl.bfloat16
-    K: tl.constexpr = HALF if BUTTERFLY else SLICE
-    if PER_HEAD:
-        W += head * (W_PARTS * D * D)
-    k = tl.arange(0, K)
-    w_lo = _encode_weights(W, 0, k, 0, TYPE, D, HALF)
-    w_hi = (
-        _encode_weights(W, 0, k + HALF, 0, TYPE, D, HALF)
-        if BUTTERFLY
-        else _encode_weights(W, 0, k, 1, TYPE, D, HALF)
-    )
-    m_lo = tl.zeros((1, HALF), tl.float32)
-    m_hi = m_lo
-    if CENTRED:
-        j = tl.arange(0, HALF)
-        m_lo = tl.load(MEAN + head * D + j[None, :], mask=(j < D // 2)[None, :], other=0.0)
-        m_hi = tl.load(
-            MEAN + head * D + D // 2 + j[None, :], mask=(j < D // 2)[None, :], other=0.0
-        )
+def _held_of(side, head, C: tl.constexpr):
+    "What all tokens of a head need: its matrix, what is held of it, and its mean."
+    X, _, _, W, _, _, MEAN = side
+    TYPE: tl.constexpr = X.dtype.element_ty if C.X_PARTS == 1 else tl.bfloat16
+    W, w_lo, w_hi = _held(W, head, C, TYPE)
+    m_lo, m_hi = _mean_halves(MEAN + head * C.D, C)
     return W, w_lo, w_hi, m_lo, m_hi
 
 
@@ -249,7 +225,7 @@ def _vectors(
     blocks = (tokens + M - 1) // M
     head = tl.program_id(0) // blocks
     i = tl.program_id(0) % blocks * M + tl.arange(0, M)
-    lo, hi = _rotated_tokens(side, _held(side, head, C), i, head, i < tokens, C, M, WIDE)
+    lo, hi = _rotated_tokens(side, _held_of(side, head, C), i, head, i < tokens, C, M, WIDE)
     room = _room_of(side, i, head, tokens, C, BY_TOKEN, M)
     _chain_in(lo, hi, room, i < tokens, C.D)
 
@@ -285,7 +261,7 @@ def _append_side(
         cell = (slot // (4 * R)).to(tl.int64) * block_stride + head.to(tl.int64) * head_stride
         row = (t % R).to(tl.int32)
         if C.CHAIN == 0:
-            held = _held(side, head, C)
+            held = _held_of(side, head, C)
             edges, levels = _table(side[4], C.BITS)
         word, new = tl.zeros((M, HALF), tl.int32), row * 0
         for q in range(STEPS):

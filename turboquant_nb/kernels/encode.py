@@ -204,6 +204,40 @@ def _weights(W, part, k, half, TYPE: tl.constexpr, D: tl.constexpr, HALF: tl.con
 
 
 @triton.jit
+def _held(W, head, C: tl.constexpr, TYPE: tl.constexpr):
+    """The matrix of a head, and what is held of it: of a butterfly two halves, else as many
+    rows as a product takes, for both halves of the output."""
+    D: tl.constexpr = C.D
+    HALF: tl.constexpr = C.HALF
+    W_PARTS: tl.constexpr = C.W_PARTS
+    K: tl.constexpr = HALF if C.BUTTERFLY else C.SLICE
+    if C.PER_HEAD:
+        W += head * (W_PARTS * D * D)
+    k = tl.arange(0, K)
+    w_lo = _weights(W, 0, k, 0, TYPE, D, HALF)
+    w_hi = (
+        _weights(W, 0, k + HALF, 0, TYPE, D, HALF)
+        if C.BUTTERFLY
+        else _weights(W, 0, k, 1, TYPE, D, HALF)
+    )
+    return W, w_lo, w_hi
+
+
+@triton.jit
+def _mean_halves(at, C: tl.constexpr):
+    "Both halves of a mean in the basis of the product, which begins there; 0 without one."
+    D: tl.constexpr = C.D
+    HALF: tl.constexpr = C.HALF
+    m_lo = tl.zeros((1, HALF), tl.float32)
+    m_hi = m_lo
+    if C.MEAN_PARTS > 0:
+        j = tl.arange(0, HALF)[None, :]
+        m_lo = tl.load(at + j, mask=j < D // 2, other=0.0)
+        m_hi = tl.load(at + D // 2 + j, mask=j < D // 2, other=0.0)
+    return m_lo, m_hi
+
+
+@triton.jit
 def _add_half(
     acc,
     x,
@@ -647,32 +681,15 @@ def _side(
     D: tl.constexpr = C.D
     HALF: tl.constexpr = C.HALF
     XP: tl.constexpr = C.X_PARTS
-    CENTRED: tl.constexpr = C.MEAN_PARTS > 0
-    BUTTERFLY: tl.constexpr = C.BUTTERFLY
     ROPE: tl.constexpr = C.ROPE
-    PER_HEAD: tl.constexpr = C.PER_HEAD
-    SLICE: tl.constexpr = C.SLICE
-    W_PARTS: tl.constexpr = C.W_PARTS
-    K: tl.constexpr = HALF if BUTTERFLY else SLICE
+    K: tl.constexpr = HALF if C.BUTTERFLY else C.SLICE
     TYPE: tl.constexpr = X.dtype.element_ty if XP == 1 else tl.bfloat16
     BLOCKS: tl.constexpr = (R + M - 1) // M
     chunk, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     bh = tl.program_id(1).to(tl.int64)
-    if PER_HEAD:
-        W += (bh % heads) * (W_PARTS * D * D)
-    row, j, k = block * M + tl.arange(0, M), tl.arange(0, HALF), tl.arange(0, K)
-    m_lo = tl.zeros((1, HALF), tl.float32)
-    m_hi = m_lo
-    if CENTRED:
-        real = (j < D // 2)[None, :]
-        m_lo = tl.load(MEAN + bh * D + j[None, :], mask=real, other=0.0)
-        m_hi = tl.load(MEAN + bh * D + D // 2 + j[None, :], mask=real, other=0.0)
-    w0 = _weights(W, 0, k, 0, TYPE, D, HALF)
-    w1 = (
-        _weights(W, 0, k + HALF, 0, TYPE, D, HALF)
-        if BUTTERFLY
-        else _weights(W, 0, k, 1, TYPE, D, HALF)
-    )
+    row, k = block * M + tl.arange(0, M), tl.arange(0, K)
+    m_lo, m_hi = _mean_halves(MEAN + bh * D, C)
+    W, w0, w1 = _held(W, bh % heads, C, TYPE)
     if WHOLE:
         tile = (first + 4 * R - 1) // (4 * R) + chunk * each
         count = tl.minimum((first + n) // (4 * R) - tile, each)
@@ -993,17 +1010,11 @@ def _short(
     XP: tl.constexpr = C.X_PARTS
     MP: tl.constexpr = C.MEAN_PARTS  # parts of the mean; 0: none, or a pre-RoPE mean
     ROPE: tl.constexpr = C.ROPE
-    BUTTERFLY: tl.constexpr = C.BUTTERFLY
-    PER_HEAD: tl.constexpr = C.PER_HEAD
-    SLICE: tl.constexpr = C.SLICE
-    W_PARTS: tl.constexpr = C.W_PARTS
     TYPE: tl.constexpr = X.dtype.element_ty if XP == 1 else tl.bfloat16
     blocks = (rows + M - 1) // M
     head = tl.program_id(0) // blocks
     r = tl.program_id(0) % blocks * M + tl.arange(0, M)
     bh, i = (r // n).to(tl.int64) * heads + head, r % n
-    if PER_HEAD:
-        W += head * (W_PARTS * D * D)
     p, fits = first + i, first + n <= limit
     valid, lost = (r < rows) & fits, (r < rows) & (i == 0) & (first > 0) & (fits == 0)
     x_at = X + (bh // heads) * sb + (bh % heads) * sh + i * sn
@@ -1027,14 +1038,9 @@ def _short(
             K=2 * HALF,
         )
     if STEP < 2:
-        K: tl.constexpr = HALF if BUTTERFLY else SLICE
+        K: tl.constexpr = HALF if C.BUTTERFLY else C.SLICE
         k, zero = tl.arange(0, K), tl.zeros((M, HALF), tl.float32)
-        w_lo = _weights(W, 0, k, 0, TYPE, D, HALF)
-        w_hi = (
-            _weights(W, 0, k + HALF, 0, TYPE, D, HALF)
-            if BUTTERFLY
-            else _weights(W, 0, k, 1, TYPE, D, HALF)
-        )
+        W, w_lo, w_hi = _held(W, head, C, TYPE)
         at, cos_sin, ok = MEAN + (bh * D)[:, None], COS_SIN + (r * 0)[:, None], valid[:, None]
         if ROPE > 0:
             t = p + base - tl.load(START + bh // heads, mask=valid, other=0).to(tl.int32)
