@@ -3,8 +3,11 @@ flash attention on bf16: run.py serving_kernels --out FILE.
 
 Gate: decode in cells (fragments and portable kernel) agrees with the oracle of chapter 34 to
 3e-3 of its norm for head sizes, groups, bits, windows, a soft cap, drafts and ragged lengths;
-codes that `append_cells` writes agree with the oracle's but for a share of 2e-3; the past of a
-chunk is the oracle's to bf16's rounding.
+codes that `append_cells` writes agree with the oracle's but for a share of 2e-3 (of trellis
+codes 5e-2, since one rounded value moves a string of symbols); the past of a chunk is the
+oracle's to bf16's rounding.
+
+--trellis: trellis codes beside tables of their bits at 8 x 32K, instead of all shapes.
 
 Then medians of CUDA graphs' replays: decode of one token for each request with its own exact
 token, bytes moved per second, and the append."""
@@ -32,7 +35,8 @@ from turboquant_nb.kernels.cells import (
     list_work,
     past_cells,
 )
-from turboquant_nb.quant.quantizer import Quantizer, Spec
+from turboquant_nb.quant.mixed_precision import make_quantizer
+from turboquant_nb.quant.quantizer import Spec
 
 SHAPES = [(8, 32768), (8, 8192), (64, 2048), (1, 32768), (1, 1024)]
 
@@ -52,6 +56,7 @@ class Case(NamedTuple):
     own: bool = True  # else the codes of the queries' own tokens are read
     splits: int | None = None
     options: dict = {}  # a sliding window, a soft cap
+    codebook: str | None = None  # of keys and of values; None: a table
 
     def __str__(self):
         given = zip(self._fields, self, Case())
@@ -83,6 +88,16 @@ GATE = [
     Case(options=dict(sliding_window=700, softcap=8.0), n=128),
     Case(splits=7),
 ]
+KINDS = "trellis_fast", "trellis"
+CHAINED = [
+    Case(kb=bits, vb=bits, d=d, n=n, codebook=kind)
+    for bits, d, n, kind in product((2, 3), (64, 128), (64, 128, 256), KINDS)
+] + [
+    Case(kb=2, vb=2, n=16, codebook="trellis"),
+    Case(kb=2, vb=2, m=4, group=5, codebook="trellis"),
+    Case(kb=3, vb=3, n=128, codebook="trellis", options=dict(sliding_window=700, softcap=8.0)),
+    Case(kb=2, vb=3, own=False, codebook="trellis_fast"),
+]
 LISTED = [  # the same with a list of work
     Case(),
     Case(n=128, splits=9),
@@ -104,8 +119,9 @@ RAGGED = [  # (requests, tokens) of a batch, and tokens that the table has room 
 ]
 
 
-def cell_plan(kb, vb, d, n):
-    return CellPlan(*(Quantizer(Spec(b), d, DEVICE) for b in (kb, vb)), tokens=n)
+def cell_plan(kb, vb, d, n, codebook=None):
+    named = {} if codebook is None else dict(codebook=codebook)
+    return CellPlan(*(make_quantizer(Spec(b, **named), d, DEVICE) for b in (kb, vb)), tokens=n)
 
 
 def rows_of(tokens, heads, group, d, dtype=torch.bfloat16, gen=None):
@@ -118,7 +134,7 @@ def pool_of(case):
     """A pool with these requests in shuffled blocks, coded by the oracle; queries, keys and
     values of the last m tokens."""
     gen, n = torch.Generator().manual_seed(0), case.n
-    plan = cell_plan(case.kb, case.vb, case.d, n)
+    plan = cell_plan(case.kb, case.vb, case.d, n, case.codebook)
     need = [-(-x // n) for x in case.lengths]
     size = sum(need) + 1, case.heads * plan.cell.nbytes + 64
     raw = torch.randint(0, 256, size, dtype=torch.uint8, generator=gen).to(DEVICE)
@@ -168,11 +184,11 @@ def decode_error(kernel, case, listed=False):
     return max(apart(out[seen], want[seen]), float((lse - want_lse)[seen].abs().max()) / 5)
 
 
-def append_share(n, d, kb, vb, dtype):
+def append_share(n, d, kb, vb, dtype, codebook=None):
     """Share of the bytes written by the oracle that a kernel writes otherwise; infinite if it
     writes beside them."""
     gen = torch.Generator().manual_seed(n + d)
-    plan = cell_plan(kb, vb, d, n)
+    plan = cell_plan(kb, vb, d, n, codebook)
     raw = torch.randint(
         0, 256, (64, 2 * plan.cell.nbytes + 64), dtype=torch.uint8, generator=gen
     ).to(DEVICE)
@@ -201,8 +217,8 @@ def append_share(n, d, kb, vb, dtype):
     return float((mine != theirs).sum() / (theirs != raw).sum())
 
 
-def past_error():
-    plan, cache, table, *_ = pool_of(Case(lengths=(1500,), n=128))
+def past_error(**of):
+    plan, cache, table, *_ = pool_of(Case(lengths=(1500,), n=128, **of))
     rest = 1500 - 128
     k, v = torch.full((2, 1500, 2, 128), torch.nan, dtype=torch.bfloat16, device=DEVICE)
     past_cells(cache, plan, table[0, 1:], rest, k, v)
@@ -243,6 +259,25 @@ def gate_of_lists():
     cmd = f"{len(said)} cases of attention by a list of work against the oracle, "
     cmd += f"worst {worst:.1e}"
     return dict(cmd=cmd, passed=checked(said, 3e-3))
+
+
+def gate_of_chains():
+    "Trellis codes: both kernels, the append and the past of a chunk."
+    said = {f"fragments {c}": decode_error("fragments", c) for c in CHAINED}
+    said |= {f"portable {c}": decode_error("portable", c) for c in CHAINED[::5]}
+    said |= {f"past, {kind}": past_error(kb=2, codebook=kind) for kind in KINDS}
+    append = {
+        f"append of blocks of {n}, {bits} bits, {kind}": append_share(
+            n, d, bits, bits, torch.bfloat16, kind
+        )
+        for n, (bits, d, kind) in product(
+            (64, 128, 256), ((2, 128, "trellis"), (3, 64, "trellis_fast"), (2, 64, "trellis"))
+        )
+    }
+    cmd = f"{len(said)} cases of trellis codes against the oracle, worst "
+    cmd += f"{max(said.values()):.1e}; {len(append)} of the append, worst share of bytes "
+    cmd += f"{max(append.values()):.1e}"
+    return dict(cmd=cmd, passed=checked(said, 3e-3) and checked(append, 5e-2))
 
 
 def gate(cases):
@@ -294,13 +329,21 @@ def timed(what, of, call, nbytes=0, **more):
     return of | shape | dict(what=what) | more | rate | t
 
 
+def coded(a):
+    "((bits of keys and of values, codebook), shapes) of what is measured."
+    if a.trellis:
+        return [((b, b, kind), SHAPES[:1]) for b in (2, 3) for kind in (None, *KINDS)]
+    bits = ((3, 3),) if a.quick else ((3, 3), (4, 4))
+    return [((*b, None), SHAPES[::4] if a.quick else SHAPES) for b in bits]
+
+
 def rows(a):
-    for bits in ((3, 3), (4, 4)) if not a.quick else ((3, 3),):
-        for batch, tokens in SHAPES[::4] if a.quick else SHAPES:
+    for (*bits, codebook), shapes in coded(a):
+        for batch, tokens in shapes:
             q, k, v = rows_of(batch, HEADS, GROUP, D)
             of = dict(batch=batch, tokens=tokens)
             for n in (64, 128, 256):
-                plan = cell_plan(*bits, D, n)
+                plan = cell_plan(*bits, D, n, codebook)
                 cache, table = pool(plan, batch, tokens, HEADS)
                 lengths = torch.full((batch,), tokens, dtype=torch.int32, device=DEVICE)
                 out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -308,12 +351,13 @@ def rows(a):
                 where = cache, plan, Requests(table, lengths), Exact(k, v)
                 call = partial(decode_cells, q, *where, to=room)
                 block = dict(key_bits=bits[0], value_bits=bits[1], block=n)
+                block |= {"codebook": codebook} if codebook else {}
                 yield timed("decode", of, call, cache.numel(), **block)
                 slots = table[:, -1].long() * n + (tokens - 1) % n
                 call = partial(append_cells, cache, plan, k, v, slots)
                 yield timed("append", of, call, **block)
                 cache = call = where = None
-            if bits == (3, 3):
+            if bits == [3, 3] and not codebook:
                 size = 2, batch, HEADS, tokens, D
                 kd, vd = torch.randn(size, device=DEVICE, dtype=torch.bfloat16)
                 flash = partial(F.scaled_dot_product_attention, enable_gqa=True)
@@ -357,11 +401,17 @@ def options(p):
         help="only batches of unequal requests, with and without a list of work",
     )
     p.add_argument(
+        "--trellis", action="store_true", help="only trellis codes beside tables, at 8 x 32K"
+    )
+    p.add_argument(
         "--quick", action="store_true", help="a third of the gate, two shapes, 3 bits"
     )
 
 
 def plan(a):
+    if a.trellis:
+        data = {"id": "random codes", "n": 1}
+        return Plan("serving_kernels", gate=gate_of_chains(), rows=rows(a), data=data)
     if a.ragged:
         return Plan(
             "serving_ragged",

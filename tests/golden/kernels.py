@@ -10,6 +10,8 @@ import json
 import sys
 from pathlib import Path
 
+import torch
+
 FILE = Path(__file__).parent / "kernels.json"
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 
@@ -18,6 +20,8 @@ def compiled(name):
     "The kernel of a case: a part of the package and how its kernel is asked for."
     part, _, text = name.partition(" ")
     how = json.loads(text)
+    if "dtype" in how:
+        how["dtype"] = getattr(torch, how["dtype"])
     module = importlib.import_module(f"aot_{part}")
     if part == "cells":
         from turboquant_nb.cache.pages import CellLayout

@@ -28,6 +28,7 @@ GONE: dict[str, str] = {
     "codes must lie in 0..{}, got {}": "by `checks.within`, in the same words",
     "decay drops the last plane of codes; residual 'qjl' keeps signs apart": "its signs",
     WAITS: "in two parts: what is asked, and the code's reason",
+    "{}: a cell holds codes with one number of bits and no sketch, got {}": "with the reason",
     # a code without one look-up table is decoded block by block, whatever it is
     "{}: a QJL residual is served for keys only": "served for both sides, by blocks",
     "{}: channels must be one or two groups of even size, the one with more bits first, got "

@@ -75,9 +75,27 @@ def compiled(fn, kind, constants, types=TYPES, **options):
     return triton.compile(src, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def fragments(c, rows=4, sliding=False, capped=False, fast_k=True, listed=True, centred=False):
+def chains(c, codebook):
+    "How levels of trellis codes of this name are read, of keys and of values."
+    if codebook is None:
+        return (), ()
+    return tuple(aot_decode.chains_of(codebook, c.d_key, (c.key_bits, c.value_bits)))
+
+
+def fragments(
+    c,
+    rows=4,
+    sliding=False,
+    capped=False,
+    fast_k=True,
+    listed=True,
+    centred=False,
+    codebook=None,
+    regs=None,
+):
     fast = c.d_key == c.d_value and c.d_key in (64, 128, 256)
-    form = cells._cell_form(c, rows, places(c, "key"), places(c, "value"))
+    where = places(c, "key"), places(c, "value")
+    form = cells._cell_form(c, rows, *where, chains(c, codebook))
     flags = "HAS_START HAS_END MEAN_V BIASED FUSED".split()
     constants = dict.fromkeys(flags, False) | dict(
         HAS_LENGTH=True,
@@ -95,7 +113,8 @@ def fragments(c, rows=4, sliding=False, capped=False, fast_k=True, listed=True, 
     types |= dict(START="*i32", END="*i32", each_length="constexpr", bias_stride="i32")
     constants |= dict(each_length=1)
     fn = decode_mma._decode_kernel
-    return compiled(fn, GluonASTSource, constants, types, num_warps=1, launch_pdl=True)
+    options = dict(num_warps=1, launch_pdl=True) | ({"maxnreg": regs} if regs else {})
+    return compiled(fn, GluonASTSource, constants, types, **options)
 
 
 def sizes(c):
@@ -107,9 +126,15 @@ def sizes(c):
     )
 
 
-def portable(c, sliding=False, capped=False, listed=True):
+def windows(c, codebook):
+    "The same as the portable kernel takes it."
+    both = zip(chains(c, codebook), (c.d_key, c.d_value))
+    return dict(zip(("KX", "VX"), (decode.window_chain(*x) for x in both)))
+
+
+def portable(c, sliding=False, capped=False, listed=True, codebook=None):
     flags = dict.fromkeys(("HAS_START", "HAS_END", "BIASED"), False)
-    constants = decode._NO_TABLE | decode._NO_PARTS | sizes(c) | flags
+    constants = decode._NO_TABLE | sizes(c) | flags
     constants |= dict(
         KA=places(c, "key"),
         VA=places(c, "value"),
@@ -125,13 +150,13 @@ def portable(c, sliding=False, capped=False, listed=True):
         LISTED=listed,
         MV=None,
     )
+    constants |= windows(c, codebook)
     given = "PAGES page_stride block_stride head_stride WORK requests".split()
     constants = {name: x for name, x in constants.items() if name not in given}
     types = TYPES | dict.fromkeys(("SHIFT", "TABLE"), "*fp32")
     types |= dict.fromkeys(("KSCALE", "VSCALE"), "*fp16") | dict.fromkeys(PLANES, "*u8")
-    return compiled(
-        decode._portable_kernel, ASTSource, constants, types, num_warps=4, num_stages=1
-    )
+    options = dict(num_warps=8 if codebook else 4, num_stages=1)
+    return compiled(decode._portable_kernel, ASTSource, constants, types, **options)
 
 
 def join(c, together=1, rotated=False, sliding=False, capped=False, recent=False, listed=True):
@@ -152,10 +177,12 @@ def join(c, together=1, rotated=False, sliding=False, capped=False, recent=False
     return compiled(cells._join_kernel, ASTSource, constants, num_warps=4, launch_pdl=True)
 
 
-def append(c, steps=4, centred=False):
+def append(c, steps=4, centred=False, step=0):
+    "step: 0 with tables, 1 or 2 of codes by windows."
+    chain = max(c.d_key, c.d_value) if step else 0
     kc, vc = (
         CodingConstants.of(
-            CodedSide(d, torch.bfloat16, b, "mse", torch.float16, mean),
+            CodedSide(d, torch.bfloat16, b, "mse", torch.float16, mean, chain=chain),
             RotationOperand.of(make_rotation("hadamard", d).matrix),
         )
         for d, b, mean in (
@@ -173,11 +200,12 @@ def append(c, steps=4, centred=False):
         WIDE=False,
         STEPS=steps,
         PDL=True,
+        STEP=step,
     )
     return compiled(cells._append_kernel, ASTSource, constants, num_warps=4, num_stages=2)
 
 
-def past(c):
+def past(c, codebook=None):
     k, v = places(c, "key"), places(c, "value")
     constants = sizes(c) | dict(
         k_scale=k[3] // 2,
@@ -185,10 +213,11 @@ def past(c):
         KA=k,
         VA=v,
         R=c.tokens // 4,
-        BR=min(c.tokens, 64),
+        BR=16 if codebook else min(c.tokens, 64),
         KB=c.key_bits,
         VB=c.value_bits,
     )
+    constants |= windows(c, codebook)
     return compiled(cells._past_kernel, ASTSource, constants, num_warps=4)
 
 

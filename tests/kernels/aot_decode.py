@@ -70,6 +70,12 @@ def source(fn, kind, types, constants):
     return kind(fn, signature, {index[n]: v for n, v in constants.items()}, attrs)
 
 
+def chains_of(codebook, d, bits):
+    "How levels of trellis codes of this name are read, of keys and of values."
+    codes = [find_code(Spec(b, codebook=codebook), d) for b in bits]
+    return [decode.chain_of(code.lut, b) for code, b in zip(codes, bits)]
+
+
 def build(
     capability=90,
     d=128,
@@ -88,8 +94,7 @@ def build(
 ):
     """The decode kernel as `mma_attention` asks for it; fused: channels that a pre-RoPE mean
     rotates; codebook: of a trellis code."""
-    codes = [find_code(Spec(b, codebook=codebook), d) for b in bits] if codebook else []
-    chains = [decode.chain_of(code.lut, b) for code, b in zip(codes, bits)]
+    chains = chains_of(codebook, d, bits) if codebook else []
     form = decode_mma.decode_form(d, d, rows, *bits, page, fused, *chains)
     flags = dict(
         HAS_START=False,
@@ -145,8 +150,9 @@ def combine(capability=90, d=128, fast=True, together=1, each=16):
     )
 
 
-def portable(capability=90, d=128, bits=(3, 3)):
-    "The portable kernel."
+def portable(capability=90, d=128, bits=(3, 3), codebook=None):
+    "The portable kernel; codebook: of a trellis code."
+    chains = chains_of(codebook, d, bits) if codebook else ((), ())
     types = (
         TYPES
         | dict.fromkeys(("SHIFT", "MV", "TABLE"), "*fp32")
@@ -170,12 +176,13 @@ def portable(capability=90, d=128, bits=(3, 3)):
         SLIDING=False,
         CAPPED=False,
     )
-    constants |= decode._NO_TABLE
+    windows = (decode.window_chain(chain, d) for chain in chains)
+    constants |= decode._NO_TABLE | dict(zip(("KX", "VX"), windows))
     src = source(decode._portable_kernel, ASTSource, types, constants)
     return triton.compile(
         src,
         target=GPUTarget("cuda", capability, 32),
-        options=dict(num_warps=8 if d > 128 else 4, num_stages=1),
+        options=dict(num_warps=8 if d > 128 or codebook else 4, num_stages=1),
     )
 
 

@@ -16,13 +16,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from turboquant_nb.kernels import encode as kernel
-from turboquant_nb.quant.trellis import lane_order
 
 NAMES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 TOOL = os.path.join(os.path.dirname(nvidia.__file__), "bin", "cuobjdump")
 
 
-def consts(d, dtype, bits, parts, center, capability, r, transform=False, chain=()):
+def consts(d, dtype, bits, parts, center, capability, r, transform=False, chain=0):
     "The constants of keys and of values."
     one = kernel.RotationOperand(torch.empty(parts, d, d), 1.0, parts == 1)
     rotations = kernel.RotationOperand(torch.empty(8, 1, d, d), 1.0) if transform else one, one
@@ -104,7 +103,7 @@ def build(
 ):
     """The compiled kernel as `append` asks for it: the short one up to 64 tokens, in steps
     for codes by windows."""
-    chain = (d, *lane_order(d)) if step else ()
+    chain = d if step else 0
     sides = consts(d, dtype, bits, parts, center, capability, r, transform, chain)
     both = dict(zip(("KC", "VC"), sides))
     shared = both | {"R": 64, "STATIC": static, "WIDE": False}

@@ -4,16 +4,20 @@ kernels; compiled ahead of time for Hopper."""
 import pytest
 import torch
 
-from turboquant_nb.cache.attention import Rule
+from turboquant_nb.cache.attention import Rule, attend
 from turboquant_nb.cache.pages import (
+    CellLayout,
     Exact,
     Recent,
     Requests,
     append_slots,
     attend_cells,
+    read_cells,
     sink_origins,
     store_recent,
 )
+from turboquant_nb.cache.store import KVStore
+from turboquant_nb.kernels import cells
 from turboquant_nb.kernels.cells import (
     CellPlan,
     Launching,
@@ -26,9 +30,11 @@ from turboquant_nb.kernels.cells import (
     decode_cells,
     list_work,
     locate_sinks,
+    past_cells,
 )
 from turboquant_nb.kernels.decode import triton
-from turboquant_nb.quant.quantizer import Quantizer, Spec
+from turboquant_nb.quant.mixed_precision import make_quantizer
+from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 
 from tests.helpers import RecentBlocks, ahead_of_time, random_history
@@ -481,3 +487,156 @@ def test_origins_end_whatever_tables_hold(gen):
             slots,
             out,
         )
+
+
+# ---- codes by windows
+FAST, SMALL = "trellis_fast", "trellis"
+WINDOWS = [  # keys and values: bits, codebook; head size, tokens of a block
+    ((2, SMALL), (2, SMALL), 64, 64),
+    ((2, FAST), (3, SMALL), 64, 128),
+    ((3, FAST), (3, "gaussian"), 128, 256),
+    ((3, "gaussian"), (2, FAST), 64, 64),
+    ((3, SMALL), (3, FAST), 128, 128),
+    ((2, SMALL), (4, "gaussian"), 64, 256),
+]
+
+
+def search_by_pytorch(trellis, x, levels, by_window, to):
+    """What `find_symbols` says, without the interpreter, which takes seconds for a vector;
+    tests/kernels/test_viterbi.py holds the kernel to it."""
+    symbols, dot, square = to
+    symbols.copy_(trellis.encode(x))
+    found = by_window[trellis.windows(symbols)]
+    dot.copy_((found * x).sum(1))
+    square.copy_(found.square().sum(1))
+    return to
+
+
+def windowed(key, value, d, n, gen):
+    "Quantizers of these codes, and a plan of them with a centre of one head."
+    sides = [make_quantizer(Spec(b, codebook=name), d, DEVICE) for b, name in (key, value)]
+    center = 2 * torch.randn(1, d, generator=gen).to(DEVICE)
+    return sides, CellPlan(*sides, n, center)
+
+
+@needs_triton
+@pytest.mark.parametrize("key,value,d,n", WINDOWS)
+def test_windows_are_read_as_a_store_reads_them(key, value, d, n, gen):
+    """Decode by every kernel that runs here: the oracle's attention, and that of a store with
+    the same codes, first and recent tokens, by the reference. The mutant is a chain that lacks
+    what stands before its first channel."""
+    sides, plan = windowed(key, value, d, n, gen)
+    length, window, sinks = 2 * n + 30, 8, 4
+    k, v = torch.randn(2, length, 1, d, generator=gen).to(DEVICE)
+    q = torch.randn(1, 3, d, generator=gen).to(DEVICE)
+    _, cache = pool(plan, 4, 1, gen)
+    table = torch.tensor([[2, 0, 3]], dtype=torch.int32, device=DEVICE)
+    t = torch.arange(length, device=DEVICE)
+    append_slots(cache, plan, k + plan.center, v, table[0].long()[t // n] * n + t % n)
+    rows = torch.randperm(length, generator=gen).int().to(DEVICE)[None]  # blocks of one token
+    near = Recent(torch.empty(length, 1, 1 + sinks, 2 * d, device=DEVICE), rows, window, sinks)
+    near.cache.fill_(torch.nan)
+    both = torch.cat([k + plan.center, v], -1)
+    near.cache[rows[0].long(), :, 0] = both
+    near.cache[rows[0, length - 2].long(), :, 1:] = both[:sinks].transpose(0, 1)
+    read = Requests(table, torch.tensor([length], dtype=torch.int32, device=DEVICE))
+    exact = Exact(k[-1:] + plan.center, v[-1:], near)
+    want = check(plan, cache, read, q, exact)
+    specs = [Spec(b, codebook=name) for b, name in (key, value)]
+    recipe = Recipe(*specs, sinks=sinks, recent=window + 1)
+    store = KVStore(recipe, 1, 1, d, device=DEVICE, tile=n)
+    store.append(*(x.transpose(0, 1)[None] for x in (k, v)))
+    other = attend(q.transpose(0, 1)[None], store)[0][0].transpose(0, 1)
+    assert (want - other).norm() < (2e-2 if CUDA else 1e-4) * other.norm()  # of other codes
+    if not CUDA and plan.by_window[0]:
+        chains = [tuple(x) for x in plan.tables.chains]
+        chains[0] = (chains[0][0], 1 - chains[0][1], *chains[0][2:])
+        plan.tables = plan.tables._replace(chains=tuple(chains))
+        wrong = decode_cells(q, cache, plan, read, exact)[0]
+        assert (wrong - want).norm() > 1e-3 * want.norm()
+
+
+@needs_triton
+@pytest.mark.parametrize("key,value,d,n", WINDOWS)
+def test_windows_are_appended(key, value, d, n, gen, monkeypatch):
+    """Chunks from all places and single tokens: codes as the oracle's but for vectors whose
+    rotation has another last bit, and no other byte. Calls are cut into pieces, too."""
+    if not CUDA:
+        monkeypatch.setattr(cells, "find_symbols", search_by_pytorch)
+    sides, plan = windowed(key, value, d, n, gen)
+    raw, _ = pool(plan, 12, 1, gen)
+    view = lambda x: x[:, : plan.cell.nbytes].unflatten(1, (1, n, plan.cell.bytes_per_token))
+    for piece, runs in ((16384, ((n // 2 + 3, n + 5), (0, 9), (5, 1))), (16, ((n - 1, 40),))):
+        monkeypatch.setattr(CellPlan, "piece", lambda self, heads, piece=piece: piece)
+        slots, free = [], torch.randperm(12, generator=gen).tolist()
+        for first, count in runs:
+            mine = [free.pop() for _ in range(-(-(first + count) // n))]
+            slots += [mine[p // n] * n + p % n for p in range(first, first + count)] + [-1]
+        slots = torch.tensor(slots).to(DEVICE)
+        k, v = torch.randn(2, len(slots), 1, d, generator=gen).to(DEVICE)
+        mine, theirs = raw.clone(), raw.clone()
+        append_cells(view(mine), plan, k + plan.center, v, slots)
+        append_slots(view(theirs), plan, k + plan.center, v, slots)
+        written = theirs != raw
+        share = 5e-2 if CUDA else 5e-3  # a value at an edge moves a string of symbols
+        assert (mine != theirs).sum() <= share * written.sum() and written.any()
+        assert torch.equal(mine[:, plan.cell.nbytes :], raw[:, plan.cell.nbytes :])
+        raw = theirs
+
+
+@needs_triton
+def test_windows_are_searched_by_the_kernel(gen):
+    "Three tokens of a decode step, searched by the kernel; a state that is not finite is NaN."
+    sides, plan = windowed((2, FAST), (3, "gaussian"), 64, 64, gen)
+    _, cache = pool(plan, 2, 1, gen)
+    slots = torch.tensor([70, -1, 3], device=DEVICE)
+    k, v = torch.randn(2, 3, 1, 64, generator=gen).to(DEVICE)
+    mine, theirs = cache.clone(), cache.clone()
+    append_cells(mine, plan, k, v, slots)
+    append_slots(theirs, plan, k, v, slots)
+    assert (mine != theirs).sum() <= (20 if CUDA else 2) and (theirs != cache).any()
+    k[2, 0, 5] = torch.inf
+    append_cells(mine, plan, k, v, slots)
+    assert plan.views(mine)["key scale"][0, 0, 3].isnan()
+
+
+@needs_triton
+@pytest.mark.parametrize("key,value,d,n", WINDOWS[:3])
+def test_windows_of_a_past(key, value, d, n, gen):
+    "Blocks to dense rows in the basis of the codes: levels times scales, bit for bit."
+    sides, plan = windowed(key, value, d, n, gen)
+    _, cache = pool(plan, 3, 1, gen)
+    k, v = torch.randn(2, 2 * n, 1, d, generator=gen).to(DEVICE)
+    append_slots(cache, plan, k, v, torch.arange(2 * n, device=DEVICE) + n)
+    table = torch.tensor([1, 2], dtype=torch.int32, device=DEVICE)
+    out = torch.full((2, 2 * n, 1, d), torch.nan, device=DEVICE)
+    past_cells(cache, plan, table, 2 * n - 7, *out)
+    for got, side, coded in zip(out, sides, read_cells(cache, plan.cell, table, 2 * n - 7)):
+        want = side.decode_rotated(coded).transpose(0, 1)
+        torch.testing.assert_close(got[: 2 * n - 7], want, rtol=1e-6, atol=1e-7)
+        assert got[2 * n - 7 :].isnan().all()
+
+
+def test_windows_that_no_kernel_reads():
+    for bits, d in ((1, 64), (2, 80), (3, 32)):
+        side = make_quantizer(Spec(bits, codebook=FAST), d)
+        why = f"keys: a cell holds .*: kernels read chains of 2 or 3 bits and 64 or 128 .* {d}$"
+        with pytest.raises(ValueError, match=why):
+            CellLayout.of(side, side, 64)
+
+
+@needs_triton
+def test_windows_compiled_for_hopper():
+    "Kernels that read and append codes by windows, as they are launched, spill nothing."
+    pytest.importorskip("triton.experimental.gluon")
+    two, three = dict(bits=[2, 2], codebook=SMALL), dict(bits=[3, 3], codebook=FAST)
+    rows = ahead_of_time(
+        dict(kernel="fragments", tokens=64, regs=168, **two),
+        dict(kernel="fragments", tokens=128, centred=True, **three),
+        dict(kernel="append", steps=1, step=1),
+        dict(kernel="append", steps=4, step=2, centred=True),
+        dict(kernel="past", tokens=256, **three),
+        dict(kernel="portable", **two),
+        script="aot_cells.py",
+    )
+    assert [row["spills"] for row in rows] == [0] * 6, rows

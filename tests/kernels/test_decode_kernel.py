@@ -761,12 +761,23 @@ def test_chains_emulated(bits, kind, along, d, start):
     assert not torch.equal(chained(code, codes, along), found)
 
 
-def test_chains_have_one_kernel():
-    "The others say why not; so does that one where lanes do not hold what a window sees."
-    q, store, _ = setup(d=64, kb=2, vb=2, table="trellis_fast")
-    call = Call.of(q, store)
-    assert refuses(call, "portable") == "a level is that of several channels"
-    assert CUDA or "an NVIDIA GPU is needed" in refuses(call, "fragments")
+def by_portable(q, store):
+    return decode_attention(q, store, kernel="portable")
+
+
+def test_chains_and_kernels():
+    """The portable kernel reads chains wherever the one for tensor cores does; neither where
+    lanes do not hold what a window sees."""
+    for (kb, key), (vb, value) in zip(CHAINED, (*CHAINED[1:], (3, None))):
+        for d in (64, 128):
+            specs = Spec(kb, codebook=key), Spec(vb, **(dict(codebook=value) if value else {}))
+            store = KVStore(Recipe(*specs, sinks=2, recent=3), 1, 1, d, device=DEVICE, tile=64)
+            q, k, v = torch.randn(3, 1, 1, 150, d, device=DEVICE)
+            store.append(k, v)
+            call = Call.of(q[:, :, -2:], store)
+            assert CUDA or "an NVIDIA GPU is needed" in refuses(call, "fragments")
+            out, want = (f(q[:, :, -2:], store)[0] for f in (by_portable, attend))
+            assert (out - want).norm() < (3e-3 if CUDA else 1e-5) * want.norm()
     for more in (dict(d=80, kb=2, vb=2), dict(d=64, kb=1, vb=1)):
         q, store, _ = setup(**more, table="trellis_fast")
         for kernel in ("auto", "fragments", "portable"):

@@ -26,8 +26,11 @@ def test_a_whole_model(tmp_path, bits, kind):
     store = cache.layers[0].store
     assert isinstance(store.key.q.code, TrellisCode)
     assert store.nbytes == expected_nbytes(store)
-    with pytest.raises(ValueError, match=f"codebook must be a table, got '{kind}'"):
-        serving_recipe(Recipe(side, side))
+    assert serving_recipe(Recipe(side, side)).key.codebook == kind
+    one = Spec(1, codebook=kind)
+    why = f"key.codebook must be a table or windows that kernels read, got '{kind}': kernels"
+    with pytest.raises(ValueError, match=why):
+        serving_recipe(Recipe(one, side))
 
 
 DIGEST = """

@@ -62,10 +62,10 @@ class CellLayout:
     def of(cls, key: Quantizer, value: Quantizer, tokens: int) -> "CellLayout":
         "For codes of two quantizers. Raises ValueError where a cell cannot hold them."
         for name, q in (("keys", key), ("values", value)):
-            if q.code.refuses("decode"):
+            if why := q.code.refuses("windows"):
                 raise ValueError(
                     f"{name}: a cell holds codes with one number of bits and no sketch, got "
-                    f"{q.spec}"
+                    f"{q.spec}: {why}"
                 )
             if q.scale_dtype.itemsize != 2:
                 raise ValueError(f"{name}: a cell holds scales of 2 bytes, got {q.scale_dtype}")

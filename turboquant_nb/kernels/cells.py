@@ -17,7 +17,10 @@ from torch import Tensor
 from ..cache.attention import Rule
 from ..cache.pages import CellCodes, CellLayout, Exact, Requests
 from turboquant_nb.kernels.decode import (
+    _add_splits,
+    _attend_exactly,
     _levels,
+    _log_sum,
     _portable_cap,
     _portable_kernel,
     is_interpreted,
@@ -25,6 +28,7 @@ from turboquant_nb.kernels.decode import (
     plain_queries,
     rotate,
     triton,
+    window_chain,
 )
 from turboquant_nb.kernels.decode_mma import (
     _decode_kernel,
@@ -36,6 +40,11 @@ from turboquant_nb.kernels.decode_mma import (
 )
 from turboquant_nb.kernels.encode import (
     _backend,
+    _between,
+    _chain_in,
+    _chain_out,
+    _held,
+    _mean_halves,
     _measure,
     _processors,
     _quantizer_tables,
@@ -43,12 +52,14 @@ from turboquant_nb.kernels.encode import (
     _short_config,
     _store,
     _table,
-    _weights as _encode_weights,
     _wide,
     CodedSide,
     CodingConstants,
+    window_room,
+    window_searches,
 )
 from .launch import Plan, select_kernel
+from .viterbi import find_symbols
 from ..quant.quantizer import Quantizer
 
 try:
@@ -88,6 +99,8 @@ class CellPlan(CellCodes):
         self.sides = [
             _quantizer_tables(q) for q in (key, value)
         ]  # (RotationOperand, table) each
+        self.by_window = tuple(q.code if q.code.windows else None for q in (key, value))
+        self.chained = any(self.by_window)  # their symbols are searched
         self.rotated_center = None
         if center is not None:
             self.center = center.to(self.device, torch.float32).contiguous()
@@ -106,12 +119,18 @@ class CellPlan(CellCodes):
 
     def constants(self, dtype: torch.dtype) -> list:
         "What the append kernel is compiled for, of keys and of values in this dtype."
-        large, out = _processors(self.device)[1], []
+        large, out, size = _processors(self.device)[1], [], self.vector_size
         means = None if self.center is None else torch.float32, None
-        for q, (rotation, _), mean in zip((self.key, self.value), self.sides, means):
+        for q, (rotation, table), mean in zip((self.key, self.value), self.sides, means):
             how = dtype, q.channel_bits[0], q.spec.scale, self.scale_dtype, mean
-            out.append(CodingConstants.of(CodedSide(q.d, *how), rotation, large))
+            chain = size if table is None else 0
+            out.append(CodingConstants.of(CodedSide(q.d, *how, chain=chain), rotation, large))
         return out
+
+    @property
+    def vector_size(self) -> int:
+        "Room of a vector between the steps of a code by windows."
+        return max(self.cell.d_key, self.cell.d_value)
 
     def places(self, side: str) -> tuple:
         """Offsets of three planes of a side (of the last, where there are fewer), and of its
@@ -121,6 +140,22 @@ class CellPlan(CellCodes):
             x for name, x in at.items() if name.startswith(side) and not name.endswith("scale")
         ]
         return *(planes + planes[-1:] * 2)[:3], at[f"{side} scale"]
+
+    @property
+    def offsets(self) -> tuple:
+        "`places` of keys and of values."
+        return self.places("key"), self.places("value")
+
+    @property
+    def chains(self) -> dict:
+        "How levels are read by windows, as kernels take it; empty tuples: they are not."
+        sides = zip(("KX", "VX"), self.tables.chains, (self.cell.d_key, self.cell.d_value))
+        return {name: window_chain(chain, d) for name, chain, d in sides}
+
+    def piece(self, heads: int) -> int:
+        """Tokens at most whose vectors lie in memory at once, where codes are by windows:
+        16,384 vectors of a side, in whole runs of 16 tokens."""
+        return max(16, 16384 // heads // 16 * 16)
 
     def memory(self, cache: Tensor) -> dict:
         "Addresses and strides of a pool, as kernels take them."
@@ -133,6 +168,68 @@ class CellPlan(CellCodes):
         )
 
 # %% ../../nbs/45b_cells.ipynb #45b0000c
+@triton.jit
+def _held_of(side, head, C: tl.constexpr):
+    "What all tokens of a head need: its matrix, what is held of it, and its mean."
+    X, _, _, W, _, _, MEAN = side
+    TYPE: tl.constexpr = X.dtype.element_ty if C.X_PARTS == 1 else tl.bfloat16
+    W, w_lo, w_hi = _held(W, head, C, TYPE)
+    m_lo, m_hi = _mean_halves(MEAN + head * C.D, C)
+    return W, w_lo, w_hi, m_lo, m_hi
+
+
+@triton.jit
+def _rotated_tokens(
+    side, held, at, head, valid, C: tl.constexpr, M: tl.constexpr, WIDE: tl.constexpr
+):
+    "Both halves of M tokens of a head, rotated, less the mean."
+    X, xt, xh, _, _, _, _ = side
+    W, w_lo, w_hi, m_lo, m_hi = held
+    HALF: tl.constexpr = C.HALF
+    K: tl.constexpr = HALF if C.BUTTERFLY else C.SLICE
+    k, zero = tl.arange(0, K), tl.zeros((M, HALF), tl.float32)
+    lo, hi = _rotate(
+        at=X + at.to(tl.int64)[:, None] * xt + head.to(tl.int64) * xh + k[None, :],
+        step=1,
+        valid=valid[:, None],
+        W=W,
+        w_lo=w_lo,
+        w_hi=w_hi,
+        zero=zero,
+        mean=X,
+        cos_sin=X,
+        C=C,
+        XP=C.X_PARTS,
+        ROPE=0,
+        WIDE=WIDE,
+    )
+    if C.MEAN_PARTS > 0:
+        lo, hi = lo - m_lo, hi - m_hi
+    return lo, hi
+
+
+@triton.jit
+def _room_of(side, at, head, tokens, C: tl.constexpr, BY_TOKEN: tl.constexpr, M: tl.constexpr):
+    "Where the vectors of tokens lie between the steps of a code by windows."
+    heads = tl.num_programs(0) // ((tokens + M - 1) // M)
+    v, count = at.to(tl.int64) * heads + head, tokens.to(tl.int64) * heads
+    VALUES: tl.constexpr = 1 if BY_TOKEN else 0
+    return _between(side[4], v, count, C, VALUES)
+
+
+@triton.jit
+def _vectors(
+    side, tokens, C: tl.constexpr, BY_TOKEN: tl.constexpr, M: tl.constexpr, WIDE: tl.constexpr
+):
+    "The first step of a code by windows: M tokens of one head, for the search."
+    blocks = (tokens + M - 1) // M
+    head = tl.program_id(0) // blocks
+    i = tl.program_id(0) % blocks * M + tl.arange(0, M)
+    lo, hi = _rotated_tokens(side, _held_of(side, head, C), i, head, i < tokens, C, M, WIDE)
+    room = _room_of(side, i, head, tokens, C, BY_TOKEN, M)
+    _chain_in(lo, hi, room, i < tokens, C.D)
+
+
 @triton.jit
 def _append_side(
     side,  # what belongs to keys or to values
@@ -148,25 +245,12 @@ def _append_side(
     STEPS: tl.constexpr,
 ):
     """M tokens of one head: codes and scales of those that lead and of all that share their
-    bytes, if STEPS is 4; 1: none does."""
-    X, xt, xh, W, TAB, factor, MEAN = side
+    bytes, if STEPS is 4; 1: none does. Of a code by windows symbols were searched before."""
     CELLS, SCALES, block_stride, head_stride = memory
-    D: tl.constexpr = C.D
     HALF: tl.constexpr = C.HALF
-    BITS: tl.constexpr = C.BITS
-    XP: tl.constexpr = C.X_PARTS
-    BUTTERFLY: tl.constexpr = C.BUTTERFLY
-    PER_HEAD: tl.constexpr = C.PER_HEAD
-    SLICE: tl.constexpr = C.SLICE
-    W_PARTS: tl.constexpr = C.W_PARTS
-    CENTRED: tl.constexpr = C.MEAN_PARTS > 0
-    TYPE: tl.constexpr = X.dtype.element_ty if XP == 1 else tl.bfloat16
-    K: tl.constexpr = HALF if BUTTERFLY else SLICE
     blocks = (tokens + M - 1) // M
     head = tl.program_id(0) // blocks
     i = tl.program_id(0) % blocks * M + tl.arange(0, M)
-    if PER_HEAD:
-        W += head * (W_PARTS * D * D)
     slot = tl.load(SLOTS + i, mask=i < tokens, other=-1)
     t = slot % (4 * R)
     leads = slot >= 0
@@ -175,22 +259,10 @@ def _append_side(
         leads = leads & ((before != slot - R) | (t < R))
     if tl.max(leads.to(tl.int32), 0) > 0:
         cell = (slot // (4 * R)).to(tl.int64) * block_stride + head.to(tl.int64) * head_stride
-        k, zero, row = tl.arange(0, K), tl.zeros((M, HALF), tl.float32), (t % R).to(tl.int32)
-        w_lo = _encode_weights(W, 0, k, 0, TYPE, D, HALF)
-        w_hi = (
-            _encode_weights(W, 0, k + HALF, 0, TYPE, D, HALF)
-            if BUTTERFLY
-            else _encode_weights(W, 0, k, 1, TYPE, D, HALF)
-        )
-        edges, levels = _table(TAB, BITS)
-        m_lo = tl.zeros((1, HALF), tl.float32)
-        m_hi = m_lo
-        if CENTRED:
-            j = tl.arange(0, HALF)
-            m_lo = tl.load(MEAN + head * D + j[None, :], mask=(j < D // 2)[None, :], other=0.0)
-            m_hi = tl.load(
-                MEAN + head * D + D // 2 + j[None, :], mask=(j < D // 2)[None, :], other=0.0
-            )
+        row = (t % R).to(tl.int32)
+        if C.CHAIN == 0:
+            held = _held_of(side, head, C)
+            edges, levels = _table(side[4], C.BITS)
         word, new = tl.zeros((M, HALF), tl.int32), row * 0
         for q in range(STEPS):
             at, valid = i + q * R, leads
@@ -199,25 +271,12 @@ def _append_side(
                 there = tl.load(SLOTS + at, mask=here & (at < tokens), other=-1)
                 valid = here & (there == slot + q * R)
             if tl.max(valid.to(tl.int32), 0) > 0:
-                x = X + at.to(tl.int64)[:, None] * xt + head.to(tl.int64) * xh + k[None, :]
-                lo, hi = _rotate(
-                    at=x,
-                    step=1,
-                    valid=valid[:, None],
-                    W=W,
-                    w_lo=w_lo,
-                    w_hi=w_hi,
-                    zero=zero,
-                    mean=X,
-                    cos_sin=X,
-                    C=C,
-                    XP=XP,
-                    ROPE=0,
-                    WIDE=WIDE,
-                )
-                if CENTRED:
-                    lo, hi = lo - m_lo, hi - m_hi
-                pair, scale, finite, fitting = _measure(lo, hi, edges, levels, factor, C, WIDE)
+                if C.CHAIN == 0:
+                    lo, hi = _rotated_tokens(side, held, at, head, valid, C, M, WIDE)
+                    pair, scale, _, _ = _measure(lo, hi, edges, levels, side[5], C, WIDE)
+                else:
+                    room = _room_of(side, at, head, tokens, C, BY_TOKEN, M)
+                    pair, scale, _, _ = _chain_out(room, valid, side[5], C)
                 tl.store(
                     SCALES + (cell // 2 + (A[3] // 2) + t + q * R),
                     scale.to(SCALES.dtype.element_ty),
@@ -277,16 +336,25 @@ def _append_kernel(
     WIDE: tl.constexpr,
     STEPS: tl.constexpr,
     PDL: tl.constexpr,
+    STEP: tl.constexpr = 0,
 ):
+    """STEP 1 leaves vectors of a code by windows to the search for their symbols, which step 2
+    takes; sides with a table are done in step 1. 0: both sides have tables."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     memory = (CELLS, SCALES, block_stride, head_stride)
     if tl.program_id(1) == 0:
         key = (KX, kt, kh, KW, KTAB, kfactor, MEAN)
-        _append_side(key, memory, SLOTS, tokens, KC, KA, False, R, M, WIDE, STEPS)
+        if STEP == 1 and KC.CHAIN > 0:
+            _vectors(key, tokens, KC, False, M, WIDE)
+        elif STEP < 2 or KC.CHAIN > 0:
+            _append_side(key, memory, SLOTS, tokens, KC, KA, False, R, M, WIDE, STEPS)
     else:
         value = (VX, vt, vh, VW, VTAB, vfactor, MEAN)
-        _append_side(value, memory, SLOTS, tokens, VC, VA, True, R, M, WIDE, STEPS)
+        if STEP == 1 and VC.CHAIN > 0:
+            _vectors(value, tokens, VC, True, M, WIDE)
+        elif STEP < 2 or VC.CHAIN > 0:
+            _append_side(value, memory, SLOTS, tokens, VC, VA, True, R, M, WIDE, STEPS)
 
 # %% ../../nbs/45b_cells.ipynb #45b0000d
 def _dense(x: Tensor) -> Tensor:
@@ -334,43 +402,51 @@ def append_cells(
             )
     if not len(slots):
         return
-    k, v, (one, two), d = (
-        _dense(k),
-        _dense(v),
-        plan.sides,
-        max(plan.cell.d_key, plan.cell.d_value),
-    )
-    rows, options = _short_config(d, _processors(plan.device)[1])
+    most = plan.piece(cache.shape[1]) if plan.chained else len(slots)
+    for first in range(0, len(slots), most):
+        mine = slice(first, first + most)
+        _append_piece(cache, plan, _dense(k[mine]), _dense(v[mine]), slots[mine])
+
+
+def _append_piece(cache: Tensor, plan: CellPlan, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    "Tokens whose vectors lie in memory at once, where codes are by windows."
+    heads, count = cache.shape[1], cache.shape[1] * len(slots)
+    rows, options = _short_config(plan.vector_size, _processors(plan.device)[1])
+    room = window_room(count, plan.vector_size, k.device) if plan.chained else None
+    (one, key_table), (two, value_table) = plan.sides
     kc, vc = plan.constants(k.dtype)
-    grid = (cache.shape[1] * -(-len(slots) // rows), 2)
-    _append_kernel[grid](
-        k,
-        k.stride(0),
-        k.stride(1),
-        one[0].parts,
-        one[1],
-        one[0].factor,
-        v,
-        v.stride(0),
-        v.stride(1),
-        two[0].parts,
-        two[1],
-        two[0].factor,
-        MEAN=two[1] if plan.center is None else plan.rotated_center,
+    named = plan.memory(cache) | dict(
+        KX=k,
+        kt=k.stride(0),
+        kh=k.stride(1),
+        KW=one.parts,
+        KTAB=room if key_table is None else key_table,
+        kfactor=one.factor,
+        VX=v,
+        vt=v.stride(0),
+        vh=v.stride(1),
+        VW=two.parts,
+        VTAB=room if value_table is None else value_table,
+        vfactor=two.factor,
         SLOTS=slots,
         tokens=len(slots),
         KC=kc,
         VC=vc,
-        KA=plan.places("key"),
-        VA=plan.places("value"),
+        KA=plan.offsets[0],
+        VA=plan.offsets[1],
         R=plan.cell.tokens // 4,
         M=rows,
         WIDE=_wide(plan.device),
         STEPS=1 if len(slots) <= plan.cell.tokens // 4 else 4,
         PDL=_dependent(plan.device),
-        **plan.memory(cache),
-        **options,
     )
+    named["MEAN"] = named["VTAB"] if plan.center is None else plan.rotated_center
+    for step in (1, 2) if plan.chained else (0,):
+        if step == 2:
+            for code, x, to in window_searches(plan.by_window, room, count, plan.vector_size):
+                tables = code.tables[0], code.windows.levels
+                find_symbols(code.trellis, x, *tables, to=to)
+        _append_kernel[(heads * -(-len(slots) // rows), 2)](**named, STEP=step, **options)
 
 # %% ../../nbs/45b_cells.ipynb #45b0001j
 @triton.jit(do_not_specialize=["early"])
@@ -672,7 +748,7 @@ def _own_tokens(
     """Query i of R rows over its request's own exact tokens: maximum (base 2), total, weighted
     sum."""
     d, e = tl.arange(0, DP), tl.arange(0, DVP)
-    top = tl.full([R], float("-inf"), tl.float32)
+    top = tl.full([R], -1e30, tl.float32)
     total = tl.zeros([R], tl.float32)
     acc = tl.zeros([R, DVP], tl.float32)
     for j in range(0, m):
@@ -685,10 +761,9 @@ def _own_tokens(
         seen = (j <= i) & (length > 0)
         if SLIDING:
             seen = seen & (j > i - sliding_window)
-        s = tl.where(seen, s * 1.4426950408889634, float("-inf"))
+        s = tl.where(seen, s * 1.4426950408889634, -1e30)
         new = tl.maximum(top, s)
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        rescale, p = tl.exp2(top - safe), tl.exp2(s - safe)
+        rescale, p = tl.exp2(top - new), tl.where(seen, tl.exp2(s - new), 0.0)
         acc = acc * rescale[:, None] + p[:, None] * v[None, :]
         total = total * rescale + p
         top = new
@@ -746,19 +821,10 @@ def _recent_tokens(
         v = tl.load(
             NEAR + at + D + e[None, :], mask=there[:, None] & (e < DV)[None, :], other=0.0
         ).to(tl.float32)
-        s = tl.sum(q[:, None, :] * k[None, :, :], 2)
-        if CAPPED:
-            s = _portable_cap(s, cap_at)
         seen = there[None, :] & (i >= 0)[:, None]
         if SLIDING:
             seen = seen & (t[None, :] > (length - m + i - sliding_window)[:, None])
-        s = tl.where(seen, s * 1.4426950408889634, float("-inf"))
-        new = tl.maximum(top, tl.max(s, 1))
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        rescale, p = tl.exp2(top - safe), tl.exp2(s - safe[:, None])
-        acc = acc * rescale[:, None] + tl.sum(p[:, :, None] * v[None, :, :], 1)
-        total = total * rescale + tl.sum(p, 1)
-        top = new
+        top, total, acc = _attend_exactly(q, k, v, seen, top, total, acc, cap_at, CAPPED)
     return top, total, acc
 
 
@@ -902,7 +968,7 @@ def _join_kernel(
                 SLIDING=SLIDING,
                 CAPPED=CAPPED,
             )
-    far = tl.zeros([R, DVP], tl.float32)
+        top = tl.where(whole != 0, top, float("-inf"))  # NaN counts as seen
     place0 = (bh * blocks + r // Q).to(tl.int64) * splits
     used = splits
     if LISTED:
@@ -911,41 +977,40 @@ def _join_kernel(
         place0 = (h * blocks + r // Q).to(tl.int64) * splits + begin
     if PDL:
         tl.extra.cuda.gdc_wait()
-    for s0 in range(0, used, SB):
-        part = s0 + tl.arange(0, SB)
-        place = (place0[:, None] + part[None, :]) * Q + (r % Q)[:, None]
-        there = ok[:, None] & (part < used)[None, :]
-        lse = tl.load(LSE_PARTS + place, mask=there, other=float("-inf"))
-        seen = lse != float("-inf")  # a row that sees no token of a split
-        o = tl.load(
-            PARTS + place[:, :, None] * DV + e[None, None, :],
-            mask=seen[:, :, None] & (e < DV)[None, None, :],
-            other=0.0,
-        )
-        new = tl.maximum(top, tl.max(lse, 1))
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        rescale = tl.exp2(top - safe)
-        w = tl.where(seen, tl.exp2(lse - safe[:, None]), 0.0)
-        far = far * rescale[:, None] + tl.sum(o * w[:, :, None], 1)
-        near, whole, top = near * rescale[:, None], whole * rescale + tl.sum(w, 1), new
-    norm = tl.where(whole != 0, whole, 1.0)
+    top, whole, near, far = _add_splits(
+        PARTS=PARTS,
+        LSE_PARTS=LSE_PARTS,
+        place0=place0,
+        used=used,
+        r=r,
+        ok=ok,
+        top=top,
+        whole=whole,
+        near=near,
+        DV=DV,
+        DVP=DVP,
+        Q=Q,
+        R=R,
+        SB=SB,
+    )
+    norm, lse = _log_sum(top, whole)
     at, real = (token * ot + head * oh)[:, None] + e[None, :], ok[:, None] & (e < DV)[None, :]
     if ROTATED:
         tl.store(REST + at, far / norm[:, None], mask=real)
         tl.store(OUT + at, near / norm[:, None], mask=real)
     else:
         tl.store(OUT + at, ((near + far) / norm[:, None]).to(OUT.dtype.element_ty), mask=real)
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    lse = tl.where(whole != 0, (safe + tl.log2(norm)) * 0.6931471805599453, float("-inf"))
     tl.store(LSE + token * (heads * group) + head, lse, mask=ok)
 
 # %% ../../nbs/45b_cells.ipynb #45b00015
 @lru_cache(maxsize=64)
-def _cell_form(cell: CellLayout, rows: int, key: tuple, value: tuple) -> _Form:
-    """What the kernel is compiled for. key, value: offsets of three planes and of scales. One
-    object per set of arguments."""
+def _cell_form(
+    cell: CellLayout, rows: int, key: tuple, value: tuple, chains: tuple = ((), ())
+) -> _Form:
+    """What the kernel is compiled for. key, value: offsets of three planes and of scales;
+    chains: of `CodeTables`. One object per set of arguments."""
     form = decode_form(
-        cell.d_key, cell.d_value, rows, cell.key_bits, cell.value_bits, cell.tokens
+        cell.d_key, cell.d_value, rows, cell.key_bits, cell.value_bits, cell.tokens, 0, *chains
     )
     names = [*(f"{s}{n}" for s in "KV" for n in ("0", "1", "2", "S"))]
     return _Form(
@@ -1311,17 +1376,18 @@ def _launch_portable(cache, plan: CellPlan, table, cut: _Cut, named: dict, early
         PAGES=table,
         page_stride=table.stride(0),
         each_length=1,
-        KA=plan.places("key"),
-        VA=plan.places("value"),
+        KA=plan.offsets[0],
+        VA=plan.offsets[1],
         R=R,
         BR=min(4 * R, 64 if is_interpreted() else 16),
         KB=plan.cell.key_bits,
         VB=plan.cell.value_bits,
+        **plan.chains,
         Q=cut.rows,
         HAS_LENGTH=True,
         PAGED=True,
         **_only(_PORTABLE, arguments),
-        num_warps=8 if max(d, dv) > 128 else 4,
+        num_warps=8 if max(d, dv) > 128 or any(plan.tables.chains) else 4,
         num_stages=1,
     )
 
@@ -1360,7 +1426,7 @@ def _launch_fragments(
         PDL=cut.pdl,
         HAS_LENGTH=True,
         PAGED=True,
-        G=_cell_form(plan.cell, cut.rows, plan.places("key"), plan.places("value")),
+        G=_cell_form(plan.cell, cut.rows, *plan.offsets, plan.tables.chains),
         **dict.fromkeys(flags, False),
         **_only(_FRAGMENTS, arguments),
         num_warps=1,
@@ -1480,6 +1546,8 @@ def _past_kernel(
     BR: tl.constexpr,
     KB: tl.constexpr,
     VB: tl.constexpr,
+    KX: tl.constexpr,
+    VX: tl.constexpr,
 ):
     "One cell to dense rows: levels times scales, still rotated."
     page, h = tl.program_id(0), tl.program_id(1)
@@ -1502,6 +1570,7 @@ def _past_kernel(
             R,
             KB,
             False,
+            KX,
         )
         v = _levels(
             to + VA[0],
@@ -1516,6 +1585,7 @@ def _past_kernel(
             R,
             VB,
             True,
+            VX,
         )
         k *= tl.load(SCALES + cell // 2 + (k_scale + t)).to(tl.float32)[:, None]
         v *= tl.load(SCALES + cell // 2 + (v_scale + t)).to(tl.float32)[:, None]
@@ -1549,7 +1619,7 @@ def past_cells(
         raise ValueError(f"past_cells cannot serve this: {why}")
     if not tokens:
         return
-    places = plan.places("key"), plan.places("value")
+    places = plan.offsets
     _past_kernel[(count, cache.shape[1])](
         LEVELS=plan.tables.levels,
         TABLE=table,
@@ -1569,9 +1639,11 @@ def past_cells(
         DV=cell.d_value,
         DVP=padded_size(cell.d_value),
         R=cell.tokens // 4,
-        BR=min(cell.tokens, 64),
+        # what a window sees costs registers
+        BR=16 if any(plan.tables.chains) else min(cell.tokens, 64),
         KB=cell.key_bits,
         VB=cell.value_bits,
+        **plan.chains,
         num_warps=4,
         **plan.memory(cache),
     )

@@ -71,7 +71,6 @@ class Plan(NamedTuple):
     tables: CodeTables | None  # None: no kernel can serve
     why: str = ""  # why no kernel can serve this store; empty if one can
     why_mma: str = ""  # the same for the tensor-core kernel
-    why_portable: str = ""  # and for the portable one
     padded: bool = True  # may a sequence start after position 0?
     angles: AngleTables | None = None  # of a pre-RoPE mean
 
@@ -80,11 +79,7 @@ class Plan(NamedTuple):
         "The plan for codes of two quantizers."
         if why := _side_reason("keys", key, tile) or _side_reason("values", value, tile):
             return cls(None, why)
-        return cls(
-            CodeTables.of(key, value, device),
-            why_mma=_mma_reason(key, value, tile),
-            why_portable=key.code.refuses("decode") or value.code.refuses("decode"),
-        )
+        return cls(CodeTables.of(key, value, device), why_mma=_mma_reason(key, value, tile))
 
 
 def _angles_of(store: KVStore) -> AngleTables | None:
@@ -185,7 +180,7 @@ def select_kernel(plan: Plan, device, kernel: str) -> tuple:  # (portable?, reas
     why = plan.why or plan.why_mma or _device_reason(device, False)
     if plan.why or kernel == "fragments" or (not why and kernel == "auto"):
         return False, why
-    other = plan.why_portable or _device_reason(device, True)
+    other = _device_reason(device, True)
     return True, other and (other if kernel == "portable" else why)
 
 

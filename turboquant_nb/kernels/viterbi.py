@@ -238,6 +238,7 @@ def find_symbols(
     programs: int | None = None,  # at a time; None: sixteen on each multiprocessor
     block: int
     | None = None,  # vectors of a program: 1, 32 or more; None: by how many there are
+    to: tuple | None = None,  # contiguous memory for what is returned; None: new
 ) -> (
     tuple
 ):  # ([N, n] uint8 bits of each channel, [N] fp32 x @ levels, [N] fp32 levels @ levels)
@@ -248,14 +249,17 @@ def find_symbols(
     if n % 8 or trellis.states < 1 << trellis.bits or trellis.segment not in (None, n):
         want = "whole vectors of a multiple of 8 channels, and 2**bits states or more"
         raise ValueError(f"find_symbols takes {want}, got {n} channels and {trellis}")
-    out, sums = torch.empty(x.shape, dtype=torch.uint8, device=x.device), x.new_empty(2, count)
+    if to is None:
+        to = torch.empty(x.shape, dtype=torch.uint8, device=x.device), *x.new_empty(2, count)
+    out, *sums = to
     if not count:
         return out, *sums
     if x.is_cuda and x.device.index != torch.cuda.current_device():  # a model over several
         with torch.cuda.device(x.device):
-            return find_symbols(trellis, x, levels, by_window, programs, block)
-    if programs is None:
-        programs = 16 * torch.cuda.get_device_properties(x.device).multi_processor_count
+            return find_symbols(trellis, x, levels, by_window, programs, block, to)
+    if programs is None:  # the interpreter has one processor
+        cuda = torch.cuda.get_device_properties(x.device) if x.is_cuda else None
+        programs = 16 * (cuda.multi_processor_count if cuda else 1)
     x, bits, turns = x.contiguous(), trellis.bits, 2 if trellis.start == "tail" else 1
     block = block or (1 if count <= 2 * programs else 32)
     if turns == 2 and n % 16:  # the seam is not between two groups of eight symbols

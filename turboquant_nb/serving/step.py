@@ -40,7 +40,7 @@ from turboquant_nb.kernels.cells import (
     past_cells,
 )
 from ..quant.calibration import Calibration, load_calibration
-from ..quant.mixed_precision import make_quantizer
+from ..quant.mixed_precision import find_code, make_quantizer
 from ..quant.quantizer import CODES, PRESETS, Recipe, preset
 from ..theory.transforms import HeadTransform, register_transform
 
@@ -93,15 +93,28 @@ def serving_recipe(
                 f"{name} must have one number of bits and no QJL residual, got "
                 f"bits={side.bits!r}, residual={side.residual!r}"
             )
-        if side.codebook in CODES:
+        elif why := _code_reason(side):
             reasons.append(
-                f"{name}.codebook must be a table, got {side.codebook!r}: kernels know no other"
+                f"{name}.codebook must be a table or windows that kernels read, got "
+                f"{side.codebook!r}: {why}"
             )
         if side.scale_dtype == "float32":
             reasons.append(f"{name}.scale_dtype must have 2 bytes, got 'float32'")
     if reasons:
         raise ValueError(f"this recipe cannot be served: {'; '.join(reasons)}")
     return recipe
+
+
+def _code_reason(spec, d: int = 128) -> str:
+    """Why no kernel reads and makes codes of heads of this size; empty if one does, as of every
+    table."""
+    if spec.codebook not in CODES:
+        return ""
+    try:
+        code = find_code(spec, d)
+    except ValueError as error:
+        return str(error)
+    return code.refuses("windows") or ("" if code.windows else code.refuses("encode"))
 
 
 def needs_means(
@@ -221,9 +234,11 @@ class ServingConfig:
         self, d_key: int, d_value: int | None = None
     ) -> int:  # d_value: d_key if None
         "Of one KV head in one layer. Raises ValueError for head sizes that cells do not hold."
-        return CellLayout(
-            self.recipe.key.bits, self.recipe.value.bits, d_key, d_value or d_key
-        ).bytes_per_token
+        key, value, d_value = self.recipe.key, self.recipe.value, d_value or d_key
+        for name, spec, d in (("keys", key, d_key), ("values", value, d_value)):
+            if why := _code_reason(spec, d):
+                raise ValueError(f"{name} cannot be served: {why}")
+        return CellLayout(key.bits, value.bits, d_key, d_value).bytes_per_token
 
     def recent_block(self, tokens: int, d: int, itemsize: int) -> int:
         """Recent tokens that fit into the page of a block of coded ones beside the first ones:
@@ -430,7 +445,10 @@ class CodedAttention:
         cell, device = self.plan.cell, self.plan.device
         dk, dv, n = cell.d_key, cell.d_value, cell.tokens
         cache = cell.empty(1, self.heads, device).zero_()
-        for tokens in (1, n // 4 + 1):
+        counts = {1, n // 4 + 1}
+        if self.plan.chained and device.type == "cuda":  # many are searched by another kernel
+            counts.add(self.plan.piece(self.heads))
+        for tokens in sorted(counts):
             k, v = (
                 torch.zeros(tokens, self.heads, d, dtype=dtype, device=device) for d in (dk, dv)
             )
