@@ -147,6 +147,24 @@ def test_captured_steps_are_eager_ones(static):
     assert cache.report()["graphs"]["replayed"] >= 6
 
 
+def test_compiled_steps():
+    "fullgraph: the logits of eager steps, whose keys and queries are scaled in the graph."
+    torch._dynamo.reset()
+    model, inputs = made("llama")[0], prompt(2, 20)
+    model.set_attn_implementation("turboquant")
+    outs, ids = [], prompt(2, 4, seed=9, padded=False)["input_ids"]
+    for step in (model, torch.compile(model, backend="eager", fullgraph=True)):
+        cache = TurboQuantCache(model, scaled(), max_length=64, static=True)
+        seen = dict(past_key_values=cache)
+        with torch.no_grad():
+            model(**inputs, **seen)
+            places = torch.tensor([[20], [13]])
+            steps = [step(ids[:, i : i + 1], position_ids=places + i, **seen) for i in range(4)]
+        assert min(float(x.std()) for x in frames(cache)) > 0.01
+        outs.append(torch.cat([x.logits for x in steps], 1))
+    assert (outs[0] - outs[1]).abs().max() < 1e-4
+
+
 @pytest.mark.skipif(
     not launch.is_interpreted() or torch.cuda.is_available(),
     reason="needs Triton's interpreter; scripts/tools/memcheck for a GPU",

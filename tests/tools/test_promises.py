@@ -39,7 +39,7 @@ quantizer.decode mean=None dtype=torch.float32
 quantizer.decided mean=None
 quantizer.Recipe.__init__ sinks=4 recent=16 decay=None residual=None
 quantizer.Spec.__init__ bits=3 rotation='hadamard' seed=0 scale='mse' codebook='sphere'
-    center='none' scale_dtype='float16' residual='none'
+    center='none' scale_dtype='float16' residual='none' pair_scale='none'
 qjl.sketch_matrix kind='gaussian' seed=0
 qjl.qjl_variance kind='gaussian'
 residual.sign_codebook d=None base=None

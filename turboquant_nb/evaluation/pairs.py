@@ -143,8 +143,7 @@ class PairLayer(DynamicLayer):
         if cut and self.queries is not None:
             store.wait(k[:, :, :cut], v[:, :, :cut])
             store.complete(self.queries.to(k.dtype))
-            k, v = k[:, :, cut:], v[:, :, cut:]
-            cut = 0
+            k, v, cut, self.queries = k[:, :, cut:], v[:, :, cut:], 0, None
         for part in (slice(0, cut), slice(cut, None)):
             store.append(k[:, :, part], v[:, :, part])
 
