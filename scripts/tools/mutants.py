@@ -4,7 +4,8 @@
     python scripts/tools/mutants.py --seconds 600            a sample of all mutants
     python scripts/tools/mutants.py --module rates --seed 1  another sample, of one module
     python scripts/tools/mutants.py --all --module rope      every mutant of a module
-    python scripts/tools/mutants.py --workers 16 --out x.jsonl    sixteen at a time, kept
+    python scripts/tools/mutants.py --workers 16 --suite --out x.jsonl    sixteen at a time,
+                                                             against the whole suite, kept
     python scripts/tools/mutants.py --retry x.jsonl          those of it that survived, after a
                                                              test was added
     python scripts/tools/mutants.py --list                   how many mutants each module has
@@ -13,13 +14,15 @@
 
 cosmic-ray makes the mutants (pip install -c constraints.txt ".[mutants]"). It would start a
 process for each, and importing torch takes longer than most tests; here one process imports the
-libraries once and forks for each mutant. The tests of each module run once without any change,
+libraries once and forks for each mutant. Each file of tests runs once without any change,
 observed; then a mutant meets first the tests that enter its function, the fastest first, and
 after them the others: a default is checked by who never calls it, and a result that is kept was
 made by an earlier test. A mutant is killed if a test of its own module's files (`tests_of`)
-fails, or runs much longer than it should; kernels run in Triton's interpreter. What cannot be
-imported at all does not count. A survivor is either a test that is missing or a change that
-nothing can see (`x < 0` for `x <= 0` where both give the same): those are listed, with the
+fails, or runs much longer than it should; with --suite every other file counts too, by its tests
+that enter the function, as many as take a minute: that is what the checks would notice, and of
+tests that do not enter it as many run as take another minute. Kernels run in Triton's
+interpreter. What cannot be imported at all does not count. A survivor is either
+a test that is missing or a change that nothing can see (`x < 0` for `x <= 0` where both give the same): those are listed, with the
 reason, in mutants_equivalent.txt, by the statement that is changed and not by how it is laid
 out, and count no more."""
 
@@ -70,6 +73,9 @@ PRELOAD = (
     "triton transformers hypothesis _pytest.assertion.rewrite"
 ).split()
 CONTROL = "no change"
+# seconds for one mutant of the tests that do not enter its function; with --suite also of those
+# of other modules' files that do
+NEAR = 60
 KEEPS_KIND = (
     "abs",
     "ceil",
@@ -373,21 +379,16 @@ class Observe:
 
 
 class Order:
-    """A pytest plugin: first the tests that run the changed function, the fastest first, then
-    the others; without those that fail when nothing is changed. A test that takes half a minute
-    more than ten times its time ends the process (the first one imports what all need)."""
+    """A pytest plugin: these tests, in this order. A test that takes half a minute more than ten
+    times its time ends the process (the first one imports what all need)."""
 
-    def __init__(self, tests, near):
-        self.tests, self.near = tests, near
+    def __init__(self, tests):  # {node id: Test}
+        self.tests = tests
 
     @pytest_hook(trylast=True)
     def pytest_collection_modifyitems(self, items):
-        known = [
-            (not self.near & set(t.entered), t.seconds, i)
-            for i, x in enumerate(items)
-            if (t := self.tests.get(x.nodeid)) and t.passed
-        ]
-        items[:] = [items[i] for *_, i in sorted(known)]
+        found = {x.nodeid: x for x in items}
+        items[:] = [found[name] for name in self.tests if name in found]
 
     @pytest_hook(wrapper=True)
     def pytest_runtest_protocol(self, item, nextitem):
@@ -406,7 +407,9 @@ class Tree:
     package: str
 
     def __post_init__(self):
-        self.tests = {}
+        self.measured = ()  # modules whose tests were observed
+        self.suite = False  # whether all files of tests count
+        self.observed = {}  # {file of tests: {node id: {module: Test}}}
         names = modules(self.root / self.package)
         self.sources = {name: self.path(name).read_text(encoding="utf-8") for name in names}
         self.functions = {name: functions(x) for name, x in self.sources.items()}
@@ -414,50 +417,67 @@ class Tree:
     def path(self, module):
         return self.root / self.package / f"{module}.py"
 
-    def seconds(self, module):
-        "What the tests of a module take, observed."
-        return sum(x.seconds for x in self.tests[module].values())
+    def files(self, module):
+        "The files of tests that are a module's own, from the root."
+        found = tests_of(module, self.root / "tests")
+        return [x.relative_to(self.root).as_posix() for x in found]
 
-    def measure(self, modules, workers):
-        """Run the tests of these modules as they are, each set of files once, the observed ones
-        at the same time. Says which tests fail; raises Failed if all do."""
-        groups = {}
-        for name in modules:
-            if name not in self.tests:
-                files = tuple(str(x) for x in tests_of(name, self.root / "tests"))
-                groups.setdefault(files, []).append(name)
-        outs = {
-            names[0]: self.root / f"observed-{i}" for i, names in enumerate(groups.values())
-        }
-        jobs = (
-            (names, self._observed(names, outs[names[0]]), 3600) for names in groups.values()
-        )
-        for names, said, log in side_by_side(jobs, workers):
-            out = outs[names[0]]
-            if said != 0 or not out.is_file():
-                raise Failed(
-                    f"the tests of {names[0]} could not run without any change:\n{log[-3000:]}"
-                )
-            for name, tests in json.loads(out.read_text()).items():
-                self.tests[name] = {k: Test(*x) for k, x in tests.items()}
-            tests = self.tests[names[0]]
-            if bad := [k for k, x in tests.items() if not x.passed]:
-                print(
-                    f"{' '.join(names)}: left out, since they fail without any change: "
-                    f"{', '.join(bad)}",
-                    flush=True,
-                )
-            if not tests or len(bad) == len(tests):
-                raise Failed(f"no test of {names[0]} passes without any change:\n{log[-3000:]}")
+    def tests(self, module, near=frozenset()):
+        """{node id: Test} that a change of a module meets, in order: those of the suite that
+        enter one of the functions that begin on these lines, the fastest first, then the
+        others of its own files; without those that fail when nothing is changed."""
+        own, found = set(self.files(module)), []
+        for file, tests in self.observed.items():
+            for name, seen in tests.items():
+                test, is_own = seen[module], file in own
+                enters = bool(near & set(test.entered))
+                if test.passed and (enters or is_own):
+                    found.append((not enters, test.seconds, is_own, name, test))
+        spent, out = {True: 0.0, False: 0.0}, {}
+        for far, seconds, is_own, name, test in sorted(found, key=lambda x: x[:2]):
+            free = is_own and not (far and self.suite)
+            spent[far] += 0 if free else seconds
+            if free or spent[far] < NEAR:
+                out[name] = test
+        return out
 
-    def _observed(self, names, out):
-        def run():
-            observe = Observe({name: self.path(name) for name in names})
-            self._pytest(names[0], observe)
-            found = {
-                name: {k: (x.seconds, x.passed, x.entered) for k, x in tests.items()}
-                for name, tests in observe.tests.items()
+    def measure(self, modules, workers, suite=False):
+        """Run the files of tests of these modules (all files with `suite`) as they are, each
+        once, observed. Says which tests fail; raises Failed if none of a module passes."""
+        files = dict.fromkeys(file for name in modules for file in self.files(name))
+        for path in sorted((self.root / "tests").rglob("test_*.py")) if suite else ():
+            files[path.relative_to(self.root).as_posix()] = None
+        outs = {file: self.root / f"observed-{i}" for i, file in enumerate(files)}
+        jobs = ((file, self._watch(file, modules, out), 3600) for file, out in outs.items())
+        bad = []
+        for file, said, log in side_by_side(jobs, workers):
+            if said != 0 or not outs[file].is_file():
+                bad.append(f"{file} (cannot run: {log.strip()[-200:]!r})")
+                continue
+            self.observed[file] = {
+                name: {module: Test(*x) for module, x in seen.items()}
+                for name, seen in json.loads(outs[file].read_text()).items()
             }
+            bad += [
+                name
+                for name, seen in self.observed[file].items()
+                if not all(x.passed for x in seen.values())
+            ]
+        if bad:
+            print(f"left out, since they fail without any change: {', '.join(bad)}", flush=True)
+        self.measured, self.suite = tuple(modules), suite
+        for name in modules:
+            if not self.tests(name):
+                raise Failed(f"no test of {name} passes without any change")
+
+    def _watch(self, file, modules, out):
+        def run():
+            observe = Observe({name: self.path(name) for name in modules})
+            self._pytest([file], observe)
+            found = {}
+            for name, tests in observe.tests.items():
+                for k, x in tests.items():
+                    found.setdefault(k, {})[name] = x.seconds, x.passed, x.entered
             out.write_text(json.dumps(found))
             return 0
 
@@ -483,17 +503,16 @@ class Tree:
             except Exception as error:
                 print(f"not importable: {error!r}")
                 return 3
-            order = Order(
-                self.tests[mutant.module], self.functions[mutant.module].get(mutant.line, set())
-            )
-            return 1 if self._pytest(mutant.module, order, "-x") else 0
+            return 1 if self._pytest(files, Order(tests), "-x") else 0
 
-        return run, 20 + 3 * self.seconds(mutant.module)
+        near = self.functions[mutant.module].get(mutant.line, set())
+        tests = self.tests(mutant.module, near)
+        files = list(dict.fromkeys(name.partition("::")[0] for name in tests))
+        return run, 20 + 3 * sum(x.seconds for x in tests.values())
 
-    def _pytest(self, module, plugin, *more):
+    def _pytest(self, files, plugin, *more):
         import pytest
 
-        files = [str(x) for x in tests_of(module, self.root / "tests")]
         scratch = self.root / f"scratch-{os.getpid()}"
         try:
             return pytest.main(
@@ -625,7 +644,8 @@ def try_out(tree, chosen, seconds, workers=1):
     they end. Raises Failed if tests fail when they come in another order."""
     known, end = equivalent(), time.monotonic() + seconds
     names = {0: "survived", 3: "import", 5: "equivalent", None: "late"}
-    controls = [Mutant(name, CONTROL, 0, 0) for name in tree.tests]
+    tests = {tuple(tree.tests(name)): name for name in tree.measured}
+    controls = [Mutant(name, CONTROL, 0, 0) for name in tests.values()]
     jobs = chain(controls, takewhile(lambda _: time.monotonic() < end, chosen))
     for mutant, code, log in side_by_side(
         ((m, *tree.attempt(m, known)) for m in jobs), workers
@@ -714,9 +734,10 @@ def run(args):
         tree.measure(
             sorted({m.module for m in pool[: args.most]}, key=list(tree.sources).index),
             args.workers,
+            args.suite,
         )
         print(
-            f"tests of {len(tree.tests)} modules measured in {time.monotonic() - begin:.0f} s",
+            f"{len(tree.observed)} files of tests observed in {time.monotonic() - begin:.0f} s",
             flush=True,
         )
         found = []
@@ -782,6 +803,11 @@ def main(argv=None):
     )
     parser.add_argument(
         "--module", action="append", metavar="NAME", help="only this module (may be repeated)"
+    )
+    parser.add_argument(
+        "--suite",
+        action="store_true",
+        help="a mutant meets tests of all files that enter its function, not its module's alone",
     )
     parser.add_argument(
         "--all", action="store_true", help="in the order of the file instead of drawn"

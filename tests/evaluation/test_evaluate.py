@@ -10,7 +10,14 @@ import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from turboquant_nb.evaluation.candidates import as_candidate, held_bytes
-from turboquant_nb.evaluation.pairs import PAIR, PairLayer, attending, pair_attention
+from turboquant_nb.evaluation.pairs import (
+    PAIR,
+    Pair,
+    PairLayer,
+    attending,
+    mixed_attention,
+    pair_attention,
+)
 from turboquant_nb.evaluation.score import (
     OnePass,
     gap_limit,
@@ -571,3 +578,39 @@ def test_real_model(smollm):
     for protocol in ("decode", "stress"):
         plain, fine, coarse = (r["percent"] for r in perplexity(model, ids, bare, protocol, 80))
         assert plain == 0 and abs(fine) < 20 < coarse
+
+
+def test_pairs_are_attended_as_a_dense_softmax_over_what_each_token_is():
+    """By a loop over queries: exact where `exact` says so, decoded elsewhere, a sink's logit
+    beside them, scores capped. Mutants: the sum of another axis, an exact value for a code's."""
+    g = torch.Generator().manual_seed(0)
+    b, heads, kv, n, length, d = 2, 4, 2, 3, 5, 8
+    q = torch.randn(b, heads, n, d, generator=g)
+    key, value = (Pair(*torch.randn(2, b, kv, length, d, generator=g)) for _ in range(2))
+    exact = torch.rand(n, length, generator=g) < 0.5
+    visible = torch.rand(n, length, generator=g) < 0.8
+    visible[:, 0] = True
+    sinks = torch.randn(heads, generator=g)
+    for s_aux, softcap in ((None, None), (sinks, 3.0)):
+        out = mixed_attention(q, key, value, exact, visible, 0.3, softcap, s_aux)
+        assert out.shape == (b, n, heads, d)
+        for r, h, i in ((0, 0, 0), (1, 3, 2), (0, 2, 1)):
+            pick = lambda p: torch.where(
+                exact[i, :, None], p.exact[r, h // 2], p.coded[r, h // 2]
+            )
+            s = pick(key) @ q[r, h, i] * 0.3
+            s = s if softcap is None else softcap * torch.tanh(s / softcap)
+            s = s.masked_fill(~visible[i], -torch.inf)
+            more = sinks[h : h + 1] if s_aux is not None else sinks[:0]
+            weights = torch.cat([s, more]).softmax(0)[:length]
+            torch.testing.assert_close(
+                out[r, i, h], weights @ pick(value), rtol=1e-5, atol=1e-6
+            )
+
+
+def test_the_limit_of_a_gap_is_that_of_its_equation(llama):
+    "Two roundings of the scale and four of the model's dtype; the widest of all layers counts."
+    half = 2 * torch.finfo(torch.float16).eps + 4 * torch.finfo(torch.float32).eps
+    assert gap_limit(llama, "k3v3") == half
+    full = Recipe(*(Spec(4, scale_dtype="float32"),) * 2)
+    assert gap_limit(llama, full) == 6 * torch.finfo(torch.float32).eps

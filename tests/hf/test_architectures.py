@@ -51,6 +51,17 @@ def test_an_encoder_is_refused(name):
             TurboQuantCache(source)
 
 
+@pytest.mark.parametrize("name", ["GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"])
+def test_a_gemma_that_looks_both_ways_is_refused(name):
+    "Whether the model is asked or its configuration."
+    config = architectures.small(name).config
+    TurboQuantCache(config)
+    config.use_bidirectional_attention = True
+    for source in (config, getattr(transformers, name)(config)):
+        with pytest.raises(ValueError, match="attends to later tokens too.*bidirectional"):
+            TurboQuantCache(source)
+
+
 @pytest.mark.parametrize("name", ["ViT", "CLIPText", "CLIPVision", "Rwkv", "XLM"])
 def test_a_model_without_attention_to_a_cache_is_refused(name):
     kind = getattr(transformers, f"{name}Config")

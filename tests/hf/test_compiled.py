@@ -1,6 +1,7 @@
 "Norms and MLPs compiled in steps of one token: by Inductor, on every family, and undone."
 
 import copy
+import os
 import shutil
 import sys
 
@@ -41,7 +42,12 @@ FAMILIES = {
     # experts are chosen by what a token holds: only norms
     "mixtral": (MixtralForCausalLM, MixtralConfig, dict(num_local_experts=2), 2 * 2 + 1),
 }
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++")
+# under ATEN_CPU_CAPABILITY=default Inductor (torch 2.13) writes at::vec without its header; parts
+# then run as they are, with a warning
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None or os.environ.get("ATEN_CPU_CAPABILITY") == "default",
+    reason="Inductor needs g++ and vectors",
+)
 
 
 def made(family):

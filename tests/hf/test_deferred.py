@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from eval import architectures
 from tests.helpers import VOCAB, exact_recipe, prompt
-from turboquant_nb.hf import TurboQuantCache
+from turboquant_nb.hf import TurboQuantCache, deferred
 from turboquant_nb.hf.model_info import _BY_HAND, ModelInfo
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
@@ -212,3 +212,24 @@ def test_readings():
     config._attn_implementation = "flash_attention_2"
     assert ModelInfo(config).reading.how == "decoded each step"
     assert max(made("GPTJ").config.vocab_size, VOCAB) < 100
+
+
+@pytest.mark.parametrize("dim", (-1, 3))
+def test_a_softmax_along_the_keys_waits_and_another_is_made(dim):
+    "Also where the axis is counted from the front, and never twice."
+    held = Tokens()
+    scores = deferred.Scores(held, torch.randn(2, 4, 3, 8), False)
+    assert scores.shape == (2, 4, 3, 5)
+    weights = scores.on_softmax(scores, dim=dim)
+    assert weights.weights and weights.shape == scores.shape and weights.held is held
+    assert weights.on_softmax(weights, dim=dim) is None
+    for other in (0, 1, 2, 4, -2):
+        assert scores.on_softmax(scores, dim=other) is None
+    assert scores.on_softmax(scores, dim=dim, dtype=torch.float64).dtype == torch.float64
+
+
+class Tokens:
+    "Keys and values of two rows, four heads and five tokens, which nobody reads."
+
+    shapes = (2, 4, 5, 8), (2, 4, 5, 6)
+    device = torch.device("cpu")

@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from turboquant_nb.theory.codebook import lloyd_max
 from turboquant_nb.quant.quantizer import (
+    HeadCodes,
+    ScalarCode,
     PRESETS,
     Coded,
     Quantizer,
@@ -877,3 +879,15 @@ def test_undecided_reaches_as_far_as_the_bound(rotation):
             and bool(found[0][3]) == want
             and found[0].sum() >= d - 1
         )
+
+
+def test_codes_by_head_take_as_many_heads():
+    """Axis -3 is that of heads, whatever the number of tokens is. Mutant: the axis of tokens."""
+    code = HeadCodes((ScalarCode(lloyd_max(2), (2,) * 8), ScalarCode(uniform(2), (2,) * 8)))
+    x = torch.randn(3, 2, 5, 8, generator=torch.Generator().manual_seed(0))
+    got = code._each(lambda c, part: c.codebook.levels[:1] + part, x)
+    same(got[:, 0], lloyd_max(2).levels[:1] + x[:, 0])
+    same(got[:, 1], uniform(2).levels[:1] + x[:, 1])
+    for wrong in (x[:, :1], x[:, [0, 0, 0], :2], x[0, 0], x[0, :, 0]):
+        with pytest.raises(ValueError, match=r"codes of 2 heads take \[..., 2, n, 8\], got"):
+            code._each(lambda c, part: part, wrong)

@@ -292,6 +292,15 @@ def test_bfloat16_variances():
     assert torch.equal(allocate_channels(v.bfloat16(), 6), allocate_channels(v, 6))
 
 
+def test_a_channel_may_have_eight_bits():
+    "The most that a table has: all of a budget can be spent, and no more."
+    v = torch.tensor([1e9, 1.0])
+    assert allocate_channels(v, 16, 0, 8).tolist() == [8, 8]
+    assert allocate_channels(v, 9, 0, 8).tolist() == [8, 1]
+    with pytest.raises(ValueError, match="hi"):
+        allocate_channels(v, 9, 0, 9)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_allocate_is_optimal(seed):
     v = torch.rand(4, generator=gen(seed)) ** 3 + 1e-3

@@ -133,3 +133,282 @@ def test_a_map_whose_inverse_fp32_cannot_serve_is_refused():
     )
     with pytest.raises(ValueError, match="below 1e4.*got 1.64e"):
         transforms.HeadTransform.of(matrix(14))
+
+
+# ------------------------------------------------- against the sums they stand for
+
+
+def moments_of(*shape, seed=0):
+    "Second moments of heads: symmetric, positive, far from the identity."
+    x = torch.randn(*shape, shape[-1], generator=torch.Generator().manual_seed(seed)).double()
+    return x @ x.mT + 0.1 * torch.eye(shape[-1], dtype=torch.float64)
+
+
+def test_sensitivity_is_what_noise_on_the_scores_does_to_the_output():
+    """The derivative of the layer's output by every score, squared and summed, query by query.
+    Mutants: a factor of 2 lost, the head's output left out."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 2, 3, 5, 4, generator=g).double()
+    w = torch.randn(3, 6, 4, generator=g).double()  # W_o of each head
+    visible = torch.ones(5, 5, dtype=torch.bool).tril()
+    got = transforms.sensitivity(q, k, v, visible, w.mT @ w)
+    weights = transforms.attention_weights(q, k, visible)
+    assert got.shape == (2, 3, 5) and (weights.sum(-1) - 1).abs().max() < 1e-12
+    assert weights[..., 0, 1:].max() == 0
+    for b, h, i in ((0, 0, 4), (1, 2, 3), (0, 1, 0)):
+        seen = visible[i]
+
+        def output(scores):
+            return w[h] @ (scores.softmax(0) @ v[b, h, seen])
+
+        slope = torch.autograd.functional.jacobian(output, q[b, h, i] @ k[b, h, seen].mT)
+        torch.testing.assert_close(got[b, h, i], slope.square().sum(), rtol=1e-9, atol=1e-12)
+
+
+def test_moments_are_sums_over_all_that_was_added():
+    "Weights enter the products alone; kinds and layers are kept apart."
+    g = torch.Generator().manual_seed(1)
+    x, y = torch.randn(2, 7, 2, 3, generator=g)
+    weight = torch.rand(7, 2, generator=g)
+    sums = transforms.Moments()
+    sums.add("key", 4, x)
+    sums.add("key", 4, y, weight)
+    sums.add("key", 1, x)
+    sums.add("query", 4, y, products=False)
+    sums.tokens = 14
+    assert sums.layers("key") == [1, 4] and sums.layers("query") == []
+    assert (
+        sums.first["query", 4].shape == (2, 3) and sums.first["key", 4].dtype == torch.float64
+    )
+    torch.testing.assert_close(
+        sums.mean("key", 4).float(), torch.cat([x, y]).mean(0), rtol=1e-5, atol=1e-6
+    )
+    outer = lambda z, w: sum(
+        w[i, :, None, None] * z[i, :, :, None] * z[i, :, None] for i in range(7)
+    )
+    want = (outer(x, torch.ones(7, 2)) + outer(y, weight)) / 14
+    torch.testing.assert_close(sums.mean_square("key", 4).float(), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shrink", (0.0, 0.25, 1.0))
+def test_the_best_metric_solves_its_equation(shrink):
+    "P C P is M times a number (14.3), for moments shrunk towards their mean variance."
+    m, c = moments_of(2, 5, seed=2), moments_of(2, 5, seed=3)
+    eye = torch.eye(5, dtype=torch.float64)
+    level = lambda x: x.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
+    small = lambda x: (1 - shrink) * x + shrink * level(x) * eye
+    p = transforms.best_metric(m, c, shrink)
+    ratio = torch.linalg.solve(small(m), p @ small(c) @ p)
+    torch.testing.assert_close(
+        ratio, level(ratio) * eye, rtol=1e-5, atol=1e-5 * float(level(ratio).max())
+    )
+
+
+def test_the_gain_is_half_the_logarithm_of_the_ratio_of_costs():
+    """Bits: -log2 of the error that a metric leaves against that of a rotation, over two
+    (14.4); no metric gains more than the best one."""
+    m, c = moments_of(3, 4, seed=4), moments_of(3, 4, seed=5)
+    trace = lambda x: x.diagonal(dim1=1, dim2=2).sum(1)
+    best = transforms.best_metric(m, c, 0.0)
+    gain = transforms.coding_gain(m, c)
+    torch.testing.assert_close(gain, transforms.coding_gain(m, c, best), rtol=1e-6, atol=1e-9)
+    p = moments_of(3, 4, seed=6)
+    cost = trace(c @ p) * trace(torch.linalg.inv(p) @ m)
+    want = (trace(c) * trace(m) / cost).log2() / 2
+    torch.testing.assert_close(transforms.coding_gain(m, c, p), want, rtol=1e-9, atol=1e-9)
+    assert (gain > want).all() and (gain > 0.05).all()
+    eye = torch.eye(4, dtype=torch.float64).expand(3, 4, 4)
+    assert transforms.coding_gain(m, c, eye).abs().max() < 1e-9
+    assert transforms.coding_gain(m, c, shrink=1.0).abs().max() < 1e-9
+
+
+def test_a_head_without_energy_counts_as_one_alike_in_all_directions():
+    m = moments_of(2, 4, seed=7)
+    m[1] = 0
+    c = moments_of(2, 4, seed=8)
+    p = transforms.best_metric(m, c, 0.0)
+    assert p.isfinite().all()
+    torch.testing.assert_close(
+        p[1] @ c[1] @ p[1],
+        (p[1] @ c[1] @ p[1])[0, 0] * torch.eye(4).double(),
+        rtol=1e-6,
+        atol=1e-6,
+    )
+
+
+EYE = torch.eye(3)[None]
+TURNED = torch.eye(3).roll(1, 0)[None]  # a permutation of three, which is not symmetric
+
+
+@pytest.mark.parametrize(
+    "queries, keys, kind, said",
+    (
+        ("no", EYE, TypeError, r"queries must be a tensor \[H, d, d\], got str"),
+        (EYE, 3, TypeError, r"keys must be a tensor \[H, d, d\], got int"),
+        (EYE[0], EYE[0], ValueError, r"must be \[H, d, d\] alike, got \[3, 3\] and \[3, 3\]"),
+        (torch.ones(1, 3, 2), torch.ones(1, 3, 2), ValueError, "alike"),
+        (EYE, torch.eye(4)[None], ValueError, "alike"),
+        (EYE * torch.nan, EYE, ValueError, "queries must be finite"),
+        (EYE, EYE * torch.inf, ValueError, "keys must be finite"),
+        (EYE, EYE + TURNED, ValueError, "keys must be .* symmetric"),
+        (EYE, -EYE - TURNED, ValueError, "keys must be .* symmetric"),
+    ),
+)
+def test_what_are_no_second_moments(queries, keys, kind, said):
+    with pytest.raises(kind, match=said):
+        transforms.best_metric(queries, keys)
+
+
+@pytest.mark.parametrize("shrink", (-0.01, 1.01))
+def test_shrinkage_lies_between_nothing_and_everything(shrink):
+    with pytest.raises(ValueError, match=f"shrink must be from 0 to 1, got {shrink}"):
+        transforms.coding_gain(torch.eye(3)[None], torch.eye(3)[None], shrink=shrink)
+
+
+def test_nearly_symmetric_is_symmetric():
+    "What rounding to bf16 leaves is no reason to refuse: up to 1e-4 of the largest entry."
+    x = torch.eye(3)[None].clone()
+    x[0, 0, 1] = 0.9e-4
+    assert transforms.best_metric(x, torch.eye(3)[None]).isfinite().all()
+    x[0, 0, 1] = 1.1e-4
+    with pytest.raises(ValueError, match="symmetric"):
+        transforms.best_metric(x, torch.eye(3)[None])
+    x[0, 0, 1] = 0.9e-4
+    assert transforms.best_metric(-x, torch.eye(3)[None]).isfinite().all()
+
+
+def test_heads_know_nothing_of_each_other():
+    "A head of tiny energy beside one of large energy has the metric that it has alone."
+    m, c = moments_of(2, 4, seed=11), moments_of(2, 4, seed=12)
+    m[1], c[1] = m[1] * 1e-20, c[1] * 1e-20
+    p = transforms.best_metric(m, c, 0.0)
+    for h in (0, 1):
+        alone = transforms.best_metric(m[h : h + 1], c[h : h + 1], 0.0)
+        torch.testing.assert_close(p[h : h + 1], alone, rtol=1e-9, atol=0)
+
+
+def test_the_best_scales_are_the_fourth_root_of_the_ratio_to_powers_of_two():
+    """Where the ratios are powers of 16 the rounding is exact, up to one factor for the head:
+    (E q² / E k²)^¼ of the pair's sums."""
+    power = torch.tensor([[3.0, -1.0, 0.0, 2.0]]).double()
+    m, c = 16.0**power, torch.ones(1, 4).double()
+    scales = transforms.best_scales(m, c, 0)
+    ratio = scales.double() / 2.0**power
+    assert scales.dtype == torch.float32 and (ratio == ratio[0, 0]).all()
+    scales = transforms.best_scales(c, m, 0)
+    assert ((scales * 2.0**power).unique()).numel() == 1
+
+
+def test_scales_of_a_pair_are_one():
+    """Channels i and i + r/2 are rotated together, so they share the mean of their energies;
+    channels that RoPE leaves alone have their own."""
+    m = torch.tensor([[4096.0, 1.0, 0.0, 1.0, 16.0, 1.0]]).double()
+    scales = transforms.best_scales(m, torch.ones(1, 6), 4)[0]
+    assert scales[0] == scales[2] and scales[1] == scales[3]
+    want = torch.tensor([2048.0, 1.0, 2048.0, 1.0, 16.0, 1.0]).pow(0.25)
+    log = (scales / want).log2()
+    assert (log - log.mean()).abs().max() < 1
+
+
+@pytest.mark.parametrize("rotary", (0, 4, 6))
+@pytest.mark.parametrize("seed", range(3))
+def test_no_rounding_of_the_scales_costs_less(seed, rotary):
+    "Of eight roundings, which a common factor allows, the cheapest by sum(c s²) sum(m / s²)."
+    g = torch.Generator().manual_seed(seed)
+    m, c = (10 ** torch.randn(2, 3, 6, generator=g).double()).unbind()
+    scales = transforms.best_scales(m, c, rotary).double()
+    for x in (m, c):  # what the two channels of a pair need together
+        for i in range(rotary // 2):
+            x[:, [i, i + rotary // 2]] = x[:, [i, i + rotary // 2]].mean(1, keepdim=True)
+    cost = lambda s: (c * s.square()).sum(1) * (m / s.square()).sum(1)
+    log = 0.25 * ((m + 1e-6 * m.amax(1, True)) / (c + 1e-6 * c.amax(1, True))).log2()
+    log = log - log.mean(1, True)
+    all_of = torch.stack([cost((log + i / 8).round().exp2()) for i in range(8)])
+    torch.testing.assert_close(cost(scales), all_of.amin(0), rtol=1e-9, atol=0)
+    assert (all_of.amax(0) > all_of.amin(0)).any()
+
+
+def test_a_channel_that_nobody_reads_keeps_the_scale_of_the_middle():
+    """No query reads channel 1, no key uses channel 2: neither pulls the others, and both are
+    scaled as the median of the head."""
+    m = torch.tensor([[256.0, 0.0, 256.0, 256.0, 1.0]])
+    c = torch.tensor([[1.0, 1.0, 0.0, 1.0, 1.0]])
+    scales = transforms.best_scales(m, c, 0)[0]
+    assert scales[1] == scales[2] == scales[0] == scales[3] and scales[4] == scales[0] / 4
+    assert (transforms.best_scales(torch.zeros(1, 4), torch.ones(1, 4), 4) == 1).all()
+    assert (transforms.best_scales(torch.ones(1, 4), torch.zeros(1, 4), 4) == 1).all()
+    wide = transforms.best_scales(torch.tensor([[1e9, 1e4]]), torch.tensor([[1e4, 1e9]]), 0)
+    assert (wide[0, 0] / wide[0, 1]).log2() in (8, 9)  # 1e10 ** 0.25
+
+
+@pytest.mark.parametrize(
+    "queries, keys, rotary, said",
+    (
+        (torch.ones(4), torch.ones(4), 0, r"got \[4\], \[4\] and 0"),
+        (torch.ones(1, 4), torch.ones(1, 5), 0, "alike"),
+        (torch.ones(1, 4), torch.ones(1, 4), 5, "and 5"),
+        (torch.ones(1, 4), torch.ones(1, 4), -1, "and -1"),
+        (torch.tensor([[1.0, -1]]), torch.ones(1, 2), 2, "queries must be .* not negative"),
+        (torch.ones(1, 2), torch.tensor([[-1.0, 1]]), 2, "keys must be .* not negative"),
+        (torch.ones(1, 4) * torch.nan, torch.ones(1, 4), 4, "queries must be finite"),
+    ),
+)
+def test_what_are_no_energies(queries, keys, rotary, said):
+    with pytest.raises(ValueError, match=said):
+        transforms.best_scales(queries, keys, rotary)
+
+
+def test_the_fitted_map_is_the_rotated_root_of_the_metric():
+    "Wᵀ W = P up to bf16, and the seed turns it without changing it."
+    m, c = moments_of(2, 8, seed=9), moments_of(2, 8, seed=10)
+    p = transforms.best_metric(m, c)
+    one, other = fit_head_transform(m, c), fit_head_transform(m, c, seed=1)
+    for t in (one, other):
+        w = t.matrix.double()
+        torch.testing.assert_close(w.mT @ w, p, rtol=0.03, atol=0.03 * float(p.abs().max()))
+    assert one.name != other.name and one.name.startswith("map-") and len(one.name) == 20
+    assert fit_head_transform(m, c).name == one.name
+    assert fit_head_transform(m, c, shrink=0.9).name != one.name
+    assert one.heads == 2 and one.d == 8 and find_transform(one.name, 8) is one
+
+
+@pytest.mark.parametrize(
+    "matrix, kind, said",
+    (
+        ([[1.0]], TypeError, r"matrix must be a tensor \[H, d, d\], got list"),
+        (torch.ones(2, 2), ValueError, r"float tensor \[H, d, d\], got \[2, 2\]"),
+        (torch.ones(1, 2, 3), ValueError, r"got \[1, 2, 3\]"),
+        (torch.ones(1, 2, 2, dtype=torch.int32), ValueError, "float tensor"),
+        (torch.full((1, 2, 2), torch.inf), ValueError, "matrix must be finite"),
+        (torch.ones(1, 2, 2), ValueError, "well conditioned"),
+        (torch.stack([torch.eye(2), torch.ones(2, 2)]), ValueError, "well conditioned"),
+    ),
+)
+def test_what_is_no_map(matrix, kind, said):
+    with pytest.raises(kind, match=said):
+        HeadTransform.of(matrix)
+
+
+def test_vectors_of_other_heads_are_refused_by_a_map():
+    t = HeadTransform.of(torch.eye(4).repeat(2, 1, 1))
+    for x in (torch.ones(4), torch.ones(2, 4), torch.ones(3, 1, 4), torch.ones(2, 1, 5)):
+        for use in (t.apply, t.inverse, t.query):
+            with pytest.raises(ValueError, match=r"takes \[..., 2, n, 4\], got"):
+                use(x)
+    assert t.apply(torch.ones(2, 1, 4, dtype=torch.bfloat16)).dtype == torch.float32
+    own = torch.eye(4, dtype=torch.bfloat16).repeat(2, 1, 1)
+    t = HeadTransform.of(own)
+    own.zero_()
+    assert (t.matrix == torch.eye(4)).all()
+
+
+def test_a_file_of_codes_brings_its_map(monkeypatch):
+    monkeypatch.setattr(transforms, "_registered", {})
+    t = HeadTransform.of(torch.diag(torch.tensor([2.0, 0.5]))[None])
+    back = transforms.restore_transforms(t.stored)
+    assert back.name == t.name and find_transform(t.name, 2) is back
+    assert transforms.restore_transforms({}) is None
+    with pytest.raises(ValueError, match="rotation must be one of 'hadamard'.*got 'none'"):
+        transform_class("none")
+    with pytest.raises(ValueError, match="got 3"):
+        transform_class(3)

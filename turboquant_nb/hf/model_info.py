@@ -291,7 +291,9 @@ def _classes(model_or_config, config) -> list:
         return []
     mine = lambda x: isinstance(x, type) and x.__module__ == code.__name__
     asks = "self.is_decoder = config.is_decoder" in inspect.getsource(code)
-    causal = not asks or config.is_decoder
+    # of Gemma; "vision" looks both ways among the tokens of an image, which come at once
+    both_ways = getattr(config, "use_bidirectional_attention", None) in (True, "all")
+    causal = not both_ways and (not asks or config.is_decoder)
     flash = "flash" in (getattr(config, "_attn_implementation", None) or "")
     found = [x for x in vars(code).values() if mine(x) and issubclass(x, torch.nn.Module)]
     return [(x, causal) for x in found if flash or "Flash" not in x.__name__]
@@ -315,8 +317,8 @@ def _read_by(model_or_config, config) -> Reading:
         raise ValueError(f"{kind} takes only a cache of its own kind, so it cannot be served")
     if readers and not any(causal for _, causal in readers):
         raise ValueError(
-            f"{kind} attends to later tokens too, so none can be kept; is_decoder=True in its "
-            "config makes it a decoder"
+            f"{kind} attends to later tokens too, so none can be kept; its config makes it a "
+            "decoder (is_decoder=True, for Gemma use_bidirectional_attention=False)"
         )
     by_hand = [x for x, _ in readers if x.__name__ in _BY_HAND]
     others = [x for x, _ in readers if x not in by_hand]

@@ -171,7 +171,7 @@ def best_scales(
     shifts = (
         torch.arange(8, dtype=torch.float64)[:, None, None] / 8
     )  # a common factor changes no cost
-    tried = (log + shifts).round().clamp(-12, 12).exp2()  # [8, H, d]
+    tried = (log + shifts).round().exp2()  # [8, H, d]
     cost = (c * tried.square()).sum(2) * (m / tried.square()).sum(2)
     return tried.gather(0, cost.argmin(0)[None, :, None].expand(1, *log.shape))[0].float()
 
