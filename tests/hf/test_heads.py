@@ -18,6 +18,7 @@ from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.hf.cache import GroupedLayer, join_heads, take_heads
 from turboquant_nb.hf.graphs import Tape
 from turboquant_nb.hf.storage import load_compressed, save_compressed
+from turboquant_nb.kernels.decode import is_interpreted
 from turboquant_nb.quant.mixed_precision import HeadRecipe, recipe_from_json
 from turboquant_nb.quant.quantizer import CODES, Recipe, Spec, register_code, scalar_code
 from turboquant_nb.testing import raises, same
@@ -153,6 +154,29 @@ def test_captured_steps_are_eager_ones(way):
     same(*outs)
     r = cache.report()["graphs"]
     assert r["captured"] == 1 and r["replayed"] >= 6 and not r["why_not"]
+
+
+@pytest.mark.skipif(not is_interpreted(), reason="needs Triton")
+@pytest.mark.parametrize("static", (False, True))
+def test_kernels_take_the_heads_of_a_group(static):
+    """Views of some heads, coded and read by the kernels in Triton's interpreter: the same codes
+    and tokens as by PyTorch."""
+    model, inputs = model_of(), prompt(2, 24)
+    how = dict(max_length=64, static=True, graphs=False) if static else {}
+    caches = [TurboQuantCache(model, MIXED, backend=x, **how) for x in ("torch", "triton")]
+    outs = [
+        generate(model, inputs, "turboquant", cache=c, max_new_tokens=4, disable_compile=True)[
+            0
+        ]
+        for c in caches
+    ]
+    same(*outs)
+    assert caches[1].report()["served"]["kernel"] == 3 * 4  # steps, of three groups and a layer
+    for a, b in zip(*(c.coded_layers for c in caches)):
+        for side in ("key", "value"):
+            x, y = (g.store.coded(side, 0, 27).codes for g in (a, b))
+            assert float((x != y).float().mean()) < 1e-3  # but for edges
+    assert caches[1].report()["coded"]["kernel"]
 
 
 @pytest.mark.parametrize("graphs", (False, Tape))
