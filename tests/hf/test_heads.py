@@ -159,8 +159,8 @@ def test_captured_steps_are_eager_ones(way):
 @pytest.mark.skipif(not is_interpreted(), reason="needs Triton")
 @pytest.mark.parametrize("static", (False, True))
 def test_kernels_take_the_heads_of_a_group(static):
-    """Views of some heads, coded and read by the kernels in Triton's interpreter: the same codes
-    and tokens as by PyTorch."""
+    """Views of some heads, coded and read by the kernels in Triton's interpreter: the codes and
+    tokens that PyTorch gives."""
     model, inputs = model_of(), prompt(2, 24)
     how = dict(max_length=64, static=True, graphs=False) if static else {}
     caches = [TurboQuantCache(model, MIXED, backend=x, **how) for x in ("torch", "triton")]
@@ -425,3 +425,32 @@ def test_a_file_with_other_groups_is_refused(tmp_path):
     }
     with raises(ValueError, "layer 0 does not fit"):
         TurboQuantCache.from_states([t for t, _ in states], swapped, model)
+
+
+def test_the_command_line_reads_and_shows_heads():
+    "A recipe of heads as JSON, its size, and the codes of any one head."
+    from turboquant_nb.cli.inputs import Changes, Usage, read_recipe
+    from turboquant_nb.cli.plan import CacheSize
+    from turboquant_nb.cli.web import stored
+
+    text = json.dumps([json.loads(r.to_json()) for r in MIXED])
+    assert read_recipe(text) == MIXED
+    assert read_recipe(MIXED[0].to_json(), Changes(sinks=1)).sinks == 1
+    with raises(Usage, "Spec has no field 'bitz'; did you mean 'bits'?"):
+        read_recipe('{"heads": [{"key": {"bitz": 3}, "value": {}}]}')
+    model = model_of()
+    cache = TurboQuantCache(model, MIXED, max_length=300)
+    logits(model, texts(1, 200), past_key_values=cache)
+    sizes = [CacheSize(model.config, r, torch.float32).parts for r in (MIXED, MIXED[1])]
+    assert len(sizes[0]) == 4 and sum(x[0] for x in sizes[0]) > 0 < len(sizes[1])
+    held = [fixed + 2 * each for fixed, each, _ in sizes[0]]
+    assert held == [x.store.nbytes for x in cache.coded_layers]
+    for head in range(HEADS):
+        group = next(x for x in cache.layers[0].groups if head in x.heads)
+        codes, *_ = stored(cache, "key", 0, head)
+        want = group.store.coded("key", 0, 200).codes[0, group.heads.index(head)]
+        assert torch.equal(codes, want.T)
+    with raises(Usage, "head must be from 0 to 3, got 4"):
+        stored(cache, "key", 0, 4)
+    with raises(Usage, "layer must be from 0 to 1, got 2"):
+        stored(cache, "key", 2, 0)
