@@ -18,6 +18,7 @@ from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.hf.cache import GroupedLayer, join_heads, take_heads
 from turboquant_nb.hf.graphs import Tape
 from turboquant_nb.hf.storage import load_compressed, save_compressed
+from turboquant_nb.kernels.decode import is_interpreted
 from turboquant_nb.quant.mixed_precision import HeadRecipe, recipe_from_json
 from turboquant_nb.quant.quantizer import CODES, Recipe, Spec, register_code, scalar_code
 from turboquant_nb.testing import raises, same
@@ -153,6 +154,29 @@ def test_captured_steps_are_eager_ones(way):
     same(*outs)
     r = cache.report()["graphs"]
     assert r["captured"] == 1 and r["replayed"] >= 6 and not r["why_not"]
+
+
+@pytest.mark.skipif(not is_interpreted(), reason="needs Triton")
+@pytest.mark.parametrize("static", (False, True))
+def test_kernels_take_the_heads_of_a_group(static):
+    """Views of some heads, coded and read by the kernels in Triton's interpreter: the codes and
+    tokens that PyTorch gives."""
+    model, inputs = model_of(), prompt(2, 24)
+    how = dict(max_length=64, static=True, graphs=False) if static else {}
+    caches = [TurboQuantCache(model, MIXED, backend=x, **how) for x in ("torch", "triton")]
+    outs = [
+        generate(model, inputs, "turboquant", cache=c, max_new_tokens=4, disable_compile=True)[
+            0
+        ]
+        for c in caches
+    ]
+    same(*outs)
+    assert caches[1].report()["served"]["kernel"] == 3 * 4  # steps, of three groups and a layer
+    for a, b in zip(*(c.coded_layers for c in caches)):
+        for side in ("key", "value"):
+            x, y = (g.store.coded(side, 0, 27).codes for g in (a, b))
+            assert float((x != y).float().mean()) < 1e-3  # but for edges
+    assert caches[1].report()["coded"]["kernel"]
 
 
 @pytest.mark.parametrize("graphs", (False, Tape))
@@ -426,3 +450,32 @@ def test_each_group_has_the_pair_scale_of_its_heads(protocol):
     }
     torch.testing.assert_close(loss["all"], loss["two"], rtol=1e-6, atol=1e-6)
     assert not torch.equal(loss["mixed"], loss["two"])
+
+
+def test_the_command_line_reads_and_shows_heads():
+    "A recipe of heads as JSON, its size, and the codes of any one head."
+    from turboquant_nb.cli.inputs import Changes, Usage, read_recipe
+    from turboquant_nb.cli.plan import CacheSize
+    from turboquant_nb.cli.web import stored
+
+    text = json.dumps([json.loads(r.to_json()) for r in MIXED])
+    assert read_recipe(text) == MIXED
+    assert read_recipe(MIXED[0].to_json(), Changes(sinks=1)).sinks == 1
+    with raises(Usage, "Spec has no field 'bitz'; did you mean 'bits'?"):
+        read_recipe('{"heads": [{"key": {"bitz": 3}, "value": {}}]}')
+    model = model_of()
+    cache = TurboQuantCache(model, MIXED, max_length=300)
+    logits(model, texts(1, 200), past_key_values=cache)
+    sizes = [CacheSize(model.config, r, torch.float32).parts for r in (MIXED, MIXED[1])]
+    assert len(sizes[0]) == 4 and sum(x[0] for x in sizes[0]) > 0 < len(sizes[1])
+    held = [fixed + 2 * each for fixed, each, _ in sizes[0]]
+    assert held == [x.store.nbytes for x in cache.coded_layers]
+    for head in range(HEADS):
+        group = next(x for x in cache.layers[0].groups if head in x.heads)
+        codes, *_ = stored(cache, "key", 0, head)
+        want = group.store.coded("key", 0, 200).codes[0, group.heads.index(head)]
+        assert torch.equal(codes, want.T)
+    with raises(Usage, "head must be from 0 to 3, got 4"):
+        stored(cache, "key", 0, 4)
+    with raises(Usage, "layer must be from 0 to 1, got 2"):
+        stored(cache, "key", 2, 0)
