@@ -18,13 +18,13 @@ libraries once and forks for each mutant. Each file of tests runs once without a
 observed; then a mutant meets first the tests that enter its function, the fastest first, and
 after them the others: a default is checked by who never calls it, and a result that is kept was
 made by an earlier test. A mutant is killed if a test of its own module's files (`tests_of`)
-fails, or runs much longer than it should; with --suite every other file counts too, by its tests
-that enter the function, as many as take a minute: that is what the checks would notice, and of
-tests that do not enter it as many run as take another minute. Kernels run in Triton's
-interpreter. What cannot be imported at all does not count. A survivor is either
-a test that is missing or a change that nothing can see (`x < 0` for `x <= 0` where both give the same): those are listed, with the
-reason, in mutants_equivalent.txt, by the statement that is changed and not by how it is laid
-out, and count no more."""
+fails, or runs much longer than it should. With --suite every other file counts too, by its
+tests that enter the function, as many as take a minute: that is what the checks would notice;
+of tests that do not enter it as many run as take another minute. Kernels run in Triton's
+interpreter. What cannot be imported at all does not count. A survivor is either a test that
+is missing or a change that nothing can see (`x < 0` for `x <= 0` where both give the same):
+those are listed, with the reason, in mutants_equivalent.txt, by the statement that is changed
+and not by how it is laid out, and count no more."""
 
 import argparse
 import ast
@@ -379,8 +379,8 @@ class Observe:
 
 
 class Order:
-    """A pytest plugin: these tests, in this order. A test that takes half a minute more than ten
-    times its time ends the process (the first one imports what all need)."""
+    """A pytest plugin: these tests, in this order. A test that takes half a minute more than
+    ten times its time ends the process (the first one imports what all need)."""
 
     def __init__(self, tests):  # {node id: Test}
         self.tests = tests
@@ -807,7 +807,7 @@ def main(argv=None):
     parser.add_argument(
         "--suite",
         action="store_true",
-        help="a mutant meets tests of all files that enter its function, not its module's alone",
+        help="a mutant meets the tests of all files that enter its function",
     )
     parser.add_argument(
         "--all", action="store_true", help="in the order of the file instead of drawn"

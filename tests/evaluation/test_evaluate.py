@@ -582,7 +582,7 @@ def test_real_model(smollm):
 
 def test_pairs_are_attended_as_a_dense_softmax_over_what_each_token_is():
     """By a loop over queries: exact where `exact` says so, decoded elsewhere, a sink's logit
-    beside them, scores capped. Mutants: the sum of another axis, an exact value for a code's."""
+    beside them, scores capped. Mutants: a sum along queries, an exact value for coded ones."""
     g = torch.Generator().manual_seed(0)
     b, heads, kv, n, length, d = 2, 4, 2, 3, 5, 8
     q = torch.randn(b, heads, n, d, generator=g)

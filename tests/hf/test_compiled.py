@@ -42,7 +42,7 @@ FAMILIES = {
     # experts are chosen by what a token holds: only norms
     "mixtral": (MixtralForCausalLM, MixtralConfig, dict(num_local_experts=2), 2 * 2 + 1),
 }
-# under ATEN_CPU_CAPABILITY=default Inductor (torch 2.13) writes at::vec without its header; parts
+# under ATEN_CPU_CAPABILITY=default Inductor (torch 2.13) writes at::vec without a header; parts
 # then run as they are, with a warning
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None or os.environ.get("ATEN_CPU_CAPABILITY") == "default",

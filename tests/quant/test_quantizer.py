@@ -882,7 +882,7 @@ def test_undecided_reaches_as_far_as_the_bound(rotation):
 
 
 def test_codes_by_head_take_as_many_heads():
-    """Axis -3 is that of heads, whatever the number of tokens is. Mutant: the axis of tokens."""
+    """Axis -3 is that of heads, however many tokens there are. Mutant: the axis of tokens."""
     code = HeadCodes((ScalarCode(lloyd_max(2), (2,) * 8), ScalarCode(uniform(2), (2,) * 8)))
     x = torch.randn(3, 2, 5, 8, generator=torch.Generator().manual_seed(0))
     got = code._each(lambda c, part: c.codebook.levels[:1] + part, x)

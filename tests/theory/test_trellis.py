@@ -129,7 +129,7 @@ RECORD = Path(__file__).parents[2] / "results" / "trellis" / "masks-h100.json"
 
 @pytest.mark.parametrize("name", TRELLISES)
 def test_the_shipped_levels_are_those_that_training_keeps(name):
-    """Their error is the recorded one, on other draws, and a turn of training moves them little.
+    """Their error is the recorded one, on other draws, and training moves them little.
     Mutants: a mask, a level or a length that is another one."""
     rows = json.loads(RECORD.read_text())["rows"]
     t = TRELLISES[name]
