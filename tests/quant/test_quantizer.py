@@ -322,9 +322,14 @@ def test_presets_and_as_recipe():
         r = preset(name)
         assert (
             (r.key.bits, r.value.bits) == (k, v)
-            and name.removesuffix("-fast") == f"k{k}v{v}"
+            and name.partition("-")[0] == f"k{k}v{v}"
             and as_recipe(name) == r
             and r.key.center == ("prompt_mean" if "fast" in name else "auto")
+            and r.key.codebook
+            == r.value.codebook
+            == ("trellis" if "trellis" in name else "sphere")
+            and r.key.pair_scale == ("prompt" if "trellis" in name else "none")
+            and r.value.pair_scale == "none"
         )
     assert as_recipe() == as_recipe(None) == preset("k3v3") and as_recipe(Recipe()) == Recipe()
     assert as_recipe("k4v2", bits=1) == replace(
@@ -668,6 +673,8 @@ def test_the_window_is_long_where_either_side_is_coarse():
         "k2v2": 64,
         "k4v4-fast": 16,
         "k3v3-fast": 16,
+        "k3v3-trellis": 16,
+        "k2v2-trellis": 64,
         "k1v1": 64,
     }
 

@@ -85,7 +85,10 @@ class Changes:
         return found.map(change) if isinstance(found, mixed.HeadRecipe) else change(found)
 
 # %% ../../nbs/87c_cli_inputs.ipynb #2fdedc2c
-PRESETS = tuple("k4v4 k4v3 k3v3 k4v2 k3v2 k2v2 k1v1 k4v4-fast k3v3-fast".split())  # no torch
+PRESETS = (  # of `quant`, which needs torch
+    *"k4v4 k4v3 k3v3 k4v2 k3v2 k2v2 k1v1".split(),
+    *"k4v4-fast k3v3-fast k3v3-trellis k2v2-trellis".split(),
+)
 _NAMES = ", ".join(PRESETS)
 RECIPE = f"A preset ({_NAMES}), a JSON object or a file (see turboquant recipe)."  # of --recipe
 RECIPES = f"Presets ({_NAMES}), JSON objects or files."  # of an option that takes several

@@ -236,7 +236,7 @@ class Recipe(TwoSides):
 # %% ../../nbs/20_quantizer.ipynb #a960cdb2
 PRESETS = {
     f"k{k}v{v}": (k, v) for k, v in ((4, 4), (4, 3), (3, 3), (4, 2), (3, 2), (2, 2), (1, 1))
-} | {"k4v4-fast": (4, 4), "k3v3-fast": (3, 3)}
+} | {"k4v4-fast": (4, 4), "k3v3-fast": (3, 3), "k3v3-trellis": (3, 3), "k2v2-trellis": (2, 2)}
 
 
 def preset(
@@ -244,12 +244,16 @@ def preset(
 ) -> Recipe:
     """A recipe by name: bits of keys, bits of values; 4 sinks, 16 recent tokens, or 64 where a
     side has 1 or 2 bits; the mean of keys that suits the model, or, for speed, that of the
-    prompt ("-fast"). Raises ValueError for a name that is not in `PRESETS`."""
+    prompt ("-fast"); scalar codes, or trellis codes and a pair scale of the prompt ("-trellis").
+    Raises ValueError for a name that is not in `PRESETS`."""
     k, v = PRESETS[checks.one_of(name, "preset", PRESETS)]
-    center = "prompt_mean" if name.endswith("-fast") else "auto"
-    return Recipe(
-        key=Spec(bits=k, center=center), value=Spec(bits=v), recent=16 if min(k, v) > 2 else 64
-    )
+    way = name.partition("-")[2]
+    key = Spec(bits=k, center="prompt_mean" if way == "fast" else "auto")
+    value, recent = Spec(bits=v), 16 if min(k, v) > 2 else 64
+    if way == "trellis":
+        key = replace(key, codebook="trellis", pair_scale="prompt")
+        value = replace(value, codebook="trellis")
+    return Recipe(key, value, recent=recent)
 
 
 def as_recipe(

@@ -55,6 +55,8 @@ def serving_recipe(
     each part that it cannot."""
     if isinstance(recipe, str):
         recipe = preset(checks.one_of(recipe, "recipe", PRESETS))
+        # a preset's pair scale is fitted to one prompt, and blocks are shared
+        recipe = replace(recipe, key=replace(recipe.key, pair_scale="none"))
     recipe = (
         Recipe.from_json(json.dumps(recipe))
         if isinstance(recipe, dict)
