@@ -244,8 +244,8 @@ def preset(
 ) -> Recipe:
     """A recipe by name: bits of keys, bits of values; 4 sinks, 16 recent tokens, or 64 where a
     side has 1 or 2 bits; the mean of keys that suits the model, or, for speed, that of the
-    prompt ("-fast"); scalar codes, or trellis codes and a pair scale of the prompt ("-trellis").
-    Raises ValueError for a name that is not in `PRESETS`."""
+    prompt ("-fast"); scalar codes, or trellis codes with a pair scale of the prompt
+    ("-trellis"). Raises ValueError for a name that is not in `PRESETS`."""
     k, v = PRESETS[checks.one_of(name, "preset", PRESETS)]
     way = name.partition("-")[2]
     key = Spec(bits=k, center="prompt_mean" if way == "fast" else "auto")
