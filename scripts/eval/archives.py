@@ -35,6 +35,7 @@ from turboquant_nb.esm import transform
 from turboquant_nb.files import digest, write_file
 from turboquant_nb.hf import TurboQuantCache, storage
 from turboquant_nb.quant import calibration
+from turboquant_nb.quant.mixed_precision import HeadRecipe
 from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 
@@ -74,6 +75,17 @@ def transformed():
     return Recipe(Spec(3, rotation=register_transform(HeadTransform.of(w)).name), Spec(3))
 
 
+def paired():
+    "A store whose keys have a pair scale of their prompt."
+    gen = torch.Generator().manual_seed(0)
+    recipe = Recipe(Spec(3, center="pre_rope", pair_scale="prompt"), Spec(3))
+    store = KVStore(recipe, 2, 2, 16, 12, tile=8, inv_freq=FREQ)
+    q, k, v = (torch.randn(2, n, 45, d, generator=gen) for n, d in ((4, 16), (2, 16), (2, 12)))
+    store.wait(k, v)
+    store.complete(q)
+    return store
+
+
 STORES = {
     "k3v3": lambda: filled("k3v3"),
     "freed and cut": lambda: filled(
@@ -86,6 +98,7 @@ STORES = {
     "QJL": lambda: filled(Recipe(residual="prod"), dtype=torch.bfloat16),
     "trellis": lambda: filled(Recipe(Spec(2, codebook="trellis"), Spec(3)), dv=16),
     "transform": lambda: filled(transformed()),
+    "pair scale": paired,
     "static": lambda: filled("k3v3", max_length=64, static=True),
     "long": lambda: filled("k3v3", 6000, 64, 64, tile=256),
     "empty": lambda: KVStore("k3v3", 1, 2, 16),
@@ -112,6 +125,8 @@ def unsound(store):
         for name, t in part.tensors.items():
             if t.shape[:2] != rows or t.is_floating_point() and not bool(t.isfinite().all()):
                 return name
+        if (pair := part.tensors.get("pair")) is not None and not bool((pair > 0).all()):
+            return "pair"
     return ""
 
 
@@ -135,8 +150,8 @@ def use_cache(model, cache):
 
 
 def judge_cache(cache):
-    found = [unsound(x.store) for x in cache.layers]
-    alike = {(x.store.batch, x.store.length, x.store.dtype) for x in cache.layers}
+    found = [unsound(x.store) for x in cache.coded_layers]
+    alike = {(x.store.batch, x.store.length, x.store.dtype) for x in cache.coded_layers}
     return next(filter(None, found), "" if len(alike) == 1 else "layers differ")
 
 
@@ -227,6 +242,8 @@ def cases():
         ("full", llama, "k3v3"),
         ("sliding", mistral, Recipe(Spec(3), Spec(2), sinks=2, recent=4)),
         ("by layer", llama, [Recipe(Spec(b), Spec(2)) for b in (4, 2)]),
+        ("by head", llama, [HeadRecipe([Recipe(Spec(b), Spec(2)) for b in (4, 2)])] * 2),
+        ("pair scale", llama, Recipe(Spec(3, pair_scale="prompt"), Spec(3))),
     ):
         cache = read_cache(model, recipe)
         load = lambda path, m=model: TurboQuantCache.load(path, m)
