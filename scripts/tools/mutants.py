@@ -8,8 +8,8 @@
                                                              against the whole suite, kept
     python scripts/tools/mutants.py --retry x.jsonl          those of it that survived, after a
                                                              test was added
-    python scripts/tools/mutants.py --record FILE            counts and survivors as a result, with
-                                                             its origin
+    python scripts/tools/mutants.py --record FILE            counts and survivors, as results
+                                                             are kept
     python scripts/tools/mutants.py --list                   how many mutants each module has
     python scripts/tools/mutants.py --prune                  drop from mutants_equivalent.txt
                                                              what no module says any more
