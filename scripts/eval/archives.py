@@ -461,6 +461,8 @@ def other_numbers(t, rng):
     value = rng.choice(odd)
     if t.dtype == torch.uint8:
         value = rng.randrange(256)
+    if not t.is_floating_point():  # 2**33 does not fit some integers
+        value = min(value, torch.iinfo(t.dtype).max)
     t[slice(None) if rng.random() < 0.3 else i] = value
     return t
 

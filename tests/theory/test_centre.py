@@ -203,8 +203,8 @@ def test_rows_may_begin_at_different_tokens():
 
 def test_what_a_centre_refuses():
     assert "is for keys" in CENTRES["pre_rope"].refuses("values")
-    for centre in CENTRES.values():
-        assert centre.refuses("kernels") == ""
+    for name in ("none", "prompt_mean", "pre_rope"):  # other tests register more
+        assert CENTRES[name].refuses("kernels") == ""
     assert CENTRES["prompt_mean"].refuses("values") == "" == CENTRES["none"].refuses("values")
     own = Centre()
     own.name = "of the page"

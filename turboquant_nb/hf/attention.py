@@ -316,15 +316,8 @@ def _by_group(call: AttentionCall) -> Tensor:
             bias=each(call.bias),
             sink=None if call.sink is None else take(call.sink, 0),
         )
-        outs.append(_attended(mine))
+        outs.append(_prefill(mine) if key.fresh else _on_codes(mine))
     return layer.join(outs)
-
-
-def _attended(call: AttentionCall) -> Tensor:
-    "Attention to handles."
-    if call.key.parts:
-        return _by_group(call)
-    return _prefill(call) if call.key.fresh else _on_codes(call)
 
 
 @partial(as_interface, takes_bias=True)
@@ -336,7 +329,9 @@ def turboquant_attention(call: AttentionCall) -> Tensor:  # [B, Hq, n, d]
             f"the 'turboquant' attention is for inference, got dropout={call.dropout}"
         )
     if not isinstance(call.key, Tensor):
-        return _attended(call)
+        if call.key.parts:
+            return _by_group(call)
+        return _prefill(call) if call.key.fresh else _on_codes(call)
     if getattr(call.module, "is_causal", True):
         remedy = (
             "pass past_key_values=TurboQuantCache(model), or set another attention, such as "

@@ -954,7 +954,8 @@ class TurboQuantCache(Cache):
             layers[x.index] = kind(recipe, x, self.reader, max_length, backend, static)
         super().__init__(layers=layers)
         # all that hold codes: a layer, or each group of its heads that has a recipe of its own
-        self.coded_layers = [y for x in self.layers for y in getattr(x, "groups", ())]
+        self.groups = [getattr(x, "groups", ()) for x in self.layers]  # of each layer
+        self.coded_layers = [group for groups in self.groups for group in groups]
         self.padding = RowStarts(self.coded_layers)
         self._flags, self._like = _Flags(), None
         self._on_codes = (
@@ -997,7 +998,7 @@ class TurboQuantCache(Cache):
         length, first = super().get_mask_sizes(query_length, layer_idx)
         if torch.compiler.is_compiling():
             return length, first
-        groups = getattr(self.layers[layer_idx], "groups", self.coded_layers)
+        groups = self.groups[layer_idx] or self.coded_layers
         return MaskLength.of(length, self, groups[0]), first
 
     def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:
@@ -1020,7 +1021,7 @@ class TurboQuantCache(Cache):
             cast = [x.to(torch.get_autocast_dtype(kind)) for x in (key_states, value_states)]
             with torch.autocast(kind, enabled=False):
                 return self.update(*cast, layer_idx, *args, **kwargs)
-        groups = getattr(layer, "groups", ())
+        groups = self.groups[layer_idx]
         if torch.compiler.is_compiling() or not groups:
             return layer.update(key_states, value_states, *args, **kwargs)
         if groups[0] is self.coded_layers[0]:
