@@ -1299,7 +1299,7 @@ def _quantizer_tables(q) -> tuple:
 
 # %% ../../nbs/40_encode.ipynb #92f25193
 def window_room(count: int, size: int, device) -> Tensor:
-    """Memory between the steps of codes by windows, as `_between` divides it: vectors, symbols
+    """Memory between the steps of codes by windows, as kernels divide it: vectors, symbols
     and three numbers of `count` vectors of at most `size` channels on each side."""
     numbers = 2 * count * size * 5 // 4 + 6 * count
     return torch.empty(numbers, dtype=torch.float32, device=device)
