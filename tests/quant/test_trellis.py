@@ -11,6 +11,7 @@ from turboquant_nb.cache.store import KVStore, expected_nbytes
 from turboquant_nb.quant.mixed_precision import make_quantizer
 from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec, decode, encode
 from turboquant_nb.quant.trellis import TrellisCode
+from turboquant_nb.theory.trellis import TRELLISES
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
@@ -97,3 +98,13 @@ def test_bad_input(kind):
         assert float((decode(q, encode(q, x)) - x).norm() / x.norm()) < 0.5
     poisoned = q.code.encode(torch.full((1, 64), float("nan")))  # a captured step waits not
     assert int(poisoned.max()) < 4
+
+
+@pytest.mark.parametrize("bits", (1, 2, 3))
+def test_a_name_means_its_masks(bits):
+    '"trellis" has the small error, "trellis_fast" the few exclusive ors.'
+    for codebook, kind in (("trellis", "small"), ("trellis_fast", "fast")):
+        code = make_quantizer(Spec(bits, codebook=codebook), 64).code
+        shipped = TRELLISES[bits, kind]
+        assert (code.trellis.masks, code.trellis.length) == (shipped.masks, shipped.length)
+        assert code.trellis.start == ("tail" if kind == "small" else "zero")
