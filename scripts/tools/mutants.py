@@ -8,8 +8,6 @@
                                                              against the whole suite, kept
     python scripts/tools/mutants.py --retry x.jsonl          those of it that survived, after a
                                                              test was added
-    python scripts/tools/mutants.py --record FILE            counts and survivors, as results
-                                                             are kept
     python scripts/tools/mutants.py --list                   how many mutants each module has
     python scripts/tools/mutants.py --prune                  drop from mutants_equivalent.txt
                                                              what no module says any more
@@ -39,7 +37,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -412,7 +409,6 @@ class Tree:
     def __post_init__(self):
         self.measured = ()  # modules whose tests were observed
         self.suite = False  # whether all files of tests count
-        self.failing = []  # tests that fail without any change, and files that cannot run
         self.observed = {}  # {file of tests: {node id: {module: Test}}}
         names = modules(self.root / self.package)
         self.sources = {name: self.path(name).read_text(encoding="utf-8") for name in names}
@@ -467,7 +463,6 @@ class Tree:
                 for name, seen in self.observed[file].items()
                 if not all(x.passed for x in seen.values())
             ]
-        self.failing += bad
         if bad:
             print(f"left out, since they fail without any change: {', '.join(bad)}", flush=True)
         self.measured, self.suite = tuple(modules), suite
@@ -688,47 +683,6 @@ def report(found):
     return lines, k, n
 
 
-def told_origin():
-    "The environment by which `turboquant_nb.results` in a copy knows what the copy is of."
-    git = lambda *args: subprocess.run(
-        ["git", "-C", str(SCRIPTS), *args], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    changed = git("status", "--porcelain", "--", ":/", ":(top,exclude)results")
-    return {
-        "TURBOQUANT_COMMIT": git("rev-parse", "HEAD"),
-        "TURBOQUANT_DIRTY": str(int(bool(changed))),
-    }
-
-
-def record(found, path, seed, left_out):
-    "Save counts by module, and what survived, as a result. After the last fork."
-    from turboquant_nb import results
-
-    modules = {}
-    for x in found:
-        modules.setdefault(x.mutant.module, []).append(x)
-    rows = []
-    for name, tried in sorted(modules.items()):
-        count = Counter(x.outcome for x in tried)
-        lived = [x for x in tried if x.outcome == "survived"]
-        rows.append(
-            dict(
-                module=name,
-                unit="mutants",
-                killed=count["killed"] + count["late"],
-                survived=count["survived"],
-                equivalent=count["equivalent"],
-                not_importable=count["import"],
-                survivors=[dict(line=x.mutant.line, was=x.was, now=x.now) for x in lived],
-            )
-        )
-    gate = dict(
-        cmd="the tests pass in another order without a change", passed=True, left_out=left_out
-    )
-    data = dict(id="mutants drawn from the modules of the rows", n=len(found))
-    results.save(results.record("mutants", rows, gate, dict(id="none"), data, [seed]), path)
-
-
 def survivors(path, tree):
     "The mutants that survived in a file of `--out`, found again by what they change."
     rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
@@ -762,8 +716,7 @@ def survivors(path, tree):
 
 def run(args):
     "Copy the tree, draw mutants, try them, and print; returns the last line. Raises Failed."
-    out, again, kept = (x and Path(x).resolve() for x in (args.out, args.retry, args.record))
-    os.environ |= told_origin() if kept else {}
+    out, again = (x and Path(x).resolve() for x in (args.out, args.retry))
     with tempfile.TemporaryDirectory(prefix="turboquant-mutants-") as folder:
         copy_tree(Path(folder))
         tree = prepared(Path(folder), "turboquant_nb")
@@ -807,8 +760,6 @@ def run(args):
                     f"- {x.was}\n    + {x.now}",
                     flush=True,
                 )
-        if kept and found:
-            record(found, kept, args.seed, tree.failing)
         lines, *_ = report(found)
         print("\n".join(lines) or "no mutant was tried")
         os.chdir("/")
@@ -860,11 +811,6 @@ def main(argv=None):
     )
     parser.add_argument(
         "--out", metavar="FILE", help="append a line of JSON for each mutant that was tried"
-    )
-    parser.add_argument(
-        "--record",
-        metavar="FILE",
-        help="save counts and survivors as a result, with its origin",
     )
     parser.add_argument(
         "--retry", metavar="FILE", help="only those that survived in a file of --out"
