@@ -328,6 +328,10 @@ def two_bits():
         found = rows(f"trellis/pairs-{model}-h100")
         coded = {r["cache"]: r["percent"] for r in found if r["protocol"] == "stress"}
         assert coded["k2v2 trellis, pair scale"] < 0.5 * coded["k2v2"]
+        bits = {r["cache"]: r["bits"] for r in found}
+        for name in ("k2v2", "k3v3"):
+            assert 0 < bits[f"{name} trellis, pair scale"] - bits[name] < 0.035
+    yield "At 1,024 tokens both add at most .03 bits a value"
     yield (
         "Together they leave less than half of what two bits lose when everything is coded, on "
         "each of four models"

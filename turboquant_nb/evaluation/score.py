@@ -173,11 +173,16 @@ class OnePass:
         return bits_per_value(real, model)
 
 
+def _recipes_of(candidate: Candidate) -> list:
+    "Recipes of ours of all layers and heads; none of another package's cache."
+    r = candidate.recipe
+    layers = r if isinstance(r, list) else [] if r is None else [r]
+    return [x for layer in layers for x in head_recipes(layer)]
+
+
 def _scales_pairs(candidate: Candidate) -> bool:
     "Whether keys have a pair scale in some layer."
-    r = candidate.recipe
-    each = r if isinstance(r, list) else [] if r is None else [r]
-    return any(y.key.pair_scale != "none" for x in each for y in head_recipes(x))
+    return any(x.key.pair_scale != "none" for x in _recipes_of(candidate))
 
 
 def _last_logits(model, ids, prompt: int, **how) -> Tensor:
@@ -459,9 +464,7 @@ def one_pass_gap(
 def gap_limit(model, recipe) -> float:
     """The right side of equation (83.1) for a model and a recipe of ours (or a list, one per
     layer)."""
-    recipe = as_candidate(model, recipe, "recipe").recipe
-    layers = recipe if isinstance(recipe, list) else [recipe]
-    each = [r for layer in layers for r in head_recipes(layer)]
+    each = _recipes_of(as_candidate(model, recipe, "recipe"))
     scales = {getattr(torch, s.scale_dtype) for r in each for s in (r.key, r.value)}
     return 2 * max(torch.finfo(t).eps for t in scales) + 4 * torch.finfo(model.dtype).eps
 

@@ -51,8 +51,8 @@ def serving_recipe(
     # exact first tokens; None: likewise, and none where `recent` is 0
     sinks: int | None = None,
 ) -> Recipe:
-    """The recipe that an engine's cache can hold. Raises ValueError/TypeError with a reason for
-    each part that it cannot."""
+    """The recipe that an engine's cache can hold; of a preset, without its pair scale. Raises
+    ValueError/TypeError with a reason for each part that it cannot."""
     if isinstance(recipe, str):
         recipe = preset(checks.one_of(recipe, "recipe", PRESETS))
         # a preset's pair scale is fitted to one prompt, and blocks are shared
