@@ -16,6 +16,7 @@ import torch
 from .. import checks
 from turboquant_nb.quant.quantizer import (
     CODES,
+    LATER_CODES,
     Code,
     Quantizer,
     Recipe,
@@ -71,7 +72,7 @@ def by_layer(
 def at_bits(spec: Spec, bits: int | float | tuple) -> Spec:
     """The spec with other bits. A trellis code has 1, 2 or 3; for all others its channels are
     looked up in the table of the default codebook."""
-    scalar = spec.codebook.startswith("trellis") and (type(bits) is not int or bits > 3)
+    scalar = spec.codebook in LATER_CODES and (type(bits) is not int or bits > 3)
     return replace(spec, bits=bits, **({"codebook": Spec.codebook} if scalar else {}))
 
 # %% ../../nbs/22_mixed_precision.ipynb #22d00002
