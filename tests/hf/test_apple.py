@@ -1,5 +1,5 @@
-"""What a person with Apple silicon gets is PyTorch's path: each of its operators is one that MPS
-has. Walked under a stand-in (`apple.py`), not run."""
+"""What a person with Apple silicon gets is PyTorch's path: each of its operators is one that
+MPS has. Walked under a stand-in (`apple.py`), not run."""
 
 import copy
 

@@ -219,7 +219,7 @@ def test_drafts_that_are_sampled():
     cache, seen = ours(model), []
 
     def finite(module, args, out):
-        "A draw that fails says only that some probability is not finite: here it is said where."
+        "A draw that fails says only that a probability is not finite: here it is said where."
         seen.append((len(seen), module is model, list(out.logits.shape)))
         assert out.logits.isfinite().all(), (seen[-1], cache.get_seq_length(), out.logits)
 
