@@ -1,9 +1,10 @@
 """A device that is not there: tensors that say they are on Apple's "mps" and lie in ordinary
-memory. Under `apple()` each operator that reads or makes such a tensor is carried out if this
-torch's table of operators (`torchgen/packaged/ATen/native/native_functions.yaml`) has a kernel
-for MPS or composes it of others, and refused otherwise. So is what Metal does not know (float64,
-complex numbers, float8, unsigned integers above 8 bits), a tensor of another device among them,
-and NumPy. It shows that a path can run there, not what it computes there, nor how fast."""
+memory. Under `apple()` each operator that reads or makes such a tensor is carried out if the
+table of operators that torch brings (torchgen's `native_functions.yaml`) has a
+kernel for MPS or composes it of others, and refused otherwise. So is what Metal does not know
+(float64, complex numbers, float8, unsigned integers above 8 bits), a tensor of another device
+among them, and NumPy. It shows that a path can run there, not what it computes there, nor how
+fast."""
 
 from contextlib import contextmanager, nullcontext
 from functools import cache
