@@ -87,6 +87,11 @@ EXPERIMENTS = {
         "a decode step of ESM-2 on a CPU, exact and on codes",
         "--shapes 8M --tokens 20 --repeats 1",
     ),
+    "folding": Entry(
+        "bench.folding",
+        "folding with ESMFold's shapes on exact and on coded states",
+        "--shape small --lengths 12 --device cpu",
+    ),
     "vectors": Entry(
         "bench.vectors", "nearest neighbours from codes of equal size", needs="faiss"
     ),
