@@ -129,6 +129,11 @@ EXPERIMENTS = {
         "whether the token that attention looks for is still found",
         "planted --lengths 64 --strengths 3 --trials 20",
     ),
+    "sparse_weights": Entry(
+        "eval.sparse_weights",
+        "how many weights of the MLPs a token needs, beside fewer bits of all",
+        "--layers 2 --windows 2 --train 2 --length 112 --prompt 106 --shares .5 --bits 4",
+    ),
     "sparse_values": Entry(
         "eval.sparse_values",
         "how many values a decode step could leave unread",
