@@ -4,7 +4,7 @@
 nbdev links names in backticks also in the comments of a signature, where Markdown is code: a
 link is made there. For a page with an output in HTML Quarto loads require.js and jQuery from
 another host; nothing here uses them. The picture of Colab's badge lies on Colab's host; its text
-takes its place. Then each page is read: it may load nothing of another host. What a first visit
+takes its place. A link to a definition gets the number of its line. Then each page is read: it may load nothing of another host. What a first visit
 of the heaviest pages loads is printed; the limit of 600 KB, compressed, is held by
 preview_docs.py, where Quarto's own theme is not counted. Running it again changes nothing. Exit 1
 with a list if a page loads from another host."""
@@ -31,6 +31,16 @@ NEVER = re.compile(
 LOADS = {"rel": {"stylesheet", "icon", "preload", "modulepreload", "prefetch"}}
 
 
+def with_line(found):
+    "The address of a definition in a file of the repository, which ends in its line."
+    start, path, name = found.groups()
+    if re.fullmatch(r"L\d+", name):
+        return found[0]
+    code = read(ROOT / path).splitlines()
+    defined = re.compile(rf"(?:class |def |(?:\w+, )*){name}\b")
+    return f"{start}{path}#L{next(i for i, x in enumerate(code, 1) if defined.match(x))}"
+
+
 def finish(text, address, up=""):
     """A rendered page without what it would ask other hosts for. `address` is the published
     site's, `up` leads from the page to its folder."""
@@ -46,7 +56,8 @@ def finish(text, address, up=""):
             block[0],
         )
 
-    return re.sub(r"<pre\b.*?</pre>", linked, text, flags=re.S)
+    text = re.sub(r"<pre\b.*?</pre>", linked, text, flags=re.S)
+    return re.sub(r'(?<=")(\S+/blob/\w+/)(\w[\w/]*\.py)#([A-Za-z_]\w*)(?=")', with_line, text)
 
 
 class Loads(HTMLParser):

@@ -2,6 +2,7 @@
 sort, or computes something else than Python."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,12 @@ def test_a_finished_page_asks_no_other_host(tmp_path):
         f"<p>[`f`]({ADDRESS}m.html)</p>"
     )
     assert finish_pages.finish(done, ADDRESS, "../") == done
+    to = '<a href="https://github.com/u/r/blob/main/scripts/tools/finish_pages.py#finish">'
+    (line,) = re.findall(r"#L(\d+)", finish_pages.finish(to, ADDRESS))
+    code = Path(finish_pages.__file__).read_text().splitlines()
+    assert code[int(line) - 1].startswith("def finish(")
+    numbered = to.replace("#finish", "#L3")
+    assert finish_pages.finish(numbered, ADDRESS) == numbered
     (tmp_path / "x.css").write_text("@import 'https://a.b/c.css'; b { background: url(n.png) }")
     (tmp_path / "n.png").write_bytes(b"0" * 1000)
     (tmp_path / "x.html").write_text(
