@@ -3,11 +3,12 @@
 
 nbdev links names in backticks also in the comments of a signature, where Markdown is code: a
 link is made there. For a page with an output in HTML Quarto loads require.js and jQuery from
-another host; nothing here uses them. The picture of Colab's badge lies on Colab's host; its text
-takes its place. A link to a definition gets the number of its line. Then each page is read: it may load nothing of another host. What a first visit
-of the heaviest pages loads is printed; the limit of 600 KB, compressed, is held by
-preview_docs.py, where Quarto's own theme is not counted. Running it again changes nothing. Exit 1
-with a list if a page loads from another host."""
+another host; nothing here uses them. The picture of Colab's badge lies on Colab's host; its
+text takes its place. A link to a definition gets the number of its line. Then each page is
+read: it may load nothing of another host. What a first visit of the heaviest pages loads is
+printed; the limit of 600 KB, compressed, is held by preview_docs.py, where Quarto's own theme
+is not counted. Running it again changes nothing. Exit 1 with a list if a page loads from
+another host."""
 
 import argparse
 import gzip
