@@ -107,6 +107,15 @@
     node.replaceWith(...parts);
   }
 
+  // What scrolls within itself can be reached by the keyboard.
+  const reach = () => {
+    for (const x of document.querySelectorAll("main :is(pre, table, p, li, math, .katex-display, div.sourceCode)"))
+      if (x.scrollWidth > x.clientWidth && /auto|scroll/.test(getComputedStyle(x).overflowX)) x.tabIndex = 0;
+  };
+  addEventListener("load", reach);
+  addEventListener("resize", reach);
+  document.addEventListener("toggle", reach, true);
+
   // A link to a method that has no section of its own leads to its class or function.
   const find = () => {
     const name = decodeURIComponent(location.hash.slice(1));

@@ -79,6 +79,8 @@ def output(out, opts, name, files, site):
         )
     if "text/markdown" in data:
         return markdown_cell(text_of(data["text/markdown"]), site)
+    if "text/html" in data:  # what moves in a page stays on the site
+        return ""
     if "text/plain" in data:
         return fence(text_of(data["text/plain"]))
     return ""

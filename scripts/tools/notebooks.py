@@ -12,6 +12,11 @@ def settings(root):
     return dict(config["DEFAULT"])
 
 
+def site_address(cfg):
+    "Where the published site lives, with a slash at the end."
+    return (cfg["doc_host"] + cfg["doc_baseurl"]).rstrip("/") + "/"
+
+
 def text_of(value):
     "Notebook fields are a string or a list of lines."
     return value if isinstance(value, str) else "".join(value)

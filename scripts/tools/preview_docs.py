@@ -12,9 +12,11 @@ names become links); pandoc, from the pypandoc_binary wheel, turns each into a p
 Then every page is checked: links and anchors resolve, formulas convert, cited figures exist,
 equations are numbered by chapter and cited by a number that there is, no section is empty, no
 directive or fence leaks into the text, pictures stay small, every public name has a section
-that a search can lead to, and the sidebar of _quarto.yml names every notebook. With chromium on
+that a search can lead to, the sidebar of _quarto.yml names every notebook, no page asks another
+host or loads more than 600 KB, no shelf has more words than its bound. With chromium on
 the PATH every page is also laid out at the widths of a phone and of a laptop, where nothing may
-stick out of the page: what is wide scrolls within itself. Exit 1 with a list if anything is
+stick out of the page: what is wide scrolls within itself; and axe reads it, light and dark, and
+may find nothing critical or serious. Exit 1 with a list if anything is
 wrong. The work happens in a copy of the tree, so no tracked file changes."""
 
 import argparse
@@ -37,16 +39,20 @@ from threading import Thread
 from urllib.parse import unquote, urlsplit
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from notebooks import directives, fence, page_name, settings, text_of
+from finish_pages import finish, page_problems
+from notebooks import directives, fence, page_name, settings, site_address, text_of
 from search_names import entries
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_PICTURE = 100_000
+ASSETS = {".png", ".svg", ".jpg", ".css", ".js", ".woff2"}
 WORKERS = min(4, os.cpu_count() or 1)
 KINDS = {"fig": "Figure", "tbl": "Table"}
 
 LAYOUT = Path(__file__).with_name("preview_layout.css")
 MEASURE = Path(__file__).with_name("preview_widths.html")
+ACCESS = Path(__file__).with_name("preview_axe.html")
+AXE = Path(__file__).with_name("axe") / "axe.min.js"  # axe-core 4.14.1
 PANDOC_TEMPLATE = "$toc$\n<!--split-->\n$highlighting-css$\n<!--split-->\n$body$\n"
 
 
@@ -117,11 +123,6 @@ def prepare(tree):
             f"nbdev could not process the notebooks. {where}\n{done.stderr[:3000].rstrip()}"
         )
     return tree / "_proc"
-
-
-def site_address(cfg):
-    "Where the published site lives, with a slash at the end."
-    return (cfg["doc_host"] + cfg["doc_baseurl"]).rstrip("/") + "/"
 
 
 # ---------------------------------------------------------------- one notebook -> pandoc
@@ -535,7 +536,7 @@ def render(path, site, navigation, pages, cfg, problems):
 <footer>{neighbours(sections, page)}</footer></main>
 <nav class="toc">{toc_html}</nav></div><script src="glossary.js"></script><script src="site.js"></script></body></html>
 """
-    (site / page).write_text(text, encoding="utf-8")
+    (site / page).write_text(finish(text, site_address(cfg)), encoding="utf-8")
 
 
 # ---------------------------------------------------------------- checks
@@ -548,17 +549,12 @@ class PageReader(HTMLParser):
 
     def __init__(self):
         super().__init__(convert_charrefs=True)
-        self.ids, self.links, self.images, self.prose, self.code, self.stack = (
-            set(),
-            [],
-            [],
-            [],
-            [],
-            [],
-        )
+        self.ids, self.tags = set(), set()
+        self.links, self.images, self.prose, self.code, self.stack = [], [], [], [], []
 
     def handle_starttag(self, tag, attrs):
         attrs = dict(attrs)
+        self.tags.add(tag)
         if attrs.get("id"):
             self.ids.add(attrs["id"])
         if tag == "a" and "href" in attrs:
@@ -583,6 +579,8 @@ class PageReader(HTMLParser):
             self.prose.append(data)
 
 
+KATEX = ("katex/katex.min.js", "katex/katex.min.css")
+
 LEAKS = [
     (r"\$\$", "an unrendered $$"),
     (r"\$[^\s$\d][^$\n]{0,80}\$", "an unrendered $formula$"),
@@ -605,6 +603,8 @@ def check_leaks(page, reader, problems):
             problems.add(page, f"{what}: …{near}…")
     for text in re.findall(r"^#\|.*$", "".join(reader.code), re.M)[:3]:
         problems.add(page, f"a directive shows in code: {text}")
+    for text in re.findall(r"\[`[^`]+`\]\(http\S*", "".join(reader.code))[:3]:
+        problems.add(page, f"Markdown shows in code: {text}")
 
 
 def check_links(page, reader, readers, site, tree, absent, cfg, problems):
@@ -662,6 +662,10 @@ def check(site, tree, sections, notebooks, cfg, problems):
     for page, reader in readers.items():
         check_leaks(page, reader, problems)
         check_links(page, reader, readers, site, tree, absent, cfg, problems)
+        # the published page shows its formulas by KaTeX
+        also = KATEX if "math" in reader.tags else ()
+        for message in page_problems(site, page, also):
+            problems.add(page, message)
     for name in notebooks:
         if name not in listed:
             problems.add("_quarto.yml", f"the sidebar does not name {name}")
@@ -714,6 +718,45 @@ def check_equations(name, cells, problems):
     return numbers
 
 
+# ---------------------------------------------------------------- words
+
+# Most words of prose on a shelf, that of a sidebar, and on all. The aim is 50,000 for the book
+# and 100,000 for all: the bounds keep what is there from growing until it is cut to that.
+MOST_WORDS = {"book": 66_000, "all": 134_000}
+
+
+def prose_words(markdown):
+    "How many words a reader finds in prose: code, formulas and addresses are none."
+    for pattern in (r"```.*?```", r"\$\$.*?\$\$", r"\$[^$\n]+\$", r"\]\([^)]*\)", r"<[^>]+>"):
+        markdown = re.sub(pattern, " ", markdown, flags=re.S)
+    return len(re.findall(r"\b[^\W\d_][\w'’-]*", markdown))
+
+
+def shelf_words(tree):
+    "{shelf: words of the prose of its notebooks}, and those of all shelves."
+    import yaml
+
+    bars = yaml.safe_load((tree / "_quarto.yml").read_text(encoding="utf-8"))["website"]
+    found = {}
+    for bar, sections in zip(bars["sidebar"], site_map(tree)[1]):
+        cells = [
+            cell
+            for _, items in sections
+            for _, name in items
+            if (tree / "nbs" / name).is_file()
+            for cell in json.loads((tree / "nbs" / name).read_text(encoding="utf-8"))["cells"]
+            if cell["cell_type"] == "markdown"
+        ]
+        found[bar["id"]] = sum(prose_words(text_of(cell["source"])) for cell in cells)
+    return found | {"all": sum(found.values())}
+
+
+def check_words(words, problems):
+    for shelf, most in MOST_WORDS.items():
+        if words[shelf] > most:
+            problems.add(shelf, f"{words[shelf]:,} words of prose, the bound is {most:,}")
+
+
 # ---------------------------------------------------------------- widths, in a browser
 
 WIDTHS = (390, 1280)
@@ -743,13 +786,11 @@ class Measured(SimpleHTTPRequestHandler):
         pass
 
 
-def check_widths(site, problems, seconds=120):
-    """Lay every page out at WIDTHS; what sticks out, overlaps or wraps is a problem. Returns
-    how many pages were measured."""
-    pages = sorted(p.name for p in site.glob("*.html"))
-    harness = site / ".widths.html"
-    text = MEASURE.read_text(encoding="utf-8").replace("PAGES", json.dumps(pages), 1)
-    harness.write_text(text.replace("WIDTHS", json.dumps(WIDTHS), 1), encoding="utf-8")
+def in_browser(site, harness, seconds, *options):
+    """What a page of measurements posts when Chromium has run it beside the pages of a folder;
+    None if it has posted nothing after so many seconds."""
+    file = site / ".harness.html"
+    file.write_text(harness, encoding="utf-8")
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Measured, directory=site))
     server.found = None
     Thread(target=server.serve_forever, daemon=True).start()
@@ -764,9 +805,10 @@ def check_widths(site, problems, seconds=120):
             f"--user-data-dir={profile}",
             "--remote-debugging-port=0",
             f"--window-size={max(WIDTHS) + 40},900",
+            *options,
         ]
         with subprocess.Popen(
-            [browser(), *args, f"http://127.0.0.1:{server.server_port}/.widths.html"],
+            [browser(), *args, f"http://127.0.0.1:{server.server_port}/{file.name}"],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         ) as process:
@@ -775,12 +817,51 @@ def check_widths(site, problems, seconds=120):
                 time.sleep(0.1)
             process.terminate()
     server.shutdown()
-    harness.unlink()
-    if server.found is None:
+    file.unlink()
+    return server.found
+
+
+def pages_of(site):
+    return sorted(p.name for p in site.glob("[!.]*.html"))
+
+
+def check_widths(site, problems, seconds=120):
+    """Lay every page out at WIDTHS; what sticks out, overlaps or wraps is a problem. Returns
+    how many pages were measured."""
+    pages = pages_of(site)
+    text = MEASURE.read_text(encoding="utf-8").replace("PAGES", json.dumps(pages), 1)
+    found = in_browser(site, text.replace("WIDTHS", json.dumps(WIDTHS), 1), seconds)
+    if found is None:
         problems.add("widths", f"chromium measured nothing in {seconds} s")
         return 0
-    for page, width, message in server.found:
+    for page, width, message in found:
         problems.add(page, f"at {width} px {message}")
+    return len(pages)
+
+
+# Chromium's setting of the colour scheme that the system prefers
+SCHEMES = {"light": 1, "dark": 0}
+
+
+def check_access(site, problems, pages=None, seconds=1200):
+    """Run axe on pages at the width of a phone, light and dark, with everything unfolded: a
+    finding that is critical or serious is a problem. Returns how many pages were read."""
+    pages = pages_of(site) if pages is None else pages
+    text = ACCESS.read_text(encoding="utf-8").replace("PAGES", json.dumps(pages), 1)
+    text = text.replace("WIDTH", str(WIDTHS[0]), 1)
+    copied = site / ".axe.min.js"
+    shutil.copyfile(AXE, copied)
+    for name, number in SCHEMES.items():
+        setting = f"--blink-settings=preferredColorScheme={number}"
+        found = in_browser(site, text.replace("SCHEME", name, 1), seconds, setting)
+        if found is None:
+            problems.add("axe", f"chromium read nothing in {seconds} s ({name})")
+            return 0
+        for page, rule, impact, count, where, message in found:
+            problems.add(
+                page, f"axe, {name}: {rule} ({impact}, {count} times): {where}: {message}"
+            )
+    copied.unlink()
     return len(pages)
 
 
@@ -849,7 +930,7 @@ def build(tree, site, problems):
         )
     site.mkdir(parents=True, exist_ok=True)
     for file in processed.rglob("*"):
-        if file.is_file() and file.suffix in {".png", ".svg", ".jpg", ".css", ".js"}:
+        if file.is_file() and file.suffix in ASSETS:
             target = site / file.relative_to(processed)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(file, target)
@@ -902,7 +983,11 @@ def main(argv=None):
         tree, site = Path(tmp) / "tree", Path(tmp) / "site"
         copy_tree(tree)
         count = build(tree, site, problems)
+        words = shelf_words(tree)
+        check_words(words, problems)
         measured = check_widths(site, problems) if browser() else None
+        if browser():
+            check_access(site, problems)
         if not args.check:
             shutil.rmtree(args.out, ignore_errors=True)
             shutil.copytree(site, args.out)
@@ -910,6 +995,7 @@ def main(argv=None):
             screenshots(site, args.screenshots)
     for line in problems:
         print(f"  {line}")
+    print("words of prose: " + ", ".join(f"{k} {n:,}" for k, n in words.items()))
     where = "checked" if args.check else f"written to {args.out}"
     widths = (
         "widths not measured, there is no chromium"

@@ -20,12 +20,13 @@ LONGEST = (
     "31_store 20_quantizer 84_tasks"
 ).split()
 PAGES = (
-    "90_speed 91_leaderboard 92_generate 93_proteins roofline index guide api".split()
-)  # nothing on them is computed but from results/ and from docstrings
+    "90_speed 91_leaderboard 92_generate 93_proteins roofline index guide".split()
+)  # nothing on them is computed but from results/
 READS = (
     "results.load(",
     "rows_of(",
-)  # what a cell elsewhere says that prints a file of results
+    "#| exec_doc",
+)  # what a cell elsewhere says that prints a file of results, or docstrings
 EXAMPLES = "03_results".split()  # its files are made and read in the same cell
 parallel, test_nb = nbdev.test.parallel, nbdev.test.test_nb
 

@@ -82,6 +82,14 @@ def test_sliding_windows_hold_at_most_the_planned_bytes(kind):
     assert tightest > 0.9  # the bound is met, or nearly
 
 
+def test_a_table_is_counted_once_however_layers_come_and_go():
+    "A layer that is let go of leaves its address to the next one's tables, or does not."
+    sizes = SMALL | dict(num_hidden_layers=48, layer_types=LAYERS * 16, head_dim=256)
+    config = Gemma3TextConfig(**sizes, sliding_window=260)
+    found = {plan.CacheSize(config, "k4v4", torch.bfloat16).tables for _ in range(6)}
+    assert len(found) == 1, found
+
+
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_uncompressed_bytes_are_those_of_a_dense_cache(kind):
     from transformers import DynamicCache

@@ -2,6 +2,7 @@
 sort, or computes something else than Python."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ spec = importlib.util.spec_from_file_location(
 )
 preview = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(preview)
+
+import finish_pages  # beside preview_docs, which puts its folder on the path
 
 LONG = "\n".join(f"x{i} = {i}" for i in range(40))
 TABLE = (
@@ -76,6 +79,105 @@ def test_a_browser_sees_what_is_wrong(tmp_path):
         "no word of the glossary is explained",
     ):
         assert any(words in line for line in found["unscripted"]), words
+
+
+COLOURS = """<p style="color:#888;background:#fff">pale</p><img src="x.png">
+<pre><code>WIDE</code></pre>""".replace("WIDE", "wide " * 200)
+
+
+@pytest.mark.skipif(preview.browser() is None, reason="no chromium on the PATH")
+def test_axe_sees_who_cannot_see(tmp_path):
+    (tmp_path / "layout.css").write_text(preview.LAYOUT.read_text())
+    for name in ("styles.css", "site.js"):
+        (tmp_path / name).write_text((ROOT / "nbs" / name).read_text())
+    head = '<!DOCTYPE html><html lang="en"><head><title>page</title>'
+    code = "".join(
+        f'<span class="{x}">{x} </span>' for x in "kw im dv st co fu op va pp er".split()
+    )
+    good = GOOD + f'<div class="sourceCode"><pre><code>{code}</code></pre></div>'
+    for name, body in (("good", good), ("bad", COLOURS)):
+        text = page(body).replace("<!DOCTYPE html><html><head>", head)
+        text = text.replace('type="range"', 'type="range" aria-label="size"')
+        if name == "bad":
+            text = text.replace('<script src="site.js"></script>', "")
+        (tmp_path / f"{name}.html").write_text(text)
+    problems = preview.Problems()
+    assert preview.check_access(tmp_path, problems) == 2
+    assert [x for x in problems if x.startswith("good")] == []
+    for rule in (
+        "light: color-contrast",
+        "dark: color-contrast",
+        "light: image-alt (critical",
+        "light: scrollable-region-focusable",
+    ):
+        assert any(f"bad.html: axe, {rule}" in x for x in problems), (rule, problems)
+    assert sorted(x.name for x in tmp_path.iterdir() if x.name.startswith(".")) == []
+
+
+ADDRESS = "https://a.github.io/b/"
+ASKS = f"""<script src="https://cdnjs.cloudflare.com/ajax/libs/require.js/2.3.6/require.min.js" integrity="x"></script>
+<script src="https://cdnjs.cloudflare.com/ajax/libs/jquery/3.5.1/jquery.min.js" data-relocate-top="true"></script>
+<script type="application/javascript">define('jquery', [],function() {{return window.jQuery;}})</script>
+<a href="https://colab.research.google.com/x"><img src="https://colab.research.google.com/assets/colab-badge.svg" alt="Open in Colab"></a>
+<pre><code># as in [`f`]({ADDRESS}m.html#f), [`g`](https://else.where/g)</code></pre><p>[`f`]({ADDRESS}m.html)</p>"""
+
+
+def test_a_finished_page_asks_no_other_host(tmp_path):
+    assert len([x for x in finish_pages.Loads(ASKS).found if x]) == 3
+    done = finish_pages.finish(ASKS, ADDRESS, "../")
+    assert done == (
+        '<a href="https://colab.research.google.com/x">Open in Colab</a>\n<pre><code># as in '
+        '<a href="../m.html#f">f</a>, <a href="https://else.where/g">g</a></code></pre>'
+        f"<p>[`f`]({ADDRESS}m.html)</p>"
+    )
+    assert finish_pages.finish(done, ADDRESS, "../") == done
+    to = '<a href="https://github.com/u/r/blob/main/scripts/tools/finish_pages.py#finish">'
+    (line,) = re.findall(r"#L(\d+)", finish_pages.finish(to, ADDRESS))
+    code = Path(finish_pages.__file__).read_text().splitlines()
+    assert code[int(line) - 1].startswith("def finish(")
+    numbered = to.replace("#finish", "#L3")
+    assert finish_pages.finish(numbered, ADDRESS) == numbered
+    (tmp_path / "x.css").write_text("@import 'https://a.b/c.css'; b { background: url(n.png) }")
+    (tmp_path / "n.png").write_bytes(b"0" * 1000)
+    (tmp_path / "x.html").write_text(
+        '<link rel="canonical" href="https://ours.org"><style>a { b: url(//d.e/f) }</style><link rel="stylesheet" href="x.css">'
+    )
+    assert finish_pages.loads(tmp_path, "x.html") == (
+        {"x.html", "x.css", "n.png"},
+        {"https://a.b/c.css", "//d.e/f"},
+    )
+    assert len(list(finish_pages.page_problems(tmp_path, "x.html"))) == 2
+    (tmp_path / "y.html").write_text('<img src="n.png"><img src="m.png">')
+    assert list(finish_pages.page_problems(tmp_path, "y.html")) == []
+    (tmp_path / "m.png").write_bytes(b"0" * finish_pages.MAX_PAGE)
+    (found,) = finish_pages.page_problems(tmp_path, "y.html")
+    assert "loads 601 KB, the limit is 600: m.png 600 KB" in found
+    with pytest.raises(SystemExit, match="has no pages"):
+        finish_pages.main([str(tmp_path / "nothing")])
+    assert finish_pages.main([str(tmp_path)]) == 1  # x.html
+    (tmp_path / "x.html").unlink()
+    assert finish_pages.main([str(tmp_path)]) == 0
+
+
+def test_words_of_prose_are_counted_and_bounded():
+    text = (
+        "Two words, `code` $x^2$ [link](a.html).\n```python\nnone of these\n```\n$$a + b$$ <br>"
+    )
+    assert preview.prose_words(text) == 4
+    words = preview.shelf_words(ROOT)
+    assert words["all"] == sum(words.values()) - words["all"] > words["book"] > 30_000
+    problems = preview.Problems()
+    preview.check_words(words, problems)
+    assert problems == []
+    preview.check_words(words | {"book": preview.MOST_WORDS["book"] + 1}, problems)
+    assert len(problems) == 1 and problems[0].startswith("book: ")
+
+
+def test_markdown_in_code_is_seen():
+    reader, problems = preview.PageReader(), preview.Problems()
+    reader.feed("<pre><code># see [`f`](https://a.b/c.html#f)</code></pre>")
+    preview.check_leaks("x.html", reader, problems)
+    assert len(problems) == 1 and "Markdown shows in code: [`f`](https://" in problems[0]
 
 
 def test_the_glossary_of_the_site_is_that_of_the_book(tmp_path):

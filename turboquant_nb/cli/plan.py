@@ -210,8 +210,9 @@ class CacheSize:
 
     def _shared(self) -> tuple:  # (bytes of tables, bytes of cosines and sines a token)
         tables, rope, rows = {}, {}, {}
-        for layer in self.layers:
-            store = self._store(layer)
+        # an address tells tables apart only while all of them are held
+        alive = [self._store(layer) for layer in self.layers]
+        for store in alive:
             angles = None if store.cos_sin is None else store.cos_sin.inv_freq
             if angles is not None:
                 rope[tuple(angles.tolist())] = 4 * len(angles)  # a cosine and a sine in float16
