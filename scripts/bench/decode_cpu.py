@@ -1,13 +1,14 @@
 """What a decode step of one layer costs on a CPU, by recipe: run.py decode_cpu [--tokens N]
-[--repeats N] --out FILE.
+[--repeats N] [--trellis] [--threads N ...] --out FILE.
 
 A layer of SmolLM2's shapes (3 KV heads, 9 query heads, head size 64) in fp32 with the demo's
 2,926 tokens, batch 1. A step codes one token and attends with one query. `path`: `look-up` as
 `ops` serves it, by `gather.append` and `gather.attend`; `step by step` by `KVStore.append` and
 `attention.attend`, which serve where the look-up cannot; `exact states`, keys and values
-extended as DynamicCache does and torch's SDPA. The paths take turns. `p20`, `p50` and `p80` are
-quantiles of processor time, which other jobs of the machine leave nearly alone; `coding` and
-`attention` the medians of both parts.
+extended as DynamicCache does and torch's SDPA. `--trellis`: trellis codes of two and three
+bits, which the store codes on every path, beside tables. The paths take turns. `p20`, `p50` and
+`p80` are quantiles of processor time, which other jobs of the machine leave nearly alone;
+`coding` and `attention` the medians of both parts.
 
 Gate: what serves codes the same bits and attends to 2e-5 of the largest output as step by step,
 for each recipe. Codes without one table, and decay, have no path `look-up`."""
@@ -32,6 +33,11 @@ RECIPES = {
     "k4v4, decay after 1,024": replace(preset("k4v4"), decay=1024),
     "prod (QJL residual)": Recipe(Spec(3, residual="qjl"), Spec(3)),
 }
+TRELLIS = {"2 bits": Recipe(Spec(2), Spec(2)), "3 bits": Recipe(Spec(3), Spec(3))} | {
+    f"{bits} bits, {name}": Recipe(Spec(bits, codebook=name), Spec(bits, codebook=name))
+    for bits in (2, 3)
+    for name in ("trellis_fast", "trellis")
+}
 HEADS, GROUPS, D = 3, 3, 64
 
 
@@ -50,15 +56,15 @@ def filled(recipe, tokens):
     return store
 
 
-def gate(tokens):
+def gate(recipes, tokens):
     "Whether both paths hold the same codes after some steps and give the same output."
     passed = True
-    for name, recipe in RECIPES.items():
+    for name, recipe in recipes.items():
         mine = filled(recipe, tokens)
         other = copy.deepcopy(mine)
         for seed in range(1, 4):
             k, v, q = states(1, seed)
-            passed &= gather.append(mine, k, v) or not has_table(mine)
+            passed &= gather.append(mine, k, v) or not has_table(mine, "decode")
             if mine.length == other.length:
                 mine.append(k, v)
             other.append(k, v)
@@ -74,9 +80,9 @@ def gate(tokens):
     return passed
 
 
-def has_table(store):
-    "Whether the look-up codes and reads its tokens for good; else PyTorch does."
-    looked_up = not any(side.code.refuses("decode") for side in store.parts)
+def has_table(store, use="windows"):
+    "Whether the look-up reads its tokens for good, or codes them, too; else PyTorch does."
+    looked_up = not any(side.code.refuses(use) for side in store.parts)
     return store.recipe.decay is None and looked_up
 
 
@@ -105,9 +111,10 @@ class Exact:
 
 
 @torch.no_grad()
-def rows(tokens, repeats):
+def rows(recipes, tokens, repeats, threads):
     "Each recipe by each path, their steps in turns."
-    for name, recipe in RECIPES.items():
+    for n, (name, recipe) in ((n, x) for n in threads for x in recipes.items()):
+        torch.set_num_threads(n)
         store, exact = filled(recipe, tokens), Exact(tokens)
         other = copy.deepcopy(store)
         names = ["look-up"] * has_table(store) + ["step by step", "exact states"]
@@ -153,6 +160,8 @@ def rows(tokens, repeats):
 def options(p):
     p.add_argument("--tokens", type=int, default=2926)
     p.add_argument("--repeats", type=int, default=25)
+    p.add_argument("--trellis", action="store_true", help="trellis codes beside tables")
+    p.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()])
 
 
 def plan(a):
@@ -160,4 +169,6 @@ def plan(a):
         "the look-up codes the same bits as step by step and attends to 2e-5 of the largest "
         "output"
     )
-    return Plan("decode", {"cmd": cmd, "passed": gate(a.tokens)}, rows(a.tokens, a.repeats))
+    recipes = TRELLIS if a.trellis else RECIPES
+    passed = {"cmd": cmd, "passed": gate(recipes, a.tokens)}
+    return Plan("decode", passed, rows(recipes, a.tokens, a.repeats, a.threads))

@@ -13,10 +13,13 @@ from turboquant_nb.cache import attention, gather
 from turboquant_nb.cache.disk import state_of
 from turboquant_nb.cache.packing import Layout, pack, unpack
 from turboquant_nb.cache.store import KVStore
+from turboquant_nb.quant.mixed_precision import find_code
 from turboquant_nb.quant.quantizer import Recipe, Spec, scalar_codebook
+from turboquant_nb.quant.trellis import TrellisCode
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 from tests.helpers import Calls
 
+CHAINED = [(bits, name) for bits in (2, 3) for name in ("trellis", "trellis_fast")]
 FREQ = 100.0 ** (-torch.arange(8) / 8)
 
 
@@ -94,6 +97,7 @@ def test_random_steps_are_attention_on_codes(seed):
         (Recipe(Spec(3), Spec((4, 2) * 32)), "equally many bits"),
         (Recipe(residual="prod").settled(rope=False), "QJL"),
         (Recipe(Spec(3), Spec(4), decay=20), "lost a plane"),
+        (Recipe(Spec(1, codebook="trellis"), Spec(3)), "chains of 2 or 3 bits and 64 or 128"),
     ],
 )
 def test_codes_without_one_table_are_left_to_others(recipe, why):
@@ -150,6 +154,50 @@ def test_every_byte_decodes_to_the_reference(bits, along):
     assert len(codes) == 4 * 2 ** (4 * bits) and torch.equal(
         got, book.decode(unpack(planes, layout))
     )
+
+
+@pytest.mark.parametrize("bits, codebook", CHAINED)
+@pytest.mark.parametrize("along", ("channel", "token"))
+@pytest.mark.parametrize("d", (64, 128))
+def test_windows_decode_to_the_reference(bits, codebook, along, d):
+    """Of all tokens of a byte, at both ends of a chain. The mutant: a chain that begins with
+    zeros where it is closed, or the other way round."""
+    code, layout = find_code(Spec(bits, codebook=codebook), d), Layout(bits, d, along, 64)
+    g = torch.Generator().manual_seed(bits)
+    codes = torch.randint(0, 1 << bits, (3, 640, d), generator=g, dtype=torch.uint8)
+    table = gather._quad_words(code.lut.levels, code.lut.planes)
+
+    def decoded(code):
+        found = gather.decode_quads(pack(codes, layout), layout, table, code=code)
+        return gather.by_token(found).flatten(-2).mT.flatten(-3, -2) * code.lut.step
+
+    assert torch.equal(decoded(code), code.levels(codes))
+    start = "zero" if code.trellis.start == "tail" else "tail"
+    other = TrellisCode(replace(code.trellis, start=start), d)
+    assert torch.equal(decoded(other), other.levels(codes))
+    assert not torch.equal(decoded(other), code.levels(codes))
+
+
+@pytest.mark.parametrize("bits, codebook", CHAINED)
+@pytest.mark.parametrize("center", ("none", "pre_rope"))
+def test_windows_give_the_attention_of_the_reference(bits, codebook, center):
+    "Padding, sinks and recent tokens, keys by windows beside values by a table, a chunk."
+    g = torch.Generator().manual_seed(bits)
+    key = Spec(bits, codebook=codebook, center=center)
+    for value in (Spec(5 - bits, codebook=codebook), Spec(4)):
+        freq = {} if center == "none" else {"inv_freq": 0.1 ** torch.arange(32.0)}
+        store = KVStore(Recipe(key, value, 3, 5), 2, 2, 64, tile=64, **freq)
+        store.set_range(start=torch.tensor([0, 9]))
+        k, v = torch.randn(2, 2, 2, 300, 64, generator=g) + 1
+        store.append(k, v)
+        q = torch.randn(2, 6, 1, 64, generator=g)
+        for near in ((), (k[:, :, -1:], v[:, :, -1:])):
+            for window in (None, 100):
+                want = attention.attend(q, store, *near, sliding_window=window)
+                close(gather.attend(q, store, *near, sliding_window=window), want)
+        call = attention.Call.of(q, store)
+        assert not gather.Gather().refuses(call)
+        assert not gather.append(store, k[:, :, :1], v[:, :, :1])  # the store codes windows
 
 
 def test_blocks_change_nothing_but_the_order_of_sums(monkeypatch):

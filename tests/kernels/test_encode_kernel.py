@@ -14,13 +14,14 @@ import triton.language as tl
 
 from tests.helpers import SLOW, ahead_of_time, covering_pairs
 from turboquant_nb.cache.clock import AppendOperands
-from turboquant_nb.cache.store import angles, append_by_host, row_tensors, tables_of
+from turboquant_nb.cache.store import angles, append_by_host, first_mean, row_tensors, tables_of
 from turboquant_nb.kernels import encode as kernel
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 from turboquant_nb.cache.packing import pack, unpack
 from turboquant_nb.kernels import viterbi  # noqa: F401 (importing registers its kernels)
 from turboquant_nb.quant.quantizer import Recipe, Spec, decode, preset
 from turboquant_nb.cache.store import KVStore
+from turboquant_nb.testing import same
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NEAR = (
@@ -89,9 +90,8 @@ def agree(fused, plain, chunks, ties=3e-3):
 
 
 def plain_append(store, k, v):
-    """PyTorch's append, but for the mean of a first chunk: a sum in another order may round to
-    another bf16, and all codes follow it. `test_fused_mean` holds the mean."""
-    append_by_host(store, k, v, ("k", "v"), mean_of=kernel.fused_mean)
+    "PyTorch's append."
+    append_by_host(store, k, v, ("k", "v"))
 
 
 def both(recipe, chunks, dtype=torch.bfloat16, ties=3e-3, **kwargs):
@@ -214,6 +214,7 @@ def test_fused_mean(d, r, dtype, starts):
                 a, b = y[..., : r // 2].clone(), y[..., r // 2 : r].clone()
                 y[..., : r // 2], y[..., r // 2 : r] = a * cos + b * sin, b * cos - a * sin
             got = kernel.fused_mean(store, side, x)
+            same(got.view(torch.int16), first_mean(store, side, x).view(torch.int16))
             assert got.dtype == torch.bfloat16 and got.shape == (2, 2, 1, d)
             for i, first in enumerate(begin):
                 real = y[i, :, first + recipe.sinks :]
@@ -227,6 +228,52 @@ def test_fused_mean(d, r, dtype, starts):
                 assert ((got[i, :, 0].double() - mean * keep).abs() <= bound).all()
                 wrong = y[i].mean(1)  # the mutant: padding and sinks counted
                 assert ((wrong - mean * keep).abs() > bound).any()
+
+
+@pytest.mark.parametrize(
+    "n, dtype",
+    covering_pairs((1, 63, 64, 65, 300, 1000), (torch.bfloat16, torch.float16, torch.float32)),
+)
+def test_a_prompt_has_its_codes_whoever_codes_it_and_beside_what(n, dtype):
+    """Alone, and padded in a batch of eight, one mean and one code, bit for bit, of PyTorch and
+    of the kernel, whether the host or the device knows the padding. Means of both are equal
+    too; a scale or a code may lie between two numbers, see `decided`."""
+    recipe, freq = pre_rope(32, 32)
+    recipe = replace(recipe, value=replace(recipe.value, center="prompt_mean"))
+    prompt = [states(1, 1, n, 32, dtype, seed, 2.0) for seed in (n, n + 1)]
+
+    def coded(add, rows, pad, **more):
+        row, store = (
+            rows // 2,
+            KVStore(recipe, rows, 1, 32, dtype=dtype, device=DEVICE, inv_freq=freq, **more),
+        )
+        start = torch.full((rows,), pad // 2)
+        start[row] = pad
+        store.set_range(start=start)
+        batch = [states(rows, 1, pad + n, 32, dtype, seed, 1.0) for seed in (5, 6)]
+        for x, own in zip(batch, prompt):
+            x[row, :, pad:] = own[0]
+        add(store, *batch)
+        found = [store.coded(x, pad, pad + n) for x in ("key", "value")]
+        means = torch.stack([p.mean[row] for p in store.parts])
+        return means.view(torch.int16), [(x.codes[row], x.scale[row]) for x in found]
+
+    static = lambda n: dict(static=True, max_length=n)
+    means = []
+    for add, fixed in ((kernel.append, False), (kernel.append, True), (plain_append, False)):
+        mean, alone = coded(add, 1, 0, **static(n) if fixed else {})
+        again, beside = coded(add, 8, 37, **static(n + 37) if fixed else {})
+        same(again, mean)
+        for one, two in zip(alone, beside):
+            same(one[0], two[0])
+            same(one[1], two[1])
+        means.append((mean, alone))
+    assert means[0][0].any() == (n > 5)  # four sinks and two more
+    for mean, found in means[1:]:
+        same(mean, means[0][0])
+        for (a, s), (b, t) in zip(means[0][1], found):
+            assert (a != b).float().mean() < 1e-3
+            torch.testing.assert_close(s, t, rtol=2e-3, atol=0)
 
 
 def transformed(heads, d, **kwargs):

@@ -11,13 +11,18 @@ from turboquant_nb.theory.centre import (
     CENTRES,
     GROWTH,
     Centre,
+    BLOCK,
     CosSinCache,
     KnownMean,
+    block_sums,
+    channel_sum,
     masked_mean,
+    ordered_sum,
     prompt_mean,
     register_centre,
     rows_at,
     shared_cos_sin,
+    sum_blocks,
 )
 
 
@@ -36,7 +41,7 @@ def test_a_mean_has_the_unit_of_the_states():
     for unit in (2.0**-40, 2.0**-9, 2.0**30):
         same(prompt_mean(x * unit, 2), mean * unit)
         same(masked_mean(x * unit, torch.tensor([2, 2])), masked * unit)
-    torch.testing.assert_close(mean, masked, rtol=2**-7, atol=0)
+    same(mean, masked)
 
 
 def test_a_mean_that_is_noise_is_zero():
@@ -55,6 +60,50 @@ def test_the_mean_of_a_prompt_that_is_noise_is_zero():
         and (prompt_mean(x[:, :, :1]) == 0).all()
         and (prompt_mean(x + 9) != 0).all()
     )
+
+
+def by_hand(x):
+    """The order of a sum, one addition at a time: tokens 32 apart in each block of 128, then
+    neighbours; blocks likewise."""
+
+    def lanes(rows, size):
+        sums = [torch.zeros(x.shape[-1]) for _ in range(32)]
+        for i in range(size):
+            sums[i % 32] = sums[i % 32] + (
+                rows[i] if i < len(rows) else torch.zeros(x.shape[-1])
+            )
+        while len(sums) > 1:
+            sums = [a + b for a, b in zip(sums[::2], sums[1::2])]
+        return sums[0]
+
+    blocks = [lanes(x[i : i + 128], 128) for i in range(0, len(x), 128)]
+    return lanes(blocks, -(-len(blocks) // 32) * 32)
+
+
+@pytest.mark.parametrize("n", (1, 31, 128, 129, 1000, 33 * 128 + 5))
+def test_sums_have_one_order(n):
+    "Whatever the batch, its strides and its padding; in pieces of whole blocks too."
+    x = torch.randn(n, 4, generator=torch.Generator().manual_seed(n)).exp2()
+    want = by_hand(x)
+    same(ordered_sum(x), want)
+    many = torch.stack([x.flip(0), x, 7 * x])[:, None].expand(-1, 2, -1, -1)
+    same(ordered_sum(many)[1, 1], want)
+    same(ordered_sum(many.mT.contiguous().mT)[1, 0], want)
+    same(ordered_sum(torch.cat([x, torch.zeros(5000, 4)])), want)
+    cut = 2 * BLOCK
+    same(sum_blocks(torch.cat([block_sums(x[:cut]), block_sums(x[cut:])])), want)
+    if n > 100:  # the mutants: another order, another start of the blocks
+        assert not torch.equal(sum(x), want)
+        assert not torch.equal(ordered_sum(torch.cat([torch.zeros(1, 4), x])), want)
+    assert (want.double() / x.double().sum(0) - 1).abs().max() < 2**-20
+    same(ordered_sum(x[:0]), torch.zeros(4))
+
+
+def test_channels_are_added_by_neighbours():
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1)).exp2()
+    a, b, c, d, e, f = x.unbind(-1)
+    same(channel_sum(x)[:, 0], ((a + b) + (c + d)) + (e + f))
+    same(channel_sum(x[:, :1]), x[:, :1])
 
 
 @pytest.mark.parametrize("r", (4, 8))
@@ -92,7 +141,7 @@ def test_the_mean_of_a_prompt_is_the_mean_less_its_noise():
         torch.testing.assert_close(got.float(), want, rtol=2**-8, atol=2**-12)
     apart = masked_mean(x, torch.tensor([2, 5]))
     same(apart[:1], masked_mean(x[:1], torch.tensor([2])))
-    torch.testing.assert_close(apart[1:], prompt_mean(x[1:], 5), rtol=2**-7, atol=2**-12)
+    same(apart[1:], prompt_mean(x[1:], 5))
 
 
 @pytest.mark.parametrize("n, skip", ((1, 0), (4, 3), (4, 4), (4, 9), (0, 0)))

@@ -20,7 +20,7 @@ from .memory import Part
 from .packing import TILE
 from ..quant.mixed_precision import find_code
 from ..quant.quantizer import Coded, Recipe, Spec, as_recipe, decode
-from ..theory.centre import rows_at, shared_cos_sin
+from ..theory.centre import BLOCK, block_sums, rows_at, shared_cos_sin, sum_blocks
 from ..theory.transforms import pair_scales
 
 # %% ../../nbs/31_store.ipynb #52fedbc5
@@ -36,21 +36,20 @@ def first_mean(store, part: Part, x: Tensor) -> Tensor | None:
     return part.q.centre.fit(x, store.ranges.starts, store.recipe.sinks, rows)
 
 
-def _square_sums(x: Tensor, skips: list) -> Tensor:  # [B, H, d] fp32
-    "Sums of squares of states [B, H, n, d], each row without its first tokens."
-    norm = lambda x: torch.linalg.vector_norm(x, dim=2, dtype=torch.float32)
-    if len(set(skips)) == 1:
-        return norm(x[:, :, skips[0] :]).square()
-    rows = [norm(x[i : i + 1, :, skip:]) for i, skip in enumerate(skips)]
-    return torch.cat(rows).square()
-
-
-def _per_token(sums: Tensor, counts: list) -> Tensor:
-    "Sums [B, H, d] over so many tokens of each row; one number for all needs no copy."
-    counts = [max(1, x) for x in counts]
-    if len(set(counts)) == 1:
-        return sums / counts[0]
-    return sums / torch.tensor(counts, device=sums.device)[:, None, None]
+def _mean_squares(x: Tensor, skips: list, without=None) -> Tensor:  # [B, H, d] fp32
+    """Means of squares of states [B, H, n, d], each row without its first tokens, summed in the
+    order of `ordered_sum`; `without` gives what is taken out of tokens [a, b)."""
+    if len(set(skips)) > 1:
+        rows = [slice(i, i + 1) for i in range(len(x))]
+        out = lambda row: without and (lambda a, b: without(a, b)[row])
+        return torch.cat([_mean_squares(x[row], skips[row], out(row)) for row in rows])
+    n, skip, sums = x.shape[2], skips[0], []
+    for a in range(skip, n, 32 * BLOCK):  # tokens at a time, in fp32
+        new = x[:, :, a : a + 32 * BLOCK].float()
+        new = new if without is None else new - without(a, a + new.shape[2])
+        sums.append(block_sums(new.square()))
+    sums = sum_blocks(torch.cat(sums, 2)) if sums else x.new_zeros(x[:, :, 0].shape).float()
+    return sums / torch.full((1,), max(1, n - skip), device=x.device)
 
 
 def prompt_pair_scales(
@@ -67,18 +66,16 @@ def prompt_pair_scales(
         store.clock.reach(store.cos_sin, n)
     mean = (mean_of or first_mean)(store, part, k) if centre.holds_mean else None
     skips = [min(n, start + store.recipe.sinks) for start in store.ranges.starts]
-    keys, step = 0.0, 4096  # tokens at a time, in fp32
-    for a in range(0, n, step):
-        x = k[:, :, a : a + step].float()
-        rows = angles(store, a, a + x.shape[2]) if centre.rotates else None
-        taken = centre.at(mean, rows)
-        x = x if taken is None else x - taken.float()
-        keys = keys + _square_sums(x, [min(x.shape[2], max(0, skip - a)) for skip in skips])
-    keys = _per_token(keys, [n - skip for skip in skips])
+
+    def taken(a, b):
+        rows = angles(store, a, b) if centre.rotates else None
+        return centre.at(mean, rows).float()
+
+    keys = _mean_squares(k, skips, None if centre.kind == "none" else taken)
     m = q.shape[2]
     skips = [min(m, max(0, skip - (n - m))) for skip in skips]
-    queries = _per_token(_square_sums(q, skips), [m - skip for skip in skips])
-    queries = queries.view(store.batch, store.heads, -1, k.shape[3]).mean(2)
+    queries = _mean_squares(q, skips).view(store.batch, store.heads, -1, k.shape[3])
+    queries = sum(queries.unbind(2)) / queries.shape[2]
     rotary = 0 if store.cos_sin is None else 2 * len(store.cos_sin.inv_freq)
     scales = pair_scales(queries, keys, rotary)
     return scales.to(torch.bfloat16)[:, :, None]

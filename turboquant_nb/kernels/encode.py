@@ -22,6 +22,7 @@ from torch import Tensor
 from ..quant.mixed_precision import find_code
 from ..quant.quantizer import Recipe, as_recipe
 from ..quant.trellis import KERNELS, lane_order
+from ..theory.centre import BLOCK, LANES
 from ..theory.rotation import make_rotation
 from turboquant_nb.cache.clock import (
     _APPEND,
@@ -1812,7 +1813,17 @@ def append_again(store: KVStore, k: Tensor, v: Tensor) -> bool:
     return again(store, k, v)
 
 # %% ../../nbs/40_encode.ipynb #40e0b002
-@triton.jit(do_not_specialize=["skip", "n", "each"])
+@triton.jit
+def _neighbours(x, N: tl.constexpr, D: tl.constexpr, LOG: tl.constexpr):  # [N, D] -> [D]
+    "Sums of neighbouring rows, then of those; N = 2**LOG."
+    for i in tl.static_range(LOG):
+        pairs = tl.reshape(x, [N >> (i + 1), 2, D])
+        a, b = tl.split(tl.permute(pairs, [0, 2, 1]))
+        x = a + b
+    return tl.reshape(x, [D])
+
+
+@triton.jit(do_not_specialize=["skip", "n"])
 def _sums_kernel(
     X,
     sb,
@@ -1824,58 +1835,90 @@ def _sums_kernel(
     heads,
     skip,
     n,
-    each,
     D: tl.constexpr,
     H: tl.constexpr,
     HP: tl.constexpr,
     EP: tl.constexpr,
     T: tl.constexpr,
+    LOG: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
-    """Over `each` real tokens of one head: the sum of its vectors without RoPE (of the first 2
-    H channels), then of their squares."""
+    """Over STEPS * T real tokens of one head, T = 2**LOG: the sums of its vectors without RoPE
+    (of the first 2 H channels) and of their squares, in the order of `ordered_sum`."""
     bh, part = tl.program_id(0), tl.program_id(1)
     b = (bh // heads).to(tl.int64)
-    base, out = (
-        X + b * sb + (bh % heads).to(tl.int64) * sh,
-        SUMS + (bh * tl.num_programs(1) + part).to(tl.int64) * (D + 1),
-    )
-    start, last = tl.load(START + b).to(tl.int32), tl.minimum(n, (part + 1) * each)
+    base = X + b * sb + (bh % heads).to(tl.int64) * sh
+    out = SUMS + (bh * tl.num_programs(1) + part).to(tl.int64) * (2 * D)
+    start = tl.load(START + b).to(tl.int32)
+    first = skip + part * (STEPS * T)  # counted from the first real token
     c, e = tl.arange(0, HP), 2 * H + tl.arange(0, EP)
-    one, two, rest, squares = (
-        tl.zeros([HP], tl.float32),
-        tl.zeros([HP], tl.float32),
-        tl.zeros([EP], tl.float32),
-        tl.zeros([T], tl.float32),
-    )
-    for first in range(part * each, last, T):
-        t = first + tl.arange(0, T)
-        real, at = (
-            ((t < last) & (t >= start + skip))[:, None],
-            base + t.to(tl.int64)[:, None] * sn,
-        )
+    one, two = tl.zeros([T, HP], tl.float32), tl.zeros([T, HP], tl.float32)
+    ones, twos = tl.zeros([T, HP], tl.float32), tl.zeros([T, HP], tl.float32)
+    rest, rests = tl.zeros([T, EP], tl.float32), tl.zeros([T, EP], tl.float32)
+    for i in range(STEPS):
+        t = first + i * T + tl.arange(0, T)
+        real = (t < n - start)[:, None]
+        at = base + (t + start).to(tl.int64)[:, None] * sn
         if H > 0:
-            mask, row = (
-                real & (c < H)[None, :],
-                COS_SIN + (t - start).to(tl.int64)[:, None] * (2 * H),
-            )
+            mask, row = real & (c < H)[None, :], COS_SIN + t.to(tl.int64)[:, None] * (2 * H)
             x = tl.load(at + c[None, :], mask=mask, other=0.0).to(tl.float32)
             y = tl.load(at + H + c[None, :], mask=mask, other=0.0).to(tl.float32)
             cos = tl.load(row + c[None, :], mask=mask, other=0.0).to(tl.float32)
             sin = tl.load(row + H + c[None, :], mask=mask, other=0.0).to(tl.float32)
             u, v = x * cos + y * sin, y * cos - x * sin
-            one += tl.sum(u, 0)
-            two += tl.sum(v, 0)
-            squares += tl.sum(u * u + v * v, 1)
+            one, two, ones, twos = one + u, two + v, ones + u * u, twos + v * v
         if 2 * H < D:
             x = tl.load(at + e[None, :], mask=real & (e < D)[None, :], other=0.0).to(tl.float32)
-            rest += tl.sum(x, 0)
-            squares += tl.sum(x * x, 1)
+            rest, rests = rest + x, rests + x * x
     if H > 0:
-        tl.store(out + c, one, mask=c < H)
-        tl.store(out + H + c, two, mask=c < H)
+        tl.store(out + c, _neighbours(one, T, HP, LOG), mask=c < H)
+        tl.store(out + H + c, _neighbours(two, T, HP, LOG), mask=c < H)
+        tl.store(out + D + c, _neighbours(ones, T, HP, LOG), mask=c < H)
+        tl.store(out + D + H + c, _neighbours(twos, T, HP, LOG), mask=c < H)
     if 2 * H < D:
-        tl.store(out + e, rest, mask=e < D)
-    tl.store(out + D, tl.sum(squares, 0))
+        tl.store(out + e, _neighbours(rest, T, EP, LOG), mask=e < D)
+        tl.store(out + D + e, _neighbours(rests, T, EP, LOG), mask=e < D)
+
+
+@triton.jit(do_not_specialize=["skip", "n", "blocks"])
+def _mean_kernel(
+    SUMS,
+    START,
+    MEAN,
+    heads,
+    skip,
+    n,
+    blocks,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    LOG_DP: tl.constexpr,
+    T: tl.constexpr,
+    LOG: tl.constexpr,
+):
+    "From the sums of a head's blocks its mean, as `shrunk_mean` makes it, in fp32."
+    bh, c = tl.program_id(0), tl.arange(0, DP)
+    sums = SUMS + bh.to(tl.int64) * blocks * (2 * D)
+    total, squares = tl.zeros([T, DP], tl.float32), tl.zeros([T, DP], tl.float32)
+    for i in range(0, blocks, T):
+        block = i + tl.arange(0, T)
+        mask = (block < blocks)[:, None] & (c < D)[None, :]
+        at = sums + block.to(tl.int64)[:, None] * (2 * D) + c[None, :]
+        total += tl.load(at, mask=mask, other=0.0)
+        squares += tl.load(at + D, mask=mask, other=0.0)
+    start = tl.load(START + bh // heads).to(tl.int32)
+    count = tl.maximum(n - skip - start, 0).to(tl.float32) + tl.zeros([1], tl.float32)
+    mean = _neighbours(total, T, DP, LOG)
+    mean = tl.div_rn(mean, tl.maximum(count, 1.0) + tl.zeros([DP], tl.float32))
+    norm = _neighbours(tl.reshape(mean * mean, [DP, 1]), DP, 1, LOG_DP)
+    square = tl.reshape(_neighbours(squares, T, DP, LOG), [DP, 1])
+    noise = _neighbours(square, DP, 1, LOG_DP) - count * norm
+    every: tl.constexpr = tl.PropagateNan.ALL
+    noise = tl.div_rn(
+        tl.maximum(noise, 0.0, propagate_nan=every), tl.maximum(count * (count - 1), 1.0)
+    )
+    keep = 1.0 - tl.div_rn(noise, tl.maximum(norm, 1e-30, propagate_nan=every))
+    keep = tl.maximum(keep, 0.0, propagate_nan=every)
+    tl.store(MEAN + bh * D + c, tl.where(count < 2, 0.0, mean * keep), mask=c < D)
 
 # %% ../../nbs/40_encode.ipynb #40e0b003
 def fused_mean(
@@ -1884,33 +1927,30 @@ def fused_mean(
     x: Tensor,  # [B, H, n, d] states of the first chunk
 ) -> Tensor:  # [B, H, 1, d] bf16
     """The mean that `KVStore.append` takes of a first chunk, in one pass over its states;
-    `prompt_mean` says what it is."""
+    `prompt_mean` says what it is, and this is it bit for bit."""
     if not side.q.centre.by_kernel:
         return first_mean(store, side, x)
     (b, h, n, d), skip = x.shape, store.recipe.sinks
     x = x if x.stride(3) == 1 else x.contiguous()
     rope = side.q.centre.rotates
     half = store.rope_table.shape[1] // 2 if rope else 0
-    each = max(128, -(-n * b * h // (4 * _processors(x.device)[0])))
-    sums = torch.empty(b * h, -(-n // each), d + 1, dtype=torch.float32, device=x.device)
-    sizes = dict(
-        D=d,
-        H=half,
-        HP=triton.next_power_of_2(max(half, 1)),
-        EP=triton.next_power_of_2(max(d - 2 * half, 1)),
-        T=32,
-    )
+    blocks = max(1, -(-(n - skip) // BLOCK))
+    sums = torch.empty(b * h, blocks, 2 * d, dtype=torch.float32, device=x.device)
+    mean = torch.empty(b, h, 1, d, dtype=torch.float32, device=x.device)
+    size = triton.next_power_of_2
+    sizes = dict(D=d, H=half, HP=size(max(half, 1)), EP=size(max(d - 2 * half, 1)))
+    tree = dict(T=LANES, LOG=LANES.bit_length() - 1, enable_fp_fusion=False)
     table = store.rope_table if rope else store.start
-    _sums_kernel[(b * h, sums.shape[1])](
-        x, *x.stride()[:3], table, store.start, sums, h, skip, n, each, **sizes
+    _sums_kernel[(b * h, blocks)](
+        *(x, *x.stride()[:3], table, store.start, sums, h, skip, n),
+        **sizes,
+        **tree,
+        STEPS=BLOCK // LANES,
+        num_warps=4 if d <= 64 else 8,  # accumulators of 32 tokens stay in registers
     )
-    count = (n - skip - store.start).clamp(min=0).float().view(b, 1, 1)
-    total, squares = sums.sum(1).view(b, h, d + 1).split([d, 1], -1)
-    mean = total / count.clamp(min=1)
-    norm = mean.square().sum(-1, keepdim=True)
-    noise = (squares - count * norm).clamp(min=0) / (count * (count - 1)).clamp(min=1)
-    keep = (1 - noise / norm.clamp(min=1e-30)).clamp(min=0)
-    return torch.where(count < 2, 0.0, mean * keep).to(torch.bfloat16)[:, :, None]
+    wide = dict(D=d, DP=size(d), LOG_DP=size(d).bit_length() - 1)
+    _mean_kernel[(b * h,)](sums, store.start, mean, h, skip, n, blocks, **wide, **tree)
+    return mean.to(torch.bfloat16)
 
 # %% ../../nbs/40_encode.ipynb #b023a9ff
 def _code_flagged(store, states, means, flags=None) -> Tensor:

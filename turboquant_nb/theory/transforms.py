@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PAIR_RANGE', 'attention_weights', 'sensitivity', 'Moments', 'best_metric', 'coding_gain', 'best_scales',
            'pair_scales', 'HeadTransform', 'register_transform', 'transform_class', 'find_transform',
-           'restore_transforms', 'fit_head_transform']
+           'restore_transforms', 'fit_head_transform', 'fit_pair_transform']
 
 # %% ../../nbs/14_transforms.ipynb #fd4a5bee
 import hashlib
@@ -362,3 +362,18 @@ def fit_head_transform(
     root = _power(best_metric(queries, keys, shrink), 0.5)
     hadamard = make_rotation("hadamard", root.shape[2], seed).matrix.double()
     return register_transform(HeadTransform.of(hadamard @ root))
+
+
+def fit_pair_transform(
+    queries: Tensor,  # [H, d, d] second moments of the queries that read a head
+    keys: Tensor,  # [H, d, d] of its centred keys
+    rotary: int,  # channels that RoPE rotates, the first of the head
+    seed: int = 0,  # of the Hadamard rotation
+) -> HeadTransform:
+    """The `pair_scales` of these moments before a rotation, registered. It commutes with RoPE,
+    so it does not depend on the positions that were read. Raises ValueError as
+    `pair_scales`."""
+    energy = lambda x: x.diagonal(dim1=1, dim2=2)
+    scales = pair_scales(energy(queries), energy(keys), rotary).double()
+    hadamard = make_rotation("hadamard", scales.shape[1], seed).matrix.double()
+    return register_transform(HeadTransform.of(hadamard * scales[:, None]))
