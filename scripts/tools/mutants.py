@@ -367,9 +367,10 @@ class Observe:
             return (yield)
         finally:
             sys.settrace(None)
+            seconds = time.monotonic() - begin  # one for all: modules share their order
             for name, tests in self.tests.items():
                 test = tests.setdefault(item.nodeid, Test())
-                test.seconds = time.monotonic() - begin
+                test.seconds = seconds
                 test.entered = tuple(sorted(entered[name]))
 
     def pytest_runtest_logreport(self, report):

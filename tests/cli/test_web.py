@@ -118,7 +118,16 @@ def test_the_codes_that_are_shown_are_those_that_are_held(both, side):
     )
     assert exact.tolist() == [False] * 84 + [True] * 16
     axes = web.picture(cache, side, 1, 0).axes
-    assert (axes[0].images[0].get_array() == web.stored(cache, side, 1, 0)[0].numpy()).all()
+    codes, scales, exact, first = web.stored(cache, side, 1, 0)
+    image, (line,), n = axes[0].images[0], axes[1].lines, store.length - first
+    assert (image.get_array() == codes.numpy()).all() and codes.shape == (32, n)
+    assert tuple(image.get_extent()) == (first, store.length, 32, 0)
+    middles = [first + i + 0.5 for i in range(n)]  # of the tokens, where codes have them
+    assert line.get_xdata().tolist() == middles and line.get_ydata().tolist() == scales.tolist()
+    grey = [(x.get_x(), x.get_width()) for x in axes[1].patches]
+    assert grey == [(first + i, 1) for i in exact.nonzero().flatten().tolist()] and grey
+    assert axes[1].get_xlim() == (first, store.length) and axes[1].get_ylim()[0] == 0
+    assert axes[0].get_title().startswith(f"{side}s of layer 1, head 0: 3 bits a channel")
     for wrong in (dict(layer=2), dict(layer=-1), dict(head=1)):
         with pytest.raises(Usage, match="must be from 0"):
             web.stored(cache, side, **wrong)

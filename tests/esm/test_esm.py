@@ -682,6 +682,22 @@ def test_wild_type_marginals_and_one_pass(model, code):
                 call()
 
 
+@pytest.mark.parametrize("at_most, rows", [(1, 1), (21, 1), (22, 1), (44, 2), (65, 2), (1000, 20)])
+def test_so_many_masked_sequences_are_read_at_a_time(model, at_most, rows):
+    "As many as have `at_most` tokens, at least one: 20 residues and two ends."
+    s, read = "".join(proteins(1, 30, 31))[:20], []
+    hook = model.esm.embeddings.word_embeddings.register_forward_pre_hook(
+        lambda _, x: read.append(tuple(x[0].shape))
+    )
+    with TurboEsm(model) as t:
+        pseudo_log_likelihood(t, [s], "masked", at_most=at_most)
+        assert read == [(rows, 22)] * (20 // rows)
+        read.clear()
+        masked_marginals(t, s, "every", passes=3, block=4)  # 64 tokens: two sequences of three
+        assert read == [(2, 22), (1, 22)]
+    hook.remove()
+
+
 def test_masked_rows_in_one_graph(model, code):
     """Captured on alanines, replayed on others in turns: the eager scores, bit for bit; and
     what cannot be captured is refused."""

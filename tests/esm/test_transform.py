@@ -121,6 +121,12 @@ def test_width_counts_whole_bytes():
 
 
 def test_recipes():
+    named = {f"water{b}{more}": (b, 0.01 * (more == "+")) for b in (2, 3, 4) for more in ("", "+")}
+    found = {n: (r.key.bits, r.value.bits, r.outliers) for n, r in RECIPES.items()}
+    assert found == {n: (b, b, outliers) for n, (b, outliers) in named.items()}
+    for r in RECIPES.values():
+        assert (r.key.center, r.value.center) == ("pre_rope", "mean") and r.min_bits == 1
+        assert r.allocation == "model" and r.key.aware and r.value.rotation == "svd"
     for name, r in RECIPES.items():
         assert M.as_transform(name) == (name, r) and M.as_transform(r) == (name, r)
     assert M.as_transform(TransformRecipe(outliers=3.0))[0] == "custom"
