@@ -240,7 +240,9 @@ def test_errors_and_rollback(model, code):
     with TurboEsm(model, max_length=4) as t, pytest.raises(ValueError, match="max_length is 4"):
         t.prefill(ids, mask)
     with TurboEsm(model) as t:
-        for bad in (1 - mask, mask.flip(1), torch.zeros_like(mask)):
+        hole = mask.clone()
+        hole[0, 3] = 0
+        for bad in (1 - mask, mask.flip(1), torch.zeros_like(mask), hole):
             with pytest.raises(ValueError, match="padding on the right"):
                 t.prefill(ids, bad)
         with pytest.raises(ValueError, match=r"mask must have shape \["):
