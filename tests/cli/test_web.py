@@ -274,7 +274,7 @@ def test_a_click_draws_the_codes_of_a_head(both, page):
 
 
 def test_what_a_moment_is_told_as():
-    frame = web.Frame(("a", "b"), (5, 3), (4096, 1024), (2.0, 0.5), 2, 10, None, False)
+    frame = web.Frame(("a", "b"), (5, 3), (4096, 1024), (2.0, 0.5), 2, 10, None, False, False)
     rows = {name: rest for name, *rest in frame.rows()}
     assert rows["tokens held"] == ["14", "14"] and rows["bytes held"] == ["4,096", "1,024"]
     assert rows["against uncompressed"] == ["1.00x", "4.00x smaller"]

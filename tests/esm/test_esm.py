@@ -283,6 +283,27 @@ def test_recipes_fit(model, name):
         torch.testing.assert_close(side.into @ side.back, eye, rtol=1e-3, atol=1e-3)
 
 
+def test_statistics_are_of_what_the_model_computes(model):
+    "The first sequences are read as the model reads them: all tokens see all."
+    ids, _ = tokens(s := proteins(1))
+    states = {}
+
+    def hook(layer, q, k, v, _):
+        states[layer] = k[0].double(), v[0].double()
+        return k, v, None
+
+    with TurboEsm(model) as t:
+        found = gather_statistics(t, s)
+        t.run(hook, ids)
+    assert found.moments.tokens == ids.shape[1]
+    for layer, pair in states.items():
+        for kind, x in zip(("key", "value"), pair):
+            torch.testing.assert_close(found.mean(kind)[layer], x.mean(1), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                found.mean_square(kind)[layer], x.mT @ x / x.shape[1], rtol=1e-4, atol=1e-5
+            )
+
+
 def test_more_bits_come_closer(model):
     seqs, held = proteins(24), proteins(4, seed=9)
     ids, mask = tokens(held)
