@@ -20,8 +20,9 @@ after them the others: a default is checked by who never calls it, and a result 
 made by an earlier test. A mutant is killed if a test of its own module's files (`tests_of`)
 fails, or runs much longer than it should. With --suite every other file counts too, by its
 tests that enter the function, as many as take a minute: that is what the checks would notice;
-of tests that do not enter it as many run as take another minute. Kernels run in Triton's
-interpreter. What cannot be imported at all does not count. A survivor is either a test that
+of tests that do not enter it as many run as take another minute. With --in-order nothing is
+observed and the tests of a module's own files run as they stand: for files that take minutes,
+as those of kernels do. Kernels run in Triton's interpreter. What cannot be imported at all does not count. A survivor is either a test that
 is missing or a change that nothing can see (`x < 0` for `x <= 0` where both give the same):
 those are listed, with the reason, in mutants_equivalent.txt, by the statement that is changed
 and not by how it is laid out, and count no more."""
@@ -349,7 +350,8 @@ class Test:
 class Observe:
     "A pytest plugin: what each test does to the modules at these paths."
 
-    def __init__(self, paths):  # {module: path}
+    def __init__(self, paths, trace=True):  # {module: path}
+        self.trace = trace
         self.names = {str(path): name for name, path in paths.items()}
         self.tests = {name: {} for name in paths}
 
@@ -362,7 +364,7 @@ class Observe:
                 entered[name].add(frame.f_code.co_firstlineno)
 
         begin = time.monotonic()
-        sys.settrace(see)
+        sys.settrace(see if self.trace else None)
         try:
             return (yield)
         finally:
@@ -410,6 +412,7 @@ class Tree:
     def __post_init__(self):
         self.measured = ()  # modules whose tests were observed
         self.suite = False  # whether all files of tests count
+        self.in_order = False  # whether tests run as they stand in their files
         self.observed = {}  # {file of tests: {node id: {module: Test}}}
         names = modules(self.root / self.package)
         self.sources = {name: self.path(name).read_text(encoding="utf-8") for name in names}
@@ -435,16 +438,20 @@ class Tree:
                 if test.passed and (enters or is_own):
                     found.append((not enters, test.seconds, is_own, name, test))
         spent, out = {True: 0.0, False: 0.0}, {}
-        for far, seconds, is_own, name, test in sorted(found, key=lambda x: x[:2]):
+        if not self.in_order:
+            found.sort(key=lambda x: x[:2])
+        for far, seconds, is_own, name, test in found:
             free = is_own and not (far and self.suite)
             spent[far] += 0 if free else seconds
             if free or spent[far] < NEAR:
                 out[name] = test
         return out
 
-    def measure(self, modules, workers, suite=False):
+    def measure(self, modules, workers, suite=False, in_order=False):
         """Run the files of tests of these modules (all files with `suite`) as they are, each
-        once, observed. Says which tests fail; raises Failed if none of a module passes."""
+        once, observed unless they stay in order. Says which tests fail; raises Failed if none
+        of a module passes."""
+        self.in_order = in_order
         files = dict.fromkeys(file for name in modules for file in self.files(name))
         for path in sorted((self.root / "tests").rglob("test_*.py")) if suite else ():
             files[path.relative_to(self.root).as_posix()] = None
@@ -473,7 +480,7 @@ class Tree:
 
     def _watch(self, file, modules, out):
         def run():
-            observe = Observe({name: self.path(name) for name in modules})
+            observe = Observe({name: self.path(name) for name in modules}, not self.in_order)
             self._pytest([file], observe)
             found = {}
             for name, tests in observe.tests.items():
@@ -646,7 +653,8 @@ def try_out(tree, chosen, seconds, workers=1):
     known, end = equivalent(), time.monotonic() + seconds
     names = {0: "survived", 3: "import", 5: "equivalent", None: "late"}
     tests = {tuple(tree.tests(name)): name for name in tree.measured}
-    controls = [Mutant(name, CONTROL, 0, 0) for name in tests.values()]
+    # as they stand they passed when they were measured
+    controls = [Mutant(x, CONTROL, 0, 0) for x in tests.values() if not tree.in_order]
     jobs = chain(controls, takewhile(lambda _: time.monotonic() < end, chosen))
     for mutant, code, log in side_by_side(
         ((m, *tree.attempt(m, known)) for m in jobs), workers
@@ -733,6 +741,7 @@ def run(args):
             sorted({m.module for m in pool[: args.most]}, key=list(tree.sources).index),
             args.workers,
             args.suite,
+            args.in_order,
         )
         print(
             f"{len(tree.observed)} files of tests observed in {time.monotonic() - begin:.0f} s",
@@ -808,6 +817,11 @@ def main(argv=None):
         help="a mutant meets the tests of all files that enter its function",
     )
     parser.add_argument(
+        "--in-order",
+        action="store_true",
+        help="run a module's own tests as they stand, unobserved: for files that take minutes",
+    )
+    parser.add_argument(
         "--all", action="store_true", help="in the order of the file instead of drawn"
     )
     parser.add_argument(
@@ -825,6 +839,8 @@ def main(argv=None):
         help=f"drop from {EQUIVALENT.name} what no module says any more, and stop",
     )
     args = parser.parse_args(argv)
+    if args.suite and args.in_order:
+        parser.error("--suite needs to observe what tests enter; --in-order does not")
     try:
         if args.list or args.prune:
             root = SCRIPTS.parents[1]
