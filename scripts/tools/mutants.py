@@ -16,7 +16,7 @@ cosmic-ray makes the mutants (pip install -c constraints.txt ".[mutants]"). It w
 process for each, and importing torch takes longer than most tests; here one process imports the
 libraries once and forks for each mutant. Each file of tests runs once without any change,
 observed; then a mutant meets first the tests that enter its function, the fastest first, and
-after them the others: a default is checked by who never calls it, and a result that is kept was
+after them the others (those up to the one that kills it run again without the change): a default is checked by who never calls it, and a result that is kept was
 made by an earlier test. A mutant is killed if a test of its own module's files (`tests_of`)
 fails, or runs much longer than it should. With --suite every other file counts too, by its
 tests that enter the function, as many as take a minute: that is what the checks would notice;
@@ -45,7 +45,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
-from itertools import chain, takewhile
+from itertools import takewhile
 from pathlib import Path
 
 from pytest import hookimpl as pytest_hook
@@ -386,7 +386,7 @@ class Order:
     ten times its time ends the process (the first one imports what all need)."""
 
     def __init__(self, tests):  # {node id: Test}
-        self.tests = tests
+        self.tests, self.failed = tests, None
 
     @pytest_hook(trylast=True)
     def pytest_collection_modifyitems(self, items):
@@ -400,6 +400,10 @@ class Order:
             return (yield)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self.failed = self.failed or report.nodeid
 
 
 @dataclass
@@ -491,9 +495,9 @@ class Tree:
 
         return run
 
-    def attempt(self, mutant, known):
-        """(What a child does: say the change, import the module with it and run its tests;
-        seconds after which it is late.)"""
+    def attempt(self, mutant, known, last=None):
+        """(What a child does: say the change, import the module with it and run its tests, up
+        to `last`; seconds after which it is late.)"""
 
         def run():
             path, source = self.path(mutant.module), self.sources[mutant.module]
@@ -511,10 +515,15 @@ class Tree:
             except Exception as error:
                 print(f"not importable: {error!r}")
                 return 3
-            return 1 if self._pytest(files, Order(tests), "-x") else 0
+            code = self._pytest(files, order := Order(tests), "-x")
+            print(f"\n{order.failed or ''}")
+            return 1 if code else 0
 
         near = self.functions[mutant.module].get(mutant.line, set())
         tests = self.tests(mutant.module, near)
+        if last is not None:
+            names = list(tests)
+            tests = {name: tests[name] for name in names[: names.index(last) + 1]}
         files = list(dict.fromkeys(name.partition("::")[0] for name in tests))
         return run, 20 + 3 * sum(x.seconds for x in tests.values())
 
@@ -647,26 +656,40 @@ class Tried:
     log: str = ""
 
 
+class _Jobs:
+    "Mutants while there is time, and before the next of them the controls that are due."
+
+    def __init__(self, tree, chosen, seconds):
+        self.tree, self.known, self.due = tree, equivalent(), []
+        end = time.monotonic() + seconds
+        self.chosen = takewhile(lambda _: time.monotonic() < end, chosen)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        mutant, last = self.due.pop() if self.due else (next(self.chosen), None)
+        return (mutant, last), *self.tree.attempt(mutant, self.known, last)
+
+
 def try_out(tree, chosen, seconds, workers=1):
     """Try mutants until the time is over; yields what became of each, in the order in which
-    they end. Raises Failed if tests fail when they come in another order."""
-    known, end = equivalent(), time.monotonic() + seconds
+    they end. The tests that a killed one met, up to the one that failed, run again without the
+    change; raises Failed if one fails then, which it does in this order alone."""
     names = {0: "survived", 3: "import", 5: "equivalent", None: "late"}
-    tests = {tuple(tree.tests(name)): name for name in tree.measured}
-    # as they stand they passed when they were measured
-    controls = [Mutant(x, CONTROL, 0, 0) for x in tests.values() if not tree.in_order]
-    jobs = chain(controls, takewhile(lambda _: time.monotonic() < end, chosen))
-    for mutant, code, log in side_by_side(
-        ((m, *tree.attempt(m, known)) for m in jobs), workers
-    ):
+    jobs = _Jobs(tree, chosen, seconds)
+    for (mutant, last), code, log in side_by_side(jobs, workers):
         said, _, log = log.partition("\n")
         if mutant.operator == CONTROL:
             if code != 0:
                 raise Failed(
-                    f"the tests of {mutant.module} fail in another order, without any "
+                    f"tests of {mutant.module} up to {last} fail in another order, without any "
                     f"change:\n{log[-3000:]}"
                 )
             continue
+        failed = log.rstrip("\n").rpartition("\n")[2]
+        if code == 1 and failed and not tree.in_order:  # as they stand they passed before
+            jobs.due.append((Mutant(mutant.module, CONTROL, 0, mutant.line), failed))
         yield Tried(mutant, names.get(code, "killed"), *json.loads(said), log)
 
 
