@@ -417,6 +417,7 @@ class Tree:
         self.measured = ()  # modules whose tests were observed
         self.suite = False  # whether all files of tests count
         self.in_order = False  # whether tests run as they stand in their files
+        self.given = ()  # files of tests that were named instead of a module's own
         self.observed = {}  # {file of tests: {node id: {module: Test}}}
         names = modules(self.root / self.package)
         self.sources = {name: self.path(name).read_text(encoding="utf-8") for name in names}
@@ -426,7 +427,9 @@ class Tree:
         return self.root / self.package / f"{module}.py"
 
     def files(self, module):
-        "The files of tests that are a module's own, from the root."
+        "The files of tests that are a module's own, or those that were named, from the root."
+        if self.given:
+            return list(self.given)
         found = tests_of(module, self.root / "tests")
         return [x.relative_to(self.root).as_posix() for x in found]
 
@@ -752,6 +755,9 @@ def run(args):
     with tempfile.TemporaryDirectory(prefix="turboquant-mutants-") as folder:
         copy_tree(Path(folder))
         tree = prepared(Path(folder), "turboquant_nb")
+        tree.given = args.tests or ()
+        if lost := [x for x in tree.given if not (tree.root / x).is_file()]:
+            raise Failed(f"--tests must name files of tests from the root, got {lost[0]}")
         if again:
             pool = list(survivors(again, tree))
         else:
@@ -843,6 +849,12 @@ def main(argv=None):
         "--in-order",
         action="store_true",
         help="run a module's own tests as they stand, unobserved: for files that take minutes",
+    )
+    parser.add_argument(
+        "--tests",
+        nargs="+",
+        metavar="FILE",
+        help="these files alone instead of a module's own: what they miss counts as missed",
     )
     parser.add_argument(
         "--all", action="store_true", help="in the order of the file instead of drawn"

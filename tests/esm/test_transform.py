@@ -122,7 +122,9 @@ def test_width_counts_whole_bytes():
 
 
 def test_recipes():
-    named = {f"water{b}{more}": (b, 0.01 * (more == "+")) for b in (2, 3, 4) for more in ("", "+")}
+    named = {
+        f"water{b}{more}": (b, 0.01 * (more == "+")) for b in (2, 3, 4) for more in ("", "+")
+    }
     found = {n: (r.key.bits, r.value.bits, r.outliers) for n, r in RECIPES.items()}
     assert found == {n: (b, b, outliers) for n, (b, outliers) in named.items()}
     for r in RECIPES.values():
@@ -189,7 +191,9 @@ def statistics(layers=2, heads=2, d=8, seed=0):
         real = torch.arange(n) < torch.tensor([[n], [n - 7]])
         batches.append((q, k, v, real, real[:, None, None]))
     over = lambda take: [
-        take(i, q[i], k[i], v[i], real, seen) for q, k, v, real, seen in batches for i in range(layers)
+        take(i, q[i], k[i], v[i], real, seen)
+        for q, k, v, real, seen in batches
+        for i in range(layers)
     ]
     over(m.take)
     return m, over

@@ -22,7 +22,11 @@ LINES = [
     line("checks", "import"),
     line("checks", "killed"),
 ]
-SOURCES = {"theory/a": "x = 1", "theory/b": "x = 1\ndef f(x):\n    return x\n", "checks": "x = 1"}
+SOURCES = {
+    "theory/a": "x = 1",
+    "theory/b": "x = 1\ndef f(x):\n    return x\n",
+    "checks": "x = 1",
+}
 
 
 def test_changes_of_other_code_are_refused():
