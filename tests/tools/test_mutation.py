@@ -53,7 +53,11 @@ def test_a_row_for_each_package(monkeypatch, tmp_path):
     ]
     for name, x in (("a", LINES[:4]), ("b", LINES[4:])):
         (tmp_path / name).write_text("".join(f"{json.dumps(row)}\n" for row in x))
-    assert mutation.lines([tmp_path / "a", tmp_path / "b"]) == LINES
+    paths = [tmp_path / "a", tmp_path / "b"]
+    assert mutation.lines(paths) == LINES
+    listed = {("theory/b", "def f(x): ...", "def f(y): ..."): "nobody asks"}
+    monkeypatch.setattr(mutation.mutants, "equivalent", lambda: listed)
+    assert [x["outcome"] for x in mutation.lines(paths)].count("equivalent") == 2
 
 
 def test_the_head_of_a_result(monkeypatch, tmp_path):
