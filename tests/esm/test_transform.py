@@ -317,7 +317,6 @@ def test_tokens_count_by_how_they_are_attended_to():
     "Half of a token's weight is its own, half that of the squared weights that it gets."
     x = torch.zeros(1, 1, 3, 4)
     x[0, 0, :, 0] = torch.tensor([-2.0, 0.0, 3.0])
-    real = torch.ones(1, 3, dtype=torch.bool)
     h = histograms(x, aware=True, bins=64)
     p = (x @ x.mT).softmax(-1).square().sum(2)[0, 0].double()
     want = 0.5 + 0.5 * p / p.mean()
