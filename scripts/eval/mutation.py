@@ -1,4 +1,5 @@
-"""How many small changes of the code the tests notice: run.py mutants --out FILE [--sample FILE …].
+"""How many small changes of the code the tests notice: run.py mutants --out FILE
+[--sample FILE …].
 
 scripts/tools/mutants.py makes the changes, one at a time, and says what became of each; its
 lines of JSON are read here from the files of --sample, or drawn now. Parts of the package may

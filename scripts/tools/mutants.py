@@ -16,16 +16,17 @@ cosmic-ray makes the mutants (pip install -c constraints.txt ".[mutants]"). It w
 process for each, and importing torch takes longer than most tests; here one process imports the
 libraries once and forks for each mutant. Each file of tests runs once without any change,
 observed; then a mutant meets first the tests that enter its function, the fastest first, and
-after them the others (those up to the one that kills it run again without the change): a default is checked by who never calls it, and a result that is kept was
-made by an earlier test. A mutant is killed if a test of its own module's files (`tests_of`)
-fails, or runs much longer than it should. With --suite every other file counts too, by its
-tests that enter the function, as many as take a minute: that is what the checks would notice;
-of tests that do not enter it as many run as take another minute. With --in-order nothing is
-observed and the tests of a module's own files run as they stand: for files that take minutes,
-as those of kernels do. Kernels run in Triton's interpreter. What cannot be imported at all does not count. A survivor is either a test that
-is missing or a change that nothing can see (`x < 0` for `x <= 0` where both give the same):
-those are listed, with the reason, in mutants_equivalent.txt, by the statement that is changed
-and not by how it is laid out, and count no more."""
+after them the others (those up to the one that kills it run again without the change): a
+default is checked by who never calls it, and a result that is kept was made by an earlier test.
+A mutant is killed if a test of its own module's files (`tests_of`) fails, or runs much longer
+than it should. With --suite every other file counts too, by its tests that enter the function,
+as many as take a minute: that is what the checks would notice; of tests that do not enter it as
+many run as take another minute. With --in-order nothing is observed and the tests of a module's
+own files run as they stand: for files that take minutes, as those of kernels do. Kernels run in
+Triton's interpreter. What cannot be imported at all does not count. A survivor is either a test
+that is missing or a change that nothing can see (`x < 0` for `x <= 0` where both give the
+same): those are listed, with the reason, in mutants_equivalent.txt, by the statement that is
+changed and not by how it is laid out, and count no more."""
 
 import argparse
 import ast

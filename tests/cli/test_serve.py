@@ -1,5 +1,5 @@
-"""turboquant serve without vLLM: how much a cache holds, what vLLM is told, and what is refused;
-a stub stands where vLLM would be started."""
+"""turboquant serve without vLLM: how much a cache holds, what vLLM is told, and what is
+refused; a stub stands where vLLM would be started."""
 
 import json
 import os
@@ -83,11 +83,11 @@ def test_options_among_words():
 
 @pytest.fixture
 def vllm(tmp_path, monkeypatch):
-    "A vLLM that is none, where the command looks for it; the command lines it was started with."
-    stub, began = tmp_path / "bin", []
+    "A stub where the command looks for vLLM; the command lines that it was started with."
+    stub, began, about = tmp_path / "bin", [], "Metadata-Version: 2.1\nName: {}\nVersion: {}\n"
     for name, text in {
-        "vllm-0.26.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: vllm\nVersion: 0.26.0\n",
-        "stub-0.dist-info/METADATA": "Metadata-Version: 2.1\nName: stub\nVersion: 0\n",
+        "vllm-0.26.0.dist-info/METADATA": about.format("vllm", "0.26.0"),
+        "stub-0.dist-info/METADATA": about.format("stub", 0),
         "stub-0.dist-info/entry_points.txt": (
             "[vllm.general_plugins]\nturboquant_nb = turboquant_nb.serving.vllm:register\n"
         ),
