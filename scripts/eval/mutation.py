@@ -4,7 +4,9 @@
 scripts/tools/mutants.py makes the changes, one at a time, and says what became of each; its
 lines of JSON are read here from the files of --sample, or drawn now. Parts of the package may
 be drawn in runs of their own, each in proportion to the changes that it could have: the tests
-of kernels take minutes, those of theory seconds. Gate: each statement that was changed stands
+of kernels take minutes, those of theory seconds. Killed is a change that its own module's files
+of tests notice; those that only files of other modules notice, in a run with --retry and --tests,
+are counted apart. Gate: each statement that was changed stands
 in the committed code, as it was before the change."""
 
 import ast
@@ -45,13 +47,17 @@ def drawn(a, modules) -> list:
 
 def lines(paths) -> list:
     """What became of each change, from files of JSON lines; a survivor that was listed since as
-    one that nothing can see is one of those."""
-    text, listed = [Path(x).read_text(encoding="utf-8") for x in paths], mutants.equivalent()
-    found = [json.loads(line) for x in text for line in x.splitlines()]
-    for x in found:
+    one that nothing can see is one of those, and one that died when it was tried again, with
+    other files of tests, died elsewhere."""
+    text, listed, found = [Path(x).read_text("utf-8") for x in paths], mutants.equivalent(), {}
+    for x in (json.loads(line) for x in text for line in x.splitlines()):
+        place = x["module"], x["operator"], x["occurrence"], x["was"], x["now"]
+        first = found.setdefault(place, x)
+        if first is not x and first["outcome"] == "survived" and x["outcome"] != "survived":
+            first["outcome"] = "elsewhere"
         if x["outcome"] == "survived" and (x["module"], x["was"], x["now"]) in listed:
             x["outcome"] = "equivalent"
-    return found
+    return list(found.values())
 
 
 def gate(found, sources) -> dict:  # {"cmd", "passed", "not there"}
@@ -87,6 +93,7 @@ def rows(found, sources):
             changes=changes[name],
             drawn=len(mine),
             killed=became["killed"] + became["late"],
+            elsewhere=became["elsewhere"],
             survived=became["survived"],
             equivalent=became["equivalent"],
             not_importable=became["import"],
@@ -104,8 +111,9 @@ def plan(a):
     about = gate(found, sources)
     became = Counter(x["outcome"] for x in found)
     killed = became["killed"] + became["late"]
-    counted = killed + became["survived"]
-    more = {"left_out": LEFT_OUT, "killed": killed, "counted": counted}
+    counted = killed + became["elsewhere"] + became["survived"]
+    more = {"left_out": LEFT_OUT, "killed": killed, "elsewhere": became["elsewhere"]}
+    more["counted"] = counted
     if counted:
         more["interval"] = list(mutants.interval(killed, counted))
     data = {"id": "small changes of the package's modules", "n": len(found)}

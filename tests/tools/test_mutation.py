@@ -1,6 +1,7 @@
 """The experiment that counts which changes of the code the tests notice: its rows, and a gate
 that takes no lines of other code."""
 
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -10,8 +11,12 @@ pytest.importorskip("run")
 from eval import mutation
 
 
+COUNT = itertools.count()
+
+
 def line(module, outcome, was="x = 1", now="x = 2"):
-    return dict(module=module, line=1, operator="o", outcome=outcome, was=was, now=now)
+    what = dict(module=module, line=1, operator="o", occurrence=next(COUNT))
+    return what | dict(outcome=outcome, was=was, now=now)
 
 
 LINES = [
@@ -58,6 +63,14 @@ def test_a_row_for_each_package(monkeypatch, tmp_path):
     listed = {("theory/b", "def f(x): ...", "def f(y): ..."): "nobody asks"}
     monkeypatch.setattr(mutation.mutants, "equivalent", lambda: listed)
     assert [x["outcome"] for x in mutation.lines(paths)].count("equivalent") == 2
+    monkeypatch.setattr(mutation.mutants, "equivalent", dict)
+    again = [LINES[2] | {"outcome": "killed"}, LINES[0] | {"outcome": "survived"}]
+    paths.append(tmp_path / "again")
+    paths[-1].write_text("".join(f"{json.dumps(x)}\n" for x in again))
+    found = [x["outcome"] for x in mutation.lines(paths)]
+    assert found == ["killed", "late", "elsewhere", "equivalent", "import", "killed"]
+    (_, theory) = mutation.rows(mutation.lines(paths), SOURCES)
+    assert (theory["killed"], theory["elsewhere"], theory["survived"]) == (2, 1, 0)
 
 
 def test_the_head_of_a_result(monkeypatch, tmp_path):
