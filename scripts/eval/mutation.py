@@ -49,8 +49,9 @@ def lines(paths) -> list:
     """What became of each change, from files of JSON lines; a survivor that was listed since as
     one that nothing can see is one of those, and one that died when it was tried again, with
     other files of tests, died elsewhere."""
-    text, listed, found = [Path(x).read_text("utf-8") for x in paths], mutants.equivalent(), {}
-    for x in (json.loads(line) for x in text for line in x.splitlines()):
+    text = "".join(Path(path).read_text(encoding="utf-8") for path in paths)
+    listed, found = mutants.equivalent(), {}
+    for x in map(json.loads, text.splitlines()):
         place = x["module"], x["operator"], x["occurrence"], x["was"], x["now"]
         first = found.setdefault(place, x)
         if first is not x and first["outcome"] == "survived" and x["outcome"] != "survived":

@@ -78,7 +78,7 @@ def test_nothing_is_read_twice_and_tokens_are_those_of_one_text(talk, templated)
         lambda m, a, k: fed.append(k["input_ids"][0].tolist()), with_kwargs=True
     )
     for text in ("Call me Ishmael.", "Some years ago.", "Never mind how long."):
-        talk.turn(text, limit=5)
+        assert talk.turn(text, limit=5) == talk.messages[-1]["content"]
     hook.remove()
     assert sum(fed, []) == talk.ids[:-1]  # every token once, in order
     with torch.no_grad():  # the same tokens in one prompt: the cache holds the same positions
