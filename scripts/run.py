@@ -149,6 +149,11 @@ EXPERIMENTS = {
         "what loaders make of files that were changed on purpose, with the right digest",
         "--files 216",
     ),
+    "mutants": Entry(
+        "eval.mutation",
+        "how many small changes of the code the tests notice",
+        needs="cosmic_ray",
+    ),
     "served": Entry(
         "eval.serving",
         "what a served cache gives up, and what a calibration takes back",

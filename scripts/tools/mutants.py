@@ -16,15 +16,17 @@ cosmic-ray makes the mutants (pip install -c constraints.txt ".[mutants]"). It w
 process for each, and importing torch takes longer than most tests; here one process imports the
 libraries once and forks for each mutant. Each file of tests runs once without any change,
 observed; then a mutant meets first the tests that enter its function, the fastest first, and
-after them the others: a default is checked by who never calls it, and a result that is kept was
-made by an earlier test. A mutant is killed if a test of its own module's files (`tests_of`)
-fails, or runs much longer than it should. With --suite every other file counts too, by its
-tests that enter the function, as many as take a minute: that is what the checks would notice;
-of tests that do not enter it as many run as take another minute. Kernels run in Triton's
-interpreter. What cannot be imported at all does not count. A survivor is either a test that
-is missing or a change that nothing can see (`x < 0` for `x <= 0` where both give the same):
-those are listed, with the reason, in mutants_equivalent.txt, by the statement that is changed
-and not by how it is laid out, and count no more."""
+after them the others (those up to the one that kills it run again without the change): a
+default is checked by who never calls it, and a result that is kept was made by an earlier test.
+A mutant is killed if a test of its own module's files (`tests_of`) fails, or runs much longer
+than it should. With --suite every other file counts too, by its tests that enter the function,
+as many as take a minute: that is what the checks would notice; of tests that do not enter it as
+many run as take another minute. With --in-order nothing is observed and the tests of a module's
+own files run as they stand: for files that take minutes, as those of kernels do. Kernels run in
+Triton's interpreter. What cannot be imported at all does not count. A survivor is either a test
+that is missing or a change that nothing can see (`x < 0` for `x <= 0` where both give the
+same): those are listed, with the reason, in mutants_equivalent.txt, by the statement that is
+changed and not by how it is laid out, and count no more."""
 
 import argparse
 import ast
@@ -44,7 +46,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
-from itertools import chain, takewhile
+from itertools import takewhile
 from pathlib import Path
 
 from pytest import hookimpl as pytest_hook
@@ -349,7 +351,8 @@ class Test:
 class Observe:
     "A pytest plugin: what each test does to the modules at these paths."
 
-    def __init__(self, paths):  # {module: path}
+    def __init__(self, paths, trace=True):  # {module: path}
+        self.trace = trace
         self.names = {str(path): name for name, path in paths.items()}
         self.tests = {name: {} for name in paths}
 
@@ -362,14 +365,15 @@ class Observe:
                 entered[name].add(frame.f_code.co_firstlineno)
 
         begin = time.monotonic()
-        sys.settrace(see)
+        sys.settrace(see if self.trace else None)
         try:
             return (yield)
         finally:
             sys.settrace(None)
+            seconds = time.monotonic() - begin  # one for all: modules share their order
             for name, tests in self.tests.items():
                 test = tests.setdefault(item.nodeid, Test())
-                test.seconds = time.monotonic() - begin
+                test.seconds = seconds
                 test.entered = tuple(sorted(entered[name]))
 
     def pytest_runtest_logreport(self, report):
@@ -383,7 +387,7 @@ class Order:
     ten times its time ends the process (the first one imports what all need)."""
 
     def __init__(self, tests):  # {node id: Test}
-        self.tests = tests
+        self.tests, self.failed = tests, None
 
     @pytest_hook(trylast=True)
     def pytest_collection_modifyitems(self, items):
@@ -398,6 +402,10 @@ class Order:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self.failed = self.failed or report.nodeid
+
 
 @dataclass
 class Tree:
@@ -409,6 +417,8 @@ class Tree:
     def __post_init__(self):
         self.measured = ()  # modules whose tests were observed
         self.suite = False  # whether all files of tests count
+        self.in_order = False  # whether tests run as they stand in their files
+        self.given = ()  # files of tests that were named instead of a module's own
         self.observed = {}  # {file of tests: {node id: {module: Test}}}
         names = modules(self.root / self.package)
         self.sources = {name: self.path(name).read_text(encoding="utf-8") for name in names}
@@ -418,7 +428,9 @@ class Tree:
         return self.root / self.package / f"{module}.py"
 
     def files(self, module):
-        "The files of tests that are a module's own, from the root."
+        "The files of tests that are a module's own, or those that were named, from the root."
+        if self.given:
+            return list(self.given)
         found = tests_of(module, self.root / "tests")
         return [x.relative_to(self.root).as_posix() for x in found]
 
@@ -434,16 +446,20 @@ class Tree:
                 if test.passed and (enters or is_own):
                     found.append((not enters, test.seconds, is_own, name, test))
         spent, out = {True: 0.0, False: 0.0}, {}
-        for far, seconds, is_own, name, test in sorted(found, key=lambda x: x[:2]):
+        if not self.in_order:
+            found.sort(key=lambda x: x[:2])
+        for far, seconds, is_own, name, test in found:
             free = is_own and not (far and self.suite)
             spent[far] += 0 if free else seconds
             if free or spent[far] < NEAR:
                 out[name] = test
         return out
 
-    def measure(self, modules, workers, suite=False):
+    def measure(self, modules, workers, suite=False, in_order=False):
         """Run the files of tests of these modules (all files with `suite`) as they are, each
-        once, observed. Says which tests fail; raises Failed if none of a module passes."""
+        once, observed unless they stay in order. Says which tests fail; raises Failed if none
+        of a module passes."""
+        self.in_order = in_order
         files = dict.fromkeys(file for name in modules for file in self.files(name))
         for path in sorted((self.root / "tests").rglob("test_*.py")) if suite else ():
             files[path.relative_to(self.root).as_posix()] = None
@@ -472,7 +488,7 @@ class Tree:
 
     def _watch(self, file, modules, out):
         def run():
-            observe = Observe({name: self.path(name) for name in modules})
+            observe = Observe({name: self.path(name) for name in modules}, not self.in_order)
             self._pytest([file], observe)
             found = {}
             for name, tests in observe.tests.items():
@@ -483,9 +499,9 @@ class Tree:
 
         return run
 
-    def attempt(self, mutant, known):
-        """(What a child does: say the change, import the module with it and run its tests;
-        seconds after which it is late.)"""
+    def attempt(self, mutant, known, last=None):
+        """(What a child does: say the change, import the module with it and run its tests, up
+        to `last`; seconds after which it is late.)"""
 
         def run():
             path, source = self.path(mutant.module), self.sources[mutant.module]
@@ -503,10 +519,15 @@ class Tree:
             except Exception as error:
                 print(f"not importable: {error!r}")
                 return 3
-            return 1 if self._pytest(files, Order(tests), "-x") else 0
+            code = self._pytest(files, order := Order(tests), "-x")
+            print(f"\n{order.failed or ''}")
+            return 1 if code else 0
 
         near = self.functions[mutant.module].get(mutant.line, set())
         tests = self.tests(mutant.module, near)
+        if last is not None:
+            names = list(tests)
+            tests = {name: tests[name] for name in names[: names.index(last) + 1]}
         files = list(dict.fromkeys(name.partition("::")[0] for name in tests))
         return run, 20 + 3 * sum(x.seconds for x in tests.values())
 
@@ -639,25 +660,40 @@ class Tried:
     log: str = ""
 
 
+class _Jobs:
+    "Mutants while there is time, and before the next of them the controls that are due."
+
+    def __init__(self, tree, chosen, seconds):
+        self.tree, self.known, self.due = tree, equivalent(), []
+        end = time.monotonic() + seconds
+        self.chosen = takewhile(lambda _: time.monotonic() < end, chosen)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        mutant, last = self.due.pop() if self.due else (next(self.chosen), None)
+        return (mutant, last), *self.tree.attempt(mutant, self.known, last)
+
+
 def try_out(tree, chosen, seconds, workers=1):
     """Try mutants until the time is over; yields what became of each, in the order in which
-    they end. Raises Failed if tests fail when they come in another order."""
-    known, end = equivalent(), time.monotonic() + seconds
+    they end. The tests that a killed one met, up to the one that failed, run again without the
+    change; raises Failed if one fails then, which it does in this order alone."""
     names = {0: "survived", 3: "import", 5: "equivalent", None: "late"}
-    tests = {tuple(tree.tests(name)): name for name in tree.measured}
-    controls = [Mutant(name, CONTROL, 0, 0) for name in tests.values()]
-    jobs = chain(controls, takewhile(lambda _: time.monotonic() < end, chosen))
-    for mutant, code, log in side_by_side(
-        ((m, *tree.attempt(m, known)) for m in jobs), workers
-    ):
+    jobs = _Jobs(tree, chosen, seconds)
+    for (mutant, last), code, log in side_by_side(jobs, workers):
         said, _, log = log.partition("\n")
         if mutant.operator == CONTROL:
             if code != 0:
                 raise Failed(
-                    f"the tests of {mutant.module} fail in another order, without any "
+                    f"tests of {mutant.module} up to {last} fail in another order, without any "
                     f"change:\n{log[-3000:]}"
                 )
             continue
+        failed = log.rstrip("\n").rpartition("\n")[2]
+        if code == 1 and failed and not tree.in_order:  # as they stand they passed before
+            jobs.due.append((Mutant(mutant.module, CONTROL, 0, mutant.line), failed))
         yield Tried(mutant, names.get(code, "killed"), *json.loads(said), log)
 
 
@@ -720,6 +756,9 @@ def run(args):
     with tempfile.TemporaryDirectory(prefix="turboquant-mutants-") as folder:
         copy_tree(Path(folder))
         tree = prepared(Path(folder), "turboquant_nb")
+        tree.given = args.tests or ()
+        if lost := [x for x in tree.given if not (tree.root / x).is_file()]:
+            raise Failed(f"--tests must name files of tests from the root, got {lost[0]}")
         if again:
             pool = list(survivors(again, tree))
         else:
@@ -732,6 +771,7 @@ def run(args):
             sorted({m.module for m in pool[: args.most]}, key=list(tree.sources).index),
             args.workers,
             args.suite,
+            args.in_order,
         )
         print(
             f"{len(tree.observed)} files of tests observed in {time.monotonic() - begin:.0f} s",
@@ -807,6 +847,17 @@ def main(argv=None):
         help="a mutant meets the tests of all files that enter its function",
     )
     parser.add_argument(
+        "--in-order",
+        action="store_true",
+        help="run a module's own tests as they stand, unobserved: for files that take minutes",
+    )
+    parser.add_argument(
+        "--tests",
+        nargs="+",
+        metavar="FILE",
+        help="these files alone instead of a module's own: what they miss counts as missed",
+    )
+    parser.add_argument(
         "--all", action="store_true", help="in the order of the file instead of drawn"
     )
     parser.add_argument(
@@ -824,6 +875,8 @@ def main(argv=None):
         help=f"drop from {EQUIVALENT.name} what no module says any more, and stop",
     )
     args = parser.parse_args(argv)
+    if args.suite and args.in_order:
+        parser.error("--suite needs to observe what tests enter; --in-order does not")
     try:
         if args.list or args.prune:
             root = SCRIPTS.parents[1]

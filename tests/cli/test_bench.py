@@ -87,6 +87,25 @@ def test_the_gate_passes_on_other_shapes(name, dtype):
     )
 
 
+def test_a_past_has_all_of_its_tokens():
+    "Also where it is drawn in parts."
+    from transformers import LlamaConfig
+
+    from turboquant_nb.hf import TurboQuantCache
+
+    config = LlamaConfig(
+        num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, hidden_size=32
+    )
+    layer = TurboQuantCache(config, "k4v4").coded_layers[0]
+    shapes = bench.Shapes(1, 1, 32, torch.float32, torch.device("cpu"))
+    store = bench.filled_store(shapes, layer, 8200)
+    assert store.length == 8200 and (store.heads, store.recipe) == (1, layer.recipe)
+    near = lambda a, b: float((a - b).square().mean() / b.square().mean()) < 0.02
+    for i, x in enumerate(store.read()):
+        for first, last in ((0, 4096), (4096, 8192), (8192, 8200)):
+            assert near(x[:, :, first:last], shapes.draw(last - first, 1, 2 * first + i))
+
+
 def test_turns_leave_the_first_round_out():
     seen, now = [], [0.0]
 

@@ -78,7 +78,7 @@ def test_nothing_is_read_twice_and_tokens_are_those_of_one_text(talk, templated)
         lambda m, a, k: fed.append(k["input_ids"][0].tolist()), with_kwargs=True
     )
     for text in ("Call me Ishmael.", "Some years ago.", "Never mind how long."):
-        talk.turn(text, limit=5)
+        assert talk.turn(text, limit=5) == talk.messages[-1]["content"]
     hook.remove()
     assert sum(fed, []) == talk.ids[:-1]  # every token once, in order
     with torch.no_grad():  # the same tokens in one prompt: the cache holds the same positions
@@ -311,12 +311,12 @@ def test_ctrl_c_stops_an_answer_and_at_the_prompt_the_program(terminal, tmp_path
 @pytest.fixture
 def typed(tiny, monkeypatch, capsys, tmp_path):
     """What a person types, line by line; an exception stands for a key. Gives exit code,
-    standard output, and what was not typed any more."""
+    standard output, and what was not typed any more; `more` are options."""
 
     class Typed(io.StringIO):
         isatty = lambda self: True
 
-    def run(*keys):
+    def run(*keys, more=""):
         left = list(keys)
 
         def read(_):
@@ -329,7 +329,7 @@ def typed(tiny, monkeypatch, capsys, tmp_path):
         monkeypatch.setattr("builtins.input", read)
         monkeypatch.chdir(tmp_path)
         return (
-            main(f"chat --model {tiny} --max-new-tokens 5".split()),
+            main(f"chat --model {tiny} --max-new-tokens 5 {more}".split()),
             capsys.readouterr().out,
             left,
         )
@@ -350,6 +350,25 @@ def test_what_goes_wrong_in_a_turn_is_told_at_a_terminal(typed, monkeypatch):
     monkeypatch.setattr(chat.Conversation, "turn", fails_once)
     code, out, _ = typed("Call me Ishmael.", "Why?", "/status")
     assert code == 0 and re.search(r"\d+ tokens in", out.split("CUDA out of memory.")[1])
+
+
+def test_an_answer_that_was_stopped_is_told_as_far_as_it_came(typed, monkeypatch):
+    """Stopped after two tokens, and before the first: there the answer before it was told
+    again."""
+    stops, turn = [None, 3, 0], chat.Conversation.turn
+
+    def stopped(self, text, limit, streamer, how):
+        after = stops.pop(0)
+        if after is not None:
+            streamer = Broken(after, KeyboardInterrupt())
+        return turn(self, text, limit, streamer, how)
+
+    monkeypatch.setattr(chat.Conversation, "turn", stopped)
+    code, out, _ = typed("Call me Ishmael.", "Why?", "And then?", more="--json")
+    found = json.loads(out)
+    said = [x["content"] for x in found["messages"] if x["role"] == "assistant"]
+    assert code == 0 and len(said) == 2 and said[0] != said[1] != ""
+    assert [x["answer"] for x in found["turns"]] == [*said, ""]
 
 
 def test_a_ctrl_c_that_would_lose_a_conversation_must_be_pressed_twice(typed):

@@ -148,6 +148,7 @@ def test_demo_table(call, tiny):
         and len(table["change"]) == 2
         and table["same next token"][0] == "100.0%"
     )
+    assert all(float(x) > 0 for x in table["tokens per second"])
     assert (
         max(map(len, lines[head:])) < 96
         and "wall time" in " ".join(out.split())

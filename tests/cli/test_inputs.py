@@ -9,7 +9,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from huggingface_hub.errors import RepositoryNotFoundError
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from turboquant_nb.cli import eval, inputs
 from turboquant_nb.evaluation import candidates, models
@@ -41,6 +41,18 @@ def test_the_embedded_model_cannot_be_fetched(call, monkeypatch):
     code, out, err = call("demo --quiet")
     assert (code, out) == (1, "") and "Traceback" not in err
     assert "\n  use another model:  --model PATH_OR_HUB_ID" in err
+
+
+def test_the_embedded_model_is_described_without_it():
+    "SmolLM2-135M as it was published: its number of parameters holds all sizes together."
+    config = inputs.read_config("embedded")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert sum(p.numel() for p in model.parameters()) == 134_515_008
+    heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    assert (config.num_hidden_layers, *heads) == (30, 9, 3, 64)
+    assert (config.max_position_embeddings, config.tie_word_embeddings) == (8192, True)
+    assert config.rope_parameters == {"rope_theta": 1e5, "rope_type": "default"}
 
 
 class Hub:

@@ -2,12 +2,14 @@
 itself in Chromium, with gradio of this environment or of that which TURBOQUANT_NB_WEB names:
 python -m venv --system-site-packages web && web/bin/pip install gradio selenium."""
 
+import asyncio
 import json
 import os
 import shutil
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -118,7 +120,16 @@ def test_the_codes_that_are_shown_are_those_that_are_held(both, side):
     )
     assert exact.tolist() == [False] * 84 + [True] * 16
     axes = web.picture(cache, side, 1, 0).axes
-    assert (axes[0].images[0].get_array() == web.stored(cache, side, 1, 0)[0].numpy()).all()
+    codes, scales, exact, first = web.stored(cache, side, 1, 0)
+    image, (line,), n = axes[0].images[0], axes[1].lines, store.length - first
+    assert (image.get_array() == codes.numpy()).all() and codes.shape == (32, n)
+    assert tuple(image.get_extent()) == (first, store.length, 32, 0)
+    middles = [first + i + 0.5 for i in range(n)]  # of the tokens, where codes have them
+    assert line.get_xdata().tolist() == middles and line.get_ydata().tolist() == scales.tolist()
+    grey = [(x.get_x(), x.get_width()) for x in axes[1].patches]
+    assert grey == [(first + i, 1) for i in exact.nonzero().flatten().tolist()] and grey
+    assert axes[1].get_xlim() == (first, store.length) and axes[1].get_ylim()[0] == 0
+    assert axes[0].get_title().startswith(f"{side}s of layer 1, head 0: 3 bits a channel")
     for wrong in (dict(layer=2), dict(layer=-1), dict(head=1)):
         with pytest.raises(Usage, match="must be from 0"):
             web.stored(cache, side, **wrong)
@@ -155,6 +166,222 @@ def test_fields_change_what_is_offered_and_the_command_line_may_offer_more(tiny)
     ):
         with pytest.raises(Usage, match=words):
             both.recipe("k3v3", wrong)
+
+
+class Widget:
+    "A field, a frame or a button where gradio's would be, and what a click on it does."
+
+    def __init__(self, *given, **how):
+        self.given, self.how, self.clicks = given, how, []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def click(self, does, takes, gives, **how):
+        self.clicks.append((does, takes, gives, how))
+        return SimpleNamespace(success=lambda *then: self.clicks.append(then))
+
+
+class Told(Exception):
+    "gradio.Error"
+
+    def __init__(self, message, print_exception):
+        assert print_exception is False
+        super().__init__(message)
+
+
+@pytest.fixture
+def page(both, monkeypatch):
+    "The page's fields and buttons by their ids, without gradio."
+    made = {}
+
+    def widget(*given, **how):
+        new = Widget(*given, **how)
+        return made.setdefault(how.get("elem_id"), new) if "elem_id" in how else new
+
+    kinds = "Blocks Markdown State Button Row Column Accordion Textbox Dataframe Radio Number "
+    gradio = {kind: widget for kind in (kinds + "Plot Dropdown").split()}
+    monkeypatch.setattr(web, "gradio", SimpleNamespace(Error=Told, **gradio))
+    web.page(both, "tiny", runs=3)
+    return SimpleNamespace(**made)
+
+
+def test_what_a_page_begins_with(both, page):
+    fields = [page.prompt, page.recipe, page.most, page.bits, page.sinks, page.recent]
+    (_, takes, gives, how), (draw, *after) = page.ask.clicks
+    assert takes == fields and how == {"concurrency_limit": 3, "concurrency_id": "model"}
+    assert page.recipe.given == (list(both.offered),) and page.recipe.how["value"] == "k4v4"
+    assert page.most.given == (64,) and {x.given for x in fields[3:]} == {(None,)}
+    assert "whales" in page.prompt.how["value"] and page.side.how["value"] == "key"
+    assert page.side.given == (["key", "value"],)
+    assert page.layer.given == page.head.given == (0,)
+    assert gives[:3] == [page.plain, page.coded, page.table] and gives[4] is page.progress
+    held = gives[3]  # the codes, which are drawn when an answer is there, and when asked for
+    assert after == [[held, page.side, page.layer, page.head], page.stored]
+    assert page.draw.clicks == [(draw, *after, {})]
+
+
+def test_a_click_answers_with_what_the_fields_say(both, page):
+    answer = page.ask.clicks[0][0]
+    for fields, changes in (
+        ((None, "", None), Changes()),
+        ((2, 0, 3.0), Changes(bits=2, sinks=0, recent=3)),
+    ):
+        want = list(both.frames(PROMPTS[0], "k3v3", 5, changes))
+        found = list(answer(PROMPTS[0], "k3v3", 5, *fields))
+        assert [x[:2] for x in found] == [x.texts for x in want]
+        for got, frame in zip(found, want):
+            own = frame.rows()  # speed differs, and bytes by tables that others made first
+            assert (got[2][0], got[2][-1], len(got[2])) == (own[0], own[-1], len(own))
+            assert got[4].split(";")[0] == frame.told().split(";")[0]
+        store = found[-1][3].coded_layers[0].store
+        assert store.recipe.key.bits == (3 if changes.bits is None else 2)
+        assert (store.recipe.sinks, store.recipe.recent) == ((4, 16), (0, 3))[
+            changes.sinks is not None
+        ]
+    *_, end = answer(PROMPTS[0], "k3v3", "", None, None, None)
+    assert end[:2] == last(both, PROMPTS[0], "k3v3", 64).texts and end[4].startswith("Done")
+    for fields, words in (
+        (("", "k3v3", 5, None, None, None), "the prompt is empty"),
+        (("a", "k3v3", "many", None, None, None), "tokens must be a number, got 'many'"),
+        (("a", "k3v3", 5, "x", None, None), "bits must be a number, got 'x'"),
+        (("a", "k3v3", 5, None, 1e400, None), "sinks must be a number, got inf"),
+        (("a", "k3v3", 5, None, None, [1]), r"recent must be a number, got \[1\]"),
+    ):
+        with pytest.raises(Told, match=words):
+            next(answer(*fields))
+
+
+def test_a_click_draws_the_codes_of_a_head(both, page):
+    draw, cache = page.draw.clicks[0][0], last(both, PROMPTS[0], "k3v3", 3).cache
+    for fields, title in (
+        (("key", "", None), "keys of layer 0, head 0"),
+        (("value", 1, "0"), "values of layer 1, head 0"),
+    ):
+        (found,) = draw(cache, *fields)
+        assert found.axes[0].get_title().startswith(title)
+    for held, fields, words in (
+        (None, ("key", 0, 0), "nothing stored yet"),
+        (cache, ("key", 2, 0), "layer must be from 0 to 1, got 2"),
+        (cache, ("key", 0, -1), "head must be from 0 to 0, got -1"),
+        (cache, ("key", "x", 0), "layer must be a number, got 'x'"),
+    ):
+        with pytest.raises(Told, match=words):
+            list(draw(held, *fields))
+
+
+def test_what_a_moment_is_told_as():
+    frame = web.Frame(("a", "b"), (5, 3), (4096, 1024), (2.0, 0.5), 2, 10, None, False, False)
+    rows = {name: rest for name, *rest in frame.rows()}
+    assert rows["tokens held"] == ["14", "14"] and rows["bytes held"] == ["4,096", "1,024"]
+    assert rows["against uncompressed"] == ["1.00x", "4.00x smaller"]
+    assert rows["tokens per second"] == ["2.0", "4.0"]
+    assert rows["answer"] == ["5 tokens", "first 2 of 3 tokens the same"]
+    bytes_told = "4,096 bytes uncompressed, 1,024 on codes."
+    assert frame.told() == (
+        f"Writing: the same for 2 of 3 tokens, then they part; {bytes_told}"
+    )
+    alike = replace(frame, tokens=(3, 3), same=3, done=True, nbytes=(1024, 1536))
+    assert alike.told().startswith("Done: the same so far; 1,024 bytes")
+    assert replace(alike, late=True).told().startswith("Time is over: the same so far")
+    rows = {name: rest for name, *rest in replace(alike, seconds=(0.0, 0.0)).rows()}
+    assert rows["against uncompressed"] == ["1.00x", "1.50x larger"]
+    assert rows["tokens per second"] == ["", ""]
+    even = replace(alike, nbytes=(1024, 1024), tokens=(1, 1), seconds=(1.0, 1.0))
+    rows = {name: rest for name, *rest in even.rows()}
+    assert rows["against uncompressed"][1] == "1.00x smaller"
+    assert rows["tokens per second"] == ["", ""]  # reading the prompt is no step
+
+
+def test_time_ends_an_answer(tiny, monkeypatch):
+    both, now = web.SideBySide(*load_model(tiny), seconds=10.0), [0.0]
+    monkeypatch.setattr(web.time, "monotonic", lambda: now[0])
+    frames = both.frames(PROMPTS[0], "k3v3", 20)
+    assert not next(frames).late
+    now[0] = 10.0
+    assert not next(frames).late
+    now[0] = 10.1
+    (end,) = frames
+    assert end.late and end.done and end.tokens == (3, 3)
+
+
+class Door:
+    "Requests to `Limits` around an application that reads all of a body."
+
+    def __init__(self, **how):
+        self.door, self.bodies = web.Limits(self.app, **how), []
+        self.waiting, self.go = 0, None
+
+    async def app(self, scope, receive, send):
+        if self.go is not None:
+            self.waiting += 1
+            await self.go.wait()
+        part = await receive()
+        while part["type"] == "http.request":
+            self.bodies.append(part["body"])
+            if not part.get("more_body"):
+                break
+            part = await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def ask(self, *parts, path="/", head=(), kind="http"):
+        "Status, headers and text of an answer."
+        left, told = list(parts) or [b""], []
+
+        async def receive():
+            return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
+
+        async def send(what):
+            told.append(what)
+
+        scope = {"type": kind, "path": path, "headers": list(head)}
+        await self.door(scope, receive, send)
+        text = b"".join(x.get("body", b"") for x in told)
+        return told[0]["status"], dict(told[0]["headers"]), text
+
+
+def test_the_door_lets_small_requests_in():
+    door = Door(body=8)
+    size = lambda n: [(b"content-length", n)]
+    for head, path, status in (
+        ([], "/", 200),
+        (size(b"8"), "/", 200),
+        (size(b"9"), "/", 413),
+        (size(b"-1"), "/", 413),
+        (size(b"x"), "/", 413),
+        (size(b"9" * 30), "/", 413),
+        (size(b"0"), "/gradio_api/upload", 413),
+    ):
+        got, heads, text = asyncio.run(door.ask(b"12345678", path=path, head=head))
+        assert got == status, (head, path)
+        if status == 413:
+            assert heads[b"content-length"] == b"%d" % len(text) and b"64 kB at most" in text
+    assert door.bodies == [b"12345678"] * 2 and door.door.open == 0
+    door.bodies.clear()  # a body that says no length ends where it is too large
+    asyncio.run(door.ask(b"1234", b"5678", b"9"))
+    assert door.bodies == [b"1234", b"5678"]
+    assert asyncio.run(door.ask(path="/upload", kind="websocket"))[0] == 200
+    assert (web.Limits(None).body, web.Limits(None).requests) == (65_536, 256)
+
+
+def test_the_door_holds_back_a_crowd():
+    async def crowd():
+        door = Door(requests=2)
+        door.go = asyncio.Event()
+        first = [asyncio.create_task(door.ask()) for _ in range(2)]
+        while door.waiting < 2:
+            await asyncio.sleep(0)
+        status, _, text = await door.ask()
+        assert (status, text, door.door.open) == (503, b"too many requests are open", 2)
+        door.go.set()
+        assert [x[0] for x in await asyncio.gather(*first)] == [200, 200]
+        door.app = None
+        assert (await door.ask())[0] == 200 and door.door.open == 0
+
+    asyncio.run(crowd())
 
 
 def test_without_gradio_it_says_how_to_get_it(call, tiny, monkeypatch):

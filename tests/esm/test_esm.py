@@ -240,7 +240,9 @@ def test_errors_and_rollback(model, code):
     with TurboEsm(model, max_length=4) as t, pytest.raises(ValueError, match="max_length is 4"):
         t.prefill(ids, mask)
     with TurboEsm(model) as t:
-        for bad in (1 - mask, mask.flip(1), torch.zeros_like(mask)):
+        hole = mask.clone()
+        hole[0, 3] = 0
+        for bad in (1 - mask, mask.flip(1), torch.zeros_like(mask), hole):
             with pytest.raises(ValueError, match="padding on the right"):
                 t.prefill(ids, bad)
         with pytest.raises(ValueError, match=r"mask must have shape \["):
@@ -279,6 +281,27 @@ def test_recipes_fit(model, name):
     for side in c.sides:
         eye = torch.eye(side.shape[2]).expand_as(side.into)
         torch.testing.assert_close(side.into @ side.back, eye, rtol=1e-3, atol=1e-3)
+
+
+def test_statistics_are_of_what_the_model_computes(model):
+    "The first sequences are read as the model reads them: all tokens see all."
+    ids, _ = tokens(s := proteins(1))
+    states = {}
+
+    def hook(layer, q, k, v, _):
+        states[layer] = k[0].double(), v[0].double()
+        return k, v, None
+
+    with TurboEsm(model) as t:
+        found = gather_statistics(t, s)
+        t.run(hook, ids)
+    assert found.moments.tokens == ids.shape[1]
+    for layer, pair in states.items():
+        for kind, x in zip(("key", "value"), pair):
+            torch.testing.assert_close(found.mean(kind)[layer], x.mean(1), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                found.mean_square(kind)[layer], x.mT @ x / x.shape[1], rtol=1e-4, atol=1e-5
+            )
 
 
 def test_more_bits_come_closer(model):
@@ -680,6 +703,24 @@ def test_wild_type_marginals_and_one_pass(model, code):
         ):
             with pytest.raises(ValueError, match="would not use the code"):
                 call()
+
+
+@pytest.mark.parametrize(
+    "at_most, rows", [(1, 1), (21, 1), (22, 1), (44, 2), (65, 2), (1000, 20)]
+)
+def test_so_many_masked_sequences_are_read_at_a_time(model, at_most, rows):
+    "As many as have `at_most` tokens, at least one: 20 residues and two ends."
+    s, read = "".join(proteins(1, 30, 31))[:20], []
+    hook = model.esm.embeddings.word_embeddings.register_forward_pre_hook(
+        lambda _, x: read.append(tuple(x[0].shape))
+    )
+    with TurboEsm(model) as t:
+        pseudo_log_likelihood(t, [s], "masked", at_most=at_most)
+        assert read == [(rows, 22)] * (20 // rows)
+        read.clear()
+        masked_marginals(t, s, "every", passes=3, block=4)  # 64 tokens: two sequences of three
+        assert read == [(2, 22), (1, 22)]
+    hook.remove()
 
 
 def test_masked_rows_in_one_graph(model, code):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from turboquant_nb.esm import transform as M
+from turboquant_nb.theory.codebook import lloyd_max
 from turboquant_nb.esm.transform import (
     RECIPES,
     SideCode,
@@ -121,6 +122,14 @@ def test_width_counts_whole_bytes():
 
 
 def test_recipes():
+    named = {
+        f"water{b}{more}": (b, 0.01 * (more == "+")) for b in (2, 3, 4) for more in ("", "+")
+    }
+    found = {n: (r.key.bits, r.value.bits, r.outliers) for n, r in RECIPES.items()}
+    assert found == {n: (b, b, outliers) for n, (b, outliers) in named.items()}
+    for r in RECIPES.values():
+        assert (r.key.center, r.value.center) == ("pre_rope", "mean") and r.min_bits == 1
+        assert r.allocation == "model" and r.key.aware and r.value.rotation == "svd"
     for name, r in RECIPES.items():
         assert M.as_transform(name) == (name, r) and M.as_transform(r) == (name, r)
     assert M.as_transform(TransformRecipe(outliers=3.0))[0] == "custom"
@@ -161,3 +170,184 @@ def test_file_and_held_out(tmp_path):
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(ValueError, match="not a readable code"):
         load_code(path)
+
+
+# --- fitting
+
+
+def statistics(layers=2, heads=2, d=8, seed=0):
+    "Of two batches of states with means, one of them padded; and those states."
+    g = torch.Generator().manual_seed(seed)
+    w = torch.randn(layers, heads, d, 3 * d, generator=g).double()
+    inv_freq = 10.0 ** -torch.arange(d // 2)
+    center = torch.randn(layers, heads, d, generator=g)
+    gain = torch.rand(layers, generator=g).double() + 0.5
+    m = M.CodeStatistics(center, inv_freq, w @ w.mT, gain)
+    batches = []
+    for n in (40, 30):
+        q, k, v = torch.randn(3, layers, 2, heads, n, d, generator=g)
+        v = v * torch.linspace(0.2, 2, d) + torch.randn(layers, 1, heads, 1, d, generator=g)
+        k = k + M.centre_at(center, torch.arange(n).expand(1, -1), inv_freq)
+        real = torch.arange(n) < torch.tensor([[n], [n - 7]])
+        batches.append((q, k, v, real, real[:, None, None]))
+    over = lambda take: [
+        take(i, q[i], k[i], v[i], real, seen)
+        for q, k, v, real, seen in batches
+        for i in range(layers)
+    ]
+    over(m.take)
+    return m, over
+
+
+def transformed(fit, over, side, layers=2):
+    "What a transform makes of the states of each layer: [L, N, H, d]."
+    found = [[] for _ in range(layers)]
+
+    def take(layer, q, k, v, real, visible):
+        x = fit.apply(layer, k if side == "key" else v)
+        found[layer].append(x.transpose(1, 2)[real].double())
+
+    over(take)
+    return torch.stack([torch.cat(x) for x in found])
+
+
+SPECS = [
+    (side, SideSpec(rotation=rotation, center=center, aware=aware))
+    for side in ("key", "value")
+    for rotation in ("svd", "hadamard", "none")
+    for center in ("pre_rope", "mean", "none")
+    for aware in (True, False)
+    if (side, center) != ("value", "pre_rope")
+]
+
+
+@pytest.mark.parametrize("side, spec", SPECS)
+def test_a_transform_says_where_its_channels_lie(side, spec):
+    """Mean and variance of each channel are those of the states that it was fitted to; it is
+    the root of the metric, behind a rotation; and the first channels of "svd" have most."""
+    m, over = statistics()
+    fit = M.fit_transform(m, side, spec)
+    z = transformed(fit, over, side)
+    assert z.shape[1] == m.moments.tokens == 2 * 40 + 2 * 30 - 14
+    torch.testing.assert_close(z.mean(1), fit.off, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(z.var(1, correction=0), fit.var, rtol=1e-4, atol=1e-4)
+    assert (fit.off.abs().max() < 1e-6) == (spec.center == "mean")
+    eye = torch.eye(8).double().expand(2, 2, 8, 8)
+    torch.testing.assert_close(fit.into @ fit.back, eye, rtol=1e-6, atol=1e-6)
+    gram, metric = fit.into.mT @ fit.into, m.metric(side)
+    level = metric.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    want = metric + 0.01 * level * eye if spec.aware else eye
+    torch.testing.assert_close(gram, want, rtol=1e-6, atol=1e-6)
+    if spec.rotation == "svd":
+        energy = z.square().mean(1)
+        assert (energy.diff(dim=-1) < 1e-6).all() and energy[..., 0].min() > 0
+        across = torch.einsum("lnhd,lnhe->lhde", z, z) / z.shape[1]
+        off = across - torch.diag_embed(across.diagonal(dim1=-2, dim2=-1))
+        assert off.abs().max() < 1e-3 * energy.max()
+    assert (fit.inv_freq is None) == (spec.center != "pre_rope")
+
+
+def test_what_an_error_costs():
+    "Of keys what queries make of it, of values what the output makes of it; times the gain."
+    m, _ = statistics()
+    gain = m.gain[:, None, None, None]
+    assert torch.equal(m.metric("value"), gain * m.output)
+    assert torch.equal(m.metric("key"), gain * m.mean_square("query"))
+    still = M.CodeStatistics(m.center, m.inv_freq, 0 * m.output, m.gain, m.moments)
+    fit = M.fit_transform(still, "value", SideSpec(rotation="none"))  # no error costs anything
+    assert fit.into.isfinite().all() and fit.back.isfinite().all()
+
+
+def identity(heads=1, d=4):
+    "A transform that leaves states as they are, of a normal law."
+    eye, zero = torch.eye(d).double().expand(1, heads, d, d), torch.zeros(1, heads, d).double()
+    return M.FittedTransform(zero, eye, eye, None, zero, torch.ones(1, heads, d).double())
+
+
+def histograms(x, aware=False, **how):
+    "Of states [B, H, n, d] as keys and values, which all tokens see."
+    fits = {"key": identity(*x.shape[1::2]), "value": identity(*x.shape[1::2])}
+    recipe = TransformRecipe(SideSpec(3.0, aware=aware), SideSpec(3.0, aware=aware))
+    fill = M.Histograms(fits, recipe, **how)
+    real = torch.ones(x.shape[0], x.shape[2], dtype=torch.bool)
+    fill.take(0, x, x, x, real, real[:, None, None])
+    return fill.out["key"]
+
+
+@pytest.mark.parametrize("law", ["normal", "skewed"])
+@pytest.mark.parametrize("bits", [0, 1, 2, 3, 5])
+def test_tables_are_those_of_lloyd(law, bits):
+    """Every level is the mean of the states that are nearest to it, and the error is theirs; as
+    small as the best table's of a normal law."""
+    g = torch.Generator().manual_seed(bits)
+    x = torch.randn(1, 1, 2000, 4, generator=g)
+    x = x if law == "normal" else x.exp().clamp(max=15)
+    h = histograms(x, bins=4096)
+    y, mse = M.lloyd_rows(h, bits, steps=300)
+    assert y.shape == (4, 2**bits) and (y.diff(dim=1) > 0).all()
+    at = torch.arange(4096).double() + 0.5
+    for row, count, said in zip(y, h.count, mse):
+        near = (at[:, None] - row).abs().argmin(1)
+        mass = torch.zeros(len(row)).double().index_add_(0, near, count)
+        first = torch.zeros(len(row)).double().index_add_(0, near, count * at)
+        assert (first / mass - row).abs().max() < 0.05  # in bins
+        error = (count * (at - row[near]).square()).sum() / count.sum()
+        assert float(said) == pytest.approx(float(error), rel=1e-6)
+    if law == "normal" and 0 < bits < 4:
+        best = lloyd_max(bits)
+        assert (mse * h.step.square() / best.mse - 1).abs().max() < 0.1
+        assert (h.values(y) - torch.from_numpy(best.levels64)).abs().mean() < 0.1
+
+
+def test_histograms_count_every_state_where_it_lies():
+    x = torch.tensor([[0.0, -3.01, 1.49, 99.0], [1.0, 2.0, -15.99, -99.0]])[None, None]
+    h = histograms(x, bins=64)  # from -16 to 16 in steps of a half
+    assert h.low.tolist() == [-16.0] * 4 and h.step.tolist() == [0.5] * 4
+    want = [[32, 34], [25, 36], [34, 0], [63, 0]]  # what lies beyond is counted at the end
+    assert [row.nonzero().flatten().tolist() for row in h.count] == [sorted(x) for x in want]
+    assert h.count.sum().item() == 8 and h.values(torch.full((4, 1), 32.5))[0] == 0.25
+    fits = {"key": identity(), "value": identity()}
+    fill = M.Histograms(fits, TransformRecipe(), bins=64)
+    real = torch.tensor([[True, False]])
+    fill.take(0, x, x, x, real, real[:, None, None])
+    assert fill.out["value"].count.sum().item() == 4  # of a token, and none of padding
+
+
+def test_tokens_count_by_how_they_are_attended_to():
+    "Half of a token's weight is its own, half that of the squared weights that it gets."
+    x = torch.zeros(1, 1, 3, 4)
+    x[0, 0, :, 0] = torch.tensor([-2.0, 0.0, 3.0])
+    h = histograms(x, aware=True, bins=64)
+    p = (x @ x.mT).softmax(-1).square().sum(2)[0, 0].double()
+    want = 0.5 + 0.5 * p / p.mean()
+    found = [float(h.count[0, b]) for b in (28, 32, 38)]
+    assert found == pytest.approx(want.tolist(), rel=1e-5) and max(found) > 1.2
+    assert h.count[0].sum().item() == pytest.approx(3)
+
+
+@pytest.mark.parametrize("allocation", ["model", "layer", "none"])
+@pytest.mark.parametrize("least", [0, 1, 2])
+def test_bits_are_spent_where_the_recipe_says(allocation, least):
+    """As many as were asked for over the model or each layer, at least so many a channel, and
+    more where an error costs more."""
+    m, over = statistics()
+    side = SideSpec(3.0) if allocation == "none" else SideSpec(2.5)
+    recipe = TransformRecipe(side, side, allocation, least)
+    w = torch.randn(2, 24, 16, generator=torch.Generator().manual_seed(1))
+    code = M.fit_code(m, recipe, over, over, list(w), {}, ["a", "b"])
+    bits = torch.stack([s.bits for s in code.sides], 1).float()  # [L, side, H, d]
+    assert bits.min() >= least
+    if allocation == "none":
+        assert (bits == 3).all()
+        return
+    assert bits.mean() == 2.5 and len(bits.unique()) > 2
+    by_layer = bits.mean((1, 2, 3))
+    assert allocation == "model" or (by_layer == 2.5).all()
+    assert code.value.bits[..., 0].sum() > code.value.bits[..., -1].sum()  # "svd": most first
+    at = torch.arange(20)[None]
+    for s, name in zip(code.sides, ("key", "value")):
+        fit = M.fit_transform(m, name, side)
+        assert torch.equal(s.into, fit.into.float()) and s.levels.isfinite().all()
+        x = torch.randn(2, 1, 2, 20, 8) + s.mean[:, None, :, None]
+        code_states(s, x, at)  # tables fit the bits
+    assert code.hashes.tolist() == M.text_hashes(["b", "A"]).tolist()

@@ -554,6 +554,25 @@ def test_a_prefill_fills_a_cache_to_any_length(llama):
     assert read.logits.shape == (1, 1, 120)
 
 
+def test_a_prompt_that_was_read_is_not_read_again(llama):
+    """One pass goes on from states that were kept: it reads the rest alone, and says what it
+    says without them. A pair scale needs queries: where none were kept, the prompt is read
+    again."""
+    ids, fed = tokens(1, 50), []
+    scaled = Recipe(Spec(bits=3, pair_scale="prompt"), Spec(bits=3), 0, 0)
+    for recipe, kept, again in (("k3v3", False, 0), (scaled, True, 0), (scaled, False, 1)):
+        candidate = as_candidate(llama, recipe, dtype=None)
+        want, _ = OnePass().predict(llama, ids, candidate, "decode", 30, None)
+        start = prefill(llama, ids[:, :30], queries=kept)
+        hook = llama.model.embed_tokens.register_forward_pre_hook(
+            lambda _, x: fed.append(x[0].shape[1])
+        )
+        got, _ = OnePass().predict(llama, ids, candidate, "decode", 30, start)
+        hook.remove()
+        assert fed == [30] * again + [19] and (got - want).abs().max() < 1e-4
+        fed.clear()
+
+
 @pytest.fixture(scope="module")
 def smollm():
     try:

@@ -823,6 +823,16 @@ def test_refusals():
     assert not kernel.refuses("k3v3", 64, device=DEVICE)
 
 
+@pytest.mark.parametrize(
+    "d, lanes", [(16, 16), (32, 16), (64, 32), (80, 64), (128, 64), (256, 128)]
+)
+def test_a_half_of_a_head_has_as_many_lanes_as_a_power_of_two(d, lanes):
+    "More would be as right, and cost as much again."
+    side = kernel.CodedSide(d, torch.bfloat16, 3, "mse", torch.float16)
+    rotation = kernel.RotationOperand(torch.empty(1, d, d), 1.0, True)
+    assert kernel.CodingConstants.of(side, rotation).HALF == lanes
+
+
 def test_bad_arguments():
     store = KVStore(
         preset("k3v3"), 1, 2, 32, device=DEVICE, dtype=torch.bfloat16, max_length=256

@@ -30,7 +30,8 @@ from turboquant_nb.quant.quantizer import (
 from turboquant_nb.theory.rotation import make_rotation
 from turboquant_nb.testing import raises, same, within_z
 from turboquant_nb.theory import codebook
-from turboquant_nb.quant.quantizer import decided
+from turboquant_nb.quant.mixed_precision import find_code
+from turboquant_nb.quant.quantizer import decided, least_numbers
 import itertools
 from turboquant_nb.theory import transforms
 from turboquant_nb.theory.codebook import uniform
@@ -898,3 +899,16 @@ def test_codes_by_head_take_as_many_heads():
     for wrong in (x[:, :1], x[:, [0, 0, 0], :2], x[0, 0], x[0, :, 0]):
         with pytest.raises(ValueError, match=r"codes of 2 heads take \[..., 2, n, 8\], got"):
             code._each(lambda c, part: part, wrong)
+
+
+@pytest.mark.parametrize(
+    "spec, want",
+    [
+        (Spec(3, scale="norm"), {"scale": 0}),  # a norm is not negative
+        (Spec(3, scale="mse"), {"scale": None}),  # a least-squares factor may be
+        (Spec(3, scale="norm", residual="qjl"), {"scale": 0, "residual_norm": 0}),
+    ],
+)
+def test_the_least_that_a_stored_number_can_be(spec, want):
+    found = least_numbers(spec, find_code(spec, 16))
+    assert {name: found[name] for name in want} == want

@@ -432,6 +432,11 @@ def test_rates_and_distortions_by_hand():
         assert codebook.high_rate_mse(bits) == pytest.approx(
             2 * math.pi * 3**1.5 / 12 / 4**bits, rel=1e-12
         )
+    for d in (3, 16, 128):  # d = 3: a coordinate is uniform on ±√3, where the formula is exact
+        for bits in (6, 8):
+            near = 1e-9 if d == 3 else 0.05
+            want = 4.0**-bits if d == 3 else lloyd_max(bits, d).mse
+            assert codebook.high_rate_mse(bits, d) == pytest.approx(want, rel=near)
 
 
 @pytest.mark.parametrize("d", [None, 16])

@@ -77,7 +77,9 @@ def test_what_a_machine_lacks_is_said(name, measured, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     words = ["--embeddings", "x.npy"] if name == "vectors" else []
-    with pytest.raises(SystemExit, match=f"^{name} needs (an NVIDIA GPU|faiss, which is not)"):
+    with pytest.raises(
+        SystemExit, match=f"^{name} needs (an NVIDIA GPU|(faiss|cosmic_ray), which is not)"
+    ):
         measured(name, *words)
 
 

@@ -334,6 +334,8 @@ def test_a_command_names_its_script_from_the_root_of_the_repository(said, wanted
         results._command([said, "decode", "--out=/tmp/a.json"])
         == f"python {wanted} decode --out=a.json"
     )
+    words = ["--match=a=/b", "--at=/tmp/a=b", "/tmp/c"]  # the first is no path
+    assert results._command([said, *words]) == f"python {wanted} --match=a=/b --at=a=b c"
 
 
 def test_a_command_typed_in_its_folder_keeps_the_folder(monkeypatch, tmp_path):

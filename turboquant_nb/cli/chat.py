@@ -348,14 +348,15 @@ class _Session:
 
     def answer(self, text: str) -> dict:
         "One turn, streamed, with its status."
-        streamer = _Streamer(self)
+        streamer, before = _Streamer(self), len(self.talk.messages)
         try:
             limit = self.how.length.max_new_tokens
             said = self.talk.turn(text, limit, streamer, self.how)
         except KeyboardInterrupt:
             if not self.typed:
                 raise
-            said = self.talk.messages[-1]["content"] if self.talk.messages else ""
+            kept = self.talk.messages[before:]  # nothing if the key came before the answer
+            said = kept[-1]["content"] if kept else ""
             self.say("")
         self.line.show(streamer.status)
         if not (self.output.json or self.typed):

@@ -56,8 +56,8 @@ class Frame:
     same: int  # leading tokens that both answers share
     prompt: int  # tokens
     cache: Any  # the coded one
-    done: bool = False
-    late: bool = False  # time was over
+    done: bool
+    late: bool  # time was over
 
     def rows(self) -> list:  # of [what, uncompressed, on codes]
         "The table of a moment."

@@ -157,7 +157,7 @@ class _CodedSide:
     """Keys or values of a past as the bytes of their code, of all layers in one tensor, tokens
     side by side; room grows by an eighth."""
 
-    def __init__(self, code: SideCode, start: Tensor, capacity: int = 0):
+    def __init__(self, code: SideCode, start: Tensor, capacity: int):
         self.code, self.found = code, None
         self.edges = torch.tensor([0, *code.widths]).cumsum(0).tolist()  # of the layers
         shape = len(start), self.edges[-1], capacity

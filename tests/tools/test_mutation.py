@@ -1,0 +1,83 @@
+"""The experiment that counts which changes of the code the tests notice: its rows, and a gate
+that takes no lines of other code."""
+
+import itertools
+import json
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("run")
+from eval import mutation
+
+
+COUNT = itertools.count()
+
+
+def line(module, outcome, was="x = 1", now="x = 2"):
+    what = dict(module=module, line=1, operator="o", occurrence=next(COUNT))
+    return what | dict(outcome=outcome, was=was, now=now)
+
+
+LINES = [
+    line("theory/a", "killed"),
+    line("theory/a", "late"),
+    line("theory/b", "survived", "def f(x): ...", "def f(y): ..."),
+    line("theory/b", "equivalent"),
+    line("checks", "import"),
+    line("checks", "killed"),
+]
+SOURCES = {
+    "theory/a": "x = 1",
+    "theory/b": "x = 1\ndef f(x):\n    return x\n",
+    "checks": "x = 1",
+}
+
+
+def test_changes_of_other_code_are_refused():
+    assert mutation.gate(LINES, SOURCES)["passed"]
+    assert not mutation.gate([], SOURCES)["passed"]
+    for other in (
+        line("theory/a", "killed", "x = 3"),  # of another commit
+        line("theory/c", "killed"),  # a module that is gone
+        line("checks", "killed", "def f(x): ..."),  # another module's
+    ):
+        found = mutation.gate([*LINES, other], SOURCES)
+        assert not found["passed"] and found["not there"] == [other["module"]]
+
+
+def test_a_row_for_each_package(monkeypatch, tmp_path):
+    monkeypatch.setattr(mutation.mutants, "mutants", lambda name, source: iter(source))
+    ground, theory = mutation.rows(LINES, SOURCES | {"kernels/decode_mma": "x = 1"})
+    assert (ground["package"], ground["changes"], ground["drawn"]) == ("ground", 5, 2)
+    assert (ground["killed"], ground["not_importable"], ground["survivors"]) == (1, 1, [])
+    assert (theory["package"], theory["drawn"], theory["changes"]) == ("theory", 4, 34)
+    assert (theory["killed"], theory["survived"], theory["equivalent"]) == (2, 1, 1)
+    assert theory["survivors"] == [
+        dict(module="theory/b", line=1, was="def f(x): ...", now="def f(y): ...")
+    ]
+    for name, x in (("a", LINES[:4]), ("b", LINES[4:])):
+        (tmp_path / name).write_text("".join(f"{json.dumps(row)}\n" for row in x))
+    paths = [tmp_path / "a", tmp_path / "b"]
+    assert mutation.lines(paths) == LINES
+    listed = {("theory/b", "def f(x): ...", "def f(y): ..."): "nobody asks"}
+    monkeypatch.setattr(mutation.mutants, "equivalent", lambda: listed)
+    assert [x["outcome"] for x in mutation.lines(paths)].count("equivalent") == 2
+    monkeypatch.setattr(mutation.mutants, "equivalent", dict)
+    again = [LINES[2] | {"outcome": "killed"}, LINES[0] | {"outcome": "survived"}]
+    paths.append(tmp_path / "again")
+    paths[-1].write_text("".join(f"{json.dumps(x)}\n" for x in again))
+    found = [x["outcome"] for x in mutation.lines(paths)]
+    assert found == ["killed", "late", "elsewhere", "equivalent", "import", "killed"]
+    (_, theory) = mutation.rows(mutation.lines(paths), SOURCES)
+    assert (theory["killed"], theory["elsewhere"], theory["survived"]) == (2, 1, 0)
+
+
+def test_the_head_of_a_result(monkeypatch, tmp_path):
+    "What was killed of what counts; the gate is asked of the code that is here."
+    (tmp_path / "a").write_text("".join(f"{json.dumps(x)}\n" for x in LINES))
+    found = mutation.plan(SimpleNamespace(sample=[tmp_path / "a"], seed=5))
+    assert found.seeds == [5] and found.data["n"] == 6 and not found.gate["passed"]
+    assert (found.more["killed"], found.more["counted"]) == (3, 4)
+    low, high = found.more["interval"]
+    assert 0.2 < low < 0.75 < high < 1 and "kernels/decode_mma" in found.more["left_out"]
