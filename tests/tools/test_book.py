@@ -1,0 +1,81 @@
+"""The book's own promises: each box of the example stands in the chapter that the front page
+names, made by a cell; each problem of a part has an answer that is computed and checked."""
+
+import json
+import re
+from pathlib import Path
+
+NBS = Path(__file__).resolve().parents[2] / "nbs"
+HEAD = "## The 8B example"
+
+
+def cells(name):
+    return json.loads((NBS / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
+
+
+def source(cell):
+    return "".join(cell["source"])
+
+
+def boxes(found):
+    "What the cells behind each heading of the example show, as text."
+    for i, cell in enumerate(found):
+        if source(cell).startswith(HEAD):
+            behind = found[i + 1 : i + 3]
+            outs = [o for c in behind for o in c.get("outputs", [])]
+            yield "".join("".join(o.get("data", {}).get("text/markdown", "")) for o in outs)
+
+
+def test_the_front_page_names_the_chapters_with_a_box():
+    page = "\n".join(source(c) for c in cells("book"))
+    named = re.findall(r"^\| \[\w+\]\((\w+)\.ipynb#the-8b-example\)", page, re.M)
+    found = {p.stem: list(boxes(cells(p.stem))) for p in NBS.rglob("*.ipynb")}
+    assert sorted(named) == sorted(name for name, shown in found.items() if shown)
+    assert 8 <= len(named) <= 12
+    for name in named:
+        (box,) = found[name]  # one a chapter, with numbers, short
+        assert box.startswith("> **8B.** ") and re.search(r"\d", box), name
+        assert len(box.split()) <= 75, (name, len(box.split()))
+
+
+def parts(found):
+    "Heading of each part of the problem page -> its problems: (number, cell of the answer)."
+    sets, part = {}, None
+    for i, cell in enumerate(found):
+        text = source(cell)
+        if m := re.match(r"## (\d) · ", text):
+            part = m[1]
+        elif m := re.match(r"\*\*(\d\.\d)\.\*\* ", text):
+            sets.setdefault(part, []).append((m[1], found[i + 1] if i + 1 < len(found) else {}))
+    return sets
+
+
+def unchecked(sets):
+    "Problems without an answer that is folded, hidden and held to something."
+    for part, problems in sets.items():
+        for i, (number, answer) in enumerate(problems, 1):
+            text = source(answer) if answer.get("cell_type") == "code" else ""
+            head = '#| code-fold: true\n#| code-summary: "Answer ' + number
+            held = re.search(r"^ *(assert|bounded\(|same\(|within_z\()", text, re.M)
+            if not (
+                number == f"{part}.{i}"
+                and text.startswith(head)
+                and "#| output: false" in text
+                and held
+            ):
+                yield number
+
+
+def test_each_part_has_problems_and_each_problem_an_answer_that_is_checked():
+    sets = parts(cells("problems"))
+    assert [*sets] == ["1", "2", "3", "4", "5", "6"]
+    assert all(4 <= len(problems) <= 6 for problems in sets.values())
+    assert not list(unchecked(sets))
+
+
+def test_a_problem_without_a_check_is_seen():
+    found = cells("problems")
+    (at,) = (i for i, c in enumerate(found) if source(c).startswith("**2.1.**"))
+    bare = [line for line in found[at + 1]["source"] if "assert" not in line]
+    changed = [*found[: at + 1], {**found[at + 1], "source": bare}, *found[at + 2 :]]
+    assert list(unchecked(parts(changed))) == ["2.1"]
