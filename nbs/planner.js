@@ -44,13 +44,14 @@
     box.querySelector("[data-o=batch]").textContent = batch;
     for (const line of box.querySelectorAll("tbody tr")) {
       const found = row(data, model, gpu, line.dataset.name, tokens, batch), [, bytes, context, sequences, speed] = line.cells;
-      bytes.textContent = `${(found.nbytes / 1e9).toFixed(2)} GB`;
+      bytes.textContent = (found.nbytes / 1e9).toFixed(2);
       context.textContent = count(found.largest_context);
       sequences.textContent = count(found.largest_batch);
       speed.textContent = found.fits ? Math.floor(found.tokens_s).toLocaleString("en") : "does not fit";
       if (line.dataset.name === box.dataset.shown) box.dataset.value = found.nbytes;
     }
   };
+  box.querySelector("[data-k=still]").hidden = true; // it names the first choice
   box.querySelector("[data-k=controls]").hidden = false;
   box.addEventListener("input", show);
   show();

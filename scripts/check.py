@@ -130,7 +130,13 @@ def tool(name):
 
 
 def notebooks():
-    return sorted((ROOT / settings()["nbs_path"]).glob("*.ipynb"))
+    "All of them; Failed for one in a folder, which the tools would skip in silence."
+    nbs = ROOT / settings()["nbs_path"]
+    found = sorted(p for p in nbs.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
+    inside = [str(p.relative_to(ROOT)) for p in found if p.parent != nbs]
+    if inside:
+        raise Failed(f"notebooks lie in {nbs.name}/ itself, these do not: {', '.join(inside)}")
+    return found
 
 
 def is_chapter(path):

@@ -50,12 +50,14 @@ def finish(text, address, up=""):
     text = re.sub(rf"<script\b[^>]*{foreign}[^>]*></script>\s*", "", text)
     text = re.sub(r"<script\b[^>]*>\s*define\('jquery'.*?</script>\s*", "", text, flags=re.S)
 
+    def link(found):
+        name, to = found.groups()
+        if to.partition("#")[2].startswith("_"):  # private: no page shows it
+            return name
+        return f'<a href="{to.replace(address, up, 1)}">{name}</a>'
+
     def linked(block):
-        return re.sub(
-            r"\[`([^`\]]+)`\]\((https?://[^\s()]+)\)",
-            lambda m: f'<a href="{m[2].replace(address, up, 1)}">{m[1]}</a>',
-            block[0],
-        )
+        return re.sub(r"\[`([^`\]]+)`\]\((https?://[^\s()]+)\)", link, block[0])
 
     text = re.sub(r"<pre\b.*?</pre>", linked, text, flags=re.S)
     return re.sub(r'(?<=")(\S+/blob/\w+/)(\w[\w/]*\.py)#([A-Za-z_]\w*)(?=")', with_line, text)

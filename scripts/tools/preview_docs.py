@@ -789,9 +789,9 @@ class Measured(SimpleHTTPRequestHandler):
 def in_browser(site, harness, seconds, *options):
     """What a page of measurements posts when Chromium has run it beside the pages of a folder;
     None if it has posted nothing after so many seconds."""
-    file = site / ".harness.html"
-    file.write_text(harness, encoding="utf-8")
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Measured, directory=site))
+    file = site / f".harness-{server.server_port}.html"  # of this run alone
+    file.write_text(harness, encoding="utf-8")
     server.found = None
     Thread(target=server.serve_forever, daemon=True).start()
     # Chromium's helpers outlive its first process by a moment and still write to the profile
@@ -851,9 +851,15 @@ def check_access(site, problems, pages=None, seconds=1200):
     text = text.replace("WIDTH", str(WIDTHS[0]), 1)
     copied = site / ".axe.min.js"
     shutil.copyfile(AXE, copied)
-    for name, number in SCHEMES.items():
-        setting = f"--blink-settings=preferredColorScheme={number}"
-        found = in_browser(site, text.replace("SCHEME", name, 1), seconds, setting)
+
+    def read_in(name):
+        setting = f"--blink-settings=preferredColorScheme={SCHEMES[name]}"
+        return in_browser(site, text.replace("SCHEME", name, 1), seconds, setting)
+
+    with ThreadPoolExecutor(len(SCHEMES)) as pool:  # each waits for a Chromium of its own
+        answers = dict(zip(SCHEMES, pool.map(read_in, SCHEMES)))
+    copied.unlink()
+    for name, found in answers.items():
         if found is None:
             problems.add("axe", f"chromium read nothing in {seconds} s ({name})")
             return 0
@@ -861,7 +867,6 @@ def check_access(site, problems, pages=None, seconds=1200):
             problems.add(
                 page, f"axe, {name}: {rule} ({impact}, {count} times): {where}: {message}"
             )
-    copied.unlink()
     return len(pages)
 
 

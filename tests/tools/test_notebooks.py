@@ -94,3 +94,19 @@ def test_no_output_names_a_folder_of_the_machine_that_ran_it():
 )
 def test_what_is_such_a_folder(text, found):
     assert bool(FOLDERS.search(text)) is found
+
+
+def test_a_notebook_in_a_folder_is_not_skipped_in_silence(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import check
+
+    monkeypatch.setattr(check, "ROOT", tmp_path)
+    monkeypatch.setattr(check, "settings", lambda: {"nbs_path": "nbs"})
+    for name in ("10_a.ipynb", "guide.ipynb", ".ipynb_checkpoints/10_a-checkpoint.ipynb"):
+        (tmp_path / "nbs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "nbs" / name).write_text("{}")
+    assert [p.name for p in check.notebooks()] == ["10_a.ipynb", "guide.ipynb"]
+    (tmp_path / "nbs" / "reference").mkdir()
+    (tmp_path / "nbs" / "reference" / "87a_b.ipynb").write_text("{}")
+    with pytest.raises(check.Failed, match="nbs/reference/87a_b.ipynb"):
+        check.notebooks()

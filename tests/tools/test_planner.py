@@ -94,7 +94,7 @@ def test_its_command_says_the_same_of_a_shape():
         check=True,
     )
     said = {x["cache"]: x["nbytes"] for x in json.loads(done.stdout)["caches"]}
-    shown = dict(re.findall(r'<tr data-name="([^"]+)"><td>[^<]+</td><td>([\d.]+) GB', PAGE))
+    shown = dict(re.findall(r'<tr data-name="([^"]+)"><td>[^<]+</td><td>([\d.]+)<', PAGE))
     assert {name: f"{n / 1e9:.2f}" for name, n in said.items()} == shown
     assert "8 sequences of 32,768 tokens" in PAGE and str(said["k3v3"]) in PAGE
 

@@ -119,7 +119,7 @@ ASKS = f"""<script src="https://cdnjs.cloudflare.com/ajax/libs/require.js/2.3.6/
 <script src="https://cdnjs.cloudflare.com/ajax/libs/jquery/3.5.1/jquery.min.js" data-relocate-top="true"></script>
 <script type="application/javascript">define('jquery', [],function() {{return window.jQuery;}})</script>
 <a href="https://colab.research.google.com/x"><img src="https://colab.research.google.com/assets/colab-badge.svg" alt="Open in Colab"></a>
-<pre><code># as in [`f`]({ADDRESS}m.html#f), [`g`](https://else.where/g)</code></pre><p>[`f`]({ADDRESS}m.html)</p>"""
+<pre><code># as in [`f`]({ADDRESS}m.html#f), [`g`](https://else.where/g), [`_h`]({ADDRESS}m.html#_h)</code></pre><p>[`f`]({ADDRESS}m.html)</p>"""
 
 
 def test_a_finished_page_asks_no_other_host(tmp_path):
@@ -127,7 +127,7 @@ def test_a_finished_page_asks_no_other_host(tmp_path):
     done = finish_pages.finish(ASKS, ADDRESS, "../")
     assert done == (
         '<a href="https://colab.research.google.com/x">Open in Colab</a>\n<pre><code># as in '
-        '<a href="../m.html#f">f</a>, <a href="https://else.where/g">g</a></code></pre>'
+        '<a href="../m.html#f">f</a>, <a href="https://else.where/g">g</a>, _h</code></pre>'
         f"<p>[`f`]({ADDRESS}m.html)</p>"
     )
     assert finish_pages.finish(done, ADDRESS, "../") == done
