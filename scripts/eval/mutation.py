@@ -17,6 +17,8 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+import transformers  # noqa: F401  the record names the versions that tests ran with
+import triton  # noqa: F401
 from plan import Plan
 from tools import mutants
 
@@ -31,6 +33,13 @@ def options(p):
     p.add_argument("--seconds", type=int, default=3600, help="begin no further change after")
     p.add_argument("--workers", type=int, default=1, help="changes tried at the same time")
     p.add_argument("--module", nargs="+", help="of these modules; default: all with tests here")
+    p.add_argument(
+        "--without",
+        nargs="+",
+        default=[],
+        metavar="MODULE=WHY",
+        help="from which nothing was drawn, though it could have been, and why",
+    )
 
 
 def drawn(a, modules) -> list:
@@ -109,11 +118,12 @@ def plan(a):
         x: (package / f"{x}.py").read_text(encoding="utf-8") for x in mutants.modules(package)
     }
     found = lines(a.sample) if a.sample else drawn(a, [x for x in sources if x not in LEFT_OUT])
+    left_out = LEFT_OUT | dict(x.split("=", 1) for x in a.without)
     about = gate(found, sources)
     became = Counter(x["outcome"] for x in found)
     killed = became["killed"] + became["late"]
     counted = killed + became["elsewhere"] + became["survived"]
-    more = {"left_out": LEFT_OUT, "killed": killed, "elsewhere": became["elsewhere"]}
+    more = {"left_out": left_out, "killed": killed, "elsewhere": became["elsewhere"]}
     more["counted"] = counted
     if counted:
         more["interval"] = list(mutants.interval(killed, counted))

@@ -3,6 +3,7 @@ order of arrival and file; honest bytes; clear errors."""
 
 import itertools
 import math
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from safetensors.torch import save_file
 from turboquant_nb.quant.quantizer import Spec, decode
 from turboquant_nb.quant.mixed_precision import make_quantizer
 from turboquant_nb.apps.search import FORMAT, CodedIndex, code_bytes, exact_search, recall
-from turboquant_nb.files import read_file
+from turboquant_nb.files import read_file, write_file
 from turboquant_nb.testing import raises, same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -132,6 +133,15 @@ def test_file(spec, center, gen, tmp_path):
     for a, b in zip(again.search(q, 5), index.search(q, 5)):
         same(a, b)
     same(again.add(x[:9]).decode(), index.add(x[:9]).decode())
+
+
+def test_a_file_cannot_ask_for_tables_without_end(tmp_path):
+    "They have d x d numbers: up to d = 4,096 a file says what it likes, beyond as it has bytes."
+    path = tmp_path / "d.safetensors"
+    about = {"d": 4097, "spec": asdict(Spec(bits=2)), "blocks": 0}
+    write_file(path, {"x": torch.zeros(2)}, about, FORMAT)
+    with raises(ValueError, "d must be an integer from 2 to 4096, got 4097"):
+        CodedIndex.load(path)
 
 
 def test_other_files_are_refused(tmp_path):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("run")
+pytest.importorskip("triton")
 from eval import mutation
 
 
@@ -76,8 +77,9 @@ def test_a_row_for_each_package(monkeypatch, tmp_path):
 def test_the_head_of_a_result(monkeypatch, tmp_path):
     "What was killed of what counts; the gate is asked of the code that is here."
     (tmp_path / "a").write_text("".join(f"{json.dumps(x)}\n" for x in LINES))
-    found = mutation.plan(SimpleNamespace(sample=[tmp_path / "a"], seed=5))
+    found = mutation.plan(SimpleNamespace(sample=[tmp_path / "a"], seed=5, without=["a=b=c"]))
     assert found.seeds == [5] and found.data["n"] == 6 and not found.gate["passed"]
     assert (found.more["killed"], found.more["counted"]) == (3, 4)
     low, high = found.more["interval"]
-    assert 0.2 < low < 0.75 < high < 1 and "kernels/decode_mma" in found.more["left_out"]
+    assert 0.2 < low < 0.75 < high < 1 and found.more["left_out"]["a"] == "b=c"
+    assert "Gluon" in found.more["left_out"]["kernels/decode_mma"]
