@@ -30,7 +30,12 @@ from ..quant.layer_info import read_facts
 from ..theory.rotation import _no_autocast
 from ..theory.rope import apply_cos_sin
 from ..theory.centre import prompt_mean, shared_cos_sin
-from ..theory.transforms import Moments, coding_gain, fit_head_transform, fit_pair_transform
+from turboquant_nb.theory.transforms import (
+    Moments,
+    coding_gain,
+    fit_head_transform,
+    fit_pair_transform,
+)
 
 # %% ../../nbs/60_calibrate.ipynb #d22d00d3
 NAME = "turboquant_calibrate"  # of the attention that observes

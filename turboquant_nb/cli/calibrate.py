@@ -188,7 +188,16 @@ class Sequences:
     )
 
 # %% ../../nbs/87l_cli_calibrate.ipynb #adb26884
-_OF_TEXT = "text", "windows", "length", "layers", "heads", "pair_scale", "no_transforms", "dtype"
+_OF_TEXT = (
+    "text",
+    "windows",
+    "length",
+    "layers",
+    "heads",
+    "pair_scale",
+    "no_transforms",
+    "dtype",
+)
 _OF_PROTEINS = ("recipe", "held_out")
 
 
