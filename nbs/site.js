@@ -1,6 +1,6 @@
 // What the pages of the site do beyond text: shared by Quarto and scripts/tools/preview_docs.py. Without it everything stays open and readable.
 (() => {
-  const LONG = 30; // lines of source that may stand open
+  const LONG = matchMedia("(max-width: 767px)").matches ? 8 : 30; // lines of source that may stand open
   const wrap = (node, summary, cls) => {
     const details = document.createElement("details"), head = document.createElement("summary");
     details.className = cls;

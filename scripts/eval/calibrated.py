@@ -7,9 +7,9 @@ names what is measured: `main` (the texts of --text, all bits and both protocols
 calibrate on) `length` (windows longer than those of the calibration), `gains` (the same by
 formula), `layers` (bits spent layer by layer, chapter 61, for each of --budgets) and `heads`
 (the same head by head, in tables and in trellis codes, beside bits by layer; its bits are those
-of a real cache that holds a window). Head
-transforms are fitted to one window of --calibrate-length tokens of each file of --calibrate,
-which are none of those measured. Rows say how keys were coded (plain, folded, mapped), the
+of a real cache that holds a window). Head transforms are fitted to one window of
+--calibrate-length tokens of each file of --calibrate, which are none of those measured. Rows
+say how keys were coded (plain, folded, mapped, or by a pair_scale of the same windows), the
 change of perplexity against the uncompressed model and against plain codes, paired, and true
 bits per value: with tables and transforms held for this one window, for one sequence of 4,096
 and of 102,400 tokens."""
@@ -163,7 +163,12 @@ def options(p):
     p.add_argument("--parts", nargs="+", default=["main"], choices=PARTS)
     p.add_argument("--budgets", nargs="+", type=float, default=[2, 2.125, 2.25, 2.5, 3, 3.5, 4])
     p.add_argument("--domain", nargs="*", default=[], metavar="NAME=FILE")
-    p.add_argument("--ways", nargs="+", default=["plain", "folded", "mapped"])
+    p.add_argument(
+        "--ways",
+        nargs="+",
+        default=["plain", "folded", "mapped"],
+        choices=["plain", "folded", "mapped", "pair_scale"],
+    )
     p.add_argument("--bits", nargs="+", default=["k3v3", "k2v2", "k4v4"], choices=[*PLAIN])
     add_protocols(p, "stress", "decode")
 
@@ -174,6 +179,8 @@ def rows(a, w, source):
     about = dict(seconds=time.time() - began, tokens=found.header["tokens"], unit="seconds")
     yield dict(part="calibration", gain=found.header["gain"], bytes=found.nbytes) | about
     ways = {how: found for how in a.ways}
+    if "pair_scale" in ways:
+        ways["pair_scale"] = calibrate(w.model, source, fit="pair_scale")
     if "folded" in ways:
         try:
             ways["folded"] = fit_fold(w.model, source)

@@ -38,6 +38,7 @@ from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec, as_recipe, de
 from turboquant_nb.hf.storage import load_compressed, save_compressed
 from turboquant_nb.cache.disk import KVStore, state_of
 from turboquant_nb.testing import same
+from turboquant_nb.theory.rotation import make_rotation
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 SQUEEZES = importlib.util.find_spec("constriction") is not None
@@ -414,6 +415,36 @@ def test_recipes_and_what_a_calibration_refuses():
             TypeError, match="calibration must be a file, a hub id or a Calibration, got"
         ):
             TurboQuantCache(model, calibration=bad)
+
+
+def test_a_pair_scale_of_text(tmp_path):
+    """Of the moments that were collected, one for both channels of a pair, behind a rotation;
+    a file carries it, and a cache takes it beside no other scale."""
+    model, _ = made("llama")
+    ids = texts(4, 60)
+    found, seen = calibrate(model, ids, fit="pair_scale"), collect(model, ids)
+    d = found.transforms[0].d
+    hadamard = make_rotation("hadamard", d).matrix
+    for i, transform in enumerate(found.transforms):
+        m, c = (seen.mean_square(x, i).diagonal(dim1=1, dim2=2) for x in ("query", "key"))
+        scales = M.pair_scales(m, c, d)
+        assert scales.std() > 0.01 and torch.equal(scales[:, : d // 2], scales[:, d // 2 :])
+        wrong = M.pair_scales(c, m, d)
+        off = [(transform.matrix / (hadamard * x[:, None]) - 1).abs() for x in (scales, wrong)]
+        assert off[0].max() < 2**-8 < off[1].max()
+    assert found.header["fit"] == "pair_scale" and "by pair scales" in repr(found)
+    assert "by pair scales" not in repr(made("llama")[1])
+    save_calibration(found, tmp_path / "c.st")
+    again = load_calibration(tmp_path / "c.st")
+    assert [x.name for x in again.transforms] == [x.name for x in found.transforms]
+    recipe = Recipe(Spec(3), Spec(2), recent=0)
+    cache = TurboQuantCache(model, recipe, calibration=again)
+    logits(model, texts(2, 50, 3), past_key_values=cache)
+    assert cache.layers[0].store.key.q.rotation.name == found.transforms[0].name
+    with pytest.raises(ValueError, match="pair_scale='prompt' and .* do the same work"):
+        TurboQuantCache(model, "k2v2-trellis", calibration=found)
+    with pytest.raises(ValueError, match="fit must be one of 'transform', 'pair_scale'"):
+        calibrate(model, ids, fit="pairs")
 
 
 OTHER = {

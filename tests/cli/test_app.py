@@ -170,8 +170,8 @@ OPTIONS = {  # every option that a command line could have before there was type
     "eval needle": f"--lengths --depths --trials --seed {EVAL}",
     "fold": f"--out --text --windows --length {MODEL} {SHARED}",
     "calibrate": (
-        "--out --text --windows --length --layers --heads --no-transforms --no-maps --fasta "
-        f"--recipe --held-out {MODEL} {SHARED}"
+        "--out --text --windows --length --layers --heads --pair-scale --no-transforms "
+        f"--no-maps --fasta --recipe --held-out {MODEL} {SHARED}"
     ),
     "recipe": f"RECIPE --bits --sinks --recent {SHARED}",
     "variants": f"--fasta --mutations --code --method --model --device {SHARED}",

@@ -17,6 +17,7 @@ from turboquant_nb.serving.step import (
     Step,
     serving_recipe,
 )
+from turboquant_nb.theory.transforms import fit_pair_transform
 
 from tests.kernels.test_cells import search_by_pytorch
 
@@ -24,7 +25,12 @@ pytestmark = pytest.mark.skipif(triton.language is None, reason="needs a GPU or 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 H, G, D = 1, 2, 64
+# as a calibration has it, for each head of its own
+PAIRS = fit_pair_transform(
+    *torch.rand(2, H, D, generator=torch.Generator().manual_seed(0)).square().diag_embed(), D
+).name
 RECIPES = [
+    (Spec(2, rotation=PAIRS, codebook="trellis_fast"), Spec(2, codebook="trellis_fast"), 64),
     (Spec(2, codebook="trellis"), Spec(2, codebook="trellis"), 64),
     (Spec(3, codebook="trellis_fast"), Spec(2, codebook="trellis"), 128),
     (Spec(3), Spec(3, codebook="trellis"), 256),
@@ -34,8 +40,8 @@ RECIPES = [
 @pytest.mark.parametrize("key,value,n", RECIPES)
 def test_a_step_by_windows(key, value, n, gen, monkeypatch):
     """Requests that decode, verify drafts, begin and go on with a chunk, around a centre, with
-    first and recent tokens: kernels against the oracle. The mutant reads recent
-    tokens from the block before."""
+    first and recent tokens: kernels against the oracle; with a calibration's pair scale, too.
+    The mutant reads recent tokens from the block before."""
     if not CUDA:
         monkeypatch.setattr(cells, "find_symbols", search_by_pytorch)
     sinks, window, block, past = 3, 5, 8, (n + 40, 2 * n + 9, 0, n + n // 2)

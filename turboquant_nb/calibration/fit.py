@@ -23,13 +23,19 @@ from turboquant_nb.hf import (
 )  # first: it says how to get transformers
 from transformers import DynamicCache
 
+from .. import checks
 from ..hf.hooks import Attend, AttentionCall, hooked
 from ..quant.calibration import Calibration
 from ..quant.layer_info import read_facts
 from ..theory.rotation import _no_autocast
 from ..theory.rope import apply_cos_sin
 from ..theory.centre import prompt_mean, shared_cos_sin
-from ..theory.transforms import Moments, coding_gain, fit_head_transform
+from turboquant_nb.theory.transforms import (
+    Moments,
+    coding_gain,
+    fit_head_transform,
+    fit_pair_transform,
+)
 
 # %% ../../nbs/60_calibrate.ipynb #d22d00d3
 NAME = "turboquant_calibrate"  # of the attention that observes
@@ -188,16 +194,24 @@ def calibrate(
     batch: int = 2,
     progress=None,  # called once for each window that is done
     ended=lambda: False,  # asked after each batch: whether that was the last
+    # "transform", the best matrix of each head, or "pair_scale", a scale for each pair of
+    # channels before a rotation, as good at any position
+    fit: str = "transform",
 ) -> Calibration:
     """Read some text once and find the best transforms, and the mean keys. Raises ValueError as
-    `collect` and `fit_head_transform`."""
+    `collect` and `fit_head_transform`, and for what cannot be fitted."""
+    checks.one_of(fit, "fit", ("transform", "pair_scale"))
+    rotary = [2 * len(x.inv_freq or ()) for x in ModelInfo(model).layers]
     moments = collect(model, ids, skip, batch, progress, ended)
     transforms, gain = [], []
     for i in moments.layers("key"):
         m, c = moments.mean_square("query", i), moments.mean_square("key", i)
-        transforms.append(fit_head_transform(m, c, shrink))
+        if fit == "pair_scale":
+            transforms.append(fit_pair_transform(m, c, rotary[i]))
+        else:
+            transforms.append(fit_head_transform(m, c, shrink))
         w = transforms[-1].matrix.double()
         gain.append(float(coding_gain(m, c, w.mT @ w).mean()))
-    more = {"tokens": moments.tokens, "shrink": shrink, "gain": gain}
+    more = {"tokens": moments.tokens, "shrink": shrink, "gain": gain, "fit": fit}
     centers = [moments.mean("plain key", i).float().cpu() for i in moments.layers("key")]
     return Calibration(transforms, provenance(model, ids, skip) | more, centers)

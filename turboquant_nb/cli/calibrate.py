@@ -161,6 +161,11 @@ class _Calibrating(_Reading):
         "The same for each KV head, by gradients: two passes over the first 1,024 tokens of "
         "each window, instead of --layers.",
     )
+    pair_scale: bool = option(
+        False,
+        "Fit a scale for each pair of channels instead of a matrix: it gains less, and as much "
+        "at contexts longer than --length.",
+    )
     no_transforms: bool = option(
         False, "With --layers or --heads: measure these only.", "--no-transforms", "--no-maps"
     )
@@ -183,7 +188,16 @@ class Sequences:
     )
 
 # %% ../../nbs/87l_cli_calibrate.ipynb #adb26884
-_OF_TEXT = ("text", "windows", "length", "layers", "heads", "no_transforms", "dtype")
+_OF_TEXT = (
+    "text",
+    "windows",
+    "length",
+    "layers",
+    "heads",
+    "pair_scale",
+    "no_transforms",
+    "dtype",
+)
 _OF_PROTEINS = ("recipe", "held_out")
 
 
@@ -235,6 +249,8 @@ def calibrate(
             "--heads measures layers, too, by another way: give one of --layers, --heads"
         )
     per = "head" if reading.heads else "layer" if reading.layers else ""
+    if reading.no_transforms and reading.pair_scale:
+        raise Usage("--pair-scale fits what --no-transforms leaves out: give one of them")
     if reading.no_transforms and not per:
         raise Usage("--no-transforms leaves nothing to find without --layers or --heads")
     loaded = reading.loaded(weights, output)
@@ -244,7 +260,9 @@ def calibrate(
         if not reading.no_transforms:
             with output.stage(f"reading {len(ids)} windows", len(ids)) as stage:
                 with ends_gently(output, "ending after these windows") as ended:
-                    found = fits.calibrate(model, ids, progress=stage.tick, ended=ended)
+                    fit = "pair_scale" if reading.pair_scale else "transform"
+                    how = dict(progress=stage.tick, ended=ended, fit=fit)
+                    found = fits.calibrate(model, ids, **how)
                     left = "the transforms of the windows that were read" if ended() else ""
         if per and not left:
             each = 1 if per == "head" else 6 * len(hf.TurboQuantCache(model).recipes)

@@ -102,6 +102,7 @@ class Calibration:
         ]
         if self.transforms:
             bits = f"{sum(gain) / len(gain):.2f} bits a channel of keys"
+            bits += " by pair scales" * (self.header.get("fit") == "pair_scale")
             parts.append(f"{self.header['tokens']:,} tokens, {bits}")
         if losses:
             bits = ", ".join(map(str, losses["bits"]))

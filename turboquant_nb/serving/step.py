@@ -88,7 +88,7 @@ def serving_recipe(
         if side.pair_scale != "none":
             reasons.append(
                 f"{name}.pair_scale must be 'none', got {side.pair_scale!r}: it belongs to one "
-                "request, blocks are shared; transforms of a calibration do its work"
+                "request, blocks are shared; a calibration's does not (calibrate --pair-scale)"
             )
         if side.residual == "qjl" or type(side.bits) is not int:
             reasons.append(
