@@ -87,6 +87,11 @@ EXPERIMENTS = {
         "a decode step of ESM-2 on a CPU, exact and on codes",
         "--shapes 8M --tokens 20 --repeats 1",
     ),
+    "folding": Entry(
+        "bench.folding",
+        "folding with ESMFold's shapes on exact and on coded states",
+        "--shape small --lengths 12 --device cpu",
+    ),
     "vectors": Entry(
         "bench.vectors", "nearest neighbours from codes of equal size", needs="faiss"
     ),
@@ -123,6 +128,11 @@ EXPERIMENTS = {
         "eval.retrieval",
         "whether the token that attention looks for is still found",
         "planted --lengths 64 --strengths 3 --trials 20",
+    ),
+    "sparse_weights": Entry(
+        "eval.sparse_weights",
+        "how many weights of the MLPs a token needs, beside fewer bits of all",
+        "--layers 2 --windows 2 --train 2 --length 112 --prompt 106 --shares .5 --bits 4",
     ),
     "sparse_values": Entry(
         "eval.sparse_values",

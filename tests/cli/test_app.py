@@ -184,6 +184,7 @@ OPTIONS = {  # every option that a command line could have before there was type
     ),
     "bench": f"--recipe --tokens --new --rounds --only --threads --out --plot {MODEL} {SHARED}",
     "embed": f"--out --of --fasta --code --batch --model --device {SHARED}",
+    "fold-protein": f"LETTERS|FILE --model --pdb --recipe --code --device {SHARED}",
     "contacts": f"--above --apart --fasta --code --batch --out --model --device {SHARED}",
 }
 

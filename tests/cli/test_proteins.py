@@ -1,5 +1,5 @@
-"""turboquant variants, embed and contacts: numbers against the library's and transformers' own,
-batches, codes and files."""
+"""turboquant variants, embed, contacts and fold-protein: numbers against the library's and
+transformers' own, batches, codes and files."""
 
 import csv
 import json
@@ -10,9 +10,22 @@ import torch
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_weights, save_file
 from transformers import EsmForMaskedLM
+from transformers.utils import logging
 
 from turboquant_nb.cli import proteins as commands
-from turboquant_nb.esm import TurboEsm, load_esm, read_fasta, tokens, variants
+from turboquant_nb.esm import (
+    TurboEsm,
+    fold,
+    in_one_pass,
+    lddt,
+    load_esm,
+    load_folding,
+    random_folding,
+    read_fasta,
+    rmsd,
+    tokens,
+    variants,
+)
 
 from .conftest import refused
 
@@ -174,3 +187,51 @@ def test_a_protein_may_be_called_as_it_likes(call, esm2, tmp_path):
     assert sorted(found) == sorted(other) == sorted(names) and all(
         (found[n] == other[n]).all() for n in names
     )
+
+
+@pytest.fixture(scope="module")
+def esmfold(tmp_path_factory):
+    logging.disable_progress_bar()
+    folder = tmp_path_factory.mktemp("fold")
+    random_folding().save_pretrained(folder)
+    return folder
+
+
+def test_a_structure_is_transformers_own_without_a_code(call, esmfold, tmp_path):
+    ask = f"fold-protein MKTAYIAKQR --model {esmfold} --device cpu --quiet"
+    code, out, err = call(f"{ask} --pdb {tmp_path / 'a.pdb'}")
+    assert (code, err) == (0, "") and out.startswith("protein: 10 residues, confidence 0.")
+    assert (tmp_path / "a.pdb").read_text() == load_folding(esmfold).infer_pdb("MKTAYIAKQR")
+    found = json.loads(call(f"{ask} --pdb {tmp_path / 'a.pdb'} --json")[1])
+    assert found["recipe"] is None and "rmsd" not in found["proteins"][0]
+    assert found["proteins"][0]["nbytes"] == found["proteins"][0]["exact_nbytes"]
+
+
+def test_structures_on_codes_and_how_far_they_are(call, esmfold, proteins, tmp_path):
+    ask = f"fold-protein {proteins} --model {esmfold} --device cpu --recipe k3v3 --quiet"
+    found = json.loads(call(f"{ask} --pdb {tmp_path / 'out'} --json")[1])
+    sequences, model = read_fasta(proteins), load_folding(esmfold)
+    assert [x["name"] for x in found["proteins"]] == list(sequences)
+    assert len(list((tmp_path / "out").iterdir())) == len(sequences)
+    for row in found["proteins"]:
+        letters = sequences[row["name"]]
+        exact, coded = (fold(TurboEsm(model, x), letters) for x in (None, in_one_pass("k3v3")))
+        assert row["rmsd"] == rmsd(exact.trace, coded.trace) > 0
+        assert row["lddt"] == lddt(exact.trace, coded.trace) < 1
+        assert (tmp_path / "out" / f"{row['name']}.pdb").read_text() == coded.pdb
+        assert row["length"] == len(letters) and row["nbytes"] != row["exact_nbytes"]
+    refused(call(f"{ask} --pdb {tmp_path / 'out'}"), "it is not an empty folder")
+
+
+def test_folding_is_refused_before_and_after_the_model(call, esm2, esmfold, tmp_path):
+    ask = f"fold-protein MKT --device cpu --quiet --pdb {tmp_path / 'a.pdb'}"
+    refused(
+        call(f"{ask} --model {esm2 / 'model'}"),
+        "no folding model; its configuration has no trunk",
+    )
+    (tmp_path / "two.fasta").write_text(">a/1\nMKT\n>A:1\nMKT\n")
+    (tmp_path / "same.fasta").write_text(">a\nMKT\n>a\nMKT\n")
+    for file, why in (("two", "give one name of a file"), ("same", "a")):
+        ask = f"fold-protein {tmp_path / file}.fasta --model {esmfold} --pdb {tmp_path / 'x'}"
+        refused(call(f"{ask} --quiet"), why)
+    assert not (tmp_path / "a.pdb").exists() and not (tmp_path / "x").exists()

@@ -214,11 +214,19 @@ def test_drafts(name, way, keep):
 
 def test_drafts_that_are_sampled():
     "The draws of both runs are the same, so the tokens are, as long as the logits agree."
-    model, inputs = tiny(), repeated()
+    model, inputs = copy.deepcopy(tiny()), repeated()
     how = dict(do_sample=True, top_k=10, **drafter("random", model))
-    cache = ours(model)
+    cache, seen = ours(model), []
+
+    def finite(module, args, out):
+        "A draw that fails says only that a probability is not finite: here it is said where."
+        seen.append((len(seen), module is model, list(out.logits.shape)))
+        assert out.logits.isfinite().all(), (seen[-1], cache.get_seq_length(), out.logits)
+
+    for x in (model, how["assistant_model"]):
+        x.register_forward_hook(finite)
     assert torch.equal(tokens(model, inputs, cache, **how), own(model, inputs, **how))
-    assert on_codes(cache)
+    assert on_codes(cache) and len(seen) > 20
 
 
 @pytest.mark.parametrize("way", ["random", "same", "lookup"])

@@ -20,6 +20,16 @@ _HOME = {
     "codes": ["Past", "CodedPast", "StorePast"],
     "model": ["EsmOutput", "fingerprint", "TurboEsm"],
     "calibration": ["gather_statistics", "fit_esm", "calibrate_esm"],
+    "folding": [
+        "Structure",
+        "check_letters",
+        "fold",
+        "in_one_pass",
+        "lddt",
+        "load_folding",
+        "random_folding",
+        "rmsd",
+    ],
     "mutations": [
         "masked_marginals",
         "pseudo_log_likelihood",

@@ -7,6 +7,7 @@ __all__ = ['EsmOutput', 'fingerprint', 'TurboEsm']
 
 # %% ../../nbs/73_esm_model.ipynb #206a8a08
 import math
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -108,7 +109,9 @@ class TurboEsm:
     def __init__(self, model, code=None, max_length: int | None = None):
         if max_length is not None:
             checks.whole(max_length, "max_length", 1)
-        self.base, self.model, self.head = _trunk(model), model, getattr(model, "lm_head", None)
+        self.base, self.model = _trunk(model), model
+        folds = hasattr(model, "trunk")  # then its head reads what the trunk gives
+        self.head = None if folds else getattr(model, "lm_head", None)
         self.attention = [layer.attention.self for layer in self.base.encoder.layer]
         self.past, self.max_length = None, max_length
         facts = read_facts(self.base.config)
@@ -332,23 +335,37 @@ def replay(
 
 # %% ../../nbs/73_esm_model.ipynb #84e7591c
 @patch
+@contextmanager
+def on_codes(self: TurboEsm, look=None):
+    """A context in which every pass of the model, whoever calls it, attends on coded keys and
+    values of that pass; nothing is kept, and without a code nothing changes. ValueError as
+    `replay`. `look(q, k, v)`, if given, computes the outputs [B, H, n, d]."""
+    check_recodable(self.code)
+
+    def hook(layer, q, k, v, _):
+        k, v = recoded(self.code, layer, k, v)
+        return k, v, None if look is None else look(q, k, v)
+
+    asked = enumerate(self.attention)
+    with torch.no_grad(), hooked(*(_asking(a, i, hook) for i, a in asked)):
+        yield self
+
+
+@patch
 def reread(
     self: TurboEsm, ids: Tensor, mask: Tensor | None = None, attentions: list | None = None
 ) -> EsmOutput:
     """A whole pass in which every layer attends on coded keys and values of the same pass,
     nothing kept: what the code does to the encoder itself. A list takes the attention weights
     [B, H, T, T] of each layer. ValueError as `replay`."""
-    check_recodable(self.code)
     visible = _real(ids, mask)[:, None, None]
 
-    def hook(layer, q, k, v, _):
-        k, v = recoded(self.code, layer, k, v)
-        if attentions is None:
-            return k, v, None
+    def look(q, k, v):
         attentions.append(attention_weights(q, k, visible))
-        return k, v, attentions[-1] @ v
+        return attentions[-1] @ v
 
-    return self.run(hook, ids, mask)
+    with self.on_codes(None if attentions is None else look):
+        return self.run(None, ids, mask)
 
 # %% ../../nbs/73_esm_model.ipynb #f246d68a
 @patch

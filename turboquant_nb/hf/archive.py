@@ -163,7 +163,7 @@ def load(
     cls: TurboQuantCache,
     path,
     model_or_config,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,  # where codes will lie; None: the model's
     max_length: int | None = None,  # as of `from_states`
 ) -> TurboQuantCache:
     """Read a cache back for the same model. Raises ValueError for a wrong, truncated or
@@ -172,4 +172,6 @@ def load(
     if "layers" not in header:
         raise ValueError(f"{path} holds a single store, not a cache; read it with KVStore.load")
     states = layer_tensors(tensors, len(header.a("layers", list)), ("chat.ids",))
+    if device is None:
+        device = getattr(model_or_config, "device", "cpu")  # of a configuration: none
     return cls.from_states(states, header, model_or_config, device, path, max_length)

@@ -1,0 +1,189 @@
+"""Folding on coded states: exact states change nothing, codes do, and both distances between
+structures are what they say."""
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from turboquant_nb import Recipe, Spec, preset
+from turboquant_nb.esm import (
+    TurboEsm,
+    calibrate_esm,
+    check_letters,
+    fold,
+    in_one_pass,
+    lddt,
+    load_folding,
+    random_esm,
+    random_folding,
+    random_proteins,
+    rmsd,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+LETTERS = random_proteins(1, 24, 25, seed=5)[0]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_folding()
+
+
+def test_exact_states_are_the_models_own(model):
+    with torch.no_grad():
+        own = model.infer(LETTERS)
+    found = fold(TurboEsm(model), LETTERS.lower())
+    assert found.pdb == model.output_to_pdb(own)[0] and found.letters == LETTERS
+    assert torch.equal(found.plddt, own["plddt"][0, :, 1])
+    assert torch.equal(found.there, own["atom37_atom_exists"][0] > 0)
+    for line in [x for x in found.pdb.splitlines() if x.startswith("ATOM")][:40]:
+        if line[12:16].strip() == "CA":
+            at = [float(line[i : i + 8]) for i in (30, 38, 46)]
+            x = found.trace[int(line[22:26]) - 1]
+            torch.testing.assert_close(x, torch.tensor(at), atol=1e-3, rtol=0)
+
+
+def test_codes_move_it_and_leave_the_model_as_it_was(model):
+    exact, code = (
+        fold(TurboEsm(model), LETTERS),
+        calibrate_esm(model.esm, random_proteins(12, seed=2), "water4"),
+    )
+    apart = []
+    for x in (code, in_one_pass("k4v4"), in_one_pass("k2v2")):
+        with TurboEsm(model, x) as turbo:
+            found = fold(turbo, LETTERS)
+            assert torch.equal(found.atoms, fold(turbo, LETTERS).atoms), "the same twice"
+        apart.append(rmsd(exact.trace, found.trace))
+    assert 0 < apart[1] < apart[2] and 0 < apart[0] < apart[2]
+    assert torch.equal(fold(TurboEsm(model), LETTERS).atoms, exact.atoms)
+
+
+def test_every_pass_inside_is_on_codes_and_none_after_an_error(model):
+    ids = torch.tensor([[0, 5, 6, 7, 8, 2]])
+    plain = model.esm(ids).last_hidden_state
+    turbo = TurboEsm(model.esm, in_one_pass("k3v3"))
+    with turbo.on_codes():
+        first, second = model.esm(ids).last_hidden_state, model.esm(ids).last_hidden_state
+    assert torch.equal(first, second) and torch.equal(first, turbo.reread(ids).hidden)
+    assert not torch.equal(first, plain) and not first.requires_grad
+    with pytest.raises(RuntimeError, match="stop"), turbo.on_codes():
+        raise RuntimeError("stop")
+    with torch.no_grad():
+        assert torch.equal(model.esm(ids).last_hidden_state, plain)
+
+
+def test_the_head_of_a_folding_model_reads_its_trunk(model):
+    assert TurboEsm(model).head is None
+    turbo = TurboEsm(model, in_one_pass("k3v3"))
+    assert turbo.prefill(torch.tensor([[0, 5, 6, 2]])).logits is None
+
+
+def test_a_recipe_in_one_pass():
+    recipe = in_one_pass(
+        Recipe(Spec(3, center="pre_rope"), Spec(2, center="prompt_mean"), 4, 16)
+    )
+    none = dict(center="none")
+    assert recipe == Recipe(Spec(3, **none), Spec(2, **none), 0, 0)
+    assert in_one_pass("k3v3").key.bits == preset("k3v3").key.bits
+    assert in_one_pass("k2v2-trellis").key.pair_scale == "none"
+    with pytest.raises(ValueError):
+        in_one_pass("k9v9")
+
+
+@pytest.mark.parametrize(
+    "letters, why",
+    [
+        ("", "1 to 1,022 residues, got 0"),
+        ("A" * 1023, "1 to 1,022 residues, got 1,023"),
+        ("ACDB", "20 residues or X, got 'B' at 4"),
+        ("AC DE", "got ' ' at 3"),
+        ("ACU", "got 'U' at 3"),
+    ],
+)
+def test_letters(letters, why):
+    with pytest.raises(ValueError, match=why):
+        check_letters(letters)
+
+
+def test_letters_that_are_right():
+    assert check_letters("acx") == "ACX" and len(check_letters("A" * 1022)) == 1022
+    with pytest.raises(ValueError, match="p1 must be"):
+        check_letters("J", "p1")
+
+
+def test_what_does_not_fold(model, tmp_path):
+    with pytest.raises(TypeError, match="needs an EsmForProteinFolding, got EsmModel"):
+        fold(TurboEsm(model.esm), LETTERS)
+    with pytest.raises(ValueError, match="without sinks, recent tokens and centres"):
+        fold(TurboEsm(model, "k3v3"), LETTERS)
+    with pytest.raises(OSError):
+        load_folding(tmp_path / "none")
+    model.esm.save_pretrained(tmp_path / "esm")
+    with pytest.raises(ValueError, match="no weights of a folding model; missing .*trunk"):
+        load_folding(tmp_path / "esm")
+    random_esm().save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="no folding model; its configuration has no trunk"):
+        load_folding(tmp_path / "other")
+
+
+def test_weights_come_back(model, tmp_path):
+    model.save_pretrained(tmp_path / "whole")
+    again = load_folding(tmp_path / "whole")
+    assert fold(TurboEsm(again), LETTERS).pdb == fold(TurboEsm(model), LETTERS).pdb
+
+
+def chain(n=30, seed=0):
+    return torch.randn(n, 3, generator=torch.Generator().manual_seed(seed)).cumsum(0) * 2
+
+
+def motion(seed):
+    g = torch.Generator().manual_seed(seed)
+    Q = torch.linalg.qr(torch.randn(3, 3, generator=g))[0]
+    return Q * Q.det().sign(), 10 * torch.randn(3, generator=g)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_rigid_motion_is_none(seed):
+    x, (Q, t) = chain(seed=seed), motion(seed)
+    assert rmsd(x, x @ Q + t) < 1e-4 and lddt(x, x @ Q + t) == 1
+    mirror = x * torch.tensor([1.0, 1, -1])
+    assert rmsd(x, mirror) > 0.5 and lddt(x, mirror) == 1
+
+
+def test_superposition_is_the_best_one():
+    "No other motion near it is better; and by hand: a square drawn out along one axis."
+    x, y = chain(seed=1), chain(seed=2)
+    best = rmsd(x, y)
+    x0, y0 = x - x.mean(0), y - y.mean(0)
+    for seed in range(200):
+        Q, _ = motion(seed)
+        assert float((x0 - y0 @ Q).square().sum(1).mean().sqrt()) > best - 1e-5
+    square = torch.tensor([[1.0, 1, 0], [1, -1, 0], [-1, 1, 0], [-1, -1, 0]])
+    assert math.isclose(rmsd(square, square * torch.tensor([1.5, 1, 1])), 0.5, rel_tol=1e-6)
+
+
+def test_distances_kept_by_hand():
+    "Three residues on a line: of six distances two move by .75 Å, two by 3 Å, two not at all."
+    x = torch.tensor([[0.0, 0, 0], [4, 0, 0], [10, 0, 0]])
+    y = torch.tensor([[0.0, 0, 0], [4, 0, 0], [10.75, 0, 0]])
+    assert lddt(x, y) == pytest.approx((1 / 3 + 1 + 1 + 1) / 4)
+    assert lddt(x, x * 1.3) == pytest.approx((0 + 0 + 2 / 3 + 1) / 4)
+    assert lddt(x, y, within=5) == 1
+    with pytest.raises(ValueError, match="two residues within 3 Å, got none"):
+        lddt(x, y, within=3)
+
+
+@pytest.mark.parametrize("f", [rmsd, lddt])
+def test_traces(f):
+    x = chain()
+    for a, b, why in (
+        (x[:2], x[:2], "a must have shape .* L >= 3, got .2, 3"),
+        (x, x[:5], "b must have shape"),
+        (x[:, :2], x[:, :2], "a must have shape"),
+        (x, x * torch.inf, "b must be finite"),
+        (x * torch.nan, x, "a must be finite"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            f(a, b)
