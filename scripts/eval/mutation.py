@@ -2,12 +2,12 @@
 [--sample FILE …].
 
 scripts/tools/mutants.py makes the changes, one at a time, and says what became of each; its
-lines of JSON are read here from the files of --sample, or drawn now. Parts of the package may
-be drawn in runs of their own, each in proportion to the changes that it could have: the tests
-of kernels take minutes, those of theory seconds. Killed is a change that its own module's files
-of tests notice; those that only files of other modules notice, in a run with --retry and --tests,
-are counted apart. Gate: each statement that was changed stands
-in the committed code, as it was before the change."""
+lines of JSON are read here from the files of --sample, or drawn now. Parts of the package
+may be drawn in runs of their own, each in proportion to the changes that it could have: the
+tests of kernels take minutes, those of theory seconds. Killed is a change that its own
+module's files of tests notice; those that only files of other modules notice, in a run with
+--retry and --tests, are counted apart. Gate: each statement that was changed stands in the
+committed code, as it was before the change."""
 
 import ast
 import json

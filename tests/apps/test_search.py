@@ -136,7 +136,7 @@ def test_file(spec, center, gen, tmp_path):
 
 
 def test_a_file_cannot_ask_for_tables_without_end(tmp_path):
-    "They have d x d numbers: up to d = 4,096 a file says what it likes, beyond as it has bytes."
+    "They have d x d numbers: a file of few bytes says at most d = 4,096."
     path = tmp_path / "d.safetensors"
     about = {"d": 4097, "spec": asdict(Spec(bits=2)), "blocks": 0}
     write_file(path, {"x": torch.zeros(2)}, about, FORMAT)

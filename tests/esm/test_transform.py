@@ -296,7 +296,7 @@ def test_tables_are_those_of_lloyd(law, bits):
     if law == "normal" and 0 < bits < 4:
         best = lloyd_max(bits)
         assert (mse * h.step.square() / best.mse - 1).abs().max() < 0.1
-        assert (h.values(y) - torch.from_numpy(best.levels64)).abs().mean() < 0.1
+        assert (h.values(y) - torch.tensor(best.levels64)).abs().mean() < 0.1
 
 
 def test_histograms_count_every_state_where_it_lies():

@@ -40,6 +40,18 @@ def gpu(monkeypatch):
     launch._device_reason.cache_clear(), encode._backend.cache_clear()
 
 
+def test_where_no_kernel_can_run_the_reason_is_that_of_the_one_that_was_asked_for(gpu):
+    "Of the portable one the device alone, of whichever serves that for tensor cores first."
+    gpu()  # and no interpreter
+    store = KVStore(Recipe(Spec(1), Spec(3)), 1, 2, 64, dtype=torch.float16)
+    plan, device = launch._plan_of(store), torch.device("cpu")
+    absent = "an NVIDIA GPU is needed, the store is on cpu"
+    assert launch.select_kernel(plan, device, "portable") == (True, absent)
+    why = "codes must have 2 to 4 bits"
+    assert launch.select_kernel(plan, device, "auto") == (True, why)
+    assert launch.select_kernel(plan, device, "fragments") == (False, why)
+
+
 @needs_triton
 @pytest.mark.parametrize(
     "capability, fast",
