@@ -209,7 +209,7 @@ class CacheSize:
         return out
 
     def _shared(self) -> tuple:  # (bytes of tables, bytes of cosines and sines a token)
-        tables, rope, rows = {}, {}, {}
+        found, rope, rows = {}, {}, {}
         # an address tells tables apart only while all of them are held
         alive = [self._store(layer) for layer in self.layers]
         for store in alive:
@@ -224,7 +224,15 @@ class CacheSize:
                 for t in stores.tables_of(store)
                 if store.cos_sin is None or all(t is not x for x in store.cos_sin.kept)
             ]
-            tables |= {t.data_ptr(): t.nbytes for t in held if t.numel()}
+            found |= {t.data_ptr(): t for t in held if t.numel()}
+        # a cache makes equal tables once; whether those of these stores are one object depends
+        # on what this process made before
+        content = lambda t: (
+            t.shape,
+            t.dtype,
+            t.contiguous().view(torch.uint8).numpy().tobytes(),
+        )
+        tables = {content(t): t.nbytes for t in found.values()}
         return sum(tables.values()) + sum(rows.values()), sum(rope.values())
 
     def bytes(self, tokens: int, batch: int = 1) -> int:

@@ -89,7 +89,7 @@ def prompt_mean(
 ) -> Tensor:  # [B, H, 1, d] bf16
     "`shrunk_mean` of all tokens but the first, their sums in the order of `ordered_sum`."
     x = x[:, :, skip:].float()
-    n = torch.full((1, 1, 1), float(x.shape[2]), device=x.device)
+    n = torch.full((1, 1, 1), float(x.shape[2]), dtype=torch.float32, device=x.device)
     return shrunk_mean(ordered_sum(x), ordered_sum(x.square()), n)
 
 # %% ../../nbs/16_centre.ipynb #2d8f5732
