@@ -354,10 +354,18 @@ def tiny(name="llama", seed=0, **changes):
                 if p.ndim > 1:
                     p.normal_(0, 0.15, generator=generator)
         model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
-        _made[key] = model
-    model = _made[key]
+        _made[key] = model, versions(model)
+    model, before = _made[key]
+    assert versions(model) == before, (
+        "a test changed weights of a model that others use: copy it"
+    )
     model.set_attn_implementation("sdpa" if fused(model) else "eager")
     return model
+
+
+def versions(model):
+    "How often each weight was written to."
+    return [p._version for p in model.parameters()]
 
 
 def fused(model):

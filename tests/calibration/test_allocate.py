@@ -208,7 +208,7 @@ def test_what_is_refused():
     for bad in ((0,), (2, 5), (2.0,), "2"):
         with pytest.raises(ValueError, match="different integers from 1 to 4"):
             measure_sensitivity(model, texts(), bits=bad)
-    broken = tiny("llama", seed=3)
+    broken = copy.deepcopy(tiny("llama", seed=3))
     with torch.no_grad():
         broken.lm_head.weight[0, 0] = math.inf
     with pytest.raises(ValueError, match="is not finite where key of layer 0"):
@@ -323,7 +323,7 @@ def test_what_is_refused_by_head():
         apply_bit_budget([HeadRecipe((Recipe(), Recipe()))] * 2, found, 3)
     with pytest.raises(ValueError, match="the calibration has 2 heads, got recipes of 3"):
         calibration.recipes([HeadRecipe([Recipe()] * 3)] * 2)
-    broken = tiny("llama", seed=3)
+    broken = copy.deepcopy(tiny("llama", seed=3))
     with torch.no_grad():
         broken.lm_head.weight[0, 0] = math.inf
     with pytest.raises((ValueError, RuntimeError)):
