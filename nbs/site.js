@@ -12,6 +12,10 @@
   // Quarto's search is a button without a name.
   document.querySelectorAll("#quarto-search button:not([aria-label])").forEach(x => x.setAttribute("aria-label", "Search"));
 
+  // Exported source has a fold of its own, which stands open where it is short.
+  for (const fold of document.querySelectorAll("main details[open]:has(div.sourceCode)"))
+    if (fold.querySelector("div.sourceCode").textContent.trimEnd().split("\n").length > LONG) fold.open = false;
+
   // Long source is folded under the names that it defines; signatures, examples and their results stay.
   for (const block of document.querySelectorAll("main div.sourceCode")) {
     const text = block.textContent.trimEnd(), lines = text.split("\n").length;
