@@ -13,16 +13,12 @@ import time
 
 import torch
 from plan import Plan
-from bench.proteins import protein
+from bench.proteins import PLAIN, protein
 
-from turboquant_nb.esm import TurboEsm, fold, in_one_pass, lddt, random_folding, rmsd, tokens
+from turboquant_nb.esm import TurboEsm, fold, lddt, random_folding, rmsd, tokens
 
-SHAPES = {  # of the language model: layers, width, heads; and the trunk
-    "small": (4, 64, 4, None),
-    "8M": (6, 320, 20, {}),
-    "3B": (36, 2560, 40, {}),
-}
-STATES = {"exact": None} | {f"{b} bits": in_one_pass(f"k{b}v{b}") for b in (4, 3, 2)}
+SHAPES = {"small": (4, 64, 4), "8M": (6, 320, 20), "3B": (36, 2560, 40)}  # layers, width, heads
+STATES = {"exact": None} | PLAIN
 
 
 def measured(model, f):
@@ -80,11 +76,9 @@ def options(p):
 
 
 def plan(a):
-    layers, width, heads, trunk = SHAPES[a.shape]
-    if trunk is not None:
-        trunk = dict(max_recycles=a.recycles)
+    trunk = None if a.shape == "small" else dict(max_recycles=a.recycles)  # of ESMFold's size
     with torch.device(a.device):
-        model = random_folding(0, layers, width, heads, trunk).to(a.device)
+        model = random_folding(0, *SHAPES[a.shape], trunk).to(a.device)
     model.trunk.set_chunk_size(64)
     letters = protein(40)
     own, found = model.infer(letters), fold(TurboEsm(model), letters)

@@ -1019,6 +1019,12 @@ def test_fair_esm_checkpoint(tmp_path, layers, heads, dim):
     torch.save({"model": bad}, tmp_path / "b.pt")
     with pytest.raises(ValueError, match="ESM-2"):
         load_esm(tmp_path / "b.pt")
+    gone = [n for n in state if ".layers.1.fc" in n or ".layers.1.final" in n]
+    torch.save({"model": {n: t for n, t in state.items() if n not in gone}}, tmp_path / "c.pt")
+    three = "missing .('[^',]+', ){2}'[^',]+'., unknown"
+    with pytest.raises(ValueError, match=f"not an ESM-2 checkpoint; {three}"):
+        load_esm(tmp_path / "c.pt")
+    assert len(gone) > 3, "three are named of those that are missing"
 
 
 def test_folder(model, tmp_path):

@@ -35,6 +35,15 @@ SOURCES = {
 }
 
 
+def test_what_is_listed_as_seen_by_nobody_stands_in_the_code():
+    package = mutation.ROOT / "turboquant_nb"
+    found = mutation.mutants.equivalent()
+    names = {module for module, _, _ in found}
+    sources = {x: (package / f"{x}.py").read_text(encoding="utf-8") for x in names}
+    listed = [dict(module=module, was=was) for module, was, _ in found]
+    assert mutation.gate(listed, sources)["not there"] == []
+
+
 def test_changes_of_other_code_are_refused():
     assert mutation.gate(LINES, SOURCES)["passed"]
     assert not mutation.gate([], SOURCES)["passed"]
