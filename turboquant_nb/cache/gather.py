@@ -463,6 +463,8 @@ class Gather(Backend):
 
     def refuses(self, call: Call) -> str:
         store, q = call.store, call.q
+        if call.rule.latent:
+            return "the look-up multiplies queries with keys of one side, latents have two"
         if call.mask is not None or call.first not in (None, store.offset):
             return "the look-up knows ranges of positions, not masks"
         if call.recent is not None:

@@ -15,7 +15,7 @@ from .default import Default, disable, enable
 from .compiled import CompiledSteps, compile_steps
 from .report import Report
 from .canary import Canary, CanaryError, Check, Watch
-from . import archive, edits, graphs
+from . import archive, edits, graphs, latents
 
 _all_ = [
     "MARGIN",

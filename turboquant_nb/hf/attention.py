@@ -176,6 +176,8 @@ def _prefill(call: AttentionCall) -> Tensor:
     """The first chunk, exactly. What padding sees is 0. A layer that takes another's keys may
     bring the last queries only (Gemma 4)."""
     query, layer, k, v = call.query, call.key.layer, call.key.chunk, call.value.chunk
+    if call.key.expansion is not None:
+        k, v = call.key.own(k, v)
     if call.key.drafts and call.mask is None:
         return _prefill_and_drafts(call)
     layer.calls["prefill"] += 1
@@ -221,12 +223,12 @@ def _prefill_and_drafts(call: AttentionCall) -> Tensor:
     "A prompt exactly, then the drafts behind it as if they came one by one."
     layer, n, drafts = call.key.layer, call.key.chunk.shape[2], call.key.drafts
     last, states = call.query.shape[2] - drafts, (call.key, call.value)
-    k, v = (CodedStates(layer, x.chunk[:, :, : n - drafts], x.first, True) for x in states)
+    k, v = (x.with_chunk(x.chunk[:, :, : n - drafts], True) for x in states)
     out = _prefill(_rows(call, slice(0, last))._replace(key=k, value=v))
     k, v = (x.chunk[:, :, n - drafts :] for x in states)
     near = (None, None) if layer.tail is None else (layer.tail.key, layer.tail.value)
     both = zip(states, (layer.store.key.into_frame(k), v), near)
-    k, v = (CodedStates(layer, chunk, x.first, False, last) for x, chunk, last in both)
+    k, v = (x.with_chunk(chunk, False, last) for x, chunk, last in both)
     rest = _on_codes(_rows(call, slice(last, None))._replace(key=k, value=v))
     return torch.cat([out, rest], 2)
 
@@ -234,13 +236,18 @@ def _prefill_and_drafts(call: AttentionCall) -> Tensor:
 def _rule(layer, call: AttentionCall, backend: str) -> Rule:
     "How a layer attends on codes, made once."
     make = lambda: Rule(
-        call.scaling, layer.sliding_window, call.softcap, backend=backend, sinks=call.sink
+        call.scaling,
+        layer.sliding_window,
+        call.softcap,
+        backend=backend,
+        sinks=call.sink,
+        latent=call.key.expansion is not None,
     )
     # compilers would trace once more what was kept meanwhile; a sink's logit is the model's,
     # which no cache keeps
     if torch.compiler.is_compiling() or call.sink is not None:
         return make()
-    known = call.scaling, call.softcap, backend
+    known = call.scaling, call.softcap, backend, call.key.expansion is None
     rule = layer.rules.get(known)
     if rule is None:
         rule = layer.rules[known] = make()
@@ -248,7 +255,14 @@ def _rule(layer, call: AttentionCall, backend: str) -> Rule:
 
 
 def _on_codes(call: AttentionCall) -> Tensor:
-    "A later chunk: few tokens as if they came one by one, many with their own tokens exactly."
+    "A later chunk; of latents in absorbed form, see `hf.latents`."
+    if (expansion := call.key.expansion) is None:
+        return _by_codes(call)
+    return expansion.output(_by_codes(call._replace(query=expansion.query(call.query))))
+
+
+def _by_codes(call: AttentionCall) -> Tensor:
+    "Few tokens as if they came one by one, many with their own tokens exactly."
     if call.key.layer.scales_pairs:
         call = call._replace(query=call.key.layer.store.key.query(call.query))
     _, query, key, value, mask, *_, bias = call
@@ -256,6 +270,8 @@ def _on_codes(call: AttentionCall) -> Tensor:
     recent, demanded, first = None, layer.backend, None
     if mask is None and layer.serves_steps(k.shape[2]):
         k, v, recent = key.near, value.near, max(layer.recipe.recent, 1)
+    if key.expansion is not None:
+        k, v = torch.cat([k, v], -1), k
     if bias is not None and layer.by_device and not layer.clock.fixed:
         raise ValueError("a bias on scores has another shape in each step: none is captured")
     if (mask is not None or bias is not None) and not layer.by_device:

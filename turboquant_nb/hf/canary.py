@@ -102,8 +102,10 @@ def check_layer(
     with the exact states."""
     store, m = layer.store, k.shape[2]
     first = store.length - m
-    how = dict(framed=True, scaling=scaling, sliding_window=m, softcap=softcap)
-    served = ops.attend(query, store, k[:, :, -1:], v[:, :, -1:], **how).out
+    latent = layer.latent  # keys are both sides then, and values the first
+    of = lambda k, v: (torch.cat([k, v], -1), k) if latent else (k, v)
+    how = dict(framed=True, scaling=scaling, sliding_window=m, softcap=softcap, latent=latent)
+    served = ops.attend(query, store, *of(k[:, :, -1:], v[:, :, -1:]), **how).out
     real = (
         torch.arange(first, store.length, device=k.device) >= store.start[:, None, None, None]
     )
@@ -111,7 +113,8 @@ def check_layer(
         _again(store, name, x, first) for name, x in (("key", k), ("value", v))
     )
     call = dict(scaling=scaling, mask=real, softcap=softcap)
-    exact, again = (dense_attention(query.float(), *x, **call)[0] for x in ((k, v), (ka, va)))
+    both = of(k, v), of(ka, va)
+    exact, again = (dense_attention(query.float(), *x, **call)[0] for x in both)
     size, served = exact.norm().clamp(min=1e-30), served.float()
     error, fault = ((served - x).norm() / size for x in (exact, again))
     found = float(error), float(fault), codes_k + codes_v, scales_k + scales_v

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Before', 'After', 'Finally', 'Instead', 'hooked', 'as_bool', 'split_mask', 'AttentionCall', 'as_interface',
            'register', 'attention_name', 'Attend', 'eagerly', 'MaskLength', 'listening', 'listen_to_masks', 'Handle',
-           'serve_handles', 'Ask', 'wants_weights', 'Detour', 'GenerateWith', 'each_layer', 'causal_mask_function',
-           'sdpa_mask']
+           'serve_handles', 'serve_expansions', 'Ask', 'wants_weights', 'Detour', 'GenerateWith', 'each_layer',
+           'causal_mask_function', 'sdpa_mask']
 
 # %% ../../nbs/50b_hooks.ipynb #f2eda8d2
 import inspect
@@ -276,6 +276,11 @@ class Handle:
         "What attention returns; `own` is the function that the model called."
         raise NotImplementedError
 
+    def expanded(self, own: Callable, module, rotary) -> tuple:
+        """Keys and values that are made of a latent and of a rotary part, itself and `rotary`;
+        `own` is the method that the module called."""
+        raise NotImplementedError
+
 
 def _attend(asked: dict, own, module, query, key, value, attention_mask, *args, **kwargs):
     "The model's own attention, unless the keys are a handle or somebody is asked first."
@@ -301,6 +306,23 @@ def serve_handles() -> None:
 
     get_interface.asked = asked  # attention module -> what an `Ask` put before its attention
     AttentionInterface.get_interface = get_interface
+
+
+def serve_expansions(attention: type, name: str) -> None:
+    """From now on the method of this name, by which a class of attention makes keys and values
+    of a latent, asks a handle."""
+    own = getattr(attention, name)
+    if hasattr(own, "asks_handles"):
+        return
+
+    @wraps(own)
+    def expand(self, latent, rotary):
+        if hasattr(type(latent), "expanded"):  # a handle, of whichever copy of this module
+            return latent.expanded(partial(own, self), self, rotary)
+        return own(self, latent, rotary)
+
+    expand.asks_handles = True
+    setattr(attention, name, expand)
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,10 @@ class LayerInfo:
     kind: str = ""  # what a framework's own cache holds for it
     coded: bool = True  # whether it keeps keys and values, which become codes
     query_heads: int | None = None
-    heads: int | None = None  # KV heads
-    key_size: int | None = None  # channels of a key, and of a value
+    # KV heads, channels of a key, and of a value; of a layer with latents those that a cache
+    # sees: one head, the latent, and the rotary part in the place of values
+    heads: int | None = None
+    key_size: int | None = None
     value_size: int | None = None
     sliding_window: int | None = None  # tokens that a query sees, itself included; None: all
     inv_freq: tuple | None = None  # r/2 frequencies of RoPE, radians a position; None: none
@@ -46,7 +48,7 @@ def _usual_layers(config) -> list:
     firsts = count - (getattr(config, "num_kv_shared_layers", None) or 0)  # the others share
     # layers whose keys are of pictures, not of the tokens that come
     crossed = getattr(config, "cross_attention_layers", None) or ()
-    unlike = ("kv_lora_rank", "v_head_dim", "attention_head_dim")
+    unlike = ("v_head_dim", "attention_head_dim")
     for i, kind in enumerate(kinds):
         mine = config.per_layer_config[i] if several else config
         own = lambda name, mine=mine: getattr(mine, name, None)
@@ -56,21 +58,24 @@ def _usual_layers(config) -> list:
         )
         kv_heads = (full and own("num_global_key_value_heads")) or own("num_key_value_heads")
         same = [j for j in range(firsts) if kinds[j] == kind]
+        # one latent a token, and beside it the channels that RoPE rotates, for all heads
+        latent, rotary = own("kv_lora_rank"), own("qk_rope_head_dim")
+        held = (1, latent, rotary) if latent and rotary else (kv_heads or heads, size, size)
         layers.append(
             LayerInfo(
                 i,
                 kind,
                 coded=i not in crossed,
                 query_heads=heads,
-                heads=kv_heads or heads,
-                key_size=size,
-                value_size=size,
+                heads=held[0],
+                key_size=held[1],
+                value_size=held[2],
                 sliding_window=own("sliding_window") if "sliding" in kind or not kind else None,
                 softcap=own("attn_logit_softcapping"),
                 sink_logit=config.model_type in ("gpt_oss",),
-                latent=own("kv_lora_rank"),
+                latent=latent,
                 shared_with=same[-1] if i >= firsts and same else None,
-                sized_by=next((name for name in unlike if own(name)), ""),
+                sized_by="" if latent else next((name for name in unlike if own(name)), ""),
             )
         )
     return layers
