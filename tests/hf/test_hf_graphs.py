@@ -16,7 +16,6 @@ from tests.helpers import (
     FAMILIES,
     HYBRID,
     SLIDING,
-    caches_latents,
     covering_pairs,
     generate,
     prompt,
@@ -244,8 +243,6 @@ def test_a_model_that_no_graph_can_hold_runs_eagerly(spoil, why):
 def test_families(name):
     "Every family: the tokens of eager steps, by replays or with a reason."
     model = tiny(name)
-    if caches_latents(model):
-        pytest.skip("its cache holds latents, which the 'turboquant' attention does not serve")
     for padded in (False, True):
         caches = pair(model, max_length=64, static=name in SLIDING)
         same_tokens(

@@ -379,6 +379,9 @@ class ModelInfo:
         read = read_layers(self.config)
         if is_registered(self.config):
             return read
+        # older transformers caches what is made of latents
+        held = self.reading.expands
+        read = [x.as_latents() if x.latent and held else replace(x, latent=None) for x in read]
         return [
             replace(
                 layer,

@@ -7,7 +7,7 @@ __all__ = ['LayerInfo', 'register_family', 'is_registered', 'read_layers', 'read
 
 # %% ../../nbs/22b_layer_info.ipynb #33d36fc3
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # %% ../../nbs/22b_layer_info.ipynb #8385dd60
 @dataclass(frozen=True)
@@ -18,16 +18,15 @@ class LayerInfo:
     kind: str = ""  # what a framework's own cache holds for it
     coded: bool = True  # whether it keeps keys and values, which become codes
     query_heads: int | None = None
-    # KV heads, channels of a key, and of a value; of a layer with latents those that a cache
-    # sees: one head, the latent, and the rotary part in the place of values
-    heads: int | None = None
-    key_size: int | None = None
+    heads: int | None = None  # KV heads
+    key_size: int | None = None  # channels of a key, and of a value
     value_size: int | None = None
     sliding_window: int | None = None  # tokens that a query sees, itself included; None: all
     inv_freq: tuple | None = None  # r/2 frequencies of RoPE, radians a position; None: none
     softcap: float | None = None  # scores are softcap · tanh(score / softcap)
     sink_logit: bool = False  # whether a learnt logit per head joins the softmax
     latent: int | None = None  # channels of the latent that keys and values are made of
+    beside: int | None = None  # channels that RoPE rotates, which lie beside a latent
     shared_with: int | None = None  # the layer whose keys and values it reads; None: its own
     # the setting by which keys and values get sizes that no single number says; empty: none
     sized_by: str = ""
@@ -36,6 +35,12 @@ class LayerInfo:
     def rotary_size(self) -> int:
         "Channels that RoPE rotates."
         return 0 if self.inv_freq is None else 2 * len(self.inv_freq)
+
+    def as_latents(self) -> "LayerInfo":
+        """The layer to a cache that holds its latents, not what is made of them: one head, and
+        the rotary part in the place of values."""
+        sizes = dict(heads=1, key_size=self.latent, value_size=self.beside)
+        return replace(self, **sizes, sized_by="")
 
 # %% ../../nbs/22b_layer_info.ipynb #897fc01c
 def _usual_layers(config) -> list:
@@ -48,7 +53,7 @@ def _usual_layers(config) -> list:
     firsts = count - (getattr(config, "num_kv_shared_layers", None) or 0)  # the others share
     # layers whose keys are of pictures, not of the tokens that come
     crossed = getattr(config, "cross_attention_layers", None) or ()
-    unlike = ("v_head_dim", "attention_head_dim")
+    unlike = ("kv_lora_rank", "v_head_dim", "attention_head_dim")
     for i, kind in enumerate(kinds):
         mine = config.per_layer_config[i] if several else config
         own = lambda name, mine=mine: getattr(mine, name, None)
@@ -58,24 +63,22 @@ def _usual_layers(config) -> list:
         )
         kv_heads = (full and own("num_global_key_value_heads")) or own("num_key_value_heads")
         same = [j for j in range(firsts) if kinds[j] == kind]
-        # one latent a token, and beside it the channels that RoPE rotates, for all heads
-        latent, rotary = own("kv_lora_rank"), own("qk_rope_head_dim")
-        held = (1, latent, rotary) if latent and rotary else (kv_heads or heads, size, size)
         layers.append(
             LayerInfo(
                 i,
                 kind,
                 coded=i not in crossed,
                 query_heads=heads,
-                heads=held[0],
-                key_size=held[1],
-                value_size=held[2],
+                heads=kv_heads or heads,
+                key_size=size,
+                value_size=size,
                 sliding_window=own("sliding_window") if "sliding" in kind or not kind else None,
                 softcap=own("attn_logit_softcapping"),
                 sink_logit=config.model_type in ("gpt_oss",),
-                latent=latent,
+                latent=own("kv_lora_rank"),
+                beside=own("qk_rope_head_dim"),
                 shared_with=same[-1] if i >= firsts and same else None,
-                sized_by="" if latent else next((name for name in unlike if own(name)), ""),
+                sized_by=next((name for name in unlike if own(name)), ""),
             )
         )
     return layers
