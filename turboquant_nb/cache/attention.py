@@ -178,8 +178,9 @@ class _Query:
     folded in."""
 
     plain: Tensor  # [B, H, g*n, d] fp32
-    rotated: list  # its channels for each of `Call.key_sides`, rotated like these
+    rotated: Tensor  # the same, rotated like the keys; of latents the channels for these
     terms: Terms  # what centring took out of the coded scores
+    beside: Tensor | None = None  # of latents the other channels, rotated like the values
 
 
 def _query(call: Call) -> _Query:
@@ -191,8 +192,10 @@ def _query(call: Call) -> _Query:
     pieces = plain.split([part.q.d for part in parts], -1)
     rotated = [part.q.rotation.query(x) for part, x in zip(parts, pieces)]
     terms = [part.q.centre.query(x, part.mean, rotary) for part, x in zip(parts, pieces)]
-    shift = sum((x.shift for x in terms[1:]), terms[0].shift)  # only keys have RoPE's mean
-    return _Query(plain, rotated, terms[0]._replace(shift=shift))
+    if len(parts) == 1:
+        return _Query(plain, *rotated, *terms)
+    shift = terms[0].shift + terms[1].shift  # no side of latents has a mean before RoPE
+    return _Query(plain, rotated[0], Terms(shift), rotated[1])
 
 # %% ../../nbs/32_attention.ipynb #b1ea91c6
 def visible(
@@ -301,7 +304,7 @@ class _Sight:
 def _coded_scores(call: Call, query: _Query, read: dict, product) -> Tensor:
     "Of the vectors that `Blocks.vectors` gave for each side, without what centring took out."
     out = None
-    for side, rotated in zip(call.key_sides, query.rotated):
+    for side, rotated in zip(call.key_sides, (query.rotated, query.beside)):
         x, scale = read[side]
         scores = product(rotated, x.mT)
         scores = scores if scale is None else scores * scale.unsqueeze(-2)
