@@ -21,7 +21,6 @@ from tests.helpers import (
     exact_recipe,
     generate,
     prompt,
-    three,
     tiny,
 )
 from turboquant_nb.kernels import ops
