@@ -1,4 +1,4 @@
-"""Attention of a step to latents: run.py latents [--tokens 4096] [--batch 1] --out FILE.
+"""Attention of a step to latents: run.py latents [--tokens 4096 16384] [--batch 1] --out FILE.
 
 One layer of DeepSeek-V2-Lite's shape with random weights and latents: what transformers does
 (keys and values of all tokens are made of the latents, then attended to), absorbed attention to
@@ -62,7 +62,7 @@ def summed(runs: list) -> dict:
     return dict(n=len(runs), p20=at(0.2), p50=at(0.5), p80=at(0.8), unit="ms")
 
 
-def made_of(a):
+def made_of(a, tokens):
     "Queries, latents, rotary parts and what expands them."
     torch.manual_seed(0)
     dtype = torch.bfloat16 if a.device == "cuda" else torch.float32
@@ -70,27 +70,32 @@ def made_of(a):
     made = Expansion(
         draw(HEADS, STILL, RANK) / RANK**0.5, draw(HEADS, VALUES, RANK) / RANK**0.5
     )
-    states = (draw(a.batch, 1, a.tokens, d) for d in (RANK, ROTARY))
+    states = (draw(a.batch, 1, tokens, d) for d in (RANK, ROTARY))
     return draw(a.batch, HEADS, 1, STILL + ROTARY), *states, made
 
 
-def held(a, c, rotary, bits) -> KVStore:
+def held(c, rotary, bits) -> KVStore:
     recipe = Recipe(Spec(bits[0]), Spec(bits[1]), sinks=0, recent=0)
-    store = KVStore(recipe, a.batch, 1, RANK, ROTARY, c.dtype, c.device, max_length=a.tokens)
+    store = KVStore(recipe, len(c), 1, RANK, ROTARY, c.dtype, c.device, max_length=c.shape[2])
     store.append(c, rotary)
     return store
 
 
-@torch.no_grad()
 def rows(a):
-    q, c, rotary, made = made_of(a)
+    for tokens in a.tokens:
+        yield from measured(a, tokens)
+
+
+@torch.no_grad()
+def measured(a, tokens: int):
+    q, c, rotary, made = made_of(a, tokens)
     exact = absorbed(q, c, rotary, made)[1]
     ways = {"transformers, expanded": lambda: expanded(q, c, rotary, made), "absorbed": exact}
     plain = 2 * (RANK + ROTARY)
     bytes_of = {"transformers, expanded": plain, "absorbed": plain}
     for name, bits in BITS.items():
-        store = held(a, c, rotary, bits)
-        bytes_of[name] = store.nbytes / a.batch / a.tokens
+        store = held(c, rotary, bits)
+        bytes_of[name] = store.nbytes / a.batch / tokens
         ways[name] = lambda store=store: made.output(
             ops.attend(made.query(q), store, scaling=SCALING, latent=True).out
         )
@@ -99,7 +104,7 @@ def rows(a):
         error = float((f().float() - want).norm() / want.norm())
         yield dict(
             what=name,
-            tokens=a.tokens,
+            tokens=tokens,
             batch=a.batch,
             bytes_per_token=bytes_of[name],
             output_error=error,
@@ -109,8 +114,8 @@ def rows(a):
 
 @torch.no_grad()
 def gate(a):
-    q, c, rotary, made = made_of(a)
-    store = held(a, c, rotary, (3, 4))
+    q, c, rotary, made = made_of(a, a.tokens[0])
+    store = held(c, rotary, (3, 4))
     got = made.output(
         ops.attend(made.query(q), store, scaling=SCALING, latent=True).out
     ).float()
@@ -122,7 +127,7 @@ def gate(a):
 
 
 def options(p):
-    p.add_argument("--tokens", type=int, default=4096)
+    p.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384])
     p.add_argument("--batch", type=int, default=1)
     p.add_argument("--seconds", type=float, default=5.0, help="of each way")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -136,6 +141,6 @@ def plan(a):
         "latents",
         gate(a),
         rows(a),
-        {"id": "random", "n": a.tokens},
+        {"id": "random", "n": len(a.tokens)},
         {"id": "none", "revision": f"random weights, {shape}"},
     )
