@@ -1,6 +1,7 @@
 // What the pages of the site do beyond text: shared by Quarto and scripts/tools/preview_docs.py. Without it everything stays open and readable.
 (() => {
-  const LONG = matchMedia("(max-width: 767px)").matches ? 8 : 30; // lines of source that may stand open
+  const results = /^\s*9\d/.test(document.querySelector("main h1")?.textContent); // a page of results shows what was found; its code waits
+  const LONG = results ? 0 : matchMedia("(max-width: 767px)").matches ? 8 : 30; // lines of source that may stand open
   const wrap = (node, summary, cls) => {
     const details = document.createElement("details"), head = document.createElement("summary");
     details.className = cls;
