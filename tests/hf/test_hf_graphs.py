@@ -12,15 +12,7 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from tests.helpers import (
-    FAMILIES,
-    HYBRID,
-    SLIDING,
-    covering_pairs,
-    generate,
-    prompt,
-    tiny,
-)
+from tests.helpers import FAMILIES, HYBRID, SLIDING, covering_pairs, generate, prompt, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from turboquant_nb.hf import TurboQuantCache
