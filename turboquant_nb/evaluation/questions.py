@@ -115,7 +115,13 @@ def boxed(text: str) -> str | None:
 
 
 def _plain(formula: str) -> str:
-    for old, new in (("\\left", ""), ("\\right", ""), ("\\!", ""), ("dfrac", "frac"), ("$", "")):
+    for old, new in (
+        ("\\left", ""),
+        ("\\right", ""),
+        ("\\!", ""),
+        ("dfrac", "frac"),
+        ("$", ""),
+    ):
         formula = formula.replace(old, new)
     return re.sub(r"\s|\\,", "", formula).rstrip(".")
 
@@ -188,10 +194,7 @@ def loop_start(
     return min(starts, default=None)
 
 
-def repeated(
-    tokens: list,
-    n: int = 8,
-) -> float:
+def repeated(tokens: list, n: int = 8) -> float:
     "Share of n-grams that stood in the answer before; 0 for one that is shorter."
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0

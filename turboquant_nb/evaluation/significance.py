@@ -19,11 +19,7 @@ def _check_counts(n: int, **counts) -> None:
         raise ValueError(f"counts must be from 0 to n together, got {said} of n {n}")
 
 
-def wilson(
-    right: int,
-    n: int,
-    z: float = _Z,
-) -> tuple:  # (low, high)
+def wilson(right: int, n: int, z: float = _Z) -> tuple:  # (low, high)
     """Interval of a share from a count. Raises ValueError for a count that is not from 0 to n.
     Source: Wilson 1927."""
     _check_counts(n, right=right)
@@ -32,10 +28,7 @@ def wilson(
     return max(0.0, centre - half), min(1.0, centre + half)
 
 # %% ../../nbs/84b_significance.ipynb #b2a7f78f
-def mcnemar(
-    lost: int,
-    gained: int,
-) -> float:  # p, two-sided
+def mcnemar(lost: int, gained: int) -> float:  # p, two-sided
     "Exact test of paired answers. Raises ValueError for negative counts. Source: McNemar 1947."
     n = lost + gained
     _check_counts(max(n, 1), lost=lost, gained=gained)
@@ -55,10 +48,7 @@ def _score(lost: int, gained: int, n: int, delta: float) -> float:
 
 
 def difference(
-    lost: int,
-    gained: int,
-    n: int,
-    z: float = _Z,
+    lost: int, gained: int, n: int, z: float = _Z
 ) -> tuple:  # (low, high) of (lost - gained) / n
     """Score interval of a paired difference. Raises ValueError for counts above n. Source:
     Tango 1998."""
@@ -97,7 +87,9 @@ def power(
     discordance <= 1 and n >= 1."""
     if n < 1 or not 0 <= margin <= discordance <= 1 or discordance == 0:
         got = f"margin {margin:g}, discordance {discordance:g} and n {n}"
-        raise ValueError(f"margin must be from 0 to discordance, at most 1, of n >= 1; got {got}")
+        raise ValueError(
+            f"margin must be from 0 to discordance, at most 1, of n >= 1; got {got}"
+        )
     share = (discordance + margin) / (2 * discordance)
     counts = ((k, _binomial(k, n, discordance)) for k in range(1, n + 1))
     return sum(p * _rejected(k, share, alpha) for k, p in counts if p > 1e-15)
