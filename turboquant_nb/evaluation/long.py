@@ -260,6 +260,18 @@ def paired_row(
     )
 
 
+_BESIDE = (  # what only a row has that stands beside another
+    "net",
+    "net_low",
+    "net_high",
+    "net_error",
+    "p",
+    "within_margin",
+    "same_answers",
+    "departure",
+)
+
+
 def long_answers(
     model,
     tokenizer,
@@ -278,6 +290,7 @@ def long_answers(
         how = (log, batch, temperature, seed, tick)
         base = ask(model, tokenizer, task, items, None, *how)
         row = _identity(None) | paired_row(task, base, base, margin)
+        row = {k: v for k, v in row.items() if k not in _BESIDE}
         row |= {"package": task.package or "made here", "items": list(base["answers"])}
         if out := row["right"] * 10 < row["n"]:
             row |= {"left_out": "the uncompressed model is right less than one time in ten"}
