@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..cache import attention, gather
 from ..cache.attention import Answer, Backend, Call, check_call, with_sinks
-from . import blocks, encode, launch
+from . import blocks, cpu, encode, launch
 from . import viterbi  # noqa: F401 (importing registers it)
 from ..cache.store import KVStore
 
@@ -258,7 +258,14 @@ class BlockByBlock(attention.Reference):
 # %% ../../nbs/46_ops.ipynb #754d044b
 BACKENDS = {
     x.name: x
-    for x in (launch.Triton(), Flash(), gather.Gather(), BlockByBlock(), attention.Reference())
+    for x in (
+        launch.Triton(),
+        Flash(),
+        cpu.Cpu(),
+        gather.Gather(),
+        BlockByBlock(),
+        attention.Reference(),
+    )
 }
 
 
@@ -310,6 +317,8 @@ def select_backend(call: Call) -> Choice:
             known.clear()
         refuses = lambda name: BACKENDS[name].refuses(call)
         name, why = _choice(rule.backend, BACKENDS, refuses, "this call")
+        if name == "gather" and rule.backend == "auto":  # a processor: why not by its kernel
+            why = refuses("cpu")
         known[kind] = Choice(name, why or BACKENDS[name].remark(call))
     return known[kind]
 
@@ -317,8 +326,8 @@ def select_backend(call: Call) -> Choice:
 def serve(call: Call, backend: str | None = None) -> Answer:
     "Attention by the backend that `select_backend` gives, or gave."
     name = select_backend(call).backend if backend is None else backend
-    late = call.store.uncoded and (name != "gather" or call.store.waiting)
-    if late:  # the look-up of four codes reads a token without codes exactly
+    late = call.store.uncoded and (not BACKENDS[name].reads_late or call.store.waiting)
+    if late:
         call.store.complete()
     return with_sinks(*BACKENDS[name].run(call), call.rule.sinks)
 
@@ -330,8 +339,8 @@ def attend(
     v: Tensor | None = None,  # [B, H, m, d_value]; both are used instead of the codes
     framed: bool = False,  # are q and k as `Call.into_frame` gives them?
     # mask, first, recent, bias: see `attention.Call`; scaling, sliding_window, softcap, causal
-    # and backend ("auto", "triton", "flash", "gather", "blocks"
-    # or "torch"): see `attention.Rule`
+    # and backend ("auto", "triton", "flash", "cpu", "gather",
+    # "blocks" or "torch"): see `attention.Rule`
     **more,
 ) -> Answer:  # output [B, Hq, n, d_value] in q's dtype, log-sum-exp [B, Hq, n] fp32
     """Attention on codes by the best backend that can serve, or by the one named. Raises
