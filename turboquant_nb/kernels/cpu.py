@@ -145,6 +145,7 @@ struct Side {
   const int32_t* channels;  // [back, d] of windows
   const int32_t* taps;
   int64_t planes, bits, count, d, kind;  // count: of taps; kind: of scales
+  double step;              // of the levels' grid
 };
 struct Exact {  // strides in bytes
   const char *k, *v;
@@ -167,6 +168,15 @@ struct Call {
 
 # %% ../../nbs/45_cpu.ipynb #45c00012
 _INDICES = r"""
+#if defined(__SSE2__)
+static inline void shuffle(const __m128i* x, __m128i* y) {  // rows and bytes, perfectly
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) {
+    y[2 * i] = _mm_unpacklo_epi8(x[i], x[i + 8]);
+    y[2 * i + 1] = _mm_unpackhi_epi8(x[i], x[i + 8]);
+  }
+}
+#endif
 static void flip(const uint8_t* from, int64_t rows, int64_t d, uint8_t* to) {
   int64_t whole = 0;
 #if defined(__SSE2__)
@@ -174,66 +184,58 @@ static void flip(const uint8_t* from, int64_t rows, int64_t d, uint8_t* to) {
   for (int64_t t = 0; t < rows; t += 16)
     for (int64_t j = 0; j < whole; j += 16) {
       __m128i x[16], y[16];
+#pragma GCC unroll 16
       for (int i = 0; i < 16; i++)
         x[i] = _mm_loadu_si128((const __m128i*)(from + (t + i) * d + j));
-      for (int step = 0; step < 4; step++) {  // four perfect shuffles of rows and bytes
-        for (int i = 0; i < 8; i++) {
-          y[2 * i] = _mm_unpacklo_epi8(x[i], x[i + 8]);
-          y[2 * i + 1] = _mm_unpackhi_epi8(x[i], x[i + 8]);
-        }
-        std::copy(y, y + 16, x);
-      }
+      shuffle(x, y), shuffle(y, x), shuffle(x, y), shuffle(y, x);  // four of them: transposed
+#pragma GCC unroll 16
       for (int i = 0; i < 16; i++) _mm_storeu_si128((__m128i*)(to + (j + i) * rows + t), x[i]);
     }
 #endif
   for (int64_t t = 0; t < rows; t++)
     for (int64_t j = whole; j < d; j++) to[j * rows + t] = from[t * d + j];
 }
-template <int N>
+typedef uint64_t __attribute__((may_alias, aligned(1))) Word;  // eight bytes side by side
+enum : uint64_t { ONES = 0x1111111111111111u, TWOS = 0x3333333333333333u };
+template <int N>  // words of a row at a time
 static void nibbles(const Side& s, const uint8_t* const* planes, int64_t rows, uint8_t* out) {
   const int64_t d = s.d, h = (d + 1) / 2, more = s.bits - 2;
-  static const uint8_t zeros[N] = {};
+  static const uint8_t zeros[8 * N] = {};
   for (int64_t j = 0; j < d; j++, out += 2 * rows)
-    for (int64_t r = 0; r < rows; r += N) {
-      uint8_t *a = out + r, *b = out + rows + r;
-      const int64_t side = j < h ? j : j - h, up = j < h ? 0 : 1;
+    for (int64_t r = 0; r < rows; r += 8 * N) {
+      const auto at = [&](int64_t n, int64_t row) {
+        return (const Word*)(planes[n] + row * rows + r);
+      };
+      uint64_t a[N] = {}, b[N] = {};
+      const int64_t half = j < h ? j : j - h, up = j >= h;
       if (s.count) {  // the bits of an index are sums of bits of a window
-        for (int t = 0; t < N; t++) a[t] = b[t] = 0;
         for (int64_t tap = 0; tap < s.count; tap++) {
-          uint8_t sum[N] = {};
+          uint64_t sum[N] = {};
           for (int32_t mask = s.taps[tap], i = 0; mask >> i; i++) {
             if (!(mask >> i & 1)) continue;
-            const int64_t back = i / s.bits, of = i % s.bits;
-            const int32_t c = s.channels[back * d + j];
-            const uint8_t* p = zeros;
+            const int64_t back = i / s.bits, of = i % s.bits, c = s.channels[back * d + j];
+            const Word* p = (const Word*)zeros;
             int64_t by = 0;
-            if (c >= 0 && of >= more) p = planes[0] + c * rows + r, by = of - more;
-            if (c >= 0 && of < more)
-              p = planes[more - of] + (c < h ? c : c - h) * rows + r, by = c >= h;
-            if (by) for (int t = 0; t < N; t++) sum[t] ^= p[t] >> 1;
-            else for (int t = 0; t < N; t++) sum[t] ^= p[t];
+            if (c >= 0 && of >= more) p = at(0, c), by = of - more;
+            if (c >= 0 && of < more) p = at(more - of, c < h ? c : c - h), by = c >= h;
+            for (int t = 0; t < N; t++) sum[t] ^= p[t] >> by;
           }
-          for (int t = 0; t < N; t++) {
-            a[t] |= (sum[t] & 0x11) << tap;
-            b[t] |= (sum[t] >> 2 & 0x11) << tap;
-          }
+          for (int t = 0; t < N; t++) a[t] |= (sum[t] & ONES) << tap;
+          for (int t = 0; t < N; t++) b[t] |= (sum[t] >> 2 & ONES) << tap;
         }
-        continue;
-      }
-      const uint8_t* p = planes[0] + (s.bits == 1 ? side : j) * rows + r;
-      if (s.bits == 1) {
-        for (int t = 0; t < N; t++) a[t] = p[t] >> up & 0x11, b[t] = p[t] >> up >> 2 & 0x11;
-        continue;
-      }
-      for (int t = 0; t < N; t++) a[t] = p[t] & 0x33, b[t] = p[t] >> 2 & 0x33;
-      for (int64_t n = 1; n < s.planes; n++) {
-        const uint8_t* q = planes[n] + side * rows + r;
-        for (int t = 0; t < N; t++) {
-          uint8_t x = q[t] >> up;
-          a[t] |= (x & 0x11) << (n + 1);
-          b[t] |= (x >> 2 & 0x11) << (n + 1);
+      } else {
+        const bool base = s.bits > 1;
+        const Word* p = at(0, base ? j : half);
+        const uint64_t kept = base ? TWOS : ONES, by = base ? 0 : up;
+        for (int t = 0; t < N; t++) a[t] = p[t] >> by & kept, b[t] = p[t] >> by >> 2 & kept;
+        for (int64_t n = 1; n < s.planes; n++) {
+          const Word* q = at(n, half);
+          for (int t = 0; t < N; t++) a[t] |= (q[t] >> up & ONES) << (n + 1);
+          for (int t = 0; t < N; t++) b[t] |= (q[t] >> up >> 2 & ONES) << (n + 1);
         }
       }
+      std::memcpy(out + r, a, sizeof(a));
+      std::memcpy(out + rows + r, b, sizeof(b));
     }
 }
 static void index_tile(const Side& s, int64_t b, int64_t h, int64_t tile, int64_t rows,
@@ -247,7 +249,7 @@ static void index_tile(const Side& s, int64_t b, int64_t h, int64_t tile, int64_
     planes[n] = by_channel ? spare : at;
     spare += d * rows;
   }
-  rows % 64 ? nibbles<16>(s, planes, rows, out) : nibbles<64>(s, planes, rows, out);
+  rows % 64 ? nibbles<2>(s, planes, rows, out) : nibbles<8>(s, planes, rows, out);
 }
 """
 
@@ -375,6 +377,7 @@ static float* scales(const Side& s, int64_t b, int64_t h, int64_t tile, int64_t 
   const Plane& p = s.scale;
   float* out = m.of(m.scale, n);
   widen(p.at + b * p.batch + h * p.head + tile * p.tile, s.kind, n, out);
+  for (int64_t t = 0; t < n; t++) out[t] *= (float)s.step;
   return out;
 }
 static const float* bias_of(const Call& c, int64_t b, int64_t h, int64_t g) {
@@ -384,7 +387,8 @@ static void coded(const Call& c, int64_t b, int64_t h, int64_t from, int64_t to,
   static thread_local Spare m;
   const int64_t G = c.G, T = c.tile, rows = T / 4, wide = (to - from) * T, bh = b * c.H + h;
   const int64_t dk = c.key.d, dv = c.value.d, start = c.starts[b];
-  const int64_t first = std::max({c.low, start + c.sinks.n}), last = std::min(c.past, c.exact_from);
+  const int64_t first = std::max(c.low, start + c.sinks.n);
+  const int64_t last = std::min(c.past, c.exact_from);
   uint8_t* index = m.of(m.index, 2 * std::max(dk, dv) * rows);
   uint8_t* flipped = m.of(m.flipped, 3 * dk * rows);
   float *s = m.of(m.scores, G * wide), *q = m.of(m.query, dk * G);
@@ -438,7 +442,8 @@ static void coded(const Call& c, int64_t b, int64_t h, int64_t from, int64_t to,
     by_heads(G, [&](auto n, int64_t g) {
       constexpr int N = decltype(n)::value;
       auto run = c.value.bits + c.value.count > 3 ? weigh_tile<N, true> : weigh_tile<N, false>;
-      run(index, dv, rows, s + g * wide + (i - from) * T, wide, c.value.levels, lanes + g * W, G);
+      const float* x = s + g * wide + (i - from) * T;
+      run(index, dv, rows, x, wide, c.value.levels, lanes + g * W, G);
     });
   }
   for (int64_t j = 0; j < dv; j++)
@@ -659,6 +664,7 @@ _Side = _struct(
     ("plane", _Plane * 3),
     ("scale", _Plane),
     *"*levels *channels *taps planes bits count d kind".split(),
+    ("step", ctypes.c_double),
 )
 _Exact = _struct(
     "_Exact", *"*k *v k_batch k_head k_token v_batch v_head v_token n kind".split()
@@ -703,6 +709,7 @@ def _side(part: Part) -> _Side:
     side.scale = _Plane(scale.data_ptr(), *(x * size for x in scale.stride()[:3]))
     side.levels, side.d, side.kind = levels.data_ptr(), part.q.d, _KINDS[scale.dtype]
     side.planes, side.bits = i + 1, part.memory.groups[0].layout.bits
+    side.step = part.code.lut.step
     if taps is not None:
         side.channels, side.taps, side.count = channels.data_ptr(), taps.data_ptr(), len(taps)
     return side
@@ -727,6 +734,20 @@ def _by_channel(cos_sin, tokens: int, tile: int) -> Tensor:  # [r, tile + positi
     return held
 
 
+def _held_by(store) -> _Call:
+    "What a call says of the tensors of a store, kept while they are the same."
+    key, value = store.parts
+    tensors = [key.exact.sinks, value.exact.sinks, key.exact.recent, value.exact.recent]
+    tensors += [*key.memory.tensors.values(), *value.memory.tensors.values()]
+    call, former = store.memo.get("cpu", (None, ()))
+    if len(former) != len(tensors) or any(a is not b for a, b in zip(former, tensors)):
+        call = _Call(key=_side(key), value=_side(value))
+        call.sinks, call.recent = _exact(*tensors[:2]), _exact(*tensors[2:4])
+        call.B, call.H, call.tile = store.batch, store.heads, store.tile
+        store.memo["cpu"] = call, tensors
+    return _Call.from_buffer_copy(call)
+
+
 class Cpu(Backend):
     "A decode step on codes by the compiled kernel, on a processor."
 
@@ -738,14 +759,17 @@ class Cpu(Backend):
     def refuses(self, call: Call) -> str:
         if why := Gather().refuses(call):
             return why
-        states = [x for x in (call.q, call.k, call.v) if x is not None]
-        if any(x.dtype not in _KINDS for x in states) or call.store.dtype not in _KINDS:
+        store, states = call.store, [x for x in (call.q, call.k, call.v) if x is not None]
+        if any(x.dtype not in _KINDS for x in states) or store.dtype not in _KINDS:
             return "states must be of 32 or 16 bits"
-        if call.store.tile % 64:
-            return f"tiles must be a multiple of 64 tokens, got {call.store.tile}"
-        planes = [p for side in call.store.parts for p in side.memory.planes]
-        if any(p.stride()[-2:] != (p.shape[-1], 1) for p in planes):
-            return "the bytes of a tile must lie together"
+        if store.tile % 64:
+            return f"tiles must be a multiple of 64 tokens, got {store.tile}"
+        rows = [p for side in store.parts for p in side.memory.planes]
+        exact = [x for s in store.parts for x in (s.exact.sinks, s.exact.recent)]
+        if any(x.stride(-1) != 1 for x in exact) or any(
+            p.stride()[-2:] != (p.shape[-1], 1) for p in rows
+        ):
+            return "the bytes of a tile and of an exact token must lie together"
         if torch.compiler.is_compiling():
             return "a compiler follows the step, which cannot see into the kernel"
         return self.library.why
@@ -761,25 +785,24 @@ class Cpu(Backend):
 
     def _run(self, call: Call) -> Answer:
         store, rule, q = call.store, call.rule, call.q
-        key, value, window, now = *store.parts, rule.sliding_window, store.length
-        c, tile, offset = _Call(key=_side(key), value=_side(value)), store.tile, store.offset
-        query = attention._query(call)
+        (key, value), window, now = store.parts, rule.sliding_window, store.length
+        c, tile, offset = _held_by(store), store.tile, store.offset
+        query, ranges = attention._query(call), store.ranges.starts
         (b, h, g, _), dv = query.plain.shape, value.q.d
-        plain, rotated = query.plain.contiguous(), query.rotated * key.code.lut.step
-        kept = [plain, rotated.contiguous()]  # what must outlive the call
+        kept = [query.plain.contiguous(), query.rotated.contiguous()]  # as long as the call
         c.plain, c.rotated = (x.data_ptr() for x in kept)
         shift, coefficients = query.terms
         if isinstance(shift, Tensor):
             kept.append(shift.contiguous())
             c.shift = kept[-1].data_ptr()
-        starts = (ctypes.c_int64 * b)(*store.ranges.starts)
-        c.starts, c.B, c.H, c.G, c.tile, c.offset = ctypes.addressof(starts), b, h, g, tile, offset
+        starts = (ctypes.c_int64 * b)(*ranges)
+        c.starts, c.G, c.offset = ctypes.addressof(starts), g, offset
         c.low = offset if window is None else max(offset, now - window)
         c.past, c.now = now if call.k is None else now - call.k.shape[2], now
         c.exact_from, c.threads = store.past_exact_from, torch.get_num_threads()
         c.softcap = rule.softcap or 0.0
         last = max(0, min(c.past, c.exact_from))
-        first = min(max(c.low, s + store.recipe.sinks) for s in store.ranges.starts)
+        first = min(max(c.low, s + store.recipe.sinks) for s in ranges)
         if first < last:
             c.first_tile, end = (first - offset) // tile, -(-(last - offset) // tile)
             c.tiles = end - c.first_tile
@@ -788,22 +811,24 @@ class Cpu(Backend):
                 kept += [coefficients.contiguous(), table]
                 c.coefficients, c.angles = (x.data_ptr() for x in kept[-2:])
                 c.R, c.angle_stride = table.shape
-        pairs = [(key.exact.sinks, value.exact.sinks), (key.exact.recent, value.exact.recent)]
-        pairs += [] if call.k is None else [(call.k, call.v)]
-        for name, pair in zip(("sinks", "recent", "chunk"), pairs):
-            if pair[0].dtype != pair[1].dtype:
-                pair = [x.float() for x in pair]
-            kept += [x if x.stride(3) == 1 else x.contiguous() for x in pair]
-            setattr(c, name, _exact(*kept[-2:]))
+        if call.k is not None:
+            chunk = call.k, call.v
+            if chunk[0].dtype != chunk[1].dtype:
+                chunk = [x.float() for x in chunk]
+            kept += [x if x.stride(3) == 1 else x.contiguous() for x in chunk]
+            c.chunk = _exact(*kept[-2:])
         if call.bias is not None:
             bias = call.bias.float().contiguous()
             kept.append(bias.expand(b, h * g, 1, -1))
             c.bias, (c.bias_batch, c.bias_head) = bias.data_ptr(), kept[-1].stride()[:2]
         out = torch.empty(2, b, h, g, dv, dtype=torch.float32)
         share = torch.empty(2, b, h, g, 1, dtype=torch.float32)
-        c.coded, c.exact = out[0].data_ptr(), out[1].data_ptr()
-        c.share, c.lse = share[0].data_ptr(), share[1].data_ptr()
+        at, size = out.data_ptr(), 4 * b * h * g
+        c.coded, c.exact = at, at + dv * size
+        c.share, c.lse = share.data_ptr(), share.data_ptr() + size
         self.library.attend(c)
-        whole = value.q.rotation.inverse(out[0] * value.code.lut.step) + out[1]
-        whole = value.q.centre.output(whole, share[0], value.mean)
-        return Answer(whole.view(b, h * g, 1, dv).to(q.dtype), share[1].view(b, h * g, 1))
+        coded, exact = out.unbind()
+        part, lse = share.unbind()
+        whole = value.q.rotation.inverse(coded).add_(exact)
+        whole = value.q.centre.output(whole, part, value.mean)
+        return Answer(whole.view(b, h * g, 1, dv).to(q.dtype), lse.view(b, h * g, 1))
