@@ -1,15 +1,17 @@
 """Tokens per second of generate() on a CPU, on codes and uncompressed: run.py generate_cpu
-[--tiny] [--model FILE] [--recipes NAME …] [--prompts N …] [--new N] [--repeats N] --out FILE.
+[--tiny] [--model FILE] [--recipes NAME …] [--prompts N …] [--filled] [--new N] [--repeats N]
+--out FILE.
 
-SmolLM2-135M (or another model) in fp32, batch 1, the chapter of the demo and its question (2,926 tokens), and
-longer prompts of text repeated; positions beyond the model's 8,192 go on with the RoPE of the
-model, unscaled: the tokens mean nothing there, the work is the same. A prompt is read once for
-each cache, all but its last token. Then come calls of generate() that continue it, in turns, so
-that what else the machine does meets both; every call makes `new` tokens, so the caches grow by
-as many. `p20`, `p50` and `p80` are quantiles of tokens per second over the calls, the first of
-each cache left out; `speedup` is the median over that of the uncompressed cache. `cpu_ms` is
-the median processor time for a token, which with OMP_NUM_THREADS=1 says how the caches compare
-on a machine that does other things too; `cpu_speedup` the uncompressed cache's over it.
+SmolLM2-135M (or another model) in fp32, batch 1, the chapter of the demo and its question
+(2,926 tokens), and longer prompts of text repeated; positions beyond the model's 8,192 go on
+with the RoPE of the model, unscaled: the tokens mean nothing there, the work is the same. A
+prompt is read once for each cache, all but its last token. Then come calls of generate() that
+continue it, in turns, so that what else the machine does meets both; every call makes `new`
+tokens, so the caches grow by as many. `p20`, `p50` and `p80` are quantiles of tokens per second
+over the calls, the first of each cache left out; `speedup` is the median over that of the
+uncompressed cache. `cpu_ms` is the median processor time for a token, which with
+OMP_NUM_THREADS=1 says how the caches compare on a machine that does other things too;
+`cpu_speedup` the uncompressed cache's over it.
 
 Caches: `dynamic` transformers' DynamicCache with torch's SDPA; `turboquant NAME` the preset
 with attention on codes, `backends` who served. Set OMP_NUM_THREADS to the cores; `load` is the
@@ -31,6 +33,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from turboquant_nb.evaluation.models import SMOLLM2, demo_message, load_model, sample_text
 from turboquant_nb.hf import TurboQuantCache
+
 
 def attention(name):
     "How a model attends that has such a cache."
@@ -69,9 +72,20 @@ def prompt_ids(tokenizer, length):
     return ids.repeat(1, -(-length // ids.shape[1]))[:, :length]
 
 
-def read(model, cache, name, ids):
-    "The cache after all tokens but the last, in chunks."
+def read(model, cache, name, ids, filled=False):
+    "The cache after all tokens but the last, in chunks; or filled with as many random states."
     model.set_attn_implementation(attention(name))
+    if filled:
+        c, g = model.config, torch.Generator().manual_seed(0)
+        shape = 2, 1, c.num_key_value_heads, ids.shape[1] - 1, c.hidden_size
+        shape = *shape[:-1], getattr(c, "head_dim", None) or shape[-1] // c.num_attention_heads
+        for i in range(c.num_hidden_layers):
+            k, v = torch.randn(shape, generator=g)
+            if name == "dynamic":
+                cache.update(k, v, i)
+            else:
+                cache.layers[i]._append(k, v, True)
+        return cache
     for part in ids[:, :-1].split(4096, 1):
         model(part, past_key_values=cache, logits_to_keep=1)
     return cache
@@ -101,10 +115,10 @@ def call(model, cache, name, ids, new):
     return new / (time.perf_counter() - began), 1e3 * (time.process_time() - used) / new, out
 
 
-def measured(model, recipes, ids, new, repeats):
+def measured(model, recipes, ids, new, repeats, filled):
     "Rows of all caches on one prompt, their calls in turns."
     names = "dynamic", *(f"turboquant {x}" for x in recipes)
-    caches = {name: read(model, fresh(model, name), name, ids) for name in names}
+    caches = {name: read(model, fresh(model, name), name, ids, filled) for name in names}
     at, speeds, used = (
         dict.fromkeys(caches, ids),
         {name: [] for name in caches},
@@ -121,6 +135,7 @@ def measured(model, recipes, ids, new, repeats):
         row = {
             "cache": name,
             "prompt": ids.shape[1],
+            "filled": filled,
             "new": new,
             "n": repeats,
             "unit": "tokens/s",
@@ -171,6 +186,9 @@ def options(p):
         default=[0, 16384],
         help="tokens of the prompts; 0 is the demo's",
     )
+    p.add_argument(
+        "--filled", action="store_true", help="caches of random states in place of a prompt"
+    )
     p.add_argument("--new", type=int, default=24, help="tokens that a call makes")
     p.add_argument("--repeats", type=int, default=7, help="timed calls of each cache")
 
@@ -179,7 +197,7 @@ def options(p):
 def rows(a, model, tokenizer):
     for length in a.prompts:
         ids = prompt_ids(tokenizer, length)
-        yield from measured(model, a.recipes, ids, a.new, a.repeats)
+        yield from measured(model, a.recipes, ids, a.new, a.repeats, a.filled)
 
 
 @torch.no_grad()

@@ -33,8 +33,8 @@ def kernel(request):
 
 
 def serve(kernel, q, store, *chunk, **options):
-    """What the kernel answers, the same by one thread and by two; PyTorch, which rotates queries
-    and outputs, has the threads that it has."""
+    """What the kernel answers, the same by one thread and by two. PyTorch rotates queries and
+    outputs, by the threads that it has."""
     call, answers = Call.of(q, store, *chunk, **options), []
     assert kernel.refuses(call) == ""
     for n in (1, 2):
@@ -104,7 +104,9 @@ def test_random_steps_are_attention_on_codes(seed, kernel):
 @pytest.mark.parametrize("d", (64, 128))
 def test_windows_give_the_attention_of_the_reference(bits, codebook, d, kernel):
     g = torch.Generator().manual_seed(bits)
-    recipe = Recipe(Spec(bits, codebook=codebook, center="pre_rope"), Spec(2, codebook=codebook))
+    recipe = Recipe(
+        Spec(bits, codebook=codebook, center="pre_rope"), Spec(2, codebook=codebook)
+    )
     freq = 1e4 ** (-torch.arange(d // 2) / (d // 2))
     store = KVStore(recipe, 2, 2, d, inv_freq=freq)
     store.set_range(start=torch.tensor([0, 9]))
@@ -124,8 +126,9 @@ def test_half_precision(dtype, limit, kernel):
     chunk = new(2, 1)
     store.append(chunk, chunk)
     for more in ((), (chunk, chunk), (chunk, chunk.float())):
-        got, want = serve(kernel, new(8, 1), store, *more), attention.attend(
-            new(8, 1), store, *more
+        got, want = (
+            serve(kernel, new(8, 1), store, *more),
+            attention.attend(new(8, 1), store, *more),
         )
         worst = (got[0] - want[0]).float().abs().max()
         assert got[0].dtype == dtype and worst <= limit * want[0].float().abs().max()
@@ -148,7 +151,7 @@ def outcome(answer):
 
 
 def test_what_is_not_finite_is_as_in_the_reference(kernel):
-    "In queries, in an exact token, in a scale that is seen; a scale that is hidden says nothing."
+    "In queries, an exact token, a scale that is seen; one that is hidden says nothing."
     g = torch.Generator().manual_seed(0)
     for bad in (float("nan"), float("inf"), -float("inf")):
         for where in ("query", "exact", "scale", "hidden"):

@@ -551,9 +551,7 @@ extern "C" void attend(const Call* call) {
 """
 
 # %% ../../nbs/45_cpu.ipynb #45c0001a
-SOURCE = "".join(
-    (_VECTORS, _NUMBERS, _CALL, _INDICES, _PRODUCTS, _SOFTMAX, _RUNS, _JOIN)
-)
+SOURCE = "".join((_VECTORS, _NUMBERS, _CALL, _INDICES, _PRODUCTS, _SOFTMAX, _RUNS, _JOIN))
 
 
 def _processor() -> str:
@@ -571,7 +569,7 @@ def _native() -> str:
 
 
 def cache_folder() -> Path:
-    "Where compiled kernels are kept; where nothing can be kept there, a folder of this process."
+    "Where compiled kernels are kept; a folder of this process where that cannot be written."
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(home) / "turboquant-nb"
     try:
@@ -682,7 +680,9 @@ _Call = _struct(
 
 
 @lru_cache(maxsize=64)
-def _tables(code) -> tuple:  # (levels [16], channels of windows, taps); held as long as the code
+def _tables(
+    code,
+) -> tuple:  # (levels [16], channels of windows, taps); held as long as the code
     "What the kernel looks up for a code: a level for each half of a byte of equation (45.1)."
     lut, at = code.lut, torch.arange(16)
     if lut.taps:
@@ -785,7 +785,7 @@ class Cpu(Backend):
 
     def _run(self, call: Call) -> Answer:
         store, rule, q = call.store, call.rule, call.q
-        (key, value), window, now = store.parts, rule.sliding_window, store.length
+        value, window, now = store.value, rule.sliding_window, store.length
         c, tile, offset = _held_by(store), store.tile, store.offset
         query, ranges = attention._query(call), store.ranges.starts
         (b, h, g, _), dv = query.plain.shape, value.q.d
