@@ -5,9 +5,10 @@
 SmolLM2-135M (or another model) in fp32, batch 1, the chapter of the demo and its question
 (2,926 tokens), and longer prompts of text repeated; positions beyond the model's 8,192 go on
 with the RoPE of the model, unscaled: the tokens mean nothing there, the work is the same. A
-prompt is read once for each cache, all but its last token. Then come calls of generate() that
-continue it, in turns, so that what else the machine does meets both; every call makes `new`
-tokens, so the caches grow by as many. `p20`, `p50` and `p80` are quantiles of tokens per second
+prompt is read once for each cache, all but its last token; with --filled the caches get random
+states instead, which cost no pass. Then come calls of generate() that continue it, in turns, so
+that what else the machine does meets both; every call makes `new` tokens, so the caches grow by
+as many. `p20`, `p50` and `p80` are quantiles of tokens per second
 over the calls, the first of each cache left out; `speedup` is the median over that of the
 uncompressed cache. `cpu_ms` is the median processor time for a token, which with
 OMP_NUM_THREADS=1 says how the caches compare on a machine that does other things too;
