@@ -1,24 +1,31 @@
 """Tokens per second of generate() on a CPU, on codes and uncompressed: run.py generate_cpu
-[--tiny] [--prompts N …] [--new N] [--repeats N] --out FILE.
+[--tiny] [--model FILE] [--recipes NAME …] [--prompts N …] [--filled] [--new N] [--repeats N]
+--out FILE.
 
-SmolLM2-135M in fp32, batch 1, the chapter of the demo and its question (2,926 tokens), and
-longer prompts of text repeated; positions beyond the model's 8,192 go on with the RoPE of the
-model, unscaled: the tokens mean nothing there, the work is the same. A prompt is read once for
-each cache, all but its last token. Then come calls of generate() that continue it, in turns, so
+SmolLM2-135M (or another model) in fp32, batch 1, the chapter of the demo and its question
+(2,926 tokens), and longer prompts of text repeated; positions beyond the model's 8,192 go on
+with the RoPE of the model, unscaled: the tokens mean nothing there, the work is the same. A
+prompt is read once for each cache, all but its last token; with --filled the caches get random
+states instead, which cost no pass. Then come calls of generate() that continue it, in turns, so
 that what else the machine does meets both; every call makes `new` tokens, so the caches grow by
-as many. `p20`, `p50` and `p80` are quantiles of tokens per second over the calls, the first of
-each cache left out; `speedup` is the median over that of the uncompressed cache. `cpu_ms` is
-the median processor time for a token, which with OMP_NUM_THREADS=1 says how the caches compare
-on a machine that does other things too; `cpu_speedup` the uncompressed cache's over it.
+as many. `p20`, `p50` and `p80` are quantiles of tokens per second
+over the calls, the first of each cache left out; `speedup` is the median over that of the
+uncompressed cache. `cpu_ms` is the median processor time for a token, which with
+OMP_NUM_THREADS=1 says how the caches compare on a machine that does other things too;
+`cpu_speedup` the uncompressed cache's over it.
 
-Caches: `dynamic` transformers' DynamicCache with torch's SDPA; `turboquant k3v3` the preset
-with attention on codes, `backends` who served. Set OMP_NUM_THREADS to the cores.
+Caches: `dynamic` transformers' DynamicCache with torch's SDPA; `turboquant NAME` the preset
+with attention on codes, `backends` who served. Set OMP_NUM_THREADS to the cores; `load` is the
+machine's average load over the last minute, when the calls of a prompt are over.
 
-Gate: the logits of a step by look-up are those of attention on codes without it, to 1e-3, and
-no timed step was served by anything but the look-up."""
+Gate: the logits of a step by the compiled kernel are those of attention on codes in PyTorch, to
+1e-3, and no timed step was served by anything else."""
 
 import copy
+import hashlib
+import os
 import time
+from pathlib import Path
 
 import torch
 from plan import Plan
@@ -28,7 +35,10 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from turboquant_nb.evaluation.models import SMOLLM2, demo_message, load_model, sample_text
 from turboquant_nb.hf import TurboQuantCache
 
-ATTENTION = {"dynamic": "sdpa", "turboquant k3v3": "turboquant"}
+
+def attention(name):
+    "How a model attends that has such a cache."
+    return "sdpa" if name == "dynamic" else "turboquant"
 
 
 def tiny():
@@ -63,9 +73,20 @@ def prompt_ids(tokenizer, length):
     return ids.repeat(1, -(-length // ids.shape[1]))[:, :length]
 
 
-def read(model, cache, name, ids):
-    "The cache after all tokens but the last, in chunks."
-    model.set_attn_implementation(ATTENTION[name])
+def read(model, cache, name, ids, filled=False):
+    "The cache after all tokens but the last, in chunks; or filled with as many random states."
+    model.set_attn_implementation(attention(name))
+    if filled:
+        c, g = model.config, torch.Generator().manual_seed(0)
+        shape = 2, 1, c.num_key_value_heads, ids.shape[1] - 1, c.hidden_size
+        shape = *shape[:-1], getattr(c, "head_dim", None) or shape[-1] // c.num_attention_heads
+        for i in range(c.num_hidden_layers):
+            k, v = torch.randn(shape, generator=g)
+            if name == "dynamic":
+                cache.update(k, v, i)
+            else:
+                cache.layers[i]._append(k, v, True)
+        return cache
     for part in ids[:, :-1].split(4096, 1):
         model(part, past_key_values=cache, logits_to_keep=1)
     return cache
@@ -75,14 +96,14 @@ def fresh(model, name, **options):
     return (
         DynamicCache(config=model.config)
         if name == "dynamic"
-        else TurboQuantCache(model, "k3v3", **options)
+        else TurboQuantCache(model, name.split()[1], **options)
     )
 
 
 def call(model, cache, name, ids, new):
     """(tokens per second of one call that makes `new` tokens, processor milliseconds for each,
     the ids with them)."""
-    model.set_attn_implementation(ATTENTION[name])
+    model.set_attn_implementation(attention(name))
     began, used = time.perf_counter(), time.process_time()
     out = model.generate(
         ids,
@@ -95,9 +116,10 @@ def call(model, cache, name, ids, new):
     return new / (time.perf_counter() - began), 1e3 * (time.process_time() - used) / new, out
 
 
-def measured(model, ids, new, repeats):
-    "Rows of both caches on one prompt, their calls in turns."
-    caches = {name: read(model, fresh(model, name), name, ids) for name in ATTENTION}
+def measured(model, recipes, ids, new, repeats, filled):
+    "Rows of all caches on one prompt, their calls in turns."
+    names = "dynamic", *(f"turboquant {x}" for x in recipes)
+    caches = {name: read(model, fresh(model, name), name, ids, filled) for name in names}
     at, speeds, used = (
         dict.fromkeys(caches, ids),
         {name: [] for name in caches},
@@ -114,10 +136,12 @@ def measured(model, ids, new, repeats):
         row = {
             "cache": name,
             "prompt": ids.shape[1],
+            "filled": filled,
             "new": new,
             "n": repeats,
             "unit": "tokens/s",
             "threads": torch.get_num_threads(),
+            "load": round(os.getloadavg()[0], 1),
         }
         cpu = quantiles(used[name])["p50"]
         row |= quantiles(found) | {
@@ -127,10 +151,10 @@ def measured(model, ids, new, repeats):
         }
         if name != "dynamic":
             report = caches[name].report()
-            if set(report["backends"]) - {"flash"} != {
-                "gather"
-            }:  # chunks of a long prompt, then steps
-                raise RuntimeError(f"steps were not served by look-up: {report['backends']}")
+            # chunks of a long prompt, then steps
+            if set(report["backends"]) - {"flash"} != {"cpu"}:
+                why = f"{report['backends']}: {report['reasons']}"
+                raise RuntimeError(f"steps were not served by the compiled kernel but by {why}")
             row |= {"backends": report["backends"], "bits_per_value": report["bits_per_value"]}
         yield row
 
@@ -154,12 +178,17 @@ def options(p):
     p.add_argument(
         "--tiny", action="store_true", help="a small random model: does the bench run?"
     )
+    p.add_argument("--model", default="embedded", help="a .gguf file or a folder")
+    p.add_argument("--recipes", nargs="+", default=["k3v3"], help="presets")
     p.add_argument(
         "--prompts",
         nargs="+",
         type=int,
         default=[0, 16384],
         help="tokens of the prompts; 0 is the demo's",
+    )
+    p.add_argument(
+        "--filled", action="store_true", help="caches of random states in place of a prompt"
     )
     p.add_argument("--new", type=int, default=24, help="tokens that a call makes")
     p.add_argument("--repeats", type=int, default=7, help="timed calls of each cache")
@@ -168,24 +197,26 @@ def options(p):
 @torch.no_grad()
 def rows(a, model, tokenizer):
     for length in a.prompts:
-        yield from measured(model, prompt_ids(tokenizer, length), a.new, a.repeats)
+        ids = prompt_ids(tokenizer, length)
+        yield from measured(model, a.recipes, ids, a.new, a.repeats, a.filled)
 
 
 @torch.no_grad()
 def plan(a):
-    model, tokenizer = (tiny(), None) if a.tiny else load_model()[:2]
+    model, tokenizer = (tiny(), None) if a.tiny else load_model(a.model)[:2]
     model.config.max_position_embeddings = 1 << 17
     model.generation_config.eos_token_id = None
     passed = gate(model, prompt_ids(tokenizer, 600))
-    name = (
-        {"id": "tiny", "revision": "none"}
-        if a.tiny
-        else {"id": SMOLLM2.member, "revision": SMOLLM2.model_sha256}
-    )
+    name = {"id": "tiny", "revision": "none"}
+    if not a.tiny:
+        name = {"id": SMOLLM2.member, "revision": SMOLLM2.model_sha256}
+        if a.model != "embedded":
+            digest = hashlib.sha256(Path(a.model).read_bytes()).hexdigest()
+            name = {"id": Path(a.model).name, "revision": digest}
     data = {"id": "Moby-Dick, chapters 1 to 3", "n": len(a.prompts)}
     cmd = (
-        "one step's logits by look-up and by attention on codes agree to 1e-3; steps were "
-        "served by look-up"
+        "one step's logits by the compiled kernel and by attention on codes agree to 1e-3; "
+        "steps were served by the kernel"
     )
     return Plan(
         "generate", {"cmd": cmd, "passed": passed}, rows(a, model, tokenizer), data, name

@@ -140,8 +140,8 @@ def decoded(store, q, k, v, **how):
 
 @pytest.mark.parametrize(
     "backend, codebook",
-    [(x, "sphere") for x in ("torch", "gather", "blocks", "triton")]
-    + [(x, "trellis") for x in ("torch", "gather", "blocks", "triton")],
+    [(x, "sphere") for x in ("torch", "cpu", "gather", "blocks", "triton")]
+    + [(x, "trellis") for x in ("torch", "cpu", "gather", "blocks", "triton")],
 )
 @pytest.mark.parametrize("center", ["none", "prompt_mean", "pre_rope"])
 def test_every_backend_reads_what_the_store_reads_back(backend, codebook, center):

@@ -1988,9 +1988,9 @@ def test_operations_of_a_step_in_each_layer():
                     model(ids[:, :1], past_key_values=cache)
             counts[name, layers] = seen.n
         report = cache.report()
-        assert report["backends"] == {"gather": 3 * layers} and report["coded"] == {
-            "torch": 4 * layers
-        }
+        (served,) = report["backends"]
+        assert served in ("cpu", "gather") and report["backends"][served] == 3 * layers
+        assert report["coded"] == {"torch": 4 * layers}
     each = {name: (counts[name, 12] - counts[name, 6]) / 6 for name in ("sdpa", "turboquant")}
     once = counts["turboquant", 12] - 12 * each["turboquant"]
     assert each["turboquant"] - each["sdpa"] <= 170, each

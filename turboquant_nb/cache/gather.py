@@ -459,7 +459,7 @@ def _exact(side: Part, chunk: Tensor | None) -> Tensor:
 class Gather(Backend):
     "A decode step on codes by table look-up, on a processor."
 
-    name = "gather"
+    name, reads_late = "gather", True
 
     def refuses(self, call: Call) -> str:
         store, q = call.store, call.q

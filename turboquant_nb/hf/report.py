@@ -15,9 +15,9 @@ from .model_info import _recipes_to_json
 class Report(dict):
     """What a cache holds; prints as a small table. "reading" is how the model reads it: on
     codes, or decoded each step, and why. "served" counts calls over all layers:
-    prefill (exact), kernel, codes (PyTorch on codes), chunk (long chunks, block by block),
-    dense (the past was decoded for another attention; why, and the cure, stand in "dense"),
-    and "by_layer" has the same for each layer; steps that a graph replays are counted
+    prefill (exact), kernel, codes (PyTorch, or a processor's kernel), chunk (long chunks, block
+    by block), dense (the past was decoded for another attention; why, and the cure, stand in
+    "dense"), and "by_layer" has the same for each layer; steps that a graph replays are counted
     in "graphs" instead. "backends" names what attended on codes, "reasons" says why not a
     kernel; "coded" what coded."""
 

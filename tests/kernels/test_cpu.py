@@ -1,0 +1,243 @@
+"""The compiled kernel of processors against attention on codes, as compiled for this processor,
+for one with AVX2 and for any: random recipes, shapes, ranges, crops, evictions."""
+
+import random
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.cache.test_gather import CHAINED, FREQ, close
+from turboquant_nb.cache import attention
+from turboquant_nb.cache.attention import Call
+from turboquant_nb.cache.clock import flags_of
+from turboquant_nb.cache.store import KVStore
+from turboquant_nb.kernels import ops
+from turboquant_nb.kernels.cpu import Cpu, Library
+from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.theory.transforms import HeadTransform, register_transform
+
+INFO = Path("/proc/cpuinfo")
+FLAGS = set(INFO.read_text().split()) if INFO.exists() else set()
+NEEDS = {"": set(), "-march=haswell": {"avx2", "fma", "f16c"}, "-march=x86-64": {"sse2"}}
+KERNELS = {target: Cpu(Library(target)) for target, needs in NEEDS.items() if needs <= FLAGS}
+
+
+@pytest.fixture(params=KERNELS, ids=lambda target: target or "native")
+def kernel(request):
+    found = KERNELS[request.param]
+    if found.library.why:
+        pytest.skip(found.library.why)
+    return found
+
+
+def serve(kernel, q, store, *chunk, **options):
+    """What the kernel answers, the same by one thread and by two. PyTorch rotates queries and
+    outputs, by the threads that it has."""
+    call, answers = Call.of(q, store, *chunk, **options), []
+    assert kernel.refuses(call) == ""
+    for n in (1, 2):
+        with patch.object(torch, "get_num_threads", lambda n=n: n):
+            answers.append(kernel.run(call.into_frame()))
+    for a, b in zip(*answers):
+        assert torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+    return answers[0]
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_steps_are_attention_on_codes(seed, kernel):
+    g, r = torch.Generator().manual_seed(seed), random.Random(seed)
+    dk, dv, heads, groups, batch = (
+        r.choice((16, 17, 40, 64, 128)),
+        r.choice((16, 31, 64)),
+        r.choice((1, 3)),
+        r.choice((1, 2, 3, 5, 7, 13)),
+        r.choice((1, 2, 3)),
+    )
+    key = Spec(
+        r.randint(1, 4),
+        center=r.choice(("none", "prompt_mean", "pre_rope")),
+        codebook=r.choice(("sphere", "uniform")),
+        scale_dtype=r.choice(("float16", "bfloat16", "float32")),
+    )
+    value = Spec(
+        r.randint(1, 4),
+        rotation=r.choice(("hadamard", "haar")),
+        center=r.choice(("none", "prompt_mean")),
+    )
+    recipe = Recipe(key, value, sinks=r.choice((0, 4)), recent=r.choice((0, 1, 16)))
+    store = KVStore(recipe, batch, heads, dk, dv, tile=r.choice((64, 128, 256)), inv_freq=FREQ)
+    store.set_range(start=torch.tensor([r.choice((0, 0, 5, 130)) for _ in range(batch)]))
+    new = lambda n: (
+        torch.randn(batch, heads, n, dk, generator=g) + 1,
+        torch.randn(batch, heads, n, dv, generator=g) - 1,
+    )
+
+    def added(store, batch, heads):
+        "What is added to scores: of all rows and heads, or of each."
+        shape = r.choice((1, batch)), r.choice((1, heads)), 1, store.length - store.offset
+        return torch.randn(*shape, generator=g)
+
+    window = r.choice((None, 3, 90, 300))
+    options = dict(
+        sliding_window=window, softcap=r.choice((None, 5.0)), scaling=r.choice((None, 0.2))
+    )
+    for n in (r.choice((1, 70, 400, 1300)), 1, 1, r.randint(2, 40), 1):
+        k, v = new(n)
+        store.append(k, v)
+        q = torch.randn(batch, heads * groups, 1, dk, generator=g)
+        for chunk in ((), (k[:, :, -1:], v[:, :, -1:]), (k, v)):
+            more = r.choice((None, added(store, batch, heads * groups)))
+            close(
+                serve(kernel, q, store, *chunk, **options, bias=more),
+                attention.attend(q, store, *chunk, **options, bias=more),
+            )
+        if n > 1:
+            store.crop(r.randint(1, n - 1))
+            close(serve(kernel, q, store, **options), attention.attend(q, store, **options))
+        if window:
+            store.evict(store.length - window - 1)
+
+
+@pytest.mark.parametrize("bits, codebook", CHAINED)
+@pytest.mark.parametrize("d", (64, 128))
+def test_windows_give_the_attention_of_the_reference(bits, codebook, d, kernel):
+    g = torch.Generator().manual_seed(bits)
+    recipe = Recipe(
+        Spec(bits, codebook=codebook, center="pre_rope"), Spec(2, codebook=codebook)
+    )
+    freq = 1e4 ** (-torch.arange(d // 2) / (d // 2))
+    store = KVStore(recipe, 2, 2, d, inv_freq=freq)
+    store.set_range(start=torch.tensor([0, 9]))
+    store.append(*torch.randn(2, 2, 2, 700, d, generator=g) + 0.3)
+    q = torch.randn(2, 8, 1, d, generator=g)
+    close(serve(kernel, q, store), attention.attend(q, store))
+
+
+@pytest.mark.parametrize("dtype, limit", [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+def test_half_precision(dtype, limit, kernel):
+    "Inputs are widened alike, so what differs is the rounding of the output."
+    new = lambda h, n: torch.randn(
+        2, h, n, 64, generator=torch.Generator().manual_seed(h + n)
+    ).to(dtype)
+    store = KVStore(Recipe(), 2, 2, 64, dtype=dtype)
+    store.append(new(2, 300), new(2, 300))
+    chunk = new(2, 1)
+    store.append(chunk, chunk)
+    for more in ((), (chunk, chunk), (chunk, chunk.float())):
+        got, want = (
+            serve(kernel, new(8, 1), store, *more),
+            attention.attend(new(8, 1), store, *more),
+        )
+        worst = (got[0] - want[0]).float().abs().max()
+        assert got[0].dtype == dtype and worst <= limit * want[0].float().abs().max()
+
+
+def test_a_transform_for_each_head(kernel):
+    g = torch.Generator().manual_seed(0)
+    transform = register_transform(
+        HeadTransform.of(torch.randn(3, 64, 64, generator=g) + 20 * torch.eye(64))
+    )
+    store = KVStore(Recipe(Spec(3, rotation=transform.name), Spec(3)), 1, 3, 64)
+    store.append(*torch.randn(2, 1, 3, 300, 64, generator=g))
+    q = torch.randn(1, 6, 1, 64, generator=g)
+    close(serve(kernel, q, store), attention.attend(q, store))
+
+
+def outcome(answer):
+    "What is NaN, what is infinite, and the rest."
+    return [torch.nan_to_num(x.float(), 1e6, 2e6, 3e6) for x in answer]
+
+
+def test_what_is_not_finite_is_as_in_the_reference(kernel):
+    "In queries, an exact token, a scale that is seen; one that is hidden says nothing."
+    g = torch.Generator().manual_seed(0)
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        for where in ("query", "exact", "scale", "hidden"):
+            store = KVStore(Recipe(Spec(3), Spec(3), recent=4), 1, 2, 64)
+            store.append(*torch.randn(2, 1, 2, 300, 64, generator=g))
+            q = torch.randn(1, 4, 1, 64, generator=g)
+            if where == "query":
+                q[0, 1, 0, 3] = bad
+            elif where == "exact":
+                store.key.exact.recent[0, 1, 1, 5] = bad
+            else:
+                at = (0, 100) if where == "scale" else (1, 255)
+                for side in store.parts:
+                    side.tensors["scale"][0, 1, at[0], at[1]] = bad
+            got, want = serve(kernel, q, store), attention.attend(q, store)
+            for a, b in zip(outcome(got), outcome(want)):
+                assert (a - b).abs().max() <= 2e-5 * max(1, b.abs().max()), (bad, where)
+            assert where != "hidden" or bool(got[0].isfinite().all())
+
+
+def test_nothing_is_seen(kernel):
+    "An empty store, and a sequence of padding alone."
+    store = KVStore(Recipe(), 2, 1, 64)
+    store.set_range(start=torch.tensor([0, 40]))
+    k = torch.randn(2, 1, 40, 64)
+    store.append(k, k)
+    q = torch.randn(2, 2, 1, 64)
+    got = serve(kernel, q, store)
+    assert not got[0][1].any() and got[1][1].eq(-torch.inf).all() and got[0][0].any()
+    close(got, attention.attend(q, store))
+
+
+def test_it_serves_by_itself_and_says_why_it_does_not(monkeypatch, kernel):
+    "By itself before the look-up; without a compiler the look-up, with the reason."
+    store = KVStore("k3v3", 1, 2, 64, inv_freq=FREQ)
+    store.append(*torch.randn(2, 1, 2, 300, 64))
+    q = torch.randn(1, 4, 1, 64)
+    assert ops.select_backend(Call.of(q, store)).backend == "cpu"
+    bare = Cpu(Library(compiler="no-such-compiler"))
+    monkeypatch.setitem(ops.BACKENDS, "cpu", bare)
+    store.memo.clear()
+    assert ops.select_backend(Call.of(q, store)) == (
+        "gather",
+        "no C++ compiler was found (looked for no-such-compiler)",
+    )
+    with pytest.raises(ValueError, match="'cpu' cannot serve this call: no C.. compiler"):
+        ops.attend(q, store, backend="cpu")
+
+
+def test_reasons(kernel):
+    q = torch.randn(1, 4, 1, 64)
+    for options, n, why in (
+        (dict(dtype=torch.float64), 1, "32 or 16 bits"),
+        (dict(tile=32), 1, "a multiple of 64 tokens, got 32"),
+        (dict(), 2, "one query a sequence"),
+        (dict(static=True, max_length=512), 1, "static"),
+    ):
+        store = KVStore(Recipe(), 1, 2, 64, **options)
+        store.append(*torch.randn(2, 1, 2, 300, 64).to(store.dtype))
+        x = q.to(store.dtype).expand(-1, -1, n, -1)
+        assert why in kernel.refuses(Call.of(x, store))
+
+
+def test_a_source_that_does_not_compile(tmp_path, monkeypatch):
+    "The compiler's error is the reason; what is compiled once is found again."
+    from turboquant_nb.kernels import cpu
+
+    first = Library(folder=tmp_path)
+    if first.why:
+        pytest.skip(first.why)
+    (file,) = tmp_path.iterdir()
+    monkeypatch.setattr(cpu.subprocess, "run", None)
+    assert Library(folder=tmp_path).why == "" and [*tmp_path.iterdir()] == [file]
+    monkeypatch.undo()
+    monkeypatch.setattr(cpu, "SOURCE", "#error not this one\n")
+    assert "not this one" in Library(folder=tmp_path).why
+    assert [*tmp_path.iterdir()] == [file]
+
+
+def test_scales_of_hidden_tokens_say_nothing(kernel):
+    "Kernels write NaN for what they refuse; a step that does not see it reads around it."
+    store = KVStore(Recipe(recent=0, sinks=0), 1, 1, 64)
+    store.append(*torch.randn(2, 1, 1, 300, 64))
+    q, options = torch.randn(1, 2, 1, 64), dict(sliding_window=100)
+    want = attention.attend(q, store, **options)
+    flags_of(store)
+    for side in store.parts:
+        side.tensors["scale"][0, 0, 0, :200] = float("nan")
+    close(serve(kernel, q, store, **options), want)
