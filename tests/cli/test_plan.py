@@ -35,7 +35,7 @@ CONFIGS = {
     "latents": DeepseekV2Config(
         **SMALL | dict(num_key_value_heads=4, kv_lora_rank=64, q_lora_rank=None),
         **dict(qk_rope_head_dim=16, qk_nope_head_dim=24, v_head_dim=20),
-        **dict(first_k_dense_replace=2, n_routed_experts=4, moe_intermediate_size=16),
+        **dict(first_k_dense_replace=3, n_routed_experts=4, moe_intermediate_size=16),
     ),
 }
 RECIPES = [
