@@ -213,7 +213,8 @@ def plan(a):
         if a.model != "embedded":
             digest = hashlib.sha256(Path(a.model).read_bytes()).hexdigest()
             name = {"id": Path(a.model).name, "revision": digest}
-    data = {"id": "Moby-Dick, chapters 1 to 3", "n": len(a.prompts)}
+    what = "random states, normal" if a.filled else "Moby-Dick, chapters 1 to 3"
+    data = {"id": what, "n": len(a.prompts)}
     cmd = (
         "one step's logits by the compiled kernel and by attention on codes agree to 1e-3; "
         "steps were served by the kernel"
