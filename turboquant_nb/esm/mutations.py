@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CAPTURE_FROM', 'masked_marginals', 'MaskedRows', 'pseudo_log_likelihood', 'pseudo_perplexity', 'score_mutations',
-           'mutated', 'variants_of', 'variants', 'read_mutations']
+           'mutated', 'variants_of', 'variants', 'read_mutations', 'design']
 
 # %% ../../nbs/75_esm_mutations.ipynb #67b365f9
 import math
@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from .checkpoints import _INDEX, MASK, RESIDUES, batches, tokens
+from turboquant_nb.esm.checkpoints import (
+    _INDEX,
+    CLS,
+    EOS,
+    MASK,
+    RESIDUES,
+    TOKENS,
+    batches,
+    tokens,
+)
 from .codes import why_not_captured
 from .model import TurboEsm
 from ..hf.graphs import CudaGraph
@@ -375,3 +384,58 @@ def read_mutations(path) -> dict | list:
     for name, m in rows:
         out.setdefault(name, []).append(m)
     return out
+
+# %% ../../nbs/75_esm_mutations.ipynb #d5160002
+def _sampled(
+    logits_of,  # ids [B, T] -> logits [B, T, V]
+    shape: tuple,  # (sequences, residues of each)
+    method: str,
+    sweeps: int,
+    ends: tuple,  # (first, last) token
+    mask: int,
+    letters: Tensor,  # tokens that are drawn
+    seed: int,
+) -> Tensor:  # [n, L + 2]
+    "Ids of sequences that a model draws; all chance comes from the seed."
+    g, (n, length) = torch.Generator().manual_seed(seed), shape
+    ids = torch.full((n, length + 2), mask, device=letters.device)
+    ids[:, 0], ids[:, -1] = ends
+    if gibbs := method == "gibbs":
+        ids[:, 1:-1] = letters[torch.randint(len(letters), shape, generator=g).to(ids.device)]
+        orders = [torch.rand(shape, generator=g).argsort(1) for _ in range(sweeps)]
+        steps = [x for order in orders for x in order.split(max(1, length // 8), 1)]
+    else:
+        steps = torch.arange(length).expand(shape).split(1, 1)
+    for step in steps:
+        at = step.to(ids.device) + 1
+        ids.scatter_(1, at, mask)
+        read = ids if gibbs else torch.cat([ids[:, : step[0, 0] + 2], ids[:, -1:]], 1)
+        logits = logits_of(read)[torch.arange(n, device=ids.device)[:, None], at][..., letters]
+        e = torch.empty(logits.shape).exponential_(generator=g).to(ids.device)
+        ids.scatter_(1, at, letters[(logits.float() - e.log()).argmax(-1)])
+    return ids
+
+
+@torch.no_grad()
+def design(
+    turbo: TurboEsm,  # over a model with a language-model head
+    n: int,  # sequences
+    length: int,  # residues of each
+    method: str = "gibbs",  # or "left-to-right"
+    sweeps: int = 2,  # of "gibbs": how often each position is drawn
+    seed: int = 0,
+    at_most: int = 4096,  # tokens at a time
+) -> list:  # of str
+    """Sequences that the model draws, on the states of `turbo.code` in every pass, by equation
+    (75.4). Raises ValueError for a model without a head, and as `TurboEsm.reread`."""
+    _check_head(turbo, method, ("gibbs", "left-to-right"))
+    checks.whole(n, "n", 1)
+    checks.whole(sweeps, "sweeps", 1)
+    checks.whole(length, "length", 1, turbo.base.config.max_position_embeddings - 4)
+    turbo._check_room(length + 2)
+    rows = max(1, at_most // (length + 2))
+    logits_of = lambda ids: torch.cat([_unmasked_pass(turbo, x) for x in ids.split(rows)])
+    letters = torch.tensor([_INDEX[x] for x in RESIDUES], device=turbo.base.device)
+    about = (n, length), method, sweeps, (CLS, EOS), MASK, letters, seed
+    ids = _sampled(logits_of, *about)
+    return ["".join(TOKENS[i] for i in row[1:-1]) for row in ids.tolist()]
