@@ -506,17 +506,21 @@ class Folded:
         return f"{text}; {apart}; {held}"
 
 
+def _held(turbo, letters: str) -> int:
+    "Bytes of the keys and values of a pass, which is made only if it keeps outlier tokens."
+    if (held := turbo.nbytes_of(len(letters) + 2)) is not None:
+        return held
+    with turbo:
+        turbo.prefill(esm.tokens([letters], turbo.base.device)[0])
+        return turbo.report()["nbytes"]
+
+
 def _folded(model, code, letters: str) -> Folded:
-    ids = esm.tokens([letters], next(model.parameters()).device)[0]
-    held = []
-    for x in (None, code)[: 1 + (code is not None)]:
-        with esm.TurboEsm(model.esm, x) as turbo:
-            turbo.prefill(ids)
-            held.append(turbo.report()["nbytes"])
+    held = [_held(esm.TurboEsm(model.esm, x), letters) for x in (None, code)]
     on = lambda x: esm.fold(esm.TurboEsm(model, x), letters)
     exact = on(None)
     if code is None:
-        return Folded(exact, None, (held[0], held[0]))
+        return Folded(exact, None, tuple(held))
     return Folded(on(code), exact, tuple(held))
 
 
