@@ -126,7 +126,8 @@ def options(p):
 
 
 def plan(a):
-    trunk = None if a.shape == "small" else dict(max_recycles=a.recycles)  # of ESMFold's size
+    # transformers counts passes, the first among them; the trunk is of ESMFold's size
+    trunk = None if a.shape == "small" else dict(max_recycles=a.recycles + 1)
     with torch.device(a.device):
         model = random_folding(0, *SHAPES[a.shape], trunk).to(a.device)
     model.trunk.set_chunk_size(64)
