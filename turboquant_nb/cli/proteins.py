@@ -459,7 +459,14 @@ class Folding:
             raise Usage(f"expected letters of a protein, or a FASTA file; got {typed!r}")
         found = read_input("FILE", typed, esm.read_fasta) if given else {"protein": typed}
         with at_fault(ValueError):
-            return {name: esm.check_letters(x, name) for name, x in found.items()}
+            found = {name: esm.check_letters(x, name) for name, x in found.items()}
+        for name, x in found.items() if self.recipe or self.code else ():
+            if len(x) < 3:
+                raise Usage(
+                    f"{name} must have 3 residues or more, or two structures cannot be "
+                    f"compared; got {len(x)}"
+                )
+        return found
 
     def targets(self, names: list) -> dict:
         "Name -> file. Raises Usage for a place that cannot be written, and for files alike."
