@@ -171,7 +171,9 @@ def options(p):
     p.add_argument("--chains", default="chains.json", help="as run.py esm writes it")
     p.add_argument("--head-every", type=int, default=4, help="fit the head on every so many-th")
     p.add_argument("--steps", type=int, default=300, help="of fitting it")
-    p.add_argument("--head", type=Path, help="folder that keeps the fitted model for a next run")
+    p.add_argument(
+        "--head", type=Path, help="folder that keeps the fitted model for a next run"
+    )
     p.add_argument("--number", type=int, default=200, help="of sequences")
     p.add_argument("--length", type=int, default=64)
     p.add_argument("--sweeps", type=int, default=2, help="of Gibbs sampling")
