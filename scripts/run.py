@@ -178,6 +178,11 @@ EXPERIMENTS = {
         "ESM-2 on compressed keys and values: recipes, findings, contacts, variants, scores",
         "contacts --small --match ^water3$",
     ),
+    "design": Entry(
+        "eval.design",
+        "proteins that a model draws on exact and on coded states",
+        "--small --number 4 --length 16 --sweeps 1",
+    ),
     "architectures": Entry(
         "eval.architectures",
         "how each causal language model of transformers reads a coded cache",

@@ -1,5 +1,6 @@
 """How many weights of the MLPs could a token leave on the disk? run.py sparse_weights --model M
---text FILE ... --out FILE [--shares S ...] [--bits B ...].
+--text FILE ... --out FILE [--shares S ...] [--ways W ...]
+[--bits B ...].
 
 A neuron of a gated MLP is a row of the gate and up projections and a column of the down
 projection; what it adds to the output is its activation times that column. For each token and
@@ -28,6 +29,7 @@ from plan import Plan, must_pass
 from turboquant_nb.evaluation.score import paired, score
 
 SPAN = 32  # tokens in a row
+WAYS = "oracle", "predictor", "fixed"  # to know a token's neurons
 
 
 def mlps_of(model):
@@ -160,11 +162,13 @@ def options(p):
     p.add_argument("--train", type=int, default=12, help="windows that are fitted to")
     p.add_argument("--rank", type=int, default=64)
     p.add_argument("--shares", type=float, nargs="+", default=[0.8, 0.7, 0.6, 0.5, 0.4, 0.3])
+    p.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
     p.add_argument("--bits", type=int, nargs="+", default=[8, 6, 5, 4, 3])
 
 
 def rows(a, w, mlps, fitted):
-    ways = dict(oracle=oracle, predictor=fitted.predictor, fixed=fitted.fixed)
+    known = dict(zip(WAYS, (oracle, fitted.predictor, fitted.fixed)))
+    ways = {way: known[way] for way in a.ways}
     measure = lambda: score(w.model, w.ids, None, "decode", w.prompt, w.batch).loss
 
     def row(way, loss, **more):

@@ -239,4 +239,7 @@ def test_folding_is_refused_before_and_after_the_model(call, esm2, esmfold, tmp_
     for file, why in (("two", "give one name of a file"), ("same", "a")):
         ask = f"fold-protein {tmp_path / file}.fasta --model {esmfold} --pdb {tmp_path / 'x'}"
         refused(call(f"{ask} --quiet"), why)
+    ask = f"fold-protein MK --model {esmfold} --device cpu --quiet --pdb {tmp_path / 'a.pdb'}"
+    refused(call(f"{ask} --recipe k3v3"), "3 residues or more")
     assert not (tmp_path / "a.pdb").exists() and not (tmp_path / "x").exists()
+    assert call(ask)[0] == 0  # nothing to compare

@@ -25,6 +25,7 @@ from turboquant_nb.esm import (
     TOKENS,
     TurboEsm,
     calibrate_esm,
+    design,
     fit_esm,
     gather_statistics,
     load_esm,
@@ -41,7 +42,7 @@ from turboquant_nb.esm import (
     variants,
     variants_of,
 )
-from turboquant_nb.esm.mutations import MaskedRows
+from turboquant_nb.esm.mutations import MaskedRows, _sampled
 from turboquant_nb.hf.graphs import Tape
 from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.esm.transform import RECIPES, SideSpec
@@ -861,6 +862,96 @@ def test_refusals_of_one_pass(model, words, how):
         pseudo_log_likelihood(t, ["MKT"], **how)
     with TurboEsm(model.esm) as t, pytest.raises(ValueError, match="no language-model head"):
         pseudo_log_likelihood(t, ["MKT"])
+
+
+# --- sequences that a model draws
+
+
+def test_what_is_drawn_comes_from_the_seed_and_the_states(model, code):
+    before, found = torch.get_rng_state(), []
+    for use in (None, code, replace(PLAIN, key=Spec(bits=1))):
+        with TurboEsm(model, use) as t:
+            for method in ("gibbs", "left-to-right"):
+                drawn = design(t, 3, 17, method)
+                assert [len(x) for x in drawn] == [17] * 3
+                assert set("".join(drawn)) <= set(RESIDUES)
+                assert drawn == design(t, 3, 17, method) != design(t, 3, 17, method, seed=1)
+                found.append(drawn)
+            assert design(t, 3, 17) == found[-2] != design(t, 3, 17, sweeps=1)
+            assert t.past is None
+    assert len({str(x) for x in found[::2]}) == len({str(x) for x in found[1::2]}) == 3
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_left_to_right_is_a_race_behind_what_is_written(model):
+    "Exponential clocks of rate p: the first to ring is drawn."
+    with TurboEsm(model) as t:
+        found = design(t, 2, 9, "left-to-right", seed=3)
+    g, written = torch.Generator().manual_seed(3), ["", ""]
+    columns = [TOKENS.index(x) for x in RESIDUES]
+    for _ in range(9):
+        ids = [[0, *(TOKENS.index(x) for x in w), MASK, EOS] for w in written]
+        with torch.no_grad():
+            p = model(torch.tensor(ids)).logits[:, -2, columns].softmax(-1)
+        rings = torch.empty(2, 1, 20).exponential_(generator=g)[:, 0] / p
+        written = [w + RESIDUES[i] for w, i in zip(written, rings.argmin(-1).tolist())]
+    assert found == written
+
+
+@pytest.mark.parametrize("method", ["gibbs", "left-to-right"])
+def test_shares_of_what_is_drawn_are_the_models(model, method):
+    columns = [TOKENS.index(x) for x in RESIDUES]
+    with torch.no_grad():
+        logits = model(torch.tensor([[0, MASK, EOS]])).logits[0, 1, columns]
+    p = logits.softmax(-1).double()
+    with TurboEsm(model) as t:
+        drawn = design(t, 4000, 1, method)
+    shares = torch.tensor([drawn.count(x) for x in RESIDUES]) / 4000
+    z = (shares - p) / (p * (1 - p) / 4000).sqrt()
+    assert z.abs().max() < 5
+    flat = (2 * logits).softmax(-1)  # at another temperature
+    assert ((shares - flat) / (flat * (1 - flat) / 4000).sqrt()).abs().max() > 10
+
+
+@pytest.mark.parametrize("length", [1, 7, 16, 21])
+def test_a_sweep_draws_every_position_once(length):
+    seen, letters = [], torch.arange(4)
+
+    def logits_of(ids):
+        assert (ids[:, 0] == 7).all() and (ids[:, -1] == 8).all()
+        seen.append(ids[:, 1:-1] == 9)
+        return torch.zeros(*ids.shape, 10)
+
+    ids = _sampled(logits_of, (5, length), "gibbs", 3, (7, 8), 9, letters, 0)
+    assert ids.shape == (5, length + 2) and int(ids[:, 1:-1].max()) < 4
+    assert (torch.stack(seen).sum(0) == 3).all()
+    assert max(int(x.sum(1).max()) for x in seen) == max(1, length // 8)
+    assert (seen[0] != seen[len(seen) // 3]).any() or length == 1
+    seen.clear()
+    _sampled(logits_of, (5, length), "left-to-right", 1, (7, 8), 9, letters, 0)
+    assert [list(x[0].nonzero()[0]) for x in seen] == [[i] for i in range(length)]
+    assert [x.shape[1] for x in seen] == list(range(1, length + 1))
+
+
+@pytest.mark.parametrize(
+    "words, how",
+    [
+        ("n must be an integer of at least 1, got 0", dict(n=0)),
+        ("length must be an integer from 1 to 1022, got 0", dict(length=0)),
+        ("length must be an integer from 1 to 1022, got 1023", dict(length=1023)),
+        ("sweeps must be an integer of at least 1, got 0", dict(sweeps=0)),
+        ("method must be", dict(method="right-to-left")),
+    ],
+)
+def test_refusals_of_design(model, words, how):
+    with TurboEsm(model) as t, pytest.raises(ValueError, match=words):
+        design(t, **dict(n=1, length=5) | how)
+    with TurboEsm(model.esm) as t, pytest.raises(ValueError, match="no language-model head"):
+        design(t, 1, 5)
+    with TurboEsm(model, "k3v3") as t, pytest.raises(ValueError, match="without sinks"):
+        design(t, 1, 5)
+    with TurboEsm(model, max_length=6) as t, pytest.raises(ValueError, match="cannot hold 7"):
+        design(t, 1, 5)
 
 
 def test_mutations(model, tmp_path):

@@ -2,6 +2,7 @@
 structures are what they say."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from turboquant_nb.esm import (
     random_folding,
     random_proteins,
     rmsd,
+    tokens,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -187,3 +189,33 @@ def test_traces(f):
     ):
         with pytest.raises(ValueError, match=why):
             f(a, b)
+
+
+def test_bytes_are_those_of_tensors_without_a_pass(model):
+    calibrated = calibrate_esm(model.esm, random_proteins(12, seed=2), "water3")
+    for code in (None, in_one_pass("k3v3"), in_one_pass("k2v2-trellis"), "k4v4", calibrated):
+        for length in (1, 62, 63, 130):
+            with TurboEsm(model.esm, code) as turbo:
+                said = turbo.nbytes_of(length + 2)
+                assert turbo.past is None
+                turbo.prefill(tokens(["A" * length])[0])
+                assert said == turbo.report()["nbytes"]
+    recipe = replace(calibrated.recipe, outliers=0.01)  # then the sequence decides
+    assert TurboEsm(model.esm, replace(calibrated, recipe=recipe)).nbytes_of(9) is None
+    half = TurboEsm(model.esm, max_length=9)
+    with pytest.raises(ValueError, match="cannot hold 10 tokens"):
+        half.nbytes_of(10)
+    with pytest.raises(ValueError, match="tokens must be an integer of at least 1"):
+        half.nbytes_of(0)
+
+
+def test_the_command_counts_outlier_tokens_by_a_pass(model):
+    from turboquant_nb.cli.proteins import _held
+
+    code = calibrate_esm(model.esm, random_proteins(12, seed=2), "water3")
+    kept = replace(code, recipe=replace(code.recipe, outliers=1e-4))  # nearly all of them
+    held = [_held(TurboEsm(model.esm, x), LETTERS) for x in (code, kept)]
+    assert held[0] == TurboEsm(model.esm, code).nbytes_of(len(LETTERS) + 2) < held[1]
+    with TurboEsm(model.esm, kept) as turbo:
+        turbo.prefill(tokens([LETTERS])[0])
+        assert held[1] == turbo.report()["nbytes"]

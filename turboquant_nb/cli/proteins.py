@@ -459,7 +459,14 @@ class Folding:
             raise Usage(f"expected letters of a protein, or a FASTA file; got {typed!r}")
         found = read_input("FILE", typed, esm.read_fasta) if given else {"protein": typed}
         with at_fault(ValueError):
-            return {name: esm.check_letters(x, name) for name, x in found.items()}
+            found = {name: esm.check_letters(x, name) for name, x in found.items()}
+        for name, x in found.items() if self.recipe or self.code else ():
+            if len(x) < 3:
+                raise Usage(
+                    f"{name} must have 3 residues or more, or two structures cannot be "
+                    f"compared; got {len(x)}"
+                )
+        return found
 
     def targets(self, names: list) -> dict:
         "Name -> file. Raises Usage for a place that cannot be written, and for files alike."
@@ -506,17 +513,21 @@ class Folded:
         return f"{text}; {apart}; {held}"
 
 
+def _held(turbo, letters: str) -> int:
+    "Bytes of the keys and values of a pass, which is made only if it keeps outlier tokens."
+    if (held := turbo.nbytes_of(len(letters) + 2)) is not None:
+        return held
+    with turbo:
+        turbo.prefill(esm.tokens([letters], turbo.base.device)[0])
+        return turbo.report()["nbytes"]
+
+
 def _folded(model, code, letters: str) -> Folded:
-    ids = esm.tokens([letters], next(model.parameters()).device)[0]
-    held = []
-    for x in (None, code)[: 1 + (code is not None)]:
-        with esm.TurboEsm(model.esm, x) as turbo:
-            turbo.prefill(ids)
-            held.append(turbo.report()["nbytes"])
+    held = [_held(esm.TurboEsm(model.esm, x), letters) for x in (None, code)]
     on = lambda x: esm.fold(esm.TurboEsm(model, x), letters)
     exact = on(None)
     if code is None:
-        return Folded(exact, None, (held[0], held[0]))
+        return Folded(exact, None, tuple(held))
     return Folded(on(code), exact, tuple(held))
 
 

@@ -31,6 +31,7 @@ _HOME = {
         "rmsd",
     ],
     "mutations": [
+        "design",
         "masked_marginals",
         "pseudo_log_likelihood",
         "pseudo_perplexity",

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 
 from .. import checks
 from .checkpoints import _transformers
-from .codes import check_recodable, open_past, prefix_visible, recoded
+from turboquant_nb.esm.codes import (
+    check_recodable,
+    open_past,
+    planned_nbytes,
+    prefix_visible,
+    recoded,
+)
 from ..quant.layer_info import read_facts
 from ..quant.quantizer import as_recipe
 from .transform import TransformCode, attention_weights
@@ -196,6 +202,14 @@ class TurboEsm:
             ratio_fp32=4 * values / held,
             tables_nbytes=tables,
         )
+
+    def nbytes_of(self, tokens: int) -> int | None:
+        """What `report` would say is held of one sequence of so many tokens, read at once;
+        nothing is read. None where the sequence decides, by its outlier tokens. ValueError for
+        more than max_length."""
+        self._check_room(checks.whole(tokens, "tokens", 1))
+        inv_freq = self.base.rotary_embeddings.inv_freq
+        return planned_nbytes(self.code, self.shape, tokens, inv_freq, self.base.dtype)
 
 # %% ../../nbs/73_esm_model.ipynb #7de99272
 @patch
