@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from turboquant_nb.cache.disk import KVStore
+from turboquant_nb.cache.codec import KVStore
 from turboquant_nb.files import Saved
 
 pytest.importorskip("transformers")
