@@ -146,9 +146,9 @@ EXPERIMENTS = {
     ),
     "cold": Entry(
         "eval.cold",
-        "a stored prefix: bytes and perplexity of every code, beside a PCA made like KVTC",
-        "--match ^PCA|k2v2$ --layers 2 --windows 2 --length 112 --prompt 96 --groups 2 "
-        "--calibrate CONTRIBUTING.md --calibrate-windows 2 --steps 1",
+        "a stored prefix: bytes and perplexity of every code, and of small files",
+        "--match ^small|k2v2$ --layers 2 --windows 2 --length 112 --prompt 96 --groups 2 "
+        "--calibrate CONTRIBUTING.md --calibrate-windows 6 --steps 1",
     ),
     "archives": Entry(
         "eval.archives",

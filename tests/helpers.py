@@ -52,9 +52,9 @@ def ahead_of_time(*cases, script=None):
 def records_of(path) -> tuple:
     "(header, records but the end: [kind, layer, first tile, tiles, bytes]) of a file of layers."
     with codec.opened(path) as reader:
-        out = [reader._record()[1:]]
+        out = [reader.record()[1:]]
         while out[-1][0] != codec.END:
-            out.append(reader._record()[1:])
+            out.append(reader.record()[1:])
     return reader.header, [[*x] for x in out[:-1]]
 
 

@@ -512,16 +512,16 @@ class Reader:
     naming `path`, for anything else than such a stream; what it allocates is at most in
     proportion to the bytes that are there."""
 
-    def __init__(self, file, path="the stream", size: int | None = None):
+    def __init__(self, file, path="the stream", size: int | None = None, format: str = FORMAT):
         self.file, self.path, self.size, self.at, self.seed = file, path, size, 0, 0
         self.known, self.ahead, self.index = {}, None, None
         if self._read(len(MAGIC)) != MAGIC:
             raise ValueError(f"{path} must have format {FORMAT!r}, got a file of another kind")
-        self.seed, kind, *_, data = self._record()
+        self.seed, kind, *_, data = self.record()
         self.header = _header(bytes(data).decode())
         found = self.header.pop("format", None)
-        if kind != HEADER or found != FORMAT:
-            raise ValueError(f"{path} must have format {FORMAT!r}, got {str(found)[:60]!r}")
+        if kind != HEADER or found != format:
+            raise ValueError(f"{path} must have format {format!r}, got {str(found)[:60]!r}")
 
     def _not(self, why) -> ValueError:
         return ValueError(f"{self.path} is not a readable store: {why}")
@@ -539,7 +539,8 @@ class Reader:
         self.at += n
         return out
 
-    def _record(self) -> tuple:  # (checksum, kind, layer, first tile, tiles, bytes)
+    def record(self) -> tuple:  # (checksum, kind, layer, first tile, tiles, bytes)
+        "The next one."
         if self.ahead:
             out, self.ahead = self.ahead, None
             return out
@@ -578,7 +579,7 @@ class Reader:
         those that want them wait for the end."""
         waiting = []
         while True:
-            check, kind, i, a, tiles, data = record = self._record()
+            check, kind, i, a, tiles, data = record = self.record()
             if kind != LAYER:
                 self.ahead = record
                 break
@@ -605,7 +606,7 @@ class Reader:
 
     def _take(self, kind: int, i: int, a: int, take) -> None:
         "The record that has to come now."
-        _, *got, tiles, data = self._record()
+        _, *got, tiles, data = self.record()
         if got != [kind, i, a]:
             raise self._not(f"record {[kind, i, a]} expected, got {got}")
         with self._decoding(i):
@@ -614,7 +615,7 @@ class Reader:
     def _take_last(self) -> None:
         "Last planes of all layers, and the end."
         while True:
-            _, kind, i, a, tiles, data = self._record()
+            _, kind, i, a, tiles, data = self.record()
             if kind == END:
                 break
             if kind != PLANES or i not in self.known:
@@ -653,7 +654,7 @@ class Reader:
         if self.index is None:
             self.at = self.file.seek(self.size - 8)
             self.at = self.file.seek(struct.unpack("<Q", self._read(8))[0])
-            _, kind, *_, data = self._record()
+            _, kind, *_, data = self.record()
             if kind != END or len(data) % _ENTRY.size or self.at != self.size - 8:
                 raise self._not("it has no end")
             self.index = [*_ENTRY.iter_unpack(bytes(data))]
@@ -664,7 +665,7 @@ class Reader:
         if at is None:
             raise self._not(f"it has no record {[kind, i, a]}")
         self.at = self.file.seek(at)
-        _, *got, _, data = self._record()
+        _, *got, _, data = self.record()
         if got != [kind, i, a]:
             raise self._not(f"record {[kind, i, a]} expected, got {got}")
         return data
@@ -713,6 +714,7 @@ class _Growing:
 def opened(
     path,
     patience: float = 0.0,  # seconds to wait for more of a file that is still being written
+    format: str = FORMAT,
 ):  # -> a Reader
     "A file of layers. FileNotFoundError if there is none, ValueError if it is something else."
     path = os.fspath(path)
@@ -722,9 +724,9 @@ def opened(
         raise FileNotFoundError(f"no such file: {path}")
     with open(path, "rb") as file:
         if patience:
-            yield Reader(_Growing(file, patience), path)
+            yield Reader(_Growing(file, patience), path, format=format)
         else:
-            yield Reader(file, path, os.fstat(file.fileno()).st_size)
+            yield Reader(file, path, os.fstat(file.fileno()).st_size, format)
 
 
 def write(path, states, header: dict, **how) -> Counter:  # bytes by kind of tensor

@@ -76,7 +76,7 @@ def described(header: Saved) -> SimpleNamespace:
     size). Raises ValueError."""
     header = Saved({"truncated": [0, 0]} | header)
     if not {"d", "recipe", "dtype", "batch", "heads", "tile", *_NUMBERS} <= header.keys():
-        raise ValueError("this is not the state of a single store")
+        raise ValueError("these tensors are not the state of a single store")
     h = SimpleNamespace(clock=clock_of(header))
     for name in ("batch", "heads", "tile", "length"):
         setattr(h, name, header.whole(name, name != "length", _FARTHEST))

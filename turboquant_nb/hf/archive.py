@@ -174,8 +174,12 @@ def load(
     with opened(path) as reader:
         states = reader.layers()
         if tokens is not None:
-            states = (reader.part(i, 0, tokens) for i in range(reader.header.whole("layers", 1)))
-        cache = cls.from_states(states, reader.header, model_or_config, device, path, max_length)
+            states = (
+                reader.part(i, 0, tokens) for i in range(reader.header.whole("layers", 1))
+            )
+        cache = cls.from_states(
+            states, reader.header, model_or_config, device, path, max_length
+        )
     if tokens is not None:
         if any(layer.store.offset for layer in cache.coded_layers):
             raise ValueError(f"{path} no longer holds the first {tokens} tokens of each layer")
