@@ -49,9 +49,9 @@ def ahead_of_time(*cases, script=None):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def records_of(path) -> tuple:
+def records_of(path, format: str = codec.FORMAT) -> tuple:
     "(header, records but the end: [kind, layer, first tile, tiles, bytes]) of a file of layers."
-    with codec.opened(path) as reader:
+    with codec.opened(path, format=format) as reader:
         out = [reader.record()[1:]]
         while out[-1][0] != codec.END:
             out.append(reader.record()[1:])

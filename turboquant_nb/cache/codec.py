@@ -617,11 +617,14 @@ class Reader:
         while True:
             _, kind, i, a, tiles, data = self.record()
             if kind == END:
-                break
+                return self.end(data)
             if kind != PLANES or i not in self.known:
                 raise self._not(f"last planes of a layer expected, got record {kind} of {i}")
             with self._decoding(i):
                 self.known[i].take_last(data, a, tiles)
+
+    def end(self, data) -> None:
+        "Raise ValueError unless the end was the last record, and nothing comes after it."
         at = self.at - _HEAD.size - len(data) - 4
         if struct.unpack("<Q", self._read(8))[0] != at or self.size not in (None, self.at):
             raise self._not(f"the end must be at {at}")

@@ -288,8 +288,9 @@ def read_small(path, code: SmallCode):
                 yield from _group_in(about, exact, data, code, g, step)
             except (TypeError, KeyError, IndexError, struct.error) as error:
                 raise ValueError(f"{path}: layers {g} cannot be decoded ({error})") from None
-        if reader.record()[1] != END:
+        if (last := reader.record())[1] != END:
             raise ValueError(f"{path} must end after its layers")
+        reader.end(last[-1])
 
 
 def _group_in(about: Saved, exact, data, code: SmallCode, g: list, step: float) -> list:
