@@ -50,7 +50,7 @@ def ahead_of_time(*cases, script=None):
 
 
 def records_of(path, format: str = codec.FORMAT) -> tuple:
-    "(header, records but the end: [kind, layer, first tile, tiles, bytes]) of a file of layers."
+    "(header, records but the end: [kind, layer, first tile, tiles, bytes]) of a file."
     with codec.opened(path, format=format) as reader:
         out = [reader.record()[1:]]
         while out[-1][0] != codec.END:

@@ -761,8 +761,8 @@ def load(cls: KVStore, path, device="cpu", max_length: int | None = None) -> KVS
 
 
 def encoded_size(states: list, header: dict, **how) -> int:
-    """Bytes that a `Writer` without entropy coding writes for states, which may be on the device
-    "meta": known before any of them."""
+    """Bytes that a `Writer` without entropy coding writes for states, which may be on the
+    device "meta": known before any of them."""
     writer = Writer(None, header, **{"entropy": False} | how)
     for state in states:
         writer.layer(*state)

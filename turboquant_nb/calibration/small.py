@@ -104,7 +104,7 @@ class _Sums:
         return Basis(mean.float(), weight.float(), vectors.flip(1).float().contiguous())
 
     def _power(self, i: int) -> Tensor:  # [H d]
-        "What queries have in each channel, both of a pair alike: RoPE turns one into the other."
+        "Queries' power in each channel, both of a pair alike: RoPE turns one into the other."
         n, power = self.queries[i]
         r = 0 if self.inv_freqs[i] is None else len(self.inv_freqs[i])
         pair = (power[:, :r] + power[:, r : 2 * r]) / 2
@@ -170,8 +170,8 @@ def fit_small(
     batch: int = 2,  # windows at a time
     progress=None,  # called once for each window that is done
 ) -> SmallCode:
-    """Read some text once. Raises TypeError/ValueError as `calibrate`, and for fewer tokens than
-    channels of a group; several times as many are better."""
+    """Read some text once. Raises TypeError/ValueError as `calibrate`, and for fewer tokens
+    than channels of a group; several times as many are better."""
     _check_ids(ids, skip, batch)
     coded = [x.index for x in ModelInfo(model).coded]
     groups = [

@@ -52,9 +52,9 @@ def states(
 
 @patch
 def save(self: TurboQuantCache, path, more: dict | None = None, **how) -> Counter:
-    """All layers to one file; `more` joins its header, `how` as of `cache.codec.Writer`: entropy
-    coded, or coarse first. Returns bytes by kind of tensor. Raises as `states`, and OSError,
-    which leaves what was there."""
+    """All layers to one file; `more` joins its header, `how` as of `cache.codec.Writer`:
+    entropy coded, or coarse first. Returns bytes by kind of tensor. Raises as `states`, and
+    OSError, which leaves what was there."""
     states, header = self.states()
     return write(path, states, header | (more or {}), **{"entropy": False} | how)
 
