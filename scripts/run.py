@@ -149,6 +149,12 @@ EXPERIMENTS = {
         "caches on disk, raw and entropy coded",
         "--layers 2 --windows 1 --length 40 --lengths 40 --repeat 1",
     ),
+    "cold": Entry(
+        "eval.cold",
+        "a stored prefix: bytes and perplexity of every code, and of small files",
+        "--match ^small|k2v2$ --layers 2 --windows 2 --length 112 --prompt 96 --groups 2 "
+        "--calibrate CONTRIBUTING.md --calibrate-windows 6 --steps 1",
+    ),
     "archives": Entry(
         "eval.archives",
         "what loaders make of files that were changed on purpose, with the right digest",

@@ -9,7 +9,7 @@ _HOME = {
     "Recipe": "quant.quantizer",
     "Spec": "quant.quantizer",
     "preset": "quant.quantizer",
-    "KVStore": "cache.disk",
+    "KVStore": "cache.codec",
     "attend": "kernels.ops",  # the one that chooses a backend
     "load_calibration": "quant.calibration",
     "calibrate": "calibration.fit",

@@ -1,5 +1,5 @@
-"""Files that were changed on purpose, with the right digest (chapter 02): run.py archives --out
-FILE [--files N] [--seed N].
+"""Files that were changed on purpose, with the right digest (chapters 02 and 31c): run.py
+archives --out FILE [--files N] [--seed N].
 
 Files of every kind that the package reads are written, and one to three changes are made in
 each copy: fields dropped, renamed, of another type or out of range, also inside of recipes;
@@ -28,11 +28,12 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from turboquant_nb.apps import search
-from turboquant_nb.cache.disk import KVStore
+from turboquant_nb.cache import codec
+from turboquant_nb.cache.codec import KVStore
 from turboquant_nb.calibration import fit, fold, sensitivity
 from turboquant_nb.cli import chat
 from turboquant_nb.esm import transform
-from turboquant_nb.files import digest, write_file
+from turboquant_nb.files import write_file
 from turboquant_nb.hf import TurboQuantCache, storage
 from turboquant_nb.quant import calibration
 from turboquant_nb.quant.mixed_precision import HeadRecipe
@@ -395,7 +396,7 @@ def changed_value(old, rng):
         return old[:-1] + "é"
     if kind == 1:
         deep = old
-        for _ in range(rng.choice([1, 2, 700])):
+        for _ in range(rng.choice([1, 2, 500])):
             deep = [deep]
         return deep
     return copy.deepcopy(rng.choice(ODD))
@@ -461,6 +462,9 @@ def other_numbers(t, rng):
     value = rng.choice(odd)
     if t.dtype == torch.uint8:
         value = rng.randrange(256)
+        if rng.random() < 0.3:  # bytes of a number that is none
+            t[i : i + 8] = 255
+            return t
     if not t.is_floating_point():  # 2**33 does not fit some integers
         value = min(value, torch.iinfo(t.dtype).max)
     t[slice(None) if rng.random() < 0.3 else i] = value
@@ -497,38 +501,71 @@ def change_tensors(tensors, rng):
 # --- what is found
 
 
+def layered(path):
+    "Whether a file is a stream of layers, see chapter 31c."
+    with open(path, "rb") as file:
+        return file.read(len(codec.MAGIC)) == codec.MAGIC
+
+
 def contents(path):
-    "(tensors, header) of a file, its format included."
+    """(tensors, header) of a file, its format included. Of a stream of layers: records by their
+    number, kind and place, those that are JSON in the header."""
+    if layered(path):
+        with codec.opened(path) as reader:
+            header, records = reader.header, [reader.record()[1:]]
+            while records[-1][0] != codec.END:
+                records.append(reader.record()[1:])
+        texts, tensors = {}, {}
+        for n, (*about, data) in enumerate(records[:-1]):
+            name = ".".join(map(str, (n, *about)))
+            if about[0] == codec.LAYER:
+                texts[name] = json.loads(data)
+            else:
+                tensors[name] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return tensors, header | {"records": texts, "format": codec.FORMAT, "sha256": ""}
     with safe_open(path, "pt") as f:
         header = json.loads(f.metadata()["header"])
         return {k: f.get_tensor(k) for k in f.keys()}, header
 
 
+def rewrite(path, tensors, header, form):
+    "A file that holds what `contents` would give, with the digests that belong to it."
+    if form != codec.FORMAT:
+        return write_file(path, tensors, header, form)
+    texts = header.get("records")
+    texts = texts if isinstance(texts, dict) else {}
+    records = {n: _raw_bytes(t) for n, t in tensors.items()}
+    records |= {n: json.dumps(x).encode() for n, x in texts.items()}
+    places = {n: [int(x) for x in n.split(".")] for n in records}  # else: no file can say that
+    with open(path, "wb") as file:
+        writer = codec.Writer(file, {k: x for k, x in header.items() if k != "records"})
+        for name in sorted(records, key=places.get):
+            _, kind, layer, first, tiles = places[name]
+            if not (kind < 256 and max(layer, first, tiles) < 2**32):
+                raise ValueError(name)
+            writer.record(kind, [records[name]], layer, first, tiles)
+        writer.close()
+
+
+def _raw_bytes(t):
+    t = t.contiguous().reshape(-1)
+    return t.view(torch.uint8).numpy().tobytes() if t.numel() else b""
+
+
 class Original(NamedTuple):
     tensors: dict
     header: dict
-    layers: list  # of a compressed file: what each layer decodes to
+    nbytes: int  # of the tensors that it stands for
 
 
 def original(case, path):
     case.write(path)
     tensors, header = contents(path)
-    abouts = header.get("abouts")
-    layers = [
-        storage._layer_in(tensors[f"{i:04}"].numpy().tobytes(), abouts[n])
-        for i, (n, _) in enumerate(header["layers"] if abouts else ())
-    ]
-    return Original(tensors, header, layers)
-
-
-def sealed(header, found):
-    "The digests of a compressed file's layers, computed again for what it says of them now."
-    try:
-        for i, layer in enumerate(found.layers):
-            state = header["abouts"][header["layers"][i][0]]["state"]
-            header["layers"][i][1] = digest(layer, state)
-    except (KeyError, IndexError, TypeError):
-        pass
+    held = sum(t.nbytes for t in tensors.values())
+    if layered(path):
+        with codec.opened(path) as reader:
+            held = sum(t.nbytes for layer, _ in reader.layers() for t in layer.values())
+    return Original(tensors, header, held)
 
 
 def changed(found, rng):
@@ -541,10 +578,7 @@ def changed(found, rng):
         both = [(change_header, header), (change_tensors, tensors)]
         change, x = rng.choice([pair for pair in both if pair[1]])
         said.append(change(x, rng))
-    header = closed(header)
-    if found.layers and rng.random() < 0.7:
-        sealed(header, found)
-    return tensors, header, form, "; ".join(said)
+    return tensors, closed(header), form, "; ".join(said)
 
 
 def allocated(call):
@@ -583,7 +617,7 @@ def same_file(a, b):
         *other, y = mine[name]
         if kind != other or not torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
             return f"tensor {name}"
-    both = [k for k in heads if k in said and k not in ("recipe", "spec", "layers", "abouts")]
+    both = [k for k in heads if k in said and k not in ("recipe", "spec", "records")]
     return next((f"field {k}" for k in both if json.dumps(heads[k]) != json.dumps(said[k])), "")
 
 
@@ -615,12 +649,12 @@ def fuzz(case, count, seed, folder):
     "One row: a kind of file."
     rng, path, began = random.Random(f"{seed} {case.name}"), folder / "file", time.monotonic()
     found, seen, bad, worst = original(case, path), Counter(), [], 0
-    held = sum(t.nbytes for x in (found.layers or [found.tensors]) for t in x.values())
+    held = found.nbytes
     case.use(case.load(path))  # tables are made once
     for _ in range(count):
         try:
             tensors, header, form, said = changed(found, rng)
-            write_file(path, tensors, header, form)
+            rewrite(path, tensors, header, form)
         except (RecursionError, ValueError):  # no file can say that
             seen["not written"] += 1
             continue

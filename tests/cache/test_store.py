@@ -12,19 +12,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
-from tests.helpers import SLOW, recording
+from tests.helpers import SLOW, records_of, recording, reseal
 from turboquant_nb.cache.store import bytes_by_kind, expected_nbytes, row_tensors, tables_of
 from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec, channel_bits, decode, preset
-from turboquant_nb.files import read_file, write_file
 from turboquant_nb.quant.mixed_precision import make_quantizer
 from turboquant_nb.theory.centre import prompt_mean
 from turboquant_nb.theory.rates import truncate
 from turboquant_nb.cache.exact import ExactTokens, Ranges
 from turboquant_nb.cache.memory import Part
-from turboquant_nb.cache.disk import FORMAT, KVStore, state_of, store_of
+from turboquant_nb.cache.codec import FORMAT, LAYER, KVStore
+from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.testing import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -1003,7 +1002,7 @@ def test_decay_refuses():
         make(Recipe(Spec(2.3)))
 
 
-def test_files_from_before_these_fields(tmp_path):
+def test_states_from_before_these_fields():
     """A header without truncated tiles and a recipe without residual and decay still load; what
     decayed loads bit for bit."""
     store = make("k3v3", tile=16)
@@ -1014,8 +1013,8 @@ def test_files_from_before_these_fields(tmp_path):
         del recipe[side]["residual"]
     del recipe["decay"]
     assert "truncated" not in header
-    write_file(tmp_path / "old", tensors, header | {"recipe": json.dumps(recipe)}, FORMAT)
-    for a, b in zip(KVStore.load(tmp_path / "old").read(), store.read()):
+    again = store_of(tensors, header | {"recipe": json.dumps(recipe)})
+    for a, b in zip(again.read(), store.read()):
         same(a, b)
     store.decay(20)
     tensors, header = state_of(store)
@@ -1033,13 +1032,9 @@ def test_files_from_before_these_fields(tmp_path):
 
 def test_an_unknown_format_is_refused(saved, tmp_path):
     store, path = saved
-    with safe_open(path, "pt") as f:
-        header = json.loads(f.metadata()["header"])
-        tensors = {k: f.get_tensor(k) for k in f.keys()}
-    assert header["format"] == FORMAT
-    header["format"] = "turboquant-nb store 1"
-    save_file(tensors, tmp_path / "old", metadata={"header": json.dumps(header)})
-    with pytest.raises(ValueError, match=f"must have format {FORMAT!r}, got .*store 1"):
+    header, records = records_of(path)
+    reseal(tmp_path / "old", header | {"format": "turboquant-nb cold 0"}, records)
+    with pytest.raises(ValueError, match=f"must have format {FORMAT!r}, got .*cold 0"):
         KVStore.load(tmp_path / "old")
 
 
@@ -1385,7 +1380,7 @@ def test_any_flipped_byte_is_found(saved):
         ("length", 290),
         ("length", -1),
         ("length", 10**7),
-        ("_recent_from", 5),
+        ("_recent_from", 10**4),
         ("offset", 3),
         ("batch", 1),
         ("d", [8]),
@@ -1395,24 +1390,21 @@ def test_any_flipped_byte_is_found(saved):
         ("tile", 128),
         ("length", None),
         ("recipe", None),
-        ("format", "other"),
-        ("sha256", "0" * 64),
     ],
 )
 def test_changed_header(saved, field, value):
     "None: the field is missing."
     path = saved[1]
-    with safe_open(path, "pt") as f:
-        header, tensors = (
-            json.loads(f.metadata()["header"]),
-            {k: f.get_tensor(k) for k in f.keys()},
-        )
+    header, records = records_of(path)
+    about = json.loads(records[0][4])
+    assert records[0][0] == LAYER
     if value is None:
-        del header[field]
+        del about["state"][field]
     else:
-        assert header[field] != value
-        header[field] = value
-    save_file(tensors, path, metadata={"header": json.dumps(header)})
+        assert about["state"][field] != value
+        about["state"][field] = value
+    records[0][4] = json.dumps(about).encode()
+    reseal(path, header, records)
     with pytest.raises(ValueError):
         KVStore.load(path)
 
@@ -1423,25 +1415,27 @@ def test_other_files(tmp_path):
         KVStore.load(path)
     with pytest.raises(ValueError):
         KVStore.load(tmp_path)
-    for data in (b"", b"hello", b"\0" * 100):
+    for data, why in (
+        (b"", "readable store"),
+        (b"hello", "readable store"),
+        (b"\0" * 100, "kind"),
+    ):
         path.write_bytes(data)
-        with pytest.raises(ValueError, match="readable store"):
+        with pytest.raises(ValueError, match=why):
             KVStore.load(path)
-    for metadata in (None, {"header": "{"}, {"header": "[]"}, {"header": '{"format": "gguf"}'}):
-        save_file({"a": torch.zeros(2)}, path, metadata=metadata)
-        with pytest.raises(ValueError, match="x"):
-            KVStore.load(path)
-    write_file(path, {"a": torch.zeros(2)}, {"layers": []}, FORMAT)
-    with pytest.raises(ValueError):
+    save_file({"a": torch.zeros(2)}, path)
+    with pytest.raises(ValueError, match="must have format .* got a file of another kind"):
         KVStore.load(path)
-    assert read_file(path, FORMAT, "store")[1] == {"layers": []}
+    reseal(path, {"any": "thing"}, [])
+    with pytest.raises(ValueError, match="must hold 1 layer, got 0"):
+        KVStore.load(path)
 
 
 def test_failed_write_leaves_the_old_file(saved, monkeypatch):
     store, path = saved
     old = path.read_bytes()
     monkeypatch.setattr(
-        "turboquant_nb.files.save_file",
+        "turboquant_nb.cache.codec.Writer.close",
         lambda *a, **k: (_ for _ in ()).throw(OSError("disk full")),
     )
     with pytest.raises(OSError, match="disk full"):

@@ -35,7 +35,8 @@ from turboquant_nb.quant.calibration import load_calibration, save_calibration
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec, as_recipe, decode, encode
 from turboquant_nb.hf.storage import load_compressed, save_compressed
-from turboquant_nb.cache.disk import KVStore, state_of
+from turboquant_nb.cache.codec import KVStore
+from turboquant_nb.cache.disk import state_of
 from turboquant_nb.testing import same
 from turboquant_nb.theory.rotation import make_rotation
 
@@ -799,7 +800,7 @@ def test_calibrations_come_back_and_others_do_not(tmp_path):
         load_calibration(bad)
     store, *_ = filled(KEYS["none"], torch.float32, n=350)
     store.save(bad)
-    with pytest.raises(ValueError, match="must have format 'turboquant-nb calibration 2'"):
+    with pytest.raises(ValueError, match="is not a readable calibration"):
         load_calibration(bad)
     for read in (
         KVStore.load,
@@ -823,7 +824,7 @@ FRESH = """
 import torch
 torch.set_num_threads(1)
 from pathlib import Path
-from turboquant_nb.cache import memory, store
+from turboquant_nb.cache import codec, memory, store
 from turboquant_nb.cache.disk import state_of
 from turboquant_nb.theory import transforms
 from turboquant_nb.quant.calibration import load_calibration

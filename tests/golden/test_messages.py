@@ -14,6 +14,8 @@ _PLAN = "of the target of an encode, which is no object any more"
 GONE: dict[str, str] = {
     "{} has format {}, this version reads {}: {}": "no format of before is read or explained",
     "{}.{} must be {} of shape {}, got {}": "by one name that holds both: key.plane0",
+    "/{} needs a file: /{} talk.safetensors": "such files are no safetensors",
+    "{}: layer {} decodes to other tensors than were saved": "checksums are of what is written",
     "kernels/paged": "a third layout of codes, which only its own chapter used",
     MEANS: "scores are whole before the cap, whatever they are computed from",
     CAP: "scores of codes get the query's product with the centre, so a soft cap is served",

@@ -11,7 +11,8 @@ transformers = pytest.importorskip("transformers")
 
 from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.files import write_file
-from turboquant_nb.hf import TurboQuantCache, storage
+from turboquant_nb.cache import codec
+from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.hf.storage import load_compressed, save_compressed
 
 CONFIG = transformers.LlamaConfig(
@@ -129,8 +130,8 @@ def test_a_changed_file_and_an_unknown_format_are_refused(compressed, tmp_path):
     (tmp_path / "changed").write_bytes(data)
     with pytest.raises(ValueError, match="was changed after it was written"):
         load(tmp_path / "changed", compressed)
-    write_file(path, {}, {}, "turboquant-nb store 2")
-    with pytest.raises(ValueError, match="must have format .*, got .*turboquant-nb store 2"):
+    write_file(path, {}, {}, "turboquant-nb store 3")
+    with pytest.raises(ValueError, match="must have format .*, got a file of another kind"):
         load(path, compressed)
 
 
@@ -163,7 +164,7 @@ def test_a_model_of_other_heads_or_frequencies_is_refused(change, why, tmp_path)
 
 def test_a_table_gives_every_symbol_a_weight_of_two_bytes():
     "A symbol that is all there is has the largest weight, one that never comes has 1."
-    weights = storage._tables(np.array([[5, 0], [1, 1], [0, 0]]))
+    weights = codec._tables(np.array([[5, 0], [1, 1], [0, 0]]))
     assert weights.dtype == np.dtype("<u2")
     assert weights.tolist() == [[65535, 1], [32768, 32768], [1, 1]]
 
@@ -173,9 +174,9 @@ def test_rows_are_squeezed_only_where_that_saves_bytes():
     g = np.random.default_rng(0)
     for rows in (1, 3, 40):
         x = (g.geometric(0.5, (rows, 600)).clip(1, 9) + 3).astype(np.uint8)
-        data = storage._squeeze(x, x.size)
-        assert len(data) < x.size and np.array_equal(storage._expand(data, *x.shape), x)
-        assert storage._squeeze(x, len(data)) is None
-        assert storage._squeeze(x, len(data) + 1) == data
+        data = codec.squeeze(x, x.size)
+        assert len(data) < x.size and np.array_equal(codec.expand(data, *x.shape), x)
+        assert codec.squeeze(x, len(data)) is None
+        assert codec.squeeze(x, len(data) + 1) == data
     noise = g.integers(0, 256, (4, 50), dtype=np.uint8)
-    assert storage._squeeze(noise, noise.size) is None
+    assert codec.squeeze(noise, noise.size) is None

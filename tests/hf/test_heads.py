@@ -415,16 +415,16 @@ def test_a_file_with_other_groups_is_refused(tmp_path):
     cache = TurboQuantCache(model, MIXED)
     logits(model, texts(1, 20), past_key_values=cache)
     states, header = cache.states()
-    again = TurboQuantCache.from_states([t for t, _ in states], header, model)
+    again = TurboQuantCache.from_states(states, header, model)
     assert again.recipes == cache.recipes
     few = header | {"recipe": [x.to_json() for x in (MIXED[1], MIXED[1])]}
     with raises(ValueError, "is of a llama with 4 layers, the model is a llama with 2 layers"):
-        TurboQuantCache.from_states([t for t, _ in states], few, model)
+        TurboQuantCache.from_states(states, few, model)
     swapped = header | {
         "recipe": [HeadRecipe(MIXED[0].heads[::-1]).to_json(), MIXED[1].to_json()]
     }
     with raises(ValueError, "layer 0 does not fit"):
-        TurboQuantCache.from_states([t for t, _ in states], swapped, model)
+        TurboQuantCache.from_states(states, swapped, model)
 
 
 @pytest.mark.parametrize("protocol", ("decode", "stress"))

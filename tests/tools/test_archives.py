@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from turboquant_nb.cache.disk import KVStore
+from turboquant_nb.cache.codec import KVStore
 from turboquant_nb.files import Saved
 
 pytest.importorskip("transformers")
@@ -19,7 +19,7 @@ def one(tmp_path, monkeypatch):
     "Fuzz one kind of file with a loader of ours."
     monkeypatch.setattr(archives, "models", lambda: pytest.skip("stores alone"))
 
-    def run(load, count=60):
+    def run(load, count=240):
         x = archives.STORES["k3v3"]()
         judge, use = archives.unsound, archives.use_store
         case = archives.Case("store", x.save, load, KVStore.save, judge, use)
@@ -30,18 +30,19 @@ def one(tmp_path, monkeypatch):
 
 def test_the_loaders_of_the_package_leave_nothing(one):
     row = one(KVStore.load)
-    assert row["bad"] == [] and row["refused"] > 40 and row["loaded"] > 0
+    assert row["bad"] == [] and row["refused"] > 120 and row["loaded"] > 0
 
 
-def test_numbers_that_are_not_looked_at_are_found(one, monkeypatch):
-    "Mutants: tensors of any type and shape, NaN, integers of any size."
-    monkeypatch.setattr(Saved, "tensor", lambda self, name, *_, **__: self[name])
-    assert any(
-        x.startswith(("raised", "unsound", "unusable")) for x in one(KVStore.load)["bad"]
-    )
-    monkeypatch.undo()
-    monkeypatch.setattr(Saved, "whole", lambda self, name, *_: self[name])
-    assert any(x.startswith("raised: TypeError") for x in one(KVStore.load)["bad"])
+def test_numbers_that_are_not_looked_at_are_found(monkeypatch, tmp_path):
+    "A mutant that reads tensors of any kind leaves NaN, which the script sees."
+    with monkeypatch.context() as patched:
+        patched.setattr(Saved, "tensor", lambda self, name, *_, **__: self[name])
+        store = archives.STORES["k3v3"]()
+        store.key.memory.tensors["scale"][0, 0, 0, 0] = torch.nan
+        store.save(tmp_path / "nan")
+        assert archives.unsound(KVStore.load(tmp_path / "nan")) == "scale"
+    with pytest.raises(ValueError, match="key.scale"):
+        KVStore.load(tmp_path / "nan")
 
 
 def test_what_is_allocated_is_counted(one):
@@ -68,8 +69,11 @@ def test_changes_are_of_every_kind(tmp_path):
     found = archives.original(case, tmp_path / "x")
     rng, said = random.Random(0), ""
     for _ in range(300):
-        said += archives.changed(found, rng)[3] + ";"
+        try:
+            said += archives.changed(found, rng)[3] + ";"
+        except RecursionError:  # nests too deep for a file
+            continue
     for what in ("drop (", "value (", "rename (", "'json', 'key'", "dtype ", "shape ", "swap "):
         assert what in said
-    for what in ("add ", "numbers ", "rename key", "drop key", "('offset',)", "_recent_from"):
+    for what in ("add ", "numbers ", "rename 1.2", "drop 1.2", "'state', 'offset'", "_recent"):
         assert what in said

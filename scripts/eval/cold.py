@@ -1,0 +1,200 @@
+"""What a stored prefix costs, in bytes and in perplexity: run.py cold --out FILE [--text FILE
+...] [--calibrate FILE ...].
+
+The keys and values of a prompt of P tokens, rounded to bfloat16, go through a code and come
+back; the rest of the window is read on what came back and scored, attending to itself exactly.
+So every row is the same continuation on another prefix, and the only loss is that of what was
+stored. The first four tokens are exact in every row of ours and are counted. Ratios are 16 bits
+times all values over the bytes of real streams: planes, scales, exact tokens, tables of the
+entropy coder. What belongs to the model and not to the prefix (the matrices of small files) is
+not counted.
+
+"small" is chapter 63, made like KVTC (Staniszewski and Łańcucki, 2025): the directions of most
+variance over the heads of some layers, on other text, entropy coded. "k3v3, then small" is the
+prefix of a cache that was coded before."""
+
+import tempfile
+import zlib
+from pathlib import Path
+
+import torch
+from eval.windows import Windows, add_match, add_options, matching, texts_of
+from plan import Plan
+
+from turboquant_nb.cache.codec import KVStore, _raw, _tensor_out
+from turboquant_nb.calibration.small import fit_small, read_small, save_small
+from turboquant_nb.evaluation.score import paired, prefill, token_losses
+from turboquant_nb.hf import TurboQuantCache
+from turboquant_nb.hf.storage import save_compressed
+from turboquant_nb.quant.quantizer import Recipe, Spec
+from transformers.cache_utils import DynamicCache
+
+SINKS = 4
+
+
+def recipe(key, value, codebook="sphere", **more):
+    spec = dict(codebook=codebook)
+    return Recipe(Spec(key, center="auto", **spec, **more), Spec(value, **spec), SINKS, 0)
+
+
+RECIPES = {
+    "k4v4": lambda: recipe(4, 4),
+    "k3v3": lambda: recipe(3, 3),
+    "k3v2": lambda: recipe(3, 2),
+    "k2v2": lambda: recipe(2, 2),
+    "trellis k3v3": lambda: recipe(3, 3, "trellis"),
+    "trellis k3v2": lambda: recipe(3, 2, "trellis"),
+    "trellis k2v2": lambda: recipe(2, 2, "trellis"),
+    "trellis k2v1": lambda: recipe(2, 1, "trellis"),
+    "trellis k1v1": lambda: recipe(1, 1, "trellis"),
+    "trellis k3v2, pair scale": lambda: recipe(3, 2, "trellis", pair_scale="prompt"),
+    "trellis k2v2, pair scale": lambda: recipe(2, 2, "trellis", pair_scale="prompt"),
+}
+
+
+# --- what is coded
+
+
+def stored(model, make, states, folder, queries=None):
+    "Through stores of ours: (states as they come back, bytes coded, bytes as tensors)."
+    cache, out, packed, raw = TurboQuantCache(model, make()), {}, 0, 0
+    for layer in cache.coded_layers:
+        k, v = (x.bfloat16() for x in states[layer.index])
+        r = layer.recipe.settled(rope=layer.inv_freq is not None)
+        inv = None if layer.inv_freq is None else torch.tensor(layer.inv_freq)
+        size = dict(d_key=k.shape[3], d_value=v.shape[3], dtype=k.dtype, inv_freq=inv)
+        store = KVStore(r, k.shape[0], k.shape[1], **size)
+        if r.key.pair_scale == "none":
+            store.append(k, v)
+        else:
+            store.wait(k, v)
+            store.complete(queries[layer.index].bfloat16())
+        out[layer.index] = tuple(x.to(states[layer.index][0].dtype) for x in store.read())
+        sizes = save_compressed(store, folder / "x")
+        sizes.pop("file")
+        raw += sum(x[0] for x in sizes.values())
+        packed += sum(x[1] for x in sizes.values())
+    return out, packed, raw
+
+
+def small(model, code, states, step, folder, dtype=torch.bfloat16):
+    "Through a small file: (states as they come back, bytes)."
+    cache = DynamicCache(config=model.config)
+    for layer, (k, v) in zip(cache.layers, states.values()):
+        layer.keys, layer.values = k.to(dtype), v.to(dtype)
+    size = save_small(cache, folder / "x", code, step, SINKS)["nbytes"]
+    back = {i: (k, v) for i, k, v in read_small(folder / "x", code)}
+    return {i: tuple(x.to(states[i][0].dtype) for x in back[i]) for i in states}, size
+
+
+def as_fp8(states):
+    return {
+        i: tuple(x.clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype) for x in pair)
+        for i, pair in states.items()
+    }
+
+
+def compressed(states):
+    "Bytes of bfloat16 by general compressors, and by ours."
+    x = b"".join(
+        t.bfloat16().view(torch.uint8).numpy().tobytes() for p in states.values() for t in p
+    )
+    out = {"zlib on bf16": len(zlib.compress(x, 9))}
+    try:
+        import zstandard
+
+        out["zstd -19 on bf16"] = len(zstandard.ZstdCompressor(level=19).compress(x))
+    except ImportError:
+        pass
+    parts = [_tensor_out(t.bfloat16(), True) for p in states.values() for t in p]
+    out["bytes of bf16, by our coder"] = sum(len(_raw(y)) for x in parts for y in x)
+    return out
+
+
+# --- what is scored
+
+
+def losses(model, ids, prompt, states, last):
+    "Of tokens P … L-1 on these states of the prompt."
+    cache = DynamicCache(config=model.config)
+    for i, (k, v) in states.items():
+        cache.update(k, v, i)
+    rest = model(ids[None, prompt:-1], past_key_values=cache).logits
+    return token_losses(torch.cat([last, rest], 1)[0], ids[prompt:])
+
+
+def options(p):
+    add_options(p, length=1536, windows=8, prompt=1024)
+    add_match(p)
+    p.add_argument("--calibrate", nargs="*", help="other text, for small files; default: none")
+    p.add_argument("--calibrate-windows", type=int, default=8)
+    p.add_argument("--groups", type=int, nargs="*", default=[1, 6], help="layers of a group")
+    p.add_argument("--steps", type=float, nargs="*", default=[0.35, 0.5, 0.7, 1.0, 1.4])
+
+
+def named(a, w, folder):
+    "{name: (prompt's states, queries) -> (states, bytes, bytes as tensors or None)}."
+    out = {"fp8": lambda s, q: (as_fp8(s), sum(t.numel() for p in s.values() for t in p), None)}
+    for name, make in RECIPES.items():
+        out[name] = lambda s, q, m=make: stored(w.model, m, s, folder, q)
+    for g in a.groups if a.calibrate else ():
+        ids = w.text(texts_of(a.calibrate), a.calibrate_windows, a.prompt)
+        code = fit_small(w.model, ids, g, SINKS, w.batch)
+        for step in a.steps:
+            run = lambda s, q, c=code, t=step: (*small(w.model, c, s, t, folder), None)
+            out[f"small, {g} layers, step {step:g}"] = run
+        twice = lambda s, q, c=code: (
+            *small(w.model, c, stored(w.model, RECIPES["k3v3"], s, folder)[0], 0.7, folder),
+            None,
+        )
+        out[f"k3v3, then small, {g} layers, step 0.7"] = twice
+    return matching(a, out)
+
+
+@torch.no_grad()
+def rows(a, w):
+    with tempfile.TemporaryDirectory() as folder:
+        codes = named(a, w, Path(folder))
+        starts = [prefill(w.model, x[None, : a.prompt], queries=True) for x in w.ids]
+        own = [losses(w.model, x, a.prompt, s.states, s.logits) for x, s in zip(w.ids, starts)]
+        own = torch.stack(own)
+        values = sum(t.numel() for p in starts[0].states.values() for t in p) * len(starts)
+        about = dict(prompt=a.prompt, windows=len(own), n=own.numel(), unit="perplexity")
+        yield dict(code="bf16", ratio=1.0, bits=16.0, ppl=float(own.mean().exp())) | about
+        for name, size in compressed(starts[0].states).items():
+            ratio = 16 * values / len(starts) / (8 * size)
+            yield (
+                dict(code=name, ratio=ratio, bits=16 / ratio, percent=0.0)
+                | about
+                | dict(windows=1)
+            )
+        for name, code in codes.items():
+            loss, size, raw = [], 0, 0
+            for x, s in zip(w.ids, starts):
+                states, n, held = code(s.states, s.queries)
+                loss.append(losses(w.model, x, a.prompt, states, s.logits))
+                size, raw = size + n, raw + (held or 0)
+            loss = torch.stack(loss)
+            row = dict(zip(("percent", "stderr"), paired(loss, own)))
+            row |= dict(ppl=float(loss.mean().exp()), bits=8 * size / values)
+            row |= dict(ratio=16 * values / (8 * size))
+            if raw:
+                row["bits_as_tensors"] = 8 * raw / values
+            yield dict(code=name) | row | about
+
+
+@torch.no_grad()
+def gate(w):
+    "A prefix that was not coded gives the losses of the model without a cache."
+    ids, n = w.ids[0, : 96 + 32], 96
+    start = prefill(w.model, ids[None, :n])
+    logits = w.model(ids[None, :-1], use_cache=False).logits[0, n - 1 :]
+    own = token_losses(logits, ids[n:])
+    gap = float((losses(w.model, ids, n, start.states, start.logits) - own).abs().max())
+    cmd = "losses on exact states of a prefix against those of one pass"
+    return {"cmd": cmd, "value": gap, "limit": 1e-3, "passed": gap < 1e-3}
+
+
+def plan(a):
+    w = Windows(a)
+    return Plan("cold", gate(w), rows(a, w), w.data, w.origin, seeds=[])
