@@ -284,8 +284,8 @@ def speed():
     times = [f"{1 / r['cpu_speedup']:.2f}".lstrip("0") for r in found]
     assert [r["prompt"] for r in found] == [2926, 16384]
     yield (
-        f"a token takes {times[0]} times an uncompressed cache's processor time at 2,926 tokens "
-        f"and {times[1]} at 16,384"
+        f"a token takes {times[0]} times an uncompressed cache's processor time at 2,926 "
+        f"tokens and {times[1]} at 16,384"
     )
     gpu = {}
     for r in rows("decode/recipes-h200"):
