@@ -280,17 +280,13 @@ def by_hand():
 
 
 def speed():
-    slower = [1 / r["speedup"] for r in rows("generate/cpu") if r["cache"] == "turboquant k3v3"]
-    assert slower[1] < 1
+    found = [r for r in rows("generate/cpu") if r["cache"] == "turboquant k3v3"]
+    times = [f"{1 / r['cpu_speedup']:.2f}".lstrip("0") for r in found]
+    assert [r["prompt"] for r in found] == [2926, 16384]
     yield (
-        f"on a CPU a token takes {slower[0]:.1f} times the time at 2,926 tokens and no longer "
-        "than on an uncompressed cache at 16,384"
+        f"a token takes {times[0]} times an uncompressed cache's processor time at 2,926 "
+        f"tokens and {times[1]} at 16,384"
     )
-    cpu = {(r["recipe"], r["path"]): r["p50"] for r in rows("decode/cpu")}
-    names = {name for name, _ in cpu}
-    assert all(2 < cpu[x, "step by step"] / cpu[x, "look-up"] < 3.5 for x in names)
-    assert all(3 < cpu[x, "look-up"] / cpu[x, "exact states"] < 4 for x in names)
-    yield "two to three times as fast as PyTorch step by step, and three to four times as slow"
     gpu = {}
     for r in rows("decode/recipes-h200"):
         gpu.setdefault((r["batch"], r["heads"], r["tokens"]), {})[r["recipe"], r["path"]] = r[
