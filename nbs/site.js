@@ -1,6 +1,7 @@
 // What the pages of the site do beyond text: shared by Quarto and scripts/tools/preview_docs.py. Without it everything stays open and readable.
 (() => {
-  const LONG = matchMedia("(max-width: 767px)").matches ? 8 : 30; // lines of source that may stand open
+  const results = /^\s*9\d/.test(document.querySelector("main h1")?.textContent); // a page of results shows what was found; its code waits
+  const LONG = results ? 0 : matchMedia("(max-width: 767px)").matches ? 8 : 30; // lines of source that may stand open
   const wrap = (node, summary, cls) => {
     const details = document.createElement("details"), head = document.createElement("summary");
     details.className = cls;
@@ -120,10 +121,41 @@
   addEventListener("resize", reach);
   document.addEventListener("toggle", reach, true);
 
-  // A link to a method that has no section of its own leads to its class or function.
+  // On a phone a page of more than sixteen screens is a list of its sections: a tap opens one, so does a link into it.
+  // What comes before the first figure stays open, if that is not long itself.
+  const under = head => { // pandoc sets what follows beside a heading, Quarto in its section
+    const found = [];
+    for (let x = head.nextSibling; x && !(/^H[1-6]$/.test(x.nodeName) && x.nodeName <= head.nodeName); x = x.nextSibling) found.push(x);
+    return found;
+  };
+  const foldAt = head => {
+    const details = document.createElement("details"), summary = document.createElement("summary"), rest = under(head);
+    details.className = "tq-section";
+    head.before(details);
+    summary.append(head);
+    details.append(summary, ...rest);
+    return details;
+  };
+  if (main && matchMedia("(max-width: 767px)").matches && main.clientHeight > 16 * innerHeight) {
+    const heads = [...main.querySelectorAll("h2")].filter(x => !x.closest("details, nav, header, .tq-live"));
+    const shown = x => x.matches?.("figure, :has(figure img)");
+    const tall = heads.map(x => x.getBoundingClientRect().top).map((top, i, tops) => ((tops[i + 1] || main.getBoundingClientRect().bottom) - top) / innerHeight);
+    const upTo = n => tall.slice(0, n).reduce((a, x) => a + x, 0), first = heads.findIndex(x => under(x).some(shown));
+    const open = first >= 0 && upTo(first + 1) < 6 ? first + 1 : tall[0] < 3 ? 1 : 0;
+    heads.forEach((head, i) => {
+      if (i < open) return;
+      const details = foldAt(head);
+      if (tall[i] > 5) [...details.querySelectorAll("h3")].forEach(foldAt);
+    });
+  }
+
+  // A link opens what it leads into; one to a method that has no section of its own leads to its class or function.
   const find = () => {
-    const name = decodeURIComponent(location.hash.slice(1));
-    if (name && !document.getElementById(name) && name.includes(".")) document.getElementById(name.split(".")[0])?.scrollIntoView();
+    const name = decodeURIComponent(location.hash.slice(1)), target = document.getElementById(name) || document.getElementById(name.split(".")[0]);
+    if (!name || !target) return;
+    let folded = target.id !== name;
+    for (let x = target.querySelector(":scope > details.tq-section") || target.closest("details"); x; x = x.parentElement.closest("details")) if (!x.open) folded = x.open = true;
+    if (folded) target.scrollIntoView();
   };
   addEventListener("hashchange", find);
   find();

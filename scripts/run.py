@@ -87,6 +87,11 @@ EXPERIMENTS = {
         "a decode step of ESM-2 on a CPU, exact and on codes",
         "--shapes 8M --tokens 20 --repeats 1",
     ),
+    "latents": Entry(
+        "bench.latents",
+        "attention of a step to latents: expanded, absorbed, on codes",
+        "--tokens 300 --seconds .01",
+    ),
     "folding": Entry(
         "bench.folding",
         "folding with ESMFold's shapes on exact and on coded states",

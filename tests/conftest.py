@@ -60,8 +60,7 @@ def pytest_collection_modifyitems(items):
 # and so is a new reason.
 MAY_SKIP = re.compile(
     "GPU|CUDA|no chromium|(torchao|gptqmodel|gguf|vLLM|gradio) is not installed|"
-    "TURBOQUANT_SLOW|caches latents|holds latents|"
-    "caches expanded keys|only for some models|not in this "
+    "TURBOQUANT_SLOW|only for some models|not in this "
     "transformers|not a model here|own cache does not work there"
 )
 

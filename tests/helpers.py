@@ -416,22 +416,7 @@ def exact_recipe():
 
 def three(model):
     "The attentions to compare."
-    names = [a for a in ("eager", "sdpa", "turboquant") if a != "sdpa" or fused(model)]
-    return names[:-1] if caches_latents(model) else names
-
-
-def caches_latents(model):
-    """Multi-head latent attention in newer transformers: the cache holds latents that each
-    layer expands, so only dense modes can serve it."""
-    if model.config.model_type not in ("deepseek_v3", "deepseek_v2"):
-        return False
-    model.set_attn_implementation("eager")
-    from transformers import DynamicCache
-
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(torch.ones(1, 2, dtype=torch.long), past_key_values=cache)
-    return cache.layers[0].keys.shape[1] != model.config.num_attention_heads
+    return [a for a in ("eager", "sdpa", "turboquant") if a != "sdpa" or fused(model)]
 
 
 # --- calibrated ones

@@ -17,7 +17,6 @@ from safetensors import safe_open
 from tests.helpers import (
     BASE,
     MODELS,
-    caches_latents,
     exact_recipe,
     generate,
     logits,
@@ -167,8 +166,6 @@ def test_a_model_with_eyes_keeps_the_attention_of_each_part():
 
 def test_latents_are_refused_before_reading():
     latents = tiny("deepseek_v3")
-    if not caches_latents(latents):
-        pytest.skip("this transformers caches expanded keys and values")
     with pytest.raises(
         ValueError, match="deepseek_v3 caches .* a token in layer 0 and attends to 4 x 12"
     ):

@@ -10,7 +10,6 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
-    DeepseekV2Config,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -179,7 +178,6 @@ def build_scene(folder, tiny, plain, esm2):
     (folder / "awq" / "config.json").write_text(json.dumps(quantised))
     Qwen3NextConfig(**sizes).save_pretrained(folder / "hybrid")
     Qwen2Config(**sizes).save_pretrained(folder / "qwen2")
-    DeepseekV2Config(**sizes).save_pretrained(folder / "latent")
     for kind in ("mamba", "nothing", "t5"):
         (folder / kind).mkdir()
         about = {"model_type": kind, "is_encoder_decoder": kind == "t5"}

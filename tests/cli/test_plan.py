@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
@@ -31,6 +32,11 @@ CONFIGS = {
     "mistral": MistralConfig(**SMALL, sliding_window=None),
     "sliding": MistralConfig(**SMALL, sliding_window=200),
     "gemma3": Gemma3TextConfig(**SMALL, head_dim=32, layer_types=LAYERS, sliding_window=260),
+    "latents": DeepseekV2Config(
+        **SMALL | dict(num_key_value_heads=4, kv_lora_rank=64, q_lora_rank=None),
+        **dict(qk_rope_head_dim=16, qk_nope_head_dim=24, v_head_dim=20),
+        **dict(first_k_dense_replace=2, n_routed_experts=4, moe_intermediate_size=16),
+    ),
 }
 RECIPES = [
     "k4v4",
@@ -57,7 +63,7 @@ def held(kind, recipe, tokens, batch, **how):
     return cache.report()["nbytes"]
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral", "latents"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=["k4v4", "k2v2", "qjl and 2.5", "3 and 1"])
 def test_planned_bytes_are_those_of_a_cache(kind, recipe):
     for tokens, batch in ((20, 2), (257, 1), (520, 3)):

@@ -33,7 +33,6 @@ from tests.helpers import (
     VOCAB,
     Calls,
     cache_for,
-    caches_latents,
     exact_recipe,
     generate,
     prompt,
@@ -42,18 +41,18 @@ from tests.helpers import (
 )
 import torch.nn.functional as F
 
+from eval import architectures
+
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
 
 def test_an_attention_that_cannot_be_is_refused_before_the_first_layer():
-    """Latents must be decoded for what expands them; a model that is set to read codes after
-    its cache was made hears that before anything is computed."""
-    model = tiny("deepseek_v3")
-    if not caches_latents(model):
-        pytest.skip("this transformers caches expanded keys and values")
+    """What changes keys after the cache needs them decoded; a model that is set to read codes
+    after its cache was made hears that before anything is computed."""
+    model = architectures.small("DiffLlamaForCausalLM")
     cache = TurboQuantCache(model)
     model.set_attn_implementation("turboquant")
-    refused = pytest.raises(ValueError, match="cannot serve deepseek_v3: .* keeps latents")
+    refused = pytest.raises(ValueError, match="cannot serve diffllama: .* changes what a cache")
     with torch.no_grad(), refused:
         model(prompt(1, 5)["input_ids"], past_key_values=cache)
     assert cache.get_seq_length() == 0
@@ -96,8 +95,6 @@ def test_logits_of_codes_equal_logits_of_dense(name):
     no chunk of a few drafts: dense attention has one tensor for all of its queries), to fp32
     rounding; with and without a mask."""
     model = tiny(name)
-    if "turboquant" not in three(model):
-        pytest.skip("caches latents")
     for padded in (False, True):
         inputs = prompt(2, 60, padded=padded)
         out = {}
@@ -1007,8 +1004,6 @@ def test_report_counts_every_tensor(name, attention, monkeypatch):
     # a table of angles of its own, however long another living cache's is
     monkeypatch.setattr(centre, "_SHARED_COS_SIN", weakref.WeakValueDictionary())
     model = tiny(name)
-    if attention not in three(model):
-        pytest.skip("caches latents")
     for batch, kwargs in ((1, {}), (2, dict(max_length=64)), (3, {})):
         model.set_attn_implementation(attention)
         inputs = prompt(batch, 30)
@@ -1205,8 +1200,6 @@ def test_grad_modes_mix():
 def test_padding_is_ignored(name, attention, told):
     "Each row of a left-padded batch is answered, and coded, as if it were alone."
     model, inputs = tiny(name), prompt(3, 30)
-    if attention == "turboquant" and attention not in three(model):
-        pytest.skip("caches latents")
     attention = attention if attention in three(model) else "eager"
     together, cache = generate(
         model, inputs, attention, padding=told, output_logits=True, return_dict_in_generate=True

@@ -12,16 +12,7 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from tests.helpers import (
-    FAMILIES,
-    HYBRID,
-    SLIDING,
-    caches_latents,
-    covering_pairs,
-    generate,
-    prompt,
-    tiny,
-)
+from tests.helpers import FAMILIES, HYBRID, SLIDING, covering_pairs, generate, prompt, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from turboquant_nb.hf import TurboQuantCache
@@ -244,8 +235,6 @@ def test_a_model_that_no_graph_can_hold_runs_eagerly(spoil, why):
 def test_families(name):
     "Every family: the tokens of eager steps, by replays or with a reason."
     model = tiny(name)
-    if caches_latents(model):
-        pytest.skip("its cache holds latents, which the 'turboquant' attention does not serve")
     for padded in (False, True):
         caches = pair(model, max_length=64, static=name in SLIDING)
         same_tokens(

@@ -21,7 +21,6 @@ from tests.helpers import (
     exact_recipe,
     generate,
     prompt,
-    three,
     tiny,
 )
 from turboquant_nb.kernels import ops
@@ -425,8 +424,6 @@ def test_chunked_prefill(name, padded, no_masks):
     """transformers' prefill_chunk_size: the logits of dense decoding of the same codes, and
     flat memory: no block of the past is larger than ops.BLOCK."""
     model = tiny(name, max_position_embeddings=512)
-    if "turboquant" not in three(model):
-        pytest.skip("caches latents")
     cache = chunks_alike(
         model, prompt(2, 90, padded=padded), ("eager", "turboquant") if padded else ()
     )

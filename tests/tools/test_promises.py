@@ -67,7 +67,7 @@ store.KVStore.tail_with names=('k',·'v')
 store.KVStore.crop tail=None
 memory.TruncatedCode.levels check_range=False
 attention.Rule.__init__ scaling=None sliding_window=None softcap=None causal=True
-    backend='auto' sinks=None
+    backend='auto' sinks=None latent=False
 attention.Call.of k=None v=None mask=None first=None recent=None bias=None
 attention.attend k=None v=None block=1024
 attention.dense_attention scaling=None mask=None rows=256 bias=None

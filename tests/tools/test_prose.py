@@ -28,7 +28,7 @@ ELSEWHERE = {
     "60_calibrate": {".375"},  # shown by chapter 91
     "62_fold": {"1.17"},  # of chapter 14
     "77_vllm": {"0.28", "4.7"},  # a version; what a step is without its attention
-    "80b_offload": {"9.6", "5.4", "4.25", "4.3"},  # settings, a mean of two rows, what is left
+    "80b_offload": {"9.6", "7.7", "5.4", "4.25", "4.3"},  # settings, rates, what is left
     "85_vector_search": {".016", ".018", "9.4"},  # a bound, of two rows, worked out
     "90_speed": {"115.8", "137.2"},  # a draft run of tune.py, named as one
     "92_generate": {

@@ -86,6 +86,33 @@ COLOURS = """<p style="color:#888;background:#fff">pale</p><img src="x.png">
 
 
 @pytest.mark.skipif(preview.browser() is None, reason="no chromium on the PATH")
+def test_a_long_page_is_a_list_of_its_sections_on_a_phone(tmp_path):
+    "Unfolded it would have more screens than a page may have."
+    (tmp_path / "layout.css").write_text(preview.LAYOUT.read_text())
+    for name in ("styles.css", "site.js"):
+        (tmp_path / name).write_text((ROOT / "nbs" / name).read_text())
+    part = "<p>A line of text.</p>" * 200
+    long = page("".join(f'<h2 id="part-{i}">Part {i}</h2>{part}' for i in range(4)))
+    (tmp_path / "folded.html").write_text(long)
+    (tmp_path / "open.html").write_text(long.replace('<script src="site.js"></script>', ""))
+    problems = preview.Problems()
+    assert preview.check_widths(tmp_path, problems) == 2
+    assert [line.partition(":")[0] for line in problems] == ["open.html"]
+    assert "screens of a phone, the bound is 20" in problems[0]
+
+
+def test_figures_follow_a_dark_page():
+    "Quarto's dark mode is a class of the body, the preview's the system's choice."
+    styles = (ROOT / "nbs" / "styles.css").read_text()
+    turned = r"[^}]*--tq-picture: ?invert\(1\) hue-rotate\(180deg\); --tq-over: ?screen"
+    assert re.search(r"body\.quarto-dark \{" + turned, styles)
+    assert re.search(
+        r"prefers-color-scheme:dark\) \{ :root:root \{" + turned, preview.LAYOUT.read_text()
+    )
+    assert re.search(r"main img \{[^}]*var\(--tq-picture\)[^}]*var\(--tq-over\)", styles)
+
+
+@pytest.mark.skipif(preview.browser() is None, reason="no chromium on the PATH")
 def test_axe_sees_who_cannot_see(tmp_path):
     (tmp_path / "layout.css").write_text(preview.LAYOUT.read_text())
     for name in ("styles.css", "site.js"):

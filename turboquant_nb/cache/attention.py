@@ -30,6 +30,8 @@ class Rule:
     causal: bool = True
     backend: str = "auto"  # what may serve, by name; "auto": the first that can
     sinks: Tensor | None = None  # [Hq] a learnt logit that joins each head's softmax
+    # keys are the store's with its values behind them, values are the store's keys: see `Call`
+    latent: bool = False
 
 
 @lru_cache(maxsize=256, typed=True)
@@ -40,7 +42,8 @@ def shared_rule(**numbers) -> Rule:
 
 class Call(NamedTuple):
     """Queries on a store, by a rule. Where keys have a pair scale, queries and keys are those
-    that `into_frame` gives: what serves a call need not know of it."""
+    that `into_frame` gives: what serves a call need not know of it. By a latent rule d_key is
+    the sum of both sides' sizes, and d_value that of the keys."""
 
     rule: Rule
     store: KVStore
@@ -65,14 +68,36 @@ class Call(NamedTuple):
 
     def into_frame(self) -> "Call":
         """Of queries and keys as the model has them, the same as the store holds keys. What
-        waits to be coded is coded first."""
+        waits to be coded is coded first. Raises ValueError for latents with a pair scale."""
         key = self.store.key
         if self.store.waiting:
             self.store.complete()
         if key.frame.pair is None:
             return self
+        if self.rule.latent:
+            raise ValueError("latents are values too, so their keys can have no pair scale")
         k = None if self.k is None else key.into_frame(self.k)
         return self._replace(q=key.query(self.q), k=k)
+
+    @property
+    def key_sides(self) -> tuple:
+        "The sides of the store that keys consist of, one behind the other."
+        return ("key", "value") if self.rule.latent else ("key",)
+
+    @property
+    def value_side(self) -> str:
+        "The side of the store that values are."
+        return "key" if self.rule.latent else "value"
+
+    @property
+    def d_key(self) -> int:
+        "Channels of a key."
+        return sum(getattr(self.store, side).q.d for side in self.key_sides)
+
+    @property
+    def d_value(self) -> int:
+        "Channels of a value."
+        return getattr(self.store, self.value_side).q.d
 
 
 class Answer(NamedTuple):
@@ -153,17 +178,24 @@ class _Query:
     folded in."""
 
     plain: Tensor  # [B, H, g*n, d] fp32
-    rotated: Tensor  # the same, rotated like the keys
+    rotated: Tensor  # the same, rotated like the keys; of latents the channels for these
     terms: Terms  # what centring took out of the coded scores
+    beside: Tensor | None = None  # of latents the other channels, rotated like the values
 
 
 def _query(call: Call) -> _Query:
     store, (b, heads, n, d) = call.store, call.q.shape
     scaling = d**-0.5 if call.rule.scaling is None else call.rule.scaling
     plain = call.q.float().reshape(b, store.heads, heads // store.heads * n, d) * scaling
-    key, rotary = store.key, 0 if store.rope_table is None else store.rope_table.shape[1]
-    terms = key.q.centre.query(plain, key.mean, rotary)
-    return _Query(plain, key.q.rotation.query(plain), terms)
+    parts = [getattr(store, side) for side in call.key_sides]
+    rotary = 0 if store.rope_table is None else store.rope_table.shape[1]
+    pieces = plain.split([part.q.d for part in parts], -1)
+    rotated = [part.q.rotation.query(x) for part, x in zip(parts, pieces)]
+    terms = [part.q.centre.query(x, part.mean, rotary) for part, x in zip(parts, pieces)]
+    if len(parts) == 1:
+        return _Query(plain, *rotated, *terms)
+    shift = terms[0].shift + terms[1].shift  # no side of latents has a mean before RoPE
+    return _Query(plain, rotated[0], Terms(shift), rotated[1])
 
 # %% ../../nbs/32_attention.ipynb #b1ea91c6
 def visible(
@@ -269,7 +301,18 @@ class _Sight:
         return self._rows(store.ranges.is_exact(positions, sinks, since))
 
 
-def _add_coded(soft: _Softmax, query: _Query, sight: _Sight, blocks: Blocks, block: int):
+def _coded_scores(call: Call, query: _Query, read: dict, product) -> Tensor:
+    "Of the vectors that `Blocks.vectors` gave for each side, without what centring took out."
+    out = None
+    for side, rotated in zip(call.key_sides, (query.rotated, query.beside)):
+        x, scale = read[side]
+        scores = product(rotated, x.mT)
+        scores = scores if scale is None else scores * scale.unsqueeze(-2)
+        out = scores if out is None else out + scores
+    return out
+
+
+def _add_coded(soft: _Softmax, query: _Query, call: Call, sight: _Sight, blocks, block: int):
     """Coded tokens in blocks: levels times the rotated query, then the scale of each token.
     Exact tokens are left out."""
     store = sight.store
@@ -280,9 +323,8 @@ def _add_coded(soft: _Softmax, query: _Query, sight: _Sight, blocks: Blocks, blo
         hi = min(lo + block, end)
         positions = torch.arange(lo, hi, device=store.device)[None]
         seen = sight.visible(positions) & ~sight.exact(positions)
-        (k, k_scale), (v, v_scale) = (
-            blocks.vectors(store, side, lo, hi) for side in ("key", "value")
-        )
+        read = {side: blocks.vectors(store, side, lo, hi) for side in ("key", "value")}
+        v, v_scale = read[call.value_side]
         if store.clock.by_device:  # what lies beyond the length may be anything
             held = positions < last
             seen = seen & held[:, None, None, :]
@@ -290,9 +332,7 @@ def _add_coded(soft: _Softmax, query: _Query, sight: _Sight, blocks: Blocks, blo
                 v = v.where(held[:, None, :, None], 0)
             else:
                 v_scale = v_scale.where(held[:, None], 0)
-        scores = blocks.product(query.rotated, k.mT)
-        scores = scores if k_scale is None else scores * k_scale.unsqueeze(-2)
-        scores = query.terms.shift + scores
+        scores = query.terms.shift + _coded_scores(call, query, read, blocks.product)
         if query.terms.coefficients is not None:
             scores = scores + query.terms.coefficients @ angles(store, lo, hi).float().mT
         scores = _masked(scores, seen, sight.rule.softcap, sight.bias(positions))
@@ -311,13 +351,13 @@ def _add_exact(soft, query, sight, k, v, positions, before=math.inf):
 
 def _finish(soft: _Softmax, call: Call) -> Answer:
     "Un-rotate the coded part once, add the mean's share, divide."
-    q, store, value = call.q, call.store, call.store.value
+    q, value = call.q, getattr(call.store, call.value_side)
     out = value.q.rotation.inverse(soft.coded) + soft.exact
     out = value.q.centre.output(out, soft.coded_total, value.mean)
     out = torch.where(soft.total == 0, 0.0, out / soft.total)  # NaN in q stays NaN
     lse = soft.top + soft.total.log()
     shape = (q.shape[0], q.shape[1], q.shape[2])
-    return Answer(out.reshape(*shape, store.value.q.d).to(q.dtype), lse.reshape(shape))
+    return Answer(out.reshape(*shape, value.q.d).to(q.dtype), lse.reshape(shape))
 
 # %% ../../nbs/32_attention.ipynb #5f3c427d
 def check_call(call: Call, block: int | None = None) -> None:
@@ -325,7 +365,7 @@ def check_call(call: Call, block: int | None = None) -> None:
     rule, store, q, k, v, _, first, recent, *_ = call
     first = store.offset if first is None else first
     checks.floats(q, "q")
-    (b, h, dk), length = (store.batch, store.heads, store.key.q.d), store.clock.bound(store)
+    (b, h, dk), length = (store.batch, store.heads, call.d_key), store.clock.bound(store)
     if q.ndim != 4 or q.shape[0] != b or q.shape[1] % h or q.shape[3] != dk:
         raise ValueError(
             f"q must have shape [{b}, a multiple of {h}, n, {dk}], got {list(q.shape)}"
@@ -337,9 +377,9 @@ def check_call(call: Call, block: int | None = None) -> None:
     checks.device(q, "q", store.device, "the store")
     if (k is None) != (v is None) or (k is not None and k.shape[2] != v.shape[2]):
         raise ValueError("k and v must be given together, with equally many tokens")
-    for name, x, side in (("k", k, store.key), ("v", v, store.value)):
-        if x is not None and list(x.shape) != [b, h, min(x.shape[2], length), side.q.d]:
-            want = f"[{b}, {h}, at most {length}, {side.q.d}]"
+    for name, x, d in (("k", k, dk), ("v", v, call.d_value)):
+        if x is not None and list(x.shape) != [b, h, min(x.shape[2], length), d]:
+            want = f"[{b}, {h}, at most {length}, {d}]"
             raise ValueError(f"{name} must have shape {want}, got {list(x.shape)}")
     if not store.offset <= first <= length:
         raise ValueError(f"first must be from {store.offset} to {length}, got {first}")
@@ -397,11 +437,15 @@ class Reference(Backend):
         past = past if k is None else past - k.shape[2]
         groups = q.shape[1] // store.heads
         sight = _Sight(store, rule, n, groups, mask, first, past, recent, bias)
-        soft = _Softmax(query.plain.shape[:3], q.device, store.value.q.d)
-        _add_coded(soft, query, sight, self.blocks, self.block_of(store))
-        (exact_k, positions), (exact_v, _) = store.exact("key"), store.exact("value")
+        soft = _Softmax(query.plain.shape[:3], q.device, call.d_value)
+        _add_coded(soft, query, call, sight, self.blocks, self.block_of(store))
+        exact, positions = {}, None
+        for side in ("key", "value"):
+            exact[side], positions = store.exact(side)
         if positions.shape[1]:
-            _add_exact(soft, query, sight, exact_k, exact_v, positions, past)
+            keys = [exact[side] for side in call.key_sides]
+            keys = keys[0] if len(keys) == 1 else torch.cat(keys, -1)
+            _add_exact(soft, query, sight, keys, exact[call.value_side], positions, past)
         if k is not None and k.shape[2]:
             positions = torch.arange(k.shape[2], device=q.device)[None] + past
             _add_exact(soft, query, sight, k, v, positions)

@@ -33,11 +33,12 @@ from turboquant_nb.hf.hooks import (
     attention_name,
     eagerly,
     listen_to_masks,
+    serve_expansions,
     serve_handles,
     wants_weights,
 )
 from .deferred import Held
-from .model_info import ModelInfo, plan_layers
+from .model_info import EXPAND, ModelInfo, plan_layers
 from turboquant_nb.hf.passes import (
     RowStarts,
     check_mask,
@@ -72,6 +73,7 @@ class CodedStates(Handle):
 
     serve = None  # attention on codes: `hf.attention` has it
     parts = ()  # of a layer with several recipes: those of each group of its heads
+    expansion = None  # of latents: what keys and values are made by, see `hf.latents`
 
     def __init__(
         self,
@@ -97,6 +99,12 @@ class CodedStates(Handle):
         keys = cls(layer, k, first, fresh, near[0], drafts)
         values = cls(layer, v, first, fresh, near[1], drafts)
         return Codes(keys, values).states() if layer.reader.deferred else (keys, values)
+
+    def with_chunk(self, chunk: Tensor, fresh: bool, near: Tensor | None = None):
+        "The same of other states, without drafts."
+        new = copy.copy(self)
+        CodedStates.__init__(new, self.layer, chunk, self.first, fresh, near)
+        return new
 
     def attend(self, own, module, query, value, mask, **kwargs):
         "Attention on codes, whatever the model's `own` is."
@@ -278,6 +286,8 @@ class TurboQuantLayer(CacheLayerMixin):
         self.tail = None  # exact states that the last chunk's queries read, and a crop
         self.canary, self.changes = None, 0  # what checks; times that rows became others
         self.rules = {}  # how it attends on codes, see `hf.attention`
+        self.latent = info.latent is not None  # whether keys and values are made of its states
+        self.expansion = None  # how that is done, see `hf.latents`
         self.captured = self.make_captured()  # serves steps that a graph captures
         # how errors call new states
         self.names = f"keys of layer {self.index}", f"values of layer {self.index}"
@@ -966,6 +976,8 @@ class TurboQuantCache(Cache):
         self._lengths = {}  # of a pass: tokens that static layers hold before it, by layer
         listen_to_masks()
         serve_handles()
+        for attention in reading.expands:
+            serve_expansions(attention, EXPAND)
         if module:
             _listen_to_passes(model_or_config)
         self.runner = self.make_runner(self, model_or_config, graphs)

@@ -38,10 +38,12 @@ class CapturedSteps:
     def settle(self, layer: TurboQuantLayer, key_states: Tensor) -> None:
         "Choose what codes and what attends, by the shape of a chunk."
         b, h, _, d = key_states.shape
+        d += layer.store.value.q.d if layer.latent else 0
         group = layer.info.query_heads // layer.info.heads
         q = key_states.new_empty(b, h * group, 1, d).detach()
         coder = ops.select_coder(layer.store, layer.backend)
         ask = dict(sliding_window=layer.sliding_window, backend=layer.backend)
+        ask |= dict(latent=layer.latent)
         server = ops.select_backend(Call.of(q, layer.store, **ask))
         self.backends = {"coding": coder, "attention": server}
         if coder.backend == "triton":

@@ -122,7 +122,9 @@ def shape_reason(q, heads: int, k, v, dtype, most: int = 16) -> str:
 
 
 def _ranges_reason(call: Call) -> str:
-    "Why the tokens that queries see are not those of a kernel; empty if they are."
+    "Why what queries see is not what a kernel reads; empty if it is."
+    if call.rule.latent:
+        return "the kernel multiplies queries with keys of one side, latents have two"
     if call.mask is not None:
         return "the kernel knows ranges of positions, not masks"
     if call.bias is not None:

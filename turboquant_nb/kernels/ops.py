@@ -193,6 +193,8 @@ class Flash(Backend):
         n, d = q.shape[2], q.shape[3]
         if n <= 16:
             return "up to 16 tokens are served on codes"
+        if call.rule.latent:
+            return "the blocks are read as keys and values, latents are both"
         if call.recent is not None:
             return "the blocks have one set of exact tokens, not one for each query"
         if call.mask is not None or call.first not in (None, store.offset):

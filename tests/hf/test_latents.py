@@ -1,0 +1,186 @@
+"""Latents: keys and values that a model makes of one vector a token. Attention on codes in
+absorbed form against the model's own on the same codes decoded, and against transformers."""
+
+import copy
+
+import pytest
+import torch
+
+from eval import architectures
+from tests.helpers import exact_recipe, prompt
+from turboquant_nb.cache.attention import attend, dense_attention, visible
+from turboquant_nb.cache.store import KVStore
+from turboquant_nb.hf import TurboQuantCache
+from turboquant_nb.hf.latents import probe
+from turboquant_nb.kernels import ops
+from turboquant_nb.quant.quantizer import Recipe, Spec
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+
+GREEDY = dict(max_new_tokens=8, do_sample=False)
+NAMES = ["DeepseekV2", "DeepseekV3", "MiniCPM3", "Glm4MoeLite", "KimiLinear", "LongcatFlash"]
+
+
+def small(name):
+    model = architectures.small(f"{name}ForCausalLM")
+    if not TurboQuantCache(model).info.reading.expands:
+        pytest.skip(
+            f"this transformers caches expanded keys: not in this transformers ({name})"
+        )
+    return model
+
+
+@pytest.mark.parametrize("recipe", [Recipe(Spec(3), Spec(4), sinks=2, recent=5), "k4v4"])
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_of_codes_are_those_of_the_models_own_attention(name, recipe):
+    "To fp32 rounding, with padding: a prompt, steps, a chunk longer than any draft."
+    model, inputs = small(name), prompt(2, 60)
+    out = {}
+    for way in ("codes", "dense"):
+        cache, logits, at = TurboQuantCache(model, recipe, attention=way), [], 0
+        for n in (21, 1, 1, 20, 1):
+            mask = inputs["attention_mask"][:, : at + n]
+            ids = inputs["input_ids"][:, at : at + n]
+            with torch.no_grad():
+                logits.append(
+                    model(ids, attention_mask=mask, past_key_values=cache).logits[:, -1]
+                )
+            at += n
+        out[way] = torch.stack(logits)
+        served = cache.report()["served"]
+        assert set(served) == {"prefill", way}, served
+    gap = (out["codes"] - out["dense"]).abs().max() / out["dense"].abs().max()
+    assert gap < 1e-4, gap
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_with_all_tokens_exact_transformers_tokens_come(name):
+    model, inputs = small(name), prompt(2, 30)
+    own = model.generate(**inputs, **GREEDY)
+    for attention in ("eager", "turboquant"):
+        model.set_attn_implementation(attention)
+        cache = TurboQuantCache(model, exact_recipe())
+        assert torch.equal(model.generate(**inputs, past_key_values=cache, **GREEDY), own)
+        assert set(cache.report()["served"]) == {"prefill", "codes"}
+
+
+def test_no_step_expands_the_past():
+    "The weight that makes keys and values is asked for a prompt and for unit vectors, once."
+    model, rows = small("DeepseekV3"), []
+    linear = model.model.layers[1].self_attn.kv_b_proj
+    linear.register_forward_hook(lambda m, args, out: rows.append(args[0].shape[-2]))
+    cache = TurboQuantCache(model, "k4v4")
+    model.generate(**prompt(1, 40), past_key_values=cache, **GREEDY)
+    attention = model.model.layers[1].self_attn
+    units = attention.kv_lora_rank + attention.qk_rope_head_dim + 1
+    assert sorted(rows) == sorted([40, units])
+
+
+def test_other_weights_for_another_prompt():
+    "Matrices are looked at once a prompt: a model that learnt meanwhile is served as it is."
+    model, inputs = small("DeepseekV2"), prompt(1, 30)
+    cache = TurboQuantCache(model, exact_recipe())
+    model.generate(**inputs, past_key_values=cache, **GREEDY)
+    for layer in model.model.layers:
+        weight = layer.self_attn.kv_b_proj.weight
+        layer.self_attn.kv_b_proj.weight = torch.nn.Parameter(weight.detach().flip(0))
+    own = model.generate(**inputs, **GREEDY)
+    cache.reset()
+    assert torch.equal(model.generate(**inputs, past_key_values=cache, **GREEDY), own)
+
+
+def test_a_copy_and_a_file_go_on_alike(tmp_path):
+    model, inputs = small("MiniCPM3"), prompt(2, 40)
+    cache, token = TurboQuantCache(model, "k3v3"), inputs["input_ids"][:, :1]
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache)
+        cache.save(tmp_path / "cache.safetensors")
+        caches = (
+            copy.deepcopy(cache),
+            TurboQuantCache.load(tmp_path / "cache.safetensors", model),
+        )
+        want = model(token, past_key_values=cache).logits
+        for other in caches:
+            assert torch.equal(model(token, past_key_values=other).logits, want)
+
+
+def test_a_canary_looks_at_latents():
+    model, inputs = small("DeepseekV2"), prompt(1, 60)
+    cache = TurboQuantCache(model, Recipe(Spec(4), Spec(4), sinks=0, recent=0), watch=1.0)
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache)
+        for _ in range(40):
+            model(inputs["input_ids"][:, :1], past_key_values=cache)
+        found = list(cache.canary.checks)
+        assert found and all(x.fault < 1e-3 for x in found)
+        assert any(x.error > 1e-3 for x in found)
+        plane = cache.coded_layers[0].store.key.memory.tensors["plane0"]
+        plane.bitwise_xor_(255)  # every code is another one
+        for _ in range(40):
+            model(inputs["input_ids"][:, :1], past_key_values=cache)
+    assert any(x.fault > 0.1 for x in cache.canary.checks)
+
+
+def test_what_is_not_linear_is_refused_and_decoded_where_that_is_asked_for():
+    model, inputs = small("DeepseekV2"), prompt(1, 20)
+    cache = TurboQuantCache(model, "k4v4")
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj.register_forward_pre_hook(lambda m, x: (x[0] ** 3,))
+    with torch.no_grad(), pytest.raises(ValueError, match="linear in a latent.*attention='de"):
+        model(**inputs, past_key_values=cache)
+    dense = TurboQuantCache(model, exact_recipe(), attention="dense")
+    own = model.generate(**inputs, **GREEDY)
+    assert torch.equal(model.generate(**inputs, past_key_values=dense, **GREEDY), own)
+
+
+@pytest.mark.parametrize("center", ["none", "prompt_mean"])
+@pytest.mark.parametrize("exact", [(0, 0), (2, 9)])
+def test_a_latent_rule_against_dense_attention(exact, center):
+    "Both sides as keys, keys as values; padding, exact tokens, a window and a cap."
+    g = torch.Generator().manual_seed(0)
+    sides = [Spec(bits, center=center) for bits in (3, 4)]
+    store = KVStore(Recipe(*sides, *exact), 2, 1, 32, 16)
+    store.set_range(start=torch.tensor([0, 3]))
+    for n in (300, 1, 7):
+        store.append(*(torch.randn(2, 1, n, d, generator=g) + 1 for d in (32, 16)))
+    q, (c, rotary) = torch.randn(2, 8, 3, 48, generator=g), store.read()
+    for window, cap in ((None, None), (50, None), (None, 2.0)):
+        mask = visible(store, 3, torch.arange(308)[None], True, window)
+        want, lse = dense_attention(
+            q, torch.cat([c, rotary], -1), c, scaling=0.2, mask=mask, softcap=cap
+        )
+        how = dict(scaling=0.2, sliding_window=window, softcap=cap, latent=True)
+        got = attend(q, store, **how)
+        torch.testing.assert_close(got.out, want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got.lse, lse, rtol=1e-5, atol=1e-5)
+    why = ops.explain(q, store, latent=True)
+    assert not why["torch"] and all("latents" in why[x] for x in ("triton", "gather"))
+    with pytest.raises(ValueError, match="latents have two"):
+        ops.attend(q, store, latent=True, backend="gather")
+    with pytest.raises(ValueError, match=r"q must have shape \[2, a multiple of 1, n, 48\]"):
+        attend(q[..., :32], store, latent=True)
+
+
+def test_latents_with_a_pair_scale_are_refused():
+    store = KVStore(Recipe(Spec(3, pair_scale="prompt"), Spec(3)), 1, 1, 32, 16)
+    store.append(torch.randn(1, 1, 40, 32), torch.randn(1, 1, 40, 16))
+    with pytest.raises(ValueError, match="can have no pair scale"):
+        attend(torch.randn(1, 4, 1, 48), store, latent=True)
+    model = small("DeepseekV2")
+    assert TurboQuantCache(model, "k2v2-trellis").recipes[0].key.pair_scale == "none"
+
+
+def test_a_map_is_read_off_unit_vectors():
+    weight, heads = torch.randn(4 * 30, 16), 4
+
+    def own(c, rotary, power=1, scale=1):
+        both = ((c**power)[:, 0] @ weight.T).unflatten(-1, (heads, 30)).transpose(1, 2)
+        rotary = scale * rotary.expand(-1, heads, -1, -1)
+        return torch.cat([both[..., :18], rotary], -1), both[..., 18:]
+
+    like = torch.randn(1, 1, 3, 16), torch.randn(1, 1, 3, 8)
+    found, want = probe(own, *like), weight.unflatten(0, (heads, 30))
+    assert torch.equal(found.key, want[:, :18]) and torch.equal(found.value, want[:, 18:])
+    for wrong in (dict(power=3), dict(scale=2)):
+        with pytest.raises(ValueError, match="linear in a latent"):
+            probe(lambda *x, wrong=wrong: own(*x, **wrong), *like)
