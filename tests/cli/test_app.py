@@ -290,7 +290,7 @@ def test_completion_is_quick_and_needs_no_torch():
     )
     for line, want in (
         ("turboquant rec", ["recipe"]),
-        ("turboquant eval ", ["attention", "logits", "needle", "ppl"]),
+        ("turboquant eval ", ["attention", "logits", "long", "needle", "ppl"]),
         ("turboquant eval ppl --recipe k3v3 k4v4 --ag", ["--against"]),
         ("turboquant generate --attention s", ["sdpa"]),
         ("turboquant demo --recipes --js", ["--json"]),
