@@ -194,11 +194,19 @@ def test_tensors_without_their_start_or_header_are_no_store():
     store = KVStore(Recipe(), 1, 1, 8)
     store.append(*(x[:1, :1] for x in states(9)))
     tensors, header = state_of(store)
-    for t, h in (
-        ({n: x for n, x in tensors.items() if n != "start"}, header),
-        (tensors, {n: x for n, x in header.items() if n != "d"}),
+    for t, h, why in (
+        (
+            {n: x for n, x in tensors.items() if n != "start"},
+            header,
+            "start must be .* nothing",
+        ),
+        (
+            tensors,
+            {n: x for n, x in header.items() if n != "d"},
+            "not the state of a single store",
+        ),
     ):
-        with pytest.raises(ValueError, match="not the state of a single store"):
+        with pytest.raises(ValueError, match=why):
             store_of(t, h)
 
 
