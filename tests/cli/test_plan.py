@@ -53,10 +53,12 @@ def model_of(kind):
 
 
 def held(kind, recipe, tokens, batch, **how):
-    "Bytes of a real cache after a prompt and two steps, as its report counts them."
+    """Bytes of a real cache after a prompt and two steps, as its report counts them, without
+    what a processor's kernel makes of angles for itself."""
     model = model_of(kind)
     model.set_attn_implementation("turboquant")
-    cache, ids = TurboQuantCache(model, recipe, **how), torch.randint(2, 400, (batch, tokens))
+    cache = TurboQuantCache(model, recipe, backend="torch", **how)
+    ids = torch.randint(2, 400, (batch, tokens))
     with torch.no_grad():
         for part in (ids[:, :-2], ids[:, -2:-1], ids[:, -1:]):
             model(part, past_key_values=cache)
@@ -77,7 +79,7 @@ def test_sliding_windows_hold_at_most_the_planned_bytes(kind):
     model, tightest = model_of(kind), 0.0
     planned = plan.CacheSize(CONFIGS[kind], "k3v3", torch.float32)
     model.set_attn_implementation("turboquant")
-    cache = TurboQuantCache(model, "k3v3")
+    cache = TurboQuantCache(model, "k3v3", backend="torch")
     with torch.no_grad():
         for n in (300, *[1] * 250, 40, 500, *[1] * 100):  # every place of a tile's edge is met
             model(torch.randint(2, 400, (1, n)), past_key_values=cache)

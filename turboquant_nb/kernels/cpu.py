@@ -725,7 +725,7 @@ def _by_channel(cos_sin, tokens: int, tile: int) -> Tensor:  # [r, tile + positi
     "Cosines and sines with positions side by side, after a tile of zeros."
     held = cos_sin.memo.get(("by channel", tile))
     if held is None or held.shape[1] < tile + tokens:
-        table = cos_sin.reach(tokens + 1024)
+        table = cos_sin.reach(tokens)
         # an odd number of cache lines, so that rows do not meet in the same ones
         width = (tile + len(table) + 31) // 64 * 64 + 32
         held = table.new_zeros(table.shape[1], max(width, tile + len(table)))
