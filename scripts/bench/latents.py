@@ -11,6 +11,7 @@ Gate: absorbed attention to the decoded latents is that to the codes."""
 import time
 
 import torch
+from bench.timing import Clock, quantiles, step_times
 from plan import Plan
 
 from turboquant_nb.cache.store import KVStore
@@ -40,26 +41,16 @@ def absorbed(q, c, rotary, made):
     )
 
 
-def milliseconds(f, device, seconds: float) -> list:
-    "Of single calls; processor time on a CPU."
-    clock, out, on_gpu = time.process_time, [], device.type == "cuda"
-    clock = time.perf_counter if on_gpu else clock
-    until = time.perf_counter() + seconds
+def times(f, device, seconds: float) -> dict:
+    "Quantiles of single calls in ms; of processor time on a CPU."
+    if device.type == "cuda":
+        return step_times(f, least=3, seconds=seconds)
+    out, until = [], time.perf_counter() + seconds
     while len(out) < 3 or time.perf_counter() < until:
-        if on_gpu:
-            torch.cuda.synchronize()
-        began = clock()
-        f()
-        if on_gpu:
-            torch.cuda.synchronize()
-        out.append(1e3 * (clock() - began))
-    return out
-
-
-def summed(runs: list) -> dict:
-    runs = sorted(runs)
-    at = lambda share: runs[round(share * (len(runs) - 1))]
-    return dict(n=len(runs), p20=at(0.2), p50=at(0.5), p80=at(0.8), unit="ms")
+        with Clock() as spent:
+            f()
+        out.append(1e3 * spent.cpu)
+    return quantiles(out) | {"n": len(out), "unit": "ms"}
 
 
 def made_of(a, tokens):
@@ -108,7 +99,7 @@ def measured(a, tokens: int):
             batch=a.batch,
             bytes_per_token=bytes_of[name],
             output_error=error,
-            **summed(milliseconds(f, q.device, a.seconds)),
+            **times(f, q.device, a.seconds),
         )
 
 
