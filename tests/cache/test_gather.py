@@ -34,21 +34,23 @@ def close(got, want, limit=2e-5):
     ).all()
 
 
-@pytest.mark.parametrize("seed", range(24))
-def test_random_steps_are_attention_on_codes(seed):
+def check_random_steps(seed, serve, biases, **ranges):
+    """A random store grows, forgets and is attended to; each time `serve` must give what
+    attention on codes gives. `biases(r, added)`: what is added to scores, each alone. `ranges`:
+    what sizes, dtypes and lengths are drawn from."""
     g, r = torch.Generator().manual_seed(seed), random.Random(seed)
     dk, dv, heads, groups, batch = (
-        r.choice((16, 17, 40, 64)),
+        r.choice(ranges["dk"]),
         r.choice((16, 31, 64)),
         r.choice((1, 3)),
-        r.choice((1, 2, 7)),
+        r.choice(ranges["groups"]),
         r.choice((1, 2, 3)),
     )
     key = Spec(
         r.randint(1, 4),
         center=r.choice(("none", "prompt_mean", "pre_rope")),
         codebook=r.choice(("sphere", "uniform")),
-        scale_dtype=r.choice(("float16", "float32")),
+        scale_dtype=r.choice(ranges["scale_dtypes"]),
     )
     value = Spec(
         r.randint(1, 4),
@@ -56,7 +58,7 @@ def test_random_steps_are_attention_on_codes(seed):
         center=r.choice(("none", "prompt_mean")),
     )
     recipe = Recipe(key, value, sinks=r.choice((0, 4)), recent=r.choice((0, 1, 16)))
-    store = KVStore(recipe, batch, heads, dk, dv, tile=r.choice((16, 64, 256)), inv_freq=FREQ)
+    store = KVStore(recipe, batch, heads, dk, dv, tile=r.choice(ranges["tiles"]), inv_freq=FREQ)
     store.set_range(start=torch.tensor([r.choice((0, 0, 5, 130)) for _ in range(batch)]))
     new = lambda n: (
         torch.randn(batch, heads, n, dk, generator=g) + 1,
@@ -64,30 +66,45 @@ def test_random_steps_are_attention_on_codes(seed):
     )
     numbers = torch.Generator().manual_seed(seed)
 
-    def added(store, batch, heads):
+    def added():
         "What is added to scores: of all rows and heads, or of each."
-        shape = r.choice((1, batch)), r.choice((1, heads)), 1, store.length - store.offset
-        return torch.randn(*shape, generator=numbers)
+        each = r.choice((1, batch)), r.choice((1, heads * groups))
+        return torch.randn(*each, 1, store.length - store.offset, generator=numbers)
 
-    window = r.choice((None, 3, 90))
+    window = r.choice(ranges["windows"])
     options = dict(
         sliding_window=window, softcap=r.choice((None, 5.0)), scaling=r.choice((None, 0.2))
     )
-    for n in (r.randint(1, 400), 1, 1, r.randint(2, 40), 1, 1):
+    for n in (r.choice(ranges["first"]), 1, 1, r.randint(2, 40), 1, 1):
         k, v = new(n)
         store.append(k, v)
         q = torch.randn(batch, heads * groups, 1, dk, generator=g)
         for chunk in ((), (k[:, :, -1:], v[:, :, -1:]), (k, v)):
-            for bias in (None, added(store, batch, heads * groups)):
+            for bias in biases(r, added):
                 close(
-                    gather.attend(q, store, *chunk, **options, bias=bias),
+                    serve(q, store, *chunk, **options, bias=bias),
                     attention.attend(q, store, *chunk, **options, bias=bias),
                 )
         if n > 1:
             store.crop(r.randint(1, n - 1))
-            close(gather.attend(q, store, **options), attention.attend(q, store, **options))
+            close(serve(q, store, **options), attention.attend(q, store, **options))
         if window:
             store.evict(store.length - window - 1)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_steps_are_attention_on_codes(seed):
+    check_random_steps(
+        seed,
+        gather.attend,
+        lambda r, added: (None, added()),
+        dk=(16, 17, 40, 64),
+        groups=(1, 2, 7),
+        scale_dtypes=("float16", "float32"),
+        tiles=(16, 64, 256),
+        windows=(None, 3, 90),
+        first=range(1, 401),
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,14 @@
 """The compiled kernel of processors against attention on codes, as compiled for this processor,
 for one with AVX2 and for any: random recipes, shapes, ranges, crops, evictions."""
 
-import random
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from tests.cache.test_gather import CHAINED, FREQ, close
+from tests.cache.test_gather import CHAINED, FREQ, check_random_steps, close
 from turboquant_nb.cache import attention
 from turboquant_nb.cache.attention import Call
 from turboquant_nb.cache.clock import flags_of
@@ -47,57 +47,17 @@ def serve(kernel, q, store, *chunk, **options):
 
 @pytest.mark.parametrize("seed", range(24))
 def test_random_steps_are_attention_on_codes(seed, kernel):
-    g, r = torch.Generator().manual_seed(seed), random.Random(seed)
-    dk, dv, heads, groups, batch = (
-        r.choice((16, 17, 40, 64, 128)),
-        r.choice((16, 31, 64)),
-        r.choice((1, 3)),
-        r.choice((1, 2, 3, 5, 7, 13)),
-        r.choice((1, 2, 3)),
+    check_random_steps(
+        seed,
+        partial(serve, kernel),
+        lambda r, added: (r.choice((None, added())),),
+        dk=(16, 17, 40, 64, 128),
+        groups=(1, 2, 3, 5, 7, 13),
+        scale_dtypes=("float16", "bfloat16", "float32"),
+        tiles=(64, 128, 256),
+        windows=(None, 3, 90, 300),
+        first=(1, 70, 400, 1300),
     )
-    key = Spec(
-        r.randint(1, 4),
-        center=r.choice(("none", "prompt_mean", "pre_rope")),
-        codebook=r.choice(("sphere", "uniform")),
-        scale_dtype=r.choice(("float16", "bfloat16", "float32")),
-    )
-    value = Spec(
-        r.randint(1, 4),
-        rotation=r.choice(("hadamard", "haar")),
-        center=r.choice(("none", "prompt_mean")),
-    )
-    recipe = Recipe(key, value, sinks=r.choice((0, 4)), recent=r.choice((0, 1, 16)))
-    store = KVStore(recipe, batch, heads, dk, dv, tile=r.choice((64, 128, 256)), inv_freq=FREQ)
-    store.set_range(start=torch.tensor([r.choice((0, 0, 5, 130)) for _ in range(batch)]))
-    new = lambda n: (
-        torch.randn(batch, heads, n, dk, generator=g) + 1,
-        torch.randn(batch, heads, n, dv, generator=g) - 1,
-    )
-
-    def added(store, batch, heads):
-        "What is added to scores: of all rows and heads, or of each."
-        shape = r.choice((1, batch)), r.choice((1, heads)), 1, store.length - store.offset
-        return torch.randn(*shape, generator=g)
-
-    window = r.choice((None, 3, 90, 300))
-    options = dict(
-        sliding_window=window, softcap=r.choice((None, 5.0)), scaling=r.choice((None, 0.2))
-    )
-    for n in (r.choice((1, 70, 400, 1300)), 1, 1, r.randint(2, 40), 1):
-        k, v = new(n)
-        store.append(k, v)
-        q = torch.randn(batch, heads * groups, 1, dk, generator=g)
-        for chunk in ((), (k[:, :, -1:], v[:, :, -1:]), (k, v)):
-            more = r.choice((None, added(store, batch, heads * groups)))
-            close(
-                serve(kernel, q, store, *chunk, **options, bias=more),
-                attention.attend(q, store, *chunk, **options, bias=more),
-            )
-        if n > 1:
-            store.crop(r.randint(1, n - 1))
-            close(serve(kernel, q, store, **options), attention.attend(q, store, **options))
-        if window:
-            store.evict(store.length - window - 1)
 
 
 @pytest.mark.parametrize("bits, codebook", CHAINED)
