@@ -34,7 +34,7 @@ from transformers.utils import logging
 from turboquant_nb.esm import MASK, RESIDUES, TurboEsm, calibrate_esm, in_one_pass, load_esm
 from turboquant_nb.esm.checkpoints import CLS, EOS, TOKENS
 from turboquant_nb.esm.codes import recoded
-from turboquant_nb.esm.mutations import _sampled
+from turboquant_nb.esm.mutations import sampled
 from turboquant_nb.hf.hooks import Ask, hooked
 
 ROWS = 50  # sequences at a time
@@ -55,7 +55,7 @@ class Model:
     def drawn(self, code, a, method, seed):
         f = partial(self.logits, code)
         about = self.ends, self.mask, self.letters, seed
-        return _sampled(f, (a.number, a.length), method, a.sweeps, *about)
+        return sampled(f, (a.number, a.length), method, a.sweeps, *about)
 
     def losses(self, ids, passes):  # [n], nats for each residue
         "Of an eighth of the residues at a time, masked, on exact states; the same for all."

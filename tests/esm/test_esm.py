@@ -42,7 +42,7 @@ from turboquant_nb.esm import (
     variants,
     variants_of,
 )
-from turboquant_nb.esm.mutations import MaskedRows, _sampled
+from turboquant_nb.esm.mutations import MaskedRows, sampled
 from turboquant_nb.hf.graphs import Tape
 from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.esm.transform import RECIPES, SideSpec
@@ -922,13 +922,13 @@ def test_a_sweep_draws_every_position_once(length):
         seen.append(ids[:, 1:-1] == 9)
         return torch.zeros(*ids.shape, 10)
 
-    ids = _sampled(logits_of, (5, length), "gibbs", 3, (7, 8), 9, letters, 0)
+    ids = sampled(logits_of, (5, length), "gibbs", 3, (7, 8), 9, letters, 0)
     assert ids.shape == (5, length + 2) and int(ids[:, 1:-1].max()) < 4
     assert (torch.stack(seen).sum(0) == 3).all()
     assert max(int(x.sum(1).max()) for x in seen) == max(1, length // 8)
     assert (seen[0] != seen[len(seen) // 3]).any() or length == 1
     seen.clear()
-    _sampled(logits_of, (5, length), "left-to-right", 1, (7, 8), 9, letters, 0)
+    sampled(logits_of, (5, length), "left-to-right", 1, (7, 8), 9, letters, 0)
     assert [list(x[0].nonzero()[0]) for x in seen] == [[i] for i in range(length)]
     assert [x.shape[1] for x in seen] == list(range(1, length + 1))
 

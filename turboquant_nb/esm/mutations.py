@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CAPTURE_FROM', 'masked_marginals', 'MaskedRows', 'pseudo_log_likelihood', 'pseudo_perplexity', 'score_mutations',
-           'mutated', 'variants_of', 'variants', 'read_mutations', 'design']
+           'mutated', 'variants_of', 'variants', 'read_mutations', 'sampled', 'design']
 
 # %% ../../nbs/75_esm_mutations.ipynb #67b365f9
 import math
@@ -386,7 +386,7 @@ def read_mutations(path) -> dict | list:
     return out
 
 # %% ../../nbs/75_esm_mutations.ipynb #d5160002
-def _sampled(
+def sampled(
     logits_of,  # ids [B, T] -> logits [B, T, V]
     shape: tuple,  # (sequences, residues of each)
     method: str,
@@ -437,5 +437,5 @@ def design(
     logits_of = lambda ids: torch.cat([_unmasked_pass(turbo, x) for x in ids.split(rows)])
     letters = torch.tensor([_INDEX[x] for x in RESIDUES], device=turbo.base.device)
     about = (n, length), method, sweeps, (CLS, EOS), MASK, letters, seed
-    ids = _sampled(logits_of, *about)
+    ids = sampled(logits_of, *about)
     return ["".join(TOKENS[i] for i in row[1:-1]) for row in ids.tolist()]
