@@ -147,3 +147,14 @@ def test_a_header_that_says_something_else(change, why, tmp_path):
     with Allocations() as found, pytest.raises(ValueError, match=why):
         [*read_small(tmp_path / "x", code)]
     assert found.largest < 2**21
+
+
+def test_a_header_that_nests_too_deep(tmp_path):
+    model = made()
+    code = fit_small(model, ids(60, 4, 1), 3)
+    save_small(filled(model, TurboQuantCache(model, "k4v4")), tmp_path / "x", code)
+    header, records = records_of(tmp_path / "x", small.FORMAT_SMALL)
+    records[0][4] = b"[" * 100_000
+    reseal(tmp_path / "x", header | {"format": small.FORMAT_SMALL}, records)
+    with pytest.raises(ValueError, match="nests too deep"):
+        [*read_small(tmp_path / "x", code)]

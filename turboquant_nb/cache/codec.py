@@ -28,7 +28,8 @@ from .clock import DeviceClock
 from .disk import KVStore, checked_state, described, state_of, store_of
 from .memory import Frame, Memory
 from .packing import TILE, Layout, pack, unpack
-from ..files import Saved, _header, beside
+from .store import kind_of
+from ..files import Saved, beside, parse_header
 from ..theory.rates import entropy_decode, entropy_encode
 
 # %% ../../nbs/31c_codec.ipynb #c0dec009
@@ -293,13 +294,6 @@ def _tiled(h) -> set:
     return {f"{side}.{n}" for side, m in zip(("key", "value"), h.memories) for n in m.names}
 
 
-def _part(name: str) -> str:
-    "What `KVStore.parts` calls a tensor."
-    name = name.rpartition(".")[2]
-    other = {"sinks": "exact", "recent": "exact", "start": "range", "end": "range"}
-    return "planes" if name.startswith("plane") else other.get(name, name)
-
-
 def _json(x) -> bytes:
     return json.dumps(x, sort_keys=True).encode()
 
@@ -390,7 +384,7 @@ class Writer:
             out += (
                 parts := self._smaller(lambda squeezed, t=t: _tensor_out(t, squeezed), t.nbytes)
             )
-            self.sizes[_part(name)] += _size(parts)
+            self.sizes[kind_of(name)] += _size(parts)
         return out
 
     def _codes(self, block: _Block) -> list:
@@ -416,7 +410,7 @@ class _Layer:
     "A layer of which records come in, each believed for as much as its own bytes can hold."
 
     def __init__(self, data, state_of):
-        about = Saved.of(json.loads(bytes(data)), "layer")
+        about = Saved.of(parse_header(bytes(data).decode()), "layer")
         known = about["state"]
         self.state = state_of(known) if isinstance(known, int) else Saved.of(known, "state")
         self.h = described(self.state)
@@ -518,7 +512,7 @@ class Reader:
         if self._read(len(MAGIC)) != MAGIC:
             raise ValueError(f"{path} must have format {FORMAT!r}, got a file of another kind")
         self.seed, kind, *_, data = self.record()
-        self.header = _header(bytes(data).decode())
+        self.header = parse_header(bytes(data).decode())
         found = self.header.pop("format", None)
         if kind != HEADER or found != format:
             raise ValueError(f"{path} must have format {format!r}, got {str(found)[:60]!r}")

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['angles', 'first_mean', 'prompt_pair_scales', 'make_room', 'append_by_host', 'KVStore', 'row_tensors', 'rearrange',
-           'bytes_by_kind', 'tables_of', 'expected_nbytes']
+           'kind_of', 'bytes_by_kind', 'tables_of', 'expected_nbytes']
 
 # %% ../../nbs/31_store.ipynb #897555f6
 import math
@@ -735,6 +735,15 @@ def decay(self: KVStore, before: int) -> None:
     _adopt(self, _truncations(self, before, self.length))
 
 # %% ../../nbs/31_store.ipynb #00146328
+def kind_of(
+    name: str,  # of a tensor of a store, with or without its side before a dot
+) -> str:
+    "What a tensor is counted as: planes, exact, range, or its own name."
+    name = name.rpartition(".")[2]
+    other = {"sinks": "exact", "recent": "exact", "start": "range", "end": "range"}
+    return "planes" if name.startswith("plane") else other.get(name, name)
+
+
 def bytes_by_kind(store: KVStore) -> dict:
     """Bytes that each kind of tensor holds: planes, scale, what a code keeps besides, exact
     (sinks and recent), mean, pair (where keys have a pair scale), range (also the counter and
@@ -744,10 +753,9 @@ def bytes_by_kind(store: KVStore) -> dict:
     out = dict.fromkeys(("planes", "scale", *extras, "exact", "mean", *fitted), 0)
     numbers = (store.start, store.end, store.clock.position, store.flags)
     out["range"] = sum(t.nbytes for t in numbers if t is not None)
-    kinds = {"sinks": "exact", "recent": "exact"}
     for part in store.parts:
         for name, t in part.tensors.items():
-            out["planes" if name.startswith("plane") else kinds.get(name, name)] += t.nbytes
+            out[kind_of(name)] += t.nbytes
     return out
 
 

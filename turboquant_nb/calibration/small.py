@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import checks
 from ..cache.codec import CODES, END, LAYER, STATE, Writer, expand, opened, squeeze
 from .fit import _check_ids, observed, provenance
-from ..files import Saved, beside, digest, read_file, write_file
+from ..files import Saved, beside, digest, parse_header, read_file, write_file
 from ..hf import ModelInfo, TurboQuantCache
 from ..quant.layer_info import read_facts
 from ..theory.centre import shared_cos_sin
@@ -284,7 +284,7 @@ def read_small(path, code: SmallCode):
                 raise ValueError(f"{path} must have the records of layers {g}")
             about, exact, data = (x[-1] for x in records)
             try:
-                about = Saved.of(json.loads(bytes(about)), "layers")
+                about = Saved.of(parse_header(bytes(about).decode()), "layers")
                 yield from _group_in(about, exact, data, code, g, step)
             except (TypeError, KeyError, IndexError, struct.error) as error:
                 raise ValueError(f"{path}: layers {g} cannot be decoded ({error})") from None

@@ -11,8 +11,9 @@ from collections import Counter
 
 import torch
 
-from ..cache.codec import KVStore, _part, opened
+from ..cache.codec import KVStore, opened
 from ..cache.disk import state_of
+from ..cache.store import kind_of
 from .archive import TurboQuantCache
 
 # %% ../../nbs/57_storage.ipynb #e32c8761
@@ -30,7 +31,7 @@ def save_compressed(
     states = [state_of(cache)] if isinstance(cache, KVStore) else cache.states()[0]
     for tensors, _ in states:
         for name, x in tensors.items():
-            held[_part(name)] += x.nbytes
+            held[kind_of(name)] += x.nbytes
     out = {k: (held[k], sizes[k]) for k in held}
     return out | {"file": (sum(held.values()), os.path.getsize(path))}
 
