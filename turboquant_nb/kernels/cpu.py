@@ -156,9 +156,9 @@ struct Call {
   Exact sinks, recent, chunk;
   const float *plain, *rotated;        // [B, H, G, d] queries
   const float *shift, *coefficients;   // [B, H, G], [B, H, G, R], or null
-  const uint16_t* angles;              // [R, stride] fp16, `tile` zeros before position 0
+  const uint16_t* angles;              // [positions, R] fp16
   const float* bias;                   // [B, Hq, positions from offset], or null
-  int64_t bias_batch, bias_head, angle_stride, R;
+  int64_t bias_batch, bias_head, R;
   const int64_t* starts;               // [B]
   int64_t B, H, G, tile, tiles, first_tile, offset, low, past, now, exact_from, threads;
   double softcap;                      // 0: none
@@ -275,15 +275,48 @@ static void dot_tile(const uint8_t* x, int64_t d, int64_t rows, const float* q, 
       for (int g = 0; g < G; g++) store(out + g * stride + i * rows + r, sum[i][g]);
   }
 }
+// rows of angles from one position on, with tokens side by side; zeros before position 0
+static void turn_angles(const uint16_t* from, int64_t first, int64_t n, int64_t R,
+                        uint16_t* to) {
+  int64_t t = std::min(std::max<int64_t>(0, -first), n);
+  const int64_t none = t, whole = (t + 7) / 8 * 8;
+  for (int64_t j = 0; j < R; j++) std::fill(to + j * n, to + j * n + none, 0);
+  const auto rest = [&](int64_t t, int64_t j) {
+    for (; j < R; j++) to[j * n + t] = from[(first + t) * R + j];
+  };
+  for (; t < std::min(whole, n); t++) rest(t, 0);
+  for (; t < n; t += 8) {
+    int64_t j = 0;
+#if defined(__SSE2__)
+    for (; j + 8 <= R; j += 8) {
+      __m128i x[8], y[8];
+      const auto shuffle = [](const __m128i* x, __m128i* y) {
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+          y[2 * i] = _mm_unpacklo_epi16(x[i], x[i + 4]);
+          y[2 * i + 1] = _mm_unpackhi_epi16(x[i], x[i + 4]);
+        }
+      };
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; i++)
+        x[i] = _mm_loadu_si128((const __m128i*)(from + (first + t + i) * R + j));
+      shuffle(x, y), shuffle(y, x), shuffle(x, y);  // three of them: transposed
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; i++) _mm_storeu_si128((__m128i*)(to + (j + i) * n + t), y[i]);
+    }
+#endif
+    for (int i = 0; i < 8; i++) rest(t + i, j);
+  }
+}
 template <int G>
-static void turn_tile(const uint16_t* angles, int64_t stride, int64_t R, int64_t rows,
-                      const float* c, int64_t heads, float* out, int64_t width) {
+static void turn_tile(const uint16_t* angles, int64_t R, int64_t rows, const float* c,
+                      int64_t heads, float* out, int64_t width) {
   for (int64_t t = 0; t < 4 * rows; t += 4 * W) {
     V sum[4][G];
     for (int i = 0; i < 4; i++) for (int g = 0; g < G; g++) sum[i][g] = all(0);
     for (int64_t j = 0; j < R; j++) {
       V x[4];
-      for (int i = 0; i < 4; i++) x[i] = halves(angles + j * stride + t + i * W);
+      for (int i = 0; i < 4; i++) x[i] = halves(angles + 4 * j * rows + t + i * W);
       for (int g = 0; g < G; g++) {
         const V y = all(c[j * heads + g]);
         for (int i = 0; i < 4; i++) sum[i][g] = fma(x[i], y, sum[i][g]);
@@ -359,12 +392,9 @@ static void weigh_scores(float* s, int64_t n, float& top, float& total) {  // n:
 _RUNS = r"""
 struct Spare {  // memory of a thread
   std::vector<uint8_t> flipped, index;
+  std::vector<uint16_t> angles;
   std::vector<float> scores, query, turned, scale, lanes, angle;
-  float* of(std::vector<float>& v, int64_t n) {
-    if ((int64_t)v.size() < n) v.resize(n);
-    return v.data();
-  }
-  uint8_t* of(std::vector<uint8_t>& v, int64_t n) {
+  template <class X> X* of(std::vector<X>& v, int64_t n) {
     if ((int64_t)v.size() < n) v.resize(n);
     return v.data();
   }
@@ -407,9 +437,10 @@ static void coded(const Call& c, int64_t b, int64_t h, int64_t from, int64_t to,
         auto run = c.key.bits + c.key.count > 3 ? dot_tile<N, true> : dot_tile<N, false>;
         run(index, dk, rows, q + g, G, c.key.levels, mine + g * wide, wide);
       });
+      uint16_t* angles = m.of(m.angles, c.R * T);
+      if (c.R) turn_angles(c.angles, at - start, T, c.R, angles);
       if (c.R) by_heads(G, [&](auto n, int64_t g) {
-        turn_tile<decltype(n)::value>(c.angles + at - start + T, c.angle_stride, c.R, rows,
-                                      angle + g, G, turned + g * T, T);
+        turn_tile<decltype(n)::value>(angles, c.R, rows, angle + g, G, turned + g * T, T);
       });
     }
     const float* scale = a < z ? scales(c.key, b, h, i, T, m) : nullptr;
@@ -672,7 +703,7 @@ _Call = _struct(
     *((name, _Side) for name in ("key", "value")),
     *((name, _Exact) for name in ("sinks", "recent", "chunk")),
     *"*plain *rotated *shift *coefficients *angles *bias".split(),
-    *"bias_batch bias_head angle_stride R *starts".split(),
+    *"bias_batch bias_head R *starts".split(),
     *"B H G tile tiles first_tile offset low past now exact_from threads".split(),
     ("softcap", ctypes.c_double),
     *"*coded *exact *share *lse".split(),
@@ -719,19 +750,6 @@ def _exact(k: Tensor, v: Tensor) -> _Exact:
     "Tokens in the model's basis; the tensors outlive the call."
     strides = (x.stride(i) * x.element_size() for x in (k, v) for i in range(3))
     return _Exact(k.data_ptr(), v.data_ptr(), *strides, k.shape[2], _KINDS[k.dtype])
-
-
-def _by_channel(cos_sin, tokens: int, tile: int) -> Tensor:  # [r, tile + positions] fp16
-    "Cosines and sines with positions side by side, after a tile of zeros."
-    held = cos_sin.memo.get(("by channel", tile))
-    if held is None or held.shape[1] < tile + tokens:
-        table = cos_sin.reach(tokens)
-        # an odd number of cache lines, so that rows do not meet in the same ones
-        width = (tile + len(table) + 31) // 64 * 64 + 32
-        held = table.new_zeros(table.shape[1], max(width, tile + len(table)))
-        held[:, tile : tile + len(table)] = table.T
-        cos_sin.memo["by channel", tile] = held
-    return held
 
 
 def _held_by(store) -> _Call:
@@ -807,10 +825,10 @@ class Cpu(Backend):
             c.first_tile, end = (first - offset) // tile, -(-(last - offset) // tile)
             c.tiles = end - c.first_tile
             if coefficients is not None:
-                table = _by_channel(store.cos_sin, offset + end * tile, tile)
+                table = store.cos_sin.reach(offset + end * tile)
                 kept += [coefficients.contiguous(), table]
                 c.coefficients, c.angles = (x.data_ptr() for x in kept[-2:])
-                c.R, c.angle_stride = table.shape
+                c.R = table.shape[1]
         if call.k is not None:
             chunk = call.k, call.v
             if chunk[0].dtype != chunk[1].dtype:

@@ -145,9 +145,8 @@ class CosSinCache:
 
     @property
     def kept(self) -> tuple:
-        "The tensors of the last answer of `row`, if it was asked, and those that kernels made."
-        made = (x for x in self.memo.values() if isinstance(x, Tensor))
-        return (*(self._row[1] or ()), *made)
+        "The tensors of the last answer of `row`, if it was asked."
+        return self._row[1] or ()
 
 # %% ../../nbs/16_centre.ipynb #e6353f96
 _SHARED_COS_SIN = WeakValueDictionary()
