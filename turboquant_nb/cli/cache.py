@@ -15,6 +15,7 @@ from turboquant_nb.cli.app import (
     at_fault,
     command,
     group,
+    in_words,
     lazy,
     option,
     options,
@@ -77,7 +78,7 @@ class _Target:
 
 
 def _size_line(path: str, size: int, about: str) -> str:
-    return f"{path}: {size:,} bytes, {about}"
+    return f"{path}: {in_words(size)}, {about}"
 
 
 @command(
@@ -181,7 +182,7 @@ def info(file: _File, output: Output) -> None:
     found |= dict(model_type=reader.header.get("model_type"), layers=layers, tokens=tokens)
     found |= dict(recipe=recipe, sizes=dict(sizes))
     kind = found["model_type"] or "no model"
-    parts = ", ".join(f"{name} {n:,}" for name, n in sizes.items())
+    parts = ", ".join(f"{name} {n / nbytes:.1%}" for name, n in sizes.items())
     line = _size_line(
         file.path, nbytes, f"{layers} layers of {kind}, {tokens:,} tokens: {parts}"
     )
@@ -202,4 +203,5 @@ def convert(file: _File, target: _Target, output: Output) -> None:
             codec.write(new, states, reader.header, **target.how)
     before, size = os.path.getsize(file.path), out.stat().st_size
     about = dict(version=version(), file=file.path, out=target.out, nbytes=size, was=before)
-    output.result(about, lambda: print(_size_line(target.out, size, f"from {before:,}")))
+    line = _size_line(target.out, size, f"from {in_words(before)}")
+    output.result(about, lambda: print(line))
