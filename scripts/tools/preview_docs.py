@@ -967,9 +967,7 @@ def build(tree, site, problems):
     notebooks = [p.relative_to(nbs).as_posix() for p in all_notebooks(tree)]
     for name in notebooks:
         check_equations(
-            name,
-            json.loads((nbs / name).read_text(encoding="utf-8"))["cells"],
-            problems,
+            name, json.loads((nbs / name).read_text(encoding="utf-8"))["cells"], problems
         )
     for problem in address_problems(notebooks, processed):
         problems.add("nbs", problem)
