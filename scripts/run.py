@@ -194,6 +194,11 @@ EXPERIMENTS = {
         "how each causal language model of transformers reads a coded cache",
         "--classes LlamaForCausalLM BloomForCausalLM RwkvForCausalLM",
     ),
+    "chapters": Entry(
+        "eval.chapters",
+        "each chapter alone in an empty folder, as on Colab: does it run, and how long",
+        "--installed --chapters 01_checks",
+    ),
     "masks": Entry("eval.masks", "which trellis codes are good", needs="GPU"),
     "states": Entry(
         "eval.states",
