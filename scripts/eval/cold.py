@@ -9,19 +9,25 @@ times all values over the bytes of real streams: planes, scales, exact tokens, t
 entropy coder. What belongs to the model and not to the prefix (the matrices of small files) is
 not counted.
 
+Rows of the unit "GB/s" say how fast streams are written and read, in memory, by as many threads
+as the record names: bytes of the stream, and what they stand for in bf16.
+
 "small" is chapter 63, made like KVTC (Staniszewski and Łańcucki, 2025): the directions of most
 variance over the heads of some layers, on other text, entropy coded. "k3v3, then small" is the
 prefix of a cache that was coded before."""
 
+import io
 import tempfile
 import zlib
 from pathlib import Path
 
+import numpy as np
 import torch
+from bench.timing import clock_times, quantiles
 from eval.windows import Windows, add_match, add_options, matching, texts_of
 from plan import Plan
 
-from turboquant_nb.cache.codec import KVStore, _raw, _tensor_out
+from turboquant_nb.cache.codec import KVStore, Reader, Writer, squeeze
 from turboquant_nb.calibration.small import fit_small, read_small, save_small
 from turboquant_nb.evaluation.score import paired, prefill, token_losses
 from turboquant_nb.hf import TurboQuantCache
@@ -106,9 +112,57 @@ def compressed(states):
         out["zstd -19 on bf16"] = len(zstandard.ZstdCompressor(level=19).compress(x))
     except ImportError:
         pass
-    parts = [_tensor_out(t.bfloat16(), True) for p in states.values() for t in p]
-    out["bytes of bf16, by our coder"] = sum(len(_raw(y)) for x in parts for y in x)
+    tensors = [t.bfloat16().contiguous() for p in states.values() for t in p]
+    out["bytes of bf16, by our coder"] = sum(map(squeezed_size, tensors))
     return out
+
+
+def squeezed_size(t):
+    "Bytes of a bf16 tensor [B, H, n, d]: low and high bytes apart, tables shared by heads."
+    x = t.view(torch.uint8).numpy().reshape(t.shape[0] * t.shape[1], -1, 2)
+    columns = [np.ascontiguousarray(x[..., i]) for i in range(2)]
+    return sum(len(squeeze(c, c.size) or c.tobytes()) for c in columns)
+
+
+# --- how fast
+
+
+def in_memory(states, header, entropy):
+    "The stream of a cache's layers."
+    file = io.BytesIO()
+    writer = Writer(file, header, entropy=entropy)
+    for state in states:
+        writer.layer(*state)
+    writer.close()
+    return file.getvalue()
+
+
+def speeds(a, model, states, folder, code=None, step=0.7):
+    "Rows: a prompt's cache of k3v3 by both exact grades, and the prompt by a small file."
+    cache, values = TurboQuantCache(model, RECIPES["k3v3"]()), 0
+    exact = DynamicCache(config=model.config)
+    for i, (k, v) in states.items():
+        cache.update(k.bfloat16(), v.bfloat16(), i)
+        exact.layers[i].keys, exact.layers[i].values = k.bfloat16(), v.bfloat16()
+        values += k.numel() + v.numel()
+    made, header = cache.states()
+    ways = {}
+    for entropy, name in ((False, "k3v3, fixed size"), (True, "k3v3, entropy coded")):
+        data = in_memory(made, header, entropy)
+        write = lambda e=entropy: in_memory(made, header, e)
+        read = lambda x=data: [*Reader(io.BytesIO(x), size=len(x)).layers()]
+        ways[name] = len(data), write, read
+    if code:
+        path = folder / "x"
+        write = lambda: save_small(exact, path, code, step, SINKS)
+        size, read = write()["nbytes"], lambda: [*read_small(path, code)]
+        ways[f"small, step {step:g}"] = size, write, read
+    for name, (size, write, read) in ways.items():
+        for way, run in (("written", write), ("read", read)):
+            gbs = [size / 1e9 / t for t in clock_times(run, a.repeat)]
+            row = dict(code=name, way=way, prompt=a.prompt, n=a.repeat, unit="GB/s")
+            row |= quantiles(gbs)
+            yield row | dict(of_bf16=row["p50"] * 2 * values / size)
 
 
 # --- what is scored
@@ -129,11 +183,14 @@ def options(p):
     p.add_argument("--calibrate", nargs="*", help="other text, for small files; default: none")
     p.add_argument("--calibrate-windows", type=int, default=8)
     p.add_argument("--groups", type=int, nargs="*", default=[1, 6], help="layers of a group")
+    p.add_argument("--repeat", type=int, default=5, help="how often a stream is timed")
     p.add_argument("--steps", type=float, nargs="*", default=[0.35, 0.5, 0.7, 1.0, 1.4])
 
 
 def named(a, w, folder):
-    "{name: (prompt's states, queries) -> (states, bytes, bytes as tensors or None)}."
+    """({name: (prompt's states, queries) -> (states, bytes, bytes as tensors or None)}, a code
+    of small files or None)."""
+    code = None
     out = {"fp8": lambda s, q: (as_fp8(s), sum(t.numel() for p in s.values() for t in p), None)}
     for name, make in RECIPES.items():
         out[name] = lambda s, q, m=make: stored(w.model, m, s, folder, q)
@@ -148,13 +205,13 @@ def named(a, w, folder):
             None,
         )
         out[f"k3v3, then small, {g} layers, step 0.7"] = twice
-    return matching(a, out)
+    return matching(a, out), code
 
 
 @torch.no_grad()
 def rows(a, w):
     with tempfile.TemporaryDirectory() as folder:
-        codes = named(a, w, Path(folder))
+        codes, fitted = named(a, w, Path(folder))
         starts = [prefill(w.model, x[None, : a.prompt], queries=True) for x in w.ids]
         own = [losses(w.model, x, a.prompt, s.states, s.logits) for x, s in zip(w.ids, starts)]
         own = torch.stack(own)
@@ -181,6 +238,7 @@ def rows(a, w):
             if raw:
                 row["bits_as_tensors"] = 8 * raw / values
             yield dict(code=name) | row | about
+        yield from speeds(a, w.model, starts[0].states, Path(folder), fitted)
 
 
 @torch.no_grad()
