@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(items):
 # have environments of their own; another optional package that is missing there is an error,
 # and so is a new reason.
 MAY_SKIP = re.compile(
-    "GPU|CUDA|no chromium|(torchao|gptqmodel|gguf|vLLM|gradio) is not installed|"
+    "GPU|CUDA|no chromium|(torchao|gptqmodel|gguf|vLLM|LMCache|gradio) is not installed|"
     "TURBOQUANT_SLOW|only for some models|not in this "
     "transformers|not a model here|own cache does not work there"
 )

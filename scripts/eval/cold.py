@@ -12,6 +12,9 @@ not counted.
 Rows of the unit "GB/s" say how fast streams are written and read, in memory, by as many threads
 as the record names: bytes of the stream, and what they stand for in bf16.
 
+"chunks" are those of an engine's tier (chapter 78), 256 tokens of all layers that know nothing
+of one another.
+
 "small" is chapter 63, made like KVTC (Staniszewski and Łańcucki, 2025): the directions of most
 variance over the heads of some layers, on other text, entropy coded. "k3v3, then small" is the
 prefix of a cache that was coded before."""
@@ -30,9 +33,10 @@ from plan import Plan
 from turboquant_nb.cache.codec import KVStore, Reader, Writer, squeeze
 from turboquant_nb.calibration.small import fit_small, read_small, save_small
 from turboquant_nb.evaluation.score import paired, prefill, token_losses
-from turboquant_nb.hf import TurboQuantCache
+from turboquant_nb.hf import ModelInfo, TurboQuantCache
 from turboquant_nb.hf.storage import save_compressed
 from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.serving.lmcache import ChunkCodec
 from transformers.cache_utils import DynamicCache
 
 SINKS = 4
@@ -55,6 +59,14 @@ RECIPES = {
     "trellis k1v1": lambda: recipe(1, 1, "trellis"),
     "trellis k3v2, pair scale": lambda: recipe(3, 2, "trellis", pair_scale="prompt"),
     "trellis k2v2, pair scale": lambda: recipe(2, 2, "trellis", pair_scale="prompt"),
+}
+
+
+CHUNKS = {
+    "no mean": lambda r: dict(recipe=r("none"), first=SINKS),
+    "own mean": lambda r: dict(recipe=r("prompt_mean"), first=SINKS),
+    "before RoPE": lambda r: dict(recipe=r("pre_rope"), first=SINKS),
+    "before RoPE, no exact tokens": lambda r: dict(recipe=r("pre_rope"), first=0),
 }
 
 
@@ -81,6 +93,28 @@ def stored(model, make, states, folder, queries=None):
         raw += sum(x[0] for x in sizes.values())
         packed += sum(x[1] for x in sizes.values())
     return out, packed, raw
+
+
+def chunked(model, bits, how, states, tokens=256):
+    "Through an engine's chunks, layers of one RoPE together: (states, bytes)."
+    make = lambda centre: Recipe(Spec(bits, center=centre), Spec(bits))
+    layers, groups, parts, size = ModelInfo(model).layers, {}, {i: [] for i in states}, 0
+    for i, (k, _) in states.items():
+        groups.setdefault((layers[i].inv_freq, k.shape), []).append(i)
+    for (inv, (_, _, n, d)), group in groups.items():
+        codec = ChunkCodec(head_size=d, inv_freq=inv, **CHUNKS[how](make))
+        for a in range(0, n, tokens):
+            x = [[s[:, :, a : a + tokens] for s in states[i]] for i in group]
+            x = torch.stack([torch.cat(side) for side in zip(*x)]).transpose(2, 3)
+            x = x.flatten(3).bfloat16().contiguous()
+            data, back = codec.encode([x]), torch.empty_like(x)
+            codec.decode(data, [back])
+            size += len(data)
+            back = back.unflatten(3, (-1, d)).transpose(2, 3)
+            for i, pair in zip(group, back.unbind(1)):
+                parts[i].append(pair)
+    out = {i: torch.cat(x, 2)[:, None] for i, x in parts.items()}
+    return {i: tuple(x.to(states[i][0].dtype)) for i, x in out.items()}, size
 
 
 def small(model, code, states, step, folder, dtype=torch.bfloat16):
@@ -194,6 +228,10 @@ def named(a, w, folder):
     out = {"fp8": lambda s, q: (as_fp8(s), sum(t.numel() for p in s.values() for t in p), None)}
     for name, make in RECIPES.items():
         out[name] = lambda s, q, m=make: stored(w.model, m, s, folder, q)
+    for how in CHUNKS:
+        for bits in (3, 2):
+            run = lambda s, q, b=bits, h=how: (*chunked(w.model, b, h, s), None)
+            out[f"chunks k{bits}v{bits}, {how}"] = run
     for g in a.groups if a.calibrate else ():
         ids = w.text(texts_of(a.calibrate), a.calibrate_windows, a.prompt)
         code = fit_small(w.model, ids, g, SINKS, w.batch)
