@@ -77,7 +77,7 @@ def process(rank, a, folder):
     model, tokenizer, _ = open_model(a)
     out, work = {}, (sender, receiver)[rank]
     with torch.no_grad():
-        for i in range(a.repeat + 1):
+        for _ in range(a.repeat + 1):
             for name, way, n in ways(a):
                 ids = text_windows(tokenizer, None, 1, n)
                 dist.barrier()

@@ -9,8 +9,8 @@ times all values over the bytes of real streams: planes, scales, exact tokens, t
 entropy coder. What belongs to the model and not to the prefix (the matrices of small files) is
 not counted.
 
-Rows of the unit "GB/s" say how fast streams are written and read, in memory, by as many threads
-as the record names: bytes of the stream, and what they stand for in bf16.
+Rows of the unit "GB/s" say how fast streams are written and read, in memory, a second of the
+processor's time: bytes of the stream, and what they stand for in bf16.
 
 "chunks" are those of an engine's tier (chapter 78), 256 tokens of all layers that know nothing
 of one another.
@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from bench.timing import clock_times, quantiles
+from bench.timing import Clock, quantiles
 from eval.windows import Windows, add_match, add_options, matching, texts_of
 from plan import Plan
 
@@ -172,6 +172,16 @@ def in_memory(states, header, entropy):
     return file.getvalue()
 
 
+def processor_times(f, repeats):
+    "Seconds of the processor, whatever else it does; the first call warms up."
+    out = []
+    for _ in range(repeats + 1):
+        with Clock() as clock:
+            f()
+        out.append(clock.cpu)
+    return out[1:]
+
+
 def speeds(a, model, states, folder, code=None, step=0.7):
     """Rows: a prompt's cache of k3v3 by both exact grades, and the prompt by a small file; the
     faster grade with the prompt many times over, too."""
@@ -198,7 +208,7 @@ def speeds(a, model, states, folder, code=None, step=0.7):
     values = sum(x.numel() for pair in states.values() for x in pair) / a.prompt
     for (name, tokens), (size, write, read) in ways.items():
         for way, run in (("written", write), ("read", read)):
-            gbs = [size / 1e9 / t for t in clock_times(run, a.repeat)]
+            gbs = [size / 1e9 / t for t in processor_times(run, a.repeat)]
             row = dict(code=name, way=way, tokens=tokens, n=a.repeat, unit="GB/s")
             row |= quantiles(gbs)
             yield row | dict(of_bf16=row["p50"] * 2 * values * tokens / size)
