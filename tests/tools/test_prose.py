@@ -141,7 +141,9 @@ def homes():
     found = {}
     for module, names in _modidx.d["syms"].items():
         for full, (page, _) in names.items():
-            found.setdefault(full.removeprefix(f"{module}."), []).append(page.partition("#")[0])
+            found.setdefault(full.removeprefix(f"{module}."), []).append(
+                page.partition("#")[0].rpartition("/")[2]
+            )
     return found
 
 
