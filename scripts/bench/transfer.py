@@ -3,7 +3,7 @@ processes of one thread each, on a CPU, over torch.distributed (gloo).
 
 A row is what comes after the prompt is read: the time until the second process holds its cache.
 "after" reads the whole prompt first and then sends, "during" sends each layer while the next is
-read. "uncompressed" sends keys and values in bfloat16, layer after layer. `overlap` is the share
+read. "uncompressed" sends keys and values in bfloat16, layer by layer. `overlap` is the share
 of the wait of "after" that "during" spares; `whole` is the time from the start of reading. All
 rows take turns, so that what else the machine does comes to all."""
 
