@@ -97,6 +97,11 @@ EXPERIMENTS = {
         "folding with ESMFold's shapes on exact and on coded states",
         "--shape small --lengths 12 --device cpu",
     ),
+    "transfer": Entry(
+        "bench.transfer",
+        "a prompt read in one process, its cache ready in another",
+        "--layers 2 --tokens 40 --repeat 1",
+    ),
     "vectors": Entry(
         "bench.vectors", "nearest neighbours from codes of equal size", needs="faiss"
     ),
