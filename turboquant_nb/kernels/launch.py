@@ -106,7 +106,7 @@ _FLOATS = torch.float16, torch.bfloat16, torch.float32
 DRAFTS = 64  # query tokens at most, where each reads its own last tokens exactly; else 16
 
 
-def shape_reason(q, heads: int, k, v, dtype, most: int = 16) -> str:
+def shape_reason(q, heads: int, k, v, dtype, most: int = 16, group: int = 16) -> str:
     "Why queries and chunk of this kind cannot be served; empty if they can."
     if triton.language is None:
         return "Triton is not installed (pip install 'turboquant-nb[triton]')"
@@ -114,17 +114,16 @@ def shape_reason(q, heads: int, k, v, dtype, most: int = 16) -> str:
         return "q, k, v and the store must be float16, bfloat16 or float32"
     if not 1 <= q.shape[2] <= most:
         return f"1 to {most} query tokens are supported, got {q.shape[2]}"
-    if q.shape[1] > 16 * heads:
-        return f"at most 16 query heads for a KV head are supported, got {q.shape[1] // heads}"
+    if q.shape[1] > group * heads:
+        got = q.shape[1] // heads
+        return f"at most {group} query heads for a KV head are supported, got {got}"
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v)):
         return "there is no gradient; call under torch.no_grad()"
     return ""
 
 
-def _ranges_reason(call: Call) -> str:
+def ranges_reason(call: Call) -> str:
     "Why what queries see is not what a kernel reads; empty if it is."
-    if call.rule.latent:
-        return "the kernel multiplies queries with keys of one side, latents have two"
     if call.mask is not None:
         return "the kernel knows ranges of positions, not masks"
     if call.bias is not None:
@@ -137,10 +136,17 @@ def _ranges_reason(call: Call) -> str:
     return ""
 
 
+def _sides_reason(call: Call) -> str:
+    "Why what queries read, or see of it, is not what these kernels read; empty if it is."
+    if call.rule.latent:
+        return "the kernel multiplies queries with keys of one side, latents have two"
+    return ranges_reason(call)
+
+
 def _call_reason(call: Call) -> str:
-    "Why this call cannot be served by any kernel; empty if it can."
+    "Why this call cannot be served by any of these kernels; empty if it can."
     store = call.store
-    if why := _ranges_reason(call):
+    if why := _sides_reason(call):
         return why
     if not all(t.is_contiguous() for s in store.parts for t in s.tensors.values()):
         return "the store's tensors must be contiguous"
@@ -370,7 +376,7 @@ class Triton(Backend):
     def refuses(self, call: Call) -> str:
         "The interpreter counts as a device only for who asks for this backend by name."
         named = call.rule.backend == self.name
-        why = _ranges_reason(call) or device_reason(call.store, named)
+        why = _sides_reason(call) or device_reason(call.store, named)
         return why or refuses(call, self.kernel)
 
     def remark(self, call: Call) -> str:
