@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..cache.attention import Answer, Backend, Call, check_call
 from ..cache.store import KVStore
-from .blocks import _bytes, _table, _two_quarters
+from .blocks import _bytes, _table, _two_quarters, half_asm
 from .decode import (
     CodeTables,
     Launcher,
@@ -31,6 +31,19 @@ try:
 except ImportError:  # `refuses` says so
     triton = SimpleNamespace(jit=lambda f=None, **_: f or (lambda g: g), language=None)
     tl = SimpleNamespace(constexpr=None)
+
+
+try:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+except ImportError:  # no Triton, or one without Gluon: the portable kernel may still work
+    gluon = SimpleNamespace(jit=lambda f=None, **_: f or (lambda g: g), language=None)
+    gl = SimpleNamespace(constexpr=lambda x: x)
+
+_ASM2, _ASM3, _ASM4 = (gl.constexpr(half_asm(bits)[0]) for bits in (2, 3, 4))
+_PAIRS2, _PAIRS3, _PAIRS4 = (gl.constexpr(half_asm(bits, True)[0]) for bits in (2, 3, 4))
+_IN2, _IN3, _IN4 = (gl.constexpr(half_asm(bits)[1]) for bits in (2, 3, 4))
 
 @triton.jit
 def _query_rows(X, j, D: tl.constexpr, HK: tl.constexpr):
@@ -540,6 +553,7 @@ class Form(NamedTuple):
     warps: int
     stages: int
     programs: int  # of a multiprocessor
+    fragments: bool = False  # by `_fragment_kernel`?
 
 
 def form_of(rows: int, d: int, tile: int) -> Form:
@@ -557,6 +571,7 @@ def _processors(device: torch.device) -> int:
 
 _latent_launcher, _join_launcher = Launcher(_latent_kernel), Launcher(_join_kernel)
 _back_launcher = Launcher(_back_kernel)
+_fragment_launcher = None
 
 
 def _side_reason(name: str, part) -> str:
@@ -697,7 +712,7 @@ def _coded_parts(call: Call, shared: dict, q: Tensor, form: Form, splits: int | 
     shape = (b * h * blocks, splits, form.rows)
     parts = Parts(q.new_empty((*shape, d), dtype=torch.float32), None, blocks)
     parts = parts._replace(lse=q.new_empty(shape, dtype=torch.float32))
-    tables, rows = _tables(store), blocks * form.rows
+    tables, rows, fast = _tables(store), blocks * form.rows, form.fragments
     means = [part.mean for part in store.parts]
     named = (
         shared
@@ -716,19 +731,27 @@ def _coded_parts(call: Call, shared: dict, q: Tensor, form: Form, splits: int | 
             cap=key.memory.tiles,
             k_step=tables.steps[0],
             v_step=tables.steps[1],
+            CENTRED=means[0] is not None,
+            CENTRED_R=means[1] is not None,
+        )
+    )
+    bits = [part.q.code.channel_bits[0] for part in store.parts]
+    if fast:
+        named["G"] = fragments(d, tile // 4, *bits)
+        options = dict(num_warps=4, **({"maxnreg": form.stages} if form.stages > 9 else {}))
+        _fragment_launcher(b * h * blocks * splits, named, {}, **options)
+        return parts
+    named |= dict(
             HK=padded_size(d // 2),
             HR=padded_size(dr // 2),
             R=tile // 4,
             BR=form.bytes,
-            KB=key.q.code.channel_bits[0],
-            VB=value.q.code.channel_bits[0],
+            KB=bits[0],
+            VB=bits[1],
             Q=form.rows,
             PARTS=2 if store.dtype == torch.float32 else 1,
-            CENTRED=means[0] is not None,
-            CENTRED_R=means[1] is not None,
             ASM=not is_interpreted(),
         )
-    )
     options = dict(num_warps=form.warps, num_stages=form.stages)
     _latent_launcher(b * h * blocks * splits, named, {}, **options)
     return parts
@@ -817,3 +840,365 @@ class Latents(Backend):
         shared = _shared(call, q, 0 if call.k is None else call.k.shape[2])
         parts = _coded_parts(call, shared, q, form, self.splits)
         return _joined(call, shared, q, parts)
+@gluon.jit
+def _by_token(s0, s1, s2, s3, G: gl.constexpr):
+    "Scores of four quarters [W, 16, (j, lane, s)] by token of a unit: quarter, then row."
+    y = gl.reshape(gl.join(gl.join(s0, s1), gl.join(s2, s3)), [G.W, 16, 2, 4, 2, 2, 2])
+    y = gl.reshape(gl.permute(y, [0, 1, 6, 5, 3, 4, 2]), [G.W, 16, 64])
+    return gl.convert_layout(y, G.L3, assert_trivial=True)
+
+
+@gluon.jit
+def _weight_operand(w, G: gl.constexpr, mma: gl.constexpr):
+    "Weights [16, tokens] as operand A of every warp, tokens as `_value_operand` orders them."
+    W: gl.constexpr = G.W
+    L3: gl.constexpr = G.L3
+    every = gl.zeros([W, 16, 64], gl.float16, layout=L3)
+    y, _ = gl.broadcast(w[None, :, :], every)
+    y = gl.reshape(y, [G.W, 16, 2, 2, 4, 2, 2])  # pair, quarter of it, lane, s, j
+    y = gl.reshape(gl.permute(y, [0, 1, 6, 5, 2, 4, 3]), [G.W, 16, 64])
+    return gl.convert_layout(y, gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
+
+
+@gluon.jit
+def _four(c0, c1, p1, p2, t, BITS: gl.constexpr, PAIRS: gl.constexpr, shift: gl.constexpr):
+    """What `half_asm` makes of bytes of the lower and the upper channels: of the pair of
+    quarters whose bits begin at `shift`."""
+    if BITS == 2:
+        a2: gl.constexpr = _PAIRS2 if PAIRS else _ASM2
+        return gl.inline_asm_elementwise(
+            a2, _IN2, [c0, c1, shift, t[0]],
+            dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=4,
+        )
+    elif BITS == 3:
+        a3: gl.constexpr = _PAIRS3 if PAIRS else _ASM3
+        return gl.inline_asm_elementwise(
+            a3, _IN3, [c0, c1, p1, shift, t[0], t[1]],
+            dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=4,
+        )
+    else:
+        a4: gl.constexpr = _PAIRS4 if PAIRS else _ASM4
+        return gl.inline_asm_elementwise(
+            a4, _IN4, [c0, c1, p1, p2, shift, t[0], t[1], t[2], t[3]],
+            dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=4,
+        )
+
+
+@gluon.jit
+def _lut(TABLE):
+    "A table as `half_asm` takes it."
+    t0, t1, t2, t3 = gl.load(TABLE), gl.load(TABLE + 1), gl.load(TABLE + 2), gl.load(TABLE + 3)
+    z: gl.constexpr = -2139062144
+    return t0 ^ z, t1 ^ z, t2 ^ z, t3 ^ z
+
+
+@gluon.jit
+def _plane_bytes(P0, P1, P2, base, upper, bit, tile, SIZE: gl.constexpr, BITS: gl.constexpr):
+    "Bytes of a tile's planes: base plane of lower and upper channels, then planes of bits."
+    here = P0 + tile * SIZE + base
+    c0, c1 = gl.load(here), gl.load(here + upper)
+    p1, p2 = c0, c0
+    if BITS > 2:
+        p1 = gl.load(P1 + tile * (SIZE // 2) + bit)
+    if BITS > 3:
+        p2 = gl.load(P2 + tile * (SIZE // 2) + bit)
+    return c0, c1, p1, p2
+
+
+@gluon.jit
+def _key_operand(x, G: gl.constexpr, mma: gl.constexpr):
+    "Levels [W, channels, rows] as operand B: [W, channels (step, half, lane, 2), (j, row)]."
+    y = gl.reshape(x, [G.W, 4, G.CW // 16, 2, 2, 8, 2])
+    y = gl.reshape(gl.permute(y, [0, 2, 3, 1, 4, 6, 5]), [G.W, G.CW, 16])
+    return gl.convert_layout(y, gl.DotOperandLayout(1, mma, 2), assert_trivial=True)
+
+
+@gluon.jit
+def _rotary_operand(low, up, G: gl.constexpr, mma: gl.constexpr):
+    "Levels [W, 8, rows] of lower and of upper channels as operand B: [W, 16, (j, row)]."
+    y = gl.reshape(gl.join(low, up), [G.W, 4, 2, 8, 2, 2])
+    y = gl.reshape(gl.permute(y, [0, 5, 1, 2, 4, 3]), [G.W, 16, 16])
+    return gl.convert_layout(y, gl.DotOperandLayout(1, mma, 2), assert_trivial=True)
+
+
+@gluon.jit
+def _value_operand(a0, a1, b0, b1, G: gl.constexpr, mma: gl.constexpr):
+    """Pairs of levels [W, rows, channels], of the first two and of the last two quarters, as
+    operand B: [W, tokens (j, s, pair, lane, 2), channels (of a group, group)]."""
+    y = gl.join(gl.join(a0, a1), gl.join(b0, b1))
+    y = gl.reshape(y, [G.W, 4, 2, 2, 8, G.CW // 32, 2, 2, 2, 2])
+    y = gl.reshape(gl.permute(y, [0, 3, 2, 9, 1, 7, 5, 8, 6, 4]), [G.W, 64, G.CW])
+    return gl.convert_layout(y, gl.DotOperandLayout(1, mma, 2), assert_trivial=True)
+
+
+@gluon.jit
+def _query_operand(X, first, top, G: gl.constexpr, mma: gl.constexpr, half: gl.constexpr):
+    "fp16 queries in units of `top` as operand A: [W, 16, channels], as `_key_operand` orders."
+    A: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    w = gl.arange(0, G.W, layout=gl.SliceLayout(1, gl.SliceLayout(2, A)))[:, None, None]
+    j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, A)))[None, :, None]
+    k = gl.arange(0, G.CW, layout=gl.SliceLayout(0, gl.SliceLayout(1, A)))[None, None, :]
+    at = k // 2 % 4 * (G.CW // 4) + k // 16 * 4 + k // 8 % 2 * 2 + k % 2
+    x = gl.load(X + (first + j) * G.D + half * (G.D // 2) + w * G.CW + at)
+    t = gl.convert_layout(top, gl.SliceLayout(0, gl.SliceLayout(2, A)))[None, :, None]
+    return (x / t).to(gl.float16)
+
+
+@gluon.jit
+def _rotary_query(X, first, top, G: gl.constexpr, mma: gl.constexpr):
+    "The same of the rotary part: [W, 16, 16], as `_rotary_operand` orders."
+    A: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    w = gl.arange(0, G.W, layout=gl.SliceLayout(1, gl.SliceLayout(2, A)))[:, None, None]
+    j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, A)))[None, :, None]
+    k = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, A)))[None, None, :]
+    x = gl.load(X + (first + j) * 64 + k // 8 * 32 + w * 8 + k % 8)
+    t = gl.convert_layout(top, gl.SliceLayout(0, gl.SliceLayout(2, A)))[None, :, None]
+    return (x / t).to(gl.float16)
+
+
+@gluon.jit
+def _row_top(X, first, step, D: gl.constexpr, G: gl.constexpr):
+    "Largest numbers of 16 rows, times a step."
+    j = gl.arange(0, 16, layout=gl.SliceLayout(1, G.LR))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, G.LR))
+    x = gl.load(X + (first + j)[:, None] * D + d[None, :])
+    return gl.max(gl.abs(x), 1) * step
+
+
+@gluon.jit
+def _row_shift(q, M, D: gl.constexpr, ok, G: gl.constexpr):
+    "Products of plain queries, pointers to whose rows are given, with a mean."
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, G.LR))
+    x = gl.load(q[:, None] + d[None, :], mask=ok[:, None] & (d < D)[None, :], other=0.0)
+    return gl.sum(x.to(gl.float32) * gl.load(M + d).to(gl.float32)[None, :], 1)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "splits", "length", "recent_from", "chunk", "own", "offset", "sliding_window",
+    ]
+)
+def _fragment_kernel(
+    ROTATED, BESIDE, QUERY, sb, sh, sn, M, MR, K0, K1, K2, KSCALE, V0, V1, V2, VSCALE, TABLE,
+    START, END, LENGTH, each_length, O, LSE, heads, group, n, blocks, splits, cap, length,
+    offset, sinks, recent, recent_from, chunk, own, sliding_window, scaling, k_step, v_step,
+    cap_at,
+    HAS_START: gl.constexpr, HAS_END: gl.constexpr, HAS_LENGTH: gl.constexpr,
+    SLIDING: gl.constexpr, CAPPED: gl.constexpr, CENTRED: gl.constexpr,
+    CENTRED_R: gl.constexpr, G: gl.constexpr,
+):
+    """`_latent_kernel` for 16 query rows, latents of 256 or 512 channels and rotary parts of 64
+    on tensor cores: each warp decodes a quarter of the channels, twice, straight into the
+    operands of both products."""
+    W: gl.constexpr = G.W
+    D: gl.constexpr = G.D
+    CW: gl.constexpr = G.CW
+    R: gl.constexpr = G.R
+    U: gl.constexpr = R // 16
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
+    L3: gl.constexpr = G.L3
+    L2: gl.constexpr = gl.SliceLayout(0, L3)
+    LH: gl.constexpr = gl.SliceLayout(1, L2)  # of heads
+    LT: gl.constexpr = gl.SliceLayout(0, L2)  # of tokens
+    LO: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, mma))
+    pid = gl.program_id(0)
+    split, base = pid % splits, pid // splits
+    bh, block = base // blocks, base % blocks
+    b, h = bh // heads, bh % heads
+    if HAS_LENGTH:
+        length = gl.load(LENGTH + b * each_length)
+    j = block * 16 + gl.arange(0, 16, layout=LH)
+    at = length - n + j % n
+    low, high = at * 0 + sinks, at + 1
+    if HAS_START:
+        low += gl.load(START + b).to(gl.int32)
+    if HAS_END:
+        high = gl.minimum(high, gl.load(END + b).to(gl.int32))
+    low = gl.maximum(low, offset)
+    if SLIDING:
+        low = gl.maximum(low, at - sliding_window + 1)
+    held = gl.minimum(length - chunk, gl.maximum(recent_from, length - recent))
+    high = gl.minimum(high, gl.maximum(at + 1 - own, held))
+    rows = (bh * blocks + block) * 16
+    top = gl.maximum(
+        _row_top(ROTATED, rows, k_step, D, G), _row_top(BESIDE, rows, v_step, 64, G)
+    )
+    top = gl.where(top > 0, top, 1.0)  # queries are rounded in units of it
+    shift = gl.convert_layout(top * 0, LH)
+    if CENTRED or CENTRED_R:
+        jr = block * 16 + gl.arange(0, 16, layout=gl.SliceLayout(1, G.LR))
+        ok = jr < group * n
+        plain = (
+            QUERY
+            + b.to(gl.int64) * sb
+            + (h * group + jr // n).to(gl.int64) * sh
+            + (jr % n).to(gl.int64) * sn
+        )
+        both = top * 0
+        if CENTRED:
+            both += _row_shift(plain, M + bh * D, D, ok, G)
+        if CENTRED_R:
+            both += _row_shift(plain + D, MR + bh * 64, 64, ok, G)
+        shift = gl.convert_layout(both, LH) * (scaling * 1.4426950408889634)
+    q0 = _query_operand(ROTATED, rows, top / k_step, G, mma, 0)
+    q1 = _query_operand(ROTATED, rows, top / k_step, G, mma, 1)
+    r0 = _rotary_query(BESIDE, rows, top / v_step, G, mma)
+    factor = gl.convert_layout(top, LH) * (scaling * 1.4426950408889634)
+    m = gl.full([16], -1e30, gl.float32, layout=LH)
+    total = gl.zeros([16], gl.float32, layout=LH)
+    acc0 = gl.zeros([W, 16, CW], gl.float32, layout=mma)
+    acc1 = gl.zeros([W, 16, CW], gl.float32, layout=mma)
+    none = gl.zeros([W, 16, 16], gl.float32, layout=mma)
+    unit = 0.0  # the largest scale so far: weights are rounded in units of it
+    lowest, highest = gl.min(low, 0), gl.max(high, 0)
+    first = (lowest - offset) // (4 * R)
+    count = U * gl.maximum((highest - offset + 4 * R - 1) // (4 * R) - first, 0)
+    begin, end = split * count // splits, (split + 1) * count // splits
+    # where bytes lie: keys [W, channels, rows], values [W, rows, channels], rotary parts
+    kw = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, G.LK)))[:, None, None]
+    kc = gl.arange(0, CW, layout=gl.SliceLayout(0, gl.SliceLayout(2, G.LK)))[None, :, None]
+    kr = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, G.LK)))[None, None, :]
+    k_base, k_bit = kr * D + kw * CW + kc, kr * (D // 2) + kw * CW + kc
+    vw = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, G.LV)))[:, None, None]
+    vr = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, G.LV)))[None, :, None]
+    vc = gl.arange(0, CW, layout=gl.SliceLayout(0, gl.SliceLayout(1, G.LV)))[None, None, :]
+    v_base, v_bit = vr * D + vw * CW + vc, vr * (D // 2) + vw * CW + vc
+    rw = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, G.LB)))[:, None, None]
+    rc = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, G.LB)))[None, :, None]
+    rr = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, G.LB)))[None, None, :]
+    r_base = (rw * 8 + rc) * R + rr
+    tables, table_r = _lut(TABLE), _lut(TABLE + 4)
+    t = gl.arange(0, 64, layout=G.LS)
+    t = t // 16 * R + t % 16
+    for i in range(first * U + begin, first * U + end):
+        tile, row = i // U, i % U * 16
+        slot = bh.to(gl.int64) * cap + tile
+        token = t + row
+        pos = offset + tile * (4 * R) + token
+        seen = (pos >= lowest) & (pos < highest)
+        ks = gl.load(KSCALE + slot * (4 * R) + token, mask=seen, other=0.0).to(gl.float32)
+        vs = gl.load(VSCALE + slot * (4 * R) + token, mask=seen, other=0.0).to(gl.float32)
+        c0, c1, p1, p2 = _plane_bytes(
+            K0, K1, K2, k_base + row * D, D // 2, k_bit + row * (D // 2), slot, R * D, G.KB
+        )
+        e0, e1, f1, f2 = _plane_bytes(
+            V0, V1, V2, r_base + row, 32 * R, r_base + row, slot, R * 64, G.VB
+        )
+        a0, a1, b0, b1 = _four(c0, c1, p1, p2, tables, G.KB, False, 0)
+        a2, a3, b2, b3 = _four(c0, c1, p1, p2, tables, G.KB, False, 2)
+        s0 = mma_v2(
+            q1, _key_operand(b0, G, mma), mma_v2(q0, _key_operand(a0, G, mma), none)
+        )
+        s1 = mma_v2(q1, _key_operand(b1, G, mma), mma_v2(q0, _key_operand(a1, G, mma), none))
+        s2 = mma_v2(q1, _key_operand(b2, G, mma), mma_v2(q0, _key_operand(a2, G, mma), none))
+        s3 = mma_v2(q1, _key_operand(b3, G, mma), mma_v2(q0, _key_operand(a3, G, mma), none))
+        g0, g1, h0, h1 = _four(e0, e1, f1, f2, table_r, G.VB, False, 0)
+        g2, g3, h2, h3 = _four(e0, e1, f1, f2, table_r, G.VB, False, 2)
+        z0 = mma_v2(r0, _rotary_operand(g0, h0, G, mma), none)
+        z1 = mma_v2(r0, _rotary_operand(g1, h1, G, mma), none)
+        z2 = mma_v2(r0, _rotary_operand(g2, h2, G, mma), none)
+        z3 = mma_v2(r0, _rotary_operand(g3, h3, G, mma), none)
+        s, z = _by_token(s0, s1, s2, s3, G), _by_token(z0, z1, z2, z3, G)
+        ks = gl.convert_layout(ks, LT)
+        vs = gl.convert_layout(vs, LT)
+        s = gl.sum(s * ks[None, :][None, :, :] + z * vs[None, :][None, :, :], 0)
+        s = s * factor[:, None] + shift[:, None]
+        if CAPPED:
+            u = gl.exp2(gl.abs(s) * (-2.0 / cap_at))
+            cut = (1.0 - u) / (1.0 + u) * gl.where(s < 0, -1.0, 1.0)
+            s = cap_at * 1.4426950408889634 * cut + (s - s)
+        pos = gl.convert_layout(pos, LT)
+        visible = (pos[None, :] >= low[:, None]) & (pos[None, :] < high[:, None])
+        s = gl.where(visible, s, -1e30)
+        new = gl.maximum(m, gl.max(s, 1))
+        p = gl.where(visible, gl.exp2(s - new[:, None]), 0.0)
+        wider = gl.maximum(unit, gl.max(gl.where(ks == ks, gl.abs(ks), 0.0), 0))
+        safe = gl.where(wider > 0, wider, 1.0)
+        w = gl.where(visible, p * (ks / safe)[None, :], 0.0).to(gl.float16)
+        rescale = gl.exp2(m - new)
+        total = total * rescale + gl.sum(p, 1)
+        m = new
+        fade = gl.convert_layout(rescale * (unit / safe), LO)[None, :, None]
+        unit = wider
+        weights = _weight_operand(w, G, mma)
+        c0, c1, p1, p2 = _plane_bytes(
+            K0, K1, K2, v_base + row * D, D // 2, v_bit + row * (D // 2), slot, R * D, G.KB
+        )
+        a0, a1, b0, b1 = _four(c0, c1, p1, p2, tables, G.KB, True, 0)
+        a2, a3, b2, b3 = _four(c0, c1, p1, p2, tables, G.KB, True, 2)
+        acc0 = mma_v2(weights, _value_operand(a0, a1, a2, a3, G, mma), acc0 * fade)
+        acc1 = mma_v2(weights, _value_operand(b0, b1, b2, b3, G, mma), acc1 * fade)
+    some = gl.where(total != 0, total, 1.0)  # NaN counts as seen
+    scale = gl.convert_layout(unit * k_step / some, LO)[None, :, None]
+    place = pid.to(gl.int64) * 16
+    ow = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None, None]
+    oj = gl.arange(0, 16, layout=LO)[None, :, None]
+    oc = gl.arange(0, CW, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma)))[None, None, :]
+    to = O + (place + oj) * D + ow * CW + oc % 8 * (CW // 8) + oc // 8
+    gl.store(to, acc0 * scale)
+    gl.store(to + D // 2, acc1 * scale)
+    lse = gl.where(total != 0, m + gl.log2(some), float("-inf"))
+    gl.store(LSE + place + gl.arange(0, 16, layout=LH), lse)
+
+
+class Fragments(NamedTuple):
+    "How `_fragment_kernel` is compiled."
+
+    W: int  # warps
+    D: int
+    CW: int  # lower channels of a warp, and as many upper ones
+    R: int
+    KB: int
+    VB: int
+    LK: object  # layouts of bytes: for scores, for sums of values, of rotary parts
+    LV: object
+    LB: object
+    LS: object  # of tokens as their scales are loaded
+    L3: object  # of scores
+    LR: object  # of query rows
+
+
+@lru_cache(maxsize=16)
+def fragments(d: int, rows: int, key_bits: int, value_bits: int) -> Fragments:
+    "Layouts for latents of d channels in tiles of so many byte rows."
+    width = d // 8  # four warps have a quarter of the lower half each
+    bits = lambda first, last: [1 << i for i in range(first.bit_length() - 1, last.bit_length() - 1)]
+    linear = lambda regs, lanes, warps, *shape: gl.DistributedLinearLayout(
+        regs, lanes, warps, [], [*shape]
+    )
+    warps = [[1, 0, 0], [2, 0, 0]]
+    lane, group = width // 4, width // 8  # channels side by side of a lane
+    channel, rows_of = lambda c: [0, c, 0], lambda r: [0, 0, r]
+    return Fragments(
+        W=4,
+        D=d,
+        CW=width,
+        R=rows,
+        KB=key_bits,
+        VB=value_bits,
+        LK=linear(
+            [*map(channel, bits(1, lane)), rows_of(1)],
+            [channel(lane), channel(2 * lane), rows_of(2), rows_of(4), rows_of(8)],
+            warps, 4, width, 16,
+        ),
+        LV=linear(
+            [*map(rows_of, bits(1, group)), channel(1), channel(2)],
+            [channel(4), channel(8), *map(rows_of, bits(group, width))],
+            warps, 4, 16, width,
+        ),
+        LB=linear(
+            [rows_of(1), channel(1)],
+            [channel(2), channel(4), rows_of(2), rows_of(4), rows_of(8)],
+            warps, 4, 8, 16,
+        ),
+        LS=linear([[1], [2], [16], [32]], [[4], [8], [0], [0], [0]], [[0], [0]], 64),
+        L3=linear(
+            [rows_of(1), rows_of(2), rows_of(16), rows_of(32), channel(8)],
+            [rows_of(4), rows_of(8), channel(1), channel(2), channel(4)],
+            warps, 4, 16, 64,
+        ),
+        LR=gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]),
+    )
+
+
+_fragment_launcher = Launcher(_fragment_kernel)
