@@ -90,7 +90,7 @@ EXPERIMENTS = {
     "latents": Entry(
         "bench.latents",
         "attention of a step to latents: expanded, absorbed, on codes",
-        "--tokens 300 --seconds .01",
+        "--shapes 1x300 --seconds .01",
     ),
     "folding": Entry(
         "bench.folding",

@@ -74,8 +74,7 @@ def test_explain_lists_torch_last_and_always():
 def test_unknown_names(backend):
     store, q = filled()
     with pytest.raises(
-        ValueError,
-        match="backend must be 'auto', 'triton', 'latents', 'flash', ",
+        ValueError, match="backend must be 'auto', 'triton', 'latents', 'flash', "
     ):
         ops.attend(q, store, backend=backend)
     with pytest.raises(ValueError, match="backend must be 'auto'"):
