@@ -552,21 +552,22 @@ _IN2, _IN3, _IN4 = (gl.constexpr(half_asm(bits)[1]) for bits in (2, 3, 4))
 
 @gluon.jit
 def _by_token(s0, s1, s2, s3, G: gl.constexpr):
-    "Scores of four quarters [W, 16, (j, lane, s)] by token of a unit: quarter, then row."
-    y = gl.reshape(gl.join(gl.join(s0, s1), gl.join(s2, s3)), [G.W, 16, 2, 4, 2, 2, 2])
-    y = gl.reshape(gl.permute(y, [0, 1, 6, 5, 3, 4, 2]), [G.W, 16, 64])
+    "Scores of four quarters [W, Q, (j, lane, s)] by token of a unit: quarter, then row."
+    y = gl.reshape(gl.join(gl.join(s0, s1), gl.join(s2, s3)), [G.W, G.Q, 2, 4, 2, 2, 2])
+    y = gl.reshape(gl.permute(y, [0, 1, 6, 5, 3, 4, 2]), [G.W, G.Q, 64])
     return gl.convert_layout(y, G.L3, assert_trivial=True)
 
 
 @gluon.jit
 def _weight_operand(w, G: gl.constexpr, mma: gl.constexpr):
-    "Weights [16, tokens] as operand A of every warp, tokens as `_value_operand` orders them."
+    "Weights [Q, tokens] as operand A of every warp, tokens as `_value_operand` orders them."
     W: gl.constexpr = G.W
+    Q: gl.constexpr = G.Q
     L3: gl.constexpr = G.L3
-    every = gl.zeros([W, 16, 64], gl.float16, layout=L3)
+    every = gl.zeros([W, Q, 64], gl.float16, layout=L3)
     y, _ = gl.broadcast(w[None, :, :], every)
-    y = gl.reshape(y, [G.W, 16, 2, 2, 4, 2, 2])  # pair, quarter of it, lane, s, j
-    y = gl.reshape(gl.permute(y, [0, 1, 6, 5, 2, 4, 3]), [G.W, 16, 64])
+    y = gl.reshape(y, [G.W, G.Q, 2, 2, 4, 2, 2])  # pair, quarter of it, lane, s, j
+    y = gl.reshape(gl.permute(y, [0, 1, 6, 5, 2, 4, 3]), [G.W, G.Q, 64])
     return gl.convert_layout(y, gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
 
 
@@ -628,6 +629,26 @@ def _plane_bytes(P0, P1, P2, base, upper, bit, tile, SIZE: gl.constexpr, BITS: g
 
 
 @gluon.jit
+def _prefetch(P0, P1, P2, unit, G: gl.constexpr):
+    "Have 16 byte rows of a latent's planes brought into the L2 cache, a line for each lane."
+    D: gl.constexpr = G.D
+    line = gl.arange(0, 32 * G.W, layout=gl.BlockedLayout([1], [32], [G.W], [0]))
+    base, bit = P0 + unit * (16 * D), P1 + unit * (8 * D)
+    at = gl.where(line < D // 8, base + line * 128, bit + (line - D // 8) % (D // 16) * 128)
+    if G.KB > 3:
+        last = P2 + unit * (8 * D) + (line - D // 8) % (D // 16) * 128
+        at = gl.where(line < D // 8 + D // 16, at, last)
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [at.to(gl.int64)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def _key_operand(x, G: gl.constexpr, mma: gl.constexpr):
     "Levels [W, channels, rows] as operand B: [W, channels (step, half, lane, 2), (j, row)]."
     y = gl.reshape(x, [G.W, 4, G.CW // 16, 2, 2, 8, 2])
@@ -655,10 +676,10 @@ def _value_operand(a0, a1, b0, b1, G: gl.constexpr, mma: gl.constexpr):
 
 @gluon.jit
 def _query_operand(X, first, top, G: gl.constexpr, mma: gl.constexpr, half: gl.constexpr):
-    "fp16 queries in units of `top` as operand A: [W, 16, channels], as `_key_operand` orders."
+    "fp16 queries in units of `top` as operand A: [W, Q, channels], as `_key_operand` orders."
     A: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     w = gl.arange(0, G.W, layout=gl.SliceLayout(1, gl.SliceLayout(2, A)))[:, None, None]
-    j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, A)))[None, :, None]
+    j = gl.arange(0, G.Q, layout=gl.SliceLayout(0, gl.SliceLayout(2, A)))[None, :, None]
     k = gl.arange(0, G.CW, layout=gl.SliceLayout(0, gl.SliceLayout(1, A)))[None, None, :]
     at = k // 2 % 4 * (G.CW // 4) + k // 16 * 4 + k // 8 % 2 * 2 + k % 2
     x = gl.load(X + (first + j) * G.D + half * (G.D // 2) + w * G.CW + at)
@@ -668,20 +689,21 @@ def _query_operand(X, first, top, G: gl.constexpr, mma: gl.constexpr, half: gl.c
 
 @gluon.jit
 def _rotary_query(X, first, top, G: gl.constexpr, mma: gl.constexpr):
-    "The same of the rotary part: [W, 16, 16], as `_rotary_operand` orders."
+    """The same of the rotary part: [W, Q, 16], as `_rotary_operand` orders. Of eight warps two have
+    the same channels, and half of the query each."""
     A: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     w = gl.arange(0, G.W, layout=gl.SliceLayout(1, gl.SliceLayout(2, A)))[:, None, None]
-    j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, A)))[None, :, None]
+    j = gl.arange(0, G.Q, layout=gl.SliceLayout(0, gl.SliceLayout(2, A)))[None, :, None]
     k = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, A)))[None, None, :]
-    x = gl.load(X + (first + j) * 64 + k // 8 * 32 + w * 8 + k % 8)
+    x = gl.load(X + (first + j) * 64 + k // 8 * 32 + w % 4 * 8 + k % 8) * (4 / G.W)
     t = gl.convert_layout(top, gl.SliceLayout(0, gl.SliceLayout(2, A)))[None, :, None]
     return (x / t).to(gl.float16)
 
 
 @gluon.jit
 def _row_top(X, first, step, D: gl.constexpr, G: gl.constexpr):
-    "Largest numbers of 16 rows, times a step."
-    j = gl.arange(0, 16, layout=gl.SliceLayout(1, G.LR))
+    "Largest numbers of rows, times a step."
+    j = gl.arange(0, G.Q, layout=gl.SliceLayout(1, G.LR))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, G.LR))
     x = gl.load(X + (first + j)[:, None] * D + d[None, :])
     return gl.max(gl.abs(x), 1) * step
@@ -757,13 +779,13 @@ def _fragment_kernel(
     CENTRED_R: gl.constexpr,
     G: gl.constexpr,
 ):
-    """`_latent_kernel` for 16 query rows, latents of 256 or 512 channels and rotary parts of 64
-    on tensor cores: each warp decodes a quarter of the channels, twice, straight into the
-    operands of both products."""
+    """`_latent_kernel` for latents of 256 or 512 channels and rotary parts of 64: each warp
+    decodes its share of the channels, twice, straight into the operands of both products."""
     W: gl.constexpr = G.W
     D: gl.constexpr = G.D
     CW: gl.constexpr = G.CW
     R: gl.constexpr = G.R
+    Q: gl.constexpr = G.Q
     U: gl.constexpr = R // 16
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
     L3: gl.constexpr = G.L3
@@ -777,7 +799,7 @@ def _fragment_kernel(
     b, h = bh // heads, bh % heads
     if HAS_LENGTH:
         length = gl.load(LENGTH + b * each_length)
-    j = block * 16 + gl.arange(0, 16, layout=LH)
+    j = block * Q + gl.arange(0, Q, layout=LH)
     at = length - n + j % n
     low, high = at * 0 + sinks, at + 1
     if HAS_START:
@@ -789,14 +811,14 @@ def _fragment_kernel(
         low = gl.maximum(low, at - sliding_window + 1)
     held = gl.minimum(length - chunk, gl.maximum(recent_from, length - recent))
     high = gl.minimum(high, gl.maximum(at + 1 - own, held))
-    rows = (bh * blocks + block) * 16
+    rows = (bh * blocks + block) * Q
     top = gl.maximum(
         _row_top(ROTATED, rows, k_step, D, G), _row_top(BESIDE, rows, v_step, 64, G)
     )
     top = gl.where(top > 0, top, 1.0)  # queries are rounded in units of it
     shift = gl.convert_layout(top * 0, LH)
     if CENTRED or CENTRED_R:
-        jr = block * 16 + gl.arange(0, 16, layout=gl.SliceLayout(1, G.LR))
+        jr = block * Q + gl.arange(0, Q, layout=gl.SliceLayout(1, G.LR))
         ok = jr < group * n
         plain = (
             QUERY
@@ -814,11 +836,11 @@ def _fragment_kernel(
     q1 = _query_operand(ROTATED, rows, top / k_step, G, mma, 1)
     r0 = _rotary_query(BESIDE, rows, top / v_step, G, mma)
     factor = gl.convert_layout(top, LH) * (scaling * 1.4426950408889634)
-    m = gl.full([16], -1e30, gl.float32, layout=LH)
-    total = gl.zeros([16], gl.float32, layout=LH)
-    acc0 = gl.zeros([W, 16, CW], gl.float32, layout=mma)
-    acc1 = gl.zeros([W, 16, CW], gl.float32, layout=mma)
-    none = gl.zeros([W, 16, 16], gl.float32, layout=mma)
+    m = gl.full([Q], -1e30, gl.float32, layout=LH)
+    total = gl.zeros([Q], gl.float32, layout=LH)
+    acc0 = gl.zeros([W, Q, CW], gl.float32, layout=mma)
+    acc1 = gl.zeros([W, Q, CW], gl.float32, layout=mma)
+    none = gl.zeros([W, Q, 16], gl.float32, layout=mma)
     unit = 0.0  # the largest scale so far: weights are rounded in units of it
     lowest, highest = gl.min(low, 0), gl.max(high, 0)
     first = (lowest - offset) // (4 * R)
@@ -836,13 +858,16 @@ def _fragment_kernel(
     rw = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, G.LB)))[:, None, None]
     rc = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, G.LB)))[None, :, None]
     rr = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, G.LB)))[None, None, :]
-    r_base = (rw * 8 + rc) * R + rr
+    r_base = (rw % 4 * 8 + rc) * R + rr
     tables, table_r = _lut(TABLE), _lut(TABLE + 4)
     t = gl.arange(0, 64, layout=G.LS)
     t = t // 16 * R + t % 16
     for i in range(first * U + begin, first * U + end):
         tile, row = i // U, i % U * 16
         slot = bh.to(gl.int64) * cap + tile
+        if G.AHEAD > 0:
+            ahead = bh.to(gl.int64) * (cap * U) + gl.minimum(i + G.AHEAD, first * U + end - 1)
+            _prefetch(K0, K1 if G.KB > 2 else K0, K2, ahead, G)
         token = t + row
         pos = offset + tile * (4 * R) + token
         seen = (pos >= lowest) & (pos < highest)
@@ -898,15 +923,15 @@ def _fragment_kernel(
         acc1 = mma_v2(weights, _value_operand(b0, b1, b2, b3, G, mma), acc1 * fade)
     some = gl.where(total != 0, total, 1.0)  # NaN counts as seen
     scale = gl.convert_layout(unit * k_step / some, LO)[None, :, None]
-    place = pid.to(gl.int64) * 16
+    place = pid.to(gl.int64) * Q
     ow = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None, None]
-    oj = gl.arange(0, 16, layout=LO)[None, :, None]
+    oj = gl.arange(0, Q, layout=LO)[None, :, None]
     oc = gl.arange(0, CW, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma)))[None, None, :]
     to = O + (place + oj) * D + ow * CW + oc % 8 * (CW // 8) + oc // 8
     gl.store(to, acc0 * scale)
     gl.store(to + D // 2, acc1 * scale)
     lse = gl.where(total != 0, m + gl.log2(some), float("-inf"))
-    gl.store(LSE + place + gl.arange(0, 16, layout=LH), lse)
+    gl.store(LSE + place + gl.arange(0, Q, layout=LH), lse)
 
 # %% ../../nbs/45c_latents.ipynb #45c0001a
 class Form(NamedTuple):
@@ -919,6 +944,7 @@ class Form(NamedTuple):
     programs: int = 2  # of a multiprocessor
     fragments: bool = False  # by `_fragment_kernel`?
     registers: int | None = None  # of a thread, at most
+    ahead: int = 0  # units whose bytes are fetched before they are read
 
 
 def form_of(store: KVStore, rows: int) -> Form:
@@ -934,11 +960,13 @@ class Fragments(NamedTuple):
     "How `_fragment_kernel` is compiled."
 
     W: int  # warps
+    Q: int  # query rows
     D: int
     CW: int  # lower channels of a warp, and as many upper ones
     R: int
     KB: int
     VB: int
+    AHEAD: int  # units
     LK: object  # layouts of bytes: for scores, for sums of values, of rotary parts
     LV: object
     LB: object
@@ -948,38 +976,40 @@ class Fragments(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-def fragments(d: int, rows: int, key_bits: int, value_bits: int) -> Fragments:
-    "Layouts for latents of d channels in tiles of so many byte rows."
-    width = d // 8  # four warps have a quarter of the lower half each
-    bits = lambda first, last: [
+def fragments(
+    d: int, rows: int, bits: tuple, queries: int = 16, warps: int = 4, ahead: int = 0
+) -> Fragments:
+    "Layouts for latents of d channels in tiles of so many byte rows, of both sides' bits."
+    width = d // (2 * warps)  # lower channels of a warp
+    powers = lambda first, last: [
         1 << i for i in range(first.bit_length() - 1, last.bit_length() - 1)
     ]
-    linear = lambda regs, lanes, warps, *shape: gl.DistributedLinearLayout(
-        regs, lanes, warps, [], [*shape]
+    each = [[x, 0, 0] for x in powers(1, warps)]
+    linear = lambda regs, lanes, *shape: gl.DistributedLinearLayout(
+        regs, lanes, each if len(shape) > 1 else [[0]] * len(each), [], [*shape]
     )
-    warps = [[1, 0, 0], [2, 0, 0]]
     lane, group = width // 4, width // 8  # channels side by side of a lane
     channel, rows_of = lambda c: [0, c, 0], lambda r: [0, 0, r]
     return Fragments(
-        W=4,
+        W=warps,
+        Q=queries,
         D=d,
         CW=width,
         R=rows,
-        KB=key_bits,
-        VB=value_bits,
+        KB=bits[0],
+        VB=bits[1],
+        AHEAD=ahead,
         LK=linear(
-            [*map(channel, bits(1, lane)), rows_of(1)],
+            [*map(channel, powers(1, lane)), rows_of(1)],
             [channel(lane), channel(2 * lane), rows_of(2), rows_of(4), rows_of(8)],
             warps,
-            4,
             width,
             16,
         ),
         LV=linear(
-            [*map(rows_of, bits(1, group)), channel(1), channel(2)],
-            [channel(4), channel(8), *map(rows_of, bits(group, width))],
+            [*map(rows_of, powers(1, group)), channel(1), channel(2)],
+            [channel(4), channel(8), *map(rows_of, powers(group, width))],
             warps,
-            4,
             16,
             width,
         ),
@@ -987,20 +1017,24 @@ def fragments(d: int, rows: int, key_bits: int, value_bits: int) -> Fragments:
             [rows_of(1), channel(1)],
             [channel(2), channel(4), rows_of(2), rows_of(4), rows_of(8)],
             warps,
-            4,
             8,
             16,
         ),
-        LS=linear([[1], [2], [16], [32]], [[4], [8], [0], [0], [0]], [[0], [0]], 64),
+        LS=linear([[1], [2], [16], [32]], [[4], [8], [0], [0], [0]], 64),
         L3=linear(
-            [rows_of(1), rows_of(2), rows_of(16), rows_of(32), channel(8)],
+            [
+                rows_of(1),
+                rows_of(2),
+                rows_of(16),
+                rows_of(32),
+                *map(channel, powers(8, queries)),
+            ],
             [rows_of(4), rows_of(8), channel(1), channel(2), channel(4)],
             warps,
-            4,
-            16,
+            queries,
             64,
         ),
-        LR=gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]),
+        LR=gl.BlockedLayout([1, 4], [1, 32], [warps, 1], [1, 0]),
     )
 
 
@@ -1180,9 +1214,9 @@ def _coded_parts(call: Call, shared: dict, q: Tensor, form: Form, splits: int | 
     )
     bits = [part.q.code.channel_bits[0] for part in store.parts]
     if fast:
-        named["G"] = fragments(d, tile // 4, *bits)
+        named["G"] = fragments(d, tile // 4, tuple(bits), form.rows, form.warps, form.ahead)
         options = {"maxnreg": form.registers} if form.registers else {}
-        _fragment_launcher(b * h * blocks * splits, named, {}, num_warps=4, **options)
+        _fragment_launcher(b * h * blocks * splits, named, {}, num_warps=form.warps, **options)
         return parts
     named |= dict(
         HK=padded_size(d // 2),
