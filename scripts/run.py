@@ -134,6 +134,11 @@ EXPERIMENTS = {
         "whether the token that attention looks for is still found",
         "planted --lengths 64 --strengths 3 --trials 20",
     ),
+    "latent_loss": Entry(
+        "eval.latents",
+        "what codes of latents cost a model whose projections are made into latents",
+        "--layers 2 --windows 2 --length 112 --prompt 106 --ranks 1 .5 --bits 3",
+    ),
     "sparse_weights": Entry(
         "eval.sparse_weights",
         "how many weights of the MLPs a token needs, beside fewer bits of all",
