@@ -2,10 +2,11 @@
 [--bits B ...].
 
 No model with latents can be had here. A layer becomes one by the singular value decomposition of
-its key and value projections, stacked, each in units of its size: keys before RoPE and values are
-U c of a latent c, exactly at full rank, of fewer channels by the largest singular values. Tokens are
-all coded, each before anything attends to it; RoPE stays where it is. `keys and values` codes each
-head's key before RoPE and its value at as many bits instead.
+its key and value projections, stacked, each in units of its size: keys before RoPE and values
+are U c of a latent c, exactly at full rank, of fewer channels by the largest singular values.
+Tokens are coded before anything attends to them, all but the first four and without their mean;
+RoPE stays where it is. `keys and values` codes each head's key before RoPE and its value at as
+many bits instead.
 
 `attention_error` is that of a layer's output on the model's own states, relative, the mean of
 all layers; `percent` is what perplexity rises by with all layers coded. Gate: at full rank
@@ -19,6 +20,8 @@ from plan import Plan, must_pass
 
 from turboquant_nb.evaluation.score import paired, score
 from turboquant_nb.quant.quantizer import Quantizer, Spec, decode, encode
+
+SINKS = 4  # first tokens that are exact
 
 
 class Latent:
@@ -37,8 +40,14 @@ class Latent:
                 self.mean = torch.cat(biases).detach()
         self.code = Quantizer(Spec(bits), head if rank is None else rank) if bits else None
 
-    def coded(self, x):
-        return x if self.code is None else decode(self.code, encode(self.code, x))
+    def coded(self, x):  # [B, n, ..., d]
+        "Codes of all tokens but the first, without their mean."
+        if self.code is None:
+            return x
+        late = x[:, SINKS:]
+        mean = late.mean(1, keepdim=True)
+        back = decode(self.code, encode(self.code, late - mean)) + mean
+        return torch.cat([x[:, :SINKS], back], 1)
 
     def pair(self, module, x):
         "What this projection gives, from the latent of its input."
