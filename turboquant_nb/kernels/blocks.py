@@ -30,6 +30,7 @@ except ImportError:  # `refuses` says so
 def half_asm(
     bits: int,  # 2, 3 or 4
     pairs: bool = False,  # is a word of both quarters of one channel, not of two channels?
+    bare: bool = False,  # are 1152 left in each level?
 ) -> tuple:  # (PTX, constraints)
     """PTX that turns 4 bytes of each plane into fp16 levels of a pair of quarters. In:
     base-plane words of the lower and upper half of the channels, one word per further plane, by
@@ -75,10 +76,9 @@ def half_asm(
             orders = ("0x4140", "0x4342") if pairs else ("0x4240", "0x4341")
             for i, order in enumerate(orders):
                 word = f"${4 * half + (2 * (to == 'y') + i if pairs else 2 * i + (to == 'y'))}"
-                out += [
-                    f"prmt.b32 {word}, {to}, k, {order};",
-                    f"sub.rn.f16x2 {word}, {word}, z;",
-                ]
+                out.append(f"prmt.b32 {word}, {to}, k, {order};")
+                if not bare:
+                    out.append(f"sub.rn.f16x2 {word}, {word}, z;")
     return "\n".join([*out, "}"]), ",".join(["=&r"] * 8 + ["r"] * (bits + 4 + 4 * words))
 
 

@@ -545,8 +545,8 @@ def _back_kernel(
         tl.store(OUT + place + c[None, :], out.to(OUT.dtype.element_ty), mask=here)
 
 # %% ../../nbs/45c_latents.ipynb #45c00015
-_ASM2, _ASM3, _ASM4 = (gl.constexpr(half_asm(bits)[0]) for bits in (2, 3, 4))
-_PAIRS2, _PAIRS3, _PAIRS4 = (gl.constexpr(half_asm(bits, True)[0]) for bits in (2, 3, 4))
+_ASM2, _ASM3, _ASM4 = (gl.constexpr(half_asm(bits, bare=True)[0]) for bits in (2, 3, 4))
+_PAIRS2, _PAIRS3, _PAIRS4 = (gl.constexpr(half_asm(bits, True, True)[0]) for bits in (2, 3, 4))
 _IN2, _IN3, _IN4 = (gl.constexpr(half_asm(bits)[1]) for bits in (2, 3, 4))
 
 
@@ -559,22 +559,31 @@ def _by_token(s0, s1, s2, s3, G: gl.constexpr):
 
 
 @gluon.jit
-def _weight_operand(w, G: gl.constexpr, mma: gl.constexpr):
+def _weight_operand(shared, w, G: gl.constexpr, mma: gl.constexpr):
     "Weights [Q, tokens] as operand A of every warp, tokens as `_value_operand` orders them."
     W: gl.constexpr = G.W
     Q: gl.constexpr = G.Q
-    L3: gl.constexpr = G.L3
-    every = gl.zeros([W, Q, 64], gl.float16, layout=L3)
-    y, _ = gl.broadcast(w[None, :, :], every)
-    y = gl.reshape(y, [G.W, G.Q, 2, 2, 4, 2, 2])  # pair, quarter of it, lane, s, j
-    y = gl.reshape(gl.permute(y, [0, 1, 6, 5, 2, 4, 3]), [G.W, G.Q, 64])
-    return gl.convert_layout(y, gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
+    A: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    y = gl.reshape(w, [G.Q, 2, 2, 4, 2, 2])  # pair, quarter of it, lane, s, j
+    shared.store(gl.reshape(gl.permute(y, [0, 5, 4, 1, 3, 2]), [G.Q, 64]))
+    y, _ = gl.broadcast(
+        shared.load(gl.SliceLayout(0, A))[None, :, :],
+        gl.zeros([W, Q, 64], gl.float16, layout=A),
+    )
+    return y
+
+
+@gluon.jit
+def _first(x, G: gl.constexpr, mma: gl.constexpr):
+    "The first of equal columns [W, Q, 8] as [W, Q, 1]."
+    Y: gl.constexpr = gl.SliceLayout(2, mma)
+    return gl.convert_layout(gl.max(x, 2), Y)[:, :, None]
 
 
 @gluon.jit
 def _four(c0, c1, p1, p2, t, BITS: gl.constexpr, PAIRS: gl.constexpr, shift: gl.constexpr):
-    """What `half_asm` makes of bytes of the lower and the upper channels: of the pair of
-    quarters whose bits begin at `shift`."""
+    """Levels plus 1152, of bytes of the lower and the upper channels: of the pair of quarters
+    whose bits begin at `shift`."""
     if BITS == 2:
         a2: gl.constexpr = _PAIRS2 if PAIRS else _ASM2
         return gl.inline_asm_elementwise(
@@ -788,8 +797,8 @@ def _fragment_kernel(
     Q: gl.constexpr = G.Q
     U: gl.constexpr = R // 16
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
-    L3: gl.constexpr = G.L3
-    L2: gl.constexpr = gl.SliceLayout(0, L3)
+    L2: gl.constexpr = gl.SliceLayout(0, G.LP)
+    L3T: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, G.L3))
     LH: gl.constexpr = gl.SliceLayout(1, L2)  # of heads
     LT: gl.constexpr = gl.SliceLayout(0, L2)  # of tokens
     LO: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, mma))
@@ -837,10 +846,23 @@ def _fragment_kernel(
     r0 = _rotary_query(BESIDE, rows, top / v_step, G, mma)
     factor = gl.convert_layout(top, LH) * (scaling * 1.4426950408889634)
     m = gl.full([Q], -1e30, gl.float32, layout=LH)
-    total = gl.zeros([Q], gl.float32, layout=LH)
+    total = gl.zeros([Q, 64], gl.float32, layout=L2)
     acc0 = gl.zeros([W, Q, CW], gl.float32, layout=mma)
     acc1 = gl.zeros([W, Q, CW], gl.float32, layout=mma)
+    # what 1152 in each level adds to scores, and from what on they are summed
+    B: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     none = gl.zeros([W, Q, 16], gl.float32, layout=mma)
+    ones = gl.full([W, CW, 16], 1152.0, gl.float16, layout=B)
+    below = none - mma_v2(q1, ones, mma_v2(q0, ones, none))
+    below_r = none - mma_v2(r0, gl.full([W, 16, 16], 1152.0, gl.float16, layout=B), none)
+    few = gl.full([W, 64, 8], 1152.0, gl.float16, layout=B)
+    zero = gl.zeros([W, Q, 8], gl.float32, layout=mma)
+    shared_s = gl.allocate_shared_memory(
+        gl.float32, [W, Q, 64], gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])
+    )
+    shared_w = gl.allocate_shared_memory(
+        gl.float16, [Q, 64], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    )
     unit = 0.0  # the largest scale so far: weights are rounded in units of it
     lowest, highest = gl.min(low, 0), gl.max(high, 0)
     first = (lowest - offset) // (4 * R)
@@ -860,8 +882,8 @@ def _fragment_kernel(
     rr = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, G.LB)))[None, None, :]
     r_base = (rw % 4 * 8 + rc) * R + rr
     tables, table_r = _lut(TABLE), _lut(TABLE + 4)
-    t = gl.arange(0, 64, layout=G.LS)
-    t = t // 16 * R + t % 16
+    t, tp = gl.arange(0, 64, layout=G.LS), gl.arange(0, 64, layout=LT)
+    t, tp = t // 16 * R + t % 16, tp // 16 * R + tp % 16
     for i in range(first * U + begin, first * U + end):
         tile, row = i // U, i % U * 16
         slot = bh.to(gl.int64) * cap + tile
@@ -881,46 +903,51 @@ def _fragment_kernel(
         )
         a0, a1, b0, b1 = _four(c0, c1, p1, p2, tables, G.KB, False, 0)
         a2, a3, b2, b3 = _four(c0, c1, p1, p2, tables, G.KB, False, 2)
-        s0 = mma_v2(q1, _key_operand(b0, G, mma), mma_v2(q0, _key_operand(a0, G, mma), none))
-        s1 = mma_v2(q1, _key_operand(b1, G, mma), mma_v2(q0, _key_operand(a1, G, mma), none))
-        s2 = mma_v2(q1, _key_operand(b2, G, mma), mma_v2(q0, _key_operand(a2, G, mma), none))
-        s3 = mma_v2(q1, _key_operand(b3, G, mma), mma_v2(q0, _key_operand(a3, G, mma), none))
+        s0 = mma_v2(q1, _key_operand(b0, G, mma), mma_v2(q0, _key_operand(a0, G, mma), below))
+        s1 = mma_v2(q1, _key_operand(b1, G, mma), mma_v2(q0, _key_operand(a1, G, mma), below))
+        s2 = mma_v2(q1, _key_operand(b2, G, mma), mma_v2(q0, _key_operand(a2, G, mma), below))
+        s3 = mma_v2(q1, _key_operand(b3, G, mma), mma_v2(q0, _key_operand(a3, G, mma), below))
         g0, g1, h0, h1 = _four(e0, e1, f1, f2, table_r, G.VB, False, 0)
         g2, g3, h2, h3 = _four(e0, e1, f1, f2, table_r, G.VB, False, 2)
-        z0 = mma_v2(r0, _rotary_operand(g0, h0, G, mma), none)
-        z1 = mma_v2(r0, _rotary_operand(g1, h1, G, mma), none)
-        z2 = mma_v2(r0, _rotary_operand(g2, h2, G, mma), none)
-        z3 = mma_v2(r0, _rotary_operand(g3, h3, G, mma), none)
+        z0 = mma_v2(r0, _rotary_operand(g0, h0, G, mma), below_r)
+        z1 = mma_v2(r0, _rotary_operand(g1, h1, G, mma), below_r)
+        z2 = mma_v2(r0, _rotary_operand(g2, h2, G, mma), below_r)
+        z3 = mma_v2(r0, _rotary_operand(g3, h3, G, mma), below_r)
         s, z = _by_token(s0, s1, s2, s3, G), _by_token(z0, z1, z2, z3, G)
-        ks = gl.convert_layout(ks, LT)
-        vs = gl.convert_layout(vs, LT)
-        s = gl.sum(s * ks[None, :][None, :, :] + z * vs[None, :][None, :, :], 0)
-        s = s * factor[:, None] + shift[:, None]
+        wider = gl.maximum(unit, gl.max(gl.where(ks == ks, gl.abs(ks), 0.0), 0))
+        safe = gl.where(wider > 0, wider, 1.0)
+        kt, vt = gl.convert_layout(ks, L3T), gl.convert_layout(vs, L3T)
+        shared_s.store(s * kt[None, :][None, :, :] + z * vt[None, :][None, :, :])
+        # from here on a warp has the tokens of one quarter, of all channels
+        s = gl.sum(shared_s.load(G.LP), 0) * factor[:, None] + shift[:, None]
         if CAPPED:
             u = gl.exp2(gl.abs(s) * (-2.0 / cap_at))
             cut = (1.0 - u) / (1.0 + u) * gl.where(s < 0, -1.0, 1.0)
             s = cap_at * 1.4426950408889634 * cut + (s - s)
-        pos = gl.convert_layout(pos, LT)
+        token = tp + row
+        pos = offset + tile * (4 * R) + token
+        seen = (pos >= lowest) & (pos < highest)
+        ks = gl.load(KSCALE + slot * (4 * R) + token, mask=seen, other=0.0).to(gl.float32)
         visible = (pos[None, :] >= low[:, None]) & (pos[None, :] < high[:, None])
         s = gl.where(visible, s, -1e30)
         new = gl.maximum(m, gl.max(s, 1))
         p = gl.where(visible, gl.exp2(s - new[:, None]), 0.0)
-        wider = gl.maximum(unit, gl.max(gl.where(ks == ks, gl.abs(ks), 0.0), 0))
-        safe = gl.where(wider > 0, wider, 1.0)
         w = gl.where(visible, p * (ks / safe)[None, :], 0.0).to(gl.float16)
         rescale = gl.exp2(m - new)
-        total = total * rescale + gl.sum(p, 1)
+        total = total * rescale[:, None] + p
         m = new
         fade = gl.convert_layout(rescale * (unit / safe), LO)[None, :, None]
         unit = wider
-        weights = _weight_operand(w, G, mma)
+        weights = _weight_operand(shared_w, w, G, mma)
+        below_w, _ = gl.broadcast(_first(zero - mma_v2(weights, few, zero), G, mma), acc0)
         c0, c1, p1, p2 = _plane_bytes(
             K0, K1, K2, v_base + row * D, D // 2, v_bit + row * (D // 2), slot, R * D, G.KB
         )
         a0, a1, b0, b1 = _four(c0, c1, p1, p2, tables, G.KB, True, 0)
         a2, a3, b2, b3 = _four(c0, c1, p1, p2, tables, G.KB, True, 2)
-        acc0 = mma_v2(weights, _value_operand(a0, a1, a2, a3, G, mma), acc0 * fade)
-        acc1 = mma_v2(weights, _value_operand(b0, b1, b2, b3, G, mma), acc1 * fade)
+        acc0 = acc0 * fade + mma_v2(weights, _value_operand(a0, a1, a2, a3, G, mma), below_w)
+        acc1 = acc1 * fade + mma_v2(weights, _value_operand(b0, b1, b2, b3, G, mma), below_w)
+    total = gl.sum(total, 1)
     some = gl.where(total != 0, total, 1.0)  # NaN counts as seen
     scale = gl.convert_layout(unit * k_step / some, LO)[None, :, None]
     place = pid.to(gl.int64) * Q
@@ -971,7 +998,8 @@ class Fragments(NamedTuple):
     LV: object
     LB: object
     LS: object  # of tokens as their scales are loaded
-    L3: object  # of scores
+    L3: object  # of scores as products give them
+    LP: object  # and of those that a warp goes on with
     LR: object  # of query rows
 
 
@@ -1033,6 +1061,13 @@ def fragments(
             warps,
             queries,
             64,
+        ),
+        LP=gl.DistributedLinearLayout(
+            [rows_of(1), rows_of(2), *map(channel, powers(8, queries)), *each],
+            [rows_of(4), rows_of(8), channel(1), channel(2), channel(4)],
+            [rows_of(16), rows_of(32)],
+            [],
+            [warps, queries, 64],
         ),
         LR=gl.BlockedLayout([1, 4], [1, 32], [warps, 1], [1, 0]),
     )
