@@ -31,7 +31,6 @@ from turboquant_nb.kernels.decode import (
     padded_size,
 )
 from .launch import DRAFTS, device_reason, ranges_reason, shape_reason
-from .query import rotated_queries
 
 try:
     import triton
@@ -511,38 +510,88 @@ def _join_kernel(
 
 # %% ../../nbs/45c_latents.ipynb #45c00013
 @triton.jit
+def _times(X, MATRIX, ok, c, tc, te, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    "Rows that X points to, times channels c of a matrix [D, D] of these strides: fp32."
+    out = tl.zeros((ROWS, COLS), tl.float32)
+    SLICE: tl.constexpr = 64 if D % 64 == 0 else 16
+    for first in range(0, D, SLICE):
+        e = first + tl.arange(0, SLICE)
+        x = tl.load(X[:, None] + e[None, :], mask=ok[:, None] & (e >= 0)[None, :], other=0.0)
+        at = MATRIX + c[None, :] * tc + e[:, None] * te
+        m = tl.load(at, mask=(c < D)[None, :] & (e >= 0)[:, None], other=0.0)
+        out = tl.dot(x.to(tl.float32), m, out, input_precision="tf32x3")
+    return out
+
+
+@triton.jit(do_not_specialize=["count"])
+def _rotate_kernel(
+    QUERY,
+    sb,
+    sh,
+    sn,
+    MATRIX,
+    BESIDE_MATRIX,
+    ROTATED,
+    BESIDE,
+    count,
+    heads,
+    group,
+    n,
+    rows,
+    D: tl.constexpr,
+    DR: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """COLS rotated channels of ROWS of `count` padded query rows: of the latent, and by the
+    last programs of the rotary part."""
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    bh, j = r // rows, r % rows
+    b, h = (bh // heads).to(tl.int64), bh % heads
+    ok = (r < count) & (j < group * n)
+    q = QUERY + b * sb + (h * group + j // n).to(tl.int64) * sh + (j % n).to(tl.int64) * sn
+    first: tl.constexpr = (D + COLS - 1) // COLS
+    if tl.program_id(1) < first:
+        c = tl.program_id(1) * COLS + tl.arange(0, COLS)
+        out = _times(q, MATRIX, ok, c, D, 1, D, ROWS, COLS)
+        to = ROTATED + r.to(tl.int64)[:, None] * D + c[None, :]
+        tl.store(to, out, mask=(r < count)[:, None] & (c < D)[None, :])
+    else:
+        c = (tl.program_id(1) - first) * COLS + tl.arange(0, COLS)
+        out = _times(q + D, BESIDE_MATRIX, ok, c, DR, 1, DR, ROWS, COLS)
+        to = BESIDE + r.to(tl.int64)[:, None] * DR + c[None, :]
+        tl.store(to, out, mask=(r < count)[:, None] & (c < DR)[None, :])
+
+
+@triton.jit(do_not_specialize=["count"])
 def _back_kernel(
     OUT,
     NEAR,
     FAR,
     SHARE,
-    ROTATION,
+    MATRIX,
     M,
     count,
     rows,
     D: tl.constexpr,
-    DP: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     CENTRED: tl.constexpr,
 ):
     """OUT = NEAR + FAR times the rotation, and the mean as far as codes were weighted: ROWS of
     `count` query rows, COLS channels."""
-    c, e = tl.program_id(1) * COLS + tl.arange(0, COLS), tl.arange(0, DP)
-    at = ROTATION + e[None, :] * D + c[:, None]
-    matrix = tl.load(at, mask=(c < D)[:, None] & (e < D)[None, :], other=0.0)
-    for some in tl.static_range(0, ROWS, 4):
-        r = tl.program_id(0) * ROWS + some + tl.arange(0, 4)
-        ok, place = r < count, r.to(tl.int64)[:, None] * D
-        far = tl.load(FAR + place + e[None, :], mask=ok[:, None] & (e < D)[None, :], other=0.0)
-        out = tl.sum(far[:, None, :] * matrix[None, :, :], 2)
-        here = ok[:, None] & (c < D)[None, :]
-        out += tl.load(NEAR + place + c[None, :], mask=here, other=0.0)
-        if CENTRED:
-            mean = tl.load(M + (r // rows)[:, None] * D + c[None, :], mask=here, other=0.0)
-            share = tl.load(SHARE + r, mask=ok, other=0.0)
-            out += share[:, None] * mean.to(tl.float32)
-        tl.store(OUT + place + c[None, :], out.to(OUT.dtype.element_ty), mask=here)
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    c = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    ok, place = r < count, r.to(tl.int64) * D
+    out = _times(FAR + place, MATRIX, ok, c, 1, D, D, ROWS, COLS)
+    here = ok[:, None] & (c < D)[None, :]
+    at = place[:, None] + c[None, :]
+    out += tl.load(NEAR + at, mask=here, other=0.0)
+    if CENTRED:
+        mean = tl.load(M + (r // rows)[:, None] * D + c[None, :], mask=here, other=0.0)
+        share = tl.load(SHARE + r, mask=ok, other=0.0)
+        out += share[:, None] * mean.to(tl.float32)
+    tl.store(OUT + at, out.to(OUT.dtype.element_ty), mask=here)
 
 # %% ../../nbs/45c_latents.ipynb #45c00015
 _ASM2, _ASM3, _ASM4 = (gl.constexpr(half_asm(bits, bare=True)[0]) for bits in (2, 3, 4))
@@ -913,6 +962,9 @@ def _fragment_kernel(
         z1 = mma_v2(r0, _rotary_operand(g1, h1, G, mma), below_r)
         z2 = mma_v2(r0, _rotary_operand(g2, h2, G, mma), below_r)
         z3 = mma_v2(r0, _rotary_operand(g3, h3, G, mma), below_r)
+        x0, x1, y1, y2 = _plane_bytes(  # the same bytes, most of them in the L1 cache now
+            K0, K1, K2, v_base + row * D, D // 2, v_bit + row * (D // 2), slot, R * D, G.KB
+        )
         s, z = _by_token(s0, s1, s2, s3, G), _by_token(z0, z1, z2, z3, G)
         wider = gl.maximum(unit, gl.max(gl.where(ks == ks, gl.abs(ks), 0.0), 0))
         safe = gl.where(wider > 0, wider, 1.0)
@@ -940,11 +992,8 @@ def _fragment_kernel(
         unit = wider
         weights = _weight_operand(shared_w, w, G, mma)
         below_w, _ = gl.broadcast(_first(zero - mma_v2(weights, few, zero), G, mma), acc0)
-        c0, c1, p1, p2 = _plane_bytes(
-            K0, K1, K2, v_base + row * D, D // 2, v_bit + row * (D // 2), slot, R * D, G.KB
-        )
-        a0, a1, b0, b1 = _four(c0, c1, p1, p2, tables, G.KB, True, 0)
-        a2, a3, b2, b3 = _four(c0, c1, p1, p2, tables, G.KB, True, 2)
+        a0, a1, b0, b1 = _four(x0, x1, y1, y2, tables, G.KB, True, 0)
+        a2, a3, b2, b3 = _four(x0, x1, y1, y2, tables, G.KB, True, 2)
         acc0 = acc0 * fade + mma_v2(weights, _value_operand(a0, a1, a2, a3, G, mma), below_w)
         acc1 = acc1 * fade + mma_v2(weights, _value_operand(b0, b1, b2, b3, G, mma), below_w)
     total = gl.sum(total, 1)
@@ -1082,7 +1131,7 @@ def _processors(device: torch.device) -> int:
 
 
 _latent_launcher, _join_launcher = Launcher(_latent_kernel), Launcher(_join_kernel)
-_back_launcher = Launcher(_back_kernel)
+_rotate_launcher, _back_launcher = Launcher(_rotate_kernel), Launcher(_back_kernel)
 _fragment_launcher = Launcher(_fragment_kernel)
 
 # %% ../../nbs/45c_latents.ipynb #45c0001b
@@ -1194,13 +1243,16 @@ def _shared(call: Call, q: Tensor, chunk: int) -> dict:
     )
 
 
-def _rotated(shared: dict, store: KVStore, q: Tensor, side, first: int, rows: int) -> Tensor:
-    "Channels of queries from `first` on, in the basis of one side's codes."
-    mine, d = q[..., first : first + side.q.d], side.q.d
-    sizes = SimpleNamespace(batch=store.batch, heads=store.heads, d=d)
-    named = shared | dict(QUERY=mine, D=d, DP=padded_size(d))
-    operands = SimpleNamespace(q=mine, key_rotation=side.q.rotation.query_matrix)
-    return rotated_queries(operands, sizes, named, rows)[0]
+def _rotated(shared: dict, store: KVStore, rows: int) -> tuple:
+    "Queries in the bases of both sides' codes, [B * H * rows, d] fp32 each, 0 in padding."
+    q, sides = shared["QUERY"], [part.q for part in store.parts]
+    count, cols = store.batch * store.heads * rows, 32
+    out = [q.new_empty(count, x.d, dtype=torch.float32) for x in sides]
+    named = dict(ROTATED=out[0], BESIDE=out[1], count=count, rows=rows, ROWS=16, COLS=cols)
+    named |= dict(MATRIX=sides[0].rotation.matrix, BESIDE_MATRIX=sides[1].rotation.matrix)
+    grid = -(-count // 16), sum(-(-x.d // cols) for x in sides), 1
+    _rotate_launcher(grid, shared | named, {}, num_warps=4, num_stages=4)
+    return out
 
 
 def _planes(names: str, part) -> dict:
@@ -1226,13 +1278,14 @@ def _coded_parts(call: Call, shared: dict, q: Tensor, form: Form, splits: int | 
     parts = parts._replace(lse=q.new_empty(shape, dtype=torch.float32))
     tables, rows, fast = _tables(store), blocks * form.rows, form.fragments
     means = [part.mean for part in store.parts]
+    rotated, beside = _rotated(shared, store, rows)
     named = (
         shared
         | _planes("K", key)
         | _planes("V", value)
         | dict(
-            ROTATED=_rotated(shared, store, q, key, 0, rows),
-            BESIDE=_rotated(shared, store, q, value, d, rows),
+            ROTATED=rotated,
+            BESIDE=beside,
             M=tables.levels if means[0] is None else means[0],
             MR=tables.levels if means[1] is None else means[1],
             TABLE=tables.packed_lut,
@@ -1304,23 +1357,22 @@ def _joined(call: Call, shared: dict, q: Tensor, parts: Parts) -> Answer:
     )
     _join_launcher(shape.numel(), named, {}, num_warps=4)
     out, mean = q.new_empty(*shape, d), key.mean
-    rows = 16 if shape.numel() >= 64 else 4
     named = dict(
         OUT=out,
         NEAR=near,
         FAR=far,
         SHARE=share,
-        ROTATION=key.q.rotation.matrix,
+        MATRIX=key.q.rotation.matrix,
         M=share if mean is None else mean,
         count=shape.numel(),
         rows=shape[1] // store.heads * shape[2],
         D=d,
-        DP=padded_size(d),
-        ROWS=rows,
-        COLS=16,
+        ROWS=16,
+        COLS=32,
         CENTRED=mean is not None,
     )
-    _back_launcher((-(-shape.numel() // rows), -(-d // 16), 1), named, {}, num_warps=4)
+    grid = -(-shape.numel() // 16), -(-d // 32), 1
+    _back_launcher(grid, named, {}, num_warps=4, num_stages=4)
     return Answer(out, lse)
 
 # %% ../../nbs/45c_latents.ipynb #45c0001d
