@@ -600,10 +600,10 @@ _IN2, _IN3, _IN4 = (gl.constexpr(half_asm(bits)[1]) for bits in (2, 3, 4))
 
 
 @gluon.jit
-def _by_token(s0, s1, s2, s3, G: gl.constexpr):
-    "Scores of four quarters [W, Q, (j, lane, s)] by token of a unit: quarter, then row."
-    y = gl.reshape(gl.join(gl.join(s0, s1), gl.join(s2, s3)), [G.W, G.Q, 2, 4, 2, 2, 2])
-    y = gl.reshape(gl.permute(y, [0, 1, 6, 5, 3, 4, 2]), [G.W, G.Q, 64])
+def _by_token(s0, s1, G: gl.constexpr):
+    "Scores of two quarters [W, Q, (j, lane, s)] by token: quarter, then row."
+    y = gl.reshape(gl.join(s0, s1), [G.W, G.Q, 2, 4, 2, 2])
+    y = gl.reshape(gl.permute(y, [0, 1, 5, 3, 4, 2]), [G.W, G.Q, 32])
     return gl.convert_layout(y, G.L3, assert_trivial=True)
 
 
@@ -847,6 +847,7 @@ def _fragment_kernel(
     U: gl.constexpr = R // 16
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
     L2: gl.constexpr = gl.SliceLayout(0, G.LP)
+    A: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     L3T: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, G.L3))
     LH: gl.constexpr = gl.SliceLayout(1, L2)  # of heads
     LT: gl.constexpr = gl.SliceLayout(0, L2)  # of tokens
@@ -904,6 +905,10 @@ def _fragment_kernel(
     ones = gl.full([W, CW, 16], 1152.0, gl.float16, layout=B)
     below = none - mma_v2(q1, ones, mma_v2(q0, ones, none))
     below_r = none - mma_v2(r0, gl.full([W, 16, 16], 1152.0, gl.float16, layout=B), none)
+    LQ: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
+    shared_q0 = gl.allocate_shared_memory(gl.float16, [W, Q, CW], LQ, q0)
+    shared_q1 = gl.allocate_shared_memory(gl.float16, [W, Q, CW], LQ, q1)
+    shared_r = gl.allocate_shared_memory(gl.float16, [W, Q, 16], LQ, r0)
     few = gl.full([W, 64, 8], 1152.0, gl.float16, layout=B)
     zero = gl.zeros([W, Q, 8], gl.float32, layout=mma)
     shared_s = gl.allocate_shared_memory(
@@ -950,26 +955,27 @@ def _fragment_kernel(
         e0, e1, f1, f2 = _plane_bytes(
             V0, V1, V2, r_base + row, 32 * R, r_base + row, slot, R * 64, G.VB
         )
-        a0, a1, b0, b1 = _four(c0, c1, p1, p2, tables, G.KB, False, 0)
-        a2, a3, b2, b3 = _four(c0, c1, p1, p2, tables, G.KB, False, 2)
-        s0 = mma_v2(q1, _key_operand(b0, G, mma), mma_v2(q0, _key_operand(a0, G, mma), below))
-        s1 = mma_v2(q1, _key_operand(b1, G, mma), mma_v2(q0, _key_operand(a1, G, mma), below))
-        s2 = mma_v2(q1, _key_operand(b2, G, mma), mma_v2(q0, _key_operand(a2, G, mma), below))
-        s3 = mma_v2(q1, _key_operand(b3, G, mma), mma_v2(q0, _key_operand(a3, G, mma), below))
-        g0, g1, h0, h1 = _four(e0, e1, f1, f2, table_r, G.VB, False, 0)
-        g2, g3, h2, h3 = _four(e0, e1, f1, f2, table_r, G.VB, False, 2)
-        z0 = mma_v2(r0, _rotary_operand(g0, h0, G, mma), below_r)
-        z1 = mma_v2(r0, _rotary_operand(g1, h1, G, mma), below_r)
-        z2 = mma_v2(r0, _rotary_operand(g2, h2, G, mma), below_r)
-        z3 = mma_v2(r0, _rotary_operand(g3, h3, G, mma), below_r)
+        wider = gl.maximum(unit, gl.max(gl.where(ks == ks, gl.abs(ks), 0.0), 0))
+        safe = gl.where(wider > 0, wider, 1.0)
+        k0, k1 = gl.split(gl.permute(gl.reshape(ks, [2, 32]), [1, 0]))
+        v0, v1 = gl.split(gl.permute(gl.reshape(vs, [2, 32]), [1, 0]))
+        for pair in gl.static_range(2):
+            q0, q1, r0 = shared_q0.load(A), shared_q1.load(A), shared_r.load(A)
+            a0, a1, b0, b1 = _four(c0, c1, p1, p2, tables, G.KB, False, 2 * pair)
+            s0 = mma_v2(q0, _key_operand(a0, G, mma), below)
+            s0 = mma_v2(q1, _key_operand(b0, G, mma), s0)
+            s1 = mma_v2(q0, _key_operand(a1, G, mma), below)
+            s1 = mma_v2(q1, _key_operand(b1, G, mma), s1)
+            g0, g1, h0, h1 = _four(e0, e1, f1, f2, table_r, G.VB, False, 2 * pair)
+            z0 = mma_v2(r0, _rotary_operand(g0, h0, G, mma), below_r)
+            z1 = mma_v2(r0, _rotary_operand(g1, h1, G, mma), below_r)
+            kt = gl.convert_layout(k1 if pair else k0, L3T)[None, :][None, :, :]
+            vt = gl.convert_layout(v1 if pair else v0, L3T)[None, :][None, :, :]
+            both = _by_token(s0, s1, G) * kt + _by_token(z0, z1, G) * vt
+            shared_s.slice(32 * pair, 32, 2).store(both)
         x0, x1, y1, y2 = _plane_bytes(  # the same bytes, most of them in the L1 cache now
             K0, K1, K2, v_base + row * D, D // 2, v_bit + row * (D // 2), slot, R * D, G.KB
         )
-        s, z = _by_token(s0, s1, s2, s3, G), _by_token(z0, z1, z2, z3, G)
-        wider = gl.maximum(unit, gl.max(gl.where(ks == ks, gl.abs(ks), 0.0), 0))
-        safe = gl.where(wider > 0, wider, 1.0)
-        kt, vt = gl.convert_layout(ks, L3T), gl.convert_layout(vs, L3T)
-        shared_s.store(s * kt[None, :][None, :, :] + z * vt[None, :][None, :, :])
         # from here on a warp has the tokens of one quarter, of all channels
         s = gl.sum(shared_s.load(G.LP), 0) * factor[:, None] + shift[:, None]
         if CAPPED:
@@ -1099,17 +1105,11 @@ def fragments(
         ),
         LS=linear([[1], [2], [16], [32]], [[4], [8], [0], [0], [0]], 64),
         L3=linear(
-            [
-                rows_of(1),
-                rows_of(2),
-                rows_of(16),
-                rows_of(32),
-                *map(channel, powers(8, queries)),
-            ],
+            [rows_of(1), rows_of(2), rows_of(16), *map(channel, powers(8, queries))],
             [rows_of(4), rows_of(8), channel(1), channel(2), channel(4)],
             warps,
             queries,
-            64,
+            32,
         ),
         LP=gl.DistributedLinearLayout(
             [rows_of(1), rows_of(2), *map(channel, powers(8, queries)), *each],
