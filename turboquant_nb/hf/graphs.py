@@ -10,8 +10,10 @@ import gc
 import inspect
 import time
 import weakref
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -313,6 +315,9 @@ class StepRunner:
     forward pass, one for each number of tokens. Captures by itself, at the first step; `why`
     says why it does not."""
 
+    choice = None  # of a model: when parts of its steps run compiled, see `hf.compiled`
+    chooses = property(lambda self: self.graphs is True)  # whether it asks for that
+
     def __init__(self, cache: TurboQuantCache, model, graphs):
         if not isinstance(graphs, bool) and not callable(graphs):
             raise TypeError(
@@ -324,6 +329,7 @@ class StepRunner:
         self.attached, self.failed, self.why = False, "", ""
         self.captured = self.replayed = self.seconds = 0  # the last: what capturing took
         self.odd = self.arrives = self.before = None  # the last: tokens of the step before
+        self.due = False  # whether the parts of the next step are compiled for the first time
         self.forget()
 
     def __deepcopy__(self, memo):
@@ -431,6 +437,9 @@ class StepRunner:
             if same and self.settings != _settings(self.model()):  # looked at once a prompt
                 self.forget()
             return forward(*args, **kwargs)
+        if self.due and step.tokens == 1:
+            self.due = False
+            self.forget()
         captured, as_before = self.held.get(step.tokens), step.tokens == self.before
         self.before = step.tokens
         if captured and self._fits(captured, step):
@@ -478,6 +487,8 @@ class StepRunner:
             )
             return forward(*args, **kwargs)
         self.settings = _settings(self.model())
+        parts = self._parts(step)
+        forward = partial(self._with_parts, forward, parts)
         captured = _Captured.of(
             step,
             (
@@ -487,6 +498,7 @@ class StepRunner:
                 layers[0].store.dtype,
                 self.graphs,
                 self.settings,
+                parts is not None,
             ),
         )
         if captured.proof in _PROVED.setdefault(self.model(), set()):
@@ -502,6 +514,21 @@ class StepRunner:
         self._try_capture(forward, captured, step)
         self._move(step.tokens)
         return out
+
+    # --- parts that are compiled
+
+    def _parts(self, step: _Step):
+        "What stands in the model in an eager step; None: the model as it is."
+        if not self.chooses or step.tokens > 1:
+            return None
+        model, layers = self.model(), len(self.cache().coded_layers)
+        return self.choice(model).ready(model, len(step.ids), layers, self.settings)
+
+    @staticmethod
+    def _with_parts(forward, parts, *args, **kwargs):
+        "The model's forward, with parts in it."
+        with nullcontext() if parts is None else parts.standing():
+            return forward(*args, **kwargs)
 
     # --- capturing
 
@@ -588,6 +615,9 @@ class StepRunner:
             store.length += step.tokens
             layer.tail = None if tail is None else Tail(past - layer.recipe.recent, past, *tail)
         self.replayed += 1
+        if self.chooses and step.tokens == 1:
+            layers = len(self.stores)
+            self.due = self.choice(self.model()).count(len(step.ids), layers) or self.due
         if self.replayed % 16 == 0:
             self._look()
         tensors = {
@@ -599,7 +629,7 @@ class StepRunner:
         """The eager step, one after that which was captured, then the same tokens replayed into
         their own places: to the bit where kernels serve both. Where it differs, the graph is
         dropped."""
-        want = forward(*args, **kwargs)
+        want = self._with_parts(forward, self._parts(step), *args, **kwargs)
         self._take_back(step.tokens)
         got, kernels = self._replay(captured, step), {"triton"}
         served = {
@@ -675,7 +705,12 @@ class StepRunner:
         line = f"\n{self.replayed:,} steps replayed, {graphs}" + (
             f"; eager: {why}" if why else ""
         )
+        said = ""
+        if self.chooses and self.captured:
+            said = self.choice(self.model()).said(self.model(), len(self.cache().coded_layers))
+            line += f"; {said}"
         took = dict(captured=self.captured, seconds=self.seconds, replayed=self.replayed)
+        took |= dict(compiled=said)
         return took | dict(why_not=why, line=line)
 
 
