@@ -10,6 +10,7 @@ __all__ = ['NAME', 'STEPS', 'MARGIN', 'CodedStates', 'Codes', 'Obstacle', 'Reade
 import copy
 import math
 import threading
+import time
 import warnings
 import weakref
 from collections import Counter
@@ -512,7 +513,9 @@ class TurboQuantLayer(CacheLayerMixin):
             raise
         self.tail = tail
         if first_chunk and unseen is not None and self.store.flags is not None:
-            unseen.append(self.store)
+            cuda = key_states.device.type == "cuda"
+            stream = torch.cuda.current_stream(key_states.device) if cuda else None
+            unseen.append((self.store, stream and stream.record_event()))
         self.coded["kernel" if coder == "triton" else "torch"] += 1
         if self.canary is not None:
             self.canary.keep(self, key_states, value_states)
@@ -860,6 +863,7 @@ def _begin(module, args, kwargs) -> None:
             "cache would take it as new: pass use_cache=True"
         )
     cache.take()
+    cache._began = time.perf_counter()
     if cache.reader.deferred:  # such models have no other way to say it
         asked = kwargs.get("output_attentions")
         asked = getattr(module.config, "output_attentions", False) if asked is None else asked
@@ -882,10 +886,12 @@ def _end(module, args, kwargs, out) -> None:
         return
     if torch.compiler.is_compiling():
         return None if cache.static else eagerly(_end, module, args, kwargs, out)
+    if out is not None:
+        cache.runner.after_pass(args, kwargs, time.perf_counter() - cache._began)
     cache.give()
     unseen, cache._unseen = cache._unseen, []
     if out is not None:
-        cache._look_at_first(unseen)
+        cache._look_at_first([store for store, _ in unseen])
 
 
 def _listen_to_passes(model) -> None:
@@ -905,6 +911,9 @@ class _EagerSteps:
 
     def attach(self) -> None:
         "Before the first layer of a pass."
+
+    def after_pass(self, args: tuple, kwargs: dict, took: float) -> None:
+        "After a pass, which took Python so many seconds."
 
     def check(self) -> None:
         "Raise what replays found."
@@ -980,7 +989,8 @@ class TurboQuantCache(Cache):
         )
         self._late = []  # stores whose newest token is coded when the pass ends
         self._mine = False  # whether the pass that runs took the cache in its first layer
-        self._unseen = []  # stores whose first chunk is looked at when the pass ends
+        # of a pass: (store, event after it) of first chunks that nobody has looked at; its begin
+        self._unseen, self._began = [], 0.0
         self._lengths = {}  # of a pass: tokens that static layers hold before it, by layer
         listen_to_masks()
         serve_handles()

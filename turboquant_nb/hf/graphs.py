@@ -259,9 +259,8 @@ class _Step:
         return _Kind(self.ids.shape, places, self.mask is not None, self.drafting, self.rest)
 
 # %% ../../nbs/53_graphs.ipynb #406642ce
-_PROVED = (
-    WeakKeyDictionary()
-)  # model -> kinds of steps whose replay was compared with an eager step
+_PROVED = WeakKeyDictionary()
+# model -> {proof: (kind, seconds that capturing took)} of steps that were compared once
 
 
 def _settings(model: torch.nn.Module) -> int:
@@ -295,6 +294,7 @@ class _Captured:
     made: type = None  # what the model returns
     tensors: dict = None  # of that, by name
     tails: list = None  # of each layer: exact keys and values that a crop needs, or None
+    seconds: float = 0.0  # that capturing took
 
     @classmethod
     @_plain
@@ -330,6 +330,7 @@ class StepRunner:
         self.captured = self.replayed = self.seconds = 0  # the last: what capturing took
         self.odd = self.arrives = self.before = None  # the last: tokens of the step before
         self.due = False  # whether the parts of the next step are compiled for the first time
+        self.early = None  # steps that were replayed when one was captured in a prompt
         self.forget()
 
     def __deepcopy__(self, memo):
@@ -470,12 +471,31 @@ class StepRunner:
     def _start(self, forward, args, kwargs, step):
         """A step that no graph is there for: an eager one, which is captured where that can be
         done."""
+        captured, forward = self._prepared(forward, step)
+        if captured is None:
+            return forward(*args, **kwargs)
+        if captured.proof in _PROVED.setdefault(self.model(), {}):
+            return (
+                self._replay(captured, step)
+                if self._try_capture(forward, captured, step)
+                else forward(*args, **kwargs)
+            )
+        out = forward(*args, **kwargs)  # kernels are compiled here
+        self._move(
+            -step.tokens
+        )  # what Python knows while it captures is what it knew in this step
+        self._try_capture(forward, captured, step)
+        self._move(step.tokens)
+        return out
+
+    def _prepared(self, forward, step: _Step) -> tuple:  # (`_Captured` or None, forward)
+        "Let the layers hold still for a step that is to be captured, if it can be."
         cache = self.cache()
         self.why, layers = self.refusal(step), cache.coded_layers
         if self.why:
             for layer in layers:
                 layer.patience = max(0, layer.patience - 1)
-            return forward(*args, **kwargs)
+            return None, forward
         for layer in layers:
             if layer.store.length + step.tokens > (layer.store.max_length or 0):
                 layer.make_growing()
@@ -485,7 +505,7 @@ class StepRunner:
             self.why = self.failed = (
                 f"kernels do not serve: {slow[0].why or 'PyTorch was asked for'}"
             )
-            return forward(*args, **kwargs)
+            return None, forward
         self.settings = _settings(self.model())
         parts = self._parts(step)
         forward = partial(self._with_parts, forward, parts)
@@ -501,19 +521,51 @@ class StepRunner:
                 parts is not None,
             ),
         )
-        if captured.proof in _PROVED.setdefault(self.model(), set()):
-            return (
-                self._replay(captured, step)
-                if self._try_capture(forward, captured, step)
-                else forward(*args, **kwargs)
-            )
-        out = forward(*args, **kwargs)  # kernels are compiled here
-        self._move(
-            -step.tokens
-        )  # what Python knows while it captures is what it knew in this step
-        self._try_capture(forward, captured, step)
-        self._move(step.tokens)
-        return out
+        return captured, forward
+
+    # --- while a prompt is read
+
+    def _device_needs(self, took: float) -> float:
+        "Seconds for the rest of a prompt, whose pass took Python so many: by layers done."
+        marks = [event for _, event in self.cache()._unseen if event is not None]
+        done = sum(event.query() for event in marks)
+        whole = len(marks) == len(self.cache().coded_layers)
+        return took * (len(marks) - done) / max(done, 1) if whole else 0.0
+
+    def after_pass(self, args: tuple, kwargs: dict, took: float) -> None:
+        """Capture the step after a prompt while the device still reads it: a step of a kind
+        that was compared before, if it takes less than the device needs. Where the step did not
+        come, as between chunks of a prompt, it is left to the steps from then on."""
+        idle = self.held or self.early == self.replayed or torch.is_grad_enabled()
+        if idle or not self.attached or not (known := _PROVED.get(self.model())):
+            return
+        stands = vars(self.model()).get("forward")
+        if not isinstance(stands, Detour):  # somebody has put another forward there
+            return
+        needs, layers = self._device_needs(took), self.cache().coded_layers
+        ids = args[0] if args else kwargs.get("input_ids")
+        mask, length = kwargs.get("attention_mask"), layers[0].store.length
+        if not needs or layers[0].drafting or type(ids) is not Tensor or ids.ndim != 2:
+            return
+        rows = len(ids)
+        alike = lambda kind: kind.ids == (rows, 1) and kind.masked == (mask is not None)
+        found = [(kind, t) for kind, t in known.values() if alike(kind) and not kind.drafting]
+        if not found or found[-1][1] > needs:
+            return
+        kind, _ = found[-1]
+        made = [
+            None if shape is None else ids.new_zeros(shape)
+            for shape in (kind.ids, kind.places, (rows, length + 1) if kind.masked else None)
+        ]
+        step = _Step(*made, False, kind.rest)
+        try:
+            captured, forward = self._prepared(stands.inner, step)
+        except torch.OutOfMemoryError:  # which the step itself will say
+            return
+        if captured is not None and captured.proof in known:
+            self._try_capture(forward, captured, step)
+            self.early = self.replayed
+        self.why = ""
 
     # --- parts that are compiled
 
@@ -541,14 +593,12 @@ class StepRunner:
             Exception
         ) as error:  # of a model that no graph can hold; of a kind that was proved, once more
             known = captured.proof in proved
-            proved.discard(captured.proof)
+            proved.pop(captured.proof, None)
             self.forget()
             self.failed = "" if known else f"capturing failed: {type(error).__name__}: {error}"
             return False
-        self.captured, self.seconds = (
-            self.captured + 1,
-            self.seconds + time.perf_counter() - began,
-        )
+        captured.seconds = time.perf_counter() - began
+        self.captured, self.seconds = self.captured + 1, self.seconds + captured.seconds
         return True
 
     def _capture(self, forward, captured: _Captured, step: _Step) -> None:
@@ -638,7 +688,7 @@ class StepRunner:
         apart = lambda a, b: float((a - b).float().norm() / b.float().norm().clamp(min=1e-30))
         error = max(apart(got[name], want[name]) for name in captured.tensors)
         if error <= (0 if served == kernels else 1e-4):
-            _PROVED[self.model()].add(captured.proof)
+            _PROVED[self.model()][captured.proof] = captured.kind, captured.seconds
             return want
         self._take_back(step.tokens)
         self.forget()
