@@ -295,6 +295,7 @@ class _Captured:
     tensors: dict = None  # of that, by name
     tails: list = None  # of each layer: exact keys and values that a crop needs, or None
     seconds: float = 0.0  # that capturing took
+    proved: bool = False  # whether such a step was compared
 
     @classmethod
     @_plain
@@ -444,12 +445,9 @@ class StepRunner:
         captured, as_before = self.held.get(step.tokens), step.tokens == self.before
         self.before = step.tokens
         if captured and self._fits(captured, step):
-            new = captured.proof not in _PROVED.get(self.model(), ())
-            return (
-                self._compared(forward, args, kwargs, captured, step)
-                if new
-                else self._replay(captured, step)
-            )
+            if captured.proved:
+                return self._replay(captured, step)
+            return self._compared(forward, args, kwargs, captured, step)
         if (
             step.drafting and not as_before
         ):  # an assistant drafts now 3, now 7 tokens: most such graphs would never be replayed
@@ -597,7 +595,10 @@ class StepRunner:
             self.forget()
             self.failed = "" if known else f"capturing failed: {type(error).__name__}: {error}"
             return False
-        captured.seconds = time.perf_counter() - began
+        captured.seconds, captured.proved = (
+            time.perf_counter() - began,
+            captured.proof in proved,
+        )
         self.captured, self.seconds = self.captured + 1, self.seconds + captured.seconds
         return True
 
@@ -689,6 +690,7 @@ class StepRunner:
         error = max(apart(got[name], want[name]) for name in captured.tensors)
         if error <= (0 if served == kernels else 1e-4):
             _PROVED[self.model()][captured.proof] = captured.kind, captured.seconds
+            captured.proved = True
             return want
         self._take_back(step.tokens)
         self.forget()
