@@ -28,7 +28,8 @@ took on average, recording a graph included; every mode once before that on a sh
 kernels and compilers. `graphs, sdpa`: the model is left as it loads. `graphs, compiled`: so is
 its attention, and norms, MLPs and RoPE of steps are compiled (compile_steps). `graphs, chosen`:
 so does generate() by itself, here from the first step of a batch size on; in all other modes
-never. `cache kept`: one cache for all calls, emptied by reset(). --rounds N: the modes of a shape take turns, N times.
+never. `cache kept`: one cache for all calls, emptied by reset(). --rounds N: the modes of a
+shape take turns, N times.
 --prompts BxT with --chunks N …: calls for one token, the prompt at once and in chunks, by
 transformers' dynamic cache and by ours; `begun_ms` is the first of them, `of_whole` the time
 over that of the same cache at once, `of_best` over the shorter of both caches' at once,
