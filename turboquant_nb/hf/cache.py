@@ -989,7 +989,7 @@ class TurboQuantCache(Cache):
         )
         self._late = []  # stores whose newest token is coded when the pass ends
         self._mine = False  # whether the pass that runs took the cache in its first layer
-        # of a pass: (store, event after it) of first chunks that nobody has looked at; its begin
+        # of a pass: (store, event after it) of first chunks to be looked at; when it began
         self._unseen, self._began = [], 0.0
         self._lengths = {}  # of a pass: tokens that static layers hold before it, by layer
         listen_to_masks()
