@@ -137,8 +137,8 @@ def test_what_cannot_be_compiled_is_said_once_and_runs():
     steps = compile_steps(model, backend=broken)
     with pytest.warns(UserWarning, match="runs as it is, since it cannot be compiled") as seen:
         got = logits(model, ids, DynamicCache(config=model.config))
-    assert torch.equal(got, want) and len(seen) == 3  # a norm, an MLP, RoPE
-    assert set(steps.refused) == {"LlamaRMSNorm", "LlamaMLP", "apply_rotary_pos_emb"}
+    assert torch.equal(got, want) and len(seen) == 3  # a layer, the last norm, RoPE
+    assert set(steps.refused) == {"LlamaRMSNorm", "LlamaDecoderLayer", "apply_rotary_pos_emb"}
     assert "no such compiler" in repr(steps)
 
 
@@ -232,7 +232,8 @@ def test_a_long_answer_is_compiled_on_the_way(chooses):
     )
     assert not any("forward" in vars(x) for x in model.modules())
     seen = graphs["unique_graphs"]
-    assert seen == before + 3  # a norm, an MLP, RoPE: all layers share them
+    # before and after a layer's attention, RoPE, the last norm: all layers share them
+    assert seen == before + 4
     assert torch.equal(generated(model, 24)[0], want)  # from the first step on
     short, report = generated(model, 3, rows=1)  # another batch size has not lost enough yet
     assert torch.equal(short, eagerly(model, 3, rows=1)) and choice.rows == {2}
@@ -240,6 +241,53 @@ def test_a_long_answer_is_compiled_on_the_way(chooses):
     other = copy.deepcopy(model)
     assert StepChoice.of(other) is not choice and not StepChoice.of(other).replayed
     assert torch.equal(generated(other, 24)[0], want)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_are_compiled_around_their_attention(family):
+    "Two graphs for all of them, whichever cache: sums too are in them. Not around experts."
+    model, graphs = made(family), []
+    ids = torch.randint(1, 128, (2, 20), generator=torch.Generator().manual_seed(0))
+    want = logits(model, ids, DynamicCache(config=model.config))
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    steps = compile_steps(model, backend=counting)
+    assert len(steps.layers) == (0 if family == "mixtral" else 2)
+    for make in (lambda: DynamicCache(config=model.config), lambda: TurboQuantCache(model)):
+        seen = logits(model, ids, make())
+        compiled = len(graphs)
+        assert torch.equal(logits(model, ids, make()), seen) and len(graphs) == compiled
+    assert torch.equal(logits(model, ids, DynamicCache(config=model.config)), want)
+    assert not steps.refused and len(graphs) <= (12 if family == "gemma3" else 6)
+    steps.undo()
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_no_token_is_taken_twice_where_a_layer_fails(late):
+    "The compiler breaks before the attention of a layer, or behind it: the cache takes a token."
+    model, graphs = made("llama"), []
+    ids = torch.randint(1, 128, (2, 20), generator=torch.Generator().manual_seed(0))
+    want = logits(model, ids, TurboQuantCache(model, "k4v4"))
+
+    def broken(graph, inputs):
+        graphs.append(graph)
+        if len(graphs) > late:
+            raise RuntimeError("no such compiler")
+        return graph.forward
+
+    steps = CompiledSteps(model, True, backend=broken)
+    cache = TurboQuantCache(model, "k4v4")
+    with steps.standing(), pytest.warns(UserWarning, match="LlamaDecoderLayer runs as it is"):
+        assert torch.equal(logits(model, ids, cache), want)
+    assert cache.get_seq_length() == 23 and len(graphs) == 1 + late
+    steps = CompiledSteps(model, True, backend="eager")
+    full = TurboQuantCache(model, "k4v4", max_length=21)
+    with steps.standing(), pytest.raises(ValueError, match="max_length is 21"):
+        logits(model, ids, full)  # an error of the attention's is its own
+    assert not steps.refused and full.get_seq_length() == 21
 
 
 def test_parts_stand_in_the_model_while_somebody_needs_them():
@@ -334,7 +382,7 @@ def test_a_broken_compiler_is_said_once_and_not_asked_again(chooses, monkeypatch
         got, report = generated(model)
     assert torch.equal(got, want) and not report["why_not"]
     assert len([x for x in seen if "cannot be compiled" in str(x.message)]) == 1
-    assert len(asked) == 1 and "as they are: LlamaRMSNorm: OSError" in report["compiled"]
+    assert len(asked) == 1 and "as they are: LlamaDecoderLayer: OSError" in report["compiled"]
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         got, report = generated(model)
