@@ -267,7 +267,7 @@ def test_layers_are_compiled_around_their_attention(family):
 
 @pytest.mark.parametrize("late", [0, 2])
 def test_no_token_is_taken_twice_where_a_layer_fails(late):
-    "The compiler breaks before the attention of a layer, or behind it: the cache takes a token."
+    "The compiler breaks before the attention of a layer, or behind it: a token comes once."
     model, graphs = made("llama"), []
     ids = torch.randint(1, 128, (2, 20), generator=torch.Generator().manual_seed(0))
     want = logits(model, ids, TurboQuantCache(model, "k4v4"))

@@ -304,7 +304,8 @@ def compile_steps(
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if hasattr(model, "_orig_mod"):
         raise ValueError("model must not be compiled already, got one of torch.compile")
-    if not step_parts(model):
+    stands = any(isinstance(vars(x).get("forward"), StepPart) for x in model.modules())
+    if stands or not step_parts(model):
         raise ValueError(
             "model must have a norm or an MLP of plain weights that is not compiled yet, got "
             f"{type(model).__name__} without one"
