@@ -614,8 +614,8 @@ def chapters():
 
 def misplaced(wanted, sidebar, book):
     """What in the texts of the sidebars and of the book's front page is not the chapters (file,
-    number, title). The front page has them in their order, and so has each sidebar, which
-    between them name each once."""
+    number, title). Each sidebar has them in their order, between them they name each once, and
+    the front page names those of the book's sidebar."""
     chapters = {name: f"{number} · {title} ({name})" for name, number, title in wanted}
     bars = [
         [f"{number} · {title} ({href})" for number, title, href in found]
@@ -633,7 +633,9 @@ def misplaced(wanted, sidebar, book):
     pairs = [(here, bar, [x for x in right if x in bar]) for bar in bars]
     pairs += [("the sidebars of _quarto.yml", sorted(sum(bars, [])), sorted(right))]
     front = [f"{number} · {title} ({name})" for number, title, name in listed]
-    pairs += [("the reading order of book.ipynb", front, right)]
+    titles = re.findall(r"^ *- title: (.*)$", sidebar, re.M)
+    of_the_book = bars[titles.index("Book") + 1] if "Book" in titles else []
+    pairs += [("the reading order of book.ipynb", front, of_the_book)]
     for where, found, want in pairs:
         yield from difflib.unified_diff(found, want, where, "chapters", lineterm="", n=0)
 

@@ -4,6 +4,8 @@ import copy
 import os
 import shutil
 import sys
+import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +23,14 @@ from transformers import (
 )
 
 from turboquant_nb import TurboQuantCache
-from turboquant_nb.hf.compiled import compile_steps, step_parts, step_rotations
+from turboquant_nb.hf.compiled import (
+    CompiledSteps,
+    StepChoice,
+    compile_steps,
+    step_parts,
+    step_rotations,
+)
+from turboquant_nb.hf.graphs import StepRunner, Tape
 
 SIZES = dict(
     vocab_size=128,
@@ -128,8 +137,8 @@ def test_what_cannot_be_compiled_is_said_once_and_runs():
     steps = compile_steps(model, backend=broken)
     with pytest.warns(UserWarning, match="runs as it is, since it cannot be compiled") as seen:
         got = logits(model, ids, DynamicCache(config=model.config))
-    assert torch.equal(got, want) and len(seen) == 3  # a norm, an MLP, RoPE
-    assert set(steps.refused) == {"LlamaRMSNorm", "LlamaMLP", "apply_rotary_pos_emb"}
+    assert torch.equal(got, want) and len(seen) == 3  # a layer, the last norm, RoPE
+    assert set(steps.refused) == {"LlamaRMSNorm", "LlamaDecoderLayer", "apply_rotary_pos_emb"}
     assert "no such compiler" in repr(steps)
 
 
@@ -169,8 +178,6 @@ def test_training_hooks_and_other_forwards_are_left_alone():
 @needs_compiler
 def test_a_graph_replays_compiled_steps():
     "Captured and compared as any step: the parts run compiled in both."
-    from turboquant_nb.hf.graphs import Tape
-
     model = made("llama")
     ids = torch.randint(1, 128, (2, 40), generator=torch.Generator().manual_seed(0))
     greedy = dict(do_sample=False, max_new_tokens=12, eos_token_id=None)
@@ -182,3 +189,217 @@ def test_a_graph_replays_compiled_steps():
     assert torch.equal(model.generate(ids, past_key_values=cache, **greedy), eager)
     report = cache.report()["graphs"]
     assert report["replayed"] > 5 and not report["why_not"] and not steps.refused
+
+
+# --- chosen by itself
+
+
+@pytest.fixture
+def chooses(monkeypatch):
+    "A tape chooses as a GPU's graphs do, after three steps of two layers."
+    monkeypatch.setattr(StepRunner, "chooses", True)
+    monkeypatch.setattr(StepChoice, "seconds", 6.0)
+    monkeypatch.setattr(StepChoice, "saved", 1.0)
+
+
+def generated(model, new=12, rows=2):
+    "Tokens and what the cache says of its graphs."
+    ids = torch.randint(1, 128, (rows, 40), generator=torch.Generator().manual_seed(0))
+    cache = TurboQuantCache(model, "k3v3", graphs=Tape)
+    more = dict(do_sample=False, max_new_tokens=new, eos_token_id=None)
+    return model.generate(ids, past_key_values=cache, **more), cache.report()["graphs"]
+
+
+def eagerly(model, new=12, rows=2):
+    ids = torch.randint(1, 128, (rows, 40), generator=torch.Generator().manual_seed(0))
+    cache = TurboQuantCache(model, "k3v3", graphs=False)
+    more = dict(do_sample=False, max_new_tokens=new, eos_token_id=None)
+    return model.generate(ids, past_key_values=cache, **more)
+
+
+@needs_compiler
+def test_a_long_answer_is_compiled_on_the_way(chooses):
+    "In one call, for its batch size alone; the model is as it was between steps and after."
+    model, graphs = made("llama"), torch._dynamo.utils.counters["stats"]
+    before, want = graphs["unique_graphs"], eagerly(model, 24)
+    got, report = generated(model, 24)
+    choice = StepChoice.of(model)
+    assert torch.equal(got, want) and report["captured"] == 2 and not report["why_not"]
+    assert choice.due(2) == 3 and choice.rows == {2} and not choice.steps.refused
+    assert (
+        "are compiled, for batches of 2" in report["compiled"]
+        and report["compiled"] in (report["line"])
+    )
+    assert not any("forward" in vars(x) for x in model.modules())
+    seen = graphs["unique_graphs"]
+    # before and after a layer's attention, RoPE, the last norm: all layers share them
+    assert seen == before + 4
+    assert torch.equal(generated(model, 24)[0], want)  # from the first step on
+    short, report = generated(model, 3, rows=1)  # another batch size has not lost enough yet
+    assert torch.equal(short, eagerly(model, 3, rows=1)) and choice.rows == {2}
+    assert graphs["unique_graphs"] == seen
+    other = copy.deepcopy(model)
+    assert StepChoice.of(other) is not choice and not StepChoice.of(other).replayed
+    assert torch.equal(generated(other, 24)[0], want)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_are_compiled_around_their_attention(family):
+    "Two graphs for all of them, whichever cache: sums too are in them. Not around experts."
+    model, graphs = made(family), []
+    ids = torch.randint(1, 128, (2, 20), generator=torch.Generator().manual_seed(0))
+    want = logits(model, ids, DynamicCache(config=model.config))
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    steps = compile_steps(model, backend=counting)
+    assert len(steps.layers) == (0 if family == "mixtral" else 2)
+    for make in (lambda: DynamicCache(config=model.config), lambda: TurboQuantCache(model)):
+        seen = logits(model, ids, make())
+        compiled = len(graphs)
+        assert torch.equal(logits(model, ids, make()), seen) and len(graphs) == compiled
+    assert torch.equal(logits(model, ids, DynamicCache(config=model.config)), want)
+    assert not steps.refused and len(graphs) <= (12 if family == "gemma3" else 6)
+    steps.undo()
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_no_token_is_taken_twice_where_a_layer_fails(late):
+    "The compiler breaks before the attention of a layer, or behind it: a token comes once."
+    model, graphs = made("llama"), []
+    ids = torch.randint(1, 128, (2, 20), generator=torch.Generator().manual_seed(0))
+    want = logits(model, ids, TurboQuantCache(model, "k4v4"))
+
+    def broken(graph, inputs):
+        graphs.append(graph)
+        if len(graphs) > late:
+            raise RuntimeError("no such compiler")
+        return graph.forward
+
+    steps = CompiledSteps(model, True, backend=broken)
+    cache = TurboQuantCache(model, "k4v4")
+    with steps.standing(), pytest.warns(UserWarning, match="LlamaDecoderLayer runs as it is"):
+        assert torch.equal(logits(model, ids, cache), want)
+    assert cache.get_seq_length() == 23 and len(graphs) == 1 + late
+    steps = CompiledSteps(model, True, backend="eager")
+    full = TurboQuantCache(model, "k4v4", max_length=21)
+    with steps.standing(), pytest.raises(ValueError, match="max_length is 21"):
+        logits(model, ids, full)  # an error of the attention's is its own
+    assert not steps.refused and full.get_seq_length() == 21
+
+
+def test_parts_stand_in_the_model_while_somebody_needs_them():
+    model = made("llama")
+    steps = CompiledSteps(model, backend="eager")
+    stands = lambda: "forward" in vars(model.model.norm)
+    assert not stands()
+    with steps.standing():
+        with steps.standing():
+            assert stands()
+        assert stands()
+    assert not stands()
+
+
+class Packed(nn.Linear):
+    "Weights of another form."
+
+
+def _adapted(model):
+    model.model.layers[1].mlp.base_layer = nn.Linear(1, 1)
+
+
+def _packed(model):
+    model.model.layers[1].mlp.up_proj.__class__ = Packed
+
+
+def _hooked(model):
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: out)
+
+
+def _quantised(model):
+    model.hf_quantizer = SimpleNamespace(is_compileable=False)
+
+
+def _bytes(model):
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.uint8), requires_grad=False)
+    model.model.layers[1].mlp.register_parameter("scales", weight)
+
+
+def _by_hand(model):
+    compile_steps(model, backend="eager")
+
+
+def _compiled(model):
+    model.model.layers[0].mlp._compiled_call_impl = model.model.layers[0].mlp._call_impl
+
+
+LEFT = {
+    _adapted: "layers.1.mlp is an adapter",
+    _packed: "layers.1.mlp.up_proj is a Packed",
+    _hooked: "layers.1.mlp has hooks or a forward of its own",
+    _quantised: "its weights are packed",
+    _bytes: "layers.1.mlp.scales is packed",
+    _by_hand: "has hooks or a forward of its own",
+    _compiled: "the model is compiled already",
+}
+
+
+@pytest.mark.parametrize("change", LEFT)
+def test_a_model_that_somebody_has_changed_is_left_alone(change, chooses):
+    model = made("llama")
+    change(model)
+    want = eagerly(model)
+    got, report = generated(model)
+    assert torch.equal(got, want) and LEFT[change] in report["compiled"], report["compiled"]
+    assert StepChoice.of(model).steps is None and not StepChoice.of(model).rows
+
+
+def test_a_hook_that_comes_later_ends_it(chooses, monkeypatch):
+    model = made("llama")
+    monkeypatch.setattr(torch, "compile", lambda f, **options: f)
+    assert "are compiled" in generated(model)[1]["compiled"]
+    calls = []
+    model.model.norm.register_forward_hook(lambda module, args, out: calls.append(1))
+    assert "norm has hooks" in generated(model)[1]["compiled"] and calls
+
+
+def test_a_broken_compiler_is_said_once_and_not_asked_again(chooses, monkeypatch):
+    "generate() goes on with the parts as they are, whatever kind of error it was."
+    model, asked = made("llama"), []
+    want = eagerly(model)
+
+    def broken(own, **options):
+        def compiled(*args, **kwargs):
+            asked.append(own)
+            raise OSError("no space left on device")
+
+        return compiled
+
+    monkeypatch.setattr(torch, "compile", broken)
+    with pytest.warns(UserWarning, match="cannot be compiled: OSError: no space left") as seen:
+        got, report = generated(model)
+    assert torch.equal(got, want) and not report["why_not"]
+    assert len([x for x in seen if "cannot be compiled" in str(x.message)]) == 1
+    assert len(asked) == 1 and "as they are: LlamaDecoderLayer: OSError" in report["compiled"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        got, report = generated(model)
+    assert torch.equal(got, want) and len(asked) == 1 and "OSError" in report["compiled"]
+
+
+def test_an_error_of_the_part_itself_is_its_own(monkeypatch):
+    model = made("llama")
+    monkeypatch.setattr(torch, "compile", lambda f, **options: f)
+    steps = compile_steps(model)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="size of tensor|must match|shape"):
+        model.model.norm(torch.zeros(1, 1, 3))
+    assert not steps.refused
+
+
+def test_a_named_class_of_graphs_and_a_processor_choose_nothing():
+    model = made("llama")
+    _, report = generated(model)
+    assert report["compiled"] == "" and not StepChoice.of(model).replayed
+    assert TurboQuantCache(model, "k3v3").report()["graphs"] == {}

@@ -403,3 +403,76 @@ def test_copies_files_and_the_models_own_forward(tmp_path):
     del caches
     gc.collect()
     assert "forward" not in model.__dict__
+
+
+# --- a step that is captured while a prompt is read
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("static", [False, True])
+def test_a_step_is_captured_while_the_prompt_is_read(static, padded, monkeypatch):
+    """Of a kind that was compared before: then every step is a replay, tokens are those of
+    eager steps, and a kept graph is not captured again."""
+    model = tiny("llama")
+    more = dict(max_length=64, static=static)
+    same_tokens(model, prompt(2, 20, padded=padded), pair(model, **more), max_new_tokens=6)
+    monkeypatch.setattr(StepRunner, "_device_needs", lambda self, took: 1e9)
+    early, capture = [], StepRunner._capture
+
+    def noting(self, forward, captured, step):
+        early.extend(["a prompt"] if step.ids.sum() == 0 else [])
+        return capture(self, forward, captured, step)
+
+    monkeypatch.setattr(StepRunner, "_capture", noting)
+    caches = pair(model, **more)
+    for again in range(2):
+        inputs = prompt(2, 20 + again, padded=padded)
+        same_tokens(model, inputs, caches, max_new_tokens=9)
+        r = caches[1].report()["graphs"]
+        assert early or (static and again)
+        early.clear()
+        assert r["replayed"] == 8 * (1 + again) and r["why_not"] == ""
+        assert r["captured"] == (1 if static else 1 + again)
+        for x in caches:
+            x.reset()
+
+
+def test_no_step_is_captured_early_where_that_would_take_longer(monkeypatch):
+    model = tiny("llama")
+    same_tokens(model, prompt(2, 20), pair(model), max_new_tokens=6)
+    (cache,) = pair(model)[1:]
+    with torch.no_grad():
+        monkeypatch.setattr(StepRunner, "_device_needs", lambda self, took: 1e-9)
+        model(**prompt(2, 20), past_key_values=cache)
+        assert cache.runner.captured == 0 and not cache.layers[0].store.clock.fixed
+        other = pair(model)[1]
+        monkeypatch.setattr(StepRunner, "_device_needs", lambda self, took: 1e9)
+        model(**prompt(3, 20), past_key_values=other)  # of three rows none was compared
+        assert other.runner.captured == 0
+
+
+@pytest.mark.parametrize("chunk, tokens, captured", [(12, 40, 1), (180, 300, 2)])
+def test_chunks_of_a_prompt_are_captured_early_once(chunk, tokens, captured, monkeypatch):
+    "In vain where a later chunk makes the store grow: then not again, but at the first step."
+    model = tiny("llama")
+    same_tokens(model, prompt(2, 40, padded=False), pair(model), max_new_tokens=6)
+    monkeypatch.setattr(StepRunner, "_device_needs", lambda self, took: 1e9)
+    inputs, caches = prompt(2, tokens, padded=False), pair(model)
+    same_tokens(model, inputs, caches, max_new_tokens=6, prefill_chunk_size=chunk)
+    assert (caches[1].runner.captured, caches[1].runner.replayed) == (captured, 5)
+
+
+@pytest.mark.parametrize(
+    "layers, done, took, needs", [(4, 1, 2, 6), (4, 0, 2, 8), (4, 4, 2, 0)]
+)
+def test_what_a_device_needs_is_counted_by_layers(layers, done, took, needs):
+    class Event:
+        def __init__(self, over):
+            self.query = lambda: over
+
+    cache = TurboQuantCache(tiny("llama", num_hidden_layers=layers), graphs=Tape)
+    assert cache.runner._device_needs(took) == 0  # nothing was read
+    cache._unseen = [(None, Event(i < done)) for i in range(layers)]
+    assert cache.runner._device_needs(took) == needs
+    cache._unseen.pop()
+    assert cache.runner._device_needs(took) == 0  # another way of coding: not known

@@ -521,6 +521,34 @@ def test_what_a_kernel_took_is_told_later(bad, n):
         model.to("cpu")
 
 
+@pytest.mark.skipif(not CUDA and not ops.launch.is_interpreted(), reason="needs Triton")
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("bad", [float("nan"), 1e30])
+def test_a_prompt_is_looked_at_once_and_refused_whole(static, bad):
+    """Of a first chunk no layer waits: one look at the flags of all when the pass ends. States
+    that no kernel can code leave the cache empty, and the next prompt finds it as if new."""
+    model = copy.deepcopy(tiny(**SMALL | dict(num_hidden_layers=2)))  # whose weights change
+    model.to("cuda" if CUDA else "cpu")
+    ids = prompt(1, 70, padded=False)["input_ids"].to(model.device)
+    weight = model.model.layers[1].self_attn.k_proj.weight
+    model.set_attn_implementation("turboquant")
+    more = dict(max_length=128, static=True, graphs=False) if static else {}
+    cache, twin = (TurboQuantCache(model, "k4v4", backend="triton", **more) for _ in range(2))
+    with torch.no_grad():
+        want, good = model(ids, past_key_values=twin).logits, weight[0, 0].clone()
+        assert not twin._unseen
+        weight[0, 0] = bad
+        with pytest.raises(ValueError, match="layer 1: keys .*; the cache is empty again"):
+            model(ids, past_key_values=cache)
+        weight[0, 0] = good
+        assert cache.get_seq_length() == 0
+        assert torch.equal(model(ids, past_key_values=cache).logits, want)
+        cache.check()
+        for a, b in zip(cache.layers, twin.layers):
+            for x, y in zip(a.store.read(), b.store.read()):
+                assert torch.equal(x, y)
+
+
 @pytest.mark.parametrize("length", [3000, 6000])
 def test_memory_of_a_chunk_does_not_grow_with_the_past(length, monkeypatch):
     """The largest tensor made while a chunk attends, past 3,000 or 6,000 tokens, in blocks of

@@ -760,7 +760,7 @@ def test_states_taken_without_waiting(n, wait, side):
 
 
 def test_a_first_chunk_is_looked_at():
-    "Its mean is that of all tokens to come."
+    "Its mean is that of all tokens to come. With wait=False whoever asked for that looks."
     x, store = (
         states(1, 2, 70, 32, torch.float32),
         KVStore(preset("k3v3"), 1, 2, 32, device=DEVICE),
@@ -768,8 +768,11 @@ def test_a_first_chunk_is_looked_at():
     y = x.clone()
     y[0, 1, 3] = float("nan")
     with pytest.raises(ValueError, match="k must be finite"):
-        kernel.append(store, y, x, wait=False)
+        kernel.append(store, y, x)
     assert store.length == 0
+    kernel.append(store, y, x, wait=False)
+    with pytest.raises(ValueError, match="keys that were not finite"):
+        store.sync()
 
 
 def test_flags_without_checks():

@@ -443,8 +443,12 @@ class Part:
     @property
     def text(self) -> str:
         "JSON of what coding takes besides tensors: (spec, head size, order of planes, tile)."
-        known = asdict(self.q.spec), self.q.d, self.memory.along, self.memory.tile
-        return json.dumps(known)
+        return _text_of(self.q.spec, self.q.d, self.memory.along, self.memory.tile)
+
+
+@lru_cache(maxsize=512)  # every new cache asks for it, in every layer
+def _text_of(spec: Spec, d: int, along: str, tile: int) -> str:
+    return json.dumps((asdict(spec), d, along, tile))
 
 
 @lru_cache(maxsize=512)  # transforms differ from layer to layer

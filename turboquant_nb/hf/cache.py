@@ -10,6 +10,7 @@ __all__ = ['NAME', 'STEPS', 'MARGIN', 'CodedStates', 'Codes', 'Obstacle', 'Reade
 import copy
 import math
 import threading
+import time
 import warnings
 import weakref
 from collections import Counter
@@ -352,13 +353,14 @@ class TurboQuantLayer(CacheLayerMixin):
         *args,
         on_codes: bool | None = None,
         later: list | None = None,
+        unseen: list | None = None,
         **kwargs,
     ) -> tuple:
         """Code n tokens; return handles for the 'turboquant' attention, dense tensors for any
         other. A refused update changes nothing; what comes after the first chunk kernels take
         without looking at it, see `TurboQuantCache.check`. A cache, which has asked already,
-        says whether the model attends `on_codes`, and takes the store into the list `later`
-        where it will code the token."""
+        says whether the model attends `on_codes`, takes the store into the list `later` where
+        it will code the token, and into `unseen` where it will look at a first chunk."""
         states = key_states, value_states
         if self.scales_pairs and self.is_initialized:  # keys as the store holds them
             states = self.store.key.into_frame(key_states), value_states
@@ -375,7 +377,7 @@ class TurboQuantLayer(CacheLayerMixin):
         elif waits:
             self._wait(*states, True)
         else:
-            self._append(*states, past == 0, later)
+            self._append(*states, past == 0, later, unseen)
         if self.scales_pairs and not past and not waits:
             self._say_no_pairs("the model's own attention reads decoded keys")
         if on_codes:
@@ -481,7 +483,7 @@ class TurboQuantLayer(CacheLayerMixin):
             self._say_no_pairs("they were read before the layer attended")
         self._append(store.key.into_frame(key_states), value_states, first_chunk)
 
-    def _append(self, key_states, value_states, first_chunk: bool, later: list | None = None):
+    def _append(self, key_states, value_states, first_chunk: bool, later=None, unseen=None):
         "Code a chunk of keys in the store's frame. Whatever goes wrong, it is as it was."
         before, fresh, n = self.starts, not self.is_initialized, key_states.shape[2]
         try:
@@ -495,8 +497,9 @@ class TurboQuantLayer(CacheLayerMixin):
             few = few and not first_chunk and self.recipe.recent
             tail = self.store.tail_with(key_states, value_states, self.names) if few else None
             together = later is not None and n == 1 and not few and self.backend != "triton"
-            # flags of all layers are looked at together, in the next pass
-            wait = None if first_chunk else False
+            # flags of all layers are looked at together: of a first chunk when the pass ends,
+            # of others in the next one
+            wait = None if first_chunk and unseen is None else False
             if together and gather.append_later(self.store, key_states, value_states):
                 later.append(self.store)
                 coder = "torch"
@@ -509,6 +512,10 @@ class TurboQuantLayer(CacheLayerMixin):
             self.starts = before
             raise
         self.tail = tail
+        if first_chunk and unseen is not None and self.store.flags is not None:
+            cuda = key_states.device.type == "cuda"
+            stream = torch.cuda.current_stream(key_states.device) if cuda else None
+            unseen.append((self.store, stream and stream.record_event()))
         self.coded["kernel" if coder == "triton" else "torch"] += 1
         if self.canary is not None:
             self.canary.keep(self, key_states, value_states)
@@ -856,6 +863,7 @@ def _begin(module, args, kwargs) -> None:
             "cache would take it as new: pass use_cache=True"
         )
     cache.take()
+    cache._began = time.perf_counter()
     if cache.reader.deferred:  # such models have no other way to say it
         asked = kwargs.get("output_attentions")
         asked = getattr(module.config, "output_attentions", False) if asked is None else asked
@@ -878,7 +886,12 @@ def _end(module, args, kwargs, out) -> None:
         return
     if torch.compiler.is_compiling():
         return None if cache.static else eagerly(_end, module, args, kwargs, out)
+    if out is not None:
+        cache.runner.after_pass(args, kwargs, time.perf_counter() - cache._began)
     cache.give()
+    unseen, cache._unseen = cache._unseen, []
+    if out is not None:
+        cache._look_at_first([store for store, _ in unseen])
 
 
 def _listen_to_passes(model) -> None:
@@ -898,6 +911,9 @@ class _EagerSteps:
 
     def attach(self) -> None:
         "Before the first layer of a pass."
+
+    def after_pass(self, args: tuple, kwargs: dict, took: float) -> None:
+        "After a pass, which took Python so many seconds."
 
     def check(self) -> None:
         "Raise what replays found."
@@ -973,6 +989,8 @@ class TurboQuantCache(Cache):
         )
         self._late = []  # stores whose newest token is coded when the pass ends
         self._mine = False  # whether the pass that runs took the cache in its first layer
+        # of a pass: (store, event after it) of first chunks to be looked at; when it began
+        self._unseen, self._began = [], 0.0
         self._lengths = {}  # of a pass: tokens that static layers hold before it, by layer
         listen_to_masks()
         serve_handles()
@@ -1042,6 +1060,7 @@ class TurboQuantCache(Cache):
             self._on_codes, self._late = groups[0].on_codes, []
         known, on_codes = self._lengths.pop(layer_idx, None), self._on_codes
         last = groups[-1] is self.coded_layers[-1]
+        unseen = self._unseen if "_owner" in self.__dict__ and not self._mine else None
         if last:
             self._on_codes = None  # the pass ends here
             if self._mine:
@@ -1053,6 +1072,7 @@ class TurboQuantCache(Cache):
                 *args,
                 on_codes=on_codes,
                 later=self._late if on_codes else None,
+                unseen=unseen,
                 **kwargs,
             )
             if last and self._late:
@@ -1062,7 +1082,9 @@ class TurboQuantCache(Cache):
         for x in groups:
             x.store.length, x.store.clock.known = known, True
         try:
-            return layer.update(key_states, value_states, *args, on_codes=on_codes, **kwargs)
+            return layer.update(
+                key_states, value_states, *args, on_codes=on_codes, unseen=unseen, **kwargs
+            )
         finally:
             for x in groups:
                 x.store.clock.known = False
@@ -1106,6 +1128,23 @@ class TurboQuantCache(Cache):
             if any(raised):
                 self.check()
             self._lengths[x.index] = held
+
+    def _look_at_first(self, stores: list) -> None:
+        """Wait for the devices, once, after a pass in which kernels coded first chunks. Raises
+        ValueError for states that they refuse; the cache is empty then."""
+        by_device = {}
+        for store in stores:
+            by_device.setdefault(store.device, []).append(store.flags[:5])
+        if not any(bool(torch.cat(flags).any()) for flags in by_device.values()):
+            return
+        try:
+            self.check()
+        except ValueError as error:
+            raise ValueError(f"{error}; the cache is empty again") from None
+        finally:
+            for store in stores:
+                store.flags.zero_()
+            self.reset()
 
     def _read_flags(self) -> None:
         "Raise what kernels found in earlier tokens, as soon as it costs no waiting."

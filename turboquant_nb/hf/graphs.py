@@ -10,8 +10,10 @@ import gc
 import inspect
 import time
 import weakref
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -257,9 +259,8 @@ class _Step:
         return _Kind(self.ids.shape, places, self.mask is not None, self.drafting, self.rest)
 
 # %% ../../nbs/53_graphs.ipynb #406642ce
-_PROVED = (
-    WeakKeyDictionary()
-)  # model -> kinds of steps whose replay was compared with an eager step
+_PROVED = WeakKeyDictionary()
+# model -> {proof: (kind, seconds that capturing took)} of steps that were compared once
 
 
 def _settings(model: torch.nn.Module) -> int:
@@ -293,6 +294,8 @@ class _Captured:
     made: type = None  # what the model returns
     tensors: dict = None  # of that, by name
     tails: list = None  # of each layer: exact keys and values that a crop needs, or None
+    seconds: float = 0.0  # that capturing took
+    proved: bool = False  # whether such a step was compared
 
     @classmethod
     @_plain
@@ -313,6 +316,9 @@ class StepRunner:
     forward pass, one for each number of tokens. Captures by itself, at the first step; `why`
     says why it does not."""
 
+    choice = None  # of a model: when parts of its steps run compiled, see `hf.compiled`
+    chooses = property(lambda self: self.graphs is True)  # whether it asks for that
+
     def __init__(self, cache: TurboQuantCache, model, graphs):
         if not isinstance(graphs, bool) and not callable(graphs):
             raise TypeError(
@@ -324,6 +330,8 @@ class StepRunner:
         self.attached, self.failed, self.why = False, "", ""
         self.captured = self.replayed = self.seconds = 0  # the last: what capturing took
         self.odd = self.arrives = self.before = None  # the last: tokens of the step before
+        self.due = False  # whether the parts of the next step are compiled for the first time
+        self.early = None  # steps that were replayed when one was captured in a prompt
         self.forget()
 
     def __deepcopy__(self, memo):
@@ -431,15 +439,15 @@ class StepRunner:
             if same and self.settings != _settings(self.model()):  # looked at once a prompt
                 self.forget()
             return forward(*args, **kwargs)
+        if self.due and step.tokens == 1:
+            self.due = False
+            self.forget()
         captured, as_before = self.held.get(step.tokens), step.tokens == self.before
         self.before = step.tokens
         if captured and self._fits(captured, step):
-            new = captured.proof not in _PROVED.get(self.model(), ())
-            return (
-                self._compared(forward, args, kwargs, captured, step)
-                if new
-                else self._replay(captured, step)
-            )
+            if captured.proved:
+                return self._replay(captured, step)
+            return self._compared(forward, args, kwargs, captured, step)
         if (
             step.drafting and not as_before
         ):  # an assistant drafts now 3, now 7 tokens: most such graphs would never be replayed
@@ -461,35 +469,10 @@ class StepRunner:
     def _start(self, forward, args, kwargs, step):
         """A step that no graph is there for: an eager one, which is captured where that can be
         done."""
-        cache = self.cache()
-        self.why, layers = self.refusal(step), cache.coded_layers
-        if self.why:
-            for layer in layers:
-                layer.patience = max(0, layer.patience - 1)
+        captured, forward = self._prepared(forward, step)
+        if captured is None:
             return forward(*args, **kwargs)
-        for layer in layers:
-            if layer.store.length + step.tokens > (layer.store.max_length or 0):
-                layer.make_growing()
-            layer.captured.hold_still(layer)
-        slow = [a for x in layers for a in x.captured.unfit(x.store)]
-        if slow and self.graphs is True:  # what PyTorch does here waits for the device
-            self.why = self.failed = (
-                f"kernels do not serve: {slow[0].why or 'PyTorch was asked for'}"
-            )
-            return forward(*args, **kwargs)
-        self.settings = _settings(self.model())
-        captured = _Captured.of(
-            step,
-            (
-                repr(step.kind),
-                tuple(cache.recipes),
-                cache.backend,
-                layers[0].store.dtype,
-                self.graphs,
-                self.settings,
-            ),
-        )
-        if captured.proof in _PROVED.setdefault(self.model(), set()):
+        if captured.proof in _PROVED.setdefault(self.model(), {}):
             return (
                 self._replay(captured, step)
                 if self._try_capture(forward, captured, step)
@@ -503,6 +486,100 @@ class StepRunner:
         self._move(step.tokens)
         return out
 
+    def _prepared(self, forward, step: _Step) -> tuple:  # (`_Captured` or None, forward)
+        "Let the layers hold still for a step that is to be captured, if it can be."
+        cache = self.cache()
+        self.why, layers = self.refusal(step), cache.coded_layers
+        if self.why:
+            for layer in layers:
+                layer.patience = max(0, layer.patience - 1)
+            return None, forward
+        for layer in layers:
+            if layer.store.length + step.tokens > (layer.store.max_length or 0):
+                layer.make_growing()
+            layer.captured.hold_still(layer)
+        slow = [a for x in layers for a in x.captured.unfit(x.store)]
+        if slow and self.graphs is True:  # what PyTorch does here waits for the device
+            self.why = self.failed = (
+                f"kernels do not serve: {slow[0].why or 'PyTorch was asked for'}"
+            )
+            return None, forward
+        self.settings = _settings(self.model())
+        parts = self._parts(step)
+        forward = partial(self._with_parts, forward, parts)
+        captured = _Captured.of(
+            step,
+            (
+                repr(step.kind),
+                tuple(cache.recipes),
+                cache.backend,
+                layers[0].store.dtype,
+                self.graphs,
+                self.settings,
+                parts is not None,
+            ),
+        )
+        return captured, forward
+
+    # --- while a prompt is read
+
+    def _device_needs(self, took: float) -> float:
+        "Seconds for the rest of a prompt, whose pass took Python so many: by layers done."
+        marks = [event for _, event in self.cache()._unseen if event is not None]
+        done = sum(event.query() for event in marks)
+        whole = len(marks) == len(self.cache().coded_layers)
+        return took * (len(marks) - done) / max(done, 1) if whole else 0.0
+
+    def after_pass(self, args: tuple, kwargs: dict, took: float) -> None:
+        """Capture the step after a prompt while the device still reads it: a step of a kind
+        that was compared before, if it takes less than the device needs. Where the step did not
+        come, as between chunks of a prompt, it is left to the steps from then on."""
+        idle = self.held or self.early == self.replayed or torch.is_grad_enabled()
+        if idle or not self.attached or not (known := _PROVED.get(self.model())):
+            return
+        stands = vars(self.model()).get("forward")
+        if not isinstance(stands, Detour):  # somebody has put another forward there
+            return
+        needs, layers = self._device_needs(took), self.cache().coded_layers
+        ids = args[0] if args else kwargs.get("input_ids")
+        mask, length = kwargs.get("attention_mask"), layers[0].store.length
+        if not needs or layers[0].drafting or type(ids) is not Tensor or ids.ndim != 2:
+            return
+        rows = len(ids)
+        alike = lambda kind: kind.ids == (rows, 1) and kind.masked == (mask is not None)
+        found = [(kind, t) for kind, t in known.values() if alike(kind) and not kind.drafting]
+        if not found or found[-1][1] > needs:
+            return
+        kind, _ = found[-1]
+        made = [
+            None if shape is None else ids.new_zeros(shape)
+            for shape in (kind.ids, kind.places, (rows, length + 1) if kind.masked else None)
+        ]
+        step = _Step(*made, False, kind.rest)
+        try:
+            captured, forward = self._prepared(stands.inner, step)
+        except torch.OutOfMemoryError:  # which the step itself will say
+            return
+        if captured is not None and captured.proof in known:
+            self._try_capture(forward, captured, step)
+            self.early = self.replayed
+        self.why = ""
+
+    # --- parts that are compiled
+
+    def _parts(self, step: _Step):
+        "What stands in the model in an eager step; None: the model as it is."
+        if not self.chooses or step.tokens > 1:
+            return None
+        model, layers = self.model(), len(self.cache().coded_layers)
+        return self.choice(model).ready(model, len(step.ids), layers, self.settings)
+
+    @staticmethod
+    def _with_parts(forward, parts, *args, **kwargs):
+        "The model's forward, with parts in it."
+        with nullcontext() if parts is None else parts.standing():
+            return forward(*args, **kwargs)
+
     # --- capturing
 
     def _try_capture(self, forward, captured: _Captured, step: _Step) -> bool:
@@ -514,14 +591,15 @@ class StepRunner:
             Exception
         ) as error:  # of a model that no graph can hold; of a kind that was proved, once more
             known = captured.proof in proved
-            proved.discard(captured.proof)
+            proved.pop(captured.proof, None)
             self.forget()
             self.failed = "" if known else f"capturing failed: {type(error).__name__}: {error}"
             return False
-        self.captured, self.seconds = (
-            self.captured + 1,
-            self.seconds + time.perf_counter() - began,
+        captured.seconds, captured.proved = (
+            time.perf_counter() - began,
+            captured.proof in proved,
         )
+        self.captured, self.seconds = self.captured + 1, self.seconds + captured.seconds
         return True
 
     def _capture(self, forward, captured: _Captured, step: _Step) -> None:
@@ -588,6 +666,9 @@ class StepRunner:
             store.length += step.tokens
             layer.tail = None if tail is None else Tail(past - layer.recipe.recent, past, *tail)
         self.replayed += 1
+        if self.chooses and step.tokens == 1:
+            layers = len(self.stores)
+            self.due = self.choice(self.model()).count(len(step.ids), layers) or self.due
         if self.replayed % 16 == 0:
             self._look()
         tensors = {
@@ -599,7 +680,7 @@ class StepRunner:
         """The eager step, one after that which was captured, then the same tokens replayed into
         their own places: to the bit where kernels serve both. Where it differs, the graph is
         dropped."""
-        want = forward(*args, **kwargs)
+        want = self._with_parts(forward, self._parts(step), *args, **kwargs)
         self._take_back(step.tokens)
         got, kernels = self._replay(captured, step), {"triton"}
         served = {
@@ -608,7 +689,8 @@ class StepRunner:
         apart = lambda a, b: float((a - b).float().norm() / b.float().norm().clamp(min=1e-30))
         error = max(apart(got[name], want[name]) for name in captured.tensors)
         if error <= (0 if served == kernels else 1e-4):
-            _PROVED[self.model()].add(captured.proof)
+            _PROVED[self.model()][captured.proof] = captured.kind, captured.seconds
+            captured.proved = True
             return want
         self._take_back(step.tokens)
         self.forget()
@@ -675,7 +757,12 @@ class StepRunner:
         line = f"\n{self.replayed:,} steps replayed, {graphs}" + (
             f"; eager: {why}" if why else ""
         )
+        said = ""
+        if self.chooses and self.captured:
+            said = self.choice(self.model()).said(self.model(), len(self.cache().coded_layers))
+            line += f"; {said}"
         took = dict(captured=self.captured, seconds=self.seconds, replayed=self.replayed)
+        took |= dict(compiled=said)
         return took | dict(why_not=why, line=line)
 
 

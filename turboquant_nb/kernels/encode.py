@@ -2046,15 +2046,14 @@ def append(
     v: Tensor,  # [B, H, n, d_value]
     names: tuple = ("k", "v"),  # how errors call them
     wait: bool
-    # look at values before anything is taken; None: unless it is short; False: only of a first
-    # chunk
+    # look at values before anything is taken; None: unless it is short
     | None = None,
 ) -> None:
     """`KVStore.append` with the kernel in place of coding and packing. Raises as it does, and
     ValueError with the reason where `refuses` has one. After the first chunk, appends of at
     most 64 tokens (a quarter of a tile), and with wait=False longer ones, do not wait for the
     device: a state that is not finite or too large is taken with the scale NaN, and
-    `store.sync()` raises."""
+    `store.sync()` raises. So it is with a first chunk that comes with wait=False."""
     if store.clock.by_device:
         args = AppendOperands.of(store, k, v)
         compiled = torch.compiler.is_compiling()
@@ -2068,7 +2067,7 @@ def append(
     if wait or not _is_short(store, plan, k, v):
         if plan.chained:  # PyTorch, which asks a kernel for the symbols
             return append_by_host(store, k, v, names, mean_of=fused_mean)
-        code = _code_unseen if wait is False and store.length else _code_and_wait
+        code = _code_unseen if wait is False else _code_and_wait
         return append_by_host(store, k, v, names, code, fused_mean)
     if not store.clock.fixed:
         _make_room(store, k.shape[2])

@@ -6,6 +6,7 @@
 __all__ = ['score_bias', 'AngleTables', 'angle_tables', 'rotated_queries']
 
 # %% ../../nbs/42_query.ipynb #e296a90a
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -227,18 +228,28 @@ class AngleTables(NamedTuple):
         return (len(self.far) - 257) * 256
 
 
+_POSITIONS = 1 << 16  # tables are of multiples: 300 KB at d = 128, so most caches need one
+
+
+@lru_cache(maxsize=8)  # making them waits for the device, and caches come and go
+def _tables_of(numbers: tuple, device: torch.device, positions: int, page: int) -> AngleTables:
+    "Angle tables of frequencies that the host knows."
+    with torch.inference_mode(False), torch.no_grad():
+        made = AngleTables.of(torch.tensor(numbers, dtype=torch.float64), positions, page)
+        return AngleTables(*(x.to(device) for x in made))
+
+
 def angle_tables(
     cos_sin,  # `store.CosSinCache`
     positions: int,
     page: int,  # tokens of a tile or page, at most 256
 ) -> AngleTables:
-    """Shared tables that serve positions below `positions`; made anew, twice as long at least,
-    where those at hand are too short."""
+    """Shared tables that serve positions below `positions`; made anew where those at hand are
+    too short."""
     held = cos_sin.memo
     if page not in held or held[page].positions < positions:
-        more = 0 if page not in held else 2 * held[page].positions
-        with torch.inference_mode(False), torch.no_grad():
-            held[page] = AngleTables.of(cos_sin.inv_freq, max(positions, more), page)
+        most = -(-positions // _POSITIONS) * _POSITIONS
+        held[page] = _tables_of(cos_sin.numbers, cos_sin.inv_freq.device, most, page)
     return held[page]
 
 # %% ../../nbs/42_query.ipynb #6b7f8499

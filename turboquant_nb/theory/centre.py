@@ -113,8 +113,9 @@ GROWTH = 256  # positions by which a table of angles grows
 class CosSinCache:
     "Cosines and sines of RoPE's angles on one device, position by position."
 
-    def __init__(self, inv_freq: Tensor):
+    def __init__(self, inv_freq: Tensor, numbers: tuple | None = None):
         self.inv_freq = inv_freq  # [r/2] fp32
+        self.numbers = numbers or tuple(inv_freq.tolist())  # the same on the host
         self.memo = {}  # what kernels made of them
         self.table = torch.zeros(
             0, 2 * len(inv_freq), dtype=torch.float16, device=inv_freq.device
@@ -167,10 +168,11 @@ def shared_cos_sin(
         got = f"shape {list(inv_freq.shape)}"
         raise ValueError(f"inv_freq must be {want}, got {got} or values that are not finite")
     inv_freq = inv_freq.detach().float()
-    name = torch.zeros(0, device=device).device, *inv_freq.tolist()
+    numbers = tuple(inv_freq.tolist())
+    name = torch.zeros(0, device=device).device, *numbers
     found = _SHARED_COS_SIN.get(name)
     if found is None:
-        found = _SHARED_COS_SIN[name] = CosSinCache(inv_freq.to(device, copy=True))
+        found = _SHARED_COS_SIN[name] = CosSinCache(inv_freq.to(device, copy=True), numbers)
     return found
 
 # %% ../../nbs/16_centre.ipynb #509bb147
