@@ -130,13 +130,23 @@ def tool(name):
 
 
 def notebooks():
-    "All of them; Failed for one in a folder, which the tools would skip in silence."
+    """All of them, in folders too; Failed for one that nbdev would skip in silence (a file or
+    folder whose name begins with . or _), and for two of one name."""
     nbs = ROOT / settings()["nbs_path"]
-    found = sorted(p for p in nbs.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
-    inside = [str(p.relative_to(ROOT)) for p in found if p.parent != nbs]
-    if inside:
-        raise Failed(f"notebooks lie in {nbs.name}/ itself, these do not: {', '.join(inside)}")
+    found, first = notebook_tools.notebooks(ROOT), {}
+    for path in found:
+        name = path.relative_to(nbs).as_posix()
+        hidden = [part for part in name.split("/") if part[0] in "._"]
+        if hidden:
+            raise Failed(f"nbdev skips {nbs.name}/{name}: {hidden[0]} must not begin so")
+        if first.setdefault(path.name, name) != name:
+            raise Failed(f"two notebooks have one name: {first[path.name]}, {name}")
     return found
+
+
+def in_nbs(path):
+    "The name of a notebook from nbs/, its folder included."
+    return path.relative_to(ROOT / settings()["nbs_path"]).as_posix()
 
 
 def is_chapter(path):
@@ -291,7 +301,7 @@ def notebook_problems(path):
             "into front matter and the rest would vanish from the site"
         )
     if is_chapter(path):
-        address = f"https://colab.research.google.com/github/{cfg['user']}/{cfg['repo']}/blob/{cfg['branch']}/{cfg['nbs_path']}/{path.name}"
+        address = f"https://colab.research.google.com/github/{cfg['user']}/{cfg['repo']}/blob/{cfg['branch']}/{cfg['nbs_path']}/{in_nbs(path)}"
         badge = f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({address})"
         if badge not in sources[:5]:
             yield (
@@ -363,7 +373,7 @@ def step_notebooks():
     dirty = [
         path.name
         for path in notebooks()
-        if path.read_bytes() != (tree / nbs / path.name).read_bytes()
+        if path.read_bytes() != (tree / nbs / in_nbs(path)).read_bytes()
     ]
     if dirty:
         raise Failed(f"not clean: {', '.join(dirty)} (run nbdev_clean)")
@@ -598,14 +608,14 @@ def chapters():
                     f"{path.name}: the title must be `# {path.name.partition('_')[0]} · …`, it "
                     f"is {title!r}"
                 )
-            found.append((path.name, match[1], match[2]))
+            found.append((in_nbs(path), match[1], match[2]))
     return found
 
 
 def misplaced(wanted, sidebar, book):
     """What in the texts of the sidebars and of the book's front page is not the chapters (file,
-    number, title). The front page has them in their order, and so has each sidebar, which
-    between them name each once."""
+    number, title). Each sidebar has them in their order, between them they name each once, and
+    the front page names those of the book's sidebar."""
     chapters = {name: f"{number} · {title} ({name})" for name, number, title in wanted}
     bars = [
         [f"{number} · {title} ({href})" for number, title, href in found]
@@ -623,7 +633,9 @@ def misplaced(wanted, sidebar, book):
     pairs = [(here, bar, [x for x in right if x in bar]) for bar in bars]
     pairs += [("the sidebars of _quarto.yml", sorted(sum(bars, [])), sorted(right))]
     front = [f"{number} · {title} ({name})" for number, title, name in listed]
-    pairs += [("the reading order of book.ipynb", front, right)]
+    titles = re.findall(r"^ *- title: (.*)$", sidebar, re.M)
+    of_the_book = bars[titles.index("Book") + 1] if "Book" in titles else []
+    pairs += [("the reading order of book.ipynb", front, of_the_book)]
     for where, found, want in pairs:
         yield from difflib.unified_diff(found, want, where, "chapters", lineterm="", n=0)
 
@@ -844,7 +856,9 @@ def alone(name):
     (folder / settings()["nbs_path"]).mkdir(parents=True)
     shutil.copyfile(ROOT / "settings.ini", folder / "settings.ini")
     for path in notebooks():
-        shutil.copyfile(path, folder / settings()["nbs_path"] / path.name)
+        target = folder / settings()["nbs_path"] / in_nbs(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
     return folder
 
 
@@ -861,7 +875,7 @@ def step_nbtest(numerics="native"):
         "cuda"
     ]:  # kernels run in Triton's interpreter, which is chosen when Triton is first imported
         env["TRITON_INTERPRET"] = "1"
-    must(
+    said = must(
         [
             sys.executable,
             TOOLS / "test_notebooks.py",
@@ -875,7 +889,11 @@ def step_nbtest(numerics="native"):
         env=env,
         show=True,
     )
-    return f"{len(notebooks())} notebooks"
+    ran = set(re.findall(r"^(\S+\.ipynb): \d+ secs$", said, re.M))
+    skipped = [path.name for path in notebooks() if path.name not in ran]
+    if skipped:
+        raise Failed(f"nbdev_test did not run {', '.join(skipped)}")
+    return f"{len(ran)} notebooks"
 
 
 @functools.cache

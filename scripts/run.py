@@ -90,12 +90,17 @@ EXPERIMENTS = {
     "latents": Entry(
         "bench.latents",
         "attention of a step to latents: expanded, absorbed, on codes",
-        "--tokens 300 --seconds .01",
+        "--shapes 1x300 --seconds .01",
     ),
     "folding": Entry(
         "bench.folding",
         "folding with ESMFold's shapes on exact and on coded states",
         "--shape small --lengths 12 --device cpu",
+    ),
+    "transfer": Entry(
+        "bench.transfer",
+        "a prompt read in one process, its cache ready in another",
+        "--layers 2 --tokens 40 --repeat 1",
     ),
     "vectors": Entry(
         "bench.vectors", "nearest neighbours from codes of equal size", needs="faiss"
@@ -133,6 +138,11 @@ EXPERIMENTS = {
         "eval.retrieval",
         "whether the token that attention looks for is still found",
         "planted --lengths 64 --strengths 3 --trials 20",
+    ),
+    "latent_loss": Entry(
+        "eval.latents",
+        "what codes of latents cost a model whose projections are made into latents",
+        "--layers 2 --windows 2 --length 112 --prompt 106 --ranks 1 .5 --bits 3",
     ),
     "sparse_weights": Entry(
         "eval.sparse_weights",
@@ -193,6 +203,11 @@ EXPERIMENTS = {
         "eval.architectures",
         "how each causal language model of transformers reads a coded cache",
         "--classes LlamaForCausalLM BloomForCausalLM RwkvForCausalLM",
+    ),
+    "chapters": Entry(
+        "eval.chapters",
+        "each chapter alone in an empty folder, as on Colab: does it run, and how long",
+        "--installed --chapters 01_checks",
     ),
     "masks": Entry("eval.masks", "which trellis codes are good", needs="GPU"),
     "states": Entry(

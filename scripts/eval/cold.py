@@ -9,27 +9,38 @@ times all values over the bytes of real streams: planes, scales, exact tokens, t
 entropy coder. What belongs to the model and not to the prefix (the matrices of small files) is
 not counted.
 
+Rows of the unit "GB/s" say how fast streams are written and read, in memory, a second of the
+processor's time: bytes of the stream, and what they stand for in bf16.
+
+"chunks" are those of an engine's tier (chapter 78), 256 tokens of all layers that know nothing
+of one another.
+
 "small" is chapter 63, made like KVTC (Staniszewski and Łańcucki, 2025): the directions of most
 variance over the heads of some layers, on other text, entropy coded. "k3v3, then small" is the
 prefix of a cache that was coded before."""
 
+import io
 import tempfile
 import zlib
 from pathlib import Path
 
+import numpy as np
 import torch
+from bench.timing import Clock, quantiles
 from eval.windows import Windows, add_match, add_options, matching, texts_of
 from plan import Plan
 
-from turboquant_nb.cache.codec import KVStore, _raw, _tensor_out
+from turboquant_nb.cache.codec import KVStore, Reader, Writer, squeeze
 from turboquant_nb.calibration.small import fit_small, read_small, save_small
 from turboquant_nb.evaluation.score import paired, prefill, token_losses
-from turboquant_nb.hf import TurboQuantCache
+from turboquant_nb.hf import ModelInfo, TurboQuantCache
 from turboquant_nb.hf.storage import save_compressed
 from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.serving.lmcache import ChunkCodec
 from transformers.cache_utils import DynamicCache
 
 SINKS = 4
+LONG = 16  # times a prompt, where streams are timed
 
 
 def recipe(key, value, codebook="sphere", **more):
@@ -49,6 +60,14 @@ RECIPES = {
     "trellis k1v1": lambda: recipe(1, 1, "trellis"),
     "trellis k3v2, pair scale": lambda: recipe(3, 2, "trellis", pair_scale="prompt"),
     "trellis k2v2, pair scale": lambda: recipe(2, 2, "trellis", pair_scale="prompt"),
+}
+
+
+CHUNKS = {
+    "no mean": lambda r: dict(recipe=r("none"), first=SINKS),
+    "own mean": lambda r: dict(recipe=r("prompt_mean"), first=SINKS),
+    "before RoPE": lambda r: dict(recipe=r("pre_rope"), first=SINKS),
+    "before RoPE, no exact tokens": lambda r: dict(recipe=r("pre_rope"), first=0),
 }
 
 
@@ -75,6 +94,28 @@ def stored(model, make, states, folder, queries=None):
         raw += sum(x[0] for x in sizes.values())
         packed += sum(x[1] for x in sizes.values())
     return out, packed, raw
+
+
+def chunked(model, bits, how, states, tokens=256):
+    "Through an engine's chunks, layers of one RoPE together: (states, bytes)."
+    make = lambda centre: Recipe(Spec(bits, center=centre), Spec(bits))
+    layers, groups, parts, size = ModelInfo(model).layers, {}, {i: [] for i in states}, 0
+    for i, (k, _) in states.items():
+        groups.setdefault((layers[i].inv_freq, k.shape), []).append(i)
+    for (inv, (_, _, n, d)), group in groups.items():
+        codec = ChunkCodec(head_size=d, inv_freq=inv, **CHUNKS[how](make))
+        for a in range(0, n, tokens):
+            x = [[s[:, :, a : a + tokens] for s in states[i]] for i in group]
+            x = torch.stack([torch.cat(side) for side in zip(*x)]).transpose(2, 3)
+            x = x.flatten(3).bfloat16().contiguous()
+            data, back = codec.encode([x]), torch.empty_like(x)
+            codec.decode(data, [back])
+            size += len(data)
+            back = back.unflatten(3, (-1, d)).transpose(2, 3)
+            for i, pair in zip(group, back.unbind(1)):
+                parts[i].append(pair)
+    out = {i: torch.cat(x, 2)[:, None] for i, x in parts.items()}
+    return {i: tuple(x.to(states[i][0].dtype)) for i, x in out.items()}, size
 
 
 def small(model, code, states, step, folder, dtype=torch.bfloat16):
@@ -106,9 +147,71 @@ def compressed(states):
         out["zstd -19 on bf16"] = len(zstandard.ZstdCompressor(level=19).compress(x))
     except ImportError:
         pass
-    parts = [_tensor_out(t.bfloat16(), True) for p in states.values() for t in p]
-    out["bytes of bf16, by our coder"] = sum(len(_raw(y)) for x in parts for y in x)
+    tensors = [t.bfloat16().contiguous() for p in states.values() for t in p]
+    out["bytes of bf16, by our coder"] = sum(map(squeezed_size, tensors))
     return out
+
+
+def squeezed_size(t):
+    "Bytes of a bf16 tensor [B, H, n, d]: low and high bytes apart, tables shared by heads."
+    x = t.view(torch.uint8).numpy().reshape(t.shape[0] * t.shape[1], -1, 2)
+    columns = [np.ascontiguousarray(x[..., i]) for i in range(2)]
+    return sum(len(squeeze(c, c.size) or c.tobytes()) for c in columns)
+
+
+# --- how fast
+
+
+def in_memory(states, header, entropy):
+    "The stream of a cache's layers."
+    file = io.BytesIO()
+    writer = Writer(file, header, entropy=entropy)
+    for state in states:
+        writer.layer(*state)
+    writer.close()
+    return file.getvalue()
+
+
+def processor_times(f, repeats):
+    "Seconds of the processor, whatever else it does; the first call warms up."
+    out = []
+    for _ in range(repeats + 1):
+        with Clock() as clock:
+            f()
+        out.append(clock.cpu)
+    return out[1:]
+
+
+def speeds(a, model, states, folder, code=None, step=0.7):
+    """Rows: a prompt's cache of k3v3 by both exact grades, and the prompt by a small file; the
+    faster grade with the prompt many times over, too."""
+    exact, ways = DynamicCache(config=model.config), {}
+    for entropy, often, name in (
+        (False, 1, "k3v3, fixed size"),
+        (False, LONG, "k3v3, fixed size"),
+        (True, 1, "k3v3, entropy coded"),
+    ):
+        cache = TurboQuantCache(model, RECIPES["k3v3"]())
+        for i, pair in states.items():
+            cache.update(*(x.bfloat16().repeat(1, 1, often, 1) for x in pair), i)
+            exact.layers[i].keys, exact.layers[i].values = (x.bfloat16() for x in pair)
+        about = cache.states()
+        data = in_memory(*about, entropy)
+        write = lambda x=about, e=entropy: in_memory(*x, e)
+        read = lambda x=data: [*Reader(io.BytesIO(x), size=len(x)).layers()]
+        ways[name, often * a.prompt] = len(data), write, read
+    if code:
+        path = folder / "x"
+        write = lambda: save_small(exact, path, code, step, SINKS)
+        size, read = write()["nbytes"], lambda: [*read_small(path, code)]
+        ways[f"small, step {step:g}", a.prompt] = size, write, read
+    values = sum(x.numel() for pair in states.values() for x in pair) / a.prompt
+    for (name, tokens), (size, write, read) in ways.items():
+        for way, run in (("written", write), ("read", read)):
+            gbs = [size / 1e9 / t for t in processor_times(run, a.repeat)]
+            row = dict(code=name, way=way, tokens=tokens, n=a.repeat, unit="GB/s")
+            row |= quantiles(gbs)
+            yield row | dict(of_bf16=row["p50"] * 2 * values * tokens / size)
 
 
 # --- what is scored
@@ -129,14 +232,21 @@ def options(p):
     p.add_argument("--calibrate", nargs="*", help="other text, for small files; default: none")
     p.add_argument("--calibrate-windows", type=int, default=8)
     p.add_argument("--groups", type=int, nargs="*", default=[1, 6], help="layers of a group")
+    p.add_argument("--repeat", type=int, default=5, help="how often a stream is timed")
     p.add_argument("--steps", type=float, nargs="*", default=[0.35, 0.5, 0.7, 1.0, 1.4])
 
 
 def named(a, w, folder):
-    "{name: (prompt's states, queries) -> (states, bytes, bytes as tensors or None)}."
+    """({name: (prompt's states, queries) -> (states, bytes, bytes as tensors or None)}, a code
+    of small files or None)."""
+    code = None
     out = {"fp8": lambda s, q: (as_fp8(s), sum(t.numel() for p in s.values() for t in p), None)}
     for name, make in RECIPES.items():
         out[name] = lambda s, q, m=make: stored(w.model, m, s, folder, q)
+    for how in CHUNKS:
+        for bits in (3, 2):
+            run = lambda s, q, b=bits, h=how: (*chunked(w.model, b, h, s), None)
+            out[f"chunks k{bits}v{bits}, {how}"] = run
     for g in a.groups if a.calibrate else ():
         ids = w.text(texts_of(a.calibrate), a.calibrate_windows, a.prompt)
         code = fit_small(w.model, ids, g, SINKS, w.batch)
@@ -148,13 +258,13 @@ def named(a, w, folder):
             None,
         )
         out[f"k3v3, then small, {g} layers, step 0.7"] = twice
-    return matching(a, out)
+    return matching(a, out), code
 
 
 @torch.no_grad()
 def rows(a, w):
     with tempfile.TemporaryDirectory() as folder:
-        codes = named(a, w, Path(folder))
+        codes, fitted = named(a, w, Path(folder))
         starts = [prefill(w.model, x[None, : a.prompt], queries=True) for x in w.ids]
         own = [losses(w.model, x, a.prompt, s.states, s.logits) for x, s in zip(w.ids, starts)]
         own = torch.stack(own)
@@ -181,6 +291,7 @@ def rows(a, w):
             if raw:
                 row["bits_as_tensors"] = 8 * raw / values
             yield dict(code=name) | row | about
+        yield from speeds(a, w.model, starts[0].states, Path(folder), fitted)
 
 
 @torch.no_grad()

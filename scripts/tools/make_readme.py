@@ -34,7 +34,7 @@ def links(text, site):
     def page(match):
         return f"]({site}/{page_name(match[1])}{match[2] or ''})"
 
-    return re.sub(r"\]\((?:\./)?([\w-]+)\.ipynb(#[^)\s]*)?\)", page, text)
+    return re.sub(r"\]\((?:\./)?([\w/-]+)\.ipynb(#[^)\s]*)?\)", page, text)
 
 
 def callouts(text):

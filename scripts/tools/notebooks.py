@@ -2,7 +2,7 @@
 
 import re
 from configparser import ConfigParser
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 
 def settings(root):
@@ -40,6 +40,16 @@ def fence(text, attributes=""):
     return f"{ticks}{attributes}\n{text.strip(chr(10))}\n{ticks}"
 
 
+def notebooks(root):
+    """The notebooks of nbs/ and of the folders in it, as paths, in the order of their names:
+    that of the chapters, whichever folder they lie in."""
+    nbs = Path(root) / settings(root)["nbs_path"]
+    found = (p for p in nbs.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
+    return sorted(found, key=lambda path: (path.name, path))
+
+
 def page_name(path):
-    "10_codebook.ipynb -> codebook.html, as nbdev does."
-    return re.sub(r"^\d+[a-zA-Z0-9]*_", "", Path(path).stem) + ".html"
+    "reference/87n_cli.ipynb -> reference/cli.html, as nbdev does."
+    path = PurePosixPath(path)
+    name = re.sub(r"^\d+[a-zA-Z0-9]*_", "", path.stem) + ".html"
+    return path.with_name(name).as_posix()

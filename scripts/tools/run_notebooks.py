@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Execute notebooks in place and keep their outputs: run_notebooks.py [NB ...] (default: all of
-nbs/, in order).
+nbs/ and its folders, in order).
 
 `nbdev_test` runs notebooks but does not save what they print. Cells that it skips (`#| gpu`,
 `#| slow`, `#| notest`, `#| eval: false`) keep the outputs they have, so outputs made on a GPU
@@ -12,7 +12,8 @@ from pathlib import Path
 
 os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
 root = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(root))
+sys.path[:0] = [str(root), str(Path(__file__).resolve().parent)]
+from notebooks import notebooks
 
 
 def skipped(cell):
@@ -42,7 +43,7 @@ def run(path):
 
 
 def main(names):
-    paths = [Path(name).resolve() for name in names] or sorted((root / "nbs").glob("*.ipynb"))
+    paths = [Path(name).resolve() for name in names] or notebooks(root)
     for path in paths:
         print(path.name, flush=True)
         run(path)

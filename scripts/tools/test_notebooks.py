@@ -90,7 +90,7 @@ def differences(path, cells):
             yield (
                 f"{path.name}, cell {cell['id']}: the notebook shows\n    {a[:160]}\n"
                 f"and the results give\n    {b[:160]}\n"
-                f"(run scripts/tools/run_notebooks.py nbs/{path.name})"
+                f"(run scripts/tools/run_notebooks.py on it)"
             )
 
 

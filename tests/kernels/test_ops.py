@@ -66,7 +66,7 @@ def test_without_a_device_the_reason_is_about_devices_or_triton():
 def test_explain_lists_torch_last_and_always():
     store, q = filled()
     answers = ops.explain(q, store)
-    assert [*answers] == ["triton", "flash", "cpu", "gather", "blocks", "torch"]
+    assert [*answers] == ["triton", "latents", "flash", "cpu", "gather", "blocks", "torch"]
     assert not answers["torch"]
 
 
@@ -74,8 +74,7 @@ def test_explain_lists_torch_last_and_always():
 def test_unknown_names(backend):
     store, q = filled()
     with pytest.raises(
-        ValueError,
-        match="backend must be 'auto', 'triton', 'flash', 'cpu', 'gather', 'blocks', 'torch'",
+        ValueError, match="backend must be 'auto', 'triton', 'latents', 'flash', "
     ):
         ops.attend(q, store, backend=backend)
     with pytest.raises(ValueError, match="backend must be 'auto'"):

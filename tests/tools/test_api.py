@@ -13,7 +13,7 @@ from turboquant_nb import _modidx, esm, hf
 from turboquant_nb.serving import step
 
 ROOT = Path(__file__).resolve().parents[2]
-CELLS = json.loads((ROOT / "nbs" / "api.ipynb").read_text(encoding="utf-8"))["cells"]
+CELLS = json.loads((ROOT / "nbs/reference/api.ipynb").read_text(encoding="utf-8"))["cells"]
 SOURCES = [(c["cell_type"], "".join(c["source"])) for c in CELLS]
 CODE = [s for kind, s in SOURCES if kind == "code"]
 PROSE = "\n\n".join(s for kind, s in SOURCES if kind == "markdown")

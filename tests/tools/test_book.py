@@ -10,7 +10,8 @@ HEAD = "## The 8B example"
 
 
 def cells(name):
-    return json.loads((NBS / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
+    (path,) = NBS.rglob(f"{name}.ipynb")
+    return json.loads(path.read_text(encoding="utf-8"))["cells"]
 
 
 def source(cell):
@@ -28,7 +29,7 @@ def boxes(found):
 
 def test_the_front_page_names_the_chapters_with_a_box():
     page = "\n".join(source(c) for c in cells("book"))
-    named = re.findall(r"^\| \[\w+\]\((\w+)\.ipynb#the-8b-example\)", page, re.M)
+    named = re.findall(r"^\| \[\w+\]\((?:\w+/)?(\w+)\.ipynb#the-8b-example\)", page, re.M)
     found = {p.stem: list(boxes(cells(p.stem))) for p in NBS.rglob("*.ipynb")}
     assert sorted(named) == sorted(name for name, shown in found.items() if shown)
     assert 8 <= len(named) <= 12

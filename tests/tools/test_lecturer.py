@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 NBS = Path(__file__).parents[2] / "nbs"
-LISTED = re.compile(r"^\| \[\w+\]\((\w+)\.ipynb#exercises\)\.(\d+) \|", re.M)
+LISTED = re.compile(r"^\| \[\w+\]\((?:\w+/)?(\w+)\.ipynb#exercises\)\.(\d+) \|", re.M)
 
 
 @lru_cache
@@ -17,7 +17,7 @@ def cells(name):
     "The markdown cells of a notebook."
     return [
         "".join(c["source"])
-        for c in json.loads((NBS / f"{name}.ipynb").read_text())["cells"]
+        for c in json.loads(next(NBS.rglob(f"{name}.ipynb")).read_text())["cells"]
         if c["cell_type"] == "markdown"
     ]
 
@@ -37,7 +37,9 @@ def lectures(sheet):
     "Of each lecture: its chapters, and what its table lists, as (chapter, number)."
     for i, s in enumerate(sheet):
         if re.match(r"## \d ·", s):
-            chapters = re.findall(r"\]\((\d\w+)\.ipynb\)", s.split("*Prerequisites*")[0])
+            chapters = re.findall(
+                r"\]\((?:[a-z]+/)?(\d\w+)\.ipynb\)", s.split("*Prerequisites*")[0]
+            )
             yield chapters, [(name, int(k)) for name, k in LISTED.findall(sheet[i + 1])]
 
 

@@ -92,6 +92,7 @@ CHAPTERS = [
     ("87a_cli.ipynb", "87a", "The command line: conventions"),
 ]
 SIDEBAR = """
+      - title: Book
           - text: 10 · Codebooks
             href: 10_codebook.ipynb
           - text: "87a · The command line: conventions"
@@ -105,6 +106,11 @@ BOOK = (
 
 def test_chapters_in_order_pass():
     assert list(check.misplaced(CHAPTERS, SIDEBAR, BOOK)) == []
+    elsewhere = SIDEBAR.replace(
+        '          - text: "87a', '      - title: Two\n          - text: "87a'
+    )
+    assert list(check.misplaced(CHAPTERS, elsewhere, BOOK.rpartition("\n")[0])) == []
+    assert list(check.misplaced(CHAPTERS, elsewhere, BOOK))  # not a chapter of the book
 
 
 @pytest.mark.parametrize(

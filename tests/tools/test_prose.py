@@ -23,15 +23,13 @@ ELSEWHERE = {
     "13_qjl": {"3.2", "8.1", "2.75"},  # a lemma; of two formulas
     "14_transforms": {"7.4"},  # a section of a book
     "20_quantizer": {".125"},  # 16 bits of 128
-    "22_mixed_precision": {"5.66", "2.625", "34%"},  # worked out; TurboQuantDC's
+    "22_mixed_precision": {"5.66", "2.625"},  # worked out
     "56_hf": {".03", "29%"},  # worked out: 64 numbers in 2,048; of two rows
-    "60_calibrate": {".375"},  # shown by chapter 91
     "62_fold": {"1.17"},  # of chapter 14
-    "77_vllm": {"0.28", "4.7"},  # a version; what a step is without its attention
+    "77_vllm": {"0.28"},  # a version
     "80b_offload": {"9.6", "7.7", "5.4", "4.25", "4.3"},  # settings, rates, what is left
-    "85_vector_search": {".016", ".018", "9.4"},  # a bound, of two rows, worked out
+    "85_vector_search": {".016", ".018"},  # a bound, of two rows
     "90_speed": {"115.8", "137.2"},  # a draft run of tune.py, named as one
-    "92_generate": {".95"},  # a goal
     "93_proteins": {".964", "2.07", "1.2"},  # TurboESM's; a law of TurboESM's
     "94_images": {"3.76", "4.6", "2.1"},  # Molmo2's sizes; a version
     "95_choices": {"19.48", "13.60", "12.94"},  # the MLX reproduction's
@@ -141,7 +139,9 @@ def homes():
     found = {}
     for module, names in _modidx.d["syms"].items():
         for full, (page, _) in names.items():
-            found.setdefault(full.removeprefix(f"{module}."), []).append(page.partition("#")[0])
+            found.setdefault(full.removeprefix(f"{module}."), []).append(
+                page.partition("#")[0].rpartition("/")[2]
+            )
     return found
 
 

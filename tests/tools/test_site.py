@@ -2,6 +2,7 @@
 sort, or computes something else than Python."""
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -217,6 +218,28 @@ def test_the_glossary_of_the_site_is_that_of_the_book(tmp_path):
     assert '"fold"' not in text and '"word"' not in text  # in italics; the head of the table
 
 
+def test_links_lead_out_of_a_folder_and_into_one(tmp_path):
+    names = {"10_a.ipynb", "reference/87a_b.ipynb", "measured/90_c.ipynb"}
+    problems = preview.Problems()
+    inside = preview.Shape("reference/b.html", names, ADDRESS, problems)
+    assert inside.link("../measured/90_c.ipynb#x") == "../measured/c.html#x"
+    assert inside.link(f"{ADDRESS}a.html#f") == "../a.html#f"
+    outside = preview.Shape("a.html", names, ADDRESS, problems)
+    assert outside.link("reference/87a_b.ipynb") == "reference/b.html"
+    assert outside.link(f"{ADDRESS}reference/b.html") == "reference/b.html"
+    assert problems == []
+    inside.link("10_a.ipynb")  # from a folder, to what lies beside it
+    assert problems == ["reference/b.html: a link to 10_a.ipynb, but nbs/ has no such notebook"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        front = "---\naliases: [/b.html]\n---" if "87a" in name else "# Title"
+        (tmp_path / name).write_text(json.dumps({"cells": [md(front)]}))
+    assert list(preview.address_problems(sorted(names), tmp_path)) == []
+    (tmp_path / "20_b.ipynb").write_text(json.dumps({"cells": []}))
+    (found,) = preview.address_problems(["20_b.ipynb", *names], tmp_path)
+    assert found == "reference/87a_b.ipynb and 20_b.ipynb have one address, b.html"
+
+
 def md(source, kind="markdown"):
     return {"cell_type": kind, "source": source}
 
@@ -269,6 +292,7 @@ def test_a_search_for_a_public_name_leads_to_its_section(tmp_path):
     for name, where, _ in every:
         page, anchor = where.split("#")
         if name not in ("KVStore", "KVStore.append"):
+            (tmp_path / page).parent.mkdir(exist_ok=True)
             with open(tmp_path / page, "a") as f:
                 f.write(f'<h3 id="{anchor}"></h3>')
     found, missing = names.entries(tmp_path)

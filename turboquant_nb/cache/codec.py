@@ -764,12 +764,17 @@ def encoded_size(states: list, header: dict, **how) -> int:
     return writer.at
 
 
-def empty_state(header: dict) -> dict:
+def empty_state(
+    header: dict,
+    angles: int = 0,  # RoPE's frequencies, where keys have a mean before RoPE
+) -> dict:
     'Tensors on the device "meta" of a store that a header tells of.'
-    kinds = described(Saved(header)).kinds
-    return {
-        n: torch.empty(s, dtype=t, device="meta") for n, (t, s) in kinds.items() if n != "end"
-    }
+    out = {}
+    for name, (dtype, shape) in described(Saved(header)).kinds.items():
+        if name != "end":
+            shape = [angles if n is None else n for n in shape]
+            out[name] = torch.empty(shape, dtype=dtype, device="meta")
+    return out
 
 # %% ../../nbs/31c_codec.ipynb #c0dec029
 def prefix_keys(

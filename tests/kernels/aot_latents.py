@@ -1,0 +1,46 @@
+"""Compile the kernels for latents for GPUs that are not there, and print what they need as JSON
+lines; run by test_latents.py in a process of its own, because the interpreter and the compiler
+exclude each other."""
+
+import json
+import sys
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+
+sys.path.insert(0, str(Path(__file__).parent))
+import aot_decode
+
+from turboquant_nb.kernels import latents
+from turboquant_nb.kernels.decode import padded_size
+
+TYPES = aot_decode.TYPES | dict(BESIDE="*fp32", MR="*bf16", KSCALE="*fp16", VSCALE="*fp16")
+
+
+def build(kernel="fragments", capability=90, d=512, dr=64, bits=(3, 4)):
+    "One of the two kernels, as a step of latents of d channels asks for it."
+    flags = "HAS_START HAS_END HAS_LENGTH SLIDING CAPPED CENTRED CENTRED_R".split()
+    constants = dict.fromkeys(flags, False)
+    form = latents.Form(16, 16, 8, 1, 1)
+    if kernel == "fragments":
+        form = latents.Form(fragments=True)
+        constants["G"] = latents.fragments(d, 64, tuple(bits))
+        fn, kind = latents._fragment_kernel, GluonASTSource
+    else:
+        fn, kind = latents._latent_kernel, ASTSource
+        constants |= dict(D=d, DP=padded_size(d), HK=padded_size(d // 2), R=64, BR=form.bytes)
+        constants |= dict(DR=dr, DRP=padded_size(dr), HR=padded_size(dr // 2), Q=form.rows)
+        constants |= dict(KB=bits[0], VB=bits[1], PARTS=1, ASM=True)
+    options = dict(num_warps=form.warps, num_stages=form.stages)
+    src = aot_decode.source(fn, kind, TYPES, constants)
+    return triton.compile(src, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+if __name__ == "__main__":
+    for text in sys.argv[1:]:
+        case = json.loads(text)
+        found = aot_decode.usage(build(**case), case["capability"])
+        print(json.dumps(case | found), flush=True)
