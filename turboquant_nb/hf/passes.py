@@ -141,7 +141,8 @@ def check_mask(attention_mask, batch: int, past: int, n: int) -> None:
                 f"; or [{batch}, {n}], where generate() got all {n} tokens of a conversation "
                 "again"
             )
-        raise ValueError(f"attention_mask must be {want}, got {shape}")
+        got = f"{shape}. {_AGAIN}" if past else shape
+        raise ValueError(f"attention_mask must be {want}, got {got}")
 
 # %% ../../nbs/50c_passes.ipynb #b474892c
 def check_positions(
