@@ -1029,13 +1029,25 @@ class Form(NamedTuple):
     ahead: int = 0  # units whose bytes are fetched before they are read
 
 
+@lru_cache(maxsize=16)
+def _device(device: torch.device) -> tuple:
+    "(multiprocessors, bytes of shared memory of a block); the interpreter has few to fill."
+    if device.type != "cuda":
+        return 2, 2**20
+    p = torch.cuda.get_device_properties(device)
+    return p.multi_processor_count, p.shared_memory_per_block_optin
+
+
 def form_of(store: KVStore, rows: int) -> Form:
     "What serves so many query rows of a latent."
     d, dr = (part.q.d for part in store.parts)
     half, gpu = store.dtype != torch.float32, gluon.language is not None
     if d in (256, 512) and dr == 64 and half and gpu and not is_interpreted():
         return Form(fragments=True)
-    return Form(16, 16, 8, 1, 1)
+    # the products' operands pass through shared memory: at most so much for a byte row
+    parts, size = 1 if half else 2, padded_size(d) + padded_size(dr)
+    fits = [x for x in (16, 8, 4) if size * (15.2 * x + 32 * parts) <= _device(store.device)[1]]
+    return Form(16, fits[0], 8, 1, 1)
 
 
 class Fragments(NamedTuple):
@@ -1122,20 +1134,12 @@ def fragments(
     )
 
 
-@lru_cache(maxsize=16)
-def _processors(device: torch.device) -> int:
-    "Multiprocessors of a GPU; the interpreter has none to fill."
-    if device.type != "cuda":
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 _latent_launcher, _join_launcher = Launcher(_latent_kernel), Launcher(_join_kernel)
 _rotate_launcher, _back_launcher = Launcher(_rotate_kernel), Launcher(_back_kernel)
 _fragment_launcher = Launcher(_fragment_kernel)
 
 # %% ../../nbs/45c_latents.ipynb #45c0001b
-def _side_reason(name: str, part) -> str:
+def _side_reason(name: str, most: int, part) -> str:
     "Why the kernel cannot read the codes of one side; empty if it can."
     q = part.q
     if why := q.centre.refuses("kernels") or part.code.refuses("windows"):
@@ -1144,8 +1148,8 @@ def _side_reason(name: str, part) -> str:
         return f"{name}: a mean before RoPE is added by PyTorch"
     if q.rotation.query_matrix is not q.rotation.matrix:
         return f"{name}: the transform must be one rotation for all heads"
-    if q.d % 16 or not 16 <= q.d <= 512:
-        return f"{name}: their size must be a multiple of 16 up to 512, got {q.d}"
+    if q.d % 16 or not 16 <= q.d <= most:
+        return f"{name}: their size must be a multiple of 16 up to {most}, got {q.d}"
     if part.code is not part.code.whole:
         return f"{name}: tiles that lost a plane (decay) are not supported"
     if q.code.lut.taps or not 2 <= q.code.channel_bits[0] <= 4:
@@ -1167,8 +1171,8 @@ def _capability_reason(device: torch.device) -> str:
 
 def _store_reason(store: KVStore) -> str:
     "Why the kernel cannot read a store; empty if it can."
-    names = ("latents", "rotary parts")
-    if why := "; ".join(filter(None, map(_side_reason, names, store.parts))):
+    sides = zip(("latents", "rotary parts"), (512, 128), store.parts)
+    if why := "; ".join(filter(None, (_side_reason(*x) for x in sides))):
         return why
     if store.tile & (store.tile - 1) or not 64 <= store.tile <= 256:
         return f"tiles must have 64, 128 or 256 tokens, got {store.tile}"
@@ -1270,7 +1274,7 @@ def _coded_parts(call: Call, shared: dict, q: Tensor, form: Form, splits: int | 
     blocks = -(-shared["group"] * n // form.rows)
     held = None if store.clock.position is None else store.capacity
     visible = None if call.rule.sliding_window is None else call.rule.sliding_window + n + tile
-    programs = form.programs * _processors(store.device)
+    programs = form.programs * _device(store.device)[0]
     rule = SplitRule(b * h * blocks, programs, unit, held, visible, splits)
     splits = rule.splits(store.length - store.offset - shared["chunk"])
     shape = (b * h * blocks, splits, form.rows)
