@@ -1,8 +1,8 @@
 """What codes of latents cost a model: run.py latent_loss --out FILE [--model M] [--ranks R ...]
 [--bits B ...].
 
-No model with latents can be had here. A layer becomes one by the singular value decomposition of
-its key and value projections, stacked, each in units of its size: keys before RoPE and values
+No model with latents can be had here. A layer becomes one by the singular value decomposition
+of its key and value projections, stacked, each in units of its size: keys before RoPE and values
 are U c of a latent c, exactly at full rank, of fewer channels by the largest singular values.
 Tokens are coded before anything attends to them, all but the first four and without their mean;
 RoPE stays where it is. `keys and values` codes each head's key before RoPE and its value at as

@@ -1,5 +1,5 @@
 """The kernels for latents against attention in fp64 on what codes stand for: in Triton's
-interpreter, on a GPU where there is one, which runs the kernel with operands in registers too."""
+interpreter, on a GPU where there is one, which has the kernel with operands in registers too."""
 
 import os
 import random
@@ -91,7 +91,7 @@ def oracle(call):
 
 
 def check(store, heads, n=1, chunk=0, states=None, form=None, splits=None, **rule):
-    "The kernel's error against fp64, and at most three times the reference's, which is in fp32."
+    "The kernel's error against fp64: at most three times that of the reference, in fp32."
     g = torch.Generator().manual_seed(heads)
     sizes = sum(part.q.d for part in store.parts)
     q = torch.randn(store.batch, heads, n, sizes, generator=g).to(DEVICE, store.dtype)
