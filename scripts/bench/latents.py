@@ -1,4 +1,4 @@
-"""Attention of a step to latents: run.py latents [--shapes 1x4096 8x32768] [--heads 16] --out FILE.
+"""Attention of a step to latents: run.py latents [--shapes 8x32768 ...] --out FILE.
 
 One layer of DeepSeek-V2-Lite's shape with random weights and latents: what transformers does
 (keys and values of all tokens are made of the latents, then attended to), absorbed attention to

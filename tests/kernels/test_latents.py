@@ -1,5 +1,5 @@
 """The kernels for latents against attention in fp64 on what codes stand for: in Triton's
-interpreter, on a GPU where there is one, which has the kernel with operands in registers too."""
+interpreter, on a GPU where there is one, with operands in registers too."""
 
 import os
 import random

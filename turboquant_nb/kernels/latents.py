@@ -747,13 +747,12 @@ def _query_operand(X, first, top, G: gl.constexpr, mma: gl.constexpr, half: gl.c
 
 @gluon.jit
 def _rotary_query(X, first, top, G: gl.constexpr, mma: gl.constexpr):
-    """The same of the rotary part: [W, Q, 16], as `_rotary_operand` orders. Of eight warps two have
-    the same channels, and half of the query each."""
+    "The same of the rotary part: [W, Q, 16], as `_rotary_operand` orders."
     A: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     w = gl.arange(0, G.W, layout=gl.SliceLayout(1, gl.SliceLayout(2, A)))[:, None, None]
     j = gl.arange(0, G.Q, layout=gl.SliceLayout(0, gl.SliceLayout(2, A)))[None, :, None]
     k = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, A)))[None, None, :]
-    x = gl.load(X + (first + j) * 64 + k // 8 * 32 + w % 4 * 8 + k % 8) * (4 / G.W)
+    x = gl.load(X + (first + j) * 64 + k // 8 * 32 + w * 8 + k % 8)
     t = gl.convert_layout(top, gl.SliceLayout(0, gl.SliceLayout(2, A)))[None, :, None]
     return (x / t).to(gl.float16)
 
@@ -934,7 +933,7 @@ def _fragment_kernel(
     rw = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, G.LB)))[:, None, None]
     rc = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, G.LB)))[None, :, None]
     rr = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, G.LB)))[None, None, :]
-    r_base = (rw % 4 * 8 + rc) * R + rr
+    r_base = (rw * 8 + rc) * R + rr
     tables, table_r = _lut(TABLE), _lut(TABLE + 4)
     t, tp = gl.arange(0, 64, layout=G.LS), gl.arange(0, 64, layout=LT)
     t, tp = t // 16 * R + t % 16, tp // 16 * R + tp % 16
@@ -1026,7 +1025,7 @@ class Form(NamedTuple):
     programs: int = 2  # of a multiprocessor
     fragments: bool = False  # by `_fragment_kernel`?
     registers: int | None = None  # of a thread, at most
-    ahead: int = 0  # units whose bytes are fetched before they are read
+    ahead: int = 0  # units of 64 tokens between fetching bytes and reading them
 
 
 @lru_cache(maxsize=16)
@@ -1043,7 +1042,7 @@ def form_of(store: KVStore, rows: int) -> Form:
     d, dr = (part.q.d for part in store.parts)
     half, gpu = store.dtype != torch.float32, gluon.language is not None
     if d in (256, 512) and dr == 64 and half and gpu and not is_interpreted():
-        return Form(fragments=True)
+        return Form(fragments=True, ahead=2)
     # the products' operands pass through shared memory: at most so much for a byte row
     parts, size = 1 if half else 2, padded_size(d) + padded_size(dr)
     fits = [x for x in (16, 8, 4) if size * (15.2 * x + 32 * parts) <= _device(store.device)[1]]
@@ -1071,11 +1070,9 @@ class Fragments(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-def fragment_layouts(
-    d: int, rows: int, bits: tuple, queries: int = 16, warps: int = 4, ahead: int = 0
-) -> Fragments:
+def fragment_layouts(d: int, rows: int, bits: tuple, ahead: int = 0) -> Fragments:
     "Layouts for latents of d channels in tiles of so many byte rows, of both sides' bits."
-    width = d // (2 * warps)  # lower channels of a warp
+    warps, queries, width = 4, 16, d // 8  # lower channels of a warp
     powers = lambda first, last: [
         1 << i for i in range(first.bit_length() - 1, last.bit_length() - 1)
     ]
@@ -1306,9 +1303,7 @@ def _coded_parts(call: Call, shared: dict, q: Tensor, form: Form, splits: int | 
     )
     bits = [part.q.code.channel_bits[0] for part in store.parts]
     if fast:
-        named["G"] = fragment_layouts(
-            d, tile // 4, tuple(bits), form.rows, form.warps, form.ahead
-        )
+        named["G"] = fragment_layouts(d, tile // 4, tuple(bits), form.ahead)
         options = {"maxnreg": form.registers} if form.registers else {}
         _fragment_launcher(b * h * blocks * splits, named, {}, num_warps=form.warps, **options)
         return parts
@@ -1394,7 +1389,7 @@ class Latents(Backend):
         return refuses(call) or device_reason(call.store, call.rule.backend == self.name)
 
     def run(self, call: Call) -> Answer:
-        "Raises ValueError for shapes that do not fit and, with the reason, for what is refused."
+        "Raises ValueError for shapes that do not fit, and with the reason for what is refused."
         check_call(call)
         if why := refuses(call):
             raise ValueError(f"the kernel for latents cannot serve this: {why}")
