@@ -1,11 +1,11 @@
-"""Attention of a step to latents: run.py latents [--shapes 1x4096 8x32768] [--heads 16] --out FILE.
+"""Attention of a step to latents: run.py latents [--shapes 8x32768 ...] --out FILE.
 
 One layer of DeepSeek-V2-Lite's shape with random weights and latents: what transformers does
 (keys and values of all tokens are made of the latents, then attended to), absorbed attention to
 exact latents in PyTorch, and absorbed attention to codes through the package's `attend`.
-Milliseconds of a call, the ways one after another; on a GPU of a replayed CUDA graph with an empty
-L2 cache, on a CPU of processor time on one thread, so that other work on the machine is not
-counted.
+Milliseconds of a call, the ways one after another; on a GPU of a replayed CUDA graph with an
+empty L2 cache, on a CPU of processor time on one thread, so that other work on the machine is
+not counted.
 
 Gate: absorbed attention to the decoded latents is that to the codes."""
 

@@ -1,12 +1,12 @@
 """What codes of latents cost a model: run.py latent_loss --out FILE [--model M] [--ranks R ...]
 [--bits B ...].
 
-No model with latents can be had here. A layer becomes one by the singular value decomposition of
-its key and value projections, stacked, each in units of its size: keys before RoPE and values
-are U c of a latent c, exactly at full rank, of fewer channels by the largest singular values.
-Tokens are coded before anything attends to them, all but the first four and without their mean;
-RoPE stays where it is. `keys and values` codes each head's key before RoPE and its value at as
-many bits instead.
+No model with latents can be had here. A layer becomes one by the singular value decomposition
+of its key and value projections, stacked, each in units of its size: keys before RoPE and
+values are U c of a latent c, exactly at full rank, of fewer channels by the largest singular
+values. Tokens are coded before anything attends to them, all but the first four and without
+their mean; RoPE stays where it is. `keys and values` codes each head's key before RoPE and its
+value at as many bits instead.
 
 `attention_error` is that of a layer's output on the model's own states, relative, the mean of
 all layers; `percent` is what perplexity rises by with all layers coded. Gate: at full rank

@@ -1489,6 +1489,18 @@ def test_classes_are_whole():
         assert cls.__mro__ == (cls, object)
 
 
+@pytest.mark.parametrize("n", [3, 4, 5, 9, 40])
+def test_a_prompt_without_padding_is_held_like_any(n):
+    "Its sinks in one copy, where all are there: the same tensors as by positions."
+    x, held = torch.randn(2, 3, n, 8), []
+    for unpadded in (False, True):
+        exact = ExactTokens({"sinks": torch.ones(2, 3, 4, 8), "recent": torch.ones(2, 3, 6, 8)})
+        exact.put(exact.prepare(x, 0, torch.zeros(2, dtype=torch.long), True, unpadded))
+        held.append(exact.tensors)
+    assert all(torch.equal(held[0][name], held[1][name]) for name in held[0])
+    assert torch.equal(held[1]["sinks"][:, :, : min(n, 4)], x[:, :, :4])
+
+
 @pytest.mark.parametrize("sinks, recent", ((0, 0), (0, 3), (2, 0), (3, 5)))
 def test_exact_tokens_by_number_and_by_device(sinks, recent, gen):
     """In chunks of any size both hold the first real tokens and the last ones; without room

@@ -149,12 +149,14 @@ def lost(rank, folder, found):
     began = time.monotonic()
 
     def to_stopped():
+        model(ids(64), past_key_values=cache)
         with sending(cache, 3):
-            model(ids(64), past_key_values=cache)
-            time.sleep(2)
+            time.sleep(2.7)
+            model(ids(32), past_key_values=cache)  # which its first layer breaks off
 
     found["lost"] = said(to_stopped if rank == 0 else lambda: receive(2, model))
     found["seconds"] = time.monotonic() - began
+    found["held"] = [x.held for x in cache.coded_layers]
     group = dist.new_group([0, 1], use_local_synchronization=True)
     new = model.generate(ids(5), past_key_values=TurboQuantCache(model, "k3v3"), max_length=8)
     found["usable"] = new.shape == (1, 8)

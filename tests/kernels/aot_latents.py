@@ -27,7 +27,7 @@ def build(kernel="fragments", capability=90, d=512, dr=64, bits=(3, 4)):
     form = latents.Form(16, 16, 8, 1, 1)
     if kernel == "fragments":
         form = latents.Form(fragments=True)
-        constants["G"] = latents.fragments(d, 64, tuple(bits))
+        constants["G"] = latents.fragment_layouts(d, 64, tuple(bits), 2)
         fn, kind = latents._fragment_kernel, GluonASTSource
     else:
         fn, kind = latents._latent_kernel, ASTSource

@@ -1,5 +1,5 @@
 """The kernels for latents against attention in fp64 on what codes stand for: in Triton's
-interpreter, on a GPU where there is one, which runs the kernel with operands in registers too."""
+interpreter, on a GPU where there is one, with operands in registers too."""
 
 import os
 import random
@@ -91,7 +91,7 @@ def oracle(call):
 
 
 def check(store, heads, n=1, chunk=0, states=None, form=None, splits=None, **rule):
-    "The kernel's error against fp64, and at most three times the reference's, which is in fp32."
+    "The kernel's error against fp64: at most three times that of the reference, in fp32."
     g = torch.Generator().manual_seed(heads)
     sizes = sum(part.q.d for part in store.parts)
     q = torch.randn(store.batch, heads, n, sizes, generator=g).to(DEVICE, store.dtype)
@@ -133,7 +133,7 @@ CASES = {
     "a window and exact tokens": (dict(n=(520,)), dict(heads=4, n=4, sliding_window=300)),
     "a cap": (dict(bits=(4, 2)), dict(heads=4, softcap=2.0)),
     "a chunk": (dict(sinks=2, recent=5), dict(heads=4, n=7, chunk=9)),
-    "drafts": (dict(sinks=2, recent=5), dict(heads=4, n=20, chunk=25, recent=3)),
+    "drafts": (dict(sinks=2, recent=5), dict(heads=2, n=17, chunk=20, recent=3)),
     "small tiles, haar": (dict(tile=64, rotation="haar"), dict(heads=4, splits=3)),
     "fp16": (dict(dtype=torch.float16, scale_dtype="bfloat16"), dict(heads=4, chunk=2)),
     "bf16": (dict(dtype=torch.bfloat16, scale="norm"), dict(heads=4)),
@@ -153,7 +153,7 @@ def test_against_fp64(name, form):
 def test_random_cases(seed, form):
     draw = random.Random(seed)
     pick = lambda *x: draw.choice(x)
-    sinks, recent, length = pick(0, 3), pick(0, 1, 40), draw.randint(30, 600)
+    sinks, recent, length = pick(0, 3), pick(0, 1, 40), draw.randint(30, 400)
     store, states = made(
         b=pick(1, 2),
         r=pick(32, 96, 256, 512) if CUDA else pick(32, 80, 128),
@@ -165,9 +165,9 @@ def test_random_cases(seed, form):
         sinks=sinks,
         recent=recent,
     )
-    n = pick(1, 1, 2, 5)
+    n = pick(1, 1, 2, 3)
     how = dict(sliding_window=pick(None, 70), softcap=pick(None, 3.0), splits=pick(None, 1, 7))
-    check(store, pick(1, 5, 16, 40), n, pick(0, n + 2), states, form, **how)
+    check(store, pick(1, 5, 16, 20), n, pick(0, n + 2), states, form, **how)
 
 
 def test_splits_agree_and_a_wrong_scale_shows():
@@ -221,7 +221,8 @@ REFUSED = {
     "latents: codes must have 2 to 4 bits": (dict(bits=(1, 3)), dict()),
     "rotary parts: codes must have 2 to 4 bits": (dict(bits=(3, 1)), dict()),
     "one table for all channels": (dict(codebook="trellis", bits=(2, 2)), dict()),
-    "got 24": (dict(r=24), dict()),
+    "up to 512, got 24": (dict(r=24), dict()),
+    "up to 128, got 144": (dict(t=144), dict()),
     "64, 128 or 256 tokens, got 32": (dict(tile=32), dict()),
     "at most 128 query heads": (dict(), dict(heads=130)),
     "1 to 16 query tokens are supported, got 17": (dict(), dict(n=17)),
@@ -271,11 +272,13 @@ def test_nan_in_a_query_is_that_rows():
 
 
 @needs_gluon
-@pytest.mark.parametrize("capability", [80, 90])
-def test_registers_of_the_kernels(capability):
-    "What the page says: the products spill nothing worth naming, and two programs fit."
-    jobs = [{"kernel": x, "capability": capability} for x in ("fragments", "tiles")]
-    rows = ahead_of_time(*jobs, script="aot_latents.py")
-    fast, plain = rows
-    assert fast["shared"] <= 32 * 1024 and plain["shared"] <= 160 * 1024
-    assert fast["spills"] <= (0 if capability == 90 else 300), fast
+def test_registers_of_the_kernels():
+    "Two programs of the kernel with operands in registers fit, without a spill worth naming."
+    jobs = [
+        {"kernel": "fragments", "capability": x, "d": d}
+        for x, d in ((80, 512), (90, 256), (90, 512))
+    ]
+    jobs.append({"kernel": "tiles", "capability": 90})
+    *fast, plain = ahead_of_time(*jobs, script="aot_latents.py")
+    assert all(x["shared"] <= 48 * 1024 and x["spills"] <= 256 for x in fast), fast
+    assert plain["shared"] <= 160 * 1024, plain

@@ -67,6 +67,7 @@ class ExactTokens:
         first: int,  # position of the first of them
         start: Tensor,  # [B] first real position of each sequence
         sinks: bool = True,  # may first real tokens of a sequence be among them?
+        unpadded: bool = False,  # is every start known to be 0?
     ) -> _NewExact:
         "What `put` takes to hold new tokens; nothing changes yet."
         n, recent = x.shape[2], self.recent.shape[2]
@@ -76,6 +77,8 @@ class ExactTokens:
         )
         if not sinks:
             return _NewExact(slots, x[:, :, n - last :], None)
+        if unpadded and not first and n >= self.sinks.shape[2]:  # a prompt: in one copy
+            return _NewExact(slots, x[:, :, n - last :], x[:, :, : self.sinks.shape[2]])
         at = start[:, None] + torch.arange(self.sinks.shape[2], device=x.device) - first
         inside = ((at >= 0) & (at < n))[:, None, :, None]
         index = at.clamp(0, n - 1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])

@@ -149,8 +149,9 @@ def _took(store, states, means, confirm=None) -> None:
     k, _ = states
     length, decay = store.length + k.shape[2], store.recipe.decay
     sinks = store.length < max(store.ranges.starts) + store.recipe.sinks
+    unpadded = not any(store.ranges.starts)
     exact = [
-        part.exact.prepare(x, store.length, store.start, sinks)
+        part.exact.prepare(x, store.length, store.start, sinks, unpadded)
         for part, x in zip(store.parts, states)
     ]
     older = [] if decay is None else _truncations(store, length - decay, length)

@@ -239,8 +239,9 @@ def sending(
     wait: float = 60.0,
 ):  # -> what has `nbytes`
     """While a pass of the model runs in this block, each layer is sent when it was read. Raises
-    as `send`, and ValueError if a layer got tokens after it was sent, or none."""
-    model, sent = checks.instance(cache, "cache", TurboQuantCache)._model(), []
+    as `send`, in the midst of a pass too, of which the cache then forgets what it took; and
+    ValueError if a layer got tokens after it was sent, or none."""
+    model, sent, broken = checks.instance(cache, "cache", TurboQuantCache)._model(), [], []
     if model is None:
         raise ValueError("cache must be made for a model that is there, to see its passes")
     before = [x.held for x in cache.coded_layers]
@@ -250,14 +251,22 @@ def sending(
             if x.index > module.layer_idx or x.held <= before[len(sent)]:
                 break
             x.make_growing()
-            writer.layer(*state_of(x.store))
+            try:
+                writer.layer(*state_of(x.store))
+            except ConnectionError as error:
+                broken.append(error)
+                raise
             sender.flush()
             sent.append(x.held)
 
     layers = (m for m in model.modules() if type(getattr(m, "layer_idx", None)) is int)
     with _stream(peer, header_of(cache), group, patience, wait) as (sender, writer):
-        with hooked(*(After(m, after) for m in layers)):
-            yield sender.link
+        try:
+            with hooked(*(After(m, after) for m in layers)):
+                yield sender.link
+        finally:
+            if broken:
+                cache.recover()
         cache.check()
         if sent != [x.held for x in cache.coded_layers]:
             raise ValueError(

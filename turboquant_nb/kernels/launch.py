@@ -91,17 +91,19 @@ def _angles_of(store: KVStore) -> AngleTables | None:
 
 
 @lru_cache(maxsize=512)  # layers with transforms of their own have quantizers of their own
-def _shared_plan(key, key_code, value, value_code, tile: int, device) -> Plan:
-    "The one plan of these: making its tables waits for the device, in every layer of a cache."
-    return Plan.of(key.with_code(key_code), value.with_code(value_code), tile, device)
+def _shared_plan(sides: tuple, tile: int, device) -> Plan:
+    """The one plan of two (quantizer, whether all tiles have its last planes): making its
+    tables waits for the device, which every layer of a cache did."""
+    qs = (q.with_code(q.code.whole) if whole else q for q, whole in sides)
+    return Plan.of(*qs, tile, device)
 
 
 def _plan_of(store: KVStore) -> Plan:
     "The plan of a store."
     plan = store.memo.get("plan")
     if plan is None:
-        known = (x for side in store.parts for x in (side.q, side.code))
-        plan = _shared_plan(*known, store.tile, store.device)
+        sides = tuple((side.q, not side.memory.truncated_tiles) for side in store.parts)
+        plan = _shared_plan(sides, store.tile, store.device)
         angles = None if plan.why else _angles_of(store)
         padded = store.clock.fixed or any(store.ranges.starts)  # a graph must see later changes
         plan = store.memo["plan"] = plan._replace(padded=padded, angles=angles)
