@@ -20,14 +20,14 @@ from turboquant_nb.kernels.decode import padded_size
 TYPES = aot_decode.TYPES | dict(BESIDE="*fp32", MR="*bf16", KSCALE="*fp16", VSCALE="*fp16")
 
 
-def build(kernel="fragments", capability=90, d=512, dr=64, bits=(3, 4)):
-    "One of the two kernels, as a step of latents of d channels asks for it."
-    flags = "HAS_START HAS_END HAS_LENGTH SLIDING CAPPED CENTRED CENTRED_R".split()
-    constants = dict.fromkeys(flags, False)
+def build(kernel="fragments", capability=90, d=512, dr=64, bits=(3, 4), flags=False):
+    "One of the two kernels, as a step of latents of d channels asks for it: all or no flags."
+    names = "HAS_START HAS_END HAS_LENGTH SLIDING CAPPED CENTRED CENTRED_R".split()
+    constants = dict.fromkeys(names, flags)
     form = latents.Form(16, 16, 8, 1, 1)
     if kernel == "fragments":
         form = latents.Form(fragments=True)
-        constants["G"] = latents.fragment_layouts(d, 64, tuple(bits), 2)
+        constants["G"] = latents.fragment_layouts(d, 64, tuple(bits))
         fn, kind = latents._fragment_kernel, GluonASTSource
     else:
         fn, kind = latents._latent_kernel, ASTSource

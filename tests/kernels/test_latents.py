@@ -278,7 +278,8 @@ def test_registers_of_the_kernels():
         {"kernel": "fragments", "capability": x, "d": d}
         for x, d in ((80, 512), (90, 256), (90, 512))
     ]
-    jobs.append({"kernel": "tiles", "capability": 90})
+    jobs.append({"kernel": "fragments", "capability": 90, "flags": True})
+    jobs.append({"kernel": "tiles", "capability": 90, "flags": True})
     *fast, plain = ahead_of_time(*jobs, script="aot_latents.py")
     assert all(x["shared"] <= 48 * 1024 and x["spills"] <= 256 for x in fast), fast
     assert plain["shared"] <= 160 * 1024, plain

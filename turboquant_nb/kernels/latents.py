@@ -687,26 +687,6 @@ def _plane_bytes(P0, P1, P2, base, upper, bit, tile, SIZE: gl.constexpr, BITS: g
 
 
 @gluon.jit
-def _prefetch(P0, P1, P2, unit, G: gl.constexpr):
-    "Have 16 byte rows of a latent's planes brought into the L2 cache, a line for each lane."
-    D: gl.constexpr = G.D
-    line = gl.arange(0, 32 * G.W, layout=gl.BlockedLayout([1], [32], [G.W], [0]))
-    base, bit = P0 + unit * (16 * D), P1 + unit * (8 * D)
-    at = gl.where(line < D // 8, base + line * 128, bit + (line - D // 8) % (D // 16) * 128)
-    if G.KB > 3:
-        last = P2 + unit * (8 * D) + (line - D // 8) % (D // 16) * 128
-        at = gl.where(line < D // 8 + D // 16, at, last)
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [at.to(gl.int64)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def _key_operand(x, G: gl.constexpr, mma: gl.constexpr):
     "Levels [W, channels, rows] as operand B: [W, channels (step, half, lane, 2), (j, row)]."
     y = gl.reshape(x, [G.W, 4, G.CW // 16, 2, 2, 8, 2])
@@ -884,12 +864,12 @@ def _fragment_kernel(
             + (h * group + jr // n).to(gl.int64) * sh
             + (jr % n).to(gl.int64) * sn
         )
-        both = top * 0
+        means = top * 0
         if CENTRED:
-            both += _row_shift(plain, M + bh * D, D, ok, G)
+            means += _row_shift(plain, M + bh * D, D, ok, G)
         if CENTRED_R:
-            both += _row_shift(plain + D, MR + bh * 64, 64, ok, G)
-        shift = gl.convert_layout(both, LH) * (scaling * 1.4426950408889634)
+            means += _row_shift(plain + D, MR + bh * 64, 64, ok, G)
+        shift = gl.convert_layout(means, LH) * (scaling * 1.4426950408889634)
     q0 = _query_operand(ROTATED, rows, top / k_step, G, mma, 0)
     q1 = _query_operand(ROTATED, rows, top / k_step, G, mma, 1)
     r0 = _rotary_query(BESIDE, rows, top / v_step, G, mma)
@@ -940,9 +920,6 @@ def _fragment_kernel(
     for i in range(first * U + begin, first * U + end):
         tile, row = i // U, i % U * 16
         slot = bh.to(gl.int64) * cap + tile
-        if G.AHEAD > 0:
-            ahead = bh.to(gl.int64) * (cap * U) + gl.minimum(i + G.AHEAD, first * U + end - 1)
-            _prefetch(K0, K1 if G.KB > 2 else K0, K2, ahead, G)
         token = t + row
         pos = offset + tile * (4 * R) + token
         seen = (pos >= lowest) & (pos < highest)
@@ -1024,8 +1001,6 @@ class Form(NamedTuple):
     stages: int = 1
     programs: int = 2  # of a multiprocessor
     fragments: bool = False  # by `_fragment_kernel`?
-    registers: int | None = None  # of a thread, at most
-    ahead: int = 0  # units of 64 tokens between fetching bytes and reading them
 
 
 @lru_cache(maxsize=16)
@@ -1042,7 +1017,7 @@ def form_of(store: KVStore, rows: int) -> Form:
     d, dr = (part.q.d for part in store.parts)
     half, gpu = store.dtype != torch.float32, gluon.language is not None
     if d in (256, 512) and dr == 64 and half and gpu and not is_interpreted():
-        return Form(fragments=True, ahead=2)
+        return Form(fragments=True)
     # the products' operands pass through shared memory: at most so much for a byte row
     parts, size = 1 if half else 2, padded_size(d) + padded_size(dr)
     fits = [x for x in (16, 8, 4) if size * (15.2 * x + 32 * parts) <= _device(store.device)[1]]
@@ -1059,7 +1034,6 @@ class Fragments(NamedTuple):
     R: int
     KB: int
     VB: int
-    AHEAD: int  # units
     LK: object  # layouts of bytes: for scores, for sums of values, of rotary parts
     LV: object
     LB: object
@@ -1070,7 +1044,7 @@ class Fragments(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-def fragment_layouts(d: int, rows: int, bits: tuple, ahead: int = 0) -> Fragments:
+def fragment_layouts(d: int, rows: int, bits: tuple) -> Fragments:
     "Layouts for latents of d channels in tiles of so many byte rows, of both sides' bits."
     warps, queries, width = 4, 16, d // 8  # lower channels of a warp
     powers = lambda first, last: [
@@ -1090,7 +1064,6 @@ def fragment_layouts(d: int, rows: int, bits: tuple, ahead: int = 0) -> Fragment
         R=rows,
         KB=bits[0],
         VB=bits[1],
-        AHEAD=ahead,
         LK=linear(
             [*map(channel, powers(1, lane)), rows_of(1)],
             [channel(lane), channel(2 * lane), rows_of(2), rows_of(4), rows_of(8)],
@@ -1303,9 +1276,8 @@ def _coded_parts(call: Call, shared: dict, q: Tensor, form: Form, splits: int | 
     )
     bits = [part.q.code.channel_bits[0] for part in store.parts]
     if fast:
-        named["G"] = fragment_layouts(d, tile // 4, tuple(bits), form.ahead)
-        options = {"maxnreg": form.registers} if form.registers else {}
-        _fragment_launcher(b * h * blocks * splits, named, {}, num_warps=form.warps, **options)
+        named["G"] = fragment_layouts(d, tile // 4, tuple(bits))
+        _fragment_launcher(b * h * blocks * splits, named, {}, num_warps=form.warps)
         return parts
     named |= dict(
         HK=padded_size(d // 2),
