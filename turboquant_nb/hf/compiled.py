@@ -342,7 +342,7 @@ class StepChoice:
 
     seconds = 4.0  # what compiling costs, once for a batch size (3 to 5 on H100 and H200)
     options = {}  # of `torch.compile`
-    saved = 30e-6  # what a step gains a layer (results/generate/compiled-h100.json: 30 and 62)
+    saved = 45e-6  # what a step gains a layer (results/generate/steps-h100.json: 47 and 48)
     most = 8  # batch sizes that torch compiles one function for
 
     def __init__(self):
