@@ -1000,7 +1000,7 @@ class Form(NamedTuple):
     warps: int = 4
     stages: int = 1
     programs: int = 2  # of a multiprocessor
-    fragments: bool = False  # by `_fragment_kernel`?
+    fragments: bool = False  # by the kernel of fragments?
 
 
 @lru_cache(maxsize=16)
@@ -1025,7 +1025,7 @@ def form_of(store: KVStore, rows: int) -> Form:
 
 
 class Fragments(NamedTuple):
-    "How `_fragment_kernel` is compiled."
+    "How the kernel of fragments is compiled."
 
     W: int  # warps
     Q: int  # query rows
