@@ -1012,8 +1012,8 @@ def _device(device: torch.device) -> tuple:
     return p.multi_processor_count, p.shared_memory_per_block_optin
 
 
-def form_of(store: KVStore, rows: int) -> Form:
-    "What serves so many query rows of a latent."
+def form_of(store: KVStore) -> Form:
+    "What serves the latents of a store."
     d, dr = (part.q.d for part in store.parts)
     half, gpu = store.dtype != torch.float32, gluon.language is not None
     if d in (256, 512) and dr == 64 and half and gpu and not is_interpreted():
@@ -1372,8 +1372,7 @@ class Latents(Backend):
 
     def _run(self, call: Call) -> Answer:
         store, q = call.store, last_dim_dense(call.q)
-        rows = q.shape[1] // store.heads * q.shape[2]
-        form = self.form or form_of(store, rows)
+        form = self.form or form_of(store)
         shared = _shared(call, q, 0 if call.k is None else call.k.shape[2])
         parts = _coded_parts(call, shared, q, form, self.splits)
         return _joined(call, shared, q, parts)
