@@ -28,9 +28,11 @@ def run(folder, part):
     env = {k: x for k, x in os.environ.items() if k != "TRITON_INTERPRET"}
     env |= {"PYTHONPATH": package, "OMP_NUM_THREADS": "1", "LMCACHE_LOG_LEVEL": "ERROR"}
     has = [PYTHON, "-c", "import lmcache.v1.distributed.serde"]
-    if subprocess.run(has, capture_output=True, env=env).returncode:
+    tried = subprocess.run(has, capture_output=True, text=True, env=env)
+    if tried.returncode:
         if "TURBOQUANT_NB_LMCACHE" in os.environ:
-            raise ImportError(f"{PYTHON} has no LMCache that can be imported")
+            why = tried.stderr.strip().rpartition("\n")[2]
+            raise ImportError(f"{PYTHON} cannot import LMCache: {why}")
         pytest.skip(MISSING)
     line = [PYTHON, str(HERE / "lmcache_parts.py"), str(folder), part]
     done = subprocess.run(line, capture_output=True, text=True, env=env, timeout=240)
