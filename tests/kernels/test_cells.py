@@ -37,7 +37,7 @@ from turboquant_nb.quant.mixed_precision import make_quantizer
 from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 
-from tests.helpers import RecentBlocks, ahead_of_time, random_history
+from tests.helpers import RecentBlocks, ahead_of_time, covering_pairs, random_history
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -356,25 +356,23 @@ def exact_blocks(gen, plan, requests, m, tokens, sinks):
     return near
 
 
-EXACT = [
-    (tokens, sinks, of, options)
-    for tokens, sinks in ((1, 0), (7, 0), (100, 0), (1, 4), (7, 3), (9, 20))
-    for of, options in (
+EXACT = covering_pairs(
+    ((1, 4), (7, 3), (9, 20), (7, 0), (1, 0), (100, 0)),  # recent tokens, first ones
+    (
         (dict(), {}),
         (dict(m=4, group=5), dict(softcap=3.0)),
         (dict(m=2, d=48, n=32), dict(sliding_window=40)),
-        (dict(m=2, d=48), dict(sliding_window=5)),
-    )
-    if not sinks or options.get("sliding_window") != 5  # which sees no first token
-]
+    ),
+) + [((tokens, 0), (dict(m=2, d=48), dict(sliding_window=5))) for tokens in (1, 7)]
 
 
 @needs_triton
-@pytest.mark.parametrize("tokens,sinks,of,options", EXACT)
-def test_recent_and_first_tokens(tokens, sinks, of, options, gen):
+@pytest.mark.parametrize("held,asked", EXACT)
+def test_recent_and_first_tokens(held, asked, gen):
     """Exact tokens before the queries' and first ones, with a centre; requests with more and
     with fewer of them than their past has. Mutants: a table that is shifted by a block reads
     others; of one first token less the codes are read, which are of no use."""
+    (tokens, sinks), (of, options) = held, asked
     plain, cache, table, lengths, q, k, v = case(
         gen, **{"lengths": (70, 5, 0, 33, 12), "heads": 1} | of
     )
@@ -383,13 +381,13 @@ def test_recent_and_first_tokens(tokens, sinks, of, options, gen):
     m, read, rule = of.get("m", 1), Requests(table, lengths), Rule(**options)
     near = exact_blocks(gen, plan, read, m, tokens, sinks)
     exact = Exact(k + center, v, near)
-    held = [
+    counts = [
         near.read_first(i, max(0, x - m), 1)[0].shape[0] for i, x in enumerate(lengths.tolist())
     ]
-    assert max(held) == min(sinks, max(0, 70 - m - tokens)) and min(held) == 0
+    assert max(counts) == min(sinks, max(0, 70 - m - tokens)) and min(counts) == 0
     want = check(plan, cache, read, q, exact, rule)
     scale = plan.views(cache)["key scale"]
-    for row, count in zip(table, held):
+    for row, count in zip(table, counts):
         for t in range(count):
             scale[row[t // plan.cell.tokens], :, t % plan.cell.tokens] = torch.nan
     if sinks:
