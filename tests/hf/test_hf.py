@@ -30,6 +30,7 @@ from tests.helpers import (
     VOCAB,
     Calls,
     cache_for,
+    covering_pairs,
     exact_recipe,
     generate,
     prompt,
@@ -75,8 +76,9 @@ def test_family(name):
     )  # the rows differ: padding and context matter
     results = []
     for attention in three(model):
-        saved._attn_implementation = attention
-        reading = "auto" if attention == "turboquant" else "dense"
+        model.set_attn_implementation(attention)
+        saved._attn_implementation = taken = model.config._attn_implementation
+        reading = "auto" if taken == "turboquant" else "dense"
         cache = TurboQuantCache(saved, exact_recipe(), attention=reading)
         exact, _ = generate(model, inputs, attention, cache=cache)
         assert torch.equal(exact, own), attention
@@ -130,9 +132,13 @@ def test_logits_of_codes_equal_logits_of_dense(name):
         assert float((a - b).abs().max()) < 2e-4 * float(a.abs().max()), (name, padded)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "qwen3_next", "falcon_h1"])
-def test_ways_of_generating(name, mode):
+WAYS = [(mode, "llama") for mode in MODES]
+WAYS += covering_pairs([*MODES], ["gemma3_text", "qwen3_next", "falcon_h1", "gpt_oss"])
+WAYS += [("beams", "qwen3_next"), ("beams", "falcon_h1")]
+
+
+@pytest.mark.parametrize("mode, name", WAYS)
+def test_ways_of_generating(mode, name):
     model, inputs = tiny(name), prompt(2, 36)
     if mode == "prefill in chunks" and name in HYBRID:
         pytest.skip("transformers feeds a recurrent layer chunk by chunk only for some models")
@@ -156,31 +162,31 @@ def test_ways_of_generating(name, mode):
             assert torch.equal(own, results[0])
 
 
-@pytest.mark.parametrize("name", ["mistral", "gpt_oss"])
-def test_prompt_lookup_and_assisted(name):
+@pytest.mark.parametrize(
+    "name, drafter", covering_pairs(["mistral", "gpt_oss"], ["lookup", "another", "itself"])
+)
+def test_prompt_lookup_and_assisted(name, drafter):
     "Drafts are checked and cropped: the result is greedy's, in every mode."
-    model, assistant = tiny(name), tiny(name, seed=3)
+    model = tiny(name)
     model.set_attn_implementation("eager")
-    twin = copy.deepcopy(
-        model
-    )  # agrees with every draft; a drafting model keeps a cache of its own, so its attention
-    # stays dense
+    # a model that drafts keeps a cache of its own, so its attention stays dense; a copy agrees
+    # with every draft
+    drafts = dict(prompt_lookup_num_tokens=4)
+    if drafter != "lookup":
+        other = copy.deepcopy(model) if drafter == "itself" else tiny(name, seed=3)
+        drafts = dict(assistant_model=other)
     ids = prompt(1, 12, padded=False)["input_ids"].repeat(1, 3)
-    inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
+    inputs, how = (
+        dict(input_ids=ids, attention_mask=torch.ones_like(ids)),
+        dict(max_new_tokens=25),
+    )
     for attention in three(model):
-        plain, _ = generate(model, inputs, attention, exact_recipe(), max_new_tokens=25)
-        for kwargs in (
-            dict(prompt_lookup_num_tokens=4),
-            dict(assistant_model=assistant),
-            dict(assistant_model=twin),
-        ):
-            got, cache = generate(
-                model, inputs, attention, exact_recipe(), max_new_tokens=25, **kwargs
-            )
-            assert torch.equal(got, plain)
-            got, cache = generate(model, inputs, attention, "k4v4", max_new_tokens=25, **kwargs)
-            assert got.shape == plain.shape and cache.get_seq_length() <= 61
-            assert cache.report()["nbytes"] == walk_bytes(cache)
+        plain, _ = generate(model, inputs, attention, exact_recipe(), **how)
+        got, cache = generate(model, inputs, attention, exact_recipe(), **how, **drafts)
+        assert torch.equal(got, plain)
+        got, cache = generate(model, inputs, attention, "k4v4", **how, **drafts)
+        assert got.shape == plain.shape and cache.get_seq_length() <= 61
+        assert cache.report()["nbytes"] == walk_bytes(cache)
 
 
 STEPWISE = {
@@ -191,9 +197,10 @@ STEPWISE = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text"])
-@pytest.mark.parametrize("recipe", STEPWISE)
-def test_drafts_give_the_tokens_of_greedy_decoding(name, recipe):
+@pytest.mark.parametrize(
+    "recipe, name", covering_pairs([*STEPWISE], ["llama", "mistral", "gemma3_text"])
+)
+def test_drafts_give_the_tokens_of_greedy_decoding(recipe, name):
     """Prompt lookup and assisted decoding on codes of two and three bits, of a random model in
     float64 whose tokens depend on every code: token for token those of plain greedy decoding,
     the first pass included, whose drafts come with the prompt."""
