@@ -1012,6 +1012,7 @@ def plan(only, numerics):
     if full:
         runs[runs.index(("nbtest", ("native",)))] = "nbtest", ("native", ONCE)
         runs.append(("nbtest", (foreign(),)))
+        runs.sort(key=lambda run: run[0] == "docs")  # mostly one thread, beside the others
     return runs
 
 
