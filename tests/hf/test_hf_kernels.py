@@ -18,6 +18,7 @@ from tests.helpers import (
     MODES,
     Calls,
     cache_for,
+    covering_pairs,
     exact_recipe,
     generate,
     prompt,
@@ -67,9 +68,10 @@ def test_no_mask_is_made(name, padded, no_masks):
     assert all(x.store.start.tolist() == list(x.starts) for x in cache.coded_layers)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
-def test_no_mask_in_any_way_of_generating(name, mode, no_masks):
+@pytest.mark.parametrize(
+    "mode, name", covering_pairs([*MODES], ["llama", "gemma3_text", "gpt_oss"])
+)
+def test_no_mask_in_any_way_of_generating(mode, name, no_masks):
     model = tiny(name)
     generate(model, prompt(2, 30), "turboquant", "k3v3", padding=False, **MODES[mode])
     ids = prompt(1, 12, padded=False)["input_ids"].repeat(1, 3)
