@@ -1583,34 +1583,13 @@ def test_max_length_is_refused_before_anything_changes():
         model.generate(**inputs, past_key_values=cache, max_new_tokens=5, do_sample=False)
 
 
-def test_cache_implementation_conflicts():
-    model = tiny()
-    with pytest.raises(ValueError):
-        model.generate(
-            **prompt(1, 6, padded=False),
-            past_key_values=TurboQuantCache(model),
-            cache_implementation="static",
-            max_new_tokens=2,
-        )
-
-
 def test_output_attentions():
-    """Weights exist only where transformers computes them; 'turboquant' may refuse or warn but
-    not invent."""
+    "Weights exist only where transformers computes them: none are invented."
     model, inputs = tiny(), prompt(1, 6, padded=False)
-    model.set_attn_implementation("eager")
+    model.set_attn_implementation("turboquant")
     with torch.no_grad():
         out = model(**inputs, past_key_values=TurboQuantCache(model), output_attentions=True)
-        assert len(out.attentions) == 2 and out.attentions[0].shape == (1, 4, 6, 6)
-        model.set_attn_implementation("turboquant")
-        try:
-            out = model(
-                **inputs, past_key_values=TurboQuantCache(model), output_attentions=True
-            )
-        except (ValueError, NotImplementedError) as refused:
-            assert "attention" in str(refused)
-        else:
-            assert out.attentions is None or all(x is None for x in out.attentions)
+    assert not out.attentions
 
 
 def test_dropout_is_refused():

@@ -52,8 +52,9 @@ def no_masks(monkeypatch):
 # -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [n for n in FAMILIES if n not in OWN])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    "name, padded", covering_pairs([n for n in FAMILIES if n not in OWN], [False, True])
+)
 def test_no_mask_is_made(name, padded, no_masks):
     """Causal order, left padding and sliding windows are ranges; the tokens are those of
     transformers' own cache when every token is in the exact window."""

@@ -136,16 +136,6 @@ def test_the_model_is_as_it_was():
     assert torch.equal(text(**inputs).logits, before)
 
 
-def test_assisted_generation_and_prompt_lookup():
-    model, twin = tiny(), copy.deepcopy(tiny())
-    ids = prompt(1, 12, padded=False)["input_ids"].repeat(1, 3)
-    inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
-    want = own(model, inputs)
-    for how in (dict(prompt_lookup_num_tokens=3), dict(assistant_model=twin)):
-        cache = TurboQuantCache(model, exact_recipe())
-        assert torch.equal(tokens(model, inputs, cache, **how), want) and on_codes(cache)
-
-
 def test_a_cache_of_a_config_is_on_codes_too():
     model, inputs = tiny("qwen3"), prompt(2, 24)
     cache = TurboQuantCache(model.config, exact_recipe())

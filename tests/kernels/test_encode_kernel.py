@@ -242,7 +242,7 @@ def test_fused_mean(of, starts):
     covering_pairs((1, 63, 64, 65, 300, 600), (torch.bfloat16, torch.float16, torch.float32)),
 )
 def test_a_prompt_has_its_codes_whoever_codes_it_and_beside_what(n, dtype):
-    """Alone, and padded in a batch of eight, one mean and one code, bit for bit, of PyTorch and
+    """Alone, and padded in a batch of four, one mean and one code, bit for bit, of PyTorch and
     of the kernel, whether the host or the device knows the padding. Means of both are equal
     too; a scale or a code may lie between two numbers, see `decided`."""
     recipe, freq = pre_rope(32, 32)
@@ -269,7 +269,7 @@ def test_a_prompt_has_its_codes_whoever_codes_it_and_beside_what(n, dtype):
     means = []
     for add, fixed in ((kernel.append, False), (kernel.append, True), (plain_append, False)):
         mean, alone = coded(add, 1, 0, **static(n) if fixed else {})
-        again, beside = coded(add, 8, 37, **static(n + 37) if fixed else {})
+        again, beside = coded(add, 4, 37, **static(n + 37) if fixed else {})
         same(again, mean)
         for one, two in zip(alone, beside):
             same(one[0], two[0])
@@ -745,27 +745,35 @@ def test_refused_states_leave_the_store(n, wait):
         )
 
 
-@pytest.mark.parametrize("side", (0, 1))
-@pytest.mark.parametrize("n,wait", ((8, None), (8, False), (70, False), (300, False)))
-def test_states_taken_without_waiting(n, wait, side):
+ASKED = [
+    (n, wait, side)
+    for n, wait in ((8, None), (8, False), (70, False), (300, False))
+    for side in (0, 1)
+]
+
+
+@pytest.mark.parametrize(
+    "asked, bad", covering_pairs(ASKED, [bad for bad, _ in (*BAD, *reversed(BAD))])
+)
+def test_states_taken_without_waiting(asked, bad):
     """A short append, and a long one that may not wait, takes what it is given; attention to it
     is NaN, and `sync` raises once. What is right is coded as ever."""
-    for bad, _ in BAD:
-        x = states(1, 2, n, 32, torch.float32)
-        store, waits = (KVStore(preset("k3v3"), 1, 2, 32, device=DEVICE) for _ in range(2))
-        for s in (store, waits):
-            kernel.append(s, x[:, :, :8], x[:, :, :8])
-        kernel.append(waits, x, x, wait=True)
-        y = x.clone()
-        y[0, 1, 3] = bad
-        kernel.append(store, *((y, x) if side == 0 else (x, y)), wait=wait)
-        scale = (store.key, store.value)[side].tensors["scale"].flatten(2)[:, :, : n + 8]
-        assert store.length == n + 8 and scale.isnan().nonzero().tolist() == [[0, 1, 11]]
-        right = (waits.key, waits.value)[side].tensors["scale"].flatten(2)[:, :, : n + 8]
-        assert torch.equal(scale[~scale.isnan()], right[~scale.isnan()])
-        with pytest.raises(ValueError, match=("keys", "values")[side] + " that were"):
-            store.sync()
-        assert store.sync() == n + 8
+    n, wait, side = asked
+    x = states(1, 2, n, 32, torch.float32)
+    store, waits = (KVStore(preset("k3v3"), 1, 2, 32, device=DEVICE) for _ in range(2))
+    for s in (store, waits):
+        kernel.append(s, x[:, :, :8], x[:, :, :8])
+    kernel.append(waits, x, x, wait=True)
+    y = x.clone()
+    y[0, 1, 3] = bad
+    kernel.append(store, *((y, x) if side == 0 else (x, y)), wait=wait)
+    scale = (store.key, store.value)[side].tensors["scale"].flatten(2)[:, :, : n + 8]
+    assert store.length == n + 8 and scale.isnan().nonzero().tolist() == [[0, 1, 11]]
+    right = (waits.key, waits.value)[side].tensors["scale"].flatten(2)[:, :, : n + 8]
+    assert torch.equal(scale[~scale.isnan()], right[~scale.isnan()])
+    with pytest.raises(ValueError, match=("keys", "values")[side] + " that were"):
+        store.sync()
+    assert store.sync() == n + 8
 
 
 def test_a_first_chunk_is_looked_at():
