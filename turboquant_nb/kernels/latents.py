@@ -30,7 +30,14 @@ from turboquant_nb.kernels.decode import (
     last_dim_dense,
     padded_size,
 )
-from .launch import DRAFTS, device_reason, ranges_reason, shape_reason
+from .encode import device_properties
+from turboquant_nb.kernels.launch import (
+    DRAFTS,
+    device_reason,
+    ranges_reason,
+    shape_reason,
+    tensor_core_reason,
+)
 
 try:
     import triton
@@ -1003,15 +1010,6 @@ class Form(NamedTuple):
     fragments: bool = False  # by the kernel of fragments?
 
 
-@lru_cache(maxsize=16)
-def _device(device: torch.device) -> tuple:
-    "(multiprocessors, bytes of shared memory of a block); the interpreter has few to fill."
-    if device.type != "cuda":
-        return 2, 2**20
-    p = torch.cuda.get_device_properties(device)
-    return p.multi_processor_count, p.shared_memory_per_block_optin
-
-
 def form_of(store: KVStore) -> Form:
     "What serves the latents of a store."
     d, dr = (part.q.d for part in store.parts)
@@ -1020,7 +1018,7 @@ def form_of(store: KVStore) -> Form:
         return Form(fragments=True)
     # the products' operands pass through shared memory: at most so much for a byte row
     parts, size = 1 if half else 2, padded_size(d) + padded_size(dr)
-    fits = [x for x in (16, 8, 4) if size * (15.2 * x + 32 * parts) <= _device(store.device)[1]]
+    fits = [x for x in (16, 8, 4) if size * (15.2 * x + 32 * parts) <= device_properties(store.device).shared_memory]
     return Form(16, fits[0], 8, 1, 1)
 
 
@@ -1127,18 +1125,6 @@ def _side_reason(name: str, most: int, part) -> str:
     return ""
 
 
-@lru_cache(maxsize=8)
-def _capability_reason(device: torch.device) -> str:
-    "Why the kernel cannot run on a device; empty if it can."
-    if is_interpreted():
-        return ""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return f"an NVIDIA GPU is needed, the store is on {device.type}"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "an NVIDIA GPU of compute capability 8.0 or newer is needed"
-    return ""
-
-
 def _store_reason(store: KVStore) -> str:
     "Why the kernel cannot read a store; empty if it can."
     sides = zip(("latents", "rotary parts"), (512, 128), store.parts)
@@ -1148,7 +1134,7 @@ def _store_reason(store: KVStore) -> str:
         return f"tiles must have 64, 128 or 256 tokens, got {store.tile}"
     if not all(t.is_contiguous() for s in store.parts for t in s.tensors.values()):
         return "the store's tensors must be contiguous"
-    return _capability_reason(store.device)
+    return "" if is_interpreted() else tensor_core_reason(store.device)
 
 
 def refuses(call: Call) -> str:
@@ -1244,7 +1230,7 @@ def _coded_parts(call: Call, shared: dict, q: Tensor, form: Form, splits: int | 
     blocks = -(-shared["group"] * n // form.rows)
     held = None if store.clock.position is None else store.capacity
     visible = None if call.rule.sliding_window is None else call.rule.sliding_window + n + tile
-    programs = form.programs * _device(store.device)[0]
+    programs = form.programs * device_properties(store.device).processors
     rule = SplitRule(b * h * blocks, programs, unit, held, visible, splits)
     splits = rule.splits(store.length - store.offset - shared["chunk"])
     shape = (b * h * blocks, splits, form.rows)
