@@ -23,6 +23,7 @@ from turboquant_nb.kernels.decode import (
     _log_sum,
     _portable_cap,
     _portable_kernel,
+    _scores,
     is_interpreted,
     padded_size,
     plain_queries,
@@ -817,7 +818,9 @@ def _recent_tokens(
         seen = there[None, :] & (i >= 0)[:, None]
         if SLIDING:
             seen = seen & (t[None, :] > (length - m + i - sliding_window)[:, None])
-        top, total, acc = _attend_exactly(q, k, v, seen, top, total, acc, cap_at, CAPPED)
+        top, total, acc = _attend_exactly(
+            _scores(q, k), v, seen, top, total, acc, cap_at, CAPPED
+        )
     return top, total, acc
 
 
