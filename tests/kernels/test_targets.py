@@ -33,8 +33,9 @@ def gpu(monkeypatch):
         monkeypatch.setattr(launch, "is_interpreted", lambda: False)
         monkeypatch.setattr(encode, "_interpreted", lambda: False)
         found = encode.DeviceProperties(132, 232448, capability if hip is None else ())
+        found = dict(cuda=found, cpu=encode.DeviceProperties())
         for module in (launch, encode):
-            monkeypatch.setattr(module, "device_properties", lambda _: found)
+            monkeypatch.setattr(module, "device_properties", lambda x: found[x.type])
         monkeypatch.setattr(torch.version, "hip", hip)
         return torch.device("cuda")
 
