@@ -1185,7 +1185,7 @@ def combine(
             OUT=out,
             LSE=lse,
             REST=rest,
-            SHARE=rest,
+            SHARE=x.packed_lut,
             ckb=ckb,
             ckh=ckh,
             ckn=ckn,
