@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 
 
 def deep():
-    return tiny("llama", num_hidden_layers=12)
+    return tiny("llama", num_hidden_layers=4)
 
 
 def pair(model, recipe="k4v4", **kwargs):
@@ -43,7 +43,7 @@ def same_tokens(model, inputs, caches, **options):
     "way, padded", covering_pairs(["greedy", "sampled", "beams", "returned"], [True, False])
 )
 def test_tokens_of_captured_steps_are_those_of_eager_ones(way, padded):
-    """12 layers: one capture, and every step after the two that come before it is a replay.
+    """Four layers: one capture, and every step after the two that come before it is a replay.
     Kills: a length, a position or padding that Python baked into the recording."""
     options = {
         "greedy": {},
