@@ -339,7 +339,7 @@ def tried(name: str) -> dict:
     row |= {"answer": answer, "why": why}
     if held is None:
         return row
-    row |= {"layers": len(held.layers), "coded layers": len(held.coded_layers)}
+    row |= {"layers": len(held.layers), "coded layers": len(held.info.coded)}
     want = tokens(model, DynamicCache(config=model.config))
     switches = answer == "on codes" and not held.info.reading.deferred
     for attention in ("its own", "turboquant")[: 1 + switches]:
