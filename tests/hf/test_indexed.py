@@ -162,9 +162,7 @@ def test_a_copy_a_file_and_a_crop_go_on_alike(monkeypatch, tmp_path):
         for other in (*others, more):
             assert torch.equal(model(**rows, past_key_values=other).logits, want)
     with pytest.raises(ValueError, match="is of a deepseek_v32 with 2 layers, the model is a"):
-        TurboQuantCache.load(
-            tmp_path / "cache.safetensors", small("DeepseekV3", monkeypatch)
-        )
+        TurboQuantCache.load(tmp_path / "cache.safetensors", small("DeepseekV3", monkeypatch))
 
 
 def test_rows_change_places_together(monkeypatch):
@@ -211,7 +209,10 @@ def test_few_tokens_of_a_mask_are_gathered(latent, recipe, monkeypatch):
     store.set_range(start=torch.tensor([0, 3, 0]))
     store.append(*(torch.randn(3, 2, 600, d, generator=g) for d in (32, 16)))
     q = torch.randn(3, 4, 1, 48 if latent else 32, generator=g)
-    mask = torch.rand(3, 1, 1, 600, generator=g) < torch.tensor([0.1, 0.02, 0])[:, None, None, None]
+    mask = (
+        torch.rand(3, 1, 1, 600, generator=g)
+        < torch.tensor([0.1, 0.02, 0])[:, None, None, None]
+    )
     found, own = [], attention._shown
     watched = lambda *a: found.append(own(*a)) or found[-1]
     monkeypatch.setattr(attention, "_shown", watched)

@@ -163,6 +163,8 @@ def test_refused():
         model = made(Hands)
         model.config.layer_types = ["full_attention", "folded_attention"]
         TurboQuantCache(model)
-    own = type("Own", (Decoder,), dict(_supports_default_dynamic_cache=classmethod(lambda c: 0)))
+    own = type(
+        "Own", (Decoder,), dict(_supports_default_dynamic_cache=classmethod(lambda c: 0))
+    )
     with pytest.raises(ValueError, match="invented takes only a cache of its own kind"):
         TurboQuantCache(own(Config(**INNER)))

@@ -250,8 +250,12 @@ def read_at(
     self: Memory,
     at: Tensor,  # [B, n] positions, of each sequence its own
 ) -> Coded:
-    "What `read` gives of single tokens, of codes that keep nothing but symbols; no tile is truncated."
-    rows, tile, t = torch.arange(len(at), device=at.device)[:, None], at // self.tile, at % self.tile
+    "What `read` gives of single tokens, where codes are symbols alone and no tile truncated."
+    rows, tile, t = (
+        torch.arange(len(at), device=at.device)[:, None],
+        at // self.tile,
+        at % self.tile,
+    )
     t, slot = t % (self.tile // 4), _slots(at.device)[t // (self.tile // 4)][:, :, None, None]
     codes = None
     for g in self.groups:

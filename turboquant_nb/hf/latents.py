@@ -124,7 +124,9 @@ class IndexKeys(TurboQuantLayer):
         if keys.ndim != 3 or keys.shape[2] != 2 * size:
             want = f"[sequences, tokens, {2 * size}]"
             got = list(keys.shape)
-            raise ValueError(f"keys of the index of layer {self.index} must be {want}, got {got}")
+            raise ValueError(
+                f"keys of the index of layer {self.index} must be {want}, got {got}"
+            )
         states = keys[:, None, :, :size], keys[:, None, :, size:]
         past = self.held
         self._append(*states, past == 0)
@@ -145,7 +147,9 @@ class IndexedLayer(GroupedLayer):
                 raise ValueError(f"layer {info.index} selects tokens by an index; {why}")
         self.keys = self.values = None
         half = replace(info, key_size=info.index_size // 2, value_size=info.index_size // 2)
-        half = replace(half, heads=1, query_heads=1, latent=None, index_size=None, inv_freq=None)
+        half = replace(
+            half, heads=1, query_heads=1, latent=None, index_size=None, inv_freq=None
+        )
         coded = replace(recipe, key=INDEX, value=INDEX, decay=None)
         rest = reader, max_length, backend
         self.groups = [TurboQuantLayer(recipe, info, *rest), IndexKeys(coded, half, *rest)]

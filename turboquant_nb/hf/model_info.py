@@ -85,8 +85,8 @@ def _own_layers(config) -> list:
     code = _modeling(config) if indexed else None
     if code is not None and "past_key_values.layers[" in inspect.getsource(code):
         raise ValueError(
-            f"{config.model_type} looks into the layers of transformers' own cache for the keys "
-            "of an index, so it cannot be served"
+            f"{config.model_type} looks into the layers of transformers' own cache for keys of "
+            "an index, so it cannot be served"
         )
     if not any(map(_is_coded, layers)):
         raise ValueError(
