@@ -1497,7 +1497,9 @@ class _AppendPlan:
             _SidePlan(q, dtype, device, r, self.room) for q, r in zip(qs, (rope, 0))
         )
         self.chained = bool(self.key.code or self.value.code)
-        self.rows, self.options = _short_config(max(q.d for q in qs), device_properties(device).roomy)
+        self.rows, self.options = _short_config(
+            max(q.d for q in qs), device_properties(device).roomy
+        )
         self.fixed = (
             self.key.constants,
             self.value.constants,
