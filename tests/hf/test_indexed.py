@@ -165,6 +165,29 @@ def test_a_copy_a_file_and_a_crop_go_on_alike(monkeypatch, tmp_path):
         TurboQuantCache.load(tmp_path / "cache.safetensors", small("DeepseekV3", monkeypatch))
 
 
+def test_drafts_behind_a_prompt_are_not_in_its_mean(monkeypatch):
+    model, keys = small("DeepseekV32", monkeypatch), torch.randn(2, 23, 8)
+    means = []
+    for n in (20, 23):
+        cache = TurboQuantCache(model, RECIPE)
+        cache.layers[0].groups[1].drafts = n - 20
+        assert torch.equal(cache.update_indexer(keys[:, :n], 0), keys[:, :n])
+        means.append(cache.layers[0].groups[1].store.key.mean)
+    assert means[0].any() and torch.equal(*means)
+
+
+def test_a_refused_key_names_the_index_and_autocast_leaves_codes_alone(monkeypatch):
+    model, keys = small("DeepseekV32", monkeypatch), torch.randn(1, 20, 8)
+    caches = [TurboQuantCache(model, RECIPE) for _ in range(2)]
+    caches[0].update_indexer(keys, 0)
+    with torch.autocast("cpu", torch.bfloat16):
+        caches[1].update_indexer(keys, 0)
+    a, b = (x.layers[0].groups[1].store.read()[0] for x in caches)
+    assert torch.equal(a, b)
+    with pytest.raises(ValueError, match="keys of the index of layer 1"):
+        caches[0].update_indexer(keys * torch.nan, 1)
+
+
 def test_rows_change_places_together(monkeypatch):
     model, inputs = small("DeepseekV32", monkeypatch), prompt(3, 40)
     cache = TurboQuantCache(model, RECIPE)

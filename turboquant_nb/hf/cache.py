@@ -1096,6 +1096,10 @@ class TurboQuantCache(Cache):
         "Keys [B, n, d] by which a layer selects tokens: coded; all that it holds is returned."
         if torch.compiler.is_compiling():
             return eagerly(self.update_indexer, indexer_key_states, layer_idx)
+        kind = indexer_key_states.device.type
+        if kind != "meta" and torch.is_autocast_enabled(kind):  # as in `update`
+            with torch.autocast(kind, enabled=False):
+                return self.update_indexer(indexer_key_states, layer_idx)
         if not hasattr(self.layers[layer_idx], "update_indexer"):
             raise ValueError(f"layer {layer_idx} of this cache keeps no keys of an index")
         return self.layers[layer_idx].update_indexer(indexer_key_states)

@@ -128,8 +128,11 @@ class IndexKeys(TurboQuantLayer):
                 f"keys of the index of layer {self.index} must be {want}, got {got}"
             )
         states = keys[:, None, :, :size], keys[:, None, :, size:]
-        past = self.held
-        self._append(*states, past == 0)
+        past, (drafts, self.drafts) = self.held, (self.drafts, 0)
+        if drafts and not past:  # the prompt has its mean to itself
+            self._append_with_drafts(states, drafts, False)
+        else:
+            self._append(*states, past == 0)
         return torch.cat(self.read(states, 0), -1)[:, 0] if past else keys
 
 
@@ -153,6 +156,7 @@ class IndexedLayer(GroupedLayer):
         coded = replace(recipe, key=INDEX, value=INDEX, decay=None)
         rest = reader, max_length, backend
         self.groups = [TurboQuantLayer(recipe, info, *rest), IndexKeys(coded, half, *rest)]
+        self.groups[1].names = (f"keys of the index of layer {info.index}",) * 2
 
     def update(self, *args, **kwargs) -> tuple:
         "As of a `TurboQuantLayer`."
