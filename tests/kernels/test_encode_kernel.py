@@ -140,6 +140,8 @@ def test_latents():
     one half, as if it had a slice too few."""
     recipe = Recipe(Spec(center="prompt_mean"), Spec(bits=4), sinks=2, recent=3)
     parts = chunks((70, 1, 5), h=1, dk=512, dv=64)
+    haar = Recipe(Spec(rotation="haar"), Spec(bits=4), 2, 3)
+    both(haar, chunks((20, 1), h=1, dk=400, dv=64, dtype=torch.float32), torch.float32)
     fused, _ = both(recipe, parts)
     wrong = KVStore(recipe, 1, 1, 512, 64, torch.bfloat16, device=DEVICE)
     cut = [(k * (torch.arange(512, device=k.device) < 480), v) for k, v in parts]
@@ -908,6 +910,7 @@ LIMITS = [
     ({"capability": 90, "n": 1, "d": 512, "dv": 64, "bits": [3, 4]}, 255, 0, 48),
     ({"capability": 90, "d": 512, "dv": 64, "bits": [3, 4], "whole": False}, 255, 0, 48),
     ({"capability": 90, "d": 512, "r": 512, "whole": False}, 255, 0, 48),
+    ({"capability": 80, "d": 512, "r": 512, "parts": 3, "n": 1}, 255, 64, 99),
     ({"capability": 90, "parts": 3, "whole": False}, 255, 64, 99),
     ({"capability": 90, "r": 128}, 168, 0, 99),
     ({"capability": 90, "n": 1, "r": 128}, 168, 0, 48),

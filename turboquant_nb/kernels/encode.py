@@ -172,6 +172,7 @@ def _constants(
     d, dtype, bits, mode, scale, mean, rope, chain = side
     order, places = packed_order(d) if chain else (0, 0)
     half = max(16, 1 << (d // 2 - 1).bit_length())
+    rows = 64 if parts == 1 else 32  # what two stages of the rotation leave room for
     butterfly = large and butterfly and half == 128 and d == 2 * half  # it fits
     x_parts = (
         1 if parts == 1 and dtype == torch.float16 else _PARTS[dtype]
@@ -179,7 +180,7 @@ def _constants(
     return CodingConstants(
         D=d,
         HALF=half,
-        SLICE=2 * half if parts == 1 and half <= 64 else 64 if parts == 1 and d <= 256 else 32,
+        SLICE=2 * half if parts == 1 and half <= 64 else rows if d <= 256 else rows // 2,
         BITS=bits,
         MODE=_MODES[mode],
         X_PARTS=3 if rope else x_parts,
@@ -1978,7 +1979,8 @@ def fused_mean(
         num_warps=4 if d <= 64 else 8 if d <= 256 else 16,
     )
     wide = dict(D=d, DP=size(d), LOG_DP=size(d).bit_length() - 1)
-    _mean_kernel[(b * h,)](sums, store.start, mean, h, skip, n, blocks, **wide, **tree)
+    sizes = (sums, store.start, mean, h, skip, n, blocks)
+    _mean_kernel[(b * h,)](*sizes, **wide, **tree, num_warps=4 if d <= 256 else 8)
     return mean.to(torch.bfloat16)
 
 # %% ../../nbs/40_encode.ipynb #b023a9ff
