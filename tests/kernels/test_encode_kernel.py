@@ -640,7 +640,7 @@ def test_tables_and_sign_residual(table):
 FAST, SMALL = "trellis_fast", "trellis"
 WINDOWS = [  # of keys and values: bits, name; head size, centre of keys, scale, tokens, static
     ((2, FAST), (2, FAST), 64, "prompt_mean", "mse", 1, False),
-    ((2, SMALL), (2, FAST), 64, "pre_rope", "mse", 3, False),
+    ((2, SMALL), (2, FAST), 64, "pre_rope", "mse", 2, False),
     ((3, "sphere"), (2, FAST), 64, "prompt_mean", "mse", 1, True),
     ((3, FAST), (4, "sphere"), 128, "none", "unbiased", 2, False),
     ((1, SMALL), (1, FAST), 80, "none", "norm", 1, False),
@@ -660,7 +660,7 @@ def test_codes_by_windows(key, value, d, center, scale, n, static):
         KVStore(recipe, 2, 1, d, device=DEVICE, tile=64, inv_freq=freq, **more)
         for more in (room, {})
     )
-    first, *parts = chunks((62, n, n, n), b=2, h=1, dk=d, dtype=torch.float32)
+    first, *parts = chunks((63, n, n), b=2, h=1, dk=d, dtype=torch.float32)
     for i, (k, v) in enumerate((first, *parts)):
         (captured if static and i else kernel.append)(fused, k, v)
         plain_append(plain, k, v)
