@@ -11,11 +11,12 @@ them. Every recipe keeps 4 sinks and --recent tokens exactly, so that code bits 
 Estimates, from --early steps behind the prompt, eight of them sampled, all layers and heads:
 `code` (free: relative squared error of the vectors themselves), `score` (variance of the error
 of a score under attention, about twice the divergence of its weights), `output` (relative
-squared error of the output, mean over layers), `worst` (the same of the worst layer), `canary`
-(as chapter 55 has it: output over 32 tokens and the recent ones, of --checks layers and steps
-drawn). Beside them what no cache sees: `entropy` (of the model's own early predictions) and
-`known` (the damage of the early steps itself). Damage is the mean divergence of the later
-predictions, and how many of the most likely tokens change.
+squared error of the output, mean over layers), `worst` (the same of the worst layer), `few`
+(what a cache could afford in every step: output over 32 tokens and the recent ones, of --checks
+layers and steps drawn). Beside them what no cache sees:
+`entropy` (of the model's own early predictions) and `known` (the damage of the early steps
+itself). Damage is the mean divergence of the later predictions, and how many of the most likely
+tokens change.
 
 Rows: `damage` per text and cache; `prediction`, the rank correlation of an estimate with the
 damage over prompts; `spread`, what layers and prompts vary by; `policy`, where prompts above a
@@ -56,7 +57,7 @@ from turboquant_nb.quant.quantizer import preset
 
 LOW, HIGHS = "k2v2", ("k3v3", "k4v2")
 BETWEEN = ("k3v2", "k2v3")  # of the mean bits that half of each has
-ESTIMATES = ("code", "score", "output", "worst", "canary", "entropy", "known")
+ESTIMATES = ("code", "score", "output", "worst", "few", "entropy", "known")
 DEPTHS = tuple(i / 10 for i in range(1, 10))
 
 
@@ -72,7 +73,12 @@ def options(p):
     p.add_argument("--prompt", type=int, default=256, help="tokens that are read exactly")
     p.add_argument("--early", type=int, default=64, help="steps that an estimate sees")
     p.add_argument("--recent", type=int, default=16, help="exact tokens of every recipe")
-    p.add_argument("--checks", type=int, default=2, help="of the canary, in the early steps")
+    p.add_argument(
+        "--checks",
+        type=int,
+        default=2,
+        help="early steps of a layer that the estimate `few` sees",
+    )
     p.add_argument(
         "--caches", nargs="+", default=[LOW, *BETWEEN, *HIGHS, "k2v2-trellis", "fp8"]
     )
@@ -167,7 +173,7 @@ class Fp8(PairLayer):
 
 
 def errors(call, steps, tail):
-    "Of some rows of one layer: tensors [b] code and score, [b, rows] output, the same of a tail."
+    "Some rows of one layer: [b] code and score, [b, rows] output, and that of a tail."
     _, query, key, value, mask, scaling, softcap, *_ = call
     n, T = query.shape[2], key.shape[2]
     seen = (causal_mask(n, T, query.device) if mask is None else mask)[:, :, steps]
@@ -237,7 +243,7 @@ def summary(layers, checks, g):
         score=score.mean(0),
         output=output.mean((0, 2)),
         worst=output.mean(2).amax(0),
-        canary=tail[drawn, prompt, step].mean(0),
+        few=tail[drawn, prompt, step].mean(0),
     ), score
 
 
