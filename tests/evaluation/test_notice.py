@@ -65,9 +65,10 @@ def made(spread, honest):
     return found
 
 
-def against(found, other):
+def against(found, other, scale="texts alike", low="k2v2"):
     g = torch.Generator().manual_seed(0)
-    rows = [r for r in notice.policies(ASKED, found, g) if r["against"] == other]
+    kept = lambda r: (r["against"], r["scale"], r["low_recipe"]) == (other, scale, low)
+    rows = filter(kept, notice.policies(ASKED, found, g))
     return {(r["estimate"], r["rule"], r["to"]): r for r in rows}
 
 
@@ -84,6 +85,24 @@ def test_an_estimate_that_knows_nothing_is_a_lot_and_an_oracle_is_not():
     found = against(made(8.0, False), "lot")
     assert found["score", "half of all", "k3v3"]["ratio"] == pytest.approx(1, rel=1e-5)
     assert found["oracle", "half of all", "k3v3"]["ratio"] < 0.75
+
+
+def test_texts_that_differ_are_told_apart_in_nats_alone():
+    "An estimate that knows the text and not the prompt gains where texts do not count alike."
+    found = made(1.0, True)
+    for t, name in enumerate(("wiki", "code", "gsm8k")):
+        for x in found[name].values():
+            x |= {e: [float(t)] * 16 for e in notice.ESTIMATES}
+            x["kl"] = [v * (1 + 9 * (name == "gsm8k")) for v in x["kl"]]
+    rule = "score", "threshold of the first text", "k3v3"  # the median of wiki: raises all
+    assert against(found, "lot")[rule]["share"] == 1
+    for x in found["wiki"].values():
+        x["score"] = [1.0] * 16
+    alike, nats = (against(found, "lot", scale)[rule] for scale in ("texts alike", "nats"))
+    assert alike["share"] == nats["share"] == 0.5
+    assert alike["ratio"] == pytest.approx(1, rel=1e-5) and nats["ratio"] < 0.6
+    later = against(found, "lot", "nats", "k3v2")[rule]
+    assert later["bits"] == 2.75 and 0.6 < later["ratio"] < 0.9
 
 
 def test_what_allocation_is_worth():
