@@ -46,6 +46,7 @@ GONE: dict[str, str] = {
     "with sign, bits must be at least 2, got {}": "TurboESM",
     "{} is not an index written by CodedIndex.save": "said by `files.read_file`",
     "{} is not an index, or was cut: {}": "said by `files.read_file`",
+    "head size must be a multiple of 16 up to 256, not {}": "up to 512",
     "start must have shape [{}], got {}": "said by `files.Saved`, as of any tensor of a file",
     "this model is wrapped already; undo() gives it back": "two may take turns now",
     "coded must hold signs and residual_norm; it comes from prod_encode": "from `SketchedCode`",
@@ -58,6 +59,9 @@ GONE: dict[str, str] = {
     "the mean of {} must have shape {}, got {}": _PLAN,
     "encode_append needs Triton: pip install 'turboquant-nb[triton]'": "by `encode.refuses`",
     "k and v must be {}, got {} and {}": "by `clock.check_states`",
+    "int8 tensor cores with asynchronous copies need compute capability 8.0": (
+        "of the kernels for latents too, whose products are of fp16"
+    ),
     "{} must be bfloat16, float16 or float32, got {}": "by `clock.check_states`",
     "--no-transforms leaves nothing to find without --layers": "or --heads",
     "--threads must be at least 1, got 0": _LEAST,

@@ -32,7 +32,10 @@ def gpu(monkeypatch):
         launch._device_reason.cache_clear(), encode._backend.cache_clear()
         monkeypatch.setattr(launch, "is_interpreted", lambda: False)
         monkeypatch.setattr(encode, "_interpreted", lambda: False)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        found = encode.DeviceProperties(132, 232448, capability if hip is None else ())
+        found = dict(cuda=found, cpu=encode.DeviceProperties())
+        for module in (launch, encode):
+            monkeypatch.setattr(module, "device_properties", lambda x: found[x.type])
         monkeypatch.setattr(torch.version, "hip", hip)
         return torch.device("cuda")
 
@@ -78,7 +81,7 @@ def test_the_kernel_that_a_gpu_gets(gpu, capability, fast):
         )
     plan, why = (
         launch._plan_of(store),
-        "int8 tensor cores with asynchronous copies need compute capability 8.0",
+        "tensor cores with asynchronous copies need compute capability 8.0",
     )
     assert launch.select_kernel(plan, device, "auto") == (
         not fast,
@@ -94,6 +97,16 @@ def test_the_kernel_that_a_gpu_gets(gpu, capability, fast):
     choice = ops.select_backend(Call.of(q, store))
     assert choice == ("triton", "" if fast else f"by the portable kernel: {why}")
     assert ops.select_coder(store) == ("triton" if fast else "torch", slow)
+
+
+@needs_triton
+def test_sizes_that_ran_on_no_gpu_are_coded_by_the_kernel_where_it_is_named(gpu):
+    for d, auto in ((256, "triton"), (272, "torch"), (512, "torch")):
+        store = KVStore(Recipe(Spec(3), Spec(3)), 1, 2, d, dtype=torch.float16)
+        store.device = gpu()
+        choice = ops.select_coder(store)
+        assert choice.backend == auto and ("run on no GPU" in choice.why) == (d > 256), choice
+        assert ops.select_coder(store, "triton") == ("triton", "")
 
 
 @needs_triton

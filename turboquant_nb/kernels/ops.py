@@ -69,11 +69,8 @@ _ROWS = 256
 @lru_cache(maxsize=16)
 def _has_cudnn_attention(device: torch.device) -> bool:
     "Whether this is a Hopper GPU with cuDNN."
-    return (
-        torch.version.hip is None
-        and torch.cuda.get_device_capability(device)[0] == 9
-        and torch.backends.cudnn.is_available()
-    )
+    hopper = encode.device_properties(device).capability[:1] == (9,)
+    return hopper and torch.backends.cudnn.is_available()
 
 
 def _by_cudnn(q: Tensor, length: int, causal: bool = False) -> bool:
@@ -371,6 +368,8 @@ class KernelCoder:
         "Why it cannot code for a store, in a sentence; empty if it can."
         d, rows = (store.key.q.d, store.value.q.d), store.batch * store.heads
         why = encode.refuses(store.recipe, *d, store.dtype, store.device, rows)
+        if not why and max(d) > 256 and store.device.type == "cuda" and not named:
+            return "it has run on no GPU with more than 256 channels; backend='triton' tries it"
         return why or launch.device_reason(store, named)
 
     def append(self, store, k: Tensor, v: Tensor, names=("k", "v"), wait=None) -> None:
