@@ -6,6 +6,7 @@ import json
 import pytest
 
 from turboquant_nb.cache.codec import KVStore
+from tests.cli.conftest import shell
 from turboquant_nb.evaluation.models import sample_text
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -29,6 +30,8 @@ def test_what_follows_is_what_generate_writes_on_both(call, tiny, stored):
     whole = json.loads(call(f"generate --no-chat {how}", TEXT + " And then")[1])
     assert got["prefix_tokens"] + got["prompt_tokens"] == whole["prompt_tokens"]
     assert got["prefix_tokens"] == about["tokens"] and len(got["text"]) > 0
+    alone = shell("cache", "load", path, *how.split(), " And then")  # nothing is imported yet
+    assert not alone.returncode and json.loads(alone.stdout)["text"] == got["text"], alone
 
 
 def test_info_and_convert_keep_every_bit(call, tiny, stored, tmp_path):

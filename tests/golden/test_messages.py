@@ -58,6 +58,9 @@ GONE: dict[str, str] = {
     "the mean of {} must have shape {}, got {}": _PLAN,
     "encode_append needs Triton: pip install 'turboquant-nb[triton]'": "by `encode.refuses`",
     "k and v must be {}, got {} and {}": "by `clock.check_states`",
+    "int8 tensor cores with asynchronous copies need compute capability 8.0": (
+        "of the kernels for latents too, whose products are of fp16"
+    ),
     "{} must be bfloat16, float16 or float32, got {}": "by `clock.check_states`",
     "--no-transforms leaves nothing to find without --layers": "or --heads",
     "--threads must be at least 1, got 0": _LEAST,

@@ -606,7 +606,8 @@ def silent(monkeypatch):
     )
     monkeypatch.setattr(launch, "is_current", lambda device: True)
     monkeypatch.setattr(launch, "run_kernel", decode_mma.mma_attention)
-    monkeypatch.setattr(decode_mma, "device_properties", lambda index: (132, True, "9.0"))
+    hopper = encode.DeviceProperties(132, 232448, (9, 0))
+    monkeypatch.setattr(decode_mma, "device_properties", lambda _: hopper)
     monkeypatch.setattr(encode, "_READY", {})
     return made
 

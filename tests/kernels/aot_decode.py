@@ -119,10 +119,11 @@ def build(
     return triton.compile(src, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def combine(capability=90, d=128, fast=True, together=1, each=16):
-    "The combine kernel."
+def combine(capability=90, d=128, fast=True, together=1, each=16, rotary=0):
+    "The combine kernel; rotary: channels of the rotary parts of latents."
     types = TYPES | dict(
-        OUT_PARTS="*fp32", LSE_PARTS="*fp32", OUT="*bf16" if fast else "*fp32", REST="*fp32"
+        OUT="*bf16" if fast else "*fp32",
+        **dict.fromkeys(("OUT_PARTS", "LSE_PARTS", "REST", "SHARE"), "*fp32"),
     )
     padded = 1 << (d - 1).bit_length()
     constants = dict(
@@ -140,7 +141,9 @@ def combine(capability=90, d=128, fast=True, together=1, each=16):
         SLIDING=False,
         CAPPED=False,
         FAST=fast,
-        PDL=capability >= 90,
+        PDL=capability >= 90 and not rotary,
+        DR=rotary,
+        DRP=rotary,
     )
     options = dict(num_warps=4, **({"launch_pdl": True} if capability >= 90 else {}))
     return triton.compile(

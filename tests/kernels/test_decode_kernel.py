@@ -29,7 +29,7 @@ except ImportError:
 
 from turboquant_nb.cache import attention
 from turboquant_nb.cache.attention import Call, attend
-from turboquant_nb.kernels import decode, decode_mma, launch, ops, query
+from turboquant_nb.kernels import decode, decode_mma, encode, launch, ops, query
 from turboquant_nb.kernels.launch import decode_attention, refuses
 from turboquant_nb.theory.codebook import uniform, lloyd_max
 from turboquant_nb.cache.packing import Layout, pack
@@ -363,7 +363,8 @@ def recorded(monkeypatch):
         return decode.Launch({grid: run}, grid, args, self.places, slots)
 
     monkeypatch.setattr(decode.Launcher, "__call__", note)
-    monkeypatch.setattr(decode_mma, "device_properties", lambda index: (132, True, "9.0"))
+    hopper = encode.DeviceProperties(132, 232448, (9, 0))
+    monkeypatch.setattr(decode_mma, "device_properties", lambda _: hopper)
     return launches
 
 

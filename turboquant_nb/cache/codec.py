@@ -63,12 +63,12 @@ def _partition(counts: np.ndarray, k: int) -> _Partition:
     rows, n = counts.shape
     mean = counts @ np.arange(n) / counts.sum(1)
     which = mean.argsort(kind="stable").argsort() * k // rows
+    shared = lambda: _tables((np.arange(k)[:, None] == which) @ counts)
     for _ in range(12 if k > 1 else 1):
-        tables = _tables(np.stack([counts[which == i].sum(0) for i in range(k)]))
-        old, which = which, _bits(counts, tables).argmin(1)
+        old, which = which, _bits(counts, shared()).argmin(1)
         if (old == which).all():
             break
-    tables = _tables(np.stack([counts[which == i].sum(0) for i in range(k)]))
+    tables = shared()
     size = _bits(counts, tables)[np.arange(rows), which].sum()
     ends = 14 * 8 * k  # a length, and where a stream begins and ends
     return _Partition(
@@ -85,7 +85,7 @@ def squeeze(
     low = int(x.min())
     n = max(2, int(x.max()) - low + 1)
     at = (np.arange(len(x)) * n - low).astype(np.int32)[:, None]
-    counts = np.bincount((x + at).ravel(), minlength=len(x) * n).reshape(-1, n)
+    counts = np.bincount((x + at).ravel(), minlength=len(x) * n).reshape(-1, n).astype(float)
     tried = [_partition(counts, k) for k in KINDS if k <= len(x)]
     best = min(tried, key=lambda p: p.bits)
     if best.bits >= 8 * room:

@@ -103,7 +103,7 @@ def save(
         n = ids.shape[1]
         if n >= context_length(model):
             raise Usage(f"the prefix has {n:,} tokens, and no room is left after it")
-        model.set_attn_implementation(source.attention.value)
+        source.switch(model)
         coded = Length().new_cache(model, asked, source.reads)()
         stage = output.stage(f"reading {n:,} tokens", len(coded.layers))
         with stage, layer_progress(model, stage), torch.no_grad():
@@ -126,7 +126,7 @@ def load(file: _File, prompt: Prompt, answer: Writing, source: Source, output: O
     loaded = opened(source, [], output)
     model, tokenizer = loaded.model, loaded.tokenizer
     with hushed():
-        model.set_attn_implementation(source.attention.value)
+        source.switch(model)
         begin = time.monotonic()
         with at_fault(ValueError), codec.opened(file.path) as reader:
             known = reader.header.a("prefix", dict)

@@ -452,7 +452,7 @@ def chat(ask: _Talk, cache: OneCache, how: Writing, source: Source, output: Outp
     if ask.chat and not tokenizer.chat_template:
         raise Usage(NO_TEMPLATE)
     with hushed():
-        model.set_attn_implementation(source.attention.value)
+        source.switch(model)
         new_cache = how.length.new_cache(model, asked, source.reads)
         templated = bool(tokenizer.chat_template) and ask.chat is not False
         talk = Conversation(model, tokenizer, new_cache, templated, ask.system)

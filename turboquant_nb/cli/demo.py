@@ -365,7 +365,7 @@ def demo(
         say(f"  {question.text}\n\nAnswers:")
         same, rows, reference = Comparison(model, question, prompt, ask, output), [], None
         for name, recipe in [("uncompressed", None), *fitted]:
-            model.set_attn_implementation(source.attention.value if recipe else plain)
+            source.switch(model) if recipe else model.set_attn_implementation(plain)
             found = same.run(name, recipe)
             reference = reference or found
             text = tokenizer.decode(found.answer.tokens, skip_special_tokens=True).strip()

@@ -220,7 +220,7 @@ def generate(
     with hushed():
         ids = tokens_of(tokenizer, text, prompt.chat).to(model.device)
         n, limit = ids.shape[1], _room(writing.length, model, ids.shape[1], output)
-        model.set_attn_implementation(source.attention.value)
+        source.switch(model)
         coded = writing.length.new_cache(model, asked, source.reads)()
         begin = time.monotonic()
         tokens, stopped = _streamed(writing, loaded, ids, coded, limit, output)

@@ -597,6 +597,11 @@ class Source(Weights):
         "How a cache of ours is read; see `TurboQuantCache`."
         return "auto" if self.attention == "turboquant" else "dense"
 
+    def switch(self, model) -> None:
+        "Let a model attend as was asked."
+        own = self.attention == "turboquant"  # a name that importing `hf` makes known
+        model.set_attn_implementation(hf.NAME if own else self.attention.value)
+
     def beside(self, model) -> str:
         "The attention of an uncompressed cache beside the compressed one."
         own = self.attention == "turboquant"

@@ -17,6 +17,7 @@ from ..cache.attention import Blocks
 from ..cache.memory import Part
 from ..cache.store import KVStore
 from .decode import CodeTables, Launcher, is_interpreted, padded_size
+from .encode import device_properties
 from ..quant.quantizer import Code, Coded
 
 try:
@@ -339,11 +340,7 @@ def refuses(store: KVStore, tables: CodeTables | None) -> str:
     "Why `read_block` cannot read this store; empty if it can."
     if triton.language is None:
         return "Triton is not installed (pip install 'turboquant-nb[triton]')"
-    if not is_interpreted() and (
-        store.device.type != "cuda"
-        or torch.version.hip is not None
-        or torch.cuda.get_device_capability(store.device) < (8, 0)
-    ):
+    if not is_interpreted() and device_properties(store.device).capability < (8, 0):
         return (
             "an NVIDIA GPU from compute capability 8.0 on is needed, the store is on "
             f"{store.device.type}"

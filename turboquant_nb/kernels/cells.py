@@ -23,6 +23,7 @@ from turboquant_nb.kernels.decode import (
     _log_sum,
     _portable_cap,
     _portable_kernel,
+    _scores,
     is_interpreted,
     padded_size,
     plain_queries,
@@ -34,7 +35,6 @@ from turboquant_nb.kernels.decode_mma import (
     _decode_kernel,
     _Form,
     decode_form,
-    device_properties,
     gl,
     packaged_config,
 )
@@ -46,7 +46,6 @@ from turboquant_nb.kernels.encode import (
     _held,
     _mean_halves,
     _measure,
-    _processors,
     _quantizer_tables,
     _rotate,
     _short_config,
@@ -55,6 +54,7 @@ from turboquant_nb.kernels.encode import (
     _wide,
     CodedSide,
     CodingConstants,
+    device_properties,
     window_room,
     window_searches,
 )
@@ -119,12 +119,12 @@ class CellPlan(CellCodes):
 
     def constants(self, dtype: torch.dtype) -> list:
         "What the append kernel is compiled for, of keys and of values in this dtype."
-        large, out, size = _processors(self.device)[1], [], self.vector_size
+        roomy, out, size = device_properties(self.device).roomy, [], self.vector_size
         means = None if self.center is None else torch.float32, None
         for q, (rotation, table), mean in zip((self.key, self.value), self.sides, means):
             how = dtype, q.channel_bits[0], q.spec.scale, self.scale_dtype, mean
             chain = size if table is None else 0
-            out.append(CodingConstants.of(CodedSide(q.d, *how, chain=chain), rotation, large))
+            out.append(CodingConstants.of(CodedSide(q.d, *how, chain=chain), rotation, roomy))
         return out
 
     @property
@@ -362,12 +362,6 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _dependent(device: torch.device) -> bool:
-    """Whether a kernel may begin before the one before it has ended (programmatic dependent
-    launch)."""
-    return device.type == "cuda" and device_properties(device.index)[1]
-
-
 def _check_slots(slots: Tensor) -> None:
     if (
         slots.dtype not in (torch.int32, torch.int64)
@@ -411,7 +405,7 @@ def append_cells(
 def _append_piece(cache: Tensor, plan: CellPlan, k: Tensor, v: Tensor, slots: Tensor) -> None:
     "Tokens whose vectors lie in memory at once, where codes are by windows."
     heads, count = cache.shape[1], cache.shape[1] * len(slots)
-    rows, options = _short_config(plan.vector_size, _processors(plan.device)[1])
+    rows, options = _short_config(plan.vector_size, device_properties(plan.device).roomy)
     room = window_room(count, plan.vector_size, k.device) if plan.chained else None
     (one, key_table), (two, value_table) = plan.sides
     kc, vc = plan.constants(k.dtype)
@@ -438,7 +432,7 @@ def _append_piece(cache: Tensor, plan: CellPlan, k: Tensor, v: Tensor, slots: Te
         M=rows,
         WIDE=_wide(plan.device),
         STEPS=1 if len(slots) <= plan.cell.tokens // 4 else 4,
-        PDL=_dependent(plan.device),
+        PDL=device_properties(plan.device).dependent,
     )
     named["MEAN"] = named["VTAB"] if plan.center is None else plan.rotated_center
     for step in (1, 2) if plan.chained else (0,):
@@ -633,7 +627,7 @@ def append_recent(
             _dense(k),
             _dense(v),
             (k.shape[2], v.shape[2]),
-            _dependent(k.device),
+            device_properties(k.device).dependent,
         )
         _recent_kernel[(len(slots), cache.shape[1])](
             K=k,
@@ -824,7 +818,9 @@ def _recent_tokens(
         seen = there[None, :] & (i >= 0)[:, None]
         if SLIDING:
             seen = seen & (t[None, :] > (length - m + i - sliding_window)[:, None])
-        top, total, acc = _attend_exactly(q, k, v, seen, top, total, acc, cap_at, CAPPED)
+        top, total, acc = _attend_exactly(
+            _scores(q, k), v, seen, top, total, acc, cap_at, CAPPED
+        )
     return top, total, acc
 
 
@@ -1300,11 +1296,9 @@ def _cut(
         {},
     )
     if not portable:
-        count, pdl, capability = device_properties(plan.device.index)
-        each, options = packaged_config(
-            capability, padded_size(cell.d_key), rows, max(cell.key_bits, cell.value_bits)
-        )
-        target = each * count
+        gpu, bits = device_properties(plan.device), max(cell.key_bits, cell.value_bits)
+        each, options = packaged_config(gpu.capability, padded_size(cell.d_key), rows, bits)
+        target, pdl = each * gpu.processors, gpu.dependent
     together, work = heads * blocks, how.work
     if work is None or batch == 1:
         seen = width if window is None else min(width, window + m + 254)

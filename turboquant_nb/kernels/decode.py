@@ -356,10 +356,8 @@ def _exact_rows(S, W, C, bh, i, ok, sinks, recent, cn, D: tl.constexpr, DP: tl.c
 
 # %% ../../nbs/41_decode.ipynb #4fa23205
 @triton.jit
-def _attend_exactly(q, k, v, visible, m, total, acc, cap, CAPPED: tl.constexpr):
-    """A few more exact tokens in an online softmax: queries [R, DP], keys [T, DP], values [T,
-    DVP], visible [R, T]."""
-    s = tl.sum(q[:, None, :] * k[None, :, :], 2)
+def _attend_exactly(s, v, visible, m, total, acc, cap, CAPPED: tl.constexpr):
+    "A few more exact tokens in an online softmax: scores and visible [R, T], values [T, DVP]."
     if CAPPED:
         s = _portable_cap(s, cap)
     s = tl.where(visible, s * 1.4426950408889634, -1e30)
@@ -423,8 +421,15 @@ def _log_sum(top, whole):
 
 
 @triton.jit
+def _scores(q, k):
+    "Products of queries [R, DP] with keys [T, DP]."
+    return tl.sum(q[:, None, :] * k[None, :, :], 2)
+
+
+@triton.jit
 def _exact_tokens(
     q,
+    qr,
     b,
     h,
     bh,
@@ -456,13 +461,16 @@ def _exact_tokens(
     DP: tl.constexpr,
     DV: tl.constexpr,
     DVP: tl.constexpr,
+    DR: tl.constexpr,
+    DRP: tl.constexpr,
     R: tl.constexpr,
     EB: tl.constexpr,
     SLIDING: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
     """Attention of R queries at positions `at` over the exact tokens, EB at a time: maximum and
-    total [R], sum [R, DVP]."""
+    total [R], sum [R, DVP]. DR: channels of rotary parts, which stand where values do else;
+    keys are latents then, and values too."""
     low = tl.maximum(start, offset) + at * 0
     if SLIDING:
         low = tl.maximum(low, at - sliding_window + 1)
@@ -479,12 +487,19 @@ def _exact_tokens(
         i = i0 + tl.arange(0, EB)
         pos, counts = _exact_where(i, start, sinks, recent, recent_from, chunk, length)
         k = _exact_rows(SK, WK, ck, bh, i, counts, sinks, recent, ckn, D, DP)
-        v = _exact_rows(SV, WV, cv, bh, i, counts, sinks, recent, cvn, DV, DVP)
+        if DR > 0:
+            part = _exact_rows(SV, WV, ck + D, bh, i, counts, sinks, recent, ckn, DR, DRP)
+            v = _exact_rows(SK, WK, cv, bh, i, counts, sinks, recent, cvn, DV, DVP)
+        else:
+            v = _exact_rows(SV, WV, cv, bh, i, counts, sinks, recent, cvn, DV, DVP)
         visible = (
             counts[None, :] & (pos[None, :] >= low[:, None]) & (pos[None, :] < high[:, None])
         )
         visible = visible & ((pos[None, :] >= since[:, None]) | (pos < start + sinks)[None, :])
-        m, total, acc = _attend_exactly(q, k, v, visible, m, total, acc, cap, CAPPED)
+        s = _scores(q, k)
+        if DR > 0:
+            s += _scores(qr, part)
+        m, total, acc = _attend_exactly(s, v, visible, m, total, acc, cap, CAPPED)
     return m, total, acc
 
 # %% ../../nbs/41_decode.ipynb #faad4c72
@@ -505,6 +520,7 @@ def _combine_kernel(
     OUT,
     LSE,
     REST,
+    SHARE,
     QUERY,
     sb,
     sh,
@@ -555,9 +571,12 @@ def _combine_kernel(
     CAPPED: tl.constexpr,
     FAST: tl.constexpr,
     PDL: tl.constexpr,
+    DR: tl.constexpr,
+    DRP: tl.constexpr,
 ):
     """R query rows of one KV head: exact tokens and splits, weighted by their sums. Rotated
-    parts go to REST unless FAST."""
+    parts go to REST unless FAST. Of latents, which have rotary parts of DR channels, SHARE gets
+    how much of the weights the codes have."""
     rows = group * n
     parts = (rows + R - 1) // R
     bh = tl.program_id(0) // parts
@@ -585,8 +604,14 @@ def _combine_kernel(
             + (r % n).to(tl.int64)[:, None] * sn
         )
         q = tl.load(here + d, mask=ok[:, None] & (d < D), other=0.0).to(tl.float32) * scaling
+        qr = q
+        if DR > 0:
+            f = tl.arange(0, DRP)[None, :]
+            qr = tl.load(here + D + f, mask=ok[:, None] & (f < DR), other=0.0)
+            qr = qr.to(tl.float32) * scaling
         m, whole, near = _exact_tokens(
             q=q,
+            qr=qr,
             b=b,
             h=h,
             bh=bh.to(tl.int64),
@@ -618,12 +643,15 @@ def _combine_kernel(
             DP=DP,
             DV=DV,
             DVP=DVP,
+            DR=DR,
+            DRP=DRP,
             R=R,
             EB=EB,
             SLIDING=SLIDING,
             CAPPED=CAPPED,
         )
         top = tl.where(whole != 0, m, top)  # NaN counts as seen
+    exact, before = whole, top
     first = (bh * blocks + r // Q).to(tl.int64) * splits
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -653,6 +681,10 @@ def _combine_kernel(
         tl.store(OUT + at, near / norm[:, None], mask=mask)
         tl.store(REST + at, far / norm[:, None], mask=mask)
     tl.store(LSE + row, lse, mask=ok)
+    if DR > 0:
+        safe = tl.where(top == float("-inf"), 0.0, top)
+        kept = tl.where(before == float("-inf"), 0.0, exact * tl.exp2(before - safe))
+        tl.store(SHARE + row, (whole - kept) / norm, mask=ok)
 
 # %% ../../nbs/41_decode.ipynb #a5968428
 class DecodeOperands(NamedTuple):
@@ -1153,6 +1185,7 @@ def combine(
             OUT=out,
             LSE=lse,
             REST=rest,
+            SHARE=x.packed_lut,
             ckb=ckb,
             ckh=ckh,
             ckn=ckn,
@@ -1167,6 +1200,8 @@ def combine(
             EB=each if few else 0,
             FAST=fast,
             PDL=pdl,
+            DR=0,
+            DRP=0,
         )
     )
     grid, options = (

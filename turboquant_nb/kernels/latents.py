@@ -21,16 +21,20 @@ from turboquant_nb.kernels.decode import (
     Launcher,
     Parts,
     SplitRule,
-    _add_splits,
-    _exact_rows,
-    _exact_where,
-    _log_sum,
+    _combine_launcher,
     _portable_cap,
     is_interpreted,
     last_dim_dense,
     padded_size,
 )
-from .launch import DRAFTS, device_reason, ranges_reason, shape_reason
+from .encode import device_properties
+from turboquant_nb.kernels.launch import (
+    DRAFTS,
+    device_reason,
+    ranges_reason,
+    shape_reason,
+    tensor_core_reason,
+)
 
 try:
     import triton
@@ -271,242 +275,6 @@ def _latent_kernel(
     to = O + place[:, None] * D + (e // HK * (D // 2) + c)[None, :]
     tl.store(to, out, mask=(place >= 0)[:, None] & (c < D // 2)[None, :])
     tl.store(LSE + place, tl.where(total != 0, m + tl.log2(some), float("-inf")))
-
-# %% ../../nbs/45c_latent_kernels.ipynb #45c00011
-@triton.jit
-def _exact_latents(
-    q,
-    qr,
-    b,
-    h,
-    bh,
-    at,
-    SK,
-    WK,
-    CK,
-    ckb,
-    ckh,
-    ckn,
-    SV,
-    WV,
-    CV,
-    cvb,
-    cvh,
-    cvn,
-    start,
-    stop,
-    length,
-    sinks,
-    recent,
-    recent_from,
-    chunk,
-    own,
-    offset,
-    sliding_window,
-    cap,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    DR: tl.constexpr,
-    DRP: tl.constexpr,
-    EB: tl.constexpr,
-    SLIDING: tl.constexpr,
-    CAPPED: tl.constexpr,
-):
-    """Attention of one query at position `at` [1] over the exact tokens, EB at a time: maximum
-    and total [1], sum [1, DP]."""
-    low = tl.maximum(start, offset) + at * 0
-    if SLIDING:
-        low = tl.maximum(low, at - sliding_window + 1)
-    high = tl.minimum(at + 1, stop)
-    since = tl.maximum(
-        at + 1 - own, tl.minimum(length - chunk, tl.maximum(recent_from, length - recent))
-    )  # what is older is read from codes, but for sinks
-    m = tl.full([1], -1e30, tl.float32)
-    total = tl.zeros([1], tl.float32)
-    acc = tl.zeros([1, DP], tl.float32)
-    ck = CK + b.to(tl.int64) * ckb + h.to(tl.int64) * ckh
-    cv = CV + b.to(tl.int64) * cvb + h.to(tl.int64) * cvh
-    for i0 in range(0, sinks + recent + chunk, EB):
-        i = i0 + tl.arange(0, EB)
-        pos, counts = _exact_where(i, start, sinks, recent, recent_from, chunk, length)
-        k = _exact_rows(SK, WK, ck, bh, i, counts, sinks, recent, ckn, D, DP)
-        r = _exact_rows(SV, WV, ck + D, bh, i, counts, sinks, recent, ckn, DR, DRP)
-        v = _exact_rows(SK, WK, cv, bh, i, counts, sinks, recent, cvn, D, DP)
-        seen = counts & (pos >= low) & (pos < high) & ((pos >= since) | (pos < start + sinks))
-        s = tl.sum(q * k, 1) + tl.sum(qr * r, 1)
-        if CAPPED:
-            s = _portable_cap(s, cap)
-        s = tl.where(seen, s * 1.4426950408889634, -1e30)
-        new = tl.maximum(m, tl.max(s, 0))
-        p = tl.where(seen, tl.exp2(s - new), 0.0)
-        rescale = tl.exp2(m - new)
-        acc = acc * rescale[:, None] + tl.sum(p[:, None] * v, 0)[None, :]
-        total = total * rescale + tl.sum(p, 0)
-        m = new
-    return m, total, acc
-
-# %% ../../nbs/45c_latent_kernels.ipynb #45c00012
-@triton.jit(
-    do_not_specialize=[
-        "splits",
-        "recent_from",
-        "chunk",
-        "own",
-        "length",
-        "offset",
-        "sliding_window",
-    ]
-)
-def _join_kernel(
-    OUT_PARTS,
-    LSE_PARTS,
-    NEAR,
-    FAR,
-    SHARE,
-    LSE,
-    QUERY,
-    sb,
-    sh,
-    sn,
-    SK,
-    WK,
-    CK,
-    ckb,
-    ckh,
-    ckn,
-    SV,
-    WV,
-    CV,
-    cvb,
-    cvh,
-    cvn,
-    START,
-    END,
-    LENGTH,
-    each_length,
-    splits,
-    heads,
-    group,
-    n,
-    blocks,
-    sinks,
-    recent,
-    recent_from,
-    chunk,
-    own,
-    length,
-    offset,
-    sliding_window,
-    scaling,
-    cap_at,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    DR: tl.constexpr,
-    DRP: tl.constexpr,
-    Q: tl.constexpr,
-    SB: tl.constexpr,
-    EB: tl.constexpr,
-    HAS_START: tl.constexpr,
-    HAS_END: tl.constexpr,
-    HAS_LENGTH: tl.constexpr,
-    SLIDING: tl.constexpr,
-    CAPPED: tl.constexpr,
-):
-    """One query row: exact tokens, and all splits, weighted by their sums; which share of the
-    weights the codes have."""
-    rows = group * n
-    bh, r = tl.program_id(0) // rows, tl.program_id(0) % rows + tl.arange(0, 1)
-    b, h = bh // heads, bh % heads
-    ok = r < rows
-    e = tl.arange(0, DP)
-    top = tl.full([1], float("-inf"), tl.float32)
-    whole = tl.zeros([1], tl.float32)
-    near = tl.zeros([1, DP], tl.float32)
-    if EB > 0:
-        start = 0
-        if HAS_START:
-            start = tl.load(START + b).to(tl.int32)
-        if HAS_LENGTH:
-            length = tl.load(LENGTH + b * each_length)
-        stop = length
-        if HAS_END:
-            stop = tl.load(END + b).to(tl.int32)
-        here = (
-            QUERY
-            + b.to(tl.int64) * sb
-            + (h * group + r // n).to(tl.int64)[:, None] * sh
-            + (r % n).to(tl.int64)[:, None] * sn
-        )
-        f = tl.arange(0, DRP)
-        q = tl.load(here + e[None, :], mask=(e < D)[None, :], other=0.0)
-        qr = tl.load(here + D + f[None, :], mask=(f < DR)[None, :], other=0.0)
-        m, whole, near = _exact_latents(
-            q=q.to(tl.float32) * scaling,
-            qr=qr.to(tl.float32) * scaling,
-            b=b,
-            h=h,
-            bh=bh.to(tl.int64),
-            at=length - n + r % n,
-            SK=SK,
-            WK=WK,
-            CK=CK,
-            ckb=ckb,
-            ckh=ckh,
-            ckn=ckn,
-            SV=SV,
-            WV=WV,
-            CV=CV,
-            cvb=cvb,
-            cvh=cvh,
-            cvn=cvn,
-            start=start,
-            stop=stop,
-            length=length,
-            sinks=sinks,
-            recent=recent,
-            recent_from=recent_from,
-            chunk=chunk,
-            own=own,
-            offset=offset,
-            sliding_window=sliding_window,
-            cap=cap_at,
-            D=D,
-            DP=DP,
-            DR=DR,
-            DRP=DRP,
-            EB=EB,
-            SLIDING=SLIDING,
-            CAPPED=CAPPED,
-        )
-        top = tl.where(whole != 0, m, top)  # NaN counts as seen
-    exact, before = whole, top
-    first = (bh * blocks + r // Q).to(tl.int64) * splits
-    top, whole, near, far = _add_splits(
-        PARTS=OUT_PARTS,
-        LSE_PARTS=LSE_PARTS,
-        place0=first,
-        used=splits,
-        r=r,
-        ok=ok,
-        top=top,
-        whole=whole,
-        near=near,
-        DV=D,
-        DVP=DP,
-        Q=Q,
-        R=1,
-        SB=SB,
-    )
-    norm, lse = _log_sum(top, whole)
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    kept = tl.where(before == float("-inf"), 0.0, exact * tl.exp2(before - safe))
-    row = tl.program_id(0).to(tl.int64) + r * 0
-    at = row[:, None] * D + e[None, :]
-    mask = (e < D)[None, :]
-    tl.store(NEAR + at, near / norm[:, None], mask=mask)
-    tl.store(FAR + at, far / norm[:, None], mask=mask)
-    tl.store(SHARE + row, (whole - kept) / norm)
-    tl.store(LSE + row, lse)
 
 # %% ../../nbs/45c_latent_kernels.ipynb #45c00013
 @triton.jit
@@ -1003,15 +771,6 @@ class Form(NamedTuple):
     fragments: bool = False  # by the kernel of fragments?
 
 
-@lru_cache(maxsize=16)
-def _device(device: torch.device) -> tuple:
-    "(multiprocessors, bytes of shared memory of a block); the interpreter has few to fill."
-    if device.type != "cuda":
-        return 2, 2**20
-    p = torch.cuda.get_device_properties(device)
-    return p.multi_processor_count, p.shared_memory_per_block_optin
-
-
 def form_of(store: KVStore) -> Form:
     "What serves the latents of a store."
     d, dr = (part.q.d for part in store.parts)
@@ -1020,7 +779,7 @@ def form_of(store: KVStore) -> Form:
         return Form(fragments=True)
     # the products' operands pass through shared memory: at most so much for a byte row
     parts, size = 1 if half else 2, padded_size(d) + padded_size(dr)
-    fits = [x for x in (16, 8, 4) if size * (15.2 * x + 32 * parts) <= _device(store.device)[1]]
+    fits = [x for x in (16, 8, 4) if size * (15.2 * x + 32 * parts) <= device_properties(store.device).shared_memory]
     return Form(16, fits[0], 8, 1, 1)
 
 
@@ -1104,7 +863,7 @@ def fragment_layouts(d: int, rows: int, bits: tuple) -> Fragments:
     )
 
 
-_latent_launcher, _join_launcher = Launcher(_latent_kernel), Launcher(_join_kernel)
+_latent_launcher = Launcher(_latent_kernel)
 _rotate_launcher, _back_launcher = Launcher(_rotate_kernel), Launcher(_back_kernel)
 _fragment_launcher = Launcher(_fragment_kernel)
 
@@ -1127,18 +886,6 @@ def _side_reason(name: str, most: int, part) -> str:
     return ""
 
 
-@lru_cache(maxsize=8)
-def _capability_reason(device: torch.device) -> str:
-    "Why the kernel cannot run on a device; empty if it can."
-    if is_interpreted():
-        return ""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return f"an NVIDIA GPU is needed, the store is on {device.type}"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "an NVIDIA GPU of compute capability 8.0 or newer is needed"
-    return ""
-
-
 def _store_reason(store: KVStore) -> str:
     "Why the kernel cannot read a store; empty if it can."
     sides = zip(("latents", "rotary parts"), (512, 128), store.parts)
@@ -1148,7 +895,7 @@ def _store_reason(store: KVStore) -> str:
         return f"tiles must have 64, 128 or 256 tokens, got {store.tile}"
     if not all(t.is_contiguous() for s in store.parts for t in s.tensors.values()):
         return "the store's tensors must be contiguous"
-    return _capability_reason(store.device)
+    return "" if is_interpreted() else tensor_core_reason(store.device)
 
 
 def refuses(call: Call) -> str:
@@ -1244,7 +991,7 @@ def _coded_parts(call: Call, shared: dict, q: Tensor, form: Form, splits: int | 
     blocks = -(-shared["group"] * n // form.rows)
     held = None if store.clock.position is None else store.capacity
     visible = None if call.rule.sliding_window is None else call.rule.sliding_window + n + tile
-    programs = form.programs * _device(store.device)[0]
+    programs = form.programs * device_properties(store.device).processors
     rule = SplitRule(b * h * blocks, programs, unit, held, visible, splits)
     splits = rule.splits(store.length - store.offset - shared["chunk"])
     shape = (b * h * blocks, splits, form.rows)
@@ -1317,18 +1064,23 @@ def _joined(call: Call, shared: dict, q: Tensor, parts: Parts) -> Answer:
         | dict(
             OUT_PARTS=parts.out,
             LSE_PARTS=parts.lse,
-            NEAR=near,
-            FAR=far,
+            OUT=near,
+            REST=far,
             SHARE=share,
             LSE=lse,
             splits=splits,
             blocks=parts.blocks,
+            DV=d,
+            DVP=padded_size(d),
             Q=rows,
+            R=1,
             SB=8 if splits <= 64 else 16,
             EB=8 if few else 0,
+            FAST=False,
+            PDL=False,
         )
     )
-    _join_launcher(shape.numel(), named, {}, num_warps=4)
+    _combine_launcher(shape.numel(), named, {}, num_warps=4)
     out, mean = q.new_empty(*shape, d), key.mean
     named = dict(
         OUT=out,

@@ -69,11 +69,8 @@ _ROWS = 256
 @lru_cache(maxsize=16)
 def _has_cudnn_attention(device: torch.device) -> bool:
     "Whether this is a Hopper GPU with cuDNN."
-    return (
-        torch.version.hip is None
-        and torch.cuda.get_device_capability(device)[0] == 9
-        and torch.backends.cudnn.is_available()
-    )
+    hopper = encode.device_properties(device).capability[:1] == (9,)
+    return hopper and torch.backends.cudnn.is_available()
 
 
 def _by_cudnn(q: Tensor, length: int, causal: bool = False) -> bool:

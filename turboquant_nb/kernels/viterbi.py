@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from .encode import device_properties
 from ..quant.trellis import KERNELS
 from ..theory.trellis import FAR, REACH, UNIT, Trellis
 
@@ -257,9 +258,8 @@ def find_symbols(
     if x.is_cuda and x.device.index != torch.cuda.current_device():  # a model over several
         with torch.cuda.device(x.device):
             return find_symbols(trellis, x, levels, by_window, programs, block, to)
-    if programs is None:  # the interpreter has one processor
-        cuda = torch.cuda.get_device_properties(x.device) if x.is_cuda else None
-        programs = 16 * (cuda.multi_processor_count if cuda else 1)
+    if programs is None:
+        programs = 16 * device_properties(x.device).processors
     x, bits, turns = x.contiguous(), trellis.bits, 2 if trellis.start == "tail" else 1
     block = block or (1 if count <= 2 * programs else 32)
     if turns == 2 and n % 16:  # the seam is not between two groups of eight symbols
