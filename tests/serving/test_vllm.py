@@ -242,7 +242,11 @@ def test_pages_come_back_from_the_host(part, tmp_path):
     seen = run(tmp_path, part)
     nothing, stayed, back = seen["cached"]
     assert nothing == [0, 0, 0] and stayed == back and min(back) == 128, seen
-    assert seen["equal"] and 0 < seen["moved"]["back"] <= seen["moved"]["out"], seen
+    assert seen["equal"], seen
+    page = 3 * 2 * 64 * 52  # of a block of 64 tokens, in 3 layers of 2 heads
+    last = 0 if part == "offload_codes" else 13  # pages with the 25 tokens before, 2 in each
+    assert seen["moved"]["back"] == (sum(back) // 64 + 3 * last) * page, seen
+    assert seen["moved"]["out"] >= seen["moved"]["back"], seen
 
 
 def test_pages_that_lose_bytes_on_the_way(tmp_path):
